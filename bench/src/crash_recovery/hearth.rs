@@ -1,0 +1,274 @@
+//! Side (d): the machine under Hearth, which dumps the dead incarnation while the next one boots.
+//!
+//! panic -> first HTTP 200 -> the dump is complete; memory of both incarnations is watched from outside all the while.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use hearth_vmtest::{Disk, Drives, TestVm, patience, residency};
+use serde_json::Value;
+use toml::Table;
+
+use super::{Bench, CrashError, MIB, guest};
+use crate::host::page_cache;
+use crate::host::profile::{DiskRate, Profile};
+use crate::host::scratch::Scratch;
+use crate::load;
+use crate::record::Record;
+use crate::report::Held;
+use crate::sides::copy_root;
+
+/// How it is set up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Case {
+    pub level: u8,
+    pub chunk_mib: u64,
+    /// Who gets the disk, in runs whose boot needs it.
+    pub policy: Option<&'static str>,
+}
+
+impl Case {
+    /// As rows name it.
+    pub fn side(self) -> String {
+        match self.policy {
+            Some(policy) => format!("hearth-{policy}"),
+            None => format!("hearth-level-{}-chunk-{}", self.level, self.chunk_mib),
+        }
+    }
+}
+
+/// One crash and what followed, for the plots; times in seconds from the panic.
+pub struct Life {
+    pub case: Case,
+    pub profile: Profile,
+    pub back_s: f64,
+    pub dumped_s: f64,
+    pub memory: Vec<Held>,
+}
+
+pub struct Machine<'a> {
+    bench: &'a Bench<'a>,
+    profile: Profile,
+    case: Case,
+    image: PathBuf,
+    watch: residency::Watch,
+    vm: TestVm,
+    _dumps: Scratch,
+    incarnation: u64,
+    /// The event that told of the last dump's end.
+    last_dump: u64,
+}
+
+impl<'a> Machine<'a> {
+    /// Starts it without waiting.
+    pub fn launch(bench: &'a Bench<'a>, profile: Profile, case: Case) -> Result<Self, CrashError> {
+        eprintln!("crash: [{}] {}: starting", profile.name(), case.side());
+        let failed = |source| machine_error(case, source);
+        let image = bench.rig.folder().join(format!("{}.img", case.side()));
+        copy_root(&image)?;
+        let file_error = |source| CrashError::File { path: image.clone(), source };
+        page_cache::evict(&image).and_then(|()| page_cache::evict(&bench.data)).map_err(file_error)?;
+        let dumps = Scratch::new(bench.rig.folder(), &case.side()).map_err(file_error)?;
+        bench.rig.limit(Profile::Asis)?;
+        let start = |rate| builder(bench, case, &image, dumps.path().to_owned(), rate).start();
+        let vm = bench.rig.launch(profile, start)?.map_err(failed)?;
+        let watch = residency::Watch::start(vm.memory_folder()).map_err(failed)?;
+        Ok(Machine { bench, profile, case, image, watch, vm, _dumps: dumps, incarnation: 1, last_dump: 0 })
+    }
+
+    /// Crashes so many times; the last crash is the one that is drawn.
+    pub fn measure(mut self, crashes: u32, record: &mut Record) -> Result<Option<Life>, CrashError> {
+        // First what notices a keeper that refused to start, and tells why.
+        self.vm.wait_incarnation(1).map_err(|error| self.error(error))?;
+        self.wait_service()?;
+        if self.case.policy.is_some() {
+            guest::make_boot_copy(&self.vm, self.bench.shape).map_err(|error| self.error(error))?;
+        }
+        let mut life = None;
+        for _ in 0..crashes {
+            life = Some(self.crash(record)?);
+        }
+        self.budget(record)?;
+        // Room for the next case's: what cannot be removed now goes with the folder.
+        let _ = std::fs::remove_file(&self.image);
+        Ok(life)
+    }
+
+    fn crash(&mut self, record: &mut Record) -> Result<Life, CrashError> {
+        guest::fill(&self.vm, self.bench.shape).map_err(|error| self.error(error))?;
+        let cpu_before_s = self.keeper_cpu_s()?;
+        self.bench.rig.limit(self.profile)?;
+        let crashed = Instant::now();
+        self.vm.panic().map_err(|error| self.error(error))?;
+        let dead = self.incarnation;
+        self.wait_event("incarnation_ended", dead)?;
+        self.wait_service()?;
+        let back_s = crashed.elapsed().as_secs_f64();
+        let dumped = self.wait_dump()?;
+        let dumped_s = crashed.elapsed().as_secs_f64();
+        let cpu_s = self.keeper_cpu_s()? - cpu_before_s;
+        self.incarnation += 1;
+        self.vm.wait_incarnation(self.incarnation).map_err(|error| self.error(error))?;
+        self.bench.rig.limit(Profile::Asis)?;
+        let side = format!("{}@{}", self.case.side(), self.profile.name());
+        let dump_mib = number(&dumped, "bytes").map(|bytes| bytes / MIB);
+        let dump_s = number(&dumped, "duration_ms").map(|ms| ms / 1e3);
+        let (Some(dump_mib), Some(dump_s)) = (dump_mib, dump_s) else {
+            return Err(CrashError::NoFigure {
+                side,
+                figure: "size and duration of its dump",
+                said: dumped.to_string(),
+            });
+        };
+        eprintln!("crash: {side}: back after {back_s:.1} s, dump of {dump_mib:.0} MiB in {dump_s:.1} s");
+        record.add(&side, "downtime_s", "s", back_s);
+        record.add(&side, "dump_s", "s", dump_s);
+        record.add(&side, "dump_mib", "MiB", dump_mib);
+        record.add(&side, "cpu_pct", "%", cpu_s / dumped_s * 100.0);
+        if let Some(rate) = self.profile.rate() {
+            record.add(&side, "disk_utilisation", "", dump_mib / dump_s / rate.mib_per_second as f64);
+        }
+        if let Some(wait_ms) = self.guest_wait_ms()? {
+            record.add(&side, "guest_wait_ms", "ms", wait_ms);
+        }
+        Ok(Life { case: self.case, profile: self.profile, back_s, dumped_s, memory: self.memory(crashed, dead) })
+    }
+
+    fn budget(&self, record: &mut Record) -> Result<(), CrashError> {
+        let side = format!("{}@{}", self.case.side(), self.profile.name());
+        let share = |bytes: f64| bytes / self.bench.shape.ram_bytes() * 100.0;
+        record.add(&side, "budget_peak_pct", "%", share(self.watch.so_far().peak_bytes as f64));
+        let status = self.vm.status().map_err(|error| self.error(error))?;
+        if let Some(peak) = number(&status["memory"], "peak_bytes") {
+            record.add(&side, "keeper_peak_pct", "%", share(peak));
+        }
+        Ok(())
+    }
+
+    /// Memory of the dead incarnation and of the next, over time.
+    fn memory(&self, crashed: Instant, dead: u64) -> Vec<Held> {
+        let of = |sample: &residency::Sample, incarnation: u64| {
+            let files = ["ram", "ledger"].map(|kind| format!("{kind}-{incarnation}"));
+            files.iter().filter_map(|file| sample.bytes.get(file)).sum::<u64>() as f64 / MIB
+        };
+        let held = |sample: &residency::Sample| Held {
+            second: sample.at.duration_since(crashed).as_secs_f64(),
+            dead: of(sample, dead),
+            living: of(sample, dead + 1),
+        };
+        self.watch.samples(crashed).iter().map(held).collect()
+    }
+
+    fn wait_event(&self, kind: &str, incarnation: u64) -> Result<Value, CrashError> {
+        let what = format!("{kind} of incarnation {incarnation}");
+        let look = |event: &Value| event["kind"] == kind && event["incarnation"] == incarnation;
+        self.vm.wait_event(&what, look).map_err(|error| self.error(error))
+    }
+
+    /// The end of the newest dump. One that cannot be completed is not waited for.
+    fn wait_dump(&mut self) -> Result<Value, CrashError> {
+        const ENDS: [&str; 4] = ["dump_complete", "dump_waits", "dump_incomplete", "dump_skipped"];
+        let sequence = |event: &Value| event["sequence"].as_u64().unwrap_or(0);
+        let seen = self.last_dump;
+        let look = |event: &Value| ENDS.iter().any(|kind| event["kind"] == *kind) && sequence(event) > seen;
+        let waited = self.vm.wait_event_within("the end of the dump", patience(60), look);
+        let end = waited.map_err(|error| self.error(error))?;
+        self.last_dump = sequence(&end);
+        if end["kind"] == "dump_complete" {
+            return Ok(end);
+        }
+        Err(CrashError::Ended { what: "the dump", side: self.case.side(), how: end.to_string() })
+    }
+
+    fn guest_wait_ms(&self) -> Result<Option<f64>, CrashError> {
+        let status = self.vm.status().map_err(|error| self.error(error))?;
+        Ok(number(&status["memory"]["admission"], "guest_wait_ms"))
+    }
+
+    /// Processor time of the keeper so far: while a dump is written, nearly all of it is the dump's.
+    fn keeper_cpu_s(&self) -> Result<f64, CrashError> {
+        let path = PathBuf::from(format!("/proc/{}/stat", self.vm.keeper_pid().unwrap_or_default()));
+        let text = std::fs::read_to_string(&path).map_err(|source| CrashError::File { path: path.clone(), source })?;
+        cpu_s(&text).ok_or_else(|| CrashError::NoFigure {
+            side: self.case.side(),
+            figure: "processor time",
+            said: text,
+        })
+    }
+
+    fn wait_service(&self) -> Result<(), CrashError> {
+        let port = self.vm.http_port().expect("started with a web port");
+        load::wait_for_service(&guest::targets(port), patience(20))
+            .map_err(|source| CrashError::Load { side: self.case.side(), source })
+    }
+
+    fn error(&self, source: hearth_vmtest::Error) -> CrashError {
+        machine_error(self.case, source)
+    }
+}
+
+fn builder(
+    bench: &Bench<'_>,
+    case: Case,
+    image: &std::path::Path,
+    dump_folder: PathBuf,
+    rate: Option<DiskRate>,
+) -> hearth_vmtest::TestVmBuilder {
+    let limited = |disk: Disk| match rate {
+        Some(rate) => disk.limited(rate.mib_per_second as i64, rate.iops as i64),
+        None => disk,
+    };
+    let mut crash = Table::new();
+    crash.insert("dump_folder".into(), dump_folder.display().to_string().into());
+    crash.insert("level".into(), i64::from(case.level).into());
+    crash.insert("chunk".into(), format!("{}MiB", case.chunk_mib).into());
+    crash.insert("headroom".into(), "0%".into());
+    if let Some(policy) = case.policy {
+        crash.insert("disk_time".into(), policy.into());
+    }
+    if let Some(rate) = rate {
+        crash.insert("mib_per_second".into(), (rate.mib_per_second as i64).into());
+    }
+    TestVm::debian("crash")
+        .root(limited(Disk::in_place(image)))
+        .disk(limited(Disk::in_place(&bench.data).read_only()))
+        .memory_mib(bench.shape.memory_mib)
+        .http()
+        .setting("on_panic", "dump+recover")
+        .setting("crash", crash)
+}
+
+fn machine_error(case: Case, source: hearth_vmtest::Error) -> CrashError {
+    CrashError::Machine { side: case.side(), source }
+}
+
+fn number(value: &Value, key: &str) -> Option<f64> {
+    value[key].as_f64()
+}
+
+/// User and system time of `/proc/PID/stat`, in seconds.
+fn cpu_s(stat: &str) -> Option<f64> {
+    // The name stands in brackets and may hold anything.
+    let mut fields = stat.rsplit(") ").next()?.split(' ').skip(11);
+    let ticks = fields.next()?.parse::<u64>().ok()? + fields.next()?.parse::<u64>().ok()?;
+    Some(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processor_time_is_that_of_user_and_kernel() {
+        let ticks = rustix::param::clock_ticks_per_second();
+        let stat = format!("7 (a b) c) S 1 2 3 4 5 6 7 8 9 10 {} {} 0 0 20", 3 * ticks, 2 * ticks);
+        assert_eq!(cpu_s(&stat), Some(5.0));
+    }
+
+    #[test]
+    fn sides_tell_what_was_set() {
+        let case = Case { level: 1, chunk_mib: 10, policy: None };
+        assert_eq!(case.side(), "hearth-level-1-chunk-10");
+        assert_eq!(Case { policy: Some("dump-first"), ..case }.side(), "hearth-dump-first");
+    }
+}

@@ -1,0 +1,72 @@
+//! The report: memory over time of every kind of recovery, as in the paper's Figures 5 to 8, and the figures.
+
+use super::hearth::Life;
+use super::{Shape, summary};
+use crate::record::Record;
+use crate::report::{MemoryPlot, Page, escape, memory_plot};
+use crate::table::{Table, figure};
+
+pub fn html(record: &Record, shape: Shape, lives: &[Life]) -> String {
+    let mut page = Page::new(
+        "A kernel panic, dumped beside the next boot",
+        "The dead guest's memory is written to the disk, and given back piece by piece, while the next incarnation boots \
+         on what is free. Each plot is one crash; zero is the panic.",
+    );
+    page.section("Sides", &table(&summary::table(record)));
+    for life in lives {
+        page.section(&title(life), &memory_plot::draw(&plot(life, shape)));
+    }
+    page.section("Figures", &table(&figures(record)));
+    page.section("How it was measured", &notes(record, shape));
+    page.html(&format!("Hearth {}, {}", env!("CARGO_PKG_VERSION"), record.date))
+}
+
+fn title(life: &Life) -> String {
+    let policy = life.case.policy.map_or_else(String::new, |policy| format!(", {policy}, a boot that needs the disk"));
+    format!(
+        "{}: level {}, chunks of {} MiB{policy}: back after {} s, dumped after {} s",
+        life.profile.name(),
+        life.case.level,
+        life.case.chunk_mib,
+        figure(life.back_s),
+        figure(life.dumped_s)
+    )
+}
+
+fn plot(life: &Life, shape: Shape) -> MemoryPlot {
+    MemoryPlot {
+        points: life.memory.clone(),
+        ram_mib: shape.memory_mib as f64,
+        back_s: life.back_s,
+        dumped_s: life.dumped_s,
+    }
+}
+
+fn figures(record: &Record) -> Table {
+    let mut table = Table::new(["figure", "value"]);
+    for (metric, value) in &record.summary {
+        table.row([metric.clone(), figure(*value)]);
+    }
+    table
+}
+
+fn table(table: &Table) -> String {
+    format!("<div class=\"scroll\">{}</div>", table.html())
+}
+
+fn notes(record: &Record, shape: Shape) -> String {
+    let mut notes = vec![
+        format!("{}; {}. Disk profiles by: {}.", record.machine.describe(), record.qemu, record.profile_by),
+        format!(
+            "A guest of {} MiB with {} MiB of file cache and {} MiB of anonymous memory in use, none of it compressible.",
+            shape.memory_mib,
+            shape.web_files + shape.data_mib,
+            shape.anonymous_mib
+        ),
+        "Memory is what the files of each incarnation really occupy, sampled from outside.".to_owned(),
+    ];
+    if record.quick {
+        notes.push("A quick run: a look, not a result.".to_owned());
+    }
+    notes.iter().map(|note| format!("<p>{}</p>", escape(note))).collect()
+}

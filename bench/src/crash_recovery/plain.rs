@@ -1,0 +1,224 @@
+//! Sides (a), (b) and (c): the machine under QEMU alone, with what QEMU has.
+//!
+//! panic -> paused -> [dump-guest-memory -> [makedumpfile]] -> system_reset, cont -> first HTTP 200
+//!
+//! The reset happens in the same QEMU process, the quickest way back it has. Its disk is `cache=none,aio=io_uring`.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Instant;
+
+use hearth_vmtest::{Drives, PlainVm, patience, qemu_dump};
+use serde_json::json;
+
+use super::{Bench, CrashError, MIB, guest};
+use crate::host::page_cache;
+use crate::host::profile::{DiskRate, Profile};
+use crate::load;
+use crate::record::Record;
+use crate::sides::{copy_root, free_port};
+
+const SIDE: &str = "qemu";
+
+pub struct Machine<'a> {
+    bench: &'a Bench<'a>,
+    profile: Profile,
+    vm: PlainVm,
+    port: u16,
+    crashes: usize,
+}
+
+struct Outage {
+    downtime_s: f64,
+    dumped: Option<Dumped>,
+}
+
+struct Dumped {
+    dump_s: f64,
+    dump_mib: f64,
+    filter_s: f64,
+    filtered_mib: f64,
+}
+
+impl<'a> Machine<'a> {
+    /// Starts it without waiting.
+    pub fn launch(bench: &'a Bench<'a>, profile: Profile) -> Result<Self, CrashError> {
+        let image = bench.rig.folder().join("qemu.img");
+        copy_root(&image)?;
+        let evicted = page_cache::evict(&image).and_then(|()| page_cache::evict(&bench.data));
+        evicted.map_err(|source| CrashError::File { path: image.clone(), source })?;
+        let port = free_port();
+        bench.rig.limit(Profile::Asis)?;
+        let start = |rate| builder(bench, &image, port, rate).start();
+        let vm = bench.rig.launch(profile, start)?.map_err(machine_error)?;
+        Ok(Machine { bench, profile, vm, port, crashes: 0 })
+    }
+
+    /// Crashes without a dump, so many times, and once with one.
+    pub fn measure(mut self, record: &mut Record) -> Result<(), CrashError> {
+        self.wait_service()?;
+        self.wait_agent()?;
+        for _ in 0..self.bench.shape.repeats {
+            let outage = self.crash(None)?;
+            eprintln!("crash: [{}] plain reboot: {:.1} s", self.profile.name(), outage.downtime_s);
+            self.add("plain-reboot", "downtime_s", outage.downtime_s, record);
+        }
+        // The writer of the dump and makedumpfile know no limits.
+        self.bench.rig.must_limit_all(self.profile, "qemu-dump")?;
+        guest::fill(&self.vm, self.bench.shape).map_err(machine_error)?;
+        let files = DumpFiles::in_folder(self.bench.rig.folder());
+        let outage = self.crash(Some(&files))?;
+        files.remove();
+        self.dumped(&outage, record);
+        Ok(())
+    }
+
+    fn dumped(&self, outage: &Outage, record: &mut Record) {
+        let dumped = outage.dumped.as_ref().expect("a crash with files for a dump is dumped");
+        eprintln!(
+            "crash: [{}] dump {:.1} s, makedumpfile {:.1} s, then reboot: {:.1} s in all",
+            self.profile.name(),
+            dumped.dump_s,
+            dumped.filter_s,
+            outage.downtime_s
+        );
+        for (side, downtime_s, dump_s, dump_mib) in [
+            // Without the filter's share it is the outage of those who do not filter: the guest stands still meanwhile.
+            ("qemu-dump", outage.downtime_s - dumped.filter_s, dumped.dump_s, dumped.dump_mib),
+            ("qemu-makedumpfile", outage.downtime_s, dumped.dump_s + dumped.filter_s, dumped.filtered_mib),
+        ] {
+            self.add(side, "downtime_s", downtime_s, record);
+            self.add(side, "dump_s", dump_s, record);
+            self.add(side, "dump_mib", dump_mib, record);
+        }
+        if self.bench.shape.repeats == 0 {
+            // A quick run has no crash of its own for this: it is what is left of the outage.
+            let reboot_s = outage.downtime_s - dumped.dump_s - dumped.filter_s;
+            self.add("plain-reboot", "downtime_s", reboot_s, record);
+        }
+    }
+
+    fn add(&self, side: &str, metric: &str, value: f64, record: &mut Record) {
+        let unit = if metric.ends_with("_mib") { "MiB" } else { "s" };
+        record.add(&format!("{side}@{}", self.profile.name()), metric, unit, value);
+    }
+
+    /// From the order to panic to the first answer.
+    fn crash(&mut self, dump: Option<&DumpFiles>) -> Result<Outage, CrashError> {
+        self.bench.rig.limit(self.profile)?;
+        self.crashes += 1;
+        let crashed = Instant::now();
+        self.vm.panic().map_err(machine_error)?;
+        let qmp = self.vm.qmp();
+        qmp.wait_nth_event("GUEST_PANICKED", self.crashes, patience(10)).map_err(machine_error)?;
+        let dumped = dump.map(|files| self.dump(files)).transpose()?;
+        for command in ["system_reset", "cont"] {
+            qmp.execute(command, json!({})).map_err(machine_error)?;
+        }
+        self.wait_service()?;
+        let downtime_s = crashed.elapsed().as_secs_f64();
+        self.bench.rig.limit(Profile::Asis)?;
+        self.wait_agent()?;
+        Ok(Outage { downtime_s, dumped })
+    }
+
+    fn dump(&self, files: &DumpFiles) -> Result<Dumped, CrashError> {
+        let begun = Instant::now();
+        let mut writer = self.bench.rig.launch(self.profile, |_| files.start_writer())??;
+        let protocol = format!("file:{}", files.pipe.display());
+        let ordered = self.vm.qmp().execute("dump-guest-memory", json!({ "paging": false, "protocol": protocol }));
+        ordered.map_err(machine_error)?;
+        wait(&mut writer, "the writer of the dump")?;
+        let dump_s = begun.elapsed().as_secs_f64();
+        // Otherwise makedumpfile refuses it. Not counted: a fixed QEMU would not need it.
+        qemu_dump::move_program_headers(&files.dump).map_err(machine_error)?;
+        let begun = Instant::now();
+        let mut filter = self.bench.rig.launch(self.profile, |_| files.start_filter())??;
+        wait(&mut filter, "makedumpfile")?;
+        let filter_s = begun.elapsed().as_secs_f64();
+        Ok(Dumped { dump_s, dump_mib: mib(&files.dump)?, filter_s, filtered_mib: mib(&files.filtered)? })
+    }
+
+    fn wait_service(&self) -> Result<(), CrashError> {
+        load::wait_for_service(&guest::targets(self.port), patience(20))
+            .map_err(|source| CrashError::Load { side: SIDE.into(), source })
+    }
+
+    fn wait_agent(&self) -> Result<(), CrashError> {
+        self.vm.wait_boots(self.crashes + 1).map(drop).map_err(machine_error)
+    }
+}
+
+fn builder(bench: &Bench<'_>, image: &Path, port: u16, rate: Option<DiskRate>) -> hearth_vmtest::PlainVmBuilder {
+    let cache = "cache=none,aio=io_uring";
+    let throttled = rate.map_or_else(|| cache.into(), |rate| format!("{cache}{}", throttling(rate)));
+    let net = format!("user,id=net,hostfwd=tcp:127.0.0.1:{port}-:80");
+    PlainVm::debian("crash")
+        .memory_mib(bench.shape.memory_mib)
+        .args(["-action", "panic=pause", "-device", "vmcoreinfo"])
+        .args(["-netdev", &net, "-device", "virtio-net-pci,netdev=net,romfile="])
+        .drive(image, &throttled)
+        .drive(&bench.data, &format!("readonly=on,{throttled}"))
+}
+
+fn throttling(rate: DiskRate) -> String {
+    let (bps, iops) = (rate.bytes_per_second(), rate.iops);
+    format!(
+        ",throttling.bps-read={bps},throttling.bps-write={bps},throttling.iops-read={iops},throttling.iops-write={iops}"
+    )
+}
+
+struct DumpFiles {
+    pipe: PathBuf,
+    dump: PathBuf,
+    filtered: PathBuf,
+}
+
+impl DumpFiles {
+    fn in_folder(folder: &Path) -> Self {
+        Self { pipe: folder.join("dump.pipe"), dump: folder.join("dump.elf"), filtered: folder.join("dump.filtered") }
+    }
+
+    /// Reads the pipe that QEMU writes, and writes past the page cache.
+    fn start_writer(&self) -> Result<Child, CrashError> {
+        self.remove();
+        let failed = |source| CrashError::File { path: self.pipe.clone(), source };
+        rustix::fs::mkfifoat(rustix::fs::CWD, &self.pipe, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)
+            .map_err(|errno| failed(errno.into()))?;
+        let mut writer = Command::new("dd");
+        writer.arg(format!("if={}", self.pipe.display())).arg(format!("of={}", self.dump.display()));
+        writer.args(["bs=1M", "iflag=fullblock", "oflag=direct", "conv=fsync", "status=none"]);
+        writer.spawn().map_err(failed)
+    }
+
+    fn start_filter(&self) -> Result<Child, CrashError> {
+        let mut filter = Command::new("makedumpfile");
+        filter.args(["-l", "-d", "31", "--message-level", "4"]).arg(&self.dump).arg(&self.filtered);
+        let started = filter.stdout(Stdio::null()).spawn();
+        started.map_err(|source| CrashError::File { path: "makedumpfile".into(), source })
+    }
+
+    fn remove(&self) {
+        for file in [&self.pipe, &self.dump, &self.filtered] {
+            // What was never made cannot be removed; the rest goes with the folder.
+            let _ = std::fs::remove_file(file);
+        }
+    }
+}
+
+fn wait(child: &mut Child, what: &'static str) -> Result<(), CrashError> {
+    let status = child.wait().map_err(|source| CrashError::File { path: what.into(), source })?;
+    if status.success() {
+        return Ok(());
+    }
+    Err(CrashError::Ended { what, side: SIDE.into(), how: status.to_string() })
+}
+
+fn mib(path: &Path) -> Result<f64, CrashError> {
+    let metadata = std::fs::metadata(path).map_err(|source| CrashError::File { path: path.to_owned(), source })?;
+    Ok(metadata.len() as f64 / MIB)
+}
+
+fn machine_error(source: hearth_vmtest::Error) -> CrashError {
+    CrashError::Machine { side: SIDE.into(), source }
+}

@@ -1,0 +1,155 @@
+//! One machine of the demo, from its first boot to its last read.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use hearth_api::{EmberStatus, Recovery};
+use hearth_vmtest::patience;
+
+use super::{DemoError, Progress};
+use crate::host::profile::Profile;
+use crate::load::trace::Trace;
+use crate::load::{self, Load};
+use crate::sides::{HearthMachine, HearthOptions, Machine, Way};
+use crate::warm_reboot::{FILES_IN_GUEST, targets};
+
+/// Seconds of load before and after the panic.
+const BEFORE_S: f64 = 20.0;
+const AFTER_S: f64 = 30.0;
+const PLOT_STEP_S: f64 = 0.5;
+const MIB: f64 = 1048576.0;
+
+/// What was seen of it.
+pub struct Life {
+    pub accelerator: String,
+    pub accelerator_why: String,
+    pub qemu: String,
+    pub read_before: f64,
+    pub web_before: f64,
+    pub web_after: f64,
+    pub boot_s: f64,
+    pub read_first: f64,
+    pub read_second: f64,
+    pub from_disk_mib: f64,
+    pub ember: EmberStatus,
+    /// How it came back from the second panic, and how long that took in all.
+    pub recovery: Option<Recovery>,
+    pub boot_again_s: f64,
+    /// Requests per second around the panic at zero.
+    pub series: Vec<(f64, f64)>,
+}
+
+pub fn live(image: &Path, ember: bool, profile: Profile, progress: &Progress) -> Result<Life, DemoError> {
+    let word = if ember { "warm" } else { "cold (ember = \"off\")" };
+    progress.tell(&format!("{word}: a Debian machine boots under Hearth"));
+    let machine = HearthMachine::start(&HearthOptions { image, accelerator: "auto", rate: profile.rate(), ember })?;
+    load::wait_for_service(&targets(&machine), patience(20))?;
+    machine.wait_agent(1)?;
+    let qemu = machine.machine_status()?.qemu;
+    progress.tell(&format!("{word}: it serves; its 512 files of 1 MiB are read into its file cache"));
+    read_all(&machine)?;
+    let read_before = read_all(&machine)?;
+    let served = serve_and_panic(&machine, word, progress)?;
+    machine.wait_agent(2)?;
+    progress.tell(&format!("{word}: its kernel panics once more, and every file is read at once after the boot"));
+    read_all(&machine)?;
+    let after = panic_and_read(&machine)?;
+    let status = machine.machine_status()?;
+    progress.tell(&format!("{word}: done; {:.0} MiB came from the disk", after.from_disk_mib));
+    let (accelerator, accelerator_why, version) =
+        qemu.map_or_else(Default::default, |qemu| (qemu.accelerator, qemu.accelerator_why, qemu.version));
+    Ok(Life {
+        accelerator,
+        accelerator_why,
+        qemu: version,
+        read_before,
+        web_before: served.before,
+        web_after: served.after,
+        boot_s: served.back_s,
+        read_first: after.first,
+        read_second: after.second,
+        from_disk_mib: after.from_disk_mib,
+        ember: status.ember,
+        recovery: status.last_recovery,
+        boot_again_s: after.boot_s,
+        series: served.series,
+    })
+}
+
+struct Served {
+    before: f64,
+    after: f64,
+    back_s: f64,
+    series: Vec<(f64, f64)>,
+}
+
+/// Web load over a panic.
+fn serve_and_panic(machine: &HearthMachine, word: &str, progress: &Progress) -> Result<Served, DemoError> {
+    progress.tell(&format!("{word}: web load for {BEFORE_S:.0} s"));
+    let load = Load::start(targets(machine))?;
+    let begun_s = load.wait_back(patience(5))?;
+    load.run_until(begun_s + BEFORE_S);
+    let panic_s = load.now_s();
+    machine.crash(Way::Warm)?;
+    load.announce_outage();
+    progress.tell(&format!("{word}: the kernel panicked (sysrq); Hearth starts the next incarnation"));
+    let back_s = load.wait_back(patience(20))?;
+    progress.tell(&format!("{word}: it serves again after {:.1} s; load for {AFTER_S:.0} s", back_s - panic_s));
+    load.run_until(back_s + AFTER_S);
+    Ok(served(&load.trace(), begun_s, panic_s, back_s))
+}
+
+fn served(trace: &Trace, begun_s: f64, panic_s: f64, back_s: f64) -> Served {
+    let outage_s = back_s - panic_s;
+    Served {
+        before: trace.requests_per_second(begun_s, panic_s),
+        after: trace.requests_per_second(back_s, back_s + AFTER_S),
+        back_s: outage_s,
+        series: trace.series(panic_s, begun_s - panic_s, outage_s + AFTER_S, PLOT_STEP_S),
+    }
+}
+
+struct After {
+    boot_s: f64,
+    first: f64,
+    second: f64,
+    from_disk_mib: f64,
+}
+
+fn panic_and_read(machine: &HearthMachine) -> Result<After, DemoError> {
+    let before = machine.own_read_bytes().unwrap_or(0);
+    let panicked = Instant::now();
+    machine.crash(Way::Warm)?;
+    load::wait_for_service(&targets(machine), patience(20))?;
+    let boot_s = panicked.elapsed().as_secs_f64();
+    machine.wait_agent(3)?;
+    let first = read_all(machine)?;
+    let from_disk = machine.own_read_bytes().unwrap_or(0).saturating_sub(before);
+    Ok(After { boot_s, first, second: read_all(machine)?, from_disk_mib: from_disk as f64 / MIB })
+}
+
+/// MiB/s of all files in order, as the guest sees it.
+fn read_all(machine: &HearthMachine) -> Result<f64, DemoError> {
+    let command = format!("probe read-all {FILES_IN_GUEST}");
+    let output = machine.run_within(&command, Duration::from_secs(300))?;
+    let figure = "mib_per_second";
+    output.number(figure).ok_or(DemoError::NoFigure { command, figure })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::load::trace::Sample;
+
+    #[test]
+    fn rates_are_those_of_the_windows_around_the_outage() {
+        let ends = (0..20).map(f64::from).chain((30..60).map(f64::from));
+        let trace = Trace { samples: ends.map(|end| Sample { begun_s: end, ended_s: end, bytes: 1 }).collect() };
+        let served = served(&trace, 0.0, 20.0, 30.0);
+        assert_eq!((served.before, served.after, served.back_s), (1.0, 1.0, 10.0));
+        assert_eq!(served.series.first().map(|point| point.0), Some(-19.75));
+        assert_eq!(served.series.last().map(|point| point.0), Some(39.75));
+        let outage: f64 = served.series.iter().filter(|point| (0.0..10.0).contains(&point.0)).map(|p| p.1).sum();
+        assert_eq!(outage, 0.0);
+    }
+}

@@ -1,0 +1,119 @@
+//! A vhost-user-blk client in this process: one queue, one request at a time, its memory a RAM file.
+
+use std::fs::File;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use blkio::{Blkio, Blkioq, Completion, MemoryRegion, ReqFlags};
+use hearth_disk::block::BLOCK_BYTES;
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    #[error("cannot map {path}")]
+    Map { path: PathBuf, source: io::Error },
+    #[error("cannot {what}: {reason}")]
+    Protocol { what: &'static str, reason: String },
+    #[error("read of block {block} ended with {result}")]
+    Read { block: u64, result: i32 },
+}
+
+pub struct Client {
+    // Order matters: the driver goes before the memory it was told of.
+    queue: Blkioq,
+    _driver: Blkio,
+    memory: Memory,
+}
+
+impl Client {
+    /// Connects to a disk server, with a RAM file as the memory that reads go to.
+    pub fn connect(socket: &Path, ram: &Path) -> Result<Self, ClientError> {
+        let memory = Memory::map(ram).map_err(|source| ClientError::Map { path: ram.to_owned(), source })?;
+        let failed = |what: &'static str| {
+            move |error: blkio::Error| ClientError::Protocol { what, reason: error.message().to_owned() }
+        };
+        let mut driver = Blkio::new("virtio-blk-vhost-user").map_err(failed("make a driver"))?;
+        let socket = socket.to_str().expect("the bench names its own files");
+        driver.set_str("path", socket).map_err(failed("name the socket"))?;
+        driver.connect().map_err(failed("connect"))?;
+        let started = driver.start().map_err(failed("start"))?;
+        driver.map_mem_region(&memory.region()).map_err(failed("share memory"))?;
+        let no_queue = || ClientError::Protocol { what: "start", reason: "no queue".to_owned() };
+        let queue = started.queues.into_iter().next().ok_or_else(no_queue)?;
+        Ok(Client { queue, _driver: driver, memory })
+    }
+
+    /// Reads one block into a page of the memory; returns the microseconds it took.
+    pub fn read_block(&mut self, block: u64, page: usize) -> Result<f64, ClientError> {
+        let mut completion = [const { MaybeUninit::<Completion>::uninit() }];
+        let mut patience = PATIENCE;
+        let target = self.memory.page(page);
+        let begun = Instant::now();
+        self.queue.read(block * BLOCK_BYTES as u64, target, BLOCK_BYTES, 0, ReqFlags::empty());
+        let done = self.queue.do_io(&mut completion, 1, Some(&mut patience), None);
+        let took = begun.elapsed();
+        match done {
+            // SAFETY: do_io filled as many completions as it says.
+            Ok(1) => match unsafe { completion[0].assume_init_ref() }.ret {
+                0 => Ok(took.as_secs_f64() * 1e6),
+                result => Err(ClientError::Read { block, result }),
+            },
+            Ok(_) => Err(ClientError::Protocol { what: "read", reason: "no completion came".to_owned() }),
+            Err(error) => Err(ClientError::Protocol { what: "read", reason: error.message().to_owned() }),
+        }
+    }
+
+    /// The first eight bytes of a page.
+    pub fn first_word(&self, page: usize) -> u64 {
+        // SAFETY: the page lies within the mapping and no request towards it is in flight: read_block waits.
+        u64::from_le(unsafe { self.memory.page(page).cast::<u64>().read_volatile() })
+    }
+}
+
+/// A RAM file, mapped as a guest's memory would be.
+struct Memory {
+    file: File,
+    address: *mut u8,
+    bytes: usize,
+}
+
+impl Memory {
+    fn map(path: &Path) -> io::Result<Self> {
+        let file = File::options().read(true).write(true).open(path)?;
+        let bytes = file.metadata()?.len() as usize;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // Populated, as the RAM of a guest that has been up for a while: its first touch is not the disk's cost.
+        let flags = MapFlags::SHARED | MapFlags::POPULATE;
+        // SAFETY: a fresh shared mapping at an address the kernel chooses.
+        let address = unsafe { mmap(std::ptr::null_mut(), bytes, access, flags, &file, 0)? };
+        Ok(Memory { file, address: address.cast(), bytes })
+    }
+
+    fn page(&self, page: usize) -> *mut u8 {
+        assert!((page + 1) * BLOCK_BYTES <= self.bytes, "page {page} is outside the client's memory");
+        self.address.wrapping_add(page * BLOCK_BYTES)
+    }
+
+    fn region(&self) -> MemoryRegion {
+        MemoryRegion {
+            addr: self.address as usize,
+            iova: 0,
+            len: self.bytes,
+            fd: self.file.as_raw_fd(),
+            fd_offset: 0,
+            flags: 0,
+        }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: the mapping made in `map`; the driver that used it was dropped before.
+        let _ = unsafe { munmap(self.address.cast(), self.bytes) };
+    }
+}

@@ -1,0 +1,34 @@
+//! Images with content: nothing in them is zero, sparse or alike, so no layer can cut a read short.
+
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::path::Path;
+
+use hearth_disk::block::BLOCK_BYTES;
+
+/// Every block begins with its number; the rest differs from word to word.
+pub fn write(path: &Path, bytes: u64) -> io::Result<()> {
+    let mut file = BufWriter::with_capacity(1 << 20, File::create(path)?);
+    let words = BLOCK_BYTES as u64 / 8;
+    for block in 0..bytes / BLOCK_BYTES as u64 {
+        file.write_all(&block.to_le_bytes())?;
+        for word in 1..words {
+            file.write_all(&(block * words + word).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes())?;
+        }
+    }
+    file.into_inner()?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn blocks_carry_their_numbers_and_differ() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("image");
+        super::write(&path, 3 * 4096).unwrap();
+        let bytes = std::fs::read(&path).unwrap();
+        let numbers: Vec<u8> = bytes.chunks(4096).map(|block| block[0]).collect();
+        assert_eq!(numbers, [0, 1, 2]);
+        assert_ne!(bytes[8..4096], bytes[4096 + 8..8192]);
+    }
+}

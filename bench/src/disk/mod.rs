@@ -1,0 +1,57 @@
+//! Bench `disk`: what a request costs, hit and miss, and what following every block costs.
+//!
+//! host side: the disk server alone, with a client in this process and no guest: what a hit really costs.
+//! in guest: two disks of the same machine and the same content, one served by Hearth, one by QEMU itself (io_uring,
+//! cache=none, a thread of its own), read in turn: what a miss costs compared with what one would use otherwise.
+
+mod client;
+mod host_side;
+mod image;
+mod in_guest;
+
+use std::path::PathBuf;
+
+use crate::record::Record;
+use crate::table::{Table, figure, figure_or_dash};
+
+pub use host_side::HostSideError;
+pub use in_guest::InGuestError;
+
+pub const NAME: &str = "disk";
+
+#[derive(Debug, thiserror::Error)]
+pub enum DiskBenchError {
+    #[error("host-side part of bench {NAME}")]
+    HostSide(#[from] HostSideError),
+    #[error("in-guest part of bench {NAME}")]
+    InGuest(#[from] InGuestError),
+}
+
+pub struct Options {
+    pub quick: bool,
+    /// Where images and the record go: on the disk that is measured.
+    pub folder: PathBuf,
+}
+
+pub fn run(options: &Options, record: &mut Record) -> Result<(), DiskBenchError> {
+    host_side::measure(options, record)?;
+    Ok(in_guest::measure(options, record)?)
+}
+
+pub fn table(record: &Record) -> Table {
+    let mut table = Table::new(["case", "metric", "unit", "median", "least", "most", "values"]);
+    for row in &record.rows {
+        let least = row.values.iter().copied().reduce(f64::min);
+        let most = row.values.iter().copied().reduce(f64::max);
+        table.row([
+            row.case.clone(),
+            row.metric.clone(),
+            row.unit.clone(),
+            figure(row.median),
+            figure_or_dash(least),
+            figure_or_dash(most),
+            row.values.len().to_string(),
+        ]);
+    }
+    table
+}

@@ -1,0 +1,113 @@
+//! The tables of `docs/benchmarks.md`, from the records: nobody copies figures by hand.
+//!
+//! A table stands between `<!-- bench:NAME -->` and `<!-- end -->`. A bench without a record keeps the table it has.
+
+use std::path::{Path, PathBuf};
+
+use crate::record::{Record, RecordError};
+use crate::table::{Table, figure};
+use crate::{crash_recovery, disk, rejuvenation, warm_reboot};
+
+pub const PAGE: &str = "docs/benchmarks.md";
+const END: &str = "<!-- end -->";
+
+#[derive(Debug, thiserror::Error)]
+pub enum DocsError {
+    #[error("cannot read or write {path}")]
+    Page { path: PathBuf, source: std::io::Error },
+    #[error("{path} has no line {marker} with {END} after it")]
+    NoPlace { path: PathBuf, marker: String },
+    #[error(transparent)]
+    Record(#[from] RecordError),
+}
+
+/// Puts the tables of all records in `folder` into the page.
+pub fn rewrite(folder: &Path, page: &Path) -> Result<(), DocsError> {
+    let failed = |source| DocsError::Page { path: page.to_owned(), source };
+    let mut text = std::fs::read_to_string(page).map_err(failed)?;
+    for bench in [warm_reboot::NAME, crash_recovery::NAME, disk::NAME, rejuvenation::NAME] {
+        if !Record::path(folder, bench).exists() {
+            eprintln!("{bench}: no record in {}, its table stays as it is", folder.display());
+            continue;
+        }
+        let record = Record::read(folder, bench)?;
+        let marker = format!("<!-- bench:{bench} -->");
+        let no_place = || DocsError::NoPlace { path: page.to_owned(), marker: marker.clone() };
+        text = replaced(&text, &marker, &section(&record)).ok_or_else(no_place)?;
+    }
+    std::fs::write(page, text).map_err(failed)
+}
+
+/// The text with what stands between the marker and the next end exchanged.
+fn replaced(text: &str, marker: &str, section: &str) -> Option<String> {
+    let begin = text.find(marker)? + marker.len();
+    let end = begin + text[begin..].find(END)?;
+    Some(format!("{}\n{section}{}", &text[..begin], &text[end..]))
+}
+
+fn section(record: &Record) -> String {
+    let quick = if record.quick { " **Quick run: a look, not a result.**" } else { "" };
+    let head = format!(
+        "{}.{quick} {}. {}, guest CPU model `{}`. Load average at the start: {:.1}. Disk profiles by: {}.\n\n",
+        record.date,
+        record.machine.describe(),
+        record.qemu,
+        record.cpu_model,
+        record.machine.load_average,
+        record.profile_by
+    );
+    let rows = match record.bench.as_str() {
+        warm_reboot::NAME => warm_reboot::table(record),
+        crash_recovery::NAME => crash_recovery::table(record),
+        rejuvenation::NAME => rejuvenation::table(record),
+        _ => disk::table(record),
+    };
+    let left_out: String = record.left_out.iter().map(|why| format!("\nLeft out: {why}\n")).collect();
+    format!("{head}{}\n{}{left_out}", summary(record).markdown(), rows.markdown())
+}
+
+fn summary(record: &Record) -> Table {
+    let mut table = Table::new(["figure", "value"]);
+    for (metric, value) in &record.summary {
+        table.row([format!("`{metric}`"), figure(*value)]);
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::facts::{Accelerator, HostFacts};
+
+    fn record() -> Record {
+        let machine = HostFacts::gather(Accelerator::Tcg);
+        let mut record = Record::new("disk", false, machine, "QEMU 7.2".into(), "max");
+        record.add("hearth@asis", "seq_miss", "MiB/s", 700.0);
+        record.summarise("seq_miss_vs_qemu_ratio", Some(0.97));
+        record
+    }
+
+    #[test]
+    fn only_what_is_between_the_marks_changes() {
+        let folder = tempfile::tempdir().unwrap();
+        let page = folder.path().join("benchmarks.md");
+        record().write(folder.path()).unwrap();
+        std::fs::write(&page, "# head\n<!-- bench:disk -->\nold figures\n<!-- end -->\ntail\n").unwrap();
+        rewrite(folder.path(), &page).unwrap();
+        let text = std::fs::read_to_string(&page).unwrap();
+        assert!(text.starts_with("# head\n<!-- bench:disk -->\n") && text.ends_with("<!-- end -->\ntail\n"), "{text}");
+        assert!(text.contains("| `seq_miss_vs_qemu_ratio` | 0.97 |") && !text.contains("old figures"), "{text}");
+        rewrite(folder.path(), &page).unwrap();
+        assert_eq!(std::fs::read_to_string(&page).unwrap(), text);
+    }
+
+    #[test]
+    fn a_page_without_the_mark_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let page = folder.path().join("benchmarks.md");
+        record().write(folder.path()).unwrap();
+        std::fs::write(&page, "nothing").unwrap();
+        let text = rewrite(folder.path(), &page).unwrap_err().to_string();
+        assert!(text.ends_with("has no line <!-- bench:disk --> with <!-- end --> after it"), "{text}");
+    }
+}

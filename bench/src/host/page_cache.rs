@@ -1,0 +1,69 @@
+//! The host's page cache of an image: emptied before a cold measurement, counted where a side lives off it.
+//!
+//! `posix_fadvise(DONTNEED)` empties it for one file and needs no root, unlike `drop_caches`; dirty pages are not
+//! dropped, hence the sync first.
+
+use std::fs::File;
+use std::io;
+use std::path::Path;
+
+use rustix::fs::{Advice, fadvise, fsync};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+/// Writes the file's dirty pages out and drops all its pages.
+pub fn evict(path: &Path) -> io::Result<()> {
+    let file = File::open(path)?;
+    fsync(&file)?;
+    fadvise(&file, 0, None, Advice::DontNeed)?;
+    Ok(())
+}
+
+/// Bytes of the file that the host holds in its page cache.
+pub fn resident_bytes(path: &Path) -> io::Result<u64> {
+    let file = File::open(path)?;
+    let bytes = file.metadata()?.len() as usize;
+    if bytes == 0 {
+        return Ok(0);
+    }
+    let page_bytes = rustix::param::page_size();
+    let mut resident = vec![0u8; bytes.div_ceil(page_bytes)];
+    // SAFETY: a fresh shared mapping at an address the kernel chooses; nothing ever reads through it.
+    let map = unsafe { mmap(std::ptr::null_mut(), bytes, ProtFlags::READ, MapFlags::SHARED, &file, 0)? };
+    // SAFETY: `map` covers `bytes`, and `resident` has one byte for each page of it.
+    let asked = match unsafe { libc::mincore(map, bytes, resident.as_mut_ptr()) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    };
+    // SAFETY: `map` is the mapping made above, and no reference into it exists.
+    unsafe { munmap(map, bytes)? };
+    asked?;
+    let pages = resident.iter().filter(|state| *state & 1 == 1).count();
+    Ok((pages * page_bytes) as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: usize = 1 << 20;
+
+    #[test]
+    fn a_file_just_written_is_resident_and_eviction_drops_it() {
+        // Beside the build products: the system's temporary folder may be a tmpfs, which never drops a page.
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let path = folder.path().join("image");
+        std::fs::write(&path, vec![7u8; 4 * MIB]).unwrap();
+        assert_eq!(resident_bytes(&path).unwrap(), 4 * MIB as u64);
+        evict(&path).unwrap();
+        assert_eq!(resident_bytes(&path).unwrap(), 0);
+    }
+
+    #[test]
+    fn an_empty_file_holds_nothing_and_a_missing_one_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("image");
+        std::fs::write(&path, "").unwrap();
+        assert_eq!(resident_bytes(&path).unwrap(), 0);
+        assert_eq!(evict(&folder.path().join("none")).unwrap_err().kind(), io::ErrorKind::NotFound);
+    }
+}

@@ -1,0 +1,247 @@
+//! A slower disk for everybody: a control group that limits the device below QEMU, keeper and host page cache alike.
+//!
+//! It limits direct I/O and page-cache misses but no hits, so a side that lives off the host's page cache keeps its
+//! whole advantage. It also counts what was really read, by one meter for all sides. Both hierarchies are known:
+//! cgroup v1 (`blkio.throttle.*`) and v2 (`io.max`, `io.stat`). Making a group needs root; without it each side's own
+//! limits must do (`hearth`'s per disk, QEMU's `throttling.*`), and the record says so.
+//!
+//! Processes inherit the group of the process that started them, so the bench enters it while it starts a machine and
+//! leaves it again: moving QEMU in afterwards would miss its first reads.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use super::profile::{DiskRate, Profile};
+
+#[derive(Debug, thiserror::Error)]
+pub enum ThrottleError {
+    #[error("{folder} is on no block device that can be limited (device {major}:{minor})")]
+    NoDevice { folder: PathBuf, major: u32, minor: u32 },
+    #[error("no control group hierarchy that limits block devices is mounted")]
+    NoHierarchy,
+    #[error("cannot use {path}")]
+    Use { path: PathBuf, source: io::Error },
+    #[error("{path} has no counter for device {device}")]
+    NoCounter { path: PathBuf, device: Device },
+}
+
+/// A whole disk: limits on a partition are refused by the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Device {
+    pub major: u32,
+    pub minor: u32,
+}
+
+impl std::fmt::Display for Device {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}:{}", self.major, self.minor)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Version {
+    V1,
+    V2,
+}
+
+/// A control group of this bench on the device that holds the images; removed when dropped.
+pub struct Throttle {
+    version: Version,
+    folder: PathBuf,
+    home: PathBuf,
+    device: Device,
+}
+
+impl Throttle {
+    /// A group for the device below `images`, without a limit yet.
+    pub fn new(images: &Path) -> Result<Self, ThrottleError> {
+        let device = device_of(images)?;
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+        let (version, root) = hierarchy(&mounts).ok_or(ThrottleError::NoHierarchy)?;
+        let membership = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+        let home = root.join(own_group(&membership, version).trim_start_matches('/'));
+        let folder = root.join(format!("hearth-bench-{}", std::process::id()));
+        if version == Version::V2 {
+            write(&root.join("cgroup.subtree_control"), "+io")?;
+        }
+        fs::create_dir(&folder).map_err(|source| ThrottleError::Use { path: folder.clone(), source })?;
+        let throttle = Throttle { version, folder, home, device };
+        throttle.limit(Profile::Asis)?;
+        Ok(throttle)
+    }
+
+    pub fn describe(&self) -> String {
+        let version = if self.version == Version::V1 { "v1 blkio.throttle" } else { "v2 io.max" };
+        format!("cgroup {version} on device {}", self.device)
+    }
+
+    /// Takes effect at once, also for machines that already run.
+    pub fn limit(&self, profile: Profile) -> Result<(), ThrottleError> {
+        limit_files(self.version, self.device, profile.rate())
+            .iter()
+            .try_for_each(|(file, value)| write(&self.folder.join(file), value))
+    }
+
+    /// What `start` starts, it starts inside the group.
+    pub fn within<T>(&self, start: impl FnOnce() -> T) -> Result<T, ThrottleError> {
+        let own_pid = std::process::id().to_string();
+        write(&self.folder.join("cgroup.procs"), &own_pid)?;
+        let started = start();
+        write(&self.home.join("cgroup.procs"), &own_pid)?;
+        Ok(started)
+    }
+
+    /// Bytes read from the device by all that ever ran in the group.
+    pub fn read_bytes(&self) -> Result<u64, ThrottleError> {
+        let file = match self.version {
+            Version::V1 => "blkio.throttle.io_service_bytes",
+            Version::V2 => "io.stat",
+        };
+        let path = self.folder.join(file);
+        let text = fs::read_to_string(&path).map_err(|source| ThrottleError::Use { path: path.clone(), source })?;
+        // A device that was never used has no line yet.
+        if !text.contains(&format!("{} ", self.device)) {
+            return Ok(0);
+        }
+        read_counter(self.version, self.device, &text).ok_or(ThrottleError::NoCounter { path, device: self.device })
+    }
+}
+
+impl Drop for Throttle {
+    fn drop(&mut self) {
+        // A machine that is still going away keeps the group busy; an empty leftover group limits nobody.
+        let _ = fs::remove_dir(&self.folder);
+    }
+}
+
+fn write(path: &Path, value: &str) -> Result<(), ThrottleError> {
+    fs::write(path, value).map_err(|source| ThrottleError::Use { path: path.to_owned(), source })
+}
+
+/// The whole disk below a folder; a partition's disk is found through sysfs.
+fn device_of(folder: &Path) -> Result<Device, ThrottleError> {
+    let number = fs::metadata(folder).map_err(|source| ThrottleError::Use { path: folder.to_owned(), source })?.dev();
+    let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
+    let nothing = || ThrottleError::NoDevice { folder: folder.to_owned(), major, minor };
+    let sys = fs::canonicalize(format!("/sys/dev/block/{major}:{minor}")).map_err(|_| nothing())?;
+    if !sys.join("partition").exists() {
+        return Ok(Device { major, minor });
+    }
+    let disk = sys.parent().and_then(|disk| fs::read_to_string(disk.join("dev")).ok()).ok_or_else(nothing)?;
+    parse_device(disk.trim()).ok_or_else(nothing)
+}
+
+fn parse_device(text: &str) -> Option<Device> {
+    let (major, minor) = text.split_once(':')?;
+    Some(Device { major: major.parse().ok()?, minor: minor.parse().ok()? })
+}
+
+/// Where block devices are limited: a v1 `blkio` mount if there is one, since a controller is never in both.
+fn hierarchy(mounts: &str) -> Option<(Version, PathBuf)> {
+    let fields = || mounts.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let v1 =
+        fields().find(|mount| mount.len() > 3 && mount[2] == "cgroup" && mount[3].split(',').any(|o| o == "blkio"));
+    let v2 = || fields().find(|mount| mount.len() > 3 && mount[2] == "cgroup2");
+    v1.map(|mount| (Version::V1, PathBuf::from(mount[1]))).or_else(|| v2().map(|m| (Version::V2, PathBuf::from(m[1]))))
+}
+
+fn own_group(membership: &str, version: Version) -> &str {
+    let of_line = |line: &'_ str| -> Option<(usize, usize)> {
+        let first = line.find(':')?;
+        Some((first, first + 1 + line[first + 1..].find(':')?))
+    };
+    for line in membership.lines() {
+        let Some((first, second)) = of_line(line) else { continue };
+        let controllers = &line[first + 1..second];
+        let matches = match version {
+            Version::V1 => controllers.split(',').any(|controller| controller == "blkio"),
+            Version::V2 => controllers.is_empty(),
+        };
+        if matches {
+            return &line[second + 1..];
+        }
+    }
+    "/"
+}
+
+/// File names and values that set a rate, or lift all limits. Reads and writes are limited each, as on a real volume.
+fn limit_files(version: Version, device: Device, rate: Option<DiskRate>) -> Vec<(&'static str, String)> {
+    match version {
+        Version::V1 => {
+            // v1 knows 0 as "no limit".
+            let (bps, iops) = rate.map_or((0, 0), |rate| (rate.bytes_per_second(), rate.iops));
+            vec![
+                ("blkio.throttle.read_bps_device", format!("{device} {bps}")),
+                ("blkio.throttle.write_bps_device", format!("{device} {bps}")),
+                ("blkio.throttle.read_iops_device", format!("{device} {iops}")),
+                ("blkio.throttle.write_iops_device", format!("{device} {iops}")),
+            ]
+        }
+        Version::V2 => {
+            let max = || "max".to_owned();
+            let bps = rate.map_or_else(max, |rate| rate.bytes_per_second().to_string());
+            let iops = rate.map_or_else(max, |rate| rate.iops.to_string());
+            vec![("io.max", format!("{device} rbps={bps} wbps={bps} riops={iops} wiops={iops}"))]
+        }
+    }
+}
+
+fn read_counter(version: Version, device: Device, text: &str) -> Option<u64> {
+    let device = device.to_string();
+    let mut lines = text.lines().filter_map(|line| line.strip_prefix(&device)?.strip_prefix(' '));
+    match version {
+        Version::V1 => lines.find_map(|line| line.strip_prefix("Read ")?.trim().parse().ok()),
+        Version::V2 => lines.next()?.split(' ').find_map(|field| field.strip_prefix("rbytes=")?.parse().ok()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DISK: Device = Device { major: 254, minor: 0 };
+
+    #[test]
+    fn a_v1_mount_goes_before_v2() {
+        let v1 = "cgroup /sys/fs/cgroup/blkio cgroup rw,relatime,blkio 0 0\n";
+        let v2 = "cgroup2 /sys/fs/cgroup cgroup2 rw,relatime 0 0\n";
+        assert_eq!(hierarchy(&format!("{v2}{v1}")), Some((Version::V1, "/sys/fs/cgroup/blkio".into())));
+        assert_eq!(hierarchy(v2), Some((Version::V2, "/sys/fs/cgroup".into())));
+        assert_eq!(hierarchy("tmpfs /dev/shm tmpfs rw 0 0\n"), None);
+    }
+
+    #[test]
+    fn the_way_home_is_kept() {
+        let membership = "8:pids:/\n7:blkio:/user/a:b\n0::/user.slice\n";
+        assert_eq!(own_group(membership, Version::V1), "/user/a:b");
+        assert_eq!(own_group(membership, Version::V2), "/user.slice");
+        assert_eq!(own_group("", Version::V2), "/");
+    }
+
+    #[test]
+    fn limits_name_the_device_and_both_directions() {
+        let rate = Profile::Paper.rate();
+        let v1 = limit_files(Version::V1, DISK, rate);
+        assert_eq!(v1[0], ("blkio.throttle.read_bps_device", "254:0 73400320".into()));
+        assert_eq!(v1[3], ("blkio.throttle.write_iops_device", "254:0 200".into()));
+        let v2 = limit_files(Version::V2, DISK, None);
+        assert_eq!(v2, [("io.max", "254:0 rbps=max wbps=max riops=max wiops=max".into())]);
+    }
+
+    #[test]
+    fn counters_are_those_of_the_device() {
+        let v1 = "8:0 Read 11\n254:0 Write 5\n254:0 Read 42\nTotal 58\n";
+        assert_eq!(read_counter(Version::V1, DISK, v1), Some(42));
+        let v2 = "8:0 rbytes=11 wbytes=0\n254:0 rbytes=42 wbytes=7 rios=1\n";
+        assert_eq!(read_counter(Version::V2, DISK, v2), Some(42));
+        assert_eq!(read_counter(Version::V2, DISK, "1254:0 rbytes=3\n"), None);
+    }
+
+    #[test]
+    fn a_folder_without_a_disk_is_named() {
+        let text = device_of(Path::new("/proc")).unwrap_err().to_string();
+        assert!(text.starts_with("/proc is on no block device that can be limited"), "{text}");
+    }
+}

@@ -1,0 +1,250 @@
+//! `hearth-bench`: measures Hearth beside what one would use otherwise, shows it in a demo, and renders the figures.
+//!
+//! warm-reboot, crash, disk, rejuvenation: a bench each; record in `target/bench/<name>.json`, table on standard output
+//! demo: one machine, one crash, two ways back; report in `target/demo/report.html`
+//! docs: the tables of `docs/benchmarks.md` from the records
+
+mod crash_recovery;
+mod demo;
+mod disk;
+mod docs;
+mod host;
+mod load;
+mod record;
+mod rejuvenation;
+mod report;
+mod sides;
+mod stats;
+mod table;
+mod warm_reboot;
+
+use std::error::Error;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use host::facts::{self, Accelerator, HostFacts};
+use host::profile::Profile;
+use record::Record;
+use sides::Stack;
+use table::Table;
+
+#[derive(Parser)]
+#[command(about = "Side-by-side comparisons, the demo, and their figures")]
+struct Arguments {
+    /// Names the benches
+    #[arg(long, exclusive = true)]
+    list: bool,
+    #[command(subcommand)]
+    chore: Option<Chore>,
+}
+
+#[derive(Subcommand)]
+enum Chore {
+    /// A crash and what follows: reads, web load, boot, with Hearth and otherwise
+    WarmReboot {
+        #[command(flatten)]
+        common: Common,
+        /// Only these disk profiles
+        #[arg(long, env = "PROFILE", value_delimiter = ',')]
+        profile: Vec<Profile>,
+        /// Only these sides: hearth, qemu-direct, qemu-host-cache, pmem-dax, ram
+        #[arg(long, env = "CASES", value_delimiter = ',', value_parser = stack_by_name)]
+        cases: Vec<Stack>,
+    },
+    /// A panic whose memory is dumped: the dump beside the reboot, and before it
+    Crash {
+        #[command(flatten)]
+        common: Common,
+        /// Only these disk profiles
+        #[arg(long, env = "PROFILE", value_delimiter = ',')]
+        profile: Vec<Profile>,
+        /// Only these sides
+        #[arg(long, env = "CASES", value_delimiter = ',')]
+        sides: Vec<crash_recovery::Side>,
+    },
+    /// What a disk request costs, hit and miss
+    Disk {
+        #[command(flatten)]
+        common: Common,
+    },
+    /// Another QEMU under a running guest: how long it stands still, with Hearth and otherwise
+    Rejuvenation {
+        #[command(flatten)]
+        common: Common,
+    },
+    /// A Debian machine panics and comes back, warm and cold
+    Demo {
+        /// Where the report goes
+        #[arg(long, default_value_os_t = target().join("demo"))]
+        folder: PathBuf,
+        /// The disk that the machine gets
+        #[arg(long, env = "PROFILE", default_value = "cloud")]
+        profile: Profile,
+    },
+    /// Writes the tables of docs/benchmarks.md from the records
+    Docs {
+        /// Where the records are
+        #[arg(long, default_value_os_t = target().join("bench"))]
+        folder: PathBuf,
+    },
+}
+
+#[derive(clap::Args)]
+struct Common {
+    /// Under a minute: a look, not a result
+    #[arg(long)]
+    quick: bool,
+    /// Where images and records go; must be on the disk that is to be measured
+    #[arg(long, default_value_os_t = target().join("bench"))]
+    folder: PathBuf,
+    /// What runs the guests; KVM must work here
+    #[arg(long, default_value = "tcg")]
+    accelerator: Accelerator,
+}
+
+impl Common {
+    fn is_quick(&self) -> bool {
+        self.quick || std::env::var_os("QUICK").is_some_and(|quick| quick == "1")
+    }
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    if arguments.list {
+        for name in [warm_reboot::NAME, crash_recovery::NAME, disk::NAME, rejuvenation::NAME] {
+            println!("{name}");
+        }
+        return ExitCode::SUCCESS;
+    }
+    let Some(chore) = arguments.chore else {
+        eprintln!("error: say which bench; `hearth-bench --list` names them, `--help` tells the rest");
+        return ExitCode::from(2);
+    };
+    match run(chore) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {}", chain(error.as_ref()));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(chore: Chore) -> Result<(), Box<dyn Error>> {
+    match chore {
+        Chore::WarmReboot { common, profile, cases } => {
+            let quick = common.is_quick();
+            let options = warm_reboot::Options {
+                quick,
+                folder: common.folder.clone(),
+                profiles: chosen(profile, if quick { &[Profile::Paper] } else { &Profile::ALL }),
+                stacks: chosen(cases, if quick { &[Stack::Hearth, Stack::Ram] } else { &Stack::ALL }),
+            };
+            let mut record = new_record(warm_reboot::NAME, &common);
+            warm_reboot::run(&options, &mut record)?;
+            finish(&record, &common.folder, &warm_reboot::table(&record))
+        }
+        Chore::Crash { common, profile, sides } => {
+            let quick = common.is_quick();
+            let options = crash_recovery::Options {
+                quick,
+                folder: common.folder.clone(),
+                profiles: chosen(profile, if quick { &[Profile::Paper] } else { &[Profile::Paper, Profile::Cloud] }),
+                sides: chosen(sides, &crash_recovery::Side::ALL),
+            };
+            let mut record = new_record(crash_recovery::NAME, &common);
+            crash_recovery::run(&options, &mut record)?;
+            finish(&record, &common.folder, &crash_recovery::table(&record))
+        }
+        Chore::Disk { common } => {
+            let options = disk::Options { quick: common.is_quick(), folder: common.folder.clone() };
+            let mut record = new_record(disk::NAME, &common);
+            disk::run(&options, &mut record)?;
+            finish(&record, &common.folder, &disk::table(&record))
+        }
+        Chore::Rejuvenation { common } => {
+            let options = rejuvenation::Options { quick: common.is_quick(), accelerator: common.accelerator };
+            let mut record = new_record(rejuvenation::NAME, &common);
+            rejuvenation::run(&options, &mut record)?;
+            finish(&record, &common.folder, &rejuvenation::table(&record))
+        }
+        Chore::Demo { folder, profile } => Ok(demo::run(&folder, profile)?),
+        Chore::Docs { folder } => Ok(docs::rewrite(&folder, &root().join(docs::PAGE))?),
+    }
+}
+
+fn new_record(bench: &str, common: &Common) -> Record {
+    let qemu =
+        hearth_vmtest::artifacts::qemu().map_or_else(|error| error.to_string(), |path| facts::qemu_version(&path));
+    Record::new(
+        bench,
+        common.is_quick(),
+        HostFacts::gather(common.accelerator),
+        qemu,
+        hearth_vmtest::artifacts::CPU_MODEL,
+    )
+}
+
+fn finish(record: &Record, folder: &Path, table: &Table) -> Result<(), Box<dyn Error>> {
+    let path = record.write(folder)?;
+    println!("{}\n{}, CPU model {}", record.machine.describe(), record.qemu, record.cpu_model);
+    println!("disk profiles by: {}\n\n{}", record.profile_by, table.text());
+    for (metric, value) in &record.summary {
+        println!("{metric:40} {value}");
+    }
+    for left_out in &record.left_out {
+        println!("left out: {left_out}");
+    }
+    eprintln!("values: {}", path.display());
+    Ok(())
+}
+
+/// What was asked for, or all there is.
+fn chosen<T: Copy>(asked: Vec<T>, all: &[T]) -> Vec<T> {
+    if asked.is_empty() { all.to_vec() } else { asked }
+}
+
+fn stack_by_name(name: &str) -> Result<Stack, String> {
+    let names = || Stack::ALL.map(Stack::name).join(", ");
+    Stack::ALL.into_iter().find(|stack| stack.name() == name).ok_or_else(|| format!("sides are {}", names()))
+}
+
+/// The error and all its causes on one line.
+fn chain(error: &dyn Error) -> String {
+    let causes = std::iter::successors(error.source(), |&cause| cause.source());
+    causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
+}
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("bench is a folder of the checkout")
+}
+
+fn target() -> PathBuf {
+    root().join("target")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_sound() {
+        Arguments::command().debug_assert();
+    }
+
+    #[test]
+    fn sides_are_known_by_name() {
+        assert_eq!(stack_by_name("pmem-dax"), Ok(Stack::PmemDax));
+        let error = stack_by_name("xen").unwrap_err();
+        assert_eq!(error, "sides are hearth, qemu-direct, qemu-host-cache, pmem-dax, ram");
+    }
+
+    #[test]
+    fn an_error_is_told_with_its_causes() {
+        let source = std::io::Error::other("disk on fire");
+        let error = sides::RigError::Prepare { path: "/images".into(), source };
+        assert_eq!(chain(&error), "cannot prepare /images: disk on fire");
+    }
+}

@@ -1,0 +1,216 @@
+//! The record of a bench: every value that was measured, and the few numbers it comes down to.
+//!
+//! `target/bench/<name>.json`. A row keeps all values of one measure on one side at one disk profile, so that a median
+//! can be doubted; `summary` holds the figures that `docs/benchmarks.md` quotes. Written whole and renamed: a bench
+//! that was broken off leaves the last complete record.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::host::facts::HostFacts;
+use crate::stats;
+
+#[derive(Debug, thiserror::Error)]
+pub enum RecordError {
+    #[error("cannot write {path}")]
+    Write { path: PathBuf, source: std::io::Error },
+    #[error("cannot read {path}: run `make bench NAME={bench}` first")]
+    Read { path: PathBuf, bench: String, source: std::io::Error },
+    #[error("{path} is not a bench record")]
+    Parse { path: PathBuf, source: serde_json::Error },
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Row {
+    /// Which side, at which profile: `hearth-warm@paper`.
+    pub case: String,
+    pub metric: String,
+    pub unit: String,
+    pub values: Vec<f64>,
+    pub median: f64,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Record {
+    pub bench: String,
+    pub date: String,
+    /// A quick run has the same rows from fewer and shorter measurements: good to see that it works, not to quote.
+    pub quick: bool,
+    pub machine: HostFacts,
+    pub qemu: String,
+    /// The guest's CPU model: under TCG it decides page-cache figures (up to 3.6 times).
+    pub cpu_model: String,
+    /// What enforced the disk profile: a cgroup on the device, or each side's own limits.
+    pub profile_by: String,
+    pub rows: Vec<Row>,
+    pub summary: BTreeMap<String, f64>,
+    /// Sides that could not be measured, and why.
+    pub left_out: Vec<String>,
+}
+
+impl Record {
+    pub fn new(bench: &str, quick: bool, machine: HostFacts, qemu: String, cpu_model: &str) -> Self {
+        Record {
+            bench: bench.to_owned(),
+            date: crate::host::facts::now_rfc3339(),
+            quick,
+            machine,
+            qemu,
+            cpu_model: cpu_model.to_owned(),
+            profile_by: "none".to_owned(),
+            rows: Vec::new(),
+            summary: BTreeMap::new(),
+            left_out: Vec::new(),
+        }
+    }
+
+    /// Adds a value to the row of this case and metric, which it opens if need be.
+    pub fn add(&mut self, case: &str, metric: &str, unit: &str, value: f64) {
+        let row = match self.rows.iter().position(|row| row.case == case && row.metric == metric) {
+            Some(position) => &mut self.rows[position],
+            None => {
+                self.rows.push(Row {
+                    case: case.to_owned(),
+                    metric: metric.to_owned(),
+                    unit: unit.to_owned(),
+                    values: Vec::new(),
+                    median: 0.0,
+                });
+                self.rows.last_mut().expect("a row was just pushed")
+            }
+        };
+        row.values.push(value);
+        row.median = stats::median(&row.values).expect("a value was just pushed");
+    }
+
+    pub fn median(&self, case: &str, metric: &str) -> Option<f64> {
+        self.rows.iter().find(|row| row.case == case && row.metric == metric).map(|row| row.median)
+    }
+
+    /// All values of this case and metric.
+    pub fn values(&self, case: &str, metric: &str) -> &[f64] {
+        let row = self.rows.iter().find(|row| row.case == case && row.metric == metric);
+        row.map_or(&[], |row| &row.values)
+    }
+
+    /// The highest of all values of a metric, over every case.
+    pub fn highest(&self, metric: &str) -> Option<f64> {
+        let values = self.rows.iter().filter(|row| row.metric == metric).flat_map(|row| row.values.iter().copied());
+        values.reduce(f64::max)
+    }
+
+    /// The sum of all values of a metric, over every case.
+    pub fn total(&self, metric: &str) -> Option<f64> {
+        let values = self.rows.iter().filter(|row| row.metric == metric).flat_map(|row| row.values.iter().copied());
+        values.reduce(|sum, value| sum + value)
+    }
+
+    /// Puts a figure into the summary; a figure that was not measured stays out rather than becoming a zero.
+    pub fn summarise(&mut self, metric: &str, value: Option<f64>) {
+        if let Some(value) = value.filter(|value| value.is_finite()) {
+            self.summary.insert(metric.to_owned(), round(value));
+        }
+    }
+
+    pub fn path(folder: &Path, bench: &str) -> PathBuf {
+        folder.join(format!("{bench}.json"))
+    }
+
+    pub fn write(&self, folder: &Path) -> Result<PathBuf, RecordError> {
+        let path = Self::path(folder, &self.bench);
+        let failed = |source| RecordError::Write { path: path.clone(), source };
+        fs::create_dir_all(folder).map_err(failed)?;
+        let fresh = path.with_extension("json.new");
+        let text = serde_json::to_string_pretty(self).expect("a record holds only numbers, texts and lists");
+        fs::write(&fresh, text + "\n").map_err(failed)?;
+        fs::rename(&fresh, &path).map_err(failed)?;
+        Ok(path)
+    }
+
+    pub fn read(folder: &Path, bench: &str) -> Result<Self, RecordError> {
+        let path = Self::path(folder, bench);
+        let text = fs::read_to_string(&path).map_err(|source| RecordError::Read {
+            path: path.clone(),
+            bench: bench.to_owned(),
+            source,
+        })?;
+        serde_json::from_str(&text).map_err(|source| RecordError::Parse { path, source })
+    }
+}
+
+/// Four significant digits: more would claim a precision that no shared machine gives.
+fn round(value: f64) -> f64 {
+    if value == 0.0 {
+        return 0.0;
+    }
+    let scale = 10f64.powi(3 - value.abs().log10().floor() as i32);
+    (value * scale).round() / scale
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record() -> Record {
+        let machine = HostFacts::gather(crate::host::facts::Accelerator::Tcg);
+        Record::new("trial", true, machine, "QEMU".into(), "max")
+    }
+
+    #[test]
+    fn a_row_keeps_its_values_and_their_median() {
+        let mut record = record();
+        for value in [3.0, 1.0, 2.0] {
+            record.add("side@asis", "boot_s", "s", value);
+        }
+        assert_eq!(record.rows.len(), 1);
+        assert_eq!(record.rows[0].values, [3.0, 1.0, 2.0]);
+        assert_eq!(record.median("side@asis", "boot_s"), Some(2.0));
+    }
+
+    #[test]
+    fn what_was_not_measured_is_not_in_the_summary() {
+        let mut record = record();
+        record.summarise("missing", record.median("side@asis", "boot_s"));
+        record.summarise("endless", Some(f64::INFINITY));
+        assert!(record.summary.is_empty());
+    }
+
+    #[test]
+    fn peaks_and_sums_span_all_cases() {
+        let mut record = record();
+        record.add("a", "peak", "%", 101.0);
+        record.add("b", "peak", "%", 102.5);
+        assert_eq!(record.highest("peak"), Some(102.5));
+        assert_eq!(record.total("peak"), Some(203.5));
+        assert_eq!(record.total("other"), None);
+    }
+
+    #[test]
+    fn a_record_survives_the_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut record = record();
+        record.add("a", "peak", "%", 101.0);
+        record.summarise("peak", Some(101.23456));
+        record.write(folder.path()).unwrap();
+        let back = Record::read(folder.path(), "trial").unwrap();
+        assert_eq!(back.summary["peak"], 101.2);
+        assert_eq!(back.rows[0].values, [101.0]);
+    }
+
+    #[test]
+    fn a_missing_record_says_how_to_make_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let text = Record::read(folder.path(), "disk").unwrap_err().to_string();
+        assert!(text.ends_with("disk.json: run `make bench NAME=disk` first"), "{text}");
+    }
+
+    #[test]
+    fn rounding_keeps_four_digits() {
+        for (value, rounded) in [(0.0, 0.0), (123456.0, 123500.0), (0.0123456, 0.01235), (-7.77777, -7.778)] {
+            assert_eq!(round(value), rounded);
+        }
+    }
+}

@@ -1,0 +1,37 @@
+//! File reads before and after, as bars: the first read after a reboot is where a cold cache shows.
+
+use super::scale::axis_top;
+use super::{Run, escape};
+use crate::table::figure;
+
+/// MiB/s of one read, after a warm and after a cold reboot.
+#[derive(Clone, Debug)]
+pub struct BarGroup {
+    pub label: String,
+    pub warm: f64,
+    pub cold: f64,
+}
+
+/// Horizontal bars made of plain blocks: they wrap and shrink with the page, which a drawing would not.
+pub fn draw(groups: &[BarGroup]) -> String {
+    let top = axis_top(groups.iter().flat_map(|group| [group.warm, group.cold]).fold(0.0, f64::max));
+    let bar = |run: Run, value: f64| {
+        let share = if top > 0.0 { value / top * 100.0 } else { 0.0 };
+        format!(
+            "<div class=\"bar-row\"><span class=\"bar {}\" style=\"width:{share:.1}%\"></span>\
+             <span class=\"bar-value\">{} <small>{}</small></span></div>",
+            run.word(),
+            figure(value),
+            run.word()
+        )
+    };
+    let group = |group: &BarGroup| {
+        format!(
+            "<div class=\"bar-group\"><div class=\"bar-label\">{}</div><div class=\"bar-rows\">{}{}</div></div>",
+            escape(&group.label),
+            bar(Run::Warm, group.warm),
+            bar(Run::Cold, group.cold)
+        )
+    };
+    groups.iter().map(group).collect()
+}

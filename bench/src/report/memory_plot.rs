@@ -1,0 +1,98 @@
+//! Memory over time: what a dead incarnation still holds, what the living one has, and the two together, which must stay
+//! below the machine's RAM.
+
+use super::frame::{Frame, MARGIN_BOTTOM, MARGIN_TOP};
+
+/// Memory at one moment, in MiB.
+#[derive(Clone, Copy, Debug)]
+pub struct Held {
+    /// From the crash.
+    pub second: f64,
+    pub dead: f64,
+    pub living: f64,
+}
+
+#[derive(Clone, Debug)]
+pub struct MemoryPlot {
+    pub points: Vec<Held>,
+    pub ram_mib: f64,
+    /// When the service was back, and when the dump was complete.
+    pub back_s: f64,
+    pub dumped_s: f64,
+}
+
+/// At the width of a desk and of a phone, with its legend.
+pub fn draw(plot: &MemoryPlot) -> String {
+    if plot.points.is_empty() {
+        return String::new();
+    }
+    let key = |class: &str, text: &str| format!("<span class=\"key {class}\">{text}</span>");
+    let legend = format!(
+        "<p class=\"legend\">{}{}{}</p>",
+        key("cold", "dead incarnation"),
+        key("warm", "living incarnation"),
+        key("sum", "together")
+    );
+    format!("{legend}<figure>{}{}</figure>", picture(plot, 860.0, 320.0, "wide"), picture(plot, 380.0, 280.0, "narrow"))
+}
+
+fn picture(plot: &MemoryPlot, width: f64, height: f64, class: &str) -> String {
+    let to = plot.points.last().map_or(1.0, |held| held.second);
+    let highest = plot.points.iter().map(|held| held.dead + held.living).fold(plot.ram_mib, f64::max);
+    let frame = Frame::new((0.0, to), highest, (width, height));
+    let mut svg = format!(
+        "<svg class=\"{class}\" viewBox=\"0 0 {width} {height}\" role=\"img\" \
+         aria-label=\"Memory of the dead and of the living incarnation over time\">"
+    );
+    svg += &frame.axes(if width < 500.0 { 5 } else { 8 }, "seconds from the panic", "MiB");
+    svg += &limit(&frame, plot.ram_mib);
+    svg += &mark(&frame, plot.back_s, "serves again");
+    svg += &mark(&frame, plot.dumped_s, "dump complete");
+    type Of = fn(&Held) -> f64;
+    let lines: [(&str, Of); 3] =
+        [("sum", |held| held.dead + held.living), ("cold", |held| held.dead), ("warm", |held| held.living)];
+    for (class, value) in lines {
+        let points: Vec<(f64, f64)> = plot.points.iter().map(|held| (held.second, value(held))).collect();
+        svg += &frame.polyline(&points, class);
+    }
+    svg + "</svg>"
+}
+
+/// The machine's RAM.
+fn limit(frame: &Frame, ram_mib: f64) -> String {
+    let y = frame.y.place(ram_mib);
+    format!("<line class=\"crash\" x1=\"{}\" x2=\"{}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>", frame.left(), frame.right())
+}
+
+fn mark(frame: &Frame, second: f64, text: &str) -> String {
+    let (x, bottom) = (frame.x.place(second), frame.height - MARGIN_BOTTOM);
+    // A text at the right edge would be cut off.
+    let (class, x_text) = if x > frame.width * 0.8 { ("mark end", x - 4.0) } else { ("mark", x + 4.0) };
+    format!(
+        "<line class=\"crash\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{MARGIN_TOP}\" y2=\"{bottom}\"/>\
+         <text class=\"{class}\" x=\"{x_text:.1}\" y=\"{:.1}\">{text}</text>",
+        bottom - 6.0
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_two_and_their_sum_are_drawn_below_the_limit() {
+        let plot = MemoryPlot {
+            points: [(0.0, 3000.0, 0.0), (5.0, 1500.0, 1000.0), (9.0, 0.0, 2000.0)]
+                .map(|(second, dead, living)| Held { second, dead, living })
+                .to_vec(),
+            ram_mib: 4096.0,
+            back_s: 5.0,
+            dumped_s: 9.0,
+        };
+        let html = draw(&plot);
+        for part in ["line sum", "line cold", "line warm", "serves again", "dump complete", "MiB"] {
+            assert!(html.contains(part), "{part}");
+        }
+        assert_eq!(draw(&MemoryPlot { points: Vec::new(), ..plot }), "");
+    }
+}

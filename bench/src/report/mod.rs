@@ -1,0 +1,172 @@
+//! The report: one HTML page that holds everything, readable from a file, on a phone, in dark and in light.
+//!
+//! What is drawn follows the paper that first measured warm reboots, so that a reader can lay the two side by side:
+//! throughput over time with both reboots overlaid (its Figure 4), and file reads before and after (its Figure 3).
+
+mod bars;
+mod frame;
+pub mod memory_plot;
+mod page;
+mod scale;
+mod throughput;
+mod timeline;
+
+pub use bars::BarGroup;
+pub use memory_plot::{Held, MemoryPlot};
+pub use page::Page;
+pub use timeline::{Phase, Timeline};
+
+use std::path::Path;
+
+/// One way to come back: its name on the page, and which of the two colours it has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Run {
+    Warm,
+    Cold,
+}
+
+impl Run {
+    pub fn word(self) -> &'static str {
+        match self {
+            Run::Warm => "warm",
+            Run::Cold => "cold",
+        }
+    }
+}
+
+/// Requests per second over time; zero is the crash.
+#[derive(Clone, Debug)]
+pub struct Series {
+    pub run: Run,
+    pub points: Vec<(f64, f64)>,
+    /// When the first request was answered again.
+    pub back_s: f64,
+}
+
+/// A figure at the head of the page.
+#[derive(Clone, Debug)]
+pub struct Tile {
+    pub label: String,
+    pub warm: String,
+    pub cold: String,
+    pub note: String,
+}
+
+/// A line of the main table: before, after warm, after cold.
+#[derive(Clone, Debug)]
+pub struct Line {
+    pub measure: String,
+    pub before: String,
+    pub warm: String,
+    pub cold: String,
+}
+
+#[derive(Clone, Debug, Default)]
+pub struct Report {
+    pub title: String,
+    pub lead: String,
+    pub tiles: Vec<Tile>,
+    pub series: Vec<Series>,
+    pub bars: Vec<BarGroup>,
+    pub lines: Vec<Line>,
+    pub timelines: Vec<Timeline>,
+    /// How it was measured: each a paragraph.
+    pub notes: Vec<String>,
+    pub footer: String,
+}
+
+impl Report {
+    pub fn html(&self) -> String {
+        page::render(self)
+    }
+
+    /// Whole or not at all.
+    pub fn write(&self, path: &Path) -> std::io::Result<()> {
+        write_whole(path, &self.html())
+    }
+}
+
+/// A page takes the place of the one before, or does not.
+pub fn write_whole(path: &Path, html: &str) -> std::io::Result<()> {
+    if let Some(folder) = path.parent() {
+        std::fs::create_dir_all(folder)?;
+    }
+    let fresh = path.with_extension("html.new");
+    std::fs::write(&fresh, html)?;
+    std::fs::rename(&fresh, path)
+}
+
+/// Text as it may stand in HTML and in attributes.
+pub fn escape(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report() -> Report {
+        Report {
+            title: "A <machine> & its cache".into(),
+            lead: "lead".into(),
+            series: vec![
+                Series { run: Run::Warm, points: vec![(-0.5, 80.0), (0.5, 0.0), (1.5, 79.0)], back_s: 1.0 },
+                Series { run: Run::Cold, points: vec![(-0.5, 80.0), (0.5, 0.0), (1.5, 20.0)], back_s: 1.2 },
+            ],
+            bars: vec![BarGroup { label: "first read".into(), warm: 700.0, cold: 60.0 }],
+            lines: vec![Line {
+                measure: "boot".into(),
+                before: "–".into(),
+                warm: "7.5 s".into(),
+                cold: "9.1 s".into(),
+            }],
+            timelines: vec![Timeline {
+                run: Run::Warm,
+                recovery_ms: 90.0,
+                outage_ms: 7600.0,
+                phases: vec![Phase { name: "start_qemu".into(), start_ms: 3.0, duration_ms: 80.0 }],
+            }],
+            ..Report::default()
+        }
+    }
+
+    #[test]
+    fn the_page_is_whole_and_needs_nothing_from_outside() {
+        let html = report().html();
+        assert!(html.starts_with("<!doctype html>") && html.trim_end().ends_with("</html>"));
+        for outside in ["http://", "https://", "src=", "<link", "@import", "url("] {
+            assert!(!html.contains(outside), "{outside}");
+        }
+        assert!(html.contains("A &lt;machine&gt; &amp; its cache"));
+        assert!(html.contains("prefers-color-scheme"));
+    }
+
+    #[test]
+    fn every_part_that_has_data_is_drawn() {
+        let html = report().html();
+        for part in ["start_qemu", "90 ms of 7.60 s", "first read", "9.1 s", "crash"] {
+            assert!(html.contains(part), "{part}");
+        }
+        let empty = Report::default().html();
+        assert!(!empty.contains("<svg"), "no data, no picture");
+    }
+
+    #[test]
+    fn every_tag_that_opens_closes() {
+        let html = report().html();
+        for tag in ["svg", "g", "section", "table", "tr", "td", "figure", "main", "text", "div"] {
+            let opened = html.matches(&format!("<{tag} ")).count() + html.matches(&format!("<{tag}>")).count();
+            assert_eq!(opened, html.matches(&format!("</{tag}>")).count(), "{tag}");
+        }
+    }
+
+    #[test]
+    fn a_report_replaces_the_one_before() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("demo/report.html");
+        Report::default().write(&path).unwrap();
+        report().write(&path).unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), report().html());
+        assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+    }
+}

@@ -1,0 +1,91 @@
+//! The machine under Hearth.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::Path;
+use std::time::Duration;
+
+use hearth_api::MachineStatus;
+use hearth_vmtest::{Disk, Drives, Output, Result, TestVm};
+
+use super::{MEMORY_MIB, Machine, Way};
+use crate::host::profile::DiskRate;
+
+pub struct HearthOptions<'a> {
+    pub image: &'a Path,
+    /// As in `machine.toml`: `auto`, `kvm`, `tcg`.
+    pub accelerator: &'a str,
+    /// Hearth's own limit, for where no control group slows the disk.
+    pub rate: Option<DiskRate>,
+    /// Whether dead memory is kept.
+    pub ember: bool,
+}
+
+pub struct HearthMachine {
+    vm: TestVm,
+}
+
+impl HearthMachine {
+    pub fn start(options: &HearthOptions<'_>) -> Result<Self> {
+        let root = Disk::in_place(options.image);
+        let root = match options.rate {
+            Some(rate) => root.limited(rate.mib_per_second as i64, rate.iops as i64),
+            None => root,
+        };
+        let builder = TestVm::debian("bench").root(root).memory_mib(MEMORY_MIB).http();
+        let builder = if options.ember { builder } else { builder.without_ember() };
+        Ok(HearthMachine { vm: builder.setting("accelerator", options.accelerator).start()? })
+    }
+
+    pub fn machine_status(&self) -> Result<MachineStatus> {
+        parse(self.vm.status()?)
+    }
+}
+
+/// `hearth status --json` as the type it was made from.
+fn parse<T: serde::de::DeserializeOwned>(value: serde_json::Value) -> Result<T> {
+    let text = value.to_string();
+    serde_json::from_value(value).map_err(|source| hearth_vmtest::Error::NotJson {
+        command: "hearth status --json".to_owned(),
+        text,
+        source,
+    })
+}
+
+impl Machine for HearthMachine {
+    fn run_within(&self, command: &str, limit: Duration) -> Result<Output> {
+        self.vm.run_within(command, limit)
+    }
+
+    fn wait_agent(&self, count: usize) -> Result<()> {
+        self.vm.wait_boots(count).map(drop)
+    }
+
+    fn web(&self) -> SocketAddr {
+        (Ipv4Addr::LOCALHOST, self.vm.http_port().expect("started with a web port")).into()
+    }
+
+    fn crash(&self, way: Way) -> Result<()> {
+        let incarnation = self.machine_status()?.incarnation;
+        match way {
+            Way::Warm => self.vm.panic()?,
+            Way::Killed => self.vm.kill_qemu()?,
+            Way::Cold => drop(self.vm.cli(&["reboot", self.vm.name(), "--cold", "--force"])?),
+        }
+        let ended = |event: &serde_json::Value| {
+            event["kind"] == "incarnation_ended" && event["incarnation"] == u64::from(incarnation)
+        };
+        self.vm.wait_event(&format!("end of incarnation {incarnation}"), ended).map(drop)
+    }
+
+    fn own_read_bytes(&self) -> Option<u64> {
+        Some(self.machine_status().ok()?.disks.iter().map(|disk| disk.read_image_bytes).sum())
+    }
+
+    fn memory_folder(&self) -> Option<&Path> {
+        Some(self.vm.memory_folder())
+    }
+
+    fn status(&self) -> Result<Option<MachineStatus>> {
+        self.machine_status().map(Some)
+    }
+}

@@ -1,0 +1,117 @@
+//! The ways to run the same machine that the benches compare.
+//!
+//! All have the same kernel, CPU model, memory, network and root image; they differ in who serves the disk and in what
+//! is left after a crash.
+
+mod hearth;
+mod plain;
+mod rig;
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::Duration;
+
+use hearth_api::MachineStatus;
+use hearth_vmtest::{Output, Result};
+
+pub use hearth::{HearthMachine, HearthOptions};
+pub use plain::free_port;
+pub use rig::{Rig, RigError, copy_root};
+
+/// Guest RAM: the system, and 512 MiB of files with room to spare.
+pub const MEMORY_MIB: u64 = 1024;
+
+/// Who runs the machine and serves its disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stack {
+    Hearth,
+    /// QEMU alone, `cache=none,aio=io_uring`: what production machines use.
+    QemuDirect,
+    /// QEMU alone, `cache=writeback`: the host's page cache survives the guest, and costs memory beyond the guest's.
+    QemuHostCache,
+    /// QEMU alone, virtio-pmem with DAX: the guest reads the host's page cache and keeps none of its own.
+    PmemDax,
+    /// QEMU alone with the whole image in RAM: the limit for anything that serves a disk.
+    Ram,
+}
+
+/// What is left to a machine after a crash.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// Whatever the stack keeps.
+    Warm,
+    /// Nothing; only Hearth is asked for this.
+    Cold,
+    /// What the stack keeps of a guest whose QEMU was killed.
+    Killed,
+}
+
+impl Stack {
+    pub const ALL: [Stack; 5] = [Stack::Hearth, Stack::QemuDirect, Stack::QemuHostCache, Stack::PmemDax, Stack::Ram];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Stack::Hearth => "hearth",
+            Stack::QemuDirect => "qemu-direct",
+            Stack::QemuHostCache => "qemu-host-cache",
+            Stack::PmemDax => "pmem-dax",
+            Stack::Ram => "ram",
+        }
+    }
+
+    pub fn ways(self) -> &'static [Way] {
+        if self == Stack::Hearth { &[Way::Warm, Way::Cold] } else { &[Way::Warm] }
+    }
+
+    /// The side as rows name it: `hearth-warm`, `qemu-direct`.
+    pub fn side(self, way: Way) -> String {
+        match (self, way) {
+            (Stack::Hearth, Way::Warm) => "hearth-warm".to_owned(),
+            (Stack::Hearth, Way::Cold) => "hearth-cold".to_owned(),
+            (Stack::Hearth, Way::Killed) => "hearth-killed".to_owned(),
+            _ => self.name().to_owned(),
+        }
+    }
+}
+
+/// A running machine of one of the stacks.
+pub trait Machine {
+    /// Runs a command in the guest.
+    fn run_within(&self, command: &str, limit: Duration) -> Result<Output>;
+
+    /// Waits until the guest's agent of boot `count` takes commands.
+    fn wait_agent(&self, count: usize) -> Result<()>;
+
+    /// Where the guest's web server answers on the host.
+    fn web(&self) -> SocketAddr;
+
+    /// Ends the guest's life as a crash does, and returns once the old kernel is gone.
+    fn crash(&self, way: Way) -> Result<()>;
+
+    /// Bytes that the processes of this machine have read from the disk: the meter where there is no control group.
+    fn own_read_bytes(&self) -> Option<u64>;
+
+    /// Where Hearth keeps the machine's memory.
+    fn memory_folder(&self) -> Option<&Path> {
+        None
+    }
+
+    /// What Hearth says about the machine.
+    fn status(&self) -> Result<Option<MachineStatus>> {
+        Ok(None)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_side_has_a_name_of_its_own() {
+        let sides = Stack::ALL.iter().flat_map(|stack| stack.ways().iter().map(|way| stack.side(*way)));
+        let mut sides: Vec<String> = sides.collect();
+        assert_eq!(sides, ["hearth-warm", "hearth-cold", "qemu-direct", "qemu-host-cache", "pmem-dax", "ram"]);
+        sides.dedup();
+        assert_eq!(sides.len(), 6);
+    }
+}

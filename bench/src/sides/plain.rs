@@ -1,0 +1,114 @@
+//! The machine under QEMU alone, as one would run it otherwise. A panic resets the guest in place (`panic=-1`): the
+//! quickest way back that QEMU has.
+
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::path::Path;
+use std::time::Duration;
+
+use hearth_vmtest::{Drives, Output, PlainVm, Result, patience};
+
+use super::{MEMORY_MIB, Machine, Stack, Way};
+use crate::host::facts::Accelerator;
+use crate::host::profile::DiskRate;
+
+pub struct PlainMachine {
+    vm: PlainVm,
+    port: u16,
+}
+
+impl PlainMachine {
+    /// `rate` is for hosts without a control group: QEMU's own throttling.
+    pub fn start(stack: Stack, image: &Path, accelerator: Accelerator, rate: Option<DiskRate>) -> Result<Self> {
+        let port = free_port();
+        let builder =
+            PlainVm::debian("bench").memory_mib(MEMORY_MIB).accelerator(accelerator.name()).cmdline("panic=-1");
+        let net = format!("user,id=net,hostfwd=tcp:127.0.0.1:{port}-:80");
+        // Without these QEMU takes pvpanic's news for an order to power off.
+        let builder = builder.args(["-action", "panic=none"]);
+        let builder = builder.args(["-netdev", &net, "-device", "virtio-net-pci,netdev=net,romfile="]);
+        let builder = match stack {
+            Stack::PmemDax => builder.cmdline("root=/dev/pmem0 rootflags=dax=always").args(pmem_arguments(image)?),
+            _ => builder.drive(image, &drive_properties(stack, rate)),
+        };
+        Ok(PlainMachine { vm: builder.start()?, port })
+    }
+}
+
+fn drive_properties(stack: Stack, rate: Option<DiskRate>) -> String {
+    let cache = match stack {
+        Stack::QemuDirect => "cache=none,aio=io_uring",
+        _ => "cache=writeback",
+    };
+    let throttling = rate.map_or_else(String::new, |rate| {
+        let (bps, iops) = (rate.bytes_per_second(), rate.iops);
+        format!(
+            ",throttling.bps-read={bps},throttling.bps-write={bps},throttling.iops-read={iops},throttling.iops-write={iops}"
+        )
+    });
+    format!("{cache}{throttling}")
+}
+
+/// The image as persistent memory; the guest needs an address range for it above its RAM.
+fn pmem_arguments(image: &Path) -> Result<Vec<String>> {
+    let bytes = std::fs::metadata(image).map(|metadata| metadata.len()).map_err(|source| {
+        hearth_vmtest::Error::File { what: "cannot find the size of", path: image.to_owned(), source }
+    })?;
+    let memory = format!("memory-backend-file,id=pmem,share=on,mem-path={},size={bytes}", image.display());
+    let room = format!("{}M,slots=1,maxmem={}M", MEMORY_MIB, MEMORY_MIB + (bytes >> 20) + 1024);
+    let device = "virtio-pmem-pci,memdev=pmem,id=nv";
+    Ok(["-m", &room, "-object", &memory, "-device", device].map(str::to_owned).to_vec())
+}
+
+/// A port that nobody listens on at the moment; if another process is quicker, QEMU fails to start and says so.
+pub fn free_port() -> u16 {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|listener| listener.local_addr());
+    listener.map(|address| address.port()).expect("the loopback interface has a free port")
+}
+
+impl Machine for PlainMachine {
+    fn run_within(&self, command: &str, limit: Duration) -> Result<Output> {
+        self.vm.run_within(command, limit)
+    }
+
+    fn wait_agent(&self, count: usize) -> Result<()> {
+        self.vm.wait_boots(count).map(drop)
+    }
+
+    fn web(&self) -> SocketAddr {
+        (Ipv4Addr::LOCALHOST, self.port).into()
+    }
+
+    fn crash(&self, _: Way) -> Result<()> {
+        let panics = |log: &[String]| log.iter().filter(|line| line.contains("Kernel panic")).count();
+        let before = panics(&self.vm.guest().kernel_log());
+        self.vm.panic()?;
+        self.vm.wait_console("a kernel panic", patience(10), |heard| (panics(heard.kernel()) > before).then_some(()))
+    }
+
+    fn own_read_bytes(&self) -> Option<u64> {
+        let counters = std::fs::read_to_string(format!("/proc/{}/io", self.vm.pid())).ok()?;
+        counters.lines().find_map(|line| line.strip_prefix("read_bytes: ")?.parse().ok())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::profile::Profile;
+
+    #[test]
+    fn each_stack_has_its_cache_mode_and_the_same_limits() {
+        let rate = Profile::Paper.rate();
+        let direct = drive_properties(Stack::QemuDirect, rate);
+        assert!(direct.starts_with("cache=none,aio=io_uring,throttling.bps-read=73400320,"), "{direct}");
+        assert!(direct.ends_with("throttling.iops-write=200"), "{direct}");
+        assert_eq!(drive_properties(Stack::QemuHostCache, None), "cache=writeback");
+        assert_eq!(drive_properties(Stack::Ram, None), "cache=writeback");
+    }
+
+    #[test]
+    fn an_image_that_is_missing_is_named() {
+        let text = pmem_arguments(Path::new("/no/image")).unwrap_err().to_string();
+        assert_eq!(text, "cannot find the size of /no/image");
+    }
+}

@@ -1,0 +1,169 @@
+//! The rig: where images lie, what slows the disk for all sides alike, and the one meter of what was read from it.
+
+use std::path::{Path, PathBuf};
+
+use hearth_vmtest::{artifacts, images};
+
+use super::hearth::{HearthMachine, HearthOptions};
+use super::plain::PlainMachine;
+use super::{Machine, Stack};
+use crate::host::facts::Accelerator;
+use crate::host::page_cache;
+use crate::host::profile::{DiskRate, Profile};
+use crate::host::scratch::Scratch;
+use crate::host::throttle::{Throttle, ThrottleError};
+
+#[derive(Debug, thiserror::Error)]
+pub enum RigError {
+    #[error("cannot prepare {path}")]
+    Prepare { path: PathBuf, source: std::io::Error },
+    #[error("guest image")]
+    Image(#[source] hearth_vmtest::Error),
+    #[error("machine {stack}")]
+    Start { stack: &'static str, source: hearth_vmtest::Error },
+    #[error("disk profile")]
+    Throttle(#[from] ThrottleError),
+    #[error("machine {stack} has no counter of what it reads from the disk")]
+    NoMeter { stack: &'static str },
+    #[error("{stack}: profile {profile} needs a control group on the disk, which cannot be had here: {why}")]
+    NotLimited { stack: &'static str, profile: &'static str, why: String },
+}
+
+/// What enforces a profile.
+enum LimitedBy {
+    Group(Throttle),
+    /// Each side's own limits, since no group could be made.
+    Sides {
+        why: String,
+    },
+}
+
+pub struct Rig {
+    images: Scratch,
+    ram: Scratch,
+    limited_by: LimitedBy,
+    accelerator: Accelerator,
+}
+
+impl Rig {
+    /// Images go below `folder`, which must be on the disk that is measured.
+    pub fn prepare(folder: &Path, accelerator: Accelerator) -> Result<Self, RigError> {
+        let at = |path: &Path| {
+            let path = path.to_owned();
+            move |source| RigError::Prepare { path, source }
+        };
+        let images = Scratch::new(folder, "images").map_err(at(folder))?;
+        let shm = Path::new("/dev/shm");
+        let ram = Scratch::new(shm, "ram").map_err(at(shm))?;
+        let limited_by = match Throttle::new(images.path()) {
+            Ok(throttle) => LimitedBy::Group(throttle),
+            Err(error) => LimitedBy::Sides { why: error.to_string() },
+        };
+        Ok(Rig { images, ram, limited_by, accelerator })
+    }
+
+    pub fn profile_by(&self) -> String {
+        match &self.limited_by {
+            LimitedBy::Group(throttle) => throttle.describe(),
+            LimitedBy::Sides { why } => format!("each side's own limits, because: {why}"),
+        }
+    }
+
+    /// Starts a machine on a fresh copy of the root image, whose pages the host has forgotten. A control group's limit
+    /// comes with `limit`; own limits hold from the start.
+    pub fn start(&self, stack: Stack, profile: Profile) -> Result<Box<dyn Machine>, RigError> {
+        let image = self.fresh_image(stack)?;
+        match &self.limited_by {
+            LimitedBy::Group(throttle) => {
+                throttle.limit(Profile::Asis)?;
+                throttle.within(|| start(stack, &image, self.accelerator, None))?
+            }
+            LimitedBy::Sides { why } if stack == Stack::PmemDax && profile != Profile::Asis => {
+                Err(RigError::NotLimited { stack: stack.name(), profile: profile.name(), why: why.clone() })
+            }
+            LimitedBy::Sides { .. } => start(stack, &image, self.accelerator, profile.rate()),
+        }
+    }
+
+    /// Where images lie: on the disk that is slowed.
+    pub fn folder(&self) -> &Path {
+        self.images.path()
+    }
+
+    /// Starts something of the bench's own, whose processes are slowed by `limit` where there is a control group, and
+    /// are handed limits of their own otherwise.
+    pub fn launch<T>(&self, profile: Profile, start: impl FnOnce(Option<DiskRate>) -> T) -> Result<T, RigError> {
+        match &self.limited_by {
+            LimitedBy::Group(throttle) => Ok(throttle.within(|| start(None))?),
+            LimitedBy::Sides { .. } => Ok(start(profile.rate())),
+        }
+    }
+
+    /// Fails where nothing slows the disk for programs that have no limits of their own.
+    pub fn must_limit_all(&self, profile: Profile, stack: &'static str) -> Result<(), RigError> {
+        match &self.limited_by {
+            LimitedBy::Sides { why } if profile != Profile::Asis => {
+                Err(RigError::NotLimited { stack, profile: profile.name(), why: why.clone() })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// From now on the disk is as slow as the profile says.
+    pub fn limit(&self, profile: Profile) -> Result<(), RigError> {
+        match &self.limited_by {
+            LimitedBy::Group(throttle) => Ok(throttle.limit(profile)?),
+            LimitedBy::Sides { .. } => Ok(()),
+        }
+    }
+
+    /// Bytes read from the disk so far, by one meter for all sides where there is a control group.
+    pub fn read_bytes(&self, stack: Stack, machine: &dyn Machine) -> Result<u64, RigError> {
+        match &self.limited_by {
+            LimitedBy::Group(throttle) => Ok(throttle.read_bytes()?),
+            LimitedBy::Sides { .. } => machine.own_read_bytes().ok_or(RigError::NoMeter { stack: stack.name() }),
+        }
+    }
+
+    /// Host memory beyond the guest's own that holds the stack's image.
+    pub fn host_cache_bytes(&self, stack: Stack) -> Result<u64, RigError> {
+        let image = self.image(stack);
+        page_cache::resident_bytes(&image).map_err(|source| RigError::Prepare { path: image, source })
+    }
+
+    fn image(&self, stack: Stack) -> PathBuf {
+        let folder = if stack == Stack::Ram { self.ram.path() } else { self.images.path() };
+        folder.join(format!("{}.img", stack.name()))
+    }
+
+    fn fresh_image(&self, stack: Stack) -> Result<PathBuf, RigError> {
+        let image = self.image(stack);
+        copy_root(&image)?;
+        if stack != Stack::Ram {
+            page_cache::evict(&image).map_err(|source| RigError::Prepare { path: image.clone(), source })?;
+        }
+        Ok(image)
+    }
+}
+
+/// A fresh copy of the root image.
+pub fn copy_root(image: &Path) -> Result<(), RigError> {
+    let root = artifacts::debian_root().map_err(RigError::Image)?;
+    images::copy(&root, image).map_err(RigError::Image)
+}
+
+fn start(
+    stack: Stack,
+    image: &Path,
+    accelerator: Accelerator,
+    rate: Option<DiskRate>,
+) -> Result<Box<dyn Machine>, RigError> {
+    let failed = |source| RigError::Start { stack: stack.name(), source };
+    match stack {
+        Stack::Hearth => {
+            let options = HearthOptions { image, accelerator: accelerator.name(), rate, ember: true };
+            Ok(Box::new(HearthMachine::start(&options).map_err(failed)?))
+        }
+        _ => Ok(Box::new(PlainMachine::start(stack, image, accelerator, rate).map_err(failed)?)),
+    }
+}

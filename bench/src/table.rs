@@ -1,0 +1,113 @@
+//! One table, two dresses: aligned text for the terminal, Markdown for the docs.
+
+pub struct Table {
+    head: Vec<String>,
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    pub fn new<S: Into<String>>(head: impl IntoIterator<Item = S>) -> Self {
+        Table { head: head.into_iter().map(Into::into).collect(), rows: Vec::new() }
+    }
+
+    pub fn row<S: Into<String>>(&mut self, cells: impl IntoIterator<Item = S>) {
+        let mut cells: Vec<String> = cells.into_iter().map(Into::into).collect();
+        cells.resize(self.head.len(), String::new());
+        self.rows.push(cells);
+    }
+
+    /// First column to the left, the others (figures) to the right.
+    pub fn text(&self) -> String {
+        let widths = self.widths();
+        let line = |cells: &[String]| {
+            let mut line = String::new();
+            for (column, (cell, width)) in cells.iter().zip(&widths).enumerate() {
+                let gap = " ".repeat(width - cell.chars().count());
+                line += &if column == 0 { format!("{cell}{gap}") } else { format!("  {gap}{cell}") };
+            }
+            line.trim_end().to_owned() + "\n"
+        };
+        let rule = "-".repeat(widths.iter().sum::<usize>() + 2 * (widths.len() - 1)) + "\n";
+        line(&self.head) + &rule + &self.rows.iter().map(|row| line(row)).collect::<String>()
+    }
+
+    pub fn markdown(&self) -> String {
+        let line = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
+        let rule: Vec<String> =
+            (0..self.head.len()).map(|column| if column == 0 { "---" } else { "---:" }.to_owned()).collect();
+        line(&self.head) + &line(&rule) + &self.rows.iter().map(|row| line(row)).collect::<String>()
+    }
+
+    pub fn html(&self) -> String {
+        let line = |cells: &[String], tag: &str| {
+            let cell = |cell: &String| format!("<{tag}>{}</{tag}>", crate::report::escape(cell));
+            format!("<tr>{}</tr>", cells.iter().map(cell).collect::<String>())
+        };
+        let rows: String = self.rows.iter().map(|row| line(row, "td")).collect();
+        format!("<table><thead>{}</thead><tbody>{rows}</tbody></table>", line(&self.head, "th"))
+    }
+
+    fn widths(&self) -> Vec<usize> {
+        let column_width = |column: usize| {
+            let cells = std::iter::once(&self.head).chain(&self.rows);
+            cells.map(|cells| cells[column].chars().count()).max().unwrap_or(0)
+        };
+        (0..self.head.len()).map(column_width).collect()
+    }
+}
+
+/// A figure as a person would write it: no decimals from 100 up, one from 10 up, else two.
+pub fn figure(value: f64) -> String {
+    match value.abs() {
+        size if size >= 100.0 => format!("{value:.0}"),
+        size if size >= 10.0 => format!("{value:.1}"),
+        _ => format!("{value:.2}"),
+    }
+}
+
+/// The figure, or a dash for what was not measured.
+pub fn figure_or_dash(value: Option<f64>) -> String {
+    value.map_or_else(|| "–".to_owned(), figure)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn table() -> Table {
+        let mut table = Table::new(["side", "MiB/s"]);
+        table.row(["warm", "700"]);
+        table.row(["cold, from disk", "9.25"]);
+        table
+    }
+
+    #[test]
+    fn text_aligns_figures_to_the_right() {
+        let expect = "side             MiB/s\n----------------------\nwarm               700\ncold, from disk   9.25\n";
+        assert_eq!(table().text(), expect);
+    }
+
+    #[test]
+    fn markdown_is_a_table() {
+        assert_eq!(
+            table().markdown(),
+            "| side | MiB/s |\n| --- | ---: |\n| warm | 700 |\n| cold, from disk | 9.25 |\n"
+        );
+    }
+
+    #[test]
+    fn html_escapes_its_cells() {
+        let mut table = Table::new(["a<b"]);
+        table.row(["1"]);
+        let expect = "<table><thead><tr><th>a&lt;b</th></tr></thead><tbody><tr><td>1</td></tr></tbody></table>";
+        assert_eq!(table.html(), expect);
+    }
+
+    #[test]
+    fn figures_lose_decimals_as_they_grow() {
+        for (value, text) in [(1234.5, "1234"), (99.95, "100.0"), (12.34, "12.3"), (0.126, "0.13"), (-45.67, "-45.7")] {
+            assert_eq!(figure(value), text);
+        }
+        assert_eq!(figure_or_dash(None), "–");
+    }
+}

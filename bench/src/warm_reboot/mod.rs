@@ -1,0 +1,111 @@
+//! Bench `warm-reboot`: what a crash costs, with Hearth and with what one would use otherwise.
+//!
+//! for each disk profile, each side in turn: boot -> fill the file cache -> read, serve -> crash -> serve for 30 s ->
+//! fill -> crash -> read every file. Then fault rounds under Hearth: pages of the dead memory are overwritten before it
+//! is reused, and every file that is served afterwards is compared with what was put on the disk.
+//!
+//! One side runs at a time and the profiles are the outer loop, so that a slow quarter of an hour of the host does not
+//! fall on one side alone.
+
+mod faults;
+mod session;
+mod summary;
+
+use std::path::PathBuf;
+
+use crate::host::profile::Profile;
+use crate::load::{LoadError, Targets};
+use crate::record::Record;
+use crate::sides::{Machine, Rig, RigError, Stack};
+
+pub use summary::table;
+
+pub const NAME: &str = "warm-reboot";
+
+/// Files of the guest's web server, 1 MiB each.
+pub const FILES: usize = 512;
+pub const FILES_IN_GUEST: &str = "/var/www/html/files/*.bin";
+
+#[derive(Debug, thiserror::Error)]
+pub enum WarmRebootError {
+    #[error(transparent)]
+    Rig(#[from] RigError),
+    #[error("machine {side}")]
+    Machine { side: String, source: hearth_vmtest::Error },
+    #[error("web load on {side}")]
+    Load { side: String, source: LoadError },
+    #[error("in the guest of {side}, `{command}` gave no {figure}")]
+    NoFigure { side: String, command: String, figure: &'static str },
+    #[error("memory of {side}")]
+    Memory { side: String, source: std::io::Error },
+}
+
+pub struct Options {
+    pub quick: bool,
+    pub folder: PathBuf,
+    pub profiles: Vec<Profile>,
+    pub stacks: Vec<Stack>,
+}
+
+/// How long and how often.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// Seconds of web load before and after the crash.
+    pub window_s: f64,
+    /// A second crash per way, to read all files from a guest that has served none.
+    pub reads_apart: bool,
+    pub fault_rounds: u32,
+    /// Pages overwritten in a round; four rounds make the 10,000 that are asked for.
+    pub fault_pages: u64,
+}
+
+impl Shape {
+    pub fn of(quick: bool) -> Self {
+        if quick {
+            Shape { window_s: 2.0, reads_apart: false, fault_rounds: 1, fault_pages: 2600 }
+        } else {
+            Shape { window_s: 30.0, reads_apart: true, fault_rounds: 4, fault_pages: 2600 }
+        }
+    }
+}
+
+pub fn run(options: &Options, record: &mut Record) -> Result<(), WarmRebootError> {
+    let shape = Shape::of(options.quick);
+    let rig = Rig::prepare(&options.folder, record.machine.accelerator)?;
+    record.profile_by = rig.profile_by();
+    for &profile in &options.profiles {
+        for &stack in &options.stacks {
+            let measured = session::measure(&rig, stack, profile, shape, record);
+            leave_out_unless_hearth(measured, stack, profile, record)?;
+        }
+    }
+    if options.stacks.contains(&Stack::Hearth) {
+        faults::measure(&rig, shape, record)?;
+    }
+    summary::summarise(record, &options.profiles);
+    Ok(())
+}
+
+/// A side that does not run here is a finding, not the end of the bench; Hearth itself must run.
+fn leave_out_unless_hearth(
+    measured: Result<(), WarmRebootError>,
+    stack: Stack,
+    profile: Profile,
+    record: &mut Record,
+) -> Result<(), WarmRebootError> {
+    match measured {
+        Err(error) if stack != Stack::Hearth => {
+            let why = format!("{}@{}: {}", stack.name(), profile.name(), crate::chain(&error));
+            eprintln!("warm-reboot: left out: {why}");
+            record.left_out.push(why);
+            Ok(())
+        }
+        measured => measured,
+    }
+}
+
+/// What the load generator asks a machine for.
+pub fn targets(machine: &dyn Machine) -> Targets {
+    let files = (0..FILES).map(|number| format!("/files/{number:03}.bin")).collect();
+    Targets { address: machine.web(), probe: "/".to_owned(), files }
+}

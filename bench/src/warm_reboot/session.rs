@@ -1,0 +1,256 @@
+//! One machine on one side at one disk profile, from its first boot to its last read.
+
+use std::time::{Duration, Instant};
+
+use hearth_vmtest::{patience, residency};
+
+use super::{FILES_IN_GUEST, Shape, WarmRebootError, targets};
+use crate::host::profile::Profile;
+use crate::load::{self, Load, LoadError, Targets};
+use crate::record::Record;
+use crate::sides::{MEMORY_MIB, Machine, Rig, Stack, Way};
+use crate::stats::{self, degradation_pct};
+
+const MIB: f64 = 1048576.0;
+
+/// Runs the whole session and adds its rows.
+pub fn measure(
+    rig: &Rig,
+    stack: Stack,
+    profile: Profile,
+    shape: Shape,
+    record: &mut Record,
+) -> Result<(), WarmRebootError> {
+    let mut session = Session::start(rig, stack, profile, shape)?;
+    // No disk, so the same at every profile: all of it is measured once, beside the figures that are quoted.
+    if stack == Stack::Ram && (profile != Profile::Paper || !shape.reads_apart) {
+        return session.boot_again(record);
+    }
+    session.fill()?;
+    session.read_before(record)?;
+    for &way in stack.ways() {
+        session.crash_and_serve(way, record)?;
+        session.fill()?;
+    }
+    if shape.reads_apart {
+        for &way in stack.ways() {
+            session.crash_and_read(way, record)?;
+            session.fill()?;
+        }
+    }
+    session.memory(record)
+}
+
+/// Boots once, as `measure` does, and hands the machine over ready and full of cached files.
+pub fn started(rig: &Rig, stack: Stack, profile: Profile, shape: Shape) -> Result<Session<'_>, WarmRebootError> {
+    let session = Session::start(rig, stack, profile, shape)?;
+    session.fill()?;
+    Ok(session)
+}
+
+pub struct Session<'a> {
+    rig: &'a Rig,
+    stack: Stack,
+    profile: Profile,
+    shape: Shape,
+    machine: Box<dyn Machine>,
+    watch: Option<residency::Watch>,
+    targets: Targets,
+    boots: usize,
+}
+
+impl<'a> Session<'a> {
+    fn start(rig: &'a Rig, stack: Stack, profile: Profile, shape: Shape) -> Result<Self, WarmRebootError> {
+        eprintln!("warm-reboot: [{}] {}: starting", profile.name(), stack.name());
+        let machine = rig.start(stack, profile)?;
+        let watch = machine.memory_folder().map(residency::Watch::start).transpose();
+        let watch = watch.map_err(|source| WarmRebootError::Machine { side: stack.name().to_owned(), source })?;
+        let targets = targets(machine.as_ref());
+        let session = Session { rig, stack, profile, shape, machine, watch, targets, boots: 1 };
+        load::wait_for_service(&session.targets, patience(20)).map_err(|error| session.load_error(error))?;
+        session.wait_agent()?;
+        Ok(session)
+    }
+
+    pub fn machine(&self) -> &dyn Machine {
+        self.machine.as_ref()
+    }
+
+    pub fn targets(&self) -> &Targets {
+        &self.targets
+    }
+
+    /// Reads every file once at the disk's full speed: the cache is as full as it gets.
+    pub fn fill(&self) -> Result<(), WarmRebootError> {
+        self.rig.limit(Profile::Asis)?;
+        self.read_all()?;
+        Ok(self.rig.limit(self.profile)?)
+    }
+
+    fn read_before(&self, record: &mut Record) -> Result<(), WarmRebootError> {
+        let speed = self.read_all()?;
+        for &way in self.stack.ways() {
+            record.add(&self.case(way), "read_before_mib_s", "MiB/s", speed);
+        }
+        Ok(())
+    }
+
+    /// Serves, crashes, serves again. A quick session reads the files in the same life.
+    fn crash_and_serve(&mut self, way: Way, record: &mut Record) -> Result<(), WarmRebootError> {
+        let case = self.case(way);
+        let load = Load::start(self.targets.clone()).map_err(|error| self.load_error(error))?;
+        let begun_s = load.wait_back(patience(5)).map_err(|error| self.load_error(error))?;
+        load.run_until(begun_s + self.shape.window_s);
+        let read_before = self.read_bytes()?;
+        let crashed_s = load.now_s();
+        self.machine.crash(way).map_err(|error| self.machine_error(error))?;
+        load.announce_outage();
+        let back_s = load.wait_back(patience(20)).map_err(|error| self.load_error(error))?;
+        load.run_until(back_s + self.shape.window_s);
+        let trace = load.trace();
+        drop(load);
+        self.boots += 1;
+        self.wait_agent()?;
+        let before = trace.requests_per_second(begun_s, crashed_s);
+        let after = trace.requests_per_second(back_s, back_s + self.shape.window_s);
+        let degraded = degradation_pct(before, after);
+        eprintln!(
+            "warm-reboot: [{}] {}: {:.1} s without service, {before:.1} -> {after:.1} requests/s ({degraded:.1} % less)",
+            self.profile.name(),
+            self.stack.side(way),
+            back_s - crashed_s
+        );
+        record.add(&case, "boot_s", "s", back_s - crashed_s);
+        record.add(&case, "web_before_rps", "1/s", before);
+        record.add(&case, "web_after_rps", "1/s", after);
+        record.add(&case, "web_degradation_pct", "%", degraded);
+        let late = |from_s: f64, to_s: f64| stats::percentile(&trace.latencies_ms(from_s, to_s), 99.0);
+        let windows =
+            [("web_before_p99_ms", begun_s, crashed_s), ("web_after_p99_ms", back_s, back_s + self.shape.window_s)];
+        for (metric, from_s, to_s) in windows {
+            if let Some(latency_ms) = late(from_s, to_s) {
+                record.add(&case, metric, "ms", latency_ms);
+            }
+        }
+        if !self.shape.reads_apart {
+            self.read_after(&case, read_before, record)?;
+        }
+        Ok(())
+    }
+
+    /// Crashes, and reads every file in a guest that has served none yet.
+    fn crash_and_read(&mut self, way: Way, record: &mut Record) -> Result<(), WarmRebootError> {
+        let case = self.case(way);
+        let read_before = self.read_bytes()?;
+        let boot_s = self.crash_and_wait(way)?;
+        record.add(&case, "boot_s", "s", boot_s);
+        self.read_after(&case, read_before, record)
+    }
+
+    fn read_after(&self, case: &str, read_before: u64, record: &mut Record) -> Result<(), WarmRebootError> {
+        let first = self.read_all()?;
+        let from_disk = self.read_bytes()?.saturating_sub(read_before) as f64 / MIB;
+        let second = self.read_all()?;
+        eprintln!("warm-reboot: {case}: files at {first:.0}, then {second:.0} MiB/s; {from_disk:.1} MiB from the disk");
+        record.add(case, "read_first_mib_s", "MiB/s", first);
+        record.add(case, "read_second_mib_s", "MiB/s", second);
+        record.add(case, "disk_read_after_mib", "MiB", from_disk);
+        self.ember(case, record)
+    }
+
+    /// What became of the dead kernel's pages, where there are any.
+    fn ember(&self, case: &str, record: &mut Record) -> Result<(), WarmRebootError> {
+        let Some(status) = self.machine.status().map_err(|error| self.machine_error(error))? else { return Ok(()) };
+        let ember = status.ember;
+        let counts = [
+            ("pages_kept", ember.pages_kept),
+            ("pages_served", ember.pages_served),
+            ("pages_refused", ember.refused.tag_mismatch),
+            ("pages_overwritten", ember.refused.overwritten),
+            ("pages_trimmed", ember.refused.trimmed),
+        ];
+        let told: Vec<String> = counts.iter().map(|(metric, pages)| format!("{metric} {pages}")).collect();
+        eprintln!("warm-reboot: {case}: {}", told.join(", "));
+        for (metric, pages) in counts {
+            record.add(case, metric, "pages", pages as f64);
+        }
+        Ok(())
+    }
+
+    /// The limit of any disk: the same crashes with the whole image in RAM, for their boot time only.
+    fn boot_again(&mut self, record: &mut Record) -> Result<(), WarmRebootError> {
+        let crashes = if self.shape.reads_apart { 2 } else { 1 };
+        for _ in 0..crashes {
+            let boot_s = self.crash_and_wait(Way::Warm)?;
+            eprintln!("warm-reboot: [{}] {}: {boot_s:.1} s without service", self.profile.name(), self.stack.name());
+            record.add(&self.case(Way::Warm), "boot_s", "s", boot_s);
+        }
+        Ok(())
+    }
+
+    /// Crashes and waits for service and agent; seconds from the crash to the first answer.
+    pub fn crash_and_wait(&mut self, way: Way) -> Result<f64, WarmRebootError> {
+        let crashed = Instant::now();
+        self.machine.crash(way).map_err(|error| self.machine_error(error))?;
+        let boot_s = self.wait_service(crashed)?;
+        self.boots += 1;
+        self.wait_agent()?;
+        Ok(boot_s)
+    }
+
+    /// Seconds from `crashed` until the service answers.
+    fn wait_service(&self, crashed: Instant) -> Result<f64, WarmRebootError> {
+        load::wait_for_service(&self.targets, patience(20)).map_err(|error| self.load_error(error))?;
+        Ok(crashed.elapsed().as_secs_f64())
+    }
+
+    /// What the side needed of the host's memory.
+    fn memory(&self, record: &mut Record) -> Result<(), WarmRebootError> {
+        let case = self.case(Way::Warm);
+        let ram_bytes = (MEMORY_MIB << 20) as f64;
+        match &self.watch {
+            Some(watch) => {
+                record.add(&case, "budget_peak_pct", "%", watch.so_far().peak_bytes as f64 / ram_bytes * 100.0)
+            }
+            None => {
+                let host_cache = self.rig.host_cache_bytes(self.stack)? as f64;
+                record.add(&case, "host_page_cache_mib", "MiB", host_cache / MIB);
+            }
+        }
+        if let Some(status) = self.machine.status().map_err(|error| self.machine_error(error))? {
+            record.add(&case, "keeper_peak_pct", "%", status.memory.peak_bytes as f64 / ram_bytes * 100.0);
+        }
+        Ok(())
+    }
+
+    /// MiB/s of all files in order, as the guest sees it.
+    fn read_all(&self) -> Result<f64, WarmRebootError> {
+        let command = format!("probe read-all {FILES_IN_GUEST}");
+        let limit = Duration::from_secs(300);
+        let output = self.machine.run_within(&command, limit).map_err(|error| self.machine_error(error))?;
+        let figure = "mib_per_second";
+        let none =
+            || WarmRebootError::NoFigure { side: self.stack.name().to_owned(), command: command.clone(), figure };
+        output.number(figure).ok_or_else(none)
+    }
+
+    fn read_bytes(&self) -> Result<u64, WarmRebootError> {
+        Ok(self.rig.read_bytes(self.stack, self.machine.as_ref())?)
+    }
+
+    fn wait_agent(&self) -> Result<(), WarmRebootError> {
+        self.machine.wait_agent(self.boots).map_err(|error| self.machine_error(error))
+    }
+
+    fn case(&self, way: Way) -> String {
+        format!("{}@{}", self.stack.side(way), self.profile.name())
+    }
+
+    pub fn machine_error(&self, source: hearth_vmtest::Error) -> WarmRebootError {
+        WarmRebootError::Machine { side: self.stack.name().to_owned(), source }
+    }
+
+    pub fn load_error(&self, source: LoadError) -> WarmRebootError {
+        WarmRebootError::Load { side: self.stack.name().to_owned(), source }
+    }
+}

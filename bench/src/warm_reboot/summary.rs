@@ -1,0 +1,133 @@
+//! What the rows come down to: the summary's figures and the table a person reads.
+
+use crate::host::profile::Profile;
+use crate::record::Record;
+use crate::sides::Stack;
+use crate::stats::degradation_pct;
+use crate::table::{Table, figure_or_dash};
+
+/// Adds the figures of every profile that was run; those over all profiles have no suffix.
+pub fn summarise(record: &mut Record, profiles: &[Profile]) {
+    for &profile in profiles {
+        summarise_profile(record, profile);
+    }
+    // Seen from outside, and by the keeper itself: whichever saw more.
+    let peaks = ["budget_peak_pct", "keeper_peak_pct"].into_iter().filter_map(|metric| record.highest(metric));
+    let peak = peaks.reduce(f64::max);
+    record.summarise("budget_peak_pct", peak);
+    record.summarise("bad_blocks_served", record.total("bad_blocks_served"));
+    record.summarise("faults_injected", record.total("faults_injected"));
+}
+
+fn summarise_profile(record: &mut Record, profile: Profile) {
+    let of = |record: &Record, side: &str, metric: &str| record.median(&format!("{side}@{}", profile.name()), metric);
+    let before = of(record, "hearth-warm", "read_before_mib_s");
+    record.summarise(&profile.key("read_before_mib_s"), before);
+    for way in ["warm", "cold"] {
+        let side = format!("hearth-{way}");
+        let first = of(record, &side, "read_first_mib_s");
+        let degraded = before.zip(first).map(|(before, first)| degradation_pct(before, first));
+        record.summarise(&profile.key(&format!("read_first_{way}_mib_s")), first);
+        record.summarise(&profile.key(&format!("read_degradation_{way}_pct")), degraded);
+        for (metric, row) in [
+            (format!("web_degradation_{way}_pct"), "web_degradation_pct"),
+            (format!("disk_read_after_{way}_mib"), "disk_read_after_mib"),
+            (format!("boot_{way}_s"), "boot_s"),
+        ] {
+            record.summarise(&profile.key(&metric), of(record, &side, row));
+        }
+    }
+    let (warm, ram) = (of(record, "hearth-warm", "boot_s"), of(record, "ram", "boot_s"));
+    record.summarise(&profile.key("boot_ram_s"), ram);
+    record.summarise(&profile.key("boot_warm_over_ram"), warm.zip(ram).map(|(warm, ram)| warm / ram));
+    for stack in [Stack::QemuDirect, Stack::QemuHostCache, Stack::PmemDax, Stack::Ram] {
+        let key = format!("web_degradation_{}_pct", stack.name().replace('-', "_"));
+        record.summarise(&profile.key(&key), of(record, stack.name(), "web_degradation_pct"));
+    }
+}
+
+/// One table a profile would scatter what is compared: sides below each other, profiles as blocks of rows.
+pub fn table(record: &Record) -> Table {
+    const COLUMNS: [(&str, &str); 8] = [
+        ("read before MiB/s", "read_before_mib_s"),
+        ("first after", "read_first_mib_s"),
+        ("second", "read_second_mib_s"),
+        ("web 1/s", "web_before_rps"),
+        ("web after", "web_after_rps"),
+        ("loss %", "web_degradation_pct"),
+        ("boot s", "boot_s"),
+        ("from disk MiB", "disk_read_after_mib"),
+    ];
+    let mut head = vec!["side@profile"];
+    head.extend(COLUMNS.iter().map(|column| column.0));
+    head.push("extra host memory MiB");
+    let mut table = Table::new(head);
+    for profile in Profile::ALL {
+        for side in Stack::ALL.iter().flat_map(|stack| stack.ways().iter().map(|way| stack.side(*way))) {
+            let case = format!("{side}@{}", profile.name());
+            if !record.rows.iter().any(|row| row.case == case) {
+                continue;
+            }
+            let mut cells = vec![case.clone()];
+            cells.extend(COLUMNS.iter().map(|(_, metric)| figure_or_dash(record.median(&case, metric))));
+            cells.push(figure_or_dash(record.median(&case, "host_page_cache_mib")));
+            table.row(cells);
+        }
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::facts::{Accelerator, HostFacts};
+
+    fn record() -> Record {
+        let machine = HostFacts::gather(Accelerator::Tcg);
+        let mut record = Record::new("warm-reboot", true, machine, "QEMU".into(), "max");
+        for (case, metric, value) in [
+            ("hearth-warm@paper", "read_before_mib_s", 2000.0),
+            ("hearth-warm@paper", "read_first_mib_s", 500.0),
+            ("hearth-warm@paper", "boot_s", 7.7),
+            ("hearth-cold@paper", "boot_s", 9.0),
+            ("ram@paper", "boot_s", 7.0),
+            ("hearth-warm@paper", "budget_peak_pct", 101.5),
+            ("hearth-warm@cloud", "budget_peak_pct", 100.5),
+            ("hearth-warm@cloud", "keeper_peak_pct", 101.7),
+            ("hearth-warm@cloud", "boot_s", 7.5),
+        ] {
+            record.add(case, metric, "", value);
+        }
+        record
+    }
+
+    #[test]
+    fn figures_follow_from_the_rows() {
+        let mut record = record();
+        summarise(&mut record, &[Profile::Cloud, Profile::Paper]);
+        for (key, value) in [
+            ("read_degradation_warm_pct", 75.0),
+            ("boot_cold_s", 9.0),
+            ("boot_warm_over_ram", 1.1),
+            ("boot_warm_s_cloud", 7.5),
+            ("budget_peak_pct", 101.7),
+        ] {
+            assert_eq!(record.summary[key], value, "{key}");
+        }
+    }
+
+    #[test]
+    fn nothing_is_claimed_that_was_not_measured() {
+        let mut record = record();
+        summarise(&mut record, &[Profile::Asis, Profile::Paper]);
+        for key in ["bad_blocks_served", "web_degradation_warm_pct", "boot_warm_s_asis", "read_first_cold_mib_s"] {
+            assert!(!record.summary.contains_key(key), "{key}");
+        }
+    }
+
+    #[test]
+    fn the_table_has_a_line_for_each_case_that_was_run() {
+        let text = table(&record()).text();
+        assert_eq!(text.lines().count(), 2 + 4, "{text}");
+    }
+}

@@ -1,0 +1,122 @@
+//! What the API says when it cannot do what was asked: a word for programs, a message and a hint for people.
+
+use std::fmt;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// Body of every answer that is not a success.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct ApiError {
+    pub error: ErrorWord,
+    /// What was wrong, with the name of the thing.
+    pub message: String,
+    /// What to do about it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hint: Option<String>,
+}
+
+/// All reasons for which a request can fail. Programs may rely on these words.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ErrorWord {
+    /// The request is not HTTP, not JSON, or has unknown or missing fields.
+    BadRequest,
+    /// No route has this path.
+    NoSuchRoute,
+    /// The path exists, with another method.
+    WrongMethod,
+    /// The body or the head of the request is larger than any valid one.
+    TooLarge,
+    /// The machine has no disk of this name.
+    NoSuchDisk,
+    /// The machine's state does not allow this now.
+    WrongState,
+    /// The machine did not answer in time; what was asked may still happen.
+    Timeout,
+    /// More clients are connected than the keeper serves at a time.
+    TooManyClients,
+    /// It was tried and failed.
+    Failed,
+}
+
+impl ErrorWord {
+    pub const ALL: [Self; 9] = [
+        Self::BadRequest,
+        Self::NoSuchRoute,
+        Self::WrongMethod,
+        Self::TooLarge,
+        Self::NoSuchDisk,
+        Self::WrongState,
+        Self::Timeout,
+        Self::TooManyClients,
+        Self::Failed,
+    ];
+
+    /// The HTTP status that carries this word.
+    pub fn status(self) -> u16 {
+        match self {
+            Self::BadRequest => 400,
+            Self::NoSuchRoute | Self::NoSuchDisk => 404,
+            Self::WrongMethod => 405,
+            Self::WrongState => 409,
+            Self::TooLarge => 413,
+            Self::Failed => 500,
+            Self::TooManyClients => 503,
+            Self::Timeout => 504,
+        }
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::BadRequest => "bad_request",
+            Self::NoSuchRoute => "no_such_route",
+            Self::WrongMethod => "wrong_method",
+            Self::TooLarge => "too_large",
+            Self::NoSuchDisk => "no_such_disk",
+            Self::WrongState => "wrong_state",
+            Self::Timeout => "timeout",
+            Self::TooManyClients => "too_many_clients",
+            Self::Failed => "failed",
+        }
+    }
+}
+
+impl ApiError {
+    pub fn new(error: ErrorWord, message: impl Into<String>) -> Self {
+        Self { error, message: message.into(), hint: None }
+    }
+
+    #[must_use]
+    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.hint = Some(hint.into());
+        self
+    }
+}
+
+impl fmt::Display for ApiError {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.message)?;
+        self.hint.as_ref().map_or(Ok(()), |hint| write!(formatter, "; {hint}"))
+    }
+}
+
+impl std::error::Error for ApiError {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_are_written_as_they_are_named() {
+        for word in ErrorWord::ALL {
+            assert_eq!(serde_json::to_value(word).unwrap(), word.name());
+        }
+    }
+
+    #[test]
+    fn the_hint_follows_the_message() {
+        let error = ApiError::new(ErrorWord::NoSuchDisk, "web has no disk data").hint("its disks are: root");
+        assert_eq!(error.to_string(), "web has no disk data; its disks are: root");
+    }
+}

@@ -1,0 +1,203 @@
+//! What happened to a machine, as operators and programs read it: `hearth events`, `GET /v1/events`.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::{EndCause, MachineState, UserfaultStatus};
+
+/// One thing that happened.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct EventRecord {
+    /// Counts from 1 and goes on over restarts of the keeper.
+    pub sequence: u64,
+    /// RFC 3339, UTC, milliseconds.
+    pub time: String,
+    pub machine: String,
+    /// The incarnation that lived, or was being made, at that moment.
+    pub incarnation: u32,
+    #[serde(flatten)]
+    pub event: EventKind,
+}
+
+/// All kinds of events. `kind` tells them apart.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum EventKind {
+    /// A keeper started.
+    Started {
+        pid: u32,
+        version: String,
+    },
+    /// A keeper found the machine's QEMU alive and goes on with it.
+    KeeperTookOver {
+        qemu_pid: u32,
+        generation: u32,
+    },
+    StateChanged {
+        from: MachineState,
+        to: MachineState,
+    },
+    /// The operator asked for something.
+    Request {
+        verb: String,
+    },
+    QemuStarted {
+        pid: u32,
+        generation: u32,
+        version: String,
+        accelerator: String,
+        accelerator_why: String,
+    },
+    /// Whether QEMU handed over its userfaultfd.
+    Userfault {
+        generation: u32,
+        userfault: UserfaultStatus,
+    },
+    /// `how` is the exit code or signal in words.
+    QemuExited {
+        generation: u32,
+        how: String,
+    },
+    /// The guest runs.
+    IncarnationStarted {
+        generation: u32,
+        warm: bool,
+    },
+    IncarnationEnded {
+        cause: EndCause,
+    },
+    GuestPanicked,
+    /// The guest no longer fed its watchdog; `action` is what QEMU did.
+    WatchdogExpired {
+        action: String,
+    },
+    /// Registers and notes of a guest were taken for its dump.
+    RegistersTaken {
+        bytes: u64,
+        duration_ms: f64,
+    },
+    /// A dump is on its way. Pages in all and those that belong in it.
+    DumpStarted {
+        file: String,
+        level: u8,
+        ram_pages: u64,
+        pages: u64,
+    },
+    /// The guest's own last words.
+    CrashReason {
+        message: String,
+    },
+    /// Something that a reader of the dump must know.
+    DumpWarning {
+        message: String,
+    },
+    /// How far a dump is, now and then.
+    DumpProgress {
+        file: String,
+        percent: f64,
+        mib_per_s: f64,
+        eta_s: Option<f64>,
+    },
+    /// A dump cannot go on and waits for `hearth dump --resume` or `--discard`.
+    DumpWaits {
+        file: String,
+        why: String,
+    },
+    DumpComplete {
+        file: String,
+        pages: u64,
+        bytes: u64,
+        duration_ms: f64,
+    },
+    /// A dump ended before its end; the file can be read as far as it goes.
+    DumpIncomplete {
+        file: String,
+        why: String,
+    },
+    /// A crash is not dumped.
+    DumpSkipped {
+        why: String,
+    },
+    /// The guest goes on with another QEMU.
+    Rejuvenated {
+        generation: u32,
+        from_version: String,
+        version: String,
+        /// How long the guest stood still.
+        pause_ms: f64,
+    },
+    /// It did not get another QEMU. Unless `guest_lost` it goes on with the one it has.
+    RejuvenationFailed {
+        phase: String,
+        why: String,
+        guest_lost: bool,
+    },
+    /// A phase of a recovery or of a rejuvenation is over.
+    Phase {
+        phase: String,
+        duration_ms: f64,
+    },
+    /// A dead incarnation's memory was kept.
+    EmberKept {
+        pages: u64,
+        bytes: u64,
+    },
+    /// What could not be used of it went back to the host.
+    EmberSettled {
+        released_bytes: u64,
+        remaining_pages: u64,
+    },
+    /// Pages were given up for the budget.
+    EmberTrimmed {
+        pages: u64,
+        bytes: u64,
+    },
+    /// Nothing is left of the ember.
+    EmberEmpty {
+        pages_served: u64,
+        pages_refused: u64,
+    },
+    DiskResized {
+        disk: String,
+        bytes: u64,
+    },
+    /// The machine's files hold more host memory than they may.
+    BudgetWarning {
+        used_bytes: u64,
+        budget_bytes: u64,
+    },
+    /// The guest stands still: it waits for memory, and none has come free for a while. Is the dump's disk full?
+    GuestWaits {
+        threads: u64,
+    },
+    /// Something went wrong; the message names it.
+    Error {
+        message: String,
+    },
+    /// The reader was too slow, or asked for events that are no longer kept.
+    Gap {
+        missed: u64,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_is_one_flat_object() {
+        let record = EventRecord {
+            sequence: 7,
+            time: "2026-03-01T12:00:00.123Z".into(),
+            machine: "web".into(),
+            incarnation: 2,
+            event: EventKind::IncarnationEnded { cause: EndCause::Panic },
+        };
+        let text = serde_json::to_string(&record).unwrap();
+        assert_eq!(
+            text,
+            r#"{"sequence":7,"time":"2026-03-01T12:00:00.123Z","machine":"web","incarnation":2,"kind":"incarnation_ended","cause":"panic"}"#
+        );
+        assert_eq!(serde_json::from_str::<EventRecord>(&text).unwrap(), record);
+    }
+}

@@ -1,0 +1,30 @@
+//! The API of a machine's keeper: what is asked, what is answered, by which route.
+//!
+//! One table (`routes::ROUTES`) drives the server's dispatch, the client, `docs/api.md` and `docs/openapi.json`, so that
+//! none of them can say something else than the others. This crate holds words only: no sockets, no threads, and it
+//! knows no other crate of Hearth, so that a client can be built from it alone.
+
+mod dump;
+mod error;
+mod event;
+mod openapi;
+mod page;
+mod request;
+mod routes;
+mod status;
+mod time;
+
+pub use dump::{DumpCompression, DumpExcluded, DumpFormat, DumpOrder, DumpRequest, DumpState, DumpStatus};
+pub use error::{ApiError, ErrorWord};
+pub use event::{EventKind, EventRecord};
+pub use openapi::openapi;
+pub use page::page;
+pub use request::{
+    Accepted, CrashMethod, CrashRequest, DiskSize, RebootRequest, RejuvenateRequest, ResizeRequest, StopRequest,
+};
+pub use routes::{Body, Method, Mismatch, Parameter, ROUTES, Route, RouteId};
+pub use status::{
+    AdmissionStatus, DiskStatus, EmberMode, EmberStatus, EndCause, Explanation, KeeperStatus, MachineState,
+    MachineStatus, MemoryStatus, NetStatus, PhaseTime, QemuStatus, Recovery, Refused, Rejuvenation, UserfaultStatus,
+};
+pub use time::rfc3339;

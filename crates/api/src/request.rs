@@ -1,0 +1,70 @@
+//! Bodies of requests, and the short answers to them.
+
+use std::path::PathBuf;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// Reboot the machine: a new incarnation from the ember, unless cold.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct RebootRequest {
+    /// Keep nothing of the old memory.
+    pub cold: bool,
+    /// End QEMU at once instead of asking the guest to shut down first.
+    pub force: bool,
+}
+
+/// Stop the machine and its keeper.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct StopRequest {
+    /// End QEMU at once instead of asking the guest to power off.
+    pub force: bool,
+}
+
+/// Make the guest's kernel panic, for drills.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct CrashRequest {
+    pub method: CrashMethod,
+}
+
+/// How a guest is made to panic.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum CrashMethod {
+    /// Non-maskable interrupt. A Linux guest panics on it if `kernel.unknown_nmi_panic` is 1.
+    #[default]
+    Nmi,
+    /// The key combination Alt-SysRq-C. Needs a keyboard driver in the guest and `kernel.sysrq` to allow it.
+    Sysrq,
+}
+
+/// Replace the machine's QEMU under its running guest.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct RejuvenateRequest {
+    /// Another QEMU than the configured one, by its absolute path; it stays the machine's until the keeper ends.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub qemu: Option<PathBuf>,
+}
+
+/// Tell the guest that a disk's image was resized.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct ResizeRequest {}
+
+/// The request was taken; the event stream says what becomes of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Accepted {
+    /// Sequence of the last event before the request: ask for events since this one.
+    pub since: u64,
+}
+
+/// Size of a disk as the guest sees it from now on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct DiskSize {
+    pub disk: String,
+    pub bytes: u64,
+}

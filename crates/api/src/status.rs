@@ -1,0 +1,345 @@
+//! A machine as it is now: the answer to `status`, and the source of every metric.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::DumpStatus;
+
+/// A machine as it is now.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct MachineStatus {
+    pub name: String,
+    pub state: MachineState,
+    /// Why the machine is in this state, where that needs saying (failed, paused).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub state_why: Option<String>,
+    /// Number of the living incarnation, or of the last one.
+    pub incarnation: u32,
+    /// How the incarnation before this one ended.
+    pub cause_of_last_end: Option<EndCause>,
+    /// Time since the living incarnation's QEMU began to run the guest.
+    pub uptime_s: f64,
+    pub keeper: KeeperStatus,
+    pub qemu: Option<QemuStatus>,
+    pub memory: MemoryStatus,
+    pub disks: Vec<DiskStatus>,
+    pub nets: Vec<NetStatus>,
+    /// Guest pages of which the ledger knows which disk block they hold.
+    pub ledger_pages: u64,
+    pub ember: EmberStatus,
+    /// Dumps under way, and the last ones that are over; oldest first.
+    #[serde(default)]
+    pub dumps: Vec<DumpStatus>,
+    /// The recovery that made the living incarnation; none for the first one.
+    pub last_recovery: Option<Recovery>,
+    /// The last time that QEMU was, or was to be, replaced under the guest.
+    #[serde(default)]
+    pub last_rejuvenation: Option<Rejuvenation>,
+}
+
+/// What the machine is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum MachineState {
+    /// The first incarnation is being made.
+    Starting,
+    Running,
+    /// The guest crashed and `on_panic` is `pause` or `dump`, or it was paused from outside.
+    Paused,
+    /// An incarnation has ended and the next one is being made.
+    Recovering,
+    /// The guest was asked to power off, or is being ended.
+    Stopping,
+    Stopped,
+    /// The machine cannot go on without help; the events say why.
+    Failed,
+}
+
+impl MachineState {
+    pub const ALL: [Self; 7] =
+        [Self::Starting, Self::Running, Self::Paused, Self::Recovering, Self::Stopping, Self::Stopped, Self::Failed];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Starting => "starting",
+            Self::Running => "running",
+            Self::Paused => "paused",
+            Self::Recovering => "recovering",
+            Self::Stopping => "stopping",
+            Self::Stopped => "stopped",
+            Self::Failed => "failed",
+        }
+    }
+}
+
+/// How an incarnation ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum EndCause {
+    /// The guest reset itself: a reboot from inside.
+    GuestReset,
+    /// The guest powered itself off.
+    GuestShutdown,
+    /// The guest's kernel panicked and said so.
+    Panic,
+    /// The guest no longer fed its watchdog.
+    Watchdog,
+    /// The guest's processor gave up.
+    TripleFault,
+    /// The QEMU process ended without the guest's doing.
+    QemuDied,
+    OperatorReboot,
+    OperatorStop,
+}
+
+impl EndCause {
+    /// For sentences: "incarnation 2 ended: ...".
+    pub fn words(self) -> &'static str {
+        match self {
+            Self::GuestReset => "guest reset itself",
+            Self::GuestShutdown => "guest powered off",
+            Self::Panic => "guest panicked",
+            Self::Watchdog => "guest stopped feeding its watchdog",
+            Self::TripleFault => "triple fault",
+            Self::QemuDied => "QEMU died",
+            Self::OperatorReboot => "reboot was ordered",
+            Self::OperatorStop => "stop was ordered",
+        }
+    }
+}
+
+/// The process that looks after the machine.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct KeeperStatus {
+    pub pid: u32,
+    pub version: String,
+    pub uptime_s: f64,
+}
+
+/// The living QEMU process.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct QemuStatus {
+    pub pid: u32,
+    pub version: String,
+    /// Counts the QEMU processes of this machine.
+    pub generation: u32,
+    /// `kvm` or `tcg`.
+    pub accelerator: String,
+    /// Why this accelerator.
+    pub accelerator_why: String,
+    pub userfault: UserfaultStatus,
+}
+
+/// Whether QEMU gave the keeper a userfaultfd for its memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "state", rename_all = "snake_case")]
+pub enum UserfaultStatus {
+    /// The keeper holds it, and QEMU holds a copy.
+    HandedOver,
+    /// The machine runs all the same.
+    Absent { why: String },
+}
+
+/// Host memory that the machine's files hold.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct MemoryStatus {
+    /// RAM as the guest sees it.
+    pub ram_bytes: u64,
+    /// RAM file and ledger of the living incarnation.
+    pub resident_bytes: u64,
+    /// Files of dead incarnations.
+    pub ember_bytes: u64,
+    /// Of these, memory that a dump has not written yet.
+    #[serde(default)]
+    pub held_bytes: u64,
+    /// Buffers of dumps that are being written.
+    #[serde(default)]
+    pub dump_buffer_bytes: u64,
+    /// What all of them together may hold.
+    pub budget_bytes: u64,
+    /// The most that all of them together held since the keeper started.
+    pub peak_bytes: u64,
+    /// None: this QEMU takes memory as it likes.
+    pub admission: Option<AdmissionStatus>,
+}
+
+/// How memory is granted to the living incarnation, unit by unit, while it is short.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct AdmissionStatus {
+    /// False: all of it was granted in the end.
+    pub on: bool,
+    /// RAM that the guest may take without asking.
+    pub granted_bytes: u64,
+    /// Times that QEMU touched a unit for the first time.
+    pub faults: u64,
+    /// Threads of QEMU that wait for memory now.
+    pub waiting: u64,
+    /// Time that they waited, all together.
+    pub guest_wait_ms: u64,
+}
+
+/// One disk. Counts are since the keeper started.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct DiskStatus {
+    pub name: String,
+    pub path: String,
+    /// `raw` or `qcow2`.
+    pub format: String,
+    /// How the image is read and written, and why so.
+    pub engine: String,
+    pub read_only: bool,
+    /// Size as the guest sees it.
+    pub bytes: u64,
+    /// Whether a QEMU is connected.
+    pub connected: bool,
+    pub reads: u64,
+    pub writes: u64,
+    pub flushes: u64,
+    pub discards: u64,
+    /// Bytes read by the guest that were answered from memory.
+    pub read_warm_bytes: u64,
+    /// Bytes read by the guest that came from the image.
+    pub read_image_bytes: u64,
+    pub written_bytes: u64,
+    /// Requests that the image failed.
+    pub io_errors: u64,
+    /// Requests of the guest that no driver should make.
+    pub bad_requests: u64,
+    /// Time that requests waited for the disk's rate limits.
+    pub throttled_ms: u64,
+}
+
+/// One network device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct NetStatus {
+    /// `user`, `passt` or `tap`.
+    pub kind: String,
+    pub mac: String,
+    /// Ports of the host that lead into the guest.
+    #[serde(default)]
+    pub forward: Vec<String>,
+}
+
+/// What is left of dead incarnations and what it was good for.
+/// kept = served + refused + remaining.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct EmberStatus {
+    pub mode: EmberMode,
+    /// Pages that held a disk block when the last incarnation ended, with those left of earlier ones.
+    pub pages_kept: u64,
+    pub kept_bytes: u64,
+    /// Pages that moved to the living incarnation.
+    pub pages_served: u64,
+    pub served_bytes: u64,
+    /// Reads answered from a part of a page, which stays.
+    pub pages_served_in_part: u64,
+    /// Pages that were not used, by reason.
+    pub refused: Refused,
+    pub pages_remaining: u64,
+    pub remaining_bytes: u64,
+}
+
+/// Whether dead memory is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum EmberMode {
+    On,
+    Off,
+}
+
+/// Pages of the ember that were not used, by reason.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Refused {
+    /// The bytes were not what the disk holds: dirty, reused or corrupted.
+    pub tag_mismatch: u64,
+    /// The guest wrote or discarded the block before it read it.
+    pub overwritten: u64,
+    /// Given up for the budget, oldest first.
+    pub trimmed: u64,
+}
+
+impl Refused {
+    pub fn total(self) -> u64 {
+        self.tag_mismatch + self.overwritten + self.trimmed
+    }
+}
+
+/// How a living incarnation came from a dead one.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Recovery {
+    /// The incarnation that was made.
+    pub incarnation: u32,
+    /// Why the one before it ended.
+    pub cause: EndCause,
+    /// Whether it started from the ember.
+    pub warm: bool,
+    /// Why not, if not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub why_cold: Option<String>,
+    /// When the old incarnation ended (RFC 3339).
+    pub started_at: String,
+    /// From the old incarnation's end until the new guest runs.
+    pub duration_ms: f64,
+    /// In the order in which they ended; they may overlap, and some go on beside the new guest.
+    pub phases: Vec<PhaseTime>,
+    /// Disk blocks in memory at the end of the old incarnation.
+    pub pages_kept: u64,
+    pub kept_bytes: u64,
+    /// Memory given back to the host because nothing in it could be used.
+    pub released_bytes: u64,
+    /// The guest's own last words, if it panicked and its memory was read for a dump.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub panic: Option<String>,
+    /// The dump of the dead incarnation: written beside the new one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dump: Option<DumpStatus>,
+}
+
+/// How a guest came from one QEMU to another, or did not.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Rejuvenation {
+    /// RFC 3339.
+    pub started_at: String,
+    pub from_version: String,
+    /// None if the new QEMU could not be asked.
+    pub version: Option<String>,
+    /// Why not, if it failed. The guest then goes on with the QEMU it has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failure: Option<String>,
+    /// How long the guest stood still.
+    pub pause_ms: Option<f64>,
+    /// What went from one QEMU to the other.
+    pub state_bytes: Option<u64>,
+    /// In order; the one that failed is the last.
+    pub phases: Vec<PhaseTime>,
+}
+
+/// One phase of a recovery.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct PhaseTime {
+    pub phase: String,
+    /// Since the old incarnation's end.
+    pub started_ms: f64,
+    pub duration_ms: f64,
+}
+
+/// The answer to `explain`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Explanation {
+    pub name: String,
+    pub incarnation: u32,
+    /// None if the first incarnation still lives.
+    pub recovery: Option<Recovery>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn states_are_written_as_they_are_named() {
+        for state in MachineState::ALL {
+            assert_eq!(serde_json::to_value(state).unwrap(), state.name());
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! Image locks, byte for byte those of QEMU's file driver (block/file-posix.c), so that a stock QEMU or qemu-img and
+//! Hearth refuse each other.
+//!
+//! Who uses a permission holds a shared lock on byte 100 + permission; who does not let others have it, on byte
+//! 200 + permission. First take all of one's own, then look whether somebody holds the counterpart:
+//!
+//! ```text
+//! permission        writer uses, forbids     reader uses, forbids     bytes
+//! consistent read   uses                     uses                     100, 200
+//! write             uses, forbids            forbids                  101, 201
+//! write unchanged                                                     102, 202
+//! resize            uses, forbids            forbids                  103, 203
+//! ```
+//!
+//! The locks belong to the open file description that also carries the I/O. A request that io_uring still has in flight
+//! keeps that description, and with it the locks, past the death of its process: whoever waits for the lock waits for
+//! the last write.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::ImageError;
+
+const USED: i64 = 100;
+const FORBIDDEN: i64 = 200;
+
+const CONSISTENT_READ: i64 = 0;
+const WRITE: i64 = 1;
+const RESIZE: i64 = 3;
+
+/// Between two tries. A killed process' last requests end within milliseconds.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// Locks the image behind `file`, waiting up to `patience` for others to let go.
+pub(super) fn lock_image(file: &File, path: &Path, read_only: bool, patience: Duration) -> Result<(), ImageError> {
+    let deadline = Instant::now() + patience;
+    loop {
+        let taken = try_lock(file, read_only).map_err(|source| ImageError::Lock { path: path.into(), source })?;
+        if taken {
+            return Ok(());
+        }
+        if Instant::now() >= deadline {
+            return Err(ImageError::InUse { path: path.into(), holder: describe_holder(file, path) });
+        }
+        thread::sleep(PAUSE);
+    }
+}
+
+fn try_lock(file: &File, read_only: bool) -> io::Result<bool> {
+    let uses: &[i64] = if read_only { &[CONSISTENT_READ] } else { &[CONSISTENT_READ, WRITE, RESIZE] };
+    let forbids = [WRITE, RESIZE];
+    let own = || uses.iter().map(|used| USED + used).chain(forbids.iter().map(|forbidden| FORBIDDEN + forbidden));
+    for byte in own() {
+        if !set_lock(file, byte, libc::F_RDLCK)? {
+            release(file, own())?;
+            return Ok(false);
+        }
+    }
+    let counterparts = forbids.iter().map(|forbidden| USED + forbidden).chain(uses.iter().map(|used| FORBIDDEN + used));
+    for byte in counterparts {
+        if is_held_by_another(file, byte)? {
+            release(file, own())?;
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+fn release(file: &File, bytes: impl Iterator<Item = i64>) -> io::Result<()> {
+    for byte in bytes {
+        set_lock(file, byte, libc::F_UNLCK)?;
+    }
+    Ok(())
+}
+
+/// False when an exclusive lock of somebody else is in the way.
+fn set_lock(file: &File, byte: i64, kind: libc::c_int) -> io::Result<bool> {
+    match call(file, libc::F_OFD_SETLK, &mut one_byte(byte, kind)) {
+        Ok(()) => Ok(true),
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Asks for an exclusive lock without taking it: any lock of another description answers.
+fn is_held_by_another(file: &File, byte: i64) -> io::Result<bool> {
+    let mut lock = one_byte(byte, libc::F_WRLCK);
+    call(file, libc::F_OFD_GETLK, &mut lock)?;
+    Ok(libc::c_int::from(lock.l_type) != libc::F_UNLCK)
+}
+
+fn one_byte(byte: i64, kind: libc::c_int) -> libc::flock {
+    libc::flock { l_type: kind as _, l_whence: libc::SEEK_SET as _, l_start: byte, l_len: 1, l_pid: 0 }
+}
+
+fn call(file: &File, command: libc::c_int, lock: &mut libc::flock) -> io::Result<()> {
+    // SAFETY: both commands take a pointer to one flock, which lives through the call.
+    match unsafe { libc::fcntl(file.as_raw_fd(), command, std::ptr::from_mut(lock)) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// The kernel does not say who holds such a lock; the processes' descriptor tables do, where we may read them.
+fn describe_holder(file: &File, path: &Path) -> String {
+    let unknown = || format!("another process (fuser -v {} names it)", path.display());
+    let Ok(metadata) = file.metadata() else { return unknown() };
+    let Ok(processes) = fs::read_dir("/proc") else { return unknown() };
+    let holders: Vec<String> = processes
+        .flatten()
+        .filter_map(|process| process.file_name().to_str()?.parse::<u32>().ok())
+        .filter(|&pid| holds_lock(pid, metadata.ino()))
+        .map(|pid| {
+            let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+            format!("process {pid} ({})", name.trim())
+        })
+        .collect();
+    if holders.is_empty() { unknown() } else { holders.join(", ") }
+}
+
+fn holds_lock(pid: u32, inode: u64) -> bool {
+    // "lock: 1: OFDLCK ADVISORY READ -1 fe:00:1234 100 100". The device number there is that of the file system, which
+    // need not be what stat says (btrfs); lock kind, inode and our bytes are enough.
+    let place = format!(":{inode} ");
+    let is_ours = |line: &str| line.starts_with("lock:") && line.contains("OFDLCK") && line.contains(&place);
+    let Ok(descriptors) = fs::read_dir(format!("/proc/{pid}/fdinfo")) else { return false };
+    descriptors
+        .flatten()
+        .filter_map(|descriptor| fs::read_to_string(descriptor.path()).ok())
+        .any(|text| text.lines().any(is_ours))
+}

@@ -1,0 +1,205 @@
+//! Disk images: opened, checked and locked, and the engine that fits.
+//!
+//! path -> kind of file -> format -> lock (as QEMU locks) -> size, alignment -> engine: io_uring, else worker threads
+//!
+//! What cannot be had (O_DIRECT on tmpfs, io_uring in a container) is replaced by the next best and told by `describe`;
+//! it is never an error by itself.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::block::BLOCK_BYTES;
+use crate::buffer::BufferPool;
+use crate::engine::Engine;
+
+mod lock;
+mod open;
+mod qcow2;
+mod raw;
+#[cfg(test)]
+mod tests;
+
+use qcow2::Qcow2Image;
+use raw::RawImage;
+
+/// How the bytes of the virtual disk lie in the file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Format {
+    /// Raw, unless the file says that it is qcow2: then opening fails and asks for the format to be named. A guest can
+    /// write a qcow2 header into its raw disk, and with it the name of any file of the host.
+    #[default]
+    Auto,
+    Raw,
+    Qcow2,
+}
+
+#[derive(Clone, Debug)]
+pub struct ImageOptions {
+    pub path: PathBuf,
+    pub format: Format,
+    pub read_only: bool,
+    /// Around the host's page cache where the file system can; `describe` says if not.
+    pub direct: bool,
+    /// How long to wait for another holder of the image to let go (a killed keeper's last writes).
+    pub lock_patience: Duration,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum ImageError {
+    #[error("disk image {path} does not exist")]
+    Missing { path: PathBuf },
+    #[error("cannot {action} disk image {path}")]
+    Access { path: PathBuf, action: &'static str, source: io::Error },
+    #[error("disk image {path} is {kind}; it must be a regular file or a block device")]
+    WrongKind { path: PathBuf, kind: &'static str },
+    #[error("disk image {path} is empty; make one with qemu-img create")]
+    Empty { path: PathBuf },
+    #[error("disk image {path} looks like qcow2; say format = \"qcow2\", or \"raw\" if that is meant")]
+    FormatNotNamed { path: PathBuf },
+    #[error("disk image {path} is in use by {holder}")]
+    InUse { path: PathBuf, holder: String },
+    #[error("cannot lock disk image {path}; its file system must support open file description locks")]
+    Lock { path: PathBuf, source: io::Error },
+    #[error("{path} is not a qcow2 image; say format = \"raw\" if that is meant")]
+    NotQcow2 { path: PathBuf },
+    #[error("qcow2 image {path} {problem}; {remedy}")]
+    Qcow2 { path: PathBuf, problem: String, remedy: &'static str },
+    #[error("cannot open the backing image of {path}")]
+    Backing { path: PathBuf, source: Box<ImageError> },
+    #[error("disk image {path} already has an engine; one owner must keep the metadata of a qcow2 image")]
+    HasEngine { path: PathBuf },
+    #[error("cannot start the engine of disk image {path}")]
+    Engine { path: PathBuf, source: io::Error },
+}
+
+/// A disk image, locked for as long as it or one of its engines lives.
+#[derive(Debug)]
+pub struct Image {
+    path: PathBuf,
+    read_only: bool,
+    contents: Contents,
+}
+
+#[derive(Debug)]
+enum Contents {
+    Raw(RawImage),
+    Qcow2(Qcow2Image),
+}
+
+impl Image {
+    pub fn open(options: &ImageOptions) -> Result<Self, ImageError> {
+        check_kind(&options.path)?;
+        let contents = match options.format {
+            Format::Raw => Contents::Raw(RawImage::open(options)?),
+            Format::Auto if has_qcow2_magic(&options.path)? => {
+                return Err(ImageError::FormatNotNamed { path: options.path.clone() });
+            }
+            Format::Auto => Contents::Raw(RawImage::open(options)?),
+            Format::Qcow2 => Contents::Qcow2(Qcow2Image::open(options)?),
+        };
+        Ok(Self { path: options.path.clone(), read_only: options.read_only, contents })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Size of the virtual disk.
+    pub fn bytes(&self) -> u64 {
+        match &self.contents {
+            Contents::Raw(raw) => raw.bytes(),
+            Contents::Qcow2(qcow2) => qcow2.bytes(),
+        }
+    }
+
+    pub fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// The guest's sector size. Always 512, as with QEMU: it is part of what partition tables on the disk mean.
+    pub fn logical_block_bytes(&self) -> u32 {
+        512
+    }
+
+    /// What the guest should align to: below this, a write is read-modify-write somewhere.
+    pub fn physical_block_bytes(&self) -> u32 {
+        match &self.contents {
+            Contents::Raw(raw) => raw.physical_block_bytes(),
+            Contents::Qcow2(_) => BLOCK_BYTES as u32,
+        }
+    }
+
+    /// 0 where there is no preference; a cluster for qcow2, so that writes fill what they allocate.
+    pub fn optimal_io_bytes(&self) -> u32 {
+        match &self.contents {
+            Contents::Raw(raw) => raw.optimal_io_bytes(),
+            Contents::Qcow2(qcow2) => qcow2.cluster_bytes(),
+        }
+    }
+
+    pub fn supports_discard(&self) -> bool {
+        match &self.contents {
+            Contents::Raw(raw) => raw.supports_discard(),
+            Contents::Qcow2(qcow2) => !self.read_only && qcow2.supports_discard(),
+        }
+    }
+
+    /// An engine for this image, `depth` operations at once. It may be made on one thread and used on another, but the
+    /// first thread that submits keeps it.
+    pub fn engine(&self, pool: Arc<BufferPool>, depth: u32) -> Result<Box<dyn Engine>, ImageError> {
+        match &self.contents {
+            Contents::Raw(raw) => {
+                raw.engine(pool, depth).map_err(|source| ImageError::Engine { path: self.path.clone(), source })
+            }
+            Contents::Qcow2(qcow2) => qcow2.engine(pool),
+        }
+    }
+
+    /// Looks again how long the image is, after it was resized from outside.
+    pub fn refresh_bytes(&mut self) -> io::Result<u64> {
+        match &mut self.contents {
+            Contents::Raw(raw) => raw.refresh_bytes(),
+            // Its size is in its header, which nobody else may write while we hold it.
+            Contents::Qcow2(qcow2) => Ok(qcow2.bytes()),
+        }
+    }
+
+    /// Which engine, around the page cache or through it, and why.
+    pub fn describe(&self) -> String {
+        match &self.contents {
+            Contents::Raw(raw) => raw.describe(),
+            Contents::Qcow2(qcow2) => qcow2.describe(),
+        }
+    }
+}
+
+fn check_kind(path: &Path) -> Result<(), ImageError> {
+    let kind = fs::metadata(path).map_err(|error| access_error(path, "look at", error))?.file_type();
+    let kind = match kind {
+        kind if kind.is_file() || kind.is_block_device() => return Ok(()),
+        kind if kind.is_dir() => "a directory",
+        kind if kind.is_fifo() => "a pipe",
+        kind if kind.is_socket() => "a socket",
+        _ => "a character device",
+    };
+    Err(ImageError::WrongKind { path: path.into(), kind })
+}
+
+fn has_qcow2_magic(path: &Path) -> Result<bool, ImageError> {
+    use std::io::Read;
+    let mut magic = Vec::with_capacity(4);
+    let read = fs::File::open(path).and_then(|file| file.take(4).read_to_end(&mut magic));
+    read.map_err(|error| access_error(path, "read", error))?;
+    Ok(magic == *b"QFI\xfb")
+}
+
+fn access_error(path: &Path, action: &'static str, source: io::Error) -> ImageError {
+    match source.kind() {
+        io::ErrorKind::NotFound => ImageError::Missing { path: path.into() },
+        _ => ImageError::Access { path: path.into(), action, source },
+    }
+}

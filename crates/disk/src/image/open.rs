@@ -1,0 +1,73 @@
+//! Opening an image's file: around the page cache with O_DIRECT where that works, else through it, and why.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Seek, SeekFrom};
+use std::os::unix::fs::OpenOptionsExt;
+
+use rustix::fs::{AtFlags, StatxFlags, fstatfs, statx};
+
+use super::{Format, ImageOptions};
+use crate::engine::transfer::ALIGNMENT_MAX;
+
+/// What O_DIRECT wants where the kernel does not tell (before 6.1, or some file systems): safe everywhere.
+const ALIGNMENT_UNTOLD: u64 = 4096;
+
+const TMPFS_MAGIC: i64 = 0x0102_1994;
+
+pub(super) struct Opened {
+    pub file: File,
+    /// Unit of offsets and lengths; 1 through the page cache.
+    pub alignment: u64,
+    /// How data goes through or around the page cache, and why.
+    pub cache: String,
+}
+
+pub(super) fn open_file(options: &ImageOptions, format: Format) -> io::Result<Opened> {
+    let through = |why: &str| -> io::Result<Opened> {
+        let file = open_options(options).open(&options.path)?;
+        Ok(Opened { file, alignment: 1, cache: format!("through the page cache ({why})") })
+    };
+    if !options.direct {
+        return through("as configured");
+    }
+    let file = match open_options(options).custom_flags(libc::O_DIRECT).open(&options.path) {
+        Ok(file) => file,
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+            return through("the file system does not know O_DIRECT");
+        }
+        Err(error) => return Err(error),
+    };
+    // A device's node lies in a tmpfs too; its data does not.
+    if file.metadata()?.is_file() && fstatfs(&file)?.f_type == TMPFS_MAGIC {
+        return through("tmpfs is memory itself");
+    }
+    let alignment = direct_alignment(&file)?;
+    if !alignment.is_power_of_two() || alignment > ALIGNMENT_MAX {
+        return through("the file system does not take O_DIRECT for this file");
+    }
+    // qemu-img leaves qcow2 files that end anywhere; what lies behind the end is never asked for.
+    if format != Format::Qcow2 && !file_bytes(&file)?.is_multiple_of(alignment) {
+        return through(&format!("the image is not a multiple of {alignment} bytes long"));
+    }
+    Ok(Opened { file, alignment, cache: format!("O_DIRECT in units of {alignment} bytes") })
+}
+
+fn open_options(options: &ImageOptions) -> OpenOptions {
+    let mut open = OpenOptions::new();
+    open.read(true).write(!options.read_only);
+    open
+}
+
+/// 0 if the file system refuses O_DIRECT for this file (encrypted or inline data).
+fn direct_alignment(file: &File) -> io::Result<u64> {
+    let answer = statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)?;
+    match StatxFlags::from_bits_retain(answer.stx_mask).contains(StatxFlags::DIOALIGN) {
+        true => Ok(answer.stx_dio_offset_align.into()),
+        false => Ok(ALIGNMENT_UNTOLD),
+    }
+}
+
+/// Of a block device too, whose metadata says 0.
+pub(super) fn file_bytes(mut file: &File) -> io::Result<u64> {
+    file.seek(SeekFrom::End(0))
+}

@@ -1,0 +1,253 @@
+//! Images against stock QEMU's tools: same locks, same qcow2; and the errors that an operator reads.
+
+use std::error::Error;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::FileExt;
+use std::process::{Child, Command, Stdio};
+
+use tempfile::TempDir;
+
+use super::*;
+use crate::engine::tests::{Noise, SLOT_BYTES, bytes_of, fill, pool_of, run, slot_at};
+use crate::engine::{Operation, Submission};
+
+mod devices;
+mod qcow2;
+
+const DISK_BYTES: usize = 8 << 20;
+
+/// On a disk: /tmp may be a tmpfs, where O_DIRECT means nothing.
+fn folder() -> TempDir {
+    tempfile::tempdir_in("/var/tmp").unwrap()
+}
+
+fn options(path: &Path, format: Format) -> ImageOptions {
+    ImageOptions { path: path.into(), format, read_only: false, direct: true, lock_patience: Duration::ZERO }
+}
+
+fn raw_image(folder: &TempDir, bytes: u64) -> PathBuf {
+    let path = folder.path().join("disk.raw");
+    fs::File::create(&path).unwrap().set_len(bytes).unwrap();
+    path
+}
+
+fn qemu_img(arguments: &[&str]) -> Result<String, String> {
+    let output = Command::new("qemu-img").args(arguments).output().expect("qemu-img is installed");
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
+}
+
+fn as_str(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+#[track_caller]
+fn refused(options: &ImageOptions, expect: &str) {
+    let error = Image::open(options).expect_err("the image is refused");
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    assert_eq!(text.replace(as_str(options.path.parent().unwrap()), "DIR"), expect);
+}
+
+#[test]
+fn what_is_no_image_is_refused_by_name() {
+    let folder = folder();
+    let at = |name: &str| options(&folder.path().join(name), Format::Auto);
+    refused(&at("missing"), "disk image DIR/missing does not exist");
+    fs::create_dir(folder.path().join("sub")).unwrap();
+    refused(&at("sub"), "disk image DIR/sub is a directory; it must be a regular file or a block device");
+    fs::write(folder.path().join("empty"), "").unwrap();
+    refused(&at("empty"), "disk image DIR/empty is empty; make one with qemu-img create");
+    refused(
+        &options(Path::new("/dev/null"), Format::Raw),
+        "disk image DIR/null is a character device; it must be a regular file or a block device",
+    );
+}
+
+#[test]
+fn a_qcow2_header_in_a_raw_disk_is_not_believed() {
+    let folder = folder();
+    let path = folder.path().join("disk");
+    qemu_img(&["create", "-q", "-f", "qcow2", as_str(&path), "1M"]).unwrap();
+    refused(
+        &options(&path, Format::Auto),
+        "disk image DIR/disk looks like qcow2; say format = \"qcow2\", or \"raw\" if that is meant",
+    );
+    let raw = Image::open(&options(&path, Format::Raw)).unwrap();
+    assert_eq!(raw.bytes(), path.metadata().unwrap().len().next_multiple_of(512));
+}
+
+#[test]
+fn raw_images_say_how_they_are_served() {
+    let folder = folder();
+    let path = raw_image(&folder, 1 << 20);
+    let mut image = Image::open(&options(&path, Format::Raw)).unwrap();
+    let told = image.describe();
+    assert!(told.starts_with("raw, io_uring, O_DIRECT in units of "), "{told}");
+    assert!(image.supports_discard());
+    assert_eq!((image.bytes(), image.logical_block_bytes(), image.physical_block_bytes()), (1 << 20, 512, 4096));
+
+    fs::File::options().write(true).open(&path).unwrap().set_len(2 << 20).unwrap();
+    assert_eq!((image.bytes(), image.refresh_bytes().unwrap(), image.bytes()), (1 << 20, 2 << 20, 2 << 20));
+    drop(image);
+
+    fs::File::options().write(true).open(&path).unwrap().set_len(1000).unwrap();
+    // A process that another test is starting may hold our descriptors, and the lock, for a moment.
+    let patient = ImageOptions { lock_patience: Duration::from_secs(30), ..options(&path, Format::Raw) };
+    let image = Image::open(&patient).unwrap();
+    assert_eq!(image.bytes(), 1024);
+    let told = image.describe();
+    assert!(told.contains("through the page cache (the image is not a multiple of"), "{told}");
+
+    let memory = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
+    memory.as_file().set_len(4096).unwrap();
+    let told = Image::open(&options(memory.path(), Format::Raw)).unwrap().describe();
+    assert!(told.ends_with("through the page cache (tmpfs is memory itself)"), "{told}");
+}
+
+#[test]
+fn a_last_partial_sector_is_part_of_the_disk() {
+    let folder = folder();
+    let path = folder.path().join("odd");
+    fs::write(&path, [7; 700]).unwrap();
+    let image = Image::open(&options(&path, Format::Raw)).unwrap();
+    let pool = pool_of(1);
+    let mut engine = image.engine(pool.clone(), 4).unwrap();
+    fill(&pool, slot_at(0), 1024, &mut Noise(3));
+    run(&mut *engine, Operation::Read(slot_at(0)), 0, 1024).unwrap();
+    let (data, rest) = bytes_of(&pool, slot_at(0), 1024).split_at(700);
+    assert!(data.iter().all(|&byte| byte == 7) && rest.iter().all(|&byte| byte == 0));
+}
+
+/// Another process that holds the image until told to go.
+struct Holder(Child);
+
+impl Holder {
+    /// This test binary again, in the role of `holds_an_image_for_another_test`.
+    fn hearth(path: &Path, read_only: bool) -> Self {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "image::tests::holds_an_image_for_another_test", "--nocapture", "-q"]);
+        command.env("HELD_IMAGE", path).env("HELD_READ_ONLY", read_only.to_string());
+        Self::start(command, "held")
+    }
+
+    fn qemu(path: &Path, read_only: bool) -> Self {
+        let mut command = Command::new("qemu-io");
+        command.args(["-f", "raw"]).args(read_only.then_some("-r")).arg(path);
+        Self::start(command, "1 MiB")
+    }
+
+    fn start(mut command: Command, sign: &str) -> Self {
+        let mut holder = Self(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("the holder starts"));
+        holder.ask("length", sign);
+        holder
+    }
+
+    fn ask(&mut self, word: &str, sign: &str) {
+        writeln!(self.0.stdin.as_mut().unwrap(), "{word}").unwrap();
+        let mut lines = BufReader::new(self.0.stdout.as_mut().unwrap()).lines();
+        assert!(lines.any(|line| line.unwrap().contains(sign)), "the holder answers {word} with {sign}");
+    }
+
+    fn kill(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+#[test]
+fn holds_an_image_for_another_test() {
+    let Some(path) = std::env::var_os("HELD_IMAGE") else { return };
+    let read_only = std::env::var("HELD_READ_ONLY").unwrap() == "true";
+    let image = Image::open(&ImageOptions { read_only, ..options(Path::new(&path), Format::Raw) }).unwrap();
+    println!("held");
+    // Until the other side closes the pipe, or kills us. The word "write" starts a write whose end nobody waits for.
+    let pool = pool_of(1);
+    let mut engine = image.engine(pool, 1).unwrap();
+    for line in std::io::stdin().lines() {
+        if line.unwrap() == "write" {
+            engine.push(Submission { token: 0, operation: Operation::Write(slot_at(0)), offset: 0, bytes: 4096 });
+            engine.submit().unwrap();
+            println!("started");
+        }
+    }
+}
+
+#[test]
+fn writers_and_readers_of_any_maker_refuse_each_other() {
+    type Start = fn(&Path, bool) -> Holder;
+    for (maker, start) in [("hearth", Holder::hearth as Start), ("qemu-io", Holder::qemu)] {
+        for (holder_reads, we_read, refused) in
+            [(false, false, true), (false, true, true), (true, false, true), (true, true, false)]
+        {
+            let folder = folder();
+            let path = raw_image(&folder, 1 << 20);
+            if maker == "qemu-io" && holder_reads && !we_read {
+                // As a reader of a raw image it lets others write (a QEMU that serves the image to a guest does not).
+                continue;
+            }
+            let holder = start(&path, holder_reads);
+            let opened = Image::open(&ImageOptions { read_only: we_read, ..options(&path, Format::Raw) });
+            let place = format!("{maker}, holder reads: {holder_reads}, we read: {we_read}");
+            assert_eq!(opened.is_err(), refused, "{place}: {opened:?}");
+            if let Err(error) = opened {
+                let process = format!("is in use by process {} (", holder.0.id());
+                assert!(error.to_string().contains(&process), "{place}: {error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn qemu_img_refuses_an_image_that_we_hold() {
+    let folder = folder();
+    let path = raw_image(&folder, 1 << 20);
+    let image = Image::open(&options(&path, Format::Raw)).unwrap();
+    let resize = || qemu_img(&["resize", "-q", "-f", "raw", as_str(&path), "2M"]);
+    let error = resize().unwrap_err();
+    assert!(error.contains("Is another process using the image"), "{error}");
+    drop(image);
+    let reader = Image::open(&ImageOptions { read_only: true, ..options(&path, Format::Raw) }).unwrap();
+    qemu_img(&["info", "-f", "raw", as_str(&path)]).unwrap();
+    let error = resize().unwrap_err();
+    assert!(error.contains("Is another process using the image"), "{error}");
+    drop(reader);
+    resize().unwrap();
+}
+
+#[test]
+fn the_next_keeper_waits_for_a_dying_one() {
+    let folder = folder();
+    let path = raw_image(&folder, 1 << 20);
+    let mut holder = Holder::hearth(&path, false);
+    let patient = ImageOptions { lock_patience: Duration::from_secs(60), ..options(&path, Format::Raw) };
+    std::thread::scope(|scope| {
+        let next = scope.spawn(|| Image::open(&patient).map(drop));
+        holder.kill();
+        next.join().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn the_lock_lives_as_long_as_the_last_engine() {
+    let folder = folder();
+    let path = raw_image(&folder, 1 << 20);
+    let image = Image::open(&options(&path, Format::Raw)).unwrap();
+    let engine = image.engine(pool_of(1), 4).unwrap();
+    drop(image);
+    assert!(matches!(Image::open(&options(&path, Format::Raw)), Err(ImageError::InUse { .. })));
+    drop(engine);
+    // The kernel lets go of a ring's registered file a moment after the ring is closed.
+    let patient = ImageOptions { lock_patience: Duration::from_secs(60), ..options(&path, Format::Raw) };
+    Image::open(&patient).unwrap();
+}

@@ -1,0 +1,253 @@
+//! qcow2 images: the engine works, then stock qemu-img judges the file.
+
+use super::*;
+
+/// Random operations on `image`, whose contents are `model`; afterwards, without a flush, stock QEMU must find both equal.
+fn exercise(image: &Path, mut model: Vec<u8>, seed: u64, direct: bool) {
+    let name = format!("{}, direct: {direct}", image.display());
+    let opened = Image::open(&ImageOptions { direct, ..options(image, Format::Qcow2) }).unwrap();
+    assert_eq!(opened.bytes(), model.len() as u64);
+    assert_eq!(opened.describe().contains("O_DIRECT in units of"), direct, "{}", opened.describe());
+    let pool = pool_of(1);
+    let slot = pool.take(SLOT_BYTES).unwrap();
+    let mut engine = opened.engine(pool.clone(), 8).unwrap();
+    let mut noise = Noise(seed);
+    for step in 0..300 {
+        let sectors = [1, 8, 9, 128, 200][noise.below(5)];
+        let start = noise.below(model.len() / 512 - sectors) * 512;
+        let range = start..start + sectors * 512;
+        let mut go = |operation| {
+            run(&mut *engine, operation, start, sectors * 512)
+                .unwrap_or_else(|error| panic!("{name}, step {step}: {operation:?}: {error}"));
+        };
+        match noise.below(8) {
+            0..3 => {
+                go(Operation::Read(slot));
+                assert!(bytes_of(&pool, slot, range.len()) == &model[range], "{name}, step {step}: read differs");
+            }
+            3..6 => {
+                let data = fill(&pool, slot, range.len(), &mut noise);
+                go(Operation::Write(slot));
+                model[range].copy_from_slice(&data);
+            }
+            6 => {
+                go(Operation::WriteZeroes { unmap: step % 2 == 0 });
+                model[range].fill(0);
+            }
+            _ if !opened.supports_discard() => go(Operation::Discard),
+            _ => {
+                go(Operation::Discard);
+                model[range].fill(0);
+            }
+        }
+    }
+    // What a killed keeper would leave: the file as it is now.
+    let (copy, expected) = (image.with_extension("copy"), image.with_extension("model"));
+    fs::copy(image, &copy).unwrap();
+    fs::write(&expected, &model).unwrap();
+    let check = qemu_img(&["check", "-q", "-f", "qcow2", as_str(&copy)]);
+    assert_eq!(check, Ok(String::new()), "{name}");
+    qemu_img(&["compare", "-f", "qcow2", "-F", "raw", as_str(&copy), as_str(&expected)])
+        .unwrap_or_else(|error| panic!("{name}: {error}"));
+    run(&mut *engine, Operation::Flush, 0, 0).unwrap();
+}
+
+#[test]
+fn qcow2_holds_what_was_written_even_without_a_flush() {
+    for (seed, arguments) in [
+        &["-o", "cluster_size=64k"][..],
+        &["-o", "cluster_size=4k,refcount_bits=1"],
+        &["-o", "cluster_size=512"],
+        &["-o", "compat=0.10"],
+        &["-o", "preallocation=metadata"],
+    ]
+    .iter()
+    .enumerate()
+    {
+        for direct in [true, false] {
+            let folder = folder();
+            let path = folder.path().join("disk.qcow2");
+            let create = [&["create", "-q", "-f", "qcow2"], *arguments, &[as_str(&path), "8M"]].concat();
+            qemu_img(&create).unwrap();
+            exercise(&path, vec![0; DISK_BYTES], seed as u64, direct);
+        }
+    }
+}
+
+fn noise_file(path: &Path, bytes: usize) -> Vec<u8> {
+    let mut noise = Noise(99);
+    let data: Vec<u8> = (0..bytes).map(|_| noise.next() as u8).collect();
+    fs::write(path, &data).unwrap();
+    data
+}
+
+#[test]
+fn a_backing_chain_shines_through_and_is_never_written() {
+    let folder = folder();
+    let [base, middle, top] = ["base.raw", "middle.qcow2", "top.qcow2"].map(|name| folder.path().join(name));
+    // Shorter than the disk: what lies past its end reads as zeroes.
+    let mut model = noise_file(&base, DISK_BYTES / 2 + 512);
+    let base_data = model.clone();
+    model.resize(DISK_BYTES, 0);
+    qemu_img(&["create", "-q", "-f", "qcow2", "-F", "raw", "-b", "base.raw", as_str(&middle), "8M"]).unwrap();
+    qemu_img(&["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", "middle.qcow2", as_str(&top)]).unwrap();
+    let middle_data = fs::read(&middle).unwrap();
+    exercise(&top, model, 5, true);
+    assert!(fs::read(&base).unwrap() == base_data && fs::read(&middle).unwrap() == middle_data);
+
+    let told = Image::open(&options(&top, Format::Qcow2)).unwrap().describe();
+    assert!(told.starts_with("qcow2, one worker thread, O_DIRECT") && told.ends_with(", 2 backing images"), "{told}");
+}
+
+#[test]
+fn a_snapshot_inside_the_image_keeps_its_contents() {
+    let folder = folder();
+    let (path, source) = (folder.path().join("disk.qcow2"), folder.path().join("source.raw"));
+    let model = noise_file(&source, DISK_BYTES);
+    qemu_img(&["convert", "-q", "-O", "qcow2", as_str(&source), as_str(&path)]).unwrap();
+    qemu_img(&["snapshot", "-q", "-c", "before", as_str(&path)]).unwrap();
+    exercise(&path, model, 6, true);
+    let copy = path.with_extension("copy");
+    qemu_img(&["snapshot", "-q", "-a", "before", as_str(&copy)]).unwrap();
+    qemu_img(&["compare", "-f", "qcow2", "-F", "raw", as_str(&copy), as_str(&source)]).unwrap();
+}
+
+#[test]
+fn compressed_clusters_are_read_and_overwritten() {
+    let folder = folder();
+    let (path, source) = (folder.path().join("disk.qcow2"), folder.path().join("source.raw"));
+    let mut model = noise_file(&source, DISK_BYTES);
+    model[DISK_BYTES / 4..].fill(0x11);
+    fs::write(&source, &model).unwrap();
+    qemu_img(&["convert", "-q", "-c", "-O", "qcow2", as_str(&source), as_str(&path)]).unwrap();
+    exercise(&path, model, 7, true);
+}
+
+#[test]
+fn a_qcow2_image_has_one_engine_at_a_time() {
+    let folder = folder();
+    let path = folder.path().join("disk.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", as_str(&path), "1M"]).unwrap();
+    let image = Image::open(&options(&path, Format::Qcow2)).unwrap();
+    let pool = pool_of(1);
+    let engine = image.engine(pool.clone(), 4).unwrap();
+    assert!(matches!(image.engine(pool.clone(), 4).err(), Some(ImageError::HasEngine { .. })));
+    drop(engine);
+    image.engine(pool, 4).unwrap();
+    let error = qemu_img(&["info", as_str(&path)]).unwrap_err();
+    assert!(error.contains("Is another process using the image"), "{error}");
+}
+
+#[test]
+fn a_backing_image_is_locked_against_writers() {
+    let folder = folder();
+    let (base, top) = (folder.path().join("base.raw"), folder.path().join("top.qcow2"));
+    noise_file(&base, 1 << 20);
+    qemu_img(&["create", "-q", "-f", "qcow2", "-F", "raw", "-b", "base.raw", as_str(&top)]).unwrap();
+    let _image = Image::open(&options(&top, Format::Qcow2)).unwrap();
+    assert!(matches!(Image::open(&options(&base, Format::Raw)), Err(ImageError::InUse { .. })));
+    Image::open(&ImageOptions { read_only: true, ..options(&base, Format::Raw) }).unwrap();
+}
+
+/// An image made by qemu-img and then changed at one place of its header.
+#[track_caller]
+fn damaged(create: &[&str], at: u64, bytes: &[u8], expect: &str) {
+    let folder = folder();
+    let path = folder.path().join("disk");
+    qemu_img(&[&["create", "-q", "-f", "qcow2"], create, &[as_str(&path), "1M"]].concat()).unwrap();
+    fs::File::options().write(true).open(&path).unwrap().write_all_at(bytes, at).unwrap();
+    refused(&options(&path, Format::Qcow2), expect);
+}
+
+#[test]
+fn qcow2_images_that_cannot_be_served_are_refused_by_reason() {
+    damaged(&[], 0, b"x", "DIR/disk is not a qcow2 image; say format = \"raw\" if that is meant");
+    damaged(&[], 7, &[9], "qcow2 image DIR/disk has the unknown version 9; rewrite it with qemu-img convert");
+    damaged(&[], 35, &[2], "qcow2 image DIR/disk is encrypted; rewrite it with qemu-img convert");
+    damaged(
+        &["-o", "compression_type=zstd"],
+        0,
+        b"Q",
+        "qcow2 image DIR/disk is compressed with zstd; rewrite it with qemu-img convert",
+    );
+    damaged(
+        &["-o", "extended_l2=on"],
+        0,
+        b"Q",
+        "qcow2 image DIR/disk has extended L2 entries; rewrite it with qemu-img convert",
+    );
+    damaged(&[], 79, &[2], "qcow2 image DIR/disk is marked corrupt; repair it with qemu-img check -r all");
+    damaged(
+        &[],
+        79,
+        &[1],
+        "qcow2 image DIR/disk was not closed cleanly (lazy refcounts); repair it with qemu-img check -r all",
+    );
+    damaged(&[], 72, &[1], "qcow2 image DIR/disk needs the unknown feature 56; rewrite it with qemu-img convert");
+    damaged(&[], 23, &[40], "qcow2 image DIR/disk has clusters of 2^40 bytes; restore it from a copy");
+}
+
+/// A qcow2 image over a base that it names in this way.
+#[track_caller]
+fn badly_backed(name: &str, format: &[&str], expect: &str) {
+    let folder = folder();
+    let path = folder.path().join("disk");
+    let create = [&["create", "-q", "-u", "-f", "qcow2", "-b", name], format, &[as_str(&path), "1M"]].concat();
+    qemu_img(&create).unwrap();
+    refused(&options(&path, Format::Qcow2), &format!("cannot open the backing image of DIR/disk: {expect}"));
+}
+
+#[test]
+fn backing_images_that_cannot_be_served_are_refused_by_reason() {
+    badly_backed("gone.raw", &["-F", "raw"], "disk image DIR/gone.raw does not exist");
+    badly_backed(
+        "nbd://host/export",
+        &["-F", "raw"],
+        "qcow2 image DIR/disk has the backing image \"nbd://host/export\", which is not a file; rewrite it with \
+         qemu-img convert",
+    );
+    badly_backed(
+        "base.vmdk",
+        &["-F", "vmdk"],
+        "qcow2 image DIR/disk has a backing image of format vmdk; rewrite it with qemu-img convert",
+    );
+    // Its own backing image: the writer on top excludes the reader below.
+    let own = format!("disk image DIR/disk is in use by process {} (", std::process::id());
+    let folder = folder();
+    let path = folder.path().join("disk");
+    qemu_img(&["create", "-q", "-u", "-f", "qcow2", "-F", "qcow2", "-b", "disk", as_str(&path), "1M"]).unwrap();
+    let error = Image::open(&options(&path, Format::Qcow2)).unwrap_err();
+    let cause = error.source().unwrap().to_string().replace(as_str(folder.path()), "DIR");
+    assert!(cause.starts_with(&own), "{cause}");
+    let error = Image::open(&ImageOptions { read_only: true, ..options(&path, Format::Qcow2) }).unwrap_err();
+    let cause = error.source().unwrap().to_string();
+    assert!(cause.contains("has more than 64 images in its backing chain"), "{cause}");
+}
+
+#[test]
+fn a_backing_image_without_a_format_is_refused() {
+    let folder = folder();
+    let path = folder.path().join("disk");
+    qemu_img(&["create", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b", "base", as_str(&path), "1M"]).unwrap();
+    // The name of the extension that holds the format becomes one that nobody knows.
+    let mut data = fs::read(&path).unwrap();
+    let at = data.windows(4).position(|window| window == 0xe279_2acau32.to_be_bytes()).unwrap();
+    data[at] = 1;
+    fs::write(&path, data).unwrap();
+    refused(
+        &options(&path, Format::Qcow2),
+        "cannot open the backing image of DIR/disk: qcow2 image DIR/disk does not say the format of its backing image \
+         \"base\"; name it with qemu-img rebase -u -b FILE -F raw (or qcow2)",
+    );
+}
+
+#[test]
+fn a_damaged_table_is_told_at_opening() {
+    let folder = folder();
+    let path = folder.path().join("disk");
+    qemu_img(&["create", "-q", "-f", "qcow2", as_str(&path), "1M"]).unwrap();
+    // The L1 table's offset.
+    fs::File::options().write(true).open(&path).unwrap().write_all_at(&[0xff; 8], 40).unwrap();
+    let error = Image::open(&options(&path, Format::Qcow2)).unwrap_err();
+    assert!(matches!(&error, ImageError::Access { action: "read", path: named, .. } if *named == path), "{error:?}");
+}

@@ -1,0 +1,19 @@
+//! Disk server: one virtual disk, served to stock QEMU over vhost-user-blk.
+//!
+//! guest request -> virtqueue -> parse -> RAM has it? answer in line : engine (io_uring, O_DIRECT) -> tag -> ledger -> guest
+//!
+//! One thread per disk owns queues, engine and image, so a RAM hit never changes thread. What is shared between disks
+//! of a machine (ledger, warm source) sits behind short locks.
+
+pub mod block;
+pub mod buffer;
+pub mod device;
+pub mod engine;
+pub mod gate;
+pub mod image;
+pub mod ledger;
+pub mod limit;
+pub mod pressure;
+pub mod server;
+pub mod tag;
+pub mod warm;

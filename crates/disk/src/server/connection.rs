@@ -1,0 +1,395 @@
+//! One QEMU at the socket: everything that vhost-user negotiates, and nothing of the disk behind it.
+//!
+//! The disk outlives connections, and a hand-over between two QEMUs has two of these at once (see `peers`); so whatever
+//! dies with a QEMU (its memory map, queues, inflight region, dirty log) is here.
+
+use std::cell::Cell;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::rc::Rc;
+
+use super::config::{self, Device, WRITEBACK_OFFSET, protocol};
+use super::inflight::{self, Inflight, InflightError};
+use super::memory::{FileIdentity, GuestMap, MemoryError, REGIONS_MAX};
+use super::poller::{Poller, Source, Watched};
+use super::queue::{Agreed, Queue, QueueError, Taken};
+use super::wire::{Channel, Frame, InflightSpec, Message, WireError};
+
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectionError {
+    #[error(transparent)]
+    Wire(#[from] WireError),
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    #[error(transparent)]
+    Queue(#[from] QueueError),
+    #[error(transparent)]
+    Inflight(#[from] InflightError),
+    #[error("QEMU accepts features {0:#x} that were not offered")]
+    Features(u64),
+    #[error("QEMU writes {bytes} bytes at {offset} of the configuration; only the write cache can be set")]
+    Config { offset: u32, bytes: usize },
+    #[error("QEMU starts queue {queue} while another QEMU serves the guest")]
+    NotItsTurn { queue: u32 },
+    /// A QEMU that did not see that its server is another one. Any base would be wrong; without an answer it goes by what
+    /// was answered, and the inflight region has the rest.
+    #[error("QEMU stops queue {queue}, which it has not started here")]
+    NotStarted { queue: u32 },
+    #[error("a kick descriptor cannot be watched")]
+    Kick(#[source] std::io::Error),
+}
+
+/// What a message is answered with.
+enum Answer {
+    /// An acknowledgement, if one was asked for.
+    Done,
+    Bytes(Vec<u8>),
+    File(Vec<u8>, OwnedFd),
+    /// Once the queues in question are drained.
+    Later(Pending),
+}
+
+impl Answer {
+    fn u64(value: u64) -> Self {
+        Self::Bytes(value.to_ne_bytes().to_vec())
+    }
+}
+
+/// An answer that waits for requests in flight.
+#[derive(Clone, Copy)]
+enum Pending {
+    VringBase(u16),
+    Reset,
+}
+
+struct Waiting {
+    pending: Pending,
+    request: u32,
+    need_reply: bool,
+}
+
+pub struct Connection {
+    pub id: u32,
+    poller: Rc<Poller>,
+    channel: Watched<Channel>,
+    backend_channel: Option<Channel>,
+    device: Device,
+    pub memory: GuestMap,
+    pub queues: Vec<Queue>,
+    pub inflight: Option<Inflight>,
+    features: u64,
+    protocol: u64,
+    /// Of the guest, not of its QEMU: two at one disk share it.
+    writeback: Rc<Cell<bool>>,
+    /// Set before each message: whether queues may be started now.
+    pub may_start: bool,
+    waiting: Option<Waiting>,
+}
+
+impl Connection {
+    pub fn new(
+        id: u32,
+        stream: UnixStream,
+        poller: &Rc<Poller>,
+        device: Device,
+        ram: Option<FileIdentity>,
+    ) -> std::io::Result<Self> {
+        let channel = Watched::new(poller, Channel::new(stream)?, Source::Connection { id })?;
+        let mut memory = GuestMap::default();
+        memory.track(ram);
+        Ok(Self {
+            id,
+            poller: Rc::clone(poller),
+            channel,
+            backend_channel: None,
+            device,
+            memory,
+            queues: (0..device.queues).map(Queue::new).collect(),
+            inflight: None,
+            features: 0,
+            protocol: 0,
+            writeback: Rc::new(Cell::new(true)),
+            may_start: true,
+            waiting: None,
+        })
+    }
+
+    /// What the guest said to the other about its write cache holds here, too.
+    pub fn share_write_cache(&mut self, other: &Self) {
+        self.writeback = Rc::clone(&other.writeback);
+    }
+
+    /// Has any queue been started and not been stopped and drained since?
+    pub fn is_started(&self) -> bool {
+        self.queues.iter().any(Queue::is_started)
+    }
+
+    /// Does an answer wait for requests in flight? Then nothing is read meanwhile.
+    pub fn is_waiting(&self) -> bool {
+        self.waiting.is_some()
+    }
+
+    pub fn agreed(&self) -> Agreed {
+        let has = |feature| self.features & feature != 0;
+        Agreed {
+            event_index: has(config::EVENT_INDEX),
+            indirect: has(config::INDIRECT),
+            enabled_at_start: !has(config::PROTOCOL_FEATURES),
+            chain_limit: usize::from(self.device.queue_size),
+        }
+    }
+
+    /// Must a write be durable before it is answered? (virtio 1.2, 5.2.6.2)
+    pub fn writes_through(&self) -> bool {
+        if self.features & config::CONFIG_WCE != 0 { !self.writeback.get() } else { self.features & config::FLUSH == 0 }
+    }
+
+    /// Handles the next message, if there is one. An error ends the connection.
+    pub fn handle_next(&mut self) -> Result<bool, ConnectionError> {
+        if self.waiting.is_some() {
+            return Ok(false);
+        }
+        let Some(frame) = self.channel.get_mut().receive()? else { return Ok(false) };
+        let (request, need_reply) = (frame.request, frame.need_reply);
+        match self.answer_to(frame) {
+            Ok(Answer::Done) => self.acknowledge(request, need_reply, 0)?,
+            Ok(Answer::Bytes(bytes)) => self.channel.get().reply(request, &bytes, None)?,
+            Ok(Answer::File(bytes, file)) => self.channel.get().reply(request, &bytes, Some(file.as_fd()))?,
+            Ok(Answer::Later(pending)) => {
+                self.waiting = Some(Waiting { pending, request, need_reply });
+                self.channel.listen(false).map_err(WireError::Io)?;
+            }
+            Err(error) => {
+                // A frontend that asked for an answer deserves the refusal before the line goes dead.
+                let _ = self.acknowledge(request, need_reply, 1);
+                return Err(error);
+            }
+        }
+        Ok(true)
+    }
+
+    fn answer_to(&mut self, frame: Frame) -> Result<Answer, ConnectionError> {
+        match Message::parse(frame)? {
+            Message::GetFeatures => Ok(Answer::u64(self.device.features)),
+            Message::SetFeatures(features) => self.set_features(features),
+            Message::GetProtocolFeatures => Ok(Answer::u64(self.device.protocol)),
+            Message::SetProtocolFeatures(features) => self.set_protocol_features(features),
+            Message::GetQueueNum => Ok(Answer::u64(u64::from(self.device.queues))),
+            Message::GetMaxMemSlots => Ok(Answer::u64(REGIONS_MAX as u64)),
+            Message::SetOwner | Message::ResetOwner | Message::SetLogFd => Ok(Answer::Done),
+            Message::SetBackendChannel(fd) => {
+                self.backend_channel = Some(Channel::new(fd.into()).map_err(WireError::Io)?);
+                Ok(Answer::Done)
+            }
+            Message::GetConfig { offset, bytes, flags } => Ok(self.get_config(offset, bytes, flags)),
+            Message::SetConfig { offset, data } => self.set_config(offset, &data),
+            Message::GetInflight { spec, reply_bytes } => self.get_inflight(spec, reply_bytes),
+            Message::SetInflight { spec, file } => {
+                let region = Inflight::open(spec, file)?;
+                // A server before this one may have been told, or this one while there was another region.
+                self.writeback.set(self.writeback.get() && !region.is_write_through());
+                region.set_write_through(!self.writeback.get());
+                self.inflight = Some(region);
+                Ok(Answer::Done)
+            }
+            Message::ResetDevice => {
+                self.queues.iter_mut().for_each(Queue::stop);
+                Ok(Answer::Later(Pending::Reset))
+            }
+            memory @ (Message::SetMemTable(_)
+            | Message::AddMemRegion(..)
+            | Message::RemoveMemRegion(_)
+            | Message::SetLogBase { .. }) => self.memory_message(memory),
+            queue => self.queue_message(queue),
+        }
+    }
+
+    fn memory_message(&mut self, message: Message) -> Result<Answer, ConnectionError> {
+        match message {
+            Message::SetMemTable(regions) => {
+                self.memory.clear();
+                for (spec, file) in regions {
+                    self.memory.add(spec, file)?;
+                }
+            }
+            Message::AddMemRegion(spec, file) => self.memory.add(spec, file)?,
+            Message::RemoveMemRegion(spec) => self.memory.remove(spec)?,
+            Message::SetLogBase { bytes, offset, file } => {
+                self.memory.set_log(file, offset, bytes)?;
+                // An answer is wanted in any case; QEMU ignores what it says, others expect their words back.
+                return Ok(Answer::Bytes([bytes.to_ne_bytes(), offset.to_ne_bytes()].concat()));
+            }
+            _ => unreachable!("only messages about memory come here"),
+        }
+        for queue in &mut self.queues {
+            // A queue whose rings are gone is broken, which is the guest's affair; the frontend may yet re-add them.
+            let _ = queue.translate_again(&self.memory);
+        }
+        Ok(Answer::Done)
+    }
+
+    fn queue_message(&mut self, message: Message) -> Result<Answer, ConnectionError> {
+        match message {
+            Message::SetVringNum { queue, size } => self.queue(queue)?.set_size(size)?,
+            Message::SetVringBase { queue, index } => self.queue(queue)?.set_base(index)?,
+            Message::SetVringAddr { queue, addresses } => {
+                self.queue(queue)?;
+                self.queues[queue as usize].set_addresses(addresses, &self.memory)?;
+            }
+            Message::SetVringKick { queue, fd } => self.start_queue(queue, fd)?,
+            Message::SetVringCall { queue, fd } => self.queue(queue)?.set_call(fd),
+            Message::SetVringErr { queue, fd } => self.queue(queue)?.set_error(fd),
+            Message::SetVringEnable { queue, on } => self.queue(queue)?.set_enabled(on),
+            Message::GetVringBase { queue } => {
+                let found = self.queue(queue)?;
+                if !found.is_started() {
+                    return Err(ConnectionError::NotStarted { queue });
+                }
+                found.stop();
+                return Ok(Answer::Later(Pending::VringBase(queue as u16)));
+            }
+            _ => unreachable!("only messages about queues come here"),
+        }
+        Ok(Answer::Done)
+    }
+
+    fn queue(&mut self, queue: u32) -> Result<&mut Queue, QueueError> {
+        self.queues.get_mut(queue as usize).ok_or(QueueError::Missing { queue })
+    }
+
+    fn start_queue(&mut self, queue: u32, kick: Option<OwnedFd>) -> Result<(), ConnectionError> {
+        if !self.may_start {
+            return Err(ConnectionError::NotItsTurn { queue });
+        }
+        let agreed = self.agreed();
+        let source = Source::Kick { connection: self.id, queue: queue as u16 };
+        let kick = kick.map(|kick| Watched::new(&self.poller, kick, source)).transpose();
+        let kick = kick.map_err(ConnectionError::Kick)?;
+        let found = self.queues.get_mut(queue as usize).ok_or(QueueError::Missing { queue })?;
+        Ok(found.start(kick, &self.memory, self.inflight.as_mut(), agreed)?)
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<Answer, ConnectionError> {
+        let unknown = features & !self.device.features;
+        if unknown != 0 {
+            return Err(ConnectionError::Features(unknown));
+        }
+        self.features = features;
+        self.memory.set_log_all(features & config::LOG_ALL != 0);
+        Ok(Answer::Done)
+    }
+
+    fn set_protocol_features(&mut self, features: u64) -> Result<Answer, ConnectionError> {
+        let unknown = features & !self.device.protocol;
+        if unknown != 0 {
+            return Err(ConnectionError::Features(unknown));
+        }
+        self.protocol = features;
+        Ok(Answer::Done)
+    }
+
+    /// Exactly as many bytes as asked for: QEMU asks for a prefix, whose length depends on its version.
+    fn get_config(&self, offset: u32, bytes: u32, flags: u32) -> Answer {
+        let mut space = [0; super::wire::CONFIG_BYTES_MAX as usize];
+        space[..self.device.space.len()].copy_from_slice(&self.device.space);
+        space[WRITEBACK_OFFSET] = u8::from(self.writeback.get());
+        let mut reply = Vec::with_capacity(12 + bytes as usize);
+        for field in [offset, bytes, flags] {
+            reply.extend_from_slice(&field.to_ne_bytes());
+        }
+        reply.extend_from_slice(&space[offset as usize..(offset + bytes) as usize]);
+        Answer::Bytes(reply)
+    }
+
+    fn set_config(&mut self, offset: u32, data: &[u8]) -> Result<Answer, ConnectionError> {
+        match (offset as usize, data) {
+            (WRITEBACK_OFFSET, [writeback]) => self.writeback.set(*writeback != 0),
+            _ => return Err(ConnectionError::Config { offset, bytes: data.len() }),
+        }
+        if let Some(region) = &self.inflight {
+            region.set_write_through(!self.writeback.get());
+        }
+        Ok(Answer::Done)
+    }
+
+    fn get_inflight(&self, asked: InflightSpec, reply_bytes: usize) -> Result<Answer, ConnectionError> {
+        let queues = asked.queues.min(self.device.queues);
+        let (spec, file) = inflight::create(queues, asked.queue_size)?;
+        let mut reply = Vec::with_capacity(reply_bytes);
+        reply.extend_from_slice(&spec.bytes.to_ne_bytes());
+        reply.extend_from_slice(&spec.offset.to_ne_bytes());
+        reply.extend_from_slice(&spec.queues.to_ne_bytes());
+        reply.extend_from_slice(&spec.queue_size.to_ne_bytes());
+        reply.resize(reply_bytes, 0);
+        Ok(Answer::File(reply, file))
+    }
+
+    /// Sends the answer that waited, if its queues are drained now.
+    pub fn answer_waiting(&mut self) -> Result<(), ConnectionError> {
+        let Some(Waiting { pending, request, need_reply }) = self.waiting else { return Ok(()) };
+        match pending {
+            Pending::VringBase(queue) => {
+                let found = &mut self.queues[usize::from(queue)];
+                if !found.is_drained() {
+                    return Ok(());
+                }
+                found.wake_guest(&self.memory);
+                let base = found.retire();
+                let reply = [u32::from(queue).to_ne_bytes(), u32::from(base).to_ne_bytes()].concat();
+                self.channel.get().reply(request, &reply, None)?;
+            }
+            Pending::Reset => {
+                if !self.queues.iter().all(Queue::is_drained) {
+                    return Ok(());
+                }
+                self.reset();
+                self.acknowledge(request, need_reply, 0)?;
+            }
+        }
+        self.waiting = None;
+        Ok(self.channel.listen(true).map_err(WireError::Io)?)
+    }
+
+    fn reset(&mut self) {
+        self.queues = (0..self.device.queues).map(Queue::new).collect();
+        self.inflight = None;
+        self.writeback.set(true);
+    }
+
+    fn acknowledge(&self, request: u32, need_reply: bool, failed: u64) -> Result<(), WireError> {
+        // Asked for only by one that agreed on answers, be it on an earlier connection: a QEMU that loses its server while
+        // its guest stands still (7.2 at least) goes on with the next one without agreeing on anything again.
+        if need_reply {
+            self.channel.get().reply(request, &failed.to_ne_bytes(), None)?;
+        }
+        Ok(())
+    }
+
+    /// The image has another size: tells the guest, where QEMU lets us.
+    pub fn resized(&mut self, device: Device) -> Result<(), WireError> {
+        self.device = device;
+        match &self.backend_channel {
+            Some(channel) if self.protocol & protocol::CONFIG != 0 => channel.announce_config_change(),
+            _ => {
+                tracing::warn!("this QEMU cannot be told of a new disk size; the guest sees it after a reboot");
+                Ok(())
+            }
+        }
+    }
+
+    /// The next request of a queue.
+    pub fn take(&mut self, queue: u16) -> Option<Taken> {
+        self.queues[usize::from(queue)].take(&self.memory, self.inflight.as_mut())
+    }
+
+    /// Answers a request.
+    pub fn answer(&mut self, queue: u16, head: u16, bytes: u32) {
+        self.queues[usize::from(queue)].answer(&self.memory, self.inflight.as_ref(), head, bytes);
+    }
+
+    pub fn wake_guest(&mut self) {
+        for queue in &mut self.queues {
+            queue.wake_guest(&self.memory);
+        }
+    }
+}

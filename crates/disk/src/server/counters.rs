@@ -1,0 +1,76 @@
+//! What a disk has done, in plain numbers. Written by the disk's thread alone, read by anybody.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// A reading of the counters of one disk, since it was started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct DiskCounters {
+    pub connected: bool,
+    /// A second QEMU is connected and waits to take over.
+    pub successor: bool,
+    pub connections: u64,
+    pub reads: u64,
+    pub writes: u64,
+    pub flushes: u64,
+    /// Discards and write-zeroes.
+    pub discards: u64,
+    /// Answered from memory.
+    pub bytes_read_warm: u64,
+    /// Answered by the image.
+    pub bytes_read_image: u64,
+    pub bytes_written: u64,
+    /// Operations that the image refused or failed.
+    pub io_errors: u64,
+    /// Requests of the guest that made no sense.
+    pub bad_requests: u64,
+    /// Requests that a server before us had taken and this one carried out.
+    pub resumed: u64,
+    /// Requests during which another one changed the same blocks: nothing is recorded from them.
+    pub tainted: u64,
+    pub throttled_us: u64,
+    /// Operations that the image has not ended yet.
+    pub in_flight: u64,
+}
+
+macro_rules! counters {
+    ($($name:ident),*) => {
+        #[derive(Default)]
+        pub struct Counters {
+            pub connected: AtomicBool,
+            pub successor: AtomicBool,
+            $(pub $name: AtomicU64,)*
+        }
+
+        impl Counters {
+            pub fn read(&self) -> DiskCounters {
+                DiskCounters {
+                    connected: self.connected.load(Ordering::Relaxed),
+                    successor: self.successor.load(Ordering::Relaxed),
+                    $($name: self.$name.load(Ordering::Relaxed),)*
+                }
+            }
+        }
+    };
+}
+
+counters!(
+    connections,
+    reads,
+    writes,
+    flushes,
+    discards,
+    bytes_read_warm,
+    bytes_read_image,
+    bytes_written,
+    io_errors,
+    bad_requests,
+    resumed,
+    tainted,
+    throttled_us,
+    in_flight
+);
+
+/// One writer: a load and a store are cheaper than a locked addition, and just as right.
+pub fn add(counter: &AtomicU64, amount: u64) {
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(amount), Ordering::Relaxed);
+}

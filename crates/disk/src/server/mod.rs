@@ -1,0 +1,325 @@
+//! The disk server: a thread with one loop that serves one disk to QEMU over vhost-user-blk.
+//!
+//! ```text
+//! listener  commands  limiter's timer  engine  |  connection  kicks of its queues
+//!     \________\_____________\____________\____|_______/___________/
+//!                            poller (epoll)
+//!                               |
+//!  wire -> connection -> queue -> ring, chain -> request -> disk -> transfer -> image / warm source / ledger
+//!                          \-> inflight                       \-> overlap
+//! ```
+//!
+//! One thread, so that a RAM hit is answered where the kick arrives (a hop between threads costs more than the hit),
+//! and so that the order of "void, then change" needs no locks. What dies with a QEMU is in `connection`; what belongs
+//! to the disk is in `disk`.
+
+mod chain;
+mod config;
+mod connection;
+mod counters;
+mod disk;
+#[cfg(test)]
+mod fuzz;
+mod inflight;
+mod memory;
+mod overlap;
+mod parked;
+mod peers;
+mod poller;
+mod queue;
+mod recorder;
+mod request;
+mod ring;
+mod slab;
+mod transfer;
+mod wire;
+mod worker;
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+pub use counters::DiskCounters;
+pub use recorder::Tracking;
+
+use crate::block::DiskId;
+use crate::buffer::BufferPool;
+use crate::engine::Engine;
+use crate::gate::Gate;
+use crate::image::{Image, ImageError};
+use crate::limit::Limits;
+use crate::pressure::Pressure;
+use counters::Counters;
+use disk::Disk;
+use worker::{Command, Worker};
+
+/// Buffers of a disk: six of the longest requests that Linux makes, or all small ones that the engine takes, are at the
+/// image at once. More would not be pinned: 8 MiB is the usual limit on locked memory.
+const POOL_BYTES: usize = 8 << 20;
+/// Operations at the image at once; flushes and discards need no buffer.
+const DEPTH: u32 = 128;
+
+/// What a disk is called and how it is served.
+#[derive(Clone)]
+pub struct DiskOptions {
+    pub id: DiskId,
+    pub name: String,
+    /// What the guest reads as the serial number; 20 bytes at most.
+    pub serial: String,
+    pub socket: PathBuf,
+    pub queues: u16,
+    /// Largest number of descriptors in a request plus two; QEMU's own queue size may differ.
+    pub queue_size: u16,
+    pub read_only: bool,
+    /// Frontends may tell their memory piece by piece. Not for QEMU: it tells the next server only what has changed since
+    /// it told the last one, if its guest stood still in between.
+    pub memory_slots: bool,
+    pub limits: Limits,
+    /// Before the guest's memory, if that is short from the start on.
+    pub gate: Option<Gate>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum ServerError {
+    #[error("disk {disk}: {what}; 1 to 256 queues of 16 to 1024 requests (a power of two) are possible")]
+    Shape { disk: String, what: String },
+    #[error("disk {disk}: serial number {serial:?} is longer than 20 bytes")]
+    Serial { disk: String, serial: String },
+    #[error("disk {disk}: another process serves socket {socket}; stop it, or choose another runtime folder")]
+    SocketInUse { disk: String, socket: PathBuf },
+    #[error("disk {disk}: cannot listen at socket {socket}")]
+    Listen { disk: String, socket: PathBuf, source: io::Error },
+    #[error("disk {disk}: cannot {what}")]
+    Start { disk: String, what: &'static str, source: io::Error },
+    #[error("disk {disk}: image")]
+    Image { disk: String, source: ImageError },
+    #[error(
+        "disk {disk}: QEMU is connected or requests are in flight; what is tracked can change only between two QEMUs"
+    )]
+    Busy { disk: String },
+    #[error("disk {disk}: still in use after {waited:?}")]
+    Timeout { disk: String, waited: Duration },
+    #[error("disk {disk}: cannot read the size of its image again")]
+    Resize { disk: String, source: io::Error },
+    #[error("disk {disk}: its thread has ended")]
+    Gone { disk: String },
+}
+
+/// An image with the engine that moves its bytes.
+pub struct Backing {
+    pub image: Image,
+    pub pool: Arc<BufferPool>,
+    pub engine: Box<dyn Engine>,
+    /// Operations that the engine takes at once.
+    pub depth: u32,
+}
+
+impl Backing {
+    /// The image's own engine, with buffers of the usual size.
+    pub fn of(image: Image) -> Result<Self, BackingError> {
+        Self::with(image, |_, engine| engine)
+    }
+
+    /// As `of`, with an engine around (or in place of) the image's own.
+    pub fn with(
+        image: Image,
+        wrap: impl FnOnce(&Arc<BufferPool>, Box<dyn Engine>) -> Box<dyn Engine>,
+    ) -> Result<Self, BackingError> {
+        let pool = BufferPool::new(POOL_BYTES).map_err(BackingError::Buffers)?;
+        let engine = image.engine(Arc::clone(&pool), DEPTH)?;
+        let engine = wrap(&pool, engine);
+        Ok(Self { image, pool, engine, depth: DEPTH })
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum BackingError {
+    #[error("no memory for I/O buffers")]
+    Buffers(#[source] io::Error),
+    #[error(transparent)]
+    Image(#[from] ImageError),
+}
+
+/// A disk that is being served. Dropping it stops it.
+pub struct DiskServer {
+    name: String,
+    description: String,
+    bytes: AtomicU64,
+    socket: PathBuf,
+    counters: Arc<Counters>,
+    pressure: Pressure,
+    commands: Sender<Command>,
+    wake: OwnedFd,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl DiskServer {
+    /// Listens at the socket (mode 0600, replacing one that nobody listens at) and serves whoever connects.
+    pub fn start(options: DiskOptions, image: Image, tracking: Option<Tracking>) -> Result<Self, ServerError> {
+        let disk = options.name.clone();
+        let backing = Backing::of(image).map_err(|error| match error {
+            BackingError::Buffers(source) => ServerError::Start { disk, what: "allocate I/O buffers", source },
+            BackingError::Image(source) => ServerError::Image { disk, source },
+        })?;
+        Self::start_with(options, backing, tracking)
+    }
+
+    /// As `start`, with an engine of the caller's choice.
+    pub fn start_with(options: DiskOptions, backing: Backing, tracking: Option<Tracking>) -> Result<Self, ServerError> {
+        check(&options)?;
+        let fail = |what| {
+            let disk = options.name.clone();
+            move |source| ServerError::Start { disk, what, source }
+        };
+        let listener = worker::listen(&options.name, &options.socket)?;
+        let (description, bytes) = (backing.image.describe(), AtomicU64::new(backing.image.bytes()));
+        let counters = Arc::new(Counters::default());
+        let (commands, inbox) = mpsc::channel();
+        let wake = poller::wake_fd().map_err(fail("make an event counter"))?;
+        let worker_wake = wake.try_clone().map_err(fail("make an event counter"))?;
+        let (worker_counters, pressure) = (Arc::clone(&counters), Pressure::new(Instant::now()));
+        let worker_pressure = pressure.clone();
+        let (name, socket) = (options.name.clone(), options.socket.clone());
+        let (started, start) = mpsc::channel();
+        let serve = move || {
+            let disk = Disk::new(&options, backing, tracking, worker_counters, worker_pressure);
+            match Worker::new(options.name, disk, listener, worker_wake, inbox) {
+                Ok(worker) => {
+                    let _ = started.send(Ok(()));
+                    worker.run();
+                }
+                Err(error) => drop(started.send(Err(error))),
+            }
+        };
+        let failed = |what, source| ServerError::Start { disk: name.clone(), what, source };
+        let thread = std::thread::Builder::new().name(thread_name(&name)).spawn(serve);
+        let thread = thread.map_err(|source| failed("start its thread", source))?;
+        match start.recv() {
+            Ok(Ok(())) => {
+                Ok(Self { name, description, bytes, socket, counters, pressure, commands, wake, thread: Some(thread) })
+            }
+            Ok(Err(source)) => Err(failed("set up its loop", source)),
+            Err(_) => Err(ServerError::Gone { disk: name }),
+        }
+    }
+
+    /// What the next connection's requests are recorded in. Refused while one is served.
+    pub fn attach(&self, tracking: Option<Tracking>) -> Result<(), ServerError> {
+        let answer = self.ask(|reply| Command::Attach(Box::new(tracking), reply))?;
+        if self.wait(&answer)? { Ok(()) } else { Err(ServerError::Busy { disk: self.name.clone() }) }
+    }
+
+    /// Waits until no QEMU is connected and nothing is in flight towards the image.
+    pub fn drain(&self, at_most: Duration) -> Result<(), ServerError> {
+        let answer = self.ask(Command::Drain)?;
+        match answer.recv_timeout(at_most) {
+            Ok(()) => Ok(()),
+            Err(RecvTimeoutError::Timeout) => Err(ServerError::Timeout { disk: self.name.clone(), waited: at_most }),
+            Err(RecvTimeoutError::Disconnected) => Err(ServerError::Gone { disk: self.name.clone() }),
+        }
+    }
+
+    /// Lets a second QEMU connect, to take over from the first; or no more: then the one that waits is cut off.
+    pub fn set_handover(&self, allowed: bool) -> Result<(), ServerError> {
+        let answer = self.ask(|reply| Command::Handover(allowed, reply))?;
+        self.wait(&answer)
+    }
+
+    /// Puts a gate before the guest's memory, or takes it away: then what waits at it goes on.
+    pub fn set_gate(&self, gate: Option<Gate>) -> Result<(), ServerError> {
+        let answer = self.ask(|reply| Command::Gate(gate, reply))?;
+        self.wait(&answer)
+    }
+
+    /// Reads the size of the image again and tells the guest.
+    pub fn resize(&self) -> Result<u64, ServerError> {
+        let answer = self.ask(Command::Resize)?;
+        let resized = self.wait(&answer)?;
+        let bytes = resized.map_err(|source| ServerError::Resize { disk: self.name.clone(), source })?;
+        self.bytes.store(bytes, Relaxed);
+        Ok(bytes)
+    }
+
+    /// Size as the guest sees it.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(Relaxed)
+    }
+
+    /// How the image is read and written, and why so.
+    pub fn description(&self) -> &str {
+        &self.description
+    }
+
+    pub fn counters(&self) -> DiskCounters {
+        self.counters.read()
+    }
+
+    /// Whether this disk makes its guest wait, for others who would use the same device. Outlives the server.
+    pub fn pressure(&self) -> Pressure {
+        self.pressure.clone()
+    }
+
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// Hangs up, waits for what is in flight, and removes the socket.
+    pub fn stop(mut self) {
+        self.end();
+    }
+
+    fn end(&mut self) {
+        let Some(thread) = self.thread.take() else { return };
+        let _ = self.commands.send(Command::Stop);
+        poller::wake(self.wake.as_fd());
+        if thread.join().is_err() {
+            tracing::error!(disk = self.name, "the disk's thread had panicked");
+        }
+    }
+
+    fn ask<T>(&self, command: impl FnOnce(Sender<T>) -> Command) -> Result<Receiver<T>, ServerError> {
+        let (reply, answer) = mpsc::channel();
+        self.commands.send(command(reply)).map_err(|_| ServerError::Gone { disk: self.name.clone() })?;
+        poller::wake(self.wake.as_fd());
+        Ok(answer)
+    }
+
+    fn wait<T>(&self, answer: &Receiver<T>) -> Result<T, ServerError> {
+        answer.recv().map_err(|_| ServerError::Gone { disk: self.name.clone() })
+    }
+}
+
+impl Drop for DiskServer {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+fn check(options: &DiskOptions) -> Result<(), ServerError> {
+    let disk = || options.name.clone();
+    if options.serial.len() > request::SERIAL_BYTES {
+        return Err(ServerError::Serial { disk: disk(), serial: options.serial.clone() });
+    }
+    let size = options.queue_size;
+    if options.queues == 0 || options.queues > 256 {
+        return Err(ServerError::Shape { disk: disk(), what: format!("{} queues", options.queues) });
+    }
+    if !size.is_power_of_two() || !(16..=1024).contains(&size) {
+        return Err(ServerError::Shape { disk: disk(), what: format!("queues of {size} requests") });
+    }
+    Ok(())
+}
+
+/// Linux shows 15 bytes of a thread's name.
+fn thread_name(disk: &str) -> String {
+    format!("disk-{disk}").chars().filter(|c| *c != '\0').collect()
+}

@@ -1,0 +1,96 @@
+//! Peers: the QEMUs at one disk. Usually one; during a hand-over two, of which one serves the guest.
+//!
+//! ```text
+//! old serves --> new connects, negotiates, waits --> old stops its queues (drained) --> new starts its: they change places
+//!                                                                                  \-> old starts them again: nothing happened
+//! ```
+//!
+//! Who starts queues serves. That is allowed to the one in waiting only while the other has none and nothing is on its
+//! way to the image: two QEMUs would otherwise answer one guest. A QEMU that tries is cut off.
+
+use super::connection::Connection;
+
+#[derive(Default)]
+pub struct Peers {
+    serving: Option<Connection>,
+    waiting: Option<Connection>,
+    /// A second one may connect.
+    pub handover: bool,
+}
+
+impl Peers {
+    pub fn serving(&mut self) -> Option<&mut Connection> {
+        self.serving.as_mut()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.serving.is_none()
+    }
+
+    pub fn has_waiting(&self) -> bool {
+        self.waiting.is_some()
+    }
+
+    /// May one more connect? The first only when nothing of an earlier one is on its way to the image.
+    pub fn has_room(&self, idle: bool) -> bool {
+        match self.serving {
+            None => idle,
+            Some(_) => self.handover && self.waiting.is_none(),
+        }
+    }
+
+    pub fn get(&mut self, id: u32) -> Option<&mut Connection> {
+        self.iter_mut().find(|connection| connection.id == id)
+    }
+
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Connection> {
+        self.serving.iter_mut().chain(self.waiting.iter_mut())
+    }
+
+    /// Whether this one may start queues now.
+    pub fn may_start(&self, id: u32, idle: bool) -> bool {
+        match &self.serving {
+            Some(serving) if serving.id != id => idle && !serving.is_started(),
+            _ => true,
+        }
+    }
+
+    /// One more has connected. The guest's word about its write cache was said to the other.
+    pub fn add(&mut self, mut connection: Connection) {
+        match &self.serving {
+            None => self.serving = Some(connection),
+            Some(serving) => {
+                connection.share_write_cache(serving);
+                self.waiting = Some(connection);
+            }
+        }
+    }
+
+    /// After a message: one that has started queues serves.
+    pub fn settle(&mut self) {
+        if self.waiting.as_ref().is_some_and(Connection::is_started) {
+            std::mem::swap(&mut self.serving, &mut self.waiting);
+        }
+    }
+
+    /// One is gone; the other, if there is one, goes on alone.
+    pub fn remove(&mut self, id: u32) -> Option<Connection> {
+        if self.waiting.as_ref().is_some_and(|waiting| waiting.id == id) {
+            return self.waiting.take();
+        }
+        let gone = self.serving.take_if(|serving| serving.id == id);
+        if gone.is_some() {
+            self.serving = self.waiting.take();
+        }
+        gone
+    }
+
+    /// The one in waiting.
+    pub fn waiting_id(&self) -> Option<u32> {
+        self.waiting.as_ref().map(|waiting| waiting.id)
+    }
+
+    pub fn ids(&self) -> Vec<u32> {
+        self.serving.iter().chain(&self.waiting).map(|connection| connection.id).collect()
+    }
+}

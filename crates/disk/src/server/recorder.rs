@@ -1,0 +1,104 @@
+//! What the server tells ledger and warm source about the blocks that pass through it.
+//!
+//! What becomes known is collected while a request is worked on and written to the ledger under one lock. What
+//! becomes void is written at once, before the change can reach the disk.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::memory::FileIdentity;
+use crate::block::{BLOCK_BYTES, DiskId, RamPage};
+use crate::ledger::Ledger;
+use crate::tag::{Tag, Tagger};
+use crate::warm::{AfterServing, WarmSource};
+
+/// Follows the blocks of one incarnation. Only guest pages inside the file with this identity are recorded.
+#[derive(Clone)]
+pub struct Tracking {
+    pub ram_device: u64,
+    pub ram_inode: u64,
+    pub tagger: Tagger,
+    pub ledger: Arc<Mutex<Ledger>>,
+    pub warm: Option<Arc<dyn WarmSource>>,
+}
+
+enum Mark {
+    Record(RamPage, u64, Tag),
+    Forget(RamPage),
+}
+
+pub struct Recorder {
+    disk: DiskId,
+    tracking: Option<Tracking>,
+    marks: Vec<Mark>,
+}
+
+impl Recorder {
+    pub fn new(disk: DiskId, tracking: Option<Tracking>) -> Self {
+        Self { disk, tracking, marks: Vec::new() }
+    }
+
+    pub fn attach(&mut self, tracking: Option<Tracking>) {
+        self.tracking = tracking;
+    }
+
+    pub fn ram(&self) -> Option<FileIdentity> {
+        self.tracking.as_ref().map(|t| FileIdentity { device: t.ram_device, inode: t.ram_inode })
+    }
+
+    pub fn tag(&self, block: &[u8; BLOCK_BYTES]) -> Option<Tag> {
+        self.tracking.as_ref().map(|tracking| tracking.tagger.tag(block))
+    }
+
+    /// These blocks are about to change: what is known or held of them is void.
+    pub fn void(&mut self, blocks: Range<u64>) {
+        if let Some(tracking) = &self.tracking {
+            lock(&tracking.ledger).forget(self.disk, blocks.clone());
+            if let Some(warm) = &tracking.warm {
+                warm.forget(self.disk, blocks);
+            }
+        }
+    }
+
+    pub fn may_be_warm(&self, blocks: Range<u64>) -> bool {
+        self.tracking.as_ref().and_then(|t| t.warm.as_ref()).is_some_and(|warm| warm.may_hold(self.disk, blocks))
+    }
+
+    /// Serves a block from memory, if it is held there.
+    pub fn serve(&self, block: u64, after: AfterServing, copy: &mut dyn FnMut(&[u8; BLOCK_BYTES])) -> Option<Tag> {
+        self.tracking.as_ref()?.warm.as_ref()?.serve(self.disk, block, after, copy)
+    }
+
+    /// The page holds the block, and the block has this tag.
+    pub fn holds(&mut self, page: RamPage, block: u64, tag: Tag) {
+        self.marks.push(Mark::Record(page, block, tag));
+    }
+
+    /// The page holds something else from now on. (Its tag would not fit anyway; this frees its place.)
+    pub fn overwritten(&mut self, page: RamPage) {
+        self.marks.push(Mark::Forget(page));
+    }
+
+    /// Writes what was collected to the ledger.
+    pub fn commit(&mut self) {
+        if self.marks.is_empty() {
+            return;
+        }
+        let Some(tracking) = &self.tracking else {
+            self.marks.clear();
+            return;
+        };
+        let mut ledger = lock(&tracking.ledger);
+        for mark in self.marks.drain(..) {
+            match mark {
+                Mark::Record(page, block, tag) => ledger.record(page, self.disk, block, tag),
+                Mark::Forget(page) => ledger.forget_page(page),
+            }
+        }
+    }
+}
+
+/// The ledger is whole after any panic elsewhere: each of its changes is one entry.
+fn lock(ledger: &Mutex<Ledger>) -> MutexGuard<'_, Ledger> {
+    ledger.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,355 @@
+//! The loop of a disk's thread.
+//!
+//! sleep -> note what happened -> take requests -> let waiting ones go on -> submit -> reap -> wake the guest -> again
+//! while there is progress -> sleep
+//!
+//! Nothing is done from inside an event: events only note what is ready, and the round after them works in one order.
+
+use std::fs::Permissions;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, Sender};
+use std::time::Duration;
+
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
+};
+
+use super::ServerError;
+use super::connection::{Connection, ConnectionError};
+use super::counters::add;
+use super::disk::Disk;
+use super::peers::Peers;
+use super::poller::{Event, Poller, Source, Watched, clear};
+use super::recorder::Tracking;
+use super::wire::WireError;
+use crate::gate::Gate;
+
+/// Rounds between two looks at everything else, so that a guest that never pauses cannot lock out the keeper.
+const ROUNDS_MAX: usize = 32;
+/// An engine that cannot take operations now is asked again after this time.
+const SUBMIT_AGAIN: Duration = Duration::from_millis(1);
+/// A stop does not wait longer than this for the image.
+const STOP_PATIENCE: Duration = Duration::from_secs(10);
+
+/// What the keeper may want of a disk.
+pub enum Command {
+    Attach(Box<Option<Tracking>>, Sender<bool>),
+    Drain(Sender<()>),
+    Handover(bool, Sender<()>),
+    Resize(Sender<io::Result<u64>>),
+    Gate(Option<Gate>, Sender<()>),
+    Stop,
+}
+
+/// The socket of a disk, removed when its server ends.
+pub struct SocketFile {
+    listener: UnixListener,
+    path: PathBuf,
+}
+
+impl AsFd for SocketFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.listener.as_fd()
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Listens at `path`, for this user only. A socket that nobody listens at is replaced, a living one is not.
+pub fn listen(disk: &str, path: &Path) -> Result<SocketFile, ServerError> {
+    if UnixStream::connect(path).is_ok() {
+        return Err(ServerError::SocketInUse { disk: disk.to_owned(), socket: path.to_owned() });
+    }
+    let make = || -> io::Result<UnixListener> {
+        // Renamed into place with its mode set, so that there is no moment at which others could connect.
+        let mut fresh = path.as_os_str().to_owned();
+        fresh.push(".new");
+        let fresh = PathBuf::from(fresh);
+        match std::fs::remove_file(&fresh) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => (),
+        }
+        let listener = UnixListener::bind(&fresh)?;
+        std::fs::set_permissions(&fresh, Permissions::from_mode(0o600))?;
+        std::fs::rename(&fresh, path)?;
+        listener.set_nonblocking(true)?;
+        Ok(listener)
+    };
+    let listener = make().map_err(|source| {
+        let (disk, socket) = (disk.to_owned(), path.to_owned());
+        ServerError::Listen { disk, socket, source }
+    })?;
+    Ok(SocketFile { listener, path: path.to_owned() })
+}
+
+pub struct Worker {
+    name: String,
+    disk: Disk,
+    peers: Peers,
+    poller: Rc<Poller>,
+    listener: Watched<SocketFile>,
+    listening: bool,
+    command_wake: Watched<OwnedFd>,
+    commands: Receiver<Command>,
+    timer: Watched<OwnedFd>,
+    _engine: Watched<OwnedFd>,
+    /// The engine has something, or had: only looking clears its bell.
+    engine_rung: bool,
+    draining: Vec<Sender<()>>,
+    next_connection: u32,
+    stopping: bool,
+}
+
+impl Worker {
+    pub fn new(
+        name: String,
+        disk: Disk,
+        listener: SocketFile,
+        command_wake: OwnedFd,
+        commands: Receiver<Command>,
+    ) -> io::Result<Self> {
+        let poller = Poller::new()?;
+        let timer = timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK)?;
+        let engine = disk.notifier().try_clone_to_owned()?;
+        Ok(Self {
+            name,
+            peers: Peers::default(),
+            listener: Watched::new(&poller, listener, Source::Listener)?,
+            listening: true,
+            command_wake: Watched::new(&poller, command_wake, Source::Command)?,
+            commands,
+            timer: Watched::new(&poller, timer, Source::Timer)?,
+            _engine: Watched::new(&poller, engine, Source::Engine)?,
+            engine_rung: false,
+            draining: Vec::new(),
+            next_connection: 0,
+            stopping: false,
+            disk,
+            poller,
+        })
+    }
+
+    pub fn run(mut self) {
+        let mut events = Vec::new();
+        let mut rest = false;
+        while !self.stopping {
+            events.clear();
+            if let Err(error) = self.poller.wait(rest.then_some(Duration::ZERO), &mut events) {
+                tracing::error!(disk = self.name, %error, "the disk's loop cannot wait; the disk stops");
+                break;
+            }
+            for event in events.drain(..) {
+                self.note(event);
+            }
+            rest = self.work();
+            self.settle();
+        }
+        self.peers.ids().into_iter().for_each(|id| self.hang_up(id));
+        self.disk.drain(STOP_PATIENCE);
+    }
+
+    fn note(&mut self, event: Event) {
+        match event.source {
+            Source::Command => self.command(),
+            Source::Listener => self.accept(),
+            Source::Engine => self.engine_rung = true,
+            Source::Timer => drop(clear(self.timer.get().as_fd())),
+            Source::Connection { id } => self.hear(id, event.gone),
+            Source::Kick { connection, queue } => self.kicked(connection, queue),
+        }
+    }
+
+    fn kicked(&mut self, connection: u32, queue: u16) {
+        let live = self.peers.get(connection);
+        let Some(queue) = live.and_then(|live| live.queues.get_mut(usize::from(queue))) else { return };
+        if let Err(error) = queue.kicked() {
+            tracing::warn!(disk = self.name, %error, "a kick descriptor cannot be read; QEMU is cut off");
+            self.hang_up(connection);
+        }
+    }
+
+    /// One or more rounds. True: more is waiting, so do not sleep.
+    fn work(&mut self) -> bool {
+        for _ in 0..ROUNDS_MAX {
+            let mut progress = false;
+            let mut wait = None;
+            if let Some(connection) = self.peers.serving() {
+                for queue in 0..connection.queues.len() as u16 {
+                    progress |= self.disk.take_requests(connection, queue);
+                }
+                wait = self.disk.pump(connection);
+                connection.wake_guest();
+            }
+            if let Err(error) = self.disk.submit() {
+                tracing::warn!(disk = self.name, %error, "the disk's engine takes no operations now");
+                wait = Some(wait.map_or(SUBMIT_AGAIN, |wait| wait.min(SUBMIT_AGAIN)));
+            }
+            progress |= self.disk.reap(self.peers.serving(), std::mem::take(&mut self.engine_rung));
+            if let Some(connection) = self.peers.serving() {
+                connection.wake_guest();
+            }
+            if !progress {
+                self.set_timer(wait);
+                return false;
+            }
+        }
+        true
+    }
+
+    fn set_timer(&self, wait: Option<Duration>) {
+        let Some(wait) = wait else { return };
+        // Zero would disarm it.
+        let value = Timespec::try_from(wait.max(Duration::from_nanos(1))).expect("waits are seconds at most");
+        let once = Itimerspec { it_interval: Timespec::default(), it_value: value };
+        if let Err(error) = timerfd_settime(self.timer.get(), TimerfdTimerFlags::empty(), &once) {
+            tracing::error!(disk = self.name, %error, "the disk's timer cannot be set; a limited request may hang");
+        }
+    }
+
+    /// After the work: what waited for it to be done.
+    fn settle(&mut self) {
+        let answered = self.peers.iter_mut().map(|connection| (connection.id, connection.answer_waiting()));
+        let failed: Vec<_> = answered.filter_map(|(id, answer)| Some((id, answer.err()?))).collect();
+        failed.into_iter().for_each(|(id, error)| self.lost(id, error));
+        let idle = self.disk.is_idle();
+        let room = self.peers.has_room(idle);
+        if room != self.listening && self.listener.listen(room).is_ok() {
+            // A new QEMU waits in the listener's queue until the last one's writes are on the disk.
+            self.listening = room;
+        }
+        if idle && self.peers.is_empty() {
+            for waiter in self.draining.drain(..) {
+                let _ = waiter.send(()); // Who no longer waits need not know.
+            }
+        }
+    }
+
+    fn accept(&mut self) {
+        if !self.peers.has_room(self.disk.is_idle()) {
+            return;
+        }
+        let stream = match self.listener.get().listener.accept() {
+            Ok((stream, _)) => stream,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+            Err(error) => return tracing::warn!(disk = self.name, %error, "cannot accept QEMU"),
+        };
+        self.next_connection = self.next_connection.wrapping_add(1);
+        let (id, ram) = (self.next_connection, self.disk.recorder.ram());
+        match Connection::new(id, stream, &self.poller, self.disk.device, ram) {
+            Ok(mut connection) => {
+                connection.memory.set_gate(self.disk.gate.clone());
+                tracing::debug!(disk = self.name, connection = id, "QEMU connected");
+                self.peers.add(connection);
+                self.count_peers();
+                add(&self.disk.counters.connections, 1);
+            }
+            Err(error) => tracing::warn!(disk = self.name, %error, "cannot serve QEMU"),
+        }
+    }
+
+    fn hear(&mut self, id: u32, gone: bool) {
+        let Some(connection) = self.peers.get(id) else { return };
+        if gone && connection.is_waiting() {
+            return self.lost(id, WireError::Closed.into());
+        }
+        for _ in 0..ROUNDS_MAX {
+            let may_start = self.peers.may_start(id, self.disk.is_idle());
+            let Some(connection) = self.peers.get(id) else { return };
+            connection.may_start = may_start;
+            match connection.handle_next() {
+                Ok(true) => self.peers.settle(),
+                Ok(false) => return,
+                Err(error) => return self.lost(id, error),
+            }
+        }
+    }
+
+    fn lost(&mut self, id: u32, error: ConnectionError) {
+        match error {
+            ConnectionError::Wire(WireError::Closed) => tracing::debug!(disk = self.name, "QEMU hung up"),
+            error => {
+                let error = chain(&error);
+                tracing::warn!(disk = self.name, error, "QEMU broke the vhost-user protocol and is cut off");
+            }
+        }
+        self.hang_up(id);
+    }
+
+    fn hang_up(&mut self, id: u32) {
+        if let Some(connection) = self.peers.remove(id) {
+            self.disk.abandon(connection.id);
+            self.count_peers();
+        }
+    }
+
+    fn count_peers(&self) {
+        self.disk.counters.connected.store(!self.peers.is_empty(), Ordering::Relaxed);
+        self.disk.counters.successor.store(self.peers.has_waiting(), Ordering::Relaxed);
+    }
+
+    fn set_handover(&mut self, allowed: bool) {
+        self.peers.handover = allowed;
+        if let Some(id) = self.peers.waiting_id().filter(|_| !allowed) {
+            self.hang_up(id);
+        }
+    }
+
+    fn command(&mut self) {
+        drop(clear(self.command_wake.get().as_fd()));
+        while let Ok(command) = self.commands.try_recv() {
+            match command {
+                Command::Attach(tracking, reply) => {
+                    let free = self.peers.is_empty() && self.disk.is_idle();
+                    if free {
+                        self.disk.recorder.attach(*tracking);
+                    }
+                    let _ = reply.send(free);
+                }
+                Command::Drain(reply) => self.draining.push(reply),
+                Command::Handover(allowed, reply) => {
+                    self.set_handover(allowed);
+                    let _ = reply.send(());
+                }
+                Command::Resize(reply) => drop(reply.send(self.resize())),
+                Command::Gate(gate, reply) => {
+                    self.peers.iter_mut().for_each(|connection| connection.memory.set_gate(gate.clone()));
+                    self.disk.gate = gate;
+                    let _ = reply.send(());
+                }
+                Command::Stop => self.stopping = true,
+            }
+        }
+    }
+
+    fn resize(&mut self) -> io::Result<u64> {
+        let bytes = self.disk.resize()?;
+        for connection in self.peers.iter_mut() {
+            if let Err(error) = connection.resized(self.disk.device) {
+                tracing::warn!(disk = self.name, %error, "the guest could not be told of the new size");
+            }
+        }
+        Ok(bytes)
+    }
+}
+
+/// An error with its causes, in one line.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(next) = cause {
+        text.push_str(": ");
+        text.push_str(&next.to_string());
+        cause = next.source();
+    }
+    text
+}

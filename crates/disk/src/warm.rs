@@ -1,0 +1,34 @@
+//! Memory that may answer a read in the disk's place: the ember of a dead incarnation, later a boot set.
+
+use std::ops::Range;
+
+use crate::block::{BLOCK_BYTES, DiskId};
+use crate::tag::Tag;
+
+/// What happens to the source's copy after it was served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AfterServing {
+    /// The guest holds the block in a page the ledger knows: the source gives its copy up.
+    Release,
+    /// The guest's copy is not tracked (partial or unaligned read): the source keeps its own.
+    Keep,
+}
+
+/// Blocks held in memory. Called from the disk threads, in line: an implementation answers in microseconds.
+pub trait WarmSource: Send + Sync {
+    /// Hands the block to `copy` if it is held and its bytes carry the right tag; returns that tag.
+    /// `copy` runs at most once, only with bytes that are on the disk now.
+    fn serve(
+        &self,
+        disk: DiskId,
+        block: u64,
+        after: AfterServing,
+        copy: &mut dyn FnMut(&[u8; BLOCK_BYTES]),
+    ) -> Option<Tag>;
+
+    /// Cheap test without checking the tag: may this source hold any of these blocks?
+    fn may_hold(&self, disk: DiskId, blocks: Range<u64>) -> bool;
+
+    /// The guest is about to change these blocks, wholly or in part: what is held of them is void.
+    fn forget(&self, disk: DiskId, blocks: Range<u64>);
+}

@@ -1,0 +1,118 @@
+//! Two QEMUs at one disk: the second waits, takes over when the first has stopped, and the guest misses nothing.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+
+use common::*;
+use hearth_disk::engine::flaky::{Fault, Plan};
+use hearth_disk::server::DiskServer;
+use vhost::vhost_user::VhostUserFrontend;
+use vhost::vhost_user::message::VhostUserConfigFlags;
+
+const DISK_BYTES: u64 = 4 << 20;
+/// Where the configuration says whether the guest's writes are cached.
+const WRITEBACK: u32 = 32;
+
+fn wait_for_successor(server: &DiskServer, expect: bool) {
+    wait_until("the server sees who is there", || server.counters().successor == expect);
+}
+
+#[test]
+fn the_guest_goes_on_through_the_second_and_back() {
+    let place = Place::new(DISK_BYTES);
+    let server = place.serve(None);
+    let mut guest = Guest::connect(&place.socket(), 4);
+    server.set_handover(true).unwrap();
+    for round in 0..6 {
+        let successor = guest.successor(&place.socket());
+        wait_for_successor(&server, true);
+        // The one that waits disturbs nothing.
+        for queue in 0..4 {
+            assert_eq!(guest.run(queue, READ, 4096 * (round * 4 + queue as u64), DATA, 4096).status, 0);
+        }
+        (0..4).for_each(|queue| {
+            guest.stop_queue(queue);
+        });
+        let before = guest.hop(successor);
+        let at = 4096 * (100 + round);
+        guest.write_ram(DATA, &[round as u8 + 1; 4096]);
+        for queue in 0..4 {
+            assert_eq!(guest.run(queue, WRITE, at, DATA, 4096).status, 0);
+        }
+        assert!(place.disk_bytes(at, 4096) == [round as u8 + 1; 4096]);
+        drop(before);
+        wait_for_successor(&server, false);
+    }
+    assert_eq!(server.counters().bad_requests, 0);
+}
+
+#[test]
+fn a_hand_over_that_fails_leaves_the_first_as_it_was() {
+    let place = Place::new(DISK_BYTES);
+    let server = place.serve(None);
+    let mut guest = Guest::connect(&place.socket(), 1);
+    server.set_handover(true).unwrap();
+    let successor = guest.successor(&place.socket());
+    wait_for_successor(&server, true);
+    let base = guest.stop_queue(0);
+    drop(successor);
+    wait_for_successor(&server, false);
+    guest.start_queue_at(0, false, base);
+    assert!(guest.read_disk(0, 4096) == place.disk_bytes(0, 4096));
+    server.set_handover(false).unwrap();
+    assert!(guest.read_disk(4096, 4096) == place.disk_bytes(4096, 4096));
+}
+
+#[test]
+fn the_second_starts_nothing_before_the_first_has_answered_everything() {
+    let place = Place::new(DISK_BYTES);
+    let plan = Plan::new(1);
+    plan.on(0, Fault::HoldEnd);
+    let server = place.serve_flaky(&plan, None);
+    let mut guest = Guest::connect(&place.socket(), 1);
+    server.set_handover(true).unwrap();
+    guest.submit(0, WRITE, 0, DATA, 4096);
+    wait_until("the write is on its way", || server.counters().in_flight == 1);
+    let ram = guest.ram.try_clone().unwrap();
+    let hasty = || Guest::with_ram(&place.socket(), 1, VERSION_1 | PROTOCOL_FEATURES, ram);
+    let cut_off = std::panic::catch_unwind(std::panic::AssertUnwindSafe(hasty));
+    assert!(cut_off.is_err(), "it may not start its queues");
+    wait_for_successor(&server, false);
+    plan.release(0);
+    assert_eq!(guest.wait(0).status, 0);
+    assert_eq!(server.counters().connections, 2);
+}
+
+#[test]
+fn without_a_hand_over_nobody_gets_a_second_place() {
+    let place = Place::new(DISK_BYTES);
+    let server = place.serve(None);
+    let mut guest = Guest::connect(&place.socket(), 1);
+    let knocking = std::os::unix::net::UnixStream::connect(place.socket()).unwrap();
+    assert!(guest.read_disk(0, 4096) == place.disk_bytes(0, 4096));
+    assert_eq!(server.counters().connections, 1);
+    server.set_handover(true).unwrap();
+    wait_for_successor(&server, true);
+    // And when it is over the one that waits goes.
+    server.set_handover(false).unwrap();
+    assert!(!server.counters().successor);
+    assert!(guest.read_disk(4096, 4096) == place.disk_bytes(4096, 4096));
+    drop(knocking);
+}
+
+/// A guest without a write cache sends no flushes. QEMU does not tell its successor so.
+#[test]
+fn the_write_cache_is_the_guests_and_not_its_qemus() {
+    let place = Place::new(DISK_BYTES);
+    let server = place.serve(None);
+    let mut guest = Guest::connect(&place.socket(), 1);
+    guest.frontend.set_config(WRITEBACK, VhostUserConfigFlags::WRITABLE, &[0]).unwrap();
+    server.set_handover(true).unwrap();
+    let successor = guest.successor(&place.socket());
+    guest.stop_queue(0);
+    drop(guest.hop(successor));
+    let (_, space) = guest.frontend.get_config(0, 60, VhostUserConfigFlags::empty(), &[0; 60]).unwrap();
+    assert_eq!(space[WRITEBACK as usize], 0);
+    assert_eq!(guest.run(0, WRITE, 0, DATA, 4096).status, 0);
+}

@@ -1,0 +1,221 @@
+//! The server is killed, another one takes over: every request is answered once, and the data are right.
+//!
+//! The server runs in a child (this test program once more), because nothing else dies like a killed process does.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use common::*;
+use hearth_disk::engine::flaky::{Fault, Plan};
+use hearth_disk::server::DiskServer;
+use vhost::vhost_user::VhostUserFrontend;
+use vhost::vhost_user::message::VhostUserConfigFlags;
+
+const DISK_BYTES: u64 = 4 << 20;
+/// Where the configuration says whether the guest's writes are cached.
+const WRITEBACK: u32 = 32;
+const IMAGE: &str = "HEARTH_TEST_IMAGE";
+const SOCKET: &str = "HEARTH_TEST_SOCKET";
+const HOLD: &str = "HEARTH_TEST_HOLD";
+
+/// A server in a process of its own.
+struct Victim(Child);
+
+impl Victim {
+    /// Holds back the operations with these numbers, at the image or after it.
+    fn spawn(place: &Place, hold: &str) -> Self {
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "serve_until_killed", "--ignored"])
+            .env(IMAGE, &place.image)
+            .env(SOCKET, place.socket())
+            .env(HOLD, hold)
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let victim = Self(child);
+        wait_until("the child listens", || std::os::unix::net::UnixStream::connect(place.socket()).is_ok());
+        victim
+    }
+
+    fn kill(mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+impl Drop for Victim {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+#[ignore = "not a test: other tests start it as the process to be killed"]
+fn serve_until_killed() {
+    let Ok(socket) = std::env::var(SOCKET) else { return };
+    let image = std::env::var(IMAGE).unwrap();
+    let place = Place { folder: tempfile::tempdir().unwrap(), image: image.into() };
+    let plan = Plan::new(1);
+    for held in std::env::var(HOLD).unwrap().split_whitespace() {
+        let (kind, number) = held.split_at(1);
+        let fault = if kind == "s" { Fault::HoldStart } else { Fault::HoldEnd };
+        plan.on(number.parse().unwrap(), fault);
+    }
+    let mut options = place.options();
+    options.socket = Path::new(&socket).into();
+    let mut backing = flaky(place.open(), &plan);
+    // What starts together ends in any order, on any disk; one by one it is seen in which order requests are taken up.
+    if std::env::var(HOLD).unwrap().is_empty() {
+        backing.depth = 1;
+    }
+    let _server = DiskServer::start_with(options, backing, None).unwrap();
+    loop {
+        std::thread::park();
+    }
+}
+
+fn take_over(place: &Place, victim: Victim, guest: &mut Guest, hold: &str) -> Victim {
+    victim.kill();
+    let next = Victim::spawn(place, hold);
+    guest.reconnect(&place.socket());
+    next
+}
+
+#[test]
+fn a_request_that_was_overtaken_is_carried_out_by_the_next_server() {
+    for hold in ["s0", "e0"] {
+        for kind in [READ, WRITE] {
+            let place = Place::new(DISK_BYTES);
+            let victim = Victim::spawn(&place, hold);
+            let mut guest = Guest::connect(&place.socket(), 1);
+            guest.write_ram(DATA, &[0xaa; 4096]);
+            let held = guest.submit(0, kind, 0, DATA, 4096);
+            for at in 1..8 {
+                let later = guest.submit(0, READ, at * 4096, DATA + at * 4096, 4096);
+                assert_eq!(guest.wait(0).head, later, "overtakes");
+            }
+            let _next = take_over(&place, victim, &mut guest, "");
+            let answer = guest.wait(0);
+            assert_eq!((answer.head, answer.status), (held, 0), "{hold}, type {kind}");
+            assert!(guest.read_ram(DATA, 4096) == place.disk_bytes(0, 4096));
+            assert_eq!(guest.poll(0), None, "nothing is answered twice");
+            assert!(guest.read_disk(8 * 4096, 4096) == place.disk_bytes(8 * 4096, 4096), "and it goes on");
+        }
+    }
+}
+
+/// A guest without a write cache sends no flushes. QEMU does not tell the next server so.
+#[test]
+fn the_next_server_knows_that_the_write_cache_is_off() {
+    let place = Place::new(DISK_BYTES);
+    let mut victim = Victim::spawn(&place, "");
+    let mut guest = Guest::connect(&place.socket(), 1);
+    for writeback in [0, 1, 0] {
+        guest.frontend.set_config(WRITEBACK, VhostUserConfigFlags::WRITABLE, &[writeback]).unwrap();
+        victim = take_over(&place, victim, &mut guest, "");
+        let (_, space) = guest.frontend.get_config(0, 60, VhostUserConfigFlags::empty(), &[0; 60]).unwrap();
+        assert_eq!(space[WRITEBACK as usize], writeback);
+    }
+}
+
+#[test]
+fn requests_are_taken_up_in_the_order_they_came() {
+    let place = Place::new(DISK_BYTES);
+    let victim = Victim::spawn(&place, "s0 s1 s2 s3 s4");
+    let mut guest = Guest::connect(&place.socket(), 1);
+    for turn in 0..5u8 {
+        let address = DATA + u64::from(turn) * 4096;
+        guest.write_ram(address, &[turn; 4096]);
+        guest.submit(0, WRITE, 0, address, 4096);
+    }
+    guest.run(0, FLUSH, 0, DATA, 0);
+    let _next = take_over(&place, victim, &mut guest, "");
+    for _ in 0..5 {
+        assert_eq!(guest.wait(0).status, 0);
+    }
+    assert_eq!(place.disk_bytes(0, 4096)[..8], [4; 8], "the last write wins");
+}
+
+#[test]
+fn a_second_death_while_taking_over_loses_nothing() {
+    let place = Place::new(DISK_BYTES);
+    let victim = Victim::spawn(&place, "s0 e2");
+    let mut guest = Guest::connect(&place.socket(), 2);
+    let first = guest.submit(0, WRITE, 0, DATA, 4096);
+    let other = guest.submit(0, READ, 4096, DATA + 4096, 4096);
+    assert_eq!(guest.wait(0).head, other);
+    let second = guest.submit(1, WRITE, 8192, DATA + 8192, 4096);
+    let victim = take_over(&place, victim, &mut guest, "e0");
+    assert_eq!(guest.wait(1).head, second);
+    let third = guest.submit(0, READ, 12288, DATA + 12288, 4096);
+    assert_eq!(guest.wait(0).head, third, "served beside what is held again");
+    let _next = take_over(&place, victim, &mut guest, "");
+    assert_eq!(guest.wait(0).head, first);
+    assert_eq!((guest.poll(0), guest.poll(1)), (None, None));
+}
+
+#[test]
+fn a_clean_stop_leaves_nothing_to_resume() {
+    let place = Place::new(DISK_BYTES);
+    let victim = Victim::spawn(&place, "");
+    let mut guest = Guest::connect(&place.socket(), 1);
+    for at in 0..70 {
+        guest.run(0, READ, at * 4096, DATA, 4096);
+    }
+    assert_eq!(guest.stop_queue(0), 70);
+    let _next = take_over(&place, victim, &mut guest, "");
+    assert_eq!(guest.poll(0), None);
+    assert!(guest.read_disk(0, 4096) == place.disk_bytes(0, 4096));
+}
+
+/// Kills at moments that nobody chose, under load on three queues. Each queue writes blocks of its own, so that it is
+/// known what has to be on the disk.
+#[test]
+fn killed_at_any_moment_no_request_is_lost_or_answered_twice() {
+    let place = Place::new(DISK_BYTES);
+    let mut random = Random(42);
+    let mut victim = Victim::spawn(&place, "");
+    let mut guest = Guest::connect(&place.socket(), 3);
+    let mut expected: BTreeMap<u64, u8> = BTreeMap::new();
+    for round in 0..12u8 {
+        let mut waiting = [0; 3];
+        for turn in 0..36u64 {
+            let queue = (turn % 3) as usize;
+            let block = queue as u64 * 256 + random.below(200);
+            let address = DATA + turn * 8192;
+            if random.below(2) == 0 && !expected.iter().any(|(at, fill)| *at == block && fill >> 4 == round) {
+                let fill = round << 4 | (turn % 16) as u8;
+                guest.write_ram(address, &[fill; 4096]);
+                guest.submit(queue, WRITE, block * 4096, address, 4096);
+                expected.insert(block, fill);
+            } else {
+                guest.submit(queue, READ, block * 4096, address, 4096);
+            }
+            waiting[queue] += 1;
+        }
+        // Between no and all answers.
+        for _ in 0..random.below(12) {
+            let queue = random.below(3) as usize;
+            if waiting[queue] > 0 {
+                assert_eq!(guest.wait(queue).status, 0);
+                waiting[queue] -= 1;
+            }
+        }
+        victim = take_over(&place, victim, &mut guest, "");
+        for (queue, count) in waiting.iter().enumerate() {
+            for _ in 0..*count {
+                assert_eq!(guest.wait(queue).status, 0, "round {round} queue {queue}");
+            }
+            assert_eq!(guest.poll(queue), None);
+        }
+        for (block, fill) in &expected {
+            assert!(place.disk_bytes(block * 4096, 4096) == [*fill; 4096], "round {round} block {block}");
+        }
+    }
+}

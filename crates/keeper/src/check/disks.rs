@@ -1,0 +1,60 @@
+//! Disk images: there, of the right format, and not in use.
+
+use std::collections::HashMap;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::time::Duration;
+
+use hearth_disk::image::{Format, Image, ImageError, ImageOptions};
+
+use super::{Life, Purpose};
+use crate::config::{Config, DiskConfig, DiskFormat};
+use crate::problem::Problem;
+
+/// The last writes of a killed keeper hold the lock until the storage has taken them.
+const RUN_PATIENCE: Duration = Duration::from_secs(10);
+
+pub fn check(config: &Config, life: Life, purpose: Purpose, problems: &mut Vec<Problem>) {
+    shared_images(config, problems);
+    let lock_patience = if purpose == Purpose::Run { RUN_PATIENCE } else { Duration::ZERO };
+    for disk in &config.disks {
+        match Image::open(&options(disk, lock_patience)) {
+            Ok(_) => {}
+            Err(ImageError::InUse { .. }) if life == Life::Kept => {}
+            Err(error) => problems.push(problem(disk, &error)),
+        }
+    }
+}
+
+fn options(disk: &DiskConfig, lock_patience: Duration) -> ImageOptions {
+    let format = match disk.format {
+        // A raw image is opened as "unknown", so that a qcow2 image whose format was forgotten is noticed.
+        DiskFormat::Raw => Format::Auto,
+        DiskFormat::Qcow2 => Format::Qcow2,
+    };
+    ImageOptions { path: disk.path.clone(), format, read_only: disk.read_only, direct: disk.direct, lock_patience }
+}
+
+fn problem(disk: &DiskConfig, error: &ImageError) -> Problem {
+    let hint = match error {
+        ImageError::Missing { .. } => "correct its path, or make the image with qemu-img create",
+        ImageError::InUse { .. } => "stop whoever uses it, or set read_only = true on both sides",
+        // The others say themselves what to do.
+        _ => "",
+    };
+    Problem::error(format!("disk {}", disk.name), crate::chain(error), hint)
+}
+
+/// Two disks on one image destroy each other's file systems. By identity: paths may differ.
+fn shared_images(config: &Config, problems: &mut Vec<Problem>) {
+    let mut owners = HashMap::new();
+    for disk in &config.disks {
+        // A missing image is told elsewhere.
+        let Ok(metadata) = fs::metadata(&disk.path) else { continue };
+        let Some(other) = owners.insert((metadata.dev(), metadata.ino()), disk) else { continue };
+        if !(disk.read_only && other.read_only) {
+            let message = format!("uses the same image as disk {}", other.name);
+            problems.push(Problem::error(format!("disk {}", disk.name), message, "give each disk an image of its own"));
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! Whether a machine lives already, and with or without its keeper.
+
+use std::fs::File;
+use std::path::Path;
+
+use hearth_qemu::{Process, ProcessId, processes_naming};
+use hearth_recovery::journal::{Journal, QemuIdentity};
+use rustix::fs::FlockOperation;
+
+use crate::config::Config;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Life {
+    /// Nothing of it runs.
+    None,
+    /// Its QEMU runs, its keeper is dead: `hearth run` takes it over, or ends it if it was not yet the machine's.
+    Orphaned,
+    /// Its keeper runs.
+    Kept,
+}
+
+impl Life {
+    pub fn of(config: &Config) -> Self {
+        if has_keeper(&config.runtime_folder) {
+            return Self::Kept;
+        }
+        match orphaned_qemu(&config.runtime_folder) {
+            Some(_) => Self::Orphaned,
+            // Its keeper died before it could write it down.
+            None if !processes_naming(&config.memory_folder.join("ram-")).is_empty() => Self::Orphaned,
+            None => Self::None,
+        }
+    }
+
+    /// Whether the machine itself holds what its configuration asks for.
+    pub fn holds_resources(self) -> bool {
+        self != Self::None
+    }
+}
+
+/// The pid of a QEMU whose keeper has died.
+pub fn orphaned_qemu(runtime_folder: &Path) -> Option<u32> {
+    if has_keeper(runtime_folder) {
+        return None;
+    }
+    // A journal that cannot be read is a problem that `run` tells better: it knows what it would have done with it.
+    let journal = Journal::load(&runtime_folder.join("journal.json")).ok().flatten()?;
+    journal.qemu.filter(is_alive).map(|qemu| qemu.pid)
+}
+
+/// Looks at the keeper's lock through a shared one, held for this moment only.
+pub fn has_keeper(runtime_folder: &Path) -> bool {
+    let Ok(file) = File::open(runtime_folder.join("keeper.lock")) else { return false };
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared) == Err(rustix::io::Errno::WOULDBLOCK)
+}
+
+fn is_alive(qemu: &QemuIdentity) -> bool {
+    // Its log is of no interest: it is asked for nothing else.
+    Process::adopt(ProcessId { pid: qemu.pid, start_ticks: qemu.start_ticks }, Path::new("/dev/null")).is_ok()
+}

@@ -1,0 +1,109 @@
+//! Everything that can be said about a machine without starting it.
+//!
+//! life (does it run already?) -> boot files -> disks -> memory -> dumps -> QEMU -> network -> sockets -> user
+//!
+//! Every check goes on after a problem: an operator mends all of them in one go. What a machine that runs holds itself
+//! (its ports, its memory, its image locks) is no problem of its configuration and is not looked at then.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::path::Path;
+
+use crate::config::{Boot, Config};
+use crate::problem::Problem;
+use crate::runtime_root::RuntimeRoot;
+
+mod disks;
+mod dumps;
+pub mod life;
+mod memory;
+mod network;
+mod qemu;
+mod surroundings;
+#[cfg(test)]
+mod tests;
+
+use life::Life;
+
+/// What the check is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// `hearth check`: look only.
+    Check,
+    /// `hearth run`: the machine is about to start.
+    Run,
+}
+
+/// The folder itself, or the one it will be made in.
+pub fn existing(folder: &Path) -> &Path {
+    folder.ancestors().find(|folder| folder.exists()).unwrap_or(Path::new("/"))
+}
+
+/// All problems, in the order in which they would come up.
+pub fn check(config: &Config, root: &RuntimeRoot, purpose: Purpose) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    let life = Life::of(config);
+    if life == Life::Kept {
+        problems.push(running_already(&config.name, purpose));
+    }
+    boot(&config.boot, &mut problems);
+    disks::check(config, life, purpose, &mut problems);
+    memory::check(config, root, life, &mut problems);
+    dumps::check(config, &mut problems);
+    qemu::check(config, &mut problems);
+    network::check(config, life, &mut problems);
+    surroundings::check(config, &mut problems);
+    problems
+}
+
+fn running_already(name: &str, purpose: Purpose) -> Problem {
+    match purpose {
+        Purpose::Check => Problem::warning(name, "is running already", "changes take effect at its next start"),
+        Purpose::Run => Problem::error(
+            name,
+            "is running already",
+            format!("see `hearth status {name}`; stop it with `hearth stop {name}`"),
+        ),
+    }
+}
+
+fn boot(boot: &Boot, problems: &mut Vec<Problem>) {
+    match boot {
+        Boot::Kernel { kernel, initrd, .. } => {
+            readable("boot.kernel", kernel, "name a Linux kernel, for example /boot/vmlinuz", problems);
+            if let Some(initrd) = initrd {
+                readable("boot.initrd", initrd, "name an initial RAM disk, or remove the line", problems);
+            }
+        }
+        Boot::Firmware { code, vars } => {
+            if let Some(code) = code {
+                readable(
+                    "boot.firmware",
+                    code,
+                    "install OVMF (Debian: apt install ovmf), or name another image",
+                    problems,
+                );
+            }
+            if let Some(vars) = vars {
+                let hint = "copy the firmware's template, for example /usr/share/OVMF/OVMF_VARS_4M.fd, to this place";
+                file(OpenOptions::new().read(true).write(true), "boot.firmware_vars", vars, hint, problems);
+            }
+        }
+    }
+}
+
+fn readable(subject: &str, path: &Path, hint: &str, problems: &mut Vec<Problem>) {
+    file(OpenOptions::new().read(true), subject, path, hint, problems);
+}
+
+/// A regular file that can be opened so.
+fn file(how: &OpenOptions, subject: &str, path: &Path, hint: &str, problems: &mut Vec<Problem>) {
+    let is_file = how.open(path).and_then(|file: File| Ok(file.metadata()?.is_file()));
+    let message = match is_file {
+        Ok(true) => return,
+        Ok(false) => format!("{} is not a file", path.display()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => format!("{} does not exist", path.display()),
+        Err(error) => format!("{} cannot be opened: {error}", path.display()),
+    };
+    problems.push(Problem::error(subject, message, hint));
+}

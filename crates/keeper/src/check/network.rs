@@ -1,0 +1,127 @@
+//! Network: ports free, interfaces there, helpers installed.
+
+use std::io;
+use std::net::{SocketAddr, TcpListener, UdpSocket};
+use std::path::Path;
+
+use super::Life;
+use crate::config::{Config, Forward, NetBackend, Protocol};
+use crate::problem::Problem;
+
+/// The kernel's bound for interface names.
+const IFNAME_BYTES_MAX: usize = 15;
+
+pub fn check(config: &Config, life: Life, problems: &mut Vec<Problem>) {
+    for (index, net) in config.nets.iter().enumerate() {
+        let subject = |key: &str| format!("nets[{index}].{key}");
+        match &net.backend {
+            NetBackend::Tap { ifname } => problems.extend(tap(&subject("ifname"), ifname)),
+            NetBackend::Passt { .. } => problems.extend(passt(&subject("kind"))),
+            NetBackend::User { .. } => {}
+        }
+        if !life.holds_resources() {
+            let taken = |forward| port(&subject("forward"), forward);
+            problems.extend(net.backend.forward().iter().filter_map(taken));
+        }
+    }
+}
+
+/// Takes the port for a moment.
+fn port(subject: &str, forward: &Forward) -> Option<Problem> {
+    let address = SocketAddr::new(forward.host, forward.host_port);
+    let bound = match forward.protocol {
+        Protocol::Tcp => TcpListener::bind(address).map(drop),
+        Protocol::Udp => UdpSocket::bind(address).map(drop),
+    };
+    let error = bound.err()?;
+    let protocol = if forward.protocol == Protocol::Udp { "UDP" } else { "TCP" };
+    let (message, hint) = match error.kind() {
+        io::ErrorKind::AddrInUse => {
+            ("is taken".to_owned(), "choose another port, or stop who has it (`ss -lnp` tells)")
+        }
+        io::ErrorKind::AddrNotAvailable => {
+            ("is no address of this host".to_owned(), "see `ip address` for those it has")
+        }
+        io::ErrorKind::PermissionDenied => ("needs root".to_owned(), "choose a port from 1024 on"),
+        _ => (format!("cannot be used: {error}"), "choose another port"),
+    };
+    Some(Problem::error(subject, format!("{protocol} port {address} {message}"), hint))
+}
+
+fn tap(subject: &str, ifname: &str) -> Option<Problem> {
+    // A slash would lead elsewhere.
+    let is_name = ifname.len() <= IFNAME_BYTES_MAX && !ifname.contains('/');
+    if is_name && Path::new("/sys/class/net").join(ifname).exists() {
+        return None;
+    }
+    let hint = format!("make it: ip tuntap add {ifname} mode tap && ip link set {ifname} up");
+    Some(Problem::error(subject, format!("interface {ifname} does not exist"), hint))
+}
+
+fn passt(subject: &str) -> Option<Problem> {
+    let found = std::env::var_os("PATH").is_some_and(|path| in_path(&path, "passt"));
+    (!found).then(|| {
+        Problem::error(
+            subject,
+            "passt is not installed",
+            "install it (Debian: apt install passt), or use kind = \"user\"",
+        )
+    })
+}
+
+fn in_path(path: &std::ffi::OsStr, program: &str) -> bool {
+    std::env::split_paths(path).any(|folder| folder.join(program).is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::IpAddr;
+
+    use super::*;
+
+    fn forward(protocol: Protocol, host: [u8; 4], host_port: u16) -> Forward {
+        Forward { protocol, host: IpAddr::from(host), host_port, guest_port: 80 }
+    }
+
+    #[test]
+    fn a_port_is_free_taken_or_elsewhere() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let taken = listener.local_addr().unwrap().port();
+        let problem = port("nets[0].forward", &forward(Protocol::Tcp, [127, 0, 0, 1], taken)).unwrap();
+        assert_eq!(
+            problem.to_string(),
+            format!(
+                "error: nets[0].forward: TCP port 127.0.0.1:{taken} is taken; choose another port, or stop who has it (`ss -lnp` tells)"
+            )
+        );
+        drop(listener);
+        assert_eq!(port("x", &forward(Protocol::Tcp, [127, 0, 0, 1], taken)), None);
+
+        let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+        let taken = forward(Protocol::Udp, [127, 0, 0, 1], socket.local_addr().unwrap().port());
+        assert!(port("x", &taken).unwrap().message.starts_with("UDP port "));
+        // TEST-NET-1 belongs to nobody.
+        let problem = port("x", &forward(Protocol::Tcp, [192, 0, 2, 1], 8080)).unwrap();
+        assert_eq!(problem.message, "TCP port 192.0.2.1:8080 is no address of this host");
+    }
+
+    #[test]
+    fn interfaces_are_there_or_not() {
+        assert_eq!(tap("x", "lo"), None);
+        let problem = tap("nets[1].ifname", "hearth-none0").unwrap();
+        assert_eq!(
+            problem.to_string(),
+            "error: nets[1].ifname: interface hearth-none0 does not exist; make it: ip tuntap add hearth-none0 mode tap && ip link set hearth-none0 up"
+        );
+        assert!(tap("x", "../net/lo").is_some());
+    }
+
+    #[test]
+    fn programs_are_looked_for_on_the_path() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = std::env::join_paths(["/nowhere".into(), folder.path().to_owned()]).unwrap();
+        assert!(!in_path(&path, "passt"));
+        std::fs::write(folder.path().join("passt"), "").unwrap();
+        assert!(in_path(&path, "passt"));
+    }
+}

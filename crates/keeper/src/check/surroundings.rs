@@ -1,0 +1,104 @@
+//! What is left: the length of socket paths, and the user QEMU runs as.
+
+use crate::config::{Config, NetBackend};
+use crate::problem::Problem;
+use crate::unix_socket::PATH_BYTES_MAX;
+
+/// Generations are counted; a machine with more than 9999 QEMUs in its life is a strange one.
+const GENERATION_DIGITS: &str = "9999";
+
+pub fn check(config: &Config, problems: &mut Vec<Problem>) {
+    problems.extend(socket_paths(config));
+    problems.extend(user(config, rustix::process::geteuid().is_root()));
+}
+
+/// The longest of them is enough: its remedy mends all.
+fn socket_paths(config: &Config) -> Option<Problem> {
+    let mut names: Vec<String> =
+        ["userfault", "qmp", "serial"].map(|kind| format!("{kind}-{GENERATION_DIGITS}.sock")).into();
+    names.push("console.sock".to_owned());
+    names.extend(config.disks.iter().map(|disk| format!("disk-{}.sock", disk.name)));
+    let passt = config.nets.iter().enumerate().filter(|(_, net)| matches!(net.backend, NetBackend::Passt { .. }));
+    names.extend(passt.map(|(index, _)| format!("passt-{index}-{GENERATION_DIGITS}.sock")));
+    let longest = names.into_iter().max_by_key(String::len)?;
+    let bytes = config.runtime_folder.join(&longest).as_os_str().len();
+    let excess = bytes.checked_sub(PATH_BYTES_MAX).filter(|excess| *excess > 0)?;
+    let folder = config.runtime_folder.display();
+    let message = format!(
+        "{folder} is too long: with /{longest} a socket's path has {bytes} bytes, {PATH_BYTES_MAX} are allowed"
+    );
+    Some(Problem::error("runtime_folder", message, format!("choose a folder whose path is {excess} bytes shorter")))
+}
+
+fn user(config: &Config, is_root: bool) -> Option<Problem> {
+    match (&config.qemu_user, is_root) {
+        (Some(user), true) if !is_known(user) => {
+            let hint = format!("make it (useradd --system {user}), or choose one that exists, such as nobody");
+            Some(Problem::error("qemu_user", format!("there is no user {user}"), hint))
+        }
+        (Some(user), false) => {
+            let message = format!("only root can make QEMU become {user}");
+            Some(Problem::error("qemu_user", message, "remove the line, or run hearth as root"))
+        }
+        (None, true) => Some(Problem::warning(
+            "qemu_user",
+            "QEMU will run as root",
+            "set qemu_user to a user without rights: a guest that breaks out of QEMU gets that user's rights",
+        )),
+        _ => None,
+    }
+}
+
+/// Local users only: a QEMU that must run when the network does not should not depend on a directory service.
+fn is_known(user: &str) -> bool {
+    let passwd = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
+    passwd.lines().any(|line| line.split(':').next() == Some(user))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::runtime_root::RuntimeRoot;
+
+    fn config(more: &str) -> Config {
+        let text = format!("name = \"web\"\nmemory = \"64MiB\"\n{more}\n[boot]\nkernel = \"k\"\n");
+        Config::parse(&text, Path::new("/machines/web.toml"), &RuntimeRoot::new("/run/hearth")).unwrap()
+    }
+
+    #[test]
+    fn a_runtime_folder_whose_sockets_do_not_fit_is_told() {
+        assert_eq!(socket_paths(&config("")), None);
+        let long = config(&format!("runtime_folder = \"/{}\"", "x".repeat(90)));
+        let problem = socket_paths(&long).unwrap();
+        assert_eq!(
+            problem.to_string(),
+            format!(
+                "error: runtime_folder: /{} is too long: with /userfault-9999.sock a socket's path has 111 bytes, 107 are allowed; choose a folder whose path is 4 bytes shorter",
+                "x".repeat(90)
+            )
+        );
+        assert_eq!(socket_paths(&config(&format!("runtime_folder = \"/{}\"", "x".repeat(86)))), None);
+    }
+
+    #[test]
+    fn the_user_of_qemu() {
+        assert_eq!(user(&config("qemu_user = \"root\""), true), None);
+        assert_eq!(user(&config(""), false), None);
+        let check = |more: &str, is_root, expect: &str| {
+            assert_eq!(user(&config(more), is_root).unwrap().to_string(), expect);
+        };
+        check(
+            "qemu_user = \"nobody-here\"",
+            true,
+            "error: qemu_user: there is no user nobody-here; make it (useradd --system nobody-here), or choose one that exists, such as nobody",
+        );
+        check(
+            "qemu_user = \"nobody\"",
+            false,
+            "error: qemu_user: only root can make QEMU become nobody; remove the line, or run hearth as root",
+        );
+        assert!(!user(&config(""), true).unwrap().is_error());
+    }
+}

@@ -1,0 +1,197 @@
+//! Checks of whole configurations on this host, each with one thing wrong.
+
+use std::fs;
+use std::path::PathBuf;
+
+use tempfile::TempDir;
+
+use super::*;
+
+/// A folder with a machine that could run, as far as this host allows.
+struct Fixture {
+    folder: TempDir,
+    root: RuntimeRoot,
+}
+
+fn fixture() -> Fixture {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("vmlinuz"), "kernel").unwrap();
+    fs::write(folder.path().join("root.img"), [0; 1 << 20]).unwrap();
+    let root = RuntimeRoot::new(folder.path().join("run"));
+    Fixture { folder, root }
+}
+
+const GOOD: &str = "
+name = \"web\"
+memory = \"32MiB\"
+memory_folder = \"/dev/shm/hearth-check-test\"
+[boot]
+kernel = \"vmlinuz\"
+[[disks]]
+path = \"root.img\"
+";
+
+impl Fixture {
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn config(&self, text: &str) -> Config {
+        Config::parse(text, &self.path("web.toml"), &self.root).unwrap()
+    }
+
+    /// Problems other than QEMU's: this host may have any, and any user may run the tests.
+    fn problems(&self, text: &str, purpose: Purpose) -> Vec<String> {
+        let mut problems = check(&self.config(text), &self.root, purpose);
+        problems.retain(|problem| !problem.subject.starts_with("qemu") && problem.subject != "accelerator");
+        let folder = format!("{}/", self.folder.path().display());
+        problems.iter().map(|problem| problem.to_string().replace(&folder, "")).collect()
+    }
+
+    fn check(&self, text: &str, expect: &[&str]) {
+        assert_eq!(self.problems(text, Purpose::Check), expect);
+    }
+}
+
+#[test]
+fn a_good_machine_has_no_problems() {
+    fixture().check(GOOD, &[]);
+}
+
+#[test]
+fn everything_that_is_missing_is_told_at_once() {
+    let fixture = fixture();
+    fs::remove_file(fixture.path("vmlinuz")).unwrap();
+    fs::remove_file(fixture.path("root.img")).unwrap();
+    fixture.check(&format!("{GOOD}[[nets]]\nkind = \"tap\"\nifname = \"hearth-none0\"\n"), &[
+        "error: boot.kernel: vmlinuz does not exist; name a Linux kernel, for example /boot/vmlinuz",
+        "error: disk disk0: disk image root.img does not exist; correct its path, or make the image with qemu-img create",
+        "error: nets[0].ifname: interface hearth-none0 does not exist; make it: ip tuntap add hearth-none0 mode tap && ip link set hearth-none0 up",
+    ]);
+}
+
+#[test]
+fn a_kernel_must_be_a_file() {
+    let fixture = fixture();
+    fs::remove_file(fixture.path("vmlinuz")).unwrap();
+    fs::create_dir(fixture.path("vmlinuz")).unwrap();
+    fixture.check(GOOD, &["error: boot.kernel: vmlinuz is not a file; name a Linux kernel, for example /boot/vmlinuz"]);
+}
+
+#[test]
+fn an_image_may_not_serve_two_disks() {
+    let fixture = fixture();
+    fs::hard_link(fixture.path("root.img"), fixture.path("other.img")).unwrap();
+    fixture.check(
+        &format!("{GOOD}[[disks]]\nname = \"data\"\npath = \"other.img\"\n"),
+        &["error: disk data: uses the same image as disk disk0; give each disk an image of its own"],
+    );
+}
+
+#[test]
+fn an_image_in_use_is_named_with_its_user() {
+    let fixture = fixture();
+    let path = fixture.path("root.img");
+    let options = hearth_disk::image::ImageOptions {
+        path,
+        format: hearth_disk::image::Format::Raw,
+        read_only: false,
+        direct: false,
+        lock_patience: std::time::Duration::ZERO,
+    };
+    let holder = hearth_disk::image::Image::open(&options).unwrap();
+    let problems = fixture.problems(GOOD, Purpose::Check);
+    assert_eq!(problems.len(), 1, "{problems:?}");
+    assert!(problems[0].starts_with("error: disk disk0: disk image root.img is in use by "), "{problems:?}");
+    assert!(problems[0].ends_with("; stop whoever uses it, or set read_only = true on both sides"), "{problems:?}");
+    drop(holder);
+    fixture.check(GOOD, &[]);
+}
+
+#[test]
+fn a_qcow2_image_that_is_called_raw_is_noticed() {
+    let fixture = fixture();
+    let mut image = vec![0; 1 << 20];
+    image[..4].copy_from_slice(b"QFI\xfb");
+    fs::write(fixture.path("root.img"), image).unwrap();
+    fixture.check(GOOD, &[
+        "error: disk disk0: disk image root.img looks like qcow2; say format = \"qcow2\", or \"raw\" if that is meant",
+    ]);
+}
+
+#[test]
+fn memory_that_nobody_has_is_refused() {
+    let fixture = fixture();
+    let problems = fixture.problems(&GOOD.replace("32MiB", "16TiB"), Purpose::Check);
+    assert_eq!(problems.len(), 1, "{problems:?}");
+    assert!(problems[0].contains("too little"), "{problems:?}");
+}
+
+#[test]
+fn a_machine_that_runs_is_told_so_and_not_of_what_it_holds_itself() {
+    let fixture = fixture();
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let text = format!("{GOOD}[[nets]]\nforward = [\"{port}:80\"]\n");
+    assert_eq!(fixture.problems(&text, Purpose::Check).len(), 1, "the port is taken");
+
+    let runtime_folder = fixture.root.machine("web");
+    fs::create_dir_all(&runtime_folder).unwrap();
+    let lock = File::create(runtime_folder.join("keeper.lock")).unwrap();
+    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    fixture.check(&text, &["warning: web: is running already; changes take effect at its next start"]);
+    assert_eq!(
+        fixture.problems(&text, Purpose::Run),
+        ["error: web: is running already; see `hearth status web`; stop it with `hearth stop web`",]
+    );
+    drop(lock);
+    assert_eq!(fixture.problems(&text, Purpose::Check).len(), 1, "the port is taken");
+}
+
+#[test]
+fn a_qemu_without_a_keeper_keeps_its_ports() {
+    let fixture = fixture();
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let text = format!("{GOOD}[[nets]]\nforward = [\"{}:80\"]\n", listener.local_addr().unwrap().port());
+    assert_eq!(fixture.problems(&text, Purpose::Run).len(), 1, "the port is taken");
+
+    let mut journal = hearth_recovery::journal::Journal::new("web", 32 << 20);
+    let stat = fs::read_to_string("/proc/self/stat").unwrap();
+    let start = stat.rsplit_once(')').unwrap().1.split_ascii_whitespace().nth(19).unwrap();
+    let mut qemu = hearth_recovery::journal::QemuIdentity {
+        pid: std::process::id(),
+        start_ticks: start.parse().unwrap(),
+        generation: 1,
+        version: String::new(),
+        accelerator: String::new(),
+        accelerator_why: String::new(),
+        userfault_fd: None,
+        deaf: false,
+    };
+    journal.qemu = Some(qemu.clone());
+    let runtime_folder = fixture.root.machine("web");
+    fs::create_dir_all(&runtime_folder).unwrap();
+    journal.save(&runtime_folder.join("journal.json")).unwrap();
+    assert_eq!(fixture.problems(&text, Purpose::Run), [] as [&str; 0]);
+
+    // Its process id was given to another process.
+    qemu.start_ticks += 1;
+    journal.qemu = Some(qemu);
+    journal.save(&runtime_folder.join("journal.json")).unwrap();
+    assert_eq!(fixture.problems(&text, Purpose::Run).len(), 1, "the port is taken");
+}
+
+#[test]
+fn memory_on_a_disk_is_a_warning() {
+    let fixture = fixture();
+    let config = fixture.config(GOOD);
+    let room = |kind| hearth_memory::room::Room { kind, free_bytes: None, total_bytes: None };
+    let mut problems = Vec::new();
+    memory::suitable(&config, room(hearth_memory::room::FileSystemKind::Tmpfs), &mut problems);
+    assert_eq!(problems, []);
+    memory::suitable(&config, room(hearth_memory::room::FileSystemKind::Other { magic: 0xef53 }), &mut problems);
+    assert_eq!(
+        problems[0].to_string(),
+        "warning: memory_folder: /dev/shm/hearth-check-test is not in host memory: the guest's RAM would be written to a disk; choose a folder on a tmpfs, such as /dev/shm"
+    );
+}

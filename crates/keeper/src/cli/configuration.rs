@@ -1,0 +1,87 @@
+//! `check`, `config`, and what `run` does before it runs.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::{CliError, Context, Exit};
+use crate::check::{self, Purpose};
+use crate::config::Config;
+use crate::problem::Problem;
+use crate::runtime_root::RuntimeRoot;
+
+/// The checked configuration; the error holds everything that keeps the machine from running.
+pub fn for_run(file: &Path, root: &RuntimeRoot) -> Result<Config, CliError> {
+    let wrong = |problems| CliError::Configuration { file: file.to_owned(), problems };
+    let config = Config::load(file, root).map_err(wrong)?;
+    let problems = check::check(&config, root, Purpose::Run);
+    if problems.iter().any(Problem::is_error) {
+        return Err(wrong(problems));
+    }
+    for problem in problems {
+        tracing::warn!("{}: {}; {}", problem.subject, problem.message, problem.hint);
+    }
+    root.enter(&config.name, &config.runtime_folder)
+        .map_err(|source| CliError::File { path: root.machine(&config.name), source })?;
+    Ok(config)
+}
+
+pub fn check(context: &mut Context<'_>, file: &Path) -> Result<Exit, CliError> {
+    let problems = match Config::load(file, &context.root) {
+        Ok(config) => check::check(&config, &context.root, Purpose::Check),
+        Err(problems) => problems,
+    };
+    let errors = problems.iter().filter(|problem| problem.is_error()).count();
+    if context.json {
+        context.write_json(&problems)?;
+    } else {
+        for problem in &problems {
+            context.write_line(&problem.to_string())?;
+        }
+        context.write_line(&verdict(file, errors, problems.len() - errors))?;
+    }
+    Ok(if errors == 0 { Exit::Done } else { Exit::Wrong })
+}
+
+fn verdict(file: &Path, errors: usize, warnings: usize) -> String {
+    let count = |number, what| format!("{number} {what}{}", if number == 1 { "" } else { "s" });
+    let file = file.display();
+    match (errors, warnings) {
+        (0, 0) => format!("{file}: the machine can run"),
+        (0, _) => format!("{file}: the machine can run, with {}", count(warnings, "warning")),
+        (_, 0) => format!("{file}: the machine cannot run: {}", count(errors, "error")),
+        _ => format!("{file}: the machine cannot run: {}, {}", count(errors, "error"), count(warnings, "warning")),
+    }
+}
+
+/// The configuration of a file, or of a running machine.
+pub fn show(context: &mut Context<'_>, of: &str) -> Result<Exit, CliError> {
+    let value = if of.contains('/') || of.ends_with(".toml") {
+        let file = Path::new(of);
+        let config = Config::load(file, &context.root)
+            .map_err(|problems| CliError::Configuration { file: file.to_owned(), problems })?;
+        serde_json::to_value(config).expect("a configuration is plain data with text keys")
+    } else {
+        context.ask(of, |client| client.config())?
+    };
+    if context.json {
+        context.write_json(&value)?;
+    } else {
+        let text = toml::to_string(&without_nulls(value)).expect("JSON without nulls has a form in TOML");
+        context.write_line(text.trim_end())?;
+    }
+    Ok(Exit::Done)
+}
+
+/// TOML has no word for nothing.
+fn without_nulls(value: Value) -> Value {
+    match value {
+        Value::Object(fields) => fields
+            .into_iter()
+            .filter(|(_, value)| !value.is_null())
+            .map(|(key, value)| (key, without_nulls(value)))
+            .collect(),
+        Value::Array(items) => items.into_iter().map(without_nulls).collect(),
+        other => other,
+    }
+}

@@ -1,0 +1,55 @@
+//! `hearth events`: what happened, from the keeper or, after its end, from the file it left.
+
+use hearth_api::EventRecord;
+
+use super::{CliError, Context, Exit, describe};
+use crate::client::ClientError;
+use crate::event_log::read_file;
+
+pub fn show(context: &mut Context<'_>, name: &str, since: u64, follow: bool) -> Result<Exit, CliError> {
+    if follow {
+        match context.client(name).follow(since) {
+            Ok(stream) => {
+                for record in stream {
+                    let record = record.map_err(|error| context.explained(name, error))?;
+                    write(context, &record)?;
+                }
+                return Ok(Exit::Done);
+            }
+            Err(ClientError::NotRunning { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+        // What there is, and then the word that nothing more will come.
+        write_all(context, &left_behind(context, name, since)?)?;
+        return Err(context.not_running(name));
+    }
+    let records = match context.client(name).events(since) {
+        Err(ClientError::NotRunning { .. }) => left_behind(context, name, since)?,
+        other => other.map_err(|error| context.explained(name, error))?,
+    };
+    write_all(context, &records)?;
+    Ok(Exit::Done)
+}
+
+/// Events of a machine whose keeper is gone; an unknown machine has left none.
+fn left_behind(context: &Context<'_>, name: &str, since: u64) -> Result<Vec<EventRecord>, CliError> {
+    let folder = context.root.machine(name);
+    let mut records = read_file(&folder).map_err(|source| CliError::File { path: folder, source })?;
+    if records.is_empty() {
+        return Err(context.not_running(name));
+    }
+    records.retain(|record| record.sequence > since);
+    Ok(records)
+}
+
+fn write_all(context: &mut Context<'_>, records: &[EventRecord]) -> Result<(), CliError> {
+    records.iter().try_for_each(|record| write(context, record))
+}
+
+fn write(context: &mut Context<'_>, record: &EventRecord) -> Result<(), CliError> {
+    if context.json { context.write_json(record) } else { context.write_line(&line(record)) }
+}
+
+pub fn line(record: &EventRecord) -> String {
+    format!("{}  {:>4}  [{}]  {}", record.time, record.sequence, record.incarnation, describe(&record.event))
+}

@@ -1,0 +1,71 @@
+//! `hearth ls`: all machines, running or not.
+
+use std::time::Duration;
+
+use hearth_api::MachineStatus;
+use serde::Serialize;
+
+use crate::check::life;
+
+use super::text::{Side, bytes, table, uptime};
+use super::{CliError, Context, Exit};
+
+/// One machine that hangs must not keep the others from being listed.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+#[derive(Serialize)]
+struct Listed {
+    name: String,
+    /// None: no keeper answers.
+    status: Option<MachineStatus>,
+    /// Why there is no status.
+    why: Option<String>,
+    /// The guest runs, and waits for `hearth run` to take it over.
+    orphaned: bool,
+}
+
+pub fn list(context: &mut Context<'_>) -> Result<Exit, CliError> {
+    let machines: Vec<Listed> = context.root.names().into_iter().map(|name| look(context, name)).collect();
+    if context.json {
+        context.write_json(&machines)?;
+        return Ok(Exit::Done);
+    }
+    if machines.is_empty() {
+        let line = format!("no machine in {}; start one with `hearth run FILE`", context.root.path().display());
+        context.write_line(&line)?;
+        return Ok(Exit::Done);
+    }
+    let head = ["NAME", "STATE", "INCARNATION", "UP", "RAM", "HELD", "ACCELERATOR"].map(str::to_owned).to_vec();
+    let rows: Vec<Vec<String>> = std::iter::once(head).chain(machines.iter().map(row)).collect();
+    let sides = [Side::Left, Side::Left, Side::Right, Side::Left, Side::Right, Side::Right, Side::Left];
+    for line in table(&sides, &rows) {
+        context.write_line(&line)?;
+    }
+    Ok(Exit::Done)
+}
+
+fn look(context: &Context<'_>, name: String) -> Listed {
+    match context.client(&name).with_patience(PATIENCE).status() {
+        Ok(status) => Listed { name, status: Some(status), why: None, orphaned: false },
+        Err(error) => {
+            let orphaned = life::orphaned_qemu(&context.root.machine(&name)).is_some();
+            Listed { name, status: None, why: Some(error.to_string()), orphaned }
+        }
+    }
+}
+
+fn row(listed: &Listed) -> Vec<String> {
+    let Some(status) = &listed.status else {
+        let state = if listed.orphaned { "keeper dead" } else { "not running" };
+        return vec![listed.name.clone(), state.to_owned()];
+    };
+    vec![
+        listed.name.clone(),
+        status.state.name().to_owned(),
+        status.incarnation.to_string(),
+        uptime(status.uptime_s),
+        bytes(status.memory.ram_bytes),
+        bytes(status.memory.resident_bytes + status.memory.ember_bytes),
+        status.qemu.as_ref().map(|qemu| qemu.accelerator.clone()).unwrap_or_default(),
+    ]
+}

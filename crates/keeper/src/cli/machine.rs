@@ -1,0 +1,44 @@
+//! From a machine's name to its keeper.
+
+use std::time::Duration;
+
+use super::{CliError, Context};
+use crate::check::life;
+use crate::client::{Client, ClientError};
+use crate::runtime_root::RuntimeRoot;
+
+/// A keeper that is asked whether it is there.
+const PRESENCE_PATIENCE: Duration = Duration::from_secs(2);
+
+impl Context<'_> {
+    pub fn client(&self, name: &str) -> Client {
+        Client::new(self.root.api_socket(name))
+    }
+
+    /// An answer of the machine; if its keeper is not there, the error says which are.
+    pub fn ask<T>(&self, name: &str, question: impl FnOnce(&Client) -> Result<T, ClientError>) -> Result<T, CliError> {
+        question(&self.client(name)).map_err(|error| self.explained(name, error))
+    }
+
+    pub fn explained(&self, name: &str, error: ClientError) -> CliError {
+        match error {
+            ClientError::NotRunning { .. } => self.not_running(name),
+            other => other.into(),
+        }
+    }
+
+    pub fn not_running(&self, name: &str) -> CliError {
+        if let Some(qemu_pid) = life::orphaned_qemu(&self.root.machine(name)) {
+            return CliError::Orphaned { name: name.to_owned(), qemu_pid };
+        }
+        let others = running(&self.root).into_iter().filter(|other| other != name).collect();
+        CliError::NotRunning { name: name.to_owned(), others, root: self.root.path().to_owned() }
+    }
+}
+
+/// Names of the machines whose keepers answer.
+fn running(root: &RuntimeRoot) -> Vec<String> {
+    let mut names = root.names();
+    names.retain(|name| Client::new(root.api_socket(name)).with_patience(PRESENCE_PATIENCE).status().is_ok());
+    names
+}

@@ -1,0 +1,511 @@
+//! The command line: `hearth VERB`.
+//!
+//! parse -> one function a verb -> exit code
+//!
+//! Verbs that name a machine go through its API like any other client; only `run` and `check` look at the host. What a
+//! verb has to say goes to standard output, in words or, with `--json`, as JSON; what went wrong goes to standard error,
+//! once, as a chain.
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use hearth_api::{
+    CrashMethod, CrashRequest, DumpCompression, DumpFormat, DumpRequest, RebootRequest, RejuvenateRequest, StopRequest,
+};
+use hearth_recovery::vmcore::FileError;
+use hearth_recovery::vmcore::linux::NotUnderstood;
+
+use crate::client::ClientError;
+use crate::config::Config;
+use crate::problem::Problem;
+use crate::runtime_root::RuntimeRoot;
+
+mod configuration;
+mod console;
+mod events;
+mod explain;
+mod list;
+mod machine;
+mod order;
+mod pages;
+mod status;
+#[cfg(test)]
+mod tests;
+mod text;
+mod vmcore;
+mod words;
+
+pub use words::describe;
+
+/// What the process ends with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exit {
+    Done = 0,
+    /// It was tried and failed.
+    Failed = 1,
+    /// The command line or the configuration is wrong.
+    Wrong = 2,
+    /// The machine does not run.
+    NotRunning = 3,
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> Self {
+        Self::from(exit as u8)
+    }
+}
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0  done
+  1  it was tried and failed
+  2  the command line or the configuration is wrong
+  3  the machine does not run";
+
+const EXAMPLES: &str = "\
+Examples:
+  hearth check web.toml            say everything that is wrong with a configuration
+  hearth run web.toml              start the machine; stays in the foreground
+  hearth status web                how it is, and what its ember was good for
+  hearth console web               its serial console; Ctrl-] leaves it
+  hearth reboot web                a new incarnation, with the file cache of the old one
+  hearth rejuvenate web            another QEMU under the running guest
+  hearth explain web               where the time of the last recovery went
+  hearth events web --follow       what happens, as it happens
+";
+
+/// Recovery layer for QEMU/KVM virtual machines: memory outlives whatever died.
+#[derive(Debug, Parser)]
+#[command(name = "hearth", version, after_help = format!("{EXAMPLES}\n{EXIT_CODES}"))]
+pub struct Cli {
+    #[command(subcommand)]
+    verb: Verb,
+
+    /// Answer in JSON instead of words.
+    #[arg(long, global = true)]
+    json: bool,
+
+    /// Folder that holds one folder per running machine.
+    ///
+    /// /run/hearth for root; $XDG_RUNTIME_DIR/hearth for others.
+    #[arg(long, global = true, value_name = "FOLDER", env = "HEARTH_RUNTIME_ROOT")]
+    runtime_root: Option<PathBuf>,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Start a machine and look after it, in the foreground.
+    ///
+    /// If the machine's QEMU is still alive because only its keeper died, it is taken over as it runs. SIGTERM or
+    /// Ctrl-C asks the guest to shut down; a second one ends it at once. HEARTH_LOG sets what is logged: error, warn,
+    /// info (default), debug.
+    #[command(after_help = "Example: hearth run /etc/hearth/web.toml")]
+    Run(FileArgument),
+    /// Say everything that is wrong with a configuration and its surroundings, without starting anything.
+    #[command(after_help = "Example: hearth check web.toml --json\n\nExit codes: 0 the machine can run, 2 it cannot")]
+    Check(FileArgument),
+    /// List the machines.
+    Ls,
+    /// Show how a machine is.
+    Status(NameArgument),
+    /// Connect to the guest's serial console.
+    ///
+    /// Ctrl-] leaves it. Any number of consoles may be open; each first gets the recent output. Without a terminal,
+    /// input and output are passed on as they are.
+    Console(NameArgument),
+    /// End the living incarnation and start the next one.
+    ///
+    /// The guest is asked to shut down and has a minute to do so.
+    #[command(after_help = "Example: hearth reboot web --cold --force")]
+    Reboot {
+        #[command(flatten)]
+        machine: NameArgument,
+        /// Keep nothing of the old memory.
+        #[arg(long)]
+        cold: bool,
+        /// Do not ask the guest: like a power cut.
+        #[arg(long)]
+        force: bool,
+        #[command(flatten)]
+        wait: WaitArgument,
+    },
+    /// Power a machine off and end its keeper.
+    ///
+    /// The guest is asked to shut down and has a minute to do so.
+    Stop {
+        #[command(flatten)]
+        machine: NameArgument,
+        /// Do not ask the guest: like a power cut.
+        #[arg(long)]
+        force: bool,
+        #[command(flatten)]
+        wait: WaitArgument,
+    },
+    /// Make the guest's kernel panic, for drills.
+    ///
+    /// The guest must be set up for it: `sysctl kernel.unknown_nmi_panic=1` for the method nmi, a keyboard driver and
+    /// `sysctl kernel.sysrq=1` for sysrq.
+    #[command(after_help = "Example: hearth crash web --wait")]
+    Crash {
+        #[command(flatten)]
+        machine: NameArgument,
+        /// How the guest is made to panic.
+        #[arg(long, value_enum, default_value_t = Method::Nmi)]
+        method: Method,
+        /// Wait until the next incarnation runs.
+        #[arg(long)]
+        wait: bool,
+    },
+    /// Dump the memory of a machine's guest to a file, as a crash does.
+    ///
+    /// The guest runs on, but for a millisecond in which its registers are taken; so the dump does not show one moment,
+    /// unless --pause is given. Formats, levels and tools are described in docs/crash-recovery.md.
+    #[command(after_help = "Example: hearth dump web --level 17 -o /srv/web.vmcore")]
+    Dump(DumpArguments),
+    /// Replace a machine's QEMU under its running guest.
+    ///
+    /// The guest stands still for some milliseconds; its memory, disks, console and connections stay. If anything goes
+    /// wrong before the new QEMU has the guest it goes on with the old one, and this says why.
+    #[command(after_help = "Example: hearth rejuvenate web --qemu /opt/qemu-10/bin/qemu-system-x86_64")]
+    Rejuvenate {
+        #[command(flatten)]
+        machine: NameArgument,
+        /// Another QEMU than the configured one, until the keeper ends.
+        #[arg(long, value_name = "PATH")]
+        qemu: Option<PathBuf>,
+        #[command(flatten)]
+        wait: WaitArgument,
+    },
+    /// Show what happened to a machine.
+    ///
+    /// Works after the machine's end, too. With --json: one object a line.
+    #[command(after_help = "Example: hearth events web --follow --json")]
+    Events {
+        #[command(flatten)]
+        machine: NameArgument,
+        /// Go on with what happens from now on, until the keeper ends.
+        #[arg(long, short)]
+        follow: bool,
+        /// Only events after the one with this sequence.
+        #[arg(long, value_name = "SEQUENCE", default_value_t = 0)]
+        since: u64,
+    },
+    /// Show where the time of the last recovery went.
+    Explain(NameArgument),
+    /// Tell the guest that a disk's image was resized.
+    #[command(after_help = "Example: truncate -s 20G data.img && hearth resize web data")]
+    Resize {
+        #[command(flatten)]
+        machine: NameArgument,
+        /// Name of the disk, as `hearth status` shows it.
+        disk: String,
+    },
+    /// Look into a dump of a guest's memory.
+    ///
+    /// Reads kdump files (zstd, lzo, zlib or uncompressed) and ELF cores, of Hearth, makedumpfile or QEMU, also
+    /// flattened or incomplete ones. For more there are crash and drgn.
+    Vmcore {
+        #[command(subcommand)]
+        verb: VmcoreVerb,
+    },
+    /// Show a configuration with all defaults filled in.
+    Config {
+        /// A configuration file (has a "/" or ends in .toml), or the name of a running machine.
+        #[arg(value_name = "FILE|NAME")]
+        of: String,
+    },
+    /// Print a completion script for a shell.
+    #[command(after_help = "Example: hearth completions bash > /etc/bash_completion.d/hearth")]
+    Completions { shell: clap_complete::Shell },
+    /// Write the manual pages.
+    #[command(after_help = "Example: hearth man /usr/local/share/man/man1")]
+    Man {
+        /// Folder to write them to; it must exist.
+        folder: PathBuf,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+enum VmcoreVerb {
+    /// Show what a dump is: kernel, panic, pages, registers and the end of the kernel log.
+    #[command(after_help = "Example: hearth vmcore info /var/lib/hearth/web/dumps/3.vmcore --json")]
+    Info(DumpArgument),
+    /// Print the kernel log that is in a dump.
+    #[command(after_help = "Example: hearth vmcore dmesg 3.vmcore | tail -40")]
+    Dmesg(DumpArgument),
+}
+
+#[derive(Debug, Args)]
+struct DumpArgument {
+    /// The dump.
+    file: PathBuf,
+}
+
+#[derive(Debug, Args)]
+struct FileArgument {
+    /// The machine's configuration file; docs/config.md describes it.
+    file: PathBuf,
+}
+
+#[derive(Debug, Args)]
+struct NameArgument {
+    /// Name of the machine.
+    name: String,
+}
+
+#[derive(Debug, Args)]
+struct DumpArguments {
+    #[command(flatten)]
+    machine: NameArgument,
+    /// Let the guest run meanwhile (this is the default).
+    #[arg(long, conflicts_with = "pause")]
+    live: bool,
+    /// Hold the guest still until the dump is written.
+    #[arg(long)]
+    pause: bool,
+    /// What is left out, as makedumpfile counts: 1 zero pages, 2 cache, 4 private cache, 8 user data, 16 free pages.
+    #[arg(long, value_parser = clap::value_parser!(u8).range(0..=31))]
+    level: Option<u8>,
+    #[arg(long, value_enum)]
+    format: Option<DumpFormatWord>,
+    /// Of kdump files.
+    #[arg(long, value_enum)]
+    compress: Option<CompressionWord>,
+    /// The file; it must not exist.
+    #[arg(long, short, value_name = "FILE")]
+    output: Option<PathBuf>,
+    /// Go on with a dump that waits: for room on the disk, say.
+    #[arg(long, conflicts_with_all = ["live", "pause", "level", "format", "compress", "output", "discard"])]
+    resume: bool,
+    /// Give up what dumps have not written yet. The file stays, marked incomplete.
+    #[arg(long, conflicts_with_all = ["live", "pause", "level", "format", "compress", "output"])]
+    discard: bool,
+    #[command(flatten)]
+    wait: WaitArgument,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum DumpFormatWord {
+    /// kdump-compressed, as makedumpfile writes it.
+    Kdump,
+    /// ELF core, uncompressed.
+    Elf,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum CompressionWord {
+    Zstd,
+    Lzo,
+    Zlib,
+    None,
+}
+
+#[derive(Debug, Args)]
+struct WaitArgument {
+    /// Do not wait until it is done.
+    #[arg(long)]
+    no_wait: bool,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Method {
+    /// Non-maskable interrupt.
+    Nmi,
+    /// The keys Alt-SysRq-C.
+    Sysrq,
+}
+
+/// What a verb can fail with.
+#[derive(Debug, thiserror::Error)]
+pub enum CliError {
+    #[error("{name} does not run; {}", words::others(others, root))]
+    NotRunning { name: String, others: Vec<String>, root: PathBuf },
+    #[error("{name}: its keeper has died and its QEMU (pid {qemu_pid}) runs on; `hearth run FILE` takes it over")]
+    Orphaned { name: String, qemu_pid: u32 },
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    #[error("{file}: the machine cannot run")]
+    Configuration { file: PathBuf, problems: Vec<Problem> },
+    #[error("{name}: {what}")]
+    Machine { name: String, what: String },
+    #[error("{path}: cannot be used")]
+    File { path: PathBuf, source: io::Error },
+    #[error(transparent)]
+    Vmcore(#[from] FileError),
+    #[error("{path}: no kernel log can be read from it")]
+    NoLog { path: PathBuf, source: NotUnderstood },
+    #[error("the terminal cannot be used")]
+    Terminal(#[source] io::Error),
+    #[error("the output cannot be written")]
+    Output(#[from] io::Error),
+}
+
+impl CliError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::NotRunning { .. } | Self::Orphaned { .. } => Exit::NotRunning,
+            Self::Configuration { .. } => Exit::Wrong,
+            // `hearth events web | head` is no failure.
+            Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => Exit::Done,
+            _ => Exit::Failed,
+        }
+    }
+}
+
+/// What every verb needs.
+struct Context<'a> {
+    root: RuntimeRoot,
+    json: bool,
+    out: &'a mut dyn Write,
+}
+
+/// The whole program. `run` looks after a machine until it has stopped.
+pub fn main(run: fn(Config) -> ExitCode) -> ExitCode {
+    let cli = Cli::parse();
+    log_to_stderr();
+    let mut out = io::stdout().lock();
+    let done = match cli.verb {
+        // The machine may run for years: the lock on standard output is not taken along.
+        Verb::Run(FileArgument { file }) => {
+            drop(out);
+            configuration::for_run(&file, &root_of(cli.runtime_root)).map(run)
+        }
+        verb => perform(verb, cli.json, cli.runtime_root, &mut out).map(ExitCode::from),
+    };
+    done.unwrap_or_else(|error| {
+        complain(&error);
+        error.exit().into()
+    })
+}
+
+fn root_of(given: Option<PathBuf>) -> RuntimeRoot {
+    given.map_or_else(RuntimeRoot::for_this_user, RuntimeRoot::new)
+}
+
+/// To standard error: one line an event, as systemd's journal likes it. HEARTH_LOG takes what `tracing` takes.
+fn log_to_stderr() {
+    let filter = tracing_subscriber::EnvFilter::try_from_env("HEARTH_LOG")
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
+    let ansi = rustix::termios::isatty(io::stderr());
+    // Fails only if a log was set up before, as in tests.
+    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_ansi(ansi).try_init();
+}
+
+fn complain(error: &CliError) {
+    if error.exit() == Exit::Done {
+        return;
+    }
+    if let CliError::Configuration { problems, .. } = error {
+        problems.iter().for_each(|problem| eprintln!("{problem}"));
+    }
+    eprintln!("hearth: {}", crate::chain(error));
+}
+
+fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -> Result<Exit, CliError> {
+    let mut context = Context { root: root_of(root), json, out };
+    let context = &mut context;
+    match verb {
+        Verb::Run(_) => unreachable!("`main` takes this one"),
+        Verb::Check(FileArgument { file }) => configuration::check(context, &file),
+        Verb::Ls => list::list(context),
+        Verb::Status(NameArgument { name }) => status::show(context, &name),
+        Verb::Console(NameArgument { name }) => console::connect(context, &name),
+        Verb::Reboot { machine, cold, force, wait } => {
+            order::reboot(context, &machine.name, RebootRequest { cold, force }, !wait.no_wait)
+        }
+        Verb::Stop { machine, force, wait } => {
+            order::stop(context, &machine.name, StopRequest { force }, !wait.no_wait)
+        }
+        Verb::Crash { machine, method, wait } => {
+            order::crash(context, &machine.name, CrashRequest { method: method.into() }, wait)
+        }
+        Verb::Dump(arguments) => dump(context, arguments),
+        Verb::Rejuvenate { machine, qemu, wait } => {
+            order::rejuvenate(context, &machine.name, RejuvenateRequest { qemu: qemu.map(absolute) }, !wait.no_wait)
+        }
+        Verb::Events { machine, follow, since } => events::show(context, &machine.name, since, follow),
+        Verb::Explain(NameArgument { name }) => explain::show(context, &name),
+        Verb::Resize { machine, disk } => order::resize(context, &machine.name, &disk),
+        Verb::Vmcore { verb: VmcoreVerb::Info(DumpArgument { file }) } => vmcore::info(context, &file),
+        Verb::Vmcore { verb: VmcoreVerb::Dmesg(DumpArgument { file }) } => vmcore::dmesg(context, &file),
+        Verb::Config { of } => configuration::show(context, &of),
+        Verb::Completions { shell } => pages::completions(context, shell),
+        Verb::Man { folder } => pages::manual(context, &folder),
+    }
+}
+
+fn dump(context: &mut Context<'_>, arguments: DumpArguments) -> Result<Exit, CliError> {
+    let (name, wait) = (&arguments.machine.name, !arguments.wait.no_wait);
+    if arguments.resume {
+        return order::resume_dump(context, name, wait);
+    }
+    if arguments.discard {
+        return order::discard_dump(context, name, wait);
+    }
+    let output = match arguments.output {
+        None => None,
+        Some(path) => {
+            // The keeper has another working folder.
+            let whole = std::path::absolute(&path).map_err(|source| CliError::File { path, source })?;
+            Some(whole.display().to_string())
+        }
+    };
+    let request = DumpRequest {
+        pause: arguments.pause,
+        level: arguments.level,
+        format: arguments.format.map(Into::into),
+        compression: arguments.compress.map(Into::into),
+        output,
+    };
+    order::dump(context, name, &request, wait)
+}
+
+impl From<DumpFormatWord> for DumpFormat {
+    fn from(word: DumpFormatWord) -> Self {
+        match word {
+            DumpFormatWord::Kdump => Self::Kdump,
+            DumpFormatWord::Elf => Self::Elf,
+        }
+    }
+}
+
+impl From<CompressionWord> for DumpCompression {
+    fn from(word: CompressionWord) -> Self {
+        match word {
+            CompressionWord::Zstd => Self::Zstd,
+            CompressionWord::Lzo => Self::Lzo,
+            CompressionWord::Zlib => Self::Zlib,
+            CompressionWord::None => Self::None,
+        }
+    }
+}
+
+/// The keeper may have been started in another folder.
+fn absolute(path: PathBuf) -> PathBuf {
+    std::path::absolute(&path).unwrap_or(path)
+}
+
+impl From<Method> for CrashMethod {
+    fn from(method: Method) -> Self {
+        match method {
+            Method::Nmi => Self::Nmi,
+            Method::Sysrq => Self::Sysrq,
+        }
+    }
+}
+
+impl Context<'_> {
+    /// One JSON value on a line of its own.
+    fn write_json(&mut self, value: &impl serde::Serialize) -> Result<(), CliError> {
+        let text = serde_json::to_string(value).expect("what is shown is plain data with text keys");
+        writeln!(self.out, "{text}")?;
+        Ok(self.out.flush()?)
+    }
+
+    fn write_line(&mut self, line: &str) -> Result<(), CliError> {
+        writeln!(self.out, "{line}")?;
+        Ok(self.out.flush()?)
+    }
+}

@@ -1,0 +1,213 @@
+//! Orders: reboot, stop, crash, dump, rejuvenate, resize. Unless told otherwise they wait for the end, and say how it goes.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use hearth_api::{
+    Accepted, CrashRequest, DumpRequest, EventKind, EventRecord, MachineState, RebootRequest, RejuvenateRequest,
+    StopRequest,
+};
+
+use crate::check::life;
+
+use super::text::bytes;
+use super::{CliError, Context, Exit, events};
+
+/// A keeper gives its clients two seconds to hear its last words.
+const FAREWELL_PATIENCE: Duration = Duration::from_secs(5);
+const FAREWELL_STEP: Duration = Duration::from_millis(5);
+
+/// What an order waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Goal {
+    /// An incarnation with a greater number runs.
+    NextAfter(u32),
+    Stopped,
+    /// A dump is complete.
+    Dumped,
+    /// A dump is over, complete or not.
+    DumpOver,
+    Rejuvenated,
+}
+
+/// How an event bears on a goal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Bearing {
+    Reached,
+    /// It can no longer be reached.
+    Lost,
+    Open,
+}
+
+pub fn reboot(context: &mut Context<'_>, name: &str, request: RebootRequest, wait: bool) -> Result<Exit, CliError> {
+    let goal = next_incarnation(context, name, wait)?;
+    let accepted = context.ask(name, |client| client.reboot(request))?;
+    conclude(context, name, accepted, goal)
+}
+
+pub fn stop(context: &mut Context<'_>, name: &str, request: StopRequest, wait: bool) -> Result<Exit, CliError> {
+    let accepted = context.ask(name, |client| client.stop(request))?;
+    conclude(context, name, accepted, wait.then_some(Goal::Stopped))
+}
+
+pub fn crash(context: &mut Context<'_>, name: &str, request: CrashRequest, wait: bool) -> Result<Exit, CliError> {
+    let goal = next_incarnation(context, name, wait)?;
+    let accepted = context.ask(name, |client| client.crash(request))?;
+    conclude(context, name, accepted, goal)
+}
+
+pub fn dump(context: &mut Context<'_>, name: &str, request: &DumpRequest, wait: bool) -> Result<Exit, CliError> {
+    let accepted = context.ask(name, |client| client.dump(request))?;
+    conclude(context, name, accepted, wait.then_some(Goal::Dumped))
+}
+
+pub fn resume_dump(context: &mut Context<'_>, name: &str, wait: bool) -> Result<Exit, CliError> {
+    let accepted = context.ask(name, |client| client.resume_dump())?;
+    conclude(context, name, accepted, wait.then_some(Goal::Dumped))
+}
+
+pub fn discard_dump(context: &mut Context<'_>, name: &str, wait: bool) -> Result<Exit, CliError> {
+    let accepted = context.ask(name, |client| client.discard_dump())?;
+    conclude(context, name, accepted, wait.then_some(Goal::DumpOver))
+}
+
+pub fn rejuvenate(
+    context: &mut Context<'_>,
+    name: &str,
+    request: RejuvenateRequest,
+    wait: bool,
+) -> Result<Exit, CliError> {
+    let accepted = context.ask(name, |client| client.rejuvenate(&request))?;
+    conclude(context, name, accepted, wait.then_some(Goal::Rejuvenated))
+}
+
+pub fn resize(context: &mut Context<'_>, name: &str, disk: &str) -> Result<Exit, CliError> {
+    let size = context.ask(name, |client| client.resize(disk))?;
+    if context.json {
+        context.write_json(&size)?;
+    } else {
+        context.write_line(&format!("{name}: disk {disk} now has {}", bytes(size.bytes)))?;
+    }
+    Ok(Exit::Done)
+}
+
+fn next_incarnation(context: &Context<'_>, name: &str, wait: bool) -> Result<Option<Goal>, CliError> {
+    if !wait {
+        return Ok(None);
+    }
+    Ok(Some(Goal::NextAfter(context.ask(name, |client| client.status())?.incarnation)))
+}
+
+/// Tells that the order was taken, or waits for its goal. With JSON: every event on the way, one a line.
+fn conclude(context: &mut Context<'_>, name: &str, accepted: Accepted, goal: Option<Goal>) -> Result<Exit, CliError> {
+    match goal {
+        None if context.json => context.write_json(&accepted)?,
+        None => {
+            context.write_line(&format!("{name}: on its way; `hearth events {name} --follow` tells how it goes"))?
+        }
+        Some(goal) => wait_for(context, name, accepted, goal)?,
+    }
+    Ok(Exit::Done)
+}
+
+fn wait_for(context: &mut Context<'_>, name: &str, accepted: Accepted, goal: Goal) -> Result<(), CliError> {
+    let stream = match context.client(name).follow(accepted.since) {
+        Ok(stream) => stream,
+        Err(error) => {
+            // A machine that stops at once may be gone before it can be watched.
+            let error = context.explained(name, error);
+            let stopped = goal == Goal::Stopped && matches!(error, CliError::NotRunning { .. });
+            return if stopped { Ok(()) } else { Err(error) };
+        }
+    };
+    for record in stream {
+        let record = record.map_err(|error| context.explained(name, error))?;
+        if context.json {
+            context.write_json(&record)?;
+        } else {
+            context.write_line(&events::line(&record))?;
+        }
+        match goal.bearing(&record) {
+            Bearing::Reached if goal == Goal::Stopped => break,
+            Bearing::Reached => return Ok(()),
+            Bearing::Lost => return Err(lost(name)),
+            Bearing::Open => {}
+        }
+    }
+    // The keeper has ended, or is about to. Whoever starts the machine again must not meet it.
+    if goal != Goal::Stopped {
+        return Err(lost(name));
+    }
+    wait_for_keepers_end(&context.root.machine(name));
+    Ok(())
+}
+
+/// A keeper lets the machine's lock go with its process, which follows its last event within moments.
+fn wait_for_keepers_end(runtime_folder: &Path) {
+    let deadline = Instant::now() + FAREWELL_PATIENCE;
+    while life::has_keeper(runtime_folder) && Instant::now() < deadline {
+        std::thread::sleep(FAREWELL_STEP);
+    }
+}
+
+fn lost(name: &str) -> CliError {
+    let what = format!("this did not come about; `hearth events {name}` tells why");
+    CliError::Machine { name: name.to_owned(), what }
+}
+
+impl Goal {
+    fn bearing(self, record: &EventRecord) -> Bearing {
+        match (self, &record.event) {
+            (Self::NextAfter(number), EventKind::IncarnationStarted { .. }) if record.incarnation > number => {
+                Bearing::Reached
+            }
+            (Self::Stopped, EventKind::StateChanged { to: MachineState::Stopped, .. }) => Bearing::Reached,
+            (Self::Dumped | Self::DumpOver, EventKind::DumpComplete { .. })
+            | (Self::DumpOver, EventKind::DumpIncomplete { .. }) => Bearing::Reached,
+            (Self::Dumped, EventKind::DumpIncomplete { .. } | EventKind::DumpWaits { .. }) => Bearing::Lost,
+            (Self::NextAfter(_), EventKind::StateChanged { to: MachineState::Stopped | MachineState::Paused, .. }) => {
+                Bearing::Lost
+            }
+            (Self::Rejuvenated, EventKind::Rejuvenated { .. }) => Bearing::Reached,
+            (Self::Rejuvenated, EventKind::RejuvenationFailed { .. } | EventKind::IncarnationEnded { .. }) => {
+                Bearing::Lost
+            }
+            (_, EventKind::StateChanged { to: MachineState::Failed, .. }) => Bearing::Lost,
+            _ => Bearing::Open,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(goal: Goal, incarnation: u32, event: EventKind, expect: Bearing) {
+        let record = EventRecord { sequence: 1, time: String::new(), machine: "web".into(), incarnation, event };
+        assert_eq!(goal.bearing(&record), expect, "{goal:?} {:?}", record.event);
+    }
+
+    #[test]
+    fn goals_are_reached_and_lost() {
+        let started = || EventKind::IncarnationStarted { generation: 3, warm: true };
+        let entered = |to| EventKind::StateChanged { from: MachineState::Running, to };
+        check(Goal::NextAfter(2), 3, started(), Bearing::Reached);
+        check(Goal::NextAfter(2), 2, started(), Bearing::Open);
+        check(Goal::NextAfter(2), 2, entered(MachineState::Failed), Bearing::Lost);
+        check(Goal::NextAfter(2), 2, entered(MachineState::Stopped), Bearing::Lost);
+        check(Goal::NextAfter(2), 2, entered(MachineState::Paused), Bearing::Lost);
+        check(Goal::NextAfter(2), 2, entered(MachineState::Recovering), Bearing::Open);
+        check(Goal::Stopped, 2, entered(MachineState::Stopped), Bearing::Reached);
+        check(Goal::Stopped, 2, entered(MachineState::Failed), Bearing::Lost);
+        check(Goal::Stopped, 2, EventKind::GuestPanicked, Bearing::Open);
+        let waits = || EventKind::DumpWaits { file: String::new(), why: String::new() };
+        let complete = EventKind::DumpComplete { file: String::new(), pages: 1, bytes: 1, duration_ms: 1.0 };
+        let incomplete = || EventKind::DumpIncomplete { file: String::new(), why: String::new() };
+        check(Goal::Dumped, 2, waits(), Bearing::Lost);
+        check(Goal::DumpOver, 2, waits(), Bearing::Open);
+        check(Goal::Dumped, 2, complete, Bearing::Reached);
+        check(Goal::Dumped, 2, incomplete(), Bearing::Lost);
+        check(Goal::DumpOver, 2, incomplete(), Bearing::Reached);
+        check(Goal::NextAfter(2), 2, waits(), Bearing::Open);
+    }
+}

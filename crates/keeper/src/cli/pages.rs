@@ -1,0 +1,39 @@
+//! Completion scripts and manual pages, made from the definition of the command line.
+
+use std::fs::{self, File};
+use std::path::Path;
+
+use clap::CommandFactory;
+
+use super::{Cli, CliError, Context, Exit};
+
+pub fn completions(context: &mut Context<'_>, shell: clap_complete::Shell) -> Result<Exit, CliError> {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "hearth", &mut script);
+    context.out.write_all(&script)?;
+    Ok(Exit::Done)
+}
+
+/// `hearth.1`, and `hearth-VERB.1` for each verb.
+pub fn manual(context: &mut Context<'_>, folder: &Path) -> Result<Exit, CliError> {
+    let unusable = |source| CliError::File { path: folder.to_owned(), source };
+    if !fs::metadata(folder).map_err(unusable)?.is_dir() {
+        return Err(unusable(std::io::ErrorKind::NotADirectory.into()));
+    }
+    let mut command = Cli::command();
+    command.build();
+    write_page(context, folder, command.clone(), "hearth")?;
+    for verb in command.get_subcommands().filter(|verb| verb.get_name() != "help") {
+        let name = format!("hearth-{}", verb.get_name());
+        write_page(context, folder, verb.clone(), &name)?;
+    }
+    Ok(Exit::Done)
+}
+
+fn write_page(context: &mut Context<'_>, folder: &Path, command: clap::Command, name: &str) -> Result<(), CliError> {
+    let path = folder.join(format!("{name}.1"));
+    let unusable = |source| CliError::File { path: path.clone(), source };
+    let mut file = File::create(&path).map_err(unusable)?;
+    clap_mangen::Man::new(command).render(&mut file).map_err(unusable)?;
+    context.write_line(&path.display().to_string())
+}

@@ -1,0 +1,252 @@
+//! `hearth status`: one page on how a machine is.
+
+use std::fmt::Display;
+
+use hearth_api::{
+    AdmissionStatus, DiskStatus, DumpFormat, DumpStatus, EmberMode, MachineStatus, Recovery, Rejuvenation,
+    UserfaultStatus,
+};
+
+use super::text::{bytes, milliseconds, percent, uptime};
+use super::{CliError, Context, Exit};
+
+/// With its heading a line of 100 columns.
+const BRIEF_CHARS: usize = 78;
+
+pub fn show(context: &mut Context<'_>, name: &str) -> Result<Exit, CliError> {
+    let status = context.ask(name, |client| client.status())?;
+    if context.json {
+        context.write_json(&status)?;
+    } else {
+        context.write_line(&page(&status))?;
+    }
+    Ok(Exit::Done)
+}
+
+pub fn page(status: &MachineStatus) -> String {
+    let mut lines = vec![headline(status)];
+    lines.extend(section("", &machine(status)));
+    lines.extend(section("memory", &memory(status)));
+    lines.extend(section("ember", &ember(status)));
+    for dump in &status.dumps {
+        lines.extend(section(&format!("dump of incarnation {}", dump.incarnation), &one_dump(dump)));
+    }
+    for disk in &status.disks {
+        lines.extend(section(&format!("disk {}", disk.name), &one_disk(disk)));
+    }
+    if !status.nets.is_empty() {
+        lines.extend(section("nets", &nets(status)));
+    }
+    lines.join("\n")
+}
+
+fn headline(status: &MachineStatus) -> String {
+    let why = status.state_why.as_ref().map(|why| format!(" ({why})")).unwrap_or_default();
+    let state = status.state.name();
+    format!("{}  {state}{why}, incarnation {}, up {}", status.name, status.incarnation, uptime(status.uptime_s))
+}
+
+fn section(heading: &str, rows: &[String]) -> Vec<String> {
+    let mut lines = if heading.is_empty() { Vec::new() } else { vec![String::new(), heading.to_owned()] };
+    lines.extend(rows.iter().map(|row| format!("  {}", row.trim_end())));
+    lines
+}
+
+/// A row that is a sentence.
+fn words(name: &str, text: impl Display) -> String {
+    format!("{name:<12}  {text}")
+}
+
+/// A row of numbers. The columns have one width on the whole page: the largest amount is `1023.9 MiB`.
+fn row(name: &str, amount: String, share: String, remark: String) -> String {
+    format!("{name:<12}  {amount:>10}  {share:>8}  {remark}")
+}
+
+fn rejuvenation_text(rejuvenation: &Rejuvenation) -> String {
+    match (&rejuvenation.failure, rejuvenation.pause_ms) {
+        (Some(failure), _) => format!("failed, {failure}"),
+        (None, pause) => format!(
+            "QEMU {} to {}, the guest stood still for {}",
+            rejuvenation.from_version,
+            rejuvenation.version.as_deref().unwrap_or("?"),
+            milliseconds(pause.unwrap_or_default())
+        ),
+    }
+}
+
+fn machine(status: &MachineStatus) -> Vec<String> {
+    let mut rows = Vec::new();
+    if let Some(cause) = status.cause_of_last_end {
+        rows.push(words("last end", cause.words()));
+    }
+    if let Some(recovery) = &status.last_recovery {
+        rows.push(words("recovery", recovery_text(&status.name, recovery)));
+    }
+    if let Some(rejuvenation) = &status.last_rejuvenation {
+        rows.push(words("rejuvenation", rejuvenation_text(rejuvenation)));
+    }
+    match &status.qemu {
+        None => rows.push(words("qemu", "none")),
+        Some(qemu) => {
+            let text = format!("{}, pid {}, generation {}", qemu.version, qemu.pid, qemu.generation);
+            rows.push(words("qemu", text));
+            rows.push(words("accelerator", format!("{} ({})", qemu.accelerator, brief(&qemu.accelerator_why))));
+            let userfault = match &qemu.userfault {
+                UserfaultStatus::HandedOver => "handed over".to_owned(),
+                UserfaultStatus::Absent { why } => format!("absent ({why})"),
+            };
+            rows.push(words("userfault", userfault));
+        }
+    }
+    let keeper = &status.keeper;
+    rows.push(words("keeper", format!("{}, pid {}, up {}", keeper.version, keeper.pid, uptime(keeper.uptime_s))));
+    rows
+}
+
+/// QEMU quotes whole assertions, with source files and lines; in full they are in the events and with `--json`.
+fn brief(why: &str) -> String {
+    if why.chars().count() <= BRIEF_CHARS {
+        return why.to_owned();
+    }
+    let cut: String = why.chars().take(BRIEF_CHARS).collect();
+    // At the end of a word, unless that would leave nothing.
+    let cut = cut.rsplit_once(' ').map_or(cut.as_str(), |(head, _)| head);
+    format!("{cut} ...")
+}
+
+fn recovery_text(name: &str, recovery: &Recovery) -> String {
+    let warmth = match (&recovery.why_cold, recovery.warm) {
+        (_, true) => "warm".to_owned(),
+        (Some(why), false) => format!("cold ({why})"),
+        (None, false) => "cold".to_owned(),
+    };
+    format!("{warmth}, in {} (`hearth explain {name}`)", milliseconds(recovery.duration_ms))
+}
+
+fn memory(status: &MachineStatus) -> Vec<String> {
+    let memory = &status.memory;
+    let part = |name, part| row(name, bytes(part), percent(part, memory.budget_bytes), String::new());
+    let known = format!("{} pages known to hold a disk block", status.ledger_pages);
+    vec![
+        row("RAM", bytes(memory.ram_bytes), String::new(), String::new()),
+        row("budget", bytes(memory.budget_bytes), String::new(), String::new()),
+        part("living", memory.resident_bytes),
+        part("ember", memory.ember_bytes),
+        part("held", memory.held_bytes),
+        part("peak", memory.peak_bytes),
+        row("ledger", String::new(), String::new(), known),
+    ]
+    .into_iter()
+    .chain(memory.admission.map(|admission| granted(&admission, memory.ram_bytes)))
+    .collect()
+}
+
+fn granted(admission: &AdmissionStatus, ram_bytes: u64) -> String {
+    let waited = milliseconds(admission.guest_wait_ms as f64);
+    let now = if admission.waiting > 0 { format!(", {} wait now", admission.waiting) } else { String::new() };
+    let remark = format!("the guest waited {waited} for memory{now}");
+    row("granted", bytes(admission.granted_bytes), percent(admission.granted_bytes, ram_bytes), remark)
+}
+
+fn ember(status: &MachineStatus) -> Vec<String> {
+    let ember = &status.ember;
+    if ember.mode == EmberMode::Off {
+        return vec![words("off", "every reboot is cold")];
+    }
+    if ember.pages_kept == 0 {
+        return vec![words("none", "no memory of an earlier incarnation is kept")];
+    }
+    let refused = ember.refused;
+    let page_bytes = ember.kept_bytes.checked_div(ember.pages_kept).unwrap_or(0);
+    let part = |name, pages: u64, held, remark: String| {
+        row(name, bytes(held), percent(pages, ember.pages_kept), format!("{pages} pages{remark}"))
+    };
+    let reasons = format!(
+        ": {} tag mismatch, {} overwritten, {} trimmed",
+        refused.tag_mismatch, refused.overwritten, refused.trimmed
+    );
+    vec![
+        part("kept", ember.pages_kept, ember.kept_bytes, String::new()),
+        part("served", ember.pages_served, ember.served_bytes, String::new()),
+        part("refused", refused.total(), refused.total() * page_bytes, reasons),
+        part("remaining", ember.pages_remaining, ember.remaining_bytes, String::new()),
+    ]
+}
+
+fn one_dump(dump: &DumpStatus) -> Vec<String> {
+    let why = dump.why.as_ref().map(|why| format!(": {why}")).unwrap_or_default();
+    let mut rows = vec![words("state", format!("{}{why}", dump.state.name()))];
+    rows.extend(dump.panic.as_ref().map(|panic| words("panic", panic)));
+    let how = match dump.format {
+        DumpFormat::Kdump => format!("kdump, {}", dump.compression.name()),
+        DumpFormat::Elf => "elf".to_owned(),
+    };
+    rows.push(words("file", format!("{} (level {}, {how})", dump.file, dump.level)));
+    let share = percent(dump.pages_written, dump.pages);
+    let to_go = dump.eta_s.map(|eta| format!(", {} to go", milliseconds(eta * 1e3))).unwrap_or_default();
+    let pace = format!("{} of {} pages, {:.1} MiB/s{to_go}", dump.pages_written, dump.pages, dump.mib_per_s);
+    rows.push(row("written", bytes(dump.written_bytes), share, pace));
+    if dump.held_bytes > 0 {
+        rows.push(row("held", bytes(dump.held_bytes), String::new(), "memory not yet released".to_owned()));
+    }
+    rows.extend(dump.warnings.iter().map(|warning| words("warning", warning)));
+    rows
+}
+
+fn one_disk(disk: &DiskStatus) -> Vec<String> {
+    let read = disk.read_warm_bytes + disk.read_image_bytes;
+    let connected = if disk.connected { "connected" } else { "not connected" };
+    let access = if disk.read_only { "read-only, " } else { "" };
+    let mut rows = vec![
+        words("image", format!("{}, {}", disk.path, disk.engine)),
+        words("size", format!("{}, {access}{connected}", bytes(disk.bytes))),
+        row("read", bytes(read), String::new(), format!("in {} requests", disk.reads)),
+        row("from memory", bytes(disk.read_warm_bytes), percent(disk.read_warm_bytes, read), String::new()),
+        row("from image", bytes(disk.read_image_bytes), percent(disk.read_image_bytes, read), String::new()),
+        row(
+            "written",
+            bytes(disk.written_bytes),
+            String::new(),
+            format!("in {} requests, {} flushes, {} discards", disk.writes, disk.flushes, disk.discards),
+        ),
+    ];
+    if disk.throttled_ms > 0 {
+        rows.push(words("throttled", milliseconds(disk.throttled_ms as f64)));
+    }
+    if disk.io_errors > 0 {
+        rows.push(words("I/O errors", disk.io_errors));
+    }
+    if disk.bad_requests > 0 {
+        rows.push(words("bad requests", disk.bad_requests));
+    }
+    rows
+}
+
+fn nets(status: &MachineStatus) -> Vec<String> {
+    let net = |net: &hearth_api::NetStatus| {
+        let forward = if net.forward.is_empty() { String::new() } else { format!(", {}", net.forward.join(", ")) };
+        words(&net.kind, format!("{}{forward}", net.mac))
+    };
+    status.nets.iter().map(net).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_reasons_are_cut_at_a_word() {
+        assert_eq!(brief("it works"), "it works");
+        let long = format!("KVM does not work here: {}", "error ".repeat(30));
+        let cut = brief(&long);
+        assert!(cut.starts_with("KVM does not work here: error error") && cut.ends_with("error ..."), "{cut}");
+        assert!(cut.chars().count() <= BRIEF_CHARS + 4, "{cut}");
+    }
+
+    #[test]
+    fn before_the_first_death_there_is_no_ember_to_tell_of() {
+        let mut status = crate::sample::status();
+        status.ember.pages_kept = 0;
+        assert!(page(&status).contains("ember\n  none          no memory of an earlier incarnation is kept\n"));
+    }
+}

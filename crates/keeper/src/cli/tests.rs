@@ -1,0 +1,454 @@
+//! The command line, as operators type it, against a keeper that is real up to its machine.
+
+use std::path::Path;
+
+use clap::CommandFactory;
+use hearth_api::{ApiError, DiskSize, EndCause, ErrorWord, EventKind, MachineState, RejuvenateRequest};
+use hearth_recovery::journal::{Journal, QemuIdentity};
+use tempfile::TempDir;
+
+use super::*;
+use crate::control::{Answer, Command, Control};
+use crate::event_log::EventLog;
+use crate::http::{self, Server};
+use crate::sample;
+
+/// One machine named web, in a runtime root of its own.
+struct Fixture {
+    folder: TempDir,
+    events: EventLog,
+    server: Option<Server>,
+}
+
+fn fixture() -> Fixture {
+    let folder = tempfile::tempdir().unwrap();
+    let runtime_folder = folder.path().join("web");
+    std::fs::create_dir(&runtime_folder).unwrap();
+    let events = EventLog::open("web", &runtime_folder).unwrap();
+    events.set_incarnation(2);
+    let control = Control::new({
+        let events = events.clone();
+        move |command, reply| reply.send(obey(&command, &events)).unwrap()
+    });
+    let context =
+        http::Context { control, events: events.clone(), config: serde_json::json!({"cpus": 2, "qemu": null}) };
+    let server = Server::start(&runtime_folder.join("api.sock"), context).unwrap();
+    Fixture { folder, events, server: Some(server) }
+}
+
+/// Does at once what a machine would do in time.
+fn obey(command: &Command, events: &EventLog) -> Result<Answer, ApiError> {
+    let entered = |from, to| events.record(EventKind::StateChanged { from, to });
+    match command {
+        Command::Status => return Ok(Answer::Status(Box::new(sample::status()))),
+        Command::Reboot(request) => {
+            events.record(EventKind::IncarnationEnded { cause: EndCause::OperatorReboot });
+            events.set_incarnation(3);
+            events.record(EventKind::IncarnationStarted { generation: 3, warm: !request.cold });
+        }
+        Command::Stop(_) => {
+            entered(MachineState::Running, MachineState::Stopping);
+            entered(MachineState::Stopping, MachineState::Stopped);
+        }
+        Command::Dump(request) if request.pause => {
+            events.record(EventKind::DumpWaits { file: "/d.incomplete".into(), why: "the disk is full".into() });
+        }
+        Command::Dump(_) | Command::ResumeDump => {
+            let file = "/d".to_owned();
+            events.record(EventKind::DumpComplete { file, pages: 1, bytes: 1 << 20, duration_ms: 5.0 });
+        }
+        Command::DiscardDump => {
+            events.record(EventKind::DumpIncomplete { file: "/d.incomplete".into(), why: "it was given up".into() });
+        }
+        Command::Crash(_) => {
+            entered(MachineState::Running, MachineState::Failed);
+        }
+        Command::Rejuvenate(RejuvenateRequest { qemu: None }) => {
+            let (from_version, version) = ("7.2.0".to_owned(), "10.0.2".to_owned());
+            events.record(EventKind::Rejuvenated { generation: 3, from_version, version, pause_ms: 3.2 });
+        }
+        Command::Rejuvenate(_) => {
+            let (phase, why) = ("launch".to_owned(), "there is no such program".to_owned());
+            events.record(EventKind::RejuvenationFailed { phase, why, guest_lost: false });
+        }
+        Command::Resize { disk } if disk == "root" => {
+            return Ok(Answer::Resized(DiskSize { disk: disk.clone(), bytes: 3 << 30 }));
+        }
+        Command::Resize { disk } => {
+            return Err(
+                ApiError::new(ErrorWord::NoSuchDisk, format!("web has no disk {disk}")).hint("its disks are: root")
+            );
+        }
+    }
+    Ok(Answer::Accepted)
+}
+
+impl Fixture {
+    /// What the verb wrote, and how it ended.
+    fn run(&self, arguments: &[&str]) -> (String, Result<Exit, CliError>) {
+        let root = self.folder.path().to_str().unwrap();
+        let cli = Cli::parse_from([&["hearth", "--runtime-root", root], arguments].concat());
+        let mut out = Vec::new();
+        let done = perform(cli.verb, cli.json, cli.runtime_root, &mut out);
+        (String::from_utf8(out).unwrap(), done)
+    }
+
+    fn output(&self, arguments: &[&str]) -> String {
+        let (output, done) = self.run(arguments);
+        assert_eq!(done.unwrap(), Exit::Done);
+        output
+    }
+
+    fn json(&self, arguments: &[&str]) -> serde_json::Value {
+        serde_json::from_str(&self.output(&[&["--json"], arguments].concat())).unwrap()
+    }
+
+    fn check_error(&self, arguments: &[&str], exit: Exit, text: &str) {
+        let error = self.run(arguments).1.unwrap_err();
+        assert_eq!((error.exit(), crate::chain(&error).as_str()), (exit, text));
+    }
+}
+
+#[test]
+fn the_definition_of_the_command_line_is_sound() {
+    Cli::command().debug_assert();
+}
+
+#[test]
+fn every_verb_is_parsed_as_documented() {
+    for line in [
+        "run web.toml",
+        "check web.toml --json",
+        "ls --json",
+        "status web",
+        "console web",
+        "reboot web --cold --force --no-wait",
+        "stop web --force",
+        "crash web --method sysrq --wait",
+        "events web --follow --since 7 --json",
+        "explain web",
+        "resize web data",
+        "config web",
+        "completions zsh",
+        "man out",
+    ] {
+        Cli::try_parse_from(["hearth"].into_iter().chain(line.split(' ')))
+            .unwrap_or_else(|error| panic!("{line}: {error}"));
+    }
+    for line in
+        ["", "status", "reboot", "resize web", "frobnicate web", "crash web --method boot", "events web --since x"]
+    {
+        assert!(Cli::try_parse_from(["hearth"].into_iter().chain(line.split_whitespace())).is_err(), "{line}");
+    }
+}
+
+/// The routes' page names commands: they must exist.
+#[test]
+fn every_command_that_the_api_page_names_exists() {
+    let cli = Cli::command();
+    for route in hearth_api::ROUTES.iter().filter(|route| !route.cli.is_empty()) {
+        let mut words = route.cli.split_whitespace().skip(1);
+        let verb = words.next().unwrap();
+        let command = cli.find_subcommand(verb).unwrap_or_else(|| panic!("{}", route.cli));
+        for flag in words.filter_map(|word| word.strip_prefix("[--")) {
+            let flag = flag.trim_end_matches(']');
+            assert!(command.get_arguments().any(|argument| argument.get_long() == Some(flag)), "{} {flag}", route.cli);
+        }
+    }
+}
+
+#[test]
+fn status_is_a_page_or_json() {
+    let fixture = fixture();
+    let page = fixture.output(&["status", "web"]);
+    let expect = "\
+web  running, incarnation 2, up 1 min 15 s
+  last end      guest panicked
+  recovery      warm, in 131.0 ms (`hearth explain web`)
+  qemu          7.2.9, pid 4712, generation 2
+  accelerator   tcg (/dev/kvm does not exist)
+  userfault     handed over
+  keeper        0.1.0, pid 4711, up 1 h 1 min
+
+memory
+  RAM             1.00 GiB
+  budget          1.03 GiB
+  living         300.0 MiB    28.5 %
+  ember          500.0 MiB    47.4 %
+  held           100.0 MiB     9.5 %
+  peak            1.02 GiB    98.7 %
+  ledger                              50000 pages known to hold a disk block
+  granted        320.0 MiB    31.2 %  the guest waited 1.250 s for memory, 2 wait now
+
+ember
+  kept           512.0 MiB   100.0 %  131072 pages
+  served           3.9 MiB     0.8 %  1000 pages
+  refused          240 KiB     0.0 %  60 pages: 10 tag mismatch, 20 overwritten, 30 trimmed
+  remaining      507.9 MiB    99.2 %  130012 pages
+
+dump of incarnation 1
+  state         writing
+  panic         sysrq triggered crash
+  file          /dumps/web-1-20260301T120000123Z.vmcore (level 31, kdump, zstd)
+  written         12.0 MiB    25.0 %  10000 of 40000 pages, 40.0 MiB/s, 3.000 s to go
+  held           117.2 MiB            memory not yet released
+  warning       no registers: QEMU was gone
+
+disk root
+  image         /machines/root.img, raw, io_uring, O_DIRECT
+  size          2.00 GiB, connected
+  read             5.0 MiB            in 1200 requests
+  from memory      4.0 MiB    80.0 %
+  from image       1.0 MiB    20.0 %
+  written          2.0 MiB            in 300 requests, 4 flushes, 1 discards
+  throttled     15.0 ms
+
+nets
+  user          52:54:00:12:34:56, 127.0.0.1:8080:80
+";
+    assert_eq!(page, expect, "\n{page}");
+    assert_eq!(fixture.json(&["status", "web"]), serde_json::to_value(sample::status()).unwrap());
+}
+
+#[test]
+fn explain_draws_the_phases() {
+    let fixture = fixture();
+    let expect = "\
+web: incarnation 2 runs 131.0 ms after the one before it ended (guest panicked, 2026-03-01T12:00:00.123Z); warm
+the guest said: sysrq triggered crash
+dump writing: 25 %, 12.0 MiB in 2.500 s, /dumps/web-1-20260301T120000123Z.vmcore
+512.0 MiB of disk blocks kept in 131072 pages, 100.0 MiB given back
+
+phase     start      took
+drain    0.0 ms    1.0 ms  |█                                               |
+bank     1.0 ms    0.5 ms  |█                                               |
+attach   1.5 ms    0.1 ms  | █                                              |
+settle   2.0 ms   60.0 ms  | ██████████████████████                         |
+launch  11.0 ms  120.0 ms  |    ████████████████████████████████████████████|
+";
+    let page = fixture.output(&["explain", "web"]);
+    assert_eq!(page, expect, "\n{page}");
+    assert_eq!(fixture.json(&["explain", "web"])["recovery"]["cause"], "panic");
+}
+
+#[test]
+fn machines_are_listed_running_or_not() {
+    let fixture = fixture();
+    std::fs::create_dir(fixture.folder.path().join("db")).unwrap();
+    let expect = "\
+NAME  STATE        INCARNATION  UP               RAM       HELD  ACCELERATOR
+db    not running
+web   running                2  1 min 15 s  1.00 GiB  800.0 MiB  tcg
+";
+    assert_eq!(fixture.output(&["ls"]), expect);
+    let list = fixture.json(&["ls"]);
+    assert_eq!((&list[0]["status"], &list[1]["status"]["state"]), (&serde_json::Value::Null, &"running".into()));
+}
+
+#[test]
+fn orders_wait_for_their_end() {
+    let fixture = fixture();
+    let output = fixture.output(&["reboot", "web", "--cold"]);
+    let words: Vec<&str> = output.lines().map(|line| line.split_once("  ").unwrap().1.trim_start()).collect();
+    assert_eq!(words, ["1  [2]  incarnation ended: reboot was ordered", "2  [3]  incarnation started, cold"]);
+    let output = fixture.output(&["stop", "web", "--json"]);
+    assert!(output.lines().last().unwrap().contains("\"to\":\"stopped\""), "{output}");
+    let output = fixture.output(&["stop", "web", "--no-wait"]);
+    assert_eq!(output, "web: on its way; `hearth events web --follow` tells how it goes\n");
+    assert_eq!(fixture.json(&["reboot", "web", "--no-wait"]), serde_json::json!({"since": 6}));
+}
+
+#[test]
+fn an_order_that_comes_to_nothing_is_an_error() {
+    let fixture = fixture();
+    let expect = "web: this did not come about; `hearth events web` tells why";
+    fixture.check_error(&["crash", "web", "--wait"], Exit::Failed, expect);
+    assert_eq!(fixture.output(&["resize", "web", "root"]), "web: disk root now has 3.00 GiB\n");
+    fixture.check_error(&["resize", "web", "data"], Exit::Failed, "web has no disk data; its disks are: root");
+}
+
+#[test]
+fn a_machine_that_does_not_run_is_told_with_those_that_do() {
+    let mut fixture = fixture();
+    for verb in [&["status", "db"][..], &["reboot", "db"], &["console", "db"], &["events", "db"], &["config", "db"]] {
+        fixture.check_error(verb, Exit::NotRunning, "db does not run; web does");
+    }
+    fixture.server = None;
+    let expect = format!(
+        "web does not run; no machine runs in {}; start one with `hearth run FILE`",
+        fixture.folder.path().display()
+    );
+    fixture.check_error(&["status", "web"], Exit::NotRunning, &expect);
+}
+
+/// This process stands for the QEMU that a dead keeper wrote down.
+fn this_process() -> QemuIdentity {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+    let start_ticks = stat.rsplit(')').next().unwrap().split_whitespace().nth(19).unwrap().parse().unwrap();
+    let (version, accelerator, accelerator_why) = ("7.2.0".to_owned(), "tcg".to_owned(), String::new());
+    QemuIdentity {
+        pid: std::process::id(),
+        start_ticks,
+        generation: 1,
+        version,
+        accelerator,
+        accelerator_why,
+        userfault_fd: None,
+        deaf: false,
+    }
+}
+
+#[test]
+fn a_dead_keeper_is_told_from_a_dead_machine() {
+    let mut fixture = fixture();
+    fixture.server = None;
+    let mut journal = Journal::new("web", 1 << 30);
+    journal.qemu = Some(this_process());
+    journal.save(&fixture.folder.path().join("web/journal.json")).unwrap();
+    let pid = std::process::id();
+    let expect = format!("web: its keeper has died and its QEMU (pid {pid}) runs on; `hearth run FILE` takes it over");
+    fixture.check_error(&["status", "web"], Exit::NotRunning, &expect);
+    assert!(fixture.output(&["ls"]).contains("web   keeper dead"));
+    // Another process under the same number is not it.
+    journal.qemu.as_mut().unwrap().start_ticks += 1;
+    journal.save(&fixture.folder.path().join("web/journal.json")).unwrap();
+    assert!(fixture.output(&["ls"]).contains("web   not running"));
+}
+
+#[test]
+fn events_outlive_the_keeper() {
+    let mut fixture = fixture();
+    for kind in [EventKind::GuestPanicked, EventKind::IncarnationEnded { cause: EndCause::Panic }] {
+        fixture.events.record(kind);
+    }
+    let alive = fixture.output(&["events", "web", "--json"]);
+    fixture.server = None;
+    assert_eq!(fixture.output(&["events", "web", "--json"]), alive);
+    assert_eq!(alive.lines().count(), 2);
+    let words = fixture.output(&["events", "web", "--since", "1"]);
+    assert!(words.ends_with("     2  [2]  incarnation ended: guest panicked\n"), "{words}");
+    let (output, done) = fixture.run(&["events", "web", "--follow", "--json"]);
+    assert_eq!((output, done.unwrap_err().exit()), (alive, Exit::NotRunning));
+}
+
+#[test]
+fn events_are_followed_until_the_keeper_ends() {
+    let fixture = fixture();
+    fixture.events.record(EventKind::GuestPanicked);
+    fixture.events.close();
+    let output = fixture.output(&["events", "web", "--follow"]);
+    assert!(output.ends_with("  guest panicked\n"), "{output}");
+}
+
+#[test]
+fn a_configuration_is_shown_resolved_from_a_file_or_a_machine() {
+    let fixture = fixture();
+    assert_eq!(fixture.output(&["config", "web"]), "cpus = 2\n");
+    let file = fixture.folder.path().join("db.toml");
+    std::fs::write(&file, "name = \"db\"\nmemory = \"64MiB\"\n[boot]\nkernel = \"vmlinuz\"\n").unwrap();
+    let file = file.to_str().unwrap();
+    let output = fixture.output(&["config", file]);
+    assert!(output.contains("memory_bytes = 67108864\n"), "{output}");
+    let kernel = fixture.folder.path().join("vmlinuz");
+    assert_eq!(fixture.json(&["config", file])["boot"]["kernel"]["kernel"], kernel.to_str().unwrap());
+}
+
+#[test]
+fn a_wrong_configuration_ends_with_its_problems() {
+    let fixture = fixture();
+    let file = fixture.folder.path().join("bad.toml");
+    std::fs::write(&file, "name = \"db\"\nmemroy = \"64MiB\"\n[boot]\nkernel = \"k\"\n").unwrap();
+    let path = file.to_str().unwrap();
+    let (output, done) = fixture.run(&["check", path]);
+    assert_eq!(done.unwrap(), Exit::Wrong);
+    let expect =
+        format!("error: memroy (line 2): no such key; did you mean memory?\n{path}: the machine cannot run: 1 error\n");
+    assert_eq!(output, expect);
+    let (output, done) = fixture.run(&["check", path, "--json"]);
+    assert_eq!(done.unwrap(), Exit::Wrong);
+    assert!(output.starts_with(r#"[{"severity":"error","subject":"memroy (line 2)","#), "{output}");
+    let error = configuration::for_run(&file, &RuntimeRoot::new(fixture.folder.path())).unwrap_err();
+    assert_eq!((error.exit(), error.to_string()), (Exit::Wrong, format!("{path}: the machine cannot run")));
+    assert_eq!(fixture.run(&["config", path]).1.unwrap_err().exit(), Exit::Wrong);
+}
+
+#[test]
+fn completions_and_manual_pages_know_every_verb() {
+    let fixture = fixture();
+    let script = fixture.output(&["completions", "bash"]);
+    let folder = fixture.folder.path().join("man");
+    std::fs::create_dir(&folder).unwrap();
+    fixture.output(&["man", folder.to_str().unwrap()]);
+    let main = std::fs::read_to_string(folder.join("hearth.1")).unwrap();
+    assert!(main.contains("Exit codes"), "{main}");
+    for verb in Cli::command().get_subcommands() {
+        assert!(script.contains(verb.get_name()), "{}", verb.get_name());
+        let page = std::fs::read_to_string(folder.join(format!("hearth-{}.1", verb.get_name()))).unwrap();
+        assert!(page.contains(verb.get_name()), "{page}");
+    }
+    let nowhere = Path::new("/nowhere");
+    fixture.check_error(
+        &["man", "/nowhere"],
+        Exit::Failed,
+        &format!("{}: cannot be used: No such file or directory (os error 2)", nowhere.display()),
+    );
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_failure() {
+    let error = CliError::Output(io::ErrorKind::BrokenPipe.into());
+    assert_eq!(error.exit(), Exit::Done);
+    assert_eq!(CliError::Output(io::ErrorKind::StorageFull.into()).exit(), Exit::Failed);
+}
+
+/// The unit file's commands are ones that this program takes.
+#[test]
+fn the_systemd_unit_uses_verbs_that_exist() {
+    let unit = include_str!("../../../../packaging/hearth@.service");
+    let commands: Vec<&str> = unit
+        .lines()
+        .filter_map(|line| line.strip_prefix("Exec")?.split_once('='))
+        .map(|(_, command)| command)
+        .collect();
+    assert_eq!(commands.len(), 2, "{commands:?}");
+    for command in commands {
+        let words = command.trim_start_matches('-').split_whitespace();
+        Cli::try_parse_from(words).unwrap_or_else(|error| panic!("{command}: {error}"));
+    }
+}
+
+#[test]
+fn what_is_no_dump_is_refused_by_name() {
+    let fixture = fixture();
+    let path = fixture.folder.path().join("notes.txt");
+    std::fs::write(&path, "no dump at all").unwrap();
+    for verb in ["info", "dmesg"] {
+        let (_, done) = fixture.run(&["vmcore", verb, path.to_str().unwrap()]);
+        let error = done.unwrap_err();
+        assert!(error.to_string().ends_with("notes.txt: is neither a kdump file nor an ELF core"), "{error}");
+        assert_eq!(error.exit(), Exit::Failed);
+    }
+}
+
+#[test]
+fn a_dump_without_a_kernel_shows_what_it_is() {
+    use hearth_recovery::vmcore::linux::Utsname;
+    use hearth_recovery::vmcore::{Bitmap, Compression, Dump, DumpLevel, Format, Notes, Plan};
+    let fixture = fixture();
+    let path = fixture.folder.path().join("empty.vmcore");
+    let plan = Plan {
+        ranges: Vec::new(),
+        kept: Bitmap::new(0),
+        level: DumpLevel::KERNEL,
+        notes: Notes::default(),
+        utsname: Utsname::default(),
+    };
+    Dump::create(&path, plan, Format::Kdump(Compression::Lzo)).unwrap().finish().unwrap();
+    let words = fixture.output(&["vmcore", "info", path.to_str().unwrap()]);
+    assert!(words.contains("empty.vmcore: kdump, lzo, level 31, complete"), "{words}");
+    assert!(words.contains("not understood: no Linux kernel was found in the guest's memory"), "{words}");
+    assert!(words.contains("no registers in the dump"), "{words}");
+    let json = fixture.output(&["--json", "vmcore", "info", path.to_str().unwrap()]);
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!((json["format"].as_str(), json["pages"]["missing"].as_u64()), (Some("kdump"), Some(0)));
+}

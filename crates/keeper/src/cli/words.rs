@@ -1,0 +1,90 @@
+//! Events and errors as sentences.
+
+use std::path::Path;
+
+use hearth_api::{EventKind, UserfaultStatus};
+
+use super::text::{bytes, milliseconds};
+
+/// An event in words; its time, machine and incarnation stand elsewhere.
+pub fn describe(event: &EventKind) -> String {
+    match event {
+        EventKind::Started { pid, version } => format!("keeper {version} started, pid {pid}"),
+        EventKind::KeeperTookOver { qemu_pid, generation } => {
+            format!("keeper took over the living QEMU, pid {qemu_pid}, generation {generation}")
+        }
+        EventKind::StateChanged { from, to } => format!("{} -> {}", from.name(), to.name()),
+        EventKind::Request { verb } => format!("asked to {verb}"),
+        EventKind::QemuStarted { pid, generation, version, accelerator, accelerator_why } => {
+            format!("QEMU {version} started, pid {pid}, generation {generation}, {accelerator} ({accelerator_why})")
+        }
+        EventKind::Userfault { userfault: UserfaultStatus::HandedOver, .. } => "userfaultfd handed over".to_owned(),
+        EventKind::Userfault { userfault: UserfaultStatus::Absent { why }, .. } => format!("no userfaultfd: {why}"),
+        EventKind::QemuExited { generation, how } => format!("QEMU generation {generation} ended: {how}"),
+        EventKind::IncarnationStarted { warm, .. } => {
+            format!("incarnation started, {}", if *warm { "warm" } else { "cold" })
+        }
+        EventKind::IncarnationEnded { cause } => format!("incarnation ended: {}", cause.words()),
+        EventKind::GuestPanicked => "guest panicked".to_owned(),
+        EventKind::WatchdogExpired { action } => format!("guest stopped feeding its watchdog ({action})"),
+        EventKind::RegistersTaken { bytes, duration_ms } => {
+            format!("registers taken in {}, {bytes} bytes", milliseconds(*duration_ms))
+        }
+        EventKind::DumpStarted { file, level, ram_pages, pages } => {
+            format!("dump started, level {level}, {pages} of {ram_pages} pages, {file}")
+        }
+        EventKind::CrashReason { message } => format!("guest said: {message}"),
+        EventKind::DumpWarning { message } => format!("dump: {message}"),
+        EventKind::DumpProgress { percent, mib_per_s, eta_s, .. } => {
+            let eta = eta_s.map_or_else(String::new, |eta| format!(", {} to go", milliseconds(eta * 1e3)));
+            format!("dump at {percent:.0} %, {mib_per_s:.1} MiB/s{eta}")
+        }
+        EventKind::DumpWaits { file, why } => {
+            format!("dump waits for `hearth dump --resume` or `--discard`: {why} ({file})")
+        }
+        EventKind::DumpComplete { file, pages, bytes: size, duration_ms } => {
+            format!("dump complete in {}, {pages} pages in {}, {file}", milliseconds(*duration_ms), bytes(*size))
+        }
+        EventKind::DumpIncomplete { file, why } => format!("dump is incomplete: {why} ({file})"),
+        EventKind::DumpSkipped { why } => format!("this crash is not dumped: {why}"),
+        EventKind::Rejuvenated { generation, from_version, version, pause_ms } => format!(
+            "guest goes on with QEMU {version}, generation {generation}, from {from_version}; it stood still for {}",
+            milliseconds(*pause_ms)
+        ),
+        EventKind::RejuvenationFailed { phase, why, guest_lost: false } => {
+            format!("no other QEMU, the guest goes on with the one it has; {phase}: {why}")
+        }
+        EventKind::RejuvenationFailed { phase, why, guest_lost: true } => {
+            format!("no other QEMU, and the guest is lost: {phase}: {why}")
+        }
+        EventKind::Phase { phase, duration_ms } => format!("{phase} took {}", milliseconds(*duration_ms)),
+        EventKind::EmberKept { pages, bytes: kept } => format!("ember kept, {} in {pages} pages", bytes(*kept)),
+        EventKind::EmberSettled { released_bytes, remaining_pages } => {
+            format!("ember settled, {} given back, {remaining_pages} pages remain", bytes(*released_bytes))
+        }
+        EventKind::EmberTrimmed { pages, bytes: trimmed } => {
+            format!("ember trimmed by {}, {pages} pages", bytes(*trimmed))
+        }
+        EventKind::EmberEmpty { pages_served, pages_refused } => {
+            format!("ember empty, {pages_served} pages served, {pages_refused} refused")
+        }
+        EventKind::DiskResized { disk, bytes: size } => format!("disk {disk} now has {}", bytes(*size)),
+        EventKind::BudgetWarning { used_bytes, budget_bytes } => {
+            format!("over budget: {} used, {} allowed", bytes(*used_bytes), bytes(*budget_bytes))
+        }
+        EventKind::GuestWaits { threads } => {
+            format!("the guest stands still: {threads} threads of QEMU wait for memory, and none comes free")
+        }
+        EventKind::Error { message } => format!("error: {message}"),
+        EventKind::Gap { missed } => format!("{missed} events are no longer kept"),
+    }
+}
+
+/// Which machines run instead of the one that was asked for.
+pub fn others(others: &[String], root: &Path) -> String {
+    match others {
+        [] => format!("no machine runs in {}; start one with `hearth run FILE`", root.display()),
+        [one] => format!("{one} does"),
+        many => format!("these do: {}", many.join(", ")),
+    }
+}

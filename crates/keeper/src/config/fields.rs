@@ -1,0 +1,429 @@
+//! The table of fields: key, type, default, meaning. What a file may hold, the suggestions for what it may not, and
+//! `docs/config.md` come from here; a test holds it against `ConfigFile`.
+
+/// Where in the file a field stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Section {
+    Machine,
+    Boot,
+    Crash,
+    Watchdog,
+    Disk,
+    Net,
+}
+
+impl Section {
+    pub const ALL: [Self; 6] = [Self::Machine, Self::Boot, Self::Crash, Self::Watchdog, Self::Disk, Self::Net];
+
+    /// As it is written in the file; the machine's own fields have no heading.
+    pub fn heading(self) -> &'static str {
+        match self {
+            Self::Machine => "",
+            Self::Boot => "[boot]",
+            Self::Crash => "[crash]",
+            Self::Watchdog => "[watchdog]",
+            Self::Disk => "[[disks]]",
+            Self::Net => "[[nets]]",
+        }
+    }
+
+    /// Whether the heading may be given again and again.
+    pub fn repeats(self) -> bool {
+        matches!(self, Self::Disk | Self::Net)
+    }
+
+    pub fn meaning(self) -> &'static str {
+        match self {
+            Self::Machine => "The machine itself. These stand at the top of the file, before any heading.",
+            Self::Boot => "How the guest starts: a kernel, or firmware that finds one on the first disk.",
+            Self::Crash => "What becomes of a guest that crashed, and of its memory: see crash-recovery.md.",
+            Self::Watchdog => "With this heading the guest has a watchdog device (Intel 6300ESB) to feed.",
+            Self::Disk => "One virtual disk; repeat the heading for each. The guest sees them in this order.",
+            Self::Net => "One network device; repeat the heading for each.",
+        }
+    }
+}
+
+/// What a field takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Text,
+    /// Relative ones start in the file's folder.
+    Path,
+    /// `512MiB`, `2GiB`.
+    Size,
+    /// A size, or percent of the RAM.
+    SizeOrPercent,
+    Integer {
+        min: i64,
+        max: i64,
+    },
+    Boolean,
+    Choice(&'static [&'static str]),
+    TextList,
+}
+
+/// One field.
+pub struct Field {
+    pub section: Section,
+    pub key: &'static str,
+    pub kind: Kind,
+    /// In words; empty if the field must be given.
+    pub default: &'static str,
+    /// A TOML value.
+    pub example: &'static str,
+    pub meaning: &'static str,
+}
+
+pub const ON_OFF: &[&str] = &["on", "off"];
+pub const ACCELERATORS: &[&str] = &["auto", "kvm", "tcg"];
+pub const ADMISSION: &[&str] = &["dump", "always"];
+pub const ON_PANIC: &[&str] = &["dump+recover", "dump", "recover", "pause"];
+pub const DUMP_FORMATS: &[&str] = &["kdump", "elf"];
+pub const COMPRESSIONS: &[&str] = &["zstd", "lzo", "zlib", "none"];
+pub const DISK_TIMES: &[&str] = &["recovery-first", "balanced", "dump-first"];
+pub const WATCHDOG_ACTIONS: &[&str] = &["crash", "nmi", "reset"];
+pub const DISK_FORMATS: &[&str] = &["raw", "qcow2"];
+pub const NET_KINDS: &[&str] = &["user", "passt", "tap"];
+
+const fn field(
+    section: Section,
+    key: &'static str,
+    kind: Kind,
+    default: &'static str,
+    example: &'static str,
+    meaning: &'static str,
+) -> Field {
+    Field { section, key, kind, default, example, meaning }
+}
+
+const fn machine(
+    key: &'static str,
+    kind: Kind,
+    default: &'static str,
+    example: &'static str,
+    meaning: &'static str,
+) -> Field {
+    field(Section::Machine, key, kind, default, example, meaning)
+}
+
+const fn crash(
+    key: &'static str,
+    kind: Kind,
+    default: &'static str,
+    example: &'static str,
+    meaning: &'static str,
+) -> Field {
+    field(Section::Crash, key, kind, default, example, meaning)
+}
+
+const fn disk(
+    key: &'static str,
+    kind: Kind,
+    default: &'static str,
+    example: &'static str,
+    meaning: &'static str,
+) -> Field {
+    field(Section::Disk, key, kind, default, example, meaning)
+}
+
+use Kind::{Boolean, Choice, Integer, Path, Size, SizeOrPercent, Text, TextList};
+
+/// All fields, in the order of the page.
+pub static FIELDS: &[Field] = &[
+    machine(
+        "name",
+        Text,
+        "",
+        r#""web""#,
+        "Name of the machine in every command: 1 to 32 letters, digits, `-`, `_` or `.`, beginning with a letter or digit.",
+    ),
+    machine("memory", Size, "", r#""2GiB""#, "RAM of the guest, a multiple of 2 MiB, from 32MiB to 16TiB."),
+    machine("cpus", Integer { min: 1, max: 255 }, "1", "2", "Virtual processors."),
+    machine(
+        "cpu_model",
+        Text,
+        "`host` under KVM, `max,-erms,-fsrm,-cx16` under TCG",
+        r#""Skylake-Server,-hle,-rtm""#,
+        "QEMU's CPU model, with features.",
+    ),
+    machine(
+        "accelerator",
+        Choice(ACCELERATORS),
+        "`auto`",
+        r#""auto""#,
+        "`auto` tries KVM and takes it if it really works, else TCG; `hearth status` says which and why.",
+    ),
+    machine(
+        "machine_type",
+        Text,
+        "a versioned one that newer QEMUs know too",
+        r#""pc-q35-7.2""#,
+        "QEMU's machine type; it must be a q35.",
+    ),
+    machine(
+        "qemu",
+        Path,
+        "`qemu-system-x86_64` on PATH",
+        r#""/usr/bin/qemu-system-x86_64""#,
+        "The QEMU program, 7.2 or later.",
+    ),
+    machine(
+        "qemu_user",
+        Text,
+        "the keeper's own user",
+        r#""nobody""#,
+        "User that QEMU becomes once its files are open. Needs a keeper that runs as root.",
+    ),
+    machine(
+        "runtime_folder",
+        Path,
+        "`/run/hearth/NAME`",
+        r#""/run/hearth/web""#,
+        "Sockets, logs and journal: small. Without root: `$XDG_RUNTIME_DIR/hearth/NAME`.",
+    ),
+    machine(
+        "memory_folder",
+        Path,
+        "`/dev/shm/hearth/NAME`",
+        r#""/dev/shm/hearth/web""#,
+        "The guest's RAM as files: on a tmpfs, hugetlbfs or DAX file system with room for the memory and the \
+         slack. Without root: `/dev/shm/hearth-UID/NAME`.",
+    ),
+    machine(
+        "ember",
+        Choice(ON_OFF),
+        "`on`",
+        r#""on""#,
+        "Whether a dead incarnation's memory is kept as a source of disk blocks. `off`: every reboot is cold.",
+    ),
+    machine(
+        "on_panic",
+        Choice(ON_PANIC),
+        "`dump+recover`; `recover` if the dump folder cannot be used",
+        r#""dump+recover""#,
+        "When the guest crashes (its kernel panics, its watchdog barks): `dump+recover` starts the next incarnation at \
+         once and writes the dump beside it, `dump` writes it and leaves the guest paused, `recover` dumps nothing, \
+         `pause` leaves the guest to be looked at.",
+    ),
+    machine(
+        "budget_slack",
+        SizeOrPercent,
+        "`3%`",
+        r#""3%""#,
+        "Host memory the machine's files may hold beyond its RAM: a size, or percent of the RAM (0 to 100).",
+    ),
+    machine(
+        "admission",
+        Choice(ADMISSION),
+        "`dump`",
+        r#""always""#,
+        "When the guest gets its memory by page faults, so that dead and living memory together never exceed the \
+         budget. `dump`: while a dump holds dead memory. `always`: also while only an ember is there, which is trimmed \
+         as the guest grows; a guest that outruns that is otherwise only seen and reported.",
+    ),
+    machine("sandbox", Boolean, "`true`", "true", "Run QEMU in its seccomp sandbox, where the binary has one."),
+    machine(
+        "extra_qemu_args",
+        TextList,
+        "none",
+        r#"["-device", "virtio-balloon-pci"]"#,
+        "Appended to QEMU's command line as they are. Hearth does not look at them: they can break what it promises.",
+    ),
+    field(
+        Section::Boot,
+        "kernel",
+        Path,
+        "none",
+        r#""vmlinuz""#,
+        "Linux kernel to start directly. Either this or `firmware`.",
+    ),
+    field(Section::Boot, "initrd", Path, "none", r#""initrd.img""#, "Initial RAM disk; with `kernel` only."),
+    field(
+        Section::Boot,
+        "cmdline",
+        Text,
+        "empty",
+        r#""root=/dev/vda console=ttyS0""#,
+        "Kernel command line; with `kernel` only.",
+    ),
+    field(
+        Section::Boot,
+        "firmware",
+        Path,
+        "`bios`, if there is no `kernel`",
+        r#""uefi""#,
+        "`bios` (QEMU's SeaBIOS), `uefi` (the distribution's OVMF), or the path of a firmware image.",
+    ),
+    field(
+        Section::Boot,
+        "firmware_vars",
+        Path,
+        "none",
+        r#""web-vars.fd""#,
+        "Variable store of UEFI firmware: the machine's own copy, it is written to. Must be given with `uefi`.",
+    ),
+    crash(
+        "dump_folder",
+        Path,
+        "`/var/lib/hearth/NAME/dumps`",
+        r#""/srv/dumps/web""#,
+        "Where dumps go: on a real disk, not in host memory. Made when it is needed. Without root: \
+         `$XDG_STATE_HOME/hearth/NAME/dumps`.",
+    ),
+    crash(
+        "level",
+        Integer { min: 0, max: 31 },
+        "31",
+        "17",
+        "What a dump leaves out, as makedumpfile counts it: the sum of 1 zero pages, 2 cache, 4 private cache, 8 user data, \
+         16 free pages.",
+    ),
+    crash("format", Choice(DUMP_FORMATS), "`kdump`", r#""kdump""#, "Compressed, or an ELF file as plain as memory."),
+    crash(
+        "compression",
+        Choice(COMPRESSIONS),
+        "`zstd`",
+        r#""lzo""#,
+        "Of `kdump` files. Debian's makedumpfile reads `lzo` and `zlib` only; crash 8 and drgn read all.",
+    ),
+    crash(
+        "keep_last",
+        Integer { min: 1, max: 1000 },
+        "5",
+        "5",
+        "Complete dumps kept; older ones go when one more is complete.",
+    ),
+    crash("min_free", Size, "`1GiB`", r#""10GiB""#, "A dump that would leave less than this free stops, and says so."),
+    crash(
+        "chunk",
+        Size,
+        "`4MiB`",
+        r#""16MiB""#,
+        "Memory written, and then released, at a time: 2MiB to 4GiB. Each thread holds one, within the budget.",
+    ),
+    crash(
+        "threads",
+        Integer { min: 1, max: 64 },
+        "as many as the host has processors, at most 4",
+        "2",
+        "Threads that compress, at the lowest priority.",
+    ),
+    crash(
+        "headroom",
+        SizeOrPercent,
+        "`0%`",
+        r#""10%""#,
+        "Host memory that a recovery may use beyond the budget while a dump is written: a size, or percent of the RAM.",
+    ),
+    crash(
+        "disk_time",
+        Choice(DISK_TIMES),
+        "`recovery-first`",
+        r#""balanced""#,
+        "Who waits when dump and guest need the same disk. On different disks nobody does.",
+    ),
+    crash("mib_per_second", Integer { min: 1, max: 1_000_000 }, "no limit", "70", "Limit of the dump's writing."),
+    crash(
+        "loop_count",
+        Integer { min: 2, max: 1000 },
+        "5",
+        "5",
+        "So many crashes within the window are a crash loop: the machine is not started again.",
+    ),
+    crash("loop_window_s", Integer { min: 1, max: 86_400 }, "60", "300", "The window, in seconds."),
+    field(
+        Section::Watchdog,
+        "action",
+        Choice(WATCHDOG_ACTIONS),
+        "`crash`",
+        r#""crash""#,
+        "When the guest stops feeding it: `crash` does what `on_panic` says, `nmi` makes a guest that is set up for it panic \
+         by itself, `reset` reboots without a dump.",
+    ),
+    disk("name", Text, "`disk0`, `disk1`, ...", r#""root""#, "Name of the disk in commands and metrics."),
+    disk("path", Path, "", r#""root.img""#, "The image: a file or a block device. It is locked while it is served."),
+    disk("format", Choice(DISK_FORMATS), "`raw`", r#""raw""#, "Format of the image."),
+    disk("read_only", Boolean, "`false`", "false", "Refuse writes; other readers may open the image too."),
+    disk(
+        "serial",
+        Text,
+        "the disk's name",
+        r#""root""#,
+        "Serial number the guest sees: at most 20 printable characters.",
+    ),
+    disk(
+        "queues",
+        Integer { min: 1, max: 16 },
+        "1",
+        "1",
+        "Virtqueues. More than one rarely helps: one thread serves all.",
+    ),
+    disk(
+        "mib_per_second",
+        Integer { min: 1, max: 1_000_000 },
+        "no limit",
+        "125",
+        "Limit of bytes read from and written to the image.",
+    ),
+    disk("iops", Integer { min: 1, max: 100_000_000 }, "no limit", "3000", "Limit of requests to the image."),
+    disk(
+        "direct",
+        Boolean,
+        "`true`",
+        "true",
+        "Go around the host's page cache (`O_DIRECT`) where the file system can; with `false` the host may cache too.",
+    ),
+    field(
+        Section::Net,
+        "kind",
+        Choice(NET_KINDS),
+        "`user`",
+        r#""user""#,
+        "`user`: QEMU's own, no rights needed. `passt`: faster, no rights needed. `tap`: an interface of the host.",
+    ),
+    field(
+        Section::Net,
+        "forward",
+        TextList,
+        "none",
+        r#"["127.0.0.1:8080:80", "127.0.0.1:5353:53/udp"]"#,
+        "Ports of the host that lead into the guest: `HOSTIP:PORT:GUESTPORT`, with `/udp` for UDP; `user` and `passt` only.",
+    ),
+    field(
+        Section::Net,
+        "ifname",
+        Text,
+        "none",
+        r#""tap0""#,
+        "The tap interface, which must exist. With `tap` only, and must be given there.",
+    ),
+    field(
+        Section::Net,
+        "mac",
+        Text,
+        "derived from the machine's name",
+        r#""52:54:00:12:34:56""#,
+        "Hardware address of the device.",
+    ),
+];
+
+impl Field {
+    pub fn of_section(section: Section) -> impl Iterator<Item = &'static Self> {
+        FIELDS.iter().filter(move |field| field.section == section)
+    }
+
+    /// What the field takes, in words.
+    pub fn takes(&self) -> String {
+        match self.kind {
+            Text => "text".to_owned(),
+            Path => "path".to_owned(),
+            Size => "size".to_owned(),
+            SizeOrPercent => "size or percent".to_owned(),
+            Integer { min, max } => format!("integer, {min} to {max}"),
+            Boolean => "`true` or `false`".to_owned(),
+            Choice(words) => words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", "),
+            TextList => "list of texts".to_owned(),
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! A machine's configuration.
+//!
+//! machine.toml -> shape (keys and types, against the table of fields) -> `ConfigFile` (what was typed)
+//! -> meaning -> `Config` (what it means, defaults filled in)
+//!
+//! Every step goes on after a problem, so that an operator reads all of them at once. Nothing here looks at the
+//! surroundings (files, ports, QEMU): that is `check`.
+
+use std::fs;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+
+use hearth_api::{DumpCompression, DumpFormat, EmberMode};
+use serde::Serialize;
+
+use crate::problem::Problem;
+use crate::runtime_root::RuntimeRoot;
+
+mod fields;
+mod file;
+mod meaning;
+mod page;
+mod quantity;
+mod shape;
+
+pub use fields::{FIELDS, Field, Kind, Section};
+pub use file::ConfigFile;
+pub use page::page;
+
+/// A machine as its owner wants it: complete, consistent, paths absolute.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Config {
+    pub name: String,
+    /// The file this came from.
+    pub file: PathBuf,
+    pub memory_bytes: u64,
+    pub cpus: u32,
+    /// None: what suits the accelerator.
+    pub cpu_model: Option<String>,
+    pub accelerator: AcceleratorWish,
+    /// None: a versioned one that newer QEMUs know too.
+    pub machine_type: Option<String>,
+    /// None: the first one on PATH.
+    pub qemu: Option<PathBuf>,
+    /// None: the keeper's own user.
+    pub qemu_user: Option<String>,
+    pub runtime_folder: PathBuf,
+    pub memory_folder: PathBuf,
+    pub ember: EmberMode,
+    pub on_panic: OnPanic,
+    pub crash: CrashConfig,
+    /// None: the guest has no watchdog.
+    pub watchdog: Option<WatchdogAction>,
+    pub budget_slack_bytes: u64,
+    pub admission: AdmissionMode,
+    pub sandbox: bool,
+    pub boot: Boot,
+    pub disks: Vec<DiskConfig>,
+    pub nets: Vec<NetConfig>,
+    pub extra_qemu_args: Vec<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AcceleratorWish {
+    /// KVM if it works, else TCG.
+    Auto,
+    Kvm,
+    Tcg,
+}
+
+impl From<AcceleratorWish> for hearth_qemu::Wanted {
+    fn from(wish: AcceleratorWish) -> Self {
+        match wish {
+            AcceleratorWish::Auto => Self::Auto,
+            AcceleratorWish::Kvm => Self::Kvm,
+            AcceleratorWish::Tcg => Self::Tcg,
+        }
+    }
+}
+
+/// When the guest gets its memory by page faults.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AdmissionMode {
+    /// While a dump holds dead memory.
+    Dump,
+    /// Whenever dead memory lies beside its own.
+    Always,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OnPanic {
+    DumpAndRecover,
+    Dump,
+    Recover,
+    Pause,
+}
+
+/// What becomes of a guest that crashed, and of its memory.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct CrashConfig {
+    pub dump_folder: PathBuf,
+    /// As makedumpfile counts it.
+    pub level: u8,
+    pub format: DumpFormat,
+    pub compression: DumpCompression,
+    pub keep_last: u32,
+    pub min_free_bytes: u64,
+    pub chunk_bytes: u64,
+    pub threads: u32,
+    /// Beyond the budget, while a dump is written.
+    pub headroom_bytes: u64,
+    pub disk_time: DiskTime,
+    pub mib_per_second: Option<u64>,
+    pub loop_count: u32,
+    pub loop_window_s: u64,
+}
+
+/// Who waits when dump and guest need the same disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DiskTime {
+    RecoveryFirst,
+    Balanced,
+    DumpFirst,
+}
+
+/// What happens when the guest stops feeding its watchdog.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WatchdogAction {
+    Crash,
+    Nmi,
+    Reset,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Boot {
+    Kernel {
+        kernel: PathBuf,
+        initrd: Option<PathBuf>,
+        cmdline: String,
+    },
+    /// `code` none: QEMU's own BIOS.
+    Firmware {
+        code: Option<PathBuf>,
+        vars: Option<PathBuf>,
+    },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct DiskConfig {
+    pub name: String,
+    pub path: PathBuf,
+    pub format: DiskFormat,
+    pub read_only: bool,
+    /// What the guest sees as serial number; at most 20 bytes.
+    pub serial: String,
+    pub queues: u16,
+    pub mib_per_second: Option<u64>,
+    pub iops: Option<u64>,
+    /// Around the host's page cache.
+    pub direct: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DiskFormat {
+    Raw,
+    Qcow2,
+}
+
+impl DiskFormat {
+    /// As the configuration spells it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct NetConfig {
+    pub backend: NetBackend,
+    /// `52:54:00:..`
+    pub mac: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum NetBackend {
+    /// QEMU's built-in user network.
+    User { forward: Vec<Forward> },
+    /// A passt process beside QEMU.
+    Passt { forward: Vec<Forward> },
+    /// An existing tap interface of the host.
+    Tap { ifname: String },
+}
+
+impl NetBackend {
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::User { .. } => "user",
+            Self::Passt { .. } => "passt",
+            Self::Tap { .. } => "tap",
+        }
+    }
+
+    pub fn forward(&self) -> &[Forward] {
+        match self {
+            Self::User { forward } | Self::Passt { forward } => forward,
+            Self::Tap { .. } => &[],
+        }
+    }
+}
+
+/// A port of the host that leads into the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Forward {
+    pub protocol: Protocol,
+    pub host: IpAddr,
+    pub host_port: u16,
+    pub guest_port: u16,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Protocol {
+    Tcp,
+    Udp,
+}
+
+impl Config {
+    /// Reads a machine's file. The error lists everything that is wrong with it.
+    pub fn load(path: &Path, root: &RuntimeRoot) -> Result<Self, Vec<Problem>> {
+        let unreadable = |error: std::io::Error| {
+            let hint = "name the machine's configuration file, for example web.toml";
+            vec![Problem::error(path.display().to_string(), error.to_string(), hint)]
+        };
+        let text = fs::read_to_string(path).map_err(unreadable)?;
+        let file = std::path::absolute(path).map_err(unreadable)?;
+        Self::parse(&text, &file, root)
+    }
+
+    /// `file` is where the text came from: relative paths start in its folder.
+    pub fn parse(text: &str, file: &Path, root: &RuntimeRoot) -> Result<Self, Vec<Problem>> {
+        let shape::Shaped { typed, mut problems, blamed } = shape::read(text)?;
+        let config = meaning::resolve(typed, file, root, &blamed, &mut problems);
+        match config {
+            Some(config) if problems.is_empty() => Ok(config),
+            _ => Err(problems),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

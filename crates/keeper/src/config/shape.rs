@@ -1,0 +1,259 @@
+//! First look at a file: is it TOML, are its keys known, are their values of the right type and range?
+//!
+//! Bad entries are reported with their line and left out, so that the rest can be looked at as well.
+
+use std::collections::HashSet;
+
+use serde::Deserialize;
+use toml::de::{DeTable, DeValue};
+use toml::{Spanned, Table, Value};
+
+use super::ConfigFile;
+use super::fields::{Field, Kind, Section};
+use crate::problem::Problem;
+
+/// A file without its bad entries.
+pub struct Shaped {
+    pub typed: ConfigFile,
+    pub problems: Vec<Problem>,
+    /// Keys that are missing only because what was given for them was bad: `memory`, `disks[0].path`.
+    pub blamed: HashSet<String>,
+}
+
+/// The error holds the one problem of a text that is not TOML at all.
+pub fn read(text: &str) -> Result<Shaped, Vec<Problem>> {
+    let parsed = DeTable::parse(text).map_err(|error| vec![not_toml(text, &error)])?;
+    let mut look = Look { text, problems: Vec::new(), blamed: HashSet::new() };
+    let table = look.section(parsed.get_ref(), Section::Machine, "");
+    let typed = ConfigFile::deserialize(Value::Table(table)).unwrap_or_else(|error| {
+        look.problems.push(Problem::error("the file", error.message().to_owned(), "see docs/config.md"));
+        ConfigFile::default()
+    });
+    Ok(Shaped { typed, problems: look.problems, blamed: look.blamed })
+}
+
+fn not_toml(text: &str, error: &toml::de::Error) -> Problem {
+    let line = error.span().map_or(1, |span| line_of(text, span.start));
+    let hint = "texts stand in \"quotes\", lists in [brackets]";
+    Problem::error(format!("line {line}"), error.message().replace('\n', ", "), hint)
+}
+
+fn line_of(text: &str, offset: usize) -> usize {
+    text.bytes().take(offset).filter(|byte| *byte == b'\n').count() + 1
+}
+
+struct Look<'a> {
+    text: &'a str,
+    problems: Vec<Problem>,
+    blamed: HashSet<String>,
+}
+
+impl Look<'_> {
+    /// The good entries of one table. `prefix` is what stands before its keys in messages: `disks[0].`
+    fn section(&mut self, table: &DeTable<'_>, section: Section, prefix: &str) -> Table {
+        let mut good = Table::new();
+        for (key, value) in table {
+            let name = key.get_ref().as_ref();
+            let subject = format!("{prefix}{name} (line {})", line_of(self.text, key.span().start));
+            let entry = match subsection(section, name) {
+                Some(subsection) => self.subsection(value, subsection, name, &subject),
+                None => self.entry(value, section, name, prefix, &subject),
+            };
+            if let Some(entry) = entry {
+                good.insert(name.to_owned(), entry);
+            }
+        }
+        good
+    }
+
+    fn subsection(
+        &mut self,
+        value: &Spanned<DeValue<'_>>,
+        section: Section,
+        name: &str,
+        subject: &str,
+    ) -> Option<Value> {
+        match value.get_ref() {
+            DeValue::Table(table) if !section.repeats() => {
+                Some(Value::Table(self.section(table, section, &format!("{name}."))))
+            }
+            DeValue::Array(items) if section.repeats() => {
+                let tables = items.iter().enumerate().map(|(index, item)| match item.get_ref() {
+                    DeValue::Table(table) => {
+                        Some(Value::Table(self.section(table, section, &format!("{name}[{index}]."))))
+                    }
+                    _ => None,
+                });
+                match tables.collect::<Option<Vec<_>>>() {
+                    Some(tables) => Some(Value::Array(tables)),
+                    None => self.wrong_heading(section, name, subject),
+                }
+            }
+            _ => self.wrong_heading(section, name, subject),
+        }
+    }
+
+    fn wrong_heading(&mut self, section: Section, name: &str, subject: &str) -> Option<Value> {
+        let hint = format!("write {} on a line of its own, and the fields below it", section.heading());
+        self.problems.push(Problem::error(subject, "is not written as a section", hint));
+        self.blamed.insert(name.to_owned());
+        None
+    }
+
+    fn entry(
+        &mut self,
+        value: &Spanned<DeValue<'_>>,
+        section: Section,
+        name: &str,
+        prefix: &str,
+        subject: &str,
+    ) -> Option<Value> {
+        let Some(field) = Field::of_section(section).find(|field| field.key == name) else {
+            let nearest = nearest_key(section, name);
+            if let Some(nearest) = nearest {
+                self.blamed.insert(format!("{prefix}{nearest}"));
+            }
+            self.problems.push(Problem::error(subject, "no such key", unknown_key_hint(section, name, nearest)));
+            return None;
+        };
+        match fitting(value.get_ref(), field.kind) {
+            Ok(value) => Some(value),
+            Err(message) => {
+                self.problems.push(Problem::error(subject, message, format!("for example {name} = {}", field.example)));
+                self.blamed.insert(format!("{prefix}{name}"));
+                None
+            }
+        }
+    }
+}
+
+fn subsection(section: Section, key: &str) -> Option<Section> {
+    match (section, key) {
+        (Section::Machine, "boot") => Some(Section::Boot),
+        (Section::Machine, "crash") => Some(Section::Crash),
+        (Section::Machine, "watchdog") => Some(Section::Watchdog),
+        (Section::Machine, "disks") => Some(Section::Disk),
+        (Section::Machine, "nets") => Some(Section::Net),
+        _ => None,
+    }
+}
+
+/// The value, if it is of this kind; else what is wrong with it.
+fn fitting(value: &DeValue<'_>, kind: Kind) -> Result<Value, String> {
+    match (kind, value) {
+        (Kind::Text | Kind::Path | Kind::Size | Kind::SizeOrPercent, DeValue::String(text)) if !text.is_empty() => {
+            Ok(Value::String(text.to_string()))
+        }
+        (Kind::Text, DeValue::String(_)) => Ok(Value::String(String::new())),
+        (Kind::Boolean, DeValue::Boolean(truth)) => Ok(Value::Boolean(*truth)),
+        (Kind::Integer { min, max }, DeValue::Integer(digits)) => {
+            match i64::from_str_radix(digits.as_str(), digits.radix()) {
+                Ok(number) if (min..=max).contains(&number) => Ok(Value::Integer(number)),
+                _ => Err(format!("{} is not between {min} and {max}", digits.as_str())),
+            }
+        }
+        (Kind::Choice(words), DeValue::String(text)) if words.contains(&text.as_ref()) => {
+            Ok(Value::String(text.to_string()))
+        }
+        (Kind::Choice(words), DeValue::String(text)) => {
+            Err(format!("\"{text}\" is none of \"{}\"", words.join("\", \"")))
+        }
+        (Kind::TextList, DeValue::Array(items)) => {
+            let texts = items.iter().map(|item| match item.get_ref() {
+                DeValue::String(text) => Ok(Value::String(text.to_string())),
+                _ => Err("is not a list of texts".to_owned()),
+            });
+            texts.collect::<Result<Vec<_>, _>>().map(Value::Array)
+        }
+        _ => Err(format!("is not {}", wanted(kind))),
+    }
+}
+
+fn wanted(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Text | Kind::Choice(_) => "a text in quotes",
+        Kind::Path => "a path in quotes",
+        Kind::Size => "a size in quotes",
+        Kind::SizeOrPercent => "a size or percentage in quotes",
+        Kind::Integer { .. } => "an integer",
+        Kind::Boolean => "true or false",
+        Kind::TextList => "a list of texts",
+    }
+}
+
+fn unknown_key_hint(section: Section, name: &str, nearest: Option<&str>) -> String {
+    if let Some(nearest) = nearest {
+        return format!("did you mean {nearest}?");
+    }
+    // A key below the wrong heading: TOML has no way back to the top of the file.
+    let elsewhere = Section::ALL
+        .into_iter()
+        .find(|other| *other != section && Field::of_section(*other).any(|field| field.key == name));
+    match elsewhere {
+        Some(Section::Machine) => "it belongs to the top of the file, before any [heading]".to_owned(),
+        Some(other) => format!("it belongs below {}", other.heading()),
+        None => "docs/config.md lists all keys".to_owned(),
+    }
+}
+
+/// The known key that a typing error would most likely have come from. Only plausible ones: at most a third of the
+/// letters may differ.
+fn nearest_key(section: Section, name: &str) -> Option<&'static str> {
+    let subsections: &[&str] =
+        if section == Section::Machine { &["boot", "crash", "watchdog", "disks", "nets"] } else { &[] };
+    Field::of_section(section)
+        .map(|field| field.key)
+        .chain(subsections.iter().copied())
+        .map(|key| (edit_distance(key, name), key))
+        .filter(|(distance, key)| *distance * 3 <= key.len().max(3))
+        .min()
+        .map(|(_, key)| key)
+}
+
+/// Insertions, deletions, replacements and swaps of neighbours that lead from one word to the other.
+fn edit_distance(one: &str, other: &str) -> usize {
+    let (one, other): (Vec<char>, Vec<char>) = (one.chars().collect(), other.chars().collect());
+    let mut rows = vec![vec![0; other.len() + 1]; one.len() + 1];
+    for (i, row) in rows.iter_mut().enumerate() {
+        row[0] = i;
+    }
+    rows[0] = (0..=other.len()).collect();
+    for i in 1..=one.len() {
+        for j in 1..=other.len() {
+            let replaced = rows[i - 1][j - 1] + usize::from(one[i - 1] != other[j - 1]);
+            let mut best = replaced.min(rows[i - 1][j] + 1).min(rows[i][j - 1] + 1);
+            if i > 1 && j > 1 && one[i - 1] == other[j - 2] && one[i - 2] == other[j - 1] {
+                best = best.min(rows[i - 2][j - 2] + 1);
+            }
+            rows[i][j] = best;
+        }
+    }
+    rows[one.len()][other.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn distances() {
+        for (one, other, expect) in [
+            ("memory", "memory", 0),
+            ("memory", "memroy", 1),
+            ("cpus", "cpu", 1),
+            ("", "abc", 3),
+            ("ember", "amber", 1),
+        ] {
+            assert_eq!(edit_distance(one, other), expect, "{one} {other}");
+        }
+    }
+
+    #[test]
+    fn only_plausible_keys_are_suggested() {
+        assert_eq!(nearest_key(Section::Machine, "memroy"), Some("memory"));
+        assert_eq!(nearest_key(Section::Machine, "disk"), Some("disks"));
+        assert_eq!(nearest_key(Section::Disk, "readonly"), Some("read_only"));
+        assert_eq!(nearest_key(Section::Machine, "banana"), None);
+        assert_eq!(nearest_key(Section::Machine, "x"), None);
+    }
+}

@@ -1,0 +1,325 @@
+//! Configurations as operators write them, and every word they read when it is wrong.
+
+use std::path::Path;
+
+use hearth_api::EmberMode;
+
+use super::*;
+
+const SMALL: &str = "name = \"web\"\nmemory = \"1GiB\"\n[boot]\nkernel = \"vmlinuz\"\n";
+
+fn parse(text: &str) -> Result<Config, Vec<Problem>> {
+    Config::parse(text, Path::new("/machines/web.toml"), &RuntimeRoot::new("/run/hearth"))
+}
+
+/// Every line that the operator reads.
+fn check(text: &str, expect: &[&str]) {
+    let problems = parse(text).expect_err("the text is wrong");
+    let lines: Vec<String> = problems.iter().map(Problem::to_string).collect();
+    assert_eq!(lines, expect, "for\n{text}");
+}
+
+/// `SMALL` with more lines at the end.
+fn check_with(more: &str, expect: &[&str]) {
+    check(&format!("{SMALL}{more}"), expect);
+}
+
+#[test]
+fn the_smallest_file_gets_every_default() {
+    let config = parse(SMALL).unwrap();
+    let expect = Config {
+        name: "web".into(),
+        file: "/machines/web.toml".into(),
+        memory_bytes: 1 << 30,
+        cpus: 1,
+        cpu_model: None,
+        accelerator: AcceleratorWish::Auto,
+        machine_type: None,
+        qemu: None,
+        qemu_user: None,
+        runtime_folder: "/run/hearth/web".into(),
+        memory_folder: super::meaning::default_memory_folder("web"),
+        ember: EmberMode::On,
+        on_panic: OnPanic::DumpAndRecover,
+        crash: CrashConfig {
+            dump_folder: super::meaning::default_dump_folder("web"),
+            level: 31,
+            format: DumpFormat::Kdump,
+            compression: DumpCompression::Zstd,
+            keep_last: 5,
+            min_free_bytes: 1 << 30,
+            chunk_bytes: 4 << 20,
+            threads: super::meaning::default_dump_threads(),
+            headroom_bytes: 0,
+            disk_time: DiskTime::RecoveryFirst,
+            mib_per_second: None,
+            loop_count: 5,
+            loop_window_s: 60,
+        },
+        watchdog: None,
+        budget_slack_bytes: ((1_u64 << 30) as f64 * 0.03) as u64,
+        admission: AdmissionMode::Dump,
+        sandbox: true,
+        boot: Boot::Kernel { kernel: "/machines/vmlinuz".into(), initrd: None, cmdline: String::new() },
+        disks: vec![],
+        nets: vec![],
+        extra_qemu_args: vec![],
+    };
+    assert_eq!(config, expect);
+}
+
+#[test]
+fn everything_that_can_be_said_is_understood() {
+    let config = parse(
+        r#"
+        name = "db"
+        memory = "512MiB"
+        cpus = 4
+        accelerator = "tcg"
+        ember = "off"
+        on_panic = "pause"
+        budget_slack = "16MiB"
+        admission = "always"
+        sandbox = false
+        qemu = "bin/qemu"
+        runtime_folder = "/tmp/r"
+        memory_folder = "m"
+        extra_qemu_args = ["-s"]
+        [crash]
+        dump_folder = "dumps"
+        level = 17
+        format = "elf"
+        compression = "lzo"
+        keep_last = 2
+        min_free = "10GiB"
+        chunk = "16MiB"
+        threads = 3
+        headroom = "10%"
+        disk_time = "balanced"
+        mib_per_second = 70
+        loop_count = 3
+        loop_window_s = 600
+        [watchdog]
+        action = "nmi"
+        [boot]
+        firmware = "fw.fd"
+        firmware_vars = "vars.fd"
+        [[disks]]
+        path = "/images/a.qcow2"
+        format = "qcow2"
+        read_only = true
+        serial = "S1"
+        queues = 2
+        mib_per_second = 125
+        iops = 3000
+        direct = false
+        [[disks]]
+        name = "data"
+        path = "data.img"
+        [[nets]]
+        forward = ["127.0.0.1:8080:80", "[::1]:53:53/udp"]
+        [[nets]]
+        kind = "tap"
+        ifname = "tap0"
+        mac = "52:54:00:AA:bb:02"
+        "#,
+    )
+    .unwrap();
+    assert_eq!((config.budget_slack_bytes, config.admission), (16 << 20, AdmissionMode::Always));
+    assert_eq!(
+        config.boot,
+        Boot::Firmware { code: Some("/machines/fw.fd".into()), vars: Some("/machines/vars.fd".into()) }
+    );
+    assert_eq!((config.ember, config.on_panic), (EmberMode::Off, OnPanic::Pause));
+    let crash = config.crash;
+    assert_eq!((crash.dump_folder, crash.level, crash.format), ("/machines/dumps".into(), 17, DumpFormat::Elf));
+    assert_eq!((crash.compression, crash.keep_last, crash.threads), (DumpCompression::Lzo, 2, 3));
+    assert_eq!((crash.min_free_bytes, crash.chunk_bytes, crash.headroom_bytes), (10 << 30, 16 << 20, (512 << 20) / 10));
+    assert_eq!((crash.disk_time, crash.mib_per_second), (DiskTime::Balanced, Some(70)));
+    assert_eq!((crash.loop_count, crash.loop_window_s), (3, 600));
+    assert_eq!(config.watchdog, Some(WatchdogAction::Nmi));
+    assert_eq!((config.qemu, config.memory_folder), (Some("/machines/bin/qemu".into()), "/machines/m".into()));
+    assert_eq!(
+        config.disks[0],
+        DiskConfig {
+            name: "disk0".into(),
+            path: "/images/a.qcow2".into(),
+            format: DiskFormat::Qcow2,
+            read_only: true,
+            serial: "S1".into(),
+            queues: 2,
+            mib_per_second: Some(125),
+            iops: Some(3000),
+            direct: false,
+        }
+    );
+    assert_eq!((config.disks[1].serial.as_str(), config.disks[1].direct), ("data", true));
+    assert_eq!(config.nets[0].backend.forward().len(), 2);
+    assert!(config.nets[0].mac.starts_with("52:54:00:"));
+    assert_eq!(config.nets[1].backend, NetBackend::Tap { ifname: "tap0".into() });
+    assert_eq!(config.nets[1].mac, "52:54:00:aa:bb:02");
+}
+
+#[test]
+fn all_problems_are_told_at_once() {
+    check(
+        "name = \"../web\"\nmemroy = \"1GiB\"\ncpus = 0\nember = \"maybe\"\n[[disks]]\nread_only = \"yes\"\n[[nets]]\nforward = [\"80\"]\n",
+        &[
+            "error: cpus (line 3): 0 is not between 1 and 255; for example cpus = 2",
+            "error: disks[0].read_only (line 6): is not true or false; for example read_only = false",
+            "error: ember (line 4): \"maybe\" is none of \"on\", \"off\"; for example ember = \"on\"",
+            "error: memroy (line 2): no such key; did you mean memory?",
+            "error: name: \"../web\" is not a name; use 1 to 32 letters, digits, \"-\", \"_\" or \".\", beginning with a letter or digit",
+            "error: disks[0].path: is missing; for example path = \"root.img\"",
+            "error: nets[0].forward: \"80\" is not a forward; write HOSTIP:PORT:GUESTPORT, for example \"127.0.0.1:8080:80\", with /udp for UDP",
+        ],
+    );
+}
+
+#[test]
+fn what_is_no_toml_is_told_by_line() {
+    let problems = parse("name = \"web\"\nmemory = 1GiB\n").unwrap_err();
+    assert_eq!(problems.len(), 1);
+    assert!(problems[0].to_string().starts_with("error: line 2: "), "{}", problems[0]);
+}
+
+#[test]
+fn keys_below_the_wrong_heading_are_told_where_they_belong() {
+    check_with(
+        "ember = \"off\"\n",
+        &["error: boot.ember (line 5): no such key; it belongs to the top of the file, before any [heading]"],
+    );
+    check_with("banana = 1\n", &["error: boot.banana (line 5): no such key; docs/config.md lists all keys"]);
+    check(
+        "iops = 3\nname = \"web\"\nmemory = \"1GiB\"\n[boot]\nkernel = \"k\"\n",
+        &["error: iops (line 1): no such key; it belongs below [[disks]]"],
+    );
+    check_with(
+        "[disks]\npath = \"a\"\n",
+        &[
+            "error: disks (line 5): is not written as a section; write [[disks]] on a line of its own, and the fields below it",
+        ],
+    );
+}
+
+#[test]
+fn memory_and_slack() {
+    let with = |memory: &str| format!("name = \"web\"\nmemory = {memory}\n[boot]\nkernel = \"k\"\n");
+    check(&with("2048"), &["error: memory (line 2): is not a size in quotes; for example memory = \"2GiB\""]);
+    check(
+        &with("\"2GB\""),
+        &[
+            "error: memory: \"2GB\" is not a size; units of 1000 are not used for memory; write a number with a unit of 1024: \"512MiB\", \"2GiB\"",
+        ],
+    );
+    check(&with("\"1MiB\""), &["error: memory: 1MiB is out of range; give the guest 32MiB to 16TiB"]);
+    check(&with("\"33MiB\""), &["error: memory: 33MiB is not a multiple of 2 MiB; round it"]);
+    check(
+        &with("\"64MiB\"\nbudget_slack = \"200%\""),
+        &["error: budget_slack: \"200%\" is not a size or percentage; percent of the RAM goes from \"0%\" to \"100%\""],
+    );
+    check(
+        "[boot]\nkernel = \"k\"\n",
+        &[
+            "error: name: is missing; for example name = \"web\"",
+            "error: memory: is missing; for example memory = \"2GiB\"",
+        ],
+    );
+}
+
+#[test]
+fn boot_is_by_kernel_or_by_firmware() {
+    let with = |boot: &str| format!("name = \"web\"\nmemory = \"1GiB\"\n{boot}");
+    check(
+        &with(""),
+        &[
+            "error: boot: there is nothing to boot from; add a [boot] section with a kernel, or a [[disks]] section to boot from",
+        ],
+    );
+    check(
+        &with("[boot]\nkernel = \"k\"\nfirmware = \"uefi\"\n"),
+        &["error: boot: has both a kernel and firmware; remove one of them"],
+    );
+    check(
+        &with("[boot]\ninitrd = \"i\"\n[[disks]]\npath = \"a\"\n"),
+        &["error: boot.initrd: is of no use without a kernel; add boot.kernel"],
+    );
+    check(
+        &with("[boot]\nfirmware = \"uefi\"\n[[disks]]\npath = \"a\"\n"),
+        &[
+            "error: boot.firmware_vars: is missing; for example copy /usr/share/OVMF/OVMF_VARS_4M.fd and set firmware_vars to the copy",
+        ],
+    );
+    check(
+        &with("[boot]\nfirmware = \"bios\"\nfirmware_vars = \"v\"\n[[disks]]\npath = \"a\"\n"),
+        &["error: boot.firmware_vars: is of no use without UEFI firmware; set firmware = \"uefi\""],
+    );
+}
+
+#[test]
+fn disks_have_names_and_serials_of_their_own() {
+    check_with(
+        "[[disks]]\nname = \"a\"\npath = \"1\"\n[[disks]]\nname = \"a\"\npath = \"2\"\n",
+        &["error: disks: two are named a; give each a name of its own"],
+    );
+    check_with(
+        "[[disks]]\npath = \"1\"\nserial = \"123456789012345678901\"\n",
+        &["error: disks[0].serial: \"123456789012345678901\" does not fit; use at most 20 printable ASCII characters"],
+    );
+    check_with(
+        "[[disks]]\npath = \"1\"\nformat = \"vmdk\"\n",
+        &["error: disks[0].format (line 7): \"vmdk\" is none of \"raw\", \"qcow2\"; for example format = \"raw\""],
+    );
+}
+
+#[test]
+fn nets_are_consistent() {
+    check_with(
+        "[[nets]]\nkind = \"tap\"\nforward = [\"80:80\"]\n",
+        &[
+            "error: nets[0].forward: is of no use with a tap; remove it: the host's own network decides",
+            "error: nets[0].ifname: is missing; for example ifname = \"tap0\"",
+        ],
+    );
+    check_with(
+        "[[nets]]\nifname = \"tap0\"\nmac = \"1\"\n",
+        &[
+            "error: nets[0].mac: \"1\" is not a hardware address; for example \"52:54:00:12:34:56\"; the first pair must be even",
+            "error: nets[0].ifname: is of no use without a tap; remove it, or set kind = \"tap\"",
+        ],
+    );
+    check_with(
+        "[[nets]]\nforward = [\"81:80\", \"127.0.0.1:81:90\", \"81:80/udp\"]\n",
+        &["error: nets: two forwards use host port 127.0.0.1:81:90; choose another port"],
+    );
+}
+
+/// The table of fields and `ConfigFile` cannot part ways: a file made of every field's example is understood by both,
+/// and holds as many keys as `ConfigFile` has.
+#[test]
+fn the_table_of_fields_is_the_file() {
+    let mut text = String::new();
+    for section in Section::ALL {
+        text += &format!("{}\n", section.heading());
+        for field in Field::of_section(section) {
+            text += &format!("{} = {}\n", field.key, field.example);
+        }
+    }
+    let shaped = shape::read(&text).unwrap();
+    assert_eq!(shaped.problems, []);
+    let typed: toml::Table = toml::from_str(&text).unwrap();
+    // Optional fields that were not given are not written: an equal table means that each key arrived.
+    assert_eq!(toml::Table::try_from(&shaped.typed).unwrap(), typed);
+    let strict: ConfigFile = toml::from_str(&text).unwrap();
+    let debug = format!("{strict:?}");
+    assert!(!debug.contains("None"), "ConfigFile has a field that is not in the table: {debug}");
+}
+
+#[test]
+fn a_file_that_is_not_there_is_named() {
+    let problems = Config::load(Path::new("/nowhere/web.toml"), &RuntimeRoot::new("/run/hearth")).unwrap_err();
+    assert_eq!(
+        problems[0].to_string(),
+        "error: /nowhere/web.toml: No such file or directory (os error 2); name the machine's configuration file, for example web.toml"
+    );
+}

@@ -1,0 +1,334 @@
+//! The hub's thread: one `poll` over QEMU, the clients, the listener and the hub's orders.
+
+use std::collections::VecDeque;
+use std::io::{self, Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+use super::{CLIENT_BYTES_MAX, CLIENTS_MAX, Order, SCROLLBACK_BYTES, TYPED_BYTES_MAX};
+
+/// Between two attempts to reach a QEMU that does not listen yet: it takes some 50 ms to start.
+const CONNECT_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+/// Between two looks whether a QEMU has taken what was typed.
+const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
+const READ_BYTES: usize = 16 << 10;
+const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+
+pub struct Relay {
+    listener: UnixListener,
+    woken: UnixStream,
+    orders: Receiver<Order>,
+    /// Where QEMU will listen; none once it is reached.
+    wanted: Option<PathBuf>,
+    qemu: Option<UnixStream>,
+    successor: Option<Successor>,
+    /// Typed, and not yet taken by QEMU.
+    typed: VecDeque<u8>,
+    scrollback: VecDeque<u8>,
+    clients: Vec<Client>,
+}
+
+/// The QEMU that is going to take over. While there is one nothing is typed into either.
+struct Successor {
+    /// Where it listens; none once it is reached.
+    wanted: Option<PathBuf>,
+    stream: Option<UnixStream>,
+    /// Wants to know when it may take over.
+    ready: Option<Sender<()>>,
+}
+
+struct Client {
+    stream: UnixStream,
+    /// Output this client has not yet taken.
+    pending: VecDeque<u8>,
+    /// It will type nothing any more, but may still read.
+    mute: bool,
+    gone: bool,
+}
+
+/// What `poll` said of each.
+struct Ready {
+    woken: PollFlags,
+    listener: PollFlags,
+    qemu: PollFlags,
+    clients: Vec<PollFlags>,
+}
+
+impl Relay {
+    pub fn new(listener: UnixListener, woken: UnixStream, orders: Receiver<Order>) -> Self {
+        Self {
+            listener,
+            woken,
+            orders,
+            wanted: None,
+            qemu: None,
+            successor: None,
+            typed: VecDeque::new(),
+            scrollback: VecDeque::new(),
+            clients: Vec::new(),
+        }
+    }
+
+    /// Until the hub is dropped.
+    pub fn run(mut self) {
+        loop {
+            self.reach_qemu();
+            self.reach_successor();
+            let ready = match self.wait() {
+                Ok(ready) => ready,
+                Err(error) => {
+                    tracing::error!(%error, "the console is lost: its sockets cannot be waited for");
+                    return;
+                }
+            };
+            self.move_output(ready.qemu);
+            self.serve_clients(&ready.clients);
+            self.move_input(ready.qemu);
+            self.clients.retain(|client| !client.gone);
+            if !ready.listener.is_empty() {
+                self.welcome();
+            }
+            if !ready.woken.is_empty() && !self.take_orders() {
+                return;
+            }
+        }
+    }
+
+    fn wait(&self) -> io::Result<Ready> {
+        let mut fds = vec![PollFd::new(&self.woken, PollFlags::IN), PollFd::new(&self.listener, PollFlags::IN)];
+        for client in &self.clients {
+            let mut wanted = PollFlags::empty();
+            wanted.set(PollFlags::IN, !client.mute && self.typed.len() < TYPED_BYTES_MAX);
+            wanted.set(PollFlags::OUT, !client.pending.is_empty());
+            fds.push(PollFd::new(&client.stream, wanted));
+        }
+        if let Some(qemu) = &self.qemu {
+            let mut wanted = PollFlags::IN;
+            wanted.set(PollFlags::OUT, !self.typed.is_empty() && self.successor.is_none());
+            fds.push(PollFd::new(qemu, wanted));
+        }
+        let expecting = self.successor.as_ref().is_some_and(|successor| successor.ready.is_some());
+        let timeout = if expecting { Some(&LOOK_EVERY) } else { self.wanted.is_some().then_some(&CONNECT_EVERY) };
+        loop {
+            match poll(&mut fds, timeout) {
+                Ok(_) => break,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let flags: Vec<PollFlags> = fds.iter().map(PollFd::revents).collect();
+        let clients = flags[2..2 + self.clients.len()].to_vec();
+        let qemu = flags.get(2 + self.clients.len()).copied().unwrap_or(PollFlags::empty());
+        Ok(Ready { woken: flags[0], listener: flags[1], qemu, clients })
+    }
+
+    /// False when the hub is gone.
+    fn take_orders(&mut self) -> bool {
+        // Only the fact of being woken matters.
+        let _ = self.woken.read(&mut [0; 64]);
+        loop {
+            match self.orders.try_recv() {
+                Ok(Order::Attach(path)) => {
+                    self.let_go();
+                    self.wanted = Some(path);
+                }
+                Ok(Order::Detach) => {
+                    self.let_go();
+                    self.wanted = None;
+                }
+                Ok(Order::Expect(path, ready)) => {
+                    self.successor = Some(Successor { wanted: Some(path), stream: None, ready: Some(ready) });
+                    self.reach_successor();
+                }
+                Ok(Order::Settle { taken_over, done }) => {
+                    self.settle(taken_over);
+                    // Who no longer waits need not know.
+                    let _ = done.send(());
+                }
+                Err(TryRecvError::Empty) => return true,
+                Err(TryRecvError::Disconnected) => return false,
+            }
+        }
+    }
+
+    /// What a QEMU had said before it went is output like any other: a panic's last lines most of all.
+    fn let_go(&mut self) {
+        while self.qemu.is_some() && self.read_qemu() {}
+        self.qemu = None;
+        self.typed.clear();
+    }
+
+    fn reach_qemu(&mut self) {
+        let Some(path) = &self.wanted else { return };
+        // Not there yet, or its one place is still taken by a dead keeper: the next round tries again.
+        if let Ok(stream) = connect_now(path) {
+            self.qemu = Some(stream);
+            self.wanted = None;
+        }
+    }
+
+    fn reach_successor(&mut self) {
+        let Some(successor) = &mut self.successor else { return };
+        if let Some(stream) = successor.wanted.as_deref().and_then(|path| connect_now(path).ok()) {
+            (successor.stream, successor.wanted) = (Some(stream), None);
+        }
+        let all_taken = self.qemu.as_ref().is_none_or(|qemu| untaken_bytes(qemu) == 0);
+        if successor.stream.is_some()
+            && all_taken
+            && let Some(ready) = successor.ready.take()
+        {
+            let _ = ready.send(());
+        }
+    }
+
+    /// The old QEMU's last words, then the new one; what was typed meanwhile is for whoever it is.
+    fn settle(&mut self, taken_over: bool) {
+        let Some(successor) = self.successor.take() else { return };
+        if taken_over {
+            while self.qemu.is_some() && self.read_qemu() {}
+            (self.qemu, self.wanted) = (successor.stream, successor.wanted);
+        }
+    }
+
+    fn move_output(&mut self, ready: PollFlags) {
+        if !ready.is_empty() {
+            self.read_qemu();
+        }
+    }
+
+    /// One piece of output to everybody. False if there was none.
+    fn read_qemu(&mut self) -> bool {
+        let Some(qemu) = &mut self.qemu else { return false };
+        let mut buffer = [0; READ_BYTES];
+        match qemu.read(&mut buffer) {
+            Ok(length) if length > 0 => {
+                self.spread(&buffer[..length]);
+                true
+            }
+            Err(error) if is_passing(&error) => false,
+            Ok(_) | Err(_) => {
+                self.qemu = None;
+                self.typed.clear();
+                false
+            }
+        }
+    }
+
+    fn spread(&mut self, output: &[u8]) {
+        self.scrollback.extend(output);
+        let excess = self.scrollback.len().saturating_sub(SCROLLBACK_BYTES);
+        self.scrollback.drain(..excess);
+        for client in &mut self.clients {
+            client.pending.extend(output);
+            client.send();
+            if client.pending.len() > CLIENT_BYTES_MAX {
+                tracing::debug!("a client of the console does not read and is dropped");
+                client.gone = true;
+            }
+        }
+    }
+
+    fn serve_clients(&mut self, ready: &[PollFlags]) {
+        for (client, ready) in self.clients.iter_mut().zip(ready) {
+            if ready.contains(PollFlags::OUT) {
+                client.send();
+            }
+            if ready.contains(PollFlags::IN) {
+                client.listen(&mut self.typed);
+            } else if ready.intersects(PollFlags::HUP | PollFlags::ERR) {
+                client.gone = true;
+            }
+        }
+        if self.qemu.is_none() {
+            self.typed.clear();
+        }
+    }
+
+    fn move_input(&mut self, ready: PollFlags) {
+        let Some(qemu) = &mut self.qemu else { return };
+        // Typed just now, or waiting since QEMU last took something.
+        let wants = ready.contains(PollFlags::OUT) || !self.typed.is_empty();
+        if wants && self.successor.is_none() && !drain_into(&mut self.typed, qemu) {
+            self.qemu = None;
+            self.typed.clear();
+        }
+    }
+
+    fn welcome(&mut self) {
+        loop {
+            let stream = match self.listener.accept() {
+                Ok((stream, _)) => stream,
+                Err(error) if is_passing(&error) => return,
+                Err(error) => {
+                    tracing::warn!(%error, "a client of the console was lost while it connected");
+                    // Too many open files, most likely: asking again at once would only burn a processor.
+                    std::thread::sleep(ACCEPT_PAUSE);
+                    return;
+                }
+            };
+            if self.clients.len() == CLIENTS_MAX || stream.set_nonblocking(true).is_err() {
+                tracing::debug!("a client of the console is turned away: {CLIENTS_MAX} are there");
+                continue;
+            }
+            let mut client = Client { stream, pending: self.scrollback.clone(), mute: false, gone: false };
+            client.send();
+            self.clients.push(client);
+        }
+    }
+}
+
+impl Client {
+    fn send(&mut self) {
+        if !drain_into(&mut self.pending, &mut self.stream) {
+            self.gone = true;
+        }
+    }
+
+    fn listen(&mut self, typed: &mut VecDeque<u8>) {
+        let mut buffer = [0; 4096];
+        match self.stream.read(&mut buffer) {
+            Ok(0) => self.mute = true,
+            Ok(length) => typed.extend(&buffer[..length]),
+            Err(error) if is_passing(&error) => {}
+            Err(_) => self.gone = true,
+        }
+    }
+}
+
+/// Writes as much as is taken now. False if the other side is gone.
+fn drain_into(bytes: &mut VecDeque<u8>, stream: &mut UnixStream) -> bool {
+    while !bytes.is_empty() {
+        match stream.write(bytes.as_slices().0) {
+            Ok(length) => drop(bytes.drain(..length)),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return error.kind() == io::ErrorKind::WouldBlock,
+        }
+    }
+    true
+}
+
+/// Bytes on their way to the other side, which has not taken them. If that cannot be known: none.
+fn untaken_bytes(stream: &UnixStream) -> i32 {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: TIOCOUTQ writes one int, and the descriptor is open.
+    let asked = unsafe { libc::ioctl(stream.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    if asked == 0 { bytes } else { 0 }
+}
+
+fn is_passing(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
+}
+
+/// Connects without waiting: a QEMU whose queue is full would hold up the thread.
+fn connect_now(path: &Path) -> io::Result<UnixStream> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(UnixStream::from(socket))
+}

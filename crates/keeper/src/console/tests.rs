@@ -1,0 +1,169 @@
+//! The hub between real sockets, with a QEMU that is only a listener.
+
+use std::io::{Read, Write};
+use std::time::Duration;
+
+use tempfile::TempDir;
+
+use super::*;
+
+struct Fixture {
+    folder: TempDir,
+    hub: Hub,
+}
+
+fn fixture() -> Fixture {
+    let folder = tempfile::tempdir().unwrap();
+    let hub = Hub::start(&folder.path().join("console.sock")).unwrap();
+    Fixture { folder, hub }
+}
+
+impl Fixture {
+    fn client(&self) -> UnixStream {
+        let stream = UnixStream::connect(self.folder.path().join("console.sock")).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        stream
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// A QEMU's end of its serial socket.
+    fn qemu(&self, name: &str) -> UnixStream {
+        let listener = UnixListener::bind(self.path(name)).unwrap();
+        self.hub.attach(&self.path(name));
+        let (stream, _) = listener.accept().unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        stream
+    }
+}
+
+fn check_next(stream: &mut UnixStream, expect: &str) {
+    let mut bytes = vec![0; expect.len()];
+    stream.read_exact(&mut bytes).unwrap();
+    assert_eq!(String::from_utf8_lossy(&bytes), expect);
+}
+
+#[test]
+fn output_goes_to_everybody_and_input_to_the_guest() {
+    let fixture = fixture();
+    let mut qemu = fixture.qemu("serial-1");
+    let (mut one, mut other) = (fixture.client(), fixture.client());
+    qemu.write_all(b"login: ").unwrap();
+    check_next(&mut one, "login: ");
+    check_next(&mut other, "login: ");
+    one.write_all(b"root\n").unwrap();
+    check_next(&mut qemu, "root\n");
+}
+
+#[test]
+fn who_comes_later_sees_the_last_output_first() {
+    let fixture = fixture();
+    let mut qemu = fixture.qemu("serial-1");
+    let mut witness = fixture.client();
+    let output = "0123456789abcdef".repeat(SCROLLBACK_BYTES / 16) + "the end";
+    qemu.write_all(output.as_bytes()).unwrap();
+    check_next(&mut witness, &output);
+    check_next(&mut fixture.client(), &output[output.len() - SCROLLBACK_BYTES..]);
+}
+
+#[test]
+fn clients_stay_over_the_death_of_a_qemu() {
+    let fixture = fixture();
+    let mut client = fixture.client();
+    let mut first = fixture.qemu("serial-1");
+    first.write_all(b"Kernel panic - not syncing").unwrap();
+    drop(first);
+    let mut second = fixture.qemu("serial-2");
+    second.write_all(b"Linux version 6").unwrap();
+    check_next(&mut client, "Kernel panic - not syncingLinux version 6");
+    client.write_all(b"x").unwrap();
+    check_next(&mut second, "x");
+}
+
+#[test]
+fn last_words_are_heard_even_when_the_hub_is_told_to_let_go() {
+    let fixture = fixture();
+    let mut client = fixture.client();
+    let mut qemu = fixture.qemu("serial-1");
+    qemu.write_all(b"reboot: Power down").unwrap();
+    fixture.hub.detach();
+    check_next(&mut client, "reboot: Power down");
+    // The hub has let go.
+    assert_eq!(qemu.read(&mut [0; 1]).unwrap(), 0);
+}
+
+#[test]
+fn a_qemu_that_is_not_there_yet_is_waited_for() {
+    let fixture = fixture();
+    fixture.hub.attach(&fixture.path("late"));
+    let mut client = fixture.client();
+    let listener = UnixListener::bind(fixture.path("late")).unwrap();
+    let (mut qemu, _) = listener.accept().unwrap();
+    qemu.write_all(b"hello").unwrap();
+    check_next(&mut client, "hello");
+}
+
+#[test]
+fn a_client_that_does_not_read_is_dropped_and_the_guest_goes_on() {
+    let fixture = fixture();
+    let mut qemu = fixture.qemu("serial-1");
+    let mut sleeper = fixture.client();
+    sleeper.write_all(b"!").unwrap();
+    check_next(&mut qemu, "!");
+    // More than every buffer on the way to the sleeper holds. That all of it is taken is the point.
+    for _ in 0..64 {
+        qemu.write_all(&[b'x'; CLIENT_BYTES_MAX / 16]).unwrap();
+    }
+    qemu.write_all(b"the end").unwrap();
+    let mut reader = fixture.client();
+    let mut seen = String::new();
+    while !seen.ends_with("the end") {
+        let mut buffer = [0; 4096];
+        let length = reader.read(&mut buffer).unwrap();
+        assert_ne!(length, 0);
+        seen.push_str(str::from_utf8(&buffer[..length]).unwrap());
+    }
+    // The sleeper gets what lay in its socket, not all, and then the end.
+    let mut rest = Vec::new();
+    let _ = sleeper.read_to_end(&mut rest);
+    assert!(rest.len() < 4 * CLIENT_BYTES_MAX, "{}", rest.len());
+}
+
+#[test]
+fn who_has_nothing_more_to_type_may_still_read() {
+    let fixture = fixture();
+    let mut qemu = fixture.qemu("serial-1");
+    let mut client = fixture.client();
+    client.write_all(b"ls\n").unwrap();
+    client.shutdown(std::net::Shutdown::Write).unwrap();
+    check_next(&mut qemu, "ls\n");
+    qemu.write_all(b"files").unwrap();
+    check_next(&mut client, "files");
+}
+
+#[test]
+fn clients_beyond_the_bound_are_turned_away() {
+    let fixture = fixture();
+    let mut qemu = fixture.qemu("serial-1");
+    qemu.write_all(b"x").unwrap();
+    let mut clients: Vec<UnixStream> = (0..CLIENTS_MAX).map(|_| fixture.client()).collect();
+    clients.iter_mut().for_each(|client| check_next(client, "x"));
+    assert_eq!(fixture.client().read(&mut [0; 1]).unwrap(), 0);
+    clients.pop();
+    // The place is free as soon as the hub has noticed: typing makes it look.
+    clients[0].write_all(b"y").unwrap();
+    check_next(&mut qemu, "y");
+    check_next(&mut fixture.client(), "x");
+}
+
+#[test]
+fn the_end_of_the_hub_is_the_end_for_everybody() {
+    let Fixture { folder, hub } = fixture();
+    let mut client = UnixStream::connect(folder.path().join("console.sock")).unwrap();
+    drop(hub);
+    // Never accepted, or closed: either way it is over.
+    assert!(matches!(client.read(&mut [0; 1]), Ok(0) | Err(_)));
+    assert!(!folder.path().join("console.sock").exists());
+}

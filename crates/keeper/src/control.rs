@@ -1,0 +1,104 @@
+//! What the API may ask of the machine's event loop, and how the answer comes back.
+//!
+//! HTTP thread -> Control -> event loop (one at a time, in order) -> answer over a channel made for this one question.
+
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::time::Duration;
+
+use hearth_api::{
+    ApiError, CrashRequest, DiskSize, DumpRequest, ErrorWord, MachineStatus, RebootRequest, RejuvenateRequest,
+    StopRequest,
+};
+
+/// The loop answers within milliseconds except while it waits for QEMU's start or for a disk to drain.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A question or an order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Command {
+    Status,
+    Reboot(RebootRequest),
+    Stop(StopRequest),
+    Crash(CrashRequest),
+    /// Dump the memory of a living guest.
+    Dump(DumpRequest),
+    /// Go on with a dump that waits.
+    ResumeDump,
+    /// Give up what is not yet written of all dumps.
+    DiscardDump,
+    Rejuvenate(RejuvenateRequest),
+    /// Look again how large this disk's image is.
+    Resize {
+        disk: String,
+    },
+}
+
+/// What the loop says to a command that it took.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Answer {
+    Status(Box<MachineStatus>),
+    /// The order is taken; events tell what becomes of it.
+    Accepted,
+    Resized(DiskSize),
+}
+
+pub type Reply = Sender<Result<Answer, ApiError>>;
+
+/// The way into the event loop. `send` must not block; a loop that has ended may drop what it is given.
+pub struct Control {
+    send: Box<dyn Fn(Command, Reply) + Send + Sync>,
+    patience: Duration,
+}
+
+impl Control {
+    pub fn new(send: impl Fn(Command, Reply) + Send + Sync + 'static) -> Self {
+        Self { send: Box::new(send), patience: PATIENCE }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn with_patience(mut self, patience: Duration) -> Self {
+        self.patience = patience;
+        self
+    }
+
+    pub fn ask(&self, command: Command) -> Result<Answer, ApiError> {
+        let (reply, answer) = channel();
+        (self.send)(command, reply);
+        answer.recv_timeout(self.patience).unwrap_or_else(|error| Err(self.no_answer(error)))
+    }
+
+    /// The status alone, which the machine gives in any state.
+    pub fn status(&self) -> Result<Box<MachineStatus>, ApiError> {
+        match self.ask(Command::Status)? {
+            Answer::Status(status) => Ok(status),
+            other => Err(ApiError::new(ErrorWord::Failed, format!("asked for the status, got {other:?}"))),
+        }
+    }
+
+    fn no_answer(&self, error: RecvTimeoutError) -> ApiError {
+        match error {
+            RecvTimeoutError::Timeout => {
+                ApiError::new(ErrorWord::Timeout, format!("the machine did not answer within {:?}", self.patience))
+                    .hint("what was asked may still happen; see the events")
+            }
+            RecvTimeoutError::Disconnected => ApiError::new(ErrorWord::WrongState, "the machine has ended"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    #[test]
+    fn a_loop_that_has_ended_is_told_from_one_that_is_slow() {
+        let ended = Control::new(|_, reply| drop(reply));
+        assert_eq!(ended.ask(Command::Status).unwrap_err().error, ErrorWord::WrongState);
+
+        let held = Mutex::new(Vec::new());
+        let slow = Control::new(move |_, reply| held.lock().unwrap().push(reply)).with_patience(Duration::ZERO);
+        assert_eq!(slow.ask(Command::Status).unwrap_err().error, ErrorWord::Timeout);
+    }
+}

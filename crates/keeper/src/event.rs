@@ -1,0 +1,31 @@
+//! Everything that can happen to a machine, in one list. The machine's loop takes these one at a time; nothing acts from
+//! inside a callback.
+
+use std::sync::mpsc::Sender;
+
+use hearth_api::{ApiError, RejuvenateRequest};
+use hearth_qemu::QmpEvent;
+
+use crate::control::{Answer, Command};
+use crate::machine::{dump, gate, warden};
+
+/// One thing that happened. `generation` tells which QEMU it came from, so that late words of a dead one are ignored.
+pub enum Event {
+    /// The operator asks (CLI, API).
+    Request { command: Command, answer: Sender<Result<Answer, ApiError>> },
+    /// QEMU says.
+    Qmp { generation: u32, event: QmpEvent },
+    /// QEMU's process has ended, for whatever reason.
+    /// `how`: exit code or signal, in words.
+    QemuEnded { generation: u32, how: String },
+    /// A dump says.
+    Dump { incarnation: u32, word: dump::Word },
+    /// The warden says.
+    Warden(warden::Word),
+    /// The thread of page faults says.
+    Gate(gate::GateWord),
+    /// A rejuvenation that was accepted begins.
+    Rejuvenate(RejuvenateRequest),
+    /// SIGTERM or SIGINT: stop the machine; the second one means at once.
+    Terminate,
+}

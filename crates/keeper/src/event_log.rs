@@ -1,0 +1,356 @@
+//! The machine's events: the last ones in memory for readers that follow, and all of them in a file of bounded size
+//! that is still there when the keeper is not.
+//!
+//! Readers hold a cursor, not a queue: one ring serves all of them, a slow one costs nothing and loses only its own
+//! place (it is told how many records it missed).
+
+use std::collections::VecDeque;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, SystemTime};
+
+use hearth_api::{EventKind, EventRecord};
+
+/// Records kept in memory: some hundred recoveries.
+const RING_RECORDS: usize = 4096;
+/// Size at which the file becomes the old file, and a new one is begun: at most twice this is kept.
+const FILE_BYTES_MAX: u64 = 4 << 20;
+pub const FILE_NAME: &str = "events.jsonl";
+const OLD_FILE_NAME: &str = "events.old.jsonl";
+
+/// The log of one machine. Cheap to clone: clones are the same log.
+#[derive(Clone)]
+pub struct EventLog {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    machine: String,
+    incarnation: AtomicU32,
+    ring: Mutex<Ring>,
+    news: Condvar,
+}
+
+struct Ring {
+    records: VecDeque<Arc<EventRecord>>,
+    records_max: usize,
+    /// Sequence of the last record; 0 before the first.
+    last: u64,
+    closed: bool,
+    journal: Option<Journal>,
+}
+
+/// What a reader gets next.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Received {
+    Record(Arc<EventRecord>),
+    /// Nothing happened for as long as the reader wanted to wait.
+    Quiet,
+    /// The machine has ended, and every record was read.
+    Closed,
+}
+
+impl EventLog {
+    /// Goes on where a former keeper's file ends, so that a reader's `since` holds over a restart.
+    pub fn open(machine: &str, runtime_folder: &Path) -> io::Result<Self> {
+        let records: VecDeque<_> = read_file(runtime_folder)?.into_iter().map(Arc::new).collect();
+        let journal = Journal::open(runtime_folder, FILE_BYTES_MAX)?;
+        Ok(Self::with(machine, records, RING_RECORDS, Some(journal)))
+    }
+
+    /// Without a file.
+    pub fn in_memory(machine: &str) -> Self {
+        Self::with(machine, VecDeque::new(), RING_RECORDS, None)
+    }
+
+    fn with(
+        machine: &str,
+        mut records: VecDeque<Arc<EventRecord>>,
+        records_max: usize,
+        journal: Option<Journal>,
+    ) -> Self {
+        records.drain(..records.len().saturating_sub(records_max));
+        let last = records.back().map_or(0, |record| record.sequence);
+        let incarnation = records.back().map_or(0, |record| record.incarnation);
+        let ring = Ring { records, records_max, last, closed: false, journal };
+        let inner = Inner {
+            machine: machine.to_owned(),
+            incarnation: AtomicU32::new(incarnation),
+            ring: Mutex::new(ring),
+            news: Condvar::new(),
+        };
+        Self { inner: Arc::new(inner) }
+    }
+
+    /// Records from now on belong to this incarnation.
+    pub fn set_incarnation(&self, incarnation: u32) {
+        self.inner.incarnation.store(incarnation, Relaxed);
+    }
+
+    /// Adds a record and wakes the readers. Never fails: a full disk costs the file, not the machine.
+    pub fn record(&self, event: EventKind) -> u64 {
+        let mut ring = self.ring();
+        ring.last += 1;
+        let record = Arc::new(EventRecord {
+            sequence: ring.last,
+            time: hearth_api::rfc3339(SystemTime::now()),
+            machine: self.inner.machine.clone(),
+            incarnation: self.inner.incarnation.load(Relaxed),
+            event,
+        });
+        ring.journal_append(&record);
+        if ring.records.len() == ring.records_max {
+            ring.records.pop_front();
+        }
+        ring.records.push_back(record);
+        self.inner.news.notify_all();
+        ring.last
+    }
+
+    /// Sequence of the last record; 0 before the first.
+    pub fn last_sequence(&self) -> u64 {
+        self.ring().last
+    }
+
+    /// What is kept of the records after `since`, oldest first; begins with a gap record if some are gone.
+    pub fn since(&self, since: u64) -> Vec<Arc<EventRecord>> {
+        let mut subscription = self.subscribe(since);
+        let mut records = Vec::new();
+        while let Received::Record(record) = subscription.next(Duration::ZERO) {
+            records.push(record);
+        }
+        records
+    }
+
+    /// A reader of everything after `since`.
+    pub fn subscribe(&self, since: u64) -> Subscription {
+        // A sequence from the future is a former life's (the file was removed): begin with what there is.
+        let since = if since > self.last_sequence() { 0 } else { since };
+        Subscription { log: self.clone(), read: since }
+    }
+
+    /// Ends all readers once they have read everything.
+    pub fn close(&self) {
+        self.ring().closed = true;
+        self.inner.news.notify_all();
+    }
+
+    fn ring(&self) -> MutexGuard<'_, Ring> {
+        self.inner.ring.lock().expect("holders of this lock do not panic")
+    }
+}
+
+/// A place in the log.
+pub struct Subscription {
+    log: EventLog,
+    /// Sequence of the last record this reader got.
+    read: u64,
+}
+
+impl Subscription {
+    /// The next record, waiting for it at most so long.
+    pub fn next(&mut self, patience: Duration) -> Received {
+        let ring = self.log.ring();
+        let read = self.read;
+        let (ring, _) = self
+            .log
+            .inner
+            .news
+            .wait_timeout_while(ring, patience, |ring| ring.last <= read && !ring.closed)
+            .expect("holders of this lock do not panic");
+        let Some(record) = ring.after(read) else {
+            return if ring.closed { Received::Closed } else { Received::Quiet };
+        };
+        let missed = record.sequence - read - 1;
+        if missed > 0 {
+            self.read = record.sequence - 1;
+            return Received::Record(Arc::new(gap(&record, missed)));
+        }
+        self.read = record.sequence;
+        Received::Record(record)
+    }
+}
+
+/// Stands for the records before `next` that are gone.
+fn gap(next: &EventRecord, missed: u64) -> EventRecord {
+    EventRecord { sequence: next.sequence - 1, event: EventKind::Gap { missed }, ..next.clone() }
+}
+
+impl Ring {
+    /// The first kept record with a greater sequence. Sequences in the ring have no holes: it is an index.
+    fn after(&self, sequence: u64) -> Option<Arc<EventRecord>> {
+        let first = self.records.front()?.sequence;
+        let index = (sequence + 1).saturating_sub(first);
+        self.records.get(usize::try_from(index).ok()?).cloned()
+    }
+
+    fn journal_append(&mut self, record: &EventRecord) {
+        let Some(journal) = &mut self.journal else { return };
+        if let Err(error) = journal.append(record) {
+            tracing::warn!(path = %journal.path.display(), %error, "events are no longer written to the file");
+            self.journal = None;
+        }
+    }
+}
+
+/// The file: one JSON object a line, unbuffered, so that a killed keeper leaves every record it made.
+struct Journal {
+    path: PathBuf,
+    file: File,
+    bytes: u64,
+    bytes_max: u64,
+}
+
+impl Journal {
+    fn open(folder: &Path, bytes_max: u64) -> io::Result<Self> {
+        let path = folder.join(FILE_NAME);
+        let mut file = OpenOptions::new().create(true).append(true).read(true).mode(0o600).open(&path)?;
+        let bytes = file.metadata()?.len();
+        // The last line of a killed keeper may be torn: what follows must not be glued to it.
+        if bytes > 0 && !ends_with_newline(&file, bytes)? {
+            file.write_all(b"\n")?;
+        }
+        Ok(Self { path, file, bytes, bytes_max })
+    }
+
+    fn append(&mut self, record: &EventRecord) -> io::Result<()> {
+        let mut line = serde_json::to_vec(record)?;
+        line.push(b'\n');
+        if self.bytes + line.len() as u64 > self.bytes_max {
+            let folder = self.path.parent().unwrap_or(Path::new("."));
+            fs::rename(&self.path, folder.join(OLD_FILE_NAME))?;
+            *self = Self::open(folder, self.bytes_max)?;
+        }
+        self.file.write_all(&line)?;
+        self.bytes += line.len() as u64;
+        Ok(())
+    }
+}
+
+fn ends_with_newline(file: &File, bytes: u64) -> io::Result<bool> {
+    let mut last = [0];
+    std::os::unix::fs::FileExt::read_exact_at(file, &mut last, bytes - 1)?;
+    Ok(last == *b"\n")
+}
+
+/// All records that the files of a runtime folder hold, oldest first. Lines that are torn, or from before a hole, are
+/// left out, so that sequences have no holes.
+pub fn read_file(runtime_folder: &Path) -> io::Result<Vec<EventRecord>> {
+    let mut records: Vec<EventRecord> = Vec::new();
+    for name in [OLD_FILE_NAME, FILE_NAME] {
+        let file = match File::open(runtime_folder.join(name)) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            Err(error) => return Err(error),
+        };
+        for line in BufReader::new(file).split(b'\n') {
+            let Ok(record) = serde_json::from_slice::<EventRecord>(&line?) else { continue };
+            if records.last().is_some_and(|last| last.sequence + 1 != record.sequence) {
+                records.clear();
+            }
+            records.push(record);
+        }
+    }
+    Ok(records)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbered(log: &EventLog, count: u64) {
+        for bytes in 0..count {
+            log.record(EventKind::EmberTrimmed { pages: 1, bytes });
+        }
+    }
+
+    fn sequences(records: &[Arc<EventRecord>]) -> Vec<u64> {
+        records.iter().map(|record| record.sequence).collect()
+    }
+
+    #[test]
+    fn a_reader_gets_everything_in_order_and_then_the_end() {
+        let log = EventLog::in_memory("web");
+        log.set_incarnation(3);
+        let mut reader = log.subscribe(0);
+        assert_eq!(reader.next(Duration::ZERO), Received::Quiet);
+        let writer = std::thread::spawn({
+            let log = log.clone();
+            move || {
+                numbered(&log, 100);
+                log.close();
+            }
+        });
+        for expected in 1..=100 {
+            let Received::Record(record) = reader.next(Duration::from_secs(60)) else { panic!("record {expected}") };
+            assert_eq!((record.sequence, record.incarnation, record.machine.as_str()), (expected, 3, "web"));
+        }
+        assert_eq!(reader.next(Duration::from_secs(60)), Received::Closed);
+        writer.join().unwrap();
+    }
+
+    #[test]
+    fn a_slow_reader_is_told_what_it_missed_and_goes_on() {
+        let log = EventLog::with("web", VecDeque::new(), 4, None);
+        numbered(&log, 10);
+        let records = log.since(2);
+        assert_eq!(records[0].event, EventKind::Gap { missed: 4 });
+        assert_eq!(sequences(&records), [6, 7, 8, 9, 10]);
+        assert_eq!(sequences(&log.since(8)), [9, 10]);
+        assert_eq!(sequences(&log.since(10)), [0; 0]);
+    }
+
+    #[test]
+    fn a_sequence_from_the_future_begins_with_what_there_is() {
+        let log = EventLog::in_memory("web");
+        numbered(&log, 2);
+        assert_eq!(sequences(&log.since(77)), [1, 2]);
+    }
+
+    #[test]
+    fn a_new_keeper_goes_on_counting_even_after_a_torn_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let log = EventLog::open("web", folder.path()).unwrap();
+        log.set_incarnation(5);
+        numbered(&log, 3);
+        let path = folder.path().join(FILE_NAME);
+        let torn = fs::read_to_string(&path).unwrap() + "{\"sequence\":4,\"ti";
+        fs::write(&path, torn).unwrap();
+
+        let log = EventLog::open("web", folder.path()).unwrap();
+        assert_eq!(log.record(EventKind::GuestPanicked), 4);
+        assert_eq!(sequences(&log.since(1)), [2, 3, 4]);
+        assert_eq!(log.since(3)[0].incarnation, 5);
+        let read: Vec<u64> = read_file(folder.path()).unwrap().iter().map(|record| record.sequence).collect();
+        assert_eq!(read, [1, 2, 3, 4]);
+    }
+
+    #[test]
+    fn the_files_stay_within_their_bounds_and_keep_the_newest() {
+        let folder = tempfile::tempdir().unwrap();
+        let journal = Journal::open(folder.path(), 2000).unwrap();
+        let log = EventLog::with("web", VecDeque::new(), 16, Some(journal));
+        numbered(&log, 200);
+        let bytes = |name| fs::metadata(folder.path().join(name)).unwrap().len();
+        assert!(bytes(FILE_NAME) <= 2000 && bytes(OLD_FILE_NAME) <= 2000);
+        let records = read_file(folder.path()).unwrap();
+        assert_eq!(records.last().unwrap().sequence, 200);
+        assert!(records.len() > 10, "{}", records.len());
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_written_does_not_stop_the_log() {
+        let folder = tempfile::tempdir().unwrap();
+        let journal = Journal::open(folder.path(), 300).unwrap();
+        let log = EventLog::with("web", VecDeque::new(), 16, Some(journal));
+        // Turning the file over fails: a folder stands where the old one belongs.
+        fs::create_dir(folder.path().join(OLD_FILE_NAME)).unwrap();
+        numbered(&log, 10);
+        assert_eq!(log.last_sequence(), 10);
+        assert_eq!(log.since(0).len(), 10);
+    }
+}

@@ -1,0 +1,216 @@
+//! Answering one request: the one `match` over all routes.
+
+use std::io::{self, Write};
+use std::os::unix::net::UnixStream;
+use std::time::Instant;
+
+use hearth_api::{
+    Accepted, ApiError, CrashRequest, DumpOrder, DumpRequest, ErrorWord, EventRecord, Explanation, Mismatch,
+    RebootRequest, RejuvenateRequest, ResizeRequest, Route, RouteId, StopRequest,
+};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde::Serialize;
+
+use super::request::{ReadError, Request, number};
+use super::{Context, HANGUP_PATIENCE, Seat};
+use crate::control::{Answer, Command};
+use crate::event_log::Received;
+use crate::metrics;
+
+const JSON: &str = "application/json";
+
+/// What a request comes to.
+enum Reply {
+    Text {
+        media_type: &'static str,
+        text: String,
+    },
+    /// Events from here on, without end.
+    Stream {
+        since: u64,
+    },
+}
+
+/// Reads a request from the client and answers it. An error means that the client is gone.
+pub fn serve(seat: &Seat, stream: &mut UnixStream) -> io::Result<()> {
+    let shared = &seat.shared;
+    stream.set_write_timeout(Some(shared.client_patience))?;
+    let request = match Request::read(stream, shared.client_patience) {
+        Ok(request) => request,
+        Err(ReadError::Refused(error)) => return refuse(stream, &error),
+        Err(ReadError::Lost(error)) => return Err(error),
+    };
+    tracing::debug!(method = request.method, path = request.path, "API request");
+    match answer(&shared.context, &request) {
+        Ok(Reply::Text { media_type, text }) => send(stream, 200, media_type, text.as_bytes()),
+        Ok(Reply::Stream { since }) => match seat.follow() {
+            Ok(()) => stream_events(seat, stream, since),
+            Err(error) => refuse(stream, &error),
+        },
+        Err(error) => refuse(stream, &error),
+    }
+}
+
+pub fn refuse(stream: &mut UnixStream, error: &ApiError) -> io::Result<()> {
+    send(stream, error.error.status(), JSON, json_text(error).as_bytes())
+}
+
+fn answer(context: &Context, request: &Request) -> Result<Reply, ApiError> {
+    let (route, parameter) =
+        Route::find(&request.method, &request.path).map_err(|mismatch| no_route(request, mismatch))?;
+    match route.id {
+        RouteId::Status => Ok(json(&context.control.status()?)),
+        RouteId::Reboot => {
+            let order = request.body::<RebootRequest>()?;
+            accepted(context, Command::Reboot(order))
+        }
+        RouteId::Stop => {
+            let order = request.body::<StopRequest>()?;
+            accepted(context, Command::Stop(order))
+        }
+        RouteId::Crash => {
+            let order = request.body::<CrashRequest>()?;
+            accepted(context, Command::Crash(order))
+        }
+        RouteId::Dump => {
+            let order = request.body::<DumpRequest>()?;
+            accepted(context, Command::Dump(order))
+        }
+        RouteId::DumpResume => {
+            request.body::<DumpOrder>()?;
+            accepted(context, Command::ResumeDump)
+        }
+        RouteId::DumpDiscard => {
+            request.body::<DumpOrder>()?;
+            accepted(context, Command::DiscardDump)
+        }
+        RouteId::Rejuvenate => {
+            let order = request.body::<RejuvenateRequest>()?;
+            accepted(context, Command::Rejuvenate(order))
+        }
+        RouteId::Resize => {
+            request.body::<ResizeRequest>()?;
+            resized(context, parameter.unwrap_or_default())
+        }
+        RouteId::Events => events(context, request),
+        RouteId::Explain => explanation(context),
+        RouteId::Config => Ok(json(&context.config)),
+        RouteId::Metrics => {
+            let text = metrics::text(&*context.control.status()?);
+            Ok(Reply::Text { media_type: metrics::MEDIA_TYPE, text })
+        }
+    }
+}
+
+fn no_route(request: &Request, mismatch: Mismatch) -> ApiError {
+    match mismatch {
+        Mismatch::NoSuchPath => ApiError::new(ErrorWord::NoSuchRoute, format!("there is no route {}", request.path))
+            .hint("docs/api.md lists all routes"),
+        Mismatch::Method(method) => {
+            ApiError::new(ErrorWord::WrongMethod, format!("{} does not take {}", request.path, request.method))
+                .hint(format!("use {}", method.name()))
+        }
+    }
+}
+
+/// An order; the answer says from where on the events belong to it.
+fn accepted(context: &Context, command: Command) -> Result<Reply, ApiError> {
+    let since = context.events.last_sequence();
+    match context.control.ask(command)? {
+        Answer::Accepted => Ok(json(&Accepted { since })),
+        other => Err(unexpected(&other)),
+    }
+}
+
+fn resized(context: &Context, disk: &str) -> Result<Reply, ApiError> {
+    match context.control.ask(Command::Resize { disk: disk.to_owned() })? {
+        Answer::Resized(size) => Ok(json(&size)),
+        other => Err(unexpected(&other)),
+    }
+}
+
+fn unexpected(answer: &Answer) -> ApiError {
+    ApiError::new(ErrorWord::Failed, format!("the machine gave an answer to another question: {answer:?}"))
+}
+
+fn explanation(context: &Context) -> Result<Reply, ApiError> {
+    let status = context.control.status()?;
+    let recovery = status.last_recovery;
+    Ok(json(&Explanation { name: status.name, incarnation: status.incarnation, recovery }))
+}
+
+fn events(context: &Context, request: &Request) -> Result<Reply, ApiError> {
+    let since = match (request.query_number("since")?, &request.last_event_id) {
+        (Some(since), _) => since,
+        (None, Some(id)) => number("Last-Event-ID", id)?,
+        (None, None) => 0,
+    };
+    if request.query_flag("follow") || request.accepts_events {
+        return Ok(Reply::Stream { since });
+    }
+    Ok(json(&context.events.since(since).iter().map(AsRef::as_ref).collect::<Vec<&EventRecord>>()))
+}
+
+fn json(value: &impl Serialize) -> Reply {
+    Reply::Text { media_type: JSON, text: json_text(value) }
+}
+
+fn json_text(value: &impl Serialize) -> String {
+    serde_json::to_string(value).expect("API types are plain data with text keys") + "\n"
+}
+
+fn send(stream: &mut UnixStream, status: u16, media_type: &str, body: &[u8]) -> io::Result<()> {
+    let head = format!(
+        "HTTP/1.1 {status} {}\r\nContent-Type: {media_type}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+        reason(status),
+        body.len()
+    );
+    stream.write_all(&[head.as_bytes(), body].concat())
+}
+
+fn reason(status: u16) -> &'static str {
+    match status {
+        200 => "OK",
+        400 => "Bad Request",
+        404 => "Not Found",
+        405 => "Method Not Allowed",
+        409 => "Conflict",
+        413 => "Content Too Large",
+        503 => "Service Unavailable",
+        504 => "Gateway Timeout",
+        _ => "Internal Server Error",
+    }
+}
+
+/// Each event is written at once. A client that takes nothing for as long as a write may last is dropped; what it holds
+/// up is only its own thread.
+fn stream_events(seat: &Seat, stream: &mut UnixStream, since: u64) -> io::Result<()> {
+    stream.write_all(
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n",
+    )?;
+    let heartbeat = seat.shared.heartbeat;
+    let mut events = seat.shared.context.events.subscribe(since);
+    let mut written = Instant::now();
+    loop {
+        match events.next(heartbeat.saturating_sub(written.elapsed()).min(HANGUP_PATIENCE)) {
+            Received::Record(record) => stream.write_all(event_text(&record).as_bytes())?,
+            Received::Closed => return Ok(()),
+            Received::Quiet if written.elapsed() >= heartbeat => stream.write_all(b":\n\n")?,
+            Received::Quiet if has_hung_up(stream)? => return Ok(()),
+            Received::Quiet => continue,
+        }
+        written = Instant::now();
+    }
+}
+
+fn has_hung_up(stream: &UnixStream) -> io::Result<bool> {
+    let mut fds = [PollFd::new(stream, PollFlags::empty())];
+    poll(&mut fds, Some(&Timespec::default()))?;
+    Ok(fds[0].revents().contains(PollFlags::HUP))
+}
+
+fn event_text(record: &EventRecord) -> String {
+    let data = serde_json::to_value(record).expect("API types are plain data with text keys");
+    let kind = data["kind"].as_str().unwrap_or_default();
+    format!("id: {}\nevent: {kind}\ndata: {data}\n\n", record.sequence)
+}

@@ -1,0 +1,165 @@
+//! Reading one request, bounded in size and time.
+
+use std::io::{self, Read};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use hearth_api::{ApiError, ErrorWord};
+use serde::de::DeserializeOwned;
+
+/// No client of this API needs more; curl sends some 100 bytes.
+const HEAD_BYTES_MAX: usize = 16 << 10;
+const BODY_BYTES_MAX: usize = 64 << 10;
+const HEADERS_MAX: usize = 64;
+
+/// One request.
+#[derive(Debug)]
+pub struct Request {
+    pub method: String,
+    pub path: String,
+    query: String,
+    pub accepts_events: bool,
+    pub last_event_id: Option<String>,
+    body: Vec<u8>,
+}
+
+/// Why there is no request.
+#[derive(Debug)]
+pub enum ReadError {
+    /// The client gets an answer.
+    Refused(ApiError),
+    /// The client is gone or too slow.
+    Lost(io::Error),
+}
+
+impl From<io::Error> for ReadError {
+    fn from(error: io::Error) -> Self {
+        Self::Lost(error)
+    }
+}
+
+struct Head {
+    request: Request,
+    /// Where the body begins.
+    bytes: usize,
+    body_bytes: usize,
+}
+
+impl Request {
+    /// Reads until the end of the body. The deadline is for all of it: a byte now and then does not prolong it.
+    pub fn read(stream: &mut UnixStream, patience: Duration) -> Result<Self, ReadError> {
+        let deadline = Instant::now() + patience;
+        let mut bytes = Vec::with_capacity(1024);
+        let head = loop {
+            if let Some(head) = parse_head(&bytes)? {
+                break head;
+            }
+            if bytes.len() >= HEAD_BYTES_MAX {
+                return Err(too_large(format!("the request's head has more than {HEAD_BYTES_MAX} bytes")));
+            }
+            read_some(stream, &mut bytes, deadline)?;
+        };
+        if head.body_bytes > BODY_BYTES_MAX {
+            return Err(too_large(format!(
+                "the body has {} bytes, at most {BODY_BYTES_MAX} are taken",
+                head.body_bytes
+            )));
+        }
+        while bytes.len() < head.bytes + head.body_bytes {
+            read_some(stream, &mut bytes, deadline)?;
+        }
+        let mut request = head.request;
+        request.body = bytes[head.bytes..head.bytes + head.body_bytes].to_vec();
+        Ok(request)
+    }
+
+    /// A number given in the query.
+    pub fn query_number(&self, name: &str) -> Result<Option<u64>, ApiError> {
+        self.query_value(name).map(|value| number(name, value)).transpose()
+    }
+
+    /// Whether `name=1` (or `name=true`, or `name` alone) stands in the query.
+    pub fn query_flag(&self, name: &str) -> bool {
+        matches!(self.query_value(name), Some("" | "1" | "true"))
+    }
+
+    fn query_value(&self, name: &str) -> Option<&str> {
+        self.query.split('&').find_map(|pair| {
+            let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+            (key == name).then_some(value)
+        })
+    }
+
+    /// The body as a request of this type; no body is an empty object.
+    pub fn body<T: DeserializeOwned>(&self) -> Result<T, ApiError> {
+        let body = if self.body.is_empty() { b"{}" } else { &self.body[..] };
+        serde_json::from_slice(body)
+            .map_err(|error| bad_request(format!("the body cannot be understood: {error}")).hint("see docs/api.md"))
+    }
+}
+
+pub fn number(name: &str, text: &str) -> Result<u64, ApiError> {
+    text.parse().map_err(|_| bad_request(format!("{name}={text} is not a number")))
+}
+
+fn bad_request(message: String) -> ApiError {
+    ApiError::new(ErrorWord::BadRequest, message)
+}
+
+fn too_large(message: String) -> ReadError {
+    ReadError::Refused(ApiError::new(ErrorWord::TooLarge, message))
+}
+
+fn refuse(message: impl Into<String>) -> ReadError {
+    ReadError::Refused(bad_request(message.into()))
+}
+
+fn read_some(stream: &mut UnixStream, bytes: &mut Vec<u8>, deadline: Instant) -> io::Result<()> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        return Err(io::ErrorKind::TimedOut.into());
+    }
+    stream.set_read_timeout(Some(left))?;
+    let mut buffer = [0; 4096];
+    match stream.read(&mut buffer)? {
+        0 => Err(io::ErrorKind::UnexpectedEof.into()),
+        length => {
+            bytes.extend_from_slice(&buffer[..length]);
+            Ok(())
+        }
+    }
+}
+
+/// None while the head is incomplete.
+fn parse_head(bytes: &[u8]) -> Result<Option<Head>, ReadError> {
+    let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
+    let mut parsed = httparse::Request::new(&mut headers);
+    let head_bytes = match parsed.parse(bytes) {
+        Ok(httparse::Status::Complete(length)) => length,
+        Ok(httparse::Status::Partial) => return Ok(None),
+        Err(error) => return Err(refuse(format!("this is not HTTP/1: {error}"))),
+    };
+    let header = |name: &str| {
+        let found = parsed.headers.iter().find(|header| header.name.eq_ignore_ascii_case(name))?;
+        str::from_utf8(found.value).ok().map(str::trim)
+    };
+    if header("transfer-encoding").is_some() {
+        return Err(refuse("a body in chunks is not taken; send it with Content-Length"));
+    }
+    let body_bytes = match header("content-length").map(str::parse) {
+        None => 0,
+        Some(Ok(length)) => length,
+        Some(Err(_)) => return Err(refuse("Content-Length is not a number")),
+    };
+    let target = parsed.path.unwrap_or_default();
+    let (path, query) = target.split_once('?').unwrap_or((target, ""));
+    let request = Request {
+        method: parsed.method.unwrap_or_default().to_owned(),
+        path: path.to_owned(),
+        query: query.to_owned(),
+        accepts_events: header("accept").is_some_and(|types| types.contains("text/event-stream")),
+        last_event_id: header("last-event-id").map(str::to_owned),
+        body: Vec::new(),
+    };
+    Ok(Some(Head { request, bytes: head_bytes, body_bytes }))
+}

@@ -1,0 +1,267 @@
+//! Crashes: what becomes of a guest that crashed, by `on_panic`, and of the dumps of dead guests.
+//!
+//! guest crashed -> harvest -> QEMU ends -> bank, held -> dump (a job of its own, one at a time) -> over
+//!
+//! What a new keeper must know stands in the journal before QEMU is ended: which incarnations are to be dumped, and the
+//! file once there is one. The registers are in a file beside the journal. So a keeper killed at any moment leaves a dump
+//! that the next one begins or goes on with, also when QEMU is gone as well: dead memory needs no guard to be dumped.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+use std::{fs, io};
+
+use hearth_api::{DumpState, DumpStatus, EndCause, EventKind, MachineState};
+use hearth_memory::{Layout, RamFile};
+use hearth_recovery::crash_recovery::{Claim, HARVEST_PATIENCE};
+use hearth_recovery::hold::Hold;
+use hearth_recovery::incarnation::Incarnation;
+use hearth_recovery::journal::DumpNote;
+use hearth_recovery::vmcore::DeadRam;
+
+use super::dump::{Job, Order, Word};
+use super::dumps::Request;
+use super::{Machine, MachineError, Wanted};
+use crate::config::OnPanic;
+
+/// A second crash is dumped only if the next guest is left this part of the budget to boot in, before any of the dead
+/// memory is written. Without it the guest would wait for the first dump.
+const BOOT_PART_OF_BUDGET: u64 = 8;
+
+/// Registers were taken, or not; for the timeline of the recovery that follows.
+#[derive(Clone, Copy, Debug)]
+pub struct Harvest {
+    pub began: Instant,
+    pub took: Duration,
+}
+
+impl Machine {
+    /// The guest is held still by QEMU and will do no more.
+    pub(super) fn guest_crashed(&mut self, cause: EndCause) {
+        match self.parts.config.on_panic {
+            OnPanic::DumpAndRecover => {
+                if self.can_dump() {
+                    self.harvest();
+                }
+                self.end_qemu(cause);
+            }
+            OnPanic::Recover => self.end_qemu(cause),
+            OnPanic::Dump => {
+                self.hold_still(cause);
+                if let Err(refusal) = self.dump_living(Request::default()) {
+                    self.record(EventKind::DumpSkipped { why: refusal.message });
+                }
+            }
+            OnPanic::Pause => self.hold_still(cause),
+        }
+    }
+
+    /// A full disk is something to wait for; a folder that cannot be had is not.
+    fn can_dump(&self) -> bool {
+        let prepared = self.shelf().prepare();
+        if let Err(error) = &prepared {
+            self.record(EventKind::DumpSkipped { why: crate::chain(error) });
+        }
+        prepared.is_ok()
+    }
+
+    fn hold_still(&mut self, cause: EndCause) {
+        if let Some(life) = &mut self.life {
+            life.cause = Some(cause);
+        }
+        // An order that was given before goes on.
+        if self.wanted == Wanted::Run {
+            self.enter(MachineState::Paused);
+            self.state_why = Some(format!("{}; `hearth reboot` or `hearth stop` goes on", cause.words()));
+        }
+    }
+
+    /// Takes what only a living QEMU can tell. One that hangs, or lies, costs the registers and no more.
+    fn harvest(&mut self) {
+        let Some(life) = &self.life else { return };
+        let (began, incarnation) = (Instant::now(), life.incarnation.number);
+        let registers = life.generation.qmp.registers(HARVEST_PATIENCE).map_err(|error| crate::chain(&error));
+        let took = began.elapsed();
+        let kept = registers.and_then(|bytes| {
+            let path = self.parts.folders.registers(incarnation);
+            fs::write(&path, &bytes)
+                .map(|()| bytes.len() as u64)
+                .map_err(|error| format!("{}: {error}", path.display()))
+        });
+        self.harvest = Some(Harvest { began, took });
+        self.record(match kept {
+            Ok(bytes) => EventKind::RegistersTaken { bytes, duration_ms: took.as_secs_f64() * 1e3 },
+            Err(why) => EventKind::DumpWarning { message: format!("no registers: {why}") },
+        });
+        self.note_dump(incarnation);
+    }
+
+    /// From here on a new keeper would dump this incarnation too.
+    fn note_dump(&mut self, incarnation: u32) {
+        if self.note_of(incarnation).is_none() {
+            self.journal.dumps.push(DumpNote { incarnation, file: None });
+        }
+        self.save_journal();
+    }
+
+    fn note_of(&self, incarnation: u32) -> Option<&DumpNote> {
+        self.journal.dumps.iter().find(|note| note.incarnation == incarnation)
+    }
+
+    pub(super) fn save_journal(&self) {
+        if let Err(error) = self.journal.save(&self.parts.folders.journal()) {
+            tracing::warn!(error = crate::chain(&error), "a new keeper would not know of the dump");
+        }
+    }
+
+    /// A QEMU that died by itself has a guest worth looking at, without registers.
+    pub(super) fn note_death(&mut self, dead: &Incarnation, cause: EndCause) {
+        if cause == EndCause::QemuDied && self.parts.config.on_panic == OnPanic::DumpAndRecover && self.can_dump() {
+            self.note_dump(dead.number);
+        }
+    }
+
+    /// The hold under which a dead incarnation is to be banked; none if it is not to be dumped.
+    pub(super) fn hold_for(&mut self, dead: &Incarnation) -> Option<Arc<Hold>> {
+        self.note_of(dead.number)?;
+        if let Some(why) = self.no_room_for(dead) {
+            self.record(EventKind::DumpSkipped { why });
+            self.forget_dump(dead.number);
+            return None;
+        }
+        Some(Arc::new(Hold::everything(dead.ram.pages())))
+    }
+
+    /// With an earlier dump on its way the memory may not suffice for both and the next guest.
+    fn no_room_for(&self, dead: &Incarnation) -> Option<String> {
+        let held_bytes = self.ember.held_bytes();
+        if held_bytes == 0 {
+            return None;
+        }
+        let limit_bytes = self.budget.limit_bytes();
+        let wanted_bytes = held_bytes + dead.ram.residency_bytes().unwrap_or(u64::MAX / 2);
+        let (wanted_mib, allowed_mib) = (wanted_bytes >> 20, (limit_bytes - limit_bytes / BOOT_PART_OF_BUDGET) >> 20);
+        (wanted_mib > allowed_mib).then(|| {
+            format!(
+                "the dump of an earlier crash is still being written, and {wanted_mib} MiB of dead memory leave the next \
+                 guest too little ({allowed_mib} MiB would do)"
+            )
+        })
+    }
+
+    /// Queues the dump of an incarnation that was banked with this hold.
+    pub(super) fn queue_dump(&mut self, dead: &Incarnation, hold: Arc<Hold>) {
+        let claim = self.claim(&dead.ram, hold, dead.number);
+        let file = match self.note_of(dead.number).and_then(|note| note.file.clone()) {
+            Some(file) => file,
+            None => self.shelf().name(dead.number, SystemTime::now()),
+        };
+        if let Some(note) = self.journal.dumps.iter_mut().find(|note| note.incarnation == dead.number) {
+            note.file = Some(file.clone());
+        }
+        self.save_journal();
+        let path = self.parts.folders.registers(dead.number);
+        let registers = fs::read(&path).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => "QEMU was gone, or did not give them".to_owned(),
+            _ => format!("{}: {error}", path.display()),
+        });
+        let memory = self.dead_ram(&dead.ram);
+        let request = Request { file: Some(file), ..Request::default() };
+        let task = self.task(request, dead.number, memory, Some(claim), registers);
+        self.dumps.queue(dead.number, false, task);
+        self.start_next_dump();
+    }
+
+    fn claim(&self, ram: &RamFile, hold: Arc<Hold>, incarnation: u32) -> Claim {
+        let layout = Layout::q35(self.parts.config.memory_bytes);
+        Claim::new(self.ember.clone(), hold, incarnation, layout, ram.pages())
+    }
+
+    pub(super) fn dead_ram(&self, ram: &Arc<RamFile>) -> DeadRam {
+        DeadRam::new(ram.clone(), Layout::q35(ram.bytes()))
+    }
+
+    pub(super) fn start_next_dump(&mut self) {
+        let (tell, log) = (self.parts.tell.clone(), self.parts.event_log.clone());
+        let Some((incarnation, task, progress)) = self.dumps.next() else { return };
+        let started = Job::start(task, progress, move |word| {
+            // At once: a machine that ends sees its dumps through without its loop.
+            if let Word::Event(event) = &word {
+                log.record(event.clone());
+            }
+            // Fails only when the loop is gone, and then nobody wants to know.
+            let _ = tell.send(crate::event::Event::Dump { incarnation, word });
+        });
+        match started {
+            Ok(job) => self.dumps.started(job),
+            Err(error) => {
+                let message = format!("no thread to dump incarnation {incarnation}: {error}");
+                self.record(EventKind::Error { message });
+            }
+        }
+    }
+
+    pub(super) fn dump_says(&mut self, incarnation: u32, word: Word) -> Result<(), MachineError> {
+        match word {
+            Word::Event(EventKind::CrashReason { message }) => {
+                if let Some(timeline) = &mut self.timeline {
+                    timeline.crash_reason(incarnation, &message);
+                }
+            }
+            Word::Event(_) => {}
+            Word::Phase { phase, began, took } => self.phase_ended(phase.name(), began, took),
+            Word::Over => return self.dump_over(incarnation),
+        }
+        Ok(())
+    }
+
+    fn dump_over(&mut self, incarnation: u32) -> Result<(), MachineError> {
+        let resume_guest = self.dumps.over();
+        self.forget_dump(incarnation);
+        if let (true, Some(life)) = (resume_guest, &self.life)
+            && let Err(error) = life.generation.qmp.resume()
+        {
+            let message = format!("the guest was paused for its dump and cannot go on: {error}");
+            self.record(EventKind::Error { message });
+        }
+        self.start_next_dump();
+        if self.stops_after_dumps && !self.dumps.is_busy() {
+            return self.stopped();
+        }
+        Ok(())
+    }
+
+    fn forget_dump(&mut self, incarnation: u32) {
+        self.journal.dumps.retain(|note| note.incarnation != incarnation);
+        self.save_journal();
+        // Most dumps of living guests have none.
+        let _ = fs::remove_file(self.parts.folders.registers(incarnation));
+    }
+
+    /// Waits for the dumps of a machine that ends, as long as they go on by themselves.
+    pub(super) fn see_dumps_through(&mut self) {
+        while let Some(status) = self.dumps.current() {
+            if status.state.is_over() {
+                self.dumps.over();
+                self.forget_dump(status.incarnation);
+                self.start_next_dump();
+            } else if status.state == DumpState::Waiting {
+                self.dumps.tell(Order::GiveUp);
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    pub(super) fn dump_statuses(&self) -> Vec<DumpStatus> {
+        self.dumps.statuses()
+    }
+
+    /// Memory that is about to be reused cannot be dumped as if it lived.
+    pub(super) fn end_living_dump(&self) {
+        self.dumps.end_living("the guest ended while it was dumped");
+    }
+
+    /// A dump that goes on keeps the machine from stopping, unless it waits for somebody.
+    pub(super) fn must_wait_for_dumps(&self) -> bool {
+        self.dumps.current().is_some_and(|status| !status.live && status.state != DumpState::Waiting)
+    }
+}

@@ -1,0 +1,384 @@
+//! Dump job: writes the memory of one guest to a file, beside whatever the machine does meanwhile.
+//!
+//! plan (what is kept? the rest comes free) -> write (compressors -> this thread, the one writer; what is written comes
+//! free) -> finish (complete, old dumps go)
+//!
+//! A step that fails waits for a person (`hearth dump --resume` or `--discard`) and is then tried again: no memory is
+//! given up for a full disk. The compressors have the lowest priority, because the guest that serves comes first; the
+//! writer has not, because it is what gives memory back. Each compressor holds one chunk, and the writer one more.
+
+mod pace;
+mod progress;
+mod shelf;
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::mpsc::sync_channel;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use hearth_api::{DumpExcluded, DumpState, DumpStatus, EventKind};
+use hearth_memory::PAGE_BYTES;
+use hearth_recovery::crash_recovery::{Claim, Judgement, Phase, judge};
+use hearth_recovery::vmcore::dump::{Dump, DumpError, Format, Plan, Written, incomplete_path};
+use hearth_recovery::vmcore::linux::ClassCounts;
+use hearth_recovery::vmcore::notes::Notes;
+use hearth_recovery::vmcore::{DeadRam, DumpLevel, PhysicalMemory};
+
+pub use pace::{Pace, Suffers};
+pub use progress::{Order, Progress};
+pub use shelf::Shelf;
+
+/// Time between two words about progress.
+const PROGRESS_EVERY: Duration = Duration::from_secs(2);
+/// What the kernel calls the lowest priority.
+const LOWEST_PRIORITY: i32 = 19;
+
+/// What a dump tells the machine's loop.
+#[derive(Clone, Debug)]
+pub enum Word {
+    Event(EventKind),
+    Phase {
+        phase: Phase,
+        began: Instant,
+        took: Duration,
+    },
+    /// It is over, one way or the other: its status says which.
+    Over,
+}
+
+/// Everything one dump needs.
+pub struct Task {
+    pub machine: String,
+    pub memory: DeadRam,
+    /// None for a guest that lives: nothing of its memory is ours to release.
+    pub claim: Option<Claim>,
+    /// QEMU's dump of one byte, or why there is none.
+    pub registers: Result<Vec<u8>, String>,
+    pub level: DumpLevel,
+    pub format: Format,
+    pub chunk_bytes: u64,
+    pub threads: u32,
+    pub shelf: Shelf,
+    pub pace: Pace,
+    /// What the file is called in the end.
+    pub file: PathBuf,
+}
+
+/// A dump that is under way; dropping it gives it up.
+pub struct Job {
+    pub progress: Arc<Progress>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Job {
+    pub fn start(task: Task, progress: Arc<Progress>, tell: impl Fn(Word) + Send + 'static) -> io::Result<Self> {
+        let seen = progress.clone();
+        let thread = std::thread::Builder::new()
+            .name(format!("dump-{}", task.machine))
+            .spawn(move || Work { task, progress: &seen, tell: &tell }.run())?;
+        Ok(Self { progress, thread: Some(thread) })
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        self.progress.tell(Order::GiveUp);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("a dump's thread panicked");
+        }
+    }
+}
+
+/// Somebody did not want to wait for the rest.
+struct GivenUp;
+
+/// Why a step cannot be done now.
+#[derive(Debug, thiserror::Error)]
+enum Fault {
+    #[error(transparent)]
+    Shelf(#[from] shelf::ShelfError),
+    #[error(transparent)]
+    Dump(#[from] DumpError),
+    #[error("no thread to compress with")]
+    Thread(#[source] io::Error),
+}
+
+struct Work<'a> {
+    task: Task,
+    progress: &'a Progress,
+    tell: &'a dyn Fn(Word),
+}
+
+impl Work<'_> {
+    fn run(mut self) {
+        let done = self.dump();
+        if let Some(claim) = &self.task.claim
+            && let Err(error) = claim.give_up()
+        {
+            tracing::warn!(%error, "memory of the dump is not released");
+        }
+        if let Err(GivenUp) = done {
+            let why = self.progress.status().why.unwrap_or_else(|| "it was given up".to_owned());
+            self.progress.enter(DumpState::Incomplete, Some(why.clone()));
+            let file = incomplete_path(&self.task.file).display().to_string();
+            self.event(EventKind::DumpIncomplete { file, why });
+        }
+        (self.tell)(Word::Over);
+    }
+
+    fn dump(&mut self) -> Result<(), GivenUp> {
+        let mut dump = match self.resume()? {
+            Some(dump) => dump,
+            None => self.begin()?,
+        };
+        self.progress.enter(DumpState::Writing, None);
+        self.timed(Phase::Write, |work| work.write(&mut dump))?;
+        self.timed(Phase::Finish, |work| work.finish(dump))
+    }
+
+    /// What an earlier keeper began. None: nothing that could be gone on with, and nothing released either.
+    fn resume(&mut self) -> Result<Option<Dump>, GivenUp> {
+        let incomplete = incomplete_path(&self.task.file);
+        if !incomplete.exists() {
+            return Ok(None);
+        }
+        let file = self.task.file.clone();
+        let resumed = self.insist(|_| match Dump::resume(&file) {
+            // Left before its header was written: no page was in it.
+            Err(DumpError::NotOurs { .. }) => Ok(None),
+            resumed => Ok(Some(resumed?)),
+        })?;
+        let Some(dump) = resumed else {
+            // It stands in the way of the new one; if it cannot be removed, that says so.
+            let _ = std::fs::remove_file(&incomplete);
+            return Ok(None);
+        };
+        let (pages, written) = (dump.kept().count(), dump.written().count());
+        self.progress.update(|status| (status.pages, status.pages_written) = (pages, written));
+        self.keep_only(dump.kept());
+        for run in dump.written().runs() {
+            self.release(run);
+        }
+        Ok(Some(dump))
+    }
+
+    fn begin(&mut self) -> Result<Dump, GivenUp> {
+        self.progress.enter(DumpState::Planning, None);
+        let plan = self.timed(Phase::Plan, |work| work.plan());
+        self.keep_only(&plan.kept);
+        let (level, pages) = (plan.level.number(), plan.kept.count());
+        self.progress.update(|status| (status.level, status.pages) = (level, pages));
+        let (file, ram_pages) = (self.task.file.display().to_string(), self.task.memory.ram_pages());
+        self.event(EventKind::DumpStarted { file, level, ram_pages, pages });
+        self.insist(|work| {
+            work.task.shelf.prepare()?;
+            work.task.shelf.must_hold(0)?;
+            Ok(Dump::create(&work.task.file, plan.clone(), work.task.format)?)
+        })
+    }
+
+    fn plan(&mut self) -> Plan {
+        let mut notes = self.notes();
+        let judgement = judge(&self.task.memory, &notes.to_bytes(), self.task.level);
+        if let Some(text) = &judgement.vmcoreinfo {
+            // False if QEMU had one: then that one counts.
+            notes.add_vmcoreinfo(text);
+        }
+        self.report(&judgement);
+        Plan {
+            ranges: self.task.memory.ranges().to_vec(),
+            kept: judgement.pages.kept,
+            level: judgement.level,
+            notes,
+            utsname: judgement.utsname.unwrap_or_default(),
+        }
+    }
+
+    fn notes(&self) -> Notes {
+        let why = match &self.task.registers {
+            Ok(tiny_dump) => match Notes::of_tiny_dump(tiny_dump) {
+                Ok(notes) => return notes,
+                Err(error) => crate::chain(&error),
+            },
+            Err(why) => why.clone(),
+        };
+        self.warn(format!("no registers: {why}"));
+        Notes::default()
+    }
+
+    fn report(&self, judgement: &Judgement) {
+        judgement.warnings.iter().for_each(|warning| self.warn(warning.clone()));
+        self.progress.update(|status| {
+            status.panic = judgement.panic.clone();
+            status.excluded = excluded(judgement.pages.counts);
+        });
+        if let Some(message) = judgement.panic.clone() {
+            self.event(EventKind::CrashReason { message });
+        }
+    }
+
+    fn write(&mut self, dump: &mut Dump) -> Result<(), GivenUp> {
+        let chunks = dump.chunks(self.task.chunk_bytes);
+        let next = AtomicUsize::new(0);
+        let mut told = Instant::now();
+        let (memory, progress) = (self.task.memory.clone(), self.progress);
+        std::thread::scope(|scope| {
+            // No room in the channel: a compressor that is ahead waits with its chunk.
+            let (packed, to_write) = sync_channel(0);
+            for number in 0..self.task.threads.max(1) {
+                let (packed, mut packer) = (packed.clone(), dump.packer());
+                let (chunks, next, memory) = (&chunks, &next, &memory);
+                let pack_all = move || {
+                    lower_priority();
+                    while let Some(chunk) = chunks.get(next.fetch_add(1, Relaxed)) {
+                        let most = chunk.pages * PAGE_BYTES;
+                        progress.buffers_grow(most);
+                        let done = packer.pack(chunk, memory);
+                        let bytes = done.bytes().min(most);
+                        progress.buffers_shrink(most - bytes);
+                        if progress.is_given_up() || packed.send(done).is_err() {
+                            progress.buffers_shrink(bytes);
+                            return;
+                        }
+                    }
+                };
+                let name = format!("dump-{}-{number}", self.task.machine);
+                let started = std::thread::Builder::new().name(name).spawn_scoped(scope, pack_all);
+                if let (Err(error), 0) = (started, number) {
+                    // Without a single one nothing would ever come; with fewer it takes longer.
+                    self.insist(|_| Err::<(), _>(Fault::Thread(io::Error::new(error.kind(), error.to_string()))))?;
+                }
+            }
+            drop(packed);
+            for packed in to_write {
+                let bytes = packed.bytes();
+                self.task.pace.wait(bytes, progress);
+                let written = self.insist(|work| {
+                    work.task.shelf.must_hold(bytes)?;
+                    Ok(dump.write(&packed)?)
+                });
+                progress.buffers_shrink(bytes.min(packed.chunk().pages * PAGE_BYTES));
+                let written = written?;
+                self.written(packed.chunk().pfns.clone(), &written);
+                if told.elapsed() >= PROGRESS_EVERY {
+                    told = Instant::now();
+                    self.tell_progress();
+                }
+            }
+            if progress.is_given_up() { Err(GivenUp) } else { Ok(()) }
+        })
+    }
+
+    fn written(&self, pfns: std::ops::Range<u64>, written: &Written) {
+        self.progress.update(|status| {
+            status.pages_written += written.page_count;
+            status.written_bytes += written.bytes;
+        });
+        if written.lost > 0 {
+            self.warn(format!("{} pages of memory cannot be read and are missing", written.lost));
+        }
+        // With what could not be read, which nobody will ever read.
+        self.release(pfns);
+    }
+
+    fn finish(&mut self, dump: Dump) -> Result<(), GivenUp> {
+        let file = self.task.file.clone();
+        let mut dump = Some(dump);
+        let finished = self.insist(|_| {
+            let dump = dump.take().map_or_else(|| Dump::resume(&file), Ok)?;
+            Ok(dump.finish()?)
+        })?;
+        // Before anybody hears that it is complete.
+        match self.task.shelf.prune() {
+            Ok(old) => old.iter().for_each(|old| tracing::info!(file = %old.display(), "an old dump is removed")),
+            Err(error) => self.warn(format!("old dumps cannot be removed: {error}")),
+        }
+        self.progress.enter(DumpState::Complete, None);
+        let status = self.progress.status();
+        let duration_ms = status.duration_s * 1e3;
+        let (file, bytes) = (file.display().to_string(), finished.file_bytes);
+        self.event(EventKind::DumpComplete { file, pages: status.pages_written, bytes, duration_ms });
+        Ok(())
+    }
+
+    /// Tries until it succeeds or is given up; after each failure somebody has to say how to go on.
+    fn insist<T>(&mut self, mut attempt: impl FnMut(&mut Self) -> Result<T, Fault>) -> Result<T, GivenUp> {
+        loop {
+            if self.progress.is_given_up() {
+                return Err(GivenUp);
+            }
+            let error = match attempt(self) {
+                Ok(done) => return Ok(done),
+                Err(error) => error,
+            };
+            let (before, why) = (self.progress.status().state, crate::chain(&error));
+            self.progress.enter(DumpState::Waiting, Some(why.clone()));
+            let file = incomplete_path(&self.task.file).display().to_string();
+            self.event(EventKind::DumpWaits { file, why });
+            match self.progress.wait_order() {
+                Order::GiveUp => return Err(GivenUp),
+                Order::Resume => self.progress.enter(before, None),
+            }
+        }
+    }
+
+    fn keep_only(&self, kept: &hearth_recovery::vmcore::Bitmap) {
+        let Some(claim) = &self.task.claim else { return };
+        if let Err(error) = claim.narrow(kept) {
+            tracing::warn!(%error, "memory that is not dumped is not released");
+        }
+    }
+
+    fn release(&self, pfns: std::ops::Range<u64>) {
+        let Some(claim) = &self.task.claim else { return };
+        if let Err(error) = claim.written(pfns) {
+            tracing::warn!(%error, "memory that was dumped is not released");
+        }
+    }
+
+    fn timed<T>(&mut self, phase: Phase, work: impl FnOnce(&mut Self) -> T) -> T {
+        let began = Instant::now();
+        let result = work(self);
+        (self.tell)(Word::Phase { phase, began, took: began.elapsed() });
+        result
+    }
+
+    fn warn(&self, message: String) {
+        self.progress.update(|status| status.warnings.push(message.clone()));
+        self.event(EventKind::DumpWarning { message });
+    }
+
+    fn tell_progress(&self) {
+        let DumpStatus { file, percent, mib_per_s, eta_s, .. } = self.progress.status();
+        self.event(EventKind::DumpProgress { file, percent, mib_per_s, eta_s });
+    }
+
+    fn event(&self, event: EventKind) {
+        (self.tell)(Word::Event(event));
+    }
+}
+
+/// On Linux a thread has a priority of its own.
+fn lower_priority() {
+    let this_thread = Some(rustix::thread::gettid());
+    if let Err(error) = rustix::process::setpriority_process(this_thread, LOWEST_PRIORITY) {
+        tracing::debug!(%error, "a compressor keeps its priority");
+    }
+}
+
+fn excluded(counts: ClassCounts) -> DumpExcluded {
+    DumpExcluded {
+        cache: counts.cache,
+        private_cache: counts.private_cache,
+        user: counts.user,
+        free: counts.free,
+        poisoned: counts.poisoned,
+        offline: counts.offline,
+        unjudged: counts.unjudged,
+    }
+}

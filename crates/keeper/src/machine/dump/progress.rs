@@ -1,0 +1,132 @@
+//! Progress: what a dump says of itself to whoever asks, and what it is told.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use hearth_api::{DumpState, DumpStatus};
+use hearth_memory::PAGE_BYTES;
+use hearth_recovery::crash_recovery::Claim;
+
+/// What a dump was told and has not done yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// The reason why it waits is gone.
+    Resume,
+    /// Leave it as it is: the file stays incomplete, its memory is released.
+    GiveUp,
+}
+
+/// Shared by the dump's threads and the machine.
+pub struct Progress {
+    state: Mutex<Tracked>,
+    told: Condvar,
+    /// What of it is not released yet.
+    claim: Option<Claim>,
+    /// The machine's, for all its dumps.
+    buffer_bytes: Arc<AtomicU64>,
+}
+
+struct Tracked {
+    status: DumpStatus,
+    order: Option<Order>,
+    began: Instant,
+    /// When and with how many pages writing began: a resumed dump is not credited with what another keeper wrote.
+    writing: Option<(Instant, u64)>,
+    ended: Option<Instant>,
+}
+
+impl Progress {
+    pub fn new(status: DumpStatus, claim: Option<Claim>, buffer_bytes: Arc<AtomicU64>) -> Self {
+        let tracked = Tracked { status, order: None, began: Instant::now(), writing: None, ended: None };
+        Self { state: Mutex::new(tracked), told: Condvar::new(), claim, buffer_bytes }
+    }
+
+    /// As it is now.
+    pub fn status(&self) -> DumpStatus {
+        let tracked = self.tracked();
+        let mut status = tracked.status.clone();
+        let until = tracked.ended.unwrap_or_else(Instant::now);
+        status.duration_s = until.saturating_duration_since(tracked.began).as_secs_f64();
+        status.held_bytes = self.claim.as_ref().map_or(0, Claim::held_bytes);
+        status.percent = percent(status.state, status.pages_written, status.pages);
+        if let Some((began, before)) = tracked.writing {
+            let seconds = until.saturating_duration_since(began).as_secs_f64();
+            let pages = status.pages_written.saturating_sub(before) as f64;
+            let pages_per_s = if seconds > 0.0 { pages / seconds } else { 0.0 };
+            status.mib_per_s = pages_per_s * PAGE_BYTES as f64 / f64::from(1 << 20);
+            let left = status.pages.saturating_sub(status.pages_written) as f64;
+            status.eta_s = (!status.state.is_over() && pages_per_s > 0.0).then(|| left / pages_per_s);
+        }
+        status
+    }
+
+    pub fn update(&self, change: impl FnOnce(&mut DumpStatus)) {
+        change(&mut self.tracked().status);
+    }
+
+    pub fn enter(&self, state: DumpState, why: Option<String>) {
+        let mut tracked = self.tracked();
+        tracked.status.state = state;
+        tracked.status.why = why;
+        if state == DumpState::Writing && tracked.writing.is_none() {
+            tracked.writing = Some((Instant::now(), tracked.status.pages_written));
+        }
+        if state.is_over() {
+            tracked.ended = Some(Instant::now());
+        }
+    }
+
+    pub fn tell(&self, order: Order) {
+        let mut tracked = self.tracked();
+        // Giving up stands.
+        if tracked.order != Some(Order::GiveUp) {
+            tracked.order = Some(order);
+        }
+        self.told.notify_all();
+    }
+
+    pub fn is_given_up(&self) -> bool {
+        self.tracked().order == Some(Order::GiveUp)
+    }
+
+    /// Waits until something is ordered, however long it takes.
+    pub fn wait_order(&self) -> Order {
+        let tracked = self.tracked();
+        let mut tracked = self.told.wait_while(tracked, |tracked| tracked.order.is_none()).expect(NO_PANIC);
+        let order = tracked.order.expect("just waited for");
+        if order == Order::Resume {
+            tracked.order = None;
+        }
+        order
+    }
+
+    /// Sleeps, unless it is given up meanwhile.
+    pub fn pause(&self, time: Duration) {
+        let tracked = self.tracked();
+        let given_up = |tracked: &mut Tracked| tracked.order != Some(Order::GiveUp);
+        drop(self.told.wait_timeout_while(tracked, time, given_up).expect(NO_PANIC));
+    }
+
+    pub fn buffers_grow(&self, bytes: u64) {
+        self.buffer_bytes.fetch_add(bytes, Relaxed);
+    }
+
+    pub fn buffers_shrink(&self, bytes: u64) {
+        self.buffer_bytes.fetch_sub(bytes, Relaxed);
+    }
+
+    fn tracked(&self) -> MutexGuard<'_, Tracked> {
+        self.state.lock().expect(NO_PANIC)
+    }
+}
+
+const NO_PANIC: &str = "holders of this lock do not panic";
+
+fn percent(state: DumpState, done: u64, all: u64) -> f64 {
+    match (state, all) {
+        (DumpState::Complete, _) => 100.0,
+        (_, 0) => 0.0,
+        _ => (done as f64 / all as f64 * 100.0).min(100.0),
+    }
+}

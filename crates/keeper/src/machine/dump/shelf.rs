@@ -1,0 +1,125 @@
+//! Shelf: the folder of a machine's dumps: names, room, and how many are kept.
+//!
+//! A dump is `NAME-INCARNATION-TIME.vmcore`, and has `.incomplete` behind that until it is complete. Only complete dumps
+//! that have such a name are ever removed, oldest first, and only once one more is complete.
+
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+const ENDING: &str = ".vmcore";
+
+/// The folder of one machine.
+#[derive(Clone, Debug)]
+pub struct Shelf {
+    pub folder: PathBuf,
+    pub machine: String,
+    pub keep_last: usize,
+    pub min_free_bytes: u64,
+}
+
+/// Why there is no room for more.
+#[derive(Debug, thiserror::Error)]
+pub enum ShelfError {
+    #[error("{folder}: cannot be used for dumps")]
+    Unusable { folder: PathBuf, source: io::Error },
+    #[error("{folder}: {free_mib} MiB are free, and `min_free` wants {min_mib} MiB left: make room there")]
+    Full { folder: PathBuf, free_mib: u64, min_mib: u64 },
+}
+
+impl Shelf {
+    /// Makes the folder, for its owner only.
+    pub fn prepare(&self) -> Result<(), ShelfError> {
+        let unusable = |source| ShelfError::Unusable { folder: self.folder.clone(), source };
+        if !self.folder.is_dir() {
+            DirBuilder::new().recursive(true).mode(0o700).create(&self.folder).map_err(unusable)?;
+        }
+        Ok(())
+    }
+
+    /// A name for a dump of this incarnation, as the file will be called when it is complete.
+    pub fn name(&self, incarnation: u32, now: SystemTime) -> PathBuf {
+        // 2026-03-01T12:00:00.123Z without what file names had better not have.
+        let time: String = hearth_api::rfc3339(now).chars().filter(char::is_ascii_alphanumeric).collect();
+        self.folder.join(format!("{}-{incarnation}-{time}{ENDING}", self.machine))
+    }
+
+    /// Refuses if so much more would leave less free than is to be left.
+    pub fn must_hold(&self, more_bytes: u64) -> Result<(), ShelfError> {
+        let found = rustix::fs::statvfs(&self.folder)
+            .map_err(|errno| ShelfError::Unusable { folder: self.folder.clone(), source: errno.into() })?;
+        let free_bytes = found.f_bavail * found.f_frsize;
+        if free_bytes >= self.min_free_bytes.saturating_add(more_bytes) {
+            return Ok(());
+        }
+        let (free_mib, min_mib) = (free_bytes >> 20, self.min_free_bytes >> 20);
+        Err(ShelfError::Full { folder: self.folder.clone(), free_mib, min_mib })
+    }
+
+    /// Removes the oldest complete dumps beyond those that are kept. Returns what was removed.
+    pub fn prune(&self) -> io::Result<Vec<PathBuf>> {
+        let mut dumps = Vec::new();
+        for entry in fs::read_dir(&self.folder)? {
+            let entry = entry?;
+            if self.is_ours(&entry.path()) {
+                dumps.push((entry.metadata()?.modified()?, entry.path()));
+            }
+        }
+        dumps.sort();
+        let old: Vec<_> = dumps.iter().take(dumps.len().saturating_sub(self.keep_last)).collect();
+        old.into_iter().map(|(_, path)| fs::remove_file(path).map(|()| path.clone())).collect()
+    }
+
+    fn is_ours(&self, path: &Path) -> bool {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let parts = name.strip_prefix(&self.machine).and_then(|rest| rest.strip_prefix('-')?.strip_suffix(ENDING));
+        parts.and_then(|parts| parts.split_once('-')).is_some_and(|(incarnation, time)| {
+            incarnation.parse::<u32>().is_ok()
+                && !time.is_empty()
+                && time.bytes().all(|byte| byte.is_ascii_alphanumeric())
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn shelf(folder: &Path) -> Shelf {
+        Shelf { folder: folder.join("a/b"), machine: "web".into(), keep_last: 2, min_free_bytes: 0 }
+    }
+
+    #[test]
+    fn only_old_complete_dumps_of_this_machine_go() {
+        let folder = tempfile::tempdir().unwrap();
+        let shelf = shelf(folder.path());
+        shelf.prepare().unwrap();
+        shelf.prepare().unwrap();
+        let mut names: Vec<_> = (1..=4).map(|incarnation| shelf.name(incarnation, SystemTime::UNIX_EPOCH)).collect();
+        let others = ["web-notes.vmcore", "web2-1-1970.vmcore", "web-0-1970.vmcore.incomplete", "web-1-1970.txt"];
+        names.extend(others.map(|name| shelf.folder.join(name)));
+        for (age, name) in names.iter().enumerate() {
+            let file = fs::File::create(name).unwrap();
+            file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(age as u64)).unwrap();
+        }
+        assert_eq!(shelf.prune().unwrap(), names[..2]);
+        assert!(names[2..].iter().all(|name| name.exists()));
+        assert!(shelf.prune().unwrap().is_empty());
+    }
+
+    #[test]
+    fn room_that_is_to_be_left_is_left() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut shelf = shelf(folder.path());
+        shelf.prepare().unwrap();
+        shelf.must_hold(1 << 20).unwrap();
+        let refusal = shelf.must_hold(u64::MAX).unwrap_err().to_string();
+        assert!(refusal.contains("`min_free` wants 0 MiB left"), "{refusal}");
+        shelf.min_free_bytes = u64::MAX;
+        shelf.must_hold(0).unwrap_err();
+    }
+}

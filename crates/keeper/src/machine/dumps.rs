@@ -1,0 +1,261 @@
+//! Dumps: the machine's dumps, one at a time: under way, waiting for their turn, and the last ones that are over.
+
+use std::collections::VecDeque;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Instant, SystemTime};
+
+use hearth_api::{
+    ApiError, DumpCompression, DumpExcluded, DumpFormat, DumpRequest, DumpState, DumpStatus, ErrorWord, MachineState,
+    rfc3339,
+};
+use hearth_disk::device::Devices;
+use hearth_recovery::crash_recovery::{Claim, HARVEST_PATIENCE};
+use hearth_recovery::vmcore::{Compression, DeadRam, DumpLevel, Format};
+
+use super::Machine;
+use super::dump::{Job, Order, Pace, Progress, Shelf, Suffers, Task};
+use crate::check::existing;
+
+/// Dumps that are over and still told of.
+const OVER_MAX: usize = 8;
+/// A disk of the guest that takes so much longer than usual suffers.
+const SUFFERS_PCT: u64 = 150;
+
+/// The dumps of one machine.
+#[derive(Default)]
+pub struct Dumps {
+    /// The first of them is under way if there is a job.
+    queue: VecDeque<Queued>,
+    job: Option<Job>,
+    over: VecDeque<DumpStatus>,
+}
+
+struct Queued {
+    incarnation: u32,
+    /// None once it is under way.
+    task: Option<Task>,
+    progress: Arc<Progress>,
+    /// The guest was paused for this dump, and runs again after it.
+    resume_guest: bool,
+}
+
+/// What differs from the configuration.
+#[derive(Clone, Debug, Default)]
+pub struct Request {
+    pub pause: bool,
+    pub level: Option<DumpLevel>,
+    pub format: Option<DumpFormat>,
+    pub compression: Option<DumpCompression>,
+    pub file: Option<PathBuf>,
+}
+
+impl Dumps {
+    pub fn queue(&mut self, incarnation: u32, resume_guest: bool, (task, progress): (Task, Arc<Progress>)) {
+        self.queue.push_back(Queued { incarnation, task: Some(task), progress, resume_guest });
+    }
+
+    /// The one whose turn it is, if none is under way.
+    pub fn next(&mut self) -> Option<(u32, Task, Arc<Progress>)> {
+        if self.job.is_some() {
+            return None;
+        }
+        let first = self.queue.front_mut()?;
+        Some((first.incarnation, first.task.take()?, first.progress.clone()))
+    }
+
+    pub fn started(&mut self, job: Job) {
+        self.job = Some(job);
+    }
+
+    /// The one under way is over. True if the guest was paused for it.
+    pub fn over(&mut self) -> bool {
+        self.job = None;
+        let Some(first) = self.queue.pop_front() else { return false };
+        if self.over.len() == OVER_MAX {
+            self.over.pop_front();
+        }
+        self.over.push_back(first.progress.status());
+        first.resume_guest
+    }
+
+    pub fn is_busy(&self) -> bool {
+        !self.queue.is_empty()
+    }
+
+    /// To the one under way.
+    pub fn tell(&self, order: Order) {
+        if let Some(job) = &self.job {
+            job.progress.tell(order);
+        }
+    }
+
+    /// Ends a dump of a living guest. What it reads after this does not get into its file.
+    pub fn end_living(&self, why: &str) {
+        let Some(first) = self.queue.front() else { return };
+        if first.progress.status().live {
+            first.progress.update(|status| status.why = Some(why.to_owned()));
+            first.progress.tell(Order::GiveUp);
+        }
+    }
+
+    /// To all of them.
+    pub fn give_up_all(&self) {
+        self.queue.iter().for_each(|queued| queued.progress.tell(Order::GiveUp));
+    }
+
+    pub fn current(&self) -> Option<DumpStatus> {
+        self.queue.front().map(|queued| queued.progress.status())
+    }
+
+    pub fn statuses(&self) -> Vec<DumpStatus> {
+        self.over.iter().cloned().chain(self.queue.iter().map(|queued| queued.progress.status())).collect()
+    }
+}
+
+impl Machine {
+    pub(super) fn shelf(&self) -> Shelf {
+        let crash = &self.parts.config.crash;
+        Shelf {
+            folder: crash.dump_folder.clone(),
+            machine: self.parts.config.name.clone(),
+            keep_last: crash.keep_last as usize,
+            min_free_bytes: crash.min_free_bytes,
+        }
+    }
+
+    pub(super) fn task(
+        &self,
+        request: Request,
+        incarnation: u32,
+        memory: DeadRam,
+        claim: Option<Claim>,
+        registers: Result<Vec<u8>, String>,
+    ) -> (Task, Arc<Progress>) {
+        let crash = &self.parts.config.crash;
+        let shelf = self.shelf();
+        let configured = DumpLevel::new(crash.level).unwrap_or(DumpLevel::NOT_ZERO);
+        let level = request.level.unwrap_or(configured);
+        let (format, compression) =
+            (request.format.unwrap_or(crash.format), request.compression.unwrap_or(crash.compression));
+        let file = request.file.unwrap_or_else(|| shelf.name(incarnation, SystemTime::now()));
+        let status = DumpStatus {
+            incarnation,
+            state: DumpState::Queued,
+            why: None,
+            live: claim.is_none(),
+            file: file.display().to_string(),
+            level: level.number(),
+            format,
+            compression: if format == DumpFormat::Elf { DumpCompression::None } else { compression },
+            panic: None,
+            warnings: Vec::new(),
+            started_at: rfc3339(SystemTime::now()),
+            duration_s: 0.0,
+            pages: 0,
+            pages_written: 0,
+            excluded: DumpExcluded::default(),
+            held_bytes: 0,
+            written_bytes: 0,
+            percent: 0.0,
+            mib_per_s: 0.0,
+            eta_s: None,
+        };
+        let progress = Arc::new(Progress::new(status, claim.clone(), self.warden.dump_buffers()));
+        let pace = Pace::new(crash.mib_per_second, crash.disk_time, self.suffers());
+        let task = Task {
+            machine: self.parts.config.name.clone(),
+            memory,
+            claim,
+            registers,
+            level,
+            format: match format {
+                DumpFormat::Elf => Format::Elf,
+                DumpFormat::Kdump => Format::Kdump(method(compression)),
+            },
+            chunk_bytes: crash.chunk_bytes,
+            threads: crash.threads,
+            shelf,
+            pace,
+            file,
+        };
+        (task, progress)
+    }
+
+    /// Whether a disk of the guest that the dump is written to, too, makes the guest wait.
+    fn suffers(&self) -> Suffers {
+        let dump = Devices::of(existing(&self.parts.config.crash.dump_folder)).unwrap_or(Devices::Unknown);
+        let shares = |path: &PathBuf| Devices::of(path).unwrap_or(Devices::Unknown).may_share(&dump);
+        let disks = self.parts.config.disks.iter().zip(&self.disks);
+        let shared: Vec<_> =
+            disks.filter(|(config, _)| shares(&config.path)).map(|(_, disk)| disk.pressure()).collect();
+        Box::new(move || {
+            let now = Instant::now();
+            shared.iter().map(|disk| disk.read(now)).any(|disk| disk.in_flight > 0 || disk.slowdown_pct > SUFFERS_PCT)
+        })
+    }
+
+    /// Dumps a guest that runs, or is paused.
+    pub(super) fn dump_living(&mut self, request: Request) -> Result<(), ApiError> {
+        if let Some(status) = self.dumps.current() {
+            let message = format!("a dump is {}: {}", status.state.name(), status.file);
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("one is written at a time: wait for it"));
+        }
+        let runs = self.state == MachineState::Running;
+        let life = self.must_live("dump")?;
+        let failed = |error: &dyn std::error::Error| {
+            ApiError::new(ErrorWord::Failed, format!("the guest cannot be dumped: {}", crate::chain(error)))
+        };
+        let resume_guest = request.pause && runs;
+        if resume_guest {
+            life.generation.qmp.pause().map_err(|error| failed(&error))?;
+        }
+        let registers = life.generation.qmp.registers(HARVEST_PATIENCE).map_err(|error| crate::chain(&error));
+        let (number, memory) = (life.incarnation.number, self.dead_ram(&life.incarnation.ram));
+        let task = self.task(request, number, memory, None, registers);
+        self.dumps.queue(number, resume_guest, task);
+        self.start_next_dump();
+        Ok(())
+    }
+
+    pub(super) fn dump_ordered(&mut self, request: DumpRequest) -> Result<(), ApiError> {
+        let wrong = |message: String| ApiError::new(ErrorWord::BadRequest, message);
+        let level = match request.level {
+            None => None,
+            Some(level) => Some(DumpLevel::new(level).ok_or_else(|| wrong(format!("level {level}: 0 to 31 are")))?),
+        };
+        let file = request.output.map(PathBuf::from);
+        if let Some(file) = file.as_ref().filter(|file| !file.is_absolute()) {
+            return Err(wrong(format!("{}: the path must be absolute", file.display())));
+        }
+        let DumpRequest { pause, format, compression, .. } = request;
+        self.dump_living(Request { pause, level, format, compression, file })
+    }
+
+    pub(super) fn resume_dump(&mut self) -> Result<(), ApiError> {
+        match self.dumps.current() {
+            Some(status) if status.state == DumpState::Waiting => {
+                self.dumps.tell(Order::Resume);
+                Ok(())
+            }
+            _ => Err(ApiError::new(ErrorWord::WrongState, "no dump waits").hint("`hearth status` shows all dumps")),
+        }
+    }
+
+    pub(super) fn discard_dumps(&mut self) -> Result<(), ApiError> {
+        if !self.dumps.is_busy() {
+            return Err(ApiError::new(ErrorWord::WrongState, "no dump is on its way"));
+        }
+        self.dumps.give_up_all();
+        Ok(())
+    }
+}
+
+fn method(compression: DumpCompression) -> Compression {
+    match compression {
+        DumpCompression::Zstd => Compression::Zstd,
+        DumpCompression::Lzo => Compression::Lzo,
+        DumpCompression::Zlib => Compression::Zlib,
+        DumpCompression::None => Compression::None,
+    }
+}

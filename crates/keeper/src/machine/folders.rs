@@ -1,0 +1,208 @@
+//! Where a machine's files live, and the lock that makes its keeper the only one.
+//!
+//! runtime folder: sockets, journal, logs (small). memory folder: RAM files, ledgers, tag key (large, in host memory).
+
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use hearth_disk::tag::{TAG_KEY_BYTES, Tagger};
+use rustix::fs::FlockOperation;
+
+const OTHERS_WRITE: u32 = 0o002;
+const STICKY: u32 = 0o1000;
+
+/// The two folders of one machine, held for as long as its keeper lives.
+#[derive(Debug)]
+pub struct Folders {
+    pub runtime: PathBuf,
+    pub memory: PathBuf,
+    /// The lock goes when the keeper goes, however it dies.
+    _lock: File,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum FolderError {
+    #[error("{path}: cannot be made or used")]
+    Unusable { path: PathBuf, source: io::Error },
+    #[error("{path}: {why}; remove it, or choose another folder")]
+    Foreign { path: PathBuf, why: String },
+    #[error("{name} is running already: another keeper holds {path}; see `hearth status {name}`")]
+    Running { name: String, path: PathBuf },
+}
+
+impl Folders {
+    /// Makes the folders (0700) and takes the keeper's lock.
+    pub fn prepare(name: &str, runtime: &Path, memory: &Path) -> Result<Self, FolderError> {
+        for folder in [runtime, memory] {
+            let unusable = |source| FolderError::Unusable { path: folder.to_owned(), source };
+            make(folder).map_err(unusable)?;
+            // Before anything of it is changed: a link of somebody else's could lead anywhere.
+            refuse_foreign(folder)?;
+            fs::set_permissions(folder, Permissions::from_mode(0o700)).map_err(unusable)?;
+        }
+        let path = runtime.join("keeper.lock");
+        let unusable = |source| FolderError::Unusable { path: path.clone(), source };
+        let lock =
+            OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(&path).map_err(unusable)?;
+        match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Self { runtime: runtime.to_owned(), memory: memory.to_owned(), _lock: lock }),
+            Err(rustix::io::Errno::WOULDBLOCK) => Err(FolderError::Running { name: name.to_owned(), path }),
+            Err(error) => Err(unusable(error.into())),
+        }
+    }
+
+    pub fn journal(&self) -> PathBuf {
+        self.runtime.join("journal.json")
+    }
+
+    pub fn qmp_socket(&self, generation: u32) -> PathBuf {
+        self.runtime.join(format!("qmp-{generation}.sock"))
+    }
+
+    pub fn serial_socket(&self, generation: u32) -> PathBuf {
+        self.runtime.join(format!("serial-{generation}.sock"))
+    }
+
+    pub fn userfault_socket(&self, generation: u32) -> PathBuf {
+        self.runtime.join(format!("userfault-{generation}.sock"))
+    }
+
+    pub fn passt_socket(&self, net: usize, generation: u32) -> PathBuf {
+        self.runtime.join(format!("passt-{net}-{generation}.sock"))
+    }
+
+    pub fn qemu_log(&self, generation: u32) -> PathBuf {
+        self.runtime.join(format!("qemu-{generation}.log"))
+    }
+
+    /// Registers of an incarnation that is to be dumped.
+    pub fn registers(&self, incarnation: u32) -> PathBuf {
+        self.runtime.join(format!("registers-{incarnation}"))
+    }
+
+    pub fn disk_socket(&self, disk: &str) -> PathBuf {
+        self.runtime.join(format!("disk-{disk}.sock"))
+    }
+
+    /// The machine's tag secret: read, or made on the first start. It lives in host memory only, and dies with it.
+    pub fn tagger(&self) -> Result<Tagger, FolderError> {
+        let path = self.memory.join("tag.key");
+        tag_key(&path).map(|key| Tagger::new(&key)).map_err(|source| FolderError::Unusable { path, source })
+    }
+
+    /// Removes the sockets and the log of a QEMU that is gone.
+    pub fn discard_generation(&self, generation: u32) {
+        let nets = (0..8).map(|net| self.passt_socket(net, generation));
+        let sockets = [self.qmp_socket(generation), self.serial_socket(generation), self.userfault_socket(generation)];
+        for path in sockets.into_iter().chain(nets) {
+            // Most of these never existed; one that stays behind is replaced by its next user.
+            let _ = fs::remove_file(path);
+        }
+    }
+
+    /// Removes RAM files, ledgers and the tag key: the machine has stopped.
+    pub fn discard_memory(&self) -> io::Result<()> {
+        for entry in fs::read_dir(&self.memory)? {
+            let entry = entry?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if name.starts_with("ram-") || name.starts_with("ledger-") || name == "tag.key" {
+                fs::remove_file(entry.path())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn make(folder: &Path) -> io::Result<()> {
+    if let Some(parent) = folder.parent() {
+        fs::create_dir_all(parent)?;
+    }
+    match DirBuilder::new().mode(0o700).create(folder) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        made => made,
+    }
+}
+
+/// Folders such as /tmp and /dev/shm are everybody's: what somebody else made there beforehand is theirs to change.
+fn refuse_foreign(folder: &Path) -> Result<(), FolderError> {
+    let us = rustix::process::geteuid().as_raw();
+    let ours = fs::symlink_metadata(folder);
+    let around = folder.parent().map_or_else(|| fs::metadata(folder), fs::metadata);
+    let (ours, around) = ours
+        .and_then(|ours| Ok((ours, around?)))
+        .map_err(|source| FolderError::Unusable { path: folder.to_owned(), source })?;
+    let why = if ours.is_symlink() || ours.uid() != us {
+        format!("is not a folder of user {us}")
+    } else if around.uid() != us && around.uid() != 0 {
+        format!("lies in a folder of user {}", around.uid())
+    } else if around.mode() & OTHERS_WRITE != 0 && around.mode() & STICKY == 0 {
+        "lies in a folder that everybody may change".to_owned()
+    } else {
+        return Ok(());
+    };
+    Err(FolderError::Foreign { path: folder.to_owned(), why })
+}
+
+fn tag_key(path: &Path) -> io::Result<[u8; TAG_KEY_BYTES]> {
+    let mut key = [0; TAG_KEY_BYTES];
+    match File::open(path).and_then(|mut file| file.read_exact(&mut key)) {
+        Ok(()) => return Ok(key),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => return Err(error),
+    }
+    File::open("/dev/urandom")?.read_exact(&mut key)?;
+    let temporary = path.with_extension("new");
+    let mut file = OpenOptions::new().create(true).truncate(true).write(true).mode(0o600).open(&temporary)?;
+    file.write_all(&key)?;
+    fs::rename(&temporary, path)?;
+    Ok(key)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_second_keeper_is_refused_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let (runtime, memory) = (folder.path().join("run/web"), folder.path().join("memory/web"));
+        let first = Folders::prepare("web", &runtime, &memory).unwrap();
+        let refusal = Folders::prepare("web", &runtime, &memory).unwrap_err().to_string();
+        assert!(refusal.starts_with("web is running already: another keeper holds "), "{refusal}");
+        drop(first);
+        Folders::prepare("web", &runtime, &memory).unwrap();
+    }
+
+    #[test]
+    fn folders_that_others_can_exchange_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let open = folder.path().join("open");
+        fs::create_dir(&open).unwrap();
+        fs::set_permissions(&open, Permissions::from_mode(0o777)).unwrap();
+        let memory = folder.path().join("memory");
+        let check = |runtime: &Path, expect: &str| {
+            let refusal = Folders::prepare("web", runtime, &memory).unwrap_err().to_string();
+            assert_eq!(refusal, format!("{}: {expect}; remove it, or choose another folder", runtime.display()));
+        };
+        check(&open.join("web"), "lies in a folder that everybody may change");
+        let elsewhere = folder.path().join("elsewhere");
+        std::os::unix::fs::symlink(&open, &elsewhere).unwrap();
+        check(&elsewhere, &format!("is not a folder of user {}", rustix::process::geteuid().as_raw()));
+        fs::set_permissions(&open, Permissions::from_mode(0o1777)).unwrap();
+        Folders::prepare("web", &open.join("web"), &memory).unwrap();
+    }
+
+    #[test]
+    fn the_tag_key_outlives_the_keeper_and_not_the_machine() {
+        let folder = tempfile::tempdir().unwrap();
+        let folders = Folders::prepare("web", &folder.path().join("run"), &folder.path().join("memory")).unwrap();
+        let path = folders.memory.join("tag.key");
+        let first = tag_key(&path).unwrap();
+        assert_eq!(tag_key(&path).unwrap(), first);
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        folders.discard_memory().unwrap();
+        assert_ne!(tag_key(&path).unwrap(), first);
+    }
+}

@@ -1,0 +1,211 @@
+//! Gate: the thread that answers a guest's first touch of its memory, and the disks that ask with it, while the machine's
+//! memory is short (`hearth_recovery::admission`).
+//!
+//! QEMU is started with `-S` -> its memory is registered -> the disks get the gate -> the guest runs -> everything would
+//! fit, or QEMU ends -> the gate is gone
+//!
+//! A guest that cannot be gated runs all the same: the warden trims for it, and the events say that the budget is not
+//! certain.
+
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use hearth_api::{AdmissionStatus, EventKind};
+use hearth_disk::gate::Gate;
+use hearth_memory::faults::Userfault;
+use hearth_memory::faults::admission::{AdmissionError, is_registered};
+use hearth_recovery::admission::{Admission, Terms};
+use hearth_recovery::incarnation::Incarnation;
+use hearth_recovery::journal::QemuIdentity;
+
+use super::Machine;
+use super::generation::Generation;
+use crate::config::AdmissionMode;
+use crate::event::Event;
+
+/// A guest that waits for so long is worth a word: the dump writes tens of MiB a second even to a slow disk.
+const STALL: Duration = Duration::from_secs(10);
+
+/// What the gate tells the machine's loop.
+#[derive(Clone, Debug)]
+pub enum GateWord {
+    /// The guest stands still, and no memory comes free.
+    Stalled { waiting: u64 },
+    /// The gate is open for good.
+    Open,
+    /// It had to be opened although the budget is not certain.
+    Failed { why: String },
+}
+
+/// The gate of the living QEMU.
+pub struct MemoryGate {
+    admission: Arc<Admission>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl MemoryGate {
+    pub fn start(machine: &str, admission: Admission, tell: Sender<Event>) -> std::io::Result<Self> {
+        let admission = Arc::new(admission);
+        let work = admission.clone();
+        let thread = std::thread::Builder::new().name(format!("faults-{machine}")).spawn(move || {
+            let tell = move |word| {
+                // Fails only when the machine's loop is gone.
+                let _ = tell.send(Event::Gate(word));
+            };
+            serve(&work, &tell);
+        })?;
+        Ok(Self { admission, thread: Some(thread) })
+    }
+
+    pub fn admission(&self) -> &Arc<Admission> {
+        &self.admission
+    }
+
+    pub fn is_shut(&self) -> bool {
+        !self.admission.is_over()
+    }
+
+    pub fn status(&self) -> AdmissionStatus {
+        let waits = self.admission.waits();
+        AdmissionStatus {
+            on: self.is_shut(),
+            granted_bytes: self.admission.granted_bytes(),
+            faults: waits.faults,
+            waiting: waits.waiting,
+            guest_wait_ms: waits.waited.as_millis() as u64,
+        }
+    }
+}
+
+impl Drop for MemoryGate {
+    fn drop(&mut self) {
+        self.admission.stop();
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread of page faults panicked");
+        }
+    }
+}
+
+fn serve(admission: &Admission, tell: &dyn Fn(GateWord)) {
+    let mut told = false;
+    let served = admission.serve(|admission| {
+        let stands_still = admission.stalled_for() >= STALL;
+        if stands_still && !told {
+            tell(GateWord::Stalled { waiting: admission.waits().waiting });
+        }
+        told = stands_still;
+    });
+    match served {
+        Ok(()) if admission.is_over() => tell(GateWord::Open),
+        // Stopped, or QEMU is gone.
+        Ok(()) | Err(AdmissionError::Gone { .. }) => {}
+        Err(error) => {
+            // A guest that hangs for ever is worse than one that takes too much.
+            let opened = admission.finish().err().map(|error| format!("; {}", crate::chain(&error)));
+            tell(GateWord::Failed { why: crate::chain(&error) + &opened.unwrap_or_default() });
+        }
+    }
+}
+
+impl Machine {
+    /// Memory is granted unit by unit while dead memory cannot be given up for it, or whenever there is any.
+    pub(super) fn gate_wanted(&self) -> bool {
+        let always = self.parts.config.admission == AdmissionMode::Always;
+        self.ember.is_held() || always && !self.ember.incarnations().is_empty()
+    }
+
+    /// Puts the gate before the memory of a QEMU that holds still.
+    pub(super) fn shut_gate(&mut self, incarnation: &Incarnation, generation: &Generation) {
+        let userfault = generation.userfault().map_err(str::to_owned);
+        let shut = userfault.and_then(|userfault| {
+            let admission = Admission::register(self.terms(), incarnation, userfault);
+            self.hold_gate(admission.map_err(|error| crate::chain(&error))?)
+        });
+        match shut {
+            Ok(()) => self.gate_disks(),
+            Err(why) => self.not_gated(&why),
+        }
+    }
+
+    /// Takes over the gate of a keeper that died, if it left one; before anything else touches the guest's memory. An
+    /// error is a guest that would wait for ever.
+    pub(super) fn resume_gate(&mut self, incarnation: &Incarnation, identity: &QemuIdentity) -> UserfaultOr {
+        let fetched = identity.userfault_fd.ok_or_else(|| "a keeper that died had none".to_owned());
+        let fetched = fetched.and_then(|fd| Userfault::fetch(identity.pid, fd).map_err(|error| crate::chain(&error)));
+        let resumed = match &fetched {
+            Ok(userfault) => {
+                Admission::resume(self.terms(), incarnation, userfault).map_err(|error| crate::chain(&error))
+            }
+            Err(why) => match is_registered(identity.pid, &incarnation.ram) {
+                Ok(false) => Ok(None),
+                Ok(true) => Err(why.clone()),
+                Err(error) => Err(error.to_string()),
+            },
+        };
+        match resumed.and_then(|admission| admission.map_or(Ok(()), |admission| self.hold_gate(admission))) {
+            Ok(()) => UserfaultOr::Userfault(fetched),
+            Err(why) => UserfaultOr::Stuck(why),
+        }
+    }
+
+    fn terms(&self) -> Terms {
+        Terms { folder: self.parts.folders.memory.clone(), budget: self.budget, ember: self.ember.clone() }
+    }
+
+    fn hold_gate(&mut self, admission: Admission) -> Result<(), String> {
+        let gate = MemoryGate::start(&self.parts.config.name, admission, self.parts.tell.clone());
+        let gate = gate.map_err(|error| format!("no thread for page faults: {error}"))?;
+        self.warden.consider(Some(gate.admission().clone()));
+        self.gate = Some(gate);
+        Ok(())
+    }
+
+    /// What disks have to ask now.
+    pub(super) fn disk_gate(&self) -> Option<Gate> {
+        self.gate.as_ref().filter(|gate| gate.is_shut()).map(|gate| gate.admission().gate())
+    }
+
+    /// The disks ask, or need not ask any more.
+    fn gate_disks(&self) {
+        for disk in &self.disks {
+            if let Err(error) = disk.set_gate(self.disk_gate()) {
+                tracing::warn!(error = crate::chain(&error), "a disk may take memory that was not granted");
+            }
+        }
+    }
+
+    /// Its QEMU is gone.
+    pub(super) fn drop_gate(&mut self) {
+        if self.gate.take().is_some() {
+            self.warden.consider(None);
+            self.gate_disks();
+        }
+    }
+
+    pub(super) fn gate_says(&mut self, word: GateWord) {
+        match word {
+            GateWord::Stalled { waiting } => self.record(EventKind::GuestWaits { threads: waiting }),
+            GateWord::Open => self.gate_disks(),
+            GateWord::Failed { why } => {
+                self.gate_disks();
+                self.not_gated(&why);
+            }
+        }
+    }
+
+    fn not_gated(&self, why: &str) {
+        let message = format!("memory cannot be granted page fault by page fault, so the budget is not certain: {why}");
+        self.record(EventKind::Error { message });
+    }
+}
+
+/// What is left of a dead keeper's hold on its QEMU's memory.
+pub enum UserfaultOr {
+    Userfault(Result<Userfault, String>),
+    /// The guest waits for memory that nobody can grant any more.
+    Stuck(String),
+}

@@ -1,0 +1,192 @@
+//! Generation: one QEMU process and the ways in which the keeper holds it.
+//!
+//! launch: listen for the userfaultfd -> spawn -> take the userfaultfd -> QMP -> watch
+//! launch as a successor: the same, and it waits for the guest that another QEMU has
+//! adopt (a dead keeper's QEMU): find the process -> QMP -> watch
+
+use std::sync::mpsc::Sender;
+use std::time::Duration;
+
+use hearth_api::{QemuStatus, UserfaultStatus};
+use hearth_memory::faults::{HandoverError, HandoverListener, Userfault};
+use hearth_qemu::{Launch, Process, ProcessError, ProcessId, Qmp, QmpError, preload};
+use hearth_recovery::incarnation::Incarnation;
+use hearth_recovery::journal::QemuIdentity;
+
+use super::launch;
+use super::passt::{self, Passt, PasstError};
+use super::{Folders, Parts};
+use crate::event::Event;
+
+/// QEMU's start takes 50 to 700 ms on a busy host; a minute means it hangs.
+const START_PATIENCE: Duration = Duration::from_secs(60);
+/// A guest that runs can wait for its next QEMU, but its keeper does nothing else meanwhile.
+const SUCCESSOR_PATIENCE: Duration = Duration::from_secs(15);
+/// The hand-over comes before QEMU's `main`.
+const USERFAULT_PATIENCE: Duration = Duration::from_secs(10);
+
+/// What a QEMU is started for.
+struct Role {
+    /// The guest waits for a word.
+    hold_still: bool,
+    /// It has no guest yet.
+    successor: bool,
+}
+
+/// A living QEMU.
+pub struct Generation {
+    pub number: u32,
+    pub process: Process,
+    pub qmp: Qmp,
+    identity: QemuIdentity,
+    /// Kept open: what is done with page faults needs it.
+    userfault: Result<Userfault, String>,
+    /// User networks beside QEMU; they end with their connection to it.
+    _passt: Vec<Passt>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum LaunchError {
+    #[error("the preload library cannot be installed")]
+    Preload(#[source] std::io::Error),
+    #[error(transparent)]
+    Handover(#[from] HandoverError),
+    #[error(transparent)]
+    Passt(#[from] PasstError),
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+    #[error("QEMU does not talk; its last words: {last_words}")]
+    Silent { last_words: String, source: QmpError },
+    #[error("QEMU does not let its guest run")]
+    Run(#[source] QmpError),
+    #[error("no thread to watch QEMU")]
+    Watch(#[source] std::io::Error),
+}
+
+impl Generation {
+    /// Starts QEMU with this incarnation's RAM.
+    /// With `hold_still` the guest does nothing until `run`.
+    pub fn launch(
+        parts: &Parts,
+        incarnation: &Incarnation,
+        number: u32,
+        hold_still: bool,
+    ) -> Result<Self, LaunchError> {
+        Self::start(parts, incarnation, number, Role { hold_still, successor: false })
+    }
+
+    /// Starts a QEMU that waits for this incarnation's guest, beside the one that has it.
+    pub fn launch_successor(parts: &Parts, incarnation: &Incarnation, number: u32) -> Result<Self, LaunchError> {
+        Self::start(parts, incarnation, number, Role { hold_still: false, successor: true })
+    }
+
+    fn start(parts: &Parts, incarnation: &Incarnation, number: u32, role: Role) -> Result<Self, LaunchError> {
+        let Role { hold_still, successor } = role;
+        let folders = &parts.folders;
+        let library = preload::install(&folders.runtime).map_err(LaunchError::Preload)?;
+        let listener = HandoverListener::bind(&folders.userfault_socket(number))?;
+        let passt = passt::start(&parts.config, folders, number)?;
+        let launch = Launch { hold_still, ..launch::launch(parts, incarnation, number, &library, successor) };
+        let process = Process::spawn(&parts.binary, &launch, &folders.qemu_log(number))?;
+        let userfault = listener.accept(process.id().pid, USERFAULT_PATIENCE).map_err(|error| crate::chain(&error));
+        let id = process.id();
+        let identity = QemuIdentity {
+            pid: id.pid,
+            start_ticks: id.start_ticks,
+            generation: number,
+            version: parts.binary.version().to_string(),
+            accelerator: parts.accelerator.accelerator.name().to_owned(),
+            accelerator_why: parts.accelerator.why.clone(),
+            userfault_fd: userfault.as_ref().ok().map(|userfault| userfault.fd_in_qemu),
+            deaf: false,
+        };
+        let patience = if successor { SUCCESSOR_PATIENCE } else { START_PATIENCE };
+        Self::hold(folders, &parts.tell, process, identity, userfault, passt, patience)
+    }
+
+    /// The process of a QEMU that a dead keeper left; none if it has ended.
+    pub fn find(folders: &Folders, identity: &QemuIdentity) -> Option<Process> {
+        let id = ProcessId { pid: identity.pid, start_ticks: identity.start_ticks };
+        Process::adopt(id, &folders.qemu_log(identity.generation)).ok()
+    }
+
+    /// Goes on with it.
+    pub fn adopt(
+        parts: &Parts,
+        process: Process,
+        identity: QemuIdentity,
+        userfault: Result<Userfault, String>,
+    ) -> Result<Self, LaunchError> {
+        Self::hold(&parts.folders, &parts.tell, process, identity, userfault, Vec::new(), START_PATIENCE)
+    }
+
+    fn hold(
+        folders: &Folders,
+        tell: &Sender<Event>,
+        process: Process,
+        identity: QemuIdentity,
+        userfault: Result<Userfault, String>,
+        passt: Vec<Passt>,
+        patience: Duration,
+    ) -> Result<Self, LaunchError> {
+        let number = identity.generation;
+        let told = tell.clone();
+        let qmp = Qmp::connect(&folders.qmp_socket(number), patience, &process, move |event| {
+            // Fails only when the machine's loop is gone.
+            let _ = told.send(Event::Qmp { generation: number, event });
+        });
+        let qmp = match qmp {
+            Ok(qmp) => qmp,
+            Err(source) => {
+                process.kill();
+                // Takes it off the process table; where no thread can be had, the keeper's end does.
+                let _ = process.watch(|_| {});
+                return Err(LaunchError::Silent { last_words: process.last_words(), source });
+            }
+        };
+        let told = tell.clone();
+        process
+            .watch(move |how| {
+                // As above.
+                let _ = told.send(Event::QemuEnded { generation: number, how });
+            })
+            .map_err(LaunchError::Watch)?;
+        Ok(Self { number, process, qmp, identity, userfault, _passt: passt })
+    }
+
+    /// Lets a guest run that was started to hold still.
+    pub fn run(&self) -> Result<(), LaunchError> {
+        self.qmp.resume().map_err(LaunchError::Run)
+    }
+
+    pub fn userfault(&self) -> Result<&Userfault, &str> {
+        self.userfault.as_ref().map_err(String::as_str)
+    }
+
+    pub fn identity(&self) -> QemuIdentity {
+        self.identity.clone()
+    }
+
+    /// From now on whoever takes it over has to wake its disks.
+    pub fn set_deaf(&mut self) {
+        self.identity.deaf = true;
+    }
+
+    pub fn userfault_status(&self) -> UserfaultStatus {
+        match &self.userfault {
+            Ok(_) => UserfaultStatus::HandedOver,
+            Err(why) => UserfaultStatus::Absent { why: why.clone() },
+        }
+    }
+
+    pub fn status(&self) -> QemuStatus {
+        QemuStatus {
+            pid: self.identity.pid,
+            version: self.identity.version.clone(),
+            generation: self.number,
+            accelerator: self.identity.accelerator.clone(),
+            accelerator_why: self.identity.accelerator_why.clone(),
+            userfault: self.userfault_status(),
+        }
+    }
+}

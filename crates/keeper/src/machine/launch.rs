@@ -1,0 +1,159 @@
+//! From a machine's configuration to what QEMU and the disk server are started with.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use hearth_disk::block::DiskId;
+use hearth_disk::image::{Format, ImageOptions};
+use hearth_disk::limit::Limits;
+use hearth_disk::server::DiskOptions;
+use hearth_qemu::Launch;
+use hearth_qemu::launch as qemu;
+use hearth_qemu::preload::Preload;
+use hearth_recovery::incarnation::Incarnation;
+use hearth_recovery::journal::DiskIdentity;
+
+use super::{Folders, Parts};
+use crate::config::{Boot, Config, DiskConfig, DiskFormat, Forward, NetBackend, NetConfig, Protocol, WatchdogAction};
+
+/// Entries of a disk's virtqueues: 256 outstanding requests of one page each; QEMU's own default is 128.
+const QUEUE_SIZE: u16 = 256;
+/// A keeper killed a moment ago may have writes on their way to the disk; its lock lasts until they are there.
+const LOCK_PATIENCE: Duration = Duration::from_secs(30);
+
+/// What QEMU generation `generation` is started with. `successor`: it is going to take over from another one.
+pub fn launch(parts: &Parts, incarnation: &Incarnation, generation: u32, preload: &Path, successor: bool) -> Launch {
+    let (config, folders) = (&parts.config, &parts.folders);
+    let disks = config.disks.iter().map(|disk| disk_device(folders, disk));
+    let nets = config.nets.iter().enumerate().map(|(position, net)| {
+        let mut backend = net_backend(net, folders.passt_socket(position, generation));
+        if let (true, qemu::NetBackend::User { forward }) = (successor, &mut backend) {
+            // The old one has the ports as long as it lives.
+            forward.clear();
+        }
+        qemu::NetDevice { mac: net.mac.clone(), backend }
+    });
+    Launch {
+        name: config.name.clone(),
+        ram_file: incarnation.ram.path().to_owned(),
+        ram_bytes: config.memory_bytes,
+        cpus: config.cpus,
+        cpu_model: config.cpu_model.clone(),
+        accelerator: parts.accelerator.accelerator,
+        machine_type: config.machine_type.clone(),
+        boot: boot(&config.boot),
+        disks: disks.collect(),
+        nets: nets.collect(),
+        serial_socket: folders.serial_socket(generation),
+        qmp_socket: folders.qmp_socket(generation),
+        preload: Some(Preload { library: preload.to_owned(), socket: folders.userfault_socket(generation) }),
+        hold_still: false,
+        incoming: successor,
+        sandbox: config.sandbox,
+        run_as: config.qemu_user.clone(),
+        watchdog: config.watchdog.map(watchdog_action),
+        extra_args: config.extra_qemu_args.clone(),
+    }
+}
+
+fn boot(boot: &Boot) -> qemu::Boot {
+    match boot.clone() {
+        Boot::Kernel { kernel, initrd, cmdline } => qemu::Boot::Kernel { kernel, initrd, cmdline },
+        Boot::Firmware { code, vars } => qemu::Boot::Firmware { code, vars },
+    }
+}
+
+/// A crash is the keeper's to handle: QEMU only holds the guest still.
+fn watchdog_action(action: WatchdogAction) -> qemu::WatchdogAction {
+    match action {
+        WatchdogAction::Crash => qemu::WatchdogAction::Pause,
+        WatchdogAction::Nmi => qemu::WatchdogAction::InjectNmi,
+        WatchdogAction::Reset => qemu::WatchdogAction::Reset,
+    }
+}
+
+fn disk_device(folders: &Folders, disk: &DiskConfig) -> qemu::DiskDevice {
+    qemu::DiskDevice {
+        id: disk.name.clone(),
+        socket: folders.disk_socket(&disk.name),
+        queues: disk.queues,
+        queue_size: QUEUE_SIZE,
+    }
+}
+
+fn net_backend(net: &NetConfig, passt_socket: PathBuf) -> qemu::NetBackend {
+    match &net.backend {
+        NetBackend::User { forward } => {
+            qemu::NetBackend::User { forward: forward.iter().map(|forward| forward.into()).collect() }
+        }
+        NetBackend::Passt { .. } => qemu::NetBackend::Passt { socket: passt_socket },
+        NetBackend::Tap { ifname } => qemu::NetBackend::Tap { ifname: ifname.clone() },
+    }
+}
+
+/// Ports that QEMU itself leads into the guest: which device, and what.
+pub fn user_forwards(config: &Config) -> Vec<(String, String)> {
+    let nets = config.nets.iter().enumerate();
+    let forwards = nets.flat_map(|(position, net)| match &net.backend {
+        NetBackend::User { forward } => {
+            forward.iter().map(|forward| (position, qemu::Forward::from(forward))).collect()
+        }
+        NetBackend::Passt { .. } | NetBackend::Tap { .. } => Vec::new(),
+    });
+    forwards.map(|(position, forward)| (qemu::net_id(position), forward.hostfwd())).collect()
+}
+
+impl From<&Forward> for qemu::Forward {
+    fn from(forward: &Forward) -> Self {
+        let protocol = match forward.protocol {
+            Protocol::Tcp => "tcp",
+            Protocol::Udp => "udp",
+        };
+        let Forward { host, host_port, guest_port, .. } = *forward;
+        Self { protocol, host, host_port, guest_port }
+    }
+}
+
+pub fn image_options(disk: &DiskConfig) -> ImageOptions {
+    let format = match disk.format {
+        DiskFormat::Raw => Format::Raw,
+        DiskFormat::Qcow2 => Format::Qcow2,
+    };
+    ImageOptions {
+        path: disk.path.clone(),
+        format,
+        read_only: disk.read_only,
+        direct: disk.direct,
+        lock_patience: LOCK_PATIENCE,
+    }
+}
+
+/// What the journal notes of the disks.
+pub fn disk_identities(config: &Config) -> Vec<DiskIdentity> {
+    let identity = |disk: &DiskConfig| DiskIdentity {
+        name: disk.name.clone(),
+        path: disk.path.clone(),
+        format: disk.format.name().to_owned(),
+        read_only: disk.read_only,
+    };
+    config.disks.iter().map(identity).collect()
+}
+
+/// `position` in the configuration is what the ledger knows the disk by.
+pub fn disk_options(position: usize, disk: &DiskConfig, socket: PathBuf) -> DiskOptions {
+    DiskOptions {
+        id: DiskId(u8::try_from(position).expect("a machine has fewer disks than PCI slots")),
+        name: disk.name.clone(),
+        serial: disk.serial.clone(),
+        socket,
+        queues: disk.queues,
+        queue_size: QUEUE_SIZE,
+        read_only: disk.read_only,
+        memory_slots: false,
+        limits: Limits {
+            bytes_per_second: disk.mib_per_second.map(|rate| rate << 20),
+            operations_per_second: disk.iops,
+        },
+        gate: None,
+    }
+}

@@ -1,0 +1,287 @@
+//! Lives: how incarnations begin, end and follow each other.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use hearth_api::{EmberMode, EndCause, EventKind, MachineState};
+use hearth_disk::image::Image;
+use hearth_disk::server::{DiskOptions, DiskServer};
+use hearth_recovery::crash_recovery;
+use hearth_recovery::hold::Hold;
+use hearth_recovery::incarnation::{Incarnation, discard_files};
+use hearth_recovery::journal::Journal;
+use hearth_recovery::warm_reboot::{self, Phase, Succession};
+
+use super::crash::Harvest;
+use super::dumps::Dumps;
+use super::generation::Generation;
+use super::timeline::Timeline;
+use super::{DRAIN_PATIENCE, Life, Machine, MachineError, Wanted, access, launch};
+
+impl Machine {
+    pub(super) fn start_afresh(&mut self) -> Result<(), MachineError> {
+        let incarnation = self.next_incarnation()?;
+        self.open_disks(&incarnation)?;
+        self.launch(incarnation)
+    }
+
+    /// QEMU's process is gone: its memory is dead.
+    pub(super) fn qemu_ended(&mut self, how: String) -> Result<(), MachineError> {
+        let Some(Life { incarnation, generation, cause, .. }) = self.life.take() else { return Ok(()) };
+        self.drop_gate();
+        let cause = cause.unwrap_or(EndCause::QemuDied);
+        self.last_end = Some(cause);
+        self.record(EventKind::QemuExited { generation: generation.number, how });
+        self.record(EventKind::IncarnationEnded { cause });
+        self.parts.folders.discard_generation(generation.number);
+        // Now, and not when all is done: its passt may still hold the ports that the next one is going to forward.
+        drop(generation);
+        self.journal.qemu = None;
+        let stops = matches!(self.wanted, Wanted::Stop { .. })
+            || cause == EndCause::GuestShutdown && self.wanted == Wanted::Run;
+        self.end_living_dump();
+        self.note_death(&incarnation, cause);
+        if stops {
+            return self.stop_after_dumps(incarnation);
+        }
+        self.guard_against_crash_loop(cause)?;
+        self.succeed(incarnation, cause)
+    }
+
+    /// The next incarnation starts from what the dead one left.
+    fn succeed(&mut self, dead: Incarnation, cause: EndCause) -> Result<(), MachineError> {
+        let why_cold = self.why_cold(&dead);
+        self.wanted = Wanted::Run;
+        self.enter(MachineState::Recovering);
+        self.timeline = Some(Timeline::start(dead.number + 1, cause, why_cold.clone()));
+        self.harvested();
+        self.phase(Phase::Drain, |machine| machine.succession().drain())?;
+        let hold = self.hold_for(&dead);
+        match (hold, &why_cold) {
+            (Some(hold), _) => {
+                let is_cold = why_cold.is_some();
+                self.phase(Phase::Bank, |machine| machine.bank_held(dead, hold, is_cold));
+            }
+            (None, Some(_)) => self.drop_memory(&dead),
+            (None, None) => self.phase(Phase::Bank, |machine| machine.bank(dead)),
+        }
+        let next = self.next_incarnation()?;
+        self.phase(Phase::Attach, |machine| machine.succession().attach(&next))?;
+        // Beside QEMU's start: the next guest is going to need the memory.
+        self.warden.settle();
+        self.phase(Phase::Launch, |machine| machine.launch(next))?;
+        if let Some(timeline) = &mut self.timeline {
+            timeline.recovered();
+        }
+        Ok(())
+    }
+
+    fn why_cold(&self, dead: &Incarnation) -> Option<String> {
+        match self.wanted {
+            Wanted::Reboot { cold: true, .. } => Some("it was asked for".to_owned()),
+            _ if dead.ledger.is_none() => Some("ember = \"off\"".to_owned()),
+            _ => None,
+        }
+    }
+
+    fn bank(&mut self, dead: Incarnation) {
+        let banked = self.succession().bank(&self.parts.folders.memory, dead);
+        match banked {
+            Ok(()) => self.record_ember(),
+            Err(error) => {
+                let why = crate::chain(&error);
+                tracing::warn!(why, "the reboot is cold");
+                if let Some(timeline) = &mut self.timeline {
+                    timeline.turned_cold(why);
+                }
+            }
+        }
+    }
+
+    /// The phase that came before QEMU's end.
+    fn harvested(&mut self) {
+        let Some(Harvest { began, took }) = self.harvest.take() else { return };
+        if let Some(timeline) = &mut self.timeline {
+            timeline.began(began);
+        }
+        self.phase_ended(crash_recovery::Phase::Harvest.name(), began, took);
+    }
+
+    /// Keeps the dead incarnation for its dump, and, unless the reboot is cold, as ember.
+    pub(super) fn bank_held(&mut self, dead: Incarnation, hold: Arc<Hold>, is_cold: bool) {
+        match self.ember.bank_held(dead.clone(), hold.clone()) {
+            Ok(()) => {
+                if is_cold {
+                    self.ember.extinguish();
+                } else {
+                    self.record_ember();
+                }
+                self.queue_dump(&dead, hold);
+            }
+            Err(error) => {
+                self.record(EventKind::DumpSkipped { why: crate::chain(&error) });
+                self.bank(dead);
+            }
+        }
+    }
+
+    /// A machine that is to stop ends once the dead guest's dump is over.
+    fn stop_after_dumps(&mut self, dead: Incarnation) -> Result<(), MachineError> {
+        self.warden.watch(None);
+        self.succession().drain()?;
+        if let Some(hold) = self.hold_for(&dead) {
+            self.bank_held(dead, hold, true);
+        }
+        if !self.must_wait_for_dumps() {
+            return self.stopped();
+        }
+        self.stops_after_dumps = true;
+        self.enter(MachineState::Stopping);
+        self.state_why = Some("a dump is being written; `hearth stop --force` gives up the rest of it".to_owned());
+        Ok(())
+    }
+
+    fn drop_memory(&self, dead: &Incarnation) {
+        self.ember.extinguish();
+        discard_files(&self.parts.folders.memory, dead.number);
+    }
+
+    fn succession(&self) -> Succession<'_> {
+        Succession { disks: &self.disks, ember: &self.ember, tagger: &self.tagger, patience: DRAIN_PATIENCE }
+    }
+
+    /// Runs one phase of a recovery and notes its duration, whether it succeeds or not.
+    fn phase<T>(&mut self, phase: Phase, work: impl FnOnce(&mut Self) -> T) -> T {
+        let began = Instant::now();
+        let result = work(self);
+        self.phase_ended(phase.name(), began, began.elapsed());
+        result
+    }
+
+    pub(super) fn phase_ended(&mut self, phase: &str, began: Instant, took: Duration) {
+        if let Some(timeline) = &mut self.timeline {
+            timeline.ended(phase, began, took);
+        }
+        self.record(EventKind::Phase { phase: phase.to_owned(), duration_ms: took.as_secs_f64() * 1e3 });
+    }
+
+    fn next_incarnation(&mut self) -> Result<Incarnation, MachineError> {
+        self.journal.incarnation += 1;
+        self.parts.event_log.set_incarnation(self.journal.incarnation);
+        let tracked = self.parts.config.ember == EmberMode::On;
+        let (folder, ram_bytes) = (&self.parts.folders.memory, self.parts.config.memory_bytes);
+        Ok(Incarnation::create(folder, self.journal.incarnation, ram_bytes, tracked)?)
+    }
+
+    pub(super) fn open_disks(&mut self, incarnation: &Incarnation) -> Result<(), MachineError> {
+        for (position, disk) in self.parts.config.disks.iter().enumerate() {
+            let image = Image::open(&launch::image_options(disk))
+                .map_err(|source| MachineError::Image { disk: disk.name.clone(), source })?;
+            let socket = self.parts.folders.disk_socket(&disk.name);
+            let options = DiskOptions { gate: self.disk_gate(), ..launch::disk_options(position, disk, socket) };
+            let tracking = warm_reboot::tracking(incarnation, &self.tagger, &self.ember);
+            let server = DiskServer::start(options, image, tracking)
+                .map_err(|source| MachineError::Server { disk: disk.name.clone(), source })?;
+            self.disks.push(server);
+        }
+        Ok(())
+    }
+
+    fn launch(&mut self, incarnation: Incarnation) -> Result<(), MachineError> {
+        let number = self.journal.generation + 1;
+        self.journal.generation = number;
+        self.journal.ember = self.ember.incarnations();
+        self.journal.disks = launch::disk_identities(&self.parts.config);
+        self.journal.save(&self.parts.folders.journal())?;
+        // Before QEMU: its guest fills memory while the keeper still waits for QMP.
+        self.warden.watch(Some(incarnation.clone()));
+        let hold_still = self.gate_wanted();
+        let generation = Generation::launch(&self.parts, &incarnation, number, hold_still)?;
+        self.record_qemu(&generation);
+        if hold_still {
+            self.shut_gate(&incarnation, &generation);
+            generation.run()?;
+        }
+        self.admit(generation.identity().pid);
+        self.adopt(incarnation, generation)?;
+        let warm = self.timeline.as_ref().is_some_and(|timeline| timeline.recovery().warm);
+        self.record(EventKind::IncarnationStarted { generation: number, warm });
+        Ok(())
+    }
+
+    /// Lets a QEMU of another user in to its disks, for the time when it has to connect to them again.
+    pub(super) fn admit(&self, pid: u32) {
+        if let Err(error) = access::admit(pid, &self.parts.folders.runtime, &self.disks) {
+            let message = format!("QEMU (pid {pid}) could not connect to its disks again: {error}");
+            self.record(EventKind::Error { message });
+        }
+    }
+
+    pub(super) fn record_qemu(&self, generation: &Generation) {
+        let status = generation.status();
+        self.record(EventKind::QemuStarted {
+            pid: status.pid,
+            generation: status.generation,
+            version: status.version,
+            accelerator: status.accelerator,
+            accelerator_why: status.accelerator_why,
+        });
+        self.record(EventKind::Userfault { generation: generation.number, userfault: status.userfault });
+    }
+
+    /// From here on this QEMU is the machine's.
+    pub(super) fn adopt(&mut self, incarnation: Incarnation, generation: Generation) -> Result<(), MachineError> {
+        self.journal.qemu = Some(generation.identity());
+        self.journal.save(&self.parts.folders.journal())?;
+        self.parts.console.attach(&self.parts.folders.serial_socket(generation.number));
+        self.life = Some(Life { incarnation, generation, began: Instant::now(), cause: None });
+        self.enter(MachineState::Running);
+        Ok(())
+    }
+
+    pub(super) fn stopped(&mut self) -> Result<(), MachineError> {
+        self.dumps = Dumps::default();
+        self.warden.watch(None);
+        for disk in std::mem::take(&mut self.disks) {
+            disk.stop();
+        }
+        self.discard_memory();
+        self.journal = Journal::new(&self.parts.config.name, self.parts.config.memory_bytes);
+        self.journal.save(&self.parts.folders.journal())?;
+        self.enter(MachineState::Stopped);
+        Ok(())
+    }
+
+    fn guard_against_crash_loop(&mut self, cause: EndCause) -> Result<(), MachineError> {
+        if !matches!(cause, EndCause::Panic | EndCause::Watchdog | EndCause::QemuDied) {
+            return Ok(());
+        }
+        let crash = &self.parts.config.crash;
+        let (count, window_s) = (crash.loop_count as usize, crash.loop_window_s);
+        let now = Instant::now();
+        self.crashes.push_back(now);
+        self.crashes.retain(|&crash| (now - crash).as_secs() < window_s);
+        if self.crashes.len() < count {
+            return Ok(());
+        }
+        Err(MachineError::CrashLoop { name: self.parts.config.name.clone(), count, window_s })
+    }
+
+    pub(super) fn fail(&mut self, error: &MachineError) {
+        self.drop_gate();
+        let message = crate::chain(error);
+        self.record(EventKind::Error { message });
+        self.end_qemu(EndCause::QemuDied);
+        self.enter(MachineState::Failed);
+        self.see_dumps_through();
+        // With keeper and QEMU gone the next start is cold: until then this would only hold the host's memory.
+        self.discard_memory();
+    }
+
+    pub(super) fn discard_memory(&self) {
+        self.ember.extinguish();
+        if let Err(error) = self.parts.folders.discard_memory() {
+            tracing::warn!(%error, folder = %self.parts.folders.memory.display(), "memory files are left behind");
+        }
+    }
+}

@@ -1,0 +1,348 @@
+//! Machine: the state machine of one VM. One loop takes one closed list of events (`crate::event::Event`).
+//!
+//! ```text
+//!                     start                 found alive after a keeper's death
+//!   (nothing) ------------------> Starting ----------------------------------+
+//!                                    | QEMU runs                             |
+//!                                    v                                       v
+//!        +-----------------------> Running <------------------------------ Running
+//!        |                        |   |   \ crash, on_panic = "pause" or "dump"
+//!        | QEMU runs    guest     |   |    +-----------> Paused --+
+//!        |              reset,    |   | stop                      | reboot, stop
+//!        |              crash,    v   v                           |
+//!     Recovering <------- reboot, |  Stopping <-------------------+
+//!        |                QEMU    |   | QEMU has ended
+//!        | QEMU does      died    |   v
+//!        v not start              |  Stopped
+//!      Failed                     +--> Recovering
+//! ```
+//!
+//! A rejuvenation happens within Running: the incarnation stays, the QEMU changes (see `rejuvenate`).
+//!
+//! Every way out of Running goes through the end of QEMU's process, seen by its pidfd: only then is its memory dead and
+//! its disk I/O drained. What QEMU said before (`Shutdown`, `GuestPanicked`, `Watchdog`) only names the cause. Dumps of dead
+//! guests (`crash`, `dump`) go on beside all this; a machine that stops waits for them in Stopping.
+
+mod access;
+mod crash;
+pub mod dump;
+mod dumps;
+mod folders;
+pub mod gate;
+mod generation;
+mod launch;
+mod lives;
+mod orders;
+mod passt;
+mod rejuvenate;
+mod status;
+mod takeover;
+mod timeline;
+pub mod warden;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::time::{Duration, Instant};
+
+use hearth_api::{EndCause, EventKind, MachineState, Rejuvenation};
+use hearth_disk::server::DiskServer;
+use hearth_disk::tag::Tagger;
+use hearth_memory::PAGE_BYTES;
+use hearth_qemu::{AcceleratorChoice, Binary, QmpEvent};
+use hearth_recovery::budget::Budget;
+use hearth_recovery::ember::Ember;
+use hearth_recovery::hold::Hold;
+use hearth_recovery::incarnation::Incarnation;
+use hearth_recovery::journal::Journal;
+use hearth_recovery::warm_reboot::Phase;
+
+use crate::config::Config;
+use crate::console::Hub;
+use crate::event::Event;
+use crate::event_log::EventLog;
+
+use crash::Harvest;
+use dumps::Dumps;
+pub use folders::{FolderError, Folders};
+use generation::Generation;
+use timeline::Timeline;
+
+/// How long a guest may take to shut down when asked nicely, before its power is cut.
+const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(60);
+/// How long disk I/O in flight may take to end after QEMU did. Storage that hangs longer needs a person.
+const DRAIN_PATIENCE: Duration = Duration::from_secs(60);
+
+/// What ended the machine for good, or why it never ran.
+#[derive(Debug, thiserror::Error)]
+pub enum MachineError {
+    #[error(transparent)]
+    Folder(#[from] FolderError),
+    #[error(transparent)]
+    Journal(#[from] hearth_recovery::journal::JournalError),
+    #[error(transparent)]
+    Incarnation(#[from] hearth_recovery::incarnation::IncarnationError),
+    #[error(transparent)]
+    WarmReboot(#[from] hearth_recovery::warm_reboot::WarmRebootError),
+    #[error("disk {disk}")]
+    Image { disk: String, source: hearth_disk::image::ImageError },
+    #[error("disk {disk}: cannot be served")]
+    Server { disk: String, source: hearth_disk::server::ServerError },
+    #[error(
+        "{name} still runs (QEMU, pid {qemu_pid}) with other disks than configured now: {what}; put that back and run it \
+         again, or end it with `kill {qemu_pid}`"
+    )]
+    OtherDisks { name: String, qemu_pid: u32, what: String },
+    #[error(transparent)]
+    Launch(#[from] generation::LaunchError),
+    #[error("the warden thread cannot be started")]
+    Warden(#[source] std::io::Error),
+    #[error("the guest crashed {count} times within {window_s} s; not restarted again: see `hearth events {name}`")]
+    CrashLoop { name: String, count: usize, window_s: u64 },
+}
+
+/// What a machine is made from; all of it checked.
+pub struct Parts {
+    pub config: Config,
+    pub folders: Folders,
+    pub binary: Binary,
+    pub accelerator: AcceleratorChoice,
+    pub event_log: EventLog,
+    pub console: Hub,
+    pub tell: Sender<Event>,
+}
+
+/// One VM under its keeper.
+pub struct Machine {
+    parts: Parts,
+    journal: Journal,
+    tagger: Tagger,
+    ember: Arc<Ember>,
+    budget: Budget,
+    warden: warden::Warden,
+    /// Before the memory of the living QEMU, while that is granted unit by unit.
+    gate: Option<gate::MemoryGate>,
+    disks: Vec<DiskServer>,
+    state: MachineState,
+    state_why: Option<String>,
+    life: Option<Life>,
+    wanted: Wanted,
+    last_end: Option<EndCause>,
+    timeline: Option<Timeline>,
+    last_rejuvenation: Option<Rejuvenation>,
+    crashes: VecDeque<Instant>,
+    started: Instant,
+    dumps: Dumps,
+    /// What a dead keeper left to be dumped.
+    unfinished_dumps: Vec<(Incarnation, Arc<Hold>)>,
+    /// Of the guest that is about to end.
+    harvest: Option<Harvest>,
+    /// The guest has stopped; what is left of the machine are its dumps.
+    stops_after_dumps: bool,
+}
+
+/// An incarnation and the QEMU that runs it.
+struct Life {
+    incarnation: Incarnation,
+    generation: Generation,
+    began: Instant,
+    /// Named by QEMU before it ends; if it ends without a word it died.
+    cause: Option<EndCause>,
+}
+
+/// What the operator asked for and has not got yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wanted {
+    Run,
+    Reboot { cold: bool, power_off_at: Instant },
+    Stop { power_off_at: Instant },
+}
+
+impl Machine {
+    /// Starts the machine, or takes over the QEMU that a dead keeper left running.
+    pub fn start(parts: Parts) -> Result<Self, MachineError> {
+        let journal = match Journal::load(&parts.folders.journal())? {
+            Some(journal) => journal,
+            None => Journal::new(&parts.config.name, parts.config.memory_bytes),
+        };
+        let tagger = parts.folders.tagger()?;
+        let ember = Arc::new(Ember::new(&parts.folders.memory, tagger.clone()));
+        let budget = Budget { ram_bytes: parts.config.memory_bytes, slack_bytes: parts.config.budget_slack_bytes };
+        let tell = parts.tell.clone();
+        let warden = warden::Warden::start(&parts.config.name, budget, ember.clone(), move |word| {
+            // Fails only when the loop is gone, and then nobody wants to know.
+            let _ = tell.send(Event::Warden(word));
+        })
+        .map_err(MachineError::Warden)?;
+        let mut machine = Self {
+            parts,
+            journal,
+            tagger,
+            ember,
+            budget,
+            warden,
+            gate: None,
+            disks: Vec::new(),
+            state: MachineState::Starting,
+            state_why: None,
+            life: None,
+            wanted: Wanted::Run,
+            last_end: None,
+            timeline: None,
+            last_rejuvenation: None,
+            crashes: VecDeque::new(),
+            started: Instant::now(),
+            dumps: Dumps::default(),
+            unfinished_dumps: Vec::new(),
+            harvest: None,
+            stops_after_dumps: false,
+        };
+        machine.record(EventKind::Started { pid: std::process::id(), version: env!("CARGO_PKG_VERSION").to_owned() });
+        if !machine.take_over()? {
+            machine.start_afresh().inspect_err(|error| machine.fail(error))?;
+        }
+        machine.go_on_with_dumps();
+        Ok(machine)
+    }
+
+    /// Handles events until the machine has stopped.
+    pub fn run(mut self, events: &Receiver<Event>) -> Result<(), MachineError> {
+        while self.state != MachineState::Stopped {
+            let event = match self.deadline() {
+                None => events.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                Some(deadline) => events.recv_timeout(deadline.saturating_duration_since(Instant::now())),
+            };
+            let handled = match event {
+                Ok(event) => self.handle(event),
+                Err(RecvTimeoutError::Timeout) => self.power_off(),
+                Err(RecvTimeoutError::Disconnected) => unreachable!("the machine itself holds a sender"),
+            };
+            if let Err(error) = handled {
+                self.fail(&error);
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    fn handle(&mut self, event: Event) -> Result<(), MachineError> {
+        match event {
+            Event::Request { command, answer } => {
+                let reply = self.obey(command);
+                // The asker may have hung up.
+                let _ = answer.send(reply);
+                Ok(())
+            }
+            Event::Terminate => {
+                let force = matches!(self.wanted, Wanted::Stop { .. });
+                if let Err(refusal) = self.stop(force) {
+                    tracing::warn!(reason = refusal.message, "cannot stop");
+                }
+                Ok(())
+            }
+            Event::Qmp { generation, event } if self.is_current(generation) => self.qemu_says(event),
+            Event::QemuEnded { generation, how } if self.is_current(generation) => self.qemu_ended(how),
+            Event::QemuEnded { generation, .. } => {
+                self.retired(generation);
+                Ok(())
+            }
+            Event::Qmp { .. } => Ok(()),
+            Event::Rejuvenate(request) => self.rejuvenate(&request),
+            Event::Dump { incarnation, word } => self.dump_says(incarnation, word),
+            Event::Warden(word) => {
+                self.warden_says(word);
+                Ok(())
+            }
+            Event::Gate(word) => {
+                self.gate_says(word);
+                Ok(())
+            }
+        }
+    }
+
+    fn qemu_says(&mut self, event: QmpEvent) -> Result<(), MachineError> {
+        match event {
+            QmpEvent::Shutdown { guest, reason } => self.shutdown_cause(guest, &reason),
+            QmpEvent::GuestPanicked => self.guest_panicked(),
+            QmpEvent::Watchdog { action } => self.watchdog_expired(action),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn shutdown_cause(&mut self, guest: bool, reason: &str) {
+        let cause = match (self.wanted, guest, reason) {
+            (Wanted::Stop { .. }, ..) => EndCause::OperatorStop,
+            (Wanted::Reboot { .. }, ..) => EndCause::OperatorReboot,
+            (Wanted::Run, true, "guest-shutdown") => EndCause::GuestShutdown,
+            (Wanted::Run, true, _) => EndCause::GuestReset,
+            (Wanted::Run, false, _) => EndCause::QemuDied,
+        };
+        if let Some(life) = &mut self.life {
+            life.cause.get_or_insert(cause);
+        }
+    }
+
+    fn guest_panicked(&mut self) {
+        self.record(EventKind::GuestPanicked);
+        self.guest_crashed(EndCause::Panic);
+    }
+
+    fn watchdog_expired(&mut self, action: String) {
+        let (held_still, resets) = (action == "pause", action == "reset");
+        self.record(EventKind::WatchdogExpired { action });
+        if held_still {
+            self.guest_crashed(EndCause::Watchdog);
+        } else if let (true, Some(life)) = (resets, &mut self.life) {
+            life.cause = Some(EndCause::Watchdog);
+        }
+    }
+
+    fn warden_says(&mut self, word: warden::Word) {
+        match word {
+            warden::Word::Settled { released_bytes, began, took } => {
+                if let Some(timeline) = &mut self.timeline {
+                    timeline.released(released_bytes);
+                }
+                self.phase_ended(Phase::Settle.name(), began, took);
+                self.record(EventKind::EmberSettled { released_bytes, remaining_pages: self.ember.counts().remaining });
+            }
+            warden::Word::Trimmed { bytes } => {
+                self.record(EventKind::EmberTrimmed { pages: bytes / PAGE_BYTES, bytes });
+            }
+            warden::Word::EmberEmpty => {
+                let counts = self.ember.counts();
+                let pages_refused = counts.tag_mismatch + counts.overwritten + counts.trimmed;
+                self.record(EventKind::EmberEmpty { pages_served: counts.served, pages_refused });
+            }
+            warden::Word::OverBudget { used_bytes, limit_bytes } => {
+                self.record(EventKind::BudgetWarning { used_bytes, budget_bytes: limit_bytes });
+            }
+        }
+    }
+
+    fn is_current(&self, generation: u32) -> bool {
+        self.life.as_ref().is_some_and(|life| life.generation.number == generation)
+    }
+
+    fn enter(&mut self, state: MachineState) {
+        if self.state != state {
+            self.record(EventKind::StateChanged { from: self.state, to: state });
+            self.state = state;
+            self.state_why = None;
+        }
+    }
+
+    fn record_ember(&mut self) {
+        let counts = self.ember.counts();
+        let bytes = counts.kept * PAGE_BYTES;
+        if let Some(timeline) = &mut self.timeline {
+            timeline.kept(counts.kept, bytes);
+        }
+        self.record(EventKind::EmberKept { pages: counts.kept, bytes });
+    }
+
+    fn record(&self, kind: EventKind) {
+        self.parts.event_log.record(kind);
+    }
+}

@@ -1,0 +1,136 @@
+//! Orders: what the operator asks of a machine, and what becomes of it until QEMU has ended.
+
+use std::time::{Duration, Instant};
+
+use hearth_api::{ApiError, CrashMethod, DiskSize, EndCause, ErrorWord, EventKind, MachineState, RebootRequest};
+
+use super::{DRAIN_PATIENCE, Life, Machine, MachineError, SHUTDOWN_PATIENCE, Wanted};
+use crate::control::{Answer, Command};
+
+impl Machine {
+    pub(super) fn obey(&mut self, command: Command) -> Result<Answer, ApiError> {
+        match command {
+            Command::Status => Ok(Answer::Status(Box::new(self.status()))),
+            Command::Reboot(request) => self.accept("reboot", |machine| machine.reboot(request)),
+            Command::Stop(request) => self.accept("stop", |machine| machine.stop(request.force)),
+            Command::Crash(request) => self.accept("crash", |machine| machine.crash(request.method)),
+            Command::Dump(request) => self.accept("dump", |machine| machine.dump_ordered(request)),
+            Command::ResumeDump => self.accept("resume the dump", Self::resume_dump),
+            Command::DiscardDump => self.accept("discard the dump", Self::discard_dumps),
+            Command::Rejuvenate(request) => self.accept("rejuvenate", |machine| machine.begin_rejuvenation(request)),
+            Command::Resize { disk } => self.resize(&disk).map(Answer::Resized),
+        }
+    }
+
+    /// What was asked is on its way, or cannot be done now; either way it is in the events.
+    fn accept(
+        &mut self,
+        verb: &str,
+        begin: impl FnOnce(&mut Self) -> Result<(), ApiError>,
+    ) -> Result<Answer, ApiError> {
+        self.record(EventKind::Request { verb: verb.to_owned() });
+        begin(self).map(|()| Answer::Accepted)
+    }
+
+    fn reboot(&mut self, request: RebootRequest) -> Result<(), ApiError> {
+        let paused = self.state == MachineState::Paused;
+        self.must_live("reboot")?;
+        let patience = if request.force || paused { Duration::ZERO } else { SHUTDOWN_PATIENCE };
+        self.wanted = Wanted::Reboot { cold: request.cold, power_off_at: Instant::now() + patience };
+        if !patience.is_zero() {
+            self.press_power_button();
+        }
+        Ok(())
+    }
+
+    pub(super) fn stop(&mut self, force: bool) -> Result<(), ApiError> {
+        if force && self.stops_after_dumps {
+            self.dumps.give_up_all();
+            return Ok(());
+        }
+        let paused = self.state == MachineState::Paused;
+        if self.state != MachineState::Stopping {
+            self.must_live("stop")?;
+        }
+        let patience = if force || paused { Duration::ZERO } else { SHUTDOWN_PATIENCE };
+        self.wanted = Wanted::Stop { power_off_at: Instant::now() + patience };
+        if !patience.is_zero() {
+            self.press_power_button();
+        }
+        self.enter(MachineState::Stopping);
+        Ok(())
+    }
+
+    fn press_power_button(&self) {
+        if let Some(life) = &self.life
+            && let Err(error) = life.generation.qmp.system_powerdown()
+        {
+            tracing::warn!(%error, "the guest cannot be asked to shut down; its power is cut when the time is over");
+        }
+    }
+
+    fn crash(&mut self, method: CrashMethod) -> Result<(), ApiError> {
+        let life = self.must_live("crash")?;
+        let qmp = &life.generation.qmp;
+        let crashed = match method {
+            CrashMethod::Nmi => qmp.inject_nmi(),
+            CrashMethod::Sysrq => qmp.type_sysrq_crash(),
+        };
+        crashed.map_err(|error| {
+            ApiError::new(ErrorWord::Failed, format!("the guest cannot be crashed: {error}"))
+                .hint("is QEMU answering? see `hearth status`")
+        })
+    }
+
+    fn resize(&mut self, name: &str) -> Result<DiskSize, ApiError> {
+        let Some(disk) = self.disks.iter().find(|disk| disk.name() == name) else {
+            let names: Vec<_> = self.disks.iter().map(|disk| disk.name()).collect();
+            let message = format!("{} has no disk {name}", self.parts.config.name);
+            return Err(
+                ApiError::new(ErrorWord::NoSuchDisk, message).hint(format!("its disks are: {}", names.join(", ")))
+            );
+        };
+        let bytes = disk.resize().map_err(|error| ApiError::new(ErrorWord::Failed, crate::chain(&error)))?;
+        self.record(EventKind::DiskResized { disk: name.to_owned(), bytes });
+        Ok(DiskSize { disk: name.to_owned(), bytes })
+    }
+
+    pub(super) fn must_live(&self, what: &str) -> Result<&Life, ApiError> {
+        let living = matches!(self.state, MachineState::Running | MachineState::Paused);
+        self.life.as_ref().filter(|_| living).ok_or_else(|| {
+            ApiError::new(ErrorWord::WrongState, format!("cannot {what}: the machine is {}", self.state.name()))
+                .hint("wait until it runs: `hearth events --follow` tells when")
+        })
+    }
+
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        match self.wanted {
+            Wanted::Run => None,
+            Wanted::Reboot { power_off_at, .. } | Wanted::Stop { power_off_at } => Some(power_off_at),
+        }
+        .filter(|_| self.life.is_some())
+    }
+
+    /// The guest did not go by itself, or need not be asked.
+    pub(super) fn power_off(&mut self) -> Result<(), MachineError> {
+        let cause = match self.wanted {
+            Wanted::Stop { .. } => EndCause::OperatorStop,
+            Wanted::Reboot { .. } | Wanted::Run => EndCause::OperatorReboot,
+        };
+        // Past its deadline, and the process takes a moment to go: do not come back at once.
+        let later = Instant::now() + DRAIN_PATIENCE;
+        match &mut self.wanted {
+            Wanted::Reboot { power_off_at, .. } | Wanted::Stop { power_off_at } => *power_off_at = later,
+            Wanted::Run => {}
+        }
+        self.end_qemu(cause);
+        Ok(())
+    }
+
+    pub(super) fn end_qemu(&mut self, cause: EndCause) {
+        if let Some(life) = &mut self.life {
+            life.cause.get_or_insert(cause);
+            life.generation.process.kill();
+        }
+    }
+}

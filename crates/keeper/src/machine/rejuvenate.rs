@@ -1,0 +1,365 @@
+//! Rejuvenation of a machine: phases, journal, and who is ended when. What a phase does is in `hearth_recovery`.
+//!
+//! launch -> admit -> prepare -> (journal: a hop) -> hand -> (journal: committed) -> resume -> retire
+//!
+//! The loop stands still meanwhile, but for the guest: what either QEMU says is handled afterwards, and of the one that
+//! lost only its end still counts. A keeper that dies leaves two QEMUs; the journal says whose the guest is, and the next
+//! keeper ends the other one (`whose_guest_is_it`) before it does anything else.
+
+use std::time::{Duration, Instant, SystemTime};
+
+use hearth_api::{ApiError, ErrorWord, EventKind, MachineState, PhaseTime, RejuvenateRequest, Rejuvenation, rfc3339};
+use hearth_qemu::{Accelerator, Binary, BinaryError, QmpError};
+use hearth_recovery::journal::{HopNote, JournalError, QemuIdentity};
+use hearth_recovery::rejuvenation::{self, Handed, Hop, Phase, RejuvenationError, Ticker};
+
+use super::generation::{Generation, LaunchError};
+use super::launch;
+use super::{Life, Machine, MachineError, Wanted};
+use crate::config::NetBackend;
+use crate::event::Event;
+
+/// A hop keeps the guest still for milliseconds; on a host that swaps it may be a second. One that takes longer is given
+/// up, and the old QEMU goes on.
+const PAUSE_PATIENCE: Duration = Duration::from_secs(5);
+/// Until the guest has taken what was typed. One that does not read its console would hold up every rejuvenation.
+const TYPED_PATIENCE: Duration = Duration::from_millis(500);
+/// A killed QEMU frees the memory that it had of its own; guest RAM stays.
+const END_PATIENCE: Duration = Duration::from_secs(10);
+/// A QEMU whose keeper died connects again within a second, also on a busy host within a few.
+const RECONNECT_PATIENCE: Duration = Duration::from_secs(10);
+/// Names a phase (or `commit`, which is in the middle of one) after which this keeper kills itself: a drill of what the
+/// next keeper makes of it.
+const DRILL: &str = "HEARTH_DRILL_DIE_AFTER";
+
+#[derive(Debug, thiserror::Error)]
+enum Failure {
+    #[error(transparent)]
+    Binary(#[from] BinaryError),
+    #[error("the new QEMU")]
+    Launch(#[from] LaunchError),
+    #[error("its last words: {last_words}")]
+    Hop { last_words: String, source: RejuvenationError },
+    #[error(transparent)]
+    Hand(#[from] RejuvenationError),
+    #[error(transparent)]
+    Journal(#[from] JournalError),
+    #[error("the new QEMU does not let the guest go on")]
+    Resume(#[source] QmpError),
+}
+
+/// Notes what happens, as it happens.
+struct Progress {
+    began: Instant,
+    phase: Phase,
+    report: Rejuvenation,
+}
+
+impl Machine {
+    /// Checks whether it can be begun at all; the work comes when the asker has its answer.
+    pub(super) fn begin_rejuvenation(&mut self, request: RejuvenateRequest) -> Result<(), ApiError> {
+        self.must_live("rejuvenate")?;
+        if self.state != MachineState::Running || self.wanted != Wanted::Run {
+            let message = format!("cannot rejuvenate: the machine is {}, or on its way down", self.state.name());
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("a rejuvenation is for a guest that runs"));
+        }
+        if let Some(net) = self.parts.config.nets.iter().find(|net| !matches!(net.backend, NetBackend::User { .. })) {
+            let message =
+                format!("cannot rejuvenate: network {} cannot have two QEMUs yet ({})", net.mac, net.backend.kind());
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("see docs/rejuvenation.md"));
+        }
+        if self.gate.as_ref().is_some_and(|gate| gate.is_shut()) {
+            let message = "cannot rejuvenate: the guest still gets its memory bit by bit, through the QEMU it has";
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` tells when that is over"));
+        }
+        // The loop holds the other end, so it arrives.
+        let _ = self.parts.tell.send(Event::Rejuvenate(request));
+        Ok(())
+    }
+
+    pub(super) fn rejuvenate(&mut self, request: &RejuvenateRequest) -> Result<(), MachineError> {
+        // Between the order and now the guest may have ended.
+        let Some(life) = self.life.take() else { return Ok(()) };
+        let mut progress = Progress::begin(&life.generation);
+        let binary = self.parts.binary.clone();
+        let (life, ended) = self.replace_qemu(life, request, &mut progress);
+        for phase in &progress.report.phases {
+            self.record(EventKind::Phase { phase: phase.phase.clone(), duration_ms: phase.duration_ms });
+        }
+        match ended {
+            Ok(()) => {
+                self.record_qemu(&life.generation);
+                self.record(EventKind::Rejuvenated {
+                    generation: life.generation.number,
+                    from_version: progress.report.from_version.clone(),
+                    version: life.generation.identity().version,
+                    pause_ms: progress.report.pause_ms.unwrap_or_default(),
+                });
+            }
+            Err(failure) => {
+                self.parts.binary = binary;
+                let (phase, why) = (progress.phase.name().to_owned(), crate::chain(&failure));
+                progress.report.failure = Some(format!("{phase}: {why}"));
+                let guest_lost = matches!(failure, Failure::Resume(_)) || life.generation.process.has_ended();
+                self.record(EventKind::RejuvenationFailed { phase, why, guest_lost });
+            }
+        }
+        self.life = Some(life);
+        self.last_rejuvenation = Some(progress.report);
+        Ok(())
+    }
+
+    /// The life with the QEMU that it has in the end.
+    fn replace_qemu(
+        &mut self,
+        mut life: Life,
+        request: &RejuvenateRequest,
+        progress: &mut Progress,
+    ) -> (Life, Result<(), Failure>) {
+        let new = match progress.run(Phase::Launch, |report| self.launch_successor(&life, request, report)) {
+            Ok(new) => new,
+            Err(failure) => {
+                self.close_disks();
+                if self.journal.generation != life.generation.number {
+                    self.parts.folders.discard_generation(self.journal.generation);
+                }
+                return (life, Err(failure));
+            }
+        };
+        let handed = match self.hand_over(&life.generation, &new, progress) {
+            Ok(handed) => handed,
+            Err(failure) => {
+                let failure = self.go_back(&life.generation, &new, failure);
+                return (life, Err(failure));
+            }
+        };
+        if let Err(failure) = self.resume(&life.generation, &new, &handed, progress) {
+            return (life, Err(failure));
+        }
+        let old = std::mem::replace(&mut life.generation, new);
+        let retired = progress.run(Phase::Retire, |_| self.retire(&old, &life.generation));
+        (life, retired)
+    }
+
+    fn launch_successor(
+        &mut self,
+        life: &Life,
+        request: &RejuvenateRequest,
+        report: &mut Rejuvenation,
+    ) -> Result<Generation, Failure> {
+        let path = request.qemu.as_deref().or(self.parts.config.qemu.as_deref());
+        self.parts.binary = Binary::find(path)?;
+        report.version = Some(self.parts.binary.version().to_string());
+        rejuvenation::set_handover(&self.disks, true).map_err(RejuvenationError::Server)?;
+        self.journal.generation += 1;
+        Ok(Generation::launch_successor(&self.parts, &life.incarnation, self.journal.generation)?)
+    }
+
+    /// Everything up to the point of no return.
+    fn hand_over(&mut self, old: &Generation, new: &Generation, progress: &mut Progress) -> Result<Handed, Failure> {
+        let ticker = (self.parts.accelerator.accelerator == Accelerator::Tcg).then(Ticker::watch);
+        self.admit(new.identity().pid);
+        // What was typed and is still on its way would be lost with the old QEMU.
+        if !self.parts.console.expect(&self.parts.folders.serial_socket(new.number), TYPED_PATIENCE) {
+            tracing::warn!("the guest does not read its console: what was typed last may be lost");
+        }
+        self.journal.hop = Some(HopNote { successor: new.identity(), committed: false });
+        self.journal.save(&self.parts.folders.journal())?;
+        let hop = Hop { old: &old.qmp, new: &new.qmp, disks: &self.disks, patience: PAUSE_PATIENCE };
+        let admitted = progress.run(Phase::Admit, |_| hop.admit())?;
+        let prepared = progress.run(Phase::Prepare, |_| hop.prepare())?;
+        let handed = progress.run(Phase::Hand, |_| hop.hand(&admitted, prepared, ticker))?;
+        progress.report.state_bytes = Some(handed.state_bytes);
+        Ok(handed)
+    }
+
+    /// The new QEMU is ended, and the old one goes on as if nothing had been.
+    fn go_back(&mut self, old: &Generation, new: &Generation, failure: Failure) -> Failure {
+        // It may be about to say why; a QEMU that hangs says nothing.
+        let ended = matches!(failure, Failure::Hand(RejuvenationError::NewEnded | RejuvenationError::NewFailed))
+            && new.process.ends_within(Duration::from_secs(1));
+        new.process.kill();
+        if !new.process.ends_within(END_PATIENCE) {
+            tracing::error!(pid = new.identity().pid, "the new QEMU does not end; killed, it cannot run the guest");
+        }
+        let last_words = if ended { new.process.last_words() } else { "(none)".to_owned() };
+        self.close_disks();
+        self.parts.console.settle(false);
+        match rejuvenation::roll_back(&old.qmp, PAUSE_PATIENCE) {
+            Ok(()) | Err(QmpError::Ended) => {}
+            Err(error) => {
+                let message = format!("the old QEMU does not go on with its guest, and is ended: {error}");
+                self.record(EventKind::Error { message });
+                old.process.kill();
+            }
+        }
+        self.journal.hop = None;
+        if let Err(error) = self.journal.save(&self.parts.folders.journal()) {
+            tracing::error!(%error, "a keeper that comes now would look for a QEMU that has ended");
+        }
+        match failure {
+            Failure::Hand(source) if last_words != "(none)" => Failure::Hop { last_words, source },
+            failure => failure,
+        }
+    }
+
+    /// The point of no return. If the new QEMU is lost here so is the guest: both are ended, and a warm reboot follows.
+    fn resume(
+        &mut self,
+        old: &Generation,
+        new: &Generation,
+        handed: &Handed,
+        progress: &mut Progress,
+    ) -> Result<(), Failure> {
+        self.parts.console.settle(true);
+        let committed = HopNote { successor: new.identity(), committed: true };
+        self.journal.hop = Some(committed);
+        let journal = self.parts.folders.journal();
+        if let Err(error) = self.journal.save_in_passing(&journal) {
+            progress.phase = Phase::Resume;
+            return Err(self.go_back_from_resume(old, new, error.into()));
+        }
+        drill("commit");
+        let hop = Hop { old: &old.qmp, new: &new.qmp, disks: &self.disks, patience: PAUSE_PATIENCE };
+        match progress.run(Phase::Resume, |_| hop.resume(handed)) {
+            Ok(pause) => {
+                progress.report.pause_ms = Some(pause.as_secs_f64() * 1e3);
+                Ok(())
+            }
+            Err(error @ QmpError::Refused { .. }) => {
+                Err(self.go_back_from_resume(old, new, Failure::Hand(RejuvenationError::New(error))))
+            }
+            Err(error) => {
+                new.process.kill();
+                new.process.ends_within(END_PATIENCE);
+                old.process.kill();
+                Err(Failure::Resume(error))
+            }
+        }
+    }
+
+    /// The console is the new QEMU's already.
+    fn go_back_from_resume(&mut self, old: &Generation, new: &Generation, failure: Failure) -> Failure {
+        self.parts.console.attach(&self.parts.folders.serial_socket(old.number));
+        self.go_back(old, new, failure)
+    }
+
+    fn retire(&mut self, old: &Generation, new: &Generation) -> Result<(), Failure> {
+        old.process.kill();
+        self.close_disks();
+        self.journal.qemu = Some(new.identity());
+        self.journal.hop = None;
+        self.journal.save(&self.parts.folders.journal())?;
+        if self.has_forwards() {
+            // Its ports are free when it is gone.
+            old.process.ends_within(END_PATIENCE);
+            self.open_forwards(new);
+        }
+        Ok(())
+    }
+
+    fn close_disks(&self) {
+        if let Err(error) = rejuvenation::set_handover(&self.disks, false) {
+            tracing::error!(%error, "a disk is lost");
+        }
+    }
+
+    fn has_forwards(&self) -> bool {
+        self.parts
+            .config
+            .nets
+            .iter()
+            .any(|net| matches!(&net.backend, NetBackend::User { forward } if !forward.is_empty()))
+    }
+
+    /// A QEMU that takes over is started without the ports that the one before it still had.
+    fn open_forwards(&self, generation: &Generation) {
+        for (net, forward) in launch::user_forwards(&self.parts.config) {
+            if let Err(error) = generation.qmp.add_forward(&net, &forward) {
+                let message = format!("{net}: {forward} does not lead into the guest any more: {error}");
+                self.record(EventKind::Error { message });
+            }
+        }
+    }
+
+    /// The QEMU that a rejuvenation replaced, or that was to replace it, has ended.
+    pub(super) fn retired(&self, generation: u32) {
+        self.parts.folders.discard_generation(generation);
+    }
+
+    /// Whom the journal of a dead keeper names as the guest's QEMU, and whether a hop was cut off. The other one, if there
+    /// is one, is a stray and ended before anything else happens.
+    pub(super) fn whose_guest_is_it(&mut self) -> (Option<QemuIdentity>, bool) {
+        match self.journal.hop.take() {
+            None => (self.journal.qemu.take(), false),
+            Some(HopNote { successor, committed: true }) => (Some(successor), true),
+            Some(HopNote { committed: false, .. }) => (self.journal.qemu.take(), true),
+        }
+    }
+
+    /// A QEMU tries to reach its disks once a second.
+    fn await_disks(&self) {
+        let deadline = Instant::now() + RECONNECT_PATIENCE;
+        while !self.disks.iter().all(|disk| disk.counters().connected) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// After a hop that was cut off: its one QEMU goes on with the guest.
+    pub(super) fn finish_hop(&self, generation: &mut Generation) {
+        generation.set_deaf();
+        self.wake_disks(generation);
+        if self.has_forwards() {
+            self.open_forwards(generation);
+        }
+    }
+
+    /// QEMU 7.2 does not see that its disk's server is another one if that happened while the guest stood still, and never
+    /// will again; the guest would wait for its disk for ever. When the guest goes on, QEMU tells the server everything.
+    pub(super) fn wake_disks(&self, generation: &Generation) {
+        let qmp = &generation.qmp;
+        self.await_disks();
+        let stopped = match qmp.run_state().as_deref() {
+            Ok("running") => qmp.pause(),
+            _ => Ok(()),
+        };
+        self.await_disks();
+        if let Err(error) = stopped.and_then(|()| rejuvenation::roll_back(qmp, PAUSE_PATIENCE)) {
+            let message = format!("the guest was stopped for its hand-over and does not go on: {error}");
+            self.record(EventKind::Error { message });
+        }
+    }
+}
+
+impl Progress {
+    fn begin(old: &Generation) -> Self {
+        let report = Rejuvenation {
+            started_at: rfc3339(SystemTime::now()),
+            from_version: old.identity().version,
+            version: None,
+            failure: None,
+            pause_ms: None,
+            state_bytes: None,
+            phases: Vec::new(),
+        };
+        Self { began: Instant::now(), phase: Phase::Launch, report }
+    }
+
+    fn run<T, E>(&mut self, phase: Phase, work: impl FnOnce(&mut Rejuvenation) -> Result<T, E>) -> Result<T, E> {
+        self.phase = phase;
+        let began = Instant::now();
+        let result = work(&mut self.report);
+        let started_ms = began.duration_since(self.began).as_secs_f64() * 1e3;
+        let duration_ms = began.elapsed().as_secs_f64() * 1e3;
+        self.report.phases.push(PhaseTime { phase: phase.name().to_owned(), started_ms, duration_ms });
+        drill(phase.name());
+        result
+    }
+}
+
+fn drill(name: &str) {
+    if std::env::var_os(DRILL).is_some_and(|wanted| wanted == name) {
+        // Fails for no process that lives.
+        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+    }
+}

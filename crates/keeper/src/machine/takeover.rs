@@ -1,0 +1,235 @@
+//! Take-over: a keeper has died and its QEMU has not; the guest goes on.
+//!
+//! journal -> does that process live? -> reopen RAM, ledger, ember -> grant memory, if it waits for that -> serve the disks
+//! (QEMU reconnects) -> QMP
+//!
+//! While no keeper lived nobody guarded the disk images. With QEMU alive the machine was in use all the time, and what
+//! it had asked for is answered by the new keeper. With QEMU dead as well an ember is not to be trusted: anything may
+//! have written to the images since. The machine starts cold then.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use hearth_api::{EventKind, MachineState};
+use hearth_disk::server::DiskServer;
+use hearth_memory::RamFile;
+use hearth_recovery::ember::EmberError;
+use hearth_recovery::hold::Hold;
+use hearth_recovery::incarnation::{Incarnation, discard_files, ram_path};
+use hearth_recovery::journal::DiskIdentity;
+
+use super::gate::UserfaultOr;
+use super::generation::{Generation, LaunchError};
+use super::launch;
+use super::{Machine, MachineError};
+
+impl Machine {
+    /// True if a living QEMU of this machine was found, and is this keeper's now.
+    pub(super) fn take_over(&mut self) -> Result<bool, MachineError> {
+        let (identity, hop_cut_off) = self.whose_guest_is_it();
+        self.end_strays(identity.as_ref().map(|identity| identity.pid));
+        let Some(process) = identity.as_ref().and_then(|identity| Generation::find(&self.parts.folders, identity))
+        else {
+            self.discard_all_incarnations();
+            return Ok(false);
+        };
+        let identity = identity.expect("a process was found by it");
+        self.must_serve_the_same_disks(identity.pid)?;
+        let began = began(identity.start_ticks);
+        let incarnation = self.reopen()?;
+        let userfault = match self.resume_gate(&incarnation, &identity) {
+            UserfaultOr::Userfault(userfault) => userfault,
+            UserfaultOr::Stuck(why) => {
+                tracing::error!(why, "nobody can grant memory to the guest any more: it is ended");
+                return self.give_up_on(identity.pid);
+            }
+        };
+        // The disks first: QEMU, and with it QMP, may be waiting for them.
+        self.open_disks(&incarnation)?;
+        self.admit(identity.pid);
+        let pid = identity.pid;
+        let mut generation = match Generation::adopt(&self.parts, process, identity, userfault) {
+            Err(LaunchError::Silent { .. }) => return self.give_up_on(pid),
+            adopted => adopted?,
+        };
+        self.record(EventKind::KeeperTookOver { qemu_pid: generation.identity().pid, generation: generation.number });
+        if hop_cut_off {
+            self.finish_hop(&mut generation);
+        } else if generation.identity().deaf {
+            self.wake_disks(&generation);
+        }
+        let run_state = generation.qmp.run_state();
+        self.warden.watch(Some(incarnation.clone()));
+        self.adopt(incarnation, generation)?;
+        if let (Some(life), Some(began)) = (&mut self.life, began) {
+            life.began = began;
+        }
+        match run_state.as_deref() {
+            Ok("guest-panicked") => self.guest_panicked(),
+            Ok("watchdog") => self.watchdog_expired("pause".to_owned()),
+            Ok("running") => {}
+            Ok(_) => self.enter(MachineState::Paused),
+            Err(error) => tracing::warn!(%error, "QEMU does not say what the guest does"),
+        }
+        Ok(true)
+    }
+
+    /// The QEMU was found while it died, and has said no more: a cold start, once it is gone.
+    fn give_up_on(&mut self, pid: u32) -> Result<bool, MachineError> {
+        tracing::warn!(pid, "the QEMU that was to be taken over does not answer any more");
+        if !hearth_qemu::kill_stray(pid) {
+            tracing::error!(pid, "it does not end; the machine may not come to run");
+        }
+        self.drop_gate();
+        std::mem::take(&mut self.disks).into_iter().for_each(DiskServer::stop);
+        self.ember.extinguish();
+        self.discard_all_incarnations();
+        Ok(false)
+    }
+
+    /// A file system that is mounted must not find another image under it.
+    fn must_serve_the_same_disks(&self, qemu_pid: u32) -> Result<(), MachineError> {
+        let (has, wants) = (&self.journal.disks, launch::disk_identities(&self.parts.config));
+        let Some(what) = difference(has, &wants) else { return Ok(()) };
+        Err(MachineError::OtherDisks { name: self.parts.config.name.clone(), qemu_pid, what })
+    }
+
+    /// The living incarnation and the ember, from their files.
+    fn reopen(&mut self) -> Result<Incarnation, MachineError> {
+        let number = self.journal.incarnation;
+        self.parts.event_log.set_incarnation(number);
+        for dead in self.journal.ember.clone() {
+            if let Err(why) = self.rebank(dead) {
+                tracing::debug!(dead, why, "no longer part of the ember");
+                discard_files(&self.parts.folders.memory, dead);
+            }
+        }
+        self.warden.settle();
+        Ok(Incarnation::open(&self.parts.folders.memory, number)?)
+    }
+
+    fn rebank(&mut self, number: u32) -> Result<(), String> {
+        let is_dumped = self.journal.dumps.iter().any(|note| note.incarnation == number);
+        let dead = Incarnation::open(&self.parts.folders.memory, number).map_err(|error| crate::chain(&error))?;
+        let banked = if is_dumped { self.bank_for_dump(dead) } else { self.ember.bank(dead) };
+        banked.map_err(|error| crate::chain(&error))
+    }
+
+    /// Its dump goes on, or begins, once the disks are served.
+    fn bank_for_dump(&mut self, dead: Incarnation) -> Result<(), EmberError> {
+        let hold = Arc::new(Hold::everything(dead.ram.pages()));
+        self.ember.bank_held(dead.clone(), hold.clone())?;
+        self.unfinished_dumps.push((dead, hold));
+        Ok(())
+    }
+
+    /// QEMUs that a dead keeper started and could not write down any more: two on one disk would destroy it.
+    fn end_strays(&self, ours: Option<u32>) {
+        for pid in hearth_qemu::processes_naming(&self.parts.folders.memory.join("ram-")) {
+            if Some(pid) != ours {
+                tracing::warn!(pid, "a QEMU of a dead keeper that never came to run is ended");
+                if !hearth_qemu::kill_stray(pid) {
+                    tracing::error!(pid, "it does not end; the machine may not come to run");
+                }
+            }
+        }
+    }
+
+    /// A dump needs no guard: of what is to be dumped only the ledger, and so the ember, is not to be trusted.
+    fn keep_for_dumps(&mut self) -> Vec<u32> {
+        let noted: Vec<u32> = self.journal.dumps.iter().map(|note| note.incarnation).collect();
+        noted.into_iter().filter(|number| self.keep_for_dump(*number)).collect()
+    }
+
+    fn keep_for_dump(&mut self, number: u32) -> bool {
+        if self.unfinished_dumps.iter().any(|(dead, _)| dead.number == number) {
+            return true;
+        }
+        let opened = RamFile::open(&ram_path(&self.parts.folders.memory, number));
+        let Ok(ram) = opened else { return false };
+        let dead = Incarnation { number, ram: Arc::new(ram), ledger: None };
+        if let Err(error) = self.bank_for_dump(dead) {
+            self.record(EventKind::DumpSkipped { why: crate::chain(&error) });
+        }
+        self.ember.incarnations().contains(&number)
+    }
+
+    /// What a dead keeper had begun, or was about to. Once the disks are served: a dump makes way for them.
+    pub(super) fn go_on_with_dumps(&mut self) {
+        for (dead, hold) in std::mem::take(&mut self.unfinished_dumps) {
+            self.queue_dump(&dead, hold);
+        }
+        // Memory that is gone needs no note.
+        let (living, dumps) = (self.journal.incarnation, self.dumps.statuses());
+        let known = |number: u32| number == living || dumps.iter().any(|dump| dump.incarnation == number);
+        self.journal.dumps.retain(|note| known(note.incarnation));
+        self.save_journal();
+    }
+
+    fn discard_all_incarnations(&mut self) {
+        let folder = &self.parts.folders.memory.clone();
+        let Ok(entries) = fs::read_dir(folder) else { return };
+        let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        let mut numbers: BTreeSet<u32> =
+            names.filter_map(|name| name.strip_prefix("ram-").or(name.strip_prefix("ledger-"))?.parse().ok()).collect();
+        for number in self.keep_for_dumps() {
+            numbers.remove(&number);
+        }
+        if !numbers.is_empty() {
+            let message = "no keeper guarded the disks since QEMU ended: what was in memory is dropped".to_owned();
+            self.record(EventKind::Error { message });
+        }
+        numbers.into_iter().for_each(|number| discard_files(folder, number));
+    }
+}
+
+/// When a process began, from its start in ticks since the host's boot.
+fn began(start_ticks: u64) -> Option<Instant> {
+    let uptime: f64 = fs::read_to_string("/proc/uptime").ok()?.split(' ').next()?.parse().ok()?;
+    let start = start_ticks as f64 / rustix::param::clock_ticks_per_second() as f64;
+    Instant::now().checked_sub(Duration::try_from_secs_f64(uptime - start).ok()?)
+}
+
+/// The first difference between the disks a QEMU has and those it would get, in words.
+fn difference(has: &[DiskIdentity], gets: &[DiskIdentity]) -> Option<String> {
+    if has.len() != gets.len() {
+        return Some(format!("it has {}, configured are {}", has.len(), gets.len()));
+    }
+    let (has, gets) = has.iter().zip(gets).find(|(has, gets)| has != gets)?;
+    let words = |disk: &DiskIdentity| {
+        let access = if disk.read_only { ", read-only" } else { "" };
+        format!("{} is {} ({}{access})", disk.name, disk.path.display(), disk.format)
+    };
+    Some(format!("{}; configured: {}", words(has), words(gets)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn disk(name: &str, path: &str) -> DiskIdentity {
+        DiskIdentity { name: name.into(), path: path.into(), format: "raw".into(), read_only: false }
+    }
+
+    #[test]
+    fn a_process_started_at_boot_is_as_old_as_the_host() {
+        let text = fs::read_to_string("/proc/uptime").unwrap();
+        let uptime = Duration::from_secs_f64(text.split(' ').next().unwrap().parse().unwrap());
+        assert!(began(0).unwrap().elapsed() >= uptime);
+        assert_eq!(began(u64::MAX), None);
+    }
+
+    #[test]
+    fn disks_that_were_exchanged_under_a_living_guest_are_told() {
+        let has = [disk("root", "/a"), disk("data", "/b")];
+        assert_eq!(difference(&has, &has), None);
+        let check = |gets: &[DiskIdentity], expect: &str| assert_eq!(difference(&has, gets).unwrap(), expect);
+        check(&[disk("root", "/a"), disk("data", "/c")], "data is /b (raw); configured: data is /c (raw)");
+        check(&[disk("data", "/b"), disk("root", "/a")], "root is /a (raw); configured: data is /b (raw)");
+        check(&[disk("root", "/a")], "it has 2, configured are 1");
+        let read_only = DiskIdentity { read_only: true, ..disk("root", "/a") };
+        check(&[read_only, has[1].clone()], "root is /a (raw); configured: root is /a (raw, read-only)");
+    }
+}

@@ -1,0 +1,355 @@
+//! Warden: the thread that keeps a machine's memory within its budget and does the ember's housekeeping.
+//!
+//! settle (once a death) -> look (how much do the files hold?) -> trim (before the limit), or sweep (punch what was
+//! served) -> assay
+//!
+//! While memory is granted page fault by page fault (`gate`) the warden looks all the same: a guest whose fault finds the
+//! ember trimmed already waits microseconds, and one that does not waits for the punch, about a millisecond.
+//!
+//! It runs apart from the machine's event loop because a guest can fill memory at gigabytes a second while the loop
+//! waits for QEMU, and apart from the disk threads because a punch takes longer than a RAM hit may.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use hearth_recovery::admission::Admission;
+use hearth_recovery::budget::{Budget, Usage};
+use hearth_recovery::ember::Ember;
+use hearth_recovery::incarnation::Incarnation;
+
+/// Time between two looks while an ember exists. A guest under KVM touches about 2 GiB/s of new memory: 4 MiB a look.
+const LOOK_EVERY: Duration = Duration::from_millis(2);
+/// Time between two looks when only the living incarnation holds memory: nothing can be done then anyway.
+const LOOK_EVERY_IDLE: Duration = Duration::from_millis(200);
+/// Time between two words about trimming, which goes on by the millisecond.
+const TRIMMED_EVERY: Duration = Duration::from_secs(1);
+/// Pages tested ahead of reads in one round: about 0.4 ms of work.
+const ASSAY_PAGES: u32 = 512;
+
+/// What the warden tells the machine's loop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Word {
+    /// `settle` of the last reboot is over.
+    Settled { released_bytes: u64, began: Instant, took: Duration },
+    /// Pages given up since the last such word.
+    Trimmed { bytes: u64 },
+    /// Nothing is left of the ember.
+    EmberEmpty,
+    /// The files hold more than the budget although the ember is gone or could not be trimmed in time.
+    OverBudget { used_bytes: u64, limit_bytes: u64 },
+}
+
+/// Handle of the thread; dropping it ends the thread.
+pub struct Warden {
+    shared: Arc<Shared>,
+    wake: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    budget: Budget,
+    ember: Arc<Ember>,
+    live: Mutex<Option<Incarnation>>,
+    admission: Mutex<Option<Arc<Admission>>>,
+    settle_wanted: AtomicBool,
+    live_bytes: AtomicU64,
+    ember_bytes: AtomicU64,
+    peak_bytes: AtomicU64,
+    dump_buffer_bytes: Arc<AtomicU64>,
+}
+
+impl Warden {
+    pub fn start(
+        machine: &str,
+        budget: Budget,
+        ember: Arc<Ember>,
+        tell: impl Fn(Word) + Send + 'static,
+    ) -> std::io::Result<Self> {
+        let shared = Arc::new(Shared {
+            budget,
+            ember,
+            live: Mutex::new(None),
+            admission: Mutex::new(None),
+            settle_wanted: AtomicBool::new(false),
+            live_bytes: AtomicU64::new(0),
+            ember_bytes: AtomicU64::new(0),
+            peak_bytes: AtomicU64::new(0),
+            dump_buffer_bytes: Arc::default(),
+        });
+        let (wake, woken) = channel();
+        let work = shared.clone();
+        let thread = std::thread::Builder::new()
+            .name(format!("warden-{machine}"))
+            .spawn(move || Round::new(&work, &tell).run(&woken))?;
+        Ok(Self { shared, wake: Some(wake), thread: Some(thread) })
+    }
+
+    /// The incarnation that lives from now on.
+    pub fn watch(&self, live: Option<Incarnation>) {
+        *self.shared.live.lock().expect("the warden never panics") = live;
+        self.nudge();
+    }
+
+    /// What the living incarnation was granted counts as if it had been taken.
+    pub fn consider(&self, admission: Option<Arc<Admission>>) {
+        *self.shared.admission.lock().expect("holders only assign") = admission;
+        self.nudge();
+    }
+
+    /// Asks for `settle` after a new dead incarnation was banked.
+    pub fn settle(&self) {
+        self.shared.settle_wanted.store(true, Relaxed);
+        self.nudge();
+    }
+
+    pub fn usage(&self) -> Usage {
+        Usage {
+            live_bytes: self.shared.live_bytes.load(Relaxed),
+            ember_bytes: self.shared.ember_bytes.load(Relaxed),
+            buffer_bytes: self.shared.dump_buffer_bytes.load(Relaxed),
+        }
+    }
+
+    /// Where dumps count what they have in their hands.
+    pub fn dump_buffers(&self) -> Arc<AtomicU64> {
+        self.shared.dump_buffer_bytes.clone()
+    }
+
+    pub fn peak_bytes(&self) -> u64 {
+        self.shared.peak_bytes.load(Relaxed)
+    }
+
+    fn nudge(&self) {
+        if let Some(wake) = &self.wake {
+            // The thread only ends when this sender is dropped, so the message arrives.
+            let _ = wake.send(());
+        }
+    }
+}
+
+impl Drop for Warden {
+    fn drop(&mut self) {
+        self.wake = None;
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the warden thread panicked");
+        }
+    }
+}
+
+/// The thread's own state between two looks.
+struct Round<'a> {
+    shared: &'a Shared,
+    tell: &'a dyn Fn(Word),
+    growth_from: u64,
+    looked: Instant,
+    warned: bool,
+    trimmed_bytes: u64,
+    trimmed_told: Instant,
+    ember_told: bool,
+}
+
+impl<'a> Round<'a> {
+    fn new(shared: &'a Shared, tell: &'a dyn Fn(Word)) -> Self {
+        let now = Instant::now();
+        Self {
+            shared,
+            tell,
+            growth_from: 0,
+            looked: now,
+            warned: false,
+            trimmed_bytes: 0,
+            trimmed_told: now,
+            ember_told: true,
+        }
+    }
+
+    fn run(&mut self, woken: &Receiver<()>) {
+        loop {
+            let busy = self.shared.ember_bytes.load(Relaxed) > 0;
+            match woken.recv_timeout(if busy { LOOK_EVERY } else { LOOK_EVERY_IDLE }) {
+                Ok(()) | Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+            if let Err(error) = self.look() {
+                tracing::warn!(%error, "the machine's memory files cannot be measured or released");
+            }
+        }
+    }
+
+    fn look(&mut self) -> Result<(), hearth_memory::MemoryError> {
+        // First: as long as memory is there that nobody can use, trimming would take good pages in its place.
+        let settled = if self.shared.settle_wanted.swap(false, Relaxed) { Some(self.settle()?) } else { None };
+        let usage = self.measure()?;
+        let growth = usage.live_bytes.saturating_sub(self.growth_from);
+        self.growth_from = usage.live_bytes;
+        let since = std::mem::replace(&mut self.looked, Instant::now()).elapsed();
+        let to_trim = self.shared.budget.to_trim(self.promised(usage), growth, since);
+        if to_trim > 0 {
+            self.trimmed_bytes += self.shared.ember.trim(to_trim)?;
+        } else if usage.ember_bytes > 0 {
+            self.shared.ember.sweep()?;
+        }
+        self.warn_if_over(usage);
+        self.tell_of_ember(usage.ember_bytes == 0);
+        if let Some(settled) = settled {
+            (self.tell)(settled);
+        } else if usage.ember_bytes > 0 {
+            self.shared.ember.assay(ASSAY_PAGES);
+        }
+        Ok(())
+    }
+
+    fn measure(&self) -> Result<Usage, hearth_memory::MemoryError> {
+        let live = self.shared.live.lock().expect("holders only assign").clone();
+        let ember_bytes = self.shared.ember.resident_bytes()?;
+        // One that has died is part of the ember before the next one lives. Counted twice it would cost half the ember.
+        // Asked after the ember was measured, so that it cannot get there in between.
+        let banked = self.shared.ember.incarnations();
+        let live = live.filter(|live| !banked.contains(&live.number));
+        let live_bytes = live.map_or(Ok(0), |live| live.resident_bytes())?;
+        let buffer_bytes = self.shared.dump_buffer_bytes.load(Relaxed);
+        let usage = Usage { live_bytes, ember_bytes, buffer_bytes };
+        self.shared.live_bytes.store(usage.live_bytes, Relaxed);
+        self.shared.ember_bytes.store(usage.ember_bytes, Relaxed);
+        self.shared.peak_bytes.fetch_max(usage.total_bytes(), Relaxed);
+        Ok(usage)
+    }
+
+    /// As if what was granted had been taken: it may be at any moment.
+    fn promised(&self, usage: Usage) -> Usage {
+        let admission = self.shared.admission.lock().expect("holders only assign");
+        let granted = admission.as_ref().filter(|admission| !admission.is_over());
+        // What a dump has in its hands is not the guest's to take.
+        if let Some(granted) = granted {
+            granted.reserve(usage.buffer_bytes);
+        }
+        let committed_bytes = granted.map_or(0, |admission| admission.committed_bytes());
+        Usage { live_bytes: usage.live_bytes.max(committed_bytes), ..usage }
+    }
+
+    fn settle(&self) -> Result<Word, hearth_memory::MemoryError> {
+        let began = Instant::now();
+        let released_bytes = self.shared.ember.settle()?;
+        Ok(Word::Settled { released_bytes, began, took: began.elapsed() })
+    }
+
+    fn tell_of_ember(&mut self, empty: bool) {
+        let due = empty || self.trimmed_told.elapsed() >= TRIMMED_EVERY;
+        if self.trimmed_bytes > 0 && due {
+            (self.tell)(Word::Trimmed { bytes: std::mem::take(&mut self.trimmed_bytes) });
+            self.trimmed_told = Instant::now();
+        }
+        if empty && !self.ember_told {
+            (self.tell)(Word::EmberEmpty);
+        }
+        self.ember_told = empty;
+    }
+
+    fn warn_if_over(&mut self, usage: Usage) {
+        let limit_bytes = self.shared.budget.limit_bytes();
+        let over = usage.total_bytes() > limit_bytes;
+        if over && !self.warned {
+            (self.tell)(Word::OverBudget { used_bytes: usage.total_bytes(), limit_bytes });
+        }
+        self.warned = over;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
+    use std::path::Path;
+
+    use hearth_disk::block::{BLOCK_BYTES, DiskId, RamPage};
+    use hearth_disk::tag::Tagger;
+    use hearth_memory::PAGE_BYTES;
+
+    use super::*;
+
+    const BUDGET: Budget = Budget { ram_bytes: 64 << 20, slack_bytes: 1 << 20 };
+    /// What a guest fills: two of them pass the budget, one with the usual headroom does not.
+    const PAGES: u64 = (32 << 20) / PAGE_BYTES;
+    const BYTES: [u8; BLOCK_BYTES] = [7; BLOCK_BYTES];
+
+    /// An incarnation whose guest has filled half its RAM with disk blocks.
+    fn half_full(folder: &Path, number: u32, tagger: &Tagger) -> Incarnation {
+        let incarnation = Incarnation::create(folder, number, BUDGET.ram_bytes, true).unwrap();
+        let ram = File::options().write(true).open(incarnation.ram.path()).unwrap();
+        let ledger = incarnation.ledger.clone().unwrap();
+        for page in 0..PAGES {
+            ram.write_all_at(&BYTES, page * PAGE_BYTES).unwrap();
+            ledger.lock().unwrap().record(RamPage(page as u32), DiskId(0), page, tagger.tag(&BYTES));
+        }
+        incarnation
+    }
+
+    struct Ward {
+        warden: Warden,
+        told: Receiver<Word>,
+        ember: Arc<Ember>,
+        tagger: Tagger,
+        folder: tempfile::TempDir,
+    }
+
+    impl Ward {
+        fn new() -> Self {
+            let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+            let tagger = Tagger::new(b"a key like noise");
+            let ember = Arc::new(Ember::new(folder.path(), tagger.clone()));
+            let (tell, told) = channel();
+            let tell = move |word| tell.send(word).expect("the test outlives its warden");
+            let warden = Warden::start("ward", BUDGET, ember.clone(), tell).unwrap();
+            Self { warden, told, ember, tagger, folder }
+        }
+
+        fn half_full(&self, number: u32) -> Incarnation {
+            half_full(self.folder.path(), number, &self.tagger)
+        }
+
+        /// Until the warden has looked at what is there now, and trimmed it.
+        fn wait_settled(&self) {
+            self.warden.settle();
+            let patience = Duration::from_secs(60);
+            while !matches!(self.told.recv_timeout(patience).expect("the warden settles"), Word::Settled { .. }) {}
+        }
+    }
+
+    #[test]
+    fn a_dead_guest_counts_once_and_loses_nothing() {
+        let ward = Ward::new();
+        let dead = ward.half_full(1);
+        ward.warden.watch(Some(dead.clone()));
+        ward.ember.bank(dead).unwrap();
+        ward.wait_settled();
+        assert_eq!((ward.ember.counts().trimmed, ward.ember.counts().remaining), (0, PAGES));
+        assert!(ward.warden.peak_bytes() <= BUDGET.limit_bytes(), "{}", ward.warden.peak_bytes());
+    }
+
+    #[test]
+    fn memory_that_nobody_can_use_goes_before_the_ember() {
+        let ward = Ward::new();
+        let dead = ward.half_full(1);
+        let ram = File::options().write(true).open(dead.ram.path()).unwrap();
+        (PAGES..2 * PAGES).for_each(|page| ram.write_all_at(&BYTES, page * PAGE_BYTES).unwrap());
+        ward.ember.bank(dead).unwrap();
+        ward.wait_settled();
+        assert_eq!((ward.ember.counts().trimmed, ward.ember.counts().remaining), (0, PAGES));
+    }
+
+    #[test]
+    fn the_ember_goes_as_the_next_guest_grows() {
+        let ward = Ward::new();
+        ward.ember.bank(ward.half_full(1)).unwrap();
+        ward.warden.watch(Some(ward.half_full(2)));
+        ward.wait_settled();
+        let used_bytes = (PAGES * PAGE_BYTES) + ward.ember.resident_bytes().unwrap();
+        assert!(ward.ember.counts().trimmed > 0, "{:?}", ward.ember.counts());
+        assert!(used_bytes <= BUDGET.limit_bytes(), "{used_bytes}");
+    }
+}

@@ -1,0 +1,7 @@
+//! The program `hearth`: the commands, and behind `hearth run` the keeper.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    hearth_keeper::cli::main(hearth_keeper::run::run)
+}

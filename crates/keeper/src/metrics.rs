@@ -1,0 +1,334 @@
+//! The machine's status as metrics in Prometheus' text format.
+//!
+//! One table of metrics; the text and `docs/metrics.md` come from it. The format is written by hand: it is three lines
+//! a metric, and a registry would have to be told every value again that the status holds already.
+
+use std::fmt::Write;
+
+use hearth_api::{DiskStatus, DumpState, DumpStatus, MachineState, MachineStatus};
+
+pub const MEDIA_TYPE: &str = "text/plain; version=0.0.4";
+
+/// One metric: name, meaning, and its values in a status.
+pub struct Metric {
+    pub name: &'static str,
+    pub kind: Kind,
+    pub meaning: &'static str,
+    values: Values,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Only grows, except when the keeper starts anew.
+    Counter,
+    Gauge,
+}
+
+impl Kind {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Counter => "counter",
+            Self::Gauge => "gauge",
+        }
+    }
+}
+
+/// Where a metric's values come from, and so its labels. Every metric has the label `machine`.
+enum Values {
+    Machine(fn(&MachineStatus) -> f64),
+    /// None: the value does not exist now, and no line is written.
+    Sometimes(fn(&MachineStatus) -> Option<f64>),
+    LastDump(fn(&DumpStatus) -> f64),
+    /// One value a state, 1 for the present one.
+    States,
+    /// Label `reason`.
+    Refused,
+    /// Label `disk`.
+    Disks(fn(&DiskStatus) -> u64),
+    /// Label `phase`.
+    Phases,
+    /// Labels `version`, `qemu_version`, `accelerator`; the value is 1.
+    Info,
+}
+
+impl Values {
+    fn labels(&self) -> &'static [&'static str] {
+        match self {
+            Self::Machine(_) | Self::Sometimes(_) | Self::LastDump(_) => &[],
+            Self::States => &["state"],
+            Self::Refused => &["reason"],
+            Self::Disks(_) => &["disk"],
+            Self::Phases => &["phase"],
+            Self::Info => &["version", "qemu_version", "accelerator"],
+        }
+    }
+}
+
+const fn gauge(name: &'static str, meaning: &'static str, value: fn(&MachineStatus) -> f64) -> Metric {
+    Metric { name, kind: Kind::Gauge, meaning, values: Values::Machine(value) }
+}
+
+/// Of the last dump.
+const fn dump(name: &'static str, meaning: &'static str, value: fn(&DumpStatus) -> f64) -> Metric {
+    Metric { name, kind: Kind::Gauge, meaning, values: Values::LastDump(value) }
+}
+
+const fn disk(name: &'static str, meaning: &'static str, value: fn(&DiskStatus) -> u64) -> Metric {
+    Metric { name, kind: Kind::Counter, meaning, values: Values::Disks(value) }
+}
+
+/// All metrics, in the order of the text.
+pub static METRICS: &[Metric] = &[
+    Metric {
+        name: "hearth_info",
+        kind: Kind::Gauge,
+        meaning: "Versions and accelerator of the machine; the value is 1",
+        values: Values::Info,
+    },
+    Metric {
+        name: "hearth_state",
+        kind: Kind::Gauge,
+        meaning: "1 for the state the machine is in, 0 for all others",
+        values: Values::States,
+    },
+    gauge("hearth_incarnation", "Number of the living incarnation", |status| f64::from(status.incarnation)),
+    gauge("hearth_uptime_seconds", "Time since the living incarnation started", |status| status.uptime_s),
+    gauge("hearth_keeper_uptime_seconds", "Time since the keeper started", |status| status.keeper.uptime_s),
+    Metric {
+        name: "hearth_qemu_generation",
+        kind: Kind::Gauge,
+        meaning: "Number of the living QEMU process",
+        values: Values::Sometimes(|status| status.qemu.as_ref().map(|qemu| f64::from(qemu.generation))),
+    },
+    gauge("hearth_memory_ram_bytes", "RAM as the guest sees it", |status| status.memory.ram_bytes as f64),
+    gauge("hearth_memory_resident_bytes", "Host memory held by the living incarnation", |status| {
+        status.memory.resident_bytes as f64
+    }),
+    gauge("hearth_memory_ember_bytes", "Host memory held by dead incarnations", |status| {
+        status.memory.ember_bytes as f64
+    }),
+    gauge("hearth_memory_budget_bytes", "Host memory the machine's files may hold", |status| {
+        status.memory.budget_bytes as f64
+    }),
+    gauge("hearth_memory_peak_bytes", "The most host memory its files held since the keeper started", |status| {
+        status.memory.peak_bytes as f64
+    }),
+    Metric {
+        name: "hearth_memory_granted_bytes",
+        kind: Kind::Gauge,
+        meaning: "RAM that the guest may take without asking, while it is granted unit by unit",
+        values: Values::Sometimes(|status| status.memory.admission.map(|granted| granted.granted_bytes as f64)),
+    },
+    Metric {
+        name: "hearth_memory_waiting_threads",
+        kind: Kind::Gauge,
+        meaning: "Threads of QEMU that wait for memory now",
+        values: Values::Sometimes(|status| status.memory.admission.map(|granted| granted.waiting as f64)),
+    },
+    Metric {
+        name: "hearth_memory_guest_wait_seconds",
+        kind: Kind::Gauge,
+        meaning: "Time that threads of the living QEMU waited for memory, all together",
+        values: Values::Sometimes(|status| {
+            status.memory.admission.map(|granted| granted.guest_wait_ms as f64 / 1000.0)
+        }),
+    },
+    gauge("hearth_memory_held_bytes", "Memory of dead incarnations that a dump has not written yet", |status| {
+        status.memory.held_bytes as f64
+    }),
+    gauge("hearth_memory_dump_buffer_bytes", "Buffers of dumps that are being written", |status| {
+        status.memory.dump_buffer_bytes as f64
+    }),
+    gauge("hearth_dumps_waiting", "Dumps that cannot go on without help", |status| {
+        status.dumps.iter().filter(|dump| dump.state == DumpState::Waiting).count() as f64
+    }),
+    dump("hearth_dump_pages", "Pages that belong in the last dump", |dump| dump.pages as f64),
+    dump("hearth_dump_written_pages", "Pages that are in the last dump's file", |dump| dump.pages_written as f64),
+    dump("hearth_dump_written_bytes", "Bytes written to the last dump's file", |dump| dump.written_bytes as f64),
+    dump("hearth_dump_duration_seconds", "Time the last dump took, or has taken so far", |dump| dump.duration_s),
+    gauge("hearth_ledger_pages", "Guest pages known to hold a disk block", |status| status.ledger_pages as f64),
+    gauge("hearth_ember_kept_pages", "Pages kept when the last incarnation ended", |status| {
+        status.ember.pages_kept as f64
+    }),
+    gauge("hearth_ember_served_pages", "Pages of the ember that moved to the living incarnation", |status| {
+        status.ember.pages_served as f64
+    }),
+    Metric {
+        name: "hearth_ember_refused_pages",
+        kind: Kind::Gauge,
+        meaning: "Pages of the ember that were not used, by reason",
+        values: Values::Refused,
+    },
+    gauge("hearth_ember_remaining_pages", "Pages of the ember not used yet", |status| {
+        status.ember.pages_remaining as f64
+    }),
+    Metric {
+        name: "hearth_recovery_duration_seconds",
+        kind: Kind::Gauge,
+        meaning: "From the end of the last incarnation until the next one ran",
+        values: Values::Sometimes(|status| status.last_recovery.as_ref().map(|last| last.duration_ms / 1000.0)),
+    },
+    Metric {
+        name: "hearth_recovery_phase_seconds",
+        kind: Kind::Gauge,
+        meaning: "Duration of each phase of the last recovery",
+        values: Values::Phases,
+    },
+    Metric {
+        name: "hearth_disk_connected",
+        kind: Kind::Gauge,
+        meaning: "1 if a QEMU is connected to the disk",
+        values: Values::Disks(|disk| u64::from(disk.connected)),
+    },
+    Metric {
+        name: "hearth_disk_size_bytes",
+        kind: Kind::Gauge,
+        meaning: "Size of the disk as the guest sees it",
+        values: Values::Disks(|disk| disk.bytes),
+    },
+    disk("hearth_disk_reads_total", "Read requests", |disk| disk.reads),
+    disk("hearth_disk_writes_total", "Write requests", |disk| disk.writes),
+    disk("hearth_disk_flushes_total", "Flush requests", |disk| disk.flushes),
+    disk("hearth_disk_discards_total", "Discard and write-zeroes requests", |disk| disk.discards),
+    disk("hearth_disk_read_warm_bytes_total", "Bytes read that memory answered", |disk| disk.read_warm_bytes),
+    disk("hearth_disk_read_image_bytes_total", "Bytes read that came from the image", |disk| disk.read_image_bytes),
+    disk("hearth_disk_written_bytes_total", "Bytes written", |disk| disk.written_bytes),
+    disk("hearth_disk_io_errors_total", "Requests that the image failed", |disk| disk.io_errors),
+    disk("hearth_disk_bad_requests_total", "Requests no driver should make", |disk| disk.bad_requests),
+    disk("hearth_disk_throttled_milliseconds_total", "Time requests waited for the disk's limits", |disk| {
+        disk.throttled_ms
+    }),
+];
+
+/// The status in Prometheus' text format.
+pub fn text(status: &MachineStatus) -> String {
+    let mut text = String::with_capacity(8192);
+    for metric in METRICS {
+        let start = text.len();
+        line(&mut text, format_args!("# HELP {} {}.", metric.name, metric.meaning));
+        line(&mut text, format_args!("# TYPE {} {}", metric.name, metric.kind.name()));
+        let head = text.len();
+        metric.write_values(&mut text, status);
+        if text.len() == head {
+            text.truncate(start);
+        }
+    }
+    text
+}
+
+impl Metric {
+    fn write_values(&self, text: &mut String, status: &MachineStatus) {
+        let mut sample = |labels: &[&str], value: f64| self.write_sample(text, &status.name, labels, value);
+        match &self.values {
+            Values::Machine(value) => sample(&[], value(status)),
+            Values::Sometimes(value) => value(status).into_iter().for_each(|value| sample(&[], value)),
+            Values::LastDump(value) => status.dumps.last().into_iter().for_each(|dump| sample(&[], value(dump))),
+            Values::States => MachineState::ALL
+                .iter()
+                .for_each(|state| sample(&[state.name()], f64::from(u8::from(*state == status.state)))),
+            Values::Refused => {
+                let refused = status.ember.refused;
+                sample(&["tag_mismatch"], refused.tag_mismatch as f64);
+                sample(&["overwritten"], refused.overwritten as f64);
+                sample(&["trimmed"], refused.trimmed as f64);
+            }
+            Values::Disks(value) => status.disks.iter().for_each(|disk| sample(&[&disk.name], value(disk) as f64)),
+            Values::Phases => {
+                let phases = status.last_recovery.iter().flat_map(|recovery| &recovery.phases);
+                phases.for_each(|phase| sample(&[&phase.phase], phase.duration_ms / 1000.0));
+            }
+            Values::Info => {
+                let (version, accelerator) =
+                    status.qemu.as_ref().map_or(("", ""), |qemu| (qemu.version.as_str(), qemu.accelerator.as_str()));
+                sample(&[&status.keeper.version, version, accelerator], 1.0);
+            }
+        }
+    }
+
+    fn write_sample(&self, text: &mut String, machine: &str, values: &[&str], value: f64) {
+        let mut labels = format!("machine=\"{}\"", escaped(machine));
+        for (label, value) in self.values.labels().iter().zip(values) {
+            write!(labels, ",{label}=\"{}\"", escaped(value)).expect("a string takes everything");
+        }
+        line(text, format_args!("{}{{{labels}}} {value}", self.name));
+    }
+}
+
+fn line(text: &mut String, arguments: std::fmt::Arguments<'_>) {
+    writeln!(text, "{arguments}").expect("a string takes everything");
+}
+
+fn escaped(value: &str) -> String {
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+const HEAD: &str = "# Metrics
+
+*Generated from the table of metrics in `crates/keeper/src/metrics.rs`. Do not edit: `UPDATE=1 cargo test -p hearth
+generated` rewrites it.*
+
+`GET /metrics` on a machine's socket answers in Prometheus' text format. Every metric has the label `machine`. Counters
+count since the keeper started.
+
+    curl --unix-socket /run/hearth/web/api.sock http://localhost/metrics
+
+| Metric | Type | More labels | Meaning |
+|---|---|---|---|
+";
+
+/// The page `docs/metrics.md`. Ends with a newline.
+pub fn page() -> String {
+    let mut page = HEAD.to_owned();
+    for metric in METRICS {
+        let labels: Vec<String> = metric.values.labels().iter().map(|label| format!("`{label}`")).collect();
+        let (name, kind, meaning) = (metric.name, metric.kind.name(), metric.meaning);
+        line(&mut page, format_args!("| `{name}` | {kind} | {} | {meaning} |", labels.join(", ")));
+    }
+    page
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sample;
+
+    #[test]
+    fn every_metric_has_values_in_a_full_status() {
+        let text = text(&sample::status());
+        for metric in METRICS {
+            let values = text.lines().filter(|line| line.starts_with(&format!("{}{{", metric.name))).count();
+            assert!(values > 0, "{} has no value", metric.name);
+            assert!(metric.name.starts_with("hearth_"));
+            assert_eq!(metric.kind == Kind::Counter, metric.name.ends_with("_total"), "{}", metric.name);
+        }
+    }
+
+    #[test]
+    fn lines_are_what_prometheus_reads() {
+        let mut status = sample::status();
+        status.name = "we\"b".into();
+        let text = text(&status);
+        for line in [
+            "# TYPE hearth_disk_reads_total counter",
+            r#"hearth_disk_reads_total{machine="we\"b",disk="root"} 1200"#,
+            r#"hearth_state{machine="we\"b",state="running"} 1"#,
+            r#"hearth_state{machine="we\"b",state="failed"} 0"#,
+            r#"hearth_ember_refused_pages{machine="we\"b",reason="trimmed"} 30"#,
+            r#"hearth_recovery_phase_seconds{machine="we\"b",phase="launch"} 0.12"#,
+        ] {
+            assert!(text.lines().any(|found| found == line), "no line {line} in\n{text}");
+        }
+    }
+
+    #[test]
+    fn what_does_not_exist_has_no_line() {
+        let mut status = sample::status();
+        status.qemu = None;
+        status.last_recovery = None;
+        let text = text(&status);
+        for name in ["hearth_qemu_generation", "hearth_recovery_duration_seconds", "hearth_recovery_phase_seconds"] {
+            assert!(!text.contains(name), "{name}");
+        }
+        assert!(text.contains("hearth_uptime_seconds"));
+    }
+}

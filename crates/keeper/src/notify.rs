@@ -1,0 +1,70 @@
+//! Telling systemd how the keeper is: one datagram to the socket that `Type=notify` names. Without systemd: nothing.
+
+use std::ffi::OsStr;
+use std::io;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+
+/// What systemd may know.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Notice {
+    /// The guest runs: units that depend on this one may start.
+    Ready,
+    /// The keeper is on its way out, and this is no fault.
+    Stopping,
+    /// One line for `systemctl status`.
+    Status(String),
+}
+
+/// Tells systemd, if it asked to be told.
+pub fn notify(notice: &Notice) {
+    let Some(address) = std::env::var_os("NOTIFY_SOCKET") else { return };
+    if let Err(error) = send(&address, notice) {
+        tracing::warn!(socket = %address.display(), %error, "systemd cannot be told how the machine is");
+    }
+}
+
+fn send(address: &OsStr, notice: &Notice) -> io::Result<()> {
+    let text = match notice {
+        Notice::Ready => "READY=1".to_owned(),
+        Notice::Stopping => "STOPPING=1".to_owned(),
+        Notice::Status(text) => format!("STATUS={}", text.replace('\n', " ")),
+    };
+    // A leading @ stands for the zero byte of an abstract address.
+    let address = match address.as_bytes() {
+        [b'@', name @ ..] => SocketAddr::from_abstract_name(name)?,
+        path => SocketAddr::from_pathname(OsStr::from_bytes(path))?,
+    };
+    UnixDatagram::unbound()?.send_to_addr(text.as_bytes(), &address).map(|_| ())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(notice: &Notice, expect: &str) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("notify");
+        let systemd = UnixDatagram::bind(&path).unwrap();
+        send(path.as_os_str(), notice).unwrap();
+        let mut buffer = [0; 100];
+        let length = systemd.recv(&mut buffer).unwrap();
+        assert_eq!(str::from_utf8(&buffer[..length]).unwrap(), expect);
+    }
+
+    #[test]
+    fn notices_are_the_words_systemd_knows() {
+        check(&Notice::Ready, "READY=1");
+        check(&Notice::Stopping, "STOPPING=1");
+        check(&Notice::Status("incarnation 2\nruns".into()), "STATUS=incarnation 2 runs");
+    }
+
+    #[test]
+    fn abstract_addresses_are_understood() {
+        let name = format!("hearth-test-{}", std::process::id());
+        let systemd = UnixDatagram::bind_addr(&SocketAddr::from_abstract_name(&name).unwrap()).unwrap();
+        send(OsStr::new(&format!("@{name}")), &Notice::Ready).unwrap();
+        assert_eq!(systemd.recv(&mut [0; 100]).unwrap(), "READY=1".len());
+    }
+}

@@ -1,0 +1,135 @@
+//! A machine's status with something in every field, for tests of what is made of it.
+
+use hearth_api::{
+    AdmissionStatus, DiskStatus, DumpCompression, DumpExcluded, DumpFormat, DumpState, DumpStatus, EmberMode,
+    EmberStatus, EndCause, KeeperStatus, MachineState, MachineStatus, MemoryStatus, NetStatus, PhaseTime, QemuStatus,
+    Recovery, Refused, UserfaultStatus,
+};
+
+pub fn status() -> MachineStatus {
+    MachineStatus {
+        name: "web".into(),
+        state: MachineState::Running,
+        state_why: None,
+        incarnation: 2,
+        cause_of_last_end: Some(EndCause::Panic),
+        uptime_s: 75.5,
+        keeper: KeeperStatus { pid: 4711, version: "0.1.0".into(), uptime_s: 3700.0 },
+        qemu: Some(QemuStatus {
+            pid: 4712,
+            version: "7.2.9".into(),
+            generation: 2,
+            accelerator: "tcg".into(),
+            accelerator_why: "/dev/kvm does not exist".into(),
+            userfault: UserfaultStatus::HandedOver,
+        }),
+        memory: MemoryStatus {
+            ram_bytes: 1 << 30,
+            resident_bytes: 300 << 20,
+            ember_bytes: 500 << 20,
+            held_bytes: 100 << 20,
+            dump_buffer_bytes: 8 << 20,
+            budget_bytes: 1054 << 20,
+            peak_bytes: 1040 << 20,
+            admission: Some(AdmissionStatus {
+                on: true,
+                granted_bytes: 320 << 20,
+                faults: 150,
+                waiting: 2,
+                guest_wait_ms: 1250,
+            }),
+        },
+        disks: vec![disk()],
+        nets: vec![NetStatus {
+            kind: "user".into(),
+            mac: "52:54:00:12:34:56".into(),
+            forward: vec!["127.0.0.1:8080:80".into()],
+        }],
+        ledger_pages: 50_000,
+        ember: EmberStatus {
+            mode: EmberMode::On,
+            pages_kept: 131_072,
+            kept_bytes: 512 << 20,
+            pages_served: 1000,
+            served_bytes: 1000 * 4096,
+            pages_served_in_part: 3,
+            refused: Refused { tag_mismatch: 10, overwritten: 20, trimmed: 30 },
+            pages_remaining: 130_012,
+            remaining_bytes: 130_012 * 4096,
+        },
+        dumps: vec![dump()],
+        last_recovery: Some(recovery()),
+        last_rejuvenation: None,
+    }
+}
+
+fn disk() -> DiskStatus {
+    DiskStatus {
+        name: "root".into(),
+        path: "/machines/root.img".into(),
+        format: "raw".into(),
+        engine: "raw, io_uring, O_DIRECT".into(),
+        read_only: false,
+        bytes: 2 << 30,
+        connected: true,
+        reads: 1200,
+        writes: 300,
+        flushes: 4,
+        discards: 1,
+        read_warm_bytes: 4 << 20,
+        read_image_bytes: 1 << 20,
+        written_bytes: 2 << 20,
+        io_errors: 0,
+        bad_requests: 0,
+        throttled_ms: 15,
+    }
+}
+
+fn recovery() -> Recovery {
+    let phase = |phase: &str, started_ms, duration_ms| PhaseTime { phase: phase.into(), started_ms, duration_ms };
+    Recovery {
+        incarnation: 2,
+        cause: EndCause::Panic,
+        warm: true,
+        why_cold: None,
+        started_at: "2026-03-01T12:00:00.123Z".into(),
+        duration_ms: 131.0,
+        phases: vec![
+            phase("drain", 0.0, 1.0),
+            phase("bank", 1.0, 0.5),
+            phase("attach", 1.5, 0.1),
+            phase("launch", 11.0, 120.0),
+            phase("settle", 2.0, 60.0),
+        ],
+        pages_kept: 131_072,
+        kept_bytes: 512 << 20,
+        released_bytes: 100 << 20,
+        panic: Some("sysrq triggered crash".into()),
+        dump: Some(dump()),
+    }
+}
+
+fn dump() -> DumpStatus {
+    DumpStatus {
+        incarnation: 1,
+        state: DumpState::Writing,
+        why: None,
+        live: false,
+        file: "/dumps/web-1-20260301T120000123Z.vmcore".into(),
+        level: 31,
+        format: DumpFormat::Kdump,
+        compression: DumpCompression::Zstd,
+        panic: Some("sysrq triggered crash".into()),
+        warnings: vec!["no registers: QEMU was gone".into()],
+        started_at: "2026-03-01T12:00:00.123Z".into(),
+        duration_s: 2.5,
+        pages: 40_000,
+        pages_written: 10_000,
+        excluded: DumpExcluded { cache: 100_000, free: 90_000, user: 50_000, ..DumpExcluded::default() },
+        held_bytes: 30_000 * 4096,
+        written_bytes: 12 << 20,
+        percent: 25.0,
+        mib_per_s: 40.0,
+        eta_s: Some(3.0),
+    }
+}

@@ -1,0 +1,134 @@
+//! The program itself: what it prints where, and what it ends with. Machines are not started here.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use hearth_keeper::console::Hub;
+
+fn hearth(root: &Path, arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_hearth"))
+        .args(arguments)
+        .env("HEARTH_RUNTIME_ROOT", root)
+        .env_remove("HEARTH_LOG")
+        .output()
+        .expect("cargo has built the program")
+}
+
+/// Exit code, standard output, standard error.
+fn check(root: &Path, arguments: &[&str], code: i32, stdout: &str, stderr: &str) {
+    let output = hearth(root, arguments);
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let found = (output.status.code(), text(&output.stdout), text(&output.stderr));
+    assert_eq!(found, (Some(code), stdout.to_owned(), stderr.to_owned()), "hearth {arguments:?}");
+}
+
+#[test]
+fn a_machine_that_does_not_run_is_exit_code_3() {
+    let root = tempfile::tempdir().unwrap();
+    let error = format!(
+        "hearth: web does not run; no machine runs in {}; start one with `hearth run FILE`\n",
+        root.path().display()
+    );
+    for verb in ["status", "explain", "reboot", "stop", "crash", "console", "events"] {
+        check(root.path(), &[verb, "web"], 3, "", &error);
+    }
+    let nothing = format!("no machine in {}; start one with `hearth run FILE`\n", root.path().display());
+    check(root.path(), &["ls"], 0, &nothing, "");
+    check(root.path(), &["ls", "--json"], 0, "[]\n", "");
+}
+
+#[test]
+fn a_wrong_configuration_is_exit_code_2_and_told_whole() {
+    let root = tempfile::tempdir().unwrap();
+    let file = root.path().join("web.toml");
+    fs::write(&file, "memory = \"1GiB\"\nember = \"maybe\"\n").unwrap();
+    let path = file.to_str().unwrap();
+    let problems = "\
+error: ember (line 2): \"maybe\" is none of \"on\", \"off\"; for example ember = \"on\"
+error: name: is missing; for example name = \"web\"
+error: boot: there is nothing to boot from; add a [boot] section with a kernel, or a [[disks]] section to boot from
+";
+    check(root.path(), &["check", path], 2, &format!("{problems}{path}: the machine cannot run: 3 errors\n"), "");
+    check(root.path(), &["run", path], 2, "", &format!("{problems}hearth: {path}: the machine cannot run\n"));
+}
+
+#[test]
+fn a_wrong_command_line_is_exit_code_2() {
+    let root = tempfile::tempdir().unwrap();
+    for arguments in [&[][..], &["frobnicate"], &["status"], &["reboot", "web", "--warm"]] {
+        let output = hearth(root.path(), arguments);
+        assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0), "{arguments:?}");
+        assert!(!output.stderr.is_empty());
+    }
+}
+
+#[test]
+fn help_and_version_are_no_errors() {
+    let root = tempfile::tempdir().unwrap();
+    let version = format!("hearth {}\n", env!("CARGO_PKG_VERSION"));
+    check(root.path(), &["--version"], 0, &version, "");
+    let help = hearth(root.path(), &["--help"]);
+    let text = String::from_utf8(help.stdout).unwrap();
+    assert_eq!(help.status.code(), Some(0));
+    for word in ["Examples:", "Exit codes:", "HEARTH_RUNTIME_ROOT", "hearth explain web"] {
+        assert!(text.contains(word), "no {word} in\n{text}");
+    }
+}
+
+#[test]
+fn a_pipe_that_closes_early_is_no_error() {
+    let root = tempfile::tempdir().unwrap();
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let output = Command::new(env!("CARGO_BIN_EXE_hearth"))
+        .args(["completions", "bash"])
+        .env("HEARTH_RUNTIME_ROOT", root.path())
+        .stdout(writer)
+        .output()
+        .unwrap();
+    assert_eq!((output.status.code(), String::from_utf8(output.stderr).unwrap()), (Some(0), String::new()));
+}
+
+/// On a terminal of its own, which `script` makes: keys that a terminal would act on reach the guest, and Ctrl-] leaves.
+#[test]
+fn the_console_is_the_guests_until_it_is_left() {
+    let root = tempfile::tempdir().unwrap();
+    fs::create_dir(root.path().join("web")).unwrap();
+    let serial = root.path().join("serial");
+    let listener = UnixListener::bind(&serial).unwrap();
+    let hub = Hub::start(&root.path().join("web/console.sock")).unwrap();
+    hub.attach(&serial);
+    let (mut guest, _) = listener.accept().unwrap();
+    guest.write_all(b"login: ").unwrap();
+
+    let mut script = Command::new("script")
+        .args(["--quiet", "--return", "--command"])
+        .arg(format!("{} console web", env!("CARGO_BIN_EXE_hearth")))
+        .arg("/dev/null")
+        .env("HEARTH_RUNTIME_ROOT", root.path())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("script is part of every Debian");
+    let mut keys = script.stdin.take().unwrap();
+    let mut screen = script.stdout.take().unwrap();
+    let mut seen = String::new();
+    // The prompt comes through the console: from then on the terminal is raw.
+    while !seen.contains("login: ") {
+        let mut buffer = [0; 256];
+        let length = screen.read(&mut buffer).unwrap();
+        assert_ne!(length, 0, "{seen}");
+        seen.push_str(&String::from_utf8_lossy(&buffer[..length]));
+    }
+    keys.write_all(b"a\x03b\r").unwrap();
+    let mut typed = [0; 4];
+    guest.read_exact(&mut typed).unwrap();
+    assert_eq!(&typed, b"a\x03b\r");
+    keys.write_all(b"\x1d").unwrap();
+    screen.read_to_string(&mut seen).unwrap();
+    assert!(seen.contains("connected to web; Ctrl-] leaves") && seen.contains("left; web goes on"), "{seen}");
+    assert!(script.wait().unwrap().success());
+}

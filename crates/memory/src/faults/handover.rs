@@ -1,0 +1,384 @@
+//! Hand-over: how the userfaultfd that was made inside QEMU comes to the keeper.
+//!
+//! bind -> QEMU starts, its preload library connects -> check who it is -> take message and descriptor -> acknowledge
+//!
+//! The descriptor must be made by QEMU itself, because it acts on the memory of the process that made it; and QEMU keeps a
+//! copy, because if the keeper held the only one and died, the guest would silently get pages of zeroes.
+//!
+//! ```text
+//! message, one, 128 bytes, native byte order        answer, 1 byte
+//! |  0 magic "HRTHUFFD"                             | 'K' the keeper has the descriptor
+//! |  8 u32 version = 1
+//! | 12 i32 descriptor's number in QEMU, -1 if there is none
+//! | 16 i32 errno, 0 if there is a descriptor
+//! | 20 108 bytes of text: why there is none, padded with zeroes
+//! ```
+//! With the message comes the descriptor (SCM_RIGHTS) if there is one. Everything is bounded: a QEMU that says nothing
+//! costs the time it is given, and one that ends costs nothing.
+
+use std::io::{self, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+
+const MAGIC: &[u8; 8] = b"HRTHUFFD";
+const VERSION: u32 = 1;
+const MESSAGE_BYTES: usize = 128;
+const WHY_OFFSET: usize = 20;
+const ACKNOWLEDGED: &[u8] = b"K";
+
+/// The socket that a QEMU about to start will connect to.
+#[derive(Debug)]
+pub struct HandoverListener {
+    socket: UnixListener,
+    path: PathBuf,
+}
+
+/// A userfaultfd made by QEMU; its ioctls act on QEMU's memory.
+#[derive(Debug)]
+pub struct Userfault {
+    pub fd: OwnedFd,
+    /// QEMU's own copy: with its pidfd, a new keeper can fetch it after this one died.
+    pub fd_in_qemu: i32,
+    pub qemu_pid: u32,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum HandoverError {
+    #[error("{path}: cannot be listened on")]
+    Bind { path: PathBuf, source: io::Error },
+    #[error(
+        "{path}: no userfaultfd from QEMU (pid {pid}) within {patience:?}; was it started with the preload library?"
+    )]
+    TimedOut { path: PathBuf, pid: u32, patience: Duration },
+    #[error("QEMU (pid {pid}) ended before it handed over its userfaultfd")]
+    Ended { pid: u32 },
+    #[error("QEMU (pid {pid}) has no userfaultfd: {why}")]
+    Refused { pid: u32, why: String },
+    #[error("what QEMU (pid {pid}) sent is no hand-over: {why}; are keeper and preload library of one version?")]
+    Garbled { pid: u32, why: &'static str },
+    #[error("the hand-over from QEMU (pid {pid}) failed")]
+    Io { pid: u32, source: io::Error },
+    #[error("QEMU (pid {pid}): its copy of the userfaultfd, descriptor {fd}, cannot be fetched")]
+    Fetch { pid: u32, fd: i32, source: io::Error },
+}
+
+impl Userfault {
+    /// QEMU's copy, after the keeper that it was handed to has died. Who may trace QEMU may do this.
+    pub fn fetch(qemu_pid: u32, fd_in_qemu: i32) -> Result<Self, HandoverError> {
+        let failed = |source| HandoverError::Fetch { pid: qemu_pid, fd: fd_in_qemu, source };
+        let qemu = watch_process(qemu_pid)?;
+        let fd = pidfd_getfd(&qemu, fd_in_qemu, PidfdGetfdFlags::empty()).map_err(|errno| failed(errno.into()))?;
+        // The number comes from a file, and QEMU may use it for something else by now.
+        let target = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).map_err(failed)?;
+        if target.as_os_str() != "anon_inode:[userfaultfd]" {
+            return Err(failed(io::Error::other(format!("it is {} now", target.display()))));
+        }
+        Ok(Self { fd, fd_in_qemu, qemu_pid })
+    }
+}
+
+impl HandoverListener {
+    /// Listens; a socket that a dead keeper left under this name is replaced. Who may connect is the folder's business,
+    /// and whoever does must have the pid that `accept` expects.
+    pub fn bind(path: &Path) -> Result<Self, HandoverError> {
+        let failed = |source| HandoverError::Bind { path: path.to_owned(), source };
+        match std::fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
+            _ => {}
+        }
+        let socket = UnixListener::bind(path).map_err(failed)?;
+        std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600)).map_err(failed)?;
+        socket.set_nonblocking(true).map_err(failed)?;
+        Ok(Self { socket, path: path.to_owned() })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Waits for the QEMU with this pid. Other processes that connect are turned away.
+    pub fn accept(&self, expected_pid: u32, at_most: Duration) -> Result<Userfault, HandoverError> {
+        let io_failed = |source| HandoverError::Io { pid: expected_pid, source };
+        let deadline = Instant::now() + at_most;
+        let qemu = watch_process(expected_pid)?;
+        loop {
+            match wait_for(self.socket.as_fd(), qemu.as_fd(), deadline).map_err(io_failed)? {
+                Heard::Words => {}
+                Heard::End => return Err(HandoverError::Ended { pid: expected_pid }),
+                Heard::Nothing => {
+                    let (path, pid) = (self.path.clone(), expected_pid);
+                    return Err(HandoverError::TimedOut { path, pid, patience: at_most });
+                }
+            }
+            let connection = match self.socket.accept() {
+                Ok((connection, _)) => connection,
+                // The one that knocked has hung up already.
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+                Err(error) => return Err(io_failed(error)),
+            };
+            if peer_pid(&connection).map_err(io_failed)? == expected_pid {
+                return self.take(connection, expected_pid, qemu.as_fd(), deadline, at_most);
+            }
+        }
+    }
+
+    fn take(
+        &self,
+        mut connection: UnixStream,
+        pid: u32,
+        qemu: BorrowedFd<'_>,
+        deadline: Instant,
+        patience: Duration,
+    ) -> Result<Userfault, HandoverError> {
+        let io_failed = |source| HandoverError::Io { pid, source };
+        match wait_for(connection.as_fd(), qemu, deadline).map_err(io_failed)? {
+            Heard::Words => {}
+            Heard::End => return Err(HandoverError::Ended { pid }),
+            Heard::Nothing => return Err(HandoverError::TimedOut { path: self.path.clone(), pid, patience }),
+        }
+        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        connection.set_nonblocking(false).map_err(io_failed)?;
+        connection.set_read_timeout(Some(left)).map_err(io_failed)?;
+        let (message, descriptor) = receive(&mut connection).map_err(io_failed)?;
+        let told = Told::parse(&message).map_err(|why| HandoverError::Garbled { pid, why })?;
+        if let Some(why) = told.refusal {
+            return Err(HandoverError::Refused { pid, why });
+        }
+        let fd = descriptor.ok_or(HandoverError::Garbled { pid, why: "the descriptor is missing" })?;
+        connection.write_all(ACKNOWLEDGED).map_err(io_failed)?;
+        Ok(Userfault { fd, fd_in_qemu: told.fd_in_qemu, qemu_pid: pid })
+    }
+}
+
+impl Drop for HandoverListener {
+    fn drop(&mut self) {
+        // It served one QEMU; left behind it would only be clutter, and the next bind would replace it.
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// The message, parsed.
+#[derive(Debug, PartialEq, Eq)]
+struct Told {
+    fd_in_qemu: i32,
+    refusal: Option<String>,
+}
+
+impl Told {
+    fn parse(message: &[u8; MESSAGE_BYTES]) -> Result<Self, &'static str> {
+        let word = |at: usize| [message[at], message[at + 1], message[at + 2], message[at + 3]];
+        if &message[..8] != MAGIC {
+            return Err("the magic is wrong");
+        }
+        if u32::from_ne_bytes(word(8)) != VERSION {
+            return Err("the version is another");
+        }
+        let fd_in_qemu = i32::from_ne_bytes(word(12));
+        let errno = i32::from_ne_bytes(word(16));
+        if fd_in_qemu >= 0 {
+            return Ok(Self { fd_in_qemu, refusal: None });
+        }
+        let text = message[WHY_OFFSET..].split(|&byte| byte == 0).next().unwrap_or_default();
+        let why = format!("{}: {}", String::from_utf8_lossy(text), io::Error::from_raw_os_error(errno));
+        Ok(Self { fd_in_qemu, refusal: Some(why) })
+    }
+}
+
+/// Reads the message; the descriptor comes with its first byte.
+fn receive(connection: &mut UnixStream) -> io::Result<([u8; MESSAGE_BYTES], Option<OwnedFd>)> {
+    let mut message = [0; MESSAGE_BYTES];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let buffer = &mut [IoSliceMut::new(&mut message)];
+    let received = recvmsg(&*connection, buffer, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
+    let mut descriptor = None;
+    for part in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(descriptors) = part {
+            descriptor = descriptors.last();
+        }
+    }
+    connection.read_exact(&mut message[received.bytes..])?;
+    Ok((message, descriptor))
+}
+
+pub(super) fn watch_process(pid: u32) -> Result<OwnedFd, HandoverError> {
+    let known = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(HandoverError::Ended { pid })?;
+    match pidfd_open(known, PidfdFlags::empty()) {
+        Ok(pidfd) => Ok(pidfd),
+        Err(rustix::io::Errno::SRCH) => Err(HandoverError::Ended { pid }),
+        Err(errno) => Err(HandoverError::Io { pid, source: errno.into() }),
+    }
+}
+
+fn peer_pid(connection: &UnixStream) -> io::Result<u32> {
+    let peer = rustix::net::sockopt::socket_peercred(connection)?;
+    Ok(peer.pid.as_raw_nonzero().get().unsigned_abs())
+}
+
+enum Heard {
+    Words,
+    End,
+    Nothing,
+}
+
+/// Waits until the socket has something, the process has ended, or time is up. Words come before the end: a QEMU that
+/// spoke and ended has still spoken.
+fn wait_for(socket: BorrowedFd<'_>, process: BorrowedFd<'_>, deadline: Instant) -> io::Result<Heard> {
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        let mut watched = [PollFd::new(&socket, PollFlags::IN), PollFd::new(&process, PollFlags::IN)];
+        match poll(&mut watched, Some(&timeout)) {
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(errno) => return Err(errno.into()),
+            Ok(0) => return Ok(Heard::Nothing),
+            Ok(_) if !watched[0].revents().is_empty() => return Ok(Heard::Words),
+            Ok(_) => return Ok(Heard::End),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::IoSlice;
+    use std::process::{Child, Command, Stdio};
+
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(20);
+
+    struct Place {
+        _folder: tempfile::TempDir,
+        listener: HandoverListener,
+    }
+
+    fn place() -> Place {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = HandoverListener::bind(&folder.path().join("userfault.sock")).unwrap();
+        Place { _folder: folder, listener }
+    }
+
+    fn message(fd: i32, errno: i32, why: &str) -> [u8; MESSAGE_BYTES] {
+        let mut message = [0; MESSAGE_BYTES];
+        message[..8].copy_from_slice(MAGIC);
+        message[8..12].copy_from_slice(&VERSION.to_ne_bytes());
+        message[12..16].copy_from_slice(&fd.to_ne_bytes());
+        message[16..20].copy_from_slice(&errno.to_ne_bytes());
+        message[20..20 + why.len()].copy_from_slice(why.as_bytes());
+        message
+    }
+
+    /// Speaks for QEMU from a thread of this very process, and returns the answer it got.
+    fn speak(path: &Path, bytes: Vec<u8>, descriptor: Option<File>) -> std::thread::JoinHandle<Vec<u8>> {
+        let mut connection = UnixStream::connect(path).unwrap();
+        std::thread::spawn(move || {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut ancillary = SendAncillaryBuffer::new(&mut space);
+            let descriptors: Vec<_> = descriptor.iter().map(AsFd::as_fd).collect();
+            if !descriptors.is_empty() {
+                assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)));
+            }
+            let mut answer = Vec::new();
+            // A listener that hangs up early makes any of these fail: no answer, either way.
+            let _ = sendmsg(&connection, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL)
+                .map_err(io::Error::from)
+                .and_then(|_| connection.shutdown(std::net::Shutdown::Write))
+                .and_then(|()| connection.read_to_end(&mut answer));
+            answer
+        })
+    }
+
+    #[test]
+    fn the_descriptor_arrives_and_is_acknowledged() {
+        let place = place();
+        let file = tempfile::tempfile().unwrap();
+        let (sent, inode) = (file.as_raw_fd(), rustix::fs::fstat(&file).unwrap().st_ino);
+        let speaker = speak(place.listener.path(), message(sent, 0, "").to_vec(), Some(file));
+        let got = place.listener.accept(std::process::id(), LONG).unwrap();
+        assert_eq!((got.fd_in_qemu, got.qemu_pid), (sent, std::process::id()));
+        assert_eq!(rustix::fs::fstat(&got.fd).unwrap().st_ino, inode);
+        assert_eq!(speaker.join().unwrap(), ACKNOWLEDGED);
+    }
+
+    #[test]
+    fn qemus_reason_for_having_none_is_passed_on() {
+        let place = place();
+        let bytes = message(-1, libc::EPERM, "userfaultfd is not allowed").to_vec();
+        let speaker = speak(place.listener.path(), bytes, None);
+        let refusal = place.listener.accept(std::process::id(), LONG).unwrap_err().to_string();
+        assert!(
+            refusal.ends_with("has no userfaultfd: userfaultfd is not allowed: Operation not permitted (os error 1)")
+        );
+        assert_eq!(speaker.join().unwrap(), b"");
+    }
+
+    #[track_caller]
+    fn check_garbled(bytes: Vec<u8>, expect: &str) {
+        let place = place();
+        let speaker = speak(place.listener.path(), bytes, None);
+        let refusal = place.listener.accept(std::process::id(), LONG).unwrap_err().to_string();
+        assert!(refusal.contains(expect), "{refusal}");
+        speaker.join().unwrap();
+    }
+
+    #[test]
+    fn what_is_no_handover_is_refused() {
+        check_garbled(vec![7; MESSAGE_BYTES], "the magic is wrong");
+        let mut newer = message(3, 0, "");
+        newer[8] = 2;
+        check_garbled(newer.to_vec(), "the version is another");
+        check_garbled(message(3, 0, "").to_vec(), "the descriptor is missing");
+        check_garbled(message(3, 0, "")[..40].to_vec(), "the hand-over from QEMU");
+    }
+
+    #[test]
+    fn strangers_are_turned_away() {
+        let place = place();
+        let mut bystander = sleeper();
+        let speaker = speak(place.listener.path(), message(0, 0, "").to_vec(), Some(tempfile::tempfile().unwrap()));
+        let refusal = place.listener.accept(bystander.id(), Duration::from_millis(1)).unwrap_err();
+        assert!(matches!(refusal, HandoverError::TimedOut { .. }), "{refusal}");
+        assert_eq!(speaker.join().unwrap(), b"");
+        bystander.kill().unwrap();
+        bystander.wait().unwrap();
+    }
+
+    #[test]
+    fn a_qemu_that_ends_is_not_waited_for() {
+        let place = place();
+        let mut child = sleeper();
+        child.kill().unwrap();
+        let refusal = place.listener.accept(child.id(), LONG).unwrap_err();
+        assert!(matches!(refusal, HandoverError::Ended { .. }), "{refusal}");
+        let pid = child.id();
+        child.wait().unwrap();
+        assert!(matches!(place.listener.accept(pid, LONG), Err(HandoverError::Ended { .. })));
+    }
+
+    #[test]
+    fn a_stale_socket_is_replaced_and_an_impossible_place_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("userfault.sock");
+        drop(UnixListener::bind(&path).unwrap());
+        assert!(path.exists());
+        drop(HandoverListener::bind(&path).unwrap());
+        assert!(!path.exists());
+        let refusal = HandoverListener::bind(&path.join("deeper")).unwrap_err().to_string();
+        assert!(refusal.ends_with("userfault.sock/deeper: cannot be listened on"), "{refusal}");
+    }
+
+    /// Lives until it is killed or this test ends, whichever way: then its input is closed.
+    fn sleeper() -> Child {
+        Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap()
+    }
+}

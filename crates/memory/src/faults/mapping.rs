@@ -1,0 +1,92 @@
+//! Where a file is mapped in another process, and which parts of that are registered with a userfaultfd.
+//!
+//! Both are read from the kernel's own lists (/proc/PID/maps and smaps), so nothing of it has to be remembered by a
+//! keeper that may die.
+
+use std::fs;
+use std::io;
+
+/// A part of a file as another process has it mapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// In that process.
+    pub address: u64,
+    pub file_offset: u64,
+    pub bytes: u64,
+    /// A fault on a page that is missing is reported to a userfaultfd. Only `find_registered` knows.
+    pub registered: bool,
+}
+
+/// All mappings of a file (device and inode), by file offset.
+pub fn find(pid: u32, file: (u64, u64)) -> io::Result<Vec<Piece>> {
+    Ok(parse(&fs::read_to_string(format!("/proc/{pid}/maps"))?, file))
+}
+
+/// The same, with what is registered. The kernel looks at every page for this list: milliseconds a GiB.
+pub fn find_registered(pid: u32, file: (u64, u64)) -> io::Result<Vec<Piece>> {
+    Ok(parse(&fs::read_to_string(format!("/proc/{pid}/smaps"))?, file))
+}
+
+fn parse(text: &str, file: (u64, u64)) -> Vec<Piece> {
+    let mut pieces: Vec<Piece> = Vec::new();
+    let mut inside = false;
+    for line in text.lines() {
+        if let Some(flags) = line.strip_prefix("VmFlags:") {
+            if let Some(piece) = pieces.last_mut().filter(|_| inside) {
+                piece.registered = flags.split_whitespace().any(|flag| flag == "um");
+            }
+        } else if let Some((piece, identity)) = mapping(line) {
+            inside = identity == file;
+            if inside {
+                pieces.push(piece);
+            }
+        }
+    }
+    pieces.sort_unstable_by_key(|piece| piece.file_offset);
+    pieces
+}
+
+/// `start-end permissions offset major:minor inode path`
+fn mapping(line: &str) -> Option<(Piece, (u64, u64))> {
+    let hex = |text: &str| u64::from_str_radix(text, 16).ok();
+    let mut fields = line.split_whitespace();
+    let (start, end) = fields.next()?.split_once('-')?;
+    let (address, end) = (hex(start)?, hex(end)?);
+    let file_offset = hex(fields.nth(1)?)?;
+    let (major, minor) = fields.next()?.split_once(':')?;
+    let device = rustix::fs::makedev(hex(major)? as u32, hex(minor)? as u32);
+    let inode = fields.next()?.parse().ok()?;
+    let bytes = end.checked_sub(address)?;
+    Some((Piece { address, file_offset, bytes, registered: false }, (device, inode)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernels_lists_are_understood() {
+        let text = "\
+            7f0000400000-7f0000600000 rw-s 00200000 00:1b 77                         /dev/shm/a b/ram-1\n\
+            Size:               2048 kB\n\
+            VmFlags: rd wr sh mr mw me ms um sd \n\
+            7f0000200000-7f0000400000 rw-s 00000000 00:1b 77                         /dev/shm/a b/ram-1\n\
+            VmFlags: rd wr sh mr mw me ms sd \n\
+            7f0000600000-7f0000800000 rw-s 00000000 00:1b 78                         /dev/shm/a b/ram-2\n\
+            VmFlags: rd wr sh mr mw me ms um sd \n\
+            7ffd1c5e1000-7ffd1c602000 rw-p 00000000 00:00 0                          [stack]\n";
+        let pieces = parse(text, (rustix::fs::makedev(0, 0x1b), 77));
+        let piece = |address, file_offset, registered| Piece { address, file_offset, bytes: 2 << 20, registered };
+        assert_eq!(pieces, [piece(0x7f00_0020_0000, 0, false), piece(0x7f00_0040_0000, 2 << 20, true)]);
+    }
+
+    #[test]
+    fn a_file_mapped_here_is_found_by_its_identity() {
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let ram = crate::RamFile::create(&folder.path().join("ram-1"), 1 << 20).unwrap();
+        assert_eq!(find(std::process::id(), ram.identity()).unwrap(), []);
+        let _view = ram.map().unwrap();
+        let pieces = find_registered(std::process::id(), ram.identity()).unwrap();
+        assert_eq!((pieces.len(), pieces[0].bytes, pieces[0].registered), (1, 1 << 20, false));
+    }
+}

@@ -1,0 +1,116 @@
+//! The ioctls of a userfaultfd, as types. All of them act on the memory of the process that made it.
+//!
+//! Our own and not a crate's: these are five calls of a stable interface (linux/userfaultfd.h), and the crate for them
+//! brings a C binding generator into every build.
+
+use std::os::fd::{AsFd, BorrowedFd};
+
+use rustix::io::Errno;
+use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
+
+const GROUP: u8 = 0xaa;
+const API: Opcode = opcode::read_write::<Api>(GROUP, 0x3f);
+const REGISTER: Opcode = opcode::read_write::<Register>(GROUP, 0x00);
+const UNREGISTER: Opcode = opcode::read::<Range>(GROUP, 0x01);
+const WAKE: Opcode = opcode::read::<Range>(GROUP, 0x02);
+
+const FEATURE_MISSING_HUGETLBFS: u64 = 1 << 4;
+const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
+const FEATURE_THREAD_ID: u64 = 1 << 8;
+const MODE_MISSING: u64 = 1;
+const EVENT_PAGEFAULT: u8 = 0x12;
+
+/// struct uffdio_api.
+#[repr(C)]
+struct Api {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+
+/// struct uffdio_range: addresses in QEMU.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Range {
+    start: u64,
+    bytes: u64,
+}
+
+/// struct uffdio_register.
+#[repr(C)]
+struct Register {
+    range: Range,
+    mode: u64,
+    ioctls: u64,
+}
+
+/// struct uffd_msg, as it is for a page fault.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Message {
+    event: u8,
+    reserved: [u8; 7],
+    flags: u64,
+    address: u64,
+    thread: u32,
+    padding: u32,
+}
+const _: () = assert!(size_of::<Message>() == 32);
+const MESSAGES: usize = 16;
+
+/// A thread of QEMU that waits for a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Waiter {
+    pub address: u64,
+    pub thread: u32,
+}
+
+/// Agrees on features: once in the life of a userfaultfd, and before anything else.
+pub fn enable(fd: impl AsFd) -> Result<(), Errno> {
+    let features = FEATURE_MISSING_SHMEM | FEATURE_MISSING_HUGETLBFS | FEATURE_THREAD_ID;
+    let mut api = Api { api: u64::from(GROUP), features, ioctls: 0 };
+    // SAFETY: UFFDIO_API reads and writes one `struct uffdio_api`, which `Api` is.
+    unsafe { ioctl(fd, Updater::<API, Api>::new(&mut api)) }
+}
+
+/// From now on a thread that touches a page of the range which the file does not hold waits.
+pub fn register_missing(fd: impl AsFd, start: u64, bytes: u64) -> Result<(), Errno> {
+    let mut register = Register { range: Range { start, bytes }, mode: MODE_MISSING, ioctls: 0 };
+    // SAFETY: UFFDIO_REGISTER reads and writes one `struct uffdio_register`, which `Register` is. It changes who serves
+    // faults in another process, and no memory of this one.
+    unsafe { ioctl(fd, Updater::<REGISTER, Register>::new(&mut register)) }
+}
+
+/// The kernel serves the range by itself again, and those who wait in it go on.
+pub fn unregister(fd: impl AsFd, start: u64, bytes: u64) -> Result<(), Errno> {
+    let mut range = Range { start, bytes };
+    // SAFETY: UFFDIO_UNREGISTER reads one `struct uffdio_range`, which `Range` is; otherwise as above.
+    unsafe { ioctl(fd, Updater::<UNREGISTER, Range>::new(&mut range)) }
+}
+
+/// Those who wait in the range look again: they go on if the page is there by now, and report themselves if not.
+pub fn wake(fd: impl AsFd, start: u64, bytes: u64) -> Result<(), Errno> {
+    let mut range = Range { start, bytes };
+    // SAFETY: UFFDIO_WAKE reads one `struct uffdio_range`, which `Range` is; it changes no memory.
+    unsafe { ioctl(fd, Updater::<WAKE, Range>::new(&mut range)) }
+}
+
+/// Takes the faults that nobody has taken yet; none is no error.
+pub fn read(fd: BorrowedFd<'_>, found: &mut Vec<Waiter>) -> Result<(), Errno> {
+    loop {
+        let mut messages = [Message::default(); MESSAGES];
+        // SAFETY: `Message` is plain data without padding of the compiler's: its bytes may be written in any way.
+        let bytes =
+            unsafe { std::slice::from_raw_parts_mut(messages.as_mut_ptr().cast::<u8>(), size_of_val(&messages)) };
+        let got = match rustix::io::read(fd, bytes) {
+            Err(Errno::AGAIN) => return Ok(()),
+            Err(Errno::INTR) => continue,
+            got => got? / size_of::<Message>(),
+        };
+        let faults = messages[..got].iter().filter(|message| message.event == EVENT_PAGEFAULT);
+        found.extend(faults.map(|message| Waiter { address: message.address, thread: message.thread }));
+        if got < MESSAGES {
+            return Ok(());
+        }
+    }
+}

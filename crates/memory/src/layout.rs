@@ -1,0 +1,113 @@
+//! Layout: how QEMU spreads the one RAM file over guest-physical addresses.
+//!
+//! ```text
+//! file    |0 ............ low_bytes|low_bytes ............ ram_bytes|
+//! guest   |0 ............ low_bytes|  hole (PCI)  |4 GiB ......... |
+//! ```
+//! The split follows QEMU's hw/i386/pc_q35.c. QEMU moves the upper part to 1 TiB for AMD guests of about 1000 GiB and
+//! more (HyperTransport hole); such a machine is out of what `q35` describes.
+
+use std::ops::Range;
+
+use crate::{FileOffset, GuestPhysicalAddress};
+
+const FOUR_GIB: u64 = 1 << 32;
+/// pc_q35.c: the MMCONFIG window starts here, and RAM that does not fit below gets a rounder 2 GiB split instead.
+const Q35_LOW_LIMIT: u64 = 0xb000_0000;
+const Q35_LOW_WHEN_SPLIT: u64 = 0x8000_0000;
+
+/// The map between guest-physical addresses and offsets in the RAM file, for one RAM size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    low_bytes: u64,
+    ram_bytes: u64,
+}
+
+impl Layout {
+    pub fn q35(ram_bytes: u64) -> Self {
+        let low_bytes = if ram_bytes >= Q35_LOW_LIMIT { Q35_LOW_WHEN_SPLIT } else { ram_bytes };
+        Self { low_bytes, ram_bytes }
+    }
+
+    /// What of the guest's addresses is RAM, ascending. Empty ranges do not occur.
+    pub fn ranges(&self) -> Vec<Range<GuestPhysicalAddress>> {
+        let low = GuestPhysicalAddress(0)..GuestPhysicalAddress(self.low_bytes);
+        let high = GuestPhysicalAddress(FOUR_GIB)..GuestPhysicalAddress(FOUR_GIB + self.ram_bytes - self.low_bytes);
+        [low, high].into_iter().filter(|range| range.start < range.end).collect()
+    }
+
+    /// None for holes, devices and addresses past the end of RAM.
+    pub fn offset_of(&self, address: GuestPhysicalAddress) -> Option<FileOffset> {
+        if address.0 < self.low_bytes {
+            return Some(FileOffset(address.0));
+        }
+        let above = address.0.checked_sub(FOUR_GIB)?;
+        (above < self.ram_bytes - self.low_bytes).then_some(FileOffset(self.low_bytes + above))
+    }
+
+    /// None past the end of the file.
+    pub fn address_of(&self, offset: FileOffset) -> Option<GuestPhysicalAddress> {
+        if offset.0 >= self.ram_bytes {
+            return None;
+        }
+        let high = offset.0.checked_sub(self.low_bytes);
+        Some(GuestPhysicalAddress(high.map_or(offset.0, |high| FOUR_GIB + high)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+    const GIB: u64 = 1 << 30;
+
+    #[track_caller]
+    fn check(ram_bytes: u64, address: u64, expect: Option<u64>) {
+        let layout = Layout::q35(ram_bytes);
+        let offset = layout.offset_of(GuestPhysicalAddress(address));
+        assert_eq!(offset, expect.map(FileOffset));
+        if let Some(offset) = offset {
+            assert_eq!(layout.address_of(offset), Some(GuestPhysicalAddress(address)));
+        }
+    }
+
+    #[test]
+    fn small_ram_lies_flat() {
+        check(512 * MIB, 0, Some(0));
+        check(512 * MIB, 512 * MIB - 1, Some(512 * MIB - 1));
+        check(512 * MIB, 512 * MIB, None);
+        check(512 * MIB, 4 * GIB, None);
+        check(512 * MIB, u64::MAX, None);
+    }
+
+    #[test]
+    fn the_largest_flat_ram_ends_below_mmconfig() {
+        check(0xb000_0000 - 4096, 0xb000_0000 - 4097, Some(0xb000_0000 - 4097));
+        check(0xb000_0000 - 4096, 4 * GIB, None);
+    }
+
+    #[test]
+    fn ram_from_2816_mib_is_split_at_2_gib() {
+        check(0xb000_0000, 2 * GIB - 1, Some(2 * GIB - 1));
+        check(0xb000_0000, 2 * GIB, None);
+        check(0xb000_0000, 4 * GIB - 1, None);
+        check(0xb000_0000, 4 * GIB, Some(2 * GIB));
+        check(0xb000_0000, 4 * GIB + 768 * MIB - 1, Some(2816 * MIB - 1));
+        check(0xb000_0000, 4 * GIB + 768 * MIB, None);
+    }
+
+    #[test]
+    fn the_ranges_are_what_has_an_offset() {
+        let bytes =
+            |ram_bytes| Layout::q35(ram_bytes).ranges().iter().map(|r| (r.start.0, r.end.0)).collect::<Vec<_>>();
+        assert_eq!(bytes(512 * MIB), [(0, 512 * MIB)]);
+        assert_eq!(bytes(6 * GIB), [(0, 2 * GIB), (4 * GIB, 8 * GIB)]);
+    }
+
+    #[test]
+    fn offsets_past_the_end_have_no_address() {
+        assert_eq!(Layout::q35(6 * GIB).address_of(FileOffset(6 * GIB)), None);
+        assert_eq!(Layout::q35(6 * GIB).address_of(FileOffset(6 * GIB - 1)), Some(GuestPhysicalAddress(8 * GIB - 1)));
+    }
+}

@@ -1,0 +1,371 @@
+//! RamFile: the RAM of one incarnation.
+//!
+//! Sparse: what the guest has not touched costs nothing, and what was punched is given back to the host at once. How much
+//! it holds is read from the file itself (`st_blocks`), so no count of ours can drift from the truth.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
+use rustix::io::Errno;
+
+use crate::{FileOffset, PAGE_BYTES, RamView};
+
+/// `st_blocks` counts in these, whatever the file system's own block size.
+const STAT_BLOCK_BYTES: u64 = 512;
+
+/// An open RAM file. Dropping it leaves the file where it is: it is meant to outlive its keeper.
+#[derive(Debug)]
+pub struct RamFile {
+    file: File,
+    path: PathBuf,
+    bytes: u64,
+    identity: (u64, u64),
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryError {
+    #[error("{path}: cannot be created as RAM file")]
+    Create { path: PathBuf, source: io::Error },
+    #[error("{path}: cannot be opened as RAM file")]
+    Open { path: PathBuf, source: io::Error },
+    #[error("{path}: {bytes} bytes are no size for RAM: it must be a multiple of {PAGE_BYTES} and not 0")]
+    Size { path: PathBuf, bytes: u64 },
+    #[error("{path}: cannot be measured")]
+    Measure { path: PathBuf, source: io::Error },
+    #[error("{path}: pages {} to {} cannot be released", pages.start, pages.end)]
+    Release { path: PathBuf, pages: Range<u64>, source: io::Error },
+    #[error("{path}: has {has} pages, so pages {} to {} do not exist", pages.start, pages.end)]
+    OutOfRange { path: PathBuf, pages: Range<u64>, has: u64 },
+    #[error("{path}: {bytes} bytes at {offset} cannot be read")]
+    Read { path: PathBuf, offset: u64, bytes: usize, source: io::Error },
+    #[error("{path}: cannot be mapped")]
+    Map { path: PathBuf, source: io::Error },
+    #[error("{path}: cannot be removed")]
+    Remove { path: PathBuf, source: io::Error },
+}
+
+impl RamFile {
+    /// A new, empty file that only its owner can read. It must not exist yet: an old one could be somebody's RAM.
+    pub fn create(path: &Path, bytes: u64) -> Result<Self, MemoryError> {
+        check_size(path, bytes)?;
+        let failed = |source| MemoryError::Create { path: path.to_owned(), source };
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(path)
+            .map_err(failed)?;
+        if let Err(source) = file.set_len(bytes) {
+            // It is ours, empty and useless; the error that matters is the first.
+            let _ = fs::remove_file(path);
+            return Err(failed(source));
+        }
+        Self::wrap(file, path)
+    }
+
+    /// A file that a dead keeper left behind.
+    pub fn open(path: &Path) -> Result<Self, MemoryError> {
+        let failed = |source| MemoryError::Open { path: path.to_owned(), source };
+        let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path);
+        Self::wrap(file.map_err(failed)?, path)
+    }
+
+    fn wrap(file: File, path: &Path) -> Result<Self, MemoryError> {
+        let metadata = file.metadata().map_err(|source| MemoryError::Open { path: path.to_owned(), source })?;
+        check_size(path, metadata.len())?;
+        Ok(Self { file, path: path.to_owned(), bytes: metadata.len(), identity: (metadata.dev(), metadata.ino()) })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    pub fn pages(&self) -> u64 {
+        self.bytes / PAGE_BYTES
+    }
+
+    /// Device and inode: how a file is recognised in another process's maps or behind a descriptor it sent.
+    pub fn identity(&self) -> (u64, u64) {
+        self.identity
+    }
+
+    /// Host memory that the file holds now.
+    pub fn residency_bytes(&self) -> Result<u64, MemoryError> {
+        let measured = self.file.metadata().map_err(|source| self.unmeasured(source))?;
+        Ok(measured.blocks() * STAT_BLOCK_BYTES)
+    }
+
+    /// Gives pages back to the host; they read as zeroes from now on. On a file system with huge pages only whole ones
+    /// are given back, parts of one are zeroed and stay.
+    pub fn release(&self, pages: Range<u64>) -> Result<(), MemoryError> {
+        if pages.is_empty() {
+            return Ok(());
+        }
+        if pages.end > self.pages() {
+            return Err(MemoryError::OutOfRange { path: self.path.clone(), pages, has: self.pages() });
+        }
+        let (start, bytes) = (pages.start * PAGE_BYTES, (pages.end - pages.start) * PAGE_BYTES);
+        let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::io::retry_on_intr(|| fallocate(&self.file, punch, start, bytes)).map_err(|errno| MemoryError::Release {
+            path: self.path.clone(),
+            pages,
+            source: errno.into(),
+        })
+    }
+
+    /// Releases single pages, given in ascending order, in runs as long as can be had: punching 2 MiB at once is 6 times
+    /// faster than page by page. Returns how many pages were released.
+    pub fn release_pages(&self, sorted: impl Iterator<Item = u64>) -> Result<u64, MemoryError> {
+        let mut released = 0;
+        let mut run = 0..0;
+        for page in sorted {
+            if page == run.end && !run.is_empty() {
+                run.end += 1;
+            } else if !run.contains(&page) {
+                self.release(run.clone())?;
+                released += run.end - run.start;
+                run = page..page + 1;
+            }
+        }
+        self.release(run.clone())?;
+        Ok(released + run.end - run.start)
+    }
+
+    /// The pages that hold memory, as ascending runs.
+    pub fn resident_ranges(&self) -> Result<Vec<Range<u64>>, MemoryError> {
+        let mut ranges = Vec::new();
+        let mut offset = 0;
+        while offset < self.bytes {
+            let start = match seek(&self.file, SeekFrom::Data(offset)) {
+                Ok(start) => start,
+                Err(Errno::NXIO) => break,
+                Err(errno) => return Err(self.unmeasured(errno.into())),
+            };
+            let end = seek(&self.file, SeekFrom::Hole(start)).map_err(|errno| self.unmeasured(errno.into()))?;
+            ranges.push(start / PAGE_BYTES..end.div_ceil(PAGE_BYTES));
+            offset = end;
+        }
+        Ok(ranges)
+    }
+
+    /// Copies bytes out. Unlike a look through a `RamView`, this costs no memory where the file has holes: they read as
+    /// zeroes and stay holes. Right also for pages that are being released by another thread.
+    pub fn read(&self, offset: FileOffset, into: &mut [u8]) -> Result<(), MemoryError> {
+        self.file.read_exact_at(into, offset.0).map_err(|source| MemoryError::Read {
+            path: self.path.clone(),
+            offset: offset.0,
+            bytes: into.len(),
+            source,
+        })
+    }
+
+    /// A read-only look at the file. It stays valid when the file is removed.
+    pub fn map(&self) -> Result<RamView, MemoryError> {
+        RamView::of(&self.file, self.bytes)
+            .map_err(|errno| MemoryError::Map { path: self.path.clone(), source: errno.into() })
+    }
+
+    /// Removes the file. Its memory goes when the last process that has it mapped does.
+    pub fn remove(self) -> Result<(), MemoryError> {
+        fs::remove_file(&self.path).map_err(|source| MemoryError::Remove { path: self.path.clone(), source })
+    }
+
+    fn unmeasured(&self, source: io::Error) -> MemoryError {
+        MemoryError::Measure { path: self.path.clone(), source }
+    }
+}
+
+fn check_size(path: &Path, bytes: u64) -> Result<(), MemoryError> {
+    if bytes == 0 || !bytes.is_multiple_of(PAGE_BYTES) {
+        return Err(MemoryError::Size { path: path.to_owned(), bytes });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::error::Error;
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    const PAGES: u64 = 1024;
+
+    /// Real tmpfs: `/dev/shm` is one on every Linux system, `/tmp` is not.
+    fn folder() -> tempfile::TempDir {
+        tempfile::tempdir_in("/dev/shm").unwrap()
+    }
+
+    fn ram(folder: &tempfile::TempDir) -> RamFile {
+        RamFile::create(&folder.path().join("ram-1"), PAGES * PAGE_BYTES).unwrap()
+    }
+
+    fn touch(ram: &RamFile, pages: Range<u64>) {
+        for page in pages {
+            ram.file.write_all_at(&[page as u8 | 1; PAGE_BYTES as usize], page * PAGE_BYTES).unwrap();
+        }
+    }
+
+    fn chain(error: &dyn Error) -> String {
+        error.source().map_or(error.to_string(), |source| format!("{error}: {}", chain(source)))
+    }
+
+    #[test]
+    fn untouched_ram_holds_no_memory_and_belongs_to_its_owner_only() {
+        let folder = folder();
+        let ram = ram(&folder);
+        assert_eq!(ram.residency_bytes().unwrap(), 0);
+        assert_eq!(ram.resident_ranges().unwrap(), []);
+        assert_eq!(fs::metadata(ram.path()).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+
+    #[test]
+    fn residency_follows_touch_and_release() {
+        let folder = folder();
+        let ram = ram(&folder);
+        touch(&ram, 10..20);
+        touch(&ram, 1023..1024);
+        assert_eq!(ram.residency_bytes().unwrap(), 11 * PAGE_BYTES);
+        assert_eq!(ram.resident_ranges().unwrap(), [10..20, 1023..1024]);
+        ram.release(12..14).unwrap();
+        assert_eq!(ram.resident_ranges().unwrap(), [10..12, 14..20, 1023..1024]);
+        assert_eq!(ram.residency_bytes().unwrap(), 9 * PAGE_BYTES);
+    }
+
+    #[test]
+    fn single_pages_are_released_in_runs_and_counted_once() {
+        let folder = folder();
+        let ram = ram(&folder);
+        touch(&ram, 0..8);
+        assert_eq!(ram.release_pages([0, 1, 1, 2, 5, 6].into_iter()).unwrap(), 5);
+        assert_eq!(ram.resident_ranges().unwrap(), [3..5, 7..8]);
+        assert_eq!(ram.release_pages(std::iter::empty()).unwrap(), 0);
+        assert_eq!(ram.residency_bytes().unwrap(), 3 * PAGE_BYTES);
+    }
+
+    #[test]
+    fn a_view_shows_the_page_as_it_is_now_and_outlives_the_file() {
+        let folder = folder();
+        let ram = ram(&folder);
+        touch(&ram, 3..5);
+        let view = ram.map().unwrap();
+        assert_eq!(view.pages(), PAGES);
+        assert_eq!(view.page(4), &[5; PAGE_BYTES as usize]);
+        let mut copy = [0; PAGE_BYTES as usize];
+        view.copy_page(3, &mut copy);
+        assert_eq!(copy, [3; PAGE_BYTES as usize]);
+        ram.release(4..5).unwrap();
+        view.copy_page(4, &mut copy);
+        assert_eq!(copy, [0; PAGE_BYTES as usize]);
+        ram.remove().unwrap();
+        assert_eq!(view.page(3)[0], 3);
+    }
+
+    #[test]
+    fn reading_leaves_holes_as_they_are() {
+        let folder = folder();
+        let ram = ram(&folder);
+        touch(&ram, 3..4);
+        let mut bytes = [7; 3 * PAGE_BYTES as usize];
+        ram.read(FileOffset(2 * PAGE_BYTES), &mut bytes).unwrap();
+        let pages: Vec<_> =
+            bytes.chunks(PAGE_BYTES as usize).map(|page| (page[0], page[PAGE_BYTES as usize - 1])).collect();
+        assert_eq!(pages, [(0, 0), (3, 3), (0, 0)]);
+        assert_eq!(ram.residency_bytes().unwrap(), PAGE_BYTES);
+        let refusal = chain(&ram.read(FileOffset(PAGES * PAGE_BYTES - 1), &mut [0; 2]).unwrap_err());
+        assert!(
+            refusal.ends_with("ram-1: 2 bytes at 4194303 cannot be read: failed to fill whole buffer"),
+            "{refusal}"
+        );
+    }
+
+    #[test]
+    #[should_panic(expected = "page 1024 of 1024")]
+    fn a_view_ends_with_the_ram() {
+        let folder = folder();
+        ram(&folder).map().unwrap().page(PAGES);
+    }
+
+    #[test]
+    fn a_file_left_by_a_dead_keeper_is_the_same_file() {
+        let folder = folder();
+        let first = ram(&folder);
+        touch(&first, 7..8);
+        let again = RamFile::open(first.path()).unwrap();
+        assert_eq!(again.identity(), first.identity());
+        assert_eq!((again.bytes(), again.residency_bytes().unwrap()), (first.bytes(), PAGE_BYTES));
+    }
+
+    #[test]
+    fn ram_that_exists_is_never_taken_for_new() {
+        let folder = folder();
+        let first = ram(&folder);
+        touch(&first, 0..1);
+        let refusal = chain(&RamFile::create(first.path(), PAGE_BYTES).unwrap_err());
+        assert!(refusal.ends_with("ram-1: cannot be created as RAM file: File exists (os error 17)"), "{refusal}");
+        assert_eq!(first.residency_bytes().unwrap(), PAGE_BYTES);
+    }
+
+    #[test]
+    fn absurd_sizes_are_refused_and_leave_no_file() {
+        let folder = folder();
+        let path = folder.path().join("ram-1");
+        for bytes in [0, 4095, PAGE_BYTES + 1] {
+            let refusal = RamFile::create(&path, bytes).unwrap_err().to_string();
+            assert!(refusal.contains(&format!("{bytes} bytes are no size for RAM")), "{refusal}");
+        }
+        // Larger than any file may be: the error comes from the host.
+        let refusal = RamFile::create(&path, u64::MAX - PAGE_BYTES + 1).unwrap_err().to_string();
+        assert!(refusal.contains("cannot be created"), "{refusal}");
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_damaged_file_is_refused() {
+        let folder = folder();
+        let path = folder.path().join("ram-1");
+        fs::write(&path, b"torn").unwrap();
+        let refusal = RamFile::open(&path).unwrap_err().to_string();
+        assert!(refusal.contains("4 bytes are no size for RAM"), "{refusal}");
+        let missing = chain(&RamFile::open(&folder.path().join("ram-2")).unwrap_err());
+        assert!(missing.contains("ram-2: cannot be opened as RAM file: No such file"), "{missing}");
+    }
+
+    #[test]
+    fn a_symbolic_link_is_not_followed() {
+        let folder = folder();
+        let target = ram(&folder);
+        let link = folder.path().join("ram-2");
+        std::os::unix::fs::symlink(target.path(), &link).unwrap();
+        assert!(matches!(RamFile::open(&link), Err(MemoryError::Open { .. })));
+    }
+
+    #[test]
+    fn pages_past_the_end_are_not_released() {
+        let folder = folder();
+        let ram = ram(&folder);
+        let refusal = ram.release(1000..1025).unwrap_err().to_string();
+        assert!(refusal.ends_with("has 1024 pages, so pages 1000 to 1025 do not exist"), "{refusal}");
+        assert!(ram.release_pages([3, 2000].into_iter()).is_err());
+        assert_eq!(fs::metadata(ram.path()).unwrap().len(), PAGES * PAGE_BYTES);
+    }
+
+    #[test]
+    fn a_file_that_is_gone_already_cannot_be_removed_twice() {
+        let folder = folder();
+        let ram = ram(&folder);
+        let again = RamFile::open(ram.path()).unwrap();
+        ram.remove().unwrap();
+        assert!(matches!(again.remove(), Err(MemoryError::Remove { .. })));
+    }
+}

@@ -1,0 +1,277 @@
+//! Accelerator: KVM if it works, else TCG.
+//!
+//! /dev/kvm there? -> may it be opened? -> does a guest run on it? (asked once per QEMU, CPU model and host boot)
+//!
+//! That /dev/kvm opens says little. There are hosts, themselves virtual, where QEMU then aborts ("failed to set MSR 0x10a")
+//! or the guest never gets anywhere. So a tiny guest is really run: real mode, protected mode, long mode with paging on,
+//! and a code out of a debug port. Anything else than that code means no.
+
+mod cache;
+mod guest;
+
+use std::fs::OpenOptions;
+use std::io;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use crate::Binary;
+use crate::bounded::{self, Finished};
+
+const DEVICE: &str = "/dev/kvm";
+/// The guest takes 0.1 to 0.3 s; a KVM that hangs must not hold up the machine's start for long.
+const PROBE_PATIENCE: Duration = Duration::from_secs(3);
+
+/// What runs the guest's instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Accelerator {
+    Kvm,
+    Tcg,
+}
+
+/// What the operator wants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wanted {
+    /// KVM if it works, else TCG.
+    Auto,
+    Kvm,
+    Tcg,
+}
+
+/// What it will be, and why, in words for the operator.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AcceleratorChoice {
+    pub accelerator: Accelerator,
+    pub why: String,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum AcceleratorError {
+    #[error("KVM does not work here: {why}; use accelerator = \"auto\" or \"tcg\"")]
+    NoKvm { why: String },
+}
+
+impl Accelerator {
+    /// As QEMU spells it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Kvm => "kvm",
+            Self::Tcg => "tcg",
+        }
+    }
+
+    /// TCG runs `rep movsb` bytewise (page-cache reads are 3.6 times faster without it), and QEMU 7.2's cmpxchg16b
+    /// crashes Linux 6.12.
+    pub fn default_cpu_model(self) -> &'static str {
+        match self {
+            Self::Kvm => "host",
+            Self::Tcg => "max,-erms,-fsrm,-cx16",
+        }
+    }
+}
+
+/// Tries KVM with the machine's CPU model where it is wanted.
+pub fn choose(binary: &Binary, wanted: Wanted, cpu_model: Option<&str>) -> Result<AcceleratorChoice, AcceleratorError> {
+    decide(wanted, || try_kvm(binary, cpu_model, None))
+}
+
+/// As `choose`, but a trial's answer is kept in `folder` and not asked for again until something has changed.
+pub fn choose_once(
+    binary: &Binary,
+    wanted: Wanted,
+    cpu_model: Option<&str>,
+    folder: &Path,
+) -> Result<AcceleratorChoice, AcceleratorError> {
+    decide(wanted, || try_kvm(binary, cpu_model, Some(folder)))
+}
+
+fn decide(wanted: Wanted, kvm: impl FnOnce() -> Verdict) -> Result<AcceleratorChoice, AcceleratorError> {
+    let chosen = |accelerator, why: String| Ok(AcceleratorChoice { accelerator, why });
+    if wanted == Wanted::Tcg {
+        return chosen(Accelerator::Tcg, "it is configured".to_owned());
+    }
+    let verdict = kvm();
+    match (verdict.works, wanted) {
+        (true, Wanted::Kvm) => chosen(Accelerator::Kvm, "it is configured, and works".to_owned()),
+        (true, _) => chosen(Accelerator::Kvm, verdict.why),
+        (false, Wanted::Kvm) => Err(AcceleratorError::NoKvm { why: verdict.why }),
+        (false, _) => chosen(Accelerator::Tcg, format!("KVM does not work here: {}", verdict.why)),
+    }
+}
+
+/// The answer of one trial.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+struct Verdict {
+    works: bool,
+    why: String,
+}
+
+impl Verdict {
+    fn no(why: String) -> Self {
+        Self { works: false, why }
+    }
+}
+
+fn try_kvm(binary: &Binary, cpu_model: Option<&str>, folder: Option<&Path>) -> Verdict {
+    // Permissions change while a host is up, so this is asked every time; it costs nothing.
+    if let Err(error) = OpenOptions::new().read(true).write(true).open(DEVICE) {
+        return Verdict::no(cannot_open(&error));
+    }
+    let cpu_model = cpu_model.unwrap_or(Accelerator::Kvm.default_cpu_model());
+    let question = cache::Question::about(binary, cpu_model);
+    if let Some(verdict) = folder.and_then(|folder| cache::recall(folder, &question)) {
+        return verdict;
+    }
+    let finished = match run_guest(binary, Accelerator::Kvm, cpu_model, PROBE_PATIENCE) {
+        Ok(finished) => finished,
+        Err(error) => return Verdict::no(format!("the trial cannot be made: {error}")),
+    };
+    let verdict = judge(&finished);
+    // A guest that did not end in time may only have met a busy host: ask again next time.
+    if let Some(folder) = folder.filter(|_| finished.status.is_some()) {
+        cache::remember(folder, &question, &verdict);
+    }
+    verdict
+}
+
+fn cannot_open(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::NotFound => format!("there is no {DEVICE}"),
+        io::ErrorKind::PermissionDenied => format!("no access to {DEVICE}; join the group kvm"),
+        _ => format!("{DEVICE}: {error}"),
+    }
+}
+
+fn run_guest(binary: &Binary, accelerator: Accelerator, cpu_model: &str, at_most: Duration) -> io::Result<Finished> {
+    let image = guest::Image::write()?;
+    let mut command = Command::new(binary.path());
+    for folder in binary.data_folders() {
+        command.arg("-L").arg(folder);
+    }
+    command
+        .args(["-nodefaults", "-no-user-config", "-display", "none", "-machine", "q35", "-m", "16M"])
+        .args(["-accel", accelerator.name(), "-cpu", cpu_model])
+        .args(["-action", "reboot=shutdown", "-device", guest::EXIT_DEVICE])
+        .arg("-bios")
+        .arg(image.path());
+    bounded::run(&mut command, at_most)
+}
+
+fn judge(finished: &Finished) -> Verdict {
+    if finished.status.and_then(|status| status.code()) == Some(guest::EXIT_CODE) {
+        return Verdict { works: true, why: "it works".to_owned() };
+    }
+    let why = match telling_line(&finished.stderr) {
+        Some(line) => format!("QEMU said \"{line}\", and {}", finished.how()),
+        None => format!("the trial guest did not get through: {}", finished.how()),
+    };
+    Verdict::no(why)
+}
+
+/// The last line that speaks of an error, else the last line: an assertion often follows the words that explain it.
+fn telling_line(stderr: &str) -> Option<&str> {
+    let lines = || stderr.lines().map(str::trim).filter(|line| !line.is_empty());
+    lines().rfind(|line| line.contains("error:")).or_else(|| lines().next_back())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Not the keeper's 3 s: this runs beside a whole test suite.
+    const LONG: Duration = Duration::from_secs(60);
+
+    fn binary() -> Binary {
+        Binary::find(None).expect("these tests need QEMU: apt-get install qemu-system-x86")
+    }
+
+    fn try_tcg(cpu_model: &str) -> Verdict {
+        judge(&run_guest(&binary(), Accelerator::Tcg, cpu_model, LONG).unwrap())
+    }
+
+    #[test]
+    fn the_trial_guest_gets_through_where_guests_run() {
+        let verdict = try_tcg(Accelerator::Tcg.default_cpu_model());
+        assert_eq!(verdict, Verdict { works: true, why: "it works".to_owned() });
+    }
+
+    #[test]
+    fn the_trial_guest_fails_on_a_cpu_without_long_mode() {
+        let verdict = try_tcg("max,-lm");
+        assert!(!verdict.works, "{verdict:?}");
+        assert!(verdict.why.starts_with("the trial guest did not get through: it ended with code 0"), "{verdict:?}");
+    }
+
+    #[test]
+    fn qemus_own_words_are_the_reason() {
+        let verdict = try_tcg("no-such-cpu");
+        assert!(!verdict.works && verdict.why.contains("unable to find CPU model 'no-such-cpu'"), "{verdict:?}");
+    }
+
+    #[test]
+    fn a_guest_that_hangs_does_not_work() {
+        let finished = run_guest(&binary(), Accelerator::Tcg, "max", Duration::ZERO).unwrap();
+        assert_eq!(judge(&finished).why, "the trial guest did not get through: it did not end in time");
+    }
+
+    #[test]
+    fn kvm_is_judged_by_what_happens_on_this_host() {
+        let choice = choose(&binary(), Wanted::Auto, None).unwrap();
+        let forced = choose(&binary(), Wanted::Kvm, None);
+        match choice.accelerator {
+            Accelerator::Kvm => {
+                assert_eq!(choice.why, "it works");
+                assert_eq!(forced.unwrap().why, "it is configured, and works");
+            }
+            Accelerator::Tcg => {
+                assert!(choice.why.starts_with("KVM does not work here: "), "{}", choice.why);
+                let refusal = forced.unwrap_err().to_string();
+                assert!(refusal.ends_with("; use accelerator = \"auto\" or \"tcg\""), "{refusal}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_was_tried_once_is_not_tried_again() {
+        if !Path::new(DEVICE).exists() {
+            // Nothing is tried where there is no KVM; the cache has tests of its own.
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let binary = binary();
+        let question = cache::Question::about(&binary, "planted");
+        cache::remember(folder.path(), &question, &Verdict::no("it was planted".to_owned()));
+        let choice = choose_once(&binary, Wanted::Auto, Some("planted"), folder.path()).unwrap();
+        assert_eq!(choice.why, "KVM does not work here: it was planted");
+    }
+
+    #[test]
+    fn what_is_wanted_and_what_works_decide() {
+        let verdict = |works| move || Verdict { works, why: "because".to_owned() };
+        let why = |wanted, works| decide(wanted, verdict(works)).map(|choice| (choice.accelerator, choice.why));
+        assert_eq!(why(Wanted::Tcg, true).unwrap(), (Accelerator::Tcg, "it is configured".to_owned()));
+        assert_eq!(why(Wanted::Auto, true).unwrap(), (Accelerator::Kvm, "because".to_owned()));
+        assert_eq!(why(Wanted::Kvm, true).unwrap(), (Accelerator::Kvm, "it is configured, and works".to_owned()));
+        let fallback = (Accelerator::Tcg, "KVM does not work here: because".to_owned());
+        assert_eq!(why(Wanted::Auto, false).unwrap(), fallback);
+        assert!(why(Wanted::Kvm, false).is_err());
+    }
+
+    #[test]
+    fn the_line_that_explains_is_quoted() {
+        let stderr = "qemu: warning: a\nqemu: error: failed to set MSR 0x10a\nqemu: kvm.c:3183: Assertion failed.\n\n";
+        assert_eq!(telling_line(stderr), Some("qemu: error: failed to set MSR 0x10a"));
+        assert_eq!(
+            telling_line("first\nCould not access KVM kernel module\n"),
+            Some("Could not access KVM kernel module")
+        );
+        assert_eq!(telling_line(" \n"), None);
+    }
+
+    #[test]
+    fn a_device_that_cannot_be_opened_says_what_to_do() {
+        let why = |kind: io::ErrorKind| cannot_open(&io::Error::from(kind));
+        assert_eq!(why(io::ErrorKind::PermissionDenied), "no access to /dev/kvm; join the group kvm");
+        assert_eq!(why(io::ErrorKind::NotFound), "there is no /dev/kvm");
+    }
+}

@@ -1,0 +1,209 @@
+//! The QEMU program: found, and asked for its version.
+
+use std::fmt;
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use crate::bounded::{self, Finished};
+
+const PROGRAM: &str = "qemu-system-x86_64";
+
+/// `--version` takes 20 ms, or a second on a host that swaps.
+const VERSION_PATIENCE: Duration = Duration::from_secs(20);
+/// What a sandboxed QEMU may not do any more: old system calls, becoming another user, starting programs, changing its
+/// own scheduling.
+pub(crate) const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
+
+/// The oldest QEMU that Hearth works with: Debian 12's. Older ones lack in-flight tracking for vhost-user-blk hand-over.
+pub const VERSION_MIN: Version = Version { major: 7, minor: 2, micro: 0 };
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Version {
+    pub major: u32,
+    pub minor: u32,
+    pub micro: u32,
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{}.{}.{}", self.major, self.minor, self.micro)
+    }
+}
+
+/// A QEMU that answered.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Binary {
+    path: PathBuf,
+    version: Version,
+    /// Firmware folders of a QEMU that was unpacked rather than installed.
+    data_folders: Vec<PathBuf>,
+    has_sandbox: bool,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum BinaryError {
+    #[error("{PROGRAM} is not on PATH; install QEMU (Debian: apt-get install qemu-system-x86) or set `qemu`")]
+    NotFound,
+    #[error("{path}: there is no such program; set `qemu` to a {PROGRAM}")]
+    Missing { path: PathBuf },
+    #[error("{path}: cannot be run")]
+    NotRunnable { path: PathBuf, source: io::Error },
+    #[error("{path}: does not answer --version: {how}")]
+    Silent { path: PathBuf, how: String },
+    #[error("{path}: does not say that it is QEMU, but {said:?}")]
+    NotQemu { path: PathBuf, said: String },
+    #[error("{path}: QEMU {found} is too old; Hearth needs {VERSION_MIN} or later")]
+    TooOld { path: PathBuf, found: Version },
+}
+
+impl Binary {
+    #[cfg(test)]
+    pub(crate) fn stand_in(version: Version, has_sandbox: bool) -> Self {
+        Self { path: PROGRAM.into(), version, data_folders: Vec::new(), has_sandbox }
+    }
+
+    /// `wanted`, or the first one on PATH.
+    pub fn find(wanted: Option<&Path>) -> Result<Self, BinaryError> {
+        let path = match wanted {
+            Some(path) if !path.exists() => return Err(BinaryError::Missing { path: path.to_owned() }),
+            Some(path) => path.to_owned(),
+            None => on_path(PROGRAM).ok_or(BinaryError::NotFound)?,
+        };
+        // QEMU reads its options in order: it stops at the first if it was built without seccomp, else at the second.
+        let sandboxed = ask(&path, &["-sandbox", SANDBOX, "--version"])?;
+        let has_sandbox = sandboxed.succeeded();
+        let answer = if has_sandbox { sandboxed } else { ask(&path, &["--version"])? };
+        let said = answer.stdout.lines().next().unwrap_or_default().to_owned();
+        if said.is_empty() {
+            return Err(BinaryError::Silent { path, how: answer.how() });
+        }
+        let found = parse_version(&said).ok_or_else(|| BinaryError::NotQemu { path: path.clone(), said })?;
+        if found < VERSION_MIN {
+            return Err(BinaryError::TooOld { path, found });
+        }
+        let data_folders = unpacked_data_folders(&path);
+        Ok(Self { path, version: found, data_folders, has_sandbox })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    pub fn data_folders(&self) -> &[PathBuf] {
+        &self.data_folders
+    }
+
+    /// Built with seccomp.
+    pub fn has_sandbox(&self) -> bool {
+        self.has_sandbox
+    }
+}
+
+fn ask(path: &Path, arguments: &[&str]) -> Result<Finished, BinaryError> {
+    bounded::run(Command::new(path).args(arguments), VERSION_PATIENCE)
+        .map_err(|source| BinaryError::NotRunnable { path: path.to_owned(), source })
+}
+
+fn on_path(program: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path).map(|folder| folder.join(program)).find(|candidate| is_executable(candidate))
+}
+
+fn is_executable(path: &Path) -> bool {
+    path.metadata().is_ok_and(|metadata| metadata.is_file() && metadata.permissions().mode() & 0o111 != 0)
+}
+
+/// `QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18)`
+fn parse_version(said: &str) -> Option<Version> {
+    let (_, rest) = said.split_once("QEMU emulator version ")?;
+    let mut numbers = rest.split([' ', '.']).map(|number| number.parse().ok());
+    let mut next = || numbers.next().flatten();
+    Some(Version { major: next()?, minor: next()?, micro: next().unwrap_or(0) })
+}
+
+/// `X/usr/bin/qemu-system-x86_64` with `X/usr/share/qemu` beside it was unpacked there: its own paths point elsewhere.
+fn unpacked_data_folders(program: &Path) -> Vec<PathBuf> {
+    let Some(usr) = program.parent().and_then(Path::parent) else { return Vec::new() };
+    if usr == Path::new("/usr") || usr == Path::new("/usr/local") {
+        return Vec::new();
+    }
+    let folders = ["share/seabios", "share/qemu", "lib/ipxe/qemu"].map(|folder| usr.join(folder));
+    folders.into_iter().filter(|folder| folder.is_dir()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(said: &str, expect: Option<(u32, u32, u32)>) {
+        let expect = expect.map(|(major, minor, micro)| Version { major, minor, micro });
+        assert_eq!(parse_version(said), expect, "{said}");
+    }
+
+    #[test]
+    fn versions_are_read_from_what_qemu_says() {
+        check("QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18+b3)", Some((7, 2, 22)));
+        check("QEMU emulator version 10.0.2 (Debian 1:10.0.2+ds-2~bpo12+1)", Some((10, 0, 2)));
+        check("QEMU emulator version 9.0", Some((9, 0, 0)));
+        check("qemu-img version 7.2.22", None);
+        check("", None);
+    }
+
+    /// A stand-in for QEMU, in a tree of its own.
+    fn script(text: &str) -> (tempfile::TempDir, PathBuf) {
+        let folder = tempfile::tempdir().unwrap();
+        let (draft, path) = (folder.path().join("draft"), folder.path().join("bin/qemu"));
+        std::fs::create_dir(folder.path().join("bin")).unwrap();
+        std::fs::write(&draft, format!("#!/bin/sh\n{text}\n")).unwrap();
+        // Written by a process of its own: a file that this one had open for writing could still be open in a child that
+        // another test is just starting, and then it cannot be executed.
+        assert!(Command::new("install").args(["-m", "755"]).args([&draft, &path]).status().unwrap().success());
+        (folder, path)
+    }
+
+    #[track_caller]
+    fn check_refused(text: &str, expect: &str) {
+        let (_folder, path) = script(text);
+        let refusal = Binary::find(Some(&path)).unwrap_err().to_string();
+        assert_eq!(refusal.replace(path.to_str().unwrap(), "QEMU"), expect);
+    }
+
+    #[test]
+    fn what_is_not_a_usable_qemu_is_named_with_the_reason() {
+        check_refused("echo QEMU emulator version 5.2.0", "QEMU: QEMU 5.2.0 is too old; Hearth needs 7.2.0 or later");
+        check_refused("echo hello", r#"QEMU: does not say that it is QEMU, but "hello""#);
+        check_refused("kill -11 $$", "QEMU: does not answer --version: it was ended by signal 11");
+        let error = Binary::find(Some(Path::new("/nowhere/qemu"))).unwrap_err().to_string();
+        assert!(error.starts_with("/nowhere/qemu: there is no such program"), "{error}");
+        let error = Binary::find(Some(Path::new("/dev/null"))).unwrap_err().to_string();
+        assert_eq!(error, "/dev/null: cannot be run");
+    }
+
+    #[test]
+    fn the_installed_qemu_is_found_and_has_a_sandbox() {
+        let binary = Binary::find(None).expect("these tests need QEMU: apt-get install qemu-system-x86");
+        assert!(binary.version() >= VERSION_MIN);
+        assert!(binary.has_sandbox(), "Debian builds QEMU with seccomp");
+    }
+
+    #[test]
+    fn a_qemu_without_seccomp_is_used_without_sandbox() {
+        let (_folder, path) = script(r#"[ "$1" = -sandbox ] && exit 1; echo QEMU emulator version 8.0.0"#);
+        assert!(!Binary::find(Some(&path)).unwrap().has_sandbox());
+    }
+
+    #[test]
+    fn an_unpacked_qemu_brings_its_own_firmware() {
+        let (folder, path) = script("echo QEMU emulator version 10.0.2");
+        let firmware = folder.path().join("share/seabios");
+        std::fs::create_dir_all(&firmware).unwrap();
+        assert_eq!(Binary::find(Some(&path)).unwrap().data_folders(), [firmware]);
+    }
+}

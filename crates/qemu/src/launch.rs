@@ -1,0 +1,462 @@
+//! QEMU's command line, from what a machine is.
+//!
+//! Every device has a fixed PCI address and the machine type a version, so that any QEMU generation matches the last.
+
+use std::ffi::OsString;
+use std::net::IpAddr;
+use std::os::fd::RawFd;
+use std::path::{Path, PathBuf};
+
+use crate::accelerator::Accelerator;
+use crate::binary::SANDBOX;
+use crate::preload::Preload;
+use crate::sockets::SocketNumbers;
+use crate::{Binary, VERSION_MIN, Version};
+
+const WATCHDOG_SLOT: usize = 0x4;
+/// First PCI slot of disks; 16 of them, then the networks. Slots below hold what every machine has.
+const DISK_SLOT: usize = 0x8;
+const NET_SLOT: usize = 0x18;
+/// As many as there are slots.
+pub const DISKS_MAX: usize = NET_SLOT - DISK_SLOT;
+pub const NETS_MAX: usize = 7;
+/// `reconnect` became `reconnect-ms` in 9.2.
+const RECONNECT_MS_SINCE: Version = Version { major: 9, minor: 2, micro: 0 };
+
+/// `-runas` became `-run-with user=` in 9.1.
+const RUN_WITH_USER_SINCE: Version = Version { major: 9, minor: 1, micro: 0 };
+
+/// What one QEMU is started with.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    pub name: String,
+    pub ram_file: PathBuf,
+    pub ram_bytes: u64,
+    pub cpus: u32,
+    /// None: `host` under KVM, `max` under TCG without what TCG does slowly or wrongly.
+    pub cpu_model: Option<String>,
+    pub accelerator: Accelerator,
+    /// None: q35 as the oldest QEMU that Hearth works with knows it, so that any newer one can take over.
+    pub machine_type: Option<String>,
+    pub boot: Boot,
+    pub disks: Vec<DiskDevice>,
+    pub nets: Vec<NetDevice>,
+    pub serial_socket: PathBuf,
+    pub qmp_socket: PathBuf,
+    pub preload: Option<Preload>,
+    /// The guest waits for a word (`Qmp::resume`) before it does anything.
+    pub hold_still: bool,
+    /// Wait for a guest that another QEMU gives away, instead of starting one.
+    pub incoming: bool,
+    pub sandbox: bool,
+    /// A user to become after the start.
+    pub run_as: Option<String>,
+    /// None: no watchdog device.
+    pub watchdog: Option<WatchdogAction>,
+    pub extra_args: Vec<String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Boot {
+    Kernel {
+        kernel: PathBuf,
+        initrd: Option<PathBuf>,
+        cmdline: String,
+    },
+    /// `code` none: SeaBIOS.
+    Firmware {
+        code: Option<PathBuf>,
+        vars: Option<PathBuf>,
+    },
+}
+
+/// What QEMU does when the guest no longer feeds its watchdog.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WatchdogAction {
+    /// Holds the guest still: its keeper does the rest.
+    Pause,
+    /// Makes a guest that is set up for it panic by itself.
+    InjectNmi,
+    Reset,
+}
+
+impl WatchdogAction {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Pause => "pause",
+            Self::InjectNmi => "inject-nmi",
+            Self::Reset => "reset",
+        }
+    }
+}
+
+/// A disk served over vhost-user-blk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskDevice {
+    pub id: String,
+    pub socket: PathBuf,
+    pub queues: u16,
+    pub queue_size: u16,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NetDevice {
+    pub mac: String,
+    pub backend: NetBackend,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NetBackend {
+    User { forward: Vec<Forward> },
+    Passt { socket: PathBuf },
+    Tap { ifname: String },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Forward {
+    /// `tcp` or `udp`.
+    pub protocol: &'static str,
+    pub host: IpAddr,
+    pub host_port: u16,
+    pub guest_port: u16,
+}
+
+impl Launch {
+    /// The whole command line but for the program's name.
+    pub fn arguments(&self, binary: &Binary, sockets: SocketNumbers) -> Vec<OsString> {
+        let mut arguments = Arguments::default();
+        for folder in binary.data_folders() {
+            arguments.option("-L", folder);
+        }
+        self.machine(&mut arguments);
+        self.boot(&mut arguments);
+        control(&mut arguments, sockets);
+        fixed_devices(&mut arguments);
+        if self.watchdog.is_some() {
+            arguments.option("-device", format!("i6300esb,addr={WATCHDOG_SLOT:#x}"));
+        }
+        for (position, disk) in self.disks.iter().enumerate() {
+            disk_arguments(&mut arguments, position, disk, binary.version());
+        }
+        for (position, net) in self.nets.iter().enumerate() {
+            net_arguments(&mut arguments, position, net);
+        }
+        if self.hold_still || self.incoming {
+            // A guest that comes from another QEMU stands still also when it is there: when it goes on is decided by whoever
+            // gave it.
+            arguments.flags(&["-S"]);
+        }
+        if self.incoming {
+            arguments.option("-incoming", "defer");
+        }
+        self.confine(&mut arguments, binary);
+        arguments.0.extend(self.extra_args.iter().map(OsString::from));
+        arguments.0
+    }
+
+    pub fn environment(&self) -> Vec<(&'static str, OsString)> {
+        self.preload.iter().flat_map(Preload::environment).collect()
+    }
+
+    fn machine(&self, arguments: &mut Arguments) {
+        let machine_type = self.machine_type.clone().unwrap_or_else(default_machine_type);
+        arguments.flags(&["-nodefaults", "-no-user-config"]);
+        arguments.option("-name", format!("guest={},debug-threads=on", escape(&self.name)));
+        arguments.option("-display", "none");
+        arguments.option("-vga", "none");
+        arguments.option("-accel", self.accelerator.name());
+        arguments.option("-cpu", self.cpu_model.as_deref().unwrap_or(self.accelerator.default_cpu_model()));
+        arguments.option("-smp", self.cpus.to_string());
+        arguments.option("-m", format!("{}B", self.ram_bytes));
+        let ram_file = ram_file_option(&self.ram_file);
+        arguments.option("-object", format!("memory-backend-file,id=ram,size={},{ram_file},share=on", self.ram_bytes));
+        arguments.option("-machine", format!("{machine_type},memory-backend=ram"));
+        // A guest's reset ends this QEMU (SHUTDOWN, reason guest-reset): the next incarnation gets a new one. A panic holds
+        // the guest still. A triple fault is a reset to QEMU, and QMP does not tell the two apart.
+        let watchdog = self.watchdog.unwrap_or(WatchdogAction::Reset).name();
+        arguments.option("-action", format!("reboot=shutdown,shutdown=poweroff,panic=pause,watchdog={watchdog}"));
+    }
+
+    fn boot(&self, arguments: &mut Arguments) {
+        match &self.boot {
+            Boot::Kernel { kernel, initrd, cmdline } => {
+                arguments.option("-kernel", kernel);
+                if let Some(initrd) = initrd {
+                    arguments.option("-initrd", initrd);
+                }
+                arguments.option("-append", cmdline);
+            }
+            Boot::Firmware { code, vars } => {
+                for (unit, (file, read_only)) in [(code, "on"), (vars, "off")].into_iter().enumerate() {
+                    let Some(file) = file else { continue };
+                    let file = escape_path(file);
+                    arguments
+                        .option("-drive", format!("if=pflash,unit={unit},format=raw,readonly={read_only},file={file}"));
+                }
+            }
+        }
+    }
+
+    fn confine(&self, arguments: &mut Arguments, binary: &Binary) {
+        if let Some(user) = &self.run_as {
+            if binary.version() >= RUN_WITH_USER_SINCE {
+                arguments.option("-run-with", format!("user={}", escape(user)));
+            } else {
+                arguments.option("-runas", user);
+            }
+        }
+        if self.sandbox && binary.has_sandbox() {
+            // The filter is there before QEMU becomes another user, and would kill it for that. What is left open is closed
+            // all the same: a user without privileges, under no_new_privs, which comes with the filter, gains none.
+            let elevate = if self.run_as.is_some() { "elevateprivileges=allow" } else { "elevateprivileges=deny" };
+            arguments.option("-sandbox", SANDBOX.replace("elevateprivileges=deny", elevate));
+        }
+    }
+}
+
+/// QEMU inherits the sockets it listens on (see `sockets`).
+fn control(arguments: &mut Arguments, sockets: SocketNumbers) {
+    let listen = |id: &str, fd: RawFd| format!("socket,id={id},fd={fd},server=on,wait=off");
+    arguments.option("-chardev", listen("qmp", sockets.qmp));
+    arguments.option("-mon", "chardev=qmp,mode=control");
+    arguments.option("-chardev", listen("serial", sockets.serial));
+    arguments.option("-serial", "chardev:serial");
+}
+
+/// What every machine has.
+fn fixed_devices(arguments: &mut Arguments) {
+    arguments.option("-device", "pvpanic-pci,addr=2");
+    arguments.option("-device", "virtio-rng-pci,addr=3");
+    arguments.option("-device", "vmcoreinfo");
+}
+
+/// The part of the command line by which the QEMU of a RAM file is known.
+pub(crate) fn ram_file_option(path: &Path) -> String {
+    format!("mem-path={}", escape_path(path))
+}
+
+/// q35 of the oldest QEMU that Hearth works with.
+pub fn default_machine_type() -> String {
+    format!("pc-q35-{}.{}", VERSION_MIN.major, VERSION_MIN.minor)
+}
+
+fn disk_arguments(arguments: &mut Arguments, position: usize, disk: &DiskDevice, version: Version) {
+    let reconnect = if version >= RECONNECT_MS_SINCE { "reconnect-ms=200" } else { "reconnect=1" };
+    let (id, socket) = (&disk.id, escape_path(&disk.socket));
+    arguments.option("-chardev", format!("socket,id=chardev-{id},path={socket},{reconnect}"));
+    let slot = DISK_SLOT + position;
+    let (queues, size) = (disk.queues, disk.queue_size);
+    arguments.option(
+        "-device",
+        format!(
+            "vhost-user-blk-pci,id={id},chardev=chardev-{id},num-queues={queues},queue-size={size},addr={slot:#x},bootindex={}",
+            position + 1
+        ),
+    );
+}
+
+fn net_arguments(arguments: &mut Arguments, position: usize, net: &NetDevice) {
+    let id = net_id(position);
+    let backend = match &net.backend {
+        NetBackend::User { forward } => {
+            let forwards: String = forward.iter().map(|forward| format!(",hostfwd={}", forward.hostfwd())).collect();
+            format!("user,id={id}{forwards}")
+        }
+        NetBackend::Passt { socket } => {
+            format!("stream,id={id},server=off,addr.type=unix,addr.path={}", escape_path(socket))
+        }
+        NetBackend::Tap { ifname } => {
+            format!("tap,id={id},ifname={},script=no,downscript=no,vhost=off", escape(ifname))
+        }
+    };
+    arguments.option("-netdev", backend);
+    let slot = NET_SLOT + position;
+    // Without a boot ROM: nothing to match between QEMU versions, and no seconds lost to network boot.
+    arguments.option("-device", format!("virtio-net-pci,netdev={id},mac={},addr={slot:#x},romfile=", net.mac));
+}
+
+/// What a network is called in QEMU.
+pub fn net_id(position: usize) -> String {
+    format!("net{position}")
+}
+
+impl Forward {
+    pub fn hostfwd(self) -> String {
+        let host = match self.host {
+            IpAddr::V4(address) => address.to_string(),
+            IpAddr::V6(address) => format!("[{address}]"),
+        };
+        format!("{}:{host}:{}-:{}", self.protocol, self.host_port, self.guest_port)
+    }
+}
+
+/// QEMU's option parser takes a comma as the end of a value unless it is doubled.
+fn escape(value: &str) -> String {
+    value.replace(',', ",,")
+}
+
+fn escape_path(path: &Path) -> String {
+    escape(&path.display().to_string())
+}
+
+#[derive(Default)]
+struct Arguments(Vec<OsString>);
+
+impl Arguments {
+    fn flags(&mut self, flags: &[&str]) {
+        self.0.extend(flags.iter().map(OsString::from));
+    }
+
+    fn option(&mut self, name: &str, value: impl Into<OsString>) {
+        self.0.push(name.into());
+        self.0.push(value.into());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SOCKETS: SocketNumbers = SocketNumbers { qmp: 7, serial: 8 };
+
+    fn launch() -> Launch {
+        Launch {
+            name: "web".into(),
+            ram_file: "/ram/web,1/ram-1".into(),
+            ram_bytes: 512 << 20,
+            cpus: 2,
+            cpu_model: None,
+            accelerator: Accelerator::Tcg,
+            machine_type: None,
+            boot: Boot::Kernel { kernel: "/k".into(), initrd: None, cmdline: "console=ttyS0 a,b".into() },
+            disks: Vec::new(),
+            nets: Vec::new(),
+            serial_socket: "/run/serial".into(),
+            qmp_socket: "/run/qmp".into(),
+            preload: None,
+            incoming: false,
+            sandbox: true,
+            run_as: None,
+            watchdog: None,
+            hold_still: false,
+            extra_args: vec!["-S".into()],
+        }
+    }
+
+    fn line(launch: &Launch, version: (u32, u32)) -> String {
+        let binary = Binary::stand_in(Version { major: version.0, minor: version.1, micro: 0 }, true);
+        let arguments = launch.arguments(&binary, SOCKETS);
+        let words: Vec<_> = arguments.iter().map(|argument| argument.to_str().unwrap()).collect();
+        words.join(" ")
+    }
+
+    #[track_caller]
+    fn check(launch: &Launch, version: (u32, u32), expect: &str) {
+        let line = line(launch, version);
+        assert!(line.contains(expect), "{line}");
+    }
+
+    #[test]
+    fn a_machine_reads_like_this() {
+        let expect = "-nodefaults -no-user-config -name guest=web,debug-threads=on -display none -vga none -accel tcg \
+            -cpu max,-erms,-fsrm,-cx16 -smp 2 -m 536870912B \
+            -object memory-backend-file,id=ram,size=536870912,mem-path=/ram/web,,1/ram-1,share=on \
+            -machine pc-q35-7.2,memory-backend=ram \
+            -action reboot=shutdown,shutdown=poweroff,panic=pause,watchdog=reset \
+            -kernel /k -append console=ttyS0 a,b \
+            -chardev socket,id=qmp,fd=7,server=on,wait=off -mon chardev=qmp,mode=control \
+            -chardev socket,id=serial,fd=8,server=on,wait=off -serial chardev:serial \
+            -device pvpanic-pci,addr=2 -device virtio-rng-pci,addr=3 -device vmcoreinfo \
+            -sandbox on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny -S";
+        assert_eq!(line(&launch(), (7, 2)), expect);
+    }
+
+    #[test]
+    fn a_watchdog_is_a_device_and_an_action() {
+        let launch = Launch { watchdog: Some(WatchdogAction::Pause), ..launch() };
+        check(&launch, (7, 2), "panic=pause,watchdog=pause ");
+        check(&launch, (7, 2), "-device i6300esb,addr=0x4 ");
+    }
+
+    #[test]
+    fn every_qemu_gives_the_guest_the_same_machine() {
+        let mut launch = launch();
+        launch.disks = vec![DiskDevice { id: "root".into(), socket: "/d".into(), queues: 2, queue_size: 256 }];
+        let device = "vhost-user-blk-pci,id=root,chardev=chardev-root,num-queues=2,queue-size=256,addr=0x8,bootindex=1";
+        check(&launch, (7, 2), device);
+        check(&launch, (10, 0), device);
+        check(&launch, (10, 0), "-machine pc-q35-7.2,");
+    }
+
+    #[test]
+    fn a_disk_comes_back_when_its_server_does() {
+        let mut launch = launch();
+        launch.disks = vec![DiskDevice { id: "root".into(), socket: "/d,e".into(), queues: 1, queue_size: 128 }];
+        check(&launch, (9, 1), "socket,id=chardev-root,path=/d,,e,reconnect=1 ");
+        check(&launch, (9, 2), "socket,id=chardev-root,path=/d,,e,reconnect-ms=200 ");
+    }
+
+    #[test]
+    fn networks_have_three_kinds_of_backends() {
+        let forward = Forward { protocol: "tcp", host: "127.0.0.1".parse().unwrap(), host_port: 8080, guest_port: 80 };
+        let other = Forward { protocol: "udp", host: "::1".parse().unwrap(), host_port: 53, guest_port: 53 };
+        let backends = [
+            NetBackend::User { forward: vec![forward, other] },
+            NetBackend::Passt { socket: "/p".into() },
+            NetBackend::Tap { ifname: "tap0".into() },
+        ];
+        let mut launch = launch();
+        launch.nets = backends.map(|backend| NetDevice { mac: "52:54:00:00:00:01".into(), backend }).to_vec();
+        check(&launch, (7, 2), "user,id=net0,hostfwd=tcp:127.0.0.1:8080-:80,hostfwd=udp:[::1]:53-:53 ");
+        check(&launch, (7, 2), "stream,id=net1,server=off,addr.type=unix,addr.path=/p ");
+        check(&launch, (7, 2), "tap,id=net2,ifname=tap0,script=no,downscript=no,vhost=off ");
+        check(&launch, (7, 2), "virtio-net-pci,netdev=net2,mac=52:54:00:00:00:01,addr=0x1a,romfile= ");
+    }
+
+    #[test]
+    fn firmware_is_flash_in_order() {
+        let mut launch = launch();
+        launch.boot = Boot::Firmware { code: Some("/code".into()), vars: Some("/vars".into()) };
+        check(&launch, (7, 2), "-drive if=pflash,unit=0,format=raw,readonly=on,file=/code ");
+        check(&launch, (7, 2), "-drive if=pflash,unit=1,format=raw,readonly=off,file=/vars ");
+        launch.boot = Boot::Firmware { code: None, vars: None };
+        assert!(!line(&launch, (7, 2)).contains("-drive"));
+    }
+
+    #[test]
+    fn becoming_another_user_is_left_possible() {
+        let launch = Launch { run_as: Some("hearth".into()), ..launch() };
+        check(&launch, (9, 0), "-runas hearth -sandbox on,obsolete=deny,elevateprivileges=allow,spawn=deny");
+        check(&launch, (9, 1), "-run-with user=hearth -sandbox on,obsolete=deny,elevateprivileges=allow,spawn=deny");
+    }
+
+    #[test]
+    fn a_qemu_without_seccomp_gets_no_sandbox() {
+        let binary = Binary::stand_in(VERSION_MIN, false);
+        let arguments = launch().arguments(&binary, SOCKETS);
+        assert!(!arguments.iter().any(|argument| argument == "-sandbox"));
+    }
+
+    #[test]
+    fn what_is_chosen_replaces_what_suits() {
+        let launch = Launch {
+            cpu_model: Some("EPYC".into()),
+            machine_type: Some("pc-q35-10.0".into()),
+            accelerator: Accelerator::Kvm,
+            sandbox: false,
+            ..launch()
+        };
+        check(&launch, (10, 0), "-accel kvm -cpu EPYC ");
+        check(&launch, (10, 0), "-machine pc-q35-10.0,");
+        assert!(!line(&launch, (10, 0)).contains("-sandbox"));
+        check(&Launch { cpu_model: None, ..launch }, (10, 0), "-accel kvm -cpu host ");
+    }
+
+    #[test]
+    fn the_preload_library_is_asked_for_in_the_environment() {
+        let preload = Preload { library: "/run/preload.so".into(), socket: "/run/userfault.sock".into() };
+        let launch = Launch { preload: Some(preload), ..launch() };
+        let expect = [("LD_PRELOAD", "/run/preload.so"), ("HEARTH_USERFAULT_SOCKET", "/run/userfault.sock")];
+        assert_eq!(launch.environment(), expect.map(|(name, value)| (name, value.into())));
+    }
+}

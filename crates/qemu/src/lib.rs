@@ -1,0 +1,20 @@
+//! QEMU: which program, which command line, which process, and how it is talked to.
+//!
+//! binary -> accelerator -> launch -> process (preload hands over its userfaultfd) -> qmp
+
+pub mod accelerator;
+mod binary;
+mod bounded;
+pub mod launch;
+mod migration;
+pub mod preload;
+mod process;
+mod qmp;
+mod sockets;
+
+pub use accelerator::{Accelerator, AcceleratorChoice, Wanted};
+pub use binary::{Binary, BinaryError, VERSION_MIN, Version};
+pub use launch::Launch;
+pub use migration::Migration;
+pub use process::{Process, ProcessError, ProcessId, kill_stray, processes_naming};
+pub use qmp::{Qmp, QmpError, QmpEvent, Said};

@@ -1,0 +1,230 @@
+//! Process: one QEMU, started by this keeper or by one that died.
+//!
+//! QEMU runs in a session of its own: neither a terminal's ^C nor the keeper's death may take it along. Its end is seen
+//! through a pidfd, which never means another process, unlike a number that may be given out again.
+
+use std::fs::{self, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid};
+
+use crate::launch::ram_file_option;
+use crate::sockets::Sockets;
+use crate::{Binary, Launch};
+
+/// Lines of QEMU's log that go into an error message.
+const LAST_WORDS_LINES: usize = 5;
+/// To free the memory of a large guest takes the kernel a second or two.
+const STRAY_PATIENCE_S: i64 = 30;
+
+/// Tells one process from all others since the host's boot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProcessId {
+    pub pid: u32,
+    /// Field 22 of /proc/PID/stat.
+    pub start_ticks: u64,
+}
+
+/// A running or ended QEMU. Dropping it leaves the process alone.
+#[derive(Debug)]
+pub struct Process {
+    id: ProcessId,
+    pidfd: Arc<OwnedFd>,
+    log: PathBuf,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum ProcessError {
+    #[error("{path}: cannot be written")]
+    Log { path: PathBuf, source: io::Error },
+    #[error("{path}: cannot be listened on")]
+    Socket { path: PathBuf, source: io::Error },
+    #[error("{path}: cannot be started")]
+    Spawn { path: PathBuf, source: io::Error },
+    #[error("process {pid} has ended, or is another one by now")]
+    Gone { pid: u32 },
+}
+
+impl Process {
+    /// Starts QEMU. What is wrong with its arguments it says in its log, and hangs up on QMP.
+    pub fn spawn(binary: &Binary, launch: &Launch, log: &Path) -> Result<Self, ProcessError> {
+        let log_failed = |source| ProcessError::Log { path: log.to_owned(), source };
+        let output =
+            OpenOptions::new().create(true).truncate(true).write(true).mode(0o600).open(log).map_err(log_failed)?;
+        let sockets = Sockets::bind(launch).map_err(|(path, source)| ProcessError::Socket { path, source })?;
+        let mut command = Command::new(binary.path());
+        command
+            .args(launch.arguments(binary, sockets.numbers()))
+            .envs(launch.environment())
+            .stdin(Stdio::null())
+            .stdout(output.try_clone().map_err(log_failed)?)
+            .stderr(output);
+        own_session(&mut command);
+        sockets.hand_to(&mut command);
+        let spawn_failed = |source| ProcessError::Spawn { path: binary.path().to_owned(), source };
+        let mut child = command.spawn().map_err(spawn_failed)?;
+        // Not yet waited for, so the number still means this process.
+        match identify(child.id()) {
+            Ok((id, pidfd)) => Ok(Self { id, pidfd: Arc::new(pidfd), log: log.to_owned() }),
+            Err(error) => {
+                // A QEMU that nobody could watch must not run; it is our child, so both are certain to work.
+                let _ = child.kill().and_then(|()| child.wait());
+                Err(spawn_failed(error))
+            }
+        }
+    }
+
+    /// A QEMU that another keeper started.
+    pub fn adopt(id: ProcessId, log: &Path) -> Result<Self, ProcessError> {
+        let gone = |_| ProcessError::Gone { pid: id.pid };
+        let pidfd = open_pidfd(id.pid).map_err(gone)?;
+        // Asked after the pidfd was opened: if the answer is right, the pidfd is of that process.
+        if start_ticks(id.pid).map_err(gone)? != id.start_ticks || has_ended(&pidfd) {
+            return Err(ProcessError::Gone { pid: id.pid });
+        }
+        Ok(Self { id, pidfd: Arc::new(pidfd), log: log.to_owned() })
+    }
+
+    pub fn id(&self) -> ProcessId {
+        self.id
+    }
+
+    pub fn has_ended(&self) -> bool {
+        has_ended(&self.pidfd)
+    }
+
+    /// Ends the process at once. Fine if it has ended.
+    pub fn kill(&self) {
+        match pidfd_send_signal(&*self.pidfd, Signal::KILL) {
+            Ok(()) | Err(rustix::io::Errno::SRCH) => {}
+            Err(error) => tracing::error!(pid = self.id.pid, %error, "QEMU cannot be killed"),
+        }
+    }
+
+    /// Waits for its end; false after `patience`.
+    pub fn ends_within(&self, patience: Duration) -> bool {
+        ends_within(
+            &self.pidfd,
+            Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: patience.subsec_nanos().into() },
+        )
+    }
+
+    /// Calls `ended` once, from a thread of its own, when the process has ended: `how` says by what.
+    pub fn watch(&self, ended: impl FnOnce(String) + Send + 'static) -> io::Result<()> {
+        let pidfd = self.pidfd.clone();
+        std::thread::Builder::new().name(format!("qemu-watch-{}", self.id.pid)).spawn(move || {
+            let mut poll_fds = [PollFd::new(&pidfd, PollFlags::IN)];
+            while poll(&mut poll_fds, None).is_err_and(|error| error == rustix::io::Errno::INTR) {}
+            ended(collect(&pidfd));
+        })?;
+        Ok(())
+    }
+
+    /// The tail of what QEMU wrote, on one line.
+    pub fn last_words(&self) -> String {
+        let text = fs::read(&self.log).unwrap_or_default();
+        let text = String::from_utf8_lossy(&text);
+        let lines: Vec<_> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+        let tail = &lines[lines.len().saturating_sub(LAST_WORDS_LINES)..];
+        if tail.is_empty() { "(none)".to_owned() } else { tail.join(" / ") }
+    }
+}
+
+fn own_session(command: &mut Command) {
+    use std::os::unix::process::CommandExt;
+    // SAFETY: setsid is async-signal-safe and touches nothing of the parent.
+    unsafe {
+        command.pre_exec(|| rustix::process::setsid().map(|_| ()).map_err(io::Error::from));
+    }
+}
+
+fn identify(pid: u32) -> io::Result<(ProcessId, OwnedFd)> {
+    let pidfd = open_pidfd(pid)?;
+    Ok((ProcessId { pid, start_ticks: start_ticks(pid)? }, pidfd))
+}
+
+fn open_pidfd(pid: u32) -> io::Result<OwnedFd> {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
+    Ok(pidfd_open(pid, PidfdFlags::empty())?)
+}
+
+fn start_ticks(pid: u32) -> io::Result<u64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    // The name in parentheses may hold anything: count fields after its end.
+    let after_name = stat.rsplit_once(')').map(|(_, rest)| rest);
+    let field = after_name.and_then(|rest| rest.split_ascii_whitespace().nth(19));
+    field.and_then(|ticks| ticks.parse().ok()).ok_or_else(|| io::ErrorKind::InvalidData.into())
+}
+
+fn has_ended(pidfd: &impl AsFd) -> bool {
+    ends_within(pidfd, Timespec::default())
+}
+
+fn ends_within(pidfd: &impl AsFd, patience: Timespec) -> bool {
+    let mut poll_fds = [PollFd::new(pidfd, PollFlags::IN)];
+    matches!(poll(&mut poll_fds, Some(&patience)), Ok(ready) if ready > 0)
+}
+
+/// Takes the end of a child off the process table and says how it came. Another keeper's child belongs to init.
+fn collect(pidfd: &OwnedFd) -> String {
+    match waitid(rustix::process::WaitId::PidFd(pidfd.as_fd()), WaitIdOptions::EXITED) {
+        Ok(Some(status)) if status.exited() => format!("exit code {}", status.exit_status().unwrap_or_default()),
+        Ok(Some(status)) => format!("signal {}", status.terminating_signal().unwrap_or_default()),
+        _ => "in a way only its dead keeper could have seen".to_owned(),
+    }
+}
+
+/// QEMUs whose RAM file has a path that starts like this: those of a keeper that died before it could write them down.
+/// Other programs may name such a file as well, to look at it; they are left in peace.
+pub fn processes_naming(path: &Path) -> Vec<u32> {
+    let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
+    let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
+    let option = format!(",{}", ram_file_option(path));
+    let is_qemu_with_it = |pid: &u32| {
+        // One that ends meanwhile cannot be read, and need not be found.
+        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let mut arguments = line.split(|&byte| byte == 0).map(String::from_utf8_lossy);
+        arguments.any(|argument| argument.starts_with("memory-backend-file,") && argument.contains(&option))
+    };
+    pids.filter(is_qemu_with_it).collect()
+}
+
+/// Ends a process that `processes_naming` found, and waits until it has given back what it held: ports, memory, disks.
+/// False if it does not end.
+pub fn kill_stray(pid: u32) -> bool {
+    // If it has ended meanwhile all is well.
+    let Ok(pidfd) = open_pidfd(pid) else { return true };
+    let _ = pidfd_send_signal(&pidfd, Signal::KILL);
+    ends_within(&pidfd, Timespec { tv_sec: STRAY_PATIENCE_S, tv_nsec: 0 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_told_by_when_it_started() {
+        let ticks = start_ticks(std::process::id()).unwrap();
+        assert_ne!(ticks, 0);
+        assert_eq!(start_ticks(std::process::id()).unwrap(), ticks);
+        assert!(start_ticks(0).is_err());
+    }
+
+    #[test]
+    fn only_the_last_words_count() {
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("qemu.log");
+        let (id, pidfd) = identify(std::process::id()).unwrap();
+        let process = Process { id, pidfd: Arc::new(pidfd), log: log.clone() };
+        assert_eq!(process.last_words(), "(none)");
+        fs::write(&log, "one\ntwo\n\n three \nfour\nfive\nsix\n").unwrap();
+        assert_eq!(process.last_words(), "two / three / four / five / six");
+    }
+}

@@ -1,0 +1,366 @@
+//! QMP: commands to a QEMU, and what it says by itself.
+//!
+//! A reader thread takes every line: answers go to whoever asked, events to the callback. Commands and answers are the
+//! types of `qapi-qmp`; events are read leniently, because a newer QEMU may say more than the types know.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, IoSlice, Read, Seek, SeekFrom, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use qapi_qmp::QmpCommand;
+use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use serde_json::{Value, json};
+
+use crate::Process;
+use crate::migration::Migration;
+
+/// QEMU answers in milliseconds; it may hold its lock while it flushes a disk.
+pub(crate) const ANSWER_PATIENCE: Duration = Duration::from_secs(20);
+
+/// What a dump of one byte may take: 255 processors have some 400 KiB of notes, the guest's own note has at most 64 KiB.
+const REGISTERS_BYTES_MAX: u64 = 4 << 20;
+
+/// What QEMU says by itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum QmpEvent {
+    /// It is about to end. `reason` is QEMU's word: `guest-reset`, `guest-shutdown`, `host-qmp-quit`, ...
+    Shutdown {
+        guest: bool,
+        reason: String,
+    },
+    GuestPanicked,
+    /// The watchdog device was not fed in time; QEMU is doing this (`pause`, `reset`, `inject-nmi`, ...).
+    Watchdog {
+        action: String,
+    },
+    Stopped,
+    Resumed,
+    /// A migration went on.
+    Migration(Migration),
+    /// It has hung up: the last thing that is heard of it.
+    HungUp,
+    /// Any other event, by name.
+    Other(String),
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum QmpError {
+    #[error("QMP: {socket}: no connection")]
+    Connect { socket: PathBuf, source: io::Error },
+    #[error("QEMU has ended")]
+    Ended,
+    #[error("QMP: {command}: cannot be sent")]
+    Send { command: &'static str, source: io::Error },
+    #[error("QMP: {command}: no answer within {waited:?}")]
+    Silent { command: &'static str, waited: Duration },
+    #[error("QMP: {command}: {description}")]
+    Refused { command: &'static str, description: String },
+    #[error("QMP: {command}: the answer is not understood")]
+    Answer { command: &'static str, source: serde_json::Error },
+    #[error("QMP: no file in memory for QEMU to write to")]
+    MemoryFile(#[source] io::Error),
+}
+
+/// An event, and when it was for QEMU: time since 1970.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Said {
+    pub event: QmpEvent,
+    pub at: Duration,
+}
+
+type Listener = Box<dyn Fn(Said) -> bool + Send>;
+type Listeners = Arc<Mutex<Vec<Listener>>>;
+
+/// A QMP session.
+pub struct Qmp {
+    session: Mutex<Session>,
+    listeners: Listeners,
+}
+
+impl std::fmt::Debug for Qmp {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Qmp").field("session", &self.session).finish_non_exhaustive()
+    }
+}
+
+#[derive(Debug)]
+struct Session {
+    stream: UnixStream,
+    answers: Receiver<Value>,
+    next_id: u64,
+}
+
+impl Qmp {
+    /// Waits until QEMU talks, which is when its devices are made; gives up early if it ends. The socket was there before
+    /// QEMU was (see `sockets`): so a refusal means that nobody listens any more.
+    pub fn connect(
+        socket: &Path,
+        patience: Duration,
+        process: &Process,
+        tell: impl Fn(QmpEvent) + Send + 'static,
+    ) -> Result<Self, QmpError> {
+        let failed = |source| QmpError::Connect { socket: socket.to_owned(), source };
+        let stream = UnixStream::connect(socket).map_err(|error| match error.kind() {
+            io::ErrorKind::ConnectionRefused => QmpError::Ended,
+            _ => failed(error),
+        })?;
+        let (answered, answers) = channel();
+        let listeners = Listeners::default();
+        let heard = Arc::clone(&listeners);
+        let lines = BufReader::new(stream.try_clone().map_err(failed)?);
+        std::thread::Builder::new()
+            .name(format!("qmp-{}", process.id().pid))
+            .spawn(move || {
+                let hears = |said: Said| {
+                    let told = |listener: &mut Listener| listener(said.clone());
+                    heard.lock().expect("listeners do not panic").retain_mut(told);
+                    if said.event != QmpEvent::HungUp {
+                        tell(said.event);
+                    }
+                };
+                read_all(lines, &answered, &hears);
+                hears(Said { event: QmpEvent::HungUp, at: now() });
+            })
+            .map_err(failed)?;
+        let qmp = Self { session: Mutex::new(Session { stream, answers, next_id: 0 }), listeners };
+        qmp.await_greeting(patience)?;
+        qmp.execute_within(qapi_qmp::qmp_capabilities { enable: None }, patience)?;
+        Ok(qmp)
+    }
+
+    /// Hears every event from now on, besides whoever was told of at first, until it returns false.
+    pub fn listen(&self, listener: impl Fn(Said) -> bool + Send + 'static) {
+        self.listeners.lock().expect("listeners do not panic").push(Box::new(listener));
+    }
+
+    pub fn execute<C: QmpCommand>(&self, command: C) -> Result<C::Ok, QmpError> {
+        self.execute_within(command, ANSWER_PATIENCE)
+    }
+
+    fn execute_within<C: QmpCommand>(&self, command: C, patience: Duration) -> Result<C::Ok, QmpError> {
+        let answer_error = |source| QmpError::Answer { command: C::NAME, source };
+        let arguments = serde_json::to_value(&command).map_err(answer_error)?;
+        serde_json::from_value(self.ask(C::NAME, arguments, patience)?).map_err(answer_error)
+    }
+
+    pub(crate) fn ask(&self, command: &'static str, arguments: Value, patience: Duration) -> Result<Value, QmpError> {
+        self.ask_with(command, arguments, None, patience)
+    }
+
+    /// Gives QEMU a copy of a descriptor, which it then knows by this name.
+    pub(crate) fn hand(&self, name: &str, descriptor: BorrowedFd<'_>, patience: Duration) -> Result<(), QmpError> {
+        self.ask_with("getfd", json!({ "fdname": name }), Some(descriptor), patience).map(drop)
+    }
+
+    /// With a descriptor that QEMU gets a copy of.
+    fn ask_with(
+        &self,
+        command: &'static str,
+        arguments: Value,
+        descriptor: Option<BorrowedFd<'_>>,
+        patience: Duration,
+    ) -> Result<Value, QmpError> {
+        let mut session = self.session.lock().expect("no holder of this lock panics");
+        session.next_id += 1;
+        let id = session.next_id;
+        let mut line = json!({ "execute": command, "id": id });
+        if arguments.as_object().is_some_and(|arguments| !arguments.is_empty()) {
+            line["arguments"] = arguments;
+        }
+        let line = format!("{line}\n");
+        session.send(line.as_bytes(), descriptor).map_err(|source| QmpError::Send { command, source })?;
+        let mut answer = session.answer(id, command, patience)?;
+        match answer.get("error") {
+            Some(error) => {
+                let description = error["desc"].as_str().unwrap_or("refused").to_owned();
+                Err(QmpError::Refused { command, description })
+            }
+            None => Ok(answer["return"].take()),
+        }
+    }
+
+    /// The first message, which has no id. A QEMU that ends hangs up, which ends the wait.
+    fn await_greeting(&self, patience: Duration) -> Result<(), QmpError> {
+        let session = self.session.lock().expect("no holder of this lock panics");
+        match session.answers.recv_timeout(patience) {
+            Ok(_greeting) => Ok(()),
+            Err(RecvTimeoutError::Disconnected) => Err(QmpError::Ended),
+            Err(RecvTimeoutError::Timeout) => Err(QmpError::Silent { command: "greeting", waited: patience }),
+        }
+    }
+
+    /// Presses the power button.
+    pub fn system_powerdown(&self) -> Result<(), QmpError> {
+        self.execute(qapi_qmp::system_powerdown {}).map(|_| ())
+    }
+
+    /// A non-maskable interrupt. Linux panics on it if `kernel.unknown_nmi_panic` is 1.
+    pub fn inject_nmi(&self) -> Result<(), QmpError> {
+        self.execute(qapi_qmp::inject_nmi {}).map(|_| ())
+    }
+
+    /// Types Alt-SysRq-C on the guest's keyboard.
+    pub fn type_sysrq_crash(&self) -> Result<(), QmpError> {
+        use qapi_qmp::{KeyValue, QKeyCode, QKeyCodeWrapper, send_key};
+        let key = |code| KeyValue::qcode(QKeyCodeWrapper { data: code });
+        let keys = vec![key(QKeyCode::alt), key(QKeyCode::sysrq), key(QKeyCode::c)];
+        self.execute(send_key { keys, hold_time: None }).map(|_| ())
+    }
+
+    /// Registers of all processors and the notes of the guest, as the ELF file of a dump of one byte: 1 ms, against
+    /// seconds for all memory. A guest that runs stands still meanwhile, and goes on. The answer is QEMU's, so not to be
+    /// trusted; a QEMU that says more than `REGISTERS_BYTES_MAX` is cut off.
+    pub fn registers(&self, patience: Duration) -> Result<Vec<u8>, QmpError> {
+        let deadline = Instant::now() + patience;
+        let memory_file = memfd_create("hearth-registers", MemfdFlags::CLOEXEC);
+        let memory_file = File::from(memory_file.map_err(|errno| QmpError::MemoryFile(errno.into()))?);
+        let name = "hearth-registers";
+        self.hand(name, memory_file.as_fd(), patience)?;
+        let left = deadline.saturating_duration_since(Instant::now());
+        // One byte at address 0, which is RAM in every PC.
+        let one_byte = json!({ "paging": false, "protocol": format!("fd:{name}"), "begin": 0, "length": 1 });
+        self.ask("dump-guest-memory", one_byte, left)?;
+        let mut bytes = Vec::new();
+        (&memory_file).seek(SeekFrom::Start(0)).map_err(QmpError::MemoryFile)?;
+        memory_file.take(REGISTERS_BYTES_MAX).read_to_end(&mut bytes).map_err(QmpError::MemoryFile)?;
+        Ok(bytes)
+    }
+
+    pub fn pause(&self) -> Result<(), QmpError> {
+        self.execute(qapi_qmp::stop {}).map(|_| ())
+    }
+
+    /// Lets a guest run that holds still.
+    pub fn resume(&self) -> Result<(), QmpError> {
+        self.execute(qapi_qmp::cont {}).map(|_| ())
+    }
+
+    /// Leads a port of the host into the guest (`-netdev user` only). QMP itself has no word for it.
+    pub fn add_forward(&self, net: &str, forward: &str) -> Result<(), QmpError> {
+        let line = json!({ "command-line": format!("hostfwd_add {net} {forward}") });
+        let said = self.ask("human-monitor-command", line, ANSWER_PATIENCE)?;
+        match said.as_str().map(str::trim) {
+            None | Some("") => Ok(()),
+            Some(refusal) => {
+                Err(QmpError::Refused { command: "human-monitor-command", description: refusal.to_owned() })
+            }
+        }
+    }
+
+    /// QEMU's word for what the guest does: `running`, `paused`, `guest-panicked`, ... A newer QEMU may have words that
+    /// the types do not know.
+    pub fn run_state(&self) -> Result<String, QmpError> {
+        let status = self.ask("query-status", json!({}), ANSWER_PATIENCE)?;
+        Ok(status["status"].as_str().unwrap_or_default().to_owned())
+    }
+}
+
+impl Session {
+    fn send(&mut self, bytes: &[u8], descriptor: Option<BorrowedFd<'_>>) -> io::Result<()> {
+        let Some(descriptor) = descriptor else { return self.stream.write_all(bytes) };
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        let descriptors = [descriptor];
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)), "the buffer has room for one");
+        let sent = sendmsg(&self.stream, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::NOSIGNAL)?;
+        // The descriptor goes with the first byte; the rest of a line is ordinary.
+        self.stream.write_all(&bytes[sent..])
+    }
+
+    /// Late answers to commands that nobody waits for any more are passed over.
+    fn answer(&self, id: u64, command: &'static str, patience: Duration) -> Result<Value, QmpError> {
+        let deadline = Instant::now() + patience;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.answers.recv_timeout(left) {
+                Ok(answer) if answer["id"] == json!(id) => return Ok(answer),
+                Ok(_) => {}
+                Err(RecvTimeoutError::Timeout) => return Err(QmpError::Silent { command, waited: patience }),
+                Err(RecvTimeoutError::Disconnected) => return Err(QmpError::Ended),
+            }
+        }
+    }
+}
+
+impl Drop for Qmp {
+    fn drop(&mut self) {
+        let session = self.session.get_mut().expect("no holder of this lock panics");
+        // Ends the reader thread; fails only if QEMU hung up first.
+        let _ = session.stream.shutdown(std::net::Shutdown::Both);
+    }
+}
+
+fn read_all(lines: BufReader<UnixStream>, answered: &Sender<Value>, hears: &dyn Fn(Said)) {
+    for line in lines.lines() {
+        let Ok(line) = line else { return };
+        let Ok(message) = serde_json::from_str::<Value>(&line) else {
+            tracing::warn!(line, "QEMU said what is not QMP");
+            continue;
+        };
+        match event(&message) {
+            Some(event) => hears(Said { event, at: time(&message) }),
+            // Nobody waits once the session is dropped.
+            None => drop(answered.send(message)),
+        }
+    }
+}
+
+/// When an event was, by QEMU's own clock.
+fn time(message: &Value) -> Duration {
+    let part = |key: &str| message["timestamp"][key].as_u64();
+    match (part("seconds"), part("microseconds")) {
+        (Some(seconds), Some(microseconds)) => Duration::from_secs(seconds) + Duration::from_micros(microseconds),
+        _ => now(),
+    }
+}
+
+fn now() -> Duration {
+    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default()
+}
+
+fn event(message: &Value) -> Option<QmpEvent> {
+    let name = message["event"].as_str()?;
+    let data = &message["data"];
+    Some(match name {
+        "SHUTDOWN" => QmpEvent::Shutdown {
+            guest: data["guest"].as_bool().unwrap_or(false),
+            reason: data["reason"].as_str().unwrap_or_default().to_owned(),
+        },
+        "GUEST_PANICKED" => QmpEvent::GuestPanicked,
+        "WATCHDOG" => QmpEvent::Watchdog { action: data["action"].as_str().unwrap_or_default().to_owned() },
+        "STOP" => QmpEvent::Stopped,
+        "RESUME" => QmpEvent::Resumed,
+        "MIGRATION" => QmpEvent::Migration(Migration::of(data["status"].as_str().unwrap_or_default(), "")),
+        other => QmpEvent::Other(other.to_owned()),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(line: &str, expect: Option<QmpEvent>) {
+        assert_eq!(event(&serde_json::from_str(line).unwrap()), expect);
+    }
+
+    #[test]
+    fn events_are_told_from_answers_and_unknown_ones_pass() {
+        let reset = QmpEvent::Shutdown { guest: true, reason: "guest-reset".into() };
+        check(
+            r#"{"event": "SHUTDOWN", "data": {"guest": true, "reason": "guest-reset"}, "timestamp": {}}"#,
+            Some(reset),
+        );
+        check(r#"{"event": "GUEST_PANICKED", "data": {"action": "from-the-future"}}"#, Some(QmpEvent::GuestPanicked));
+        let watchdog = QmpEvent::Watchdog { action: "pause".into() };
+        check(r#"{"event": "WATCHDOG", "data": {"action": "pause"}}"#, Some(watchdog));
+        check(r#"{"event": "NEWS", "data": 5}"#, Some(QmpEvent::Other("NEWS".into())));
+        check(r#"{"return": {}, "id": 3}"#, None);
+    }
+}

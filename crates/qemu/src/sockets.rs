@@ -1,0 +1,73 @@
+//! Sockets: what QEMU listens on is made by the keeper and handed to it open.
+//!
+//! So they are there before QEMU is, are private from the first moment, and nobody polls for them; and a QEMU that dies
+//! during its start hangs up at once on whoever connected.
+
+use std::fs::{self, Permissions};
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use rustix::fd::BorrowedFd;
+use rustix::io::{FdFlags, fcntl_setfd};
+
+use crate::Launch;
+
+/// Listening sockets on their way to QEMU.
+#[derive(Debug)]
+pub struct Sockets {
+    qmp: UnixListener,
+    serial: UnixListener,
+}
+
+/// Their numbers in QEMU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SocketNumbers {
+    pub qmp: RawFd,
+    pub serial: RawFd,
+}
+
+impl Sockets {
+    /// The error names the socket that cannot be made.
+    pub fn bind(launch: &Launch) -> Result<Self, (PathBuf, io::Error)> {
+        let bind = |path: &Path| bind(path).map_err(|error| (path.to_owned(), error));
+        Ok(Self { qmp: bind(&launch.qmp_socket)?, serial: bind(&launch.serial_socket)? })
+    }
+
+    pub fn numbers(&self) -> SocketNumbers {
+        SocketNumbers { qmp: self.qmp.as_raw_fd(), serial: self.serial.as_raw_fd() }
+    }
+
+    /// Leaves them open in the program that `command` starts, and only there. They must live until then.
+    pub fn hand_to(&self, command: &mut Command) {
+        let numbers = self.numbers();
+        let keep_open = move || {
+            for number in [numbers.qmp, numbers.serial] {
+                // SAFETY: the child has a copy of each descriptor under the number it has in the parent, where `self` keeps
+                // it open until the program is started.
+                let socket = unsafe { BorrowedFd::borrow_raw(number) };
+                fcntl_setfd(socket, FdFlags::empty())?;
+            }
+            Ok(())
+        };
+        // SAFETY: between fork and exec only a system call is made, and nothing is allocated.
+        unsafe {
+            command.pre_exec(keep_open);
+        }
+    }
+}
+
+/// One that a dead QEMU left behind is replaced.
+fn bind(path: &Path) -> io::Result<UnixListener> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let socket = UnixListener::bind(path)?;
+    fs::set_permissions(path, Permissions::from_mode(0o600))?;
+    Ok(socket)
+}

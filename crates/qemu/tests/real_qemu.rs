@@ -1,0 +1,292 @@
+//! What is promised of a real QEMU, of every version at hand: it is started, talked to, seen to end, adopted.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use common::{LONG, RAM_BYTES, Rig, alone, binaries, connect, end_of};
+use hearth_qemu::launch::DiskDevice;
+use hearth_qemu::{Process, ProcessError, ProcessId, Qmp, QmpError, QmpEvent};
+
+#[test]
+fn qemu_answers_and_keeps_its_sockets_private() {
+    let _alone = alone();
+    for binary in binaries() {
+        let rig = Rig::new();
+        let living = rig.start(&binary);
+        assert_eq!(living.qmp.run_state().unwrap(), "prelaunch", "QEMU {}", binary.version());
+        let told = living.qmp.execute(qapi_qmp::query_version {}).unwrap().qemu;
+        assert_eq!((told.major, told.minor), (binary.version().major.into(), binary.version().minor.into()));
+        for socket in [&rig.launch.qmp_socket, &rig.launch.serial_socket] {
+            let mode = std::fs::metadata(socket).unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, 0o600, "{}", socket.display());
+        }
+        UnixStream::connect(&rig.launch.serial_socket).unwrap();
+    }
+}
+
+#[test]
+fn the_sandbox_is_on() {
+    let _alone = alone();
+    for binary in binaries() {
+        let rig = Rig::new();
+        let living = rig.start(&binary);
+        let status = format!("/proc/{}/status", living.process.0.id().pid);
+        let status = std::fs::read_to_string(status).unwrap();
+        assert!(status.lines().any(|line| line == "Seccomp:\t2"), "QEMU {}: {status}", binary.version());
+    }
+}
+
+#[test]
+fn qemu_becomes_the_user_it_is_told_to() {
+    let _alone = alone();
+    if !rustix::process::geteuid().is_root() {
+        // Only root can become somebody else; what is asked of QEMU then is a unit test of `launch`.
+        return;
+    }
+    for binary in binaries() {
+        let mut rig = Rig::new();
+        rig.launch.run_as = Some("nobody".into());
+        let living = rig.start(&binary);
+        let status = std::fs::read_to_string(format!("/proc/{}/status", living.process.0.id().pid)).unwrap();
+        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim().to_owned();
+        assert_eq!(field("Uid:"), "65534\t65534\t65534\t65534", "QEMU {}", binary.version());
+        assert_eq!((field("NoNewPrivs:").as_str(), field("Seccomp:").as_str()), ("1", "2"));
+    }
+}
+
+#[test]
+fn qemu_runs_in_a_session_of_its_own() {
+    let _alone = alone();
+    let rig = Rig::new();
+    let living = rig.start(&binaries()[0]);
+    let pid = rustix::process::Pid::from_raw(living.process.0.id().pid as i32).unwrap();
+    assert_eq!(rustix::process::getsid(Some(pid)).unwrap(), pid);
+}
+
+/// SeaBIOS finds nothing to boot and halts; the reset comes from QMP, but goes the way of a guest's: QEMU ends.
+#[test]
+fn a_reset_ends_qemu_and_is_told_before() {
+    let _alone = alone();
+    for binary in binaries() {
+        let rig = Rig::new();
+        let living = rig.start(&binary);
+        living.qmp.execute(qapi_qmp::system_reset {}).unwrap();
+        let event = living.wait_for(|event| matches!(event, QmpEvent::Shutdown { .. }));
+        assert_eq!(event, QmpEvent::Shutdown { guest: false, reason: "host-qmp-system-reset".into() });
+        assert_eq!(end_of(&living.process.0), "exit code 0");
+        assert!(living.process.0.has_ended());
+    }
+}
+
+#[test]
+fn quitting_is_told_and_later_commands_fail() {
+    let _alone = alone();
+    for binary in binaries() {
+        let rig = Rig::new();
+        let living = rig.start(&binary);
+        living.qmp.execute(qapi_qmp::quit {}).unwrap();
+        let event = living.wait_for(|event| matches!(event, QmpEvent::Shutdown { .. }));
+        assert_eq!(event, QmpEvent::Shutdown { guest: false, reason: "host-qmp-quit".into() });
+        assert_eq!(end_of(&living.process.0), "exit code 0");
+        let refusal = living.qmp.run_state().unwrap_err();
+        assert!(matches!(refusal, QmpError::Ended | QmpError::Send { .. }), "{refusal}");
+    }
+}
+
+#[test]
+fn stopping_and_going_on_are_told() {
+    let _alone = alone();
+    for binary in binaries() {
+        let rig = Rig::new();
+        let living = rig.start(&binary);
+        living.qmp.execute(qapi_qmp::cont {}).unwrap();
+        living.wait_for(|event| *event == QmpEvent::Resumed);
+        living.qmp.execute(qapi_qmp::stop {}).unwrap();
+        living.wait_for(|event| *event == QmpEvent::Stopped);
+        assert_eq!(living.qmp.run_state().unwrap(), "paused");
+    }
+}
+
+#[test]
+fn registers_come_without_the_memory() {
+    let _alone = alone();
+    for binary in binaries() {
+        let mut rig = Rig::new();
+        rig.launch.cpus = 2;
+        let living = rig.start(&binary);
+        let paused = living.qmp.registers(LONG).unwrap();
+        assert_eq!(&paused[..4], b"\x7fELF", "QEMU {}", binary.version());
+        assert!((1_000..32_000).contains(&paused.len()), "{} bytes of {RAM_BYTES}", paused.len());
+        assert_eq!(living.qmp.run_state().unwrap(), "prelaunch");
+        living.qmp.resume().unwrap();
+        assert_eq!(living.qmp.registers(LONG).unwrap().len(), paused.len());
+        assert_eq!(living.qmp.run_state().unwrap(), "running");
+    }
+}
+
+/// A QEMU that does not run any more (SIGSTOP) must not keep anybody waiting for its registers.
+#[test]
+fn registers_are_not_waited_for_without_end() {
+    let _alone = alone();
+    let rig = Rig::new();
+    let living = rig.start(&binaries()[0]);
+    let pid = rustix::process::Pid::from_raw(living.process.0.id().pid as i32).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+    let refusal = living.qmp.registers(Duration::from_millis(50)).unwrap_err();
+    assert!(matches!(refusal, QmpError::Silent { command: "getfd", .. }), "{refusal}");
+}
+
+#[test]
+fn drills_reach_the_guest() {
+    let _alone = alone();
+    for binary in binaries() {
+        let rig = Rig::new();
+        let living = rig.start(&binary);
+        living.qmp.inject_nmi().unwrap();
+        living.qmp.type_sysrq_crash().unwrap();
+        living.qmp.system_powerdown().unwrap();
+    }
+}
+
+#[test]
+fn what_qemu_refuses_is_told_in_its_own_words() {
+    let _alone = alone();
+    for binary in binaries() {
+        let rig = Rig::new();
+        let living = rig.start(&binary);
+        let monitor = |line: &str| {
+            let (command_line, cpu_index) = (line.to_owned(), None);
+            living.qmp.execute(qapi_qmp::human_monitor_command { command_line, cpu_index })
+        };
+        assert!(monitor("info status").unwrap().contains("paused"));
+        let device = qapi_qmp::device_del { id: "nothing".into() };
+        let refusal = living.qmp.execute(device).unwrap_err().to_string();
+        assert!(refusal.starts_with("QMP: device_del: Device 'nothing' not found"), "{refusal}");
+        // The session is still good.
+        assert_eq!(living.qmp.run_state().unwrap(), "prelaunch");
+    }
+}
+
+#[test]
+fn a_killed_qemu_is_seen_to_end() {
+    let _alone = alone();
+    let rig = Rig::new();
+    let living = rig.start(&binaries()[0]);
+    assert!(!living.process.0.has_ended());
+    living.process.0.kill();
+    assert_eq!(end_of(&living.process.0), "signal 9");
+    assert!(living.process.0.has_ended());
+    living.process.0.kill();
+}
+
+#[test]
+fn a_wrong_argument_is_told_in_qemus_own_words_and_at_once() {
+    let _alone = alone();
+    for binary in binaries() {
+        let mut rig = Rig::new();
+        rig.launch.extra_args.push("-no-such-option".into());
+        let process = rig.spawn(&binary);
+        let refusal = Qmp::connect(&rig.launch.qmp_socket, LONG, &process.0, |_| {}).unwrap_err();
+        assert!(matches!(refusal, QmpError::Ended), "{refusal}");
+        assert_eq!(end_of(&process.0), "exit code 1");
+        let words = process.0.last_words();
+        assert!(words.contains("-no-such-option: invalid option"), "{words}");
+    }
+}
+
+#[test]
+fn a_disk_without_a_server_is_named() {
+    let _alone = alone();
+    let mut rig = Rig::new();
+    let socket = rig.path("disk.sock");
+    rig.launch.disks = vec![DiskDevice { id: "root".into(), socket, queues: 1, queue_size: 128 }];
+    let process = rig.spawn(&binaries()[0]);
+    // QEMU waits for the server to come: what is told here is that it does not talk yet.
+    let patience = std::time::Duration::from_millis(50);
+    let refusal = Qmp::connect(&rig.launch.qmp_socket, patience, &process.0, |_| {}).unwrap_err().to_string();
+    assert!(refusal.contains("no answer within 50ms") || refusal.contains("QEMU has ended"), "{refusal}");
+}
+
+#[test]
+fn a_qemu_of_a_dead_keeper_is_adopted() {
+    let _alone = alone();
+    for binary in binaries() {
+        let rig = Rig::new();
+        let first = rig.start(&binary);
+        let id = first.process.0.id();
+        // The dead keeper's session hangs up with it.
+        drop(first.qmp);
+        let adopted = Process::adopt(id, &rig.log()).unwrap();
+        let (qmp, _events) = connect(&rig.launch.qmp_socket, &adopted);
+        assert_eq!(qmp.run_state().unwrap(), "prelaunch");
+        adopted.kill();
+        assert_eq!(end_of(&first.process.0), "signal 9");
+        let refusal = Process::adopt(id, &rig.log()).unwrap_err().to_string();
+        assert_eq!(refusal, format!("process {} has ended, or is another one by now", id.pid));
+    }
+}
+
+#[test]
+fn another_process_under_the_number_is_not_adopted() {
+    let mut other = Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+    let id = ProcessId { pid: other.id(), start_ticks: 1 };
+    assert!(matches!(Process::adopt(id, Path::new("/no/log")), Err(ProcessError::Gone { .. })));
+    // Not ended, not collected: it lives.
+    assert!(other.try_wait().unwrap().is_none());
+    other.kill().unwrap();
+    other.wait().unwrap();
+}
+
+#[test]
+fn places_that_cannot_be_used_are_named() {
+    let _alone = alone();
+    let binary = &binaries()[0];
+    let mut rig = Rig::new();
+    let refusal = Process::spawn(binary, &rig.launch, Path::new("/no/such/log")).unwrap_err().to_string();
+    assert_eq!(refusal, "/no/such/log: cannot be written");
+    rig.launch.qmp_socket = rig.path("no/such/qmp.sock");
+    let refusal = Process::spawn(binary, &rig.launch, &rig.log()).unwrap_err().to_string();
+    assert!(refusal.ends_with("no/such/qmp.sock: cannot be listened on"), "{refusal}");
+}
+
+#[test]
+fn the_qemu_of_a_ram_file_is_found_and_who_only_looks_at_it_is_not() {
+    let _alone = alone();
+    let rig = Rig::new();
+    let living = rig.start(&binaries()[0]);
+    let mut onlooker =
+        Command::new("tail").arg("-f").arg(&rig.launch.ram_file).stdout(std::process::Stdio::null()).spawn().unwrap();
+    let found = || hearth_qemu::processes_naming(&rig.path("ram-"));
+    assert_eq!(found(), [living.process.0.id().pid]);
+    assert_eq!(hearth_qemu::processes_naming(&rig.path("ram-2")), [] as [u32; 0]);
+    assert!(hearth_qemu::kill_stray(living.process.0.id().pid));
+    assert_eq!(end_of(&living.process.0), "signal 9");
+    assert_eq!(found(), [] as [u32; 0]);
+    onlooker.kill().unwrap();
+    onlooker.wait().unwrap();
+}
+
+#[test]
+fn answers_reach_whoever_asked() {
+    let _alone = alone();
+    let rig = Rig::new();
+    let living = rig.start(&binaries()[0]);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..50 {
+                    assert_eq!(living.qmp.run_state().unwrap(), "prelaunch");
+                    let name = living.qmp.execute(qapi_qmp::query_name {}).unwrap().name;
+                    assert_eq!(name.as_deref(), Some(rig.launch.name.as_str()));
+                }
+            });
+        }
+    });
+}

@@ -1,0 +1,196 @@
+//! What is promised of the userfaultfd hand-over with a real QEMU: it arrives, it works, QEMU keeps its copy, and without
+//! it QEMU goes on.
+//!
+//! The keeper's end is played by this file, from the message's drawing alone: so each end is tested against the drawing.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+
+use std::fs;
+use std::io::{IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+
+use common::{LONG, Rig, alone, binaries};
+use hearth_qemu::preload::{self, Preload};
+use rustix::ioctl::{Updater, opcode};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+
+struct Handover {
+    message: [u8; 128],
+    descriptor: Option<OwnedFd>,
+    connection: UnixStream,
+}
+
+fn take(listener: &UnixListener) -> Handover {
+    let (mut connection, _) = listener.accept().unwrap();
+    connection.set_read_timeout(Some(LONG)).unwrap();
+    let mut message = [0; 128];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let part = &mut [IoSliceMut::new(&mut message)];
+    let got = recvmsg(&connection, part, &mut ancillary, RecvFlags::CMSG_CLOEXEC).unwrap();
+    let mut descriptor = None;
+    for rights in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(descriptors) = rights {
+            descriptor = descriptors.last();
+        }
+    }
+    connection.read_exact(&mut message[got.bytes..]).unwrap();
+    Handover { message, descriptor, connection }
+}
+
+fn word(message: &[u8; 128], at: usize) -> i32 {
+    i32::from_ne_bytes(message[at..at + 4].try_into().unwrap())
+}
+
+/// struct uffdio_api: api, features, ioctls.
+#[repr(C)]
+struct Api {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+
+/// UFFDIO_API with the features that lazy restore needs: it fails on what is no userfaultfd, and a second time.
+fn enable(userfault: &OwnedFd) -> rustix::io::Result<u64> {
+    const MISSING_SHMEM: u64 = 1 << 5;
+    const MINOR_SHMEM: u64 = 1 << 10;
+    let mut api = Api { api: 0xaa, features: MISSING_SHMEM | MINOR_SHMEM, ioctls: 0 };
+    // SAFETY: UFFDIO_API reads and writes one `struct uffdio_api`, which `Api` is.
+    unsafe {
+        rustix::ioctl::ioctl(userfault, Updater::<{ opcode::read_write::<Api>(0xaa, 0x3f) }, Api>::new(&mut api))?;
+    }
+    Ok(api.ioctls)
+}
+
+fn rig_with_preload() -> (Rig, UnixListener) {
+    let mut rig = Rig::new();
+    let library = preload::install(rig.log().parent().unwrap()).unwrap();
+    let socket = rig.path("userfault.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    rig.launch.preload = Some(Preload { library, socket });
+    (rig, listener)
+}
+
+#[test]
+fn the_userfaultfd_arrives_works_and_qemu_keeps_its_copy() {
+    let _alone = alone();
+    for binary in binaries() {
+        let (rig, listener) = rig_with_preload();
+        let process = rig.spawn(&binary);
+        let mut handover = take(&listener);
+        assert_eq!(&handover.message[..8], b"HRTHUFFD");
+        assert_eq!(word(&handover.message, 8), 1);
+        let number = word(&handover.message, 12);
+        let text = String::from_utf8_lossy(&handover.message[20..]);
+        assert!(number >= 0, "this host gives no userfaultfd: {text}");
+        handover.connection.write_all(b"K").unwrap();
+        let (qmp, _events) = common::connect(&rig.launch.qmp_socket, &process.0);
+        assert_eq!(qmp.run_state().unwrap(), "prelaunch", "QEMU {}", binary.version());
+        let userfault = handover.descriptor.unwrap();
+        assert_ne!(enable(&userfault).unwrap(), 0, "it offers no ioctls");
+        let copy = format!("/proc/{}/fd/{number}", process.0.id().pid);
+        assert_eq!(fs::read_link(&copy).unwrap().to_str(), Some("anon_inode:[userfaultfd]"));
+        let environment = fs::read(format!("/proc/{}/environ", process.0.id().pid)).unwrap();
+        // What the kernel keeps is the environment QEMU was started with: the proof that the library was asked for.
+        assert!(environment.split(|&byte| byte == 0).any(|entry| entry.starts_with(b"LD_PRELOAD=")));
+    }
+}
+
+/// The memory is QEMU's: a range of this process cannot be registered with it, QEMU's RAM can.
+#[test]
+fn it_acts_on_the_memory_of_qemu() {
+    let _alone = alone();
+    let (rig, listener) = rig_with_preload();
+    let process = rig.spawn(&binaries()[0]);
+    let mut handover = take(&listener);
+    handover.connection.write_all(b"K").unwrap();
+    let (_qmp, _events) = common::connect(&rig.launch.qmp_socket, &process.0);
+    let userfault = handover.descriptor.unwrap();
+    enable(&userfault).unwrap();
+    let maps = fs::read_to_string(format!("/proc/{}/maps", process.0.id().pid)).unwrap();
+    let ram = maps.lines().find(|line| line.ends_with(rig.launch.ram_file.to_str().unwrap())).unwrap();
+    let (start, end) = ram.split_whitespace().next().unwrap().split_once('-').unwrap();
+    let address = |text: &str| u64::from_str_radix(text, 16).unwrap();
+    let bytes = address(end) - address(start);
+    assert_eq!(bytes, common::RAM_BYTES);
+    register(&userfault, address(start), bytes).unwrap();
+}
+
+fn register(userfault: &OwnedFd, start: u64, bytes: u64) -> rustix::io::Result<()> {
+    const MODE_MISSING: u64 = 1;
+    /// struct uffdio_register: range, mode, ioctls.
+    #[repr(C)]
+    struct Register {
+        start: u64,
+        bytes: u64,
+        mode: u64,
+        ioctls: u64,
+    }
+    let mut register = Register { start, bytes, mode: MODE_MISSING, ioctls: 0 };
+    // SAFETY: UFFDIO_REGISTER reads and writes one `struct uffdio_register`; QEMU is stopped and ends with this test.
+    unsafe {
+        rustix::ioctl::ioctl(
+            userfault,
+            Updater::<{ opcode::read_write::<Register>(0xaa, 0x00) }, Register>::new(&mut register),
+        )
+    }
+}
+
+#[test]
+fn qemu_goes_on_without_a_keeper() {
+    let _alone = alone();
+    let (rig, listener) = rig_with_preload();
+    // Nobody listens any more; the socket's name is still there.
+    drop(listener);
+    let living = rig.start(&binaries()[0]);
+    assert_eq!(living.qmp.run_state().unwrap(), "prelaunch");
+    let words = living.process.0.last_words();
+    assert!(words.contains("hearth: ") && words.contains("Connection refused"), "{words}");
+}
+
+#[test]
+fn qemu_goes_on_when_the_keeper_hangs_up() {
+    let _alone = alone();
+    let (rig, listener) = rig_with_preload();
+    let process = rig.spawn(&binaries()[0]);
+    let handover = take(&listener);
+    drop(handover.connection);
+    let (qmp, _events) = common::connect(&rig.launch.qmp_socket, &process.0);
+    assert_eq!(qmp.run_state().unwrap(), "prelaunch");
+    let words = process.0.last_words();
+    assert!(words.contains("hearth: ") && words.contains("the keeper did not take"), "{words}");
+}
+
+/// A host that allows userfaultfd to nobody but root, and a QEMU that is not root.
+#[test]
+fn qemu_goes_on_where_userfaultfd_is_not_allowed_and_says_why() {
+    let _alone = alone();
+    let allowed = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
+    if !rustix::process::geteuid().is_root() || allowed.trim() != "0" {
+        return;
+    }
+    let (rig, listener) = rig_with_preload();
+    fs::set_permissions(rig.log().parent().unwrap(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let preload = rig.launch.preload.as_ref().unwrap();
+    fs::set_permissions(&preload.socket, std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
+    // Any program will do: the library works before `main`.
+    let mut child = std::process::Command::new("setpriv")
+        .args(["--reuid=65534", "--regid=65534", "--clear-groups", "env"])
+        .arg(format!("LD_PRELOAD={}", preload.library.display()))
+        .arg(format!("HEARTH_USERFAULT_SOCKET={}", preload.socket.display()))
+        .arg("true")
+        .spawn()
+        .unwrap();
+    let handover = take(&listener);
+    assert!(handover.descriptor.is_none());
+    assert_eq!(word(&handover.message, 12), -1);
+    assert_ne!(word(&handover.message, 16), 0);
+    let why = String::from_utf8_lossy(&handover.message[20..]).trim_end_matches('\0').to_owned();
+    assert!(why.contains("userfaultfd"), "{why}");
+    drop(handover.connection);
+    assert!(child.wait().unwrap().success());
+}

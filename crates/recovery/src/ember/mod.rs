@@ -1,0 +1,323 @@
+//! Ember: the RAM of dead incarnations, kept as a source of clean disk blocks.
+//!
+//! bank -> serve / forget / trim (disk threads, budget) -> sweep (memory goes back to the host) -> empty
+//!
+//! A dead incarnation may be claimed by a dump as well (`hold`): what the dump has not written yet is not released, not
+//! even for the budget, and its files stay until the dump lets go.
+//!
+//! The ember believes nobody. A block is handed out only if the page's bytes carry, at that moment, the tag of what the
+//! disk holds; pages that were dirty, reused or corrupted fail that test. A page always leaves its ledger before it
+//! leaves the RAM file, so a keeper killed in between finds a ledger that promises too little, never too much.
+//!
+//! Copying is one memory copy a page. Mapping the old page into the new RAM instead would save it, but the new RAM is a
+//! file that QEMU has mapped already, and no system call moves a page between two tmpfs files.
+
+use std::fs;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+
+use hearth_disk::block::{BLOCK_BYTES, DiskId};
+use hearth_disk::ledger::{Ledger, LedgerError};
+use hearth_disk::tag::{Tag, Tagger};
+use hearth_disk::warm::{AfterServing, WarmSource};
+use hearth_memory::{MemoryError, PAGE_BYTES, RamFile};
+
+use crate::hold::Hold;
+use crate::incarnation::{Incarnation, discard_files, ledger_path, lock};
+
+mod source;
+
+use source::{Claims, Source, release_strangers, trim_order};
+
+/// Pages handled under one hold of the lock by background work: 64 tags take 50 us, so a disk thread never waits longer.
+const PAGES_PER_HOLD: u32 = 64;
+
+/// Dead incarnations kept at a time. Every read asks all of them, and what three reboots did not read is rarely read.
+/// One that waits to be dumped is kept beyond that.
+const SOURCES_MAX: usize = 4;
+
+/// All that is left of the dead incarnations of one machine.
+pub struct Ember {
+    folder: PathBuf,
+    tagger: Tagger,
+    /// Oldest incarnation first. No block is in two of them: what the guest reads moves, what it writes is forgotten.
+    sources: Mutex<Vec<Source>>,
+    counters: Counters,
+}
+
+#[derive(Default)]
+struct Counters {
+    kept: AtomicU64,
+    served: AtomicU64,
+    served_in_part: AtomicU64,
+    tag_mismatch: AtomicU64,
+    overwritten: AtomicU64,
+    trimmed: AtomicU64,
+}
+
+/// What became of the pages, since the last `bank`: kept = served + tag_mismatch + overwritten + trimmed + remaining.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EmberCounts {
+    pub kept: u64,
+    /// Moved to the living incarnation.
+    pub served: u64,
+    /// Reads answered in part or into untracked memory; the page stays.
+    pub served_in_part: u64,
+    /// Refused: the bytes are not what the disk holds (dirty, reused or corrupted).
+    pub tag_mismatch: u64,
+    /// Void because the guest wrote or discarded the block.
+    pub overwritten: u64,
+    /// Given up for the budget, oldest first.
+    pub trimmed: u64,
+    pub remaining: u64,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum EmberError {
+    #[error("RAM of incarnation {incarnation} cannot be kept as ember")]
+    Ram { incarnation: u32, source: MemoryError },
+    #[error("incarnation {incarnation} cannot be kept for its dump")]
+    Ledger { incarnation: u32, source: LedgerError },
+}
+
+impl Ember {
+    pub fn new(folder: &Path, tagger: Tagger) -> Self {
+        Self { folder: folder.to_owned(), tagger, sources: Mutex::default(), counters: Counters::default() }
+    }
+
+    /// Takes over a dead incarnation. Nothing may run in its RAM and no I/O towards it may be in flight any more.
+    /// Quick: what takes time is left to `settle`. Without a ledger there is nothing to keep, and the files go.
+    pub fn bank(&self, dead: Incarnation) -> Result<(), EmberError> {
+        match dead.ledger.clone() {
+            Some(ledger) => self.keep(dead, ledger, None),
+            None => {
+                discard_files(&self.folder, dead.number);
+                Ok(())
+            }
+        }
+    }
+
+    /// The same for one that is to be dumped. One without a ledger is kept for the dump alone.
+    pub fn bank_held(&self, dead: Incarnation, hold: Arc<Hold>) -> Result<(), EmberError> {
+        let ledger = match dead.ledger.clone() {
+            Some(ledger) => ledger,
+            None => self.no_ledger(&dead)?,
+        };
+        self.keep(dead, ledger, Some(hold))
+    }
+
+    /// An empty one, in the place of one that is not to be trusted.
+    fn no_ledger(&self, dead: &Incarnation) -> Result<Arc<Mutex<Ledger>>, EmberError> {
+        let path = ledger_path(&self.folder, dead.number);
+        // Fails if there is none; and if there is one that cannot be removed, creating it fails and says so.
+        let _ = fs::remove_file(&path);
+        let pages = u32::try_from(dead.ram.pages()).unwrap_or(u32::MAX);
+        Ledger::create(&path, pages)
+            .map(|ledger| Arc::new(Mutex::new(ledger)))
+            .map_err(|source| EmberError::Ledger { incarnation: dead.number, source })
+    }
+
+    fn keep(&self, dead: Incarnation, ledger: Arc<Mutex<Ledger>>, hold: Option<Arc<Hold>>) -> Result<(), EmberError> {
+        let number = dead.number;
+        let view = dead.ram.map().map_err(|source| EmberError::Ram { incarnation: number, source })?;
+        let mut sources = lock(&self.sources);
+        while sources.len() >= SOURCES_MAX {
+            let Some(oldest) = sources.iter().position(|source| !source.is_held()) else { break };
+            let oldest = sources.remove(oldest);
+            discard_files(&self.folder, oldest.incarnation);
+        }
+        sources.push(Source {
+            incarnation: number,
+            ram: dead.ram,
+            view,
+            ledger,
+            hold,
+            trim_order: None,
+            trimmed: 0,
+            passed_over: Vec::new(),
+            stuck_at: None,
+            assayed: 0,
+            released: Vec::new(),
+        });
+        self.counters.restart(sources.iter().map(Source::remaining).sum());
+        Ok(())
+    }
+
+    /// Gives back at once what is no clean candidate, and decides the order of trimming. Runs beside the guest's boot.
+    /// Returns the bytes released.
+    pub fn settle(&self) -> Result<u64, MemoryError> {
+        let mut released_bytes = 0;
+        while let Some((ram, ledger, hold)) = self.unsettled() {
+            released_bytes += release_strangers(&ram, &ledger, hold.as_deref(), 0..ram.pages())?;
+            let order = trim_order(&lock(&ledger));
+            if let Some(source) = lock(&self.sources).iter_mut().find(|source| Arc::ptr_eq(&source.ram, &ram)) {
+                source.trim_order = Some(order);
+            }
+        }
+        Ok(released_bytes)
+    }
+
+    fn unsettled(&self) -> Option<Claims> {
+        let sources = lock(&self.sources);
+        sources.iter().find(|source| source.trim_order.is_none()).map(Source::claims)
+    }
+
+    /// Gives back what nobody claims any more of these pages, after the hold on an incarnation has become smaller.
+    /// Returns the bytes released.
+    pub fn let_go(&self, incarnation: u32, pages: Range<u64>) -> Result<u64, MemoryError> {
+        let claims = lock(&self.sources).iter().find(|source| source.incarnation == incarnation).map(Source::claims);
+        let Some((ram, ledger, hold)) = claims else { return Ok(0) };
+        let end = pages.end.min(ram.pages());
+        release_strangers(&ram, &ledger, hold.as_deref(), pages.start..end)
+    }
+
+    /// Host memory that waits to be dumped.
+    pub fn held_bytes(&self) -> u64 {
+        lock(&self.sources).iter().map(Source::held_bytes).sum()
+    }
+
+    /// The same of one incarnation.
+    pub fn held_bytes_of(&self, incarnation: u32) -> u64 {
+        lock(&self.sources).iter().filter(|source| source.incarnation == incarnation).map(Source::held_bytes).sum()
+    }
+
+    /// Whether any dead incarnation waits to be dumped.
+    pub fn is_held(&self) -> bool {
+        lock(&self.sources).iter().any(Source::is_held)
+    }
+
+    /// Tests up to `pages` pages ahead of any read and drops those that fail, so that rubbish neither holds memory nor
+    /// pushes good pages out. Returns false once every page has been looked at.
+    pub fn assay(&self, pages: u32) -> bool {
+        let mut left = pages;
+        while left > 0 {
+            let mut sources = lock(&self.sources);
+            let Some(source) = sources.iter_mut().find(|source| !source.is_assayed()) else { return false };
+            let step = source.assay(left.min(PAGES_PER_HOLD), &self.tagger, &self.counters);
+            left -= step.min(left);
+        }
+        true
+    }
+
+    /// Gives up at least `bytes`, oldest pages first, and releases them. Returns the bytes given up; less only if the
+    /// ember has no more.
+    pub fn trim(&self, bytes: u64) -> Result<u64, MemoryError> {
+        let wanted = bytes.div_ceil(PAGE_BYTES);
+        let mut given_up = 0;
+        for source in lock(&self.sources).iter_mut() {
+            if given_up == wanted {
+                break;
+            }
+            given_up += source.trim(wanted - given_up);
+        }
+        self.counters.trimmed.fetch_add(given_up, Relaxed);
+        self.sweep()?;
+        Ok(given_up * PAGE_BYTES)
+    }
+
+    /// Gives released pages back to the host, in runs as long as can be had, and drops sources that are empty.
+    /// Returns the bytes released.
+    pub fn sweep(&self) -> Result<u64, MemoryError> {
+        let mut swept = 0;
+        for (ram, mut pages) in self.take_released() {
+            pages.sort_unstable();
+            swept += ram.release_pages(pages.into_iter().map(u64::from))?;
+        }
+        lock(&self.sources).retain(|source| {
+            let keep = source.is_held() || source.remaining() > 0 || !source.released.is_empty();
+            if !keep {
+                discard_files(&self.folder, source.incarnation);
+            }
+            keep
+        });
+        Ok(swept * PAGE_BYTES)
+    }
+
+    fn take_released(&self) -> Vec<(Arc<RamFile>, Vec<u32>)> {
+        let mut sources = lock(&self.sources);
+        let taken = sources.iter_mut().map(|source| (source.ram.clone(), source.take_released()));
+        taken.filter(|(_, pages)| !pages.is_empty()).collect()
+    }
+
+    /// Serves nothing any more, for a cold start. What is held stays for its dump, and nothing else of it.
+    pub fn extinguish(&self) {
+        lock(&self.sources).retain_mut(|source| {
+            if source.is_held() {
+                source.forget_everything();
+            } else {
+                discard_files(&self.folder, source.incarnation);
+            }
+            source.is_held()
+        });
+        self.counters.restart(0);
+    }
+
+    /// The dead incarnations that still hold something, oldest first.
+    pub fn incarnations(&self) -> Vec<u32> {
+        lock(&self.sources).iter().map(|source| source.incarnation).collect()
+    }
+
+    /// Host memory held by the dead incarnations' files, in bytes.
+    pub fn resident_bytes(&self) -> Result<u64, MemoryError> {
+        lock(&self.sources).iter().map(Source::resident_bytes).sum()
+    }
+
+    pub fn counts(&self) -> EmberCounts {
+        let remaining = lock(&self.sources).iter().map(Source::remaining).sum();
+        self.counters.snapshot(remaining)
+    }
+}
+
+impl WarmSource for Ember {
+    fn serve(
+        &self,
+        disk: DiskId,
+        block: u64,
+        after: AfterServing,
+        copy: &mut dyn FnMut(&[u8; BLOCK_BYTES]),
+    ) -> Option<Tag> {
+        lock(&self.sources)
+            .iter_mut()
+            .find_map(|source| source.serve(disk, block, after, &self.tagger, &self.counters, copy))
+    }
+
+    fn may_hold(&self, disk: DiskId, blocks: Range<u64>) -> bool {
+        lock(&self.sources).iter().any(|source| {
+            let ledger = lock(&source.ledger);
+            blocks.clone().any(|block| ledger.find(disk, block).is_some())
+        })
+    }
+
+    fn forget(&self, disk: DiskId, blocks: Range<u64>) {
+        for source in lock(&self.sources).iter_mut() {
+            let forgotten = source.forget(disk, blocks.clone());
+            self.counters.overwritten.fetch_add(forgotten, Relaxed);
+        }
+    }
+}
+
+impl Counters {
+    fn restart(&self, kept: u64) {
+        self.kept.store(kept, Relaxed);
+        for counter in [&self.served, &self.served_in_part, &self.tag_mismatch, &self.overwritten, &self.trimmed] {
+            counter.store(0, Relaxed);
+        }
+    }
+
+    fn snapshot(&self, remaining: u64) -> EmberCounts {
+        EmberCounts {
+            kept: self.kept.load(Relaxed),
+            served: self.served.load(Relaxed),
+            served_in_part: self.served_in_part.load(Relaxed),
+            tag_mismatch: self.tag_mismatch.load(Relaxed),
+            overwritten: self.overwritten.load(Relaxed),
+            trimmed: self.trimmed.load(Relaxed),
+            remaining,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,113 @@
+//! Hold: the pages of a dead incarnation that must not be released yet, because no dump has them.
+//!
+//! everything (the guest has just died) -> what the dump keeps (`narrow`) -> what is not yet written (`let_go`) -> nothing
+//!
+//! A page of dead RAM has two claimants: the ledger (it may be a clean disk block) and the hold. The ember punches a page
+//! only when neither claims it. Both may give a page up at the same moment in two threads; so whoever does so gives it up
+//! first and asks the other one after that: one of the two then sees that nobody claims it.
+//!
+//! Pages are those of the RAM file, as in the ledger, and not page frames of the guest.
+
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard};
+
+use crate::vmcore::Bitmap;
+
+/// What a dump of one incarnation still needs. Shared by its dump and its ember.
+#[derive(Debug)]
+pub struct Hold {
+    pages: Mutex<Bitmap>,
+}
+
+impl Hold {
+    /// Holds everything: nothing is known of the pages yet.
+    pub fn everything(ram_pages: u64) -> Self {
+        let everything = 0..ram_pages;
+        Self { pages: Mutex::new(Bitmap::of(ram_pages, &[everything])) }
+    }
+
+    /// Lets go of all pages but these. Never holds more than before.
+    pub fn narrow(&self, kept: &Bitmap) {
+        let mut pages = self.pages();
+        let gone: Vec<_> = complement(kept, pages.pages()).collect();
+        gone.into_iter().for_each(|range| pages.clear_range(range));
+    }
+
+    /// These pages were written, or nobody wants them any more.
+    pub fn let_go(&self, range: Range<u64>) {
+        self.pages().clear_range(range);
+    }
+
+    pub fn let_go_of_all(&self) {
+        self.let_go(0..u64::MAX);
+    }
+
+    pub fn holds(&self, page: u64) -> bool {
+        self.pages().contains(page)
+    }
+
+    /// The pages of a range that are not held, in runs.
+    pub fn free_in(&self, range: Range<u64>) -> Vec<Range<u64>> {
+        let pages = self.pages();
+        let (mut free, end) = (Vec::new(), range.end.min(pages.pages()));
+        let mut from = range.start;
+        while let Some(start) = pages.next(from, false).filter(|start| *start < end) {
+            from = pages.next(start, true).map_or(end, |next| next.min(end));
+            free.push(start..from);
+        }
+        free
+    }
+
+    /// How many pages are held.
+    pub fn count(&self) -> u64 {
+        self.pages().count()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.pages().next(0, true).is_none()
+    }
+
+    fn pages(&self) -> MutexGuard<'_, Bitmap> {
+        self.pages.lock().expect("holders of this lock do not panic")
+    }
+}
+
+/// The runs below `end` that are not in the set.
+fn complement(set: &Bitmap, end: u64) -> impl Iterator<Item = Range<u64>> {
+    let mut from = 0;
+    std::iter::from_fn(move || {
+        // Numbers past the set's own end are not in it.
+        let start = (from < end).then(|| set.next(from, false).unwrap_or(set.pages().max(from)))?;
+        from = set.next(start, true).unwrap_or(end);
+        (start < end).then_some(start..from.min(end))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hold_only_ever_shrinks() {
+        let hold = Hold::everything(100);
+        assert_eq!(hold.count(), 100);
+        hold.narrow(&Bitmap::of(100, &[10..20, 50..60]));
+        assert_eq!((hold.count(), hold.holds(10), hold.holds(20)), (20, true, false));
+        hold.narrow(&Bitmap::of(100, &[0..50, 50..100]));
+        assert_eq!(hold.count(), 20);
+        hold.let_go(0..15);
+        assert_eq!(hold.free_in(12..70), [12..15, 20..50, 60..70]);
+        assert_eq!(hold.free_in(90..400), [Range { start: 90, end: 100 }]);
+        assert_eq!(hold.free_in(50..60), []);
+        hold.let_go_of_all();
+        assert!(hold.is_empty());
+        assert_eq!(hold.free_in(0..100), [Range { start: 0, end: 100 }]);
+    }
+
+    #[test]
+    fn a_set_that_ends_early_keeps_nothing_past_its_end() {
+        let hold = Hold::everything(100);
+        hold.narrow(&Bitmap::of(30, &[10..20, 20..30]));
+        assert_eq!((hold.count(), hold.holds(29), hold.holds(30)), (20, true, false));
+    }
+}

@@ -1,0 +1,94 @@
+//! Incarnation: one life of the guest OS, and the two files that outlive it: its RAM and its ledger.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::{fs, io};
+
+use hearth_disk::ledger::{Ledger, LedgerError};
+use hearth_memory::{MemoryError, PAGE_BYTES, RamFile};
+
+/// The files of one incarnation in the machine's memory folder.
+#[derive(Clone)]
+pub struct Incarnation {
+    pub number: u32,
+    pub ram: Arc<RamFile>,
+    /// None with `ember = "off"`: nothing of this incarnation will be reused.
+    pub ledger: Option<Arc<Mutex<Ledger>>>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum IncarnationError {
+    #[error("RAM of incarnation {number}")]
+    Ram { number: u32, source: MemoryError },
+    #[error("ledger of incarnation {number}")]
+    Ledger { number: u32, source: LedgerError },
+}
+
+impl Incarnation {
+    /// Fresh, empty files; files a dead keeper left under this number are replaced.
+    pub fn create(folder: &Path, number: u32, ram_bytes: u64, tracked: bool) -> Result<Self, IncarnationError> {
+        let ram_path = ram_path(folder, number);
+        let ledger_path = ledger_path(folder, number);
+        discard_files(folder, number);
+        let ram = RamFile::create(&ram_path, ram_bytes).map_err(|source| IncarnationError::Ram { number, source })?;
+        let ram_pages = (ram_bytes / PAGE_BYTES) as u32;
+        let ledger = tracked
+            .then(|| Ledger::create(&ledger_path, ram_pages))
+            .transpose()
+            .map_err(|source| IncarnationError::Ledger { number, source })?;
+        Ok(Self { number, ram: Arc::new(ram), ledger: ledger.map(|ledger| Arc::new(Mutex::new(ledger))) })
+    }
+
+    /// The files as a dead keeper left them.
+    pub fn open(folder: &Path, number: u32) -> Result<Self, IncarnationError> {
+        let ram =
+            RamFile::open(&ram_path(folder, number)).map_err(|source| IncarnationError::Ram { number, source })?;
+        let ledger_path = ledger_path(folder, number);
+        let ledger = ledger_path
+            .exists()
+            .then(|| Ledger::open(&ledger_path))
+            .transpose()
+            .map_err(|source| IncarnationError::Ledger { number, source })?;
+        Ok(Self { number, ram: Arc::new(ram), ledger: ledger.map(|ledger| Arc::new(Mutex::new(ledger))) })
+    }
+
+    /// Pages of which it is known which disk block they hold.
+    pub fn ledger_pages(&self) -> u64 {
+        self.ledger.as_ref().map_or(0, |ledger| lock(ledger).len() as u64)
+    }
+
+    /// Host memory the two files hold now, in bytes.
+    pub fn resident_bytes(&self) -> Result<u64, MemoryError> {
+        let ledger_bytes = self.ledger.as_ref().map_or(0, |ledger| file_residency_bytes(lock(ledger).path()));
+        Ok(self.ram.residency_bytes()? + ledger_bytes)
+    }
+}
+
+/// Host memory a file in a memory file system holds; a file that is gone holds none.
+pub(crate) fn file_residency_bytes(path: &Path) -> u64 {
+    fs::metadata(path).map_or(0, |metadata| metadata.blocks() * 512)
+}
+
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().expect("no thread panics while it holds a lock of the disk path")
+}
+
+pub fn ram_path(folder: &Path, number: u32) -> PathBuf {
+    folder.join(format!("ram-{number}"))
+}
+
+pub fn ledger_path(folder: &Path, number: u32) -> PathBuf {
+    folder.join(format!("ledger-{number}"))
+}
+
+/// Removes an incarnation's files; missing ones are fine.
+pub fn discard_files(folder: &Path, number: u32) {
+    for path in [ram_path(folder, number), ledger_path(folder, number)] {
+        match fs::remove_file(&path) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => tracing::warn!(path = %path.display(), %error, "left behind: cannot be removed"),
+        }
+    }
+}

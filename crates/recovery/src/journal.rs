@@ -1,0 +1,180 @@
+//! Journal: what a new keeper must know to carry on, in one small file of the runtime folder.
+//!
+//! Written whole at every change (temporary file, fsync, rename), so that a keeper killed at any moment leaves either
+//! the old or the new one. It names facts that outlive a keeper (QEMU's process, the incarnation's files); whatever
+//! can be read from the files themselves is not repeated here.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+/// Raised when a field changes its meaning. A keeper refuses journals of versions it does not know.
+pub const JOURNAL_VERSION: u32 = 1;
+
+/// The journal of one machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Journal {
+    pub version: u32,
+    pub machine: String,
+    pub ram_bytes: u64,
+    /// The living incarnation, or the last one.
+    pub incarnation: u32,
+    /// Counts the QEMU processes of this machine, also those that did not come to life.
+    pub generation: u32,
+    /// Dead incarnations whose RAM is still kept, oldest first.
+    pub ember: Vec<u32>,
+    /// Dead incarnations, or a dying one, that are to be dumped.
+    #[serde(default)]
+    pub dumps: Vec<DumpNote>,
+    /// The QEMU that runs the incarnation; none between two QEMUs.
+    pub qemu: Option<QemuIdentity>,
+    /// A hand-over to another QEMU that had begun and was not over: see `rejuvenation`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hop: Option<HopNote>,
+    /// The disks that QEMU was started with, in order: a keeper that takes over must serve the same.
+    pub disks: Vec<DiskIdentity>,
+}
+
+/// A dump that a new keeper begins or goes on with.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DumpNote {
+    pub incarnation: u32,
+    /// What it will be called when it is complete; none: not begun. Its format is in the file itself.
+    pub file: Option<PathBuf>,
+}
+
+/// Two QEMUs of one guest. Whoever reads this ends one of them before anything else.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HopNote {
+    pub successor: QemuIdentity,
+    /// The point of no return was passed: the guest is the successor's. Before it, it is still `Journal::qemu`'s.
+    pub committed: bool,
+}
+
+/// Tells one disk from another that the configuration may name in its place.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskIdentity {
+    pub name: String,
+    pub path: PathBuf,
+    pub format: String,
+    pub read_only: bool,
+}
+
+/// Tells one process from all others on this host since its boot.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QemuIdentity {
+    pub pid: u32,
+    /// Field 22 of /proc/PID/stat.
+    pub start_ticks: u64,
+    /// QEMU generation: counts the QEMU processes of this machine.
+    pub generation: u32,
+    /// What `--version` said when it was started.
+    pub version: String,
+    pub accelerator: String,
+    pub accelerator_why: String,
+    /// The number of the userfaultfd in QEMU, by which a new keeper gets at it; none if QEMU has none.
+    #[serde(default)]
+    pub userfault_fd: Option<i32>,
+    /// It lost its disks' server while its guest stood still, and does not see any more when that changes.
+    #[serde(default)]
+    pub deaf: bool,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum JournalError {
+    #[error("journal {path}: cannot be read or written")]
+    Io { path: PathBuf, source: io::Error },
+    #[error("journal {path}: not understood; move it away to start the machine afresh")]
+    Malformed { path: PathBuf, source: serde_json::Error },
+    #[error("journal {path}: version {found}, this keeper knows {JOURNAL_VERSION}; use the keeper that wrote it")]
+    Version { path: PathBuf, found: u32 },
+}
+
+impl Journal {
+    pub fn new(machine: &str, ram_bytes: u64) -> Self {
+        Self {
+            version: JOURNAL_VERSION,
+            machine: machine.to_owned(),
+            ram_bytes,
+            incarnation: 0,
+            generation: 0,
+            ember: Vec::new(),
+            dumps: Vec::new(),
+            qemu: None,
+            hop: None,
+            disks: Vec::new(),
+        }
+    }
+
+    /// None if there is no journal: the machine has not run since the host started.
+    pub fn load(path: &Path) -> Result<Option<Self>, JournalError> {
+        let text = match fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(source) => return Err(JournalError::Io { path: path.to_owned(), source }),
+        };
+        #[derive(Deserialize)]
+        struct Versioned {
+            version: u32,
+        }
+        let malformed = |source| JournalError::Malformed { path: path.to_owned(), source };
+        let Versioned { version } = serde_json::from_str(&text).map_err(malformed)?;
+        if version != JOURNAL_VERSION {
+            return Err(JournalError::Version { path: path.to_owned(), found: version });
+        }
+        serde_json::from_str(&text).map(Some).map_err(malformed)
+    }
+
+    pub fn save(&self, path: &Path) -> Result<(), JournalError> {
+        self.write(path, true).map_err(|source| JournalError::Io { path: path.to_owned(), source })
+    }
+
+    /// As `save`, for moments in which a guest stands still: it outlives this process, and not the host, on whose death
+    /// there is nothing left to know.
+    pub fn save_in_passing(&self, path: &Path) -> Result<(), JournalError> {
+        self.write(path, false).map_err(|source| JournalError::Io { path: path.to_owned(), source })
+    }
+
+    fn write(&self, path: &Path, durably: bool) -> io::Result<()> {
+        let temporary = path.with_extension("new");
+        let mut file = File::create(&temporary)?;
+        file.write_all(&serde_json::to_vec_pretty(self).expect("a journal is plain data"))?;
+        if durably {
+            file.sync_all()?;
+        }
+        fs::rename(&temporary, path)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_journal_reads_back_as_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal.json");
+        assert_eq!(Journal::load(&path).unwrap(), None);
+        let mut journal = Journal::new("web", 1 << 30);
+        journal.ember = vec![1, 2];
+        journal.save(&path).unwrap();
+        assert_eq!(Journal::load(&path).unwrap(), Some(journal));
+    }
+
+    #[test]
+    fn unknown_versions_and_torn_files_are_refused_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal.json");
+        fs::write(&path, r#"{"version": 9, "future": true}"#).unwrap();
+        assert!(
+            Journal::load(&path)
+                .unwrap_err()
+                .to_string()
+                .ends_with("version 9, this keeper knows 1; use the keeper that wrote it")
+        );
+        fs::write(&path, r#"{"version": 1, "machine": "w"#).unwrap();
+        assert!(Journal::load(&path).unwrap_err().to_string().contains("not understood"));
+    }
+}

@@ -1,0 +1,136 @@
+//! The guest's clock: a hop stops it, and this sets it forward by as much as it stood still.
+//!
+//! QEMU keeps the guest's time in a section of its state of its own, in the same place since 2009:
+//!
+//! ```text
+//! 0x04 | section id u32 | 5 "timer" | instance u32 = 0 | version u32 = 2 | ticks i64 | unused i64 | nanoseconds i64
+//!      | subsections | 0x7e | section id u32
+//! ```
+//! All big-endian. Timers of the guest's that fell due meanwhile are late, as they are for any machine that had no
+//! processor for a while; but its clocks are right, and nothing in the guest has to know.
+//!
+//! Under emulation `ticks` is the guest's TSC. Under KVM each processor has its own TSC elsewhere in the state, so there
+//! nothing is changed, and the guest's clock stays behind by the pause until NTP has it.
+
+use std::time::{Duration, Instant};
+
+const HEAD: &[u8] = b"\x05timer\0\0\0\0\0\0\0\x02";
+const SECTION_FULL: u8 = 0x04;
+const SECTION_FOOTER: u8 = 0x7e;
+/// Ticks, unused, nanoseconds.
+const BODY_BYTES: usize = 24;
+/// A ticker that was watched for less is too coarse: 1 us of 10 ms.
+const WATCHED_MIN: Duration = Duration::from_millis(10);
+
+/// Counts the host's TSC against its clock.
+#[derive(Clone, Copy, Debug)]
+pub struct Ticker {
+    ticks: u64,
+    began: Instant,
+}
+
+impl Ticker {
+    /// Starts to watch.
+    #[must_use]
+    pub fn watch() -> Self {
+        Self { ticks: host_ticks(), began: Instant::now() }
+    }
+
+    /// Ticks in `duration`; none if it was watched for too short.
+    fn in_duration(self, duration: Duration) -> Option<i64> {
+        let watched = self.began.elapsed();
+        let ticks = host_ticks().wrapping_sub(self.ticks);
+        (watched >= WATCHED_MIN).then(|| (ticks as f64 * duration.as_secs_f64() / watched.as_secs_f64()) as i64)
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn host_ticks() -> u64 {
+    // SAFETY: RDTSC reads a counter, and every x86-64 has it.
+    unsafe { std::arch::x86_64::_rdtsc() }
+}
+
+/// Sets the clock in a guest's state forward. False if it is not where it should be: then nothing is changed.
+/// `ticker` is none where ticks are kept elsewhere.
+pub fn advance(state: &mut [u8], by: Duration, ticker: Option<Ticker>) -> bool {
+    let Some(ticks) = ticker.and_then(|ticker| ticker.in_duration(by)) else { return false };
+    let Some(at) = find(state) else { return false };
+    let nanoseconds = i64::try_from(by.as_nanos()).unwrap_or(0);
+    for (field, forward) in [(at, ticks), (at + 16, nanoseconds)] {
+        let bytes = &mut state[field..field + 8];
+        let value = i64::from_be_bytes((&*bytes).try_into().expect("eight bytes"));
+        bytes.copy_from_slice(&value.wrapping_add(forward).to_be_bytes());
+    }
+    true
+}
+
+/// Where the section's body begins. The one place that looks like a section, with the same id at both ends.
+fn find(state: &[u8]) -> Option<usize> {
+    let mut found = None;
+    for at in state
+        .windows(HEAD.len())
+        .enumerate()
+        .filter(|(_, window)| window[0] == HEAD[0] && *window == HEAD)
+        .map(|(at, _)| at)
+    {
+        let body = at + HEAD.len();
+        let before = at.checked_sub(5).and_then(|start| state.get(start..at));
+        let after = state.get(body + BODY_BYTES..body + BODY_BYTES + 5);
+        if let (Some([SECTION_FULL, id @ ..]), Some([SECTION_FOOTER, footer @ ..])) = (before, after)
+            && id == footer
+            && found.replace(body).is_some()
+        {
+            return None;
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn section(id: u8, ticks: i64, nanoseconds: i64) -> Vec<u8> {
+        let body = [ticks.to_be_bytes(), [0; 8], nanoseconds.to_be_bytes()].concat();
+        [&[SECTION_FULL, 0, 0, 0, id][..], HEAD, &body, &[SECTION_FOOTER, 0, 0, 0, id]].concat()
+    }
+
+    fn ticker() -> Ticker {
+        let ticker = Ticker::watch();
+        std::thread::sleep(WATCHED_MIN);
+        ticker
+    }
+
+    #[test]
+    fn both_counts_go_forward_and_nothing_else_changes() {
+        let mut state = [b"before\x05timer".to_vec(), section(7, -5_000_000_000, 40), b"after".to_vec()].concat();
+        let before = state.clone();
+        assert!(advance(&mut state, Duration::from_millis(3), Some(ticker())));
+        let at = find(&state).unwrap();
+        let field = |state: &[u8], at: usize| i64::from_be_bytes(state[at..at + 8].try_into().unwrap());
+        assert_eq!(field(&state, at + 16), 3_000_040);
+        let ticks = field(&state, at) - field(&before, at);
+        // 0.5 to 10 GHz.
+        assert!((1_500_000..30_000_000).contains(&ticks), "{ticks}");
+        state[at..at + BODY_BYTES].copy_from_slice(&before[at..at + BODY_BYTES]);
+        assert!(state == before);
+    }
+
+    #[test]
+    fn a_state_that_is_not_understood_is_left_alone() {
+        let check = |state: Vec<u8>| {
+            let mut changed = state.clone();
+            assert!(!advance(&mut changed, Duration::from_millis(3), Some(ticker())));
+            assert_eq!(changed, state);
+        };
+        check(Vec::new());
+        check(HEAD.to_vec());
+        check([section(1, 2, 3), section(2, 3, 4)].concat());
+        let mut other_end = section(1, 2, 3);
+        *other_end.last_mut().unwrap() = 9;
+        check(other_end);
+        let mut whole = section(1, 2, 3);
+        assert!(!advance(&mut whole, Duration::from_millis(3), None), "ticks are kept elsewhere");
+        assert_eq!(whole, section(1, 2, 3));
+    }
+}

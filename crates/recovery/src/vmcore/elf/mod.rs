@@ -1,0 +1,20 @@
+//! ELF vmcores: notes, then each run of kept pages as one PT_LOAD with its guest-physical address.
+//!
+//! ```text
+//! 0      Ehdr | 64 program headers (PT_NOTE, PT_LOAD..) | one section header if they are 65535 or more | notes
+//! data   every kept page, 4096 bytes, in order of page frames: its place is its rank
+//! end    while incomplete: one page of `Trailer`, then a bitmap of the page frames that are written
+//! ```
+//!
+//! The program headers stand at 64 because makedumpfile looks for them nowhere else. Stretches of zero pages stay holes
+//! of the file. What is written is told by a bitmap at the file's end and not by a file beside it: one file to name, to
+//! resume, to throw away, and no tool looks behind the last segment. `finish` cuts it off.
+
+mod headers;
+mod reader;
+mod trailer;
+mod writer;
+
+pub use headers::{ElfError, Headers, Load};
+pub(super) use reader::ElfReader;
+pub(super) use writer::ElfWriter;

@@ -1,0 +1,301 @@
+//! VmcoreFile: a vmcore of any maker as physical memory: kdump or ELF, plain or flattened, whole or left unfinished.
+//!
+//! The file is not trusted: what it says is checked against its size before it is used, and a page that cannot be had is
+//! said to be unreadable and nothing worse.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use hearth_memory::{GuestPhysicalAddress, PAGE_BYTES};
+
+use super::bitmap::Bitmap;
+use super::bytes::ReadAt;
+use super::compress::{Compression, Damaged, Decompressor, PAGE};
+use super::elf::{ElfError, ElfReader};
+use super::flat::{self, FlatError, Flattened};
+use super::kdump::{KdumpError, KdumpReader};
+use super::linux::Utsname;
+use super::memory::{PhysicalMemory, Unreadable};
+use super::notes::{NOTES_BYTES_MAX, Notes, NotesError};
+
+/// Pages kept decompressed: introspection reads page tables and descriptors word by word.
+const CACHED_PAGES: usize = 512;
+
+/// A vmcore that is read.
+pub struct VmcoreFile {
+    source: Source,
+    content: Content,
+    ranges: Vec<Range<u64>>,
+    notes: Notes,
+    file_bytes: u64,
+    cache: Mutex<Cache>,
+}
+
+enum Source {
+    Plain(File),
+    Flattened(Flattened),
+}
+
+enum Content {
+    Kdump(Box<KdumpReader>),
+    Elf(ElfReader),
+}
+
+struct Cache {
+    decompressor: Decompressor,
+    /// The page that is in each slot; a page has one slot it can be in.
+    pfns: Vec<Option<u64>>,
+    bytes: Vec<u8>,
+}
+
+/// Why a page cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub enum PageError {
+    #[error("the page is not in the dump")]
+    Excluded,
+    #[error("the page is missing: the dump is incomplete")]
+    Missing,
+    #[error(transparent)]
+    Damaged(#[from] Damaged),
+    #[error("the dump cannot be read")]
+    Io(#[from] io::Error),
+}
+
+/// How many pages a file has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Survey {
+    /// That the dump was made to keep.
+    pub pages: u64,
+    /// Of these, not in the file.
+    pub missing: u64,
+    /// Of these, zero and without data of their own; not known of ELF files.
+    pub zero: u64,
+    /// All pages' data.
+    pub stored_bytes: u64,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum FileError {
+    #[error("{path}: cannot be opened")]
+    Open { path: PathBuf, source: io::Error },
+    #[error("{path}: is neither a kdump file nor an ELF core")]
+    Unknown { path: PathBuf },
+    #[error("{path}: is no kdump file that can be read")]
+    Kdump { path: PathBuf, source: KdumpError },
+    #[error("{path}: is no ELF core that can be read")]
+    Elf { path: PathBuf, source: ElfError },
+    #[error("{path}: is no flattened dump that can be read")]
+    Flat { path: PathBuf, source: FlatError },
+    #[error("{path}: its notes cannot be read")]
+    Notes { path: PathBuf, source: NotesError },
+}
+
+impl VmcoreFile {
+    pub fn open(path: &Path) -> Result<Self, FileError> {
+        let open = |source| FileError::Open { path: path.to_owned(), source };
+        let file = File::open(path).map_err(open)?;
+        let file_bytes = file.file_bytes().map_err(open)?;
+        let source = match flat::is_flattened(&file) {
+            false => Source::Plain(file),
+            true => Source::Flattened(
+                Flattened::open(file).map_err(|source| FileError::Flat { path: path.to_owned(), source })?,
+            ),
+        };
+        let content = Content::open(&source, path)?;
+        let notes = content.notes(&source).map_err(|source| FileError::Notes { path: path.to_owned(), source })?;
+        let cache = Mutex::new(Cache {
+            decompressor: Decompressor::default(),
+            pfns: vec![None; CACHED_PAGES],
+            bytes: vec![0; CACHED_PAGES * PAGE],
+        });
+        Ok(Self { ranges: content.ranges(), source, content, notes, file_bytes, cache })
+    }
+
+    /// "kdump" or "elf".
+    pub fn format(&self) -> &'static str {
+        match self.content {
+            Content::Kdump(_) => "kdump",
+            Content::Elf(_) => "elf",
+        }
+    }
+
+    pub fn is_flattened(&self) -> bool {
+        matches!(self.source, Source::Flattened(_))
+    }
+
+    /// Whether its maker finished it. `survey` tells whether it was cut off since.
+    pub fn is_complete(&self) -> bool {
+        match &self.content {
+            Content::Kdump(kdump) => !kdump.header.is_incomplete(),
+            Content::Elf(elf) => !elf.is_incomplete(),
+        }
+    }
+
+    /// makedumpfile's number for what was left out, which ELF files do not tell.
+    pub fn level(&self) -> Option<u32> {
+        self.kdump().map(|kdump| kdump.header.level)
+    }
+
+    pub fn compression(&self) -> Option<Compression> {
+        self.kdump().and_then(|kdump| Compression::of_flags(kdump.header.status))
+    }
+
+    /// As the file's header has it, which may have been filled without knowing.
+    pub fn utsname(&self) -> Option<&Utsname> {
+        self.kdump().map(|kdump| &kdump.header.utsname)
+    }
+
+    /// When the dump was begun, if its maker said so.
+    pub fn unix_seconds(&self) -> Option<i64> {
+        self.kdump().map(|kdump| kdump.header.unix_seconds).filter(|seconds| *seconds != 0)
+    }
+
+    pub fn notes(&self) -> &Notes {
+        &self.notes
+    }
+
+    pub fn file_bytes(&self) -> u64 {
+        self.file_bytes
+    }
+
+    pub fn survey(&self) -> Survey {
+        match &self.content {
+            Content::Kdump(kdump) => kdump.survey(&self.source),
+            Content::Elf(elf) => elf.survey(),
+        }
+    }
+
+    /// The pages the dump was made to keep; none for ELF files, whose segments are all there is.
+    pub fn kept(&self) -> Option<&Bitmap> {
+        self.kdump().map(|kdump| &kdump.kept)
+    }
+
+    /// Fills `page` with the bytes of a page frame, past the cache.
+    pub fn read_page(&self, pfn: u64, page: &mut [u8; PAGE]) -> Result<(), PageError> {
+        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        self.content.read_page(&self.source, pfn, &mut cache.decompressor, page)
+    }
+
+    fn kdump(&self) -> Option<&KdumpReader> {
+        match &self.content {
+            Content::Kdump(kdump) => Some(kdump),
+            Content::Elf(_) => None,
+        }
+    }
+}
+
+impl PhysicalMemory for VmcoreFile {
+    fn read(&self, address: GuestPhysicalAddress, into: &mut [u8]) -> Result<(), Unreadable> {
+        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut address = address.0;
+        let mut rest = into;
+        while !rest.is_empty() {
+            let within = (address % PAGE_BYTES) as usize;
+            let (now, later) = rest.split_at_mut(rest.len().min(PAGE - within));
+            let pfn = address / PAGE_BYTES;
+            let page = cache.page(pfn, &self.content, &self.source).map_err(|_| Unreadable::at(address))?;
+            now.copy_from_slice(&page[within..within + now.len()]);
+            address = address.wrapping_add(now.len() as u64);
+            rest = later;
+        }
+        Ok(())
+    }
+
+    fn ranges(&self) -> &[Range<u64>] {
+        &self.ranges
+    }
+}
+
+impl Cache {
+    fn page(&mut self, pfn: u64, content: &Content, source: &Source) -> Result<&[u8], PageError> {
+        let slot = (pfn % CACHED_PAGES as u64) as usize;
+        let page = &mut self.bytes[slot * PAGE..][..PAGE];
+        if self.pfns[slot] != Some(pfn) {
+            self.pfns[slot] = None;
+            content.read_page(source, pfn, &mut self.decompressor, page)?;
+            self.pfns[slot] = Some(pfn);
+        }
+        Ok(page)
+    }
+}
+
+impl Content {
+    fn open(source: &Source, path: &Path) -> Result<Self, FileError> {
+        let mut magic = [0; 4];
+        // A file shorter than that is no dump either.
+        let _ = source.read_exact_at(&mut magic, 0);
+        match &magic {
+            b"KDUM" => match KdumpReader::open(source) {
+                Ok(kdump) => Ok(Self::Kdump(Box::new(kdump))),
+                Err(source) => Err(FileError::Kdump { path: path.to_owned(), source }),
+            },
+            b"\x7fELF" => match ElfReader::open(source) {
+                Ok(elf) => Ok(Self::Elf(elf)),
+                Err(source) => Err(FileError::Elf { path: path.to_owned(), source }),
+            },
+            _ => Err(FileError::Unknown { path: path.to_owned() }),
+        }
+    }
+
+    fn notes(&self, source: &Source) -> Result<Notes, NotesError> {
+        let range = match self {
+            Self::Kdump(kdump) => kdump.header.notes.clone(),
+            Self::Elf(elf) => elf.headers.notes.first().cloned().unwrap_or(0..0),
+        };
+        let bytes = range.end - range.start;
+        if bytes > NOTES_BYTES_MAX as u64 {
+            return Err(NotesError::TooLong(usize::try_from(bytes).unwrap_or(usize::MAX)));
+        }
+        let blob = source.read_part(range.start, bytes).map_err(|_| NotesError::CutOff(0))?;
+        Notes::parse(&blob)
+    }
+
+    /// RAM as far as the file tells, in whole pages.
+    fn ranges(&self) -> Vec<Range<u64>> {
+        match self {
+            Self::Kdump(kdump) => kdump.existing.runs().collect(),
+            Self::Elf(elf) => {
+                let mut ranges: Vec<Range<u64>> = Vec::new();
+                for pfns in elf.headers.loads.iter().map(super::elf::Load::pfns).filter(|pfns| !pfns.is_empty()) {
+                    match ranges.last_mut() {
+                        Some(last) if last.end == pfns.start => last.end = pfns.end,
+                        _ => ranges.push(pfns),
+                    }
+                }
+                ranges
+            }
+        }
+    }
+
+    fn read_page(
+        &self,
+        source: &Source,
+        pfn: u64,
+        decompressor: &mut Decompressor,
+        page: &mut [u8],
+    ) -> Result<(), PageError> {
+        match self {
+            Self::Kdump(kdump) => kdump.read_page(source, pfn, decompressor, page),
+            Self::Elf(elf) => elf.read_page(source, pfn, page),
+        }
+    }
+}
+
+impl ReadAt for Source {
+    fn read_exact_at(&self, into: &mut [u8], at: u64) -> io::Result<()> {
+        match self {
+            Self::Plain(file) => ReadAt::read_exact_at(file, into, at),
+            Self::Flattened(flattened) => flattened.read_exact_at(into, at),
+        }
+    }
+
+    fn file_bytes(&self) -> io::Result<u64> {
+        match self {
+            Self::Plain(file) => file.file_bytes(),
+            Self::Flattened(flattened) => flattened.file_bytes(),
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! Linux: what a dead Linux says of its memory, read from outside without a symbol file or an agent.
+//!
+//! VMCOREINFO -> address space -> sections -> page descriptors -> class of each page (`classify`)
+//! VMCOREINFO -> address space -> kernel log, `uname`
+//!
+//! Nothing here fails for damage in part: what cannot be read or makes no sense leaves its pages in the dump. Only a
+//! memory that shows no Linux at all, or one whose layout is unknown, is refused, with the reason; the dump then keeps
+//! everything but zeroes.
+
+mod address_space;
+mod classify;
+mod descriptor;
+pub mod log;
+mod sections;
+mod utsname;
+mod vmcoreinfo;
+
+#[cfg(test)]
+mod synthetic;
+#[cfg(test)]
+mod tests;
+
+pub use address_space::{AddressSpace, Piece};
+pub use classify::{ClassCounts, Classification};
+pub use utsname::Utsname;
+pub use vmcoreinfo::Vmcoreinfo;
+
+use super::level::DumpLevel;
+use super::memory::PhysicalMemory;
+
+/// Why a memory's pages cannot be told apart.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotUnderstood {
+    #[error("no Linux kernel was found in the guest's memory")]
+    NoVmcoreinfo,
+    #[error("the guest's kernel does not tell {0}")]
+    Missing(&'static str),
+    #[error("the guest's kernel tells {name}={value}, which cannot be")]
+    Implausible { name: &'static str, value: i128 },
+    #[error("the guest kernel's table of memory sections cannot be read: it is damaged, or laid out in an unknown way")]
+    NoSections,
+}
+
+/// A Linux kernel in a dead guest's memory.
+pub struct Linux<'m, M> {
+    memory: &'m M,
+    vmcoreinfo: Vmcoreinfo,
+    space: AddressSpace<'m, M>,
+}
+
+impl<'m, M: PhysicalMemory> Linux<'m, M> {
+    /// `notes` are the ELF notes that QEMU or a dump file has; without a VMCOREINFO in them RAM is searched for it.
+    pub fn find(memory: &'m M, notes: &[u8]) -> Result<Self, NotUnderstood> {
+        let of_notes = Vmcoreinfo::in_notes(notes).and_then(|found| Self::checked(memory, found));
+        if let Some(linux) = of_notes {
+            return Ok(linux);
+        }
+        let genuine = |found: &Vmcoreinfo| Self::checked(memory, found.clone()).is_some();
+        let found = Vmcoreinfo::in_memory(memory, genuine).ok_or(NotUnderstood::NoVmcoreinfo)?;
+        Self::with(memory, found)
+    }
+
+    /// Takes the VMCOREINFO as it is.
+    pub fn with(memory: &'m M, vmcoreinfo: Vmcoreinfo) -> Result<Self, NotUnderstood> {
+        let space = AddressSpace::new(memory, &vmcoreinfo)?;
+        Ok(Self { memory, vmcoreinfo, space })
+    }
+
+    /// Is this the kernel whose name stands where the text says it stands?
+    fn checked(memory: &'m M, vmcoreinfo: Vmcoreinfo) -> Option<Self> {
+        let linux = Self::with(memory, vmcoreinfo).ok()?;
+        let genuine = linux.utsname().is_some_and(|name| name.release == linux.vmcoreinfo.release());
+        genuine.then_some(linux)
+    }
+
+    /// The kernel's virtual memory.
+    pub fn space(&self) -> &AddressSpace<'m, M> {
+        &self.space
+    }
+
+    pub fn vmcoreinfo(&self) -> &Vmcoreinfo {
+        &self.vmcoreinfo
+    }
+
+    /// What `uname -a` said.
+    pub fn utsname(&self) -> Option<Utsname> {
+        utsname::read(&self.space, &self.vmcoreinfo)
+    }
+
+    /// Which pages a dump of this level keeps. Pages of zeroes are not looked for: they show when pages are copied.
+    pub fn classify(&self, level: DumpLevel) -> Result<Classification, NotUnderstood> {
+        classify::classify(self.memory, &self.space, &self.vmcoreinfo, level)
+    }
+
+    /// The kernel log, oldest line first.
+    pub fn log(&self) -> Result<Vec<log::Line>, NotUnderstood> {
+        log::read(&self.space, &self.vmcoreinfo)
+    }
+}
+
+fn required<T>(value: Option<T>, name: &'static str) -> Result<T, NotUnderstood> {
+    value.ok_or(NotUnderstood::Missing(name))
+}

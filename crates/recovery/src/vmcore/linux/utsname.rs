@@ -1,0 +1,43 @@
+//! The kernel's names for itself and its machine, as `uname` tells them; a dump's header carries them.
+
+use super::super::memory::PhysicalMemory;
+use super::{AddressSpace, Vmcoreinfo};
+
+/// `__NEW_UTS_LEN` and the zero byte.
+const FIELD_BYTES: usize = 65;
+const FIELDS: usize = 6;
+
+/// What `uname -a` said.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Utsname {
+    pub sysname: String,
+    pub nodename: String,
+    pub release: String,
+    pub version: String,
+    pub machine: String,
+    pub domainname: String,
+}
+
+pub fn read(space: &AddressSpace<'_, impl PhysicalMemory>, vmcoreinfo: &Vmcoreinfo) -> Option<Utsname> {
+    let namespace = vmcoreinfo.symbol("init_uts_ns")?;
+    // Before 5.11 the offset was not told; a reference count of 4 bytes stood first.
+    let offset = vmcoreinfo.offset("uts_namespace.name").unwrap_or(4);
+    let mut bytes = [0; FIELD_BYTES * FIELDS];
+    space.read(namespace.checked_add(offset)?, &mut bytes).ok()?;
+    let mut fields = bytes.chunks(FIELD_BYTES).map(text);
+    let mut next = || fields.next().expect("as many fields as were read");
+    let name = Utsname {
+        sysname: next(),
+        nodename: next(),
+        release: next(),
+        version: next(),
+        machine: next(),
+        domainname: next(),
+    };
+    (name.sysname == "Linux").then_some(name)
+}
+
+fn text(field: &[u8]) -> String {
+    let end = field.iter().position(|byte| *byte == 0).unwrap_or(field.len());
+    String::from_utf8_lossy(&field[..end]).into_owned()
+}

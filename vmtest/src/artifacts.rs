@@ -1,0 +1,155 @@
+//! The things that tests drive and boot: found, or an error that says how to make them.
+
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+
+/// A kernel and what it boots from.
+#[derive(Clone, Debug)]
+pub struct Boot {
+    pub kernel: PathBuf,
+    pub initrd: PathBuf,
+    pub cmdline: String,
+}
+
+/// Console to the serial line, errors of the kernel shown, and a panic is left to QEMU.
+const CMDLINE: &str = "console=ttyS0 quiet";
+
+/// The busybox guest; with fio if asked for, which takes 90 MiB more of the guest's memory.
+pub fn busybox(with_fio: bool) -> Result<Boot> {
+    let initrd = if with_fio { "initrd-fio" } else { "initrd" };
+    boot("busybox", initrd, CMDLINE.into())
+}
+
+/// The busybox guest on Linux 6.12.
+pub fn busybox_on_linux_6_12() -> Result<Boot> {
+    busybox_on(Linux::Newer)
+}
+
+/// The kernels that guests run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Linux {
+    /// Debian 12's own, 6.1.
+    Stable,
+    /// 6.12, from Debian 12's backports.
+    Newer,
+}
+
+impl Linux {
+    /// What `make test-vmcore` made for this kernel: `vmlinux` with debug symbols, `hearth_fault.ko`.
+    pub fn vmcore_kernel(self, file: &str) -> PathBuf {
+        vmcore(&format!("kernel{}/{file}", self.suffix()))
+    }
+
+    fn suffix(self) -> &'static str {
+        match self {
+            Linux::Stable => "",
+            Linux::Newer => "-6.12",
+        }
+    }
+}
+
+/// The busybox guest on a kernel of choice.
+pub fn busybox_on(linux: Linux) -> Result<Boot> {
+    boot(&format!("busybox{}", linux.suffix()), "initrd", CMDLINE.into())
+}
+
+/// What `make test-vmcore` made.
+pub fn vmcore(file: &str) -> PathBuf {
+    root().join("target/vmcore").join(file)
+}
+
+/// The Debian guest, its agent on the serial console. The root disk is the first disk.
+pub fn debian() -> Result<Boot> {
+    boot("debian", "initrd", format!("{CMDLINE} root=/dev/vda rw systemd.show_status=false hearth.agent"))
+}
+
+/// The Debian guest's root disk. To be copied, not used.
+pub fn debian_root() -> Result<PathBuf> {
+    existing(guest().join("debian/root.img"))
+}
+
+/// The probe, for the host.
+pub fn probe() -> Result<PathBuf> {
+    existing(guest().join("probe/probe"))
+}
+
+/// The binary under test.
+pub fn hearth() -> Result<PathBuf> {
+    let path = match std::env::var_os("HEARTH_BIN") {
+        Some(path) => PathBuf::from(path),
+        None => beside_this_binary("hearth"),
+    };
+    if path.is_file() { Ok(path) } else { Err(Error::NoHearth { path }) }
+}
+
+/// QEMU: `HEARTH_QEMU`, or with `QEMU=10` the unpacked newer one, or the installed one.
+pub fn qemu() -> Result<PathBuf> {
+    if let Some(path) = std::env::var_os("HEARTH_QEMU") {
+        return Ok(path.into());
+    }
+    let installed = PathBuf::from("qemu-system-x86_64");
+    if std::env::var("QEMU").as_deref() != Ok("10") {
+        return Ok(installed);
+    }
+    let path = root().join("target/qemu10/usr/bin/qemu-system-x86_64");
+    match path.is_file() {
+        true => Ok(path),
+        false if is_10_or_later(&installed) => Ok(installed),
+        false => Err(Error::NoQemu10 { path }),
+    }
+}
+
+/// The newer QEMU that `cargo xtask qemu10` unpacks, or the installed one if it is as new.
+pub fn qemu_10() -> Result<PathBuf> {
+    let path = root().join("target/qemu10/usr/bin/qemu-system-x86_64");
+    let installed = installed_qemu()?;
+    match path.is_file() {
+        true => Ok(path),
+        false if is_10_or_later(&installed) => Ok(installed),
+        false => Err(Error::NoQemu10 { path }),
+    }
+}
+
+/// The installed QEMU, by its whole path.
+pub fn installed_qemu() -> Result<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let found =
+        std::env::split_paths(&path).map(|folder| folder.join("qemu-system-x86_64")).find(|path| path.is_file());
+    found.ok_or(Error::NoArtifact { path: "qemu-system-x86_64".into() })
+}
+
+/// What all guests are run with: emulated `rep movsb` copies page-cache reads 3.6 times slower than real processors make
+/// them, and QEMU 7.2's emulation of cmpxchg16b crashes Linux 6.12.
+pub const CPU_MODEL: &str = "max,-erms,-fsrm,-cx16";
+
+fn boot(folder: &str, initrd: &str, cmdline: String) -> Result<Boot> {
+    let folder = guest().join(folder);
+    Ok(Boot { kernel: existing(folder.join("vmlinuz"))?, initrd: existing(folder.join(initrd))?, cmdline })
+}
+
+fn is_10_or_later(qemu: &Path) -> bool {
+    let said = std::process::Command::new(qemu).arg("--version").output().map(|output| output.stdout);
+    let said = said.unwrap_or_default();
+    let version = String::from_utf8_lossy(&said).split_whitespace().nth(3).map(str::to_owned);
+    version.and_then(|version| version.split('.').next()?.parse().ok()).is_some_and(|major: u32| major >= 10)
+}
+
+fn existing(path: PathBuf) -> Result<PathBuf> {
+    if path.is_file() { Ok(path) } else { Err(Error::NoArtifact { path }) }
+}
+
+/// Test binaries stand in `PROFILE/deps/`, the binaries of the workspace in `PROFILE/`.
+fn beside_this_binary(name: &str) -> PathBuf {
+    let this = std::env::current_exe().unwrap_or_default();
+    let profile = this.ancestors().skip(1).find(|folder| folder.file_name().is_some_and(|name| name != "deps"));
+    profile.unwrap_or(Path::new(".")).join(name)
+}
+
+fn guest() -> PathBuf {
+    root().join("target/guest")
+}
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("vmtest is a folder of the checkout")
+}

@@ -1,0 +1,101 @@
+//! A machine's disk as a test wants it: made when the machine is, in the machine's own folder.
+
+use std::path::{Path, PathBuf};
+
+use crate::error::Result;
+use crate::images::{self, File};
+
+#[derive(Clone, Debug)]
+enum Contents {
+    Empty {
+        mib: u64,
+    },
+    Ext4 {
+        mib: u64,
+    },
+    Xfs {
+        mib: u64,
+    },
+    CopyOf(PathBuf),
+    /// Used where it is: for tests of what happens to an image.
+    InPlace(PathBuf),
+}
+
+/// One disk.
+#[derive(Clone, Debug)]
+pub struct Disk {
+    contents: Contents,
+    files: Vec<File>,
+    settings: toml::Table,
+}
+
+impl Disk {
+    fn of(contents: Contents) -> Self {
+        Self { contents, files: Vec::new(), settings: toml::Table::new() }
+    }
+
+    /// Zeros.
+    pub fn empty(mib: u64) -> Self {
+        Self::of(Contents::Empty { mib })
+    }
+
+    pub fn ext4(mib: u64) -> Self {
+        Self::of(Contents::Ext4 { mib })
+    }
+
+    /// At least 300 MiB, whatever is asked for.
+    pub fn xfs(mib: u64) -> Self {
+        Self::of(Contents::Xfs { mib })
+    }
+
+    pub fn copy_of(image: &Path) -> Self {
+        Self::of(Contents::CopyOf(image.to_owned()))
+    }
+
+    /// An image that stays where it is, and is written to.
+    pub fn in_place(image: &Path) -> Self {
+        Self::of(Contents::InPlace(image.to_owned()))
+    }
+
+    /// Files that the file system holds from the start.
+    pub fn with_files(mut self, files: impl IntoIterator<Item = File>) -> Self {
+        self.files.extend(files);
+        self
+    }
+
+    /// Bytes and operations per second, as a slower disk has them.
+    pub fn limited(self, mib_per_second: i64, iops: i64) -> Self {
+        self.setting("mib_per_second", mib_per_second).setting("iops", iops)
+    }
+
+    pub fn read_only(self) -> Self {
+        self.setting("read_only", true)
+    }
+
+    /// Any other key of `[[disks]]` in `machine.toml`.
+    pub fn setting(mut self, key: &str, value: impl Into<toml::Value>) -> Self {
+        self.settings.insert(key.into(), value.into());
+        self
+    }
+
+    /// Makes the image, as `diskN.img` in `folder`, and returns where it is.
+    pub(crate) fn make(&self, folder: &Path, index: usize) -> Result<PathBuf> {
+        let image = folder.join(format!("disk{index}.img"));
+        match &self.contents {
+            Contents::Empty { mib } => images::empty(&image, *mib)?,
+            Contents::Ext4 { mib } => images::ext4(&image, *mib, &self.files)?,
+            Contents::Xfs { mib } => images::xfs(&image, *mib, &self.files)?,
+            Contents::CopyOf(source) => images::copy(source, &image)?,
+            Contents::InPlace(path) => return Ok(path.clone()),
+        }
+        Ok(image)
+    }
+
+    /// The `[[disks]]` entry for an image made by [`Disk::make`].
+    pub(crate) fn entry(&self, image: &Path) -> toml::Table {
+        let mut entry = self.settings.clone();
+        entry.insert("path".into(), image.display().to_string().into());
+        entry.entry("format").or_insert_with(|| "raw".into());
+        entry
+    }
+}

@@ -1,0 +1,157 @@
+//! The machine's events, followed with `hearth events NAME --follow --json` for as long as the machine lives, over every
+//! keeper that it sees.
+
+use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, SystemTime};
+
+use serde_json::Value;
+
+use crate::error::{Error, Result};
+use crate::wait::Watched;
+
+/// Between two attempts where no keeper answers: nothing announces one, so one has to look.
+const REDIAL: Duration = Duration::from_millis(50);
+
+#[derive(Default)]
+struct Followed {
+    events: Vec<Value>,
+    last_sequence: u64,
+    child: Option<Child>,
+    over: bool,
+}
+
+/// Collects events in a thread.
+pub struct Follower {
+    followed: Arc<Watched<Followed>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Follower {
+    pub fn start(name: &str, hearth: PathBuf, runtime_root: PathBuf) -> Result<Self> {
+        let followed = Arc::new(Watched::<Followed>::default());
+        let (ours, machine) = (Arc::clone(&followed), name.to_owned());
+        let follow = move || {
+            let mut command = Command::new(hearth);
+            command.args(["events", &machine, "--follow", "--json"]).env("HEARTH_RUNTIME_ROOT", runtime_root);
+            // Refusals while no keeper is there yet are not worth a line.
+            command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+            while follow_once(&ours, &mut command) {
+                std::thread::sleep(REDIAL);
+            }
+        };
+        let thread = std::thread::Builder::new().name(format!("events-{name}")).spawn(follow);
+        let thread = thread.map_err(|source| Error::Start { program: "the event follower".into(), source })?;
+        Ok(Self { followed, thread: Some(thread) })
+    }
+
+    pub fn wait(&self, limit: Duration, look: impl Fn(&Value) -> bool) -> Option<Value> {
+        self.followed.wait(limit, |followed| followed.events.iter().find(|event| look(event)).cloned())
+    }
+
+    pub fn all(&self) -> Vec<Value> {
+        self.followed.lock().events.clone()
+    }
+}
+
+impl Drop for Follower {
+    fn drop(&mut self) {
+        self.followed.change(|followed| {
+            followed.over = true;
+            if let Some(child) = &mut followed.child {
+                // Fails only if it is dead already.
+                let _ = child.kill();
+            }
+        });
+        if let Some(thread) = self.thread.take() {
+            // A panic of that thread was printed when it happened.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Follows until the keeper or the machine is gone; false when it is the machine.
+fn follow_once(followed: &Watched<Followed>, command: &mut Command) -> bool {
+    let output = followed.change(|followed| {
+        if followed.over {
+            return None;
+        }
+        let mut child = command.spawn().ok()?;
+        let output = child.stdout.take();
+        followed.child = Some(child);
+        output
+    });
+    for line in output.into_iter().flat_map(|output| BufReader::new(output).lines()).map_while(std::io::Result::ok) {
+        if let Ok(event) = serde_json::from_str::<Value>(&line) {
+            followed.change(|followed| followed.add(event));
+        }
+    }
+    let child = followed.change(|followed| followed.child.take());
+    if let Some(mut child) = child {
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+    !followed.lock().over
+}
+
+impl Followed {
+    /// A new connection tells old events again: each counts once.
+    fn add(&mut self, event: Value) {
+        match event["sequence"].as_u64() {
+            Some(sequence) if sequence <= self.last_sequence => return,
+            Some(sequence) => self.last_sequence = sequence,
+            None => {}
+        }
+        self.events.push(event);
+    }
+}
+
+/// The `time` of an event: `2026-03-01T12:00:00.123Z`.
+pub fn time_of(event: &Value) -> Option<SystemTime> {
+    let text = event["time"].as_str()?.strip_suffix('Z')?;
+    let (date, time) = text.split_once('T')?;
+    let [year, month, day] = numbers(date, '-')?;
+    let (time, fraction) = time.split_once('.').unwrap_or((time, "0"));
+    let [hour, minute, second] = numbers(time, ':')?;
+    // Days since 1970 by the proleptic calendar, years beginning in March so that leap days come last.
+    let (shifted, index) = if month > 2 { (year, month - 3) } else { (year - 1, month + 9) };
+    let days = 365 * shifted + shifted / 4 - shifted / 100 + shifted / 400 + (153 * index + 2) / 5 + day - 1 - 719_468;
+    let seconds = u64::try_from(((days * 24 + hour) * 60 + minute) * 60 + second).ok()?;
+    let millis: u64 = format!("{fraction:0<3}").get(..3)?.parse().ok()?;
+    Some(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds) + Duration::from_millis(millis))
+}
+
+fn numbers(text: &str, separator: char) -> Option<[i64; 3]> {
+    let parts = text.split(separator).map(|part| part.parse().ok()).collect::<Option<Vec<i64>>>()?;
+    parts.try_into().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn times_are_understood() {
+        let check = |text: &str, millis: u64| {
+            let expect = SystemTime::UNIX_EPOCH + Duration::from_millis(millis);
+            assert_eq!(time_of(&json!({ "time": text })), Some(expect), "{text}");
+        };
+        check("1970-01-01T00:00:00.000Z", 0);
+        check("2000-02-29T23:59:59.5Z", 951_868_799_500);
+        check("2026-03-01T12:00:00.123Z", 1_772_366_400_123);
+        assert_eq!(time_of(&json!({ "time": "yesterday" })), None);
+    }
+
+    #[test]
+    fn events_that_are_told_again_count_once() {
+        let mut followed = Followed::default();
+        for sequence in [1, 2, 1, 2, 3] {
+            followed.add(json!({ "sequence": sequence }));
+        }
+        assert_eq!(followed.events.len(), 3);
+    }
+}

@@ -1,0 +1,113 @@
+//! The folders of one machine under test: its images and configuration, its own runtime root, its memory, its logs.
+
+use std::fs::{self, File, OpenOptions};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::artifacts;
+use crate::error::{Error, Result, at};
+use crate::guest::Output;
+use crate::processes;
+
+/// What a failed test shows of each log.
+const LINES_SHOWN: usize = 80;
+
+pub struct Files {
+    folder: TempDir,
+    memory: TempDir,
+    config: PathBuf,
+}
+
+impl Files {
+    pub fn make(name: &str) -> Result<Self> {
+        let make = |parent: &Path| {
+            let made = tempfile::Builder::new().prefix(&format!("hearth-{name}-")).tempdir_in(parent);
+            at("create a folder in", parent, made)
+        };
+        let (folder, memory) = (make(&std::env::temp_dir())?, make(Path::new("/dev/shm"))?);
+        let files = Self { config: folder.path().join("machine.toml"), folder, memory };
+        let root = files.runtime_root();
+        at("create", &root, fs::create_dir(&root))?;
+        Ok(files)
+    }
+
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    pub fn memory_folder(&self) -> &Path {
+        self.memory.path()
+    }
+
+    /// A runtime root of its own: machines of the same name in two tests know nothing of each other.
+    pub fn runtime_root(&self) -> PathBuf {
+        self.folder().join("run")
+    }
+
+    pub fn console_socket(&self, name: &str) -> PathBuf {
+        self.runtime_root().join(name).join("console.sock")
+    }
+
+    /// Made by the keeper that has something to put there.
+    pub fn dump_folder(&self) -> PathBuf {
+        self.folder().join("dumps")
+    }
+
+    /// `machine.toml`.
+    pub fn config(&self) -> &Path {
+        &self.config
+    }
+
+    pub fn write_config(&self, config: &toml::Table) -> Result<()> {
+        at("write", self.config(), fs::write(self.config(), config.to_string()))
+    }
+
+    /// Standard output and standard error of a keeper, appended: a machine may see several.
+    pub fn keeper_output(&self) -> Result<(File, File)> {
+        let path = self.folder().join("keeper.log");
+        let file = at("open", &path, OpenOptions::new().create(true).append(true).open(&path))?;
+        let other = at("open", &path, file.try_clone())?;
+        Ok((file, other))
+    }
+
+    pub fn keeper_log(&self) -> String {
+        fs::read_to_string(self.folder().join("keeper.log")).unwrap_or_default()
+    }
+
+    /// A `hearth` command for this runtime root.
+    pub fn cli(&self, arguments: &[&str]) -> Result<Output> {
+        let mut command = Command::new(artifacts::hearth()?);
+        command.args(arguments).env("HEARTH_RUNTIME_ROOT", self.runtime_root()).stdin(Stdio::null());
+        let output = command.output().map_err(|source| Error::Start { program: "hearth".into(), source })?;
+        let bytes = [output.stdout, output.stderr].concat();
+        // A command that a signal ended has no status; no command uses this one.
+        Ok(Output { status: output.status.code().unwrap_or(-1), bytes })
+    }
+
+    pub fn end_processes(&self) {
+        for folder in [self.folder(), self.memory_folder()] {
+            processes::end_all(folder);
+        }
+    }
+
+    /// Everything that helps to understand a failure from a distance.
+    pub fn print_logs(&self, name: &str, console: &str, events: &[Value]) {
+        eprintln!("--- {name}: console\n{console}");
+        eprintln!("--- {name}: events");
+        events.iter().rev().take(LINES_SHOWN).rev().for_each(|event| eprintln!("{event}"));
+        eprintln!("--- {name}: keeper\n{}", last_lines(&self.keeper_log()));
+        let runtime = fs::read_dir(self.runtime_root().join(name)).into_iter().flatten().flatten();
+        let logs = runtime.map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|end| end == "log"));
+        for log in logs {
+            eprintln!("--- {}\n{}", log.display(), last_lines(&fs::read_to_string(&log).unwrap_or_default()));
+        }
+    }
+}
+
+fn last_lines(text: &str) -> String {
+    let lines: Vec<_> = text.lines().collect();
+    lines[lines.len().saturating_sub(LINES_SHOWN)..].join("\n")
+}

@@ -1,0 +1,357 @@
+//! A machine under Hearth: a keeper process, driven through the command line and the console as an operator would.
+
+mod builder;
+mod events;
+mod files;
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::process::Pid;
+use serde_json::Value;
+
+pub use builder::TestVmBuilder;
+use events::Follower;
+use files::Files;
+
+use crate::artifacts;
+use crate::console::Line;
+use crate::error::{Error, Result, at};
+use crate::guest::{Drives, Guest, LOOK_AFTER, Output};
+use crate::processes;
+use crate::slots::Slot;
+use crate::transcript::Ready;
+use crate::wait::patience;
+
+/// A machine with its keeper; everything of it is ended when it is dropped.
+pub struct TestVm {
+    name: String,
+    keeper: Mutex<Option<Child>>,
+    guest: Guest,
+    events: Follower,
+    http_port: Option<u16>,
+    files: Files,
+    _slot: Slot,
+}
+
+impl TestVm {
+    /// The small guest: busybox, ready in seconds.
+    pub fn busybox(name: &str) -> TestVmBuilder {
+        TestVmBuilder::new(name, artifacts::busybox(false))
+    }
+
+    /// The small guest with fio.
+    pub fn busybox_with_fio(name: &str) -> TestVmBuilder {
+        TestVmBuilder::new(name, artifacts::busybox(true))
+    }
+
+    /// The small guest with a newer kernel: Linux 6.12.
+    pub fn busybox_on_linux_6_12(name: &str) -> TestVmBuilder {
+        TestVmBuilder::new(name, artifacts::busybox_on_linux_6_12())
+    }
+
+    /// The Debian guest with systemd and nginx; its root is a copy of its own, the first disk.
+    pub fn debian(name: &str) -> TestVmBuilder {
+        TestVmBuilder::debian(name)
+    }
+
+    fn launch(name: &str, files: Files, http_port: Option<u16>, slot: Slot) -> Result<Self> {
+        let guest = Guest::open(name, Line::Call(files.console_socket(name)))?;
+        let events = Follower::start(name, artifacts::hearth()?, files.runtime_root())?;
+        let vm = Self { name: name.into(), keeper: Mutex::new(None), guest, events, http_port, files, _slot: slot };
+        vm.start_keeper(&[])?;
+        Ok(vm)
+    }
+
+    // --- what an operator does
+
+    /// `hearth status NAME --json`.
+    pub fn status(&self) -> Result<Value> {
+        self.cli_json(&["status", &self.name, "--json"])
+    }
+
+    /// `hearth explain NAME --json`.
+    pub fn explain(&self) -> Result<Value> {
+        self.cli_json(&["explain", &self.name, "--json"])
+    }
+
+    /// `hearth reboot NAME`.
+    pub fn reboot(&self) -> Result<()> {
+        self.cli(&["reboot", &self.name]).map(drop)
+    }
+
+    /// `hearth reboot NAME --cold`.
+    pub fn reboot_cold(&self) -> Result<()> {
+        self.cli(&["reboot", &self.name, "--cold"]).map(drop)
+    }
+
+    /// `hearth reboot NAME --force`: the guest is not asked.
+    pub fn reboot_forced(&self) -> Result<()> {
+        self.cli(&["reboot", &self.name, "--force"]).map(drop)
+    }
+
+    /// `hearth crash NAME`.
+    pub fn crash(&self) -> Result<()> {
+        self.cli(&["crash", &self.name]).map(drop)
+    }
+
+    /// `hearth rejuvenate NAME`, which must succeed.
+    pub fn rejuvenate(&self) -> Result<()> {
+        self.cli(&["rejuvenate", &self.name]).map(drop)
+    }
+
+    /// `hearth rejuvenate NAME --qemu PATH`, however it ends.
+    pub fn rejuvenate_to(&self, qemu: &Path) -> Result<Output> {
+        self.cli_output(&["rejuvenate", &self.name, "--qemu", &qemu.display().to_string()])
+    }
+
+    /// `hearth stop NAME`, and the keeper's own end.
+    pub fn stop(&self) -> Result<ExitStatus> {
+        self.cli(&["stop", &self.name])?;
+        self.wait_keeper_end()
+    }
+
+    /// `hearth stop NAME --force`, and the keeper's own end.
+    pub fn stop_at_once(&self) -> Result<ExitStatus> {
+        self.cli(&["stop", &self.name, "--force"])?;
+        self.wait_keeper_end()
+    }
+
+    /// Any `hearth` command, which must succeed; returns what it printed.
+    pub fn cli(&self, arguments: &[&str]) -> Result<String> {
+        let output = self.cli_output(arguments)?;
+        if output.status == 0 {
+            return Ok(output.text());
+        }
+        let (command, status) = (format!("hearth {}", arguments.join(" ")), output.status);
+        Err(self.guest.fail(Error::Cli { command, status, output: output.text() }))
+    }
+
+    /// Any `hearth` command; standard output, then standard error.
+    pub fn cli_output(&self, arguments: &[&str]) -> Result<Output> {
+        self.files.cli(arguments)
+    }
+
+    fn cli_json(&self, arguments: &[&str]) -> Result<Value> {
+        let text = self.cli(arguments)?;
+        let command = || format!("hearth {}", arguments.join(" "));
+        serde_json::from_str(&text).map_err(|source| Error::NotJson { command: command(), text: text.clone(), source })
+    }
+
+    // --- what happens to a machine
+
+    /// Ends the keeper as a crash would (SIGKILL); QEMU and the guest are left as they are.
+    pub fn kill_keeper(&self) -> Result<()> {
+        let mut keeper = self.keeper();
+        let Some(mut child) = keeper.take() else { return Ok(()) };
+        at("kill the keeper of", self.files.config(), child.kill())?;
+        at("wait for the keeper of", self.files.config(), child.wait()).map(drop)
+    }
+
+    /// `hearth run` again, for the same machine.
+    pub fn restart_keeper(&self) -> Result<()> {
+        self.restart_keeper_with(&[])
+    }
+
+    /// The same, with variables in the keeper's environment.
+    pub fn restart_keeper_with(&self, variables: &[(&str, &str)]) -> Result<()> {
+        self.kill_keeper()?;
+        self.start_keeper(variables)
+    }
+
+    /// Ends QEMU as a crash would (SIGKILL). The keeper is left to see it.
+    pub fn kill_qemu(&self) -> Result<()> {
+        let pid = self.qemu_pid()?;
+        at("kill the QEMU of", self.files.config(), processes::kill(pid))
+    }
+
+    /// Stops QEMU where it stands (SIGSTOP), as a host without processor time would: the guest does nothing any more.
+    pub fn freeze_qemu(&self) -> Result<()> {
+        let pid = self.qemu_pid()?;
+        at("freeze the QEMU of", self.files.config(), processes::freeze(pid))
+    }
+
+    /// Stops the keeper where it stands (SIGSTOP): QEMU and the guest go on without it.
+    pub fn freeze_keeper(&self) -> Result<()> {
+        self.signal_keeper(processes::freeze)
+    }
+
+    /// Lets a frozen keeper go on.
+    pub fn thaw_keeper(&self) -> Result<()> {
+        self.signal_keeper(processes::thaw)
+    }
+
+    fn signal_keeper(&self, signal: impl FnOnce(Pid) -> std::io::Result<()>) -> Result<()> {
+        let pid = self.keeper_pid().and_then(|pid| Pid::from_raw(pid as i32));
+        let pid = pid.ok_or_else(|| self.no_keeper("a signal"))?;
+        at("signal the keeper of", self.files.config(), signal(pid))
+    }
+
+    /// QEMU's process, as `hearth status` gives it.
+    pub fn qemu_pid(&self) -> Result<Pid> {
+        let status = self.status()?;
+        let pid = status["qemu"]["pid"].as_i64().and_then(|pid| Pid::from_raw(pid as i32));
+        pid.ok_or_else(|| self.guest.fail(Error::NoQemu { status }))
+    }
+
+    pub fn keeper_pid(&self) -> Option<u32> {
+        self.keeper().as_ref().map(Child::id)
+    }
+
+    // --- waiting
+
+    /// Waits until incarnation `number` runs and its guest is ready.
+    pub fn wait_incarnation(&self, number: u64) -> Result<Ready> {
+        let started = self.wait_event(&format!("start of incarnation {number}"), |event| {
+            event["kind"] == "incarnation_started" && event["incarnation"] == number
+        })?;
+        let what = format!("readiness of incarnation {number}");
+        // Only a guest that became ready after this incarnation's start is it: earlier ones may never have been waited for.
+        let since = events::time_of(&started);
+        let look = |ready: &Ready| since.is_none_or(|since| ready.at > since);
+        self.wait_console(&what, patience(20), |heard| heard.ready().iter().find(|ready| look(ready)).cloned())
+    }
+
+    /// Waits until `hearth status` says that the machine runs with all its disks: for a keeper that was just started.
+    pub fn wait_running(&self) -> Result<Value> {
+        let deadline = Instant::now() + patience(20);
+        loop {
+            let said = self.files.cli(&["status", &self.name, "--json"])?;
+            let status = serde_json::from_slice::<Value>(&said.bytes).unwrap_or_default();
+            let connected = |disk: &Value| disk["connected"] == true;
+            if status["state"] == "running"
+                && status["disks"].as_array().is_some_and(|disks| disks.iter().all(connected))
+            {
+                return Ok(status);
+            }
+            self.check_alive("the machine runs")?;
+            if Instant::now() > deadline {
+                return Err(self.guest.timeout("the machine runs", patience(20)));
+            }
+            std::thread::sleep(LOOK_AFTER / 10);
+        }
+    }
+
+    /// Waits for an event, past or future, that `look` accepts.
+    pub fn wait_event(&self, what: &str, look: impl Fn(&Value) -> bool) -> Result<Value> {
+        self.wait_event_within(what, patience(20), look)
+    }
+
+    pub fn wait_event_within(&self, what: &str, limit: Duration, look: impl Fn(&Value) -> bool) -> Result<Value> {
+        let deadline = Instant::now() + limit;
+        loop {
+            let alive = self.check_alive(what);
+            if let Some(event) = self.events.wait(LOOK_AFTER, &look) {
+                return Ok(event);
+            }
+            alive?;
+            if Instant::now() > deadline {
+                return Err(self.guest.timeout(&format!("event: {what}"), limit));
+            }
+        }
+    }
+
+    /// All events so far, in order.
+    pub fn events(&self) -> Vec<Value> {
+        self.events.all()
+    }
+
+    /// Waits until the keeper ends by itself.
+    pub fn wait_keeper_end(&self) -> Result<ExitStatus> {
+        let Some(mut child) = self.keeper().take() else { return Err(self.no_keeper("its end")) };
+        let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
+        let limit = patience(20);
+        if pid.is_some_and(|pid| processes::wait_end(pid, limit)) {
+            return at("wait for the keeper of", self.files.config(), child.wait());
+        }
+        *self.keeper() = Some(child);
+        Err(self.guest.timeout("end of the keeper", limit))
+    }
+
+    // --- where things are
+
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The port on 127.0.0.1 that leads to the guest's port 80, if the builder was asked for one.
+    pub fn http_port(&self) -> Option<u16> {
+        self.http_port
+    }
+
+    /// The machine's folder for its images: `diskN.img`.
+    pub fn folder(&self) -> &Path {
+        self.files.folder()
+    }
+
+    /// Where the machine's RAM files are.
+    pub fn memory_folder(&self) -> &Path {
+        self.files.memory_folder()
+    }
+
+    /// Where the machine's dumps go, if nothing else was set.
+    pub fn dump_folder(&self) -> PathBuf {
+        self.files.dump_folder()
+    }
+
+    /// The RAM file of incarnation `number`.
+    pub fn ram_file(&self, number: u64) -> PathBuf {
+        self.memory_folder().join(format!("ram-{number}"))
+    }
+
+    /// What the keeper has said.
+    pub fn keeper_log(&self) -> String {
+        self.files.keeper_log()
+    }
+
+    fn start_keeper(&self, variables: &[(&str, &str)]) -> Result<()> {
+        let mut command = Command::new(artifacts::hearth()?);
+        command.arg("run").arg(self.files.config()).env("HEARTH_RUNTIME_ROOT", self.files.runtime_root());
+        command.envs(variables.iter().copied());
+        let (out, err) = self.files.keeper_output()?;
+        let child = command.stdin(Stdio::null()).stdout(out).stderr(err).spawn();
+        *self.keeper() = Some(child.map_err(|source| Error::Start { program: "hearth".into(), source })?);
+        Ok(())
+    }
+
+    fn keeper(&self) -> MutexGuard<'_, Option<Child>> {
+        self.keeper.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn no_keeper(&self, waited: &str) -> Error {
+        self.ended("a kill or an earlier end".into(), waited)
+    }
+
+    fn ended(&self, how: String, waited: &str) -> Error {
+        let console = format!("{}\n{}", self.guest.console_tail(), self.keeper_log());
+        self.guest.fail(Error::Ended { what: "the keeper".into(), how, waited: waited.into(), console })
+    }
+}
+
+impl Drives for TestVm {
+    fn guest(&self) -> &Guest {
+        &self.guest
+    }
+
+    fn check_alive(&self, waited: &str) -> Result<()> {
+        let status = match self.keeper().as_mut() {
+            // A test that killed its keeper may still talk to the guest, as far as that goes.
+            None => return Ok(()),
+            Some(child) => at("look after the keeper of", self.files.config(), child.try_wait())?,
+        };
+        status.map_or(Ok(()), |status| Err(self.ended(status.to_string(), waited)))
+    }
+}
+
+impl Drop for TestVm {
+    fn drop(&mut self) {
+        if std::thread::panicking() || self.guest.has_failed() {
+            self.files.print_logs(&self.name, &self.guest.console_tail(), &self.events.all());
+        }
+        // The keeper first: it would take QEMU's end for a crash and start the next incarnation.
+        let _already_dead = self.kill_keeper();
+        self.files.end_processes();
+    }
+}

@@ -1,0 +1,130 @@
+//! Disk images made on the host, without mounting anything: `mke2fs -d` and `mkfs.xfs -p` fill a file system while they
+//! make it.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use crate::error::{Error, Result, at};
+
+/// A file that an image holds from the start.
+#[derive(Clone, Debug)]
+pub struct File {
+    /// Without a leading slash; folders are made.
+    pub path: String,
+    pub contents: Vec<u8>,
+}
+
+impl File {
+    /// A file whose every block is unlike any other; the guest checks it with `probe verify PATH SEED`.
+    pub fn pattern(path: &str, bytes: usize, seed: u64) -> Self {
+        Self { path: path.into(), contents: crate::pattern::bytes(path, bytes, seed) }
+    }
+}
+
+/// XFS refuses to be smaller.
+pub const XFS_MIB_MIN: u64 = 300;
+
+/// An image of zeros: a sparse file.
+pub fn empty(image: &Path, mib: u64) -> Result<()> {
+    let file = at("create", image, fs::File::create(image))?;
+    at("size", image, file.set_len(mib << 20))
+}
+
+/// An ext4 image with files in it.
+pub fn ext4(image: &Path, mib: u64, files: &[File]) -> Result<()> {
+    empty(image, mib)?;
+    let tree = tempfile::tempdir().map_err(|source| Error::Start { program: "a temporary folder".into(), source })?;
+    for file in files {
+        let path = tree.path().join(&file.path);
+        let folder = path.parent().expect("a file is in a folder");
+        at("create", folder, fs::create_dir_all(folder))?;
+        at("write", &path, fs::write(&path, &file.contents))?;
+    }
+    tool(
+        Command::new(program("mke2fs"))
+            .args(["-q", "-F", "-t", "ext4", "-b", "4096", "-d"])
+            .arg(tree.path())
+            .arg(image),
+    )
+}
+
+/// An XFS image with files in its root folder.
+pub fn xfs(image: &Path, mib: u64, files: &[File]) -> Result<()> {
+    empty(image, mib.max(XFS_MIB_MIN))?;
+    let contents =
+        tempfile::tempdir().map_err(|source| Error::Start { program: "a temporary folder".into(), source })?;
+    // The oldest configuration format still in use: a boot block, sizes, then the root folder and what is in it.
+    let mut prototype = String::from("/\n0 0\nd--755 0 0\n");
+    for (index, file) in files.iter().enumerate() {
+        let path = contents.path().join(index.to_string());
+        at("write", &path, fs::write(&path, &file.contents))?;
+        prototype += &format!("{} ---644 0 0 {}\n", file.path, path.display());
+    }
+    prototype += "$\n";
+    let list = contents.path().join("prototype");
+    at("write", &list, fs::write(&list, prototype))?;
+    tool(Command::new(program("mkfs.xfs")).args(["-q", "-f", "-p"]).arg(list).arg(image))
+}
+
+/// A copy that stays sparse, and is none at all where the file system can share blocks.
+pub fn copy(from: &Path, image: &Path) -> Result<()> {
+    tool(Command::new("cp").args(["--reflink=auto", "--sparse=always"]).arg(from).arg(image))
+}
+
+/// Where two files first differ.
+pub fn first_difference(one: &Path, other: &Path) -> Result<Option<usize>> {
+    let (one, other) = (at("read", one, fs::read(one))?, at("read", other, fs::read(other))?);
+    Ok(crate::pattern::first_difference(&one, &other))
+}
+
+/// Tools of file systems live where an ordinary user's `PATH` does not look.
+fn program(name: &str) -> std::path::PathBuf {
+    let system = Path::new("/usr/sbin").join(name);
+    if system.is_file() { system } else { name.into() }
+}
+
+fn tool(command: &mut Command) -> Result<()> {
+    let text = || format!("{command:?}");
+    let name = command.get_program().to_string_lossy().into_owned();
+    let described = text();
+    let output = command.output().map_err(|source| Error::Start { program: name, source })?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    Err(Error::Command { command: described, status: output.status, said })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_ext4_image_holds_its_files() {
+        let home = tempfile::tempdir().unwrap();
+        let image = home.path().join("disk.img");
+        let file = File::pattern("deep/er/a.bin", 100_000, 3);
+        ext4(&image, 32, std::slice::from_ref(&file)).unwrap();
+        let read = Command::new(program("debugfs")).args(["-R", "cat deep/er/a.bin"]).arg(&image).output().unwrap();
+        assert_eq!(crate::pattern::first_difference(&read.stdout, &file.contents), None);
+    }
+
+    #[test]
+    fn an_xfs_image_is_sound() {
+        let home = tempfile::tempdir().unwrap();
+        let image = home.path().join("disk.img");
+        xfs(&image, 0, &[File::pattern("a.bin", 100_000, 3)]).unwrap();
+        let repair = Command::new(program("xfs_repair")).arg("-n").arg(&image).output().unwrap();
+        assert!(repair.status.success(), "{repair:?}");
+        assert_eq!(fs::metadata(&image).unwrap().len(), XFS_MIB_MIN << 20);
+    }
+
+    #[test]
+    fn a_tool_that_fails_says_why() {
+        let home = tempfile::tempdir().unwrap();
+        let image = home.path().join("small.img");
+        let error = ext4(&image, 1, &[File::pattern("big", 4 << 20, 1)]).unwrap_err().to_string();
+        assert!(error.contains("mke2fs") && error.contains("small.img"), "{error}");
+    }
+}

@@ -1,0 +1,49 @@
+//! Drives the real `hearth` binary and real guests as an operator would, so that tests read like what they promise:
+//!
+//! ```no_run
+//! use hearth_vmtest::{Disk, Drives, TestVm};
+//! # fn main() -> hearth_vmtest::Result<()> {
+//! let vm = TestVm::busybox("warm").memory_mib(512).disk(Disk::ext4(256)).boot()?;
+//! vm.sh("mkdir -p /d && mount /dev/vda /d && probe fill /d/a 1000000 7")?;
+//! vm.panic()?;
+//! vm.wait_incarnation(2)?;
+//! vm.sh("mount /dev/vda /d && probe verify /d/a 7")?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Two kinds of machines: [`TestVm`] under a keeper, [`PlainVm`] under QEMU alone (what benches compare with). Both give
+//! commands to the guest through its serial console, by the protocol that `guest/README.md` describes.
+//!
+//! Every machine has folders of its own, so tests run side by side, as many as there are processors. Waits are for events
+//! and console lines, with generous limits that only a hang reaches. When a machine is dropped everything that it started
+//! is killed, also a QEMU that outlived its keeper; if its test failed, its logs are printed.
+
+pub mod artifacts;
+mod console;
+mod disk;
+mod error;
+pub mod faults;
+mod guest;
+mod hearth;
+pub mod images;
+pub mod pattern;
+mod plain;
+mod processes;
+mod program;
+pub mod qemu_dump;
+mod qmp;
+pub mod residency;
+mod slots;
+mod transcript;
+mod wait;
+
+pub use disk::Disk;
+pub use error::{Error, Result};
+pub use guest::{Drives, Guest, Output};
+pub use hearth::{TestVm, TestVmBuilder};
+pub use plain::{PlainVm, PlainVmBuilder};
+pub use program::write_program;
+pub use qmp::Qmp;
+pub use transcript::Ready;
+pub use wait::patience;

@@ -1,0 +1,116 @@
+//! Ending what a machine started, also what its parent no longer knows.
+//!
+//! A QEMU outlives its keeper by design, so killing children is not enough. Every process of a machine has one of the
+//! machine's own folders in its command line (sockets, RAM file, configuration), and no other process has.
+
+use std::fs;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, kill_process, pidfd_open, pidfd_send_signal};
+
+/// Processes, other than this one, that have `folder` in their command line.
+pub fn mentioning(folder: &Path) -> Vec<Pid> {
+    let wanted = folder.as_os_str().as_encoded_bytes();
+    let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
+    let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let others = pids.filter_map(Pid::from_raw).filter(|&pid| pid != rustix::process::getpid());
+    others.filter(|pid| mentions(*pid, wanted)).collect()
+}
+
+fn mentions(pid: Pid, wanted: &[u8]) -> bool {
+    let command_line = fs::read(format!("/proc/{}/cmdline", pid.as_raw_nonzero())).unwrap_or_default();
+    command_line.windows(wanted.len()).any(|window| window == wanted)
+}
+
+/// Kills processes that mention `folder`, until none is left.
+pub fn end_all(folder: &Path) {
+    // A process that is being started may turn up after the first look; three rounds without a find is the end.
+    for _ in 0..3 {
+        for pid in mentioning(folder) {
+            end(pid, folder);
+        }
+    }
+}
+
+/// Kills one process, and no other that was given its number in the meantime.
+fn end(pid: Pid, folder: &Path) {
+    let Ok(handle) = pidfd_open(pid, PidfdFlags::empty()) else { return };
+    if !mentions(pid, folder.as_os_str().as_encoded_bytes()) {
+        return;
+    }
+    let _already_dead = pidfd_send_signal(&handle, Signal::KILL);
+    is_over(&handle, Duration::from_secs(10));
+    // A child of ours stays as a zombie until somebody asks for its status.
+    let _not_a_child = rustix::process::waitid(WaitId::PidFd(handle.as_fd()), WaitIdOptions::EXITED);
+}
+
+/// Waits for the end of a child, without asking for its status. False after `limit`.
+pub fn wait_end(pid: Pid, limit: Duration) -> bool {
+    let Ok(handle) = pidfd_open(pid, PidfdFlags::empty()) else { return true };
+    is_over(&handle, limit)
+}
+
+/// The handle becomes readable when the process is dead, whoever its parent is.
+fn is_over(handle: &OwnedFd, limit: Duration) -> bool {
+    let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: 0 };
+    let mut wait = [PollFd::new(handle, PollFlags::IN)];
+    poll(&mut wait, Some(&limit)).is_ok_and(|ready| ready > 0)
+}
+
+/// Sends SIGKILL to a process by number.
+pub fn kill(pid: Pid) -> std::io::Result<()> {
+    Ok(kill_process(pid, Signal::KILL)?)
+}
+
+/// Sends SIGSTOP to a process by number, and waits until none of its threads runs.
+pub fn freeze(pid: Pid) -> std::io::Result<()> {
+    kill_process(pid, Signal::STOP)?;
+    while runs(pid)? {
+        std::thread::yield_now();
+    }
+    Ok(())
+}
+
+/// Lets a frozen process go on.
+pub fn thaw(pid: Pid) -> std::io::Result<()> {
+    Ok(kill_process(pid, Signal::CONT)?)
+}
+
+/// Whether any thread of a process is not stopped yet. The signal is delivered to each when it next leaves the kernel.
+fn runs(pid: Pid) -> std::io::Result<bool> {
+    for task in fs::read_dir(format!("/proc/{}/task", pid.as_raw_nonzero()))? {
+        let stat = fs::read_to_string(task?.path().join("stat"))?;
+        // The state follows the name, which stands in brackets and may hold anything.
+        let state = stat.rsplit(") ").next().and_then(|rest| rest.chars().next());
+        if state != Some('T') {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::{Command, Stdio};
+
+    #[test]
+    fn what_mentions_the_folder_is_ended_and_nothing_else() {
+        let (mine, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let start = |folder: &Path| {
+            let script = format!("read forever # {}", folder.display());
+            Command::new("sh").args(["-c", &script]).stdin(Stdio::piped()).spawn().unwrap()
+        };
+        let (mut ended, mut kept) = (start(mine.path()), start(other.path()));
+        end_all(mine.path());
+        assert!(mentioning(mine.path()).is_empty());
+        assert!(kept.try_wait().unwrap().is_none());
+        kept.kill().unwrap();
+        kept.wait().unwrap();
+        // Reaped by end_all, so there is no status left to see; the handle must not hang either.
+        let _ = ended.wait();
+    }
+}

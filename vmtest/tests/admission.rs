@@ -1,0 +1,157 @@
+//! Admission: while memory is short a guest gets it as it comes free, and the machine's files never hold more than the
+//! budget. What is held back here is a file of the test's in the machine's memory folder: it counts like dead memory that
+//! nothing may give up yet.
+
+use std::fs::File;
+use std::io::Write;
+use std::time::Instant;
+
+use hearth_vmtest::residency::{Seen, Watch};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, images, patience};
+use serde_json::Value;
+
+const RAM_MIB: u64 = 512;
+/// What `budget_slack` is if nobody says otherwise.
+const SLACK_PERCENT: u64 = 3;
+/// The rest is enough to boot, and not enough for what the tests do then.
+const BALLAST_MIB: u64 = 360;
+/// Memory given back at a time.
+const STEP_MIB: u64 = 24;
+const FILL_MIB: u64 = 340;
+
+/// Memory that nobody but the test gives up.
+struct Ballast {
+    file: File,
+    mib: u64,
+}
+
+impl Ballast {
+    fn new(vm: &TestVm) -> Self {
+        let mut file = File::create(vm.memory_folder().join("ballast")).expect("the folder is there");
+        (0..BALLAST_MIB).for_each(|_| file.write_all(&vec![1; 1 << 20]).expect("the folder has room"));
+        Self { file, mib: BALLAST_MIB }
+    }
+
+    /// False: there is no more.
+    fn give_back(&mut self) -> bool {
+        let left = self.mib.saturating_sub(STEP_MIB);
+        self.file.set_len(left << 20).expect("a file can be made shorter");
+        std::mem::replace(&mut self.mib, left) > 0
+    }
+}
+
+/// A second incarnation with too little memory, and the watch over all of it.
+struct Short {
+    vm: TestVm,
+    ballast: Ballast,
+    watch: Watch,
+}
+
+impl Short {
+    fn new(name: &str, disk: Disk) -> Result<Self> {
+        let vm = TestVm::busybox(name).memory_mib(RAM_MIB).setting("admission", "always").disk(disk).boot()?;
+        vm.sh("head -c 8388608 /dev/vda >/dev/null")?;
+        let ballast = Ballast::new(&vm);
+        let watch = Watch::start(vm.memory_folder())?;
+        vm.panic()?;
+        vm.wait_incarnation(2)?;
+        let admission = admission(&vm)?;
+        assert_eq!(admission["on"], true, "{admission}");
+        Ok(Self { vm, ballast, watch })
+    }
+
+    fn wait_for_waiting(&self) -> Result<Value> {
+        let deadline = Instant::now() + patience(20);
+        loop {
+            let admission = admission(&self.vm)?;
+            if admission["waiting"].as_u64() > Some(0) {
+                return Ok(admission);
+            }
+            assert!(Instant::now() < deadline, "the guest never waited: {admission}");
+        }
+    }
+
+    /// Gives memory back step by step, as a slow dump would, until the guest has answered.
+    fn release_until_answered(&mut self, id: u64) -> Result<()> {
+        let deadline = Instant::now() + patience(60);
+        loop {
+            let more = self.ballast.give_back();
+            if let Some(answer) = self.vm.guest().take_answer(id) {
+                assert_eq!(answer.status, 0, "{}", answer.text());
+                return Ok(());
+            }
+            assert!(more || Instant::now() < deadline, "the guest does not go on: {}", admission(&self.vm)?);
+        }
+    }
+}
+
+fn admission(vm: &TestVm) -> Result<Value> {
+    Ok(vm.status()?["memory"]["admission"].clone())
+}
+
+#[track_caller]
+fn assert_within_budget(seen: Seen) {
+    println!("{seen:?}, {} % of the RAM", seen.peak_bytes * 100 / (RAM_MIB << 20));
+    assert!(seen.peak_bytes <= (RAM_MIB << 20) * (100 + SLACK_PERCENT) / 100, "{seen:?}");
+    assert!(seen.peak_bytes >= (RAM_MIB << 20) * 9 / 10, "the memory was never short: {seen:?}");
+}
+
+/// Fills memory that the guest's kernel believes to be free, and reads all of it again.
+fn fill() -> String {
+    let bytes = FILL_MIB << 20;
+    format!("mkdir /m && mount -t tmpfs -o size=100% m /m && probe fill /m/f {bytes} 7 && probe verify /m/f 7")
+}
+
+#[test]
+fn a_guest_that_wants_all_its_memory_waits_and_nothing_is_lost() -> Result<()> {
+    let mut short = Short::new("admission", Disk::empty(64))?;
+    let id = short.vm.guest().start(&fill())?;
+    let before = short.wait_for_waiting()?;
+    short.release_until_answered(id)?;
+    let after = admission(&short.vm)?;
+    println!("while it waited {before}, afterwards {after}");
+    assert!(after["guest_wait_ms"].as_u64() > Some(0), "{after}");
+    assert_within_budget(short.watch.end()?);
+    Ok(())
+}
+
+#[test]
+fn a_keeper_killed_while_the_guest_waits_is_replaced() -> Result<()> {
+    let mut short = Short::new("admission-keeper", Disk::empty(64))?;
+    let nonce = short.vm.nonce()?;
+    let id = short.vm.guest().start(&fill())?;
+    short.wait_for_waiting()?;
+    short.vm.restart_keeper()?;
+    short.vm.wait_event("the take-over", |event| event["kind"] == "keeper_took_over")?;
+    let resumed = short.wait_for_waiting()?;
+    assert_eq!(resumed["on"], true, "{resumed}");
+    short.release_until_answered(id)?;
+    assert_eq!(short.vm.nonce()?, nonce, "another guest answers");
+    assert_within_budget(short.watch.end()?);
+    Ok(())
+}
+
+#[test]
+fn a_qemu_that_dies_while_it_waits_is_followed_by_the_next() -> Result<()> {
+    let short = Short::new("admission-qemu", Disk::empty(64))?;
+    short.vm.guest().start(&fill())?;
+    short.wait_for_waiting()?;
+    short.vm.kill_qemu()?;
+    short.vm.wait_incarnation(3)?;
+    assert_eq!(admission(&short.vm)?["on"], true);
+    assert_within_budget(short.watch.end()?);
+    Ok(())
+}
+
+/// What the disks write into memory that the guest never touched takes memory like a touch.
+#[test]
+fn disks_wait_for_memory_like_the_guest() -> Result<()> {
+    let big = images::File::pattern("big", (FILL_MIB as usize) << 20, 5);
+    let mut short = Short::new("admission-disk", Disk::ext4(FILL_MIB + 100).with_files([big]))?;
+    let id = short.vm.guest().start("mount -o ro,noload /dev/vda /mnt && probe verify /mnt/big 5")?;
+    short.release_until_answered(id)?;
+    let after = admission(&short.vm)?;
+    println!("{after}");
+    assert_within_budget(short.watch.end()?);
+    Ok(())
+}

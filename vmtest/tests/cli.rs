@@ -1,0 +1,254 @@
+//! The command line against machines that run, do not run, and cannot run: what is printed where, in words and as JSON,
+//! and with which exit code.
+
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use hearth_vmtest::images::File;
+use hearth_vmtest::{Disk, Drives, Output, PlainVm, Result, TestVm, TestVmBuilder, artifacts, images, write_program};
+use serde_json::Value;
+
+/// Tried and failed; wrong; not running.
+const FAILED: i32 = 1;
+const WRONG: i32 = 2;
+const NOT_RUNNING: i32 = 3;
+
+fn json(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("{error} in {text:?}"))
+}
+
+/// What `check` says in words holds `expect`, and as JSON too; `run` refuses with the same.
+fn check(builder: impl Fn() -> TestVmBuilder, expect: &str) -> Result<()> {
+    let checked = builder().check()?;
+    assert_eq!(checked.status, WRONG, "{}", checked.text());
+    assert!(checked.text().contains(expect), "{expect:?} is not in:\n{}", checked.text());
+    let run = builder().run_to_the_end()?;
+    assert_eq!(run.status, WRONG, "{}", run.text());
+    assert!(run.text().contains(expect), "{expect:?} is not in:\n{}", run.text());
+    Ok(())
+}
+
+fn machine() -> TestVmBuilder {
+    TestVm::busybox("web").disk(Disk::empty(8))
+}
+
+#[test]
+fn what_keeps_a_machine_from_starting_is_named_with_a_remedy() -> Result<()> {
+    let home = tempfile::tempdir().expect("a folder");
+    let folder = home.path().display();
+    check(|| machine().setting("memroy", "1GiB"), "memroy (line ")?;
+    check(|| machine().setting("memroy", "1GiB"), "did you mean memory?")?;
+    check(|| machine().setting("memory", "15TiB"), "too little room: 16200500 MiB are needed and")?;
+    let missing = format!("{folder}/no.img does not exist");
+    check(|| machine().disk(Disk::in_place(&home.path().join("no.img"))), &missing)?;
+    check(
+        || machine().setting("qemu", format!("{folder}/no-qemu")),
+        &format!("error: qemu: {folder}/no-qemu: there is no such program"),
+    )?;
+    let old = home.path().join("old-qemu");
+    write_program(&old, "#!/bin/sh\necho 'QEMU emulator version 6.2.0 (Debian 1:6.2)'\n");
+    check(
+        || machine().setting("qemu", old.display().to_string()),
+        "QEMU 6.2.0 is too old; Hearth needs 7.2.0 or later",
+    )?;
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let port = listener.local_addr().expect("it is bound").port();
+    let net =
+        || [("kind", "user".into()), ("forward", toml::Value::Array(vec![format!("127.0.0.1:{port}:80").into()]))];
+    check(|| machine().net(net()), &format!("error: nets[0].forward: TCP port 127.0.0.1:{port} is taken"))
+}
+
+#[test]
+fn all_problems_are_told_at_once_and_as_json() -> Result<()> {
+    let home = tempfile::tempdir().expect("a folder");
+    let file = home.path().join("web.toml");
+    let text = "name = \"web\"\nmemory = \"64MiB\"\nqemu = \"/nowhere/qemu\"\n[boot]\nkernel = \"no-kernel\"\n\
+        [[disks]]\npath = \"no.img\"\n[[nets]]\nkind = \"tap\"\nifname = \"no-tap0\"\n";
+    std::fs::write(&file, text).expect("our own file");
+    let hearth = |arguments: &[&str]| {
+        let mut command = Command::new(artifacts::hearth().expect("hearth is built"));
+        command.args(arguments).arg(&file).env("HEARTH_RUNTIME_ROOT", home.path()).stdin(Stdio::null());
+        command.output().expect("hearth can be started")
+    };
+    let checked = hearth(&["check"]);
+    let said = String::from_utf8_lossy(&checked.stdout).into_owned();
+    assert_eq!(checked.status.code(), Some(WRONG));
+    let subjects = ["boot.kernel", "disk disk0", "qemu", "nets[0].ifname"];
+    for subject in subjects {
+        assert!(said.contains(&format!("error: {subject}: ")), "{subject} is not in:\n{said}");
+    }
+    assert!(said.contains("the machine cannot run: 4 errors"), "{said}");
+    let problems = json(&String::from_utf8_lossy(&hearth(&["check", "--json"]).stdout));
+    let problems = problems.as_array().expect("a list");
+    let errors = problems.iter().filter(|problem| problem["severity"] == "error");
+    let named: Vec<_> = errors.map(|problem| problem["subject"].as_str().unwrap_or_default()).collect();
+    assert_eq!(named, subjects);
+    assert!(problems.iter().all(|problem| problem["message"].is_string()), "{problems:?}");
+    Ok(())
+}
+
+/// What `lsof` would tell: the image belongs to another QEMU, which knows nothing of Hearth.
+#[test]
+fn an_image_in_use_by_a_plain_qemu_is_not_touched() -> Result<()> {
+    let home = tempfile::tempdir().expect("a folder");
+    let image = home.path().join("shared.img");
+    images::empty(&image, 8)?;
+    let plain = PlainVm::busybox("owner").drive(&image, "").boot()?;
+    let builder = || TestVm::busybox("web").disk(Disk::in_place(&image));
+    let checked = builder().check()?;
+    assert_eq!(checked.status, WRONG, "{}", checked.text());
+    let expect = format!("error: disk disk0: disk image {} is in use by process {} (", image.display(), plain.pid());
+    assert!(checked.text().contains(&expect), "{}", checked.text());
+    assert!(checked.text().contains("stop whoever uses it"), "{}", checked.text());
+    plain.sh("dd if=/dev/zero of=/dev/vda bs=4096 count=4 conv=fsync").map(drop)
+}
+
+#[test]
+fn a_running_machine_answers_every_verb() -> Result<()> {
+    let disk = Disk::ext4(64).with_files([File::pattern("kept.bin", 2 << 20, 3)]).setting("name", "data");
+    let vm = TestVm::busybox("web").disk(disk).boot()?;
+    vm.sh("mkdir -p /d && mount /dev/vda /d && probe verify /d/kept.bin 3")?;
+
+    let listed = json(&vm.cli(&["ls", "--json"])?);
+    assert_eq!((&listed[0]["name"], &listed[0]["status"]["state"]), (&"web".into(), &"running".into()));
+    let line = vm.cli(&["ls"])?;
+    assert!(line.lines().any(|line| line.starts_with("web ") && line.contains("running")), "{line}");
+    let page = vm.cli(&["status", "web"])?;
+    assert!(page.starts_with("web  running, incarnation 1, up ") && page.contains("disk data"), "{page}");
+    assert_eq!(vm.status()?["disks"][0]["name"], "data");
+
+    let explained = vm.cli(&["explain", "web"])?;
+    assert!(!explained.trim().is_empty(), "there was no recovery yet, and that is said");
+    assert_eq!(vm.explain()?["recovery"], Value::Null);
+    let config = json(&vm.cli(&["config", "web", "--json"])?);
+    assert_eq!((&config["name"], &config["on_panic"]), (&"web".into(), &"recover".into()));
+
+    let unknown = vm.cli_output(&["resize", "web", "root"])?;
+    assert_eq!(unknown.status, FAILED);
+    assert!(unknown.text().contains("web has no disk root; its disks are: data"), "{}", unknown.text());
+
+    // After a recovery there is something to explain.
+    vm.cli(&["reboot", "web", "--json"])?;
+    vm.wait_incarnation(2)?;
+    let recovery = &vm.explain()?["recovery"];
+    assert_eq!((&recovery["cause"], &recovery["warm"]), (&"operator_reboot".into(), &true.into()), "{recovery}");
+    let phases: Vec<_> = recovery["phases"].as_array().into_iter().flatten().map(|phase| &phase["phase"]).collect();
+    assert!(phases.len() >= 4, "{phases:?}");
+    let explained = vm.cli(&["explain", "web"])?;
+    assert!(["drain", "bank", "attach", "launch"].iter().all(|phase| explained.contains(phase)), "{explained}");
+
+    events_are_told_once_and_in_order(&vm)?;
+    the_console_is_shared(&vm)?;
+    Ok(())
+}
+
+/// In words, as JSON, since a sequence, and by a follower that ends with the machine.
+fn events_are_told_once_and_in_order(vm: &TestVm) -> Result<()> {
+    let text = vm.cli(&["events", "web", "--json"])?;
+    let events: Vec<Value> = text.lines().map(json).collect();
+    let sequences: Vec<_> = events.iter().filter_map(|event| event["sequence"].as_u64()).collect();
+    let expect: Vec<_> = (1..=sequences.len() as u64).collect();
+    assert_eq!(sequences, expect);
+    assert_eq!((&events[0]["kind"], &events[0]["machine"]), (&"started".into(), &"web".into()));
+    let last = sequences.len().to_string();
+    let before_last = (sequences.len() - 1).to_string();
+    assert_eq!(vm.cli(&["events", "web", "--since", &before_last])?.lines().count(), 1);
+    assert_eq!(vm.cli(&["events", "web", "--since", &last])?, "");
+    assert_eq!(vm.cli(&["events", "web"])?.lines().count(), sequences.len());
+    assert_eq!(vm.events().len(), sequences.len(), "a follower has heard the same");
+    Ok(())
+}
+
+/// A second console sees the recent output and what comes, and its end is not the guest's.
+fn the_console_is_shared(vm: &TestVm) -> Result<()> {
+    let mut command = Command::new(artifacts::hearth()?);
+    command.args(["console", "web"]).env("HEARTH_RUNTIME_ROOT", vm.folder().join("run"));
+    let mut console =
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("the binary that runs the machine");
+    let mut out = console.stdout.take().expect("it is piped");
+    let mut seen = Vec::new();
+    let mut buffer = [0; 4096];
+    let ready = vm.guest().ready().last().map(|ready| ready.nonce.clone()).unwrap_or_default();
+    while !String::from_utf8_lossy(&seen).contains(&ready) {
+        let length = out.read(&mut buffer).expect("the console is open");
+        assert_ne!(length, 0, "the console closed; it had shown {:?}", String::from_utf8_lossy(&seen));
+        seen.extend_from_slice(&buffer[..length]);
+    }
+    // Typed there, it reaches the guest: number 999999 is nobody else's.
+    let mut keyboard = console.stdin.take().expect("it is piped");
+    keyboard.write_all(b"\n999999 ZWNobyB0eXBlZA==\n").expect("the console is open");
+    while !String::from_utf8_lossy(&seen).contains(">>>END 999999 0") {
+        let length = out.read(&mut buffer).expect("the console is open");
+        assert_ne!(length, 0, "the console closed; it had shown {:?}", String::from_utf8_lossy(&seen));
+        seen.extend_from_slice(&buffer[..length]);
+    }
+    console.kill().expect("it runs");
+    console.wait().expect("it is our child");
+    assert_eq!(vm.sh("echo goes on")?.trim(), "goes on");
+    Ok(())
+}
+
+/// On a real terminal: Ctrl-] leaves, the terminal is as before, the guest goes on.
+#[test]
+fn ctrl_bracket_leaves_the_console() -> Result<()> {
+    let vm = TestVm::busybox("web").boot()?;
+    let (hearth, root) = (artifacts::hearth()?.display().to_string(), vm.folder().join("run").display().to_string());
+    // `script` gives it a terminal; the last line tells that its modes are as before.
+    let inner =
+        format!("stty -g >before; HEARTH_RUNTIME_ROOT={root} {hearth} console web; echo code $?; stty -g >after");
+    let mut script = Command::new("script")
+        .args(["--quiet", "--return", "--command", &inner, "/dev/null"])
+        .current_dir(vm.folder())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("script is part of every Debian");
+    let mut keyboard = script.stdin.take().expect("it is piped");
+    let mut out = script.stdout.take().expect("it is piped");
+    let mut seen = Vec::new();
+    let mut buffer = [0; 4096];
+    while !String::from_utf8_lossy(&seen).contains("HEARTH-GUEST-READY") {
+        let length = out.read(&mut buffer).expect("the terminal is open");
+        assert_ne!(length, 0, "closed; it had shown {:?}", String::from_utf8_lossy(&seen));
+        seen.extend_from_slice(&buffer[..length]);
+    }
+    keyboard.write_all(b"\x1d").expect("the terminal is open");
+    out.read_to_end(&mut seen).expect("the terminal is open");
+    assert!(script.wait().expect("it is our child").success());
+    let seen = String::from_utf8_lossy(&seen);
+    assert!(seen.contains("connected to web; Ctrl-] leaves"), "{seen}");
+    assert!(seen.contains("left; web goes on") && seen.contains("code 0"), "{seen}");
+    let modes = |name: &str| std::fs::read_to_string(vm.folder().join(name)).expect("stty wrote it");
+    assert_eq!(modes("before"), modes("after"));
+    assert_eq!(vm.sh("echo goes on")?.trim(), "goes on");
+    Ok(())
+}
+
+#[test]
+fn verbs_of_a_machine_that_does_not_run_end_with_3() {
+    let root = tempfile::tempdir().expect("a folder");
+    let hearth = |arguments: &[&str], root: &Path| -> Output {
+        let mut command = Command::new(artifacts::hearth().expect("hearth is built"));
+        let output = command.args(arguments).env("HEARTH_RUNTIME_ROOT", root).output().expect("it can be started");
+        Output { status: output.status.code().unwrap_or(-1), bytes: [output.stdout, output.stderr].concat() }
+    };
+    let verbs: [&[&str]; 8] = [
+        &["status", "web"],
+        &["explain", "web"],
+        &["reboot", "web"],
+        &["stop", "web"],
+        &["crash", "web"],
+        &["console", "web"],
+        &["events", "web"],
+        &["resize", "web", "disk0"],
+    ];
+    for verb in verbs {
+        for json in [&[][..], &["--json"][..]] {
+            let output = hearth(&[verb, json].concat(), root.path());
+            assert_eq!(output.status, NOT_RUNNING, "{verb:?}: {}", output.text());
+            assert!(output.text().contains("web does not run"), "{verb:?}: {}", output.text());
+        }
+    }
+}

@@ -1,0 +1,380 @@
+//! The keeper's own life and death: killed under load, killed between two QEMUs, stopped in every way there is. The guest
+//! and its disks must not notice more than a pause.
+
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::time::Instant;
+
+use hearth_vmtest::images::File;
+use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, patience, write_program};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+/// Keepers killed in one run under load.
+const KILLS: u64 = 5;
+/// Writes a keeper serves before it is killed: a number up to this one.
+const WRITES_BEFORE_KILL_MAX: u64 = 1200;
+
+/// 32 MiB three times over, each block read again and compared: long enough for all the kills.
+const FIO: &str = "fio --name=load --filename=/dev/vda --rw=randwrite --bsrange=4k-16k --size=32m --loops=3 \
+    --ioengine=io_uring --iodepth=16 --direct=1 --thread --verify=crc32c --verify_backlog=64 --verify_fatal=1";
+
+/// Splitmix64: random enough to choose moments, and a failure can be repeated with its seed.
+struct Random(u64);
+
+impl Random {
+    /// From `HEARTH_SEED` or from the clock; printed.
+    fn seeded() -> Self {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        let fresh = || now.map_or(1, |since| since.as_nanos() as u64);
+        let seed = std::env::var("HEARTH_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(fresh);
+        eprintln!("HEARTH_SEED={seed}");
+        Self(seed)
+    }
+
+    fn up_to(&mut self, most: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        (mixed ^ (mixed >> 27)) % most + 1
+    }
+}
+
+/// Asks `hearth status` until it says what `look` looks for.
+fn wait_status(vm: &TestVm, what: &str, look: impl Fn(&Value) -> bool) -> Result<Value> {
+    let deadline = Instant::now() + patience(20);
+    loop {
+        let status = vm.status()?;
+        if look(&status) {
+            return Ok(status);
+        }
+        assert!(Instant::now() < deadline, "status never showed {what}: {status}");
+    }
+}
+
+fn last_sequence(vm: &TestVm) -> u64 {
+    vm.events().last().and_then(|event| event["sequence"].as_u64()).unwrap_or(0)
+}
+
+/// `hearth run` again, and the word that it goes on with the living QEMU.
+fn take_over(vm: &TestVm) -> Result<()> {
+    let before = last_sequence(vm);
+    vm.restart_keeper()?;
+    vm.wait_event("take-over", |event| {
+        event["kind"] == "keeper_took_over" && event["sequence"].as_u64() > Some(before)
+    })?;
+    wait_status(vm, "the disks connected again", |status| {
+        status["disks"].as_array().is_some_and(|disks| disks.iter().all(|disk| disk["connected"] == true))
+    })
+    .map(drop)
+}
+
+fn signal(vm: &TestVm) {
+    let pid = vm.keeper_pid().and_then(|pid| Pid::from_raw(pid as i32)).expect("the keeper runs");
+    kill_process(pid, Signal::TERM).expect("the keeper is our child");
+}
+
+/// Files that hold guest memory, or what is known of it.
+fn memory_files(vm: &TestVm) -> Vec<String> {
+    let entries = std::fs::read_dir(vm.memory_folder()).expect("the memory folder outlives the machine");
+    entries.map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned()).collect()
+}
+
+#[test]
+fn a_guest_under_load_outlives_its_keepers() -> Result<()> {
+    let mut random = Random::seeded();
+    let files = Disk::ext4(64).with_files([File::pattern("kept.bin", 20 << 20, 7)]);
+    let vm = TestVm::busybox_with_fio("kills").disk(Disk::empty(48)).disk(files).boot()?;
+    let nonce = vm.nonce()?;
+    let qemu = vm.qemu_pid()?;
+    vm.sh("mkdir -p /d && mount /dev/vdb /d && probe verify /d/kept.bin 7")?;
+    vm.sh(&format!("({FIO} >/tmp/fio.log 2>&1; echo $? >/tmp/fio.status) &"))?;
+    for round in 1..=KILLS {
+        let writes = random.up_to(WRITES_BEFORE_KILL_MAX);
+        wait_status(&vm, &format!("{writes} writes in round {round}"), |status| {
+            status["disks"][0]["writes"].as_u64() >= Some(writes)
+        })?;
+        vm.kill_keeper()?;
+        take_over(&vm)?;
+    }
+    assert_eq!(
+        vm.sh("[ -e /tmp/fio.status ] && echo over || echo going on")?.trim(),
+        "going on",
+        "the load was too short"
+    );
+    let ended = "while [ ! -e /tmp/fio.status ]; do sleep 1; done; cat /tmp/fio.log; exit $(cat /tmp/fio.status)";
+    let fio = vm.run_within(ended, patience(60))?;
+    assert_eq!(fio.status, 0, "{}", fio.text());
+    assert!(!fio.text().contains("verify:"), "{}", fio.text());
+
+    let status = vm.status()?;
+    assert_eq!((&status["incarnation"], vm.qemu_pid()?), (&Value::from(1), qemu));
+    assert_eq!(vm.nonce()?, nonce, "it is the same guest");
+    let complaints: Vec<_> = vm.guest().kernel_log().into_iter().filter(|line| line.contains("error")).collect();
+    assert!(complaints.is_empty(), "{complaints:?}");
+    for disk in status["disks"].as_array().expect("two disks") {
+        assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&Value::from(0), &Value::from(0)), "{disk}");
+    }
+    let beginnings = vm.events().iter().filter(|event| event["kind"] == "incarnation_started").count();
+    assert_eq!(beginnings, 1, "a take-over is no beginning");
+    // What earlier keepers wrote into the ledger is as good as what this one would have.
+    vm.sh("umount /d; sync")?;
+    vm.reset()?;
+    vm.wait_incarnation(2)?;
+    vm.sh("mkdir -p /d && mount /dev/vdb /d && probe verify /d/kept.bin 7")?;
+    let status = vm.status()?;
+    assert!(status["ember"]["pages_served"].as_u64() >= Some(2560), "of 5120 pages: {}", status["ember"]);
+    Ok(())
+}
+
+/// A guest that panicked and waits to be looked at waits for a new keeper, too.
+#[test]
+fn a_paused_guest_is_taken_over_and_reboots_warm() -> Result<()> {
+    let disk = Disk::ext4(64).with_files([File::pattern("kept.bin", 8 << 20, 3)]);
+    let vm = TestVm::busybox("paused").setting("on_panic", "pause").disk(disk).boot()?;
+    vm.sh("mkdir -p /d && mount /dev/vda /d && probe verify /d/kept.bin 3")?;
+    vm.panic()?;
+    vm.wait_event("pause", |event| event["kind"] == "state_changed" && event["to"] == "paused")?;
+    let why = vm.status()?["state_why"].to_string();
+    assert!(why.contains("panicked") && why.contains("hearth reboot"), "{why}");
+    vm.kill_keeper()?;
+    take_over(&vm)?;
+    wait_status(&vm, "paused again", |status| status["state"] == "paused")?;
+    vm.reboot()?;
+    vm.wait_incarnation(2)?;
+    vm.sh("mkdir -p /d && mount /dev/vda /d && probe verify /d/kept.bin 3")?;
+    let status = vm.status()?;
+    assert_eq!(status["cause_of_last_end"], "panic", "{status}");
+    assert!(status["ember"]["pages_served"].as_u64() >= Some(1800), "of 2048 pages: {}", status["ember"]);
+    Ok(())
+}
+
+/// A QEMU as another user, which cannot reach what only the keeper's user can.
+#[test]
+fn a_qemu_without_rights_finds_its_next_keeper() -> Result<()> {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: only root can make QEMU become another user");
+        return Ok(());
+    }
+    let vm = TestVm::busybox("nobody").setting("qemu_user", "nobody").disk(Disk::empty(8)).boot()?;
+    // The way to the runtime folder is the operator's matter; the folder itself is the keeper's.
+    std::fs::set_permissions(vm.folder(), std::fs::Permissions::from_mode(0o711)).expect("our own folder");
+    let qemu = vm.qemu_pid()?.as_raw_nonzero();
+    let status = std::fs::read_to_string(format!("/proc/{qemu}/status")).expect("QEMU runs");
+    let ids = |key: &str| status.lines().find_map(|line| line.strip_prefix(key)).map(str::trim).map(str::to_owned);
+    assert_eq!(ids("Uid:").as_deref(), Some("65534\t65534\t65534\t65534"));
+    assert!(matches!(ids("Seccomp:").as_deref(), Some("2")), "the sandbox is on: {status}");
+    let nonce = vm.nonce()?;
+    vm.kill_keeper()?;
+    take_over(&vm)?;
+    vm.sh("dd if=/dev/zero of=/dev/vda bs=1M count=4 conv=fsync")?;
+    assert_eq!(vm.nonce()?, nonce);
+    let mode = |path: &Path| std::fs::metadata(path).expect("it is there").permissions().mode() & 0o777;
+    let runtime = vm.folder().join("run/nobody");
+    assert_eq!(mode(&runtime), 0o710, "others of this host stay outside");
+    for socket in ["api.sock", "console.sock", "disk-disk0.sock"] {
+        assert_eq!(mode(&runtime.join(socket)), 0o600, "{socket}");
+    }
+    vm.reset()?;
+    vm.wait_incarnation(2).map(drop)
+}
+
+#[test]
+fn a_running_machine_is_refused_a_second_keeper_and_stops_when_told() -> Result<()> {
+    let vm = TestVm::busybox("told").disk(Disk::empty(8)).boot()?;
+    let config = vm.folder().join("machine.toml").display().to_string();
+    let second = vm.cli_output(&["run", &config])?;
+    assert_eq!(second.status, 2, "{}", second.text());
+    assert!(second.text().contains("told: is running already"), "{}", second.text());
+    assert!(memory_files(&vm).iter().any(|file| file == "ram-1"), "{:?}", memory_files(&vm));
+    signal(&vm);
+    assert_eq!(vm.wait_keeper_end()?.code(), Some(0));
+    let cause = |event: &Value| event["kind"] == "incarnation_ended" && event["cause"] == "operator_stop";
+    assert!(vm.events().iter().any(cause), "{:#?}", vm.events());
+    assert_eq!(memory_files(&vm), [] as [&str; 0]);
+    // Its events outlive it.
+    let told = vm.cli(&["events", "told"])?;
+    assert!(told.contains("[1]  incarnation ended: stop was ordered"), "{told}");
+    assert_eq!(vm.cli_output(&["status", "told"])?.status, 3);
+
+    // The same machine once more; this time the guest powers itself off.
+    vm.restart_keeper()?;
+    vm.wait_boots(2)?;
+    vm.guest().start("poweroff -f")?;
+    assert_eq!(vm.wait_keeper_end()?.code(), Some(0));
+    assert_eq!(memory_files(&vm), [] as [&str; 0]);
+    let causes: Vec<_> = vm.events().iter().filter_map(|event| event["cause"].as_str().map(str::to_owned)).collect();
+    assert_eq!(causes, ["operator_stop", "guest_shutdown"]);
+    Ok(())
+}
+
+/// A guest that does not react to its power button is not waited for when the operator insists.
+#[test]
+fn a_second_signal_and_a_forced_stop_do_not_ask_the_guest() -> Result<()> {
+    let vm = TestVm::busybox("deaf").boot()?;
+    vm.sh("killall acpid")?;
+    signal(&vm);
+    vm.wait_event("stopping", |event| event["kind"] == "state_changed" && event["to"] == "stopping")?;
+    // A deaf guest goes on for as long as it may.
+    vm.sh("true")?;
+    signal(&vm);
+    assert_eq!(vm.wait_keeper_end()?.code(), Some(0));
+    assert_eq!(memory_files(&vm), [] as [&str; 0]);
+
+    let before = last_sequence(&vm);
+    vm.restart_keeper()?;
+    vm.wait_event("the next start", |event| {
+        event["kind"] == "incarnation_started" && event["sequence"].as_u64() > Some(before)
+    })?;
+    assert_eq!(vm.stop_at_once()?.code(), Some(0));
+    assert_eq!(memory_files(&vm), [] as [&str; 0]);
+    Ok(())
+}
+
+#[test]
+fn a_machine_that_keeps_crashing_is_given_up_and_can_be_started_again() -> Result<()> {
+    let vm = TestVm::busybox("loop").start()?;
+    for incarnation in 1..=5 {
+        vm.wait_event("the next life", |event| {
+            event["kind"] == "incarnation_started" && event["incarnation"] == incarnation
+        })?;
+        vm.kill_qemu()?;
+    }
+    assert_eq!(vm.wait_keeper_end()?.code(), Some(1));
+    let log = vm.keeper_log();
+    assert!(log.contains("hearth: loop: the guest crashed 5 times within 60 s; not restarted again"), "{log}");
+    let events = vm.cli(&["events", "loop", "--json"])?;
+    assert!(events.contains("\"to\":\"failed\"") && !events.contains("\"incarnation\":6"), "{events}");
+    assert_eq!(std::fs::read_dir(vm.memory_folder()).expect("it is there").count(), 0, "memory is held for nobody");
+    vm.restart_keeper()?;
+    vm.wait_incarnation(6).map(drop)
+}
+
+/// A stand-in for QEMU that waits for a word before it becomes QEMU: the keeper can be killed just then.
+struct Gate {
+    began: std::fs::File,
+}
+
+impl Gate {
+    /// From now on `program` is the stand-in.
+    fn close(program: &Path) -> Self {
+        let folder = program.parent().expect("a program is in a folder");
+        let fifo = folder.join("began");
+        let made = std::process::Command::new("mkfifo").arg(&fifo).status().expect("mkfifo is everywhere");
+        assert!(made.success());
+        // Open for both, so that neither side waits for the other.
+        let began = std::fs::OpenOptions::new().read(true).write(true).open(&fifo).expect("a pipe of our own");
+        let qemu = artifacts::qemu().expect("it ran before").display().to_string();
+        let (fifo, never) = (fifo.display(), folder.join("never").display().to_string());
+        let script = format!(
+            "#!/bin/sh\ncase \"$*\" in *guest=*) echo $$ >{fifo}; mkfifo {never} 2>&-; read -r _ <{never};; esac\nexec {qemu} \"$@\"\n"
+        );
+        let stand_in = folder.join("stand-in");
+        write_program(&stand_in, &script);
+        std::fs::rename(&stand_in, program).expect("a link of our own");
+        Self { began }
+    }
+
+    /// The process that waits.
+    fn wait(&mut self) -> Pid {
+        let mut line = Vec::new();
+        let mut byte = [0];
+        while byte != *b"\n" {
+            self.began.read_exact(&mut byte).expect("the pipe stays open");
+            line.extend(byte);
+        }
+        let pid = String::from_utf8_lossy(&line).trim().parse().ok().and_then(Pid::from_raw);
+        pid.expect("the stand-in says its number")
+    }
+}
+
+/// Gone, or dead with nobody left to ask for its status.
+fn is_over(pid: Pid) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
+    stat.map_or(true, |stat| stat.contains(") Z "))
+}
+
+fn real_qemu() -> std::path::PathBuf {
+    let qemu = artifacts::qemu().expect("QEMU is installed");
+    if qemu.is_absolute() {
+        return qemu;
+    }
+    let path = std::env::var_os("PATH").expect("there is a PATH");
+    std::env::split_paths(&path)
+        .map(|folder| folder.join(&qemu))
+        .find(|path| path.is_file())
+        .expect("QEMU is installed")
+}
+
+/// Killed between two QEMUs: nobody guarded the disk since, so the memory is not trusted; and the QEMU that was being
+/// started must not reach the disk.
+#[test]
+fn a_keeper_that_dies_between_two_qemus_is_followed_by_a_cold_start() -> Result<()> {
+    let home = tempfile::tempdir().expect("a folder");
+    let program = home.path().join("qemu");
+    std::os::unix::fs::symlink(real_qemu(), &program).expect("a link of our own");
+    let disk = Disk::ext4(64).with_files([File::pattern("kept.bin", 8 << 20, 3)]);
+    let builder = TestVm::busybox("between").disk(disk).http().setting("qemu", program.display().to_string());
+    let vm = builder.boot()?;
+    vm.sh("mkdir -p /d && mount /dev/vda /d && probe verify /d/kept.bin 3")?;
+    let mut gate = Gate::close(&program);
+    vm.reset()?;
+    let stray = gate.wait();
+    vm.kill_keeper()?;
+    std::fs::remove_file(&program).expect("a file of our own");
+    std::os::unix::fs::symlink(real_qemu(), &program).expect("a link of our own");
+    vm.restart_keeper()?;
+    let started = vm.wait_event("a cold start", |event| {
+        event["kind"] == "incarnation_started" && event["incarnation"].as_u64() >= Some(2)
+    })?;
+    assert_eq!(started["warm"], false, "{started}");
+    assert!(is_over(stray), "the stray is ended");
+    let said =
+        |event: &Value| event["message"].as_str().is_some_and(|text| text.contains("no keeper guarded the disks"));
+    assert!(vm.events().iter().any(said), "{:#?}", vm.events());
+    vm.wait_boots(2)?;
+    vm.sh("mkdir -p /d && mount /dev/vda /d && probe verify /d/kept.bin 3")?;
+    assert_eq!(vm.status()?["ember"]["pages_kept"], 0);
+
+    // A stray that is a QEMU already holds the machine's port: it must not be taken for somebody else's.
+    let status = vm.status()?;
+    vm.kill_keeper()?;
+    let journal = vm.folder().join("run/between/journal.json");
+    let mut text: Value = serde_json::from_slice(&std::fs::read(&journal).expect("the journal")).expect("JSON");
+    // As it is until the moment at which a started QEMU is written down.
+    text["qemu"] = Value::Null;
+    let mut file = std::fs::File::create(&journal).expect("the journal");
+    file.write_all(text.to_string().as_bytes()).expect("the journal");
+    let before = last_sequence(&vm);
+    vm.restart_keeper()?;
+    vm.wait_event("another cold start", |event| {
+        event["kind"] == "incarnation_started" && event["sequence"].as_u64() > Some(before)
+    })?;
+    assert_ne!(vm.status()?["qemu"]["pid"], status["qemu"]["pid"]);
+    vm.wait_boots(3)?;
+    vm.sh("mkdir -p /d && mount /dev/vda /d && probe verify /d/kept.bin 3").map(drop)
+}
+
+/// While QEMU ends by itself no keeper may be there to see it.
+#[test]
+fn a_guest_that_ended_while_no_keeper_lived_starts_cold() -> Result<()> {
+    let disk = Disk::ext4(64).with_files([File::pattern("kept.bin", 8 << 20, 3)]);
+    let vm = TestVm::busybox("alone").disk(disk).boot()?;
+    vm.sh("mkdir -p /d && mount /dev/vda /d && probe verify /d/kept.bin 3")?;
+    let qemu = vm.qemu_pid()?;
+    vm.kill_keeper()?;
+    kill_process(qemu, Signal::KILL).expect("QEMU runs");
+    // The kernel takes a while to free a guest's memory; a keeper that comes meanwhile finds it alive.
+    let deadline = Instant::now() + patience(5);
+    while !is_over(qemu) {
+        assert!(Instant::now() < deadline, "QEMU does not end");
+        std::thread::yield_now();
+    }
+    vm.restart_keeper()?;
+    vm.wait_incarnation(2)?;
+    vm.sh("mkdir -p /d && mount /dev/vda /d && probe verify /d/kept.bin 3")?;
+    let status = vm.status()?;
+    assert_eq!(status["ember"]["pages_kept"], 0, "{status}");
+    assert!(status["disks"][0]["read_image_bytes"].as_u64() >= Some(8 << 20), "{status}");
+    Ok(())
+}

@@ -1,0 +1,49 @@
+//! The keeper is killed after each phase. Whose the guest is the journal says; the next keeper ends the other QEMU, and
+//! the guest goes on.
+
+use hearth_recovery::rejuvenation::Phase;
+use hearth_vmtest::{Disk, Drives, Result, TestVm};
+
+/// The guest's QEMU afterwards.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Owner {
+    Old,
+    New,
+}
+
+fn owner_after(phase: Phase) -> Owner {
+    match phase {
+        Phase::Launch | Phase::Admit | Phase::Prepare | Phase::Hand => Owner::Old,
+        Phase::Resume | Phase::Retire => Owner::New,
+    }
+}
+
+fn check(vm: &TestVm, drill: &str, expect: Owner) -> Result<()> {
+    let (nonce, before) = (vm.nonce()?, vm.qemu_pid()?);
+    vm.restart_keeper_with(&[("HEARTH_DRILL_DIE_AFTER", drill)])?;
+    vm.wait_running()?;
+    let order = vm.cli_output(&["rejuvenate", vm.name()])?;
+    assert_ne!(order.status, 0, "{drill}: the keeper should have died: {}", order.text());
+    vm.wait_keeper_end()?;
+    vm.restart_keeper()?;
+    vm.wait_running()?;
+    let owner = if vm.qemu_pid()? == before { Owner::Old } else { Owner::New };
+    assert_eq!(owner, expect, "{drill}");
+    assert_eq!(vm.nonce()?, nonce, "{drill}: it is the same guest");
+    vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1 && sync")?;
+    Ok(())
+}
+
+#[test]
+fn a_keeper_killed_after_any_phase_is_followed_by_one_that_finds_the_guest() -> Result<()> {
+    let vm = TestVm::busybox("deaths").disk(Disk::empty(16)).boot()?;
+    for phase in Phase::ALL {
+        check(&vm, phase.name(), owner_after(phase))?;
+    }
+    // The guest is the new QEMU's, which has not been told yet.
+    check(&vm, "commit", Owner::New)?;
+    vm.rejuvenate()?;
+    let status = vm.status()?;
+    assert_eq!(status["incarnation"], 1, "{status}");
+    Ok(())
+}

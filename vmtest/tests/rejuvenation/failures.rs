@@ -1,0 +1,157 @@
+//! Each way in which a hop can fail before its point of no return: the guest goes on where it was, and it is said why.
+
+use std::io::{IoSliceMut, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, write_program};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use serde_json::{Value, json};
+
+const ARGUMENTS: &str = "HEARTH_TEST_ARGUMENTS";
+const MANNER: &str = "HEARTH_TEST_MANNER";
+
+/// A machine whose QEMU is replaced by what cannot replace it.
+struct Stand {
+    vm: TestVm,
+    folder: tempfile::TempDir,
+}
+
+impl Stand {
+    fn boot(name: &str) -> Result<Self> {
+        let vm = TestVm::busybox(name).disk(Disk::empty(16)).boot()?;
+        Ok(Self { vm, folder: tempfile::tempdir().expect("a folder") })
+    }
+
+    /// A program that is QEMU when asked for its version, and else this script (`$qemu` is the real one).
+    fn program(&self, script: &str) -> PathBuf {
+        let path = self.folder.path().join("qemu");
+        let qemu = artifacts::installed_qemu().expect("QEMU is installed");
+        let text = format!(
+            "#!/bin/sh\nqemu={}\ncase \"$*\" in *--version*) exec $qemu \"$@\";; esac\n{script}\n",
+            qemu.display()
+        );
+        write_program(&path, &text);
+        path
+    }
+
+    /// This test program in place of QEMU, to behave in this manner.
+    fn impostor(&self, manner: &str) -> PathBuf {
+        let this = std::env::current_exe().expect("it runs");
+        self.program(&format!(
+            "{ARGUMENTS}=\"$*\" {MANNER}={manner} exec {} --exact failures::be_a_qemu --ignored --nocapture",
+            this.display()
+        ))
+    }
+
+    /// A hop that fails in this phase with these words; the guest must not have noticed, and the next hop works.
+    #[track_caller]
+    fn check(&self, qemu: &Path, phase: &str, expect: &str) -> Result<()> {
+        let vm = &self.vm;
+        let (nonce, before) = (vm.nonce()?, vm.qemu_pid()?);
+        let hop = vm.rejuvenate_to(qemu)?;
+        assert_eq!(hop.status, 1, "{}", hop.text());
+        let status = vm.status()?;
+        let failure = status["last_rejuvenation"]["failure"].as_str().unwrap_or_default().to_owned();
+        assert!(failure.starts_with(&format!("{phase}: ")) && failure.contains(expect), "{failure}");
+        assert!(hop.text().contains("the guest goes on with the one it has"), "{}", hop.text());
+        assert_eq!(status["state"], "running");
+        assert_eq!(vm.qemu_pid()?, before);
+        assert_eq!(vm.nonce()?, nonce, "it is the same guest");
+        vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
+        Ok(())
+    }
+}
+
+#[test]
+fn a_new_qemu_that_is_not_one_is_named() -> Result<()> {
+    let stand = Stand::boot("impossible")?;
+    stand.check(Path::new("/nowhere/qemu"), "launch", "/nowhere/qemu: there is no such program")?;
+    stand.check(&stand.program("echo no memory >&2; exit 1"), "launch", "no memory")?;
+    stand.check(&stand.program("kill -SEGV $$"), "launch", "the new QEMU")?;
+    stand.vm.rejuvenate()
+}
+
+#[test]
+fn a_new_qemu_that_differs_refuses_the_guest() -> Result<()> {
+    let stand = Stand::boot("different")?;
+    let exchange = |from: &str, to: &str| {
+        let script = format!(
+            "for a; do shift; case \"$a\" in {from}) a={to};; esac; set -- \"$@\" \"$a\"; done; exec $qemu \"$@\""
+        );
+        stand.program(&script)
+    };
+    stand.check(&exchange("virtio-rng-pci,addr=3", "virtio-rng-pci,addr=4"), "hand", "virtio-rng")?;
+    stand.check(&exchange("pc-q35-7.2,*", "pc-q35-7.1,memory-backend=ram"), "hand", "pc-q35-7.2")?;
+    stand.vm.rejuvenate()
+}
+
+#[test]
+fn a_new_qemu_that_hangs_or_dies_on_the_way_is_ended() -> Result<()> {
+    let stand = Stand::boot("hanging")?;
+    stand.check(&stand.impostor("silent"), "launch", "no answer within 15s")?;
+    stand.check(&stand.impostor("without-disks"), "admit", "disk disk0: one of the two QEMUs is not connected")?;
+    stand.check(&stand.impostor("deaf"), "prepare", "no answer within 5s")?;
+    stand.check(&stand.impostor("hangs"), "hand", "the new QEMU hangs")?;
+    stand.check(&stand.impostor("dies"), "hand", "the new QEMU ended")?;
+    stand.vm.rejuvenate()
+}
+
+#[test]
+#[ignore = "not a test: the keeper starts it as QEMU"]
+fn be_a_qemu() {
+    let Ok(arguments) = std::env::var(ARGUMENTS) else { return };
+    let manner = std::env::var(MANNER).expect("it comes with the arguments");
+    let number = arguments.split("socket,id=qmp,fd=").nth(1).and_then(|rest| rest.split(',').next()?.parse().ok());
+    // SAFETY: the keeper left this descriptor open for whoever is QEMU, which is this process.
+    let listener = unsafe { UnixListener::from_raw_fd(number.expect("QEMU is given a socket")) };
+    let (mut stream, _) = listener.accept().expect("the keeper connects");
+    if manner == "silent" {
+        forever();
+    }
+    let connects = |path: &str| UnixStream::connect(path).expect("the disk's server listens");
+    let paths = arguments.split(",path=").skip(1).filter_map(|rest| rest.split(',').next());
+    let _disks: Vec<_> = if manner == "without-disks" { Vec::new() } else { paths.map(connects).collect() };
+    writeln!(stream, "{}", json!({ "QMP": {} })).expect("the keeper reads");
+    let mut descriptors = Vec::new();
+    while let Some(line) = next_line(&stream, &mut descriptors) {
+        let command: Value = serde_json::from_str(&line).expect("the keeper speaks JSON");
+        let incoming = command["execute"] == "migrate-incoming";
+        if incoming && manner == "deaf" {
+            forever();
+        }
+        writeln!(stream, "{}", json!({ "return": {}, "id": command["id"] })).expect("the keeper reads");
+        if incoming && manner == "dies" {
+            return;
+        }
+    }
+}
+
+/// Keeps the descriptors that come along: closing them would be an answer.
+fn next_line(stream: &UnixStream, descriptors: &mut Vec<OwnedFd>) -> Option<String> {
+    let mut line = Vec::new();
+    loop {
+        let mut byte = [0];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        let received = recvmsg(stream, &mut [IoSliceMut::new(&mut byte)], &mut ancillary, RecvFlags::CMSG_CLOEXEC);
+        for part in ancillary.drain() {
+            if let RecvAncillaryMessage::ScmRights(found) = part {
+                descriptors.extend(found);
+            }
+        }
+        match received {
+            Ok(message) if message.bytes == 1 && byte[0] == b'\n' => return String::from_utf8(line).ok(),
+            Ok(message) if message.bytes == 1 => line.push(byte[0]),
+            _ => return None,
+        }
+    }
+}
+
+fn forever() -> ! {
+    loop {
+        std::thread::park();
+    }
+}

@@ -1,0 +1,175 @@
+//! A dead guest's own tables are broken: the dump gets larger, and lacks nothing that it had without the damage.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use hearth_memory::{GuestPhysicalAddress, PAGE_BYTES};
+use hearth_recovery::vmcore::linux::{Classification, Linux, NotUnderstood};
+use hearth_recovery::vmcore::{DeadRam, DumpLevel, PhysicalMemory, Unreadable};
+use hearth_vmtest::artifacts::Linux as Kernel;
+use hearth_vmtest::{PlainVm, Result, pattern};
+
+use super::dead::{Dead, work};
+
+const DESCRIPTOR_BYTES: u64 = 64;
+const KERNEL_IMAGE: u64 = 0xffff_ffff_8000_0000;
+const HUGE_BYTES: u64 = 2 << 20;
+
+/// Dead RAM with other bytes in some places.
+struct Damaged<'a> {
+    ram: &'a DeadRam,
+    pages: BTreeMap<u64, Vec<u8>>,
+}
+
+impl<'a> Damaged<'a> {
+    fn none(ram: &'a DeadRam) -> Self {
+        Self { ram, pages: BTreeMap::new() }
+    }
+
+    fn at(mut self, address: u64, bytes: &[u8]) -> Self {
+        for (offset, byte) in bytes.iter().enumerate() {
+            let address = address + offset as u64;
+            let page = self.pages.entry(address / PAGE_BYTES).or_insert_with_key(|pfn| {
+                let mut page = vec![0; PAGE_BYTES as usize];
+                self.ram.read(GuestPhysicalAddress(pfn * PAGE_BYTES), &mut page).unwrap();
+                page
+            });
+            page[(address % PAGE_BYTES) as usize] = *byte;
+        }
+        self
+    }
+}
+
+impl PhysicalMemory for Damaged<'_> {
+    fn read(&self, address: GuestPhysicalAddress, into: &mut [u8]) -> std::result::Result<(), Unreadable> {
+        self.ram.read(address, into)?;
+        let (start, end) = (address.0, address.0 + into.len() as u64);
+        for (pfn, page) in self.pages.range(start / PAGE_BYTES..end.div_ceil(PAGE_BYTES)) {
+            let (first, last) = (start.max(pfn * PAGE_BYTES), end.min((pfn + 1) * PAGE_BYTES));
+            let bytes = &page[(first - pfn * PAGE_BYTES) as usize..][..(last - first) as usize];
+            into[(first - start) as usize..][..bytes.len()].copy_from_slice(bytes);
+        }
+        Ok(())
+    }
+
+    fn ranges(&self) -> &[Range<u64>] {
+        self.ram.ranges()
+    }
+}
+
+/// Where things are in a healthy guest.
+struct Places {
+    /// Of the entries that lead to the first descriptors: top level first.
+    table_entries: Vec<u64>,
+    root: u64,
+    section: u64,
+    descriptors: u64,
+}
+
+impl Places {
+    fn of(linux: &Linux<'_, DeadRam>, ram: &DeadRam) -> Self {
+        let told = linux.vmcoreinfo();
+        let physical = |address| linux.space().translate(address).unwrap().address.0;
+        let root = told.symbol("mem_section").unwrap();
+        let section = linux.space().read_u64(root).unwrap();
+        let map = linux.space().read_u64(section).unwrap() & !(PAGE_BYTES - 1);
+        let phys_base = told.number("phys_base").unwrap().cast_unsigned();
+        let mut table = (told.symbol("init_top_pgt").unwrap() - KERNEL_IMAGE).wrapping_add(phys_base);
+        let levels = if told.number("pgtable_l5_enabled") == Some(1) { 5 } else { 4 };
+        let table_entries = (1..levels).rev().map(|level| {
+            let entry = table + (map >> (12 + 9 * level) & 511) * 8;
+            table = ram.read_u64(GuestPhysicalAddress(entry)).unwrap() & 0x000f_ffff_ffff_f000;
+            entry
+        });
+        let table_entries = table_entries.collect();
+        Self { table_entries, root: physical(root), section: physical(section), descriptors: physical(map) }
+    }
+}
+
+type Classified = std::result::Result<Classification, NotUnderstood>;
+
+fn classify(dead: &Dead, damaged: &Damaged<'_>) -> Classified {
+    Linux::find(damaged, &dead.notes)?.classify(DumpLevel::KERNEL)
+}
+
+/// Whatever is kept of a healthy guest is kept of the damaged one, and so are the pages whose descriptors are `lost`.
+fn check(dead: &Dead, healthy: &Classification, what: &str, damaged: Damaged<'_>, lost: Range<u64>) -> Classification {
+    let found = classify(dead, &damaged).unwrap_or_else(|error| panic!("{what}: {error}"));
+    let missing: Vec<u64> = healthy.kept.iter().filter(|pfn| !found.kept.contains(*pfn)).collect();
+    assert!(missing.is_empty(), "{what}: {} pages are no longer in the dump: {:x?}", missing.len(), missing.first());
+    let left_out = lost.clone().filter(|pfn| !found.kept.contains(*pfn)).count();
+    assert_eq!(left_out, 0, "{what}: pages of {lost:x?}");
+    println!("{what}: {:?}", found.counts);
+    found
+}
+
+/// A hundred hits: half of them descriptors, the rest words of anything at all.
+fn random_hits<'a>(intact: Damaged<'a>, descriptors: u64, seed: u64) -> Damaged<'a> {
+    let ram_bytes = intact.ram.end_pfn() * PAGE_BYTES;
+    (seed * 1000..).take(100).fold(intact, |damaged, hit| {
+        let numbers = pattern::bytes("where", 16, hit);
+        let number = |at: usize| u64::from_le_bytes(numbers[at..at + 8].try_into().expect("eight bytes"));
+        let (address, bytes) = if hit % 2 == 0 {
+            // Whole ones: of one in which only a flag was flipped nobody can tell.
+            let count = number(8) % 30 + 1;
+            let first = number(0) % (4 * HUGE_BYTES / DESCRIPTOR_BYTES - count);
+            (descriptors + first * DESCRIPTOR_BYTES, count * DESCRIPTOR_BYTES)
+        } else {
+            let bytes = number(8) % 2000 / 8 * 8 + 8;
+            (number(0) % (ram_bytes - bytes) / 8 * 8, bytes)
+        };
+        damaged.at(address, &pattern::bytes("random", bytes as usize, hit))
+    })
+}
+
+fn damages_of(kernel: Kernel) -> Result<()> {
+    let dead = Dead::of(PlainVm::busybox_on("damage", kernel), 512, work)?;
+    let linux = Linux::find(&dead.ram, &dead.notes).unwrap();
+    let healthy = linux.classify(DumpLevel::KERNEL).unwrap();
+    let places = Places::of(&linux, &dead.ram);
+    let intact = || Damaged::none(&dead.ram);
+    let check = |what: &str, damaged: Damaged<'_>, lost| check(&dead, &healthy, what, damaged, lost);
+    let garbage = |bytes| pattern::bytes("garbage", bytes, 7);
+
+    assert_eq!(check("nothing", intact(), 0..0), healthy);
+    let of_page = PAGE_BYTES / DESCRIPTOR_BYTES;
+    let ones = intact().at(places.descriptors + PAGE_BYTES, &[0xff; PAGE_BYTES as usize]);
+    check("a page of descriptors is all ones", ones, of_page..2 * of_page);
+    let of_huge_page = HUGE_BYTES / DESCRIPTOR_BYTES;
+    let random = intact().at(places.descriptors, &garbage(HUGE_BYTES as usize));
+    check("2 MiB of descriptors are random", random, 0..of_huge_page);
+
+    let [.., last] = places.table_entries[..] else { panic!("no tables") };
+    for (what, entry) in [("zero", 0), ("garbage", 0x1234_5678_9abc_def0), ("no RAM", 0xf_f000_0000_00e3_u64)] {
+        let damaged = intact().at(last, &entry.to_le_bytes());
+        let found = check(&format!("the table entry of 2 MiB of descriptors is {what}"), damaged, 0..of_huge_page);
+        assert_eq!(found.counts.unjudged, of_huge_page);
+        let damaged = intact().at(places.table_entries[0], &entry.to_le_bytes());
+        let found = check(&format!("the top table's entry is {what}"), damaged, 0..0);
+        assert_eq!(found.counts.excluded(), 0);
+        let damaged = intact().at(places.section, &(entry | 3).to_le_bytes());
+        check(&format!("a section's map is {what}"), damaged, 0..of_huge_page);
+    }
+    let refused = classify(&dead, &intact().at(places.root, &garbage(8)));
+    assert_eq!(refused, Err(NotUnderstood::NoSections));
+
+    for seed in 0..20 {
+        let damaged = random_hits(intact(), places.descriptors, seed);
+        // The kernel's own names may be hit, and then it is not known any more.
+        match classify(&dead, &damaged) {
+            Ok(_) => drop(check(&format!("random hits, seed {seed}"), damaged, 0..0)),
+            Err(error) => println!("random hits, seed {seed}: {error}"),
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn damage_to_linux_6_1_never_costs_a_page() -> Result<()> {
+    damages_of(Kernel::Stable)
+}
+
+#[test]
+fn damage_to_linux_6_12_never_costs_a_page() -> Result<()> {
+    damages_of(Kernel::Newer)
+}

@@ -1,0 +1,136 @@
+//! Dumps that Hearth made: of every kind of panic, and what they leave out compared with makedumpfile on the same memory.
+
+use std::path::{Path, PathBuf};
+
+use hearth_vmtest::artifacts::Linux;
+use hearth_vmtest::{Disk, Result, TestVm, patience};
+use serde_json::Value;
+
+use super::elf::{self, Core};
+use super::panics::{self, Panic};
+use super::tools;
+
+/// A guest whose memory is worth a filter.
+fn guest(linux: Linux, memory_mib: u64, on_panic: &str, dumps: &Path) -> Result<TestVm> {
+    let mut crash = toml::Table::new();
+    crash.insert("dump_folder".into(), dumps.display().to_string().into());
+    let builder = match linux {
+        Linux::Stable => TestVm::busybox("vmcore"),
+        Linux::Newer => TestVm::busybox_on_linux_6_12("vmcore"),
+    };
+    let disk = Disk::ext4(256).with_files([panics::module(linux)]);
+    let vm = builder.memory_mib(memory_mib).disk(disk).setting("on_panic", on_panic).setting("crash", crash).boot()?;
+    panics::fill(&vm, 256)?;
+    Ok(vm)
+}
+
+fn panic(vm: &TestVm, panic: Panic) -> Result<()> {
+    if panic == Panic::Nmi { vm.crash() } else { panic.start(vm) }
+}
+
+/// Panics and is dumped while the next incarnation boots; then every tool reads the dump.
+fn check_traces(linux: Linux, way: Panic) -> Result<()> {
+    println!("{linux:?}, {way:?}");
+    let (folder, _) = tools::scratch();
+    let vm = guest(linux, 512, "dump+recover", folder.path())?;
+    panic(&vm, way)?;
+    let done = vm.wait_event_within("the dump", patience(60), |event| event["kind"] == "dump_complete")?;
+    vm.wait_incarnation(2)?;
+    let dump = PathBuf::from(done["file"].as_str().unwrap());
+    let dump = if dump.is_absolute() { dump } else { folder.path().join(dump) };
+    tools::check_traces(linux, &dump, way, "probe");
+    Ok(())
+}
+
+/// The same memory through Hearth and through makedumpfile: what is left out, page for page, and what is kept, byte for
+/// byte.
+fn check_classes(linux: Linux, memory_mib: u64) -> Result<()> {
+    let (folder, file) = tools::scratch();
+    let vm = guest(linux, memory_mib, "pause", folder.path())?;
+    Panic::Sysrq.start(&vm)?;
+    vm.wait_event("the panic", |event| event["kind"] == "guest_panicked")?;
+    let dump = |name: &str, options: &[&str]| -> Result<PathBuf> {
+        let path = file(name);
+        let path_text = path.display().to_string();
+        vm.cli(&[&["dump", vm.name(), "-o", &path_text][..], options].concat())?;
+        Ok(path)
+    };
+    let ours = dump("lzo", &["--level", "31", "--compress", "lzo"])?;
+    let excluded = vm.status()?["dumps"].as_array().and_then(|dumps| dumps.last().cloned()).unwrap();
+    let as_elf = dump("elf", &["--level", "31", "--format", "elf"])?;
+    // Independent of what Hearth writes but for its notes: the RAM file itself, with a head.
+    let reference = file("reference");
+    elf::from_ram(&vm.ram_file(1), &Core::open(&as_elf), &reference);
+    let counts = tools::makedumpfile("-l", 31, &reference, &file("theirs"));
+    println!("{linux:?}, {memory_mib} MiB: {counts:?}\nHearth: {excluded}");
+    assert_counts(&excluded, &counts);
+    // Not what makedumpfile makes an ELF file of: short runs of excluded pages stay in those.
+    let (ram, kept) = (Core::open(&reference), Core::open(&as_elf));
+    assert_eq!(ram.assert_holds(&kept), counts["Remaining pages"], "pages kept that are not zero");
+    let addresses = kept.some_addresses();
+    assert!(addresses.len() >= 1000, "only {} pages to compare", addresses.len());
+    for name in ["lzo", "zlib"] {
+        let ours = if name == "lzo" { ours.clone() } else { dump(name, &["--level", "31", "--compress", name])? };
+        let again = tools::makedumpfile("-l", 31, &ours, &file(&format!("{name}-again")));
+        for class in ["Remaining pages", "Pages filled with zero"] {
+            assert_eq!(again[class], counts[class], "{name}, filtered again: {class}");
+        }
+        let pages = tools::read_pages(linux, &ours, &addresses);
+        assert!(pages == ram.pages(&addresses), "{name}: the pages that drgn reads are not those of the RAM file");
+    }
+    tools::check_traces(linux, &as_elf, Panic::Sysrq, "probe");
+    let whole = dump("zlib-1", &["--level", "1", "--compress", "zlib"])?;
+    tools::check_traces(linux, &whole, Panic::Sysrq, "probe");
+    // What was left in at level 1 is what makedumpfile leaves out at level 31.
+    let again = tools::makedumpfile("-l", 31, &whole, &file("whole-again"));
+    for class in ["Non-private cache pages", "User process data pages", "Free pages", "Remaining pages"] {
+        assert_eq!(again[class], counts[class], "level 1, filtered at 31: {class}");
+    }
+    Ok(())
+}
+
+fn assert_counts(ours: &Value, theirs: &tools::Counts) {
+    for (class, name) in [
+        ("cache", "Non-private cache pages"),
+        ("private_cache", "Private cache pages"),
+        ("user", "User process data pages"),
+        ("free", "Free pages"),
+        ("poisoned", "Hwpoison pages"),
+        ("offline", "Offline pages"),
+    ] {
+        assert_eq!(ours["excluded"][class].as_u64(), Some(theirs[name]), "{class}: {ours} {theirs:#?}");
+    }
+    assert_eq!(ours["excluded"]["unjudged"], 0, "{ours}");
+    let kept = theirs["Remaining pages"] + theirs["Pages filled with zero"];
+    assert_eq!(ours["pages"].as_u64(), Some(kept), "{ours} {theirs:#?}");
+}
+
+#[test]
+#[ignore = "make test-vmcore"]
+fn every_panic_is_found_in_its_dump() -> Result<()> {
+    Panic::ALL.into_iter().try_for_each(|panic| check_traces(Linux::Stable, panic))
+}
+
+#[test]
+#[ignore = "make test-vmcore"]
+fn a_panic_of_linux_6_12_is_found_in_its_dump() -> Result<()> {
+    check_traces(Linux::Newer, Panic::NullPointer)
+}
+
+#[test]
+#[ignore = "make test-vmcore"]
+fn pages_are_classified_as_makedumpfile_does_it() -> Result<()> {
+    check_classes(Linux::Stable, 1024)
+}
+
+#[test]
+#[ignore = "make test-vmcore"]
+fn pages_above_4_gib_are_classified_as_makedumpfile_does_it() -> Result<()> {
+    check_classes(Linux::Stable, 5120)
+}
+
+#[test]
+#[ignore = "make test-vmcore"]
+fn pages_of_linux_6_12_are_classified_as_makedumpfile_does_it() -> Result<()> {
+    check_classes(Linux::Newer, 3072)
+}

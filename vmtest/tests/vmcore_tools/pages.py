@@ -1,0 +1,6 @@
+# Run by drgn with a dump loaded: writes the pages at the physical addresses of one file to another.
+import sys
+
+with open(sys.argv[1]) as addresses, open(sys.argv[2], "wb") as pages:
+    for address in addresses:
+        pages.write(prog.read(int(address), 4096, physical=True))

@@ -1,0 +1,168 @@
+//! The shelf: pattern files on a machine's data disk, and what reading them cost.
+//!
+//! Every block of every file is unlike any other, so a wrong block is seen whatever it is: stale, misplaced or damaged.
+
+use std::ops::Range;
+use std::path::Path;
+use std::process::Command;
+
+use hearth_vmtest::images::File;
+use hearth_vmtest::{Disk, Drives, Result, TestVm};
+use serde_json::Value;
+
+pub const PAGE_BYTES: u64 = 4096;
+const FILE_BYTES: usize = 1 << 20;
+pub const PAGES_PER_FILE: u64 = FILE_BYTES as u64 / PAGE_BYTES;
+
+/// What the files hold when the machine is made.
+pub const ORIGINAL: u64 = 1;
+/// What tests put in their place.
+pub const CHANGED: u64 = 2;
+
+/// So many files of 1 MiB.
+#[derive(Clone, Copy)]
+pub struct Shelf {
+    pub files: usize,
+}
+
+/// Enough to be told from what a boot reads, little enough to be read in a second under emulation.
+pub const SHELF: Shelf = Shelf { files: 32 };
+
+impl Shelf {
+    pub fn bytes(self) -> u64 {
+        (self.files * FILE_BYTES) as u64
+    }
+
+    pub fn pages(self) -> u64 {
+        self.bytes() / PAGE_BYTES
+    }
+
+    /// The disk as ext4, with room for what tests write. Smaller file systems have a journal of 4 MiB only.
+    pub fn ext4(self) -> Disk {
+        Disk::ext4(self.files as u64 + 128).with_files(self.contents())
+    }
+
+    pub fn xfs(self) -> Disk {
+        Disk::xfs(0).with_files(self.contents())
+    }
+
+    fn contents(self) -> impl Iterator<Item = File> {
+        (0..self.files).map(|number| File::pattern(&name(number), FILE_BYTES, ORIGINAL))
+    }
+
+    /// Mounts the disk if need be, reads every file and compares it with what it should be.
+    pub fn verify(self, vm: &TestVm) -> Result<()> {
+        self.verify_changed(vm, 0)
+    }
+
+    /// The same when the first `changed` files were replaced.
+    pub fn verify_changed(self, vm: &TestVm, changed: usize) -> Result<()> {
+        mount(vm, "rw")?;
+        verify(vm, 0..changed, CHANGED)?;
+        verify(vm, changed..self.files, ORIGINAL)
+    }
+
+    /// Verifies, and says what that cost since `before`.
+    pub fn verify_counted(self, vm: &TestVm, before: Reads) -> Result<Reads> {
+        self.verify(vm)?;
+        Ok(Reads::of(vm)?.since(before))
+    }
+}
+
+fn name(number: usize) -> String {
+    format!("f{number:03}")
+}
+
+/// The names of files, for a shell.
+pub fn names(files: Range<usize>) -> String {
+    files.map(name).collect::<Vec<_>>().join(" ")
+}
+
+/// Mounts the first disk at /mnt, unless it is mounted.
+pub fn mount(vm: &TestVm, options: &str) -> Result<()> {
+    vm.sh(&format!("grep -q ' /mnt ' /proc/mounts || mount -o noatime,{options} /dev/vda /mnt")).map(drop)
+}
+
+/// Puts new contents into files and onto the disk.
+pub fn change(vm: &TestVm, files: Range<usize>) -> Result<()> {
+    vm.sh(&format!("cd /mnt && for f in {}; do probe fill $f {FILE_BYTES} {CHANGED} || exit; done", names(files)))
+        .map(drop)
+}
+
+/// Reads files, which must all be there, and compares them with what they should hold.
+pub fn verify(vm: &TestVm, files: Range<usize>, seed: u64) -> Result<()> {
+    let names = names(files);
+    vm.sh(&format!("cd /mnt && for f in {names}; do probe verify $f {seed} || {{ echo in $f; exit 1; }}; done"))
+        .map(drop)
+}
+
+/// A process of the guest takes nearly all memory that is to be had, and holds it.
+pub fn hog(vm: &TestVm) -> Result<()> {
+    // The first line of the probe comes when it holds all of it.
+    let mib = "$(awk '/^MemAvailable/ { print int($2 / 1024) - 16 }' /proc/meminfo)";
+    vm.sh(&format!("mkfifo /run/hog && {{ probe hog {mib} >/run/hog & }} && read line </run/hog && echo $line"))
+        .map(drop)
+}
+
+/// The guest, with nothing mounted any more, reads its whole disk, and the host its whole image: they are the same.
+#[track_caller]
+pub fn assert_disk_reads_as_its_image(vm: &TestVm) -> Result<()> {
+    let seen = vm.sh("umount /mnt && md5sum </dev/vda")?;
+    assert_eq!(seen, sum_of(&vm.folder().join("disk0.img")), "the guest's disk and its image differ");
+    Ok(())
+}
+
+fn sum_of(image: &Path) -> String {
+    let image = std::fs::File::open(image).expect("the image is where the harness put it");
+    let output = Command::new("md5sum").stdin(image).output().expect("md5sum is part of every system");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// Bytes that the guest has read from all its disks, by where they came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reads {
+    pub warm_bytes: u64,
+    pub image_bytes: u64,
+}
+
+impl Reads {
+    pub fn of(vm: &TestVm) -> Result<Self> {
+        let status = vm.status()?;
+        let disks = 0..status["disks"].as_array().map_or(0, Vec::len);
+        let sum = |key: &str| disks.clone().map(|disk| number(&status, &format!("/disks/{disk}/{key}"))).sum();
+        Ok(Self { warm_bytes: sum("read_warm_bytes"), image_bytes: sum("read_image_bytes") })
+    }
+
+    pub fn since(self, before: Self) -> Self {
+        Self { warm_bytes: self.warm_bytes - before.warm_bytes, image_bytes: self.image_bytes - before.image_bytes }
+    }
+}
+
+/// What became of the ember's pages.
+#[derive(Clone, Copy, Debug)]
+pub struct Ember {
+    pub kept: u64,
+    pub served: u64,
+    pub tag_mismatch: u64,
+    pub overwritten: u64,
+    pub trimmed: u64,
+}
+
+impl Ember {
+    pub fn of(vm: &TestVm) -> Result<Self> {
+        let status = vm.status()?;
+        let count = |key: &str| number(&status, &format!("/ember/{key}"));
+        Ok(Self {
+            kept: count("pages_kept"),
+            served: count("pages_served"),
+            tag_mismatch: count("refused/tag_mismatch"),
+            overwritten: count("refused/overwritten"),
+            trimmed: count("refused/trimmed"),
+        })
+    }
+}
+
+#[track_caller]
+pub fn number(json: &Value, pointer: &str) -> u64 {
+    json.pointer(pointer).and_then(Value::as_u64).unwrap_or_else(|| panic!("no number {pointer} in {json}"))
+}

@@ -1,0 +1,160 @@
+//! Ways: each way in which an incarnation ends keeps its cache for the next one, unless it was to be cold.
+
+use hearth_vmtest::{Drives, Result, TestVm, TestVmBuilder};
+use serde_json::Value;
+
+use crate::shelf::{Ember, Reads, SHELF, number};
+
+type Way = fn(&TestVm) -> Result<()>;
+
+/// Ends an incarnation, and what `hearth status` calls that.
+#[derive(Clone, Copy)]
+struct End {
+    way: Way,
+    cause: &'static str,
+}
+
+const REBOOT_FROM_INSIDE: End = End { way: |vm| vm.guest().start("reboot -f").map(drop), cause: "guest_reset" };
+const REBOOT_ASKED_FOR: End = End { way: TestVm::reboot, cause: "operator_reboot" };
+const REBOOT_FORCED: End = End { way: TestVm::reboot_forced, cause: "operator_reboot" };
+const PANIC: End = End { way: Drives::panic, cause: "panic" };
+const NMI: End = End { way: TestVm::crash, cause: "panic" };
+const QEMU_KILLED: End = End { way: TestVm::kill_qemu, cause: "qemu_died" };
+
+#[test]
+fn a_reboot_from_inside_keeps_the_cache() -> Result<()> {
+    keeps_the_cache(ext4("inside"), REBOOT_FROM_INSIDE)
+}
+
+#[test]
+fn a_reboot_asked_for_keeps_the_cache() -> Result<()> {
+    keeps_the_cache(ext4("asked"), REBOOT_ASKED_FOR)
+}
+
+#[test]
+fn a_forced_reboot_keeps_the_cache() -> Result<()> {
+    keeps_the_cache(ext4("forced"), REBOOT_FORCED)
+}
+
+#[test]
+fn a_panic_keeps_the_cache() -> Result<()> {
+    keeps_the_cache(ext4("panic"), PANIC)
+}
+
+#[test]
+fn a_crash_drill_keeps_the_cache() -> Result<()> {
+    keeps_the_cache(ext4("drill"), NMI)
+}
+
+#[test]
+fn the_end_of_qemu_keeps_the_cache() -> Result<()> {
+    keeps_the_cache(ext4("killed"), QEMU_KILLED)
+}
+
+/// The kernel is told to reboot by triple fault. To QEMU that is a reset like any other: it does not say which it was.
+#[test]
+fn a_triple_fault_keeps_the_cache() -> Result<()> {
+    keeps_the_cache(ext4("triple").cmdline("reboot=t"), REBOOT_FROM_INSIDE)
+}
+
+#[test]
+fn every_way_in_a_row_keeps_the_cache_on_xfs() -> Result<()> {
+    let vm = TestVm::busybox("xfs").memory_mib(256).disk(SHELF.xfs()).boot()?;
+    let first = SHELF.verify_counted(&vm, Reads::of(&vm)?)?;
+    let ways = [REBOOT_FROM_INSIDE, REBOOT_ASKED_FOR, REBOOT_FORCED, PANIC, NMI, QEMU_KILLED];
+    for (end, incarnation) in ways.into_iter().zip(2..) {
+        is_warm_after(&vm, end, incarnation, first)?;
+    }
+    Ok(())
+}
+
+fn ext4(name: &str) -> TestVmBuilder {
+    TestVm::busybox(name).memory_mib(256).disk(SHELF.ext4())
+}
+
+fn keeps_the_cache(builder: TestVmBuilder, end: End) -> Result<()> {
+    let vm = builder.boot()?;
+    let first = SHELF.verify_counted(&vm, Reads::of(&vm)?)?;
+    assert!(first.image_bytes >= SHELF.bytes(), "{first:?}");
+    is_warm_after(&vm, end, 2, first)
+}
+
+fn is_warm_after(vm: &TestVm, end: End, incarnation: u64, first: Reads) -> Result<()> {
+    let (before, nonce) = (Reads::of(vm)?, vm.nonce()?);
+    (end.way)(vm)?;
+    let ready = vm.wait_incarnation(incarnation)?;
+    assert_ne!(ready.nonce, nonce, "a new life, not the old one resumed");
+    assert_eq!(vm.nonce()?, ready.nonce);
+    let again = SHELF.verify_counted(vm, before)?;
+    // The file system's own blocks change with every mount, so a little is always read anew.
+    assert!(again.image_bytes <= first.image_bytes / 50, "first {first:?}, again {again:?}");
+    let ember = Ember::of(vm)?;
+    assert!(ember.kept >= ember.served && ember.served >= SHELF.pages() * 98 / 100, "{ember:?}");
+    is_explained(vm, end, incarnation)
+}
+
+/// The recovery can be followed afterwards, phase by phase.
+fn is_explained(vm: &TestVm, end: End, incarnation: u64) -> Result<()> {
+    vm.wait_event("the end of settling", |event| {
+        event["kind"] == "ember_settled" && event["incarnation"] == incarnation
+    })?;
+    assert_eq!(vm.status()?["cause_of_last_end"], end.cause);
+    let explained = vm.explain()?;
+    let recovery = &explained["recovery"];
+    assert_eq!((&recovery["warm"], &recovery["cause"]), (&Value::from(true), &Value::from(end.cause)), "{explained}");
+    assert_eq!(recovery["incarnation"], incarnation);
+    assert!(number(recovery, "/pages_kept") >= SHELF.pages(), "{explained}");
+    let phases = recovery["phases"].as_array().into_iter().flatten().map(|phase| phase["phase"].as_str());
+    let phases: Vec<_> = phases.flatten().collect();
+    assert_eq!(phases, ["drain", "bank", "attach", "launch", "settle"]);
+    Ok(())
+}
+
+#[test]
+fn a_cold_reboot_serves_nothing_from_memory() -> Result<()> {
+    let vm = ext4("cold").boot()?;
+    is_cold_after(&vm, TestVm::reboot_cold)?;
+    assert_eq!(vm.explain()?["recovery"]["why_cold"], "it was asked for");
+    Ok(())
+}
+
+#[test]
+fn without_an_ember_nothing_is_served_from_memory() -> Result<()> {
+    let vm = ext4("off").without_ember().boot()?;
+    is_cold_after(&vm, TestVm::kill_qemu)?;
+    assert_eq!(vm.explain()?["recovery"]["why_cold"], "ember = \"off\"");
+    Ok(())
+}
+
+fn is_cold_after(vm: &TestVm, way: Way) -> Result<()> {
+    SHELF.verify(vm)?;
+    let (before, nonce) = (Reads::of(vm)?, vm.nonce()?);
+    way(vm)?;
+    assert_ne!(vm.wait_incarnation(2)?.nonce, nonce);
+    let again = SHELF.verify_counted(vm, before)?;
+    assert!(again.warm_bytes == 0 && again.image_bytes >= SHELF.bytes(), "{again:?}");
+    let ember = Ember::of(vm)?;
+    assert_eq!((ember.kept, ember.served), (0, 0));
+    assert_eq!(vm.explain()?["recovery"]["warm"], false);
+    Ok(())
+}
+
+/// Two incarnations die before their guests read anything: what the first one knew is still there for the fourth.
+#[test]
+fn crashes_during_boot_leave_the_older_ember() -> Result<()> {
+    let vm = ext4("again").boot()?;
+    let first = SHELF.verify_counted(&vm, Reads::of(&vm)?)?;
+    let before = Reads::of(&vm)?;
+    vm.kill_qemu()?;
+    for incarnation in [2, 3] {
+        vm.wait_event("the next life", |event| {
+            event["kind"] == "incarnation_started" && event["incarnation"] == incarnation
+        })?;
+        vm.kill_qemu()?;
+    }
+    vm.wait_incarnation(4)?;
+    let again = SHELF.verify_counted(&vm, before)?;
+    assert!(again.image_bytes <= first.image_bytes / 50, "first {first:?}, again {again:?}");
+    assert!(Ember::of(&vm)?.served >= SHELF.pages() * 98 / 100);
+    Ok(())
+}

@@ -1,0 +1,89 @@
+//! The Debian guest: systemd, nginx, 512 files of 1 MiB, ext4; kernel and initrd for direct boot beside it.
+//!
+//! mmdebstrap makes the tree, hooks from `guest/debian/` configure it and make the image while they still see it with
+//! its right owners. So this needs no root: for an ordinary user mmdebstrap works in a user namespace, whose ids do not
+//! exist outside; for the same reason results pass through a folder in /tmp that anyone may write.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::{GuestError, probe};
+use crate::apt::{Apt, GUEST_RELEASE};
+use crate::cache::{self, at};
+use crate::{paths, shell};
+
+const AGENT: &str = include_str!("../../../guest/agent/agent");
+const PACKAGES: &str = include_str!("../../../guest/debian/packages");
+const BEFORE: &str = include_str!("../../../guest/debian/before");
+const AFTER: &str = include_str!("../../../guest/debian/after");
+
+/// Makes `debian/` with `root.img`, `vmlinuz` and `initrd`.
+pub fn ensure() -> Result<(), GuestError> {
+    let inputs = [AGENT, PACKAGES, BEFORE, AFTER, probe::SOURCE, include_str!("debian.rs")];
+    cache::ensure(&paths::guest().join("debian"), &inputs, |new| {
+        let desk = Desk::set_up()?;
+        let made = mmdebstrap(&desk.folder).and_then(|()| collect(&desk.folder, new));
+        desk.clear(made)
+    })
+}
+
+/// The folder through which hooks get their programs and hand back their results.
+struct Desk {
+    folder: PathBuf,
+}
+
+impl Desk {
+    fn set_up() -> Result<Self, GuestError> {
+        let folder = std::env::temp_dir().join(format!("hearth-debian-{}", std::process::id()));
+        at("create", &folder, fs::create_dir(&folder))?;
+        at("open up", &folder, fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)))?;
+        let probe = probe::ensure()?;
+        at("copy", &probe, fs::copy(&probe, folder.join("probe")))?;
+        for (name, text) in [("agent", AGENT), ("before", BEFORE), ("after", AFTER)] {
+            let file = folder.join(name);
+            at("write", &file, fs::write(&file, text))?;
+            at("make executable", &file, fs::set_permissions(&file, fs::Permissions::from_mode(0o755)))?;
+        }
+        Ok(Self { folder })
+    }
+
+    fn clear(self, made: Result<(), GuestError>) -> Result<(), GuestError> {
+        let cleared = at("remove", &self.folder, fs::remove_dir_all(&self.folder));
+        made.and(cleared.map_err(GuestError::from))
+    }
+}
+
+fn mmdebstrap(desk: &Path) -> Result<(), GuestError> {
+    let apt = Apt::open(&paths::guest().join("apt"))?;
+    let desk = desk.display();
+    let packages: Vec<_> =
+        PACKAGES.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
+    let mut command = Command::new("mmdebstrap");
+    command.args(["--quiet", "--mode=auto", "--variant=minbase", "--format=null"]);
+    command.arg(format!("--include={}", packages.join(",")));
+    for option in [
+        "force-unsafe-io",
+        "path-exclude=/usr/share/man/*",
+        "path-exclude=/usr/share/doc/*",
+        "path-exclude=/usr/share/locale/*",
+    ] {
+        command.arg(format!("--dpkgopt={option}"));
+    }
+    command.arg(format!("--setup-hook={desk}/before \"$1\""));
+    command.arg(format!("--customize-hook={desk}/after \"$1\" {desk}"));
+    command.args([GUEST_RELEASE, "/dev/null"]).arg(apt.sources());
+    // Locales of the host do not exist in the guest; perl says so a hundred times.
+    command.env("LC_ALL", "C");
+    Ok(shell::output(&mut command).map(drop)?)
+}
+
+/// Copies with cp: the image is sparse, and copying 2 GiB where 1 is data would take twice as long.
+fn collect(desk: &Path, new: &Path) -> Result<(), GuestError> {
+    for name in ["root.img", "vmlinuz", "initrd"] {
+        let file = desk.join(name);
+        shell::output(Command::new("cp").arg("--sparse=always").arg(file).arg(new))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,55 @@
+//! Guest images: kernels, the busybox guest, the Debian guest, the newer QEMU.
+//!
+//! probe, kernel -> busybox initrd (tests)
+//! probe, kernel packages -> Debian image (demo, benches, tests with systemd)
+//!
+//! Each is a folder under `target/guest/`, made once from the recipes in `guest/` and made again when these change.
+//! Package versions are not part of the stamp: asking for them would put the network into every run. `make clean`
+//! fetches the newest.
+
+mod busybox;
+mod debian;
+mod kernel;
+mod modules;
+mod probe;
+mod qemu10;
+
+pub use kernel::{Kernel, NEWER, STABLE};
+pub use qemu10::ensure as qemu10;
+
+use crate::apt::AptError;
+use crate::cache::CacheError;
+use crate::shell::ShellError;
+
+#[derive(Debug, thiserror::Error)]
+pub enum GuestError {
+    #[error(transparent)]
+    Shell(#[from] ShellError),
+    #[error(transparent)]
+    Cache(#[from] CacheError),
+    #[error(transparent)]
+    Apt(#[from] AptError),
+    #[error(transparent)]
+    Modules(#[from] modules::ModulesError),
+    #[error("{0} is not installed; `make setup` installs what is missing")]
+    Missing(&'static str),
+    #[error("{name} is a dynamic program at {path}, the guest needs a static one: install busybox-static")]
+    NotStatic { name: &'static str, path: std::path::PathBuf },
+    #[error("{binary} does not run here: {source}; install the libraries that `ldd {binary}` reports as not found")]
+    Qemu10 { binary: std::path::PathBuf, source: ShellError },
+    #[error(
+        "QEMU 10 for this release ({release}) is not in Debian 12's backports, and the installed QEMU is {installed}"
+    )]
+    NoQemu10 { release: String, installed: String },
+}
+
+/// Everything that tests, demo and benches boot.
+pub fn ensure_all() -> Result<(), GuestError> {
+    busybox::ensure(kernel::STABLE)?;
+    debian::ensure()
+}
+
+/// The busybox guest on the newer kernel, for what differs between kernels.
+pub fn ensure_busybox_newer() -> Result<(), GuestError> {
+    busybox::ensure(kernel::NEWER)
+}

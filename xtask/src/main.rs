@@ -1,0 +1,186 @@
+//! Everything that a line of the Makefile calls: tools, guest images, lints, tests, demo and benches.
+
+mod apt;
+mod cache;
+mod deny;
+mod guest;
+mod paths;
+mod setup;
+mod shell;
+mod suite;
+#[cfg(test)]
+mod tidy;
+mod vmcore;
+
+use std::error::Error;
+use std::process::{Command, ExitCode};
+
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(about = "Chores of the Hearth checkout; the Makefile calls them by name")]
+struct Arguments {
+    #[command(subcommand)]
+    chore: Chore,
+}
+
+#[derive(Subcommand)]
+enum Chore {
+    /// Install what is missing and make the guest images
+    Setup,
+    /// Make the guest images only
+    Guest {
+        /// The busybox guest with the newer kernel as well
+        #[arg(long)]
+        newer_kernel: bool,
+    },
+    /// Unpack QEMU 10 beside the installed one
+    Qemu10,
+    /// Build the release binary
+    Build,
+    /// Formatting, clippy, dependency rules
+    Lint,
+    /// Dependency rules alone
+    Deny,
+    /// All tests; arguments go to cargo test
+    Test { arguments: Vec<String> },
+    /// Crash dumps read by crash, drgn and makedumpfile; arguments go to the tests
+    TestVmcore { filter: Vec<String> },
+    /// Lints and tests from nothing; the last line is the tests' summary
+    Ci,
+    /// Check the generated pages, or rewrite them with UPDATE=1
+    Docs,
+    /// A Debian machine crashes and comes back warm
+    Demo,
+    /// One comparison, or the list of them
+    Bench {
+        #[arg(required_unless_present = "list")]
+        name: Option<String>,
+        #[arg(long)]
+        list: bool,
+        /// Shorter runs: a look, not a result
+        #[arg(long)]
+        quick: bool,
+    },
+}
+
+type Outcome = Result<ExitCode, Box<dyn Error>>;
+
+fn main() -> ExitCode {
+    match run(Arguments::parse().chore) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("error: {}", chain(error.as_ref()));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(chore: Chore) -> Outcome {
+    match chore {
+        Chore::Setup => set_up()?,
+        Chore::Guest { newer_kernel } => make_guests(newer_kernel)?,
+        Chore::Qemu10 => guest::qemu10()?,
+        Chore::Build => shell::run(cargo().args(["build", "--release", "-p", "hearth"]))?,
+        Chore::Lint => lint()?,
+        Chore::Deny => deny::check()?,
+        Chore::Test { arguments } => return test(&arguments),
+        Chore::TestVmcore { filter } => return test_vmcore(&filter),
+        Chore::Ci => return ci(),
+        Chore::Docs => shell::run(cargo().args(["test", "--quiet", "-p", "hearth", "generated"]))?,
+        Chore::Demo => bench(&["demo"])?,
+        Chore::Bench { list: true, .. } => {
+            build_bench()?;
+            shell::run(&mut release_bench(&["--list"]))?;
+        }
+        Chore::Bench { name, quick, .. } => {
+            let name = name.unwrap_or_default();
+            if name == "crash" {
+                setup::ensure(&[setup::tool("makedumpfile", "makedumpfile")])?;
+            }
+            bench(&[&[name.as_str()][..], if quick { &["--quick"] } else { &[] }].concat())?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Tools first: images are made with them. QEMU 10 only when this run is to use it.
+fn set_up() -> Result<(), Box<dyn Error>> {
+    setup::ensure_tools()?;
+    guest::ensure_all()?;
+    if std::env::var("QEMU").is_ok_and(|version| version == "10") {
+        guest::qemu10()?;
+    }
+    Ok(())
+}
+
+fn make_guests(newer_kernel: bool) -> Result<(), guest::GuestError> {
+    guest::ensure_all()?;
+    if newer_kernel { guest::ensure_busybox_newer() } else { Ok(()) }
+}
+
+fn lint() -> Result<(), Box<dyn Error>> {
+    shell::run(cargo().args(["fmt", "--all", "--check"]))?;
+    shell::run(cargo().args(["clippy", "--quiet", "--workspace", "--all-targets", "--", "-D", "warnings"]))?;
+    Ok(deny::check()?)
+}
+
+/// Some tests are about a newer kernel and a newer QEMU, whatever the host has.
+fn test(arguments: &[String]) -> Outcome {
+    set_up()?;
+    guest::ensure_busybox_newer()?;
+    guest::qemu10()?;
+    let summary = suite::run(arguments)?;
+    println!("{summary}");
+    Ok(if summary.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn test_vmcore(filter: &[String]) -> Outcome {
+    let summary = vmcore::test(filter)?;
+    println!("{summary}");
+    Ok(if summary.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Tests run even where lints fail: one run tells everything that is wrong.
+fn ci() -> Outcome {
+    set_up()?;
+    let linted = lint();
+    if let Err(error) = &linted {
+        eprintln!("error: {}", chain(error.as_ref()));
+    }
+    let tested = test(&[])?;
+    Ok(if linted.is_ok() { tested } else { ExitCode::FAILURE })
+}
+
+fn bench(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
+    set_up()?;
+    build_bench()?;
+    Ok(shell::run(&mut release_bench(arguments))?)
+}
+
+/// In one go: built apart, the two would ask for different features of what they share, and compile it twice.
+fn build_bench() -> Result<(), shell::ShellError> {
+    eprintln!("building hearth and its bench (a few minutes the first time)");
+    shell::run(cargo().args(["build", "--quiet", "--release", "-p", "hearth", "-p", "hearth-bench"]))
+}
+
+/// Demo and benches measure: they run and drive release binaries.
+fn release_bench(arguments: &[&str]) -> Command {
+    let release = paths::cargo_target().join("release");
+    let mut command = Command::new(release.join("hearth-bench"));
+    command.current_dir(paths::root()).args(arguments).env("HEARTH_BIN", release.join("hearth"));
+    command
+}
+
+/// The cargo that runs this program, working on this checkout from whatever folder it was called.
+fn cargo() -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(paths::root());
+    command
+}
+
+/// An error and its causes on one line.
+fn chain(error: &(dyn Error + 'static)) -> String {
+    let causes = std::iter::successors(Some(error), |&error| error.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}

@@ -1,0 +1,122 @@
+//! What a machine needs to build, test and run Hearth: found, or installed, or named with the command that installs it.
+//!
+//! A tool counts as there when its program is found, whatever package it came from, so this costs no call of the
+//! package manager when nothing is missing.
+
+use std::path::Path;
+use std::process::Command;
+
+use crate::shell::{self, ShellError};
+
+#[derive(Debug, thiserror::Error)]
+pub enum SetupError {
+    #[error(transparent)]
+    Shell(#[from] ShellError),
+    #[error("missing: {packages}\nInstall it: sudo apt-get install -y --no-install-recommends {packages}")]
+    NotRoot { packages: String },
+    #[error("missing: {packages}\nThis system has no apt-get: install the equivalents with its own package manager")]
+    NoApt { packages: String },
+}
+
+/// A tool: how one sees that it is there, the Debian package, and what needs it.
+pub struct Tool {
+    sign: &'static str,
+    package: &'static str,
+}
+
+pub const fn tool(sign: &'static str, package: &'static str) -> Tool {
+    Tool { sign, package }
+}
+
+/// A sign with a slash is a file, others are programs.
+const TOOLS: [Tool; 20] = [
+    // The machine itself.
+    tool("qemu-system-x86_64", "qemu-system-x86"),
+    tool("qemu-img", "qemu-utils"),
+    tool("passt", "passt"),
+    tool("ip", "iproute2"),
+    tool("/usr/share/OVMF/OVMF_CODE.fd", "ovmf"),
+    // Building: Rust links with cc, the preload library and the probe are C.
+    tool("cc", "gcc"),
+    tool("/usr/include/stdlib.h", "libc6-dev"),
+    tool("make", "make"),
+    // Guest images.
+    tool("mmdebstrap", "mmdebstrap"),
+    tool("busybox", "busybox-static"),
+    tool("mke2fs", "e2fsprogs"),
+    tool("mkfs.xfs", "xfsprogs"),
+    tool("fio", "fio"),
+    tool("cpio", "cpio"),
+    tool("zstd", "zstd"),
+    tool("xz", "xz-utils"),
+    tool("/usr/share/keyrings/debian-archive-keyring.gpg", "debian-archive-keyring"),
+    tool("/etc/ssl/certs/ca-certificates.crt", "ca-certificates"),
+    // Only an ordinary user's mmdebstrap needs it, but an image made as root today may be made as a user tomorrow.
+    tool("newuidmap", "uidmap"),
+    tool("find", "findutils"),
+];
+
+/// OVMF's file has had several names.
+const OVMF: [&str; 2] = ["/usr/share/OVMF/OVMF_CODE.fd", "/usr/share/OVMF/OVMF_CODE_4M.fd"];
+
+/// Installs what is missing of what everything needs.
+pub fn ensure_tools() -> Result<(), SetupError> {
+    ensure(&TOOLS)
+}
+
+/// Installs what is missing, as root; otherwise says how.
+pub fn ensure(tools: &[Tool]) -> Result<(), SetupError> {
+    let missing = missing(tools, &is_there);
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let packages = missing.join(" ");
+    if shell::find("apt-get").is_none() {
+        return Err(SetupError::NoApt { packages });
+    }
+    if !rustix::process::geteuid().is_root() {
+        return Err(SetupError::NotRoot { packages });
+    }
+    println!("installing {packages}");
+    let apt = || {
+        let mut command = Command::new("apt-get");
+        command.env("DEBIAN_FRONTEND", "noninteractive").arg("-qq");
+        command
+    };
+    shell::output(apt().arg("update"))?;
+    shell::output(apt().args(["install", "-y", "--no-install-recommends"]).args(&missing))?;
+    Ok(())
+}
+
+fn missing(tools: &[Tool], is_there: &dyn Fn(&str) -> bool) -> Vec<&'static str> {
+    tools.iter().filter(|tool| !is_there(tool.sign)).map(|tool| tool.package).collect()
+}
+
+fn is_there(sign: &str) -> bool {
+    match sign {
+        ovmf if ovmf == OVMF[0] => OVMF.iter().any(|file| Path::new(file).exists()),
+        file if file.starts_with('/') => Path::new(file).exists(),
+        program => shell::find(program).is_some(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_missing_where_everything_is_found() {
+        assert!(missing(&TOOLS, &|_| true).is_empty());
+    }
+
+    #[test]
+    fn what_is_missing_is_named_by_its_package() {
+        assert_eq!(missing(&TOOLS, &|sign| sign != "mke2fs" && sign != "qemu-img"), ["qemu-utils", "e2fsprogs"]);
+    }
+
+    #[test]
+    fn an_ordinary_user_is_told_the_one_command() {
+        let error = SetupError::NotRoot { packages: "fio passt".into() }.to_string();
+        assert!(error.contains("sudo apt-get install -y --no-install-recommends fio passt"), "{error}");
+    }
+}

@@ -1,0 +1,40 @@
+//! What is committed speaks of Hearth alone: no paths or names of the machine it happened to be written on.
+
+use super::all_files;
+use crate::paths;
+
+/// Each in two parts, so that this file does not hold what it looks for.
+const FORBIDDEN: [(&str, &str); 5] =
+    [("/wo", "rk/"), ("/ro", "ot/"), ("/ho", "me/"), ("/tmp/", "t-"), ("crates", "-io-mirror")];
+
+/// `/v1/disks/root/resize` is a route, and no home folder.
+const PATH_CHARACTERS_BEFORE: fn(char) -> bool = |c| c.is_ascii_alphanumeric() || c == '_' || c == '}' || c == '.';
+
+/// The lines of a text that hold a forbidden word on its own.
+fn lines_with(text: &str, word: &str) -> Vec<usize> {
+    let alone = |line: &str| {
+        line.match_indices(word).any(|(at, _)| !line[..at].chars().next_back().is_some_and(PATH_CHARACTERS_BEFORE))
+    };
+    text.lines().enumerate().filter(|(_, line)| alone(line)).map(|(number, _)| number + 1).collect()
+}
+
+#[test]
+fn nothing_tells_of_the_machine_it_was_written_on() {
+    let mut found = Vec::new();
+    for file in all_files() {
+        // Images and other binary files have no words.
+        let Ok(text) = std::fs::read_to_string(&file) else { continue };
+        for (head, tail) in FORBIDDEN {
+            let word = format!("{head}{tail}");
+            let name = file.strip_prefix(paths::root()).unwrap().display().to_string();
+            found.extend(lines_with(&text, &word).into_iter().map(|line| format!("{name}:{line}: {word}")));
+        }
+    }
+    assert!(found.is_empty(), "{found:#?}");
+}
+
+#[test]
+fn a_word_counts_where_it_begins_a_path() {
+    assert_eq!(lines_with("a\nsee /x/y\n", "/x/"), [2]);
+    assert!(lines_with("/v1/x/y $HOME/x/y ./x/z", "/x/").is_empty());
+}
