@@ -164,7 +164,25 @@ impl Hop<'_> {
         let (source, theirs) = UnixStream::pair().map_err(RejuvenationError::Channel)?;
         // From here on the old one may stop its guest.
         self.old.migrate(OwnedFd::from(theirs).as_fd(), self.patience).map_err(RejuvenationError::Old)?;
+        self.await_begun(&heard)?;
         Ok(Prepared { source, target, heard })
+    }
+
+    /// Until the old one keeps a log of written pages with its disks' servers. Were this process to die before that, a
+    /// QEMU before 9.1 would abort, and its guest with it (`vhost_log_global_start` in QEMU's `hw/virtio/vhost.c`).
+    fn await_begun(&self, heard: &Receiver<Heard>) -> Result<(), RejuvenationError> {
+        let deadline = Instant::now() + self.patience;
+        loop {
+            match self.next(heard, deadline, "the old QEMU")? {
+                Heard::Old(Said { event: QmpEvent::Migration(Migration::UnderWay(word)), .. }) if word == "active" => {
+                    return Ok(());
+                }
+                Heard::Old(Said { event: QmpEvent::Migration(Migration::Failed { .. }), .. }) => {
+                    return Err(self.why_old_failed());
+                }
+                _ => {}
+            }
+        }
     }
 
     /// `ticker`: what the guest counts time with besides QEMU's clock.
@@ -210,15 +228,19 @@ impl Hop<'_> {
                     return Ok(stopped_at.unwrap_or(at));
                 }
                 Heard::Old(Said { event: QmpEvent::Migration(Migration::Failed { .. }), .. }) => {
-                    let why = match self.old.migration() {
-                        Ok(Migration::Failed { why }) if !why.is_empty() => why,
-                        _ => "its log says why".to_owned(),
-                    };
-                    return Err(RejuvenationError::OldFailed { why });
+                    return Err(self.why_old_failed());
                 }
                 _ => {}
             }
         }
+    }
+
+    fn why_old_failed(&self) -> RejuvenationError {
+        let why = match self.old.migration() {
+            Ok(Migration::Failed { why }) if !why.is_empty() => why,
+            _ => "its log says why".to_owned(),
+        };
+        RejuvenationError::OldFailed { why }
     }
 
     fn await_target(&self, heard: &Receiver<Heard>, deadline: Instant) -> Result<(), RejuvenationError> {
