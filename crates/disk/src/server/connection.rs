@@ -387,6 +387,12 @@ impl Connection {
         self.queues[usize::from(queue)].answer(&self.memory, self.inflight.as_ref(), head, bytes);
     }
 
+    /// Looks without waiting for a kick. What is found is taken in the next round.
+    pub fn has_requests(&mut self) -> bool {
+        let memory = &self.memory;
+        self.queues.iter_mut().fold(false, |any, queue| queue.look(memory) || any)
+    }
+
     pub fn wake_guest(&mut self) {
         for queue in &mut self.queues {
             queue.wake_guest(&self.memory);

@@ -220,6 +220,15 @@ impl Queue {
         self.ready && self.enabled && self.ring.is_some() && !self.stopping && !self.broken && !self.unmapped
     }
 
+    /// Is something in the ring that nobody kicked for (yet)?
+    pub fn look(&mut self, memory: &GuestMap) -> bool {
+        if let Some(ring) = self.ring.as_ref().filter(|_| self.enabled && !self.unmapped) {
+            // A ring that cannot be read is found broken by who takes from it.
+            self.ready |= ring.has_news(memory).unwrap_or(true);
+        }
+        self.is_ready()
+    }
+
     /// The next request: first those of the server before us. None: nothing waits, and the guest will kick.
     pub fn take(&mut self, memory: &GuestMap, inflight: Option<&mut Inflight>) -> Option<Taken> {
         if let Some(head) = self.resume.pop() {

@@ -124,6 +124,11 @@ impl Ring {
         }
         // The guest writes its index and then reads our wish; we the other way round.
         fence(Ordering::SeqCst);
+        self.has_news(memory)
+    }
+
+    /// Has the guest announced more than was taken?
+    pub fn has_news(&self, memory: &GuestMap) -> Result<bool, RingFault> {
         Ok(memory.load_u16(self.place.available + 2, Ordering::Acquire)? != self.next_available)
     }
 

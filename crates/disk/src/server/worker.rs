@@ -1,7 +1,7 @@
 //! The loop of a disk's thread.
 //!
 //! sleep -> note what happened -> take requests -> let waiting ones go on -> submit -> reap -> wake the guest -> again
-//! while there is progress -> sleep
+//! while there is progress -> watch the rings a moment -> sleep
 //!
 //! Nothing is done from inside an event: events only note what is ready, and the round after them works in one order.
 
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
@@ -32,6 +32,9 @@ use crate::gate::Gate;
 
 /// Rounds between two looks at everything else, so that a guest that never pauses cannot lock out the keeper.
 const ROUNDS_MAX: usize = 32;
+/// After its last request a guest's rings are watched this long before the thread sleeps: about what a wake-up costs, so
+/// that watching in vain never costs much more than sleeping too early.
+const WATCH: Duration = Duration::from_micros(30);
 /// An engine that cannot take operations now is asked again after this time.
 const SUBMIT_AGAIN: Duration = Duration::from_millis(1);
 /// A stop does not wait longer than this for the image.
@@ -105,6 +108,8 @@ pub struct Worker {
     _engine: Watched<OwnedFd>,
     /// The engine has something, or had: only looking clears its bell.
     engine_rung: bool,
+    /// There was work since the rings were last watched.
+    answered: bool,
     draining: Vec<Sender<()>>,
     next_connection: u32,
     stopping: bool,
@@ -131,6 +136,7 @@ impl Worker {
             timer: Watched::new(&poller, timer, Source::Timer)?,
             _engine: Watched::new(&poller, engine, Source::Engine)?,
             engine_rung: false,
+            answered: false,
             draining: Vec::new(),
             next_connection: 0,
             stopping: false,
@@ -144,7 +150,8 @@ impl Worker {
         let mut rest = false;
         while !self.stopping {
             events.clear();
-            if let Err(error) = self.poller.wait(rest.then_some(Duration::ZERO), &mut events) {
+            let at_once = rest || self.watch();
+            if let Err(error) = self.poller.wait(at_once.then_some(Duration::ZERO), &mut events) {
                 tracing::error!(disk = self.name, %error, "the disk's loop cannot wait; the disk stops");
                 break;
             }
@@ -178,6 +185,20 @@ impl Worker {
         }
     }
 
+    /// Watches the rings of a guest that was just answered. True: it has asked for more.
+    fn watch(&mut self) -> bool {
+        let begun = Instant::now();
+        let answered = std::mem::take(&mut self.answered);
+        let Some(connection) = self.peers.serving().filter(|_| answered && self.disk.is_idle()) else { return false };
+        while begun.elapsed() < WATCH {
+            if connection.has_requests() {
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        false
+    }
+
     /// One or more rounds. True: more is waiting, so do not sleep.
     fn work(&mut self) -> bool {
         for _ in 0..ROUNDS_MAX {
@@ -202,6 +223,7 @@ impl Worker {
                 self.set_timer(wait);
                 return false;
             }
+            self.answered = true;
         }
         true
     }
