@@ -148,13 +148,19 @@ impl<'a> Session<'a> {
     }
 
     fn read_after(&self, case: &str, read_before: u64, record: &mut Record) -> Result<(), WarmRebootError> {
+        let at_service = self.read_bytes()?;
         let first = self.read_all()?;
-        let from_disk = self.read_bytes()?.saturating_sub(read_before) as f64 / MIB;
+        let mib = |from: u64, to: u64| to.saturating_sub(from) as f64 / MIB;
+        let after = self.read_bytes()?;
+        let (from_disk, for_boot) = (mib(read_before, after), mib(read_before, at_service));
         let second = self.read_all()?;
-        eprintln!("warm-reboot: {case}: files at {first:.0}, then {second:.0} MiB/s; {from_disk:.1} MiB from the disk");
+        eprintln!(
+            "warm-reboot: {case}: files at {first:.0}, then {second:.0} MiB/s; {from_disk:.1} MiB from the disk, {for_boot:.1} of it until service"
+        );
         record.add(case, "read_first_mib_s", "MiB/s", first);
         record.add(case, "read_second_mib_s", "MiB/s", second);
         record.add(case, "disk_read_after_mib", "MiB", from_disk);
+        record.add(case, "disk_read_for_boot_mib", "MiB", for_boot);
         self.ember(case, record)
     }
 
