@@ -387,10 +387,10 @@ impl Connection {
         self.queues[usize::from(queue)].answer(&self.memory, self.inflight.as_ref(), head, bytes);
     }
 
-    /// Looks without waiting for a kick. What is found is taken in the next round.
+    /// Looks without waiting for a kick, up to the first queue that has something: the next round takes it.
     pub fn has_requests(&mut self) -> bool {
         let memory = &self.memory;
-        self.queues.iter_mut().fold(false, |any, queue| queue.look(memory) || any)
+        self.queues.iter_mut().any(|queue| queue.look(memory))
     }
 
     pub fn wake_guest(&mut self) {
