@@ -102,8 +102,15 @@ pub struct Hop<'a> {
     pub patience: Duration,
 }
 
-/// Both QEMUs at each disk: how often anybody had connected there.
-pub struct Admitted(Vec<u64>);
+/// Both QEMUs at each disk.
+pub struct Admitted(Vec<AtDisk>);
+
+struct AtDisk {
+    /// How often anybody had connected.
+    connections: u64,
+    /// When its queues were last stopped, before this hop.
+    stop_asked_us: u64,
+}
 
 /// Both QEMUs are ready; what they say comes here.
 pub struct Prepared {
@@ -114,7 +121,7 @@ pub struct Prepared {
 
 /// The new QEMU has the guest, which stands still.
 pub struct Handed {
-    /// When the old one stopped it: time since 1970.
+    /// When it stopped: time since 1970.
     pub stopped_at: Duration,
     pub state_bytes: u64,
     heard: Receiver<Heard>,
@@ -130,6 +137,14 @@ pub fn set_handover(disks: &[DiskServer], allowed: bool) -> Result<(), ServerErr
     disks.iter().try_for_each(|disk| disk.set_handover(allowed))
 }
 
+impl Admitted {
+    /// When the first disk was stopped in this hop. QEMU itself speaks of it only when all of them have drained.
+    fn stopped_at(&self, disks: &[AtDisk]) -> Option<Duration> {
+        let stopped = self.0.iter().zip(disks).filter(|(before, now)| before.stop_asked_us != now.stop_asked_us);
+        stopped.map(|(_, now)| Duration::from_micros(now.stop_asked_us)).min()
+    }
+}
+
 impl Hop<'_> {
     /// A new QEMU talks when its devices are made, so by now it has connected to every disk.
     pub fn admit(&self) -> Result<Admitted, RejuvenationError> {
@@ -140,12 +155,12 @@ impl Hop<'_> {
         self.connections().map(Admitted)
     }
 
-    fn connections(&self) -> Result<Vec<u64>, RejuvenationError> {
+    fn connections(&self) -> Result<Vec<AtDisk>, RejuvenationError> {
         let look = |disk: &DiskServer| {
             let counters = disk.counters();
             let lost = |what| Err(RejuvenationError::Disk { disk: disk.name().to_owned(), what });
             match (counters.connected, counters.successor) {
-                (true, true) => Ok(counters.connections),
+                (true, true) => Ok(AtDisk { connections: counters.connections, stop_asked_us: counters.stop_asked_us }),
                 (true, false) => lost("one of the two QEMUs is not connected"),
                 (false, _) => lost("no QEMU is connected"),
             }
@@ -197,9 +212,12 @@ impl Hop<'_> {
         let patience = self.patience;
         let mut state = relay::receive(source, deadline)
             .map_err(|error| hangs_or("the old QEMU", patience, error, RejuvenationError::OldEnded))?;
-        let stopped_at = self.await_source(&heard, deadline)?;
+        let said_stopped_at = self.await_source(&heard, deadline)?;
+        let disks = self.connections()?;
+        let stopped_at = admitted.stopped_at(&disks).map_or(said_stopped_at, |at| at.min(said_stopped_at));
         // Requests in flight are answered before a queue stops: if a disk's connection was lost meanwhile they were not.
-        if self.connections()? != admitted.0 {
+        let same = |(before, now): (&AtDisk, &AtDisk)| before.connections == now.connections;
+        if !admitted.0.iter().zip(&disks).all(same) {
             let what = "a connection was lost while the guest was handed over";
             let disk = self.disks.iter().map(DiskServer::name).collect::<Vec<_>>().join(", ");
             return Err(RejuvenationError::Disk { disk, what });

@@ -7,6 +7,7 @@ use std::cell::Cell;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::rc::Rc;
+use std::time::SystemTime;
 
 use super::config::{self, Device, WRITEBACK_OFFSET, protocol};
 use super::inflight::{self, Inflight, InflightError};
@@ -83,6 +84,8 @@ pub struct Connection {
     writeback: Rc<Cell<bool>>,
     /// Set before each message: whether queues may be started now.
     pub may_start: bool,
+    /// The frontend began to stop its queues, the first one before all others; taken by whoever notes it.
+    pub stop_asked: Option<SystemTime>,
     waiting: Option<Waiting>,
 }
 
@@ -110,6 +113,7 @@ impl Connection {
             protocol: 0,
             writeback: Rc::new(Cell::new(true)),
             may_start: true,
+            stop_asked: None,
             waiting: None,
         })
     }
@@ -246,6 +250,9 @@ impl Connection {
                     return Err(ConnectionError::NotStarted { queue });
                 }
                 found.stop();
+                if queue == 0 {
+                    self.stop_asked = Some(SystemTime::now());
+                }
                 return Ok(Answer::Later(Pending::VringBase(queue as u16)));
             }
             _ => unreachable!("only messages about queues come here"),

@@ -30,6 +30,9 @@ pub struct DiskCounters {
     pub throttled_us: u64,
     /// Operations that the image has not ended yet.
     pub in_flight: u64,
+    /// When QEMU last began to stop the queues: microseconds since 1970, 0 for never. Its guest stands still by then, and
+    /// QEMU says so only when all requests are answered.
+    pub stop_asked_us: u64,
 }
 
 macro_rules! counters {
@@ -67,7 +70,8 @@ counters!(
     resumed,
     tainted,
     throttled_us,
-    in_flight
+    in_flight,
+    stop_asked_us
 );
 
 /// One writer: a load and a store are cheaper than a locked addition, and just as right.

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
@@ -288,7 +288,12 @@ impl Worker {
             let may_start = self.peers.may_start(id, self.disk.is_idle());
             let Some(connection) = self.peers.get(id) else { return };
             connection.may_start = may_start;
-            match connection.handle_next() {
+            let heard = connection.handle_next();
+            if let Some(at) = connection.stop_asked.take() {
+                let since_1970 = at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+                self.disk.counters.stop_asked_us.store(since_1970.as_micros() as u64, Ordering::Relaxed);
+            }
+            match heard {
                 Ok(true) => self.peers.settle(),
                 Ok(false) => return,
                 Err(error) => return self.lost(id, error),
