@@ -118,6 +118,10 @@ pub enum EventKind {
     DumpSkipped {
         why: String,
     },
+    /// By the machine's own policy QEMU is to be replaced now.
+    RejuvenationDue {
+        why: String,
+    },
     /// The guest goes on with another QEMU.
     Rejuvenated {
         generation: u32,

@@ -4,6 +4,7 @@
 //! none of them can say something else than the others. This crate holds words only: no sockets, no threads, and it
 //! knows no other crate of Hearth, so that a client can be built from it alone.
 
+mod age;
 mod dump;
 mod error;
 mod event;
@@ -14,6 +15,7 @@ mod routes;
 mod status;
 mod time;
 
+pub use age::{Age, Growth, QemuAge};
 pub use dump::{DumpCompression, DumpExcluded, DumpFormat, DumpOrder, DumpRequest, DumpState, DumpStatus};
 pub use error::{ApiError, ErrorWord};
 pub use event::{EventKind, EventRecord};

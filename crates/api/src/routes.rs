@@ -7,7 +7,7 @@ use std::borrow::Cow;
 use schemars::{JsonSchema, Schema, SchemaGenerator};
 
 use crate::{
-    Accepted, CrashRequest, DiskSize, DumpOrder, DumpRequest, ErrorWord, EventRecord, Explanation, MachineStatus,
+    Accepted, Age, CrashRequest, DiskSize, DumpOrder, DumpRequest, ErrorWord, EventRecord, Explanation, MachineStatus,
     RebootRequest, RejuvenateRequest, ResizeRequest, StopRequest,
 };
 
@@ -37,6 +37,7 @@ pub enum RouteId {
     DumpResume,
     DumpDiscard,
     Rejuvenate,
+    Age,
     Events,
     Explain,
     Resize,
@@ -187,6 +188,18 @@ pub static ROUTES: &[Route] = &[
         request: Some(Body::Json(shape::<RejuvenateRequest>())),
         response: Body::Json(shape::<Accepted>()),
         cli: "hearth rejuvenate NAME [--qemu PATH]",
+        errors: &[ErrorWord::WrongState],
+    },
+    Route {
+        id: RouteId::Age,
+        method: Method::Get,
+        path: "/v1/age",
+        summary: "How old QEMU is, and what speaks for another one",
+        details: "",
+        parameters: &[],
+        request: None,
+        response: Body::Json(shape::<Age>()),
+        cli: "hearth age NAME",
         errors: &[ErrorWord::WrongState],
     },
     Route {

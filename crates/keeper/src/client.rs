@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use hearth_api::{
-    Accepted, ApiError, CrashRequest, DiskSize, DumpOrder, DumpRequest, EventRecord, Explanation, MachineStatus,
+    Accepted, Age, ApiError, CrashRequest, DiskSize, DumpOrder, DumpRequest, EventRecord, Explanation, MachineStatus,
     RebootRequest, RejuvenateRequest, ResizeRequest, Route, RouteId, StopRequest,
 };
 use serde::Serialize;
@@ -95,6 +95,10 @@ impl Client {
 
     pub fn rejuvenate(&self, request: &RejuvenateRequest) -> Result<Accepted, ClientError> {
         self.post(RouteId::Rejuvenate, None, request)
+    }
+
+    pub fn age(&self) -> Result<Age, ClientError> {
+        self.get(RouteId::Age)
     }
 
     pub fn resize(&self, disk: &str) -> Result<DiskSize, ClientError> {
@@ -276,6 +280,7 @@ mod tests {
                 }
                 Command::ResumeDump | Command::DiscardDump => Ok(Answer::Accepted),
                 Command::Stop(_) => Err(ApiError::new(ErrorWord::WrongState, "web is stopping already")),
+                Command::Age => Ok(Answer::Age(Box::new(sample::signs()))),
                 Command::Resize { disk } => Ok(Answer::Resized(DiskSize { disk, bytes: 7 })),
             };
             reply.send(answer).unwrap();
@@ -294,6 +299,7 @@ mod tests {
         assert_eq!(client.explain().unwrap().recovery, sample::status().last_recovery);
         assert_eq!(client.config().unwrap(), json!({"cpus": 2}));
         assert_eq!(client.resize("data").unwrap(), DiskSize { disk: "data".into(), bytes: 7 });
+        assert_eq!(client.age().unwrap(), sample::signs().weigh());
         events.record(EventKind::GuestPanicked);
         assert_eq!(client.reboot(RebootRequest::default()).unwrap(), Accepted { since: 1 });
         assert_eq!(client.crash(CrashRequest::default()).unwrap(), Accepted { since: 1 });

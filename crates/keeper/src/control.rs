@@ -10,6 +10,8 @@ use hearth_api::{
     StopRequest,
 };
 
+use crate::machine::age::Signs;
+
 /// The loop answers within milliseconds except while it waits for QEMU's start or for a disk to drain.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -27,6 +29,7 @@ pub enum Command {
     /// Give up what is not yet written of all dumps.
     DiscardDump,
     Rejuvenate(RejuvenateRequest),
+    Age,
     /// Look again how large this disk's image is.
     Resize {
         disk: String,
@@ -40,6 +43,7 @@ pub enum Answer {
     /// The order is taken; events tell what becomes of it.
     Accepted,
     Resized(DiskSize),
+    Age(Box<Signs>),
 }
 
 pub type Reply = Sender<Result<Answer, ApiError>>;

@@ -1,10 +1,13 @@
-//! A machine's status with something in every field, for tests of what is made of it.
+//! A machine's status, and the signs of its age, with something in every field: for tests of what is made of them.
 
 use hearth_api::{
     AdmissionStatus, DiskStatus, DumpCompression, DumpExcluded, DumpFormat, DumpState, DumpStatus, EmberMode,
-    EmberStatus, EndCause, KeeperStatus, MachineState, MachineStatus, MemoryStatus, NetStatus, PhaseTime, QemuStatus,
-    Recovery, Refused, UserfaultStatus,
+    EmberStatus, EndCause, Growth, KeeperStatus, MachineState, MachineStatus, MemoryStatus, NetStatus, PhaseTime,
+    QemuAge, QemuStatus, Recovery, Refused, UserfaultStatus,
 };
+
+use crate::config::RejuvenateConfig;
+use crate::machine::age::Signs;
 
 pub fn status() -> MachineStatus {
     MachineStatus {
@@ -60,6 +63,26 @@ pub fn status() -> MachineStatus {
         dumps: vec![dump()],
         last_recovery: Some(recovery()),
         last_rejuvenation: None,
+    }
+}
+
+/// The QEMU that a rejuvenation would start does not exist.
+pub fn signs() -> Signs {
+    Signs {
+        machine: "web".into(),
+        qemu: QemuAge {
+            pid: 4712,
+            generation: 2,
+            uptime_s: 2_700_000.0,
+            version: "7.2.9".into(),
+            installed_version: None,
+            program_is_gone: true,
+            own_bytes: Growth { at_start: Some(50 << 20), now: Some(400 << 20) },
+            descriptors: Growth { at_start: Some(31), now: Some(33) },
+        },
+        program: Some("/nowhere/qemu".into()),
+        hindrance: None,
+        policy: Some(RejuvenateConfig { every_s: Some(2_592_000), rss_growth_mib: None, window: None }),
     }
 }
 

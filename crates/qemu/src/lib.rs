@@ -5,6 +5,7 @@
 pub mod accelerator;
 mod binary;
 mod bounded;
+mod footprint;
 pub mod launch;
 mod migration;
 pub mod preload;
@@ -14,6 +15,7 @@ mod sockets;
 
 pub use accelerator::{Accelerator, AcceleratorChoice, Wanted};
 pub use binary::{Binary, BinaryError, VERSION_MIN, Version};
+pub use footprint::Footprint;
 pub use launch::Launch;
 pub use migration::Migration;
 pub use process::{Process, ProcessError, ProcessId, kill_stray, processes_naming};

@@ -155,7 +155,7 @@ fn open_pidfd(pid: u32) -> io::Result<OwnedFd> {
     Ok(pidfd_open(pid, PidfdFlags::empty())?)
 }
 
-fn start_ticks(pid: u32) -> io::Result<u64> {
+pub(crate) fn start_ticks(pid: u32) -> io::Result<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
     // The name in parentheses may hold anything: count fields after its end.
     let after_name = stat.rsplit_once(')').map(|(_, rest)| rest);

@@ -80,6 +80,16 @@ pub struct QemuIdentity {
     /// It lost its disks' server while its guest stood still, and does not see any more when that changes.
     #[serde(default)]
     pub deaf: bool,
+    /// What it held for itself when it first answered; none if that could not be seen.
+    #[serde(default)]
+    pub at_start: Option<FootprintNote>,
+}
+
+/// What a QEMU held for itself at one moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FootprintNote {
+    pub own_bytes: u64,
+    pub descriptors: u64,
 }
 
 #[derive(Debug, thiserror::Error)]

@@ -19,6 +19,10 @@ pub fn check(config: &Config, life: Life, problems: &mut Vec<Problem>) {
             NetBackend::Passt { .. } => problems.extend(passt(&subject("kind"))),
             NetBackend::User { .. } => {}
         }
+        if config.rejuvenate.is_some() && !matches!(net.backend, NetBackend::User { .. }) {
+            let message = format!("a guest with kind = \"{}\" cannot be rejuvenated yet", net.backend.kind());
+            problems.push(Problem::warning(subject("kind"), message, "remove [rejuvenate]: every attempt would fail"));
+        }
         if !life.holds_resources() {
             let taken = |forward| port(&subject("forward"), forward);
             problems.extend(net.backend.forward().iter().filter_map(taken));

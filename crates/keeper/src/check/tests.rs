@@ -71,6 +71,15 @@ fn everything_that_is_missing_is_told_at_once() {
 }
 
 #[test]
+fn a_policy_that_cannot_be_followed_is_told() {
+    fixture().check(
+        &format!("{GOOD}[[nets]]\nkind = \"tap\"\nifname = \"lo\"\n[rejuvenate]\nevery = \"30d\"\n"),
+        &["warning: nets[0].kind: a guest with kind = \"tap\" cannot be rejuvenated yet; remove [rejuvenate]: every \
+             attempt would fail"],
+    );
+}
+
+#[test]
 fn a_kernel_must_be_a_file() {
     let fixture = fixture();
     fs::remove_file(fixture.path("vmlinuz")).unwrap();
@@ -167,6 +176,7 @@ fn a_qemu_without_a_keeper_keeps_its_ports() {
         accelerator_why: String::new(),
         userfault_fd: None,
         deaf: false,
+        at_start: None,
     };
     journal.qemu = Some(qemu.clone());
     let runtime_folder = fixture.root.machine("web");

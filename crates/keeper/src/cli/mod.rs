@@ -11,9 +11,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use hearth_api::{
-    CrashMethod, CrashRequest, DumpCompression, DumpFormat, DumpRequest, RebootRequest, RejuvenateRequest, StopRequest,
-};
+use hearth_api::{CrashMethod, CrashRequest, RebootRequest, StopRequest};
 use hearth_recovery::vmcore::FileError;
 use hearth_recovery::vmcore::linux::NotUnderstood;
 
@@ -22,14 +20,17 @@ use crate::config::Config;
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 
+mod age;
 mod configuration;
 mod console;
+mod dump;
 mod events;
 mod explain;
 mod list;
 mod machine;
 mod order;
 mod pages;
+mod rejuvenate;
 mod status;
 #[cfg(test)]
 mod tests;
@@ -163,21 +164,19 @@ enum Verb {
     /// The guest runs on, but for a millisecond in which its registers are taken; so the dump does not show one moment,
     /// unless --pause is given. Formats, levels and tools are described in docs/crash-recovery.md.
     #[command(after_help = "Example: hearth dump web --level 17 -o /srv/web.vmcore")]
-    Dump(DumpArguments),
+    Dump(dump::DumpArguments),
     /// Replace a machine's QEMU under its running guest.
     ///
     /// The guest stands still for some milliseconds; its memory, disks, console and connections stay. If anything goes
     /// wrong before the new QEMU has the guest it goes on with the old one, and this says why.
-    #[command(after_help = "Example: hearth rejuvenate web --qemu /opt/qemu-10/bin/qemu-system-x86_64")]
-    Rejuvenate {
-        #[command(flatten)]
-        machine: NameArgument,
-        /// Another QEMU than the configured one, until the keeper ends.
-        #[arg(long, value_name = "PATH")]
-        qemu: Option<PathBuf>,
-        #[command(flatten)]
-        wait: WaitArgument,
-    },
+    #[command(after_help = "Examples: hearth rejuvenate web --qemu /opt/qemu-10/bin/qemu-system-x86_64
+          hearth rejuvenate --all --parallel 4 --stagger 10s")]
+    Rejuvenate(rejuvenate::RejuvenateArguments),
+    /// Show how old a machine's QEMU is, and what speaks for another one.
+    ///
+    /// Uptime, memory of its own, file descriptors, and the version that is installed now.
+    #[command(after_help = "Example: hearth age web")]
+    Age(NameArgument),
     /// Show what happened to a machine.
     ///
     /// Works after the machine's end, too. With --json: one object a line.
@@ -253,53 +252,6 @@ struct FileArgument {
 struct NameArgument {
     /// Name of the machine.
     name: String,
-}
-
-#[derive(Debug, Args)]
-struct DumpArguments {
-    #[command(flatten)]
-    machine: NameArgument,
-    /// Let the guest run meanwhile (this is the default).
-    #[arg(long, conflicts_with = "pause")]
-    live: bool,
-    /// Hold the guest still until the dump is written.
-    #[arg(long)]
-    pause: bool,
-    /// What is left out, as makedumpfile counts: 1 zero pages, 2 cache, 4 private cache, 8 user data, 16 free pages.
-    #[arg(long, value_parser = clap::value_parser!(u8).range(0..=31))]
-    level: Option<u8>,
-    #[arg(long, value_enum)]
-    format: Option<DumpFormatWord>,
-    /// Of kdump files.
-    #[arg(long, value_enum)]
-    compress: Option<CompressionWord>,
-    /// The file; it must not exist.
-    #[arg(long, short, value_name = "FILE")]
-    output: Option<PathBuf>,
-    /// Go on with a dump that waits: for room on the disk, say.
-    #[arg(long, conflicts_with_all = ["live", "pause", "level", "format", "compress", "output", "discard"])]
-    resume: bool,
-    /// Give up what dumps have not written yet. The file stays, marked incomplete.
-    #[arg(long, conflicts_with_all = ["live", "pause", "level", "format", "compress", "output"])]
-    discard: bool,
-    #[command(flatten)]
-    wait: WaitArgument,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum DumpFormatWord {
-    /// kdump-compressed, as makedumpfile writes it.
-    Kdump,
-    /// ELF core, uncompressed.
-    Elf,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum CompressionWord {
-    Zstd,
-    Lzo,
-    Zlib,
-    None,
 }
 
 #[derive(Debug, Args)]
@@ -421,10 +373,9 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
         Verb::Crash { machine, method, wait } => {
             order::crash(context, &machine.name, CrashRequest { method: method.into() }, wait)
         }
-        Verb::Dump(arguments) => dump(context, arguments),
-        Verb::Rejuvenate { machine, qemu, wait } => {
-            order::rejuvenate(context, &machine.name, RejuvenateRequest { qemu: qemu.map(absolute) }, !wait.no_wait)
-        }
+        Verb::Dump(arguments) => dump::perform(context, arguments),
+        Verb::Rejuvenate(arguments) => rejuvenate::perform(context, arguments),
+        Verb::Age(NameArgument { name }) => age::show(context, &name),
         Verb::Events { machine, follow, since } => events::show(context, &machine.name, since, follow),
         Verb::Explain(NameArgument { name }) => explain::show(context, &name),
         Verb::Resize { machine, disk } => order::resize(context, &machine.name, &disk),
@@ -433,52 +384,6 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
         Verb::Config { of } => configuration::show(context, &of),
         Verb::Completions { shell } => pages::completions(context, shell),
         Verb::Man { folder } => pages::manual(context, &folder),
-    }
-}
-
-fn dump(context: &mut Context<'_>, arguments: DumpArguments) -> Result<Exit, CliError> {
-    let (name, wait) = (&arguments.machine.name, !arguments.wait.no_wait);
-    if arguments.resume {
-        return order::resume_dump(context, name, wait);
-    }
-    if arguments.discard {
-        return order::discard_dump(context, name, wait);
-    }
-    let output = match arguments.output {
-        None => None,
-        Some(path) => {
-            // The keeper has another working folder.
-            let whole = std::path::absolute(&path).map_err(|source| CliError::File { path, source })?;
-            Some(whole.display().to_string())
-        }
-    };
-    let request = DumpRequest {
-        pause: arguments.pause,
-        level: arguments.level,
-        format: arguments.format.map(Into::into),
-        compression: arguments.compress.map(Into::into),
-        output,
-    };
-    order::dump(context, name, &request, wait)
-}
-
-impl From<DumpFormatWord> for DumpFormat {
-    fn from(word: DumpFormatWord) -> Self {
-        match word {
-            DumpFormatWord::Kdump => Self::Kdump,
-            DumpFormatWord::Elf => Self::Elf,
-        }
-    }
-}
-
-impl From<CompressionWord> for DumpCompression {
-    fn from(word: CompressionWord) -> Self {
-        match word {
-            CompressionWord::Zstd => Self::Zstd,
-            CompressionWord::Lzo => Self::Lzo,
-            CompressionWord::Zlib => Self::Zlib,
-            CompressionWord::None => Self::None,
-        }
     }
 }
 

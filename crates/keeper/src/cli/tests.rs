@@ -41,6 +41,7 @@ fn obey(command: &Command, events: &EventLog) -> Result<Answer, ApiError> {
     let entered = |from, to| events.record(EventKind::StateChanged { from, to });
     match command {
         Command::Status => return Ok(Answer::Status(Box::new(sample::status()))),
+        Command::Age => return Ok(Answer::Age(Box::new(sample::signs()))),
         Command::Reboot(request) => {
             events.record(EventKind::IncarnationEnded { cause: EndCause::OperatorReboot });
             events.set_incarnation(3);
@@ -127,6 +128,9 @@ fn every_verb_is_parsed_as_documented() {
         "crash web --method sysrq --wait",
         "events web --follow --since 7 --json",
         "explain web",
+        "age web --json",
+        "rejuvenate web --qemu qemu --no-wait",
+        "rejuvenate --all --parallel 4 --stagger 10s --keep-going",
         "resize web data",
         "config web",
         "completions zsh",
@@ -135,9 +139,20 @@ fn every_verb_is_parsed_as_documented() {
         Cli::try_parse_from(["hearth"].into_iter().chain(line.split(' ')))
             .unwrap_or_else(|error| panic!("{line}: {error}"));
     }
-    for line in
-        ["", "status", "reboot", "resize web", "frobnicate web", "crash web --method boot", "events web --since x"]
-    {
+    for line in [
+        "",
+        "status",
+        "reboot",
+        "resize web",
+        "frobnicate web",
+        "crash web --method boot",
+        "events web --since x",
+        "rejuvenate",
+        "rejuvenate web --all",
+        "rejuvenate web --parallel 2",
+        "rejuvenate --all --no-wait",
+        "rejuvenate --all --stagger soon",
+    ] {
         assert!(Cli::try_parse_from(["hearth"].into_iter().chain(line.split_whitespace())).is_err(), "{line}");
     }
 }
@@ -232,6 +247,27 @@ launch  11.0 ms  120.0 ms  |    ████████████████
 }
 
 #[test]
+fn age_says_what_speaks_for_another_qemu() {
+    let fixture = fixture();
+    let expect = "\
+web  QEMU 7.2.9, pid 4712, generation 2, up 31 d 6 h
+  installed      unknown  the program that runs was replaced or removed
+  own memory   400.0 MiB  50.0 MiB at its start
+  descriptors         33  31 at its start
+
+for a rejuvenation (`hearth rejuvenate web`)
+  QEMU is 2700000 s old, and rejuvenate.every is 2592000 s
+  the program that the guest runs on was replaced or removed since: by an update, perhaps
+  QEMU's own memory has grown by 350 MiB since its start
+against it
+  /nowhere/qemu: there is no such program; set `qemu` to a qemu-system-x86_64
+";
+    let page = fixture.output(&["age", "web"]);
+    assert_eq!(page, expect, "\n{page}");
+    assert_eq!(fixture.json(&["age", "web"])["qemu"]["own_bytes"]["now"], 400 << 20);
+}
+
+#[test]
 fn machines_are_listed_running_or_not() {
     let fixture = fixture();
     std::fs::create_dir(fixture.folder.path().join("db")).unwrap();
@@ -256,6 +292,40 @@ fn orders_wait_for_their_end() {
     let output = fixture.output(&["stop", "web", "--no-wait"]);
     assert_eq!(output, "web: on its way; `hearth events web --follow` tells how it goes\n");
     assert_eq!(fixture.json(&["reboot", "web", "--no-wait"]), serde_json::json!({"since": 6}));
+}
+
+/// Holds a machine's lock as its keeper does.
+fn keepers_lock(folder: &Path) -> std::fs::File {
+    std::fs::create_dir_all(folder).unwrap();
+    let lock = std::fs::File::create(folder.join("keeper.lock")).unwrap();
+    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    lock
+}
+
+#[test]
+fn all_machines_are_rejuvenated_until_one_fails() {
+    let fixture = fixture();
+    assert!(fixture.output(&["rejuvenate", "--all"]).starts_with("no machine runs in "));
+    let _locks = ["web", "db"].map(|name| keepers_lock(&fixture.folder.path().join(name)));
+    let socket = fixture.folder.path().join("db/api.sock");
+    let (output, done) = fixture.run(&["rejuvenate", "--all"]);
+    assert_eq!(done.unwrap(), Exit::Failed);
+    let expect = format!(
+        "1/2  db: begins
+1/2  db: failed, no keeper answers at {socket}
+
+NAME  OUTCOME    FROM  TO  PAUSE  WHY
+db    failed                      no keeper answers at {socket}
+web   not tried                   another machine failed before
+0 rejuvenated, 1 failed, 1 not tried
+",
+        socket = socket.display()
+    );
+    assert_eq!(output, expect, "\n{output}");
+    let (output, done) = fixture.run(&["rejuvenate", "--all", "--keep-going", "--json"]);
+    assert_eq!(done.unwrap(), Exit::Failed);
+    let web: serde_json::Value = serde_json::from_str(output.lines().nth(1).unwrap()).unwrap();
+    assert_eq!((&web["outcome"], &web["pause_ms"]), (&"rejuvenated".into(), &3.2.into()), "{output}");
 }
 
 #[test]
@@ -295,6 +365,7 @@ fn this_process() -> QemuIdentity {
         accelerator_why,
         userfault_fd: None,
         deaf: false,
+        at_start: None,
     }
 }
 

@@ -47,6 +47,7 @@ pub fn describe(event: &EventKind) -> String {
         }
         EventKind::DumpIncomplete { file, why } => format!("dump is incomplete: {why} ({file})"),
         EventKind::DumpSkipped { why } => format!("this crash is not dumped: {why}"),
+        EventKind::RejuvenationDue { why } => format!("another QEMU is due: {why}"),
         EventKind::Rejuvenated { generation, from_version, version, pause_ms } => format!(
             "guest goes on with QEMU {version}, generation {generation}, from {from_version}; it stood still for {}",
             milliseconds(*pause_ms)

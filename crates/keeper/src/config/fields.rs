@@ -8,12 +8,14 @@ pub enum Section {
     Boot,
     Crash,
     Watchdog,
+    Rejuvenate,
     Disk,
     Net,
 }
 
 impl Section {
-    pub const ALL: [Self; 6] = [Self::Machine, Self::Boot, Self::Crash, Self::Watchdog, Self::Disk, Self::Net];
+    pub const ALL: [Self; 7] =
+        [Self::Machine, Self::Boot, Self::Crash, Self::Watchdog, Self::Rejuvenate, Self::Disk, Self::Net];
 
     /// As it is written in the file; the machine's own fields have no heading.
     pub fn heading(self) -> &'static str {
@@ -22,6 +24,7 @@ impl Section {
             Self::Boot => "[boot]",
             Self::Crash => "[crash]",
             Self::Watchdog => "[watchdog]",
+            Self::Rejuvenate => "[rejuvenate]",
             Self::Disk => "[[disks]]",
             Self::Net => "[[nets]]",
         }
@@ -38,6 +41,10 @@ impl Section {
             Self::Boot => "How the guest starts: a kernel, or firmware that finds one on the first disk.",
             Self::Crash => "What becomes of a guest that crashed, and of its memory: see crash-recovery.md.",
             Self::Watchdog => "With this heading the guest has a watchdog device (Intel 6300ESB) to feed.",
+            Self::Rejuvenate => {
+                "With this heading the keeper replaces QEMU by itself when `every` or `rss_growth_mib` says so: see \
+                 rejuvenation.md."
+            }
             Self::Disk => "One virtual disk; repeat the heading for each. The guest sees them in this order.",
             Self::Net => "One network device; repeat the heading for each.",
         }
@@ -54,6 +61,8 @@ pub enum Kind {
     Size,
     /// A size, or percent of the RAM.
     SizeOrPercent,
+    /// `90s`, `30d`.
+    Time,
     Integer {
         min: i64,
         max: i64,
@@ -117,6 +126,16 @@ const fn crash(
     field(Section::Crash, key, kind, default, example, meaning)
 }
 
+const fn rejuvenate(
+    key: &'static str,
+    kind: Kind,
+    default: &'static str,
+    example: &'static str,
+    meaning: &'static str,
+) -> Field {
+    field(Section::Rejuvenate, key, kind, default, example, meaning)
+}
+
 const fn disk(
     key: &'static str,
     kind: Kind,
@@ -127,7 +146,7 @@ const fn disk(
     field(Section::Disk, key, kind, default, example, meaning)
 }
 
-use Kind::{Boolean, Choice, Integer, Path, Size, SizeOrPercent, Text, TextList};
+use Kind::{Boolean, Choice, Integer, Path, Size, SizeOrPercent, Text, TextList, Time};
 
 /// All fields, in the order of the page.
 pub static FIELDS: &[Field] = &[
@@ -341,6 +360,21 @@ pub static FIELDS: &[Field] = &[
         "When the guest stops feeding it: `crash` does what `on_panic` says, `nmi` makes a guest that is set up for it panic \
          by itself, `reset` reboots without a dump.",
     ),
+    rejuvenate("every", Time, "never", r#""30d""#, "How old QEMU may become: a number with `s`, `m`, `h` or `d`."),
+    rejuvenate(
+        "rss_growth_mib",
+        Integer { min: 1, max: 1_000_000 },
+        "no limit",
+        "256",
+        "By how much QEMU's own memory, without the guest's RAM, may grow over what it was at its start.",
+    ),
+    rejuvenate(
+        "window",
+        Text,
+        "any time, at most once an hour",
+        r#""02:00-05:00""#,
+        "When it may happen: from and to, by the host's local time; at most once each day. It may go over midnight.",
+    ),
     disk("name", Text, "`disk0`, `disk1`, ...", r#""root""#, "Name of the disk in commands and metrics."),
     disk("path", Path, "", r#""root.img""#, "The image: a file or a block device. It is locked while it is served."),
     disk("format", Choice(DISK_FORMATS), "`raw`", r#""raw""#, "Format of the image."),
@@ -420,6 +454,7 @@ impl Field {
             Path => "path".to_owned(),
             Size => "size".to_owned(),
             SizeOrPercent => "size or percent".to_owned(),
+            Time => "time".to_owned(),
             Integer { min, max } => format!("integer, {min} to {max}"),
             Boolean => "`true` or `false`".to_owned(),
             Choice(words) => words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", "),

@@ -25,6 +25,7 @@ pub struct ConfigFile {
     pub boot: Option<BootSection>,
     pub crash: Option<CrashSection>,
     pub watchdog: Option<WatchdogSection>,
+    pub rejuvenate: Option<RejuvenateSection>,
     pub disks: Vec<DiskSection>,
     pub nets: Vec<NetSection>,
 }
@@ -61,6 +62,14 @@ pub struct CrashSection {
 #[serde(default, deny_unknown_fields)]
 pub struct WatchdogSection {
     pub action: Option<String>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RejuvenateSection {
+    pub every: Option<String>,
+    pub rss_growth_mib: Option<u64>,
+    pub window: Option<String>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

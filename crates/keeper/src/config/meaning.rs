@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 
 use hearth_api::{DumpCompression, DumpFormat, EmberMode};
 
-use super::file::{BootSection, CrashSection, DiskSection, NetSection, WatchdogSection};
-use super::quantity::{derived_mac, forward, mac, size_bytes, slack_bytes};
+use super::file::{BootSection, CrashSection, DiskSection, NetSection, RejuvenateSection, WatchdogSection};
+use super::quantity::{daily_window, derived_mac, forward, mac, seconds, size_bytes, slack_bytes};
 use super::{
     AcceleratorWish, AdmissionMode, Boot, Config, ConfigFile, CrashConfig, DiskConfig, DiskFormat, DiskTime, Forward,
-    NetBackend, NetConfig, OnPanic, WatchdogAction,
+    NetBackend, NetConfig, OnPanic, RejuvenateConfig, WatchdogAction,
 };
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
@@ -90,6 +90,7 @@ pub fn resolve(
     let slack = typed.budget_slack.unwrap_or_else(|| DEFAULT_SLACK.to_owned());
     let budget_slack_bytes = resolver.slack_bytes(&slack, memory_bytes);
     let crash = resolver.crash(typed.crash.unwrap_or_default(), name.as_deref().unwrap_or_default(), memory_bytes);
+    let rejuvenate = typed.rejuvenate.map(|typed| resolver.rejuvenate(typed));
     let boot = resolver.boot(typed.boot.unwrap_or_default(), !typed.disks.is_empty());
     let disks = resolver.disks(typed.disks);
     let machine = name.clone().unwrap_or_default();
@@ -119,6 +120,7 @@ pub fn resolve(
         },
         crash: crash?,
         watchdog: typed.watchdog.map(watchdog_action),
+        rejuvenate,
         budget_slack_bytes: budget_slack_bytes?,
         admission: match typed.admission.as_deref() {
             Some("always") => AdmissionMode::Always,
@@ -250,6 +252,33 @@ impl Resolver<'_> {
             loop_count: typed.loop_count.unwrap_or(DEFAULT_LOOP_COUNT),
             loop_window_s: typed.loop_window_s.unwrap_or(DEFAULT_LOOP_WINDOW_S),
         })
+    }
+
+    fn rejuvenate(&mut self, typed: RejuvenateSection) -> RejuvenateConfig {
+        let blamed = self.blamed;
+        let given = |key: &str| blamed.contains(&format!("rejuvenate.{key}"));
+        let is_ever_due =
+            typed.every.is_some() || typed.rss_growth_mib.is_some() || given("every") || given("rss_growth_mib");
+        if !is_ever_due {
+            self.problem("rejuvenate", "does not say when", "set every, for example \"30d\", or rss_growth_mib");
+        }
+        let every_s = typed.every.and_then(|text| {
+            let time = seconds(&text).filter(|&seconds| seconds > 0);
+            if time.is_none() {
+                let hint = "write a number with s, m, h or d: \"12h\", \"30d\"";
+                self.problem("rejuvenate.every", format!("\"{text}\" is not a time"), hint);
+            }
+            time
+        });
+        let window = typed.window.and_then(|text| {
+            let window = daily_window(&text);
+            if window.is_none() {
+                let hint = "write from and to, for example \"02:00-05:00\"";
+                self.problem("rejuvenate.window", format!("\"{text}\" is not a part of a day"), hint);
+            }
+            window
+        });
+        RejuvenateConfig { every_s, rss_growth_mib: typed.rss_growth_mib, window }
     }
 
     fn size(&mut self, subject: &str, text: &str) -> Option<u64> {

@@ -26,6 +26,7 @@ mod shape;
 pub use fields::{FIELDS, Field, Kind, Section};
 pub use file::ConfigFile;
 pub use page::page;
+pub use quantity::seconds;
 
 /// A machine as its owner wants it: complete, consistent, paths absolute.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -51,6 +52,8 @@ pub struct Config {
     pub crash: CrashConfig,
     /// None: the guest has no watchdog.
     pub watchdog: Option<WatchdogAction>,
+    /// None: only when it is asked for.
+    pub rejuvenate: Option<RejuvenateConfig>,
     pub budget_slack_bytes: u64,
     pub admission: AdmissionMode,
     pub sandbox: bool,
@@ -134,6 +137,22 @@ pub enum WatchdogAction {
     Crash,
     Nmi,
     Reset,
+}
+
+/// When QEMU is replaced without being asked for. At least one of the first two is there.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct RejuvenateConfig {
+    pub every_s: Option<u64>,
+    pub rss_growth_mib: Option<u64>,
+    /// None: at any time.
+    pub window: Option<DailyWindow>,
+}
+
+/// A part of each day; over midnight if it ends before it begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct DailyWindow {
+    pub from_minute: u32,
+    pub to_minute: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

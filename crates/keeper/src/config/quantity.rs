@@ -1,8 +1,8 @@
-//! Sizes, percentages, forwards and hardware addresses as text.
+//! Sizes, percentages, times, forwards and hardware addresses as text.
 
 use std::net::{IpAddr, Ipv4Addr};
 
-use super::{Forward, Protocol};
+use super::{DailyWindow, Forward, Protocol};
 
 const SIZE_HINT: &str = "write a number with a unit of 1024: \"512MiB\", \"2GiB\"";
 
@@ -34,6 +34,38 @@ pub fn slack_bytes(text: &str, ram_bytes: u64) -> Result<u64, String> {
         Ok(percent) if (0.0..=100.0).contains(&percent) => Ok((ram_bytes as f64 * percent / 100.0) as u64),
         _ => Err("percent of the RAM goes from \"0%\" to \"100%\"".to_owned()),
     }
+}
+
+/// Seconds of "90s", "15m", "12h", "30d".
+pub fn seconds(text: &str) -> Option<u64> {
+    let text = text.trim();
+    let digits = text.find(|letter: char| !letter.is_ascii_digit())?;
+    let (number, unit) = text.split_at(digits);
+    let factor = match unit.trim() {
+        "s" => 1,
+        "m" => 60,
+        "h" => 3600,
+        "d" => 86_400,
+        _ => return None,
+    };
+    number.parse::<u64>().ok()?.checked_mul(factor)
+}
+
+/// "02:00-05:00". From and to must differ: a whole day is said by saying nothing.
+pub fn daily_window(text: &str) -> Option<DailyWindow> {
+    let (from, to) = text.split_once('-')?;
+    let (from_minute, to_minute) = (minute_of_day(from)?, minute_of_day(to)?);
+    (from_minute != to_minute).then_some(DailyWindow { from_minute, to_minute })
+}
+
+fn minute_of_day(text: &str) -> Option<u32> {
+    let (hours, minutes) = text.trim().split_once(':')?;
+    let number = |digits: &str| {
+        let plain = digits.len() == 2 && digits.bytes().all(|byte| byte.is_ascii_digit());
+        plain.then(|| digits.parse::<u32>().ok())?
+    };
+    let (hours, minutes) = (number(hours)?, number(minutes)?);
+    (hours < 24 && minutes < 60).then_some(hours * 60 + minutes)
 }
 
 /// `HOSTIP:PORT:GUESTPORT`, `PORT:GUESTPORT` (then on 127.0.0.1), each with `/udp` or `/tcp`.
@@ -109,6 +141,26 @@ mod tests {
             size_bytes("2GB").unwrap_err(),
             "units of 1000 are not used for memory; write a number with a unit of 1024: \"512MiB\", \"2GiB\""
         );
+    }
+
+    #[test]
+    fn times() {
+        for (text, expect) in [("90s", 90), ("15m", 900), (" 12 h ", 43_200), ("30d", 2_592_000)] {
+            assert_eq!(seconds(text), Some(expect), "{text}");
+        }
+        for text in ["", "30", "d", "-1d", "1.5h", "1w", "99999999999999999999d", "999999999999999999d"] {
+            assert_eq!(seconds(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn parts_of_a_day() {
+        let window = |from_minute, to_minute| Some(DailyWindow { from_minute, to_minute });
+        assert_eq!(daily_window("02:00-05:30"), window(120, 330));
+        assert_eq!(daily_window("23:00 - 01:00"), window(1380, 60));
+        for text in ["", "02:00", "2:00-5:00", "02:00-24:00", "02:60-03:00", "02:00-02:00", "+2:00-05:00"] {
+            assert_eq!(daily_window(text), None, "{text}");
+        }
     }
 
     #[test]

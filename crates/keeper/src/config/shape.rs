@@ -132,6 +132,7 @@ fn subsection(section: Section, key: &str) -> Option<Section> {
         (Section::Machine, "boot") => Some(Section::Boot),
         (Section::Machine, "crash") => Some(Section::Crash),
         (Section::Machine, "watchdog") => Some(Section::Watchdog),
+        (Section::Machine, "rejuvenate") => Some(Section::Rejuvenate),
         (Section::Machine, "disks") => Some(Section::Disk),
         (Section::Machine, "nets") => Some(Section::Net),
         _ => None,
@@ -141,7 +142,9 @@ fn subsection(section: Section, key: &str) -> Option<Section> {
 /// The value, if it is of this kind; else what is wrong with it.
 fn fitting(value: &DeValue<'_>, kind: Kind) -> Result<Value, String> {
     match (kind, value) {
-        (Kind::Text | Kind::Path | Kind::Size | Kind::SizeOrPercent, DeValue::String(text)) if !text.is_empty() => {
+        (Kind::Text | Kind::Path | Kind::Size | Kind::SizeOrPercent | Kind::Time, DeValue::String(text))
+            if !text.is_empty() =>
+        {
             Ok(Value::String(text.to_string()))
         }
         (Kind::Text, DeValue::String(_)) => Ok(Value::String(String::new())),
@@ -175,6 +178,7 @@ fn wanted(kind: Kind) -> &'static str {
         Kind::Path => "a path in quotes",
         Kind::Size => "a size in quotes",
         Kind::SizeOrPercent => "a size or percentage in quotes",
+        Kind::Time => "a time in quotes",
         Kind::Integer { .. } => "an integer",
         Kind::Boolean => "true or false",
         Kind::TextList => "a list of texts",
@@ -200,7 +204,7 @@ fn unknown_key_hint(section: Section, name: &str, nearest: Option<&str>) -> Stri
 /// letters may differ.
 fn nearest_key(section: Section, name: &str) -> Option<&'static str> {
     let subsections: &[&str] =
-        if section == Section::Machine { &["boot", "crash", "watchdog", "disks", "nets"] } else { &[] };
+        if section == Section::Machine { &["boot", "crash", "watchdog", "rejuvenate", "disks", "nets"] } else { &[] };
     Field::of_section(section)
         .map(|field| field.key)
         .chain(subsections.iter().copied())

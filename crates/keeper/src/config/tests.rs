@@ -57,6 +57,7 @@ fn the_smallest_file_gets_every_default() {
             loop_window_s: 60,
         },
         watchdog: None,
+        rejuvenate: None,
         budget_slack_bytes: ((1_u64 << 30) as f64 * 0.03) as u64,
         admission: AdmissionMode::Dump,
         sandbox: true,
@@ -101,6 +102,10 @@ fn everything_that_can_be_said_is_understood() {
         loop_window_s = 600
         [watchdog]
         action = "nmi"
+        [rejuvenate]
+        every = "30d"
+        rss_growth_mib = 256
+        window = "23:00-05:00"
         [boot]
         firmware = "fw.fd"
         firmware_vars = "vars.fd"
@@ -138,6 +143,9 @@ fn everything_that_can_be_said_is_understood() {
     assert_eq!((crash.disk_time, crash.mib_per_second), (DiskTime::Balanced, Some(70)));
     assert_eq!((crash.loop_count, crash.loop_window_s), (3, 600));
     assert_eq!(config.watchdog, Some(WatchdogAction::Nmi));
+    let window = Some(DailyWindow { from_minute: 1380, to_minute: 300 });
+    let rejuvenate = RejuvenateConfig { every_s: Some(2_592_000), rss_growth_mib: Some(256), window };
+    assert_eq!(config.rejuvenate, Some(rejuvenate));
     assert_eq!((config.qemu, config.memory_folder), (Some("/machines/bin/qemu".into()), "/machines/m".into()));
     assert_eq!(
         config.disks[0],
@@ -199,6 +207,25 @@ fn keys_below_the_wrong_heading_are_told_where_they_belong() {
         &[
             "error: disks (line 5): is not written as a section; write [[disks]] on a line of its own, and the fields below it",
         ],
+    );
+}
+
+#[test]
+fn a_policy_says_when() {
+    check_with(
+        "[rejuvenate]\nwindow = \"02:00-05:00\"\n",
+        &["error: rejuvenate: does not say when; set every, for example \"30d\", or rss_growth_mib"],
+    );
+    check_with(
+        "[rejuvenate]\nevery = \"monthly\"\nwindow = \"night\"\n",
+        &[
+            "error: rejuvenate.every: \"monthly\" is not a time; write a number with s, m, h or d: \"12h\", \"30d\"",
+            "error: rejuvenate.window: \"night\" is not a part of a day; write from and to, for example \"02:00-05:00\"",
+        ],
+    );
+    check_with(
+        "[rejuvenate]\nevery = 30\n",
+        &["error: rejuvenate.every (line 6): is not a time in quotes; for example every = \"30d\""],
     );
 }
 

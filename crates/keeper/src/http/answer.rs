@@ -88,6 +88,7 @@ fn answer(context: &Context, request: &Request) -> Result<Reply, ApiError> {
             let order = request.body::<RejuvenateRequest>()?;
             accepted(context, Command::Rejuvenate(order))
         }
+        RouteId::Age => age(context),
         RouteId::Resize => {
             request.body::<ResizeRequest>()?;
             resized(context, parameter.unwrap_or_default())
@@ -125,6 +126,13 @@ fn accepted(context: &Context, command: Command) -> Result<Reply, ApiError> {
 fn resized(context: &Context, disk: &str) -> Result<Reply, ApiError> {
     match context.control.ask(Command::Resize { disk: disk.to_owned() })? {
         Answer::Resized(size) => Ok(json(&size)),
+        other => Err(unexpected(&other)),
+    }
+}
+
+fn age(context: &Context) -> Result<Reply, ApiError> {
+    match context.control.ask(Command::Age)? {
+        Answer::Age(signs) => Ok(json(&signs.weigh())),
         other => Err(unexpected(&other)),
     }
 }

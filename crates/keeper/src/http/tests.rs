@@ -43,6 +43,7 @@ fn machine_answer(command: &Command, ask: &Sender<Command>) -> Result<Answer, Ap
     ask.send(command.clone()).unwrap();
     match command {
         Command::Status => Ok(Answer::Status(Box::new(sample::status()))),
+        Command::Age => Ok(Answer::Age(Box::new(sample::signs()))),
         Command::Resize { disk } if disk == "root" => {
             Ok(Answer::Resized(DiskSize { disk: disk.clone(), bytes: 1 << 30 }))
         }
@@ -85,6 +86,8 @@ impl Fixture {
     }
 }
 
+const OVERDUE: &str = "QEMU is 2700000 s old, and rejuvenate.every is 2592000 s";
+
 #[test]
 fn status_config_and_metrics_are_answered() {
     let fixture = fixture();
@@ -93,6 +96,8 @@ fn status_config_and_metrics_are_answered() {
     assert_eq!(fixture.request("GET", "/v1/config", "").1, json!({"name": "web"}));
     let (_, explanation) = fixture.request("GET", "/v1/explain", "");
     assert_eq!(explanation["recovery"]["phases"][3]["phase"], "launch");
+    let (_, age) = fixture.request("GET", "/v1/age", "");
+    assert_eq!((&age["qemu"]["descriptors"]["now"], &age["reasons"][0]), (&json!(33), &json!(OVERDUE)));
     let (status, text) = fixture.raw("GET /metrics HTTP/1.0\r\n\r\n");
     assert_eq!((status, text), (200, crate::metrics::text(&sample::status())));
 }

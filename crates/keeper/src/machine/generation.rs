@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use hearth_api::{QemuStatus, UserfaultStatus};
 use hearth_memory::faults::{HandoverError, HandoverListener, Userfault};
-use hearth_qemu::{Launch, Process, ProcessError, ProcessId, Qmp, QmpError, preload};
+use hearth_qemu::{Footprint, Launch, Process, ProcessError, ProcessId, Qmp, QmpError, preload};
 use hearth_recovery::incarnation::Incarnation;
-use hearth_recovery::journal::QemuIdentity;
+use hearth_recovery::journal::{FootprintNote, QemuIdentity};
 
 use super::launch;
 use super::passt::{self, Passt, PasstError};
@@ -99,9 +99,12 @@ impl Generation {
             accelerator_why: parts.accelerator.why.clone(),
             userfault_fd: userfault.as_ref().ok().map(|userfault| userfault.fd_in_qemu),
             deaf: false,
+            at_start: None,
         };
         let patience = if successor { SUCCESSOR_PATIENCE } else { START_PATIENCE };
-        Self::hold(folders, &parts.tell, process, identity, userfault, passt, patience)
+        let mut generation = Self::hold(folders, &parts.tell, process, identity, userfault, passt, patience)?;
+        generation.identity.at_start = generation.footprint();
+        Ok(generation)
     }
 
     /// The process of a QEMU that a dead keeper left; none if it has ended.
@@ -170,6 +173,17 @@ impl Generation {
     /// From now on whoever takes it over has to wake its disks.
     pub fn set_deaf(&mut self) {
         self.identity.deaf = true;
+    }
+
+    /// What it holds for itself now; none if that cannot be seen.
+    pub fn footprint(&self) -> Option<FootprintNote> {
+        match self.process.footprint() {
+            Ok(Footprint { own_bytes, descriptors }) => Some(FootprintNote { own_bytes, descriptors }),
+            Err(error) => {
+                tracing::debug!(pid = self.identity.pid, %error, "QEMU's memory and descriptors cannot be seen");
+                None
+            }
+        }
     }
 
     pub fn userfault_status(&self) -> UserfaultStatus {

@@ -24,6 +24,7 @@
 //! guests (`crash`, `dump`) go on beside all this; a machine that stops waits for them in Stopping.
 
 mod access;
+pub mod age;
 mod crash;
 pub mod dump;
 mod dumps;
@@ -130,6 +131,7 @@ pub struct Machine {
     last_end: Option<EndCause>,
     timeline: Option<Timeline>,
     last_rejuvenation: Option<Rejuvenation>,
+    schedule: age::Schedule,
     crashes: VecDeque<Instant>,
     started: Instant,
     dumps: Dumps,
@@ -190,6 +192,7 @@ impl Machine {
             last_end: None,
             timeline: None,
             last_rejuvenation: None,
+            schedule: age::Schedule::new(),
             crashes: VecDeque::new(),
             started: Instant::now(),
             dumps: Dumps::default(),
@@ -214,7 +217,7 @@ impl Machine {
             };
             let handled = match event {
                 Ok(event) => self.handle(event),
-                Err(RecvTimeoutError::Timeout) => self.power_off(),
+                Err(RecvTimeoutError::Timeout) => self.time_is_up(),
                 Err(RecvTimeoutError::Disconnected) => unreachable!("the machine itself holds a sender"),
             };
             if let Err(error) = handled {
@@ -223,6 +226,17 @@ impl Machine {
             }
         }
         Ok(())
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        self.power_off_at().into_iter().chain(self.next_look()).min()
+    }
+
+    fn time_is_up(&mut self) -> Result<(), MachineError> {
+        match self.power_off_at() {
+            Some(power_off_at) if power_off_at <= Instant::now() => self.power_off(),
+            _ => self.look_at_age(),
+        }
     }
 
     fn handle(&mut self, event: Event) -> Result<(), MachineError> {

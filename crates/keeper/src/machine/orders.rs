@@ -18,6 +18,7 @@ impl Machine {
             Command::ResumeDump => self.accept("resume the dump", Self::resume_dump),
             Command::DiscardDump => self.accept("discard the dump", Self::discard_dumps),
             Command::Rejuvenate(request) => self.accept("rejuvenate", |machine| machine.begin_rejuvenation(request)),
+            Command::Age => self.age().map(|signs| Answer::Age(Box::new(signs))),
             Command::Resize { disk } => self.resize(&disk).map(Answer::Resized),
         }
     }
@@ -103,7 +104,7 @@ impl Machine {
         })
     }
 
-    pub(super) fn deadline(&self) -> Option<Instant> {
+    pub(super) fn power_off_at(&self) -> Option<Instant> {
         match self.wanted {
             Wanted::Run => None,
             Wanted::Reboot { power_off_at, .. } | Wanted::Stop { power_off_at } => Some(power_off_at),

@@ -56,8 +56,16 @@ struct Progress {
 }
 
 impl Machine {
-    /// Checks whether it can be begun at all; the work comes when the asker has its answer.
+    /// The work comes when the asker has its answer.
     pub(super) fn begin_rejuvenation(&mut self, request: RejuvenateRequest) -> Result<(), ApiError> {
+        self.may_rejuvenate()?;
+        // The loop holds the other end, so it arrives.
+        let _ = self.parts.tell.send(Event::Rejuvenate(request));
+        Ok(())
+    }
+
+    /// Whether it can be begun at all.
+    pub(super) fn may_rejuvenate(&self) -> Result<(), ApiError> {
         self.must_live("rejuvenate")?;
         if self.state != MachineState::Running || self.wanted != Wanted::Run {
             let message = format!("cannot rejuvenate: the machine is {}, or on its way down", self.state.name());
@@ -72,8 +80,6 @@ impl Machine {
             let message = "cannot rejuvenate: the guest still gets its memory bit by bit, through the QEMU it has";
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` tells when that is over"));
         }
-        // The loop holds the other end, so it arrives.
-        let _ = self.parts.tell.send(Event::Rejuvenate(request));
         Ok(())
     }
 

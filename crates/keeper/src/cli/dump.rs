@@ -1,0 +1,101 @@
+//! `hearth dump`: its arguments, and what they ask for.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use hearth_api::{DumpCompression, DumpFormat, DumpRequest};
+
+use super::{CliError, Context, Exit, NameArgument, WaitArgument, order};
+
+#[derive(Debug, Args)]
+pub struct DumpArguments {
+    #[command(flatten)]
+    machine: NameArgument,
+    /// Let the guest run meanwhile (this is the default).
+    #[arg(long, conflicts_with = "pause")]
+    live: bool,
+    /// Hold the guest still until the dump is written.
+    #[arg(long)]
+    pause: bool,
+    /// What is left out, as makedumpfile counts: 1 zero pages, 2 cache, 4 private cache, 8 user data, 16 free pages.
+    #[arg(long, value_parser = clap::value_parser!(u8).range(0..=31))]
+    level: Option<u8>,
+    #[arg(long, value_enum)]
+    format: Option<DumpFormatWord>,
+    /// Of kdump files.
+    #[arg(long, value_enum)]
+    compress: Option<CompressionWord>,
+    /// The file; it must not exist.
+    #[arg(long, short, value_name = "FILE")]
+    output: Option<PathBuf>,
+    /// Go on with a dump that waits: for room on the disk, say.
+    #[arg(long, conflicts_with_all = ["live", "pause", "level", "format", "compress", "output", "discard"])]
+    resume: bool,
+    /// Give up what dumps have not written yet. The file stays, marked incomplete.
+    #[arg(long, conflicts_with_all = ["live", "pause", "level", "format", "compress", "output"])]
+    discard: bool,
+    #[command(flatten)]
+    wait: WaitArgument,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum DumpFormatWord {
+    /// kdump-compressed, as makedumpfile writes it.
+    Kdump,
+    /// ELF core, uncompressed.
+    Elf,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum CompressionWord {
+    Zstd,
+    Lzo,
+    Zlib,
+    None,
+}
+
+pub fn perform(context: &mut Context<'_>, arguments: DumpArguments) -> Result<Exit, CliError> {
+    let (name, wait) = (&arguments.machine.name, !arguments.wait.no_wait);
+    if arguments.resume {
+        return order::resume_dump(context, name, wait);
+    }
+    if arguments.discard {
+        return order::discard_dump(context, name, wait);
+    }
+    let output = match arguments.output {
+        None => None,
+        Some(path) => {
+            // The keeper has another working folder.
+            let whole = std::path::absolute(&path).map_err(|source| CliError::File { path, source })?;
+            Some(whole.display().to_string())
+        }
+    };
+    let request = DumpRequest {
+        pause: arguments.pause,
+        level: arguments.level,
+        format: arguments.format.map(Into::into),
+        compression: arguments.compress.map(Into::into),
+        output,
+    };
+    order::dump(context, name, &request, wait)
+}
+
+impl From<DumpFormatWord> for DumpFormat {
+    fn from(word: DumpFormatWord) -> Self {
+        match word {
+            DumpFormatWord::Kdump => Self::Kdump,
+            DumpFormatWord::Elf => Self::Elf,
+        }
+    }
+}
+
+impl From<CompressionWord> for DumpCompression {
+    fn from(word: CompressionWord) -> Self {
+        match word {
+            CompressionWord::Zstd => Self::Zstd,
+            CompressionWord::Lzo => Self::Lzo,
+            CompressionWord::Zlib => Self::Zlib,
+            CompressionWord::None => Self::None,
+        }
+    }
+}

@@ -1,0 +1,346 @@
+//! `hearth rejuvenate`: one machine, or all of them.
+//!
+//! all: machines with a living QEMU -> queue -> N workers, each: order, then events until it is decided -> progress -> table
+//!
+//! The first failure stops the queue unless told otherwise; what is on its way then is seen to its end.
+
+use std::collections::VecDeque;
+use std::path::PathBuf;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use hearth_api::{EventKind, RejuvenateRequest};
+use serde::Serialize;
+
+use super::text::{Side, milliseconds, table};
+use super::{CliError, Context, Exit, WaitArgument, absolute, order};
+use crate::check::life;
+use crate::client::{Client, ClientError};
+use crate::config::seconds;
+use crate::runtime_root::RuntimeRoot;
+
+#[derive(Debug, Args)]
+pub struct RejuvenateArguments {
+    /// Name of the machine.
+    #[arg(required_unless_present = "all", conflicts_with = "all")]
+    name: Option<String>,
+    /// Another QEMU than the configured one, until the keeper ends.
+    #[arg(long, value_name = "PATH")]
+    qemu: Option<PathBuf>,
+    /// All machines that run. With --json: one object a line, as each is decided.
+    #[arg(long, conflicts_with = "no_wait")]
+    all: bool,
+    /// So many at a time.
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "name", value_parser = clap::value_parser!(u16).range(1..=256))]
+    parallel: u16,
+    /// Begin no two within this time: 30s, 5m, 1h.
+    #[arg(long, value_name = "TIME", default_value = "0s", conflicts_with = "name", value_parser = time)]
+    stagger: Duration,
+    /// Go on after a failure.
+    #[arg(long, conflicts_with = "name")]
+    keep_going: bool,
+    #[command(flatten)]
+    wait: WaitArgument,
+}
+
+fn time(text: &str) -> Result<Duration, String> {
+    seconds(text).map(Duration::from_secs).ok_or_else(|| "write a number with s, m, h or d, for example 30s".to_owned())
+}
+
+/// What became of one machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Outcome {
+    Rejuvenated,
+    Failed,
+    /// Another one had failed before.
+    NotTried,
+}
+
+#[derive(Debug, Serialize)]
+struct Decided {
+    name: String,
+    outcome: Outcome,
+    from_version: Option<String>,
+    version: Option<String>,
+    pause_ms: Option<f64>,
+    why: Option<String>,
+}
+
+/// What a worker says.
+enum Word {
+    Begins(String),
+    Decided(Decided),
+}
+
+/// Machines that wait for their turn.
+struct Queue {
+    waiting: Mutex<Waiting>,
+    news: Condvar,
+    stagger: Duration,
+}
+
+struct Waiting {
+    names: VecDeque<String>,
+    last_began: Option<Instant>,
+    stopped: bool,
+}
+
+pub fn perform(context: &mut Context<'_>, arguments: RejuvenateArguments) -> Result<Exit, CliError> {
+    let RejuvenateArguments { name, qemu, all: everybody, parallel, stagger, keep_going, wait } = arguments;
+    let request = RejuvenateRequest { qemu: qemu.map(absolute) };
+    match name {
+        Some(name) if !everybody => order::rejuvenate(context, &name, request, !wait.no_wait),
+        _ => all(context, &request, parallel.into(), stagger, keep_going),
+    }
+}
+
+fn all(
+    context: &mut Context<'_>,
+    request: &RejuvenateRequest,
+    parallel: usize,
+    stagger: Duration,
+    keep_going: bool,
+) -> Result<Exit, CliError> {
+    let root = context.root.clone();
+    let names: VecDeque<String> = root.names().into_iter().filter(|name| lives(&root, name)).collect();
+    if names.is_empty() && !context.json {
+        context.write_line(&format!("no machine runs in {}", root.path().display()))?;
+    }
+    let mut progress = Progress { count: names.len(), begun: 0, decided: Vec::new() };
+    let queue = Queue::new(names, stagger);
+    let told = std::thread::scope(|scope| {
+        let (say, words) = channel();
+        for _ in 0..parallel.min(progress.count) {
+            let (queue, root, say) = (&queue, &root, say.clone());
+            scope.spawn(move || work(queue, root, request, keep_going, &say));
+        }
+        drop(say);
+        let told = words.into_iter().try_for_each(|word| progress.take(context, word));
+        // Nobody reads any more: what has not begun need not begin.
+        if told.is_err() {
+            queue.stop();
+        }
+        told
+    });
+    told?;
+    for name in queue.left() {
+        let why = Some("another machine failed before".to_owned());
+        progress.take(context, Word::Decided(Decided::new(name, Outcome::NotTried, why)))?;
+    }
+    progress.finish(context)
+}
+
+/// Whether it has a QEMU, with or without a keeper.
+fn lives(root: &RuntimeRoot, name: &str) -> bool {
+    let folder = root.machine(name);
+    life::has_keeper(&folder) || life::orphaned_qemu(&folder).is_some()
+}
+
+fn work(queue: &Queue, root: &RuntimeRoot, request: &RejuvenateRequest, keep_going: bool, say: &Sender<Word>) {
+    while let Some(name) = queue.next() {
+        // Who no longer listens has stopped the queue.
+        let _ = say.send(Word::Begins(name.clone()));
+        let decided = hop(root, &name, request);
+        if decided.outcome == Outcome::Failed && !keep_going {
+            queue.stop();
+        }
+        let _ = say.send(Word::Decided(decided));
+    }
+}
+
+fn hop(root: &RuntimeRoot, name: &str, request: &RejuvenateRequest) -> Decided {
+    let failed = |why| Decided::new(name.to_owned(), Outcome::Failed, Some(why));
+    if let Some(qemu_pid) = life::orphaned_qemu(&root.machine(name)) {
+        return failed(format!("its keeper has died and its QEMU (pid {qemu_pid}) runs on"));
+    }
+    match decide(&Client::new(root.api_socket(name)), request) {
+        Ok(EventKind::Rejuvenated { from_version, version, pause_ms, .. }) => Decided {
+            from_version: Some(from_version),
+            version: Some(version),
+            pause_ms: Some(pause_ms),
+            ..Decided::new(name.to_owned(), Outcome::Rejuvenated, None)
+        },
+        Ok(EventKind::RejuvenationFailed { phase, why, guest_lost }) => {
+            let lost = if guest_lost { "; the guest is lost" } else { "" };
+            failed(format!("{phase}: {why}{lost}"))
+        }
+        Ok(EventKind::IncarnationEnded { cause }) => failed(format!("its guest ended: {}", cause.words())),
+        Ok(_) => failed("its keeper ended".to_owned()),
+        Err(error) => failed(crate::chain(&error)),
+    }
+}
+
+/// The event that decides it; any other if there is none and the keeper has ended.
+fn decide(client: &Client, request: &RejuvenateRequest) -> Result<EventKind, ClientError> {
+    let accepted = client.rejuvenate(request)?;
+    let mut last = EventKind::Gap { missed: 0 };
+    for record in client.follow(accepted.since)? {
+        last = record?.event;
+        let decides = matches!(
+            last,
+            EventKind::Rejuvenated { .. } | EventKind::RejuvenationFailed { .. } | EventKind::IncarnationEnded { .. }
+        );
+        if decides {
+            break;
+        }
+    }
+    Ok(last)
+}
+
+impl Queue {
+    fn new(names: VecDeque<String>, stagger: Duration) -> Self {
+        let waiting = Waiting { names, last_began: None, stopped: false };
+        Self { waiting: Mutex::new(waiting), news: Condvar::new(), stagger }
+    }
+
+    /// The next machine, when its time has come; none if there is none or the queue was stopped.
+    fn next(&self) -> Option<String> {
+        let mut waiting = self.waiting();
+        loop {
+            if waiting.stopped || waiting.names.is_empty() {
+                return None;
+            }
+            let left = waiting.last_began.map_or(Duration::ZERO, |began| self.stagger.saturating_sub(began.elapsed()));
+            if left.is_zero() {
+                waiting.last_began = Some(Instant::now());
+                return waiting.names.pop_front();
+            }
+            waiting = self.news.wait_timeout(waiting, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn stop(&self) {
+        self.waiting().stopped = true;
+        self.news.notify_all();
+    }
+
+    fn left(&self) -> VecDeque<String> {
+        std::mem::take(&mut self.waiting().names)
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Decided {
+    fn new(name: String, outcome: Outcome, why: Option<String>) -> Self {
+        Self { name, outcome, from_version: None, version: None, pause_ms: None, why }
+    }
+
+    fn row(&self) -> Vec<String> {
+        let text = |text: &Option<String>| text.clone().unwrap_or_default();
+        let pause = self.pause_ms.map(milliseconds).unwrap_or_default();
+        let outcome = self.outcome.words().to_owned();
+        vec![self.name.clone(), outcome, text(&self.from_version), text(&self.version), pause, text(&self.why)]
+    }
+}
+
+impl Outcome {
+    fn words(self) -> &'static str {
+        match self {
+            Self::Rejuvenated => "rejuvenated",
+            Self::Failed => "failed",
+            Self::NotTried => "not tried",
+        }
+    }
+}
+
+struct Progress {
+    count: usize,
+    begun: usize,
+    decided: Vec<Decided>,
+}
+
+impl Progress {
+    fn take(&mut self, context: &mut Context<'_>, word: Word) -> Result<(), CliError> {
+        match word {
+            Word::Begins(name) => {
+                self.begun += 1;
+                if context.json {
+                    return Ok(());
+                }
+                context.write_line(&format!("{}/{}  {name}: begins", self.begun, self.count))
+            }
+            Word::Decided(decided) => {
+                if context.json {
+                    context.write_json(&decided)?;
+                } else if decided.outcome != Outcome::NotTried {
+                    context.write_line(&format!("{}/{}  {}", self.begun, self.count, sentence(&decided)))?;
+                }
+                self.decided.push(decided);
+                Ok(())
+            }
+        }
+    }
+
+    fn finish(mut self, context: &mut Context<'_>) -> Result<Exit, CliError> {
+        let count = |outcome| self.decided.iter().filter(|decided| decided.outcome == outcome).count();
+        let (done, failed, left) = (count(Outcome::Rejuvenated), count(Outcome::Failed), count(Outcome::NotTried));
+        let exit = if failed > 0 { Exit::Failed } else { Exit::Done };
+        if context.json || self.decided.is_empty() {
+            return Ok(exit);
+        }
+        self.decided.sort_by(|one, other| one.name.cmp(&other.name));
+        let head = ["NAME", "OUTCOME", "FROM", "TO", "PAUSE", "WHY"].map(str::to_owned).to_vec();
+        let rows: Vec<Vec<String>> = std::iter::once(head).chain(self.decided.iter().map(Decided::row)).collect();
+        context.write_line("")?;
+        for line in table(&[Side::Left, Side::Left, Side::Left, Side::Left, Side::Right, Side::Left], &rows) {
+            context.write_line(&line)?;
+        }
+        context.write_line(&format!("{done} rejuvenated, {failed} failed, {left} not tried"))?;
+        Ok(exit)
+    }
+}
+
+fn sentence(decided: &Decided) -> String {
+    match (decided.outcome, &decided.why) {
+        (Outcome::Rejuvenated, _) => {
+            let pause = milliseconds(decided.pause_ms.unwrap_or_default());
+            format!("{}: goes on with another QEMU after {pause}", decided.name)
+        }
+        (outcome, why) => format!("{}: {}, {}", decided.name, outcome.words(), why.as_deref().unwrap_or_default()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn queue(names: &[&str], stagger: Duration) -> Queue {
+        Queue::new(names.iter().map(|&name| name.to_owned()).collect(), stagger)
+    }
+
+    #[test]
+    fn a_queue_that_is_stopped_keeps_what_is_left() {
+        let queue = queue(&["a", "b", "c"], Duration::ZERO);
+        assert_eq!(queue.next().as_deref(), Some("a"));
+        queue.stop();
+        assert_eq!(queue.next(), None);
+        assert_eq!(queue.left(), ["b", "c"]);
+    }
+
+    #[test]
+    fn a_stop_reaches_who_waits_for_the_next_turn() {
+        let queue = queue(&["a", "b"], Duration::from_secs(3600));
+        assert!(queue.next().is_some());
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| queue.next());
+            queue.stop();
+            assert_eq!(waits.join().unwrap(), None);
+        });
+        assert_eq!(queue.left(), ["b"]);
+    }
+
+    #[test]
+    fn turns_are_no_closer_than_asked() {
+        let stagger = Duration::from_millis(20);
+        let queue = queue(&["a", "b", "c"], stagger);
+        let began = Instant::now();
+        while queue.next().is_some() {}
+        assert!(began.elapsed() >= 2 * stagger);
+    }
+}
