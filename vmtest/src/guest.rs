@@ -63,6 +63,12 @@ impl Guest {
         Ok(id)
     }
 
+    /// Types what a command that runs there reads.
+    pub fn type_line(&self, line: &str) -> Result<()> {
+        let typed = self.console.write(format!("{line}\n").as_bytes(), patience(20));
+        typed.map_err(|source| self.fail(Error::Console(source)))
+    }
+
     /// How a command that was started has ended; waits half a second for that.
     pub fn take_answer(&self, id: u64) -> Option<Output> {
         let answer = self.console.transcript().wait(LOOK_AFTER, |heard| heard.take_answer(id))?;
@@ -77,6 +83,11 @@ impl Guest {
     /// The kernel's messages so far.
     pub fn kernel_log(&self) -> Vec<String> {
         self.console.transcript().lock().kernel().to_vec()
+    }
+
+    /// What else was said on the console, line by line.
+    pub fn lines(&self) -> Vec<String> {
+        self.console.transcript().lock().lines().to_vec()
     }
 
     /// The last lines of the console as they came.

@@ -37,6 +37,7 @@ pub mod residency;
 mod slots;
 mod transcript;
 mod wait;
+pub mod web;
 
 pub use disk::Disk;
 pub use error::{Error, Result};

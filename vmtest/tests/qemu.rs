@@ -1,12 +1,11 @@
 //! What surrounds a machine: QEMU's versions, its userfaultfd and sandbox, firmware, networks, guest kernels.
 
-use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
 use hearth_vmtest::images::File;
+use hearth_vmtest::web::{fetch, serve};
 use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, patience};
 use toml::Value;
 
@@ -161,27 +160,6 @@ fn uefi_starts_and_writes_its_variables() -> Result<()> {
 
 fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port").port()
-}
-
-/// What a web server at `address` answers, once it does.
-fn fetch(address: &str) -> String {
-    let address: SocketAddr = address.parse().expect("an address");
-    let ask = || -> std::io::Result<String> {
-        let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(5))?;
-        stream.set_read_timeout(Some(patience(2)))?;
-        stream.write_all(b"GET /word HTTP/1.0\r\n\r\n")?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer)?;
-        Ok(answer)
-    };
-    ask().unwrap_or_else(|error| panic!("{address}: {error}"))
-}
-
-/// A web server in the guest that says `word`.
-fn serve(vm: &TestVm, word: &str) -> Result<()> {
-    vm.sh(&format!("mkdir -p /www && echo {word} >/www/word && (pidof httpd || httpd -h /www -p 80)"))?;
-    // It goes to the background before it listens.
-    vm.sh("while ! netstat -ltn | grep -q ':80 '; do usleep 20000; done").map(drop)
 }
 
 #[test]

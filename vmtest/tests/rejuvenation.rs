@@ -1,11 +1,20 @@
 //! Rejuvenation, as a guest and its operator see it: another QEMU, and nothing else changes.
 //!
 //! `hops`: what goes on over a hop. `failures`: each way in which it can fail leaves the guest where it was. `deaths`: the
-//! keeper is killed after each phase, and the next one finds a way.
+//! keeper is killed after each phase, and the next one finds a way. `age`: what speaks for a hop, and hops that nobody
+//! asked for. `many`: several machines with one command. `soak`: hundreds of hops, by hand.
 
+#[path = "rejuvenation/age.rs"]
+mod age;
 #[path = "rejuvenation/deaths.rs"]
 mod deaths;
 #[path = "rejuvenation/failures.rs"]
 mod failures;
 #[path = "rejuvenation/hops.rs"]
 mod hops;
+#[path = "rejuvenation/many.rs"]
+mod many;
+#[path = "rejuvenation/programs.rs"]
+mod programs;
+#[path = "rejuvenation/soak.rs"]
+mod soak;

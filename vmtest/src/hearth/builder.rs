@@ -1,7 +1,7 @@
 //! What a machine under test is made of, and the `machine.toml` that says so.
 
 use std::net::TcpListener;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use toml::{Table, Value};
 
@@ -21,6 +21,8 @@ pub struct TestVmBuilder {
     disks: Vec<Result<Disk>>,
     nets: Vec<Table>,
     http_port: Option<u16>,
+    /// Of the machine that this one stands beside.
+    runtime_root: Option<PathBuf>,
 }
 
 impl TestVmBuilder {
@@ -33,6 +35,7 @@ impl TestVmBuilder {
             disks: Vec::new(),
             nets: Vec::new(),
             http_port: None,
+            runtime_root: None,
         };
         // Emulation is what is everywhere; a test of KVM says so itself.
         builder.memory_mib(512).setting("cpu_model", CPU_MODEL).setting("accelerator", "tcg")
@@ -89,6 +92,13 @@ impl TestVmBuilder {
         self.net([("kind", Value::from("user")), ("forward", forward)])
     }
 
+    /// In the same runtime root as another machine, so that one command reaches both. It must not outlive that one, and
+    /// takes no slot of its own: a test that waited for a second slot could wait for ever.
+    pub fn beside(mut self, other: &TestVm) -> Self {
+        self.runtime_root = Some(other.files.runtime_root());
+        self
+    }
+
     /// One `[[nets]]` entry.
     pub fn net<'a>(mut self, entry: impl IntoIterator<Item = (&'a str, Value)>) -> Self {
         self.nets.push(entry.into_iter().map(|(key, value)| (key.to_owned(), value)).collect());
@@ -128,7 +138,7 @@ impl TestVmBuilder {
 
     /// Starts the keeper without waiting.
     pub fn start(self) -> Result<TestVm> {
-        let slot = slots::take();
+        let slot = self.runtime_root.is_none().then(slots::take);
         let (name, http_port) = (self.name.clone(), self.http_port);
         let files = self.prepare()?;
         TestVm::launch(&name, files, http_port, slot)
@@ -150,7 +160,7 @@ impl TestVmBuilder {
 
     /// Makes images and `machine.toml`.
     fn prepare(self) -> Result<Files> {
-        let files = Files::make(&self.name)?;
+        let files = Files::make(&self.name, self.runtime_root)?;
         let mut config = Table::new();
         config.insert("name".into(), self.name.clone().into());
         config.insert("memory_folder".into(), text(files.memory_folder()));

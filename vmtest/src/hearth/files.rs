@@ -19,19 +19,20 @@ pub struct Files {
     folder: TempDir,
     memory: TempDir,
     config: PathBuf,
+    runtime_root: PathBuf,
 }
 
 impl Files {
-    pub fn make(name: &str) -> Result<Self> {
+    /// `runtime_root`: none for one of its own.
+    pub fn make(name: &str, runtime_root: Option<PathBuf>) -> Result<Self> {
         let make = |parent: &Path| {
             let made = tempfile::Builder::new().prefix(&format!("hearth-{name}-")).tempdir_in(parent);
             at("create a folder in", parent, made)
         };
         let (folder, memory) = (make(&std::env::temp_dir())?, make(Path::new("/dev/shm"))?);
-        let files = Self { config: folder.path().join("machine.toml"), folder, memory };
-        let root = files.runtime_root();
-        at("create", &root, fs::create_dir(&root))?;
-        Ok(files)
+        let root = runtime_root.unwrap_or_else(|| folder.path().join("run"));
+        at("create", &root, fs::create_dir_all(&root))?;
+        Ok(Self { config: folder.path().join("machine.toml"), folder, memory, runtime_root: root })
     }
 
     pub fn folder(&self) -> &Path {
@@ -42,9 +43,10 @@ impl Files {
         self.memory.path()
     }
 
-    /// A runtime root of its own: machines of the same name in two tests know nothing of each other.
+    /// Of its own, unless it stands beside another machine: those of the same name in two tests know nothing of each
+    /// other.
     pub fn runtime_root(&self) -> PathBuf {
-        self.folder().join("run")
+        self.runtime_root.clone()
     }
 
     pub fn console_socket(&self, name: &str) -> PathBuf {

@@ -33,7 +33,7 @@ pub struct TestVm {
     events: Follower,
     http_port: Option<u16>,
     files: Files,
-    _slot: Slot,
+    _slot: Option<Slot>,
 }
 
 impl TestVm {
@@ -57,7 +57,7 @@ impl TestVm {
         TestVmBuilder::debian(name)
     }
 
-    fn launch(name: &str, files: Files, http_port: Option<u16>, slot: Slot) -> Result<Self> {
+    fn launch(name: &str, files: Files, http_port: Option<u16>, slot: Option<Slot>) -> Result<Self> {
         let guest = Guest::open(name, Line::Call(files.console_socket(name)))?;
         let events = Follower::start(name, artifacts::hearth()?, files.runtime_root())?;
         let vm = Self { name: name.into(), keeper: Mutex::new(None), guest, events, http_port, files, _slot: slot };
@@ -132,6 +132,11 @@ impl TestVm {
     /// Any `hearth` command; standard output, then standard error.
     pub fn cli_output(&self, arguments: &[&str]) -> Result<Output> {
         self.files.cli(arguments)
+    }
+
+    /// `hearth age NAME --json`.
+    pub fn age(&self) -> Result<Value> {
+        self.cli_json(&["age", &self.name, "--json"])
     }
 
     fn cli_json(&self, arguments: &[&str]) -> Result<Value> {

@@ -1,14 +1,16 @@
 //! Each way in which a hop can fail before its point of no return: the guest goes on where it was, and it is said why.
 
-use std::io::{IoSliceMut, Write};
+use std::io::{IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
-use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, write_program};
+use hearth_vmtest::{Disk, Drives, Result, TestVm};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use serde_json::{Value, json};
+
+use super::programs::instead_of_qemu;
 
 const ARGUMENTS: &str = "HEARTH_TEST_ARGUMENTS";
 const MANNER: &str = "HEARTH_TEST_MANNER";
@@ -25,16 +27,8 @@ impl Stand {
         Ok(Self { vm, folder: tempfile::tempdir().expect("a folder") })
     }
 
-    /// A program that is QEMU when asked for its version, and else this script (`$qemu` is the real one).
     fn program(&self, script: &str) -> PathBuf {
-        let path = self.folder.path().join("qemu");
-        let qemu = artifacts::installed_qemu().expect("QEMU is installed");
-        let text = format!(
-            "#!/bin/sh\nqemu={}\ncase \"$*\" in *--version*) exec $qemu \"$@\";; esac\n{script}\n",
-            qemu.display()
-        );
-        write_program(&path, &text);
-        path
+        instead_of_qemu(self.folder.path(), script)
     }
 
     /// This test program in place of QEMU, to behave in this manner.
@@ -124,6 +118,9 @@ fn be_a_qemu() {
         }
         writeln!(stream, "{}", json!({ "return": {}, "id": command["id"] })).expect("the keeper reads");
         if incoming && manner == "dies" {
+            // The state comes whole, when the old QEMU has given it.
+            let mut state = std::fs::File::from(descriptors.pop().expect("a channel came before"));
+            state.read_exact(&mut [0]).expect("a state comes");
             return;
         }
     }

@@ -1,0 +1,85 @@
+//! Hundreds of hops in a row under a verifying disk load, to be run by hand:
+//! `HOPS=200 cargo test -p hearth-vmtest --test rejuvenation -- --ignored --nocapture soak`.
+
+use std::time::{Duration, Instant};
+
+use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, patience};
+use serde_json::Value;
+
+const FIO: &str = "fio --name=load --filename=/dev/vda --rw=randwrite --bsrange=4k-64k --size=48m --time_based \
+    --runtime=360000 --ioengine=io_uring --iodepth=8 --direct=1 --thread --verify=crc32c --verify_backlog=64 \
+    --verify_fatal=1";
+/// Longer than any hop that was seen on a quiet host, by far.
+const ODD_PAUSE_MS: f64 = 100.0;
+const ODD_HOP: Duration = Duration::from_secs(10);
+
+/// Hops between both versions, forth and back. Each hop that is odd is told with its phases.
+#[test]
+#[ignore = "takes minutes: HOPS=200, unless said otherwise"]
+fn hundreds_of_hops_without_an_odd_one() -> Result<()> {
+    let hops: u32 = std::env::var("HOPS").ok().and_then(|text| text.parse().ok()).unwrap_or(200);
+    let vm = TestVm::busybox_with_fio("soak").cpus(2).disk(Disk::empty(64)).boot()?;
+    let nonce = vm.nonce()?;
+    vm.sh(&format!("({FIO} >/tmp/fio.log 2>&1; echo $? >/tmp/fio.status) &"))?;
+    let programs = [artifacts::qemu_10()?, artifacts::installed_qemu()?];
+    let (mut pauses, mut odd) = (Vec::new(), Vec::new());
+    let mut written = 0;
+    for number in 1..=hops {
+        let began = Instant::now();
+        let hop = vm.rejuvenate_to(&programs[number as usize % 2])?;
+        let took = began.elapsed();
+        let status = vm.status()?;
+        let last = &status["last_rejuvenation"];
+        let mut say = |what: &str| {
+            let line = format!("hop {number}: {what}, in {took:?}: {last}");
+            eprintln!("{line}");
+            odd.push(line);
+        };
+        if hop.status != 0 {
+            say(&format!("failed: {}", hop.text()));
+            continue;
+        }
+        let pause = last["pause_ms"].as_f64().unwrap_or(f64::NAN);
+        pauses.push(pause);
+        if pause.is_nan() || pause > ODD_PAUSE_MS || took > ODD_HOP {
+            say("slow");
+        }
+        if vm.nonce()? != nonce {
+            say("another guest");
+        }
+        // The load goes on: what a hop lost would hang it.
+        let so_far = wait_written(&vm, written)?;
+        if so_far <= written {
+            say("the disk stands still");
+        }
+        written = so_far;
+    }
+    assert_eq!(vm.sh("cat /tmp/fio.status 2>/dev/null; cat /tmp/fio.log | grep -c 'verify:'; true")?.trim(), "0");
+    let status = vm.status()?;
+    let disk = &status["disks"][0];
+    assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&Value::from(0), &Value::from(0)), "{disk}");
+    let complaints: Vec<_> = vm.guest().kernel_log().into_iter().filter(|line| line.contains("error")).collect();
+    assert!(complaints.is_empty(), "{complaints:?}");
+    pauses.sort_by(f64::total_cmp);
+    let at = |part: f64| pauses.get(((pauses.len() - 1) as f64 * part) as usize).copied().unwrap_or(f64::NAN);
+    eprintln!(
+        "{hops} hops, {} odd; pause ms: median {:.2}, p99 {:.2}, max {:.2}",
+        odd.len(),
+        at(0.5),
+        at(0.99),
+        at(1.0)
+    );
+    assert!(odd.is_empty(), "{odd:#?}");
+    Ok(())
+}
+
+/// Bytes that the guest has written, once they are more than before or patience has ended.
+fn wait_written(vm: &TestVm, before: u64) -> Result<u64> {
+    let deadline = Instant::now() + patience(2);
+    loop {
+        let written = vm.status()?["disks"][0]["written_bytes"].as_u64().unwrap_or_default();
+        if written > before || Instant::now() > deadline {
+            return Ok(written);
+        }
+    }
+}
