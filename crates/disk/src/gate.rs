@@ -7,6 +7,8 @@
 //! where a hole is zeroes and stays a hole.
 //!
 //! Nothing that waits here holds anything that memory's coming free could depend on.
+//!
+//! Memory whose contents are still on their way (`bring`) is asked for before each look at it: there a hole is not zeroes.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,6 +21,12 @@ pub trait RamGate: Send + Sync {
 
     /// The same, but what is missing is granted if it can be had now.
     fn admit(&self, file: Range<u64>) -> bool;
+
+    /// Sees to it that this part of the file holds what the guest knows to be there, and waits for that. False: it will
+    /// not come any more.
+    fn bring(&self, _file: Range<u64>) -> bool {
+        true
+    }
 }
 
 /// A gate before the RAM file with this identity; other memory of the guest is free.

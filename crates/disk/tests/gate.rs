@@ -206,3 +206,57 @@ fn what_waits_is_answered_by_the_next_server() {
     assert_eq!(guest.wait(0).head, head);
     assert!(guest.read_ram(DATA, 8192) == place.disk_bytes(4096, 8192));
 }
+
+/// Memory that is on its way: nothing is there until it is asked for.
+struct Bringer {
+    ram: std::fs::File,
+    brought: Mutex<BTreeSet<u64>>,
+}
+
+impl RamGate for Bringer {
+    fn is_granted(&self, _file: Range<u64>) -> bool {
+        true
+    }
+
+    fn admit(&self, _file: Range<u64>) -> bool {
+        true
+    }
+
+    fn bring(&self, file: Range<u64>) -> bool {
+        let mut brought = self.brought.lock().unwrap();
+        for page in pages(file) {
+            if brought.insert(page) && !RINGS.contains(&page) {
+                std::os::unix::fs::FileExt::write_all_at(&self.ram, &[page as u8 | 1; PAGE as usize], page * PAGE)
+                    .unwrap();
+            }
+        }
+        true
+    }
+}
+
+#[test]
+fn memory_that_is_on_its_way_is_brought_before_it_is_looked_at() {
+    let (place, ram) = (Place::new(DISK_BYTES), ram_file());
+    let bringer = Arc::new(Bringer { ram: ram.try_clone().unwrap(), brought: Mutex::default() });
+    let identity = ram.metadata().unwrap();
+    let gate = Gate { ram_device: identity.dev(), ram_inode: identity.ino(), keeper: bringer.clone() };
+    let mut options = place.options();
+    options.gate = Some(gate);
+    let _server = DiskServer::start(options, place.open(), None).unwrap();
+    let features = VERSION_1 | PROTOCOL_FEATURES | EVENT_INDEX | INDIRECT | FLUSH_FEATURE;
+    let mut guest = Guest::with_ram(&place.socket(), 1, features, ram);
+    let page = DATA / PAGE + 40;
+    assert_eq!(guest.run(0, WRITE, 0, page * PAGE, 8192).status, OK);
+    let expect = [[page as u8 | 1; PAGE as usize], [(page + 1) as u8 | 1; PAGE as usize]].concat();
+    assert!(place.disk_bytes(0, 8192) == expect, "what was on its way, and no zeroes");
+    // A part of a page is answered; the rest of it is what was brought.
+    let page = page + 2;
+    assert_eq!(guest.run(0, READ, 0, page * PAGE + 512, 512).status, OK);
+    let mut expect = vec![page as u8 | 1; PAGE as usize];
+    expect[512..1024].copy_from_slice(&place.disk_bytes(0, 512));
+    assert!(guest.read_ram(page * PAGE, PAGE as usize) == expect);
+    assert!(
+        bringer.brought.lock().unwrap().iter().any(|page| RINGS.contains(page)),
+        "rings are asked for like all else"
+    );
+}

@@ -42,6 +42,8 @@ pub enum MemoryError {
     OutOfRange { path: PathBuf, pages: Range<u64>, has: u64 },
     #[error("{path}: {bytes} bytes at {offset} cannot be read")]
     Read { path: PathBuf, offset: u64, bytes: usize, source: io::Error },
+    #[error("{path}: {bytes} bytes at {offset} cannot be written")]
+    Write { path: PathBuf, offset: u64, bytes: usize, source: io::Error },
     #[error("{path}: cannot be mapped")]
     Map { path: PathBuf, source: io::Error },
     #[error("{path}: cannot be removed")]
@@ -165,6 +167,16 @@ impl RamFile {
             path: self.path.clone(),
             offset: offset.0,
             bytes: into.len(),
+            source,
+        })
+    }
+
+    /// Writes bytes into RAM that no guest uses yet.
+    pub fn write(&self, offset: FileOffset, bytes: &[u8]) -> Result<(), MemoryError> {
+        self.file.write_all_at(bytes, offset.0).map_err(|source| MemoryError::Write {
+            path: self.path.clone(),
+            offset: offset.0,
+            bytes: bytes.len(),
             source,
         })
     }

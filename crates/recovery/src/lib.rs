@@ -11,5 +11,6 @@ pub mod hold;
 pub mod incarnation;
 pub mod journal;
 pub mod rejuvenation;
+pub mod snapshot;
 pub mod vmcore;
 pub mod warm_reboot;

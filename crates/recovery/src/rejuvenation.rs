@@ -18,7 +18,7 @@
 //! new QEMU that does not start would be the end of the guest.
 
 mod clock;
-mod relay;
+pub(crate) mod relay;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;

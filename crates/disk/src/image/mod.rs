@@ -18,11 +18,13 @@ use crate::engine::Engine;
 
 mod lock;
 mod open;
+mod overlay;
 mod qcow2;
 mod raw;
 #[cfg(test)]
 mod tests;
 
+pub use overlay::{OverlayError, create_overlay};
 use qcow2::Qcow2Image;
 use raw::RawImage;
 

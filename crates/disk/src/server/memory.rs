@@ -136,6 +136,20 @@ impl GuestMap {
         admitted
     }
 
+    /// Before each look at memory: what is there may have to be brought first.
+    fn bring(&self, address: u64, bytes: usize) -> Result<(), Unmapped> {
+        if self.gate.is_none() {
+            return Ok(());
+        }
+        let mut brought = true;
+        // What is not mapped is refused where it is used.
+        let _ = self.each(address, bytes, |region, offset, range| {
+            let file = region.in_file(offset, range.len());
+            brought = brought && self.gate_of(region).is_none_or(|gate| gate.keeper.bring(file));
+        });
+        if brought { Ok(()) } else { Err(Unmapped) }
+    }
+
     pub fn add(&mut self, spec: RegionSpec, file: OwnedFd) -> Result<(), MemoryError> {
         let refuse = |what| Err(MemoryError::Region { guest: spec.guest, what });
         let ends = [spec.guest, spec.user, spec.file_offset].map(|start| start.checked_add(spec.bytes));
@@ -249,6 +263,7 @@ impl GuestMap {
 
     /// Fills `out`. On failure it holds nothing that matters.
     pub fn read(&self, address: u64, out: &mut [u8]) -> Result<(), Unmapped> {
+        self.bring(address, out.len())?;
         self.each(address, out.len(), |region, offset, range| {
             if !self.is_granted(region, offset, range.len()) {
                 return region.read_file(offset, &mut out[range]);
@@ -260,6 +275,7 @@ impl GuestMap {
 
     /// Writes `bytes`, or a part of them if not all of it is mapped.
     pub fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Unmapped> {
+        self.bring(address, bytes.len())?;
         let result = self.each(address, bytes.len(), |region, offset, range| {
             let slice = region.mapping.get_slice(offset, range.len()).expect("the range was cut to the region");
             slice.copy_from(&bytes[range]);
@@ -276,10 +292,12 @@ impl GuestMap {
             self.read(address, &mut bytes)?;
             return Ok(u16::from_le_bytes(bytes));
         }
+        self.bring(address, 2)?;
         Ok(u16::from_le(self.atomic(address)?.load(order)))
     }
 
     pub fn store_u16(&self, address: u64, value: u16, order: Ordering) -> Result<(), Unmapped> {
+        self.bring(address, 2)?;
         self.atomic(address)?.store(value.to_le(), order);
         self.written(address, 2);
         Ok(())

@@ -1,10 +1,12 @@
 //! Faults: what a keeper does through QEMU's page faults.
 //!
-//! hand-over (QEMU's userfaultfd comes to the keeper) -> admission (guest memory is granted unit by unit)
+//! hand-over (QEMU's userfaultfd comes to the keeper) -> admission (guest memory is granted unit by unit), or supply (its
+//! contents are brought page by page)
 
 pub mod admission;
 mod handover;
 mod mapping;
+pub mod supply;
 mod userfault;
 
 pub use handover::{HandoverError, HandoverListener, Userfault};

@@ -13,6 +13,7 @@ const API: Opcode = opcode::read_write::<Api>(GROUP, 0x3f);
 const REGISTER: Opcode = opcode::read_write::<Register>(GROUP, 0x00);
 const UNREGISTER: Opcode = opcode::read::<Range>(GROUP, 0x01);
 const WAKE: Opcode = opcode::read::<Range>(GROUP, 0x02);
+const COPY: Opcode = opcode::read_write::<Copy>(GROUP, 0x03);
 
 const FEATURE_MISSING_HUGETLBFS: u64 = 1 << 4;
 const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
@@ -42,6 +43,16 @@ struct Register {
     range: Range,
     mode: u64,
     ioctls: u64,
+}
+
+/// struct uffdio_copy. `copied` is a length, or an error as a negative number.
+#[repr(C)]
+struct Copy {
+    target: u64,
+    source: u64,
+    bytes: u64,
+    mode: u64,
+    copied: i64,
 }
 
 /// struct uffd_msg, as it is for a page fault.
@@ -93,6 +104,18 @@ pub fn wake(fd: impl AsFd, start: u64, bytes: u64) -> Result<(), Errno> {
     let mut range = Range { start, bytes };
     // SAFETY: UFFDIO_WAKE reads one `struct uffdio_range`, which `Range` is; it changes no memory.
     unsafe { ioctl(fd, Updater::<WAKE, Range>::new(&mut range)) }
+}
+
+/// Puts whole pages where none are, and wakes who waits for them. How many bytes were put before it ended: with an error
+/// if not all were, `EXIST` where there is a page already.
+pub fn copy(fd: impl AsFd, target: u64, pages: &[u8]) -> (u64, Result<(), Errno>) {
+    let bytes = pages.len() as u64;
+    let mut copy = Copy { target, source: pages.as_ptr() as u64, bytes, mode: 0, copied: 0 };
+    // SAFETY: UFFDIO_COPY reads and writes one `struct uffdio_copy`, which `Copy` is. It reads `bytes` bytes at `source`,
+    // which are borrowed here, and puts them only where the process that made the descriptor has no page.
+    let done = unsafe { ioctl(fd, Updater::<COPY, Copy>::new(&mut copy)) };
+    // A copy that was cut short says "again", and how far it came.
+    (u64::try_from(copy.copied).unwrap_or(0), done)
 }
 
 /// Takes the faults that nobody has taken yet; none is no error.

@@ -100,6 +100,26 @@ fn a_backing_chain_shines_through_and_is_never_written() {
 }
 
 #[test]
+fn an_overlay_of_our_own_making_is_one_for_qemu_too() {
+    let folder = folder();
+    let [base, middle, top] = ["base.raw", "middle.qcow2", "top.qcow2"].map(|name| folder.path().join(name));
+    let model = noise_file(&base, DISK_BYTES);
+    create_overlay(&middle, &base, "raw").unwrap();
+    create_overlay(&top, &middle, "qcow2").unwrap();
+    for image in [&middle, &top] {
+        assert_eq!(qemu_img(&["check", "-q", "-f", "qcow2", as_str(image)]), Ok(String::new()));
+    }
+    exercise(&top, model.clone(), 8, true);
+    assert!(fs::read(&base).unwrap() == model, "what lies below is never written");
+    assert!(create_overlay(&top, &base, "raw").unwrap_err().to_string().ends_with("top.qcow2: cannot be made"));
+    let large = folder.path().join("large.raw");
+    fs::File::create(&large).unwrap().set_len(6 << 40).unwrap();
+    let over = folder.path().join("over.qcow2");
+    create_overlay(&over, &large, "raw").unwrap();
+    assert_eq!(qemu_img(&["check", "-q", "-f", "qcow2", as_str(&over)]), Ok(String::new()));
+}
+
+#[test]
 fn a_snapshot_inside_the_image_keeps_its_contents() {
     let folder = folder();
     let (path, source) = (folder.path().join("disk.qcow2"), folder.path().join("source.raw"));

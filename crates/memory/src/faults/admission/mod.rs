@@ -92,6 +92,8 @@ pub enum AdmissionError {
     Mapping { path: PathBuf, pid: u32, mapped: u64, bytes: u64 },
     #[error("QEMU (pid {pid}): {what} its memory failed; is the kernel older than 4.14?")]
     Userfault { pid: u32, what: &'static str, source: io::Error },
+    #[error("{path}: is made of pages of {page_bytes} bytes, which cannot be brought one by one; use ordinary ones")]
+    HugePages { path: PathBuf, page_bytes: u64 },
     #[error("QEMU (pid {pid}) has ended")]
     Gone { pid: u32 },
     #[error(transparent)]
@@ -343,7 +345,7 @@ pub fn is_registered(qemu_pid: u32, ram: &RamFile) -> io::Result<bool> {
 }
 
 /// The kernel says "no memory" where the memory's owner has ended.
-fn failure(pid: u32, what: &'static str, errno: Errno) -> AdmissionError {
+pub(super) fn failure(pid: u32, what: &'static str, errno: Errno) -> AdmissionError {
     let ended = matches!(errno, Errno::NOMEM | Errno::SRCH) && has_ended(pid);
     if ended { AdmissionError::Gone { pid } } else { AdmissionError::Userfault { pid, what, source: errno.into() } }
 }
@@ -357,7 +359,7 @@ fn has_ended(pid: u32) -> bool {
 }
 
 /// The mappings as few pieces as can be; refused unless they are the whole file, each byte once.
-fn whole(found: Vec<Piece>, pid: u32, ram: &RamFile) -> Result<Vec<Piece>, AdmissionError> {
+pub(super) fn whole(found: Vec<Piece>, pid: u32, ram: &RamFile) -> Result<Vec<Piece>, AdmissionError> {
     let mut pieces: Vec<Piece> = Vec::new();
     let mut mapped = 0;
     let mut gapless = true;

@@ -1,0 +1,92 @@
+//! Manifest: what belongs to a snapshot. JSON, and a last line with its checksum: `blake3 HEX`.
+
+use std::path::Path;
+
+use hearth_memory::PAGE_BYTES;
+use serde::{Deserialize, Serialize};
+
+use super::SnapshotError;
+
+/// Raised when a field changes its meaning, or a file its format.
+pub const SNAPSHOT_VERSION: u32 = 1;
+const SEAL: &str = "blake3 ";
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Manifest {
+    pub version: u32,
+    /// Name of the machine that was saved.
+    pub machine: String,
+    /// RFC 3339.
+    pub saved_at: String,
+    pub hearth_version: String,
+    pub qemu_version: String,
+    pub accelerator: String,
+    pub ram_bytes: u64,
+    pub machine_file: Part,
+    pub state: Part,
+    pub ram: RamPart,
+    pub disks: Vec<DiskPart>,
+}
+
+/// A file that is read whole.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Part {
+    pub bytes: u64,
+    pub blake3: String,
+}
+
+/// The file of memory; its own seal covers its index, and the index each chunk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RamPart {
+    pub bytes: u64,
+    pub pages: u64,
+    pub seal: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskPart {
+    pub name: String,
+    /// `raw` or `qcow2`.
+    pub format: String,
+    /// Length of the file.
+    pub bytes: u64,
+}
+
+/// Names of disks are checked where they are read.
+pub(super) fn disk_file(name: &str) -> String {
+    format!("disk-{name}")
+}
+
+impl Manifest {
+    pub fn ram_pages(&self) -> u64 {
+        self.ram_bytes / PAGE_BYTES
+    }
+
+    pub(super) fn to_text(&self) -> String {
+        let body = serde_json::to_string_pretty(self).expect("a manifest is plain data") + "\n";
+        let seal = blake3::hash(body.as_bytes()).to_hex();
+        format!("{body}{SEAL}{seal}\n")
+    }
+
+    pub(super) fn parse(text: &str, path: &Path) -> Result<Self, SnapshotError> {
+        let damaged = |what: &str| SnapshotError::damaged(path, what);
+        let (body, seal) = text.rsplit_once(SEAL).ok_or_else(|| damaged("it ends without a checksum"))?;
+        if seal.strip_suffix('\n') != Some(blake3::hash(body.as_bytes()).to_hex().as_str()) {
+            return Err(damaged("its checksum is wrong"));
+        }
+        // Of another version no more is understood than that.
+        #[derive(Deserialize)]
+        struct Version {
+            version: u32,
+        }
+        let Version { version } = serde_json::from_str(body).map_err(|error| damaged(&error.to_string()))?;
+        if version != SNAPSHOT_VERSION {
+            return Err(SnapshotError::Version { path: path.to_owned(), found: version });
+        }
+        let manifest: Self = serde_json::from_str(body).map_err(|error| damaged(&error.to_string()))?;
+        match manifest.disks.iter().find(|disk| disk.name.contains(['/', '\0'])) {
+            Some(disk) => Err(damaged(&format!("a disk cannot be called {:?}", disk.name))),
+            None => Ok(manifest),
+        }
+    }
+}

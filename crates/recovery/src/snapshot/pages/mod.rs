@@ -1,0 +1,98 @@
+//! Pages: a file of memory pages, of all of a guest's or of its working set, in any order.
+//!
+//! ```text
+//! header    4096 bytes  |  0 magic "HRTHPAGE" |  8 u32 version = 1 | 12 u32 pages a chunk, at most | 16 u64 pages of RAM
+//! chunks                | up to 16 pages each, one after the other, zstd or as they are; whole pages, so aligned, if so
+//! index     40 a chunk  |  0 u64 offset |  8 u32 bytes stored | 12 u16 pages | 14 u16 1: zstd | 16 checksum | 32 u64 0
+//!            4 a page   | u32 number of the page in RAM, in the order of the chunks
+//! trailer   64 bytes    |  0 magic "HRTHPEND" |  8 u32 version | 12 u32 chunks | 16 u64 offset of the index
+//!                       | 24 u64 pages | 32 BLAKE3 of header, index and the trailer up to here
+//! ```
+//! Little endian. Pages of zeroes are left out. A checksum is the first 16 bytes of the BLAKE3 of what is stored. The index
+//! comes last, so a file is written in one go, and one that was cut off has no trailer.
+//!
+//! A chunk is what one page fault reads. Larger ones would bring more pages than the guest asked for, and compress
+//! better.
+
+mod reader;
+mod writer;
+
+pub use reader::{PageReader, Reading};
+pub use writer::PageWriter;
+
+/// One page of memory.
+pub type Page = [u8; PAGE_BYTES];
+
+const PAGE_BYTES: usize = hearth_memory::PAGE_BYTES as usize;
+const CHUNK_PAGES: usize = 16;
+const VERSION: u32 = 1;
+const HEADER_MAGIC: &[u8; 8] = b"HRTHPAGE";
+const TRAILER_MAGIC: &[u8; 8] = b"HRTHPEND";
+const HEADER_BYTES: usize = 4096;
+const ENTRY_BYTES: usize = 40;
+const TRAILER_BYTES: usize = 64;
+const TRAILER_SEALED_BYTES: usize = 32;
+const CHECKSUM_BYTES: usize = 16;
+const FLAG_ZSTD: u16 = 1;
+
+/// How chunks are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Compression {
+    None,
+    /// At its fastest level. A chunk that does not become smaller is stored as it is.
+    Zstd,
+}
+
+/// A finished file, as it is recognised.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sealed {
+    pub bytes: u64,
+    pub pages: u64,
+    pub seal: String,
+}
+
+#[derive(Clone, Debug)]
+struct Chunk {
+    offset: u64,
+    stored_bytes: u32,
+    pages: u16,
+    flags: u16,
+    checksum: [u8; CHECKSUM_BYTES],
+}
+
+impl Chunk {
+    fn encode(&self) -> [u8; ENTRY_BYTES] {
+        let mut entry = [0; ENTRY_BYTES];
+        entry[..8].copy_from_slice(&self.offset.to_le_bytes());
+        entry[8..12].copy_from_slice(&self.stored_bytes.to_le_bytes());
+        entry[12..14].copy_from_slice(&self.pages.to_le_bytes());
+        entry[14..16].copy_from_slice(&self.flags.to_le_bytes());
+        entry[16..32].copy_from_slice(&self.checksum);
+        entry
+    }
+
+    fn decode(entry: &[u8]) -> Self {
+        Self {
+            offset: u64_at(entry, 0),
+            stored_bytes: u32_at(entry, 8),
+            pages: u16::from_le_bytes([entry[12], entry[13]]),
+            flags: u16::from_le_bytes([entry[14], entry[15]]),
+            checksum: entry[16..32].try_into().expect("16 bytes"),
+        }
+    }
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(bytes[at..at + 4].try_into().expect("4 bytes"))
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"))
+}
+
+fn checksum(stored: &[u8]) -> [u8; CHECKSUM_BYTES] {
+    blake3::hash(stored).as_bytes()[..CHECKSUM_BYTES].try_into().expect("a hash is longer")
+}
+
+#[cfg(test)]
+mod tests;

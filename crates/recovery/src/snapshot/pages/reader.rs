@@ -1,0 +1,206 @@
+//! Reads a file of pages: the index at once, chunks as they are asked for, from any thread.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use super::writer::seal;
+use super::*;
+use crate::snapshot::SnapshotError;
+
+/// No chunk has this number.
+const NOWHERE: u32 = u32::MAX;
+/// Page numbers are 32 bits wide: 16 TiB of RAM.
+const RAM_PAGES_MAX: u64 = NOWHERE as u64;
+
+/// A file of pages whose index is whole and makes sense.
+#[derive(Debug)]
+pub struct PageReader {
+    file: File,
+    path: PathBuf,
+    ram_pages: u64,
+    pub(super) entries: Vec<Chunk>,
+    /// For each chunk, and one past the last: where its pages begin in `pages`.
+    firsts: Vec<u32>,
+    pages: Vec<u32>,
+    /// The chunk of each page of RAM.
+    places: Vec<u32>,
+    sealed: Sealed,
+}
+
+/// A reader's own buffers, and the chunk that is in them.
+#[derive(Debug)]
+pub struct Reading {
+    stored: Vec<u8>,
+    raw: Vec<u8>,
+    chunk: u32,
+}
+
+impl PageReader {
+    pub fn open(path: &Path) -> Result<Self, SnapshotError> {
+        let file = File::open(path).map_err(SnapshotError::io(path, "read"))?;
+        let bytes = file.metadata().map_err(SnapshotError::io(path, "read"))?.len();
+        let damaged = |what: &str| SnapshotError::damaged(path, what);
+        let read = |offset, into: &mut [u8]| file.read_exact_at(into, offset).map_err(SnapshotError::io(path, "read"));
+        if bytes < (HEADER_BYTES + TRAILER_BYTES) as u64 {
+            return Err(damaged("it is too short; was it cut off?"));
+        }
+        let (mut header, mut trailer) = (vec![0; HEADER_BYTES], [0; TRAILER_BYTES]);
+        read(0, &mut header)?;
+        read(bytes - TRAILER_BYTES as u64, &mut trailer)?;
+        if &header[..8] != HEADER_MAGIC {
+            return Err(damaged("it does not begin as a file of pages does"));
+        }
+        if &trailer[..8] != TRAILER_MAGIC {
+            return Err(damaged("it does not end as a file of pages does; was it cut off?"));
+        }
+        for found in [u32_at(&header, 8), u32_at(&trailer, 8)] {
+            if found != VERSION {
+                return Err(SnapshotError::Version { path: path.to_owned(), found });
+            }
+        }
+        let (ram_pages, chunk_count) = (u64_at(&header, 16), u32_at(&trailer, 12));
+        let (index_offset, page_count) = (u64_at(&trailer, 16), u64_at(&trailer, 24));
+        let index_bytes = (bytes - TRAILER_BYTES as u64).saturating_sub(index_offset);
+        let entries_bytes = u64::from(chunk_count) * ENTRY_BYTES as u64;
+        if index_offset < HEADER_BYTES as u64
+            || ram_pages > RAM_PAGES_MAX
+            || page_count > ram_pages
+            || index_bytes != entries_bytes + page_count * 4
+        {
+            return Err(damaged("its counts make no sense"));
+        }
+        let mut index = vec![0; index_bytes as usize];
+        read(index_offset, &mut index)?;
+        let seal = seal(&header, &index, &trailer);
+        if seal.as_bytes()[..] != trailer[TRAILER_SEALED_BYTES..] {
+            return Err(damaged("the checksum of its index is wrong"));
+        }
+        let (entries, numbers) = index.split_at(entries_bytes as usize);
+        let entries: Vec<_> = entries.chunks_exact(ENTRY_BYTES).map(Chunk::decode).collect();
+        let pages: Vec<_> = numbers.chunks_exact(4).map(|number| u32_at(number, 0)).collect();
+        let firsts = firsts(&entries, index_offset, page_count).ok_or_else(|| damaged("its chunks make no sense"))?;
+        let places = places(&firsts, &pages, ram_pages).ok_or_else(|| damaged("its pages make no sense"))?;
+        let sealed = Sealed { bytes, pages: page_count, seal: seal.to_hex().to_string() };
+        Ok(Self { file, path: path.to_owned(), ram_pages, entries, firsts, pages, places, sealed })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn sealed(&self) -> &Sealed {
+        &self.sealed
+    }
+
+    /// Of the whole guest.
+    pub fn ram_pages(&self) -> u64 {
+        self.ram_pages
+    }
+
+    pub fn chunks(&self) -> u32 {
+        self.entries.len() as u32
+    }
+
+    /// All pages that are stored, in the order of the file.
+    pub fn pages(&self) -> &[u32] {
+        &self.pages
+    }
+
+    /// The pages of a chunk.
+    pub fn pages_of(&self, chunk: u32) -> &[u32] {
+        let chunk = chunk as usize;
+        &self.pages[self.firsts[chunk] as usize..self.firsts[chunk + 1] as usize]
+    }
+
+    /// None: a page of zeroes.
+    pub fn chunk_of(&self, page: u32) -> Option<u32> {
+        self.places.get(page as usize).copied().filter(|&chunk| chunk != NOWHERE)
+    }
+
+    pub fn reading(&self) -> Reading {
+        Reading { stored: Vec::new(), raw: Vec::new(), chunk: NOWHERE }
+    }
+
+    /// The bytes of a chunk's pages, checked.
+    pub fn read<'a>(&self, number: u32, reading: &'a mut Reading) -> Result<&'a [u8], SnapshotError> {
+        if reading.chunk != number {
+            reading.chunk = NOWHERE;
+            self.fetch(number, reading)?;
+            reading.chunk = number;
+        }
+        Ok(&reading.raw)
+    }
+
+    fn fetch(&self, number: u32, reading: &mut Reading) -> Result<(), SnapshotError> {
+        let chunk = &self.entries[number as usize];
+        reading.stored.resize(chunk.stored_bytes as usize, 0);
+        self.file
+            .read_exact_at(&mut reading.stored, chunk.offset)
+            .map_err(|_| self.damaged(number, "the file cannot be read there"))?;
+        if checksum(&reading.stored) != chunk.checksum {
+            return Err(self.damaged(number, "their checksum is wrong"));
+        }
+        if chunk.flags & FLAG_ZSTD == 0 {
+            std::mem::swap(&mut reading.stored, &mut reading.raw);
+            return Ok(());
+        }
+        let raw_bytes = usize::from(chunk.pages) * PAGE_BYTES;
+        reading.raw.resize(raw_bytes, 0);
+        match zstd::bulk::decompress_to_buffer(&reading.stored, &mut reading.raw[..]) {
+            Ok(bytes) if bytes == raw_bytes => Ok(()),
+            _ => Err(self.damaged(number, "they cannot be decompressed")),
+        }
+    }
+
+    /// One page, checked with its chunk. None: zeroes.
+    pub fn page<'a>(&self, page: u32, reading: &'a mut Reading) -> Result<Option<&'a Page>, SnapshotError> {
+        let Some(chunk) = self.chunk_of(page) else { return Ok(None) };
+        let at = self.pages_of(chunk).iter().position(|&other| other == page).expect("the index says so");
+        let raw = self.read(chunk, reading)?;
+        Ok(Some(raw[at * PAGE_BYTES..][..PAGE_BYTES].try_into().expect("a page")))
+    }
+
+    fn damaged(&self, chunk: u32, what: &'static str) -> SnapshotError {
+        let pages = self.pages_of(chunk);
+        let (first, last) = (pages.iter().min(), pages.iter().max());
+        let [first, last] = [first, last].map(|page| page.copied().unwrap_or_default());
+        SnapshotError::DamagedPages { path: self.path.clone(), first, last, what }
+    }
+}
+
+/// Where each chunk's pages begin; none if the chunks are not what a writer writes.
+fn firsts(chunks: &[Chunk], index_offset: u64, page_count: u64) -> Option<Vec<u32>> {
+    let mut firsts = vec![0];
+    let mut offset = HEADER_BYTES as u64;
+    for chunk in chunks {
+        let pages = usize::from(chunk.pages);
+        let raw_bytes = (pages * PAGE_BYTES) as u32;
+        let fits = match chunk.flags {
+            0 => chunk.stored_bytes == raw_bytes,
+            FLAG_ZSTD => chunk.stored_bytes < raw_bytes,
+            _ => false,
+        };
+        if !fits || !(1..=CHUNK_PAGES).contains(&pages) || chunk.offset != offset {
+            return None;
+        }
+        offset += u64::from(chunk.stored_bytes);
+        firsts.push(firsts.last()? + pages as u32);
+    }
+    (offset == index_offset && u64::from(*firsts.last()?) == page_count).then_some(firsts)
+}
+
+/// The chunk of each page of RAM; none if a page is not of this RAM, or stands twice.
+fn places(firsts: &[u32], pages: &[u32], ram_pages: u64) -> Option<Vec<u32>> {
+    let mut places = vec![NOWHERE; ram_pages as usize];
+    for (chunk, bounds) in firsts.windows(2).enumerate() {
+        for &page in &pages[bounds[0] as usize..bounds[1] as usize] {
+            let place = places.get_mut(page as usize)?;
+            if *place != NOWHERE {
+                return None;
+            }
+            *place = chunk as u32;
+        }
+    }
+    Some(places)
+}

@@ -1,0 +1,192 @@
+//! What a file of pages promises: all of it comes back, and nothing else does.
+
+use std::fs;
+use std::path::PathBuf;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::snapshot::SnapshotError;
+
+const RAM_PAGES: u64 = 200;
+
+fn page_of(seed: u32) -> Page {
+    // Halves differ in how well they compress.
+    let mut word = u64::from(seed) << 32 | 1;
+    let mut page = [seed as u8; PAGE_BYTES];
+    for bytes in page[PAGE_BYTES / 2..].chunks_exact_mut(8) {
+        word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        bytes.copy_from_slice(&word.to_le_bytes());
+    }
+    page
+}
+
+struct Stand {
+    _folder: tempfile::TempDir,
+    path: PathBuf,
+}
+
+fn written(numbers: &[u32], compression: Compression) -> (Stand, Sealed) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ram");
+    let mut writer = PageWriter::create(&path, RAM_PAGES, compression).unwrap();
+    for &number in numbers {
+        writer.add(number, &page_of(number)).unwrap();
+    }
+    (Stand { _folder: folder, path }, writer.finish().unwrap())
+}
+
+fn read_all(reader: &PageReader) -> Result<(), SnapshotError> {
+    let mut reading = reader.reading();
+    for chunk in 0..reader.chunks() {
+        let pages = reader.pages_of(chunk).to_vec();
+        let raw = reader.read(chunk, &mut reading)?;
+        for (bytes, page) in raw.chunks_exact(PAGE_BYTES).zip(&pages) {
+            assert!(bytes == page_of(*page), "page {page} is another");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn pages_come_back_in_their_order_and_zeroes_cost_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    for compression in [Compression::None, Compression::Zstd] {
+        let path = folder.path().join("ram");
+        let mut writer = PageWriter::create(&path, RAM_PAGES, compression).unwrap();
+        let order: Vec<u32> = (0..37).map(|n| n * 77 % 199).collect();
+        for &page in &order {
+            writer.add(page, &page_of(page)).unwrap();
+            writer.add(199, &[0; PAGE_BYTES]).unwrap();
+        }
+        let sealed = writer.finish().unwrap();
+        assert_eq!((sealed.pages, sealed.bytes), (37, fs::metadata(&path).unwrap().len()));
+        let reader = PageReader::open(&path).unwrap();
+        assert_eq!((reader.pages(), reader.sealed(), reader.chunks()), (&order[..], &sealed, 3));
+        read_all(&reader).unwrap();
+        let mut reading = reader.reading();
+        assert!(reader.page(77, &mut reading).unwrap().unwrap() == &page_of(77));
+        assert!(reader.page(199, &mut reading).unwrap().is_none(), "zeroes");
+        assert_eq!(reader.chunk_of(5000), None);
+        let raw_bytes = 37 * PAGE_BYTES as u64;
+        assert_eq!(sealed.bytes > raw_bytes, compression == Compression::None, "{sealed:?}");
+    }
+}
+
+#[test]
+fn a_file_without_pages_is_one_too() {
+    let (stand, sealed) = written(&[], Compression::None);
+    let reader = PageReader::open(&stand.path).unwrap();
+    assert_eq!((reader.chunks(), sealed.bytes), (0, (HEADER_BYTES + TRAILER_BYTES) as u64));
+}
+
+#[test]
+fn a_damaged_chunk_is_named_when_it_is_read_and_spoils_no_other() {
+    for compression in [Compression::None, Compression::Zstd] {
+        let (stand, _) = written(&(20..60).collect::<Vec<_>>(), compression);
+        let mut bytes = fs::read(&stand.path).unwrap();
+        let second = PageReader::open(&stand.path).unwrap().entries[1].offset as usize;
+        bytes[second + 5] ^= 1;
+        fs::write(&stand.path, &bytes).unwrap();
+        let reader = PageReader::open(&stand.path).unwrap();
+        let mut reading = reader.reading();
+        assert!(reader.read(0, &mut reading).is_ok() && reader.read(2, &mut reading).is_ok());
+        let refusal = reader.read(1, &mut reading).unwrap_err().to_string();
+        assert!(refusal.contains("pages 36 to 51 of the guest's memory are damaged: their checksum"), "{refusal}");
+        assert!(reader.read(1, &mut reading).is_err(), "and it stays damaged");
+    }
+}
+
+#[test]
+fn a_file_that_was_cut_off_anywhere_is_refused() {
+    let (stand, sealed) = written(&(0..40).collect::<Vec<_>>(), Compression::Zstd);
+    let bytes = fs::read(&stand.path).unwrap();
+    for length in (0..sealed.bytes).step_by(41).chain([sealed.bytes - 1]) {
+        fs::write(&stand.path, &bytes[..length as usize]).unwrap();
+        let refusal = PageReader::open(&stand.path).unwrap_err().to_string();
+        assert!(refusal.contains("was it cut off?"), "{length}: {refusal}");
+    }
+}
+
+#[test]
+fn a_file_cut_off_after_it_was_opened_is_no_worse() {
+    let (stand, _) = written(&(0..40).collect::<Vec<_>>(), Compression::None);
+    let reader = PageReader::open(&stand.path).unwrap();
+    fs::File::options().write(true).open(&stand.path).unwrap().set_len(HEADER_BYTES as u64 + 70_000).unwrap();
+    let mut reading = reader.reading();
+    assert!(reader.read(0, &mut reading).is_ok());
+    let refusal = reader.read(1, &mut reading).unwrap_err().to_string();
+    assert!(refusal.contains("pages 16 to 31"), "{refusal}");
+}
+
+#[test]
+fn another_version_is_told() {
+    let (stand, _) = written(&[1], Compression::None);
+    let mut bytes = fs::read(&stand.path).unwrap();
+    bytes[8] = 2;
+    fs::write(&stand.path, &bytes).unwrap();
+    let refusal = PageReader::open(&stand.path).unwrap_err().to_string();
+    assert!(refusal.contains("version 2, this Hearth knows 1"), "{refusal}");
+}
+
+/// As a forger would: the seal is made anew.
+fn resealed(bytes: &mut [u8]) {
+    let trailer_at = bytes.len() - TRAILER_BYTES;
+    let (body, trailer) = bytes.split_at_mut(trailer_at);
+    let index_at = (u64_at(trailer, 16) as usize).clamp(HEADER_BYTES, trailer_at);
+    let trailer: &mut [u8; TRAILER_BYTES] = trailer.try_into().unwrap();
+    let seal = writer::seal(&body[..HEADER_BYTES], &body[index_at..], trailer);
+    trailer[TRAILER_SEALED_BYTES..].copy_from_slice(seal.as_bytes());
+}
+
+#[test]
+fn a_forged_index_is_refused() {
+    let (stand, _) = written(&(0..20).collect::<Vec<_>>(), Compression::None);
+    let whole = fs::read(&stand.path).unwrap();
+    let index = u64_at(&whole, whole.len() - TRAILER_BYTES + 16) as usize;
+    let check = |at: usize, value: u8, expect: &str| {
+        let mut bytes = whole.clone();
+        bytes[at] = value;
+        resealed(&mut bytes);
+        fs::write(&stand.path, &bytes).unwrap();
+        let refusal = PageReader::open(&stand.path).unwrap_err().to_string();
+        assert!(refusal.contains(expect), "{at}: {refusal}");
+    };
+    check(index + 1, 0xff, "its chunks make no sense");
+    check(index + 12, 17, "its chunks make no sense");
+    check(index + 14, 2, "its chunks make no sense");
+    check(index + 2 * ENTRY_BYTES, 1, "its pages make no sense");
+    check(index + 2 * ENTRY_BYTES + 2, 1, "its pages make no sense");
+    check(16, 10, "its counts make no sense");
+    check(whole.len() - TRAILER_BYTES + 12, 3, "its counts make no sense");
+}
+
+proptest! {
+    /// Whatever is altered is refused or, at the latest, seen when its chunk is read; nothing panics.
+    #[test]
+    fn no_altered_byte_goes_unseen(at in 0.0..1.0f64, flip in 1..=255u8, zstd: bool) {
+        let compression = if zstd { Compression::Zstd } else { Compression::None };
+        let (stand, sealed) = written(&(0..20).collect::<Vec<_>>(), compression);
+        let mut bytes = fs::read(&stand.path).unwrap();
+        bytes[(at * sealed.bytes as f64) as usize] ^= flip;
+        fs::write(&stand.path, &bytes).unwrap();
+        let seen = PageReader::open(&stand.path).and_then(|reader| read_all(&reader));
+        prop_assert!(seen.is_err());
+    }
+
+    /// Nor does a forged index, whatever it holds.
+    #[test]
+    fn no_forged_byte_panics(at in 0.0..1.0f64, value: u8) {
+        let (stand, _) = written(&(0..20).collect::<Vec<_>>(), Compression::Zstd);
+        let mut bytes = fs::read(&stand.path).unwrap();
+        let from = u64_at(&bytes, bytes.len() - TRAILER_BYTES + 16) as usize;
+        let at = from + (at * (bytes.len() - TRAILER_SEALED_BYTES - from) as f64) as usize;
+        bytes[at] = value;
+        resealed(&mut bytes);
+        fs::write(&stand.path, &bytes).unwrap();
+        let _ = PageReader::open(&stand.path).map(|reader| {
+            let mut reading = reader.reading();
+            (0..reader.chunks()).for_each(|chunk| drop(reader.read(chunk, &mut reading).map(<[u8]>::len)));
+        });
+    }
+}

@@ -1,0 +1,123 @@
+//! Writes a file of pages in one go.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use super::*;
+use crate::snapshot::{SnapshotError, create_file};
+
+const BUFFER_BYTES: usize = 1 << 20;
+const ZSTD_LEVEL: i32 = 1;
+
+/// A file of pages that is being written.
+pub struct PageWriter {
+    file: BufWriter<File>,
+    path: PathBuf,
+    header: Vec<u8>,
+    compression: Compression,
+    offset: u64,
+    chunks: Vec<Chunk>,
+    pages: Vec<u32>,
+    /// Pages of the next chunk.
+    pending: Vec<u8>,
+}
+
+impl PageWriter {
+    pub fn create(path: &Path, ram_pages: u64, compression: Compression) -> Result<Self, SnapshotError> {
+        let mut header = vec![0; HEADER_BYTES];
+        header[..8].copy_from_slice(HEADER_MAGIC);
+        header[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        header[12..16].copy_from_slice(&(CHUNK_PAGES as u32).to_le_bytes());
+        header[16..24].copy_from_slice(&ram_pages.to_le_bytes());
+        let file = create_file(path).map_err(SnapshotError::io(path, "made"))?;
+        let mut writer = Self {
+            file: BufWriter::with_capacity(BUFFER_BYTES, file),
+            path: path.to_owned(),
+            header: header.clone(),
+            compression,
+            offset: 0,
+            chunks: Vec::new(),
+            pages: Vec::new(),
+            pending: Vec::with_capacity(CHUNK_PAGES * PAGE_BYTES),
+        };
+        writer.write(&header)?;
+        Ok(writer)
+    }
+
+    /// Adds a page that was not added before; one of zeroes is none.
+    pub fn add(&mut self, page: u32, bytes: &Page) -> Result<(), SnapshotError> {
+        if is_zero(bytes) {
+            return Ok(());
+        }
+        self.pages.push(page);
+        self.pending.extend_from_slice(bytes);
+        if self.pending.len() == CHUNK_PAGES * PAGE_BYTES { self.end_chunk() } else { Ok(()) }
+    }
+
+    pub fn pages(&self) -> u64 {
+        self.pages.len() as u64
+    }
+
+    fn end_chunk(&mut self) -> Result<(), SnapshotError> {
+        if self.pending.is_empty() {
+            return Ok(());
+        }
+        let raw = std::mem::take(&mut self.pending);
+        let packed = match self.compression {
+            Compression::None => None,
+            // It fails only without memory, and then the bytes themselves will do.
+            Compression::Zstd => zstd::bulk::compress(&raw, ZSTD_LEVEL).ok().filter(|packed| packed.len() < raw.len()),
+        };
+        let flags = if packed.is_some() { FLAG_ZSTD } else { 0 };
+        let stored = packed.as_deref().unwrap_or(&raw);
+        self.chunks.push(Chunk {
+            offset: self.offset,
+            stored_bytes: stored.len() as u32,
+            pages: (raw.len() / PAGE_BYTES) as u16,
+            flags,
+            checksum: checksum(stored),
+        });
+        self.write(stored)?;
+        self.pending = raw;
+        self.pending.clear();
+        Ok(())
+    }
+
+    /// Writes the index and sees to it that everything is on the disk.
+    pub fn finish(mut self) -> Result<Sealed, SnapshotError> {
+        self.end_chunk()?;
+        let index_offset = self.offset;
+        let mut index: Vec<u8> = self.chunks.iter().flat_map(Chunk::encode).collect();
+        index.extend(self.pages.iter().flat_map(|page| page.to_le_bytes()));
+        let mut trailer = [0; TRAILER_BYTES];
+        trailer[..8].copy_from_slice(TRAILER_MAGIC);
+        trailer[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        trailer[12..16].copy_from_slice(&(self.chunks.len() as u32).to_le_bytes());
+        trailer[16..24].copy_from_slice(&index_offset.to_le_bytes());
+        trailer[24..32].copy_from_slice(&self.pages().to_le_bytes());
+        let seal = seal(&self.header, &index, &trailer);
+        trailer[TRAILER_SEALED_BYTES..].copy_from_slice(seal.as_bytes());
+        self.write(&index)?;
+        self.write(&trailer)?;
+        let written = self.file.into_inner().map_err(std::io::IntoInnerError::into_error);
+        written.and_then(|file| file.sync_all()).map_err(SnapshotError::io(&self.path, "written"))?;
+        Ok(Sealed { bytes: self.offset, pages: self.pages.len() as u64, seal: seal.to_hex().to_string() })
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<(), SnapshotError> {
+        self.file.write_all(bytes).map_err(SnapshotError::io(&self.path, "written"))?;
+        self.offset += bytes.len() as u64;
+        Ok(())
+    }
+}
+
+pub(super) fn seal(header: &[u8], index: &[u8], trailer: &[u8; TRAILER_BYTES]) -> blake3::Hash {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(header).update(index).update(&trailer[..TRAILER_SEALED_BYTES]);
+    hasher.finalize()
+}
+
+fn is_zero(page: &Page) -> bool {
+    page.chunks_exact(8).all(|word| word == [0; 8])
+}
