@@ -125,6 +125,7 @@ impl TestVmBuilder {
 
     /// Any other key at the top of `machine.toml`.
     pub fn setting(mut self, key: &str, value: impl Into<Value>) -> Self {
+        assert_ne!(key, "crash", "`crash_setting` is for that: this one would be overwritten without a word");
         self.settings.insert(key.into(), value.into());
         self
     }

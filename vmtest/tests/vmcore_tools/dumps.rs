@@ -12,14 +12,13 @@ use super::tools;
 
 /// A guest whose memory is worth a filter.
 fn guest(linux: Linux, memory_mib: u64, on_panic: &str, dumps: &Path) -> Result<TestVm> {
-    let mut crash = toml::Table::new();
-    crash.insert("dump_folder".into(), dumps.display().to_string().into());
     let builder = match linux {
         Linux::Stable => TestVm::busybox("vmcore"),
         Linux::Newer => TestVm::busybox_on_linux_6_12("vmcore"),
     };
     let disk = Disk::ext4(256).with_files([panics::module(linux)]);
-    let vm = builder.memory_mib(memory_mib).disk(disk).setting("on_panic", on_panic).setting("crash", crash).boot()?;
+    let vm = builder.memory_mib(memory_mib).disk(disk).setting("on_panic", on_panic);
+    let vm = vm.crash_setting("dump_folder", dumps.display().to_string()).boot()?;
     panics::fill(&vm, 256)?;
     Ok(vm)
 }
