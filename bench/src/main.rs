@@ -93,7 +93,7 @@ enum Chore {
 
 #[derive(clap::Args)]
 struct Common {
-    /// Under a minute: a look, not a result
+    /// A minute or two: a look, not a result
     #[arg(long)]
     quick: bool,
     /// Where images and records go; must be on the disk that is to be measured

@@ -7,7 +7,6 @@ use std::time::Instant;
 
 use hearth_vmtest::{Disk, Drives, TestVm, patience, residency};
 use serde_json::Value;
-use toml::Table;
 
 use super::{Bench, CrashError, MIB, guest};
 use crate::host::page_cache;
@@ -218,24 +217,24 @@ fn builder(
         Some(rate) => disk.limited(rate.mib_per_second as i64, rate.iops as i64),
         None => disk,
     };
-    let mut crash = Table::new();
-    crash.insert("dump_folder".into(), dump_folder.display().to_string().into());
-    crash.insert("level".into(), i64::from(case.level).into());
-    crash.insert("chunk".into(), format!("{}MiB", case.chunk_mib).into());
-    crash.insert("headroom".into(), "0%".into());
-    if let Some(policy) = case.policy {
-        crash.insert("disk_time".into(), policy.into());
-    }
-    if let Some(rate) = rate {
-        crash.insert("mib_per_second".into(), (rate.mib_per_second as i64).into());
-    }
-    TestVm::debian("crash")
+    let builder = TestVm::debian("crash")
         .root(limited(Disk::in_place(image)))
         .disk(limited(Disk::in_place(&bench.data).read_only()))
         .memory_mib(bench.shape.memory_mib)
         .http()
-        .setting("on_panic", "dump+recover")
-        .setting("crash", crash)
+        .dumps()
+        .crash_setting("dump_folder", dump_folder.display().to_string())
+        .crash_setting("level", i64::from(case.level))
+        .crash_setting("chunk", format!("{}MiB", case.chunk_mib))
+        .crash_setting("headroom", "0%");
+    let builder = match case.policy {
+        Some(policy) => builder.crash_setting("disk_time", policy),
+        None => builder,
+    };
+    match rate {
+        Some(rate) => builder.crash_setting("mib_per_second", rate.mib_per_second as i64),
+        None => builder,
+    }
 }
 
 fn machine_error(case: Case, source: hearth_vmtest::Error) -> CrashError {

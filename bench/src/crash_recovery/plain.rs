@@ -43,6 +43,7 @@ struct Dumped {
 impl<'a> Machine<'a> {
     /// Starts it without waiting.
     pub fn launch(bench: &'a Bench<'a>, profile: Profile) -> Result<Self, CrashError> {
+        eprintln!("crash: [{}] {SIDE}: starting", profile.name());
         let image = bench.rig.folder().join("qemu.img");
         copy_root(&image)?;
         let evicted = page_cache::evict(&image).and_then(|()| page_cache::evict(&bench.data));
