@@ -127,13 +127,13 @@ impl Process {
         Ok(())
     }
 
-    /// The tail of what QEMU wrote, on one line.
-    pub fn last_words(&self) -> String {
+    /// The tail of what QEMU wrote, on one line; none if it wrote nothing.
+    pub fn last_words(&self) -> Option<String> {
         let text = fs::read(&self.log).unwrap_or_default();
         let text = String::from_utf8_lossy(&text);
         let lines: Vec<_> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
         let tail = &lines[lines.len().saturating_sub(LAST_WORDS_LINES)..];
-        if tail.is_empty() { "(none)".to_owned() } else { tail.join(" / ") }
+        (!tail.is_empty()).then(|| tail.join(" / "))
     }
 }
 
@@ -223,8 +223,8 @@ mod tests {
         let log = folder.path().join("qemu.log");
         let (id, pidfd) = identify(std::process::id()).unwrap();
         let process = Process { id, pidfd: Arc::new(pidfd), log: log.clone() };
-        assert_eq!(process.last_words(), "(none)");
+        assert_eq!(process.last_words(), None);
         fs::write(&log, "one\ntwo\n\n three \nfour\nfive\nsix\n").unwrap();
-        assert_eq!(process.last_words(), "two / three / four / five / six");
+        assert_eq!(process.last_words().as_deref(), Some("two / three / four / five / six"));
     }
 }

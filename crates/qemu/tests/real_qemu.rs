@@ -196,7 +196,7 @@ fn a_wrong_argument_is_told_in_qemus_own_words_and_at_once() {
         let refusal = Qmp::connect(&rig.launch.qmp_socket, LONG, &process.0, |_| {}).unwrap_err();
         assert!(matches!(refusal, QmpError::Ended), "{refusal}");
         assert_eq!(end_of(&process.0), "exit code 1");
-        let words = process.0.last_words();
+        let words = process.0.last_words().unwrap();
         assert!(words.contains("-no-such-option: invalid option"), "{words}");
     }
 }

@@ -148,7 +148,7 @@ fn qemu_goes_on_without_a_keeper() {
     drop(listener);
     let living = rig.start(&binaries()[0]);
     assert_eq!(living.qmp.run_state().unwrap(), "prelaunch");
-    let words = living.process.0.last_words();
+    let words = living.process.0.last_words().unwrap();
     assert!(words.contains("hearth: ") && words.contains("Connection refused"), "{words}");
 }
 
@@ -161,7 +161,7 @@ fn qemu_goes_on_when_the_keeper_hangs_up() {
     drop(handover.connection);
     let (qmp, _events) = common::connect(&rig.launch.qmp_socket, &process.0);
     assert_eq!(qmp.run_state().unwrap(), "prelaunch");
-    let words = process.0.last_words();
+    let words = process.0.last_words().unwrap();
     assert!(words.contains("hearth: ") && words.contains("the keeper did not take"), "{words}");
 }
 

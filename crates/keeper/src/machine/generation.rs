@@ -55,8 +55,8 @@ pub enum LaunchError {
     Passt(#[from] PasstError),
     #[error(transparent)]
     Process(#[from] ProcessError),
-    #[error("QEMU does not talk; its last words: {last_words}")]
-    Silent { last_words: String, source: QmpError },
+    #[error("QEMU does not talk; its last words: {}", .last_words.as_deref().unwrap_or("(none)"))]
+    Silent { last_words: Option<String>, source: QmpError },
     #[error("QEMU does not let its guest run")]
     Run(#[source] QmpError),
     #[error("no thread to watch QEMU")]

@@ -188,7 +188,7 @@ impl Machine {
         if !new.process.ends_within(END_PATIENCE) {
             tracing::error!(pid = new.identity().pid, "the new QEMU does not end; killed, it cannot run the guest");
         }
-        let last_words = if ended { new.process.last_words() } else { "(none)".to_owned() };
+        let last_words = ended.then(|| new.process.last_words()).flatten();
         self.close_disks();
         self.parts.console.settle(false);
         match rejuvenation::roll_back(&old.qmp, PAUSE_PATIENCE) {
@@ -203,9 +203,9 @@ impl Machine {
         if let Err(error) = self.journal.save(&self.parts.folders.journal()) {
             tracing::error!(%error, "a keeper that comes now would look for a QEMU that has ended");
         }
-        match failure {
-            Failure::Hand(source) if last_words != "(none)" => Failure::Hop { last_words, source },
-            failure => failure,
+        match (failure, last_words) {
+            (Failure::Hand(source), Some(last_words)) => Failure::Hop { last_words, source },
+            (failure, _) => failure,
         }
     }
 

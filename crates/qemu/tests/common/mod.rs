@@ -86,7 +86,7 @@ pub fn connect(socket: &Path, process: &Process) -> (Qmp, Receiver<QmpEvent>) {
     let (tell, events) = channel();
     // The test may have seen enough and hung up.
     let qmp = Qmp::connect(socket, LONG, process, move |event| drop(tell.send(event)));
-    (qmp.unwrap_or_else(|error| panic!("{error}: {}", process.last_words())), events)
+    (qmp.unwrap_or_else(|error| panic!("{error}: {:?}", process.last_words())), events)
 }
 
 /// A process that ends with its test, however that ends.
@@ -113,7 +113,7 @@ impl Living {
                 Ok(event) if wanted(&event) => return event,
                 Ok(event) => seen.push(event),
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                    panic!("only {seen:?}; QEMU: {}", self.process.0.last_words())
+                    panic!("only {seen:?}; QEMU: {:?}", self.process.0.last_words())
                 }
             }
         }
