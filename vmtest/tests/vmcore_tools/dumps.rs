@@ -35,6 +35,12 @@ fn check_traces(linux: Linux, way: Panic) -> Result<()> {
     panic(&vm, way)?;
     let done = vm.wait_event_within("the dump", patience(60), |event| event["kind"] == "dump_complete")?;
     vm.wait_incarnation(2)?;
+    // Without the file and without any tool the operator is told, too.
+    let reason = way.traces().log.trim_start_matches("Kernel panic - not syncing: ");
+    let status = vm.status()?;
+    for told in [&status["last_recovery"]["panic"], &status["dumps"][0]["panic"]] {
+        assert!(told.as_str().is_some_and(|told| told.contains(reason)), "{way:?}: {status}");
+    }
     let dump = PathBuf::from(done["file"].as_str().unwrap());
     let dump = if dump.is_absolute() { dump } else { folder.path().join(dump) };
     tools::check_traces(linux, &dump, way, "probe");

@@ -53,6 +53,9 @@ fn escaped(c: char, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     if harmless { f.write_char(c) } else { write!(f, "\\x{:02x}", u32::from(c)) }
 }
 
+/// Lines between what an oops is and its number.
+const OOPS_LINES: usize = 6;
+
 /// Why the kernel died, as it said itself: its last words that begin like a reason.
 pub fn panic_reason(lines: &[Line]) -> Option<&str> {
     const PANIC: &str = "Kernel panic - not syncing: ";
@@ -60,7 +63,17 @@ pub fn panic_reason(lines: &[Line]) -> Option<&str> {
         ["BUG: ", "kernel BUG at ", "Oops: ", "general protection fault", "watchdog: BUG: ", "Internal error: "];
     let texts = || lines.iter().rev().flat_map(|line| line.text.lines());
     let panic = texts().find_map(|text| text.strip_prefix(PANIC));
-    let reason = panic.or_else(|| texts().find(|text| LESS.iter().any(|start| text.starts_with(start))));
+    let less = || {
+        let mut texts = texts().skip_while(|text| !LESS.iter().any(|start| text.starts_with(start)));
+        let last = texts.next()?;
+        let named = texts.take(OOPS_LINES).find(|text| last.starts_with("Oops: ") && text.starts_with("BUG: "));
+        named.or(Some(last))
+    };
+    let reason = match panic {
+        // An oops that was not to be survived: that it is fatal is no reason.
+        Some(panic) if panic.starts_with("Fatal exception") => less().or(Some(panic)),
+        panic => panic.or_else(less),
+    };
     reason.map(str::trim_end)
 }
 
@@ -264,5 +277,10 @@ mod tests {
         );
         check(&["BUG: kernel NULL pointer dereference", "RIP: 0010:x"], Some("BUG: kernel NULL pointer dereference"));
         check(&["BUG: x", panic], Some("sysrq triggered crash"));
+        let fatal = "Kernel panic - not syncing: Fatal exception";
+        check(&["BUG: old", "BUG: x", "#PF: y", "Oops: 0002 [#1] SMP", "RIP: z", fatal], Some("BUG: x"));
+        check(&["BUG: old", "1", "2", "3", "4", "5", "6", "Oops: 0000", fatal], Some("Oops: 0000"));
+        check(&["BUG: old", "general protection fault: 0000", fatal], Some("general protection fault: 0000"));
+        check(&["RIP: z", fatal], Some("Fatal exception"));
     }
 }
