@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use hearth_vmtest::images::File;
-use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, patience, write_program};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, artifacts, patience, write_program};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -231,23 +231,61 @@ fn a_second_signal_and_a_forced_stop_do_not_ask_the_guest() -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn a_machine_that_keeps_crashing_is_given_up_and_can_be_started_again() -> Result<()> {
-    let vm = TestVm::busybox("loop").start()?;
-    for incarnation in 1..=5 {
-        vm.wait_event("the next life", |event| {
-            event["kind"] == "incarnation_started" && event["incarnation"] == incarnation
-        })?;
-        vm.kill_qemu()?;
+/// A loop is what the test makes of it, however slow the host: all guests together live less than a day.
+fn crash_loop(name: &str, delay_s: i64) -> TestVmBuilder {
+    let builder = TestVm::busybox(name).crash_setting("loop_count", 2).crash_setting("loop_window_s", 86_400);
+    builder.crash_setting("loop_delay_s", delay_s).crash_setting("loop_delay_max_s", 86_400)
+}
+
+/// Crashes the incarnation that has just begun; returns the word of the loop that this closes.
+fn crash_again(vm: &TestVm, incarnation: u64) -> Result<Value> {
+    let began = |event: &Value| event["kind"] == "incarnation_started" && event["incarnation"] == incarnation;
+    vm.wait_event("the next life", began)?;
+    vm.kill_qemu()?;
+    if incarnation == 1 {
+        return Ok(Value::Null);
     }
-    assert_eq!(vm.wait_keeper_end()?.code(), Some(1));
-    let log = vm.keeper_log();
-    assert!(log.contains("hearth: loop: the guest crashed 5 times within 60 s; not restarted again"), "{log}");
-    let events = vm.cli(&["events", "loop", "--json"])?;
-    assert!(events.contains("\"to\":\"failed\"") && !events.contains("\"incarnation\":6"), "{events}");
-    assert_eq!(std::fs::read_dir(vm.memory_folder()).expect("it is there").count(), 0, "memory is held for nobody");
+    vm.wait_event("a crash loop", |event| event["kind"] == "crash_loop" && event["incarnation"] == incarnation)
+}
+
+#[test]
+fn a_machine_that_keeps_crashing_waits_longer_each_time_or_for_an_order() -> Result<()> {
+    let vm = crash_loop("loop", 3600).boot()?;
+    crash_again(&vm, 1)?;
+    let told = crash_again(&vm, 2)?;
+    assert_eq!(told["delay_s"], 3600, "{told}");
+    let status = vm.status()?;
+    assert_eq!((&status["state"], &status["qemu"]), (&"recovering".into(), &Value::Null), "{status}");
+    assert_eq!(status["next_start"], told["next_start"], "{status}");
+    let page = vm.cli(&["status", "loop"])?;
+    assert!(page.contains("crash loop") && page.contains("`hearth reboot`"), "{page}");
+    let refused = vm.cli_output(&["crash", "loop"])?;
+    assert!(refused.status != 0 && refused.text().contains("the machine is recovering"), "{}", refused.text());
+
+    vm.reboot()?;
+    let status = vm.status()?;
+    assert_eq!((&status["state"], &status["next_start"]), (&"running".into(), &Value::Null), "{status}");
+    assert_eq!(crash_again(&vm, 3)?["delay_s"], 7200, "it is still the same loop");
+    assert_eq!(vm.stop()?.code(), Some(0));
+    assert_eq!(memory_files(&vm), [] as [&str; 0]);
+    let before = last_sequence(&vm);
     vm.restart_keeper()?;
-    vm.wait_incarnation(6).map(drop)
+    vm.wait_event("the next start", |event| {
+        event["kind"] == "incarnation_started" && event["sequence"].as_u64() > Some(before)
+    })
+    .map(drop)
+}
+
+#[test]
+fn a_machine_that_backed_off_starts_by_itself_when_its_time_has_come() -> Result<()> {
+    let vm = crash_loop("loop-time", 1).boot()?;
+    crash_again(&vm, 1)?;
+    crash_again(&vm, 2)?;
+    vm.wait_incarnation(3)?;
+    let phases = vm.explain()?["recovery"]["phases"].to_string();
+    assert!(phases.contains("back-off"), "{phases}");
+    assert_eq!(vm.stop_at_once()?.code(), Some(0));
+    Ok(())
 }
 
 /// A stand-in for QEMU that waits for a word before it becomes QEMU: the keeper can be killed just then.

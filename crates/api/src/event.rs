@@ -71,6 +71,12 @@ pub enum EventKind {
     WatchdogExpired {
         action: String,
     },
+    /// The machine has crashed too often: it waits before it starts its next guest.
+    CrashLoop {
+        delay_s: u64,
+        /// RFC 3339, UTC.
+        next_start: String,
+    },
     /// Registers and notes of a guest were taken for its dump.
     RegistersTaken {
         bytes: u64,

@@ -13,6 +13,9 @@ pub struct MachineStatus {
     /// Why the machine is in this state, where that needs saying (failed, paused).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub state_why: Option<String>,
+    /// When the next guest is started: the machine backs off from a crash loop. RFC 3339, UTC.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub next_start: Option<String>,
     /// Number of the living incarnation, or of the last one.
     pub incarnation: u32,
     /// How the incarnation before this one ended.
@@ -46,7 +49,7 @@ pub enum MachineState {
     Running,
     /// The guest crashed and `on_panic` is `pause` or `dump`, or it was paused from outside.
     Paused,
-    /// An incarnation has ended and the next one is being made.
+    /// An incarnation has ended and the next one is being made, or waited for (`next_start`).
     Recovering,
     /// The guest was asked to power off, or is being ended.
     Stopping,
@@ -157,6 +160,9 @@ pub struct MemoryStatus {
     pub dump_buffer_bytes: u64,
     /// What all of them together may hold.
     pub budget_bytes: u64,
+    /// What they may hold on top of that while a dump holds dead memory.
+    #[serde(default)]
+    pub headroom_bytes: u64,
     /// The most that all of them together held since the keeper started.
     pub peak_bytes: u64,
     /// None: this QEMU takes memory as it likes.

@@ -14,6 +14,7 @@ pub fn status() -> MachineStatus {
         name: "web".into(),
         state: MachineState::Running,
         state_why: None,
+        next_start: None,
         incarnation: 2,
         cause_of_last_end: Some(EndCause::Panic),
         uptime_s: 75.5,
@@ -33,6 +34,7 @@ pub fn status() -> MachineStatus {
             held_bytes: 100 << 20,
             dump_buffer_bytes: 8 << 20,
             budget_bytes: 1054 << 20,
+            headroom_bytes: 0,
             peak_bytes: 1040 << 20,
             admission: Some(AdmissionStatus {
                 on: true,
@@ -132,7 +134,7 @@ fn recovery() -> Recovery {
     }
 }
 
-fn dump() -> DumpStatus {
+pub fn dump() -> DumpStatus {
     DumpStatus {
         incarnation: 1,
         state: DumpState::Writing,

@@ -129,6 +129,11 @@ impl Admission {
         self.ram.waits()
     }
 
+    /// Is there somebody who asked and has not got it?
+    pub fn is_waited_for(&self) -> bool {
+        !self.is_over() && (self.waits().waiting > 0 || !self.stalled_for().is_zero())
+    }
+
     /// How long nothing has been granted although it was asked for.
     pub fn stalled_for(&self) -> Duration {
         lock(&self.shortage).since.map_or(Duration::ZERO, |since| since.elapsed())
@@ -177,12 +182,16 @@ impl Admission {
     }
 
     fn missing_bytes(&self, charge: u64, others: u64) -> u64 {
-        (self.committed_bytes() + charge + others).saturating_sub(self.terms.budget.limit_bytes())
+        (self.committed_bytes() + charge + others).saturating_sub(self.limit_bytes())
     }
 
     /// Then there is nothing left to decide.
     fn could_hold_all(&self, others: u64) -> bool {
-        self.live.ram.bytes() + self.ledger_bytes + others <= self.terms.budget.limit_bytes()
+        self.live.ram.bytes() + self.ledger_bytes + others <= self.limit_bytes()
+    }
+
+    fn limit_bytes(&self) -> u64 {
+        self.terms.budget.limit_bytes(self.terms.ember.is_held())
     }
 
     /// What everything but the living incarnation's files holds.
@@ -233,9 +242,10 @@ mod tests {
     use rustix::mm::{MapFlags, ProtFlags, UserfaultfdFlags, mmap, userfaultfd};
 
     use super::*;
+    use crate::hold::Hold;
 
     const MIB: u64 = 1 << 20;
-    const BUDGET: Budget = Budget { ram_bytes: 16 * MIB, slack_bytes: MIB };
+    const BUDGET: Budget = Budget { ram_bytes: 16 * MIB, slack_bytes: MIB, headroom_bytes: 4 * MIB };
     const BYTES: [u8; BLOCK_BYTES] = [7; BLOCK_BYTES];
 
     /// A machine whose QEMU is this very process.
@@ -243,11 +253,17 @@ mod tests {
         admission: Admission,
         ember: Arc<Ember>,
         folder: tempfile::TempDir,
+        most_bytes: u64,
     }
 
     impl Machine {
         /// `dead_mib` of disk blocks in the memory of a dead incarnation, `ballast_mib` that nobody gives up.
         fn new(dead_mib: u64, ballast_mib: u64) -> Self {
+            Self::held(dead_mib, ballast_mib, None)
+        }
+
+        /// The same, while a dump holds the dead incarnation.
+        fn held(dead_mib: u64, ballast_mib: u64, hold: Option<Arc<Hold>>) -> Self {
             let folder = tempfile::tempdir_in("/dev/shm").unwrap();
             let tagger = Tagger::new(b"a key like noise");
             let ember = Arc::new(Ember::new(folder.path(), tagger.clone()));
@@ -258,21 +274,29 @@ mod tests {
                 let ledger = dead.ledger.as_ref().unwrap();
                 lock(ledger).record(RamPage(page as u32), DiskId(0), page, tagger.tag(&BYTES));
             }
-            ember.bank(dead).unwrap();
+            let most_bytes = BUDGET.limit_bytes(hold.is_some());
+            match hold {
+                Some(hold) => ember.bank_held(dead, hold).unwrap(),
+                None => ember.bank(dead).unwrap(),
+            }
             ember.settle().unwrap();
             fs::write(folder.path().join("ballast"), vec![1; (ballast_mib * MIB) as usize]).unwrap();
             let live = Incarnation::create(folder.path(), 2, BUDGET.ram_bytes, true).unwrap();
             let terms = Terms { folder: folder.path().to_owned(), budget: BUDGET, ember: ember.clone() };
             let admission = Admission::register(terms, &live, &map_here(&live)).unwrap();
-            Self { admission, ember, folder }
+            Self { admission, ember, folder, most_bytes }
         }
 
         fn admit(&self, unit: u64) -> bool {
             let admitted = self.admission.admit(unit * UNIT_BYTES..unit * UNIT_BYTES + 1);
             assert_eq!(admitted, self.admission.is_granted(unit * UNIT_BYTES..(unit + 1) * UNIT_BYTES));
-            let promised = self.admission.committed_bytes() + self.admission.others_bytes().unwrap();
-            assert!(promised <= BUDGET.limit_bytes(), "{promised} bytes are promised");
+            let promised = self.promised_bytes();
+            assert!(promised <= self.most_bytes, "{promised} bytes are promised");
             admitted
+        }
+
+        fn promised_bytes(&self) -> u64 {
+            self.admission.committed_bytes() + self.admission.others_bytes().unwrap()
         }
     }
 
@@ -313,6 +337,23 @@ mod tests {
         machine.admission.reserve(0);
         assert!(machine.admit(6) && machine.admission.is_over(), "everything would fit, and is still asked for");
         assert!((0..8).all(|unit| machine.admit(unit)));
+    }
+
+    #[test]
+    fn a_dump_that_holds_dead_memory_gives_headroom_until_it_lets_go() {
+        let hold = Arc::new(Hold::everything(BUDGET.ram_bytes / PAGE_BYTES));
+        let machine = Machine::held(12, 0, Some(hold.clone()));
+        let admitted = || (0..8).filter(|&unit| machine.admit(unit)).count();
+        assert_eq!(admitted(), 4, "of 17 MiB and 4 of headroom 12 are held");
+        hold.let_go(0..MIB / PAGE_BYTES);
+        assert_eq!(admitted(), 4, "less than a unit came free");
+        hold.end();
+        // The ember that had nothing to trim is not asked again at once.
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while admitted() < 8 {
+            assert!(Instant::now() < deadline, "what came free is not granted");
+        }
+        assert!(machine.promised_bytes() <= BUDGET.limit_bytes(false), "the headroom outlived the dump");
     }
 
     #[test]

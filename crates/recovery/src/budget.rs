@@ -1,4 +1,5 @@
-//! Budget: the host memory a machine may use, its RAM size plus a small fixed slack.
+//! Budget: the host memory a machine may use, its RAM size plus a small fixed slack; while a dump holds dead memory, its
+//! headroom as well.
 //!
 //! While an ember exists, the dead RAM and the new RAM share the budget: as the new one grows, the ember is trimmed
 //! ahead of it. How far ahead depends on how fast the guest has just grown.
@@ -22,6 +23,8 @@ const RESERVE_OF_SLACK: u64 = 4;
 pub struct Budget {
     pub ram_bytes: u64,
     pub slack_bytes: u64,
+    /// On top of both, while a dump holds dead memory.
+    pub headroom_bytes: u64,
 }
 
 /// What the memory files hold at one moment.
@@ -33,6 +36,8 @@ pub struct Usage {
     pub ember_bytes: u64,
     /// What a dump of a dead one has in its hands.
     pub buffer_bytes: u64,
+    /// A dump holds dead memory.
+    pub is_held: bool,
 }
 
 impl Usage {
@@ -42,8 +47,9 @@ impl Usage {
 }
 
 impl Budget {
-    pub fn limit_bytes(self) -> u64 {
-        self.ram_bytes + self.slack_bytes
+    /// What counts now: `is_held` while a dump holds dead memory.
+    pub fn limit_bytes(self, is_held: bool) -> u64 {
+        self.ram_bytes + self.slack_bytes + if is_held { self.headroom_bytes } else { 0 }
     }
 
     /// Bytes to trim from the ember now, given how much the living incarnation has grown since the last look, and how
@@ -55,7 +61,7 @@ impl Budget {
         let still_to_come = (self.ram_bytes + reserve).saturating_sub(usage.live_bytes);
         let headroom =
             (HEADROOM_BYTES_MIN + self.slack_bytes).max(growth_ahead_bytes(growth_bytes, since)).min(still_to_come);
-        let excess = (usage.total_bytes() + headroom).saturating_sub(self.limit_bytes() - reserve);
+        let excess = (usage.total_bytes() + headroom).saturating_sub(self.limit_bytes(usage.is_held) - reserve);
         excess.min(usage.ember_bytes)
     }
 }
@@ -71,11 +77,15 @@ mod tests {
     use super::*;
 
     const MIB: u64 = 1 << 20;
+    const BUDGET: Budget = Budget { ram_bytes: 1024 * MIB, slack_bytes: 32 * MIB, headroom_bytes: 40 * MIB };
 
+    /// A dump that holds dead memory lets the ember keep what the headroom is.
     fn check(live_mib: u64, ember_mib: u64, growth_mib: u64, trim_mib: u64) {
-        let budget = Budget { ram_bytes: 1024 * MIB, slack_bytes: 32 * MIB };
-        let usage = Usage { live_bytes: live_mib * MIB, ember_bytes: ember_mib * MIB, buffer_bytes: 0 };
-        assert_eq!(budget.to_trim(usage, growth_mib * MIB, Duration::from_millis(2)) / MIB, trim_mib, "{usage:?}");
+        let usage = Usage { live_bytes: live_mib * MIB, ember_bytes: ember_mib * MIB, ..Usage::default() };
+        let trim = |usage| BUDGET.to_trim(usage, growth_mib * MIB, Duration::from_millis(2)) / MIB;
+        assert_eq!(trim(usage), trim_mib, "{usage:?}");
+        let held = Usage { is_held: true, ..usage };
+        assert_eq!(trim(held), trim_mib.saturating_sub(BUDGET.headroom_bytes / MIB), "{held:?}");
     }
 
     #[test]

@@ -160,9 +160,12 @@ impl Claim {
     }
 
     /// Nothing is needed any more, dumped or not.
-    pub fn give_up(&self) -> Result<u64, MemoryError> {
-        self.hold.let_go_of_all();
-        self.ember.let_go(self.incarnation, 0..self.ram_pages)
+    pub fn end(&self) -> Result<u64, MemoryError> {
+        self.hold.end();
+        let released_bytes = self.ember.let_go(self.incarnation, 0..self.ram_pages)?;
+        // Its files, too, if it is no ember.
+        self.ember.sweep()?;
+        Ok(released_bytes)
     }
 
     /// Host memory that is not released yet.
@@ -225,8 +228,12 @@ mod tests {
         assert_eq!(claim.held_bytes(), 2 * PAGE_BYTES, "of 20 pages two hold something");
         assert_eq!(claim.written(above..above + 512).unwrap(), PAGE_BYTES);
         assert_eq!(ram.resident_ranges().unwrap(), [Range { start: pages[0], end: pages[0] + 1 }]);
-        assert_eq!(claim.give_up().unwrap(), PAGE_BYTES);
-        assert_eq!(ram.residency_bytes().unwrap(), 0);
+        // All that is left is to give the file its name: a keeper that dies now is followed by one that looks for this.
+        assert_eq!(claim.written(0..10).unwrap(), PAGE_BYTES);
+        ember.sweep().unwrap();
+        assert!(ram.path().exists() && !ember.is_held());
+        claim.end().unwrap();
+        assert!(!ram.path().exists());
     }
 
     #[test]

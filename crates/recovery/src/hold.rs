@@ -1,6 +1,10 @@
 //! Hold: the pages of a dead incarnation that must not be released yet, because no dump has them.
 //!
 //! everything (the guest has just died) -> what the dump keeps (`narrow`) -> what is not yet written (`let_go`) -> nothing
+//! -> over: the dump is complete, or given up
+//!
+//! Between those last two the dump gets its name. It needs no memory for that, but its incarnation's files have to be
+//! there: a new keeper goes on only with a dump whose incarnation it finds.
 //!
 //! A page of dead RAM has two claimants: the ledger (it may be a clean disk block) and the hold. The ember punches a page
 //! only when neither claims it. Both may give a page up at the same moment in two threads; so whoever does so gives it up
@@ -9,6 +13,7 @@
 //! Pages are those of the RAM file, as in the ledger, and not page frames of the guest.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard};
 
 use crate::vmcore::Bitmap;
@@ -17,13 +22,14 @@ use crate::vmcore::Bitmap;
 #[derive(Debug)]
 pub struct Hold {
     pages: Mutex<Bitmap>,
+    over: AtomicBool,
 }
 
 impl Hold {
     /// Holds everything: nothing is known of the pages yet.
     pub fn everything(ram_pages: u64) -> Self {
         let everything = 0..ram_pages;
-        Self { pages: Mutex::new(Bitmap::of(ram_pages, &[everything])) }
+        Self { pages: Mutex::new(Bitmap::of(ram_pages, &[everything])), over: AtomicBool::new(false) }
     }
 
     /// Lets go of all pages but these. Never holds more than before.
@@ -38,8 +44,14 @@ impl Hold {
         self.pages().clear_range(range);
     }
 
-    pub fn let_go_of_all(&self) {
+    /// There is no dump any more that could need anything.
+    pub fn end(&self) {
         self.let_go(0..u64::MAX);
+        self.over.store(true, Relaxed);
+    }
+
+    pub fn is_over(&self) -> bool {
+        self.over.load(Relaxed)
     }
 
     pub fn holds(&self, page: u64) -> bool {
@@ -99,8 +111,8 @@ mod tests {
         assert_eq!(hold.free_in(12..70), [12..15, 20..50, 60..70]);
         assert_eq!(hold.free_in(90..400), [Range { start: 90, end: 100 }]);
         assert_eq!(hold.free_in(50..60), []);
-        hold.let_go_of_all();
-        assert!(hold.is_empty());
+        hold.end();
+        assert!(hold.is_empty() && hold.is_over());
         assert_eq!(hold.free_in(0..100), [Range { start: 0, end: 100 }]);
     }
 

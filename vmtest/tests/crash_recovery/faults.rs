@@ -1,58 +1,18 @@
 //! Faults: whatever goes wrong with a dump, the next guest serves, and nothing that is not in the file is lost.
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
-
 use hearth_vmtest::{Disk, Drives, Result, TestVm};
 use rustix::process::{Signal, kill_process};
 use serde_json::Value;
 
 use crate::dump::{self, assert_nothing_held, dumping, file_of, last_words, slow, wait_complete, wait_event};
+use crate::small_folder;
 
 const REASON: Option<&str> = Some("sysrq triggered crash");
-
-/// A file system that can be full; it is gone with the test.
-struct SmallFolder(PathBuf);
-
-impl SmallFolder {
-    /// None where the test may not mount.
-    fn mount(path: PathBuf, size: &str) -> Option<Self> {
-        std::fs::create_dir_all(&path).expect("the folder is the test's");
-        let mounted = run("mount", &["-t", "tmpfs", "-o", &format!("size={size}"), "tmpfs"], &path);
-        mounted.then_some(Self(path))
-    }
-
-    fn grow(&self, size: &str) {
-        assert!(run("mount", &["-o", &format!("remount,size={size}")], &self.0));
-    }
-}
-
-impl Drop for SmallFolder {
-    fn drop(&mut self) {
-        run("umount", &["-l"], &self.0);
-    }
-}
-
-fn run(program: &str, arguments: &[&str], path: &Path) -> bool {
-    Command::new(program).args(arguments).arg(path).status().is_ok_and(|status| status.success())
-}
-
-/// A machine whose dumps meet the end of their disk after so much.
-fn with_small_folder(name: &str, size: &str) -> Result<Option<(TestVm, SmallFolder)>> {
-    let path = std::env::temp_dir().join(format!("hearth-full-{name}-{}", std::process::id()));
-    let Some(folder) = SmallFolder::mount(path, size) else {
-        eprintln!("skipped: only root can mount a small file system");
-        return Ok(None);
-    };
-    let builder = dumping(name).crash_setting("dump_folder", folder.0.display().to_string());
-    let vm = builder.crash_setting("min_free", "4KiB").disk(Disk::empty(8)).boot()?;
-    Ok(Some((vm, folder)))
-}
 
 /// The disk is full: at first there is not even room for the headers, then in the middle of the pages.
 #[test]
 fn a_full_disk_stops_the_dump_and_not_the_recovery() -> Result<()> {
-    let Some((vm, folder)) = with_small_folder("full", "64K")? else { return Ok(()) };
+    let Some((vm, folder)) = small_folder::boot(dumping("full"), "full", "64K")? else { return Ok(()) };
     vm.panic()?;
     vm.wait_incarnation(2)?;
     let mut held_before = u64::MAX;
@@ -88,7 +48,7 @@ fn count_of(kind: &'static str, count: usize) -> impl Fn(&Value) -> bool {
 
 #[test]
 fn a_dump_that_is_given_up_leaves_what_it_has_and_its_memory() -> Result<()> {
-    let Some((vm, folder)) = with_small_folder("given-up", "3M")? else { return Ok(()) };
+    let Some((vm, folder)) = small_folder::boot(dumping("given-up"), "given-up", "3M")? else { return Ok(()) };
     vm.panic()?;
     vm.wait_incarnation(2)?;
     vm.wait_event("a full disk", |event| event["kind"] == "dump_waits")?;
@@ -96,7 +56,7 @@ fn a_dump_that_is_given_up_leaves_what_it_has_and_its_memory() -> Result<()> {
     assert!(refused.status != 0 && refused.text().contains("a dump is waiting"), "{}", refused.text());
     vm.cli(&["dump", vm.name(), "--discard"])?;
     assert_nothing_held(&vm)?;
-    let [file] = &dump::files(&folder.0)[..] else { panic!("{:?}", dump::files(&folder.0)) };
+    let [file] = &dump::files(folder.path())[..] else { panic!("{:?}", dump::files(folder.path())) };
     assert!(file.to_string_lossy().ends_with(".incomplete"));
     assert_eq!(last_words(file), None);
     assert_eq!(dump::status(&vm, 1)?["state"], "incomplete");
@@ -152,6 +112,25 @@ fn a_keeper_killed_while_the_next_guest_starts_dumps_all_the_same() -> Result<()
     })
 }
 
+/// All is in the file but its name, which is taken; the keeper dies at that point.
+#[test]
+fn a_keeper_killed_while_the_dump_gets_its_name_is_carried_on() -> Result<()> {
+    let vm = slow("killed-finish").boot()?;
+    vm.panic()?;
+    let file = file_of(&wait_event(&vm, "dump_progress", 1)?);
+    std::fs::write(&file, "in the way").expect("the folder is the test's");
+    let waits = wait_event(&vm, "dump_waits", 1)?;
+    assert!(waits["why"].to_string().contains("cannot be renamed"), "{waits}");
+    assert_nothing_held(&vm)?;
+    vm.kill_keeper()?;
+    std::fs::remove_file(&file).expect("it was left alone");
+    vm.restart_keeper()?;
+    assert_eq!(file_of(&wait_complete(&vm, 1)?), file);
+    assert_eq!(last_words(&file).as_deref(), REASON);
+    assert_eq!(dump::files(&vm.dump_folder()), [file]);
+    assert_nothing_held(&vm)
+}
+
 /// Keeper and QEMU die together in the middle of a dump: nothing guards the disks, but the dump needs no guard.
 #[test]
 fn a_dump_outlives_both_keeper_and_qemu() -> Result<()> {
@@ -202,6 +181,29 @@ fn a_second_crash_without_room_is_recovered_from_and_says_so() -> Result<()> {
     vm.wait_incarnation(3)?;
     assert_eq!(last_words(&file_of(&wait_complete(&vm, 1)?)).as_deref(), REASON);
     assert_eq!(dump::files(&vm.dump_folder()).len(), 1);
+    Ok(())
+}
+
+/// The machine waits before its next start, and its dump does not.
+#[test]
+fn the_crash_that_closes_a_crash_loop_is_dumped_too() -> Result<()> {
+    let builder = dumping("looped").crash_setting("loop_count", 2).crash_setting("loop_window_s", 86_400);
+    let builder = builder.crash_setting("loop_delay_s", 3600).crash_setting("loop_delay_max_s", 86_400);
+    let vm = builder.disk(Disk::empty(8)).boot()?;
+    vm.panic()?;
+    vm.wait_incarnation(2)?;
+    wait_complete(&vm, 1)?;
+    vm.panic()?;
+    vm.wait_event("a crash loop", |event| event["kind"] == "crash_loop")?;
+    let second = file_of(&wait_complete(&vm, 2)?);
+    assert_eq!(last_words(&second).as_deref(), REASON);
+    assert_eq!(vm.status()?["state"], "recovering");
+    assert_nothing_held(&vm)?;
+    vm.reboot()?;
+    vm.wait_incarnation(3)?;
+    let recovery = &vm.explain()?["recovery"];
+    assert_eq!((&recovery["cause"], &recovery["warm"]), (&"panic".into(), &true.into()), "{recovery}");
+    assert_eq!(recovery["dump"]["file"], second.display().to_string());
     Ok(())
 }
 

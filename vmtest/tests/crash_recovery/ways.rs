@@ -79,6 +79,29 @@ fn running_out_of_memory_is_dumped() -> Result<()> {
     is_dumped(&vm, |vm| vm.guest().start("tail /dev/zero").map(drop), ("panic", "Out of memory")).map(drop)
 }
 
+#[test]
+fn a_hung_task_is_dumped() -> Result<()> {
+    let vm = dumping("hung").disk(Disk::ext4(64)).boot()?;
+    vm.sh("mount -t ext4 /dev/vda /mnt; cd /proc/sys/kernel; echo 1 >hung_task_panic; echo 2 >hung_task_timeout_secs")?;
+    let hang = |vm: &TestVm| vm.guest().start("fsfreeze --freeze /mnt; touch /mnt/never").map(drop);
+    is_dumped(&vm, hang, ("panic", "hung_task: blocked tasks")).map(drop)
+}
+
+/// Debian's cloud kernel has no driver for the device. A shell writes to its registers what a driver would: two stages of
+/// a second each, no interrupt after the first, go. Nobody feeds it.
+const START_WATCHDOG: &str = "device=$(dirname $(grep -l 0x25ab /sys/bus/pci/devices/*/device)); \
+    printf '\\007\\000' | dd of=$device/config bs=2 seek=48 count=1 conv=notrunc; \
+    printf '\\002' | dd of=$device/config bs=1 seek=104 count=1 conv=notrunc";
+
+#[test]
+fn a_watchdog_that_nobody_feeds_is_dumped() -> Result<()> {
+    let action: toml::Table = [("action".to_owned(), "crash".into())].into_iter().collect();
+    let vm = dumping("watchdog").setting("watchdog", action).boot()?;
+    let dumped = is_dumped(&vm, |vm| vm.guest().start(START_WATCHDOG).map(drop), ("watchdog", ""))?;
+    assert_eq!((&dumped["warnings"], &dumped["level"]), (&Value::Null, &31.into()), "{dumped}");
+    vm.wait_event("its word", |event| event["kind"] == "watchdog_expired" && event["action"] == "pause").map(drop)
+}
+
 /// The guest is gone with all its registers; the kernel's own note is found in its memory.
 #[test]
 fn the_end_of_qemu_is_dumped_without_registers() -> Result<()> {

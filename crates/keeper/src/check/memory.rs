@@ -18,7 +18,7 @@ pub fn check(config: &Config, root: &RuntimeRoot, life: Life, problems: &mut Vec
         return;
     }
     let folder = existing(&config.memory_folder);
-    let wanted_bytes = config.memory_bytes + config.budget_slack_bytes;
+    let wanted_bytes = config.most_memory_bytes();
     match must_hold(folder, wanted_bytes) {
         Ok(room) => {
             suitable(config, room, problems);
@@ -53,7 +53,8 @@ fn promised(root: &RuntimeRoot, own_name: &str) -> Promised {
     for name in root.names().into_iter().filter(|name| name != own_name) {
         let Ok(status) = Client::new(root.api_socket(&name)).with_patience(PATIENCE).status() else { continue };
         let memory = status.memory;
-        promised.bytes += memory.budget_bytes.saturating_sub(memory.resident_bytes + memory.ember_bytes);
+        let most_bytes = memory.budget_bytes + memory.headroom_bytes;
+        promised.bytes += most_bytes.saturating_sub(memory.resident_bytes + memory.ember_bytes);
         promised.machines.push(name);
     }
     promised

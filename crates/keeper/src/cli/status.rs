@@ -129,7 +129,7 @@ fn memory(status: &MachineStatus) -> Vec<String> {
     let known = format!("{} pages known to hold a disk block", status.ledger_pages);
     vec![
         row("RAM", bytes(memory.ram_bytes), String::new(), String::new()),
-        row("budget", bytes(memory.budget_bytes), String::new(), String::new()),
+        row("budget", bytes(memory.budget_bytes), String::new(), headroom(memory.headroom_bytes)),
         part("living", memory.resident_bytes),
         part("ember", memory.ember_bytes),
         part("held", memory.held_bytes),
@@ -139,6 +139,13 @@ fn memory(status: &MachineStatus) -> Vec<String> {
     .into_iter()
     .chain(memory.admission.map(|admission| granted(&admission, memory.ram_bytes)))
     .collect()
+}
+
+fn headroom(headroom_bytes: u64) -> String {
+    if headroom_bytes == 0 {
+        return String::new();
+    }
+    format!("and {} more while a dump holds memory", bytes(headroom_bytes))
 }
 
 fn granted(admission: &AdmissionStatus, ram_bytes: u64) -> String {

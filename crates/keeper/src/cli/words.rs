@@ -27,6 +27,10 @@ pub fn describe(event: &EventKind) -> String {
         EventKind::IncarnationEnded { cause } => format!("incarnation ended: {}", cause.words()),
         EventKind::GuestPanicked => "guest panicked".to_owned(),
         EventKind::WatchdogExpired { action } => format!("guest stopped feeding its watchdog ({action})"),
+        EventKind::CrashLoop { delay_s, next_start } => {
+            let delay = milliseconds(*delay_s as f64 * 1e3);
+            format!("crash loop: the next guest starts in {delay}, at {next_start}, or with `hearth reboot`")
+        }
         EventKind::RegistersTaken { bytes, duration_ms } => {
             format!("registers taken in {}, {bytes} bytes", milliseconds(*duration_ms))
         }

@@ -56,6 +56,8 @@ pub struct CrashSection {
     pub mib_per_second: Option<u64>,
     pub loop_count: Option<u32>,
     pub loop_window_s: Option<u64>,
+    pub loop_delay_s: Option<u64>,
+    pub loop_delay_max_s: Option<u64>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

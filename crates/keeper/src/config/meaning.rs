@@ -35,6 +35,8 @@ const CHUNK_BYTES_MAX: u64 = 4 << 30;
 const DUMP_THREADS_MAX: usize = 4;
 const DEFAULT_LOOP_COUNT: u32 = 5;
 const DEFAULT_LOOP_WINDOW_S: u64 = 60;
+const DEFAULT_LOOP_DELAY_S: u64 = 10;
+const DEFAULT_LOOP_DELAY_MAX_S: u64 = 300;
 /// For root; with the user's number for others: a folder made by one user is closed to the next.
 const DEFAULT_MEMORY_FOLDER: &str = "/dev/shm/hearth";
 /// Where distributions put UEFI firmware, 4 MiB form first.
@@ -251,6 +253,8 @@ impl Resolver<'_> {
             mib_per_second: typed.mib_per_second,
             loop_count: typed.loop_count.unwrap_or(DEFAULT_LOOP_COUNT),
             loop_window_s: typed.loop_window_s.unwrap_or(DEFAULT_LOOP_WINDOW_S),
+            loop_delay_s: typed.loop_delay_s.unwrap_or(DEFAULT_LOOP_DELAY_S),
+            loop_delay_max_s: typed.loop_delay_max_s.unwrap_or(DEFAULT_LOOP_DELAY_MAX_S),
         })
     }
 

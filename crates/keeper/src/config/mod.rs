@@ -119,6 +119,8 @@ pub struct CrashConfig {
     pub mib_per_second: Option<u64>,
     pub loop_count: u32,
     pub loop_window_s: u64,
+    pub loop_delay_s: u64,
+    pub loop_delay_max_s: u64,
 }
 
 /// Who waits when dump and guest need the same disk.
@@ -263,6 +265,12 @@ impl Config {
         let text = fs::read_to_string(path).map_err(unreadable)?;
         let file = std::path::absolute(path).map_err(unreadable)?;
         Self::parse(&text, &file, root)
+    }
+
+    /// The most that the machine's memory files may ever hold.
+    pub fn most_memory_bytes(&self) -> u64 {
+        let headroom_bytes = if self.on_panic == OnPanic::DumpAndRecover { self.crash.headroom_bytes } else { 0 };
+        self.memory_bytes + self.budget_slack_bytes + headroom_bytes
     }
 
     /// `file` is where the text came from: relative paths start in its folder.

@@ -55,6 +55,8 @@ fn the_smallest_file_gets_every_default() {
             mib_per_second: None,
             loop_count: 5,
             loop_window_s: 60,
+            loop_delay_s: 10,
+            loop_delay_max_s: 300,
         },
         watchdog: None,
         rejuvenate: None,
@@ -67,6 +69,16 @@ fn the_smallest_file_gets_every_default() {
         extra_qemu_args: vec![],
     };
     assert_eq!(config, expect);
+}
+
+#[test]
+fn headroom_is_for_machines_that_dump_beside_the_next_guest() {
+    let most_mib = |on_panic: &str| {
+        let text = SMALL.replace("memory =", &format!("on_panic = \"{on_panic}\"\nbudget_slack = \"0%\"\nmemory ="));
+        parse(&format!("{text}\n[crash]\nheadroom = \"64MiB\"\n")).unwrap().most_memory_bytes() >> 20
+    };
+    assert_eq!(most_mib("dump+recover"), 1024 + 64);
+    assert_eq!(most_mib("recover"), 1024);
 }
 
 #[test]
@@ -100,6 +112,8 @@ fn everything_that_can_be_said_is_understood() {
         mib_per_second = 70
         loop_count = 3
         loop_window_s = 600
+        loop_delay_s = 2
+        loop_delay_max_s = 20
         [watchdog]
         action = "nmi"
         [rejuvenate]
@@ -142,6 +156,7 @@ fn everything_that_can_be_said_is_understood() {
     assert_eq!((crash.min_free_bytes, crash.chunk_bytes, crash.headroom_bytes), (10 << 30, 16 << 20, (512 << 20) / 10));
     assert_eq!((crash.disk_time, crash.mib_per_second), (DiskTime::Balanced, Some(70)));
     assert_eq!((crash.loop_count, crash.loop_window_s), (3, 600));
+    assert_eq!((crash.loop_delay_s, crash.loop_delay_max_s), (2, 20));
     assert_eq!(config.watchdog, Some(WatchdogAction::Nmi));
     let window = Some(DailyWindow { from_minute: 1380, to_minute: 300 });
     let rejuvenate = RejuvenateConfig { every_s: Some(2_592_000), rss_growth_mib: Some(256), window };

@@ -17,8 +17,9 @@ use hearth_recovery::hold::Hold;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::DumpNote;
 use hearth_recovery::vmcore::DeadRam;
+use hearth_recovery::vmcore::dump::incomplete_path;
 
-use super::dump::{Job, Order, Word};
+use super::dump::{Job, NoThread, Order, Task, Word};
 use super::dumps::Request;
 use super::{Machine, MachineError, Wanted};
 use crate::config::OnPanic;
@@ -137,7 +138,7 @@ impl Machine {
         if held_bytes == 0 {
             return None;
         }
-        let limit_bytes = self.budget.limit_bytes();
+        let limit_bytes = self.budget.limit_bytes(true);
         let wanted_bytes = held_bytes + dead.ram.residency_bytes().unwrap_or(u64::MAX / 2);
         let (wanted_mib, allowed_mib) = (wanted_bytes >> 20, (limit_bytes - limit_bytes / BOOT_PART_OF_BUDGET) >> 20);
         (wanted_mib > allowed_mib).then(|| {
@@ -151,10 +152,9 @@ impl Machine {
     /// Queues the dump of an incarnation that was banked with this hold.
     pub(super) fn queue_dump(&mut self, dead: &Incarnation, hold: Arc<Hold>) {
         let claim = self.claim(&dead.ram, hold, dead.number);
-        let file = match self.note_of(dead.number).and_then(|note| note.file.clone()) {
-            Some(file) => file,
-            None => self.shelf().name(dead.number, SystemTime::now()),
-        };
+        let noted = self.note_of(dead.number).and_then(|note| note.file.clone());
+        let begun = noted.is_some();
+        let file = noted.unwrap_or_else(|| self.shelf().name(dead.number, SystemTime::now()));
         if let Some(note) = self.journal.dumps.iter_mut().find(|note| note.incarnation == dead.number) {
             note.file = Some(file.clone());
         }
@@ -166,8 +166,8 @@ impl Machine {
         });
         let memory = self.dead_ram(&dead.ram);
         let request = Request { file: Some(file), ..Request::default() };
-        let task = self.task(request, dead.number, memory, Some(claim), registers);
-        self.dumps.queue(dead.number, false, task);
+        let (task, progress) = self.task(request, dead.number, memory, Some(claim), registers);
+        self.dumps.queue(dead.number, false, (Task { begun, ..task }, progress));
         self.start_next_dump();
     }
 
@@ -183,19 +183,21 @@ impl Machine {
     pub(super) fn start_next_dump(&mut self) {
         let (tell, log) = (self.parts.tell.clone(), self.parts.event_log.clone());
         let Some((incarnation, task, progress)) = self.dumps.next() else { return };
-        let started = Job::start(task, progress, move |word| {
+        let tell = move |word| {
             // At once: a machine that ends sees its dumps through without its loop.
             if let Word::Event(event) = &word {
                 log.record(event.clone());
             }
             // Fails only when the loop is gone, and then nobody wants to know.
             let _ = tell.send(crate::event::Event::Dump { incarnation, word });
-        });
-        match started {
+        };
+        match Job::start(task, progress.clone(), tell.clone()) {
             Ok(job) => self.dumps.started(job),
-            Err(error) => {
-                let message = format!("no thread to dump incarnation {incarnation}: {error}");
-                self.record(EventKind::Error { message });
+            Err(NoThread { task, .. }) if progress.is_given_up() => Job::end_without_thread(*task, &progress, &tell),
+            Err(NoThread { task, error }) => {
+                let (file, why) = (incomplete_path(&task.file), format!("no thread to dump with: {error}"));
+                self.record(EventKind::DumpWaits { file: file.display().to_string(), why: why.clone() });
+                self.dumps.not_started(*task, why);
             }
         }
     }
@@ -239,15 +241,15 @@ impl Machine {
 
     /// Waits for the dumps of a machine that ends, as long as they go on by themselves.
     pub(super) fn see_dumps_through(&mut self) {
-        while let Some(status) = self.dumps.current() {
-            if status.state.is_over() {
+        while let Some(first) = self.dumps.first().cloned() {
+            if first.wait_still() == DumpState::Waiting {
+                first.tell(Order::GiveUp);
+            } else {
                 self.dumps.over();
-                self.forget_dump(status.incarnation);
-                self.start_next_dump();
-            } else if status.state == DumpState::Waiting {
-                self.dumps.tell(Order::GiveUp);
+                self.forget_dump(first.status().incarnation);
             }
-            std::thread::sleep(Duration::from_millis(20));
+            // The one that comes next, or the same one if there was no thread for it.
+            self.start_next_dump();
         }
     }
 
@@ -256,8 +258,10 @@ impl Machine {
     }
 
     /// Memory that is about to be reused cannot be dumped as if it lived.
-    pub(super) fn end_living_dump(&self) {
+    pub(super) fn end_living_dump(&mut self) {
         self.dumps.end_living("the guest ended while it was dumped");
+        // It ends also where there was no thread for it.
+        self.start_next_dump();
     }
 
     /// A dump that goes on keeps the machine from stopping, unless it waits for somebody.

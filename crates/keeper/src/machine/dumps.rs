@@ -61,11 +61,23 @@ impl Dumps {
             return None;
         }
         let first = self.queue.front_mut()?;
+        first.task.as_ref()?;
+        if !first.progress.is_given_up() {
+            first.progress.enter(DumpState::Queued, None);
+        }
         Some((first.incarnation, first.task.take()?, first.progress.clone()))
     }
 
     pub fn started(&mut self, job: Job) {
         self.job = Some(job);
+    }
+
+    /// There was no thread for the one whose turn it is: it waits for an order.
+    pub fn not_started(&mut self, task: Task, why: String) {
+        if let Some(first) = self.queue.front_mut() {
+            first.task = Some(task);
+            first.progress.enter(DumpState::Waiting, Some(why));
+        }
     }
 
     /// The one under way is over. True if the guest was paused for it.
@@ -104,8 +116,13 @@ impl Dumps {
         self.queue.iter().for_each(|queued| queued.progress.tell(Order::GiveUp));
     }
 
+    /// The one under way, or whose turn it is.
+    pub fn first(&self) -> Option<&Arc<Progress>> {
+        self.queue.front().map(|queued| &queued.progress)
+    }
+
     pub fn current(&self) -> Option<DumpStatus> {
-        self.queue.front().map(|queued| queued.progress.status())
+        self.first().map(|progress| progress.status())
     }
 
     pub fn statuses(&self) -> Vec<DumpStatus> {
@@ -162,7 +179,9 @@ impl Machine {
             eta_s: None,
         };
         let progress = Arc::new(Progress::new(status, claim.clone(), self.warden.dump_buffers()));
-        let pace = Pace::new(crash.mib_per_second, crash.disk_time, self.suffers());
+        // A dump of a guest that lives frees no memory.
+        let guest_waits = if claim.is_some() { self.warden.guest_waits() } else { Arc::new(|| false) };
+        let pace = Pace::new(crash.mib_per_second, crash.disk_time, self.suffers(), guest_waits.clone());
         let task = Task {
             machine: self.parts.config.name.clone(),
             memory,
@@ -177,7 +196,9 @@ impl Machine {
             threads: crash.threads,
             shelf,
             pace,
+            guest_waits,
             file,
+            begun: false,
         };
         (task, progress)
     }
@@ -236,6 +257,8 @@ impl Machine {
         match self.dumps.current() {
             Some(status) if status.state == DumpState::Waiting => {
                 self.dumps.tell(Order::Resume);
+                // If there was no thread for it.
+                self.start_next_dump();
                 Ok(())
             }
             _ => Err(ApiError::new(ErrorWord::WrongState, "no dump waits").hint("`hearth status` shows all dumps")),
@@ -247,6 +270,8 @@ impl Machine {
             return Err(ApiError::new(ErrorWord::WrongState, "no dump is on its way"));
         }
         self.dumps.give_up_all();
+        // As above: it ends all the same.
+        self.start_next_dump();
         Ok(())
     }
 }

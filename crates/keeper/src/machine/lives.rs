@@ -27,7 +27,7 @@ impl Machine {
 
     /// QEMU's process is gone: its memory is dead.
     pub(super) fn qemu_ended(&mut self, how: String) -> Result<(), MachineError> {
-        let Some(Life { incarnation, generation, cause, .. }) = self.life.take() else { return Ok(()) };
+        let Some(Life { incarnation, generation, began, cause }) = self.life.take() else { return Ok(()) };
         self.drop_gate();
         let cause = cause.unwrap_or(EndCause::QemuDied);
         self.last_end = Some(cause);
@@ -44,12 +44,21 @@ impl Machine {
         if stops {
             return self.stop_after_dumps(incarnation);
         }
-        self.guard_against_crash_loop(cause)?;
-        self.succeed(incarnation, cause)
+        let delay = self.crashes.ended(began.elapsed(), cause, &self.parts.config.crash);
+        // Who asked for the next guest gets it.
+        let delay = delay.filter(|_| self.wanted == Wanted::Run);
+        self.bury(incarnation, cause)?;
+        match delay {
+            Some(delay) => {
+                self.back_off(delay);
+                Ok(())
+            }
+            None => self.start_next(),
+        }
     }
 
-    /// The next incarnation starts from what the dead one left.
-    fn succeed(&mut self, dead: Incarnation, cause: EndCause) -> Result<(), MachineError> {
+    /// What the dead incarnation leaves is made ready for the next one.
+    fn bury(&mut self, dead: Incarnation, cause: EndCause) -> Result<(), MachineError> {
         let why_cold = self.why_cold(&dead);
         self.wanted = Wanted::Run;
         self.enter(MachineState::Recovering);
@@ -65,10 +74,16 @@ impl Machine {
             (None, Some(_)) => self.drop_memory(&dead),
             (None, None) => self.phase(Phase::Bank, |machine| machine.bank(dead)),
         }
+        // Beside all that follows: the next guest is going to need the memory.
+        self.warden.settle();
+        Ok(())
+    }
+
+    /// The next incarnation starts from what the dead one left.
+    pub(super) fn start_next(&mut self) -> Result<(), MachineError> {
+        self.wanted = Wanted::Run;
         let next = self.next_incarnation()?;
         self.phase(Phase::Attach, |machine| machine.succession().attach(&next))?;
-        // Beside QEMU's start: the next guest is going to need the memory.
-        self.warden.settle();
         self.phase(Phase::Launch, |machine| machine.launch(next))?;
         if let Some(timeline) = &mut self.timeline {
             timeline.recovered();
@@ -132,6 +147,10 @@ impl Machine {
         if let Some(hold) = self.hold_for(&dead) {
             self.bank_held(dead, hold, true);
         }
+        self.stop_when_dumped()
+    }
+
+    pub(super) fn stop_when_dumped(&mut self) -> Result<(), MachineError> {
         if !self.must_wait_for_dumps() {
             return self.stopped();
         }
@@ -250,21 +269,6 @@ impl Machine {
         self.journal.save(&self.parts.folders.journal())?;
         self.enter(MachineState::Stopped);
         Ok(())
-    }
-
-    fn guard_against_crash_loop(&mut self, cause: EndCause) -> Result<(), MachineError> {
-        if !matches!(cause, EndCause::Panic | EndCause::Watchdog | EndCause::QemuDied) {
-            return Ok(());
-        }
-        let crash = &self.parts.config.crash;
-        let (count, window_s) = (crash.loop_count as usize, crash.loop_window_s);
-        let now = Instant::now();
-        self.crashes.push_back(now);
-        self.crashes.retain(|&crash| (now - crash).as_secs() < window_s);
-        if self.crashes.len() < count {
-            return Ok(());
-        }
-        Err(MachineError::CrashLoop { name: self.parts.config.name.clone(), count, window_s })
     }
 
     pub(super) fn fail(&mut self, error: &MachineError) {

@@ -17,6 +17,8 @@
 //!      Failed                     +--> Recovering
 //! ```
 //!
+//! A machine that crashes again and again waits in Recovering before its next start (`crash_loop`).
+//!
 //! A rejuvenation happens within Running: the incarnation stays, the QEMU changes (see `rejuvenate`).
 //!
 //! Every way out of Running goes through the end of QEMU's process, seen by its pidfd: only then is its memory dead and
@@ -26,6 +28,7 @@
 mod access;
 pub mod age;
 mod crash;
+mod crash_loop;
 pub mod dump;
 mod dumps;
 mod folders;
@@ -41,7 +44,6 @@ mod takeover;
 mod timeline;
 pub mod warden;
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
@@ -64,6 +66,7 @@ use crate::event::Event;
 use crate::event_log::EventLog;
 
 use crash::Harvest;
+use crash_loop::{BackOff, Crashes};
 use dumps::Dumps;
 pub use folders::{FolderError, Folders};
 use generation::Generation;
@@ -98,8 +101,6 @@ pub enum MachineError {
     Launch(#[from] generation::LaunchError),
     #[error("the warden thread cannot be started")]
     Warden(#[source] std::io::Error),
-    #[error("the guest crashed {count} times within {window_s} s; not restarted again: see `hearth events {name}`")]
-    CrashLoop { name: String, count: usize, window_s: u64 },
 }
 
 /// What a machine is made from; all of it checked.
@@ -132,7 +133,9 @@ pub struct Machine {
     timeline: Option<Timeline>,
     last_rejuvenation: Option<Rejuvenation>,
     schedule: age::Schedule,
-    crashes: VecDeque<Instant>,
+    crashes: Crashes,
+    /// There is no guest, and the next one is waited for.
+    back_off: Option<BackOff>,
     started: Instant,
     dumps: Dumps,
     /// What a dead keeper left to be dumped.
@@ -169,7 +172,11 @@ impl Machine {
         };
         let tagger = parts.folders.tagger()?;
         let ember = Arc::new(Ember::new(&parts.folders.memory, tagger.clone()));
-        let budget = Budget { ram_bytes: parts.config.memory_bytes, slack_bytes: parts.config.budget_slack_bytes };
+        let budget = Budget {
+            ram_bytes: parts.config.memory_bytes,
+            slack_bytes: parts.config.budget_slack_bytes,
+            headroom_bytes: parts.config.crash.headroom_bytes,
+        };
         let tell = parts.tell.clone();
         let warden = warden::Warden::start(&parts.config.name, budget, ember.clone(), move |word| {
             // Fails only when the loop is gone, and then nobody wants to know.
@@ -193,7 +200,8 @@ impl Machine {
             timeline: None,
             last_rejuvenation: None,
             schedule: age::Schedule::new(),
-            crashes: VecDeque::new(),
+            crashes: Crashes::default(),
+            back_off: None,
             started: Instant::now(),
             dumps: Dumps::default(),
             unfinished_dumps: Vec::new(),
@@ -229,12 +237,16 @@ impl Machine {
     }
 
     fn deadline(&self) -> Option<Instant> {
-        self.power_off_at().into_iter().chain(self.next_look()).min()
+        [self.power_off_at(), self.backs_off_until(), self.next_look()].into_iter().flatten().min()
     }
 
     fn time_is_up(&mut self) -> Result<(), MachineError> {
+        let now = Instant::now();
+        if let Some(back_off) = self.back_off.take_if(|back_off| back_off.is_over(now)) {
+            return self.end_back_off(&back_off);
+        }
         match self.power_off_at() {
-            Some(power_off_at) if power_off_at <= Instant::now() => self.power_off(),
+            Some(power_off_at) if power_off_at <= now => self.power_off(),
             _ => self.look_at_age(),
         }
     }

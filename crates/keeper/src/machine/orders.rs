@@ -34,6 +34,9 @@ impl Machine {
     }
 
     fn reboot(&mut self, request: RebootRequest) -> Result<(), ApiError> {
+        if self.cut_back_off_short(Wanted::Reboot { cold: request.cold, power_off_at: Instant::now() }) {
+            return Ok(());
+        }
         let paused = self.state == MachineState::Paused;
         self.must_live("reboot")?;
         let patience = if request.force || paused { Duration::ZERO } else { SHUTDOWN_PATIENCE };
@@ -47,6 +50,10 @@ impl Machine {
     pub(super) fn stop(&mut self, force: bool) -> Result<(), ApiError> {
         if force && self.stops_after_dumps {
             self.dumps.give_up_all();
+            return Ok(());
+        }
+        if self.cut_back_off_short(Wanted::Stop { power_off_at: Instant::now() }) {
+            self.enter(MachineState::Stopping);
             return Ok(());
         }
         let paused = self.state == MachineState::Paused;
@@ -106,10 +113,10 @@ impl Machine {
 
     pub(super) fn power_off_at(&self) -> Option<Instant> {
         match self.wanted {
+            _ if self.life.is_none() => None,
             Wanted::Run => None,
             Wanted::Reboot { power_off_at, .. } | Wanted::Stop { power_off_at } => Some(power_off_at),
         }
-        .filter(|_| self.life.is_some())
     }
 
     /// The guest did not go by itself, or need not be asked.

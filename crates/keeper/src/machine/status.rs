@@ -20,6 +20,7 @@ impl Machine {
             name: config.name.clone(),
             state: self.state,
             state_why: self.state_why.clone(),
+            next_start: self.next_start(),
             incarnation: self.journal.incarnation,
             cause_of_last_end: self.last_end,
             uptime_s: life.map_or(0.0, |life| life.began.elapsed().as_secs_f64()),
@@ -55,7 +56,8 @@ impl Machine {
             ember_bytes: usage.ember_bytes,
             held_bytes: self.ember.held_bytes(),
             dump_buffer_bytes: usage.buffer_bytes,
-            budget_bytes: self.budget.limit_bytes(),
+            budget_bytes: self.budget.limit_bytes(false),
+            headroom_bytes: self.budget.headroom_bytes,
             peak_bytes: self.warden.peak_bytes(),
             admission: self.gate.as_ref().map(MemoryGate::status),
         }

@@ -124,7 +124,7 @@ impl Ember {
         let view = dead.ram.map().map_err(|source| EmberError::Ram { incarnation: number, source })?;
         let mut sources = lock(&self.sources);
         while sources.len() >= SOURCES_MAX {
-            let Some(oldest) = sources.iter().position(|source| !source.is_held()) else { break };
+            let Some(oldest) = sources.iter().position(|source| !source.is_dumped()) else { break };
             let oldest = sources.remove(oldest);
             discard_files(&self.folder, oldest.incarnation);
         }
@@ -226,7 +226,7 @@ impl Ember {
             swept += ram.release_pages(pages.into_iter().map(u64::from))?;
         }
         lock(&self.sources).retain(|source| {
-            let keep = source.is_held() || source.remaining() > 0 || !source.released.is_empty();
+            let keep = source.is_dumped() || source.remaining() > 0 || !source.released.is_empty();
             if !keep {
                 discard_files(&self.folder, source.incarnation);
             }
@@ -244,12 +244,13 @@ impl Ember {
     /// Serves nothing any more, for a cold start. What is held stays for its dump, and nothing else of it.
     pub fn extinguish(&self) {
         lock(&self.sources).retain_mut(|source| {
-            if source.is_held() {
+            let keep = source.is_dumped();
+            if keep {
                 source.forget_everything();
             } else {
                 discard_files(&self.folder, source.incarnation);
             }
-            source.is_held()
+            keep
         });
         self.counters.restart(0);
     }

@@ -48,6 +48,11 @@ impl Source {
         self.hold.as_ref().is_some_and(|hold| !hold.is_empty())
     }
 
+    /// A dump of it is not over: its files are needed.
+    pub(super) fn is_dumped(&self) -> bool {
+        self.hold.as_ref().is_some_and(|hold| !hold.is_over())
+    }
+
     /// What the guest never touched is held as well, and holds no memory.
     pub(super) fn held_bytes(&self) -> u64 {
         let held_bytes = self.hold.as_ref().map_or(0, |hold| hold.count() * PAGE_BYTES);

@@ -203,7 +203,7 @@ fn what_was_written_goes_or_becomes_trimmable() {
     assert_eq!(ember.let_go(1, 28..36).unwrap(), 5 * PAGE_BYTES);
     assert_eq!(resident_pages(&ember), [0..31, 36..64]);
     assert_eq!(ember.trim(u64::MAX).unwrap(), 3 * PAGE_BYTES);
-    hold.let_go_of_all();
+    hold.end();
     ember.let_go(1, 0..64).unwrap();
     assert_eq!(ember.trim(u64::MAX).unwrap(), 28 * PAGE_BYTES);
     assert_eq!(std::fs::read_dir(folder.folder.path()).unwrap().count(), 0);
@@ -231,7 +231,7 @@ fn dumps_that_wait_are_not_pushed_out_by_later_deaths() {
         ember.bank(folder.dead(number, number..number + 1)).unwrap();
     }
     assert_eq!(ember.incarnations(), [1, 4, 5, 6]);
-    hold.let_go_of_all();
+    hold.end();
     ember.bank(folder.dead(7, 7..8)).unwrap();
     assert_eq!(ember.incarnations(), [4, 5, 6, 7]);
 }

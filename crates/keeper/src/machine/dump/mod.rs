@@ -4,18 +4,22 @@
 //! free) -> finish (complete, old dumps go)
 //!
 //! A step that fails waits for a person (`hearth dump --resume` or `--discard`) and is then tried again: no memory is
-//! given up for a full disk. The compressors have the lowest priority, because the guest that serves comes first; the
-//! writer has not, because it is what gives memory back. Each compressor holds one chunk, and the writer one more.
+//! given up for a full disk. The compressors have the lowest priority, because the guest that serves comes first, unless
+//! it waits for the memory that they are to free; the writer has not, because it is what gives memory back. Each
+//! compressor holds one chunk, and the writer one more.
 
 mod pace;
+mod priority;
 mod progress;
 mod shelf;
+#[cfg(test)]
+mod tests;
 
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::mpsc::sync_channel;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -25,16 +29,18 @@ use hearth_recovery::crash_recovery::{Claim, Judgement, Phase, judge};
 use hearth_recovery::vmcore::dump::{Dump, DumpError, Format, Plan, Written, incomplete_path};
 use hearth_recovery::vmcore::linux::ClassCounts;
 use hearth_recovery::vmcore::notes::Notes;
-use hearth_recovery::vmcore::{DeadRam, DumpLevel, PhysicalMemory};
+use hearth_recovery::vmcore::{DeadRam, DumpLevel, Packed, PhysicalMemory, VmcoreFile};
 
 pub use pace::{Pace, Suffers};
+use priority::Compressors;
+pub use priority::GuestWaits;
 pub use progress::{Order, Progress};
 pub use shelf::Shelf;
 
 /// Time between two words about progress.
 const PROGRESS_EVERY: Duration = Duration::from_secs(2);
-/// What the kernel calls the lowest priority.
-const LOWEST_PRIORITY: i32 = 19;
+/// Time between two looks at whether the guest waits for memory.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// What a dump tells the machine's loop.
 #[derive(Clone, Debug)]
@@ -63,8 +69,17 @@ pub struct Task {
     pub threads: u32,
     pub shelf: Shelf,
     pub pace: Pace,
+    pub guest_waits: GuestWaits,
     /// What the file is called in the end.
     pub file: PathBuf,
+    /// By an earlier keeper.
+    pub begun: bool,
+}
+
+/// A dump that could not be begun, and may be later.
+pub struct NoThread {
+    pub task: Box<Task>,
+    pub error: io::Error,
 }
 
 /// A dump that is under way; dropping it gives it up.
@@ -74,12 +89,37 @@ pub struct Job {
 }
 
 impl Job {
-    pub fn start(task: Task, progress: Arc<Progress>, tell: impl Fn(Word) + Send + 'static) -> io::Result<Self> {
+    pub fn start(task: Task, progress: Arc<Progress>, tell: impl Fn(Word) + Send + 'static) -> Result<Self, NoThread> {
+        Self::start_in(std::thread::Builder::new(), task, progress, tell)
+    }
+
+    fn start_in(
+        builder: std::thread::Builder,
+        task: Task,
+        progress: Arc<Progress>,
+        tell: impl Fn(Word) + Send + 'static,
+    ) -> Result<Self, NoThread> {
         let seen = progress.clone();
-        let thread = std::thread::Builder::new()
-            .name(format!("dump-{}", task.machine))
-            .spawn(move || Work { task, progress: &seen, tell: &tell }.run())?;
-        Ok(Self { progress, thread: Some(thread) })
+        // What a thread that cannot be had is given is gone with it, and the task must not be.
+        let (give, take) = channel();
+        let thread = builder.name(format!("dump-{}", task.machine)).spawn(move || {
+            if let Ok(task) = take.recv() {
+                Work { task, progress: &seen, tell: &tell }.run();
+            }
+        });
+        match thread {
+            Ok(thread) => {
+                // The thread waits for just this.
+                let _ = give.send(task);
+                Ok(Self { progress, thread: Some(thread) })
+            }
+            Err(error) => Err(NoThread { task: Box::new(task), error }),
+        }
+    }
+
+    /// Ends a dump that was given up before a thread could be had for it.
+    pub fn end_without_thread(task: Task, progress: &Progress, tell: &dyn Fn(Word)) {
+        Work { task, progress, tell }.end(Err(GivenUp));
     }
 }
 
@@ -117,8 +157,12 @@ struct Work<'a> {
 impl Work<'_> {
     fn run(mut self) {
         let done = self.dump();
+        self.end(done);
+    }
+
+    fn end(self, done: Result<(), GivenUp>) {
         if let Some(claim) = &self.task.claim
-            && let Err(error) = claim.give_up()
+            && let Err(error) = claim.end()
         {
             tracing::warn!(%error, "memory of the dump is not released");
         }
@@ -132,6 +176,15 @@ impl Work<'_> {
     }
 
     fn dump(&mut self) -> Result<(), GivenUp> {
+        if self.progress.is_given_up() {
+            return Err(GivenUp);
+        }
+        if let Some(file) = self.completed_before() {
+            let pages = file.survey().pages;
+            self.progress.update(|status| status.pages = pages);
+            self.complete(pages, file.file_bytes());
+            return Ok(());
+        }
         let mut dump = match self.resume()? {
             Some(dump) => dump,
             None => self.begin()?,
@@ -139,6 +192,12 @@ impl Work<'_> {
         self.progress.enter(DumpState::Writing, None);
         self.timed(Phase::Write, |work| work.write(&mut dump))?;
         self.timed(Phase::Finish, |work| work.finish(dump))
+    }
+
+    /// An earlier keeper died after the last step, before it could say so.
+    fn completed_before(&self) -> Option<VmcoreFile> {
+        let is_named = self.task.begun && !incomplete_path(&self.task.file).exists();
+        is_named.then(|| VmcoreFile::open(&self.task.file).ok()).flatten().filter(VmcoreFile::is_complete)
     }
 
     /// What an earlier keeper began. None: nothing that could be gone on with, and nothing released either.
@@ -227,14 +286,15 @@ impl Work<'_> {
         let next = AtomicUsize::new(0);
         let mut told = Instant::now();
         let (memory, progress) = (self.task.memory.clone(), self.progress);
+        let compressors = Compressors::default();
         std::thread::scope(|scope| {
             // No room in the channel: a compressor that is ahead waits with its chunk.
             let (packed, to_write) = sync_channel(0);
             for number in 0..self.task.threads.max(1) {
                 let (packed, mut packer) = (packed.clone(), dump.packer());
-                let (chunks, next, memory) = (&chunks, &next, &memory);
+                let (chunks, next, memory, compressors) = (&chunks, &next, &memory, &compressors);
                 let pack_all = move || {
-                    lower_priority();
+                    let _member = compressors.join();
                     while let Some(chunk) = chunks.get(next.fetch_add(1, Relaxed)) {
                         let most = chunk.pages * PAGE_BYTES;
                         progress.buffers_grow(most);
@@ -255,7 +315,7 @@ impl Work<'_> {
                 }
             }
             drop(packed);
-            for packed in to_write {
+            while let Some(packed) = self.next_packed(&to_write, &compressors) {
                 let bytes = packed.bytes();
                 self.task.pace.wait(bytes, progress);
                 let written = self.insist(|work| {
@@ -272,6 +332,18 @@ impl Work<'_> {
             }
             if progress.is_given_up() { Err(GivenUp) } else { Ok(()) }
         })
+    }
+
+    /// None: that was the last one.
+    fn next_packed(&self, to_write: &Receiver<Packed>, compressors: &Compressors) -> Option<Packed> {
+        loop {
+            compressors.hurry((self.task.guest_waits)());
+            match to_write.recv_timeout(LOOK_EVERY) {
+                Ok(packed) => return Some(packed),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return None,
+            }
+        }
     }
 
     fn written(&self, pfns: std::ops::Range<u64>, written: &Written) {
@@ -293,17 +365,20 @@ impl Work<'_> {
             let dump = dump.take().map_or_else(|| Dump::resume(&file), Ok)?;
             Ok(dump.finish()?)
         })?;
+        self.complete(self.progress.status().pages_written, finished.file_bytes);
+        Ok(())
+    }
+
+    fn complete(&mut self, pages: u64, bytes: u64) {
         // Before anybody hears that it is complete.
         match self.task.shelf.prune() {
             Ok(old) => old.iter().for_each(|old| tracing::info!(file = %old.display(), "an old dump is removed")),
             Err(error) => self.warn(format!("old dumps cannot be removed: {error}")),
         }
+        self.progress.update(|status| status.pages_written = pages);
         self.progress.enter(DumpState::Complete, None);
-        let status = self.progress.status();
-        let duration_ms = status.duration_s * 1e3;
-        let (file, bytes) = (file.display().to_string(), finished.file_bytes);
-        self.event(EventKind::DumpComplete { file, pages: status.pages_written, bytes, duration_ms });
-        Ok(())
+        let (file, duration_ms) = (self.task.file.display().to_string(), self.progress.status().duration_s * 1e3);
+        self.event(EventKind::DumpComplete { file, pages, bytes, duration_ms });
     }
 
     /// Tries until it succeeds or is given up; after each failure somebody has to say how to go on.
@@ -360,14 +435,6 @@ impl Work<'_> {
 
     fn event(&self, event: EventKind) {
         (self.tell)(Word::Event(event));
-    }
-}
-
-/// On Linux a thread has a priority of its own.
-fn lower_priority() {
-    let this_thread = Some(rustix::thread::gettid());
-    if let Err(error) = rustix::process::setpriority_process(this_thread, LOWEST_PRIORITY) {
-        tracing::debug!(%error, "a compressor keeps its priority");
     }
 }
 

@@ -20,7 +20,8 @@ pub enum Order {
 /// Shared by the dump's threads and the machine.
 pub struct Progress {
     state: Mutex<Tracked>,
-    told: Condvar,
+    /// Something was ordered, or the state is another.
+    changed: Condvar,
     /// What of it is not released yet.
     claim: Option<Claim>,
     /// The machine's, for all its dumps.
@@ -39,7 +40,7 @@ struct Tracked {
 impl Progress {
     pub fn new(status: DumpStatus, claim: Option<Claim>, buffer_bytes: Arc<AtomicU64>) -> Self {
         let tracked = Tracked { status, order: None, began: Instant::now(), writing: None, ended: None };
-        Self { state: Mutex::new(tracked), told: Condvar::new(), claim, buffer_bytes }
+        Self { state: Mutex::new(tracked), changed: Condvar::new(), claim, buffer_bytes }
     }
 
     /// As it is now.
@@ -75,6 +76,7 @@ impl Progress {
         if state.is_over() {
             tracked.ended = Some(Instant::now());
         }
+        self.changed.notify_all();
     }
 
     pub fn tell(&self, order: Order) {
@@ -83,7 +85,7 @@ impl Progress {
         if tracked.order != Some(Order::GiveUp) {
             tracked.order = Some(order);
         }
-        self.told.notify_all();
+        self.changed.notify_all();
     }
 
     pub fn is_given_up(&self) -> bool {
@@ -93,7 +95,7 @@ impl Progress {
     /// Waits until something is ordered, however long it takes.
     pub fn wait_order(&self) -> Order {
         let tracked = self.tracked();
-        let mut tracked = self.told.wait_while(tracked, |tracked| tracked.order.is_none()).expect(NO_PANIC);
+        let mut tracked = self.changed.wait_while(tracked, |tracked| tracked.order.is_none()).expect(NO_PANIC);
         let order = tracked.order.expect("just waited for");
         if order == Order::Resume {
             tracked.order = None;
@@ -101,11 +103,21 @@ impl Progress {
         order
     }
 
+    /// Waits until it is over, or stands still and nobody has given it up.
+    pub fn wait_still(&self) -> DumpState {
+        let goes_on = |tracked: &mut Tracked| {
+            let waits = tracked.status.state == DumpState::Waiting && tracked.order != Some(Order::GiveUp);
+            !waits && !tracked.status.state.is_over()
+        };
+        let tracked = self.changed.wait_while(self.tracked(), goes_on).expect(NO_PANIC);
+        tracked.status.state
+    }
+
     /// Sleeps, unless it is given up meanwhile.
     pub fn pause(&self, time: Duration) {
         let tracked = self.tracked();
         let given_up = |tracked: &mut Tracked| tracked.order != Some(Order::GiveUp);
-        drop(self.told.wait_timeout_while(tracked, time, given_up).expect(NO_PANIC));
+        drop(self.changed.wait_timeout_while(tracked, time, given_up).expect(NO_PANIC));
     }
 
     pub fn buffers_grow(&self, bytes: u64) {

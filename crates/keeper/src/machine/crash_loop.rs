@@ -1,0 +1,154 @@
+//! Crash loop: a machine that crashes again and again waits before its next start, longer each time.
+//!
+//! crash -> too many within the window? -> no: the next guest at once | yes: back off -> the time is over, or
+//! `hearth reboot` -> the next guest
+//!
+//! The window counts the time in which guests lived: a machine does not get well by waiting. Dumps go on meanwhile. The
+//! keeper's memory of crashes dies with it: its successor starts at once.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant, SystemTime};
+
+use hearth_api::{EndCause, EventKind, rfc3339};
+
+use super::{Machine, MachineError, Wanted};
+use crate::config::CrashConfig;
+
+/// More make no difference: the shortest delay becomes the longest that can be configured (1 s, 1 day).
+const DOUBLINGS_MAX: usize = 17;
+
+/// How often the guests of one machine crashed.
+#[derive(Default)]
+pub struct Crashes {
+    /// By all guests together.
+    lived: Duration,
+    /// What had been lived at each crash, oldest first.
+    at: VecDeque<Duration>,
+}
+
+impl Crashes {
+    /// A guest has ended that lived so long. How long to wait before the next one.
+    pub fn ended(&mut self, lived: Duration, cause: EndCause, config: &CrashConfig) -> Option<Duration> {
+        self.lived += lived;
+        if !matches!(cause, EndCause::Panic | EndCause::Watchdog | EndCause::QemuDied) {
+            return None;
+        }
+        let (now, window, count) = (self.lived, Duration::from_secs(config.loop_window_s), config.loop_count as usize);
+        self.at.push_back(now);
+        self.at.retain(|&at| now - at < window);
+        let doublings = self.at.len().checked_sub(count)?.min(DOUBLINGS_MAX);
+        self.at.drain(..self.at.len() - count - doublings);
+        let delay_s = (config.loop_delay_s << doublings).min(config.loop_delay_max_s);
+        Some(Duration::from_secs(delay_s))
+    }
+}
+
+/// A machine that waits before its next start.
+pub struct BackOff {
+    began: Instant,
+    until: Instant,
+    /// `until` for people.
+    next_start: String,
+}
+
+impl BackOff {
+    pub fn is_over(&self, now: Instant) -> bool {
+        self.until <= now
+    }
+}
+
+impl Machine {
+    /// The dead guest is banked; there is no other yet.
+    pub(super) fn back_off(&mut self, delay: Duration) {
+        self.warden.watch(None);
+        let (now, crash) = (Instant::now(), &self.parts.config.crash);
+        let next_start = rfc3339(SystemTime::now() + delay);
+        let (crashes, window_s) = (crash.loop_count, crash.loop_window_s);
+        self.state_why = Some(format!(
+            "a crash loop: {crashes} crashes or more within {window_s} s; the next guest starts at {next_start}, or with \
+             `hearth reboot`"
+        ));
+        self.record(EventKind::CrashLoop { delay_s: delay.as_secs(), next_start: next_start.clone() });
+        self.back_off = Some(BackOff { began: now, until: now + delay, next_start });
+    }
+
+    pub(super) fn backs_off_until(&self) -> Option<Instant> {
+        self.back_off.as_ref().map(|back_off| back_off.until)
+    }
+
+    pub(super) fn next_start(&self) -> Option<String> {
+        self.back_off.as_ref().map(|back_off| back_off.next_start.clone())
+    }
+
+    /// False: it does not back off.
+    pub(super) fn cut_back_off_short(&mut self, wanted: Wanted) -> bool {
+        let Some(back_off) = &mut self.back_off else { return false };
+        back_off.until = Instant::now();
+        self.wanted = wanted;
+        true
+    }
+
+    pub(super) fn end_back_off(&mut self, back_off: &BackOff) -> Result<(), MachineError> {
+        self.phase_ended("back-off", back_off.began, back_off.began.elapsed());
+        match self.wanted {
+            Wanted::Stop { .. } => return self.stop_when_dumped(),
+            Wanted::Reboot { cold: true, .. } => {
+                self.ember.extinguish();
+                if let Some(timeline) = &mut self.timeline {
+                    timeline.turned_cold("it was asked for".to_owned());
+                }
+            }
+            Wanted::Reboot { .. } | Wanted::Run => {}
+        }
+        self.start_next()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::runtime_root::RuntimeRoot;
+
+    fn config() -> CrashConfig {
+        let text = "name = \"web\"\nmemory = \"1GiB\"\n[boot]\nkernel = \"k\"\n[crash]\nloop_count = 3\nloop_window_s = 60\n\
+                    loop_delay_s = 10\nloop_delay_max_s = 35\n";
+        Config::parse(text, std::path::Path::new("/web.toml"), &RuntimeRoot::new("/run/hearth")).unwrap().crash
+    }
+
+    /// The delays after lives that lasted so many seconds.
+    fn check(lives: &[(u64, EndCause)], expect: &[Option<u64>]) {
+        let (config, mut crashes) = (config(), Crashes::default());
+        let ended = |&(lived_s, cause)| crashes.ended(Duration::from_secs(lived_s), cause, &config);
+        let delays: Vec<_> = lives.iter().map(ended).map(|delay| delay.map(|delay| delay.as_secs())).collect();
+        assert_eq!(delays, expect, "{lives:?}");
+    }
+
+    #[test]
+    fn delays_grow_up_to_a_limit() {
+        let crash = (1, EndCause::Panic);
+        check(&[crash; 6], &[None, None, Some(10), Some(20), Some(35), Some(35)]);
+    }
+
+    #[test]
+    fn a_guest_that_lives_long_enough_ends_the_loop() {
+        let (crash, later) = ((1, EndCause::QemuDied), (60, EndCause::Watchdog));
+        check(&[crash, crash, crash, later, crash, crash], &[None, None, Some(10), None, None, Some(10)]);
+    }
+
+    #[test]
+    fn lives_that_end_otherwise_are_lived_and_no_crashes() {
+        let (crash, reset) = ((1, EndCause::Panic), (1, EndCause::GuestReset));
+        check(&[crash, reset, crash, reset, crash], &[None, None, None, None, Some(10)]);
+        check(&[crash, crash, (60, EndCause::OperatorReboot), crash], &[None; 4]);
+    }
+
+    #[test]
+    fn a_loop_without_end_is_remembered_in_part() {
+        let (config, mut crashes) = (config(), Crashes::default());
+        for _ in 0..1000 {
+            crashes.ended(Duration::ZERO, EndCause::Panic, &config);
+        }
+        assert_eq!(crashes.at.len(), config.loop_count as usize + DOUBLINGS_MAX);
+    }
+}

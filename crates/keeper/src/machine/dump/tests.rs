@@ -1,0 +1,139 @@
+//! Dumps for which there is no thread.
+
+use std::os::unix::fs::FileExt;
+use std::sync::Mutex;
+use std::sync::mpsc::channel;
+
+use hearth_disk::tag::Tagger;
+use hearth_memory::Layout;
+use hearth_recovery::ember::Ember;
+use hearth_recovery::hold::Hold;
+use hearth_recovery::incarnation::Incarnation;
+
+use super::super::dumps::Dumps;
+use super::*;
+use crate::config::DiskTime;
+
+const RAM_BYTES: u64 = 32 << 20;
+
+/// A dead guest with one page of memory, and a folder for its dump.
+struct Dead {
+    folder: tempfile::TempDir,
+    _memory: tempfile::TempDir,
+    claim: Claim,
+    memory: DeadRam,
+}
+
+impl Dead {
+    fn new() -> Self {
+        let memory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let dead = Incarnation::create(memory.path(), 1, RAM_BYTES, true).unwrap();
+        let ram = std::fs::File::options().write(true).open(dead.ram.path()).unwrap();
+        ram.write_all_at(&[1; 4096], 8 * PAGE_BYTES).unwrap();
+        let (ram, hold) = (dead.ram.clone(), Arc::new(Hold::everything(dead.ram.pages())));
+        let ember = Arc::new(Ember::new(memory.path(), Tagger::new(b"a key like noise")));
+        ember.bank_held(dead, hold.clone()).unwrap();
+        let claim = Claim::new(ember, hold, 1, Layout::q35(RAM_BYTES), ram.pages());
+        let folder = tempfile::tempdir().unwrap();
+        Self { folder, _memory: memory, claim, memory: DeadRam::new(ram, Layout::q35(RAM_BYTES)) }
+    }
+
+    fn task(&self) -> (Task, Arc<Progress>) {
+        let folder = self.folder.path().to_owned();
+        let file = folder.join("web-1-x.vmcore");
+        let name = file.display().to_string();
+        let status = DumpStatus { state: DumpState::Queued, file: name, pages_written: 0, ..crate::sample::dump() };
+        let guest_waits: GuestWaits = Arc::new(|| false);
+        let task = Task {
+            machine: "web".into(),
+            memory: self.memory.clone(),
+            claim: Some(self.claim.clone()),
+            registers: Err("there is no QEMU here".into()),
+            level: DumpLevel::NOT_ZERO,
+            format: Format::Elf,
+            chunk_bytes: 2 << 20,
+            threads: 1,
+            shelf: Shelf { folder, machine: "web".into(), keep_last: 1, min_free_bytes: 0 },
+            pace: Pace::new(None, DiskTime::DumpFirst, Box::new(|| false), guest_waits.clone()),
+            guest_waits,
+            file,
+            begun: false,
+        };
+        (task, Arc::new(Progress::new(status, Some(self.claim.clone()), Arc::default())))
+    }
+}
+
+/// No host has room for the stack of this one.
+fn no_thread() -> std::thread::Builder {
+    std::thread::Builder::new().stack_size(1 << 60)
+}
+
+#[test]
+fn a_dump_without_a_thread_waits_and_is_begun_later() {
+    let dead = Dead::new();
+    let mut dumps = Dumps::default();
+    dumps.queue(1, false, dead.task());
+    let (_, task, progress) = dumps.next().unwrap();
+    let refused = Job::start_in(no_thread(), task, progress, |_| {}).map(drop).expect_err("no such stack");
+    dumps.not_started(*refused.task, "no thread".into());
+    let status = dumps.current().unwrap();
+    assert_eq!((status.state, status.why.as_deref()), (DumpState::Waiting, Some("no thread")));
+    assert_eq!(status.held_bytes, PAGE_BYTES, "what is not in a file is not released");
+
+    let (_, task, progress) = dumps.next().expect("it is still its turn");
+    let Ok(job) = Job::start(task, progress.clone(), |_| {}) else { panic!("a thread can be had") };
+    dumps.started(job);
+    assert_eq!(progress.wait_still(), DumpState::Complete);
+    dumps.over();
+    assert!(!dumps.is_busy() && dead.folder.path().join("web-1-x.vmcore").exists());
+}
+
+/// A keeper is killed between the last step of a dump and the word of it.
+#[test]
+fn a_dump_that_has_its_name_already_is_complete() {
+    let dead = Dead::new();
+    let run = |begun: bool| {
+        let (task, progress) = dead.task();
+        let Ok(_job) = Job::start(Task { begun, ..task }, progress.clone(), |_| {}) else { panic!("no thread") };
+        (progress.wait_still(), progress.status().pages_written)
+    };
+    let all = RAM_BYTES / PAGE_BYTES;
+    assert_eq!(run(false), (DumpState::Complete, all));
+    assert_eq!(run(true), (DumpState::Complete, all));
+    assert_eq!(run(false).0, DumpState::Waiting, "a file that somebody else put there");
+}
+
+#[test]
+fn a_dump_that_is_given_up_without_a_thread_releases_its_memory() {
+    let dead = Dead::new();
+    let (task, progress) = dead.task();
+    let told = Mutex::new(Vec::new());
+    progress.tell(Order::GiveUp);
+    Job::end_without_thread(task, &progress, &|word| told.lock().unwrap().push(word));
+    assert_eq!((progress.status().state, progress.status().held_bytes), (DumpState::Incomplete, 0));
+    let told = told.into_inner().unwrap();
+    assert!(matches!(told[..], [Word::Event(EventKind::DumpIncomplete { .. }), Word::Over]), "{told:?}");
+}
+
+#[test]
+fn who_waits_for_a_dump_hears_of_its_end_and_of_its_standstill() {
+    let dead = Dead::new();
+    let (_, progress) = dead.task();
+    let (hear, heard) = channel();
+    let waiter = std::thread::spawn({
+        let progress = progress.clone();
+        move || {
+            hear.send(progress.wait_still()).unwrap();
+            progress.tell(Order::GiveUp);
+            hear.send(progress.wait_still()).unwrap();
+        }
+    });
+    progress.enter(DumpState::Writing, None);
+    progress.enter(DumpState::Waiting, Some("the disk is full".into()));
+    assert_eq!(heard.recv().unwrap(), DumpState::Waiting);
+    // It was told to give up: that it still says that it waits is nothing new.
+    assert_eq!(progress.wait_order(), Order::GiveUp);
+    progress.enter(DumpState::Incomplete, None);
+    assert_eq!(heard.recv().unwrap(), DumpState::Incomplete);
+    waiter.join().unwrap();
+}

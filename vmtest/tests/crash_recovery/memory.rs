@@ -1,0 +1,107 @@
+//! Memory: the next guest wants all of its RAM, and the dead one's is not in the file yet: the dump's disk is full. So it
+//! waits, within the budget, until the dump goes on.
+
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Instant;
+
+use hearth_vmtest::images::File;
+use hearth_vmtest::residency::Watch;
+use hearth_vmtest::{Disk, Drives, Result, TestVm, patience};
+use serde_json::Value;
+
+use crate::dump::{assert_nothing_held, dumping, wait_complete};
+use crate::small_folder;
+
+const RAM_MIB: u64 = 256;
+/// What `budget_slack` is if nobody says otherwise.
+const SLACK_PERCENT: u64 = 3;
+const HEADROOM_PERCENT: u64 = 20;
+/// What a guest can fill of its RAM, with all that it has touched before. The dead one left 100 MiB or so, more than is
+/// then to spare, and less than would keep the next one from booting.
+const FILL_MIB: u64 = 140;
+
+fn admission(vm: &TestVm) -> Result<Value> {
+    Ok(vm.status()?["memory"]["admission"].clone())
+}
+
+fn wait_for_waiting(vm: &TestVm) -> Result<()> {
+    let deadline = Instant::now() + patience(20);
+    loop {
+        let admission = admission(vm)?;
+        if admission["waiting"].as_u64() > Some(0) {
+            return Ok(());
+        }
+        assert!(Instant::now() < deadline, "the guest never waited: {admission}");
+    }
+}
+
+/// Memory that a dump of level 1 keeps, and that no method compresses.
+fn make_noise(vm: &TestVm, mib: u64) -> Result<()> {
+    let noise = format!("dd if=/dev/urandom of=/noise/a bs=1M count={mib}");
+    vm.sh(&format!("mkdir -p /noise && mount -t tmpfs -o size=95% t /noise && {noise}")).map(drop)
+}
+
+#[test]
+fn a_guest_that_fills_its_memory_during_a_dump_uses_the_headroom_and_then_waits() -> Result<()> {
+    let builder =
+        dumping("headroom").crash_setting("level", 1).crash_setting("headroom", format!("{HEADROOM_PERCENT}%"));
+    let Some((vm, folder)) = small_folder::boot(builder, "headroom", "8M")? else { return Ok(()) };
+    let watch = Watch::start(vm.memory_folder())?;
+    vm.panic()?;
+    vm.wait_event("a full disk", |event| event["kind"] == "dump_waits")?;
+    vm.wait_incarnation(2)?;
+    let fill = format!("probe fill /m/f {} 7 && probe verify /m/f 7", FILL_MIB << 20);
+    let id = vm.guest().start(&format!("mkdir /m && mount -t tmpfs -o size=100% m /m && {fill}"))?;
+    wait_for_waiting(&vm)?;
+    let short = watch.so_far();
+    folder.grow("512M");
+    vm.cli(&["dump", vm.name(), "--resume", "--no-wait"])?;
+    let filled = vm.wait_console("the guest filled its memory", patience(60), |heard| heard.take_answer(id))?;
+    assert_eq!(filled.status, 0, "{filled:?}");
+    let after = admission(&vm)?;
+    wait_complete(&vm, 1)?;
+    assert_nothing_held(&vm)?;
+    let seen = watch.end()?;
+    println!("{after}, when it had to wait {short:?}, in all {seen:?}");
+    assert!(after["guest_wait_ms"].as_u64() > Some(0), "{after}");
+    let percent = |bytes: u64| (bytes * 100).div_ceil(RAM_MIB << 20);
+    assert!(percent(seen.peak_bytes) <= 100 + SLACK_PERCENT + HEADROOM_PERCENT, "over budget: {seen:?}");
+    assert!(percent(short.peak_bytes) > 100 + SLACK_PERCENT, "the headroom was not used: {short:?}");
+    Ok(())
+}
+
+/// `HEARTH_BIN=... cargo test -p hearth-vmtest --test crash_recovery -- --ignored --nocapture measures`: how long a guest waits
+/// for memory that a dump holds, on a host whose processors are all busy, and when what it wants is read from a disk that
+/// the dump is written to.
+#[test]
+#[ignore = "a measurement"]
+fn measures_how_long_a_guest_waits_for_a_dump() -> Result<()> {
+    const MIB: u64 = 300;
+    let fill = format!("mkdir /m && mount -t tmpfs -o size=100% m /m && probe fill /m/f {} 7", MIB << 20);
+    let read = "mount -t ext4 -o ro,noload /dev/vda /mnt && probe verify /mnt/big 5".to_owned();
+    for (what, busy_host, command) in [("a busy host", true, fill), ("a shared disk", false, read)] {
+        let disk = Disk::ext4(MIB + 100).with_files([File::pattern("big", (MIB as usize) << 20, 5)]);
+        let vm = dumping("waits").memory_mib(512).crash_setting("level", 1).disk(disk).boot()?;
+        make_noise(&vm, 250)?;
+        let over = AtomicBool::new(false);
+        let output = std::thread::scope(|scope| {
+            let hogs = if busy_host { std::thread::available_parallelism().map_or(1, usize::from) } else { 0 };
+            for _ in 0..hogs {
+                scope.spawn(|| {
+                    while !over.load(Relaxed) {
+                        std::hint::spin_loop();
+                    }
+                });
+            }
+            vm.panic()?;
+            let outcome = vm.wait_incarnation(2).and_then(|_| vm.run_within(&command, patience(60)));
+            over.store(true, Relaxed);
+            outcome
+        })?;
+        assert_eq!(output.status, 0, "{output:?}");
+        println!("{what}: {}", admission(&vm)?);
+        wait_complete(&vm, 1)?;
+        println!("{what}: the dump took {} s", crate::dump::status(&vm, 1)?["duration_s"]);
+    }
+    Ok(())
+}
