@@ -1,8 +1,8 @@
 //! Bench `rejuvenation`: how long a guest stands still when its QEMU is replaced, and what else one would do.
 //!
 //! for each size of RAM, mostly filled: Hearth hops -> QEMU's own `cpr-transfer` -> all of RAM to a file and back -> a cold
-//! reboot. One side at a time. A pause is from the old QEMU's STOP to the new one's RESUME, by their own clocks, for all
-//! sides alike; for the reboot it is from the order to a guest that takes commands.
+//! reboot. One side at a time. A pause is from the old QEMU's STOP to the new one's RESUME, by their own clocks, and for
+//! Hearth from when the disks are asked to stop, which is earlier; for the reboot it is from the order to a guest that takes commands.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
