@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::record::{Record, RecordError};
 use crate::table::{Table, figure};
-use crate::{crash_recovery, disk, rejuvenation, warm_reboot};
+use crate::{crash_recovery, disk, lazy_restore, rejuvenation, warm_reboot};
 
 pub const PAGE: &str = "docs/benchmarks.md";
 const END: &str = "<!-- end -->";
@@ -25,7 +25,7 @@ pub enum DocsError {
 pub fn rewrite(folder: &Path, page: &Path) -> Result<(), DocsError> {
     let failed = |source| DocsError::Page { path: page.to_owned(), source };
     let mut text = std::fs::read_to_string(page).map_err(failed)?;
-    for bench in [warm_reboot::NAME, crash_recovery::NAME, disk::NAME, rejuvenation::NAME] {
+    for bench in [warm_reboot::NAME, crash_recovery::NAME, disk::NAME, rejuvenation::NAME, lazy_restore::NAME] {
         if !Record::path(folder, bench).exists() {
             eprintln!("{bench}: no record in {}, its table stays as it is", folder.display());
             continue;
@@ -60,6 +60,7 @@ fn section(record: &Record) -> String {
         warm_reboot::NAME => warm_reboot::table(record),
         crash_recovery::NAME => crash_recovery::table(record),
         rejuvenation::NAME => rejuvenation::table(record),
+        lazy_restore::NAME => lazy_restore::table(record),
         _ => disk::table(record),
     };
     let left_out: String = record.left_out.iter().map(|why| format!("\nLeft out: {why}\n")).collect();

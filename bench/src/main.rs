@@ -1,6 +1,6 @@
 //! `hearth-bench`: measures Hearth beside what one would use otherwise, shows it in a demo, and renders the figures.
 //!
-//! warm-reboot, crash, disk, rejuvenation: a bench each; record in `target/bench/<name>.json`, table on standard output
+//! warm-reboot, crash, disk, rejuvenation, restore: a bench each; record in `target/bench/<name>.json`, table on standard output
 //! demo: one machine, one crash, two ways back; report in `target/demo/report.html`
 //! docs: the tables of `docs/benchmarks.md` from the records
 
@@ -9,6 +9,7 @@ mod demo;
 mod disk;
 mod docs;
 mod host;
+mod lazy_restore;
 mod load;
 mod record;
 mod rejuvenation;
@@ -74,6 +75,11 @@ enum Chore {
         #[command(flatten)]
         common: Common,
     },
+    /// A guest comes out of a snapshot: how soon it answers, and how soon it works, with Hearth and otherwise
+    Restore {
+        #[command(flatten)]
+        common: Common,
+    },
     /// A Debian machine panics and comes back, warm and cold
     Demo {
         /// Where the report goes
@@ -113,7 +119,7 @@ impl Common {
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     if arguments.list {
-        for name in [warm_reboot::NAME, crash_recovery::NAME, disk::NAME, rejuvenation::NAME] {
+        for name in [warm_reboot::NAME, crash_recovery::NAME, disk::NAME, rejuvenation::NAME, lazy_restore::NAME] {
             println!("{name}");
         }
         return ExitCode::SUCCESS;
@@ -168,6 +174,13 @@ fn run(chore: Chore) -> Result<(), Box<dyn Error>> {
             let mut record = new_record(rejuvenation::NAME, &common);
             rejuvenation::run(&options, &mut record)?;
             finish(&record, &common.folder, &rejuvenation::table(&record))
+        }
+        Chore::Restore { common } => {
+            let (quick, accelerator, folder) = (common.is_quick(), common.accelerator, common.folder.clone());
+            let options = lazy_restore::Options { quick, accelerator, folder };
+            let mut record = new_record(lazy_restore::NAME, &common);
+            lazy_restore::run(&options, &mut record)?;
+            finish(&record, &common.folder, &lazy_restore::table(&record))
         }
         Chore::Demo { folder, profile } => Ok(demo::run(&folder, profile)?),
         Chore::Docs { folder } => Ok(docs::rewrite(&folder, &root().join(docs::PAGE))?),

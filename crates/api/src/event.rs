@@ -142,6 +142,59 @@ pub enum EventKind {
         why: String,
         guest_lost: bool,
     },
+    /// The guest stands still and is being saved.
+    SaveStarted {
+        folder: String,
+    },
+    /// How far a save is, now and then.
+    SaveProgress {
+        folder: String,
+        percent: f64,
+        mib_per_s: f64,
+        eta_s: Option<f64>,
+    },
+    /// The folder can be restored.
+    Saved {
+        folder: String,
+        /// Of memory, without those of zeroes.
+        pages: u64,
+        /// Of the file of memory.
+        bytes: u64,
+        /// How long the guest stood still; if it is stopped, until all was saved.
+        pause_ms: f64,
+    },
+    /// There is no such folder, and the guest goes on.
+    SaveFailed {
+        folder: String,
+        why: String,
+    },
+    /// A guest comes out of a snapshot.
+    RestoreStarted {
+        snapshot: String,
+        mode: String,
+    },
+    /// It runs.
+    Restored {
+        pages: u64,
+        pages_prefetched: u64,
+        /// Since the keeper began with it.
+        duration_ms: f64,
+    },
+    /// A part of the memory cannot be brought; whoever touches it waits until it can.
+    RestoreWaits {
+        why: String,
+    },
+    /// All memory is there.
+    RestoreComplete {
+        pages: u64,
+        pages_prefetched: u64,
+        pages_lazy: u64,
+        duration_ms: f64,
+    },
+    /// Which pages the guest used first was noted in the snapshot.
+    WorkingSetTraced {
+        pages: u64,
+    },
     /// A phase of a recovery or of a rejuvenation is over.
     Phase {
         phase: String,

@@ -22,11 +22,13 @@ pub use event::{EventKind, EventRecord};
 pub use openapi::openapi;
 pub use page::page;
 pub use request::{
-    Accepted, CrashMethod, CrashRequest, DiskSize, RebootRequest, RejuvenateRequest, ResizeRequest, StopRequest,
+    Accepted, CrashMethod, CrashRequest, DiskSize, RebootRequest, RejuvenateRequest, ResizeRequest, SaveCancel,
+    SaveRequest, SaveThen, StopRequest,
 };
 pub use routes::{Body, Method, Mismatch, Parameter, ROUTES, Route, RouteId};
 pub use status::{
     AdmissionStatus, DiskStatus, EmberMode, EmberStatus, EndCause, Explanation, KeeperStatus, MachineState,
-    MachineStatus, MemoryStatus, NetStatus, PhaseTime, QemuStatus, Recovery, Refused, Rejuvenation, UserfaultStatus,
+    MachineStatus, MemoryStatus, NetStatus, PhaseTime, QemuStatus, Recovery, Refused, Rejuvenation, RestoreStatus,
+    SaveStatus, UserfaultStatus,
 };
 pub use time::rfc3339;

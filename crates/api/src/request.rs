@@ -50,6 +50,35 @@ pub struct RejuvenateRequest {
     pub qemu: Option<PathBuf>,
 }
 
+/// Save the machine to a folder, from which others can go on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SaveRequest {
+    /// Absolute path of the folder; it must not exist.
+    pub folder: PathBuf,
+    #[serde(default)]
+    pub then: SaveThen,
+    /// Compress memory with zstd.
+    #[serde(default)]
+    pub compress: bool,
+}
+
+/// What becomes of a machine that was saved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum SaveThen {
+    /// The guest goes on. Its images must be on a file system that shares blocks.
+    #[default]
+    Continue,
+    /// The machine is stopped; images are copied where blocks cannot be shared.
+    Stop,
+}
+
+/// Call a save off.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct SaveCancel {}
+
 /// Tell the guest that a disk's image was resized.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]

@@ -8,7 +8,7 @@ use schemars::{JsonSchema, Schema, SchemaGenerator};
 
 use crate::{
     Accepted, Age, CrashRequest, DiskSize, DumpOrder, DumpRequest, ErrorWord, EventRecord, Explanation, MachineStatus,
-    RebootRequest, RejuvenateRequest, ResizeRequest, StopRequest,
+    RebootRequest, RejuvenateRequest, ResizeRequest, SaveCancel, SaveRequest, StopRequest,
 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,6 +38,8 @@ pub enum RouteId {
     DumpDiscard,
     Rejuvenate,
     Age,
+    Save,
+    SaveCancel,
     Events,
     Explain,
     Resize,
@@ -200,6 +202,32 @@ pub static ROUTES: &[Route] = &[
         request: None,
         response: Body::Json(shape::<Age>()),
         cli: "hearth age NAME",
+        errors: &[ErrorWord::WrongState],
+    },
+    Route {
+        id: RouteId::Save,
+        method: Method::Post,
+        path: "/v1/save",
+        summary: "Save the guest, its memory and its disks to a folder",
+        details: "The guest stands still meanwhile. `save` of the status and the events say how far it is; `saved` tells that \
+                  the folder can be restored, `save_failed` that there is none, and why. Either way the guest goes on, unless \
+                  `then` is `stop` and all went well.",
+        parameters: &[],
+        request: Some(Body::Json(shape::<SaveRequest>())),
+        response: Body::Json(shape::<Accepted>()),
+        cli: "hearth save NAME -o FOLDER [--stop] [--compress]",
+        errors: &[ErrorWord::WrongState, ErrorWord::Failed],
+    },
+    Route {
+        id: RouteId::SaveCancel,
+        method: Method::Post,
+        path: "/v1/save/cancel",
+        summary: "Call off a save that is under way",
+        details: "Nothing is left of it, and the guest goes on.",
+        parameters: &[],
+        request: Some(Body::Json(shape::<SaveCancel>())),
+        response: Body::Json(shape::<Accepted>()),
+        cli: "hearth save NAME --cancel",
         errors: &[ErrorWord::WrongState],
     },
     Route {

@@ -38,6 +38,45 @@ pub struct MachineStatus {
     /// The last time that QEMU was, or was to be, replaced under the guest.
     #[serde(default)]
     pub last_rejuvenation: Option<Rejuvenation>,
+    /// A save that is under way.
+    #[serde(default)]
+    pub save: Option<SaveStatus>,
+    /// The snapshot that the living incarnation came from, and how much of its memory is there.
+    #[serde(default)]
+    pub restore: Option<RestoreStatus>,
+}
+
+/// How a guest comes out of a snapshot. Pages are those of its memory that are not zero.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct RestoreStatus {
+    pub snapshot: String,
+    /// `eager`, `lazy` or `working-set`.
+    pub mode: String,
+    pub pages: u64,
+    /// There before the guest went on, or before this keeper took it over.
+    pub pages_prefetched: u64,
+    /// Brought because somebody touched them.
+    pub pages_lazy: u64,
+    /// Brought beside one that was touched, or ahead of the guest.
+    pub pages_filled: u64,
+    pub pages_missing: u64,
+    /// Nothing is missing: the snapshot's memory is not needed any more.
+    pub complete: bool,
+    /// What cannot be brought now, and why. Whoever touches it waits.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub waits: Vec<String>,
+}
+
+/// How far a save is. Its file of memory is counted, of which pages of zeroes take nothing.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct SaveStatus {
+    pub folder: String,
+    pub pages: u64,
+    pub pages_done: u64,
+    pub percent: f64,
+    pub mib_per_s: f64,
+    /// None: not known yet.
+    pub eta_s: Option<f64>,
 }
 
 /// What the machine is doing.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use hearth_api::{
     Accepted, Age, ApiError, CrashRequest, DiskSize, DumpOrder, DumpRequest, EventRecord, Explanation, MachineStatus,
-    RebootRequest, RejuvenateRequest, ResizeRequest, Route, RouteId, StopRequest,
+    RebootRequest, RejuvenateRequest, ResizeRequest, Route, RouteId, SaveCancel, SaveRequest, StopRequest,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -99,6 +99,14 @@ impl Client {
 
     pub fn age(&self) -> Result<Age, ClientError> {
         self.get(RouteId::Age)
+    }
+
+    pub fn save(&self, request: &SaveRequest) -> Result<Accepted, ClientError> {
+        self.post(RouteId::Save, None, request)
+    }
+
+    pub fn cancel_save(&self) -> Result<Accepted, ClientError> {
+        self.post(RouteId::SaveCancel, None, &SaveCancel {})
     }
 
     pub fn resize(&self, disk: &str) -> Result<DiskSize, ClientError> {
@@ -278,7 +286,9 @@ mod tests {
                 Command::Reboot(_) | Command::Crash(_) | Command::Dump(_) | Command::Rejuvenate(_) => {
                     Ok(Answer::Accepted)
                 }
-                Command::ResumeDump | Command::DiscardDump => Ok(Answer::Accepted),
+                Command::ResumeDump | Command::DiscardDump | Command::Save(_) | Command::CancelSave => {
+                    Ok(Answer::Accepted)
+                }
                 Command::Stop(_) => Err(ApiError::new(ErrorWord::WrongState, "web is stopping already")),
                 Command::Age => Ok(Answer::Age(Box::new(sample::signs()))),
                 Command::Resize { disk } => Ok(Answer::Resized(DiskSize { disk, bytes: 7 })),

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use hearth_api::{
     ApiError, CrashRequest, DiskSize, DumpRequest, ErrorWord, MachineStatus, RebootRequest, RejuvenateRequest,
-    StopRequest,
+    SaveRequest, StopRequest,
 };
 
 use crate::machine::age::Signs;
@@ -30,6 +30,8 @@ pub enum Command {
     DiscardDump,
     Rejuvenate(RejuvenateRequest),
     Age,
+    Save(SaveRequest),
+    CancelSave,
     /// Look again how large this disk's image is.
     Resize {
         disk: String,

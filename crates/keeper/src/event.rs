@@ -7,7 +7,7 @@ use hearth_api::{ApiError, RejuvenateRequest};
 use hearth_qemu::QmpEvent;
 
 use crate::control::{Answer, Command};
-use crate::machine::{dump, gate, warden};
+use crate::machine::{dump, gate, restore, save, warden};
 
 /// One thing that happened. `generation` tells which QEMU it came from, so that late words of a dead one are ignored.
 pub enum Event {
@@ -26,6 +26,10 @@ pub enum Event {
     Gate(gate::GateWord),
     /// A rejuvenation that was accepted begins.
     Rejuvenate(RejuvenateRequest),
+    /// A save says.
+    Save(save::Word),
+    /// A guest's way out of a snapshot says. `generation` as above.
+    Restore { generation: u32, word: restore::Word },
     /// SIGTERM or SIGINT: stop the machine; the second one means at once.
     Terminate,
 }

@@ -10,12 +10,13 @@ use hearth_qemu::{Binary, BinaryError, accelerator};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-use crate::config::Config;
+use crate::config::{Config, ConfigFile};
 use crate::console::Hub;
 use crate::control::Control;
 use crate::event::Event;
 use crate::event_log::EventLog;
 use crate::http::{Context, Server};
+use crate::machine::restore::RestoreOrder;
 use crate::machine::{FolderError, Folders, Machine, MachineError, Parts};
 use crate::notify::{Notice, notify};
 use crate::unix_socket::ListenError;
@@ -37,14 +38,16 @@ pub enum RunError {
     EventLog(#[source] std::io::Error),
     #[error("signals cannot be caught")]
     Signals(#[source] std::io::Error),
+    #[error("{file}: was changed meanwhile: {what}")]
+    Configuration { file: std::path::PathBuf, what: String },
     #[error(transparent)]
     Machine(#[from] MachineError),
 }
 
 /// Looks after a machine until it has stopped.
-pub fn run(config: Config) -> ExitCode {
+pub fn run(config: Config, restore: Option<RestoreOrder>) -> ExitCode {
     let name = config.name.clone();
-    match keep(config) {
+    match keep(config, restore) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("hearth: {name}: {}", crate::chain(&error));
@@ -53,7 +56,7 @@ pub fn run(config: Config) -> ExitCode {
     }
 }
 
-fn keep(config: Config) -> Result<(), RunError> {
+fn keep(config: Config, restore: Option<RestoreOrder>) -> Result<(), RunError> {
     let folders = Folders::prepare(&config.name, &config.runtime_folder, &config.memory_folder)?;
     let binary = Binary::find(config.qemu.as_deref())?;
     let (wanted, cpu_model) = (config.accelerator.into(), config.cpu_model.as_deref());
@@ -75,7 +78,12 @@ fn keep(config: Config) -> Result<(), RunError> {
     };
     let server = Server::start(&folders.runtime.join("api.sock"), context)?;
     listen_to_signals(tell.clone())?;
-    let parts = Parts { config, folders, binary, accelerator, event_log: event_log.clone(), console, tell };
+    let typed = ConfigFile::load(&config.file).map_err(|problems| RunError::Configuration {
+        file: config.file.clone(),
+        what: problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
+    })?;
+    let parts =
+        Parts { config, typed, restore, folders, binary, accelerator, event_log: event_log.clone(), console, tell };
     let ended = Machine::start(parts).and_then(|machine| {
         notify(&Notice::Ready);
         machine.run(&events)

@@ -65,6 +65,8 @@ pub fn status() -> MachineStatus {
         dumps: vec![dump()],
         last_recovery: Some(recovery()),
         last_rejuvenation: None,
+        save: None,
+        restore: None,
     }
 }
 

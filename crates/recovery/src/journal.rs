@@ -10,6 +10,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::lazy_restore::Mode;
+
 /// Raised when a field changes its meaning. A keeper refuses journals of versions it does not know.
 pub const JOURNAL_VERSION: u32 = 1;
 
@@ -33,6 +35,12 @@ pub struct Journal {
     /// A hand-over to another QEMU that had begun and was not over: see `rejuvenation`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hop: Option<HopNote>,
+    /// The guest was being saved, and stands still for it.
+    #[serde(default)]
+    pub saving: bool,
+    /// The living incarnation comes out of a snapshot, and may not be all there yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub restore: Option<RestoreNote>,
     /// The disks that QEMU was started with, in order: a keeper that takes over must serve the same.
     pub disks: Vec<DiskIdentity>,
 }
@@ -43,6 +51,15 @@ pub struct DumpNote {
     pub incarnation: u32,
     /// What it will be called when it is complete; none: not begun. Its format is in the file itself.
     pub file: Option<PathBuf>,
+}
+
+/// A guest on its way out of a snapshot.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RestoreNote {
+    pub snapshot: PathBuf,
+    pub mode: Mode,
+    /// The guest may have run, and written to its disks. From then on the snapshot must never be begun with again.
+    pub begun: bool,
 }
 
 /// Two QEMUs of one guest. Whoever reads this ends one of them before anything else.
@@ -114,6 +131,8 @@ impl Journal {
             dumps: Vec::new(),
             qemu: None,
             hop: None,
+            saving: false,
+            restore: None,
             disks: Vec::new(),
         }
     }

@@ -10,6 +10,7 @@ pub mod ember;
 pub mod hold;
 pub mod incarnation;
 pub mod journal;
+pub mod lazy_restore;
 pub mod rejuvenation;
 pub mod snapshot;
 pub mod vmcore;

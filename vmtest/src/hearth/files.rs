@@ -17,7 +17,9 @@ const LINES_SHOWN: usize = 80;
 
 pub struct Files {
     folder: TempDir,
-    memory: TempDir,
+    /// None: the memory folder lies beside that of another machine.
+    _memory: Option<TempDir>,
+    memory_folder: PathBuf,
     config: PathBuf,
     runtime_root: PathBuf,
 }
@@ -30,9 +32,26 @@ impl Files {
             at("create a folder in", parent, made)
         };
         let (folder, memory) = (make(&std::env::temp_dir())?, make(Path::new("/dev/shm"))?);
-        let root = runtime_root.unwrap_or_else(|| folder.path().join("run"));
+        let runtime_root = runtime_root.unwrap_or_else(|| folder.path().join("run"));
+        let (config, memory_folder) = (folder.path().join("machine.toml"), memory.path().join(name));
+        Self { config, folder, _memory: Some(memory), memory_folder, runtime_root }.with_root()
+    }
+
+    /// For a machine that is restored from a snapshot of the one with these files.
+    pub fn make_beside(name: &str, saved: &Self) -> Result<Self> {
+        let parent = std::env::temp_dir();
+        let made = tempfile::Builder::new().prefix(&format!("hearth-{name}-")).tempdir_in(&parent);
+        let folder = at("create a folder in", &parent, made)?;
+        let (config, memory_folder) =
+            (folder.path().join("machine/machine.toml"), saved.memory_folder.with_file_name(name));
+        let runtime_root = folder.path().join("run");
+        Self { config, folder, _memory: None, memory_folder, runtime_root }.with_root()
+    }
+
+    fn with_root(self) -> Result<Self> {
+        let root = self.runtime_root();
         at("create", &root, fs::create_dir_all(&root))?;
-        Ok(Self { config: folder.path().join("machine.toml"), folder, memory, runtime_root: root })
+        Ok(self)
     }
 
     pub fn folder(&self) -> &Path {
@@ -40,7 +59,7 @@ impl Files {
     }
 
     pub fn memory_folder(&self) -> &Path {
-        self.memory.path()
+        &self.memory_folder
     }
 
     /// Of its own, unless it stands beside another machine: those of the same name in two tests know nothing of each

@@ -33,6 +33,7 @@ pub struct TestVm {
     events: Follower,
     http_port: Option<u16>,
     files: Files,
+    /// None: it runs on the slot of another machine.
     _slot: Option<Slot>,
 }
 
@@ -58,10 +59,24 @@ impl TestVm {
     }
 
     fn launch(name: &str, files: Files, http_port: Option<u16>, slot: Option<Slot>) -> Result<Self> {
+        let vm = Self::prepare(name, files, http_port, slot)?;
+        vm.start_keeper(&[])?;
+        Ok(vm)
+    }
+
+    fn prepare(name: &str, files: Files, http_port: Option<u16>, slot: Option<Slot>) -> Result<Self> {
         let guest = Guest::open(name, Line::Call(files.console_socket(name)))?;
         let events = Follower::start(name, artifacts::hearth()?, files.runtime_root())?;
-        let vm = Self { name: name.into(), keeper: Mutex::new(None), guest, events, http_port, files, _slot: slot };
-        vm.start_keeper(&[])?;
+        Ok(Self { name: name.into(), keeper: Mutex::new(None), guest, events, http_port, files, _slot: slot })
+    }
+
+    /// `hearth restore SNAPSHOT --as NAME`, without waiting. `self` was saved to it, and must outlive the new machine.
+    pub fn restore(&self, snapshot: &Path, name: &str, options: &[&str]) -> Result<Self> {
+        let vm = Self::prepare(name, Files::make_beside(name, &self.files)?, None, None)?;
+        let mut command = Command::new(artifacts::hearth()?);
+        command.arg("restore").arg(snapshot).args(["--as", name]).args(options);
+        command.arg("--folder").arg(vm.files.config().parent().unwrap_or(Path::new("/")));
+        vm.spawn_keeper(command)?;
         Ok(vm)
     }
 
@@ -105,6 +120,17 @@ impl TestVm {
     /// `hearth rejuvenate NAME --qemu PATH`, however it ends.
     pub fn rejuvenate_to(&self, qemu: &Path) -> Result<Output> {
         self.cli_output(&["rejuvenate", &self.name, "--qemu", &qemu.display().to_string()])
+    }
+
+    /// `hearth save NAME -o FOLDER`, which must succeed.
+    pub fn save(&self, folder: &Path) -> Result<()> {
+        self.cli(&["save", &self.name, "-o", &folder.display().to_string()]).map(drop)
+    }
+
+    /// `hearth save NAME -o FOLDER --stop`, which must succeed, and the keeper's own end.
+    pub fn save_and_stop(&self, folder: &Path) -> Result<ExitStatus> {
+        self.cli(&["save", &self.name, "-o", &folder.display().to_string(), "--stop"])?;
+        self.wait_keeper_end()
     }
 
     /// `hearth stop NAME`, and the keeper's own end.
@@ -221,19 +247,24 @@ impl TestVm {
 
     /// Waits until `hearth status` says that the machine runs with all its disks: for a keeper that was just started.
     pub fn wait_running(&self) -> Result<Value> {
+        let connected = |disk: &Value| disk["connected"] == true;
+        self.wait_status("the machine runs", |status| {
+            status["state"] == "running" && status["disks"].as_array().is_some_and(|disks| disks.iter().all(connected))
+        })
+    }
+
+    /// Waits until `hearth status` says what `look` accepts.
+    pub fn wait_status(&self, what: &str, look: impl Fn(&Value) -> bool) -> Result<Value> {
         let deadline = Instant::now() + patience(20);
         loop {
             let said = self.files.cli(&["status", &self.name, "--json"])?;
             let status = serde_json::from_slice::<Value>(&said.bytes).unwrap_or_default();
-            let connected = |disk: &Value| disk["connected"] == true;
-            if status["state"] == "running"
-                && status["disks"].as_array().is_some_and(|disks| disks.iter().all(connected))
-            {
+            if look(&status) {
                 return Ok(status);
             }
-            self.check_alive("the machine runs")?;
+            self.check_alive(what)?;
             if Instant::now() > deadline {
-                return Err(self.guest.timeout("the machine runs", patience(20)));
+                return Err(self.guest.timeout(what, patience(20)));
             }
             std::thread::sleep(LOOK_AFTER / 10);
         }
@@ -313,8 +344,12 @@ impl TestVm {
 
     fn start_keeper(&self, variables: &[(&str, &str)]) -> Result<()> {
         let mut command = Command::new(artifacts::hearth()?);
-        command.arg("run").arg(self.files.config()).env("HEARTH_RUNTIME_ROOT", self.files.runtime_root());
-        command.envs(variables.iter().copied());
+        command.arg("run").arg(self.files.config()).envs(variables.iter().copied());
+        self.spawn_keeper(command)
+    }
+
+    fn spawn_keeper(&self, mut command: Command) -> Result<()> {
+        command.env("HEARTH_RUNTIME_ROOT", self.files.runtime_root());
         let (out, err) = self.files.keeper_output()?;
         let child = command.stdin(Stdio::null()).stdout(out).stderr(err).spawn();
         *self.keeper() = Some(child.map_err(|source| Error::Start { program: "hearth".into(), source })?);

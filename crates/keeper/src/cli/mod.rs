@@ -12,11 +12,14 @@ use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use hearth_api::{CrashMethod, CrashRequest, RebootRequest, StopRequest};
+use hearth_disk::image::OverlayError;
+use hearth_recovery::snapshot::SnapshotError;
 use hearth_recovery::vmcore::FileError;
 use hearth_recovery::vmcore::linux::NotUnderstood;
 
 use crate::client::ClientError;
 use crate::config::Config;
+use crate::machine::restore::RestoreOrder;
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 
@@ -31,6 +34,8 @@ mod machine;
 mod order;
 mod pages;
 mod rejuvenate;
+mod restore;
+mod save;
 mod status;
 #[cfg(test)]
 mod tests;
@@ -73,6 +78,8 @@ Examples:
   hearth console web               its serial console; Ctrl-] leaves it
   hearth reboot web                a new incarnation, with the file cache of the old one
   hearth rejuvenate web            another QEMU under the running guest
+  hearth save web -o web-1         all of it to a folder, from which others can go on
+  hearth restore web-1 --as web2   one of them
   hearth explain web               where the time of the last recovery went
   hearth events web --follow       what happens, as it happens
 ";
@@ -177,6 +184,24 @@ enum Verb {
     /// Uptime, memory of its own, file descriptors, and the version that is installed now.
     #[command(after_help = "Example: hearth age web")]
     Age(NameArgument),
+    /// Save a machine to a folder, from which any number of machines can go on.
+    ///
+    /// Memory, devices and disks are saved as they are at one moment. The guest stands still until its memory is written.
+    #[command(after_help = "Example: hearth save web -o /srv/snapshots/web-1")]
+    Save(save::SaveArguments),
+    /// Make a machine out of a snapshot and look after it, in the foreground.
+    ///
+    /// The guest goes on where it was saved, before all of its memory is there. The machine gets a folder of its own with a
+    /// machine.toml and disks; these lie over the disks of the snapshot, which must stay where it is. One snapshot can be
+    /// restored any number of times. Afterwards it is a machine like any other: `hearth run FOLDER/machine.toml`.
+    #[command(after_help = "Example: hearth restore /srv/snapshots/web-1 --as web2 --folder /srv/web2")]
+    Restore(restore::RestoreArguments),
+    /// Show which memory of a snapshot is there before a restored guest runs.
+    #[command(after_help = "Example: hearth working-set /srv/snapshots/web-1")]
+    WorkingSet {
+        /// Folder of the snapshot.
+        snapshot: PathBuf,
+    },
     /// Show what happened to a machine.
     ///
     /// Works after the machine's end, too. With --json: one object a line.
@@ -285,6 +310,10 @@ pub enum CliError {
     #[error("{path}: cannot be used")]
     File { path: PathBuf, source: io::Error },
     #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
+    #[error(transparent)]
+    Overlay(#[from] OverlayError),
+    #[error(transparent)]
     Vmcore(#[from] FileError),
     #[error("{path}: no kernel log can be read from it")]
     NoLog { path: PathBuf, source: NotUnderstood },
@@ -314,7 +343,7 @@ struct Context<'a> {
 }
 
 /// The whole program. `run` looks after a machine until it has stopped.
-pub fn main(run: fn(Config) -> ExitCode) -> ExitCode {
+pub fn main(run: fn(Config, Option<RestoreOrder>) -> ExitCode) -> ExitCode {
     let cli = Cli::parse();
     log_to_stderr();
     let mut out = io::stdout().lock();
@@ -322,7 +351,12 @@ pub fn main(run: fn(Config) -> ExitCode) -> ExitCode {
         // The machine may run for years: the lock on standard output is not taken along.
         Verb::Run(FileArgument { file }) => {
             drop(out);
-            configuration::for_run(&file, &root_of(cli.runtime_root)).map(run)
+            configuration::for_run(&file, &root_of(cli.runtime_root)).map(|config| run(config, None))
+        }
+        Verb::Restore(arguments) => {
+            drop(out);
+            let prepared = restore::prepare(arguments, &root_of(cli.runtime_root));
+            prepared.map(|(config, order)| run(config, Some(order)))
         }
         verb => perform(verb, cli.json, cli.runtime_root, &mut out).map(ExitCode::from),
     };
@@ -359,7 +393,8 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
     let mut context = Context { root: root_of(root), json, out };
     let context = &mut context;
     match verb {
-        Verb::Run(_) => unreachable!("`main` takes this one"),
+        Verb::Run(_) | Verb::Restore(_) => unreachable!("`main` takes these"),
+        Verb::WorkingSet { snapshot } => restore::working_set(context, &snapshot),
         Verb::Check(FileArgument { file }) => configuration::check(context, &file),
         Verb::Ls => list::list(context),
         Verb::Status(NameArgument { name }) => status::show(context, &name),
@@ -376,6 +411,7 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
         Verb::Dump(arguments) => dump::perform(context, arguments),
         Verb::Rejuvenate(arguments) => rejuvenate::perform(context, arguments),
         Verb::Age(NameArgument { name }) => age::show(context, &name),
+        Verb::Save(arguments) => save::save(context, arguments),
         Verb::Events { machine, follow, since } => events::show(context, &machine.name, since, follow),
         Verb::Explain(NameArgument { name }) => explain::show(context, &name),
         Verb::Resize { machine, disk } => order::resize(context, &machine.name, &disk),

@@ -1,11 +1,11 @@
-//! Orders: reboot, stop, crash, dump, rejuvenate, resize. Unless told otherwise they wait for the end, and say how it goes.
+//! Orders: reboot, stop, crash, dump, rejuvenate, save, resize. Unless told otherwise they wait for the end, and say how it goes.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use hearth_api::{
     Accepted, CrashRequest, DumpRequest, EventKind, EventRecord, MachineState, RebootRequest, RejuvenateRequest,
-    StopRequest,
+    SaveRequest, SaveThen, StopRequest,
 };
 
 use crate::check::life;
@@ -28,6 +28,9 @@ enum Goal {
     /// A dump is over, complete or not.
     DumpOver,
     Rejuvenated,
+    Saved,
+    /// There is no save under way any more.
+    SaveOver,
 }
 
 /// How an event bears on a goal.
@@ -79,6 +82,17 @@ pub fn rejuvenate(
 ) -> Result<Exit, CliError> {
     let accepted = context.ask(name, |client| client.rejuvenate(&request))?;
     conclude(context, name, accepted, wait.then_some(Goal::Rejuvenated))
+}
+
+pub fn save(context: &mut Context<'_>, name: &str, request: &SaveRequest, wait: bool) -> Result<Exit, CliError> {
+    let accepted = context.ask(name, |client| client.save(request))?;
+    let goal = if request.then == SaveThen::Stop { Goal::Stopped } else { Goal::Saved };
+    conclude(context, name, accepted, wait.then_some(goal))
+}
+
+pub fn cancel_save(context: &mut Context<'_>, name: &str, wait: bool) -> Result<Exit, CliError> {
+    let accepted = context.ask(name, |client| client.cancel_save())?;
+    conclude(context, name, accepted, wait.then_some(Goal::SaveOver))
 }
 
 pub fn resize(context: &mut Context<'_>, name: &str, disk: &str) -> Result<Exit, CliError> {
@@ -172,6 +186,9 @@ impl Goal {
             (Self::Rejuvenated, EventKind::RejuvenationFailed { .. } | EventKind::IncarnationEnded { .. }) => {
                 Bearing::Lost
             }
+            (Self::Saved | Self::SaveOver, EventKind::Saved { .. })
+            | (Self::SaveOver, EventKind::SaveFailed { .. }) => Bearing::Reached,
+            (Self::Saved | Self::Stopped, EventKind::SaveFailed { .. }) => Bearing::Lost,
             (_, EventKind::StateChanged { to: MachineState::Failed, .. }) => Bearing::Lost,
             _ => Bearing::Open,
         }
@@ -209,5 +226,12 @@ mod tests {
         check(Goal::Dumped, 2, incomplete(), Bearing::Lost);
         check(Goal::DumpOver, 2, incomplete(), Bearing::Reached);
         check(Goal::NextAfter(2), 2, waits(), Bearing::Open);
+        let not_saved = || EventKind::SaveFailed { folder: String::new(), why: String::new() };
+        let saved = || EventKind::Saved { folder: String::new(), pages: 1, bytes: 1, pause_ms: 1.0 };
+        check(Goal::Saved, 2, saved(), Bearing::Reached);
+        check(Goal::Saved, 2, not_saved(), Bearing::Lost);
+        check(Goal::Stopped, 2, saved(), Bearing::Open);
+        check(Goal::Stopped, 2, not_saved(), Bearing::Lost);
+        check(Goal::SaveOver, 2, not_saved(), Bearing::Reached);
     }
 }

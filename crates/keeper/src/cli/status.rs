@@ -85,6 +85,20 @@ fn machine(status: &MachineStatus) -> Vec<String> {
     if let Some(rejuvenation) = &status.last_rejuvenation {
         rows.push(words("rejuvenation", rejuvenation_text(rejuvenation)));
     }
+    if let Some(restore) = &status.restore {
+        let left = if restore.complete { "complete".to_owned() } else { format!("{} missing", restore.pages_missing) };
+        let text = format!(
+            "{} of {} pages prefetched, {} waited for, {left}; {} ({})",
+            restore.pages_prefetched, restore.pages, restore.pages_lazy, restore.snapshot, restore.mode
+        );
+        rows.push(words("restore", text));
+        rows.extend(restore.waits.iter().map(|why| words("waits for", why)));
+    }
+    if let Some(save) = &status.save {
+        let text =
+            format!("{:.0} % of {} pages, {:.1} MiB/s, {}", save.percent, save.pages, save.mib_per_s, save.folder);
+        rows.push(words("save", text));
+    }
     match &status.qemu {
         None => rows.push(words("qemu", "none")),
         Some(qemu) => {

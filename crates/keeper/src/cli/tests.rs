@@ -72,6 +72,15 @@ fn obey(command: &Command, events: &EventLog) -> Result<Answer, ApiError> {
             let (phase, why) = ("launch".to_owned(), "there is no such program".to_owned());
             events.record(EventKind::RejuvenationFailed { phase, why, guest_lost: false });
         }
+        Command::Save(request) if request.compress => {
+            events.record(EventKind::SaveFailed { folder: "/s".into(), why: "the disk is full".into() });
+        }
+        Command::Save(_) => {
+            events.record(EventKind::Saved { folder: "/s".into(), pages: 256, bytes: 1 << 20, pause_ms: 700.0 });
+        }
+        Command::CancelSave => {
+            events.record(EventKind::SaveFailed { folder: "/s".into(), why: "it was called off".into() });
+        }
         Command::Resize { disk } if disk == "root" => {
             return Ok(Answer::Resized(DiskSize { disk: disk.clone(), bytes: 3 << 30 }));
         }
@@ -486,6 +495,18 @@ fn the_systemd_unit_uses_verbs_that_exist() {
         let words = command.trim_start_matches('-').split_whitespace();
         Cli::try_parse_from(words).unwrap_or_else(|error| panic!("{command}: {error}"));
     }
+}
+
+#[test]
+fn a_save_is_waited_for_and_can_be_called_off() {
+    let fixture = fixture();
+    let output = fixture.output(&["save", "web", "-o", "/s"]);
+    assert!(output.ends_with("saved, 256 pages in 1.0 MiB; the guest stood still for 700.0 ms; /s\n"), "{output}");
+    let (output, done) = fixture.run(&["save", "web", "-o", "/s", "--compress"]);
+    assert!(output.ends_with("not saved: the disk is full (/s)\n"), "{output}");
+    assert_eq!(done.unwrap_err().exit(), Exit::Failed);
+    let output = fixture.output(&["save", "web", "--cancel"]);
+    assert!(output.ends_with("not saved: it was called off (/s)\n"), "{output}");
 }
 
 #[test]

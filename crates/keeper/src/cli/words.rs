@@ -62,6 +62,28 @@ pub fn describe(event: &EventKind) -> String {
         EventKind::RejuvenationFailed { phase, why, guest_lost: true } => {
             format!("no other QEMU, and the guest is lost: {phase}: {why}")
         }
+        EventKind::SaveStarted { folder } => format!("guest stands still and is saved to {folder}"),
+        EventKind::SaveProgress { percent, mib_per_s, eta_s, .. } => {
+            let eta = eta_s.map_or_else(String::new, |eta| format!(", {} to go", milliseconds(eta * 1e3)));
+            format!("save at {percent:.0} %, {mib_per_s:.1} MiB/s{eta}")
+        }
+        EventKind::Saved { folder, pages, bytes: size, pause_ms } => format!(
+            "saved, {pages} pages in {}; the guest stood still for {}; {folder}",
+            bytes(*size),
+            milliseconds(*pause_ms)
+        ),
+        EventKind::SaveFailed { folder, why } => format!("not saved: {why} ({folder})"),
+        EventKind::RestoreStarted { snapshot, mode } => format!("guest comes out of {snapshot} ({mode})"),
+        EventKind::Restored { pages, pages_prefetched, duration_ms } => format!(
+            "restored guest runs after {}, {pages_prefetched} of {pages} pages are there",
+            milliseconds(*duration_ms)
+        ),
+        EventKind::RestoreWaits { why } => format!("whoever touches this waits until it can be read: {why}"),
+        EventKind::RestoreComplete { pages, pages_prefetched, pages_lazy, duration_ms } => format!(
+            "all memory is there after {}, {pages} pages: {pages_prefetched} prefetched, {pages_lazy} waited for",
+            milliseconds(*duration_ms)
+        ),
+        EventKind::WorkingSetTraced { pages } => format!("working set noted, {pages} pages in order of use"),
         EventKind::Phase { phase, duration_ms } => format!("{phase} took {}", milliseconds(*duration_ms)),
         EventKind::EmberKept { pages, bytes: kept } => format!("ember kept, {} in {pages} pages", bytes(*kept)),
         EventKind::EmberSettled { released_bytes, remaining_pages } => {

@@ -22,6 +22,7 @@ mod meaning;
 mod page;
 mod quantity;
 mod shape;
+mod snapshot;
 
 pub use fields::{FIELDS, Field, Kind, Section};
 pub use file::ConfigFile;

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use hearth_api::{
     Accepted, ApiError, CrashRequest, DumpOrder, DumpRequest, ErrorWord, EventRecord, Explanation, Mismatch,
-    RebootRequest, RejuvenateRequest, ResizeRequest, Route, RouteId, StopRequest,
+    RebootRequest, RejuvenateRequest, ResizeRequest, Route, RouteId, SaveCancel, SaveRequest, StopRequest,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Serialize;
@@ -89,6 +89,14 @@ fn answer(context: &Context, request: &Request) -> Result<Reply, ApiError> {
             accepted(context, Command::Rejuvenate(order))
         }
         RouteId::Age => age(context),
+        RouteId::Save => {
+            let order = request.body::<SaveRequest>()?;
+            accepted(context, Command::Save(order))
+        }
+        RouteId::SaveCancel => {
+            request.body::<SaveCancel>()?;
+            accepted(context, Command::CancelSave)
+        }
         RouteId::Resize => {
             request.body::<ResizeRequest>()?;
             resized(context, parameter.unwrap_or_default())

@@ -50,7 +50,7 @@ fn machine_answer(command: &Command, ask: &Sender<Command>) -> Result<Answer, Ap
         Command::Resize { disk } => Err(ApiError::new(ErrorWord::NoSuchDisk, format!("web has no disk {disk}"))),
         Command::Stop(_) => Err(ApiError::new(ErrorWord::WrongState, "web is stopping already")),
         Command::Reboot(_) | Command::Crash(_) | Command::Dump(_) | Command::Rejuvenate(_) => Ok(Answer::Accepted),
-        Command::ResumeDump | Command::DiscardDump => Ok(Answer::Accepted),
+        Command::ResumeDump | Command::DiscardDump | Command::Save(_) | Command::CancelSave => Ok(Answer::Accepted),
     }
 }
 

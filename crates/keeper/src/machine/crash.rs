@@ -58,6 +58,11 @@ impl Machine {
 
     /// A full disk is something to wait for; a folder that cannot be had is not.
     fn can_dump(&self) -> bool {
+        if self.restoring.as_ref().is_some_and(|restoring| !restoring.is_complete()) {
+            let why = "its memory had not all come out of its snapshot".to_owned();
+            self.record(EventKind::DumpSkipped { why });
+            return false;
+        }
         let prepared = self.shelf().prepare();
         if let Err(error) = &prepared {
             self.record(EventKind::DumpSkipped { why: crate::chain(error) });

@@ -222,6 +222,11 @@ impl Machine {
             let message = format!("a dump is {}: {}", status.state.name(), status.file);
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("one is written at a time: wait for it"));
         }
+        if self.saving.is_some() {
+            let message = "cannot dump: the guest is being saved";
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("wait for that, or `hearth save --cancel`"));
+        }
+        self.must_be_complete("dump")?;
         let runs = self.state == MachineState::Running;
         let life = self.must_live("dump")?;
         let failed = |error: &dyn std::error::Error| {

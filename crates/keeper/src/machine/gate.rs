@@ -22,6 +22,7 @@ use hearth_recovery::journal::QemuIdentity;
 
 use super::Machine;
 use super::generation::Generation;
+use super::restore::Restoring;
 use crate::config::AdmissionMode;
 use crate::event::Event;
 
@@ -166,11 +167,12 @@ impl Machine {
 
     /// What disks have to ask now.
     pub(super) fn disk_gate(&self) -> Option<Gate> {
-        self.gate.as_ref().filter(|gate| gate.is_shut()).map(|gate| gate.admission().gate())
+        let restored = self.restoring.as_ref().and_then(Restoring::gate);
+        restored.or_else(|| self.gate.as_ref().filter(|gate| gate.is_shut()).map(|gate| gate.admission().gate()))
     }
 
     /// The disks ask, or need not ask any more.
-    fn gate_disks(&self) {
+    pub(super) fn gate_disks(&self) {
         for disk in &self.disks {
             if let Err(error) = disk.set_gate(self.disk_gate()) {
                 tracing::warn!(error = crate::chain(&error), "a disk may take memory that was not granted");

@@ -26,11 +26,16 @@ const SUCCESSOR_PATIENCE: Duration = Duration::from_secs(15);
 const USERFAULT_PATIENCE: Duration = Duration::from_secs(10);
 
 /// What a QEMU is started for.
-struct Role {
-    /// The guest waits for a word.
-    hold_still: bool,
-    /// It has no guest yet.
-    successor: bool,
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Role {
+    /// To boot a guest.
+    First,
+    /// The same, and the guest waits for a word.
+    Held,
+    /// To take over from the QEMU beside it.
+    Successor,
+    /// To take a guest that was saved.
+    Restored,
 }
 
 /// A living QEMU.
@@ -72,21 +77,30 @@ impl Generation {
         number: u32,
         hold_still: bool,
     ) -> Result<Self, LaunchError> {
-        Self::start(parts, incarnation, number, Role { hold_still, successor: false })
+        Self::start(parts, incarnation, number, if hold_still { Role::Held } else { Role::First })
     }
 
     /// Starts a QEMU that waits for this incarnation's guest, beside the one that has it.
     pub fn launch_successor(parts: &Parts, incarnation: &Incarnation, number: u32) -> Result<Self, LaunchError> {
-        Self::start(parts, incarnation, number, Role { hold_still: false, successor: true })
+        Self::start(parts, incarnation, number, Role::Successor)
+    }
+
+    /// Starts a QEMU that waits for a guest that was saved. Its memory is not touched before that.
+    pub fn launch_restored(parts: &Parts, incarnation: &Incarnation, number: u32) -> Result<Self, LaunchError> {
+        Self::start(parts, incarnation, number, Role::Restored)
     }
 
     fn start(parts: &Parts, incarnation: &Incarnation, number: u32, role: Role) -> Result<Self, LaunchError> {
-        let Role { hold_still, successor } = role;
         let folders = &parts.folders;
         let library = preload::install(&folders.runtime).map_err(LaunchError::Preload)?;
         let listener = HandoverListener::bind(&folders.userfault_socket(number))?;
         let passt = passt::start(&parts.config, folders, number)?;
-        let launch = Launch { hold_still, ..launch::launch(parts, incarnation, number, &library, successor) };
+        let successor = role == Role::Successor;
+        let launch = Launch {
+            hold_still: role == Role::Held,
+            incoming: successor || role == Role::Restored,
+            ..launch::launch(parts, incarnation, number, &library, successor)
+        };
         let process = Process::spawn(&parts.binary, &launch, &folders.qemu_log(number))?;
         let userfault = listener.accept(process.id().pid, USERFAULT_PATIENCE).map_err(|error| crate::chain(&error));
         let id = process.id();

@@ -28,6 +28,7 @@ impl Machine {
     /// QEMU's process is gone: its memory is dead.
     pub(super) fn qemu_ended(&mut self, how: String) -> Result<(), MachineError> {
         let Some(Life { incarnation, generation, began, cause }) = self.life.take() else { return Ok(()) };
+        self.cancel_save("the guest ended");
         self.drop_gate();
         let cause = cause.unwrap_or(EndCause::QemuDied);
         self.last_end = Some(cause);
@@ -41,6 +42,7 @@ impl Machine {
             || cause == EndCause::GuestShutdown && self.wanted == Wanted::Run;
         self.end_living_dump();
         self.note_death(&incarnation, cause);
+        self.drop_restore();
         if stops {
             return self.stop_after_dumps(incarnation);
         }
@@ -184,7 +186,7 @@ impl Machine {
         self.record(EventKind::Phase { phase: phase.to_owned(), duration_ms: took.as_secs_f64() * 1e3 });
     }
 
-    fn next_incarnation(&mut self) -> Result<Incarnation, MachineError> {
+    pub(super) fn next_incarnation(&mut self) -> Result<Incarnation, MachineError> {
         self.journal.incarnation += 1;
         self.parts.event_log.set_incarnation(self.journal.incarnation);
         let tracked = self.parts.config.ember == EmberMode::On;
@@ -206,14 +208,19 @@ impl Machine {
         Ok(())
     }
 
-    fn launch(&mut self, incarnation: Incarnation) -> Result<(), MachineError> {
-        let number = self.journal.generation + 1;
-        self.journal.generation = number;
+    /// The number of a QEMU that is about to be started, and everything noted that a new keeper must know of it.
+    pub(super) fn next_generation(&mut self, incarnation: &Incarnation) -> Result<u32, MachineError> {
+        self.journal.generation += 1;
         self.journal.ember = self.ember.incarnations();
         self.journal.disks = launch::disk_identities(&self.parts.config);
         self.journal.save(&self.parts.folders.journal())?;
         // Before QEMU: its guest fills memory while the keeper still waits for QMP.
         self.warden.watch(Some(incarnation.clone()));
+        Ok(self.journal.generation)
+    }
+
+    fn launch(&mut self, incarnation: Incarnation) -> Result<(), MachineError> {
+        let number = self.next_generation(&incarnation)?;
         let hold_still = self.gate_wanted();
         let generation = Generation::launch(&self.parts, &incarnation, number, hold_still)?;
         self.record_qemu(&generation);
@@ -273,6 +280,7 @@ impl Machine {
 
     pub(super) fn fail(&mut self, error: &MachineError) {
         self.drop_gate();
+        self.drop_restore();
         let message = crate::chain(error);
         self.record(EventKind::Error { message });
         self.end_qemu(EndCause::QemuDied);

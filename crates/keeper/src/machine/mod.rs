@@ -39,6 +39,8 @@ mod lives;
 mod orders;
 mod passt;
 mod rejuvenate;
+pub mod restore;
+pub mod save;
 mod status;
 mod takeover;
 mod timeline;
@@ -60,7 +62,7 @@ use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::Journal;
 use hearth_recovery::warm_reboot::Phase;
 
-use crate::config::Config;
+use crate::config::{Config, ConfigFile};
 use crate::console::Hub;
 use crate::event::Event;
 use crate::event_log::EventLog;
@@ -99,6 +101,8 @@ pub enum MachineError {
     OtherDisks { name: String, qemu_pid: u32, what: String },
     #[error(transparent)]
     Launch(#[from] generation::LaunchError),
+    #[error("{name} cannot be restored")]
+    Restore { name: String, source: restore::RestoreFailure },
     #[error("the warden thread cannot be started")]
     Warden(#[source] std::io::Error),
 }
@@ -106,6 +110,10 @@ pub enum MachineError {
 /// What a machine is made from; all of it checked.
 pub struct Parts {
     pub config: Config,
+    /// What `config` was made from: it goes along with a snapshot.
+    pub typed: ConfigFile,
+    /// A snapshot to begin with, instead of a boot.
+    pub restore: Option<restore::RestoreOrder>,
     pub folders: Folders,
     pub binary: Binary,
     pub accelerator: AcceleratorChoice,
@@ -136,6 +144,10 @@ pub struct Machine {
     crashes: Crashes,
     /// There is no guest, and the next one is waited for.
     back_off: Option<BackOff>,
+    /// The way of the living incarnation out of a snapshot.
+    restoring: Option<restore::Restoring>,
+    /// A save that is under way.
+    saving: Option<save::Saving>,
     started: Instant,
     dumps: Dumps,
     /// What a dead keeper left to be dumped.
@@ -202,6 +214,8 @@ impl Machine {
             schedule: age::Schedule::new(),
             crashes: Crashes::default(),
             back_off: None,
+            restoring: None,
+            saving: None,
             started: Instant::now(),
             dumps: Dumps::default(),
             unfinished_dumps: Vec::new(),
@@ -210,7 +224,11 @@ impl Machine {
         };
         machine.record(EventKind::Started { pid: std::process::id(), version: env!("CARGO_PKG_VERSION").to_owned() });
         if !machine.take_over()? {
-            machine.start_afresh().inspect_err(|error| machine.fail(error))?;
+            let started = match machine.order_to_restore() {
+                Some(order) => machine.restore(&order),
+                None => machine.start_afresh(),
+            };
+            started.inspect_err(|error| machine.fail(error))?;
         }
         machine.go_on_with_dumps();
         Ok(machine)
@@ -274,6 +292,15 @@ impl Machine {
             }
             Event::Qmp { .. } => Ok(()),
             Event::Rejuvenate(request) => self.rejuvenate(&request),
+            Event::Restore { generation, word } if self.is_current(generation) => {
+                self.restore_says(word);
+                Ok(())
+            }
+            Event::Restore { .. } => Ok(()),
+            Event::Save(word) => {
+                self.save_says(word);
+                Ok(())
+            }
             Event::Dump { incarnation, word } => self.dump_says(incarnation, word),
             Event::Warden(word) => {
                 self.warden_says(word);

@@ -19,6 +19,8 @@ impl Machine {
             Command::DiscardDump => self.accept("discard the dump", Self::discard_dumps),
             Command::Rejuvenate(request) => self.accept("rejuvenate", |machine| machine.begin_rejuvenation(request)),
             Command::Age => self.age().map(|signs| Answer::Age(Box::new(signs))),
+            Command::Save(request) => self.accept("save", |machine| machine.begin_save(request)),
+            Command::CancelSave => self.accept("call the save off", Self::call_save_off),
             Command::Resize { disk } => self.resize(&disk).map(Answer::Resized),
         }
     }
@@ -37,6 +39,7 @@ impl Machine {
         if self.cut_back_off_short(Wanted::Reboot { cold: request.cold, power_off_at: Instant::now() }) {
             return Ok(());
         }
+        self.cancel_save("the machine was to reboot");
         let paused = self.state == MachineState::Paused;
         self.must_live("reboot")?;
         let patience = if request.force || paused { Duration::ZERO } else { SHUTDOWN_PATIENCE };
@@ -56,6 +59,7 @@ impl Machine {
             self.enter(MachineState::Stopping);
             return Ok(());
         }
+        self.cancel_save("the machine was to stop");
         let paused = self.state == MachineState::Paused;
         if self.state != MachineState::Stopping {
             self.must_live("stop")?;
@@ -78,6 +82,7 @@ impl Machine {
     }
 
     fn crash(&mut self, method: CrashMethod) -> Result<(), ApiError> {
+        self.cancel_save("the guest was to crash");
         let life = self.must_live("crash")?;
         let qmp = &life.generation.qmp;
         let crashed = match method {

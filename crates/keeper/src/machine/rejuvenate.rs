@@ -80,6 +80,11 @@ impl Machine {
             let message = "cannot rejuvenate: the guest still gets its memory bit by bit, through the QEMU it has";
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` tells when that is over"));
         }
+        self.must_be_complete("rejuvenate")?;
+        if self.saving.is_some() {
+            let message = "cannot rejuvenate: the guest is being saved";
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth save --cancel` calls that off"));
+        }
         Ok(())
     }
 

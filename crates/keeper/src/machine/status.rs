@@ -6,8 +6,8 @@ use hearth_api::{
 use hearth_disk::server::DiskServer;
 use hearth_memory::PAGE_BYTES;
 
-use super::Machine;
 use super::gate::MemoryGate;
+use super::{Machine, save};
 use crate::config::{DiskConfig, NetConfig};
 
 impl Machine {
@@ -36,6 +36,8 @@ impl Machine {
             ledger_pages: life.map_or(0, |life| life.incarnation.ledger_pages()),
             ember: self.ember_status(),
             last_rejuvenation: self.last_rejuvenation.clone(),
+            restore: self.restore_status(),
+            save: self.saving.as_ref().map(save::Saving::status),
             last_recovery: self.recovery(&dumps),
             dumps,
         }

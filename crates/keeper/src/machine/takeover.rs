@@ -38,7 +38,12 @@ impl Machine {
         self.must_serve_the_same_disks(identity.pid)?;
         let began = process.began();
         let incarnation = self.reopen()?;
-        let userfault = match self.resume_gate(&incarnation, &identity) {
+        let restored = self.journal.restore.is_some();
+        let resumed = match restored {
+            true => UserfaultOr::Userfault(self.resume_restore(&incarnation, &identity)?),
+            false => self.resume_gate(&incarnation, &identity),
+        };
+        let userfault = match resumed {
             UserfaultOr::Userfault(userfault) => userfault,
             UserfaultOr::Stuck(why) => {
                 tracing::error!(why, "nobody can grant memory to the guest any more: it is ended");
@@ -59,9 +64,15 @@ impl Machine {
         } else if generation.identity().deaf {
             self.wake_disks(&generation);
         }
+        // A restored guest may not have been told yet that it may go on.
+        let stands = restored && generation.qmp.run_state().is_ok_and(|state| state == "paused");
+        if std::mem::take(&mut self.journal.saving) || stands {
+            self.go_on_where_it_stood(&mut generation);
+        }
         let run_state = generation.qmp.run_state();
         self.warden.watch(Some(incarnation.clone()));
         self.adopt(incarnation, generation)?;
+        self.go_on_filling()?;
         if let (Some(life), Some(began)) = (&mut self.life, began) {
             life.began = began;
         }

@@ -1,0 +1,203 @@
+//! `hearth restore` and `hearth working-set`: machines out of snapshots.
+//!
+//! snapshot -> a folder for the new machine: machine.toml, and disks over those of the snapshot -> `hearth run`, with the
+//! order to begin with the snapshot
+
+use std::fs::{self, DirBuilder, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use clap::Args;
+use hearth_api::rfc3339;
+use hearth_disk::image::create_overlay;
+use hearth_recovery::lazy_restore::Mode;
+use hearth_recovery::snapshot::Snapshot;
+use serde::Serialize;
+
+use super::text::{Side, bytes, table};
+use super::{CliError, Context, Exit, absolute, configuration};
+use crate::config::{Config, ConfigFile};
+use crate::machine::restore::RestoreOrder;
+use crate::runtime_root::RuntimeRoot;
+
+/// Each line of the picture of memory.
+const COLUMNS: usize = 64;
+const LINES: usize = 16;
+/// From nothing to everything.
+const SHADES: [char; 5] = ['.', '-', '+', '#', '@'];
+
+#[derive(Debug, Args)]
+pub struct RestoreArguments {
+    /// Folder of the snapshot.
+    snapshot: PathBuf,
+    /// Name of the new machine; that of the saved one if nothing is said.
+    #[arg(long = "as", value_name = "NAME")]
+    name: Option<String>,
+    /// The new machine's folder, which must not exist; named like the machine if nothing is said.
+    #[arg(long, value_name = "FOLDER")]
+    folder: Option<PathBuf>,
+    /// Bring all memory before the guest runs.
+    #[arg(long, group = "mode")]
+    eager: bool,
+    /// Bring no memory before the guest runs.
+    #[arg(long, group = "mode")]
+    lazy: bool,
+    /// Bring the working set before the guest runs, if one was noted (this is the default).
+    #[arg(long, group = "mode")]
+    working_set: bool,
+    /// Note in the snapshot what the guest uses in its first SECONDS, as its working set from now on.
+    #[arg(long, value_name = "SECONDS", conflicts_with_all = ["eager", "working_set"])]
+    trace: Option<u64>,
+}
+
+impl RestoreArguments {
+    fn mode(&self) -> Mode {
+        match (self.eager, self.lazy, self.working_set) {
+            (true, _, _) => Mode::Eager,
+            (_, true, _) => Mode::Lazy,
+            // What was prefetched would not be seen to be used.
+            (_, _, false) if self.trace.is_some() => Mode::Lazy,
+            _ => Mode::WorkingSet,
+        }
+    }
+}
+
+/// Makes the machine, and checks it as `hearth run` does. If it cannot run nothing of it is left.
+pub fn prepare(arguments: RestoreArguments, root: &RuntimeRoot) -> Result<(Config, RestoreOrder), CliError> {
+    let (mode, trace) = (arguments.mode(), arguments.trace.map(Duration::from_secs));
+    let path = absolute(arguments.snapshot);
+    let snapshot = Snapshot::open(&path)?;
+    let name = arguments.name.unwrap_or_else(|| snapshot.manifest.machine.clone());
+    let folder = absolute(arguments.folder.unwrap_or_else(|| PathBuf::from(&name)));
+    let typed = ConfigFile::parse(&snapshot.machine)
+        .map_err(|problems| CliError::Configuration { file: path.join("machine.toml"), problems })?;
+    DirBuilder::new().mode(0o700).create(&folder).map_err(|source| CliError::File { path: folder.clone(), source })?;
+    let made = furnish(&snapshot, typed, &name, &folder).and_then(|file| configuration::for_run(&file, root));
+    match made {
+        Ok(config) => Ok((config, RestoreOrder { snapshot: path, mode, trace })),
+        Err(error) => {
+            // Made a moment ago, by us.
+            if let Err(error) = fs::remove_dir_all(&folder) {
+                tracing::warn!(%error, folder = %folder.display(), "left behind");
+            }
+            Err(error)
+        }
+    }
+}
+
+/// Disks and `machine.toml`.
+fn furnish(snapshot: &Snapshot, typed: ConfigFile, name: &str, folder: &Path) -> Result<PathBuf, CliError> {
+    let mut disks = Vec::new();
+    for disk in &snapshot.manifest.disks {
+        let path = folder.join(format!("disk-{}.qcow2", disk.name));
+        create_overlay(&path, &snapshot.disk_path(&disk.name), &disk.format)?;
+        disks.push(path);
+    }
+    let file = folder.join("machine.toml");
+    let text = typed.for_restored(name, &disks).to_text();
+    let written = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&file);
+    let written = written.and_then(|mut file| file.write_all(text.as_bytes()));
+    written.map_err(|source| CliError::File { path: file.clone(), source })?;
+    Ok(file)
+}
+
+#[derive(Debug, Serialize)]
+struct WorkingSet {
+    snapshot: String,
+    /// Of the guest's memory, without those of zeroes.
+    stored_pages: u64,
+    stored_bytes: u64,
+    /// None: not noted so far.
+    working_set: Option<Noted>,
+}
+
+#[derive(Debug, Serialize)]
+struct Noted {
+    source: &'static str,
+    noted_at: String,
+    pages: u64,
+    bytes: u64,
+    /// Stretches of memory without a gap, in the order of use.
+    runs: u64,
+}
+
+pub fn working_set(context: &mut Context<'_>, folder: &Path) -> Result<Exit, CliError> {
+    let snapshot = Snapshot::open(folder)?;
+    let noted = match &snapshot.working_set {
+        Ok(noted) => noted.as_ref(),
+        Err(_) => return Err(snapshot.working_set.expect_err("as was just seen").into()),
+    };
+    let page_bytes = hearth_memory::PAGE_BYTES;
+    let mut said = WorkingSet {
+        snapshot: folder.display().to_string(),
+        stored_pages: snapshot.manifest.ram.pages,
+        stored_bytes: snapshot.manifest.ram.pages * page_bytes,
+        working_set: None,
+    };
+    if let Some(set) = noted {
+        let pages = set.pages();
+        let path = snapshot.working_set_path();
+        let at = fs::metadata(&path).and_then(|file| file.modified());
+        let at: SystemTime = at.map_err(|source| CliError::File { path, source })?;
+        said.working_set = Some(Noted {
+            source: "trace of a restored guest",
+            noted_at: rfc3339(at),
+            pages: pages.len() as u64,
+            bytes: pages.len() as u64 * page_bytes,
+            runs: pages.chunk_by(|one, next| one + 1 == *next).count() as u64,
+        });
+    }
+    if context.json {
+        context.write_json(&said)?;
+        return Ok(Exit::Done);
+    }
+    let mut rows = vec![vec!["memory".to_owned(), format!("{} pages", said.stored_pages), bytes(said.stored_bytes)]];
+    match &said.working_set {
+        None => rows.push(vec!["working set".into(), "not noted; `hearth restore --trace` does".into(), String::new()]),
+        Some(set) => {
+            rows.push(vec![
+                "working set".into(),
+                format!("{} pages in {} runs", set.pages, set.runs),
+                bytes(set.bytes),
+            ]);
+            rows.push(vec!["noted".into(), set.source.into(), set.noted_at.clone()]);
+        }
+    }
+    for line in table(&[Side::Left, Side::Left, Side::Right], &rows) {
+        context.write_line(&line)?;
+    }
+    if let Some(set) = noted {
+        context.write_line(&format!("\n{}", picture(set.pages(), set.ram_pages())))?;
+    }
+    Ok(Exit::Done)
+}
+
+/// The address space from left to right and top to bottom; the darker, the more of it is in the set.
+fn picture(pages: &[u32], ram_pages: u64) -> String {
+    let cells = COLUMNS * LINES;
+    let mut counts = vec![0_u64; cells];
+    for &page in pages {
+        counts[(u64::from(page) * cells as u64 / ram_pages.max(1)) as usize] += 1;
+    }
+    let full = (ram_pages / cells as u64).max(1);
+    let shade =
+        |count: &u64| SHADES[(count * (SHADES.len() as u64 - 1)).div_ceil(full).min(SHADES.len() as u64 - 1) as usize];
+    let lines: Vec<String> = counts.chunks(COLUMNS).map(|line| line.iter().map(shade).collect()).collect();
+    lines.join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_picture_shows_where_the_set_lies() {
+        let ram_pages = (COLUMNS * LINES * 8) as u64;
+        let pages: Vec<u32> = (0..8).chain([9, 16]).chain(ram_pages as u32 - 3..ram_pages as u32).collect();
+        let picture = picture(&pages, ram_pages);
+        assert_eq!(picture.lines().count(), LINES);
+        assert!(picture.starts_with("@--...") && picture.ends_with("...+"), "{picture}");
+    }
+}

@@ -1,0 +1,118 @@
+//! The configuration that goes along with a snapshot: it means the same wherever it is read, and a machine of another
+//! name gets the same devices.
+
+use std::path::{Path, PathBuf};
+
+use super::{Boot, Config, ConfigFile};
+use crate::problem::Problem;
+
+impl ConfigFile {
+    /// What was typed; the error lists everything that is wrong with it.
+    pub fn load(path: &Path) -> Result<Self, Vec<Problem>> {
+        let unreadable = |error: std::io::Error| {
+            vec![Problem::error(path.display().to_string(), error.to_string(), "is it still where it was?")]
+        };
+        Self::parse(&std::fs::read_to_string(path).map_err(unreadable)?)
+    }
+
+    pub fn parse(text: &str) -> Result<Self, Vec<Problem>> {
+        let super::shape::Shaped { typed, problems, .. } = super::shape::read(text)?;
+        if problems.is_empty() { Ok(typed) } else { Err(problems) }
+    }
+
+    pub fn to_text(&self) -> String {
+        toml::to_string(self).expect("what was typed in TOML can be written so")
+    }
+
+    /// With absolute paths, and with what would otherwise follow from the machine's name or from the host.
+    pub fn for_snapshot(mut self, config: &Config, accelerator: &str) -> Self {
+        let text = |path: &PathBuf| Some(path.display().to_string());
+        self.accelerator = Some(accelerator.to_owned());
+        self.qemu = config.qemu.as_ref().and_then(text);
+        self.memory_folder = self.memory_folder.and_then(|_| text(&config.memory_folder));
+        self.runtime_folder = self.runtime_folder.and_then(|_| text(&config.runtime_folder));
+        let boot = self.boot.get_or_insert_default();
+        match &config.boot {
+            Boot::Kernel { kernel, initrd, .. } => {
+                boot.kernel = text(kernel);
+                boot.initrd = initrd.as_ref().and_then(text);
+            }
+            Boot::Firmware { code, vars } => {
+                boot.firmware_vars = vars.as_ref().and_then(text);
+                // A word that asks for the host's own firmware stays one.
+                if boot.firmware.as_ref().is_some_and(|typed| typed.contains('/')) {
+                    boot.firmware = code.as_ref().and_then(text);
+                }
+            }
+        }
+        if let Some(crash) = &mut self.crash {
+            crash.dump_folder = crash.dump_folder.take().and_then(|_| text(&config.crash.dump_folder));
+        }
+        for (typed, disk) in self.disks.iter_mut().zip(&config.disks) {
+            typed.path = text(&disk.path);
+            typed.name = Some(disk.name.clone());
+            typed.format = Some(disk.format.name().to_owned());
+            typed.serial = Some(disk.serial.clone());
+        }
+        for (typed, net) in self.nets.iter_mut().zip(&config.nets) {
+            typed.mac = Some(net.mac.clone());
+        }
+        self
+    }
+
+    /// For a machine of this name that was restored with these disks. Folders that only one machine can have become
+    /// neighbours of the old ones.
+    pub fn for_restored(mut self, name: &str, disks: &[PathBuf]) -> Self {
+        let neighbour = |folder: Option<String>| Some(Path::new(&folder?).with_file_name(name).display().to_string());
+        self.name = Some(name.to_owned());
+        self.memory_folder = neighbour(self.memory_folder);
+        self.runtime_folder = neighbour(self.runtime_folder);
+        for (typed, path) in self.disks.iter_mut().zip(disks) {
+            typed.path = Some(path.display().to_string());
+            typed.format = Some("qcow2".to_owned());
+        }
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime_root::RuntimeRoot;
+
+    const TEXT: &str = r#"
+        name = "web"
+        memory = "1GiB"
+        memory_folder = "/ram/web"
+        [boot]
+        kernel = "vmlinuz"
+        [crash]
+        dump_folder = "dumps"
+        [[disks]]
+        path = "root.img"
+        mib_per_second = 50
+        [[nets]]
+        kind = "user"
+    "#;
+
+    fn meaning(text: &str, file: &str) -> Config {
+        Config::parse(text, Path::new(file), &RuntimeRoot::new("/run/hearth")).unwrap()
+    }
+
+    #[test]
+    fn a_restored_machine_has_the_devices_of_the_saved_one() {
+        let saved = meaning(TEXT, "/machines/web.toml");
+        let along = ConfigFile::parse(TEXT).unwrap().for_snapshot(&saved, "tcg").to_text();
+        let disks = [PathBuf::from("/clones/two/disk-root.qcow2")];
+        let restored = ConfigFile::parse(&along).unwrap().for_restored("two", &disks).to_text();
+        let restored = meaning(&restored, "/clones/two/machine.toml");
+        assert_eq!((&restored.nets, &restored.boot), (&saved.nets, &saved.boot));
+        assert_eq!(
+            (restored.disks[0].serial.as_str(), &restored.disks[0].path),
+            (saved.disks[0].serial.as_str(), &disks[0])
+        );
+        assert_eq!((restored.disks[0].mib_per_second, restored.memory_bytes), (Some(50), 1 << 30));
+        assert_eq!(restored.crash.dump_folder, Path::new("/machines/dumps"));
+        assert_eq!((restored.name.as_str(), restored.memory_folder.as_path()), ("two", Path::new("/ram/two")));
+    }
+}

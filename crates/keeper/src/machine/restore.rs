@@ -1,0 +1,442 @@
+//! Restore of a machine from a snapshot: order, threads, journal. What is done with memory is in
+//! `hearth_recovery::lazy_restore`.
+//!
+//! snapshot opened and checked -> disks -> QEMU that waits, beside it the prefetch -> its memory is registered, the disks
+//! ask -> devices' state -> (journal: begun) -> the guest runs -> faults are served, the rest is filled in -> complete
+//!
+//! A keeper killed before `begun` leaves a QEMU without a guest and disks that nobody has written to: the next one begins
+//! anew. One killed after it leaves a guest that waits for its memory, and the next one goes on.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use hearth_api::{ApiError, ErrorWord, EventKind, RestoreStatus};
+use hearth_disk::gate::Gate;
+use hearth_memory::faults::Userfault;
+use hearth_memory::faults::admission::AdmissionError;
+use hearth_recovery::incarnation::Incarnation;
+use hearth_recovery::journal::{QemuIdentity, RestoreNote};
+use hearth_recovery::lazy_restore::{LazyRam, Mode, RestoreError, prefetch};
+use hearth_recovery::snapshot::state::{self, StateError};
+use hearth_recovery::snapshot::{Snapshot, SnapshotError};
+
+use super::generation::{Generation, LaunchError};
+use super::{Machine, MachineError};
+use crate::event::Event;
+
+/// The state is loaded in 20 ms; but it waits for pages that may lie far away.
+const STATE_PATIENCE: Duration = Duration::from_secs(60);
+/// Given to a guest that has just waited for a page, before the next chunk is filled in behind it.
+const GIVE_WAY: Duration = Duration::from_millis(2);
+/// Until what could not be read is tried again.
+const FILL_AGAIN: Duration = Duration::from_millis(500);
+/// A traced guest is looked after so often.
+const TRACE_STEP: Duration = Duration::from_millis(50);
+
+/// What to begin with.
+#[derive(Clone, Debug)]
+pub struct RestoreOrder {
+    pub snapshot: PathBuf,
+    pub mode: Mode,
+    /// Note what the guest touches in this time, and only then fill in the rest.
+    pub trace: Option<Duration>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum RestoreFailure {
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
+    #[error("{snapshot}: has {saved} bytes of memory, and the machine {configured}")]
+    Memory { snapshot: PathBuf, saved: u64, configured: u64 },
+    #[error(transparent)]
+    Restore(#[from] RestoreError),
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
+    #[error("page faults cannot be served: {why}; `hearth restore --eager` does without")]
+    Userfault { why: String },
+    #[error("QEMU's last words: {}", .last_words.as_deref().unwrap_or("(none)"))]
+    State { last_words: Option<String>, source: StateError },
+    #[error("no thread")]
+    Thread(#[source] std::io::Error),
+}
+
+/// What a restore tells the machine's loop.
+#[derive(Clone, Debug)]
+pub enum Word {
+    Waits { why: String },
+    Traced { pages: u64 },
+    Complete,
+    Failed { why: String },
+}
+
+/// The way of one incarnation out of a snapshot.
+pub struct Restoring {
+    snapshot: PathBuf,
+    mode: Mode,
+    began: Instant,
+    /// Pages, for a guest that was all there.
+    pages: u64,
+    lazy: Option<Arc<LazyRam>>,
+    threads: Vec<JoinHandle<()>>,
+    complete: bool,
+}
+
+impl Restoring {
+    pub fn is_complete(&self) -> bool {
+        self.complete
+    }
+
+    /// What the disks have to ask.
+    pub fn gate(&self) -> Option<Gate> {
+        self.lazy.as_ref().filter(|_| !self.complete).map(LazyRam::gate)
+    }
+
+    fn status(&self) -> RestoreStatus {
+        let mut status = RestoreStatus {
+            snapshot: self.snapshot.display().to_string(),
+            mode: self.mode.name().to_owned(),
+            pages: self.pages,
+            pages_prefetched: self.pages,
+            pages_lazy: 0,
+            pages_filled: 0,
+            pages_missing: 0,
+            complete: self.complete,
+            waits: Vec::new(),
+        };
+        if let Some(lazy) = &self.lazy {
+            let counts = lazy.counts();
+            status.pages_prefetched = counts.prefetched;
+            (status.pages_lazy, status.pages_filled) = (counts.lazy, counts.filled);
+            (status.pages_missing, status.waits) = (counts.missing, lazy.stuck());
+        }
+        status
+    }
+
+    fn start(&mut self, name: String, work: impl FnOnce(&LazyRam) + Send + 'static) -> Result<(), RestoreFailure> {
+        let Some(lazy) = self.lazy.clone() else { return Ok(()) };
+        let thread = std::thread::Builder::new().name(name).spawn(move || work(&lazy));
+        self.threads.push(thread.map_err(RestoreFailure::Thread)?);
+        Ok(())
+    }
+}
+
+impl Drop for Restoring {
+    fn drop(&mut self) {
+        if let Some(lazy) = &self.lazy {
+            lazy.stop();
+        }
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a thread of the restore panicked");
+            }
+        }
+    }
+}
+
+/// Says something to the machine's loop, of one generation.
+#[derive(Clone)]
+struct Teller {
+    tell: Sender<Event>,
+    generation: u32,
+}
+
+impl Teller {
+    fn say(&self, word: Word) {
+        // Fails only when the loop is gone, and then nobody wants to know.
+        let _ = self.tell.send(Event::Restore { generation: self.generation, word });
+    }
+
+    fn say_end(&self, error: &AdmissionError) {
+        if !matches!(error, AdmissionError::Gone { .. }) {
+            self.say(Word::Failed { why: crate::chain(error) });
+        }
+    }
+}
+
+impl Machine {
+    /// What this keeper was told, or an earlier one that did not get as far as to let the guest run.
+    pub(super) fn order_to_restore(&mut self) -> Option<RestoreOrder> {
+        let noted = self.journal.restore.take().filter(|note| !note.begun);
+        let noted = noted.map(|note| RestoreOrder { snapshot: note.snapshot, mode: note.mode, trace: None });
+        self.parts.restore.take().or(noted)
+    }
+
+    pub(super) fn restore(&mut self, order: &RestoreOrder) -> Result<(), MachineError> {
+        let name = self.parts.config.name.clone();
+        let failed = |source: RestoreFailure| MachineError::Restore { name: name.clone(), source };
+        let began = Instant::now();
+        let snapshot = Arc::new(Snapshot::open(&order.snapshot).map_err(|error| failed(error.into()))?);
+        let (saved, configured) = (snapshot.manifest.ram_bytes, self.parts.config.memory_bytes);
+        if saved != configured {
+            return Err(failed(RestoreFailure::Memory { snapshot: order.snapshot.clone(), saved, configured }));
+        }
+        if let Err(error) = &snapshot.working_set {
+            let message = format!("the working set cannot be used: {}", crate::chain(error));
+            self.record(EventKind::Error { message });
+        }
+        let (path, mode) = (order.snapshot.display().to_string(), order.mode.name().to_owned());
+        self.record(EventKind::RestoreStarted { snapshot: path, mode });
+        self.journal.restore = Some(RestoreNote { snapshot: order.snapshot.clone(), mode: order.mode, begun: false });
+        let incarnation = self.next_incarnation()?;
+        self.open_disks(&incarnation)?;
+        let number = self.next_generation(&incarnation)?;
+        let generation = self.launch_and_prefetch(&snapshot, order.mode, &incarnation, number);
+        let generation = generation.map_err(&failed)?;
+        self.record_qemu(&generation);
+        let let_in = self.let_in(snapshot, order, &incarnation, &generation, began);
+        if let Err(failure) = let_in {
+            generation.process.kill();
+            return Err(failed(failure));
+        }
+        if let Some(note) = &mut self.journal.restore {
+            note.begun = true;
+        }
+        self.journal.qemu = Some(generation.identity());
+        self.journal.save(&self.parts.folders.journal())?;
+        self.admit(generation.identity().pid);
+        generation.run()?;
+        self.adopt(incarnation, generation)?;
+        self.record(EventKind::IncarnationStarted { generation: number, warm: false });
+        if let Some(status) = self.restore_status() {
+            let (pages, pages_prefetched) = (status.pages, status.pages_prefetched);
+            let duration_ms = began.elapsed().as_secs_f64() * 1e3;
+            self.record(EventKind::Restored { pages, pages_prefetched, duration_ms });
+        }
+        self.fill_behind(number, order.trace).map_err(failed)
+    }
+
+    /// Both at once: QEMU's start takes as long as reading a working set.
+    fn launch_and_prefetch(
+        &self,
+        snapshot: &Snapshot,
+        mode: Mode,
+        incarnation: &Incarnation,
+        number: u32,
+    ) -> Result<Generation, RestoreFailure> {
+        let ahead = match mode {
+            Mode::Eager => Some(&snapshot.ram),
+            Mode::Lazy => None,
+            Mode::WorkingSet => snapshot.working_set.as_ref().ok().and_then(Option::as_ref),
+        };
+        std::thread::scope(|scope| {
+            let builder = std::thread::Builder::new().name(format!("prefetch-{}", self.parts.config.name));
+            let reader = builder.spawn_scoped(scope, || ahead.map_or(Ok(0), |pages| prefetch(pages, &incarnation.ram)));
+            let reader = reader.map_err(RestoreFailure::Thread)?;
+            let generation = Generation::launch_restored(&self.parts, incarnation, number);
+            let read = reader.join().expect("reading pages does not panic");
+            let generation = generation?;
+            match read {
+                Ok(_) => {}
+                // What is missing of it comes when it is touched.
+                Err(error) if mode == Mode::WorkingSet => {
+                    let message = format!("the working set cannot be used: {}", crate::chain(&error));
+                    self.record(EventKind::Error { message });
+                }
+                Err(error) => {
+                    generation.process.kill();
+                    return Err(error.into());
+                }
+            }
+            Ok(generation)
+        })
+    }
+
+    /// The guest into a QEMU that waits for it. It stands still afterwards.
+    fn let_in(
+        &mut self,
+        snapshot: Arc<Snapshot>,
+        order: &RestoreOrder,
+        incarnation: &Incarnation,
+        generation: &Generation,
+        began: Instant,
+    ) -> Result<(), RestoreFailure> {
+        let lazy = match order.mode {
+            Mode::Eager => None,
+            Mode::Lazy | Mode::WorkingSet => {
+                let userfault =
+                    generation.userfault().map_err(|why| RestoreFailure::Userfault { why: why.to_owned() })?;
+                let teller = self.teller(generation.number);
+                let tell = move |why| teller.say(Word::Waits { why });
+                let tracing = order.trace.is_some();
+                Some(LazyRam::register(snapshot.clone(), &incarnation.ram, userfault, tracing, tell)?)
+            }
+        };
+        let restoring = Restoring {
+            snapshot: order.snapshot.clone(),
+            mode: order.mode,
+            began,
+            pages: snapshot.ram.pages().len() as u64,
+            complete: lazy.is_none(),
+            lazy: lazy.map(Arc::new),
+            threads: Vec::new(),
+        };
+        self.serve_faults(restoring, generation.number)?;
+        self.gate_disks();
+        state::give(&generation.qmp, &snapshot.state, STATE_PATIENCE).map_err(|source| {
+            // One that refuses the state ends, and says why first.
+            generation.process.ends_within(Duration::from_secs(1));
+            RestoreFailure::State { last_words: generation.process.last_words(), source }
+        })
+    }
+
+    fn serve_faults(&mut self, mut restoring: Restoring, generation: u32) -> Result<(), RestoreFailure> {
+        let teller = self.teller(generation);
+        restoring.start(format!("faults-{}", self.parts.config.name), move |lazy| {
+            if let Err(error) = lazy.serve() {
+                teller.say_end(&error);
+            }
+        })?;
+        self.restoring = Some(restoring);
+        Ok(())
+    }
+
+    fn fill_behind(&mut self, generation: u32, trace: Option<Duration>) -> Result<(), RestoreFailure> {
+        let (teller, name) = (self.teller(generation), format!("fill-{}", self.parts.config.name));
+        let Some(restoring) = &mut self.restoring else { return Ok(()) };
+        if restoring.complete {
+            self.restore_complete();
+            return Ok(());
+        }
+        restoring.start(name, move |lazy| {
+            if let Some(window) = trace {
+                note_first_touches(lazy, window, &teller);
+            }
+            fill(lazy, &teller);
+        })
+    }
+
+    fn teller(&self, generation: u32) -> Teller {
+        Teller { tell: self.parts.tell.clone(), generation }
+    }
+
+    pub(super) fn restore_says(&mut self, word: Word) {
+        match word {
+            Word::Waits { why } => self.record(EventKind::RestoreWaits { why }),
+            Word::Traced { pages } => self.record(EventKind::WorkingSetTraced { pages }),
+            Word::Complete => self.restore_complete(),
+            Word::Failed { why } => {
+                let message = format!("the guest's memory cannot be brought any more: {why}");
+                self.record(EventKind::Error { message });
+            }
+        }
+    }
+
+    fn restore_complete(&mut self) {
+        let Some(restoring) = &mut self.restoring else { return };
+        restoring.complete = true;
+        let duration_ms = restoring.began.elapsed().as_secs_f64() * 1e3;
+        let RestoreStatus { pages, pages_prefetched, pages_lazy, .. } = restoring.status();
+        self.gate_disks();
+        self.journal.restore = None;
+        self.save_journal();
+        self.record(EventKind::RestoreComplete { pages, pages_prefetched, pages_lazy, duration_ms });
+    }
+
+    pub(super) fn restore_status(&self) -> Option<RestoreStatus> {
+        self.restoring.as_ref().map(Restoring::status)
+    }
+
+    /// What reads a guest's memory, or moves it to another QEMU, needs all of it.
+    pub(super) fn must_be_complete(&self, what: &str) -> Result<(), ApiError> {
+        if self.restoring.as_ref().is_none_or(Restoring::is_complete) {
+            return Ok(());
+        }
+        let message = format!("cannot {what}: the guest's memory has not all come out of its snapshot");
+        Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` tells how much is missing"))
+    }
+
+    /// Its QEMU is gone.
+    pub(super) fn drop_restore(&mut self) {
+        if let Some(restoring) = self.restoring.take() {
+            drop(restoring);
+            self.gate_disks();
+            self.journal.restore = None;
+        }
+    }
+
+    /// Goes on where a keeper that died left off; before anything else touches the guest's memory. If the snapshot cannot
+    /// be read the guest waits on for a keeper that can.
+    pub(super) fn resume_restore(
+        &mut self,
+        incarnation: &Incarnation,
+        identity: &QemuIdentity,
+    ) -> Result<Result<Userfault, String>, MachineError> {
+        let Some(note) = self.journal.restore.clone() else { return Ok(Err("there is no snapshot".to_owned())) };
+        let name = self.parts.config.name.clone();
+        let failed = |source: RestoreFailure| MachineError::Restore { name: name.clone(), source };
+        let no_userfault = |why: String| RestoreFailure::Userfault { why };
+        let userfault = match (note.mode, identity.userfault_fd) {
+            (Mode::Eager, None) => return Ok(Err("a keeper that died had none".to_owned())),
+            (_, None) => return Err(failed(no_userfault("a keeper that died had none".to_owned()))),
+            (_, Some(fd)) => Userfault::fetch(identity.pid, fd),
+        };
+        let userfault = userfault.map_err(|error| failed(no_userfault(crate::chain(&error))))?;
+        let snapshot = Snapshot::open(&note.snapshot).map_err(|error| failed(error.into()))?;
+        let (teller, pages) = (self.teller(identity.generation), snapshot.ram.pages().len() as u64);
+        let tell = move |why| teller.say(Word::Waits { why });
+        let lazy = LazyRam::resume(Arc::new(snapshot), &incarnation.ram, &userfault, tell);
+        let lazy = lazy.map_err(|error| failed(error.into()))?;
+        let restoring = Restoring {
+            snapshot: note.snapshot,
+            mode: note.mode,
+            began: Instant::now(),
+            pages,
+            complete: lazy.is_none(),
+            lazy: lazy.map(Arc::new),
+            threads: Vec::new(),
+        };
+        self.serve_faults(restoring, identity.generation).map_err(failed)?;
+        Ok(Ok(userfault))
+    }
+
+    /// And fills in the rest, once this keeper has the guest.
+    pub(super) fn go_on_filling(&mut self) -> Result<(), MachineError> {
+        let Some(life) = &self.life else { return Ok(()) };
+        let (number, name) = (life.generation.number, self.parts.config.name.clone());
+        self.fill_behind(number, None).map_err(|source| MachineError::Restore { name, source })
+    }
+}
+
+fn note_first_touches(lazy: &LazyRam, window: Duration, teller: &Teller) {
+    let deadline = Instant::now() + window;
+    while Instant::now() < deadline && !lazy.is_stopped() {
+        std::thread::sleep(TRACE_STEP.min(deadline.saturating_duration_since(Instant::now())));
+    }
+    let used = lazy.end_trace();
+    if lazy.is_stopped() {
+        return;
+    }
+    match lazy.snapshot().write_working_set(&used) {
+        Ok(pages) => teller.say(Word::Traced { pages }),
+        Err(error) => {
+            let why = format!("the working set is not noted: {}", crate::chain(&error));
+            teller.say(Word::Waits { why });
+        }
+    }
+}
+
+/// Until nothing is missing, or it is told to stop.
+fn fill(lazy: &LazyRam, teller: &Teller) {
+    let mut touched = lazy.counts().lazy;
+    let mut give_way = |lazy: &LazyRam| {
+        let now = lazy.counts().lazy;
+        if std::mem::replace(&mut touched, now) != now {
+            std::thread::sleep(GIVE_WAY);
+        }
+        true
+    };
+    loop {
+        match lazy
+            .fill(&mut give_way)
+            .and_then(|complete| if complete { lazy.finish().map(|()| true) } else { Ok(false) })
+        {
+            Ok(true) => return teller.say(Word::Complete),
+            Ok(false) if lazy.is_stopped() => return,
+            Ok(false) => std::thread::sleep(FILL_AGAIN),
+            Err(error) => return teller.say_end(&error),
+        }
+    }
+}

@@ -1,0 +1,364 @@
+//! Lazy restore: a saved guest goes on before its memory is there.
+//!
+//! ```text
+//! working set -> RAM file (one sequential read) ... QEMU waits for a guest -> its memory is registered -> devices' state
+//!   -> THE GUEST RUNS -> what it touches and is missing is brought | the rest is filled in behind -> nothing is missing
+//! ```
+//! Who touches memory: QEMU's threads (page faults), and the disks of the machine, which have mappings of their own and are
+//! told apart from nobody: an unguarded look at a missing page would plant a page of zeroes for good. So they ask first
+//! (`RamGate::bring`).
+//!
+//! A page that cannot be brought (the image is damaged, or gone) holds up whoever touched it, and is tried again: the guest
+//! waits, and never sees anything but what was saved.
+
+use std::collections::{BTreeMap, HashSet};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use hearth_disk::gate::{Gate, RamGate};
+use hearth_memory::faults::Userfault;
+use hearth_memory::faults::admission::AdmissionError;
+use hearth_memory::faults::supply::SuppliedRam;
+use hearth_memory::{FileOffset, MemoryError, PAGE_BYTES, RamFile};
+use serde::{Deserialize, Serialize};
+
+use crate::incarnation::lock;
+use crate::snapshot::pages::{Page, PageReader, Reading};
+use crate::snapshot::{Snapshot, SnapshotError};
+
+/// Between two attempts of a disk to get at memory that cannot be brought.
+const TRY_AGAIN: Duration = Duration::from_millis(250);
+const ZEROES: Page = [0; PAGE_BYTES as usize];
+
+#[derive(Debug, thiserror::Error)]
+pub enum RestoreError {
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
+    #[error(transparent)]
+    Ram(#[from] AdmissionError),
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+}
+
+/// What is there before the guest runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mode {
+    /// Everything.
+    Eager,
+    /// Nothing.
+    Lazy,
+    /// What a restored guest used first, if that was noted.
+    WorkingSet,
+}
+
+impl Mode {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Eager => "eager",
+            Self::Lazy => "lazy",
+            Self::WorkingSet => "working-set",
+        }
+    }
+}
+
+/// What became of the pages, counted since the guest went on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Of the snapshot, without those of zeroes.
+    pub stored: u64,
+    /// Before the guest ran.
+    pub prefetched: u64,
+    /// Because somebody touched them.
+    pub lazy: u64,
+    /// With one that was touched, or behind the guest's back.
+    pub filled: u64,
+    pub missing: u64,
+}
+
+/// Writes these pages into RAM that nobody uses yet. How many there are.
+pub fn prefetch(pages: &PageReader, ram: &RamFile) -> Result<u64, RestoreError> {
+    let mut reading = pages.reading();
+    for chunk in 0..pages.chunks() {
+        let raw = pages.read(chunk, &mut reading)?;
+        for (first, bytes) in runs(pages.pages_of(chunk), raw) {
+            ram.write(FileOffset(u64::from(first) * PAGE_BYTES), bytes)?;
+        }
+    }
+    Ok(pages.pages().len() as u64)
+}
+
+/// The memory of one incarnation under one QEMU, on its way out of a snapshot.
+pub struct LazyRam {
+    ram: SuppliedRam,
+    identity: (u64, u64),
+    snapshot: Arc<Snapshot>,
+    /// One bit a page: it is certainly there.
+    there: Vec<AtomicU64>,
+    prefetched: u64,
+    lazy: AtomicU64,
+    filled: AtomicU64,
+    missing: AtomicU64,
+    /// While set, a touch brings one page and no more, so that every first touch is seen.
+    tracing: AtomicBool,
+    touched: Mutex<Vec<u32>>,
+    /// Chunks that cannot be brought now, and why.
+    stuck: Mutex<BTreeMap<u32, String>>,
+    tell: Box<dyn Fn(String) + Send + Sync>,
+    stopped: AtomicBool,
+}
+
+impl LazyRam {
+    /// From now on pages come when they are touched. QEMU waits for its guest; what was prefetched is in the file.
+    /// `tell` hears, once, of each chunk that cannot be brought.
+    pub fn register(
+        snapshot: Arc<Snapshot>,
+        ram: &RamFile,
+        userfault: &Userfault,
+        tracing: bool,
+        tell: impl Fn(String) + Send + Sync + 'static,
+    ) -> Result<Self, RestoreError> {
+        let supplied = SuppliedRam::register(userfault, ram)?;
+        Ok(Self::new(supplied, snapshot, ram, tracing, Box::new(tell))?)
+    }
+
+    /// Goes on where a keeper that died left off; none if nothing was missing any more. What was traced is lost.
+    pub fn resume(
+        snapshot: Arc<Snapshot>,
+        ram: &RamFile,
+        userfault: &Userfault,
+        tell: impl Fn(String) + Send + Sync + 'static,
+    ) -> Result<Option<Self>, RestoreError> {
+        let Some(supplied) = SuppliedRam::resume(userfault, ram)? else { return Ok(None) };
+        Ok(Some(Self::new(supplied, snapshot, ram, false, Box::new(tell))?))
+    }
+
+    fn new(
+        supplied: SuppliedRam,
+        snapshot: Arc<Snapshot>,
+        ram: &RamFile,
+        tracing: bool,
+        tell: Box<dyn Fn(String) + Send + Sync>,
+    ) -> Result<Self, MemoryError> {
+        let stored = snapshot.ram.pages().len() as u64;
+        let mut lazy = Self {
+            ram: supplied,
+            identity: ram.identity(),
+            there: (0..snapshot.ram.ram_pages().div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
+            snapshot,
+            prefetched: 0,
+            lazy: AtomicU64::new(0),
+            filled: AtomicU64::new(0),
+            missing: AtomicU64::new(stored),
+            tracing: AtomicBool::new(tracing),
+            touched: Mutex::default(),
+            stuck: Mutex::default(),
+            tell,
+            stopped: AtomicBool::new(false),
+        };
+        for page in ram.resident_ranges()?.into_iter().flatten() {
+            lazy.arrived(page as u32);
+        }
+        lazy.prefetched = stored - lazy.missing.load(Relaxed);
+        Ok(lazy)
+    }
+
+    fn is_there(&self, page: u32) -> bool {
+        let word = self.there.get(page as usize / 64);
+        word.is_none_or(|word| word.load(Acquire) >> (page % 64) & 1 == 1)
+    }
+
+    /// True the first time.
+    fn arrived(&self, page: u32) -> bool {
+        let Some(word) = self.there.get(page as usize / 64) else { return false };
+        let new = word.fetch_or(1 << (page % 64), Release) >> (page % 64) & 1 == 0;
+        let is_stored = self.snapshot.ram.chunk_of(page).is_some();
+        if new && is_stored {
+            self.missing.fetch_sub(1, Relaxed);
+        }
+        new && is_stored
+    }
+
+    /// Serves QEMU's page faults until `stop`, QEMU's end, or until nothing is missing.
+    pub fn serve(&self) -> Result<(), AdmissionError> {
+        let mut reading = self.snapshot.ram.reading();
+        self.ram.serve(|page| passing(self.bring_touched(page as u32, &mut reading)).map(|brought| brought.is_some()))
+    }
+
+    /// Notes whether this chunk could be brought.
+    fn note<T>(&self, chunk: u32, result: Result<T, SnapshotError>) -> Result<T, RestoreError> {
+        let mut stuck = lock(&self.stuck);
+        match &result {
+            Ok(_) => drop(stuck.remove(&chunk)),
+            Err(error) => {
+                let why = error.to_string();
+                if stuck.insert(chunk, why.clone()).is_none() {
+                    (self.tell)(why);
+                }
+            }
+        }
+        Ok(result?)
+    }
+
+    /// Somebody has touched this page.
+    fn bring_touched(&self, page: u32, reading: &mut Reading) -> Result<(), RestoreError> {
+        if self.is_there(page) {
+            // It came meanwhile; whoever waits for it may not have been woken.
+            return Ok(self.ram.wake(page.into())?);
+        }
+        let tracing = self.tracing.load(Relaxed);
+        let pages = &self.snapshot.ram;
+        match pages.chunk_of(page) {
+            None => {
+                self.ram.supply(page.into(), &ZEROES)?;
+                self.arrived(page);
+            }
+            Some(chunk) if tracing => {
+                let bytes = self.note(chunk, pages.page(page, reading))?.expect("it has a chunk");
+                // Before whoever waits goes on and touches the next.
+                lock(&self.touched).push(page);
+                self.ram.supply(page.into(), bytes)?;
+                if self.arrived(page) {
+                    self.lazy.fetch_add(1, Relaxed);
+                }
+            }
+            Some(chunk) => {
+                let new = self.bring_chunk(chunk, reading)?;
+                self.lazy.fetch_add(new.min(1), Relaxed);
+                self.filled.fetch_add(new.saturating_sub(1), Relaxed);
+            }
+        }
+        Ok(())
+    }
+
+    /// How many of its pages were missing.
+    fn bring_chunk(&self, chunk: u32, reading: &mut Reading) -> Result<u64, RestoreError> {
+        let pages = self.snapshot.ram.pages_of(chunk);
+        if pages.iter().all(|page| self.is_there(*page)) {
+            return Ok(0);
+        }
+        let raw = self.note(chunk, self.snapshot.ram.read(chunk, reading))?;
+        let mut new = 0;
+        for (first, bytes) in runs(pages, raw) {
+            self.ram.supply(first.into(), bytes)?;
+            let run = first..first + (bytes.len() as u64 / PAGE_BYTES) as u32;
+            new += run.map(|page| u64::from(self.arrived(page))).sum::<u64>();
+        }
+        Ok(new)
+    }
+
+    /// Brings everything, in the order of the file; `go_on` is asked before each chunk. False: it was told to stop, or
+    /// something cannot be brought now.
+    pub fn fill(&self, mut go_on: impl FnMut(&Self) -> bool) -> Result<bool, AdmissionError> {
+        let mut reading = self.snapshot.ram.reading();
+        for chunk in 0..self.snapshot.ram.chunks() {
+            if self.is_stopped() || !go_on(self) {
+                return Ok(false);
+            }
+            let new = passing(self.bring_chunk(chunk, &mut reading))?;
+            self.filled.fetch_add(new.unwrap_or_default(), Relaxed);
+        }
+        Ok(self.missing.load(Relaxed) == 0)
+    }
+
+    /// Nothing is missing: the kernel serves this memory by itself from now on, and `serve` ends.
+    pub fn finish(&self) -> Result<(), AdmissionError> {
+        self.stopped.store(true, Relaxed);
+        self.ram.finish()
+    }
+
+    pub fn is_stopped(&self) -> bool {
+        self.stopped.load(Relaxed)
+    }
+
+    /// Ends `serve` and whoever waits, and leaves everything as it is.
+    pub fn stop(&self) {
+        self.stopped.store(true, Relaxed);
+        self.ram.stop();
+    }
+
+    /// Pages in the order in which they were touched; from now on nothing is noted any more.
+    pub fn end_trace(&self) -> Vec<u32> {
+        self.tracing.store(false, Relaxed);
+        let mut touched = std::mem::take(&mut *lock(&self.touched));
+        // Two who touched a page at once are both in it.
+        let mut seen = HashSet::new();
+        touched.retain(|page| seen.insert(*page));
+        touched
+    }
+
+    pub fn snapshot(&self) -> &Snapshot {
+        &self.snapshot
+    }
+
+    pub fn counts(&self) -> Counts {
+        Counts {
+            stored: self.snapshot.ram.pages().len() as u64,
+            prefetched: self.prefetched,
+            lazy: self.lazy.load(Relaxed),
+            filled: self.filled.load(Relaxed),
+            missing: self.missing.load(Relaxed),
+        }
+    }
+
+    /// What the disks of the machine have to ask.
+    pub fn gate(self: &Arc<Self>) -> Gate {
+        let (ram_device, ram_inode) = self.identity;
+        Gate { ram_device, ram_inode, keeper: self.clone() }
+    }
+
+    /// What cannot be brought now; whoever touches it waits.
+    pub fn stuck(&self) -> Vec<String> {
+        lock(&self.stuck).values().cloned().collect()
+    }
+}
+
+/// What is wrong with the image may be mended; all else is the end. None: not now.
+fn passing<T>(result: Result<T, RestoreError>) -> Result<Option<T>, AdmissionError> {
+    match result {
+        Ok(done) => Ok(Some(done)),
+        Err(RestoreError::Snapshot(_)) => Ok(None),
+        Err(RestoreError::Ram(error)) => Err(error),
+        Err(RestoreError::Memory(error)) => Err(error.into()),
+    }
+}
+
+impl RamGate for LazyRam {
+    fn is_granted(&self, _file: Range<u64>) -> bool {
+        true
+    }
+
+    fn admit(&self, _file: Range<u64>) -> bool {
+        true
+    }
+
+    fn bring(&self, file: Range<u64>) -> bool {
+        let pages = file.start / PAGE_BYTES..file.end.div_ceil(PAGE_BYTES);
+        for page in pages.map(|page| page as u32) {
+            while !self.is_there(page) {
+                match passing(self.bring_touched(page, &mut self.snapshot.ram.reading())) {
+                    Ok(Some(())) => {}
+                    Ok(None) if !self.is_stopped() => std::thread::sleep(TRY_AGAIN),
+                    // QEMU's end: its requests end with it.
+                    Ok(None) | Err(_) => return false,
+                }
+            }
+        }
+        true
+    }
+}
+
+/// Pages that follow each other in RAM and in the file, with their bytes.
+fn runs<'a>(pages: &'a [u32], raw: &'a [u8]) -> impl Iterator<Item = (u32, &'a [u8])> {
+    let mut at = 0;
+    pages.chunk_by(|one, next| one + 1 == *next).map(move |run| {
+        let from = at * PAGE_BYTES as usize;
+        at += run.len();
+        (run[0], &raw[from..at * PAGE_BYTES as usize])
+    })
+}
+
+#[cfg(test)]
+mod tests;

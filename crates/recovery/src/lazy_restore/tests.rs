@@ -1,0 +1,217 @@
+//! Lazy restore in one process: this one is QEMU, guest and keeper at once.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::time::Instant;
+
+use rustix::mm::{MapFlags, ProtFlags, UserfaultfdFlags, mmap, userfaultfd};
+
+use super::*;
+use crate::snapshot::pages::{Compression, PageWriter, Sealed};
+use crate::snapshot::{Draft, Manifest, RamPart, SNAPSHOT_VERSION};
+
+const PAGES: u64 = 128;
+/// 10 to 90 are stored, the others zero.
+const STORED: Range<u32> = 10..90;
+
+/// A machine whose QEMU is this very process.
+struct Stand {
+    home: tempfile::TempDir,
+    ram: RamFile,
+    userfault: Userfault,
+    start: usize,
+}
+
+fn save(folder: &std::path::Path) {
+    let mut draft = Draft::create(folder).unwrap();
+    let mut writer = PageWriter::create(&draft.ram_path(), PAGES, Compression::None).unwrap();
+    for page in STORED {
+        writer.add(page, &[page as u8; 4096]).unwrap();
+    }
+    let Sealed { bytes, pages, seal } = writer.finish().unwrap();
+    let manifest = Manifest {
+        version: SNAPSHOT_VERSION,
+        machine: "web".into(),
+        saved_at: String::new(),
+        hearth_version: String::new(),
+        qemu_version: String::new(),
+        accelerator: "tcg".into(),
+        ram_bytes: PAGES * PAGE_BYTES,
+        machine_file: draft.write_machine("").unwrap(),
+        state: draft.write_state(&[]).unwrap(),
+        ram: RamPart { bytes, pages, seal },
+        disks: Vec::new(),
+    };
+    draft.finish(&manifest).unwrap();
+}
+
+impl Stand {
+    fn new() -> Self {
+        let home = tempfile::tempdir_in("/dev/shm").unwrap();
+        save(&home.path().join("snapshot"));
+        let ram = RamFile::create(&home.path().join("ram-1"), PAGES * PAGE_BYTES).unwrap();
+        let file = File::options().read(true).write(true).open(ram.path()).unwrap();
+        let (protection, bytes) = (ProtFlags::READ | ProtFlags::WRITE, (PAGES * PAGE_BYTES) as usize);
+        // SAFETY: a new mapping at an address of the kernel's choice touches no other memory. It stays for good.
+        let start = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, &file, 0) }.unwrap();
+        // SAFETY: a descriptor that acts on the mapping above only, as nothing else is registered with it.
+        let fd = unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }.unwrap();
+        let userfault = Userfault { fd, fd_in_qemu: 0, qemu_pid: std::process::id() };
+        Self { home, ram, userfault, start: start as usize }
+    }
+
+    fn snapshot(&self) -> Arc<Snapshot> {
+        Arc::new(Snapshot::open(&self.home.path().join("snapshot")).unwrap())
+    }
+
+    fn lazy(&self, tracing: bool) -> Arc<LazyRam> {
+        Arc::new(LazyRam::register(self.snapshot(), &self.ram, &self.userfault, tracing, |_| ()).unwrap())
+    }
+
+    /// As a processor of the guest's does.
+    fn touch(&self, page: u32) -> u8 {
+        let address = (self.start + page as usize * PAGE_BYTES as usize) as *const u8;
+        // SAFETY: within the mapping, which stays; any byte is a valid one.
+        unsafe { address.read_volatile() }
+    }
+
+    fn see(&self) -> Vec<u8> {
+        (0..PAGES as u32).map(|page| self.touch(page)).collect()
+    }
+}
+
+/// Whoever waited for a page goes on a moment before the page is counted.
+fn await_counts(lazy: &LazyRam, expect: Counts) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while lazy.counts() != expect && Instant::now() < deadline {
+        std::thread::yield_now();
+    }
+    assert_eq!(lazy.counts(), expect);
+}
+
+fn saved() -> Vec<u8> {
+    (0..PAGES as u32).map(|page| if STORED.contains(&page) { page as u8 } else { 0 }).collect()
+}
+
+fn served<T>(lazy: &LazyRam, work: impl FnOnce() -> T) -> T {
+    /// Also when the work fails.
+    struct Stops<'a>(&'a LazyRam);
+    impl Drop for Stops<'_> {
+        fn drop(&mut self) {
+            self.0.stop();
+        }
+    }
+    std::thread::scope(|scope| {
+        scope.spawn(|| lazy.serve().unwrap());
+        let _stops = Stops(lazy);
+        work()
+    })
+}
+
+#[test]
+fn a_guest_sees_what_was_saved_and_in_the_end_nothing_is_missing() {
+    let stand = Stand::new();
+    let lazy = stand.lazy(false);
+    served(&lazy, || {
+        assert_eq!((stand.touch(40), stand.touch(5)), (40, 0));
+        await_counts(&lazy, Counts { stored: 80, prefetched: 0, lazy: 1, filled: 15, missing: 64 });
+        assert!(lazy.fill(|_| true).unwrap());
+        assert_eq!(stand.see(), saved());
+        lazy.finish().unwrap();
+    });
+    assert_eq!(stand.see(), saved());
+    let counts = lazy.counts();
+    assert_eq!((counts.lazy + counts.filled, counts.missing), (80, 0));
+}
+
+#[test]
+fn what_was_prefetched_is_not_asked_for() {
+    let stand = Stand::new();
+    stand.snapshot().write_working_set(&[70, 12, 11, 3]).unwrap();
+    let set = stand.snapshot();
+    assert_eq!(prefetch(set.working_set.as_ref().unwrap().as_ref().unwrap(), &stand.ram).unwrap(), 3);
+    let lazy = stand.lazy(false);
+    assert_eq!((stand.touch(70), stand.touch(12), stand.touch(11)), (70, 12, 11));
+    assert_eq!(lazy.counts(), Counts { stored: 80, prefetched: 3, missing: 77, ..Counts::default() });
+    served(&lazy, || {
+        assert_eq!(stand.see(), saved());
+        let counts = Counts { stored: 80, prefetched: 3, lazy: 5, filled: 72, missing: 0 };
+        await_counts(&lazy, counts);
+    });
+}
+
+#[test]
+fn a_trace_notes_each_page_once_in_order_of_use() {
+    let stand = Stand::new();
+    let lazy = stand.lazy(true);
+    served(&lazy, || {
+        for page in [80, 20, 21, 80, 100, 19] {
+            stand.touch(page);
+        }
+        assert!(lazy.bring(30 * PAGE_BYTES..31 * PAGE_BYTES + 1), "a disk's look counts as well");
+        assert_eq!(lazy.end_trace(), [80, 20, 21, 19, 30, 31]);
+        stand.touch(60);
+        assert_eq!(lazy.end_trace(), [0; 0]);
+    });
+}
+
+#[test]
+fn disks_never_see_a_missing_page() {
+    let stand = Stand::new();
+    let lazy = stand.lazy(false);
+    let gate = lazy.gate();
+    assert!(gate.keeper.bring(88 * PAGE_BYTES + 7..92 * PAGE_BYTES));
+    assert_eq!([88, 89, 90, 91].map(|page| stand.touch(page)), [88, 89, 0, 0]);
+    assert_eq!((gate.ram_device, gate.ram_inode), stand.ram.identity());
+}
+
+#[test]
+fn who_touches_a_damaged_page_waits_until_the_image_is_mended() {
+    let stand = Stand::new();
+    let path = stand.home.path().join("snapshot/ram");
+    let whole = fs::read(&path).unwrap();
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let heard = told.clone();
+    let tell = move |why| lock(&heard).push(why);
+    let lazy = LazyRam::register(stand.snapshot(), &stand.ram, &stand.userfault, false, tell).unwrap();
+    let image = File::options().write(true).open(&path).unwrap();
+    // The second chunk: pages 26 to 41.
+    image.write_all_at(&[0xee], 4096 + 16 * PAGE_BYTES + 9).unwrap();
+    served(&lazy, || {
+        assert!(!lazy.fill(|_| true).unwrap(), "something is missing");
+        assert_eq!(lazy.counts().missing, 16);
+        assert_eq!(stand.touch(25), 25);
+        let touching = std::thread::scope(|scope| {
+            let guest = scope.spawn(|| (stand.touch(30), Instant::now()));
+            while lazy.stuck().is_empty() {
+                std::thread::yield_now();
+            }
+            let mended = Instant::now();
+            image.write_all_at(&whole, 0).unwrap();
+            let (seen, at) = guest.join().unwrap();
+            assert!(at > mended);
+            seen
+        });
+        assert_eq!(touching, 30);
+        assert_eq!(lazy.stuck(), Vec::<String>::new());
+        assert!(lazy.fill(|_| true).unwrap());
+    });
+    let told = lock(&told);
+    assert_eq!(told.len(), 1, "told once: {told:?}");
+    assert!(told[0].contains("pages 26 to 41 of the guest's memory are damaged"), "{told:?}");
+}
+
+#[test]
+fn another_keeper_goes_on_with_what_is_missing() {
+    let stand = Stand::new();
+    let first = stand.lazy(false);
+    served(&first, || assert_eq!(stand.touch(50), 50));
+    drop(first);
+    let resume = || LazyRam::resume(stand.snapshot(), &stand.ram, &stand.userfault, |_| ()).unwrap();
+    let second = resume().expect("something is missing");
+    served(&second, || {
+        assert_eq!(stand.see(), saved());
+        second.finish().unwrap();
+    });
+    assert!(resume().is_none());
+}

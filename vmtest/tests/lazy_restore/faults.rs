@@ -1,0 +1,104 @@
+//! Damaged snapshots and killed keepers: a guest waits, or does not begin; it never sees what was not saved.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use hearth_recovery::snapshot::Snapshot;
+use hearth_vmtest::{Drives, Result, TestVm};
+
+use super::{fill, verify};
+
+/// A guest with 64 MiB that are known, saved and gone; its nonce and its snapshot.
+fn saved(name: &str) -> Result<(TestVm, String, PathBuf)> {
+    let vm = TestVm::busybox(name).boot()?;
+    let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
+    fill(&vm, 64)?;
+    vm.save(&snapshot)?;
+    vm.stop_at_once()?;
+    Ok((vm, nonce, snapshot))
+}
+
+#[test]
+fn a_snapshot_that_is_not_whole_is_refused_by_name_before_a_guest_runs() -> Result<()> {
+    let (vm, nonce, snapshot) = saved("refused")?;
+    let refused = |what: &str, expect: &str| -> Result<()> {
+        let clone = vm.restore(&snapshot, "never", &[])?;
+        assert_eq!(clone.wait_keeper_end()?.code(), Some(1), "{what}");
+        assert!(clone.keeper_log().contains(expect), "{what}: {}", clone.keeper_log());
+        Ok(())
+    };
+    let put_back = |path: &Path, bytes: &[u8]| fs::write(path, bytes).expect("it can be written");
+    for (name, expect) in
+        [("manifest", "it has no manifest"), ("state", "state: cannot be read"), ("ram", "ram: cannot be read")]
+    {
+        let path = snapshot.join(name);
+        let away = snapshot.join("away");
+        fs::rename(&path, &away).expect("it is there");
+        refused(name, expect)?;
+        fs::rename(&away, &path).expect("it is there");
+        let whole = fs::read(&path).expect("it is there");
+        let cut = File::options().write(true).open(&path).expect("it is there");
+        cut.set_len(whole.len() as u64 - 10).expect("it can be cut");
+        refused(name, name)?;
+        put_back(&path, &whole);
+    }
+    let clone = vm.restore(&snapshot, "whole", &[])?;
+    clone.wait_running()?;
+    assert_eq!(clone.nonce()?, nonce);
+    verify(&clone)
+}
+
+#[test]
+fn a_guest_that_touches_a_damaged_page_waits_and_goes_on_when_the_image_is_mended() -> Result<()> {
+    let (vm, nonce, snapshot) = saved("mended")?;
+    // All chunks in the middle of the file, where the pattern lies: not what a guest needs to answer.
+    let ram = snapshot.join("ram");
+    let bytes = Snapshot::open(&snapshot).expect("it was saved").ram.sealed().bytes;
+    let image = File::options().read(true).write(true).open(&ram).expect("it is there");
+    let whole = fs::read(&ram).expect("it can be read");
+    let pattern = hearth_vmtest::pattern::bytes("memory", 4096, super::SEED);
+    let places: Vec<usize> =
+        (4096..bytes as usize - 4096).step_by(4096).filter(|at| whole[*at..*at + 4096] == pattern).collect();
+    let [place] = places[..] else { panic!("the first page of the pattern is there {} times", places.len()) };
+    image.write_all_at(&[whole[place] ^ 1], place as u64).expect("it can be written");
+    let clone = vm.restore(&snapshot, "waits", &["--lazy"])?;
+    clone.wait_running()?;
+    let told = clone.wait_event("the damage is told", |event| event["kind"] == "restore_waits")?;
+    assert!(told["why"].as_str().is_some_and(|why| why.contains("of the guest's memory are damaged")), "{told}");
+    let status = clone.status()?;
+    assert_eq!(
+        (&status["restore"]["complete"], status["restore"]["waits"].as_array().map(Vec::len)),
+        (&false.into(), Some(1)),
+        "{status}"
+    );
+    let refused = clone.cli_output(&["save", clone.name(), "-o", &vm.folder().join("half").display().to_string()])?;
+    assert!(refused.status != 0 && refused.text().contains("not all come out of its snapshot"), "{}", refused.text());
+    let verifying = clone.guest().start(&format!("probe verify /tmp/memory {}", super::SEED))?;
+    clone.wait_status("nothing else is missing", |status| status["restore"]["pages_missing"].as_u64() <= Some(16))?;
+    assert!(clone.guest().take_answer(verifying).is_none(), "it cannot have been verified: a page of it is not there");
+    image.write_all_at(&[whole[place]], place as u64).expect("it can be written");
+    let verified = clone
+        .wait_console("the pattern is verified", hearth_vmtest::patience(60), |heard| heard.take_answer(verifying))?;
+    assert_eq!(verified.status, 0, "{:?}", String::from_utf8_lossy(&verified.output));
+    clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
+    assert_eq!(clone.nonce()?, nonce);
+    Ok(())
+}
+
+#[test]
+fn a_keeper_killed_while_memory_comes_is_followed_by_one_that_brings_the_rest() -> Result<()> {
+    let (vm, nonce, snapshot) = saved("killed")?;
+    // Nothing is filled in behind a guest that is traced: there is always something missing.
+    let clone = vm.restore(&snapshot, "orphan", &["--trace", "600"])?;
+    clone.wait_running()?;
+    let verifying = clone.guest().start(&format!("probe verify /tmp/memory {}", super::SEED))?;
+    clone.wait_status("some of it was touched", |status| status["restore"]["pages_lazy"].as_u64() > Some(2000))?;
+    clone.restart_keeper()?;
+    let verified = clone
+        .wait_console("the pattern is verified", hearth_vmtest::patience(60), |heard| heard.take_answer(verifying))?;
+    assert_eq!(verified.status, 0, "{:?}", String::from_utf8_lossy(&verified.output));
+    clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
+    assert_eq!(clone.nonce()?, nonce);
+    Ok(())
+}

@@ -1,0 +1,119 @@
+//! The guest that comes back is the one that was saved: its memory, its processes, its files.
+
+use hearth_vmtest::{Disk, Drives, Result, TestVm};
+use serde_json::Value;
+
+use super::{count, fill, start_counter, verify};
+
+fn wait_complete(vm: &TestVm) -> Result<Value> {
+    vm.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
+    let restore = vm.status()?["restore"].clone();
+    assert_eq!((&restore["complete"], &restore["pages_missing"]), (&Value::from(true), &Value::from(0)), "{restore}");
+    Ok(restore)
+}
+
+#[test]
+fn one_snapshot_brings_the_same_guest_back_in_each_way() -> Result<()> {
+    let vm = TestVm::busybox("three").boot()?;
+    let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
+    fill(&vm, 64)?;
+    start_counter(&vm)?;
+    count(&vm)?;
+    vm.save(&snapshot)?;
+    vm.stop_at_once()?;
+    for (name, options) in [("lazy", ["--lazy"]), ("eager", ["--eager"]), ("set", ["--working-set"])] {
+        let clone = vm.restore(&snapshot, name, &options)?;
+        clone.wait_running()?;
+        assert_eq!(clone.nonce()?, nonce, "{name}: it is the same guest");
+        let counted = count(&clone)?;
+        clone.sh(&format!("while [ $(cat /tmp/count) -le {counted} ]; do sleep 0.1; done"))?;
+        verify(&clone)?;
+        let restore = wait_complete(&clone)?;
+        assert!(restore["pages"].as_u64() > Some((64 << 20) / 4096), "{restore}");
+        let prefetched = restore["pages_prefetched"] == restore["pages"];
+        assert_eq!(prefetched, name == "eager", "{restore}");
+        clone.stop_at_once()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn two_machines_go_on_from_one_snapshot_beside_each_other_with_disks_of_their_own() -> Result<()> {
+    let vm = TestVm::busybox("two").disk(Disk::empty(32)).boot()?;
+    let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
+    fill(&vm, 16)?;
+    // Read again and again by a guest whose memory is on its way: through the disk server's own look at it.
+    vm.sh("dd if=/tmp/memory of=/dev/vda bs=64k conv=fsync 2>&1")?;
+    vm.save_and_stop(&snapshot)?;
+    let clones = [vm.restore(&snapshot, "one", &["--lazy"])?, vm.restore(&snapshot, "other", &["--lazy"])?];
+    for clone in &clones {
+        clone.wait_running()?;
+        assert_eq!(clone.nonce()?, nonce);
+        clone.sh(
+            "dd if=/dev/vda of=/tmp/back bs=64k count=256 iflag=direct 2>&1 && cmp -n 16777216 /tmp/memory /tmp/back",
+        )?;
+        clone.sh(&format!("echo {} | dd of=/dev/vda bs=512 seek=40000 conv=notrunc,fsync,sync 2>&1", clone.name()))?;
+        verify(clone)?;
+    }
+    for clone in &clones {
+        wait_complete(clone)?;
+        let mine = clone.sh("dd if=/dev/vda bs=512 skip=40000 count=1 iflag=direct 2>/dev/null | head -n 1")?;
+        assert_eq!(mine.trim(), clone.name(), "each writes to its own disk");
+        let status = clone.status()?;
+        assert_eq!(status["disks"][0]["io_errors"], 0, "{status}");
+        // It is a machine like any other now.
+        clone.reboot_forced()?;
+        clone.wait_incarnation(2)?;
+        assert_ne!(clone.nonce()?, nonce);
+    }
+    Ok(())
+}
+
+#[test]
+fn what_a_restored_guest_used_first_is_there_the_next_time() -> Result<()> {
+    let vm = TestVm::busybox("traced").boot()?;
+    let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
+    fill(&vm, 64)?;
+    vm.save(&snapshot)?;
+    vm.stop_at_once()?;
+    let traced = vm.restore(&snapshot, "first", &["--trace", "10"])?;
+    traced.wait_running()?;
+    verify(&traced)?;
+    let noted = traced.wait_event("the working set is noted", |event| event["kind"] == "working_set_traced")?;
+    let pages = noted["pages"].as_u64().expect("a number");
+    assert!(pages > 50, "not even what it takes to answer: {noted}");
+    wait_complete(&traced)?;
+    traced.stop_at_once()?;
+    let shown: Value =
+        serde_json::from_str(&vm.cli(&["working-set", &snapshot.display().to_string(), "--json"])?).expect("JSON");
+    assert_eq!(shown["working_set"]["pages"], pages, "{shown}");
+    let again = vm.restore(&snapshot, "again", &[])?;
+    again.wait_running()?;
+    assert_eq!(again.nonce()?, nonce);
+    verify(&again)?;
+    let restore = wait_complete(&again)?;
+    assert_eq!(restore["pages_prefetched"], pages, "{restore}");
+    again.stop_at_once()?;
+    Ok(())
+}
+
+#[test]
+fn a_restored_guest_can_be_saved_again() -> Result<()> {
+    let vm = TestVm::busybox("again").disk(Disk::empty(16)).boot()?;
+    let (nonce, first) = (vm.nonce()?, vm.folder().join("first"));
+    fill(&vm, 16)?;
+    vm.sh("echo kept | dd of=/dev/vda bs=512 seek=7 conv=notrunc,fsync,sync 2>&1")?;
+    vm.save_and_stop(&first)?;
+    let clone = vm.restore(&first, "second", &["--lazy"])?;
+    clone.wait_running()?;
+    let second = vm.folder().join("second");
+    wait_complete(&clone)?;
+    clone.save_and_stop(&second)?;
+    let last = vm.restore(&second, "third", &["--lazy"])?;
+    last.wait_running()?;
+    assert_eq!(last.nonce()?, nonce);
+    verify(&last)?;
+    let kept = last.sh("dd if=/dev/vda bs=512 skip=7 count=1 iflag=direct 2>/dev/null | head -n 1")?;
+    assert_eq!(kept.trim(), "kept", "through two overlays");
+    Ok(())
+}
