@@ -319,7 +319,8 @@ pub static FIELDS: &[Field] = &[
         Size,
         "`4MiB`",
         r#""16MiB""#,
-        "Memory written, and then released, at a time: 2MiB to 4GiB. Each thread holds one, within the budget.",
+        "Memory comes free in steps of this: 2MiB to 4GiB. It is written in pieces of at most 4 MiB, which each thread holds \
+         within the budget.",
     ),
     crash(
         "threads",

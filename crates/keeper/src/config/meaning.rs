@@ -26,7 +26,7 @@ const DEFAULT_DUMP_LEVEL: u8 = 31;
 const DEFAULT_KEEP_LAST: u32 = 5;
 const DEFAULT_MIN_FREE: &str = "1GiB";
 const DEFAULT_HEADROOM: &str = "0%";
-/// Memory comes free in steps of this, and each compressing thread holds one: small against a budget's slack of 3 %.
+/// Memory comes free in steps of this: as soon as it is written.
 const DEFAULT_CHUNK: &str = "4MiB";
 /// Whole huge pages are released.
 const CHUNK_BYTES_MIN: u64 = 2 << 20;

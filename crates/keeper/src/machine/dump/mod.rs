@@ -6,7 +6,8 @@
 //! A step that fails waits for a person (`hearth dump --resume` or `--discard`) and is then tried again: no memory is
 //! given up for a full disk. The compressors have the lowest priority, because the guest that serves comes first, unless
 //! it waits for the memory that they are to free; the writer has not, because it is what gives memory back. Each
-//! compressor holds one chunk, and the writer one more.
+//! compressor holds one piece of a chunk, and the writer one more: what they hold counts in the budget, and a chunk may be
+//! larger than what is left of that.
 
 mod pace;
 mod priority;
@@ -39,6 +40,9 @@ pub use shelf::Shelf;
 
 /// Time between two words about progress.
 const PROGRESS_EVERY: Duration = Duration::from_secs(2);
+/// What is packed and written at once. With chunks of 1 GiB held whole, three threads would hold most of a 4 GiB guest's
+/// budget; larger pieces write no faster.
+const PIECE_BYTES_MAX: u64 = 4 << 20;
 /// Time between two looks at whether the guest waits for memory.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
@@ -65,6 +69,7 @@ pub struct Task {
     pub registers: Result<Vec<u8>, String>,
     pub level: DumpLevel,
     pub format: Format,
+    /// Memory comes free in steps of this.
     pub chunk_bytes: u64,
     pub threads: u32,
     pub shelf: Shelf,
@@ -282,23 +287,23 @@ impl Work<'_> {
     }
 
     fn write(&mut self, dump: &mut Dump) -> Result<(), GivenUp> {
-        let chunks = dump.chunks(self.task.chunk_bytes);
+        let pieces = dump.chunks(self.task.chunk_bytes.min(PIECE_BYTES_MAX));
         let next = AtomicUsize::new(0);
         let mut told = Instant::now();
         let (memory, progress) = (self.task.memory.clone(), self.progress);
         let compressors = Compressors::default();
         std::thread::scope(|scope| {
-            // No room in the channel: a compressor that is ahead waits with its chunk.
+            // No room in the channel: a compressor that is ahead waits with its piece.
             let (packed, to_write) = sync_channel(0);
             for number in 0..self.task.threads.max(1) {
                 let (packed, mut packer) = (packed.clone(), dump.packer());
-                let (chunks, next, memory, compressors) = (&chunks, &next, &memory, &compressors);
+                let (pieces, next, memory, compressors) = (&pieces, &next, &memory, &compressors);
                 let pack_all = move || {
                     let _member = compressors.join();
-                    while let Some(chunk) = chunks.get(next.fetch_add(1, Relaxed)) {
-                        let most = chunk.pages * PAGE_BYTES;
+                    while let Some(piece) = pieces.get(next.fetch_add(1, Relaxed)) {
+                        let most = piece.pages * PAGE_BYTES;
                         progress.buffers_grow(most);
-                        let done = packer.pack(chunk, memory);
+                        let done = packer.pack(piece, memory);
                         let bytes = done.bytes().min(most);
                         progress.buffers_shrink(most - bytes);
                         if progress.is_given_up() || packed.send(done).is_err() {
@@ -315,6 +320,8 @@ impl Work<'_> {
                 }
             }
             drop(packed);
+            let mut chunk = Vec::new();
+            let mut chunk_bytes = 0;
             while let Some(packed) = self.next_packed(&to_write, &compressors) {
                 let bytes = packed.bytes();
                 self.task.pace.wait(bytes, progress);
@@ -324,12 +331,19 @@ impl Work<'_> {
                 });
                 progress.buffers_shrink(bytes.min(packed.chunk().pages * PAGE_BYTES));
                 let written = written?;
-                self.written(packed.chunk().pfns.clone(), &written);
+                self.written(&written);
+                chunk.push(packed.chunk().pfns.clone());
+                chunk_bytes += packed.chunk().pages * PAGE_BYTES;
+                if chunk_bytes >= self.task.chunk_bytes {
+                    chunk.drain(..).for_each(|pfns| self.release(pfns));
+                    chunk_bytes = 0;
+                }
                 if told.elapsed() >= PROGRESS_EVERY {
                     told = Instant::now();
                     self.tell_progress();
                 }
             }
+            chunk.into_iter().for_each(|pfns| self.release(pfns));
             if progress.is_given_up() { Err(GivenUp) } else { Ok(()) }
         })
     }
@@ -346,7 +360,7 @@ impl Work<'_> {
         }
     }
 
-    fn written(&self, pfns: std::ops::Range<u64>, written: &Written) {
+    fn written(&self, written: &Written) {
         self.progress.update(|status| {
             status.pages_written += written.page_count;
             status.written_bytes += written.bytes;
@@ -354,8 +368,6 @@ impl Work<'_> {
         if written.lost > 0 {
             self.warn(format!("{} pages of memory cannot be read and are missing", written.lost));
         }
-        // With what could not be read, which nobody will ever read.
-        self.release(pfns);
     }
 
     fn finish(&mut self, dump: Dump) -> Result<(), GivenUp> {
@@ -409,6 +421,7 @@ impl Work<'_> {
         }
     }
 
+    /// What could not be read goes as well: nobody will ever read it.
     fn release(&self, pfns: std::ops::Range<u64>) {
         let Some(claim) = &self.task.claim else { return };
         if let Err(error) = claim.written(pfns) {
