@@ -296,8 +296,10 @@ impl FlakyEngine {
     /// Wakes us when the next delay is over.
     fn set_timer(&self) {
         let now = Instant::now();
-        let next_due = self.pending.values().filter_map(|pending| match pending.stage {
-            Stage::Ended { due, .. } if due > now => Some(due - now),
+        // One that became due since we looked is not forgotten: it rings at once.
+        let left = |due: Instant| due.saturating_duration_since(now).max(Duration::from_nanos(1));
+        let next_due = self.pending.values().filter_map(|pending| match (pending.fault, &pending.stage) {
+            (Some(Fault::Delay(_)), Stage::Ended { due, .. }) => Some(left(*due)),
             _ => None,
         });
         // All zero disarms the timer.

@@ -8,6 +8,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -405,6 +406,8 @@ impl Guest {
         ring.next_used = ring.next_used.wrapping_add(1);
         let next_used = ring.next_used;
         self.store_u16(base + AVAILABLE + 4 + u64::from(QUEUE_SIZE) * 2, next_used);
+        // The next look at the used index must not come before the device can see this wish.
+        fence(Ordering::SeqCst);
         let entry = self.read_ram(base + USED + 4 + slot * 8, 8);
         let head = u32::from_le_bytes(entry[..4].try_into().unwrap());
         let bytes = u32::from_le_bytes(entry[4..].try_into().unwrap());
