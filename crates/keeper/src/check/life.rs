@@ -2,12 +2,16 @@
 
 use std::fs::File;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use hearth_qemu::{Process, ProcessId, processes_naming};
 use hearth_recovery::journal::{Journal, QemuIdentity};
 use rustix::fs::FlockOperation;
 
 use crate::config::Config;
+
+/// A keeper killed while it starts a process leaves its lock to that one, until it runs its program.
+const LOCK_PATIENCE: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Life {
@@ -30,6 +34,15 @@ impl Life {
             None if !processes_naming(&config.memory_folder.join("ram-")).is_empty() => Self::Orphaned,
             None => Self::None,
         }
+    }
+
+    /// For who means to be its keeper: a lock that is about to be free is waited for.
+    pub fn settled(config: &Config) -> Self {
+        let deadline = Instant::now() + LOCK_PATIENCE;
+        while has_keeper(&config.runtime_folder) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Self::of(config)
     }
 
     /// Whether the machine itself holds what its configuration asks for.

@@ -42,7 +42,10 @@ pub fn existing(folder: &Path) -> &Path {
 /// All problems, in the order in which they would come up.
 pub fn check(config: &Config, root: &RuntimeRoot, purpose: Purpose) -> Vec<Problem> {
     let mut problems = Vec::new();
-    let life = Life::of(config);
+    let life = match purpose {
+        Purpose::Check => Life::of(config),
+        Purpose::Run => Life::settled(config),
+    };
     if life == Life::Kept {
         problems.push(running_already(&config.name, purpose));
     }
