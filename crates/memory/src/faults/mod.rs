@@ -4,6 +4,7 @@
 //! contents are brought page by page)
 
 pub mod admission;
+mod bell;
 mod handover;
 mod mapping;
 pub mod supply;

@@ -15,11 +15,11 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::time::Duration;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
 use super::Userfault;
 use super::admission::{AdmissionError, failure, whole};
+use super::bell::Bell;
 use super::mapping::{self, Piece};
 use super::userfault::{self, Waiter};
 use crate::{PAGE_BYTES, RamFile};
@@ -34,7 +34,7 @@ pub struct SuppliedRam {
     qemu_pid: u32,
     pieces: Vec<Piece>,
     ram_bytes: u64,
-    bell: OwnedFd,
+    bell: Bell,
 }
 
 impl SuppliedRam {
@@ -73,13 +73,12 @@ impl SuppliedRam {
     }
 
     fn new(userfault: &Userfault, ram: &RamFile, pieces: Vec<Piece>) -> Result<Self, AdmissionError> {
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         Ok(Self {
             fd: userfault.fd.try_clone().map_err(AdmissionError::Bell)?,
             qemu_pid: userfault.qemu_pid,
             pieces,
             ram_bytes: ram.bytes(),
-            bell: bell.map_err(|errno| AdmissionError::Bell(errno.into()))?,
+            bell: Bell::new()?,
         })
     }
 
@@ -135,7 +134,7 @@ impl SuppliedRam {
     /// cannot now; then it is asked again.
     pub fn serve(&self, mut bring: impl FnMut(u64) -> Result<bool, AdmissionError>) -> Result<(), AdmissionError> {
         let (mut found, mut waiting): (Vec<Waiter>, Vec<u64>) = (Vec::new(), Vec::new());
-        while !self.heard_bell(!waiting.is_empty())? {
+        while !self.bell.await_faults(self.fd.as_fd(), (!waiting.is_empty()).then_some(TRY_AGAIN))? {
             userfault::read(self.fd.as_fd(), &mut found).map_err(|errno| self.failure("reading faults of", errno))?;
             let touched = found.drain(..).filter_map(|waiter| self.page_at(waiter.address));
             let pages: Vec<u64> = touched.chain(waiting.drain(..)).collect();
@@ -148,20 +147,9 @@ impl SuppliedRam {
         Ok(())
     }
 
-    /// Sleeps until there is something to do. True: it is over.
-    fn heard_bell(&self, hurry: bool) -> Result<bool, AdmissionError> {
-        let limit = Timespec { tv_sec: 0, tv_nsec: TRY_AGAIN.subsec_nanos().into() };
-        let mut watched = [PollFd::new(&self.fd, PollFlags::IN), PollFd::new(&self.bell, PollFlags::IN)];
-        match poll(&mut watched, hurry.then_some(&limit)) {
-            Ok(_) | Err(Errno::INTR) => Ok(!watched[1].revents().is_empty()),
-            Err(errno) => Err(AdmissionError::Bell(errno.into())),
-        }
-    }
-
     /// Ends `serve` and leaves everything as it is: QEMU is gone, or another keeper comes.
     pub fn stop(&self) {
-        // It fails only when the counter is full, and then the bell has been rung long ago.
-        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+        self.bell.ring();
     }
 
     /// Nothing is missing any more, but pages of zeroes: from now on the kernel alone serves this memory. Ends `serve`.

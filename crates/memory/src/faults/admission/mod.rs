@@ -26,10 +26,11 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::time::Duration;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::Userfault;
+use super::bell::Bell;
 use super::handover::watch_process;
 use super::mapping::{self, Piece};
 use super::userfault;
@@ -67,7 +68,7 @@ pub struct GatedRam {
     committed_bytes: AtomicU64,
     granted_bytes: AtomicU64,
     finished: AtomicBool,
-    bell: OwnedFd,
+    bell: Bell,
     faults: AtomicU64,
     waiting: AtomicU64,
     waited_us: AtomicU64,
@@ -148,7 +149,6 @@ impl GatedRam {
         let page_bytes = std::fs::metadata(ram.path()).map_or(PAGE_BYTES, |file| file.blksize());
         let unit_bytes = fitting_unit(unit_bytes, page_bytes, ram.bytes());
         let units = ram.bytes().div_ceil(unit_bytes) as usize;
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let mut gated = Self {
             fd: userfault.fd.try_clone().map_err(AdmissionError::Bell)?,
             qemu_pid: userfault.qemu_pid,
@@ -160,7 +160,7 @@ impl GatedRam {
             committed_bytes: AtomicU64::new(0),
             granted_bytes: AtomicU64::new(0),
             finished: AtomicBool::new(false),
-            bell: bell.map_err(|errno| AdmissionError::Bell(errno.into()))?,
+            bell: Bell::new()?,
             faults: AtomicU64::new(0),
             waiting: AtomicU64::new(0),
             waited_us: AtomicU64::new(0),
@@ -251,7 +251,7 @@ impl GatedRam {
     pub fn serve(&self, mut admit: impl FnMut(usize) -> Result<Verdict, AdmissionError>) -> Result<(), AdmissionError> {
         let mut queue = Queue::default();
         let mut found = Vec::new();
-        while !self.heard_bell(!queue.is_empty())? {
+        while !self.bell.await_faults(self.fd.as_fd(), (!queue.is_empty()).then_some(ASK_EVERY))? {
             userfault::read(self.fd.as_fd(), &mut found).map_err(|errno| self.failure("reading faults of", errno))?;
             for waiter in found.drain(..) {
                 if let Some(unit) = self.unit_at(waiter.address) {
@@ -267,20 +267,9 @@ impl GatedRam {
         Ok(())
     }
 
-    /// Sleeps until there is something to do. True: it is over.
-    fn heard_bell(&self, hurry: bool) -> Result<bool, AdmissionError> {
-        let limit = Timespec { tv_sec: 0, tv_nsec: ASK_EVERY.subsec_nanos().into() };
-        let mut watched = [PollFd::new(&self.fd, PollFlags::IN), PollFd::new(&self.bell, PollFlags::IN)];
-        match poll(&mut watched, hurry.then_some(&limit)) {
-            Ok(_) | Err(Errno::INTR) => Ok(!watched[1].revents().is_empty()),
-            Err(errno) => Err(AdmissionError::Bell(errno.into())),
-        }
-    }
-
     /// Ends `serve` and leaves everything as it is: QEMU is gone, or another keeper comes.
     pub fn stop(&self) {
-        // It fails only when the counter is full, and then the bell has been rung long ago.
-        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+        self.bell.ring();
     }
 
     /// Grants all there is, wakes everybody, and ends `serve`: from now on the kernel alone serves this QEMU's memory.
