@@ -3,6 +3,7 @@
 //! The keeper reports a peak of its own; a promise is better checked from outside. What counts is the memory that is
 //! taken (`st_blocks`), not the length of the sparse files. A file that is unlinked while it is still mapped is not seen.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
@@ -103,9 +104,11 @@ impl Notes {
 }
 
 fn occupied_bytes(folder: &Path) -> io::Result<BTreeMap<String, u64>> {
+    let mut entries = fs::read_dir(folder)?.collect::<io::Result<Vec<_>>>()?;
+    // The living incarnation first: what a dead one gives up for it while we look must not count twice.
+    entries.sort_by_key(|entry| Reverse(entry.file_name()));
     let mut files = BTreeMap::new();
-    for entry in fs::read_dir(folder)? {
-        let entry = entry?;
+    for entry in entries {
         match entry.metadata() {
             Ok(metadata) => {
                 let name = entry.file_name().to_string_lossy().into_owned();

@@ -200,7 +200,8 @@ impl Admission {
         let ours = [self.live.ram.path().to_owned(), ledger_path(folder, self.live.number)];
         let files = files_bytes(folder, &ours);
         let files = files.map_err(|source| MemoryError::Measure { path: folder.clone(), source })?;
-        Ok(files + self.reserved_bytes.load(Relaxed))
+        let is_held = self.terms.ember.is_held();
+        Ok(files + self.terms.budget.buffer_bytes(self.reserved_bytes.load(Relaxed), is_held))
     }
 }
 
@@ -245,7 +246,8 @@ mod tests {
     use crate::hold::Hold;
 
     const MIB: u64 = 1 << 20;
-    const BUDGET: Budget = Budget { ram_bytes: 16 * MIB, slack_bytes: MIB, headroom_bytes: 4 * MIB };
+    const BUDGET: Budget =
+        Budget { ram_bytes: 16 * MIB, slack_bytes: MIB, headroom_bytes: 5 * MIB, dump_buffer_bytes: MIB };
     const BYTES: [u8; BLOCK_BYTES] = [7; BLOCK_BYTES];
 
     /// A machine whose QEMU is this very process.
@@ -344,7 +346,7 @@ mod tests {
         let hold = Arc::new(Hold::everything(BUDGET.ram_bytes / PAGE_BYTES));
         let machine = Machine::held(12, 0, Some(hold.clone()));
         let admitted = || (0..8).filter(|&unit| machine.admit(unit)).count();
-        assert_eq!(admitted(), 4, "of 17 MiB and 4 of headroom 12 are held");
+        assert_eq!(admitted(), 4, "of 17 MiB and 5 of headroom 12 are held and one is the dump's");
         hold.let_go(0..MIB / PAGE_BYTES);
         assert_eq!(admitted(), 4, "less than a unit came free");
         hold.end();

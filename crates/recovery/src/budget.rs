@@ -25,6 +25,9 @@ pub struct Budget {
     pub slack_bytes: u64,
     /// On top of both, while a dump holds dead memory.
     pub headroom_bytes: u64,
+    /// The most that a dump has in its hands. Set aside as long as one holds dead memory: what the guest was granted
+    /// cannot be taken back when the dump needs it.
+    pub dump_buffer_bytes: u64,
 }
 
 /// What the memory files hold at one moment.
@@ -34,7 +37,7 @@ pub struct Usage {
     pub live_bytes: u64,
     /// RAM files and ledgers of the dead ones.
     pub ember_bytes: u64,
-    /// What a dump of a dead one has in its hands.
+    /// What dumps have in their hands.
     pub buffer_bytes: u64,
     /// A dump holds dead memory.
     pub is_held: bool,
@@ -52,9 +55,15 @@ impl Budget {
         self.ram_bytes + self.slack_bytes + if is_held { self.headroom_bytes } else { 0 }
     }
 
+    /// What counts for dumps now that have `in_hand_bytes` in their hands.
+    pub fn buffer_bytes(self, in_hand_bytes: u64, is_held: bool) -> u64 {
+        if is_held { in_hand_bytes.max(self.dump_buffer_bytes) } else { in_hand_bytes }
+    }
+
     /// Bytes to trim from the ember now, given how much the living incarnation has grown since the last look, and how
     /// long ago that was.
     pub fn to_trim(self, usage: Usage, growth_bytes: u64, since: Duration) -> u64 {
+        let usage = Usage { buffer_bytes: self.buffer_bytes(usage.buffer_bytes, usage.is_held), ..usage };
         let reserve = self.slack_bytes / RESERVE_OF_SLACK;
         // Once the new incarnation is fully grown there is nothing left to run ahead of. Its ledger comes on top of its
         // RAM: at most 0.6 %, which the reserve covers.
@@ -77,15 +86,18 @@ mod tests {
     use super::*;
 
     const MIB: u64 = 1 << 20;
-    const BUDGET: Budget = Budget { ram_bytes: 1024 * MIB, slack_bytes: 32 * MIB, headroom_bytes: 40 * MIB };
+    const BUDGET: Budget =
+        Budget { ram_bytes: 1024 * MIB, slack_bytes: 32 * MIB, headroom_bytes: 40 * MIB, dump_buffer_bytes: 8 * MIB };
 
-    /// A dump that holds dead memory lets the ember keep what the headroom is.
+    /// A dump that holds dead memory lets the ember keep what the headroom is, but for its buffers.
     fn check(live_mib: u64, ember_mib: u64, growth_mib: u64, trim_mib: u64) {
         let usage = Usage { live_bytes: live_mib * MIB, ember_bytes: ember_mib * MIB, ..Usage::default() };
         let trim = |usage| BUDGET.to_trim(usage, growth_mib * MIB, Duration::from_millis(2)) / MIB;
         assert_eq!(trim(usage), trim_mib, "{usage:?}");
         let held = Usage { is_held: true, ..usage };
-        assert_eq!(trim(held), trim_mib.saturating_sub(BUDGET.headroom_bytes / MIB), "{held:?}");
+        assert_eq!(trim(held), trim_mib.saturating_sub(32), "{held:?}");
+        let in_hand = Usage { buffer_bytes: 5 * MIB, ..held };
+        assert_eq!(trim(in_hand), trim(held), "what was set aside is used");
     }
 
     #[test]

@@ -319,8 +319,8 @@ pub static FIELDS: &[Field] = &[
         Size,
         "`4MiB`",
         r#""16MiB""#,
-        "Memory comes free in steps of this: 2MiB to 4GiB. It is written in pieces of at most 4 MiB, which each thread holds \
-         within the budget.",
+        "Memory comes free in steps of this: 2MiB to 4GiB. It is written in pieces of at most 4 MiB, \
+         which all fit into half of `budget_slack`.",
     ),
     crash(
         "threads",

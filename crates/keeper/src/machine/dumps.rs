@@ -14,7 +14,7 @@ use hearth_recovery::crash_recovery::{Claim, HARVEST_PATIENCE};
 use hearth_recovery::vmcore::{Compression, DeadRam, DumpLevel, Format};
 
 use super::Machine;
-use super::dump::{Job, Order, Pace, Progress, Shelf, Suffers, Task};
+use super::dump::{Job, Order, Pace, Progress, Shelf, Suffers, Task, piece_bytes};
 use crate::check::existing;
 
 /// Dumps that are over and still told of.
@@ -193,6 +193,7 @@ impl Machine {
                 DumpFormat::Kdump => Format::Kdump(method(compression)),
             },
             chunk_bytes: crash.chunk_bytes,
+            piece_bytes: piece_bytes(self.parts.config.budget_slack_bytes, crash.threads),
             threads: crash.threads,
             shelf,
             pace,

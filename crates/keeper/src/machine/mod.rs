@@ -184,10 +184,13 @@ impl Machine {
         };
         let tagger = parts.folders.tagger()?;
         let ember = Arc::new(Ember::new(&parts.folders.memory, tagger.clone()));
+        let crash = &parts.config.crash;
+        let slack_bytes = parts.config.budget_slack_bytes;
         let budget = Budget {
             ram_bytes: parts.config.memory_bytes,
-            slack_bytes: parts.config.budget_slack_bytes,
-            headroom_bytes: parts.config.crash.headroom_bytes,
+            slack_bytes,
+            headroom_bytes: crash.headroom_bytes,
+            dump_buffer_bytes: dump::buffer_bytes(slack_bytes, crash.threads),
         };
         let tell = parts.tell.clone();
         let warden = warden::Warden::start(&parts.config.name, budget, ember.clone(), move |word| {

@@ -227,6 +227,8 @@ impl<'a> Round<'a> {
         let banked = self.shared.ember.incarnations();
         let live = live.filter(|live| !banked.contains(&live.number));
         let live_bytes = live.map_or(Ok(0), |live| live.resident_bytes())?;
+        // What the ember gave up for the guest meanwhile is not counted twice either.
+        let ember_bytes = ember_bytes.min(self.shared.ember.resident_bytes()?);
         let buffer_bytes = self.shared.dump_buffer_bytes.load(Relaxed);
         let usage = Usage { live_bytes, ember_bytes, buffer_bytes, is_held: self.shared.ember.is_held() };
         self.shared.live_bytes.store(usage.live_bytes, Relaxed);
@@ -289,7 +291,8 @@ mod tests {
 
     use super::*;
 
-    const BUDGET: Budget = Budget { ram_bytes: 64 << 20, slack_bytes: 1 << 20, headroom_bytes: 0 };
+    const BUDGET: Budget =
+        Budget { ram_bytes: 64 << 20, slack_bytes: 1 << 20, headroom_bytes: 0, dump_buffer_bytes: 0 };
     /// What a guest fills: two of them pass the budget, one with the usual headroom does not.
     const PAGES: u64 = (32 << 20) / PAGE_BYTES;
     const BYTES: [u8; BLOCK_BYTES] = [7; BLOCK_BYTES];

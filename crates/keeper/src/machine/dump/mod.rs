@@ -40,9 +40,12 @@ pub use shelf::Shelf;
 
 /// Time between two words about progress.
 const PROGRESS_EVERY: Duration = Duration::from_secs(2);
-/// What is packed and written at once. With chunks of 1 GiB held whole, three threads would hold most of a 4 GiB guest's
-/// budget; larger pieces write no faster.
+/// What is packed and written at once is at most this: larger pieces write no faster.
 const PIECE_BYTES_MAX: u64 = 4 << 20;
+/// And at least this, whatever the slack is.
+const PIECE_BYTES_MIN: u64 = 64 << 10;
+/// All pieces of a dump together are at most this part of the slack: the other half is the guest's.
+const PART_OF_SLACK: u64 = 2;
 /// Time between two looks at whether the guest waits for memory.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
@@ -59,6 +62,24 @@ pub enum Word {
     Over,
 }
 
+/// What is packed and written at once: pieces that fit into the slack together. A power of two, so that huge pages come
+/// free whole.
+pub fn piece_bytes(slack_bytes: u64, threads: u32) -> u64 {
+    let most = slack_bytes / PART_OF_SLACK / pieces_in_hand(threads);
+    let power_of_two = most.checked_ilog2().map_or(0, |log| 1_u64 << log);
+    power_of_two.clamp(PIECE_BYTES_MIN, PIECE_BYTES_MAX)
+}
+
+/// The most that a dump has in its hands.
+pub fn buffer_bytes(slack_bytes: u64, threads: u32) -> u64 {
+    piece_bytes(slack_bytes, threads) * pieces_in_hand(threads)
+}
+
+/// Each compressor's and the writer's.
+fn pieces_in_hand(threads: u32) -> u64 {
+    u64::from(threads.max(1)) + 1
+}
+
 /// Everything one dump needs.
 pub struct Task {
     pub machine: String,
@@ -71,6 +92,8 @@ pub struct Task {
     pub format: Format,
     /// Memory comes free in steps of this.
     pub chunk_bytes: u64,
+    /// Memory is packed and written in steps of this.
+    pub piece_bytes: u64,
     pub threads: u32,
     pub shelf: Shelf,
     pub pace: Pace,
@@ -287,7 +310,7 @@ impl Work<'_> {
     }
 
     fn write(&mut self, dump: &mut Dump) -> Result<(), GivenUp> {
-        let pieces = dump.chunks(self.task.chunk_bytes.min(PIECE_BYTES_MAX));
+        let pieces = dump.chunks(self.task.piece_bytes.min(self.task.chunk_bytes));
         let next = AtomicUsize::new(0);
         let mut told = Instant::now();
         let (memory, progress) = (self.task.memory.clone(), self.progress);

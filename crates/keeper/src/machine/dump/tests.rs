@@ -52,6 +52,7 @@ impl Dead {
             level: DumpLevel::NOT_ZERO,
             format: Format::Elf,
             chunk_bytes: 2 << 20,
+            piece_bytes: 1 << 20,
             threads: 1,
             shelf: Shelf { folder, machine: "web".into(), keep_last: 1, min_free_bytes: 0 },
             pace: Pace::new(None, DiskTime::DumpFirst, Box::new(|| false), guest_waits.clone()),
@@ -136,4 +137,12 @@ fn who_waits_for_a_dump_hears_of_its_end_and_of_its_standstill() {
     progress.enter(DumpState::Incomplete, None);
     assert_eq!(heard.recv().unwrap(), DumpState::Incomplete);
     waiter.join().unwrap();
+}
+
+#[test]
+fn pieces_are_small_against_the_slack() {
+    for (slack_bytes, threads, piece) in [(0, 4, 64 << 10), (8_053_063, 2, 1 << 20), (1 << 30, 4, 4 << 20)] {
+        assert_eq!(piece_bytes(slack_bytes, threads), piece);
+        assert!(slack_bytes == 0 || buffer_bytes(slack_bytes, threads) <= slack_bytes / 2);
+    }
 }
