@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use hearth_api::{DumpCompression, DumpFormat, DumpRequest};
 
-use super::{CliError, Context, Exit, NameArgument, WaitArgument, order};
+use super::{CliError, Context, Exit, NameArgument, WaitArgument, absolute, order};
 
 #[derive(Debug, Args)]
 pub struct DumpArguments {
@@ -62,20 +62,12 @@ pub fn perform(context: &mut Context<'_>, arguments: DumpArguments) -> Result<Ex
     if arguments.discard {
         return order::discard_dump(context, name, wait);
     }
-    let output = match arguments.output {
-        None => None,
-        Some(path) => {
-            // The keeper has another working folder.
-            let whole = std::path::absolute(&path).map_err(|source| CliError::File { path, source })?;
-            Some(whole.display().to_string())
-        }
-    };
     let request = DumpRequest {
         pause: arguments.pause,
         level: arguments.level,
         format: arguments.format.map(Into::into),
         compression: arguments.compress.map(Into::into),
-        output,
+        output: arguments.output.map(|path| absolute(path).display().to_string()),
     };
     order::dump(context, name, &request, wait)
 }
