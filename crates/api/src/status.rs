@@ -60,6 +60,11 @@ pub struct RestoreStatus {
     /// Brought beside one that was touched, or ahead of the guest.
     pub pages_filled: u64,
     pub pages_missing: u64,
+    /// How long half of the guest's page faults took at most, and 99 of 100, in microseconds. None: there was none.
+    #[serde(default)]
+    pub fault_us_p50: Option<u64>,
+    #[serde(default)]
+    pub fault_us_p99: Option<u64>,
     /// Nothing is missing: the snapshot's memory is not needed any more.
     pub complete: bool,
     /// What cannot be brought now, and why. Whoever touches it waits.

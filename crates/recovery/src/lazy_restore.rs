@@ -11,11 +11,13 @@
 //! A page that cannot be brought (the image is damaged, or gone) holds up whoever touched it, and is tried again: the guest
 //! waits, and never sees anything but what was saved.
 
+mod waits;
+
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hearth_disk::gate::{Gate, RamGate};
 use hearth_memory::faults::Userfault;
@@ -23,6 +25,7 @@ use hearth_memory::faults::admission::AdmissionError;
 use hearth_memory::faults::supply::SuppliedRam;
 use hearth_memory::{FileOffset, MemoryError, PAGE_BYTES, RamFile};
 use serde::{Deserialize, Serialize};
+use waits::Waits;
 
 use crate::incarnation::lock;
 use crate::snapshot::pages::{Page, PageReader, Reading};
@@ -101,6 +104,8 @@ pub struct LazyRam {
     lazy: AtomicU64,
     filled: AtomicU64,
     missing: AtomicU64,
+    /// Of QEMU's threads, from when it was heard of until the page was there.
+    waits: Waits,
     /// While set, a touch brings one page and no more, so that every first touch is seen.
     tracing: AtomicBool,
     touched: Mutex<Vec<u32>>,
@@ -152,6 +157,7 @@ impl LazyRam {
             lazy: AtomicU64::new(0),
             filled: AtomicU64::new(0),
             missing: AtomicU64::new(stored),
+            waits: Waits::new(),
             tracing: AtomicBool::new(tracing),
             touched: Mutex::default(),
             stuck: Mutex::default(),
@@ -184,7 +190,14 @@ impl LazyRam {
     /// Serves QEMU's page faults until `stop`, QEMU's end, or until nothing is missing.
     pub fn serve(&self) -> Result<(), AdmissionError> {
         let mut reading = self.snapshot.ram.reading();
-        self.ram.serve(|page| passing(self.bring_touched(page as u32, &mut reading)).map(|brought| brought.is_some()))
+        self.ram.serve(|page| {
+            let heard = Instant::now();
+            let brought = passing(self.bring_touched(page as u32, &mut reading))?.is_some();
+            if brought {
+                self.waits.add(heard.elapsed());
+            }
+            Ok(brought)
+        })
     }
 
     /// Notes whether this chunk could be brought.
@@ -301,6 +314,11 @@ impl LazyRam {
             filled: self.filled.load(Relaxed),
             missing: self.missing.load(Relaxed),
         }
+    }
+
+    /// How long so many of a hundred page faults took at most, in us. None: there was none.
+    pub fn wait_us(&self, percent: u64) -> Option<u64> {
+        self.waits.percentile_us(percent)
     }
 
     /// What the disks of the machine have to ask.

@@ -69,7 +69,7 @@ pub enum Word {
     Waits { why: String },
     Traced { pages: u64 },
     Complete,
-    Failed { why: String },
+    Failed { message: String },
 }
 
 /// The way of one incarnation out of a snapshot.
@@ -103,6 +103,8 @@ impl Restoring {
             pages_lazy: 0,
             pages_filled: 0,
             pages_missing: 0,
+            fault_us_p50: None,
+            fault_us_p99: None,
             complete: self.complete,
             waits: Vec::new(),
         };
@@ -111,6 +113,7 @@ impl Restoring {
             status.pages_prefetched = counts.prefetched;
             (status.pages_lazy, status.pages_filled) = (counts.lazy, counts.filled);
             (status.pages_missing, status.waits) = (counts.missing, lazy.stuck());
+            (status.fault_us_p50, status.fault_us_p99) = (lazy.wait_us(50), lazy.wait_us(99));
         }
         status
     }
@@ -151,7 +154,8 @@ impl Teller {
 
     fn say_end(&self, error: &AdmissionError) {
         if !matches!(error, AdmissionError::Gone { .. }) {
-            self.say(Word::Failed { why: crate::chain(error) });
+            let message = format!("the guest's memory cannot be brought any more: {}", crate::chain(error));
+            self.say(Word::Failed { message });
         }
     }
 }
@@ -317,10 +321,7 @@ impl Machine {
             Word::Waits { why } => self.record(EventKind::RestoreWaits { why }),
             Word::Traced { pages } => self.record(EventKind::WorkingSetTraced { pages }),
             Word::Complete => self.restore_complete(),
-            Word::Failed { why } => {
-                let message = format!("the guest's memory cannot be brought any more: {why}");
-                self.record(EventKind::Error { message });
-            }
+            Word::Failed { message } => self.record(EventKind::Error { message }),
         }
     }
 
@@ -412,8 +413,8 @@ fn note_first_touches(lazy: &LazyRam, window: Duration, teller: &Teller) {
     match lazy.snapshot().write_working_set(&used) {
         Ok(pages) => teller.say(Word::Traced { pages }),
         Err(error) => {
-            let why = format!("the working set is not noted: {}", crate::chain(&error));
-            teller.say(Word::Waits { why });
+            let message = format!("the working set is not noted: {}", crate::chain(&error));
+            teller.say(Word::Failed { message });
         }
     }
 }

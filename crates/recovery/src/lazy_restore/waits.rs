@@ -1,0 +1,78 @@
+//! How long guests waited for pages: counts in classes that widen with the wait, a quarter of an octave each. So a percentile
+//! is at most a quarter too high, and millions of waits take as much room as one.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+/// Up to 2 s; what takes longer is in the last one.
+const CLASSES: usize = 80;
+
+pub struct Waits {
+    counts: [AtomicU64; CLASSES],
+}
+
+impl Waits {
+    pub fn new() -> Self {
+        Self { counts: std::array::from_fn(|_| AtomicU64::new(0)) }
+    }
+
+    pub fn add(&self, waited: Duration) {
+        self.counts[class_of(waited.as_micros() as u64)].fetch_add(1, Relaxed);
+    }
+
+    /// So many of a hundred waits took no longer, in us. None: nobody waited.
+    pub fn percentile_us(&self, percent: u64) -> Option<u64> {
+        let counts = self.counts.each_ref().map(|count| count.load(Relaxed));
+        let rank = (counts.iter().sum::<u64>() * percent).div_ceil(100);
+        let mut below = 0;
+        let class = counts.iter().position(|count| {
+            below += count;
+            rank > 0 && below >= rank
+        });
+        class.map(longest_us)
+    }
+}
+
+/// One a microsecond up to 3, then four an octave.
+fn class_of(us: u64) -> usize {
+    match us {
+        0..4 => us as usize,
+        _ => {
+            let octave = us.ilog2();
+            let quarter = us >> (octave - 2) & 3;
+            ((octave as usize - 1) * 4 + quarter as usize).min(CLASSES - 1)
+        }
+    }
+}
+
+fn longest_us(class: usize) -> u64 {
+    match class {
+        0..4 => class as u64,
+        _ => (((class % 4 + 5) as u64) << (class / 4 - 1)) - 1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_class_ends_where_the_next_one_begins() {
+        for class in 0..CLASSES - 1 {
+            let longest = longest_us(class);
+            assert_eq!((class_of(longest), class_of(longest + 1)), (class, class + 1), "{longest} us");
+        }
+        assert_eq!((class_of(u64::MAX), longest_us(CLASSES - 1)), (CLASSES - 1, (1 << 21) - 1));
+    }
+
+    #[test]
+    fn percentiles_are_at_most_a_quarter_too_high() {
+        let waits = Waits::new();
+        assert_eq!(waits.percentile_us(50), None);
+        (1..=1000).for_each(|us| waits.add(Duration::from_micros(us)));
+        for percent in [1, 50, 99, 100] {
+            let (found, exact) = (waits.percentile_us(percent).unwrap(), percent * 10);
+            assert!((exact..=exact + exact / 4).contains(&found), "{percent}: {found}");
+        }
+    }
+}
