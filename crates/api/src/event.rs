@@ -191,7 +191,7 @@ pub enum EventKind {
         pages_lazy: u64,
         duration_ms: f64,
     },
-    /// Which pages the guest used first was noted in the snapshot.
+    /// Which pages the guest used first was noted in the snapshot, beside what earlier traces had seen.
     WorkingSetTraced {
         pages: u64,
     },

@@ -13,7 +13,8 @@ use clap::Args;
 use hearth_api::rfc3339;
 use hearth_disk::image::create_overlay;
 use hearth_recovery::lazy_restore::Mode;
-use hearth_recovery::snapshot::Snapshot;
+use hearth_recovery::snapshot::pages::PageReader;
+use hearth_recovery::snapshot::{AGE_END, Snapshot, aged_pages};
 use serde::Serialize;
 
 use super::text::{Side, bytes, table};
@@ -47,7 +48,7 @@ pub struct RestoreArguments {
     /// Bring the working set before the guest runs, if one was noted (this is the default).
     #[arg(long, group = "mode")]
     working_set: bool,
-    /// Note in the snapshot what the guest uses in its first SECONDS, as its working set from now on.
+    /// Note in the snapshot what the guest uses in its first SECONDS, beside what was noted before.
     #[arg(long, value_name = "SECONDS", conflicts_with_all = ["eager", "working_set"])]
     trace: Option<u64>,
 }
@@ -121,6 +122,15 @@ struct Noted {
     bytes: u64,
     /// Stretches of memory without a gap, in the order of use.
     runs: u64,
+    /// Youngest first, without those that no page has.
+    ages: Vec<Age>,
+}
+
+#[derive(Debug, Serialize)]
+struct Age {
+    /// Traces since these pages were seen to be used: 0 for the last one.
+    age: u32,
+    pages: u64,
 }
 
 pub fn working_set(context: &mut Context<'_>, folder: &Path) -> Result<Exit, CliError> {
@@ -142,11 +152,12 @@ pub fn working_set(context: &mut Context<'_>, folder: &Path) -> Result<Exit, Cli
         let at = fs::metadata(&path).and_then(|file| file.modified());
         let at: SystemTime = at.map_err(|source| CliError::File { path, source })?;
         said.working_set = Some(Noted {
-            source: "trace of a restored guest",
+            source: "traces of restored guests",
             noted_at: rfc3339(at),
             pages: pages.len() as u64,
             bytes: pages.len() as u64 * page_bytes,
             runs: pages.chunk_by(|one, next| one + 1 == *next).count() as u64,
+            ages: ages(set),
         });
     }
     if context.json {
@@ -162,6 +173,14 @@ pub fn working_set(context: &mut Context<'_>, folder: &Path) -> Result<Exit, Cli
                 format!("{} pages in {} runs", set.pages, set.runs),
                 bytes(set.bytes),
             ]);
+            for Age { age, pages } in &set.ages {
+                let seen = match age {
+                    0 => "seen by the last trace".to_owned(),
+                    1 => "not by the last, but by the one before".to_owned(),
+                    _ => format!("not seen by the last {age}; leaves after {AGE_END}"),
+                };
+                rows.push(vec![String::new(), format!("{pages} pages {seen}"), bytes(pages * page_bytes)]);
+            }
             rows.push(vec!["noted".into(), set.source.into(), set.noted_at.clone()]);
         }
     }
@@ -172,6 +191,17 @@ pub fn working_set(context: &mut Context<'_>, folder: &Path) -> Result<Exit, Cli
         context.write_line(&format!("\n{}", picture(set.pages(), set.ram_pages())))?;
     }
     Ok(Exit::Done)
+}
+
+fn ages(set: &PageReader) -> Vec<Age> {
+    let mut ages: Vec<Age> = Vec::new();
+    for aged in aged_pages(set) {
+        match ages.last_mut() {
+            Some(last) if last.age == aged.age => last.pages += 1,
+            _ => ages.push(Age { age: aged.age, pages: 1 }),
+        }
+    }
+    ages
 }
 
 /// The address space from left to right and top to bottom; the darker, the more of it is in the set.

@@ -83,7 +83,9 @@ pub fn describe(event: &EventKind) -> String {
             "all memory is there after {}, {pages} pages: {pages_prefetched} prefetched, {pages_lazy} waited for",
             milliseconds(*duration_ms)
         ),
-        EventKind::WorkingSetTraced { pages } => format!("working set noted, {pages} pages in order of use"),
+        EventKind::WorkingSetTraced { pages } => {
+            format!("working set noted, {pages} pages with those of earlier traces")
+        }
         EventKind::Phase { phase, duration_ms } => format!("{phase} took {}", milliseconds(*duration_ms)),
         EventKind::EmberKept { pages, bytes: kept } => format!("ember kept, {} in {pages} pages", bytes(*kept)),
         EventKind::EmberSettled { released_bytes, remaining_pages } => {

@@ -410,7 +410,7 @@ fn note_first_touches(lazy: &LazyRam, window: Duration, teller: &Teller) {
     if lazy.is_stopped() {
         return;
     }
-    match lazy.snapshot().write_working_set(&used) {
+    match lazy.snapshot().add_trace(&used) {
         Ok(pages) => teller.say(Word::Traced { pages }),
         Err(error) => {
             let message = format!("the working set is not noted: {}", crate::chain(&error));

@@ -127,7 +127,7 @@ fn a_guest_sees_what_was_saved_and_in_the_end_nothing_is_missing() {
 #[test]
 fn what_was_prefetched_is_not_asked_for() {
     let stand = Stand::new();
-    stand.snapshot().write_working_set(&[70, 12, 11, 3]).unwrap();
+    stand.snapshot().add_trace(&[70, 12, 11, 3]).unwrap();
     let set = stand.snapshot();
     assert_eq!(prefetch(set.working_set.as_ref().unwrap().as_ref().unwrap(), &stand.ram).unwrap(), 3);
     let lazy = stand.lazy(false);

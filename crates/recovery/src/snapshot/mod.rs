@@ -7,7 +7,7 @@
 //!   state          its devices, as QEMU writes them
 //!   ram            its memory (`pages`)
 //!   manifest       what belongs together, with sizes and checksums; comes last
-//!   working-set    pages that a restored guest used first, in order of use (`pages`); may come later, or never
+//!   working-set    pages that restored guests used first, in order of use (`pages`); may come later, or never
 //! ```
 //! Whatever is cut off, altered or missing is refused by name before a guest runs from it; a chunk of memory when it is
 //! read. Disks are the one thing that is not checked byte by byte: to read them whole would take longer than all the rest.
@@ -17,15 +17,19 @@ mod manifest;
 pub mod pages;
 pub mod save;
 pub mod state;
+mod working_set;
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{FlockOperation, flock};
+
 pub use disk::{CloneWay, ClonedImage, can_share, clone_image};
 pub use manifest::{DiskPart, Manifest, Part, RamPart, SNAPSHOT_VERSION};
 use pages::{PageReader, Sealed};
+pub use working_set::{AGE_END, AgedPage, aged_pages};
 
 const MANIFEST: &str = "manifest";
 const MACHINE: &str = "machine.toml";
@@ -211,20 +215,28 @@ impl Snapshot {
         self.folder.join(WORKING_SET)
     }
 
-    /// Notes which pages a restored guest used first, in order of use; what was noted before is replaced. A page that is
-    /// not in the snapshot is one of zeroes, and needs no note. How many were noted.
-    pub fn write_working_set(&self, used: &[u32]) -> Result<u64, SnapshotError> {
+    /// Adds what one more restored guest used first, in order of use, to what was noted before. A page that is not in the
+    /// snapshot is one of zeroes, and needs no note. How many are in the set now.
+    pub fn add_trace(&self, used: &[u32]) -> Result<u64, SnapshotError> {
+        // Two clones may be traced at once.
+        let folder = File::open(&self.folder).map_err(SnapshotError::io(&self.folder, "read"))?;
+        flock(&folder, FlockOperation::LockExclusive)
+            .map_err(|errno| SnapshotError::io(&self.folder, "locked")(errno.into()))?;
+        // One that cannot be read is begun anew.
+        let before = Self::open_working_set(&self.folder, self.ram.ram_pages()).ok().flatten();
+        let merged = working_set::merge(used, before.iter().flat_map(aged_pages));
         let (path, temporary) = (self.working_set_path(), self.folder.join("working-set.new"));
         let mut writer = pages::PageWriter::create(&temporary, self.ram.ram_pages(), pages::Compression::None)?;
         let mut reading = self.ram.reading();
-        for &page in used {
+        for AgedPage { page, age } in merged {
             if let Some(bytes) = self.ram.page(page, &mut reading)? {
+                writer.set_age(age)?;
                 writer.add(page, bytes)?;
             }
         }
         let sealed = writer.finish()?;
         fs::rename(&temporary, &path).map_err(SnapshotError::io(&path, "written"))?;
-        sync_folder(&self.folder)?;
+        folder.sync_all().map_err(SnapshotError::io(&self.folder, "written"))?;
         Ok(sealed.pages)
     }
 }

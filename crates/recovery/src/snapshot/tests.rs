@@ -129,17 +129,19 @@ fn a_version_from_the_future_is_told() {
 }
 
 #[test]
-fn a_working_set_is_kept_in_order_of_use() {
+fn a_working_set_is_kept_in_order_of_use_over_several_traces() {
     let stand = Stand::new();
     let snapshot = Snapshot::open(&stand.folder()).unwrap();
-    assert_eq!(snapshot.write_working_set(&[29, 11, 63, 12]).unwrap(), 3, "zeroes need no note");
-    assert_eq!(snapshot.write_working_set(&[29, 11, 20]).unwrap(), 3);
-    let snapshot = Snapshot::open(&stand.folder()).unwrap();
-    let set = snapshot.working_set.unwrap().unwrap();
-    assert_eq!(set.pages(), [29, 11, 20]);
+    assert_eq!(snapshot.add_trace(&[29, 11, 63, 12]).unwrap(), 3, "zeroes need no note");
+    assert_eq!(snapshot.add_trace(&[20, 11]).unwrap(), 4);
+    let set = Snapshot::open(&stand.folder()).unwrap().working_set.unwrap().unwrap();
+    let aged: Vec<_> = aged_pages(&set).map(|aged| (aged.page, aged.age)).collect();
+    assert_eq!(aged, [(20, 0), (11, 0), (29, 1), (12, 1)]);
     assert_eq!(set.page(11, &mut set.reading()).unwrap(), Some(&[11; 4096]));
+    assert_eq!(set.page(12, &mut set.reading()).unwrap(), Some(&[12; 4096]));
     assert_eq!(names(&stand.folder()).len(), 6);
     fs::write(stand.folder().join(WORKING_SET), "torn").unwrap();
     let refusal = Snapshot::open(&stand.folder()).unwrap().working_set.unwrap_err().to_string();
     assert!(refusal.contains("working-set: is damaged"), "{refusal}");
+    assert_eq!(snapshot.add_trace(&[25]).unwrap(), 1, "begun anew");
 }

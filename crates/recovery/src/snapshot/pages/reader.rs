@@ -113,6 +113,11 @@ impl PageReader {
         &self.pages[self.firsts[chunk] as usize..self.firsts[chunk + 1] as usize]
     }
 
+    /// The age of a chunk's pages.
+    pub fn age_of(&self, chunk: u32) -> u32 {
+        self.entries[chunk as usize].age
+    }
+
     /// None: a page of zeroes.
     pub fn chunk_of(&self, page: u32) -> Option<u32> {
         self.places.get(page as usize).copied().filter(|&chunk| chunk != NOWHERE)

@@ -21,6 +21,8 @@ pub struct PageWriter {
     pages: Vec<u32>,
     /// Pages of the next chunk.
     pending: Vec<u8>,
+    /// Of the next chunk.
+    age: u32,
 }
 
 impl PageWriter {
@@ -40,6 +42,7 @@ impl PageWriter {
             chunks: Vec::new(),
             pages: Vec::new(),
             pending: Vec::with_capacity(CHUNK_PAGES * PAGE_BYTES),
+            age: 0,
         };
         writer.write(&header)?;
         Ok(writer)
@@ -53,6 +56,15 @@ impl PageWriter {
         self.pages.push(page);
         self.pending.extend_from_slice(bytes);
         if self.pending.len() == CHUNK_PAGES * PAGE_BYTES { self.end_chunk() } else { Ok(()) }
+    }
+
+    /// Of the pages that come from now on.
+    pub fn set_age(&mut self, age: u32) -> Result<(), SnapshotError> {
+        if age != self.age {
+            self.end_chunk()?;
+            self.age = age;
+        }
+        Ok(())
     }
 
     pub fn pages(&self) -> u64 {
@@ -77,6 +89,7 @@ impl PageWriter {
             pages: (raw.len() / PAGE_BYTES) as u16,
             flags,
             checksum: checksum(stored),
+            age: self.age,
         });
         self.write(stored)?;
         self.pending = raw;

@@ -1,0 +1,87 @@
+//! Working set: the pages that restored guests used first, over several traces.
+//!
+//! Each trace makes the pages that it saw young, and all others a trace older; what stayed unseen too long leaves. So the set
+//! follows what the machine is asked for, and does not grow for ever.
+
+use std::collections::HashSet;
+
+use super::pages::PageReader;
+
+/// A page that so many traces in a row did not see leaves. A page read ahead in vain costs 4 KiB of a sequential read; a page
+/// that is missed costs a read of a whole chunk, 64 KiB, while the guest waits: one that is used in every eighth run is worth it.
+pub const AGE_END: u32 = 8;
+
+/// A page of the set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AgedPage {
+    pub page: u32,
+    /// Traces since it was seen to be used: 0 for the last one.
+    pub age: u32,
+}
+
+/// All pages of a working set, youngest first.
+pub fn aged_pages(set: &PageReader) -> impl Iterator<Item = AgedPage> {
+    (0..set.chunks()).flat_map(|chunk| {
+        let age = set.age_of(chunk);
+        set.pages_of(chunk).iter().map(move |&page| AgedPage { page, age })
+    })
+}
+
+/// The set after one more trace: youngest first, each age in order of use. No page is twice in `used`, or in `before`.
+pub(super) fn merge(used: &[u32], before: impl IntoIterator<Item = AgedPage>) -> Vec<AgedPage> {
+    let seen: HashSet<u32> = used.iter().copied().collect();
+    let mut merged: Vec<_> = used.iter().map(|&page| AgedPage { page, age: 0 }).collect();
+    let unseen = before.into_iter().filter(|old| !seen.contains(&old.page));
+    merged.extend(unseen.map(|old| AgedPage { age: old.age.saturating_add(1), ..old }).filter(|old| old.age < AGE_END));
+    merged
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn check(traces: &[&[u32]], expect: &[(u32, u32)]) {
+        let set = traces.iter().fold(Vec::new(), |set, used| merge(used, set));
+        let set: Vec<_> = set.iter().map(|aged| (aged.page, aged.age)).collect();
+        assert_eq!(set, expect, "{traces:?}");
+    }
+
+    #[test]
+    fn the_last_trace_comes_first_in_its_order_and_the_others_behind_it_in_theirs() {
+        check(&[&[5, 3, 9]], &[(5, 0), (3, 0), (9, 0)]);
+        check(&[&[5, 3, 9], &[9, 1]], &[(9, 0), (1, 0), (5, 1), (3, 1)]);
+        check(&[&[5, 3, 9], &[9, 1], &[3]], &[(3, 0), (9, 1), (1, 1), (5, 2)]);
+        check(&[&[5, 3], &[]], &[(5, 1), (3, 1)]);
+    }
+
+    #[test]
+    fn a_page_leaves_when_it_was_not_seen_for_long_and_comes_back_young() {
+        let mut traces: Vec<&[u32]> = vec![&[7, 1]];
+        traces.resize(AGE_END as usize, &[7]);
+        check(&traces, &[(7, 0), (1, AGE_END - 1)]);
+        traces.push(&[7]);
+        check(&traces, &[(7, 0)]);
+        traces.push(&[1]);
+        check(&traces, &[(1, 0), (7, 1)]);
+    }
+
+    proptest! {
+        /// However often it is traced: what was seen in one of the last traces is there, once, and nothing else is.
+        #[test]
+        fn the_set_is_what_the_last_traces_saw(
+            traces in proptest::collection::vec(proptest::collection::hash_set(0..40_u32, 0..12), 0..20)
+        ) {
+            let set = traces.iter().fold(Vec::new(), |set, used| {
+                merge(&used.iter().copied().collect::<Vec<_>>(), set)
+            });
+            for page in 0..40 {
+                let age = traces.iter().rev().take(AGE_END as usize).position(|used| used.contains(&page));
+                let found: Vec<_> = set.iter().filter(|aged| aged.page == page).map(|aged| aged.age as usize).collect();
+                prop_assert_eq!(found, Vec::from_iter(age));
+            }
+            prop_assert!(set.is_sorted_by_key(|aged| aged.age));
+        }
+    }
+}
