@@ -79,6 +79,9 @@ enum Chore {
     Restore {
         #[command(flatten)]
         common: Common,
+        /// Only these disk profiles
+        #[arg(long, env = "PROFILE", value_delimiter = ',')]
+        profile: Vec<Profile>,
     },
     /// A Debian machine panics and comes back, warm and cold
     Demo {
@@ -175,9 +178,13 @@ fn run(chore: Chore) -> Result<(), Box<dyn Error>> {
             rejuvenation::run(&options, &mut record)?;
             finish(&record, &common.folder, &rejuvenation::table(&record))
         }
-        Chore::Restore { common } => {
-            let (quick, accelerator, folder) = (common.is_quick(), common.accelerator, common.folder.clone());
-            let options = lazy_restore::Options { quick, accelerator, folder };
+        Chore::Restore { common, profile } => {
+            let quick = common.is_quick();
+            let options = lazy_restore::Options {
+                quick,
+                folder: common.folder.clone(),
+                profiles: chosen(profile, if quick { &[Profile::Asis] } else { &[Profile::Asis, Profile::Cloud] }),
+            };
             let mut record = new_record(lazy_restore::NAME, &common);
             lazy_restore::run(&options, &mut record)?;
             finish(&record, &common.folder, &lazy_restore::table(&record))

@@ -120,6 +120,11 @@ impl Load {
         std::thread::sleep(Duration::from_secs_f64((at_s - self.now_s()).max(0.0)));
     }
 
+    /// Requests that were answered so far.
+    pub fn answered(&self) -> usize {
+        self.shared.progress().samples.len()
+    }
+
     /// What was seen so far.
     pub fn trace(&self) -> Trace {
         Trace { samples: self.shared.progress().samples.clone() }

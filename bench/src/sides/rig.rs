@@ -119,10 +119,20 @@ impl Rig {
 
     /// Bytes read from the disk so far, by one meter for all sides where there is a control group.
     pub fn read_bytes(&self, stack: Stack, machine: &dyn Machine) -> Result<u64, RigError> {
+        let by_group = self.group_read_bytes()?;
+        by_group.or_else(|| machine.own_read_bytes()).ok_or(RigError::NoMeter { stack: stack.name() })
+    }
+
+    /// The same; none where there is no control group.
+    pub fn group_read_bytes(&self) -> Result<Option<u64>, RigError> {
         match &self.limited_by {
-            LimitedBy::Group(throttle) => Ok(throttle.read_bytes()?),
-            LimitedBy::Sides { .. } => machine.own_read_bytes().ok_or(RigError::NoMeter { stack: stack.name() }),
+            LimitedBy::Group(throttle) => Ok(Some(throttle.read_bytes()?)),
+            LimitedBy::Sides { .. } => Ok(None),
         }
+    }
+
+    pub fn accelerator(&self) -> Accelerator {
+        self.accelerator
     }
 
     /// Host memory beyond the guest's own that holds the stack's image.

@@ -1,0 +1,176 @@
+//! Bench `restore`: a web server with most of its memory in use comes out of a snapshot on disk, in each way.
+//!
+//! one guest under Hearth, one under QEMU alone, both filled and saved -> Hearth's is traced twice, with requests in one
+//! order and in another -> for each disk profile, each side in turn: the host's cache is dropped, the guest is restored and
+//! asked for files, in an order of its own, until all memory is there and some seconds longer
+//!
+//! `qemu-file` is what QEMU alone does: all of memory through a file (`exec:`), and then the guest runs.
+
+mod guest;
+mod hearth;
+mod plain;
+mod summary;
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use hearth_vmtest::patience;
+
+use crate::host::page_cache;
+use crate::host::profile::Profile;
+use crate::load::{Load, LoadError};
+use crate::record::Record;
+use crate::sides::{Rig, RigError};
+
+pub use summary::table;
+
+pub const NAME: &str = "restore";
+const QEMU: &str = "qemu-file";
+const MIB: f64 = 1048576.0;
+
+/// Requests after all memory is there: what the steady state is measured by.
+const STEADY_REQUESTS: usize = 80;
+/// The paper's table, and this one, stop here.
+const COUNTED_REQUESTS: usize = 100;
+const LOOK_EVERY: Duration = Duration::from_millis(2);
+
+#[derive(Debug, thiserror::Error)]
+pub enum RestoreError {
+    #[error(transparent)]
+    Rig(#[from] RigError),
+    #[error("machine {side}")]
+    Machine { side: &'static str, source: hearth_vmtest::Error },
+    #[error("web load on {side}")]
+    Load { side: &'static str, source: LoadError },
+    #[error("{side} answered {answered} of {wanted} requests and then no more")]
+    Silent { side: &'static str, answered: usize, wanted: usize },
+    #[error("{path}: cannot be used, or dropped from the host's cache")]
+    File { path: PathBuf, source: std::io::Error },
+    #[error("{side} says no {figure}: {said}")]
+    NoFigure { side: &'static str, figure: &'static str, said: String },
+    #[error("the two guests are made at once, which takes two processors")]
+    OneProcessor,
+}
+
+pub struct Options {
+    pub quick: bool,
+    /// On the disk that is to be measured.
+    pub folder: PathBuf,
+    pub profiles: Vec<Profile>,
+}
+
+/// Sizes and counts of one run.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    memory_mib: u64,
+    /// Files of 1 MiB of the web server that are in the file cache.
+    web_files: usize,
+    anonymous_mib: u64,
+    /// How many of the files are asked for.
+    hot_files: usize,
+    trace_s: u64,
+    rounds: u32,
+}
+
+impl Shape {
+    fn of(quick: bool) -> Self {
+        if quick {
+            Shape { memory_mib: 768, web_files: 128, anonymous_mib: 256, hot_files: 12, trace_s: 3, rounds: 1 }
+        } else {
+            Shape { memory_mib: 2048, web_files: 512, anonymous_mib: 1100, hot_files: 24, trace_s: 12, rounds: 2 }
+        }
+    }
+}
+
+/// What every side is started on.
+struct Bench<'a> {
+    rig: &'a Rig,
+    shape: Shape,
+}
+
+pub fn run(options: &Options, record: &mut Record) -> Result<(), RestoreError> {
+    if std::thread::available_parallelism().is_ok_and(|processors| processors.get() == 1) {
+        return Err(RestoreError::OneProcessor);
+    }
+    // Relative paths in machine.toml start in its own folder.
+    let folder = std::path::absolute(&options.folder);
+    let folder = folder.map_err(|source| RestoreError::File { path: options.folder.clone(), source })?;
+    let rig = Rig::prepare(&folder, record.machine.accelerator)?;
+    record.profile_by = rig.profile_by();
+    let bench = Bench { rig: &rig, shape: Shape::of(options.quick) };
+    hearth::measure_pause(&bench, record)?;
+    let (hearth, plain) = std::thread::scope(|scope| {
+        let plain = scope.spawn(|| plain::Saved::make(&bench));
+        (hearth::Saved::make(&bench, record), plain.join().expect("a panic was printed when it happened"))
+    });
+    let hearth = hearth?;
+    let plain = plain.map_err(|error| leave_out(&error, record)).ok();
+    hearth.trace(record)?;
+    for &profile in &options.profiles {
+        // Whoever reads a snapshot has no limits of its own.
+        if let Err(error) = rig.must_limit_all(profile, NAME) {
+            record.left_out.push(crate::chain(&error));
+            continue;
+        }
+        for round in 0..bench.shape.rounds {
+            for side in hearth::SIDES {
+                hearth.restore(side, profile, round, record)?;
+            }
+            if let Some(Err(error)) = plain.as_ref().map(|plain| plain.restore(profile, round, record)) {
+                leave_out(&error, record);
+            }
+        }
+    }
+    summary::summarise(record, &options.profiles);
+    Ok(())
+}
+
+/// A side that does not run here is a finding, not the end of the bench.
+fn leave_out(error: &RestoreError, record: &mut Record) {
+    let why = crate::chain(error);
+    eprintln!("{NAME}: left out: {why}");
+    record.left_out.push(why);
+}
+
+fn case(side: &str, profile: Profile) -> String {
+    format!("{side}@{}", profile.name())
+}
+
+/// The host forgets all files of a folder.
+fn evict_all(folder: &Path) -> Result<(), RestoreError> {
+    let failed = |source| RestoreError::File { path: folder.to_owned(), source };
+    for entry in std::fs::read_dir(folder).map_err(failed)? {
+        page_cache::evict(&entry.map_err(failed)?.path()).map_err(failed)?;
+    }
+    Ok(())
+}
+
+/// Waits until so many requests were answered, of a machine that lives.
+fn await_answers(load: &Load, wanted: usize, side: &'static str) -> Result<(), RestoreError> {
+    let deadline = Instant::now() + patience(20);
+    loop {
+        let answered = load.answered();
+        if answered >= wanted {
+            return Ok(());
+        }
+        if Instant::now() > deadline {
+            return Err(RestoreError::Silent { side, answered, wanted });
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
+
+/// What every side has in common: from the order to restore, which is the load's time zero.
+fn add_service(load: &Load, side: &str, profile: Profile, first_answer_s: f64, record: &mut Record) {
+    let case = case(side, profile);
+    let service = summary::Service::of(&load.trace());
+    record.add(&case, "first_answer_ms", "ms", first_answer_s * 1e3);
+    record.add(&case, "usable_s", "s", service.usable_s);
+    record.add(&case, "steady_ms", "ms", service.steady_ms);
+    eprintln!(
+        "{NAME}: [{}] {side}: answers after {first_answer_s:.2} s, usable after {:.2} s, {:.1} ms an answer in the end",
+        profile.name(),
+        service.usable_s,
+        service.steady_ms
+    );
+}

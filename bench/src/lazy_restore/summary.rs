@@ -1,0 +1,156 @@
+//! What the values come down to. Figures without a profile in their name are those at `cloud`.
+
+use super::{QEMU, case, hearth};
+use crate::host::profile::Profile;
+use crate::load::trace::{Sample, Trace};
+use crate::record::Record;
+use crate::stats;
+use crate::table::{Table, figure_or_dash};
+
+/// Requests whose mean is looked at: one that waits long counts, also among many that do not.
+const WINDOW_REQUESTS: usize = 20;
+/// Usable: within a tenth of the steady state.
+const USABLE: f64 = 1.1;
+
+/// Of each side at each profile.
+const METRICS: [&str; 9] = [
+    "running_ms",
+    "first_answer_ms",
+    "usable_s",
+    "complete_s",
+    "faults",
+    "fault_us_p50",
+    "fault_us_p99",
+    "bytes_read_mib",
+    "steady_ms",
+];
+
+/// A service that has come back, as its client saw it.
+#[derive(Debug, PartialEq)]
+pub struct Service {
+    /// The mean over the last requests, when all memory was there.
+    pub steady_ms: f64,
+    /// The first moment from which requests are answered as in the steady state.
+    pub usable_s: f64,
+}
+
+impl Service {
+    pub fn of(trace: &Trace) -> Self {
+        let samples = &trace.samples;
+        let steady_ms = mean_ms(&samples[samples.len().saturating_sub(super::STEADY_REQUESTS)..]);
+        let usable = samples.windows(WINDOW_REQUESTS).find(|window| mean_ms(window) <= steady_ms * USABLE);
+        Service { steady_ms, usable_s: usable.map_or(f64::NAN, |window| window[0].begun_s) }
+    }
+}
+
+fn mean_ms(samples: &[Sample]) -> f64 {
+    let total_s: f64 = samples.iter().map(|sample| sample.ended_s - sample.begun_s).sum();
+    total_s * 1e3 / samples.len() as f64
+}
+
+fn sides() -> impl Iterator<Item = &'static str> {
+    hearth::SIDES.into_iter().map(|side| side.name).chain([QEMU])
+}
+
+pub fn summarise(record: &mut Record, profiles: &[Profile]) {
+    let median = |case: &str, metric: &str| stats::median(record.values(case, metric));
+    let ratio = |one: Option<f64>, other: Option<f64>| Some(one? / other?);
+    let mut figures: Vec<(String, Option<f64>)> = Vec::new();
+    for &profile in profiles {
+        let key = |metric: String| match profile {
+            Profile::Cloud => metric,
+            _ => format!("{metric}_{}", profile.name()),
+        };
+        let usable = |side: &str| median(&case(side, profile), "usable_s");
+        for (name, side) in [("eager", "eager"), ("lazy", "lazy"), ("qemu", QEMU)] {
+            figures.push((key(format!("usable_ws_over_{name}")), ratio(usable("trace"), usable(side))));
+        }
+        for side in sides() {
+            for metric in METRICS {
+                let name = format!("{metric}_{}", side.replace('-', "_"));
+                figures.push((key(name), median(&case(side, profile), metric)));
+            }
+        }
+    }
+    let traces = |metric: &str| median("traces", metric);
+    let lazy_pct = ratio(traces("lazy_pages"), traces("first_pages")).map(|ratio| ratio * 100.0);
+    let saves = |metric: &str| median("save", metric);
+    for (metric, value) in [
+        ("pages_prefetched_eager", saves("stored_pages")),
+        ("pages_lazy_lazy", traces("second_pages")),
+        ("pages_prefetched_trace", traces("first_pages")),
+        ("accesses_skipped_trace", traces("skipped_pages")),
+        ("pages_lazy_trace", traces("lazy_pages")),
+        ("pages_lazy_trace_pct", lazy_pct),
+        ("save_s", saves("save_s")),
+        ("save_pause_ms", saves("pause_ms")),
+        ("snapshot_mib", saves("snapshot_mib")),
+    ] {
+        figures.push((metric.to_owned(), value));
+    }
+    for (metric, value) in figures {
+        record.summarise(&metric, value);
+    }
+}
+
+pub fn table(record: &Record) -> Table {
+    let mut table = Table::new([
+        "side@profile",
+        "running ms",
+        "first answer ms",
+        "usable s",
+        "complete s",
+        "faults in 100 requests",
+        "fault us p50",
+        "fault us p99",
+        "read MiB",
+        "steady ms",
+        "pages prefetched",
+        "runs",
+    ]);
+    for profile in Profile::ALL {
+        for side in sides() {
+            let case = case(side, profile);
+            let runs = record.values(&case, "first_answer_ms").len();
+            if runs == 0 {
+                continue;
+            }
+            let figure = |metric: &str| figure_or_dash(stats::median(record.values(&case, metric)));
+            let figures = METRICS.into_iter().chain(["pages_prefetched"]).map(figure);
+            table.row([case.clone()].into_iter().chain(figures).chain([runs.to_string()]));
+        }
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn trace(latencies_ms: impl IntoIterator<Item = f64>) -> Trace {
+        let mut now_s = 1.0;
+        let mut sample = |ms: f64| {
+            let begun_s = now_s;
+            now_s += ms / 1e3;
+            Sample { begun_s, ended_s: now_s, bytes: 1 }
+        };
+        Trace { samples: latencies_ms.into_iter().map(&mut sample).collect() }
+    }
+
+    #[test]
+    fn a_service_is_usable_when_it_answers_as_in_the_end_and_not_when_it_answers_first() {
+        let slow_first = trace([100.0; 10].into_iter().chain([10.0; 200]));
+        let service = Service::of(&slow_first);
+        assert!((service.steady_ms - 10.0).abs() < 1e-6, "{service:?}");
+        // One slow request in twenty is too much.
+        assert!((service.usable_s - 2.0).abs() < 1e-6, "{service:?}");
+        assert!((Service::of(&trace([10.0; 200])).usable_s - 1.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn a_service_that_stalls_now_and_then_is_not_usable() {
+        let stalling = (0..100).map(|number| if number % 15 == 0 { 100.0 } else { 10.0 });
+        let service = Service::of(&trace(stalling.chain([10.0; 100])));
+        assert!(service.usable_s > 2.0, "{service:?}");
+    }
+}
