@@ -24,12 +24,15 @@ fn admission(vm: &TestVm) -> Result<Value> {
     Ok(vm.status()?["memory"]["admission"].clone())
 }
 
-fn wait_for_waiting(vm: &TestVm) -> Result<()> {
+/// The guest fills its memory, and then looks at it, with a command that goes on.
+pub fn fill_until_it_waits(vm: &TestVm) -> Result<u64> {
+    let fill = format!("probe fill /m/f {} 7 && probe verify /m/f 7", FILL_MIB << 20);
+    let id = vm.guest().start(&format!("mkdir /m && mount -t tmpfs -o size=100% m /m && {fill}"))?;
     let deadline = Instant::now() + patience(20);
     loop {
         let admission = admission(vm)?;
         if admission["waiting"].as_u64() > Some(0) {
-            return Ok(());
+            return Ok(id);
         }
         assert!(Instant::now() < deadline, "the guest never waited: {admission}");
     }
@@ -50,9 +53,7 @@ fn a_guest_that_fills_its_memory_during_a_dump_uses_the_headroom_and_then_waits(
     vm.panic()?;
     vm.wait_event("a full disk", |event| event["kind"] == "dump_waits")?;
     vm.wait_incarnation(2)?;
-    let fill = format!("probe fill /m/f {} 7 && probe verify /m/f 7", FILL_MIB << 20);
-    let id = vm.guest().start(&format!("mkdir /m && mount -t tmpfs -o size=100% m /m && {fill}"))?;
-    wait_for_waiting(&vm)?;
+    let id = fill_until_it_waits(&vm)?;
     let short = watch.so_far();
     folder.grow("512M");
     vm.cli(&["dump", vm.name(), "--resume", "--no-wait"])?;
