@@ -204,6 +204,7 @@ fn new_record(bench: &str, common: &Common) -> Record {
         qemu,
         hearth_vmtest::artifacts::CPU_MODEL,
     )
+    .keep_in(&common.folder)
 }
 
 fn finish(record: &Record, folder: &Path, table: &Table) -> Result<(), Box<dyn Error>> {

@@ -1,8 +1,10 @@
 //! The record of a bench: every value that was measured, and the few numbers it comes down to.
 //!
 //! `target/bench/<name>.json`. A row keeps all values of one measure on one side at one disk profile, so that a median
-//! can be doubted; `summary` holds the figures that `docs/benchmarks.md` quotes. Written whole and renamed: a bench
-//! that was broken off leaves the last complete record.
+//! can be doubted; `summary` holds the figures that `docs/benchmarks.md` quotes. Written whole and renamed.
+//!
+//! `target/bench/<name>.partial.json`: the values so far, from the first one until the record is written. A bench that
+//! was broken off leaves its values there, and the last complete record as it was.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -49,6 +51,9 @@ pub struct Record {
     pub summary: BTreeMap<String, f64>,
     /// Sides that could not be measured, and why.
     pub left_out: Vec<String>,
+    /// Where values are kept as they are added.
+    #[serde(skip)]
+    kept_in: Option<PathBuf>,
 }
 
 impl Record {
@@ -64,7 +69,13 @@ impl Record {
             rows: Vec::new(),
             summary: BTreeMap::new(),
             left_out: Vec::new(),
+            kept_in: None,
         }
+    }
+
+    /// From now on each value is in the partial record once it was added.
+    pub fn keep_in(self, folder: &Path) -> Self {
+        Record { kept_in: Some(folder.to_owned()), ..self }
     }
 
     /// Adds a value to the row of this case and metric, which it opens if need be.
@@ -84,6 +95,14 @@ impl Record {
         };
         row.values.push(value);
         row.median = stats::median(&row.values).expect("a value was just pushed");
+        self.keep();
+    }
+
+    fn keep(&self) {
+        let Some(folder) = &self.kept_in else { return };
+        if let Err(error) = self.write_to(&self.partial_path(folder)) {
+            eprintln!("{}: values are not kept before the end: {}", self.bench, crate::chain(&error));
+        }
     }
 
     pub fn median(&self, case: &str, metric: &str) -> Option<f64> {
@@ -121,13 +140,25 @@ impl Record {
 
     pub fn write(&self, folder: &Path) -> Result<PathBuf, RecordError> {
         let path = Self::path(folder, &self.bench);
-        let failed = |source| RecordError::Write { path: path.clone(), source };
-        fs::create_dir_all(folder).map_err(failed)?;
+        self.write_to(&path)?;
+        // There is none if nothing was added; one that stays is older than the record beside it.
+        let _ = fs::remove_file(self.partial_path(folder));
+        Ok(path)
+    }
+
+    fn partial_path(&self, folder: &Path) -> PathBuf {
+        Self::path(folder, &format!("{}.partial", self.bench))
+    }
+
+    fn write_to(&self, path: &Path) -> Result<(), RecordError> {
+        let failed = |source| RecordError::Write { path: path.to_owned(), source };
+        if let Some(folder) = path.parent() {
+            fs::create_dir_all(folder).map_err(failed)?;
+        }
         let fresh = path.with_extension("json.new");
         let text = serde_json::to_string_pretty(self).expect("a record holds only numbers, texts and lists");
         fs::write(&fresh, text + "\n").map_err(failed)?;
-        fs::rename(&fresh, &path).map_err(failed)?;
-        Ok(path)
+        fs::rename(&fresh, path).map_err(failed)
     }
 
     pub fn read(folder: &Path, bench: &str) -> Result<Self, RecordError> {
@@ -198,6 +229,24 @@ mod tests {
         let back = Record::read(folder.path(), "trial").unwrap();
         assert_eq!(back.summary["peak"], 101.2);
         assert_eq!(back.rows[0].values, [101.0]);
+    }
+
+    #[test]
+    fn a_bench_that_is_broken_off_leaves_its_values_and_the_last_record() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut whole = record();
+        whole.add("a", "peak", "%", 101.0);
+        whole.write(folder.path()).unwrap();
+        let mut broken_off = record().keep_in(folder.path());
+        broken_off.add("a", "peak", "%", 102.0);
+        drop(broken_off);
+        assert_eq!(Record::read(folder.path(), "trial").unwrap().values("a", "peak"), [101.0]);
+        assert_eq!(Record::read(folder.path(), "trial.partial").unwrap().values("a", "peak"), [102.0]);
+        let mut next = record().keep_in(folder.path());
+        next.add("a", "peak", "%", 103.0);
+        next.write(folder.path()).unwrap();
+        assert_eq!(Record::read(folder.path(), "trial").unwrap().values("a", "peak"), [103.0]);
+        assert!(!Record::path(folder.path(), "trial.partial").exists());
     }
 
     #[test]

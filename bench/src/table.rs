@@ -16,6 +16,10 @@ impl Table {
         self.rows.push(cells);
     }
 
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+
     /// First column to the left, the others (figures) to the right.
     pub fn text(&self) -> String {
         let widths = self.widths();

@@ -1,4 +1,5 @@
-//! The report: memory over time of every kind of recovery, as in the paper's Figures 5 to 8, and the figures.
+//! The report: memory over time of every kind of recovery, as in the paper's Figures 5 to 8, what its Tables 3 and 6
+//! compare, and the figures.
 
 use super::hearth::Life;
 use super::{Shape, summary};
@@ -16,6 +17,8 @@ pub fn html(record: &Record, shape: Shape, lives: &[Life]) -> String {
     for life in lives {
         page.section(&title(life), &memory_plot::draw(&plot(life, shape)));
     }
+    page.section("How much is released at once", &table(&summary::chunk_table(record)));
+    page.section("Who gets the disk while a boot needs it", &table(&summary::policy_table(record)));
     page.section("Figures", &table(&figures(record)));
     page.section("How it was measured", &notes(record, shape));
     page.html(&format!("Hearth {}, {}", env!("CARGO_PKG_VERSION"), record.date))
@@ -51,6 +54,9 @@ fn figures(record: &Record) -> Table {
 }
 
 fn table(table: &Table) -> String {
+    if table.is_empty() {
+        return String::new();
+    }
     format!("<div class=\"scroll\">{}</div>", table.html())
 }
 

@@ -65,9 +65,11 @@ fn summarise_profile(record: &mut Record, profile: Profile) {
     }
 }
 
+type Columns = [(&'static str, &'static str)];
+
 /// Sides below each other, profiles as blocks of rows.
 pub fn table(record: &Record) -> Table {
-    const COLUMNS: [(&str, &str); 7] = [
+    const COLUMNS: &Columns = &[
         ("downtime s", "downtime_s"),
         ("dump s", "dump_s"),
         ("dump MiB", "dump_mib"),
@@ -76,16 +78,54 @@ pub fn table(record: &Record) -> Table {
         ("guest waited ms", "guest_wait_ms"),
         ("memory peak %", "budget_peak_pct"),
     ];
-    let mut table = Table::new(std::iter::once("side@profile").chain(COLUMNS.iter().map(|column| column.0)));
     let mut cases: Vec<&str> = Vec::new();
     for row in &record.rows {
         if !cases.contains(&row.case.as_str()) {
             cases.push(&row.case);
         }
     }
-    for case in cases {
-        let figures = COLUMNS.iter().map(|(_, metric)| figure_or_dash(record.median(case, metric)));
-        table.row(std::iter::once(case.to_owned()).chain(figures));
+    side_by_side(record, "side@profile", COLUMNS, cases.into_iter().map(|case| (case.to_owned(), case.to_owned())))
+}
+
+/// How much is released at once, as in the paper's Table 3.
+pub fn chunk_table(record: &Record) -> Table {
+    const COLUMNS: &Columns = &[
+        ("downtime s", "downtime_s"),
+        ("dump s", "dump_s"),
+        ("keeper CPU %", "cpu_pct"),
+        ("guest waited ms", "guest_wait_ms"),
+    ];
+    let line = |chunk: &u64| (format!("{chunk} MiB"), at_paper(&format!("hearth-level-1-chunk-{chunk}")));
+    side_by_side(record, "chunk", COLUMNS, measured(record, Shape::of(false).chunks_mib.iter().map(line)))
+}
+
+/// Who gets the disk while a boot needs it, as in the paper's Table 6.
+pub fn policy_table(record: &Record) -> Table {
+    const COLUMNS: &Columns = &[("downtime s", "downtime_s"), ("dump s", "dump_s")];
+    let line = |policy: &&str| ((*policy).to_owned(), at_paper(&format!("hearth-{policy}")));
+    side_by_side(record, "disk_time", COLUMNS, measured(record, Shape::of(false).policies.iter().map(line)))
+}
+
+/// Comparisons are made at this profile.
+fn at_paper(side: &str) -> String {
+    format!("{side}@{}", Profile::Paper.name())
+}
+
+fn measured(record: &Record, lines: impl Iterator<Item = (String, String)>) -> Vec<(String, String)> {
+    lines.filter(|(_, case)| record.median(case, "downtime_s").is_some()).collect()
+}
+
+/// `lines`: what a row is called, and the case it is about.
+fn side_by_side(
+    record: &Record,
+    what: &str,
+    columns: &Columns,
+    lines: impl IntoIterator<Item = (String, String)>,
+) -> Table {
+    let mut table = Table::new(std::iter::once(what).chain(columns.iter().map(|column| column.0)));
+    for (name, case) in lines {
+        let figures = columns.iter().map(|(_, metric)| figure_or_dash(record.median(&case, metric)));
+        table.row(std::iter::once(name).chain(figures));
     }
     table
 }
@@ -147,7 +187,13 @@ mod tests {
     }
 
     #[test]
-    fn the_table_has_a_line_for_each_case() {
-        assert_eq!(table(&record()).text().lines().count(), 2 + 8);
+    fn tables_have_a_line_for_each_case() {
+        let record = record();
+        assert_eq!(table(&record).text().lines().count(), 2 + 8);
+        let chunks = chunk_table(&record).text();
+        assert_eq!(chunks.lines().count(), 2 + 1, "the others were not measured: {chunks}");
+        assert!(chunks.contains("128 MiB        9.00"), "{chunks}");
+        let policies = policy_table(&record).text();
+        assert!(policies.lines().count() == 2 + 1 && policies.contains("dump-first        20.0"), "{policies}");
     }
 }
