@@ -50,7 +50,6 @@ pub struct Machine<'a> {
     profile: Profile,
     case: Case,
     image: PathBuf,
-    watch: residency::Watch,
     vm: TestVm,
     _dumps: Scratch,
     incarnation: u64,
@@ -71,29 +70,31 @@ impl<'a> Machine<'a> {
         bench.rig.limit(Profile::Asis)?;
         let start = |rate| builder(bench, case, &image, dumps.path().to_owned(), rate).start();
         let vm = bench.rig.launch(profile, start)?.map_err(failed)?;
-        let watch = residency::Watch::start(vm.memory_folder()).map_err(failed)?;
-        Ok(Machine { bench, profile, case, image, watch, vm, _dumps: dumps, incarnation: 1, last_dump: 0 })
+        Ok(Machine { bench, profile, case, image, vm, _dumps: dumps, incarnation: 1, last_dump: 0 })
     }
 
     /// Crashes so many times; the last crash is the one that is drawn.
     pub fn measure(mut self, crashes: u32, record: &mut Record) -> Result<Option<Life>, CrashError> {
         // First what notices a keeper that refused to start, and tells why.
         self.vm.wait_incarnation(1).map_err(|error| self.error(error))?;
+        // Not before: the keeper makes the folder.
+        let watch = residency::Watch::start(self.vm.memory_folder()).map_err(|error| self.error(error))?;
         self.wait_service()?;
         if self.case.policy.is_some() {
             guest::make_boot_copy(&self.vm, self.bench.shape).map_err(|error| self.error(error))?;
         }
         let mut life = None;
         for _ in 0..crashes {
-            life = Some(self.crash(record)?);
+            life = Some(self.crash(&watch, record)?);
         }
-        self.budget(record)?;
+        let peak_bytes = watch.end().map_err(|error| self.error(error))?.peak_bytes;
+        self.budget(peak_bytes, record)?;
         // Room for the next case's: what cannot be removed now goes with the folder.
         let _ = std::fs::remove_file(&self.image);
         Ok(life)
     }
 
-    fn crash(&mut self, record: &mut Record) -> Result<Life, CrashError> {
+    fn crash(&mut self, watch: &residency::Watch, record: &mut Record) -> Result<Life, CrashError> {
         guest::fill(&self.vm, self.bench.shape).map_err(|error| self.error(error))?;
         let cpu_before_s = self.keeper_cpu_s()?;
         self.bench.rig.limit(self.profile)?;
@@ -130,32 +131,19 @@ impl<'a> Machine<'a> {
         if let Some(wait_ms) = self.guest_wait_ms()? {
             record.add(&side, "guest_wait_ms", "ms", wait_ms);
         }
-        Ok(Life { case: self.case, profile: self.profile, back_s, dumped_s, memory: self.memory(crashed, dead) })
+        let memory = memory(&watch.samples(crashed), crashed, dead);
+        Ok(Life { case: self.case, profile: self.profile, back_s, dumped_s, memory })
     }
 
-    fn budget(&self, record: &mut Record) -> Result<(), CrashError> {
+    fn budget(&self, peak_bytes: u64, record: &mut Record) -> Result<(), CrashError> {
         let side = format!("{}@{}", self.case.side(), self.profile.name());
         let share = |bytes: f64| bytes / self.bench.shape.ram_bytes() * 100.0;
-        record.add(&side, "budget_peak_pct", "%", share(self.watch.so_far().peak_bytes as f64));
+        record.add(&side, "budget_peak_pct", "%", share(peak_bytes as f64));
         let status = self.vm.status().map_err(|error| self.error(error))?;
         if let Some(peak) = number(&status["memory"], "peak_bytes") {
             record.add(&side, "keeper_peak_pct", "%", share(peak));
         }
         Ok(())
-    }
-
-    /// Memory of the dead incarnation and of the next, over time.
-    fn memory(&self, crashed: Instant, dead: u64) -> Vec<Held> {
-        let of = |sample: &residency::Sample, incarnation: u64| {
-            let files = ["ram", "ledger"].map(|kind| format!("{kind}-{incarnation}"));
-            files.iter().filter_map(|file| sample.bytes.get(file)).sum::<u64>() as f64 / MIB
-        };
-        let held = |sample: &residency::Sample| Held {
-            second: sample.at.duration_since(crashed).as_secs_f64(),
-            dead: of(sample, dead),
-            living: of(sample, dead + 1),
-        };
-        self.watch.samples(crashed).iter().map(held).collect()
     }
 
     fn wait_event(&self, kind: &str, incarnation: u64) -> Result<Value, CrashError> {
@@ -204,6 +192,20 @@ impl<'a> Machine<'a> {
     fn error(&self, source: hearth_vmtest::Error) -> CrashError {
         machine_error(self.case, source)
     }
+}
+
+/// Memory of the dead incarnation and of the next, over time.
+fn memory(samples: &[residency::Sample], crashed: Instant, dead: u64) -> Vec<Held> {
+    let of = |sample: &residency::Sample, incarnation: u64| {
+        let files = ["ram", "ledger"].map(|kind| format!("{kind}-{incarnation}"));
+        files.iter().filter_map(|file| sample.bytes.get(file)).sum::<u64>() as f64 / MIB
+    };
+    let held = |sample: &residency::Sample| Held {
+        second: sample.at.duration_since(crashed).as_secs_f64(),
+        dead: of(sample, dead),
+        living: of(sample, dead + 1),
+    };
+    samples.iter().map(held).collect()
 }
 
 fn builder(
