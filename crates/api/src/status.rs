@@ -131,8 +131,6 @@ pub enum EndCause {
     Panic,
     /// The guest no longer fed its watchdog.
     Watchdog,
-    /// The guest's processor gave up.
-    TripleFault,
     /// The QEMU process ended without the guest's doing.
     QemuDied,
     OperatorReboot,
@@ -147,7 +145,6 @@ impl EndCause {
             Self::GuestShutdown => "guest powered off",
             Self::Panic => "guest panicked",
             Self::Watchdog => "guest stopped feeding its watchdog",
-            Self::TripleFault => "triple fault",
             Self::QemuDied => "QEMU died",
             Self::OperatorReboot => "reboot was ordered",
             Self::OperatorStop => "stop was ordered",
