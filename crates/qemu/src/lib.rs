@@ -8,6 +8,7 @@ mod bounded;
 mod footprint;
 pub mod launch;
 mod migration;
+pub mod pinned;
 pub mod preload;
 mod process;
 mod qmp;

@@ -1,8 +1,12 @@
 //! Journal: what a new keeper must know to carry on, in one small file of the runtime folder.
 //!
-//! Written whole at every change (temporary file, fsync, rename), so that a keeper killed at any moment leaves either
-//! the old or the new one. It names facts that outlive a keeper (QEMU's process, the incarnation's files); whatever
-//! can be read from the files themselves is not repeated here.
+//! Written whole at every change (temporary file, rename), so that a keeper killed at any moment leaves either the old or
+//! the new one. It names facts that outlive a keeper (QEMU's process, the incarnation's files); whatever can be read from
+//! the files themselves is not repeated here.
+//!
+//! These facts end with the host, so a change is not synced: the guest that is to start would wait for the disk, and with
+//! it for all that a dump has written there. A host that dies may leave a file without its content, which then tells of
+//! nothing. One fact outlives the host and is synced: a snapshot that was begun with.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -139,7 +143,8 @@ impl Journal {
 
     /// None if there is no journal: the machine has not run since the host started.
     pub fn load(path: &Path) -> Result<Option<Self>, JournalError> {
-        let text = match fs::read_to_string(path) {
+        let text = match fs::read(path) {
+            Ok(text) if is_lost(&text) => return Ok(None),
             Ok(text) => text,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(source) => return Err(JournalError::Io { path: path.to_owned(), source }),
@@ -149,21 +154,21 @@ impl Journal {
             version: u32,
         }
         let malformed = |source| JournalError::Malformed { path: path.to_owned(), source };
-        let Versioned { version } = serde_json::from_str(&text).map_err(malformed)?;
+        let Versioned { version } = serde_json::from_slice(&text).map_err(malformed)?;
         if version != JOURNAL_VERSION {
             return Err(JournalError::Version { path: path.to_owned(), found: version });
         }
-        serde_json::from_str(&text).map(Some).map_err(malformed)
+        serde_json::from_slice(&text).map(Some).map_err(malformed)
     }
 
+    /// For a keeper that comes after this one. Waits for no disk.
     pub fn save(&self, path: &Path) -> Result<(), JournalError> {
-        self.write(path, true).map_err(|source| JournalError::Io { path: path.to_owned(), source })
+        self.write(path, false).map_err(|source| JournalError::Io { path: path.to_owned(), source })
     }
 
-    /// As `save`, for moments in which a guest stands still: it outlives this process, and not the host, on whose death
-    /// there is nothing left to know.
-    pub fn save_in_passing(&self, path: &Path) -> Result<(), JournalError> {
-        self.write(path, false).map_err(|source| JournalError::Io { path: path.to_owned(), source })
+    /// As `save`, and for a keeper after the host's next start as well.
+    pub fn save_durably(&self, path: &Path) -> Result<(), JournalError> {
+        self.write(path, true).map_err(|source| JournalError::Io { path: path.to_owned(), source })
     }
 
     fn write(&self, path: &Path, durably: bool) -> io::Result<()> {
@@ -173,8 +178,17 @@ impl Journal {
         if durably {
             file.sync_all()?;
         }
-        fs::rename(&temporary, path)
+        fs::rename(&temporary, path)?;
+        match path.parent() {
+            Some(folder) if durably => File::open(folder)?.sync_all(),
+            _ => Ok(()),
+        }
     }
+}
+
+/// A name without its content: the host died before that reached the disk. A keeper that dies leaves no such file.
+fn is_lost(text: &[u8]) -> bool {
+    text.is_empty() || text.contains(&0)
 }
 
 #[cfg(test)]
@@ -188,8 +202,21 @@ mod tests {
         assert_eq!(Journal::load(&path).unwrap(), None);
         let mut journal = Journal::new("web", 1 << 30);
         journal.ember = vec![1, 2];
-        journal.save(&path).unwrap();
-        assert_eq!(Journal::load(&path).unwrap(), Some(journal));
+        for save in [Journal::save, Journal::save_durably] {
+            journal.incarnation += 1;
+            save(&journal, &path).unwrap();
+            assert_eq!(Journal::load(&path).unwrap().as_ref(), Some(&journal));
+        }
+    }
+
+    #[test]
+    fn what_a_dead_host_left_without_content_tells_of_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal.json");
+        for left in ["", "\0\0\0", "{\"version\": 1, \0\0"] {
+            fs::write(&path, left).unwrap();
+            assert_eq!(Journal::load(&path).unwrap(), None, "{left:?}");
+        }
     }
 
     #[test]

@@ -260,9 +260,15 @@ impl Machine {
         self.journal.qemu = Some(generation.identity());
         self.journal.save(&self.parts.folders.journal())?;
         self.parts.console.attach(&self.parts.folders.serial_socket(generation.number));
+        self.pin(&generation);
         self.life = Some(Life { incarnation, generation, began: Instant::now(), cause: None });
         self.enter(MachineState::Running);
         Ok(())
+    }
+
+    pub(super) fn pin(&self, generation: &Generation) {
+        let config = &self.parts.config;
+        self.pins.renew(&config.name, generation.identity().pid, &config.boot);
     }
 
     pub(super) fn stopped(&mut self) -> Result<(), MachineError> {

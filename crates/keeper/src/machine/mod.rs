@@ -38,6 +38,7 @@ mod launch;
 mod lives;
 mod orders;
 mod passt;
+mod pins;
 mod rejuvenate;
 pub mod restore;
 pub mod save;
@@ -130,6 +131,7 @@ pub struct Machine {
     ember: Arc<Ember>,
     budget: Budget,
     warden: warden::Warden,
+    pins: pins::Pins,
     /// Before the memory of the living QEMU, while that is granted unit by unit.
     gate: Option<gate::MemoryGate>,
     disks: Vec<DiskServer>,
@@ -205,6 +207,7 @@ impl Machine {
             ember,
             budget,
             warden,
+            pins: pins::Pins::default(),
             gate: None,
             disks: Vec::new(),
             state: MachineState::Starting,

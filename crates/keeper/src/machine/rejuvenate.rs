@@ -226,7 +226,7 @@ impl Machine {
         let committed = HopNote { successor: new.identity(), committed: true };
         self.journal.hop = Some(committed);
         let journal = self.parts.folders.journal();
-        if let Err(error) = self.journal.save_in_passing(&journal) {
+        if let Err(error) = self.journal.save(&journal) {
             progress.phase = Phase::Resume;
             return Err(self.go_back_from_resume(old, new, error.into()));
         }
@@ -261,6 +261,7 @@ impl Machine {
         self.journal.qemu = Some(new.identity());
         self.journal.hop = None;
         self.journal.save(&self.parts.folders.journal())?;
+        self.pin(new);
         if self.has_forwards() {
             // Its ports are free when it is gone.
             old.process.ends_within(END_PATIENCE);

@@ -199,7 +199,7 @@ impl Machine {
             note.begun = true;
         }
         self.journal.qemu = Some(generation.identity());
-        self.journal.save(&self.parts.folders.journal())?;
+        self.journal.save_durably(&self.parts.folders.journal())?;
         self.admit(generation.identity().pid);
         generation.run()?;
         self.adopt(incarnation, generation)?;

@@ -1,0 +1,68 @@
+//! Pins: what the next QEMU is started from stays in the host's memory: the program and the libraries of the living one,
+//! the guest's kernel or firmware, and the keeper's own program, which has to act meanwhile.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use hearth_qemu::pinned::{Pinned, program_files};
+
+use crate::config::Boot;
+
+/// What is pinned now. Whoever comes after a keeper that died pins it anew.
+#[derive(Default)]
+pub struct Pins {
+    pinned: Arc<Mutex<Pinned>>,
+}
+
+impl Pins {
+    /// Pins what this QEMU runs from in place of what another one did. In a thread of its own: it may have to read files.
+    pub fn renew(&self, machine: &str, pid: u32, boot: &Boot) {
+        let (pinned, boot_files) = (self.pinned.clone(), boot_files(boot));
+        let renew = move || match pin(pid, boot_files) {
+            Ok(renewed) => {
+                tracing::debug!(bytes = renewed.bytes(), "what the next QEMU is started from stays in memory");
+                *pinned.lock().expect("holders only assign") = renewed;
+            }
+            Err(error) => {
+                tracing::info!(%error, "the next QEMU may have to be read from the disk: its files cannot be kept in memory");
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name(format!("files-{machine}")).spawn(renew) {
+            tracing::info!(%error, "no thread to keep QEMU's files in memory");
+        }
+    }
+}
+
+fn pin(pid: u32, mut files: BTreeSet<PathBuf>) -> io::Result<Pinned> {
+    files.extend(program_files("self")?);
+    // One that has ended meanwhile, or is another user's, says nothing.
+    files.extend(program_files(&pid.to_string()).unwrap_or_default());
+    Pinned::pin(&files)
+}
+
+fn boot_files(boot: &Boot) -> BTreeSet<PathBuf> {
+    let files = match boot {
+        Boot::Kernel { kernel, initrd, .. } => [Some(kernel), initrd.as_ref()],
+        Boot::Firmware { code, vars } => [code.as_ref(), vars.as_ref()],
+    };
+    files.into_iter().flatten().cloned().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_guest_boots_from_is_known() {
+        let check =
+            |boot: &Boot, expect: &[&str]| assert_eq!(boot_files(boot), expect.iter().map(PathBuf::from).collect());
+        let (kernel, cmdline) = (PathBuf::from("/vmlinuz"), String::new());
+        let with_initrd =
+            Boot::Kernel { kernel: kernel.clone(), initrd: Some("/initrd".into()), cmdline: cmdline.clone() };
+        check(&with_initrd, &["/vmlinuz", "/initrd"]);
+        check(&Boot::Kernel { kernel, initrd: None, cmdline }, &["/vmlinuz"]);
+        check(&Boot::Firmware { code: Some("/OVMF.fd".into()), vars: None }, &["/OVMF.fd"]);
+    }
+}
