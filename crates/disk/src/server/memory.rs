@@ -103,6 +103,13 @@ pub struct GuestMap {
 }
 
 impl GuestMap {
+    /// Gives the mappings back in a thread of its own: 3 GiB that were in use take 0.15 s, and the next guest, or the other
+    /// QEMU's, would wait for that.
+    pub fn unmap_apart(self) {
+        // What no thread takes is given back here.
+        let _ = std::thread::Builder::new().name("disk-unmap".into()).spawn(move || drop(self.regions));
+    }
+
     /// Pages of this file are pages of the incarnation; `page` knows no others.
     pub fn track(&mut self, file: Option<FileIdentity>) {
         self.tracked = file;

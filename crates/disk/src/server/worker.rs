@@ -316,6 +316,7 @@ impl Worker {
         if let Some(connection) = self.peers.remove(id) {
             self.disk.abandon(connection.id);
             self.count_peers();
+            connection.memory.unmap_apart();
         }
     }
 
