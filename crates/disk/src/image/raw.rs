@@ -22,7 +22,8 @@ pub(super) struct RawImage {
     target: Arc<Target>,
     bytes: u64,
     optimal_io_bytes: u32,
-    supports_discard: bool,
+    /// Known after the first time it was asked for: finding out touches the image, which a look at it must not do.
+    supports_discard: OnceLock<bool>,
     /// How data goes through or around the page cache, and why.
     cache: String,
     /// Which engine was made, and why: known after the first.
@@ -46,7 +47,7 @@ impl RawImage {
         Ok(Self {
             bytes,
             optimal_io_bytes: if is_device { queue_limit(&target.file, "optimal_io_size") as u32 } else { 0 },
-            supports_discard: !options.read_only && supports_discard(&target),
+            supports_discard: OnceLock::new(),
             target: Arc::new(target),
             cache,
             engine: OnceLock::new(),
@@ -67,7 +68,7 @@ impl RawImage {
     }
 
     pub(super) fn supports_discard(&self) -> bool {
-        self.supports_discard
+        !self.target.read_only && *self.supports_discard.get_or_init(|| supports_discard(&self.target))
     }
 
     pub(super) fn refresh_bytes(&mut self) -> io::Result<u64> {

@@ -82,6 +82,16 @@ fn a_qcow2_header_in_a_raw_disk_is_not_believed() {
 }
 
 #[test]
+fn to_look_at_an_image_leaves_it_as_it_is() {
+    let folder = folder();
+    let path = raw_image(&folder, 1 << 20);
+    let long_ago = std::time::SystemTime::UNIX_EPOCH + Duration::from_secs(1 << 30);
+    fs::File::options().write(true).open(&path).unwrap().set_modified(long_ago).unwrap();
+    drop(Image::open(&options(&path, Format::Auto)).unwrap());
+    assert_eq!(path.metadata().unwrap().modified().unwrap(), long_ago);
+}
+
+#[test]
 fn raw_images_say_how_they_are_served() {
     let folder = folder();
     let path = raw_image(&folder, 1 << 20);
