@@ -6,6 +6,7 @@
 //! of a machine (ledger, warm source) sits behind short locks.
 
 pub mod block;
+pub mod boot_set;
 pub mod buffer;
 pub mod device;
 pub mod engine;

@@ -1,4 +1,4 @@
-//! Memory that may answer a read in the disk's place: the ember of a dead incarnation, later a boot set.
+//! Memory that may answer a read in the disk's place: the ember of a dead incarnation, and the boot set.
 
 use std::ops::Range;
 
@@ -31,4 +31,16 @@ pub trait WarmSource: Send + Sync {
 
     /// The guest is about to change these blocks, wholly or in part: what is held of them is void.
     fn forget(&self, disk: DiskId, blocks: Range<u64>);
+
+    /// Are blocks that are read now wanted (`read_from_image`)? Then reads of the image are of whole blocks.
+    fn learns(&self) -> bool {
+        false
+    }
+
+    /// The image answered a read of this block. `bytes`: what the block holds; none if a change met the read.
+    fn read_from_image(&self, _disk: DiskId, _block: u64, _bytes: Option<&[u8; BLOCK_BYTES]>) {}
+
+    /// A write is over, and met no other request: from `start` on the block holds these bytes. Comes after the `forget`
+    /// that the same write began with.
+    fn written(&self, _disk: DiskId, _block: u64, _start: usize, _bytes: &[u8]) {}
 }

@@ -22,6 +22,7 @@ use super::overlap::{Overlaps, RequestId};
 use super::parked::{Parked, Parking};
 use super::recorder::{Recorder, Tracking};
 use super::request::{Bounds, Kind, Refusal, Request, SERIAL_BYTES, Segment, Status, parse};
+use super::running::{Around, Running};
 use super::slab::Slab;
 use super::transfer::{self, Cursor};
 use super::{Backing, DiskOptions};
@@ -81,15 +82,6 @@ impl Job {
     fn blocks(&self) -> Range<u64> {
         touched(&self.request)
     }
-}
-
-/// An operation that the engine has.
-struct Running {
-    job: RequestId,
-    slot: Option<Slot>,
-    position: u64,
-    bytes: u64,
-    begun: Instant,
 }
 
 /// Why a request cannot go on now.
@@ -382,14 +374,12 @@ impl Disk {
         let (mut warm, mut gap) = (0, 0);
         while at < request.bytes {
             let step = transfer::step(request, at);
-            let block = (request.offset + at) / BLOCK;
-            let hit = step == BLOCK
-                && transfer::serve(&connection.memory, &mut self.recorder, block, cursor, !tainted).unwrap_or_else(
-                    |_| {
-                        job.status = Status::IoError;
-                        true
-                    },
-                );
+            let place = (request.offset + at, step);
+            let served = transfer::serve(&connection.memory, &mut self.recorder, place, cursor, !tainted);
+            let hit = served.unwrap_or_else(|_| {
+                job.status = Status::IoError;
+                true
+            });
             cursor.advance(step);
             at += step;
             if !hit {
@@ -451,16 +441,12 @@ impl Disk {
                     Kind::WriteZeroes { unmap } => Operation::WriteZeroes { unmap },
                     Kind::Read | Kind::Write | Kind::Identify => unreachable!("these have data"),
                 };
-                self.push(
-                    Running { job: id, slot: None, position: 0, bytes: 0, begun: Instant::now() },
-                    operation,
-                    offset,
-                    bytes,
-                );
+                self.push(Running::without_data(id), operation, offset, bytes);
                 return Ok(());
             }
-            let left = job.run.end - job.run.start;
-            let slot = self.pool.take(left as usize).ok_or(Stall::Busy)?;
+            let (offset, left) = (job.request.offset + job.run.start, job.run.end - job.run.start);
+            let room = self.around(kind, offset, left).with(left);
+            let slot = self.pool.take(room as usize).ok_or(Stall::Busy)?;
             self.hand_over_piece(connection, id, slot);
         }
     }
@@ -471,8 +457,13 @@ impl Disk {
         let position = job.run.start;
         let offset = job.request.offset + position;
         let left = job.run.end - position;
-        let room = slot.bytes() as u64;
-        let bytes = if left <= room { left } else { room - offset % BLOCK };
+        let kind = job.request.kind;
+        let whole = self.around(kind, offset, left);
+        let room = slot.bytes() as u64 - whole.before;
+        let bytes = if left <= room { left } else { room - (offset - whole.before) % BLOCK };
+        // A piece that is not the last one ends with a block.
+        let around = Around { after: if bytes == left { whole.after } else { 0 }, ..whole };
+        let Some(job) = self.jobs.get_mut(id) else { return self.pool.give_back(slot) };
         job.run.start += bytes;
         let operation = if job.request.kind == Kind::Write {
             // SAFETY: the slot was just taken, nothing is in flight on it, and the reference ends with the copy.
@@ -486,12 +477,18 @@ impl Disk {
         } else {
             Operation::Read(slot)
         };
-        self.push(
-            Running { job: id, slot: Some(slot), position, bytes, begun: Instant::now() },
-            operation,
-            offset,
-            bytes,
-        );
+        let running = Running { slot: Some(slot), position, bytes, around, ..Running::without_data(id) };
+        self.push(running, operation, offset - around.before, around.with(bytes));
+    }
+
+    /// What of the image is read along with these bytes: nothing, unless blocks that are read are to be held.
+    fn around(&self, kind: Kind, offset: u64, bytes: u64) -> Around {
+        if kind != Kind::Read || !self.recorder.learns() {
+            return Around::default();
+        }
+        let end = offset + bytes;
+        let whole = end.next_multiple_of(BLOCK).min(self.image.bytes().max(end));
+        Around { before: offset % BLOCK, after: whole - end }
     }
 
     fn push(&mut self, running: Running, operation: Operation, offset: u64, bytes: u64) {
@@ -549,8 +546,12 @@ impl Disk {
                 job.cut_short();
                 self.waiting.retain(|&waiting| waiting != id);
             }
-            (Ok(()), Some(connection)) => self.use_completion(connection, &running),
-            (Ok(()), None) => (),
+            (Ok(()), connection) => {
+                self.tell_source(&running);
+                if let Some(connection) = connection {
+                    self.use_completion(connection, &running);
+                }
+            }
         }
         if let Some(slot) = running.slot {
             self.pool.give_back(slot);
@@ -558,12 +559,28 @@ impl Disk {
         self.finish_if_done(connection, id);
     }
 
-    /// An operation with data went well: what is now known of its blocks?
+    /// What is now known of the blocks, whoever asked: memory that holds some of them is kept current.
+    fn tell_source(&mut self, running: &Running) {
+        let (Some(slot), Some(job)) = (running.slot, self.jobs.get_mut(running.job)) else { return };
+        let certain = !self.overlaps.is_tainted(running.job);
+        // SAFETY: the operation on the slot has ended, the slot is still ours, and the reference ends with this call.
+        let data = unsafe { &self.pool.bytes_mut(slot)[..running.all_bytes()] };
+        if job.request.kind == Kind::Read {
+            let offset = job.request.offset + running.position - running.around.before;
+            if self.recorder.learns() {
+                transfer::tell_read(&self.recorder, offset, data, certain);
+            }
+        } else if certain {
+            transfer::tell_written(&self.recorder, &job.request, running.position, data);
+        }
+    }
+
+    /// An operation with data went well: what of it is the guest's, and which of its pages hold what?
     fn use_completion(&mut self, connection: &Connection, running: &Running) {
         let (Some(slot), Some(job)) = (running.slot, self.jobs.get_mut(running.job)) else { return };
         let recordable = !self.overlaps.is_tainted(running.job);
         // SAFETY: the operation on the slot has ended, the slot is still ours, and the reference ends with this call.
-        let data = unsafe { &self.pool.bytes_mut(slot)[..running.bytes as usize] };
+        let data = unsafe { &self.pool.bytes_mut(slot)[running.own_bytes()] };
         let (memory, recorder, position) = (&connection.memory, &mut self.recorder, running.position);
         if job.request.kind == Kind::Write {
             add(&self.counters.bytes_written, running.bytes);
@@ -586,8 +603,7 @@ impl Disk {
             return;
         }
         if std::mem::take(&mut job.flush_after) && job.status == Status::Ok && connection.is_some() {
-            let running = Running { job: id, slot: None, position: 0, bytes: 0, begun: Instant::now() };
-            return self.push(running, Operation::Flush, 0, 0);
+            return self.push(Running::without_data(id), Operation::Flush, 0, 0);
         }
         if self.overlaps.is_tainted(id) {
             add(&self.counters.tainted, 1);

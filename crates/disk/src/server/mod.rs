@@ -30,6 +30,7 @@ mod queue;
 mod recorder;
 mod request;
 mod ring;
+mod running;
 mod slab;
 mod transfer;
 mod wire;

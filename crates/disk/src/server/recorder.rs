@@ -61,12 +61,35 @@ impl Recorder {
     }
 
     pub fn may_be_warm(&self, blocks: Range<u64>) -> bool {
-        self.tracking.as_ref().and_then(|t| t.warm.as_ref()).is_some_and(|warm| warm.may_hold(self.disk, blocks))
+        self.warm().is_some_and(|warm| warm.may_hold(self.disk, blocks))
     }
 
     /// Serves a block from memory, if it is held there.
     pub fn serve(&self, block: u64, after: AfterServing, copy: &mut dyn FnMut(&[u8; BLOCK_BYTES])) -> Option<Tag> {
-        self.tracking.as_ref()?.warm.as_ref()?.serve(self.disk, block, after, copy)
+        self.warm()?.serve(self.disk, block, after, copy)
+    }
+
+    /// Are blocks that are read now wanted in memory?
+    pub fn learns(&self) -> bool {
+        self.warm().is_some_and(|warm| warm.learns())
+    }
+
+    /// The image answered a read of this block; with its bytes if they are certain.
+    pub fn read_from_image(&self, block: u64, bytes: Option<&[u8; BLOCK_BYTES]>) {
+        if let Some(warm) = self.warm() {
+            warm.read_from_image(self.disk, block, bytes);
+        }
+    }
+
+    /// The block holds these bytes from `start` on: a write of them ended, and met no other request.
+    pub fn written(&self, block: u64, start: usize, bytes: &[u8]) {
+        if let Some(warm) = self.warm() {
+            warm.written(self.disk, block, start, bytes);
+        }
+    }
+
+    fn warm(&self) -> Option<&dyn WarmSource> {
+        self.tracking.as_ref()?.warm.as_deref()
     }
 
     /// The page holds the block, and the block has this tag.

@@ -142,33 +142,53 @@ pub fn note_written(memory: &GuestMap, recorder: &mut Recorder, request: &Reques
     }
 }
 
-/// Serves the block at `cursor` from memory, if it is held there.
+/// A write of whole blocks or parts of them has reached the disk, and met no other request.
+pub fn tell_written(recorder: &Recorder, request: &Request, position: u64, data: &[u8]) {
+    for (at, piece) in blocks(request, position, data) {
+        recorder.written(at / BLOCK, (at % BLOCK) as usize, piece);
+    }
+}
+
+/// The image was read: `data` begins at byte `offset` of the disk.
+pub fn tell_read(recorder: &Recorder, offset: u64, data: &[u8], certain: bool) {
+    for (at, piece) in cut(offset, data) {
+        recorder.read_from_image(at / BLOCK, piece.try_into().ok().filter(|_| certain));
+    }
+}
+
+/// Serves the block at byte `at` of the disk, or the part of it that begins there, from memory, if it is held.
 pub fn serve(
     memory: &GuestMap,
     recorder: &mut Recorder,
-    block: u64,
+    (at, bytes): (u64, u64),
     cursor: Cursor<'_>,
     recordable: bool,
 ) -> Result<bool, Unmapped> {
-    let page = cursor.whole_page(memory).filter(|_| recordable);
+    let (block, start) = (at / BLOCK, (at % BLOCK) as usize);
+    let page = cursor.whole_page(memory).filter(|_| recordable && bytes == BLOCK);
     let after = if page.is_some() { AfterServing::Release } else { AfterServing::Keep };
     let mut written = Ok(());
-    let served = recorder.serve(block, after, &mut |bytes| {
+    let served = recorder.serve(block, after, &mut |whole| {
         let mut target = cursor;
-        written = target.write(memory, bytes);
+        written = target.write(memory, &whole[start..start + bytes as usize]);
     });
     let Some(tag) = served else { return Ok(false) };
     written?;
     match page {
         Some(page) => recorder.holds(page, block, tag),
-        None => cursor.overwritten(memory, recorder, BLOCK),
+        None => cursor.overwritten(memory, recorder, bytes),
     }
     Ok(true)
 }
 
-/// Cuts data at block borders of the disk: byte offset on the disk, and the piece.
+/// Cuts data of a request at block borders of the disk.
 fn blocks<'a>(request: &Request, position: u64, data: &'a [u8]) -> impl Iterator<Item = (u64, &'a [u8])> {
-    let mut at = request.offset + position;
+    cut(request.offset + position, data)
+}
+
+/// Byte offset on the disk, and the piece.
+fn cut(offset: u64, data: &[u8]) -> impl Iterator<Item = (u64, &[u8])> {
+    let mut at = offset;
     let mut rest = data;
     std::iter::from_fn(move || {
         let length = (BLOCK - at % BLOCK).min(rest.len() as u64);
