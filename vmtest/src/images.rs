@@ -49,6 +49,24 @@ pub fn ext4(image: &Path, mib: u64, files: &[File]) -> Result<()> {
     )
 }
 
+/// An empty ext4 file system in a part of an image.
+pub fn ext4_at(image: &Path, offset: u64, mib: u64) -> Result<()> {
+    let mut command = Command::new(program("mke2fs"));
+    command.args([
+        "-q",
+        "-F",
+        "-t",
+        "ext4",
+        "-b",
+        "4096",
+        "-m",
+        "0",
+        "-E",
+        &format!("offset={offset},lazy_itable_init=0"),
+    ]);
+    tool(command.arg(image).arg(format!("{mib}M")))
+}
+
 /// An XFS image with files in its root folder.
 pub fn xfs(image: &Path, mib: u64, files: &[File]) -> Result<()> {
     empty(image, mib.max(XFS_MIB_MIN))?;

@@ -36,6 +36,7 @@ mod qmp;
 pub mod residency;
 mod slots;
 mod transcript;
+mod volumes;
 mod wait;
 pub mod web;
 
@@ -47,4 +48,5 @@ pub use plain::{PlainVm, PlainVmBuilder};
 pub use program::write_program;
 pub use qmp::Qmp;
 pub use transcript::Ready;
+pub use volumes::Volumes;
 pub use wait::patience;

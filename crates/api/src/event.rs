@@ -220,6 +220,20 @@ pub enum EventKind {
         pages_served: u64,
         pages_refused: u64,
     },
+    /// The guest has done what it boots for; what it read until then is what the next boot will read.
+    Ready {
+        why: String,
+        /// Blocks that it read.
+        blocks: u64,
+        /// Of these, held for the next boot.
+        held_blocks: u64,
+        /// Of its reads, answered from memory.
+        hit_pct: Option<f64>,
+    },
+    /// Nothing is held for the next boot any more.
+    BootSetDropped {
+        why: String,
+    },
     DiskResized {
         disk: String,
         bytes: u64,

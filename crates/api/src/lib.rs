@@ -10,6 +10,7 @@ mod error;
 mod event;
 mod openapi;
 mod page;
+mod remount;
 mod request;
 mod routes;
 mod status;
@@ -21,6 +22,7 @@ pub use error::{ApiError, ErrorWord};
 pub use event::{EventKind, EventRecord};
 pub use openapi::openapi;
 pub use page::page;
+pub use remount::{MissedRun, ReadyRequest, RemountDisk, RemountPlan};
 pub use request::{
     Accepted, CrashMethod, CrashRequest, DiskSize, RebootRequest, RejuvenateRequest, ResizeRequest, SaveCancel,
     SaveRequest, SaveThen, StopRequest,

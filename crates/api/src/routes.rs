@@ -8,7 +8,7 @@ use schemars::{JsonSchema, Schema, SchemaGenerator};
 
 use crate::{
     Accepted, Age, CrashRequest, DiskSize, DumpOrder, DumpRequest, ErrorWord, EventRecord, Explanation, MachineStatus,
-    RebootRequest, RejuvenateRequest, ResizeRequest, SaveCancel, SaveRequest, StopRequest,
+    ReadyRequest, RebootRequest, RejuvenateRequest, RemountPlan, ResizeRequest, SaveCancel, SaveRequest, StopRequest,
 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +40,8 @@ pub enum RouteId {
     Age,
     Save,
     SaveCancel,
+    Ready,
+    RemountPlan,
     Events,
     Explain,
     Resize,
@@ -228,6 +230,31 @@ pub static ROUTES: &[Route] = &[
         request: Some(Body::Json(shape::<SaveCancel>())),
         response: Body::Json(shape::<Accepted>()),
         cli: "hearth save NAME --cancel",
+        errors: &[ErrorWord::WrongState],
+    },
+    Route {
+        id: RouteId::Ready,
+        method: Method::Post,
+        path: "/v1/ready",
+        summary: "The guest has done what it boots for: its boot set is complete",
+        details: "For scripts: what the machine read from its disks since its reset is held in memory for its next boot. Saying \
+                  it again changes nothing.",
+        parameters: &[],
+        request: Some(Body::Json(shape::<ReadyRequest>())),
+        response: Body::Json(shape::<Accepted>()),
+        cli: "hearth ready NAME",
+        errors: &[ErrorWord::WrongState],
+    },
+    Route {
+        id: RouteId::RemountPlan,
+        method: Method::Get,
+        path: "/v1/remount-plan",
+        summary: "What the next boot will read, how much of it is held, and how the last one went",
+        details: "",
+        parameters: &[],
+        request: None,
+        response: Body::Json(shape::<RemountPlan>()),
+        cli: "hearth remount-plan NAME",
         errors: &[ErrorWord::WrongState],
     },
     Route {

@@ -199,6 +199,9 @@ pub struct MemoryStatus {
     /// Buffers of dumps that are being written.
     #[serde(default)]
     pub dump_buffer_bytes: u64,
+    /// Blocks that are held for the next boot.
+    #[serde(default)]
+    pub boot_set_bytes: u64,
     /// What all of them together may hold.
     pub budget_bytes: u64,
     /// What they may hold on top of that while a dump holds dead memory.

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use hearth_api::{
     Accepted, Age, ApiError, CrashRequest, DiskSize, DumpOrder, DumpRequest, EventRecord, Explanation, MachineStatus,
-    RebootRequest, RejuvenateRequest, ResizeRequest, Route, RouteId, SaveCancel, SaveRequest, StopRequest,
+    ReadyRequest, RebootRequest, RejuvenateRequest, RemountPlan, ResizeRequest, Route, RouteId, SaveCancel,
+    SaveRequest, StopRequest,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -107,6 +108,14 @@ impl Client {
 
     pub fn cancel_save(&self) -> Result<Accepted, ClientError> {
         self.post(RouteId::SaveCancel, None, &SaveCancel {})
+    }
+
+    pub fn ready(&self, request: ReadyRequest) -> Result<Accepted, ClientError> {
+        self.post(RouteId::Ready, None, &request)
+    }
+
+    pub fn remount_plan(&self) -> Result<RemountPlan, ClientError> {
+        self.get(RouteId::RemountPlan)
     }
 
     pub fn resize(&self, disk: &str) -> Result<DiskSize, ClientError> {
@@ -291,6 +300,8 @@ mod tests {
                 }
                 Command::Stop(_) => Err(ApiError::new(ErrorWord::WrongState, "web is stopping already")),
                 Command::Age => Ok(Answer::Age(Box::new(sample::signs()))),
+                Command::Ready => Ok(Answer::Accepted),
+                Command::RemountPlan => Ok(Answer::RemountPlan(Box::new(sample::remount_plan()))),
                 Command::Resize { disk } => Ok(Answer::Resized(DiskSize { disk, bytes: 7 })),
             };
             reply.send(answer).unwrap();
@@ -310,8 +321,10 @@ mod tests {
         assert_eq!(client.config().unwrap(), json!({"cpus": 2}));
         assert_eq!(client.resize("data").unwrap(), DiskSize { disk: "data".into(), bytes: 7 });
         assert_eq!(client.age().unwrap(), sample::signs().weigh());
+        assert_eq!(client.remount_plan().unwrap(), sample::remount_plan());
         events.record(EventKind::GuestPanicked);
         assert_eq!(client.reboot(RebootRequest::default()).unwrap(), Accepted { since: 1 });
+        assert_eq!(client.ready(ReadyRequest {}).unwrap(), Accepted { since: 1 });
         assert_eq!(client.crash(CrashRequest::default()).unwrap(), Accepted { since: 1 });
         assert_eq!(client.events(0).unwrap()[0].event, EventKind::GuestPanicked);
         let refusal = client.stop(StopRequest::default()).unwrap_err();

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use hearth_api::{
     ApiError, CrashRequest, DiskSize, DumpRequest, ErrorWord, MachineStatus, RebootRequest, RejuvenateRequest,
-    SaveRequest, StopRequest,
+    RemountPlan, SaveRequest, StopRequest,
 };
 
 use crate::machine::age::Signs;
@@ -32,6 +32,8 @@ pub enum Command {
     Age,
     Save(SaveRequest),
     CancelSave,
+    Ready,
+    RemountPlan,
     /// Look again how large this disk's image is.
     Resize {
         disk: String,
@@ -46,6 +48,7 @@ pub enum Answer {
     Accepted,
     Resized(DiskSize),
     Age(Box<Signs>),
+    RemountPlan(Box<RemountPlan>),
 }
 
 pub type Reply = Sender<Result<Answer, ApiError>>;

@@ -136,6 +136,9 @@ pub static METRICS: &[Metric] = &[
     gauge("hearth_memory_held_bytes", "Memory of dead incarnations that a dump has not written yet", |status| {
         status.memory.held_bytes as f64
     }),
+    gauge("hearth_memory_boot_set_bytes", "Host memory held by blocks for the next boot", |status| {
+        status.memory.boot_set_bytes as f64
+    }),
     gauge("hearth_memory_dump_buffer_bytes", "Buffers of dumps that are being written", |status| {
         status.memory.dump_buffer_bytes as f64
     }),

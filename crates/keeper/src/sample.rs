@@ -2,8 +2,8 @@
 
 use hearth_api::{
     AdmissionStatus, DiskStatus, DumpCompression, DumpExcluded, DumpFormat, DumpState, DumpStatus, EmberMode,
-    EmberStatus, EndCause, Growth, KeeperStatus, MachineState, MachineStatus, MemoryStatus, NetStatus, PhaseTime,
-    QemuAge, QemuStatus, Recovery, Refused, UserfaultStatus,
+    EmberStatus, EndCause, Growth, KeeperStatus, MachineState, MachineStatus, MemoryStatus, MissedRun, NetStatus,
+    PhaseTime, QemuAge, QemuStatus, Recovery, Refused, RemountDisk, RemountPlan, UserfaultStatus,
 };
 
 use crate::config::RejuvenateConfig;
@@ -33,6 +33,7 @@ pub fn status() -> MachineStatus {
             ember_bytes: 500 << 20,
             held_bytes: 100 << 20,
             dump_buffer_bytes: 8 << 20,
+            boot_set_bytes: 24 << 20,
             budget_bytes: 1054 << 20,
             headroom_bytes: 0,
             peak_bytes: 1040 << 20,
@@ -133,6 +134,33 @@ fn recovery() -> Recovery {
         released_bytes: 100 << 20,
         panic: Some("sysrq triggered crash".into()),
         dump: Some(dump()),
+    }
+}
+
+pub fn remount_plan() -> RemountPlan {
+    let disk = RemountDisk {
+        disk: "root".into(),
+        blocks: 6100,
+        held_blocks: 6000,
+        hits: 5850,
+        ember_hits: 10,
+        misses: 150,
+        hit_pct: Some(97.5),
+    };
+    RemountPlan {
+        name: "web".into(),
+        ready: true,
+        limit_bytes: 64 << 20,
+        resident_bytes: 24 << 20,
+        blocks: 6100,
+        held_blocks: 6000,
+        no_room_blocks: 10,
+        expected_hit_pct: Some(98.2),
+        hit_pct: Some(97.5),
+        disks: vec![disk],
+        missed: vec![MissedRun { disk: "root".into(), offset: 1 << 20, bytes: 8 << 10 }],
+        missed_unlisted_blocks: 0,
+        damaged_blocks: 0,
     }
 }
 

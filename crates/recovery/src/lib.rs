@@ -4,6 +4,7 @@
 //! handed what it needs and says what it did.
 
 pub mod admission;
+pub mod boot_set;
 pub mod budget;
 pub mod crash_recovery;
 pub mod ember;

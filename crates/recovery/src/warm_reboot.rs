@@ -14,7 +14,8 @@ use hearth_disk::server::{DiskServer, ServerError, Tracking};
 use hearth_disk::tag::Tagger;
 use std::sync::Arc;
 
-use crate::ember::{Ember, EmberError};
+use crate::boot_set::WarmSources;
+use crate::ember::EmberError;
 use crate::incarnation::{Incarnation, discard_files};
 
 /// Steps of a warm reboot, in order; the same words in events, metrics and `hearth explain`.
@@ -57,7 +58,7 @@ pub enum WarmRebootError {
 /// What the next incarnation starts from.
 pub struct Succession<'a> {
     pub disks: &'a [DiskServer],
-    pub ember: &'a Arc<Ember>,
+    pub warm: &'a Arc<WarmSources>,
     pub tagger: &'a Tagger,
     /// How long I/O in flight may take to end.
     pub patience: Duration,
@@ -74,16 +75,17 @@ impl Succession<'_> {
         Ok(())
     }
 
-    /// Keeps the dead incarnation as ember. Only after `drain`. If it cannot be kept its files go: a cold reboot then.
+    /// Keeps the dead incarnation as ember, without what the boot set holds. Only after `drain`. If it cannot be kept its files go: a cold reboot then.
     pub fn bank(&self, folder: &std::path::Path, dead: Incarnation) -> Result<(), EmberError> {
         let number = dead.number;
-        self.ember.bank(dead).inspect_err(|_| discard_files(folder, number))
+        self.warm.part(&dead);
+        self.warm.ember.bank(dead).inspect_err(|_| discard_files(folder, number))
     }
 
-    /// Lets the disks track the next incarnation and answer from the ember.
+    /// Lets the disks track the next incarnation and answer from memory.
     pub fn attach(&self, next: &Incarnation) -> Result<(), WarmRebootError> {
         for disk in self.disks {
-            disk.attach(tracking(next, self.tagger, self.ember))
+            disk.attach(tracking(next, self.tagger, self.warm))
                 .map_err(|source| WarmRebootError::Attach { disk: disk.name().to_owned(), source })?;
         }
         Ok(())
@@ -91,8 +93,8 @@ impl Succession<'_> {
 }
 
 /// What the disks need to know of an incarnation; none if it is not tracked.
-pub fn tracking(incarnation: &Incarnation, tagger: &Tagger, ember: &Arc<Ember>) -> Option<Tracking> {
+pub fn tracking(incarnation: &Incarnation, tagger: &Tagger, warm: &Arc<WarmSources>) -> Option<Tracking> {
     let ledger = incarnation.ledger.clone()?;
     let (ram_device, ram_inode) = incarnation.ram.identity();
-    Some(Tracking { ram_device, ram_inode, tagger: tagger.clone(), ledger, warm: Some(ember.clone()) })
+    Some(Tracking { ram_device, ram_inode, tagger: tagger.clone(), ledger, warm: Some(warm.clone()) })
 }

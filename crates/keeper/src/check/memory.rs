@@ -54,7 +54,7 @@ fn promised(root: &RuntimeRoot, own_name: &str) -> Promised {
         let Ok(status) = Client::new(root.api_socket(&name)).with_patience(PATIENCE).status() else { continue };
         let memory = status.memory;
         let most_bytes = memory.budget_bytes + memory.headroom_bytes;
-        promised.bytes += most_bytes.saturating_sub(memory.resident_bytes + memory.ember_bytes);
+        promised.bytes += most_bytes.saturating_sub(memory.resident_bytes + memory.ember_bytes + memory.boot_set_bytes);
         promised.machines.push(name);
     }
     promised

@@ -34,6 +34,7 @@ mod machine;
 mod order;
 mod pages;
 mod rejuvenate;
+mod remount;
 mod restore;
 mod save;
 mod status;
@@ -202,6 +203,17 @@ enum Verb {
         /// Folder of the snapshot.
         snapshot: PathBuf,
     },
+    /// Say that a machine's guest has done what it boots for.
+    ///
+    /// What it has read from its disks since its reset is held in memory for its next boot. For a script in the guest's
+    /// service or on the host; the machine must have [remount] in its configuration.
+    #[command(after_help = "Example: curl -fs http://127.0.0.1:8080/ >/dev/null && hearth ready web")]
+    Ready(NameArgument),
+    /// Show what a machine's next boot will read from its disks, and how much of it is held in memory.
+    ///
+    /// After a boot also how it went: hits and misses by disk, and what was read from the images.
+    #[command(after_help = "Example: hearth remount-plan web --json")]
+    RemountPlan(NameArgument),
     /// Show what happened to a machine.
     ///
     /// Works after the machine's end, too. With --json: one object a line.
@@ -412,6 +424,8 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
         Verb::Rejuvenate(arguments) => rejuvenate::perform(context, arguments),
         Verb::Age(NameArgument { name }) => age::show(context, &name),
         Verb::Save(arguments) => save::save(context, arguments),
+        Verb::Ready(NameArgument { name }) => remount::ready(context, &name),
+        Verb::RemountPlan(NameArgument { name }) => remount::show(context, &name),
         Verb::Events { machine, follow, since } => events::show(context, &machine.name, since, follow),
         Verb::Explain(NameArgument { name }) => explain::show(context, &name),
         Verb::Resize { machine, disk } => order::resize(context, &machine.name, &disk),

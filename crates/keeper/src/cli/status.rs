@@ -151,6 +151,7 @@ fn memory(status: &MachineStatus) -> Vec<String> {
         row("ledger", String::new(), String::new(), known),
     ]
     .into_iter()
+    .chain((memory.boot_set_bytes > 0).then(|| part("boot set", memory.boot_set_bytes)))
     .chain(memory.admission.map(|admission| granted(&admission, memory.ram_bytes)))
     .collect()
 }

@@ -42,6 +42,8 @@ fn obey(command: &Command, events: &EventLog) -> Result<Answer, ApiError> {
     match command {
         Command::Status => return Ok(Answer::Status(Box::new(sample::status()))),
         Command::Age => return Ok(Answer::Age(Box::new(sample::signs()))),
+        Command::RemountPlan => return Ok(Answer::RemountPlan(Box::new(sample::remount_plan()))),
+        Command::Ready => {}
         Command::Reboot(request) => {
             events.record(EventKind::IncarnationEnded { cause: EndCause::OperatorReboot });
             events.set_incarnation(3);
@@ -138,6 +140,8 @@ fn every_verb_is_parsed_as_documented() {
         "events web --follow --since 7 --json",
         "explain web",
         "age web --json",
+        "ready web",
+        "remount-plan web --json",
         "rejuvenate web --qemu qemu --no-wait",
         "rejuvenate --all --parallel 4 --stagger 10s --keep-going",
         "resize web data",
@@ -202,6 +206,7 @@ memory
   held           100.0 MiB     9.5 %
   peak            1.02 GiB    98.7 %
   ledger                              50000 pages known to hold a disk block
+  boot set        24.0 MiB     2.3 %
   granted        320.0 MiB    31.2 %  the guest waited 1.250 s for memory, 2 wait now
 
 ember
@@ -253,6 +258,27 @@ launch  11.0 ms  120.0 ms  |    ████████████████
     let page = fixture.output(&["explain", "web"]);
     assert_eq!(page, expect, "\n{page}");
     assert_eq!(fixture.json(&["explain", "web"])["recovery"]["cause"], "panic");
+}
+
+#[test]
+fn a_remount_plan_says_what_is_held_and_what_was_missed() {
+    let fixture = fixture();
+    let page = fixture.output(&["remount-plan", "web"]);
+    let expect = "\
+web  ready; holds 24.0 MiB of 64.0 MiB
+  next boot  6000 of 6100 blocks held, expected hits 98.2 %
+  last boot  hits 97.5 %
+  10 blocks were not held: the limit (`remount.limit`) is reached
+
+  disk  blocks  held  hits  of the ember  misses  hit rate
+  root    6100  6000  5850            10     150    97.5 %
+
+read from the images
+  root  8 KiB at 1048576
+";
+    assert_eq!(page, expect, "\n{page}");
+    assert_eq!(fixture.json(&["remount-plan", "web"])["disks"][0]["misses"], 150);
+    assert_eq!(fixture.output(&["ready", "web"]), "");
 }
 
 #[test]

@@ -83,6 +83,11 @@ pub fn describe(event: &EventKind) -> String {
             "all memory is there after {}, {pages} pages: {pages_prefetched} prefetched, {pages_lazy} waited for",
             milliseconds(*duration_ms)
         ),
+        EventKind::Ready { why, blocks, held_blocks, hit_pct } => {
+            let hits = hit_pct.map_or_else(String::new, |share| format!(", {share:.1} % of its reads were in memory"));
+            format!("ready ({why}): the boot read {blocks} blocks, {held_blocks} are held for the next{hits}")
+        }
+        EventKind::BootSetDropped { why } => format!("what was held for the next boot is dropped: {why}"),
         EventKind::WorkingSetTraced { pages } => {
             format!("working set noted, {pages} pages with those of earlier traces")
         }

@@ -9,13 +9,22 @@ pub enum Section {
     Crash,
     Watchdog,
     Rejuvenate,
+    Remount,
     Disk,
     Net,
 }
 
 impl Section {
-    pub const ALL: [Self; 7] =
-        [Self::Machine, Self::Boot, Self::Crash, Self::Watchdog, Self::Rejuvenate, Self::Disk, Self::Net];
+    pub const ALL: [Self; 8] = [
+        Self::Machine,
+        Self::Boot,
+        Self::Crash,
+        Self::Watchdog,
+        Self::Rejuvenate,
+        Self::Remount,
+        Self::Disk,
+        Self::Net,
+    ];
 
     /// As it is written in the file; the machine's own fields have no heading.
     pub fn heading(self) -> &'static str {
@@ -25,6 +34,7 @@ impl Section {
             Self::Crash => "[crash]",
             Self::Watchdog => "[watchdog]",
             Self::Rejuvenate => "[rejuvenate]",
+            Self::Remount => "[remount]",
             Self::Disk => "[[disks]]",
             Self::Net => "[[nets]]",
         }
@@ -44,6 +54,10 @@ impl Section {
             Self::Rejuvenate => {
                 "With this heading the keeper replaces QEMU by itself when `every` or `rss_growth_mib` says so: see \
                  rejuvenation.md."
+            }
+            Self::Remount => {
+                "With this heading the blocks that the machine reads from its disks until it is ready are held in memory for \
+                 its next boot: see fast-remount.md."
             }
             Self::Disk => "One virtual disk; repeat the heading for each. The guest sees them in this order.",
             Self::Net => "One network device; repeat the heading for each.",
@@ -383,6 +397,23 @@ pub static FIELDS: &[Field] = &[
         "any time, at most once an hour",
         r#""02:00-05:00""#,
         "When it may happen: from and to, by the host's local time; at most once each day. It may go over midnight.",
+    ),
+    field(
+        Section::Remount,
+        "limit",
+        SizeOrPercent,
+        "`5%`",
+        r#""64MiB""#,
+        "Host memory for these blocks, on top of the RAM and its slack: a size, or percent of the RAM; at least 64KiB.",
+    ),
+    field(
+        Section::Remount,
+        "ready_after",
+        Time,
+        "`2m`",
+        r#""30s""#,
+        "The machine is taken to be ready so long after its reset, if nobody has said `hearth ready` before: a number with \
+         `s`, `m`, `h` or `d`.",
     ),
     disk("name", Text, "`disk0`, `disk1`, ...", r#""root""#, "Name of the disk in commands and metrics."),
     disk("path", Path, "", r#""root.img""#, "The image: a file or a block device. It is locked while it is served."),

@@ -26,6 +26,7 @@ pub struct ConfigFile {
     pub crash: Option<CrashSection>,
     pub watchdog: Option<WatchdogSection>,
     pub rejuvenate: Option<RejuvenateSection>,
+    pub remount: Option<RemountSection>,
     pub disks: Vec<DiskSection>,
     pub nets: Vec<NetSection>,
 }
@@ -72,6 +73,13 @@ pub struct RejuvenateSection {
     pub every: Option<String>,
     pub rss_growth_mib: Option<u64>,
     pub window: Option<String>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RemountSection {
+    pub limit: Option<String>,
+    pub ready_after: Option<String>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

@@ -5,11 +5,13 @@ use std::path::{Path, PathBuf};
 
 use hearth_api::{DumpCompression, DumpFormat, EmberMode};
 
-use super::file::{BootSection, CrashSection, DiskSection, NetSection, RejuvenateSection, WatchdogSection};
+use super::file::{
+    BootSection, CrashSection, DiskSection, NetSection, RejuvenateSection, RemountSection, WatchdogSection,
+};
 use super::quantity::{daily_window, derived_mac, forward, mac, seconds, size_bytes, slack_bytes};
 use super::{
     AcceleratorWish, AdmissionMode, Boot, Config, ConfigFile, CrashConfig, DiskConfig, DiskFormat, DiskTime, Forward,
-    NetBackend, NetConfig, OnPanic, RejuvenateConfig, WatchdogAction,
+    NetBackend, NetConfig, OnPanic, RejuvenateConfig, RemountConfig, WatchdogAction,
 };
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
@@ -33,6 +35,9 @@ const CHUNK_BYTES_MIN: u64 = 2 << 20;
 const CHUNK_BYTES_MAX: u64 = 4 << 30;
 /// More threads only wait for the disk.
 const DUMP_THREADS_MAX: usize = 4;
+const DEFAULT_REMOUNT_LIMIT: &str = "5%";
+const REMOUNT_BYTES_MIN: u64 = 64 << 10;
+const DEFAULT_READY_AFTER: &str = "2m";
 const DEFAULT_LOOP_COUNT: u32 = 5;
 const DEFAULT_LOOP_WINDOW_S: u64 = 60;
 const DEFAULT_LOOP_DELAY_S: u64 = 10;
@@ -93,6 +98,8 @@ pub fn resolve(
     let budget_slack_bytes = resolver.slack_bytes(&slack, memory_bytes);
     let crash = resolver.crash(typed.crash.unwrap_or_default(), name.as_deref().unwrap_or_default(), memory_bytes);
     let rejuvenate = typed.rejuvenate.map(|typed| resolver.rejuvenate(typed));
+    let ember = if typed.ember.as_deref() == Some("off") { EmberMode::Off } else { EmberMode::On };
+    let remount = typed.remount.map(|typed| resolver.remount(typed, memory_bytes, ember));
     let boot = resolver.boot(typed.boot.unwrap_or_default(), !typed.disks.is_empty());
     let disks = resolver.disks(typed.disks);
     let machine = name.clone().unwrap_or_default();
@@ -113,7 +120,7 @@ pub fn resolve(
         machine_type: typed.machine_type,
         qemu: typed.qemu.map(|path| resolver.path(&path)),
         qemu_user: typed.qemu_user,
-        ember: if typed.ember.as_deref() == Some("off") { EmberMode::Off } else { EmberMode::On },
+        ember,
         on_panic: match typed.on_panic.as_deref() {
             Some("dump") => OnPanic::Dump,
             Some("recover") => OnPanic::Recover,
@@ -123,6 +130,7 @@ pub fn resolve(
         crash: crash?,
         watchdog: typed.watchdog.map(watchdog_action),
         rejuvenate,
+        remount: remount.flatten(),
         budget_slack_bytes: budget_slack_bytes?,
         admission: match typed.admission.as_deref() {
             Some("always") => AdmissionMode::Always,
@@ -283,6 +291,31 @@ impl Resolver<'_> {
             window
         });
         RejuvenateConfig { every_s, rss_growth_mib: typed.rss_growth_mib, window }
+    }
+
+    fn remount(&mut self, typed: RemountSection, memory_bytes: Option<u64>, ember: EmberMode) -> Option<RemountConfig> {
+        if ember == EmberMode::Off {
+            self.problem("remount", "needs what `ember = \"off\"` turns off", "remove one of them");
+        }
+        let limit = typed.limit.as_deref().unwrap_or(DEFAULT_REMOUNT_LIMIT);
+        let limit_bytes = match slack_bytes(limit, memory_bytes.unwrap_or(MEMORY_BYTES_MIN)) {
+            Ok(bytes) if bytes >= REMOUNT_BYTES_MIN => Some(bytes),
+            Ok(_) => {
+                self.problem("remount.limit", format!("{limit} is too little"), "give it 64KiB or more");
+                None
+            }
+            Err(hint) => {
+                self.problem("remount.limit", format!("\"{limit}\" is not a size or percentage"), hint);
+                None
+            }
+        };
+        let ready_after = typed.ready_after.as_deref().unwrap_or(DEFAULT_READY_AFTER);
+        let ready_after_s = seconds(ready_after).filter(|&seconds| seconds > 0);
+        if ready_after_s.is_none() {
+            let hint = "write a number with s, m, h or d: \"30s\", \"5m\"";
+            self.problem("remount.ready_after", format!("\"{ready_after}\" is not a time"), hint);
+        }
+        Some(RemountConfig { limit_bytes: limit_bytes?, ready_after_s: ready_after_s? })
     }
 
     fn size(&mut self, subject: &str, text: &str) -> Option<u64> {

@@ -55,6 +55,8 @@ pub struct Config {
     pub watchdog: Option<WatchdogAction>,
     /// None: only when it is asked for.
     pub rejuvenate: Option<RejuvenateConfig>,
+    /// None: nothing is held over a reboot but the ember.
+    pub remount: Option<RemountConfig>,
     pub budget_slack_bytes: u64,
     pub admission: AdmissionMode,
     pub sandbox: bool,
@@ -149,6 +151,14 @@ pub struct RejuvenateConfig {
     pub rss_growth_mib: Option<u64>,
     /// None: at any time.
     pub window: Option<DailyWindow>,
+}
+
+/// What of the disks is held for the next boot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct RemountConfig {
+    pub limit_bytes: u64,
+    /// After the reset, if nobody has said so before.
+    pub ready_after_s: u64,
 }
 
 /// A part of each day; over midnight if it ends before it begins.
@@ -271,7 +281,12 @@ impl Config {
     /// The most that the machine's memory files may ever hold.
     pub fn most_memory_bytes(&self) -> u64 {
         let headroom_bytes = if self.on_panic == OnPanic::DumpAndRecover { self.crash.headroom_bytes } else { 0 };
-        self.memory_bytes + self.budget_slack_bytes + headroom_bytes
+        self.memory_bytes + self.budget_slack_bytes + headroom_bytes + self.remount_bytes()
+    }
+
+    /// Of these, for the boot set.
+    pub fn remount_bytes(&self) -> u64 {
+        self.remount.map_or(0, |remount| remount.limit_bytes)
     }
 
     /// `file` is where the text came from: relative paths start in its folder.

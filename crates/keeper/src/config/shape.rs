@@ -133,6 +133,7 @@ fn subsection(section: Section, key: &str) -> Option<Section> {
         (Section::Machine, "crash") => Some(Section::Crash),
         (Section::Machine, "watchdog") => Some(Section::Watchdog),
         (Section::Machine, "rejuvenate") => Some(Section::Rejuvenate),
+        (Section::Machine, "remount") => Some(Section::Remount),
         (Section::Machine, "disks") => Some(Section::Disk),
         (Section::Machine, "nets") => Some(Section::Net),
         _ => None,
@@ -203,8 +204,10 @@ fn unknown_key_hint(section: Section, name: &str, nearest: Option<&str>) -> Stri
 /// The known key that a typing error would most likely have come from. Only plausible ones: at most a third of the
 /// letters may differ.
 fn nearest_key(section: Section, name: &str) -> Option<&'static str> {
-    let subsections: &[&str] =
-        if section == Section::Machine { &["boot", "crash", "watchdog", "rejuvenate", "disks", "nets"] } else { &[] };
+    let subsections: &[&str] = match section {
+        Section::Machine => &["boot", "crash", "watchdog", "rejuvenate", "remount", "disks", "nets"],
+        _ => &[],
+    };
     Field::of_section(section)
         .map(|field| field.key)
         .chain(subsections.iter().copied())

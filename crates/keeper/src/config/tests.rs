@@ -60,6 +60,7 @@ fn the_smallest_file_gets_every_default() {
         },
         watchdog: None,
         rejuvenate: None,
+        remount: None,
         budget_slack_bytes: ((1_u64 << 30) as f64 * 0.03) as u64,
         admission: AdmissionMode::Dump,
         sandbox: true,
@@ -241,6 +242,27 @@ fn a_policy_says_when() {
     check_with(
         "[rejuvenate]\nevery = 30\n",
         &["error: rejuvenate.every (line 6): is not a time in quotes; for example every = \"30d\""],
+    );
+}
+
+#[test]
+fn a_boot_set_has_a_limit_and_an_end() {
+    let remount = |more: &str| parse(&format!("{SMALL}[remount]\n{more}")).unwrap();
+    assert_eq!(remount("").remount, Some(RemountConfig { limit_bytes: (1 << 30) / 20, ready_after_s: 120 }));
+    let config = remount("limit = \"64MiB\"\nready_after = \"30s\"\n");
+    assert_eq!(config.remount, Some(RemountConfig { limit_bytes: 64 << 20, ready_after_s: 30 }));
+    assert_eq!(config.most_memory_bytes() - parse(SMALL).unwrap().most_memory_bytes(), 64 << 20);
+    check_with(
+        "[remount]\nlimit = \"4KiB\"\nready_after = \"soon\"\n",
+        &[
+            "error: remount.limit: 4KiB is too little; give it 64KiB or more",
+            "error: remount.ready_after: \"soon\" is not a time; write a number with s, m, h or d: \"30s\", \"5m\"",
+        ],
+    );
+    let without_ember = SMALL.replace("memory =", "ember = \"off\"\nmemory =");
+    check(
+        &format!("{without_ember}[remount]\n"),
+        &["error: remount: needs what `ember = \"off\"` turns off; remove one of them"],
     );
 }
 

@@ -6,7 +6,8 @@ use std::time::Instant;
 
 use hearth_api::{
     Accepted, ApiError, CrashRequest, DumpOrder, DumpRequest, ErrorWord, EventRecord, Explanation, Mismatch,
-    RebootRequest, RejuvenateRequest, ResizeRequest, Route, RouteId, SaveCancel, SaveRequest, StopRequest,
+    ReadyRequest, RebootRequest, RejuvenateRequest, ResizeRequest, Route, RouteId, SaveCancel, SaveRequest,
+    StopRequest,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Serialize;
@@ -97,6 +98,14 @@ fn answer(context: &Context, request: &Request) -> Result<Reply, ApiError> {
             request.body::<SaveCancel>()?;
             accepted(context, Command::CancelSave)
         }
+        RouteId::Ready => {
+            request.body::<ReadyRequest>()?;
+            accepted(context, Command::Ready)
+        }
+        RouteId::RemountPlan => match context.control.ask(Command::RemountPlan)? {
+            Answer::RemountPlan(plan) => Ok(json(&plan)),
+            other => Err(unexpected(&other)),
+        },
         RouteId::Resize => {
             request.body::<ResizeRequest>()?;
             resized(context, parameter.unwrap_or_default())

@@ -44,12 +44,14 @@ fn machine_answer(command: &Command, ask: &Sender<Command>) -> Result<Answer, Ap
     match command {
         Command::Status => Ok(Answer::Status(Box::new(sample::status()))),
         Command::Age => Ok(Answer::Age(Box::new(sample::signs()))),
+        Command::RemountPlan => Ok(Answer::RemountPlan(Box::new(sample::remount_plan()))),
         Command::Resize { disk } if disk == "root" => {
             Ok(Answer::Resized(DiskSize { disk: disk.clone(), bytes: 1 << 30 }))
         }
         Command::Resize { disk } => Err(ApiError::new(ErrorWord::NoSuchDisk, format!("web has no disk {disk}"))),
         Command::Stop(_) => Err(ApiError::new(ErrorWord::WrongState, "web is stopping already")),
         Command::Reboot(_) | Command::Crash(_) | Command::Dump(_) | Command::Rejuvenate(_) => Ok(Answer::Accepted),
+        Command::Ready => Ok(Answer::Accepted),
         Command::ResumeDump | Command::DiscardDump | Command::Save(_) | Command::CancelSave => Ok(Answer::Accepted),
     }
 }

@@ -93,7 +93,7 @@ impl Machine {
         match self.wanted {
             Wanted::Stop { .. } => return self.stop_when_dumped(),
             Wanted::Reboot { cold: true, .. } => {
-                self.ember.extinguish();
+                self.forget_disks();
                 if let Some(timeline) = &mut self.timeline {
                     timeline.turned_cold("it was asked for".to_owned());
                 }

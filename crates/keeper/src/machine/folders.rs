@@ -102,12 +102,13 @@ impl Folders {
         }
     }
 
-    /// Removes RAM files, ledgers and the tag key: the machine has stopped.
+    /// Removes RAM files, ledgers, the boot set and the tag key: the machine has stopped.
     pub fn discard_memory(&self) -> io::Result<()> {
         for entry in fs::read_dir(&self.memory)? {
             let entry = entry?;
             let name = entry.file_name().to_string_lossy().into_owned();
-            if name.starts_with("ram-") || name.starts_with("ledger-") || name == "tag.key" {
+            let ours = ["ram-", "ledger-", hearth_disk::boot_set::FILE_PREFIX];
+            if ours.iter().any(|prefix| name.starts_with(prefix)) || name == "tag.key" {
                 fs::remove_file(entry.path())?;
             }
         }

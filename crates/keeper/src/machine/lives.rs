@@ -29,6 +29,8 @@ impl Machine {
     pub(super) fn qemu_ended(&mut self, how: String) -> Result<(), MachineError> {
         let Some(Life { incarnation, generation, began, cause }) = self.life.take() else { return Ok(()) };
         self.cancel_save("the guest ended");
+        // A boot that came to no end is not what the next one is measured by.
+        self.ready_at = None;
         self.drop_gate();
         let cause = cause.unwrap_or(EndCause::QemuDied);
         self.last_end = Some(cause);
@@ -126,10 +128,11 @@ impl Machine {
 
     /// Keeps the dead incarnation for its dump, and, unless the reboot is cold, as ember.
     pub(super) fn bank_held(&mut self, dead: Incarnation, hold: Arc<Hold>, is_cold: bool) {
+        self.warm.part(&dead);
         match self.ember.bank_held(dead.clone(), hold.clone()) {
             Ok(()) => {
                 if is_cold {
-                    self.ember.extinguish();
+                    self.forget_disks();
                 } else {
                     self.record_ember();
                 }
@@ -163,12 +166,18 @@ impl Machine {
     }
 
     fn drop_memory(&self, dead: &Incarnation) {
-        self.ember.extinguish();
+        self.forget_disks();
         discard_files(&self.parts.folders.memory, dead.number);
     }
 
+    /// No block of the disks is held any more.
+    pub(super) fn forget_disks(&self) {
+        self.ember.extinguish();
+        self.clear_boot_set();
+    }
+
     fn succession(&self) -> Succession<'_> {
-        Succession { disks: &self.disks, ember: &self.ember, tagger: &self.tagger, patience: DRAIN_PATIENCE }
+        Succession { disks: &self.disks, warm: &self.warm, tagger: &self.tagger, patience: DRAIN_PATIENCE }
     }
 
     /// Runs one phase of a recovery and notes its duration, whether it succeeds or not.
@@ -200,7 +209,7 @@ impl Machine {
                 .map_err(|source| MachineError::Image { disk: disk.name.clone(), source })?;
             let socket = self.parts.folders.disk_socket(&disk.name);
             let options = DiskOptions { gate: self.disk_gate(), ..launch::disk_options(position, disk, socket) };
-            let tracking = warm_reboot::tracking(incarnation, &self.tagger, &self.ember);
+            let tracking = warm_reboot::tracking(incarnation, &self.tagger, &self.warm);
             let server = DiskServer::start(options, image, tracking)
                 .map_err(|source| MachineError::Server { disk: disk.name.clone(), source })?;
             self.disks.push(server);
@@ -220,6 +229,7 @@ impl Machine {
     }
 
     fn launch(&mut self, incarnation: Incarnation) -> Result<(), MachineError> {
+        self.boot_begins();
         let number = self.next_generation(&incarnation)?;
         let hold_still = self.gate_wanted();
         let generation = Generation::launch(&self.parts, &incarnation, number, hold_still)?;
@@ -297,6 +307,7 @@ impl Machine {
     }
 
     pub(super) fn discard_memory(&self) {
+        self.warden.note_images(None);
         self.ember.extinguish();
         if let Err(error) = self.parts.folders.discard_memory() {
             tracing::warn!(%error, folder = %self.parts.folders.memory.display(), "memory files are left behind");

@@ -40,6 +40,7 @@ mod orders;
 mod passt;
 mod pins;
 mod rejuvenate;
+mod remount;
 pub mod restore;
 pub mod save;
 mod status;
@@ -56,6 +57,7 @@ use hearth_disk::server::DiskServer;
 use hearth_disk::tag::Tagger;
 use hearth_memory::PAGE_BYTES;
 use hearth_qemu::{AcceleratorChoice, Binary, QmpEvent};
+use hearth_recovery::boot_set::WarmSources;
 use hearth_recovery::budget::Budget;
 use hearth_recovery::ember::Ember;
 use hearth_recovery::hold::Hold;
@@ -91,6 +93,8 @@ pub enum MachineError {
     Incarnation(#[from] hearth_recovery::incarnation::IncarnationError),
     #[error(transparent)]
     WarmReboot(#[from] hearth_recovery::warm_reboot::WarmRebootError),
+    #[error(transparent)]
+    BootSet(hearth_disk::boot_set::BootSetError),
     #[error("disk {disk}")]
     Image { disk: String, source: hearth_disk::image::ImageError },
     #[error("disk {disk}: cannot be served")]
@@ -129,6 +133,10 @@ pub struct Machine {
     journal: Journal,
     tagger: Tagger,
     ember: Arc<Ember>,
+    /// The ember, and the boot set if there is one.
+    warm: Arc<WarmSources>,
+    /// When the guest is taken to be ready if nobody has said so.
+    ready_at: Option<Instant>,
     budget: Budget,
     warden: warden::Warden,
     pins: pins::Pins,
@@ -186,6 +194,8 @@ impl Machine {
         };
         let tagger = parts.folders.tagger()?;
         let ember = Arc::new(Ember::new(&parts.folders.memory, tagger.clone()));
+        let (boot_set, doubt) = remount::open(&parts, &tagger)?.unzip();
+        let warm = Arc::new(WarmSources { ember: ember.clone(), boot_set: boot_set.clone() });
         let crash = &parts.config.crash;
         let slack_bytes = parts.config.budget_slack_bytes;
         let budget = Budget {
@@ -195,7 +205,7 @@ impl Machine {
             dump_buffer_bytes: dump::buffer_bytes(slack_bytes, crash.threads),
         };
         let tell = parts.tell.clone();
-        let warden = warden::Warden::start(&parts.config.name, budget, ember.clone(), move |word| {
+        let warden = warden::Warden::start(&parts.config.name, budget, ember.clone(), boot_set, move |word| {
             // Fails only when the loop is gone, and then nobody wants to know.
             let _ = tell.send(Event::Warden(word));
         })
@@ -205,6 +215,8 @@ impl Machine {
             journal,
             tagger,
             ember,
+            warm,
+            ready_at: None,
             budget,
             warden,
             pins: pins::Pins::default(),
@@ -230,12 +242,14 @@ impl Machine {
         };
         machine.record(EventKind::Started { pid: std::process::id(), version: env!("CARGO_PKG_VERSION").to_owned() });
         if !machine.take_over()? {
+            machine.judge_boot_set(doubt.flatten());
             let started = match machine.order_to_restore() {
                 Some(order) => machine.restore(&order),
                 None => machine.start_afresh(),
             };
             started.inspect_err(|error| machine.fail(error))?;
         }
+        machine.note_images();
         machine.go_on_with_dumps();
         Ok(machine)
     }
@@ -261,13 +275,17 @@ impl Machine {
     }
 
     fn deadline(&self) -> Option<Instant> {
-        [self.power_off_at(), self.backs_off_until(), self.next_look()].into_iter().flatten().min()
+        [self.power_off_at(), self.backs_off_until(), self.next_look(), self.ready_at].into_iter().flatten().min()
     }
 
     fn time_is_up(&mut self) -> Result<(), MachineError> {
         let now = Instant::now();
         if let Some(back_off) = self.back_off.take_if(|back_off| back_off.is_over(now)) {
             return self.end_back_off(&back_off);
+        }
+        if self.ready_at.is_some_and(|ready_at| ready_at <= now) {
+            self.ready("the time of `remount.ready_after` is over");
+            return Ok(());
         }
         match self.power_off_at() {
             Some(power_off_at) if power_off_at <= now => self.power_off(),

@@ -21,6 +21,8 @@ impl Machine {
             Command::Age => self.age().map(|signs| Answer::Age(Box::new(signs))),
             Command::Save(request) => self.accept("save", |machine| machine.begin_save(request)),
             Command::CancelSave => self.accept("call the save off", Self::call_save_off),
+            Command::Ready => self.accept("be ready", Self::ready_ordered),
+            Command::RemountPlan => self.remount_plan().map(|plan| Answer::RemountPlan(Box::new(plan))),
             Command::Resize { disk } => self.resize(&disk).map(Answer::Resized),
         }
     }

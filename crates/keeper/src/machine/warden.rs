@@ -15,7 +15,9 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use hearth_disk::boot_set::BootSet;
 use hearth_recovery::admission::Admission;
+use hearth_recovery::boot_set::ImageNotes;
 use hearth_recovery::budget::{Budget, Usage};
 use hearth_recovery::ember::Ember;
 use hearth_recovery::incarnation::Incarnation;
@@ -54,6 +56,8 @@ pub struct Warden {
 struct Shared {
     budget: Budget,
     ember: Arc<Ember>,
+    boot_set: Option<Arc<BootSet>>,
+    notes: Mutex<Option<ImageNotes>>,
     live: Mutex<Option<Incarnation>>,
     admission: Mutex<Option<Arc<Admission>>>,
     settle_wanted: AtomicBool,
@@ -68,11 +72,14 @@ impl Warden {
         machine: &str,
         budget: Budget,
         ember: Arc<Ember>,
+        boot_set: Option<Arc<BootSet>>,
         tell: impl Fn(Word) + Send + 'static,
     ) -> std::io::Result<Self> {
         let shared = Arc::new(Shared {
             budget,
             ember,
+            boot_set,
+            notes: Mutex::new(None),
             live: Mutex::new(None),
             admission: Mutex::new(None),
             settle_wanted: AtomicBool::new(false),
@@ -99,6 +106,11 @@ impl Warden {
     pub fn consider(&self, admission: Option<Arc<Admission>>) {
         *self.shared.admission.lock().expect("holders only assign") = admission;
         self.nudge();
+    }
+
+    /// From now on it is noted what the images of the disks are, or not any more.
+    pub fn note_images(&self, notes: Option<ImageNotes>) {
+        *self.shared.notes.lock().expect("the warden never panics") = notes;
     }
 
     /// Asks for `settle` after a new dead incarnation was banked.
@@ -193,6 +205,14 @@ impl<'a> Round<'a> {
             if let Err(error) = self.look() {
                 tracing::warn!(%error, "the machine's memory files cannot be measured or released");
             }
+            self.renew_notes();
+        }
+    }
+
+    fn renew_notes(&self) {
+        let mut notes = self.shared.notes.lock().expect("holders only assign and renew");
+        if let Some(Err(error)) = notes.as_mut().map(ImageNotes::renew) {
+            tracing::debug!(%error, "it cannot be noted what the images are");
         }
     }
 
@@ -231,9 +251,10 @@ impl<'a> Round<'a> {
         let ember_bytes = ember_bytes.min(self.shared.ember.resident_bytes()?);
         let buffer_bytes = self.shared.dump_buffer_bytes.load(Relaxed);
         let usage = Usage { live_bytes, ember_bytes, buffer_bytes, is_held: self.shared.ember.is_held() };
+        let boot_set_bytes = self.shared.boot_set.as_ref().map_or(0, |boot_set| boot_set.resident_bytes());
         self.shared.live_bytes.store(usage.live_bytes, Relaxed);
         self.shared.ember_bytes.store(usage.ember_bytes, Relaxed);
-        self.shared.peak_bytes.fetch_max(usage.total_bytes(), Relaxed);
+        self.shared.peak_bytes.fetch_max(usage.total_bytes() + boot_set_bytes, Relaxed);
         Ok(usage)
     }
 
@@ -324,7 +345,7 @@ mod tests {
             let ember = Arc::new(Ember::new(folder.path(), tagger.clone()));
             let (tell, told) = channel();
             let tell = move |word| tell.send(word).expect("the test outlives its warden");
-            let warden = Warden::start("ward", BUDGET, ember.clone(), tell).unwrap();
+            let warden = Warden::start("ward", BUDGET, ember.clone(), None, tell).unwrap();
             Self { warden, told, ember, tagger, folder }
         }
 

@@ -1,0 +1,62 @@
+//! What a machine's next boot will read, and how much of it is held: the answer to `remount-plan`.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// The guest has done what it boots for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct ReadyRequest {}
+
+/// What the next boot will read if it is like the last one, how much of it is held in memory, and how the last boot went.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct RemountPlan {
+    pub name: String,
+    /// False: the boot is not over, and what it reads is still being noted.
+    pub ready: bool,
+    /// What the boot set may hold.
+    pub limit_bytes: u64,
+    /// Host memory that it holds now.
+    pub resident_bytes: u64,
+    /// Blocks of 4 KiB that the last boot read: what the next one is expected to read.
+    pub blocks: u64,
+    /// Of these, held.
+    pub held_blocks: u64,
+    /// Reads of blocks that could not be held because of the limit.
+    pub no_room_blocks: u64,
+    /// Of what the next boot is expected to read; none if nothing is known.
+    pub expected_hit_pct: Option<f64>,
+    /// Of what the last boot read.
+    pub hit_pct: Option<f64>,
+    pub disks: Vec<RemountDisk>,
+    /// What the last boot read from the images, in that order.
+    pub missed: Vec<MissedRun>,
+    /// Blocks that it read from the images and that are not listed.
+    pub missed_unlisted_blocks: u64,
+    /// Copies that were dropped because they were damaged, since the keeper started.
+    pub damaged_blocks: u64,
+}
+
+/// One disk's part. Hits and misses are of the last boot.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct RemountDisk {
+    pub disk: String,
+    pub blocks: u64,
+    pub held_blocks: u64,
+    /// Answered by the boot set.
+    pub hits: u64,
+    /// Answered by the ember.
+    pub ember_hits: u64,
+    /// Answered by the image.
+    pub misses: u64,
+    pub hit_pct: Option<f64>,
+}
+
+/// Neighbouring blocks that were read one after the other.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct MissedRun {
+    pub disk: String,
+    /// On the disk, in bytes.
+    pub offset: u64,
+    pub bytes: u64,
+}

@@ -1,0 +1,74 @@
+//! `hearth remount-plan`: what the next boot will read, and how much of it is held.
+
+use hearth_api::{MissedRun, ReadyRequest, RemountDisk, RemountPlan};
+
+use super::text::{Side, bytes, table};
+use super::{CliError, Context, Exit};
+
+/// Runs that a person reads; `--json` has more.
+const RUNS_SHOWN: usize = 20;
+
+pub fn show(context: &mut Context<'_>, name: &str) -> Result<Exit, CliError> {
+    let plan = context.ask(name, |client| client.remount_plan())?;
+    if context.json {
+        context.write_json(&plan)?;
+    } else {
+        context.write_line(&page(&plan))?;
+    }
+    Ok(Exit::Done)
+}
+
+pub fn ready(context: &mut Context<'_>, name: &str) -> Result<Exit, CliError> {
+    let accepted = context.ask(name, |client| client.ready(ReadyRequest {}))?;
+    if context.json {
+        context.write_json(&accepted)?;
+    }
+    Ok(Exit::Done)
+}
+
+pub fn page(plan: &RemountPlan) -> String {
+    let percent = |share: Option<f64>| share.map_or_else(|| "-".to_owned(), |share| format!("{share:.1} %"));
+    let state = if plan.ready { "ready" } else { "still booting: not all is known" };
+    let mut lines = vec![
+        format!("{}  {state}; holds {} of {}", plan.name, bytes(plan.resident_bytes), bytes(plan.limit_bytes)),
+        format!(
+            "  next boot  {} of {} blocks held, expected hits {}",
+            plan.held_blocks,
+            plan.blocks,
+            percent(plan.expected_hit_pct)
+        ),
+        format!("  last boot  hits {}", percent(plan.hit_pct)),
+    ];
+    if plan.no_room_blocks > 0 {
+        lines.push(format!("  {} blocks were not held: the limit (`remount.limit`) is reached", plan.no_room_blocks));
+    }
+    if plan.damaged_blocks > 0 {
+        lines.push(format!("  {} blocks were damaged in memory, and dropped", plan.damaged_blocks));
+    }
+    if !plan.disks.is_empty() {
+        let heading = ["disk", "blocks", "held", "hits", "of the ember", "misses", "hit rate"].map(str::to_owned);
+        let rows: Vec<_> =
+            [heading.to_vec()].into_iter().chain(plan.disks.iter().map(|disk| row(disk, &percent))).collect();
+        let sides = [Side::Left, Side::Right, Side::Right, Side::Right, Side::Right, Side::Right, Side::Right];
+        lines.push(String::new());
+        lines.extend(table(&sides, &rows).into_iter().map(|line| format!("  {line}")));
+    }
+    if !plan.missed.is_empty() {
+        lines.extend([String::new(), "read from the images".to_owned()]);
+        let shown = plan.missed.iter().take(RUNS_SHOWN);
+        lines.extend(
+            shown.map(|MissedRun { disk, offset, bytes: length }| format!("  {disk}  {} at {offset}", bytes(*length))),
+        );
+        let more = plan.missed.len().saturating_sub(RUNS_SHOWN);
+        if more > 0 {
+            lines.push(format!("  and {more} more places: `--json` lists them"));
+        }
+    }
+    lines.join("\n")
+}
+
+fn row(disk: &RemountDisk, percent: &impl Fn(Option<f64>) -> String) -> Vec<String> {
+    let numbers =
+        [disk.blocks, disk.held_blocks, disk.hits, disk.ember_hits, disk.misses].map(|number| number.to_string());
+    [vec![disk.disk.clone()], numbers.to_vec(), vec![percent(disk.hit_pct)]].concat()
+}

@@ -1,0 +1,153 @@
+//! Remount: the boot set of a machine, from the reset of a guest until it is ready, and on to the next one.
+//!
+//! reset -> the disks note what is read -> ready (`hearth ready`, or the time is over) -> kept current -> the next reset
+//!
+//! What is held outlives guests, QEMUs and keepers; it ends with the machine, with a cold reboot, and where nobody guarded
+//! the images and they are not what was noted of them.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use hearth_api::{ApiError, ErrorWord, EventKind, MissedRun, RemountDisk, RemountPlan};
+use hearth_disk::block::{BLOCK_BYTES, DiskId};
+use hearth_disk::boot_set::{BootSet, DiskTally};
+use hearth_disk::tag::Tagger;
+use hearth_recovery::boot_set::ImageNotes;
+
+use super::{Machine, MachineError, Parts};
+
+const BLOCK: u64 = BLOCK_BYTES as u64;
+
+/// A boot set, and why it may be void if no QEMU was alive meanwhile.
+type Found = (Arc<BootSet>, Option<String>);
+
+/// What an earlier keeper left. None: it is not wanted.
+pub(super) fn open(parts: &Parts, tagger: &Tagger) -> Result<Option<Found>, MachineError> {
+    let folder = &parts.folders.memory;
+    let Some(remount) = parts.config.remount else {
+        if let Err(error) = BootSet::discard(folder) {
+            tracing::warn!(%error, "a boot set that is not wanted any more is left behind");
+        }
+        return Ok(None);
+    };
+    let doubt = image_notes(parts).difference();
+    let boot_set = BootSet::open(folder, remount.limit_bytes, tagger.clone()).map_err(MachineError::BootSet)?;
+    Ok(Some((Arc::new(boot_set), doubt)))
+}
+
+fn image_notes(parts: &Parts) -> ImageNotes {
+    let images = parts.config.disks.iter().map(|disk| disk.path.clone());
+    ImageNotes::new(&parts.folders.memory, images.collect())
+}
+
+impl Machine {
+    fn boot_set(&self) -> Option<&Arc<BootSet>> {
+        self.warm.boot_set.as_ref()
+    }
+
+    /// No QEMU was alive when this keeper started: without doubt about the images what is held is as good as ever.
+    pub(super) fn judge_boot_set(&self, doubt: Option<String>) {
+        let (Some(boot_set), Some(why)) = (self.boot_set(), doubt) else { return };
+        if !boot_set.is_empty() {
+            self.record(EventKind::BootSetDropped { why });
+            self.clear_boot_set();
+        }
+    }
+
+    /// From now on it is noted what the images are, for a keeper that finds no QEMU.
+    pub(super) fn note_images(&self) {
+        if self.boot_set().is_some() {
+            self.warden.note_images(Some(image_notes(&self.parts)));
+        }
+    }
+
+    pub(super) fn clear_boot_set(&self) {
+        if let Some(Err(error)) = self.boot_set().map(|boot_set| boot_set.clear()) {
+            tracing::warn!(error = crate::chain(&error), "the memory of the boot set is not given back");
+        }
+    }
+
+    /// A guest is about to be reset.
+    pub(super) fn boot_begins(&mut self) {
+        let (Some(boot_set), Some(remount)) = (self.boot_set(), self.parts.config.remount) else { return };
+        boot_set.begin();
+        self.ready_at = Some(Instant::now() + Duration::from_secs(remount.ready_after_s));
+    }
+
+    pub(super) fn ready_ordered(&mut self) -> Result<(), ApiError> {
+        self.must_have_boot_set()?;
+        self.must_live("be ready")?;
+        self.ready("it was said");
+        Ok(())
+    }
+
+    pub(super) fn ready(&mut self, why: &str) {
+        self.ready_at = None;
+        if !self.boot_set().is_some_and(|boot_set| boot_set.ready()) {
+            return;
+        }
+        if let Ok(RemountPlan { blocks, held_blocks, hit_pct, .. }) = self.remount_plan() {
+            self.record(EventKind::Ready { why: why.to_owned(), blocks, held_blocks, hit_pct });
+        }
+    }
+
+    fn must_have_boot_set(&self) -> Result<&Arc<BootSet>, ApiError> {
+        self.boot_set().ok_or_else(|| {
+            let message = format!("{} has no boot set", self.parts.config.name);
+            ApiError::new(ErrorWord::WrongState, message).hint("add [remount] to its configuration and start it again")
+        })
+    }
+
+    pub(super) fn remount_plan(&self) -> Result<RemountPlan, ApiError> {
+        let boot_set = self.must_have_boot_set()?;
+        let plan = boot_set.plan();
+        let names: Vec<String> = self.parts.config.disks.iter().map(|disk| disk.name.clone()).collect();
+        let name_of = |DiskId(id): DiskId| names.get(usize::from(id)).cloned().unwrap_or_default();
+        let all = plan.disks.values().fold(DiskTally::default(), |sum, disk| DiskTally {
+            blocks: sum.blocks + disk.blocks,
+            held: sum.held + disk.held,
+            hits: sum.hits + disk.hits,
+            ember_hits: sum.ember_hits + disk.ember_hits,
+            misses: sum.misses + disk.misses,
+            no_room: sum.no_room + disk.no_room,
+        });
+        let disks = plan.disks.iter().map(|(&id, tally)| RemountDisk {
+            disk: name_of(id),
+            blocks: tally.blocks,
+            held_blocks: tally.held,
+            hits: tally.hits,
+            ember_hits: tally.ember_hits,
+            misses: tally.misses,
+            hit_pct: hit_pct(tally),
+        });
+        let missed = plan.missed.iter().map(|(disk, run)| MissedRun {
+            disk: name_of(*disk),
+            offset: run.start * BLOCK,
+            bytes: (run.end - run.start) * BLOCK,
+        });
+        Ok(RemountPlan {
+            name: self.parts.config.name.clone(),
+            ready: !plan.learning,
+            limit_bytes: boot_set.limit_bytes(),
+            resident_bytes: boot_set.resident_bytes(),
+            blocks: all.blocks,
+            held_blocks: all.held,
+            no_room_blocks: all.no_room,
+            expected_hit_pct: percent(all.held, all.blocks + all.no_room),
+            hit_pct: hit_pct(&all),
+            disks: disks.collect(),
+            missed: missed.collect(),
+            missed_unlisted_blocks: plan.missed_unlisted,
+            damaged_blocks: plan.damaged,
+        })
+    }
+}
+
+fn hit_pct(tally: &DiskTally) -> Option<f64> {
+    let hits = tally.hits + tally.ember_hits;
+    percent(hits, hits + tally.misses)
+}
+
+fn percent(part: u64, whole: u64) -> Option<f64> {
+    (whole > 0).then(|| part as f64 * 100.0 / whole as f64)
+}
