@@ -99,6 +99,11 @@ impl Guest {
         let (what, seconds) = (what.to_owned(), limit.as_secs());
         self.fail(Error::Timeout { what, seconds, console: self.console_tail() })
     }
+    /// The same from the `first` on, with the moment at which each was heard.
+    pub fn heard_from(&self, first: usize) -> Vec<(Instant, String)> {
+        self.console.transcript().lock().heard_from(first)
+    }
+
 
     /// Remembers that something failed: the logs are printed when the machine is dropped.
     pub(crate) fn fail(&self, error: Error) -> Error {

@@ -7,7 +7,7 @@
 //! known wherever it begins, and what stands before and after it belongs together.
 
 use std::collections::BTreeMap;
-use std::time::SystemTime;
+use std::time::{Instant, SystemTime};
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD as BASE64;
@@ -35,17 +35,24 @@ pub struct Transcript {
     kernel: Vec<String>,
     /// Lines of the guest that are neither readiness nor part of an answer.
     other: Vec<String>,
+    /// When each of them was complete.
+    other_at: Vec<Instant>,
     /// The end of all that came, as it came, for people.
     tail: Vec<u8>,
     cut: Cut,
     line: Vec<u8>,
     open: Option<(u64, String)>,
+    /// When something came, if that is of interest.
+    arrivals: Option<Vec<Instant>>,
 }
 
 const TAIL_BYTES: usize = 64 << 10;
 
 impl Transcript {
     pub fn push(&mut self, bytes: &[u8]) {
+        if let Some(arrivals) = &mut self.arrivals {
+            arrivals.push(Instant::now());
+        }
         self.tail.extend_from_slice(bytes);
         if self.tail.len() > 2 * TAIL_BYTES {
             self.tail.drain(..self.tail.len() - TAIL_BYTES);
@@ -75,12 +82,26 @@ impl Transcript {
         self.answers.remove(&id)
     }
 
+    /// Notes from now on when something comes.
+    pub fn watch_arrivals(&mut self) {
+        self.arrivals = Some(Vec::new());
+    }
+
+    pub fn arrivals(&self) -> &[Instant] {
+        self.arrivals.as_deref().unwrap_or_default()
+    }
+
     pub fn kernel(&self) -> &[String] {
         &self.kernel
     }
 
     pub fn lines(&self) -> &[String] {
         &self.other
+    }
+
+    /// The same from the `first` on, with the moment at which each was heard.
+    pub fn heard_from(&self, first: usize) -> Vec<(Instant, String)> {
+        self.other_at.iter().copied().zip(self.other.iter().cloned()).skip(first).collect()
     }
 
     /// The last lines as they came.
@@ -112,6 +133,7 @@ impl Transcript {
             encoded.push_str(line);
         } else if !line.is_empty() {
             self.other.push(line.to_owned());
+            self.other_at.push(Instant::now());
         }
     }
 

@@ -125,9 +125,39 @@ pub struct Handed {
     pub stopped_at: Duration,
     pub state_bytes: u64,
     heard: Receiver<Heard>,
+    /// By how much its clock was set forward, and by how much it should have been before this hop; none if it was not set.
+    set_forward: Option<(Duration, ClockDebt)>,
 }
 
 enum Heard {
+/// By how many nanoseconds a guest's clock is behind, or, if negative, ahead. What a hop sets it forward by is decided before
+/// the new QEMU has it; what that was off by is left to the next hop, so that many hops add up to no more than one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ClockDebt(i64);
+
+impl ClockDebt {
+    /// What to set the clock forward by when the guest has lost `lost` on top of this. A clock is never set back.
+    fn with(self, lost: Duration) -> Duration {
+        Duration::from_nanos((nanoseconds(lost) + self.0).max(0).unsigned_abs())
+    }
+
+    /// What is left of it after the clock stood still for `pause` and was set forward.
+    fn after(self, pause: Duration, set_forward: Duration) -> Self {
+        Self(self.0 + nanoseconds(pause) - nanoseconds(set_forward))
+    }
+}
+
+impl Handed {
+    /// What the next hop owes, if the guest stood still for `pause`.
+    pub fn debt_after(&self, pause: Duration) -> ClockDebt {
+        self.set_forward.map_or_else(ClockDebt::default, |(by, debt)| debt.after(pause, by))
+    }
+}
+
+fn nanoseconds(duration: Duration) -> i64 {
+    i64::try_from(duration.as_nanos()).unwrap_or(i64::MAX / 4)
+}
+
     Old(Said),
     New(Said),
 }
@@ -200,13 +230,14 @@ impl Hop<'_> {
         }
     }
 
-    /// `ticker`: what the guest counts time with besides QEMU's clock.
+    /// `ticker`: what the guest counts time with besides QEMU's clock. `debt`: what the hop before left.
     pub fn hand(
         &self,
         admitted: &Admitted,
         prepared: Prepared,
         ticker: Option<Ticker>,
     ) -> Result<Handed, RejuvenationError> {
+        debt: ClockDebt,
         let Prepared { source, target, heard } = prepared;
         let deadline = Instant::now() + self.patience;
         let patience = self.patience;
@@ -222,8 +253,9 @@ impl Hop<'_> {
             let disk = self.disks.iter().map(DiskServer::name).collect::<Vec<_>>().join(", ");
             return Err(RejuvenationError::Disk { disk, what });
         }
-        let lost = now().saturating_sub(stopped_at) + LOAD_ALLOWANCE;
-        if !clock::advance(&mut state, lost, ticker) {
+        let by = debt.with(now().saturating_sub(stopped_at) + LOAD_ALLOWANCE);
+        let is_set = clock::advance(&mut state, by, ticker);
+        if !is_set {
             tracing::debug!("the guest's clock is not where it was expected in the state, and stays behind");
         }
         relay::send(target, &state, deadline)
@@ -233,7 +265,8 @@ impl Hop<'_> {
         if run_state != "paused" {
             return Err(RejuvenationError::NotRunning { state: run_state });
         }
-        Ok(Handed { stopped_at, state_bytes: state.len() as u64, heard })
+        let set_forward = is_set.then_some((by, debt));
+        Ok(Handed { stopped_at, state_bytes: state.len() as u64, set_forward, heard })
     }
 
     /// Until the old one says that all went well; when its guest stopped.
@@ -340,4 +373,30 @@ fn hangs_or(
 
 fn now() -> Duration {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_hop_misjudges_the_next_one_makes_good() {
+        let ms = Duration::from_millis;
+        let mut debt = ClockDebt::default();
+        let mut behind = 0;
+        for (expected, real) in [(3, 5), (3, 2), (4, 40), (3, 1), (2, 2)] {
+            let by = debt.with(ms(expected));
+            debt = debt.after(ms(real), by);
+            behind += nanoseconds(ms(real)) - nanoseconds(by);
+            assert_eq!(debt, ClockDebt(behind), "all that is missing is owed");
+        }
+        assert_eq!(debt, ClockDebt::default(), "the last one was judged right");
+    }
+
+    #[test]
+    fn no_clock_is_set_back() {
+        let debt = ClockDebt::default().after(Duration::from_millis(1), Duration::from_millis(9));
+        assert_eq!(debt.with(Duration::from_millis(3)), Duration::ZERO);
+        assert_eq!(debt.after(Duration::from_millis(3), Duration::ZERO), ClockDebt(-5_000_000));
+    }
 }

@@ -1,5 +1,7 @@
 //! What goes on over a hop: memory, processes, disks under load, console, clock, several processors, both QEMU versions.
 
+use std::time::Instant;
+
 use hearth_vmtest::web::{fetch, serve};
 use hearth_vmtest::{Disk, Drives, Output, Result, TestVm, artifacts, patience};
 use serde_json::Value;
@@ -80,6 +82,60 @@ fn a_console_loses_nothing_in_either_direction() -> Result<()> {
     let lines: Vec<_> = lines.iter().filter(|line| line.starts_with("line ")).collect();
     assert_eq!(lines.len(), count);
     assert!(lines.iter().enumerate().all(|(index, line)| **line == format!("line {}", index + 1)), "in order");
+    Ok(())
+}
+
+/// The guest says its own time, over and over, for a second or so.
+const SAYS_THE_TIME: &str =
+    "i=0; while [ $i -lt 400 ]; do read -r up idle </proc/uptime; echo up $up >/dev/ttyS0; i=$((i+1)); done";
+/// What of a difference may be ours on a quiet host: the guest tells its time in steps of 10 ms, of which it says 400.
+const NOISE_MS: f64 = 5.0;
+const READINGS: usize = 3;
+const HOPS_MAX: u32 = 100;
+
+/// By how much the time since `epoch` is ahead of the guest's, in ms. What the guest says is heard late or at once, and never
+/// early: the least of many readings is the truest.
+///
+/// And how much one such reading differs from the next, which is what a busy host does to them.
+fn ahead_ms(vm: &TestVm, epoch: Instant) -> Result<(f64, f64)> {
+    let readings: Vec<f64> = (0..READINGS).map(|_| reading_ms(vm, epoch)).collect::<Result<_>>()?;
+    let least = readings.iter().copied().fold(f64::INFINITY, f64::min);
+    let most = readings.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    Ok((least, most - least))
+}
+
+fn reading_ms(vm: &TestVm, epoch: Instant) -> Result<f64> {
+    let before = vm.guest().lines().len();
+    vm.run_within(SAYS_THE_TIME, patience(20))?;
+    let ahead = |(at, line): (Instant, String)| {
+        let up: f64 = line.strip_prefix("up ")?.parse().ok()?;
+        Some(((at - epoch).as_secs_f64() - up) * 1e3)
+    };
+    Ok(vm.guest().heard_from(before).into_iter().filter_map(ahead).fold(f64::INFINITY, f64::min))
+}
+
+/// Hops until a clock that stood still in each of them would be behind by far more than can be mistaken. On a busy host a hop
+/// misjudges some of its pause: QEMU stops the clock first, and then waits for its processors.
+#[test]
+fn the_clock_of_a_guest_is_set_forward_in_each_hop() -> Result<()> {
+    let vm = TestVm::busybox("clock").disk(Disk::empty(16)).boot()?;
+    // Counts QEMU's own nanoseconds. What the processor counts (TSC) the guest has only measured, to a thousandth or so.
+    vm.sh("cd /sys/devices/system/clocksource/clocksource0; echo acpi_pm >current_clocksource; grep acpi_pm current_clocksource")?;
+    let programs = [artifacts::installed_qemu()?, artifacts::qemu_10()?];
+    let epoch = Instant::now();
+    let (before, spread_ms) = ahead_ms(&vm, epoch)?;
+    let noise_ms = NOISE_MS + 3.0 * spread_ms;
+    let (mut stood_ms, mut last_ms, mut hops) = (0.0, 0.0, 0);
+    while hops < 8 || stood_ms < 6.0 * noise_ms || stood_ms < 4.0 * last_ms {
+        let hop = vm.rejuvenate_to(&programs[hops as usize % 2])?;
+        assert_eq!(hop.status, 0, "{}", hop.text());
+        last_ms = vm.status()?["last_rejuvenation"]["pause_ms"].as_f64().expect("the hop had a pause");
+        (stood_ms, hops) = (stood_ms + last_ms, hops + 1);
+        assert!(hops < HOPS_MAX, "{hops} hops of {stood_ms} ms together cannot be told from a noise of {noise_ms} ms");
+    }
+    let behind = ahead_ms(&vm, epoch)?.0 - before;
+    eprintln!("{hops} hops, {stood_ms:.1} ms together, the last {last_ms:.1} ms: the clock is {behind:.1} ms behind");
+    assert!(behind.abs() <= 0.75 * stood_ms, "behind by {behind} ms after {hops} hops of {stood_ms} ms together");
     Ok(())
 }
 

@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
-use std::os::fd::AsRawFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
@@ -11,6 +10,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
+use super::typed::{Typed, unread_cost};
 use super::{CLIENT_BYTES_MAX, CLIENTS_MAX, Order, SCROLLBACK_BYTES, TYPED_BYTES_MAX};
 
 /// Between two attempts to reach a QEMU that does not listen yet: it takes some 50 ms to start.
@@ -28,8 +28,7 @@ pub struct Relay {
     wanted: Option<PathBuf>,
     qemu: Option<UnixStream>,
     successor: Option<Successor>,
-    /// Typed, and not yet taken by QEMU.
-    typed: VecDeque<u8>,
+    typed: Typed,
     scrollback: VecDeque<u8>,
     clients: Vec<Client>,
 }
@@ -69,7 +68,7 @@ impl Relay {
             wanted: None,
             qemu: None,
             successor: None,
-            typed: VecDeque::new(),
+            typed: Typed::new(),
             scrollback: VecDeque::new(),
             clients: Vec::new(),
         }
@@ -161,7 +160,7 @@ impl Relay {
     fn let_go(&mut self) {
         while self.qemu.is_some() && self.read_qemu() {}
         self.qemu = None;
-        self.typed.clear();
+        self.typed.forget();
     }
 
     fn reach_qemu(&mut self) {
@@ -178,7 +177,7 @@ impl Relay {
         if let Some(stream) = successor.wanted.as_deref().and_then(|path| connect_now(path).ok()) {
             (successor.stream, successor.wanted) = (Some(stream), None);
         }
-        let all_taken = self.qemu.as_ref().is_none_or(|qemu| untaken_bytes(qemu) == 0);
+        let all_taken = self.qemu.as_ref().is_none_or(|qemu| unread_cost(qemu) == 0);
         if successor.stream.is_some()
             && all_taken
             && let Some(ready) = successor.ready.take()
@@ -187,11 +186,14 @@ impl Relay {
         }
     }
 
-    /// The old QEMU's last words, then the new one; what was typed meanwhile is for whoever it is.
+    /// The old QEMU's last words, then the new one; what was typed and not read is for whoever it is.
     fn settle(&mut self, taken_over: bool) {
         let Some(successor) = self.successor.take() else { return };
         if taken_over {
             while self.qemu.is_some() && self.read_qemu() {}
+            if let Some(old) = &self.qemu {
+                self.typed.take_back(old);
+            }
             (self.qemu, self.wanted) = (successor.stream, successor.wanted);
         }
     }
@@ -214,7 +216,7 @@ impl Relay {
             Err(error) if is_passing(&error) => false,
             Ok(_) | Err(_) => {
                 self.qemu = None;
-                self.typed.clear();
+                self.typed.forget();
                 false
             }
         }
@@ -246,7 +248,7 @@ impl Relay {
             }
         }
         if self.qemu.is_none() {
-            self.typed.clear();
+            self.typed.forget();
         }
     }
 
@@ -254,9 +256,9 @@ impl Relay {
         let Some(qemu) = &mut self.qemu else { return };
         // Typed just now, or waiting since QEMU last took something.
         let wants = ready.contains(PollFlags::OUT) || !self.typed.is_empty();
-        if wants && self.successor.is_none() && !drain_into(&mut self.typed, qemu) {
+        if wants && self.successor.is_none() && !self.typed.send(qemu) {
             self.qemu = None;
-            self.typed.clear();
+            self.typed.forget();
         }
     }
 
@@ -290,7 +292,7 @@ impl Client {
         }
     }
 
-    fn listen(&mut self, typed: &mut VecDeque<u8>) {
+    fn listen(&mut self, typed: &mut Typed) {
         let mut buffer = [0; 4096];
         match self.stream.read(&mut buffer) {
             Ok(0) => self.mute = true,
@@ -311,14 +313,6 @@ fn drain_into(bytes: &mut VecDeque<u8>, stream: &mut UnixStream) -> bool {
         }
     }
     true
-}
-
-/// Bytes on their way to the other side, which has not taken them. If that cannot be known: none.
-fn untaken_bytes(stream: &UnixStream) -> i32 {
-    let mut bytes: libc::c_int = 0;
-    // SAFETY: TIOCOUTQ writes one int, and the descriptor is open.
-    let asked = unsafe { libc::ioctl(stream.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
-    if asked == 0 { bytes } else { 0 }
 }
 
 fn is_passing(error: &io::Error) -> bool {

@@ -95,6 +95,21 @@ fn last_words_are_heard_even_when_the_hub_is_told_to_let_go() {
 }
 
 #[test]
+fn what_a_qemu_did_not_read_its_successor_gets() {
+    let fixture = fixture();
+    let mut old = fixture.qemu("serial-1");
+    let mut client = fixture.client();
+    client.write_all(b"abc").unwrap();
+    check_next(&mut old, "a");
+    let listener = UnixListener::bind(fixture.path("serial-2")).unwrap();
+    fixture.hub.expect(&fixture.path("serial-2"), Duration::from_millis(10));
+    let (mut new, _) = listener.accept().unwrap();
+    fixture.hub.settle(true);
+    client.write_all(b"d").unwrap();
+    check_next(&mut new, "bcd");
+}
+
+#[test]
 fn a_qemu_that_is_not_there_yet_is_waited_for() {
     let fixture = fixture();
     fixture.hub.attach(&fixture.path("late"));

@@ -10,6 +10,7 @@ use hearth_recovery::crash_recovery;
 use hearth_recovery::hold::Hold;
 use hearth_recovery::incarnation::{Incarnation, discard_files};
 use hearth_recovery::journal::Journal;
+use hearth_recovery::rejuvenation::ClockDebt;
 use hearth_recovery::warm_reboot::{self, Phase, Succession};
 
 use super::crash::Harvest;
@@ -27,7 +28,7 @@ impl Machine {
 
     /// QEMU's process is gone: its memory is dead.
     pub(super) fn qemu_ended(&mut self, how: String) -> Result<(), MachineError> {
-        let Some(Life { incarnation, generation, began, cause }) = self.life.take() else { return Ok(()) };
+        let Some(Life { incarnation, generation, began, cause, .. }) = self.life.take() else { return Ok(()) };
         self.cancel_save("the guest ended");
         // A boot that came to no end is not what the next one is measured by.
         self.ready_at = None;
@@ -271,7 +272,8 @@ impl Machine {
         self.journal.save(&self.parts.folders.journal())?;
         self.parts.console.attach(&self.parts.folders.serial_socket(generation.number));
         self.pin(&generation);
-        self.life = Some(Life { incarnation, generation, began: Instant::now(), cause: None });
+        let clock_debt = ClockDebt::default();
+        self.life = Some(Life { incarnation, generation, began: Instant::now(), clock_debt, cause: None });
         self.enter(MachineState::Running);
         Ok(())
     }

@@ -64,6 +64,7 @@ use hearth_recovery::hold::Hold;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::Journal;
 use hearth_recovery::warm_reboot::Phase;
+use hearth_recovery::rejuvenation::ClockDebt;
 
 use crate::config::{Config, ConfigFile};
 use crate::console::Hub;
@@ -191,6 +192,8 @@ impl Machine {
         let journal = match Journal::load(&parts.folders.journal())? {
             Some(journal) => journal,
             None => Journal::new(&parts.config.name, parts.config.memory_bytes),
+    /// What the guest's clock is off by since its last hop.
+    clock_debt: ClockDebt,
         };
         let tagger = parts.folders.tagger()?;
         let ember = Arc::new(Ember::new(&parts.folders.memory, tagger.clone()));

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant, SystemTime};
 use hearth_api::{ApiError, ErrorWord, EventKind, MachineState, PhaseTime, RejuvenateRequest, Rejuvenation, rfc3339};
 use hearth_qemu::{Accelerator, Binary, BinaryError, QmpError};
 use hearth_recovery::journal::{HopNote, JournalError, QemuIdentity};
-use hearth_recovery::rejuvenation::{self, Handed, Hop, Phase, RejuvenationError, Ticker};
+use hearth_recovery::rejuvenation::{self, ClockDebt, Handed, Hop, Phase, RejuvenationError, Ticker};
 
 use super::generation::{Generation, LaunchError};
 use super::launch;
@@ -22,7 +22,8 @@ use crate::event::Event;
 /// A hop keeps the guest still for milliseconds; on a host that swaps it may be a second. One that takes longer is given
 /// up, and the old QEMU goes on.
 const PAUSE_PATIENCE: Duration = Duration::from_secs(5);
-/// Until the guest has taken what was typed. One that does not read its console would hold up every rejuvenation.
+/// Until the guest has taken what was typed. One that does not read its console would hold up every rejuvenation; what it
+/// has not taken the new QEMU is given.
 const TYPED_PATIENCE: Duration = Duration::from_millis(500);
 /// A killed QEMU frees the memory that it had of its own; guest RAM stays.
 const END_PATIENCE: Duration = Duration::from_secs(10);
@@ -137,15 +138,16 @@ impl Machine {
                 return (life, Err(failure));
             }
         };
-        let handed = match self.hand_over(&life.generation, &new, progress) {
+        let handed = match self.hand_over(&life.generation, &new, life.clock_debt, progress) {
             Ok(handed) => handed,
             Err(failure) => {
                 let failure = self.go_back(&life.generation, &new, failure);
                 return (life, Err(failure));
             }
         };
-        if let Err(failure) = self.resume(&life.generation, &new, &handed, progress) {
-            return (life, Err(failure));
+        match self.resume(&life.generation, &new, &handed, progress) {
+            Ok(pause) => life.clock_debt = handed.debt_after(pause),
+            Err(failure) => return (life, Err(failure)),
         }
         let old = std::mem::replace(&mut life.generation, new);
         let retired = progress.run(Phase::Retire, |_| self.retire(&old, &life.generation));
@@ -167,19 +169,22 @@ impl Machine {
     }
 
     /// Everything up to the point of no return.
-    fn hand_over(&mut self, old: &Generation, new: &Generation, progress: &mut Progress) -> Result<Handed, Failure> {
+    fn hand_over(
+        &mut self,
+        old: &Generation,
+        new: &Generation,
+        debt: ClockDebt,
+        progress: &mut Progress,
+    ) -> Result<Handed, Failure> {
         let ticker = (self.parts.accelerator.accelerator == Accelerator::Tcg).then(Ticker::watch);
         self.admit(new.identity().pid);
-        // What was typed and is still on its way would be lost with the old QEMU.
-        if !self.parts.console.expect(&self.parts.folders.serial_socket(new.number), TYPED_PATIENCE) {
-            tracing::warn!("the guest does not read its console: what was typed last may be lost");
-        }
+        self.parts.console.expect(&self.parts.folders.serial_socket(new.number), TYPED_PATIENCE);
         self.journal.hop = Some(HopNote { successor: new.identity(), committed: false });
         self.journal.save(&self.parts.folders.journal())?;
         let hop = Hop { old: &old.qmp, new: &new.qmp, disks: &self.disks, patience: PAUSE_PATIENCE };
         let admitted = progress.run(Phase::Admit, |_| hop.admit())?;
         let prepared = progress.run(Phase::Prepare, |_| hop.prepare())?;
-        let handed = progress.run(Phase::Hand, |_| hop.hand(&admitted, prepared, ticker))?;
+        let handed = progress.run(Phase::Hand, |_| hop.hand(&admitted, prepared, ticker, debt))?;
         progress.report.state_bytes = Some(handed.state_bytes);
         Ok(handed)
     }
@@ -214,14 +219,15 @@ impl Machine {
         }
     }
 
-    /// The point of no return. If the new QEMU is lost here so is the guest: both are ended, and a warm reboot follows.
+    /// The point of no return; how long the guest stood still. If the new QEMU is lost here so is the guest: both are ended, and
+    /// a warm reboot follows.
     fn resume(
         &mut self,
         old: &Generation,
         new: &Generation,
         handed: &Handed,
         progress: &mut Progress,
-    ) -> Result<(), Failure> {
+    ) -> Result<Duration, Failure> {
         self.parts.console.settle(true);
         let committed = HopNote { successor: new.identity(), committed: true };
         self.journal.hop = Some(committed);
@@ -235,7 +241,7 @@ impl Machine {
         match progress.run(Phase::Resume, |_| hop.resume(handed)) {
             Ok(pause) => {
                 progress.report.pause_ms = Some(pause.as_secs_f64() * 1e3);
-                Ok(())
+                Ok(pause)
             }
             Err(error @ QmpError::Refused { .. }) => {
                 Err(self.go_back_from_resume(old, new, Failure::Hand(RejuvenationError::New(error))))

@@ -1,0 +1,123 @@
+//! Typed: what goes to QEMU, and how much of it QEMU has not read yet, so that the next QEMU can be given it.
+//!
+//! The kernel tells how much memory the unread data of a socket takes, and not how many bytes it has. So each byte is sent on
+//! its own: then all take the same. People type, and what programs paste is bounded: 16 KiB take 10 ms.
+
+use std::collections::VecDeque;
+use std::io::{self, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+
+/// More bytes than a socket takes one by one before somebody reads: a socket's buffer of 208 KiB holds some 300.
+const SENT_BYTES_MAX: usize = 4096;
+
+pub struct Typed {
+    /// Not yet sent.
+    waiting: VecDeque<u8>,
+    /// The last bytes that were sent to the QEMU that is there.
+    sent: VecDeque<u8>,
+    /// What one unread byte takes; none if that cannot be known.
+    byte_cost: Option<usize>,
+}
+
+impl Typed {
+    pub fn new() -> Self {
+        Self { waiting: VecDeque::new(), sent: VecDeque::new(), byte_cost: byte_cost() }
+    }
+
+    pub fn extend(&mut self, bytes: &[u8]) {
+        self.waiting.extend(bytes);
+    }
+
+    pub fn len(&self) -> usize {
+        self.waiting.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    /// Nobody is there to read it.
+    pub fn forget(&mut self) {
+        self.waiting.clear();
+        self.sent.clear();
+    }
+
+    /// Sends as much as is taken now. False if the other side is gone.
+    pub fn send(&mut self, qemu: &mut UnixStream) -> bool {
+        while let Some(&byte) = self.waiting.front() {
+            match qemu.write(&[byte]) {
+                Ok(_) => {
+                    self.waiting.pop_front();
+                    self.sent.push_back(byte);
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return error.kind() == io::ErrorKind::WouldBlock,
+            }
+            if self.sent.len() > SENT_BYTES_MAX {
+                self.sent.pop_front();
+            }
+        }
+        true
+    }
+
+    /// What `old` has not read is sent again, to whoever comes after it.
+    pub fn take_back(&mut self, old: &UnixStream) {
+        let unread = self.byte_cost.map_or(0, |cost| unread_cost(old) / cost).min(self.sent.len());
+        for byte in self.sent.drain(..).rev().take(unread) {
+            self.waiting.push_front(byte);
+        }
+    }
+}
+
+/// Memory of what was sent and not read. If that cannot be known: none.
+pub fn unread_cost(stream: &UnixStream) -> usize {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: TIOCOUTQ writes one int, and the descriptor is open.
+    let asked = unsafe { libc::ioctl(stream.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    if asked == 0 { usize::try_from(bytes).unwrap_or(0) } else { 0 }
+}
+
+fn byte_cost() -> Option<usize> {
+    let (mut sender, _reader) = UnixStream::pair().ok()?;
+    sender.write_all(b"x").ok()?;
+    Some(unread_cost(&sender)).filter(|&cost| cost > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+
+    #[test]
+    fn what_was_not_read_is_sent_again() {
+        let (mut old, mut reads) = UnixStream::pair().unwrap();
+        let mut typed = Typed::new();
+        typed.extend(b"one two three");
+        assert!(typed.send(&mut old) && typed.is_empty());
+        reads.read_exact(&mut [0; 6]).unwrap();
+        typed.extend(b" four");
+        typed.take_back(&old);
+        assert_eq!(typed.waiting.iter().copied().collect::<Vec<_>>(), b"o three four");
+        let (mut new, mut reads) = UnixStream::pair().unwrap();
+        assert!(typed.send(&mut new));
+        drop(new);
+        let mut heard = String::new();
+        reads.read_to_string(&mut heard).unwrap();
+        assert_eq!(heard, "o three four");
+    }
+
+    #[test]
+    fn a_full_socket_keeps_the_rest_waiting() {
+        let (mut old, _reads) = UnixStream::pair().unwrap();
+        old.set_nonblocking(true).unwrap();
+        let mut typed = Typed::new();
+        let bytes: Vec<u8> = (0..16_384u32).map(|number| number as u8).collect();
+        typed.extend(&bytes);
+        assert!(typed.send(&mut old));
+        assert!(!typed.is_empty() && typed.sent.len() < SENT_BYTES_MAX, "{} were taken", typed.sent.len());
+        typed.take_back(&old);
+        assert!(typed.waiting.iter().eq(&bytes));
+    }
+}
