@@ -33,4 +33,4 @@ pub use status::{
     MachineStatus, MemoryStatus, NetStatus, PhaseTime, QemuStatus, Recovery, Refused, Rejuvenation, RestoreStatus,
     SaveStatus, UserfaultStatus,
 };
-pub use time::rfc3339;
+pub use time::{milliseconds_of, rfc3339};

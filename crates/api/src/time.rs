@@ -1,4 +1,4 @@
-//! Times as text: RFC 3339, UTC, milliseconds. Twenty lines instead of a calendar library: nothing here parses times.
+//! Times as text: RFC 3339, UTC, milliseconds; and back. Forty lines instead of a calendar library.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -23,6 +23,23 @@ fn civil_date(days: u64) -> (u64, u64, u64) {
     (era * 400 + year_of_era + u64::from(month <= 2), month, day)
 }
 
+/// Milliseconds since 1970 of a time that `rfc3339` wrote.
+pub fn milliseconds_of(text: &str) -> Option<u64> {
+    let number = |from: usize, to: usize| text.get(from..to)?.parse::<u64>().ok();
+    let (year, month, day) = (number(0, 4)?, number(5, 7)?, number(8, 10)?);
+    let (hour, minute, second, millis) = (number(11, 13)?, number(14, 16)?, number(17, 19)?, number(20, 23)?);
+    let whole = text.len() == 24 && text.ends_with('Z') && year >= 1970 && (1..=12).contains(&month) && day >= 1;
+    whole.then(|| (((day_of(year, month, day) * 24 + hour) * 60 + minute) * 60 + second) * 1000 + millis)
+}
+
+/// The day of a Gregorian date, counted from 1970-01-01.
+fn day_of(year: u64, month: u64, day: u64) -> u64 {
+    let (year, month_from_march) = if month > 2 { (year, month - 3) } else { (year - 1, month + 9) };
+    let (era, year_of_era) = (year / 400, year % 400);
+    let day_of_year = (153 * month_from_march + 2) / 5 + day - 1;
+    era * 146_097 + year_of_era * 365 + year_of_era / 4 - year_of_era / 100 + day_of_year - 719_468
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
@@ -31,6 +48,7 @@ mod tests {
 
     fn check(millis: u64, expect: &str) {
         assert_eq!(rfc3339(UNIX_EPOCH + Duration::from_millis(millis)), expect);
+        assert_eq!(milliseconds_of(expect), Some(millis));
     }
 
     #[test]
@@ -41,6 +59,15 @@ mod tests {
         check(1_709_251_199_001, "2024-02-29T23:59:59.001Z");
         check(1_735_689_599_000, "2024-12-31T23:59:59.000Z");
         check(4_107_542_400_000, "2100-03-01T00:00:00.000Z");
+    }
+
+    #[test]
+    fn what_is_no_time_is_none() {
+        for text in
+            ["", "2024-02-29", "2024-02-29T23:59:59.001+01:00", "2024-00-29T23:59:59.001Z", "1969-12-31T23:59:59.999Z"]
+        {
+            assert_eq!(milliseconds_of(text), None, "{text}");
+        }
     }
 
     #[test]

@@ -18,6 +18,7 @@
 //! new QEMU that does not start would be the end of the guest.
 
 mod clock;
+pub mod downtime;
 pub(crate) mod relay;
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -124,12 +125,11 @@ pub struct Handed {
     /// When it stopped: time since 1970.
     pub stopped_at: Duration,
     pub state_bytes: u64,
-    heard: Receiver<Heard>,
     /// By how much its clock was set forward, and by how much it should have been before this hop; none if it was not set.
     set_forward: Option<(Duration, ClockDebt)>,
+    heard: Receiver<Heard>,
 }
 
-enum Heard {
 /// By how many nanoseconds a guest's clock is behind, or, if negative, ahead. What a hop sets it forward by is decided before
 /// the new QEMU has it; what that was off by is left to the next hop, so that many hops add up to no more than one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -158,6 +158,7 @@ fn nanoseconds(duration: Duration) -> i64 {
     i64::try_from(duration.as_nanos()).unwrap_or(i64::MAX / 4)
 }
 
+enum Heard {
     Old(Said),
     New(Said),
 }
@@ -236,8 +237,8 @@ impl Hop<'_> {
         admitted: &Admitted,
         prepared: Prepared,
         ticker: Option<Ticker>,
-    ) -> Result<Handed, RejuvenationError> {
         debt: ClockDebt,
+    ) -> Result<Handed, RejuvenationError> {
         let Prepared { source, target, heard } = prepared;
         let deadline = Instant::now() + self.patience;
         let patience = self.patience;

@@ -33,6 +33,7 @@ mod list;
 mod machine;
 mod order;
 mod pages;
+mod plan;
 mod rejuvenate;
 mod remount;
 mod restore;
@@ -178,7 +179,8 @@ enum Verb {
     /// The guest stands still for some milliseconds; its memory, disks, console and connections stay. If anything goes
     /// wrong before the new QEMU has the guest it goes on with the old one, and this says why.
     #[command(after_help = "Examples: hearth rejuvenate web --qemu /opt/qemu-10/bin/qemu-system-x86_64
-          hearth rejuvenate --all --parallel 4 --stagger 10s")]
+          hearth rejuvenate --all --parallel 4 --stagger 10s
+          hearth rejuvenate --plan --boot 20s")]
     Rejuvenate(rejuvenate::RejuvenateArguments),
     /// Show how old a machine's QEMU is, and what speaks for another one.
     ///

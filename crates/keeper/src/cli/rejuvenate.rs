@@ -14,6 +14,7 @@ use clap::Args;
 use hearth_api::{EventKind, RejuvenateRequest};
 use serde::Serialize;
 
+use super::plan::{self, History};
 use super::text::{Side, milliseconds, table};
 use super::{CliError, Context, Exit, WaitArgument, absolute, order};
 use crate::check::life;
@@ -24,7 +25,7 @@ use crate::runtime_root::RuntimeRoot;
 #[derive(Debug, Args)]
 pub struct RejuvenateArguments {
     /// Name of the machine.
-    #[arg(required_unless_present = "all", conflicts_with = "all")]
+    #[arg(required_unless_present_any = ["all", "plan"], conflicts_with_all = ["all", "plan"])]
     name: Option<String>,
     /// Another QEMU than the configured one, until the keeper ends.
     #[arg(long, value_name = "PATH")]
@@ -41,12 +42,25 @@ pub struct RejuvenateArguments {
     /// Go on after a failure.
     #[arg(long, conflicts_with = "name")]
     keep_going: bool,
+    /// Rejuvenate nothing: show what it will cost, from what hops and reboots have cost here.
+    #[arg(long, conflicts_with_all = ["all", "qemu", "no_wait"])]
+    plan: bool,
+    /// What a guest takes from its first instruction to its service, for the plan's reboots.
+    #[arg(long, value_name = "TIME", default_value = "0s", conflicts_with_all = ["all", "name"], value_parser = time)]
+    boot: Duration,
+    /// How much of the time between two reboots of a guest has passed, from 0 to 1: a reboot now saves as much of the next one.
+    #[arg(long, default_value_t = 0.0, conflicts_with_all = ["all", "name"], value_parser = share)]
+    alpha: f64,
     #[command(flatten)]
     wait: WaitArgument,
 }
 
 fn time(text: &str) -> Result<Duration, String> {
     seconds(text).map(Duration::from_secs).ok_or_else(|| "write a number with s, m, h or d, for example 30s".to_owned())
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    text.parse().ok().filter(|share| (0.0..=1.0).contains(share)).ok_or_else(|| "write a number from 0 to 1".to_owned())
 }
 
 /// What became of one machine.
@@ -89,7 +103,11 @@ struct Waiting {
 }
 
 pub fn perform(context: &mut Context<'_>, arguments: RejuvenateArguments) -> Result<Exit, CliError> {
-    let RejuvenateArguments { name, qemu, all: everybody, parallel, stagger, keep_going, wait } = arguments;
+    let RejuvenateArguments { name, qemu, all: everybody, parallel, stagger, keep_going, plan, boot, alpha, wait } =
+        arguments;
+    if plan {
+        return plan::show(context, boot, alpha);
+    }
     let request = RejuvenateRequest { qemu: qemu.map(absolute) };
     match name {
         Some(name) if !everybody => order::rejuvenate(context, &name, request, !wait.no_wait),
@@ -109,11 +127,13 @@ fn all(
     if names.is_empty() && !context.json {
         context.write_line(&format!("no machine runs in {}", root.path().display()))?;
     }
-    let mut progress = Progress { count: names.len(), begun: 0, decided: Vec::new() };
+    let at_a_time = parallel.min(names.len());
+    let predicted_ms = History::of(&root, Duration::ZERO).warm_ms(at_a_time);
+    let mut progress = Progress { count: names.len(), begun: 0, decided: Vec::new(), predicted_ms };
     let queue = Queue::new(names, stagger);
     let told = std::thread::scope(|scope| {
         let (say, words) = channel();
-        for _ in 0..parallel.min(progress.count) {
+        for _ in 0..at_a_time {
             let (queue, root, say) = (&queue, &root, say.clone());
             scope.spawn(move || work(queue, root, request, keep_going, &say));
         }
@@ -253,6 +273,8 @@ struct Progress {
     count: usize,
     begun: usize,
     decided: Vec<Decided>,
+    /// How long each guest was expected to stand still; none if nothing was known.
+    predicted_ms: Option<f64>,
 }
 
 impl Progress {
@@ -292,6 +314,10 @@ impl Progress {
             context.write_line(&line)?;
         }
         context.write_line(&format!("{done} rejuvenated, {failed} failed, {left} not tried"))?;
+        let pauses_ms = self.decided.iter().filter_map(|decided| decided.pause_ms).collect();
+        if let Some(verdict) = self.predicted_ms.and_then(|predicted_ms| plan::verdict(predicted_ms, pauses_ms)) {
+            context.write_line(&verdict)?;
+        }
         Ok(exit)
     }
 }

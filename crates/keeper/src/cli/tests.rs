@@ -151,6 +151,7 @@ fn every_verb_is_parsed_as_documented() {
     ] {
         Cli::try_parse_from(["hearth"].into_iter().chain(line.split(' ')))
             .unwrap_or_else(|error| panic!("{line}: {error}"));
+        "rejuvenate --plan --boot 20s --alpha 0.5 --json",
     }
     for line in [
         "",
@@ -174,6 +175,9 @@ fn every_verb_is_parsed_as_documented() {
 #[test]
 fn every_command_that_the_api_page_names_exists() {
     let cli = Cli::command();
+        "rejuvenate web --plan",
+        "rejuvenate --all --boot 5s",
+        "rejuvenate --plan --alpha 2",
     for route in hearth_api::ROUTES.iter().filter(|route| !route.cli.is_empty()) {
         let mut words = route.cli.split_whitespace().skip(1);
         let verb = words.next().unwrap();

@@ -1,0 +1,271 @@
+//! `hearth rejuvenate --plan`: what it will cost to rejuvenate n machines at a time, from what hops and reboots have cost here.
+//!
+//! events of all machines -> hops and reboots, each with how many were under way -> terms of the model -> prediction beside
+//! measurement
+//!
+//! A keeper does not know when a guest serves again after a reboot, only when it begins to boot: how long that takes the
+//! operator says.
+
+use std::time::Duration;
+
+use hearth_api::{EventKind, EventRecord, milliseconds_of};
+use hearth_recovery::rejuvenation::downtime::{Line, Model, Span, by_company, error_pct};
+use serde::Serialize;
+
+use super::text::{Side, milliseconds, table};
+use super::{CliError, Context, Exit};
+use crate::event_log::read_file;
+use crate::runtime_root::RuntimeRoot;
+
+/// Downtimes of hops and of reboots on this host, each with how many were under way.
+#[derive(Debug, Default)]
+pub struct History {
+    hops: Vec<(f64, f64)>,
+    reboots: Vec<(f64, f64)>,
+}
+
+#[derive(Debug, Serialize)]
+struct Plan {
+    hops: usize,
+    reboots: usize,
+    boot_ms: f64,
+    alpha: f64,
+    resume: Term,
+    reboot_os: Option<Term>,
+    predictions: Vec<Prediction>,
+}
+
+/// `start_ms` + `slope_ms` * n.
+#[derive(Clone, Copy, Debug, Serialize)]
+struct Term {
+    start_ms: f64,
+    slope_ms: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct Prediction {
+    n: usize,
+    d_w_ms: f64,
+    d_w_measured_ms: Option<f64>,
+    d_c_ms: Option<f64>,
+    d_c_measured_ms: Option<f64>,
+    r_ms: Option<f64>,
+}
+
+impl History {
+    /// `boot`: from a guest's first instruction to its service.
+    pub fn of(root: &RuntimeRoot, boot: Duration) -> Self {
+        let (mut hops, mut reboots) = (Vec::new(), Vec::new());
+        for name in root.names() {
+            // A machine whose events cannot be read adds nothing.
+            let records = read_file(&root.machine(&name)).unwrap_or_default();
+            add(&records, boot.as_secs_f64() * 1e3, &mut hops, &mut reboots);
+        }
+        Self { hops: by_company(&hops), reboots: by_company(&reboots) }
+    }
+
+    /// How long each guest will stand still if n hop at a time; none if nothing is known.
+    pub fn warm_ms(&self, n: usize) -> Option<f64> {
+        Line::through(&self.hops).map(|resume| resume.at(n as f64))
+    }
+
+    fn plan(&self, machines: usize, boot: Duration, alpha: f64) -> Option<Plan> {
+        let resume = Line::through(&self.hops)?;
+        let reboot_os = Line::through(&self.reboots);
+        let model = reboot_os.map(|reboot_os| Model { resume, reboot_os, alpha });
+        let predict = |n: usize| Prediction {
+            n,
+            d_w_ms: resume.at(n as f64),
+            d_w_measured_ms: measured(&self.hops, n),
+            d_c_ms: model.map(|model| model.cold_ms(n as f64)),
+            d_c_measured_ms: measured(&self.reboots, n),
+            r_ms: model.map(|model| model.gained_ms(n as f64)),
+        };
+        Some(Plan {
+            hops: self.hops.len(),
+            reboots: self.reboots.len(),
+            boot_ms: boot.as_secs_f64() * 1e3,
+            alpha,
+            resume: resume.into(),
+            reboot_os: reboot_os.map(Term::from),
+            predictions: counts(machines).into_iter().map(predict).collect(),
+        })
+    }
+}
+
+impl From<Line> for Term {
+    fn from(line: Line) -> Self {
+        Self { start_ms: line.start, slope_ms: line.slope }
+    }
+}
+
+/// 1, 2, 4 and so on, and all of them.
+fn counts(machines: usize) -> Vec<usize> {
+    let mut counts: Vec<usize> =
+        std::iter::successors(Some(1), |n| Some(n * 2)).take_while(|&n| n < machines.max(1)).collect();
+    counts.push(machines.max(1));
+    counts
+}
+
+/// The median of those that had as much company.
+fn measured(points: &[(f64, f64)], n: usize) -> Option<f64> {
+    median(points.iter().filter(|point| point.0 == n as f64).map(|point| point.1).collect())
+}
+
+pub fn median(mut values: Vec<f64>) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    let upper = *values.get(middle)?;
+    Some(if values.len() % 2 == 1 { upper } else { (values[middle - 1] + upper) / 2.0 })
+}
+
+/// What one machine's events tell.
+fn add(records: &[EventRecord], boot_ms: f64, hops: &mut Vec<Span>, reboots: &mut Vec<Span>) {
+    let (mut phases_ms, mut ended_ms) = (0.0, None);
+    for record in records {
+        let Some(at_ms) = milliseconds_of(&record.time).map(|at| at as f64) else { continue };
+        match &record.event {
+            EventKind::Phase { duration_ms, .. } => phases_ms += duration_ms,
+            EventKind::Rejuvenated { pause_ms, .. } => {
+                hops.push(Span { from_ms: at_ms - phases_ms, to_ms: at_ms, downtime_ms: *pause_ms });
+                phases_ms = 0.0;
+            }
+            EventKind::Request { .. } | EventKind::RejuvenationDue { .. } | EventKind::RejuvenationFailed { .. } => {
+                phases_ms = 0.0;
+            }
+            EventKind::IncarnationEnded { .. } => ended_ms = Some(at_ms),
+            // What follows is not how long a reboot takes.
+            EventKind::Started { .. } | EventKind::CrashLoop { .. } => ended_ms = None,
+            EventKind::IncarnationStarted { .. } => {
+                phases_ms = 0.0;
+                if let Some(ended_ms) = ended_ms.take() {
+                    let to_ms = at_ms + boot_ms;
+                    reboots.push(Span { from_ms: ended_ms, to_ms, downtime_ms: to_ms - ended_ms });
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+pub fn show(context: &mut Context<'_>, boot: Duration, alpha: f64) -> Result<Exit, CliError> {
+    let machines = context.root.names().len();
+    let Some(plan) = History::of(&context.root, boot).plan(machines, boot, alpha) else {
+        let root = context.root.path().display();
+        context
+            .write_line(&format!("no machine in {root} has been rejuvenated yet: do it with one, then ask again"))?;
+        return Ok(Exit::Failed);
+    };
+    if context.json {
+        context.write_json(&plan)?;
+    } else {
+        context.write_line(&page(&plan))?;
+    }
+    Ok(Exit::Done)
+}
+
+fn page(plan: &Plan) -> String {
+    let term = |term: Term| format!("{:.1} ms {:+.1} ms * n", term.start_ms, term.slope_ms);
+    let mut lines = vec![
+        format!("from {} hops and {} reboots on this host", plan.hops, plan.reboots),
+        format!("  resume(n)     {}", term(plan.resume)),
+    ];
+    lines.extend(plan.reboot_os.map(|reboot_os| format!("  reboot_os(n)  {}", term(reboot_os))));
+    lines.push(String::new());
+    let head = ["N", "STANDS STILL", "MEASURED", "IF REBOOTED", "MEASURED", "GAINED"].map(str::to_owned).to_vec();
+    let cell = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), milliseconds);
+    let rows = plan.predictions.iter().map(|prediction| {
+        let Prediction { n, d_w_ms, d_w_measured_ms, d_c_ms, d_c_measured_ms, r_ms } = *prediction;
+        let numbers = [Some(d_w_ms), d_w_measured_ms, d_c_ms, d_c_measured_ms, r_ms];
+        std::iter::once(n.to_string()).chain(numbers.map(cell)).collect()
+    });
+    let rows: Vec<Vec<String>> = std::iter::once(head).chain(rows).collect();
+    lines.extend(table(&[Side::Right; 6], &rows));
+    if plan.boot_ms == 0.0 && plan.reboots > 0 {
+        lines.push(String::new());
+        lines.push("a reboot is counted until the guest begins to boot; --boot TIME adds what comes then".to_owned());
+    }
+    lines.join("\n")
+}
+
+/// A run that is over, beside what was expected of it.
+pub fn verdict(predicted_ms: f64, pauses_ms: Vec<f64>) -> Option<String> {
+    let measured_ms = median(pauses_ms)?;
+    Some(format!(
+        "each stood still for {} (median); the plan said {}, which is {:.0} % off",
+        milliseconds(measured_ms),
+        milliseconds(predicted_ms),
+        error_pct(predicted_ms, measured_ms)
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use hearth_api::EndCause;
+
+    use super::*;
+
+    fn record(second: u32, event: EventKind) -> EventRecord {
+        let time = format!("2026-03-01T12:00:{second:02}.000Z");
+        EventRecord { sequence: 1, time, machine: "web".into(), incarnation: 1, event }
+    }
+
+    fn hop(second: u32, took_ms: f64, pause_ms: f64) -> [EventRecord; 3] {
+        let (from_version, version) = ("7.2.0".to_owned(), "10.0.2".to_owned());
+        [
+            record(second, EventKind::Request { verb: "rejuvenate".into() }),
+            record(second, EventKind::Phase { phase: "launch".into(), duration_ms: took_ms }),
+            record(second, EventKind::Rejuvenated { generation: 2, from_version, version, pause_ms }),
+        ]
+    }
+
+    fn history(machines: &[Vec<EventRecord>], boot_ms: f64) -> History {
+        let (mut hops, mut reboots) = (Vec::new(), Vec::new());
+        machines.iter().for_each(|records| add(records, boot_ms, &mut hops, &mut reboots));
+        History { hops: by_company(&hops), reboots: by_company(&reboots) }
+    }
+
+    #[test]
+    fn hops_at_the_same_time_are_company() {
+        let one = [hop(10, 500.0, 3.0), hop(20, 500.0, 4.0)].concat();
+        let other = hop(20, 2000.0, 6.0).to_vec();
+        let history = history(&[one, other], 0.0);
+        assert_eq!(history.hops, [(1.0, 3.0), (2.0, 4.0), (2.0, 6.0)]);
+        assert_eq!([1, 4].map(|n| history.warm_ms(n).unwrap().round()), [3.0, 9.0]);
+        assert_eq!(history.plan(2, Duration::ZERO, 0.0).unwrap().reboot_os.map(|term| term.start_ms), None);
+    }
+
+    #[test]
+    fn reboots_last_from_end_to_service_and_those_of_a_crash_loop_do_not_count() {
+        let ended = |second| record(second, EventKind::IncarnationEnded { cause: EndCause::Panic });
+        let started = |second| record(second, EventKind::IncarnationStarted { generation: 2, warm: true });
+        let waits = record(21, EventKind::CrashLoop { delay_s: 9, next_start: String::new() });
+        let records = vec![started(1), ended(10), started(12), ended(20), waits, started(30)];
+        let history = history(&[[records, hop(40, 1.0, 4.0).to_vec()].concat()], 5000.0);
+        assert_eq!(history.reboots, [(1.0, 7000.0)]);
+        let plan = history.plan(4, Duration::from_secs(5), 0.5).unwrap();
+        let words = "from 1 hops and 1 reboots on this host
+  resume(n)     4.0 ms +0.0 ms * n
+  reboot_os(n)  7000.0 ms +0.0 ms * n
+
+N  STANDS STILL  MEASURED  IF REBOOTED  MEASURED   GAINED
+1        4.0 ms    4.0 ms      3.500 s   7.000 s  3.496 s
+2        4.0 ms         -      3.500 s         -  3.496 s
+4        4.0 ms         -      3.500 s         -  3.496 s";
+        assert_eq!(page(&plan), words, "\n{}", page(&plan));
+    }
+
+    #[test]
+    fn nothing_is_planned_from_nothing() {
+        assert!(History::default().plan(3, Duration::ZERO, 0.0).is_none());
+        assert_eq!(History::default().warm_ms(1), None);
+        assert_eq!(verdict(3.0, Vec::new()), None);
+        let words = "each stood still for 4.0 ms (median); the plan said 3.0 ms, which is 25 % off";
+        assert_eq!(verdict(3.0, vec![4.0, 9.0, 2.0]).as_deref(), Some(words));
+    }
+
+    #[test]
+    fn counts_double_up_to_all() {
+        assert_eq!([0, 1, 3, 8].map(counts), [vec![1], vec![1], vec![1, 2, 3], vec![1, 2, 4, 8]]);
+    }
+}
