@@ -104,7 +104,6 @@ impl Guest {
         self.console.transcript().lock().heard_from(first)
     }
 
-
     /// Remembers that something failed: the logs are printed when the machine is dropped.
     pub(crate) fn fail(&self, error: Error) -> Error {
         self.failed.store(true, Ordering::Relaxed);

@@ -2,7 +2,8 @@
 //!
 //! `hops`: what goes on over a hop. `failures`: each way in which it can fail leaves the guest where it was. `deaths`: the
 //! keeper is killed after each phase, and the next one finds a way. `age`: what speaks for a hop, and hops that nobody
-//! asked for. `many`: several machines with one command. `soak`: hundreds of hops, by hand.
+//! asked for. `many`: several machines with one command. `keeper`: another keeper, under the same guest. `soak`: hundreds of
+//! hops, by hand.
 
 #[path = "rejuvenation/age.rs"]
 mod age;
@@ -12,6 +13,8 @@ mod deaths;
 mod failures;
 #[path = "rejuvenation/hops.rs"]
 mod hops;
+#[path = "rejuvenation/keeper.rs"]
+mod keeper;
 #[path = "rejuvenation/many.rs"]
 mod many;
 #[path = "rejuvenation/programs.rs"]

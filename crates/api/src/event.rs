@@ -33,6 +33,15 @@ pub enum EventKind {
         qemu_pid: u32,
         generation: u32,
     },
+    /// Another program is to go on as the keeper.
+    KeeperHandsOver {
+        program: String,
+        version: String,
+    },
+    /// It did not: this one, which was the keeper before, goes on.
+    KeeperUpgradeFailed {
+        why: String,
+    },
     StateChanged {
         from: MachineState,
         to: MachineState,

@@ -25,7 +25,7 @@ pub use page::page;
 pub use remount::{MissedRun, ReadyRequest, RemountDisk, RemountPlan};
 pub use request::{
     Accepted, CrashMethod, CrashRequest, DiskSize, RebootRequest, RejuvenateRequest, ResizeRequest, SaveCancel,
-    SaveRequest, SaveThen, StopRequest,
+    SaveRequest, SaveThen, StopRequest, UpgradeRequest,
 };
 pub use routes::{Body, Method, Mismatch, Parameter, ROUTES, Route, RouteId};
 pub use status::{

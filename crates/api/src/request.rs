@@ -50,6 +50,15 @@ pub struct RejuvenateRequest {
     pub qemu: Option<PathBuf>,
 }
 
+/// Let another program go on as the machine's keeper.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct UpgradeRequest {
+    /// Absolute path of the program; without it the one that is now where the keeper's was started from.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub program: Option<PathBuf>,
+}
+
 /// Save the machine to a folder, from which others can go on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]

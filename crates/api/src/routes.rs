@@ -9,6 +9,7 @@ use schemars::{JsonSchema, Schema, SchemaGenerator};
 use crate::{
     Accepted, Age, CrashRequest, DiskSize, DumpOrder, DumpRequest, ErrorWord, EventRecord, Explanation, MachineStatus,
     ReadyRequest, RebootRequest, RejuvenateRequest, RemountPlan, ResizeRequest, SaveCancel, SaveRequest, StopRequest,
+    UpgradeRequest,
 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +38,7 @@ pub enum RouteId {
     DumpResume,
     DumpDiscard,
     Rejuvenate,
+    UpgradeKeeper,
     Age,
     Save,
     SaveCancel,
@@ -193,6 +195,21 @@ pub static ROUTES: &[Route] = &[
         response: Body::Json(shape::<Accepted>()),
         cli: "hearth rejuvenate NAME [--qemu PATH]",
         errors: &[ErrorWord::WrongState],
+    },
+    Route {
+        id: RouteId::UpgradeKeeper,
+        method: Method::Post,
+        path: "/v1/upgrade-keeper",
+        summary: "Let another program go on as the machine's keeper",
+        details: "The guest runs on; its disks stand still for about a second. The new program is asked first, and if it would \
+                  not go on with the machine nothing happens. Then this keeper becomes the new one, in the same process: the \
+                  API is away for a moment. `keeper_took_over` tells that it is done, `keeper_upgrade_failed` that the old \
+                  program goes on, and why.",
+        parameters: &[],
+        request: Some(Body::Json(shape::<UpgradeRequest>())),
+        response: Body::Json(shape::<Accepted>()),
+        cli: "hearth upgrade-keeper NAME [--program PATH]",
+        errors: &[ErrorWord::WrongState, ErrorWord::Failed],
     },
     Route {
         id: RouteId::Age,

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use hearth_api::{
     ApiError, CrashRequest, DiskSize, DumpRequest, ErrorWord, MachineStatus, RebootRequest, RejuvenateRequest,
-    RemountPlan, SaveRequest, StopRequest,
+    RemountPlan, SaveRequest, StopRequest, UpgradeRequest,
 };
 
 use crate::machine::age::Signs;
@@ -29,6 +29,8 @@ pub enum Command {
     /// Give up what is not yet written of all dumps.
     DiscardDump,
     Rejuvenate(RejuvenateRequest),
+    /// Another program is to go on with the machine.
+    UpgradeKeeper(UpgradeRequest),
     Age,
     Save(SaveRequest),
     CancelSave,

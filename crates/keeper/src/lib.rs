@@ -21,6 +21,7 @@ pub mod runtime_root;
 #[cfg(test)]
 mod sample;
 pub mod unix_socket;
+pub mod upgrade;
 
 /// An error with all its causes, on one line: `what: why: why that`.
 pub fn chain(error: &dyn std::error::Error) -> String {

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
+use hearth_api::EventKind;
 use hearth_qemu::{Binary, BinaryError, accelerator};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -17,9 +18,11 @@ use crate::event::Event;
 use crate::event_log::EventLog;
 use crate::http::{Context, Server};
 use crate::machine::restore::RestoreOrder;
-use crate::machine::{FolderError, Folders, Machine, MachineError, Parts};
+use crate::machine::{End, FolderError, Folders, Machine, MachineError, Parts};
 use crate::notify::{Notice, notify};
+use crate::runtime_root::RuntimeRoot;
 use crate::unix_socket::ListenError;
+use crate::upgrade::{Inheritance, Successor};
 
 /// Clients that still wait for an answer when the machine has stopped.
 const FAREWELL_PATIENCE: Duration = Duration::from_secs(2);
@@ -44,19 +47,42 @@ pub enum RunError {
     Machine(#[from] MachineError),
 }
 
-/// Looks after a machine until it has stopped.
-pub fn run(config: Config, restore: Option<RestoreOrder>) -> ExitCode {
-    let name = config.name.clone();
-    match keep(config, restore) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("hearth: {name}: {}", crate::chain(&error));
-            ExitCode::FAILURE
-        }
-    }
+/// What a keeper begins with.
+pub struct Start {
+    /// Checked.
+    pub config: Config,
+    pub root: RuntimeRoot,
+    /// A snapshot to begin with, instead of a boot.
+    pub restore: Option<RestoreOrder>,
+    pub inheritance: Inheritance,
 }
 
-fn keep(config: Config, restore: Option<RestoreOrder>) -> Result<(), RunError> {
+/// Looks after a machine until it has stopped, or this process has become another keeper.
+pub fn run(start: Start) -> ExitCode {
+    let name = start.config.name.clone();
+    let Start { config, root, restore, mut inheritance } = start;
+    match keep(config, root, restore, &mut inheritance) {
+        Ok(None) => return ExitCode::SUCCESS,
+        Ok(Some(successor)) => {
+            let error = successor.start();
+            eprintln!("hearth: {name}: no keeper can be started, its QEMU runs on: {error}");
+        }
+        Err(error) => {
+            let why = crate::chain(&error);
+            inheritance.give_back(&why);
+            eprintln!("hearth: {name}: {why}");
+        }
+    }
+    ExitCode::FAILURE
+}
+
+/// Who goes on with the machine, if it has not stopped.
+fn keep(
+    config: Config,
+    root: RuntimeRoot,
+    restore: Option<RestoreOrder>,
+    inheritance: &mut Inheritance,
+) -> Result<Option<Successor>, RunError> {
     let folders = Folders::prepare(&config.name, &config.runtime_folder, &config.memory_folder)?;
     let binary = Binary::find(config.qemu.as_deref())?;
     let (wanted, cpu_model) = (config.accelerator.into(), config.cpu_model.as_deref());
@@ -69,6 +95,9 @@ fn keep(config: Config, restore: Option<RestoreOrder>) -> Result<(), RunError> {
         "starting"
     );
     let event_log = EventLog::open(&config.name, &folders.runtime).map_err(RunError::EventLog)?;
+    if let Some(why) = inheritance.take_failure() {
+        event_log.record(EventKind::KeeperUpgradeFailed { why });
+    }
     let console = Hub::start(&folders.runtime.join("console.sock"))?;
     let (tell, events) = channel();
     let context = Context {
@@ -82,16 +111,35 @@ fn keep(config: Config, restore: Option<RestoreOrder>) -> Result<(), RunError> {
         file: config.file.clone(),
         what: problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
     })?;
-    let parts =
-        Parts { config, typed, restore, folders, binary, accelerator, event_log: event_log.clone(), console, tell };
+    let parts = Parts {
+        config,
+        typed,
+        restore,
+        folders,
+        binary,
+        accelerator,
+        event_log: event_log.clone(),
+        console,
+        tell,
+        root,
+    };
     let ended = Machine::start(parts).and_then(|machine| {
+        inheritance.settle();
         notify(&Notice::Ready);
         machine.run(&events)
     });
-    notify(&Notice::Stopping);
+    if !matches!(ended, Ok(End::HandsOver { .. })) {
+        notify(&Notice::Stopping);
+    }
     event_log.close();
     server.finish(FAREWELL_PATIENCE);
-    Ok(ended?)
+    match ended? {
+        End::Stopped => Ok(None),
+        End::HandsOver { machine, successor } => {
+            machine.let_go();
+            Ok(Some(successor))
+        }
+    }
 }
 
 fn control(tell: Sender<Event>) -> Control {

@@ -5,6 +5,7 @@ use hearth_api::{
     EmberStatus, EndCause, Growth, KeeperStatus, MachineState, MachineStatus, MemoryStatus, MissedRun, NetStatus,
     PhaseTime, QemuAge, QemuStatus, Recovery, Refused, RemountDisk, RemountPlan, UserfaultStatus,
 };
+use hearth_recovery::journal::QemuIdentity;
 
 use crate::config::RejuvenateConfig;
 use crate::machine::age::Signs;
@@ -186,5 +187,20 @@ pub fn dump() -> DumpStatus {
         percent: 25.0,
         mib_per_s: 40.0,
         eta_s: Some(3.0),
+    }
+}
+
+/// As a journal names it.
+pub fn qemu_identity(pid: u32) -> QemuIdentity {
+    QemuIdentity {
+        pid,
+        start_ticks: 1,
+        generation: 1,
+        version: "7.2.0".into(),
+        accelerator: "tcg".into(),
+        accelerator_why: String::new(),
+        userfault_fd: None,
+        deaf: false,
+        at_start: None,
     }
 }

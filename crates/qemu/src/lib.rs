@@ -4,7 +4,7 @@
 
 pub mod accelerator;
 mod binary;
-mod bounded;
+pub mod bounded;
 mod footprint;
 pub mod launch;
 mod migration;

@@ -7,8 +7,10 @@ use serde_json::Value;
 use super::{CliError, Context, Exit};
 use crate::check::{self, Purpose};
 use crate::config::Config;
+use crate::machine::could_take_over;
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
+use crate::upgrade::Consent;
 
 /// The checked configuration; the error holds everything that keeps the machine from running.
 pub fn for_run(file: &Path, root: &RuntimeRoot) -> Result<Config, CliError> {
@@ -41,6 +43,27 @@ pub fn check(context: &mut Context<'_>, file: &Path) -> Result<Exit, CliError> {
         context.write_line(&verdict(file, errors, problems.len() - errors))?;
     }
     Ok(if errors == 0 { Exit::Done } else { Exit::Wrong })
+}
+
+/// Whether this program could go on with the machine, as far as that can be told beforehand.
+pub fn check_take_over(context: &mut Context<'_>, file: &Path) -> Result<Exit, CliError> {
+    let wrong = |problems| CliError::Configuration { file: file.to_owned(), problems };
+    let config = Config::load(file, &context.root).map_err(wrong)?;
+    let mut problems = check::check(&config, &context.root, Purpose::Check);
+    problems.retain(Problem::is_error);
+    if !problems.is_empty() {
+        return Err(wrong(problems));
+    }
+    if !could_take_over(&config).map_err(CliError::TakeOver)? {
+        return Err(context.not_running(&config.name));
+    }
+    let consent = Consent { machine: config.name, version: env!("CARGO_PKG_VERSION").to_owned() };
+    if context.json {
+        context.write_json(&consent)?;
+    } else {
+        context.write_line(&format!("{}: hearth {} can go on with it", consent.machine, consent.version))?;
+    }
+    Ok(Exit::Done)
 }
 
 fn verdict(file: &Path, errors: usize, warnings: usize) -> String {

@@ -18,10 +18,11 @@ use hearth_recovery::vmcore::FileError;
 use hearth_recovery::vmcore::linux::NotUnderstood;
 
 use crate::client::ClientError;
-use crate::config::Config;
-use crate::machine::restore::RestoreOrder;
+use crate::machine::MachineError;
 use crate::problem::Problem;
+use crate::run::Start;
 use crate::runtime_root::RuntimeRoot;
+use crate::upgrade::Inheritance;
 
 mod age;
 mod configuration;
@@ -42,6 +43,7 @@ mod status;
 #[cfg(test)]
 mod tests;
 mod text;
+mod upgrade_keeper;
 mod vmcore;
 mod words;
 
@@ -115,7 +117,13 @@ enum Verb {
     Run(FileArgument),
     /// Say everything that is wrong with a configuration and its surroundings, without starting anything.
     #[command(after_help = "Example: hearth check web.toml --json\n\nExit codes: 0 the machine can run, 2 it cannot")]
-    Check(FileArgument),
+    Check {
+        #[command(flatten)]
+        file: FileArgument,
+        /// Say whether this program could go on with the machine, which runs; `upgrade-keeper` asks this.
+        #[arg(long)]
+        take_over: bool,
+    },
     /// List the machines.
     Ls,
     /// Show how a machine is.
@@ -182,6 +190,12 @@ enum Verb {
           hearth rejuvenate --all --parallel 4 --stagger 10s
           hearth rejuvenate --plan --boot 20s")]
     Rejuvenate(rejuvenate::RejuvenateArguments),
+    /// Let another version of Hearth go on as a machine's keeper, under its running guest.
+    ///
+    /// The guest runs on; its disks stand still for about a second. A program that would not go on with the machine is refused
+    /// before anything happens; if it fails later the old one is started again.
+    #[command(after_help = "Example: hearth upgrade-keeper web --program /opt/hearth/hearth")]
+    UpgradeKeeper(upgrade_keeper::UpgradeKeeperArguments),
     /// Show how old a machine's QEMU is, and what speaks for another one.
     ///
     /// Uptime, memory of its own, file descriptors, and the version that is installed now.
@@ -329,6 +343,8 @@ pub enum CliError {
     Overlay(#[from] OverlayError),
     #[error(transparent)]
     Vmcore(#[from] FileError),
+    #[error("this program cannot go on with the machine")]
+    TakeOver(#[source] MachineError),
     #[error("{path}: no kernel log can be read from it")]
     NoLog { path: PathBuf, source: NotUnderstood },
     #[error("the terminal cannot be used")]
@@ -357,7 +373,7 @@ struct Context<'a> {
 }
 
 /// The whole program. `run` looks after a machine until it has stopped.
-pub fn main(run: fn(Config, Option<RestoreOrder>) -> ExitCode) -> ExitCode {
+pub fn main(run: fn(Start) -> ExitCode) -> ExitCode {
     let cli = Cli::parse();
     log_to_stderr();
     let mut out = io::stdout().lock();
@@ -365,12 +381,18 @@ pub fn main(run: fn(Config, Option<RestoreOrder>) -> ExitCode) -> ExitCode {
         // The machine may run for years: the lock on standard output is not taken along.
         Verb::Run(FileArgument { file }) => {
             drop(out);
-            configuration::for_run(&file, &root_of(cli.runtime_root)).map(|config| run(config, None))
+            let (root, mut inheritance) = (root_of(cli.runtime_root), Inheritance::of_this_process());
+            configuration::for_run(&file, &root)
+                .inspect_err(|error| inheritance.give_back(&crate::chain(error)))
+                .map(|config| run(Start { config, root, restore: None, inheritance }))
         }
         Verb::Restore(arguments) => {
             drop(out);
-            let prepared = restore::prepare(arguments, &root_of(cli.runtime_root));
-            prepared.map(|(config, order)| run(config, Some(order)))
+            let root = root_of(cli.runtime_root);
+            let prepared = restore::prepare(arguments, &root);
+            prepared.map(|(config, order)| {
+                run(Start { config, root, restore: Some(order), inheritance: Inheritance::default() })
+            })
         }
         verb => perform(verb, cli.json, cli.runtime_root, &mut out).map(ExitCode::from),
     };
@@ -409,7 +431,8 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
     match verb {
         Verb::Run(_) | Verb::Restore(_) => unreachable!("`main` takes these"),
         Verb::WorkingSet { snapshot } => restore::working_set(context, &snapshot),
-        Verb::Check(FileArgument { file }) => configuration::check(context, &file),
+        Verb::Check { file: FileArgument { file }, take_over: false } => configuration::check(context, &file),
+        Verb::Check { file: FileArgument { file }, take_over: true } => configuration::check_take_over(context, &file),
         Verb::Ls => list::list(context),
         Verb::Status(NameArgument { name }) => status::show(context, &name),
         Verb::Console(NameArgument { name }) => console::connect(context, &name),
@@ -424,6 +447,7 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
         }
         Verb::Dump(arguments) => dump::perform(context, arguments),
         Verb::Rejuvenate(arguments) => rejuvenate::perform(context, arguments),
+        Verb::UpgradeKeeper(arguments) => upgrade_keeper::perform(context, arguments),
         Verb::Age(NameArgument { name }) => age::show(context, &name),
         Verb::Save(arguments) => save::save(context, arguments),
         Verb::Ready(NameArgument { name }) => remount::ready(context, &name),

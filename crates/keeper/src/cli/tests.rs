@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use clap::CommandFactory;
-use hearth_api::{ApiError, DiskSize, EndCause, ErrorWord, EventKind, MachineState, RejuvenateRequest};
+use hearth_api::{ApiError, DiskSize, EndCause, ErrorWord, EventKind, MachineState, RejuvenateRequest, UpgradeRequest};
 use hearth_recovery::journal::{Journal, QemuIdentity};
 use tempfile::TempDir;
 
@@ -74,6 +74,14 @@ fn obey(command: &Command, events: &EventLog) -> Result<Answer, ApiError> {
             let (phase, why) = ("launch".to_owned(), "there is no such program".to_owned());
             events.record(EventKind::RejuvenationFailed { phase, why, guest_lost: false });
         }
+        Command::UpgradeKeeper(UpgradeRequest { program: None }) => {
+            let (program, version) = ("/usr/bin/hearth".to_owned(), "0.2.0".to_owned());
+            events.record(EventKind::KeeperHandsOver { program, version });
+            events.record(EventKind::KeeperTookOver { qemu_pid: 4712, generation: 2 });
+        }
+        Command::UpgradeKeeper(_) => {
+            events.record(EventKind::KeeperUpgradeFailed { why: "it cannot be started".into() });
+        }
         Command::Save(request) if request.compress => {
             events.record(EventKind::SaveFailed { folder: "/s".into(), why: "the disk is full".into() });
         }
@@ -143,7 +151,10 @@ fn every_verb_is_parsed_as_documented() {
         "ready web",
         "remount-plan web --json",
         "rejuvenate web --qemu qemu --no-wait",
+        "rejuvenate --plan --boot 20s --alpha 0.5 --json",
         "rejuvenate --all --parallel 4 --stagger 10s --keep-going",
+        "upgrade-keeper web --program /opt/hearth --no-wait",
+        "check web.toml --take-over --json",
         "resize web data",
         "config web",
         "completions zsh",
@@ -151,7 +162,6 @@ fn every_verb_is_parsed_as_documented() {
     ] {
         Cli::try_parse_from(["hearth"].into_iter().chain(line.split(' ')))
             .unwrap_or_else(|error| panic!("{line}: {error}"));
-        "rejuvenate --plan --boot 20s --alpha 0.5 --json",
     }
     for line in [
         "",
@@ -165,6 +175,9 @@ fn every_verb_is_parsed_as_documented() {
         "rejuvenate web --all",
         "rejuvenate web --parallel 2",
         "rejuvenate --all --no-wait",
+        "rejuvenate web --plan",
+        "rejuvenate --all --boot 5s",
+        "rejuvenate --plan --alpha 2",
         "rejuvenate --all --stagger soon",
     ] {
         assert!(Cli::try_parse_from(["hearth"].into_iter().chain(line.split_whitespace())).is_err(), "{line}");
@@ -175,9 +188,6 @@ fn every_verb_is_parsed_as_documented() {
 #[test]
 fn every_command_that_the_api_page_names_exists() {
     let cli = Cli::command();
-        "rejuvenate web --plan",
-        "rejuvenate --all --boot 5s",
-        "rejuvenate --plan --alpha 2",
     for route in hearth_api::ROUTES.iter().filter(|route| !route.cli.is_empty()) {
         let mut words = route.cli.split_whitespace().skip(1);
         let verb = words.next().unwrap();
@@ -326,11 +336,16 @@ fn orders_wait_for_their_end() {
     let output = fixture.output(&["reboot", "web", "--cold"]);
     let words: Vec<&str> = output.lines().map(|line| line.split_once("  ").unwrap().1.trim_start()).collect();
     assert_eq!(words, ["1  [2]  incarnation ended: reboot was ordered", "2  [3]  incarnation started, cold"]);
+    assert!(
+        fixture
+            .output(&["upgrade-keeper", "web"])
+            .ends_with("keeper took over the living QEMU, pid 4712, generation 2\n")
+    );
     let output = fixture.output(&["stop", "web", "--json"]);
     assert!(output.lines().last().unwrap().contains("\"to\":\"stopped\""), "{output}");
     let output = fixture.output(&["stop", "web", "--no-wait"]);
     assert_eq!(output, "web: on its way; `hearth events web --follow` tells how it goes\n");
-    assert_eq!(fixture.json(&["reboot", "web", "--no-wait"]), serde_json::json!({"since": 6}));
+    assert_eq!(fixture.json(&["reboot", "web", "--no-wait"]), serde_json::json!({"since": 8}));
 }
 
 /// Holds a machine's lock as its keeper does.
@@ -373,6 +388,8 @@ fn an_order_that_comes_to_nothing_is_an_error() {
     let expect = "web: this did not come about; `hearth events web` tells why";
     fixture.check_error(&["crash", "web", "--wait"], Exit::Failed, expect);
     assert_eq!(fixture.output(&["resize", "web", "root"]), "web: disk root now has 3.00 GiB\n");
+    let expect = "web: the old keeper goes on";
+    fixture.check_error(&["upgrade-keeper", "web", "--program", "/opt/hearth"], Exit::Failed, expect);
     fixture.check_error(&["resize", "web", "data"], Exit::Failed, "web has no disk data; its disks are: root");
 }
 
@@ -394,18 +411,7 @@ fn a_machine_that_does_not_run_is_told_with_those_that_do() {
 fn this_process() -> QemuIdentity {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
     let start_ticks = stat.rsplit(')').next().unwrap().split_whitespace().nth(19).unwrap().parse().unwrap();
-    let (version, accelerator, accelerator_why) = ("7.2.0".to_owned(), "tcg".to_owned(), String::new());
-    QemuIdentity {
-        pid: std::process::id(),
-        start_ticks,
-        generation: 1,
-        version,
-        accelerator,
-        accelerator_why,
-        userfault_fd: None,
-        deaf: false,
-        at_start: None,
-    }
+    QemuIdentity { start_ticks, ..sample::qemu_identity(std::process::id()) }
 }
 
 #[test]

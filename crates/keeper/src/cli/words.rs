@@ -13,6 +13,10 @@ pub fn describe(event: &EventKind) -> String {
         EventKind::KeeperTookOver { qemu_pid, generation } => {
             format!("keeper took over the living QEMU, pid {qemu_pid}, generation {generation}")
         }
+        EventKind::KeeperHandsOver { program, version } => format!("keeper hands over to {program}, {version}"),
+        EventKind::KeeperUpgradeFailed { why } => {
+            format!("the other keeper did not take over, the old one goes on: {why}")
+        }
         EventKind::StateChanged { from, to } => format!("{} -> {}", from.name(), to.name()),
         EventKind::Request { verb } => format!("asked to {verb}"),
         EventKind::QemuStarted { pid, generation, version, accelerator, accelerator_why } => {

@@ -7,7 +7,7 @@ use std::time::Instant;
 use hearth_api::{
     Accepted, ApiError, CrashRequest, DumpOrder, DumpRequest, ErrorWord, EventRecord, Explanation, Mismatch,
     ReadyRequest, RebootRequest, RejuvenateRequest, ResizeRequest, Route, RouteId, SaveCancel, SaveRequest,
-    StopRequest,
+    StopRequest, UpgradeRequest,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Serialize;
@@ -88,6 +88,10 @@ fn answer(context: &Context, request: &Request) -> Result<Reply, ApiError> {
         RouteId::Rejuvenate => {
             let order = request.body::<RejuvenateRequest>()?;
             accepted(context, Command::Rejuvenate(order))
+        }
+        RouteId::UpgradeKeeper => {
+            let order = request.body::<UpgradeRequest>()?;
+            accepted(context, Command::UpgradeKeeper(order))
         }
         RouteId::Age => age(context),
         RouteId::Save => {

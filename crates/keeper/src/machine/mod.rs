@@ -46,6 +46,7 @@ pub mod save;
 mod status;
 mod takeover;
 mod timeline;
+mod upgrade;
 pub mod warden;
 
 use std::sync::Arc;
@@ -63,19 +64,22 @@ use hearth_recovery::ember::Ember;
 use hearth_recovery::hold::Hold;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::Journal;
-use hearth_recovery::warm_reboot::Phase;
 use hearth_recovery::rejuvenation::ClockDebt;
+use hearth_recovery::warm_reboot::Phase;
 
 use crate::config::{Config, ConfigFile};
 use crate::console::Hub;
 use crate::event::Event;
 use crate::event_log::EventLog;
+use crate::runtime_root::RuntimeRoot;
+use crate::upgrade::Successor;
 
 use crash::Harvest;
 use crash_loop::{BackOff, Crashes};
 use dumps::Dumps;
 pub use folders::{FolderError, Folders};
 use generation::Generation;
+pub use takeover::could_take_over;
 use timeline::Timeline;
 
 /// How long a guest may take to shut down when asked nicely, before its power is cut.
@@ -126,6 +130,18 @@ pub struct Parts {
     pub event_log: EventLog,
     pub console: Hub,
     pub tell: Sender<Event>,
+    /// Where the machine is entered by its name.
+    pub root: RuntimeRoot,
+}
+
+/// How the event loop of a machine ends.
+pub enum End {
+    Stopped,
+    /// The guest runs on; another program is to go on with it.
+    HandsOver {
+        machine: Box<Machine>,
+        successor: Successor,
+    },
 }
 
 /// One VM under its keeper.
@@ -167,6 +183,8 @@ pub struct Machine {
     harvest: Option<Harvest>,
     /// The guest has stopped; what is left of the machine are its dumps.
     stops_after_dumps: bool,
+    /// Goes on instead of this keeper.
+    successor: Option<Successor>,
 }
 
 /// An incarnation and the QEMU that runs it.
@@ -174,6 +192,8 @@ struct Life {
     incarnation: Incarnation,
     generation: Generation,
     began: Instant,
+    /// What the guest's clock is off by since its last hop.
+    clock_debt: ClockDebt,
     /// Named by QEMU before it ends; if it ends without a word it died.
     cause: Option<EndCause>,
 }
@@ -192,8 +212,6 @@ impl Machine {
         let journal = match Journal::load(&parts.folders.journal())? {
             Some(journal) => journal,
             None => Journal::new(&parts.config.name, parts.config.memory_bytes),
-    /// What the guest's clock is off by since its last hop.
-    clock_debt: ClockDebt,
         };
         let tagger = parts.folders.tagger()?;
         let ember = Arc::new(Ember::new(&parts.folders.memory, tagger.clone()));
@@ -242,6 +260,7 @@ impl Machine {
             unfinished_dumps: Vec::new(),
             harvest: None,
             stops_after_dumps: false,
+            successor: None,
         };
         machine.record(EventKind::Started { pid: std::process::id(), version: env!("CARGO_PKG_VERSION").to_owned() });
         if !machine.take_over()? {
@@ -257,9 +276,12 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Handles events until the machine has stopped.
-    pub fn run(mut self, events: &Receiver<Event>) -> Result<(), MachineError> {
+    /// Handles events until the machine has stopped, or is another keeper's.
+    pub fn run(mut self, events: &Receiver<Event>) -> Result<End, MachineError> {
         while self.state != MachineState::Stopped {
+            if let Some(successor) = self.successor.take() {
+                return Ok(End::HandsOver { machine: Box::new(self), successor });
+            }
             let event = match self.deadline() {
                 None => events.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 Some(deadline) => events.recv_timeout(deadline.saturating_duration_since(Instant::now())),
@@ -274,7 +296,7 @@ impl Machine {
                 return Err(error);
             }
         }
-        Ok(())
+        Ok(End::Stopped)
     }
 
     fn deadline(&self) -> Option<Instant> {

@@ -18,6 +18,9 @@ impl Machine {
             Command::ResumeDump => self.accept("resume the dump", Self::resume_dump),
             Command::DiscardDump => self.accept("discard the dump", Self::discard_dumps),
             Command::Rejuvenate(request) => self.accept("rejuvenate", |machine| machine.begin_rejuvenation(request)),
+            Command::UpgradeKeeper(request) => {
+                self.accept("upgrade the keeper", |machine| machine.begin_upgrade(&request))
+            }
             Command::Age => self.age().map(|signs| Answer::Age(Box::new(signs))),
             Command::Save(request) => self.accept("save", |machine| machine.begin_save(request)),
             Command::CancelSave => self.accept("call the save off", Self::call_save_off),

@@ -77,13 +77,18 @@ impl Machine {
                 format!("cannot rejuvenate: network {} cannot have two QEMUs yet ({})", net.mac, net.backend.kind());
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("see docs/rejuvenation.md"));
         }
+        self.must_be_at_rest("rejuvenate")
+    }
+
+    /// No part of the guest's memory is on its way.
+    pub(super) fn must_be_at_rest(&self, what: &str) -> Result<(), ApiError> {
         if self.gate.as_ref().is_some_and(|gate| gate.is_shut()) {
-            let message = "cannot rejuvenate: the guest still gets its memory bit by bit, through the QEMU it has";
+            let message = format!("cannot {what}: the guest still gets its memory bit by bit, through the QEMU it has");
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` tells when that is over"));
         }
-        self.must_be_complete("rejuvenate")?;
+        self.must_be_complete(what)?;
         if self.saving.is_some() {
-            let message = "cannot rejuvenate: the guest is being saved";
+            let message = format!("cannot {what}: the guest is being saved");
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth save --cancel` calls that off"));
         }
         Ok(())

@@ -17,12 +17,23 @@ use hearth_memory::RamFile;
 use hearth_recovery::ember::EmberError;
 use hearth_recovery::hold::Hold;
 use hearth_recovery::incarnation::{Incarnation, discard_files, ram_path};
-use hearth_recovery::journal::DiskIdentity;
+use hearth_recovery::journal::{DiskIdentity, Journal};
 
 use super::gate::UserfaultOr;
 use super::generation::{Generation, LaunchError};
 use super::launch;
 use super::{Machine, MachineError};
+use crate::config::Config;
+
+/// Whether a keeper of this program could go on with the machine, as far as its files tell; false if there is nothing to go
+/// on with.
+pub fn could_take_over(config: &Config) -> Result<bool, MachineError> {
+    let journal = Journal::load(&config.runtime_folder.join("journal.json"))?;
+    let Some((journal, qemu)) = journal.and_then(|mut journal| journal.qemu.take().map(|qemu| (journal, qemu))) else {
+        return Ok(false);
+    };
+    must_serve_the_same_disks(&journal, config, qemu.pid).map(|()| true)
+}
 
 impl Machine {
     /// True if a living QEMU of this machine was found, and is this keeper's now.
@@ -35,7 +46,7 @@ impl Machine {
             return Ok(false);
         };
         let identity = identity.expect("a process was found by it");
-        self.must_serve_the_same_disks(identity.pid)?;
+        must_serve_the_same_disks(&self.journal, &self.parts.config, identity.pid)?;
         let began = process.began();
         let incarnation = self.reopen()?;
         let restored = self.journal.restore.is_some();
@@ -97,13 +108,6 @@ impl Machine {
         self.ember.extinguish();
         self.discard_all_incarnations();
         Ok(false)
-    }
-
-    /// A file system that is mounted must not find another image under it.
-    fn must_serve_the_same_disks(&self, qemu_pid: u32) -> Result<(), MachineError> {
-        let (has, wants) = (&self.journal.disks, launch::disk_identities(&self.parts.config));
-        let Some(what) = difference(has, &wants) else { return Ok(()) };
-        Err(MachineError::OtherDisks { name: self.parts.config.name.clone(), qemu_pid, what })
     }
 
     /// The living incarnation and the ember, from their files.
@@ -195,6 +199,12 @@ impl Machine {
     }
 }
 
+/// A file system that is mounted must not find another image under it.
+fn must_serve_the_same_disks(journal: &Journal, config: &Config, qemu_pid: u32) -> Result<(), MachineError> {
+    let Some(what) = difference(&journal.disks, &launch::disk_identities(config)) else { return Ok(()) };
+    Err(MachineError::OtherDisks { name: config.name.clone(), qemu_pid, what })
+}
+
 /// The first difference between the disks a QEMU has and those it would get, in words.
 fn difference(has: &[DiskIdentity], gets: &[DiskIdentity]) -> Option<String> {
     if has.len() != gets.len() {
@@ -214,6 +224,32 @@ mod tests {
 
     fn disk(name: &str, path: &str) -> DiskIdentity {
         DiskIdentity { name: name.into(), path: path.into(), format: "raw".into(), read_only: false }
+    }
+
+    #[test]
+    fn what_a_machine_cannot_be_taken_over_with_is_told_beforehand() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("web.toml");
+        let text = "name = \"web\"\nmemory = \"64MiB\"\n[boot]\nkernel = \"k\"\n[[disks]]\nname = \"root\"\npath = \"root.img\"\n";
+        fs::write(&file, text).unwrap();
+        let config = Config::load(&file, &crate::runtime_root::RuntimeRoot::new(folder.path())).unwrap();
+        let path = config.runtime_folder.join("journal.json");
+        fs::create_dir_all(&config.runtime_folder).unwrap();
+        assert!(!could_take_over(&config).unwrap(), "it has never run");
+        let mut journal = Journal::new("web", config.memory_bytes);
+        journal.save(&path).unwrap();
+        assert!(!could_take_over(&config).unwrap(), "it has no QEMU");
+        journal.qemu = Some(crate::sample::qemu_identity(7));
+        journal.disks = launch::disk_identities(&config);
+        journal.save(&path).unwrap();
+        assert!(could_take_over(&config).unwrap());
+        journal.disks.clear();
+        journal.save(&path).unwrap();
+        let error = could_take_over(&config).unwrap_err().to_string();
+        assert!(error.contains("with other disks than configured now: it has 0, configured are 1"), "{error}");
+        fs::write(&path, r#"{"version": 9}"#).unwrap();
+        let error = could_take_over(&config).unwrap_err().to_string();
+        assert!(error.ends_with("version 9, this keeper knows 1; use the keeper that wrote it"), "{error}");
     }
 
     #[test]

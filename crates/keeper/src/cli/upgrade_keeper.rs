@@ -1,0 +1,98 @@
+//! `hearth upgrade-keeper`: order, then events over the keeper's change until it is decided.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use hearth_api::{EventKind, UpgradeRequest};
+
+use super::{CliError, Context, Exit, WaitArgument, absolute, events};
+use crate::client::ClientError;
+
+/// Without a keeper: the old one has a few seconds for its farewell, the new one as many to be there.
+const PATIENCE: Duration = Duration::from_secs(60);
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+#[derive(Debug, Args)]
+pub struct UpgradeKeeperArguments {
+    /// Name of the machine.
+    name: String,
+    /// Another program than the one that is now where the keeper's was started from.
+    #[arg(long, value_name = "PATH")]
+    program: Option<PathBuf>,
+    #[command(flatten)]
+    wait: WaitArgument,
+}
+
+pub fn perform(context: &mut Context<'_>, arguments: UpgradeKeeperArguments) -> Result<Exit, CliError> {
+    let UpgradeKeeperArguments { name, program, wait } = arguments;
+    let request = UpgradeRequest { program: program.map(absolute) };
+    let accepted = context.ask(&name, |client| client.upgrade_keeper(&request))?;
+    if !wait.no_wait {
+        return follow(context, &name, accepted.since);
+    }
+    if context.json {
+        context.write_json(&accepted)?;
+    } else {
+        context.write_line(&format!("{name}: on its way; `hearth events {name} --follow` tells how it goes"))?;
+    }
+    Ok(Exit::Done)
+}
+
+/// The old keeper's stream ends with it; its successor's goes on with the same numbers.
+fn follow(context: &mut Context<'_>, name: &str, mut since: u64) -> Result<Exit, CliError> {
+    let mut deadline = Instant::now() + PATIENCE;
+    loop {
+        match context.client(name).follow(since) {
+            Ok(stream) => {
+                for record in stream.map_while(Result::ok) {
+                    since = record.sequence;
+                    if context.json {
+                        context.write_json(&record)?;
+                    } else {
+                        context.write_line(&events::line(&record))?;
+                    }
+                    if let Some(decided) = decided(&record.event) {
+                        return decided.map(|()| Exit::Done).map_err(|what| machine_error(name, what));
+                    }
+                    deadline = Instant::now() + PATIENCE;
+                }
+            }
+            Err(ClientError::NotRunning { .. } | ClientError::Silent { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+        if Instant::now() > deadline {
+            return Err(machine_error(name, "no keeper has come back; `hearth run` takes the machine over"));
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
+
+fn decided(event: &EventKind) -> Option<Result<(), &'static str>> {
+    match event {
+        EventKind::KeeperTookOver { .. } => Some(Ok(())),
+        EventKind::KeeperUpgradeFailed { .. } => Some(Err("the old keeper goes on")),
+        EventKind::IncarnationStarted { .. } => Some(Err("the guest ended meanwhile, and another one was started")),
+        _ => None,
+    }
+}
+
+fn machine_error(name: &str, what: &str) -> CliError {
+    CliError::Machine { name: name.to_owned(), what: what.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_decides_an_upgrade() {
+        let hands_over = EventKind::KeeperHandsOver { program: "/usr/bin/hearth".into(), version: "0.2.0".into() };
+        assert_eq!(decided(&hands_over), None);
+        assert_eq!(decided(&EventKind::Started { pid: 1, version: "0.2.0".into() }), None);
+        assert_eq!(decided(&EventKind::KeeperTookOver { qemu_pid: 2, generation: 1 }), Some(Ok(())));
+        assert!(decided(&EventKind::KeeperUpgradeFailed { why: "it is old".into() }).is_some_and(|end| end.is_err()));
+        let started = EventKind::IncarnationStarted { generation: 2, warm: false };
+        assert!(decided(&started).is_some_and(|end| end.is_err()));
+    }
+}

@@ -1,0 +1,41 @@
+//! Upgrade of the keeper, as far as the machine is concerned: whether it may be, and what is left behind.
+
+use hearth_api::{ApiError, ErrorWord, EventKind, UpgradeRequest};
+use hearth_disk::server::DiskServer;
+
+use super::{Machine, Wanted};
+use crate::upgrade::Successor;
+
+const WHAT: &str = "upgrade the keeper";
+
+impl Machine {
+    /// Once the successor has said that it can the loop ends.
+    pub(super) fn begin_upgrade(&mut self, request: &UpgradeRequest) -> Result<(), ApiError> {
+        self.must_live(WHAT)?;
+        if self.wanted != Wanted::Run {
+            let message = format!("cannot {WHAT}: the machine is on its way down");
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("its next keeper can be the new one"));
+        }
+        self.must_be_at_rest(WHAT)?;
+        if self.dumps.is_busy() {
+            let message = format!("cannot {WHAT}: a dump is under way");
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` tells how far it is"));
+        }
+        let successor = Successor::ask(request.program.as_deref(), &self.parts.config, &self.parts.root);
+        let successor = successor.map_err(|error| {
+            ApiError::new(ErrorWord::Failed, format!("the keeper stays as it is: {}", crate::chain(&error)))
+                .hint("nothing was touched")
+        })?;
+        let (program, version) = (successor.program.display().to_string(), successor.version.clone());
+        self.record(EventKind::KeeperHandsOver { program, version });
+        self.successor = Some(successor);
+        Ok(())
+    }
+
+    /// Leaves the machine as a keeper that dies would, but for the disks: what is in flight there comes to its end.
+    pub fn let_go(mut self) {
+        std::mem::take(&mut self.disks).into_iter().for_each(DiskServer::stop);
+        // Its parts would put things in order for a guest that has ended.
+        std::mem::forget(self);
+    }
+}

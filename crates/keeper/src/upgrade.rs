@@ -1,0 +1,206 @@
+//! Upgrade: the keeper becomes another program, in place: the same process, above the same QEMU.
+//!
+//! ```text
+//! ask the new program --> its disks hang up --> exec --> the new keeper takes over, as from a dead one
+//!   | it cannot                                  | it cannot be started, or ends before it has the machine
+//!   v                                            v
+//! nothing was touched                          exec of the old program, which takes over and says why
+//! ```
+//! In place, because whoever started the keeper (systemd, a shell) knows it by its process, and goes on to. What the new
+//! keeper must know of the machine is in the files that any take-over reads; the journal has a version, and a program that does
+//! not know it says so when it is asked. What it must know of the upgrade comes in its environment: the old program, as an
+//! open descriptor, because most upgrades replace the file.
+//!
+//! A new program that has taken the machine over and dies later is a dead keeper like any other.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use hearth_qemu::bounded;
+use rustix::io::{FdFlags, fcntl_setfd};
+use serde::{Deserialize, Serialize};
+
+use crate::config::Config;
+use crate::runtime_root::RuntimeRoot;
+
+/// Holds a `Word`.
+const VARIABLE: &str = "HEARTH_UPGRADE";
+/// The new program reads two small files; on a host that swaps that may take a second.
+const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
+/// What Linux adds to the path of a program whose file was replaced.
+const REPLACED: &str = " (deleted)";
+
+/// What one program tells the next one in the same process.
+#[derive(Debug, Serialize, Deserialize)]
+struct Word {
+    /// The process that is meant; its children have the variable, too.
+    pid: u32,
+    what: What,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum What {
+    /// If you cannot have the machine, start this program again.
+    TakeOver { program: RawFd, arguments: Vec<OsString> },
+    /// The other program could not.
+    GoOn { why: String },
+}
+
+/// What a program says that can go on with a machine: `hearth check FILE --take-over --json`.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Consent {
+    pub machine: String,
+    /// Of Hearth.
+    pub version: String,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum UpgradeError {
+    #[error("{program}: there is no such program")]
+    Missing { program: PathBuf },
+    #[error("{program}: cannot be run")]
+    NotRunnable { program: PathBuf, source: io::Error },
+    #[error("{program}: does not go on with the machine: {why}")]
+    Refuses { program: PathBuf, why: String },
+    #[error("{program}: does not answer as hearth does, but {said:?}")]
+    NotHearth { program: PathBuf, said: String },
+    #[error("the keeper's own program cannot be kept at hand")]
+    OwnProgram(#[source] io::Error),
+}
+
+/// A program that said it can go on with the machine.
+#[derive(Debug)]
+pub struct Successor {
+    pub program: PathBuf,
+    pub version: String,
+    arguments: Vec<OsString>,
+    /// The one that runs.
+    own: File,
+}
+
+impl Successor {
+    /// Asks `program`, or whatever is now where this keeper's own program was started from.
+    pub fn ask(program: Option<&Path>, config: &Config, root: &RuntimeRoot) -> Result<Self, UpgradeError> {
+        let program = match program {
+            Some(program) => program.to_owned(),
+            None => installed().map_err(UpgradeError::OwnProgram)?,
+        };
+        if !program.exists() {
+            return Err(UpgradeError::Missing { program });
+        }
+        let consent = consent(&program, config, root)?;
+        let own = File::open("/proc/self/exe").map_err(UpgradeError::OwnProgram)?;
+        let arguments = vec!["--runtime-root".into(), root.path().into(), "run".into(), config.file.clone().into()];
+        Ok(Self { program, version: consent.version, arguments, own })
+    }
+
+    /// Returns only if neither this program nor the one that runs can be started.
+    pub fn start(self) -> io::Error {
+        // Closed by the exec otherwise; a descriptor that is open has flags.
+        if let Err(error) = fcntl_setfd(&self.own, FdFlags::empty()) {
+            tracing::warn!(%error, "if the new keeper fails, nobody starts the old one again");
+        }
+        let what = What::TakeOver { program: self.own.as_raw_fd(), arguments: self.arguments.clone() };
+        let error = exec(&self.program, &self.arguments, what);
+        let why = format!("{}: cannot be started: {error}", self.program.display());
+        exec_descriptor(&self.own, &self.arguments, why)
+    }
+}
+
+/// What this process was told by the program that it ran before.
+#[derive(Debug, Default)]
+pub struct Inheritance {
+    predecessor: Option<Predecessor>,
+    /// Why the program that was to follow this one did not.
+    failure: Option<String>,
+}
+
+#[derive(Debug)]
+struct Predecessor {
+    program: OwnedFd,
+    arguments: Vec<OsString>,
+}
+
+impl Inheritance {
+    /// To be asked once, before anything is opened.
+    pub fn of_this_process() -> Self {
+        let text = std::env::var(VARIABLE).unwrap_or_default();
+        let word = serde_json::from_str::<Word>(&text).ok().filter(|word| word.pid == std::process::id());
+        match word.map(|word| word.what) {
+            None => Self::default(),
+            Some(What::GoOn { why }) => Self { predecessor: None, failure: Some(why) },
+            Some(What::TakeOver { program, arguments }) => {
+                // SAFETY: the program before this one left the descriptor open for this, and nobody else knows of it.
+                let program = unsafe { OwnedFd::from_raw_fd(program) };
+                // QEMU has no use for it.
+                let own = fcntl_setfd(&program, FdFlags::CLOEXEC).is_ok();
+                Self { predecessor: own.then_some(Predecessor { program, arguments }), failure: None }
+            }
+        }
+    }
+
+    /// Why an upgrade of this keeper came to nothing; told once.
+    pub fn take_failure(&mut self) -> Option<String> {
+        self.failure.take()
+    }
+
+    /// The machine is this program's.
+    pub fn settle(&mut self) {
+        self.predecessor = None;
+    }
+
+    /// The machine is not this program's: the one before goes on. Returns if there is none.
+    pub fn give_back(&mut self, why: &str) {
+        if let Some(predecessor) = self.predecessor.take() {
+            let error = exec_descriptor(&predecessor.program, &predecessor.arguments, why.to_owned());
+            tracing::error!(%error, "the keeper before this one cannot be started again");
+        }
+    }
+}
+
+fn exec(program: &Path, arguments: &[OsString], what: What) -> io::Error {
+    let word = Word { pid: std::process::id(), what };
+    let text = serde_json::to_string(&word).expect("a word is plain data");
+    Command::new(program).arg0("hearth").args(arguments).env(VARIABLE, text).exec()
+}
+
+fn exec_descriptor(program: &impl AsFd, arguments: &[OsString], why: String) -> io::Error {
+    let path = format!("/proc/self/fd/{}", program.as_fd().as_raw_fd());
+    exec(Path::new(&path), arguments, What::GoOn { why })
+}
+
+/// Where this program was started from; by now that may be another one.
+fn installed() -> io::Result<PathBuf> {
+    let path = std::env::current_exe()?;
+    let text = path.to_string_lossy();
+    Ok(text.strip_suffix(REPLACED).map_or_else(|| path.clone(), PathBuf::from))
+}
+
+fn consent(program: &Path, config: &Config, root: &RuntimeRoot) -> Result<Consent, UpgradeError> {
+    let program = program.to_owned();
+    let mut question = Command::new(&program);
+    question.args(["--json", "--runtime-root"]).arg(root.path()).arg("check").arg(&config.file).arg("--take-over");
+    let answer = match bounded::run(question.env_remove(VARIABLE), ANSWER_PATIENCE) {
+        Ok(answer) => answer,
+        Err(source) => return Err(UpgradeError::NotRunnable { program, source }),
+    };
+    if !answer.succeeded() {
+        let said: Vec<_> = answer.stderr.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+        let why = if said.is_empty() { answer.how() } else { said.join(" / ") };
+        return Err(UpgradeError::Refuses { program, why });
+    }
+    match serde_json::from_str::<Consent>(answer.stdout.trim()) {
+        Ok(consent) if consent.machine == config.name => Ok(consent),
+        _ => {
+            let said = answer.stdout.lines().next().unwrap_or_default().to_owned();
+            Err(UpgradeError::NotHearth { program, said })
+        }
+    }
+}

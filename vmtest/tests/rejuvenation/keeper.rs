@@ -1,0 +1,104 @@
+//! Another program goes on as the keeper, in the same process: the guest notices a pause of its disks, and if the other
+//! program cannot go on not more than that.
+
+use std::path::{Path, PathBuf};
+
+use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, patience, write_program};
+use serde_json::Value;
+
+const FIO: &str = "fio --name=load --filename=/dev/vda --rw=randwrite --bsrange=4k-16k --size=32m --loops=4 \
+    --ioengine=io_uring --iodepth=16 --direct=1 --thread --verify=crc32c --verify_backlog=64 --verify_fatal=1";
+
+/// The guest, its QEMU and the process of its keeper.
+#[derive(Debug, PartialEq, Eq)]
+struct Who {
+    nonce: String,
+    qemu: Value,
+    keeper: Value,
+}
+
+fn who(vm: &TestVm) -> Result<Who> {
+    let status = vm.wait_running()?;
+    Ok(Who { nonce: vm.nonce()?, qemu: status["qemu"]["pid"].clone(), keeper: status["keeper"]["pid"].clone() })
+}
+
+/// The program that the keeper's process runs.
+fn program_of(vm: &TestVm) -> PathBuf {
+    let pid = vm.keeper_pid().expect("it has a keeper");
+    std::fs::read_link(format!("/proc/{pid}/exe")).expect("the keeper runs")
+}
+
+/// Hearth once more, at this place. A link: nothing is written that is about to be run.
+fn install(place: &Path) {
+    // Fails the first time.
+    let _ = std::fs::remove_file(place);
+    std::fs::hard_link(artifacts::hearth().expect("it is built"), place).expect("a folder beside it");
+}
+
+fn folder_beside_hearth() -> tempfile::TempDir {
+    let hearth = artifacts::hearth().expect("it is built");
+    tempfile::tempdir_in(hearth.parent().expect("it lies in a folder")).expect("a folder")
+}
+
+#[test]
+fn a_guest_under_load_does_not_notice_that_its_keeper_is_another_program() -> Result<()> {
+    let folder = folder_beside_hearth();
+    let place = folder.path().join("hearth");
+    let vm = TestVm::busybox_with_fio("upgraded").disk(Disk::empty(48)).boot()?;
+    let before = who(&vm)?;
+    vm.sh(&format!("({FIO} >/tmp/fio.log 2>&1; echo $? >/tmp/fio.status) &"))?;
+    install(&place);
+    let named = place.display().to_string();
+    vm.cli(&["upgrade-keeper", vm.name(), "--program", &named])?;
+    assert_eq!((who(&vm)?, program_of(&vm)), (before, place.clone()));
+    // As a package does it: the file is another one by now.
+    let before = who(&vm)?;
+    install(&place);
+    vm.cli(&["upgrade-keeper", vm.name()])?;
+    assert_eq!((who(&vm)?, program_of(&vm)), (before, place));
+    let ended = "while [ ! -e /tmp/fio.status ]; do sleep 1; done; cat /tmp/fio.log; exit $(cat /tmp/fio.status)";
+    let fio = vm.run_within(ended, patience(60))?;
+    assert_eq!(fio.status, 0, "{}", fio.text());
+    assert!(!fio.text().contains("verify:"), "{}", fio.text());
+    let disk = &vm.status()?["disks"][0];
+    assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&Value::from(0), &Value::from(0)), "{disk}");
+    // The end of a QEMU that another program started is seen.
+    vm.reset()?;
+    vm.wait_incarnation(2)?;
+    assert_eq!(vm.stop()?.code(), Some(0));
+    Ok(())
+}
+
+/// An attempt that fails with these words; the keeper is the same as before, and the guest has not noticed.
+#[track_caller]
+fn check(vm: &TestVm, program: &Path, expect: &str) -> Result<()> {
+    let before = who(vm)?;
+    let attempt = vm.cli_output(&["upgrade-keeper", vm.name(), "--program", &program.display().to_string()])?;
+    assert!(attempt.status == 1 && attempt.text().contains(expect), "{}", attempt.text());
+    assert_eq!(who(vm)?, before);
+    assert_eq!(program_of(vm), artifacts::hearth()?.canonicalize().expect("it is built"));
+    vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1").map(drop)
+}
+
+#[test]
+fn a_program_that_cannot_be_the_keeper_is_refused_or_gives_the_machine_back() -> Result<()> {
+    let folder = tempfile::tempdir().expect("a folder");
+    let hearth = artifacts::hearth()?.display().to_string();
+    let program = |name: &str, script: &str| {
+        let path = folder.path().join(name);
+        write_program(&path, &format!("#!/bin/sh\n{script}\n"));
+        path
+    };
+    let vm = TestVm::busybox("kept").disk(Disk::empty(16)).boot()?;
+    check(&vm, Path::new("/nowhere/hearth"), "/nowhere/hearth: there is no such program")?;
+    check(&vm, &program("other", "echo fine"), "does not answer as hearth does, but \"fine\"")?;
+    check(&vm, &program("older", "echo journal: version 1, I know 0 >&2; exit 1"), "journal: version 1, I know 0")?;
+    assert!(vm.events().iter().all(|event| event["kind"] != "keeper_hands_over"), "nothing was touched");
+    // Both say that they can.
+    let vanishes = format!("rm $0; exec {hearth} \"$@\"");
+    check(&vm, &program("vanishes", &vanishes), "cannot be started")?;
+    let confused = format!("case \"$*\" in *--take-over) exec {hearth} \"$@\";; esac; exec {hearth} run /nowhere.toml");
+    check(&vm, &program("confused", &confused), "/nowhere.toml")?;
+    assert_eq!(vm.stop()?.code(), Some(0));
+    Ok(())
+}
