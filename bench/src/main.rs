@@ -1,6 +1,6 @@
 //! `hearth-bench`: measures Hearth beside what one would use otherwise, shows it in a demo, and renders the figures.
 //!
-//! warm-reboot, crash, disk, rejuvenation, restore: a bench each; record in `target/bench/<name>.json`, table on standard output
+//! warm-reboot, crash, disk, rejuvenate, restore: a bench each; record in `target/bench/<name>.json`, table on standard output
 //! demo: one machine, one crash, two ways back; report in `target/demo/report.html`
 //! docs: the tables of `docs/benchmarks.md` from the records
 
@@ -71,7 +71,7 @@ enum Chore {
         common: Common,
     },
     /// Another QEMU under a running guest: how long it stands still, with Hearth and otherwise
-    Rejuvenation {
+    Rejuvenate {
         #[command(flatten)]
         common: Common,
     },
@@ -172,7 +172,7 @@ fn run(chore: Chore) -> Result<(), Box<dyn Error>> {
             disk::run(&options, &mut record)?;
             finish(&record, &common.folder, &disk::table(&record))
         }
-        Chore::Rejuvenation { common } => {
+        Chore::Rejuvenate { common } => {
             let options = rejuvenation::Options { quick: common.is_quick(), accelerator: common.accelerator };
             let mut record = new_record(rejuvenation::NAME, &common);
             rejuvenation::run(&options, &mut record)?;

@@ -1,8 +1,14 @@
-//! Bench `rejuvenation`: how long a guest stands still when its QEMU is replaced, and what else one would do.
+//! Bench `rejuvenate`: how long a guest stands still when its QEMU is replaced, and what else one would do.
 //!
 //! for each size of RAM, mostly filled: Hearth hops -> QEMU's own `cpr-transfer` -> all of RAM to a file and back -> a cold
-//! reboot. One side at a time. A pause is from the old QEMU's STOP to the new one's RESUME, by their own clocks, and for
-//! Hearth from when the disks are asked to stop, which is earlier; for the reboot it is from the order to a guest that takes commands.
+//! reboot. One side at a time. A pause is from the old QEMU's STOP to the new one's RESUME, by their own clocks, for all
+//! sides alike; for the reboot it is from the order to a guest that takes commands.
+//!
+//! STOP comes when the disks have drained (Hearth's pause counts from when they are asked to), and RESUME before the guest
+//! has done anything. So there is a second measure: a process in the guest writes to the console without a break, and the
+//! gap is the longest silence around a hop, heard from outside. What is silent without a hop, for as long, stands beside it.
+//!
+//! Then `many`: machines that hop together, and reboot together.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -15,7 +21,12 @@ use crate::record::Record;
 use crate::stats;
 use crate::table::{Table, figure_or_dash};
 
-pub const NAME: &str = "rejuvenation";
+mod many;
+mod silence;
+
+use silence::Silence;
+
+pub const NAME: &str = "rejuvenate";
 
 const HEARTH: &str = "hearth";
 const CPR: &str = "cpr-transfer";
@@ -50,14 +61,19 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RejuvenationErr
         }
     }
     summarise(record, sizes);
-    Ok(())
+    many::run(options.accelerator.name(), options.quick, record)
 }
 
 fn case(side: &str, memory_mib: u64) -> String {
     format!("{side}@{memory_mib}")
 }
 
-/// Memory that the guest keeps dirtied: most of it.
+/// A file in the guest's memory, each word of which tells whether it is the right one.
+const PATTERN: &str = "/tmp/pattern";
+const PATTERN_BYTES: u64 = 32 << 20;
+const SEED: u64 = 11;
+
+/// Memory that the guest holds dirty: most of it.
 fn fill(vm: &impl Drives, memory_mib: u64) -> hearth_vmtest::Result<()> {
     let mib = memory_mib * 3 / 4 - 64;
     let command = format!("(probe hog {mib} >/tmp/hog &) ; while ! grep -q hogging /tmp/hog; do sleep 0.2; done");
@@ -70,26 +86,62 @@ fn hearth(options: &Options, memory_mib: u64, hops: u32, record: &mut Record) ->
     let vm = builder.setting("accelerator", options.accelerator.name()).boot().map_err(failed)?;
     fill(&vm, memory_mib).map_err(failed)?;
     let nonce = vm.nonce().map_err(failed)?;
+    vm.sh(&format!("probe fill {PATTERN} {PATTERN_BYTES} {SEED}")).map_err(failed)?;
     let load = "(while :; do dd if=/dev/urandom of=/dev/vda bs=64k count=64 oflag=direct || echo bad >>/tmp/bad; done) >/dev/null 2>&1 &";
     vm.sh(load).map_err(failed)?;
+    let clocks = Clocks::read(&vm).map_err(failed)?;
+    let silence = Silence::listen(vm.guest()).map_err(failed)?;
     for _ in 0..hops {
+        let began = Instant::now();
         vm.rejuvenate().map_err(failed)?;
+        let ended = Instant::now();
+        record.add(&case(HEARTH, memory_mib), "gap_ms", "ms", silence.longest(&[vm.guest()], began, ended));
+        // As long again, with nothing happening.
+        std::thread::sleep(ended - began);
+        let quiet = silence.longest(&[vm.guest()], ended, Instant::now());
+        record.add(&case(HEARTH, memory_mib), "gap_without_ms", "ms", quiet);
         let status = vm.status().map_err(failed)?;
         let last = &status["last_rejuvenation"];
         let figure = |key: &str| last[key].as_f64().unwrap_or(f64::NAN);
         record.add(&case(HEARTH, memory_mib), "pause_ms", "ms", figure("pause_ms"));
         record.add(&case(HEARTH, memory_mib), "state_kib", "KiB", figure("state_bytes") / 1024.0);
     }
+    silence.end(&vm).map_err(failed)?;
+    let behind = clocks.behind_ms(&Clocks::read(&vm).map_err(failed)?) / f64::from(hops);
+    record.add(&case(HEARTH, memory_mib), "clock_behind_ms_per_hop", "ms", behind);
     if vm.nonce().map_err(failed)? != nonce {
         return Err(RejuvenationError::Odd { side: HEARTH, memory_mib, what: "the guest was rebooted".into() });
     }
     let bad = vm.run("cat /tmp/bad 2>/dev/null | wc -l").map_err(failed)?.text();
     record.add(&case(HEARTH, memory_mib), "io_errors", "", bad.trim().parse().unwrap_or(f64::NAN));
+    let verified = vm.run_within(&format!("probe verify {PATTERN} {SEED}"), patience(60)).map_err(failed)?;
+    record.add(&case(HEARTH, memory_mib), "ram_errors", "", f64::from(verified.status.min(1)));
     let began = Instant::now();
     vm.cli(&["reboot", vm.name(), "--cold", "--force"]).map_err(failed)?;
     vm.wait_incarnation(2).map_err(failed)?;
     record.add(&case(COLD, memory_mib), "pause_ms", "ms", began.elapsed().as_secs_f64() * 1e3);
     Ok(())
+}
+
+/// The guest's clock and ours, at one moment: to 10 ms, and what a command takes.
+struct Clocks {
+    guest_s: f64,
+    host: Instant,
+}
+
+impl Clocks {
+    fn read(vm: &impl Drives) -> hearth_vmtest::Result<Self> {
+        let began = Instant::now();
+        let said = vm.sh("cat /proc/uptime")?;
+        let host = began + began.elapsed() / 2;
+        let guest_s = said.split(' ').next().and_then(|text| text.parse().ok()).unwrap_or(f64::NAN);
+        Ok(Self { guest_s, host })
+    }
+
+    /// By how much the guest's clock has fallen behind until `later`.
+    fn behind_ms(&self, later: &Self) -> f64 {
+        ((later.host - self.host).as_secs_f64() - (later.guest_s - self.guest_s)) * 1e3
+    }
 }
 
 /// QEMU alone: by `cpr-transfer`, or with its memory through a file.
@@ -104,22 +156,14 @@ fn plain(
     let folder = tempfile::Builder::new().prefix("hearth-bench-").tempdir_in("/dev/shm");
     let folder = folder.map_err(|error| RejuvenationError::Odd { side, memory_mib, what: error.to_string() })?;
     let qemu = if side == CPR { artifacts::qemu_10() } else { artifacts::installed_qemu() }.map_err(failed)?;
-    let boot = |incoming: &[String]| {
-        let machine = match side {
-            CPR => "pc-q35-10.0,memory-backend=ram,aux-ram-share=on",
-            _ => "pc-q35-7.2,memory-backend=ram",
+    let boot = |number: u32, incoming: &[String]| {
+        // By `cpr-transfer` memory stays where it is; through a file it comes to another place.
+        let (machine, ram) = match side {
+            CPR => ("pc-q35-10.0,memory-backend=ram,aux-ram-share=on", 0),
+            _ => ("pc-q35-7.2,memory-backend=ram", number % 2),
         };
-        let ram = format!(
-            "memory-backend-file,id=ram,size={memory_mib}M,mem-path={}/ram{},share=on",
-            folder.path().display(),
-            if side == CPR {
-                ""
-            } else if incoming.is_empty() {
-                "-0"
-            } else {
-                "-1"
-            }
-        );
+        let path = folder.path().join(format!("ram-{ram}"));
+        let ram = format!("memory-backend-file,id=ram,size={memory_mib}M,mem-path={},share=on", path.display());
         let builder = PlainVm::busybox("plain").memory_mib(memory_mib).machine(machine).qemu(&qemu);
         let data = data_folders(&qemu).into_iter().flat_map(|folder| ["-L".to_owned(), folder]);
         builder
@@ -128,62 +172,91 @@ fn plain(
             .args(["-vga", "none", "-object", &ram])
             .args(incoming)
     };
-    for _ in 0..hops {
-        let old = boot(&[]).boot().map_err(failed)?;
-        fill(&old, memory_mib).map_err(failed)?;
-        let pause = match side {
+    let mut old = boot(0, &[]).boot().map_err(failed)?;
+    fill(&old, memory_mib).map_err(failed)?;
+    let silence = Silence::listen(old.guest()).map_err(failed)?;
+    for number in 1..=hops {
+        let boot = |incoming: &[String]| boot(number, incoming);
+        let hop = match side {
             CPR => cpr(&old, &boot, folder.path()),
             _ => through_file(&old, &boot, folder.path()),
         };
-        record.add(&case(side, memory_mib), "pause_ms", "ms", pause.map_err(failed)?.as_secs_f64() * 1e3);
+        let Hop { new, pause, began } = hop.map_err(failed)?;
+        record.add(&case(side, memory_mib), "pause_ms", "ms", pause.as_secs_f64() * 1e3);
+        let gap = silence.longest(&[old.guest(), new.guest()], began, Instant::now());
+        record.add(&case(side, memory_mib), "gap_ms", "ms", gap);
+        old = new;
+        if side == FILE {
+            // Memory of the QEMU that has just ended.
+            let _ = std::fs::remove_file(folder.path().join(format!("ram-{}", (number + 1) % 2)));
+        }
     }
     Ok(())
 }
 
+/// A hop that is over.
+struct Hop {
+    new: PlainVm,
+    pause: Duration,
+    began: Instant,
+}
+
 type Boot<'a> = &'a dyn Fn(&[String]) -> hearth_vmtest::PlainVmBuilder;
 
-fn through_file(old: &PlainVm, boot: Boot<'_>, folder: &Path) -> hearth_vmtest::Result<Duration> {
+fn through_file(old: &PlainVm, boot: Boot<'_>, folder: &Path) -> hearth_vmtest::Result<Hop> {
     let new = boot(&["-incoming".into(), "defer".into()]).start()?;
+    new.guest().watch_arrivals();
     for vm in [old, &new] {
-        let events = json!({ "capabilities": [{ "capability": "events", "state": true }] });
-        vm.qmp().execute("migrate-set-capabilities", events)?;
         vm.qmp().execute("migrate-set-parameters", json!({ "max-bandwidth": 1u64 << 40 }))?;
     }
     let file = folder.join("state");
+    let began = Instant::now();
     old.qmp().execute("stop", json!({}))?;
     old.qmp().execute("migrate", json!({ "uri": format!("exec:cat > {}", file.display()) }))?;
     wait_completed(old)?;
     new.qmp().execute("migrate-incoming", json!({ "uri": format!("exec:cat {}", file.display()) }))?;
-    between(old, &new)
+    // A guest that was stopped before it went comes as one that stands still.
+    wait_completed(&new)?;
+    new.qmp().execute("cont", json!({}))?;
+    let pause = between(old, &new)?;
+    Ok(Hop { new, pause, began })
 }
 
-fn cpr(old: &PlainVm, boot: Boot<'_>, folder: &Path) -> hearth_vmtest::Result<Duration> {
+fn cpr(old: &PlainVm, boot: Boot<'_>, folder: &Path) -> hearth_vmtest::Result<Hop> {
     let (main, cpr) = (folder.join("main.sock"), folder.join("cpr.sock"));
+    for socket in [&main, &cpr] {
+        // Of the hop before.
+        let _ = std::fs::remove_file(socket);
+    }
     let channel = |kind: &str, path: &PathBuf| json!({ "channel-type": kind, "addr": { "transport": "socket", "type": "unix", "path": path } });
     let incoming =
         ["-incoming".into(), format!("unix:{}", main.display()), "-incoming".into(), channel("cpr", &cpr).to_string()];
     let new = boot(&incoming).start()?;
+    new.guest().watch_arrivals();
     let deadline = Instant::now() + patience(10);
     while !cpr.exists() && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(1));
     }
     old.qmp().execute("migrate-set-parameters", json!({ "mode": "cpr-transfer" }))?;
+    let began = Instant::now();
     old.qmp().execute("migrate", json!({ "channels": [channel("main", &main), channel("cpr", &cpr)] }))?;
-    let pause = between(old, &new);
-    for socket in [main, cpr] {
-        // The next hop makes its own.
-        let _ = std::fs::remove_file(socket);
-    }
-    pause
+    let pause = between(old, &new)?;
+    Ok(Hop { new, pause, began })
 }
 
+/// Asked rather than heard: a QEMU that took its guest from another one has a completed migration behind it.
 fn wait_completed(vm: &PlainVm) -> hearth_vmtest::Result<()> {
-    let over = |event: &Value| matches!(event["data"]["status"].as_str(), Some("completed" | "failed"));
-    let event = vm.qmp().find_event("MIGRATION", patience(60), over)?;
-    if event["data"]["status"] == "completed" {
-        return Ok(());
+    let deadline = Instant::now() + patience(60);
+    let failed = |message: &str| hearth_vmtest::Error::Qmp { command: "migrate".into(), message: message.into() };
+    loop {
+        let said = vm.qmp().execute("query-migrate", json!({}))?;
+        match said["status"].as_str() {
+            Some("completed") => return Ok(()),
+            Some("failed" | "cancelled") => return Err(failed("it failed")),
+            _ if Instant::now() > deadline => return Err(failed("it does not end")),
+            _ => std::thread::sleep(Duration::from_millis(1)),
+        }
     }
-    Err(hearth_vmtest::Error::Qmp { command: "migrate".into(), message: "failed".into() })
 }
 
 fn between(old: &PlainVm, new: &PlainVm) -> hearth_vmtest::Result<Duration> {
@@ -213,9 +286,13 @@ fn summarise(record: &mut Record, sizes: &[u64]) {
                 each.push((format!("{prefix}pause_ms_median_{size}"), median));
                 each.push((format!("{prefix}pause_ms_max_{size}"), pauses.iter().copied().fold(0.0, f64::max)));
             }
+            if let Some(median) = stats::median(&values(side, size, "gap_ms")) {
+                each.push((format!("{prefix}gap_ms_median_{size}"), median));
+            }
         }
     }
-    let all: Vec<f64> = sizes.iter().flat_map(|&size| values(HEARTH, size, "pause_ms")).collect();
+    let of_all = |metric: &str| -> Vec<f64> { sizes.iter().flat_map(|&size| values(HEARTH, size, metric)).collect() };
+    let all = of_all("pause_ms");
     let (smallest, largest) = (sizes[0], sizes[sizes.len() - 1]);
     let median = |side: &str, size: u64| stats::median(&values(side, size, "pause_ms"));
     let slope = median(HEARTH, smallest).zip(median(HEARTH, largest)).filter(|_| smallest != largest);
@@ -223,10 +300,16 @@ fn summarise(record: &mut Record, sizes: &[u64]) {
     let figures = [
         ("pause_ms_median", stats::median(&all)),
         ("pause_ms_max", all.iter().copied().reduce(f64::max)),
+        ("gap_ms_median", stats::median(&of_all("gap_ms"))),
+        ("gap_ms_max", of_all("gap_ms").into_iter().reduce(f64::max)),
+        ("gap_without_ms_median", stats::median(&of_all("gap_without_ms"))),
+        ("gap_without_ms_max", of_all("gap_without_ms").into_iter().reduce(f64::max)),
         ("pause_slope_ms_per_gib", slope.map(|(low, high)| (high - low) / ((largest - smallest) as f64 / 1024.0))),
         ("pause_vs_cpr_ratio", ratio(median(HEARTH, smallest), median(CPR, smallest))),
         ("downtime_vs_cold_ratio", ratio(median(HEARTH, smallest), median(COLD, smallest))),
         ("state_kib", stats::median(&values(HEARTH, smallest, "state_kib"))),
+        ("clock_behind_ms_per_hop", stats::median(&of_all("clock_behind_ms_per_hop"))),
+        ("ram_errors", Some(sizes.iter().flat_map(|&size| values(HEARTH, size, "ram_errors")).sum())),
         ("io_errors", Some(sizes.iter().flat_map(|&size| values(HEARTH, size, "io_errors")).sum())),
     ];
     for (metric, value) in figures.into_iter().chain(each.iter().map(|(metric, value)| (metric.as_str(), Some(*value))))
@@ -236,7 +319,15 @@ fn summarise(record: &mut Record, sizes: &[u64]) {
 }
 
 pub fn table(record: &Record) -> Table {
-    let mut table = Table::new(["side, RAM", "pause ms (median)", "pause ms (max)", "hops", "state KiB"]);
+    let mut table = Table::new([
+        "side, RAM",
+        "pause ms (median)",
+        "pause ms (max)",
+        "gap ms (median)",
+        "gap ms (max)",
+        "hops",
+        "state KiB",
+    ]);
     let mut cases: Vec<&str> = record.rows.iter().map(|row| row.case.as_str()).collect();
     cases.dedup();
     for case in cases {
@@ -246,9 +337,11 @@ pub fn table(record: &Record) -> Table {
         }
         let (side, size) = case.split_once('@').unwrap_or((case, "?"));
         table.row([
-            format!("{side}, {size} MiB"),
+            if size.starts_with("n=") { format!("{side}, {size}") } else { format!("{side}, {size} MiB") },
             figure_or_dash(stats::median(pauses)),
             figure_or_dash(pauses.iter().copied().reduce(f64::max)),
+            figure_or_dash(stats::median(record.values(case, "gap_ms"))),
+            figure_or_dash(record.values(case, "gap_ms").iter().copied().reduce(f64::max)),
             pauses.len().to_string(),
             figure_or_dash(stats::median(record.values(case, "state_kib"))),
         ]);

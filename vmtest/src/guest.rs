@@ -85,9 +85,23 @@ impl Guest {
         self.console.transcript().lock().kernel().to_vec()
     }
 
+    /// Notes from now on when something comes over the console.
+    pub fn watch_arrivals(&self) {
+        self.console.transcript().change(Transcript::watch_arrivals);
+    }
+
+    pub fn arrivals(&self) -> Vec<Instant> {
+        self.console.transcript().lock().arrivals().to_vec()
+    }
+
     /// What else was said on the console, line by line.
     pub fn lines(&self) -> Vec<String> {
         self.console.transcript().lock().lines().to_vec()
+    }
+
+    /// The same from the `first` on, with the moment at which each was heard.
+    pub fn heard_from(&self, first: usize) -> Vec<(Instant, String)> {
+        self.console.transcript().lock().heard_from(first)
     }
 
     /// The last lines of the console as they came.
@@ -98,10 +112,6 @@ impl Guest {
     pub(crate) fn timeout(&self, what: &str, limit: Duration) -> Error {
         let (what, seconds) = (what.to_owned(), limit.as_secs());
         self.fail(Error::Timeout { what, seconds, console: self.console_tail() })
-    }
-    /// The same from the `first` on, with the moment at which each was heard.
-    pub fn heard_from(&self, first: usize) -> Vec<(Instant, String)> {
-        self.console.transcript().lock().heard_from(first)
     }
 
     /// Remembers that something failed: the logs are printed when the machine is dropped.

@@ -1,0 +1,102 @@
+//! Several machines at once: how long each stands still when n of them hop together, and when n of them reboot.
+//!
+//! Both are terms of a model (`hearth_recovery::rejuvenation::downtime`), fitted to all but the largest n; what it says of that
+//! one is held against what was measured.
+
+use std::time::Instant;
+
+use hearth_recovery::rejuvenation::downtime::{Line, Model, error_pct};
+use hearth_vmtest::{Disk, Result, TestVm};
+use serde_json::Value;
+
+use super::RejuvenationError;
+use crate::record::Record;
+
+const MEMORY_MIB: u64 = 256;
+const HOP: &str = "hop-together";
+const REBOOT: &str = "reboot-together";
+
+pub fn run(accelerator: &str, quick: bool, record: &mut Record) -> std::result::Result<(), RejuvenationError> {
+    let failed = |source| RejuvenationError::Machine { side: HOP, source };
+    let (counts, rounds): (&[usize], u64) = if quick { (&[1, 2], 2) } else { (&[1, 2, 4, 8], 5) };
+    let mut machines: Vec<TestVm> = Vec::new();
+    let mut incarnation = 1;
+    for &count in counts {
+        while machines.len() < count {
+            let builder = TestVm::busybox(&format!("many-{}", machines.len())).memory_mib(MEMORY_MIB);
+            let builder = builder.disk(Disk::empty(16)).setting("accelerator", accelerator);
+            let builder = match machines.first() {
+                Some(first) => builder.beside(first),
+                None => builder,
+            };
+            machines.push(builder.boot().map_err(failed)?);
+        }
+        for _ in 0..rounds {
+            for pause in hop_together(&machines[0], count).map_err(failed)? {
+                record.add(&case(HOP, count), "pause_ms", "ms", pause);
+            }
+        }
+        incarnation += 1;
+        for down in reboot_together(&machines, incarnation).map_err(failed)? {
+            record.add(&case(REBOOT, count), "pause_ms", "ms", down);
+        }
+    }
+    // The first one's folder is everybody's.
+    while machines.pop().is_some() {}
+    summarise(record, counts);
+    Ok(())
+}
+
+fn case(side: &str, count: usize) -> String {
+    format!("{side}@n={count}")
+}
+
+fn hop_together(first: &TestVm, count: usize) -> Result<Vec<f64>> {
+    let told = first.cli(&["rejuvenate", "--all", "--parallel", &count.to_string(), "--json"])?;
+    let decided = told.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    Ok(decided.filter_map(|decided| decided["pause_ms"].as_f64()).collect())
+}
+
+/// From the order to a guest that takes commands.
+fn reboot_together(machines: &[TestVm], incarnation: u64) -> Result<Vec<f64>> {
+    let reboot = |vm: &TestVm| {
+        let began = Instant::now();
+        vm.cli(&["reboot", vm.name(), "--cold", "--force"])?;
+        vm.wait_incarnation(incarnation)?;
+        Ok(began.elapsed().as_secs_f64() * 1e3)
+    };
+    std::thread::scope(|scope| {
+        let reboots: Vec<_> = machines.iter().map(|vm| scope.spawn(move || reboot(vm))).collect();
+        reboots.into_iter().map(|reboot| reboot.join().expect("it does not panic")).collect()
+    })
+}
+
+fn summarise(record: &mut Record, counts: &[usize]) {
+    let (&largest, smaller) = counts.split_last().expect("there is one count at least");
+    let median = |record: &Record, side: &str, count: usize| record.median(&case(side, count), "pause_ms");
+    for &count in counts {
+        let (warm, cold) = (median(record, HOP, count), median(record, REBOOT, count));
+        let highest = record.values(&case(HOP, count), "pause_ms").iter().copied().reduce(f64::max);
+        record.summarise(&format!("all_pause_ms_max_{count}"), highest);
+        record.summarise(&format!("d_w_ms_{count}"), warm);
+        record.summarise(&format!("d_c_ms_{count}"), cold);
+        record.summarise(&format!("r_ms_{count}"), cold.zip(warm).map(|(cold, warm)| cold - warm));
+    }
+    let term = |side: &str| {
+        let points: Vec<_> =
+            smaller.iter().filter_map(|&count| Some((count as f64, median(record, side, count)?))).collect();
+        Line::through(&points)
+    };
+    let (Some(resume), Some(reboot_os)) = (term(HOP), term(REBOOT)) else { return };
+    let (Some(warm), Some(cold)) = (median(record, HOP, largest), median(record, REBOOT, largest)) else { return };
+    let (model, n) = (Model { resume, reboot_os, alpha: 0.0 }, largest as f64);
+    let figures = [
+        ("d_w_ms_predicted", model.warm_ms(n)),
+        ("d_c_ms_predicted", model.cold_ms(n)),
+        ("model_error_pct", error_pct(model.gained_ms(n), cold - warm)),
+        ("model_error_d_w_pct", error_pct(model.warm_ms(n), warm)),
+    ];
+    for (metric, value) in figures {
+        record.summarise(metric, Some(value));
+    }
+}

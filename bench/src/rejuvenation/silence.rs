@@ -1,0 +1,52 @@
+//! How long a guest that says something all the time is silent, as heard from outside.
+
+use std::time::{Duration, Instant};
+
+use hearth_vmtest::{Drives, Guest, Result, patience};
+
+/// Writes to the console without a break, by what the shell has built in, until the word `still` is typed.
+const TALKS: &str = "rm -f /tmp/still
+{ read -r word </dev/ttyS0; : >/tmp/still; } &
+until [ -e /tmp/still ]; do echo tick; done >/dev/ttyS0
+wait";
+
+/// A guest that talks. Its agent is busy with that until `end`.
+pub struct Silence {
+    command: u64,
+}
+
+impl Silence {
+    pub fn listen(guest: &Guest) -> Result<Self> {
+        guest.watch_arrivals();
+        let command = guest.start(TALKS)?;
+        let deadline = Instant::now() + patience(10);
+        while guest.arrivals().len() < 100 && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(Self { command })
+    }
+
+    /// The longest silence that touches the time from `from` to `to`, in milliseconds. `guests` are the ends of the
+    /// consoles on which the one guest was heard.
+    pub fn longest(&self, guests: &[&Guest], from: Instant, to: Instant) -> f64 {
+        let deadline = to + patience(10);
+        loop {
+            let mut heard: Vec<Instant> = guests.iter().flat_map(|guest| guest.arrivals()).collect();
+            heard.sort();
+            if heard.last().is_some_and(|&last| last > to) {
+                let touching = heard.windows(2).filter(|pair| pair[1] >= from && pair[0] <= to);
+                let longest = touching.map(|pair| pair[1] - pair[0]).max().unwrap_or_default();
+                return longest.as_secs_f64() * 1e3;
+            }
+            if Instant::now() > deadline {
+                return f64::NAN;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    pub fn end(self, vm: &impl Drives) -> Result<()> {
+        vm.guest().type_line("still")?;
+        vm.wait_console("the end of the talk", patience(20), |heard| heard.take_answer(self.command)).map(drop)
+    }
+}
