@@ -20,7 +20,6 @@ pub fn run(accelerator: &str, quick: bool, record: &mut Record) -> std::result::
     let failed = |source| RejuvenationError::Machine { side: HOP, source };
     let (counts, rounds): (&[usize], u64) = if quick { (&[1, 2], 2) } else { (&[1, 2, 4, 8], 5) };
     let mut machines: Vec<TestVm> = Vec::new();
-    let mut incarnation = 1;
     for &count in counts {
         while machines.len() < count {
             let builder = TestVm::busybox(&format!("many-{}", machines.len())).memory_mib(MEMORY_MIB);
@@ -36,8 +35,7 @@ pub fn run(accelerator: &str, quick: bool, record: &mut Record) -> std::result::
                 record.add(&case(HOP, count), "pause_ms", "ms", pause);
             }
         }
-        incarnation += 1;
-        for down in reboot_together(&machines, incarnation).map_err(failed)? {
+        for down in reboot_together(&machines).map_err(failed)? {
             record.add(&case(REBOOT, count), "pause_ms", "ms", down);
         }
     }
@@ -58,11 +56,12 @@ fn hop_together(first: &TestVm, count: usize) -> Result<Vec<f64>> {
 }
 
 /// From the order to a guest that takes commands.
-fn reboot_together(machines: &[TestVm], incarnation: u64) -> Result<Vec<f64>> {
+fn reboot_together(machines: &[TestVm]) -> Result<Vec<f64>> {
     let reboot = |vm: &TestVm| {
+        let living = vm.status()?["incarnation"].as_u64().unwrap_or_default();
         let began = Instant::now();
         vm.cli(&["reboot", vm.name(), "--cold", "--force"])?;
-        vm.wait_incarnation(incarnation)?;
+        vm.wait_incarnation(living + 1)?;
         Ok(began.elapsed().as_secs_f64() * 1e3)
     };
     std::thread::scope(|scope| {
