@@ -78,6 +78,11 @@ fn a_guest_that_touches_a_damaged_page_waits_and_goes_on_when_the_image_is_mende
     clone.wait_status("nothing else is missing", |status| status["restore"]["pages_missing"].as_u64() <= Some(16))?;
     assert!(clone.guest().take_answer(verifying).is_none(), "it cannot have been verified: a page of it is not there");
     image.write_all_at(&[whole[place]], place as u64).expect("it can be written");
+    comes_whole(&clone, verifying, &nonce)
+}
+
+/// The pattern that a command of the clone verifies is right, all its memory comes, and it is the guest that was saved.
+fn comes_whole(clone: &TestVm, verifying: u64, nonce: &str) -> Result<()> {
     let verified = clone
         .wait_console("the pattern is verified", hearth_vmtest::patience(60), |heard| heard.take_answer(verifying))?;
     assert_eq!(verified.status, 0, "{:?}", String::from_utf8_lossy(&verified.output));
@@ -95,10 +100,5 @@ fn a_keeper_killed_while_memory_comes_is_followed_by_one_that_brings_the_rest() 
     let verifying = clone.guest().start(&format!("probe verify /tmp/memory {}", super::SEED))?;
     clone.wait_status("some of it was touched", |status| status["restore"]["pages_lazy"].as_u64() > Some(2000))?;
     clone.restart_keeper()?;
-    let verified = clone
-        .wait_console("the pattern is verified", hearth_vmtest::patience(60), |heard| heard.take_answer(verifying))?;
-    assert_eq!(verified.status, 0, "{:?}", String::from_utf8_lossy(&verified.output));
-    clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
-    assert_eq!(clone.nonce()?, nonce);
-    Ok(())
+    comes_whole(&clone, verifying, &nonce)
 }
