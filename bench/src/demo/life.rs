@@ -39,11 +39,12 @@ pub struct Life {
     pub series: Vec<(f64, f64)>,
 }
 
-pub fn live(image: &Path, ember: bool, profile: Profile, progress: &Progress) -> Result<Life, DemoError> {
-    let word = if ember { "warm" } else { "cold (ember = \"off\")" };
+pub fn live(image: &Path, warm: bool, profile: Profile, progress: &Progress) -> Result<Life, DemoError> {
+    let word = if warm { "warm" } else { "cold (nothing kept)" };
     progress.tell(&format!("{word}: a Debian machine boots under Hearth"));
-    let machine = HearthMachine::start(&HearthOptions { image, accelerator: "auto", rate: profile.rate(), ember })?;
+    let machine = HearthMachine::start(&HearthOptions { image, accelerator: "auto", rate: profile.rate(), warm })?;
     load::wait_for_service(&targets(&machine), patience(20))?;
+    machine.ready()?;
     machine.wait_agent(1)?;
     let qemu = machine.machine_status()?.qemu;
     progress.tell(&format!("{word}: it serves; its 512 files of 1 MiB are read into its file cache"));
@@ -94,6 +95,7 @@ fn serve_and_panic(machine: &HearthMachine, word: &str, progress: &Progress) -> 
     load.announce_outage();
     progress.tell(&format!("{word}: the kernel panicked (sysrq); Hearth starts the next incarnation"));
     let back_s = load.wait_back(patience(20))?;
+    machine.ready()?;
     progress.tell(&format!("{word}: it serves again after {:.1} s; load for {AFTER_S:.0} s", back_s - panic_s));
     load.run_until(back_s + AFTER_S);
     Ok(served(&load.trace(), begun_s, panic_s, back_s))
@@ -122,6 +124,7 @@ fn panic_and_read(machine: &HearthMachine) -> Result<After, DemoError> {
     machine.crash(Way::Warm)?;
     load::wait_for_service(&targets(machine), patience(20))?;
     let boot_s = panicked.elapsed().as_secs_f64();
+    machine.ready()?;
     machine.wait_agent(3)?;
     let first = read_all(machine)?;
     let from_disk = machine.own_read_bytes().unwrap_or(0).saturating_sub(before);

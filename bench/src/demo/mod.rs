@@ -69,10 +69,10 @@ pub fn run(folder: &Path, profile: Profile) -> Result<(), DemoError> {
 }
 
 /// One machine on a fresh copy of the Debian image.
-fn live(folder: &Path, ember: bool, profile: Profile, progress: &Progress) -> Result<Life, DemoError> {
+fn live(folder: &Path, warm: bool, profile: Profile, progress: &Progress) -> Result<Life, DemoError> {
     let image = folder.join("root.img");
     images::copy(&artifacts::debian_root()?, &image)?;
-    life::live(&image, ember, profile, progress)
+    life::live(&image, warm, profile, progress)
 }
 
 fn table(lines: &[crate::report::Line]) -> Table {

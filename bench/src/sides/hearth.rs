@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use hearth_api::MachineStatus;
 use hearth_vmtest::{Disk, Drives, Output, Result, TestVm};
+use toml::Table;
 
 use super::{MEMORY_MIB, Machine, Way};
 use crate::host::profile::DiskRate;
@@ -16,12 +17,16 @@ pub struct HearthOptions<'a> {
     pub accelerator: &'a str,
     /// Hearth's own limit, for where no control group slows the disk.
     pub rate: Option<DiskRate>,
-    /// Whether dead memory is kept.
-    pub ember: bool,
+    /// Whether anything outlives a guest: its memory, and what its boot read (`[remount]`).
+    pub warm: bool,
 }
+
+/// A Debian boot reads half of it. It is over when the bench says so.
+const BOOT_SET: [(&str, &str); 2] = [("limit", "64MiB"), ("ready_after", "1d")];
 
 pub struct HearthMachine {
     vm: TestVm,
+    has_boot_set: bool,
 }
 
 impl HearthMachine {
@@ -32,8 +37,14 @@ impl HearthMachine {
             None => root,
         };
         let builder = TestVm::debian("bench").root(root).memory_mib(MEMORY_MIB).http();
-        let builder = if options.ember { builder } else { builder.without_ember() };
-        Ok(HearthMachine { vm: builder.setting("accelerator", options.accelerator).start()? })
+        let builder = if options.warm {
+            let remount = BOOT_SET.map(|(key, value)| (key.to_owned(), value.into()));
+            builder.setting("remount", remount.into_iter().collect::<Table>())
+        } else {
+            builder.without_ember()
+        };
+        let vm = builder.setting("accelerator", options.accelerator).start()?;
+        Ok(HearthMachine { vm, has_boot_set: options.warm })
     }
 
     pub fn machine_status(&self) -> Result<MachineStatus> {
@@ -75,6 +86,13 @@ impl Machine for HearthMachine {
             event["kind"] == "incarnation_ended" && event["incarnation"] == u64::from(incarnation)
         };
         self.vm.wait_event(&format!("end of incarnation {incarnation}"), ended).map(drop)
+    }
+
+    fn ready(&self) -> Result<()> {
+        if self.has_boot_set {
+            self.vm.cli(&["ready", self.vm.name()])?;
+        }
+        Ok(())
     }
 
     fn own_read_bytes(&self) -> Option<u64> {

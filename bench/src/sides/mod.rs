@@ -85,6 +85,11 @@ pub trait Machine {
     /// Where the guest's web server answers on the host.
     fn web(&self) -> SocketAddr;
 
+    /// Says that the guest serves: what its boot needed ends here.
+    fn ready(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Ends the guest's life as a crash does, and returns once the old kernel is gone.
     fn crash(&self, way: Way) -> Result<()>;
 

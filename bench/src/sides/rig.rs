@@ -171,7 +171,7 @@ fn start(
     let failed = |source| RigError::Start { stack: stack.name(), source };
     match stack {
         Stack::Hearth => {
-            let options = HearthOptions { image, accelerator: accelerator.name(), rate, ember: true };
+            let options = HearthOptions { image, accelerator: accelerator.name(), rate, warm: true };
             Ok(Box::new(HearthMachine::start(&options).map_err(failed)?))
         }
         _ => Ok(Box::new(PlainMachine::start(stack, image, accelerator, rate).map_err(failed)?)),

@@ -67,7 +67,7 @@ impl<'a> Session<'a> {
         let watch = watch.map_err(|source| WarmRebootError::Machine { side: stack.name().to_owned(), source })?;
         let targets = targets(machine.as_ref());
         let session = Session { rig, stack, profile, shape, machine, watch, targets, boots: 1 };
-        load::wait_for_service(&session.targets, patience(20)).map_err(|error| session.load_error(error))?;
+        session.wait_service(Instant::now())?;
         session.wait_agent()?;
         Ok(session)
     }
@@ -106,6 +106,8 @@ impl<'a> Session<'a> {
         self.machine.crash(way).map_err(|error| self.machine_error(error))?;
         load.announce_outage();
         let back_s = load.wait_back(patience(20)).map_err(|error| self.load_error(error))?;
+        let at_service = self.read_bytes()?;
+        self.ready()?;
         load.run_until(back_s + self.shape.window_s);
         let trace = load.trace();
         drop(load);
@@ -133,7 +135,7 @@ impl<'a> Session<'a> {
             }
         }
         if !self.shape.reads_apart {
-            self.read_after(&case, read_before, record)?;
+            self.read_after(&case, read_before, at_service, record)?;
         }
         Ok(())
     }
@@ -144,22 +146,27 @@ impl<'a> Session<'a> {
         let read_before = self.read_bytes()?;
         let boot_s = self.crash_and_wait(way)?;
         record.add(&case, "boot_s", "s", boot_s);
-        self.read_after(&case, read_before, record)
+        self.read_after(&case, read_before, self.read_bytes()?, record)
     }
 
-    fn read_after(&self, case: &str, read_before: u64, record: &mut Record) -> Result<(), WarmRebootError> {
-        let at_service = self.read_bytes()?;
+    /// Reads every file. `read_before`, `at_service`: what the disk had delivered at the crash, and when the guest served.
+    fn read_after(
+        &self,
+        case: &str,
+        read_before: u64,
+        at_service: u64,
+        record: &mut Record,
+    ) -> Result<(), WarmRebootError> {
         let first = self.read_all()?;
         let mib = |from: u64, to: u64| to.saturating_sub(from) as f64 / MIB;
-        let after = self.read_bytes()?;
-        let (from_disk, for_boot) = (mib(read_before, after), mib(read_before, at_service));
+        let (for_files, for_boot) = (mib(at_service, self.read_bytes()?), mib(read_before, at_service));
         let second = self.read_all()?;
         eprintln!(
-            "warm-reboot: {case}: files at {first:.0}, then {second:.0} MiB/s; {from_disk:.1} MiB from the disk, {for_boot:.1} of it until service"
+            "warm-reboot: {case}: files at {first:.0}, then {second:.0} MiB/s; {for_files:.1} MiB from the disk for them, {for_boot:.1} for the boot"
         );
         record.add(case, "read_first_mib_s", "MiB/s", first);
         record.add(case, "read_second_mib_s", "MiB/s", second);
-        record.add(case, "disk_read_after_mib", "MiB", from_disk);
+        record.add(case, "disk_read_after_mib", "MiB", for_files);
         record.add(case, "disk_read_for_boot_mib", "MiB", for_boot);
         self.ember(case, record)
     }
@@ -204,10 +211,12 @@ impl<'a> Session<'a> {
         Ok(boot_s)
     }
 
-    /// Seconds from `crashed` until the service answers.
+    /// Seconds from `crashed` until the service answers, which ends the boot.
     fn wait_service(&self, crashed: Instant) -> Result<f64, WarmRebootError> {
         load::wait_for_service(&self.targets, patience(20)).map_err(|error| self.load_error(error))?;
-        Ok(crashed.elapsed().as_secs_f64())
+        let seconds = crashed.elapsed().as_secs_f64();
+        self.ready()?;
+        Ok(seconds)
     }
 
     /// What the side needed of the host's memory.
@@ -242,6 +251,10 @@ impl<'a> Session<'a> {
 
     fn read_bytes(&self) -> Result<u64, WarmRebootError> {
         Ok(self.rig.read_bytes(self.stack, self.machine.as_ref())?)
+    }
+
+    fn ready(&self) -> Result<(), WarmRebootError> {
+        self.machine.ready().map_err(|error| self.machine_error(error))
     }
 
     fn wait_agent(&self) -> Result<(), WarmRebootError> {
