@@ -15,7 +15,7 @@ use crate::host::scratch::Scratch;
 use crate::load;
 use crate::record::Record;
 use crate::report::Held;
-use crate::sides::copy_root;
+use crate::sides::{self, copy_root};
 
 /// How it is set up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,8 +102,7 @@ impl<'a> Machine<'a> {
         self.vm.panic().map_err(|error| self.error(error))?;
         let dead = self.incarnation;
         self.wait_event("incarnation_ended", dead)?;
-        self.wait_service()?;
-        let back_s = crashed.elapsed().as_secs_f64();
+        let back_s = self.wait_service()?.duration_since(crashed).as_secs_f64();
         let dumped = self.wait_dump()?;
         let dumped_s = crashed.elapsed().as_secs_f64();
         let cpu_s = self.keeper_cpu_s()? - cpu_before_s;
@@ -183,10 +182,14 @@ impl<'a> Machine<'a> {
         })
     }
 
-    fn wait_service(&self) -> Result<(), CrashError> {
+    /// When the service answered, which ends the boot.
+    fn wait_service(&self) -> Result<Instant, CrashError> {
         let port = self.vm.http_port().expect("started with a web port");
         load::wait_for_service(&guest::targets(port), patience(20))
-            .map_err(|source| CrashError::Load { side: self.case.side(), source })
+            .map_err(|source| CrashError::Load { side: self.case.side(), source })?;
+        let answered = Instant::now();
+        sides::ready(&self.vm).map_err(|error| self.error(error))?;
+        Ok(answered)
     }
 
     fn error(&self, source: hearth_vmtest::Error) -> CrashError {
@@ -219,7 +222,7 @@ fn builder(
         Some(rate) => disk.limited(rate.mib_per_second as i64, rate.iops as i64),
         None => disk,
     };
-    let builder = TestVm::debian("crash")
+    let builder = sides::with_boot_set(TestVm::debian("crash"))
         .root(limited(Disk::in_place(image)))
         .disk(limited(Disk::in_place(&bench.data).read_only()))
         .memory_mib(bench.shape.memory_mib)

@@ -96,7 +96,7 @@ impl Shape {
             copied_mib: 200,
             repeats: 2,
             chunks_mib: &[10, CHUNK_MIB, 1024],
-            policies: &["recovery-first", "dump-first"],
+            policies: &["recovery-first", "balanced", "dump-first"],
         };
         let quick_shape = Shape {
             memory_mib: 512,

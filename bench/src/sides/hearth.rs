@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use hearth_api::MachineStatus;
-use hearth_vmtest::{Disk, Drives, Output, Result, TestVm};
+use hearth_vmtest::{Disk, Drives, Output, Result, TestVm, TestVmBuilder};
 use toml::Table;
 
 use super::{MEMORY_MIB, Machine, Way};
@@ -21,8 +21,15 @@ pub struct HearthOptions<'a> {
     pub warm: bool,
 }
 
-/// A Debian boot reads half of it. It is over when the bench says so.
-const BOOT_SET: [(&str, &str); 2] = [("limit", "64MiB"), ("ready_after", "1d")];
+/// What a boot reads outlives the guest. It is over when the bench says so (`ready`); Debian's reads half of this.
+pub fn with_boot_set(builder: TestVmBuilder) -> TestVmBuilder {
+    let remount = [("limit", "64MiB"), ("ready_after", "1d")].map(|(key, value)| (key.to_owned(), value.into()));
+    builder.setting("remount", remount.into_iter().collect::<Table>())
+}
+
+pub fn ready(vm: &TestVm) -> Result<()> {
+    vm.cli(&["ready", vm.name()]).map(drop)
+}
 
 pub struct HearthMachine {
     vm: TestVm,
@@ -37,12 +44,7 @@ impl HearthMachine {
             None => root,
         };
         let builder = TestVm::debian("bench").root(root).memory_mib(MEMORY_MIB).http();
-        let builder = if options.warm {
-            let remount = BOOT_SET.map(|(key, value)| (key.to_owned(), value.into()));
-            builder.setting("remount", remount.into_iter().collect::<Table>())
-        } else {
-            builder.without_ember()
-        };
+        let builder = if options.warm { with_boot_set(builder) } else { builder.without_ember() };
         let vm = builder.setting("accelerator", options.accelerator).start()?;
         Ok(HearthMachine { vm, has_boot_set: options.warm })
     }
@@ -89,10 +91,7 @@ impl Machine for HearthMachine {
     }
 
     fn ready(&self) -> Result<()> {
-        if self.has_boot_set {
-            self.vm.cli(&["ready", self.vm.name()])?;
-        }
-        Ok(())
+        if self.has_boot_set { ready(&self.vm) } else { Ok(()) }
     }
 
     fn own_read_bytes(&self) -> Option<u64> {

@@ -14,7 +14,7 @@ use std::time::Duration;
 use hearth_api::MachineStatus;
 use hearth_vmtest::{Output, Result};
 
-pub use hearth::{HearthMachine, HearthOptions};
+pub use hearth::{HearthMachine, HearthOptions, ready, with_boot_set};
 pub use plain::free_port;
 pub use rig::{Rig, RigError, copy_root};
 
