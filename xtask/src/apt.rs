@@ -37,6 +37,22 @@ pub struct Apt {
 
 impl Apt {
     pub fn open(folder: &Path) -> Result<Self, AptError> {
+        Self::with(folder, |mirror, security| {
+            vec![
+                line(mirror, GUEST_RELEASE),
+                line(mirror, &format!("{GUEST_RELEASE}-backports")),
+                line(security, &format!("{GUEST_RELEASE}-security")),
+            ]
+        })
+    }
+
+    /// Of another release than the guests'.
+    pub fn open_release(folder: &Path, release: &str) -> Result<Self, AptError> {
+        Self::with(folder, |mirror, _| vec![line(mirror, release)])
+    }
+
+    /// `lines` makes the `sources.list` for the host's mirror, and for the one of security updates.
+    fn with(folder: &Path, lines: impl Fn(&str, &str) -> Vec<String>) -> Result<Self, AptError> {
         if !Path::new(KEYRING).exists() {
             return Err(AptError::Keyring);
         }
@@ -46,7 +62,10 @@ impl Apt {
             at("create", &part, fs::create_dir_all(&part))?;
         }
         let sources = apt.sources();
-        at("write", &sources, fs::write(&sources, source_lines()?.join("\n") + "\n"))?;
+        let format = "$(REPO_URI) $(RELEASE) $(COMPONENT)";
+        let (mirror, security) =
+            mirrors(&shell::output(Command::new("apt-get").args(["indextargets", "--format", format]))?);
+        at("write", &sources, fs::write(&sources, lines(&mirror, &security).join("\n") + "\n"))?;
         shell::output(apt.command("apt-get").args(["-qq", "update"]))?;
         Ok(apt)
     }
@@ -122,16 +141,8 @@ impl Apt {
     }
 }
 
-fn source_lines() -> Result<Vec<String>, AptError> {
-    let format = "$(REPO_URI) $(RELEASE) $(COMPONENT)";
-    let known = shell::output(Command::new("apt-get").args(["indextargets", "--format", format]))?;
-    let (mirror, security) = mirrors(&known);
-    let line = |mirror: &str, suite: &str| format!("deb [signed-by={KEYRING}] {mirror} {suite} main");
-    Ok(vec![
-        line(&mirror, GUEST_RELEASE),
-        line(&mirror, &format!("{GUEST_RELEASE}-backports")),
-        line(&security, &format!("{GUEST_RELEASE}-security")),
-    ])
+fn line(mirror: &str, suite: &str) -> String {
+    format!("deb [signed-by={KEYRING}] {mirror} {suite} main")
 }
 
 /// The host's Debian mirrors, from its own list of `URI RELEASE COMPONENT`; Debian's where it has none.

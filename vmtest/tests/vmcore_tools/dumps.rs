@@ -66,7 +66,7 @@ fn check_classes(linux: Linux, memory_mib: u64) -> Result<()> {
     // Independent of what Hearth writes but for its notes: the RAM file itself, with a head.
     let reference = file("reference");
     elf::from_ram(&vm.ram_file(1), &Core::open(&as_elf), &reference);
-    let counts = tools::makedumpfile("-l", 31, &reference, &file("theirs"));
+    let counts = tools::makedumpfile(linux, "-l", 31, &reference, &file("theirs"));
     println!("{linux:?}, {memory_mib} MiB: {counts:?}\nHearth: {excluded}");
     assert_counts(&excluded, &counts);
     // Not what makedumpfile makes an ELF file of: short runs of excluded pages stay in those.
@@ -76,7 +76,7 @@ fn check_classes(linux: Linux, memory_mib: u64) -> Result<()> {
     assert!(addresses.len() >= 1000, "only {} pages to compare", addresses.len());
     for name in ["lzo", "zlib"] {
         let ours = if name == "lzo" { ours.clone() } else { dump(name, &["--level", "31", "--compress", name])? };
-        let again = tools::makedumpfile("-l", 31, &ours, &file(&format!("{name}-again")));
+        let again = tools::makedumpfile(linux, "-l", 31, &ours, &file(&format!("{name}-again")));
         for class in ["Remaining pages", "Pages filled with zero"] {
             assert_eq!(again[class], counts[class], "{name}, filtered again: {class}");
         }
@@ -87,7 +87,7 @@ fn check_classes(linux: Linux, memory_mib: u64) -> Result<()> {
     let whole = dump("zlib-1", &["--level", "1", "--compress", "zlib"])?;
     tools::check_traces(linux, &whole, Panic::Sysrq, "probe");
     // What was left in at level 1 is what makedumpfile leaves out at level 31.
-    let again = tools::makedumpfile("-l", 31, &whole, &file("whole-again"));
+    let again = tools::makedumpfile(linux, "-l", 31, &whole, &file("whole-again"));
     for class in ["Non-private cache pages", "User process data pages", "Free pages", "Remaining pages"] {
         assert_eq!(again[class], counts[class], "level 1, filtered at 31: {class}");
     }

@@ -33,7 +33,7 @@ fn check(linux: Linux, panic: Panic) -> Result<()> {
     let dump = file("qemu.elf");
     qemu_dump(linux, panic, &dump)?;
     tools::check_traces(linux, &dump, panic, "probe");
-    let counts = tools::makedumpfile("-l", 31, &dump, &file("filtered"));
+    let counts = tools::makedumpfile(linux, "-l", 31, &dump, &file("filtered"));
     if panic == Panic::OutOfMemory {
         // Its memory is full of what `fill` did not put there.
         return Ok(());

@@ -95,8 +95,13 @@ pub fn crash(linux: Linux, dump: &Path, commands: &str) -> String {
 }
 
 /// Filters a dump at a level with `-c`, `-l` or no compression (`-E`: ELF); returns the pages it counted.
-pub fn makedumpfile(compression: &str, level: u8, dump: &Path, filtered: &Path) -> Counts {
-    let mut command = Command::new("makedumpfile");
+///
+/// Debian 12's (1.7.2) knows Linux 6.1; large folios of 6.12 it takes for single pages.
+pub fn makedumpfile(linux: Linux, compression: &str, level: u8, dump: &Path, filtered: &Path) -> Counts {
+    let mut command = match linux {
+        Linux::Stable => Command::new("makedumpfile"),
+        Linux::Newer => Command::new(artifacts::vmcore("makedumpfile/makedumpfile")),
+    };
     command.args([compression, "-d", &level.to_string(), "--message-level", "31"]).arg(dump).arg(filtered);
     counts(&output(&mut command))
 }

@@ -1,11 +1,12 @@
 //! `make test-vmcore`: crash dumps as other people's tools read them.
 //!
-//! tools (crash, makedumpfile, drgn) -> debug symbols and a module that breaks the kernel, for each guest kernel -> the
+//! tools (crash, drgn, makedumpfile as it is in Debian 12, and a newer one that knows Linux 6.12) -> debug symbols and a module that breaks the kernel, for each guest kernel -> the
 //! tests that are ignored otherwise.
 //!
 //! Apart from `make test` for its size: the symbols of two kernels are 600 MiB to fetch and twice that on disk, and crash
 //! takes half a minute to read them. Everything is made once under `target/vmcore/`.
 
+mod makedumpfile;
 mod symbols;
 
 use std::process::Command;
@@ -53,6 +54,7 @@ pub fn test(filter: &[String]) -> Result<Summary, VmcoreError> {
     guest::ensure_all()?;
     guest::ensure_busybox_newer()?;
     ensure_drgn()?;
+    makedumpfile::ensure()?;
     for kernel in [STABLE, NEWER] {
         symbols::ensure(kernel)?;
     }
