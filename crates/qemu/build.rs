@@ -4,19 +4,21 @@ use std::path::PathBuf;
 use std::process::Command;
 
 fn main() {
-    let source = "src/preload/preload.c";
-    println!("cargo::rerun-if-changed={source}");
+    let sources = ["src/preload/preload.c", "src/preload/valve.c"];
+    for source in sources {
+        println!("cargo::rerun-if-changed={source}");
+    }
     println!("cargo::rerun-if-env-changed=CC");
     let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
     let library = PathBuf::from(std::env::var("OUT_DIR").expect("cargo sets OUT_DIR")).join("preload.so");
     let status = Command::new(&compiler)
         .args(["-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-o"])
         .arg(&library)
-        .arg(source)
+        .args(sources)
         .status();
     match status {
         Ok(status) if status.success() => {}
-        Ok(status) => panic!("{compiler} {source}: {status}"),
+        Ok(status) => panic!("{compiler} {}: {status}", sources.join(" ")),
         Err(error) => panic!("{compiler}: {error}; install a C compiler (Debian: apt-get install gcc)"),
     }
 }

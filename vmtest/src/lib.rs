@@ -22,11 +22,13 @@
 pub mod artifacts;
 mod console;
 mod disk;
+pub mod echo;
 mod error;
 pub mod faults;
 mod guest;
 mod hearth;
 pub mod images;
+pub mod net;
 pub mod pattern;
 mod plain;
 mod processes;

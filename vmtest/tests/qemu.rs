@@ -1,10 +1,9 @@
 //! What surrounds a machine: QEMU's versions, its userfaultfd and sandbox, firmware, networks, guest kernels.
 
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use hearth_vmtest::images::File;
+use hearth_vmtest::net::{Tap, free_port, passt_works};
 use hearth_vmtest::web::{fetch, serve};
 use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, patience};
 use toml::Value;
@@ -158,10 +157,6 @@ fn uefi_starts_and_writes_its_variables() -> Result<()> {
     Ok(())
 }
 
-fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port").port()
-}
-
 #[test]
 fn a_port_of_the_host_leads_into_the_guest() -> Result<()> {
     let vm = with_file(TestVm::busybox("user")).http().boot()?;
@@ -177,17 +172,6 @@ fn a_port_of_the_host_leads_into_the_guest() -> Result<()> {
     assert!(fetch(&address).ends_with("\r\n\r\nagain\n"));
     assert_eq!(vm.status()?["nets"][0]["kind"], "user");
     Ok(())
-}
-
-/// Whether passt can run here: some sandboxes forbid the name spaces that it makes for itself.
-fn passt_works() -> bool {
-    let home = tempfile::tempdir().expect("a folder");
-    // Or it would become nobody, who cannot make a socket in our folder.
-    let as_root: &[&str] = if rustix::process::geteuid().is_root() { &["--runas", "0"] } else { &[] };
-    let mut command = Command::new("timeout");
-    command.args(["1", "passt", "--foreground", "--one-off", "--socket"]).arg(home.path().join("try.sock"));
-    // 124: it was still there when its time was over.
-    command.args(as_root).output().is_ok_and(|output| output.status.code() == Some(124))
 }
 
 #[test]
@@ -210,33 +194,15 @@ fn passt_leads_into_the_guest() -> Result<()> {
     Ok(())
 }
 
-/// A tap interface of the host, gone with this.
-struct Tap(String);
-
-impl Tap {
-    /// None where interfaces cannot be made.
-    fn make(name: &str, address: &str) -> Option<Self> {
-        let ip = |arguments: &[&str]| Command::new("ip").args(arguments).output().is_ok_and(|it| it.status.success());
-        let tap = ip(&["tuntap", "add", name, "mode", "tap"]).then(|| Self(name.to_owned()))?;
-        (ip(&["addr", "add", address, "dev", name]) && ip(&["link", "set", name, "up"])).then_some(tap)
-    }
-}
-
-impl Drop for Tap {
-    fn drop(&mut self) {
-        let _ = Command::new("ip").args(["link", "delete", &self.0]).output();
-    }
-}
-
 #[test]
 fn a_tap_leads_into_the_guest() -> Result<()> {
-    let Some(tap) = Tap::make("hearth-test0", "198.51.100.1/29") else {
+    let Some(tap) = Tap::make() else {
         eprintln!("skipped: this user cannot make network interfaces here");
         return Ok(());
     };
-    let vm = TestVm::busybox("tap").net([("kind", "tap".into()), ("ifname", tap.0.clone().into())]).boot()?;
-    vm.sh("ip link set eth0 up && ip addr add 198.51.100.2/29 dev eth0")?;
+    let vm = TestVm::busybox("tap").net([("kind", "tap".into()), ("ifname", tap.name().into())]).boot()?;
+    vm.sh(&tap.guest_set_up())?;
     serve(&vm, "tap")?;
-    assert!(fetch("198.51.100.2:80").ends_with("\r\n\r\ntap\n"));
+    assert!(fetch(&format!("{}:80", tap.guest_address())).ends_with("\r\n\r\ntap\n"));
     Ok(())
 }

@@ -2,8 +2,8 @@
 //!
 //! `hops`: what goes on over a hop. `failures`: each way in which it can fail leaves the guest where it was. `deaths`: the
 //! keeper is killed after each phase, and the next one finds a way. `age`: what speaks for a hop, and hops that nobody
-//! asked for. `many`: several machines with one command. `keeper`: another keeper, under the same guest. `soak`: hundreds of
-//! hops, by hand.
+//! asked for. `networks`: connections over hops. `firmware`: a guest before its system. `many`: several machines with one
+//! command. `keeper`: another keeper, under the same guest. `soak`: hundreds of hops, by hand.
 
 #[path = "rejuvenation/age.rs"]
 mod age;
@@ -11,12 +11,16 @@ mod age;
 mod deaths;
 #[path = "rejuvenation/failures.rs"]
 mod failures;
+#[path = "rejuvenation/firmware.rs"]
+mod firmware;
 #[path = "rejuvenation/hops.rs"]
 mod hops;
 #[path = "rejuvenation/keeper.rs"]
 mod keeper;
 #[path = "rejuvenation/many.rs"]
 mod many;
+#[path = "rejuvenation/networks.rs"]
+mod networks;
 #[path = "rejuvenation/programs.rs"]
 mod programs;
 #[path = "rejuvenation/soak.rs"]

@@ -107,9 +107,27 @@ pub struct NetDevice {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NetBackend {
-    User { forward: Vec<Forward> },
-    Passt { socket: PathBuf },
-    Tap { ifname: String },
+    User {
+        forward: Vec<Forward>,
+    },
+    /// The number of a socket that is connected to passt.
+    Passt {
+        number: RawFd,
+    },
+    /// The number of an open tap.
+    Tap {
+        number: RawFd,
+    },
+}
+
+impl NetBackend {
+    /// What it inherits open, if anything.
+    pub fn number(&self) -> Option<RawFd> {
+        match self {
+            Self::User { .. } => None,
+            Self::Passt { number } | Self::Tap { number } => Some(*number),
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -170,7 +188,8 @@ impl Launch {
         arguments.option("-m", format!("{}B", self.ram_bytes));
         let ram_file = ram_file_option(&self.ram_file);
         arguments.option("-object", format!("memory-backend-file,id=ram,size={},{ram_file},share=on", self.ram_bytes));
-        arguments.option("-machine", format!("{machine_type},memory-backend=ram"));
+        // A description of the guest's state behind it, for tools that read one, would be written while the guest stands still.
+        arguments.option("-machine", format!("{machine_type},memory-backend=ram,suppress-vmdesc=on"));
         // A guest's reset ends this QEMU (SHUTDOWN, reason guest-reset): the next incarnation gets a new one. A panic holds
         // the guest still. A triple fault is a reset to QEMU, and QMP does not tell the two apart.
         let watchdog = self.watchdog.unwrap_or(WatchdogAction::Reset).name();
@@ -262,12 +281,8 @@ fn net_arguments(arguments: &mut Arguments, position: usize, net: &NetDevice) {
             let forwards: String = forward.iter().map(|forward| format!(",hostfwd={}", forward.hostfwd())).collect();
             format!("user,id={id}{forwards}")
         }
-        NetBackend::Passt { socket } => {
-            format!("stream,id={id},server=off,addr.type=unix,addr.path={}", escape_path(socket))
-        }
-        NetBackend::Tap { ifname } => {
-            format!("tap,id={id},ifname={},script=no,downscript=no,vhost=off", escape(ifname))
-        }
+        NetBackend::Passt { number } => format!("stream,id={id},server=off,addr.type=fd,addr.str={number}"),
+        NetBackend::Tap { number } => format!("tap,id={id},fd={number},vhost=off"),
     };
     arguments.option("-netdev", backend);
     let slot = NET_SLOT + position;
@@ -361,7 +376,7 @@ mod tests {
         let expect = "-nodefaults -no-user-config -name guest=web,debug-threads=on -display none -vga none -accel tcg \
             -cpu max,-erms,-fsrm,-cx16 -smp 2 -m 536870912B \
             -object memory-backend-file,id=ram,size=536870912,mem-path=/ram/web,,1/ram-1,share=on \
-            -machine pc-q35-7.2,memory-backend=ram \
+            -machine pc-q35-7.2,memory-backend=ram,suppress-vmdesc=on \
             -action reboot=shutdown,shutdown=poweroff,panic=pause,watchdog=reset \
             -kernel /k -append console=ttyS0 a,b \
             -chardev socket,id=qmp,fd=7,server=on,wait=off -mon chardev=qmp,mode=control \
@@ -402,14 +417,14 @@ mod tests {
         let other = Forward { protocol: "udp", host: "::1".parse().unwrap(), host_port: 53, guest_port: 53 };
         let backends = [
             NetBackend::User { forward: vec![forward, other] },
-            NetBackend::Passt { socket: "/p".into() },
-            NetBackend::Tap { ifname: "tap0".into() },
+            NetBackend::Passt { number: 11 },
+            NetBackend::Tap { number: 12 },
         ];
         let mut launch = launch();
         launch.nets = backends.map(|backend| NetDevice { mac: "52:54:00:00:00:01".into(), backend }).to_vec();
         check(&launch, (7, 2), "user,id=net0,hostfwd=tcp:127.0.0.1:8080-:80,hostfwd=udp:[::1]:53-:53 ");
-        check(&launch, (7, 2), "stream,id=net1,server=off,addr.type=unix,addr.path=/p ");
-        check(&launch, (7, 2), "tap,id=net2,ifname=tap0,script=no,downscript=no,vhost=off ");
+        check(&launch, (7, 2), "stream,id=net1,server=off,addr.type=fd,addr.str=11 ");
+        check(&launch, (7, 2), "tap,id=net2,fd=12,vhost=off ");
         check(&launch, (7, 2), "virtio-net-pci,netdev=net2,mac=52:54:00:00:00:01,addr=0x1a,romfile= ");
     }
 
@@ -454,9 +469,17 @@ mod tests {
 
     #[test]
     fn the_preload_library_is_asked_for_in_the_environment() {
-        let preload = Preload { library: "/run/preload.so".into(), socket: "/run/userfault.sock".into() };
+        let preload = Preload {
+            library: "/run/preload.so".into(),
+            socket: "/run/userfault.sock".into(),
+            valves: Some("/run/valves".into()),
+        };
         let launch = Launch { preload: Some(preload), ..launch() };
-        let expect = [("LD_PRELOAD", "/run/preload.so"), ("HEARTH_USERFAULT_SOCKET", "/run/userfault.sock")];
+        let expect = [
+            ("LD_PRELOAD", "/run/preload.so"),
+            ("HEARTH_USERFAULT_SOCKET", "/run/userfault.sock"),
+            ("HEARTH_VALVES", "/run/valves"),
+        ];
         assert_eq!(launch.environment(), expect.map(|(name, value)| (name, value.into())));
     }
 }

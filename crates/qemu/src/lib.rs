@@ -13,6 +13,7 @@ pub mod preload;
 mod process;
 mod qmp;
 mod sockets;
+pub mod valve;
 
 pub use accelerator::{Accelerator, AcceleratorChoice, Wanted};
 pub use binary::{Binary, BinaryError, VERSION_MIN, Version};

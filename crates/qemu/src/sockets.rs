@@ -22,6 +22,8 @@ use crate::Launch;
 pub struct Sockets {
     qmp: UnixListener,
     serial: UnixListener,
+    /// Of networks; whoever made the launch holds them open.
+    others: Vec<RawFd>,
 }
 
 /// Their numbers in QEMU.
@@ -35,7 +37,8 @@ impl Sockets {
     /// The error names the socket that cannot be made.
     pub fn bind(launch: &Launch) -> Result<Self, (PathBuf, io::Error)> {
         let bind = |path: &Path| bind(path).map_err(|error| (path.to_owned(), error));
-        Ok(Self { qmp: bind(&launch.qmp_socket)?, serial: bind(&launch.serial_socket)? })
+        let others = launch.nets.iter().filter_map(|net| net.backend.number()).collect();
+        Ok(Self { qmp: bind(&launch.qmp_socket)?, serial: bind(&launch.serial_socket)?, others })
     }
 
     pub fn numbers(&self) -> SocketNumbers {
@@ -44,11 +47,12 @@ impl Sockets {
 
     /// Leaves them open in the program that `command` starts, and only there. They must live until then.
     pub fn hand_to(&self, command: &mut Command) {
-        let numbers = self.numbers();
+        let SocketNumbers { qmp, serial } = self.numbers();
+        let numbers = [&[qmp, serial], &*self.others].concat();
         let keep_open = move || {
-            for number in [numbers.qmp, numbers.serial] {
-                // SAFETY: the child has a copy of each descriptor under the number it has in the parent, where `self` keeps
-                // it open until the program is started.
+            for &number in &numbers {
+                // SAFETY: the child has a copy of each descriptor under the number it has in the parent, where it is kept
+                // open until the program is started.
                 let socket = unsafe { BorrowedFd::borrow_raw(number) };
                 fcntl_setfd(socket, FdFlags::empty())?;
             }

@@ -171,6 +171,16 @@ impl Journal {
         self.write(path, true).map_err(|source| JournalError::Io { path: path.to_owned(), source })
     }
 
+    /// Writes what is to be the journal when there is no time to write.
+    pub fn stage(&self, path: &Path) -> Result<Staged, JournalError> {
+        let staged = Staged { staged: path.with_extension("staged"), path: path.to_owned() };
+        let text = serde_json::to_vec_pretty(self).expect("a journal is plain data");
+        match fs::write(&staged.staged, text) {
+            Ok(()) => Ok(staged),
+            Err(source) => Err(JournalError::Io { path: path.to_owned(), source }),
+        }
+    }
+
     fn write(&self, path: &Path, durably: bool) -> io::Result<()> {
         let temporary = path.with_extension("new");
         let mut file = File::create(&temporary)?;
@@ -186,6 +196,27 @@ impl Journal {
     }
 }
 
+/// A journal that is not in force. Dropped, it never was.
+#[derive(Debug)]
+pub struct Staged {
+    staged: PathBuf,
+    path: PathBuf,
+}
+
+impl Staged {
+    /// In the place of the one that is.
+    pub fn enact(self) -> Result<(), JournalError> {
+        fs::rename(&self.staged, &self.path).map_err(|source| JournalError::Io { path: self.path.clone(), source })
+    }
+}
+
+impl Drop for Staged {
+    fn drop(&mut self) {
+        // Not there any more if it was enacted.
+        let _ = fs::remove_file(&self.staged);
+    }
+}
+
 /// A name without its content: the host died before that reached the disk. A keeper that dies leaves no such file.
 fn is_lost(text: &[u8]) -> bool {
     text.is_empty() || text.contains(&0)
@@ -194,6 +225,19 @@ fn is_lost(text: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_staged_journal_counts_when_it_is_enacted() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal.json");
+        let (first, second) = (Journal::new("web", 1), Journal { generation: 2, ..Journal::new("web", 1) });
+        first.save(&path).unwrap();
+        drop(second.stage(&path).unwrap());
+        assert_eq!(Journal::load(&path).unwrap(), Some(first));
+        second.stage(&path).unwrap().enact().unwrap();
+        assert_eq!(Journal::load(&path).unwrap(), Some(second));
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing else is left");
+    }
 
     #[test]
     fn a_journal_reads_back_as_written() {

@@ -11,8 +11,8 @@
 //! left it, for a QEMU that waits for a guest writes nothing into its RAM. With `resume` the guest runs on the new one, and
 //! the old one must never run again.
 //!
-//! The stream does not go from QEMU to QEMU but through here. So a target that hangs cannot hold up the source, it is known
-//! when the state is whole before the target has seen any of it, and the guest's clock in it can be set (see `clock`).
+//! The stream does not go from QEMU to QEMU but through here. So neither can hold up the other, the guest's clock in it can be
+//! set as it passes (see `clock`), and the target has all of it only when the source has said that all is well.
 //!
 //! Not `cpr-transfer`: it needs QEMU 10 on both sides and memory that was made for it. Not `exec` into the new program: a
 //! new QEMU that does not start would be the end of the guest.
@@ -27,14 +27,18 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant, SystemTime};
 
 use hearth_disk::server::{DiskServer, ServerError};
+use hearth_qemu::valve::Valves;
 use hearth_qemu::{Migration, Qmp, QmpError, QmpEvent, Said};
 
 pub use clock::Ticker;
+use relay::{Bell, Passage};
 
-/// From the end of the state's way to the guest's next instruction, as measured: 0.9 to 1.9 ms.
-const LOAD_ALLOWANCE: Duration = Duration::from_micros(1500);
+/// From when the clock is set to the guest's next instruction, as measured.
+const LOAD_ALLOWANCE: Duration = Duration::from_micros(3000);
 /// Between two looks at an old QEMU that is on its way back to its guest.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
+/// Between two looks for the rest of a packet.
+const PACKET_EVERY: Duration = Duration::from_micros(50);
 
 /// Steps of a rejuvenation, in order; the same words in events, journal, errors and `hearth explain`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,6 +103,8 @@ pub struct Hop<'a> {
     pub old: &'a Qmp,
     pub new: &'a Qmp,
     pub disks: &'a [DiskServer],
+    /// Of the old one and of the new one; none without networks that have any.
+    pub valves: Option<(&'a Valves, &'a Valves)>,
     /// How long the guest may stand still before the old QEMU goes on.
     pub patience: Duration,
 }
@@ -115,9 +121,21 @@ struct AtDisk {
 
 /// Both QEMUs are ready; what they say comes here.
 pub struct Prepared {
-    source: UnixStream,
-    target: UnixStream,
+    passage: Passage,
     heard: Receiver<Heard>,
+}
+
+/// How far a state is on its way.
+#[derive(Default)]
+struct Way {
+    stopped_at: Option<Duration>,
+    /// The old QEMU says that it has given all.
+    given_at: Option<Duration>,
+    /// The new one says that it has all.
+    taken: bool,
+    /// One of them said what has no part in this; its guest may not be running.
+    odd: bool,
+    set_forward: Option<Duration>,
 }
 
 /// The new QEMU has the guest, which stands still.
@@ -168,22 +186,18 @@ pub fn set_handover(disks: &[DiskServer], allowed: bool) -> Result<(), ServerErr
     disks.iter().try_for_each(|disk| disk.set_handover(allowed))
 }
 
-impl Admitted {
-    /// When the first disk was stopped in this hop. QEMU itself speaks of it only when all of them have drained.
-    fn stopped_at(&self, disks: &[AtDisk]) -> Option<Duration> {
-        let stopped = self.0.iter().zip(disks).filter(|(before, now)| before.stop_asked_us != now.stop_asked_us);
-        stopped.map(|(_, now)| Duration::from_micros(now.stop_asked_us)).min()
-    }
-}
-
 impl Hop<'_> {
     /// A new QEMU talks when its devices are made, so by now it has connected to every disk.
     pub fn admit(&self) -> Result<Admitted, RejuvenationError> {
-        let state = self.old.run_state().map_err(RejuvenationError::Old)?;
-        if state != "running" {
-            return Err(RejuvenationError::NotRunning { state });
-        }
+        self.must_run()?;
         self.connections().map(Admitted)
+    }
+
+    fn must_run(&self) -> Result<(), RejuvenationError> {
+        match self.old.run_state().map_err(RejuvenationError::Old)? {
+            state if state == "running" => Ok(()),
+            state => Err(RejuvenationError::NotRunning { state }),
+        }
     }
 
     fn connections(&self) -> Result<Vec<AtDisk>, RejuvenationError> {
@@ -201,17 +215,24 @@ impl Hop<'_> {
 
     pub fn prepare(&self) -> Result<Prepared, RejuvenationError> {
         let (speaks, heard) = channel();
-        self.old.listen(listener(speaks.clone(), Heard::Old));
-        self.new.listen(listener(speaks, Heard::New));
+        let bell = Bell::new().map_err(RejuvenationError::Channel)?;
+        self.old.listen(listener(speaks.clone(), bell.clone(), Heard::Old));
+        self.new.listen(listener(speaks, bell.clone(), Heard::New));
+        // From now on each change of it is heard.
+        self.must_run()?;
         self.old.prepare_migration(self.patience).map_err(RejuvenationError::Old)?;
         self.new.prepare_migration(self.patience).map_err(RejuvenationError::New)?;
         let (target, theirs) = UnixStream::pair().map_err(RejuvenationError::Channel)?;
         self.new.migrate_incoming(OwnedFd::from(theirs).as_fd(), self.patience).map_err(RejuvenationError::New)?;
         let (source, theirs) = UnixStream::pair().map_err(RejuvenationError::Channel)?;
+        let passage = Passage::open(source, target, bell, clock::SECTION_BYTES).map_err(RejuvenationError::Channel)?;
+        if let Some((old, _)) = self.valves {
+            old.shut();
+        }
         // From here on the old one may stop its guest.
         self.old.migrate(OwnedFd::from(theirs).as_fd(), self.patience).map_err(RejuvenationError::Old)?;
         self.await_begun(&heard)?;
-        Ok(Prepared { source, target, heard })
+        Ok(Prepared { passage, heard })
     }
 
     /// Until the old one keeps a log of written pages with its disks' servers. Were this process to die before that, a
@@ -239,51 +260,109 @@ impl Hop<'_> {
         ticker: Option<Ticker>,
         debt: ClockDebt,
     ) -> Result<Handed, RejuvenationError> {
-        let Prepared { source, target, heard } = prepared;
+        let Prepared { mut passage, heard } = prepared;
         let deadline = Instant::now() + self.patience;
-        let patience = self.patience;
-        let mut state = relay::receive(source, deadline)
-            .map_err(|error| hangs_or("the old QEMU", patience, error, RejuvenationError::OldEnded))?;
-        let said_stopped_at = self.await_source(&heard, deadline)?;
-        let disks = self.connections()?;
-        let stopped_at = admitted.stopped_at(&disks).map_or(said_stopped_at, |at| at.min(said_stopped_at));
-        // Requests in flight are answered before a queue stops: if a disk's connection was lost meanwhile they were not.
-        let same = |(before, now): (&AtDisk, &AtDisk)| before.connections == now.connections;
-        if !admitted.0.iter().zip(&disks).all(same) {
-            let what = "a connection was lost while the guest was handed over";
-            let disk = self.disks.iter().map(DiskServer::name).collect::<Vec<_>>().join(", ");
-            return Err(RejuvenationError::Disk { disk, what });
+        let mut way = Way::default();
+        let mut released = false;
+        while !way.taken {
+            // Asked before it is looked at what has come: when the old one says that it has given all, all has come.
+            self.hear(&heard, &mut way)?;
+            passage.take().map_err(RejuvenationError::Channel)?;
+            if way.set_forward.is_none() {
+                let by = debt.with(now().saturating_sub(self.stopped_at(admitted, &way)) + LOAD_ALLOWANCE);
+                way.set_forward = clock::advance(passage.between(), by, ticker).then_some(by);
+            }
+            if way.given_at.is_some() && !released {
+                self.must_be_undisturbed(admitted)?;
+                self.await_packets(deadline)?;
+                passage.release();
+                released = true;
+            }
+            passage.give();
+            if !way.taken {
+                let who = if released { "the new QEMU" } else { "the old QEMU" };
+                passage.wait(deadline).map_err(|error| self.hangs_or(who, error))?;
+            }
         }
-        let by = debt.with(now().saturating_sub(stopped_at) + LOAD_ALLOWANCE);
-        let is_set = clock::advance(&mut state, by, ticker);
-        if !is_set {
+        if !released {
+            // It cannot have all.
+            return Err(RejuvenationError::NewFailed);
+        }
+        if way.odd {
+            let state = self.new.run_state().map_err(RejuvenationError::New)?;
+            if state != "paused" {
+                return Err(RejuvenationError::NotRunning { state });
+            }
+        }
+        if way.set_forward.is_none() {
             tracing::debug!("the guest's clock is not where it was expected in the state, and stays behind");
         }
-        relay::send(target, &state, deadline)
-            .map_err(|error| hangs_or("the new QEMU", patience, error, RejuvenationError::NewEnded))?;
-        self.await_target(&heard, deadline)?;
-        let run_state = self.new.run_state().map_err(RejuvenationError::New)?;
-        if run_state != "paused" {
-            return Err(RejuvenationError::NotRunning { state: run_state });
-        }
-        let set_forward = is_set.then_some((by, debt));
-        Ok(Handed { stopped_at, state_bytes: state.len() as u64, set_forward, heard })
+        Ok(Handed {
+            stopped_at: self.stopped_at(admitted, &way),
+            state_bytes: passage.received(),
+            set_forward: way.set_forward.map(|by| (by, debt)),
+            heard,
+        })
     }
 
-    /// Until the old one says that all went well; when its guest stopped.
-    fn await_source(&self, heard: &Receiver<Heard>, deadline: Instant) -> Result<Duration, RejuvenationError> {
-        let mut stopped_at = None;
-        loop {
-            match self.next(heard, deadline, "the old QEMU")? {
-                Heard::Old(Said { event: QmpEvent::Stopped, at }) => stopped_at = Some(at),
-                Heard::Old(Said { event: QmpEvent::Migration(Migration::Completed), at }) => {
-                    return Ok(stopped_at.unwrap_or(at));
-                }
+    /// What both have said by now.
+    fn hear(&self, heard: &Receiver<Heard>, way: &mut Way) -> Result<(), RejuvenationError> {
+        for said in heard.try_iter() {
+            match said {
+                Heard::Old(Said { event: QmpEvent::HungUp, .. }) => return Err(RejuvenationError::OldEnded),
+                Heard::New(Said { event: QmpEvent::HungUp, .. }) => return Err(RejuvenationError::NewEnded),
+                Heard::Old(Said { event: QmpEvent::Stopped, at }) => way.stopped_at = Some(at),
+                Heard::Old(Said { event: QmpEvent::Migration(Migration::Completed), at }) => way.given_at = Some(at),
                 Heard::Old(Said { event: QmpEvent::Migration(Migration::Failed { .. }), .. }) => {
                     return Err(self.why_old_failed());
                 }
-                _ => {}
+                Heard::New(Said { event: QmpEvent::Migration(Migration::Completed), .. }) => way.taken = true,
+                Heard::New(Said { event: QmpEvent::Migration(Migration::Failed { .. }), .. }) => {
+                    return Err(RejuvenationError::NewFailed);
+                }
+                Heard::Old(Said { event: QmpEvent::Migration(_) | QmpEvent::Resumed, .. })
+                | Heard::New(Said { event: QmpEvent::Migration(_) | QmpEvent::Stopped, .. }) => {}
+                Heard::Old(_) | Heard::New(_) => way.odd = true,
             }
+        }
+        Ok(())
+    }
+
+    /// When the guest stopped: when its first disk was stopped in this hop, for QEMU itself speaks of it only when all of them
+    /// have drained.
+    fn stopped_at(&self, admitted: &Admitted, way: &Way) -> Duration {
+        let stops = admitted.0.iter().zip(self.disks).map(|(before, disk)| (before, disk.counters().stop_asked_us));
+        let asked =
+            stops.filter(|(before, now)| before.stop_asked_us != *now).map(|(_, now)| Duration::from_micros(now));
+        asked.chain(way.stopped_at).chain(way.given_at).min().unwrap_or_else(now)
+    }
+
+    /// Requests in flight are answered before a queue stops: if a disk's connection was lost meanwhile they were not.
+    fn must_be_undisturbed(&self, admitted: &Admitted) -> Result<(), RejuvenationError> {
+        let same = |(before, now): (&AtDisk, &AtDisk)| before.connections == now.connections;
+        if admitted.0.iter().zip(&self.connections()?).all(same) {
+            return Ok(());
+        }
+        let what = "a connection was lost while the guest was handed over";
+        let disk = self.disks.iter().map(DiskServer::name).collect::<Vec<_>>().join(", ");
+        Err(RejuvenationError::Disk { disk, what })
+    }
+
+    /// Until the old one has the rest of a packet that it had begun to read. Whoever sent the one part has sent the other.
+    fn await_packets(&self, deadline: Instant) -> Result<(), RejuvenationError> {
+        while self.valves.is_some_and(|(old, _)| !old.are_between_packets()) {
+            if Instant::now() > deadline {
+                return Err(RejuvenationError::Hangs { who: "a network", patience: self.patience });
+            }
+            std::thread::sleep(PACKET_EVERY);
+        }
+        Ok(())
+    }
+
+    fn hangs_or(&self, who: &'static str, error: std::io::Error) -> RejuvenationError {
+        match error.kind() {
+            std::io::ErrorKind::TimedOut => RejuvenationError::Hangs { who, patience: self.patience },
+            _ => RejuvenationError::Channel(error),
         }
     }
 
@@ -293,18 +372,6 @@ impl Hop<'_> {
             _ => "its log says why".to_owned(),
         };
         RejuvenationError::OldFailed { why }
-    }
-
-    fn await_target(&self, heard: &Receiver<Heard>, deadline: Instant) -> Result<(), RejuvenationError> {
-        loop {
-            match self.next(heard, deadline, "the new QEMU")? {
-                Heard::New(Said { event: QmpEvent::Migration(Migration::Completed), .. }) => return Ok(()),
-                Heard::New(Said { event: QmpEvent::Migration(Migration::Failed { .. }), .. }) => {
-                    return Err(RejuvenationError::NewFailed);
-                }
-                _ => {}
-            }
-        }
     }
 
     fn next(&self, heard: &Receiver<Heard>, deadline: Instant, who: &'static str) -> Result<Heard, RejuvenationError> {
@@ -322,6 +389,10 @@ impl Hop<'_> {
     ///
     /// `Refused` is the one error after which the guest has certainly not run on the new QEMU.
     pub fn resume(&self, handed: &Handed) -> Result<Duration, QmpError> {
+        // Before its guest goes on: that is what wakes it up. Packets wait in QEMU then.
+        if let Some((_, new)) = self.valves {
+            new.open_up();
+        }
         self.new.resume()?;
         let deadline = Instant::now() + self.patience;
         while let Ok(heard) = handed.heard.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
@@ -359,17 +430,12 @@ pub fn roll_back(old: &Qmp, patience: Duration) -> Result<(), QmpError> {
     }
 }
 
-fn listener(speaks: Sender<Heard>, who: fn(Said) -> Heard) -> impl Fn(Said) -> bool + Send {
-    move |said| speaks.send(who(said)).is_ok()
-}
-
-fn hangs_or(
-    who: &'static str,
-    patience: Duration,
-    error: std::io::Error,
-    ended: RejuvenationError,
-) -> RejuvenationError {
-    if error.kind() == std::io::ErrorKind::TimedOut { RejuvenationError::Hangs { who, patience } } else { ended }
+fn listener(speaks: Sender<Heard>, bell: Bell, who: fn(Said) -> Heard) -> impl Fn(Said) -> bool + Send {
+    move |said| {
+        let listens = speaks.send(who(said)).is_ok();
+        bell.ring();
+        listens
+    }
 }
 
 fn now() -> Duration {

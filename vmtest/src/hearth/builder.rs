@@ -1,6 +1,5 @@
 //! What a machine under test is made of, and the `machine.toml` that says so.
 
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 
 use toml::{Table, Value};
@@ -11,6 +10,7 @@ use crate::artifacts::{self, Boot, CPU_MODEL};
 use crate::disk::Disk;
 use crate::error::Result;
 use crate::guest::Output;
+use crate::net::free_port;
 use crate::slots;
 
 pub struct TestVmBuilder {
@@ -202,13 +202,6 @@ fn boot_section(boot: Boot) -> Table {
 
 fn text(path: &Path) -> Value {
     path.display().to_string().into()
-}
-
-/// A port that nobody listens on at the moment. Another process could take it before QEMU does; the machine then fails to
-/// start and says so.
-fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
-    listener.map(|address| address.port()).expect("the loopback interface has a free port")
 }
 
 #[cfg(test)]

@@ -118,7 +118,6 @@ fn be_a_qemu() {
         }
         writeln!(stream, "{}", json!({ "return": {}, "id": command["id"] })).expect("the keeper reads");
         if incoming && manner == "dies" {
-            // The state comes whole, when the old QEMU has given it.
             let mut state = std::fs::File::from(descriptors.pop().expect("a channel came before"));
             state.read_exact(&mut [0]).expect("a state comes");
             return;

@@ -19,9 +19,9 @@ pub fn check(config: &Config, life: Life, problems: &mut Vec<Problem>) {
             NetBackend::Passt { .. } => problems.extend(passt(&subject("kind"))),
             NetBackend::User { .. } => {}
         }
-        if config.rejuvenate.is_some() && !matches!(net.backend, NetBackend::User { .. }) {
-            let message = format!("a guest with kind = \"{}\" cannot be rejuvenated yet", net.backend.kind());
-            problems.push(Problem::warning(subject("kind"), message, "remove [rejuvenate]: every attempt would fail"));
+        if config.rejuvenate.is_some() && matches!(net.backend, NetBackend::User { .. }) {
+            let message = "a rejuvenation cuts the guest's connections on a network of kind \"user\"";
+            problems.push(Problem::warning(subject("kind"), message, "set kind to \"passt\" or \"tap\" to keep them"));
         }
         if !life.holds_resources() {
             let taken = |forward| port(&subject("forward"), forward);

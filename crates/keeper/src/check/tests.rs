@@ -72,11 +72,11 @@ fn everything_that_is_missing_is_told_at_once() {
 }
 
 #[test]
-fn a_policy_that_cannot_be_followed_is_told() {
+fn a_policy_that_costs_connections_is_told() {
     fixture().check(
-        &format!("{GOOD}[[nets]]\nkind = \"tap\"\nifname = \"lo\"\n[rejuvenate]\nevery = \"30d\"\n"),
-        &["warning: nets[0].kind: a guest with kind = \"tap\" cannot be rejuvenated yet; remove [rejuvenate]: every \
-             attempt would fail"],
+        &format!("{GOOD}[[nets]]\nkind = \"user\"\n[rejuvenate]\nevery = \"30d\"\n"),
+        &["warning: nets[0].kind: a rejuvenation cuts the guest's connections on a network of kind \"user\"; set kind to \
+             \"passt\" or \"tap\" to keep them"],
     );
 }
 

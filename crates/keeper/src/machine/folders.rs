@@ -73,6 +73,11 @@ impl Folders {
         self.runtime.join(format!("passt-{net}-{generation}.sock"))
     }
 
+    /// Between a QEMU and its networks.
+    pub fn valves(&self, generation: u32) -> PathBuf {
+        self.runtime.join(format!("valves-{generation}"))
+    }
+
     pub fn qemu_log(&self, generation: u32) -> PathBuf {
         self.runtime.join(format!("qemu-{generation}.log"))
     }
@@ -92,11 +97,11 @@ impl Folders {
         tag_key(&path).map(|key| Tagger::new(&key)).map_err(|source| FolderError::Unusable { path, source })
     }
 
-    /// Removes the sockets and the log of a QEMU that is gone.
+    /// Removes the sockets and the valves of a QEMU that is gone.
     pub fn discard_generation(&self, generation: u32) {
         let nets = (0..8).map(|net| self.passt_socket(net, generation));
         let sockets = [self.qmp_socket(generation), self.serial_socket(generation), self.userfault_socket(generation)];
-        for path in sockets.into_iter().chain(nets) {
+        for path in sockets.into_iter().chain(nets).chain([self.valves(generation)]) {
             // Most of these never existed; one that stays behind is replaced by its next user.
             let _ = fs::remove_file(path);
         }

@@ -9,12 +9,13 @@ use std::time::Duration;
 
 use hearth_api::{QemuStatus, UserfaultStatus};
 use hearth_memory::faults::{HandoverError, HandoverListener, Userfault};
+use hearth_qemu::valve::Valves;
 use hearth_qemu::{Footprint, Launch, Process, ProcessError, ProcessId, Qmp, QmpError, preload};
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::{FootprintNote, QemuIdentity};
 
 use super::launch;
-use super::passt::{self, Passt, PasstError};
+use super::wires::{WireError, Wires};
 use super::{Folders, Parts};
 use crate::event::Event;
 
@@ -46,8 +47,8 @@ pub struct Generation {
     identity: QemuIdentity,
     /// Kept open: what is done with page faults needs it.
     userfault: Result<Userfault, String>,
-    /// User networks beside QEMU; they end with their connection to it.
-    _passt: Vec<Passt>,
+    /// The other ends of its networks; or why a QEMU that takes over could not have them.
+    wires: Result<Wires, String>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -57,7 +58,7 @@ pub enum LaunchError {
     #[error(transparent)]
     Handover(#[from] HandoverError),
     #[error(transparent)]
-    Passt(#[from] PasstError),
+    Wire(#[from] WireError),
     #[error(transparent)]
     Process(#[from] ProcessError),
     #[error("QEMU does not talk; its last words: {}", .last_words.as_deref().unwrap_or("(none)"))]
@@ -77,29 +78,42 @@ impl Generation {
         number: u32,
         hold_still: bool,
     ) -> Result<Self, LaunchError> {
-        Self::start(parts, incarnation, number, if hold_still { Role::Held } else { Role::First })
+        let wires = Wires::lay(&parts.config, &parts.folders, number)?;
+        Self::start(parts, incarnation, number, wires, if hold_still { Role::Held } else { Role::First })
     }
 
     /// Starts a QEMU that waits for this incarnation's guest, beside the one that has it.
-    pub fn launch_successor(parts: &Parts, incarnation: &Incarnation, number: u32) -> Result<Self, LaunchError> {
-        Self::start(parts, incarnation, number, Role::Successor)
+    pub fn launch_successor(
+        parts: &Parts,
+        incarnation: &Incarnation,
+        number: u32,
+        wires: &Wires,
+    ) -> Result<Self, LaunchError> {
+        let wires = wires.share(&parts.folders, number)?;
+        Self::start(parts, incarnation, number, wires, Role::Successor)
     }
 
     /// Starts a QEMU that waits for a guest that was saved. Its memory is not touched before that.
     pub fn launch_restored(parts: &Parts, incarnation: &Incarnation, number: u32) -> Result<Self, LaunchError> {
-        Self::start(parts, incarnation, number, Role::Restored)
+        let wires = Wires::lay(&parts.config, &parts.folders, number)?;
+        Self::start(parts, incarnation, number, wires, Role::Restored)
     }
 
-    fn start(parts: &Parts, incarnation: &Incarnation, number: u32, role: Role) -> Result<Self, LaunchError> {
+    fn start(
+        parts: &Parts,
+        incarnation: &Incarnation,
+        number: u32,
+        wires: Wires,
+        role: Role,
+    ) -> Result<Self, LaunchError> {
         let folders = &parts.folders;
         let library = preload::install(&folders.runtime).map_err(LaunchError::Preload)?;
         let listener = HandoverListener::bind(&folders.userfault_socket(number))?;
-        let passt = passt::start(&parts.config, folders, number)?;
         let successor = role == Role::Successor;
         let launch = Launch {
             hold_still: role == Role::Held,
             incoming: successor || role == Role::Restored,
-            ..launch::launch(parts, incarnation, number, &library, successor)
+            ..launch::launch(parts, incarnation, number, &library, &wires, successor)
         };
         let process = Process::spawn(&parts.binary, &launch, &folders.qemu_log(number))?;
         let userfault = listener.accept(process.id().pid, USERFAULT_PATIENCE).map_err(|error| crate::chain(&error));
@@ -116,7 +130,7 @@ impl Generation {
             at_start: None,
         };
         let patience = if successor { SUCCESSOR_PATIENCE } else { START_PATIENCE };
-        let mut generation = Self::hold(folders, &parts.tell, process, identity, userfault, passt, patience)?;
+        let mut generation = Self::hold(folders, &parts.tell, process, identity, userfault, Ok(wires), patience)?;
         generation.identity.at_start = generation.footprint();
         Ok(generation)
     }
@@ -134,7 +148,8 @@ impl Generation {
         identity: QemuIdentity,
         userfault: Result<Userfault, String>,
     ) -> Result<Self, LaunchError> {
-        Self::hold(&parts.folders, &parts.tell, process, identity, userfault, Vec::new(), START_PATIENCE)
+        let wires = Wires::find(&parts.config, &parts.folders, identity.generation, identity.pid);
+        Self::hold(&parts.folders, &parts.tell, process, identity, userfault, wires, START_PATIENCE)
     }
 
     fn hold(
@@ -143,7 +158,7 @@ impl Generation {
         process: Process,
         identity: QemuIdentity,
         userfault: Result<Userfault, String>,
-        passt: Vec<Passt>,
+        wires: Result<Wires, String>,
         patience: Duration,
     ) -> Result<Self, LaunchError> {
         let number = identity.generation;
@@ -168,7 +183,7 @@ impl Generation {
                 let _ = told.send(Event::QemuEnded { generation: number, how });
             })
             .map_err(LaunchError::Watch)?;
-        Ok(Self { number, process, qmp, identity, userfault, _passt: passt })
+        Ok(Self { number, process, qmp, identity, userfault, wires })
     }
 
     /// Lets a guest run that was started to hold still.
@@ -178,6 +193,26 @@ impl Generation {
 
     pub fn userfault(&self) -> Result<&Userfault, &str> {
         self.userfault.as_ref().map_err(String::as_str)
+    }
+
+    /// What the next QEMU can have of its networks.
+    pub fn wires(&self) -> Result<&Wires, &str> {
+        match &self.wires {
+            Ok(wires) if wires.valves().is_none_or(Valves::are_worked) => Ok(wires),
+            Ok(_) => Err("the preload library is not in this QEMU"),
+            Err(why) => Err(why),
+        }
+    }
+
+    pub fn valves(&self) -> Option<&Valves> {
+        self.wires.as_ref().ok()?.valves()
+    }
+
+    /// After it has taken over.
+    pub fn inherit(&mut self, old: &mut Self) {
+        if let (Ok(wires), Ok(old)) = (&mut self.wires, &mut old.wires) {
+            wires.inherit(old);
+        }
     }
 
     pub fn identity(&self) -> QemuIdentity {

@@ -1,5 +1,6 @@
 //! From a machine's configuration to what QEMU and the disk server are started with.
 
+use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -13,6 +14,7 @@ use hearth_qemu::preload::Preload;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::DiskIdentity;
 
+use super::wires::Wires;
 use super::{Folders, Parts};
 use crate::config::{Boot, Config, DiskConfig, DiskFormat, Forward, NetBackend, NetConfig, Protocol, WatchdogAction};
 
@@ -22,11 +24,18 @@ const QUEUE_SIZE: u16 = 256;
 const LOCK_PATIENCE: Duration = Duration::from_secs(30);
 
 /// What QEMU generation `generation` is started with. `successor`: it is going to take over from another one.
-pub fn launch(parts: &Parts, incarnation: &Incarnation, generation: u32, preload: &Path, successor: bool) -> Launch {
+pub fn launch(
+    parts: &Parts,
+    incarnation: &Incarnation,
+    generation: u32,
+    preload: &Path,
+    wires: &Wires,
+    successor: bool,
+) -> Launch {
     let (config, folders) = (&parts.config, &parts.folders);
     let disks = config.disks.iter().map(|disk| disk_device(folders, disk));
     let nets = config.nets.iter().enumerate().map(|(position, net)| {
-        let mut backend = net_backend(net, folders.passt_socket(position, generation));
+        let mut backend = net_backend(net, wires.number(position));
         if let (true, qemu::NetBackend::User { forward }) = (successor, &mut backend) {
             // The old one has the ports as long as it lives.
             forward.clear();
@@ -46,7 +55,11 @@ pub fn launch(parts: &Parts, incarnation: &Incarnation, generation: u32, preload
         nets: nets.collect(),
         serial_socket: folders.serial_socket(generation),
         qmp_socket: folders.qmp_socket(generation),
-        preload: Some(Preload { library: preload.to_owned(), socket: folders.userfault_socket(generation) }),
+        preload: Some(Preload {
+            library: preload.to_owned(),
+            socket: folders.userfault_socket(generation),
+            valves: wires.valves().map(|_| folders.valves(generation)),
+        }),
         hold_still: false,
         incoming: successor,
         sandbox: config.sandbox,
@@ -81,13 +94,14 @@ fn disk_device(folders: &Folders, disk: &DiskConfig) -> qemu::DiskDevice {
     }
 }
 
-fn net_backend(net: &NetConfig, passt_socket: PathBuf) -> qemu::NetBackend {
+fn net_backend(net: &NetConfig, number: Option<RawFd>) -> qemu::NetBackend {
+    let number = || number.expect("a wire was laid for each network that has another end");
     match &net.backend {
         NetBackend::User { forward } => {
             qemu::NetBackend::User { forward: forward.iter().map(|forward| forward.into()).collect() }
         }
-        NetBackend::Passt { .. } => qemu::NetBackend::Passt { socket: passt_socket },
-        NetBackend::Tap { ifname } => qemu::NetBackend::Tap { ifname: ifname.clone() },
+        NetBackend::Passt { .. } => qemu::NetBackend::Passt { number: number() },
+        NetBackend::Tap { .. } => qemu::NetBackend::Tap { number: number() },
     }
 }
 

@@ -46,8 +46,10 @@ pub mod save;
 mod status;
 mod takeover;
 mod timeline;
+mod turn;
 mod upgrade;
 pub mod warden;
+mod wires;
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};

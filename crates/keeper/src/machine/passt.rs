@@ -1,18 +1,18 @@
 //! passt beside QEMU: a user-mode network that is a process of its own, so that it can outlive a QEMU.
 
-use std::io;
+use std::io::{self, ErrorKind};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::Folders;
-use crate::config::{Config, Forward, NetBackend, Protocol};
+use crate::config::{Forward, Protocol};
 
 /// passt listens within milliseconds of its start.
 const START_PATIENCE: Duration = Duration::from_secs(10);
 
-/// A running passt. It ends by itself when QEMU hangs up; dropping this only collects it.
+/// A running passt. It ends by itself when nobody is connected any more; dropping this only collects it.
 #[derive(Debug)]
 pub struct Passt {
     child: Child,
@@ -26,18 +26,9 @@ pub enum PasstError {
     Silent { socket: PathBuf, why: String },
 }
 
-/// Starts one passt for each network that wants one.
-pub fn start(config: &Config, folders: &Folders, generation: u32) -> Result<Vec<Passt>, PasstError> {
-    let nets = config.nets.iter().enumerate();
-    let wanting = nets.filter_map(|(position, net)| match &net.backend {
-        NetBackend::Passt { forward } => Some((folders.passt_socket(position, generation), forward)),
-        NetBackend::User { .. } | NetBackend::Tap { .. } => None,
-    });
-    wanting.map(|(socket, forward)| Passt::start(&socket, forward)).collect()
-}
-
 impl Passt {
-    fn start(socket: &Path, forward: &[Forward]) -> Result<Self, PasstError> {
+    /// And a connection to it.
+    pub fn start(socket: &Path, forward: &[Forward]) -> Result<(Self, UnixStream), PasstError> {
         let child = Command::new("passt")
             .args(arguments(socket, forward, rustix::process::geteuid().is_root()))
             .stdin(Stdio::null())
@@ -48,14 +39,20 @@ impl Passt {
             .spawn()
             .map_err(|source| PasstError::Start { source })?;
         let mut passt = Self { child };
-        passt.wait_until_listening(socket)?;
-        Ok(passt)
+        let connection = passt.connect(socket)?;
+        Ok((passt, connection))
     }
 
-    fn wait_until_listening(&mut self, socket: &Path) -> Result<(), PasstError> {
+    fn connect(&mut self, socket: &Path) -> Result<UnixStream, PasstError> {
         let deadline = Instant::now() + START_PATIENCE;
         let silent = |why: String| PasstError::Silent { socket: socket.to_owned(), why };
-        while !socket.exists() {
+        loop {
+            match UnixStream::connect(socket) {
+                Ok(connection) => return Ok(connection),
+                // It has not made it yet, or does not listen yet.
+                Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => {}
+                Err(error) => return Err(silent(error.to_string())),
+            }
             match self.child.try_wait() {
                 Ok(Some(status)) => return Err(silent(format!("it ended with {status}; is a forwarded port taken?"))),
                 Ok(None) if Instant::now() > deadline => return Err(silent("it hangs".to_owned())),
@@ -63,7 +60,6 @@ impl Passt {
                 Err(error) => return Err(silent(error.to_string())),
             }
         }
-        Ok(())
     }
 }
 

@@ -10,11 +10,12 @@ use std::time::{Duration, Instant, SystemTime};
 
 use hearth_api::{ApiError, ErrorWord, EventKind, MachineState, PhaseTime, RejuvenateRequest, Rejuvenation, rfc3339};
 use hearth_qemu::{Accelerator, Binary, BinaryError, QmpError};
-use hearth_recovery::journal::{HopNote, JournalError, QemuIdentity};
+use hearth_recovery::journal::{HopNote, Journal, JournalError, QemuIdentity, Staged};
 use hearth_recovery::rejuvenation::{self, ClockDebt, Handed, Hop, Phase, RejuvenationError, Ticker};
 
 use super::generation::{Generation, LaunchError};
 use super::launch;
+use super::turn::Turn;
 use super::{Life, Machine, MachineError, Wanted};
 use crate::config::NetBackend;
 use crate::event::Event;
@@ -37,6 +38,8 @@ const DRILL: &str = "HEARTH_DRILL_DIE_AFTER";
 enum Failure {
     #[error(transparent)]
     Binary(#[from] BinaryError),
+    #[error("the guest's networks: {0}")]
+    Wires(String),
     #[error("the new QEMU")]
     Launch(#[from] LaunchError),
     #[error("its last words: {last_words}")]
@@ -72,10 +75,9 @@ impl Machine {
             let message = format!("cannot rejuvenate: the machine is {}, or on its way down", self.state.name());
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("a rejuvenation is for a guest that runs"));
         }
-        if let Some(net) = self.parts.config.nets.iter().find(|net| !matches!(net.backend, NetBackend::User { .. })) {
-            let message =
-                format!("cannot rejuvenate: network {} cannot have two QEMUs yet ({})", net.mac, net.backend.kind());
-            return Err(ApiError::new(ErrorWord::WrongState, message).hint("see docs/rejuvenation.md"));
+        if let Some(why) = self.life.as_ref().and_then(|life| life.generation.wires().err()) {
+            let message = format!("cannot rejuvenate: another QEMU cannot have the guest's networks: {why}");
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("after the guest's next reboot it can"));
         }
         self.must_be_at_rest("rejuvenate")
     }
@@ -133,7 +135,13 @@ impl Machine {
         request: &RejuvenateRequest,
         progress: &mut Progress,
     ) -> (Life, Result<(), Failure>) {
-        let new = match progress.run(Phase::Launch, |report| self.launch_successor(&life, request, report)) {
+        // The longer it is watched the better.
+        let ticker = (self.parts.accelerator.accelerator == Accelerator::Tcg).then(Ticker::watch);
+        let launched = progress.run(Phase::Launch, |report| {
+            let _turn = Turn::to_start(&self.parts.root);
+            self.launch_successor(&life, request, report)
+        });
+        let new = match launched {
             Ok(new) => new,
             Err(failure) => {
                 self.close_disks();
@@ -143,18 +151,21 @@ impl Machine {
                 return (life, Err(failure));
             }
         };
-        let handed = match self.hand_over(&life.generation, &new, life.clock_debt, progress) {
-            Ok(handed) => handed,
+        let turn = Turn::to_stand_still(&self.parts.root);
+        let (handed, committed) = match self.hand_over(&life.generation, &new, ticker, life.clock_debt, progress) {
+            Ok(both) => both,
             Err(failure) => {
                 let failure = self.go_back(&life.generation, &new, failure);
                 return (life, Err(failure));
             }
         };
-        match self.resume(&life.generation, &new, &handed, progress) {
+        match self.resume(&life.generation, &new, (&handed, committed), progress) {
             Ok(pause) => life.clock_debt = handed.debt_after(pause),
             Err(failure) => return (life, Err(failure)),
         }
-        let old = std::mem::replace(&mut life.generation, new);
+        drop(turn);
+        let mut old = std::mem::replace(&mut life.generation, new);
+        life.generation.inherit(&mut old);
         let retired = progress.run(Phase::Retire, |_| self.retire(&old, &life.generation));
         (life, retired)
     }
@@ -170,7 +181,8 @@ impl Machine {
         report.version = Some(self.parts.binary.version().to_string());
         rejuvenation::set_handover(&self.disks, true).map_err(RejuvenationError::Server)?;
         self.journal.generation += 1;
-        Ok(Generation::launch_successor(&self.parts, &life.incarnation, self.journal.generation)?)
+        let wires = life.generation.wires().map_err(|why| Failure::Wires(why.to_owned()))?;
+        Ok(Generation::launch_successor(&self.parts, &life.incarnation, self.journal.generation, wires)?)
     }
 
     /// Everything up to the point of no return.
@@ -178,20 +190,33 @@ impl Machine {
         &mut self,
         old: &Generation,
         new: &Generation,
+        ticker: Option<Ticker>,
         debt: ClockDebt,
         progress: &mut Progress,
-    ) -> Result<Handed, Failure> {
-        let ticker = (self.parts.accelerator.accelerator == Accelerator::Tcg).then(Ticker::watch);
+    ) -> Result<(Handed, Staged), Failure> {
         self.admit(new.identity().pid);
         self.parts.console.expect(&self.parts.folders.serial_socket(new.number), TYPED_PATIENCE);
         self.journal.hop = Some(HopNote { successor: new.identity(), committed: false });
-        self.journal.save(&self.parts.folders.journal())?;
-        let hop = Hop { old: &old.qmp, new: &new.qmp, disks: &self.disks, patience: PAUSE_PATIENCE };
+        let path = self.parts.folders.journal();
+        self.journal.save(&path)?;
+        let committed = Some(HopNote { successor: new.identity(), committed: true });
+        let committed = Journal { hop: committed, ..self.journal.clone() }.stage(&path)?;
+        let hop = self.hop(old, new);
         let admitted = progress.run(Phase::Admit, |_| hop.admit())?;
         let prepared = progress.run(Phase::Prepare, |_| hop.prepare())?;
         let handed = progress.run(Phase::Hand, |_| hop.hand(&admitted, prepared, ticker, debt))?;
         progress.report.state_bytes = Some(handed.state_bytes);
-        Ok(handed)
+        Ok((handed, committed))
+    }
+
+    fn hop<'a>(&'a self, old: &'a Generation, new: &'a Generation) -> Hop<'a> {
+        Hop {
+            old: &old.qmp,
+            new: &new.qmp,
+            disks: &self.disks,
+            valves: old.valves().zip(new.valves()),
+            patience: PAUSE_PATIENCE,
+        }
     }
 
     /// The new QEMU is ended, and the old one goes on as if nothing had been.
@@ -206,6 +231,10 @@ impl Machine {
         let last_words = ended.then(|| new.process.last_words()).flatten();
         self.close_disks();
         self.parts.console.settle(false);
+        // Before its guest goes on: that is what wakes it up.
+        if let Some(valves) = old.valves() {
+            valves.open_up();
+        }
         match rejuvenation::roll_back(&old.qmp, PAUSE_PATIENCE) {
             Ok(()) | Err(QmpError::Ended) => {}
             Err(error) => {
@@ -230,26 +259,26 @@ impl Machine {
         &mut self,
         old: &Generation,
         new: &Generation,
-        handed: &Handed,
+        (handed, committed): (&Handed, Staged),
         progress: &mut Progress,
     ) -> Result<Duration, Failure> {
-        self.parts.console.settle(true);
-        let committed = HopNote { successor: new.identity(), committed: true };
-        self.journal.hop = Some(committed);
-        let journal = self.parts.folders.journal();
-        if let Err(error) = self.journal.save(&journal) {
+        self.journal.hop = Some(HopNote { successor: new.identity(), committed: true });
+        if let Err(error) = committed.enact() {
             progress.phase = Phase::Resume;
-            return Err(self.go_back_from_resume(old, new, error.into()));
+            return Err(self.go_back(old, new, error.into()));
         }
         drill("commit");
-        let hop = Hop { old: &old.qmp, new: &new.qmp, disks: &self.disks, patience: PAUSE_PATIENCE };
-        match progress.run(Phase::Resume, |_| hop.resume(handed)) {
+        let hop = self.hop(old, new);
+        let resumed = progress.run(Phase::Resume, |_| hop.resume(handed));
+        if let Err(error @ QmpError::Refused { .. }) = resumed {
+            return Err(self.go_back(old, new, Failure::Hand(RejuvenationError::New(error))));
+        }
+        // The guest need not wait for it: what it says meanwhile is read when the old one's last words have been.
+        self.parts.console.settle(true);
+        match resumed {
             Ok(pause) => {
                 progress.report.pause_ms = Some(pause.as_secs_f64() * 1e3);
                 Ok(pause)
-            }
-            Err(error @ QmpError::Refused { .. }) => {
-                Err(self.go_back_from_resume(old, new, Failure::Hand(RejuvenationError::New(error))))
             }
             Err(error) => {
                 new.process.kill();
@@ -258,12 +287,6 @@ impl Machine {
                 Err(Failure::Resume(error))
             }
         }
-    }
-
-    /// The console is the new QEMU's already.
-    fn go_back_from_resume(&mut self, old: &Generation, new: &Generation, failure: Failure) -> Failure {
-        self.parts.console.attach(&self.parts.folders.serial_socket(old.number));
-        self.go_back(old, new, failure)
     }
 
     fn retire(&mut self, old: &Generation, new: &Generation) -> Result<(), Failure> {

@@ -7,17 +7,21 @@ use std::path::{Path, PathBuf};
 
 const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/preload.so"));
 
-/// What QEMU needs in its environment to hand over its userfaultfd.
+/// What QEMU needs in its environment to hand over its userfaultfd, and to heed its valves.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Preload {
     pub library: PathBuf,
     /// Where the keeper waits for it.
     pub socket: PathBuf,
+    /// The file of its valves; none without networks that have any.
+    pub valves: Option<PathBuf>,
 }
 
 impl Preload {
-    pub fn environment(&self) -> [(&'static str, OsString); 2] {
-        [("LD_PRELOAD", self.library.clone().into()), ("HEARTH_USERFAULT_SOCKET", self.socket.clone().into())]
+    pub fn environment(&self) -> impl Iterator<Item = (&'static str, OsString)> {
+        let always = [("LD_PRELOAD", &self.library), ("HEARTH_USERFAULT_SOCKET", &self.socket)];
+        let valves = self.valves.as_ref().map(|valves| ("HEARTH_VALVES", valves));
+        always.into_iter().chain(valves).map(|(name, path)| (name, path.clone().into()))
     }
 }
 

@@ -19,6 +19,8 @@ const SECTION_FULL: u8 = 0x04;
 const SECTION_FOOTER: u8 = 0x7e;
 /// Ticks, unused, nanoseconds.
 const BODY_BYTES: usize = 24;
+/// With its ids before and after.
+pub const SECTION_BYTES: usize = 5 + HEAD.len() + BODY_BYTES + 5;
 /// A ticker that was watched for less is too coarse: 1 us of 10 ms.
 const WATCHED_MIN: Duration = Duration::from_millis(10);
 

@@ -1,8 +1,15 @@
-//! The guest's state on its way: taken from the old QEMU until it hangs up, given to the new one; with a time limit.
+//! The guest's state on its way: taken from one QEMU, given to another, with a time limit.
+//!
+//! Whole (`receive` until it hangs up, then `send`), or while it comes (`Passage`): the new QEMU then loads what the old one
+//! has saved already, and neither can hold up the other.
 
 use std::io::{self, ErrorKind, Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 /// State is some 300 KiB, and 17 MiB with a graphics card. More than this is not a state without RAM.
 const STATE_BYTES_MAX: usize = 1 << 30;
@@ -20,7 +27,7 @@ pub fn receive(mut source: UnixStream, deadline: Instant) -> io::Result<Vec<u8>>
             Err(error) => passing(error)?,
         }
         if state.len() > STATE_BYTES_MAX {
-            return Err(io::Error::new(ErrorKind::InvalidData, "this is more than devices can have"));
+            return Err(too_much());
         }
     }
 }
@@ -35,6 +42,125 @@ pub fn send(mut target: UnixStream, mut state: &[u8], deadline: Instant) -> io::
         }
     }
     Ok(())
+}
+
+/// Wakes whoever waits at a passage.
+#[derive(Clone)]
+pub struct Bell(Arc<OwnedFd>);
+
+impl Bell {
+    pub fn new() -> io::Result<Self> {
+        Ok(Self(Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)))
+    }
+
+    pub fn ring(&self) {
+        // A counter that is full has rung.
+        let _ = rustix::io::write(&*self.0, &1u64.to_ne_bytes());
+    }
+
+    fn silence(&self) {
+        let _ = rustix::io::read(&*self.0, &mut [0; 8]);
+    }
+}
+
+/// Both ends of the way, and what is between them.
+pub struct Passage {
+    /// None when nothing more comes.
+    source: Option<UnixStream>,
+    /// None when it takes nothing more.
+    target: Option<UnixStream>,
+    bell: Bell,
+    piece: Vec<u8>,
+    between: Vec<u8>,
+    /// The last bytes that have come are kept back until the state is known to be whole.
+    kept_back: usize,
+    received: u64,
+}
+
+impl Passage {
+    pub fn open(source: UnixStream, target: UnixStream, bell: Bell, keep_back: usize) -> io::Result<Self> {
+        source.set_nonblocking(true)?;
+        target.set_nonblocking(true)?;
+        let (piece, between) = (vec![0; PIECE_BYTES], Vec::with_capacity(2 * PIECE_BYTES));
+        Ok(Self { source: Some(source), target: Some(target), bell, piece, between, kept_back: keep_back, received: 0 })
+    }
+
+    pub fn received(&self) -> u64 {
+        self.received
+    }
+
+    /// Sleeps until there is something to take, or room for what may be given, or the bell rings.
+    pub fn wait(&self, deadline: Instant) -> io::Result<()> {
+        let timeout = Timespec::try_from(left(deadline)?).map_err(|_| ErrorKind::InvalidInput)?;
+        let mut fds = vec![PollFd::new(&*self.bell.0, PollFlags::IN)];
+        fds.extend(self.source.as_ref().map(|source| PollFd::new(source, PollFlags::IN)));
+        let waiting = self.target.as_ref().filter(|_| self.between.len() > self.kept_back);
+        fds.extend(waiting.map(|target| PollFd::new(target, PollFlags::OUT)));
+        match poll(&mut fds, Some(&timeout)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        self.bell.silence();
+        Ok(())
+    }
+
+    /// All that has come by now.
+    pub fn take(&mut self) -> io::Result<()> {
+        let Some(source) = &mut self.source else { return Ok(()) };
+        loop {
+            match source.read(&mut self.piece) {
+                Ok(0) => {
+                    self.source = None;
+                    return Ok(());
+                }
+                Ok(length) => {
+                    self.between.extend_from_slice(&self.piece[..length]);
+                    self.received += length as u64;
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
+                Err(error) => passing(error)?,
+            }
+            if self.between.len() > STATE_BYTES_MAX {
+                return Err(too_much());
+            }
+        }
+    }
+
+    /// What is not given yet.
+    pub fn between(&mut self) -> &mut [u8] {
+        &mut self.between
+    }
+
+    /// The state is whole: all of it may go, and its end with it.
+    pub fn release(&mut self) {
+        (self.source, self.kept_back) = (None, 0);
+    }
+
+    /// As much as may go and is taken. A target that hangs up has said why, or will, elsewhere.
+    pub fn give(&mut self) {
+        let Some(target) = &mut self.target else { return };
+        let mut gone = 0;
+        let free = self.between.len().saturating_sub(self.kept_back);
+        while gone < free {
+            match target.write(&self.between[gone..free]) {
+                Ok(length) => gone += length,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(_) => {
+                    self.target = None;
+                    return;
+                }
+            }
+        }
+        self.between.drain(..gone);
+        if self.between.is_empty() && self.source.is_none() {
+            self.target = None;
+        }
+    }
+}
+
+fn too_much() -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, "this is more than devices can have")
 }
 
 fn left(deadline: Instant) -> io::Result<Duration> {
@@ -64,6 +190,29 @@ mod tests {
         let sender = std::thread::spawn(move || send(ours, &sent, Instant::now() + LONG));
         assert!(receive(theirs, Instant::now() + LONG).unwrap() == state);
         sender.join().unwrap().unwrap();
+    }
+
+    #[test]
+    fn what_comes_is_passed_on_but_its_end_is_kept_back() {
+        let (mut old, source) = UnixStream::pair().unwrap();
+        let (target, mut new) = UnixStream::pair().unwrap();
+        let bell = Bell::new().unwrap();
+        let mut passage = Passage::open(source, target, bell.clone(), 4).unwrap();
+        old.write_all(b"the whole state").unwrap();
+        passage.take().unwrap();
+        passage.give();
+        let mut begin = [0; 11];
+        new.read_exact(&mut begin).unwrap();
+        assert_eq!(&begin, b"the whole s");
+        passage.between().make_ascii_uppercase();
+        passage.release();
+        passage.give();
+        let mut end = String::new();
+        new.read_to_string(&mut end).unwrap();
+        assert_eq!((end.as_str(), passage.received()), ("TATE", 15));
+        bell.ring();
+        passage.wait(Instant::now() + LONG).unwrap();
+        assert_eq!(passage.wait(Instant::now()).unwrap_err().kind(), ErrorKind::TimedOut);
     }
 
     #[test]

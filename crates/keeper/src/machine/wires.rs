@@ -1,0 +1,161 @@
+//! Wires: what a QEMU's networks are at their other end, an open tap or a connection to passt.
+//!
+//! The QEMU that takes a guest over gets the very same, so that nobody at the other end notices. Valves see to it that only one
+//! of the two takes packets.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+
+use hearth_qemu::valve::{Kind, Valves};
+
+use super::Folders;
+use super::passt::{Passt, PasstError};
+use crate::config::{Config, NetBackend};
+
+/// Those of one QEMU.
+#[derive(Debug)]
+pub struct Wires {
+    wires: Vec<Wire>,
+    /// None without wires: QEMU's own user networks have no other end.
+    valves: Option<Valves>,
+    /// User networks beside QEMU; they end when nobody is connected to them any more.
+    passt: Vec<Passt>,
+}
+
+#[derive(Debug)]
+struct Wire {
+    /// Of its network in the configuration.
+    position: usize,
+    kind: Kind,
+    end: OwnedFd,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum WireError {
+    #[error(transparent)]
+    Passt(#[from] PasstError),
+    #[error("tap {ifname} cannot be opened; is it there for this user, and free? (`ip -details tuntap` tells)")]
+    Tap { ifname: String, source: io::Error },
+    #[error("{path}: no valves for the networks")]
+    Valves { path: PathBuf, source: io::Error },
+    #[error("a network has no second end")]
+    Share(#[source] io::Error),
+}
+
+impl Wires {
+    /// For a QEMU that begins.
+    pub fn lay(config: &Config, folders: &Folders, generation: u32) -> Result<Self, WireError> {
+        let (mut wires, mut passt) = (Vec::new(), Vec::new());
+        for (position, net) in config.nets.iter().enumerate() {
+            match &net.backend {
+                NetBackend::User { .. } => {}
+                NetBackend::Passt { forward } => {
+                    let socket = folders.passt_socket(position, generation);
+                    let (process, end) = Passt::start(&socket, forward)?;
+                    passt.push(process);
+                    wires.push(Wire { position, kind: Kind::Stream, end: end.into() });
+                }
+                NetBackend::Tap { ifname } => {
+                    let end = open_tap(ifname).map_err(|source| WireError::Tap { ifname: ifname.clone(), source })?;
+                    wires.push(Wire { position, kind: Kind::Tap, end: end.into() });
+                }
+            }
+        }
+        Self::with_valves(wires, passt, folders, generation, false)
+    }
+
+    /// The same ones, for the QEMU that is going to take over; it has nothing of them yet.
+    pub fn share(&self, folders: &Folders, generation: u32) -> Result<Self, WireError> {
+        let share = |wire: &Wire| Ok(Wire { position: wire.position, kind: wire.kind, end: wire.end.try_clone()? });
+        let wires = self.wires.iter().map(share).collect::<io::Result<_>>().map_err(WireError::Share)?;
+        Self::with_valves(wires, Vec::new(), folders, generation, true)
+    }
+
+    fn with_valves(
+        wires: Vec<Wire>,
+        passt: Vec<Passt>,
+        folders: &Folders,
+        generation: u32,
+        shut: bool,
+    ) -> Result<Self, WireError> {
+        let nets: Vec<_> = wires.iter().map(|wire| (wire.end.as_raw_fd(), wire.kind)).collect();
+        let path = folders.valves(generation);
+        let valves = (!nets.is_empty()).then(|| Valves::make(&path, &nets, shut)).transpose();
+        let valves = valves.map_err(|source| WireError::Valves { path, source })?;
+        Ok(Self { wires, valves, passt })
+    }
+
+    /// Of a QEMU that a dead keeper left, which may have died in a hop.
+    pub fn find(config: &Config, folders: &Folders, generation: u32, qemu_pid: u32) -> Result<Self, String> {
+        let nets = config.nets.iter().enumerate();
+        let expected: Vec<_> = nets.filter_map(|(position, net)| Some((position, kind(&net.backend)?))).collect();
+        if expected.is_empty() {
+            return Ok(Self { wires: Vec::new(), valves: None, passt: Vec::new() });
+        }
+        let valves = Valves::open(&folders.valves(generation)).map_err(|error| error.to_string())?;
+        valves.open_up();
+        let ends =
+            valves.fetch(qemu_pid).map_err(|error| format!("QEMU (pid {qemu_pid}) does not share them: {error}"))?;
+        if ends.len() != expected.len() {
+            return Err(format!("QEMU was started with {} of them, configured are {}", ends.len(), expected.len()));
+        }
+        let wires = expected.into_iter().zip(ends).map(|((position, kind), end)| Wire { position, kind, end });
+        Ok(Self { wires: wires.collect(), valves: Some(valves), passt: Vec::new() })
+    }
+
+    /// The number of a network's end, which QEMU inherits.
+    pub fn number(&self, position: usize) -> Option<RawFd> {
+        self.wires.iter().find(|wire| wire.position == position).map(|wire| wire.end.as_raw_fd())
+    }
+
+    pub fn valves(&self) -> Option<&Valves> {
+        self.valves.as_ref()
+    }
+
+    /// What is beside QEMU goes on with the next one.
+    pub fn inherit(&mut self, from: &mut Self) {
+        self.passt.append(&mut from.passt);
+    }
+}
+
+fn kind(backend: &NetBackend) -> Option<Kind> {
+    match backend {
+        NetBackend::User { .. } => None,
+        NetBackend::Passt { .. } => Some(Kind::Stream),
+        NetBackend::Tap { .. } => Some(Kind::Tap),
+    }
+}
+
+/// As QEMU would: with a header before each packet, which tells what the guest may leave to the host.
+fn open_tap(ifname: &str) -> io::Result<File> {
+    let tap = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open("/dev/net/tun")?;
+    // SAFETY: all zeroes are a request for no interface.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    if ifname.len() >= request.ifr_name.len() {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    for (to, from) in request.ifr_name.iter_mut().zip(ifname.bytes()) {
+        *to = from.cast_signed();
+    }
+    request.ifr_ifru.ifru_flags = (libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR) as libc::c_short;
+    // SAFETY: the kernel reads and writes one `ifreq`, which lives until then.
+    if unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNSETIFF, &raw mut request) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(tap)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_interface_that_cannot_be_had_is_an_error() {
+        assert!(open_tap("a-name-of-too-many-bytes").is_err());
+        let text = WireError::Tap { ifname: "tap0".into(), source: io::ErrorKind::ResourceBusy.into() }.to_string();
+        assert!(text.starts_with("tap tap0 cannot be opened"), "{text}");
+    }
+}

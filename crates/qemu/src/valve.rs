@@ -1,0 +1,193 @@
+//! Valves: between a QEMU and its networks, one for each. While one is shut, packets wait where they are.
+//!
+//! Two QEMUs of a hop have one and the same open tap, or one connection to passt. Each of them would read as soon as something
+//! arrives, whether its guest runs or not: what is read by one whose guest stands still is lost, and a guest with one packet
+//! under way learns of that from its timer, 200 ms later. And a QEMU that starts sets a tap to what no guest has agreed on yet,
+//! the length of the header before each packet with it, so that those of the other one are garbage from then on.
+//!
+//! So the preload library stands between (`preload/valve.c`), and this file, mapped by both, says what may pass:
+//!
+//! ```text
+//! 0 "HRTHVALV" | 8 version u32 | 12 count u32 | 16 worked u32 | 20 unused 12 | 32 + 16 n: number i32, kind u32, shut u32, part u32
+//! ```
+//! In the host's byte order, for its reader is on the same host. `number` is the descriptor's in QEMU, by which a keeper that
+//! takes QEMU over gets at it. `worked` is set by the library when it has found the file, `part` while QEMU has read a part of
+//! a packet.
+
+use std::fs::OpenOptions;
+use std::io::{self, ErrorKind};
+use std::os::fd::{OwnedFd, RawFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+
+const MAGIC: [u8; 8] = *b"HRTHVALV";
+const VERSION: u32 = 1;
+/// Machines have at most seven networks.
+const VALVES_MAX: usize = 8;
+
+#[repr(C)]
+struct Valve {
+    number: i32,
+    kind: u32,
+    shut: AtomicU32,
+    part: AtomicU32,
+}
+
+#[repr(C)]
+struct Shared {
+    magic: [u8; 8],
+    version: u32,
+    count: u32,
+    worked: AtomicU32,
+    unused: [u32; 3],
+    valves: [Valve; VALVES_MAX],
+}
+const _: () = assert!(size_of::<Shared>() == 160);
+
+/// How packets are told from each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Each is read alone.
+    Tap = 1,
+    /// Each has its length before it.
+    Stream = 2,
+}
+
+/// The valves of one QEMU.
+#[derive(Debug)]
+pub struct Valves {
+    shared: NonNull<Shared>,
+    count: usize,
+}
+
+// SAFETY: the mapping lives as long as this, belongs to no thread, and what changes in it is atomic.
+unsafe impl Send for Valves {}
+// SAFETY: as above.
+unsafe impl Sync for Valves {}
+
+impl Valves {
+    /// For a QEMU that is about to be started with these descriptors.
+    pub fn make(path: &Path, nets: &[(RawFd, Kind)], shut: bool) -> io::Result<Self> {
+        assert!(nets.len() <= VALVES_MAX, "a machine has no more networks than that");
+        let mut bytes = Vec::with_capacity(size_of::<Shared>());
+        bytes.extend(MAGIC);
+        bytes.extend([VERSION, nets.len() as u32, 0, 0, 0, 0].into_iter().flat_map(u32::to_ne_bytes));
+        for (number, kind) in nets {
+            bytes.extend(
+                [number.cast_unsigned(), *kind as u32, u32::from(shut), 0].into_iter().flat_map(u32::to_ne_bytes),
+            );
+        }
+        bytes.resize(size_of::<Shared>(), 0);
+        match std::fs::remove_file(path) {
+            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let mut file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(path)?;
+        io::Write::write_all(&mut file, &bytes)?;
+        Self::open(path)
+    }
+
+    /// Those of a QEMU that runs.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let file = OpenOptions::new().read(true).write(true).open(path)?;
+        let garbled = || io::Error::new(ErrorKind::InvalidData, format!("{} is no file of valves", path.display()));
+        if file.metadata()?.len() != size_of::<Shared>() as u64 {
+            return Err(garbled());
+        }
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping, of a file that has as many bytes.
+        let at = unsafe { mmap(std::ptr::null_mut(), size_of::<Shared>(), access, MapFlags::SHARED, &file, 0)? };
+        let shared = NonNull::new(at.cast::<Shared>()).expect("a mapping is not at 0");
+        let mut valves = Self { shared, count: 0 };
+        let said = valves.shared();
+        let count = said.count as usize;
+        if said.magic != MAGIC || said.version != VERSION || count > VALVES_MAX {
+            return Err(garbled());
+        }
+        valves.count = count;
+        Ok(valves)
+    }
+
+    fn shared(&self) -> &Shared {
+        // SAFETY: mapped as long as `self` lives; any bytes are a `Shared`, and others change only its atomic fields.
+        unsafe { self.shared.as_ref() }
+    }
+
+    fn each(&self) -> &[Valve] {
+        &self.shared().valves[..self.count]
+    }
+
+    /// Packets wait from now on. QEMU may still be reading one.
+    pub fn shut(&self) {
+        self.each().iter().for_each(|valve| valve.shut.store(1, Ordering::Release));
+    }
+
+    pub fn open_up(&self) {
+        self.each().iter().for_each(|valve| valve.shut.store(0, Ordering::Release));
+    }
+
+    /// There is somebody in QEMU who heeds them, or nobody need.
+    pub fn are_worked(&self) -> bool {
+        self.count == 0 || self.shared().worked.load(Ordering::Acquire) != 0
+    }
+
+    /// A shut valve has all of the last packet on one side.
+    pub fn are_between_packets(&self) -> bool {
+        self.each().iter().all(|valve| valve.part.load(Ordering::Acquire) == 0)
+    }
+
+    /// Copies of the descriptors behind them, of a QEMU that another keeper started. Who may trace QEMU may do this.
+    pub fn fetch(&self, qemu_pid: u32) -> io::Result<Vec<OwnedFd>> {
+        let pid = i32::try_from(qemu_pid).ok().and_then(Pid::from_raw).ok_or(ErrorKind::InvalidInput)?;
+        let qemu = pidfd_open(pid, PidfdFlags::empty())?;
+        let fetch = |valve: &Valve| Ok(pidfd_getfd(&qemu, valve.number, PidfdGetfdFlags::empty())?);
+        self.each().iter().map(fetch).collect()
+    }
+}
+
+impl Drop for Valves {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `open`, and nothing of it is borrowed any more.
+        let _ = unsafe { munmap(self.shared.as_ptr().cast(), size_of::<Shared>()) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_one_says_the_other_reads() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("valves");
+        let ours = Valves::make(&path, &[(7, Kind::Tap), (9, Kind::Stream)], true).unwrap();
+        let theirs = Valves::open(&path).unwrap();
+        let shut =
+            |valves: &Valves| valves.each().iter().map(|valve| valve.shut.load(Ordering::Acquire)).collect::<Vec<_>>();
+        assert_eq!(shut(&theirs), [1, 1]);
+        ours.open_up();
+        assert_eq!(shut(&theirs), [0, 0]);
+        ours.shut();
+        assert_eq!(shut(&theirs), [1, 1]);
+        assert!(!ours.are_worked() && ours.are_between_packets());
+        theirs.each()[1].part.store(1, Ordering::Release);
+        assert!(!ours.are_between_packets());
+        assert!(Valves::make(&path, &[], false).unwrap().are_worked(), "there is nothing to be worked");
+    }
+
+    #[test]
+    fn what_is_no_file_of_valves_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("valves");
+        std::fs::write(&path, [0; 160]).unwrap();
+        assert!(Valves::open(&path).unwrap_err().to_string().ends_with("valves is no file of valves"));
+        std::fs::write(&path, [0; 10]).unwrap();
+        assert!(Valves::open(&path).is_err());
+        assert_eq!(Valves::open(&folder.path().join("none")).unwrap_err().kind(), ErrorKind::NotFound);
+    }
+}

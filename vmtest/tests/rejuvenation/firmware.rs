@@ -1,0 +1,46 @@
+//! A guest that is still its firmware: what lies in flash goes over a hop with it.
+
+use std::path::Path;
+
+use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, patience};
+use toml::{Table, Value};
+
+/// Has the firmware's shell say what it knows, and waits until it has for the `nth` time.
+fn knows(vm: &TestVm, nth: usize) -> Result<()> {
+    vm.guest().type_line("set hearth\r")?;
+    vm.wait_console("the variable of the shell", patience(20), |heard| {
+        let says = |line: &&String| line.contains("= ") && line.contains("4711");
+        (heard.lines().iter().filter(says).count() >= nth).then_some(())
+    })
+}
+
+#[test]
+fn a_guest_in_its_firmware_goes_over_a_hop() -> Result<()> {
+    let template = Path::new("/usr/share/OVMF/OVMF_VARS_4M.fd");
+    if !template.is_file() {
+        eprintln!("skipped: {} is missing (Debian: apt install ovmf)", template.display());
+        return Ok(());
+    }
+    let home = tempfile::tempdir().expect("a folder");
+    let vars = home.path().join("vars.fd");
+    std::fs::copy(template, &vars).expect("our own file");
+    let boot = [("firmware", "uefi".to_owned()), ("firmware_vars", vars.display().to_string())];
+    let boot = Table::from_iter(boot.map(|(key, value)| (key.to_owned(), Value::from(value))));
+    let vm = TestVm::busybox("firmware").setting("boot", boot).disk(Disk::empty(8)).start()?;
+    vm.wait_console("the firmware's shell", patience(60), |heard| heard.tail(60).contains("Shell>").then_some(()))?;
+    // In memory only.
+    vm.guest().type_line("set -v hearth 4711\r")?;
+    knows(&vm, 1)?;
+    for (nth, qemu) in [artifacts::qemu_10()?, artifacts::installed_qemu()?].into_iter().enumerate() {
+        let hop = vm.rejuvenate_to(&qemu)?;
+        assert_eq!(hop.status, 0, "{}", hop.text());
+        knows(&vm, nth + 2)?;
+        // In flash, which is the new QEMU's to write.
+        let before = std::fs::read(&vars).expect("the store");
+        vm.guest().type_line(&format!("set kept {nth}\r"))?;
+        vm.wait_console("the store of variables is written", patience(20), |_| {
+            (std::fs::read(&vars).expect("the store") != before).then_some(())
+        })?;
+    }
+    Ok(())
+}

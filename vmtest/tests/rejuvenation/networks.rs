@@ -1,0 +1,64 @@
+//! Connections over hops: the same tap, and the same connection to passt, pass from one QEMU to the next.
+
+use std::net::SocketAddr;
+
+use hearth_vmtest::echo::{self, Echo};
+use hearth_vmtest::net::{Tap, free_port, passt_works};
+use hearth_vmtest::{Drives, Result, TestVm, artifacts};
+use toml::Value;
+
+use super::programs::no_successor;
+
+/// Hops to and fro, one that fails, one in whose middle the keeper is killed, and the next keeper's: one connection, which is
+/// never idle, outlives them all.
+fn keeps_its_connection(vm: &TestVm, address: SocketAddr) -> Result<()> {
+    echo::serve(vm)?;
+    let nonce = vm.nonce()?;
+    let talk = Echo::begin(address);
+    let folder = tempfile::tempdir().expect("a folder");
+    let (old, new) = (artifacts::installed_qemu()?, artifacts::qemu_10()?);
+    for qemu in [&new, &old, &old] {
+        let hop = vm.rejuvenate_to(qemu)?;
+        assert_eq!(hop.status, 0, "{}", hop.text());
+        talk.goes_on();
+    }
+    assert_eq!(vm.rejuvenate_to(&no_successor(folder.path()))?.status, 1);
+    talk.goes_on();
+    vm.restart_keeper_with(&[("HEARTH_DRILL_DIE_AFTER", "hand")])?;
+    vm.wait_running()?;
+    let order = vm.cli_output(&["rejuvenate", vm.name()])?;
+    assert_ne!(order.status, 0, "the keeper should have died: {}", order.text());
+    vm.wait_keeper_end()?;
+    vm.restart_keeper()?;
+    vm.wait_running()?;
+    talk.goes_on();
+    vm.rejuvenate()?;
+    talk.goes_on();
+    assert_eq!(talk.lost(), [""; 0]);
+    assert_eq!(vm.nonce()?, nonce, "it is the same guest");
+    Ok(())
+}
+
+#[test]
+fn a_connection_on_a_tap_goes_over_a_hop() -> Result<()> {
+    let Some(tap) = Tap::make() else {
+        eprintln!("skipped: this user cannot make network interfaces here");
+        return Ok(());
+    };
+    let vm = TestVm::busybox("tap").net([("kind", "tap".into()), ("ifname", tap.name().into())]).boot()?;
+    vm.sh(&tap.guest_set_up())?;
+    keeps_its_connection(&vm, SocketAddr::from((tap.guest_address(), echo::PORT)))
+}
+
+#[test]
+fn a_connection_through_passt_goes_over_a_hop() -> Result<()> {
+    if !passt_works() {
+        eprintln!("skipped: passt does not run here");
+        return Ok(());
+    }
+    let port = free_port();
+    let forward = Value::Array(vec![format!("127.0.0.1:{port}:{}", echo::PORT).into()]);
+    let vm = TestVm::busybox("passt").net([("kind", "passt".into()), ("forward", forward)]).boot()?;
+    vm.sh("net-up")?;
+    keeps_its_connection(&vm, SocketAddr::from(([127, 0, 0, 1], port)))
+}
