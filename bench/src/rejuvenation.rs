@@ -2,13 +2,14 @@
 //!
 //! for each size of RAM, mostly filled: Hearth hops -> QEMU's own `cpr-transfer` -> all of RAM to a file and back -> a cold
 //! reboot. One side at a time. A pause is from the old QEMU's STOP to the new one's RESUME, by their own clocks, for all
-//! sides alike; for the reboot it is from the order to a guest that takes commands.
+//! sides alike; for the reboot it is from the order to a guest that takes commands. All have a disk under the same load, as
+//! their QEMU has disks: Hearth's from the keeper, the others' as an image that QEMU opens itself. `cpr-transfer-bare` has none.
 //!
 //! STOP comes when the disks have drained (Hearth's pause counts from when they are asked to), and RESUME before the guest
 //! has done anything. So there is a second measure: a process in the guest writes to the console without a break, and the
 //! gap is the longest silence around a hop, heard from outside. What is silent without a hop, for as long, stands beside it.
 //!
-//! Then `many`: machines that hop together, and reboot together.
+//! Then `networks`: a TCP connection that is never idle, on each kind of network. Then `many`: machines that hop together, and reboot together.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -22,6 +23,7 @@ use crate::stats;
 use crate::table::{Table, figure_or_dash};
 
 mod many;
+mod networks;
 mod silence;
 
 use silence::Silence;
@@ -30,6 +32,7 @@ pub const NAME: &str = "rejuvenate";
 
 const HEARTH: &str = "hearth";
 const CPR: &str = "cpr-transfer";
+const CPR_BARE: &str = "cpr-transfer-bare";
 const FILE: &str = "file";
 const COLD: &str = "cold-reboot";
 
@@ -52,7 +55,8 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RejuvenationErr
         hearth(options, memory_mib, hops, record)?;
         // What cannot be done here is a finding, not the end of the bench.
         for (side, measured) in [
-            (CPR, plain(options, CPR, memory_mib, hops.min(5), record)),
+            (CPR, plain(options, CPR, memory_mib, hops.min(10), record)),
+            (CPR_BARE, plain(options, CPR_BARE, memory_mib, hops.min(5), record)),
             (FILE, plain(options, FILE, memory_mib, hops.min(3), record)),
         ] {
             if let Err(error) = measured {
@@ -61,6 +65,7 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RejuvenationErr
         }
     }
     summarise(record, sizes);
+    networks::run(options.accelerator.name(), options.quick, record)?;
     many::run(options.accelerator.name(), options.quick, record)
 }
 
@@ -73,6 +78,10 @@ const PATTERN: &str = "/tmp/pattern";
 const PATTERN_BYTES: u64 = 32 << 20;
 const SEED: u64 = 11;
 
+/// Writes to the disk without a break.
+const LOAD: &str = "(while :; do dd if=/dev/urandom of=/dev/vda bs=64k count=64 oflag=direct || echo bad >>/tmp/bad; done) >/dev/null 2>&1 &";
+const DISK_MIB: u64 = 64;
+
 /// Memory that the guest holds dirty: most of it.
 fn fill(vm: &impl Drives, memory_mib: u64) -> hearth_vmtest::Result<()> {
     let mib = memory_mib * 3 / 4 - 64;
@@ -82,13 +91,12 @@ fn fill(vm: &impl Drives, memory_mib: u64) -> hearth_vmtest::Result<()> {
 
 fn hearth(options: &Options, memory_mib: u64, hops: u32, record: &mut Record) -> Result<(), RejuvenationError> {
     let failed = |source| RejuvenationError::Machine { side: HEARTH, source };
-    let builder = TestVm::busybox("bench").memory_mib(memory_mib).disk(Disk::empty(64));
+    let builder = TestVm::busybox("bench").memory_mib(memory_mib).disk(Disk::empty(DISK_MIB));
     let vm = builder.setting("accelerator", options.accelerator.name()).boot().map_err(failed)?;
     fill(&vm, memory_mib).map_err(failed)?;
     let nonce = vm.nonce().map_err(failed)?;
     vm.sh(&format!("probe fill {PATTERN} {PATTERN_BYTES} {SEED}")).map_err(failed)?;
-    let load = "(while :; do dd if=/dev/urandom of=/dev/vda bs=64k count=64 oflag=direct || echo bad >>/tmp/bad; done) >/dev/null 2>&1 &";
-    vm.sh(load).map_err(failed)?;
+    vm.sh(LOAD).map_err(failed)?;
     let clocks = Clocks::read(&vm).map_err(failed)?;
     let silence = Silence::listen(vm.guest()).map_err(failed)?;
     for _ in 0..hops {
@@ -155,16 +163,23 @@ fn plain(
     let failed = |source| RejuvenationError::Machine { side, source };
     let folder = tempfile::Builder::new().prefix("hearth-bench-").tempdir_in("/dev/shm");
     let folder = folder.map_err(|error| RejuvenationError::Odd { side, memory_mib, what: error.to_string() })?;
-    let qemu = if side == CPR { artifacts::qemu_10() } else { artifacts::installed_qemu() }.map_err(failed)?;
+    let image = tempfile::Builder::new().prefix("hearth-bench-").tempfile();
+    let image = image.and_then(|image| image.as_file().set_len(DISK_MIB << 20).map(|()| image));
+    let image = image.map_err(|error| RejuvenationError::Odd { side, memory_mib, what: error.to_string() })?;
+    let qemu = if side == FILE { artifacts::installed_qemu() } else { artifacts::qemu_10() }.map_err(failed)?;
     let boot = |number: u32, incoming: &[String]| {
         // By `cpr-transfer` memory stays where it is; through a file it comes to another place.
         let (machine, ram) = match side {
-            CPR => ("pc-q35-10.0,memory-backend=ram,aux-ram-share=on", 0),
-            _ => ("pc-q35-7.2,memory-backend=ram", number % 2),
+            FILE => ("pc-q35-7.2,memory-backend=ram", number % 2),
+            _ => ("pc-q35-10.0,memory-backend=ram,aux-ram-share=on", 0),
         };
         let path = folder.path().join(format!("ram-{ram}"));
         let ram = format!("memory-backend-file,id=ram,size={memory_mib}M,mem-path={},share=on", path.display());
         let builder = PlainVm::busybox("plain").memory_mib(memory_mib).machine(machine).qemu(&qemu);
+        let builder = match side {
+            CPR_BARE => builder,
+            _ => builder.drive(image.path(), "cache.direct=on,aio=io_uring"),
+        };
         let data = data_folders(&qemu).into_iter().flat_map(|folder| ["-L".to_owned(), folder]);
         builder
             .accelerator(options.accelerator.name())
@@ -174,12 +189,15 @@ fn plain(
     };
     let mut old = boot(0, &[]).boot().map_err(failed)?;
     fill(&old, memory_mib).map_err(failed)?;
+    if side != CPR_BARE {
+        old.sh(LOAD).map_err(failed)?;
+    }
     let silence = Silence::listen(old.guest()).map_err(failed)?;
     for number in 1..=hops {
         let boot = |incoming: &[String]| boot(number, incoming);
         let hop = match side {
-            CPR => cpr(&old, &boot, folder.path()),
-            _ => through_file(&old, &boot, folder.path()),
+            FILE => through_file(&old, &boot, folder.path()),
+            _ => cpr(&old, &boot, folder.path()),
         };
         let Hop { new, pause, began } = hop.map_err(failed)?;
         record.add(&case(side, memory_mib), "pause_ms", "ms", pause.as_secs_f64() * 1e3);
@@ -279,7 +297,7 @@ fn data_folders(qemu: &Path) -> Vec<String> {
 fn summarise(record: &mut Record, sizes: &[u64]) {
     let values = |side: &str, size: u64, metric: &str| record.values(&case(side, size), metric).to_vec();
     let mut each = Vec::new();
-    for (side, prefix) in [(HEARTH, ""), (CPR, "cpr_"), (FILE, "file_"), (COLD, "cold_")] {
+    for (side, prefix) in [(HEARTH, ""), (CPR, "cpr_"), (CPR_BARE, "cpr_bare_"), (FILE, "file_"), (COLD, "cold_")] {
         for &size in sizes {
             let pauses = values(side, size, "pause_ms");
             if let Some(median) = stats::median(&pauses) {
@@ -306,6 +324,7 @@ fn summarise(record: &mut Record, sizes: &[u64]) {
         ("gap_without_ms_max", of_all("gap_without_ms").into_iter().reduce(f64::max)),
         ("pause_slope_ms_per_gib", slope.map(|(low, high)| (high - low) / ((largest - smallest) as f64 / 1024.0))),
         ("pause_vs_cpr_ratio", ratio(median(HEARTH, smallest), median(CPR, smallest))),
+        ("pause_vs_cpr_bare_ratio", ratio(median(HEARTH, smallest), median(CPR_BARE, smallest))),
         ("downtime_vs_cold_ratio", ratio(median(HEARTH, smallest), median(COLD, smallest))),
         ("state_kib", stats::median(&values(HEARTH, smallest, "state_kib"))),
         ("clock_behind_ms_per_hop", stats::median(&of_all("clock_behind_ms_per_hop"))),
@@ -337,7 +356,7 @@ pub fn table(record: &Record) -> Table {
         }
         let (side, size) = case.split_once('@').unwrap_or((case, "?"));
         table.row([
-            if size.starts_with("n=") { format!("{side}, {size}") } else { format!("{side}, {size} MiB") },
+            if size.parse::<u64>().is_ok() { format!("{side}, {size} MiB") } else { format!("{side}, {size}") },
             figure_or_dash(stats::median(pauses)),
             figure_or_dash(pauses.iter().copied().reduce(f64::max)),
             figure_or_dash(stats::median(record.values(case, "gap_ms"))),

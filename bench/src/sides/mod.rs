@@ -15,7 +15,7 @@ use hearth_api::MachineStatus;
 use hearth_vmtest::{Output, Result};
 
 pub use hearth::{HearthMachine, HearthOptions, ready, with_boot_set};
-pub use plain::free_port;
+pub use hearth_vmtest::net::free_port;
 pub use rig::{Rig, RigError, copy_root};
 
 /// Guest RAM: the system, and 512 MiB of files with room to spare.

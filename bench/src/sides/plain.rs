@@ -1,10 +1,11 @@
 //! The machine under QEMU alone, as one would run it otherwise. A panic resets the guest in place (`panic=-1`): the
 //! quickest way back that QEMU has.
 
-use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::time::Duration;
 
+use hearth_vmtest::net::free_port;
 use hearth_vmtest::{Drives, Output, PlainVm, Result, patience};
 
 use super::{MEMORY_MIB, Machine, Stack, Way};
@@ -57,12 +58,6 @@ fn pmem_arguments(image: &Path) -> Result<Vec<String>> {
     let room = format!("{}M,slots=1,maxmem={}M", MEMORY_MIB, MEMORY_MIB + (bytes >> 20) + 1024);
     let device = "virtio-pmem-pci,memdev=pmem,id=nv";
     Ok(["-m", &room, "-object", &memory, "-device", device].map(str::to_owned).to_vec())
-}
-
-/// A port that nobody listens on at the moment; if another process is quicker, QEMU fails to start and says so.
-pub fn free_port() -> u16 {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|listener| listener.local_addr());
-    listener.map(|address| address.port()).expect("the loopback interface has a free port")
 }
 
 impl Machine for PlainMachine {
