@@ -25,6 +25,20 @@ pub fn hog(guest: &impl Drives, shape: Shape) -> Result<()> {
     guest.sh(&hog).map(drop)
 }
 
+/// A process that writes to 160 MiB of memory, 5 MiB at a time: some 50 MiB/s, and how much it was is counted.
+pub fn start_writer(guest: &impl Drives) -> Result<()> {
+    let write = "probe fill /tmp/seed 5242880 1; (n=0; while :; do n=$((n+1)); \
+                 dd if=/tmp/seed of=/tmp/dirty.$((n % 32)) bs=1M conv=notrunc; \
+                 echo $n >/tmp/written.new; mv /tmp/written.new /tmp/written; usleep 50000; done) >/dev/null 2>&1 &";
+    guest.sh(write)?;
+    guest.sh("while [ ! -s /tmp/written ] || [ $(cat /tmp/written) -lt 40 ]; do sleep 0.1; done").map(drop)
+}
+
+pub fn written_mib(guest: &impl Drives) -> Result<f64> {
+    let count = guest.sh("cat /tmp/written")?;
+    Ok(5.0 * count.trim().parse::<f64>().expect("the writer writes numbers"))
+}
+
 /// The same files for every seed, all of them in each turn, in an order that no other seed has.
 pub fn targets(port: u16, shape: Shape, seed: u64) -> Targets {
     let mut word = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;

@@ -1,8 +1,9 @@
 //! The sides under Hearth: one snapshot, restored with everything, nothing, or its working set read ahead.
 
 use std::path::PathBuf;
+use std::time::Instant;
 
-use hearth_vmtest::{Disk, TestVm, patience};
+use hearth_vmtest::{Disk, Drives, TestVm, patience};
 use serde_json::Value;
 
 use super::{
@@ -14,6 +15,8 @@ use crate::record::Record;
 use crate::sides::copy_root;
 
 const HEARTH: &str = "hearth";
+const PAUSE_ROUNDS: u32 = 3;
+const PAUSE_DISK_MIB: u64 = 256;
 
 /// A way to restore: its name here, and the option of `hearth restore`.
 #[derive(Clone, Copy)]
@@ -41,17 +44,33 @@ fn figure(said: &Value, figure: &'static str) -> Result<f64, RestoreError> {
     number.ok_or_else(|| RestoreError::NoFigure { side: HEARTH, figure, said: said.to_string() })
 }
 
-/// How long a guest without disks stands still while it is saved. The web server's cannot be saved otherwise than stopped on
-/// a file system that does not share blocks.
+/// How long a guest stands still that is saved while it writes to its memory, and has a disk to be copied.
 pub fn measure_pause(bench: &Bench<'_>, record: &mut Record) -> Result<(), RestoreError> {
     let accelerator = record.machine.accelerator.name();
     let builder = TestVm::busybox("pause").memory_mib(bench.shape.memory_mib).setting("accelerator", accelerator);
-    let vm = builder.boot().map_err(machine)?;
+    let vm = builder.disk(Disk::empty(PAUSE_DISK_MIB)).boot().map_err(machine)?;
     guest::hog(&vm, bench.shape).map_err(machine)?;
-    vm.save(&bench.rig.folder().join("pause")).map_err(machine)?;
-    let saved = vm.wait_event("it is saved", |event| event["kind"] == "saved").map_err(machine)?;
-    record.add("save", "pause_ms", "ms", figure(&saved, "pause_ms")?);
-    record.add("save", "pause_mib", "MiB", figure(&saved, "bytes")? / MIB);
+    vm.sh(&format!("dd if=/dev/urandom of=/dev/vda bs=1M count={} conv=fsync 2>&1", PAUSE_DISK_MIB / 4))
+        .map_err(machine)?;
+    guest::start_writer(&vm).map_err(machine)?;
+    for round in 0..PAUSE_ROUNDS {
+        let folder = bench.rig.folder().join(format!("pause-{round}"));
+        let (began, before) = (Instant::now(), guest::written_mib(&vm).map_err(machine)?);
+        vm.save(&folder).map_err(machine)?;
+        let written = guest::written_mib(&vm).map_err(machine)? - before;
+        record.add("save", "written_mib_s", "MiB/s", written / began.elapsed().as_secs_f64());
+        let path = folder.display().to_string();
+        let this = |event: &Value| event["kind"] == "saved" && event["folder"] == path.as_str();
+        let saved = vm.wait_event("it is saved", this).map_err(machine)?;
+        record.add("save", "pause_ms", "ms", figure(&saved, "pause_ms")?);
+        record.add("save", "live_s", "s", figure(&saved, "duration_ms")? / 1e3);
+        record.add("save", "rounds", "", figure(&saved, "rounds")?);
+        record.add("save", "pages_held", "", figure(&saved, "pages_held")?);
+        record.add("save", "pause_mib", "MiB", figure(&saved, "bytes")? / MIB);
+        eprintln!("{}: saved while it ran: {saved}", super::NAME);
+        let removed = std::fs::remove_dir_all(&folder);
+        removed.map_err(|source| RestoreError::File { path: folder, source })?;
+    }
     Ok(())
 }
 
@@ -71,10 +90,9 @@ impl<'a> Saved<'a> {
         let builder = builder.setting("accelerator", record.machine.accelerator.name());
         let vm = builder.boot().map_err(machine)?;
         guest::fill(&vm, bench.shape).map_err(machine)?;
-        let began = std::time::Instant::now();
         vm.save_and_stop(&snapshot).map_err(machine)?;
-        record.add("save", "save_s", "s", began.elapsed().as_secs_f64());
         let saved = vm.wait_event("it is saved", |event| event["kind"] == "saved").map_err(machine)?;
+        record.add("save", "save_s", "s", figure(&saved, "duration_ms")? / 1e3);
         record.add("save", "snapshot_mib", "MiB", figure(&saved, "bytes")? / MIB);
         record.add("save", "stored_pages", "", figure(&saved, "pages")?);
         let port = vm.http_port().expect("it was asked for");

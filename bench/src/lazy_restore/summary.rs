@@ -84,6 +84,8 @@ pub fn summarise(record: &mut Record, profiles: &[Profile]) {
         ("pages_lazy_trace_pct", lazy_pct),
         ("save_s", saves("save_s")),
         ("save_pause_ms", saves("pause_ms")),
+        ("save_live_s", saves("live_s")),
+        ("save_written_mib_s", saves("written_mib_s")),
         ("snapshot_mib", saves("snapshot_mib")),
     ] {
         figures.push((metric.to_owned(), value));

@@ -151,9 +151,11 @@ pub enum EventKind {
         why: String,
         guest_lost: bool,
     },
-    /// The guest stands still and is being saved.
+    /// The guest is being saved while it runs; unless `held_why` says why it stands still for that.
     SaveStarted {
         folder: String,
+        #[serde(default)]
+        held_why: Option<String>,
     },
     /// How far a save is, now and then.
     SaveProgress {
@@ -171,6 +173,18 @@ pub enum EventKind {
         bytes: u64,
         /// How long the guest stood still; if it is stopped, until all was saved.
         pause_ms: f64,
+        /// From the order until all was on the disk.
+        #[serde(default)]
+        duration_ms: f64,
+        /// Passes over what was written while it was copied.
+        #[serde(default)]
+        rounds: u32,
+        /// They came to an end: the guest wrote less than could be copied.
+        #[serde(default)]
+        settled: bool,
+        /// Copied while the guest stood still.
+        #[serde(default)]
+        pages_held: u64,
     },
     /// There is no such folder, and the guest goes on.
     SaveFailed {

@@ -228,7 +228,7 @@ pub static ROUTES: &[Route] = &[
         method: Method::Post,
         path: "/v1/save",
         summary: "Save the guest, its memory and its disks to a folder",
-        details: "The guest stands still meanwhile. `save` of the status and the events say how far it is; `saved` tells that \
+        details: "The guest runs meanwhile, and stands still for the one moment that is saved. `save` of the status and the events say how far it is; `saved` tells that \
                   the folder can be restored, `save_failed` that there is none, and why. Either way the guest goes on, unless \
                   `then` is `stop` and all went well.",
         parameters: &[],

@@ -72,12 +72,17 @@ pub struct RestoreStatus {
     pub waits: Vec<String>,
 }
 
-/// How far a save is. Its file of memory is counted, of which pages of zeroes take nothing.
+/// How far a save is. Pages that the guest writes to meanwhile are copied again, and counted again.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct SaveStatus {
     pub folder: String,
     pub pages: u64,
     pub pages_done: u64,
+    /// Of images that cannot share their blocks; what they take on the disk.
+    #[serde(default)]
+    pub disk_bytes: u64,
+    #[serde(default)]
+    pub disk_bytes_done: u64,
     pub percent: f64,
     pub mib_per_s: f64,
     /// None: not known yet.

@@ -70,6 +70,11 @@ impl Pages {
     pub(crate) fn pointer(&self) -> NonNull<u8> {
         self.base
     }
+
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the mapping has this size, is initialised (zero), and its owner lends it out here alone.
+        unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.bytes) }
+    }
 }
 
 impl Drop for Pages {

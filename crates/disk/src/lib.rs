@@ -18,3 +18,4 @@ pub mod pressure;
 pub mod server;
 pub mod tag;
 pub mod warm;
+pub mod write_log;

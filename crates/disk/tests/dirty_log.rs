@@ -6,9 +6,11 @@ mod common;
 
 use std::collections::BTreeSet;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::sync::Arc;
 
 use common::*;
+use hearth_disk::write_log::WriteLog;
 use vhost::{VhostBackend, VhostUserDirtyLogRegion};
 
 const LOG_BYTES: u64 = 4096;
@@ -92,4 +94,56 @@ fn the_used_ring_has_a_switch_of_its_own() {
     // Index and entries.
     let page = guest.used_address(0) / 4096;
     assert_eq!(take_log(&log), [page, page + 1].into());
+}
+
+#[test]
+fn a_log_of_the_keepers_own_has_all_that_is_written() {
+    let place = Place::new(4 << 20);
+    let server = place.serve(None);
+    let ram = ram_file();
+    let identity = ram.metadata().unwrap();
+    let log = Arc::new(WriteLog::new((identity.dev(), identity.ino()), RAM_PAGES));
+    let taken = || {
+        let mut pages = BTreeSet::new();
+        log.take(|page| {
+            pages.insert(page);
+        });
+        pages
+    };
+    let mut guest = Guest::with_ram(&place.socket(), 1, VERSION_1 | PROTOCOL_FEATURES, ram);
+    guest.read_disk(0, 4096);
+    assert!(taken().is_empty(), "nobody asked for it");
+    server.set_write_log(Some(log.clone())).unwrap();
+    let before = pages(&guest);
+    guest.submit_pieces(0, READ, 3, &[(DATA + 0x3ff0, 24, true), (DATA + 0x5f00, 3048, true)]);
+    assert_eq!(guest.wait(0).status, 0);
+    let (logged, used) = (taken(), guest.used_address(0) / 4096);
+    // The guest's own: descriptors, the available ring, headers.
+    let ours: BTreeSet<u64> = (0..DATA / 4096).filter(|page| *page != used).collect();
+    let written = &changed(&before, &pages(&guest)) - &ours;
+    assert!(!written.is_empty() && written.is_subset(&logged) && logged.contains(&used), "{written:x?} {logged:x?}");
+    server.set_write_log(None).unwrap();
+    guest.read_disk(0, 4096);
+    assert!(taken().is_empty());
+}
+
+#[test]
+fn an_image_is_frozen_between_requests_and_the_guest_writes_on() {
+    let place = Place::new(4 << 20);
+    let server = place.serve(None);
+    let mut guest = Guest::connect(&place.socket(), 1);
+    guest.write_ram(DATA, &[1; 8192]);
+    assert_eq!(guest.run(0, WRITE, 1 << 20, DATA, 8192).status, 0);
+    let before = place.disk_bytes(0, 4 << 20);
+    let target = tempfile::tempfile().unwrap();
+    let frozen = server.freeze(target.try_clone().unwrap()).unwrap();
+    guest.write_ram(DATA, &[2; 8192]);
+    for offset in [1 << 20, 3 << 20, (4 << 20) - 8192] {
+        assert_eq!(guest.run(0, WRITE, offset, DATA, 8192).status, 0);
+    }
+    frozen.copy(|_| true).unwrap();
+    let mut copy = vec![0; 4 << 20];
+    target.read_exact_at(&mut copy, 0).unwrap();
+    assert!(copy == before, "the copy is of another moment");
+    assert_eq!(guest.read_disk(3 << 20, 4096), [2; 4096]);
 }

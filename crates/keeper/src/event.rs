@@ -26,8 +26,8 @@ pub enum Event {
     Gate(gate::GateWord),
     /// A rejuvenation that was accepted begins.
     Rejuvenate(RejuvenateRequest),
-    /// A save says.
-    Save(save::Word),
+    /// A save says, by its number.
+    Save { number: u64, word: save::Word },
     /// A guest's way out of a snapshot says. `generation` as above.
     Restore { generation: u32, word: restore::Word },
     /// SIGTERM or SIGINT: stop the machine; the second one means at once.

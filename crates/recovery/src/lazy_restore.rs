@@ -109,6 +109,10 @@ pub struct LazyRam {
     /// While set, a touch brings one page and no more, so that every first touch is seen.
     tracing: AtomicBool,
     touched: Mutex<Vec<u32>>,
+    /// Those who wait for a page at this moment, and when one last did, in microseconds since `began`.
+    asking: AtomicU64,
+    asked_us: AtomicU64,
+    began: Instant,
     /// Chunks that cannot be brought now, and why.
     stuck: Mutex<BTreeMap<u32, String>>,
     tell: Box<dyn Fn(String) + Send + Sync>,
@@ -148,6 +152,7 @@ impl LazyRam {
         tell: Box<dyn Fn(String) + Send + Sync>,
     ) -> Result<Self, MemoryError> {
         let stored = snapshot.ram.pages().len() as u64;
+        snapshot.ram.expect_random();
         let mut lazy = Self {
             ram: supplied,
             identity: ram.identity(),
@@ -160,6 +165,9 @@ impl LazyRam {
             waits: Waits::new(),
             tracing: AtomicBool::new(tracing),
             touched: Mutex::default(),
+            asking: AtomicU64::new(0),
+            asked_us: AtomicU64::new(0),
+            began: Instant::now(),
             stuck: Mutex::default(),
             tell,
             stopped: AtomicBool::new(false),
@@ -217,6 +225,14 @@ impl LazyRam {
 
     /// Somebody has touched this page.
     fn bring_touched(&self, page: u32, reading: &mut Reading) -> Result<(), RestoreError> {
+        self.asking.fetch_add(1, Relaxed);
+        let brought = self.bring_asked(page, reading);
+        self.asked_us.store((self.began.elapsed().as_micros() as u64).max(1), Relaxed);
+        self.asking.fetch_sub(1, Relaxed);
+        brought
+    }
+
+    fn bring_asked(&self, page: u32, reading: &mut Reading) -> Result<(), RestoreError> {
         if self.is_there(page) {
             // It came meanwhile; whoever waits for it may not have been woken.
             return Ok(self.ram.wake(page.into())?);
@@ -262,13 +278,21 @@ impl LazyRam {
         Ok(new)
     }
 
-    /// Brings everything, in the order of the file; `go_on` is asked before each chunk. False: it was told to stop, or
-    /// something cannot be brought now.
-    pub fn fill(&self, mut go_on: impl FnMut(&Self) -> bool) -> Result<bool, AdmissionError> {
-        let mut reading = self.snapshot.ram.reading();
-        for chunk in 0..self.snapshot.ram.chunks() {
-            if self.is_stopped() || !go_on(self) {
+    /// Brings everything, in the order of the file. `ahead_bytes` is asked before each chunk that is missing: so much may be
+    /// asked of the disk at once. False: it was told to stop, or something cannot be brought now.
+    pub fn fill(&self, mut ahead_bytes: impl FnMut(&Self) -> u64) -> Result<bool, AdmissionError> {
+        let pages = &self.snapshot.ram;
+        let (mut reading, mut asked_to) = (pages.reading(), 0);
+        for chunk in 0..pages.chunks() {
+            if self.is_stopped() {
                 return Ok(false);
+            }
+            if pages.pages_of(chunk).iter().all(|page| self.is_there(*page)) {
+                continue;
+            }
+            let ahead_bytes = ahead_bytes(self);
+            if pages.offset_of(chunk) >= asked_to {
+                asked_to = pages.read_ahead(chunk, ahead_bytes);
             }
             let new = passing(self.bring_chunk(chunk, &mut reading))?;
             self.filled.fetch_add(new.unwrap_or_default(), Relaxed);
@@ -280,6 +304,19 @@ impl LazyRam {
     pub fn finish(&self) -> Result<(), AdmissionError> {
         self.stopped.store(true, Relaxed);
         self.ram.finish()
+    }
+
+    /// Somebody waits for a page.
+    pub fn is_asked(&self) -> bool {
+        self.asking.load(Relaxed) > 0
+    }
+
+    /// Since somebody last waited for one.
+    pub fn calm_for(&self) -> Duration {
+        match self.asked_us.load(Relaxed) {
+            0 => Duration::MAX,
+            asked_us => self.began.elapsed().saturating_sub(Duration::from_micros(asked_us)),
+        }
     }
 
     pub fn is_stopped(&self) -> bool {

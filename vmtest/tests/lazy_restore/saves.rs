@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use hearth_recovery::snapshot::Snapshot;
-use hearth_vmtest::{Disk, Drives, Result, TestVm};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, patience};
 
 use super::{count, fill, start_counter, verify};
 
@@ -86,18 +86,80 @@ fn a_keeper_killed_while_it_saves_is_followed_by_one_that_lets_the_guest_go_on()
     vm.save(&vm.folder().join("another"))
 }
 
+/// Four blocks, 8 MiB apart, are written in turn. What memory says was written
+/// last is on the disk, and what it does not know of is not; else it is noted.
+const TURNS: &str = r#"
+at() { dd if=/dev/vda bs=512 skip=$(( $1 % 4 * 16384 )) count=1 iflag=direct 2>/dev/null | head -n 1; }
+(i=0
+while :; do
+  i=$((i+1))
+  echo $i | dd of=/dev/vda bs=512 seek=$(( i % 4 * 16384 )) conv=notrunc,fsync,sync 2>/dev/null
+  [ "$(at $i)" = $i ] || echo "memory says $i, the disk $(at $i)" >>/tmp/odd
+  [ $i -lt 4 ] || [ "$(at $((i+1)))" = $((i-3)) ] || echo "after $i the disk says $(at $((i+1)))" >>/tmp/odd
+  echo $i >/tmp/turn.new; mv /tmp/turn.new /tmp/turn
+done) >/dev/null 2>&1 &
+(n=0
+while :; do
+  n=$((n+1))
+  sleep 0.1
+  probe fill /tmp/churn 4194304 $n && probe verify /tmp/churn $n || echo "memory is odd in round $n" >>/tmp/odd
+done) >/dev/null 2>&1 &
+"#;
+
+/// Both writers go on for a while, and find everything as they left it.
+fn await_turns(vm: &TestVm, turns: u32) -> Result<()> {
+    let wait = format!(
+        "while [ ! -s /tmp/turn ]; do sleep 0.1; done; from=$(cat /tmp/turn)
+         while [ $(cat /tmp/turn) -lt $((from + {turns})) ] && [ ! -e /tmp/odd ]; do sleep 0.1; done; cat /tmp/odd"
+    );
+    let waited = vm.run_within(&wait, patience(60))?.text();
+    assert!(waited.contains("No such file"), "{}: {waited}", vm.name());
+    Ok(())
+}
+
 #[test]
-fn where_blocks_cannot_be_shared_a_running_machine_is_not_saved_and_it_is_said_why() -> Result<()> {
+fn a_guest_that_writes_all_the_time_is_saved_at_one_moment_and_so_is_its_clone() -> Result<()> {
+    let vm = TestVm::busybox("busy").disk(Disk::empty(32)).boot()?;
+    let (nonce, first, second) = (vm.nonce()?, vm.folder().join("first"), vm.folder().join("second"));
+    fill(&vm, 16)?;
+    vm.sh(TURNS)?;
+    await_turns(&vm, 5)?;
+    vm.save(&first)?;
+    await_turns(&vm, 3)?;
+    vm.stop_at_once()?;
+    let clone = vm.restore(&first, "clone", &["--lazy"])?;
+    clone.wait_running()?;
+    assert_eq!(clone.nonce()?, nonce);
+    await_turns(&clone, 3)?;
+    clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
+    // Its disk is a qcow2 image.
+    clone.save(&second)?;
+    let saved = clone.wait_event("it is saved", |event| event["kind"] == "saved")?;
+    let held = clone.wait_event("a save began", |event| event["kind"] == "save_started")?["held_why"].clone();
+    await_turns(&clone, 3)?;
+    clone.stop_at_once()?;
+    let last = vm.restore(&second, "last", &["--eager"])?;
+    last.wait_running()?;
+    assert_eq!(last.nonce()?, nonce);
+    await_turns(&last, 3)?;
+    verify(&last)?;
+    assert!(saved["rounds"].as_u64() > Some(0) || held.is_string(), "{saved}");
+    Ok(())
+}
+
+#[test]
+fn where_blocks_cannot_be_shared_images_are_copied_behind_the_guest() -> Result<()> {
     let vm = TestVm::busybox("unshared").disk(Disk::empty(16)).boot()?;
     // Not the file system of the image: there nothing can be shared.
     let elsewhere = tempfile::tempdir_in("/dev/shm").expect("a folder");
     let folder = elsewhere.path().join("snapshot");
-    let refused = vm.cli_output(&["save", vm.name(), "-o", &folder.display().to_string()])?;
-    assert!(refused.status != 0 && refused.text().contains("save with --stop"), "{}", refused.text());
-    assert!(!folder.exists());
-    vm.sh("dd if=/dev/zero of=/dev/vda bs=64k count=4 conv=fsync 2>&1")?;
-    assert_eq!(vm.save_and_stop(&folder)?.code(), Some(0));
+    let write = |word: &str| vm.sh(&format!("echo {word} | dd of=/dev/vda bs=512 seek=7 conv=notrunc,fsync,sync 2>&1"));
+    write("before")?;
+    vm.save(&folder)?;
+    write("after")?;
     let snapshot = Snapshot::open(&folder).expect("it was saved");
     assert_eq!(snapshot.manifest.disks[0].bytes, 16 << 20);
+    let disk = std::fs::read(snapshot.disk_path(&snapshot.manifest.disks[0].name)).expect("the disk");
+    assert_eq!(&disk[7 * 512..7 * 512 + 7], b"before\n");
     Ok(())
 }

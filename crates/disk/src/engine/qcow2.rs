@@ -10,15 +10,15 @@ use std::path::Path;
 use std::sync::Arc;
 
 use imago::FormatAccess;
-use imago::file::File as ImageFile;
 
 use super::transfer::Job;
 use super::worker::{Outcome, Perform, WorkerEngine};
 use super::{Engine, Operation, Submission};
 use crate::buffer::BufferPool;
+use crate::image::GuardedFile;
 
 /// An open chain of images, qcow2 on top.
-pub(crate) type Chain = FormatAccess<ImageFile>;
+pub(crate) type Chain = FormatAccess<GuardedFile>;
 
 static ZEROES: [u8; 64 * 1024] = [0; 64 * 1024];
 

@@ -5,7 +5,7 @@
 //! What cannot be had (O_DIRECT on tmpfs, io_uring in a container) is replaced by the next best and told by `describe`;
 //! it is never an error by itself.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -16,6 +16,8 @@ use crate::block::BLOCK_BYTES;
 use crate::buffer::BufferPool;
 use crate::engine::Engine;
 
+mod frozen;
+mod guarded;
 mod lock;
 mod open;
 mod overlay;
@@ -24,6 +26,8 @@ mod raw;
 #[cfg(test)]
 mod tests;
 
+pub use frozen::FrozenImage;
+pub(crate) use guarded::GuardedFile;
 pub use overlay::{OverlayError, create_overlay};
 use qcow2::Qcow2Image;
 use raw::RawImage;
@@ -161,6 +165,15 @@ impl Image {
         }
     }
 
+    /// The image's file as it is now, on its way into another file, which is new. Nothing is in flight; what the image's
+    /// engine changes from now on is copied first.
+    pub fn freeze(&self, target: File) -> io::Result<Arc<FrozenImage>> {
+        match &self.contents {
+            Contents::Raw(raw) => raw.freeze(target),
+            Contents::Qcow2(qcow2) => qcow2.freeze(target),
+        }
+    }
+
     /// Looks again how long the image is, after it was resized from outside.
     pub fn refresh_bytes(&mut self) -> io::Result<u64> {
         match &mut self.contents {
@@ -194,7 +207,7 @@ fn check_kind(path: &Path) -> Result<(), ImageError> {
 fn has_qcow2_magic(path: &Path) -> Result<bool, ImageError> {
     use std::io::Read;
     let mut magic = Vec::with_capacity(4);
-    let read = fs::File::open(path).and_then(|file| file.take(4).read_to_end(&mut magic));
+    let read = File::open(path).and_then(|file| file.take(4).read_to_end(&mut magic));
     read.map_err(|error| access_error(path, "read", error))?;
     Ok(magic == *b"QFI\xfb")
 }

@@ -2,7 +2,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 
 use rustix::fs::{AtFlags, StatxFlags, fstatfs, statx};
 
@@ -70,4 +70,20 @@ fn direct_alignment(file: &File) -> io::Result<u64> {
 /// Of a block device too, whose metadata says 0.
 pub(super) fn file_bytes(mut file: &File) -> io::Result<u64> {
     file.seek(SeekFrom::End(0))
+}
+
+/// As much as fits and as there is, of a file that may be open with O_DIRECT; so the buffer and the offset are aligned.
+pub(super) fn read_aligned(file: &File, aligned: &mut [u8], offset: u64) -> io::Result<usize> {
+    let mut length = 0;
+    while length < aligned.len() {
+        match file.read_at(&mut aligned[length..], offset + length as u64) {
+            Ok(0) => break,
+            Ok(count) => length += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            // An unaligned rest: with O_DIRECT the file ended in the middle of a unit.
+            Err(error) if length > 0 && error.raw_os_error() == Some(libc::EINVAL) => break,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(length)
 }

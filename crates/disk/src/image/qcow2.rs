@@ -9,7 +9,6 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -18,7 +17,9 @@ use imago::qcow2::Qcow2;
 use imago::raw::Raw;
 use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder, StorageOpenOptions};
 
-use super::open::{Opened, open_file};
+use super::frozen::{FrozenImage, Guard};
+use super::guarded::GuardedFile;
+use super::open::{Opened, open_file, read_aligned};
 use super::{Format, ImageError, ImageOptions, access_error, check_kind, lock};
 use crate::block::SECTOR_BYTES;
 use crate::buffer::{BufferPool, Pages};
@@ -46,6 +47,8 @@ pub(super) struct Qcow2Image {
     has_zero_clusters: bool,
     /// Shared with the engine while there is one.
     lease: Arc<()>,
+    /// Before changes of the top image; the others are not changed.
+    guard: Guard,
 }
 
 #[derive(Debug)]
@@ -77,6 +80,7 @@ impl Qcow2Image {
             cluster_bytes,
             has_zero_clusters,
             lease: Arc::new(()),
+            guard: Guard::default(),
         };
         // Opened once now, so that damaged tables are told at the start and not by the first read.
         image.chain(true)?;
@@ -105,6 +109,11 @@ impl Qcow2Image {
             .map_err(|source| ImageError::Engine { path: self.path.clone(), source })
     }
 
+    /// The file of the top image. Its tables are in it: each change is settled before it is reported.
+    pub(super) fn freeze(&self, target: File) -> io::Result<Arc<FrozenImage>> {
+        self.guard.freeze(self.layers[0].file.try_clone()?, target)
+    }
+
     pub(super) fn describe(&self) -> String {
         let backing = match self.layers.len() - 1 {
             0 => String::new(),
@@ -118,7 +127,7 @@ impl Qcow2Image {
     fn chain(&self, read_only: bool) -> Result<Chain, ImageError> {
         let mut below = None;
         for (depth, layer) in self.layers.iter().enumerate().rev() {
-            let opened = layer.open_over(below, depth == 0 && !read_only);
+            let opened = layer.open_over(below, &self.guard, depth == 0 && !read_only);
             below = Some(opened.map_err(|error| access_error(&layer.path, "read", error))?);
         }
         Ok(below.expect("a chain has at least its top"))
@@ -126,15 +135,15 @@ impl Qcow2Image {
 }
 
 impl Layer {
-    fn open_over(&self, below: Option<Chain>, write: bool) -> io::Result<Chain> {
+    fn open_over(&self, below: Option<Chain>, guard: &Guard, write: bool) -> io::Result<Chain> {
         // A duplicate shares the open file description, and with it the lock.
         let file = File::from(self.file.as_fd().try_clone_to_owned()?);
         let options = StorageOpenOptions::new().filename(&self.path).write(write).direct(self.direct);
-        let storage = ImageFile::from_open_file(file, options)?;
+        let storage = GuardedFile::new(ImageFile::from_open_file(file, options)?, guard.clone());
         let gate = DenyImplicitOpenGate::default();
         Ok(match self.format {
             Format::Qcow2 => {
-                let builder = Qcow2::<ImageFile>::builder(storage).write(write).backing(below).data_file(None);
+                let builder = Qcow2::<GuardedFile>::builder(storage).write(write).backing(below).data_file(None);
                 FormatAccess::new(builder.open(gate)?)
             }
             Format::Auto | Format::Raw => FormatAccess::new(Raw::builder(storage).write(write).open(gate)?),
@@ -297,19 +306,7 @@ fn bytes_at<const N: usize>(start: &[u8], at: usize) -> Option<[u8; N]> {
 
 /// The first bytes of a file that may be open with O_DIRECT.
 fn read_start(file: &File) -> io::Result<Vec<u8>> {
-    let pages = Pages::new(HEADER_BYTES)?;
-    // SAFETY: the mapping has this size, is initialised (zero) and used by nobody else.
-    let aligned = unsafe { std::slice::from_raw_parts_mut(pages.pointer().as_ptr(), HEADER_BYTES) };
-    let mut length = 0;
-    while length < HEADER_BYTES {
-        match file.read_at(&mut aligned[length..], length as u64) {
-            Ok(0) => break,
-            Ok(count) => length += count,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            // An unaligned rest: with O_DIRECT the file ended in the middle of a unit.
-            Err(error) if length > 0 && error.raw_os_error() == Some(libc::EINVAL) => break,
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(aligned[..length].to_vec())
+    let mut pages = Pages::new(HEADER_BYTES)?;
+    let length = read_aligned(file, pages.bytes_mut(), 0)?;
+    Ok(pages.bytes_mut()[..length].to_vec())
 }

@@ -8,6 +8,8 @@ use std::sync::{Arc, OnceLock};
 
 use rustix::fs::{FallocateFlags, fallocate};
 
+use super::frozen::{FrozenImage, Guard};
+use super::guarded::GuardedEngine;
 use super::open::{Opened, file_bytes, open_file};
 use super::{Format, ImageError, ImageOptions, access_error, lock};
 use crate::block::{BLOCK_BYTES, SECTOR_BYTES};
@@ -28,6 +30,7 @@ pub(super) struct RawImage {
     cache: String,
     /// Which engine was made, and why: known after the first.
     engine: OnceLock<String>,
+    guard: Guard,
 }
 
 impl RawImage {
@@ -51,6 +54,7 @@ impl RawImage {
             target: Arc::new(target),
             cache,
             engine: OnceLock::new(),
+            guard: Guard::default(),
         })
     }
 
@@ -77,6 +81,14 @@ impl RawImage {
     }
 
     pub(super) fn engine(&self, pool: Arc<BufferPool>, depth: u32) -> io::Result<Box<dyn Engine>> {
+        Ok(Box::new(GuardedEngine::new(self.unguarded_engine(pool, depth)?, self.guard.clone())))
+    }
+
+    pub(super) fn freeze(&self, target: File) -> io::Result<Arc<FrozenImage>> {
+        self.guard.freeze(self.target.file.try_clone()?, target)
+    }
+
+    fn unguarded_engine(&self, pool: Arc<BufferPool>, depth: u32) -> io::Result<Box<dyn Engine>> {
         match UringEngine::new(self.target.clone(), pool.clone(), depth) {
             Ok(engine) => {
                 let pinning = match engine.pool_is_registered() {

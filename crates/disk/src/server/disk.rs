@@ -9,6 +9,7 @@
 //! finished towards the image (the bytes are ours) and forgotten: nothing is copied, nothing recorded.
 
 use std::collections::VecDeque;
+use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -30,9 +31,10 @@ use crate::block::BLOCK_BYTES;
 use crate::buffer::{BufferPool, Slot};
 use crate::engine::{Completion, Engine, Operation, Submission};
 use crate::gate::Gate;
-use crate::image::Image;
+use crate::image::{FrozenImage, Image};
 use crate::limit::RateLimiter;
 use crate::pressure::Pressure;
+use crate::write_log::WriteLog;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 /// A run of misses goes on over fewer bytes of hits than these. They are read for nothing, but another operation would
@@ -110,6 +112,8 @@ pub struct Disk {
     waiting: VecDeque<RequestId>,
     /// Before the guest's memory, while that is short.
     pub gate: Option<Gate>,
+    /// Of the guest's memory, while somebody copies it.
+    pub write_log: Option<Arc<WriteLog>>,
     parking: Parking,
     pub counters: Arc<Counters>,
     pressure: Pressure,
@@ -153,6 +157,7 @@ impl Disk {
             running: Slab::default(),
             waiting: VecDeque::new(),
             gate: options.gate.clone(),
+            write_log: None,
             parking: Parking::default(),
             counters,
             pressure,
@@ -170,6 +175,11 @@ impl Disk {
     /// Nothing is in flight towards the image, and no request waits for it.
     pub fn is_idle(&self) -> bool {
         self.running.is_empty() && self.jobs.is_empty() && self.parking.is_empty()
+    }
+
+    /// The image as it is now, on its way into another file. None: something is in flight, and would be half in it.
+    pub fn freeze(&self, target: File) -> Option<io::Result<Arc<FrozenImage>>> {
+        self.is_idle().then(|| self.image.freeze(target))
     }
 
     /// Reads the size of the image again; what lay past a new end is void.

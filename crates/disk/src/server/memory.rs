@@ -15,6 +15,7 @@ use vm_memory::{FileOffset, MmapRegion, VolatileMemory};
 use super::wire::RegionSpec;
 use crate::block::{BLOCK_BYTES, RamPage};
 use crate::gate::Gate;
+use crate::write_log::WriteLog;
 
 const PAGE_BYTES: u64 = BLOCK_BYTES as u64;
 /// Memory regions of one guest. QEMU 7.2 needs 2 to 8, more with hot-plugged memory.
@@ -100,6 +101,8 @@ pub struct GuestMap {
     tracked: Option<FileIdentity>,
     /// None: all memory may be taken.
     gate: Option<Gate>,
+    /// Of this process's own; QEMU's is `log`.
+    write_log: Option<Arc<WriteLog>>,
 }
 
 impl GuestMap {
@@ -117,6 +120,11 @@ impl GuestMap {
 
     pub fn set_gate(&mut self, gate: Option<Gate>) {
         self.gate = gate;
+    }
+
+    /// From now on what is written to guest memory is noted there too.
+    pub fn set_write_log(&mut self, log: Option<Arc<WriteLog>>) {
+        self.write_log = log;
     }
 
     /// The gate that stands before this region, if one does.
@@ -228,6 +236,14 @@ impl GuestMap {
     fn written(&self, address: u64, bytes: usize) {
         if self.log_all {
             self.mark(address, bytes as u64);
+        }
+        if let Some(log) = &self.write_log {
+            // What is not mapped was not written.
+            let _ = self.each(address, bytes, |region, offset, range| {
+                if log.is_of(region.file.device, region.file.inode) {
+                    log.mark(region.in_file(offset, range.len()));
+                }
+            });
         }
     }
 

@@ -36,6 +36,7 @@ mod transfer;
 mod wire;
 mod worker;
 
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -52,9 +53,10 @@ use crate::block::DiskId;
 use crate::buffer::BufferPool;
 use crate::engine::Engine;
 use crate::gate::Gate;
-use crate::image::{Image, ImageError};
+use crate::image::{FrozenImage, Image, ImageError};
 use crate::limit::Limits;
 use crate::pressure::Pressure;
+use crate::write_log::WriteLog;
 use counters::Counters;
 use disk::Disk;
 use worker::{Command, Worker};
@@ -107,6 +109,10 @@ pub enum ServerError {
     Timeout { disk: String, waited: Duration },
     #[error("disk {disk}: cannot read the size of its image again")]
     Resize { disk: String, source: io::Error },
+    #[error("disk {disk}: requests are in flight; a guest that stands still has none")]
+    NotIdle { disk: String },
+    #[error("disk {disk}: its image cannot be copied")]
+    Freeze { disk: String, source: io::Error },
     #[error("disk {disk}: its thread has ended")]
     Gone { disk: String },
 }
@@ -235,6 +241,20 @@ impl DiskServer {
     pub fn set_gate(&self, gate: Option<Gate>) -> Result<(), ServerError> {
         let answer = self.ask(|reply| Command::Gate(gate, reply))?;
         self.wait(&answer)
+    }
+
+    /// From now on pages of guest memory that this disk writes to are noted there; or no more.
+    pub fn set_write_log(&self, log: Option<Arc<WriteLog>>) -> Result<(), ServerError> {
+        let answer = self.ask(|reply| Command::WriteLog(log, reply))?;
+        self.wait(&answer)
+    }
+
+    /// The image as it is now, on its way into this file, which is new. The guest stands still; it may go on at once.
+    pub fn freeze(&self, target: File) -> Result<Arc<FrozenImage>, ServerError> {
+        let answer = self.ask(|reply| Command::Freeze(target, reply))?;
+        let disk = || self.name.clone();
+        let frozen = self.wait(&answer)?.ok_or_else(|| ServerError::NotIdle { disk: disk() })?;
+        frozen.map_err(|source| ServerError::Freeze { disk: disk(), source })
     }
 
     /// Reads the size of the image again and tells the guest.

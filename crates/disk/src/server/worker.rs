@@ -5,13 +5,14 @@
 //!
 //! Nothing is done from inside an event: events only note what is ready, and the round after them works in one order.
 
-use std::fs::Permissions;
+use std::fs::{File, Permissions};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant, SystemTime};
@@ -29,6 +30,8 @@ use super::poller::{Event, Poller, Source, Watched, clear};
 use super::recorder::Tracking;
 use super::wire::WireError;
 use crate::gate::Gate;
+use crate::image::FrozenImage;
+use crate::write_log::WriteLog;
 
 /// Rounds between two looks at everything else, so that a guest that never pauses cannot lock out the keeper.
 const ROUNDS_MAX: usize = 32;
@@ -47,6 +50,9 @@ pub enum Command {
     Handover(bool, Sender<()>),
     Resize(Sender<io::Result<u64>>),
     Gate(Option<Gate>, Sender<()>),
+    WriteLog(Option<Arc<WriteLog>>, Sender<()>),
+    /// None: something is in flight.
+    Freeze(File, Sender<Option<io::Result<Arc<FrozenImage>>>>),
     Stop,
 }
 
@@ -270,6 +276,7 @@ impl Worker {
         match Connection::new(id, stream, &self.poller, self.disk.device, ram) {
             Ok(mut connection) => {
                 connection.memory.set_gate(self.disk.gate.clone());
+                connection.memory.set_write_log(self.disk.write_log.clone());
                 tracing::debug!(disk = self.name, connection = id, "QEMU connected");
                 self.peers.add(connection);
                 self.count_peers();
@@ -354,6 +361,12 @@ impl Worker {
                     self.disk.gate = gate;
                     let _ = reply.send(());
                 }
+                Command::WriteLog(log, reply) => {
+                    self.peers.iter_mut().for_each(|connection| connection.memory.set_write_log(log.clone()));
+                    self.disk.write_log = log;
+                    let _ = reply.send(());
+                }
+                Command::Freeze(target, reply) => drop(reply.send(self.disk.freeze(target))),
                 Command::Stop => self.stopping = true,
             }
         }

@@ -203,7 +203,8 @@ enum Verb {
     Age(NameArgument),
     /// Save a machine to a folder, from which any number of machines can go on.
     ///
-    /// Memory, devices and disks are saved as they are at one moment. The guest stands still until its memory is written.
+    /// Memory, devices and disks are saved as they are at one moment, while the guest runs: it stands still for that moment
+    /// only. Ctrl-C calls it off.
     #[command(after_help = "Example: hearth save web -o /srv/snapshots/web-1")]
     Save(save::SaveArguments),
     /// Make a machine out of a snapshot and look after it, in the foreground.
@@ -349,6 +350,8 @@ pub enum CliError {
     NoLog { path: PathBuf, source: NotUnderstood },
     #[error("the terminal cannot be used")]
     Terminal(#[source] io::Error),
+    #[error("Ctrl-C cannot be listened for")]
+    Signals(#[source] io::Error),
     #[error("the output cannot be written")]
     Output(#[from] io::Error),
 }

@@ -8,6 +8,9 @@ use hearth_api::{
     SaveRequest, SaveThen, StopRequest,
 };
 
+use signal_hook::consts::SIGINT;
+use signal_hook::iterator::Signals;
+
 use crate::check::life;
 
 use super::text::bytes;
@@ -87,7 +90,26 @@ pub fn rejuvenate(
 pub fn save(context: &mut Context<'_>, name: &str, request: &SaveRequest, wait: bool) -> Result<Exit, CliError> {
     let accepted = context.ask(name, |client| client.save(request))?;
     let goal = if request.then == SaveThen::Stop { Goal::Stopped } else { Goal::Saved };
+    if wait {
+        call_off_when_interrupted(context, name)?;
+    }
     conclude(context, name, accepted, wait.then_some(goal))
+}
+
+/// Ctrl-C calls the save off, which is seen as its end; a second one leaves without waiting for that.
+fn call_off_when_interrupted(context: &Context<'_>, name: &str) -> Result<(), CliError> {
+    let client = context.client(name);
+    let mut signals = Signals::new([SIGINT]).map_err(CliError::Signals)?;
+    let listen = move || {
+        for (nth, signal) in signals.forever().enumerate() {
+            // One that is over already cannot be called off, and need not be.
+            if nth > 0 || client.cancel_save().is_err() {
+                let _ = signal_hook::low_level::emulate_default_handler(signal);
+            }
+        }
+    };
+    let listening = std::thread::Builder::new().name("interrupts".into()).spawn(listen);
+    listening.map(drop).map_err(CliError::Signals)
 }
 
 pub fn cancel_save(context: &mut Context<'_>, name: &str, wait: bool) -> Result<Exit, CliError> {
@@ -227,7 +249,16 @@ mod tests {
         check(Goal::DumpOver, 2, incomplete(), Bearing::Reached);
         check(Goal::NextAfter(2), 2, waits(), Bearing::Open);
         let not_saved = || EventKind::SaveFailed { folder: String::new(), why: String::new() };
-        let saved = || EventKind::Saved { folder: String::new(), pages: 1, bytes: 1, pause_ms: 1.0 };
+        let saved = || EventKind::Saved {
+            folder: String::new(),
+            pages: 1,
+            bytes: 1,
+            pause_ms: 1.0,
+            duration_ms: 2.0,
+            rounds: 1,
+            settled: true,
+            pages_held: 1,
+        };
         check(Goal::Saved, 2, saved(), Bearing::Reached);
         check(Goal::Saved, 2, not_saved(), Bearing::Lost);
         check(Goal::Stopped, 2, saved(), Bearing::Open);

@@ -14,10 +14,10 @@ pub struct SaveArguments {
     /// The folder; it must not exist.
     #[arg(long, short, value_name = "FOLDER", required_unless_present = "cancel")]
     output: Option<PathBuf>,
-    /// Let the guest go on afterwards (this is the default). Its images must be on a file system that shares blocks.
+    /// Let the guest go on afterwards (this is the default).
     #[arg(long = "continue", conflicts_with = "stop")]
     go_on: bool,
-    /// Stop the machine once all is saved. Images are copied where blocks cannot be shared.
+    /// Stop the machine once all is saved.
     #[arg(long)]
     stop: bool,
     /// Compress memory with zstd: slower to save, and smaller.

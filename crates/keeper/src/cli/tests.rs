@@ -86,7 +86,16 @@ fn obey(command: &Command, events: &EventLog) -> Result<Answer, ApiError> {
             events.record(EventKind::SaveFailed { folder: "/s".into(), why: "the disk is full".into() });
         }
         Command::Save(_) => {
-            events.record(EventKind::Saved { folder: "/s".into(), pages: 256, bytes: 1 << 20, pause_ms: 700.0 });
+            events.record(EventKind::Saved {
+                folder: "/s".into(),
+                pages: 256,
+                bytes: 1 << 20,
+                pause_ms: 700.0,
+                duration_ms: 800.0,
+                rounds: 3,
+                settled: true,
+                pages_held: 9,
+            });
         }
         Command::CancelSave => {
             events.record(EventKind::SaveFailed { folder: "/s".into(), why: "it was called off".into() });

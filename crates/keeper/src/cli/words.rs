@@ -66,12 +66,15 @@ pub fn describe(event: &EventKind) -> String {
         EventKind::RejuvenationFailed { phase, why, guest_lost: true } => {
             format!("no other QEMU, and the guest is lost: {phase}: {why}")
         }
-        EventKind::SaveStarted { folder } => format!("guest stands still and is saved to {folder}"),
+        EventKind::SaveStarted { folder, held_why: None } => format!("guest is saved to {folder} while it runs"),
+        EventKind::SaveStarted { folder, held_why: Some(why) } => {
+            format!("guest stands still and is saved to {folder}: {why}")
+        }
         EventKind::SaveProgress { percent, mib_per_s, eta_s, .. } => {
             let eta = eta_s.map_or_else(String::new, |eta| format!(", {} to go", milliseconds(eta * 1e3)));
             format!("save at {percent:.0} %, {mib_per_s:.1} MiB/s{eta}")
         }
-        EventKind::Saved { folder, pages, bytes: size, pause_ms } => format!(
+        EventKind::Saved { folder, pages, bytes: size, pause_ms, .. } => format!(
             "saved, {pages} pages in {}; the guest stood still for {}; {folder}",
             bytes(*size),
             milliseconds(*pause_ms)

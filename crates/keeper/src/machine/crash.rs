@@ -38,6 +38,7 @@ pub struct Harvest {
 impl Machine {
     /// The guest is held still by QEMU and will do no more.
     pub(super) fn guest_crashed(&mut self, cause: EndCause) {
+        self.cancel_save("the guest crashed");
         match self.parts.config.on_panic {
             OnPanic::DumpAndRecover => {
                 if self.can_dump() {

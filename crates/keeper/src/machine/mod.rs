@@ -177,6 +177,8 @@ pub struct Machine {
     restoring: Option<restore::Restoring>,
     /// A save that is under way.
     saving: Option<save::Saving>,
+    /// Saves that were begun.
+    saves: u64,
     started: Instant,
     dumps: Dumps,
     /// What a dead keeper left to be dumped.
@@ -257,6 +259,7 @@ impl Machine {
             back_off: None,
             restoring: None,
             saving: None,
+            saves: 0,
             started: Instant::now(),
             dumps: Dumps::default(),
             unfinished_dumps: Vec::new(),
@@ -348,8 +351,8 @@ impl Machine {
                 Ok(())
             }
             Event::Restore { .. } => Ok(()),
-            Event::Save(word) => {
-                self.save_says(word);
+            Event::Save { number, word } => {
+                self.save_says(number, word);
                 Ok(())
             }
             Event::Dump { incarnation, word } => self.dump_says(incarnation, word),

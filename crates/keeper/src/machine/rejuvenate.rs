@@ -97,7 +97,8 @@ impl Machine {
     }
 
     pub(super) fn rejuvenate(&mut self, request: &RejuvenateRequest) -> Result<(), MachineError> {
-        // Between the order and now the guest may have ended.
+        // Between the order and now the guest may have ended, or a save have begun.
+        self.cancel_save("its QEMU was to be replaced");
         let Some(life) = self.life.take() else { return Ok(()) };
         let mut progress = Progress::begin(&life.generation);
         let binary = self.parts.binary.clone();

@@ -1,7 +1,7 @@
 //! Faults: what a keeper does through QEMU's page faults.
 //!
 //! hand-over (QEMU's userfaultfd comes to the keeper) -> admission (guest memory is granted unit by unit), or supply (its
-//! contents are brought page by page)
+//! contents are brought page by page); beside them `writes`: which pages a running QEMU has written to
 
 pub mod admission;
 mod bell;
@@ -9,5 +9,6 @@ mod handover;
 mod mapping;
 pub mod supply;
 mod userfault;
+pub mod writes;
 
 pub use handover::{HandoverError, HandoverListener, Userfault};

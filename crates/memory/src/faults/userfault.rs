@@ -18,7 +18,12 @@ const COPY: Opcode = opcode::read_write::<Copy>(GROUP, 0x03);
 const FEATURE_MISSING_HUGETLBFS: u64 = 1 << 4;
 const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
 const FEATURE_THREAD_ID: u64 = 1 << 8;
+const FEATURES: u64 = FEATURE_MISSING_SHMEM | FEATURE_MISSING_HUGETLBFS | FEATURE_THREAD_ID;
+/// Write protection of files' pages, of those that are not there too, lifted by the kernel itself at the first write:
+/// Linux 6.7.
+const FEATURES_OF_WRITES: u64 = 1 << 12 | 1 << 13 | 1 << 15;
 const MODE_MISSING: u64 = 1;
+const MODE_WRITE_PROTECT: u64 = 2;
 const EVENT_PAGEFAULT: u8 = 0x12;
 
 /// struct uffdio_api.
@@ -76,9 +81,15 @@ pub struct Waiter {
     pub thread: u32,
 }
 
-/// Agrees on features: once in the life of a userfaultfd, and before anything else.
+/// Agrees on features: once in the life of a userfaultfd, and before anything else. A second time is invalid.
 pub fn enable(fd: impl AsFd) -> Result<(), Errno> {
-    let features = FEATURE_MISSING_SHMEM | FEATURE_MISSING_HUGETLBFS | FEATURE_THREAD_ID;
+    match agree(fd.as_fd(), FEATURES | FEATURES_OF_WRITES) {
+        Err(Errno::INVAL) => agree(fd.as_fd(), FEATURES),
+        agreed => agreed,
+    }
+}
+
+fn agree(fd: BorrowedFd<'_>, features: u64) -> Result<(), Errno> {
     let mut api = Api { api: u64::from(GROUP), features, ioctls: 0 };
     // SAFETY: UFFDIO_API reads and writes one `struct uffdio_api`, which `Api` is.
     unsafe { ioctl(fd, Updater::<API, Api>::new(&mut api)) }
@@ -86,7 +97,16 @@ pub fn enable(fd: impl AsFd) -> Result<(), Errno> {
 
 /// From now on a thread that touches a page of the range which the file does not hold waits.
 pub fn register_missing(fd: impl AsFd, start: u64, bytes: u64) -> Result<(), Errno> {
-    let mut register = Register { range: Range { start, bytes }, mode: MODE_MISSING, ioctls: 0 };
+    register(fd, start, bytes, MODE_MISSING)
+}
+
+/// From now on pages of the range can be write-protected.
+pub fn register_writes(fd: impl AsFd, start: u64, bytes: u64) -> Result<(), Errno> {
+    register(fd, start, bytes, MODE_WRITE_PROTECT)
+}
+
+fn register(fd: impl AsFd, start: u64, bytes: u64, mode: u64) -> Result<(), Errno> {
+    let mut register = Register { range: Range { start, bytes }, mode, ioctls: 0 };
     // SAFETY: UFFDIO_REGISTER reads and writes one `struct uffdio_register`, which `Register` is. It changes who serves
     // faults in another process, and no memory of this one.
     unsafe { ioctl(fd, Updater::<REGISTER, Register>::new(&mut register)) }

@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, flock};
 
-pub use disk::{CloneWay, ClonedImage, can_share, clone_image};
+pub use disk::{can_share, share_image};
 pub use manifest::{DiskPart, Manifest, Part, RamPart, SNAPSHOT_VERSION};
 use pages::{PageReader, Sealed};
 pub use working_set::{AGE_END, AgedPage, aged_pages};
@@ -103,8 +103,19 @@ impl Draft {
         self.claim(RAM)
     }
 
-    pub fn disk_path(&mut self, disk: &str) -> PathBuf {
-        self.claim(&manifest::disk_file(disk))
+    /// Of memory that is still to be compressed.
+    pub fn plain_ram_path(&mut self) -> PathBuf {
+        self.claim("ram.plain")
+    }
+
+    pub fn remove_plain_ram(&mut self) -> Result<(), SnapshotError> {
+        let path = self.plain_ram_path();
+        fs::remove_file(&path).map_err(SnapshotError::io(&path, "removed"))
+    }
+
+    pub fn make_disk(&mut self, disk: &str) -> Result<File, SnapshotError> {
+        let path = self.claim(&manifest::disk_file(disk));
+        create_file(&path).map_err(SnapshotError::io(&path, "made"))
     }
 
     pub fn write_machine(&mut self, text: &str) -> Result<Part, SnapshotError> {

@@ -1,14 +1,35 @@
-//! Memory of a guest that stands still, into a file of pages.
+//! Memory of a guest, into a file of pages.
+//!
+//! ```text
+//! all of it -> what was written meanwhile -> ... -> little, or no less than before -> THE GUEST STANDS STILL -> the last of
+//!   it, into memory of ours -> THE GUEST GOES ON -> and from there into the file -> checksums, index
+//! ```
+//! Each page has one place in the file, so what is copied twice takes no more room. Where writes cannot be seen the guest
+//! stands still from the beginning.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use hearth_disk::write_log::WriteLog;
+use hearth_memory::faults::Userfault;
+use hearth_memory::faults::writes::{WatchError, WriteWatch};
 use hearth_memory::{FileOffset, MemoryError, PAGE_BYTES, RamFile};
 
 use super::SnapshotError;
-use super::pages::{Compression, PageWriter, Sealed};
+use super::pages::{Compression, PageReader, PageWriter, Sealed};
+use crate::vmcore::Bitmap;
 
 /// Read at a time; and so often whoever waits for it is asked.
 const STEP_PAGES: u64 = 256;
+/// So much is copied into memory in 5 ms, while the guest stands still.
+const FEW_PAGES: u64 = 2048;
+/// Rounds that leave more than this part of what the one before left come to nothing.
+const PROGRESS_PERCENT: u64 = 75;
+/// So many of them are waited out: what a guest does in one moment it may not do in the next.
+const VAIN_ROUNDS_MAX: u32 = 3;
+const ROUNDS_MAX: u32 = 30;
+/// What is kept in memory until the guest goes on: a file may be waited for.
+const KEPT_PAGES_MAX: usize = 4096;
 
 #[derive(Debug, thiserror::Error)]
 pub enum SaveError {
@@ -16,6 +37,12 @@ pub enum SaveError {
     Snapshot(#[from] SnapshotError),
     #[error(transparent)]
     Memory(#[from] MemoryError),
+    #[error(transparent)]
+    Watch(#[from] WatchError),
+    #[error("disk image {path}: its copy failed")]
+    Image { path: PathBuf, source: std::io::Error },
+    #[error("the keeper gave it up")]
+    Abandoned,
     #[error("it was called off: {why}")]
     CalledOff { why: String },
 }
@@ -25,25 +52,311 @@ pub fn resident_pages(ram: &RamFile) -> Result<u64, MemoryError> {
     Ok(ram.resident_ranges()?.iter().map(|range| range.end - range.start).sum())
 }
 
-/// Writes all pages in the order of their addresses. `step` is told how many were read, and says whether to go on.
-pub fn write_ram(
-    ram: &RamFile,
-    path: &Path,
-    compression: Compression,
-    mut step: impl FnMut(u64) -> Result<(), SaveError>,
-) -> Result<Sealed, SaveError> {
-    let mut writer = PageWriter::create(path, ram.pages(), compression)?;
-    let mut bytes = vec![0; (STEP_PAGES * PAGE_BYTES) as usize];
-    for range in ram.resident_ranges()? {
-        for first in range.clone().step_by(STEP_PAGES as usize) {
-            let pages = STEP_PAGES.min(range.end - first);
-            let bytes = &mut bytes[..(pages * PAGE_BYTES) as usize];
-            ram.read(FileOffset(first * PAGE_BYTES), bytes)?;
-            for (page, bytes) in (first as u32..).zip(bytes.chunks_exact(PAGE_BYTES as usize)) {
-                writer.add(page, bytes.try_into().expect("a page"))?;
-            }
-            step(pages)?;
+/// Whoever writes to the memory of a guest that runs: QEMU, by its page tables, and the disks of the machine.
+pub struct Writers {
+    watch: WriteWatch,
+    log: Arc<WriteLog>,
+}
+
+impl Writers {
+    /// From now on QEMU's writes are seen. The disks' are in `log`, which they were given before.
+    pub fn watch(userfault: &Userfault, ram: &RamFile, log: Arc<WriteLog>) -> Result<Self, WatchError> {
+        Ok(Self { watch: WriteWatch::start(userfault, ram)?, log })
+    }
+
+    /// What was written to since the last time.
+    fn take(&self, ram_pages: u64) -> Result<Bitmap, WatchError> {
+        let mut written = Bitmap::new(ram_pages);
+        self.watch.take(|run| written.set_range(run))?;
+        self.log.take(|page| written.set(page));
+        Ok(written)
+    }
+}
+
+/// What the approach to the last pass has come to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Approach {
+    /// Beside the first, over all memory.
+    pub rounds: u32,
+    /// The guest writes no faster than it is copied.
+    pub settled: bool,
+}
+
+/// Is told of pages that are to be copied besides, and of those that were; says whether to go on.
+pub trait Watcher {
+    fn more(&mut self, pages: u64);
+    fn done(&mut self, pages: u64) -> Result<(), SaveError>;
+}
+
+/// A copy of a guest's memory that is being made.
+pub struct RamCopy {
+    ram: Arc<RamFile>,
+    writer: PageWriter,
+    step: Vec<u8>,
+    kept: Vec<u32>,
+    kept_bytes: Vec<u8>,
+}
+
+impl RamCopy {
+    pub fn begin(ram: Arc<RamFile>, path: &Path) -> Result<Self, SaveError> {
+        Ok(Self {
+            writer: PageWriter::create_changeable(path, ram.pages())?,
+            ram,
+            step: vec![0; (STEP_PAGES * PAGE_BYTES) as usize],
+            kept: Vec::new(),
+            kept_bytes: Vec::new(),
+        })
+    }
+
+    /// All pages, in the order of their addresses. How many.
+    pub fn copy_all(&mut self, watcher: &mut dyn Watcher) -> Result<u64, SaveError> {
+        let mut pages = 0;
+        for range in self.ram.resident_ranges()? {
+            pages += range.end - range.start;
+            self.copy_run(range, watcher)?;
         }
+        Ok(pages)
+    }
+
+    /// Until what is written meanwhile is little, or does not become less.
+    pub fn approach(&mut self, writers: &Writers, watcher: &mut dyn Watcher) -> Result<Approach, SaveError> {
+        let (mut before, mut vain) = (u64::MAX, 0);
+        for rounds in 1..=ROUNDS_MAX {
+            let written = writers.take(self.ram.pages())?;
+            let pages = written.count();
+            watcher.more(pages);
+            for run in written.runs() {
+                self.copy_run(run, watcher)?;
+            }
+            if pages <= FEW_PAGES {
+                return Ok(Approach { rounds, settled: true });
+            }
+            vain += u32::from(pages > before / 100 * PROGRESS_PERCENT);
+            if vain == VAIN_ROUNDS_MAX {
+                return Ok(Approach { rounds, settled: false });
+            }
+            before = pages;
+        }
+        Ok(Approach { rounds: ROUNDS_MAX, settled: false })
+    }
+
+    /// What was written since, of a guest that stands still, into memory as far as it has room there. How much it was.
+    pub fn keep_rest(&mut self, writers: &Writers, watcher: &mut dyn Watcher) -> Result<u64, SaveError> {
+        let written = writers.take(self.ram.pages())?;
+        let pages = written.count();
+        watcher.more(pages);
+        for run in written.runs() {
+            for first in run.clone().step_by(STEP_PAGES as usize) {
+                let pages = self.read(first..run.end)?;
+                if self.kept.len() + pages as usize > KEPT_PAGES_MAX {
+                    self.write_kept()?;
+                }
+                self.kept.extend(first as u32..(first + pages) as u32);
+                self.kept_bytes.extend_from_slice(&self.step[..(pages * PAGE_BYTES) as usize]);
+                watcher.done(pages)?;
+            }
+        }
+        Ok(pages)
+    }
+
+    /// The guest may go on: the copy is of the moment when it stood still.
+    pub fn finish(mut self) -> Result<Sealed, SaveError> {
+        self.write_kept()?;
+        Ok(self.writer.finish()?)
+    }
+
+    fn copy_run(&mut self, run: std::ops::Range<u64>, watcher: &mut dyn Watcher) -> Result<(), SaveError> {
+        for first in run.clone().step_by(STEP_PAGES as usize) {
+            let pages = self.read(first..run.end)?;
+            let bytes = &self.step[..(pages * PAGE_BYTES) as usize];
+            put_all(&mut self.writer, first as u32.., bytes)?;
+            watcher.done(pages)?;
+        }
+        Ok(())
+    }
+
+    /// As much of these pages as is read at a time. How many.
+    fn read(&mut self, pages: std::ops::Range<u64>) -> Result<u64, MemoryError> {
+        let count = STEP_PAGES.min(pages.end - pages.start);
+        self.ram.read(FileOffset(pages.start * PAGE_BYTES), &mut self.step[..(count * PAGE_BYTES) as usize])?;
+        Ok(count)
+    }
+
+    fn write_kept(&mut self) -> Result<(), SnapshotError> {
+        put_all(&mut self.writer, self.kept.drain(..), &self.kept_bytes)?;
+        self.kept_bytes.clear();
+        Ok(())
+    }
+}
+
+fn put_all(writer: &mut PageWriter, pages: impl Iterator<Item = u32>, bytes: &[u8]) -> Result<(), SnapshotError> {
+    for (page, bytes) in pages.zip(bytes.chunks_exact(PAGE_BYTES as usize)) {
+        writer.put(page, bytes.try_into().expect("a page"))?;
+    }
+    Ok(())
+}
+
+/// Another file of the same pages, compressed. Not at once: what takes another number of bytes has no place to be put again.
+pub fn pack(plain: &Path, target: &Path, watcher: &mut dyn Watcher) -> Result<Sealed, SaveError> {
+    let pages = PageReader::open(plain)?;
+    let mut writer = PageWriter::create(target, pages.ram_pages(), Compression::Zstd)?;
+    let mut reading = pages.reading();
+    watcher.more(pages.pages().len() as u64);
+    for chunk in 0..pages.chunks() {
+        let bytes = pages.read(chunk, &mut reading)?;
+        let numbers = pages.pages_of(chunk);
+        for (page, bytes) in numbers.iter().zip(bytes.chunks_exact(PAGE_BYTES as usize)) {
+            writer.add(*page, bytes.try_into().expect("a page"))?;
+        }
+        watcher.done(numbers.len() as u64)?;
     }
     Ok(writer.finish()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use rustix::mm::{MapFlags, ProtFlags, UserfaultfdFlags, mmap, munmap, userfaultfd};
+
+    use super::*;
+
+    const PAGES: u64 = 3000;
+
+    #[derive(Default)]
+    struct Counting {
+        more: u64,
+        done: u64,
+        stop_at: Option<u64>,
+    }
+
+    impl Watcher for Counting {
+        fn more(&mut self, pages: u64) {
+            self.more += pages;
+        }
+
+        fn done(&mut self, pages: u64) -> Result<(), SaveError> {
+            self.done += pages;
+            match self.stop_at {
+                Some(stop_at) if self.done > stop_at => Err(SaveError::CalledOff { why: "a test".into() }),
+                _ => Ok(()),
+            }
+        }
+    }
+
+    /// A machine whose QEMU is this very process.
+    struct Stand {
+        home: tempfile::TempDir,
+        ram: Arc<RamFile>,
+        userfault: Userfault,
+        start: *mut u8,
+    }
+
+    impl Stand {
+        fn new() -> Self {
+            let home = tempfile::tempdir_in("/dev/shm").unwrap();
+            let path = home.path().join("ram-1");
+            let ram = Arc::new(RamFile::create(&path, PAGES * PAGE_BYTES).unwrap());
+            let file = File::options().read(true).write(true).open(&path).unwrap();
+            let (bytes, access) = ((PAGES * PAGE_BYTES) as usize, ProtFlags::READ | ProtFlags::WRITE);
+            // SAFETY: a new mapping at an address of the kernel's choice.
+            let start = unsafe { mmap(std::ptr::null_mut(), bytes, access, MapFlags::SHARED, &file, 0) }.unwrap();
+            // SAFETY: nothing of this process's memory is registered with it but the mapping above.
+            let fd = unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }.unwrap();
+            let userfault = Userfault { fd, fd_in_qemu: -1, qemu_pid: std::process::id() };
+            Self { home, ram, userfault, start: start.cast() }
+        }
+
+        fn write(&self, page: u64, word: u8) {
+            // SAFETY: inside the mapping, which nobody else uses.
+            unsafe { self.start.add((page * PAGE_BYTES + 9) as usize).write_volatile(word) };
+        }
+
+        fn path(&self, name: &str) -> std::path::PathBuf {
+            self.home.path().join(name)
+        }
+    }
+
+    impl Drop for Stand {
+        fn drop(&mut self) {
+            // SAFETY: the mapping was made here, and nobody uses it any more.
+            unsafe { munmap(self.start.cast(), (PAGES * PAGE_BYTES) as usize) }.unwrap();
+        }
+    }
+
+    fn check_copy(path: &Path, ram: &RamFile) {
+        let (pages, mut now) = (PageReader::open(path).unwrap(), [0; PAGE_BYTES as usize]);
+        let mut reading = pages.reading();
+        for page in 0..PAGES {
+            ram.read(FileOffset(page * PAGE_BYTES), &mut now).unwrap();
+            let copied = pages.page(page as u32, &mut reading).unwrap().copied().unwrap_or([0; PAGE_BYTES as usize]);
+            assert!(copied == now, "page {page}");
+        }
+    }
+
+    #[test]
+    fn the_copy_is_of_the_last_moment_whoever_wrote() {
+        let stand = Stand::new();
+        (0..2500).for_each(|page| stand.write(page, 1));
+        let log = Arc::new(WriteLog::new(stand.ram.identity(), PAGES));
+        let Ok(writers) = Writers::watch(&stand.userfault, &stand.ram, log) else { return };
+        let mut watcher = Counting::default();
+        let mut copy = RamCopy::begin(stand.ram.clone(), &stand.path("ram")).unwrap();
+        copy.copy_all(&mut watcher).unwrap();
+        // More than one pass: written again, never used before.
+        (0..2400).for_each(|page| stand.write(page, 2));
+        let approach = copy.approach(&writers, &mut watcher).unwrap();
+        assert!(approach.settled && approach.rounds >= 2, "{approach:?}");
+        for page in [7, 8, 2499, 2600, PAGES - 1] {
+            stand.write(page, 3);
+        }
+        assert!(copy.keep_rest(&writers, &mut watcher).unwrap() >= 5);
+        stand.write(9, 0);
+        copy.keep_rest(&writers, &mut watcher).unwrap();
+        copy.finish().unwrap();
+        check_copy(&stand.path("ram"), &stand.ram);
+        assert!(watcher.done >= 2500 + 2400 + 6 && watcher.more >= 2400 + 6, "{} {}", watcher.done, watcher.more);
+        let packed = pack(&stand.path("ram"), &stand.path("packed"), &mut watcher).unwrap();
+        check_copy(&stand.path("packed"), &stand.ram);
+        assert!(packed.bytes < std::fs::metadata(stand.path("ram")).unwrap().len() / 4);
+    }
+
+    #[test]
+    fn a_guest_that_never_rests_is_not_waited_for_for_ever_and_more_is_left_than_memory_has_room_for() {
+        let stand = Stand::new();
+        let log = Arc::new(WriteLog::new(stand.ram.identity(), PAGES));
+        let Ok(writers) = Writers::watch(&stand.userfault, &stand.ram, log) else { return };
+        /// All of it is written to again while it is copied.
+        struct Restless<'a>(&'a Stand, u8);
+        impl Watcher for Restless<'_> {
+            fn more(&mut self, _pages: u64) {
+                self.1 += 1;
+                (0..PAGES).for_each(|page| self.0.write(page, self.1));
+            }
+
+            fn done(&mut self, _pages: u64) -> Result<(), SaveError> {
+                Ok(())
+            }
+        }
+        let mut copy = RamCopy::begin(stand.ram.clone(), &stand.path("ram")).unwrap();
+        (0..PAGES).for_each(|page| stand.write(page, 200));
+        copy.copy_all(&mut Counting::default()).unwrap();
+        let approach = copy.approach(&writers, &mut Restless(&stand, 0)).unwrap();
+        assert_eq!(approach, Approach { rounds: VAIN_ROUNDS_MAX + 1, settled: false });
+        let rest = copy.keep_rest(&writers, &mut Counting::default()).unwrap();
+        (0..PAGES).for_each(|page| stand.write(page, 201));
+        assert!(rest + copy.keep_rest(&writers, &mut Counting::default()).unwrap() > KEPT_PAGES_MAX as u64);
+        copy.finish().unwrap();
+        check_copy(&stand.path("ram"), &stand.ram);
+    }
+
+    #[test]
+    fn it_can_be_called_off_at_each_step() {
+        let stand = Stand::new();
+        (0..1000).for_each(|page| stand.write(page, 1));
+        let mut copy = RamCopy::begin(stand.ram.clone(), &stand.path("ram")).unwrap();
+        let mut watcher = Counting { stop_at: Some(300), ..Counting::default() };
+        assert!(matches!(copy.copy_all(&mut watcher), Err(SaveError::CalledOff { .. })));
+        assert_eq!(watcher.done, 2 * STEP_PAGES);
+    }
 }

@@ -29,10 +29,14 @@ pub enum StateError {
     Hangs { patience: Duration },
 }
 
-/// The guest must stand still (`Qmp::pause`); it can go on afterwards.
+/// What can be done before the guest stands still.
+pub fn prepare(qmp: &Qmp, patience: Duration) -> Result<(), StateError> {
+    qmp.prepare_migration(patience).map_err(StateError::Take)
+}
+
+/// After `prepare`. The guest must stand still (`Qmp::pause`); it can go on afterwards.
 pub fn take(qmp: &Qmp, patience: Duration) -> Result<Vec<u8>, StateError> {
     let deadline = Instant::now() + patience;
-    qmp.prepare_migration(patience).map_err(StateError::Take)?;
     let (ours, theirs) = UnixStream::pair().map_err(StateError::Channel)?;
     qmp.migrate(OwnedFd::from(theirs).as_fd(), patience).map_err(StateError::Take)?;
     let state = relay::receive(ours, deadline).map_err(|_| StateError::Hangs { patience })?;

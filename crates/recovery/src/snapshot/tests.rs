@@ -23,7 +23,7 @@ impl Stand {
             writer.add(page, &[page as u8; 4096]).unwrap();
         }
         let Sealed { bytes, pages, seal } = writer.finish().unwrap();
-        fs::write(draft.disk_path("root"), [1; 1024]).unwrap();
+        draft.make_disk("root").unwrap().write_all(&[1; 1024]).unwrap();
         let manifest = Manifest {
             version: SNAPSHOT_VERSION,
             machine: "web".into(),
@@ -71,7 +71,8 @@ fn a_draft_that_is_given_up_leaves_nothing() {
     let mut draft = Draft::create(&home.path().join("snapshot")).unwrap();
     draft.write_state(&[1]).unwrap();
     PageWriter::create(&draft.ram_path(), RAM_PAGES, Compression::None).unwrap();
-    draft.disk_path("never-made");
+    draft.make_disk("root").unwrap();
+    draft.plain_ram_path();
     drop(draft);
     assert_eq!(names(home.path()), Vec::<String>::new());
 }

@@ -34,6 +34,8 @@ const TRAILER_BYTES: usize = 64;
 const TRAILER_SEALED_BYTES: usize = 32;
 const CHECKSUM_BYTES: usize = 16;
 const FLAG_ZSTD: u16 = 1;
+/// No chunk has this number, and no page.
+const NOWHERE: u32 = u32::MAX;
 
 /// How chunks are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,12 +4,12 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{Advice, fadvise};
+
 use super::writer::seal;
 use super::*;
 use crate::snapshot::SnapshotError;
 
-/// No chunk has this number.
-const NOWHERE: u32 = u32::MAX;
 /// Page numbers are 32 bits wide: 16 TiB of RAM.
 const RAM_PAGES_MAX: u64 = NOWHERE as u64;
 
@@ -121,6 +121,31 @@ impl PageReader {
     /// None: a page of zeroes.
     pub fn chunk_of(&self, page: u32) -> Option<u32> {
         self.places.get(page as usize).copied().filter(|&chunk| chunk != NOWHERE)
+    }
+
+    /// Chunks are read as they are asked for, and nothing besides: what the host reads ahead of its own accord may be
+    /// megabytes, and whoever needs a page waits behind them.
+    pub fn expect_random(&self) {
+        self.advise(0, 0, Advice::Random);
+    }
+
+    /// The host may begin to read so many bytes from this chunk on. Where they end in the file.
+    pub fn read_ahead(&self, chunk: u32, bytes: u64) -> u64 {
+        let from = self.entries[chunk as usize].offset;
+        if bytes > 0 {
+            self.advise(from, bytes, Advice::WillNeed);
+        }
+        from + bytes
+    }
+
+    pub fn offset_of(&self, chunk: u32) -> u64 {
+        self.entries[chunk as usize].offset
+    }
+
+    fn advise(&self, offset: u64, bytes: u64, advice: Advice) {
+        if let Err(error) = fadvise(&self.file, offset, std::num::NonZeroU64::new(bytes), advice) {
+            tracing::debug!(path = %self.path.display(), %error, "the host takes no advice on it");
+        }
     }
 
     pub fn reading(&self) -> Reading {

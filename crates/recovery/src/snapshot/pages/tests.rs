@@ -74,6 +74,32 @@ fn pages_come_back_in_their_order_and_zeroes_cost_nothing() {
 }
 
 #[test]
+fn what_is_put_again_takes_the_place_of_what_was_there() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ram");
+    let mut writer = PageWriter::create_changeable(&path, RAM_PAGES).unwrap();
+    let seed = |page| if page % 3 == 0 { 1000 } else { page };
+    (0..40).for_each(|page| writer.put(page, &page_of(seed(page))).unwrap());
+    writer.put(150, &[0; PAGE_BYTES]).unwrap();
+    // In chunks that are in the file, in the buffer, and not full yet.
+    (0..40).step_by(3).for_each(|page| writer.put(page, &page_of(page)).unwrap());
+    (0..40).step_by(3).for_each(|page| writer.put(page, &page_of(page)).unwrap());
+    writer.put(7, &[0; PAGE_BYTES]).unwrap();
+    writer.put(199, &page_of(199)).unwrap();
+    writer.put(198, &[0; PAGE_BYTES]).unwrap();
+    let sealed = writer.finish().unwrap();
+    assert_eq!((sealed.pages, sealed.bytes), (41, fs::metadata(&path).unwrap().len()));
+    let reader = PageReader::open(&path).unwrap();
+    assert_eq!(reader.sealed(), &sealed);
+    let mut reading = reader.reading();
+    for page in (0..40).chain([199]) {
+        let expect = if page == 7 { [0; PAGE_BYTES] } else { page_of(page) };
+        assert!(reader.page(page, &mut reading).unwrap().unwrap() == &expect, "page {page}");
+    }
+    assert!(reader.page(198, &mut reading).unwrap().is_none());
+}
+
+#[test]
 fn a_file_without_pages_is_one_too() {
     let (stand, sealed) = written(&[], Compression::None);
     let reader = PageReader::open(&stand.path).unwrap();

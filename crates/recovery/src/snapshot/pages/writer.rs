@@ -1,7 +1,10 @@
-//! Writes a file of pages in one go.
+//! Writes a file of pages: in one go; or, while the guest goes on, pages that were written to since are put in place of what
+//! is there of them.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{BufWriter, Write};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use super::*;
@@ -23,6 +26,10 @@ pub struct PageWriter {
     pending: Vec<u8>,
     /// Of the next chunk.
     age: u32,
+    /// Where in `pages` each page of RAM is, if pages may be put again.
+    places: Vec<u32>,
+    /// Chunks that are not what their checksum was taken of.
+    stale: BTreeSet<u32>,
 }
 
 impl PageWriter {
@@ -43,9 +50,51 @@ impl PageWriter {
             pages: Vec::new(),
             pending: Vec::with_capacity(CHUNK_PAGES * PAGE_BYTES),
             age: 0,
+            places: Vec::new(),
+            stale: BTreeSet::new(),
         };
         writer.write(&header)?;
         Ok(writer)
+    }
+
+    /// Of pages that may be put again; as they are, because what takes another number of bytes has no place.
+    pub fn create_changeable(path: &Path, ram_pages: u64) -> Result<Self, SnapshotError> {
+        let writer = Self::create(path, ram_pages, Compression::None)?;
+        Ok(Self { places: vec![NOWHERE; ram_pages as usize], ..writer })
+    }
+
+    /// Adds a page, or replaces what was put of it before. One that has become zeroes keeps its place.
+    pub fn put(&mut self, page: u32, bytes: &Page) -> Result<(), SnapshotError> {
+        let place = &mut self.places[page as usize];
+        if *place == NOWHERE {
+            if !is_zero(bytes) {
+                *place = self.pages.len() as u32;
+            }
+            return self.add(page, bytes);
+        }
+        let (chunk, at) = (*place as usize / CHUNK_PAGES, *place as usize % CHUNK_PAGES * PAGE_BYTES);
+        let Some(entry) = self.chunks.get(chunk) else {
+            self.pending[at..at + PAGE_BYTES].copy_from_slice(bytes);
+            return Ok(());
+        };
+        let (from, end) = (entry.offset + at as u64, entry.offset + u64::from(entry.stored_bytes));
+        if end > self.offset - self.file.buffer().len() as u64 {
+            self.file.flush().map_err(SnapshotError::io(&self.path, "written"))?;
+        }
+        self.file.get_ref().write_all_at(bytes, from).map_err(SnapshotError::io(&self.path, "written"))?;
+        self.stale.insert(chunk as u32);
+        Ok(())
+    }
+
+    fn renew_checksums(&mut self) -> Result<(), SnapshotError> {
+        let mut stored = vec![0; CHUNK_PAGES * PAGE_BYTES];
+        for chunk in std::mem::take(&mut self.stale) {
+            let entry = &mut self.chunks[chunk as usize];
+            let stored = &mut stored[..entry.stored_bytes as usize];
+            self.file.get_ref().read_exact_at(stored, entry.offset).map_err(SnapshotError::io(&self.path, "read"))?;
+            entry.checksum = checksum(stored);
+        }
+        Ok(())
     }
 
     /// Adds a page that was not added before; one of zeroes is none.
@@ -100,6 +149,7 @@ impl PageWriter {
     /// Writes the index and sees to it that everything is on the disk.
     pub fn finish(mut self) -> Result<Sealed, SnapshotError> {
         self.end_chunk()?;
+        self.renew_checksums()?;
         let index_offset = self.offset;
         let mut index: Vec<u8> = self.chunks.iter().flat_map(Chunk::encode).collect();
         index.extend(self.pages.iter().flat_map(|page| page.to_le_bytes()));

@@ -1,0 +1,163 @@
+//! Guarded: an image's engine, or its file, that asks before each change (`frozen`).
+
+use std::fmt;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use imago::Storage;
+use imago::file::File as ImageFile;
+use imago::io_buffers::{IoVector, IoVectorMut};
+use imago::storage::PreallocateMode;
+use imago::storage::drivers::CommonStorageHelper;
+
+use super::frozen::Guard;
+use crate::engine::{Completion, Engine, Operation, Submission};
+
+/// The engine of an image whose file is the disk byte for byte.
+pub(super) struct GuardedEngine {
+    engine: Box<dyn Engine>,
+    guard: Guard,
+}
+
+impl GuardedEngine {
+    pub(super) fn new(engine: Box<dyn Engine>, guard: Guard) -> Self {
+        Self { engine, guard }
+    }
+}
+
+impl Engine for GuardedEngine {
+    fn push(&mut self, submission: Submission) {
+        match submission.operation {
+            Operation::Read(_) | Operation::Flush => {}
+            Operation::Write(_) | Operation::Discard | Operation::WriteZeroes { .. } => {
+                self.guard.before_change(submission.offset, submission.bytes);
+            }
+        }
+        self.engine.push(submission);
+    }
+
+    fn submit(&mut self) -> io::Result<()> {
+        self.engine.submit()
+    }
+
+    fn reap(&mut self, ended: &mut Vec<Completion>) {
+        self.engine.reap(ended);
+    }
+
+    fn wait(&mut self, at_most: Duration) -> io::Result<()> {
+        self.engine.wait(at_most)
+    }
+
+    fn notifier(&self) -> BorrowedFd<'_> {
+        self.engine.notifier()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.engine.in_flight()
+    }
+}
+
+/// The file of an image that has tables in it: where a change goes only the format library knows.
+#[derive(Debug)]
+pub(crate) struct GuardedFile {
+    file: ImageFile,
+    guard: Guard,
+}
+
+impl GuardedFile {
+    pub(super) fn new(file: ImageFile, guard: Guard) -> Self {
+        Self { file, guard }
+    }
+}
+
+impl fmt::Display for GuardedFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.file.fmt(f)
+    }
+}
+
+impl Storage for GuardedFile {
+    fn mem_align(&self) -> usize {
+        self.file.mem_align()
+    }
+
+    fn req_align(&self) -> usize {
+        self.file.req_align()
+    }
+
+    fn zero_align(&self) -> usize {
+        self.file.zero_align()
+    }
+
+    fn discard_align(&self) -> usize {
+        self.file.discard_align()
+    }
+
+    fn size(&self) -> io::Result<u64> {
+        self.file.size()
+    }
+
+    fn resolve_relative_path<P: AsRef<Path>>(&self, relative: P) -> io::Result<PathBuf> {
+        self.file.resolve_relative_path(relative)
+    }
+
+    fn get_filename(&self) -> Option<PathBuf> {
+        self.file.get_filename()
+    }
+
+    unsafe fn pure_readv(&self, buffers: IoVectorMut<'_>, offset: u64) -> io::Result<()> {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { self.file.pure_readv(buffers, offset) }
+    }
+
+    unsafe fn pure_writev(&self, buffers: IoVector<'_>, offset: u64) -> io::Result<()> {
+        self.guard.before_change(offset, buffers.len());
+        // SAFETY: as above.
+        unsafe { self.file.pure_writev(buffers, offset) }
+    }
+
+    unsafe fn pure_write_zeroes(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.guard.before_change(offset, length);
+        // SAFETY: as above.
+        unsafe { self.file.pure_write_zeroes(offset, length) }
+    }
+
+    unsafe fn pure_write_allocated_zeroes(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.guard.before_change(offset, length);
+        // SAFETY: as above.
+        unsafe { self.file.pure_write_allocated_zeroes(offset, length) }
+    }
+
+    unsafe fn pure_discard(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.guard.before_change(offset, length);
+        // SAFETY: as above.
+        unsafe { self.file.pure_discard(offset, length) }
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.file.flush()
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.file.sync()
+    }
+
+    fn settle_writes(&self) -> io::Result<()> {
+        self.file.settle_writes()
+    }
+
+    unsafe fn invalidate_cache(&self) -> io::Result<()> {
+        // SAFETY: as above.
+        unsafe { self.file.invalidate_cache() }
+    }
+
+    fn get_storage_helper(&self) -> &CommonStorageHelper {
+        self.file.get_storage_helper()
+    }
+
+    fn resize(&self, new_size: u64, prealloc_mode: PreallocateMode) -> io::Result<()> {
+        self.file.resize(new_size, prealloc_mode)
+    }
+}

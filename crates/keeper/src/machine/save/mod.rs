@@ -1,0 +1,396 @@
+//! Save: memory is copied while the guest runs; then it stands still for a moment, of which the snapshot is.
+//!
+//! ```text
+//! thread   all of memory -> what was written meanwhile -> ... -> little | the last of it ............ | images, manifest
+//! loop                                                            pause -> devices -> images frozen -> go on | stop
+//! ```
+//! All of it is of one moment: requests in flight are answered before QEMU says that its guest stands still; from then on
+//! nobody writes to memory or images until memory is copied and each image is a clone, or is frozen: then its disk copies
+//! what it is about to change before it does (`hearth_disk::image::FrozenImage`).
+//!
+//! Until the manifest is written there is no snapshot: whatever fails, or calls it off, removes the folder and leaves the
+//! guest as it was. A keeper that dies may leave a guest that stands still; the journal says why, and the next keeper lets
+//! it go on.
+
+mod progress;
+mod task;
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{self, Sender};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime};
+
+use hearth_api::{ApiError, EndCause, ErrorWord, EventKind, MachineState, SaveRequest, SaveStatus, SaveThen, rfc3339};
+use hearth_disk::server::DiskServer;
+use hearth_disk::write_log::WriteLog;
+use hearth_recovery::rejuvenation;
+use hearth_recovery::snapshot::save::{SaveError, Writers, resident_pages};
+use hearth_recovery::snapshot::{
+    DiskPart, Draft, Manifest, Part, RamPart, SNAPSHOT_VERSION, SnapshotError, can_share, share_image, state,
+};
+
+use super::generation::Generation;
+use super::{Life, Machine, Wanted};
+use crate::config::DiskConfig;
+use crate::event::Event;
+use progress::Progress;
+use task::{CopyWay, Cue, ImageCopy, Moment, Task, Written};
+
+/// Taking the state takes 20 ms; on a host that swaps it may be a second.
+const STATE_PATIENCE: Duration = Duration::from_secs(5);
+
+/// What a save tells the machine's loop.
+#[derive(Clone, Debug)]
+pub enum Word {
+    Event(EventKind),
+    /// Little is left to copy: the guest is to stand still.
+    Settled,
+    /// All of the moment is there: the guest may go on.
+    Taken,
+    /// Its thread has ended; how, it says itself.
+    Over,
+}
+
+/// Says something to the loop, of one save.
+#[derive(Clone)]
+pub struct Tell {
+    tell: Sender<Event>,
+    number: u64,
+}
+
+impl Tell {
+    fn say(&self, word: Word) {
+        // Fails only when the loop is gone, and then nobody wants to know.
+        let _ = self.tell.send(Event::Save { number: self.number, word });
+    }
+}
+
+/// A save that is under way.
+pub struct Saving {
+    /// Words of one that was called off may still come.
+    number: u64,
+    folder: PathBuf,
+    then: SaveThen,
+    generation: u32,
+    targets: Vec<Target>,
+    held: Held,
+    progress: Arc<Progress>,
+    cues: Sender<Cue>,
+    thread: JoinHandle<Result<Written, SaveError>>,
+}
+
+/// Whether the guest stands still for it.
+enum Held {
+    NotYet,
+    Since(Instant),
+    Was(Duration),
+}
+
+/// Where a disk goes.
+struct Target {
+    disk: String,
+    image: PathBuf,
+    format: &'static str,
+    file: File,
+    shares: bool,
+}
+
+impl Saving {
+    pub fn status(&self) -> SaveStatus {
+        self.progress.status()
+    }
+}
+
+impl Machine {
+    pub(super) fn begin_save(&mut self, request: SaveRequest) -> Result<(), ApiError> {
+        self.must_be_savable(&request)?;
+        let Some(life) = &self.life else { return Ok(()) };
+        let failed = |error: &dyn std::error::Error| ApiError::new(ErrorWord::Failed, crate::chain(error));
+        let mut draft = Draft::create(&request.folder).map_err(|error| failed(&error))?;
+        let targets = self.save_targets(&mut draft).map_err(|error| failed(&error))?;
+        let (writers, held_why) = match self.watch_writers(life) {
+            Ok(writers) => (Some(writers), None),
+            Err(why) => (None, Some(why)),
+        };
+        let folder = request.folder.display().to_string();
+        let pages = resident_pages(&life.incarnation.ram).map_err(|error| failed(&error))?;
+        let to_copy = targets.iter().filter(|target| !target.shares).map(|target| allocated_bytes(&target.image));
+        let progress = Arc::new(Progress::begin(folder.clone(), pages, to_copy.sum()));
+        self.saves += 1;
+        let tell = Tell { tell: self.parts.tell.clone(), number: self.saves };
+        let (cues, heard) = mpsc::channel();
+        let task = Task {
+            draft,
+            ram: life.incarnation.ram.clone(),
+            writers,
+            compress: request.compress,
+            cues: heard,
+            progress: progress.clone(),
+            tell: tell.clone(),
+            disks: self.disks.iter().map(DiskServer::pressure).collect(),
+        };
+        let generation = life.generation.number;
+        let work = move || {
+            let written = task.run();
+            tell.say(Word::Over);
+            written
+        };
+        let thread = std::thread::Builder::new().name(format!("save-{}", self.parts.config.name)).spawn(work);
+        let thread = thread.map_err(|error| {
+            self.log_disk_writes(None);
+            ApiError::new(ErrorWord::Failed, format!("no thread to save with: {error}"))
+        })?;
+        let (number, then, held) = (self.saves, request.then, Held::NotYet);
+        let folder_path = request.folder;
+        self.saving =
+            Some(Saving { number, folder: folder_path, then, generation, targets, held, progress, cues, thread });
+        self.record(EventKind::SaveStarted { folder, held_why });
+        Ok(())
+    }
+
+    fn must_be_savable(&self, request: &SaveRequest) -> Result<(), ApiError> {
+        self.must_live("save")?;
+        let refuse = |why: &str, hint: &str| Err(ApiError::new(ErrorWord::WrongState, why).hint(hint));
+        if !request.folder.is_absolute() {
+            return Err(ApiError::new(ErrorWord::BadRequest, "the folder must be named with an absolute path"));
+        }
+        if self.saving.is_some() {
+            return refuse("cannot save: a save is under way", "`hearth status` tells how far it is");
+        }
+        if self.state != MachineState::Running || self.wanted != Wanted::Run {
+            let why = format!("cannot save: the machine is {}, or on its way down", self.state.name());
+            return refuse(&why, "a save is for a guest that runs");
+        }
+        if self.gate.as_ref().is_some_and(|gate| gate.is_shut()) {
+            let why = "cannot save: the guest still gets its memory bit by bit";
+            return refuse(why, "`hearth status` tells when that is over");
+        }
+        self.must_be_complete("save")?;
+        if self.dumps.current().is_some_and(|dump| dump.live) {
+            return refuse("cannot save: the guest is being dumped", "wait for the dump, or give it up");
+        }
+        Ok(())
+    }
+
+    fn save_targets(&self, draft: &mut Draft) -> Result<Vec<Target>, SnapshotError> {
+        let target = |disk: &DiskConfig| {
+            let shares = can_share(&disk.name, &disk.path, draft.folder())?;
+            let file = draft.make_disk(&disk.name)?;
+            let (name, image) = (disk.name.clone(), disk.path.clone());
+            Ok(Target { disk: name, image, format: disk.format.name(), file, shares })
+        };
+        self.parts.config.disks.iter().map(target).collect()
+    }
+
+    /// The error says why the guest has to stand still instead.
+    fn watch_writers(&self, life: &Life) -> Result<Writers, String> {
+        let userfault = life.generation.userfault()?;
+        let ram = &life.incarnation.ram;
+        let log = Arc::new(WriteLog::new(ram.identity(), ram.pages()));
+        // First the disks: what they write from here on is in the log, or in memory before it is read.
+        self.log_disk_writes(Some(&log));
+        Writers::watch(userfault, ram, log).map_err(|error| {
+            self.log_disk_writes(None);
+            crate::chain(&error)
+        })
+    }
+
+    fn log_disk_writes(&self, log: Option<&Arc<WriteLog>>) {
+        for disk in &self.disks {
+            // One that is gone writes nothing.
+            let _ = disk.set_write_log(log.cloned());
+        }
+    }
+
+    pub(super) fn save_says(&mut self, number: u64, word: Word) {
+        if self.saving.as_ref().is_none_or(|saving| saving.number != number) {
+            return;
+        }
+        match word {
+            Word::Event(event) => self.record(event),
+            Word::Settled => self.hold_for_save(),
+            Word::Taken => {
+                self.log_disk_writes(None);
+                if self.saving.as_ref().is_some_and(|saving| saving.then == SaveThen::Continue) {
+                    self.go_on_from_save();
+                }
+            }
+            Word::Over => self.conclude_save(),
+        }
+    }
+
+    fn hold_for_save(&mut self) {
+        let Some(saving) = &self.saving else { return };
+        if self.state != MachineState::Running || self.wanted != Wanted::Run || !self.is_current(saving.generation) {
+            return self.cancel_save("the guest was on its way down");
+        }
+        let Some(life) = self.life.take() else { return };
+        self.journal.saving = true;
+        self.save_journal();
+        let taken = self.take_moment(&life.generation);
+        self.life = Some(life);
+        if self.saving.as_ref().is_some_and(|saving| matches!(saving.held, Held::Since(_))) {
+            self.enter(MachineState::Paused);
+            self.state_why = Some("it is being saved; `hearth save --cancel` calls that off".to_owned());
+        }
+        if let Err(why) = taken {
+            self.cancel_save(&why);
+        }
+    }
+
+    /// The guest stands still afterwards, or may; `go_on_from_save` mends either. The error is for the operator.
+    fn take_moment(&mut self, generation: &Generation) -> Result<(), String> {
+        let failed = |error: &dyn std::error::Error| crate::chain(error);
+        let connections = self.disk_connections();
+        state::prepare(&generation.qmp, STATE_PATIENCE).map_err(|error| failed(&error))?;
+        let Some(saving) = &mut self.saving else { return Ok(()) };
+        saving.held = Held::Since(Instant::now());
+        generation.qmp.pause().map_err(|error| failed(&error))?;
+        // A thread that is gone has said why.
+        let _ = saving.cues.send(Cue::Held);
+        let state = state::take(&generation.qmp, STATE_PATIENCE).map_err(|error| failed(&error))?;
+        // What was in flight is answered before a guest stands still, unless a connection was lost.
+        if connections.is_none() || connections != self.disk_connections() {
+            return Err("a disk's connection to QEMU was lost meanwhile; try again".to_owned());
+        }
+        let Some(saving) = &mut self.saving else { return Ok(()) };
+        let targets = std::mem::take(&mut saving.targets);
+        let parts = targets.iter().map(|target| {
+            let (name, format) = (target.disk.clone(), target.format.to_owned());
+            DiskPart { name, format, bytes: 0 }
+        });
+        let parts = parts.collect();
+        let images = targets.into_iter().map(|target| copy_image(target, &self.disks));
+        let images = images.collect::<Result<_, _>>()?;
+        let (config, identity) = (&self.parts.config, generation.identity());
+        let nothing = || Part { bytes: 0, blake3: String::new() };
+        let moment = Moment {
+            machine: self.parts.typed.clone().for_snapshot(config, &identity.accelerator).to_text(),
+            state,
+            manifest: Manifest {
+                version: SNAPSHOT_VERSION,
+                machine: config.name.clone(),
+                saved_at: rfc3339(SystemTime::now()),
+                hearth_version: env!("CARGO_PKG_VERSION").to_owned(),
+                qemu_version: identity.version,
+                accelerator: identity.accelerator,
+                ram_bytes: config.memory_bytes,
+                machine_file: nothing(),
+                state: nothing(),
+                ram: RamPart { bytes: 0, pages: 0, seal: String::new() },
+                disks: parts,
+            },
+            images,
+        };
+        let _ = saving.cues.send(Cue::Moment(Box::new(moment)));
+        Ok(())
+    }
+
+    /// How often QEMU has connected to each disk; none if to one of them it is not.
+    fn disk_connections(&self) -> Option<Vec<u64>> {
+        let look = |disk: &DiskServer| {
+            let counters = disk.counters();
+            counters.connected.then_some(counters.connections)
+        };
+        self.disks.iter().map(look).collect()
+    }
+
+    pub(super) fn call_save_off(&mut self) -> Result<(), ApiError> {
+        if self.saving.is_none() {
+            return Err(ApiError::new(ErrorWord::WrongState, "there is no save to call off"));
+        }
+        self.cancel_save("the operator asked for that");
+        Ok(())
+    }
+
+    /// Waits for its thread, which looks after each MiB. Fine if there is none.
+    pub(super) fn cancel_save(&mut self, why: &str) {
+        if let Some(saving) = &self.saving {
+            saving.progress.call_off(why);
+            self.conclude_save();
+        }
+    }
+
+    fn conclude_save(&mut self) {
+        let Some(saving) = self.saving.take() else { return };
+        let Saving { folder, then, generation, held, progress, cues, thread, .. } = saving;
+        // It may be waiting for one.
+        drop(cues);
+        let written = thread.join().map_err(|_| "its thread panicked".to_owned());
+        self.log_disk_writes(None);
+        let folder = folder.display().to_string();
+        let lives = self.is_current(generation);
+        let pause = match held {
+            Held::NotYet => Duration::ZERO,
+            Held::Since(paused) => paused.elapsed(),
+            Held::Was(pause) => pause,
+        };
+        match written.and_then(|written| written.map_err(|error| crate::chain(&error))) {
+            Ok(Written { ram, approach, pages_held }) => {
+                self.record(EventKind::Saved {
+                    folder,
+                    pages: ram.pages,
+                    bytes: ram.bytes,
+                    pause_ms: pause.as_secs_f64() * 1e3,
+                    duration_ms: progress.elapsed().as_secs_f64() * 1e3,
+                    rounds: approach.map_or(0, |approach| approach.rounds),
+                    settled: approach.is_some_and(|approach| approach.settled),
+                    pages_held,
+                });
+                if then == SaveThen::Stop && lives {
+                    self.journal.saving = false;
+                    self.wanted = Wanted::Stop { power_off_at: Instant::now() + super::DRAIN_PATIENCE };
+                    self.enter(MachineState::Stopping);
+                    return self.end_qemu(EndCause::OperatorStop);
+                }
+            }
+            Err(why) => self.record(EventKind::SaveFailed { folder, why }),
+        }
+        if lives && matches!(held, Held::Since(_)) {
+            self.go_on_from_save();
+        }
+    }
+
+    /// The guest goes on, if it stands still.
+    fn go_on_from_save(&mut self) {
+        let Some(life) = &self.life else { return };
+        if let Err(error) = rejuvenation::roll_back(&life.generation.qmp, STATE_PATIENCE) {
+            let message = format!("the guest was paused to be saved and does not go on: {error}");
+            self.record(EventKind::Error { message });
+        } else if self.state == MachineState::Paused {
+            if let Some(Saving { held, .. }) = &mut self.saving
+                && let Held::Since(paused) = held
+            {
+                *held = Held::Was(paused.elapsed());
+            }
+            self.enter(MachineState::Running);
+        }
+        self.journal.saving = false;
+        self.save_journal();
+    }
+
+    /// A keeper that died had it stand still: for a save, which is of no use now, or at the end of a restore.
+    pub(super) fn go_on_where_it_stood(&mut self, generation: &mut Generation) {
+        generation.set_deaf();
+        self.wake_disks(generation);
+    }
+}
+
+/// At once, or on its way while the guest goes on.
+fn copy_image(target: Target, disks: &[DiskServer]) -> Result<ImageCopy, String> {
+    let Target { disk, image, file, shares, .. } = target;
+    if shares && share_image(&disk, &image, &file).map_err(|error| crate::chain(&error))? {
+        return Ok(ImageCopy { path: image, way: CopyWay::Shared(file) });
+    }
+    let server = disks.iter().find(|server| server.name() == disk);
+    let server = server.ok_or_else(|| format!("disk {disk} is not served"))?;
+    let frozen = server.freeze(file).map_err(|error| crate::chain(&error))?;
+    Ok(ImageCopy { path: image, way: CopyWay::Frozen(frozen) })
+}
+
+/// What an image takes on its disk: holes are not copied.
+fn allocated_bytes(image: &Path) -> u64 {
+    std::fs::metadata(image).map_or(0, |file| std::os::unix::fs::MetadataExt::blocks(&file) * 512)
+}

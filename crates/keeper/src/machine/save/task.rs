@@ -1,0 +1,162 @@
+//! What the thread of a save does: memory while the guest runs, the last of it while it stands still, then images and
+//! manifest. The loop holds the guest still when it is told to, and says what devices and disks were like.
+
+use std::fs::File;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
+
+use hearth_disk::image::FrozenImage;
+use hearth_disk::pressure::Pressure;
+use hearth_memory::RamFile;
+use hearth_recovery::snapshot::pages::Sealed;
+use hearth_recovery::snapshot::save::{Approach, RamCopy, SaveError, Writers, pack};
+use hearth_recovery::snapshot::{Draft, Manifest, RamPart};
+
+use super::progress::{Progress, Reporter};
+use super::{Tell, Word};
+
+/// What the loop tells the thread.
+pub enum Cue {
+    /// The guest stands still.
+    Held,
+    Moment(Box<Moment>),
+}
+
+/// The guest at the moment of which the snapshot is, but for its memory.
+pub struct Moment {
+    pub machine: String,
+    pub state: Vec<u8>,
+    /// Complete but for what is still to be written.
+    pub manifest: Manifest,
+    pub images: Vec<ImageCopy>,
+}
+
+/// A disk of that moment, in the order of the manifest.
+pub struct ImageCopy {
+    pub path: PathBuf,
+    pub way: CopyWay,
+}
+
+pub enum CopyWay {
+    /// A clone: all there, but perhaps not on the disk yet.
+    Shared(File),
+    Frozen(Arc<FrozenImage>),
+}
+
+/// Given to a guest whose disks are at work, before the next piece of an image is copied; so 256 KiB take so long at most.
+const GIVE_WAY_MAX: Duration = Duration::from_millis(5);
+const LOOK_EVERY: Duration = Duration::from_micros(500);
+
+pub struct Task {
+    pub draft: Draft,
+    pub ram: Arc<RamFile>,
+    /// None: what the guest writes cannot be seen, so it stands still from the beginning.
+    pub writers: Option<Writers>,
+    pub compress: bool,
+    pub cues: Receiver<Cue>,
+    pub progress: Arc<Progress>,
+    pub tell: Tell,
+    /// Of the guest.
+    pub disks: Vec<Pressure>,
+}
+
+/// How a save went.
+#[derive(Debug)]
+pub struct Written {
+    pub ram: Sealed,
+    pub approach: Option<Approach>,
+    /// Of memory, copied while the guest stood still.
+    pub pages_held: u64,
+}
+
+impl Task {
+    pub fn run(self) -> Result<Written, SaveError> {
+        let Self { mut draft, ram, writers, compress, cues, progress, tell, disks } = self;
+        let mut reporter = Reporter::new(&progress, &tell);
+        let path = if compress { draft.plain_ram_path() } else { draft.ram_path() };
+        let mut copy = RamCopy::begin(ram, &path)?;
+        let approach = match &writers {
+            Some(writers) => {
+                copy.copy_all(&mut reporter)?;
+                Some(copy.approach(writers, &mut reporter)?)
+            }
+            None => None,
+        };
+        tell.say(Word::Settled);
+        next(&cues, &progress)?;
+        let mut pages_held = match &writers {
+            Some(writers) => copy.keep_rest(writers, &mut reporter)?,
+            None => copy.copy_all(&mut reporter)?,
+        };
+        let Some(moment) = next(&cues, &progress)? else { return Err(SaveError::Abandoned) };
+        if let Some(writers) = &writers {
+            // QEMU has given its state away, and nobody writes any more.
+            pages_held += copy.keep_rest(writers, &mut reporter)?;
+        }
+        tell.say(Word::Taken);
+        drop(writers);
+        let Moment { machine, state, mut manifest, images } = *moment;
+        // First what the guest's own writes have to wait for.
+        for (image, part) in images.iter().zip(&mut manifest.disks) {
+            part.bytes = image.complete(&disks, &mut reporter)?;
+        }
+        drop(images);
+        let mut sealed = copy.finish()?;
+        if compress {
+            sealed = pack(&path, &draft.ram_path(), &mut reporter)?;
+            draft.remove_plain_ram()?;
+        }
+        let Sealed { bytes, pages, seal } = sealed.clone();
+        manifest.ram = RamPart { bytes, pages, seal };
+        manifest.machine_file = draft.write_machine(&machine)?;
+        manifest.state = draft.write_state(&state)?;
+        progress.must_go_on()?;
+        draft.finish(&manifest)?;
+        Ok(Written { ram: sealed, approach, pages_held })
+    }
+}
+
+/// The loop lets go of its end when it calls the save off.
+fn next(cues: &Receiver<Cue>, progress: &Progress) -> Result<Option<Box<Moment>>, SaveError> {
+    let cue = cues.recv();
+    progress.must_go_on()?;
+    match cue {
+        Ok(Cue::Held) => Ok(None),
+        Ok(Cue::Moment(moment)) => Ok(Some(moment)),
+        Err(_) => Err(SaveError::Abandoned),
+    }
+}
+
+impl ImageCopy {
+    /// How long the file is, once all of it is on the disk.
+    fn complete(&self, disks: &[Pressure], reporter: &mut Reporter<'_>) -> Result<u64, SaveError> {
+        let failed = |source: io::Error| SaveError::Image { path: self.path.clone(), source };
+        match &self.way {
+            CopyWay::Shared(clone) => {
+                let synced = clone.sync_all().and_then(|()| clone.metadata());
+                Ok(synced.map_err(failed)?.len())
+            }
+            CopyWay::Frozen(image) => {
+                let mut stopped = Ok(());
+                let copied = image.copy(|bytes| {
+                    give_way(disks);
+                    stopped = reporter.disk_done(bytes);
+                    stopped.is_ok()
+                });
+                stopped?;
+                copied.map_err(failed)?;
+                Ok(image.bytes())
+            }
+        }
+    }
+}
+
+fn give_way(disks: &[Pressure]) {
+    let deadline = Instant::now() + GIVE_WAY_MAX;
+    while Instant::now() < deadline && disks.iter().any(|disk| disk.read(Instant::now()).in_flight > 0) {
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
