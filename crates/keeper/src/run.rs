@@ -111,7 +111,9 @@ fn keep(
         file: config.file.clone(),
         what: problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
     })?;
+    let rehearses = restore.as_ref().and_then(|order| order.trace.as_ref()).is_some_and(|trace| trace.then_stop);
     let parts = Parts {
+        rehearses,
         config,
         typed,
         restore,

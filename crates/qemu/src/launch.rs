@@ -107,17 +107,12 @@ pub struct NetDevice {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NetBackend {
-    User {
-        forward: Vec<Forward>,
-    },
+    /// Isolated: nothing goes through it but what is forwarded.
+    User { forward: Vec<Forward>, isolated: bool },
     /// The number of a socket that is connected to passt.
-    Passt {
-        number: RawFd,
-    },
+    Passt { number: RawFd },
     /// The number of an open tap.
-    Tap {
-        number: RawFd,
-    },
+    Tap { number: RawFd },
 }
 
 impl NetBackend {
@@ -277,9 +272,10 @@ fn disk_arguments(arguments: &mut Arguments, position: usize, disk: &DiskDevice,
 fn net_arguments(arguments: &mut Arguments, position: usize, net: &NetDevice) {
     let id = net_id(position);
     let backend = match &net.backend {
-        NetBackend::User { forward } => {
+        NetBackend::User { forward, isolated } => {
             let forwards: String = forward.iter().map(|forward| format!(",hostfwd={}", forward.hostfwd())).collect();
-            format!("user,id={id}{forwards}")
+            let restrict = if *isolated { ",restrict=on" } else { "" };
+            format!("user,id={id}{restrict}{forwards}")
         }
         NetBackend::Passt { number } => format!("stream,id={id},server=off,addr.type=fd,addr.str={number}"),
         NetBackend::Tap { number } => format!("tap,id={id},fd={number},vhost=off"),
@@ -416,13 +412,13 @@ mod tests {
         let forward = Forward { protocol: "tcp", host: "127.0.0.1".parse().unwrap(), host_port: 8080, guest_port: 80 };
         let other = Forward { protocol: "udp", host: "::1".parse().unwrap(), host_port: 53, guest_port: 53 };
         let backends = [
-            NetBackend::User { forward: vec![forward, other] },
+            NetBackend::User { forward: vec![forward, other], isolated: true },
             NetBackend::Passt { number: 11 },
             NetBackend::Tap { number: 12 },
         ];
         let mut launch = launch();
         launch.nets = backends.map(|backend| NetDevice { mac: "52:54:00:00:00:01".into(), backend }).to_vec();
-        check(&launch, (7, 2), "user,id=net0,hostfwd=tcp:127.0.0.1:8080-:80,hostfwd=udp:[::1]:53-:53 ");
+        check(&launch, (7, 2), "user,id=net0,restrict=on,hostfwd=tcp:127.0.0.1:8080-:80,hostfwd=udp:[::1]:53-:53 ");
         check(&launch, (7, 2), "stream,id=net1,server=off,addr.type=fd,addr.str=11 ");
         check(&launch, (7, 2), "tap,id=net2,fd=12,vhost=off ");
         check(&launch, (7, 2), "virtio-net-pci,netdev=net2,mac=52:54:00:00:00:01,addr=0x1a,romfile= ");

@@ -98,6 +98,24 @@ fn what_a_restored_guest_used_first_is_there_the_next_time() -> Result<()> {
 }
 
 #[test]
+fn a_rehearsal_notes_what_a_guest_uses_and_leaves_nothing_else() -> Result<()> {
+    let vm = TestVm::busybox("rehearsed").disk(Disk::empty(16)).boot()?;
+    let (snapshot, scratch) = (vm.folder().join("snapshot"), vm.folder().join("scratch"));
+    vm.save_and_stop(&snapshot)?;
+    std::fs::create_dir(&scratch).expect("a folder");
+    let [path, into] = [&snapshot, &scratch].map(|path| path.display().to_string());
+    let rehearse = ["rehearse", path.as_str(), "--scratch", into.as_str(), "--for", "600", "--until", "sleep 3"];
+    let said = vm.cli(&rehearse)?;
+    let shown: Value = serde_json::from_str(&vm.cli(&["working-set", &path, "--json"])?).expect("JSON");
+    let pages = shown["working_set"]["pages"].as_u64().expect("a set was noted");
+    assert!(pages > 0 && said.contains(&format!("{pages} pages in the working set")), "{said}");
+    assert_eq!(std::fs::read_dir(&scratch).expect("it is there").count(), 0);
+    let machines = vm.cli(&["ls"])?;
+    assert!(!machines.contains("rehearsal"), "{machines}");
+    Ok(())
+}
+
+#[test]
 fn a_restored_guest_can_be_saved_again() -> Result<()> {
     let vm = TestVm::busybox("again").disk(Disk::empty(16)).boot()?;
     let (nonce, first) = (vm.nonce()?, vm.folder().join("first"));

@@ -35,6 +35,7 @@ mod machine;
 mod order;
 mod pages;
 mod plan;
+mod rehearse;
 mod rejuvenate;
 mod remount;
 mod restore;
@@ -214,6 +215,11 @@ enum Verb {
     /// restored any number of times. Afterwards it is a machine like any other: `hearth run FOLDER/machine.toml`.
     #[command(after_help = "Example: hearth restore /srv/snapshots/web-1 --as web2 --folder /srv/web2")]
     Restore(restore::RestoreArguments),
+    /// Find out what a restored guest uses first, in a clone that is thrown away.
+    ///
+    /// The clone reaches nobody; what it writes to its disks is lost. What it uses is added to the snapshot's working set.
+    #[command(after_help = "Example: hearth rehearse /srv/snapshots/web-1 --until-port 80")]
+    Rehearse(rehearse::RehearseArguments),
     /// Show which memory of a snapshot is there before a restored guest runs.
     #[command(after_help = "Example: hearth working-set /srv/snapshots/web-1")]
     WorkingSet {
@@ -350,6 +356,8 @@ pub enum CliError {
     NoLog { path: PathBuf, source: NotUnderstood },
     #[error("the terminal cannot be used")]
     Terminal(#[source] io::Error),
+    #[error("no free port on this host")]
+    Port(#[source] io::Error),
     #[error("Ctrl-C cannot be listened for")]
     Signals(#[source] io::Error),
     #[error("the output cannot be written")]
@@ -397,6 +405,11 @@ pub fn main(run: fn(Start) -> ExitCode) -> ExitCode {
                 run(Start { config, root, restore: Some(order), inheritance: Inheritance::default() })
             })
         }
+        Verb::Rehearse(arguments) => {
+            drop(out);
+            let root = root_of(cli.runtime_root);
+            rehearse::rehearse(arguments, root, run)
+        }
         verb => perform(verb, cli.json, cli.runtime_root, &mut out).map(ExitCode::from),
     };
     done.unwrap_or_else(|error| {
@@ -432,7 +445,7 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
     let mut context = Context { root: root_of(root), json, out };
     let context = &mut context;
     match verb {
-        Verb::Run(_) | Verb::Restore(_) => unreachable!("`main` takes these"),
+        Verb::Run(_) | Verb::Restore(_) | Verb::Rehearse(_) => unreachable!("`main` takes these"),
         Verb::WorkingSet { snapshot } => restore::working_set(context, &snapshot),
         Verb::Check { file: FileArgument { file }, take_over: false } => configuration::check(context, &file),
         Verb::Check { file: FileArgument { file }, take_over: true } => configuration::check_take_over(context, &file),

@@ -20,7 +20,7 @@ use serde::Serialize;
 use super::text::{Side, bytes, table};
 use super::{CliError, Context, Exit, absolute, configuration};
 use crate::config::{Config, ConfigFile};
-use crate::machine::restore::RestoreOrder;
+use crate::machine::restore::{RestoreOrder, Trace};
 use crate::runtime_root::RuntimeRoot;
 
 /// Each line of the picture of memory.
@@ -65,26 +65,42 @@ impl RestoreArguments {
     }
 }
 
-/// Makes the machine, and checks it as `hearth run` does. If it cannot run nothing of it is left.
+/// What there is to begin with.
 pub fn prepare(arguments: RestoreArguments, root: &RuntimeRoot) -> Result<(Config, RestoreOrder), CliError> {
-    let (mode, trace) = (arguments.mode(), arguments.trace.map(Duration::from_secs));
+    let mode = arguments.mode();
+    let trace = arguments.trace.map(|seconds| Trace::of(Duration::from_secs(seconds)));
     let path = absolute(arguments.snapshot);
     let snapshot = Snapshot::open(&path)?;
     let name = arguments.name.unwrap_or_else(|| snapshot.manifest.machine.clone());
     let folder = absolute(arguments.folder.unwrap_or_else(|| PathBuf::from(&name)));
-    let typed = ConfigFile::parse(&snapshot.machine)
-        .map_err(|problems| CliError::Configuration { file: path.join("machine.toml"), problems })?;
+    let config = make_machine(&snapshot, typed(&snapshot)?, &name, &folder, root)?;
+    Ok((config, RestoreOrder { snapshot: path, mode, trace }))
+}
+
+/// The configuration that was saved.
+pub fn typed(snapshot: &Snapshot) -> Result<ConfigFile, CliError> {
+    let file = || snapshot.folder().join("machine.toml");
+    ConfigFile::parse(&snapshot.machine).map_err(|problems| CliError::Configuration { file: file(), problems })
+}
+
+/// Makes the machine, and checks it as `hearth run` does. If it cannot run nothing of it is left.
+pub fn make_machine(
+    snapshot: &Snapshot,
+    typed: ConfigFile,
+    name: &str,
+    folder: &Path,
+    root: &RuntimeRoot,
+) -> Result<Config, CliError> {
+    let folder = folder.to_owned();
     DirBuilder::new().mode(0o700).create(&folder).map_err(|source| CliError::File { path: folder.clone(), source })?;
-    let made = furnish(&snapshot, typed, &name, &folder).and_then(|file| configuration::for_run(&file, root));
-    match made {
-        Ok(config) => Ok((config, RestoreOrder { snapshot: path, mode, trace })),
-        Err(error) => {
-            // Made a moment ago, by us.
-            if let Err(error) = fs::remove_dir_all(&folder) {
-                tracing::warn!(%error, folder = %folder.display(), "left behind");
-            }
-            Err(error)
-        }
+    let made = furnish(snapshot, typed, name, &folder).and_then(|file| configuration::for_run(&file, root));
+    // Made a moment ago, by us.
+    made.inspect_err(|_| remove_machine(&folder))
+}
+
+pub fn remove_machine(folder: &Path) {
+    if let Err(error) = fs::remove_dir_all(folder) {
+        tracing::warn!(%error, folder = %folder.display(), "left behind");
     }
 }
 
@@ -166,7 +182,7 @@ pub fn working_set(context: &mut Context<'_>, folder: &Path) -> Result<Exit, Cli
     }
     let mut rows = vec![vec!["memory".to_owned(), format!("{} pages", said.stored_pages), bytes(said.stored_bytes)]];
     match &said.working_set {
-        None => rows.push(vec!["working set".into(), "not noted; `hearth restore --trace` does".into(), String::new()]),
+        None => rows.push(vec!["working set".into(), "not noted; `hearth rehearse` does".into(), String::new()]),
         Some(set) => {
             rows.push(vec![
                 "working set".into(),

@@ -466,6 +466,14 @@ pub static FIELDS: &[Field] = &[
     ),
     field(
         Section::Net,
+        "isolated",
+        Boolean,
+        "`false`",
+        "true",
+        "The guest reaches nobody, and nobody it but through `forward`. `user` only.",
+    ),
+    field(
+        Section::Net,
         "ifname",
         Text,
         "none",

@@ -101,6 +101,7 @@ pub struct DiskSection {
 pub struct NetSection {
     pub kind: Option<String>,
     pub forward: Option<Vec<String>>,
+    pub isolated: Option<bool>,
     pub ifname: Option<String>,
     pub mac: Option<String>,
 }

@@ -446,12 +446,18 @@ impl Resolver<'_> {
         if !is_tap && typed.ifname.is_some() {
             self.problem(subject("ifname"), "is of no use without a tap", "remove it, or set kind = \"tap\"");
         }
+        if matches!(typed.kind.as_deref(), Some("tap" | "passt")) && typed.isolated.is_some() {
+            self.problem(subject("isolated"), "is of no use there", "remove it, or set kind = \"user\"");
+        }
         let backend = match typed.kind.as_deref() {
             Some("tap") => {
                 NetBackend::Tap { ifname: self.required(typed.ifname, &subject("ifname"), "ifname = \"tap0\"")? }
             }
             Some("passt") => NetBackend::Passt { forward: self.forwards(&subject("forward"), typed.forward) },
-            _ => NetBackend::User { forward: self.forwards(&subject("forward"), typed.forward) },
+            _ => {
+                let forward = self.forwards(&subject("forward"), typed.forward);
+                NetBackend::User { forward, isolated: typed.isolated.unwrap_or(false) }
+            }
         };
         Some(NetConfig { backend, mac: mac? })
     }

@@ -226,7 +226,7 @@ pub struct NetConfig {
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum NetBackend {
     /// QEMU's built-in user network.
-    User { forward: Vec<Forward> },
+    User { forward: Vec<Forward>, isolated: bool },
     /// A passt process beside QEMU.
     Passt { forward: Vec<Forward> },
     /// An existing tap interface of the host.
@@ -244,7 +244,7 @@ impl NetBackend {
 
     pub fn forward(&self) -> &[Forward] {
         match self {
-            Self::User { forward } | Self::Passt { forward } => forward,
+            Self::User { forward, .. } | Self::Passt { forward } => forward,
             Self::Tap { .. } => &[],
         }
     }

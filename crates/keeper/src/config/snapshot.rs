@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
+use super::file::NetSection;
 use super::{Boot, Config, ConfigFile};
 use crate::problem::Problem;
 
@@ -73,11 +74,22 @@ impl ConfigFile {
         }
         self
     }
+
+    /// Its networks lead nowhere, and these forwards of the host into the guest.
+    pub fn isolated(mut self, forward: &[String]) -> Self {
+        for (position, net) in self.nets.iter_mut().enumerate() {
+            let forward = (position == 0 && !forward.is_empty()).then(|| forward.to_vec());
+            let (kind, mac) = (Some("user".to_owned()), net.mac.take());
+            *net = NetSection { kind, mac, forward, isolated: Some(true), ifname: None };
+        }
+        self
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::NetBackend;
     use crate::runtime_root::RuntimeRoot;
 
     const TEXT: &str = r#"
@@ -97,6 +109,14 @@ mod tests {
 
     fn meaning(text: &str, file: &str) -> Config {
         Config::parse(text, Path::new(file), &RuntimeRoot::new("/run/hearth")).unwrap()
+    }
+
+    #[test]
+    fn a_rehearsed_machine_reaches_nobody() {
+        let typed = ConfigFile::parse(TEXT).unwrap().isolated(&["127.0.0.1:8080:80".to_owned()]);
+        let isolated = meaning(&typed.to_text(), "/machines/web.toml");
+        let NetBackend::User { forward, isolated } = &isolated.nets[0].backend else { panic!("{:?}", isolated.nets) };
+        assert!(*isolated && forward.len() == 1);
     }
 
     #[test]

@@ -36,7 +36,7 @@ pub fn launch(
     let disks = config.disks.iter().map(|disk| disk_device(folders, disk));
     let nets = config.nets.iter().enumerate().map(|(position, net)| {
         let mut backend = net_backend(net, wires.number(position));
-        if let (true, qemu::NetBackend::User { forward }) = (successor, &mut backend) {
+        if let (true, qemu::NetBackend::User { forward, .. }) = (successor, &mut backend) {
             // The old one has the ports as long as it lives.
             forward.clear();
         }
@@ -97,8 +97,9 @@ fn disk_device(folders: &Folders, disk: &DiskConfig) -> qemu::DiskDevice {
 fn net_backend(net: &NetConfig, number: Option<RawFd>) -> qemu::NetBackend {
     let number = || number.expect("a wire was laid for each network that has another end");
     match &net.backend {
-        NetBackend::User { forward } => {
-            qemu::NetBackend::User { forward: forward.iter().map(|forward| forward.into()).collect() }
+        NetBackend::User { forward, isolated } => {
+            let forward = forward.iter().map(|forward| forward.into()).collect();
+            qemu::NetBackend::User { forward, isolated: *isolated }
         }
         NetBackend::Passt { .. } => qemu::NetBackend::Passt { number: number() },
         NetBackend::Tap { .. } => qemu::NetBackend::Tap { number: number() },
@@ -109,7 +110,7 @@ fn net_backend(net: &NetConfig, number: Option<RawFd>) -> qemu::NetBackend {
 pub fn user_forwards(config: &Config) -> Vec<(String, String)> {
     let nets = config.nets.iter().enumerate();
     let forwards = nets.flat_map(|(position, net)| match &net.backend {
-        NetBackend::User { forward } => {
+        NetBackend::User { forward, .. } => {
             forward.iter().map(|forward| (position, qemu::Forward::from(forward))).collect()
         }
         NetBackend::Passt { .. } | NetBackend::Tap { .. } => Vec::new(),

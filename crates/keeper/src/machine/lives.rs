@@ -42,7 +42,8 @@ impl Machine {
         drop(generation);
         self.journal.qemu = None;
         let stops = matches!(self.wanted, Wanted::Stop { .. })
-            || cause == EndCause::GuestShutdown && self.wanted == Wanted::Run;
+            || cause == EndCause::GuestShutdown && self.wanted == Wanted::Run
+            || self.parts.rehearses;
         self.end_living_dump();
         self.note_death(&incarnation, cause);
         self.drop_restore();

@@ -126,6 +126,8 @@ pub struct Parts {
     pub typed: ConfigFile,
     /// A snapshot to begin with, instead of a boot.
     pub restore: Option<restore::RestoreOrder>,
+    /// The first guest is the only one.
+    pub rehearses: bool,
     pub folders: Folders,
     pub binary: Binary,
     pub accelerator: AcceleratorChoice,

@@ -316,7 +316,7 @@ impl Machine {
             .config
             .nets
             .iter()
-            .any(|net| matches!(&net.backend, NetBackend::User { forward } if !forward.is_empty()))
+            .any(|net| matches!(&net.backend, NetBackend::User { forward, .. } if !forward.is_empty()))
     }
 
     /// A QEMU that takes over is started without the ports that the one before it still had.

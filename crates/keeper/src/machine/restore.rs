@@ -7,7 +7,10 @@
 //! A keeper killed before `begun` leaves a QEMU without a guest and disks that nobody has written to: the next one begins
 //! anew. One killed after it leaves a guest that waits for its memory, and the next one goes on.
 
+use std::io::{ErrorKind, Read};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::path::PathBuf;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::thread::JoinHandle;
@@ -39,6 +42,8 @@ const CALM_AFTER: Duration = Duration::from_millis(100);
 const AHEAD_BYTES: u64 = 256 << 10;
 /// Until what could not be read is tried again.
 const FILL_AGAIN: Duration = Duration::from_millis(500);
+/// A connection that nobody in the guest takes ends sooner.
+const HANGS_UP_WITHIN: Duration = Duration::from_millis(500);
 /// A traced guest is looked after so often.
 const TRACE_STEP: Duration = Duration::from_millis(50);
 
@@ -47,8 +52,59 @@ const TRACE_STEP: Duration = Duration::from_millis(50);
 pub struct RestoreOrder {
     pub snapshot: PathBuf,
     pub mode: Mode,
-    /// Note what the guest touches in this time, and only then fill in the rest.
-    pub trace: Option<Duration>,
+    /// Note what the guest touches, and only then fill in the rest.
+    pub trace: Option<Trace>,
+}
+
+/// How long first touches are noted.
+#[derive(Clone, Debug)]
+pub struct Trace {
+    pub window: Duration,
+    /// Ends it sooner.
+    pub until: Option<Probe>,
+    /// The machine is of no use afterwards: a rehearsal.
+    pub then_stop: bool,
+}
+
+/// What is looked for from outside.
+#[derive(Clone, Debug)]
+pub enum Probe {
+    /// A port of this host behind which something answers.
+    Port(u16),
+    /// A shell command that succeeds.
+    Command(String),
+}
+
+impl Trace {
+    pub fn of(window: Duration) -> Self {
+        Self { window, until: None, then_stop: false }
+    }
+}
+
+impl Probe {
+    fn succeeds(&self) -> bool {
+        match self {
+            Self::Port(port) => is_served(*port),
+            Self::Command(command) => {
+                let run = Command::new("sh").args(["-c", command]).stdin(Stdio::null()).stdout(Stdio::null()).status();
+                run.is_ok_and(|status| status.success())
+            }
+        }
+    }
+}
+
+/// QEMU takes every connection, and hangs up on those that its guest does not take.
+fn is_served(port: u16) -> bool {
+    let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+    let Ok(mut stream) = TcpStream::connect_timeout(&address, HANGS_UP_WITHIN) else { return false };
+    if stream.set_read_timeout(Some(HANGS_UP_WITHIN)).is_err() {
+        return false;
+    }
+    match stream.read(&mut [0]) {
+        Ok(length) => length > 0,
+        // It is not hung up on.
+        Err(error) => matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut),
+    }
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -72,10 +128,18 @@ pub enum RestoreFailure {
 /// What a restore tells the machine's loop.
 #[derive(Clone, Debug)]
 pub enum Word {
-    Waits { why: String },
-    Traced { pages: u64 },
+    Waits {
+        why: String,
+    },
+    Traced {
+        pages: u64,
+    },
+    /// The clone is of no use any more.
+    Rehearsed,
     Complete,
-    Failed { message: String },
+    Failed {
+        message: String,
+    },
 }
 
 /// The way of one incarnation out of a snapshot.
@@ -215,7 +279,7 @@ impl Machine {
             let duration_ms = began.elapsed().as_secs_f64() * 1e3;
             self.record(EventKind::Restored { pages, pages_prefetched, duration_ms });
         }
-        self.fill_behind(number, order.trace).map_err(failed)
+        self.fill_behind(number, order.trace.clone()).map_err(failed)
     }
 
     /// Both at once: QEMU's start takes as long as reading a working set.
@@ -303,7 +367,7 @@ impl Machine {
         Ok(())
     }
 
-    fn fill_behind(&mut self, generation: u32, trace: Option<Duration>) -> Result<(), RestoreFailure> {
+    fn fill_behind(&mut self, generation: u32, trace: Option<Trace>) -> Result<(), RestoreFailure> {
         let (teller, name) = (self.teller(generation), format!("fill-{}", self.parts.config.name));
         let Some(restoring) = &mut self.restoring else { return Ok(()) };
         if restoring.complete {
@@ -311,8 +375,11 @@ impl Machine {
             return Ok(());
         }
         restoring.start(name, move |lazy| {
-            if let Some(window) = trace {
-                note_first_touches(lazy, window, &teller);
+            if let Some(trace) = trace {
+                note_first_touches(lazy, &trace, &teller);
+                if trace.then_stop {
+                    return teller.say(Word::Rehearsed);
+                }
             }
             fill(lazy, &teller);
         })
@@ -326,6 +393,10 @@ impl Machine {
         match word {
             Word::Waits { why } => self.record(EventKind::RestoreWaits { why }),
             Word::Traced { pages } => self.record(EventKind::WorkingSetTraced { pages }),
+            Word::Rehearsed => {
+                // It can only be stopping already.
+                let _ = self.stop(true);
+            }
             Word::Complete => self.restore_complete(),
             Word::Failed { message } => self.record(EventKind::Error { message }),
         }
@@ -407,9 +478,10 @@ impl Machine {
     }
 }
 
-fn note_first_touches(lazy: &LazyRam, window: Duration, teller: &Teller) {
-    let deadline = Instant::now() + window;
-    while Instant::now() < deadline && !lazy.is_stopped() {
+fn note_first_touches(lazy: &LazyRam, trace: &Trace, teller: &Teller) {
+    let deadline = Instant::now() + trace.window;
+    let is_reached = || trace.until.as_ref().is_some_and(Probe::succeeds);
+    while Instant::now() < deadline && !lazy.is_stopped() && !is_reached() {
         std::thread::sleep(TRACE_STEP.min(deadline.saturating_duration_since(Instant::now())));
     }
     let used = lazy.end_trace();

@@ -1,0 +1,102 @@
+//! `hearth rehearse`: a clone that is thrown away, so that what a restored guest uses first is known before it matters.
+//!
+//! snapshot -> a folder: disks over those of the snapshot, networks that lead nowhere -> a traced restore, until the time is
+//! over or the probe succeeds -> the working set is noted -> the clone is ended, its folder removed
+
+use std::fs;
+use std::net::{Ipv4Addr, TcpListener};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+use hearth_recovery::lazy_restore::Mode;
+use hearth_recovery::snapshot::Snapshot;
+
+use super::restore::{make_machine, remove_machine, typed};
+use super::{CliError, absolute};
+use crate::machine::restore::{Probe, RestoreOrder, Trace};
+use crate::run::Start;
+use crate::runtime_root::RuntimeRoot;
+use crate::upgrade::Inheritance;
+
+#[derive(Debug, Args)]
+pub struct RehearseArguments {
+    /// Folder of the snapshot.
+    snapshot: PathBuf,
+    /// How long the clone is watched.
+    #[arg(long = "for", value_name = "SECONDS", default_value_t = 20)]
+    seconds: u64,
+    /// End sooner: when something in the guest takes connections at this TCP port.
+    #[arg(long, value_name = "PORT")]
+    until_port: Option<u16>,
+    /// End sooner: when this command of the host succeeds. It is tried again and again.
+    #[arg(long, value_name = "COMMAND", conflicts_with = "until_port")]
+    until: Option<String>,
+    /// A port of the host that leads into the clone, for that command: HOSTIP:PORT:GUESTPORT.
+    #[arg(long, value_name = "FORWARD", requires = "until")]
+    forward: Vec<String>,
+    /// Where the clone's folder is made; what the guest writes to its disks goes there.
+    #[arg(long, value_name = "FOLDER")]
+    scratch: Option<PathBuf>,
+}
+
+/// `run` looks after a machine until it has stopped.
+pub fn rehearse(
+    arguments: RehearseArguments,
+    root: RuntimeRoot,
+    run: fn(Start) -> ExitCode,
+) -> Result<ExitCode, CliError> {
+    let RehearseArguments { snapshot, seconds, until_port, until, mut forward, scratch } = arguments;
+    let path = absolute(snapshot);
+    let snapshot = Snapshot::open(&path)?;
+    let typed = typed(&snapshot)?;
+    if typed.nets.iter().any(|net| net.kind.as_deref() == Some("tap")) {
+        let what = "has a tap, whose guest cannot be given a network that leads nowhere; use `hearth restore --trace`";
+        return Err(CliError::Machine { name: snapshot.manifest.machine, what: what.to_owned() });
+    }
+    let until = match until_port {
+        Some(guest_port) => {
+            let port = free_port().map_err(CliError::Port)?;
+            forward = vec![format!("127.0.0.1:{port}:{guest_port}")];
+            Some(Probe::Port(port))
+        }
+        None => until.map(Probe::Command),
+    };
+    let name = format!("rehearsal-{}", std::process::id());
+    let folder = absolute(scratch.unwrap_or_else(std::env::temp_dir)).join(format!("hearth-{name}"));
+    let config = make_machine(&snapshot, typed.isolated(&forward), &name, &folder, &root)?;
+    let runtime_folder = config.runtime_folder.clone();
+    let set = snapshot.working_set_path();
+    let before = inode(&set);
+    drop(snapshot);
+    let trace = Trace { window: Duration::from_secs(seconds), until, then_stop: true };
+    let order = RestoreOrder { snapshot: path.clone(), mode: Mode::Lazy, trace: Some(trace) };
+    let ended = run(Start { config, root, restore: Some(order), inheritance: Inheritance::default() });
+    remove_machine(&folder);
+    // Its events; what was of interest was said.
+    if runtime_folder.file_name().is_some_and(|of| of == name.as_str()) {
+        remove_machine(&runtime_folder);
+    }
+    if ended != ExitCode::SUCCESS {
+        return Ok(ended);
+    }
+    if inode(&set) == before {
+        let what = "ended before its working set was noted; the events above say why".to_owned();
+        return Err(CliError::Machine { name, what });
+    }
+    let pages = Snapshot::open(&path)?.working_set?.map_or(0, |set| set.pages().len());
+    println!("{}: {pages} pages in the working set", path.display());
+    Ok(ended)
+}
+
+/// One that nobody has at the moment; the clone's QEMU takes it within seconds.
+fn free_port() -> std::io::Result<u16> {
+    Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port())
+}
+
+/// A working set is replaced as a whole.
+fn inode(path: &Path) -> Option<u64> {
+    fs::metadata(path).ok().map(|file| file.ino())
+}
