@@ -2,7 +2,7 @@
 # `make` alone lists the targets.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-vmcore lint docs demo bench clean toolchain
+.PHONY: help setup build test test-vmcore test-nested lint docs demo bench clean toolchain
 
 XTASK := cargo xtask
 
@@ -20,6 +20,9 @@ test: toolchain ## unit tests and VM tests (QEMU=10 runs the guests on QEMU 10)
 
 test-vmcore: toolchain ## crash dumps in crash, drgn and makedumpfile (fetches 600 MiB once)
 	@$(XTASK) test-vmcore
+
+test-nested: toolchain ## Hearth under KVM, on a host that is itself emulated
+	@$(XTASK) test-nested
 
 lint: toolchain ## formatting, clippy, licences and sources of dependencies
 	@$(XTASK) lint

@@ -59,6 +59,12 @@ pub fn vmcore(file: &str) -> PathBuf {
     root().join("target/vmcore").join(file)
 }
 
+/// The image in which the busybox guest becomes a host with KVM; `make test-nested` makes it.
+pub fn nested_host() -> Result<PathBuf> {
+    let path = root().join("target/nested/host.img");
+    if path.is_file() { Ok(path) } else { Err(Error::NoNestedHost { path }) }
+}
+
 /// The Debian guest, its agent on the serial console. The root disk is the first disk.
 pub fn debian() -> Result<Boot> {
     boot("debian", "initrd", format!("{CMDLINE} root=/dev/vda rw systemd.show_status=false hearth.agent"))

@@ -14,6 +14,8 @@ pub enum Error {
     NoHearth { path: PathBuf },
     #[error("QEMU=10 was asked for, but {path} is missing: run `cargo xtask qemu10`")]
     NoQemu10 { path: PathBuf },
+    #[error("{path} is missing: run `make test-nested`")]
+    NoNestedHost { path: PathBuf },
     #[error("{what} {path}")]
     File { what: &'static str, path: PathBuf, source: std::io::Error },
     #[error("{program} cannot be started")]

@@ -46,6 +46,8 @@ enum Chore {
     Test { arguments: Vec<String> },
     /// Crash dumps read by crash, drgn and makedumpfile; arguments go to the tests
     TestVmcore { filter: Vec<String> },
+    /// Hearth under KVM, on a host that is emulated; arguments go to the tests
+    TestNested { filter: Vec<String> },
     /// Lints and tests from nothing; the last line is the tests' summary
     Ci,
     /// Check the generated pages, or rewrite them with UPDATE=1
@@ -86,6 +88,7 @@ fn run(chore: Chore) -> Outcome {
         Chore::Deny => deny::check()?,
         Chore::Test { arguments } => return test(&arguments),
         Chore::TestVmcore { filter } => return test_vmcore(&filter),
+        Chore::TestNested { filter } => return test_nested(&filter),
         Chore::Ci => return ci(),
         Chore::Docs => shell::run(cargo().args(["test", "--quiet", "-p", "hearth", "generated"]))?,
         Chore::Demo => bench(&["demo"])?,
@@ -130,15 +133,26 @@ fn test(arguments: &[String]) -> Outcome {
     set_up()?;
     guest::ensure_busybox_newer()?;
     guest::qemu10()?;
-    let summary = suite::run(arguments)?;
-    println!("{summary}");
-    Ok(if summary.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(told(&suite::run(arguments)?))
 }
 
 fn test_vmcore(filter: &[String]) -> Outcome {
-    let summary = vmcore::test(filter)?;
+    Ok(told(&vmcore::test(filter)?))
+}
+
+/// Those that are run on the host of hosts: they run the others inside.
+fn test_nested(filter: &[String]) -> Outcome {
+    setup::ensure_tools()?;
+    guest::ensure_busybox()?;
+    guest::qemu10()?;
+    guest::nested_host()?;
+    let filter = if filter.is_empty() { &["outside".to_owned()] } else { filter };
+    Ok(told(&suite::run_ignored("nested", filter)?))
+}
+
+fn told(summary: &suite::Summary) -> ExitCode {
     println!("{summary}");
-    Ok(if summary.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    if summary.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 /// Tests run even where lints fail: one run tells everything that is wrong.

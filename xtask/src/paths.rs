@@ -26,3 +26,8 @@ pub fn vmcore() -> PathBuf {
 pub fn qemu10() -> PathBuf {
     root().join("target/qemu10")
 }
+
+/// The host with KVM that is run under emulation.
+pub fn nested() -> PathBuf {
+    root().join("target/nested")
+}

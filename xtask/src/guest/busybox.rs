@@ -103,7 +103,7 @@ fn put_modules(kernel: &Path, tree: &Path) -> Result<(), GuestError> {
     Ok(at("write", &file, fs::write(&file, order))?)
 }
 
-fn static_busybox() -> Result<PathBuf, GuestError> {
+pub(super) fn static_busybox() -> Result<PathBuf, GuestError> {
     let path = shell::find("busybox").ok_or(GuestError::Missing("busybox-static"))?;
     let code = at("read", &path, fs::read(&path))?;
     // A dynamic program names its loader.
@@ -113,11 +113,16 @@ fn static_busybox() -> Result<PathBuf, GuestError> {
     Ok(path)
 }
 
-/// Puts a program of the host into the tree, with every library that it loads, at the same paths.
-fn put_with_libraries(program: &'static str, tree: &Path) -> Result<(), GuestError> {
+/// Puts a program of the host into the tree's `usr/sbin`, with every library that it loads.
+pub(super) fn put_with_libraries(program: &'static str, tree: &Path) -> Result<(), GuestError> {
     let path = shell::find(program).ok_or(GuestError::Missing(program))?;
     copy(&path, &tree.join("usr/sbin").join(program))?;
-    for library in libraries(&shell::output(Command::new("ldd").arg(&path))?) {
+    put_libraries(&path, tree)
+}
+
+/// Puts every library that a program loads into the tree, at the same paths.
+pub(super) fn put_libraries(program: &Path, tree: &Path) -> Result<(), GuestError> {
+    for library in libraries(&shell::output(Command::new("ldd").arg(program))?) {
         let target = tree.join(library.trim_start_matches('/'));
         if !target.exists() {
             copy(Path::new(&library), &target)?;
@@ -156,12 +161,12 @@ fn concatenate(parts: &[&Path], whole: &Path) -> Result<(), CacheError> {
     Ok(())
 }
 
-fn copy(from: &Path, to: &Path) -> Result<(), CacheError> {
+pub(super) fn copy(from: &Path, to: &Path) -> Result<(), CacheError> {
     create(to.parent().expect("a file is in a folder"))?;
     at("copy", from, fs::copy(from, to)).map(drop)
 }
 
-fn create(folder: &Path) -> Result<(), CacheError> {
+pub(super) fn create(folder: &Path) -> Result<(), CacheError> {
     at("create", folder, fs::create_dir_all(folder))
 }
 

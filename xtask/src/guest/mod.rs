@@ -2,6 +2,7 @@
 //!
 //! probe, kernel -> busybox initrd (tests)
 //! probe, kernel packages -> Debian image (demo, benches, tests with systemd)
+//! busybox guest, QEMUs -> a host with KVM, for the busybox guest to go on in (`make test-nested`)
 //!
 //! Each is a folder under `target/guest/`, made once from the recipes in `guest/` and made again when these change.
 //! Package versions are not part of the stamp: asking for them would put the network into every run. `make clean`
@@ -11,10 +12,12 @@ mod busybox;
 mod debian;
 mod kernel;
 mod modules;
+mod nested;
 mod probe;
 mod qemu10;
 
 pub use kernel::{Kernel, NEWER, STABLE};
+pub use nested::ensure as nested_host;
 pub use qemu10::ensure as qemu10;
 
 use crate::apt::AptError;
@@ -45,8 +48,12 @@ pub enum GuestError {
 
 /// Everything that tests, demo and benches boot.
 pub fn ensure_all() -> Result<(), GuestError> {
-    busybox::ensure(kernel::STABLE)?;
+    ensure_busybox()?;
     debian::ensure()
+}
+
+pub fn ensure_busybox() -> Result<(), GuestError> {
+    busybox::ensure(kernel::STABLE)
 }
 
 /// The busybox guest on the newer kernel, for what differs between kernels.
