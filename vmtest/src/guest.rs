@@ -167,7 +167,12 @@ pub trait Drives {
 
     /// Runs a shell command in the guest that must succeed, and returns what it printed.
     fn sh(&self, command: &str) -> Result<String> {
-        let output = self.run(command)?;
+        self.sh_within(command, patience(20))
+    }
+
+    /// The same for commands that take long.
+    fn sh_within(&self, command: &str, limit: Duration) -> Result<String> {
+        let output = self.run_within(command, limit)?;
         let text = output.text();
         if output.status == 0 {
             return Ok(text);

@@ -33,6 +33,15 @@ pub fn empty(image: &Path, mib: u64) -> Result<()> {
 
 /// An ext4 image with files in it.
 pub fn ext4(image: &Path, mib: u64, files: &[File]) -> Result<()> {
+    ext4_with(image, mib, files, &[])
+}
+
+/// The same, with nothing left for the guest to initialise behind its users' back, or to keep for root.
+pub fn ext4_for_good(image: &Path, mib: u64, files: &[File]) -> Result<()> {
+    ext4_with(image, mib, files, &["-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0"])
+}
+
+fn ext4_with(image: &Path, mib: u64, files: &[File], options: &[&str]) -> Result<()> {
     empty(image, mib)?;
     let tree = tempfile::tempdir().map_err(|source| Error::Start { program: "a temporary folder".into(), source })?;
     for file in files {
@@ -41,30 +50,9 @@ pub fn ext4(image: &Path, mib: u64, files: &[File]) -> Result<()> {
         at("create", folder, fs::create_dir_all(folder))?;
         at("write", &path, fs::write(&path, &file.contents))?;
     }
-    tool(
-        Command::new(program("mke2fs"))
-            .args(["-q", "-F", "-t", "ext4", "-b", "4096", "-d"])
-            .arg(tree.path())
-            .arg(image),
-    )
-}
-
-/// An empty ext4 file system in a part of an image.
-pub fn ext4_at(image: &Path, offset: u64, mib: u64) -> Result<()> {
     let mut command = Command::new(program("mke2fs"));
-    command.args([
-        "-q",
-        "-F",
-        "-t",
-        "ext4",
-        "-b",
-        "4096",
-        "-m",
-        "0",
-        "-E",
-        &format!("offset={offset},lazy_itable_init=0"),
-    ]);
-    tool(command.arg(image).arg(format!("{mib}M")))
+    command.args(["-q", "-F", "-t", "ext4", "-b", "4096"]).args(options).arg("-d").arg(tree.path());
+    tool(command.arg(image))
 }
 
 /// An XFS image with files in its root folder.

@@ -50,5 +50,5 @@ pub use plain::{PlainVm, PlainVmBuilder};
 pub use program::write_program;
 pub use qmp::Qmp;
 pub use transcript::Ready;
-pub use volumes::Volumes;
+pub use volumes::{Blocks, Volumes};
 pub use wait::patience;

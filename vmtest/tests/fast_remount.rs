@@ -4,16 +4,18 @@
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::time::Instant;
 
-use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, Volumes, patience};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, Volumes, patience, web};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use toml::Table;
 
-/// With a boot set that ends when the test says so.
+/// A boot that ends when the test says so.
+const LONG: [(&str, &str); 2] = [("limit", "32MiB"), ("ready_after", "1d")];
+
 fn machine(name: &str, volumes: &Volumes) -> TestVmBuilder {
-    let settings = [("limit", "32MiB"), ("ready_after", "1d")];
-    let remount: Table = settings.into_iter().map(|(key, value)| (key.to_owned(), value.into())).collect();
-    TestVm::busybox(name).memory_mib(256).setting("remount", remount).disk(Disk::copy_of(volumes.image()))
+    let remount = Table::from_iter(LONG.map(|(key, value)| (key.to_owned(), value.into())));
+    let builder = TestVm::busybox(name).memory_mib(256).setting("remount", remount);
+    volumes.copies().into_iter().fold(builder, TestVmBuilder::disk)
 }
 
 fn plan(vm: &TestVm) -> Result<Value> {
@@ -106,6 +108,101 @@ fn what_is_held_outlives_everybody_unless_the_image_was_changed() -> Result<()> 
     volumes.unmount_and_check(&vm)
 }
 
+#[test]
+fn a_port_tells_that_a_boot_is_over_and_a_stop_keeps_what_it_read() -> Result<()> {
+    let volumes = Volumes::make(4)?;
+    let state = tempfile::tempdir().expect("a temporary folder");
+    let builder = machine("stopped", &volumes).http();
+    let port = builder.http_port().expect("it was asked for");
+    let file = state.path().join("boot-set");
+    let mut remount = Table::from_iter(LONG.map(|(key, value)| (key.to_owned(), value.into())));
+    remount.insert("persist".into(), true.into());
+    remount.insert("persist_file".into(), file.display().to_string().into());
+    remount.insert("ready".into(), Table::from_iter([("port".to_owned(), toml::Value::from(i64::from(port)))]).into());
+    let vm = builder.setting("remount", remount).boot()?;
+    volumes.mount(&vm)?;
+    volumes.append(&vm, "one")?;
+    assert_eq!(plan(&vm)?["ready"], false, "nobody answers there");
+    vm.sh("net-up")?;
+    web::serve(&vm, "up")?;
+    vm.wait_event("it is ready", |event| event["kind"] == "ready" && event["why"] == "its port answers")?;
+    vm.sh("umount /v/*")?;
+    let held = number(&plan(&vm)?, "/held_blocks");
+    vm.stop()?;
+    assert!(file.is_file() && !vm.memory_folder().join("boot-set-pages").exists(), "{:#?}", vm.events());
+    vm.restart_keeper()?;
+    vm.wait_boots(2)?;
+    let loaded = vm.wait_event("what was saved is held", |event| event["kind"] == "boot_set_loaded")?;
+    assert!(held > 0 && loaded["blocks"].as_u64() >= Some(held), "{held} blocks were held: {loaded}");
+    volumes.mount(&vm)?;
+    assert_eq!(volumes.read(&vm)?, volumes.expected(&["one"]));
+    let again = ready(&vm)?;
+    assert!(number(&again, "/disks/0/hits") >= held / 2, "{held} blocks were held: {again}");
+    volumes.unmount_and_check(&vm)
+}
+
+/// What was flushed to NVRAM is there again: after the end of its QEMU, of keeper and QEMU together, and, with a mirror,
+/// of the host's memory.
+#[test]
+fn nvram_is_what_its_last_flush_promised() -> Result<()> {
+    let files = tempfile::tempdir().expect("a temporary folder");
+    let mirror = |policy: &str| files.path().join(policy).display().to_string();
+    let device = |policy: &str| {
+        let mut device = Table::from_iter([
+            ("name".to_owned(), toml::Value::from(policy)),
+            ("size".to_owned(), "8MiB".into()),
+            ("mirror".to_owned(), policy.into()),
+        ]);
+        if policy != "none" {
+            device.insert("mirror_file".into(), mirror(policy).into());
+        }
+        toml::Value::from(device)
+    };
+    let policies = ["none", "async", "sync"];
+    let nvram: Vec<_> = policies.into_iter().map(device).collect();
+    // Behind one disk: vdb, vdc, vdd.
+    let vm = TestVm::busybox("nvram").memory_mib(256).disk(Disk::empty(4)).setting("nvram", nvram).boot()?;
+    let write = |what: &str| {
+        let each = format!("echo {what} $d | dd of=/dev/$d bs=512 seek=100 conv=fsync,notrunc 2>/dev/null || exit");
+        vm.sh(&format!("for d in vdb vdc vdd; do {each}; done"))
+    };
+    let read = || vm.sh("for d in vdb vdc vdd; do dd if=/dev/$d bs=512 skip=100 count=1 2>/dev/null | head -n 1; done");
+    let expected = |what: &str| format!("{what} vdb\n{what} vdc\n{what} vdd\n");
+    write("one")?;
+    vm.kill_qemu()?;
+    vm.wait_incarnation(2)?;
+    assert_eq!(read()?, expected("one"));
+
+    vm.kill_keeper()?;
+    vm.restart_keeper()?;
+    vm.wait_running()?;
+    assert_eq!(read()?, expected("one"));
+    write("two")?;
+    kill_all(&vm)?;
+    vm.restart_keeper()?;
+    vm.wait_incarnation(3)?;
+    assert_eq!(read()?, expected("two"));
+
+    // The host has lost its memory. An asynchronous mirror is waited for, a synchronous one need not be.
+    write("three")?;
+    let in_mirror =
+        |policy: &str| std::fs::read(mirror(policy)).is_ok_and(|bytes| bytes[51200..].starts_with(b"three"));
+    assert!(in_mirror("sync"));
+    let deadline = Instant::now() + patience(20);
+    while !in_mirror("async") {
+        assert!(Instant::now() < deadline, "nothing comes to the mirror: {}", vm.status()?);
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    kill_all(&vm)?;
+    for policy in policies {
+        std::fs::remove_file(vm.memory_folder().join(format!("nvram-{policy}"))).expect("its memory is a file");
+    }
+    vm.restart_keeper()?;
+    vm.wait_incarnation(4)?;
+    assert_eq!(read()?.replace('\0', ""), "three vdc\nthree vdd\n");
+    Ok(())
+}
+
 /// Keeper and QEMU die, once it is noted what the image is.
 fn end_all(vm: &TestVm) -> Result<()> {
     let (note, image) = (vm.memory_folder().join("boot-set-images"), vm.folder().join("disk0.img"));
@@ -121,11 +218,16 @@ fn end_all(vm: &TestVm) -> Result<()> {
         assert!(Instant::now() < deadline, "it is not noted what the image is: {noted}");
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
+    kill_all(vm)
+}
+
+fn kill_all(vm: &TestVm) -> Result<()> {
     let qemu = vm.qemu_pid()?;
     vm.kill_keeper()?;
     kill_process(qemu, Signal::KILL).expect("QEMU runs");
+    let deadline = Instant::now() + patience(20);
     while !is_over(qemu) {
-        assert!(Instant::now() < deadline + patience(20), "QEMU does not end");
+        assert!(Instant::now() < deadline, "QEMU does not end");
         std::thread::yield_now();
     }
     Ok(())

@@ -198,6 +198,7 @@ impl Bench {
             queue_size: 128,
             read_only: false,
             memory_slots: true,
+            tracked: true,
             limits: Limits::default(),
             gate: None,
         }

@@ -253,6 +253,20 @@ pub enum EventKind {
         /// Of its reads, answered from memory.
         hit_pct: Option<f64>,
     },
+    /// What was held when the machine was stopped is held again.
+    BootSetLoaded {
+        blocks: u64,
+    },
+    /// What is held is kept while the machine is stopped.
+    BootSetSaved {
+        blocks: u64,
+    },
+    /// A disk that is host memory is there.
+    NvramOpened {
+        nvram: String,
+        /// `memory`, `mirror`, or `nothing`: then it is all zeroes.
+        from: String,
+    },
     /// Nothing is held for the next boot any more.
     BootSetDropped {
         why: String,

@@ -22,7 +22,7 @@ pub use error::{ApiError, ErrorWord};
 pub use event::{EventKind, EventRecord};
 pub use openapi::openapi;
 pub use page::page;
-pub use remount::{MissedRun, ReadyRequest, RemountDisk, RemountPlan};
+pub use remount::{MissedRun, ReadyRequest, RemountDisk, RemountLater, RemountPlan};
 pub use request::{
     Accepted, CrashMethod, CrashRequest, DiskSize, RebootRequest, RejuvenateRequest, ResizeRequest, SaveCancel,
     SaveRequest, SaveThen, StopRequest, UpgradeRequest,
@@ -30,7 +30,7 @@ pub use request::{
 pub use routes::{Body, Method, Mismatch, Parameter, ROUTES, Route, RouteId};
 pub use status::{
     AdmissionStatus, DiskStatus, EmberMode, EmberStatus, EndCause, Explanation, KeeperStatus, MachineState,
-    MachineStatus, MemoryStatus, NetStatus, PhaseTime, QemuStatus, Recovery, Refused, Rejuvenation, RestoreStatus,
-    SaveStatus, UserfaultStatus,
+    MachineStatus, MemoryStatus, NetStatus, NvramStatus, PhaseTime, QemuStatus, Recovery, Refused, Rejuvenation,
+    RestoreStatus, SaveStatus, UserfaultStatus,
 };
 pub use time::{milliseconds_of, rfc3339};

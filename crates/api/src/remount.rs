@@ -28,6 +28,17 @@ pub struct RemountPlan {
     pub expected_hit_pct: Option<f64>,
     /// Of what the last boot read.
     pub hit_pct: Option<f64>,
+    /// Blocks that are held although no boot reads them: read from the images again and again, after ready.
+    pub late_blocks: u64,
+    /// Since the machine was ready.
+    pub later: RemountLater,
+    /// Reads of the last boot that were answered from memory alone, whatever their length.
+    pub memory_reads: u64,
+    /// Of these, answered in line: before the disk's thread turned to anything else.
+    pub in_line_pct: Option<f64>,
+    /// How long such a read took, from when it was taken to its answer.
+    pub memory_read_us_p50: Option<f64>,
+    pub memory_read_us_p99: Option<f64>,
     pub disks: Vec<RemountDisk>,
     /// What the last boot read from the images, in that order.
     pub missed: Vec<MissedRun>,
@@ -37,7 +48,7 @@ pub struct RemountPlan {
     pub damaged_blocks: u64,
 }
 
-/// One disk's part. Hits and misses are of the last boot.
+/// One disk's part. Hits and misses are of the last boot, `later` of what came after it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct RemountDisk {
     pub disk: String,
@@ -50,6 +61,18 @@ pub struct RemountDisk {
     /// Answered by the image.
     pub misses: u64,
     pub hit_pct: Option<f64>,
+    pub late_blocks: u64,
+    pub later: RemountLater,
+}
+
+/// Reads of blocks since the machine was ready, by who answered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct RemountLater {
+    /// The boot set.
+    pub hits: u64,
+    pub ember_hits: u64,
+    /// The image.
+    pub misses: u64,
 }
 
 /// Neighbouring blocks that were read one after the other.

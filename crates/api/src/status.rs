@@ -26,6 +26,8 @@ pub struct MachineStatus {
     pub qemu: Option<QemuStatus>,
     pub memory: MemoryStatus,
     pub disks: Vec<DiskStatus>,
+    #[serde(default)]
+    pub nvram: Vec<NvramStatus>,
     pub nets: Vec<NetStatus>,
     /// Guest pages of which the ledger knows which disk block they hold.
     pub ledger_pages: u64,
@@ -44,6 +46,27 @@ pub struct MachineStatus {
     /// The snapshot that the living incarnation came from, and how much of its memory is there.
     #[serde(default)]
     pub restore: Option<RestoreStatus>,
+}
+
+/// A disk that is host memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct NvramStatus {
+    pub name: String,
+    pub bytes: u64,
+    /// `none`, `async` or `sync`.
+    pub mirror: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mirror_file: Option<String>,
+    /// What is not in the mirror yet. With `sync` that is what no flush was asked for. None: there is no mirror.
+    pub unmirrored_bytes: Option<u64>,
+    /// Why the mirror could not be written last.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub problem: Option<String>,
+    /// Whether a QEMU is connected.
+    pub connected: bool,
+    pub reads: u64,
+    pub writes: u64,
+    pub flushes: u64,
 }
 
 /// How a guest comes out of a snapshot. Pages are those of its memory that are not zero.

@@ -119,6 +119,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         queue_size: 256,
         read_only: has("read-only"),
         memory_slots: true,
+        tracked: true,
         limits: Limits::default(),
         gate: None,
     };

@@ -14,6 +14,7 @@ pub mod gate;
 pub mod image;
 pub mod ledger;
 pub mod limit;
+pub mod nvram;
 pub mod pressure;
 pub mod server;
 pub mod tag;

@@ -1,6 +1,7 @@
 //! Memory that may answer a read in the disk's place: the ember of a dead incarnation, and the boot set.
 
 use std::ops::Range;
+use std::time::Duration;
 
 use crate::block::{BLOCK_BYTES, DiskId};
 use crate::tag::Tag;
@@ -32,13 +33,25 @@ pub trait WarmSource: Send + Sync {
     /// The guest is about to change these blocks, wholly or in part: what is held of them is void.
     fn forget(&self, disk: DiskId, blocks: Range<u64>);
 
-    /// Are blocks that are read now wanted (`read_from_image`)? Then reads of the image are of whole blocks.
+    /// Is everything that is read now noted, and how soon it was answered?
     fn learns(&self) -> bool {
+        false
+    }
+
+    /// Are the blocks of a read of so many bytes wanted (`read_from_image`)? Then the image is read in whole blocks.
+    fn wants(&self, _bytes: u64) -> bool {
         false
     }
 
     /// The image answered a read of this block. `bytes`: what the block holds; none if a change met the read.
     fn read_from_image(&self, _disk: DiskId, _block: u64, _bytes: Option<&[u8; BLOCK_BYTES]>) {}
+
+    /// The image answered a read of so many blocks, of which no word more is wanted.
+    fn missed(&self, _disk: DiskId, _blocks: u64) {}
+
+    /// A read was answered from memory alone, so long after it was taken. `in_line`: before the disk's thread turned to
+    /// anything else. Called while the source learns.
+    fn answered(&self, _disk: DiskId, _in_line: bool, _took: Duration) {}
 
     /// A write is over, and met no other request: from `start` on the block holds these bytes. Comes after the `forget`
     /// that the same write began with.

@@ -104,7 +104,7 @@ fn what_one_boot_reads_the_next_one_finds_in_memory() {
     bench.read(0, 8 * 4096);
     bench.read(20 * 4096 + 1024, 1024);
     bench.read(40 * 4096 + 512, 4096);
-    assert_eq!((bench.tally().misses, bench.tally().hits), (11, 0));
+    assert_eq!((bench.tally().boot.misses, bench.tally().boot.hits), (11, 0));
     assert!(bench.set.ready() && !bench.set.ready(), "a boot ends once");
     bench.read(100 * 4096, 4096);
     assert_eq!(held(&bench.set, 100), None, "read after the boot");
@@ -114,7 +114,7 @@ fn what_one_boot_reads_the_next_one_finds_in_memory() {
     }
     assert_eq!(bench.image_bytes_of(200 * 4096, 4096), 4096);
     let tally = bench.tally();
-    assert_eq!((tally.hits, tally.misses, tally.blocks, tally.held), (11, 1, 12, 12));
+    assert_eq!((tally.boot.hits, tally.boot.misses, tally.blocks, tally.held), (11, 1, 12, 12));
     assert_eq!(bench.set.plan().missed, [(DISK, 200..201)]);
 }
 

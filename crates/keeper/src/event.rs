@@ -24,6 +24,8 @@ pub enum Event {
     Warden(warden::Word),
     /// The thread of page faults says.
     Gate(gate::GateWord),
+    /// The guest says something at the port of `remount.ready`.
+    Answers { incarnation: u32 },
     /// A rejuvenation that was accepted begins.
     Rejuvenate(RejuvenateRequest),
     /// A save says, by its number.

@@ -3,7 +3,8 @@
 use hearth_api::{
     AdmissionStatus, DiskStatus, DumpCompression, DumpExcluded, DumpFormat, DumpState, DumpStatus, EmberMode,
     EmberStatus, EndCause, Growth, KeeperStatus, MachineState, MachineStatus, MemoryStatus, MissedRun, NetStatus,
-    PhaseTime, QemuAge, QemuStatus, Recovery, Refused, RemountDisk, RemountPlan, UserfaultStatus,
+    NvramStatus, PhaseTime, QemuAge, QemuStatus, Recovery, Refused, RemountDisk, RemountLater, RemountPlan,
+    UserfaultStatus,
 };
 use hearth_recovery::journal::QemuIdentity;
 
@@ -47,6 +48,7 @@ pub fn status() -> MachineStatus {
             }),
         },
         disks: vec![disk()],
+        nvram: vec![nvram()],
         nets: vec![NetStatus {
             kind: "user".into(),
             mac: "52:54:00:12:34:56".into(),
@@ -89,6 +91,21 @@ pub fn signs() -> Signs {
         program: Some("/nowhere/qemu".into()),
         hindrance: None,
         policy: Some(RejuvenateConfig { every_s: Some(2_592_000), rss_growth_mib: None, window: None }),
+    }
+}
+
+fn nvram() -> NvramStatus {
+    NvramStatus {
+        name: "journal".into(),
+        bytes: 64 << 20,
+        mirror: "sync".into(),
+        mirror_file: Some("/srv/journal".into()),
+        unmirrored_bytes: Some(8192),
+        problem: None,
+        connected: true,
+        reads: 12,
+        writes: 34,
+        flushes: 5,
     }
 }
 
@@ -138,6 +155,8 @@ fn recovery() -> Recovery {
     }
 }
 
+const LATER: RemountLater = RemountLater { hits: 70, ember_hits: 800, misses: 90 };
+
 pub fn remount_plan() -> RemountPlan {
     let disk = RemountDisk {
         disk: "root".into(),
@@ -147,6 +166,8 @@ pub fn remount_plan() -> RemountPlan {
         ember_hits: 10,
         misses: 150,
         hit_pct: Some(97.5),
+        late_blocks: 31,
+        later: LATER,
     };
     RemountPlan {
         name: "web".into(),
@@ -158,6 +179,12 @@ pub fn remount_plan() -> RemountPlan {
         no_room_blocks: 10,
         expected_hit_pct: Some(98.2),
         hit_pct: Some(97.5),
+        late_blocks: 31,
+        later: LATER,
+        memory_reads: 2100,
+        in_line_pct: Some(100.0),
+        memory_read_us_p50: Some(4.5),
+        memory_read_us_p99: Some(61.25),
         disks: vec![disk],
         missed: vec![MissedRun { disk: "root".into(), offset: 1 << 20, bytes: 8 << 10 }],
         missed_unlisted_blocks: 0,

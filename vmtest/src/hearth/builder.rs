@@ -92,6 +92,11 @@ impl TestVmBuilder {
         self.net([("kind", Value::from("user")), ("forward", forward)])
     }
 
+    /// The host's port of [`Self::http`].
+    pub fn http_port(&self) -> Option<u16> {
+        self.http_port
+    }
+
     /// In the same runtime root as another machine, so that one command reaches both. It must not outlive that one, and
     /// takes no slot of its own: a test that waited for a second slot could wait for ever.
     pub fn beside(mut self, other: &TestVm) -> Self {

@@ -14,25 +14,27 @@
 //! The guest chooses what it reads, so everything is bounded: there are never more members than pages within the limit,
 //! and what a boot that came to its end has read is not given up for what another one reads before its own end.
 
-use std::cmp::Reverse;
-use std::collections::HashMap;
-use std::fs::{self, File, OpenOptions};
+use std::fs;
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use crate::block::{BLOCK_BYTES, DiskId, RamPage};
+use crate::block::{BLOCK_BYTES, DiskId};
 use crate::ledger::{Ledger, LedgerError};
 use crate::tag::{Tag, Tagger};
 use crate::warm::{AfterServing, WarmSource};
 
+mod heat;
+mod state;
 mod tally;
 
+use state::{Member, Place, State};
 use tally::Tally;
-pub use tally::{DiskTally, Plan};
+pub use tally::{Answers, DiskTally, PhaseTally, Plan};
 
 /// All files of a boot set begin so.
 pub const FILE_PREFIX: &str = "boot-set";
@@ -59,46 +61,6 @@ pub struct BootSet {
 }
 
 type Key = (DiskId, u64);
-
-struct State {
-    pages: File,
-    pages_path: PathBuf,
-    ledger: Ledger,
-    slots: u32,
-    free: Vec<u32>,
-    members: HashMap<Key, Member>,
-    /// Counts resets, from 1.
-    boot: u32,
-    /// The last boot that came to be ready.
-    complete: u32,
-    /// Counts what is read during a boot.
-    order: u32,
-    /// What may be given up during this boot, the oldest last.
-    victims: Vec<Key>,
-    tally: Tally,
-    damaged: u64,
-}
-
-struct Member {
-    /// The last boot that read it, and when in it.
-    boot: u32,
-    order: u32,
-    place: Place,
-}
-
-#[derive(Clone, Copy)]
-enum Place {
-    Missing,
-    /// A change of the block has begun: the page holds what was there before it.
-    Void {
-        slot: u32,
-        tag: Tag,
-    },
-    /// In the ledger as well, with its tag.
-    Held {
-        slot: u32,
-    },
-}
 
 impl BootSet {
     /// What an earlier keeper left in this folder, or an empty one. Copies whose bytes are not what their tag says are
@@ -129,6 +91,7 @@ impl BootSet {
         state.boot += 1;
         state.order = 0;
         state.tally = Tally::default();
+        state.cool_down();
         state.find_victims();
         self.learning.store(true, Ordering::Relaxed);
     }
@@ -160,11 +123,20 @@ impl BootSet {
             && (state.has_room() || !state.victims.is_empty() || state.members.contains_key(&(disk, block)))
     }
 
+    /// The ember answered a read, and kept what it held.
+    pub fn ember_answered(&self, disk: DiskId) {
+        let learning = self.is_learning();
+        let mut state = self.lock();
+        let tally = state.tally.of(disk);
+        let phase = if learning { &mut tally.boot } else { &mut tally.later };
+        phase.ember_hits += 1;
+    }
+
     /// The guest read the block, and it came from elsewhere in memory.
     pub fn read_from_memory(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) {
         let mut state = self.lock();
         if self.is_learning() && state.admit((disk, block)) {
-            state.tally.of(disk).ember_hits += 1;
+            state.tally.of(disk).boot.ember_hits += 1;
             state.hold((disk, block), bytes, self.tagger.tag(bytes));
         }
     }
@@ -183,7 +155,7 @@ impl BootSet {
     /// What the next boot will read if it is like the last one, and how this one, or the last one, went.
     pub fn plan(&self) -> Plan {
         let state = self.lock();
-        let wanted = |member: &&Member| member.boot >= state.complete;
+        let wanted = |member: &&Member| member.boot >= state.complete && !member.is_late;
         let mut plan = state.tally.plan();
         plan.learning = self.is_learning();
         plan.damaged = state.damaged;
@@ -192,7 +164,37 @@ impl BootSet {
             disk.blocks += 1;
             disk.held += u64::from(matches!(member.place, Place::Held { .. }));
         }
+        for (key, member) in state.members.iter().filter(|(_, member)| member.is_late) {
+            plan.disks.entry(key.0).or_default().late += u64::from(matches!(member.place, Place::Held { .. }));
+        }
         plan
+    }
+
+    /// What the next boot is expected to read, as far as it is held, in the order in which it was read.
+    pub fn held(&self) -> Vec<(DiskId, u64)> {
+        let state = self.lock();
+        let held = state.members.iter().filter(|(_, member)| matches!(member.place, Place::Held { .. }));
+        let mut held: Vec<_> = held.map(|(key, member)| ((member.boot, member.order), *key)).collect();
+        held.sort_unstable_by_key(|(age, _)| *age);
+        held.into_iter().map(|(_, key)| key).collect()
+    }
+
+    /// A block that is held; none if it is not, or is damaged.
+    pub fn copy_of(&self, disk: DiskId, block: u64) -> Option<[u8; BLOCK_BYTES]> {
+        let state = self.lock();
+        let Place::Held { slot } = state.members.get(&(disk, block))?.place else { return None };
+        state.read(slot, &self.tagger).map(|(bytes, _)| bytes)
+    }
+
+    /// Before the first boot: a block that was held when the machine was stopped. False: there is no room for it.
+    pub fn put_back(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) -> bool {
+        let mut state = self.lock();
+        (state.boot, state.complete) = (1, 1);
+        if !state.admit((disk, block)) {
+            return false;
+        }
+        state.hold((disk, block), bytes, self.tagger.tag(bytes));
+        true
     }
 
     pub fn is_empty(&self) -> bool {
@@ -234,7 +236,13 @@ impl WarmSource for BootSet {
         copy(&bytes);
         if self.is_learning() {
             state.touch((disk, block));
-            state.tally.of(disk).hits += 1;
+            state.tally.of(disk).boot.hits += 1;
+        } else {
+            state.tally.of(disk).later.hits += 1;
+            let boot = state.boot;
+            if let Some(member) = state.members.get_mut(&(disk, block)).filter(|member| member.is_late) {
+                member.boot = boot;
+            }
         }
         Some(tag)
     }
@@ -249,12 +257,24 @@ impl WarmSource for BootSet {
         self.is_learning()
     }
 
+    fn wants(&self, bytes: u64) -> bool {
+        self.is_learning() || bytes <= heat::BYTES_MAX
+    }
+
+    fn missed(&self, disk: DiskId, blocks: u64) {
+        self.lock().tally.of(disk).later.misses += blocks;
+    }
+
     fn read_from_image(&self, disk: DiskId, block: u64, bytes: Option<&[u8; BLOCK_BYTES]>) {
         let mut state = self.lock();
         let member = state.members.get(&(disk, block));
         // One that is held was read beside one that is not, or while a write of it was on its way.
-        if !self.is_learning() || matches!(member, Some(Member { place: Place::Held { .. }, .. })) {
+        if matches!(member, Some(Member { place: Place::Held { .. }, .. })) {
             return;
+        }
+        if !self.is_learning() {
+            state.tally.of(disk).later.misses += 1;
+            return state.read_late((disk, block), bytes, &self.tagger);
         }
         state.tally.missed(disk, block);
         if state.admit((disk, block))
@@ -262,6 +282,10 @@ impl WarmSource for BootSet {
         {
             state.hold((disk, block), bytes, self.tagger.tag(bytes));
         }
+    }
+
+    fn answered(&self, _disk: DiskId, in_line: bool, took: Duration) {
+        self.lock().tally.answers.add(in_line, took);
     }
 
     fn forget(&self, disk: DiskId, blocks: Range<u64>) {
@@ -286,186 +310,5 @@ impl WarmSource for BootSet {
         let Some(mut whole) = state.read_tagged(slot, tag, &self.tagger) else { return state.drop_copy((disk, block)) };
         whole[start..start + bytes.len()].copy_from_slice(bytes);
         state.hold((disk, block), &whole, self.tagger.tag(&whole));
-    }
-}
-
-impl State {
-    fn create(folder: &Path, slots: u32) -> Result<Self, BootSetError> {
-        let pages_path = folder.join(PAGES_FILE);
-        let failed = |action| {
-            let path = pages_path.clone();
-            move |source| BootSetError::File { path, action, source }
-        };
-        BootSet::discard(folder).map_err(failed("remove the old"))?;
-        let options = &mut OpenOptions::new();
-        let pages = options.read(true).write(true).create_new(true).mode(0o600).open(&pages_path);
-        let pages = pages.map_err(failed("make"))?;
-        pages.set_len(u64::from(slots) * BLOCK).map_err(failed("size"))?;
-        let ledger = Ledger::create(&folder.join(LEDGER_FILE), slots)?;
-        Ok(Self::over(pages, pages_path, ledger, slots))
-    }
-
-    /// None: there is nothing that fits.
-    fn reopen(folder: &Path, slots: u32, tagger: &Tagger) -> Option<Self> {
-        let pages_path = folder.join(PAGES_FILE);
-        let pages = OpenOptions::new().read(true).write(true).open(&pages_path).ok()?;
-        let ledger = Ledger::open(&folder.join(LEDGER_FILE)).ok()?;
-        let fits = pages.metadata().ok()?.len() == u64::from(slots) * BLOCK && ledger.ram_pages() == slots;
-        let mut state = fits.then(|| Self::over(pages, pages_path, ledger, slots))?;
-        state.adopt(tagger);
-        Some(state)
-    }
-
-    fn over(pages: File, pages_path: PathBuf, ledger: Ledger, slots: u32) -> Self {
-        Self {
-            pages,
-            pages_path,
-            ledger,
-            slots,
-            free: (0..slots).rev().collect(),
-            members: HashMap::new(),
-            boot: 0,
-            complete: 0,
-            order: 0,
-            victims: Vec::new(),
-            tally: Tally::default(),
-            damaged: 0,
-        }
-    }
-
-    /// What the ledger names is taken for what the last boot read.
-    fn adopt(&mut self, tagger: &Tagger) {
-        let mut entries: Vec<_> = self.ledger.entries().collect();
-        entries.sort_by(|one, other| self.ledger.older_first(one.age, other.age));
-        (self.boot, self.complete) = (1, 1);
-        for entry in entries {
-            if self.read_tagged(entry.page.0, entry.tag, tagger).is_none() {
-                self.ledger.forget_page(entry.page);
-                self.damaged += 1;
-                continue;
-            }
-            self.order += 1;
-            let member = Member { boot: 1, order: self.order, place: Place::Held { slot: entry.page.0 } };
-            self.members.insert((entry.disk, entry.block), member);
-        }
-        let ledger = &self.ledger;
-        self.free.retain(|&slot| ledger.entry(RamPage(slot)).is_none());
-    }
-
-    fn clear(&mut self) -> Result<(), BootSetError> {
-        let taken: Vec<RamPage> = self.ledger.entries().map(|entry| entry.page).collect();
-        taken.into_iter().for_each(|page| self.ledger.forget_page(page));
-        self.members.clear();
-        self.victims.clear();
-        self.tally = Tally::default();
-        self.free = (0..self.slots).rev().collect();
-        let failed = |source| BootSetError::File { path: self.pages_path.clone(), action: "empty", source };
-        self.pages.set_len(0).and_then(|()| self.pages.set_len(u64::from(self.slots) * BLOCK)).map_err(failed)
-    }
-
-    fn has_room(&self) -> bool {
-        self.members.len() < self.slots as usize
-    }
-
-    /// The oldest last, so that it is taken first.
-    fn find_victims(&mut self) {
-        let complete = self.complete;
-        let age = |member: &Member| (member.boot, member.order);
-        let old = self.members.iter().filter(|(_, member)| member.boot < complete);
-        let mut old: Vec<_> = old.map(|(key, member)| (age(member), *key)).collect();
-        old.sort_unstable_by_key(|(age, _)| Reverse(*age));
-        self.victims = old.into_iter().map(|(_, key)| key).collect();
-    }
-
-    /// This boot reads the block. False: there is no room for it.
-    fn admit(&mut self, key: Key) -> bool {
-        if !self.members.contains_key(&key) {
-            if !self.has_room() && !self.evict() {
-                self.tally.of(key.0).no_room += 1;
-                return false;
-            }
-            self.members.insert(key, Member { boot: 0, order: 0, place: Place::Missing });
-        }
-        self.touch(key);
-        true
-    }
-
-    fn touch(&mut self, key: Key) {
-        self.order += 1;
-        if let Some(member) = self.members.get_mut(&key) {
-            (member.boot, member.order) = (self.boot, self.order);
-        }
-    }
-
-    fn evict(&mut self) -> bool {
-        while let Some(key) = self.victims.pop() {
-            if self.members.get(&key).is_some_and(|member| member.boot < self.complete) {
-                self.drop_copy(key);
-                self.members.remove(&key);
-                return true;
-            }
-        }
-        false
-    }
-
-    /// Only for members: each has a page within the limit.
-    fn hold(&mut self, key: Key, bytes: &[u8; BLOCK_BYTES], tag: Tag) {
-        let Some(member) = self.members.get_mut(&key) else { return };
-        let slot = match member.place {
-            Place::Held { slot } | Place::Void { slot, .. } => Some(slot),
-            Place::Missing => self.free.pop(),
-        };
-        let Some(slot) = slot else { return };
-        self.ledger.forget_page(RamPage(slot));
-        match self.pages.write_all_at(bytes, u64::from(slot) * BLOCK) {
-            Ok(()) => {
-                self.ledger.record(RamPage(slot), key.0, key.1, tag);
-                member.place = Place::Held { slot };
-            }
-            // The memory file system is full, perhaps.
-            Err(error) => {
-                tracing::debug!(%error, "a block cannot be held in the boot set");
-                member.place = Place::Missing;
-                self.free.push(slot);
-            }
-        }
-    }
-
-    fn void(&mut self, key: Key) {
-        let Some(member) = self.members.get_mut(&key) else { return };
-        match member.place {
-            Place::Missing => {}
-            Place::Held { slot } => {
-                let entry = self.ledger.entry(RamPage(slot));
-                self.ledger.forget_page(RamPage(slot));
-                match entry {
-                    Some(entry) => member.place = Place::Void { slot, tag: entry.tag },
-                    None => self.drop_copy(key),
-                }
-            }
-            // Two changes: what the block holds after both is not known.
-            Place::Void { .. } => self.drop_copy(key),
-        }
-    }
-
-    fn drop_copy(&mut self, key: Key) {
-        let Some(member) = self.members.get_mut(&key) else { return };
-        if let Place::Held { slot } | Place::Void { slot, .. } = member.place {
-            self.ledger.forget_page(RamPage(slot));
-            self.free.push(slot);
-        }
-        member.place = Place::Missing;
-    }
-
-    /// A page that the ledger names, if it is what the ledger says.
-    fn read(&self, slot: u32, tagger: &Tagger) -> Option<([u8; BLOCK_BYTES], Tag)> {
-        let tag = self.ledger.entry(RamPage(slot))?.tag;
-        Some((self.read_tagged(slot, tag, tagger)?, tag))
-    }
-
-    fn read_tagged(&self, slot: u32, tag: Tag, tagger: &Tagger) -> Option<[u8; BLOCK_BYTES]> {
-        let mut bytes = [0; BLOCK_BYTES];
-        self.pages.read_exact_at(&mut bytes, u64::from(slot) * BLOCK).ok()?;
-        (tagger.tag(&bytes) == tag).then_some(bytes)
     }
 }

@@ -8,7 +8,7 @@ use crate::buffer::Slot;
 
 pub mod file;
 pub mod flaky;
-mod notify;
+pub(crate) mod notify;
 mod order;
 pub(crate) mod qcow2;
 pub(crate) mod target;

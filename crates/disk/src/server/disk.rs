@@ -58,6 +58,12 @@ struct Job {
     status: Status,
     /// A flush has to follow before the answer (write-through).
     flush_after: bool,
+    /// When it was taken, if that is of interest.
+    taken: Option<Instant>,
+    /// It had to wait for its turn at the image.
+    has_waited: bool,
+    /// The image had a part in it.
+    from_image: bool,
 }
 
 impl Job {
@@ -105,6 +111,7 @@ pub struct Disk {
     pool: Arc<BufferPool>,
     limiter: RateLimiter,
     throttled_since: Option<Instant>,
+    tracked: bool,
     pub recorder: Recorder,
     overlaps: Overlaps,
     jobs: Slab<Job>,
@@ -151,7 +158,8 @@ impl Disk {
             pool,
             limiter: RateLimiter::new(options.limits, Instant::now()),
             throttled_since: None,
-            recorder: Recorder::new(options.id, tracking),
+            tracked: options.tracked,
+            recorder: Recorder::new(options.id, tracking.filter(|_| options.tracked)),
             overlaps: Overlaps::default(),
             jobs: Slab::default(),
             running: Slab::default(),
@@ -180,6 +188,11 @@ impl Disk {
     /// The image as it is now, on its way into another file. None: something is in flight, and would be half in it.
     pub fn freeze(&self, target: File) -> Option<io::Result<Arc<FrozenImage>>> {
         self.is_idle().then(|| self.image.freeze(target))
+    }
+
+    /// What the next connection's requests are recorded in.
+    pub fn attach(&mut self, tracking: Option<Tracking>) {
+        self.recorder.attach(tracking.filter(|_| self.tracked));
     }
 
     /// Reads the size of the image again; what lay past a new end is void.
@@ -274,6 +287,9 @@ impl Disk {
             pending: 0,
             status: Status::Ok,
             flush_after,
+            taken: self.recorder.learns().then(Instant::now),
+            has_waited: false,
+            from_image: false,
         };
         let blocks = job.blocks();
         let id = self.jobs.insert(job);
@@ -317,6 +333,9 @@ impl Disk {
         let handed_over = is_next && self.advance(connection, id).is_ok();
         if handed_over || self.jobs.get_mut(id).is_some_and(|job| job.all_handed_over()) {
             return self.finish_if_done(Some(connection), id);
+        }
+        if let Some(job) = self.jobs.get_mut(id) {
+            job.has_waited = true;
         }
         self.waiting.push_back(id);
     }
@@ -455,26 +474,27 @@ impl Disk {
                 return Ok(());
             }
             let (offset, left) = (job.request.offset + job.run.start, job.run.end - job.run.start);
-            let room = self.around(kind, offset, left).with(left);
+            let wanted = kind == Kind::Read && self.recorder.wants(job.request.bytes);
+            let room = self.around(wanted, offset, left).with(left);
             let slot = self.pool.take(room as usize).ok_or(Stall::Busy)?;
-            self.hand_over_piece(connection, id, slot);
+            self.hand_over_piece(connection, id, slot, wanted);
         }
     }
 
     /// The run, or as much of it as the longest slot holds, up to a block border, so that blocks are tagged whole.
-    fn hand_over_piece(&mut self, connection: &mut Connection, id: RequestId, slot: Slot) {
+    fn hand_over_piece(&mut self, connection: &mut Connection, id: RequestId, slot: Slot, wanted: bool) {
         let Some(job) = self.jobs.get_mut(id) else { return self.pool.give_back(slot) };
         let position = job.run.start;
         let offset = job.request.offset + position;
         let left = job.run.end - position;
-        let kind = job.request.kind;
-        let whole = self.around(kind, offset, left);
+        let whole = self.around(wanted, offset, left);
         let room = slot.bytes() as u64 - whole.before;
         let bytes = if left <= room { left } else { room - (offset - whole.before) % BLOCK };
         // A piece that is not the last one ends with a block.
         let around = Around { after: if bytes == left { whole.after } else { 0 }, ..whole };
         let Some(job) = self.jobs.get_mut(id) else { return self.pool.give_back(slot) };
         job.run.start += bytes;
+        job.from_image = true;
         let operation = if job.request.kind == Kind::Write {
             // SAFETY: the slot was just taken, nothing is in flight on it, and the reference ends with the copy.
             let buffer = unsafe { self.pool.bytes_mut(slot) };
@@ -492,8 +512,8 @@ impl Disk {
     }
 
     /// What of the image is read along with these bytes: nothing, unless blocks that are read are to be held.
-    fn around(&self, kind: Kind, offset: u64, bytes: u64) -> Around {
-        if kind != Kind::Read || !self.recorder.learns() {
+    fn around(&self, wanted: bool, offset: u64, bytes: u64) -> Around {
+        if !wanted {
             return Around::default();
         }
         let end = offset + bytes;
@@ -577,8 +597,10 @@ impl Disk {
         let data = unsafe { &self.pool.bytes_mut(slot)[..running.all_bytes()] };
         if job.request.kind == Kind::Read {
             let offset = job.request.offset + running.position - running.around.before;
-            if self.recorder.learns() {
+            if self.recorder.wants(job.request.bytes) {
                 transfer::tell_read(&self.recorder, offset, data, certain);
+            } else {
+                self.recorder.missed((data.len() as u64).div_ceil(BLOCK));
             }
         } else if certain {
             transfer::tell_written(&self.recorder, &job.request, running.position, data);
@@ -620,6 +642,9 @@ impl Disk {
         }
         self.overlaps.end(id);
         let Some(job) = self.jobs.remove(id) else { return };
+        if let Some(taken) = job.taken.filter(|_| job.request.kind == Kind::Read && !job.from_image) {
+            self.recorder.answered(!job.has_waited, taken.elapsed());
+        }
         if let Some(connection) = connection {
             let _ = connection.memory.write(job.request.status, &[job.status as u8]);
             let read = job.request.kind == Kind::Read && job.status == Status::Ok;

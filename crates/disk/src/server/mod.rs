@@ -83,6 +83,8 @@ pub struct DiskOptions {
     /// it told the last one, if its guest stood still in between.
     pub memory_slots: bool,
     pub limits: Limits,
+    /// Whether its blocks are followed, and served from memory. Not for a disk that is memory itself.
+    pub tracked: bool,
     /// Before the guest's memory, if that is short from the start on.
     pub gate: Option<Gate>,
 }
@@ -132,6 +134,16 @@ impl Backing {
         Self::with(image, |_, engine| engine)
     }
 
+    /// With an engine that has nothing to do with the image's own.
+    pub fn over(
+        image: Image,
+        engine: impl FnOnce(&Arc<BufferPool>) -> io::Result<Box<dyn Engine>>,
+    ) -> Result<Self, BackingError> {
+        let pool = BufferPool::new(POOL_BYTES).map_err(BackingError::Buffers)?;
+        let engine = engine(&pool).map_err(BackingError::Engine)?;
+        Ok(Self { image, pool, engine, depth: DEPTH })
+    }
+
     /// As `of`, with an engine around (or in place of) the image's own.
     pub fn with(
         image: Image,
@@ -148,6 +160,8 @@ impl Backing {
 pub enum BackingError {
     #[error("no memory for I/O buffers")]
     Buffers(#[source] io::Error),
+    #[error("its engine cannot be started")]
+    Engine(#[source] io::Error),
     #[error(transparent)]
     Image(#[from] ImageError),
 }
@@ -170,7 +184,9 @@ impl DiskServer {
     pub fn start(options: DiskOptions, image: Image, tracking: Option<Tracking>) -> Result<Self, ServerError> {
         let disk = options.name.clone();
         let backing = Backing::of(image).map_err(|error| match error {
-            BackingError::Buffers(source) => ServerError::Start { disk, what: "allocate I/O buffers", source },
+            BackingError::Buffers(source) | BackingError::Engine(source) => {
+                ServerError::Start { disk, what: "allocate I/O buffers", source }
+            }
             BackingError::Image(source) => ServerError::Image { disk, source },
         })?;
         Self::start_with(options, backing, tracking)

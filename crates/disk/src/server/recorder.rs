@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use super::memory::FileIdentity;
 use crate::block::{BLOCK_BYTES, DiskId, RamPage};
@@ -69,7 +70,12 @@ impl Recorder {
         self.warm()?.serve(self.disk, block, after, copy)
     }
 
-    /// Are blocks that are read now wanted in memory?
+    /// Are the blocks of a read of so many bytes wanted in memory?
+    pub fn wants(&self, bytes: u64) -> bool {
+        self.warm().is_some_and(|warm| warm.wants(bytes))
+    }
+
+    /// Is it noted how soon a read was answered?
     pub fn learns(&self) -> bool {
         self.warm().is_some_and(|warm| warm.learns())
     }
@@ -78,6 +84,20 @@ impl Recorder {
     pub fn read_from_image(&self, block: u64, bytes: Option<&[u8; BLOCK_BYTES]>) {
         if let Some(warm) = self.warm() {
             warm.read_from_image(self.disk, block, bytes);
+        }
+    }
+
+    /// The image answered a read of so many blocks that are not wanted.
+    pub fn missed(&self, blocks: u64) {
+        if let Some(warm) = self.warm() {
+            warm.missed(self.disk, blocks);
+        }
+    }
+
+    /// A read was answered from memory alone, so long after it was taken.
+    pub fn answered(&self, in_line: bool, took: Duration) {
+        if let Some(warm) = self.warm() {
+            warm.answered(self.disk, in_line, took);
         }
     }
 

@@ -346,7 +346,7 @@ impl Worker {
                 Command::Attach(tracking, reply) => {
                     let free = self.peers.is_empty() && self.disk.is_idle();
                     if free {
-                        self.disk.recorder.attach(*tracking);
+                        self.disk.attach(*tracking);
                     }
                     let _ = reply.send(free);
                 }

@@ -101,6 +101,7 @@ impl Place {
             queue_size: QUEUE_SIZE,
             read_only: false,
             memory_slots: true,
+            tracked: true,
             limits: Limits::default(),
             gate: None,
         }

@@ -17,7 +17,8 @@ fn socket_paths(config: &Config) -> Option<Problem> {
     let mut names: Vec<String> =
         ["userfault", "qmp", "serial"].map(|kind| format!("{kind}-{GENERATION_DIGITS}.sock")).into();
     names.push("console.sock".to_owned());
-    names.extend(config.disks.iter().map(|disk| format!("disk-{}.sock", disk.name)));
+    let disks = config.disks.iter().map(|disk| &disk.name).chain(config.nvram.iter().map(|device| &device.name));
+    names.extend(disks.map(|name| format!("disk-{name}.sock")));
     let passt = config.nets.iter().enumerate().filter(|(_, net)| matches!(net.backend, NetBackend::Passt { .. }));
     names.extend(passt.map(|(index, _)| format!("passt-{index}-{GENERATION_DIGITS}.sock")));
     let longest = names.into_iter().max_by_key(String::len)?;

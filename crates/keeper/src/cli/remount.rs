@@ -1,6 +1,6 @@
 //! `hearth remount-plan`: what the next boot will read, and how much of it is held.
 
-use hearth_api::{MissedRun, ReadyRequest, RemountDisk, RemountPlan};
+use hearth_api::{MissedRun, ReadyRequest, RemountDisk, RemountLater, RemountPlan};
 
 use super::text::{Side, bytes, table};
 use super::{CliError, Context, Exit};
@@ -39,6 +39,20 @@ pub fn page(plan: &RemountPlan) -> String {
         ),
         format!("  last boot  hits {}", percent(plan.hit_pct)),
     ];
+    if let (Some(in_line), Some(us)) = (plan.in_line_pct, plan.memory_read_us_p50) {
+        let reads = plan.memory_reads;
+        lines.push(format!(
+            "             {reads} reads from memory, {in_line:.1} % in line, half of them within {us:.1} us"
+        ));
+    }
+    let later = plan.later;
+    if later != RemountLater::default() || plan.late_blocks > 0 {
+        let RemountLater { hits, ember_hits, misses } = later;
+        lines.push(format!(
+            "  since ready  {hits} hits, {ember_hits} of the ember, {misses} misses; {} blocks held for their heat",
+            plan.late_blocks
+        ));
+    }
     if plan.no_room_blocks > 0 {
         lines.push(format!("  {} blocks were not held: the limit (`remount.limit`) is reached", plan.no_room_blocks));
     }

@@ -3,7 +3,7 @@
 use std::fmt::Display;
 
 use hearth_api::{
-    AdmissionStatus, DiskStatus, DumpFormat, DumpStatus, EmberMode, MachineStatus, Recovery, Rejuvenation,
+    AdmissionStatus, DiskStatus, DumpFormat, DumpStatus, EmberMode, MachineStatus, NvramStatus, Recovery, Rejuvenation,
     UserfaultStatus,
 };
 
@@ -33,6 +33,9 @@ pub fn page(status: &MachineStatus) -> String {
     }
     for disk in &status.disks {
         lines.extend(section(&format!("disk {}", disk.name), &one_disk(disk)));
+    }
+    for nvram in &status.nvram {
+        lines.extend(section(&format!("nvram {}", nvram.name), &one_nvram(nvram)));
     }
     if !status.nets.is_empty() {
         lines.extend(section("nets", &nets(status)));
@@ -241,6 +244,25 @@ fn one_disk(disk: &DiskStatus) -> Vec<String> {
     if disk.bad_requests > 0 {
         rows.push(words("bad requests", disk.bad_requests));
     }
+    rows
+}
+
+fn one_nvram(nvram: &NvramStatus) -> Vec<String> {
+    let connected = if nvram.connected { "connected" } else { "not connected" };
+    let mirror = match &nvram.mirror_file {
+        Some(file) => format!("{}: {file}", nvram.mirror),
+        None => nvram.mirror.clone(),
+    };
+    let requests = format!("{} reads, {} writes, {} flushes", nvram.reads, nvram.writes, nvram.flushes);
+    let mut rows = vec![
+        words("size", format!("{}, {connected}", bytes(nvram.bytes))),
+        words("requests", requests),
+        words("mirror", mirror),
+    ];
+    if let Some(unmirrored) = nvram.unmirrored_bytes.filter(|&unmirrored| unmirrored > 0) {
+        rows.push(words("not mirrored", bytes(unmirrored)));
+    }
+    rows.extend(nvram.problem.iter().map(|problem| words("problem", problem)));
     rows
 }
 

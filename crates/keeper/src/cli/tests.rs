@@ -255,6 +255,12 @@ disk root
   written          2.0 MiB            in 300 requests, 4 flushes, 1 discards
   throttled     15.0 ms
 
+nvram journal
+  size          64.0 MiB, connected
+  requests      12 reads, 34 writes, 5 flushes
+  mirror        sync: /srv/journal
+  not mirrored  8 KiB
+
 nets
   user          52:54:00:12:34:56, 127.0.0.1:8080:80
 ";
@@ -291,6 +297,8 @@ fn a_remount_plan_says_what_is_held_and_what_was_missed() {
 web  ready; holds 24.0 MiB of 64.0 MiB
   next boot  6000 of 6100 blocks held, expected hits 98.2 %
   last boot  hits 97.5 %
+             2100 reads from memory, 100.0 % in line, half of them within 4.5 us
+  since ready  70 hits, 800 of the ember, 90 misses; 31 blocks held for their heat
   10 blocks were not held: the limit (`remount.limit`) is reached
 
   disk  blocks  held  hits  of the ember  misses  hit rate

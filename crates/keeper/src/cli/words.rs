@@ -94,6 +94,9 @@ pub fn describe(event: &EventKind) -> String {
             let hits = hit_pct.map_or_else(String::new, |share| format!(", {share:.1} % of its reads were in memory"));
             format!("ready ({why}): the boot read {blocks} blocks, {held_blocks} are held for the next{hits}")
         }
+        EventKind::NvramOpened { nvram, from } => format!("nvram {nvram}: its content is from {from}"),
+        EventKind::BootSetLoaded { blocks } => format!("{blocks} blocks are held again for the next boot"),
+        EventKind::BootSetSaved { blocks } => format!("{blocks} blocks are saved for the next boot"),
         EventKind::BootSetDropped { why } => format!("what was held for the next boot is dropped: {why}"),
         EventKind::WorkingSetTraced { pages } => {
             format!("working set noted, {pages} pages with those of earlier traces")

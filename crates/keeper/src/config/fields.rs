@@ -10,19 +10,23 @@ pub enum Section {
     Watchdog,
     Rejuvenate,
     Remount,
+    Ready,
     Disk,
+    Nvram,
     Net,
 }
 
 impl Section {
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 10] = [
         Self::Machine,
         Self::Boot,
         Self::Crash,
         Self::Watchdog,
         Self::Rejuvenate,
         Self::Remount,
+        Self::Ready,
         Self::Disk,
+        Self::Nvram,
         Self::Net,
     ];
 
@@ -35,14 +39,16 @@ impl Section {
             Self::Watchdog => "[watchdog]",
             Self::Rejuvenate => "[rejuvenate]",
             Self::Remount => "[remount]",
+            Self::Ready => "[remount.ready]",
             Self::Disk => "[[disks]]",
+            Self::Nvram => "[[nvram]]",
             Self::Net => "[[nets]]",
         }
     }
 
     /// Whether the heading may be given again and again.
     pub fn repeats(self) -> bool {
-        matches!(self, Self::Disk | Self::Net)
+        matches!(self, Self::Disk | Self::Nvram | Self::Net)
     }
 
     pub fn meaning(self) -> &'static str {
@@ -58,6 +64,13 @@ impl Section {
             Self::Remount => {
                 "With this heading the blocks that the machine reads from its disks until it is ready are held in memory for \
                  its next boot: see fast-remount.md."
+            }
+            Self::Ready => {
+                "What tells that a boot is over, beside `hearth ready`. It may be written as `ready = { port = 8080 }` too."
+            }
+            Self::Nvram => {
+                "One disk that is host memory, for journals and logs; repeat the heading for each. The guest sees them behind \
+                 its disks, in this order: see fast-remount.md."
             }
             Self::Disk => "One virtual disk; repeat the heading for each. The guest sees them in this order.",
             Self::Net => "One network device; repeat the heading for each.",
@@ -107,6 +120,7 @@ pub const COMPRESSIONS: &[&str] = &["zstd", "lzo", "zlib", "none"];
 pub const DISK_TIMES: &[&str] = &["recovery-first", "balanced", "dump-first"];
 pub const WATCHDOG_ACTIONS: &[&str] = &["crash", "nmi", "reset"];
 pub const DISK_FORMATS: &[&str] = &["raw", "qcow2"];
+pub const MIRRORS: &[&str] = &["none", "async", "sync"];
 pub const NET_KINDS: &[&str] = &["user", "passt", "tap"];
 
 const fn field(
@@ -415,6 +429,31 @@ pub static FIELDS: &[Field] = &[
         "The machine is taken to be ready so long after its reset, if nobody has said `hearth ready` before: a number with \
          `s`, `m`, `h` or `d`.",
     ),
+    field(
+        Section::Remount,
+        "persist",
+        Boolean,
+        "`false`",
+        "true",
+        "Save what is held when the machine is stopped, and begin with it at its next start, if no image was changed in between.",
+    ),
+    field(
+        Section::Remount,
+        "persist_file",
+        Path,
+        "`/var/lib/hearth/NAME/boot-set`",
+        r#""/srv/web.boot-set""#,
+        "Where it is saved; with `persist` only. Without root: `$XDG_STATE_HOME/hearth/NAME/boot-set`.",
+    ),
+    field(
+        Section::Ready,
+        "port",
+        Integer { min: 1, max: 65_535 },
+        "",
+        "8080",
+        "A TCP port of the host that leads into the guest (`forward` of a net). Ready is when the guest says something there: \
+         a greeting, or an answer to `GET / HTTP/1.0`.",
+    ),
     disk("name", Text, "`disk0`, `disk1`, ...", r#""root""#, "Name of the disk in commands and metrics."),
     disk("path", Path, "", r#""root.img""#, "The image: a file or a block device. It is locked while it is served."),
     disk("format", Choice(DISK_FORMATS), "`raw`", r#""raw""#, "Format of the image."),
@@ -447,6 +486,40 @@ pub static FIELDS: &[Field] = &[
         "`true`",
         "true",
         "Go around the host's page cache (`O_DIRECT`) where the file system can; with `false` the host may cache too.",
+    ),
+    field(Section::Nvram, "name", Text, "`nvram0`, `nvram1`, ...", r#""journal""#, "Name of the device in commands."),
+    field(
+        Section::Nvram,
+        "size",
+        Size,
+        "",
+        r#""64MiB""#,
+        "Host memory for it, on top of all else: a multiple of 4 KiB. All of it is taken at the start.",
+    ),
+    field(
+        Section::Nvram,
+        "mirror",
+        Choice(MIRRORS),
+        "`none`",
+        r#""sync""#,
+        "`none`: what it holds ends with the host's memory. `async`: it is written to `mirror_file` within a second or so. \
+         `sync`: a flush of the guest returns when all before it is durable there.",
+    ),
+    field(
+        Section::Nvram,
+        "mirror_file",
+        Path,
+        "none",
+        r#""/srv/web-journal""#,
+        "The mirror: a file on a real disk, made if it is not there. Must be given with `async` and `sync`.",
+    ),
+    field(
+        Section::Nvram,
+        "serial",
+        Text,
+        "the device's name",
+        r#""journal""#,
+        "Serial number the guest sees: at most 20 printable characters.",
     ),
     field(
         Section::Net,

@@ -28,6 +28,7 @@ pub struct ConfigFile {
     pub rejuvenate: Option<RejuvenateSection>,
     pub remount: Option<RemountSection>,
     pub disks: Vec<DiskSection>,
+    pub nvram: Vec<NvramSection>,
     pub nets: Vec<NetSection>,
 }
 
@@ -80,6 +81,25 @@ pub struct RejuvenateSection {
 pub struct RemountSection {
     pub limit: Option<String>,
     pub ready_after: Option<String>,
+    pub persist: Option<bool>,
+    pub persist_file: Option<String>,
+    pub ready: Option<ReadySection>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ReadySection {
+    pub port: Option<u16>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct NvramSection {
+    pub name: Option<String>,
+    pub size: Option<String>,
+    pub mirror: Option<String>,
+    pub mirror_file: Option<String>,
+    pub serial: Option<String>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

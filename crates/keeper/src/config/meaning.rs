@@ -6,12 +6,14 @@ use std::path::{Path, PathBuf};
 use hearth_api::{DumpCompression, DumpFormat, EmberMode};
 
 use super::file::{
-    BootSection, CrashSection, DiskSection, NetSection, RejuvenateSection, RemountSection, WatchdogSection,
+    BootSection, CrashSection, DiskSection, NetSection, NvramSection, RejuvenateSection, RemountSection,
+    WatchdogSection,
 };
 use super::quantity::{daily_window, derived_mac, forward, mac, seconds, size_bytes, slack_bytes};
 use super::{
     AcceleratorWish, AdmissionMode, Boot, Config, ConfigFile, CrashConfig, DiskConfig, DiskFormat, DiskTime, Forward,
-    NetBackend, NetConfig, OnPanic, RejuvenateConfig, RemountConfig, WatchdogAction,
+    MirrorPolicy, NetBackend, NetConfig, NvramConfig, NvramMirror, OnPanic, Protocol, RejuvenateConfig, RemountConfig,
+    WatchdogAction,
 };
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
@@ -23,6 +25,7 @@ const MEMORY_BYTES_STEP: u64 = 2 << 20;
 /// virtio-blk's field for it.
 const SERIAL_BYTES_MAX: usize = 20;
 const NAME_BYTES_MAX: usize = 32;
+const NVRAM_BYTES_STEP: u64 = 4096;
 const DEFAULT_SLACK: &str = "3%";
 const DEFAULT_DUMP_LEVEL: u8 = 31;
 const DEFAULT_KEEP_LAST: u32 = 5;
@@ -59,8 +62,12 @@ pub(super) fn default_memory_folder(machine: &str) -> PathBuf {
     Path::new(&format!("{DEFAULT_MEMORY_FOLDER}{of_user}")).join(machine)
 }
 
-/// Of root; of others below their own state.
 pub(super) fn default_dump_folder(machine: &str) -> PathBuf {
+    state_folder(machine).join("dumps")
+}
+
+/// Of root; of others below their own state.
+fn state_folder(machine: &str) -> PathBuf {
     let state = if rustix::process::geteuid().is_root() {
         PathBuf::from("/var/lib")
     } else {
@@ -68,7 +75,7 @@ pub(super) fn default_dump_folder(machine: &str) -> PathBuf {
         let home = || std::env::home_dir().unwrap_or_else(|| "/var/tmp".into()).join(".local/state");
         of_user.unwrap_or_else(home)
     };
-    state.join("hearth").join(machine).join("dumps")
+    state.join("hearth").join(machine)
 }
 
 pub(super) fn default_dump_threads() -> u32 {
@@ -99,11 +106,12 @@ pub fn resolve(
     let crash = resolver.crash(typed.crash.unwrap_or_default(), name.as_deref().unwrap_or_default(), memory_bytes);
     let rejuvenate = typed.rejuvenate.map(|typed| resolver.rejuvenate(typed));
     let ember = if typed.ember.as_deref() == Some("off") { EmberMode::Off } else { EmberMode::On };
-    let remount = typed.remount.map(|typed| resolver.remount(typed, memory_bytes, ember));
     let boot = resolver.boot(typed.boot.unwrap_or_default(), !typed.disks.is_empty());
     let disks = resolver.disks(typed.disks);
     let machine = name.clone().unwrap_or_default();
+    let nvram = resolver.nvram(typed.nvram, &disks);
     let nets = resolver.nets(typed.nets, &machine);
+    let remount = typed.remount.map(|typed| resolver.remount(typed, memory_bytes, ember, &machine, &nets));
     Some(Config {
         runtime_folder: resolver.path_or(typed.runtime_folder, || root.machine(&machine)),
         memory_folder: resolver.path_or(typed.memory_folder, || default_memory_folder(&machine)),
@@ -139,6 +147,7 @@ pub fn resolve(
         sandbox: typed.sandbox.unwrap_or(true),
         boot: boot?,
         disks,
+        nvram,
         nets,
         extra_qemu_args: typed.extra_qemu_args.unwrap_or_default(),
     })
@@ -293,7 +302,14 @@ impl Resolver<'_> {
         RejuvenateConfig { every_s, rss_growth_mib: typed.rss_growth_mib, window }
     }
 
-    fn remount(&mut self, typed: RemountSection, memory_bytes: Option<u64>, ember: EmberMode) -> Option<RemountConfig> {
+    fn remount(
+        &mut self,
+        typed: RemountSection,
+        memory_bytes: Option<u64>,
+        ember: EmberMode,
+        machine: &str,
+        nets: &[NetConfig],
+    ) -> Option<RemountConfig> {
         if ember == EmberMode::Off {
             self.problem("remount", "needs what `ember = \"off\"` turns off", "remove one of them");
         }
@@ -315,7 +331,75 @@ impl Resolver<'_> {
             let hint = "write a number with s, m, h or d: \"30s\", \"5m\"";
             self.problem("remount.ready_after", format!("\"{ready_after}\" is not a time"), hint);
         }
-        Some(RemountConfig { limit_bytes: limit_bytes?, ready_after_s: ready_after_s? })
+        let ready_port = typed.ready.and_then(|typed| {
+            let port = self.required(typed.port, "remount.ready.port", "ready = { port = 8080 }")?;
+            let forwards = || nets.iter().flat_map(|net| net.backend.forward().iter().copied());
+            let found = forwards().find(|forward| forward.protocol == Protocol::Tcp && forward.host_port == port);
+            if found.is_none() {
+                let hint = "forward it to the guest's port: forward = [\"127.0.0.1:8080:80\"] below [[nets]]";
+                self.problem("remount.ready.port", format!("{port} leads nowhere"), hint);
+            }
+            found
+        });
+        let persist = typed.persist.unwrap_or(false);
+        if !persist && typed.persist_file.is_some() {
+            self.problem("remount.persist_file", "is of no use without persist = true", "remove it, or set that");
+        }
+        let persist_file = persist.then(|| self.path_or(typed.persist_file, || state_folder(machine).join("boot-set")));
+        Some(RemountConfig { limit_bytes: limit_bytes?, ready_after_s: ready_after_s?, ready_port, persist_file })
+    }
+
+    fn nvram(&mut self, typed: Vec<NvramSection>, disks: &[DiskConfig]) -> Vec<NvramConfig> {
+        let nvram: Vec<_> =
+            typed.into_iter().enumerate().filter_map(|(index, typed)| self.nvram_device(index, typed)).collect();
+        let mut names: HashSet<&String> = disks.iter().map(|disk| &disk.name).collect();
+        let mut files = HashSet::new();
+        for device in &nvram {
+            if !names.insert(&device.name) {
+                self.problem("nvram", format!("two devices are named {}", device.name), "give each a name of its own");
+            }
+            if let Some(mirror) = device.mirror.as_ref().filter(|mirror| !files.insert(mirror.file.clone())) {
+                let file = mirror.file.display();
+                self.problem("nvram", format!("two devices mirror to {file}"), "give each a mirror of its own");
+            }
+        }
+        nvram
+    }
+
+    fn nvram_device(&mut self, index: usize, typed: NvramSection) -> Option<NvramConfig> {
+        let subject = |key: &str| format!("nvram[{index}].{key}");
+        let size = self.required(typed.size, &subject("size"), "size = \"64MiB\"");
+        let bytes = size.and_then(|text| {
+            let bytes = self.size(&subject("size"), &text)?;
+            let fits = bytes > 0 && bytes.is_multiple_of(NVRAM_BYTES_STEP);
+            if !fits {
+                self.problem(subject("size"), format!("{text} is not a multiple of 4 KiB"), "round it");
+            }
+            fits.then_some(bytes)
+        });
+        let name = typed.name.unwrap_or_else(|| format!("nvram{index}"));
+        let name = self.checked_name(&subject("name"), name)?;
+        let serial = self.serial(&subject("serial"), typed.serial, &name);
+        let policy = match typed.mirror.as_deref() {
+            Some("async") => Some(MirrorPolicy::Async),
+            Some("sync") => Some(MirrorPolicy::Sync),
+            _ => None,
+        };
+        let mirror = match policy {
+            Some(policy) => {
+                let file =
+                    self.required(typed.mirror_file, &subject("mirror_file"), "mirror_file = \"/srv/journal\"")?;
+                Some(NvramMirror { file: self.path(&file), policy })
+            }
+            None => {
+                if typed.mirror_file.is_some() {
+                    let hint = "set mirror = \"async\" or \"sync\", or remove it";
+                    self.problem(subject("mirror_file"), "is of no use without a mirror", hint);
+                }
+                None
+            }
+        };
+        Some(NvramConfig { name, bytes: bytes?, serial, mirror })
     }
 
     fn size(&mut self, subject: &str, text: &str) -> Option<u64> {
@@ -388,13 +472,7 @@ impl Resolver<'_> {
         let path = self.required(typed.path, &subject("path"), "path = \"root.img\"");
         let name = typed.name.unwrap_or_else(|| format!("disk{index}"));
         let name = self.checked_name(&subject("name"), name)?;
-        // A name may be longer than a serial number.
-        let serial = typed.serial.unwrap_or_else(|| name.chars().take(SERIAL_BYTES_MAX).collect());
-        let printable = serial.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ');
-        if serial.len() > SERIAL_BYTES_MAX || !printable {
-            let hint = format!("use at most {SERIAL_BYTES_MAX} printable ASCII characters");
-            self.problem(subject("serial"), format!("\"{serial}\" does not fit"), hint);
-        }
+        let serial = self.serial(&subject("serial"), typed.serial, &name);
         Some(DiskConfig {
             name,
             path: self.path(&path?),
@@ -406,6 +484,17 @@ impl Resolver<'_> {
             iops: typed.iops,
             direct: typed.direct.unwrap_or(true),
         })
+    }
+
+    fn serial(&mut self, subject: &str, typed: Option<String>, name: &str) -> String {
+        // A name may be longer than a serial number.
+        let serial = typed.unwrap_or_else(|| name.chars().take(SERIAL_BYTES_MAX).collect());
+        let printable = serial.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ');
+        if serial.len() > SERIAL_BYTES_MAX || !printable {
+            let hint = format!("use at most {SERIAL_BYTES_MAX} printable ASCII characters");
+            self.problem(subject, format!("\"{serial}\" does not fit"), hint);
+        }
+        serial
     }
 
     fn nets(&mut self, typed: Vec<NetSection>, machine: &str) -> Vec<NetConfig> {

@@ -62,6 +62,7 @@ pub struct Config {
     pub sandbox: bool,
     pub boot: Boot,
     pub disks: Vec<DiskConfig>,
+    pub nvram: Vec<NvramConfig>,
     pub nets: Vec<NetConfig>,
     pub extra_qemu_args: Vec<String>,
 }
@@ -154,11 +155,47 @@ pub struct RejuvenateConfig {
 }
 
 /// What of the disks is held for the next boot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct RemountConfig {
     pub limit_bytes: u64,
     /// After the reset, if nobody has said so before.
     pub ready_after_s: u64,
+    /// A forward of the host at which a machine that is ready answers.
+    pub ready_port: Option<Forward>,
+    /// Where it is kept while the machine is stopped. None: nowhere.
+    pub persist_file: Option<PathBuf>,
+}
+
+/// A disk that is host memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct NvramConfig {
+    pub name: String,
+    pub bytes: u64,
+    pub serial: String,
+    pub mirror: Option<NvramMirror>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct NvramMirror {
+    pub file: PathBuf,
+    pub policy: MirrorPolicy,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MirrorPolicy {
+    Async,
+    Sync,
+}
+
+impl MirrorPolicy {
+    /// As the configuration spells it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Async => "async",
+            Self::Sync => "sync",
+        }
+    }
 }
 
 /// A part of each day; over midnight if it ends before it begins.
@@ -281,12 +318,17 @@ impl Config {
     /// The most that the machine's memory files may ever hold.
     pub fn most_memory_bytes(&self) -> u64 {
         let headroom_bytes = if self.on_panic == OnPanic::DumpAndRecover { self.crash.headroom_bytes } else { 0 };
-        self.memory_bytes + self.budget_slack_bytes + headroom_bytes + self.remount_bytes()
+        self.memory_bytes + self.budget_slack_bytes + headroom_bytes + self.remount_bytes() + self.nvram_bytes()
+    }
+
+    /// Of these, for NVRAM: all of it from the start on.
+    pub fn nvram_bytes(&self) -> u64 {
+        self.nvram.iter().map(|nvram| nvram.bytes).sum()
     }
 
     /// Of these, for the boot set.
     pub fn remount_bytes(&self) -> u64 {
-        self.remount.map_or(0, |remount| remount.limit_bytes)
+        self.remount.as_ref().map_or(0, |remount| remount.limit_bytes)
     }
 
     /// `file` is where the text came from: relative paths start in its folder.

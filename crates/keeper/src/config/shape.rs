@@ -75,7 +75,7 @@ impl Look<'_> {
     ) -> Option<Value> {
         match value.get_ref() {
             DeValue::Table(table) if !section.repeats() => {
-                Some(Value::Table(self.section(table, section, &format!("{name}."))))
+                Some(Value::Table(self.section(table, section, &prefix_of(section, name))))
             }
             DeValue::Array(items) if section.repeats() => {
                 let tables = items.iter().enumerate().map(|(index, item)| match item.get_ref() {
@@ -134,9 +134,19 @@ fn subsection(section: Section, key: &str) -> Option<Section> {
         (Section::Machine, "watchdog") => Some(Section::Watchdog),
         (Section::Machine, "rejuvenate") => Some(Section::Rejuvenate),
         (Section::Machine, "remount") => Some(Section::Remount),
+        (Section::Remount, "ready") => Some(Section::Ready),
+        (Section::Machine, "nvram") => Some(Section::Nvram),
         (Section::Machine, "disks") => Some(Section::Disk),
         (Section::Machine, "nets") => Some(Section::Net),
         _ => None,
+    }
+}
+
+/// What stands before the keys of a section in messages.
+fn prefix_of(section: Section, name: &str) -> String {
+    match section {
+        Section::Ready => "remount.ready.".to_owned(),
+        _ => format!("{name}."),
     }
 }
 
@@ -205,7 +215,8 @@ fn unknown_key_hint(section: Section, name: &str, nearest: Option<&str>) -> Stri
 /// letters may differ.
 fn nearest_key(section: Section, name: &str) -> Option<&'static str> {
     let subsections: &[&str] = match section {
-        Section::Machine => &["boot", "crash", "watchdog", "rejuvenate", "remount", "disks", "nets"],
+        Section::Machine => &["boot", "crash", "watchdog", "rejuvenate", "remount", "disks", "nvram", "nets"],
+        Section::Remount => &["ready"],
         _ => &[],
     };
     Field::of_section(section)

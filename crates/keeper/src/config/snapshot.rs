@@ -46,6 +46,10 @@ impl ConfigFile {
                 }
             }
         }
+        // What is held of the images of one machine is nothing for another.
+        if let Some(remount) = &mut self.remount {
+            (remount.persist, remount.persist_file) = (None, None);
+        }
         if let Some(crash) = &mut self.crash {
             crash.dump_folder = crash.dump_folder.take().and_then(|_| text(&config.crash.dump_folder));
         }

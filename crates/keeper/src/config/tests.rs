@@ -61,6 +61,7 @@ fn the_smallest_file_gets_every_default() {
         watchdog: None,
         rejuvenate: None,
         remount: None,
+        nvram: Vec::new(),
         budget_slack_bytes: ((1_u64 << 30) as f64 * 0.03) as u64,
         admission: AdmissionMode::Dump,
         sandbox: true,
@@ -248,9 +249,11 @@ fn a_policy_says_when() {
 #[test]
 fn a_boot_set_has_a_limit_and_an_end() {
     let remount = |more: &str| parse(&format!("{SMALL}[remount]\n{more}")).unwrap();
-    assert_eq!(remount("").remount, Some(RemountConfig { limit_bytes: (1 << 30) / 20, ready_after_s: 120 }));
+    let plain =
+        |limit_bytes, ready_after_s| RemountConfig { limit_bytes, ready_after_s, ready_port: None, persist_file: None };
+    assert_eq!(remount("").remount, Some(plain((1 << 30) / 20, 120)));
     let config = remount("limit = \"64MiB\"\nready_after = \"30s\"\n");
-    assert_eq!(config.remount, Some(RemountConfig { limit_bytes: 64 << 20, ready_after_s: 30 }));
+    assert_eq!(config.remount, Some(plain(64 << 20, 30)));
     assert_eq!(config.most_memory_bytes() - parse(SMALL).unwrap().most_memory_bytes(), 64 << 20);
     check_with(
         "[remount]\nlimit = \"4KiB\"\nready_after = \"soon\"\n",

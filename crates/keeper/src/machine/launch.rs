@@ -16,10 +16,13 @@ use hearth_recovery::journal::DiskIdentity;
 
 use super::wires::Wires;
 use super::{Folders, Parts};
-use crate::config::{Boot, Config, DiskConfig, DiskFormat, Forward, NetBackend, NetConfig, Protocol, WatchdogAction};
+use crate::config::{
+    Boot, Config, DiskConfig, DiskFormat, Forward, NetBackend, NetConfig, NvramConfig, Protocol, WatchdogAction,
+};
 
 /// Entries of a disk's virtqueues: 256 outstanding requests of one page each; QEMU's own default is 128.
 const QUEUE_SIZE: u16 = 256;
+const NVRAM_QUEUES: u16 = 1;
 /// A keeper killed a moment ago may have writes on their way to the disk; its lock lasts until they are there.
 const LOCK_PATIENCE: Duration = Duration::from_secs(30);
 
@@ -33,7 +36,8 @@ pub fn launch(
     successor: bool,
 ) -> Launch {
     let (config, folders) = (&parts.config, &parts.folders);
-    let disks = config.disks.iter().map(|disk| disk_device(folders, disk));
+    let disks = config.disks.iter().map(|disk| disk_device(folders, &disk.name, disk.queues));
+    let nvram = config.nvram.iter().map(|device| disk_device(folders, &device.name, NVRAM_QUEUES));
     let nets = config.nets.iter().enumerate().map(|(position, net)| {
         let mut backend = net_backend(net, wires.number(position));
         if let (true, qemu::NetBackend::User { forward, .. }) = (successor, &mut backend) {
@@ -51,7 +55,7 @@ pub fn launch(
         accelerator: parts.accelerator.accelerator,
         machine_type: config.machine_type.clone(),
         boot: boot(&config.boot),
-        disks: disks.collect(),
+        disks: disks.chain(nvram).collect(),
         nets: nets.collect(),
         serial_socket: folders.serial_socket(generation),
         qmp_socket: folders.qmp_socket(generation),
@@ -85,13 +89,8 @@ fn watchdog_action(action: WatchdogAction) -> qemu::WatchdogAction {
     }
 }
 
-fn disk_device(folders: &Folders, disk: &DiskConfig) -> qemu::DiskDevice {
-    qemu::DiskDevice {
-        id: disk.name.clone(),
-        socket: folders.disk_socket(&disk.name),
-        queues: disk.queues,
-        queue_size: QUEUE_SIZE,
-    }
+fn disk_device(folders: &Folders, name: &str, queues: u16) -> qemu::DiskDevice {
+    qemu::DiskDevice { id: name.to_owned(), socket: folders.disk_socket(name), queues, queue_size: QUEUE_SIZE }
 }
 
 fn net_backend(net: &NetConfig, number: Option<RawFd>) -> qemu::NetBackend {
@@ -151,7 +150,29 @@ pub fn disk_identities(config: &Config) -> Vec<DiskIdentity> {
         format: disk.format.name().to_owned(),
         read_only: disk.read_only,
     };
-    config.disks.iter().map(identity).collect()
+    let of_nvram = |device: &NvramConfig| DiskIdentity {
+        name: device.name.clone(),
+        path: device.mirror.as_ref().map_or_else(PathBuf::new, |mirror| mirror.file.clone()),
+        format: format!("nvram of {} bytes", device.bytes),
+        read_only: false,
+    };
+    config.disks.iter().map(identity).chain(config.nvram.iter().map(of_nvram)).collect()
+}
+
+pub fn nvram_options(id: DiskId, device: &NvramConfig, socket: PathBuf) -> DiskOptions {
+    DiskOptions {
+        id,
+        name: device.name.clone(),
+        serial: device.serial.clone(),
+        socket,
+        queues: NVRAM_QUEUES,
+        queue_size: QUEUE_SIZE,
+        read_only: false,
+        memory_slots: false,
+        limits: Limits { bytes_per_second: None, operations_per_second: None },
+        tracked: false,
+        gate: None,
+    }
 }
 
 /// `position` in the configuration is what the ledger knows the disk by.
@@ -169,6 +190,7 @@ pub fn disk_options(position: usize, disk: &DiskConfig, socket: PathBuf) -> Disk
             bytes_per_second: disk.mib_per_second.map(|rate| rate << 20),
             operations_per_second: disk.iops,
         },
+        tracked: true,
         gate: None,
     }
 }

@@ -30,8 +30,7 @@ impl Machine {
     pub(super) fn qemu_ended(&mut self, how: String) -> Result<(), MachineError> {
         let Some(Life { incarnation, generation, began, cause, .. }) = self.life.take() else { return Ok(()) };
         self.cancel_save("the guest ended");
-        // A boot that came to no end is not what the next one is measured by.
-        self.ready_at = None;
+        self.boot_cut_off();
         self.drop_gate();
         let cause = cause.unwrap_or(EndCause::QemuDied);
         self.last_end = Some(cause);
@@ -216,7 +215,7 @@ impl Machine {
                 .map_err(|source| MachineError::Server { disk: disk.name.clone(), source })?;
             self.disks.push(server);
         }
-        Ok(())
+        self.open_nvram()
     }
 
     /// The number of a QEMU that is about to be started, and everything noted that a new keeper must know of it.
@@ -290,6 +289,8 @@ impl Machine {
         for disk in std::mem::take(&mut self.disks) {
             disk.stop();
         }
+        self.give_back_nvram();
+        self.save_boot_set();
         self.discard_memory();
         self.journal = Journal::new(&self.parts.config.name, self.parts.config.memory_bytes);
         self.journal.save(&self.parts.folders.journal())?;

@@ -36,9 +36,11 @@ pub mod gate;
 mod generation;
 mod launch;
 mod lives;
+mod nvram;
 mod orders;
 mod passt;
 mod pins;
+mod ready;
 mod rejuvenate;
 mod remount;
 pub mod restore;
@@ -56,6 +58,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use hearth_api::{EndCause, EventKind, MachineState, Rejuvenation};
+use hearth_disk::nvram::Nvram;
 use hearth_disk::server::DiskServer;
 use hearth_disk::tag::Tagger;
 use hearth_memory::PAGE_BYTES;
@@ -104,6 +107,8 @@ pub enum MachineError {
     BootSet(hearth_disk::boot_set::BootSetError),
     #[error("disk {disk}")]
     Image { disk: String, source: hearth_disk::image::ImageError },
+    #[error(transparent)]
+    Nvram(#[from] hearth_disk::nvram::NvramError),
     #[error("disk {disk}: cannot be served")]
     Server { disk: String, source: hearth_disk::server::ServerError },
     #[error(
@@ -158,12 +163,16 @@ pub struct Machine {
     warm: Arc<WarmSources>,
     /// When the guest is taken to be ready if nobody has said so.
     ready_at: Option<Instant>,
+    /// Asks the guest whether it is.
+    port_watch: Option<ready::PortWatch>,
     budget: Budget,
     warden: warden::Warden,
     pins: pins::Pins,
     /// Before the memory of the living QEMU, while that is granted unit by unit.
     gate: Option<gate::MemoryGate>,
+    /// Of the configuration's disks, and behind them of its NVRAM.
     disks: Vec<DiskServer>,
+    nvram: Vec<Nvram>,
     state: MachineState,
     state_why: Option<String>,
     life: Option<Life>,
@@ -244,11 +253,13 @@ impl Machine {
             ember,
             warm,
             ready_at: None,
+            port_watch: None,
             budget,
             warden,
             pins: pins::Pins::default(),
             gate: None,
             disks: Vec::new(),
+            nvram: Vec::new(),
             state: MachineState::Starting,
             state_why: None,
             life: None,
@@ -272,6 +283,7 @@ impl Machine {
         machine.record(EventKind::Started { pid: std::process::id(), version: env!("CARGO_PKG_VERSION").to_owned() });
         if !machine.take_over()? {
             machine.judge_boot_set(doubt.flatten());
+            machine.load_boot_set();
             let started = match machine.order_to_restore() {
                 Some(order) => machine.restore(&order),
                 None => machine.start_afresh(),
@@ -347,6 +359,11 @@ impl Machine {
                 Ok(())
             }
             Event::Qmp { .. } => Ok(()),
+            Event::Answers { incarnation } if incarnation == self.journal.incarnation => {
+                self.ready("its port answers");
+                Ok(())
+            }
+            Event::Answers { .. } => Ok(()),
             Event::Rejuvenate(request) => self.rejuvenate(&request),
             Event::Restore { generation, word } if self.is_current(generation) => {
                 self.restore_says(word);

@@ -5,16 +5,19 @@
 //! What is held outlives guests, QEMUs and keepers; it ends with the machine, with a cold reboot, and where nobody guarded
 //! the images and they are not what was noted of them.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use hearth_api::{ApiError, ErrorWord, EventKind, MissedRun, RemountDisk, RemountPlan};
+use hearth_api::{ApiError, ErrorWord, EventKind, MissedRun, RemountDisk, RemountLater, RemountPlan};
 use hearth_disk::block::{BLOCK_BYTES, DiskId};
-use hearth_disk::boot_set::{BootSet, DiskTally};
+use hearth_disk::boot_set::{BootSet, DiskTally, PhaseTally};
 use hearth_disk::tag::Tagger;
-use hearth_recovery::boot_set::ImageNotes;
+use hearth_recovery::boot_set::{ImageNotes, saved};
 
+use super::ready::PortWatch;
 use super::{Machine, MachineError, Parts};
+use crate::event::Event;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
@@ -24,7 +27,7 @@ type Found = (Arc<BootSet>, Option<String>);
 /// What an earlier keeper left. None: it is not wanted.
 pub(super) fn open(parts: &Parts, tagger: &Tagger) -> Result<Option<Found>, MachineError> {
     let folder = &parts.folders.memory;
-    let Some(remount) = parts.config.remount else {
+    let Some(remount) = &parts.config.remount else {
         if let Err(error) = BootSet::discard(folder) {
             tracing::warn!(%error, "a boot set that is not wanted any more is left behind");
         }
@@ -54,6 +57,42 @@ impl Machine {
         }
     }
 
+    /// What was held when the machine was stopped, if no image was changed since.
+    pub(super) fn load_boot_set(&self) {
+        let (Some(boot_set), Some(path)) = (self.boot_set(), self.persist_file()) else { return };
+        let images = match image_notes(&self.parts).look() {
+            Ok(Some(images)) => images,
+            Ok(None) => return,
+            Err(error) => return tracing::warn!(%error, "the images cannot be looked at"),
+        };
+        match saved::load(path, boot_set, &images) {
+            Ok(None) => {}
+            Ok(Some(blocks)) => self.record(EventKind::BootSetLoaded { blocks }),
+            Err(error) => {
+                self.clear_boot_set();
+                self.record(EventKind::BootSetDropped { why: crate::chain(&error) });
+            }
+        }
+    }
+
+    /// The machine has stopped, and nobody writes to its images any more.
+    pub(super) fn save_boot_set(&self) {
+        let (Some(boot_set), Some(path)) = (self.boot_set(), self.persist_file()) else { return };
+        let saved = match image_notes(&self.parts).at_rest() {
+            Ok(Some(images)) => saved::save(path, boot_set, &images).map_err(|error| crate::chain(&error)),
+            Ok(None) => Err("an image is a block device, or somebody else writes to it".to_owned()),
+            Err(error) => Err(format!("the images cannot be looked at: {error}")),
+        };
+        match saved {
+            Ok(blocks) => self.record(EventKind::BootSetSaved { blocks }),
+            Err(why) => self.record(EventKind::Error { message: format!("the boot set is not saved: {why}") }),
+        }
+    }
+
+    fn persist_file(&self) -> Option<&PathBuf> {
+        self.parts.config.remount.as_ref()?.persist_file.as_ref()
+    }
+
     /// From now on it is noted what the images are, for a keeper that finds no QEMU.
     pub(super) fn note_images(&self) {
         if self.boot_set().is_some() {
@@ -69,9 +108,23 @@ impl Machine {
 
     /// A guest is about to be reset.
     pub(super) fn boot_begins(&mut self) {
-        let (Some(boot_set), Some(remount)) = (self.boot_set(), self.parts.config.remount) else { return };
+        let (Some(boot_set), Some(remount)) = (self.boot_set(), &self.parts.config.remount) else { return };
         boot_set.begin();
+        let port = remount.ready_port;
         self.ready_at = Some(Instant::now() + Duration::from_secs(remount.ready_after_s));
+        self.port_watch = port.and_then(|forward| {
+            let (tell, incarnation) = (self.parts.tell.clone(), self.journal.incarnation);
+            // It fails only when the loop is gone, and then nobody wants to know.
+            let answered = move || drop(tell.send(Event::Answers { incarnation }));
+            let watch = PortWatch::start(&self.parts.config.name, forward, answered);
+            watch.inspect_err(|error| tracing::warn!(%error, "nobody asks whether the guest is ready")).ok()
+        });
+    }
+
+    /// What the guest has read until now is not what a boot reads.
+    pub(super) fn boot_cut_off(&mut self) {
+        self.ready_at = None;
+        self.port_watch = None;
     }
 
     pub(super) fn ready_ordered(&mut self) -> Result<(), ApiError> {
@@ -82,7 +135,7 @@ impl Machine {
     }
 
     pub(super) fn ready(&mut self, why: &str) {
-        self.ready_at = None;
+        self.boot_cut_off();
         if !self.boot_set().is_some_and(|boot_set| boot_set.ready()) {
             return;
         }
@@ -106,19 +159,21 @@ impl Machine {
         let all = plan.disks.values().fold(DiskTally::default(), |sum, disk| DiskTally {
             blocks: sum.blocks + disk.blocks,
             held: sum.held + disk.held,
-            hits: sum.hits + disk.hits,
-            ember_hits: sum.ember_hits + disk.ember_hits,
-            misses: sum.misses + disk.misses,
+            late: sum.late + disk.late,
+            boot: add(sum.boot, disk.boot),
+            later: add(sum.later, disk.later),
             no_room: sum.no_room + disk.no_room,
         });
         let disks = plan.disks.iter().map(|(&id, tally)| RemountDisk {
             disk: name_of(id),
             blocks: tally.blocks,
             held_blocks: tally.held,
-            hits: tally.hits,
-            ember_hits: tally.ember_hits,
-            misses: tally.misses,
-            hit_pct: hit_pct(tally),
+            hits: tally.boot.hits,
+            ember_hits: tally.boot.ember_hits,
+            misses: tally.boot.misses,
+            hit_pct: hit_pct(&tally.boot),
+            late_blocks: tally.late,
+            later: later(&tally.later),
         });
         let missed = plan.missed.iter().map(|(disk, run)| MissedRun {
             disk: name_of(*disk),
@@ -134,7 +189,13 @@ impl Machine {
             held_blocks: all.held,
             no_room_blocks: all.no_room,
             expected_hit_pct: percent(all.held, all.blocks + all.no_room),
-            hit_pct: hit_pct(&all),
+            hit_pct: hit_pct(&all.boot),
+            late_blocks: all.late,
+            later: later(&all.later),
+            memory_reads: plan.answers.reads,
+            in_line_pct: percent(plan.answers.in_line, plan.answers.reads),
+            memory_read_us_p50: plan.answers.us(50.0),
+            memory_read_us_p99: plan.answers.us(99.0),
             disks: disks.collect(),
             missed: missed.collect(),
             missed_unlisted_blocks: plan.missed_unlisted,
@@ -143,7 +204,20 @@ impl Machine {
     }
 }
 
-fn hit_pct(tally: &DiskTally) -> Option<f64> {
+fn add(one: PhaseTally, other: PhaseTally) -> PhaseTally {
+    PhaseTally {
+        hits: one.hits + other.hits,
+        ember_hits: one.ember_hits + other.ember_hits,
+        misses: one.misses + other.misses,
+    }
+}
+
+fn later(tally: &PhaseTally) -> RemountLater {
+    let PhaseTally { hits, ember_hits, misses } = *tally;
+    RemountLater { hits, ember_hits, misses }
+}
+
+fn hit_pct(tally: &PhaseTally) -> Option<f64> {
     let hits = tally.hits + tally.ember_hits;
     percent(hits, hits + tally.misses)
 }

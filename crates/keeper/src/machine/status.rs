@@ -32,6 +32,7 @@ impl Machine {
             qemu: life.map(|life| life.generation.status()),
             memory: self.memory_status(),
             disks: disks.map(|(config, server)| disk_status(config, server)).collect(),
+            nvram: self.nvram_statuses(),
             nets: config.nets.iter().map(net_status).collect(),
             ledger_pages: life.map_or(0, |life| life.incarnation.ledger_pages()),
             ember: self.ember_status(),

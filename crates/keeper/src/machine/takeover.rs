@@ -105,6 +105,7 @@ impl Machine {
         }
         self.drop_gate();
         std::mem::take(&mut self.disks).into_iter().for_each(DiskServer::stop);
+        self.nvram.clear();
         self.ember.extinguish();
         self.discard_all_incarnations();
         Ok(false)

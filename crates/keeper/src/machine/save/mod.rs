@@ -156,6 +156,9 @@ impl Machine {
         if !request.folder.is_absolute() {
             return Err(ApiError::new(ErrorWord::BadRequest, "the folder must be named with an absolute path"));
         }
+        if !self.parts.config.nvram.is_empty() {
+            return refuse("cannot save: NVRAM is no part of a snapshot", "save a machine without [[nvram]]");
+        }
         if self.saving.is_some() {
             return refuse("cannot save: a save is under way", "`hearth status` tells how far it is");
         }

@@ -24,6 +24,8 @@ use serde::{Deserialize, Serialize};
 use crate::ember::Ember;
 use crate::incarnation::{Incarnation, lock};
 
+pub mod saved;
+
 const RENEW_EVERY: Duration = Duration::from_secs(1);
 /// A file system's clock advances in steps of up to 10 ms: what was written within one step after a note would have the
 /// time of the note. An image that was written this recently is noted later.
@@ -58,7 +60,7 @@ impl WarmSource for WarmSources {
             return Some(tag);
         }
         if !boot_set.has_room_for(disk, block) {
-            return self.ember.serve(disk, block, after, copy);
+            return self.ember.serve(disk, block, after, copy).inspect(|_| boot_set.ember_answered(disk));
         }
         self.ember.serve(disk, block, AfterServing::Release, &mut |bytes| {
             copy(bytes);
@@ -82,9 +84,25 @@ impl WarmSource for WarmSources {
         self.boot_set.as_ref().is_some_and(|set| set.is_learning())
     }
 
+    fn wants(&self, bytes: u64) -> bool {
+        self.boot_set.as_ref().is_some_and(|set| set.wants(bytes))
+    }
+
+    fn missed(&self, disk: DiskId, blocks: u64) {
+        if let Some(boot_set) = &self.boot_set {
+            boot_set.missed(disk, blocks);
+        }
+    }
+
     fn read_from_image(&self, disk: DiskId, block: u64, bytes: Option<&[u8; BLOCK_BYTES]>) {
         if let Some(boot_set) = &self.boot_set {
             boot_set.read_from_image(disk, block, bytes);
+        }
+    }
+
+    fn answered(&self, disk: DiskId, in_line: bool, took: Duration) {
+        if let Some(boot_set) = &self.boot_set {
+            boot_set.answered(disk, in_line, took);
         }
     }
 
@@ -97,13 +115,15 @@ impl WarmSource for WarmSources {
 
 /// What an image was at one moment. Every write changes at least one of these.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct ImageNote {
+pub struct ImageNote {
     path: PathBuf,
     device: u64,
     inode: u64,
     bytes: u64,
     modified: (i64, i64),
     changed: (i64, i64),
+    /// Where the file system tells: another file may get the same number.
+    made: Option<SystemTime>,
 }
 
 impl ImageNote {
@@ -117,6 +137,7 @@ impl ImageNote {
             bytes: found.len(),
             modified: (found.mtime(), found.mtime_nsec()),
             changed: (found.ctime(), found.ctime_nsec()),
+            made: found.created().ok(),
         };
         Ok(found.is_file().then_some(note))
     }
@@ -176,8 +197,25 @@ impl ImageNotes {
         Some(format!("{} was changed after it was noted what it is", found.path.display()))
     }
 
+    /// What the images are now that nobody of us writes to them; waits until a later write would be seen. None: one of
+    /// them is a block device, or somebody goes on writing.
+    pub fn at_rest(&self) -> io::Result<Option<Vec<ImageNote>>> {
+        let deadline = Instant::now() + 10 * UNSURE;
+        loop {
+            let Some(found) = self.look()? else { return Ok(None) };
+            let now = SystemTime::now();
+            if found.iter().all(|note| note.is_settled(now)) {
+                return Ok(Some(found));
+            }
+            if Instant::now() > deadline {
+                return Ok(None);
+            }
+            std::thread::sleep(UNSURE / 4);
+        }
+    }
+
     /// None: one of them is a block device.
-    fn look(&self) -> io::Result<Option<Vec<ImageNote>>> {
+    pub fn look(&self) -> io::Result<Option<Vec<ImageNote>>> {
         self.images.iter().map(|image| ImageNote::of(image)).collect()
     }
 }
@@ -228,7 +266,7 @@ mod tests {
         assert_eq!((read(&sources, 1), sources.ember.counts().remaining), (Some(2), 9), "it moves");
         assert_eq!((read(&sources, 1), sources.ember.counts().served), (Some(2), 1));
         let tally = boot_set.plan().disks[&DISK];
-        assert_eq!((tally.ember_hits, tally.hits, tally.held), (1, 1, 1));
+        assert_eq!((tally.boot.ember_hits, tally.boot.hits, tally.held), (1, 1, 1));
 
         let dead = Incarnation::create(folder.path(), 2, RAM_BYTES, true).unwrap();
         let ledger = dead.ledger.clone().unwrap();

@@ -1,0 +1,194 @@
+//! NVRAM: a disk that is a file in host memory, for journals and logs whose every write is waited for.
+//!
+//! memory file there -> it is the content : mirror there -> read into memory : zeroes
+//! a write -> memory, in line -> its blocks are dirty -> mirror: at the next flush (sync), within a second (async), never
+//!
+//! The memory file outlives guests, QEMUs and keepers; the mirror outlives the host's memory. Whoever finds a memory file
+//! takes all of it for dirty: what of it a dead keeper had mirrored nobody knows.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::fs::{FallocateFlags, FlockOperation};
+
+use crate::buffer::BufferPool;
+use crate::engine::Engine;
+use crate::image::{Format, Image, ImageError, ImageOptions};
+use crate::server::{Backing, BackingError};
+
+mod engine;
+mod mirror;
+
+use engine::NvramEngine;
+use mirror::Mirror;
+
+/// A keeper that was killed may need a moment to be gone.
+const LOCK_PATIENCE: Duration = Duration::from_secs(10);
+/// Memory files of NVRAM begin so.
+pub const FILE_PREFIX: &str = "nvram-";
+
+/// When what is written also reaches the mirror.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MirrorPolicy {
+    /// Within a second or so; a flush does not wait for it.
+    Async,
+    /// A flush returns when all that was written before is durable in the mirror.
+    Sync,
+}
+
+#[derive(Clone, Debug)]
+pub struct NvramOptions {
+    pub name: String,
+    /// The folder in host memory.
+    pub folder: PathBuf,
+    pub bytes: u64,
+    pub mirror: Option<(PathBuf, MirrorPolicy)>,
+}
+
+impl NvramOptions {
+    fn memory_file(&self) -> PathBuf {
+        self.folder.join(format!("{FILE_PREFIX}{}", self.name))
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum NvramError {
+    #[error("nvram {name}: cannot {action} {path}")]
+    File { name: String, path: PathBuf, action: &'static str, source: io::Error },
+    #[error("nvram {name}: {path} has {has} bytes and not {wants}; set its size to that, or move the file away")]
+    OtherSize { name: String, path: PathBuf, has: u64, wants: u64 },
+    #[error("nvram {name}: another process mirrors to {path}; give each device a mirror of its own")]
+    MirrorInUse { name: String, path: PathBuf },
+    #[error("nvram {name}")]
+    Image { name: String, source: ImageError },
+    #[error("nvram {name}")]
+    Backing { name: String, source: BackingError },
+}
+
+/// Where the content came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    Memory,
+    Mirror,
+    Zeroes,
+}
+
+/// One device: its memory, and its mirror if there is one.
+pub struct Nvram {
+    path: PathBuf,
+    pub origin: Origin,
+    mirror: Option<Arc<Mirror>>,
+}
+
+impl Nvram {
+    /// The device, and what a disk server serves it from. The server's end writes what is not mirrored yet.
+    pub fn open(options: &NvramOptions) -> Result<(Self, Backing), NvramError> {
+        let path = options.memory_file();
+        let mirror = options.mirror.as_ref().map(|(path, policy)| Ok((open_mirror(options, path)?, path, *policy)));
+        let mirror = mirror.transpose()?;
+        let origin = match size_of(&path) {
+            Some(has) if has == options.bytes => Origin::Memory,
+            Some(has) => return Err(other_size(options, &path, has)),
+            None => fill(options, &path, mirror.as_ref().map(|(file, path, _)| (file, path.as_path())))?,
+        };
+        let memory = OpenOptions::new().read(true).write(true).open(&path);
+        let memory = Arc::new(memory.map_err(|source| failed(options, &path, "open", source))?);
+        let mirror = mirror.map(|(file, path, policy)| {
+            let is_dirty = origin == Origin::Memory;
+            Arc::new(Mirror::new(&options.name, policy, Arc::clone(&memory), (file, path), options.bytes, is_dirty))
+        });
+        let image = ImageOptions {
+            path: path.clone(),
+            format: Format::Raw,
+            read_only: false,
+            direct: false,
+            lock_patience: LOCK_PATIENCE,
+        };
+        let image = Image::open(&image).map_err(|source| NvramError::Image { name: options.name.clone(), source })?;
+        let start = |pool: &Arc<BufferPool>| {
+            let engine = NvramEngine::start(memory, Arc::clone(pool), mirror.clone())?;
+            Ok(Box::new(engine) as Box<dyn Engine>)
+        };
+        let backing = Backing::over(image, start);
+        let backing = backing.map_err(|source| NvramError::Backing { name: options.name.clone(), source })?;
+        Ok((Self { path, origin, mirror }, backing))
+    }
+
+    /// What the mirror does not have yet; none: there is no mirror.
+    pub fn dirty_bytes(&self) -> Option<u64> {
+        self.mirror.as_ref().map(|mirror| mirror.dirty_bytes())
+    }
+
+    /// Why the mirror could not be written last.
+    pub fn problem(&self) -> Option<String> {
+        self.mirror.as_ref()?.problem()
+    }
+
+    /// The machine has stopped, and its server is gone: the memory is given back if the mirror has all of it. True: it
+    /// was. Without a mirror this memory is the only place, and stays.
+    pub fn give_back(self) -> io::Result<bool> {
+        if self.dirty_bytes() != Some(0) {
+            return Ok(false);
+        }
+        fs::remove_file(&self.path).map(|()| true)
+    }
+}
+
+fn failed(options: &NvramOptions, path: &Path, action: &'static str, source: io::Error) -> NvramError {
+    NvramError::File { name: options.name.clone(), path: path.to_owned(), action, source }
+}
+
+fn other_size(options: &NvramOptions, path: &Path, has: u64) -> NvramError {
+    NvramError::OtherSize { name: options.name.clone(), path: path.to_owned(), has, wants: options.bytes }
+}
+
+fn size_of(path: &Path) -> Option<u64> {
+    fs::metadata(path).ok().map(|metadata| metadata.len())
+}
+
+/// The mirror's file; a new one has no length yet.
+fn open_mirror(options: &NvramOptions, path: &Path) -> Result<File, NvramError> {
+    let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path);
+    let file = file.map_err(|source| failed(options, path, "open its mirror", source))?;
+    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => {}
+        Err(rustix::io::Errno::WOULDBLOCK) => {
+            return Err(NvramError::MirrorInUse { name: options.name.clone(), path: path.to_owned() });
+        }
+        Err(error) => return Err(failed(options, path, "lock its mirror", error.into())),
+    }
+    let has = file.metadata().map_err(|source| failed(options, path, "look at its mirror", source))?.len();
+    if has != 0 && has != options.bytes {
+        return Err(other_size(options, path, has));
+    }
+    Ok(file)
+}
+
+/// Makes the memory file, whole before it has its name. All of its memory is taken now: a write must not find none.
+fn fill(options: &NvramOptions, path: &Path, mirror: Option<(&File, &Path)>) -> Result<Origin, NvramError> {
+    let fresh = path.with_extension("new");
+    let file = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(&fresh);
+    let file = file.map_err(|source| failed(options, &fresh, "make", source))?;
+    rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, options.bytes)
+        .map_err(|error| failed(options, &fresh, "take the memory of", error.into()))?;
+    let mut origin = Origin::Zeroes;
+    if let Some((mirror, mirror_path)) = mirror {
+        let unreadable = |source| failed(options, mirror_path, "read its mirror", source);
+        if mirror.metadata().map_err(unreadable)?.len() == options.bytes {
+            mirror::copy(mirror, &file, 0..options.bytes).map_err(unreadable)?;
+            origin = Origin::Mirror;
+        } else {
+            let unusable = |source| failed(options, mirror_path, "make its mirror", source);
+            mirror.set_len(options.bytes).and_then(|()| mirror.sync_all()).map_err(unusable)?;
+        }
+    }
+    fs::rename(&fresh, path).map_err(|source| failed(options, path, "name", source))?;
+    Ok(origin)
+}
+
+#[cfg(test)]
+mod tests;
