@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::record::{Record, RecordError};
 use crate::table::{Table, figure};
-use crate::{crash_recovery, disk, lazy_restore, rejuvenation, warm_reboot};
+use crate::{crash_recovery, disk, lazy_restore, rejuvenation, remount, warm_reboot};
 
 pub const PAGE: &str = "docs/benchmarks.md";
 const END: &str = "<!-- end -->";
@@ -25,7 +25,9 @@ pub enum DocsError {
 pub fn rewrite(folder: &Path, page: &Path) -> Result<(), DocsError> {
     let failed = |source| DocsError::Page { path: page.to_owned(), source };
     let mut text = std::fs::read_to_string(page).map_err(failed)?;
-    for bench in [warm_reboot::NAME, crash_recovery::NAME, disk::NAME, rejuvenation::NAME, lazy_restore::NAME] {
+    for bench in
+        [warm_reboot::NAME, crash_recovery::NAME, disk::NAME, rejuvenation::NAME, lazy_restore::NAME, remount::NAME]
+    {
         if !Record::path(folder, bench).exists() {
             eprintln!("{bench}: no record in {}, its table stays as it is", folder.display());
             continue;
@@ -61,6 +63,7 @@ fn section(record: &Record) -> String {
         crash_recovery::NAME => crash_recovery::table(record),
         rejuvenation::NAME => rejuvenation::table(record),
         lazy_restore::NAME => lazy_restore::table(record),
+        remount::NAME => remount::table(record),
         _ => disk::table(record),
     };
     let left_out: String = record.left_out.iter().map(|why| format!("\nLeft out: {why}\n")).collect();

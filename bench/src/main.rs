@@ -1,6 +1,6 @@
 //! `hearth-bench`: measures Hearth beside what one would use otherwise, shows it in a demo, and renders the figures.
 //!
-//! warm-reboot, crash, disk, rejuvenate, restore: a bench each; record in `target/bench/<name>.json`, table on standard output
+//! warm-reboot, crash, disk, rejuvenate, restore, remount: a bench each; record in `target/bench/<name>.json`, table on standard output
 //! demo: one machine, one crash, two ways back; report in `target/demo/report.html`
 //! docs: the tables of `docs/benchmarks.md` from the records
 
@@ -13,6 +13,7 @@ mod lazy_restore;
 mod load;
 mod record;
 mod rejuvenation;
+mod remount;
 mod report;
 mod sides;
 mod stats;
@@ -83,6 +84,14 @@ enum Chore {
         #[arg(long, env = "PROFILE", value_delimiter = ',')]
         profile: Vec<Profile>,
     },
+    /// A storage appliance with hundreds of volumes crashes: how soon all are mounted again, with Hearth and otherwise
+    Remount {
+        #[command(flatten)]
+        common: Common,
+        /// Only these disk profiles
+        #[arg(long, env = "PROFILE", value_delimiter = ',')]
+        profile: Vec<Profile>,
+    },
     /// A Debian machine panics and comes back, warm and cold
     Demo {
         /// Where the report goes
@@ -122,7 +131,9 @@ impl Common {
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     if arguments.list {
-        for name in [warm_reboot::NAME, crash_recovery::NAME, disk::NAME, rejuvenation::NAME, lazy_restore::NAME] {
+        for name in
+            [warm_reboot::NAME, crash_recovery::NAME, disk::NAME, rejuvenation::NAME, lazy_restore::NAME, remount::NAME]
+        {
             println!("{name}");
         }
         return ExitCode::SUCCESS;
@@ -188,6 +199,17 @@ fn run(chore: Chore) -> Result<(), Box<dyn Error>> {
             let mut record = new_record(lazy_restore::NAME, &common);
             lazy_restore::run(&options, &mut record)?;
             finish(&record, &common.folder, &lazy_restore::table(&record))
+        }
+        Chore::Remount { common, profile } => {
+            let quick = common.is_quick();
+            let options = remount::Options {
+                quick,
+                folder: common.folder.clone(),
+                profiles: chosen(profile, if quick { &[Profile::Paper] } else { &Profile::ALL }),
+            };
+            let mut record = new_record(remount::NAME, &common);
+            remount::run(&options, &mut record)?;
+            finish(&record, &common.folder, &remount::table(&record))
         }
         Chore::Demo { folder, profile } => Ok(demo::run(&folder, profile)?),
         Chore::Docs { folder } => Ok(docs::rewrite(&folder, &root().join(docs::PAGE))?),

@@ -23,6 +23,14 @@ impl DiskRate {
     pub fn bytes_per_second(self) -> u64 {
         self.mib_per_second << 20
     }
+
+    /// QEMU's own limits, as properties of a drive, with a comma before each.
+    pub fn qemu_throttling(self) -> String {
+        let (bps, iops) = (self.bytes_per_second(), self.iops);
+        format!(
+            ",throttling.bps-read={bps},throttling.bps-write={bps},throttling.iops-read={iops},throttling.iops-write={iops}"
+        )
+    }
 }
 
 impl Profile {

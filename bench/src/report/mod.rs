@@ -7,6 +7,7 @@ mod bars;
 mod frame;
 pub mod memory_plot;
 mod page;
+pub mod read_times;
 mod scale;
 mod throughput;
 mod timeline;

@@ -40,12 +40,7 @@ fn drive_properties(stack: Stack, rate: Option<DiskRate>) -> String {
         Stack::QemuDirect => "cache=none,aio=io_uring",
         _ => "cache=writeback",
     };
-    let throttling = rate.map_or_else(String::new, |rate| {
-        let (bps, iops) = (rate.bytes_per_second(), rate.iops);
-        format!(
-            ",throttling.bps-read={bps},throttling.bps-write={bps},throttling.iops-read={iops},throttling.iops-write={iops}"
-        )
-    });
+    let throttling = rate.map_or_else(String::new, DiskRate::qemu_throttling);
     format!("{cache}{throttling}")
 }
 

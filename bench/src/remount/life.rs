@@ -1,0 +1,237 @@
+//! One appliance on one side: its boots, and what it does in between.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use hearth_vmtest::{Disk, Drives, Guest, PlainVm, Result, TestVm, patience};
+use serde_json::Value;
+
+use super::trace::{self, Trace};
+use super::{Bench, LIMIT, MEMORY_MIB, MIB, NAME, RemountError, Side, case};
+use crate::host::profile::{DiskRate, Profile};
+use crate::record::Record;
+
+/// A machine of either kind.
+enum Vm {
+    Hearth(TestVm),
+    Plain(PlainVm),
+}
+
+impl Drives for Vm {
+    fn guest(&self) -> &Guest {
+        match self {
+            Vm::Hearth(vm) => vm.guest(),
+            Vm::Plain(vm) => vm.guest(),
+        }
+    }
+
+    fn check_alive(&self, waited: &str) -> Result<()> {
+        match self {
+            Vm::Hearth(vm) => vm.check_alive(waited),
+            Vm::Plain(vm) => vm.check_alive(waited),
+        }
+    }
+}
+
+pub struct Life<'b, 'a> {
+    bench: &'b mut Bench<'a>,
+    side: Side,
+    profile: Profile,
+    volumes: usize,
+    vm: Vm,
+    boots: usize,
+}
+
+impl<'b, 'a> Life<'b, 'a> {
+    /// Up to the moment before the first crash that is measured: in use, and not for the first time.
+    pub fn start(
+        bench: &'b mut Bench<'a>,
+        side: Side,
+        profile: Profile,
+        volumes: usize,
+    ) -> std::result::Result<Self, RemountError> {
+        eprintln!("{NAME}: [{}] {volumes} volumes, {}: starting", profile.name(), side.name());
+        bench.evict()?;
+        bench.rig.limit(Profile::Asis)?;
+        let accelerator = bench.rig.accelerator().name();
+        let start = |rate| start(bench, side, accelerator, rate);
+        let vm =
+            bench.rig.launch(profile, start)?.map_err(|source| RemountError::Machine { side: side.name(), source })?;
+        let mut life = Life { bench, side, profile, volumes, vm, boots: 0 };
+        life.wait_boot()?;
+        life.mount_and_look()?;
+        life.ready()?;
+        life.work()?;
+        if side == Side::BootSet {
+            // Of the journals the first boot had nothing to replay.
+            life.crash()?;
+            life.wait_boot()?;
+            life.mount_and_look()?;
+            life.ready()?;
+            life.work()?;
+        }
+        Ok(life)
+    }
+
+    /// Crashes, and is measured until it is ready. `side` names the case.
+    pub fn crash_and_return(&mut self, side: Side, record: &mut Record) -> std::result::Result<(), RemountError> {
+        let case = case(side, self.volumes, self.profile);
+        self.bench.rig.limit(self.profile)?;
+        let read_before = self.bench.rig.group_read_bytes()?;
+        let crashed = Instant::now();
+        self.crash()?;
+        if side == Side::HostCacheDropped {
+            self.bench.evict()?;
+        }
+        self.wait_boot()?;
+        let mounted = Instant::now();
+        self.mount()?;
+        let mount_s = mounted.elapsed().as_secs_f64();
+        self.look()?;
+        let ready_s = crashed.elapsed().as_secs_f64();
+        self.ready()?;
+        let read_after = self.bench.rig.group_read_bytes()?;
+        self.bench.rig.limit(Profile::Asis)?;
+        eprintln!(
+            "{NAME}: [{}] {} volumes, {}: mounted in {mount_s:.1} s, ready {ready_s:.1} s after the crash",
+            self.profile.name(),
+            self.volumes,
+            side.name()
+        );
+        record.add(&case, "mount_s", "s", mount_s);
+        record.add(&case, "ready_s", "s", ready_s);
+        if let Some((before, after)) = read_before.zip(read_after) {
+            record.add(&case, "read_mib", "MiB", (after - before) as f64 / MIB);
+        }
+        if side == Side::BootSet {
+            self.note_plan(&case, record)?;
+        }
+        let extra = match side {
+            Side::BootSet | Side::Ember | Side::Direct => 0,
+            Side::HostCache | Side::HostCacheDropped => self.bench.host_cache_bytes()?,
+        };
+        record.add(&case, "host_cache_mib", "MiB", extra as f64 / MIB);
+        self.work()
+    }
+
+    /// The same once more, with every read noted by the guest.
+    pub fn traced_return(&mut self) -> std::result::Result<Trace, RemountError> {
+        self.bench.rig.limit(self.profile)?;
+        self.crash()?;
+        self.wait_boot()?;
+        self.sh(trace::BEGIN)?;
+        self.mount_and_look()?;
+        let said = self.sh(trace::END)?;
+        self.bench.rig.limit(Profile::Asis)?;
+        self.ready()?;
+        Ok(Trace::parse(self.side.name(), &said))
+    }
+
+    fn crash(&self) -> std::result::Result<(), RemountError> {
+        self.vm.panic().map_err(|error| self.failed(error))
+    }
+
+    fn wait_boot(&mut self) -> std::result::Result<(), RemountError> {
+        self.boots += 1;
+        self.vm.wait_boots(self.boots).map(drop).map_err(|error| self.failed(error))
+    }
+
+    fn mount_and_look(&self) -> std::result::Result<(), RemountError> {
+        self.mount()?;
+        self.look()
+    }
+
+    fn mount(&self) -> std::result::Result<(), RemountError> {
+        self.bench.volumes.mount(&self.vm).map_err(|error| self.failed(error))
+    }
+
+    /// Every folder and inode of every volume, and what was written to it before.
+    fn look(&self) -> std::result::Result<(), RemountError> {
+        self.sh("ls -lR /v >/dev/null")?;
+        if self.bench.lines.is_empty() {
+            return Ok(());
+        }
+        let lines: Vec<&str> = self.bench.lines.iter().map(String::as_str).collect();
+        let got = self.bench.volumes.read(&self.vm).map_err(|error| self.failed(error))?;
+        let wanted = self.bench.volumes.expected(&lines);
+        if got == wanted {
+            return Ok(());
+        }
+        Err(RemountError::Lost { side: self.side.name(), got: got.len(), wanted: wanted.len() })
+    }
+
+    /// Writes to each volume, so that its journal is dirty; then the guest reads other things.
+    fn work(&mut self) -> std::result::Result<(), RemountError> {
+        let line = format!("line-{}", self.bench.lines.len());
+        self.bench.volumes.append(&self.vm, &line).map_err(|error| self.failed(error))?;
+        self.bench.lines.push(line);
+        let letter = char::from(b'a' + self.bench.volumes.images().len() as u8);
+        self.sh(&format!("cat /dev/vd{letter} >/dev/null")).map(drop)
+    }
+
+    /// The boot is over: said to Hearth.
+    fn ready(&self) -> std::result::Result<(), RemountError> {
+        match (&self.vm, self.side) {
+            (Vm::Hearth(vm), Side::BootSet) => {
+                vm.cli(&["ready", vm.name()]).map(drop).map_err(|error| self.failed(error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn note_plan(&self, case: &str, record: &mut Record) -> std::result::Result<(), RemountError> {
+        let Vm::Hearth(vm) = &self.vm else { return Ok(()) };
+        let said = vm.cli(&["remount-plan", vm.name(), "--json"]).map_err(|error| self.failed(error))?;
+        let plan: Value = serde_json::from_str(&said).unwrap_or_default();
+        for (figure, metric, unit, scale) in [
+            ("hit_pct", "hit_pct", "%", 1.0),
+            ("in_line_pct", "hit_inline_pct", "%", 1.0),
+            ("memory_read_us_p50", "hit_us_p50", "us", 1.0),
+            ("memory_read_us_p99", "hit_us_p99", "us", 1.0),
+            ("resident_bytes", "cached_mib", "MiB", 1.0 / MIB),
+            ("blocks", "boot_blocks", "", 1.0),
+        ] {
+            let value = plan[figure].as_f64();
+            let no_figure = || RemountError::NoFigure { side: self.side.name(), figure, said: said.clone() };
+            record.add(case, metric, unit, value.ok_or_else(no_figure)? * scale);
+        }
+        Ok(())
+    }
+
+    fn sh(&self, command: &str) -> std::result::Result<String, RemountError> {
+        self.vm.sh_within(command, patience(60)).map_err(|error| self.failed(error))
+    }
+
+    fn failed(&self, source: hearth_vmtest::Error) -> RemountError {
+        RemountError::Machine { side: self.side.name(), source }
+    }
+}
+
+/// `rate`: for hosts without a control group.
+fn start(bench: &Bench<'_>, side: Side, accelerator: &str, rate: Option<DiskRate>) -> Result<Vm> {
+    let images = || bench.volumes.images().iter().chain([&bench.churn]);
+    match side {
+        Side::BootSet | Side::Ember => {
+            let builder = TestVm::busybox(NAME).memory_mib(MEMORY_MIB).setting("accelerator", accelerator);
+            let builder = images().fold(builder, |builder, image| {
+                let disk = Disk::in_place(image);
+                builder.disk(match rate {
+                    Some(rate) => disk.limited(rate.mib_per_second as i64, rate.iops as i64),
+                    None => disk,
+                })
+            });
+            let remount = BTreeMap::from([("limit", LIMIT), ("ready_after", "1d")]);
+            let builder = if side == Side::BootSet { builder.setting("remount", remount) } else { builder };
+            builder.start().map(Vm::Hearth)
+        }
+        Side::Direct | Side::HostCache | Side::HostCacheDropped => {
+            let builder = PlainVm::busybox(NAME).memory_mib(MEMORY_MIB).accelerator(accelerator).cmdline("panic=-1");
+            // Without these QEMU takes pvpanic's news for an order to power off.
+            let builder = builder.args(["-action", "panic=none"]);
+            let cache = if side == Side::Direct { "cache=none,aio=io_uring" } else { "cache=writeback" };
+            let throttling = rate.map_or_else(String::new, DiskRate::qemu_throttling);
+            let drive = format!("{cache}{throttling}");
+            images().fold(builder, |builder, image| builder.drive(image, &drive)).start().map(Vm::Plain)
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! Bench `remount`: a storage appliance with hundreds of volumes crashes while they are in use, and comes back.
+//!
+//! for each number of volumes, each disk profile, each side in turn, on the same images: boot -> mount -> look through all
+//! volumes -> write to all of them -> push their metadata out of the guest's cache -> crash -> boot, mount, look through:
+//! ready
+//!
+//! All volumes are mounted four at a time, their journals dirty. Ready is when a line that was acknowledged before the
+//! crash was read back from each. What the sides cost is the host memory beyond the guest's own.
+
+mod life;
+mod page;
+mod summary;
+mod trace;
+mod write_cost;
+
+use std::path::{Path, PathBuf};
+
+use hearth_vmtest::{Blocks, Volumes, images};
+
+use crate::host::profile::Profile;
+use crate::record::Record;
+use crate::sides::{Rig, RigError};
+
+pub use summary::table;
+
+pub const NAME: &str = "remount";
+const MIB: f64 = 1048576.0;
+/// Guest RAM: what hundreds of mounted volumes need, and not much more to keep what they have read.
+const MEMORY_MIB: u64 = 256;
+/// What is read through before a crash, so that the guest's cache holds little of what its next boot needs.
+const CHURN_MIB: u64 = 512;
+/// The boot set's limit: a quarter of the guest's RAM.
+const LIMIT: &str = "64MiB";
+
+#[derive(Debug, thiserror::Error)]
+pub enum RemountError {
+    #[error(transparent)]
+    Rig(#[from] RigError),
+    #[error("machine {side}")]
+    Machine { side: &'static str, source: hearth_vmtest::Error },
+    #[error("volumes")]
+    Volumes(#[source] hearth_vmtest::Error),
+    #[error("{path}: cannot be used, or dropped from the host's cache")]
+    File { path: PathBuf, source: std::io::Error },
+    #[error("{side} says no {figure}: {said}")]
+    NoFigure { side: &'static str, figure: &'static str, said: String },
+    #[error("{side} came back with other contents than were acknowledged: {got} bytes instead of {wanted}")]
+    Lost { side: &'static str, got: usize, wanted: usize },
+}
+
+/// Who runs the appliance, and what is left to it after a crash.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// Hearth with a boot set.
+    BootSet,
+    /// Hearth without: the ember alone.
+    Ember,
+    /// QEMU alone, `cache=none,aio=io_uring`.
+    Direct,
+    /// QEMU alone, `cache=writeback`: the host's page cache survives the guest.
+    HostCache,
+    /// The same, and the host has forgotten the images.
+    HostCacheDropped,
+}
+
+impl Side {
+    pub const ALL: [Side; 5] = [Side::BootSet, Side::Ember, Side::Direct, Side::HostCache, Side::HostCacheDropped];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Side::BootSet => "hearth",
+            Side::Ember => "hearth-without",
+            Side::Direct => "qemu-direct",
+            Side::HostCache => "qemu-host-cache",
+            Side::HostCacheDropped => "qemu-host-cache-dropped",
+        }
+    }
+
+    /// In the names of figures.
+    fn word(self) -> &'static str {
+        match self {
+            Side::BootSet => "hearth",
+            Side::Ember => "without",
+            Side::Direct => "direct",
+            Side::HostCache => "hostcache_warm",
+            Side::HostCacheDropped => "hostcache_dropped",
+        }
+    }
+}
+
+pub struct Options {
+    pub quick: bool,
+    /// On the disk that is to be measured.
+    pub folder: PathBuf,
+    pub profiles: Vec<Profile>,
+}
+
+/// What is measured with so many volumes.
+struct Cell {
+    volumes: usize,
+    profiles: Vec<Profile>,
+    sides: &'static [Side],
+    /// Crashes that are measured.
+    rounds: u32,
+    /// The sides whose reads are looked at one by one, in one more boot.
+    traced: bool,
+}
+
+/// All sides where the most is at stake, and the two that matter most where the number of volumes is looked at.
+fn cells(options: &Options) -> Vec<Cell> {
+    const TWO: &[Side] = &[Side::BootSet, Side::Direct];
+    if options.quick {
+        const QUICK: &[Side] = &[Side::BootSet, Side::Direct, Side::HostCache];
+        return vec![Cell { volumes: 24, profiles: options.profiles.clone(), sides: QUICK, rounds: 1, traced: true }];
+    }
+    let paper = || options.profiles.iter().copied().filter(|&profile| profile == Profile::Paper).collect();
+    let few = [50, 100, 200].map(|volumes| Cell { volumes, profiles: paper(), sides: TWO, rounds: 1, traced: false });
+    let most = Cell { volumes: 400, profiles: options.profiles.clone(), sides: &Side::ALL, rounds: 1, traced: true };
+    few.into_iter().chain([most]).collect()
+}
+
+/// What every side is started on.
+struct Bench<'a> {
+    rig: &'a Rig,
+    volumes: Volumes,
+    churn: PathBuf,
+    /// What was written to each volume so far.
+    lines: Vec<String>,
+}
+
+impl<'a> Bench<'a> {
+    fn prepare(rig: &'a Rig, volumes: usize) -> Result<Self, RemountError> {
+        let volumes = Volumes::make_in(rig.folder(), volumes, &tree(), Blocks::All).map_err(RemountError::Volumes)?;
+        let churn = rig.folder().join("churn.img");
+        images::empty(&churn, CHURN_MIB).map_err(RemountError::Volumes)?;
+        let bench = Self { rig, volumes, churn, lines: Vec::new() };
+        bench.evict()?;
+        Ok(bench)
+    }
+
+    /// The host forgets the images.
+    fn evict(&self) -> Result<(), RemountError> {
+        self.volumes.images().iter().try_for_each(|image| {
+            crate::host::page_cache::evict(image).map_err(|source| RemountError::File { path: image.clone(), source })
+        })
+    }
+
+    /// Of the images, in the host's page cache.
+    fn host_cache_bytes(&self) -> Result<u64, RemountError> {
+        let of = |image: &PathBuf| {
+            let bytes = crate::host::page_cache::resident_bytes(image);
+            bytes.map_err(|source| RemountError::File { path: image.clone(), source })
+        };
+        self.volumes.images().iter().map(of).sum()
+    }
+}
+
+/// What each volume holds from the start: some folders with some files.
+fn tree() -> Vec<images::File> {
+    let path = |number: usize| format!("share-{}/file-{number}", number % 4);
+    (0..16).map(|number| images::File { path: path(number), contents: vec![b'x'; 600 * number] }).collect()
+}
+
+pub fn run(options: &Options, record: &mut Record) -> Result<(), RemountError> {
+    // Relative paths in machine.toml start in its own folder.
+    let folder = std::path::absolute(&options.folder);
+    let folder = folder.map_err(|source| RemountError::File { path: options.folder.clone(), source })?;
+    let rig = Rig::prepare(&folder, record.machine.accelerator)?;
+    record.profile_by = rig.profile_by();
+    write_cost::measure(&rig, options.quick, record)?;
+    let mut traces = Vec::new();
+    for cell in cells(options) {
+        let mut bench = Bench::prepare(&rig, cell.volumes)?;
+        for &profile in &cell.profiles {
+            for &side in cell.sides.iter().filter(|&&side| side != Side::HostCacheDropped) {
+                let traced = cell.traced && profile == Profile::Paper && matches!(side, Side::BootSet | Side::Direct);
+                measure(&mut bench, &cell, side, profile, traced.then_some(&mut traces), record)?;
+            }
+        }
+    }
+    summary::summarise(record, &cells(options));
+    write_page(record, &traces, &folder)
+}
+
+fn measure(
+    bench: &mut Bench<'_>,
+    cell: &Cell,
+    side: Side,
+    profile: Profile,
+    traces: Option<&mut Vec<trace::Trace>>,
+    record: &mut Record,
+) -> Result<(), RemountError> {
+    let drops = side == Side::HostCache && cell.sides.contains(&Side::HostCacheDropped);
+    let mut life = life::Life::start(bench, side, profile, cell.volumes)?;
+    for _ in 0..cell.rounds {
+        life.crash_and_return(side, record)?;
+    }
+    if drops {
+        for _ in 0..cell.rounds {
+            life.crash_and_return(Side::HostCacheDropped, record)?;
+        }
+    }
+    if let Some(traces) = traces {
+        traces.push(life.traced_return()?);
+    }
+    Ok(())
+}
+
+fn write_page(record: &Record, traces: &[trace::Trace], folder: &Path) -> Result<(), RemountError> {
+    let path = folder.join(format!("{NAME}.html"));
+    let written = crate::report::write_whole(&path, &page::html(record, traces));
+    written.map_err(|source| RemountError::File { path: path.clone(), source })?;
+    eprintln!("{NAME}: report: {}", path.display());
+    Ok(())
+}
+
+/// Side, number of volumes, profile: `hearth-400@paper`.
+fn case(side: Side, volumes: usize, profile: Profile) -> String {
+    format!("{}-{volumes}@{}", side.name(), profile.name())
+}

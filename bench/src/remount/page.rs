@@ -1,0 +1,56 @@
+//! The report: the time of every read over a boot, as in the paper's Figure 9, and the figures.
+
+use super::trace::Trace;
+use super::{LIMIT, MEMORY_MIB, summary};
+use crate::record::Record;
+use crate::report::{Page, escape, read_times};
+use crate::table::{Table, figure, figure_or_dash};
+
+pub fn html(record: &Record, traces: &[Trace]) -> String {
+    let mut page = Page::new(
+        "Hundreds of volumes come back",
+        "A storage appliance crashes with all its volumes mounted and their journals dirty. It is ready again when every \
+         volume is mounted and has been looked through.",
+    );
+    for trace in traces {
+        let reads: Vec<(f64, f64)> = trace.reads.iter().map(|read| (read.second, read.us / 1e3)).collect();
+        let title = format!(
+            "{}: {} reads from the first mount on, half of them within {} ms, the slowest {} ms",
+            trace.side,
+            reads.len(),
+            figure_or_dash(trace.us(50.0).map(|us| us / 1e3)),
+            figure_or_dash(trace.us(100.0).map(|us| us / 1e3))
+        );
+        page.section(&title, &read_times::draw(&reads));
+    }
+    page.section("Sides", &table(&summary::table(record)));
+    page.section("Figures", &table(&figures(record)));
+    page.section("How it was measured", &notes(record));
+    page.html(&format!("Hearth {}, {}", env!("CARGO_PKG_VERSION"), record.date))
+}
+
+fn figures(record: &Record) -> Table {
+    let mut table = Table::new(["figure", "value"]);
+    for (metric, value) in &record.summary {
+        table.row([metric.clone(), figure(*value)]);
+    }
+    table
+}
+
+fn table(table: &Table) -> String {
+    format!("<div class=\"scroll\">{}</div>", table.html())
+}
+
+fn notes(record: &Record) -> String {
+    let mut notes = vec![
+        format!("{}; {}. Disk profiles by: {}.", record.machine.describe(), record.qemu, record.profile_by),
+        format!(
+            "A guest of {MEMORY_MIB} MiB, mounting four volumes at a time; a boot set of at most {LIMIT}. The times of the reads \
+             are those of the guest's own block layer, at paper."
+        ),
+    ];
+    if record.quick {
+        notes.push("A quick run: a look, not a result.".to_owned());
+    }
+    notes.iter().map(|note| format!("<p>{}</p>", escape(note))).collect()
+}

@@ -1,0 +1,106 @@
+//! What the values come down to. Figures without a profile in their name are those at `paper`, without a number of
+//! volumes those at the largest one.
+
+use super::{Cell, Side, case, write_cost};
+use crate::host::profile::Profile;
+use crate::record::Record;
+use crate::table::{Table, figure_or_dash};
+
+pub fn summarise(record: &mut Record, cells: &[Cell]) {
+    let mut figures: Vec<(String, Option<f64>)> = Vec::new();
+    let ratio = |one: Option<f64>, other: Option<f64>| Some(one? / other?);
+    for cell in cells {
+        let volumes = cell.volumes;
+        for &profile in &cell.profiles {
+            let median = |side: Side, metric: &str| record.median(&case(side, volumes, profile), metric);
+            let key = |metric: &str| profile.key(&format!("{metric}_{volumes}"));
+            for &side in cell.sides {
+                for metric in ["mount_s", "ready_s", "read_mib"] {
+                    figures.push((key(&format!("{metric}_{}", side.word())), median(side, metric)));
+                }
+            }
+            let ready = |side: Side| median(side, "ready_s");
+            let mounted = |side: Side| median(side, "mount_s");
+            let held = Side::BootSet;
+            figures.push((key("ready_speedup"), ratio(ready(Side::Direct), ready(held))));
+            figures.push((key("mount_speedup"), ratio(mounted(Side::Direct), mounted(held))));
+            figures.push((key("ready_vs_hostcache_warm"), ratio(ready(held), ready(Side::HostCache))));
+            let memory = ratio(median(held, "cached_mib"), median(Side::HostCache, "host_cache_mib"));
+            figures.push((key("memory_vs_hostcache"), memory));
+            for metric in ["hit_pct", "hit_inline_pct", "hit_us_p50", "hit_us_p99", "cached_mib"] {
+                figures.push((key(metric), median(held, metric)));
+            }
+        }
+    }
+    // What is asked for without a number of volumes.
+    let most = cells.iter().map(|cell| cell.volumes).max().unwrap_or_default();
+    for metric in ["ready_vs_hostcache_warm", "memory_vs_hostcache", "hit_inline_pct", "hit_us_p50"] {
+        let of_most =
+            figures.iter().find(|(name, _)| *name == format!("{metric}_{most}")).and_then(|(_, value)| *value);
+        figures.push((metric.to_owned(), of_most));
+    }
+    figures.push(("write_cost_pct".to_owned(), record.median(write_cost::CASE, "cost_pct")));
+    for (metric, value) in figures {
+        record.summarise(&metric, value);
+    }
+}
+
+pub fn table(record: &Record) -> Table {
+    let mut table = Table::new([
+        "side-volumes@profile",
+        "mount s",
+        "ready s",
+        "read MiB",
+        "host cache MiB",
+        "boot set MiB",
+        "hits %",
+        "hit us p50",
+    ]);
+    let mut volumes: Vec<usize> = record.rows.iter().filter_map(|row| volumes_of(&row.case)).collect();
+    volumes.sort_unstable();
+    volumes.dedup();
+    for volumes in volumes {
+        for profile in Profile::ALL {
+            for side in Side::ALL {
+                let case = case(side, volumes, profile);
+                if record.median(&case, "ready_s").is_none() {
+                    continue;
+                }
+                let metrics =
+                    ["mount_s", "ready_s", "read_mib", "host_cache_mib", "cached_mib", "hit_pct", "hit_us_p50"];
+                let figures = metrics.map(|metric| figure_or_dash(record.median(&case, metric)));
+                table.row([case.clone()].into_iter().chain(figures));
+            }
+        }
+    }
+    table
+}
+
+fn volumes_of(case: &str) -> Option<usize> {
+    case.split_once('@')?.0.rsplit_once('-')?.1.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::facts::{Accelerator, HostFacts};
+
+    #[test]
+    fn sides_are_held_against_each_other() {
+        let machine = HostFacts::gather(Accelerator::Tcg);
+        let mut record = Record::new(super::super::NAME, false, machine, "QEMU".into(), "max");
+        let mut add = |side, metric, value| record.add(&case(side, 400, Profile::Paper), metric, "", value);
+        add(Side::BootSet, "ready_s", 10.0);
+        add(Side::Direct, "ready_s", 40.0);
+        add(Side::HostCache, "ready_s", 8.0);
+        add(Side::BootSet, "cached_mib", 5.0);
+        add(Side::HostCache, "host_cache_mib", 50.0);
+        let cell = Cell { volumes: 400, profiles: vec![Profile::Paper], sides: &Side::ALL, rounds: 1, traced: true };
+        summarise(&mut record, &[cell]);
+        assert_eq!(record.summary["ready_speedup_400"], 4.0);
+        assert_eq!(record.summary["ready_vs_hostcache_warm"], 1.25);
+        assert_eq!(record.summary["memory_vs_hostcache"], 0.1);
+        assert!(!record.summary.contains_key("hit_us_p50"), "not measured");
+        assert!(table(&record).text().contains("hearth-400@paper"));
+    }
+}
