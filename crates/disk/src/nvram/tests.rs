@@ -1,3 +1,5 @@
+//! What outlives whom, and what a mirror has at each moment.
+
 use std::os::unix::fs::FileExt;
 use std::time::Instant;
 
