@@ -37,6 +37,8 @@ use relay::{Bell, Passage};
 const LOAD_ALLOWANCE: Duration = Duration::from_micros(3000);
 /// Between two looks at an old QEMU that is on its way back to its guest.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
+/// From the end of a QEMU's first connection to that of its last.
+const GOODBYE_WITHIN: Duration = Duration::from_secs(1);
 /// Between two looks for the rest of a packet.
 const PACKET_EVERY: Duration = Duration::from_micros(50);
 
@@ -273,7 +275,7 @@ impl Hop<'_> {
                 way.set_forward = clock::advance(passage.between(), by, ticker).then_some(by);
             }
             if way.given_at.is_some() && !released {
-                self.must_be_undisturbed(admitted)?;
+                self.must_be_undisturbed(admitted).map_err(|error| self.ended_or(error, &heard))?;
                 self.await_packets(deadline)?;
                 passage.release();
                 released = true;
@@ -346,6 +348,18 @@ impl Hop<'_> {
         let what = "a connection was lost while the guest was handed over";
         let disk = self.disks.iter().map(DiskServer::name).collect::<Vec<_>>().join(", ");
         Err(RejuvenationError::Disk { disk, what })
+    }
+
+    /// A QEMU that ends loses its disks, and may say goodbye after that: its end is the reason then.
+    fn ended_or(&self, error: RejuvenationError, heard: &Receiver<Heard>) -> RejuvenationError {
+        let deadline = Instant::now() + GOODBYE_WITHIN;
+        loop {
+            match self.next(heard, deadline, "a QEMU that lost a disk") {
+                Ok(_) => {}
+                Err(ended @ (RejuvenationError::OldEnded | RejuvenationError::NewEnded)) => return ended,
+                Err(_) => return error,
+            }
+        }
     }
 
     /// Until the old one has the rest of a packet that it had begun to read. Whoever sent the one part has sent the other.
