@@ -105,7 +105,13 @@ fn be_a_qemu() {
     if manner == "silent" {
         forever();
     }
-    let connects = |path: &str| UnixStream::connect(path).expect("the disk's server listens");
+    let connects = |path: &str| {
+        let mut disk = UnixStream::connect(path).expect("the disk's server listens");
+        // Answered by whoever has taken the connection: GET_FEATURES of vhost-user, a head of three words, and eight bytes.
+        disk.write_all(&[1_u32, 1, 0].map(u32::to_le_bytes).concat()).expect("the disk's server reads");
+        disk.read_exact(&mut [0; 20]).expect("the disk's server answers");
+        disk
+    };
     let paths = arguments.split(",path=").skip(1).filter_map(|rest| rest.split(',').next());
     let _disks: Vec<_> = if manner == "without-disks" { Vec::new() } else { paths.map(connects).collect() };
     writeln!(stream, "{}", json!({ "QMP": {} })).expect("the keeper reads");
