@@ -81,6 +81,8 @@ const SEED: u64 = 11;
 /// Writes to the disk without a break.
 const LOAD: &str = "(while :; do dd if=/dev/urandom of=/dev/vda bs=64k count=64 oflag=direct || echo bad >>/tmp/bad; done) >/dev/null 2>&1 &";
 const DISK_MIB: u64 = 64;
+/// Of a hop: the old QEMU gives back what it had.
+const AFTERMATH: Duration = Duration::from_secs(1);
 
 /// Memory that the guest holds dirty: most of it.
 fn fill(vm: &impl Drives, memory_mib: u64) -> hearth_vmtest::Result<()> {
@@ -105,8 +107,8 @@ fn hearth(options: &Options, memory_mib: u64, hops: u32, record: &mut Record) ->
         let ended = Instant::now();
         record.add(&case(HEARTH, memory_mib), "gap_ms", "ms", silence.longest(&[vm.guest()], began, ended));
         // As long again, with nothing happening.
-        std::thread::sleep(ended - began);
-        let quiet = silence.longest(&[vm.guest()], ended, Instant::now());
+        std::thread::sleep(AFTERMATH + (ended - began));
+        let quiet = silence.longest(&[vm.guest()], ended + AFTERMATH, Instant::now());
         record.add(&case(HEARTH, memory_mib), "gap_without_ms", "ms", quiet);
         let status = vm.status().map_err(failed)?;
         let last = &status["last_rejuvenation"];

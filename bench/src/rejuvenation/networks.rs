@@ -8,7 +8,7 @@ use hearth_vmtest::echo::{self, Echo};
 use hearth_vmtest::net::{Tap, free_port, passt_works};
 use hearth_vmtest::{Drives, Result, TestVm, TestVmBuilder};
 
-use super::RejuvenationError;
+use super::{AFTERMATH, RejuvenationError};
 use crate::record::Record;
 
 const SIDE: &str = "tcp";
@@ -64,8 +64,8 @@ fn measure(
         let ended = Instant::now();
         record.add(&case(kind), "tcp_gap_ms", "ms", talk.longest(began, ended).as_secs_f64() * 1e3);
         // As long again, with nothing happening.
-        std::thread::sleep(ended - began);
-        let quiet = talk.longest(ended, Instant::now());
+        std::thread::sleep(AFTERMATH + (ended - began));
+        let quiet = talk.longest(ended + AFTERMATH, Instant::now());
         record.add(&case(kind), "tcp_gap_without_ms", "ms", quiet.as_secs_f64() * 1e3);
         let status = vm.status()?;
         record.add(&case(kind), "pause_ms", "ms", status["last_rejuvenation"]["pause_ms"].as_f64().unwrap_or(f64::NAN));
