@@ -218,10 +218,7 @@ fn builder(
     dump_folder: PathBuf,
     rate: Option<DiskRate>,
 ) -> hearth_vmtest::TestVmBuilder {
-    let limited = |disk: Disk| match rate {
-        Some(rate) => disk.limited(rate.mib_per_second as i64, rate.iops as i64),
-        None => disk,
-    };
+    let limited = |disk| sides::limited(disk, rate);
     let builder = sides::with_boot_set(TestVm::debian("crash"))
         .root(limited(Disk::in_place(image)))
         .disk(limited(Disk::in_place(&bench.data).read_only()))

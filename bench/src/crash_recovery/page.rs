@@ -4,8 +4,8 @@
 use super::hearth::Life;
 use super::{Shape, summary};
 use crate::record::Record;
-use crate::report::{MemoryPlot, Page, escape, memory_plot};
-use crate::table::{Table, figure};
+use crate::report::{MemoryPlot, Page, escape, figures, memory_plot, table};
+use crate::table::figure;
 
 pub fn html(record: &Record, shape: Shape, lives: &[Life]) -> String {
     let mut page = Page::new(
@@ -19,7 +19,7 @@ pub fn html(record: &Record, shape: Shape, lives: &[Life]) -> String {
     }
     page.section("How much is released at once", &table(&summary::chunk_table(record)));
     page.section("Who gets the disk while a boot needs it", &table(&summary::policy_table(record)));
-    page.section("Figures", &table(&figures(record)));
+    page.section("Figures", &figures(record));
     page.section("How it was measured", &notes(record, shape));
     page.html(&format!("Hearth {}, {}", env!("CARGO_PKG_VERSION"), record.date))
 }
@@ -43,21 +43,6 @@ fn plot(life: &Life, shape: Shape) -> MemoryPlot {
         back_s: life.back_s,
         dumped_s: life.dumped_s,
     }
-}
-
-fn figures(record: &Record) -> Table {
-    let mut table = Table::new(["figure", "value"]);
-    for (metric, value) in &record.summary {
-        table.row([metric.clone(), figure(*value)]);
-    }
-    table
-}
-
-fn table(table: &Table) -> String {
-    if table.is_empty() {
-        return String::new();
-    }
-    format!("<div class=\"scroll\">{}</div>", table.html())
 }
 
 fn notes(record: &Record, shape: Shape) -> String {

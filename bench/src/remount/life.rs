@@ -1,15 +1,15 @@
 //! One appliance on one side: its boots, and what it does in between.
 
-use std::collections::BTreeMap;
 use std::time::Instant;
 
 use hearth_vmtest::{Disk, Drives, Guest, PlainVm, Result, TestVm, patience};
 use serde_json::Value;
 
 use super::trace::{self, Trace};
-use super::{Bench, LIMIT, MEMORY_MIB, MIB, NAME, RemountError, Side, case};
+use super::{Bench, MEMORY_MIB, MIB, NAME, RemountError, Side, case};
 use crate::host::profile::{DiskRate, Profile};
 use crate::record::Record;
+use crate::sides;
 
 /// A machine of either kind.
 enum Vm {
@@ -172,9 +172,7 @@ impl<'b, 'a> Life<'b, 'a> {
     /// The boot is over: said to Hearth.
     fn ready(&self) -> std::result::Result<(), RemountError> {
         match (&self.vm, self.side) {
-            (Vm::Hearth(vm), Side::BootSet) => {
-                vm.cli(&["ready", vm.name()]).map(drop).map_err(|error| self.failed(error))
-            }
+            (Vm::Hearth(vm), Side::BootSet) => sides::ready(vm).map_err(|error| self.failed(error)),
             _ => Ok(()),
         }
     }
@@ -213,15 +211,9 @@ fn start(bench: &Bench<'_>, side: Side, accelerator: &str, rate: Option<DiskRate
     match side {
         Side::BootSet | Side::Ember => {
             let builder = TestVm::busybox(NAME).memory_mib(MEMORY_MIB).setting("accelerator", accelerator);
-            let builder = images().fold(builder, |builder, image| {
-                let disk = Disk::in_place(image);
-                builder.disk(match rate {
-                    Some(rate) => disk.limited(rate.mib_per_second as i64, rate.iops as i64),
-                    None => disk,
-                })
-            });
-            let remount = BTreeMap::from([("limit", LIMIT), ("ready_after", "1d")]);
-            let builder = if side == Side::BootSet { builder.setting("remount", remount) } else { builder };
+            let builder =
+                images().fold(builder, |builder, image| builder.disk(sides::limited(Disk::in_place(image), rate)));
+            let builder = if side == Side::BootSet { sides::with_boot_set(builder) } else { builder };
             builder.start().map(Vm::Hearth)
         }
         Side::Direct | Side::HostCache | Side::HostCacheDropped => {

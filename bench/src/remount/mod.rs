@@ -29,8 +29,6 @@ const MIB: f64 = 1048576.0;
 const MEMORY_MIB: u64 = 256;
 /// What is read through before a crash, so that the guest's cache holds little of what its next boot needs.
 const CHURN_MIB: u64 = 512;
-/// The boot set's limit: a quarter of the guest's RAM.
-const LIMIT: &str = "64MiB";
 
 #[derive(Debug, thiserror::Error)]
 pub enum RemountError {

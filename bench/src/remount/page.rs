@@ -1,10 +1,11 @@
 //! The report: the time of every read over a boot, as in the paper's Figure 9, and the figures.
 
 use super::trace::Trace;
-use super::{LIMIT, MEMORY_MIB, summary};
+use super::{MEMORY_MIB, summary};
 use crate::record::Record;
-use crate::report::{Page, escape, read_times};
-use crate::table::{Table, figure, figure_or_dash};
+use crate::report::{Page, escape, figures, read_times, table};
+use crate::sides::BOOT_SET_LIMIT;
+use crate::table::figure_or_dash;
 
 pub fn html(record: &Record, traces: &[Trace]) -> String {
     let mut page = Page::new(
@@ -24,28 +25,16 @@ pub fn html(record: &Record, traces: &[Trace]) -> String {
         page.section(&title, &read_times::draw(&reads));
     }
     page.section("Sides", &table(&summary::table(record)));
-    page.section("Figures", &table(&figures(record)));
+    page.section("Figures", &figures(record));
     page.section("How it was measured", &notes(record));
     page.html(&format!("Hearth {}, {}", env!("CARGO_PKG_VERSION"), record.date))
-}
-
-fn figures(record: &Record) -> Table {
-    let mut table = Table::new(["figure", "value"]);
-    for (metric, value) in &record.summary {
-        table.row([metric.clone(), figure(*value)]);
-    }
-    table
-}
-
-fn table(table: &Table) -> String {
-    format!("<div class=\"scroll\">{}</div>", table.html())
 }
 
 fn notes(record: &Record) -> String {
     let mut notes = vec![
         format!("{}; {}. Disk profiles by: {}.", record.machine.describe(), record.qemu, record.profile_by),
         format!(
-            "A guest of {MEMORY_MIB} MiB, mounting four volumes at a time; a boot set of at most {LIMIT}. The times of the reads \
+            "A guest of {MEMORY_MIB} MiB, mounting four volumes at a time; a boot set of at most {BOOT_SET_LIMIT}. The times of the reads \
              are those of the guest's own block layer, at paper."
         ),
     ];

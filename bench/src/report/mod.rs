@@ -19,6 +19,9 @@ pub use timeline::{Phase, Timeline};
 
 use std::path::Path;
 
+use crate::record::Record;
+use crate::table::{Table, figure};
+
 /// One way to come back: its name on the page, and which of the two colours it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Run {
@@ -33,6 +36,23 @@ impl Run {
             Run::Cold => "cold",
         }
     }
+}
+
+/// Nothing of a table without lines.
+pub fn table(table: &Table) -> String {
+    if table.is_empty() {
+        return String::new();
+    }
+    format!("<div class=\"scroll\">{}</div>", table.html())
+}
+
+/// The figures that a record comes down to.
+pub fn figures(record: &Record) -> String {
+    let mut figures = Table::new(["figure", "value"]);
+    for (metric, value) in &record.summary {
+        figures.row([metric.clone(), figure(*value)]);
+    }
+    table(&figures)
 }
 
 /// Requests per second over time; zero is the crash.

@@ -21,10 +21,21 @@ pub struct HearthOptions<'a> {
     pub warm: bool,
 }
 
-/// What a boot reads outlives the guest. It is over when the bench says so (`ready`); Debian's reads half of this.
+/// The limit of every boot set; a Debian boot reads half of it.
+pub const BOOT_SET_LIMIT: &str = "64MiB";
+
+/// What a boot reads outlives the guest. It is over when the bench says so (`ready`).
 pub fn with_boot_set(builder: TestVmBuilder) -> TestVmBuilder {
-    let remount = [("limit", "64MiB"), ("ready_after", "1d")].map(|(key, value)| (key.to_owned(), value.into()));
+    let remount = [("limit", BOOT_SET_LIMIT), ("ready_after", "1d")].map(|(key, value)| (key.to_owned(), value.into()));
     builder.setting("remount", remount.into_iter().collect::<Table>())
+}
+
+/// Hearth's own limit, for where no control group slows the disk.
+pub fn limited(disk: Disk, rate: Option<DiskRate>) -> Disk {
+    match rate {
+        Some(rate) => disk.limited(rate.mib_per_second as i64, rate.iops as i64),
+        None => disk,
+    }
 }
 
 pub fn ready(vm: &TestVm) -> Result<()> {
@@ -38,11 +49,7 @@ pub struct HearthMachine {
 
 impl HearthMachine {
     pub fn start(options: &HearthOptions<'_>) -> Result<Self> {
-        let root = Disk::in_place(options.image);
-        let root = match options.rate {
-            Some(rate) => root.limited(rate.mib_per_second as i64, rate.iops as i64),
-            None => root,
-        };
+        let root = limited(Disk::in_place(options.image), options.rate);
         let builder = TestVm::debian("bench").root(root).memory_mib(MEMORY_MIB).http();
         let builder = if options.warm { with_boot_set(builder) } else { builder.without_ember() };
         let vm = builder.setting("accelerator", options.accelerator).start()?;

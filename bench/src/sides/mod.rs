@@ -14,7 +14,7 @@ use std::time::Duration;
 use hearth_api::MachineStatus;
 use hearth_vmtest::{Output, Result};
 
-pub use hearth::{HearthMachine, HearthOptions, ready, with_boot_set};
+pub use hearth::{BOOT_SET_LIMIT, HearthMachine, HearthOptions, limited, ready, with_boot_set};
 pub use hearth_vmtest::net::free_port;
 pub use rig::{Rig, RigError, copy_root};
 

@@ -50,7 +50,7 @@ fn make(kernel: Kernel, new: &Path) -> Result<(), GuestError> {
         create(&tree.join(folder))?;
     }
     put_programs(&tree)?;
-    put_modules(&kernel, &tree)?;
+    put_modules(MODULES, &kernel, &tree)?;
     pack(&tree, &initrd)?;
     at("remove", &tree, fs::remove_dir_all(&tree))?;
 
@@ -91,8 +91,9 @@ fn put_programs(tree: &Path) -> Result<(), GuestError> {
     Ok(at("link", &link, std::os::unix::fs::symlink("mke2fs", &link))?)
 }
 
-fn put_modules(kernel: &Path, tree: &Path) -> Result<(), GuestError> {
-    let wanted = MODULES.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+/// Modules of `kernel`, a name a line in `list`, and what they need, into `modules/` of the tree.
+pub(super) fn put_modules(list: &str, kernel: &Path, tree: &Path) -> Result<(), GuestError> {
+    let wanted = list.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
     let modules = Modules::scan(&kernel.join("modules"))?.in_order(wanted)?;
     let order: String = modules.iter().map(|module| format!("{}\n", module.name)).collect();
     for module in &modules {

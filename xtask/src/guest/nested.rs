@@ -11,8 +11,7 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 
-use super::busybox::{copy, create, put_libraries, put_with_libraries, static_busybox};
-use super::modules::Modules;
+use super::busybox::{copy, create, put_libraries, put_modules, put_with_libraries, static_busybox};
 use super::{GuestError, kernel};
 use crate::cache::{self, at};
 use crate::{paths, shell};
@@ -63,7 +62,7 @@ fn make(new: &Path) -> Result<(), GuestError> {
         let file = paths::guest().join(file);
         copy(&file, &inside(&tree, &file))?;
     }
-    put_modules(&tree)?;
+    put_modules(MODULES, &kernel::STABLE.folder(), &tree)?;
     make_image(&tree, &new.join("host.img"))?;
     Ok(at("remove", &tree, fs::remove_dir_all(&tree))?)
 }
@@ -83,18 +82,6 @@ fn put_qemu10(tree: &Path) -> Result<(), GuestError> {
         copy(&from.join(file), &to.join(file))?;
     }
     put_libraries(&program, tree)
-}
-
-fn put_modules(tree: &Path) -> Result<(), GuestError> {
-    let wanted = MODULES.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
-    let modules = Modules::scan(&kernel::STABLE.folder().join("modules"))?.in_order(wanted)?;
-    let order: String = modules.iter().map(|module| format!("{}\n", module.name)).collect();
-    for module in &modules {
-        let file = tree.join("modules").join(format!("{}.ko", module.name));
-        at("write", &file, fs::write(&file, &module.code))?;
-    }
-    let file = tree.join("modules/order");
-    Ok(at("write", &file, fs::write(&file, order))?)
 }
 
 fn make_image(tree: &Path, image: &Path) -> Result<(), GuestError> {
