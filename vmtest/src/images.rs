@@ -73,6 +73,17 @@ pub fn xfs(image: &Path, mib: u64, files: &[File]) -> Result<()> {
     tool(Command::new(program("mkfs.xfs")).args(["-q", "-f", "-p"]).arg(list).arg(image))
 }
 
+/// A store for the variables of UEFI firmware, at `vars`, and what it was copied from. Where the host has none it says so.
+pub fn firmware_vars(vars: &Path) -> Option<&'static Path> {
+    let template = Path::new("/usr/share/OVMF/OVMF_VARS_4M.fd");
+    if !template.is_file() {
+        eprintln!("skipped: {} is missing (Debian: apt install ovmf)", template.display());
+        return None;
+    }
+    std::fs::copy(template, vars).expect("our own file");
+    Some(template)
+}
+
 /// A copy that stays sparse, and is none at all where the file system can share blocks.
 pub fn copy(from: &Path, image: &Path) -> Result<()> {
     tool(Command::new("cp").args(["--reflink=auto", "--sparse=always"]).arg(from).arg(image))
