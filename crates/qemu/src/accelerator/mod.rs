@@ -3,8 +3,8 @@
 //! /dev/kvm there? -> may it be opened? -> does a guest run on it? (asked once per QEMU, CPU model and host boot)
 //!
 //! That /dev/kvm opens says little. There are hosts, themselves virtual, where QEMU then aborts ("failed to set MSR 0x10a")
-//! or the guest never gets anywhere. So a tiny guest is really run: real mode, protected mode, long mode with paging on,
-//! and a code out of a debug port. Anything else than that code means no.
+//! or the guest never gets anywhere, or nowhere within minutes. So a tiny guest is really run: real mode, protected mode, long
+//! mode with paging on, some counting against the clock, and a code out of a debug port. Anything else than that code means no.
 
 mod cache;
 mod guest;
@@ -123,7 +123,7 @@ fn try_kvm(binary: &Binary, cpu_model: Option<&str>, folder: Option<&Path>) -> V
     if let Some(verdict) = folder.and_then(|folder| cache::recall(folder, &question)) {
         return verdict;
     }
-    let finished = match run_guest(binary, Accelerator::Kvm, cpu_model, PROBE_PATIENCE) {
+    let finished = match run_guest(binary, &["-accel", "kvm"], cpu_model, PROBE_PATIENCE) {
         Ok(finished) => finished,
         Err(error) => return Verdict::no(format!("the trial cannot be made: {error}")),
     };
@@ -143,7 +143,7 @@ fn cannot_open(error: &io::Error) -> String {
     }
 }
 
-fn run_guest(binary: &Binary, accelerator: Accelerator, cpu_model: &str, at_most: Duration) -> io::Result<Finished> {
+fn run_guest(binary: &Binary, accelerator: &[&str], cpu_model: &str, at_most: Duration) -> io::Result<Finished> {
     let image = guest::Image::write()?;
     let mut command = Command::new(binary.path());
     for folder in binary.data_folders() {
@@ -151,7 +151,8 @@ fn run_guest(binary: &Binary, accelerator: Accelerator, cpu_model: &str, at_most
     }
     command
         .args(["-nodefaults", "-no-user-config", "-display", "none", "-machine", "q35", "-m", "16M"])
-        .args(["-accel", accelerator.name(), "-cpu", cpu_model])
+        .args(accelerator)
+        .args(["-cpu", cpu_model])
         .args(["-action", "reboot=shutdown", "-device", guest::EXIT_DEVICE])
         .arg("-bios")
         .arg(image.path());
@@ -159,8 +160,12 @@ fn run_guest(binary: &Binary, accelerator: Accelerator, cpu_model: &str, at_most
 }
 
 fn judge(finished: &Finished) -> Verdict {
-    if finished.status.and_then(|status| status.code()) == Some(guest::EXIT_CODE) {
-        return Verdict { works: true, why: "it works".to_owned() };
+    match finished.status.and_then(|status| status.code()) {
+        Some(guest::EXIT_CODE) => return Verdict { works: true, why: "it works".to_owned() },
+        Some(guest::EXIT_CODE_SLOW) => {
+            return Verdict::no("it runs a guest one emulated instruction at a time, more slowly than TCG".to_owned());
+        }
+        _ => {}
     }
     let why = match telling_line(&finished.stderr) {
         Some(line) => format!("QEMU said \"{line}\", and {}", finished.how()),
@@ -181,19 +186,30 @@ mod tests {
 
     /// Not the keeper's 20 s: this runs beside a whole test suite.
     const LONG: Duration = Duration::from_secs(60);
+    const TCG: &[&str] = &["-accel", "tcg"];
 
     fn binary() -> Binary {
         Binary::find(None).expect("these tests need QEMU: apt-get install qemu-system-x86")
     }
 
     fn try_tcg(cpu_model: &str) -> Verdict {
-        judge(&run_guest(&binary(), Accelerator::Tcg, cpu_model, LONG).unwrap())
+        judge(&run_guest(&binary(), TCG, cpu_model, LONG).unwrap())
     }
 
     #[test]
     fn the_trial_guest_gets_through_where_guests_run() {
         let verdict = try_tcg(Accelerator::Tcg.default_cpu_model());
         assert_eq!(verdict, Verdict { works: true, why: "it works".to_owned() });
+    }
+
+    #[test]
+    fn a_guest_that_takes_a_microsecond_an_instruction_does_not_work() {
+        let slow = [TCG, &["-icount", "shift=10"]].concat();
+        let verdict = judge(&run_guest(&binary(), &slow, "max", LONG).unwrap());
+        assert_eq!(
+            verdict,
+            Verdict::no("it runs a guest one emulated instruction at a time, more slowly than TCG".into())
+        );
     }
 
     #[test]
@@ -211,7 +227,7 @@ mod tests {
 
     #[test]
     fn a_guest_that_hangs_does_not_work() {
-        let finished = run_guest(&binary(), Accelerator::Tcg, "max", Duration::ZERO).unwrap();
+        let finished = run_guest(&binary(), TCG, "max", Duration::ZERO).unwrap();
         assert_eq!(judge(&finished).why, "the trial guest did not get through: it did not end in time");
     }
 
