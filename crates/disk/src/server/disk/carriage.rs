@@ -1,0 +1,230 @@
+//! Carriage: a request on its way to the image. Hits are served, misses join to runs, and runs go to the engine as slots and
+//! limits allow.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use super::{BLOCK, Disk};
+use crate::buffer::Slot;
+use crate::engine::{Operation, Submission};
+use crate::server::connection::Connection;
+use crate::server::counters::add;
+use crate::server::overlap::RequestId;
+use crate::server::parked::Parked;
+use crate::server::request::{Kind, Status};
+use crate::server::running::{Around, Running};
+use crate::server::transfer::{self, Cursor};
+
+/// A run of misses goes on over fewer bytes of hits than these. They are read for nothing, but another operation would
+/// take longer: on a volume with 3000 operations and 125 MiB a second, as long as 42 KiB.
+const GAP_BYTES: u64 = 32 << 10;
+
+/// Why a request cannot go on now.
+#[derive(Clone, Copy)]
+pub(super) enum Stall {
+    /// Until an operation ends.
+    Busy,
+    /// Until the limiter allows it.
+    Limited(Duration),
+}
+
+impl Disk {
+    /// Lets waiting requests go on. Says how long to wait if limiter or memory are the reason that it ends.
+    pub fn pump(&mut self, connection: &mut Connection) -> Option<Duration> {
+        for Parked { queue, head, .. } in self.parking.leave() {
+            self.begin(connection, queue, head);
+        }
+        let limited = self.pump_waiting(connection);
+        limited.into_iter().chain(self.parking.wait()).min()
+    }
+
+    fn pump_waiting(&mut self, connection: &mut Connection) -> Option<Duration> {
+        while let Some(&id) = self.waiting.front() {
+            match self.advance(connection, id) {
+                Ok(()) => {
+                    self.waiting.pop_front();
+                    self.finish_if_done(Some(connection), id);
+                }
+                Err(Stall::Busy) => return None,
+                Err(Stall::Limited(wait)) => return Some(wait),
+            }
+        }
+        None
+    }
+
+    /// Hands over to the engine as much as goes.
+    pub(super) fn advance(&mut self, connection: &mut Connection, id: RequestId) -> Result<(), Stall> {
+        loop {
+            let Some(job) = self.jobs.get_mut(id) else { return Ok(()) };
+            if job.all_handed_over() {
+                return Ok(());
+            }
+            if job.run.is_empty() {
+                match job.request.kind {
+                    Kind::Read => self.look(connection, id),
+                    _ => (job.run, job.next) = (0..job.work(), job.work()),
+                }
+                continue;
+            }
+            self.admit(id, connection.is_waiting())?;
+            self.hand_over(connection, id)?;
+        }
+    }
+
+    /// Looks at what follows in a read: hits are served, the misses after them become the run. Hits in a short gap
+    /// between misses are served too (the page moves), and the bytes from the image are the same.
+    pub(super) fn look(&mut self, connection: &mut Connection, id: RequestId) {
+        let tainted = self.overlaps.is_tainted(id);
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        let request = &job.request;
+        let mut at = job.next;
+        let blocks = (request.offset + at) / BLOCK..(request.offset + request.bytes).div_ceil(BLOCK);
+        job.admitted = false;
+        // What a write in flight is changing is void in the source, so it would miss; not asking makes that certain.
+        if self.overlaps.changing(&blocks) || !self.recorder.may_be_warm(blocks) {
+            job.run = at..request.bytes;
+            job.next = request.bytes;
+            return;
+        }
+        let mut cursor = Cursor::at(request, at);
+        let mut run = at..at;
+        // Hits since the last miss: warm, unless the run goes on behind them.
+        let (mut warm, mut gap) = (0, 0);
+        while at < request.bytes {
+            let step = transfer::step(request, at);
+            let place = (request.offset + at, step);
+            let served = transfer::serve(&connection.memory, &mut self.recorder, place, cursor, !tainted);
+            let hit = served.unwrap_or_else(|_| {
+                job.status = Status::IoError;
+                true
+            });
+            cursor.advance(step);
+            at += step;
+            if !hit {
+                run.end = at;
+                gap = 0;
+                continue;
+            }
+            if run.is_empty() {
+                warm += step;
+                run = at..at;
+                continue;
+            }
+            gap += step;
+            if gap >= GAP_BYTES {
+                break;
+            }
+        }
+        (job.run, job.next) = (run, at);
+        add(&self.counters.bytes_read_warm, warm + gap);
+        self.recorder.commit();
+    }
+
+    /// Limits apply to what goes to the image: a run of misses, a write, a change is one operation. A queue that is
+    /// stopped is not held up: QEMU as a whole waits for that.
+    fn admit(&mut self, id: RequestId, stopping: bool) -> Result<(), Stall> {
+        let Some(job) = self.jobs.get_mut(id) else { return Ok(()) };
+        if job.admitted || stopping || job.request.kind == Kind::Flush {
+            return Ok(());
+        }
+        let bytes = if job.is_single() { 0 } else { job.run.end - job.run.start };
+        let now = Instant::now();
+        if let Err(wait) = self.limiter.admit(now, bytes) {
+            self.throttled_since.get_or_insert(now);
+            return Err(Stall::Limited(wait));
+        }
+        if let Some(since) = self.throttled_since.take() {
+            add(&self.counters.throttled_us, now.duration_since(since).as_micros() as u64);
+        }
+        job.admitted = true;
+        Ok(())
+    }
+
+    fn hand_over(&mut self, connection: &mut Connection, id: RequestId) -> Result<(), Stall> {
+        loop {
+            let Some(job) = self.jobs.get_mut(id) else { return Ok(()) };
+            if job.run.is_empty() {
+                return Ok(());
+            }
+            if self.running.len() >= self.depth {
+                return Err(Stall::Busy);
+            }
+            let kind = job.request.kind;
+            if job.is_single() {
+                job.run.start = job.run.end;
+                let (offset, bytes) = (job.request.offset, job.request.bytes);
+                let operation = match kind {
+                    Kind::Flush => Operation::Flush,
+                    Kind::Discard => Operation::Discard,
+                    Kind::WriteZeroes { unmap } => Operation::WriteZeroes { unmap },
+                    Kind::Read | Kind::Write | Kind::Identify => unreachable!("these have data"),
+                };
+                self.push(Running::without_data(id), operation, offset, bytes);
+                return Ok(());
+            }
+            let (offset, left) = (job.request.offset + job.run.start, job.run.end - job.run.start);
+            let wanted = kind == Kind::Read && self.recorder.wants(job.request.bytes);
+            let room = self.around(wanted, offset, left).with(left);
+            let slot = self.pool.take(room as usize).ok_or(Stall::Busy)?;
+            self.hand_over_piece(connection, id, slot, wanted);
+        }
+    }
+
+    /// The run, or as much of it as the longest slot holds, up to a block border, so that blocks are tagged whole.
+    fn hand_over_piece(&mut self, connection: &mut Connection, id: RequestId, slot: Slot, wanted: bool) {
+        let Some(job) = self.jobs.get_mut(id) else { return self.pool.give_back(slot) };
+        let position = job.run.start;
+        let offset = job.request.offset + position;
+        let left = job.run.end - position;
+        let whole = self.around(wanted, offset, left);
+        let room = slot.bytes() as u64 - whole.before;
+        let bytes = if left <= room { left } else { room - (offset - whole.before) % BLOCK };
+        // A piece that is not the last one ends with a block.
+        let around = Around { after: if bytes == left { whole.after } else { 0 }, ..whole };
+        let Some(job) = self.jobs.get_mut(id) else { return self.pool.give_back(slot) };
+        job.run.start += bytes;
+        job.from_image = true;
+        let operation = if job.request.kind == Kind::Write {
+            // SAFETY: the slot was just taken, nothing is in flight on it, and the reference ends with the copy.
+            let buffer = unsafe { self.pool.bytes_mut(slot) };
+            if transfer::fetch(&connection.memory, &job.request, position, &mut buffer[..bytes as usize]).is_err() {
+                job.status = Status::IoError;
+                job.cut_short();
+                return self.pool.give_back(slot);
+            }
+            Operation::Write(slot)
+        } else {
+            Operation::Read(slot)
+        };
+        let running = Running { slot: Some(slot), position, bytes, around, ..Running::without_data(id) };
+        self.push(running, operation, offset - around.before, around.with(bytes));
+    }
+
+    /// What of the image is read along with these bytes: nothing, unless blocks that are read are to be held.
+    fn around(&self, wanted: bool, offset: u64, bytes: u64) -> Around {
+        if !wanted {
+            return Around::default();
+        }
+        let end = offset + bytes;
+        let whole = end.next_multiple_of(BLOCK).min(self.image.bytes().max(end));
+        Around { before: offset % BLOCK, after: whole - end }
+    }
+
+    pub(super) fn push(&mut self, running: Running, operation: Operation, offset: u64, bytes: u64) {
+        if let Some(job) = self.jobs.get_mut(running.job) {
+            job.pending += 1;
+        }
+        let token = u64::from(self.running.insert(running));
+        self.engine.push(Submission { token, operation, offset, bytes });
+        self.unsubmitted = true;
+    }
+
+    /// Starts what was handed over. An engine that cannot start it now is asked again.
+    pub fn submit(&mut self) -> io::Result<()> {
+        if self.unsubmitted {
+            self.engine.submit()?;
+            self.unsubmitted = false;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,129 @@
+//! Completion: what the engine has ended is told to the memory that holds blocks, delivered to the guest, and answered.
+
+use std::time::Instant;
+
+use super::{BLOCK, Disk};
+use crate::engine::{Completion, Operation};
+use crate::server::connection::Connection;
+use crate::server::counters::add;
+use crate::server::overlap::RequestId;
+use crate::server::request::{Kind, Status};
+use crate::server::running::Running;
+use crate::server::transfer;
+
+impl Disk {
+    /// Takes what the engine has ended, if it has anything or has rung. True: there was something.
+    pub fn reap(&mut self, mut connection: Option<&mut Connection>, rung: bool) -> bool {
+        if self.running.is_empty() && !rung {
+            return false;
+        }
+        let mut ended = std::mem::take(&mut self.ended);
+        self.engine.reap(&mut ended);
+        let any = !ended.is_empty();
+        for completion in ended.drain(..) {
+            self.complete(connection.as_deref_mut(), completion);
+        }
+        self.ended = ended;
+        let in_flight = self.running.len() as u64;
+        self.counters.in_flight.store(in_flight, std::sync::atomic::Ordering::Relaxed);
+        self.pressure.set_in_flight(in_flight);
+        any
+    }
+
+    fn complete(&mut self, connection: Option<&mut Connection>, completion: Completion) {
+        let running = u32::try_from(completion.token).ok().and_then(|token| self.running.remove(token));
+        let Some(running) = running else {
+            tracing::error!(token = completion.token, "an engine ended an operation that it was not given");
+            return;
+        };
+        self.pressure.ended(running.begun, Instant::now(), running.bytes);
+        let id = running.job;
+        let Some(job) = self.jobs.get_mut(id) else { unreachable!("a request outlives its operations") };
+        job.pending -= 1;
+        let connection = connection.filter(|connection| connection.id == job.connection);
+        match (&completion.result, &connection) {
+            (Err(error), _) => {
+                tracing::warn!(%error, offset = job.request.offset + running.position, "the disk image failed");
+                add(&self.counters.io_errors, 1);
+                job.status = Status::IoError;
+                job.cut_short();
+                self.waiting.retain(|&waiting| waiting != id);
+            }
+            (Ok(()), connection) => {
+                self.tell_source(&running);
+                if let Some(connection) = connection {
+                    self.use_completion(connection, &running);
+                }
+            }
+        }
+        if let Some(slot) = running.slot {
+            self.pool.give_back(slot);
+        }
+        self.finish_if_done(connection, id);
+    }
+
+    /// What is now known of the blocks, whoever asked: memory that holds some of them is kept current.
+    fn tell_source(&mut self, running: &Running) {
+        let (Some(slot), Some(job)) = (running.slot, self.jobs.get_mut(running.job)) else { return };
+        let certain = !self.overlaps.is_tainted(running.job);
+        // SAFETY: the operation on the slot has ended, the slot is still ours, and the reference ends with this call.
+        let data = unsafe { &self.pool.bytes_mut(slot)[..running.all_bytes()] };
+        if job.request.kind == Kind::Read {
+            let offset = job.request.offset + running.position - running.around.before;
+            if self.recorder.wants(job.request.bytes) {
+                transfer::tell_read(&self.recorder, offset, data, certain);
+            } else {
+                self.recorder.missed((data.len() as u64).div_ceil(BLOCK));
+            }
+        } else if certain {
+            transfer::tell_written(&self.recorder, &job.request, running.position, data);
+        }
+    }
+
+    /// An operation with data went well: what of it is the guest's, and which of its pages hold what?
+    fn use_completion(&mut self, connection: &Connection, running: &Running) {
+        let (Some(slot), Some(job)) = (running.slot, self.jobs.get_mut(running.job)) else { return };
+        let recordable = !self.overlaps.is_tainted(running.job);
+        // SAFETY: the operation on the slot has ended, the slot is still ours, and the reference ends with this call.
+        let data = unsafe { &self.pool.bytes_mut(slot)[running.own_bytes()] };
+        let (memory, recorder, position) = (&connection.memory, &mut self.recorder, running.position);
+        if job.request.kind == Kind::Write {
+            add(&self.counters.bytes_written, running.bytes);
+            if recordable {
+                transfer::note_written(memory, recorder, &job.request, position, data);
+            }
+        } else {
+            add(&self.counters.bytes_read_image, running.bytes);
+            if transfer::deliver(memory, recorder, &job.request, position, data, recordable).is_err() {
+                job.status = Status::IoError;
+            }
+        }
+        self.recorder.commit();
+    }
+
+    /// Answers a request if all of it is done. `None`: its connection is gone.
+    pub(super) fn finish_if_done(&mut self, connection: Option<&mut Connection>, id: RequestId) {
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        if job.pending > 0 || !job.all_handed_over() {
+            return;
+        }
+        if std::mem::take(&mut job.flush_after) && job.status == Status::Ok && connection.is_some() {
+            return self.push(Running::without_data(id), Operation::Flush, 0, 0);
+        }
+        if self.overlaps.is_tainted(id) {
+            add(&self.counters.tainted, 1);
+        }
+        self.overlaps.end(id);
+        let Some(job) = self.jobs.remove(id) else { return };
+        if let Some(taken) = job.taken.filter(|_| job.request.kind == Kind::Read && !job.from_image) {
+            self.recorder.answered(!job.has_waited, taken.elapsed());
+        }
+        if let Some(connection) = connection {
+            let _ = connection.memory.write(job.request.status, &[job.status as u8]);
+            let read = job.request.kind == Kind::Read && job.status == Status::Ok;
+            let bytes = if read { job.request.bytes as u32 + 1 } else { 1 };
+            connection.answer(job.queue, job.head, bytes);
+        }
+        self.recycle(job.request);
+    }
+}

@@ -1,0 +1,164 @@
+//! Intake: requests come off the queues, are judged, and begin. Those that need memory which the guest has not been granted yet
+//! are parked.
+
+use std::time::Instant;
+
+use super::{Disk, Job};
+use crate::server::connection::Connection;
+use crate::server::counters::add;
+use crate::server::overlap::RequestId;
+use crate::server::parked::Parked;
+use crate::server::request::{Bounds, Kind, Refusal, Request, Status, parse};
+use crate::server::transfer;
+
+impl Disk {
+    /// Takes requests off one queue, at most a queue's worth. True: there was something.
+    pub fn take_requests(&mut self, connection: &mut Connection, queue: u16) -> bool {
+        let Connection { memory, queues, .. } = connection;
+        let Some(found) = queues.get_mut(usize::from(queue)).filter(|queue| queue.is_ready()) else { return false };
+        if !found.may_answer(memory) {
+            self.parking.park_ring();
+            return false;
+        }
+        found.begin_round(memory);
+        let mut any = false;
+        for _ in 0..self.device.queue_size {
+            let Some(taken) = connection.take(queue) else { break };
+            any = true;
+            if taken.resumed {
+                add(&self.counters.resumed, 1);
+            }
+            self.begin(connection, queue, taken.head);
+        }
+        any
+    }
+
+    /// A request has come: judges it and starts it.
+    pub(super) fn begin(&mut self, connection: &mut Connection, queue: u16, head: u16) {
+        self.descriptors.clear();
+        let found = &connection.queues[usize::from(queue)];
+        let walked = found.descriptors(head, &connection.memory, connection.agreed(), &mut self.descriptors);
+        if let Err(fault) = walked {
+            tracing::debug!(%fault, "a request of the guest has a broken chain of descriptors");
+            add(&self.counters.bad_requests, 1);
+            return connection.answer(queue, head, 0);
+        }
+        let bounds =
+            Bounds { bytes: self.image.bytes(), read_only: self.read_only, discard: self.image.supports_discard() };
+        let memory = &connection.memory;
+        let read = |address: u64, out: &mut [u8]| memory.read(address, out).is_ok();
+        match parse(&self.descriptors, bounds, &read, self.segments.pop().unwrap_or_default()) {
+            Ok(request) if all_mapped(&request, connection) => {
+                if self.gate.is_some() && !all_admitted(&request, connection) {
+                    self.parking.park(Parked { connection: connection.id, queue, head });
+                    return self.recycle(request);
+                }
+                self.start(connection, queue, head, request)
+            }
+            Ok(request) => {
+                let answer = Some((request.status, Status::IoError));
+                self.refuse(connection, queue, head, Refusal { reason: "its data is outside of guest memory", answer });
+                self.recycle(request);
+            }
+            Err(refusal) => self.refuse(connection, queue, head, refusal),
+        }
+    }
+
+    fn refuse(&mut self, connection: &mut Connection, queue: u16, head: u16, refusal: Refusal) {
+        if refusal.answer.is_some_and(|(address, _)| !connection.memory.admit(address, 1)) {
+            return self.parking.park(Parked { connection: connection.id, queue, head });
+        }
+        tracing::debug!(reason = refusal.reason, "a request of the guest is refused");
+        add(&self.counters.bad_requests, 1);
+        let written =
+            refusal.answer.is_some_and(|(address, status)| connection.memory.write(address, &[status as u8]).is_ok());
+        connection.answer(queue, head, u32::from(written));
+    }
+
+    fn start(&mut self, connection: &mut Connection, queue: u16, head: u16, request: Request) {
+        self.count(&request);
+        if request.kind == Kind::Identify {
+            return self.identify(connection, queue, head, request);
+        }
+        let changes = request.kind.changes_blocks();
+        let flush_after = changes && connection.writes_through();
+        let job = Job {
+            connection: connection.id,
+            queue,
+            head,
+            request,
+            next: 0,
+            run: 0..0,
+            admitted: false,
+            pending: 0,
+            status: Status::Ok,
+            flush_after,
+            taken: self.recorder.learns().then(Instant::now),
+            has_waited: false,
+            from_image: false,
+        };
+        let blocks = job.blocks();
+        let id = self.jobs.insert(job);
+        if changes {
+            // Before anything of it can reach the disk, and before a later read can ask for what was there.
+            self.recorder.void(blocks.clone());
+        }
+        self.overlaps.begin(id, blocks, changes);
+        self.go_on_or_wait(connection, id);
+    }
+
+    fn count(&self, request: &Request) {
+        let counter = match request.kind {
+            Kind::Read => &self.counters.reads,
+            Kind::Write => &self.counters.writes,
+            Kind::Flush => &self.counters.flushes,
+            Kind::Discard | Kind::WriteZeroes { .. } => &self.counters.discards,
+            Kind::Identify => return,
+        };
+        add(counter, 1);
+    }
+
+    fn identify(&mut self, connection: &mut Connection, queue: u16, head: u16, request: Request) {
+        let serial = &self.serial[..request.bytes as usize];
+        let copied = transfer::deliver(&connection.memory, &mut self.recorder, &request, 0, serial, false);
+        self.recorder.commit();
+        let status = if copied.is_ok() { Status::Ok } else { Status::IoError };
+        let _ = connection.memory.write(request.status, &[status as u8]);
+        connection.answer(queue, head, request.bytes as u32 + 1);
+        self.recycle(request);
+    }
+
+    /// Hits are served now whoever waits; misses queue up behind those that do. A flush is about what has ended, so it
+    /// need not wait for those that have not begun.
+    fn go_on_or_wait(&mut self, connection: &mut Connection, id: RequestId) {
+        let Some(kind) = self.jobs.get_mut(id).map(|job| job.request.kind) else { return };
+        if kind == Kind::Read {
+            self.look(connection, id);
+        }
+        let is_next = self.waiting.is_empty() || kind == Kind::Flush;
+        let handed_over = is_next && self.advance(connection, id).is_ok();
+        if handed_over || self.jobs.get_mut(id).is_some_and(|job| job.all_handed_over()) {
+            return self.finish_if_done(Some(connection), id);
+        }
+        if let Some(job) = self.jobs.get_mut(id) {
+            job.has_waited = true;
+        }
+        self.waiting.push_back(id);
+    }
+}
+
+/// Checked before anything is started, so that a half-mapped request changes nothing.
+fn all_mapped(request: &Request, connection: &Connection) -> bool {
+    let memory = &connection.memory;
+    memory.covers(request.status, 1)
+        && request.data.iter().all(|segment| memory.covers(segment.address, u64::from(segment.bytes)))
+}
+
+/// Is there memory for all that the answer will write?
+fn all_admitted(request: &Request, connection: &Connection) -> bool {
+    let memory = &connection.memory;
+    let into_guest = matches!(request.kind, Kind::Read | Kind::Identify);
+    let data = if into_guest { request.data.as_slice() } else { &[] };
+    memory.admit(request.status, 1)
+        && data.iter().all(|segment| memory.admit(segment.address, u64::from(segment.bytes)))
+}

@@ -1,0 +1,236 @@
+//! The disk behind the connections: requests in, operations on the image out, answers back.
+//!
+//! `intake`: taken -> what it changes is void -> `carriage`: hits answered in line -> misses wait their turn (slots, limits) ->
+//! image -> `completion`: tagged, noted, copied to the guest -> answered
+//!
+//! Requests wait in the order they came, so a large one cannot be starved by small ones; RAM hits do not wait. What is
+//! read or written in one piece is one operation on the image; only what is longer than the longest slot is carried out
+//! piece by piece. Whoever waits for a slot waits for operations that have begun, and these need nothing more: that ends. Requests of a connection that is gone are
+//! finished towards the image (the bytes are ours) and forgotten: nothing is copied, nothing recorded.
+
+mod carriage;
+mod completion;
+mod intake;
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::chain::Descriptor;
+use super::config::Device;
+use super::counters::Counters;
+use super::overlap::{Overlaps, RequestId};
+use super::parked::Parking;
+use super::recorder::{Recorder, Tracking};
+use super::request::{Kind, Request, SERIAL_BYTES, Segment, Status};
+use super::running::Running;
+use super::slab::Slab;
+use super::{Backing, DiskOptions};
+use crate::block::BLOCK_BYTES;
+use crate::buffer::BufferPool;
+use crate::engine::{Completion, Engine};
+use crate::gate::Gate;
+use crate::image::{FrozenImage, Image};
+use crate::limit::RateLimiter;
+use crate::pressure::Pressure;
+use crate::write_log::WriteLog;
+
+const BLOCK: u64 = BLOCK_BYTES as u64;
+/// A request of the guest that has been taken and not been answered.
+struct Job {
+    connection: u32,
+    queue: u16,
+    head: u16,
+    request: Request,
+    /// How far it has been looked at.
+    next: u64,
+    /// What the image has to do next: contiguous, looked at, not yet handed to the engine.
+    run: Range<u64>,
+    /// The limiter has let the run pass.
+    admitted: bool,
+    /// Operations with the engine.
+    pending: u32,
+    status: Status,
+    /// A flush has to follow before the answer (write-through).
+    flush_after: bool,
+    /// When it was taken, if that is of interest.
+    taken: Option<Instant>,
+    /// It had to wait for its turn at the image.
+    has_waited: bool,
+    /// The image had a part in it.
+    from_image: bool,
+}
+
+impl Job {
+    fn all_handed_over(&self) -> bool {
+        self.run.is_empty() && self.next == self.work()
+    }
+
+    /// Requests without data count as one byte of work.
+    fn work(&self) -> u64 {
+        if self.is_single() { 1 } else { self.request.bytes }
+    }
+
+    /// One operation without a buffer, whatever the length.
+    fn is_single(&self) -> bool {
+        !matches!(self.request.kind, Kind::Read | Kind::Write)
+    }
+
+    /// Nothing more is started for it.
+    fn cut_short(&mut self) {
+        self.next = self.work();
+        self.run = self.next..self.next;
+    }
+
+    fn blocks(&self) -> Range<u64> {
+        touched(&self.request)
+    }
+}
+
+pub struct Disk {
+    pub device: Device,
+    serial: [u8; SERIAL_BYTES],
+    read_only: bool,
+    image: Image,
+    engine: Box<dyn Engine>,
+    depth: usize,
+    pool: Arc<BufferPool>,
+    limiter: RateLimiter,
+    throttled_since: Option<Instant>,
+    tracked: bool,
+    pub recorder: Recorder,
+    overlaps: Overlaps,
+    jobs: Slab<Job>,
+    running: Slab<Running>,
+    waiting: VecDeque<RequestId>,
+    /// Before the guest's memory, while that is short.
+    pub gate: Option<Gate>,
+    /// Of the guest's memory, while somebody copies it.
+    pub write_log: Option<Arc<WriteLog>>,
+    parking: Parking,
+    pub counters: Arc<Counters>,
+    pressure: Pressure,
+    unsubmitted: bool,
+    /// Reused, so that a request needs no allocation.
+    descriptors: Vec<Descriptor>,
+    segments: Vec<Vec<Segment>>,
+    ended: Vec<Completion>,
+}
+
+impl Disk {
+    pub fn new(
+        options: &DiskOptions,
+        backing: Backing,
+        tracking: Option<Tracking>,
+        counters: Arc<Counters>,
+        pressure: Pressure,
+    ) -> Self {
+        let Backing { image, pool, engine, depth } = backing;
+        let read_only = options.read_only || image.read_only();
+        let mut serial = [0; SERIAL_BYTES];
+        let mut device = Device::of(&image, read_only, options.queues, options.queue_size);
+        if options.memory_slots {
+            device.offer_memory_slots();
+        }
+        let length = options.serial.len().min(SERIAL_BYTES);
+        serial[..length].copy_from_slice(&options.serial.as_bytes()[..length]);
+        Self {
+            device,
+            serial,
+            read_only,
+            image,
+            engine,
+            depth: depth as usize,
+            pool,
+            limiter: RateLimiter::new(options.limits, Instant::now()),
+            throttled_since: None,
+            tracked: options.tracked,
+            recorder: Recorder::new(options.id, tracking.filter(|_| options.tracked)),
+            overlaps: Overlaps::default(),
+            jobs: Slab::default(),
+            running: Slab::default(),
+            waiting: VecDeque::new(),
+            gate: options.gate.clone(),
+            write_log: None,
+            parking: Parking::default(),
+            counters,
+            pressure,
+            unsubmitted: false,
+            descriptors: Vec::new(),
+            segments: Vec::new(),
+            ended: Vec::new(),
+        }
+    }
+
+    pub fn notifier(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.engine.notifier()
+    }
+
+    /// Nothing is in flight towards the image, and no request waits for it.
+    pub fn is_idle(&self) -> bool {
+        self.running.is_empty() && self.jobs.is_empty() && self.parking.is_empty()
+    }
+
+    /// The image as it is now, on its way into another file. None: something is in flight, and would be half in it.
+    pub fn freeze(&self, target: File) -> Option<io::Result<Arc<FrozenImage>>> {
+        self.is_idle().then(|| self.image.freeze(target))
+    }
+
+    /// What the next connection's requests are recorded in.
+    pub fn attach(&mut self, tracking: Option<Tracking>) {
+        self.recorder.attach(tracking.filter(|_| self.tracked));
+    }
+
+    /// Reads the size of the image again; what lay past a new end is void.
+    pub fn resize(&mut self) -> io::Result<u64> {
+        let before = self.image.bytes();
+        let after = self.image.refresh_bytes()?;
+        if after < before {
+            self.recorder.void(after / BLOCK..before.div_ceil(BLOCK));
+        }
+        self.device.resize(after);
+        Ok(after)
+    }
+
+    /// A connection is gone: its requests are not carried any further.
+    pub fn abandon(&mut self, connection: u32) {
+        for id in self.jobs.keys() {
+            let Some(job) = self.jobs.get_mut(id).filter(|job| job.connection == connection) else { continue };
+            job.cut_short();
+            self.waiting.retain(|&waiting| waiting != id);
+            self.finish_if_done(None, id);
+        }
+        self.parking.abandon(connection);
+        self.throttled_since = None;
+    }
+
+    /// Waits for operations without taking part in anything else; for the end of the thread.
+    pub fn drain(&mut self, at_most: Duration) {
+        let until = Instant::now() + at_most;
+        while !self.running.is_empty() {
+            let left = until.saturating_duration_since(Instant::now());
+            let waited = self.submit().and_then(|()| self.engine.wait(left));
+            if waited.is_err() || left.is_zero() {
+                tracing::warn!(operations = self.running.len(), "a disk stops with operations in flight");
+                return;
+            }
+            self.reap(None, true);
+        }
+    }
+
+    fn recycle(&mut self, request: Request) {
+        let mut segments = request.data;
+        segments.clear();
+        if self.segments.len() < 64 {
+            self.segments.push(segments);
+        }
+    }
+}
+
+/// Blocks that a request touches, wholly or in part.
+fn touched(request: &Request) -> Range<u64> {
+    request.offset / BLOCK..(request.offset + request.bytes).div_ceil(BLOCK)
+}
