@@ -46,8 +46,8 @@ fn picture(plot: &MemoryPlot, width: f64, height: f64, class: &str) -> String {
     );
     svg += &frame.axes(if width < 500.0 { 5 } else { 8 }, "seconds from the panic", "MiB");
     svg += &limit(&frame, plot.ram_mib);
-    svg += &mark(&frame, plot.back_s, "serves again");
-    svg += &mark(&frame, plot.dumped_s, "dump complete");
+    svg += &mark(&frame, plot.back_s, "serves again", 6.0);
+    svg += &mark(&frame, plot.dumped_s, "dump complete", 22.0);
     type Of = fn(&Held) -> f64;
     let lines: [(&str, Of); 3] =
         [("sum", |held| held.dead + held.living), ("cold", |held| held.dead), ("warm", |held| held.living)];
@@ -64,14 +64,15 @@ fn limit(frame: &Frame, ram_mib: f64) -> String {
     format!("<line class=\"crash\" x1=\"{}\" x2=\"{}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>", frame.left(), frame.right())
 }
 
-fn mark(frame: &Frame, second: f64, text: &str) -> String {
+/// `above`: the axis, so that the words of two moments that are one do not lie on each other.
+fn mark(frame: &Frame, second: f64, text: &str, above: f64) -> String {
     let (x, bottom) = (frame.x.place(second), frame.height - MARGIN_BOTTOM);
     // A text at the right edge would be cut off.
     let (class, x_text) = if x > frame.width * 0.8 { ("mark end", x - 4.0) } else { ("mark", x + 4.0) };
     format!(
         "<line class=\"crash\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{MARGIN_TOP}\" y2=\"{bottom}\"/>\
          <text class=\"{class}\" x=\"{x_text:.1}\" y=\"{:.1}\">{text}</text>",
-        bottom - 6.0
+        bottom - above
     )
 }
 
