@@ -4,15 +4,15 @@ use std::path::PathBuf;
 use std::process::Command;
 
 fn main() {
-    let sources = ["src/preload/preload.c", "src/preload/valve.c"];
-    for source in sources {
+    let sources = ["src/preload/preload.c", "src/preload/helper.c", "src/preload/valve.c"];
+    for source in sources.into_iter().chain(["src/preload/helper.h"]) {
         println!("cargo::rerun-if-changed={source}");
     }
     println!("cargo::rerun-if-env-changed=CC");
     let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
     let library = PathBuf::from(std::env::var("OUT_DIR").expect("cargo sets OUT_DIR")).join("preload.so");
     let status = Command::new(&compiler)
-        .args(["-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-o"])
+        .args(["-shared", "-fPIC", "-pthread", "-O2", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-o"])
         .arg(&library)
         .args(sources)
         .status();

@@ -1,7 +1,7 @@
 //! Lazy restore, as a guest and its operator see it: saved at one moment, it goes on from there, any number of times.
 //!
 //! `saves`: what saving does to the machine that is saved. `restores`: the guest that comes back is the one that was saved.
-//! `faults`: what a damaged snapshot and killed keepers make of it.
+//! `scans`: what the guest uses is seen before it is saved. `faults`: what a damaged snapshot and killed keepers make of it.
 
 #[path = "lazy_restore/faults.rs"]
 mod faults;
@@ -9,8 +9,10 @@ mod faults;
 mod restores;
 #[path = "lazy_restore/saves.rs"]
 mod saves;
+#[path = "lazy_restore/scans.rs"]
+mod scans;
 
-use hearth_vmtest::{Drives, Result, TestVm};
+use hearth_vmtest::{Drives, Result, TestVm, patience};
 
 /// Seed of the pattern in the guest's memory.
 const SEED: u64 = 77;
@@ -34,4 +36,16 @@ fn start_counter(vm: &TestVm) -> Result<()> {
 fn count(vm: &TestVm) -> Result<u64> {
     let said = vm.sh("while [ ! -s /tmp/count ]; do sleep 0.1; done; cat /tmp/count")?;
     Ok(said.trim().parse().expect("the counter writes numbers"))
+}
+
+/// What is typed while the console changes hands may be lost: until something is answered.
+fn await_console(vm: &TestVm) -> Result<()> {
+    for _ in 0..20 {
+        let asked = vm.guest().start("true")?;
+        let answered = vm.wait_console("an answer", patience(2), |heard| heard.take_answer(asked));
+        if answered.is_ok() {
+            return Ok(());
+        }
+    }
+    vm.sh("true").map(drop)
 }

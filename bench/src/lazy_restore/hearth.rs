@@ -1,6 +1,7 @@
 //! The sides under Hearth: one snapshot, restored with everything, nothing, or its working set read ahead.
 
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use hearth_vmtest::{Disk, Drives, TestVm, patience};
@@ -18,22 +19,33 @@ const HEARTH: &str = "hearth";
 const PAUSE_ROUNDS: u32 = 3;
 const PAUSE_DISK_MIB: u64 = 256;
 
-/// A way to restore: its name here, and the option of `hearth restore`.
+/// A way to restore: its name here, the option of `hearth restore`, and the file of its working set beside the snapshot.
 #[derive(Clone, Copy)]
 pub struct Side {
     pub name: &'static str,
     option: &'static str,
+    set: Option<&'static str>,
 }
 
-pub const SIDES: [Side; 3] = [
-    Side { name: "eager", option: "--eager" },
-    Side { name: "lazy", option: "--lazy" },
-    Side { name: "trace", option: "--working-set" },
+const SCANNED: &str = "working-set.scan";
+const TRACED: &str = "working-set.trace";
+
+pub const SIDES: [Side; 4] = [
+    Side { name: "eager", option: "--eager", set: None },
+    Side { name: "lazy", option: "--lazy", set: None },
+    Side { name: "scan", option: "--working-set", set: Some(SCANNED) },
+    Side { name: "trace", option: "--working-set", set: Some(TRACED) },
 ];
 
-/// Seeds of the requests: each trace has its own, and each round.
+/// Seeds of the requests: each scan and trace has its own, and each round.
 const TRACE_SEEDS: [u64; 2] = [1, 2];
+const SCAN_SEED: u64 = 3;
+const AFTER_SCAN_SEED: u64 = 4;
+const SLOWDOWN_SEED: u64 = 5;
 const ROUND_SEED: u64 = 100;
+const SCAN_PERIOD: &str = "1s";
+/// Windows with and without a scan, in turn.
+const SLOWDOWN_ROUNDS: u32 = 4;
 
 fn machine(source: hearth_vmtest::Error) -> RestoreError {
     RestoreError::Machine { side: HEARTH, source }
@@ -74,12 +86,36 @@ pub fn measure_pause(bench: &Bench<'_>, record: &mut Record) -> Result<(), Resto
     Ok(())
 }
 
+fn copy(from: &Path, to: &Path) -> Result<(), RestoreError> {
+    fs::copy(from, to).map(drop).map_err(|source| RestoreError::File { path: from.to_owned(), source })
+}
+
 /// A machine that was saved, and is there no more.
 pub struct Saved<'a> {
     bench: &'a Bench<'a>,
     vm: TestVm,
     port: u16,
     snapshot: PathBuf,
+}
+
+/// A working set as `hearth working-set` shows it.
+struct Shown(Value);
+
+impl Shown {
+    fn pages(&self) -> Result<f64, RestoreError> {
+        figure(&self.0, "pages")
+    }
+
+    fn pages_of_age(&self, age: u64) -> f64 {
+        let ages = self.0["ages"].as_array().into_iter().flatten();
+        ages.filter(|entry| entry["age"] == age).filter_map(|entry| entry["pages"].as_f64()).sum()
+    }
+
+    /// How many pages of a set before it the last trace used, and how many others.
+    fn skipped_and_lazy(&self, before: f64) -> (f64, f64) {
+        let skipped = before - self.pages_of_age(1);
+        (skipped, self.pages_of_age(0) - skipped)
+    }
 }
 
 impl<'a> Saved<'a> {
@@ -90,13 +126,28 @@ impl<'a> Saved<'a> {
         let builder = builder.setting("accelerator", record.machine.accelerator.name());
         let vm = builder.boot().map_err(machine)?;
         guest::fill(&vm, bench.shape).map_err(machine)?;
-        vm.save_and_stop(&snapshot).map_err(machine)?;
-        let saved = vm.wait_event("it is saved", |event| event["kind"] == "saved").map_err(machine)?;
-        record.add("save", "save_s", "s", figure(&saved, "duration_ms")? / 1e3);
+        let port = vm.http_port().expect("it was asked for");
+        let saved = Saved { bench, vm, port, snapshot };
+        saved.save(record)?;
+        Ok(saved)
+    }
+
+    /// The guest is asked for files while it is scanned.
+    fn save(&self, record: &mut Record) -> Result<(), RestoreError> {
+        let load = self.load(SCAN_SEED)?;
+        await_answers(&load, STEADY_REQUESTS, HEARTH)?;
+        let plan = format!("{SCAN_PERIOD},{}", self.bench.shape.scan_rounds);
+        self.vm.save_with(&self.snapshot, &["--stop", "--scan", &plan]).map_err(machine)?;
+        self.vm.wait_keeper_end().map_err(machine)?;
+        drop(load);
+        let scanned = self.vm.wait_event("it is scanned", |event| event["kind"] == "save_scanned").map_err(machine)?;
+        let saved = self.vm.wait_event("it is saved", |event| event["kind"] == "saved").map_err(machine)?;
+        let scan_ms = figure(&scanned, "duration_ms")?;
+        record.add("scan", "scan_s", "s", scan_ms / 1e3);
+        record.add("save", "save_s", "s", (figure(&saved, "duration_ms")? - scan_ms) / 1e3);
         record.add("save", "snapshot_mib", "MiB", figure(&saved, "bytes")? / MIB);
         record.add("save", "stored_pages", "", figure(&saved, "pages")?);
-        let port = vm.http_port().expect("it was asked for");
-        Ok(Saved { bench, vm, port, snapshot })
+        Ok(())
     }
 
     fn load(&self, seed: u64) -> Result<Load, RestoreError> {
@@ -104,45 +155,88 @@ impl<'a> Saved<'a> {
         Load::start(targets).map_err(|source| RestoreError::Load { side: HEARTH, source })
     }
 
-    /// Two traces, each with other requests: what the second saw and the first did not would have been waited for.
+    /// What a guest uses that was saved after a scan; then two traces, each with other requests: what the second saw and the
+    /// first did not would have been waited for.
     pub fn trace(&self, record: &mut Record) -> Result<(), RestoreError> {
-        let seconds = self.bench.shape.trace_s.to_string();
-        let mut first = 0.0;
-        for seed in TRACE_SEEDS {
-            let load = self.load(seed)?;
-            let name = format!("traced-{seed}");
-            let traced = self.vm.restore(&self.snapshot, &name, &["--trace", &seconds]).map_err(machine)?;
-            let noted = |event: &Value| event["kind"] == "working_set_traced";
-            traced.wait_event_within("the working set is noted", patience(60), noted).map_err(machine)?;
-            eprintln!("{}: traced, {} requests answered", super::NAME, load.answered());
-            drop(load);
-            traced.stop_at_once().map_err(machine)?;
-            let said = self.vm.cli(&["working-set", &self.snapshot.display().to_string(), "--json"]);
-            let said: Value = serde_json::from_str(&said.map_err(machine)?).unwrap_or_default();
-            let set = &said["working_set"];
-            if seed == TRACE_SEEDS[0] {
-                first = figure(set, "pages")?;
-                continue;
-            }
-            let of_age = |age: u64| {
-                let ages = set["ages"].as_array().into_iter().flatten();
-                ages.filter(|entry| entry["age"] == age).filter_map(|entry| entry["pages"].as_f64()).sum::<f64>()
-            };
-            let (second, unseen) = (of_age(0), of_age(1));
-            let skipped = first - unseen;
-            for (metric, pages) in [
-                ("first_pages", first),
-                ("second_pages", second),
-                ("skipped_pages", skipped),
-                ("lazy_pages", second - skipped),
-            ] {
-                record.add("traces", metric, "", pages);
-            }
+        self.keep_set(SCANNED)?;
+        let scanned = self.shown()?.pages()?;
+        self.trace_once(AFTER_SCAN_SEED)?;
+        let (skipped, lazy) = self.shown()?.skipped_and_lazy(scanned);
+        for (metric, pages) in [("pages", scanned), ("skipped_pages", skipped), ("lazy_pages", lazy)] {
+            record.add("scan", metric, "", pages);
         }
-        Ok(())
+        let set = self.snapshot.join("working-set");
+        fs::remove_file(&set).map_err(|source| RestoreError::File { path: set, source })?;
+        self.trace_once(TRACE_SEEDS[0])?;
+        let first = self.shown()?.pages()?;
+        self.trace_once(TRACE_SEEDS[1])?;
+        let shown = self.shown()?;
+        let (skipped, lazy) = shown.skipped_and_lazy(first);
+        for (metric, pages) in [
+            ("first_pages", first),
+            ("second_pages", shown.pages_of_age(0)),
+            ("skipped_pages", skipped),
+            ("lazy_pages", lazy),
+        ] {
+            record.add("traces", metric, "", pages);
+        }
+        self.keep_set(TRACED)
+    }
+
+    fn trace_once(&self, seed: u64) -> Result<(), RestoreError> {
+        let load = self.load(seed)?;
+        let (name, seconds) = (format!("traced-{seed}"), self.bench.shape.trace_s.to_string());
+        let traced = self.vm.restore(&self.snapshot, &name, &["--trace", &seconds]).map_err(machine)?;
+        let noted = |event: &Value| event["kind"] == "working_set_traced";
+        traced.wait_event_within("the working set is noted", patience(60), noted).map_err(machine)?;
+        eprintln!("{}: traced, {} requests answered", super::NAME, load.answered());
+        drop(load);
+        traced.stop_at_once().map_err(machine).map(drop)
+    }
+
+    fn shown(&self) -> Result<Shown, RestoreError> {
+        let said = self.vm.cli(&["working-set", &self.snapshot.display().to_string(), "--json"]).map_err(machine)?;
+        let said: Value = serde_json::from_str(&said).unwrap_or_default();
+        Ok(Shown(said["working_set"].clone()))
+    }
+
+    fn keep_set(&self, name: &str) -> Result<(), RestoreError> {
+        copy(&self.snapshot.join("working-set"), &self.bench.rig.folder().join(name))
+    }
+
+    /// What a scan costs a guest that is asked for files: windows with and without one, in turn.
+    pub fn measure_scan(&self, record: &mut Record) -> Result<(), RestoreError> {
+        let load = self.load(SLOWDOWN_SEED)?;
+        let clone = self.vm.restore(&self.snapshot, "slowed", &["--working-set"]).map_err(machine)?;
+        let failed = |source| RestoreError::Load { side: HEARTH, source };
+        load.wait_back(patience(20)).map_err(failed)?;
+        let complete = |event: &Value| event["kind"] == "restore_complete";
+        clone.wait_event_within("all memory is there", patience(60), complete).map_err(machine)?;
+        await_answers(&load, load.answered() + STEADY_REQUESTS, HEARTH)?;
+        let window = || {
+            let before = load.answered();
+            std::thread::sleep(self.bench.shape.slowdown_window);
+            (load.answered() - before) as f64
+        };
+        for round in 0..SLOWDOWN_ROUNDS {
+            let plain = window();
+            let folder = self.bench.rig.folder().join(format!("never-{round}")).display().to_string();
+            let plan = format!("{SCAN_PERIOD},1000");
+            clone.cli(&["save", clone.name(), "-o", &folder, "--scan", &plan, "--no-wait"]).map_err(machine)?;
+            let scanned = window();
+            // It ends as one that failed.
+            clone.cli_output(&["save", clone.name(), "--cancel"]).map_err(machine)?;
+            record.add("scan", "slowdown_pct", "%", (plain / scanned - 1.0) * 100.0);
+            eprintln!("{}: {plain} requests answered without a scan, {scanned} with one", super::NAME);
+        }
+        drop(load);
+        clone.stop_at_once().map_err(machine).map(drop)
     }
 
     pub fn restore(&self, side: Side, profile: Profile, round: u32, record: &mut Record) -> Result<(), RestoreError> {
+        if let Some(set) = side.set {
+            copy(&self.bench.rig.folder().join(set), &self.snapshot.join("working-set"))?;
+        }
         evict_all(&self.snapshot)?;
         let (rig, case) = (self.bench.rig, case(side.name, profile));
         rig.limit(profile)?;

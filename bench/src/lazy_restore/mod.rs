@@ -1,7 +1,7 @@
 //! Bench `restore`: a web server with most of its memory in use comes out of a snapshot on disk, in each way.
 //!
-//! one guest under Hearth, one under QEMU alone, both filled and saved -> Hearth's is traced twice, with requests in one
-//! order and in another -> for each disk profile, each side in turn: the host's cache is dropped, the guest is restored and
+//! one guest under Hearth, one under QEMU alone, both filled and saved, Hearth's after a scan -> Hearth's is traced twice, with
+//! requests in one order and in another -> for each disk profile, each side in turn: the host's cache is dropped, the guest is restored and
 //! asked for files, in an order of its own, until all memory is there and some seconds longer
 //!
 //! `qemu-file` is what QEMU alone does: all of memory through a file (`exec:`), and then the guest runs.
@@ -69,15 +69,36 @@ struct Shape {
     /// How many of the files are asked for.
     hot_files: usize,
     trace_s: u64,
+    /// Of a second each.
+    scan_rounds: u32,
+    slowdown_window: Duration,
     rounds: u32,
 }
 
 impl Shape {
     fn of(quick: bool) -> Self {
         if quick {
-            Shape { memory_mib: 768, web_files: 128, anonymous_mib: 256, hot_files: 12, trace_s: 3, rounds: 1 }
+            Shape {
+                memory_mib: 768,
+                web_files: 128,
+                anonymous_mib: 256,
+                hot_files: 12,
+                trace_s: 3,
+                scan_rounds: 3,
+                slowdown_window: Duration::from_secs(2),
+                rounds: 1,
+            }
         } else {
-            Shape { memory_mib: 2048, web_files: 512, anonymous_mib: 1100, hot_files: 24, trace_s: 12, rounds: 2 }
+            Shape {
+                memory_mib: 2048,
+                web_files: 512,
+                anonymous_mib: 1100,
+                hot_files: 24,
+                trace_s: 12,
+                scan_rounds: 10,
+                slowdown_window: Duration::from_secs(10),
+                rounds: 2,
+            }
         }
     }
 }
@@ -106,6 +127,7 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RestoreError> {
     let hearth = hearth?;
     let plain = plain.map_err(|error| leave_out(&error, record)).ok();
     hearth.trace(record)?;
+    hearth.measure_scan(record)?;
     for &profile in &options.profiles {
         // Whoever reads a snapshot has no limits of its own.
         if let Err(error) = rig.must_limit_all(profile, NAME) {

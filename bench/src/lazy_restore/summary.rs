@@ -73,7 +73,8 @@ pub fn summarise(record: &mut Record, profiles: &[Profile]) {
         }
     }
     let traces = |metric: &str| median("traces", metric);
-    let lazy_pct = ratio(traces("lazy_pages"), traces("first_pages")).map(|ratio| ratio * 100.0);
+    let scan = |metric: &str| median("scan", metric);
+    let percent = |lazy: Option<f64>, set: Option<f64>| Some(ratio(lazy, set)? * 100.0);
     let saves = |metric: &str| median("save", metric);
     for (metric, value) in [
         ("pages_prefetched_eager", saves("stored_pages")),
@@ -81,7 +82,12 @@ pub fn summarise(record: &mut Record, profiles: &[Profile]) {
         ("pages_prefetched_trace", traces("first_pages")),
         ("accesses_skipped_trace", traces("skipped_pages")),
         ("pages_lazy_trace", traces("lazy_pages")),
-        ("pages_lazy_trace_pct", lazy_pct),
+        ("pages_lazy_trace_pct", percent(traces("lazy_pages"), traces("first_pages"))),
+        ("pages_prefetched_scan", scan("pages")),
+        ("accesses_skipped_scan", scan("skipped_pages")),
+        ("pages_lazy_scan", scan("lazy_pages")),
+        ("pages_lazy_scan_pct", percent(scan("lazy_pages"), scan("pages"))),
+        ("scan_slowdown_pct", scan("slowdown_pct")),
         ("save_s", saves("save_s")),
         ("save_pause_ms", saves("pause_ms")),
         ("save_live_s", saves("live_s")),

@@ -157,6 +157,13 @@ pub enum EventKind {
         #[serde(default)]
         held_why: Option<String>,
     },
+    /// Which pages the guest uses was seen over so many rounds; now it is copied.
+    SaveScanned {
+        folder: String,
+        pages: u64,
+        rounds: u32,
+        duration_ms: f64,
+    },
     /// How far a save is, now and then.
     SaveProgress {
         folder: String,

@@ -25,12 +25,12 @@ pub use page::page;
 pub use remount::{MissedRun, ReadyRequest, RemountDisk, RemountLater, RemountPlan};
 pub use request::{
     Accepted, CrashMethod, CrashRequest, DiskSize, RebootRequest, RejuvenateRequest, ResizeRequest, SaveCancel,
-    SaveRequest, SaveThen, StopRequest, UpgradeRequest,
+    SaveRequest, SaveThen, ScanRequest, StopRequest, UpgradeRequest,
 };
 pub use routes::{Body, Method, Mismatch, Parameter, ROUTES, Route, RouteId};
 pub use status::{
     AdmissionStatus, DiskStatus, EmberMode, EmberStatus, EndCause, Explanation, KeeperStatus, MachineState,
     MachineStatus, MemoryStatus, NetStatus, NvramStatus, PhaseTime, QemuStatus, Recovery, Refused, Rejuvenation,
-    RestoreStatus, SaveStatus, UserfaultStatus,
+    RestoreStatus, SaveStatus, ScanStatus, UserfaultStatus,
 };
 pub use time::{milliseconds_of, rfc3339};

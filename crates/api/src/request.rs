@@ -70,6 +70,28 @@ pub struct SaveRequest {
     /// Compress memory with zstd.
     #[serde(default)]
     pub compress: bool,
+    /// See beforehand which pages the guest uses; they become the snapshot's working set.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scan: Option<ScanRequest>,
+}
+
+/// How long is looked which pages a guest uses, and how often. What is used in many rounds comes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ScanRequest {
+    /// Of one round, from 50 to 600000.
+    pub period_ms: u64,
+    /// From 1 to 1000.
+    pub rounds: u32,
+}
+
+impl ScanRequest {
+    pub const PERIOD_MS: std::ops::RangeInclusive<u64> = 50..=600_000;
+    pub const ROUNDS: std::ops::RangeInclusive<u32> = 1..=1000;
+
+    pub fn is_sane(&self) -> bool {
+        Self::PERIOD_MS.contains(&self.period_ms) && Self::ROUNDS.contains(&self.rounds)
+    }
 }
 
 /// What becomes of a machine that was saved.

@@ -234,7 +234,7 @@ pub static ROUTES: &[Route] = &[
         parameters: &[],
         request: Some(Body::Json(shape::<SaveRequest>())),
         response: Body::Json(shape::<Accepted>()),
-        cli: "hearth save NAME -o FOLDER [--stop] [--compress]",
+        cli: "hearth save NAME -o FOLDER [--stop] [--compress] [--scan [PERIOD,ROUNDS]]",
         errors: &[ErrorWord::WrongState, ErrorWord::Failed],
     },
     Route {

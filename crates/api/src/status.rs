@@ -110,6 +110,16 @@ pub struct SaveStatus {
     pub mib_per_s: f64,
     /// None: not known yet.
     pub eta_s: Option<f64>,
+    /// While it is looked which pages the guest uses; nothing is copied before that is over.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scan: Option<ScanStatus>,
+}
+
+/// How far a scan is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct ScanStatus {
+    pub rounds: u32,
+    pub rounds_done: u32,
 }
 
 /// What the machine is doing.

@@ -227,6 +227,7 @@ pub fn qemu_identity(pid: u32) -> QemuIdentity {
         accelerator: "tcg".into(),
         accelerator_why: String::new(),
         userfault_fd: None,
+        helper_fd: None,
         deaf: false,
         at_start: None,
     }

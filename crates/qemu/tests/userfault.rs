@@ -11,16 +11,22 @@ use std::fs;
 use std::io::{IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::time::Instant;
 
 use common::{LONG, Rig, alone, binaries};
 use hearth_qemu::preload::{self, Preload};
+use rustix::io::Errno;
 use rustix::ioctl::{Updater, opcode};
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg};
 
 struct Handover {
     message: [u8; 128],
     descriptor: Option<OwnedFd>,
+    /// The keeper's end.
+    channel: Option<OwnedFd>,
     connection: UnixStream,
 }
 
@@ -28,18 +34,20 @@ fn take(listener: &UnixListener) -> Handover {
     let (mut connection, _) = listener.accept().unwrap();
     connection.set_read_timeout(Some(LONG)).unwrap();
     let mut message = [0; 128];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let part = &mut [IoSliceMut::new(&mut message)];
     let got = recvmsg(&connection, part, &mut ancillary, RecvFlags::CMSG_CLOEXEC).unwrap();
-    let mut descriptor = None;
+    let mut descriptors = Vec::new();
     for rights in ancillary.drain() {
-        if let RecvAncillaryMessage::ScmRights(descriptors) = rights {
-            descriptor = descriptors.last();
+        if let RecvAncillaryMessage::ScmRights(come) = rights {
+            descriptors.extend(come);
         }
     }
+    let mut descriptors = descriptors.into_iter();
+    let (descriptor, channel) = (descriptors.next(), descriptors.next());
     connection.read_exact(&mut message[got.bytes..]).unwrap();
-    Handover { message, descriptor, connection }
+    Handover { message, descriptor, channel, connection }
 }
 
 fn word(message: &[u8; 128], at: usize) -> i32 {
@@ -83,9 +91,9 @@ fn the_userfaultfd_arrives_works_and_qemu_keeps_its_copy() {
         let process = rig.spawn(&binary);
         let mut handover = take(&listener);
         assert_eq!(&handover.message[..8], b"HRTHUFFD");
-        assert_eq!(word(&handover.message, 8), 1);
+        assert_eq!(word(&handover.message, 8), 2);
         let number = word(&handover.message, 12);
-        let text = String::from_utf8_lossy(&handover.message[20..]);
+        let text = String::from_utf8_lossy(&handover.message[24..]);
         assert!(number >= 0, "this host gives no userfaultfd: {text}");
         handover.connection.write_all(b"K").unwrap();
         let (qmp, _events) = common::connect(&rig.launch.qmp_socket, &process.0);
@@ -111,13 +119,72 @@ fn it_acts_on_the_memory_of_qemu() {
     let (_qmp, _events) = common::connect(&rig.launch.qmp_socket, &process.0);
     let userfault = handover.descriptor.unwrap();
     enable(&userfault).unwrap();
-    let maps = fs::read_to_string(format!("/proc/{}/maps", process.0.id().pid)).unwrap();
-    let ram = maps.lines().find(|line| line.ends_with(rig.launch.ram_file.to_str().unwrap())).unwrap();
+    let (start, bytes) = ram(process.0.id().pid, &rig.launch.ram_file);
+    assert_eq!(bytes, common::RAM_BYTES);
+    register(&userfault, start, bytes).unwrap();
+}
+
+/// Asks the helper, and waits for its answer: sequence and errno.
+fn ask(channel: &OwnedFd, sequence: u64, address: u64, bytes: u64) -> (u64, i32) {
+    let request: Vec<u8> = [sequence, address, bytes].into_iter().flat_map(u64::to_ne_bytes).collect();
+    assert_eq!(rustix::net::send(channel, &request, SendFlags::NOSIGNAL).unwrap(), 24);
+    let mut answer = [0; 32];
+    let (got, _) = rustix::net::recv(channel, &mut answer, RecvFlags::empty()).unwrap();
+    assert_eq!(got, 16);
+    (u64::from_ne_bytes(answer[..8].try_into().unwrap()), i32::from_ne_bytes(answer[8..12].try_into().unwrap()))
+}
+
+#[test]
+fn the_helper_drops_page_tables_and_no_memory_and_says_what_it_cannot() {
+    let _alone = alone();
+    for binary in binaries() {
+        let (rig, listener) = rig_with_preload();
+        let process = rig.spawn(&binary);
+        let mut handover = take(&listener);
+        handover.connection.write_all(b"K").unwrap();
+        let (qmp, _events) = common::connect(&rig.launch.qmp_socket, &process.0);
+        let pid = process.0.id().pid;
+        let (channel, number) = (handover.channel.unwrap(), word(&handover.message, 20));
+        let copy = fs::read_link(format!("/proc/{pid}/fd/{number}")).unwrap();
+        assert!(copy.to_str().unwrap().starts_with("socket:"), "QEMU keeps no copy: {}", copy.display());
+        let (address, bytes) = ram(pid, &rig.launch.ram_file);
+        // The firmware uses memory as soon as it runs.
+        qmp.resume().unwrap();
+        let deadline = Instant::now() + LONG;
+        while mapped_kib(pid, &rig.launch.ram_file) == 0 && Instant::now() < deadline {
+            std::thread::yield_now();
+        }
+        qmp.pause().unwrap();
+        let resident = || fs::metadata(&rig.launch.ram_file).unwrap().blocks();
+        let (before, mapped) = (resident(), mapped_kib(pid, &rig.launch.ram_file));
+        assert!(mapped > 0, "the firmware has not begun");
+        assert_eq!(ask(&channel, 7, address, bytes), (7, 0));
+        assert_eq!((mapped_kib(pid, &rig.launch.ram_file), resident()), (0, before));
+        let refused = Errno::NOMEM.raw_os_error();
+        assert_eq!(ask(&channel, 8, 4096, 4096), (8, refused), "nothing is mapped there");
+        rustix::net::send(&channel, b"?", SendFlags::NOSIGNAL).unwrap();
+        let mut answer = [0; 16];
+        rustix::net::recv(&channel, &mut answer, RecvFlags::empty()).unwrap();
+        assert_eq!(i32::from_ne_bytes(answer[8..12].try_into().unwrap()), Errno::BADMSG.raw_os_error());
+        assert_eq!(qmp.run_state().unwrap(), "paused");
+    }
+}
+
+/// Where QEMU has its memory.
+fn ram(pid: u32, file: &Path) -> (u64, u64) {
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    let ram = maps.lines().find(|line| line.ends_with(file.to_str().unwrap())).unwrap();
     let (start, end) = ram.split_whitespace().next().unwrap().split_once('-').unwrap();
     let address = |text: &str| u64::from_str_radix(text, 16).unwrap();
-    let bytes = address(end) - address(start);
-    assert_eq!(bytes, common::RAM_BYTES);
-    register(&userfault, address(start), bytes).unwrap();
+    (address(start), address(end) - address(start))
+}
+
+/// What of it is in QEMU's page tables.
+fn mapped_kib(pid: u32, file: &Path) -> u64 {
+    let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
+    let after = smaps.lines().skip_while(|line| !line.ends_with(file.to_str().unwrap()));
+    let resident = after.skip(1).find_map(|line| line.strip_prefix("Rss:")).unwrap();
+    resident.trim().trim_end_matches(" kB").parse().unwrap()
 }
 
 fn register(userfault: &OwnedFd, start: u64, bytes: u64) -> rustix::io::Result<()> {
@@ -189,7 +256,7 @@ fn qemu_goes_on_where_userfaultfd_is_not_allowed_and_says_why() {
     assert!(handover.descriptor.is_none());
     assert_eq!(word(&handover.message, 12), -1);
     assert_ne!(word(&handover.message, 16), 0);
-    let why = String::from_utf8_lossy(&handover.message[20..]).trim_end_matches('\0').to_owned();
+    let why = String::from_utf8_lossy(&handover.message[24..]).trim_end_matches('\0').to_owned();
     assert!(why.contains("userfaultfd"), "{why}");
     drop(handover.connection);
     assert!(child.wait().unwrap().success());

@@ -310,7 +310,7 @@ mod tests {
         unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, &file, 0) }.unwrap();
         // SAFETY: a descriptor that acts on the mapping above only, as nothing else is registered with it.
         let fd = unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }.unwrap();
-        Userfault { fd, fd_in_qemu: 0, qemu_pid: std::process::id() }
+        Userfault { fd, fd_in_qemu: 0, qemu_pid: std::process::id(), helper: None }
     }
 
     #[test]

@@ -98,6 +98,9 @@ pub struct QemuIdentity {
     /// The number of the userfaultfd in QEMU, by which a new keeper gets at it; none if QEMU has none.
     #[serde(default)]
     pub userfault_fd: Option<i32>,
+    /// The same of the channel to its helper.
+    #[serde(default)]
+    pub helper_fd: Option<i32>,
     /// It lost its disks' server while its guest stood still, and does not see any more when that changes.
     #[serde(default)]
     pub deaf: bool,

@@ -124,7 +124,13 @@ impl TestVm {
 
     /// `hearth save NAME -o FOLDER`, which must succeed.
     pub fn save(&self, folder: &Path) -> Result<()> {
-        self.cli(&["save", &self.name, "-o", &folder.display().to_string()]).map(drop)
+        self.save_with(folder, &[])
+    }
+
+    /// The same with options.
+    pub fn save_with(&self, folder: &Path, options: &[&str]) -> Result<()> {
+        let folder = folder.display().to_string();
+        self.cli(&[&["save", &self.name, "-o", &folder], options].concat()).map(drop)
     }
 
     /// `hearth save NAME -o FOLDER --stop`, which must succeed, and the keeper's own end.

@@ -5,7 +5,7 @@ use std::path::Path;
 use hearth_recovery::snapshot::Snapshot;
 use hearth_vmtest::{Disk, Drives, Result, TestVm, patience};
 
-use super::{count, fill, start_counter, verify};
+use super::{await_console, count, fill, start_counter, verify};
 
 #[test]
 fn a_guest_that_is_saved_goes_on_and_what_is_saved_is_whole() -> Result<()> {
@@ -60,18 +60,6 @@ fn a_save_that_is_called_off_leaves_the_guest_as_it_was_and_nothing_behind() -> 
     verify(&vm)
 }
 
-/// What is typed while the console changes hands may be lost: until something is answered.
-fn await_console(vm: &TestVm) -> Result<()> {
-    for _ in 0..20 {
-        let asked = vm.guest().start("true")?;
-        let answered = vm.wait_console("an answer", hearth_vmtest::patience(2), |heard| heard.take_answer(asked));
-        if answered.is_ok() {
-            return Ok(());
-        }
-    }
-    vm.sh("true").map(drop)
-}
-
 #[test]
 fn a_keeper_killed_while_it_saves_is_followed_by_one_that_lets_the_guest_go_on() -> Result<()> {
     let vm = TestVm::busybox("killedsave").memory_mib(768).boot()?;
@@ -124,7 +112,7 @@ fn a_guest_that_writes_all_the_time_is_saved_at_one_moment_and_so_is_its_clone()
     fill(&vm, 16)?;
     vm.sh(TURNS)?;
     await_turns(&vm, 5)?;
-    vm.save(&first)?;
+    vm.save_with(&first, &["--scan", "300ms,3"])?;
     await_turns(&vm, 3)?;
     vm.stop_at_once()?;
     let clone = vm.restore(&first, "clone", &["--lazy"])?;

@@ -181,6 +181,7 @@ fn a_qemu_without_a_keeper_keeps_its_ports() {
         accelerator: String::new(),
         accelerator_why: String::new(),
         userfault_fd: None,
+        helper_fd: None,
         deaf: false,
         at_start: None,
     };

@@ -3,6 +3,7 @@
 //! snapshot -> a folder for the new machine: machine.toml, and disks over those of the snapshot -> `hearth run`, with the
 //! order to begin with the snapshot
 
+use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
@@ -14,7 +15,7 @@ use hearth_api::rfc3339;
 use hearth_disk::image::create_overlay;
 use hearth_recovery::lazy_restore::Mode;
 use hearth_recovery::snapshot::pages::PageReader;
-use hearth_recovery::snapshot::{AGE_END, Snapshot, aged_pages};
+use hearth_recovery::snapshot::{AGE_END, Snapshot, Source, aged_pages};
 use serde::Serialize;
 
 use super::text::{Side, bytes, table};
@@ -28,6 +29,9 @@ const COLUMNS: usize = 64;
 const LINES: usize = 16;
 /// From nothing to everything.
 const SHADES: [char; 5] = ['.', '-', '+', '#', '@'];
+/// How pages of a set came to be known.
+const TRACE: &str = "trace";
+const SCAN: &str = "scan";
 
 #[derive(Debug, Args)]
 pub struct RestoreArguments {
@@ -144,9 +148,26 @@ struct Noted {
 
 #[derive(Debug, Serialize)]
 struct Age {
-    /// Traces since these pages were seen to be used: 0 for the last one.
+    /// Traces since these pages were seen to be used: 0 for the last one, or for a scan that no trace has followed.
     age: u32,
+    /// `trace`: by a restored guest; `scan`: before the save.
+    source: &'static str,
     pages: u64,
+}
+
+impl Age {
+    fn words(&self) -> String {
+        match (self.source, self.age) {
+            (SCAN, 0) => "used before the save".to_owned(),
+            (SCAN, 1) => "used before the save, and not seen by the trace since".to_owned(),
+            (SCAN, age) => {
+                format!("used before the save, and not seen by the {age} traces since; leaves after {AGE_END}")
+            }
+            (_, 0) => "seen by the last trace".to_owned(),
+            (_, 1) => "not by the last, but by the one before".to_owned(),
+            (_, age) => format!("not seen by the last {age}; leaves after {AGE_END}"),
+        }
+    }
 }
 
 pub fn working_set(context: &mut Context<'_>, folder: &Path) -> Result<Exit, CliError> {
@@ -167,13 +188,14 @@ pub fn working_set(context: &mut Context<'_>, folder: &Path) -> Result<Exit, Cli
         let path = snapshot.working_set_path();
         let at = fs::metadata(&path).and_then(|file| file.modified());
         let at: SystemTime = at.map_err(|source| CliError::File { path, source })?;
+        let ages = ages(set);
         said.working_set = Some(Noted {
-            source: "traces of restored guests",
+            source: sources(&ages),
             noted_at: rfc3339(at),
             pages: pages.len() as u64,
             bytes: pages.len() as u64 * page_bytes,
             runs: pages.chunk_by(|one, next| one + 1 == *next).count() as u64,
-            ages: ages(set),
+            ages,
         });
     }
     if context.json {
@@ -182,20 +204,20 @@ pub fn working_set(context: &mut Context<'_>, folder: &Path) -> Result<Exit, Cli
     }
     let mut rows = vec![vec!["memory".to_owned(), format!("{} pages", said.stored_pages), bytes(said.stored_bytes)]];
     match &said.working_set {
-        None => rows.push(vec!["working set".into(), "not noted; `hearth rehearse` does".into(), String::new()]),
+        None => rows.push(vec![
+            "working set".into(),
+            "not noted; `hearth rehearse` does, or `hearth save --scan`".into(),
+            String::new(),
+        ]),
         Some(set) => {
             rows.push(vec![
                 "working set".into(),
                 format!("{} pages in {} runs", set.pages, set.runs),
                 bytes(set.bytes),
             ]);
-            for Age { age, pages } in &set.ages {
-                let seen = match age {
-                    0 => "seen by the last trace".to_owned(),
-                    1 => "not by the last, but by the one before".to_owned(),
-                    _ => format!("not seen by the last {age}; leaves after {AGE_END}"),
-                };
-                rows.push(vec![String::new(), format!("{pages} pages {seen}"), bytes(pages * page_bytes)]);
+            for age in &set.ages {
+                let text = format!("{} pages {}", age.pages, age.words());
+                rows.push(vec![String::new(), text, bytes(age.pages * page_bytes)]);
             }
             rows.push(vec!["noted".into(), set.source.into(), set.noted_at.clone()]);
         }
@@ -209,15 +231,23 @@ pub fn working_set(context: &mut Context<'_>, folder: &Path) -> Result<Exit, Cli
     Ok(Exit::Done)
 }
 
+/// Traces know the order of use and come first among pages of one age.
 fn ages(set: &PageReader) -> Vec<Age> {
-    let mut ages: Vec<Age> = Vec::new();
+    let mut counts = BTreeMap::new();
     for aged in aged_pages(set) {
-        match ages.last_mut() {
-            Some(last) if last.age == aged.age => last.pages += 1,
-            _ => ages.push(Age { age: aged.age, pages: 1 }),
-        }
+        *counts.entry((aged.age, aged.source == Source::Scan)).or_default() += 1;
     }
-    ages
+    let age = |((age, scanned), pages)| Age { age, source: if scanned { SCAN } else { TRACE }, pages };
+    counts.into_iter().map(age).collect()
+}
+
+fn sources(ages: &[Age]) -> &'static str {
+    let is_from = |source| ages.iter().any(|age| age.source == source);
+    match (is_from(SCAN), is_from(TRACE)) {
+        (true, true) => "a scan before the save, and traces of restored guests",
+        (true, false) => "a scan before the save",
+        (false, _) => "traces of restored guests",
+    }
 }
 
 /// The address space from left to right and top to bottom; the darker, the more of it is in the set.

@@ -98,9 +98,11 @@ fn machine(status: &MachineStatus) -> Vec<String> {
         rows.extend(restore.waits.iter().map(|why| words("waits for", why)));
     }
     if let Some(save) = &status.save {
-        let text =
-            format!("{:.0} % of {} pages, {:.1} MiB/s, {}", save.percent, save.pages, save.mib_per_s, save.folder);
-        rows.push(words("save", text));
+        let how_far = match &save.scan {
+            Some(scan) => format!("scan, {} of {} rounds", scan.rounds_done, scan.rounds),
+            None => format!("{:.0} % of {} pages, {:.1} MiB/s", save.percent, save.pages, save.mib_per_s),
+        };
+        rows.push(words("save", format!("{how_far}, {}", save.folder)));
     }
     match &status.qemu {
         None => rows.push(words("qemu", "none")),

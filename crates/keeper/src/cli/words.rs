@@ -70,6 +70,9 @@ pub fn describe(event: &EventKind) -> String {
         EventKind::SaveStarted { folder, held_why: Some(why) } => {
             format!("guest stands still and is saved to {folder}: {why}")
         }
+        EventKind::SaveScanned { pages, rounds, duration_ms, .. } => {
+            format!("guest used {pages} pages in {rounds} rounds, {}", milliseconds(*duration_ms))
+        }
         EventKind::SaveProgress { percent, mib_per_s, eta_s, .. } => {
             let eta = eta_s.map_or_else(String::new, |eta| format!(", {} to go", milliseconds(eta * 1e3)));
             format!("save at {percent:.0} %, {mib_per_s:.1} MiB/s{eta}")

@@ -136,7 +136,9 @@ impl Machine {
     /// error is a guest that would wait for ever.
     pub(super) fn resume_gate(&mut self, incarnation: &Incarnation, identity: &QemuIdentity) -> UserfaultOr {
         let fetched = identity.userfault_fd.ok_or_else(|| "a keeper that died had none".to_owned());
-        let fetched = fetched.and_then(|fd| Userfault::fetch(identity.pid, fd).map_err(|error| crate::chain(&error)));
+        let fetched = fetched.and_then(|fd| {
+            Userfault::fetch(identity.pid, fd, identity.helper_fd).map_err(|error| crate::chain(&error))
+        });
         let resumed = match &fetched {
             Ok(userfault) => {
                 Admission::resume(self.terms(), incarnation, userfault).map_err(|error| crate::chain(&error))

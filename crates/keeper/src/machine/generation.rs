@@ -126,6 +126,7 @@ impl Generation {
             accelerator: parts.accelerator.accelerator.name().to_owned(),
             accelerator_why: parts.accelerator.why.clone(),
             userfault_fd: userfault.as_ref().ok().map(|userfault| userfault.fd_in_qemu),
+            helper_fd: userfault.as_ref().ok().and_then(|userfault| Some(userfault.helper.as_ref()?.fd_in_qemu)),
             deaf: false,
             at_start: None,
         };

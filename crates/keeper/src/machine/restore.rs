@@ -449,7 +449,7 @@ impl Machine {
         let userfault = match (note.mode, identity.userfault_fd) {
             (Mode::Eager, None) => return Ok(Err("a keeper that died had none".to_owned())),
             (_, None) => return Err(failed(no_userfault("a keeper that died had none".to_owned()))),
-            (_, Some(fd)) => Userfault::fetch(identity.pid, fd),
+            (_, Some(fd)) => Userfault::fetch(identity.pid, fd, identity.helper_fd),
         };
         let userfault = userfault.map_err(|error| failed(no_userfault(crate::chain(&error))))?;
         let snapshot = Snapshot::open(&note.snapshot).map_err(|error| failed(error.into()))?;

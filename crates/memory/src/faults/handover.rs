@@ -3,17 +3,19 @@
 //! bind -> QEMU starts, its preload library connects -> check who it is -> take message and descriptor -> acknowledge
 //!
 //! The descriptor must be made by QEMU itself, because it acts on the memory of the process that made it; and QEMU keeps a
-//! copy, because if the keeper held the only one and died, the guest would silently get pages of zeroes.
+//! copy, because if the keeper held the only one and died, the guest would silently get pages of zeroes. With it comes one end
+//! of the channel to a thread of the library's (`access`), of which QEMU keeps a copy too, for the next keeper.
 //!
 //! ```text
 //! message, one, 128 bytes, native byte order        answer, 1 byte
 //! |  0 magic "HRTHUFFD"                             | 'K' the keeper has the descriptor
-//! |  8 u32 version = 1
+//! |  8 u32 version = 2
 //! | 12 i32 descriptor's number in QEMU, -1 if there is none
 //! | 16 i32 errno, 0 if there is a descriptor
-//! | 20 108 bytes of text: why there is none, padded with zeroes
+//! | 20 i32 number of the channel's end in QEMU, -1 if there is none
+//! | 24 104 bytes of text: why there is no descriptor, padded with zeroes
 //! ```
-//! With the message comes the descriptor (SCM_RIGHTS) if there is one. Everything is bounded: a QEMU that says nothing
+//! With the message come the descriptor and the channel's end (SCM_RIGHTS), those that there are. Everything is bounded: a QEMU that says nothing
 //! costs the time it is given, and one that ends costs nothing.
 
 use std::io::{self, IoSliceMut, Read, Write};
@@ -28,9 +30,9 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg}
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
 const MAGIC: &[u8; 8] = b"HRTHUFFD";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const MESSAGE_BYTES: usize = 128;
-const WHY_OFFSET: usize = 20;
+const WHY_OFFSET: usize = 24;
 const ACKNOWLEDGED: &[u8] = b"K";
 
 /// The socket that a QEMU about to start will connect to.
@@ -47,6 +49,16 @@ pub struct Userfault {
     /// QEMU's own copy: with its pidfd, a new keeper can fetch it after this one died.
     pub fd_in_qemu: i32,
     pub qemu_pid: u32,
+    /// None: its preload library is of an older keeper, or it could have no thread more.
+    pub helper: Option<Helper>,
+}
+
+/// Our end of the channel to a thread in QEMU that does what only QEMU itself can: see `access`.
+#[derive(Debug)]
+pub struct Helper {
+    pub fd: OwnedFd,
+    /// As above.
+    pub fd_in_qemu: i32,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -70,17 +82,23 @@ pub enum HandoverError {
 }
 
 impl Userfault {
-    /// QEMU's copy, after the keeper that it was handed to has died. Who may trace QEMU may do this.
-    pub fn fetch(qemu_pid: u32, fd_in_qemu: i32) -> Result<Self, HandoverError> {
-        let failed = |source| HandoverError::Fetch { pid: qemu_pid, fd: fd_in_qemu, source };
+    /// QEMU's copies, after the keeper that they were handed to has died. Who may trace QEMU may do this.
+    pub fn fetch(qemu_pid: u32, fd_in_qemu: i32, helper_in_qemu: Option<i32>) -> Result<Self, HandoverError> {
         let qemu = watch_process(qemu_pid)?;
-        let fd = pidfd_getfd(&qemu, fd_in_qemu, PidfdGetfdFlags::empty()).map_err(|errno| failed(errno.into()))?;
-        // The number comes from a file, and QEMU may use it for something else by now.
-        let target = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).map_err(failed)?;
-        if target.as_os_str() != "anon_inode:[userfaultfd]" {
-            return Err(failed(io::Error::other(format!("it is {} now", target.display()))));
-        }
-        Ok(Self { fd, fd_in_qemu, qemu_pid })
+        let fetch = |number: i32, kind: &str| {
+            let failed = |source| HandoverError::Fetch { pid: qemu_pid, fd: number, source };
+            let fd = pidfd_getfd(&qemu, number, PidfdGetfdFlags::empty()).map_err(|errno| failed(errno.into()))?;
+            // The number comes from a file, and QEMU may use it for something else by now.
+            let target = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).map_err(failed)?;
+            if !target.as_os_str().as_encoded_bytes().starts_with(kind.as_bytes()) {
+                return Err(failed(io::Error::other(format!("it is {} now", target.display()))));
+            }
+            Ok(fd)
+        };
+        let fd = fetch(fd_in_qemu, "anon_inode:[userfaultfd]")?;
+        let helper = helper_in_qemu.and_then(|number| Some((number, fetch(number, "socket:").ok()?)));
+        let helper = helper.map(|(fd_in_qemu, fd)| Helper { fd, fd_in_qemu });
+        Ok(Self { fd, fd_in_qemu, qemu_pid, helper })
     }
 }
 
@@ -146,14 +164,16 @@ impl HandoverListener {
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         connection.set_nonblocking(false).map_err(io_failed)?;
         connection.set_read_timeout(Some(left)).map_err(io_failed)?;
-        let (message, descriptor) = receive(&mut connection).map_err(io_failed)?;
+        let (message, descriptors) = receive(&mut connection).map_err(io_failed)?;
         let told = Told::parse(&message).map_err(|why| HandoverError::Garbled { pid, why })?;
         if let Some(why) = told.refusal {
             return Err(HandoverError::Refused { pid, why });
         }
-        let fd = descriptor.ok_or(HandoverError::Garbled { pid, why: "the descriptor is missing" })?;
+        let mut descriptors = descriptors.into_iter();
+        let fd = descriptors.next().ok_or(HandoverError::Garbled { pid, why: "the descriptor is missing" })?;
+        let helper = told.helper_in_qemu.zip(descriptors.next()).map(|(fd_in_qemu, fd)| Helper { fd, fd_in_qemu });
         connection.write_all(ACKNOWLEDGED).map_err(io_failed)?;
-        Ok(Userfault { fd, fd_in_qemu: told.fd_in_qemu, qemu_pid: pid })
+        Ok(Userfault { fd, fd_in_qemu: told.fd_in_qemu, qemu_pid: pid, helper })
     }
 }
 
@@ -168,6 +188,7 @@ impl Drop for HandoverListener {
 #[derive(Debug, PartialEq, Eq)]
 struct Told {
     fd_in_qemu: i32,
+    helper_in_qemu: Option<i32>,
     refusal: Option<String>,
 }
 
@@ -182,30 +203,31 @@ impl Told {
         }
         let fd_in_qemu = i32::from_ne_bytes(word(12));
         let errno = i32::from_ne_bytes(word(16));
+        let helper_in_qemu = Some(i32::from_ne_bytes(word(20))).filter(|number| *number >= 0);
         if fd_in_qemu >= 0 {
-            return Ok(Self { fd_in_qemu, refusal: None });
+            return Ok(Self { fd_in_qemu, helper_in_qemu, refusal: None });
         }
         let text = message[WHY_OFFSET..].split(|&byte| byte == 0).next().unwrap_or_default();
         let why = format!("{}: {}", String::from_utf8_lossy(text), io::Error::from_raw_os_error(errno));
-        Ok(Self { fd_in_qemu, refusal: Some(why) })
+        Ok(Self { fd_in_qemu, helper_in_qemu, refusal: Some(why) })
     }
 }
 
-/// Reads the message; the descriptor comes with its first byte.
-fn receive(connection: &mut UnixStream) -> io::Result<([u8; MESSAGE_BYTES], Option<OwnedFd>)> {
+/// Reads the message; the descriptors come with its first byte.
+fn receive(connection: &mut UnixStream) -> io::Result<([u8; MESSAGE_BYTES], Vec<OwnedFd>)> {
     let mut message = [0; MESSAGE_BYTES];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let buffer = &mut [IoSliceMut::new(&mut message)];
     let received = recvmsg(&*connection, buffer, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
-    let mut descriptor = None;
+    let mut descriptors = Vec::new();
     for part in ancillary.drain() {
-        if let RecvAncillaryMessage::ScmRights(descriptors) = part {
-            descriptor = descriptors.last();
+        if let RecvAncillaryMessage::ScmRights(come) = part {
+            descriptors.extend(come);
         }
     }
     connection.read_exact(&mut message[received.bytes..])?;
-    Ok((message, descriptor))
+    Ok((message, descriptors))
 }
 
 pub(super) fn watch_process(pid: u32) -> Result<OwnedFd, HandoverError> {
@@ -268,23 +290,24 @@ mod tests {
         Place { _folder: folder, listener }
     }
 
-    fn message(fd: i32, errno: i32, why: &str) -> [u8; MESSAGE_BYTES] {
+    fn message(fd: i32, errno: i32, helper: i32, why: &str) -> [u8; MESSAGE_BYTES] {
         let mut message = [0; MESSAGE_BYTES];
         message[..8].copy_from_slice(MAGIC);
         message[8..12].copy_from_slice(&VERSION.to_ne_bytes());
         message[12..16].copy_from_slice(&fd.to_ne_bytes());
         message[16..20].copy_from_slice(&errno.to_ne_bytes());
-        message[20..20 + why.len()].copy_from_slice(why.as_bytes());
+        message[20..24].copy_from_slice(&helper.to_ne_bytes());
+        message[24..24 + why.len()].copy_from_slice(why.as_bytes());
         message
     }
 
     /// Speaks for QEMU from a thread of this very process, and returns the answer it got.
-    fn speak(path: &Path, bytes: Vec<u8>, descriptor: Option<File>) -> std::thread::JoinHandle<Vec<u8>> {
+    fn speak(path: &Path, bytes: Vec<u8>, descriptors: Vec<File>) -> std::thread::JoinHandle<Vec<u8>> {
         let mut connection = UnixStream::connect(path).unwrap();
         std::thread::spawn(move || {
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
             let mut ancillary = SendAncillaryBuffer::new(&mut space);
-            let descriptors: Vec<_> = descriptor.iter().map(AsFd::as_fd).collect();
+            let descriptors: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
             if !descriptors.is_empty() {
                 assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)));
             }
@@ -299,22 +322,29 @@ mod tests {
     }
 
     #[test]
-    fn the_descriptor_arrives_and_is_acknowledged() {
-        let place = place();
-        let file = tempfile::tempfile().unwrap();
-        let (sent, inode) = (file.as_raw_fd(), rustix::fs::fstat(&file).unwrap().st_ino);
-        let speaker = speak(place.listener.path(), message(sent, 0, "").to_vec(), Some(file));
-        let got = place.listener.accept(std::process::id(), LONG).unwrap();
-        assert_eq!((got.fd_in_qemu, got.qemu_pid), (sent, std::process::id()));
-        assert_eq!(rustix::fs::fstat(&got.fd).unwrap().st_ino, inode);
-        assert_eq!(speaker.join().unwrap(), ACKNOWLEDGED);
+    fn the_descriptors_arrive_and_are_acknowledged() {
+        for helped in [false, true] {
+            let place = place();
+            let files: Vec<_> = (0..1 + i32::from(helped)).map(|_| tempfile::tempfile().unwrap()).collect();
+            let inode = |fd: BorrowedFd<'_>| rustix::fs::fstat(fd).unwrap().st_ino;
+            let (sent, inodes) =
+                (files[0].as_raw_fd(), files.iter().map(|file| inode(file.as_fd())).collect::<Vec<_>>());
+            let helper = if helped { files[1].as_raw_fd() } else { -1 };
+            let speaker = speak(place.listener.path(), message(sent, 0, helper, "").to_vec(), files);
+            let got = place.listener.accept(std::process::id(), LONG).unwrap();
+            assert_eq!((got.fd_in_qemu, got.qemu_pid), (sent, std::process::id()));
+            let come = [Some(got.fd.as_fd()), got.helper.as_ref().map(|helper| helper.fd.as_fd())];
+            assert_eq!(come.into_iter().flatten().map(inode).collect::<Vec<_>>(), inodes);
+            assert_eq!(got.helper.map_or(-1, |end| end.fd_in_qemu), helper);
+            assert_eq!(speaker.join().unwrap(), ACKNOWLEDGED);
+        }
     }
 
     #[test]
     fn qemus_reason_for_having_none_is_passed_on() {
         let place = place();
-        let bytes = message(-1, libc::EPERM, "userfaultfd is not allowed").to_vec();
-        let speaker = speak(place.listener.path(), bytes, None);
+        let bytes = message(-1, libc::EPERM, -1, "userfaultfd is not allowed").to_vec();
+        let speaker = speak(place.listener.path(), bytes, Vec::new());
         let refusal = place.listener.accept(std::process::id(), LONG).unwrap_err().to_string();
         assert!(
             refusal.ends_with("has no userfaultfd: userfaultfd is not allowed: Operation not permitted (os error 1)")
@@ -325,7 +355,7 @@ mod tests {
     #[track_caller]
     fn check_garbled(bytes: Vec<u8>, expect: &str) {
         let place = place();
-        let speaker = speak(place.listener.path(), bytes, None);
+        let speaker = speak(place.listener.path(), bytes, Vec::new());
         let refusal = place.listener.accept(std::process::id(), LONG).unwrap_err().to_string();
         assert!(refusal.contains(expect), "{refusal}");
         speaker.join().unwrap();
@@ -334,18 +364,18 @@ mod tests {
     #[test]
     fn what_is_no_handover_is_refused() {
         check_garbled(vec![7; MESSAGE_BYTES], "the magic is wrong");
-        let mut newer = message(3, 0, "");
-        newer[8] = 2;
+        let mut newer = message(3, 0, -1, "");
+        newer[8] = 3;
         check_garbled(newer.to_vec(), "the version is another");
-        check_garbled(message(3, 0, "").to_vec(), "the descriptor is missing");
-        check_garbled(message(3, 0, "")[..40].to_vec(), "the hand-over from QEMU");
+        check_garbled(message(3, 0, -1, "").to_vec(), "the descriptor is missing");
+        check_garbled(message(3, 0, -1, "")[..40].to_vec(), "the hand-over from QEMU");
     }
 
     #[test]
     fn strangers_are_turned_away() {
         let place = place();
         let mut bystander = sleeper();
-        let speaker = speak(place.listener.path(), message(0, 0, "").to_vec(), Some(tempfile::tempfile().unwrap()));
+        let speaker = speak(place.listener.path(), message(0, 0, -1, "").to_vec(), vec![tempfile::tempfile().unwrap()]);
         let refusal = place.listener.accept(bystander.id(), Duration::from_millis(1)).unwrap_err();
         assert!(matches!(refusal, HandoverError::TimedOut { .. }), "{refusal}");
         assert_eq!(speaker.join().unwrap(), b"");

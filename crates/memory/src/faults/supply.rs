@@ -207,7 +207,7 @@ mod tests {
             let start = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, &file, 0) }.unwrap();
             // SAFETY: a descriptor that acts on the mapping above only, as nothing else is registered with it.
             let fd = unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }.unwrap();
-            let userfault = Userfault { fd, fd_in_qemu: 0, qemu_pid: std::process::id() };
+            let userfault = Userfault { fd, fd_in_qemu: 0, qemu_pid: std::process::id(), helper: None };
             Self { _folder: folder, ram, userfault, start: start as usize }
         }
 

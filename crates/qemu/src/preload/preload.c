@@ -2,11 +2,15 @@
  *
  * A userfaultfd acts on the memory of the process that made it, so it must be made here. QEMU keeps a copy: if the keeper
  * held the only one and died, the kernel would unregister the memory and the guest would silently read pages of zeroes.
+ * The keeper's end of the helper's channel goes with it (helper.c).
  *
  * Message (128 bytes, host byte order; see crates/memory/src/faults/handover.rs):
- *   magic "HRTHUFFD" | u32 version | i32 number of the descriptor here, or -1 | i32 errno | 108 bytes: why not
+ *   magic "HRTHUFFD" | u32 version | i32 number of the descriptor here, or -1 | i32 errno | i32 number of the channel's end
+ *   here, or -1 | 104 bytes: why there is no descriptor
  * Answer: one byte. Whatever fails, QEMU goes on: the machine then runs without what needs page faults. */
 #define _GNU_SOURCE
+#include "helper.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <stdint.h>
@@ -30,7 +34,8 @@ struct message {
     uint32_t version;
     int32_t number;
     int32_t error;
-    char why[108];
+    int32_t helper;
+    char why[104];
 };
 _Static_assert(sizeof(struct message) == 128, "the keeper reads 128 bytes");
 
@@ -80,21 +85,23 @@ static int connect_to_keeper(const char *path) {
 }
 
 static void hand_over(int keeper, int userfault, struct message *message) {
+    int numbers[] = {userfault, message->helper};
+    size_t bytes = message->helper >= 0 ? sizeof numbers : sizeof *numbers;
     union {
         struct cmsghdr header;
-        char space[CMSG_SPACE(sizeof(int))];
+        char space[CMSG_SPACE(sizeof numbers)];
     } control;
     memset(&control, 0, sizeof control);
     struct iovec part = {.iov_base = message, .iov_len = sizeof *message};
     struct msghdr header = {.msg_iov = &part, .msg_iovlen = 1};
     if (userfault >= 0) {
         header.msg_control = &control;
-        header.msg_controllen = sizeof control.space;
+        header.msg_controllen = CMSG_SPACE(bytes);
         struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
         rights->cmsg_level = SOL_SOCKET;
         rights->cmsg_type = SCM_RIGHTS;
-        rights->cmsg_len = CMSG_LEN(sizeof(int));
-        memcpy(CMSG_DATA(rights), &userfault, sizeof userfault);
+        rights->cmsg_len = CMSG_LEN(bytes);
+        memcpy(CMSG_DATA(rights), numbers, bytes);
     }
     char answer;
     if (sendmsg(keeper, &header, MSG_NOSIGNAL) != sizeof *message || read(keeper, &answer, 1) != 1) {
@@ -105,13 +112,14 @@ static void hand_over(int keeper, int userfault, struct message *message) {
 __attribute__((constructor)) static void hearth_preload(void) {
     const char *path = getenv(SOCKET_VARIABLE);
     if (path != NULL) {
-        struct message message = {.magic = {'H', 'R', 'T', 'H', 'U', 'F', 'F', 'D'}, .version = 1, .number = -1};
+        struct message message = {.magic = {'H', 'R', 'T', 'H', 'U', 'F', 'F', 'D'}, .version = 2, .number = -1, .helper = -1};
         int keeper = connect_to_keeper(path);
         if (keeper >= 0) {
             int userfault = make_userfaultfd(&message);
             if (userfault >= 0) {
                 message.number = userfault;
                 message.error = 0;
+                message.helper = hearth_start_helper();
                 memset(message.why, 0, sizeof message.why);
             }
             hand_over(keeper, userfault, &message);

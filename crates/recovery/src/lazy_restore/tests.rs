@@ -56,7 +56,7 @@ impl Stand {
         let start = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, &file, 0) }.unwrap();
         // SAFETY: a descriptor that acts on the mapping above only, as nothing else is registered with it.
         let fd = unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }.unwrap();
-        let userfault = Userfault { fd, fd_in_qemu: 0, qemu_pid: std::process::id() };
+        let userfault = Userfault { fd, fd_in_qemu: 0, qemu_pid: std::process::id(), helper: None };
         Self { home, ram, userfault, start: start as usize }
     }
 

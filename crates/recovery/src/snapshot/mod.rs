@@ -7,7 +7,7 @@
 //!   state          its devices, as QEMU writes them
 //!   ram            its memory (`pages`)
 //!   manifest       what belongs together, with sizes and checksums; comes last
-//!   working-set    pages that restored guests used first, in order of use (`pages`); may come later, or never
+//!   working-set    pages that the guest used before it was saved, and restored guests first (`pages`); may come later, or never
 //! ```
 //! Whatever is cut off, altered or missing is refused by name before a guest runs from it; a chunk of memory when it is
 //! read. Disks are the one thing that is not checked byte by byte: to read them whole would take longer than all the rest.
@@ -16,6 +16,7 @@ mod disk;
 mod manifest;
 pub mod pages;
 pub mod save;
+pub mod scan;
 pub mod state;
 mod working_set;
 
@@ -29,7 +30,7 @@ use rustix::fs::{FlockOperation, flock};
 pub use disk::{can_share, share_image};
 pub use manifest::{DiskPart, Manifest, Part, RamPart, SNAPSHOT_VERSION};
 use pages::{PageReader, Sealed};
-pub use working_set::{AGE_END, AgedPage, aged_pages};
+pub use working_set::{AGE_END, AgedPage, Source, aged_pages};
 
 const MANIFEST: &str = "manifest";
 const MACHINE: &str = "machine.toml";
@@ -126,6 +127,13 @@ impl Draft {
     pub fn write_state(&mut self, state: &[u8]) -> Result<Part, SnapshotError> {
         let path = self.claim(STATE);
         write_part(&path, state)
+    }
+
+    /// What the guest used before it was saved, best first; after its memory. How many pages of that are not zeroes.
+    pub fn write_working_set(&mut self, used: &[u32]) -> Result<u64, SnapshotError> {
+        let ram = PageReader::open(&self.folder.join(RAM))?;
+        let scanned = used.iter().map(|&page| AgedPage { page, age: 0, source: Source::Scan });
+        Ok(working_set::write(&self.claim(WORKING_SET), scanned, &ram)?.pages)
     }
 
     /// From here on it is a snapshot.
@@ -237,15 +245,7 @@ impl Snapshot {
         let before = Self::open_working_set(&self.folder, self.ram.ram_pages()).ok().flatten();
         let merged = working_set::merge(used, before.iter().flat_map(aged_pages));
         let (path, temporary) = (self.working_set_path(), self.folder.join("working-set.new"));
-        let mut writer = pages::PageWriter::create(&temporary, self.ram.ram_pages(), pages::Compression::None)?;
-        let mut reading = self.ram.reading();
-        for AgedPage { page, age } in merged {
-            if let Some(bytes) = self.ram.page(page, &mut reading)? {
-                writer.set_age(age)?;
-                writer.add(page, bytes)?;
-            }
-        }
-        let sealed = writer.finish()?;
+        let sealed = working_set::write(&temporary, merged, &self.ram)?;
         fs::rename(&temporary, &path).map_err(SnapshotError::io(&path, "written"))?;
         folder.sync_all().map_err(SnapshotError::io(&self.folder, "written"))?;
         Ok(sealed.pages)

@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use hearth_disk::write_log::WriteLog;
 use hearth_memory::faults::Userfault;
+use hearth_memory::faults::access::AccessError;
 use hearth_memory::faults::writes::{WatchError, WriteWatch};
 use hearth_memory::{FileOffset, MemoryError, PAGE_BYTES, RamFile};
 
@@ -39,6 +40,8 @@ pub enum SaveError {
     Memory(#[from] MemoryError),
     #[error(transparent)]
     Watch(#[from] WatchError),
+    #[error(transparent)]
+    Access(#[from] AccessError),
     #[error("disk image {path}: its copy failed")]
     Image { path: PathBuf, source: std::io::Error },
     #[error("the keeper gave it up")]
@@ -54,8 +57,8 @@ pub fn resident_pages(ram: &RamFile) -> Result<u64, MemoryError> {
 
 /// Whoever writes to the memory of a guest that runs: QEMU, by its page tables, and the disks of the machine.
 pub struct Writers {
-    watch: WriteWatch,
-    log: Arc<WriteLog>,
+    pub(super) watch: WriteWatch,
+    pub(super) log: Arc<WriteLog>,
 }
 
 impl Writers {
@@ -263,7 +266,7 @@ mod tests {
             let start = unsafe { mmap(std::ptr::null_mut(), bytes, access, MapFlags::SHARED, &file, 0) }.unwrap();
             // SAFETY: nothing of this process's memory is registered with it but the mapping above.
             let fd = unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }.unwrap();
-            let userfault = Userfault { fd, fd_in_qemu: -1, qemu_pid: std::process::id() };
+            let userfault = Userfault { fd, fd_in_qemu: -1, qemu_pid: std::process::id(), helper: None };
             Self { home, ram, userfault, start: start.cast() }
         }
 

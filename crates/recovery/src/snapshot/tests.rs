@@ -16,6 +16,11 @@ impl Stand {
 
     /// A snapshot with 20 pages and a disk.
     fn new() -> Self {
+        Self::scanned(&[])
+    }
+
+    /// The same of a guest that was seen to use these pages.
+    fn scanned(used: &[u32]) -> Self {
         let stand = Self { home: tempfile::tempdir().unwrap() };
         let mut draft = Draft::create(&stand.folder()).unwrap();
         let mut writer = PageWriter::create(&draft.ram_path(), RAM_PAGES, Compression::Zstd).unwrap();
@@ -37,6 +42,9 @@ impl Stand {
             ram: RamPart { bytes, pages, seal },
             disks: vec![DiskPart { name: "root".into(), format: "raw".into(), bytes: 1024 }],
         };
+        if !used.is_empty() {
+            draft.write_working_set(used).unwrap();
+        }
         draft.finish(&manifest).unwrap();
         stand
     }
@@ -73,6 +81,7 @@ fn a_draft_that_is_given_up_leaves_nothing() {
     PageWriter::create(&draft.ram_path(), RAM_PAGES, Compression::None).unwrap();
     draft.make_disk("root").unwrap();
     draft.plain_ram_path();
+    assert!(draft.write_working_set(&[1]).is_err(), "its memory is not finished");
     drop(draft);
     assert_eq!(names(home.path()), Vec::<String>::new());
 }
@@ -136,8 +145,8 @@ fn a_working_set_is_kept_in_order_of_use_over_several_traces() {
     assert_eq!(snapshot.add_trace(&[29, 11, 63, 12]).unwrap(), 3, "zeroes need no note");
     assert_eq!(snapshot.add_trace(&[20, 11]).unwrap(), 4);
     let set = Snapshot::open(&stand.folder()).unwrap().working_set.unwrap().unwrap();
-    let aged: Vec<_> = aged_pages(&set).map(|aged| (aged.page, aged.age)).collect();
-    assert_eq!(aged, [(20, 0), (11, 0), (29, 1), (12, 1)]);
+    let traced = [(20, 0), (11, 0), (29, 1), (12, 1)].map(|(page, age)| (page, age, Source::Trace));
+    assert_eq!(aged(&set), traced);
     assert_eq!(set.page(11, &mut set.reading()).unwrap(), Some(&[11; 4096]));
     assert_eq!(set.page(12, &mut set.reading()).unwrap(), Some(&[12; 4096]));
     assert_eq!(names(&stand.folder()).len(), 6);
@@ -145,4 +154,29 @@ fn a_working_set_is_kept_in_order_of_use_over_several_traces() {
     let refusal = Snapshot::open(&stand.folder()).unwrap().working_set.unwrap_err().to_string();
     assert!(refusal.contains("working-set: is damaged"), "{refusal}");
     assert_eq!(snapshot.add_trace(&[25]).unwrap(), 1, "begun anew");
+}
+
+fn aged(set: &PageReader) -> Vec<(u32, u32, Source)> {
+    aged_pages(set).map(|aged| (aged.page, aged.age, aged.source)).collect()
+}
+
+#[test]
+fn what_a_scan_saw_comes_with_the_snapshot_and_gives_way_to_what_traces_see() {
+    let stand = Stand::scanned(&[25, 10, 63, 28]);
+    assert_eq!(names(&stand.folder()), ["disk-root", "machine.toml", "manifest", "ram", "state", "working-set"]);
+    let set = || Snapshot::open(&stand.folder()).unwrap().working_set.unwrap().unwrap();
+    assert_eq!(
+        aged(&set()),
+        [(25, 0, Source::Scan), (10, 0, Source::Scan), (28, 0, Source::Scan)],
+        "zeroes need no note"
+    );
+    assert_eq!(set().page(28, &mut set().reading()).unwrap(), Some(&[28; 4096]));
+    let snapshot = Snapshot::open(&stand.folder()).unwrap();
+    assert_eq!(snapshot.add_trace(&[10, 11]).unwrap(), 4);
+    let expect = [(10, 0, Source::Trace), (11, 0, Source::Trace), (25, 1, Source::Scan), (28, 1, Source::Scan)];
+    assert_eq!(aged(&set()), expect);
+    for _ in 1..AGE_END {
+        snapshot.add_trace(&[11]).unwrap();
+    }
+    assert_eq!(aged(&set()), [(11, 0, Source::Trace), (10, AGE_END - 1, Source::Trace)], "and leaves when none does");
 }

@@ -1,15 +1,28 @@
-//! Working set: the pages that restored guests used first, over several traces.
+//! Working set: the pages that the guest used before it was saved, and those that restored guests used first, over several
+//! traces.
 //!
 //! Each trace makes the pages that it saw young, and all others a trace older; what stayed unseen too long leaves. So the set
-//! follows what the machine is asked for, and does not grow for ever.
+//! follows what the machine is asked for, and does not grow for ever. What a scan saw is as young as the save, and a trace that
+//! sees it too makes it its own: it knows the order of use.
 
 use std::collections::HashSet;
+use std::path::Path;
 
-use super::pages::PageReader;
+use super::SnapshotError;
+use super::pages::{Compression, PageReader, PageWriter, Sealed};
 
 /// A page that so many traces in a row did not see leaves. A page read ahead in vain costs 4 KiB of a sequential read; a page
 /// that is missed costs a read of a whole chunk, 64 KiB, while the guest waits: one that is used in every eighth run is worth it.
 pub const AGE_END: u32 = 8;
+
+/// How a page came to be known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// A restored guest used it.
+    Trace,
+    /// The guest used it before it was saved.
+    Scan,
+}
 
 /// A page of the set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,20 +30,38 @@ pub struct AgedPage {
     pub page: u32,
     /// Traces since it was seen to be used: 0 for the last one.
     pub age: u32,
+    pub source: Source,
 }
 
 /// All pages of a working set, youngest first.
 pub fn aged_pages(set: &PageReader) -> impl Iterator<Item = AgedPage> {
     (0..set.chunks()).flat_map(|chunk| {
-        let age = set.age_of(chunk);
-        set.pages_of(chunk).iter().map(move |&page| AgedPage { page, age })
+        let (age, source) = set.mark_of(chunk);
+        set.pages_of(chunk).iter().map(move |&page| AgedPage { page, age, source })
     })
+}
+
+/// Writes a set, with what these pages hold. Those of zeroes are left out.
+pub(super) fn write(
+    path: &Path,
+    set: impl IntoIterator<Item = AgedPage>,
+    ram: &PageReader,
+) -> Result<Sealed, SnapshotError> {
+    let mut writer = PageWriter::create(path, ram.ram_pages(), Compression::None)?;
+    let mut reading = ram.reading();
+    for AgedPage { page, age, source } in set {
+        if let Some(bytes) = ram.page(page, &mut reading)? {
+            writer.set_mark(age, source)?;
+            writer.add(page, bytes)?;
+        }
+    }
+    writer.finish()
 }
 
 /// The set after one more trace: youngest first, each age in order of use. No page is twice in `used`, or in `before`.
 pub(super) fn merge(used: &[u32], before: impl IntoIterator<Item = AgedPage>) -> Vec<AgedPage> {
     let seen: HashSet<u32> = used.iter().copied().collect();
-    let mut merged: Vec<_> = used.iter().map(|&page| AgedPage { page, age: 0 }).collect();
+    let mut merged: Vec<_> = used.iter().map(|&page| AgedPage { page, age: 0, source: Source::Trace }).collect();
     let unseen = before.into_iter().filter(|old| !seen.contains(&old.page));
     merged.extend(unseen.map(|old| AgedPage { age: old.age.saturating_add(1), ..old }).filter(|old| old.age < AGE_END));
     merged

@@ -1,7 +1,7 @@
 //! Save: memory is copied while the guest runs; then it stands still for a moment, of which the snapshot is.
 //!
 //! ```text
-//! thread   all of memory -> what was written meanwhile -> ... -> little | the last of it ............ | images, manifest
+//! thread   (what the guest uses ->) all of memory -> what was written meanwhile -> ... -> little | the last of it ............ | images, manifest
 //! loop                                                            pause -> devices -> images frozen -> go on | stop
 //! ```
 //! All of it is of one moment: requests in flight are answered before QEMU says that its guest stands still; from then on
@@ -22,11 +22,14 @@ use std::sync::mpsc::{self, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
-use hearth_api::{ApiError, EndCause, ErrorWord, EventKind, MachineState, SaveRequest, SaveStatus, SaveThen, rfc3339};
+use hearth_api::{
+    ApiError, EndCause, ErrorWord, EventKind, MachineState, SaveRequest, SaveStatus, SaveThen, ScanRequest, rfc3339,
+};
 use hearth_disk::server::DiskServer;
 use hearth_disk::write_log::WriteLog;
 use hearth_recovery::rejuvenation;
 use hearth_recovery::snapshot::save::{SaveError, Writers, resident_pages};
+use hearth_recovery::snapshot::scan::{AccessScan, ScanPlan};
 use hearth_recovery::snapshot::{
     DiskPart, Draft, Manifest, Part, RamPart, SNAPSHOT_VERSION, SnapshotError, can_share, share_image, state,
 };
@@ -36,7 +39,7 @@ use super::{Life, Machine, Wanted};
 use crate::config::DiskConfig;
 use crate::event::Event;
 use progress::Progress;
-use task::{CopyWay, Cue, ImageCopy, Moment, Task, Written};
+use task::{CopyWay, Cue, ImageCopy, Moment, Sight, Task, Written};
 
 /// Taking the state takes 20 ms; on a host that swaps it may be a second.
 const STATE_PATIENCE: Duration = Duration::from_secs(5);
@@ -110,9 +113,12 @@ impl Machine {
         let failed = |error: &dyn std::error::Error| ApiError::new(ErrorWord::Failed, crate::chain(error));
         let mut draft = Draft::create(&request.folder).map_err(|error| failed(&error))?;
         let targets = self.save_targets(&mut draft).map_err(|error| failed(&error))?;
-        let (writers, held_why) = match self.watch_writers(life) {
-            Ok(writers) => (Some(writers), None),
-            Err(why) => (None, Some(why)),
+        let (sight, held_why) = match (request.scan, self.log_disks(life)) {
+            (Some(plan), log) => (self.begin_scan(life, plan, log)?, None),
+            (None, log) => match self.watch_writers(life, log) {
+                Ok(writers) => (Sight::Writes(writers), None),
+                Err(why) => (Sight::Nothing, Some(why)),
+            },
         };
         let folder = request.folder.display().to_string();
         let pages = resident_pages(&life.incarnation.ram).map_err(|error| failed(&error))?;
@@ -124,7 +130,7 @@ impl Machine {
         let task = Task {
             draft,
             ram: life.incarnation.ram.clone(),
-            writers,
+            sight,
             compress: request.compress,
             cues: heard,
             progress: progress.clone(),
@@ -155,6 +161,11 @@ impl Machine {
         let refuse = |why: &str, hint: &str| Err(ApiError::new(ErrorWord::WrongState, why).hint(hint));
         if !request.folder.is_absolute() {
             return Err(ApiError::new(ErrorWord::BadRequest, "the folder must be named with an absolute path"));
+        }
+        if request.scan.is_some_and(|plan| !plan.is_sane()) {
+            let (periods, rounds) = (ScanRequest::PERIOD_MS, ScanRequest::ROUNDS);
+            let why = format!("a scan has {rounds:?} rounds of {periods:?} ms");
+            return Err(ApiError::new(ErrorWord::BadRequest, why));
         }
         if !self.parts.config.nvram.is_empty() {
             return refuse("cannot save: NVRAM is no part of a snapshot", "save a machine without [[nvram]]");
@@ -187,16 +198,31 @@ impl Machine {
         self.parts.config.disks.iter().map(target).collect()
     }
 
-    /// The error says why the guest has to stand still instead.
-    fn watch_writers(&self, life: &Life) -> Result<Writers, String> {
-        let userfault = life.generation.userfault()?;
+    /// First the disks: what they write from here on is in the log, or in memory before it is read.
+    fn log_disks(&self, life: &Life) -> Arc<WriteLog> {
         let ram = &life.incarnation.ram;
         let log = Arc::new(WriteLog::new(ram.identity(), ram.pages()));
-        // First the disks: what they write from here on is in the log, or in memory before it is read.
         self.log_disk_writes(Some(&log));
-        Writers::watch(userfault, ram, log).map_err(|error| {
+        log
+    }
+
+    /// The error says why the guest has to stand still instead.
+    fn watch_writers(&self, life: &Life, log: Arc<WriteLog>) -> Result<Writers, String> {
+        let watch =
+            |userfault| Writers::watch(userfault, &life.incarnation.ram, log).map_err(|error| crate::chain(&error));
+        let watched = life.generation.userfault().map_err(str::to_owned).and_then(watch);
+        watched.inspect_err(|_| self.log_disk_writes(None))
+    }
+
+    fn begin_scan(&self, life: &Life, plan: ScanRequest, log: Arc<WriteLog>) -> Result<Sight, ApiError> {
+        let begin =
+            |userfault| AccessScan::begin(userfault, &life.incarnation.ram, log).map_err(|error| crate::chain(&error));
+        let begun = life.generation.userfault().map_err(str::to_owned).and_then(begin);
+        let plan = ScanPlan { period: Duration::from_millis(plan.period_ms), rounds: plan.rounds };
+        begun.map(|scan| Sight::Uses(scan, plan)).map_err(|why| {
             self.log_disk_writes(None);
-            crate::chain(&error)
+            let hint = "save without a scan; `hearth rehearse` finds a working set afterwards";
+            ApiError::new(ErrorWord::WrongState, format!("cannot see which pages the guest uses: {why}")).hint(hint)
         })
     }
 

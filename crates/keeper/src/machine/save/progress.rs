@@ -1,22 +1,27 @@
 //! How far a save is: counted by its thread, told to whoever asks and, now and then, as an event.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use hearth_api::{EventKind, SaveStatus};
+use hearth_api::{EventKind, SaveStatus, ScanStatus};
 use hearth_memory::PAGE_BYTES;
 use hearth_recovery::snapshot::save::{SaveError, Watcher};
 
 use super::{Tell, Word};
 
 const EVERY: Duration = Duration::from_secs(2);
+/// While a scan waits it is looked so often whether it was called off.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
 const MIB: f64 = 1048576.0;
 
 /// Seen from both sides.
 pub struct Progress {
     folder: String,
     began: Instant,
+    /// Until then nothing is copied.
+    scan: Mutex<Option<ScanStatus>>,
+    copying: OnceLock<Instant>,
     pages: AtomicU64,
     pages_done: AtomicU64,
     /// Of the images that have to be copied.
@@ -31,6 +36,8 @@ impl Progress {
         Self {
             folder,
             began: Instant::now(),
+            scan: Mutex::default(),
+            copying: OnceLock::new(),
             pages: AtomicU64::new(pages),
             pages_done: AtomicU64::new(0),
             disk_bytes,
@@ -50,7 +57,7 @@ impl Progress {
         let disk_bytes_done = self.disk_bytes_done.load(Relaxed).min(self.disk_bytes);
         let done = (pages_done * PAGE_BYTES + disk_bytes_done) as f64;
         let all = (pages * PAGE_BYTES + self.disk_bytes) as f64;
-        let seconds = self.began.elapsed().as_secs_f64();
+        let seconds = self.copying.get().map_or(0.0, |since| since.elapsed().as_secs_f64());
         let bytes_per_s = if seconds > 0.0 { done / seconds } else { 0.0 };
         SaveStatus {
             folder: self.folder.clone(),
@@ -61,6 +68,7 @@ impl Progress {
             percent: if all == 0.0 { 0.0 } else { done * 100.0 / all },
             mib_per_s: bytes_per_s / MIB,
             eta_s: (bytes_per_s > 0.0).then(|| (all - done).max(0.0) / bytes_per_s),
+            scan: *self.scan.lock().expect("nobody panics with it"),
         }
     }
 
@@ -87,6 +95,30 @@ pub struct Reporter<'a> {
 impl<'a> Reporter<'a> {
     pub fn new(progress: &'a Progress, tell: &'a Tell) -> Self {
         Self { progress, tell, told: Instant::now() }
+    }
+
+    pub fn folder(&self) -> &str {
+        &self.progress.folder
+    }
+
+    /// Waits for a round of a scan.
+    pub fn scan(&self, scan: ScanStatus, period: Duration) -> Result<(), SaveError> {
+        *self.progress.scan.lock().expect("nobody panics with it") = Some(scan);
+        let deadline = Instant::now() + period;
+        loop {
+            self.progress.must_go_on()?;
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(());
+            }
+            std::thread::sleep(LOOK_EVERY.min(left));
+        }
+    }
+
+    pub fn begin_copy(&self) {
+        *self.progress.scan.lock().expect("nobody panics with it") = None;
+        // It is set once: there is one copy.
+        let _ = self.progress.copying.set(Instant::now());
     }
 
     pub fn disk_done(&mut self, bytes: u64) -> Result<(), SaveError> {

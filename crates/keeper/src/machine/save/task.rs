@@ -1,4 +1,4 @@
-//! What the thread of a save does: memory while the guest runs, the last of it while it stands still, then images and
+//! What the thread of a save does: a scan, if one was asked for; memory while the guest runs, the last of it while it stands still, then images and
 //! manifest. The loop holds the guest still when it is told to, and says what devices and disks were like.
 
 use std::fs::File;
@@ -8,11 +8,13 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
+use hearth_api::{EventKind, ScanStatus};
 use hearth_disk::image::FrozenImage;
 use hearth_disk::pressure::Pressure;
 use hearth_memory::RamFile;
 use hearth_recovery::snapshot::pages::Sealed;
 use hearth_recovery::snapshot::save::{Approach, RamCopy, SaveError, Writers, pack};
+use hearth_recovery::snapshot::scan::{AccessScan, ScanPlan};
 use hearth_recovery::snapshot::{Draft, Manifest, RamPart};
 
 use super::progress::{Progress, Reporter};
@@ -53,14 +55,42 @@ const LOOK_EVERY: Duration = Duration::from_micros(500);
 pub struct Task {
     pub draft: Draft,
     pub ram: Arc<RamFile>,
-    /// None: what the guest writes cannot be seen, so it stands still from the beginning.
-    pub writers: Option<Writers>,
+    pub sight: Sight,
     pub compress: bool,
     pub cues: Receiver<Cue>,
     pub progress: Arc<Progress>,
     pub tell: Tell,
     /// Of the guest.
     pub disks: Vec<Pressure>,
+}
+
+/// What is seen of those who use the guest's memory.
+pub enum Sight {
+    /// First what they use, then what they write.
+    Uses(AccessScan, ScanPlan),
+    Writes(Writers),
+    /// The guest stands still from the beginning.
+    Nothing,
+}
+
+impl Sight {
+    /// Pages that were used, if that was asked for; and writes are seen from now on, if they can be.
+    fn scan(self, tell: &Tell, reporter: &Reporter<'_>) -> Result<(Vec<u32>, Option<Writers>), SaveError> {
+        let (scan, plan) = match self {
+            Self::Uses(scan, plan) => (scan, plan),
+            Self::Writes(writers) => return Ok((Vec::new(), Some(writers))),
+            Self::Nothing => return Ok((Vec::new(), None)),
+        };
+        let (began, rounds) = (Instant::now(), plan.rounds);
+        let used = scan.run(plan, |rounds_done, period| reporter.scan(ScanStatus { rounds, rounds_done }, period))?;
+        tell.say(Word::Event(EventKind::SaveScanned {
+            folder: reporter.folder().to_owned(),
+            pages: used.len() as u64,
+            rounds,
+            duration_ms: began.elapsed().as_secs_f64() * 1e3,
+        }));
+        Ok((used, Some(scan.then_writes()?)))
+    }
 }
 
 /// How a save went.
@@ -74,8 +104,10 @@ pub struct Written {
 
 impl Task {
     pub fn run(self) -> Result<Written, SaveError> {
-        let Self { mut draft, ram, writers, compress, cues, progress, tell, disks } = self;
+        let Self { mut draft, ram, sight, compress, cues, progress, tell, disks } = self;
         let mut reporter = Reporter::new(&progress, &tell);
+        let (used, writers) = sight.scan(&tell, &reporter)?;
+        reporter.begin_copy();
         let path = if compress { draft.plain_ram_path() } else { draft.ram_path() };
         let mut copy = RamCopy::begin(ram, &path)?;
         let approach = match &writers {
@@ -113,6 +145,9 @@ impl Task {
         manifest.ram = RamPart { bytes, pages, seal };
         manifest.machine_file = draft.write_machine(&machine)?;
         manifest.state = draft.write_state(&state)?;
+        if !used.is_empty() {
+            draft.write_working_set(&used)?;
+        }
         progress.must_go_on()?;
         draft.finish(&manifest)?;
         Ok(Written { ram: sealed, approach, pages_held })

@@ -38,7 +38,7 @@ impl Guest {
         let orders = process.stdin.take().unwrap();
         let mut answers = BufReader::new(process.stdout.take().unwrap());
         let number = answer(&mut answers).parse().unwrap();
-        let userfault = Userfault::fetch(process.id(), number).unwrap();
+        let userfault = Userfault::fetch(process.id(), number, None).unwrap();
         Self { process, orders, answers, userfault }
     }
 
@@ -218,7 +218,7 @@ fn a_guest_outlives_the_keeper_and_the_next_one_goes_on() {
         first.stop();
         server.join().unwrap().unwrap();
     }
-    guest.userfault = Userfault::fetch(guest.process.id(), number).unwrap();
+    guest.userfault = Userfault::fetch(guest.process.id(), number, None).unwrap();
     let second = GatedRam::resume(&guest.userfault, &place.ram, UNIT_BYTES).unwrap().expect("most of it is registered");
     let second = Arc::new(second);
     assert_eq!((second.granted_bytes(), second.committed_bytes()), (2 * UNIT_BYTES, 2 * UNIT_BYTES));
@@ -257,7 +257,7 @@ fn memory_that_is_not_mapped_is_refused_by_name() {
 fn a_descriptor_that_is_no_userfaultfd_any_more_is_refused() {
     let place = place();
     let guest = Guest::start(&place.ram);
-    let refusal = Userfault::fetch(guest.process.id(), 0).unwrap_err();
+    let refusal = Userfault::fetch(guest.process.id(), 0, None).unwrap_err();
     let why = std::error::Error::source(&refusal).unwrap().to_string();
     assert!(why.starts_with("it is pipe:"), "{why}");
 }

@@ -3,13 +3,14 @@
 //! ```text
 //! header    4096 bytes  |  0 magic "HRTHPAGE" |  8 u32 version = 1 | 12 u32 pages a chunk, at most | 16 u64 pages of RAM
 //! chunks                | up to 16 pages each, one after the other, zstd or as they are; whole pages, so aligned, if so
-//! index     40 a chunk  |  0 u64 offset |  8 u32 bytes stored | 12 u16 pages | 14 u16 1: zstd | 16 checksum | 32 u32 age | 36 u32 0
+//! index     40 a chunk  |  0 u64 offset |  8 u32 bytes stored | 12 u16 pages | 14 u16 1: zstd | 16 checksum | 32 u32 age | 36 u32 source
 //!            4 a page   | u32 number of the page in RAM, in the order of the chunks
 //! trailer   64 bytes    |  0 magic "HRTHPEND" |  8 u32 version | 12 u32 chunks | 16 u64 offset of the index
 //!                       | 24 u64 pages | 32 BLAKE3 of header, index and the trailer up to here
 //! ```
-//! Little endian. The age is that of the chunk's pages in a working set, and 0 otherwise. Pages of zeroes are left out. A checksum is the first 16 bytes of the BLAKE3 of what is stored. The index
-//! comes last, so a file is written in one go, and one that was cut off has no trailer.
+//! Little endian. Age and source (0: traces, 1: a scan) are those of the chunk's pages in a working set, and 0 otherwise. Pages
+//! of zeroes are left out. A checksum is the first 16 bytes of the BLAKE3 of what is stored. The index comes last, so a file is
+//! written in one go, and one that was cut off has no trailer.
 //!
 //! A chunk is what one page fault reads. Larger ones would bring more pages than the guest asked for, and compress
 //! better.
@@ -34,6 +35,8 @@ const TRAILER_BYTES: usize = 64;
 const TRAILER_SEALED_BYTES: usize = 32;
 const CHECKSUM_BYTES: usize = 16;
 const FLAG_ZSTD: u16 = 1;
+const SOURCE_TRACE: u32 = 0;
+const SOURCE_SCAN: u32 = 1;
 /// No chunk has this number, and no page.
 const NOWHERE: u32 = u32::MAX;
 
@@ -61,6 +64,7 @@ struct Chunk {
     flags: u16,
     checksum: [u8; CHECKSUM_BYTES],
     age: u32,
+    source: u32,
 }
 
 impl Chunk {
@@ -72,6 +76,7 @@ impl Chunk {
         entry[14..16].copy_from_slice(&self.flags.to_le_bytes());
         entry[16..32].copy_from_slice(&self.checksum);
         entry[32..36].copy_from_slice(&self.age.to_le_bytes());
+        entry[36..40].copy_from_slice(&self.source.to_le_bytes());
         entry
     }
 
@@ -83,6 +88,7 @@ impl Chunk {
             flags: u16::from_le_bytes([entry[14], entry[15]]),
             checksum: entry[16..32].try_into().expect("16 bytes"),
             age: u32_at(entry, 32),
+            source: u32_at(entry, 36),
         }
     }
 }

@@ -8,7 +8,7 @@ use rustix::fs::{Advice, fadvise};
 
 use super::writer::seal;
 use super::*;
-use crate::snapshot::SnapshotError;
+use crate::snapshot::{SnapshotError, Source};
 
 /// Page numbers are 32 bits wide: 16 TiB of RAM.
 const RAM_PAGES_MAX: u64 = NOWHERE as u64;
@@ -113,9 +113,10 @@ impl PageReader {
         &self.pages[self.firsts[chunk] as usize..self.firsts[chunk + 1] as usize]
     }
 
-    /// The age of a chunk's pages.
-    pub fn age_of(&self, chunk: u32) -> u32 {
-        self.entries[chunk as usize].age
+    /// Age and source of a chunk's pages.
+    pub fn mark_of(&self, chunk: u32) -> (u32, Source) {
+        let entry = &self.entries[chunk as usize];
+        (entry.age, if entry.source == SOURCE_SCAN { Source::Scan } else { Source::Trace })
     }
 
     /// None: a page of zeroes.
@@ -211,7 +212,8 @@ fn firsts(chunks: &[Chunk], index_offset: u64, page_count: u64) -> Option<Vec<u3
             FLAG_ZSTD => chunk.stored_bytes < raw_bytes,
             _ => false,
         };
-        if !fits || !(1..=CHUNK_PAGES).contains(&pages) || chunk.offset != offset {
+        let is_known = [SOURCE_TRACE, SOURCE_SCAN].contains(&chunk.source);
+        if !fits || !is_known || !(1..=CHUNK_PAGES).contains(&pages) || chunk.offset != offset {
             return None;
         }
         offset += u64::from(chunk.stored_bytes);

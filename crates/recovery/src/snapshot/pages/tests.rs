@@ -181,6 +181,7 @@ fn a_forged_index_is_refused() {
     check(index + 1, 0xff, "its chunks make no sense");
     check(index + 12, 17, "its chunks make no sense");
     check(index + 14, 2, "its chunks make no sense");
+    check(index + 36, 2, "its chunks make no sense");
     check(index + 2 * ENTRY_BYTES, 1, "its pages make no sense");
     check(index + 2 * ENTRY_BYTES + 2, 1, "its pages make no sense");
     check(16, 10, "its counts make no sense");

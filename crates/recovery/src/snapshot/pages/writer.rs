@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use super::*;
-use crate::snapshot::{SnapshotError, create_file};
+use crate::snapshot::{SnapshotError, Source, create_file};
 
 const BUFFER_BYTES: usize = 1 << 20;
 const ZSTD_LEVEL: i32 = 1;
@@ -26,6 +26,7 @@ pub struct PageWriter {
     pending: Vec<u8>,
     /// Of the next chunk.
     age: u32,
+    source: u32,
     /// Where in `pages` each page of RAM is, if pages may be put again.
     places: Vec<u32>,
     /// Chunks that are not what their checksum was taken of.
@@ -50,6 +51,7 @@ impl PageWriter {
             pages: Vec::new(),
             pending: Vec::with_capacity(CHUNK_PAGES * PAGE_BYTES),
             age: 0,
+            source: SOURCE_TRACE,
             places: Vec::new(),
             stale: BTreeSet::new(),
         };
@@ -108,10 +110,14 @@ impl PageWriter {
     }
 
     /// Of the pages that come from now on.
-    pub fn set_age(&mut self, age: u32) -> Result<(), SnapshotError> {
-        if age != self.age {
+    pub fn set_mark(&mut self, age: u32, source: Source) -> Result<(), SnapshotError> {
+        let source = match source {
+            Source::Trace => SOURCE_TRACE,
+            Source::Scan => SOURCE_SCAN,
+        };
+        if (age, source) != (self.age, self.source) {
             self.end_chunk()?;
-            self.age = age;
+            (self.age, self.source) = (age, source);
         }
         Ok(())
     }
@@ -139,6 +145,7 @@ impl PageWriter {
             flags,
             checksum: checksum(stored),
             age: self.age,
+            source: self.source,
         });
         self.write(stored)?;
         self.pending = raw;

@@ -1,0 +1,134 @@
+//! A scan before the save: it finds what the guest uses, harms nothing, and can be broken off anywhere.
+
+use std::collections::{HashMap, HashSet};
+
+use hearth_recovery::snapshot::pages::PageReader;
+use hearth_recovery::snapshot::{Snapshot, Source, aged_pages};
+use hearth_vmtest::{Drives, Result, TestVm, pattern};
+use serde_json::Value;
+
+use super::{SEED, await_console, fill, verify};
+
+const MIB: usize = 1 << 20;
+const ARENA_MIB: usize = 16;
+const IDLE_MIB: usize = 64;
+
+/// A process that reads the arena again and again, beside memory that nobody looks at.
+fn start_reader(vm: &TestVm) -> Result<()> {
+    fill(vm, IDLE_MIB as u64)?;
+    vm.sh(&format!("probe fill /tmp/arena {} {SEED}", ARENA_MIB * MIB))?;
+    vm.sh("(while :; do probe read /tmp/arena; done) >/dev/null 2>&1 &").map(drop)
+}
+
+fn verify_both(vm: &TestVm) -> Result<()> {
+    verify(vm)?;
+    vm.sh(&format!("probe verify /tmp/arena {SEED}")).map(drop)
+}
+
+/// The pages of a pattern, by their first words.
+fn first_words(name: &str, mib: usize) -> HashMap<u64, Vec<u8>> {
+    let bytes = pattern::bytes(name, mib * MIB, SEED);
+    let word = |page: &[u8]| u64::from_ne_bytes(page[..8].try_into().expect("8 bytes"));
+    bytes.chunks_exact(4096).map(|page| (word(page), page.to_vec())).collect()
+}
+
+/// How many different pages of this pattern are in a set.
+fn count_of(set: &PageReader, pattern: &HashMap<u64, Vec<u8>>) -> usize {
+    let (mut reading, mut found) = (set.reading(), HashSet::new());
+    for page in set.pages() {
+        let bytes = set.page(*page, &mut reading).expect("it is whole").expect("it is in the set");
+        let word = u64::from_ne_bytes(bytes[..8].try_into().expect("8 bytes"));
+        if pattern.get(&word).is_some_and(|expect| expect[..] == bytes[..]) {
+            found.insert(word);
+        }
+    }
+    found.len()
+}
+
+#[test]
+fn a_scan_finds_what_the_guest_uses_and_a_clone_has_it_ahead() -> Result<()> {
+    let vm = TestVm::busybox("scanned").boot()?;
+    let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
+    start_reader(&vm)?;
+    vm.save_with(&snapshot, &["--scan"])?;
+    assert_eq!(vm.nonce()?, nonce);
+    verify_both(&vm)?;
+    let scanned = vm.wait_event("the scan is over", |event| event["kind"] == "save_scanned")?;
+    assert_eq!(scanned["rounds"], 5, "{scanned}");
+    vm.stop_at_once()?;
+
+    let set = Snapshot::open(&snapshot).expect("it was saved").working_set.expect("it is whole").expect("it was noted");
+    let (arena, idle) = (first_words("arena", ARENA_MIB), first_words("memory", IDLE_MIB));
+    let (used, unused, pages) = (count_of(&set, &arena), count_of(&set, &idle), set.pages().len());
+    eprintln!("{used} of {} pages of the arena, {unused} idle ones, {pages} in all", arena.len());
+    assert!(used * 100 >= arena.len() * 95, "{used} of {} pages", arena.len());
+    assert!(unused * 100 <= idle.len(), "{unused} of {} pages that nobody looked at", idle.len());
+    assert!(pages <= 2 * arena.len(), "{pages} pages, and the arena has {}", arena.len());
+    assert!(aged_pages(&set).all(|aged| (aged.age, aged.source) == (0, Source::Scan)));
+    let shown: Value =
+        serde_json::from_str(&vm.cli(&["working-set", &snapshot.display().to_string(), "--json"])?).expect("JSON");
+    assert_eq!(shown["working_set"]["source"], "a scan before the save", "{shown}");
+
+    let clone = vm.restore(&snapshot, "ahead", &[])?;
+    clone.wait_running()?;
+    assert_eq!(clone.nonce()?, nonce);
+    verify_both(&clone)?;
+    let complete = clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
+    assert_eq!(complete["pages_prefetched"], pages, "{complete}");
+    Ok(())
+}
+
+/// A save whose scan would last for hours, and has begun.
+fn begin_scan(vm: &TestVm, folder: &std::path::Path) -> Result<()> {
+    let folder = folder.display().to_string();
+    vm.cli(&["save", vm.name(), "-o", &folder, "--scan", "100ms,1000", "--no-wait"])?;
+    vm.wait_status("some rounds are over", |status| status["save"]["scan"]["rounds_done"].as_u64() > Some(2)).map(drop)
+}
+
+#[test]
+fn a_scan_that_is_called_off_leaves_the_guest_as_it_was_and_nothing_behind() -> Result<()> {
+    let vm = TestVm::busybox("scanoff").boot()?;
+    let (nonce, folder) = (vm.nonce()?, vm.folder().join("snapshot"));
+    start_reader(&vm)?;
+    let refused = vm.cli_output(&["save", vm.name(), "-o", "/nowhere", "--scan", "1s,0"])?;
+    assert!(refused.status != 0 && refused.text().contains("how long a round is"), "{}", refused.text());
+    begin_scan(&vm, &folder)?;
+    let again = vm.cli_output(&["save", vm.name(), "-o", "/nowhere", "--scan"])?;
+    assert!(again.status != 0 && again.text().contains("a save is under way"), "{}", again.text());
+    vm.cli_output(&["save", vm.name(), "--cancel"])?;
+    vm.wait_event("it was called off", |event| event["kind"] == "save_failed")?;
+    assert!(!folder.exists());
+    assert_eq!(vm.nonce()?, nonce);
+    verify_both(&vm)?;
+    vm.save(&folder)
+}
+
+#[test]
+fn a_guest_that_dies_while_it_is_scanned_ends_the_save_and_comes_back() -> Result<()> {
+    let vm = TestVm::busybox("scandeath").boot()?;
+    let folder = vm.folder().join("snapshot");
+    begin_scan(&vm, &folder)?;
+    vm.kill_qemu()?;
+    vm.wait_incarnation(2)?;
+    vm.wait_event("the save is over", |event| event["kind"] == "save_failed")?;
+    assert!(!folder.exists());
+    Ok(())
+}
+
+#[test]
+fn a_keeper_killed_while_it_scans_is_followed_by_one_that_can_scan() -> Result<()> {
+    let vm = TestVm::busybox("scankill").boot()?;
+    let nonce = vm.nonce()?;
+    start_reader(&vm)?;
+    begin_scan(&vm, &vm.folder().join("snapshot"))?;
+    vm.restart_keeper()?;
+    vm.wait_running()?;
+    await_console(&vm)?;
+    assert_eq!(vm.nonce()?, nonce);
+    verify_both(&vm)?;
+    let folder = vm.folder().join("another");
+    vm.save_with(&folder, &["--scan", "500ms,3"])?;
+    let set = Snapshot::open(&folder).expect("it was saved").working_set.expect("it is whole").expect("it was noted");
+    assert!(count_of(&set, &first_words("arena", ARENA_MIB)) > 0);
+    verify_both(&vm)
+}
