@@ -1,0 +1,117 @@
+//! What is kept from one incarnation to the next besides the ember: boot set and NVRAM.
+
+use std::collections::HashSet;
+
+use hearth_api::EmberMode;
+
+use super::{MEMORY_BYTES_MIN, Resolver, state_folder};
+use crate::config::file::{NvramSection, RemountSection};
+use crate::config::quantity::{seconds, slack_bytes};
+use crate::config::{DiskConfig, MirrorPolicy, NetConfig, NvramConfig, NvramMirror, Protocol, RemountConfig};
+
+const DEFAULT_REMOUNT_LIMIT: &str = "5%";
+const REMOUNT_BYTES_MIN: u64 = 64 << 10;
+const DEFAULT_READY_AFTER: &str = "2m";
+const NVRAM_BYTES_STEP: u64 = 4096;
+
+impl Resolver<'_> {
+    pub(super) fn remount(
+        &mut self,
+        typed: RemountSection,
+        memory_bytes: Option<u64>,
+        ember: EmberMode,
+        machine: &str,
+        nets: &[NetConfig],
+    ) -> Option<RemountConfig> {
+        if ember == EmberMode::Off {
+            self.problem("remount", "needs what `ember = \"off\"` turns off", "remove one of them");
+        }
+        let limit = typed.limit.as_deref().unwrap_or(DEFAULT_REMOUNT_LIMIT);
+        let limit_bytes = match slack_bytes(limit, memory_bytes.unwrap_or(MEMORY_BYTES_MIN)) {
+            Ok(bytes) if bytes >= REMOUNT_BYTES_MIN => Some(bytes),
+            Ok(_) => {
+                self.problem("remount.limit", format!("{limit} is too little"), "give it 64KiB or more");
+                None
+            }
+            Err(hint) => {
+                self.problem("remount.limit", format!("\"{limit}\" is not a size or percentage"), hint);
+                None
+            }
+        };
+        let ready_after = typed.ready_after.as_deref().unwrap_or(DEFAULT_READY_AFTER);
+        let ready_after_s = seconds(ready_after).filter(|&seconds| seconds > 0);
+        if ready_after_s.is_none() {
+            let hint = "write a number with s, m, h or d: \"30s\", \"5m\"";
+            self.problem("remount.ready_after", format!("\"{ready_after}\" is not a time"), hint);
+        }
+        let ready_port = typed.ready.and_then(|typed| {
+            let port = self.required(typed.port, "remount.ready.port", "ready = { port = 8080 }")?;
+            let forwards = || nets.iter().flat_map(|net| net.backend.forward().iter().copied());
+            let found = forwards().find(|forward| forward.protocol == Protocol::Tcp && forward.host_port == port);
+            if found.is_none() {
+                let hint = "forward it to the guest's port: forward = [\"127.0.0.1:8080:80\"] below [[nets]]";
+                self.problem("remount.ready.port", format!("{port} leads nowhere"), hint);
+            }
+            found
+        });
+        let persist = typed.persist.unwrap_or(false);
+        if !persist && typed.persist_file.is_some() {
+            self.problem("remount.persist_file", "is of no use without persist = true", "remove it, or set that");
+        }
+        let persist_file = persist.then(|| self.path_or(typed.persist_file, || state_folder(machine).join("boot-set")));
+        Some(RemountConfig { limit_bytes: limit_bytes?, ready_after_s: ready_after_s?, ready_port, persist_file })
+    }
+
+    pub(super) fn nvram(&mut self, typed: Vec<NvramSection>, disks: &[DiskConfig]) -> Vec<NvramConfig> {
+        let nvram: Vec<_> =
+            typed.into_iter().enumerate().filter_map(|(index, typed)| self.nvram_device(index, typed)).collect();
+        let mut names: HashSet<&String> = disks.iter().map(|disk| &disk.name).collect();
+        let mut files = HashSet::new();
+        for device in &nvram {
+            if !names.insert(&device.name) {
+                self.problem("nvram", format!("two devices are named {}", device.name), "give each a name of its own");
+            }
+            if let Some(mirror) = device.mirror.as_ref().filter(|mirror| !files.insert(mirror.file.clone())) {
+                let file = mirror.file.display();
+                self.problem("nvram", format!("two devices mirror to {file}"), "give each a mirror of its own");
+            }
+        }
+        nvram
+    }
+
+    fn nvram_device(&mut self, index: usize, typed: NvramSection) -> Option<NvramConfig> {
+        let subject = |key: &str| format!("nvram[{index}].{key}");
+        let size = self.required(typed.size, &subject("size"), "size = \"64MiB\"");
+        let bytes = size.and_then(|text| {
+            let bytes = self.size(&subject("size"), &text)?;
+            let fits = bytes > 0 && bytes.is_multiple_of(NVRAM_BYTES_STEP);
+            if !fits {
+                self.problem(subject("size"), format!("{text} is not a multiple of 4 KiB"), "round it");
+            }
+            fits.then_some(bytes)
+        });
+        let name = typed.name.unwrap_or_else(|| format!("nvram{index}"));
+        let name = self.checked_name(&subject("name"), name)?;
+        let serial = self.serial(&subject("serial"), typed.serial, &name);
+        let policy = match typed.mirror.as_deref() {
+            Some("async") => Some(MirrorPolicy::Async),
+            Some("sync") => Some(MirrorPolicy::Sync),
+            _ => None,
+        };
+        let mirror = match policy {
+            Some(policy) => {
+                let file =
+                    self.required(typed.mirror_file, &subject("mirror_file"), "mirror_file = \"/srv/journal\"")?;
+                Some(NvramMirror { file: self.path(&file), policy })
+            }
+            None => {
+                if typed.mirror_file.is_some() {
+                    let hint = "set mirror = \"async\" or \"sync\", or remove it";
+                    self.problem(subject("mirror_file"), "is of no use without a mirror", hint);
+                }
+                None
+            }
+        };
+        Some(NvramConfig { name, bytes: bytes?, serial, mirror })
+    }
+}

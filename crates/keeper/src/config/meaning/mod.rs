@@ -1,0 +1,208 @@
+//! Second look at a file: what it means. Defaults are filled in, texts become values, fields are held against each other.
+
+mod devices;
+mod kept;
+mod policy;
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+use hearth_api::EmberMode;
+
+use super::file::WatchdogSection;
+use super::quantity::{size_bytes, slack_bytes};
+use super::{AcceleratorWish, AdmissionMode, Config, ConfigFile, OnPanic, WatchdogAction};
+use crate::problem::Problem;
+use crate::runtime_root::RuntimeRoot;
+
+const MEMORY_BYTES_MIN: u64 = 32 << 20;
+const MEMORY_BYTES_MAX: u64 = 16 << 40;
+/// Huge pages are this large: a RAM of whole ones is never rounded.
+const MEMORY_BYTES_STEP: u64 = 2 << 20;
+const NAME_BYTES_MAX: usize = 32;
+const DEFAULT_SLACK: &str = "3%";
+/// More threads only wait for the disk.
+const DUMP_THREADS_MAX: usize = 4;
+/// For root; with the user's number for others: a folder made by one user is closed to the next.
+const DEFAULT_MEMORY_FOLDER: &str = "/dev/shm/hearth";
+
+/// None only together with problems that leave nothing to go on with.
+pub(super) fn default_memory_folder(machine: &str) -> PathBuf {
+    let user = rustix::process::geteuid();
+    let of_user = if user.is_root() { String::new() } else { format!("-{}", user.as_raw()) };
+    Path::new(&format!("{DEFAULT_MEMORY_FOLDER}{of_user}")).join(machine)
+}
+
+pub(super) fn default_dump_folder(machine: &str) -> PathBuf {
+    state_folder(machine).join("dumps")
+}
+
+/// Of root; of others below their own state.
+fn state_folder(machine: &str) -> PathBuf {
+    let state = if rustix::process::geteuid().is_root() {
+        PathBuf::from("/var/lib")
+    } else {
+        let of_user = std::env::var_os("XDG_STATE_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
+        let home = || std::env::home_dir().unwrap_or_else(|| "/var/tmp".into()).join(".local/state");
+        of_user.unwrap_or_else(home)
+    };
+    state.join("hearth").join(machine)
+}
+
+pub(super) fn default_dump_threads() -> u32 {
+    std::thread::available_parallelism().map_or(1, |count| count.get().min(DUMP_THREADS_MAX) as u32)
+}
+
+fn watchdog_action(typed: WatchdogSection) -> WatchdogAction {
+    match typed.action.as_deref() {
+        Some("nmi") => WatchdogAction::Nmi,
+        Some("reset") => WatchdogAction::Reset,
+        _ => WatchdogAction::Crash,
+    }
+}
+
+pub fn resolve(
+    typed: ConfigFile,
+    file: &Path,
+    root: &RuntimeRoot,
+    blamed: &HashSet<String>,
+    problems: &mut Vec<Problem>,
+) -> Option<Config> {
+    let folder = file.parent().unwrap_or(Path::new("/"));
+    let mut resolver = Resolver { folder, blamed, problems };
+    let name = resolver.machine_name(typed.name);
+    let memory_bytes = resolver.memory_bytes(typed.memory);
+    let slack = typed.budget_slack.unwrap_or_else(|| DEFAULT_SLACK.to_owned());
+    let budget_slack_bytes = resolver.slack_bytes(&slack, memory_bytes);
+    let crash = resolver.crash(typed.crash.unwrap_or_default(), name.as_deref().unwrap_or_default(), memory_bytes);
+    let rejuvenate = typed.rejuvenate.map(|typed| resolver.rejuvenate(typed));
+    let ember = if typed.ember.as_deref() == Some("off") { EmberMode::Off } else { EmberMode::On };
+    let boot = resolver.boot(typed.boot.unwrap_or_default(), !typed.disks.is_empty());
+    let disks = resolver.disks(typed.disks);
+    let machine = name.clone().unwrap_or_default();
+    let nvram = resolver.nvram(typed.nvram, &disks);
+    let nets = resolver.nets(typed.nets, &machine);
+    let remount = typed.remount.map(|typed| resolver.remount(typed, memory_bytes, ember, &machine, &nets));
+    Some(Config {
+        runtime_folder: resolver.path_or(typed.runtime_folder, || root.machine(&machine)),
+        memory_folder: resolver.path_or(typed.memory_folder, || default_memory_folder(&machine)),
+        name: name?,
+        file: file.to_owned(),
+        memory_bytes: memory_bytes?,
+        cpus: typed.cpus.unwrap_or(1),
+        cpu_model: typed.cpu_model,
+        accelerator: match typed.accelerator.as_deref() {
+            Some("kvm") => AcceleratorWish::Kvm,
+            Some("tcg") => AcceleratorWish::Tcg,
+            _ => AcceleratorWish::Auto,
+        },
+        machine_type: typed.machine_type,
+        qemu: typed.qemu.map(|path| resolver.path(&path)),
+        qemu_user: typed.qemu_user,
+        ember,
+        on_panic: match typed.on_panic.as_deref() {
+            Some("dump") => OnPanic::Dump,
+            Some("recover") => OnPanic::Recover,
+            Some("pause") => OnPanic::Pause,
+            _ => OnPanic::DumpAndRecover,
+        },
+        crash: crash?,
+        watchdog: typed.watchdog.map(watchdog_action),
+        rejuvenate,
+        remount: remount.flatten(),
+        budget_slack_bytes: budget_slack_bytes?,
+        admission: match typed.admission.as_deref() {
+            Some("always") => AdmissionMode::Always,
+            _ => AdmissionMode::Dump,
+        },
+        sandbox: typed.sandbox.unwrap_or(true),
+        boot: boot?,
+        disks,
+        nvram,
+        nets,
+        extra_qemu_args: typed.extra_qemu_args.unwrap_or_default(),
+    })
+}
+
+struct Resolver<'a> {
+    folder: &'a Path,
+    blamed: &'a HashSet<String>,
+    problems: &'a mut Vec<Problem>,
+}
+
+impl Resolver<'_> {
+    fn problem(&mut self, subject: impl Into<String>, message: impl Into<String>, hint: impl Into<String>) {
+        self.problems.push(Problem::error(subject, message, hint));
+    }
+
+    /// A field that must be given. Says nothing if something bad was given for it: that was said already.
+    fn required<T>(&mut self, value: Option<T>, subject: &str, example: &str) -> Option<T> {
+        if value.is_none() && !self.blamed.contains(subject) {
+            self.problem(subject, "is missing", format!("for example {example}"));
+        }
+        value
+    }
+
+    fn path(&self, text: &str) -> PathBuf {
+        self.folder.join(text)
+    }
+
+    fn path_or(&self, text: Option<String>, default: impl FnOnce() -> PathBuf) -> PathBuf {
+        text.map_or_else(default, |text| self.path(&text))
+    }
+
+    fn machine_name(&mut self, name: Option<String>) -> Option<String> {
+        let name = self.required(name, "name", "name = \"web\"")?;
+        self.checked_name("name", name)
+    }
+
+    /// Names become file names and labels.
+    fn checked_name(&mut self, subject: &str, name: String) -> Option<String> {
+        let plain = |letter: char| letter.is_ascii_alphanumeric() || "-_.".contains(letter);
+        let good = name.starts_with(|letter: char| letter.is_ascii_alphanumeric())
+            && name.len() <= NAME_BYTES_MAX
+            && name.chars().all(plain);
+        if !good {
+            let hint = format!(
+                "use 1 to {NAME_BYTES_MAX} letters, digits, \"-\", \"_\" or \".\", beginning with a letter or digit"
+            );
+            self.problem(subject, format!("\"{name}\" is not a name"), hint);
+        }
+        good.then_some(name)
+    }
+
+    fn memory_bytes(&mut self, text: Option<String>) -> Option<u64> {
+        let text = self.required(text, "memory", "memory = \"2GiB\"")?;
+        let bytes = match size_bytes(&text) {
+            Ok(bytes) => bytes,
+            Err(hint) => {
+                self.problem("memory", format!("\"{text}\" is not a size"), hint);
+                return None;
+            }
+        };
+        if !(MEMORY_BYTES_MIN..=MEMORY_BYTES_MAX).contains(&bytes) {
+            self.problem("memory", format!("{text} is out of range"), "give the guest 32MiB to 16TiB");
+            return None;
+        }
+        if bytes % MEMORY_BYTES_STEP != 0 {
+            self.problem("memory", format!("{text} is not a multiple of 2 MiB"), "round it");
+            return None;
+        }
+        Some(bytes)
+    }
+
+    fn slack_bytes(&mut self, text: &str, memory_bytes: Option<u64>) -> Option<u64> {
+        // Whether the text is good does not depend on the RAM.
+        match slack_bytes(text, memory_bytes.unwrap_or(MEMORY_BYTES_MIN)) {
+            Ok(bytes) => Some(bytes),
+            Err(hint) => {
+                self.problem("budget_slack", format!("\"{text}\" is not a size or percentage"), hint);
+                None
+            }
+        }
+    }
+
+    fn size(&mut self, subject: &str, text: &str) -> Option<u64> {
+        size_bytes(text).map_err(|hint| self.problem(subject, format!("\"{text}\" is not a size"), hint)).ok()
+    }
+}
