@@ -43,9 +43,10 @@ pub fn live(image: &Path, warm: bool, profile: Profile, progress: &Progress) -> 
     let word = if warm { "warm" } else { "cold (nothing kept)" };
     progress.tell(&format!("{word}: a Debian machine boots under Hearth"));
     let machine = HearthMachine::start(&HearthOptions { image, accelerator: "auto", rate: profile.rate(), warm })?;
+    // First: of a guest that does not get there this shows the console.
+    machine.wait_agent(1)?;
     load::wait_for_service(&targets(&machine), patience(20))?;
     machine.ready()?;
-    machine.wait_agent(1)?;
     let qemu = machine.machine_status()?.qemu;
     progress.tell(&format!("{word}: it serves; its 512 files of 1 MiB are read into its file cache"));
     read_all(&machine)?;
