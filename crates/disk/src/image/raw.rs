@@ -2,11 +2,12 @@
 
 use std::fs::{self, File};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::fs::{FallocateFlags, Mode, OFlags, fallocate, open};
 
 use super::frozen::{FrozenImage, Guard};
 use super::guarded::GuardedEngine;
@@ -24,7 +25,8 @@ pub(super) struct RawImage {
     target: Arc<Target>,
     bytes: u64,
     optimal_io_bytes: u32,
-    /// Known after the first time it was asked for: finding out touches the image, which a look at it must not do.
+    path: PathBuf,
+    /// Known after the first time it was asked for: a look at the image must make no files.
     supports_discard: OnceLock<bool>,
     /// How data goes through or around the page cache, and why.
     cache: String,
@@ -50,6 +52,7 @@ impl RawImage {
         Ok(Self {
             bytes,
             optimal_io_bytes: if is_device { queue_limit(&target.file, "optimal_io_size") as u32 } else { 0 },
+            path: path.clone(),
             supports_discard: OnceLock::new(),
             target: Arc::new(target),
             cache,
@@ -72,7 +75,7 @@ impl RawImage {
     }
 
     pub(super) fn supports_discard(&self) -> bool {
-        !self.target.read_only && *self.supports_discard.get_or_init(|| supports_discard(&self.target))
+        !self.target.read_only && *self.supports_discard.get_or_init(|| supports_discard(&self.target, &self.path))
     }
 
     pub(super) fn refresh_bytes(&mut self) -> io::Result<u64> {
@@ -129,14 +132,24 @@ fn disk_bytes(target: &Target) -> io::Result<u64> {
     })
 }
 
-fn supports_discard(target: &Target) -> bool {
+fn supports_discard(target: &Target, path: &Path) -> bool {
     if target.device_sector_bytes.is_some() {
         return queue_limit(&target.file, "discard_max_bytes") > 0;
     }
-    // Punching behind the end changes nothing, and tells whether the file system can.
     let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    if let Some(beside) = nameless_beside(path) {
+        return fallocate(&beside, mode, 0, BLOCK_BYTES as u64).is_ok();
+    }
+    // Punching behind the end changes nothing of what the image holds.
     let end = file_bytes(&target.file).unwrap_or(0).next_multiple_of(BLOCK_BYTES as u64);
     fallocate(&target.file, mode, end, BLOCK_BYTES as u64).is_ok()
+}
+
+/// A file of the same file system, to try things on: whatever is done to the image itself sets its times, by which is known
+/// whether somebody wrote to it. None where no file can be made.
+fn nameless_beside(path: &Path) -> Option<OwnedFd> {
+    let path = path.canonicalize().ok()?;
+    open(path.parent()?, OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC, Mode::RUSR | Mode::WUSR).ok()
 }
 
 /// A limit of a block device's queue; 0 if it has none or does not tell.
