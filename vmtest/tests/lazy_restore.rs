@@ -12,31 +12,8 @@ mod saves;
 #[path = "lazy_restore/scans.rs"]
 mod scans;
 
+use hearth_vmtest::known::{SEED, count, fill, start_counter, verify};
 use hearth_vmtest::{Drives, Result, TestVm, patience};
-
-/// Seed of the pattern in the guest's memory.
-const SEED: u64 = 77;
-
-/// Memory that is known page by page: a file in the guest's own RAM.
-fn fill(vm: &TestVm, mib: u64) -> Result<()> {
-    vm.sh(&format!("probe fill /tmp/memory {} {SEED}", mib << 20)).map(drop)
-}
-
-/// Every byte of it is as it was.
-fn verify(vm: &TestVm) -> Result<()> {
-    vm.sh(&format!("probe verify /tmp/memory {SEED}")).map(drop)
-}
-
-/// A process that counts, and notes how far it is.
-fn start_counter(vm: &TestVm) -> Result<()> {
-    vm.sh("(i=0; while :; do i=$((i+1)); echo $i >/tmp/count.new; mv /tmp/count.new /tmp/count; sleep 0.05; done) >/dev/null 2>&1 &")
-        .map(drop)
-}
-
-fn count(vm: &TestVm) -> Result<u64> {
-    let said = vm.sh("while [ ! -s /tmp/count ]; do sleep 0.1; done; cat /tmp/count")?;
-    Ok(said.trim().parse().expect("the counter writes numbers"))
-}
 
 /// What is typed while the console changes hands may be lost: until something is answered.
 fn await_console(vm: &TestVm) -> Result<()> {

@@ -187,6 +187,19 @@ impl TestVm {
         at("wait for the keeper of", self.files.config(), child.wait()).map(drop)
     }
 
+    /// The same for a keeper that a command started.
+    pub fn kill_foreign_keeper(&self) -> Result<()> {
+        let status = self.status()?;
+        let pid = status["keeper"]["pid"].as_i64().and_then(|pid| Pid::from_raw(pid as i32));
+        let pid = pid.ok_or_else(|| self.no_keeper("its end"))?;
+        at("kill the keeper of", self.files.config(), processes::kill(pid))?;
+        if processes::wait_end(pid, patience(20)) {
+            Ok(())
+        } else {
+            Err(self.guest.timeout("end of the keeper", patience(20)))
+        }
+    }
+
     /// `hearth run` again, for the same machine.
     pub fn restart_keeper(&self) -> Result<()> {
         self.restart_keeper_with(&[])
