@@ -3,7 +3,8 @@
 //! `hops`: what goes on over a hop. `failures`: each way in which it can fail leaves the guest where it was. `deaths`: the
 //! keeper is killed after each phase, and the next one finds a way. `age`: what speaks for a hop, and hops that nobody
 //! asked for. `networks`: connections over hops. `firmware`: a guest before its system. `many`: several machines with one
-//! command. `keeper`: another keeper, under the same guest. `soak`: hundreds of hops, by hand.
+//! command. `keeper`: another keeper, under the same guest. `host_reload`: guests in memory, without QEMU and keeper.
+//! `soak`: hundreds of hops, by hand.
 
 #[path = "rejuvenation/age.rs"]
 mod age;
@@ -15,6 +16,8 @@ mod failures;
 mod firmware;
 #[path = "rejuvenation/hops.rs"]
 mod hops;
+#[path = "rejuvenation/host_reload.rs"]
+mod host_reload;
 #[path = "rejuvenation/keeper.rs"]
 mod keeper;
 #[path = "rejuvenation/many.rs"]

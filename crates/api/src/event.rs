@@ -151,6 +151,30 @@ pub enum EventKind {
         why: String,
         guest_lost: bool,
     },
+    /// The guest stands still in memory, without QEMU: the keeper ends, and the next one goes on with it.
+    Parked {
+        /// From its last instruction.
+        duration_ms: f64,
+        state_bytes: u64,
+    },
+    /// It was not parked, and goes on.
+    ParkFailed {
+        phase: String,
+        why: String,
+    },
+    /// A guest that was parked goes on.
+    Unparked {
+        generation: u32,
+        version: String,
+        /// How long it stood still.
+        stood_ms: f64,
+        /// Of that, since its keeper started.
+        duration_ms: f64,
+    },
+    /// What was parked cannot go on; the machine boots instead.
+    ParkedLost {
+        why: String,
+    },
     /// The guest is being saved while it runs; unless `held_why` says why it stands still for that.
     SaveStarted {
         folder: String,

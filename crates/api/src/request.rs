@@ -59,6 +59,14 @@ pub struct UpgradeRequest {
     pub program: Option<PathBuf>,
 }
 
+/// End the machine's QEMU and keeper, and leave its guest in memory for the next ones.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct ParkRequest {
+    /// Only say whether it could be done now.
+    pub check: bool,
+}
+
 /// Save the machine to a folder, from which others can go on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]

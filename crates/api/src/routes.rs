@@ -8,8 +8,8 @@ use schemars::{JsonSchema, Schema, SchemaGenerator};
 
 use crate::{
     Accepted, Age, CrashRequest, DiskSize, DumpOrder, DumpRequest, ErrorWord, EventRecord, Explanation, MachineStatus,
-    ReadyRequest, RebootRequest, RejuvenateRequest, RemountPlan, ResizeRequest, SaveCancel, SaveRequest, StopRequest,
-    UpgradeRequest,
+    ParkRequest, ReadyRequest, RebootRequest, RejuvenateRequest, RemountPlan, ResizeRequest, SaveCancel, SaveRequest,
+    StopRequest, UpgradeRequest,
 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,6 +39,7 @@ pub enum RouteId {
     DumpDiscard,
     Rejuvenate,
     UpgradeKeeper,
+    Park,
     Age,
     Save,
     SaveCancel,
@@ -209,6 +210,20 @@ pub static ROUTES: &[Route] = &[
         request: Some(Body::Json(shape::<UpgradeRequest>())),
         response: Body::Json(shape::<Accepted>()),
         cli: "hearth upgrade-keeper NAME [--program PATH]",
+        errors: &[ErrorWord::WrongState, ErrorWord::Failed],
+    },
+    Route {
+        id: RouteId::Park,
+        method: Method::Post,
+        path: "/v1/park",
+        summary: "Leave the guest in memory, and end QEMU and keeper",
+        details: "`parked` tells that it is done, and the API ends; `park_failed` that the guest goes on, and why. The next \
+                  keeper, perhaps under another host kernel, lets the guest go on. With `check` nothing happens: an error \
+                  says why it could not be done now.",
+        parameters: &[],
+        request: Some(Body::Json(shape::<ParkRequest>())),
+        response: Body::Json(shape::<Accepted>()),
+        cli: "hearth host-reload prepare",
         errors: &[ErrorWord::WrongState, ErrorWord::Failed],
     },
     Route {

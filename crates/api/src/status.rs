@@ -40,6 +40,9 @@ pub struct MachineStatus {
     /// The last time that QEMU was, or was to be, replaced under the guest.
     #[serde(default)]
     pub last_rejuvenation: Option<Rejuvenation>,
+    /// Whether this keeper found a guest that was parked, and what became of it.
+    #[serde(default)]
+    pub unparked: Option<Unparked>,
     /// A save that is under way.
     #[serde(default)]
     pub save: Option<SaveStatus>,
@@ -400,6 +403,18 @@ pub struct Rejuvenation {
     pub state_bytes: Option<u64>,
     /// In order; the one that failed is the last.
     pub phases: Vec<PhaseTime>,
+}
+
+/// What became of a guest that was parked.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Unparked {
+    /// Why it could not go on, and the machine booted instead. None: it went on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lost: Option<String>,
+    /// From its last instruction before to its first one after. None: it did not go on.
+    pub stood_ms: Option<f64>,
+    /// Whether the host's kernel is another one than before.
+    pub host_reloaded: bool,
 }
 
 /// One phase of a recovery.

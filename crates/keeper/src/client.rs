@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use hearth_api::{
     Accepted, Age, ApiError, CrashRequest, DiskSize, DumpOrder, DumpRequest, EventRecord, Explanation, MachineStatus,
-    ReadyRequest, RebootRequest, RejuvenateRequest, RemountPlan, ResizeRequest, Route, RouteId, SaveCancel,
-    SaveRequest, StopRequest, UpgradeRequest,
+    ParkRequest, ReadyRequest, RebootRequest, RejuvenateRequest, RemountPlan, ResizeRequest, Route, RouteId,
+    SaveCancel, SaveRequest, StopRequest, UpgradeRequest,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -100,6 +100,10 @@ impl Client {
 
     pub fn upgrade_keeper(&self, request: &UpgradeRequest) -> Result<Accepted, ClientError> {
         self.post(RouteId::UpgradeKeeper, None, request)
+    }
+
+    pub fn park(&self, request: ParkRequest) -> Result<Accepted, ClientError> {
+        self.post(RouteId::Park, None, &request)
     }
 
     pub fn age(&self) -> Result<Age, ClientError> {
@@ -302,7 +306,7 @@ mod tests {
                 Command::ResumeDump | Command::DiscardDump | Command::Save(_) | Command::CancelSave => {
                     Ok(Answer::Accepted)
                 }
-                Command::UpgradeKeeper(_) => Ok(Answer::Accepted),
+                Command::UpgradeKeeper(_) | Command::Park(_) => Ok(Answer::Accepted),
                 Command::Stop(_) => Err(ApiError::new(ErrorWord::WrongState, "web is stopping already")),
                 Command::Age => Ok(Answer::Age(Box::new(sample::signs()))),
                 Command::Ready => Ok(Answer::Accepted),

@@ -6,8 +6,8 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
 use hearth_api::{
-    ApiError, CrashRequest, DiskSize, DumpRequest, ErrorWord, MachineStatus, RebootRequest, RejuvenateRequest,
-    RemountPlan, SaveRequest, StopRequest, UpgradeRequest,
+    ApiError, CrashRequest, DiskSize, DumpRequest, ErrorWord, MachineStatus, ParkRequest, RebootRequest,
+    RejuvenateRequest, RemountPlan, SaveRequest, StopRequest, UpgradeRequest,
 };
 
 use crate::machine::age::Signs;
@@ -29,6 +29,7 @@ pub enum Command {
     /// Give up what is not yet written of all dumps.
     DiscardDump,
     Rejuvenate(RejuvenateRequest),
+    Park(ParkRequest),
     /// Another program is to go on with the machine.
     UpgradeKeeper(UpgradeRequest),
     Age,

@@ -28,6 +28,8 @@ pub enum Event {
     Answers { incarnation: u32 },
     /// A rejuvenation that was accepted begins.
     Rejuvenate(RejuvenateRequest),
+    /// A guest that was accepted to be parked is parked.
+    Park,
     /// A save says, by its number.
     Save { number: u64, word: save::Word },
     /// A guest's way out of a snapshot says. `generation` as above.

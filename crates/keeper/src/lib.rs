@@ -11,6 +11,7 @@ pub mod console;
 pub mod control;
 pub mod event;
 pub mod event_log;
+pub mod fleet_lock;
 pub mod http;
 pub mod machine;
 pub mod metrics;

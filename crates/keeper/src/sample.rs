@@ -69,6 +69,7 @@ pub fn status() -> MachineStatus {
         dumps: vec![dump()],
         last_recovery: Some(recovery()),
         last_rejuvenation: None,
+        unparked: None,
         save: None,
         restore: None,
     }

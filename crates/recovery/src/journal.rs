@@ -39,7 +39,7 @@ pub struct Journal {
     /// A hand-over to another QEMU that had begun and was not over: see `rejuvenation`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hop: Option<HopNote>,
-    /// The guest was being saved, and stands still for it.
+    /// The guest was being saved, or parked, and stands still for it.
     #[serde(default)]
     pub saving: bool,
     /// The living incarnation comes out of a snapshot, and may not be all there yet.

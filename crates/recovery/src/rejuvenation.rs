@@ -19,6 +19,7 @@
 
 mod clock;
 pub mod downtime;
+pub mod parked;
 pub(crate) mod relay;
 
 use std::os::fd::{AsFd, OwnedFd};

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use hearth_memory::room::{FileSystemKind, Room, RoomError, host_available_bytes, must_hold};
+use hearth_recovery::rejuvenation::parked;
 
 use super::{Life, existing};
 use crate::client::Client;
@@ -14,7 +15,8 @@ use crate::runtime_root::RuntimeRoot;
 const PATIENCE: Duration = Duration::from_secs(2);
 
 pub fn check(config: &Config, root: &RuntimeRoot, life: Life, problems: &mut Vec<Problem>) {
-    if life.holds_resources() {
+    // A guest that is parked there has its memory already.
+    if life.holds_resources() || parked::is_there(&config.memory_folder) {
         return;
     }
     let folder = existing(&config.memory_folder);

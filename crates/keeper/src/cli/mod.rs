@@ -18,6 +18,7 @@ use hearth_recovery::vmcore::FileError;
 use hearth_recovery::vmcore::linux::NotUnderstood;
 
 use crate::client::ClientError;
+use crate::fleet_lock::FleetLockError;
 use crate::machine::MachineError;
 use crate::problem::Problem;
 use crate::run::Start;
@@ -30,6 +31,7 @@ mod console;
 mod dump;
 mod events;
 mod explain;
+mod host_reload;
 mod list;
 mod machine;
 mod order;
@@ -197,6 +199,17 @@ enum Verb {
     /// before anything happens; if it fails later the old one is started again.
     #[command(after_help = "Example: hearth upgrade-keeper web --program /opt/hearth/hearth")]
     UpgradeKeeper(upgrade_keeper::UpgradeKeeperArguments),
+    /// Keep all machines' guests in memory while the host gets another kernel.
+    ///
+    /// Their memory must lie on a file system of persistent or reserved memory (DAX), and the next kernel be started with kexec.
+    /// docs/rejuvenation.md describes the set-up.
+    #[command(after_help = "Examples: hearth host-reload prepare --check
+          hearth host-reload prepare --fleet-lock https://airlock.example --fleet-id $(hostname) && systemctl kexec
+          hearth host-reload resume")]
+    HostReload {
+        #[command(subcommand)]
+        verb: host_reload::Verb,
+    },
     /// Show how old a machine's QEMU is, and what speaks for another one.
     ///
     /// Uptime, memory of its own, file descriptors, and the version that is installed now.
@@ -354,6 +367,12 @@ pub enum CliError {
     TakeOver(#[source] MachineError),
     #[error("{path}: no kernel log can be read from it")]
     NoLog { path: PathBuf, source: NotUnderstood },
+    #[error(transparent)]
+    Record(#[from] host_reload::RecordError),
+    #[error(transparent)]
+    FleetLock(#[from] FleetLockError),
+    #[error("{0}")]
+    HostReload(String),
     #[error("the terminal cannot be used")]
     Terminal(#[source] io::Error),
     #[error("no free port on this host")]
@@ -464,6 +483,7 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
         Verb::Dump(arguments) => dump::perform(context, arguments),
         Verb::Rejuvenate(arguments) => rejuvenate::perform(context, arguments),
         Verb::UpgradeKeeper(arguments) => upgrade_keeper::perform(context, arguments),
+        Verb::HostReload { verb } => host_reload::perform(context, verb),
         Verb::Age(NameArgument { name }) => age::show(context, &name),
         Verb::Save(arguments) => save::save(context, arguments),
         Verb::Ready(NameArgument { name }) => remount::ready(context, &name),

@@ -179,7 +179,7 @@ fn wait_for(context: &mut Context<'_>, name: &str, accepted: Accepted, goal: Goa
 }
 
 /// A keeper lets the machine's lock go with its process, which follows its last event within moments.
-fn wait_for_keepers_end(runtime_folder: &Path) {
+pub(super) fn wait_for_keepers_end(runtime_folder: &Path) {
     let deadline = Instant::now() + FAREWELL_PATIENCE;
     while life::has_keeper(runtime_folder) && Instant::now() < deadline {
         std::thread::sleep(FAREWELL_STEP);

@@ -55,7 +55,7 @@ pub struct RejuvenateArguments {
     wait: WaitArgument,
 }
 
-fn time(text: &str) -> Result<Duration, String> {
+pub(super) fn time(text: &str) -> Result<Duration, String> {
     seconds(text).map(Duration::from_secs).ok_or_else(|| "write a number with s, m, h or d, for example 30s".to_owned())
 }
 
@@ -90,7 +90,7 @@ enum Word {
 }
 
 /// Machines that wait for their turn.
-struct Queue {
+pub(super) struct Queue {
     waiting: Mutex<Waiting>,
     news: Condvar,
     stagger: Duration,
@@ -211,13 +211,13 @@ fn decide(client: &Client, request: &RejuvenateRequest) -> Result<EventKind, Cli
 }
 
 impl Queue {
-    fn new(names: VecDeque<String>, stagger: Duration) -> Self {
+    pub(super) fn new(names: VecDeque<String>, stagger: Duration) -> Self {
         let waiting = Waiting { names, last_began: None, stopped: false };
         Self { waiting: Mutex::new(waiting), news: Condvar::new(), stagger }
     }
 
     /// The next machine, when its time has come; none if there is none or the queue was stopped.
-    fn next(&self) -> Option<String> {
+    pub(super) fn next(&self) -> Option<String> {
         let mut waiting = self.waiting();
         loop {
             if waiting.stopped || waiting.names.is_empty() {
@@ -232,12 +232,12 @@ impl Queue {
         }
     }
 
-    fn stop(&self) {
+    pub(super) fn stop(&self) {
         self.waiting().stopped = true;
         self.news.notify_all();
     }
 
-    fn left(&self) -> VecDeque<String> {
+    pub(super) fn left(&self) -> VecDeque<String> {
         std::mem::take(&mut self.waiting().names)
     }
 

@@ -4,7 +4,7 @@ use std::fmt::Display;
 
 use hearth_api::{
     AdmissionStatus, DiskStatus, DumpFormat, DumpStatus, EmberMode, MachineStatus, NvramStatus, Recovery, Rejuvenation,
-    UserfaultStatus,
+    Unparked, UserfaultStatus,
 };
 
 use super::text::{bytes, milliseconds, percent, uptime};
@@ -77,6 +77,16 @@ fn rejuvenation_text(rejuvenation: &Rejuvenation) -> String {
     }
 }
 
+fn unparked_text(unparked: &Unparked) -> String {
+    let host = if unparked.host_reloaded { "another host kernel" } else { "the same host kernel" };
+    match &unparked.lost {
+        Some(why) => format!("did not go on under {host}, the machine booted: {why}"),
+        None => {
+            format!("stood still for {}, goes on under {host}", milliseconds(unparked.stood_ms.unwrap_or_default()))
+        }
+    }
+}
+
 fn machine(status: &MachineStatus) -> Vec<String> {
     let mut rows = Vec::new();
     if let Some(cause) = status.cause_of_last_end {
@@ -87,6 +97,9 @@ fn machine(status: &MachineStatus) -> Vec<String> {
     }
     if let Some(rejuvenation) = &status.last_rejuvenation {
         rows.push(words("rejuvenation", rejuvenation_text(rejuvenation)));
+    }
+    if let Some(unparked) = &status.unparked {
+        rows.push(words("parked", unparked_text(unparked)));
     }
     if let Some(restore) = &status.restore {
         let left = if restore.complete { "complete".to_owned() } else { format!("{} missing", restore.pages_missing) };

@@ -79,6 +79,9 @@ fn obey(command: &Command, events: &EventLog) -> Result<Answer, ApiError> {
             events.record(EventKind::KeeperHandsOver { program, version });
             events.record(EventKind::KeeperTookOver { qemu_pid: 4712, generation: 2 });
         }
+        Command::Park(_) => {
+            events.record(EventKind::ParkFailed { phase: "hold".into(), why: "QEMU hangs".into() });
+        }
         Command::UpgradeKeeper(_) => {
             events.record(EventKind::KeeperUpgradeFailed { why: "it cannot be started".into() });
         }

@@ -66,6 +66,16 @@ pub fn describe(event: &EventKind) -> String {
         EventKind::RejuvenationFailed { phase, why, guest_lost: true } => {
             format!("no other QEMU, and the guest is lost: {phase}: {why}")
         }
+        EventKind::Parked { duration_ms, state_bytes } => {
+            format!("guest is parked after {}, {} of state", milliseconds(*duration_ms), bytes(*state_bytes))
+        }
+        EventKind::ParkFailed { phase, why } => format!("guest is not parked and goes on; {phase}: {why}"),
+        EventKind::Unparked { version, stood_ms, duration_ms, .. } => format!(
+            "parked guest goes on with QEMU {version} after {}, {} of it here",
+            milliseconds(*stood_ms),
+            milliseconds(*duration_ms)
+        ),
+        EventKind::ParkedLost { why } => format!("the parked guest cannot go on, the machine boots instead: {why}"),
         EventKind::SaveStarted { folder, held_why: None } => format!("guest is saved to {folder} while it runs"),
         EventKind::SaveStarted { folder, held_why: Some(why) } => {
             format!("guest stands still and is saved to {folder}: {why}")

@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use hearth_api::{
     Accepted, ApiError, CrashRequest, DumpOrder, DumpRequest, ErrorWord, EventRecord, Explanation, Mismatch,
-    ReadyRequest, RebootRequest, RejuvenateRequest, ResizeRequest, Route, RouteId, SaveCancel, SaveRequest,
-    StopRequest, UpgradeRequest,
+    ParkRequest, ReadyRequest, RebootRequest, RejuvenateRequest, ResizeRequest, Route, RouteId, SaveCancel,
+    SaveRequest, StopRequest, UpgradeRequest,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Serialize;
@@ -92,6 +92,10 @@ fn answer(context: &Context, request: &Request) -> Result<Reply, ApiError> {
         RouteId::UpgradeKeeper => {
             let order = request.body::<UpgradeRequest>()?;
             accepted(context, Command::UpgradeKeeper(order))
+        }
+        RouteId::Park => {
+            let order = request.body::<ParkRequest>()?;
+            accepted(context, Command::Park(order))
         }
         RouteId::Age => age(context),
         RouteId::Save => {

@@ -53,7 +53,7 @@ fn machine_answer(command: &Command, ask: &Sender<Command>) -> Result<Answer, Ap
         Command::Reboot(_) | Command::Crash(_) | Command::Dump(_) | Command::Rejuvenate(_) => Ok(Answer::Accepted),
         Command::Ready => Ok(Answer::Accepted),
         Command::ResumeDump | Command::DiscardDump | Command::Save(_) | Command::CancelSave => Ok(Answer::Accepted),
-        Command::UpgradeKeeper(_) => Ok(Answer::Accepted),
+        Command::UpgradeKeeper(_) | Command::Park(_) => Ok(Answer::Accepted),
     }
 }
 

@@ -8,6 +8,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsE
 use std::path::{Path, PathBuf};
 
 use hearth_disk::tag::{TAG_KEY_BYTES, Tagger};
+use hearth_recovery::rejuvenation::parked;
 use rustix::fs::FlockOperation;
 
 const OTHERS_WRITE: u32 = 0o002;
@@ -112,7 +113,7 @@ impl Folders {
         for entry in fs::read_dir(&self.memory)? {
             let entry = entry?;
             let name = entry.file_name().to_string_lossy().into_owned();
-            let ours = ["ram-", "ledger-", hearth_disk::boot_set::FILE_PREFIX];
+            let ours = ["ram-", "ledger-", hearth_disk::boot_set::FILE_PREFIX, parked::FILE_PREFIX];
             if ours.iter().any(|prefix| name.starts_with(prefix)) || name == "tag.key" {
                 fs::remove_file(entry.path())?;
             }

@@ -10,7 +10,7 @@ use hearth_recovery::crash_recovery;
 use hearth_recovery::hold::Hold;
 use hearth_recovery::incarnation::{Incarnation, discard_files};
 use hearth_recovery::journal::Journal;
-use hearth_recovery::rejuvenation::ClockDebt;
+use hearth_recovery::rejuvenation::{ClockDebt, parked};
 use hearth_recovery::warm_reboot::{self, Phase, Succession};
 
 use super::crash::Harvest;
@@ -306,8 +306,11 @@ impl Machine {
         self.end_qemu(EndCause::QemuDied);
         self.enter(MachineState::Failed);
         self.see_dumps_through();
-        // With keeper and QEMU gone the next start is cold: until then this would only hold the host's memory.
-        self.discard_memory();
+        // With keeper and QEMU gone the next start is cold, unless a guest is parked here: until then this would only hold the
+        // host's memory.
+        if !parked::is_there(&self.parts.folders.memory) {
+            self.discard_memory();
+        }
     }
 
     pub(super) fn discard_memory(&self) {

@@ -19,7 +19,8 @@
 //!
 //! A machine that crashes again and again waits in Recovering before its next start (`crash_loop`).
 //!
-//! A rejuvenation happens within Running: the incarnation stays, the QEMU changes (see `rejuvenate`).
+//! A rejuvenation happens within Running: the incarnation stays, the QEMU changes (see `rejuvenate`). A guest that is parked
+//! (`park`) goes from Running to Stopped, and with the next keeper from Starting to Running.
 //!
 //! Every way out of Running goes through the end of QEMU's process, seen by its pidfd: only then is its memory dead and
 //! its disk I/O drained. What QEMU said before (`Shutdown`, `GuestPanicked`, `Watchdog`) only names the cause. Dumps of dead
@@ -38,6 +39,7 @@ mod launch;
 mod lives;
 mod nvram;
 mod orders;
+mod park;
 mod passt;
 mod pins;
 mod ready;
@@ -57,7 +59,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
-use hearth_api::{EndCause, EventKind, MachineState, Rejuvenation};
+use hearth_api::{EndCause, EventKind, MachineState, Rejuvenation, Unparked};
 use hearth_disk::nvram::Nvram;
 use hearth_disk::server::DiskServer;
 use hearth_disk::tag::Tagger;
@@ -118,6 +120,8 @@ pub enum MachineError {
     OtherDisks { name: String, qemu_pid: u32, what: String },
     #[error(transparent)]
     Launch(#[from] generation::LaunchError),
+    #[error(transparent)]
+    Parked(#[from] hearth_recovery::rejuvenation::parked::ParkedError),
     #[error("{name} cannot be restored")]
     Restore { name: String, source: restore::RestoreFailure },
     #[error("the warden thread cannot be started")]
@@ -180,6 +184,8 @@ pub struct Machine {
     last_end: Option<EndCause>,
     timeline: Option<Timeline>,
     last_rejuvenation: Option<Rejuvenation>,
+    /// What became of a guest that this keeper found parked.
+    unparked: Option<Unparked>,
     schedule: age::Schedule,
     crashes: Crashes,
     /// There is no guest, and the next one is waited for.
@@ -267,6 +273,7 @@ impl Machine {
             last_end: None,
             timeline: None,
             last_rejuvenation: None,
+            unparked: None,
             schedule: age::Schedule::new(),
             crashes: Crashes::default(),
             back_off: None,
@@ -286,7 +293,7 @@ impl Machine {
             machine.load_boot_set();
             let started = match machine.order_to_restore() {
                 Some(order) => machine.restore(&order),
-                None => machine.start_afresh(),
+                None => machine.resume_or_boot(),
             };
             started.inspect_err(|error| machine.fail(error))?;
         }
@@ -364,6 +371,7 @@ impl Machine {
                 Ok(())
             }
             Event::Answers { .. } => Ok(()),
+            Event::Park => self.park(),
             Event::Rejuvenate(request) => self.rejuvenate(&request),
             Event::Restore { generation, word } if self.is_current(generation) => {
                 self.restore_says(word);

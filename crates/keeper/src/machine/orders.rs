@@ -21,6 +21,7 @@ impl Machine {
             Command::UpgradeKeeper(request) => {
                 self.accept("upgrade the keeper", |machine| machine.begin_upgrade(&request))
             }
+            Command::Park(request) => self.accept("park", |machine| machine.begin_park(request)),
             Command::Age => self.age().map(|signs| Answer::Age(Box::new(signs))),
             Command::Save(request) => self.accept("save", |machine| machine.begin_save(request)),
             Command::CancelSave => self.accept("call the save off", Self::call_save_off),

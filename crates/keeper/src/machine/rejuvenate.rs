@@ -27,7 +27,7 @@ const PAUSE_PATIENCE: Duration = Duration::from_secs(5);
 /// has not taken the new QEMU is given.
 const TYPED_PATIENCE: Duration = Duration::from_millis(500);
 /// A killed QEMU frees the memory that it had of its own; guest RAM stays.
-const END_PATIENCE: Duration = Duration::from_secs(10);
+pub(super) const END_PATIENCE: Duration = Duration::from_secs(10);
 /// A QEMU whose keeper died connects again within a second, also on a busy host within a few.
 const RECONNECT_PATIENCE: Duration = Duration::from_secs(10);
 /// Names a phase (or `commit`, which is in the middle of one) after which this keeper kills itself: a drill of what the
@@ -404,7 +404,7 @@ impl Progress {
     }
 }
 
-fn drill(name: &str) {
+pub(super) fn drill(name: &str) {
     if std::env::var_os(DRILL).is_some_and(|wanted| wanted == name) {
         // Fails for no process that lives.
         let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);

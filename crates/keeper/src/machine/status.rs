@@ -37,6 +37,7 @@ impl Machine {
             ledger_pages: life.map_or(0, |life| life.incarnation.ledger_pages()),
             ember: self.ember_status(),
             last_rejuvenation: self.last_rejuvenation.clone(),
+            unparked: self.unparked.clone(),
             restore: self.restore_status(),
             save: self.saving.as_ref().map(save::Saving::status),
             last_recovery: self.recovery(&dumps),

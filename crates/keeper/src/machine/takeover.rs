@@ -18,6 +18,7 @@ use hearth_recovery::ember::EmberError;
 use hearth_recovery::hold::Hold;
 use hearth_recovery::incarnation::{Incarnation, discard_files, ram_path};
 use hearth_recovery::journal::{DiskIdentity, Journal};
+use hearth_recovery::rejuvenation::parked;
 
 use super::gate::UserfaultOr;
 use super::generation::{Generation, LaunchError};
@@ -69,6 +70,8 @@ impl Machine {
             Err(LaunchError::Silent { .. }) => return self.give_up_on(pid),
             adopted => adopted?,
         };
+        // Its QEMU lives: whatever was noted of the guest, it goes on here.
+        parked::discard(&self.parts.folders.memory);
         self.record(EventKind::KeeperTookOver { qemu_pid: generation.identity().pid, generation: generation.number });
         if hop_cut_off {
             self.finish_hop(&mut generation);
@@ -189,7 +192,7 @@ impl Machine {
         let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
         let mut numbers: BTreeSet<u32> =
             names.filter_map(|name| name.strip_prefix("ram-").or(name.strip_prefix("ledger-"))?.parse().ok()).collect();
-        for number in self.keep_for_dumps() {
+        for number in self.keep_for_dumps().into_iter().chain(self.parked_incarnation()) {
             numbers.remove(&number);
         }
         if !numbers.is_empty() {

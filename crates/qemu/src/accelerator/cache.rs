@@ -35,7 +35,7 @@ impl Question {
             binary_modified: metadata.map_or((0, 0), |metadata| (metadata.mtime(), metadata.mtime_nsec())),
             cpu_model: cpu_model.to_owned(),
             user: rustix::process::geteuid().as_raw(),
-            host_boot: fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned(),
+            host_boot: host_boot(),
         }
     }
 
@@ -45,6 +45,11 @@ impl Question {
         (&self.binary, &self.cpu_model, self.user).hash(&mut hasher);
         folder.join(format!("kvm-probe-{:016x}.json", hasher.finish()))
     }
+}
+
+/// Tells this run of the host's kernel from all others.
+pub fn host_boot() -> String {
+    fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }
 
 /// What was found before. Anything unreadable counts as not known.

@@ -7,6 +7,7 @@
 //! mode with paging on, some counting against the clock, and a code out of a debug port. Anything else than that code means no.
 
 mod cache;
+pub use cache::host_boot;
 mod guest;
 
 use std::fs::OpenOptions;

@@ -220,6 +220,16 @@ impl ImageNotes {
     }
 }
 
+/// What an image has become since; none: nothing. The numbers of devices may differ after the host has booted.
+pub(crate) fn difference(noted: &[ImageNote], found: &[ImageNote]) -> Option<String> {
+    if noted.len() != found.len() {
+        return Some("the machine had other disks".to_owned());
+    }
+    let same = |noted: &ImageNote, found: &ImageNote| ImageNote { device: found.device, ..noted.clone() } == *found;
+    let (_, found) = noted.iter().zip(found).find(|(noted, found)| !same(noted, found))?;
+    Some(format!("{} was changed since", found.path.display()))
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs::File;

@@ -18,7 +18,7 @@ use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::BootSet;
 use hearth_disk::tag::{TAG_KEY_BYTES, Tag, Tagger};
 
-use super::ImageNote;
+use super::{ImageNote, difference};
 
 const MAGIC: [u8; 8] = *b"HEARTHBS";
 const VERSION: u32 = 1;
@@ -108,16 +108,6 @@ pub fn load(path: &Path, boot_set: &BootSet, images: &[ImageNote]) -> Result<Opt
         return Err(void(format!("is of other images: {why}")));
     }
     read_blocks(&mut file, blocks, &Tagger::new(&key), boot_set).map(Some).map_err(unreadable)
-}
-
-/// The numbers of devices may differ after the host has booted.
-fn difference(noted: &[ImageNote], found: &[ImageNote]) -> Option<String> {
-    if noted.len() != found.len() {
-        return Some("the machine had other disks".to_owned());
-    }
-    let same = |noted: &ImageNote, found: &ImageNote| ImageNote { device: found.device, ..noted.clone() } == *found;
-    let (_, found) = noted.iter().zip(found).find(|(noted, found)| !same(noted, found))?;
-    Some(format!("{} was changed since", found.path.display()))
 }
 
 fn read_blocks(file: &mut impl Read, blocks: u64, tagger: &Tagger, boot_set: &BootSet) -> io::Result<u64> {

@@ -5,11 +5,10 @@ use std::path::Path;
 use hearth_memory::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 
-use super::SnapshotError;
+use super::{SnapshotError, seal};
 
 /// Raised when a field changes its meaning, or a file its format.
 pub const SNAPSHOT_VERSION: u32 = 1;
-const SEAL: &str = "blake3 ";
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
@@ -63,17 +62,12 @@ impl Manifest {
     }
 
     pub(super) fn to_text(&self) -> String {
-        let body = serde_json::to_string_pretty(self).expect("a manifest is plain data") + "\n";
-        let seal = blake3::hash(body.as_bytes()).to_hex();
-        format!("{body}{SEAL}{seal}\n")
+        seal::close(serde_json::to_string_pretty(self).expect("a manifest is plain data"))
     }
 
     pub(super) fn parse(text: &str, path: &Path) -> Result<Self, SnapshotError> {
         let damaged = |what: &str| SnapshotError::damaged(path, what);
-        let (body, seal) = text.rsplit_once(SEAL).ok_or_else(|| damaged("it ends without a checksum"))?;
-        if seal.strip_suffix('\n') != Some(blake3::hash(body.as_bytes()).to_hex().as_str()) {
-            return Err(damaged("its checksum is wrong"));
-        }
+        let body = seal::open(text).map_err(damaged)?;
         // Of another version no more is understood than that.
         #[derive(Deserialize)]
         struct Version {

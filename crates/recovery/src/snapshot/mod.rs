@@ -17,6 +17,7 @@ mod manifest;
 pub mod pages;
 pub mod save;
 pub mod scan;
+pub(crate) mod seal;
 pub mod state;
 mod working_set;
 
@@ -38,7 +39,7 @@ const STATE: &str = "state";
 const RAM: &str = "ram";
 const WORKING_SET: &str = "working-set";
 /// Device state is some 300 KiB, and 17 MiB with a graphics card.
-const STATE_BYTES_MAX: u64 = 1 << 30;
+pub(crate) const STATE_BYTES_MAX: u64 = 1 << 30;
 const MACHINE_BYTES_MAX: u64 = 1 << 20;
 
 #[derive(Debug, thiserror::Error)]
@@ -60,11 +61,11 @@ pub enum SnapshotError {
 }
 
 impl SnapshotError {
-    fn io(path: &Path, what: &'static str) -> impl FnOnce(io::Error) -> Self {
+    pub(crate) fn io(path: &Path, what: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Io { path: path.to_owned(), what, source }
     }
 
-    fn damaged(path: &Path, what: impl Into<String>) -> Self {
+    pub(crate) fn damaged(path: &Path, what: impl Into<String>) -> Self {
         Self::Damaged { path: path.to_owned(), what: what.into() }
     }
 }
@@ -252,7 +253,7 @@ impl Snapshot {
     }
 }
 
-fn sync_folder(folder: &Path) -> Result<(), SnapshotError> {
+pub(crate) fn sync_folder(folder: &Path) -> Result<(), SnapshotError> {
     File::open(folder).and_then(|folder| folder.sync_all()).map_err(SnapshotError::io(folder, "written"))
 }
 
@@ -261,7 +262,7 @@ fn create_file(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(path)
 }
 
-fn write_part(path: &Path, bytes: &[u8]) -> Result<Part, SnapshotError> {
+pub(crate) fn write_part(path: &Path, bytes: &[u8]) -> Result<Part, SnapshotError> {
     let written = create_file(path).and_then(|mut file| {
         file.write_all(bytes)?;
         file.sync_all()
@@ -270,7 +271,7 @@ fn write_part(path: &Path, bytes: &[u8]) -> Result<Part, SnapshotError> {
     Ok(Part { bytes: bytes.len() as u64, blake3: blake3::hash(bytes).to_hex().to_string() })
 }
 
-fn read_part(path: &Path, part: &Part, bytes_max: u64) -> Result<Vec<u8>, SnapshotError> {
+pub(crate) fn read_part(path: &Path, part: &Part, bytes_max: u64) -> Result<Vec<u8>, SnapshotError> {
     let mut bytes = Vec::new();
     let file = File::open(path).map_err(SnapshotError::io(path, "read"))?;
     file.take(bytes_max).read_to_end(&mut bytes).map_err(SnapshotError::io(path, "read"))?;

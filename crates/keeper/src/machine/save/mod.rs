@@ -318,7 +318,7 @@ impl Machine {
     }
 
     /// How often QEMU has connected to each disk; none if to one of them it is not.
-    fn disk_connections(&self) -> Option<Vec<u64>> {
+    pub(in crate::machine) fn disk_connections(&self) -> Option<Vec<u64>> {
         let look = |disk: &DiskServer| {
             let counters = disk.counters();
             counters.connected.then_some(counters.connections)

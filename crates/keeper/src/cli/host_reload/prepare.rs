@@ -1,0 +1,232 @@
+//! Prepare: every machine is parked, or none.
+
+use std::collections::VecDeque;
+use std::path::Path;
+use std::process::Command;
+use std::sync::mpsc::{Sender, channel};
+use std::time::{Duration, SystemTime};
+
+use hearth_api::{EventKind, ParkRequest, rfc3339};
+use hearth_recovery::rejuvenation::parked;
+
+use super::super::order::wait_for_keepers_end;
+use super::super::rejuvenate::Queue;
+use super::super::text::milliseconds;
+use super::super::{CliError, Context, Exit};
+use super::check::Findings;
+use super::record::{MachineNote, Outcome, Record, RecordError};
+use super::{FleetArguments, PrepareArguments, resume};
+use crate::check::life;
+use crate::client::{Client, ClientError};
+use crate::fleet_lock::FleetLock;
+use crate::runtime_root::RuntimeRoot;
+
+/// Machines that ran before run again within this time, or the operator has to look.
+const BACK_WITHIN: Duration = Duration::from_secs(120);
+const MACHINE_ID: &str = "/etc/machine-id";
+
+/// What a worker says.
+struct Decided {
+    name: String,
+    /// How long that took; or why not.
+    parked: Result<f64, String>,
+}
+
+pub fn prepare(context: &mut Context<'_>, arguments: &PrepareArguments) -> Result<Exit, CliError> {
+    let path = &arguments.record.record;
+    must_be_free(path)?;
+    let findings = Findings::of(&context.root, arguments.drill);
+    if !findings.can() && !arguments.keep_going {
+        return Err(CliError::HostReload(format!("nothing is stopped: {}", findings.problems())));
+    }
+    let fleet = lock_fleet(context, &arguments.fleet)?;
+    let mut record = Record::new(rfc3339(SystemTime::now()), context.root.path(), fleet, findings.machines);
+    if let Err(error) = record.save(path) {
+        if let Some(fleet) = &record.fleet {
+            fleet.release()?;
+        }
+        return Err(error.into());
+    }
+    let failed = park_all(context, &mut record, arguments, path)?;
+    if failed > 0 && !arguments.keep_going {
+        return take_back(context, record, path);
+    }
+    let parked = record.machines.iter().filter(|machine| machine.outcome == Outcome::Parked).count();
+    say(context, &format!("{parked} parked, {failed} not; `hearth host-reload resume` lets them go on"))?;
+    if arguments.kexec {
+        kexec()?;
+    } else if !arguments.drill {
+        say(context, "now start the next kernel: `systemctl kexec`")?;
+    }
+    Ok(if failed > 0 { Exit::Failed } else { Exit::Done })
+}
+
+/// Another record would be the end of what it tells of.
+fn must_be_free(path: &Path) -> Result<(), CliError> {
+    match Record::load(path) {
+        Ok(record) if record.machines.iter().any(|machine| machine.outcome.is_open()) => {
+            let what = format!(
+                "{}: machines are prepared already; `hearth host-reload resume` first, or remove it",
+                path.display()
+            );
+            Err(CliError::HostReload(what))
+        }
+        Ok(_) | Err(RecordError::None { .. } | RecordError::Malformed { .. }) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn lock_fleet(context: &mut Context<'_>, arguments: &FleetArguments) -> Result<Option<FleetLock>, CliError> {
+    let Some(url) = arguments.fleet_lock.clone() else { return Ok(None) };
+    let id = match &arguments.fleet_id {
+        Some(id) => id.clone(),
+        None => std::fs::read_to_string(MACHINE_ID)
+            .map_err(|source| CliError::File { path: MACHINE_ID.into(), source })?
+            .trim()
+            .to_owned(),
+    };
+    let lock = FleetLock { url, group: arguments.fleet_group.clone(), id };
+    say(context, &format!("asking {} whether {} may reload", lock.url, lock.id))?;
+    lock.acquire(arguments.fleet_wait)?;
+    Ok(Some(lock))
+}
+
+/// How many are not parked.
+fn park_all(
+    context: &mut Context<'_>,
+    record: &mut Record,
+    arguments: &PrepareArguments,
+    path: &Path,
+) -> Result<usize, CliError> {
+    let names: VecDeque<String> = record.machines.iter().map(|machine| machine.name.clone()).collect();
+    let at_a_time = usize::from(arguments.parallel).min(names.len());
+    let (machines, root) = (record.machines.clone(), context.root.clone());
+    let queue = Queue::new(names, Duration::ZERO);
+    let mut failed = 0;
+    let told = std::thread::scope(|scope| {
+        let (say, words) = channel();
+        for _ in 0..at_a_time {
+            let (queue, root, machines, say) = (&queue, &root, &machines, say.clone());
+            scope.spawn(move || work(queue, root, machines, arguments.keep_going, &say));
+        }
+        drop(say);
+        let told = words.into_iter().try_for_each(|decided| {
+            failed += usize::from(decided.parked.is_err());
+            take(context, record, path, decided)
+        });
+        // Nobody writes it down any more: what has not begun need not begin.
+        if told.is_err() {
+            queue.stop();
+        }
+        told
+    });
+    for name in queue.left() {
+        if let Some(machine) = record.machine(&name) {
+            machine.decide(Outcome::NotParked, Some("another machine failed before".to_owned()));
+        }
+    }
+    told.map(|()| failed)
+}
+
+fn work(queue: &Queue, root: &RuntimeRoot, machines: &[MachineNote], keep_going: bool, say: &Sender<Decided>) {
+    while let Some(name) = queue.next() {
+        let Some(machine) = machines.iter().find(|machine| machine.name == name) else { continue };
+        let parked = park(root, machine);
+        if parked.is_err() && !keep_going {
+            queue.stop();
+        }
+        // Who no longer listens has stopped the queue.
+        let _ = say.send(Decided { name, parked });
+    }
+}
+
+fn take(context: &mut Context<'_>, record: &mut Record, path: &Path, decided: Decided) -> Result<(), CliError> {
+    let Decided { name, parked } = decided;
+    let Some(machine) = record.machine(&name) else { return Ok(()) };
+    let line = match parked {
+        Ok(took_ms) => {
+            machine.decide(Outcome::Parked, None);
+            format!("{name}: parked in {}", milliseconds(took_ms))
+        }
+        Err(why) => {
+            machine.decide(Outcome::NotParked, Some(why.clone()));
+            format!("{name}: not parked: {why}")
+        }
+    };
+    let machine = machine.clone();
+    record.save(path)?;
+    if context.json { context.write_json(&machine) } else { context.write_line(&line) }
+}
+
+/// How long it took, in milliseconds, and its keeper has ended; or why not.
+fn park(root: &RuntimeRoot, machine: &MachineNote) -> Result<f64, String> {
+    let client = Client::new(root.api_socket(&machine.name));
+    let decided = decide(&client).map_err(|error| crate::chain(&error))?;
+    match decided {
+        Some(EventKind::Parked { duration_ms, .. }) => {
+            wait_for_keepers_end(&root.machine(&machine.name));
+            Ok(duration_ms)
+        }
+        Some(EventKind::ParkFailed { phase, why }) => Err(format!("{phase}: {why}")),
+        Some(EventKind::IncarnationEnded { cause }) => Err(format!("its guest ended: {}", cause.words())),
+        _ => ended_on_its_way(root, machine),
+    }
+}
+
+/// The keeper has died. Without QEMU the guest is parked if that was noted; with it, it stands still there.
+fn ended_on_its_way(root: &RuntimeRoot, machine: &MachineNote) -> Result<f64, String> {
+    let folder = root.machine(&machine.name);
+    wait_for_keepers_end(&folder);
+    let lives = life::has_keeper(&folder) || life::orphaned_qemu(&folder).is_some();
+    match parked::find(&machine.memory_folder) {
+        Ok(Some(parked)) if !lives => Ok(parked.stands_for().as_secs_f64() * 1e3),
+        _ => Err("its keeper ended".to_owned()),
+    }
+}
+
+/// The event that decides it; none if there is none and the keeper has ended.
+fn decide(client: &Client) -> Result<Option<EventKind>, ClientError> {
+    let accepted = client.park(ParkRequest { check: false })?;
+    let decides = |event: &EventKind| {
+        matches!(event, EventKind::Parked { .. } | EventKind::ParkFailed { .. } | EventKind::IncarnationEnded { .. })
+    };
+    // A stream that breaks off, or cannot be had, is of a keeper that ended.
+    let Ok(stream) = client.follow(accepted.since) else { return Ok(None) };
+    Ok(stream.map_while(Result::ok).map(|record| record.event).find(decides))
+}
+
+/// One could not be parked: all run again.
+fn take_back(context: &mut Context<'_>, mut record: Record, path: &Path) -> Result<Exit, CliError> {
+    let why: Vec<_> = record
+        .machines
+        .iter()
+        .filter(|machine| machine.outcome == Outcome::NotParked)
+        .map(|machine| format!("{}: {}", machine.name, machine.why.as_deref().unwrap_or_default()))
+        .collect();
+    say(context, "the machines that were parked go on")?;
+    // Also one whose keeper died over it.
+    let has_keeper = |machine: &MachineNote| life::has_keeper(&context.root.machine(&machine.name));
+    for machine in record.machines.iter_mut().filter(|machine| machine.outcome == Outcome::NotParked) {
+        if !has_keeper(machine) {
+            machine.outcome = Outcome::Begun;
+        }
+    }
+    resume::bring_back(context, &mut record, path, BACK_WITHIN)?;
+    Err(CliError::HostReload(format!("the host stays as it is: {}", why.join("; "))))
+}
+
+fn kexec() -> Result<(), CliError> {
+    let failed = |what: String| {
+        CliError::HostReload(format!("`systemctl kexec` {what}; `hearth host-reload resume` goes on here"))
+    };
+    match Command::new("systemctl").arg("kexec").status() {
+        Ok(status) if status.success() => Ok(()),
+        Ok(status) => Err(failed(format!("failed ({status})"))),
+        Err(error) => Err(failed(format!("cannot be run: {error}"))),
+    }
+}
+
+/// With `--json` there are no sentences.
+fn say(context: &mut Context<'_>, line: &str) -> Result<(), CliError> {
+    if context.json { Ok(()) } else { context.write_line(line) }
+}

@@ -1,0 +1,175 @@
+//! Record: what was prepared, in a file that outlives the host's kernel, and what became of it.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::fleet_lock::FleetLock;
+
+/// Raised when a field changes its meaning.
+const VERSION: u32 = 1;
+
+#[derive(Debug, thiserror::Error)]
+pub enum RecordError {
+    #[error("{path}: cannot be read or written; choose another place with --record")]
+    Io { path: PathBuf, source: io::Error },
+    #[error("{path}: there is none: no host reload was prepared")]
+    None { path: PathBuf },
+    #[error("{path}: not understood; move it away, and start the machines as after any boot")]
+    Malformed { path: PathBuf, source: serde_json::Error },
+    #[error("{path}: version {found}, this Hearth knows {VERSION}")]
+    Version { path: PathBuf, found: u32 },
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Record {
+    pub version: u32,
+    /// RFC 3339.
+    pub prepared_at: String,
+    /// Of the host's kernel that was left.
+    pub boot_id: String,
+    pub runtime_root: PathBuf,
+    /// Held until all machines go on.
+    pub fleet: Option<FleetLock>,
+    pub machines: Vec<MachineNote>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MachineNote {
+    pub name: String,
+    /// Its configuration.
+    pub file: PathBuf,
+    pub memory_folder: PathBuf,
+    /// Under which systemd looked after its keeper.
+    pub unit: Option<String>,
+    pub outcome: Outcome,
+    pub why: Option<String>,
+    pub stood_ms: Option<u64>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Outcome {
+    /// It is about to be parked.
+    Begun,
+    Parked,
+    /// It could not be, and runs on, as far as it does.
+    NotParked,
+    /// Its guest goes on.
+    Resumed,
+    /// Its guest could not, and the machine booted.
+    Booted,
+    /// It does not run, and why is told.
+    Down,
+}
+
+impl Outcome {
+    pub fn words(self) -> &'static str {
+        match self {
+            Self::Begun => "begun",
+            Self::Parked => "parked",
+            Self::NotParked => "not parked",
+            Self::Resumed => "resumed",
+            Self::Booted => "booted",
+            Self::Down => "down",
+        }
+    }
+
+    /// Whether `resume` has to see to it.
+    pub fn is_open(self) -> bool {
+        matches!(self, Self::Begun | Self::Parked | Self::Down)
+    }
+}
+
+impl Record {
+    pub fn new(prepared_at: String, runtime_root: &Path, fleet: Option<FleetLock>, machines: Vec<MachineNote>) -> Self {
+        let boot_id = hearth_qemu::accelerator::host_boot();
+        Self { version: VERSION, prepared_at, boot_id, runtime_root: runtime_root.to_owned(), fleet, machines }
+    }
+
+    pub fn load(path: &Path) -> Result<Self, RecordError> {
+        let text = match fs::read(path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(RecordError::None { path: path.to_owned() });
+            }
+            Err(source) => return Err(RecordError::Io { path: path.to_owned(), source }),
+        };
+        #[derive(Deserialize)]
+        struct Versioned {
+            version: u32,
+        }
+        let malformed = |source| RecordError::Malformed { path: path.to_owned(), source };
+        let Versioned { version } = serde_json::from_slice(&text).map_err(malformed)?;
+        if version != VERSION {
+            return Err(RecordError::Version { path: path.to_owned(), found: version });
+        }
+        serde_json::from_slice(&text).map_err(malformed)
+    }
+
+    /// Whole or not at all, and on the disk.
+    pub fn save(&self, path: &Path) -> Result<(), RecordError> {
+        self.write(path).map_err(|source| RecordError::Io { path: path.to_owned(), source })
+    }
+
+    fn write(&self, path: &Path) -> io::Result<()> {
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        fs::create_dir_all(folder)?;
+        let fresh = path.with_extension("new");
+        // The address of a FleetLock server may have a password in it.
+        let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&fresh)?;
+        file.write_all(&serde_json::to_vec_pretty(self)?)?;
+        file.sync_all()?;
+        fs::rename(&fresh, path)?;
+        File::open(folder)?.sync_all()
+    }
+
+    pub fn machine(&mut self, name: &str) -> Option<&mut MachineNote> {
+        self.machines.iter_mut().find(|machine| machine.name == name)
+    }
+}
+
+impl MachineNote {
+    pub fn decide(&mut self, outcome: Outcome, why: Option<String>) {
+        (self.outcome, self.why) = (outcome, why);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_reads_back_as_written_and_others_are_refused_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("new/host-reload.json");
+        let refusal = || Record::load(&path).unwrap_err().to_string();
+        assert!(refusal().ends_with("no host reload was prepared"));
+        let machine = MachineNote {
+            name: "web".into(),
+            file: "/etc/hearth/web.toml".into(),
+            memory_folder: "/pmem/web".into(),
+            unit: Some("hearth@web.service".into()),
+            outcome: Outcome::Parked,
+            why: None,
+            stood_ms: None,
+        };
+        let mut record =
+            Record::new("2026-03-01T12:00:00Z".into(), Path::new("/run/hearth"), None, vec![machine.clone()]);
+        record.save(&path).unwrap();
+        assert_eq!(Record::load(&path).unwrap().machines, [machine]);
+        record.machine("web").unwrap().decide(Outcome::Booted, Some("the memory is gone".into()));
+        record.save(&path).unwrap();
+        assert!(!Record::load(&path).unwrap().machine("web").unwrap().outcome.is_open());
+        let text = fs::read_to_string(&path).unwrap();
+        for length in 0..text.len() {
+            fs::write(&path, &text[..length]).unwrap();
+            assert!(refusal().contains("not understood"), "cut at {length}");
+        }
+        fs::write(&path, r#"{"version": 9}"#).unwrap();
+        assert!(refusal().ends_with("version 9, this Hearth knows 1"));
+    }
+}

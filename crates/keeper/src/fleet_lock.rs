@@ -1,0 +1,243 @@
+//! FleetLock: asks a server of the fleet for leave to take this host away, and says when it is back.
+//!
+//! acquire: POST URL/v1/pre-reboot until 200, or the time is over; release: POST URL/v1/steady-state
+//!
+//! The protocol is Zincati's; airlock and others serve it. Both calls may be repeated: a place that is held is given
+//! again, and giving back what is not held is fine.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use ureq::Agent;
+use ureq::tls::{RootCerts, TlsConfig, TlsProvider};
+
+/// Of one exchange.
+const ANSWER_PATIENCE: Duration = Duration::from_secs(20);
+/// Until a server that refused, or was not there, is asked again.
+const ASK_EVERY: Duration = Duration::from_secs(5);
+/// An error is two short texts.
+const BODY_BYTES_MAX: u64 = 64 << 10;
+const HEADER: &str = "fleet-lock-protocol";
+
+/// Who asks whom, and as what.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FleetLock {
+    /// Base address of the server.
+    pub url: String,
+    pub group: String,
+    /// What the server knows this host by.
+    pub id: String,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum FleetLockError {
+    #[error("fleet group {group:?}: letters, digits, \".\" and \"-\" are possible")]
+    Group { group: String },
+    #[error("the id of this host in its fleet is empty; give one with --fleet-id")]
+    Id,
+    #[error("{url} refuses: {value} ({kind})")]
+    Refused { url: String, kind: String, value: String },
+    #[error("{url} answers {status}, and not as a FleetLock server does")]
+    NotUnderstood { url: String, status: u16 },
+    #[error("{url} cannot be asked")]
+    Unreachable { url: String, source: Box<ureq::Error> },
+}
+
+#[derive(Serialize)]
+struct Request<'a> {
+    client_params: Params<'a>,
+}
+
+#[derive(Serialize)]
+struct Params<'a> {
+    id: &'a str,
+    group: &'a str,
+}
+
+#[derive(Deserialize)]
+struct Refusal {
+    kind: String,
+    value: String,
+}
+
+impl FleetLock {
+    /// Waits until the server gives this host a place.
+    pub fn acquire(&self, wait: Duration) -> Result<(), FleetLockError> {
+        self.must_be_valid()?;
+        let (agent, deadline) = (agent(), Instant::now() + wait);
+        loop {
+            let error = match self.post(&agent, "v1/pre-reboot") {
+                Ok(()) => return Ok(()),
+                Err(error) => error,
+            };
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(error);
+            }
+            tracing::info!(why = crate::chain(&error), "no leave to reload yet");
+            std::thread::sleep(left.min(ASK_EVERY));
+        }
+    }
+
+    /// This host is back.
+    pub fn release(&self) -> Result<(), FleetLockError> {
+        self.must_be_valid()?;
+        self.post(&agent(), "v1/steady-state")
+    }
+
+    fn must_be_valid(&self) -> Result<(), FleetLockError> {
+        let known = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-');
+        if self.group.is_empty() || !self.group.bytes().all(known) {
+            return Err(FleetLockError::Group { group: self.group.clone() });
+        }
+        if self.id.is_empty() { Err(FleetLockError::Id) } else { Ok(()) }
+    }
+
+    fn post(&self, agent: &Agent, route: &str) -> Result<(), FleetLockError> {
+        let url = format!("{}/{route}", self.url.trim_end_matches('/'));
+        let body = Request { client_params: Params { id: &self.id, group: &self.group } };
+        let body = serde_json::to_vec(&body).expect("a request is plain data");
+        let sent = agent.post(&url).header(HEADER, "true").content_type("application/json").send(&body[..]);
+        let mut answer = match sent {
+            Ok(answer) => answer,
+            Err(source) => return Err(FleetLockError::Unreachable { url, source: Box::new(source) }),
+        };
+        // 200 and nothing else, says the protocol.
+        if answer.status() == 200 {
+            return Ok(());
+        }
+        let status = answer.status().as_u16();
+        let text = answer.body_mut().with_config().limit(BODY_BYTES_MAX).read_to_vec().unwrap_or_default();
+        match serde_json::from_slice(&text) {
+            Ok(Refusal { kind, value }) => Err(FleetLockError::Refused { url, kind, value }),
+            Err(_) => Err(FleetLockError::NotUnderstood { url, status }),
+        }
+    }
+}
+
+/// Trusts whom the host trusts: a fleet's server has often a certificate of its own house.
+fn agent() -> Agent {
+    let tls = TlsConfig::builder()
+        .provider(TlsProvider::Rustls)
+        .root_certs(RootCerts::PlatformVerifier)
+        .unversioned_rustls_crypto_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        .build();
+    Agent::config_builder()
+        .tls_config(tls)
+        .timeout_global(Some(ANSWER_PATIENCE))
+        // Errors have a body; and whoever redirects is not the server that was meant.
+        .http_status_as_error(false)
+        .max_redirects(0)
+        .build()
+        .new_agent()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader, Read, Write};
+    use std::net::TcpListener;
+    use std::thread::JoinHandle;
+
+    use super::*;
+
+    /// What the protocol's page shows for a fleet whose places are all taken.
+    const FULL: &str = r#"{
+  "kind": "failed_lock_semaphore_full",
+  "value": "semaphore currently full, all slots are locked already"
+}"#;
+
+    /// Answers one connection after the other, and returns what was asked: head and body.
+    fn server(answers: Vec<(u16, &'static str)>) -> (String, JoinHandle<Vec<(String, String)>>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}/base/", listener.local_addr().unwrap());
+        let serve = move || {
+            let answer = |(status, body): (u16, &str)| {
+                let (mut stream, _) = listener.accept().unwrap();
+                let mut reader = BufReader::new(stream.try_clone().unwrap());
+                let mut head = String::new();
+                while !head.ends_with("\r\n\r\n") {
+                    reader.read_line(&mut head).unwrap();
+                }
+                let head = head.to_ascii_lowercase();
+                let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")).unwrap();
+                let mut asked = vec![0; length.parse().unwrap()];
+                reader.read_exact(&mut asked).unwrap();
+                write!(
+                    stream,
+                    "HTTP/1.1 {status} X\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
+                    body.len()
+                )
+                .unwrap();
+                (head, String::from_utf8(asked).unwrap())
+            };
+            answers.into_iter().map(answer).collect()
+        };
+        (url, std::thread::spawn(serve))
+    }
+
+    fn lock(url: String) -> FleetLock {
+        FleetLock { url, group: "default".into(), id: "c988d2509fdf5cdcbed39037c56406fb".into() }
+    }
+
+    #[test]
+    fn the_exchange_is_that_of_the_protocols_page() {
+        let (url, served) = server(vec![(200, ""), (200, "")]);
+        let lock = lock(url);
+        lock.acquire(Duration::ZERO).unwrap();
+        lock.release().unwrap();
+        let asked = served.join().unwrap();
+        for ((head, body), route) in asked.iter().zip(["pre-reboot", "steady-state"]) {
+            assert!(head.starts_with(&format!("post /base/v1/{route} http/1.1\r\n")), "{head}");
+            assert!(head.contains("\r\nfleet-lock-protocol: true\r\n"), "{head}");
+            let body: serde_json::Value = serde_json::from_str(body).unwrap();
+            let params = serde_json::json!({"group": "default", "id": "c988d2509fdf5cdcbed39037c56406fb"});
+            assert_eq!(body, serde_json::json!({ "client_params": params }));
+        }
+    }
+
+    #[test]
+    fn a_refusal_is_told_in_the_servers_words() {
+        let (url, served) = server(vec![(403, FULL)]);
+        let error = lock(url).acquire(Duration::ZERO).unwrap_err().to_string();
+        assert!(
+            error.ends_with(
+                "refuses: semaphore currently full, all slots are locked already (failed_lock_semaphore_full)"
+            ),
+            "{error}"
+        );
+        served.join().unwrap();
+    }
+
+    #[test]
+    fn a_place_that_comes_free_is_taken() {
+        let (url, served) = server(vec![(403, FULL), (200, "")]);
+        lock(url).acquire(Duration::from_millis(100)).unwrap();
+        assert_eq!(served.join().unwrap().len(), 2);
+    }
+
+    #[test]
+    fn what_is_no_server_of_this_protocol_gives_no_leave() {
+        for (status, body) in [(204, ""), (302, ""), (500, "<html>"), (404, r#"{"error": "no"}"#)] {
+            let (url, served) = server(vec![(status, body)]);
+            let error = lock(url).acquire(Duration::ZERO).unwrap_err().to_string();
+            assert!(error.ends_with(&format!("answers {status}, and not as a FleetLock server does")), "{error}");
+            served.join().unwrap();
+        }
+        let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let error = lock(format!("http://{closed}")).release().unwrap_err();
+        assert!(matches!(error, FleetLockError::Unreachable { .. }), "{error}");
+    }
+
+    #[test]
+    fn names_that_no_server_takes_are_refused_here() {
+        let check = |group: &str, id: &str, expect: &str| {
+            let lock = FleetLock { url: "http://127.0.0.1:1".into(), group: group.into(), id: id.into() };
+            let error = lock.acquire(Duration::ZERO).unwrap_err().to_string();
+            assert!(error.contains(expect), "{error}");
+        };
+        check("", "a", "fleet group");
+        check("a b", "a", "fleet group");
+        check("workers", "", "the id of this host");
+    }
+}

@@ -1,0 +1,403 @@
+//! Park: the guest stays in memory while QEMU and keeper end, and perhaps the host's kernel; the next keeper lets it go on.
+//! The phases, and what is noted, are in `hearth_recovery::rejuvenation::parked`.
+//!
+//! Up to the note any failure lets the guest go on where it stood. After it the guest's way forward is the next keeper, which
+//! boots the machine if what it finds is not what was noted. What can be put right is no reason to give the guest up, another
+//! configuration, an image that is not there, a QEMU that cannot be started: the keeper ends then, and all stays as it is.
+
+use std::fs::File;
+use std::num::NonZero;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::available_parallelism;
+use std::time::{Duration, Instant, SystemTime};
+
+use hearth_api::{ApiError, ErrorWord, EventKind, MachineState, ParkRequest, Unparked};
+use hearth_disk::server::DiskServer;
+use hearth_memory::{MemoryError, RamFile};
+use hearth_qemu::{QmpError, accelerator};
+use hearth_recovery::incarnation::{Incarnation, IncarnationError, discard_files};
+use hearth_recovery::journal::{Journal, JournalError};
+use hearth_recovery::rejuvenation;
+use hearth_recovery::rejuvenation::parked::{
+    self, ChunkSums, PARKED_VERSION, ParkPhase, Parked, ParkedError, ResumePhase,
+};
+use hearth_recovery::snapshot::state::{self, StateError};
+
+use super::generation::{Generation, LaunchError};
+use super::launch;
+use super::rejuvenate::{END_PATIENCE, drill};
+use super::{Life, Machine, MachineError, Wanted};
+use crate::event::Event;
+
+const WHAT: &str = "park";
+/// Taking the state takes 20 ms, giving it as long; on a host that swaps it may be a second.
+const STATE_PATIENCE: Duration = Duration::from_secs(10);
+/// RAM is summed at 1 to 3 GiB/s by one thread; more than these wait for the same memory.
+const SUM_THREADS_MAX: usize = 8;
+
+/// Why a guest is not parked.
+#[derive(Debug, thiserror::Error)]
+enum Failure {
+    #[error(transparent)]
+    State(#[from] StateError),
+    #[error("QEMU does not hold the guest still")]
+    Hold(#[source] QmpError),
+    #[error("a disk's connection to QEMU was lost meanwhile")]
+    Disk,
+    #[error("disk {disk}: cannot be flushed")]
+    Flush { disk: String, source: std::io::Error },
+    #[error(transparent)]
+    Parked(#[from] ParkedError),
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    #[error(transparent)]
+    Journal(#[from] JournalError),
+}
+
+/// Why a parked guest does not go on.
+#[derive(Debug, thiserror::Error)]
+enum Lost {
+    #[error(transparent)]
+    Parked(#[from] ParkedError),
+    #[error(transparent)]
+    Incarnation(#[from] IncarnationError),
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    #[error("QEMU's last words: {}", .last_words.as_deref().unwrap_or("(none)"))]
+    State { last_words: Option<String>, source: StateError },
+    #[error(transparent)]
+    Run(#[from] LaunchError),
+}
+
+/// What a resume can end with but the guest that goes on.
+enum Obstacle {
+    /// The machine boots.
+    Lost(Lost),
+    /// The keeper ends, and the guest stays parked.
+    Keeper(MachineError),
+}
+
+impl From<Lost> for Obstacle {
+    fn from(lost: Lost) -> Self {
+        match lost {
+            // What an operator can put right, or the host's start is about to.
+            Lost::Parked(error @ (ParkedError::OtherMachine { .. } | ParkedError::Look(_))) => {
+                Self::Keeper(error.into())
+            }
+            lost => Self::Lost(lost),
+        }
+    }
+}
+
+/// How far it is.
+struct Progress(ParkPhase);
+
+impl Progress {
+    fn run<T, E>(&mut self, phase: ParkPhase, work: impl FnOnce() -> Result<T, E>) -> Result<T, Failure>
+    where
+        Failure: From<E>,
+    {
+        self.0 = phase;
+        let result = work()?;
+        drill(phase.name());
+        Ok(result)
+    }
+}
+
+impl Machine {
+    pub(super) fn begin_park(&mut self, request: ParkRequest) -> Result<(), ApiError> {
+        self.may_park()?;
+        if !request.check {
+            // The loop holds the other end, so it arrives.
+            let _ = self.parts.tell.send(Event::Park);
+        }
+        Ok(())
+    }
+
+    fn may_park(&self) -> Result<(), ApiError> {
+        let life = self.must_live(WHAT)?;
+        let refuse = |why: String, hint: &str| Err(ApiError::new(ErrorWord::WrongState, why).hint(hint));
+        if self.state != MachineState::Running || self.wanted != Wanted::Run {
+            let why = format!("cannot {WHAT}: the machine is {}, or on its way down", self.state.name());
+            return refuse(why, "a guest that runs can be parked");
+        }
+        self.must_be_at_rest(WHAT)?;
+        if self.dumps.is_busy() {
+            return refuse(format!("cannot {WHAT}: a dump is under way"), "`hearth status` tells how far it is");
+        }
+        if !self.parts.config.nvram.is_empty() {
+            return refuse(format!("cannot {WHAT}: NVRAM is not looked after meanwhile"), "stop the machine instead");
+        }
+        let ram = life.incarnation.ram.path();
+        if !ram.exists() {
+            return refuse(
+                format!("cannot {WHAT}: {} is gone", ram.display()),
+                "reboot the guest: it gets another one",
+            );
+        }
+        // Also so that there is little left to flush while the guest stands still.
+        self.flush_images().map_err(|error| ApiError::new(ErrorWord::Failed, crate::chain(&error)))
+    }
+
+    fn flush_images(&self) -> Result<(), Failure> {
+        self.parts.config.disks.iter().filter(|disk| !disk.read_only).try_for_each(|disk| {
+            let flushed = File::open(&disk.path).and_then(|image| image.sync_all());
+            flushed.map_err(|source| Failure::Flush { disk: disk.name.clone(), source })
+        })
+    }
+
+    /// What was accepted. Between the order and now the guest may have ended.
+    pub(super) fn park(&mut self) -> Result<(), MachineError> {
+        self.cancel_save("the guest was to be parked");
+        let began = Instant::now();
+        let mut progress = Progress(ParkPhase::Hold);
+        if let Err(refusal) = self.may_park() {
+            self.not_parked(&progress, refusal.to_string());
+            return Ok(());
+        }
+        let Some(life) = self.life.take() else { return Ok(()) };
+        match self.note_guest(&life, &mut progress) {
+            Ok(state_bytes) => {
+                let duration_ms = began.elapsed().as_secs_f64() * 1e3;
+                self.leave(life)?;
+                drill(ParkPhase::Leave.name());
+                self.record(EventKind::Parked { duration_ms, state_bytes });
+                self.enter(MachineState::Stopped);
+            }
+            Err(failure) => {
+                self.go_on_unparked(&life);
+                self.life = Some(life);
+                self.not_parked(&progress, crate::chain(&failure));
+            }
+        }
+        Ok(())
+    }
+
+    fn not_parked(&self, progress: &Progress, why: String) {
+        self.record(EventKind::ParkFailed { phase: progress.0.name().to_owned(), why });
+    }
+
+    /// All that can fail. The guest stands still afterwards, or may.
+    fn note_guest(&mut self, life: &Life, progress: &mut Progress) -> Result<u64, Failure> {
+        let (qmp, folder) = (&life.generation.qmp, self.parts.folders.memory.clone());
+        let connections = self.disk_connections();
+        self.journal.saving = true;
+        self.journal.save(&self.parts.folders.journal())?;
+        let stopped_at = progress.run(ParkPhase::Hold, || {
+            state::prepare(qmp, STATE_PATIENCE)?;
+            qmp.pause().map_err(Failure::Hold)?;
+            Ok::<_, Failure>(SystemTime::now())
+        })?;
+        let state = progress.run(ParkPhase::State, || {
+            let state = state::take(qmp, STATE_PATIENCE)?;
+            // What was in flight is answered before a guest stands still, unless a connection was lost.
+            if connections.is_none() || connections != self.disk_connections() {
+                return Err(Failure::Disk);
+            }
+            Ok(parked::write_state(&folder, &state)?)
+        })?;
+        let ram_sum = progress.run(ParkPhase::Sum, || sum(&life.incarnation.ram))?.seal();
+        let images = progress.run(ParkPhase::Settle, || {
+            self.flush_images()?;
+            Ok::<_, Failure>(parked::note_images(&self.image_paths())?)
+        })?;
+        let (config, identity, state_bytes) = (&self.parts.config, life.generation.identity(), state.bytes);
+        let note = Parked {
+            version: PARKED_VERSION,
+            machine: config.name.clone(),
+            stopped_at,
+            boot_id: accelerator::host_boot(),
+            qemu_version: identity.version,
+            accelerator: identity.accelerator,
+            hardware: self.hardware(),
+            incarnation: life.incarnation.number,
+            generation: self.journal.generation,
+            ram_bytes: config.memory_bytes,
+            ram_sum,
+            state,
+            disks: launch::disk_identities(config),
+            images,
+        };
+        progress.run(ParkPhase::Note, || note.commit(&folder))?;
+        Ok(state_bytes)
+    }
+
+    /// What the guest has seen of its machine beside memory and disks' images.
+    fn hardware(&self) -> Vec<String> {
+        let config = &self.parts.config;
+        let or_default = |value: &Option<String>| value.clone().unwrap_or_else(|| "default".to_owned());
+        let mut words = vec![
+            format!("accelerator {}", self.parts.accelerator.accelerator.name()),
+            format!("{} cpus", config.cpus),
+            format!("cpu_model {}", or_default(&config.cpu_model)),
+            format!("machine_type {}", or_default(&config.machine_type)),
+        ];
+        words.extend(config.disks.iter().map(|disk| format!("disk {} of {} queues", disk.name, disk.queues)));
+        words.extend(config.nets.iter().map(|net| format!("net {} {}", net.backend.kind(), net.mac)));
+        words.extend(config.watchdog.map(|_| "a watchdog".to_owned()));
+        words.extend(config.extra_qemu_args.iter().map(|word| format!("extra_qemu_args {word}")));
+        words
+    }
+
+    fn image_paths(&self) -> Vec<PathBuf> {
+        self.parts.config.disks.iter().map(|disk| disk.path.clone()).collect()
+    }
+
+    /// The guest goes on, in the QEMU it has.
+    fn go_on_unparked(&mut self, life: &Life) {
+        parked::discard(&self.parts.folders.memory);
+        match rejuvenation::roll_back(&life.generation.qmp, STATE_PATIENCE) {
+            // One that ended is seen elsewhere.
+            Ok(()) | Err(QmpError::Ended) => {}
+            Err(error) => {
+                let message = format!("the guest was to be parked and does not go on, its QEMU is ended: {error}");
+                self.record(EventKind::Error { message });
+                life.generation.process.kill();
+            }
+        }
+        self.journal.saving = false;
+        self.save_journal();
+    }
+
+    /// It is parked: what is left of it here goes, but for its files.
+    fn leave(&mut self, life: Life) -> Result<(), MachineError> {
+        let Life { generation, .. } = life;
+        generation.process.kill();
+        if !generation.process.ends_within(END_PATIENCE) {
+            tracing::error!(pid = generation.identity().pid, "QEMU does not end; killed, it cannot run the guest");
+        }
+        self.parts.folders.discard_generation(generation.number);
+        drop(generation);
+        self.boot_cut_off();
+        self.drop_gate();
+        self.warden.watch(None);
+        std::mem::take(&mut self.disks).into_iter().for_each(DiskServer::stop);
+        // Dead guests' memory is only as good as a keeper's guard over the images.
+        self.ember.extinguish();
+        self.journal = Journal {
+            incarnation: self.journal.incarnation,
+            generation: self.journal.generation,
+            ..Journal::new(&self.parts.config.name, self.parts.config.memory_bytes)
+        };
+        Ok(self.journal.save(&self.parts.folders.journal())?)
+    }
+
+    /// The memory that must not be taken for a dead guest's.
+    pub(super) fn parked_incarnation(&self) -> Option<u32> {
+        parked::find(&self.parts.folders.memory).ok().flatten().map(|parked| parked.incarnation)
+    }
+
+    /// No QEMU was found alive.
+    pub(super) fn resume_or_boot(&mut self) -> Result<(), MachineError> {
+        let folder = self.parts.folders.memory.clone();
+        let (lost, host_reloaded, incarnation) = match parked::find(&folder) {
+            Ok(None) => return self.start_afresh(),
+            Err(error) => (Lost::Parked(error), false, None),
+            Ok(Some(parked)) => {
+                let host_reloaded = parked.boot_id != accelerator::host_boot();
+                match self.resume_parked(&parked, host_reloaded) {
+                    Ok(()) => return Ok(()),
+                    Err(Obstacle::Keeper(error)) => return Err(error),
+                    Err(Obstacle::Lost(lost)) => (lost, host_reloaded, Some(parked.incarnation)),
+                }
+            }
+        };
+        let why = crate::chain(&lost);
+        self.record(EventKind::ParkedLost { why: why.clone() });
+        self.journal.saving = false;
+        self.journal.qemu = None;
+        self.unparked = Some(Unparked { lost: Some(why), stood_ms: None, host_reloaded });
+        std::mem::take(&mut self.disks).into_iter().for_each(DiskServer::stop);
+        parked::discard(&folder);
+        if let Some(number) = incarnation {
+            discard_files(&folder, number);
+        }
+        self.start_afresh()
+    }
+
+    fn resume_parked(&mut self, parked: &Parked, host_reloaded: bool) -> Result<(), Obstacle> {
+        let (began, folder) = (Instant::now(), self.parts.folders.memory.clone());
+        self.journal.incarnation = parked.incarnation;
+        self.journal.generation = self.journal.generation.max(parked.generation);
+        self.parts.event_log.set_incarnation(parked.incarnation);
+        let (incarnation, state) = self.verify(parked)?;
+        drill(ResumePhase::Verify.name());
+        let generation = self.wake(&incarnation, &state)?;
+        drill(ResumePhase::Wake.name());
+        let (number, version) = (generation.number, generation.identity().version);
+        let went_on = self.let_go_on(&generation);
+        if let Err(obstacle) = went_on {
+            generation.process.kill();
+            generation.process.ends_within(END_PATIENCE);
+            return Err(obstacle);
+        }
+        let stood = parked.stands_for();
+        self.journal.saving = false;
+        self.adopt(incarnation, generation).map_err(Obstacle::Keeper)?;
+        drill(ResumePhase::GoOn.name());
+        parked::discard(&folder);
+        let (stood_ms, duration_ms) = (stood.as_secs_f64() * 1e3, began.elapsed().as_secs_f64() * 1e3);
+        self.unparked = Some(Unparked { lost: None, stood_ms: Some(stood_ms), host_reloaded });
+        self.record(EventKind::Unparked { generation: number, version, stood_ms, duration_ms });
+        Ok(())
+    }
+
+    /// Is all as it was noted?
+    fn verify(&self, parked: &Parked) -> Result<(Incarnation, Vec<u8>), Lost> {
+        let (config, folder) = (&self.parts.config, &self.parts.folders.memory);
+        let disks = launch::disk_identities(config);
+        parked.must_be_of(&config.name, config.memory_bytes, &disks, &self.hardware())?;
+        parked.must_find_images(&self.image_paths())?;
+        let state = parked.state(folder)?;
+        let incarnation = Incarnation::open(folder, parked.incarnation)?;
+        parked.must_have_size(&incarnation.ram)?;
+        parked.must_match(&incarnation.ram, &sum(&incarnation.ram)?)?;
+        Ok((incarnation, state))
+    }
+
+    /// A QEMU that has the guest, which stands still.
+    fn wake(&mut self, incarnation: &Incarnation, state: &[u8]) -> Result<Generation, Obstacle> {
+        self.open_disks(incarnation).map_err(Obstacle::Keeper)?;
+        let number = self.next_generation(incarnation).map_err(Obstacle::Keeper)?;
+        let generation = Generation::launch_restored(&self.parts, incarnation, number);
+        let generation = generation.map_err(|error| Obstacle::Keeper(error.into()))?;
+        self.record_qemu(&generation);
+        match state::give(&generation.qmp, state, STATE_PATIENCE) {
+            Ok(()) => Ok(generation),
+            Err(source) => {
+                // One that refuses the state ends, and says why first.
+                generation.process.ends_within(Duration::from_secs(1));
+                generation.process.kill();
+                generation.process.ends_within(END_PATIENCE);
+                Err(Lost::State { last_words: generation.process.last_words(), source }.into())
+            }
+        }
+    }
+
+    /// The point of no return is passed in here.
+    fn let_go_on(&mut self, generation: &Generation) -> Result<(), Obstacle> {
+        // For a keeper that comes from here on the guest is this QEMU's, and stands still.
+        self.journal.qemu = Some(generation.identity());
+        self.journal.saving = true;
+        self.journal.save(&self.parts.folders.journal()).map_err(|error| Obstacle::Keeper(error.into()))?;
+        Parked::consume(&self.parts.folders.memory).map_err(|error| Obstacle::Keeper(error.into()))?;
+        drill(ResumePhase::Consume.name());
+        self.admit(generation.identity().pid);
+        Ok(generation.run().map_err(Lost::from)?)
+    }
+}
+
+/// Of a guest's RAM, while nobody writes to it.
+fn sum(ram: &Arc<RamFile>) -> Result<ChunkSums, MemoryError> {
+    let threads = available_parallelism().map_or(1, NonZero::get).min(SUM_THREADS_MAX) as u64;
+    std::thread::scope(|scope| {
+        let others: Vec<_> =
+            (1..threads).map(|first| scope.spawn(move || ChunkSums::of(ram, first, threads))).collect();
+        let mut sums = ChunkSums::of(ram, 0, threads)?;
+        for other in others {
+            sums.add(other.join().expect("summing does not panic")?);
+        }
+        Ok(sums)
+    })
+}

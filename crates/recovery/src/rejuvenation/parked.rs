@@ -1,0 +1,499 @@
+//! Parked: QEMU and keeper of a guest have ended, and its memory has not. Meanwhile the host may get another kernel.
+//!
+//! ```text
+//! park    hold ---> state ---> sum ---> settle ---> note ------------------> leave
+//!         guest     devices    RAM is   images      parked.json:             QEMU and keeper end
+//!         stands    to a file  summed   at rest     it is parked from here
+//! resume  verify ----------> wake ----------> consume -----------------> go-on
+//!         is all as noted?   QEMU has both    parked.json is used up:    guest runs
+//!                            RAM and state    the point of no return
+//! ```
+//! ```text
+//! parked.json     JSON, and a last line with its checksum: `blake3 HEX`
+//! parked-state    what QEMU gave away of its devices
+//! ram-N ledger-N  as the guest left them
+//! ```
+//! All of it lies in the machine's memory folder, so that what loses the one loses the other. A keeper that dies before
+//! `note` leaves a guest that stands still, and the next one lets it go on; one that dies before `consume` leaves all as it
+//! was, and the next one begins anew. A note is good for one resume: a guest that went on has changed RAM and disks.
+//!
+//! RAM is summed whole, not in samples: memory that lost its power for a moment comes back with a few bits changed.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use hearth_memory::{FileOffset, MemoryError, RamFile};
+use serde::{Deserialize, Serialize};
+
+use crate::boot_set::{self, ImageNote, ImageNotes};
+use crate::journal::DiskIdentity;
+use crate::snapshot::{Part, SnapshotError, seal};
+
+/// Raised when a field changes its meaning.
+pub const PARKED_VERSION: u32 = 1;
+/// All files of a parked guest that are not its memory begin so.
+pub const FILE_PREFIX: &str = "parked";
+const NOTE: &str = "parked.json";
+const STATE: &str = "parked-state";
+const USED: &str = "parked.used";
+/// A note of a machine with all the disks it can have takes some KiB.
+const NOTE_BYTES_MAX: u64 = 1 << 20;
+/// One checksum covers so much.
+const CHUNK_BYTES: u64 = 1 << 20;
+
+/// Steps of parking, in order; the same words in events, errors and drills.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ParkPhase {
+    Hold,
+    State,
+    Sum,
+    Settle,
+    Note,
+    Leave,
+}
+
+impl ParkPhase {
+    pub const ALL: [Self; 6] = [Self::Hold, Self::State, Self::Sum, Self::Settle, Self::Note, Self::Leave];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Hold => "hold",
+            Self::State => "state",
+            Self::Sum => "sum",
+            Self::Settle => "settle-images",
+            Self::Note => "note",
+            Self::Leave => "leave",
+        }
+    }
+}
+
+/// Steps of resuming, in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ResumePhase {
+    Verify,
+    Wake,
+    Consume,
+    GoOn,
+}
+
+impl ResumePhase {
+    pub const ALL: [Self; 4] = [Self::Verify, Self::Wake, Self::Consume, Self::GoOn];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Verify => "verify",
+            Self::Wake => "wake",
+            Self::Consume => "consume",
+            Self::GoOn => "go-on",
+        }
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum ParkedError {
+    #[error(transparent)]
+    File(#[from] SnapshotError),
+    #[error("{path}: version {found}, this Hearth knows {PARKED_VERSION}")]
+    Version { path: PathBuf, found: u32 },
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    #[error("{path}: is not the memory that the guest left: its checksum is another one")]
+    Altered { path: PathBuf },
+    #[error("{path}: is not the memory that the guest left: it has {found} bytes, and had {noted}")]
+    Cut { path: PathBuf, found: u64, noted: u64 },
+    #[error(
+        "the machine is configured otherwise than when its guest was parked: {what}; put that back, or remove {NOTE} from its \
+         memory folder to boot it"
+    )]
+    OtherMachine { what: String },
+    #[error("the images are not as the guest left them: {what}")]
+    Images { what: String },
+    #[error("the images cannot be looked at")]
+    Look(#[source] io::Error),
+    #[error("somebody else writes to {path}, or the host's clock was set back")]
+    Busy { path: PathBuf },
+}
+
+/// What a resume needs, and what must be as it was for that.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Parked {
+    pub version: u32,
+    pub machine: String,
+    /// When the guest's last instruction ran.
+    pub stopped_at: SystemTime,
+    /// Of the host's kernel then: it tells a resume after a reload from a drill.
+    pub boot_id: String,
+    pub qemu_version: String,
+    pub accelerator: String,
+    pub incarnation: u32,
+    /// Of QEMU.
+    pub generation: u32,
+    /// What else the guest has seen of its machine, in words. QEMU itself would not miss a processor.
+    pub hardware: Vec<String>,
+    pub ram_bytes: u64,
+    pub ram_sum: String,
+    pub state: Part,
+    pub disks: Vec<DiskIdentity>,
+    pub images: Vec<ImageNote>,
+}
+
+/// Whether a guest may be parked here. Whether it is, only `find` tells.
+pub fn is_there(folder: &Path) -> bool {
+    folder.join(NOTE).exists()
+}
+
+/// None: no guest is parked here.
+pub fn find(folder: &Path) -> Result<Option<Parked>, ParkedError> {
+    let path = folder.join(NOTE);
+    match read_note(&path) {
+        Ok(text) => Parked::parse(&text, &path).map(Some),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        // Not text any more.
+        Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+            Err(SnapshotError::damaged(&path, error.to_string()).into())
+        }
+        Err(error) => Err(SnapshotError::io(&path, "read")(error).into()),
+    }
+}
+
+fn read_note(path: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    io::Read::read_to_string(&mut io::Read::take(File::open(path)?, NOTE_BYTES_MAX), &mut text)?;
+    Ok(text)
+}
+
+/// The devices of the guest that is about to be parked.
+pub fn write_state(folder: &Path, state: &[u8]) -> Result<Part, ParkedError> {
+    Ok(crate::snapshot::write_part(&folder.join(STATE), state)?)
+}
+
+/// Removes all but the memory itself; fine if there is nothing.
+pub fn discard(folder: &Path) {
+    for name in [NOTE, STATE, USED] {
+        let path = folder.join(name);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                tracing::warn!(path = %path.display(), %error, "left behind: cannot be removed");
+            }
+            _ => {}
+        }
+    }
+}
+
+/// What the images are now that nobody writes to them any more. Of a block device nobody can tell whether it was written
+/// to: it is not noted.
+pub fn note_images(images: &[PathBuf]) -> Result<Vec<ImageNote>, ParkedError> {
+    let files = regular(images);
+    let first = files.first().cloned().unwrap_or_default();
+    // The notes are kept in ours: the folder of theirs is not used.
+    let notes = ImageNotes::new(Path::new("/"), files);
+    notes.at_rest().map_err(ParkedError::Look)?.ok_or(ParkedError::Busy { path: first })
+}
+
+fn regular(images: &[PathBuf]) -> Vec<PathBuf> {
+    // One that is gone is looked for, and missed.
+    images.iter().filter(|image| !fs::metadata(image).is_ok_and(|found| is_device(&found))).cloned().collect()
+}
+
+fn is_device(found: &fs::Metadata) -> bool {
+    std::os::unix::fs::FileTypeExt::is_block_device(&found.file_type())
+}
+
+impl Parked {
+    /// From here on the guest is parked.
+    pub fn commit(&self, folder: &Path) -> Result<(), ParkedError> {
+        // RAM, ledger and state first, and that they are there: on a DAX file system, also out of the processors' caches.
+        let synced = File::open(folder).and_then(|folder| Ok(rustix::fs::syncfs(folder)?));
+        synced.map_err(SnapshotError::io(folder, "written"))?;
+        let (path, fresh) = (folder.join(NOTE), folder.join("parked.new"));
+        crate::snapshot::write_part(&fresh, self.to_text().as_bytes())?;
+        fs::rename(&fresh, &path).map_err(SnapshotError::io(&path, "written"))?;
+        Ok(crate::snapshot::sync_folder(folder)?)
+    }
+
+    /// From here on nobody resumes from it again.
+    pub fn consume(folder: &Path) -> Result<(), ParkedError> {
+        let path = folder.join(NOTE);
+        fs::rename(&path, folder.join(USED)).map_err(SnapshotError::io(&path, "used up"))?;
+        Ok(crate::snapshot::sync_folder(folder)?)
+    }
+
+    /// Whether this machine could have left it.
+    pub fn must_be_of(
+        &self,
+        machine: &str,
+        ram_bytes: u64,
+        disks: &[DiskIdentity],
+        hardware: &[String],
+    ) -> Result<(), ParkedError> {
+        let other = |what: String| Err(ParkedError::OtherMachine { what });
+        if self.machine != machine {
+            return other(format!("it is {machine}, and was {}", self.machine));
+        }
+        if self.ram_bytes != ram_bytes {
+            return other(format!("it has {ram_bytes} bytes of memory, and had {}", self.ram_bytes));
+        }
+        if self.disks != disks {
+            return other("its disks are not those that the guest has".to_owned());
+        }
+        if self.hardware != hardware {
+            let new = hardware.iter().find(|words| !self.hardware.contains(words));
+            let gone = self.hardware.iter().find(|words| !hardware.contains(words));
+            let words = |words: Option<&String>| words.cloned().unwrap_or_else(|| "nothing".to_owned());
+            return other(format!("it has {}, and had {}", words(new), words(gone)));
+        }
+        Ok(())
+    }
+
+    pub fn must_find_images(&self, images: &[PathBuf]) -> Result<(), ParkedError> {
+        let found = ImageNotes::new(Path::new("/"), regular(images)).look().map_err(ParkedError::Look)?;
+        match boot_set::difference(&self.images, &found.unwrap_or_default()) {
+            Some(what) => Err(ParkedError::Images { what }),
+            None => Ok(()),
+        }
+    }
+
+    /// `sums` are of all its chunks.
+    pub fn must_match(&self, ram: &RamFile, sums: &ChunkSums) -> Result<(), ParkedError> {
+        if sums.seal() == self.ram_sum { Ok(()) } else { Err(ParkedError::Altered { path: ram.path().to_owned() }) }
+    }
+
+    /// Told before its bytes are looked at.
+    pub fn must_have_size(&self, ram: &RamFile) -> Result<(), ParkedError> {
+        let (found, noted) = (ram.bytes(), self.ram_bytes);
+        if found == noted { Ok(()) } else { Err(ParkedError::Cut { path: ram.path().to_owned(), found, noted }) }
+    }
+
+    pub fn state(&self, folder: &Path) -> Result<Vec<u8>, ParkedError> {
+        Ok(crate::snapshot::read_part(&folder.join(STATE), &self.state, crate::snapshot::STATE_BYTES_MAX)?)
+    }
+
+    /// How long the guest has stood still by now.
+    pub fn stands_for(&self) -> Duration {
+        SystemTime::now().duration_since(self.stopped_at).unwrap_or_default()
+    }
+
+    fn to_text(&self) -> String {
+        seal::close(serde_json::to_string_pretty(self).expect("a note is plain data"))
+    }
+
+    fn parse(text: &str, path: &Path) -> Result<Self, ParkedError> {
+        let damaged = |what: &str| ParkedError::from(SnapshotError::damaged(path, what));
+        let body = seal::open(text).map_err(damaged)?;
+        // Of another version no more is understood than that.
+        #[derive(Deserialize)]
+        struct Version {
+            version: u32,
+        }
+        let Version { version } = serde_json::from_str(body).map_err(|error| damaged(&error.to_string()))?;
+        if version != PARKED_VERSION {
+            return Err(ParkedError::Version { path: path.to_owned(), found: version });
+        }
+        serde_json::from_str(body).map_err(|error| damaged(&error.to_string()))
+    }
+}
+
+/// Checksums of RAM, chunk by chunk, so that several threads can share the work. A hole is as good as zeroes: which of the
+/// two a file system shows may change with its next mount.
+#[derive(Clone, Debug, Default)]
+pub struct ChunkSums(Vec<(u64, [u8; 32])>);
+
+impl ChunkSums {
+    /// Of every `step`th chunk, from `first` on.
+    pub fn of(ram: &RamFile, first: u64, step: u64) -> Result<Self, MemoryError> {
+        let resident = ram.resident_ranges()?;
+        let chunk_pages = CHUNK_BYTES / hearth_memory::PAGE_BYTES;
+        let chunks = ram.bytes().div_ceil(CHUNK_BYTES);
+        let mut bytes = vec![0; CHUNK_BYTES as usize];
+        let mut sums = Vec::new();
+        let mut next = 0;
+        for chunk in (first..chunks).step_by(step as usize) {
+            let pages = chunk * chunk_pages..(chunk + 1) * chunk_pages;
+            while resident.get(next).is_some_and(|run| run.end <= pages.start) {
+                next += 1;
+            }
+            if resident.get(next).is_none_or(|run| run.start >= pages.end) {
+                continue;
+            }
+            let start = chunk * CHUNK_BYTES;
+            let piece = &mut bytes[..(ram.bytes() - start).min(CHUNK_BYTES) as usize];
+            ram.read(FileOffset(start), piece)?;
+            if piece.iter().any(|&byte| byte != 0) {
+                sums.push((chunk, *blake3::hash(piece).as_bytes()));
+            }
+        }
+        Ok(Self(sums))
+    }
+
+    pub fn add(&mut self, other: Self) {
+        self.0.extend(other.0);
+    }
+
+    pub fn seal(&self) -> String {
+        let mut sums = self.0.clone();
+        sums.sort_unstable();
+        let mut hasher = blake3::Hasher::new();
+        for (chunk, sum) in sums {
+            hasher.update(&chunk.to_le_bytes()).update(&sum);
+        }
+        hasher.finalize().to_hex().to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parked() -> Parked {
+        Parked {
+            version: PARKED_VERSION,
+            machine: "web".into(),
+            stopped_at: SystemTime::UNIX_EPOCH + Duration::from_millis(1_772_366_400_123),
+            boot_id: "7c1d8a7e-0000-4000-8000-000000000001".into(),
+            qemu_version: "7.2.9".into(),
+            accelerator: "tcg".into(),
+            hardware: vec!["1 cpus".into()],
+            incarnation: 3,
+            generation: 5,
+            ram_bytes: 64 << 20,
+            ram_sum: "00".into(),
+            state: Part { bytes: 3, blake3: "11".into() },
+            disks: vec![DiskIdentity {
+                name: "root".into(),
+                path: "/a".into(),
+                format: "raw".into(),
+                read_only: false,
+            }],
+            images: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_note_reads_back_as_written_and_is_good_once() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(find(folder.path()).unwrap(), None);
+        parked().commit(folder.path()).unwrap();
+        assert_eq!(find(folder.path()).unwrap(), Some(parked()));
+        Parked::consume(folder.path()).unwrap();
+        assert_eq!(find(folder.path()).unwrap(), None);
+        assert!(Parked::consume(folder.path()).is_err(), "it is used up");
+        discard(folder.path());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_note_that_is_cut_off_or_altered_anywhere_is_refused_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(NOTE);
+        let text = parked().to_text().into_bytes();
+        let refused = |bytes: &[u8]| {
+            fs::write(&path, bytes).unwrap();
+            let error = find(folder.path()).unwrap_err().to_string();
+            assert!(error.starts_with(&path.display().to_string()), "{error}");
+        };
+        (0..text.len()).for_each(|length| refused(&text[..length]));
+        for at in 0..text.len() {
+            for bit in [0x01, 0x10, 0x80] {
+                let mut altered = text.clone();
+                altered[at] ^= bit;
+                refused(&altered);
+            }
+        }
+        fs::write(&path, &text).unwrap();
+        assert_eq!(find(folder.path()).unwrap(), Some(parked()));
+    }
+
+    #[test]
+    fn a_note_of_another_version_is_told_as_that() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(NOTE);
+        fs::write(&path, seal::close(r#"{"version": 9, "future": true}"#.to_owned())).unwrap();
+        let error = find(folder.path()).unwrap_err().to_string();
+        assert!(error.ends_with("version 9, this Hearth knows 1"), "{error}");
+    }
+
+    #[test]
+    fn another_machine_does_not_take_it() {
+        let (parked, disks) = (parked(), parked().disks);
+        let hardware = ["1 cpus".to_owned()];
+        let refusal = |machine: &str, ram_bytes: u64, disks: &[DiskIdentity]| {
+            parked.must_be_of(machine, ram_bytes, disks, &hardware).unwrap_err().to_string()
+        };
+        parked.must_be_of("web", 64 << 20, &disks, &hardware).unwrap();
+        let more = ["2 cpus".to_owned(), "a watchdog".to_owned()];
+        let error = parked.must_be_of("web", 64 << 20, &disks, &more).unwrap_err().to_string();
+        assert!(error.contains("it has 2 cpus, and had 1 cpus"), "{error}");
+        assert!(refusal("db", 64 << 20, &disks).contains("it is db, and was web"));
+        assert!(refusal("web", 32 << 20, &disks).contains("it has 33554432 bytes of memory, and had 67108864"));
+        assert!(refusal("web", 64 << 20, &[]).contains("its disks are not those that the guest has"));
+    }
+
+    #[test]
+    fn a_state_that_was_altered_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let state = write_state(folder.path(), b"devices").unwrap();
+        let parked = Parked { state, ..parked() };
+        assert_eq!(parked.state(folder.path()).unwrap(), b"devices");
+        fs::write(folder.path().join(STATE), b"devicez").unwrap();
+        let error = parked.state(folder.path()).unwrap_err().to_string();
+        assert!(error.ends_with("its checksum is wrong"), "{error}");
+    }
+
+    #[test]
+    fn an_image_that_was_written_to_is_not_as_the_guest_left_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let images = [folder.path().join("root.img")];
+        fs::write(&images[0], [1; 4096]).unwrap();
+        let parked = Parked { images: note_images(&images).unwrap(), ..parked() };
+        parked.must_find_images(&images).unwrap();
+        fs::write(&images[0], [1; 4096]).unwrap();
+        let error = parked.must_find_images(&images).unwrap_err().to_string();
+        assert!(error.ends_with("root.img was changed since"), "{error}");
+        fs::remove_file(&images[0]).unwrap();
+        // Its file system may be mounted yet.
+        assert!(matches!(parked.must_find_images(&images), Err(ParkedError::Look(_))));
+    }
+
+    fn sum(ram: &RamFile, threads: u64) -> String {
+        let mut sums = ChunkSums::default();
+        (0..threads).for_each(|first| sums.add(ChunkSums::of(ram, first, threads).unwrap()));
+        sums.seal()
+    }
+
+    #[test]
+    fn any_bit_of_ram_counts_and_a_hole_is_zeroes() {
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let ram = RamFile::create(&folder.path().join("ram-1"), 5 * CHUNK_BYTES + 8192).unwrap();
+        let write = |at: u64, bytes: &[u8]| ram.write(FileOffset(at), bytes).unwrap();
+        let empty = sum(&ram, 1);
+        write(2 * CHUNK_BYTES, &[0; 4096]);
+        assert_eq!(sum(&ram, 1), empty, "zeroes are as good as a hole");
+        write(3 * CHUNK_BYTES + 4096, &[7; 100]);
+        write(5 * CHUNK_BYTES + 8191, &[1]);
+        let whole = sum(&ram, 1);
+        assert_eq!([2, 3, 9].map(|threads| sum(&ram, threads)), [&*whole; 3], "however it is shared");
+        for at in [0, 2 * CHUNK_BYTES + 5, 3 * CHUNK_BYTES + 4100, 5 * CHUNK_BYTES + 8190] {
+            let mut before = [0];
+            ram.read(FileOffset(at), &mut before).unwrap();
+            write(at, &[before[0] ^ 0x40]);
+            assert_ne!(sum(&ram, 2), whole, "at {at}");
+            write(at, &before);
+        }
+        assert_eq!(sum(&ram, 2), whole);
+        // The same bytes elsewhere are not the same memory.
+        write(3 * CHUNK_BYTES + 4096, &[0; 100]);
+        write(4 * CHUNK_BYTES + 4096, &[7; 100]);
+        assert_ne!(sum(&ram, 1), whole);
+    }
+
+    #[test]
+    fn words_of_phases_are_all_different() {
+        let park = ParkPhase::ALL.map(ParkPhase::name);
+        let resume = ResumePhase::ALL.map(ResumePhase::name);
+        let hop = super::super::Phase::ALL.map(super::super::Phase::name);
+        let all: std::collections::BTreeSet<_> = park.into_iter().chain(resume).chain(hop).collect();
+        assert_eq!(all.len(), park.len() + resume.len() + hop.len(), "a drill means one of them");
+    }
+}

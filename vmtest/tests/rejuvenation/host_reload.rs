@@ -1,0 +1,334 @@
+//! The host's kernel changes, or so its machines are told (`--drill`): guests wait in memory without QEMU and keeper, and go
+//! on. What is not as they left it they do not go on with: then the machine boots, and says why.
+
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use hearth_recovery::rejuvenation::parked::{ParkPhase, ResumePhase};
+use hearth_vmtest::fleet::FleetServer;
+use hearth_vmtest::known::{count, counts_beyond, fill, start_counter, verify};
+use hearth_vmtest::{Disk, Drives, Output, Result, TestVm, TestVmBuilder, artifacts, faults};
+use serde_json::Value;
+
+use super::programs::{instead_of_qemu, no_successor};
+
+const WRITES: &str = "dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1 && sync";
+
+fn machine(name: &str) -> TestVmBuilder {
+    TestVm::busybox(name).memory_mib(256).disk(Disk::empty(16))
+}
+
+fn host_reload(vm: &TestVm, verb: &str, options: &[&str]) -> Result<Output> {
+    let record = vm.folder().join("record.json").display().to_string();
+    vm.cli_output(&[&["host-reload", verb, "--record", &record], options].concat())
+}
+
+fn must(output: Output) -> String {
+    assert_eq!(output.status, 0, "{}", output.text());
+    output.text()
+}
+
+/// All machines beside `vm` as well; only its own keeper is waited for.
+fn park(vm: &TestVm) -> Result<String> {
+    let said = must(host_reload(vm, "prepare", &["--drill"])?);
+    assert!(vm.wait_keeper_end()?.success());
+    Ok(said)
+}
+
+fn resume(vm: &TestVm) -> Result<String> {
+    let said = must(host_reload(vm, "resume", &[])?);
+    vm.wait_running()?;
+    Ok(said)
+}
+
+/// What became of this machine: its part of the record.
+fn outcome(vm: &TestVm) -> Result<Value> {
+    let said = must(host_reload(vm, "status", &["--json"])?);
+    let lines = said.lines().map(|line| serde_json::from_str::<Value>(line).expect("a line of JSON"));
+    Ok(lines.into_iter().find(|line| line["name"] == vm.name()).expect("it was prepared"))
+}
+
+#[test]
+fn a_parked_guest_goes_on_with_its_memory_processes_and_disk() -> Result<()> {
+    let vm = machine("park").cpus(2).boot()?;
+    fill(&vm, 64)?;
+    start_counter(&vm)?;
+    let nonce = vm.nonce()?;
+    vm.sh("probe fill /tmp/block 4194304 5 && dd if=/tmp/block of=/dev/vda bs=64k conv=fsync 2>&1")?;
+    for reload in 0..2 {
+        let counted = count(&vm)?;
+        let qemu = vm.qemu_pid()?;
+        park(&vm)?;
+        // One that has ended and that nobody has asked for its status has no command line any more.
+        let command_line = fs::read(format!("/proc/{}/cmdline", qemu.as_raw_nonzero())).unwrap_or_default();
+        assert!(command_line.is_empty(), "its QEMU has ended");
+        let said = outcome(&vm)?;
+        assert_eq!((&said["outcome"], &said["runs"]), (&"parked".into(), &false.into()), "{said}");
+        assert!(said["stands_ms"].is_u64(), "{said}");
+        let said = resume(&vm)?;
+        assert!(said.contains("park: goes on, stood still for"), "{said}");
+        assert_eq!(vm.nonce()?, nonce, "reload {reload}: it is the same guest");
+        counts_beyond(&vm, counted)?;
+        verify(&vm)?;
+        vm.sh("dd if=/dev/vda of=/tmp/back bs=64k count=64 iflag=direct 2>&1 && cmp /tmp/block /tmp/back")?;
+        vm.sh("dd if=/tmp/block of=/dev/vda bs=64k conv=fsync oflag=direct 2>&1")?;
+        let said = outcome(&vm)?;
+        assert_eq!((&said["outcome"], &said["runs"]), (&"resumed".into(), &true.into()), "{said}");
+        let status = vm.status()?;
+        assert_eq!((&status["incarnation"], &status["unparked"]["host_reloaded"]), (&1.into(), &false.into()));
+        assert!(said["stood_ms"].as_u64() >= Some(1), "{said}");
+        end_keeper(&vm)?;
+    }
+    // What has gone on is not let go on again.
+    assert_eq!(must(host_reload(&vm, "resume", &[])?), "");
+    let left: Vec<_> =
+        fs::read_dir(vm.memory_folder()).expect("its folder").flatten().map(|file| file.file_name()).collect();
+    assert!(left.iter().all(|name| !name.to_string_lossy().starts_with("parked")), "{left:?}");
+    vm.reboot_forced()?;
+    vm.wait_incarnation(2)?;
+    Ok(())
+}
+
+/// The keeper that `resume` started is killed, and one that the test can wait for takes over.
+fn end_keeper(vm: &TestVm) -> Result<()> {
+    vm.kill_foreign_keeper()?;
+    vm.restart_keeper()?;
+    vm.wait_running().map(drop)
+}
+
+/// What may befall a parked guest, and what the machine says of it.
+struct Fault {
+    befalls: fn(&TestVm, PathBuf),
+    says: &'static str,
+}
+
+fn edit(path: &Path, change: impl FnOnce(&File, u64)) {
+    let file = OpenOptions::new().read(true).write(true).open(path).expect("it is there");
+    let length = file.metadata().expect("it has a size").len();
+    change(&file, length);
+}
+
+/// A QEMU that takes guests for a machine of another type.
+const OTHER_MACHINE_TYPE: &str = "case \"$*\" in *-incoming*) for word; do shift
+case \"$word\" in pc-q35-7.2,*) word=pc-q35-7.1${word#pc-q35-7.2};; esac; set -- \"$@\" \"$word\"; done;; esac
+exec $qemu \"$@\"";
+
+/// Changes the machine's configuration, or puts back what is there by default.
+fn configure(vm: &TestVm, key: &str, value: Option<toml::Value>) {
+    let file = vm.folder().join("machine.toml");
+    let mut table: toml::Table = fs::read_to_string(&file).expect("it is read").parse().expect("it is TOML");
+    match value {
+        Some(value) => table.insert(key.to_owned(), value),
+        None => table.remove(key),
+    };
+    fs::write(&file, table.to_string()).expect("it is written");
+}
+
+const FAULTS: [Fault; 7] = [
+    Fault {
+        befalls: |_, ram| {
+            faults::overwrite_pages(&ram, 1, 5).expect("a page is overwritten");
+        },
+        says: "its checksum is another one",
+    },
+    Fault { befalls: |_, ram| fs::remove_file(ram).expect("it is removed"), says: "cannot be opened as RAM file" },
+    Fault {
+        befalls: |_, ram| edit(&ram, |file, length| file.set_len(length - 4096).expect("it is cut")),
+        says: "bytes, and had",
+    },
+    Fault {
+        befalls: |vm, _| {
+            edit(&vm.memory_folder().join("parked-state"), |file, length| {
+                let mut byte = [0];
+                file.read_exact_at(&mut byte, length / 2).expect("it is read");
+                file.write_all_at(&[byte[0] ^ 1], length / 2).expect("it is written");
+            });
+        },
+        says: "its checksum is wrong",
+    },
+    Fault {
+        befalls: |vm, _| {
+            edit(&vm.memory_folder().join("parked.json"), |file, length| file.set_len(length / 2).expect("it is cut"));
+        },
+        says: "ends without a checksum",
+    },
+    Fault {
+        befalls: |vm, _| {
+            edit(&vm.folder().join("disk0.img"), |file, length| {
+                file.write_all_at(b"x", length - 1).expect("it is written");
+            });
+        },
+        says: "disk0.img was changed since",
+    },
+    Fault {
+        befalls: |vm, _| {
+            let qemu = instead_of_qemu(vm.folder(), OTHER_MACHINE_TYPE);
+            configure(vm, "qemu", Some(qemu.display().to_string().into()));
+        },
+        says: "QEMU did not take the state of its devices",
+    },
+];
+
+#[test]
+fn a_guest_that_finds_anything_changed_does_not_go_on_and_its_machine_boots() -> Result<()> {
+    let vm = machine("changed").boot()?;
+    vm.sh("echo kept | dd of=/dev/vda bs=512 seek=7 conv=notrunc,fsync,sync 2>&1")?;
+    for Fault { befalls, says } in FAULTS {
+        let status = vm.status()?;
+        let (nonce, incarnation) = (vm.nonce()?, status["incarnation"].as_u64().expect("a number"));
+        park(&vm)?;
+        befalls(&vm, vm.ram_file(incarnation));
+        resume(&vm)?;
+        let said = outcome(&vm)?;
+        let why = said["why"].as_str().unwrap_or_default();
+        assert!(said["outcome"] == "booted" && why.contains(says), "{says}: {said}");
+        let lost = vm.wait_event(says, |event| {
+            event["kind"] == "parked_lost" && event["why"].as_str().is_some_and(|why| why.contains(says))
+        })?;
+        assert!(lost["why"].is_string());
+        let next = vm.status()?["incarnation"].as_u64().expect("a number");
+        let ready = vm.wait_incarnation(next)?;
+        assert_ne!(ready.nonce, nonce, "{says}: it is another guest");
+        let kept = vm.sh("dd if=/dev/vda bs=512 skip=7 count=1 iflag=direct 2>/dev/null | head -n 1")?;
+        assert_eq!(kept.trim(), "kept", "{says}: the disk is as it was");
+        end_keeper(&vm)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn what_can_be_put_right_is_no_reason_to_give_the_guest_up() -> Result<()> {
+    let vm = machine("patient").boot()?;
+    let nonce = vm.nonce()?;
+    park(&vm)?;
+    let qemu = artifacts::qemu()?;
+    let qemu = qemu.is_absolute().then(|| qemu.display().to_string().into());
+    let wrong = no_successor(vm.folder()).display().to_string();
+    for (key, wrong, right, says) in
+        [("qemu", wrong.into(), qemu, "QEMU does not talk"), ("cpus", 2.into(), None, "it has 2 cpus, and had 1 cpus")]
+    {
+        configure(&vm, key, Some(wrong));
+        let down = host_reload(&vm, "resume", &[])?;
+        let text = down.text();
+        assert!(down.status == 1 && text.contains("patient: down: its keeper ended"), "{text}");
+        assert_eq!(outcome(&vm)?["outcome"], "down");
+        vm.wait_event(says, |event| event["message"].as_str().is_some_and(|message| message.contains(says)))?;
+        configure(&vm, key, right);
+    }
+    resume(&vm)?;
+    assert_eq!(outcome(&vm)?["outcome"], "resumed");
+    assert_eq!(vm.nonce()?, nonce, "it is the same guest");
+    vm.sh(WRITES).map(drop)
+}
+
+#[test]
+fn a_keeper_killed_while_it_parks_leaves_a_guest_that_goes_on() -> Result<()> {
+    let vm = machine("dies").boot()?;
+    let nonce = vm.nonce()?;
+    for phase in ParkPhase::ALL {
+        let name = phase.name();
+        vm.restart_keeper_with(&[("HEARTH_DRILL_DIE_AFTER", name)])?;
+        vm.wait_running()?;
+        let prepared = host_reload(&vm, "prepare", &["--drill"])?;
+        vm.wait_keeper_end()?;
+        if phase == ParkPhase::Leave {
+            must(prepared);
+            resume(&vm)?;
+        } else {
+            let text = prepared.text();
+            assert!(prepared.status == 1 && text.contains("dies: its keeper ended"), "{name}: {text}");
+        }
+        vm.wait_running()?;
+        assert_eq!(vm.nonce()?, nonce, "{name}: it is the same guest");
+        vm.sh(WRITES)?;
+        end_keeper(&vm)?;
+    }
+    assert_eq!(vm.status()?["incarnation"], 1);
+    Ok(())
+}
+
+#[test]
+fn a_keeper_killed_while_it_resumes_leaves_a_guest_for_the_next_one() -> Result<()> {
+    let vm = machine("wakes").boot()?;
+    let nonce = vm.nonce()?;
+    for phase in ResumePhase::ALL {
+        let name = phase.name();
+        park(&vm)?;
+        vm.restart_keeper_with(&[("HEARTH_DRILL_DIE_AFTER", name)])?;
+        assert!(!vm.wait_keeper_end()?.success(), "{name}: the keeper should have died");
+        vm.restart_keeper()?;
+        vm.wait_running()?;
+        assert_eq!(vm.nonce()?, nonce, "{name}: it is the same guest");
+        vm.sh(WRITES)?;
+        must(host_reload(&vm, "resume", &[])?);
+    }
+    assert_eq!(vm.status()?["incarnation"], 1);
+    Ok(())
+}
+
+#[test]
+fn if_one_machine_cannot_be_parked_the_others_go_on() -> Result<()> {
+    let first = machine("first").boot()?;
+    let second = machine("second").beside(&first).boot()?;
+    let third = machine("third").beside(&first).boot()?;
+    let nonces = [first.nonce()?, third.nonce()?];
+    let stays = third.qemu_pid()?;
+    // It is asked to hold its guest still, and does not answer.
+    second.freeze_qemu()?;
+    let prepared = host_reload(&first, "prepare", &["--drill", "--parallel", "1"])?;
+    let text = prepared.text();
+    assert_eq!(prepared.status, 1, "{text}");
+    assert!(text.contains("first: parked in"), "{text}");
+    assert!(text.contains("first: goes on, stood still for"), "{text}");
+    assert!(text.contains("the host stays as it is: second: hold: "), "{text}");
+    assert!(first.wait_keeper_end()?.success());
+    first.wait_running()?;
+    assert_eq!([first.nonce()?, third.nonce()?], nonces);
+    assert_eq!(third.qemu_pid()?, stays, "it was not touched");
+    // Its QEMU hung for good, and was ended: that is a reboot.
+    second.wait_incarnation(2)?;
+    Ok(())
+}
+
+#[test]
+fn a_host_that_would_lose_the_guests_is_told_so_before_anything_stops() -> Result<()> {
+    let vm = machine("unfit").boot()?;
+    let before = (vm.nonce()?, vm.qemu_pid()?);
+    let checked = host_reload(&vm, "prepare", &["--check"])?;
+    let text = checked.text();
+    assert_eq!(checked.status, 1, "{text}");
+    assert!(text.contains("is not on a DAX file system"), "{text}");
+    assert!(text.contains("(host)  no ") && text.contains("kexec"), "{text}");
+    let refused = host_reload(&vm, "prepare", &[])?;
+    assert!(refused.status == 1 && refused.text().contains("nothing is stopped: this host: "), "{}", refused.text());
+    assert_eq!(host_reload(&vm, "status", &[])?.status, 1, "nothing was recorded");
+    let fit = must(host_reload(&vm, "prepare", &["--check", "--drill"])?);
+    assert!(fit.lines().any(|line| line.split_whitespace().eq(["unfit", "yes"])), "{fit}");
+    assert_eq!((vm.nonce()?, vm.qemu_pid()?), before);
+    Ok(())
+}
+
+#[test]
+fn the_fleet_is_asked_before_anything_stops_and_told_when_all_go_on() -> Result<()> {
+    let vm = machine("fleet").boot()?;
+    let before = (vm.nonce()?, vm.qemu_pid()?);
+    let (full, free) = (FleetServer::start(0).expect("a server"), FleetServer::start(1).expect("a server"));
+    let options = |url| {
+        ["--drill", "--fleet-lock", url, "--fleet-group", "workers", "--fleet-id", "host-1", "--fleet-wait", "0s"]
+    };
+    let refused = host_reload(&vm, "prepare", &options(full.url()))?;
+    let text = refused.text();
+    assert!(refused.status == 1 && text.contains("refuses: semaphore currently full"), "{text}");
+    assert_eq!(full.asked(), ["/v1/pre-reboot workers/host-1"]);
+    assert_eq!((vm.nonce()?, vm.qemu_pid()?), before, "nothing was stopped");
+
+    must(host_reload(&vm, "prepare", &options(free.url()))?);
+    assert!(vm.wait_keeper_end()?.success());
+    assert_eq!(free.holders(), ["workers/host-1"]);
+    resume(&vm)?;
+    assert_eq!(free.holders(), Vec::<String>::new());
+    assert_eq!(free.asked(), ["/v1/pre-reboot workers/host-1", "/v1/steady-state workers/host-1"]);
+    assert_eq!(vm.nonce()?, before.0);
+    Ok(())
+}
