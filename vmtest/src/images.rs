@@ -73,6 +73,17 @@ pub fn xfs(image: &Path, mib: u64, files: &[File]) -> Result<()> {
     tool(Command::new(program("mkfs.xfs")).args(["-q", "-f", "-p"]).arg(list).arg(image))
 }
 
+/// Fails unless the ext4 file system that begins so many bytes into an image is clean. Nobody has it mounted.
+pub fn check_ext4(image: &Path, offset: u64) -> Result<()> {
+    let place = format!("{}?offset={offset}", image.display());
+    tool(Command::new(program("e2fsck")).args(["-f", "-n"]).arg(place))
+}
+
+/// Fails unless the XFS file system that fills an image is clean. Nobody has it mounted.
+pub fn check_xfs(image: &Path) -> Result<()> {
+    tool(Command::new(program("xfs_repair")).arg("-n").arg(image))
+}
+
 /// A store for the variables of UEFI firmware, at `vars`, and what it was copied from. Where the host has none it says so.
 pub fn firmware_vars(vars: &Path) -> Option<&'static Path> {
     let template = Path::new("/usr/share/OVMF/OVMF_VARS_4M.fd");
@@ -115,6 +126,8 @@ fn tool(command: &mut Command) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
+
     use super::*;
 
     #[test]
@@ -132,9 +145,25 @@ mod tests {
         let home = tempfile::tempdir().unwrap();
         let image = home.path().join("disk.img");
         xfs(&image, 0, &[File::pattern("a.bin", 100_000, 3)]).unwrap();
-        let repair = Command::new(program("xfs_repair")).arg("-n").arg(&image).output().unwrap();
-        assert!(repair.status.success(), "{repair:?}");
+        check_xfs(&image).unwrap();
         assert_eq!(fs::metadata(&image).unwrap().len(), XFS_MIB_MIN << 20);
+        fs::write(&image, vec![0; 1 << 20]).unwrap();
+        check_xfs(&image).unwrap_err();
+    }
+
+    #[test]
+    fn a_damaged_ext4_image_is_not_clean() {
+        let home = tempfile::tempdir().unwrap();
+        let [volume, image] = ["volume.img", "disk.img"].map(|name| home.path().join(name));
+        ext4(&volume, 32, &[File::pattern("a.bin", 100_000, 3)]).unwrap();
+        let volume = fs::read(&volume).unwrap();
+        fs::write(&image, [vec![0; 4096], volume.clone()].concat()).unwrap();
+        check_ext4(&image, 4096).unwrap();
+        // The bitmap of blocks: what is in use is said to be free.
+        let damaged = fs::File::options().write(true).open(&image).unwrap();
+        let bitmap = u32::from_le_bytes(volume[4096..4100].try_into().unwrap());
+        damaged.write_all_at(&[0; 64], 4096 + u64::from(bitmap) * 4096).unwrap();
+        check_ext4(&image, 4096).unwrap_err();
     }
 
     #[test]

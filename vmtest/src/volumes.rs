@@ -78,6 +78,11 @@ impl Volumes {
         self.run_for_each(vm, &format!("echo {line} $v >>/v/$v/lines && sync /v/$v/lines"))
     }
 
+    /// A new file in each volume, and back when it is on the disk.
+    pub fn touch(&self, vm: &impl Drives, name: &str) -> Result<()> {
+        self.run_for_each(vm, &format!("echo $v >/v/$v/{name} && sync /v/$v/{name}"))
+    }
+
     /// What `append` has put into all volumes, as one text.
     pub fn read(&self, vm: &impl Drives) -> Result<String> {
         vm.sh("cat /v/*/lines")

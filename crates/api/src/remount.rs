@@ -30,6 +30,9 @@ pub struct RemountPlan {
     pub hit_pct: Option<f64>,
     /// Blocks that are held although no boot reads them: read from the images again and again, after ready.
     pub late_blocks: u64,
+    /// Blocks that are held because they were written lately: the next boot may read them, and none has before.
+    #[serde(default)]
+    pub written_blocks: u64,
     /// Since the machine was ready.
     pub later: RemountLater,
     /// Reads of the last boot that were answered from memory alone, whatever their length.
@@ -40,6 +43,9 @@ pub struct RemountPlan {
     pub memory_read_us_p50: Option<f64>,
     pub memory_read_us_p99: Option<f64>,
     pub disks: Vec<RemountDisk>,
+    /// Partitions, or whole disks where the boot set holds no table of partitions.
+    #[serde(default)]
+    pub volumes: Vec<RemountVolume>,
     /// What the last boot read from the images, in that order.
     pub missed: Vec<MissedRun>,
     /// Blocks that it read from the images and that are not listed.
@@ -62,7 +68,28 @@ pub struct RemountDisk {
     pub misses: u64,
     pub hit_pct: Option<f64>,
     pub late_blocks: u64,
+    #[serde(default)]
+    pub written_blocks: u64,
     pub later: RemountLater,
+}
+
+/// One partition's part in the last boot and the next one, or that of a disk without partitions. Blocks that could not be
+/// held because of the limit are not told apart by volume.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct RemountVolume {
+    pub disk: String,
+    /// As Linux counts them. None: the whole disk, or what of it lies beside its partitions.
+    pub partition: Option<u32>,
+    /// On the disk, in bytes.
+    pub offset: u64,
+    pub bytes: u64,
+    pub blocks: u64,
+    pub held_blocks: u64,
+    /// Blocks that memory answered, boot set or ember.
+    pub hits: u64,
+    /// Blocks that the image answered.
+    pub misses: u64,
+    pub hit_pct: Option<f64>,
 }
 
 /// Reads of blocks since the machine was ready, by who answered.

@@ -243,6 +243,9 @@ pub struct MemoryStatus {
     /// Blocks that are held for the next boot.
     #[serde(default)]
     pub boot_set_bytes: u64,
+    /// NVRAM devices: all of it, from the start on.
+    #[serde(default)]
+    pub nvram_bytes: u64,
     /// What all of them together may hold.
     pub budget_bytes: u64,
     /// What they may hold on top of that while a dump holds dead memory.

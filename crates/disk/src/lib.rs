@@ -15,6 +15,7 @@ pub mod image;
 pub mod ledger;
 pub mod limit;
 pub mod nvram;
+pub mod partitions;
 pub mod pressure;
 pub mod server;
 pub mod tag;

@@ -53,7 +53,7 @@ pub trait WarmSource: Send + Sync {
     /// anything else. Called while the source learns.
     fn answered(&self, _disk: DiskId, _in_line: bool, _took: Duration) {}
 
-    /// A write is over, and met no other request: from `start` on the block holds these bytes. Comes after the `forget`
-    /// that the same write began with.
-    fn written(&self, _disk: DiskId, _block: u64, _start: usize, _bytes: &[u8]) {}
+    /// A write of `request_bytes` is over, and met no other request: from `start` on the block holds these bytes of it.
+    /// Comes after the `forget` that the same write began with.
+    fn written(&self, _disk: DiskId, _block: u64, _start: usize, _bytes: &[u8], _request_bytes: u64) {}
 }

@@ -139,6 +139,7 @@ pub static METRICS: &[Metric] = &[
     gauge("hearth_memory_boot_set_bytes", "Host memory held by blocks for the next boot", |status| {
         status.memory.boot_set_bytes as f64
     }),
+    gauge("hearth_memory_nvram_bytes", "Host memory held by NVRAM devices", |status| status.memory.nvram_bytes as f64),
     gauge("hearth_memory_dump_buffer_bytes", "Buffers of dumps that are being written", |status| {
         status.memory.dump_buffer_bytes as f64
     }),

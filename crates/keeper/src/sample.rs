@@ -4,7 +4,7 @@ use hearth_api::{
     AdmissionStatus, DiskStatus, DumpCompression, DumpExcluded, DumpFormat, DumpState, DumpStatus, EmberMode,
     EmberStatus, EndCause, Growth, KeeperStatus, MachineState, MachineStatus, MemoryStatus, MissedRun, NetStatus,
     NvramStatus, PhaseTime, QemuAge, QemuStatus, Recovery, Refused, RemountDisk, RemountLater, RemountPlan,
-    UserfaultStatus,
+    RemountVolume, UserfaultStatus,
 };
 use hearth_recovery::journal::QemuIdentity;
 
@@ -36,6 +36,7 @@ pub fn status() -> MachineStatus {
             held_bytes: 100 << 20,
             dump_buffer_bytes: 8 << 20,
             boot_set_bytes: 24 << 20,
+            nvram_bytes: 64 << 20,
             budget_bytes: 1054 << 20,
             headroom_bytes: 0,
             peak_bytes: 1040 << 20,
@@ -168,7 +169,19 @@ pub fn remount_plan() -> RemountPlan {
         misses: 150,
         hit_pct: Some(97.5),
         late_blocks: 31,
+        written_blocks: 12,
         later: LATER,
+    };
+    let volume = |partition, misses| RemountVolume {
+        disk: "root".into(),
+        partition,
+        offset: 1 << 20,
+        bytes: 10 << 20,
+        blocks: 3000,
+        held_blocks: 2900,
+        hits: 3000,
+        misses,
+        hit_pct: Some(95.2),
     };
     RemountPlan {
         name: "web".into(),
@@ -181,12 +194,14 @@ pub fn remount_plan() -> RemountPlan {
         expected_hit_pct: Some(98.2),
         hit_pct: Some(97.5),
         late_blocks: 31,
+        written_blocks: 12,
         later: LATER,
         memory_reads: 2100,
         in_line_pct: Some(100.0),
         memory_read_us_p50: Some(4.5),
         memory_read_us_p99: Some(61.25),
         disks: vec![disk],
+        volumes: vec![volume(Some(1), 0), volume(Some(5), 20), volume(Some(6), 129), volume(None, 1)],
         missed: vec![MissedRun { disk: "root".into(), offset: 1 << 20, bytes: 8 << 10 }],
         missed_unlisted_blocks: 0,
         damaged_blocks: 0,

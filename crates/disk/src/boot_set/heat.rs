@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use super::state::{Member, Place, State};
+use super::state::{Kind, Member, Place, Reads, State};
 use super::{BLOCK, Key};
 use crate::block::BLOCK_BYTES;
 use crate::tag::Tagger;
@@ -35,11 +35,13 @@ impl State {
     /// A small read after ready that the image answered.
     pub(super) fn read_late(&mut self, key: Key, bytes: Option<&[u8; BLOCK_BYTES]>, tagger: &Tagger) {
         if !self.members.contains_key(&key) {
-            if !self.heat.is_hot(key, self.boot, self.slots as usize) || !self.has_room() {
+            let is_hot = self.heat.is_hot(key, self.boot, self.slots as usize);
+            if !is_hot || !(self.has_room() || self.evict_written()) {
                 return;
             }
             self.heat.seen.remove(&key);
-            let member = Member { boot: self.boot, order: self.order, is_late: true, place: Place::Missing };
+            let (kind, reads) = (Kind::Late, Reads::default());
+            let member = Member { boot: self.boot, order: self.order, kind, reads, place: Place::Missing };
             self.members.insert(key, member);
         }
         if let Some(bytes) = bytes {
@@ -51,12 +53,7 @@ impl State {
     pub(super) fn cool_down(&mut self) {
         let oldest = self.boot.saturating_sub(BOOTS);
         self.heat.seen.retain(|_, boot| *boot >= oldest);
-        let cold = self.members.iter().filter(|(_, member)| member.is_late && member.boot < oldest);
-        let cold: Vec<Key> = cold.map(|(key, _)| *key).collect();
-        for key in cold {
-            self.drop_copy(key);
-            self.members.remove(&key);
-        }
+        self.remove_all(|member| member.kind == Kind::Late && member.boot < oldest);
     }
 }
 

@@ -7,6 +7,9 @@
 //! comes back when the page is whole: a keeper that is killed in between leaves a block that is not held, never a wrong
 //! one.
 //!
+//! Beside the members, and as far as they leave room, two kinds of blocks are held that no boot has read: for their heat
+//! (`heat`), and because they were written lately (`written`). A boot that reads one makes it a member.
+//!
 //! A copy is void from the moment that a change of its block begins. The same change, if it ended well and met no other
 //! request, makes it valid again: with its own bytes, laid over the old ones where it changed a part. Any doubt (a second
 //! change, a failure, a discard) costs the copy and not the membership: the next read or whole write brings it back.
@@ -17,7 +20,6 @@
 use std::fs;
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -29,12 +31,15 @@ use crate::tag::{Tag, Tagger};
 use crate::warm::{AfterServing, WarmSource};
 
 mod heat;
+mod pages;
 mod state;
 mod tally;
+mod written;
 
-use state::{Member, Place, State};
+use pages::resident;
+use state::{Kind, Member, Place, State};
 use tally::Tally;
-pub use tally::{Answers, DiskTally, PhaseTally, Plan};
+pub use tally::{Answers, DiskTally, PhaseTally, Plan, Share};
 
 /// All files of a boot set begin so.
 pub const FILE_PREFIX: &str = "boot-set";
@@ -92,6 +97,7 @@ impl BootSet {
         state.order = 0;
         state.tally = Tally::default();
         state.cool_down();
+        state.drop_stale();
         state.find_victims();
         self.learning.store(true, Ordering::Relaxed);
     }
@@ -101,8 +107,7 @@ impl BootSet {
         let mut state = self.lock();
         let was_learning = self.learning.swap(false, Ordering::Relaxed);
         if was_learning {
-            state.complete = state.boot;
-            state.victims = Vec::new();
+            state.completes();
         }
         was_learning
     }
@@ -119,8 +124,7 @@ impl BootSet {
     /// Would a copy of this block be taken now, if it were offered?
     pub fn has_room_for(&self, disk: DiskId, block: u64) -> bool {
         let state = self.lock();
-        self.is_learning()
-            && (state.has_room() || !state.victims.is_empty() || state.members.contains_key(&(disk, block)))
+        self.is_learning() && (state.can_make_room() || state.members.contains_key(&(disk, block)))
     }
 
     /// The ember answered a read, and kept what it held.
@@ -135,7 +139,10 @@ impl BootSet {
     /// The guest read the block, and it came from elsewhere in memory.
     pub fn read_from_memory(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) {
         let mut state = self.lock();
-        if self.is_learning() && state.admit((disk, block)) {
+        if self.is_learning()
+            && let Some(member) = state.admit((disk, block))
+        {
+            member.reads.hits += 1;
             state.tally.of(disk).boot.ember_hits += 1;
             state.hold((disk, block), bytes, self.tagger.tag(bytes));
         }
@@ -155,25 +162,54 @@ impl BootSet {
     /// What the next boot will read if it is like the last one, and how this one, or the last one, went.
     pub fn plan(&self) -> Plan {
         let state = self.lock();
-        let wanted = |member: &&Member| member.boot >= state.complete && !member.is_late;
         let mut plan = state.tally.plan();
         plan.learning = self.is_learning();
         plan.damaged = state.damaged;
-        for (key, member) in state.members.iter().filter(|(_, member)| wanted(member)) {
+        for (key, member) in &state.members {
             let disk = plan.disks.entry(key.0).or_default();
-            disk.blocks += 1;
-            disk.held += u64::from(matches!(member.place, Place::Held { .. }));
-        }
-        for (key, member) in state.members.iter().filter(|(_, member)| member.is_late) {
-            plan.disks.entry(key.0).or_default().late += u64::from(matches!(member.place, Place::Held { .. }));
+            let held = u64::from(matches!(member.place, Place::Held { .. }));
+            match member.kind {
+                Kind::Boot if member.boot >= state.complete() => {
+                    disk.blocks += 1;
+                    disk.held += held;
+                }
+                Kind::Boot => {}
+                Kind::Late => disk.late += held,
+                Kind::Written { .. } => disk.written += held,
+            }
         }
         plan
     }
 
-    /// What the next boot is expected to read, as far as it is held, in the order in which it was read.
+    /// Parts of a disk, sorted and apart from each other, in the last boot and the next one. One more at the end: what
+    /// lies beside them.
+    pub fn shares(&self, disk: DiskId, parts: &[Range<u64>]) -> Vec<Share> {
+        let state = self.lock();
+        let mut shares = vec![Share::default(); parts.len() + 1];
+        let of_boots = state.members.iter().filter(|(key, member)| key.0 == disk && member.kind == Kind::Boot);
+        for ((_, block), member) in of_boots {
+            let part = parts.partition_point(|part| part.end <= *block);
+            let is_inside = parts.get(part).is_some_and(|part| part.contains(block));
+            let share = &mut shares[if is_inside { part } else { parts.len() }];
+            if member.boot >= state.complete() {
+                share.blocks += 1;
+                share.held += u64::from(matches!(member.place, Place::Held { .. }));
+            }
+            if member.boot == state.boot {
+                share.hits += u64::from(member.reads.hits);
+                share.misses += u64::from(member.reads.misses);
+            }
+        }
+        shares
+    }
+
+    /// What the next boot is expected to read, as far as it is held, in the order in which it was read; and what is held for
+    /// its heat.
     pub fn held(&self) -> Vec<(DiskId, u64)> {
         let state = self.lock();
-        let held = state.members.iter().filter(|(_, member)| matches!(member.place, Place::Held { .. }));
+        let is_written = |member: &Member| matches!(member.kind, Kind::Written { .. });
+        let is_held = |member: &Member| matches!(member.place, Place::Held { .. }) && !is_written(member);
+        let held = state.members.iter().filter(|(_, member)| is_held(member));
         let mut held: Vec<_> = held.map(|(key, member)| ((member.boot, member.order), *key)).collect();
         held.sort_unstable_by_key(|(age, _)| *age);
         held.into_iter().map(|(_, key)| key).collect()
@@ -189,8 +225,8 @@ impl BootSet {
     /// Before the first boot: a block that was held when the machine was stopped. False: there is no room for it.
     pub fn put_back(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) -> bool {
         let mut state = self.lock();
-        (state.boot, state.complete) = (1, 1);
-        if !state.admit((disk, block)) {
+        state.take_for_read();
+        if state.admit((disk, block)).is_none() {
             return false;
         }
         state.hold((disk, block), bytes, self.tagger.tag(bytes));
@@ -208,8 +244,7 @@ impl BootSet {
     /// Host memory that the files hold now.
     pub fn resident_bytes(&self) -> u64 {
         let state = self.lock();
-        let of_file = |metadata: io::Result<fs::Metadata>| metadata.map_or(0, |metadata| metadata.blocks() * 512);
-        of_file(state.pages.metadata()) + of_file(fs::metadata(state.ledger.path()))
+        state.pages.resident_bytes() + resident(fs::metadata(state.ledger.path()))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -235,12 +270,14 @@ impl WarmSource for BootSet {
         };
         copy(&bytes);
         if self.is_learning() {
-            state.touch((disk, block));
+            if let Some(member) = state.touch((disk, block)) {
+                member.reads.hits += 1;
+            }
             state.tally.of(disk).boot.hits += 1;
         } else {
             state.tally.of(disk).later.hits += 1;
             let boot = state.boot;
-            if let Some(member) = state.members.get_mut(&(disk, block)).filter(|member| member.is_late) {
+            if let Some(member) = state.members.get_mut(&(disk, block)).filter(|member| member.kind == Kind::Late) {
                 member.boot = boot;
             }
         }
@@ -277,9 +314,9 @@ impl WarmSource for BootSet {
             return state.read_late((disk, block), bytes, &self.tagger);
         }
         state.tally.missed(disk, block);
-        if state.admit((disk, block))
-            && let Some(bytes) = bytes
-        {
+        let Some(member) = state.admit((disk, block)) else { return };
+        member.reads.misses += 1;
+        if let Some(bytes) = bytes {
             state.hold((disk, block), bytes, self.tagger.tag(bytes));
         }
     }
@@ -300,15 +337,18 @@ impl WarmSource for BootSet {
         }
     }
 
-    fn written(&self, disk: DiskId, block: u64, start: usize, bytes: &[u8]) {
+    fn written(&self, disk: DiskId, block: u64, start: usize, bytes: &[u8], request_bytes: u64) {
         let mut state = self.lock();
-        let Some(member) = state.members.get(&(disk, block)) else { return };
-        if let Ok(bytes) = bytes.try_into() {
-            return state.hold((disk, block), bytes, self.tagger.tag(bytes));
+        let key = (disk, block);
+        let Some((page, known)) = state.after_write(key, start, bytes, &self.tagger) else {
+            return state.drop_copy(key);
+        };
+        let tag = self.tagger.tag(&page);
+        if state.members.contains_key(&key) {
+            state.renew_written(key);
+            state.keep(key, &page, tag, known);
+        } else if request_bytes <= written::BYTES_MAX {
+            state.keep_written(key, &page, tag, known);
         }
-        let Place::Void { slot, tag } = member.place else { return state.drop_copy((disk, block)) };
-        let Some(mut whole) = state.read_tagged(slot, tag, &self.tagger) else { return state.drop_copy((disk, block)) };
-        whole[start..start + bytes.len()].copy_from_slice(bytes);
-        state.hold((disk, block), &whole, self.tagger.tag(&whole));
     }
 }

@@ -2,53 +2,85 @@
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
-use std::fs::{File, OpenOptions};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::heat::Heat;
+use super::pages::Pages;
 use super::tally::Tally;
-use super::{BLOCK, BootSet, BootSetError, Key, LEDGER_FILE, PAGES_FILE};
-use crate::block::{BLOCK_BYTES, RamPage};
+use super::written::Written;
+use super::{BootSet, BootSetError, Key, LEDGER_FILE};
+use crate::block::{BLOCK_BYTES, DiskId, RamPage};
 use crate::ledger::Ledger;
 use crate::tag::{Tag, Tagger};
 
+/// So many boots that came to their end without reading a member make it go: what an update has replaced, or what is read
+/// after one kind of end only, is not held for ever.
+const BOOTS_WITHOUT: usize = 4;
+/// In the ledger: of a block that no boot has read. A machine has fewer disks.
+const UNREAD: u8 = 0x80;
+
 pub(super) struct State {
-    pub(super) pages: File,
-    pub(super) pages_path: PathBuf,
+    pub(super) pages: Pages,
     pub(super) ledger: Ledger,
     pub(super) slots: u32,
     pub(super) free: Vec<u32>,
     pub(super) members: HashMap<Key, Member>,
     /// Counts resets, from 1.
     pub(super) boot: u32,
-    /// The last boot that came to be ready.
-    pub(super) complete: u32,
+    /// The last boots that came to be ready, the last one at the end.
+    completed: [u32; BOOTS_WITHOUT],
     /// Counts what is read during a boot.
     pub(super) order: u32,
     /// What may be given up during this boot, the oldest last.
     pub(super) victims: Vec<Key>,
     pub(super) heat: Heat,
+    pub(super) written: Written,
     pub(super) tally: Tally,
     pub(super) damaged: u64,
 }
 
 pub(super) struct Member {
-    /// The last boot that read it, and when in it.
+    /// The last boot that read it, and when in it. Of one that is kept because it was written: when that was.
     pub(super) boot: u32,
     pub(super) order: u32,
-    /// No boot has read it before its end: it is held for its heat.
-    pub(super) is_late: bool,
+    pub(super) kind: Kind,
+    /// In that boot.
+    pub(super) reads: Reads,
     pub(super) place: Place,
+}
+
+/// Why a block is held.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// A boot has read it before its end.
+    Boot,
+    /// For its heat (see `heat`).
+    Late,
+    /// It was written lately (see `written`).
+    Written { turn: u64 },
+}
+
+/// How often a boot has read a block, by who answered.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Reads {
+    pub(super) hits: u32,
+    pub(super) misses: u32,
 }
 
 #[derive(Clone, Copy)]
 pub(super) enum Place {
     Missing,
-    /// A change of the block has begun: the page holds what was there before it.
+    /// A change of the block has begun: the page holds what was there before it, as many bytes as were known.
     Void {
         slot: u32,
         tag: Tag,
+        known: usize,
+    },
+    /// Writes that follow each other, as those of a log do, have told the first bytes of the block, and not yet all.
+    Begun {
+        slot: u32,
+        tag: Tag,
+        known: usize,
     },
     /// In the ledger as well, with its tag.
     Held {
@@ -59,60 +91,72 @@ pub(super) enum Place {
 impl Member {
     /// For what a boot reads.
     fn may_go(&self, complete: u32) -> bool {
-        self.is_late || self.boot < complete
+        self.kind != Kind::Boot || self.boot < complete
+    }
+
+    fn disk_in_ledger(&self, DiskId(disk): DiskId) -> DiskId {
+        DiskId(if self.kind == Kind::Boot { disk } else { disk | UNREAD })
     }
 }
 
 impl State {
     pub(super) fn create(folder: &Path, slots: u32) -> Result<Self, BootSetError> {
-        let pages_path = folder.join(PAGES_FILE);
-        let failed = |action| {
-            let path = pages_path.clone();
-            move |source| BootSetError::File { path, action, source }
-        };
-        BootSet::discard(folder).map_err(failed("remove the old"))?;
-        let options = &mut OpenOptions::new();
-        let pages = options.read(true).write(true).create_new(true).mode(0o600).open(&pages_path);
-        let pages = pages.map_err(failed("make"))?;
-        pages.set_len(u64::from(slots) * BLOCK).map_err(failed("size"))?;
+        let failed = |source| BootSetError::File { path: folder.to_owned(), action: "remove old files from", source };
+        BootSet::discard(folder).map_err(failed)?;
+        let pages = Pages::create(folder, slots)?;
         let ledger = Ledger::create(&folder.join(LEDGER_FILE), slots)?;
-        Ok(Self::over(pages, pages_path, ledger, slots))
+        Ok(Self::over(pages, ledger, slots))
     }
 
     /// None: there is nothing that fits.
     pub(super) fn reopen(folder: &Path, slots: u32, tagger: &Tagger) -> Option<Self> {
-        let pages_path = folder.join(PAGES_FILE);
-        let pages = OpenOptions::new().read(true).write(true).open(&pages_path).ok()?;
+        let pages = Pages::open(folder, slots)?;
         let ledger = Ledger::open(&folder.join(LEDGER_FILE)).ok()?;
-        let fits = pages.metadata().ok()?.len() == u64::from(slots) * BLOCK && ledger.ram_pages() == slots;
-        let mut state = fits.then(|| Self::over(pages, pages_path, ledger, slots))?;
+        let fits = ledger.ram_pages() == slots;
+        let mut state = fits.then(|| Self::over(pages, ledger, slots))?;
         state.adopt(tagger);
         Some(state)
     }
 
-    pub(super) fn over(pages: File, pages_path: PathBuf, ledger: Ledger, slots: u32) -> Self {
+    fn over(pages: Pages, ledger: Ledger, slots: u32) -> Self {
         Self {
             pages,
-            pages_path,
             ledger,
             slots,
             free: (0..slots).rev().collect(),
             members: HashMap::new(),
             boot: 0,
-            complete: 0,
+            completed: [0; BOOTS_WITHOUT],
             order: 0,
             victims: Vec::new(),
             heat: Heat::default(),
+            written: Written::default(),
             tally: Tally::default(),
             damaged: 0,
         }
     }
 
-    /// What the ledger names is taken for what the last boot read.
-    pub(super) fn adopt(&mut self, tagger: &Tagger) {
+    /// The last boot that came to be ready.
+    pub(super) fn complete(&self) -> u32 {
+        self.completed[BOOTS_WITHOUT - 1]
+    }
+
+    /// This boot has come to be ready.
+    pub(super) fn completes(&mut self) {
+        self.completed.rotate_left(1);
+        self.completed[BOOTS_WITHOUT - 1] = self.boot;
+        self.victims = Vec::new();
+        self.drop_written_before_boot();
+        let (pages, free) = (&mut self.pages, &self.free);
+        // What is not given back now is used again, or given back after the next boot.
+        free.iter().for_each(|&slot| drop(pages.give_back(slot)));
+    }
+
+    /// What the ledger names is taken for what the last boot read, unless it says that none has.
+    fn adopt(&mut self, tagger: &Tagger) {
         let mut entries: Vec<_> = self.ledger.entries().collect();
         entries.sort_by(|one, other| self.ledger.older_first(one.age, other.age));
-        (self.boot, self.complete) = (1, 1);
+        self.take_for_read();
         for entry in entries {
             if self.read_tagged(entry.page.0, entry.tag, tagger).is_none() {
                 self.ledger.forget_page(entry.page);
@@ -120,12 +164,20 @@ impl State {
                 continue;
             }
             self.order += 1;
-            let member =
-                Member { boot: 1, order: self.order, is_late: false, place: Place::Held { slot: entry.page.0 } };
-            self.members.insert((entry.disk, entry.block), member);
+            let key = (DiskId(entry.disk.0 & !UNREAD), entry.block);
+            let is_read = entry.disk == key.0;
+            let kind = if is_read { Kind::Boot } else { Kind::Written { turn: self.written.enter(key) } };
+            let place = Place::Held { slot: entry.page.0 };
+            self.members.insert(key, Member { boot: 1, order: self.order, kind, reads: Reads::default(), place });
         }
         let ledger = &self.ledger;
         self.free.retain(|&slot| ledger.entry(RamPage(slot)).is_none());
+    }
+
+    /// What is held from now on was read by a boot that nobody remembers.
+    pub(super) fn take_for_read(&mut self) {
+        (self.boot, self.completed) = (1, [0; BOOTS_WITHOUT]);
+        self.completed[BOOTS_WITHOUT - 1] = 1;
     }
 
     pub(super) fn clear(&mut self) -> Result<(), BootSetError> {
@@ -133,20 +185,37 @@ impl State {
         taken.into_iter().for_each(|page| self.ledger.forget_page(page));
         self.members.clear();
         self.heat = Heat::default();
+        self.written.clear();
         self.victims.clear();
         self.tally = Tally::default();
         self.free = (0..self.slots).rev().collect();
-        let failed = |source| BootSetError::File { path: self.pages_path.clone(), action: "empty", source };
-        self.pages.set_len(0).and_then(|()| self.pages.set_len(u64::from(self.slots) * BLOCK)).map_err(failed)
+        self.pages.give_back_all()
     }
 
     pub(super) fn has_room(&self) -> bool {
         self.members.len() < self.slots as usize
     }
 
+    /// Is there room for a block that a boot reads, or can some be made?
+    pub(super) fn can_make_room(&self) -> bool {
+        self.has_room() || !self.written.is_empty() || !self.victims.is_empty()
+    }
+
+    /// A boot begins: what the last ones did without is given up.
+    pub(super) fn drop_stale(&mut self) {
+        let since = self.completed[0];
+        self.remove_all(|member| member.kind == Kind::Boot && member.boot < since);
+    }
+
+    pub(super) fn remove_all(&mut self, may_go: impl Fn(&Member) -> bool) {
+        let gone = self.members.iter().filter(|(_, member)| may_go(member));
+        let gone: Vec<Key> = gone.map(|(key, _)| *key).collect();
+        gone.into_iter().for_each(|key| self.remove(key));
+    }
+
     /// The oldest last, so that it is taken first.
     pub(super) fn find_victims(&mut self) {
-        let complete = self.complete;
+        let complete = self.complete();
         let age = |member: &Member| (member.boot, member.order);
         let old = self.members.iter().filter(|(_, member)| member.may_go(complete));
         let mut old: Vec<_> = old.map(|(key, member)| (age(member), *key)).collect();
@@ -154,49 +223,71 @@ impl State {
         self.victims = old.into_iter().map(|(_, key)| key).collect();
     }
 
-    /// This boot reads the block. False: there is no room for it.
-    pub(super) fn admit(&mut self, key: Key) -> bool {
+    /// This boot reads the block. None: there is no room for it.
+    pub(super) fn admit(&mut self, key: Key) -> Option<&mut Member> {
         if !self.members.contains_key(&key) {
             if !self.has_room() && !self.evict() {
                 self.tally.of(key.0).no_room += 1;
-                return false;
+                return None;
             }
-            self.members.insert(key, Member { boot: 0, order: 0, is_late: false, place: Place::Missing });
+            let (kind, reads) = (Kind::Boot, Reads::default());
+            self.members.insert(key, Member { boot: self.boot, order: 0, kind, reads, place: Place::Missing });
         }
-        self.touch(key);
-        true
+        self.touch(key)
     }
 
-    pub(super) fn touch(&mut self, key: Key) {
+    pub(super) fn touch(&mut self, key: Key) -> Option<&mut Member> {
         self.order += 1;
-        if let Some(member) = self.members.get_mut(&key) {
-            (member.boot, member.order, member.is_late) = (self.boot, self.order, false);
+        let member = self.members.get_mut(&key)?;
+        if member.boot != self.boot || member.kind != Kind::Boot {
+            member.reads = Reads::default();
         }
+        (member.boot, member.order) = (self.boot, self.order);
+        let before = std::mem::replace(&mut member.kind, Kind::Boot);
+        if let Kind::Written { turn } = before {
+            self.written.leave(turn);
+        }
+        // The ledger says of it that a boot has read it.
+        if before != Kind::Boot
+            && let Place::Held { slot } = member.place
+            && let Some(entry) = self.ledger.entry(RamPage(slot))
+        {
+            self.ledger.record(entry.page, key.0, key.1, entry.tag);
+        }
+        Some(member)
     }
 
-    pub(super) fn evict(&mut self) -> bool {
+    fn evict(&mut self) -> bool {
+        if self.evict_written() {
+            return true;
+        }
+        let complete = self.complete();
         while let Some(key) = self.victims.pop() {
-            if self.members.get(&key).is_some_and(|member| member.may_go(self.complete)) {
-                self.drop_copy(key);
-                self.members.remove(&key);
+            if self.members.get(&key).is_some_and(|member| member.may_go(complete)) {
+                self.remove(key);
                 return true;
             }
         }
         false
     }
 
-    /// Only for members: each has a page within the limit.
     pub(super) fn hold(&mut self, key: Key, bytes: &[u8; BLOCK_BYTES], tag: Tag) {
+        self.keep(key, bytes, tag, BLOCK_BYTES);
+    }
+
+    /// Only for members: each has a page within the limit. Of its bytes so many are those of the block.
+    pub(super) fn keep(&mut self, key: Key, bytes: &[u8; BLOCK_BYTES], tag: Tag, known: usize) {
         let Some(member) = self.members.get_mut(&key) else { return };
         let slot = match member.place {
-            Place::Held { slot } | Place::Void { slot, .. } => Some(slot),
+            Place::Held { slot } | Place::Void { slot, .. } | Place::Begun { slot, .. } => Some(slot),
             Place::Missing => self.free.pop(),
         };
         let Some(slot) = slot else { return };
         self.ledger.forget_page(RamPage(slot));
-        match self.pages.write_all_at(bytes, u64::from(slot) * BLOCK) {
+        match self.pages.write(slot, bytes) {
+            Ok(()) if known < BLOCK_BYTES => member.place = Place::Begun { slot, tag, known },
             Ok(()) => {
-                self.ledger.record(RamPage(slot), key.0, key.1, tag);
+                self.ledger.record(RamPage(slot), member.disk_in_ledger(key.0), key.1, tag);
                 member.place = Place::Held { slot };
             }
             // The memory file system is full, perhaps.
@@ -216,22 +307,52 @@ impl State {
                 let entry = self.ledger.entry(RamPage(slot));
                 self.ledger.forget_page(RamPage(slot));
                 match entry {
-                    Some(entry) => member.place = Place::Void { slot, tag: entry.tag },
+                    Some(entry) => member.place = Place::Void { slot, tag: entry.tag, known: BLOCK_BYTES },
                     None => self.drop_copy(key),
                 }
             }
+            Place::Begun { slot, tag, known } => member.place = Place::Void { slot, tag, known },
             // Two changes: what the block holds after both is not known.
             Place::Void { .. } => self.drop_copy(key),
         }
     }
 
+    /// What is known of a block after a write of these bytes: its first ones, and how many. None: nothing that is of use.
+    pub(super) fn after_write(
+        &self,
+        key: Key,
+        start: usize,
+        bytes: &[u8],
+        tagger: &Tagger,
+    ) -> Option<([u8; BLOCK_BYTES], usize)> {
+        let (mut page, known) = match self.members.get(&key).map(|member| member.place) {
+            Some(Place::Void { slot, tag, known }) if bytes.len() < BLOCK_BYTES => {
+                (self.read_tagged(slot, tag, tagger)?, known)
+            }
+            _ => ([0; BLOCK_BYTES], 0),
+        };
+        let end = start + bytes.len();
+        page[start..end].copy_from_slice(bytes);
+        (start <= known).then(|| (page, known.max(end)))
+    }
+
+    /// Without its copy nothing is left of what was only written.
     pub(super) fn drop_copy(&mut self, key: Key) {
         let Some(member) = self.members.get_mut(&key) else { return };
-        if let Place::Held { slot } | Place::Void { slot, .. } = member.place {
+        if let Place::Held { slot } | Place::Void { slot, .. } | Place::Begun { slot, .. } = member.place {
             self.ledger.forget_page(RamPage(slot));
             self.free.push(slot);
         }
         member.place = Place::Missing;
+        if let Kind::Written { turn } = member.kind {
+            self.written.leave(turn);
+            self.members.remove(&key);
+        }
+    }
+
+    pub(super) fn remove(&mut self, key: Key) {
+        self.drop_copy(key);
+        self.members.remove(&key);
     }
 
     /// A page that the ledger names, if it is what the ledger says.
@@ -241,8 +362,7 @@ impl State {
     }
 
     pub(super) fn read_tagged(&self, slot: u32, tag: Tag, tagger: &Tagger) -> Option<[u8; BLOCK_BYTES]> {
-        let mut bytes = [0; BLOCK_BYTES];
-        self.pages.read_exact_at(&mut bytes, u64::from(slot) * BLOCK).ok()?;
+        let bytes = self.pages.read(slot).ok()?;
         (tagger.tag(&bytes) == tag).then_some(bytes)
     }
 }

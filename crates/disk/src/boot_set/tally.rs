@@ -58,11 +58,26 @@ pub struct DiskTally {
     pub held: u64,
     /// Held for their heat.
     pub late: u64,
+    /// Held because they were written lately.
+    pub written: u64,
     /// From reset to ready, and from then on.
     pub boot: PhaseTally,
     pub later: PhaseTally,
     /// Blocks that could not become members because of the limit.
     pub no_room: u64,
+}
+
+/// A part of a disk in a boot, and in the next one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Share {
+    /// Read by the last boot, so expected to be read by the next one.
+    pub blocks: u64,
+    /// Of these, held.
+    pub held: u64,
+    /// Blocks that memory answered from reset to ready, boot set or ember.
+    pub hits: u64,
+    /// Blocks that the image answered; without those that could not become members because of the limit.
+    pub misses: u64,
 }
 
 /// Blocks that were read, by who answered.

@@ -8,7 +8,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -51,8 +51,33 @@ pub struct NvramOptions {
 
 impl NvramOptions {
     fn memory_file(&self) -> PathBuf {
-        self.folder.join(format!("{FILE_PREFIX}{}", self.name))
+        memory_file(&self.folder, &self.name)
     }
+
+    /// What opening the device would stumble over, as far as it can be seen without making anything.
+    pub fn check(&self) -> Result<(), NvramError> {
+        let memory = self.memory_file();
+        if let Some(has) = size_of(&memory).filter(|&has| has != self.bytes) {
+            return Err(other_size(self, &memory, has));
+        }
+        let Some((mirror, _)) = &self.mirror else { return Ok(()) };
+        let has = match OpenOptions::new().read(true).write(true).open(mirror).and_then(|file| file.metadata()) {
+            Ok(found) => found.len(),
+            // It will be made.
+            Err(error) if error.kind() == io::ErrorKind::NotFound && mirror.parent().is_some_and(Path::is_dir) => 0,
+            Err(error) => return Err(failed(self, mirror, "open its mirror", error)),
+        };
+        if has == 0 || has == self.bytes { Ok(()) } else { Err(other_size(self, mirror, has)) }
+    }
+}
+
+fn memory_file(folder: &Path, name: &str) -> PathBuf {
+    folder.join(format!("{FILE_PREFIX}{name}"))
+}
+
+/// Host memory that the device of this name takes already, whether or not anybody serves it.
+pub fn resident_bytes(folder: &Path, name: &str) -> u64 {
+    fs::metadata(memory_file(folder, name)).map_or(0, |metadata| metadata.blocks() * 512)
 }
 
 #[derive(Debug, thiserror::Error)]

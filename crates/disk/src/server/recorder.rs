@@ -101,10 +101,10 @@ impl Recorder {
         }
     }
 
-    /// The block holds these bytes from `start` on: a write of them ended, and met no other request.
-    pub fn written(&self, block: u64, start: usize, bytes: &[u8]) {
+    /// The block holds these bytes from `start` on: a write of them, and of so many in all, ended and met no other request.
+    pub fn written(&self, block: u64, start: usize, bytes: &[u8], request_bytes: u64) {
         if let Some(warm) = self.warm() {
-            warm.written(self.disk, block, start, bytes);
+            warm.written(self.disk, block, start, bytes, request_bytes);
         }
     }
 

@@ -2,12 +2,13 @@
 
 use std::time::Duration;
 
+use hearth_disk::nvram::resident_bytes;
 use hearth_memory::room::{FileSystemKind, Room, RoomError, host_available_bytes, must_hold};
 use hearth_recovery::rejuvenation::parked;
 
 use super::{Life, existing};
 use crate::client::Client;
-use crate::config::Config;
+use crate::config::{Config, NvramConfig};
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 
@@ -20,7 +21,7 @@ pub fn check(config: &Config, root: &RuntimeRoot, life: Life, problems: &mut Vec
         return;
     }
     let folder = existing(&config.memory_folder);
-    let wanted_bytes = config.most_memory_bytes();
+    let wanted_bytes = wanted_bytes(config);
     match must_hold(folder, wanted_bytes) {
         Ok(room) => {
             suitable(config, room, problems);
@@ -31,6 +32,12 @@ pub fn check(config: &Config, root: &RuntimeRoot, life: Life, problems: &mut Vec
             problems.push(Problem::error(subject, crate::chain(&error), ""));
         }
     }
+}
+
+/// What is still to be taken: NVRAM whose memory outlived the machine's last stop is there.
+pub(super) fn wanted_bytes(config: &Config) -> u64 {
+    let there = |device: &NvramConfig| resident_bytes(&config.memory_folder, &device.name).min(device.bytes);
+    config.most_memory_bytes() - config.nvram.iter().map(there).sum::<u64>()
 }
 
 pub(super) fn suitable(config: &Config, room: Room, problems: &mut Vec<Problem>) {
@@ -56,7 +63,8 @@ fn promised(root: &RuntimeRoot, own_name: &str) -> Promised {
         let Ok(status) = Client::new(root.api_socket(&name)).with_patience(PATIENCE).status() else { continue };
         let memory = status.memory;
         let most_bytes = memory.budget_bytes + memory.headroom_bytes;
-        promised.bytes += most_bytes.saturating_sub(memory.resident_bytes + memory.ember_bytes + memory.boot_set_bytes);
+        let held_bytes = memory.resident_bytes + memory.ember_bytes + memory.boot_set_bytes + memory.nvram_bytes;
+        promised.bytes += most_bytes.saturating_sub(held_bytes);
         promised.machines.push(name);
     }
     promised

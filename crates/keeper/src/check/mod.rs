@@ -1,6 +1,6 @@
 //! Everything that can be said about a machine without starting it.
 //!
-//! life (does it run already?) -> boot files -> disks -> memory -> dumps -> QEMU -> network -> sockets -> user
+//! life (does it run already?) -> boot files -> disks -> memory -> NVRAM -> dumps -> QEMU -> network -> sockets -> user
 //!
 //! Every check goes on after a problem: an operator mends all of them in one go. What a machine that runs holds itself
 //! (its ports, its memory, its image locks) is no problem of its configuration and is not looked at then.
@@ -18,6 +18,7 @@ mod dumps;
 pub mod life;
 mod memory;
 mod network;
+mod nvram;
 mod qemu;
 mod surroundings;
 #[cfg(test)]
@@ -52,6 +53,7 @@ pub fn check(config: &Config, root: &RuntimeRoot, purpose: Purpose) -> Vec<Probl
     boot(&config.boot, &mut problems);
     disks::check(config, life, purpose, &mut problems);
     memory::check(config, root, life, &mut problems);
+    nvram::check(config, life, &mut problems);
     dumps::check(config, &mut problems);
     qemu::check(config, &mut problems);
     network::check(config, life, &mut problems);

@@ -199,6 +199,41 @@ fn a_qemu_without_a_keeper_keeps_its_ports() {
 }
 
 #[test]
+fn nvram_that_could_not_be_opened_is_told() {
+    let fixture = fixture();
+    let memory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let device = |name: &str, mirror: &str| {
+        format!("[[nvram]]\nname = \"{name}\"\nsize = \"4KiB\"\nmirror = \"sync\"\nmirror_file = \"{mirror}\"\n")
+    };
+    fs::write(fixture.path("short"), "short").unwrap();
+    fs::write(memory.path().join("nvram-grown"), [0; 8192]).unwrap();
+    let good = GOOD.replace("/dev/shm/hearth-check-test", &memory.path().display().to_string());
+    fixture.check(&format!("{good}{}{}", device("fine", "will-be-made"), device("new", "fine")), &[]);
+    assert!(!fixture.path("fine").exists() && !fixture.path("will-be-made").exists(), "a check makes nothing");
+    let text = format!("{good}{}{}{}", device("lost", "nowhere/m"), device("other", "short"), device("grown", "m"));
+    let grown = memory.path().join("nvram-grown").display().to_string();
+    fixture.check(&text, &[
+        "error: nvram[0]: nvram lost: cannot open its mirror nowhere/m: No such file or directory (os error 2)",
+        "error: nvram[1]: nvram other: short has 5 bytes and not 4096; set its size to that, or move the file away",
+        &format!("error: nvram[2]: nvram grown: {grown} has 8192 bytes and not 4096; set its size to that, or move the file away"),
+    ]);
+}
+
+#[test]
+fn nvram_that_is_there_already_is_not_asked_for_twice() {
+    let fixture = fixture();
+    let memory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let folder = memory.path().display().to_string();
+    let config = fixture.config(&format!(
+        "{}[[nvram]]\nname = \"log\"\nsize = \"1MiB\"\n",
+        GOOD.replace("/dev/shm/hearth-check-test", &folder)
+    ));
+    assert_eq!(memory::wanted_bytes(&config), config.most_memory_bytes());
+    fs::write(memory.path().join("nvram-log"), vec![1; 1 << 20]).unwrap();
+    assert_eq!(memory::wanted_bytes(&config), config.most_memory_bytes() - (1 << 20));
+}
+
+#[test]
 fn memory_on_a_disk_is_a_warning() {
     let fixture = fixture();
     let config = fixture.config(GOOD);

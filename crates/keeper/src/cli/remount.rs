@@ -1,12 +1,15 @@
 //! `hearth remount-plan`: what the next boot will read, and how much of it is held.
 
-use hearth_api::{MissedRun, ReadyRequest, RemountDisk, RemountLater, RemountPlan};
+use std::cmp::Reverse;
+
+use hearth_api::{MissedRun, ReadyRequest, RemountDisk, RemountLater, RemountPlan, RemountVolume};
 
 use super::text::{Side, bytes, table};
 use super::{CliError, Context, Exit};
 
 /// Runs that a person reads; `--json` has more.
 const RUNS_SHOWN: usize = 20;
+const VOLUMES_SHOWN: usize = 20;
 
 pub fn show(context: &mut Context<'_>, name: &str) -> Result<Exit, CliError> {
     let plan = context.ask(name, |client| client.remount_plan())?;
@@ -46,11 +49,14 @@ pub fn page(plan: &RemountPlan) -> String {
         ));
     }
     let later = plan.later;
-    if later != RemountLater::default() || plan.late_blocks > 0 {
+    if later != RemountLater::default() {
         let RemountLater { hits, ember_hits, misses } = later;
+        lines.push(format!("  since ready  {hits} hits, {ember_hits} of the ember, {misses} misses"));
+    }
+    if plan.late_blocks + plan.written_blocks > 0 {
         lines.push(format!(
-            "  since ready  {hits} hits, {ember_hits} of the ember, {misses} misses; {} blocks held for their heat",
-            plan.late_blocks
+            "  held beside  {} blocks for their heat, {} that were written lately",
+            plan.late_blocks, plan.written_blocks
         ));
     }
     if plan.no_room_blocks > 0 {
@@ -67,6 +73,7 @@ pub fn page(plan: &RemountPlan) -> String {
         lines.push(String::new());
         lines.extend(table(&sides, &rows).into_iter().map(|line| format!("  {line}")));
     }
+    lines.extend(volumes(&plan.volumes, &percent));
     if !plan.missed.is_empty() {
         lines.extend([String::new(), "read from the images".to_owned()]);
         let shown = plan.missed.iter().take(RUNS_SHOWN);
@@ -79,6 +86,35 @@ pub fn page(plan: &RemountPlan) -> String {
         }
     }
     lines.join("\n")
+}
+
+/// Those that had to wait for an image, if there is anything to be told apart.
+fn volumes(volumes: &[RemountVolume], percent: &impl Fn(Option<f64>) -> String) -> Vec<String> {
+    if volumes.iter().all(|volume| volume.partition.is_none()) {
+        return Vec::new();
+    }
+    let mut missed: Vec<_> = volumes.iter().filter(|volume| volume.misses > 0).collect();
+    missed.sort_by_key(|volume| Reverse(volume.misses));
+    let without = volumes.len() - missed.len();
+    let heading = ["volume", "size", "blocks", "held", "hits", "misses", "hit rate"].map(str::to_owned).to_vec();
+    let row = |volume: &&RemountVolume| {
+        let name = match volume.partition {
+            Some(number) => format!("{} {number}", volume.disk),
+            None => format!("{}, no partition", volume.disk),
+        };
+        let numbers = [volume.blocks, volume.held_blocks, volume.hits, volume.misses].map(|number| number.to_string());
+        [vec![name, bytes(volume.bytes)], numbers.to_vec(), vec![percent(volume.hit_pct)]].concat()
+    };
+    let rows: Vec<_> = [heading].into_iter().chain(missed.iter().take(VOLUMES_SHOWN).map(row)).collect();
+    let mut lines = vec![String::new()];
+    if !missed.is_empty() {
+        let sides = [[Side::Left].as_slice(), &[Side::Right; 6]].concat();
+        lines.extend(table(&sides, &rows).into_iter().map(|line| format!("  {line}")));
+    }
+    let more = missed.len().saturating_sub(VOLUMES_SHOWN);
+    let unlisted = if more > 0 { format!(", {more} more with some: `--json` lists them") } else { String::new() };
+    lines.push(format!("  {without} of {} volumes without a miss{unlisted}", volumes.len()));
+    lines
 }
 
 fn row(disk: &RemountDisk, percent: &impl Fn(Option<f64>) -> String) -> Vec<String> {

@@ -170,6 +170,7 @@ fn memory(status: &MachineStatus) -> Vec<String> {
     ]
     .into_iter()
     .chain((memory.boot_set_bytes > 0).then(|| part("boot set", memory.boot_set_bytes)))
+    .chain((memory.nvram_bytes > 0).then(|| part("nvram", memory.nvram_bytes)))
     .chain(memory.admission.map(|admission| granted(&admission, memory.ram_bytes)))
     .collect()
 }

@@ -233,6 +233,7 @@ memory
   peak            1.02 GiB    98.7 %
   ledger                              50000 pages known to hold a disk block
   boot set        24.0 MiB     2.3 %
+  nvram           64.0 MiB     6.1 %
   granted        320.0 MiB    31.2 %  the guest waited 1.250 s for memory, 2 wait now
 
 ember
@@ -301,11 +302,18 @@ web  ready; holds 24.0 MiB of 64.0 MiB
   next boot  6000 of 6100 blocks held, expected hits 98.2 %
   last boot  hits 97.5 %
              2100 reads from memory, 100.0 % in line, half of them within 4.5 us
-  since ready  70 hits, 800 of the ember, 90 misses; 31 blocks held for their heat
+  since ready  70 hits, 800 of the ember, 90 misses
+  held beside  31 blocks for their heat, 12 that were written lately
   10 blocks were not held: the limit (`remount.limit`) is reached
 
   disk  blocks  held  hits  of the ember  misses  hit rate
   root    6100  6000  5850            10     150    97.5 %
+
+  volume                  size  blocks  held  hits  misses  hit rate
+  root 6              10.0 MiB    3000  2900  3000     129    95.2 %
+  root 5              10.0 MiB    3000  2900  3000      20    95.2 %
+  root, no partition  10.0 MiB    3000  2900  3000       1    95.2 %
+  1 of 4 volumes without a miss
 
 read from the images
   root  8 KiB at 1048576

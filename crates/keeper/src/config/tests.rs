@@ -6,6 +6,8 @@ use hearth_api::EmberMode;
 
 use super::*;
 
+mod remount;
+
 const SMALL: &str = "name = \"web\"\nmemory = \"1GiB\"\n[boot]\nkernel = \"vmlinuz\"\n";
 
 fn parse(text: &str) -> Result<Config, Vec<Problem>> {
@@ -243,29 +245,6 @@ fn a_policy_says_when() {
     check_with(
         "[rejuvenate]\nevery = 30\n",
         &["error: rejuvenate.every (line 6): is not a time in quotes; for example every = \"30d\""],
-    );
-}
-
-#[test]
-fn a_boot_set_has_a_limit_and_an_end() {
-    let remount = |more: &str| parse(&format!("{SMALL}[remount]\n{more}")).unwrap();
-    let plain =
-        |limit_bytes, ready_after_s| RemountConfig { limit_bytes, ready_after_s, ready_port: None, persist_file: None };
-    assert_eq!(remount("").remount, Some(plain((1 << 30) / 20, 120)));
-    let config = remount("limit = \"64MiB\"\nready_after = \"30s\"\n");
-    assert_eq!(config.remount, Some(plain(64 << 20, 30)));
-    assert_eq!(config.most_memory_bytes() - parse(SMALL).unwrap().most_memory_bytes(), 64 << 20);
-    check_with(
-        "[remount]\nlimit = \"4KiB\"\nready_after = \"soon\"\n",
-        &[
-            "error: remount.limit: 4KiB is too little; give it 64KiB or more",
-            "error: remount.ready_after: \"soon\" is not a time; write a number with s, m, h or d: \"30s\", \"5m\"",
-        ],
-    );
-    let without_ember = SMALL.replace("memory =", "ember = \"off\"\nmemory =");
-    check(
-        &format!("{without_ember}[remount]\n"),
-        &["error: remount: needs what `ember = \"off\"` turns off; remove one of them"],
     );
 }
 

@@ -1,22 +1,28 @@
 //! NVRAM of a machine: opened with its disks, served like one of them, and followed by nobody.
 
+use std::path::Path;
+
 use hearth_api::{EventKind, NvramStatus};
 use hearth_disk::block::DiskId;
-use hearth_disk::nvram::{MirrorPolicy, Nvram, NvramOptions, Origin};
+use hearth_disk::nvram::{MirrorPolicy, Nvram, NvramOptions, Origin, resident_bytes};
 use hearth_disk::server::{DiskOptions, DiskServer};
 
 use super::{Machine, MachineError, launch};
 use crate::config::{self, NvramConfig};
+
+impl NvramConfig {
+    pub fn options(&self, memory_folder: &Path) -> NvramOptions {
+        let mirror = self.mirror.as_ref().map(|mirror| (mirror.file.clone(), policy(mirror.policy)));
+        NvramOptions { name: self.name.clone(), folder: memory_folder.to_owned(), bytes: self.bytes, mirror }
+    }
+}
 
 impl Machine {
     /// After the disks: the guest sees them behind these.
     pub(super) fn open_nvram(&mut self) -> Result<(), MachineError> {
         let disks = self.parts.config.disks.len();
         for (position, device) in self.parts.config.nvram.iter().enumerate() {
-            let mirror = device.mirror.as_ref().map(|mirror| (mirror.file.clone(), policy(mirror.policy)));
-            let folder = self.parts.folders.memory.clone();
-            let options = NvramOptions { name: device.name.clone(), folder, bytes: device.bytes, mirror };
-            let (nvram, backing) = Nvram::open(&options)?;
+            let (nvram, backing) = Nvram::open(&device.options(&self.parts.folders.memory))?;
             let from = match nvram.origin {
                 Origin::Memory => "memory",
                 Origin::Mirror => "mirror",
@@ -43,6 +49,12 @@ impl Machine {
                 self.record(EventKind::Error { message });
             }
         }
+    }
+
+    /// Host memory that the devices take.
+    pub(super) fn nvram_bytes(&self) -> u64 {
+        let folder = &self.parts.folders.memory;
+        self.parts.config.nvram.iter().map(|device| resident_bytes(folder, &device.name)).sum()
     }
 
     pub(super) fn nvram_statuses(&self) -> Vec<NvramStatus> {

@@ -12,11 +12,12 @@ use std::time::{Duration, Instant};
 use hearth_api::{ApiError, ErrorWord, EventKind, MissedRun, RemountDisk, RemountLater, RemountPlan};
 use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::{BootSet, DiskTally, PhaseTally};
+use hearth_disk::server::DiskServer;
 use hearth_disk::tag::Tagger;
 use hearth_recovery::boot_set::{ImageNotes, saved};
 
 use super::ready::PortWatch;
-use super::{Machine, MachineError, Parts};
+use super::{Machine, MachineError, Parts, volumes};
 use crate::event::Event;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
@@ -160,6 +161,7 @@ impl Machine {
             blocks: sum.blocks + disk.blocks,
             held: sum.held + disk.held,
             late: sum.late + disk.late,
+            written: sum.written + disk.written,
             boot: add(sum.boot, disk.boot),
             later: add(sum.later, disk.later),
             no_room: sum.no_room + disk.no_room,
@@ -173,7 +175,12 @@ impl Machine {
             misses: tally.boot.misses,
             hit_pct: hit_pct(&tally.boot),
             late_blocks: tally.late,
+            written_blocks: tally.written,
             later: later(&tally.later),
+        });
+        let volumes = plan.disks.keys().flat_map(|&id| {
+            let disk_bytes = self.disks.get(usize::from(id.0)).map_or(0, DiskServer::bytes);
+            volumes::of_disk(boot_set, id, &name_of(id), disk_bytes)
         });
         let missed = plan.missed.iter().map(|(disk, run)| MissedRun {
             disk: name_of(*disk),
@@ -191,12 +198,14 @@ impl Machine {
             expected_hit_pct: percent(all.held, all.blocks + all.no_room),
             hit_pct: hit_pct(&all.boot),
             late_blocks: all.late,
+            written_blocks: all.written,
             later: later(&all.later),
             memory_reads: plan.answers.reads,
             in_line_pct: percent(plan.answers.in_line, plan.answers.reads),
             memory_read_us_p50: plan.answers.us(50.0),
             memory_read_us_p99: plan.answers.us(99.0),
             disks: disks.collect(),
+            volumes: volumes.collect(),
             missed: missed.collect(),
             missed_unlisted_blocks: plan.missed_unlisted,
             damaged_blocks: plan.damaged,
@@ -222,6 +231,6 @@ fn hit_pct(tally: &PhaseTally) -> Option<f64> {
     percent(hits, hits + tally.misses)
 }
 
-fn percent(part: u64, whole: u64) -> Option<f64> {
+pub(super) fn percent(part: u64, whole: u64) -> Option<f64> {
     (whole > 0).then(|| part as f64 * 100.0 / whole as f64)
 }

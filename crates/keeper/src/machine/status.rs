@@ -54,6 +54,7 @@ impl Machine {
 
     fn memory_status(&self) -> MemoryStatus {
         let usage = self.warden.usage();
+        let nvram_bytes = self.nvram_bytes();
         MemoryStatus {
             ram_bytes: self.parts.config.memory_bytes,
             resident_bytes: usage.live_bytes,
@@ -61,9 +62,13 @@ impl Machine {
             held_bytes: self.ember.held_bytes(),
             dump_buffer_bytes: usage.buffer_bytes,
             boot_set_bytes: self.warm.boot_set.as_ref().map_or(0, |boot_set| boot_set.resident_bytes()),
-            budget_bytes: self.budget.limit_bytes(false) + self.parts.config.remount_bytes(),
+            nvram_bytes,
+            budget_bytes: self.budget.limit_bytes(false)
+                + self.parts.config.remount_bytes()
+                + self.parts.config.nvram_bytes(),
             headroom_bytes: self.budget.headroom_bytes,
-            peak_bytes: self.warden.peak_bytes(),
+            // What NVRAM takes it takes before the first guest, and gives back after the last one.
+            peak_bytes: self.warden.peak_bytes() + nvram_bytes,
             admission: self.gate.as_ref().map(MemoryGate::status),
         }
     }

@@ -106,9 +106,9 @@ impl WarmSource for WarmSources {
         }
     }
 
-    fn written(&self, disk: DiskId, block: u64, start: usize, bytes: &[u8]) {
+    fn written(&self, disk: DiskId, block: u64, start: usize, bytes: &[u8], request_bytes: u64) {
         if let Some(boot_set) = &self.boot_set {
-            boot_set.written(disk, block, start, bytes);
+            boot_set.written(disk, block, start, bytes, request_bytes);
         }
     }
 }

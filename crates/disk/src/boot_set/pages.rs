@@ -1,0 +1,129 @@
+//! The pages of a boot set: the bytes of its copies, in a file of host memory.
+//!
+//! Journals, tables of inodes and bitmaps are zeroes for the greater part. A block of zeroes is a hole of the file: it
+//! reads as what it is and takes no memory.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
+use rustix::io::Errno;
+
+use super::{BLOCK, BootSetError, PAGES_FILE};
+use crate::block::BLOCK_BYTES;
+
+const ZEROES: [u8; BLOCK_BYTES] = [0; BLOCK_BYTES];
+
+pub(super) struct Pages {
+    file: File,
+    path: PathBuf,
+    /// By page: does it take memory?
+    filled: Vec<bool>,
+}
+
+impl Pages {
+    pub(super) fn create(folder: &Path, pages: u32) -> Result<Self, BootSetError> {
+        let path = folder.join(PAGES_FILE);
+        let failed = |action| {
+            let path = path.clone();
+            move |source| BootSetError::File { path, action, source }
+        };
+        let options = &mut OpenOptions::new();
+        let file = options.read(true).write(true).create_new(true).mode(0o600).open(&path).map_err(failed("make"))?;
+        file.set_len(u64::from(pages) * BLOCK).map_err(failed("size"))?;
+        Ok(Self { file, path, filled: vec![false; pages as usize] })
+    }
+
+    /// None: there is nothing that fits.
+    pub(super) fn open(folder: &Path, pages: u32) -> Option<Self> {
+        let path = folder.join(PAGES_FILE);
+        let file = OpenOptions::new().read(true).write(true).open(&path).ok()?;
+        let fits = file.metadata().ok()?.len() == u64::from(pages) * BLOCK;
+        let filled = if fits { filled(&file, pages as usize).ok()? } else { return None };
+        Some(Self { file, path, filled })
+    }
+
+    pub(super) fn read(&self, page: u32) -> io::Result<[u8; BLOCK_BYTES]> {
+        let mut bytes = ZEROES;
+        self.file.read_exact_at(&mut bytes, u64::from(page) * BLOCK)?;
+        Ok(bytes)
+    }
+
+    pub(super) fn write(&mut self, page: u32, bytes: &[u8; BLOCK_BYTES]) -> io::Result<()> {
+        if *bytes == ZEROES && self.give_back(page).is_ok() {
+            return Ok(());
+        }
+        self.filled[page as usize] = true;
+        self.file.write_all_at(bytes, u64::from(page) * BLOCK)
+    }
+
+    /// The page reads as zeroes from now on, and takes no memory.
+    pub(super) fn give_back(&mut self, page: u32) -> io::Result<()> {
+        if self.filled[page as usize] {
+            let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            fallocate(&self.file, how, u64::from(page) * BLOCK, BLOCK)?;
+            self.filled[page as usize] = false;
+        }
+        Ok(())
+    }
+
+    pub(super) fn give_back_all(&mut self) -> Result<(), BootSetError> {
+        let bytes = self.filled.len() as u64 * BLOCK;
+        let failed = |source| BootSetError::File { path: self.path.clone(), action: "empty", source };
+        self.file.set_len(0).and_then(|()| self.file.set_len(bytes)).map_err(failed)?;
+        self.filled.fill(false);
+        Ok(())
+    }
+
+    /// Host memory that they take.
+    pub(super) fn resident_bytes(&self) -> u64 {
+        resident(self.file.metadata())
+    }
+}
+
+/// By page: does the file hold anything there?
+fn filled(file: &File, pages: usize) -> io::Result<Vec<bool>> {
+    let mut filled = vec![false; pages];
+    let mut from = 0;
+    loop {
+        let start = match seek(file, SeekFrom::Data(from)) {
+            Ok(start) => start,
+            // Only holes up to the end.
+            Err(Errno::NXIO) => return Ok(filled),
+            Err(error) => return Err(error.into()),
+        };
+        from = seek(file, SeekFrom::Hole(start))?;
+        filled[(start / BLOCK) as usize..from.div_ceil(BLOCK) as usize].fill(true);
+    }
+}
+
+/// What a file in host memory takes.
+pub(super) fn resident(metadata: io::Result<fs::Metadata>) -> u64 {
+    metadata.map_or(0, |metadata| metadata.blocks() * 512)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn zeroes_take_no_memory() {
+        // Only in memory does a file take just the pages that were written.
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let mut pages = Pages::create(folder.path(), 4).unwrap();
+        let mut resident = |page: u32, fill: u8| {
+            pages.write(page, &[fill; BLOCK_BYTES]).unwrap();
+            assert_eq!(pages.read(page).unwrap(), [fill; BLOCK_BYTES]);
+            pages.resident_bytes() / BLOCK
+        };
+        assert_eq!([resident(0, 0), resident(1, 7), resident(2, 8), resident(1, 0)], [0, 1, 2, 1]);
+        drop(pages);
+        let mut pages = Pages::open(folder.path(), 4).unwrap();
+        assert_eq!((pages.read(1).unwrap(), pages.read(2).unwrap()), (ZEROES, [8; BLOCK_BYTES]));
+        pages.write(2, &ZEROES).unwrap();
+        assert_eq!(pages.resident_bytes(), 0, "whoever opens it knows what is a hole");
+        assert!(Pages::open(folder.path(), 5).is_none());
+    }
+}

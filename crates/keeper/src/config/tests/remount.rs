@@ -1,0 +1,129 @@
+//! `[remount]` and `[[nvram]]`.
+
+use super::*;
+
+#[test]
+fn a_boot_set_has_a_limit_and_an_end() {
+    let remount = |more: &str| parse(&format!("{SMALL}[remount]\n{more}")).unwrap();
+    let plain =
+        |limit_bytes, ready_after_s| RemountConfig { limit_bytes, ready_after_s, ready_port: None, persist_file: None };
+    assert_eq!(remount("").remount, Some(plain((1 << 30) / 20, 120)));
+    let config = remount("limit = \"64MiB\"\nready_after = \"30s\"\n");
+    assert_eq!(config.remount, Some(plain(64 << 20, 30)));
+    assert_eq!(config.most_memory_bytes() - parse(SMALL).unwrap().most_memory_bytes(), 64 << 20);
+    check_with(
+        "[remount]\nlimit = \"4KiB\"\nready_after = \"soon\"\n",
+        &[
+            "error: remount.limit: 4KiB is too little; give it 64KiB or more",
+            "error: remount.ready_after: \"soon\" is not a time; write a number with s, m, h or d: \"30s\", \"5m\"",
+        ],
+    );
+    let without_ember = SMALL.replace("memory =", "ember = \"off\"\nmemory =");
+    check(
+        &format!("{without_ember}[remount]\n"),
+        &["error: remount: needs what `ember = \"off\"` turns off; remove one of them"],
+    );
+}
+
+#[test]
+fn a_boot_is_over_when_a_port_answers_that_leads_into_the_guest() {
+    let with = |port: &str, forward: &str| {
+        format!("{SMALL}[remount]\nready = {{ {port} }}\n[[nets]]\nforward = [\"{forward}\"]\n")
+    };
+    let ready_port = |text: &str| parse(text).unwrap().remount.unwrap().ready_port.map(|forward| forward.guest_port);
+    assert_eq!(ready_port(&with("port = 8080", "127.0.0.1:8080:80")), Some(80));
+    check(
+        &with("port = 81", "8080:80"),
+        &[
+            "error: remount.ready.port: 81 leads nowhere; forward it to the guest's port: forward = [\"127.0.0.1:8080:80\"] below [[nets]]",
+        ],
+    );
+    check(
+        &with("port = 8080", "8080:80/udp"),
+        &[
+            "error: remount.ready.port: 8080 leads nowhere; forward it to the guest's port: forward = [\"127.0.0.1:8080:80\"] below [[nets]]",
+        ],
+    );
+    check(&with("", "8080:80"), &["error: remount.ready.port: is missing; for example ready = { port = 8080 }"]);
+    check(
+        &with("port = 0", "8080:80"),
+        &["error: remount.ready.port (line 6): 0 is not between 1 and 65535; for example port = 8080"],
+    );
+    check(&with("prot = 80", "8080:80"), &["error: remount.ready.prot (line 6): no such key; did you mean port?"]);
+}
+
+#[test]
+fn a_boot_set_is_saved_where_it_is_said() {
+    let saved = |more: &str| parse(&format!("{SMALL}[remount]\n{more}")).unwrap().remount.unwrap().persist_file;
+    assert_eq!(saved("persist = false\n"), None);
+    assert!(saved("persist = true\n").unwrap().ends_with("web/boot-set"));
+    assert_eq!(saved("persist = true\npersist_file = \"kept/set\"\n"), Some("/machines/kept/set".into()));
+    check_with(
+        "[remount]\npersist_file = \"kept\"\n",
+        &["error: remount.persist_file: is of no use without persist = true; remove it, or set that"],
+    );
+    check_with(
+        "[remount]\npersist = \"yes\"\nready_after = \"0s\"\n",
+        &[
+            "error: remount.persist (line 6): is not true or false; for example persist = true",
+            "error: remount.ready_after: \"0s\" is not a time; write a number with s, m, h or d: \"30s\", \"5m\"",
+        ],
+    );
+    check_with("[remount]\nlimits = \"1MiB\"\n", &["error: remount.limits (line 6): no such key; did you mean limit?"]);
+}
+
+#[test]
+fn nvram_has_a_size_and_perhaps_a_mirror() {
+    let nvram = |more: &str| parse(&format!("{SMALL}[[nvram]]\nsize = \"8KiB\"\n{more}")).unwrap();
+    let plain = NvramConfig { name: "nvram0".into(), bytes: 8192, serial: "nvram0".into(), mirror: None };
+    assert_eq!(nvram("").nvram, std::slice::from_ref(&plain));
+    assert_eq!(nvram("mirror = \"none\"\n").nvram, [plain]);
+    assert_eq!(nvram("").most_memory_bytes() - parse(SMALL).unwrap().most_memory_bytes(), 8192);
+    let mirror = Some(NvramMirror { file: "/machines/m".into(), policy: MirrorPolicy::Sync });
+    assert_eq!(
+        nvram("name = \"log\"\nserial = \"L1\"\nmirror = \"sync\"\nmirror_file = \"m\"\n").nvram,
+        [NvramConfig { name: "log".into(), bytes: 8192, serial: "L1".into(), mirror }]
+    );
+    check_with("[[nvram]]\n", &["error: nvram[0].size: is missing; for example size = \"64MiB\""]);
+    check_with(
+        "[[nvram]]\nsize = \"5KiB\"\n[[nvram]]\nsize = \"0MiB\"\n[[nvram]]\nsize = \"8\"\n",
+        &[
+            "error: nvram[0].size: 5KiB is not a multiple of 4 KiB; round it",
+            "error: nvram[1].size: 0MiB is not a multiple of 4 KiB; round it",
+            "error: nvram[2].size: \"8\" is not a size; write a number with a unit of 1024: \"512MiB\", \"2GiB\"",
+        ],
+    );
+    check_with(
+        "[[nvram]]\nsize = \"4KiB\"\nmirror = \"async\"\n[[nvram]]\nsize = \"4KiB\"\nmirror_file = \"m\"\n",
+        &[
+            "error: nvram[0].mirror_file: is missing; for example mirror_file = \"/srv/journal\"",
+            "error: nvram[1].mirror_file: is of no use without a mirror; set mirror = \"async\" or \"sync\", or remove it",
+        ],
+    );
+    check_with(
+        "[[nvram]]\nsize = \"4KiB\"\nmirror = \"often\"\nsise = 1\n",
+        &[
+            "error: nvram[0].mirror (line 7): \"often\" is none of \"none\", \"async\", \"sync\"; for example mirror = \"sync\"",
+            "error: nvram[0].sise (line 8): no such key; did you mean size?",
+        ],
+    );
+}
+
+#[test]
+fn nvram_shares_neither_names_nor_mirrors() {
+    check_with(
+        "[[disks]]\nname = \"log\"\npath = \"a\"\n[[nvram]]\nname = \"log\"\nsize = \"4KiB\"\n",
+        &["error: nvram: two devices are named log; give each a name of its own"],
+    );
+    let mirrored = "[[nvram]]\nsize = \"4KiB\"\nmirror = \"sync\"\nmirror_file = \"m\"\n";
+    check_with(
+        &format!("{mirrored}{mirrored}"),
+        &["error: nvram: two devices mirror to /machines/m; give each a mirror of its own"],
+    );
+    check_with(
+        "[[nvram]]\nname = \"../log\"\nsize = \"4KiB\"\n",
+        &[
+            "error: nvram[0].name: \"../log\" is not a name; use 1 to 32 letters, digits, \"-\", \"_\" or \".\", beginning with a letter or digit",
+        ],
+    );
+}

@@ -1,0 +1,45 @@
+//! Volumes: hits and misses of a boot by partition.
+//!
+//! The tables of partitions are taken from the boot set: a guest reads them at every boot, so they are held, as they are on
+//! the disk and whatever the image's format. Where they are not held there are no partitions to be told of.
+
+use hearth_api::RemountVolume;
+use hearth_disk::block::{BLOCK_BYTES, DiskId};
+use hearth_disk::boot_set::{BootSet, Share};
+use hearth_disk::partitions::{self, Partition, SECTOR_BYTES};
+
+use super::remount::percent;
+
+const BLOCK: u64 = BLOCK_BYTES as u64;
+const SECTORS_PER_BLOCK: u64 = (BLOCK_BYTES / SECTOR_BYTES) as u64;
+
+/// The volumes of one disk. A block belongs to the partition that its first byte lies in.
+pub fn of_disk(boot_set: &BootSet, id: DiskId, disk: &str, disk_bytes: u64) -> Vec<RemountVolume> {
+    let partitions = partitions::find(disk_bytes, &mut |sector| read(boot_set, id, sector));
+    let blocks: Vec<_> =
+        partitions.iter().map(|part| part.bytes.start.div_ceil(BLOCK)..part.bytes.end.div_ceil(BLOCK)).collect();
+    let beside = Partition { number: 0, bytes: 0..disk_bytes };
+    let shares = boot_set.shares(id, &blocks);
+    let volumes = partitions.iter().chain([&beside]).zip(shares);
+    volumes.map(|(partition, share)| volume(disk, partition, share)).collect()
+}
+
+fn read(boot_set: &BootSet, disk: DiskId, sector: u64) -> Option<[u8; SECTOR_BYTES]> {
+    let block = boot_set.copy_of(disk, sector / SECTORS_PER_BLOCK)?;
+    let start = (sector % SECTORS_PER_BLOCK) as usize * SECTOR_BYTES;
+    block[start..start + SECTOR_BYTES].try_into().ok()
+}
+
+fn volume(disk: &str, Partition { number, bytes }: &Partition, share: Share) -> RemountVolume {
+    RemountVolume {
+        disk: disk.to_owned(),
+        partition: (*number > 0).then_some(*number),
+        offset: bytes.start,
+        bytes: bytes.end - bytes.start,
+        blocks: share.blocks,
+        held_blocks: share.held,
+        hits: share.hits,
+        misses: share.misses,
+        hit_pct: percent(share.hits, share.hits + share.misses),
+    }
+}

@@ -1,0 +1,130 @@
+//! Many volumes: all of them are written to when their guest crashes, and again when the next one does. What was
+//! acknowledged is there, no file system is damaged, and the last boot finds nearly all that it reads in memory.
+
+use std::collections::BTreeMap;
+
+use hearth_vmtest::images::{self, XFS_MIB_MIN};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, Volumes, patience};
+
+use super::{machine, number, ready};
+
+/// So many at a time write, each to a share of the volumes.
+const WRITERS: usize = 4;
+/// Crashes come when each volume has acknowledged so many lines.
+const LINES: usize = 2;
+/// Of what the last boot reads, in percent.
+const HIT_PCT: f64 = 98.0;
+
+#[test]
+fn a_hundred_volumes_come_back_whole() -> Result<()> {
+    come_back_whole(100, 2)
+}
+
+/// Minutes: `cargo test -p hearth-vmtest --test fast_remount -- --ignored four_hundred`.
+#[test]
+#[ignore = "takes minutes under emulation"]
+fn four_hundred_volumes_come_back_whole() -> Result<()> {
+    come_back_whole(400, 4)
+}
+
+fn come_back_whole(ext4: usize, xfs: usize) -> Result<()> {
+    let volumes = Volumes::make(ext4)?;
+    let first = volumes.images().len();
+    let builder = machine("many", &volumes);
+    let vm = (0..xfs).fold(builder, |builder, _| builder.disk(Disk::xfs(XFS_MIB_MIN))).boot()?;
+    let xfs_letters: String =
+        (b'a'..=b'z').skip(first).take(xfs).map(|letter| format!("{} ", char::from(letter))).collect();
+    let mount = || {
+        let each = "mkdir -p /v/$x && mount -t xfs /dev/vd$x /v/$x || exit";
+        vm.sh(&format!("for x in {xfs_letters}; do {each}; done"))?;
+        volumes.mount(&vm)
+    };
+    mount()?;
+    ready(&vm)?;
+    let mut lines = Lines::new();
+    for life in 1..=2 {
+        let acknowledged = write_until_crash(&vm, life, ext4 + xfs)?;
+        vm.wait_incarnation(life + 1)?;
+        mount()?;
+        let found = read(&vm)?;
+        compare(life, &lines, &acknowledged, &found);
+        lines = found;
+    }
+    let plan = ready(&vm)?;
+    assert!(plan["hit_pct"].as_f64() >= Some(HIT_PCT), "{}", plan["missed"]);
+    vm.sh_within("umount /v/*", patience(60))?;
+    vm.stop()?;
+    let mut checked = 0;
+    for volume in plan["volumes"].as_array().into_iter().flatten().filter(|volume| volume["partition"].is_u64()) {
+        let image = vm.folder().join(format!("{}.img", volume["disk"].as_str().expect("a disk has a name")));
+        images::check_ext4(&image, number(volume, "/offset"))?;
+        checked += 1;
+    }
+    assert_eq!(checked, ext4, "{}", plan["volumes"]);
+    (first..first + xfs).try_for_each(|disk| images::check_xfs(&vm.folder().join(format!("disk{disk}.img"))))
+}
+
+/// By volume, in order.
+type Lines = BTreeMap<String, Vec<String>>;
+
+/// Lines `LIFE-1`, `LIFE-2` and so on to every volume, each acknowledged when it is on the disk, until all volumes have some.
+/// Then the guest crashes, and its writers know nothing of that.
+fn write_until_crash(vm: &TestVm, life: u64, volumes: usize) -> Result<Lines> {
+    // What a process says is told from what the kernel says by its priority only, and comes over the console at once.
+    let line = format!(
+        "echo {life}-$i >>$d/lines && sync $d/lines && echo \"<3>acknowledged ${{d#/v/}} {life}-$i\" >/dev/kmsg"
+    );
+    let share =
+        format!("k=0; for d in /v/*; do k=$((k+1)); [ $((k%{WRITERS})) = $w ] || continue; {line} || exit; done");
+    let writer = format!("(i=0; while :; do i=$((i+1)); {share}; done) &");
+    let writers: Vec<String> = (0..WRITERS).map(|writer| writer.to_string()).collect();
+    let all = format!("for w in {}; do {writer} done; wait", writers.join(" "));
+    vm.guest().start(&format!("echo on >/proc/sys/kernel/printk_devkmsg; {all}"))?;
+    vm.wait_console("lines in each volume", patience(60), |heard| {
+        let acknowledged = acknowledged(heard.kernel(), life);
+        let is_enough = acknowledged.len() == volumes && acknowledged.values().all(|lines| lines.len() >= LINES);
+        is_enough.then_some(())
+    })?;
+    vm.crash()?;
+    // What the guest said before it died counts too.
+    vm.wait_event("the next incarnation", |event| {
+        event["kind"] == "incarnation_started" && event["incarnation"] == life + 1
+    })?;
+    Ok(acknowledged(&vm.guest().kernel_log(), life))
+}
+
+fn acknowledged(kernel: &[String], life: u64) -> Lines {
+    let mut lines = Lines::new();
+    for message in kernel {
+        let words: Vec<&str> = message.split_whitespace().rev().take(3).collect();
+        if let [line, volume, "acknowledged"] = words[..]
+            && line.starts_with(&format!("{life}-"))
+        {
+            lines.entry(volume.to_owned()).or_default().push(line.to_owned());
+        }
+    }
+    lines
+}
+
+fn read(vm: &TestVm) -> Result<Lines> {
+    let said = vm.sh_within("awk '{ print FILENAME, $0 }' /v/*/lines", patience(60))?;
+    let mut lines = Lines::new();
+    for line in said.lines() {
+        let (file, line) = line.split_once(' ').unwrap_or_else(|| panic!("a line without a file: {line}"));
+        let volume = file.trim_start_matches("/v/").trim_end_matches("/lines");
+        lines.entry(volume.to_owned()).or_default().push(line.to_owned());
+    }
+    Ok(lines)
+}
+
+/// What was there before, then all that was acknowledged, and perhaps lines that were not any more; nothing else.
+fn compare(life: u64, before: &Lines, acknowledged: &Lines, found: &Lines) {
+    for (volume, acknowledged) in acknowledged {
+        let found = found.get(volume).map_or(&[][..], Vec::as_slice);
+        let old = before.get(volume).map_or(&[][..], Vec::as_slice);
+        let new = found.strip_prefix(old).unwrap_or_else(|| panic!("{volume} holds {found:?} and did hold {old:?}"));
+        let expected: Vec<String> = (1..=new.len()).map(|number| format!("{life}-{number}")).collect();
+        assert_eq!(new, expected, "{volume}");
+        assert!(new.starts_with(acknowledged), "{volume} holds {new:?} and acknowledged {acknowledged:?}");
+    }
+}
