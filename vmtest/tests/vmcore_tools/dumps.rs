@@ -24,7 +24,8 @@ fn guest(linux: Linux, memory_mib: u64, on_panic: &str, dumps: &Path) -> Result<
 }
 
 fn panic(vm: &TestVm, panic: Panic) -> Result<()> {
-    if panic == Panic::Nmi { vm.crash() } else { panic.start(vm) }
+    panic.start(vm)?;
+    if panic == Panic::Nmi { vm.crash() } else { Ok(()) }
 }
 
 /// Panics and is dumped while the next incarnation boots; then every tool reads the dump.

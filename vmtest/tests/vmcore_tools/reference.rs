@@ -17,9 +17,9 @@ fn qemu_dump(linux: Linux, panic: Panic, dump: &Path) -> Result<()> {
     let vm = PlainVm::busybox_on("reference", linux).memory_mib(512).drive(&image, "");
     let vm = vm.args(["-action", "panic=pause", "-device", "vmcoreinfo"]).boot()?;
     panics::fill(&vm, 256)?;
-    match panic {
-        Panic::Nmi => drop(vm.qmp().execute("inject-nmi", json!({}))?),
-        panic => panic.start(&vm)?,
+    panic.start(&vm)?;
+    if panic == Panic::Nmi {
+        vm.qmp().execute("inject-nmi", json!({}))?;
     }
     vm.qmp().wait_event("GUEST_PANICKED", patience(10))?;
     let protocol = format!("file:{}", dump.display());
