@@ -1,8 +1,10 @@
 //! Lazy restore, as a guest and its operator see it: saved at one moment, it goes on from there, any number of times.
 //!
 //! `saves`: what saving does to the machine that is saved. `restores`: the guest that comes back is the one that was saved.
-//! `scans`: what the guest uses is seen before it is saved. `faults`: what a damaged snapshot and killed keepers make of it.
+//! `dedup`: what its disks hold is not stored. `scans`: what the guest uses is seen before it is saved. `faults`: what a damaged snapshot and killed keepers make of it.
 
+#[path = "lazy_restore/dedup.rs"]
+mod dedup;
 #[path = "lazy_restore/faults.rs"]
 mod faults;
 #[path = "lazy_restore/restores.rs"]
@@ -25,4 +27,13 @@ fn await_console(vm: &TestVm) -> Result<()> {
         }
     }
     vm.sh("true").map(drop)
+}
+
+/// The pattern that a command of the clone verifies is right, all its memory comes, and it is the guest that was saved.
+fn comes_whole(clone: &TestVm, verifying: u64, nonce: &str) -> Result<()> {
+    let verified = clone.wait_console("the pattern is verified", patience(60), |heard| heard.take_answer(verifying))?;
+    assert_eq!(verified.status, 0, "{:?}", String::from_utf8_lossy(&verified.output));
+    clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
+    assert_eq!(clone.nonce()?, nonce);
+    Ok(())
 }

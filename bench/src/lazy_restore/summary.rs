@@ -93,6 +93,7 @@ pub fn summarise(record: &mut Record, profiles: &[Profile]) {
         ("save_live_s", saves("live_s")),
         ("save_written_mib_s", saves("written_mib_s")),
         ("snapshot_mib", saves("snapshot_mib")),
+        ("snapshot_mib_dedup", saves("snapshot_mib_dedup")),
     ] {
         figures.push((metric.to_owned(), value));
     }

@@ -216,6 +216,9 @@ pub enum EventKind {
         /// Copied while the guest stood still.
         #[serde(default)]
         pages_held: u64,
+        /// Of `pages`, stored as blocks of the snapshot's disks.
+        #[serde(default)]
+        pages_on_disks: u64,
     },
     /// There is no such folder, and the guest goes on.
     SaveFailed {

@@ -78,6 +78,9 @@ pub struct SaveRequest {
     /// Compress memory with zstd.
     #[serde(default)]
     pub compress: bool,
+    /// Store pages that the disks hold too as where they are there.
+    #[serde(default)]
+    pub dedup_disk: bool,
     /// See beforehand which pages the guest uses; they become the snapshot's working set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scan: Option<ScanRequest>,

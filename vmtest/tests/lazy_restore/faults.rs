@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use hearth_recovery::snapshot::Snapshot;
 use hearth_vmtest::{Drives, Result, TestVm};
 
-use super::{fill, verify};
+use super::{comes_whole, fill, verify};
 
 /// A guest with 64 MiB that are known, saved and gone; its nonce and its snapshot.
 fn saved(name: &str) -> Result<(TestVm, String, PathBuf)> {
@@ -79,16 +79,6 @@ fn a_guest_that_touches_a_damaged_page_waits_and_goes_on_when_the_image_is_mende
     assert!(clone.guest().take_answer(verifying).is_none(), "it cannot have been verified: a page of it is not there");
     image.write_all_at(&[whole[place]], place as u64).expect("it can be written");
     comes_whole(&clone, verifying, &nonce)
-}
-
-/// The pattern that a command of the clone verifies is right, all its memory comes, and it is the guest that was saved.
-fn comes_whole(clone: &TestVm, verifying: u64, nonce: &str) -> Result<()> {
-    let verified = clone
-        .wait_console("the pattern is verified", hearth_vmtest::patience(60), |heard| heard.take_answer(verifying))?;
-    assert_eq!(verified.status, 0, "{:?}", String::from_utf8_lossy(&verified.output));
-    clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
-    assert_eq!(clone.nonce()?, nonce);
-    Ok(())
 }
 
 #[test]

@@ -23,6 +23,7 @@ mod open;
 mod overlay;
 mod qcow2;
 mod raw;
+mod reader;
 #[cfg(test)]
 mod tests;
 
@@ -31,6 +32,7 @@ pub(crate) use guarded::GuardedFile;
 pub use overlay::{OverlayError, create_overlay};
 use qcow2::Qcow2Image;
 use raw::RawImage;
+pub use reader::ImageReader;
 
 /// How the bytes of the virtual disk lie in the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -124,7 +124,7 @@ impl Qcow2Image {
     }
 
     /// The images on top of each other, base first.
-    fn chain(&self, read_only: bool) -> Result<Chain, ImageError> {
+    pub(super) fn chain(&self, read_only: bool) -> Result<Chain, ImageError> {
         let mut below = None;
         for (depth, layer) in self.layers.iter().enumerate().rev() {
             let opened = layer.open_over(below, &self.guard, depth == 0 && !read_only);

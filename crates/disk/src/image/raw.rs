@@ -91,6 +91,11 @@ impl RawImage {
         self.guard.freeze(self.target.file.try_clone()?, target)
     }
 
+    /// Of which the lock is this image's.
+    pub(super) fn file(&self) -> io::Result<File> {
+        self.target.file.try_clone()
+    }
+
     fn unguarded_engine(&self, pool: Arc<BufferPool>, depth: u32) -> io::Result<Box<dyn Engine>> {
         match UringEngine::new(self.target.clone(), pool.clone(), depth) {
             Ok(engine) => {

@@ -258,6 +258,7 @@ mod tests {
             rounds: 1,
             settled: true,
             pages_held: 1,
+            pages_on_disks: 0,
         };
         check(Goal::Saved, 2, saved(), Bearing::Reached);
         check(Goal::Saved, 2, not_saved(), Bearing::Lost);

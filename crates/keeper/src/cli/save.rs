@@ -24,6 +24,9 @@ pub struct SaveArguments {
     /// Compress memory with zstd: slower to save, and smaller.
     #[arg(long)]
     compress: bool,
+    /// Do not store pages that the disks hold too, but where they are there: smaller, and slower to save.
+    #[arg(long)]
+    dedup_disk: bool,
     /// See first which pages the guest uses, in so many rounds: they are read ahead when it is restored.
     ///
     /// Without a value 1s,5. Pages that are used in many rounds come first. It costs the guest about a microsecond for each
@@ -31,20 +34,20 @@ pub struct SaveArguments {
     #[arg(long, value_name = "PERIOD,ROUNDS", num_args = 0..=1, default_missing_value = "1s,5", value_parser = scan_plan)]
     scan: Option<ScanRequest>,
     /// Call off a save that is under way.
-    #[arg(long, conflicts_with_all = ["output", "go_on", "stop", "compress", "scan"])]
+    #[arg(long, conflicts_with_all = ["output", "go_on", "stop", "compress", "dedup_disk", "scan"])]
     cancel: bool,
     #[command(flatten)]
     wait: WaitArgument,
 }
 
 pub fn save(context: &mut Context<'_>, arguments: SaveArguments) -> Result<Exit, CliError> {
-    let SaveArguments { machine, output, go_on, stop, compress, scan, cancel, wait } = arguments;
+    let SaveArguments { machine, output, go_on, stop, compress, dedup_disk, scan, cancel, wait } = arguments;
     match output.filter(|_| !cancel) {
         // Calling it off is the one thing that needs no folder.
         None => order::cancel_save(context, &machine.name, !wait.no_wait),
         Some(folder) => {
             let then = if stop && !go_on { SaveThen::Stop } else { SaveThen::Continue };
-            let request = SaveRequest { folder: absolute(folder), then, compress, scan };
+            let request = SaveRequest { folder: absolute(folder), then, compress, dedup_disk, scan };
             order::save(context, &machine.name, &request, !wait.no_wait)
         }
     }

@@ -98,6 +98,7 @@ fn obey(command: &Command, events: &EventLog) -> Result<Answer, ApiError> {
                 rounds: 3,
                 settled: true,
                 pages_held: 9,
+                pages_on_disks: 0,
             });
         }
         Command::CancelSave => {

@@ -87,11 +87,17 @@ pub fn describe(event: &EventKind) -> String {
             let eta = eta_s.map_or_else(String::new, |eta| format!(", {} to go", milliseconds(eta * 1e3)));
             format!("save at {percent:.0} %, {mib_per_s:.1} MiB/s{eta}")
         }
-        EventKind::Saved { folder, pages, bytes: size, pause_ms, .. } => format!(
-            "saved, {pages} pages in {}; the guest stood still for {}; {folder}",
-            bytes(*size),
-            milliseconds(*pause_ms)
-        ),
+        EventKind::Saved { folder, pages, bytes: size, pause_ms, pages_on_disks, .. } => {
+            let elsewhere = match pages_on_disks {
+                0 => String::new(),
+                count => format!(", {count} of them where the disks hold them"),
+            };
+            format!(
+                "saved, {pages} pages in {}{elsewhere}; the guest stood still for {}; {folder}",
+                bytes(*size),
+                milliseconds(*pause_ms)
+            )
+        }
         EventKind::SaveFailed { folder, why } => format!("not saved: {why} ({folder})"),
         EventKind::RestoreStarted { snapshot, mode } => format!("guest comes out of {snapshot} ({mode})"),
         EventKind::Restored { pages, pages_prefetched, duration_ms } => format!(

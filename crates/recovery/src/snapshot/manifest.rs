@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::{SnapshotError, seal};
 
 /// Raised when a field changes its meaning, or a file its format.
-pub const SNAPSHOT_VERSION: u32 = 1;
+pub const SNAPSHOT_VERSION: u32 = 2;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
@@ -74,7 +74,7 @@ impl Manifest {
             version: u32,
         }
         let Version { version } = serde_json::from_str(body).map_err(|error| damaged(&error.to_string()))?;
-        if version != SNAPSHOT_VERSION {
+        if !(1..=SNAPSHOT_VERSION).contains(&version) {
             return Err(SnapshotError::Version { path: path.to_owned(), found: version });
         }
         let manifest: Self = serde_json::from_str(body).map_err(|error| damaged(&error.to_string()))?;

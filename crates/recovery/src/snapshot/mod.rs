@@ -10,8 +10,11 @@
 //!   working-set    pages that the guest used before it was saved, and restored guests first (`pages`); may come later, or never
 //! ```
 //! Whatever is cut off, altered or missing is refused by name before a guest runs from it; a chunk of memory when it is
-//! read. Disks are the one thing that is not checked byte by byte: to read them whole would take longer than all the rest.
+//! read. Disks are the one thing that is not checked byte by byte, but for blocks that hold pages of memory: to read them whole
+//! would take longer than all the rest.
 
+pub mod blocks;
+pub mod dedup;
 mod disk;
 mod manifest;
 pub mod pages;
@@ -25,7 +28,10 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use blocks::DiskBlocks;
+use hearth_disk::image::ImageError;
 use rustix::fs::{FlockOperation, flock};
 
 pub use disk::{can_share, share_image};
@@ -33,6 +39,7 @@ pub use manifest::{DiskPart, Manifest, Part, RamPart, SNAPSHOT_VERSION};
 use pages::{PageReader, Sealed};
 pub use working_set::{AGE_END, AgedPage, Source, aged_pages};
 
+const PAGE: usize = hearth_memory::PAGE_BYTES as usize;
 const MANIFEST: &str = "manifest";
 const MACHINE: &str = "machine.toml";
 const STATE: &str = "state";
@@ -50,12 +57,14 @@ pub enum SnapshotError {
     Exists { path: PathBuf },
     #[error("{path}: is no snapshot, or one that was not finished: it has no manifest")]
     NoManifest { path: PathBuf },
-    #[error("{path}: version {found}, this Hearth knows {SNAPSHOT_VERSION}; use the one that wrote it")]
+    #[error("{path}: version {found}, this Hearth knows 1 to {SNAPSHOT_VERSION}; use the one that wrote it")]
     Version { path: PathBuf, found: u32 },
     #[error("{path}: is damaged: {what}")]
     Damaged { path: PathBuf, what: String },
     #[error("{path}: pages {first} to {last} of the guest's memory are damaged: {what}")]
-    DamagedPages { path: PathBuf, first: u32, last: u32, what: &'static str },
+    DamagedPages { path: PathBuf, first: u32, last: u32, what: String },
+    #[error(transparent)]
+    Image(#[from] ImageError),
     #[error("disk {disk}: {path}: {what}")]
     Disk { disk: String, path: PathBuf, what: String },
 }
@@ -131,8 +140,8 @@ impl Draft {
     }
 
     /// What the guest used before it was saved, best first; after its memory. How many pages of that are not zeroes.
-    pub fn write_working_set(&mut self, used: &[u32]) -> Result<u64, SnapshotError> {
-        let ram = PageReader::open(&self.folder.join(RAM))?;
+    pub fn write_working_set(&mut self, used: &[u32], disks: &[DiskPart]) -> Result<u64, SnapshotError> {
+        let ram = open_ram(&self.folder, disks)?;
         let scanned = used.iter().map(|&page| AgedPage { page, age: 0, source: Source::Scan });
         Ok(working_set::write(&self.claim(WORKING_SET), scanned, &ram)?.pages)
     }
@@ -193,12 +202,6 @@ impl Snapshot {
         let machine = read_part(&path, &manifest.machine_file, MACHINE_BYTES_MAX)?;
         let machine = String::from_utf8(machine).map_err(|_| SnapshotError::damaged(&path, "it is no text"))?;
         let state = read_part(&folder.join(STATE), &manifest.state, STATE_BYTES_MAX)?;
-        let path = folder.join(RAM);
-        let ram = PageReader::open(&path)?;
-        let sealed = Sealed { bytes: manifest.ram.bytes, pages: manifest.ram.pages, seal: manifest.ram.seal.clone() };
-        if ram.sealed() != &sealed || ram.ram_pages() != manifest.ram_pages() {
-            return Err(SnapshotError::damaged(&path, "it is not the one that the manifest names"));
-        }
         for disk in &manifest.disks {
             let path = folder.join(manifest::disk_file(&disk.name));
             let found = fs::metadata(&path).map_err(SnapshotError::io(&path, "found"))?.len();
@@ -206,6 +209,12 @@ impl Snapshot {
                 let what = format!("it has {found} bytes, and had {} when it was saved", disk.bytes);
                 return Err(SnapshotError::damaged(&path, what));
             }
+        }
+        let path = folder.join(RAM);
+        let ram = open_ram(folder, &manifest.disks)?;
+        let sealed = Sealed { bytes: manifest.ram.bytes, pages: manifest.ram.pages, seal: manifest.ram.seal.clone() };
+        if ram.sealed() != &sealed || ram.ram_pages() != manifest.ram_pages() {
+            return Err(SnapshotError::damaged(&path, "it is not the one that the manifest names"));
         }
         let working_set = Self::open_working_set(folder, ram.ram_pages());
         Ok(Self { folder: folder.to_owned(), manifest, machine, state, ram, working_set })
@@ -251,6 +260,15 @@ impl Snapshot {
         folder.sync_all().map_err(SnapshotError::io(&self.folder, "written"))?;
         Ok(sealed.pages)
     }
+}
+
+/// The file of memory, with the disks that hold pages of it.
+fn open_ram(folder: &Path, disks: &[DiskPart]) -> Result<PageReader, SnapshotError> {
+    let ram = PageReader::open(&folder.join(RAM))?;
+    if !ram.needs_disks() {
+        return Ok(ram);
+    }
+    Ok(ram.with_disks(Arc::new(DiskBlocks::open(folder, disks)?)))
 }
 
 pub(crate) fn sync_folder(folder: &Path) -> Result<(), SnapshotError> {

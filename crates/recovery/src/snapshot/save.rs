@@ -17,7 +17,7 @@ use hearth_memory::faults::writes::{WatchError, WriteWatch};
 use hearth_memory::{FileOffset, MemoryError, PAGE_BYTES, RamFile};
 
 use super::SnapshotError;
-use super::pages::{Compression, PageReader, PageWriter, Sealed};
+use super::pages::{Compression, Elsewhere, PageReader, PageWriter, Sealed};
 use crate::vmcore::Bitmap;
 
 /// Read at a time; and so often whoever waits for it is asked.
@@ -199,19 +199,32 @@ fn put_all(writer: &mut PageWriter, pages: impl Iterator<Item = u32>, bytes: &[u
     Ok(())
 }
 
-/// Another file of the same pages, compressed. Not at once: what takes another number of bytes has no place to be put again.
-pub fn pack(plain: &Path, target: &Path, watcher: &mut dyn Watcher) -> Result<Sealed, SaveError> {
-    let pages = PageReader::open(plain)?;
-    let mut writer = PageWriter::create(target, pages.ram_pages(), Compression::Zstd)?;
+/// Another file of the same pages, compressed, or without those that are on disks. Not at once: what takes another number of
+/// bytes has no place to be put again.
+pub fn pack(
+    pages: &PageReader,
+    target: &Path,
+    compression: Compression,
+    elsewhere: &[Elsewhere],
+    watcher: &mut dyn Watcher,
+) -> Result<Sealed, SaveError> {
+    let mut writer = PageWriter::create(target, pages.ram_pages(), compression)?;
     let mut reading = pages.reading();
+    let mut left_out = Bitmap::new(pages.ram_pages());
+    elsewhere.iter().flat_map(Elsewhere::pages).for_each(|page| left_out.set(u64::from(*page)));
     watcher.more(pages.pages().len() as u64);
     for chunk in 0..pages.chunks() {
         let bytes = pages.read(chunk, &mut reading)?;
         let numbers = pages.pages_of(chunk);
         for (page, bytes) in numbers.iter().zip(bytes.chunks_exact(PAGE_BYTES as usize)) {
-            writer.add(*page, bytes.try_into().expect("a page"))?;
+            if !left_out.contains(u64::from(*page)) {
+                writer.add(*page, bytes.try_into().expect("a page"))?;
+            }
         }
         watcher.done(numbers.len() as u64)?;
+    }
+    for chunk in elsewhere {
+        writer.add_elsewhere(chunk)?;
     }
     Ok(writer.finish()?)
 }
@@ -319,7 +332,8 @@ mod tests {
         copy.finish().unwrap();
         check_copy(&stand.path("ram"), &stand.ram);
         assert!(watcher.done >= 2500 + 2400 + 6 && watcher.more >= 2400 + 6, "{} {}", watcher.done, watcher.more);
-        let packed = pack(&stand.path("ram"), &stand.path("packed"), &mut watcher).unwrap();
+        let plain = PageReader::open(&stand.path("ram")).unwrap();
+        let packed = pack(&plain, &stand.path("packed"), Compression::Zstd, &[], &mut watcher).unwrap();
         check_copy(&stand.path("packed"), &stand.ram);
         assert!(packed.bytes < std::fs::metadata(stand.path("ram")).unwrap().len() / 4);
     }

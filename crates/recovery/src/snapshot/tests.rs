@@ -43,7 +43,7 @@ impl Stand {
             disks: vec![DiskPart { name: "root".into(), format: "raw".into(), bytes: 1024 }],
         };
         if !used.is_empty() {
-            draft.write_working_set(used).unwrap();
+            draft.write_working_set(used, &[]).unwrap();
         }
         draft.finish(&manifest).unwrap();
         stand
@@ -81,7 +81,7 @@ fn a_draft_that_is_given_up_leaves_nothing() {
     PageWriter::create(&draft.ram_path(), RAM_PAGES, Compression::None).unwrap();
     draft.make_disk("root").unwrap();
     draft.plain_ram_path();
-    assert!(draft.write_working_set(&[1]).is_err(), "its memory is not finished");
+    assert!(draft.write_working_set(&[1], &[]).is_err(), "its memory is not finished");
     drop(draft);
     assert_eq!(names(home.path()), Vec::<String>::new());
 }
@@ -133,9 +133,9 @@ fn a_version_from_the_future_is_told() {
     let stand = Stand::new();
     let path = stand.folder().join(MANIFEST);
     let text = fs::read_to_string(&path).unwrap();
-    let body = text[..text.rfind("blake3 ").unwrap()].replace("\"version\": 1", "\"version\": 9");
+    let body = text[..text.rfind("blake3 ").unwrap()].replace("\"version\": 2", "\"version\": 9");
     fs::write(&path, format!("{body}blake3 {}\n", blake3::hash(body.as_bytes()).to_hex())).unwrap();
-    assert!(stand.refusal().contains("version 9, this Hearth knows 1"), "{}", stand.refusal());
+    assert!(stand.refusal().contains("version 9, this Hearth knows 1 to 2"), "{}", stand.refusal());
 }
 
 #[test]
@@ -179,4 +179,25 @@ fn what_a_scan_saw_comes_with_the_snapshot_and_gives_way_to_what_traces_see() {
         snapshot.add_trace(&[11]).unwrap();
     }
     assert_eq!(aged(&set()), [(11, 0, Source::Trace), (10, AGE_END - 1, Source::Trace)], "and leaves when none does");
+}
+
+#[test]
+fn a_snapshot_of_version_1_is_read_as_it_was_written_and_can_be_traced() {
+    let home = tempfile::tempdir().unwrap();
+    let folder = home.path().join("snapshot");
+    fs::create_dir(&folder).unwrap();
+    let written = Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/snapshot-1");
+    for name in names(&written) {
+        fs::copy(written.join(&name), folder.join(&name)).unwrap();
+    }
+    let snapshot = Snapshot::open(&folder).unwrap();
+    assert_eq!((snapshot.manifest.version, snapshot.machine.as_str()), (1, "name = \"web\"\n"));
+    let mut reading = snapshot.ram.reading();
+    for page in 10..30 {
+        assert_eq!(snapshot.ram.page(page, &mut reading).unwrap(), Some(&[page as u8; 4096]));
+    }
+    let set = snapshot.working_set.as_ref().unwrap().as_ref().unwrap();
+    let expect = [(11, 0, Source::Trace), (10, 0, Source::Trace), (25, 1, Source::Scan), (28, 1, Source::Scan)];
+    assert_eq!(aged(set), expect);
+    assert_eq!(snapshot.add_trace(&[29]).unwrap(), 5);
 }

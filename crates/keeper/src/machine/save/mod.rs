@@ -132,6 +132,7 @@ impl Machine {
             ram: life.incarnation.ram.clone(),
             sight,
             compress: request.compress,
+            dedup: life.incarnation.ledger.clone().filter(|_| request.dedup_disk),
             cues: heard,
             progress: progress.clone(),
             tell: tell.clone(),
@@ -180,6 +181,11 @@ impl Machine {
         if self.gate.as_ref().is_some_and(|gate| gate.is_shut()) {
             let why = "cannot save: the guest still gets its memory bit by bit";
             return refuse(why, "`hearth status` tells when that is over");
+        }
+        if request.dedup_disk && self.life.as_ref().is_some_and(|life| life.incarnation.ledger.is_none()) {
+            let why =
+                "cannot save without what disks hold: with `ember = \"off\"` it is not known which pages that are";
+            return refuse(why, "save without `--dedup-disk`");
         }
         self.must_be_complete("save")?;
         if self.dumps.current().is_some_and(|dump| dump.live) {
@@ -357,7 +363,7 @@ impl Machine {
             Held::Was(pause) => pause,
         };
         match written.and_then(|written| written.map_err(|error| crate::chain(&error))) {
-            Ok(Written { ram, approach, pages_held }) => {
+            Ok(Written { ram, approach, pages_held, pages_on_disks }) => {
                 self.record(EventKind::Saved {
                     folder,
                     pages: ram.pages,
@@ -367,6 +373,7 @@ impl Machine {
                     rounds: approach.map_or(0, |approach| approach.rounds),
                     settled: approach.is_some_and(|approach| approach.settled),
                     pages_held,
+                    pages_on_disks,
                 });
                 if then == SaveThen::Stop && lives {
                     self.journal.saving = false;

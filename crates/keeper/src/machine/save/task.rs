@@ -4,15 +4,18 @@
 use std::fs::File;
 use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::mpsc::Receiver;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use hearth_api::{EventKind, ScanStatus};
 use hearth_disk::image::FrozenImage;
+use hearth_disk::ledger::Ledger;
 use hearth_disk::pressure::Pressure;
 use hearth_memory::RamFile;
-use hearth_recovery::snapshot::pages::Sealed;
+use hearth_recovery::snapshot::blocks::DiskBlocks;
+use hearth_recovery::snapshot::dedup::{candidates, compare};
+use hearth_recovery::snapshot::pages::{Compression, PageReader, Sealed};
 use hearth_recovery::snapshot::save::{Approach, RamCopy, SaveError, Writers, pack};
 use hearth_recovery::snapshot::scan::{AccessScan, ScanPlan};
 use hearth_recovery::snapshot::{Draft, Manifest, RamPart};
@@ -57,6 +60,8 @@ pub struct Task {
     pub ram: Arc<RamFile>,
     pub sight: Sight,
     pub compress: bool,
+    /// Pages that are blocks of disks are stored as that; this one knows which may be.
+    pub dedup: Option<Arc<Mutex<Ledger>>>,
     pub cues: Receiver<Cue>,
     pub progress: Arc<Progress>,
     pub tell: Tell,
@@ -100,15 +105,17 @@ pub struct Written {
     pub approach: Option<Approach>,
     /// Of memory, copied while the guest stood still.
     pub pages_held: u64,
+    pub pages_on_disks: u64,
 }
 
 impl Task {
     pub fn run(self) -> Result<Written, SaveError> {
-        let Self { mut draft, ram, sight, compress, cues, progress, tell, disks } = self;
+        let Self { mut draft, ram, sight, compress, dedup, cues, progress, tell, disks } = self;
         let mut reporter = Reporter::new(&progress, &tell);
         let (used, writers) = sight.scan(&tell, &reporter)?;
         reporter.begin_copy();
-        let path = if compress { draft.plain_ram_path() } else { draft.ram_path() };
+        let is_packed = compress || dedup.is_some();
+        let path = if is_packed { draft.plain_ram_path() } else { draft.ram_path() };
         let mut copy = RamCopy::begin(ram, &path)?;
         let approach = match &writers {
             Some(writers) => {
@@ -130,15 +137,26 @@ impl Task {
         }
         tell.say(Word::Taken);
         drop(writers);
+        let candidates = dedup.map(|ledger| candidates(&ledger));
         let Moment { machine, state, mut manifest, images } = *moment;
         // First what the guest's own writes have to wait for.
         for (image, part) in images.iter().zip(&mut manifest.disks) {
             part.bytes = image.complete(&disks, &mut reporter)?;
         }
         drop(images);
-        let mut sealed = copy.finish()?;
-        if compress {
-            sealed = pack(&path, &draft.ram_path(), &mut reporter)?;
+        let (mut sealed, mut pages_on_disks) = (copy.finish()?, 0);
+        if is_packed {
+            let plain = PageReader::open(&path)?;
+            let elsewhere = match candidates {
+                Some(candidates) => {
+                    let disks = DiskBlocks::open(draft.folder(), &manifest.disks)?;
+                    compare(&candidates, &plain, &disks, &mut reporter)?
+                }
+                None => Vec::new(),
+            };
+            pages_on_disks = elsewhere.iter().map(|chunk| chunk.pages().len() as u64).sum();
+            let compression = if compress { Compression::Zstd } else { Compression::None };
+            sealed = pack(&plain, &draft.ram_path(), compression, &elsewhere, &mut reporter)?;
             draft.remove_plain_ram()?;
         }
         let Sealed { bytes, pages, seal } = sealed.clone();
@@ -146,11 +164,11 @@ impl Task {
         manifest.machine_file = draft.write_machine(&machine)?;
         manifest.state = draft.write_state(&state)?;
         if !used.is_empty() {
-            draft.write_working_set(&used)?;
+            draft.write_working_set(&used, &manifest.disks)?;
         }
         progress.must_go_on()?;
         draft.finish(&manifest)?;
-        Ok(Written { ram: sealed, approach, pages_held })
+        Ok(Written { ram: sealed, approach, pages_held, pages_on_disks })
     }
 }
 

@@ -1,16 +1,20 @@
 //! Pages: a file of memory pages, of all of a guest's or of its working set, in any order.
 //!
 //! ```text
-//! header    4096 bytes  |  0 magic "HRTHPAGE" |  8 u32 version = 1 | 12 u32 pages a chunk, at most | 16 u64 pages of RAM
-//! chunks                | up to 16 pages each, one after the other, zstd or as they are; whole pages, so aligned, if so
-//! index     40 a chunk  |  0 u64 offset |  8 u32 bytes stored | 12 u16 pages | 14 u16 1: zstd | 16 checksum | 32 u32 age | 36 u32 source
+//! header    4096 bytes  |  0 magic "HRTHPAGE" |  8 u32 version = 2 | 12 u32 pages a chunk, at most | 16 u64 pages of RAM
+//! chunks                | up to 16 pages each, one after the other, zstd or as they are; whole pages, so aligned, if so;
+//!           16 a page   | or where they are: 0 u64 block | 8 u32 disk, as the manifest counts them | 12 u32 0; these chunks come last
+//! index     40 a chunk  |  0 u64 offset |  8 u32 bytes stored | 12 u16 pages | 14 u16 1: zstd, 2: on a disk | 16 checksum | 32 u32 age | 36 u32 source
 //!            4 a page   | u32 number of the page in RAM, in the order of the chunks
 //! trailer   64 bytes    |  0 magic "HRTHPEND" |  8 u32 version | 12 u32 chunks | 16 u64 offset of the index
 //!                       | 24 u64 pages | 32 BLAKE3 of header, index and the trailer up to here
 //! ```
 //! Little endian. Age and source (0: traces, 1: a scan) are those of the chunk's pages in a working set, and 0 otherwise. Pages
-//! of zeroes are left out. A checksum is the first 16 bytes of the BLAKE3 of what is stored. The index comes last, so a file is
+//! of zeroes are left out. A checksum is the first 16 bytes of the BLAKE3 of what is stored, or of the pages that are on a disk.
+//! The index comes last, so a file is
 //! written in one go, and one that was cut off has no trailer.
+//!
+//! Version 1 had no pages on disks.
 //!
 //! A chunk is what one page fault reads. Larger ones would bring more pages than the guest asked for, and compress
 //! better.
@@ -21,12 +25,14 @@ mod writer;
 pub use reader::{PageReader, Reading};
 pub use writer::PageWriter;
 
+use super::blocks::BlockRef;
+
 /// One page of memory.
 pub type Page = [u8; PAGE_BYTES];
 
 const PAGE_BYTES: usize = hearth_memory::PAGE_BYTES as usize;
-const CHUNK_PAGES: usize = 16;
-const VERSION: u32 = 1;
+pub(super) const CHUNK_PAGES: usize = 16;
+const VERSION: u32 = 2;
 const HEADER_MAGIC: &[u8; 8] = b"HRTHPAGE";
 const TRAILER_MAGIC: &[u8; 8] = b"HRTHPEND";
 const HEADER_BYTES: usize = 4096;
@@ -35,6 +41,8 @@ const TRAILER_BYTES: usize = 64;
 const TRAILER_SEALED_BYTES: usize = 32;
 const CHECKSUM_BYTES: usize = 16;
 const FLAG_ZSTD: u16 = 1;
+const FLAG_ELSEWHERE: u16 = 2;
+const PLACE_BYTES: usize = 16;
 const SOURCE_TRACE: u32 = 0;
 const SOURCE_SCAN: u32 = 1;
 /// No chunk has this number, and no page.
@@ -54,6 +62,50 @@ pub struct Sealed {
     pub bytes: u64,
     pub pages: u64,
     pub seal: String,
+}
+
+/// Pages of a chunk that are stored as where they are.
+#[derive(Debug, Default)]
+pub struct Elsewhere {
+    pages: Vec<u32>,
+    blocks: Vec<BlockRef>,
+    hasher: blake3::Hasher,
+}
+
+impl Elsewhere {
+    pub(super) fn add(&mut self, page: u32, at: BlockRef, bytes: &[u8]) {
+        self.pages.push(page);
+        self.blocks.push(at);
+        self.hasher.update(bytes);
+    }
+
+    pub(super) fn blocks(&self) -> &[BlockRef] {
+        &self.blocks
+    }
+
+    pub fn pages(&self) -> &[u32] {
+        &self.pages
+    }
+
+    /// None without pages.
+    pub(super) fn sealed(self) -> Option<Self> {
+        (!self.pages.is_empty()).then_some(self)
+    }
+
+    fn encode(&self) -> Vec<u8> {
+        let mut stored = Vec::with_capacity(self.blocks.len() * PLACE_BYTES);
+        for BlockRef { disk, block } in &self.blocks {
+            stored.extend(block.to_le_bytes());
+            stored.extend(disk.to_le_bytes());
+            stored.extend([0; 4]);
+        }
+        stored
+    }
+
+    fn decode(stored: &[u8]) -> Vec<BlockRef> {
+        let places = stored.chunks_exact(PLACE_BYTES);
+        places.map(|place| BlockRef { block: u64_at(place, 0), disk: u32_at(place, 8) }).collect()
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -102,7 +154,11 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 }
 
 fn checksum(stored: &[u8]) -> [u8; CHECKSUM_BYTES] {
-    blake3::hash(stored).as_bytes()[..CHECKSUM_BYTES].try_into().expect("a hash is longer")
+    shortened(blake3::hash(stored))
+}
+
+fn shortened(hash: blake3::Hash) -> [u8; CHECKSUM_BYTES] {
+    hash.as_bytes()[..CHECKSUM_BYTES].try_into().expect("a hash is longer")
 }
 
 #[cfg(test)]

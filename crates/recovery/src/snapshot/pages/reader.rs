@@ -3,11 +3,13 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use rustix::fs::{Advice, fadvise};
 
 use super::writer::seal;
 use super::*;
+use crate::snapshot::blocks::DiskBlocks;
 use crate::snapshot::{SnapshotError, Source};
 
 /// Page numbers are 32 bits wide: 16 TiB of RAM.
@@ -26,6 +28,8 @@ pub struct PageReader {
     /// The chunk of each page of RAM.
     places: Vec<u32>,
     sealed: Sealed,
+    /// Where chunks are that are not in the file.
+    disks: Option<Arc<DiskBlocks>>,
 }
 
 /// A reader's own buffers, and the chunk that is in them.
@@ -55,7 +59,7 @@ impl PageReader {
             return Err(damaged("it does not end as a file of pages does; was it cut off?"));
         }
         for found in [u32_at(&header, 8), u32_at(&trailer, 8)] {
-            if found != VERSION {
+            if !(1..=VERSION).contains(&found) {
                 return Err(SnapshotError::Version { path: path.to_owned(), found });
             }
         }
@@ -82,7 +86,16 @@ impl PageReader {
         let firsts = firsts(&entries, index_offset, page_count).ok_or_else(|| damaged("its chunks make no sense"))?;
         let places = places(&firsts, &pages, ram_pages).ok_or_else(|| damaged("its pages make no sense"))?;
         let sealed = Sealed { bytes, pages: page_count, seal: seal.to_hex().to_string() };
-        Ok(Self { file, path: path.to_owned(), ram_pages, entries, firsts, pages, places, sealed })
+        Ok(Self { file, path: path.to_owned(), ram_pages, entries, firsts, pages, places, sealed, disks: None })
+    }
+
+    /// Some of its pages are on the snapshot's disks.
+    pub fn needs_disks(&self) -> bool {
+        self.entries.iter().any(|chunk| chunk.flags == FLAG_ELSEWHERE)
+    }
+
+    pub fn with_disks(self, disks: Arc<DiskBlocks>) -> Self {
+        Self { disks: Some(disks), ..self }
     }
 
     pub fn path(&self) -> &Path {
@@ -169,6 +182,9 @@ impl PageReader {
         self.file
             .read_exact_at(&mut reading.stored, chunk.offset)
             .map_err(|_| self.damaged(number, "the file cannot be read there"))?;
+        if chunk.flags == FLAG_ELSEWHERE {
+            return self.fetch_elsewhere(number, reading);
+        }
         if checksum(&reading.stored) != chunk.checksum {
             return Err(self.damaged(number, "their checksum is wrong"));
         }
@@ -184,6 +200,43 @@ impl PageReader {
         }
     }
 
+    /// From the disk that has the chunk, which `reading` says.
+    fn fetch_elsewhere(&self, number: u32, reading: &mut Reading) -> Result<(), SnapshotError> {
+        let Some(disks) = &self.disks else {
+            return Err(self.damaged(number, "the disks that hold them are not known"));
+        };
+        let blocks = Elsewhere::decode(&reading.stored);
+        reading.raw.resize(blocks.len() * PAGE_BYTES, 0);
+        let read = disks.read(&blocks, &mut reading.raw);
+        if read.is_ok() && checksum(&reading.raw) == self.entries[number as usize].checksum {
+            return Ok(());
+        }
+        let at = |block: Option<&BlockRef>| block.map_or(0, |block| block.block);
+        let (first, last) = (at(blocks.first()), at(blocks.last()));
+        let how = if read.is_ok() { "are not what they were when it was saved" } else { "cannot be read" };
+        let damaged = self.damaged(number, &format!("blocks {first} to {last} of this disk, which hold them, {how}"));
+        let disk = blocks.first().and_then(|block| disks.path(block.disk));
+        Err(match (damaged, disk) {
+            (SnapshotError::DamagedPages { first, last, what, .. }, Some(path)) => {
+                SnapshotError::DamagedPages { path: path.to_owned(), first, last, what }
+            }
+            (damaged, _) => damaged,
+        })
+    }
+
+    /// Does the file have the page as it is, with these bytes? Its checksum is not looked at.
+    pub fn holds(&self, page: u32, bytes: &Page) -> Result<bool, SnapshotError> {
+        let Some(number) = self.chunk_of(page) else { return Ok(false) };
+        let chunk = &self.entries[number as usize];
+        if chunk.flags != 0 {
+            return Ok(false);
+        }
+        let at = self.pages_of(number).iter().position(|&other| other == page).expect("the index says so");
+        let (mut found, offset) = ([0; PAGE_BYTES], chunk.offset + (at * PAGE_BYTES) as u64);
+        self.file.read_exact_at(&mut found, offset).map_err(SnapshotError::io(&self.path, "read"))?;
+        Ok(found == *bytes)
+    }
+
     /// One page, checked with its chunk. None: zeroes.
     pub fn page<'a>(&self, page: u32, reading: &'a mut Reading) -> Result<Option<&'a Page>, SnapshotError> {
         let Some(chunk) = self.chunk_of(page) else { return Ok(None) };
@@ -192,11 +245,11 @@ impl PageReader {
         Ok(Some(raw[at * PAGE_BYTES..][..PAGE_BYTES].try_into().expect("a page")))
     }
 
-    fn damaged(&self, chunk: u32, what: &'static str) -> SnapshotError {
+    fn damaged(&self, chunk: u32, what: &str) -> SnapshotError {
         let pages = self.pages_of(chunk);
         let (first, last) = (pages.iter().min(), pages.iter().max());
         let [first, last] = [first, last].map(|page| page.copied().unwrap_or_default());
-        SnapshotError::DamagedPages { path: self.path.clone(), first, last, what }
+        SnapshotError::DamagedPages { path: self.path.clone(), first, last, what: what.to_owned() }
     }
 }
 
@@ -210,6 +263,7 @@ fn firsts(chunks: &[Chunk], index_offset: u64, page_count: u64) -> Option<Vec<u3
         let fits = match chunk.flags {
             0 => chunk.stored_bytes == raw_bytes,
             FLAG_ZSTD => chunk.stored_bytes < raw_bytes,
+            FLAG_ELSEWHERE => chunk.stored_bytes as usize == pages * PLACE_BYTES,
             _ => false,
         };
         let is_known = [SOURCE_TRACE, SOURCE_SCAN].contains(&chunk.source);

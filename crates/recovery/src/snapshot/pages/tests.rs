@@ -149,10 +149,10 @@ fn a_file_cut_off_after_it_was_opened_is_no_worse() {
 fn another_version_is_told() {
     let (stand, _) = written(&[1], Compression::None);
     let mut bytes = fs::read(&stand.path).unwrap();
-    bytes[8] = 2;
+    bytes[8] = 3;
     fs::write(&stand.path, &bytes).unwrap();
     let refusal = PageReader::open(&stand.path).unwrap_err().to_string();
-    assert!(refusal.contains("version 2, this Hearth knows 1"), "{refusal}");
+    assert!(refusal.contains("version 3, this Hearth knows 1 to 2"), "{refusal}");
 }
 
 /// As a forger would: the seal is made anew.

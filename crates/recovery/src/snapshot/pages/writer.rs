@@ -109,6 +109,23 @@ impl PageWriter {
         if self.pending.len() == CHUNK_PAGES * PAGE_BYTES { self.end_chunk() } else { Ok(()) }
     }
 
+    /// Adds pages that were not added before, as where they are.
+    pub fn add_elsewhere(&mut self, chunk: &Elsewhere) -> Result<(), SnapshotError> {
+        self.end_chunk()?;
+        let stored = chunk.encode();
+        self.pages.extend(&chunk.pages);
+        self.chunks.push(Chunk {
+            offset: self.offset,
+            stored_bytes: stored.len() as u32,
+            pages: chunk.pages.len() as u16,
+            flags: FLAG_ELSEWHERE,
+            checksum: shortened(chunk.hasher.finalize()),
+            age: self.age,
+            source: self.source,
+        });
+        self.write(&stored)
+    }
+
     /// Of the pages that come from now on.
     pub fn set_mark(&mut self, age: u32, source: Source) -> Result<(), SnapshotError> {
         let source = match source {

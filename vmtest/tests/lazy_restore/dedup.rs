@@ -1,0 +1,113 @@
+//! `--dedup-disk`: pages that the disks hold too are not stored, and come back all the same.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use hearth_recovery::snapshot::Snapshot;
+use hearth_vmtest::{Disk, Drives, Result, TestVm, patience, pattern};
+use serde_json::Value;
+
+use super::{SEED, comes_whole, fill, verify};
+
+const FILE_BYTES: usize = 24 << 20;
+
+/// A file that the guest has read from its disk, and memory that no disk holds.
+fn read_file(vm: &TestVm) -> Result<()> {
+    fill(vm, 16)?;
+    vm.sh(&format!("mkdir -p /d && mount /dev/vda /d && probe fill /d/file {FILE_BYTES} {SEED} && probe drop-caches"))?;
+    verify_file(vm)
+}
+
+fn verify_file(vm: &TestVm) -> Result<()> {
+    vm.sh_within(&format!("probe verify /d/file {SEED}"), patience(60)).map(drop)
+}
+
+fn saved(vm: &TestVm, folder: &Path) -> Result<Value> {
+    let path = folder.display().to_string();
+    vm.wait_event("it is saved", |event| event["kind"] == "saved" && event["folder"] == path.as_str())
+}
+
+fn read_all(folder: &Path) {
+    let snapshot = Snapshot::open(folder).expect("it was saved");
+    let mut reading = snapshot.ram.reading();
+    for chunk in 0..snapshot.ram.chunks() {
+        snapshot.ram.read(chunk, &mut reading).expect("each chunk is whole");
+    }
+}
+
+#[test]
+fn what_the_disks_hold_is_not_stored_and_comes_back_also_from_a_clones_disk() -> Result<()> {
+    let vm = TestVm::busybox("dedup").disk(Disk::ext4(64)).boot()?;
+    let (nonce, plain, first) = (vm.nonce()?, vm.folder().join("plain"), vm.folder().join("first"));
+    read_file(&vm)?;
+    vm.save(&plain)?;
+    vm.save_with(&first, &["--dedup-disk", "--scan", "200ms,2"])?;
+    verify_file(&vm)?;
+    vm.stop_at_once()?;
+    let (whole, shared) = (saved(&vm, &plain)?, saved(&vm, &first)?);
+    let bytes = |event: &Value| event["bytes"].as_u64().expect("a number");
+    let on_disks = shared["pages_on_disks"].as_u64().expect("a number");
+    eprintln!("{on_disks} pages on disks; {} and {} bytes", bytes(&whole), bytes(&shared));
+    assert_eq!(whole["pages_on_disks"], 0);
+    assert!(on_disks as usize * 4096 >= FILE_BYTES / 10 * 9, "{shared}");
+    assert!(bytes(&shared) + on_disks * 3500 < bytes(&whole), "{} and {}", bytes(&shared), bytes(&whole));
+    read_all(&first);
+
+    let clone = vm.restore(&first, "clone", &["--lazy"])?;
+    clone.wait_running()?;
+    assert_eq!(clone.nonce()?, nonce);
+    verify_file(&clone)?;
+    verify(&clone)?;
+    clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
+    // Its disk is a qcow2 image over the snapshot's.
+    clone.sh("probe drop-caches")?;
+    verify_file(&clone)?;
+    let second = vm.folder().join("second");
+    clone.save_with(&second, &["--dedup-disk", "--compress"])?;
+    clone.stop_at_once()?;
+    assert!(saved(&clone, &second)?["pages_on_disks"].as_u64() > Some(FILE_BYTES as u64 / 8192));
+    read_all(&second);
+    let last = vm.restore(&second, "last", &["--eager"])?;
+    last.wait_running()?;
+    assert_eq!(last.nonce()?, nonce);
+    verify_file(&last)?;
+    verify(&last)
+}
+
+#[test]
+fn a_page_whose_block_was_altered_is_waited_for_until_the_disk_is_mended() -> Result<()> {
+    let vm = TestVm::busybox("altered").disk(Disk::ext4(64)).boot()?;
+    let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
+    read_file(&vm)?;
+    vm.save_with(&snapshot, &["--dedup-disk"])?;
+    vm.stop_at_once()?;
+    let opened = Snapshot::open(&snapshot).expect("it was saved");
+    let path = opened.disk_path(&opened.manifest.disks[0].name);
+    drop(opened);
+    let first = &pattern::bytes("file", FILE_BYTES, SEED)[FILE_BYTES / 2..][..4096];
+    let whole = fs::read(&path).expect("it can be read");
+    let place = whole.chunks_exact(4096).position(|block| block == first).expect("it is on the disk") * 4096;
+    let disk = File::options().write(true).open(&path).expect("it is there");
+    disk.write_all_at(&[whole[place] ^ 1], place as u64).expect("it can be written");
+    let clone = vm.restore(&snapshot, "waits", &["--lazy"])?;
+    clone.wait_running()?;
+    let told = clone.wait_event("the damage is told", |event| event["kind"] == "restore_waits")?;
+    let (why, block) = (told["why"].as_str().unwrap_or_default(), place / 4096);
+    let named = format!("{}: pages ", path.display());
+    assert!(why.contains(&named) && why.contains("are not what they were when it was saved"), "{block}: {told}");
+    let verifying = clone.guest().start(&format!("probe verify /d/file {SEED}"))?;
+    clone.wait_status("nothing else is missing", |status| status["restore"]["pages_missing"].as_u64() <= Some(16))?;
+    assert!(clone.guest().take_answer(verifying).is_none(), "it cannot have been verified: a page of it is not there");
+    disk.write_all_at(&[whole[place]], place as u64).expect("it can be written");
+    comes_whole(&clone, verifying, &nonce)
+}
+
+#[test]
+fn without_a_ledger_it_is_refused() -> Result<()> {
+    let vm = TestVm::busybox("noledger").without_ember().boot()?;
+    let folder = vm.folder().join("snapshot").display().to_string();
+    let refused = vm.cli_output(&["save", vm.name(), "-o", &folder, "--dedup-disk"])?;
+    assert!(refused.status != 0 && refused.text().contains("`ember = \"off\"`"), "{}", refused.text());
+    vm.cli(&["save", vm.name(), "-o", &folder]).map(drop)
+}
