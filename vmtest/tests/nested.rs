@@ -1,7 +1,7 @@
 //! Hearth under KVM, where there need be none: a host with KVM is itself emulated, and the real `hearth` runs guests in it.
 //!
 //! `outside`: makes that host out of the busybox guest and has the tests of `inside` run in it; on a host with KVM those can be
-//! run directly.
+//! run directly. `reload`: what is done there before and after another kernel takes its place.
 //!
 //! Ignored by default: `make test-nested` makes what the emulated host needs, and runs `outside`.
 
@@ -13,3 +13,5 @@ mod host;
 mod inside;
 #[path = "nested/outside.rs"]
 mod outside;
+#[path = "nested/reload.rs"]
+mod reload;

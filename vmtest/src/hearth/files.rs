@@ -100,12 +100,7 @@ impl Files {
 
     /// A `hearth` command for this runtime root.
     pub fn cli(&self, arguments: &[&str]) -> Result<Output> {
-        let mut command = Command::new(artifacts::hearth()?);
-        command.args(arguments).env("HEARTH_RUNTIME_ROOT", self.runtime_root()).stdin(Stdio::null());
-        let output = command.output().map_err(|source| Error::Start { program: "hearth".into(), source })?;
-        let bytes = [output.stdout, output.stderr].concat();
-        // A command that a signal ended has no status; no command uses this one.
-        Ok(Output { status: output.status.code().unwrap_or(-1), bytes })
+        cli(&self.runtime_root, arguments)
     }
 
     pub fn end_processes(&self) {
@@ -126,6 +121,16 @@ impl Files {
             eprintln!("--- {}\n{}", log.display(), last_lines(&fs::read_to_string(&log).unwrap_or_default()));
         }
     }
+}
+
+/// Any `hearth` command; standard output, then standard error.
+pub fn cli(runtime_root: &Path, arguments: &[&str]) -> Result<Output> {
+    let mut command = Command::new(artifacts::hearth()?);
+    command.args(arguments).env("HEARTH_RUNTIME_ROOT", runtime_root).stdin(Stdio::null());
+    let output = command.output().map_err(|source| Error::Start { program: "hearth".into(), source })?;
+    let bytes = [output.stdout, output.stderr].concat();
+    // A command that a signal ended has no status; no command uses this one.
+    Ok(Output { status: output.status.code().unwrap_or(-1), bytes })
 }
 
 fn last_lines(text: &str) -> String {

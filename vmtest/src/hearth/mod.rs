@@ -3,6 +3,7 @@
 mod builder;
 mod events;
 mod files;
+mod parked;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -15,6 +16,7 @@ use serde_json::Value;
 pub use builder::TestVmBuilder;
 use events::Follower;
 use files::Files;
+pub use parked::Parked;
 
 use crate::artifacts;
 use crate::console::Line;

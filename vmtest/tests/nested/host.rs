@@ -12,6 +12,9 @@ mount -t proc proc /host/proc; mount -t sysfs sys /host/sys
 mount -t tmpfs run /host/run; mkdir /host/run/tmp
 chmod 755 /host/hearth/hearth /host/hearth/nested; [ -c /dev/kvm ]";
 
+/// In the environment of tests that this host runs.
+pub const EMULATED: &str = "HEARTH_EMULATED_HOST";
+
 pub struct Host {
     vm: PlainVm,
     _disk: tempfile::TempDir,
@@ -19,6 +22,11 @@ pub struct Host {
 
 impl Host {
     pub fn boot(name: &str) -> Result<Self> {
+        Self::boot_with(name, "")
+    }
+
+    /// With more words on its kernel's command line.
+    pub fn boot_with(name: &str, words: &str) -> Result<Self> {
         let disk = tempfile::tempdir().unwrap();
         let image = disk.path().join("hearth.img");
         let program = |path: &str, from: &std::path::Path| {
@@ -27,16 +35,40 @@ impl Host {
         };
         let tests = std::env::current_exe().unwrap();
         images::ext4(&image, 256, &[program("hearth", &artifacts::hearth()?), program("nested", &tests)])?;
-        let vm = PlainVm::busybox(name).memory_mib(3072);
+        let vm = PlainVm::busybox(name).memory_mib(3072).cmdline(words);
         let vm = vm.drive(&artifacts::nested_host()?, "readonly=on").drive(&image, "").boot()?;
-        vm.sh(GO_ON_IN_THE_IMAGE)?;
-        Ok(Self { vm, _disk: disk })
+        let host = Self { vm, _disk: disk };
+        host.go_on_in_the_image()?;
+        Ok(host)
+    }
+
+    /// After each boot.
+    pub fn go_on_in_the_image(&self) -> Result<()> {
+        self.vm.sh(GO_ON_IN_THE_IMAGE).map(drop)
+    }
+
+    pub fn vm(&self) -> &PlainVm {
+        &self.vm
     }
 
     /// Runs tests of this binary by the beginning of their names; what they said.
     pub fn run_tests(&self, names: &str) -> Result<Output> {
-        const ENVIRONMENT: &str = "PATH=/usr/sbin:/usr/bin:/sbin:/bin TMPDIR=/run/tmp HEARTH_BIN=/hearth/hearth";
-        let tests = format!("/hearth/nested --ignored --nocapture --test-threads=1 {names}");
-        self.vm.run_within(&format!("chroot /host /bin/sh -c '{ENVIRONMENT} {tests}'"), patience(50))
+        self.vm.run_within(&command(names, "/run/tmp"), patience(50))
     }
+
+    /// The same for one test whose files are to outlive this host's kernel.
+    pub fn run_test(&self, name: &str) -> Result<Output> {
+        self.vm.run_within(&command(name, "/hearth"), patience(50))
+    }
+
+    /// The same for a test that ends the host.
+    pub fn start_test(&self, name: &str) -> Result<()> {
+        self.vm.guest().start(&command(name, "/hearth")).map(drop)
+    }
+}
+
+fn command(tests: &str, temporary: &str) -> String {
+    let paths = format!("PATH=/usr/sbin:/usr/bin:/sbin:/bin TMPDIR={temporary} HEARTH_BIN=/hearth/hearth");
+    let tests = format!("/hearth/nested --ignored --nocapture --test-threads=1 {tests}");
+    format!("chroot /host /bin/sh -c '{paths} {EMULATED}=1 {tests}'")
 }

@@ -1,6 +1,6 @@
 //! Run by `make test-nested`: the emulated host, and what the tests inside say.
 
-use hearth_vmtest::Result;
+use hearth_vmtest::{Drives, Result};
 
 use crate::host::Host;
 
@@ -16,4 +16,35 @@ fn hearth_does_under_kvm_what_it_does_under_emulation() -> Result<()> {
     assert_eq!(said.status, 0);
     assert!(said.text().contains(&format!("ok. {INSIDE} passed; 0 failed")), "not all of them were run");
     Ok(())
+}
+
+/// What of the host's memory its kernels are told to leave alone.
+const RESERVED: &str = "memmap=512M!1G";
+/// It turns up some time after its driver.
+const MOUNT: &str = "until [ -b /dev/pmem0 ]; do sleep 0.1; done; mkdir -p /host/run/pmem && mount -t ext4 -o dax \
+/dev/pmem0 /host/run/pmem && grep pmem /proc/mounts | grep dax";
+const MAKE: &str = "until [ -b /dev/pmem0 ]; do sleep 0.1; done; mkfs.ext4 -F -q -b 4096 -O ^has_journal /dev/pmem0";
+const LEAVE: &str = "sync && umount /host/run/pmem && mount -o remount,ro /host/hearth";
+
+/// Runs one test of `reload`, which must pass.
+fn run(host: &Host, test: &str) -> Result<()> {
+    let said = host.run_test(test)?;
+    eprintln!("{}", said.text());
+    assert!(said.status == 0 && said.text().contains("ok. 1 passed; 0 failed"), "{test}");
+    Ok(())
+}
+
+#[test]
+#[ignore = "make test-nested"]
+fn a_guest_goes_on_under_another_host_kernel() -> Result<()> {
+    let host = Host::boot_with("reload", RESERVED)?;
+    host.vm().sh(MAKE)?;
+    host.vm().sh(MOUNT)?;
+    run(&host, "reload::before")?;
+    host.vm().sh(LEAVE)?;
+    host.start_test("reload::kexec")?;
+    host.vm().wait_boots(2)?;
+    host.go_on_in_the_image()?;
+    host.vm().sh(MOUNT)?;
+    run(&host, "reload::after")
 }
