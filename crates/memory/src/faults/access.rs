@@ -141,44 +141,34 @@ impl AccessWatch {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
-    use std::fs::File;
     use std::thread::JoinHandle;
 
-    use rustix::mm::{Advice, MapFlags, ProtFlags, UserfaultfdFlags, madvise, mmap, munmap, userfaultfd};
+    use rustix::mm::{Advice, madvise};
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
     use super::super::Helper;
+    use super::super::stand::{PAGES, Stand};
     use super::*;
     use crate::FileOffset;
 
-    const PAGES: u64 = 600;
-
-    /// A machine whose QEMU is this very process.
-    struct Stand {
-        _folder: tempfile::TempDir,
-        ram: RamFile,
-        userfault: Userfault,
-        start: *mut u8,
+    /// Its QEMU has a helper.
+    struct Helped {
+        stand: Stand,
         /// The helper's end.
         channel: OwnedFd,
     }
 
-    impl Stand {
+    impl Helped {
         fn new() -> Self {
-            let folder = tempfile::tempdir_in("/dev/shm").unwrap();
-            let path = folder.path().join("ram-1");
-            let ram = RamFile::create(&path, PAGES * PAGE_BYTES).unwrap();
-            let file = File::options().read(true).write(true).open(&path).unwrap();
-            let (bytes, access) = ((PAGES * PAGE_BYTES) as usize, ProtFlags::READ | ProtFlags::WRITE);
-            // SAFETY: a new mapping at an address of the kernel's choice.
-            let start = unsafe { mmap(std::ptr::null_mut(), bytes, access, MapFlags::SHARED, &file, 0) }.unwrap();
-            // SAFETY: nothing of this process's memory is registered with it but the mapping above.
-            let fd = unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }.unwrap();
             let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
             let (ours, channel) = pair.unwrap();
-            let helper = Some(Helper { fd: ours, fd_in_qemu: -1 });
-            let userfault = Userfault { fd, fd_in_qemu: -1, qemu_pid: std::process::id(), helper };
-            Self { _folder: folder, ram, userfault, start: start.cast(), channel }
+            let mut stand = Stand::new();
+            stand.userfault.helper = Some(Helper { fd: ours, fd_in_qemu: -1 });
+            Self { stand, channel }
+        }
+
+        fn watch(&self) -> Result<AccessWatch, AccessError> {
+            AccessWatch::start(&self.stand.userfault, &self.stand.ram)
         }
 
         /// As the preload library's, until its channel is shut.
@@ -196,22 +186,10 @@ mod tests {
                 }
             })
         }
-
-        fn write(&self, page: u64) {
-            // SAFETY: inside the mapping, which nobody else uses.
-            unsafe { self.start.add((page * PAGE_BYTES + 9) as usize).write_volatile(page as u8 | 1) };
-        }
-
-        fn read(&self, page: u64) -> u8 {
-            // SAFETY: as above.
-            unsafe { self.start.add((page * PAGE_BYTES + 9) as usize).read_volatile() }
-        }
     }
 
-    impl Drop for Stand {
+    impl Drop for Helped {
         fn drop(&mut self) {
-            // SAFETY: the mapping was made here, and nobody uses it any more.
-            unsafe { munmap(self.start.cast(), (PAGES * PAGE_BYTES) as usize) }.unwrap();
             let _ = rustix::net::shutdown(&self.channel, rustix::net::Shutdown::Both);
         }
     }
@@ -231,10 +209,11 @@ mod tests {
 
     #[test]
     fn what_is_read_or_written_is_told_and_nothing_around_it_and_memory_stays_as_it_is() {
-        let stand = Stand::new();
-        stand.help();
-        (0..300).for_each(|page| stand.write(page));
-        let watch = match AccessWatch::start(&stand.userfault, &stand.ram) {
+        let helped = Helped::new();
+        helped.help();
+        let stand = &helped.stand;
+        stand.write(0..300);
+        let watch = match helped.watch() {
             // Nothing can be promised on an older kernel but that it is said.
             Err(AccessError::Watch(error @ WatchError::Kernel { .. })) => {
                 return assert!(error.to_string().contains("6.7"));
@@ -244,8 +223,7 @@ mod tests {
         watch.forget().unwrap();
         assert_eq!(touched(&watch), BTreeSet::new());
         assert_eq!((stand.read(5), stand.read(299)), (5, 43));
-        stand.write(17);
-        stand.write(400);
+        stand.write([17, 400]);
         // What others do with the file is not QEMU's doing.
         stand.ram.write(FileOffset(2 * PAGE_BYTES), &[9; 4096]).unwrap();
         assert_eq!(touched(&watch), [5, 17, 299, 400].into());
@@ -258,14 +236,15 @@ mod tests {
 
     #[test]
     fn writes_can_be_watched_from_where_it_ends() {
-        let stand = Stand::new();
-        stand.help();
-        (0..PAGES).for_each(|page| stand.write(page));
-        let Ok(watch) = AccessWatch::start(&stand.userfault, &stand.ram) else { return };
+        let helped = Helped::new();
+        helped.help();
+        let stand = &helped.stand;
+        stand.write(0..PAGES);
+        let Ok(watch) = helped.watch() else { return };
         watch.forget().unwrap();
         assert_eq!(stand.read(3), 3);
         let writes = watch.then_writes().unwrap();
-        (100..200).for_each(|page| stand.write(page));
+        stand.write(100..200);
         let mut written = BTreeSet::new();
         writes.take(|run| written.extend(run)).unwrap();
         assert!(written.is_superset(&(100..200).collect()) && !written.contains(&3), "{written:?}");
@@ -273,25 +252,25 @@ mod tests {
 
     #[test]
     fn a_helper_that_is_not_there_refuses_or_answers_somebody_else_is_told() {
-        let mut stand = Stand::new();
-        let refusal = |stand: &Stand| AccessWatch::start(&stand.userfault, &stand.ram).unwrap_err();
+        let mut helped = Helped::new();
+        let refusal = |helped: &Helped| helped.watch().unwrap_err();
         // An answer that a dead keeper was waiting for, and then one's own.
-        let channel = stand.channel.try_clone().unwrap();
+        let channel = helped.channel.try_clone().unwrap();
         let helper = std::thread::spawn(move || {
             let mut request = [0; 24];
             recv(&channel, &mut request, RecvFlags::empty()).unwrap();
             answer(&channel, 1, 0);
             answer(&channel, u64::from_ne_bytes(request[..8].try_into().unwrap()), Errno::INVAL.raw_os_error());
         });
-        let refused = refusal(&stand);
+        let refused = refusal(&helped);
         helper.join().unwrap();
         if matches!(refused, AccessError::Watch(_)) {
             return;
         }
         assert!(matches!(refused, AccessError::Refused { .. }), "{refused}");
-        rustix::net::shutdown(&stand.channel, rustix::net::Shutdown::Both).unwrap();
-        assert!(matches!(refusal(&stand), AccessError::Channel { .. }));
-        stand.userfault.helper = None;
-        assert!(matches!(refusal(&stand), AccessError::NoHelper { .. }));
+        rustix::net::shutdown(&helped.channel, rustix::net::Shutdown::Both).unwrap();
+        assert!(matches!(refusal(&helped), AccessError::Channel { .. }));
+        helped.stand.userfault.helper = None;
+        assert!(matches!(refusal(&helped), AccessError::NoHelper { .. }));
     }
 }

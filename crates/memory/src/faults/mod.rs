@@ -8,6 +8,8 @@ pub mod admission;
 mod bell;
 mod handover;
 mod mapping;
+#[cfg(test)]
+mod stand;
 pub mod supply;
 mod tables;
 mod userfault;
