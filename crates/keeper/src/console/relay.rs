@@ -77,8 +77,6 @@ impl Relay {
     /// Until the hub is dropped.
     pub fn run(mut self) {
         loop {
-            self.reach_qemu();
-            self.reach_successor();
             let ready = match self.wait() {
                 Ok(ready) => ready,
                 Err(error) => {
@@ -86,15 +84,18 @@ impl Relay {
                     return;
                 }
             };
+            // Before clients: one that was told that its guest runs types into that guest.
+            if !ready.woken.is_empty() && !self.take_orders() {
+                return;
+            }
+            self.reach_qemu();
+            self.reach_successor();
             self.move_output(ready.qemu);
             self.serve_clients(&ready.clients);
             self.move_input(ready.qemu);
             self.clients.retain(|client| !client.gone);
             if !ready.listener.is_empty() {
                 self.welcome();
-            }
-            if !ready.woken.is_empty() && !self.take_orders() {
-                return;
             }
         }
     }
