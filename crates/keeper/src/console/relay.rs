@@ -76,28 +76,32 @@ impl Relay {
 
     /// Until the hub is dropped.
     pub fn run(mut self) {
-        loop {
-            let ready = match self.wait() {
-                Ok(ready) => ready,
-                Err(error) => {
-                    tracing::error!(%error, "the console is lost: its sockets cannot be waited for");
-                    return;
-                }
-            };
-            // Before clients: one that was told that its guest runs types into that guest.
-            if !ready.woken.is_empty() && !self.take_orders() {
-                return;
+        while self.round() {}
+    }
+
+    /// Waits, and does what there is to do. False when the hub is gone.
+    pub(super) fn round(&mut self) -> bool {
+        let ready = match self.wait() {
+            Ok(ready) => ready,
+            Err(error) => {
+                tracing::error!(%error, "the console is lost: its sockets cannot be waited for");
+                return false;
             }
-            self.reach_qemu();
-            self.reach_successor();
-            self.move_output(ready.qemu);
-            self.serve_clients(&ready.clients);
-            self.move_input(ready.qemu);
-            self.clients.retain(|client| !client.gone);
-            if !ready.listener.is_empty() {
-                self.welcome();
-            }
+        };
+        // Before clients: one that was told that its guest runs types into that guest.
+        if !ready.woken.is_empty() && !self.take_orders() {
+            return false;
         }
+        self.reach_qemu();
+        self.reach_successor();
+        self.move_output(ready.qemu);
+        self.serve_clients(&ready.clients);
+        self.move_input(ready.qemu);
+        self.clients.retain(|client| !client.gone);
+        if !ready.listener.is_empty() {
+            self.welcome();
+        }
+        true
     }
 
     fn wait(&self) -> io::Result<Ready> {

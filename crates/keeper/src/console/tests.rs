@@ -182,3 +182,26 @@ fn the_end_of_the_hub_is_the_end_for_everybody() {
     assert!(matches!(client.read(&mut [0; 1]), Ok(0) | Err(_)));
     assert!(!folder.path().join("console.sock").exists());
 }
+
+/// The thread is late: order and input are there together.
+#[test]
+fn what_is_typed_after_the_order_to_reach_a_qemu_is_for_that_qemu() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let listener = listen(&path("console.sock")).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let (wake, woken) = UnixStream::pair().unwrap();
+    woken.set_nonblocking(true).unwrap();
+    let (orders, received) = channel();
+    let mut relay = relay::Relay::new(listener, woken, received);
+    let mut client = UnixStream::connect(path("console.sock")).unwrap();
+    assert!(relay.round(), "the client is welcomed");
+    let qemu = UnixListener::bind(path("serial-1")).unwrap();
+    orders.send(Order::Attach(path("serial-1"))).unwrap();
+    (&wake).write_all(&[0]).unwrap();
+    client.write_all(b"date\n").unwrap();
+    assert!(relay.round());
+    let (mut qemu, _) = qemu.accept().unwrap();
+    qemu.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    check_next(&mut qemu, "date\n");
+}

@@ -1,5 +1,5 @@
-//! What the thread of a save does: a scan, if one was asked for; memory while the guest runs, the last of it while it stands still, then images and
-//! manifest. The loop holds the guest still when it is told to, and says what devices and disks were like.
+//! What the thread of a save does: a scan, if one was asked for; memory while the guest runs, the last of it while it stands
+//! still, then images and manifest. The loop holds the guest still when it is told to, and says what devices and disks were like.
 
 use std::fs::File;
 use std::io;
