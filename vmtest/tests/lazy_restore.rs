@@ -1,12 +1,14 @@
 //! Lazy restore, as a guest and its operator see it: saved at one moment, it goes on from there, any number of times.
 //!
 //! `saves`: what saving does to the machine that is saved. `restores`: the guest that comes back is the one that was saved.
-//! `dedup`: what its disks hold is not stored. `scans`: what the guest uses is seen before it is saved. `faults`: what a damaged snapshot and killed keepers make of it.
+//! `dedup`: what its disks hold is not stored. `scans`: what the guest uses is seen before it is saved. `identity`: a clone knows that it is one. `faults`: what a damaged snapshot and killed keepers make of it.
 
 #[path = "lazy_restore/dedup.rs"]
 mod dedup;
 #[path = "lazy_restore/faults.rs"]
 mod faults;
+#[path = "lazy_restore/identity.rs"]
+mod identity;
 #[path = "lazy_restore/restores.rs"]
 mod restores;
 #[path = "lazy_restore/saves.rs"]

@@ -246,5 +246,6 @@ pub fn qemu_identity(pid: u32) -> QemuIdentity {
         helper_fd: None,
         deaf: false,
         at_start: None,
+        vmgenid: None,
     }
 }

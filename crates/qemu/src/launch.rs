@@ -53,6 +53,8 @@ pub struct Launch {
     pub run_as: Option<String>,
     /// None: no watchdog device.
     pub watchdog: Option<WatchdogAction>,
+    /// None: no device that tells the guest its VM generation ID, a GUID.
+    pub vmgenid: Option<String>,
     pub extra_args: Vec<String>,
 }
 
@@ -147,6 +149,9 @@ impl Launch {
         fixed_devices(&mut arguments);
         if self.watchdog.is_some() {
             arguments.option("-device", format!("i6300esb,addr={WATCHDOG_SLOT:#x}"));
+        }
+        if let Some(guid) = &self.vmgenid {
+            arguments.option("-device", format!("vmgenid,guid={}", escape(guid)));
         }
         for (position, disk) in self.disks.iter().enumerate() {
             disk_arguments(&mut arguments, position, disk, binary.version());
@@ -349,6 +354,7 @@ mod tests {
             sandbox: true,
             run_as: None,
             watchdog: None,
+            vmgenid: None,
             hold_still: false,
             extra_args: vec!["-S".into()],
         }
@@ -387,6 +393,12 @@ mod tests {
         let launch = Launch { watchdog: Some(WatchdogAction::Pause), ..launch() };
         check(&launch, (7, 2), "panic=pause,watchdog=pause ");
         check(&launch, (7, 2), "-device i6300esb,addr=0x4 ");
+    }
+
+    #[test]
+    fn a_generation_id_is_a_device() {
+        let launch = Launch { vmgenid: Some("a-guid".into()), ..launch() };
+        check(&launch, (7, 2), "-device vmcoreinfo -device vmgenid,guid=a-guid ");
     }
 
     #[test]

@@ -45,6 +45,9 @@ pub struct Journal {
     /// The living incarnation comes out of a snapshot, and may not be all there yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restore: Option<RestoreNote>,
+    /// The machine's VM generation ID: what its next boot is told. None: it has had none yet.
+    #[serde(default)]
+    pub vmgenid: Option<String>,
     /// The disks that QEMU was started with, in order: a keeper that takes over must serve the same.
     pub disks: Vec<DiskIdentity>,
 }
@@ -107,6 +110,10 @@ pub struct QemuIdentity {
     /// What it held for itself when it first answered; none if that could not be seen.
     #[serde(default)]
     pub at_start: Option<FootprintNote>,
+    /// The VM generation ID that it tells its guest; none: it was started without that device, and so is the next one of this
+    /// guest.
+    #[serde(default)]
+    pub vmgenid: Option<String>,
 }
 
 /// What a QEMU held for itself at one moment.
@@ -140,6 +147,7 @@ impl Journal {
             hop: None,
             saving: false,
             restore: None,
+            vmgenid: None,
             disks: Vec::new(),
         }
     }

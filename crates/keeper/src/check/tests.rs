@@ -184,6 +184,7 @@ fn a_qemu_without_a_keeper_keeps_its_ports() {
         helper_fd: None,
         deaf: false,
         at_start: None,
+        vmgenid: None,
     };
     journal.qemu = Some(qemu.clone());
     let runtime_folder = fixture.root.machine("web");

@@ -275,7 +275,7 @@ pub static FIELDS: &[Field] = &[
         TextList,
         "none",
         r#"["-device", "virtio-balloon-pci"]"#,
-        "Appended to QEMU's command line as they are. Hearth does not look at them: they can break what it promises.",
+        "Appended to QEMU's command line as they are. Hearth does not look at them, but for the word `vmgenid`, beside which it adds no such device: they can break what it promises.",
     ),
     field(
         Section::Boot,

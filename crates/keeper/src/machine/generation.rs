@@ -70,16 +70,18 @@ pub enum LaunchError {
 }
 
 impl Generation {
-    /// Starts QEMU with this incarnation's RAM.
+    /// Starts QEMU with this incarnation's RAM, and a device for `vmgenid` if there is one.
     /// With `hold_still` the guest does nothing until `run`.
     pub fn launch(
         parts: &Parts,
         incarnation: &Incarnation,
         number: u32,
+        vmgenid: Option<String>,
         hold_still: bool,
     ) -> Result<Self, LaunchError> {
         let wires = Wires::lay(&parts.config, &parts.folders, number)?;
-        Self::start(parts, incarnation, number, wires, if hold_still { Role::Held } else { Role::First })
+        let role = if hold_still { Role::Held } else { Role::First };
+        Self::start(parts, incarnation, number, wires, vmgenid, role)
     }
 
     /// Starts a QEMU that waits for this incarnation's guest, beside the one that has it.
@@ -87,16 +89,23 @@ impl Generation {
         parts: &Parts,
         incarnation: &Incarnation,
         number: u32,
+        old: &Self,
         wires: &Wires,
     ) -> Result<Self, LaunchError> {
         let wires = wires.share(&parts.folders, number)?;
-        Self::start(parts, incarnation, number, wires, Role::Successor)
+        Self::start(parts, incarnation, number, wires, old.identity.vmgenid.clone(), Role::Successor)
     }
 
-    /// Starts a QEMU that waits for a guest that was saved. Its memory is not touched before that.
-    pub fn launch_restored(parts: &Parts, incarnation: &Incarnation, number: u32) -> Result<Self, LaunchError> {
+    /// Starts a QEMU that waits for a guest that was saved. Its memory is not touched before that. `vmgenid`: with the device
+    /// if it was saved with it, and only then.
+    pub fn launch_restored(
+        parts: &Parts,
+        incarnation: &Incarnation,
+        number: u32,
+        vmgenid: Option<String>,
+    ) -> Result<Self, LaunchError> {
         let wires = Wires::lay(&parts.config, &parts.folders, number)?;
-        Self::start(parts, incarnation, number, wires, Role::Restored)
+        Self::start(parts, incarnation, number, wires, vmgenid, Role::Restored)
     }
 
     fn start(
@@ -104,6 +113,7 @@ impl Generation {
         incarnation: &Incarnation,
         number: u32,
         wires: Wires,
+        vmgenid: Option<String>,
         role: Role,
     ) -> Result<Self, LaunchError> {
         let folders = &parts.folders;
@@ -113,6 +123,7 @@ impl Generation {
         let launch = Launch {
             hold_still: role == Role::Held,
             incoming: successor || role == Role::Restored,
+            vmgenid: vmgenid.clone(),
             ..launch::launch(parts, incarnation, number, &library, &wires, successor)
         };
         let process = Process::spawn(&parts.binary, &launch, &folders.qemu_log(number))?;
@@ -129,6 +140,7 @@ impl Generation {
             helper_fd: userfault.as_ref().ok().and_then(|userfault| Some(userfault.helper.as_ref()?.fd_in_qemu)),
             deaf: false,
             at_start: None,
+            vmgenid,
         };
         let patience = if successor { SUCCESSOR_PATIENCE } else { START_PATIENCE };
         let mut generation = Self::hold(folders, &parts.tell, process, identity, userfault, Ok(wires), patience)?;

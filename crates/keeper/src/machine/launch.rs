@@ -69,6 +69,7 @@ pub fn launch(
         sandbox: config.sandbox,
         run_as: config.qemu_user.clone(),
         watchdog: config.watchdog.map(watchdog_action),
+        vmgenid: None,
         extra_args: config.extra_qemu_args.clone(),
     }
 }

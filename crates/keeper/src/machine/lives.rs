@@ -231,9 +231,10 @@ impl Machine {
 
     fn launch(&mut self, incarnation: Incarnation) -> Result<(), MachineError> {
         self.boot_begins();
+        let vmgenid = self.vmgenid_of_boot();
         let number = self.next_generation(&incarnation)?;
         let hold_still = self.gate_wanted();
-        let generation = Generation::launch(&self.parts, &incarnation, number, hold_still)?;
+        let generation = Generation::launch(&self.parts, &incarnation, number, vmgenid, hold_still)?;
         self.record_qemu(&generation);
         if hold_still {
             self.shut_gate(&incarnation, &generation);

@@ -52,6 +52,7 @@ mod takeover;
 mod timeline;
 mod turn;
 mod upgrade;
+mod vmgenid;
 mod volumes;
 pub mod warden;
 mod wires;

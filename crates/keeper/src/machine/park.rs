@@ -216,6 +216,7 @@ impl Machine {
             ram_bytes: config.memory_bytes,
             ram_sum,
             state,
+            vmgenid: identity.vmgenid,
             disks: launch::disk_identities(config),
             images,
         };
@@ -323,7 +324,7 @@ impl Machine {
         self.parts.event_log.set_incarnation(parked.incarnation);
         let (incarnation, state) = self.verify(parked)?;
         drill(ResumePhase::Verify.name());
-        let generation = self.wake(&incarnation, &state)?;
+        let generation = self.wake(&incarnation, &state, parked.vmgenid.clone())?;
         drill(ResumePhase::Wake.name());
         let (number, version) = (generation.number, generation.identity().version);
         let went_on = self.let_go_on(&generation);
@@ -357,10 +358,16 @@ impl Machine {
     }
 
     /// A QEMU that has the guest, which stands still.
-    fn wake(&mut self, incarnation: &Incarnation, state: &[u8]) -> Result<Generation, Obstacle> {
+    fn wake(
+        &mut self,
+        incarnation: &Incarnation,
+        state: &[u8],
+        vmgenid: Option<String>,
+    ) -> Result<Generation, Obstacle> {
+        self.journal.vmgenid.clone_from(&vmgenid);
         self.open_disks(incarnation).map_err(Obstacle::Keeper)?;
         let number = self.next_generation(incarnation).map_err(Obstacle::Keeper)?;
-        let generation = Generation::launch_restored(&self.parts, incarnation, number);
+        let generation = Generation::launch_restored(&self.parts, incarnation, number, vmgenid);
         let generation = generation.map_err(|error| Obstacle::Keeper(error.into()))?;
         self.record_qemu(&generation);
         match state::give(&generation.qmp, state, STATE_PATIENCE) {

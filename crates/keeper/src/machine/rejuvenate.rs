@@ -183,7 +183,13 @@ impl Machine {
         rejuvenation::set_handover(&self.disks, true).map_err(RejuvenationError::Server)?;
         self.journal.generation += 1;
         let wires = life.generation.wires().map_err(|why| Failure::Wires(why.to_owned()))?;
-        Ok(Generation::launch_successor(&self.parts, &life.incarnation, self.journal.generation, wires)?)
+        Ok(Generation::launch_successor(
+            &self.parts,
+            &life.incarnation,
+            self.journal.generation,
+            &life.generation,
+            wires,
+        )?)
     }
 
     /// Everything up to the point of no return.

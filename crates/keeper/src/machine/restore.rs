@@ -256,8 +256,9 @@ impl Machine {
         self.journal.restore = Some(RestoreNote { snapshot: order.snapshot.clone(), mode: order.mode, begun: false });
         let incarnation = self.next_incarnation()?;
         self.open_disks(&incarnation)?;
+        let vmgenid = self.vmgenid_of_restore(snapshot.manifest.vmgenid);
         let number = self.next_generation(&incarnation)?;
-        let generation = self.launch_and_prefetch(&snapshot, order.mode, &incarnation, number);
+        let generation = self.launch_and_prefetch(&snapshot, order.mode, &incarnation, number, vmgenid);
         let generation = generation.map_err(&failed)?;
         self.record_qemu(&generation);
         let let_in = self.let_in(snapshot, order, &incarnation, &generation, began);
@@ -289,6 +290,7 @@ impl Machine {
         mode: Mode,
         incarnation: &Incarnation,
         number: u32,
+        vmgenid: Option<String>,
     ) -> Result<Generation, RestoreFailure> {
         let ahead = match mode {
             Mode::Eager => Some(&snapshot.ram),
@@ -299,7 +301,7 @@ impl Machine {
             let builder = std::thread::Builder::new().name(format!("prefetch-{}", self.parts.config.name));
             let reader = builder.spawn_scoped(scope, || ahead.map_or(Ok(0), |pages| prefetch(pages, &incarnation.ram)));
             let reader = reader.map_err(RestoreFailure::Thread)?;
-            let generation = Generation::launch_restored(&self.parts, incarnation, number);
+            let generation = Generation::launch_restored(&self.parts, incarnation, number, vmgenid);
             let read = reader.join().expect("reading pages does not panic");
             let generation = generation?;
             match read {

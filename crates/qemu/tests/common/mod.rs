@@ -58,6 +58,7 @@ impl Rig {
             sandbox: true,
             run_as: None,
             watchdog: None,
+            vmgenid: None,
             extra_args: vec!["-S".into()],
         };
         Self { folder, launch }

@@ -37,6 +37,7 @@ fn save(folder: &std::path::Path) {
         qemu_version: String::new(),
         accelerator: "tcg".into(),
         ram_bytes: PAGES * PAGE_BYTES,
+        vmgenid: true,
         machine_file: draft.write_machine("").unwrap(),
         state: draft.write_state(&[]).unwrap(),
         ram: RamPart { bytes, pages, seal },

@@ -135,6 +135,9 @@ pub struct Parked {
     pub ram_bytes: u64,
     pub ram_sum: String,
     pub state: Part,
+    /// What the guest was told, and must find again; none: its QEMU had no such device.
+    #[serde(default)]
+    pub vmgenid: Option<String>,
     pub disks: Vec<DiskIdentity>,
     pub images: Vec<ImageNote>,
 }
@@ -360,6 +363,7 @@ mod tests {
             ram_bytes: 64 << 20,
             ram_sum: "00".into(),
             state: Part { bytes: 3, blake3: "11".into() },
+            vmgenid: None,
             disks: vec![DiskIdentity {
                 name: "root".into(),
                 path: "/a".into(),

@@ -21,6 +21,9 @@ pub struct Manifest {
     pub qemu_version: String,
     pub accelerator: String,
     pub ram_bytes: u64,
+    /// QEMU had the device that tells a guest its VM generation ID: one that takes the guest needs it too.
+    #[serde(default)]
+    pub vmgenid: bool,
     pub machine_file: Part,
     pub state: Part,
     pub ram: RamPart,

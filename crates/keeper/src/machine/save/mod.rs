@@ -312,6 +312,7 @@ impl Machine {
                 qemu_version: identity.version,
                 accelerator: identity.accelerator,
                 ram_bytes: config.memory_bytes,
+                vmgenid: identity.vmgenid.is_some(),
                 machine_file: nothing(),
                 state: nothing(),
                 ram: RamPart { bytes: 0, pages: 0, seal: String::new() },
