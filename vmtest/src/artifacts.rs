@@ -69,12 +69,26 @@ pub fn nested_host() -> Result<PathBuf> {
 
 /// The Debian guest, its agent on the serial console. The root disk is the first disk.
 pub fn debian() -> Result<Boot> {
-    boot("debian", "initrd", format!("{CMDLINE} root=/dev/vda rw systemd.show_status=false hearth.agent"))
+    debian_in("debian")
 }
 
 /// The Debian guest's root disk. To be copied, not used.
 pub fn debian_root() -> Result<PathBuf> {
     existing(guest().join("debian/root.img"))
+}
+
+/// The Debian guest with PostgreSQL; `cargo xtask bench restore` makes it.
+pub fn debian_database() -> Result<Boot> {
+    debian_in("debian-database")
+}
+
+/// Its root disk. To be copied, not used.
+pub fn debian_database_root() -> Result<PathBuf> {
+    existing(guest().join("debian-database/root.img"))
+}
+
+fn debian_in(folder: &str) -> Result<Boot> {
+    boot(folder, "initrd", format!("{CMDLINE} root=/dev/vda rw systemd.show_status=false hearth.agent"))
 }
 
 /// The probe, for the host.

@@ -168,6 +168,11 @@ impl PlainVm {
         PlainVmBuilder::new(name, artifacts::debian())
     }
 
+    /// The same with [`artifacts::debian_database_root`].
+    pub fn debian_database(name: &str) -> PlainVmBuilder {
+        PlainVmBuilder::new(name, artifacts::debian_database())
+    }
+
     pub fn qmp(&self) -> &Qmp {
         &self.qmp
     }

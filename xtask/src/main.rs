@@ -98,8 +98,13 @@ fn run(chore: Chore) -> Outcome {
         }
         Chore::Bench { name, quick, .. } => {
             let name = name.unwrap_or_default();
-            if name == "crash" {
-                setup::ensure(&[setup::tool("makedumpfile", "makedumpfile")])?;
+            match name.as_str() {
+                "crash" => setup::ensure(&[setup::tool("makedumpfile", "makedumpfile")])?,
+                "restore" => {
+                    setup::ensure_tools()?;
+                    guest::debian_database()?;
+                }
+                _ => {}
             }
             bench(&[&[name.as_str()][..], if quick { &["--quick"] } else { &[] }].concat())?;
         }

@@ -60,5 +60,5 @@ fn must(guest: &impl Drives, command: &str) -> Result<()> {
 /// Where the service is probed.
 pub fn targets(port: u16) -> Targets {
     let address = (std::net::Ipv4Addr::LOCALHOST, port).into();
-    Targets { address, probe: "/".into(), files: Vec::new() }
+    Targets { address, probe: "/".into(), files: Vec::new(), database: None }
 }

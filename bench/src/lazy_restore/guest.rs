@@ -1,19 +1,30 @@
-//! The guest of every side: its memory in use by a large process and a file cache, of which its web server serves a part.
+//! The guest of every side: its memory in use by a large process, a file cache, of which its web server serves a part, and a
+//! database's buffers.
 
 use std::net::{Ipv4Addr, SocketAddr};
 
 use hearth_vmtest::{Drives, Result};
 
-use super::Shape;
-use crate::load::Targets;
+use super::{Ports, Shape, WINDOW_REQUESTS};
+use crate::load::{Database, Query, Targets};
 
 /// So often is each file asked for: more than in any run.
 const TURNS: usize = 1000;
+/// Of the database's table; `guest/debian/database` makes it.
+const ROWS: u64 = 1_600_000;
+/// Of each query: a third of a MiB of the table. No multiple of the thousand balances there are, so that the answers differ.
+const QUERY_ROWS: u64 = 2900;
 
-/// Fills the file cache, and anonymous memory for as long as the guest lives.
+/// Fills the file cache, the database's buffers, and anonymous memory for as long as the guest lives.
 pub fn fill(guest: &impl Drives, shape: Shape) -> Result<()> {
     let files = format!("probe read-all $(ls /var/www/html/files/*.bin | head -n {})", shape.web_files);
     guest.sh(&files)?;
+    let last =
+        format!("(select relpages::bigint * {} / {ROWS} - 1 from pg_class where relname = 'accounts')", shape.rows);
+    let warm = format!("select pg_prewarm('accounts_pkey'), pg_prewarm('accounts', 'buffer', 'main', 0, {last})");
+    guest.sh(&format!(
+        "until pg_isready -q -h 127.0.0.1; do sleep 0.2; done; psql -qAt -h 127.0.0.1 -U postgres -c \"{warm}\""
+    ))?;
     hog(guest, shape)
 }
 
@@ -39,8 +50,8 @@ pub fn written_mib(guest: &impl Drives) -> Result<f64> {
     Ok(5.0 * count.trim().parse::<f64>().expect("the writer writes numbers"))
 }
 
-/// The same files for every seed, all of them in each turn, in an order that no other seed has.
-pub fn targets(port: u16, shape: Shape, seed: u64) -> Targets {
+/// The same files and parts of the table for every seed, all of them in each turn, in an order that no other seed has.
+pub fn targets(ports: Ports, shape: Shape, seed: u64) -> Targets {
     let mut word = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut below = |bound: usize| {
         // xorshift64
@@ -50,14 +61,34 @@ pub fn targets(port: u16, shape: Shape, seed: u64) -> Targets {
         (word % bound as u64) as usize
     };
     let mut turn: Vec<usize> = (0..shape.hot_files).collect();
-    let mut files = Vec::with_capacity(TURNS * turn.len());
+    let (mut files, mut queries) = (Vec::new(), Vec::new());
     for _ in 0..TURNS {
-        for last in (1..turn.len()).rev() {
-            turn.swap(last, below(last + 1));
-        }
+        shuffle(&mut turn, &mut below);
         files.extend(turn.iter().map(|number| format!("/files/{number:03}.bin")));
+        shuffle(&mut turn, &mut below);
+        queries.extend(turn.iter().map(|&number| query(1 + number as u64 * shape.rows / shape.hot_files as u64)));
     }
-    Targets { address: SocketAddr::from((Ipv4Addr::LOCALHOST, port)), probe: "/".to_owned(), files }
+    let here = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+    // As many requests as are looked at at once, so that each look has a new client in it.
+    let database = Database { address: here(ports.database), queries, per_client: WINDOW_REQUESTS / 2 };
+    Targets { address: here(ports.web), probe: "/".to_owned(), files, database: Some(database) }
+}
+
+fn shuffle(turn: &mut [usize], below: &mut impl FnMut(usize) -> usize) {
+    for last in (1..turn.len()).rev() {
+        turn.swap(last, below(last + 1));
+    }
+}
+
+fn query(first: u64) -> Query {
+    let last = first + QUERY_ROWS - 1;
+    let sum: u64 = (first..=last).map(|id| id % 1000).sum();
+    Query {
+        text: format!(
+            "select count(*), sum(balance), max(length(filler)) from accounts where id between {first} and {last}"
+        ),
+        expect: vec![QUERY_ROWS.to_string(), sum.to_string(), "80".to_owned()],
+    }
 }
 
 #[cfg(test)]
@@ -69,9 +100,22 @@ mod tests {
     #[test]
     fn requests_differ_in_their_order_and_not_in_what_they_ask_for() {
         let shape = Shape::of(true);
-        let [one, other] = [1, 2].map(|seed| targets(80, shape, seed).files[..2 * shape.hot_files].to_vec());
-        assert_ne!(one, other);
-        let [one, other] = [one, other].map(|files| BTreeSet::from_iter(files.into_iter().take(shape.hot_files)));
-        assert_eq!((one.len(), &one), (shape.hot_files, &other));
+        let ports = Ports { web: 80, database: 5432 };
+        let asked = |seed| {
+            let Targets { files, database, .. } = targets(ports, shape, seed);
+            let queries = database.into_iter().flat_map(|database| database.queries).map(|query| query.text);
+            [files, queries.collect()].map(|all: Vec<String>| all[..2 * shape.hot_files].to_vec())
+        };
+        for (one, other) in asked(1).into_iter().zip(asked(2)) {
+            assert_ne!(one, other);
+            let [one, other] = [one, other].map(|all| BTreeSet::from_iter(all.into_iter().take(shape.hot_files)));
+            assert_eq!((one.len(), &one), (shape.hot_files, &other));
+        }
+    }
+
+    #[test]
+    fn answers_of_the_database_differ() {
+        let sums = [1, 33334, 66667].map(|first| query(first).expect[1].clone());
+        assert_eq!(BTreeSet::from_iter(&sums).len(), 3, "{sums:?}");
     }
 }

@@ -2,18 +2,21 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Instant;
 
 use hearth_vmtest::{Disk, Drives, TestVm, patience};
 use serde_json::Value;
+use toml::Value as Toml;
 
 use super::{
-    Bench, COUNTED_REQUESTS, MIB, RestoreError, STEADY_REQUESTS, add_service, await_answers, case, evict_all, guest,
+    Bench, COUNTED_REQUESTS, MIB, Ports, RestoreError, STEADY_REQUESTS, add_service, await_answers, case, copy_image,
+    evict_all, guest,
+    waits::{self, Waits},
 };
 use crate::host::profile::Profile;
 use crate::load::Load;
 use crate::record::Record;
-use crate::sides::copy_root;
 
 const HEARTH: &str = "hearth";
 const PAUSE_ROUNDS: u32 = 3;
@@ -94,7 +97,7 @@ fn copy(from: &Path, to: &Path) -> Result<(), RestoreError> {
 pub struct Saved<'a> {
     bench: &'a Bench<'a>,
     vm: TestVm,
-    port: u16,
+    ports: Ports,
     snapshot: PathBuf,
 }
 
@@ -121,13 +124,15 @@ impl Shown {
 impl<'a> Saved<'a> {
     pub fn make(bench: &'a Bench<'a>, record: &mut Record) -> Result<Self, RestoreError> {
         let (image, snapshot) = (bench.rig.folder().join("hearth.img"), bench.rig.folder().join("snapshot"));
-        copy_root(&image)?;
-        let builder = TestVm::debian("saved").root(Disk::in_place(&image)).memory_mib(bench.shape.memory_mib).http();
+        copy_image(&image)?;
+        let ports = Ports::free();
+        let forward = ports.forwards().map(|(host, guest)| Toml::from(format!("127.0.0.1:{host}:{guest}")));
+        let builder = TestVm::debian_database("saved").root(Disk::in_place(&image)).memory_mib(bench.shape.memory_mib);
+        let builder = builder.net([("kind", Toml::from("user")), ("forward", Toml::Array(forward.to_vec()))]);
         let builder = builder.setting("accelerator", record.machine.accelerator.name());
         let vm = builder.boot().map_err(machine)?;
         guest::fill(&vm, bench.shape).map_err(machine)?;
-        let port = vm.http_port().expect("it was asked for");
-        let saved = Saved { bench, vm, port, snapshot };
+        let saved = Saved { bench, vm, ports, snapshot };
         saved.save_without_what_disks_hold(record)?;
         saved.save(record)?;
         Ok(saved)
@@ -165,7 +170,7 @@ impl<'a> Saved<'a> {
     }
 
     fn load(&self, seed: u64) -> Result<Load, RestoreError> {
-        let targets = guest::targets(self.port, self.bench.shape, seed);
+        let targets = guest::targets(self.ports, self.bench.shape, seed);
         Load::start(targets).map_err(|source| RestoreError::Load { side: HEARTH, source })
     }
 
@@ -247,7 +252,13 @@ impl<'a> Saved<'a> {
         clone.stop_at_once().map_err(machine).map(drop)
     }
 
-    pub fn restore(&self, side: Side, profile: Profile, round: u32, record: &mut Record) -> Result<(), RestoreError> {
+    pub fn restore(
+        &self,
+        side: Side,
+        profile: Profile,
+        round: u32,
+        record: &mut Record,
+    ) -> Result<Waits, RestoreError> {
         if let Some(set) = side.set {
             copy(&self.bench.rig.folder().join(set), &self.snapshot.join("working-set"))?;
         }
@@ -260,31 +271,59 @@ impl<'a> Saved<'a> {
         let name = format!("{}-{}-{round}", side.name, profile.name());
         let restore = |_| self.vm.restore(&self.snapshot, &name, &[side.option]);
         let clone = rig.launch(profile, restore)?.map_err(machine)?;
-        let first_answer_s =
-            load.wait_back(patience(20)).map_err(|source| RestoreError::Load { side: side.name, source })?;
-        let running = |event: &Value| event["kind"] == "restored";
-        let running = clone.wait_event("the guest runs", running).map_err(machine)?;
-        record.add(&case, "running_ms", "ms", figure(&running, "duration_ms")?);
-        await_answers(&load, COUNTED_REQUESTS, side.name)?;
-        let status = clone.status().map_err(machine)?;
-        record.add(&case, "faults", "", figure(&status["restore"], "pages_lazy")?);
-        for metric in ["fault_us_p50", "fault_us_p99"] {
-            if let Some(us) = status["restore"][metric].as_f64() {
-                record.add(&case, metric, "us", us);
-            }
-        }
-        let complete = |event: &Value| event["kind"] == "restore_complete";
-        let over = clone.wait_event_within("all memory is there", patience(60), complete).map_err(machine)?;
+        let over = AtomicBool::new(false);
+        let (outcome, looks) = std::thread::scope(|scope| {
+            let looks = scope.spawn(|| waits::look(&clone, &load, &over));
+            let outcome = self.until_complete(side, &case, &clone, &load, record);
+            over.store(true, Relaxed);
+            (outcome, looks.join().expect("a panic was printed when it happened"))
+        });
+        let Restored { running_s, first_answer_s } = outcome?;
         let read_after = rig.group_read_bytes()?;
         await_answers(&load, load.answered() + STEADY_REQUESTS, side.name)?;
         add_service(&load, side.name, profile, first_answer_s, record);
         drop(load);
-        record.add(&case, "complete_s", "s", figure(&over, "duration_ms")? / 1e3);
-        record.add(&case, "pages_prefetched", "", figure(&over, "pages_prefetched")?);
         if let Some((before, after)) = read_before.zip(read_after) {
             record.add(&case, "bytes_read_mib", "MiB", (after - before) as f64 / MIB);
         }
         clone.stop_at_once().map_err(machine)?;
-        Ok(rig.limit(Profile::Asis)?)
+        rig.limit(Profile::Asis)?;
+        Ok(Waits::of(running_s, &looks))
     }
+
+    /// The guest is there, and is asked, until it has all its memory.
+    fn until_complete(
+        &self,
+        side: Side,
+        case: &str,
+        clone: &TestVm,
+        load: &Load,
+        record: &mut Record,
+    ) -> Result<Restored, RestoreError> {
+        let first_answer_s =
+            load.wait_back(patience(20)).map_err(|source| RestoreError::Load { side: side.name, source })?;
+        let running = |event: &Value| event["kind"] == "restored";
+        let running = clone.wait_event("the guest runs", running).map_err(machine)?;
+        let running_ms = figure(&running, "duration_ms")?;
+        record.add(case, "running_ms", "ms", running_ms);
+        await_answers(load, COUNTED_REQUESTS, side.name)?;
+        let status = clone.status().map_err(machine)?;
+        record.add(case, "faults", "", figure(&status["restore"], "pages_lazy")?);
+        for metric in ["fault_us_p50", "fault_us_p99"] {
+            if let Some(us) = status["restore"][metric].as_f64() {
+                record.add(case, metric, "us", us);
+            }
+        }
+        let complete = |event: &Value| event["kind"] == "restore_complete";
+        let over = clone.wait_event_within("all memory is there", patience(60), complete).map_err(machine)?;
+        record.add(case, "complete_s", "s", figure(&over, "duration_ms")? / 1e3);
+        record.add(case, "pages_prefetched", "", figure(&over, "pages_prefetched")?);
+        Ok(Restored { running_s: running_ms / 1e3, first_answer_s })
+    }
+}
+
+/// Seconds from the order.
+struct Restored {
+    running_s: f64,
+    first_answer_s: f64,
 }

@@ -1,4 +1,4 @@
-//! Bench `restore`: a web server with most of its memory in use comes out of a snapshot on disk, in each way.
+//! Bench `restore`: a web server and database with most of its memory in use comes out of a snapshot on disk, in each way.
 //!
 //! one guest under Hearth, one under QEMU alone, both filled and saved, Hearth's after a scan -> Hearth's is traced twice, with
 //! requests in one order and in another -> for each disk profile, each side in turn: the host's cache is dropped, the guest is restored and
@@ -8,8 +8,10 @@
 
 mod guest;
 mod hearth;
+mod page;
 mod plain;
 mod summary;
+mod waits;
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -20,7 +22,7 @@ use crate::host::page_cache;
 use crate::host::profile::Profile;
 use crate::load::{Load, LoadError};
 use crate::record::Record;
-use crate::sides::{Rig, RigError};
+use crate::sides::{Rig, RigError, free_port};
 
 pub use summary::table;
 
@@ -30,6 +32,8 @@ const MIB: f64 = 1048576.0;
 
 /// Requests after all memory is there: what the steady state is measured by.
 const STEADY_REQUESTS: usize = 80;
+/// Whose mean is looked at: one that waits long counts, also among many that do not.
+const WINDOW_REQUESTS: usize = 20;
 /// The paper's table, and this one, stop here.
 const COUNTED_REQUESTS: usize = 100;
 const LOOK_EVERY: Duration = Duration::from_millis(2);
@@ -66,7 +70,9 @@ struct Shape {
     /// Files of 1 MiB of the web server that are in the file cache.
     web_files: usize,
     anonymous_mib: u64,
-    /// How many of the files are asked for.
+    /// Of the database's table, in its buffers.
+    rows: u64,
+    /// How many of the files are asked for, and parts of the table.
     hot_files: usize,
     trace_s: u64,
     /// Of a second each.
@@ -81,7 +87,8 @@ impl Shape {
             Shape {
                 memory_mib: 768,
                 web_files: 128,
-                anonymous_mib: 256,
+                anonymous_mib: 224,
+                rows: 400_000,
                 hot_files: 12,
                 trace_s: 3,
                 scan_rounds: 3,
@@ -92,7 +99,8 @@ impl Shape {
             Shape {
                 memory_mib: 2048,
                 web_files: 512,
-                anonymous_mib: 1100,
+                anonymous_mib: 750,
+                rows: 1_600_000,
                 hot_files: 24,
                 trace_s: 12,
                 scan_rounds: 10,
@@ -100,6 +108,24 @@ impl Shape {
                 rounds: 2,
             }
         }
+    }
+}
+
+/// Of this host, that lead to the guest's services.
+#[derive(Clone, Copy)]
+struct Ports {
+    web: u16,
+    database: u16,
+}
+
+impl Ports {
+    fn free() -> Self {
+        Ports { web: free_port(), database: free_port() }
+    }
+
+    /// As (port of this host, port of the guest).
+    fn forwards(self) -> [(u16, u16); 2] {
+        [(self.web, 80), (self.database, 5432)]
     }
 }
 
@@ -128,6 +154,7 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RestoreError> {
     let plain = plain.map_err(|error| leave_out(&error, record)).ok();
     hearth.trace(record)?;
     hearth.measure_scan(record)?;
+    let mut lives = Vec::new();
     for &profile in &options.profiles {
         // Whoever reads a snapshot has no limits of its own.
         if let Err(error) = rig.must_limit_all(profile, NAME) {
@@ -136,14 +163,22 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RestoreError> {
         }
         for round in 0..bench.shape.rounds {
             for side in hearth::SIDES {
-                hearth.restore(side, profile, round, record)?;
+                let waits = hearth.restore(side, profile, round, record)?;
+                lives.push((round, page::Life { side: side.name, profile, waits }));
             }
-            if let Some(Err(error)) = plain.as_ref().map(|plain| plain.restore(profile, round, record)) {
-                leave_out(&error, record);
+            match plain.as_ref().map(|plain| plain.restore(profile, round, record)) {
+                Some(Ok(waits)) => lives.push((round, page::Life { side: QEMU, profile, waits })),
+                Some(Err(error)) => leave_out(&error, record),
+                None => {}
             }
         }
     }
     summary::summarise(record, &options.profiles);
+    let first: Vec<page::Life> = lives.into_iter().filter(|life| life.0 == 0).map(|life| life.1).collect();
+    let path = folder.join(format!("{NAME}.html"));
+    let written = crate::report::write_whole(&path, &page::html(record, bench.shape, &first));
+    written.map_err(|source| RestoreError::File { path: path.clone(), source })?;
+    eprintln!("report: {}", path.display());
     Ok(())
 }
 
@@ -156,6 +191,13 @@ fn leave_out(error: &RestoreError, record: &mut Record) {
 
 fn case(side: &str, profile: Profile) -> String {
     format!("{side}@{}", profile.name())
+}
+
+/// A fresh copy of the image with web server and database.
+fn copy_image(to: &Path) -> Result<(), RestoreError> {
+    let root = hearth_vmtest::artifacts::debian_database_root();
+    let copied = root.and_then(|root| hearth_vmtest::images::copy(&root, to));
+    copied.map_err(|source| RestoreError::Machine { side: "image", source })
 }
 
 /// The host forgets all files of a folder.

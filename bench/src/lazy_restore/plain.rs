@@ -1,18 +1,19 @@
 //! The side of QEMU alone: memory and devices through a file, as `virsh save` and `virsh restore` have it.
 
 use std::path::PathBuf;
+use std::time::Instant;
 
 use hearth_vmtest::{Drives, PlainVm, PlainVmBuilder, patience};
 use serde_json::{Value, json};
 
 use super::{
-    Bench, COUNTED_REQUESTS, MIB, QEMU, RestoreError, STEADY_REQUESTS, add_service, await_answers, case, guest,
+    Bench, COUNTED_REQUESTS, LOOK_EVERY, MIB, Ports, QEMU, RestoreError, STEADY_REQUESTS, add_service, await_answers,
+    case, copy_image, guest, waits::Waits,
 };
 use crate::host::page_cache;
 use crate::host::profile::Profile;
 use crate::load::Load;
 use crate::record::Record;
-use crate::sides::{copy_root, free_port};
 
 const SEED: u64 = 200;
 
@@ -25,14 +26,14 @@ pub struct Saved<'a> {
     bench: &'a Bench<'a>,
     image: PathBuf,
     file: PathBuf,
-    port: u16,
+    ports: Ports,
 }
 
 impl<'a> Saved<'a> {
     pub fn make(bench: &'a Bench<'a>) -> Result<Self, RestoreError> {
         let folder = bench.rig.folder();
-        let saved = Saved { bench, image: folder.join("qemu.img"), file: folder.join("file"), port: free_port() };
-        copy_root(&saved.image)?;
+        let saved = Saved { bench, image: folder.join("qemu.img"), file: folder.join("file"), ports: Ports::free() };
+        copy_image(&saved.image)?;
         let vm = saved.builder("").boot().map_err(machine)?;
         guest::fill(&vm, bench.shape).map_err(machine)?;
         vm.sh("sync").map_err(machine)?;
@@ -41,8 +42,9 @@ impl<'a> Saved<'a> {
     }
 
     fn builder(&self, drive: &str) -> PlainVmBuilder {
-        let net = format!("user,id=net,hostfwd=tcp:127.0.0.1:{}-:80", self.port);
-        let builder = PlainVm::debian("plain").memory_mib(self.bench.shape.memory_mib);
+        let forwards = self.ports.forwards().map(|(host, guest)| format!(",hostfwd=tcp:127.0.0.1:{host}-:{guest}"));
+        let net = format!("user,id=net{}", forwards.concat());
+        let builder = PlainVm::debian_database("plain").memory_mib(self.bench.shape.memory_mib);
         let builder = builder.accelerator(self.bench.rig.accelerator().name());
         let builder = builder.args(["-netdev", &net, "-device", "virtio-net-pci,netdev=net,romfile="]);
         builder.drive(&self.image, &format!("cache=none,aio=io_uring{drive}"))
@@ -62,7 +64,7 @@ impl<'a> Saved<'a> {
         Err(hearth_vmtest::Error::Qmp { command: "migrate".into(), message: "failed".into() })
     }
 
-    pub fn restore(&self, profile: Profile, round: u32, record: &mut Record) -> Result<(), RestoreError> {
+    pub fn restore(&self, profile: Profile, round: u32, record: &mut Record) -> Result<Waits, RestoreError> {
         for path in [&self.file, &self.image] {
             page_cache::evict(path).map_err(|source| RestoreError::File { path: path.clone(), source })?;
         }
@@ -70,11 +72,12 @@ impl<'a> Saved<'a> {
         rig.limit(profile)?;
         let read_before = rig.group_read_bytes()?;
         let failed = |source| RestoreError::Load { side: QEMU, source };
-        let targets = guest::targets(self.port, self.bench.shape, SEED + u64::from(round));
+        let targets = guest::targets(self.ports, self.bench.shape, SEED + u64::from(round));
         let load = Load::start(targets).map_err(failed)?;
         let incoming = ["-incoming".to_owned(), format!("exec:cat {}", self.file.display())];
         // Every round finds the disk as it was saved.
         let vm = rig.launch(profile, |_| self.builder(",snapshot=on").args(incoming).start())?.map_err(machine)?;
+        let running_s = await_running(&vm, &load)?;
         let first_answer_s = load.wait_back(patience(20)).map_err(failed)?;
         let read_after = rig.group_read_bytes()?;
         await_answers(&load, COUNTED_REQUESTS + STEADY_REQUESTS, QEMU)?;
@@ -83,6 +86,23 @@ impl<'a> Saved<'a> {
             record.add(&case(QEMU, profile), "bytes_read_mib", "MiB", (after - before) as f64 / MIB);
         }
         drop(vm);
-        Ok(rig.limit(Profile::Asis)?)
+        rig.limit(Profile::Asis)?;
+        Ok(Waits::until(running_s))
+    }
+}
+
+/// When QEMU has read everything.
+fn await_running(vm: &PlainVm, load: &Load) -> Result<f64, RestoreError> {
+    let deadline = Instant::now() + patience(60);
+    loop {
+        let status = vm.qmp().execute("query-status", json!({})).map_err(machine)?;
+        let at_s = load.now_s();
+        if status["running"] == true {
+            return Ok(at_s);
+        }
+        if Instant::now() > deadline {
+            return Err(RestoreError::NoFigure { side: QEMU, figure: "running", said: status.to_string() });
+        }
+        std::thread::sleep(LOOK_EVERY);
     }
 }

@@ -1,14 +1,12 @@
 //! What the values come down to. Figures without a profile in their name are those at `cloud`.
 
-use super::{QEMU, case, hearth};
+use super::{QEMU, WINDOW_REQUESTS, case, hearth};
 use crate::host::profile::Profile;
 use crate::load::trace::{Sample, Trace};
 use crate::record::Record;
 use crate::stats;
 use crate::table::{Table, figure_or_dash};
 
-/// Requests whose mean is looked at: one that waits long counts, also among many that do not.
-const WINDOW_REQUESTS: usize = 20;
 /// Usable: within a tenth of the steady state.
 const USABLE: f64 = 1.1;
 

@@ -1,4 +1,5 @@
-//! Load generator: one client that asks for the same files in turn, one by one, and notes when each answer was whole.
+//! Load generator: one client that asks for the same files in turn, one by one, and notes when each answer was whole. Where
+//! there is a database too, every other request is a query.
 //!
 //! serving -> (told of an outage, or the connection breaks) -> probing -> first 200 -> serving
 //!
@@ -6,6 +7,7 @@
 //! away it probes for a small page every 20 ms with a fresh connection each, so the moment of return is known to that.
 
 pub mod http;
+pub mod sql;
 #[cfg(test)]
 pub mod testing;
 pub mod trace;
@@ -45,6 +47,23 @@ pub struct Targets {
     /// A small page, to see whether the service is there.
     pub probe: String,
     pub files: Vec<String>,
+    pub database: Option<Database>,
+}
+
+/// A database, and what it is asked, in turn.
+#[derive(Clone, Debug)]
+pub struct Database {
+    pub address: SocketAddr,
+    pub queries: Vec<Query>,
+    /// So many queries and as many files are asked for by one client; then comes the next, with connections of its own.
+    pub per_client: usize,
+}
+
+#[derive(Clone, Debug)]
+pub struct Query {
+    pub text: String,
+    /// The columns of its row: another answer counts as none.
+    pub expect: Vec<String>,
 }
 
 #[derive(Default)]
@@ -85,7 +104,9 @@ impl Load {
     pub fn start(targets: Targets) -> Result<Self, LoadError> {
         let shared = Arc::new(Shared { progress: Mutex::default(), changed: Condvar::new(), zero: Instant::now() });
         let address = targets.address;
-        let worker = Worker { shared: shared.clone(), client: Client::new(address), targets, next: 0, dealt_with: 0 };
+        let (shared_too, client) = (shared.clone(), Client::new(address));
+        let sql = targets.database.as_ref().map(|database| sql::Client::new(database.address));
+        let worker = Worker { shared: shared_too, client, sql, targets, next: 0, dealt_with: 0 };
         let thread = std::thread::Builder::new().name("load".into()).spawn(move || worker.run());
         Ok(Load { shared, address, thread: Some(thread.map_err(LoadError::Thread)?) })
     }
@@ -143,7 +164,9 @@ impl Drop for Load {
 struct Worker {
     shared: Arc<Shared>,
     client: Client,
+    sql: Option<sql::Client>,
     targets: Targets,
+    /// Of all requests.
     next: usize,
     dealt_with: u32,
 }
@@ -152,7 +175,7 @@ impl Worker {
     fn run(mut self) {
         let mut serving = false;
         while !self.shared.progress().stopping {
-            serving = if serving { self.fetch_next() } else { self.probe() };
+            serving = if serving { self.ask_next() } else { self.probe() };
         }
     }
 
@@ -178,27 +201,67 @@ impl Worker {
         }
     }
 
-    fn fetch_next(&mut self) -> bool {
-        let path = &self.targets.files[self.next];
+    fn ask_next(&mut self) -> bool {
         let begun_s = self.shared.now_s();
         let (shared, dealt_with) = (self.shared.clone(), self.dealt_with);
         let give_up = move || {
             let progress = shared.progress();
             progress.stopping || progress.outages != dealt_with
         };
-        let outcome = self.client.get(path, FILE_PATIENCE, &give_up);
-        let mut progress = self.shared.progress();
-        let answered = outcome.is_ok();
-        match outcome {
-            Ok(answer) if answer.status == 200 => {
-                let bytes = answer.body.len() as u64;
-                progress.samples.push(Sample { begun_s, ended_s: self.shared.now_s(), bytes });
-                self.next = (self.next + 1) % self.targets.files.len();
+        let outcome = match (&self.targets.database, &mut self.sql) {
+            (Some(database), Some(client)) if self.next % 2 == 1 => {
+                if (self.next / 2).is_multiple_of(database.per_client) {
+                    self.client.disconnect();
+                    client.disconnect();
+                }
+                let query = &database.queries[self.next / 2 % database.queries.len()];
+                query_once(client, query, &give_up)
             }
-            Ok(answer) => progress.last_failure = Some(format!("{path}: status {}", answer.status)),
-            Err(error) => progress.last_failure = Some(format!("{path}: {error}")),
+            (database, _) => {
+                let turn = if database.is_some() { self.next / 2 } else { self.next };
+                fetch_once(&mut self.client, &self.targets.files[turn % self.targets.files.len()], &give_up)
+            }
+        };
+        let mut progress = self.shared.progress();
+        match outcome {
+            Ok(Answered::Well { bytes }) => {
+                progress.samples.push(Sample { begun_s, ended_s: self.shared.now_s(), bytes });
+                self.next += 1;
+                progress.outages == self.dealt_with
+            }
+            Ok(Answered::Badly { what }) => {
+                progress.last_failure = Some(what);
+                progress.outages == self.dealt_with
+            }
+            Err(what) => {
+                progress.last_failure = Some(what);
+                false
+            }
         }
-        answered && progress.outages == self.dealt_with
+    }
+}
+
+/// By a service that is there.
+enum Answered {
+    Well { bytes: u64 },
+    Badly { what: String },
+}
+
+fn fetch_once(client: &mut Client, path: &str, give_up: &dyn Fn() -> bool) -> Result<Answered, String> {
+    match client.get(path, FILE_PATIENCE, give_up) {
+        Ok(answer) if answer.status == 200 => Ok(Answered::Well { bytes: answer.body.len() as u64 }),
+        Ok(answer) => Ok(Answered::Badly { what: format!("{path}: status {}", answer.status) }),
+        Err(error) => Err(format!("{path}: {error}")),
+    }
+}
+
+fn query_once(client: &mut sql::Client, query: &Query, give_up: &dyn Fn() -> bool) -> Result<Answered, String> {
+    match client.row(&query.text, FILE_PATIENCE, give_up) {
+        Ok(row) if row == query.expect => {
+            Ok(Answered::Well { bytes: row.iter().map(|column| column.len() as u64).sum() })
+        }
+        Ok(row) => Ok(Answered::Badly { what: format!("{}: answered {row:?}, not {:?}", query.text, query.expect) }),
+        Err(error) => Err(format!("{}: {error}", query.text)),
     }
 }
 
@@ -246,7 +309,7 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(20);
 
     fn targets(address: SocketAddr) -> Targets {
-        Targets { address, probe: "/".into(), files: vec!["/a".into(), "/b".into()] }
+        Targets { address, probe: "/".into(), files: vec!["/a".into(), "/b".into()], database: None }
     }
 
     fn wait_for_samples(load: &Load, more_than: usize) -> usize {

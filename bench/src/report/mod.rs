@@ -9,6 +9,7 @@ pub mod memory_plot;
 mod page;
 pub mod read_times;
 mod scale;
+pub mod share_plot;
 mod throughput;
 mod timeline;
 

@@ -107,5 +107,5 @@ fn leave_out_unless_hearth(
 /// What the load generator asks a machine for.
 pub fn targets(machine: &dyn Machine) -> Targets {
     let files = (0..FILES).map(|number| format!("/files/{number:03}.bin")).collect();
-    Targets { address: machine.web(), probe: "/".to_owned(), files }
+    Targets { address: machine.web(), probe: "/".to_owned(), files, database: None }
 }

@@ -91,6 +91,9 @@ pub struct RestoreStatus {
     pub fault_us_p50: Option<u64>,
     #[serde(default)]
     pub fault_us_p99: Option<u64>,
+    /// All of the guest's page faults together, in microseconds: so long it waited for memory. A fault counts when it is over.
+    #[serde(default)]
+    pub fault_us_total: u64,
     /// Nothing is missing: the snapshot's memory is not needed any more.
     pub complete: bool,
     /// What cannot be brought now, and why. Whoever touches it waits.

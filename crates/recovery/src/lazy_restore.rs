@@ -358,6 +358,11 @@ impl LazyRam {
         self.waits.percentile_us(percent)
     }
 
+    /// All page faults together, in us.
+    pub fn waited_us(&self) -> u64 {
+        self.waits.total_us()
+    }
+
     /// What the disks of the machine have to ask.
     pub fn gate(self: &Arc<Self>) -> Gate {
         let (ram_device, ram_inode) = self.identity;

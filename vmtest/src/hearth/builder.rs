@@ -47,6 +47,12 @@ impl TestVmBuilder {
         builder
     }
 
+    pub(super) fn debian_database(name: &str) -> Self {
+        let mut builder = Self::new(name, artifacts::debian_database()).memory_mib(1024);
+        builder.disks.push(artifacts::debian_database_root().map(|root| Disk::copy_of(&root)));
+        builder
+    }
+
     pub fn memory_mib(self, mib: u64) -> Self {
         self.setting("memory", format!("{mib}MiB"))
     }

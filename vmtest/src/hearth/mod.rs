@@ -60,6 +60,11 @@ impl TestVm {
         TestVmBuilder::debian(name)
     }
 
+    /// The same with PostgreSQL.
+    pub fn debian_database(name: &str) -> TestVmBuilder {
+        TestVmBuilder::debian_database(name)
+    }
+
     fn launch(name: &str, files: Files, http_port: Option<u16>, slot: Option<Slot>) -> Result<Self> {
         let vm = Self::prepare(name, files, http_port, slot)?;
         vm.start_keeper(&[])?;

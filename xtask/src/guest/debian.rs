@@ -1,4 +1,5 @@
-//! The Debian guest: systemd, nginx, 512 files of 1 MiB, ext4; kernel and initrd for direct boot beside it.
+//! The Debian guest: systemd, nginx, 512 files of 1 MiB, ext4; kernel and initrd for direct boot beside it. With a database,
+//! PostgreSQL and a table of 300 MiB, only where that is asked for.
 //!
 //! mmdebstrap makes the tree, hooks from `guest/debian/` configure it and make the image while they still see it with
 //! its right owners. So this needs no root: for an ordinary user mmdebstrap works in a user namespace, whose ids do not
@@ -18,13 +19,33 @@ const AGENT: &str = include_str!("../../../guest/agent/agent");
 const PACKAGES: &str = include_str!("../../../guest/debian/packages");
 const BEFORE: &str = include_str!("../../../guest/debian/before");
 const AFTER: &str = include_str!("../../../guest/debian/after");
+const DATABASE_PACKAGES: &str = include_str!("../../../guest/debian/database.packages");
+const DATABASE: &str = include_str!("../../../guest/debian/database");
+
+/// What the guest is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Variant {
+    Web,
+    WebAndDatabase,
+}
 
 /// Makes `debian/` with `root.img`, `vmlinuz` and `initrd`.
 pub fn ensure() -> Result<(), GuestError> {
     let inputs = [AGENT, PACKAGES, BEFORE, AFTER, probe::SOURCE, include_str!("debian.rs")];
-    cache::ensure(&paths::guest().join("debian"), &inputs, |new| {
+    make("debian", &inputs, Variant::Web)
+}
+
+/// The same with a database: `debian-database/`.
+pub fn ensure_database() -> Result<(), GuestError> {
+    let inputs =
+        [AGENT, PACKAGES, DATABASE_PACKAGES, BEFORE, DATABASE, AFTER, probe::SOURCE, include_str!("debian.rs")];
+    make("debian-database", &inputs, Variant::WebAndDatabase)
+}
+
+fn make(name: &str, inputs: &[&str], variant: Variant) -> Result<(), GuestError> {
+    cache::ensure(&paths::guest().join(name), inputs, |new| {
         let desk = Desk::set_up()?;
-        let made = mmdebstrap(&desk.folder).and_then(|()| collect(&desk.folder, new));
+        let made = mmdebstrap(&desk.folder, variant).and_then(|()| collect(&desk.folder, new));
         desk.clear(made)
     })
 }
@@ -41,7 +62,7 @@ impl Desk {
         at("open up", &folder, fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)))?;
         let probe = probe::ensure()?;
         at("copy", &probe, fs::copy(&probe, folder.join("probe")))?;
-        for (name, text) in [("agent", AGENT), ("before", BEFORE), ("after", AFTER)] {
+        for (name, text) in [("agent", AGENT), ("before", BEFORE), ("database", DATABASE), ("after", AFTER)] {
             let file = folder.join(name);
             at("write", &file, fs::write(&file, text))?;
             at("make executable", &file, fs::set_permissions(&file, fs::Permissions::from_mode(0o755)))?;
@@ -55,11 +76,12 @@ impl Desk {
     }
 }
 
-fn mmdebstrap(desk: &Path) -> Result<(), GuestError> {
+fn mmdebstrap(desk: &Path, variant: Variant) -> Result<(), GuestError> {
     let apt = Apt::open(&paths::guest().join("apt"))?;
     let desk = desk.display();
-    let packages: Vec<_> =
-        PACKAGES.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
+    let lists = [PACKAGES, if variant == Variant::WebAndDatabase { DATABASE_PACKAGES } else { "" }];
+    let lines = lists.into_iter().flat_map(str::lines).map(str::trim);
+    let packages: Vec<_> = lines.filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
     let mut command = Command::new("mmdebstrap");
     command.args(["--quiet", "--mode=auto", "--variant=minbase", "--format=null"]);
     command.arg(format!("--include={}", packages.join(",")));
@@ -72,6 +94,9 @@ fn mmdebstrap(desk: &Path) -> Result<(), GuestError> {
         command.arg(format!("--dpkgopt={option}"));
     }
     command.arg(format!("--setup-hook={desk}/before \"$1\""));
+    if variant == Variant::WebAndDatabase {
+        command.arg(format!("--customize-hook={desk}/database \"$1\""));
+    }
     command.arg(format!("--customize-hook={desk}/after \"$1\" {desk}"));
     command.args([GUEST_RELEASE, "/dev/null"]).arg(apt.sources());
     // Locales of the host do not exist in the guest; perl says so a hundred times.

@@ -1,7 +1,7 @@
 //! Guest images: kernels, the busybox guest, the Debian guest, the newer QEMU.
 //!
 //! probe, kernel -> busybox initrd (tests)
-//! probe, kernel packages -> Debian image (demo, benches, tests with systemd)
+//! probe, kernel packages -> Debian image (demo, benches, tests with systemd); with a database (`make bench NAME=restore`)
 //! busybox guest, QEMUs -> a host with KVM, for the busybox guest to go on in (`make test-nested`)
 //!
 //! Each is a folder under `target/guest/`, made once from the recipes in `guest/` and made again when these change.
@@ -16,6 +16,7 @@ mod nested;
 mod probe;
 mod qemu10;
 
+pub use debian::ensure_database as debian_database;
 pub use kernel::{Kernel, NEWER, STABLE};
 pub use nested::ensure as nested_host;
 pub use qemu10::ensure as qemu10;

@@ -175,6 +175,7 @@ impl Restoring {
             pages_missing: 0,
             fault_us_p50: None,
             fault_us_p99: None,
+            fault_us_total: 0,
             complete: self.complete,
             waits: Vec::new(),
         };
@@ -184,6 +185,7 @@ impl Restoring {
             (status.pages_lazy, status.pages_filled) = (counts.lazy, counts.filled);
             (status.pages_missing, status.waits) = (counts.missing, lazy.stuck());
             (status.fault_us_p50, status.fault_us_p99) = (lazy.wait_us(50), lazy.wait_us(99));
+            status.fault_us_total = lazy.waited_us();
         }
         status
     }

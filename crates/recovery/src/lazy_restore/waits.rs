@@ -9,15 +9,23 @@ const CLASSES: usize = 80;
 
 pub struct Waits {
     counts: [AtomicU64; CLASSES],
+    total_us: AtomicU64,
 }
 
 impl Waits {
     pub fn new() -> Self {
-        Self { counts: std::array::from_fn(|_| AtomicU64::new(0)) }
+        Self { counts: std::array::from_fn(|_| AtomicU64::new(0)), total_us: AtomicU64::new(0) }
     }
 
     pub fn add(&self, waited: Duration) {
-        self.counts[class_of(waited.as_micros() as u64)].fetch_add(1, Relaxed);
+        let us = waited.as_micros() as u64;
+        self.counts[class_of(us)].fetch_add(1, Relaxed);
+        self.total_us.fetch_add(us, Relaxed);
+    }
+
+    /// All waits together, in us.
+    pub fn total_us(&self) -> u64 {
+        self.total_us.load(Relaxed)
     }
 
     /// So many of a hundred waits took no longer, in us. None: nobody waited.
@@ -74,5 +82,6 @@ mod tests {
             let (found, exact) = (waits.percentile_us(percent).unwrap(), percent * 10);
             assert!((exact..=exact + exact / 4).contains(&found), "{percent}: {found}");
         }
+        assert_eq!(waits.total_us(), 500_500);
     }
 }

@@ -1,0 +1,66 @@
+//! The report: the fraction of time that goes into restoring memory, over time, for each side, as the poster draws it.
+
+use super::waits::Waits;
+use super::{COUNTED_REQUESTS, Shape, summary};
+use crate::host::profile::Profile;
+use crate::record::Record;
+use crate::report::share_plot::{self, ShareLine};
+use crate::report::{Page, escape, figures, table};
+
+/// Drawn behind the last side that waits.
+const MORE: f64 = 1.1;
+
+/// What one restore of a side looked like.
+pub struct Life {
+    pub side: &'static str,
+    pub profile: Profile,
+    pub waits: Waits,
+}
+
+pub fn html(record: &Record, shape: Shape, lives: &[Life]) -> String {
+    let mut page = Page::new(
+        "A guest comes out of its snapshot",
+        "A web server and a database, most of their memory in use, are restored and asked at once. Until a guest runs all \
+         of its time goes into restoring memory; from then on what it waits for pages that it touches.",
+    );
+    for profile in Profile::ALL {
+        let lives: Vec<&Life> = lives.iter().filter(|life| life.profile == profile).collect();
+        let busy = |life: &&Life| {
+            life.waits.points.iter().filter(|point| point.1 >= 1.0).map(|point| point.0).fold(0.0, f64::max)
+        };
+        let end_s = lives.iter().map(busy).fold(0.0, f64::max) * MORE;
+        let lines: Vec<ShareLine> = lives.iter().map(|life| line(life, end_s)).collect();
+        let picture = share_plot::draw(&lines, "Fraction of time spent restoring memory", "seconds from the order");
+        if !picture.is_empty() {
+            page.section(&format!("Time spent restoring memory, profile {}", profile.name()), &picture);
+        }
+    }
+    page.section("Sides", &table(&summary::table(record)));
+    page.section("Figures", &figures(record));
+    page.section("How it was measured", &notes(record, shape));
+    page.html(&format!("Hearth {}, {}", env!("CARGO_PKG_VERSION"), record.date))
+}
+
+fn line(life: &Life, end_s: f64) -> ShareLine {
+    let mut points = life.waits.clone().to(end_s).points;
+    points.retain(|point| point.0 <= end_s);
+    ShareLine { name: life.side.to_owned(), points }
+}
+
+fn notes(record: &Record, shape: Shape) -> String {
+    let mut notes = vec![
+        format!("{}; {}. Disk profiles by: {}.", record.machine.describe(), record.qemu, record.profile_by),
+        format!(
+            "A guest of {} MiB: {} MiB of files in its cache, {} rows of a table in the database's buffers, {} MiB of one \
+             process. Every other request is a query. The figures of pages and faults are those of {COUNTED_REQUESTS} requests.",
+            shape.memory_mib, shape.web_files, shape.rows, shape.anonymous_mib
+        ),
+        "The first run of each side. A fault is counted by the keeper, from when it hears of it until the page is there, \
+         and when it is over; sampled four times a second."
+            .to_owned(),
+    ];
+    if record.quick {
+        notes.push("A quick run: a look, not a result.".to_owned());
+    }
+    notes.iter().map(|note| format!("<p>{}</p>", escape(note))).collect()
+}

@@ -1,0 +1,76 @@
+//! How much of its time a guest waits for memory, over time: all of it until it runs, and then what its page faults take.
+
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
+
+use hearth_vmtest::TestVm;
+
+use crate::load::Load;
+
+/// Between two looks at the keeper's counter: each costs some milliseconds of a processor.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+
+/// Of one restore: seconds from the order, and the percentage of the time around them, as a line to be drawn.
+#[derive(Clone, Debug, Default)]
+pub struct Waits {
+    pub points: Vec<(f64, f64)>,
+}
+
+impl Waits {
+    /// Of a guest that has all its memory when it runs.
+    pub fn until(running_s: f64) -> Self {
+        Waits { points: vec![(0.0, 100.0), (running_s, 100.0), (running_s, 0.0)] }
+    }
+
+    /// `looks`: when, and how many microseconds its faults had taken altogether.
+    pub fn of(running_s: f64, looks: &[(f64, u64)]) -> Self {
+        let mut waits = Self::until(running_s);
+        let mut before = (running_s, 0);
+        for &(at_s, total_us) in looks.iter().filter(|look| look.0 > running_s) {
+            // A fault counts when it is over, and may have begun before.
+            let percent = (total_us - before.1) as f64 / ((at_s - before.0) * 1e6) * 100.0;
+            waits.points.extend([(before.0, percent.min(100.0)), (at_s, percent.min(100.0))]);
+            before = (at_s, total_us);
+        }
+        waits
+    }
+
+    /// Drawn to this time at least.
+    pub fn to(mut self, end_s: f64) -> Self {
+        if self.points.last().is_some_and(|last| last.0 < end_s) {
+            self.points.push((end_s, self.points.last().map_or(0.0, |last| last.1)));
+        }
+        self
+    }
+}
+
+/// Looks at a restore's counter until it is told that it is over.
+pub fn look(clone: &TestVm, load: &Load, over: &AtomicBool) -> Vec<(f64, u64)> {
+    let mut looks = Vec::new();
+    loop {
+        // One more after the end: of the last of the faults.
+        let last = over.load(Relaxed);
+        let restore = clone.status().map(|status| status["restore"].clone());
+        if let Some(total_us) = restore.ok().and_then(|restore| restore["fault_us_total"].as_u64()) {
+            looks.push((load.now_s(), total_us));
+        }
+        if last {
+            return looks;
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_waits_for_everything_until_it_runs_and_then_for_its_faults() {
+        let waits = Waits::of(1.0, &[(0.5, 0), (2.0, 250_000), (4.0, 250_000)]);
+        let expect = [(0.0, 100.0), (1.0, 100.0), (1.0, 0.0), (1.0, 25.0), (2.0, 25.0), (2.0, 0.0), (4.0, 0.0)];
+        assert_eq!(waits.points, expect);
+        assert_eq!(Waits::of(1.0, &[(2.0, 9_000_000)]).points.last(), Some(&(2.0, 100.0)));
+        assert_eq!(Waits::until(3.0).to(5.0).points.last(), Some(&(5.0, 0.0)));
+    }
+}

@@ -1,0 +1,63 @@
+//! A share of time over time, a line for each side: how much of every moment went into one thing.
+
+use super::escape;
+use super::frame::Frame;
+
+/// One side.
+#[derive(Clone, Debug)]
+pub struct ShareLine {
+    pub name: String,
+    /// Seconds and percent, in the order of time.
+    pub points: Vec<(f64, f64)>,
+}
+
+/// So many lines can be told apart.
+const COLOURS: usize = 5;
+/// The axis is rounded up from here, to 100.
+const PERCENT_TOP: f64 = 95.0;
+
+/// At the width of a desk and of a phone, with its legend.
+pub fn draw(lines: &[ShareLine], label: &str, x_label: &str) -> String {
+    if lines.iter().all(|line| line.points.is_empty()) {
+        return String::new();
+    }
+    let key = |(number, line): (usize, &ShareLine)| {
+        format!("<span class=\"key share{}\">{}</span>", number % COLOURS, escape(&line.name))
+    };
+    let legend: String = lines.iter().enumerate().map(key).collect();
+    let picture = |size, class| picture(lines, label, x_label, size, class);
+    format!(
+        "<p class=\"legend\">{legend}</p><figure>{}{}</figure>",
+        picture((860.0, 320.0), "wide"),
+        picture((380.0, 280.0), "narrow")
+    )
+}
+
+fn picture(lines: &[ShareLine], label: &str, x_label: &str, (width, height): (f64, f64), class: &str) -> String {
+    let label = escape(label);
+    let ends = lines.iter().filter_map(|line| line.points.last());
+    let frame = Frame::new((0.0, ends.map(|point| point.0).fold(0.0, f64::max)), PERCENT_TOP, (width, height));
+    let mut svg =
+        format!("<svg class=\"{class}\" viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"{label}\">");
+    svg += &frame.axes(if width < 500.0 { 5 } else { 8 }, x_label, "percent");
+    for (number, line) in lines.iter().enumerate() {
+        svg += &frame.polyline(&line.points, &format!("share{}", number % COLOURS));
+    }
+    svg + "</svg>"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_side_has_a_line_and_a_name() {
+        let line = |name: &str, points: &[(f64, f64)]| ShareLine { name: name.into(), points: points.to_vec() };
+        let lines = [line("lazy <1>", &[(0.0, 100.0), (2.0, 40.0)]), line("trace", &[(0.0, 100.0), (0.5, 0.0)])];
+        let html = draw(&lines, "waiting", "seconds");
+        for part in ["line share0", "line share1", "key share1", "lazy &lt;1&gt;", ">100<", "percent"] {
+            assert!(html.contains(part), "{part}: {html}");
+        }
+        assert_eq!(draw(&[line("none", &[])], "waiting", "seconds"), "");
+    }
+}
