@@ -244,7 +244,18 @@ impl Qmp {
 
     /// Leads a port of the host into the guest (`-netdev user` only). QMP itself has no word for it.
     pub fn add_forward(&self, net: &str, forward: &str) -> Result<(), QmpError> {
-        let line = json!({ "command-line": format!("hostfwd_add {net} {forward}") });
+        self.monitor(&format!("hostfwd_add {net} {forward}"))
+    }
+
+    /// Under emulation the guest's code is read when it is translated, and not when it runs. From now on it is translated
+    /// anew, once more, into blocks that are not chained, which run slower; or run as ever. QMP itself has no word for it.
+    pub fn translate_anew(&self, anew: bool) -> Result<(), QmpError> {
+        self.monitor(if anew { "log nochain" } else { "log none" })
+    }
+
+    /// A word for people, that says nothing if it succeeds.
+    fn monitor(&self, line: &str) -> Result<(), QmpError> {
+        let line = json!({ "command-line": line });
         let said = self.ask("human-monitor-command", line, ANSWER_PATIENCE)?;
         match said.as_str().map(str::trim) {
             None | Some("") => Ok(()),

@@ -42,6 +42,9 @@ pub struct Journal {
     /// The guest was being saved, or parked, and stands still for it.
     #[serde(default)]
     pub saving: bool,
+    /// QEMU translates its guest's code anew, for a scan.
+    #[serde(default)]
+    pub scanning: bool,
     /// The living incarnation comes out of a snapshot, and may not be all there yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restore: Option<RestoreNote>,
@@ -146,6 +149,7 @@ impl Journal {
             qemu: None,
             hop: None,
             saving: false,
+            scanning: false,
             restore: None,
             vmgenid: None,
             disks: Vec::new(),

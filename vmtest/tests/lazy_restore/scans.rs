@@ -1,10 +1,11 @@
 //! A scan before the save: it finds what the guest uses, harms nothing, and can be broken off anywhere.
 
 use std::collections::{HashMap, HashSet};
+use std::path::Path;
 
 use hearth_recovery::snapshot::pages::PageReader;
-use hearth_recovery::snapshot::{Snapshot, Source, aged_pages};
-use hearth_vmtest::{Drives, Result, TestVm, pattern};
+use hearth_recovery::snapshot::{AgedPage, Snapshot, Source, aged_pages};
+use hearth_vmtest::{Drives, Result, TestVm, patience, pattern};
 use serde_json::Value;
 
 use super::{SEED, await_console, fill, verify};
@@ -131,4 +132,34 @@ fn a_keeper_killed_while_it_scans_is_followed_by_one_that_can_scan() -> Result<(
     let set = Snapshot::open(&folder).expect("it was saved").working_set.expect("it is whole").expect("it was noted");
     assert!(count_of(&set, &first_words("arena", ARENA_MIB)) > 0);
     verify_both(&vm)
+}
+
+/// Pages of the set in the folder that this picks.
+fn set(snapshot: &Path, picks: impl Fn(&AgedPage) -> bool) -> HashSet<u32> {
+    let snapshot = Snapshot::open(snapshot).expect("it was saved a moment ago");
+    let set = snapshot.working_set.expect("it is whole").expect("there is one");
+    aged_pages(&set).filter(picks).map(|aged| aged.page).collect()
+}
+
+#[test]
+fn code_that_was_translated_long_ago_is_seen_to_be_used() -> Result<()> {
+    let vm = TestVm::busybox("code").cmdline("nokaslr").boot()?;
+    let snapshot = vm.folder().join("snapshot");
+    let work =
+        "(while :; do ls -la /bin /modules | md5sum; head -c 300000 /dev/urandom | md5sum; done) >/dev/null 2>&1 &";
+    vm.sh(work)?;
+    // Long enough for QEMU to have translated all of it.
+    vm.sh("for round in $(seq 40); do ls -la /bin /modules | md5sum; done")?;
+    vm.save_with(&snapshot, &["--stop", "--scan", "1s,5"])?;
+    vm.wait_keeper_end()?;
+    let scanned = set(&snapshot, |_| true);
+    let clone = vm.restore(&snapshot, "clone", &["--trace", "3"])?;
+    clone.wait_event_within("it is traced", patience(60), |event| event["kind"] == "working_set_traced")?;
+    clone.stop_at_once()?;
+    // The kernel's own code lies from 16 MiB on, 14 MiB of it.
+    let traced = set(&snapshot, |aged| aged.age == 0 && (4096..7680).contains(&aged.page));
+    let missed = traced.difference(&scanned).count();
+    eprintln!("of the kernel's code {} pages were used, {missed} of them not seen", traced.len());
+    assert!(traced.len() > 100 && missed * 10 < traced.len(), "{missed} of {}", traced.len());
+    Ok(())
 }

@@ -86,6 +86,7 @@ impl Machine {
         let run_state = generation.qmp.run_state();
         self.warden.watch(Some(incarnation.clone()));
         self.adopt(incarnation, generation)?;
+        self.translate_as_ever();
         self.go_on_filling()?;
         if let (Some(life), Some(began)) = (&mut self.life, began) {
             life.began = began;

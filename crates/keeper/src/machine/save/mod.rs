@@ -27,6 +27,7 @@ use hearth_api::{
 };
 use hearth_disk::server::DiskServer;
 use hearth_disk::write_log::WriteLog;
+use hearth_qemu::Accelerator;
 use hearth_recovery::rejuvenation;
 use hearth_recovery::snapshot::save::{SaveError, Writers, resident_pages};
 use hearth_recovery::snapshot::scan::{AccessScan, ScanPlan};
@@ -48,6 +49,10 @@ const STATE_PATIENCE: Duration = Duration::from_secs(5);
 #[derive(Clone, Debug)]
 pub enum Word {
     Event(EventKind),
+    /// A scan has begun to look.
+    Forgotten,
+    /// It is over.
+    Scanned(EventKind),
     /// Little is left to copy: the guest is to stand still.
     Settled,
     /// All of the moment is there: the guest may go on.
@@ -244,6 +249,11 @@ impl Machine {
             return;
         }
         match word {
+            Word::Forgotten => self.translate_anew(),
+            Word::Scanned(event) => {
+                self.translate_as_ever();
+                self.record(event);
+            }
             Word::Event(event) => self.record(event),
             Word::Settled => self.hold_for_save(),
             Word::Taken => {
@@ -254,6 +264,32 @@ impl Machine {
             }
             Word::Over => self.conclude_save(),
         }
+    }
+
+    /// Emulated code that was translated before is not read again, and a scan would not see that it is used.
+    fn translate_anew(&mut self) {
+        let Some(generation) = self.life.as_ref().map(|life| &life.generation) else { return };
+        if generation.identity().accelerator != Accelerator::Tcg.name() {
+            return;
+        }
+        self.journal.scanning = true;
+        self.save_journal();
+        let told = self.life.as_ref().map(|life| life.generation.qmp.translate_anew(true));
+        if let Some(Err(error)) = told {
+            tracing::warn!(%error, "the scan does not see code that was translated before");
+        }
+    }
+
+    /// If it does not already.
+    pub(super) fn translate_as_ever(&mut self) {
+        if !std::mem::take(&mut self.journal.scanning) {
+            return;
+        }
+        let told = self.life.as_ref().map(|life| life.generation.qmp.translate_anew(false));
+        if let Some(Err(error)) = told {
+            tracing::warn!(%error, "QEMU runs its guest slower than it could, until the next one");
+        }
+        self.save_journal();
     }
 
     fn hold_for_save(&mut self) {
@@ -356,6 +392,7 @@ impl Machine {
         drop(cues);
         let written = thread.join().map_err(|_| "its thread panicked".to_owned());
         self.log_disk_writes(None);
+        self.translate_as_ever();
         let folder = folder.display().to_string();
         let lives = self.is_current(generation);
         let pause = match held {

@@ -87,8 +87,13 @@ impl Sight {
             Self::Nothing => return Ok((Vec::new(), None)),
         };
         let (began, rounds) = (Instant::now(), plan.rounds);
-        let used = scan.run(plan, |rounds_done, period| reporter.scan(ScanStatus { rounds, rounds_done }, period))?;
-        tell.say(Word::Event(EventKind::SaveScanned {
+        let used = scan.run(plan, |rounds_done, period| {
+            if rounds_done == 0 {
+                tell.say(Word::Forgotten);
+            }
+            reporter.scan(ScanStatus { rounds, rounds_done }, period)
+        })?;
+        tell.say(Word::Scanned(EventKind::SaveScanned {
             folder: reporter.folder().to_owned(),
             pages: used.len() as u64,
             rounds,
