@@ -1,5 +1,7 @@
 //! A machine's status, and the signs of its age, with something in every field: for tests of what is made of them.
 
+use std::time::{Duration, SystemTime};
+
 use hearth_api::{
     AdmissionStatus, DiskStatus, DumpCompression, DumpExcluded, DumpFormat, DumpState, DumpStatus, EmberMode,
     EmberStatus, EndCause, Growth, KeeperStatus, MachineState, MachineStatus, MemoryStatus, MissedRun, NetStatus,
@@ -7,6 +9,8 @@ use hearth_api::{
     RemountVolume, UserfaultStatus,
 };
 use hearth_recovery::journal::QemuIdentity;
+use hearth_recovery::rejuvenation::parked::{PARKED_VERSION, Parked};
+use hearth_recovery::snapshot::Part;
 
 use crate::config::RejuvenateConfig;
 use crate::machine::age::Signs;
@@ -247,5 +251,27 @@ pub fn qemu_identity(pid: u32) -> QemuIdentity {
         deaf: false,
         at_start: None,
         vmgenid: None,
+    }
+}
+
+/// The note of a guest that was parked before the host's last start.
+pub fn parked(machine: &str) -> Parked {
+    Parked {
+        version: PARKED_VERSION,
+        machine: machine.to_owned(),
+        stopped_at: SystemTime::UNIX_EPOCH + Duration::from_millis(1_772_366_400_123),
+        boot_id: "7c1d8a7e-0000-4000-8000-000000000001".into(),
+        qemu_version: "7.2.9".into(),
+        accelerator: "tcg".into(),
+        incarnation: 3,
+        generation: 5,
+        hardware: Vec::new(),
+        ram_bytes: 64 << 20,
+        ram_sum: String::new(),
+        nvram: Vec::new(),
+        state: Part { bytes: 3, blake3: String::new() },
+        vmgenid: None,
+        disks: Vec::new(),
+        images: Vec::new(),
     }
 }

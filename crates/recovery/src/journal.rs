@@ -45,6 +45,9 @@ pub struct Journal {
     /// QEMU translates its guest's code anew, for a scan.
     #[serde(default)]
     pub scanning: bool,
+    /// The memory folder of a guest that is being parked, or was; whether it is still, only that folder tells.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parked_in: Option<PathBuf>,
     /// The living incarnation comes out of a snapshot, and may not be all there yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restore: Option<RestoreNote>,
@@ -150,6 +153,7 @@ impl Journal {
             hop: None,
             saving: false,
             scanning: false,
+            parked_in: None,
             restore: None,
             vmgenid: None,
             disks: Vec::new(),

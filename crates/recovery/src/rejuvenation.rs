@@ -157,6 +157,11 @@ pub struct Handed {
 pub struct ClockDebt(i64);
 
 impl ClockDebt {
+    /// Of a guest that stood still for `pause` and whose clock was set forward by less, or by more.
+    pub fn of(pause: Duration, set_forward: Duration) -> Self {
+        Self::default().after(pause, set_forward)
+    }
+
     /// What to set the clock forward by when the guest has lost `lost` on top of this. A clock is never set back.
     fn with(self, lost: Duration) -> Duration {
         Duration::from_nanos((nanoseconds(lost) + self.0).max(0).unsigned_abs())

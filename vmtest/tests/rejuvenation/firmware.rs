@@ -1,5 +1,7 @@
 //! A guest that is still its firmware: what lies in flash goes over a hop with it.
 
+use std::path::{Path, PathBuf};
+
 use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, images, patience};
 use toml::{Table, Value};
 
@@ -12,12 +14,11 @@ fn knows(vm: &TestVm, nth: usize) -> Result<()> {
     })
 }
 
-#[test]
-fn a_guest_in_its_firmware_goes_over_a_hop() -> Result<()> {
-    let home = tempfile::tempdir().expect("a folder");
-    let vars = home.path().join("vars.fd");
+/// A guest that waits in the firmware's shell, and where its variables are kept; none where there is no such firmware.
+fn in_its_firmware(home: &Path) -> Result<Option<(TestVm, PathBuf)>> {
+    let vars = home.join("vars.fd");
     if images::firmware_vars(&vars).is_none() {
-        return Ok(());
+        return Ok(None);
     }
     let boot = [("firmware", "uefi".to_owned()), ("firmware_vars", vars.display().to_string())];
     let boot = Table::from_iter(boot.map(|(key, value)| (key.to_owned(), Value::from(value))));
@@ -26,16 +27,47 @@ fn a_guest_in_its_firmware_goes_over_a_hop() -> Result<()> {
     // In memory only.
     vm.guest().type_line("set -v hearth 4711\r")?;
     knows(&vm, 1)?;
+    Ok(Some((vm, vars)))
+}
+
+/// In flash, which is the QEMU's to write that has the guest.
+fn writes_flash(vm: &TestVm, vars: &Path, nth: usize) -> Result<()> {
+    let before = std::fs::read(vars).expect("the store");
+    vm.guest().type_line(&format!("set kept {nth}\r"))?;
+    vm.wait_console("the store of variables is written", patience(20), |_| {
+        (std::fs::read(vars).expect("the store") != before).then_some(())
+    })
+}
+
+#[test]
+fn a_guest_in_its_firmware_goes_over_a_hop() -> Result<()> {
+    let home = tempfile::tempdir().expect("a folder");
+    let Some((vm, vars)) = in_its_firmware(home.path())? else { return Ok(()) };
     for (nth, qemu) in [artifacts::qemu_10()?, artifacts::installed_qemu()?].into_iter().enumerate() {
         let hop = vm.rejuvenate_to(&qemu)?;
         assert_eq!(hop.status, 0, "{}", hop.text());
         knows(&vm, nth + 2)?;
-        // In flash, which is the new QEMU's to write.
-        let before = std::fs::read(&vars).expect("the store");
-        vm.guest().type_line(&format!("set kept {nth}\r"))?;
-        vm.wait_console("the store of variables is written", patience(20), |_| {
-            (std::fs::read(&vars).expect("the store") != before).then_some(())
-        })?;
+        writes_flash(&vm, &vars, nth)?;
     }
     Ok(())
+}
+
+#[test]
+fn a_guest_in_its_firmware_is_parked_and_goes_on() -> Result<()> {
+    let home = tempfile::tempdir().expect("a folder");
+    let Some((vm, vars)) = in_its_firmware(home.path())? else { return Ok(()) };
+    writes_flash(&vm, &vars, 0)?;
+    let record = home.path().join("record.json").display().to_string();
+    let verbs: [&[&str]; 2] = [&["prepare", "--drill"], &["resume"]];
+    for verb in verbs {
+        vm.cli(&[&["host-reload"], verb, &["--record", &record]].concat())?;
+        if verb[0] == "prepare" {
+            assert!(vm.wait_keeper_end()?.success());
+        }
+    }
+    let status = vm.wait_running()?;
+    assert!(status["unparked"]["stood_ms"].is_f64(), "{status}");
+    knows(&vm, 2)?;
+    writes_flash(&vm, &vars, 1)?;
+    vm.kill_foreign_keeper()
 }

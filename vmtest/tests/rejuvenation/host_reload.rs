@@ -4,8 +4,10 @@
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use hearth_recovery::rejuvenation::parked::{ParkPhase, ResumePhase};
+use hearth_vmtest::clock::Reading;
 use hearth_vmtest::fleet::FleetServer;
 use hearth_vmtest::known::{count, counts_beyond, fill, start_counter, verify};
 use hearth_vmtest::{Disk, Drives, Output, Result, TestVm, TestVmBuilder, artifacts, faults};
@@ -66,6 +68,7 @@ fn a_parked_guest_goes_on_with_its_memory_processes_and_disk() -> Result<()> {
         let said = outcome(&vm)?;
         assert_eq!((&said["outcome"], &said["runs"]), (&"parked".into(), &false.into()), "{said}");
         assert!(said["stands_ms"].is_u64(), "{said}");
+        tells_that_it_is_parked(&vm)?;
         let said = resume(&vm)?;
         assert!(said.contains("park: goes on, stood still for"), "{said}");
         assert_eq!(vm.nonce()?, nonce, "reload {reload}: it is the same guest");
@@ -87,6 +90,24 @@ fn a_parked_guest_goes_on_with_its_memory_processes_and_disk() -> Result<()> {
     assert!(left.iter().all(|name| !name.to_string_lossy().starts_with("parked")), "{left:?}");
     vm.reboot_forced()?;
     vm.wait_incarnation(2)?;
+    Ok(())
+}
+
+fn tells_that_it_is_parked(vm: &TestVm) -> Result<()> {
+    let told = vm.cli_output(&["status", vm.name(), "--json"])?;
+    assert_eq!(told.status, 3, "{}", told.text());
+    let told: Value = serde_json::from_str(&told.text()).expect("JSON");
+    let parked = &told["parked"];
+    assert_eq!(parked["memory_folder"], vm.memory_folder().display().to_string(), "{told}");
+    assert!(parked["ram_bytes"] == 256 << 20 && parked["resident_bytes"].as_u64() > Some(64 << 20), "{told}");
+    assert!(parked["incarnation"] == 1 && parked["host_reloaded"] == false, "{told}");
+    let listed: Value = serde_json::from_str(&vm.cli(&["ls", "--json"])?).expect("JSON");
+    assert_eq!(listed[0]["parked"]["since"], parked["since"], "{listed}");
+    let words = vm.cli(&["ls"])?;
+    assert!(words.lines().any(|line| line.starts_with(&format!("{}  parked", vm.name()))), "{words}");
+    let refused = vm.cli_output(&["reboot", vm.name()])?;
+    let text = refused.text();
+    assert!(refused.status == 3 && text.contains("`hearth host-reload resume` lets it go on"), "{text}");
     Ok(())
 }
 
@@ -194,6 +215,66 @@ fn a_guest_that_finds_anything_changed_does_not_go_on_and_its_machine_boots() ->
         assert_eq!(kept.trim(), "kept", "{says}: the disk is as it was");
         end_keeper(&vm)?;
     }
+    Ok(())
+}
+
+#[test]
+fn the_clock_of_a_parked_guest_is_put_right() -> Result<()> {
+    let vm = machine("clock").boot()?;
+    let earlier = Reading::take(&vm)?;
+    park(&vm)?;
+    std::thread::sleep(Duration::from_secs(3));
+    resume(&vm)?;
+    let behind_s = Reading::take(&vm)?.behind_s(&earlier);
+    let stood_s = vm.status()?["unparked"]["stood_ms"].as_f64().expect("a number") / 1e3;
+    assert!(stood_s > 3.0, "{stood_s}");
+    // However long the reading took, the clock is nearer to the host's than to what it was.
+    assert!(*behind_s.start() < stood_s / 2.0 && *behind_s.end() > -stood_s / 2.0, "{behind_s:?} of {stood_s}");
+    vm.sh(WRITES).map(drop)
+}
+
+/// NVRAM is memory like the guest's own, with a mirror or without; and is not believed any more than that.
+#[test]
+fn nvram_waits_with_its_guest() -> Result<()> {
+    let files = tempfile::tempdir().expect("a folder");
+    let mirror = files.path().join("mirror").display().to_string();
+    let device = |entries: &[(&str, &str)]| {
+        let entries = entries.iter().map(|(key, value)| ((*key).to_owned(), toml::Value::from(*value)));
+        toml::Value::from(entries.collect::<toml::Table>())
+    };
+    let nvram = vec![
+        device(&[("name", "plain"), ("size", "4MiB"), ("mirror", "none")]),
+        device(&[("name", "kept"), ("size", "4MiB"), ("mirror", "async"), ("mirror_file", &mirror)]),
+    ];
+    let vm = machine("nvram").setting("nvram", nvram).boot()?;
+    let nonce = vm.nonce()?;
+    let write = |what: &str| {
+        let each =
+            format!("echo {what} $d | dd of=/dev/$d bs=512 seek=100 conv=fsync,notrunc,sync 2>/dev/null || exit 1");
+        vm.sh(&format!("for d in vdb vdc; do {each}; done"))
+    };
+    let read = || {
+        let said = vm.sh(
+            "for d in vdb vdc; do dd if=/dev/$d bs=512 skip=100 count=1 iflag=direct 2>/dev/null | head -n 1; done",
+        );
+        Ok::<_, hearth_vmtest::Error>(said?.replace('\0', ""))
+    };
+    write("one")?;
+    park(&vm)?;
+    let mirrored = fs::read(&mirror).expect("the mirror");
+    assert!(mirrored[51200..].starts_with(b"one vdc"), "the mirror has all while nobody serves it");
+    resume(&vm)?;
+    assert_eq!((vm.nonce()?, read()?), (nonce.clone(), "one vdb\none vdc\n".to_owned()));
+    write("two")?;
+    end_keeper(&vm)?;
+    park(&vm)?;
+    edit(&vm.memory_folder().join("nvram-plain"), |file, _| file.write_all_at(b"x", 9).expect("it is written"));
+    resume(&vm)?;
+    let said = outcome(&vm)?;
+    let why = said["why"].as_str().unwrap_or_default();
+    assert!(said["outcome"] == "booted" && why.contains("nvram-plain: is not what the guest left"), "{said}");
+    assert_ne!(vm.wait_incarnation(2)?.nonce, nonce);
+    assert_eq!(read()?, "two vdb\ntwo vdc\n", "it is the next guest's as it was");
     Ok(())
 }
 

@@ -50,7 +50,8 @@ pub struct NvramOptions {
 }
 
 impl NvramOptions {
-    fn memory_file(&self) -> PathBuf {
+    /// Where its content is as long as the host has its memory.
+    pub fn memory_file(&self) -> PathBuf {
         memory_file(&self.folder, &self.name)
     }
 

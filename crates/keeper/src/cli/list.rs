@@ -1,5 +1,6 @@
 //! `hearth ls`: all machines, running or not.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use hearth_api::MachineStatus;
@@ -7,6 +8,8 @@ use serde::Serialize;
 
 use crate::check::life;
 
+use super::host_reload::Record;
+use super::parked::{self, ParkedGuest};
 use super::text::{Side, bytes, table, uptime};
 use super::{CliError, Context, Exit};
 
@@ -22,10 +25,16 @@ struct Listed {
     why: Option<String>,
     /// The guest runs, and waits for `hearth run` to take it over.
     orphaned: bool,
+    /// The guest waits in memory, without QEMU and keeper.
+    parked: Option<ParkedGuest>,
 }
 
 pub fn list(context: &mut Context<'_>) -> Result<Exit, CliError> {
-    let machines: Vec<Listed> = context.root.names().into_iter().map(|name| look(context, name)).collect();
+    let record = Record::of_this_host();
+    // A runtime folder ends with the host's kernel; a parked guest does not.
+    let parked = record.iter().flat_map(|record| record.names_parked_in(context.root.path()));
+    let names: BTreeSet<String> = context.root.names().into_iter().chain(parked).collect();
+    let machines: Vec<Listed> = names.into_iter().map(|name| look(context, record.as_ref(), name)).collect();
     if context.json {
         context.write_json(&machines)?;
         return Ok(Exit::Done);
@@ -44,17 +53,24 @@ pub fn list(context: &mut Context<'_>) -> Result<Exit, CliError> {
     Ok(Exit::Done)
 }
 
-fn look(context: &Context<'_>, name: String) -> Listed {
+fn look(context: &Context<'_>, record: Option<&Record>, name: String) -> Listed {
     match context.client(&name).with_patience(PATIENCE).status() {
-        Ok(status) => Listed { name, status: Some(status), why: None, orphaned: false },
+        Ok(status) => Listed { name, status: Some(status), why: None, orphaned: false, parked: None },
         Err(error) => {
-            let orphaned = life::orphaned_qemu(&context.root.machine(&name)).is_some();
-            Listed { name, status: None, why: Some(error.to_string()), orphaned }
+            let folder = context.root.machine(&name);
+            let orphaned = life::orphaned_qemu(&folder).is_some();
+            // A keeper that does not answer may be about to let it go on.
+            let waits = !orphaned && !life::has_keeper(&folder);
+            let parked = if waits { parked::find(&context.root, record, &name) } else { None };
+            Listed { name, status: None, why: Some(error.to_string()), orphaned, parked }
         }
     }
 }
 
 fn row(listed: &Listed) -> Vec<String> {
+    if let Some(parked) = &listed.parked {
+        return parked.row(&listed.name);
+    }
     let Some(status) = &listed.status else {
         let state = if listed.orphaned { "keeper dead" } else { "not running" };
         return vec![listed.name.clone(), state.to_owned()];

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use super::{CliError, Context};
+use super::host_reload::Record;
+use super::{CliError, Context, parked};
 use crate::check::life;
 use crate::client::{Client, ClientError};
 use crate::runtime_root::RuntimeRoot;
@@ -30,6 +31,12 @@ impl Context<'_> {
     pub fn not_running(&self, name: &str) -> CliError {
         if let Some(qemu_pid) = life::orphaned_qemu(&self.root.machine(name)) {
             return CliError::Orphaned { name: name.to_owned(), qemu_pid };
+        }
+        let record = Record::of_this_host();
+        if !life::has_keeper(&self.root.machine(name))
+            && let Some(guest) = parked::find(&self.root, record.as_ref(), name)
+        {
+            return CliError::Parked { name: name.to_owned(), guest: Box::new(guest) };
         }
         let others = running(&self.root).into_iter().filter(|other| other != name).collect();
         CliError::NotRunning { name: name.to_owned(), others, root: self.root.path().to_owned() }

@@ -36,6 +36,7 @@ mod list;
 mod machine;
 mod order;
 mod pages;
+mod parked;
 mod plan;
 mod rehearse;
 mod rejuvenate;
@@ -349,6 +350,8 @@ pub enum CliError {
     NotRunning { name: String, others: Vec<String>, root: PathBuf },
     #[error("{name}: its keeper has died and its QEMU (pid {qemu_pid}) runs on; `hearth run FILE` takes it over")]
     Orphaned { name: String, qemu_pid: u32 },
+    #[error("{}", guest.sentence(name))]
+    Parked { name: String, guest: Box<parked::ParkedGuest> },
     #[error(transparent)]
     Client(#[from] ClientError),
     #[error("{file}: the machine cannot run")]
@@ -386,7 +389,7 @@ pub enum CliError {
 impl CliError {
     fn exit(&self) -> Exit {
         match self {
-            Self::NotRunning { .. } | Self::Orphaned { .. } => Exit::NotRunning,
+            Self::NotRunning { .. } | Self::Orphaned { .. } | Self::Parked { .. } => Exit::NotRunning,
             Self::Configuration { .. } => Exit::Wrong,
             // `hearth events web | head` is no failure.
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => Exit::Done,

@@ -6,7 +6,9 @@ use hearth_api::{
     AdmissionStatus, DiskStatus, DumpFormat, DumpStatus, EmberMode, MachineStatus, NvramStatus, Recovery, Rejuvenation,
     Unparked, UserfaultStatus,
 };
+use serde::Serialize;
 
+use super::parked::ParkedGuest;
 use super::text::{bytes, milliseconds, percent, uptime};
 use super::{CliError, Context, Exit};
 
@@ -14,13 +16,31 @@ use super::{CliError, Context, Exit};
 const BRIEF_CHARS: usize = 78;
 
 pub fn show(context: &mut Context<'_>, name: &str) -> Result<Exit, CliError> {
-    let status = context.ask(name, |client| client.status())?;
+    let status = match context.ask(name, |client| client.status()) {
+        Err(CliError::Parked { name, guest }) => return show_parked(context, &name, &guest),
+        asked => asked?,
+    };
     if context.json {
         context.write_json(&status)?;
     } else {
         context.write_line(&page(&status))?;
     }
     Ok(Exit::Done)
+}
+
+/// It does not run, and that is not all there is to tell.
+fn show_parked(context: &mut Context<'_>, name: &str, parked: &ParkedGuest) -> Result<Exit, CliError> {
+    #[derive(Serialize)]
+    struct Shown<'a> {
+        name: &'a str,
+        parked: &'a ParkedGuest,
+    }
+    if context.json {
+        context.write_json(&Shown { name, parked })?
+    } else {
+        context.write_line(&parked.page(name))?
+    }
+    Ok(Exit::NotRunning)
 }
 
 pub fn page(status: &MachineStatus) -> String {

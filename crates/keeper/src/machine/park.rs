@@ -6,35 +6,31 @@
 //! configuration, an image that is not there, a QEMU that cannot be started: the keeper ends then, and all stays as it is.
 
 use std::fs::File;
-use std::num::NonZero;
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::thread::available_parallelism;
 use std::time::{Duration, Instant, SystemTime};
 
 use hearth_api::{ApiError, ErrorWord, EventKind, MachineState, ParkRequest, Unparked};
 use hearth_disk::server::DiskServer;
 use hearth_memory::{MemoryError, RamFile};
-use hearth_qemu::{QmpError, accelerator};
+use hearth_qemu::{Accelerator, QmpError, accelerator};
 use hearth_recovery::incarnation::{Incarnation, IncarnationError, discard_files};
 use hearth_recovery::journal::{Journal, JournalError};
-use hearth_recovery::rejuvenation;
 use hearth_recovery::rejuvenation::parked::{
-    self, ChunkSums, PARKED_VERSION, ParkPhase, Parked, ParkedError, ResumePhase,
+    self, ChunkSums, NvramNote, PARKED_VERSION, ParkPhase, Parked, ParkedError, ResumePhase,
 };
+use hearth_recovery::rejuvenation::{self, ClockDebt, Ticker};
 use hearth_recovery::snapshot::state::{self, StateError};
 
 use super::generation::{Generation, LaunchError};
 use super::launch;
 use super::rejuvenate::{END_PATIENCE, drill};
 use super::{Life, Machine, MachineError, Wanted};
+use crate::config::{Boot, NvramConfig};
 use crate::event::Event;
 
 const WHAT: &str = "park";
 /// Taking the state takes 20 ms, giving it as long; on a host that swaps it may be a second.
 const STATE_PATIENCE: Duration = Duration::from_secs(10);
-/// RAM is summed at 1 to 3 GiB/s by one thread; more than these wait for the same memory.
-const SUM_THREADS_MAX: usize = 8;
 
 /// Why a guest is not parked.
 #[derive(Debug, thiserror::Error)]
@@ -126,9 +122,6 @@ impl Machine {
         if self.dumps.is_busy() {
             return refuse(format!("cannot {WHAT}: a dump is under way"), "`hearth status` tells how far it is");
         }
-        if !self.parts.config.nvram.is_empty() {
-            return refuse(format!("cannot {WHAT}: NVRAM is not looked after meanwhile"), "stop the machine instead");
-        }
         let ram = life.incarnation.ram.path();
         if !ram.exists() {
             return refuse(
@@ -141,10 +134,30 @@ impl Machine {
     }
 
     fn flush_images(&self) -> Result<(), Failure> {
-        self.parts.config.disks.iter().filter(|disk| !disk.read_only).try_for_each(|disk| {
-            let flushed = File::open(&disk.path).and_then(|image| image.sync_all());
-            flushed.map_err(|source| Failure::Flush { disk: disk.name.clone(), source })
+        let written = self.parts.config.disks.iter().filter(|disk| !disk.read_only);
+        let written = written.map(|disk| (disk.name.as_str(), &disk.path));
+        written.chain(self.firmware_vars().map(|vars| ("firmware_vars", vars))).try_for_each(|(name, path)| {
+            let flushed = File::open(path).and_then(|image| image.sync_all());
+            flushed.map_err(|source| Failure::Flush { disk: name.to_owned(), source })
         })
+    }
+
+    /// Flash that QEMU itself writes to.
+    fn firmware_vars(&self) -> Option<&PathBuf> {
+        match &self.parts.config.boot {
+            Boot::Firmware { vars, .. } => vars.as_ref(),
+            Boot::Kernel { .. } => None,
+        }
+    }
+
+    /// Each device as it is now, while nobody writes to it.
+    fn note_nvram(&self) -> Result<Vec<NvramNote>, MemoryError> {
+        let note = |device: &NvramConfig| {
+            let file = device.options(&self.parts.folders.memory).memory_file();
+            let sum = ChunkSums::of_all(&RamFile::open(&file)?)?.seal();
+            Ok(NvramNote { file, sum })
+        };
+        self.parts.config.nvram.iter().map(note).collect()
     }
 
     /// What was accepted. Between the order and now the guest may have ended.
@@ -182,7 +195,7 @@ impl Machine {
     fn note_guest(&mut self, life: &Life, progress: &mut Progress) -> Result<u64, Failure> {
         let (qmp, folder) = (&life.generation.qmp, self.parts.folders.memory.clone());
         let connections = self.disk_connections();
-        self.journal.saving = true;
+        (self.journal.saving, self.journal.parked_in) = (true, Some(folder.clone()));
         self.journal.save(&self.parts.folders.journal())?;
         let stopped_at = progress.run(ParkPhase::Hold, || {
             state::prepare(qmp, STATE_PATIENCE)?;
@@ -197,7 +210,9 @@ impl Machine {
             }
             Ok(parked::write_state(&folder, &state)?)
         })?;
-        let ram_sum = progress.run(ParkPhase::Sum, || sum(&life.incarnation.ram))?.seal();
+        let (ram_sum, nvram) = progress.run(ParkPhase::Sum, || {
+            Ok::<_, Failure>((ChunkSums::of_all(&life.incarnation.ram)?.seal(), self.note_nvram()?))
+        })?;
         let images = progress.run(ParkPhase::Settle, || {
             self.flush_images()?;
             Ok::<_, Failure>(parked::note_images(&self.image_paths())?)
@@ -215,6 +230,7 @@ impl Machine {
             generation: self.journal.generation,
             ram_bytes: config.memory_bytes,
             ram_sum,
+            nvram,
             state,
             vmgenid: identity.vmgenid,
             disks: launch::disk_identities(config),
@@ -242,7 +258,8 @@ impl Machine {
     }
 
     fn image_paths(&self) -> Vec<PathBuf> {
-        self.parts.config.disks.iter().map(|disk| disk.path.clone()).collect()
+        let disks = self.parts.config.disks.iter().map(|disk| &disk.path);
+        disks.chain(self.firmware_vars()).cloned().collect()
     }
 
     /// The guest goes on, in the QEMU it has.
@@ -257,7 +274,7 @@ impl Machine {
                 life.generation.process.kill();
             }
         }
-        self.journal.saving = false;
+        (self.journal.saving, self.journal.parked_in) = (false, None);
         self.save_journal();
     }
 
@@ -273,15 +290,22 @@ impl Machine {
         self.boot_cut_off();
         self.drop_gate();
         self.warden.watch(None);
-        std::mem::take(&mut self.disks).into_iter().for_each(DiskServer::stop);
+        self.close_servers();
         // Dead guests' memory is only as good as a keeper's guard over the images.
         self.ember.extinguish();
         self.journal = Journal {
             incarnation: self.journal.incarnation,
             generation: self.journal.generation,
+            parked_in: self.journal.parked_in.take(),
             ..Journal::new(&self.parts.config.name, self.parts.config.memory_bytes)
         };
         Ok(self.journal.save(&self.parts.folders.journal())?)
+    }
+
+    /// What NVRAM holds is in its mirror then, and stays in memory.
+    fn close_servers(&mut self) {
+        std::mem::take(&mut self.disks).into_iter().for_each(DiskServer::stop);
+        self.nvram.clear();
     }
 
     /// The memory that must not be taken for a dead guest's.
@@ -306,10 +330,10 @@ impl Machine {
         };
         let why = crate::chain(&lost);
         self.record(EventKind::ParkedLost { why: why.clone() });
-        self.journal.saving = false;
+        (self.journal.saving, self.journal.parked_in) = (false, None);
         self.journal.qemu = None;
         self.unparked = Some(Unparked { lost: Some(why), stood_ms: None, host_reloaded });
-        std::mem::take(&mut self.disks).into_iter().for_each(DiskServer::stop);
+        self.close_servers();
         parked::discard(&folder);
         if let Some(number) = incarnation {
             discard_files(&folder, number);
@@ -319,12 +343,14 @@ impl Machine {
 
     fn resume_parked(&mut self, parked: &Parked, host_reloaded: bool) -> Result<(), Obstacle> {
         let (began, folder) = (Instant::now(), self.parts.folders.memory.clone());
+        // The longer it is watched the better.
+        let ticker = (self.parts.accelerator.accelerator == Accelerator::Tcg).then(Ticker::watch);
         self.journal.incarnation = parked.incarnation;
         self.journal.generation = self.journal.generation.max(parked.generation);
         self.parts.event_log.set_incarnation(parked.incarnation);
         let (incarnation, state) = self.verify(parked)?;
         drill(ResumePhase::Verify.name());
-        let generation = self.wake(&incarnation, &state, parked.vmgenid.clone())?;
+        let (generation, set_forward) = self.wake(&incarnation, parked, state, ticker)?;
         drill(ResumePhase::Wake.name());
         let (number, version) = (generation.number, generation.identity().version);
         let went_on = self.let_go_on(&generation);
@@ -336,6 +362,10 @@ impl Machine {
         let stood = parked.stands_for();
         self.journal.saving = false;
         self.adopt(incarnation, generation).map_err(Obstacle::Keeper)?;
+        match (set_forward, &mut self.life) {
+            (Some(by), Some(life)) => life.clock_debt = ClockDebt::of(stood, by),
+            _ => tracing::warn!("the guest's clock is not found in its state, and is behind until NTP has it"),
+        }
         drill(ResumePhase::GoOn.name());
         parked::discard(&folder);
         let (stood_ms, duration_ms) = (stood.as_secs_f64() * 1e3, began.elapsed().as_secs_f64() * 1e3);
@@ -353,25 +383,29 @@ impl Machine {
         let state = parked.state(folder)?;
         let incarnation = Incarnation::open(folder, parked.incarnation)?;
         parked.must_have_size(&incarnation.ram)?;
-        parked.must_match(&incarnation.ram, &sum(&incarnation.ram)?)?;
+        parked.must_match(&incarnation.ram, &ChunkSums::of_all(&incarnation.ram)?)?;
+        parked.must_find_nvram(&self.note_nvram()?)?;
         Ok((incarnation, state))
     }
 
-    /// A QEMU that has the guest, which stands still.
+    /// A QEMU that has the guest, which stands still; and by how much its clock was set forward.
     fn wake(
         &mut self,
         incarnation: &Incarnation,
-        state: &[u8],
-        vmgenid: Option<String>,
-    ) -> Result<Generation, Obstacle> {
-        self.journal.vmgenid.clone_from(&vmgenid);
+        parked: &Parked,
+        mut state: Vec<u8>,
+        ticker: Option<Ticker>,
+    ) -> Result<(Generation, Option<Duration>), Obstacle> {
+        self.journal.vmgenid.clone_from(&parked.vmgenid);
         self.open_disks(incarnation).map_err(Obstacle::Keeper)?;
         let number = self.next_generation(incarnation).map_err(Obstacle::Keeper)?;
-        let generation = Generation::launch_restored(&self.parts, incarnation, number, vmgenid);
+        let generation = Generation::launch_restored(&self.parts, incarnation, number, parked.vmgenid.clone());
         let generation = generation.map_err(|error| Obstacle::Keeper(error.into()))?;
         self.record_qemu(&generation);
-        match state::give(&generation.qmp, state, STATE_PATIENCE) {
-            Ok(()) => Ok(generation),
+        // As late as can be: QEMU is there to take it.
+        let set_forward = parked.set_clock(&mut state, ticker);
+        match state::give(&generation.qmp, &state, STATE_PATIENCE) {
+            Ok(()) => Ok((generation, set_forward)),
             Err(source) => {
                 // One that refuses the state ends, and says why first.
                 generation.process.ends_within(Duration::from_secs(1));
@@ -386,25 +420,11 @@ impl Machine {
     fn let_go_on(&mut self, generation: &Generation) -> Result<(), Obstacle> {
         // For a keeper that comes from here on the guest is this QEMU's, and stands still.
         self.journal.qemu = Some(generation.identity());
-        self.journal.saving = true;
+        (self.journal.saving, self.journal.parked_in) = (true, None);
         self.journal.save(&self.parts.folders.journal()).map_err(|error| Obstacle::Keeper(error.into()))?;
         Parked::consume(&self.parts.folders.memory).map_err(|error| Obstacle::Keeper(error.into()))?;
         drill(ResumePhase::Consume.name());
         self.admit(generation.identity().pid);
         Ok(generation.run().map_err(Lost::from)?)
     }
-}
-
-/// Of a guest's RAM, while nobody writes to it.
-fn sum(ram: &Arc<RamFile>) -> Result<ChunkSums, MemoryError> {
-    let threads = available_parallelism().map_or(1, NonZero::get).min(SUM_THREADS_MAX) as u64;
-    std::thread::scope(|scope| {
-        let others: Vec<_> =
-            (1..threads).map(|first| scope.spawn(move || ChunkSums::of(ram, first, threads))).collect();
-        let mut sums = ChunkSums::of(ram, 0, threads)?;
-        for other in others {
-            sums.add(other.join().expect("summing does not panic")?);
-        }
-        Ok(sums)
-    })
 }

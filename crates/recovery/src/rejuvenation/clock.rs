@@ -6,15 +6,25 @@
 //! 0x04 | section id u32 | 5 "timer" | instance u32 = 0 | version u32 = 2 | ticks i64 | unused i64 | nanoseconds i64
 //!      | subsections | 0x7e | section id u32
 //! ```
-//! All big-endian. Timers of the guest's that fell due meanwhile are late, as they are for any machine that had no
+//! All big-endian. KVM keeps the time of a guest's `kvm-clock` itself, and QEMU sets it from another section when a guest runs:
+//!
+//! ```text
+//! 0x04 | section id u32 | 8 "kvmclock" | instance u32 = 0 | version u32 = 1 | nanoseconds u64
+//!      | 0x05 | 26 "kvmclock/clock_is_reliable" | version u32 = 1 | 1 | 0x7e | section id u32
+//! ```
+//! Timers of the guest's that fell due meanwhile are late, as they are for any machine that had no
 //! processor for a while; but its clocks are right, and nothing in the guest has to know.
 //!
-//! Under emulation `ticks` is the guest's TSC. Under KVM each processor has its own TSC elsewhere in the state, so there
-//! nothing is changed, and the guest's clock stays behind by the pause until NTP has it.
+//! Under emulation `ticks` is the guest's TSC. Under KVM each processor has its own TSC elsewhere in the state, which is left
+//! alone: a guest whose clock is the TSC itself stays behind until NTP has it. In a hop under KVM nothing is set: QEMU counts
+//! part of the pause itself then. It does not for a guest that was parked, which was paused first.
 
 use std::time::{Duration, Instant};
 
 const HEAD: &[u8] = b"\x05timer\0\0\0\0\0\0\0\x02";
+const KVM_HEAD: &[u8] = b"\x08kvmclock\0\0\0\0\0\0\0\x01";
+const KVM_CLOCK_BYTES: usize = 8;
+const KVM_RELIABLE: &[u8] = b"\x05\x1akvmclock/clock_is_reliable\0\0\0\x01\x01";
 const SECTION_FULL: u8 = 0x04;
 const SECTION_FOOTER: u8 = 0x7e;
 /// Ticks, unused, nanoseconds.
@@ -58,26 +68,48 @@ pub fn advance(state: &mut [u8], by: Duration, ticker: Option<Ticker>) -> bool {
     let Some(ticks) = ticker.and_then(|ticker| ticker.in_duration(by)) else { return false };
     let Some(at) = find(state) else { return false };
     let nanoseconds = i64::try_from(by.as_nanos()).unwrap_or(0);
-    for (field, forward) in [(at, ticks), (at + 16, nanoseconds)] {
-        let bytes = &mut state[field..field + 8];
-        let value = i64::from_be_bytes((&*bytes).try_into().expect("eight bytes"));
-        bytes.copy_from_slice(&value.wrapping_add(forward).to_be_bytes());
-    }
+    add(state, at, ticks);
+    add(state, at + 16, nanoseconds);
     true
 }
 
-/// Where the section's body begins. The one place that looks like a section, with the same id at both ends.
+/// The same for a guest under KVM that was paused before its state was taken.
+pub fn advance_kvm(state: &mut [u8], by: Duration) -> bool {
+    let (Some(kvm), Some(timers)) = (find_kvm(state), find(state)) else { return false };
+    let nanoseconds = i64::try_from(by.as_nanos()).unwrap_or(0);
+    add(state, kvm, nanoseconds);
+    add(state, timers + 16, nanoseconds);
+    true
+}
+
+fn add(state: &mut [u8], at: usize, forward: i64) {
+    let bytes = &mut state[at..at + 8];
+    let value = i64::from_be_bytes((&*bytes).try_into().expect("eight bytes"));
+    bytes.copy_from_slice(&value.wrapping_add(forward).to_be_bytes());
+}
+
 fn find(state: &[u8]) -> Option<usize> {
+    find_section(state, HEAD, BODY_BYTES)
+}
+
+/// Only of a KVM that says the clock itself: what an older one says QEMU does not believe.
+fn find_kvm(state: &[u8]) -> Option<usize> {
+    let body = find_section(state, KVM_HEAD, KVM_CLOCK_BYTES + KVM_RELIABLE.len())?;
+    (state[body + KVM_CLOCK_BYTES..].starts_with(KVM_RELIABLE)).then_some(body)
+}
+
+/// Where a section's body begins. The one place that looks like the section, with the same id at both ends.
+fn find_section(state: &[u8], head: &[u8], body_bytes: usize) -> Option<usize> {
     let mut found = None;
     for at in state
-        .windows(HEAD.len())
+        .windows(head.len())
         .enumerate()
-        .filter(|(_, window)| window[0] == HEAD[0] && *window == HEAD)
+        .filter(|(_, window)| window[0] == head[0] && *window == head)
         .map(|(at, _)| at)
     {
-        let body = at + HEAD.len();
+        let body = at + head.len();
         let before = at.checked_sub(5).and_then(|start| state.get(start..at));
-        let after = state.get(body + BODY_BYTES..body + BODY_BYTES + 5);
+        let after = state.get(body + body_bytes..body + body_bytes + 5);
         if let (Some([SECTION_FULL, id @ ..]), Some([SECTION_FOOTER, footer @ ..])) = (before, after)
             && id == footer
             && found.replace(body).is_some()
@@ -134,5 +166,23 @@ mod tests {
         let mut whole = section(1, 2, 3);
         assert!(!advance(&mut whole, Duration::from_millis(3), None), "ticks are kept elsewhere");
         assert_eq!(whole, section(1, 2, 3));
+    }
+
+    fn kvm_section(nanoseconds: i64, reliable: u8) -> Vec<u8> {
+        let mut body = [&nanoseconds.to_be_bytes()[..], KVM_RELIABLE].concat();
+        *body.last_mut().unwrap() = reliable;
+        [&[SECTION_FULL, 0, 0, 0, 9][..], KVM_HEAD, &body, &[SECTION_FOOTER, 0, 0, 0, 9]].concat()
+    }
+
+    #[test]
+    fn under_kvm_its_clock_and_qemu_s_go_forward_and_no_ticks() {
+        let mut state = [section(7, 5, 40), kvm_section(1000, 1)].concat();
+        assert!(advance_kvm(&mut state, Duration::from_millis(3)));
+        assert_eq!(state, [section(7, 5, 3_000_040), kvm_section(3_001_000, 1)].concat());
+        for other in [section(7, 5, 40), kvm_section(1000, 1), [section(7, 5, 40), kvm_section(1000, 0)].concat()] {
+            let mut state = other.clone();
+            assert!(!advance_kvm(&mut state, Duration::from_millis(3)));
+            assert_eq!(state, other);
+        }
     }
 }

@@ -12,6 +12,7 @@
 //! parked.json     JSON, and a last line with its checksum: `blake3 HEX`
 //! parked-state    what QEMU gave away of its devices
 //! ram-N ledger-N  as the guest left them
+//! nvram-NAME      the same
 //! ```
 //! All of it lies in the machine's memory folder, so that what loses the one loses the other. A keeper that dies before
 //! `note` leaves a guest that stands still, and the next one lets it go on; one that dies before `consume` leaves all as it
@@ -24,12 +25,17 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use hearth_memory::{FileOffset, MemoryError, RamFile};
+use hearth_memory::{MemoryError, RamFile};
 use serde::{Deserialize, Serialize};
 
+use super::clock::{self, Ticker};
 use crate::boot_set::{self, ImageNote, ImageNotes};
 use crate::journal::DiskIdentity;
 use crate::snapshot::{Part, SnapshotError, seal};
+
+mod sums;
+
+pub use sums::ChunkSums;
 
 /// Raised when a field changes its meaning.
 pub const PARKED_VERSION: u32 = 1;
@@ -40,8 +46,9 @@ const STATE: &str = "parked-state";
 const USED: &str = "parked.used";
 /// A note of a machine with all the disks it can have takes some KiB.
 const NOTE_BYTES_MAX: u64 = 1 << 20;
-/// One checksum covers so much.
-const CHUNK_BYTES: u64 = 1 << 20;
+
+/// From when the clock is set to the guest's next instruction.
+const GO_ON_ALLOWANCE: Duration = Duration::from_millis(15);
 
 /// Steps of parking, in order; the same words in events, errors and drills.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,6 +108,8 @@ pub enum ParkedError {
     Memory(#[from] MemoryError),
     #[error("{path}: is not the memory that the guest left: its checksum is another one")]
     Altered { path: PathBuf },
+    #[error("{path}: is not what the guest left in its NVRAM")]
+    AlteredNvram { path: PathBuf },
     #[error("{path}: is not the memory that the guest left: it has {found} bytes, and had {noted}")]
     Cut { path: PathBuf, found: u64, noted: u64 },
     #[error(
@@ -134,12 +143,22 @@ pub struct Parked {
     pub hardware: Vec<String>,
     pub ram_bytes: u64,
     pub ram_sum: String,
+    /// Disks that are host memory, in the order of the configuration.
+    #[serde(default)]
+    pub nvram: Vec<NvramNote>,
     pub state: Part,
     /// What the guest was told, and must find again; none: its QEMU had no such device.
     #[serde(default)]
     pub vmgenid: Option<String>,
     pub disks: Vec<DiskIdentity>,
     pub images: Vec<ImageNote>,
+}
+
+/// What an NVRAM device holds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NvramNote {
+    pub file: PathBuf,
+    pub sum: String,
 }
 
 /// Whether a guest may be parked here. Whether it is, only `find` tells.
@@ -263,6 +282,14 @@ impl Parked {
         if sums.seal() == self.ram_sum { Ok(()) } else { Err(ParkedError::Altered { path: ram.path().to_owned() }) }
     }
 
+    /// `found`: the same devices as they are now.
+    pub fn must_find_nvram(&self, found: &[NvramNote]) -> Result<(), ParkedError> {
+        match found.iter().find(|device| !self.nvram.contains(device)) {
+            Some(other) => Err(ParkedError::AlteredNvram { path: other.file.clone() }),
+            None => Ok(()),
+        }
+    }
+
     /// Told before its bytes are looked at.
     pub fn must_have_size(&self, ram: &RamFile) -> Result<(), ParkedError> {
         let (found, noted) = (ram.bytes(), self.ram_bytes);
@@ -271,6 +298,17 @@ impl Parked {
 
     pub fn state(&self, folder: &Path) -> Result<Vec<u8>, ParkedError> {
         Ok(crate::snapshot::read_part(&folder.join(STATE), &self.state, crate::snapshot::STATE_BYTES_MAX)?)
+    }
+
+    /// Sets the guest's clock in the state of its devices to what it would be by now, and says by how much; none if the clock is
+    /// not found there. `ticker` is none under KVM.
+    pub fn set_clock(&self, state: &mut [u8], ticker: Option<Ticker>) -> Option<Duration> {
+        let by = self.stands_for() + GO_ON_ALLOWANCE;
+        let is_set = match ticker {
+            Some(_) => clock::advance(state, by, ticker),
+            None => clock::advance_kvm(state, by),
+        };
+        is_set.then_some(by)
     }
 
     /// How long the guest has stood still by now.
@@ -298,53 +336,6 @@ impl Parked {
     }
 }
 
-/// Checksums of RAM, chunk by chunk, so that several threads can share the work. A hole is as good as zeroes: which of the
-/// two a file system shows may change with its next mount.
-#[derive(Clone, Debug, Default)]
-pub struct ChunkSums(Vec<(u64, [u8; 32])>);
-
-impl ChunkSums {
-    /// Of every `step`th chunk, from `first` on.
-    pub fn of(ram: &RamFile, first: u64, step: u64) -> Result<Self, MemoryError> {
-        let resident = ram.resident_ranges()?;
-        let chunk_pages = CHUNK_BYTES / hearth_memory::PAGE_BYTES;
-        let chunks = ram.bytes().div_ceil(CHUNK_BYTES);
-        let mut bytes = vec![0; CHUNK_BYTES as usize];
-        let mut sums = Vec::new();
-        let mut next = 0;
-        for chunk in (first..chunks).step_by(step as usize) {
-            let pages = chunk * chunk_pages..(chunk + 1) * chunk_pages;
-            while resident.get(next).is_some_and(|run| run.end <= pages.start) {
-                next += 1;
-            }
-            if resident.get(next).is_none_or(|run| run.start >= pages.end) {
-                continue;
-            }
-            let start = chunk * CHUNK_BYTES;
-            let piece = &mut bytes[..(ram.bytes() - start).min(CHUNK_BYTES) as usize];
-            ram.read(FileOffset(start), piece)?;
-            if piece.iter().any(|&byte| byte != 0) {
-                sums.push((chunk, *blake3::hash(piece).as_bytes()));
-            }
-        }
-        Ok(Self(sums))
-    }
-
-    pub fn add(&mut self, other: Self) {
-        self.0.extend(other.0);
-    }
-
-    pub fn seal(&self) -> String {
-        let mut sums = self.0.clone();
-        sums.sort_unstable();
-        let mut hasher = blake3::Hasher::new();
-        for (chunk, sum) in sums {
-            hasher.update(&chunk.to_le_bytes()).update(&sum);
-        }
-        hasher.finalize().to_hex().to_string()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -362,6 +353,7 @@ mod tests {
             generation: 5,
             ram_bytes: 64 << 20,
             ram_sum: "00".into(),
+            nvram: vec![NvramNote { file: "/dev/shm/web/nvram-log".into(), sum: "22".into() }],
             state: Part { bytes: 3, blake3: "11".into() },
             vmgenid: None,
             disks: vec![DiskIdentity {
@@ -460,36 +452,13 @@ mod tests {
         assert!(matches!(parked.must_find_images(&images), Err(ParkedError::Look(_))));
     }
 
-    fn sum(ram: &RamFile, threads: u64) -> String {
-        let mut sums = ChunkSums::default();
-        (0..threads).for_each(|first| sums.add(ChunkSums::of(ram, first, threads).unwrap()));
-        sums.seal()
-    }
-
     #[test]
-    fn any_bit_of_ram_counts_and_a_hole_is_zeroes() {
-        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
-        let ram = RamFile::create(&folder.path().join("ram-1"), 5 * CHUNK_BYTES + 8192).unwrap();
-        let write = |at: u64, bytes: &[u8]| ram.write(FileOffset(at), bytes).unwrap();
-        let empty = sum(&ram, 1);
-        write(2 * CHUNK_BYTES, &[0; 4096]);
-        assert_eq!(sum(&ram, 1), empty, "zeroes are as good as a hole");
-        write(3 * CHUNK_BYTES + 4096, &[7; 100]);
-        write(5 * CHUNK_BYTES + 8191, &[1]);
-        let whole = sum(&ram, 1);
-        assert_eq!([2, 3, 9].map(|threads| sum(&ram, threads)), [&*whole; 3], "however it is shared");
-        for at in [0, 2 * CHUNK_BYTES + 5, 3 * CHUNK_BYTES + 4100, 5 * CHUNK_BYTES + 8190] {
-            let mut before = [0];
-            ram.read(FileOffset(at), &mut before).unwrap();
-            write(at, &[before[0] ^ 0x40]);
-            assert_ne!(sum(&ram, 2), whole, "at {at}");
-            write(at, &before);
-        }
-        assert_eq!(sum(&ram, 2), whole);
-        // The same bytes elsewhere are not the same memory.
-        write(3 * CHUNK_BYTES + 4096, &[0; 100]);
-        write(4 * CHUNK_BYTES + 4096, &[7; 100]);
-        assert_ne!(sum(&ram, 1), whole);
+    fn nvram_that_holds_anything_else_is_told_by_its_file() {
+        let parked = parked();
+        parked.must_find_nvram(&parked.nvram).unwrap();
+        let other = NvramNote { sum: "23".into(), ..parked.nvram[0].clone() };
+        let error = parked.must_find_nvram(&[other]).unwrap_err().to_string();
+        assert_eq!(error, "/dev/shm/web/nvram-log: is not what the guest left in its NVRAM");
     }
 
     #[test]

@@ -16,7 +16,9 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
-pub use record::RecordError;
+#[cfg(test)]
+pub use record::{MachineNote, Outcome};
+pub use record::{Record, RecordError};
 
 use super::rejuvenate::time;
 use super::{CliError, Context, Exit};
@@ -37,7 +39,7 @@ pub enum Verb {
 #[derive(Debug, Args)]
 pub struct RecordArgument {
     /// What was prepared; must outlive the host's kernel.
-    #[arg(long, value_name = "PATH", default_value = "/var/lib/hearth/host-reload.json")]
+    #[arg(long, value_name = "PATH", env = record::PLACE_VARIABLE, default_value = record::PLACE)]
     record: PathBuf,
 }
 

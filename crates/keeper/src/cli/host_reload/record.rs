@@ -11,6 +11,9 @@ use crate::fleet_lock::FleetLock;
 
 /// Raised when a field changes its meaning.
 const VERSION: u32 = 1;
+/// Where it is unless somebody chose another place.
+pub const PLACE: &str = "/var/lib/hearth/host-reload.json";
+pub const PLACE_VARIABLE: &str = "HEARTH_HOST_RELOAD_RECORD";
 
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
@@ -108,6 +111,27 @@ impl Record {
             return Err(RecordError::Version { path: path.to_owned(), found: version });
         }
         serde_json::from_slice(&text).map_err(malformed)
+    }
+
+    /// What was prepared on this host; none also if it cannot be read, as by users who did not prepare it.
+    pub fn of_this_host() -> Option<Self> {
+        let place = std::env::var_os(PLACE_VARIABLE).map_or_else(|| PathBuf::from(PLACE), PathBuf::from);
+        Self::load(&place).ok()
+    }
+
+    fn open_machines(&self, root: &Path) -> impl Iterator<Item = &MachineNote> {
+        let here = self.runtime_root == root;
+        self.machines.iter().filter(move |machine| here && machine.outcome.is_open())
+    }
+
+    /// Machines of a runtime root whose guests may wait in memory.
+    pub fn names_parked_in(&self, root: &Path) -> Vec<String> {
+        self.open_machines(root).map(|machine| machine.name.clone()).collect()
+    }
+
+    /// In which folder a machine's guest may.
+    pub fn parked_in(&self, root: &Path, name: &str) -> Option<PathBuf> {
+        self.open_machines(root).find(|machine| machine.name == name).map(|machine| machine.memory_folder.clone())
     }
 
     /// Whole or not at all, and on the disk.

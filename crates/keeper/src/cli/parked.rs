@@ -1,0 +1,142 @@
+//! A machine whose guest is parked. No keeper answers for it: its files tell, and after a host reload, when the runtime folder is
+//! gone, the record of that.
+
+use std::path::{Path, PathBuf};
+
+use hearth_api::rfc3339;
+use hearth_qemu::accelerator::host_boot;
+use hearth_recovery::incarnation::ram_path;
+use hearth_recovery::journal::Journal;
+use hearth_recovery::rejuvenation::parked;
+use serde::Serialize;
+
+use super::host_reload::Record;
+use super::text::{bytes, uptime};
+use crate::runtime_root::RuntimeRoot;
+
+/// What is known of it without a keeper.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ParkedGuest {
+    /// RFC 3339: when its last instruction ran.
+    pub since: String,
+    pub stands_ms: u64,
+    pub incarnation: u32,
+    pub ram_bytes: u64,
+    /// Of it, what takes host memory.
+    pub resident_bytes: u64,
+    pub memory_folder: PathBuf,
+    pub qemu_version: String,
+    pub accelerator: String,
+    /// The host has got another kernel since.
+    pub host_reloaded: bool,
+    /// What lets it go on.
+    pub next: &'static str,
+}
+
+const NEXT: &str = "hearth host-reload resume";
+
+/// None: no guest is parked there, or its note cannot be read. `record`: of the host reload, if there was one.
+pub fn find(root: &RuntimeRoot, record: Option<&Record>, name: &str) -> Option<ParkedGuest> {
+    let folder = in_journal(root, name).or_else(|| record?.parked_in(root.path(), name))?;
+    let parked = parked::find(&folder).ok().flatten().filter(|parked| parked.machine == name)?;
+    Some(ParkedGuest {
+        since: rfc3339(parked.stopped_at),
+        stands_ms: parked.stands_for().as_millis() as u64,
+        incarnation: parked.incarnation,
+        ram_bytes: parked.ram_bytes,
+        resident_bytes: resident_bytes(&ram_path(&folder, parked.incarnation)),
+        memory_folder: folder,
+        qemu_version: parked.qemu_version,
+        accelerator: parked.accelerator,
+        host_reloaded: parked.boot_id != host_boot(),
+        next: NEXT,
+    })
+}
+
+fn in_journal(root: &RuntimeRoot, name: &str) -> Option<PathBuf> {
+    Journal::load(&root.machine(name).join("journal.json")).ok().flatten()?.parked_in
+}
+
+fn resident_bytes(ram: &Path) -> u64 {
+    std::fs::metadata(ram).map_or(0, |found| std::os::unix::fs::MetadataExt::blocks(&found) * 512)
+}
+
+impl ParkedGuest {
+    /// `hearth status` of it.
+    pub fn page(&self, name: &str) -> String {
+        let stands = uptime(self.stands_ms as f64 / 1e3);
+        let host = if self.host_reloaded { "another host kernel since" } else { "the same host kernel" };
+        let (ram, resident) = (bytes(self.ram_bytes), bytes(self.resident_bytes));
+        let folder = self.memory_folder.display();
+        [
+            format!("{name}  parked since {}, for {stands}, incarnation {}", self.since, self.incarnation),
+            format!("  memory        {ram}, of which {resident} are in use, in {folder}"),
+            format!("  qemu          ended; was {}, {}", self.qemu_version, self.accelerator),
+            format!("  host          {host}"),
+            format!("  goes on with  `{}`, or `hearth run FILE`", self.next),
+            format!("  given up      `rm {folder}/parked.json`, and the machine boots"),
+        ]
+        .join("\n")
+    }
+
+    /// Row of `hearth ls`.
+    pub fn row(&self, name: &str) -> Vec<String> {
+        let stands = format!("for {}", uptime(self.stands_ms as f64 / 1e3));
+        let (ram, resident) = (bytes(self.ram_bytes), bytes(self.resident_bytes));
+        let accelerator = self.accelerator.clone();
+        vec![name.to_owned(), "parked".to_owned(), self.incarnation.to_string(), stands, ram, resident, accelerator]
+    }
+
+    /// Why it cannot be asked for anything.
+    pub fn sentence(&self, name: &str) -> String {
+        format!(
+            "{name} is parked since {}, in {}; `{}` lets it go on",
+            self.since,
+            self.memory_folder.display(),
+            self.next
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::SystemTime;
+
+    use super::*;
+    use crate::cli::host_reload::{MachineNote, Outcome};
+    use crate::sample;
+
+    #[test]
+    fn a_guest_is_found_by_the_journal_and_after_a_reload_by_the_record() {
+        let folder = tempfile::tempdir().unwrap();
+        let (memory, root) = (folder.path().join("pmem"), RuntimeRoot::new(folder.path().join("run")));
+        std::fs::create_dir_all(root.machine("web")).unwrap();
+        std::fs::create_dir(&memory).unwrap();
+        let machine = MachineNote {
+            name: "web".into(),
+            file: "/etc/hearth/web.toml".into(),
+            memory_folder: memory.clone(),
+            unit: None,
+            outcome: Outcome::Parked,
+            why: None,
+            stood_ms: None,
+        };
+        let record = Record::new(rfc3339(SystemTime::UNIX_EPOCH), root.path(), None, vec![machine]);
+        assert_eq!(find(&root, Some(&record), "web"), None, "nothing is there");
+        sample::parked("web").commit(&memory).unwrap();
+        let found = find(&root, Some(&record), "web").unwrap();
+        assert_eq!((found.incarnation, found.ram_bytes, found.host_reloaded), (3, 64 << 20, true));
+        let elsewhere = RuntimeRoot::new("/elsewhere");
+        assert_eq!(find(&elsewhere, Some(&record), "web"), None, "it is about another runtime root");
+        assert_eq!(find(&root, None, "web"), None);
+        let mut journal = Journal::new("web", 64 << 20);
+        journal.parked_in = Some(memory.clone());
+        journal.save(&root.machine("web").join("journal.json")).unwrap();
+        let page = find(&root, None, "web").unwrap().page("web");
+        assert!(page.starts_with("web  parked since 2026-03-01T12:00:00.123Z, for "), "{page}");
+        assert!(page.contains(&format!("64.0 MiB, of which 0 are in use, in {}", memory.display())), "{page}");
+        assert!(page.contains("`hearth host-reload resume`, or `hearth run FILE`"), "{page}");
+        sample::parked("db").commit(&memory).unwrap();
+        assert_eq!(find(&root, None, "web"), None, "it is another machine's");
+    }
+}

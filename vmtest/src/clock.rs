@@ -1,0 +1,49 @@
+//! A guest's clock beside the host's.
+
+use std::ops::RangeInclusive;
+use std::time::SystemTime;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::Result;
+use crate::guest::Drives;
+
+/// Both, read at one moment: that of the guest between two looks at that of the host. In seconds; the guest's since its boot, to
+/// 10 ms, the host's since 1970.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Reading {
+    host_before: f64,
+    guest: f64,
+    host_after: f64,
+}
+
+impl Reading {
+    pub fn take(vm: &impl Drives) -> Result<Self> {
+        let host_before = now();
+        let said = vm.sh("cat /proc/uptime")?;
+        let guest = said.split(' ').next().and_then(|text| text.parse().ok()).unwrap_or(f64::NAN);
+        Ok(Self { host_before, guest, host_after: now() })
+    }
+
+    /// By how many seconds, at least and at most, the guest's clock has fallen behind the host's since `earlier`.
+    pub fn behind_s(&self, earlier: &Self) -> RangeInclusive<f64> {
+        let guest = self.guest - earlier.guest;
+        self.host_before - earlier.host_after - guest..=self.host_after - earlier.host_before - guest
+    }
+}
+
+fn now() -> f64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_reading_takes_is_no_lag() {
+        let earlier = Reading { host_before: 100.0, guest: 7.0, host_after: 100.5 };
+        let later = Reading { host_before: 110.0, guest: 15.0, host_after: 110.25 };
+        assert_eq!(later.behind_s(&earlier), 1.5..=2.25);
+    }
+}
