@@ -9,11 +9,13 @@
 //! has done anything. So there is a second measure: a process in the guest writes to the console without a break, and the
 //! gap is the longest silence around a hop, heard from outside. What is silent without a hop, for as long, stands beside it.
 //!
-//! Then `networks`: a TCP connection that is never idle, on each kind of network. Then `many`: machines that hop together, and reboot together.
+//! Then `networks`: a TCP connection that is never idle, on each kind of network. Then `many`: machines that hop together, and reboot
+//! together. `host_reload`: what became of the guests of an emulated host whose kernel was replaced.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use hearth_vmtest::clock::Reading;
 use hearth_vmtest::{Disk, Drives, PlainVm, TestVm, artifacts, patience};
 use serde_json::{Value, json};
 
@@ -22,6 +24,7 @@ use crate::record::Record;
 use crate::stats;
 use crate::table::{Table, figure_or_dash};
 
+mod host_reload;
 mod many;
 mod networks;
 mod silence;
@@ -66,6 +69,7 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RejuvenationErr
     }
     summarise(record, sizes);
     networks::run(options.accelerator.name(), options.quick, record)?;
+    host_reload::take_up(record);
     many::run(options.accelerator.name(), options.quick, record)
 }
 
@@ -99,7 +103,7 @@ fn hearth(options: &Options, memory_mib: u64, hops: u32, record: &mut Record) ->
     let nonce = vm.nonce().map_err(failed)?;
     vm.sh(&format!("probe fill {PATTERN} {PATTERN_BYTES} {SEED}")).map_err(failed)?;
     vm.sh(LOAD).map_err(failed)?;
-    let clocks = Clocks::read(&vm).map_err(failed)?;
+    let clocks = Reading::take(&vm).map_err(failed)?;
     let silence = Silence::listen(vm.guest()).map_err(failed)?;
     for _ in 0..hops {
         let began = Instant::now();
@@ -117,7 +121,8 @@ fn hearth(options: &Options, memory_mib: u64, hops: u32, record: &mut Record) ->
         record.add(&case(HEARTH, memory_mib), "state_kib", "KiB", figure("state_bytes") / 1024.0);
     }
     silence.end(&vm).map_err(failed)?;
-    let behind = clocks.behind_ms(&Clocks::read(&vm).map_err(failed)?) / f64::from(hops);
+    let behind_s = Reading::take(&vm).map_err(failed)?.behind_s(&clocks);
+    let behind = (behind_s.start() + behind_s.end()) / 2.0 * 1e3 / f64::from(hops);
     record.add(&case(HEARTH, memory_mib), "clock_behind_ms_per_hop", "ms", behind);
     if vm.nonce().map_err(failed)? != nonce {
         return Err(RejuvenationError::Odd { side: HEARTH, memory_mib, what: "the guest was rebooted".into() });
@@ -131,27 +136,6 @@ fn hearth(options: &Options, memory_mib: u64, hops: u32, record: &mut Record) ->
     vm.wait_incarnation(2).map_err(failed)?;
     record.add(&case(COLD, memory_mib), "pause_ms", "ms", began.elapsed().as_secs_f64() * 1e3);
     Ok(())
-}
-
-/// The guest's clock and ours, at one moment: to 10 ms, and what a command takes.
-struct Clocks {
-    guest_s: f64,
-    host: Instant,
-}
-
-impl Clocks {
-    fn read(vm: &impl Drives) -> hearth_vmtest::Result<Self> {
-        let began = Instant::now();
-        let said = vm.sh("cat /proc/uptime")?;
-        let host = began + began.elapsed() / 2;
-        let guest_s = said.split(' ').next().and_then(|text| text.parse().ok()).unwrap_or(f64::NAN);
-        Ok(Self { guest_s, host })
-    }
-
-    /// By how much the guest's clock has fallen behind until `later`.
-    fn behind_ms(&self, later: &Self) -> f64 {
-        ((later.host - self.host).as_secs_f64() - (later.guest_s - self.guest_s)) * 1e3
-    }
 }
 
 /// QEMU alone: by `cpr-transfer`, or with its memory through a file.

@@ -29,6 +29,7 @@ pub mod faults;
 pub mod fleet;
 mod guest;
 mod hearth;
+pub mod host_reload;
 pub mod images;
 pub mod known;
 pub mod net;

@@ -4,10 +4,14 @@
 //! counts as one failed test, so that the line never looks better than the exit code.
 
 use std::io::{BufRead, BufReader};
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use crate::shell::ShellError;
 use crate::{cargo, paths};
+
+/// Names a file, for the test that writes it and the bench that reads it.
+pub const HOST_RELOAD_FIGURES: &str = "HEARTH_HOST_RELOAD_FIGURES";
 
 #[derive(Debug, Default, PartialEq)]
 pub struct Summary {
@@ -46,9 +50,22 @@ pub fn run(filter: &[String]) -> Result<Summary, ShellError> {
 /// Runs the ignored tests of one test binary of `vmtest`, one after the other: each has a large guest of its own.
 pub fn run_ignored(binary: &str, filter: &[String]) -> Result<Summary, ShellError> {
     crate::shell::run(cargo().args(["build", "--quiet", "-p", "hearth"]))?;
+    count(ignored(binary, filter, &paths::cargo_target().join("debug/hearth")))
+}
+
+/// `hearth`: the binary that they drive.
+fn ignored(binary: &str, filter: &[String], hearth: &Path) -> Command {
     let mut command = cargo();
     command.args(["test", "-p", "hearth-vmtest", "--test", binary, "--", "--ignored", "--test-threads=1"]).args(filter);
-    command.env("HEARTH_BIN", paths::cargo_target().join("debug/hearth"));
+    command.env("HEARTH_BIN", hearth);
+    command
+}
+
+/// The host reload of `make test-nested` with the release binary; its figures are in `figures` afterwards, if it came that far.
+pub fn reload_host(figures: &Path) -> Result<Summary, ShellError> {
+    let filter = ["outside::guests_go_on_under_another_host_kernel".to_owned()];
+    let mut command = ignored("nested", &filter, &paths::cargo_target().join("release/hearth"));
+    command.env(HOST_RELOAD_FIGURES, figures);
     count(command)
 }
 

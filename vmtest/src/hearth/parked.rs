@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use super::files;
 use crate::console::Line;
 use crate::error::{Error, Result};
-use crate::guest::{Drives, Guest};
+use crate::guest::{Drives, Guest, Output};
 
 pub struct Parked {
     guest: Guest,
@@ -18,9 +18,14 @@ impl Parked {
         Ok(Self { guest, runtime_root: runtime_root.to_owned() })
     }
 
+    /// Any `hearth` command.
+    pub fn cli_output(&self, arguments: &[&str]) -> Result<Output> {
+        files::cli(&self.runtime_root, arguments)
+    }
+
     /// Any `hearth` command, which must succeed; returns what it printed.
     pub fn cli(&self, arguments: &[&str]) -> Result<String> {
-        let output = files::cli(&self.runtime_root, arguments)?;
+        let output = self.cli_output(arguments)?;
         if output.status == 0 {
             return Ok(output.text());
         }

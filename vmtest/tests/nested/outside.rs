@@ -1,6 +1,9 @@
 //! Run by `make test-nested`: the emulated host, and what the tests inside say.
 
-use hearth_vmtest::{Drives, Result};
+use std::path::PathBuf;
+
+use hearth_vmtest::host_reload::{Figures, KEEP_IN};
+use hearth_vmtest::{Drives, Output, Result};
 
 use crate::host::Host;
 
@@ -26,25 +29,35 @@ const MOUNT: &str = "until [ -b /dev/pmem0 ]; do sleep 0.1; done; mkdir -p /host
 const MAKE: &str = "until [ -b /dev/pmem0 ]; do sleep 0.1; done; mkfs.ext4 -F -q -b 4096 -O ^has_journal /dev/pmem0";
 const LEAVE: &str = "sync && umount /host/run/pmem && mount -o remount,ro /host/hearth";
 
-/// Runs one test of `reload`, which must pass.
-fn run(host: &Host, test: &str) -> Result<()> {
+/// Runs one test of `reload`.
+fn run(host: &Host, test: &str) -> Result<Output> {
     let said = host.run_test(test)?;
     eprintln!("{}", said.text());
-    assert!(said.status == 0 && said.text().contains("ok. 1 passed; 0 failed"), "{test}");
-    Ok(())
+    Ok(said)
+}
+
+fn must(said: &Output) {
+    assert!(said.status == 0 && said.text().contains("ok. 1 passed; 0 failed"));
 }
 
 #[test]
 #[ignore = "make test-nested"]
-fn a_guest_goes_on_under_another_host_kernel() -> Result<()> {
+fn guests_go_on_under_another_host_kernel() -> Result<()> {
     let host = Host::boot_with("reload", RESERVED)?;
     host.vm().sh(MAKE)?;
     host.vm().sh(MOUNT)?;
-    run(&host, "reload::before")?;
+    must(&run(&host, "reload::before")?);
     host.vm().sh(LEAVE)?;
     host.start_test("reload::kexec")?;
     host.vm().wait_boots(2)?;
     host.go_on_in_the_image()?;
     host.vm().sh(MOUNT)?;
-    run(&host, "reload::after")
+    let said = run(&host, "reload::after")?;
+    let figures = Figures::find(&said.text());
+    if let (Some(figures), Some(file)) = (&figures, std::env::var_os(KEEP_IN)) {
+        figures.save(&PathBuf::from(file))?;
+    }
+    must(&said);
+    assert!(figures.is_some_and(|figures| figures.all_well()));
+    Ok(())
 }

@@ -1,44 +1,98 @@
 //! Run on a host with KVM whose kernel is about to be replaced, in three parts: before, the kexec itself, and after. What the
 //! second part ends with the third one, under another kernel, begins with.
+//!
+//! Memory is held against itself twice: in each guest, where a third of it is known byte by byte, and from outside, where all of a
+//! guest's RAM is summed up while it is parked, under the old kernel and under the new one.
 
 use std::fs::{self, File};
+use std::hash::{DefaultHasher, Hasher};
+use std::io::Read;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
+use hearth_vmtest::clock::Reading;
+use hearth_vmtest::host_reload::{Figures, Reloaded};
 use hearth_vmtest::known::{count, counts_beyond, fill, start_counter, verify};
 use hearth_vmtest::{Disk, Drives, Parked, Result, TestVm, artifacts};
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::host::EMULATED;
 
 /// On a disk that outlives the kernel.
 const RECORD: &str = "/hearth/host-reload.json";
 const EXPECTED: &str = "/hearth/expected.json";
-/// On memory that does.
+/// On memory that does; 512 MiB of it.
 const MEMORY: &str = "/run/pmem";
-const MACHINE: &str = "reload";
+const MACHINES: [&str; 2] = ["reload-1", "reload-2"];
+const MACHINE_MIB: u64 = 192;
+const KNOWN_MIB: u64 = 64;
+
+/// What must be as it was.
+#[derive(Serialize, Deserialize)]
+struct Expected {
+    runtime_root: PathBuf,
+    machines: Vec<Left>,
+}
+
+/// One guest when it was parked.
+#[derive(Serialize, Deserialize)]
+struct Left {
+    name: String,
+    nonce: String,
+    count: u64,
+    clock: Reading,
+    ram: PathBuf,
+    /// Of all of it.
+    ram_sum: u64,
+}
 
 #[test]
 #[ignore = "needs KVM and reserved memory: make test-nested"]
 fn before() -> Result<()> {
-    let memory_folder = format!("{MEMORY}/{MACHINE}");
-    let vm = TestVm::busybox(MACHINE).memory_mib(256).disk(Disk::empty(16)).setting("memory_folder", memory_folder);
-    let vm = vm.setting("accelerator", "kvm").setting("cpu_model", "host").boot()?;
-    fill(&vm, 64)?;
-    start_counter(&vm)?;
-    vm.sh("probe fill /tmp/block 4194304 5 && dd if=/tmp/block of=/dev/vda bs=64k conv=fsync 2>&1")?;
-    let checked = vm.cli_output(&["host-reload", "prepare", "--check", "--record", RECORD])?;
+    let mut machines: Vec<TestVm> = Vec::new();
+    for name in MACHINES {
+        let vm = TestVm::busybox(name).memory_mib(MACHINE_MIB).disk(Disk::empty(16));
+        let vm = vm.setting("memory_folder", format!("{MEMORY}/{name}"));
+        let vm = vm.setting("accelerator", "kvm").setting("cpu_model", "host");
+        let vm = if let Some(first) = machines.first() { vm.beside(first) } else { vm }.boot()?;
+        fill(&vm, KNOWN_MIB)?;
+        start_counter(&vm)?;
+        vm.sh("probe fill /tmp/block 4194304 5 && dd if=/tmp/block of=/dev/vda bs=64k conv=fsync 2>&1")?;
+        machines.push(vm);
+    }
+    let first = &machines[0];
+    let checked = first.cli_output(&["host-reload", "prepare", "--check", "--record", RECORD])?;
     assert!(checked.status == 1 && checked.text().contains("no kernel is loaded"), "{}", checked.text());
     load_kernel();
-    vm.cli(&["host-reload", "prepare", "--check", "--record", RECORD])?;
-    let runtime_root = vm.folder().join("run");
-    let expected = json!({ "nonce": vm.nonce()?, "count": count(&vm)?, "runtime_root": runtime_root });
-    fs::write(EXPECTED, expected.to_string()).unwrap();
-    eprintln!("{}", vm.cli(&["host-reload", "prepare", "--record", RECORD])?);
-    vm.wait_keeper_end()?;
-    // Its files are for `after`.
-    std::mem::forget(vm);
+    first.cli(&["host-reload", "prepare", "--check", "--record", RECORD])?;
+    let counted: Vec<u64> = machines.iter().map(count).collect::<Result<_>>()?;
+    let nonces: Vec<String> = machines.iter().map(Drives::nonce).collect::<Result<_>>()?;
+    let clocks: Vec<Reading> = machines.iter().map(Reading::take).collect::<Result<_>>()?;
+    eprintln!("{}", first.cli(&["host-reload", "prepare", "--record", RECORD])?);
+    let mut left = Vec::new();
+    for (((vm, count), nonce), clock) in machines.iter().zip(counted).zip(nonces).zip(clocks) {
+        vm.wait_keeper_end()?;
+        let ram = Path::new(MEMORY).join(vm.name()).join("ram-1");
+        left.push(Left { name: vm.name().to_owned(), nonce, count, clock, ram_sum: sum(&ram), ram });
+    }
+    let expected = Expected { runtime_root: first.folder().join("run"), machines: left };
+    fs::write(EXPECTED, serde_json::to_vec(&expected).unwrap()).unwrap();
+    // Their files are for `after`.
+    machines.into_iter().for_each(std::mem::forget);
     Ok(())
+}
+
+/// Of every byte of a file, by other code than Hearth's own.
+fn sum(file: &Path) -> u64 {
+    let mut file = File::open(file).unwrap();
+    let (mut piece, mut hasher) = (vec![0; 1 << 20], DefaultHasher::new());
+    loop {
+        match file.read(&mut piece).unwrap() {
+            0 => return hasher.finish(),
+            length => hasher.write(&piece[..length]),
+        }
+    }
 }
 
 /// Somebody who runs all ignored tests does not mean to end a real host.
@@ -77,23 +131,45 @@ fn kexec() {
     panic!("{error}: {}", std::io::Error::last_os_error());
 }
 
+/// The figures are said before anything is judged: what did not go on is a figure, too.
 #[test]
 #[ignore = "needs KVM and reserved memory: make test-nested"]
 fn after() -> Result<()> {
-    let expected: Value = serde_json::from_slice(&fs::read(EXPECTED).unwrap()).unwrap();
-    let runtime_root = PathBuf::from(expected["runtime_root"].as_str().unwrap());
-    let vm = Parked::open(MACHINE, &runtime_root)?;
-    eprintln!("{}", vm.cli(&["host-reload", "resume", "--record", RECORD])?);
-    assert_eq!(vm.nonce()?, expected["nonce"].as_str().unwrap(), "it is the same guest");
-    counts_beyond(&vm, expected["count"].as_u64().unwrap())?;
-    verify(&vm)?;
-    vm.sh("dd if=/dev/vda of=/tmp/back bs=64k count=64 iflag=direct 2>&1 && cmp /tmp/block /tmp/back")?;
-    vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
-    let said = vm.cli(&["host-reload", "status", "--record", RECORD, "--json"])?;
-    let said: Value = serde_json::from_str(&said).unwrap();
-    assert_eq!(said["outcome"], "resumed", "{said}");
-    let status: Value = serde_json::from_str(&vm.cli(&["status", MACHINE, "--json"])?).unwrap();
-    assert_eq!(status["unparked"]["host_reloaded"], true, "{status}");
-    eprintln!("stood still for {} ms over a kexec", said["stood_ms"]);
-    vm.cli(&["stop", MACHINE, "--force"]).map(drop)
+    let expected: Expected = serde_json::from_slice(&fs::read(EXPECTED).unwrap()).unwrap();
+    let same_outside: Vec<bool> = expected.machines.iter().map(|left| sum(&left.ram) == left.ram_sum).collect();
+    let open = |left: &Left| Parked::open(&left.name, &expected.runtime_root);
+    let machines: Vec<Parked> = expected.machines.iter().map(open).collect::<Result<_>>()?;
+    let first = &machines[0];
+    eprintln!("{}", first.cli_output(&["host-reload", "resume", "--record", RECORD])?.text());
+    let said = first.cli(&["host-reload", "status", "--record", RECORD, "--json"])?;
+    let said: Vec<Value> = said.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let mut figures = Figures::default();
+    for ((vm, left), same_outside) in machines.iter().zip(&expected.machines).zip(same_outside) {
+        let said = said.iter().find(|said| said["name"] == left.name.as_str()).unwrap();
+        let resumed = said["outcome"] == "resumed" && vm.nonce()? == left.nonce;
+        figures.machines.push(Reloaded {
+            name: left.name.clone(),
+            resumed,
+            ram_same: same_outside && resumed && verify(vm).is_ok(),
+            stood_ms: said["stood_ms"].as_u64(),
+        });
+    }
+    eprintln!("{}", figures.line());
+    assert!(figures.machines.len() == MACHINES.len() && figures.all_well(), "{said:?}");
+    for (vm, left) in machines.iter().zip(&expected.machines) {
+        let behind_s = Reading::take(vm)?.behind_s(&left.clock);
+        let stood_s = status_of(vm, &left.name)?["unparked"]["stood_ms"].as_f64().unwrap() / 1e3;
+        eprintln!("{}: stood still for {stood_s} s, its clock is behind by {behind_s:?} s", left.name);
+        assert!(*behind_s.start() < stood_s / 2.0 && *behind_s.end() > -stood_s / 2.0);
+        counts_beyond(vm, left.count)?;
+        vm.sh("dd if=/dev/vda of=/tmp/back bs=64k count=64 iflag=direct 2>&1 && cmp /tmp/block /tmp/back")?;
+        vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
+        assert_eq!(status_of(vm, &left.name)?["unparked"]["host_reloaded"], true);
+        vm.cli(&["stop", &left.name, "--force"])?;
+    }
+    Ok(())
+}
+
+fn status_of(vm: &Parked, name: &str) -> Result<Value> {
+    Ok(serde_json::from_str(&vm.cli(&["status", name, "--json"])?).unwrap())
 }
