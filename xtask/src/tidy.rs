@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use crate::paths;
 
 /// Crates that know nothing of each other; `recovery` and above compose them.
-const GROUND: [&str; 3] = ["memory", "disk", "qemu"];
+const GROUND: [&str; 4] = ["memory", "disk", "qemu", "store"];
 
 /// All files under the checkout's source folders with this extension.
 fn files(extension: &str) -> Vec<PathBuf> {

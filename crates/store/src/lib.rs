@@ -1,0 +1,44 @@
+//! Object stores: files that lie far away, read and written with blocking calls.
+//!
+//! ```text
+//! Store    one prefix of a bucket: what is there, put, multipart upload, removal
+//! Object   one of its objects, read by position: blocks of 256 KiB that come once, from there on out of the cache
+//! Cache    a folder with a limit, shared by all processes that are given it
+//! ```
+//! The crate `object_store` knows the protocol; its requests are carried by `ureq` (`http`), on threads of a runtime that nobody
+//! outside sees. Nothing here decides how long to wait for a store that is gone: a call gives up after some seconds, and whoever
+//! called says whether it is worth another.
+
+mod address;
+mod cache;
+mod http;
+mod object;
+mod settings;
+mod store;
+mod upload;
+
+pub use address::Address;
+pub use cache::{CACHE_BYTES_MIN, Cache};
+pub use http::trusting_the_host;
+pub use object::Object;
+pub use settings::Settings;
+pub use store::{Meta, Store};
+pub use upload::UploadError;
+
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    #[error("{text:?} is no address of an object store: {what}")]
+    Address { text: String, what: &'static str },
+    #[error("{path}: {what}")]
+    Settings { path: std::path::PathBuf, what: String },
+    #[error("object store: {what}")]
+    Setup { what: String },
+    #[error("{path}: the cache cannot be used; choose another folder")]
+    Cache { path: std::path::PathBuf, source: std::io::Error },
+    #[error("{url}: is not there")]
+    Missing { url: String },
+    #[error("{url}: the store refuses: {why}")]
+    Refused { url: String, why: String },
+    #[error("{url}: the store does not answer as it should: {why}")]
+    Away { url: String, why: String },
+}

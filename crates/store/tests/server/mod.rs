@@ -1,0 +1,205 @@
+//! An S3 server for tests: `s3s-fs` over a folder, on loopback, with a wire in front of it that can be slow, answer 500, break off
+//! in the middle of an answer, or be dead.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use hyper_util::server::conn::auto::Builder;
+use s3s::auth::SimpleAuth;
+use s3s::service::S3ServiceBuilder;
+
+pub const BUCKET: &str = "bucket";
+const KEY_ID: &str = "tester";
+const SECRET: &str = "known to tests only";
+/// A connection looks so often whether the wire has changed.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+/// What the wire does to connections.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wire {
+    Whole,
+    /// No connection is answered, and those that are there break.
+    Dead,
+    /// Each request is answered with 500.
+    Failing,
+    /// So many bytes pass each second, on each connection.
+    Slow(u64),
+    /// Connections break after so many bytes of answers.
+    Cut(u64),
+}
+
+/// Dropped, it is gone, with all it held.
+pub struct S3Server {
+    folder: tempfile::TempDir,
+    address: SocketAddr,
+    state: Arc<State>,
+    _runtime: tokio::runtime::Runtime,
+}
+
+struct State {
+    wire: Mutex<(Wire, u64)>,
+    answer_bytes: AtomicU64,
+}
+
+impl State {
+    /// With how often it has changed.
+    fn wire(&self) -> (Wire, u64) {
+        *self.wire.lock().expect("nobody panics with it")
+    }
+}
+
+impl S3Server {
+    pub fn start() -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        fs::create_dir(folder.path().join(BUCKET)).expect("a bucket");
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+        let runtime = runtime.expect("a runtime");
+        let mut service = S3ServiceBuilder::new(s3s_fs::FileSystem::new(folder.path()).expect("a store"));
+        service.set_auth(SimpleAuth::from_single(KEY_ID, SECRET));
+        let service = service.build();
+        let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).expect("a port");
+        let behind = listener.local_addr().expect("it is bound");
+        runtime.spawn(async move {
+            while let Ok((socket, _)) = listener.accept().await {
+                let service = service.clone();
+                tokio::spawn(async move {
+                    // A client that hangs up is what is tested.
+                    let _ = Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(socket), service).await;
+                });
+            }
+        });
+        let front = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = front.local_addr().expect("it is bound");
+        let state = Arc::new(State { wire: Mutex::new((Wire::Whole, 0)), answer_bytes: AtomicU64::new(0) });
+        let accepting = state.clone();
+        std::thread::spawn(move || {
+            for client in front.incoming().flatten() {
+                let state = accepting.clone();
+                std::thread::spawn(move || carry(client, behind, &state));
+            }
+        });
+        Self { folder, address, state, _runtime: runtime }
+    }
+
+    /// What whoever uses it has to have in the environment.
+    pub fn environment(&self) -> Vec<(String, String)> {
+        let endpoint = format!("http://{}", self.address);
+        let pairs = [
+            ("AWS_ENDPOINT_URL", endpoint.as_str()),
+            ("AWS_ACCESS_KEY_ID", KEY_ID),
+            ("AWS_SECRET_ACCESS_KEY", SECRET),
+            ("AWS_REGION", "us-east-1"),
+            ("AWS_ALLOW_HTTP", "true"),
+        ];
+        pairs.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec()
+    }
+
+    pub fn set_wire(&self, wire: Wire) {
+        let mut set = self.state.wire.lock().expect("nobody panics with it");
+        *set = (wire, set.1 + 1);
+    }
+
+    /// Since it was started.
+    pub fn answer_bytes(&self) -> u64 {
+        self.state.answer_bytes.load(Relaxed)
+    }
+
+    /// The file behind an object.
+    pub fn file(&self, key: &str) -> PathBuf {
+        self.folder.path().join(BUCKET).join(key)
+    }
+
+    /// Nothing is there any more; parts that were under way when they were given up may take a while to go.
+    pub fn await_empty(&self) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !self.files().is_empty() {
+            assert!(Instant::now() < deadline, "{:?}", self.files());
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    /// All files, objects or parts of uploads that have not ended, but what the server notes for itself.
+    pub fn files(&self) -> Vec<String> {
+        let (mut found, mut folders) = (Vec::new(), vec![self.folder.path().to_owned()]);
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(folder).expect("a folder").flatten() {
+                if entry.path().is_dir() {
+                    folders.push(entry.path());
+                } else {
+                    let path = entry.path().strip_prefix(self.folder.path()).expect("inside").display().to_string();
+                    found.push(path);
+                }
+            }
+        }
+        // Of an object's metadata, which are beside it.
+        found.retain(|name| !name.ends_with(".json"));
+        found.sort();
+        found
+    }
+}
+
+/// Both ways, until one side hangs up or the wire changes.
+fn carry(client: TcpStream, behind: SocketAddr, state: &State) {
+    let (wire, number) = state.wire();
+    match wire {
+        Wire::Dead => return,
+        Wire::Failing => return fail(client),
+        Wire::Whole | Wire::Slow(_) | Wire::Cut(_) => {}
+    }
+    let Ok(server) = TcpStream::connect(behind) else { return };
+    let (Ok(from_client), Ok(to_server)) = (client.try_clone(), server.try_clone()) else { return };
+    std::thread::scope(|scope| {
+        let slow = |bytes: u64| {
+            if let Wire::Slow(bytes_per_s) = wire {
+                std::thread::sleep(Duration::from_secs_f64(bytes as f64 / bytes_per_s as f64));
+            }
+        };
+        scope.spawn(move || {
+            pass(&from_client, &to_server, state, number, |bytes| {
+                slow(bytes);
+                true
+            });
+        });
+        let mut passed = 0;
+        pass(&server, &client, state, number, |bytes| {
+            state.answer_bytes.fetch_add(bytes, Relaxed);
+            passed += bytes;
+            slow(bytes);
+            !matches!(wire, Wire::Cut(after) if passed >= after)
+        });
+    });
+}
+
+fn pass(mut from: &TcpStream, mut to: &TcpStream, state: &State, number: u64, mut go_on: impl FnMut(u64) -> bool) {
+    let _ = from.set_read_timeout(Some(LOOK_EVERY));
+    let mut buffer = vec![0; 16 << 10];
+    while state.wire().1 == number {
+        match from.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(length) if go_on(length as u64) && to.write_all(&buffer[..length]).is_ok() => {}
+            Err(error) if matches!(error.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut) => {}
+            Ok(_) | Err(_) => break,
+        }
+    }
+    let _ = from.shutdown(Shutdown::Both);
+    let _ = to.shutdown(Shutdown::Both);
+}
+
+fn fail(mut client: TcpStream) {
+    let mut head = Vec::new();
+    let mut buffer = [0; 4096];
+    while !head.windows(4).any(|end| end == b"\r\n\r\n") {
+        match client.read(&mut buffer) {
+            Ok(length) if length > 0 => head.extend_from_slice(&buffer[..length]),
+            _ => return,
+        }
+    }
+    let _ =
+        client.write_all(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 4\r\nConnection: close\r\n\r\noops");
+}

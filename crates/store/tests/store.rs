@@ -1,0 +1,175 @@
+//! A store that is real and a wire that is not to be relied on: what was sent is what comes back, once, or an error says why not.
+
+#[path = "server/mod.rs"]
+mod server;
+
+use std::io::Cursor;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use hearth_store::{Address, Cache, Object, Settings, Store, StoreError, UploadError};
+use server::{BUCKET, S3Server, Wire};
+
+const MIB: usize = 1 << 20;
+
+struct Stand {
+    server: S3Server,
+    folder: tempfile::TempDir,
+    store: Arc<Store>,
+}
+
+impl Stand {
+    fn new() -> Self {
+        let (server, folder) = (S3Server::start(), tempfile::tempdir().expect("a folder"));
+        let file = folder.path().join("s3.env");
+        let lines = server.environment().into_iter().map(|(key, value)| format!("{key}={value}\n"));
+        std::fs::write(&file, lines.collect::<String>()).expect("it can be written");
+        let address = Address::parse(&format!("s3://{BUCKET}/place")).expect("it is one");
+        let settings = Settings::from_file(&file).expect("it was written");
+        let store = Arc::new(Store::open(address, &settings).expect("it asks nobody"));
+        Self { server, folder, store }
+    }
+
+    fn object(&self, name: &str) -> Arc<Object> {
+        let cache = Cache::open(&self.folder.path().join("cache"), 0).expect("a folder");
+        Object::open(&self.store, &cache, name).expect("the store answers").expect("it was sent")
+    }
+
+    fn send(&self, name: &str, bytes: &[u8]) -> Result<(), UploadError> {
+        self.store.upload(name, bytes.len() as u64, &mut Cursor::new(bytes), &mut |_| true)
+    }
+}
+
+/// No two blocks are alike.
+fn pattern(bytes: usize) -> Vec<u8> {
+    (0..bytes as u64 / 8).flat_map(|word| (word.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 5).to_le_bytes()).collect()
+}
+
+#[test]
+fn what_was_sent_comes_back_in_pieces_and_each_block_once() {
+    let stand = Stand::new();
+    let sent = pattern(21 * MIB);
+    stand.send("ram", &sent).unwrap();
+    stand.send("small", b"little").unwrap();
+    stand.send("empty", b"").unwrap();
+    assert_eq!(stand.store.read("small", 100).unwrap().as_deref(), Some(&b"little"[..]));
+    assert_eq!(stand.store.read("empty", 100).unwrap().as_deref(), Some(&b""[..]));
+    assert_eq!(stand.store.read("none", 100).unwrap(), None);
+    let refused = stand.store.read("small", 5).unwrap_err().to_string();
+    assert!(refused.contains("place/small") && refused.contains("it has 6 bytes"), "{refused}");
+
+    assert!(std::fs::read(stand.server.file("place/ram")).unwrap() == sent);
+    let object = stand.object("ram");
+    assert_eq!(object.meta().bytes, sent.len() as u64);
+    let before = stand.server.answer_bytes();
+    object.read_ahead(2 * MIB as u64..9 * MIB as u64);
+    std::thread::scope(|scope| {
+        for reader in 0..4 {
+            let (object, sent) = (&object, &sent);
+            scope.spawn(move || {
+                for at in (reader * 1000..sent.len() - 70_000).step_by(65_536) {
+                    let mut bytes = vec![0; 65_536];
+                    object.read_at(&mut bytes, at as u64).unwrap();
+                    assert!(bytes == sent[at..at + 65_536], "at {at}");
+                }
+            });
+        }
+    });
+    let mut end = [0; 100];
+    object.read_at(&mut end, sent.len() as u64 - 100).unwrap();
+    assert_eq!(end, sent[sent.len() - 100..]);
+    assert!(object.read_at(&mut end, sent.len() as u64 - 99).unwrap_err().to_string().contains("it ends at"));
+    let all = stand.server.answer_bytes() - before;
+    assert!(all < sent.len() as u64 * 102 / 100, "{all} bytes came of {}", sent.len());
+
+    // Another reader finds it in the cache, until it is told not to trust it.
+    let (again, before) = (stand.object("ram"), stand.server.answer_bytes());
+    let mut bytes = vec![0; MIB];
+    again.read_at(&mut bytes, 0).unwrap();
+    assert_eq!(stand.server.answer_bytes(), before);
+    again.forget(0..10);
+    again.read_at(&mut bytes, 0).unwrap();
+    assert!(bytes == sent[..MIB] && stand.server.answer_bytes() > before);
+}
+
+#[test]
+fn a_wire_that_fails_now_and_then_is_only_slower() {
+    let stand = Stand::new();
+    let sent = pattern(20 * MIB);
+    stand.send("ram", &sent).unwrap();
+    // Each connection ends in the middle of an answer.
+    stand.server.set_wire(Wire::Cut(700 << 10));
+    let object = stand.object("ram");
+    let mut bytes = vec![0; 3 * MIB / 2];
+    for at in (0..sent.len() - bytes.len()).step_by(bytes.len()) {
+        while let Err(error) = object.read_at(&mut bytes, at as u64) {
+            assert!(matches!(error, StoreError::Away { .. }), "{error}");
+            stand.server.set_wire(Wire::Slow(20 << 20));
+        }
+        assert!(bytes == sent[at..at + bytes.len()], "at {at}");
+    }
+}
+
+#[test]
+fn a_store_that_is_gone_is_told_by_name_and_is_read_when_it_is_back() {
+    let stand = Stand::new();
+    let sent = pattern(MIB);
+    stand.send("ram", &sent).unwrap();
+    let object = stand.object("ram");
+    let mut bytes = vec![0; 100_000];
+    for (wire, expect) in [(Wire::Failing, "500"), (Wire::Dead, "place/ram: the store does not answer as it should")] {
+        stand.server.set_wire(wire);
+        let error = object.read_at(&mut bytes, 5).unwrap_err().to_string();
+        assert!(error.contains("s3://bucket/place/ram") && error.contains(expect), "{error}");
+        assert!(!error.contains("known to tests only"), "{error}");
+    }
+    stand.server.set_wire(Wire::Whole);
+    object.read_at(&mut bytes, 5).unwrap();
+    assert!(bytes == sent[5..100_005]);
+}
+
+#[test]
+fn an_upload_that_is_stopped_leaves_nothing() {
+    let stand = Stand::new();
+    let sent = pattern(40 * MIB);
+    let (mut arrived, stopped) = (0, AtomicBool::new(false));
+    let ended = stand.store.upload("ram", sent.len() as u64, &mut Cursor::new(&sent), &mut |bytes| {
+        arrived += bytes;
+        stopped.store(arrived > 0, Relaxed);
+        arrived == 0
+    });
+    assert!(matches!(ended, Err(UploadError::Stopped)) && stopped.load(Relaxed), "{ended:?}");
+    // A source that ends before it should.
+    let short = stand.store.upload("short", 20 << 20, &mut Cursor::new(&sent[..9 * MIB]), &mut |_| true);
+    assert!(matches!(short, Err(UploadError::Read(_))), "{short:?}");
+    assert_eq!(stand.store.meta("ram").unwrap(), None);
+    stand.server.await_empty();
+    stand.send("ram", &sent).unwrap();
+    stand.store.remove("ram").unwrap();
+    stand.store.remove("ram").unwrap();
+    assert_eq!(stand.store.meta("ram").unwrap(), None);
+}
+
+#[test]
+fn who_is_not_known_is_refused_and_plain_http_has_to_be_allowed() {
+    let stand = Stand::new();
+    stand.send("ram", b"secret").unwrap();
+    let open = |pairs: Vec<(String, String)>| {
+        let file = stand.folder.path().join("other.env");
+        let lines = pairs.into_iter().map(|(key, value)| format!("{key}={value}\n"));
+        std::fs::write(&file, lines.collect::<String>()).unwrap();
+        let address = Address::parse("s3://bucket/place").unwrap();
+        Store::open(address, &Settings::from_file(&file).unwrap()).unwrap().meta("ram").unwrap_err()
+    };
+    let mut pairs = stand.server.environment();
+    pairs
+        .iter_mut()
+        .filter(|(key, _)| key == "AWS_SECRET_ACCESS_KEY")
+        .for_each(|(_, value)| *value = "wrong".to_owned());
+    let stranger = open(pairs);
+    assert!(matches!(stranger, StoreError::Refused { .. }), "{stranger}");
+    let mut pairs = stand.server.environment();
+    pairs.retain(|(key, _)| key != "AWS_ALLOW_HTTP");
+    let plain = open(pairs);
+    assert!(matches!(plain, StoreError::Away { .. }), "{plain}");
+}
