@@ -71,7 +71,7 @@ pub struct ParkRequest {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct SaveRequest {
-    /// Absolute path of the folder; it must not exist.
+    /// Absolute path of the folder, or an address as `s3://BUCKET/PREFIX`; there must be nothing.
     pub folder: PathBuf,
     #[serde(default)]
     pub then: SaveThen,

@@ -112,6 +112,11 @@ pub struct SaveStatus {
     pub disk_bytes: u64,
     #[serde(default)]
     pub disk_bytes_done: u64,
+    /// Of a snapshot that goes to an object store, at most.
+    #[serde(default)]
+    pub upload_bytes: u64,
+    #[serde(default)]
+    pub upload_bytes_done: u64,
     pub percent: f64,
     pub mib_per_s: f64,
     /// None: not known yet.

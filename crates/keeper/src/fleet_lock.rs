@@ -5,12 +5,10 @@
 //! The protocol is Zincati's; airlock and others serve it. Both calls may be repeated: a place that is held is given
 //! again, and giving back what is not held is fine.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use ureq::Agent;
-use ureq::tls::{RootCerts, TlsConfig, TlsProvider};
 
 /// Of one exchange.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(20);
@@ -118,13 +116,8 @@ impl FleetLock {
 
 /// Trusts whom the host trusts: a fleet's server has often a certificate of its own house.
 fn agent() -> Agent {
-    let tls = TlsConfig::builder()
-        .provider(TlsProvider::Rustls)
-        .root_certs(RootCerts::PlatformVerifier)
-        .unversioned_rustls_crypto_provider(Arc::new(rustls::crypto::ring::default_provider()))
-        .build();
     Agent::config_builder()
-        .tls_config(tls)
+        .tls_config(hearth_store::trusting_the_host())
         .timeout_global(Some(ANSWER_PATIENCE))
         // Errors have a body; and whoever redirects is not the server that was meant.
         .http_status_as_error(false)

@@ -16,6 +16,7 @@ pub mod http;
 pub mod machine;
 pub mod metrics;
 pub mod notify;
+mod object_store;
 pub mod problem;
 pub mod run;
 pub mod runtime_root;

@@ -83,14 +83,24 @@ pub struct Counts {
 
 /// Writes these pages into RAM that nobody uses yet. How many there are.
 pub fn prefetch(pages: &PageReader, ram: &RamFile) -> Result<u64, RestoreError> {
-    let mut reading = pages.reading();
+    let (mut reading, mut asked_to) = (pages.reading(), 0);
     for chunk in 0..pages.chunks() {
+        if pages.offset_of(chunk) >= asked_to {
+            asked_to = pages.prefetch_ahead(chunk);
+        }
         let raw = pages.read(chunk, &mut reading)?;
         for (first, bytes) in runs(pages.pages_of(chunk), raw) {
             ram.write(FileOffset(u64::from(first) * PAGE_BYTES), bytes)?;
         }
     }
     Ok(pages.pages().len() as u64)
+}
+
+/// Why a chunk cannot be brought now.
+struct Stuck {
+    why: String,
+    /// The store that has it does not answer; then it has none of the others either.
+    away: bool,
 }
 
 /// The memory of one incarnation under one QEMU, on its way out of a snapshot.
@@ -114,14 +124,14 @@ pub struct LazyRam {
     asked_us: AtomicU64,
     began: Instant,
     /// Chunks that cannot be brought now, and why.
-    stuck: Mutex<BTreeMap<u32, String>>,
+    stuck: Mutex<BTreeMap<u32, Stuck>>,
     tell: Box<dyn Fn(String) + Send + Sync>,
     stopped: AtomicBool,
 }
 
 impl LazyRam {
     /// From now on pages come when they are touched. QEMU waits for its guest; what was prefetched is in the file.
-    /// `tell` hears, once, of each chunk that cannot be brought.
+    /// `tell` hears, once, of each chunk that cannot be brought; of a store that does not answer, of the first one.
     pub fn register(
         snapshot: Arc<Snapshot>,
         ram: &RamFile,
@@ -195,7 +205,12 @@ impl LazyRam {
         new && is_stored
     }
 
-    /// Serves QEMU's page faults until `stop`, QEMU's end, or until nothing is missing.
+    /// It comes from an object store: a page may be long on its way, and another one must not wait behind it.
+    pub fn is_far(&self) -> bool {
+        self.snapshot.is_far()
+    }
+
+    /// Serves QEMU's page faults until `stop`, QEMU's end, or until nothing is missing. Several threads may do so at once.
     pub fn serve(&self) -> Result<(), AdmissionError> {
         let mut reading = self.snapshot.ram.reading();
         self.ram.serve(|page| {
@@ -214,8 +229,9 @@ impl LazyRam {
         match &result {
             Ok(_) => drop(stuck.remove(&chunk)),
             Err(error) => {
-                let why = error.to_string();
-                if stuck.insert(chunk, why.clone()).is_none() {
+                let (why, away) = (words(error), error.is_away());
+                let is_told = away && stuck.values().any(|other| other.away);
+                if stuck.insert(chunk, Stuck { why: why.clone(), away }).is_none() && !is_told {
                     (self.tell)(why);
                 }
             }
@@ -292,9 +308,16 @@ impl LazyRam {
             }
             let ahead_bytes = ahead_bytes(self);
             if pages.offset_of(chunk) >= asked_to {
-                asked_to = pages.read_ahead(chunk, ahead_bytes);
+                asked_to = pages.fill_ahead(chunk, ahead_bytes);
             }
-            let new = passing(self.bring_chunk(chunk, &mut reading))?;
+            let brought = self.bring_chunk(chunk, &mut reading);
+            if let Err(RestoreError::Snapshot(error)) = &brought
+                && error.is_away()
+            {
+                // The next one would take as long to fail.
+                return Ok(false);
+            }
+            let new = passing(brought)?;
             self.filled.fetch_add(new.unwrap_or_default(), Relaxed);
         }
         Ok(self.missing.load(Relaxed) == 0)
@@ -371,7 +394,15 @@ impl LazyRam {
 
     /// What cannot be brought now; whoever touches it waits.
     pub fn stuck(&self) -> Vec<String> {
-        lock(&self.stuck).values().cloned().collect()
+        lock(&self.stuck).values().map(|stuck| stuck.why.clone()).collect()
+    }
+}
+
+/// With what is behind it.
+fn words(error: &SnapshotError) -> String {
+    match std::error::Error::source(error) {
+        Some(source) if error.is_away() => format!("{error}: {source}"),
+        _ => error.to_string(),
     }
 }
 

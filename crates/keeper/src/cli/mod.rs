@@ -34,6 +34,7 @@ mod explain;
 mod host_reload;
 mod list;
 mod machine;
+mod object_store;
 mod order;
 mod pages;
 mod parked;
@@ -237,8 +238,10 @@ enum Verb {
     /// Show which memory of a snapshot is there before a restored guest runs.
     #[command(after_help = "Example: hearth working-set /srv/snapshots/web-1")]
     WorkingSet {
-        /// Folder of the snapshot.
+        /// Folder of the snapshot, or its address as s3://BUCKET/PREFIX.
         snapshot: PathBuf,
+        #[command(flatten)]
+        store: object_store::StoreArguments,
     },
     /// Say that a machine's guest has done what it boots for.
     ///
@@ -468,7 +471,7 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
     let context = &mut context;
     match verb {
         Verb::Run(_) | Verb::Restore(_) | Verb::Rehearse(_) => unreachable!("`main` takes these"),
-        Verb::WorkingSet { snapshot } => restore::working_set(context, &snapshot),
+        Verb::WorkingSet { snapshot, store } => restore::working_set(context, &snapshot, &store),
         Verb::Check { file: FileArgument { file }, take_over: false } => configuration::check(context, &file),
         Verb::Check { file: FileArgument { file }, take_over: true } => configuration::check_take_over(context, &file),
         Verb::Ls => list::list(context),

@@ -3,17 +3,15 @@
 //! snapshot -> a folder: disks over those of the snapshot, networks that lead nowhere -> a traced restore, until the time is
 //! over or the probe succeeds -> the working set is noted -> the clone is ended, its folder removed
 
-use std::fs;
 use std::net::{Ipv4Addr, TcpListener};
-use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
 use hearth_recovery::lazy_restore::Mode;
-use hearth_recovery::snapshot::Snapshot;
 
+use super::object_store::{StoreArguments, place};
 use super::restore::{make_machine, remove_machine, typed};
 use super::{CliError, absolute};
 use crate::machine::restore::{Probe, RestoreOrder, Trace};
@@ -23,7 +21,7 @@ use crate::upgrade::Inheritance;
 
 #[derive(Debug, Args)]
 pub struct RehearseArguments {
-    /// Folder of the snapshot.
+    /// Folder of the snapshot, or its address as s3://BUCKET/PREFIX.
     snapshot: PathBuf,
     /// How long the clone is watched.
     #[arg(long = "for", value_name = "SECONDS", default_value_t = 20)]
@@ -40,6 +38,8 @@ pub struct RehearseArguments {
     /// Where the clone's folder is made; what the guest writes to its disks goes there.
     #[arg(long, value_name = "FOLDER")]
     scratch: Option<PathBuf>,
+    #[command(flatten)]
+    store: StoreArguments,
 }
 
 /// `run` looks after a machine until it has stopped.
@@ -48,10 +48,10 @@ pub fn rehearse(
     root: RuntimeRoot,
     run: fn(Start) -> ExitCode,
 ) -> Result<ExitCode, CliError> {
-    let RehearseArguments { snapshot, seconds, until_port, until, mut forward, scratch } = arguments;
-    let path = absolute(snapshot);
-    let snapshot = Snapshot::open(&path)?;
-    let typed = typed(&snapshot)?;
+    let RehearseArguments { snapshot, seconds, until_port, until, mut forward, scratch, store } = arguments;
+    let path = place(snapshot);
+    let snapshot = store.open(&path)?;
+    let typed = typed(&snapshot)?.with_object_store(store.section(&path));
     if typed.nets.iter().any(|net| net.kind.as_deref() == Some("tap")) {
         let what = "has a tap, whose guest cannot be given a network that leads nowhere; use `hearth restore --trace`";
         return Err(CliError::Machine { name: snapshot.manifest.machine, what: what.to_owned() });
@@ -68,8 +68,7 @@ pub fn rehearse(
     let folder = absolute(scratch.unwrap_or_else(std::env::temp_dir)).join(format!("hearth-{name}"));
     let config = make_machine(&snapshot, typed.isolated(&forward), &name, &folder, &root)?;
     let runtime_folder = config.runtime_folder.clone();
-    let set = snapshot.working_set_path();
-    let before = inode(&set);
+    let before = snapshot.working_set_version()?;
     drop(snapshot);
     let trace = Trace { window: Duration::from_secs(seconds), until, then_stop: true };
     let order = RestoreOrder { snapshot: path.clone(), mode: Mode::Lazy, trace: Some(trace) };
@@ -82,11 +81,12 @@ pub fn rehearse(
     if ended != ExitCode::SUCCESS {
         return Ok(ended);
     }
-    if inode(&set) == before {
+    let snapshot = store.open(&path)?;
+    if snapshot.working_set_version()? == before {
         let what = "ended before its working set was noted; the events above say why".to_owned();
         return Err(CliError::Machine { name, what });
     }
-    let pages = Snapshot::open(&path)?.working_set?.map_or(0, |set| set.pages().len());
+    let pages = snapshot.working_set?.map_or(0, |set| set.pages().len());
     println!("{}: {pages} pages in the working set", path.display());
     Ok(ended)
 }
@@ -94,9 +94,4 @@ pub fn rehearse(
 /// One that nobody has at the moment; the clone's QEMU takes it within seconds.
 fn free_port() -> std::io::Result<u16> {
     Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port())
-}
-
-/// A working set is replaced as a whole.
-fn inode(path: &Path) -> Option<u64> {
-    fs::metadata(path).ok().map(|file| file.ino())
 }

@@ -8,7 +8,7 @@ use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use clap::Args;
 use hearth_api::rfc3339;
@@ -18,12 +18,16 @@ use hearth_recovery::snapshot::pages::PageReader;
 use hearth_recovery::snapshot::{AGE_END, Snapshot, Source, aged_pages};
 use serde::Serialize;
 
+use super::object_store::{StoreArguments, place};
 use super::text::{Side, bytes, table};
 use super::{CliError, Context, Exit, absolute, configuration};
 use crate::config::{Config, ConfigFile};
 use crate::machine::restore::{RestoreOrder, Trace};
+use crate::object_store::saved_disks;
 use crate::runtime_root::RuntimeRoot;
 
+/// Between two words on how much of a disk has come.
+const SAY_EVERY: Duration = Duration::from_secs(2);
 /// Each line of the picture of memory.
 const COLUMNS: usize = 64;
 const LINES: usize = 16;
@@ -35,7 +39,7 @@ const SCAN: &str = "scan";
 
 #[derive(Debug, Args)]
 pub struct RestoreArguments {
-    /// Folder of the snapshot.
+    /// Folder of the snapshot, or its address as s3://BUCKET/PREFIX.
     snapshot: PathBuf,
     /// Name of the new machine; that of the saved one if nothing is said.
     #[arg(long = "as", value_name = "NAME")]
@@ -55,6 +59,8 @@ pub struct RestoreArguments {
     /// Note in the snapshot what the guest uses in its first SECONDS, beside what was noted before.
     #[arg(long, value_name = "SECONDS", conflicts_with_all = ["eager", "working_set"])]
     trace: Option<u64>,
+    #[command(flatten)]
+    store: StoreArguments,
 }
 
 impl RestoreArguments {
@@ -73,17 +79,18 @@ impl RestoreArguments {
 pub fn prepare(arguments: RestoreArguments, root: &RuntimeRoot) -> Result<(Config, RestoreOrder), CliError> {
     let mode = arguments.mode();
     let trace = arguments.trace.map(|seconds| Trace::of(Duration::from_secs(seconds)));
-    let path = absolute(arguments.snapshot);
-    let snapshot = Snapshot::open(&path)?;
+    let path = place(arguments.snapshot);
+    let snapshot = arguments.store.open(&path)?;
     let name = arguments.name.unwrap_or_else(|| snapshot.manifest.machine.clone());
     let folder = absolute(arguments.folder.unwrap_or_else(|| PathBuf::from(&name)));
-    let config = make_machine(&snapshot, typed(&snapshot)?, &name, &folder, root)?;
+    let typed = typed(&snapshot)?.with_object_store(arguments.store.section(&path));
+    let config = make_machine(&snapshot, typed, &name, &folder, root)?;
     Ok((config, RestoreOrder { snapshot: path, mode, trace }))
 }
 
 /// The configuration that was saved.
 pub fn typed(snapshot: &Snapshot) -> Result<ConfigFile, CliError> {
-    let file = || snapshot.folder().join("machine.toml");
+    let file = || snapshot.path("machine.toml");
     ConfigFile::parse(&snapshot.machine).map_err(|problems| CliError::Configuration { file: file(), problems })
 }
 
@@ -110,10 +117,21 @@ pub fn remove_machine(folder: &Path) {
 
 /// Disks and `machine.toml`.
 fn furnish(snapshot: &Snapshot, typed: ConfigFile, name: &str, folder: &Path) -> Result<PathBuf, CliError> {
-    let mut disks = Vec::new();
+    let (mut disks, saved) = (Vec::new(), saved_disks(folder));
+    if snapshot.is_far() && !snapshot.manifest.disks.is_empty() {
+        let made = DirBuilder::new().mode(0o700).create(&saved);
+        made.map_err(|source| CliError::File { path: saved.clone(), source })?;
+    }
     for disk in &snapshot.manifest.disks {
         let path = folder.join(format!("disk-{}.qcow2", disk.name));
-        create_overlay(&path, &snapshot.disk_path(&disk.name), &disk.format)?;
+        let mut said = Instant::now();
+        let image = snapshot.fetch_disk(disk, &saved, &mut |bytes, all| {
+            if said.elapsed() >= SAY_EVERY {
+                said = Instant::now();
+                eprintln!("hearth: disk {}: {} of {} MiB", disk.name, bytes >> 20, all >> 20);
+            }
+        })?;
+        create_overlay(&path, &image, &disk.format)?;
         disks.push(path);
     }
     let file = folder.join("machine.toml");
@@ -170,8 +188,8 @@ impl Age {
     }
 }
 
-pub fn working_set(context: &mut Context<'_>, folder: &Path) -> Result<Exit, CliError> {
-    let snapshot = Snapshot::open(folder)?;
+pub fn working_set(context: &mut Context<'_>, folder: &Path, store: &StoreArguments) -> Result<Exit, CliError> {
+    let snapshot = store.open(folder)?;
     let noted = match &snapshot.working_set {
         Ok(noted) => noted.as_ref(),
         Err(_) => return Err(snapshot.working_set.expect_err("as was just seen").into()),
@@ -185,9 +203,7 @@ pub fn working_set(context: &mut Context<'_>, folder: &Path) -> Result<Exit, Cli
     };
     if let Some(set) = noted {
         let pages = set.pages();
-        let path = snapshot.working_set_path();
-        let at = fs::metadata(&path).and_then(|file| file.modified());
-        let at: SystemTime = at.map_err(|source| CliError::File { path, source })?;
+        let at = snapshot.working_set_version()?.map_or(SystemTime::UNIX_EPOCH, |(at, _)| at);
         let ages = ages(set);
         said.working_set = Some(Noted {
             source: sources(&ages),

@@ -5,14 +5,15 @@ use std::path::PathBuf;
 use clap::Args;
 use hearth_api::{SaveRequest, SaveThen, ScanRequest};
 
-use super::{CliError, Context, Exit, NameArgument, WaitArgument, absolute, order};
+use super::object_store::place;
+use super::{CliError, Context, Exit, NameArgument, WaitArgument, order};
 use crate::config::seconds;
 
 #[derive(Debug, Args)]
 pub struct SaveArguments {
     #[command(flatten)]
     machine: NameArgument,
-    /// The folder; it must not exist.
+    /// The folder, or an address as s3://BUCKET/PREFIX; there must be nothing. The keeper needs the store's credentials.
     #[arg(long, short, value_name = "FOLDER", required_unless_present = "cancel")]
     output: Option<PathBuf>,
     /// Let the guest go on afterwards (this is the default).
@@ -47,7 +48,7 @@ pub fn save(context: &mut Context<'_>, arguments: SaveArguments) -> Result<Exit,
         None => order::cancel_save(context, &machine.name, !wait.no_wait),
         Some(folder) => {
             let then = if stop && !go_on { SaveThen::Stop } else { SaveThen::Continue };
-            let request = SaveRequest { folder: absolute(folder), then, compress, dedup_disk, scan };
+            let request = SaveRequest { folder: place(folder), then, compress, dedup_disk, scan };
             order::save(context, &machine.name, &request, !wait.no_wait)
         }
     }

@@ -11,13 +11,14 @@ pub enum Section {
     Rejuvenate,
     Remount,
     Ready,
+    ObjectStore,
     Disk,
     Nvram,
     Net,
 }
 
 impl Section {
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Machine,
         Self::Boot,
         Self::Crash,
@@ -25,6 +26,7 @@ impl Section {
         Self::Rejuvenate,
         Self::Remount,
         Self::Ready,
+        Self::ObjectStore,
         Self::Disk,
         Self::Nvram,
         Self::Net,
@@ -40,6 +42,7 @@ impl Section {
             Self::Rejuvenate => "[rejuvenate]",
             Self::Remount => "[remount]",
             Self::Ready => "[remount.ready]",
+            Self::ObjectStore => "[object_store]",
             Self::Disk => "[[disks]]",
             Self::Nvram => "[[nvram]]",
             Self::Net => "[[nets]]",
@@ -67,6 +70,10 @@ impl Section {
             }
             Self::Ready => {
                 "What tells that a boot is over, beside `hearth ready`. It may be written as `ready = { port = 8080 }` too."
+            }
+            Self::ObjectStore => {
+                "Snapshots whose address begins with `s3://`: how they are reached, and what of them is kept on this host. No part of \
+                 a snapshot. See lazy-restore.md."
             }
             Self::Nvram => {
                 "One disk that is host memory, for journals and logs; repeat the heading for each. The guest sees them behind \
@@ -444,6 +451,33 @@ pub static FIELDS: &[Field] = &[
         "`/var/lib/hearth/NAME/boot-set`",
         r#""/srv/web.boot-set""#,
         "Where it is saved; with `persist` only. Without root: `$XDG_STATE_HOME/hearth/NAME/boot-set`.",
+    ),
+    field(
+        Section::ObjectStore,
+        "credentials",
+        Path,
+        "the keeper's environment",
+        r#""/etc/hearth/s3.env""#,
+        "A file with one setting a line, as the tools of AWS name them: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, \
+         `AWS_REGION`, `AWS_ENDPOINT_URL` for a store of another house, `AWS_ALLOW_HTTP=true` for one without TLS.",
+    ),
+    field(
+        Section::ObjectStore,
+        "folder",
+        Path,
+        "`/var/cache/hearth/objects`",
+        r#""/srv/cache/hearth""#,
+        "What came out of a store is kept there, for all machines with the same folder; and a save on its way up lies there \
+         whole. On a disk. Without root: `$XDG_CACHE_HOME/hearth/objects`.",
+    ),
+    field(
+        Section::ObjectStore,
+        "cache_size",
+        Size,
+        "`8GiB`",
+        r#""50GiB""#,
+        "How much of what came is kept, 64MiB at least; what was not used for longest goes first. A snapshot that fits in is \
+         fetched once.",
     ),
     field(
         Section::Ready,

@@ -27,6 +27,7 @@ pub struct ConfigFile {
     pub watchdog: Option<WatchdogSection>,
     pub rejuvenate: Option<RejuvenateSection>,
     pub remount: Option<RemountSection>,
+    pub object_store: Option<ObjectStoreSection>,
     pub disks: Vec<DiskSection>,
     pub nvram: Vec<NvramSection>,
     pub nets: Vec<NetSection>,
@@ -84,6 +85,14 @@ pub struct RemountSection {
     pub persist: Option<bool>,
     pub persist_file: Option<String>,
     pub ready: Option<ReadySection>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ObjectStoreSection {
+    pub credentials: Option<String>,
+    pub folder: Option<String>,
+    pub cache_size: Option<String>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

@@ -25,9 +25,9 @@ mod shape;
 mod snapshot;
 
 pub use fields::{FIELDS, Field, Kind, Section};
-pub use file::ConfigFile;
+pub use file::{ConfigFile, ObjectStoreSection};
 pub use page::page;
-pub use quantity::seconds;
+pub use quantity::{seconds, size_bytes};
 
 /// A machine as its owner wants it: complete, consistent, paths absolute.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -57,6 +57,7 @@ pub struct Config {
     pub rejuvenate: Option<RejuvenateConfig>,
     /// None: nothing is held over a reboot but the ember.
     pub remount: Option<RemountConfig>,
+    pub object_store: ObjectStoreConfig,
     pub budget_slack_bytes: u64,
     pub admission: AdmissionMode,
     pub sandbox: bool,
@@ -84,6 +85,15 @@ impl From<AcceleratorWish> for hearth_qemu::Wanted {
             AcceleratorWish::Tcg => Self::Tcg,
         }
     }
+}
+
+/// How snapshots in object stores are reached, and what of them is kept on this host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ObjectStoreConfig {
+    /// None: the keeper's environment.
+    pub credentials: Option<PathBuf>,
+    pub folder: PathBuf,
+    pub cache_bytes: u64,
 }
 
 /// When the guest gets its memory by page faults.
@@ -329,6 +339,15 @@ impl Config {
     /// Of these, for the boot set.
     pub fn remount_bytes(&self) -> u64 {
         self.remount.as_ref().map_or(0, |remount| remount.limit_bytes)
+    }
+
+    /// Of a machine whose file says nothing of it.
+    pub fn default_object_store() -> ObjectStoreConfig {
+        ObjectStoreConfig {
+            credentials: None,
+            folder: meaning::default_object_folder(),
+            cache_bytes: meaning::DEFAULT_CACHE_BYTES,
+        }
     }
 
     /// `file` is where the text came from: relative paths start in its folder.

@@ -134,6 +134,7 @@ fn subsection(section: Section, key: &str) -> Option<Section> {
         (Section::Machine, "watchdog") => Some(Section::Watchdog),
         (Section::Machine, "rejuvenate") => Some(Section::Rejuvenate),
         (Section::Machine, "remount") => Some(Section::Remount),
+        (Section::Machine, "object_store") => Some(Section::ObjectStore),
         (Section::Remount, "ready") => Some(Section::Ready),
         (Section::Machine, "nvram") => Some(Section::Nvram),
         (Section::Machine, "disks") => Some(Section::Disk),
@@ -215,7 +216,9 @@ fn unknown_key_hint(section: Section, name: &str, nearest: Option<&str>) -> Stri
 /// letters may differ.
 fn nearest_key(section: Section, name: &str) -> Option<&'static str> {
     let subsections: &[&str] = match section {
-        Section::Machine => &["boot", "crash", "watchdog", "rejuvenate", "remount", "disks", "nvram", "nets"],
+        Section::Machine => {
+            &["boot", "crash", "watchdog", "rejuvenate", "remount", "object_store", "disks", "nvram", "nets"]
+        }
         Section::Remount => &["ready"],
         _ => &[],
     };

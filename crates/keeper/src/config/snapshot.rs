@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::file::NetSection;
+use super::file::{NetSection, ObjectStoreSection};
 use super::{Boot, Config, ConfigFile};
 use crate::problem::Problem;
 
@@ -46,6 +46,8 @@ impl ConfigFile {
                 }
             }
         }
+        // How stores are reached is the host's affair, and a snapshot may go to another.
+        self.object_store = None;
         // What is held of the images of one machine is nothing for another.
         if let Some(remount) = &mut self.remount {
             (remount.persist, remount.persist_file) = (None, None);
@@ -76,6 +78,12 @@ impl ConfigFile {
             typed.path = Some(path.display().to_string());
             typed.format = Some("qcow2".to_owned());
         }
+        self
+    }
+
+    /// Of a machine whose snapshot lies in an object store.
+    pub fn with_object_store(mut self, section: Option<ObjectStoreSection>) -> Self {
+        self.object_store = section;
         self
     }
 

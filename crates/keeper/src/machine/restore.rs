@@ -9,7 +9,7 @@
 
 use std::io::{ErrorKind, Read};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -29,6 +29,7 @@ use hearth_recovery::snapshot::{Snapshot, SnapshotError};
 use super::generation::{Generation, LaunchError};
 use super::{Machine, MachineError};
 use crate::event::Event;
+use crate::object_store::{open_snapshot, saved_disks};
 
 /// The state is loaded in 20 ms; but it waits for pages that may lie far away.
 const STATE_PATIENCE: Duration = Duration::from_secs(60);
@@ -44,6 +45,8 @@ const AHEAD_BYTES: u64 = 256 << 10;
 const FILL_AGAIN: Duration = Duration::from_millis(500);
 /// A connection that nobody in the guest takes ends sooner.
 const HANGS_UP_WITHIN: Duration = Duration::from_millis(500);
+/// Threads that serve faults out of an object store: each waits for its own page, for a round trip at least.
+const SERVERS_FROM_AFAR: usize = 4;
 /// A traced guest is looked after so often.
 const TRACE_STEP: Duration = Duration::from_millis(50);
 
@@ -244,7 +247,7 @@ impl Machine {
         let name = self.parts.config.name.clone();
         let failed = |source: RestoreFailure| MachineError::Restore { name: name.clone(), source };
         let began = Instant::now();
-        let snapshot = Arc::new(Snapshot::open(&order.snapshot).map_err(|error| failed(error.into()))?);
+        let snapshot = Arc::new(self.open_snapshot(&order.snapshot).map_err(|error| failed(error.into()))?);
         let (saved, configured) = (snapshot.manifest.ram_bytes, self.parts.config.memory_bytes);
         if saved != configured {
             return Err(failed(RestoreFailure::Memory { snapshot: order.snapshot.clone(), saved, configured }));
@@ -283,6 +286,13 @@ impl Machine {
             self.record(EventKind::Restored { pages, pages_prefetched, duration_ms });
         }
         self.fill_behind(number, order.trace.clone()).map_err(failed)
+    }
+
+    /// The disks of one from afar were fetched when the machine was made.
+    fn open_snapshot(&self, path: &Path) -> Result<Snapshot, SnapshotError> {
+        let config = &self.parts.config;
+        let disks = config.file.parent().map(saved_disks).filter(|folder| folder.exists());
+        open_snapshot(path, &config.object_store, disks.as_deref())
     }
 
     /// Both at once: QEMU's start takes as long as reading a working set.
@@ -361,12 +371,15 @@ impl Machine {
     }
 
     fn serve_faults(&mut self, mut restoring: Restoring, generation: u32) -> Result<(), RestoreFailure> {
-        let teller = self.teller(generation);
-        restoring.start(format!("faults-{}", self.parts.config.name), move |lazy| {
-            if let Err(error) = lazy.serve() {
-                teller.say_end(&error);
-            }
-        })?;
+        let is_far = restoring.lazy.as_ref().is_some_and(|lazy| lazy.is_far());
+        for _ in 0..if is_far { SERVERS_FROM_AFAR } else { 1 } {
+            let teller = self.teller(generation);
+            restoring.start(format!("faults-{}", self.parts.config.name), move |lazy| {
+                if let Err(error) = lazy.serve() {
+                    teller.say_end(&error);
+                }
+            })?;
+        }
         self.restoring = Some(restoring);
         Ok(())
     }
@@ -456,7 +469,7 @@ impl Machine {
             (_, Some(fd)) => Userfault::fetch(identity.pid, fd, identity.helper_fd),
         };
         let userfault = userfault.map_err(|error| failed(no_userfault(crate::chain(&error))))?;
-        let snapshot = Snapshot::open(&note.snapshot).map_err(|error| failed(error.into()))?;
+        let snapshot = self.open_snapshot(&note.snapshot).map_err(|error| failed(error.into()))?;
         let (teller, pages) = (self.teller(identity.generation), snapshot.ram.pages().len() as u64);
         let tell = move |why| teller.say(Word::Waits { why });
         let lazy = LazyRam::resume(Arc::new(snapshot), &incarnation.ram, &userfault, tell);

@@ -130,7 +130,7 @@ mod tests {
                 writer.add(page, &Self::page(page)).unwrap();
             }
             writer.finish().unwrap();
-            let part = DiskPart { name: "root".into(), format: "raw".into(), bytes: disk.len() as u64 };
+            let part = DiskPart { name: "root".into(), format: "raw".into(), bytes: disk.len() as u64, stored: None };
             Self { home, parts: vec![part] }
         }
 

@@ -52,6 +52,17 @@ pub struct DiskPart {
     pub format: String,
     /// Length of the file.
     pub bytes: u64,
+    /// How it lies in an object store.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stored: Option<StoredDisk>,
+}
+
+/// A disk's blocks that are not zeroes, one after the other in one object, and another that says which they are.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoredDisk {
+    /// Length of the object.
+    pub bytes: u64,
+    pub index: Part,
 }
 
 /// Names of disks are checked where they are read.

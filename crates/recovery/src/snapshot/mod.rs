@@ -12,16 +12,21 @@
 //! Whatever is cut off, altered or missing is refused by name before a guest runs from it; a chunk of memory when it is
 //! read. Disks are the one thing that is not checked byte by byte, but for blocks that hold pages of memory: to read them whole
 //! would take longer than all the rest.
+//!
+//! It may lie in an object store as well (`place`): whoever restores it there fetches what it needs.
 
 pub mod blocks;
 pub mod dedup;
 mod disk;
 mod manifest;
 pub mod pages;
+mod place;
 pub mod save;
 pub mod scan;
 pub(crate) mod seal;
 pub mod state;
+mod stored_disk;
+pub mod upload;
 mod working_set;
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -29,14 +34,18 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use blocks::DiskBlocks;
 use hearth_disk::image::ImageError;
+use hearth_store::StoreError;
 use rustix::fs::{FlockOperation, flock};
 
-pub use disk::{can_share, share_image};
-pub use manifest::{DiskPart, Manifest, Part, RamPart, SNAPSHOT_VERSION};
+pub use disk::{can_share, must_stand_alone, share_image};
+pub use manifest::{DiskPart, Manifest, Part, RamPart, SNAPSHOT_VERSION, StoredDisk};
 use pages::{PageReader, Sealed};
+pub use place::Far;
+use place::Place;
 pub use working_set::{AGE_END, AgedPage, Source, aged_pages};
 
 const PAGE: usize = hearth_memory::PAGE_BYTES as usize;
@@ -48,6 +57,7 @@ const WORKING_SET: &str = "working-set";
 /// Device state is some 300 KiB, and 17 MiB with a graphics card.
 pub(crate) const STATE_BYTES_MAX: u64 = 1 << 30;
 const MACHINE_BYTES_MAX: u64 = 1 << 20;
+const MANIFEST_BYTES_MAX: u64 = 1 << 20;
 
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotError {
@@ -64,6 +74,10 @@ pub enum SnapshotError {
     #[error("{path}: pages {first} to {last} of the guest's memory are damaged: {what}")]
     DamagedPages { path: PathBuf, first: u32, last: u32, what: String },
     #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error("pages {first} to {last} of the guest's memory cannot be fetched at the moment")]
+    AwayPages { first: u32, last: u32, source: StoreError },
+    #[error(transparent)]
     Image(#[from] ImageError),
     #[error("disk {disk}: {path}: {what}")]
     Disk { disk: String, path: PathBuf, what: String },
@@ -76,6 +90,11 @@ impl SnapshotError {
 
     pub(crate) fn damaged(path: &Path, what: impl Into<String>) -> Self {
         Self::Damaged { path: path.to_owned(), what: what.into() }
+    }
+
+    /// It is not the snapshot that is wrong: the store that has it does not answer.
+    pub fn is_away(&self) -> bool {
+        matches!(self, Self::Store(_) | Self::AwayPages { .. })
     }
 }
 
@@ -141,7 +160,7 @@ impl Draft {
 
     /// What the guest used before it was saved, best first; after its memory. How many pages of that are not zeroes.
     pub fn write_working_set(&mut self, used: &[u32], disks: &[DiskPart]) -> Result<u64, SnapshotError> {
-        let ram = open_ram(&self.folder, disks)?;
+        let ram = open_ram(&Place::Folder(self.folder.clone()), disks, Some(&self.folder))?;
         let scanned = used.iter().map(|&page| AgedPage { page, age: 0, source: Source::Scan });
         Ok(working_set::write(&self.claim(WORKING_SET), scanned, &ram)?.pages)
     }
@@ -179,7 +198,7 @@ impl Drop for Draft {
 /// A snapshot whose parts are there and belong together. Its memory is checked chunk by chunk, as it is read.
 #[derive(Debug)]
 pub struct Snapshot {
-    folder: PathBuf,
+    place: Place,
     pub manifest: Manifest,
     pub machine: String,
     pub state: Vec<u8>,
@@ -190,85 +209,131 @@ pub struct Snapshot {
 
 impl Snapshot {
     pub fn open(folder: &Path) -> Result<Self, SnapshotError> {
-        let path = folder.join(MANIFEST);
-        let text = match fs::read_to_string(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                return Err(SnapshotError::NoManifest { path: folder.to_owned() });
-            }
-            text => text.map_err(SnapshotError::io(&path, "read"))?,
-        };
-        let manifest = Manifest::parse(&text, &path)?;
-        let path = folder.join(MACHINE);
-        let machine = read_part(&path, &manifest.machine_file, MACHINE_BYTES_MAX)?;
-        let machine = String::from_utf8(machine).map_err(|_| SnapshotError::damaged(&path, "it is no text"))?;
-        let state = read_part(&folder.join(STATE), &manifest.state, STATE_BYTES_MAX)?;
-        for disk in &manifest.disks {
-            let path = folder.join(manifest::disk_file(&disk.name));
-            let found = fs::metadata(&path).map_err(SnapshotError::io(&path, "found"))?.len();
-            if found != disk.bytes {
-                let what = format!("it has {found} bytes, and had {} when it was saved", disk.bytes);
-                return Err(SnapshotError::damaged(&path, what));
-            }
-        }
-        let path = folder.join(RAM);
-        let ram = open_ram(folder, &manifest.disks)?;
-        let sealed = Sealed { bytes: manifest.ram.bytes, pages: manifest.ram.pages, seal: manifest.ram.seal.clone() };
-        if ram.sealed() != &sealed || ram.ram_pages() != manifest.ram_pages() {
-            return Err(SnapshotError::damaged(&path, "it is not the one that the manifest names"));
-        }
-        let working_set = Self::open_working_set(folder, ram.ram_pages());
-        Ok(Self { folder: folder.to_owned(), manifest, machine, state, ram, working_set })
+        Self::open_at(Place::Folder(folder.to_owned()), Some(folder))
     }
 
-    fn open_working_set(folder: &Path, ram_pages: u64) -> Result<Option<PageReader>, SnapshotError> {
-        let path = folder.join(WORKING_SET);
-        if !path.exists() {
-            return Ok(None);
+    /// One in an object store. Its disks are where `fetch_disk` has put them, if that has been done: a snapshot that leaves pages to
+    /// its disks needs them there to be read.
+    pub fn open_far(far: Far, disks: Option<&Path>) -> Result<Self, SnapshotError> {
+        Self::open_at(Place::Far(far), disks)
+    }
+
+    fn open_at(place: Place, disks: Option<&Path>) -> Result<Self, SnapshotError> {
+        let path = place.path(MANIFEST);
+        let text = place.read(MANIFEST, MANIFEST_BYTES_MAX)?;
+        let text = text.ok_or_else(|| SnapshotError::NoManifest { path: place.name() })?;
+        let text = String::from_utf8(text).map_err(|_| SnapshotError::damaged(&path, "it is no text"))?;
+        let manifest = Manifest::parse(&text, &path)?;
+        let machine = place.part(MACHINE, &manifest.machine_file, MACHINE_BYTES_MAX)?;
+        let machine = String::from_utf8(machine);
+        let machine = machine.map_err(|_| SnapshotError::damaged(&place.path(MACHINE), "it is no text"))?;
+        let state = place.part(STATE, &manifest.state, STATE_BYTES_MAX)?;
+        for disk in &manifest.disks {
+            place.check_disk(disk)?;
         }
-        let found = PageReader::open(&path)?;
+        let ram = open_ram(&place, &manifest.disks, disks)?;
+        let sealed = Sealed { bytes: manifest.ram.bytes, pages: manifest.ram.pages, seal: manifest.ram.seal.clone() };
+        if ram.sealed() != &sealed || ram.ram_pages() != manifest.ram_pages() {
+            return Err(SnapshotError::damaged(&place.path(RAM), "it is not the one that the manifest names"));
+        }
+        let working_set = Self::open_working_set(&place, ram.ram_pages());
+        Ok(Self { place, manifest, machine, state, ram, working_set })
+    }
+
+    fn open_working_set(place: &Place, ram_pages: u64) -> Result<Option<PageReader>, SnapshotError> {
+        let Some(found) = place.pages(WORKING_SET)? else { return Ok(None) };
         if found.ram_pages() != ram_pages {
-            return Err(SnapshotError::damaged(&path, "it is of another machine; remove it to do without"));
+            let what = "it is of another machine; remove it to do without";
+            return Err(SnapshotError::damaged(&place.path(WORKING_SET), what));
         }
         Ok(Some(found))
     }
 
-    pub fn folder(&self) -> &Path {
-        &self.folder
+    /// How one of its files is called.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.place.path(name)
+    }
+
+    /// It lies in an object store.
+    pub fn is_far(&self) -> bool {
+        self.place.far().is_some()
     }
 
     pub fn disk_path(&self, disk: &str) -> PathBuf {
-        self.folder.join(manifest::disk_file(disk))
+        self.place.path(&manifest::disk_file(disk))
     }
 
-    pub fn working_set_path(&self) -> PathBuf {
-        self.folder.join(WORKING_SET)
+    /// Brings a disk out of a store to this folder; where it is then. Of a snapshot in a folder, where it lies.
+    /// `progress` hears how many bytes have come, and of how many.
+    pub fn fetch_disk(
+        &self,
+        disk: &DiskPart,
+        folder: &Path,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<PathBuf, SnapshotError> {
+        let Some(far) = self.place.far() else { return Ok(self.disk_path(&disk.name)) };
+        let path = folder.join(manifest::disk_file(&disk.name));
+        stored_disk::fetch(far, disk, &path, progress)?;
+        Ok(path)
+    }
+
+    /// When the working set was noted, and what changes whenever it is. None: there is none.
+    pub fn working_set_version(&self) -> Result<Option<(SystemTime, String)>, SnapshotError> {
+        self.place.version(WORKING_SET)
     }
 
     /// Adds what one more restored guest used first, in order of use, to what was noted before. A page that is not in the
     /// snapshot is one of zeroes, and needs no note. How many are in the set now.
     pub fn add_trace(&self, used: &[u32]) -> Result<u64, SnapshotError> {
+        let Some(folder) = self.place.folder() else { return self.add_trace_far(used) };
         // Two clones may be traced at once.
-        let folder = File::open(&self.folder).map_err(SnapshotError::io(&self.folder, "read"))?;
-        flock(&folder, FlockOperation::LockExclusive)
-            .map_err(|errno| SnapshotError::io(&self.folder, "locked")(errno.into()))?;
-        // One that cannot be read is begun anew.
-        let before = Self::open_working_set(&self.folder, self.ram.ram_pages()).ok().flatten();
-        let merged = working_set::merge(used, before.iter().flat_map(aged_pages));
-        let (path, temporary) = (self.working_set_path(), self.folder.join("working-set.new"));
-        let sealed = working_set::write(&temporary, merged, &self.ram)?;
+        let lock = File::open(folder).map_err(SnapshotError::io(folder, "read"))?;
+        flock(&lock, FlockOperation::LockExclusive)
+            .map_err(|errno| SnapshotError::io(folder, "locked")(errno.into()))?;
+        let (path, temporary) = (folder.join(WORKING_SET), folder.join("working-set.new"));
+        let sealed = self.write_merged(used, &temporary)?;
         fs::rename(&temporary, &path).map_err(SnapshotError::io(&path, "written"))?;
-        folder.sync_all().map_err(SnapshotError::io(&self.folder, "written"))?;
+        lock.sync_all().map_err(SnapshotError::io(folder, "written"))?;
         Ok(sealed.pages)
+    }
+
+    /// A store has no locks: of two traces that end at the same moment one is lost.
+    fn add_trace_far(&self, used: &[u32]) -> Result<u64, SnapshotError> {
+        let Some(far) = self.place.far() else { return Ok(0) };
+        let temporary = far.scratch.join(format!("working-set-{}", std::process::id()));
+        let sent = self.write_merged(used, &temporary).and_then(|sealed| {
+            let mut file = File::open(&temporary).map_err(SnapshotError::io(&temporary, "read"))?;
+            match far.store.upload(WORKING_SET, sealed.bytes, &mut file, &mut |_| true) {
+                Err(hearth_store::UploadError::Store(error)) => Err(error.into()),
+                Err(hearth_store::UploadError::Read(source)) => Err(SnapshotError::io(&temporary, "read")(source)),
+                Ok(()) | Err(hearth_store::UploadError::Stopped) => Ok(sealed.pages),
+            }
+        });
+        if let Err(error) = fs::remove_file(&temporary) {
+            tracing::debug!(path = %temporary.display(), %error, "left behind");
+        }
+        sent
+    }
+
+    fn write_merged(&self, used: &[u32], path: &Path) -> Result<Sealed, SnapshotError> {
+        // One that cannot be read is begun anew; one that cannot be reached is not.
+        let before = match Self::open_working_set(&self.place, self.ram.ram_pages()) {
+            Err(error) if error.is_away() => return Err(error),
+            before => before.ok().flatten(),
+        };
+        let merged = working_set::merge(used, before.iter().flat_map(aged_pages));
+        working_set::write(path, merged, &self.ram)
     }
 }
 
-/// The file of memory, with the disks that hold pages of it.
-fn open_ram(folder: &Path, disks: &[DiskPart]) -> Result<PageReader, SnapshotError> {
-    let ram = PageReader::open(&folder.join(RAM))?;
-    if !ram.needs_disks() {
-        return Ok(ram);
+/// The file of memory, with the disks that hold pages of it; these are in `disks`, if anywhere.
+fn open_ram(place: &Place, parts: &[DiskPart], disks: Option<&Path>) -> Result<PageReader, SnapshotError> {
+    let missing = || SnapshotError::Io { path: place.path(RAM), what: "read", source: io::ErrorKind::NotFound.into() };
+    let ram = place.pages(RAM)?.ok_or_else(missing)?;
+    match disks.filter(|_| ram.needs_disks()) {
+        None => Ok(ram),
+        Some(folder) => Ok(ram.with_disks(Arc::new(DiskBlocks::open(folder, parts)?))),
     }
-    Ok(ram.with_disks(Arc::new(DiskBlocks::open(folder, disks)?)))
 }
 
 pub(crate) fn sync_folder(folder: &Path) -> Result<(), SnapshotError> {
@@ -293,6 +358,10 @@ pub(crate) fn read_part(path: &Path, part: &Part, bytes_max: u64) -> Result<Vec<
     let mut bytes = Vec::new();
     let file = File::open(path).map_err(SnapshotError::io(path, "read"))?;
     file.take(bytes_max).read_to_end(&mut bytes).map_err(SnapshotError::io(path, "read"))?;
+    check_part(path, part, bytes)
+}
+
+fn check_part(path: &Path, part: &Part, bytes: Vec<u8>) -> Result<Vec<u8>, SnapshotError> {
     if bytes.len() as u64 != part.bytes {
         let what = format!("it has {} bytes, and had {} when it was saved", bytes.len(), part.bytes);
         return Err(SnapshotError::damaged(path, what));

@@ -41,7 +41,7 @@ impl Stand {
             machine_file: draft.write_machine("name = \"web\"\n").unwrap(),
             state: draft.write_state(&[3; 5000]).unwrap(),
             ram: RamPart { bytes, pages, seal },
-            disks: vec![DiskPart { name: "root".into(), format: "raw".into(), bytes: 1024 }],
+            disks: vec![DiskPart { name: "root".into(), format: "raw".into(), bytes: 1024, stored: None }],
         };
         if !used.is_empty() {
             draft.write_working_set(used, &[]).unwrap();

@@ -2,6 +2,7 @@
 
 mod devices;
 mod kept;
+mod object_store;
 mod policy;
 
 use std::collections::HashSet;
@@ -14,6 +15,8 @@ use super::quantity::{size_bytes, slack_bytes};
 use super::{AcceleratorWish, AdmissionMode, Config, ConfigFile, OnPanic, WatchdogAction};
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
+
+pub(super) use object_store::{DEFAULT_CACHE_BYTES, default_object_folder};
 
 const MEMORY_BYTES_MIN: u64 = 32 << 20;
 const MEMORY_BYTES_MAX: u64 = 16 << 40;
@@ -82,6 +85,7 @@ pub fn resolve(
     let machine = name.clone().unwrap_or_default();
     let nvram = resolver.nvram(typed.nvram, &disks);
     let nets = resolver.nets(typed.nets, &machine);
+    let object_store = resolver.object_store(typed.object_store.unwrap_or_default());
     let remount = typed.remount.map(|typed| resolver.remount(typed, memory_bytes, ember, &machine, &nets));
     Some(Config {
         runtime_folder: resolver.path_or(typed.runtime_folder, || root.machine(&machine)),
@@ -110,6 +114,7 @@ pub fn resolve(
         watchdog: typed.watchdog.map(watchdog_action),
         rejuvenate,
         remount: remount.flatten(),
+        object_store: object_store?,
         budget_slack_bytes: budget_slack_bytes?,
         admission: match typed.admission.as_deref() {
             Some("always") => AdmissionMode::Always,

@@ -27,20 +27,23 @@ use hearth_api::{
 };
 use hearth_disk::server::DiskServer;
 use hearth_disk::write_log::WriteLog;
+use hearth_memory::PAGE_BYTES;
 use hearth_qemu::Accelerator;
 use hearth_recovery::rejuvenation;
 use hearth_recovery::snapshot::save::{SaveError, Writers, resident_pages};
 use hearth_recovery::snapshot::scan::{AccessScan, ScanPlan};
 use hearth_recovery::snapshot::{
-    DiskPart, Draft, Manifest, Part, RamPart, SNAPSHOT_VERSION, SnapshotError, can_share, share_image, state,
+    DiskPart, Draft, Manifest, Part, RamPart, SNAPSHOT_VERSION, SnapshotError, can_share, must_stand_alone,
+    share_image, state,
 };
 
 use super::generation::Generation;
 use super::{Life, Machine, Wanted};
 use crate::config::DiskConfig;
 use crate::event::Event;
+use crate::object_store::{self, Staging, is_address};
 use progress::Progress;
-use task::{CopyWay, Cue, ImageCopy, Moment, Sight, Task, Written};
+use task::{CopyWay, Cue, ImageCopy, Moment, Sight, Task, Upload, Written};
 
 /// Taking the state takes 20 ms; on a host that swaps it may be a second.
 const STATE_PATIENCE: Duration = Duration::from_secs(5);
@@ -116,8 +119,10 @@ impl Machine {
         self.must_be_savable(&request)?;
         let Some(life) = &self.life else { return Ok(()) };
         let failed = |error: &dyn std::error::Error| ApiError::new(ErrorWord::Failed, crate::chain(error));
-        let mut draft = Draft::create(&request.folder).map_err(|error| failed(&error))?;
-        let targets = self.save_targets(&mut draft).map_err(|error| failed(&error))?;
+        let upload = self.upload_to(&request.folder)?;
+        let folder = upload.as_ref().map_or_else(|| request.folder.clone(), Upload::folder);
+        let mut draft = Draft::create(&folder).map_err(|error| failed(&error))?;
+        let targets = self.save_targets(&mut draft, upload.is_some()).map_err(|error| failed(&error))?;
         let (sight, held_why) = match (request.scan, self.log_disks(life)) {
             (Some(plan), log) => (self.begin_scan(life, plan, log)?, None),
             (None, log) => match self.watch_writers(life, log) {
@@ -127,8 +132,11 @@ impl Machine {
         };
         let folder = request.folder.display().to_string();
         let pages = resident_pages(&life.incarnation.ram).map_err(|error| failed(&error))?;
-        let to_copy = targets.iter().filter(|target| !target.shares).map(|target| allocated_bytes(&target.image));
-        let progress = Arc::new(Progress::begin(folder.clone(), pages, to_copy.sum()));
+        let to_copy = targets.iter().filter(|target| !target.shares).map(|target| allocated_bytes(&target.image)).sum();
+        // Until it is there to be counted.
+        let images = targets.iter().map(|target| allocated_bytes(&target.image)).sum::<u64>();
+        let to_upload = if upload.is_some() { pages * PAGE_BYTES + images } else { 0 };
+        let progress = Arc::new(Progress::begin(folder.clone(), pages, to_copy, to_upload));
         self.saves += 1;
         let tell = Tell { tell: self.parts.tell.clone(), number: self.saves };
         let (cues, heard) = mpsc::channel();
@@ -142,6 +150,7 @@ impl Machine {
             progress: progress.clone(),
             tell: tell.clone(),
             disks: self.disks.iter().map(DiskServer::pressure).collect(),
+            upload,
         };
         let generation = life.generation.number;
         let work = move || {
@@ -165,7 +174,7 @@ impl Machine {
     fn must_be_savable(&self, request: &SaveRequest) -> Result<(), ApiError> {
         self.must_live("save")?;
         let refuse = |why: &str, hint: &str| Err(ApiError::new(ErrorWord::WrongState, why).hint(hint));
-        if !request.folder.is_absolute() {
+        if !is_address(&request.folder) && !request.folder.is_absolute() {
             return Err(ApiError::new(ErrorWord::BadRequest, "the folder must be named with an absolute path"));
         }
         if request.scan.is_some_and(|plan| !plan.is_sane()) {
@@ -199,8 +208,26 @@ impl Machine {
         Ok(())
     }
 
-    fn save_targets(&self, draft: &mut Draft) -> Result<Vec<Target>, SnapshotError> {
+    /// If that is where the snapshot is to go.
+    fn upload_to(&self, folder: &Path) -> Result<Option<Upload>, ApiError> {
+        if !is_address(folder) {
+            return Ok(None);
+        }
+        let config = &self.parts.config.object_store;
+        let store = object_store::store(folder, config);
+        let store = store.map_err(|error| ApiError::new(ErrorWord::BadRequest, crate::chain(&error)))?;
+        let staging = Staging::make(config, &self.parts.config.name).map_err(|error| {
+            let why = format!("{}: cannot hold a save on its way to the store: {error}", config.folder.display());
+            ApiError::new(ErrorWord::Failed, why).hint("choose another with `folder` of [object_store]")
+        })?;
+        Ok(Some(Upload { staging, store }))
+    }
+
+    fn save_targets(&self, draft: &mut Draft, goes_away: bool) -> Result<Vec<Target>, SnapshotError> {
         let target = |disk: &DiskConfig| {
+            if goes_away {
+                must_stand_alone(&disk.name, &disk.path)?;
+            }
             let shares = can_share(&disk.name, &disk.path, draft.folder())?;
             let file = draft.make_disk(&disk.name)?;
             let (name, image) = (disk.name.clone(), disk.path.clone());
@@ -330,7 +357,7 @@ impl Machine {
         let targets = std::mem::take(&mut saving.targets);
         let parts = targets.iter().map(|target| {
             let (name, format) = (target.disk.clone(), target.format.to_owned());
-            DiskPart { name, format, bytes: 0 }
+            DiskPart { name, format, bytes: 0, stored: None }
         });
         let parts = parts.collect();
         let images = targets.into_iter().map(|target| copy_image(target, &self.disks));

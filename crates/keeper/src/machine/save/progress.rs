@@ -27,12 +27,15 @@ pub struct Progress {
     /// Of the images that have to be copied.
     disk_bytes: u64,
     disk_bytes_done: AtomicU64,
+    /// Of a snapshot that goes to an object store.
+    upload_bytes: AtomicU64,
+    upload_bytes_done: AtomicU64,
     called_off: AtomicBool,
     why: Mutex<String>,
 }
 
 impl Progress {
-    pub fn begin(folder: String, pages: u64, disk_bytes: u64) -> Self {
+    pub fn begin(folder: String, pages: u64, disk_bytes: u64, upload_bytes: u64) -> Self {
         Self {
             folder,
             began: Instant::now(),
@@ -42,6 +45,8 @@ impl Progress {
             pages_done: AtomicU64::new(0),
             disk_bytes,
             disk_bytes_done: AtomicU64::new(0),
+            upload_bytes: AtomicU64::new(upload_bytes),
+            upload_bytes_done: AtomicU64::new(0),
             called_off: AtomicBool::new(false),
             why: Mutex::default(),
         }
@@ -55,8 +60,10 @@ impl Progress {
         let (pages, pages_done) = (self.pages.load(Relaxed), self.pages_done.load(Relaxed));
         // What the guest lets grow meanwhile is copied, and was not foreseen.
         let disk_bytes_done = self.disk_bytes_done.load(Relaxed).min(self.disk_bytes);
-        let done = (pages_done * PAGE_BYTES + disk_bytes_done) as f64;
-        let all = (pages * PAGE_BYTES + self.disk_bytes) as f64;
+        let upload_bytes = self.upload_bytes.load(Relaxed);
+        let upload_bytes_done = self.upload_bytes_done.load(Relaxed).min(upload_bytes);
+        let done = (pages_done * PAGE_BYTES + disk_bytes_done + upload_bytes_done) as f64;
+        let all = (pages * PAGE_BYTES + self.disk_bytes + upload_bytes) as f64;
         let seconds = self.copying.get().map_or(0.0, |since| since.elapsed().as_secs_f64());
         let bytes_per_s = if seconds > 0.0 { done / seconds } else { 0.0 };
         SaveStatus {
@@ -65,11 +72,18 @@ impl Progress {
             pages_done,
             disk_bytes: self.disk_bytes,
             disk_bytes_done,
+            upload_bytes,
+            upload_bytes_done,
             percent: if all == 0.0 { 0.0 } else { done * 100.0 / all },
             mib_per_s: bytes_per_s / MIB,
             eta_s: (bytes_per_s > 0.0).then(|| (all - done).max(0.0) / bytes_per_s),
             scan: *self.scan.lock().expect("nobody panics with it"),
         }
+    }
+
+    /// So much there is to be sent, at most.
+    pub fn begin_upload(&self, bytes: u64) {
+        self.upload_bytes.store(bytes, Relaxed);
     }
 
     pub fn call_off(&self, why: &str) {
@@ -123,6 +137,11 @@ impl<'a> Reporter<'a> {
 
     pub fn disk_done(&mut self, bytes: u64) -> Result<(), SaveError> {
         self.progress.disk_bytes_done.fetch_add(bytes, Relaxed);
+        self.report()
+    }
+
+    pub fn upload_done(&mut self, bytes: u64) -> Result<(), SaveError> {
+        self.progress.upload_bytes_done.fetch_add(bytes, Relaxed);
         self.report()
     }
 

@@ -18,10 +18,13 @@ use hearth_recovery::snapshot::dedup::{candidates, compare};
 use hearth_recovery::snapshot::pages::{Compression, PageReader, Sealed};
 use hearth_recovery::snapshot::save::{Approach, RamCopy, SaveError, Writers, pack};
 use hearth_recovery::snapshot::scan::{AccessScan, ScanPlan};
+use hearth_recovery::snapshot::upload::{bytes_of, must_be_free, upload};
 use hearth_recovery::snapshot::{Draft, Manifest, RamPart};
+use hearth_store::Store;
 
 use super::progress::{Progress, Reporter};
 use super::{Tell, Word};
+use crate::object_store::Staging;
 
 /// What the loop tells the thread.
 pub enum Cue {
@@ -67,6 +70,27 @@ pub struct Task {
     pub tell: Tell,
     /// Of the guest.
     pub disks: Vec<Pressure>,
+    /// Where the snapshot goes when it is whole, if it does not stay.
+    pub upload: Option<Upload>,
+}
+
+/// A save that goes to an object store, by way of a folder of this host.
+pub struct Upload {
+    pub staging: Staging,
+    pub store: Store,
+}
+
+impl Upload {
+    pub fn folder(&self) -> PathBuf {
+        self.staging.snapshot()
+    }
+
+    fn send(&self, progress: &Progress, reporter: &mut Reporter<'_>) -> Result<(), SaveError> {
+        let folder = self.folder();
+        let bytes = bytes_of(&folder).map_err(|source| SaveError::Image { path: folder.clone(), source })?;
+        progress.begin_upload(bytes);
+        upload(&folder, &self.store, &mut |bytes| reporter.upload_done(bytes))
+    }
 }
 
 /// What is seen of those who use the guest's memory.
@@ -115,8 +139,12 @@ pub struct Written {
 
 impl Task {
     pub fn run(self) -> Result<Written, SaveError> {
-        let Self { mut draft, ram, sight, compress, dedup, cues, progress, tell, disks } = self;
+        // The staging folder goes when all else is over.
+        let Self { upload, mut draft, ram, sight, compress, dedup, cues, progress, tell, disks } = self;
         let mut reporter = Reporter::new(&progress, &tell);
+        if let Some(upload) = &upload {
+            must_be_free(&upload.store)?;
+        }
         let (used, writers) = sight.scan(&tell, &reporter)?;
         reporter.begin_copy();
         let is_packed = compress || dedup.is_some();
@@ -173,6 +201,9 @@ impl Task {
         }
         progress.must_go_on()?;
         draft.finish(&manifest)?;
+        if let Some(upload) = upload {
+            upload.send(&progress, &mut reporter)?;
+        }
         Ok(Written { ram: sealed, approach, pages_held, pages_on_disks })
     }
 }

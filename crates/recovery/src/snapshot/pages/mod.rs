@@ -20,9 +20,11 @@
 //! better.
 
 mod reader;
+mod source;
 mod writer;
 
 pub use reader::{PageReader, Reading};
+pub(super) use source::Source as PageSource;
 pub use writer::PageWriter;
 
 use super::blocks::BlockRef;

@@ -1,16 +1,13 @@
 //! Reads a file of pages: the index at once, chunks as they are asked for, from any thread.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::{Advice, fadvise};
-
+use super::source::Source;
 use super::writer::seal;
 use super::*;
 use crate::snapshot::blocks::DiskBlocks;
-use crate::snapshot::{SnapshotError, Source};
+use crate::snapshot::{SnapshotError, Source as SeenBy};
 
 /// Page numbers are 32 bits wide: 16 TiB of RAM.
 const RAM_PAGES_MAX: u64 = NOWHERE as u64;
@@ -18,7 +15,7 @@ const RAM_PAGES_MAX: u64 = NOWHERE as u64;
 /// A file of pages whose index is whole and makes sense.
 #[derive(Debug)]
 pub struct PageReader {
-    file: File,
+    source: Source,
     path: PathBuf,
     ram_pages: u64,
     pub(super) entries: Vec<Chunk>,
@@ -42,10 +39,14 @@ pub struct Reading {
 
 impl PageReader {
     pub fn open(path: &Path) -> Result<Self, SnapshotError> {
-        let file = File::open(path).map_err(SnapshotError::io(path, "read"))?;
-        let bytes = file.metadata().map_err(SnapshotError::io(path, "read"))?.len();
+        Self::of(Source::open(path)?, path)
+    }
+
+    /// `path` is how it is called in messages.
+    pub(in crate::snapshot) fn of(source: Source, path: &Path) -> Result<Self, SnapshotError> {
+        let bytes = source.bytes(path)?;
         let damaged = |what: &str| SnapshotError::damaged(path, what);
-        let read = |offset, into: &mut [u8]| file.read_exact_at(into, offset).map_err(SnapshotError::io(path, "read"));
+        let read = |offset, into: &mut [u8]| source.read(path, into, offset);
         if bytes < (HEADER_BYTES + TRAILER_BYTES) as u64 {
             return Err(damaged("it is too short; was it cut off?"));
         }
@@ -86,7 +87,7 @@ impl PageReader {
         let firsts = firsts(&entries, index_offset, page_count).ok_or_else(|| damaged("its chunks make no sense"))?;
         let places = places(&firsts, &pages, ram_pages).ok_or_else(|| damaged("its pages make no sense"))?;
         let sealed = Sealed { bytes, pages: page_count, seal: seal.to_hex().to_string() };
-        Ok(Self { file, path: path.to_owned(), ram_pages, entries, firsts, pages, places, sealed, disks: None })
+        Ok(Self { source, path: path.to_owned(), ram_pages, entries, firsts, pages, places, sealed, disks: None })
     }
 
     /// Some of its pages are on the snapshot's disks.
@@ -127,9 +128,9 @@ impl PageReader {
     }
 
     /// Age and source of a chunk's pages.
-    pub fn mark_of(&self, chunk: u32) -> (u32, Source) {
+    pub fn mark_of(&self, chunk: u32) -> (u32, SeenBy) {
         let entry = &self.entries[chunk as usize];
-        (entry.age, if entry.source == SOURCE_SCAN { Source::Scan } else { Source::Trace })
+        (entry.age, if entry.source == SOURCE_SCAN { SeenBy::Scan } else { SeenBy::Trace })
     }
 
     /// None: a page of zeroes.
@@ -137,29 +138,28 @@ impl PageReader {
         self.places.get(page as usize).copied().filter(|&chunk| chunk != NOWHERE)
     }
 
-    /// Chunks are read as they are asked for, and nothing besides: what the host reads ahead of its own accord may be
-    /// megabytes, and whoever needs a page waits behind them.
-    pub fn expect_random(&self) {
-        self.advise(0, 0, Advice::Random);
+    /// It lies in an object store.
+    pub fn is_far(&self) -> bool {
+        matches!(self.source, Source::Object(_))
     }
 
-    /// The host may begin to read so many bytes from this chunk on. Where they end in the file.
-    pub fn read_ahead(&self, chunk: u32, bytes: u64) -> u64 {
-        let from = self.entries[chunk as usize].offset;
-        if bytes > 0 {
-            self.advise(from, bytes, Advice::WillNeed);
-        }
-        from + bytes
+    /// Chunks are read as they are asked for, and nothing besides.
+    pub fn expect_random(&self) {
+        self.source.expect_random(&self.path);
+    }
+
+    /// So many bytes from this chunk on may be asked of the disk at once; of a store it is more. Where in the file to ask again.
+    pub fn fill_ahead(&self, chunk: u32, bytes: u64) -> u64 {
+        self.source.fill_ahead(&self.path, self.offset_of(chunk), bytes)
+    }
+
+    /// All chunks from this one on will be wanted. Where in the file to ask again.
+    pub fn prefetch_ahead(&self, chunk: u32) -> u64 {
+        self.source.prefetch_ahead(self.offset_of(chunk))
     }
 
     pub fn offset_of(&self, chunk: u32) -> u64 {
         self.entries[chunk as usize].offset
-    }
-
-    fn advise(&self, offset: u64, bytes: u64, advice: Advice) {
-        if let Err(error) = fadvise(&self.file, offset, std::num::NonZeroU64::new(bytes), advice) {
-            tracing::debug!(path = %self.path.display(), %error, "the host takes no advice on it");
-        }
     }
 
     pub fn reading(&self) -> Reading {
@@ -178,15 +178,19 @@ impl PageReader {
 
     fn fetch(&self, number: u32, reading: &mut Reading) -> Result<(), SnapshotError> {
         let chunk = &self.entries[number as usize];
-        reading.stored.resize(chunk.stored_bytes as usize, 0);
-        self.file
-            .read_exact_at(&mut reading.stored, chunk.offset)
-            .map_err(|_| self.damaged(number, "the file cannot be read there"))?;
+        self.fetch_stored(number, reading)?;
         if chunk.flags == FLAG_ELSEWHERE {
             return self.fetch_elsewhere(number, reading);
         }
         if checksum(&reading.stored) != chunk.checksum {
-            return Err(self.damaged(number, "their checksum is wrong"));
+            // What of it is kept on this host must not be what is wrong with it.
+            if self.source.forget(chunk.offset, chunk.stored_bytes.into()) {
+                self.fetch_stored(number, reading)?;
+            }
+            if checksum(&reading.stored) != chunk.checksum {
+                self.source.forget(chunk.offset, chunk.stored_bytes.into());
+                return Err(self.damaged(number, "their checksum is wrong"));
+            }
         }
         if chunk.flags & FLAG_ZSTD == 0 {
             std::mem::swap(&mut reading.stored, &mut reading.raw);
@@ -198,6 +202,18 @@ impl PageReader {
             Ok(bytes) if bytes == raw_bytes => Ok(()),
             _ => Err(self.damaged(number, "they cannot be decompressed")),
         }
+    }
+
+    fn fetch_stored(&self, number: u32, reading: &mut Reading) -> Result<(), SnapshotError> {
+        let chunk = &self.entries[number as usize];
+        reading.stored.resize(chunk.stored_bytes as usize, 0);
+        self.source.read(&self.path, &mut reading.stored, chunk.offset).map_err(|error| match error {
+            SnapshotError::Store(source) => {
+                let (first, last) = self.bounds(number);
+                SnapshotError::AwayPages { first, last, source }
+            }
+            _ => self.damaged(number, "the file cannot be read there"),
+        })
     }
 
     /// From the disk that has the chunk, which `reading` says.
@@ -233,7 +249,7 @@ impl PageReader {
         }
         let at = self.pages_of(number).iter().position(|&other| other == page).expect("the index says so");
         let (mut found, offset) = ([0; PAGE_BYTES], chunk.offset + (at * PAGE_BYTES) as u64);
-        self.file.read_exact_at(&mut found, offset).map_err(SnapshotError::io(&self.path, "read"))?;
+        self.source.read(&self.path, &mut found, offset)?;
         Ok(found == *bytes)
     }
 
@@ -246,10 +262,15 @@ impl PageReader {
     }
 
     fn damaged(&self, chunk: u32, what: &str) -> SnapshotError {
-        let pages = self.pages_of(chunk);
-        let (first, last) = (pages.iter().min(), pages.iter().max());
-        let [first, last] = [first, last].map(|page| page.copied().unwrap_or_default());
+        let (first, last) = self.bounds(chunk);
         SnapshotError::DamagedPages { path: self.path.clone(), first, last, what: what.to_owned() }
+    }
+
+    /// The lowest and the highest of its pages.
+    fn bounds(&self, chunk: u32) -> (u32, u32) {
+        let pages = self.pages_of(chunk);
+        let [first, last] = [pages.iter().min(), pages.iter().max()].map(|page| page.copied().unwrap_or_default());
+        (first, last)
     }
 }
 

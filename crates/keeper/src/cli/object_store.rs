@@ -1,0 +1,66 @@
+//! What the commands for snapshots say of object stores.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use hearth_recovery::snapshot::{Snapshot, SnapshotError};
+
+use super::absolute;
+use crate::config::{Config, ObjectStoreConfig, ObjectStoreSection, size_bytes};
+use crate::object_store::{is_address, open_snapshot};
+
+#[derive(Clone, Debug, Default, Args)]
+pub struct StoreArguments {
+    /// For an address as s3://BUCKET/PREFIX: a file with the AWS_* settings, one KEY=value a line; else the environment's.
+    #[arg(long, value_name = "FILE")]
+    credentials: Option<PathBuf>,
+    /// What comes out of the store is kept in this folder; /var/cache/hearth/objects if nothing is said.
+    #[arg(long, value_name = "FOLDER")]
+    cache: Option<PathBuf>,
+    /// How much of it at most; 8GiB if nothing is said.
+    #[arg(long, value_name = "SIZE", value_parser = is_size)]
+    cache_size: Option<String>,
+}
+
+fn is_size(text: &str) -> Result<String, String> {
+    match size_bytes(text)? {
+        bytes if bytes < hearth_store::CACHE_BYTES_MIN => Err("choose 64MiB or more".to_owned()),
+        _ => Ok(text.to_owned()),
+    }
+}
+
+impl StoreArguments {
+    /// For the file of a machine that comes out of this snapshot.
+    pub fn section(&self, snapshot: &Path) -> Option<ObjectStoreSection> {
+        let said = self.credentials.is_some() || self.cache.is_some() || self.cache_size.is_some();
+        let text = |path: &PathBuf| absolute(path.clone()).display().to_string();
+        (said && is_address(snapshot)).then(|| ObjectStoreSection {
+            credentials: self.credentials.as_ref().map(text),
+            folder: self.cache.as_ref().map(text),
+            cache_size: self.cache_size.clone(),
+        })
+    }
+
+    fn config(&self) -> ObjectStoreConfig {
+        let default = Config::default_object_store();
+        ObjectStoreConfig {
+            credentials: self.credentials.clone(),
+            folder: self.cache.clone().map_or(default.folder, absolute),
+            cache_bytes: self
+                .cache_size
+                .as_deref()
+                .and_then(|text| size_bytes(text).ok())
+                .unwrap_or(default.cache_bytes),
+        }
+    }
+
+    /// Its disks may still be in the store.
+    pub fn open(&self, snapshot: &Path) -> Result<Snapshot, SnapshotError> {
+        open_snapshot(snapshot, &self.config(), None)
+    }
+}
+
+/// As a keeper in another folder understands it.
+pub fn place(path: PathBuf) -> PathBuf {
+    if is_address(&path) { path } else { absolute(path) }
+}

@@ -1,0 +1,78 @@
+//! Snapshots whose address is one of an object store: with whose credentials, and where on this host what came of them is kept.
+//!
+//! ```text
+//! FOLDER/cache               blocks of objects, up to a limit; all machines share it
+//! FOLDER/staging-MACHINE/    a save on its way up; the next one begins with removing what a keeper that died left there
+//! ```
+
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use hearth_recovery::snapshot::{Far, Snapshot, SnapshotError};
+use hearth_store::{Address, Cache, Settings, Store, StoreError};
+
+use crate::config::ObjectStoreConfig;
+
+/// Beside the file of a machine that came out of a store: the disks of its snapshot.
+const SAVED_DISKS: &str = "saved-disks";
+
+/// Whether this is no path of this host.
+pub fn is_address(path: &Path) -> bool {
+    path.to_str().is_some_and(Address::is_meant)
+}
+
+/// The folder of a machine's snapshot disks, by the machine's own folder.
+pub fn saved_disks(machine_folder: &Path) -> PathBuf {
+    machine_folder.join(SAVED_DISKS)
+}
+
+/// Asks nobody yet.
+pub fn store(address: &Path, config: &ObjectStoreConfig) -> Result<Store, StoreError> {
+    let address = Address::parse(&address.to_string_lossy())?;
+    let settings = match &config.credentials {
+        Some(path) => Settings::from_file(path)?,
+        None => Settings::from_environment(),
+    };
+    Store::open(address, &settings)
+}
+
+/// A snapshot in a folder, or in an object store; of that one `disks` holds the disks, if they have been fetched.
+pub fn open_snapshot(path: &Path, config: &ObjectStoreConfig, disks: Option<&Path>) -> Result<Snapshot, SnapshotError> {
+    if !is_address(path) {
+        return Snapshot::open(path);
+    }
+    let store = Arc::new(store(path, config)?);
+    let cache = Cache::open(&config.folder.join("cache"), config.cache_bytes)?;
+    Snapshot::open_far(Far { store, cache, scratch: config.folder.clone() }, disks)
+}
+
+/// A folder for a save on its way up. Dropped, it is removed, with all that is in it.
+#[derive(Debug)]
+pub struct Staging(PathBuf);
+
+impl Staging {
+    pub fn make(config: &ObjectStoreConfig, machine: &str) -> io::Result<Self> {
+        let path = config.folder.join(format!("staging-{machine}"));
+        match std::fs::remove_dir_all(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&path)?;
+        Ok(Self(path))
+    }
+
+    /// Of the snapshot, which is still to be made.
+    pub fn snapshot(&self) -> PathBuf {
+        self.0.join("snapshot")
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        if let Err(error) = std::fs::remove_dir_all(&self.0) {
+            tracing::warn!(path = %self.0.display(), %error, "left behind: cannot be removed");
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! A disk as it lies in an object store: its blocks of 1 MiB that are not all zeroes, one after the other; and an index.
+//!
+//! ```text
+//! disk-NAME          blocks, in their order; the disk's last one may be shorter
+//! disk-NAME.index    24 a block: 0 u64 which block of the disk | 8 first 16 bytes of its BLAKE3
+//! ```
+//! Little endian. The manifest has the checksum of the index. So holes cost nothing, and what comes back is checked block by block.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+
+use hearth_store::Object;
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
+
+use super::manifest::{DiskPart, StoredDisk, disk_file};
+use super::place::Far;
+use super::{SnapshotError, check_part};
+
+const BLOCK_BYTES: u64 = 1 << 20;
+const ENTRY_BYTES: usize = 24;
+const CHECKSUM_BYTES: usize = 16;
+/// Of an index: for 2.8 TiB that are not zeroes.
+pub const INDEX_BYTES_MAX: u64 = 64 << 20;
+/// Asked for ahead of what is written.
+const AHEAD_BLOCKS: u64 = 32;
+
+pub fn index_file(disk: &str) -> String {
+    format!("{}.index", disk_file(disk))
+}
+
+/// How it is stored; a snapshot in a folder does not say.
+pub fn of<'a>(disk: &'a DiskPart, path: &Path) -> Result<&'a StoredDisk, SnapshotError> {
+    let what = "the manifest does not say how it is stored; `hearth save` writes snapshots to stores, and copying a folder does not";
+    disk.stored.as_ref().ok_or_else(|| SnapshotError::damaged(path, what))
+}
+
+/// Which blocks of an image are not all zeroes.
+pub struct Survey {
+    pub index: Vec<u8>,
+    /// Of these blocks.
+    pub bytes: u64,
+    blocks: Vec<u64>,
+    disk_bytes: u64,
+}
+
+impl Survey {
+    /// Reads the image, but for its holes. `go_on` is asked after each block.
+    pub fn of<E>(image: &File, mut go_on: impl FnMut() -> Result<(), E>) -> Result<Self, E>
+    where
+        E: From<io::Error>,
+    {
+        let disk_bytes = image.metadata()?.len();
+        let mut survey = Self { index: Vec::new(), bytes: 0, blocks: Vec::new(), disk_bytes };
+        let (mut block, mut buffer) = (0, vec![0; BLOCK_BYTES as usize]);
+        while let Some(next) = next_data(image, block * BLOCK_BYTES)? {
+            // A block may hold data behind a hole.
+            block = block.max(next / BLOCK_BYTES);
+            let bytes = &mut buffer[..length_of(block, disk_bytes)];
+            image.read_exact_at(bytes, block * BLOCK_BYTES)?;
+            if bytes.iter().any(|byte| *byte != 0) {
+                survey.blocks.push(block);
+                survey.bytes += bytes.len() as u64;
+                survey.index.extend(block.to_le_bytes());
+                survey.index.extend(&blake3::hash(bytes).as_bytes()[..CHECKSUM_BYTES]);
+            }
+            block += 1;
+            go_on()?;
+            if block * BLOCK_BYTES >= disk_bytes {
+                break;
+            }
+        }
+        Ok(survey)
+    }
+
+    /// These blocks, one after the other.
+    pub fn reader<'a>(&'a self, image: &'a File) -> impl Read + 'a {
+        BlocksReader { survey: self, image, block: 0, within: 0 }
+    }
+}
+
+struct BlocksReader<'a> {
+    survey: &'a Survey,
+    image: &'a File,
+    /// Position in `blocks`.
+    block: usize,
+    within: u64,
+}
+
+impl Read for BlocksReader<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let Some(&block) = self.survey.blocks.get(self.block) else { return Ok(0) };
+        let block_bytes = length_of(block, self.survey.disk_bytes) as u64;
+        let length = into.len().min((block_bytes - self.within) as usize);
+        let length = self.image.read_at(&mut into[..length], block * BLOCK_BYTES + self.within)?;
+        self.within += length as u64;
+        if self.within == block_bytes {
+            (self.block, self.within) = (self.block + 1, 0);
+        }
+        Ok(length)
+    }
+}
+
+/// None: only a hole is left.
+fn next_data(image: &File, from: u64) -> io::Result<Option<u64>> {
+    match seek(image, SeekFrom::Data(from)) {
+        Ok(at) => Ok(Some(at)),
+        Err(Errno::NXIO) => Ok(None),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+fn length_of(block: u64, disk_bytes: u64) -> usize {
+    BLOCK_BYTES.min(disk_bytes - block * BLOCK_BYTES) as usize
+}
+
+/// What a store's index says, if it makes sense.
+fn parse<'a>(index: &'a [u8], disk: &DiskPart, stored: &StoredDisk) -> Option<Vec<(u64, &'a [u8])>> {
+    let entries = index.chunks_exact(ENTRY_BYTES);
+    if !entries.remainder().is_empty() {
+        return None;
+    }
+    let block = |entry: &'a [u8]| (u64::from_le_bytes(entry[..8].try_into().expect("8 bytes")), &entry[8..]);
+    let blocks: Vec<_> = entries.map(block).collect();
+    let ascends = blocks.is_sorted_by(|one, next| one.0 < next.0);
+    let fits = blocks.last().is_none_or(|last| last.0 < disk.bytes.div_ceil(BLOCK_BYTES));
+    if !ascends || !fits {
+        return None;
+    }
+    let bytes: u64 = blocks.iter().map(|(block, _)| length_of(*block, disk.bytes) as u64).sum();
+    (bytes == stored.bytes).then_some(blocks)
+}
+
+/// Makes `target` the disk of a snapshot in a store. `progress` hears how many bytes have come, and of how many.
+pub fn fetch(
+    far: &Far,
+    disk: &DiskPart,
+    target: &Path,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<(), SnapshotError> {
+    let (name, index_name) = (disk_file(&disk.name), index_file(&disk.name));
+    let url = |name: &str| std::path::PathBuf::from(far.store.url(name));
+    let stored = of(disk, &url(&name))?;
+    let missing = |name: &str| SnapshotError::damaged(&url(name), "it is not there");
+    let index = far.store.read(&index_name, INDEX_BYTES_MAX)?.ok_or_else(|| missing(&index_name))?;
+    let index = check_part(&url(&index_name), &stored.index, index)?;
+    let blocks = parse(&index, disk, stored);
+    let blocks = blocks.ok_or_else(|| SnapshotError::damaged(&url(&index_name), "its blocks make no sense"))?;
+    let object = Object::open(&far.store, &far.cache, &name)?.ok_or_else(|| missing(&name))?;
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(target);
+    let file = file.map_err(SnapshotError::io(target, "made"))?;
+    file.set_len(disk.bytes).map_err(SnapshotError::io(target, "written"))?;
+    let (mut offset, mut asked_to, mut buffer) = (0, 0, vec![0; BLOCK_BYTES as usize]);
+    for (block, checksum) in blocks {
+        if offset >= asked_to {
+            object.read_ahead(offset..offset + AHEAD_BLOCKS * BLOCK_BYTES);
+            asked_to = offset + AHEAD_BLOCKS / 2 * BLOCK_BYTES;
+        }
+        let bytes = &mut buffer[..length_of(block, disk.bytes)];
+        let end = offset + bytes.len() as u64;
+        let is_right = |bytes: &[u8]| blake3::hash(bytes).as_bytes()[..CHECKSUM_BYTES] == *checksum;
+        object.read_at(bytes, offset)?;
+        if !is_right(bytes) {
+            // What of it is kept on this host must not be what is wrong with it.
+            object.forget(offset..end);
+            object.read_at(bytes, offset)?;
+        }
+        if !is_right(bytes) {
+            object.forget(offset..end);
+            let at = block * BLOCK_BYTES;
+            let what = format!("bytes {at} to {} of the disk are not what was saved", at + (end - offset) - 1);
+            return Err(SnapshotError::damaged(&url(&name), what));
+        }
+        file.write_all_at(bytes, block * BLOCK_BYTES).map_err(SnapshotError::io(target, "written"))?;
+        offset = end;
+        progress(offset, stored.bytes);
+    }
+    file.sync_all().map_err(SnapshotError::io(target, "written"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::snapshot::Part;
+
+    fn survey(image: &File) -> Survey {
+        Survey::of(image, || io::Result::Ok(())).unwrap()
+    }
+
+    #[test]
+    fn holes_and_zeroes_are_not_sent_and_what_is_comes_in_order() {
+        let folder = tempfile::tempdir().unwrap();
+        let image = File::options().read(true).write(true).create_new(true).open(folder.path().join("disk")).unwrap();
+        assert_eq!(survey(&image).bytes, 0, "an empty one");
+        image.set_len(10 * BLOCK_BYTES + 5).unwrap();
+        assert_eq!(survey(&image).bytes, 0, "one of holes");
+        image.write_all_at(&[0; 4096], 2 * BLOCK_BYTES).unwrap();
+        image.write_all_at(&[7; 4096], 4 * BLOCK_BYTES - 4096).unwrap();
+        image.write_all_at(&[9], 10 * BLOCK_BYTES + 4).unwrap();
+        let found = survey(&image);
+        assert_eq!((&found.blocks[..], found.bytes), (&[3, 10][..], BLOCK_BYTES + 5));
+        let mut sent = Vec::new();
+        found.reader(&image).read_to_end(&mut sent).unwrap();
+        assert_eq!(sent.len() as u64, found.bytes);
+        assert_eq!(
+            (sent[BLOCK_BYTES as usize - 4096], sent[BLOCK_BYTES as usize - 4097], sent[sent.len() - 1]),
+            (7, 0, 9)
+        );
+        let disk = DiskPart { name: "root".into(), format: "raw".into(), bytes: 10 * BLOCK_BYTES + 5, stored: None };
+        let part = |bytes| StoredDisk { bytes, index: Part { bytes: 0, blake3: String::new() } };
+        let parsed = parse(&found.index, &disk, &part(found.bytes)).unwrap();
+        assert_eq!(parsed.iter().map(|(block, _)| *block).collect::<Vec<_>>(), [3, 10]);
+        assert!(parse(&found.index, &disk, &part(found.bytes + 1)).is_none(), "not so long");
+        assert!(parse(&found.index[1..], &disk, &part(found.bytes)).is_none(), "cut off");
+        let turned = [&found.index[24..], &found.index[..24]].concat();
+        assert!(parse(&turned, &disk, &part(found.bytes)).is_none(), "out of order");
+        let beyond = DiskPart { bytes: 10 * BLOCK_BYTES, ..disk };
+        assert!(parse(&found.index, &beyond, &part(found.bytes)).is_none(), "behind the disk's end");
+    }
+}
