@@ -2,6 +2,7 @@
 //!
 //! `saves`: what saving does to the machine that is saved. `restores`: the guest that comes back is the one that was saved.
 //! `dedup`: what its disks hold is not stored. `scans`: what the guest uses is seen before it is saved. `identity`: a clone knows that it is one. `faults`: what a damaged snapshot and killed keepers make of it.
+//! `object_store`: the same out of an object store, over a wire that is not to be relied on.
 
 #[path = "lazy_restore/dedup.rs"]
 mod dedup;
@@ -9,6 +10,8 @@ mod dedup;
 mod faults;
 #[path = "lazy_restore/identity.rs"]
 mod identity;
+#[path = "lazy_restore/object_store.rs"]
+mod object_store;
 #[path = "lazy_restore/restores.rs"]
 mod restores;
 #[path = "lazy_restore/saves.rs"]

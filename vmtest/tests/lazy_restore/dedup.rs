@@ -13,13 +13,13 @@ use super::{SEED, comes_whole, fill, verify};
 const FILE_BYTES: usize = 24 << 20;
 
 /// A file that the guest has read from its disk, and memory that no disk holds.
-fn read_file(vm: &TestVm) -> Result<()> {
+pub fn read_file(vm: &TestVm) -> Result<()> {
     fill(vm, 16)?;
     vm.sh(&format!("mkdir -p /d && mount /dev/vda /d && probe fill /d/file {FILE_BYTES} {SEED} && probe drop-caches"))?;
     verify_file(vm)
 }
 
-fn verify_file(vm: &TestVm) -> Result<()> {
+pub fn verify_file(vm: &TestVm) -> Result<()> {
     vm.sh_within(&format!("probe verify /d/file {SEED}"), patience(60)).map(drop)
 }
 

@@ -1,0 +1,316 @@
+//! Snapshots in an object store: saved to it, restored out of it, over a wire that is slow, breaks, or is dead for a while.
+
+#[path = "../../../crates/store/tests/server/mod.rs"]
+mod server;
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, patience, pattern};
+use serde_json::Value;
+use server::{BUCKET, S3Server, Wire};
+
+use super::dedup::{read_file, verify_file};
+use super::{SEED, comes_whole, fill, verify};
+
+const MIB: u64 = 1 << 20;
+
+/// A store, a machine that can save to it, and where clones keep what they fetch.
+struct Stand {
+    server: S3Server,
+    folder: tempfile::TempDir,
+}
+
+impl Stand {
+    fn new() -> Self {
+        let (server, folder) = (S3Server::start(), tempfile::tempdir().expect("a folder"));
+        let lines = server.environment().into_iter().map(|(key, value)| format!("{key}={value}\n"));
+        fs::write(folder.path().join("s3.env"), lines.collect::<String>()).expect("it can be written");
+        Self { server, folder }
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.folder.path().join(name).display().to_string()
+    }
+
+    fn machine(&self, builder: TestVmBuilder) -> Result<TestVm> {
+        let mut section = toml::Table::new();
+        section.insert("credentials".to_owned(), self.path("s3.env").into());
+        section.insert("folder".to_owned(), self.path("keeper").into());
+        builder.setting("object_store", section).boot()
+    }
+
+    fn clone(&self, vm: &TestVm, name: &str, cache: &str, options: &[&str]) -> Result<TestVm> {
+        let (credentials, cache) = (self.path("s3.env"), self.path(cache));
+        let store = ["--credentials", &credentials, "--cache", &cache];
+        vm.restore(Path::new(&address("one")), name, &[&store, options].concat())
+    }
+
+    /// A guest with so much memory that is known, saved to the store and gone; its nonce.
+    fn saved(&self, name: &str, mib: u64) -> Result<(TestVm, String)> {
+        let vm = self.machine(TestVm::busybox(name).memory_mib(512))?;
+        let nonce = vm.nonce()?;
+        fill(&vm, mib)?;
+        vm.save(Path::new(&address("one")))?;
+        vm.stop_at_once()?;
+        Ok((vm, nonce))
+    }
+
+    fn object(&self, name: &str) -> PathBuf {
+        self.server.file(&format!("one/{name}"))
+    }
+
+    /// Of everything in a cache.
+    fn cached_bytes(&self, cache: &str) -> u64 {
+        let objects = fs::read_dir(self.folder.path().join(cache).join("cache/objects")).expect("there is one");
+        let blocks = objects.flatten().flat_map(|object| fs::read_dir(object.path()).expect("a folder"));
+        blocks.flatten().map(|block| block.metadata().expect("it is there").len()).sum()
+    }
+}
+
+fn address(name: &str) -> String {
+    format!("s3://{BUCKET}/{name}")
+}
+
+fn wait_complete(vm: &TestVm) -> Result<Value> {
+    vm.wait_event("all memory is there", |event| event["kind"] == "restore_complete")
+}
+
+#[test]
+fn a_guest_comes_back_out_of_a_store_in_each_way_and_over_a_bad_wire() -> Result<()> {
+    let stand = Stand::new();
+    let vm = stand.machine(TestVm::busybox("far").disk(Disk::ext4(64)))?;
+    let nonce = vm.nonce()?;
+    read_file(&vm)?;
+    vm.save_with(Path::new(&address("one")), &["--dedup-disk", "--scan", "200ms,2"])?;
+    verify_file(&vm)?;
+    verify(&vm)?;
+    let refused = vm.cli_output(&["save", vm.name(), "-o", &address("one")])?;
+    assert!(refused.status != 0 && refused.text().contains("exists already"), "{}", refused.text());
+    vm.stop_at_once()?;
+    assert_eq!(fs::read_dir(stand.path("keeper")).expect("it was used").count(), 0, "nothing is left of its way up");
+    let disk = vm.folder().join("snapshot-of-a-clone");
+
+    for (name, mode, wire, cache) in [
+        ("cut", "--lazy", Wire::Cut(3 * MIB), "first"),
+        ("slow", "--working-set", Wire::Slow(8 * MIB), "second"),
+        ("eager", "--eager", Wire::Whole, "third"),
+        ("again", "--lazy", Wire::Whole, "third"),
+    ] {
+        let before = stand.server.answer_bytes();
+        stand.server.set_wire(wire);
+        let clone = stand.clone(&vm, name, cache, &[mode])?;
+        clone.wait_running()?;
+        assert_eq!(clone.nonce()?, nonce, "{name}: it is the same guest");
+        verify_file(&clone)?;
+        verify(&clone)?;
+        let complete = wait_complete(&clone)?;
+        let prefetched = complete["pages_prefetched"].as_u64().unwrap_or_default();
+        assert_eq!(prefetched > 0, mode != "--lazy", "{complete}");
+        clone.sh("probe drop-caches")?;
+        verify_file(&clone)?;
+        let came = stand.server.answer_bytes() - before;
+        assert_eq!(came < MIB, name == "again", "{name}: {came} bytes came");
+        if name == "again" {
+            // Its disk lies over what was fetched: that is not to be had elsewhere.
+            let refused = clone.cli_output(&["save", clone.name(), "-o", &address("two")])?;
+            assert!(
+                refused.status != 0 && refused.text().contains("an object store would not have"),
+                "{}",
+                refused.text()
+            );
+            clone.save(&disk)?;
+        }
+        clone.stop_at_once()?;
+    }
+    Ok(())
+}
+
+/// A command that needs all pages of the pattern, and some of these have come.
+fn begin_verifying(clone: &TestVm) -> Result<u64> {
+    let verifying = clone.guest().start(&format!("probe verify /tmp/memory {SEED}"))?;
+    clone.wait_status("some of it was touched", |status| status["restore"]["pages_lazy"].as_u64() > Some(1000))?;
+    Ok(verifying)
+}
+
+#[test]
+fn a_guest_waits_for_a_store_that_is_gone_and_goes_on_when_it_is_back() -> Result<()> {
+    let stand = Stand::new();
+    let (vm, nonce) = stand.saved("gone", 64)?;
+    stand.server.set_wire(Wire::Slow(4 * MIB));
+    // Nothing is filled in behind a guest that is traced: there is always something missing.
+    let clone = stand.clone(&vm, "waits", "cache", &["--trace", "600"])?;
+    clone.wait_running()?;
+    let verifying = begin_verifying(&clone)?;
+    stand.server.set_wire(Wire::Dead);
+    let waits = |status: &Value| status["restore"]["waits"].as_array().map_or(0, Vec::len) > 0;
+    let status = clone.wait_status("the guest waits", waits)?;
+    let why = status["restore"]["waits"][0].as_str().unwrap_or_default();
+    assert!(why.contains("of the guest's memory cannot be fetched") && why.contains(&address("one/ram")), "{why}");
+    clone.wait_event("it is told", |event| event["kind"] == "restore_waits")?;
+    assert!(clone.guest().take_answer(verifying).is_none(), "it cannot have been verified: pages of it are not there");
+    // A store that is back, but does not feel well.
+    stand.server.set_wire(Wire::Failing);
+    clone.wait_status("the guest still waits", waits)?;
+    stand.server.set_wire(Wire::Whole);
+    let verified = clone.wait_console("it goes on", patience(60), |heard| heard.take_answer(verifying))?;
+    assert_eq!((verified.status, clone.nonce()?), (0, nonce));
+    Ok(())
+}
+
+#[test]
+fn a_keeper_killed_while_memory_comes_out_of_a_store_is_followed_by_one_that_brings_the_rest() -> Result<()> {
+    let stand = Stand::new();
+    let (vm, nonce) = stand.saved("orphaned", 64)?;
+    let clone = stand.clone(&vm, "orphan", "cache", &["--trace", "600"])?;
+    clone.wait_running()?;
+    let verifying = begin_verifying(&clone)?;
+    clone.restart_keeper()?;
+    comes_whole(&clone, verifying, &nonce)
+}
+
+#[test]
+fn the_cache_keeps_to_its_limit_and_the_guest_comes_whole_all_the_same() -> Result<()> {
+    let stand = Stand::new();
+    let (vm, nonce) = stand.saved("limited", 150)?;
+    let clone = stand.clone(&vm, "small", "cache", &["--lazy", "--cache-size", "64MiB"])?;
+    clone.wait_running()?;
+    wait_complete(&clone)?;
+    assert_eq!(clone.nonce()?, nonce);
+    verify(&clone)?;
+    let cached = stand.cached_bytes("cache");
+    assert!((32 * MIB..=64 * MIB).contains(&cached), "{cached} bytes");
+    Ok(())
+}
+
+#[test]
+fn what_is_not_whole_in_a_store_is_refused_or_waited_for_by_name() -> Result<()> {
+    let stand = Stand::new();
+    let vm = stand.machine(TestVm::busybox("altered").memory_mib(512).disk(Disk::empty(16)))?;
+    let nonce = vm.nonce()?;
+    fill(&vm, 64)?;
+    vm.sh("dd if=/tmp/memory of=/dev/vda bs=64k count=64 conv=fsync 2>&1")?;
+    vm.save(Path::new(&address("one")))?;
+    vm.stop_at_once()?;
+    let refused = |what: &str, expect: &str| -> Result<()> {
+        let clone = stand.clone(&vm, "never", "cache", &[])?;
+        assert_eq!(clone.wait_keeper_end()?.code(), Some(1), "{what}");
+        assert!(clone.keeper_log().contains(expect), "{what}: {}", clone.keeper_log());
+        Ok(())
+    };
+    let disk = format!("disk-{}", disk_name(&stand));
+    for (name, expect) in [
+        ("manifest", "it has no manifest"),
+        ("state", "state: cannot be read"),
+        ("disk-root", "disk-root: is damaged: it has 0 bytes"),
+        ("disk-root.index", "disk-root.index: is damaged: it is not there"),
+    ] {
+        let name = name.replace("disk-root", &disk);
+        let (path, away) = (stand.object(&name), stand.folder.path().join("away"));
+        fs::rename(&path, &away).expect("it is there");
+        refused(&name, &expect.replace("disk-root", &disk))?;
+        fs::rename(&away, &path).expect("it is there");
+    }
+    let flip = |name: &str, place: u64| {
+        let file = File::options().read(true).write(true).open(stand.object(name)).expect("it is there");
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, place).expect("it is that long");
+        file.write_all_at(&[byte[0] ^ 1], place).expect("it can be written");
+    };
+    for (name, place, expect) in [
+        ("state", 100, "state: is damaged: its checksum is wrong".to_owned()),
+        (
+            disk.as_str(),
+            3 * MIB + 5,
+            format!("{disk}: is damaged: bytes 3145728 to 4194303 of the disk are not what was saved"),
+        ),
+    ] {
+        flip(name, place);
+        refused(name, &expect)?;
+        flip(name, place);
+    }
+    let whole = fs::read(stand.object("ram")).expect("it can be read");
+    let first = pattern::bytes("memory", 4096, SEED);
+    let place = whole.chunks_exact(4096).position(|page| page == first).expect("it is there") as u64 * 4096;
+    flip("ram", place);
+    let clone = stand.clone(&vm, "mended", "cache", &["--lazy"])?;
+    clone.wait_running()?;
+    let told = clone.wait_event("the damage is told", |event| event["kind"] == "restore_waits")?;
+    let why = told["why"].as_str().unwrap_or_default();
+    assert!(
+        why.starts_with(&address("one/ram: pages ")) && why.contains("of the guest's memory are damaged"),
+        "{told}"
+    );
+    let verifying = clone.guest().start(&format!("probe verify /tmp/memory {SEED}"))?;
+    clone.wait_status("nothing else is missing", |status| status["restore"]["pages_missing"].as_u64() <= Some(16))?;
+    assert!(clone.guest().take_answer(verifying).is_none(), "it cannot have been verified: a page of it is not there");
+    flip("ram", place);
+    comes_whole(&clone, verifying, &nonce)
+}
+
+/// Of the one that the snapshot has.
+fn disk_name(stand: &Stand) -> String {
+    let names = fs::read_dir(stand.object("")).expect("a folder").flatten();
+    let names = names.filter_map(|entry| Some(entry.file_name().to_str()?.strip_prefix("disk-")?.to_owned()));
+    names.min_by_key(String::len).expect("there is one")
+}
+
+#[test]
+fn a_save_that_does_not_arrive_leaves_the_guest_as_it_was_and_nothing_anywhere() -> Result<()> {
+    let stand = Stand::new();
+    let vm = stand.machine(TestVm::busybox("unsent").memory_mib(512))?;
+    let nonce = vm.nonce()?;
+    fill(&vm, 64)?;
+    let is_as_it_was = |what: &str| -> Result<()> {
+        vm.wait_status(what, |status| status["save"].is_null() && status["state"] == "running")?;
+        stand.server.await_empty();
+        assert_eq!(fs::read_dir(stand.path("keeper")).expect("it was used").count(), 0, "{what}");
+        assert_eq!(vm.nonce()?, nonce, "{what}");
+        verify(&vm)
+    };
+    stand.server.set_wire(Wire::Slow(4 * MIB));
+    vm.cli(&["save", vm.name(), "-o", &address("one"), "--stop", "--no-wait"])?;
+    vm.wait_status("it is on its way", |status| status["save"]["upload_bytes_done"].as_u64() > Some(8 * MIB))?;
+    vm.cli_output(&["save", vm.name(), "--cancel"])?;
+    vm.wait_event("it was called off", |event| event["kind"] == "save_failed")?;
+    is_as_it_was("called off")?;
+    stand.server.set_wire(Wire::Dead);
+    let refused = vm.cli_output(&["save", vm.name(), "-o", &address("one")])?;
+    assert!(
+        refused.status != 0 && refused.text().contains("the store does not answer as it should"),
+        "{}",
+        refused.text()
+    );
+    stand.server.set_wire(Wire::Whole);
+    is_as_it_was("a store that is gone")?;
+    let refused = vm.cli_output(&["save", vm.name(), "-o", "s3://bucket"])?;
+    assert!(refused.status != 0 && refused.text().contains("name a place in the bucket"), "{}", refused.text());
+    vm.save(Path::new(&address("one")))?;
+    assert!(stand.server.files().iter().any(|name| name == "bucket/one/manifest"), "{:?}", stand.server.files());
+    verify(&vm)
+}
+
+#[test]
+fn a_rehearsal_out_of_a_store_notes_the_working_set_there() -> Result<()> {
+    let stand = Stand::new();
+    let (vm, nonce) = stand.saved("rehearsed", 16)?;
+    let [credentials, cache, scratch] = ["s3.env", "cache", "scratch"].map(|name| stand.path(name));
+    fs::create_dir(&scratch).expect("a folder");
+    let (one, store) = (address("one"), ["--credentials", &credentials, "--cache", &cache]);
+    let show = |what: &str| -> Result<Value> {
+        let shown = vm.cli(&[&["working-set", &one, "--json"], &store[..]].concat())?;
+        Ok(serde_json::from_str(&shown).expect(what))
+    };
+    assert!(show("none so far")?["working_set"].is_null());
+    let rehearse = ["rehearse", &one, "--scratch", &scratch, "--for", "600", "--until", "sleep 3"];
+    let said = vm.cli(&[&rehearse, &store[..]].concat())?;
+    let shown = show("one")?;
+    let pages = shown["working_set"]["pages"].as_u64().expect("a set was noted");
+    assert!(pages > 0 && said.contains(&format!("{pages} pages in the working set")), "{said}");
+    let clone = stand.clone(&vm, "ahead", "cache", &[])?;
+    clone.wait_running()?;
+    assert_eq!(wait_complete(&clone)?["pages_prefetched"], pages);
+    assert_eq!(clone.nonce()?, nonce);
+    verify(&clone)
+}
