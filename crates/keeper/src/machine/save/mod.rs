@@ -52,9 +52,9 @@ const STATE_PATIENCE: Duration = Duration::from_secs(5);
 #[derive(Clone, Debug)]
 pub enum Word {
     Event(EventKind),
-    /// A scan has begun to look.
-    Forgotten,
-    /// It is over.
+    /// So many rounds of a scan are over, and another begins.
+    Round(u32),
+    /// All of them are.
     Scanned(EventKind),
     /// Little is left to copy: the guest is to stand still.
     Settled,
@@ -276,7 +276,8 @@ impl Machine {
             return;
         }
         match word {
-            Word::Forgotten => self.translate_anew(),
+            Word::Round(0) => self.translate_anew(),
+            Word::Round(_) => self.translate_as_ever(),
             Word::Scanned(event) => {
                 self.translate_as_ever();
                 self.record(event);
@@ -293,7 +294,8 @@ impl Machine {
         }
     }
 
-    /// Emulated code that was translated before is not read again, and a scan would not see that it is used.
+    /// Emulated code that was translated before is not read again, and a scan would not see that it is used. One round shows
+    /// it; the others need not be as slow.
     fn translate_anew(&mut self) {
         let Some(generation) = self.life.as_ref().map(|life| &life.generation) else { return };
         if generation.identity().accelerator != Accelerator::Tcg.name() {

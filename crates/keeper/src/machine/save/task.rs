@@ -112,9 +112,7 @@ impl Sight {
         };
         let (began, rounds) = (Instant::now(), plan.rounds);
         let used = scan.run(plan, |rounds_done, period| {
-            if rounds_done == 0 {
-                tell.say(Word::Forgotten);
-            }
+            tell.say(Word::Round(rounds_done));
             reporter.scan(ScanStatus { rounds, rounds_done }, period)
         })?;
         tell.say(Word::Scanned(EventKind::SaveScanned {
