@@ -91,6 +91,12 @@ enum Chore {
         /// Only these disk profiles
         #[arg(long, env = "PROFILE", value_delimiter = ',')]
         profile: Vec<Profile>,
+        /// Only these sides: hearth, hearth-without, qemu-direct, qemu-host-cache, qemu-host-cache-dropped
+        #[arg(long, env = "CASES", value_delimiter = ',', value_parser = remount::Side::by_name)]
+        cases: Vec<remount::Side>,
+        /// Only with so many volumes, and then on all sides
+        #[arg(long, env = "VOLUMES", value_delimiter = ',')]
+        volumes: Vec<usize>,
     },
     /// A Debian machine panics and comes back, warm and cold
     Demo {
@@ -200,10 +206,12 @@ fn run(chore: Chore) -> Result<(), Box<dyn Error>> {
             lazy_restore::run(&options, &mut record)?;
             finish(&record, &common.folder, &lazy_restore::table(&record))
         }
-        Chore::Remount { common, profile } => {
+        Chore::Remount { common, profile, cases, volumes } => {
             let quick = common.is_quick();
             let options = remount::Options {
                 quick,
+                sides: cases,
+                volumes,
                 folder: common.folder.clone(),
                 profiles: chosen(profile, if quick { &[Profile::Paper] } else { &Profile::ALL }),
             };

@@ -95,9 +95,20 @@ impl Throttle {
 
     /// Bytes read from the device by all that ever ran in the group.
     pub fn read_bytes(&self) -> Result<u64, ThrottleError> {
-        let file = match self.version {
-            Version::V1 => "blkio.throttle.io_service_bytes",
-            Version::V2 => "io.stat",
+        self.counter("blkio.throttle.io_service_bytes", "Read", "rbytes")
+    }
+
+    /// Operations on the device by all that ever ran in the group: reads, writes.
+    pub fn operations(&self) -> Result<(u64, u64), ThrottleError> {
+        let of = |v1: &str, v2: &str| self.counter("blkio.throttle.io_serviced", v1, v2);
+        Ok((of("Read", "rios")?, of("Write", "wios")?))
+    }
+
+    /// A counter: of this file and name (v1), or of this name in `io.stat` (v2).
+    fn counter(&self, v1_file: &str, v1: &str, v2: &str) -> Result<u64, ThrottleError> {
+        let (file, name) = match self.version {
+            Version::V1 => (v1_file, v1),
+            Version::V2 => ("io.stat", v2),
         };
         let path = self.folder.join(file);
         let text = fs::read_to_string(&path).map_err(|source| ThrottleError::Use { path: path.clone(), source })?;
@@ -105,7 +116,7 @@ impl Throttle {
         if !text.contains(&format!("{} ", self.device)) {
             return Ok(0);
         }
-        read_counter(self.version, self.device, &text).ok_or(ThrottleError::NoCounter { path, device: self.device })
+        counter(self.version, self.device, &text, name).ok_or(ThrottleError::NoCounter { path, device: self.device })
     }
 }
 
@@ -188,12 +199,14 @@ fn limit_files(version: Version, device: Device, rate: Option<DiskRate>) -> Vec<
     }
 }
 
-fn read_counter(version: Version, device: Device, text: &str) -> Option<u64> {
+fn counter(version: Version, device: Device, text: &str, name: &str) -> Option<u64> {
     let device = device.to_string();
     let mut lines = text.lines().filter_map(|line| line.strip_prefix(&device)?.strip_prefix(' '));
     match version {
-        Version::V1 => lines.find_map(|line| line.strip_prefix("Read ")?.trim().parse().ok()),
-        Version::V2 => lines.next()?.split(' ').find_map(|field| field.strip_prefix("rbytes=")?.parse().ok()),
+        Version::V1 => lines.find_map(|line| line.strip_prefix(name)?.trim().parse().ok()),
+        Version::V2 => {
+            lines.next()?.split(' ').find_map(|field| field.strip_prefix(name)?.strip_prefix('=')?.parse().ok())
+        }
     }
 }
 
@@ -233,10 +246,11 @@ mod tests {
     #[test]
     fn counters_are_those_of_the_device() {
         let v1 = "8:0 Read 11\n254:0 Write 5\n254:0 Read 42\nTotal 58\n";
-        assert_eq!(read_counter(Version::V1, DISK, v1), Some(42));
+        assert_eq!(counter(Version::V1, DISK, v1, "Read"), Some(42));
         let v2 = "8:0 rbytes=11 wbytes=0\n254:0 rbytes=42 wbytes=7 rios=1\n";
-        assert_eq!(read_counter(Version::V2, DISK, v2), Some(42));
-        assert_eq!(read_counter(Version::V2, DISK, "1254:0 rbytes=3\n"), None);
+        let of = |name: &str| counter(Version::V2, DISK, v2, name);
+        assert_eq!((of("rbytes"), of("rios"), of("wios")), (Some(42), Some(1), None));
+        assert_eq!(counter(Version::V2, DISK, "1254:0 rbytes=3\n", "rbytes"), None);
     }
 
     #[test]

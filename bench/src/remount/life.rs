@@ -78,6 +78,7 @@ impl<'b, 'a> Life<'b, 'a> {
         let case = case(side, self.volumes, self.profile);
         self.bench.rig.limit(self.profile)?;
         let read_before = self.bench.rig.group_read_bytes()?;
+        let operations_before = self.bench.rig.group_operations()?;
         let crashed = Instant::now();
         self.crash()?;
         if side == Side::HostCacheDropped {
@@ -91,6 +92,7 @@ impl<'b, 'a> Life<'b, 'a> {
         let ready_s = crashed.elapsed().as_secs_f64();
         self.ready()?;
         let read_after = self.bench.rig.group_read_bytes()?;
+        let operations_after = self.bench.rig.group_operations()?;
         self.bench.rig.limit(Profile::Asis)?;
         eprintln!(
             "{NAME}: [{}] {} volumes, {}: mounted in {mount_s:.1} s, ready {ready_s:.1} s after the crash",
@@ -102,6 +104,10 @@ impl<'b, 'a> Life<'b, 'a> {
         record.add(&case, "ready_s", "s", ready_s);
         if let Some((before, after)) = read_before.zip(read_after) {
             record.add(&case, "read_mib", "MiB", (after - before) as f64 / MIB);
+        }
+        if let Some((before, after)) = operations_before.zip(operations_after) {
+            record.add(&case, "read_ops", "", (after.0 - before.0) as f64);
+            record.add(&case, "write_ops", "", (after.1 - before.1) as f64);
         }
         if side == Side::BootSet {
             self.note_plan(&case, record)?;

@@ -74,6 +74,11 @@ impl Side {
         }
     }
 
+    pub fn by_name(name: &str) -> Result<Self, String> {
+        let names = || Side::ALL.map(Side::name).join(", ");
+        Side::ALL.into_iter().find(|side| side.name() == name).ok_or_else(|| format!("sides are {}", names()))
+    }
+
     /// In the names of figures.
     fn word(self) -> &'static str {
         match self {
@@ -91,13 +96,16 @@ pub struct Options {
     /// On the disk that is to be measured.
     pub folder: PathBuf,
     pub profiles: Vec<Profile>,
+    /// Only these, if any are named: all of them with so many volumes each.
+    pub sides: Vec<Side>,
+    pub volumes: Vec<usize>,
 }
 
 /// What is measured with so many volumes.
 struct Cell {
     volumes: usize,
     profiles: Vec<Profile>,
-    sides: &'static [Side],
+    sides: Vec<Side>,
     /// Crashes that are measured.
     rounds: u32,
     /// The sides whose reads are looked at one by one, in one more boot.
@@ -106,15 +114,24 @@ struct Cell {
 
 /// All sides where the most is at stake, and the two that matter most where the number of volumes is looked at.
 fn cells(options: &Options) -> Vec<Cell> {
-    const TWO: &[Side] = &[Side::BootSet, Side::Direct];
+    let sides = |all: &[Side]| -> Vec<Side> {
+        let is_asked = |side: &Side| options.sides.is_empty() || options.sides.contains(side);
+        all.iter().copied().filter(is_asked).collect()
+    };
+    let all_profiles = |volumes: usize, all: &[Side]| {
+        let profiles = options.profiles.clone();
+        Cell { volumes, profiles, sides: sides(all), rounds: 1, traced: true }
+    };
+    if !options.volumes.is_empty() {
+        return options.volumes.iter().map(|&volumes| all_profiles(volumes, &Side::ALL)).collect();
+    }
     if options.quick {
-        const QUICK: &[Side] = &[Side::BootSet, Side::Direct, Side::HostCache];
-        return vec![Cell { volumes: 24, profiles: options.profiles.clone(), sides: QUICK, rounds: 1, traced: true }];
+        return vec![all_profiles(24, &[Side::BootSet, Side::Direct, Side::HostCache])];
     }
     let paper = || options.profiles.iter().copied().filter(|&profile| profile == Profile::Paper).collect();
-    let few = [50, 100, 200].map(|volumes| Cell { volumes, profiles: paper(), sides: TWO, rounds: 1, traced: false });
-    let most = Cell { volumes: 400, profiles: options.profiles.clone(), sides: &Side::ALL, rounds: 1, traced: true };
-    few.into_iter().chain([most]).collect()
+    let two = || sides(&[Side::BootSet, Side::Direct]);
+    let few = [50, 100, 200].map(|volumes| Cell { volumes, profiles: paper(), sides: two(), rounds: 1, traced: false });
+    few.into_iter().chain([all_profiles(400, &Side::ALL)]).collect()
 }
 
 /// What every side is started on.

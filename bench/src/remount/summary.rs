@@ -14,8 +14,8 @@ pub fn summarise(record: &mut Record, cells: &[Cell]) {
         for &profile in &cell.profiles {
             let median = |side: Side, metric: &str| record.median(&case(side, volumes, profile), metric);
             let key = |metric: &str| profile.key(&format!("{metric}_{volumes}"));
-            for &side in cell.sides {
-                for metric in ["mount_s", "ready_s", "read_mib"] {
+            for &side in &cell.sides {
+                for metric in ["mount_s", "ready_s", "read_mib", "read_ops", "write_ops"] {
                     figures.push((key(&format!("{metric}_{}", side.word())), median(side, metric)));
                 }
             }
@@ -51,6 +51,8 @@ pub fn table(record: &Record) -> Table {
         "mount s",
         "ready s",
         "read MiB",
+        "reads",
+        "writes",
         "host cache MiB",
         "boot set MiB",
         "hits %",
@@ -66,8 +68,17 @@ pub fn table(record: &Record) -> Table {
                 if record.median(&case, "ready_s").is_none() {
                     continue;
                 }
-                let metrics =
-                    ["mount_s", "ready_s", "read_mib", "host_cache_mib", "cached_mib", "hit_pct", "hit_us_p50"];
+                let metrics = [
+                    "mount_s",
+                    "ready_s",
+                    "read_mib",
+                    "read_ops",
+                    "write_ops",
+                    "host_cache_mib",
+                    "cached_mib",
+                    "hit_pct",
+                    "hit_us_p50",
+                ];
                 let figures = metrics.map(|metric| figure_or_dash(record.median(&case, metric)));
                 table.row([case.clone()].into_iter().chain(figures));
             }
@@ -95,7 +106,8 @@ mod tests {
         add(Side::HostCache, "ready_s", 8.0);
         add(Side::BootSet, "cached_mib", 5.0);
         add(Side::HostCache, "host_cache_mib", 50.0);
-        let cell = Cell { volumes: 400, profiles: vec![Profile::Paper], sides: &Side::ALL, rounds: 1, traced: true };
+        let cell =
+            Cell { volumes: 400, profiles: vec![Profile::Paper], sides: Side::ALL.to_vec(), rounds: 1, traced: true };
         summarise(&mut record, &[cell]);
         assert_eq!(record.summary["ready_speedup_400"], 4.0);
         assert_eq!(record.summary["ready_vs_hostcache_warm"], 1.25);

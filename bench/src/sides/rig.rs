@@ -131,6 +131,14 @@ impl Rig {
         }
     }
 
+    /// Operations on the disk so far: reads, writes. None where there is no control group.
+    pub fn group_operations(&self) -> Result<Option<(u64, u64)>, RigError> {
+        match &self.limited_by {
+            LimitedBy::Group(throttle) => Ok(Some(throttle.operations()?)),
+            LimitedBy::Sides { .. } => Ok(None),
+        }
+    }
+
     pub fn accelerator(&self) -> Accelerator {
         self.accelerator
     }
