@@ -97,7 +97,8 @@ fn a_request_that_was_overtaken_is_carried_out_by_the_next_server() {
             guest.write_ram(DATA, &[0xaa; 4096]);
             let held = guest.submit(0, kind, 0, DATA, 4096);
             for at in 1..8 {
-                let later = guest.submit(0, READ, at * 4096, DATA + at * 4096, 4096);
+                // Too far away to be joined with it.
+                let later = guest.submit(0, READ, at << 16, DATA + at * 4096, 4096);
                 assert_eq!(guest.wait(0).head, later, "overtakes");
             }
             let _next = take_over(&place, victim, &mut guest, "");

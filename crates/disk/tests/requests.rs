@@ -334,7 +334,8 @@ fn limits_hold_back_the_image_and_are_counted() {
     let mut guest = Guest::connect(&place.socket(), 1);
     let started = std::time::Instant::now();
     for at in 0..16 {
-        guest.submit(0, READ, at * 4096, DATA + at * 4096, 4096);
+        // Too far from each other to be joined.
+        guest.submit(0, READ, at << 16, DATA + at * 4096, 4096);
     }
     let answered = (0..16).filter(|_| guest.wait(0).status == OK).count();
     assert_eq!(answered, 16);
@@ -357,7 +358,7 @@ fn pressure_is_of_the_image_and_not_of_the_limits() {
     assert_eq!((read().in_flight, read().latency), (0, Duration::ZERO));
     let mut guest = Guest::connect(&place.socket(), 1);
     let held = guest.submit(0, READ, 0, DATA, 4096);
-    guest.submit(0, READ, 4096, DATA, 4096);
+    guest.submit(0, READ, 1 << 20, DATA, 4096);
     wait_until("the first is on its way, the second limited", || read().in_flight == 1);
     plan.release(0);
     assert_eq!(guest.wait(0).head, held);

@@ -1,4 +1,4 @@
-//! An operation that the engine has.
+//! An operation that the engine has: for one request or a part of it, or for several requests side by side.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -7,13 +7,22 @@ use super::overlap::RequestId;
 use crate::buffer::Slot;
 
 pub struct Running {
-    pub job: RequestId,
+    /// In the order of the disk. One, but where requests were joined.
+    pub parts: Vec<Part>,
     pub slot: Option<Slot>,
+    pub begun: Instant,
+}
+
+/// What of an operation is a request's.
+#[derive(Clone, Copy)]
+pub struct Part {
+    pub job: RequestId,
     /// Of the request's data: where this part of it begins, and how long it is.
     pub position: u64,
     pub bytes: u64,
     pub around: Around,
-    pub begun: Instant,
+    /// Where in the slot the request's own bytes begin.
+    pub start: u64,
 }
 
 /// Bytes of the image before and after those that the request asks for, read along so that blocks are whole.
@@ -25,18 +34,29 @@ pub struct Around {
 
 impl Running {
     pub fn without_data(job: RequestId) -> Self {
-        Self { job, slot: None, position: 0, bytes: 0, around: Around::default(), begun: Instant::now() }
+        let part = Part { job, position: 0, bytes: 0, around: Around::default(), start: 0 };
+        Self { parts: vec![part], slot: None, begun: Instant::now() }
     }
 
-    /// How much of the slot the operation fills.
-    pub fn all_bytes(&self) -> usize {
-        self.around.with(self.bytes) as usize
+    pub fn with_data(parts: Vec<Part>, slot: Slot) -> Self {
+        Self { parts, slot: Some(slot), begun: Instant::now() }
+    }
+
+    /// Bytes of all requests.
+    pub fn bytes(&self) -> u64 {
+        self.parts.iter().map(|part| part.bytes).sum()
+    }
+}
+
+impl Part {
+    /// Where in the slot the request's bytes are, and those around them.
+    pub fn all_bytes(&self) -> Range<usize> {
+        (self.start - self.around.before) as usize..(self.start + self.bytes + self.around.after) as usize
     }
 
     /// Where in the slot the request's own bytes are.
     pub fn own_bytes(&self) -> Range<usize> {
-        let start = self.around.before as usize;
-        start..start + self.bytes as usize
+        self.start as usize..(self.start + self.bytes) as usize
     }
 }
 

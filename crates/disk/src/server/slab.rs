@@ -21,6 +21,10 @@ impl<T> Slab<T> {
         (self.entries.len() - 1) as u32
     }
 
+    pub fn get(&self, at: u32) -> Option<&T> {
+        self.entries.get(at as usize)?.as_ref()
+    }
+
     pub fn get_mut(&mut self, at: u32) -> Option<&mut T> {
         self.entries.get_mut(at as usize)?.as_mut()
     }

@@ -1,5 +1,5 @@
 //! Carriage: a request on its way to the image. Hits are served, misses join to runs, and runs go to the engine as slots and
-//! limits allow.
+//! limits allow, together with those of other requests that wait beside them (`joining`).
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -12,12 +12,12 @@ use crate::server::counters::add;
 use crate::server::overlap::RequestId;
 use crate::server::parked::Parked;
 use crate::server::request::{Kind, Status};
-use crate::server::running::{Around, Running};
+use crate::server::running::{Around, Part, Running};
 use crate::server::transfer::{self, Cursor};
 
 /// A run of misses goes on over fewer bytes of hits than these. They are read for nothing, but another operation would
 /// take longer: on a volume with 3000 operations and 125 MiB a second, as long as 42 KiB.
-const GAP_BYTES: u64 = 32 << 10;
+pub(super) const GAP_BYTES: u64 = 32 << 10;
 
 /// Why a request cannot go on now.
 #[derive(Clone, Copy)]
@@ -60,20 +60,26 @@ impl Disk {
                 return Ok(());
             }
             if job.run.is_empty() {
-                match job.request.kind {
-                    Kind::Read => self.look(connection, id),
-                    _ => (job.run, job.next) = (0..job.work(), job.work()),
-                }
-                continue;
+                self.find_run(connection, id);
+            } else if !self.hand_over_joined(connection, id)? {
+                self.admit(id, connection.is_waiting())?;
+                self.hand_over(connection, id)?;
             }
-            self.admit(id, connection.is_waiting())?;
-            self.hand_over(connection, id)?;
+        }
+    }
+
+    /// What of a request the image has to do next, after hits have been served.
+    pub(super) fn find_run(&mut self, connection: &mut Connection, id: RequestId) {
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        match job.request.kind {
+            Kind::Read => self.look(connection, id),
+            _ => (job.run, job.next) = (0..job.work(), job.work()),
         }
     }
 
     /// Looks at what follows in a read: hits are served, the misses after them become the run. Hits in a short gap
     /// between misses are served too (the page moves), and the bytes from the image are the same.
-    pub(super) fn look(&mut self, connection: &mut Connection, id: RequestId) {
+    fn look(&mut self, connection: &mut Connection, id: RequestId) {
         let tainted = self.overlaps.is_tainted(id);
         let Some(job) = self.jobs.get_mut(id) else { return };
         let request = &job.request;
@@ -128,6 +134,14 @@ impl Disk {
             return Ok(());
         }
         let bytes = if job.is_single() { 0 } else { job.run.end - job.run.start };
+        let admitted = self.admit_operation(bytes);
+        if let Some(job) = self.jobs.get_mut(id) {
+            job.admitted = admitted.is_ok();
+        }
+        admitted
+    }
+
+    pub(super) fn admit_operation(&mut self, bytes: u64) -> Result<(), Stall> {
         let now = Instant::now();
         if let Err(wait) = self.limiter.admit(now, bytes) {
             self.throttled_since.get_or_insert(now);
@@ -136,7 +150,6 @@ impl Disk {
         if let Some(since) = self.throttled_since.take() {
             add(&self.counters.throttled_us, now.duration_since(since).as_micros() as u64);
         }
-        job.admitted = true;
         Ok(())
     }
 
@@ -196,12 +209,13 @@ impl Disk {
         } else {
             Operation::Read(slot)
         };
-        let running = Running { slot: Some(slot), position, bytes, around, ..Running::without_data(id) };
+        let part = Part { job: id, position, bytes, around, start: around.before };
+        let running = Running::with_data(vec![part], slot);
         self.push(running, operation, offset - around.before, around.with(bytes));
     }
 
     /// What of the image is read along with these bytes: nothing, unless blocks that are read are to be held.
-    fn around(&self, wanted: bool, offset: u64, bytes: u64) -> Around {
+    pub(super) fn around(&self, wanted: bool, offset: u64, bytes: u64) -> Around {
         if !wanted {
             return Around::default();
         }
@@ -211,8 +225,10 @@ impl Disk {
     }
 
     pub(super) fn push(&mut self, running: Running, operation: Operation, offset: u64, bytes: u64) {
-        if let Some(job) = self.jobs.get_mut(running.job) {
-            job.pending += 1;
+        for part in &running.parts {
+            if let Some(job) = self.jobs.get_mut(part.job) {
+                job.pending += 1;
+            }
         }
         let token = u64::from(self.running.insert(running));
         self.engine.push(Submission { token, operation, offset, bytes });

@@ -1,14 +1,16 @@
 //! Completion: what the engine has ended is told to the memory that holds blocks, delivered to the guest, and answered.
 
+use std::io;
 use std::time::Instant;
 
 use super::{BLOCK, Disk};
+use crate::buffer::Slot;
 use crate::engine::{Completion, Operation};
 use crate::server::connection::Connection;
 use crate::server::counters::add;
 use crate::server::overlap::RequestId;
 use crate::server::request::{Kind, Status};
-use crate::server::running::Running;
+use crate::server::running::{Part, Running};
 use crate::server::transfer;
 
 impl Disk {
@@ -36,64 +38,83 @@ impl Disk {
             tracing::error!(token = completion.token, "an engine ended an operation that it was not given");
             return;
         };
-        self.pressure.ended(running.begun, Instant::now(), running.bytes);
-        let id = running.job;
-        let Some(job) = self.jobs.get_mut(id) else { unreachable!("a request outlives its operations") };
-        job.pending -= 1;
-        let connection = connection.filter(|connection| connection.id == job.connection);
-        match (&completion.result, &connection) {
-            (Err(error), _) => {
-                tracing::warn!(%error, offset = job.request.offset + running.position, "the disk image failed");
-                add(&self.counters.io_errors, 1);
-                job.status = Status::IoError;
-                job.cut_short();
-                self.waiting.retain(|&waiting| waiting != id);
-            }
-            (Ok(()), connection) => {
-                self.tell_source(&running);
-                if let Some(connection) = connection {
-                    self.use_completion(connection, &running);
-                }
-            }
+        self.pressure.ended(running.begun, Instant::now(), running.bytes());
+        let mut connection = connection;
+        match completion.result {
+            Err(error) => self.fail(connection.as_deref_mut(), &running, &error),
+            Ok(()) => running.parts.iter().for_each(|part| self.end(connection.as_deref(), &running, part)),
         }
         if let Some(slot) = running.slot {
             self.pool.give_back(slot);
         }
-        self.finish_if_done(connection, id);
+        for part in &running.parts {
+            let Some(job) = self.jobs.get_mut(part.job) else { unreachable!("a request outlives its operations") };
+            job.pending -= 1;
+            let connection = connection.as_deref_mut().filter(|connection| connection.id == job.connection);
+            self.finish_if_done(connection, part.job);
+        }
+    }
+
+    /// Requests that failed together are carried out one by one: the fault is one's alone, perhaps.
+    fn fail(&mut self, connection: Option<&mut Connection>, running: &Running, error: &io::Error) {
+        let connection = connection.map(|connection| connection.id);
+        for part in running.parts.iter().rev() {
+            let Some(job) = self.jobs.get_mut(part.job) else { continue };
+            if running.parts.len() > 1 && connection == Some(job.connection) {
+                (job.run, job.alone) = (part.position..part.position + part.bytes, true);
+                self.waiting.push_front(part.job);
+                continue;
+            }
+            tracing::warn!(%error, offset = job.request.offset + part.position, "the disk image failed");
+            add(&self.counters.io_errors, 1);
+            job.status = Status::IoError;
+            job.cut_short();
+            self.waiting.retain(|&waiting| waiting != part.job);
+        }
+    }
+
+    /// An operation went well: what that means for one of its requests.
+    fn end(&mut self, connection: Option<&Connection>, running: &Running, part: &Part) {
+        let (Some(slot), Some(job)) = (running.slot, self.jobs.get(part.job)) else { return };
+        let connection = connection.filter(|connection| connection.id == job.connection);
+        self.tell_source(slot, part);
+        if let Some(connection) = connection {
+            self.use_completion(connection, slot, part);
+        }
     }
 
     /// What is now known of the blocks, whoever asked: memory that holds some of them is kept current.
-    fn tell_source(&mut self, running: &Running) {
-        let (Some(slot), Some(job)) = (running.slot, self.jobs.get_mut(running.job)) else { return };
-        let certain = !self.overlaps.is_tainted(running.job);
+    fn tell_source(&mut self, slot: Slot, part: &Part) {
+        let Some(job) = self.jobs.get(part.job) else { return };
+        let certain = !self.overlaps.is_tainted(part.job);
         // SAFETY: the operation on the slot has ended, the slot is still ours, and the reference ends with this call.
-        let data = unsafe { &self.pool.bytes_mut(slot)[..running.all_bytes()] };
+        let data = unsafe { &self.pool.bytes_mut(slot)[part.all_bytes()] };
         if job.request.kind == Kind::Read {
-            let offset = job.request.offset + running.position - running.around.before;
+            let offset = job.request.offset + part.position - part.around.before;
             if self.recorder.wants(job.request.bytes) {
                 transfer::tell_read(&self.recorder, offset, data, certain);
             } else {
                 self.recorder.missed((data.len() as u64).div_ceil(BLOCK));
             }
         } else if certain {
-            transfer::tell_written(&self.recorder, &job.request, running.position, data);
+            transfer::tell_written(&self.recorder, &job.request, part.position, data);
         }
     }
 
     /// An operation with data went well: what of it is the guest's, and which of its pages hold what?
-    fn use_completion(&mut self, connection: &Connection, running: &Running) {
-        let (Some(slot), Some(job)) = (running.slot, self.jobs.get_mut(running.job)) else { return };
-        let recordable = !self.overlaps.is_tainted(running.job);
+    fn use_completion(&mut self, connection: &Connection, slot: Slot, part: &Part) {
+        let Some(job) = self.jobs.get_mut(part.job) else { return };
+        let recordable = !self.overlaps.is_tainted(part.job);
         // SAFETY: the operation on the slot has ended, the slot is still ours, and the reference ends with this call.
-        let data = unsafe { &self.pool.bytes_mut(slot)[running.own_bytes()] };
-        let (memory, recorder, position) = (&connection.memory, &mut self.recorder, running.position);
+        let data = unsafe { &self.pool.bytes_mut(slot)[part.own_bytes()] };
+        let (memory, recorder, position) = (&connection.memory, &mut self.recorder, part.position);
         if job.request.kind == Kind::Write {
-            add(&self.counters.bytes_written, running.bytes);
+            add(&self.counters.bytes_written, part.bytes);
             if recordable {
                 transfer::note_written(memory, recorder, &job.request, position, data);
             }
         } else {
-            add(&self.counters.bytes_read_image, running.bytes);
+            add(&self.counters.bytes_read_image, part.bytes);
             if transfer::deliver(memory, recorder, &job.request, position, data, recordable).is_err() {
                 job.status = Status::IoError;
             }

@@ -90,6 +90,7 @@ impl Disk {
             next: 0,
             run: 0..0,
             admitted: false,
+            alone: false,
             pending: 0,
             status: Status::Ok,
             flush_after,
@@ -128,16 +129,13 @@ impl Disk {
         self.recycle(request);
     }
 
-    /// Hits are served now whoever waits; misses queue up behind those that do. A flush is about what has ended, so it
-    /// need not wait for those that have not begun.
+    /// Hits are served now whoever waits; misses queue up until all that has come is known, and behind those that wait
+    /// already. A flush is about what has ended, so it need not wait for those that have not begun.
     fn go_on_or_wait(&mut self, connection: &mut Connection, id: RequestId) {
-        let Some(kind) = self.jobs.get_mut(id).map(|job| job.request.kind) else { return };
-        if kind == Kind::Read {
-            self.look(connection, id);
-        }
-        let is_next = self.waiting.is_empty() || kind == Kind::Flush;
-        let handed_over = is_next && self.advance(connection, id).is_ok();
-        if handed_over || self.jobs.get_mut(id).is_some_and(|job| job.all_handed_over()) {
+        self.find_run(connection, id);
+        let is_flush = self.jobs.get(id).is_some_and(|job| job.request.kind == Kind::Flush);
+        let handed_over = is_flush && self.advance(connection, id).is_ok();
+        if handed_over || self.jobs.get(id).is_none_or(|job| job.all_handed_over()) {
             return self.finish_if_done(Some(connection), id);
         }
         if let Some(job) = self.jobs.get_mut(id) {

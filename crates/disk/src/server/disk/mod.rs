@@ -4,13 +4,14 @@
 //! image -> `completion`: tagged, noted, copied to the guest -> answered
 //!
 //! Requests wait in the order they came, so a large one cannot be starved by small ones; RAM hits do not wait. What is
-//! read or written in one piece is one operation on the image; only what is longer than the longest slot is carried out
-//! piece by piece. Whoever waits for a slot waits for operations that have begun, and these need nothing more: that ends. Requests of a connection that is gone are
+//! read or written in one piece is one operation on the image, and so are requests that wait side by side (`joining`); only
+//! what is longer than the longest slot is carried out piece by piece. Whoever waits for a slot waits for operations that have begun, and these need nothing more: that ends. Requests of a connection that is gone are
 //! finished towards the image (the bytes are ours) and forgotten: nothing is copied, nothing recorded.
 
 mod carriage;
 mod completion;
 mod intake;
+mod joining;
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -51,6 +52,8 @@ struct Job {
     run: Range<u64>,
     /// The limiter has let the run pass.
     admitted: bool,
+    /// Not to be joined with others: together they failed.
+    alone: bool,
     /// Operations with the engine.
     pending: u32,
     status: Status,

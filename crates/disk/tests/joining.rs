@@ -1,0 +1,79 @@
+//! Requests that wait side by side are one operation on the image, and each has its own answer.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+
+use common::*;
+use hearth_disk::engine::flaky::{Fault, Plan};
+use hearth_disk::server::DiskServer;
+
+const OK: u8 = 0;
+const DISK_BYTES: u64 = 4 << 20;
+
+/// A disk that carries out one operation at a time, of which the first is held: what comes meanwhile waits together.
+fn held_up(place: &Place, plan: &Plan) -> (DiskServer, Guest) {
+    let mut backing = flaky(place.open(), plan);
+    backing.depth = 1;
+    plan.on(0, Fault::HoldEnd);
+    let server = DiskServer::start_with(place.options(), backing, None).unwrap();
+    let mut guest = Guest::connect(&place.socket(), 1);
+    guest.submit(0, READ, DISK_BYTES - 4096, DATA + (8 << 20), 4096);
+    assert!(plan.wait_until_held(0, PATIENCE));
+    (server, guest)
+}
+
+/// Lets the first operation end once the disk has taken so many requests, and waits for the answers of all.
+fn statuses(server: &DiskServer, guest: &mut Guest, plan: &Plan, requests: u64) -> Vec<u8> {
+    wait_until("all are taken", || server.counters().reads + server.counters().writes == requests);
+    plan.release(0);
+    let mut answers: Vec<_> = (0..requests).map(|_| guest.wait(0)).collect();
+    answers.sort_by_key(|answer| answer.head);
+    answers.iter().map(|answer| answer.status).collect()
+}
+
+#[test]
+fn neighbours_that_wait_are_one_operation() {
+    let place = Place::new(DISK_BYTES);
+    let plan = Plan::new(1);
+    let (server, mut guest) = held_up(&place, &plan);
+    // Two stretches of reads, the second with a short gap, out of order; and one of writes that leaves out a block.
+    for kib in [2, 0, 3, 1, 512, 520] {
+        guest.submit(0, READ, kib << 10, DATA + (kib << 10), 1024);
+    }
+    for (fill, kib) in [(1, 1024), (2, 1025), (3, 1026), (4, 1028)] {
+        guest.write_ram(DATA + (kib << 10), &[fill; 1024]);
+        guest.submit(0, WRITE, kib << 10, DATA + (kib << 10), 1024);
+    }
+    let before = place.disk_bytes(1024 << 10, 8 << 10);
+    assert!(statuses(&server, &mut guest, &plan, 11).iter().all(|&status| status == OK));
+    assert_eq!(plan.seen(), 1 + 2 + 2);
+    assert!(guest.read_ram(DATA, 4096) == place.disk_bytes(0, 4096));
+    for kib in [512, 520] {
+        assert!(guest.read_ram(DATA + (kib << 10), 1024) == place.disk_bytes(kib << 10, 1024));
+    }
+    let written = [[1; 1024], [2; 1024], [3; 1024]].concat();
+    let expected = [&written, &before[3072..4096], &[4; 1024], &before[5120..]].concat();
+    assert!(place.disk_bytes(1024 << 10, 8 << 10) == expected);
+}
+
+#[test]
+fn neighbours_that_fail_together_are_carried_out_one_by_one() {
+    let place = Place::new(DISK_BYTES);
+    let plan = Plan::new(1);
+    let (server, mut guest) = held_up(&place, &plan);
+    for at in 0..4u64 {
+        guest.write_ram(DATA + at * 4096, &[at as u8 + 1; 4096]);
+        guest.submit(0, WRITE, at * 4096, DATA + at * 4096, 4096);
+    }
+    // All four, then the third of them alone.
+    [1, 4].into_iter().for_each(|number| plan.on(number, Fault::Fail(libc::EIO)));
+    let before = place.disk_bytes(8192, 4096);
+    let told = statuses(&server, &mut guest, &plan, 5);
+    assert_eq!((told.iter().filter(|&&status| status == OK).count(), plan.seen()), (4, 6));
+    assert_eq!(server.counters().io_errors, 1);
+    for (at, fill) in [(0, 1), (1, 2), (3, 4)] {
+        assert!(place.disk_bytes(at * 4096, 4096) == [fill; 4096]);
+    }
+    assert!(place.disk_bytes(8192, 4096) == before);
+}
