@@ -21,8 +21,8 @@ pub struct HearthOptions<'a> {
     pub warm: bool,
 }
 
-/// The limit of every boot set; a Debian boot reads half of it.
-pub const BOOT_SET_LIMIT: &str = "64MiB";
+/// The limit of every boot set; a Debian boot reads a quarter of it, the mounts of 400 volumes two thirds.
+pub const BOOT_SET_LIMIT: &str = "128MiB";
 
 /// What a boot reads outlives the guest. It is over when the bench says so (`ready`).
 pub fn with_boot_set(builder: TestVmBuilder) -> TestVmBuilder {

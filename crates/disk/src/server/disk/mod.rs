@@ -5,8 +5,9 @@
 //!
 //! Requests wait in the order they came, so a large one cannot be starved by small ones; RAM hits do not wait. What is
 //! read or written in one piece is one operation on the image, and so are requests that wait side by side (`joining`); only
-//! what is longer than the longest slot is carried out piece by piece. Whoever waits for a slot waits for operations that have begun, and these need nothing more: that ends. Requests of a connection that is gone are
-//! finished towards the image (the bytes are ours) and forgotten: nothing is copied, nothing recorded.
+//! what is longer than the longest slot is carried out piece by piece. Whoever waits for a slot waits for operations that
+//! have begun, and these need nothing more: that ends. Requests of a connection that is gone are finished towards the image
+//! (the bytes are ours) and forgotten: nothing is copied, nothing recorded.
 
 mod carriage;
 mod completion;
