@@ -21,7 +21,7 @@ pub struct HearthOptions<'a> {
     pub warm: bool,
 }
 
-/// The limit of every boot set; a Debian boot reads a quarter of it, the mounts of 400 volumes two thirds.
+/// The limit of every boot set; the mounts of 400 volumes read less than two thirds of it.
 pub const BOOT_SET_LIMIT: &str = "128MiB";
 
 /// What a boot reads outlives the guest. It is over when the bench says so (`ready`).
