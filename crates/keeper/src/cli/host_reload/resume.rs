@@ -4,7 +4,7 @@ use std::fs::OpenOptions;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use hearth_api::{MachineState, MachineStatus};
@@ -17,8 +17,8 @@ use crate::client::Client;
 use crate::runtime_root::RuntimeRoot;
 
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// A keeper that is started takes its lock at once; on a busy host within a second or so.
-const LOCK_WITHIN: Duration = Duration::from_secs(10);
+/// A keeper that is started takes its lock at once; on a busy host, where many start, it took more than ten seconds.
+const LOCK_WITHIN: Duration = Duration::from_secs(60);
 const ANSWER_PATIENCE: Duration = Duration::from_secs(2);
 
 pub fn resume(context: &mut Context<'_>, path: &Path, patience: Duration) -> Result<Exit, CliError> {
@@ -39,10 +39,11 @@ pub fn bring_back(
     let open: Vec<usize> =
         (0..record.machines.len()).filter(|&index| record.machines[index].outcome.is_open()).collect();
     // All first: they start side by side.
-    let started: Vec<Result<(), String>> = open.iter().map(|&index| start(&root, &record.machines[index])).collect();
+    let started: Vec<Result<Option<Child>, String>> =
+        open.iter().map(|&index| start(&root, &record.machines[index])).collect();
     for (&index, started) in open.iter().zip(started) {
         let machine = &mut record.machines[index];
-        match started.and_then(|()| await_running(&root, &machine.name, deadline)) {
+        match started.and_then(|keeper| await_running(&root, &machine.name, keeper, deadline)) {
             Ok(status) => found(machine, &status),
             Err(why) => machine.decide(Outcome::Down, Some(why)),
         }
@@ -86,14 +87,14 @@ fn sentence(machine: &MachineNote) -> String {
     }
 }
 
-/// Fine if it has a keeper.
-fn start(root: &RuntimeRoot, machine: &MachineNote) -> Result<(), String> {
+/// Fine if it has a keeper. One of no unit is this command's child.
+fn start(root: &RuntimeRoot, machine: &MachineNote) -> Result<Option<Child>, String> {
     if life::has_keeper(&root.machine(&machine.name)) {
-        return Ok(());
+        return Ok(None);
     }
     match &machine.unit {
-        Some(unit) => start_unit(unit),
-        None => spawn(root, machine).map_err(|error| format!("no keeper can be started: {error}")),
+        Some(unit) => start_unit(unit).map(|()| None),
+        None => spawn(root, machine).map(Some).map_err(|error| format!("no keeper can be started: {error}")),
     }
 }
 
@@ -106,7 +107,7 @@ fn start_unit(unit: &str) -> Result<(), String> {
 }
 
 /// It outlives this command. What it says is in `keeper.log` of its runtime folder.
-fn spawn(root: &RuntimeRoot, machine: &MachineNote) -> std::io::Result<()> {
+fn spawn(root: &RuntimeRoot, machine: &MachineNote) -> std::io::Result<Child> {
     let folder = root.machine(&machine.name);
     std::fs::create_dir_all(&folder)?;
     let log = OpenOptions::new().create(true).append(true).mode(0o600).open(folder.join("keeper.log"))?;
@@ -114,24 +115,31 @@ fn spawn(root: &RuntimeRoot, machine: &MachineNote) -> std::io::Result<()> {
     command.arg("--runtime-root").arg(root.path()).arg("run").arg(&machine.file);
     command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
     // Ctrl-C is for this command.
-    command.process_group(0).spawn().map(drop)
+    command.process_group(0).spawn()
 }
 
-fn await_running(root: &RuntimeRoot, name: &str, deadline: Instant) -> Result<MachineStatus, String> {
+fn await_running(
+    root: &RuntimeRoot,
+    name: &str,
+    mut keeper: Option<Child>,
+    deadline: Instant,
+) -> Result<MachineStatus, String> {
     let folder = root.machine(name);
     let client = Client::new(root.api_socket(name)).with_patience(ANSWER_PATIENCE);
     let lock_deadline = deadline.min(Instant::now() + LOCK_WITHIN);
     let mut had_keeper = false;
     loop {
+        let has_ended = keeper.as_mut().is_some_and(|keeper| matches!(keeper.try_wait(), Ok(Some(_))));
         let has_keeper = life::has_keeper(&folder);
         had_keeper |= has_keeper;
+        let may_come = !had_keeper && !has_ended && Instant::now() < lock_deadline;
         match client.status() {
             Ok(status) if matches!(status.state, MachineState::Running | MachineState::Paused) => return Ok(status),
             Ok(status) if status.state == MachineState::Failed => {
                 return Err(format!("it has failed; `hearth events {name}` tells why"));
             }
             // It starts, or another one does.
-            _ if has_keeper || (!had_keeper && Instant::now() < lock_deadline) => {}
+            _ if has_keeper || may_come => {}
             _ => return Err("its keeper ended, or did not start; its log says why".to_owned()),
         }
         if Instant::now() > deadline {
