@@ -66,7 +66,7 @@ impl Incarnation {
 }
 
 /// Host memory a file in a memory file system holds; a file that is gone holds none.
-pub(crate) fn file_residency_bytes(path: &Path) -> u64 {
+pub fn file_residency_bytes(path: &Path) -> u64 {
     fs::metadata(path).map_or(0, |metadata| metadata.blocks() * 512)
 }
 

@@ -1,11 +1,11 @@
 //! A machine whose guest is parked. No keeper answers for it: its files tell, and after a host reload, when the runtime folder is
 //! gone, the record of that.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use hearth_api::rfc3339;
 use hearth_qemu::accelerator::host_boot;
-use hearth_recovery::incarnation::ram_path;
+use hearth_recovery::incarnation::{file_residency_bytes, ram_path};
 use hearth_recovery::journal::Journal;
 use hearth_recovery::rejuvenation::parked;
 use serde::Serialize;
@@ -44,7 +44,7 @@ pub fn find(root: &RuntimeRoot, record: Option<&Record>, name: &str) -> Option<P
         stands_ms: parked.stands_for().as_millis() as u64,
         incarnation: parked.incarnation,
         ram_bytes: parked.ram_bytes,
-        resident_bytes: resident_bytes(&ram_path(&folder, parked.incarnation)),
+        resident_bytes: file_residency_bytes(&ram_path(&folder, parked.incarnation)),
         memory_folder: folder,
         qemu_version: parked.qemu_version,
         accelerator: parked.accelerator,
@@ -55,10 +55,6 @@ pub fn find(root: &RuntimeRoot, record: Option<&Record>, name: &str) -> Option<P
 
 fn in_journal(root: &RuntimeRoot, name: &str) -> Option<PathBuf> {
     Journal::load(&root.machine(name).join("journal.json")).ok().flatten()?.parked_in
-}
-
-fn resident_bytes(ram: &Path) -> u64 {
-    std::fs::metadata(ram).map_or(0, |found| std::os::unix::fs::MetadataExt::blocks(&found) * 512)
 }
 
 impl ParkedGuest {
