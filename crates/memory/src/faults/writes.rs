@@ -32,6 +32,11 @@ impl WriteWatch {
     pub fn take(&self, found: impl FnMut(Range<u64>)) -> Result<(), WatchError> {
         self.0.look(Look::Written, found)
     }
+
+    /// Pages of the file that QEMU has mapped, as ascending runs: used since its page tables were last dropped, if ever.
+    pub fn mapped(&self, found: impl FnMut(Range<u64>)) -> Result<(), WatchError> {
+        self.0.look(Look::Present, found)
+    }
 }
 
 #[cfg(test)]

@@ -232,9 +232,11 @@ pub fn pack(
 #[cfg(test)]
 mod tests {
     use std::fs::File;
+    use std::time::Duration;
 
     use rustix::mm::{MapFlags, ProtFlags, UserfaultfdFlags, mmap, munmap, userfaultfd};
 
+    use super::super::scan::{ScanPlan, Used};
     use super::*;
 
     const PAGES: u64 = 3000;
@@ -365,6 +367,19 @@ mod tests {
         assert!(rest + copy.keep_rest(&writers, &mut Counting::default()).unwrap() > KEPT_PAGES_MAX as u64);
         copy.finish().unwrap();
         check_copy(&stand.path("ram"), &stand.ram);
+    }
+
+    #[test]
+    fn what_is_used_while_it_is_copied_is_in_the_working_set_unless_that_took_longer_than_the_scan() {
+        let stand = Stand::new();
+        let log = Arc::new(WriteLog::new(stand.ram.identity(), PAGES));
+        let Ok(writers) = Writers::watch(&stand.userfault, &stand.ram, log) else { return };
+        [3, 4, 900].into_iter().for_each(|page| stand.write(page, 1));
+        for (period, seen) in [(Duration::from_secs(1000), vec![3, 4, 900]), (Duration::ZERO, vec![])] {
+            let mut used = Used::of(PAGES, ScanPlan { period, rounds: 5 });
+            used.add_mapped(&writers).unwrap();
+            assert_eq!(used.best_first(), seen, "{period:?}");
+        }
     }
 
     #[test]

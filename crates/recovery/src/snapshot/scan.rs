@@ -1,12 +1,14 @@
 //! Access scan: which pages a guest uses, found while it runs and before it is saved.
 //!
 //! QEMU's page tables are dropped -> a period -> what is mapped again, or was written to by a disk, was used -> ... rounds
+//! -> THE MEMORY IS COPIED -> what is mapped by then was used since the last round began; unless that was longer ago than all
+//! rounds together take: what a guest uses in minutes is no working set
 //!
 //! What is used in many rounds comes first, and of that what was used last: the order of use itself is not seen. What a disk
 //! only reads of the guest's memory is not counted; the guest put it there, or looks at it, itself.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hearth_disk::write_log::WriteLog;
 use hearth_memory::RamFile;
@@ -38,32 +40,38 @@ struct Uses {
     last: u32,
 }
 
+/// What was seen of all pages, round by round.
+pub struct Used {
+    pages: Vec<Uses>,
+    round: u32,
+    plan: ScanPlan,
+    /// The last round.
+    began: Instant,
+}
+
 impl AccessScan {
     /// The error says why it cannot be seen here. The disks were given `log` before.
     pub fn begin(userfault: &Userfault, ram: &RamFile, log: Arc<WriteLog>) -> Result<Self, AccessError> {
         Ok(Self { watch: AccessWatch::start(userfault, ram)?, log, ram_pages: ram.pages() })
     }
 
-    /// Pages that were used, best first. `wait` waits for a period, and is told how many rounds are over.
+    /// `wait` waits for a period, and is told how many rounds are over.
     pub fn run(
         &self,
         plan: ScanPlan,
         mut wait: impl FnMut(u32, Duration) -> Result<(), SaveError>,
-    ) -> Result<Vec<u32>, SaveError> {
-        let mut uses = vec![Uses::default(); self.ram_pages as usize];
-        for round in 1..=plan.rounds {
+    ) -> Result<Used, SaveError> {
+        let mut used = Used::of(self.ram_pages, plan);
+        for rounds_done in 0..plan.rounds {
             self.log.take(|_| {});
             self.watch.forget()?;
-            wait(round - 1, plan.period)?;
-            let mut used = |page: u64| {
-                if let Some(uses) = uses.get_mut(page as usize).filter(|uses| uses.last != round) {
-                    *uses = Uses { rounds: uses.rounds + 1, last: round };
-                }
-            };
-            self.watch.touched(|run| run.for_each(&mut used))?;
-            self.log.take(&mut used);
+            used.began = Instant::now();
+            wait(rounds_done, plan.period)?;
+            used.round += 1;
+            self.watch.touched(|run| run.for_each(|page| used.see(page)))?;
+            self.log.take(|page| used.see(page));
         }
-        Ok(best_first(&uses))
+        Ok(used)
     }
 
     /// From now on it is writes that are seen.
@@ -72,11 +80,40 @@ impl AccessScan {
     }
 }
 
-fn best_first(uses: &[Uses]) -> Vec<u32> {
-    let mut pages: Vec<u32> = (0..uses.len() as u32).filter(|page| uses[*page as usize].rounds > 0).collect();
-    // Stable: neighbours of the same use stay neighbours.
-    pages.sort_by_key(|page| std::cmp::Reverse(uses[*page as usize]));
-    pages
+impl Used {
+    pub(super) fn of(pages: u64, plan: ScanPlan) -> Self {
+        Self { pages: vec![Uses::default(); pages as usize], round: 0, plan, began: Instant::now() }
+    }
+
+    /// One more round: whatever QEMU has used since the last one began, if that is not too long ago.
+    pub fn add_mapped(&mut self, writers: &Writers) -> Result<(), WatchError> {
+        if self.began.elapsed() > self.plan.period * self.plan.rounds {
+            return Ok(());
+        }
+        self.round += 1;
+        writers.watch.mapped(|run| run.for_each(|page| self.see(page)))
+    }
+
+    fn see(&mut self, page: u64) {
+        let round = self.round;
+        if let Some(uses) = self.pages.get_mut(page as usize).filter(|uses| uses.last != round) {
+            *uses = Uses { rounds: uses.rounds + 1, last: round };
+        }
+    }
+
+    /// How many.
+    pub fn count(&self) -> u64 {
+        self.pages.iter().filter(|uses| uses.rounds > 0).count() as u64
+    }
+
+    /// Pages that were used.
+    pub fn best_first(&self) -> Vec<u32> {
+        let of = |page: &u32| self.pages[*page as usize];
+        let mut pages: Vec<u32> = (0..self.pages.len() as u32).filter(|page| of(page).rounds > 0).collect();
+        // Stable: neighbours of the same use stay neighbours.
+        pages.sort_by_key(|page| std::cmp::Reverse(of(page)));
+        pages
+    }
 }
 
 #[cfg(test)]
@@ -85,9 +122,14 @@ mod tests {
 
     #[test]
     fn what_is_used_often_comes_first_and_then_what_was_used_last() {
-        let used = |rounds, last| Uses { rounds, last };
-        let uses = [used(1, 5), used(0, 0), used(5, 5), used(2, 3), used(2, 5), used(5, 5), used(1, 1)];
-        assert_eq!(best_first(&uses), [2, 5, 4, 3, 0, 6]);
-        assert_eq!(best_first(&[]), Vec::<u32>::new());
+        let plan = ScanPlan { period: Duration::from_secs(1), rounds: 5 };
+        let mut used = Used::of(7, plan);
+        for seen in [vec![2, 5, 6], vec![2, 3, 5], vec![2, 3, 5], vec![2, 4, 5], vec![0, 2, 2, 4, 5, 7]] {
+            used.round += 1;
+            seen.into_iter().for_each(|page| used.see(page));
+        }
+        assert_eq!((used.best_first(), used.count()), (vec![2, 5, 4, 3, 0, 6], 6));
+        let nothing = Used::of(0, plan);
+        assert_eq!((nothing.best_first(), nothing.count()), (vec![], 0));
     }
 }

@@ -17,7 +17,7 @@ use hearth_recovery::snapshot::blocks::DiskBlocks;
 use hearth_recovery::snapshot::dedup::{candidates, compare};
 use hearth_recovery::snapshot::pages::{Compression, PageReader, Sealed};
 use hearth_recovery::snapshot::save::{Approach, RamCopy, SaveError, Writers, pack};
-use hearth_recovery::snapshot::scan::{AccessScan, ScanPlan};
+use hearth_recovery::snapshot::scan::{AccessScan, ScanPlan, Used};
 use hearth_recovery::snapshot::upload::{bytes_of, must_be_free, upload};
 use hearth_recovery::snapshot::{Draft, Manifest, RamPart};
 use hearth_store::Store;
@@ -104,11 +104,11 @@ pub enum Sight {
 
 impl Sight {
     /// Pages that were used, if that was asked for; and writes are seen from now on, if they can be.
-    fn scan(self, tell: &Tell, reporter: &Reporter<'_>) -> Result<(Vec<u32>, Option<Writers>), SaveError> {
+    fn scan(self, tell: &Tell, reporter: &Reporter<'_>) -> Result<(Option<Used>, Option<Writers>), SaveError> {
         let (scan, plan) = match self {
             Self::Uses(scan, plan) => (scan, plan),
-            Self::Writes(writers) => return Ok((Vec::new(), Some(writers))),
-            Self::Nothing => return Ok((Vec::new(), None)),
+            Self::Writes(writers) => return Ok((None, Some(writers))),
+            Self::Nothing => return Ok((None, None)),
         };
         let (began, rounds) = (Instant::now(), plan.rounds);
         let used = scan.run(plan, |rounds_done, period| {
@@ -117,11 +117,11 @@ impl Sight {
         })?;
         tell.say(Word::Scanned(EventKind::SaveScanned {
             folder: reporter.folder().to_owned(),
-            pages: used.len() as u64,
+            pages: used.count(),
             rounds,
             duration_ms: began.elapsed().as_secs_f64() * 1e3,
         }));
-        Ok((used, Some(scan.then_writes()?)))
+        Ok((Some(used), Some(scan.then_writes()?)))
     }
 }
 
@@ -143,7 +143,7 @@ impl Task {
         if let Some(upload) = &upload {
             must_be_free(&upload.store)?;
         }
-        let (used, writers) = sight.scan(&tell, &reporter)?;
+        let (mut used, writers) = sight.scan(&tell, &reporter)?;
         reporter.begin_copy();
         let is_packed = compress || dedup.is_some();
         let path = if is_packed { draft.plain_ram_path() } else { draft.ram_path() };
@@ -155,6 +155,10 @@ impl Task {
             }
             None => None,
         };
+        if let Some((used, writers)) = used.as_mut().zip(writers.as_ref()) {
+            // While it still runs: this takes milliseconds.
+            used.add_mapped(writers)?;
+        }
         tell.say(Word::Settled);
         next(&cues, &progress)?;
         let mut pages_held = match &writers {
@@ -194,7 +198,7 @@ impl Task {
         manifest.ram = RamPart { bytes, pages, seal };
         manifest.machine_file = draft.write_machine(&machine)?;
         manifest.state = draft.write_state(&state)?;
-        if !used.is_empty() {
+        if let Some(used) = used.map(|used| used.best_first()).filter(|used| !used.is_empty()) {
             draft.write_working_set(&used, &manifest.disks)?;
         }
         progress.must_go_on()?;
