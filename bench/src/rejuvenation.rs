@@ -4,6 +4,7 @@
 //! reboot. One side at a time. A pause is from the old QEMU's STOP to the new one's RESUME, by their own clocks, for all
 //! sides alike; for the reboot it is from the order to a guest that takes commands. All have a disk under the same load, as
 //! their QEMU has disks: Hearth's from the keeper, the others' as an image that QEMU opens itself. `cpr-transfer-bare` has none.
+//! `cpr-transfer` needs QEMU 10, so what it is held against is Hearth on that same QEMU, `hearth-qemu10`.
 //!
 //! STOP comes when the disks have drained (Hearth's pause counts from when they are asked to), and RESUME before the guest
 //! has done anything. So there is a second measure: a process in the guest writes to the console without a break, and the
@@ -34,6 +35,7 @@ use silence::Silence;
 pub const NAME: &str = "rejuvenate";
 
 const HEARTH: &str = "hearth";
+const HEARTH_10: &str = "hearth-qemu10";
 const CPR: &str = "cpr-transfer";
 const CPR_BARE: &str = "cpr-transfer-bare";
 const FILE: &str = "file";
@@ -55,9 +57,10 @@ pub struct Options {
 pub fn run(options: &Options, record: &mut Record) -> Result<(), RejuvenationError> {
     let (sizes, hops): (&[u64], u32) = if options.quick { (&[512], 3) } else { (&[512, 2048, 6144], 20) };
     for &memory_mib in sizes {
-        hearth(options, memory_mib, hops, record)?;
+        hearth(options, HEARTH, memory_mib, hops, record)?;
         // What cannot be done here is a finding, not the end of the bench.
         for (side, measured) in [
+            (HEARTH_10, hearth(options, HEARTH_10, memory_mib, hops.min(10), record)),
             (CPR, plain(options, CPR, memory_mib, hops.min(10), record)),
             (CPR_BARE, plain(options, CPR_BARE, memory_mib, hops.min(5), record)),
             (FILE, plain(options, FILE, memory_mib, hops.min(3), record)),
@@ -95,10 +98,21 @@ fn fill(vm: &impl Drives, memory_mib: u64) -> hearth_vmtest::Result<()> {
     vm.run_within(&command, patience(120)).map(drop)
 }
 
-fn hearth(options: &Options, memory_mib: u64, hops: u32, record: &mut Record) -> Result<(), RejuvenationError> {
-    let failed = |source| RejuvenationError::Machine { side: HEARTH, source };
+fn hearth(
+    options: &Options,
+    side: &'static str,
+    memory_mib: u64,
+    hops: u32,
+    record: &mut Record,
+) -> Result<(), RejuvenationError> {
+    let failed = |source| RejuvenationError::Machine { side, source };
     let builder = TestVm::busybox("bench").memory_mib(memory_mib).disk(Disk::empty(DISK_MIB));
-    let vm = builder.setting("accelerator", options.accelerator.name()).boot().map_err(failed)?;
+    let builder = builder.setting("accelerator", options.accelerator.name());
+    let builder = match side {
+        HEARTH_10 => builder.setting("qemu", artifacts::qemu_10().map_err(failed)?.display().to_string()),
+        _ => builder,
+    };
+    let vm = builder.boot().map_err(failed)?;
     fill(&vm, memory_mib).map_err(failed)?;
     let nonce = vm.nonce().map_err(failed)?;
     vm.sh(&format!("probe fill {PATTERN} {PATTERN_BYTES} {SEED}")).map_err(failed)?;
@@ -109,28 +123,31 @@ fn hearth(options: &Options, memory_mib: u64, hops: u32, record: &mut Record) ->
         let began = Instant::now();
         vm.rejuvenate().map_err(failed)?;
         let ended = Instant::now();
-        record.add(&case(HEARTH, memory_mib), "gap_ms", "ms", silence.longest(&[vm.guest()], began, ended));
+        record.add(&case(side, memory_mib), "gap_ms", "ms", silence.longest(&[vm.guest()], began, ended));
         // As long again, with nothing happening.
         std::thread::sleep(AFTERMATH + (ended - began));
         let quiet = silence.longest(&[vm.guest()], ended + AFTERMATH, Instant::now());
-        record.add(&case(HEARTH, memory_mib), "gap_without_ms", "ms", quiet);
+        record.add(&case(side, memory_mib), "gap_without_ms", "ms", quiet);
         let status = vm.status().map_err(failed)?;
         let last = &status["last_rejuvenation"];
         let figure = |key: &str| last[key].as_f64().unwrap_or(f64::NAN);
-        record.add(&case(HEARTH, memory_mib), "pause_ms", "ms", figure("pause_ms"));
-        record.add(&case(HEARTH, memory_mib), "state_kib", "KiB", figure("state_bytes") / 1024.0);
+        record.add(&case(side, memory_mib), "pause_ms", "ms", figure("pause_ms"));
+        record.add(&case(side, memory_mib), "state_kib", "KiB", figure("state_bytes") / 1024.0);
     }
     silence.end(&vm).map_err(failed)?;
     let behind_s = Reading::take(&vm).map_err(failed)?.behind_s(&clocks);
     let behind = (behind_s.start() + behind_s.end()) / 2.0 * 1e3 / f64::from(hops);
-    record.add(&case(HEARTH, memory_mib), "clock_behind_ms_per_hop", "ms", behind);
+    record.add(&case(side, memory_mib), "clock_behind_ms_per_hop", "ms", behind);
     if vm.nonce().map_err(failed)? != nonce {
-        return Err(RejuvenationError::Odd { side: HEARTH, memory_mib, what: "the guest was rebooted".into() });
+        return Err(RejuvenationError::Odd { side, memory_mib, what: "the guest was rebooted".into() });
     }
     let bad = vm.run("cat /tmp/bad 2>/dev/null | wc -l").map_err(failed)?.text();
-    record.add(&case(HEARTH, memory_mib), "io_errors", "", bad.trim().parse().unwrap_or(f64::NAN));
+    record.add(&case(side, memory_mib), "io_errors", "", bad.trim().parse().unwrap_or(f64::NAN));
     let verified = vm.run_within(&format!("probe verify {PATTERN} {SEED}"), patience(60)).map_err(failed)?;
-    record.add(&case(HEARTH, memory_mib), "ram_errors", "", f64::from(verified.status.min(1)));
+    record.add(&case(side, memory_mib), "ram_errors", "", f64::from(verified.status.min(1)));
+    if side == HEARTH_10 {
+        return Ok(());
+    }
     let began = Instant::now();
     vm.cli(&["reboot", vm.name(), "--cold", "--force"]).map_err(failed)?;
     vm.wait_incarnation(2).map_err(failed)?;
@@ -283,7 +300,8 @@ fn data_folders(qemu: &Path) -> Vec<String> {
 fn summarise(record: &mut Record, sizes: &[u64]) {
     let values = |side: &str, size: u64, metric: &str| record.values(&case(side, size), metric).to_vec();
     let mut each = Vec::new();
-    for (side, prefix) in [(HEARTH, ""), (CPR, "cpr_"), (CPR_BARE, "cpr_bare_"), (FILE, "file_"), (COLD, "cold_")] {
+    let sides = [HEARTH, HEARTH_10, CPR, CPR_BARE, FILE, COLD];
+    for (side, prefix) in sides.into_iter().zip(["", "qemu10_", "cpr_", "cpr_bare_", "file_", "cold_"]) {
         for &size in sizes {
             let pauses = values(side, size, "pause_ms");
             if let Some(median) = stats::median(&pauses) {
@@ -295,8 +313,12 @@ fn summarise(record: &mut Record, sizes: &[u64]) {
             }
         }
     }
-    let of_all = |metric: &str| -> Vec<f64> { sizes.iter().flat_map(|&size| values(HEARTH, size, metric)).collect() };
+    let of_all_of =
+        |side: &str, metric: &str| -> Vec<f64> { sizes.iter().flat_map(|&size| values(side, size, metric)).collect() };
+    let of_all = |metric: &str| of_all_of(HEARTH, metric);
+    let errors = |metric: &str| of_all(metric).into_iter().chain(of_all_of(HEARTH_10, metric)).sum();
     let all = of_all("pause_ms");
+    let same_qemu = stats::median(&of_all_of(HEARTH_10, "pause_ms"));
     let (smallest, largest) = (sizes[0], sizes[sizes.len() - 1]);
     let median = |side: &str, size: u64| stats::median(&values(side, size, "pause_ms"));
     let slope = median(HEARTH, smallest).zip(median(HEARTH, largest)).filter(|_| smallest != largest);
@@ -309,13 +331,14 @@ fn summarise(record: &mut Record, sizes: &[u64]) {
         ("gap_without_ms_median", stats::median(&of_all("gap_without_ms"))),
         ("gap_without_ms_max", of_all("gap_without_ms").into_iter().reduce(f64::max)),
         ("pause_slope_ms_per_gib", slope.map(|(low, high)| (high - low) / ((largest - smallest) as f64 / 1024.0))),
-        ("pause_vs_cpr_ratio", ratio(median(HEARTH, smallest), median(CPR, smallest))),
-        ("pause_vs_cpr_bare_ratio", ratio(median(HEARTH, smallest), median(CPR_BARE, smallest))),
+        ("pause_vs_cpr_ratio", ratio(same_qemu, stats::median(&of_all_of(CPR, "pause_ms")))),
+        ("pause_vs_cpr_bare_ratio", ratio(same_qemu, stats::median(&of_all_of(CPR_BARE, "pause_ms")))),
+        ("pause_installed_vs_cpr_ratio", ratio(stats::median(&all), stats::median(&of_all_of(CPR, "pause_ms")))),
         ("downtime_vs_cold_ratio", ratio(median(HEARTH, smallest), median(COLD, smallest))),
         ("state_kib", stats::median(&values(HEARTH, smallest, "state_kib"))),
         ("clock_behind_ms_per_hop", stats::median(&of_all("clock_behind_ms_per_hop"))),
-        ("ram_errors", Some(sizes.iter().flat_map(|&size| values(HEARTH, size, "ram_errors")).sum())),
-        ("io_errors", Some(sizes.iter().flat_map(|&size| values(HEARTH, size, "io_errors")).sum())),
+        ("ram_errors", Some(errors("ram_errors"))),
+        ("io_errors", Some(errors("io_errors"))),
     ];
     for (metric, value) in figures.into_iter().chain(each.iter().map(|(metric, value)| (metric.as_str(), Some(*value))))
     {

@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use hearth_recovery::rejuvenation::downtime::{Line, Model, error_pct};
+use hearth_recovery::rejuvenation::downtime::{Contended, Line, Model, error_pct};
 use hearth_vmtest::{Disk, Result, TestVm};
 use serde_json::Value;
 
@@ -18,7 +18,7 @@ const REBOOT: &str = "reboot-together";
 
 pub fn run(accelerator: &str, quick: bool, record: &mut Record) -> std::result::Result<(), RejuvenationError> {
     let failed = |source| RejuvenationError::Machine { side: HOP, source };
-    let (counts, rounds): (&[usize], u64) = if quick { (&[1, 2], 2) } else { (&[1, 2, 4, 8], 5) };
+    let (counts, rounds, reboots): (&[usize], u64, u64) = if quick { (&[1, 2], 2, 1) } else { (&[1, 2, 4, 8], 5, 3) };
     let mut machines: Vec<TestVm> = Vec::new();
     for &count in counts {
         while machines.len() < count {
@@ -35,8 +35,10 @@ pub fn run(accelerator: &str, quick: bool, record: &mut Record) -> std::result::
                 record.add(&case(HOP, count), "pause_ms", "ms", pause);
             }
         }
-        for down in reboot_together(&machines).map_err(failed)? {
-            record.add(&case(REBOOT, count), "pause_ms", "ms", down);
+        for _ in 0..reboots {
+            for down in reboot_together(&machines).map_err(failed)? {
+                record.add(&case(REBOOT, count), "pause_ms", "ms", down);
+            }
         }
     }
     // The first one's folder is everybody's.
@@ -81,12 +83,12 @@ fn summarise(record: &mut Record, counts: &[usize]) {
         record.summarise(&format!("d_c_ms_{count}"), cold);
         record.summarise(&format!("r_ms_{count}"), cold.zip(warm).map(|(cold, warm)| cold - warm));
     }
-    let term = |side: &str| {
-        let points: Vec<_> =
-            smaller.iter().filter_map(|&count| Some((count as f64, median(record, side, count)?))).collect();
-        Line::through(&points)
+    let points = |side: &str| -> Vec<(f64, f64)> {
+        smaller.iter().filter_map(|&count| Some((count as f64, median(record, side, count)?))).collect()
     };
-    let (Some(resume), Some(reboot_os)) = (term(HOP), term(REBOOT)) else { return };
+    let processors = std::thread::available_parallelism().map_or(1.0, |processors| processors.get() as f64);
+    let terms = Line::through(&points(HOP)).zip(Contended::through(&points(REBOOT), processors));
+    let Some((resume, reboot_os)) = terms else { return };
     let (Some(warm), Some(cold)) = (median(record, HOP, largest), median(record, REBOOT, largest)) else { return };
     let (model, n) = (Model { resume, reboot_os, alpha: 0.0 }, largest as f64);
     let figures = [

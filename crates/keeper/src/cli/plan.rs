@@ -6,10 +6,11 @@
 //! A keeper does not know when a guest serves again after a reboot, only when it begins to boot: how long that takes the
 //! operator says.
 
+use std::num::NonZero;
 use std::time::Duration;
 
 use hearth_api::{EventKind, EventRecord, milliseconds_of};
-use hearth_recovery::rejuvenation::downtime::{Line, Model, Span, by_company, error_pct};
+use hearth_recovery::rejuvenation::downtime::{Contended, Line, Model, Span, by_company, error_pct};
 use serde::Serialize;
 
 use super::text::{Side, milliseconds, table};
@@ -30,6 +31,8 @@ struct Plan {
     reboots: usize,
     boot_ms: f64,
     alpha: f64,
+    /// So many guests boot without competing; `reboot_os` is level up to there.
+    processors: usize,
     resume: Term,
     reboot_os: Option<Term>,
     predictions: Vec<Prediction>,
@@ -69,9 +72,9 @@ impl History {
         Line::through(&self.hops).map(|resume| resume.at(n as f64))
     }
 
-    fn plan(&self, machines: usize, boot: Duration, alpha: f64) -> Option<Plan> {
+    fn plan(&self, machines: usize, processors: usize, boot: Duration, alpha: f64) -> Option<Plan> {
         let resume = Line::through(&self.hops)?;
-        let reboot_os = Line::through(&self.reboots);
+        let reboot_os = Contended::through(&self.reboots, processors as f64);
         let model = reboot_os.map(|reboot_os| Model { resume, reboot_os, alpha });
         let predict = |n: usize| Prediction {
             n,
@@ -86,8 +89,9 @@ impl History {
             reboots: self.reboots.len(),
             boot_ms: boot.as_secs_f64() * 1e3,
             alpha,
+            processors,
             resume: resume.into(),
-            reboot_os: reboot_os.map(Term::from),
+            reboot_os: reboot_os.map(|reboot_os| reboot_os.line.into()),
             predictions: counts(machines).into_iter().map(predict).collect(),
         })
     }
@@ -150,7 +154,8 @@ fn add(records: &[EventRecord], boot_ms: f64, hops: &mut Vec<Span>, reboots: &mu
 
 pub fn show(context: &mut Context<'_>, boot: Duration, alpha: f64) -> Result<Exit, CliError> {
     let machines = context.root.names().len();
-    let Some(plan) = History::of(&context.root, boot).plan(machines, boot, alpha) else {
+    let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let Some(plan) = History::of(&context.root, boot).plan(machines, processors, boot, alpha) else {
         let root = context.root.path().display();
         context
             .write_line(&format!("no machine in {root} has been rejuvenated yet: do it with one, then ask again"))?;
@@ -170,7 +175,11 @@ fn page(plan: &Plan) -> String {
         format!("from {} hops and {} reboots on this host", plan.hops, plan.reboots),
         format!("  resume(n)     {}", term(plan.resume)),
     ];
-    lines.extend(plan.reboot_os.map(|reboot_os| format!("  reboot_os(n)  {}", term(reboot_os))));
+    lines.extend(
+        plan.reboot_os.map(|reboot_os| {
+            format!("  reboot_os(n)  {}, n at least {} (processors)", term(reboot_os), plan.processors)
+        }),
+    );
     lines.push(String::new());
     let head = ["N", "STANDS STILL", "MEASURED", "IF REBOOTED", "MEASURED", "GAINED"].map(str::to_owned).to_vec();
     let cell = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), milliseconds);
@@ -232,7 +241,7 @@ mod tests {
         let history = history(&[one, other], 0.0);
         assert_eq!(history.hops, [(1.0, 3.0), (2.0, 4.0), (2.0, 6.0)]);
         assert_eq!([1, 4].map(|n| history.warm_ms(n).unwrap().round()), [3.0, 9.0]);
-        assert_eq!(history.plan(2, Duration::ZERO, 0.0).unwrap().reboot_os.map(|term| term.start_ms), None);
+        assert_eq!(history.plan(2, 1, Duration::ZERO, 0.0).unwrap().reboot_os.map(|term| term.start_ms), None);
     }
 
     #[test]
@@ -243,10 +252,10 @@ mod tests {
         let records = vec![started(1), ended(10), started(12), ended(20), waits, started(30)];
         let history = history(&[[records, hop(40, 1.0, 4.0).to_vec()].concat()], 5000.0);
         assert_eq!(history.reboots, [(1.0, 7000.0)]);
-        let plan = history.plan(4, Duration::from_secs(5), 0.5).unwrap();
+        let plan = history.plan(4, 2, Duration::from_secs(5), 0.5).unwrap();
         let words = "from 1 hops and 1 reboots on this host
   resume(n)     4.0 ms +0.0 ms * n
-  reboot_os(n)  7000.0 ms +0.0 ms * n
+  reboot_os(n)  7000.0 ms +0.0 ms * n, n at least 2 (processors)
 
 N  STANDS STILL  MEASURED  IF REBOOTED  MEASURED   GAINED
 1        4.0 ms    4.0 ms      3.500 s   7.000 s  3.496 s
@@ -257,7 +266,7 @@ N  STANDS STILL  MEASURED  IF REBOOTED  MEASURED   GAINED
 
     #[test]
     fn nothing_is_planned_from_nothing() {
-        assert!(History::default().plan(3, Duration::ZERO, 0.0).is_none());
+        assert!(History::default().plan(3, 1, Duration::ZERO, 0.0).is_none());
         assert_eq!(History::default().warm_ms(1), None);
         assert_eq!(verdict(3.0, Vec::new()), None);
         let words = "each stood still for 4.0 ms (median); the plan said 3.0 ms, which is 25 % off";

@@ -14,7 +14,8 @@
 //!
 //! `alpha` is how much of the interval between the guest's own reboots has passed: a reboot now saves so much of the next one.
 //!
-//! As in the paper, both terms are straight lines in n, through what was measured.
+//! As in the paper, both terms are straight lines in n, through what was measured. But guests that boot do not compete for
+//! processors before there are more of them than processors, so up to there reboot_os(n) is level.
 
 /// A straight line: `start` + `slope` * n.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -42,11 +43,31 @@ impl Line {
     }
 }
 
+/// Level up to `free`, and a straight line from there on.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Contended {
+    pub line: Line,
+    /// How many do not compete: the host's processors.
+    pub free: f64,
+}
+
+impl Contended {
+    /// None through nothing, as [`Line::through`].
+    pub fn through(points: &[(f64, f64)], free: f64) -> Option<Self> {
+        let competing: Vec<_> = points.iter().map(|&(n, value)| (n.max(free), value)).collect();
+        Some(Self { line: Line::through(&competing)?, free })
+    }
+
+    pub fn at(self, n: f64) -> f64 {
+        self.line.at(n.max(self.free))
+    }
+}
+
 /// The terms of one host, in milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Model {
     pub resume: Line,
-    pub reboot_os: Line,
+    pub reboot_os: Contended,
     /// From 0, just rebooted, to 1.
     pub alpha: f64,
 }
@@ -106,8 +127,19 @@ mod tests {
     }
 
     #[test]
+    fn nothing_grows_before_processors_are_contended_for() {
+        let boots = [(1.0, 3000.0), (2.0, 4000.0), (4.0, 7500.0)];
+        let contended = Contended::through(&boots, 2.0).unwrap();
+        assert_eq!([1.0, 2.0, 4.0, 8.0].map(|n| contended.at(n).round()), [3500.0, 3500.0, 7500.0, 15500.0]);
+        let alone = Contended::through(&boots, 1.0).unwrap();
+        assert_eq!(alone.line, Line::through(&boots).unwrap());
+        assert_eq!(Contended::through(&[], 2.0), None);
+    }
+
+    #[test]
     fn a_reboot_costs_less_if_it_was_due_anyway() {
-        let (resume, reboot_os) = (Line { start: 2.0, slope: 0.5 }, Line { start: 3000.0, slope: 500.0 });
+        let resume = Line { start: 2.0, slope: 0.5 };
+        let reboot_os = Contended { line: Line { start: 3000.0, slope: 500.0 }, free: 1.0 };
         let just_rebooted = Model { resume, reboot_os, alpha: 0.0 };
         assert_eq!(just_rebooted.warm_ms(8.0), 6.0);
         assert_eq!(just_rebooted.cold_ms(8.0), 7000.0);
