@@ -91,7 +91,7 @@ enum Chore {
         /// Only these disk profiles
         #[arg(long, env = "PROFILE", value_delimiter = ',')]
         profile: Vec<Profile>,
-        /// Only these sides: hearth, hearth-without, qemu-direct, qemu-host-cache, qemu-host-cache-dropped
+        /// Only these sides: hearth, hearth-nvram, hearth-without, qemu-direct, qemu-host-cache, qemu-host-cache-dropped
         #[arg(long, env = "CASES", value_delimiter = ',', value_parser = remount::Side::by_name)]
         cases: Vec<remount::Side>,
         /// Only with so many volumes, and then on all sides

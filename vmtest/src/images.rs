@@ -2,6 +2,7 @@
 //! make it.
 
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 
@@ -21,6 +22,11 @@ impl File {
         Self { path: path.into(), contents: crate::pattern::bytes(path, bytes, seed) }
     }
 }
+
+/// The smallest journal apart of an ext4 with blocks of 4 KiB: 1024 of them, behind two that say what it is.
+const JOURNAL_BYTES: u64 = 1026 * 4096;
+const JOURNAL_UUID: &str = "3c0f9a52-6d0b-4b0e-9e55-6a5d1f0e7a11";
+const FILE_SYSTEM_UUID: &str = "b7c41d1e-2f55-4a0c-8f3b-0f4f3a9d6c22";
 
 /// XFS refuses to be smaller.
 pub const XFS_MIB_MIN: u64 = 300;
@@ -53,6 +59,25 @@ fn ext4_with(image: &Path, mib: u64, files: &[File], options: &[&str]) -> Result
     let mut command = Command::new(program("mke2fs"));
     command.args(["-q", "-F", "-t", "ext4", "-b", "4096"]).args(options).arg("-d").arg(tree.path());
     tool(command.arg(image))
+}
+
+/// The same with its journal in an image of its own. It is mounted with `journal_path=`.
+pub fn ext4_with_journal_apart(image: &Path, journal: &Path, mib: u64, files: &[File]) -> Result<()> {
+    let options = ["-m", "0", "-O", "^has_journal", "-U", FILE_SYSTEM_UUID, "-E", "lazy_itable_init=0"];
+    ext4_with(image, mib, files, &options)?;
+    let journal_file = at("create", journal, fs::File::create(journal))?;
+    at("size", journal, journal_file.set_len(JOURNAL_BYTES))?;
+    let mut command = Command::new(program("mke2fs"));
+    tool(command.args(["-q", "-F", "-b", "4096", "-O", "journal_dev", "-U", JOURNAL_UUID]).arg(journal))?;
+    // `mke2fs -J device=` does both of these, but only for block devices.
+    for order in ["feature has_journal", "ssv journal_inum 0", &format!("ssv journal_uuid {JOURNAL_UUID}")] {
+        tool(Command::new(program("debugfs")).args(["-w", "-R", order]).arg(image))?;
+    }
+    // The journal's own superblock is block 1: the number of its users, and who they are.
+    let put = |at_byte: u64, bytes: &[u8]| at("write to", journal, journal_file.write_all_at(bytes, 4096 + at_byte));
+    put(0x40, &1u32.to_be_bytes())?;
+    let user = u128::from_str_radix(&FILE_SYSTEM_UUID.replace('-', ""), 16).expect("a constant of hexadecimal digits");
+    put(0x100, &user.to_be_bytes())
 }
 
 /// An XFS image with files in its root folder.
@@ -126,8 +151,6 @@ fn tool(command: &mut Command) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::FileExt;
-
     use super::*;
 
     #[test]

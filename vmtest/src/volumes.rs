@@ -1,28 +1,23 @@
 //! Volumes: disk images with many small ext4 file systems, each in a partition of its own.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+
+use toml::{Table, Value};
 
 use crate::disk::Disk;
 use crate::error::{Result, at};
 use crate::guest::Drives;
 use crate::images;
 
-const SECTOR: u64 = 512;
-const SECTORS_PER_MIB: u64 = (1 << 20) / SECTOR;
+mod table;
+
+pub use table::Blocks;
+use table::Layout;
+
 /// Enough for ext4 to make a journal.
 const VOLUME_MIB: u64 = 10;
-/// A logical partition and the MiB before it, which begins with its table.
-const STEP_SECTORS: u64 = (VOLUME_MIB + 1) * SECTORS_PER_MIB;
-/// The extended partition begins after the first MiB.
-const EXTENDED: u64 = SECTORS_PER_MIB;
-const LINUX: u8 = 0x83;
-const CHAINED: u8 = 0x05;
 /// Linux counts 256 partitions of a disk, and logical ones from 5.
 const DISK_VOLUMES_MAX: usize = 240;
-/// A file system is copied in pieces of this.
-const PIECE_BYTES: usize = 64 << 10;
 /// So many volumes at a time are mounted or written to: an init system does not wait for one before the next either.
 const WORKERS: usize = 4;
 
@@ -31,10 +26,23 @@ pub struct Volumes {
     images: Vec<PathBuf>,
     /// `a5`, `b5`: the letter of the disk and the number of the partition.
     names: Vec<String>,
+    journals: Option<Journals>,
     _folder: tempfile::TempDir,
 }
 
+/// Journals on devices of their own, one for each disk of volumes, each in the partition with the number of its volume.
+struct Journals {
+    images: Vec<PathBuf>,
+    /// The letter of the first device.
+    first: char,
+}
+
 impl Volumes {
+    /// How many disks so many volumes need.
+    pub fn disks(count: usize) -> usize {
+        count.div_ceil(DISK_VOLUMES_MAX).max(1)
+    }
+
     /// Sparse images, for as long as this is.
     pub fn make(count: usize) -> Result<Self> {
         Self::make_in(&std::env::temp_dir(), count, &[], Blocks::Needed)
@@ -42,25 +50,79 @@ impl Volumes {
 
     /// The same below a folder of choice, with files in each volume.
     pub fn make_in(folder: &Path, count: usize, files: &[images::File], blocks: Blocks) -> Result<Self> {
+        Self::from_template(folder, count, blocks, None, |template, _| {
+            images::ext4_for_good(template, VOLUME_MIB, files)
+        })
+    }
+
+    /// The same with all journals on other devices (`journals`), of which the guest names the first `/dev/vd{first}`.
+    pub fn make_with_journals_apart(
+        folder: &Path,
+        count: usize,
+        files: &[images::File],
+        blocks: Blocks,
+        first: char,
+    ) -> Result<Self> {
+        Self::from_template(folder, count, blocks, Some(first), |template, journal| {
+            images::ext4_with_journal_apart(template, journal, VOLUME_MIB, files)
+        })
+    }
+
+    /// `make`: one volume, and one journal if they have some of their own.
+    fn from_template(
+        folder: &Path,
+        count: usize,
+        blocks: Blocks,
+        journals_from: Option<char>,
+        make: impl FnOnce(&Path, &Path) -> Result<()>,
+    ) -> Result<Self> {
         let folder = at("make a folder in", folder, tempfile::tempdir_in(folder))?;
-        let template = folder.path().join("volume.img");
-        images::ext4_for_good(&template, VOLUME_MIB, files)?;
-        let template = at("read", &template, std::fs::read(&template))?;
-        let disks = count.div_ceil(DISK_VOLUMES_MAX).max(1);
+        let of_one = ["volume", "journal"].map(|name| folder.path().join(format!("{name}.img")));
+        make(&of_one[0], &of_one[1])?;
+        let read = |path: &PathBuf| at("read", path, std::fs::read(path));
+        let template = read(&of_one[0])?;
+        let journal = journals_from.map(|_| read(&of_one[1])).transpose()?;
+        let disks = Self::disks(count);
         let of_each = count.div_ceil(disks);
-        let (mut images, mut names) = (Vec::new(), Vec::new());
+        let (mut images, mut names, mut journal_images) = (Vec::new(), Vec::new(), Vec::new());
         for (position, letter) in ('a'..='z').take(disks).enumerate() {
             let here = of_each.min(count - position * of_each);
             let image = folder.path().join(format!("volumes-{letter}.img"));
-            write_disk(&image, here, &template, blocks)?;
+            Layout::OF_VOLUMES.write(&image, here, &template, blocks)?;
             images.push(image);
+            if let Some(journal) = &journal {
+                let image = folder.path().join(format!("journals-{letter}.img"));
+                Layout::CLOSE.write(&image, here, journal, blocks)?;
+                journal_images.push(image);
+            }
             names.extend((5..here + 5).map(|partition| format!("{letter}{partition}")));
         }
-        Ok(Self { images, names, _folder: folder })
+        let journals = journals_from.map(|first| Journals { images: journal_images, first });
+        Ok(Self { images, names, journals, _folder: folder })
     }
 
     pub fn images(&self) -> &[PathBuf] {
         &self.images
+    }
+
+    /// What the devices for the journals hold from the start; none, if each volume holds its own.
+    pub fn journals(&self) -> &[PathBuf] {
+        self.journals.as_ref().map_or(&[], |journals| &journals.images)
+    }
+
+    /// `nvram` of machine.toml: the devices for the journals, with the images as their mirrors.
+    pub fn nvram(&self, policy: &str) -> Result<Value> {
+        let device = |(image, number): (&PathBuf, usize)| {
+            let bytes = at("find the size of", image, std::fs::metadata(image))?.len();
+            let keys = [
+                ("name", format!("journals-{number}")),
+                ("size", format!("{}KiB", bytes >> 10)),
+                ("mirror", policy.to_owned()),
+                ("mirror_file", image.display().to_string()),
+            ];
+            Ok(Value::from(Table::from_iter(keys.map(|(key, value)| (key.to_owned(), Value::from(value))))))
+        };
+        self.journals().iter().zip(0..).map(device).collect::<Result<Vec<Value>>>().map(Value::from)
     }
 
     /// Copies of the images, as a machine's first disks.
@@ -70,7 +132,8 @@ impl Volumes {
 
     /// All of them, some at a time.
     pub fn mount(&self, vm: &impl Drives) -> Result<()> {
-        self.run_for_each(vm, "mkdir -p /v/$v && mount -t ext4 /dev/vd$v /v/$v")
+        let journal = if self.journals.is_some() { "-o journal_path=/dev/vd$j " } else { "" };
+        self.run_for_each(vm, &format!("mkdir -p /v/$v && mount -t ext4 {journal}/dev/vd$v /v/$v"))
     }
 
     /// A line in a file of each volume, and back when it is on the disk.
@@ -96,68 +159,46 @@ impl Volumes {
     }
 
     pub fn unmount_and_check(&self, vm: &impl Drives) -> Result<()> {
-        let check = "umount /v/$v && e2fsck -f -n /dev/vd$v >/tmp/fsck-$v 2>&1 || { cat /tmp/fsck-$v; false; }";
-        self.run_for_each(vm, check)
+        let journal = if self.journals.is_some() { "-j /dev/vd$j " } else { "" };
+        let check = format!("e2fsck -f -n {journal}/dev/vd$v >/tmp/fsck-$v 2>&1 || {{ cat /tmp/fsck-$v; false; }}");
+        self.run_for_each(vm, &format!("umount /v/$v && {check}"))
     }
 
-    /// The command, with `$v` for the volume; some volumes at a time.
+    /// The command, with `$v` for the volume and `$j` for its journal, if that is elsewhere; some volumes at a time.
     fn run_for_each(&self, vm: &impl Drives, command: &str) -> Result<()> {
         let share = self.names.len().div_ceil(WORKERS).max(1);
-        let runs: String =
-            self.names.chunks(share).map(|names| format!("({}) & p=\"$p $!\"; ", loops(names, command))).collect();
+        let first = self.journals.as_ref().map(|journals| journals.first);
+        let runs: String = self
+            .names
+            .chunks(share)
+            .map(|names| format!("({}) & p=\"$p $!\"; ", loops(names, first, command)))
+            .collect();
         vm.sh_within(&format!("{runs} for p in $p; do wait $p || exit; done"), crate::patience(60)).map(drop)
     }
 }
 
-/// Shell loops over volumes that follow each other.
-fn loops(names: &[String], command: &str) -> String {
+/// Shell loops over volumes that follow each other. `journals_from`: the letter of the first device with journals.
+fn loops(names: &[String], journals_from: Option<char>, command: &str) -> String {
     let runs = names.chunk_by(|one, next| one[..1] == next[..1]);
     let of_disk = |run: &[String]| {
         let (letter, first, last) = (&run[0][..1], &run[0][1..], &run[run.len() - 1][1..]);
-        format!("for n in $(seq {first} {last}); do v={letter}$n; {command} || exit; done; ")
+        let position = letter.as_bytes()[0] - b'a';
+        let journal = journals_from.map(|from| format!("j={}$n; ", char::from(from as u8 + position)));
+        let journal = journal.unwrap_or_default();
+        format!("for n in $(seq {first} {last}); do v={letter}$n; {journal}{command} || exit; done; ")
     };
     runs.map(of_disk).collect()
 }
 
-/// What of an image lies on the disk that holds it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Blocks {
-    /// What is not zero.
-    Needed,
-    /// All: whatever is read is read from the disk.
-    All,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-fn write_disk(image: &Path, count: usize, template: &[u8], blocks: Blocks) -> Result<()> {
-    let file = at("create", image, File::create(image))?;
-    let sectors = EXTENDED + count as u64 * STEP_SECTORS;
-    at("size", image, file.set_len(sectors * SECTOR))?;
-    let put = |sector: u64, bytes: &[u8]| at("write to", image, file.write_all_at(bytes, sector * SECTOR));
-    put(0, &table([(CHAINED, EXTENDED, sectors - EXTENDED), (0, 0, 0)]))?;
-    for volume in 0..count as u64 {
-        let start = EXTENDED + volume * STEP_SECTORS;
-        let is_last = volume + 1 == count as u64;
-        // The second entry leads to the next table, counted from the start of the extended partition.
-        let next = if is_last { (0, 0, 0) } else { (CHAINED, (volume + 1) * STEP_SECTORS, STEP_SECTORS) };
-        put(start, &table([(LINUX, SECTORS_PER_MIB, VOLUME_MIB * SECTORS_PER_MIB), next]))?;
-        let pieces = template.chunks(PIECE_BYTES).zip(0..);
-        for (piece, number) in pieces.filter(|(piece, _)| blocks == Blocks::All || piece.iter().any(|&byte| byte != 0))
-        {
-            put(start + SECTORS_PER_MIB + number * (PIECE_BYTES as u64 / SECTOR), piece)?;
-        }
+    #[test]
+    fn each_volume_is_named_with_its_journal() {
+        let names = ["a5", "a6", "b5"].map(str::to_owned);
+        let apart = "for n in $(seq 5 6); do v=a$n; j=d$n; c || exit; done; for n in $(seq 5 5); do v=b$n; j=e$n; c || exit; done; ";
+        assert_eq!(loops(&names, Some('d'), "c"), apart);
+        assert_eq!(loops(&names[..1], None, "c"), "for n in $(seq 5 5); do v=a$n; c || exit; done; ");
     }
-    Ok(())
-}
-
-/// A DOS partition table with two entries: type, first sector, sectors.
-fn table(entries: [(u8, u64, u64); 2]) -> [u8; SECTOR as usize] {
-    let mut table = [0; SECTOR as usize];
-    for (position, (kind, first, sectors)) in entries.into_iter().enumerate() {
-        let entry = &mut table[446 + position * 16..][..16];
-        entry[4] = kind;
-        entry[8..12].copy_from_slice(&(first as u32).to_le_bytes());
-        entry[12..].copy_from_slice(&(sectors as u32).to_le_bytes());
-    }
-    table[510..].copy_from_slice(&[0x55, 0xaa]);
-    table
 }

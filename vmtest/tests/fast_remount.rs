@@ -1,8 +1,10 @@
 //! Fast remount, as a guest and its operator see it: what a machine reads until it is ready, its next boot finds in memory,
 //! and it is what the disk holds. Guests mount many small volumes, crash, and mount them again.
 //!
-//! `many`: a hundred volumes that are all written to when their guest crashes.
+//! `many`: a hundred volumes that are all written to when their guest crashes. `journals`: volumes whose journals are NVRAM.
 
+#[path = "fast_remount/journals.rs"]
+mod journals;
 #[path = "fast_remount/many.rs"]
 mod many;
 

@@ -6,7 +6,7 @@ use hearth_vmtest::{Disk, Drives, Guest, PlainVm, Result, TestVm, patience};
 use serde_json::Value;
 
 use super::trace::{self, Trace};
-use super::{Bench, MEMORY_MIB, MIB, NAME, RemountError, Side, case};
+use super::{Bench, MEMORY_MIB, MIB, MIRROR, NAME, RemountError, Side, case};
 use crate::host::profile::{DiskRate, Profile};
 use crate::record::Record;
 use crate::sides;
@@ -62,7 +62,7 @@ impl<'b, 'a> Life<'b, 'a> {
         life.mount_and_look()?;
         life.ready()?;
         life.work()?;
-        if side == Side::BootSet {
+        if side.has_boot_set() {
             // Of the journals the first boot had nothing to replay.
             life.crash()?;
             life.wait_boot()?;
@@ -109,11 +109,15 @@ impl<'b, 'a> Life<'b, 'a> {
             record.add(&case, "read_ops", "", (after.0 - before.0) as f64);
             record.add(&case, "write_ops", "", (after.1 - before.1) as f64);
         }
-        if side == Side::BootSet {
+        if side.has_boot_set() {
             self.note_plan(&case, record)?;
         }
+        if side == Side::Nvram {
+            let bytes = self.status_number("/memory/nvram_bytes")?;
+            record.add(&case, "nvram_mib", "MiB", bytes as f64 / MIB);
+        }
         let extra = match side {
-            Side::BootSet | Side::Ember | Side::Direct => 0,
+            Side::BootSet | Side::Nvram | Side::Ember | Side::Direct => 0,
             Side::HostCache | Side::HostCacheDropped => self.bench.host_cache_bytes()?,
         };
         record.add(&case, "host_cache_mib", "MiB", extra as f64 / MIB);
@@ -178,7 +182,7 @@ impl<'b, 'a> Life<'b, 'a> {
     /// The boot is over: said to Hearth.
     fn ready(&self) -> std::result::Result<(), RemountError> {
         match (&self.vm, self.side) {
-            (Vm::Hearth(vm), Side::BootSet) => sides::ready(vm).map_err(|error| self.failed(error)),
+            (Vm::Hearth(vm), side) if side.has_boot_set() => sides::ready(vm).map_err(|error| self.failed(error)),
             _ => Ok(()),
         }
     }
@@ -202,6 +206,14 @@ impl<'b, 'a> Life<'b, 'a> {
         Ok(())
     }
 
+    fn status_number(&self, pointer: &'static str) -> std::result::Result<u64, RemountError> {
+        let Vm::Hearth(vm) = &self.vm else { return Ok(0) };
+        let status = vm.status().map_err(|error| self.failed(error))?;
+        let number = status.pointer(pointer).and_then(Value::as_u64);
+        let (side, said) = (self.side.name(), status.to_string());
+        number.ok_or(RemountError::NoFigure { side, figure: pointer, said })
+    }
+
     fn sh(&self, command: &str) -> std::result::Result<String, RemountError> {
         self.vm.sh_within(command, patience(60)).map_err(|error| self.failed(error))
     }
@@ -215,11 +227,15 @@ impl<'b, 'a> Life<'b, 'a> {
 fn start(bench: &Bench<'_>, side: Side, accelerator: &str, rate: Option<DiskRate>) -> Result<Vm> {
     let images = || bench.volumes.images().iter().chain([&bench.churn]);
     match side {
-        Side::BootSet | Side::Ember => {
+        Side::BootSet | Side::Nvram | Side::Ember => {
             let builder = TestVm::busybox(NAME).memory_mib(MEMORY_MIB).setting("accelerator", accelerator);
             let builder =
                 images().fold(builder, |builder, image| builder.disk(sides::limited(Disk::in_place(image), rate)));
-            let builder = if side == Side::BootSet { sides::with_boot_set(builder) } else { builder };
+            let builder = if side.has_boot_set() { sides::with_boot_set(builder) } else { builder };
+            let builder = match side {
+                Side::Nvram => builder.setting("nvram", bench.volumes.nvram(MIRROR)?),
+                _ => builder,
+            };
             builder.start().map(Vm::Hearth)
         }
         Side::Direct | Side::HostCache | Side::HostCacheDropped => {

@@ -27,6 +27,8 @@ pub const NAME: &str = "remount";
 const MIB: f64 = 1048576.0;
 /// Guest RAM: what hundreds of mounted volumes need, and not much more to keep what they have read.
 const MEMORY_MIB: u64 = 256;
+/// When the journals in NVRAM reach their mirror, which is on the disk that is measured.
+const MIRROR: &str = "async";
 /// What is read through before a crash, so that the guest's cache holds little of what its next boot needs.
 const CHURN_MIB: u64 = 512;
 
@@ -51,6 +53,8 @@ pub enum RemountError {
 pub enum Side {
     /// Hearth with a boot set.
     BootSet,
+    /// The same, and all journals are on NVRAM.
+    Nvram,
     /// Hearth without: the ember alone.
     Ember,
     /// QEMU alone, `cache=none,aio=io_uring`.
@@ -62,11 +66,13 @@ pub enum Side {
 }
 
 impl Side {
-    pub const ALL: [Side; 5] = [Side::BootSet, Side::Ember, Side::Direct, Side::HostCache, Side::HostCacheDropped];
+    pub const ALL: [Side; 6] =
+        [Side::BootSet, Side::Nvram, Side::Ember, Side::Direct, Side::HostCache, Side::HostCacheDropped];
 
     pub fn name(self) -> &'static str {
         match self {
             Side::BootSet => "hearth",
+            Side::Nvram => "hearth-nvram",
             Side::Ember => "hearth-without",
             Side::Direct => "qemu-direct",
             Side::HostCache => "qemu-host-cache",
@@ -79,10 +85,15 @@ impl Side {
         Side::ALL.into_iter().find(|side| side.name() == name).ok_or_else(|| format!("sides are {}", names()))
     }
 
+    fn has_boot_set(self) -> bool {
+        matches!(self, Side::BootSet | Side::Nvram)
+    }
+
     /// In the names of figures.
     fn word(self) -> &'static str {
         match self {
             Side::BootSet => "hearth",
+            Side::Nvram => "hearth_nvram",
             Side::Ember => "without",
             Side::Direct => "direct",
             Side::HostCache => "hostcache_warm",
@@ -126,7 +137,7 @@ fn cells(options: &Options) -> Vec<Cell> {
         return options.volumes.iter().map(|&volumes| all_profiles(volumes, &Side::ALL)).collect();
     }
     if options.quick {
-        return vec![all_profiles(24, &[Side::BootSet, Side::Direct, Side::HostCache])];
+        return vec![all_profiles(24, &[Side::BootSet, Side::Nvram, Side::Direct, Side::HostCache])];
     }
     let paper = || options.profiles.iter().copied().filter(|&profile| profile == Profile::Paper).collect();
     let two = || sides(&[Side::BootSet, Side::Direct]);
@@ -144,8 +155,17 @@ struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    fn prepare(rig: &'a Rig, volumes: usize) -> Result<Self, RemountError> {
-        let volumes = Volumes::make_in(rig.folder(), volumes, &tree(), Blocks::All).map_err(RemountError::Volumes)?;
+    /// `nvram`: the volumes have their journals there.
+    fn prepare(rig: &'a Rig, volumes: usize, nvram: bool) -> Result<Self, RemountError> {
+        let (folder, files) = (rig.folder(), tree());
+        let volumes = if nvram {
+            // Behind the disks of the volumes, and the one that is read through.
+            let first = char::from(b'a' + Volumes::disks(volumes) as u8 + 1);
+            Volumes::make_with_journals_apart(folder, volumes, &files, Blocks::All, first)
+        } else {
+            Volumes::make_in(folder, volumes, &files, Blocks::All)
+        };
+        let volumes = volumes.map_err(RemountError::Volumes)?;
         let churn = rig.folder().join("churn.img");
         images::empty(&churn, CHURN_MIB).map_err(RemountError::Volumes)?;
         let bench = Self { rig, volumes, churn, lines: Vec::new() };
@@ -185,9 +205,17 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RemountError> {
     write_cost::measure(&rig, options.quick, record)?;
     let mut traces = Vec::new();
     for cell in cells(options) {
-        let mut bench = Bench::prepare(&rig, cell.volumes)?;
-        for &profile in &cell.profiles {
-            for &side in cell.sides.iter().filter(|&&side| side != Side::HostCacheDropped) {
+        // Volumes whose journals are elsewhere are others.
+        for nvram in [false, true] {
+            let is_next = |side: &&Side| **side != Side::HostCacheDropped && (**side == Side::Nvram) == nvram;
+            let sides: Vec<Side> = cell.sides.iter().filter(is_next).copied().collect();
+            if sides.is_empty() {
+                continue;
+            }
+            let mut bench = Bench::prepare(&rig, cell.volumes, nvram)?;
+            for (&profile, &side) in
+                cell.profiles.iter().flat_map(|profile| sides.iter().map(move |side| (profile, side)))
+            {
                 let traced = cell.traced && profile == Profile::Paper && matches!(side, Side::BootSet | Side::Direct);
                 measure(&mut bench, &cell, side, profile, traced.then_some(&mut traces), record)?;
             }

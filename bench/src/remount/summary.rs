@@ -21,15 +21,19 @@ pub fn summarise(record: &mut Record, cells: &[Cell]) {
             }
             let ready = |side: Side| median(side, "ready_s");
             let mounted = |side: Side| median(side, "mount_s");
-            let held = Side::BootSet;
-            figures.push((key("ready_speedup"), ratio(ready(Side::Direct), ready(held))));
-            figures.push((key("mount_speedup"), ratio(mounted(Side::Direct), mounted(held))));
-            figures.push((key("ready_vs_hostcache_warm"), ratio(ready(held), ready(Side::HostCache))));
-            let memory = ratio(median(held, "cached_mib"), median(Side::HostCache, "host_cache_mib"));
-            figures.push((key("memory_vs_hostcache"), memory));
-            for metric in ["hit_pct", "hit_inline_pct", "hit_us_p50", "hit_us_p99", "cached_mib"] {
-                figures.push((key(metric), median(held, metric)));
+            for (held, behind) in [(Side::BootSet, ""), (Side::Nvram, "_nvram")] {
+                let key = |metric: &str| profile.key(&format!("{metric}_{volumes}{behind}"));
+                figures.push((key("ready_speedup"), ratio(ready(Side::Direct), ready(held))));
+                figures.push((key("mount_speedup"), ratio(mounted(Side::Direct), mounted(held))));
+                figures.push((key("ready_vs_hostcache_warm"), ratio(ready(held), ready(Side::HostCache))));
+                let memory =
+                    median(held, "cached_mib").map(|held_mib| held_mib + median(held, "nvram_mib").unwrap_or_default());
+                figures.push((key("memory_vs_hostcache"), ratio(memory, median(Side::HostCache, "host_cache_mib"))));
+                for metric in ["hit_pct", "hit_inline_pct", "hit_us_p50", "hit_us_p99", "cached_mib"] {
+                    figures.push((key(metric), median(held, metric)));
+                }
             }
+            figures.push((key("nvram_mib"), median(Side::Nvram, "nvram_mib")));
         }
     }
     // What is asked for without a number of volumes.
@@ -55,6 +59,7 @@ pub fn table(record: &Record) -> Table {
         "writes",
         "host cache MiB",
         "boot set MiB",
+        "NVRAM MiB",
         "hits %",
         "hit us p50",
     ]);
@@ -76,6 +81,7 @@ pub fn table(record: &Record) -> Table {
                     "write_ops",
                     "host_cache_mib",
                     "cached_mib",
+                    "nvram_mib",
                     "hit_pct",
                     "hit_us_p50",
                 ];
@@ -106,12 +112,19 @@ mod tests {
         add(Side::HostCache, "ready_s", 8.0);
         add(Side::BootSet, "cached_mib", 5.0);
         add(Side::HostCache, "host_cache_mib", 50.0);
+        add(Side::Nvram, "ready_s", 5.0);
+        add(Side::Nvram, "cached_mib", 5.0);
+        add(Side::Nvram, "nvram_mib", 95.0);
         let cell =
             Cell { volumes: 400, profiles: vec![Profile::Paper], sides: Side::ALL.to_vec(), rounds: 1, traced: true };
         summarise(&mut record, &[cell]);
         assert_eq!(record.summary["ready_speedup_400"], 4.0);
         assert_eq!(record.summary["ready_vs_hostcache_warm"], 1.25);
         assert_eq!(record.summary["memory_vs_hostcache"], 0.1);
+        assert_eq!(
+            (record.summary["ready_speedup_400_nvram"], record.summary["memory_vs_hostcache_400_nvram"]),
+            (8.0, 2.0)
+        );
         assert!(!record.summary.contains_key("hit_us_p50"), "not measured");
         assert!(table(&record).text().contains("hearth-400@paper"));
     }
