@@ -36,7 +36,7 @@ impl State {
     pub(super) fn read_late(&mut self, key: Key, bytes: Option<&[u8; BLOCK_BYTES]>, tagger: &Tagger) {
         if !self.members.contains_key(&key) {
             let is_hot = self.heat.is_hot(key, self.boot, self.slots as usize);
-            if !is_hot || !(self.has_room() || self.evict_written()) {
+            if !is_hot || !(self.has_room(bytes) || self.evict_written()) {
                 return;
             }
             self.heat.seen.remove(&key);

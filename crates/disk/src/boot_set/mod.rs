@@ -14,8 +14,8 @@
 //! request, makes it valid again: with its own bytes, laid over the old ones where it changed a part. Any doubt (a second
 //! change, a failure, a discard) costs the copy and not the membership: the next read or whole write brings it back.
 //!
-//! The guest chooses what it reads, so everything is bounded: there are never more members than pages within the limit,
-//! and what a boot that came to its end has read is not given up for what another one reads before its own end.
+//! The guest chooses what it reads, so everything is bounded: no more pages take memory than the limit allows, there are
+//! never more members than twice that (a block of zeroes takes a place in the ledger and no memory), and what a boot that came to its end has read is not given up for what another one reads before its own end.
 
 use std::fs;
 use std::io;
@@ -32,6 +32,7 @@ use crate::warm::{AfterServing, WarmSource};
 
 mod heat;
 mod pages;
+mod room;
 mod state;
 mod tally;
 mod written;
@@ -46,8 +47,10 @@ pub const FILE_PREFIX: &str = "boot-set";
 const PAGES_FILE: &str = "boot-set-pages";
 const LEDGER_FILE: &str = "boot-set-ledger";
 const BLOCK: u64 = BLOCK_BYTES as u64;
-/// A page of the file, and its entry in the ledger, which has a head of a page and ends with a whole one.
-const BYTES_PER_SLOT: u64 = BLOCK + 16;
+/// For each page that takes memory there is a block of zeroes that takes none.
+const SLOTS_PER_PAGE: u64 = 2;
+/// A page of the file, and the entries in the ledger, which has a head of a page and ends with a whole one.
+const BYTES_PER_PAGE: u64 = BLOCK + SLOTS_PER_PAGE * 16;
 
 #[derive(Debug, thiserror::Error)]
 pub enum BootSetError {
@@ -71,10 +74,11 @@ impl BootSet {
     /// What an earlier keeper left in this folder, or an empty one. Copies whose bytes are not what their tag says are
     /// dropped. Files, with all that belongs to them, never hold more than the limit.
     pub fn open(folder: &Path, limit_bytes: u64, tagger: Tagger) -> Result<Self, BootSetError> {
-        let slots = (limit_bytes.saturating_sub(2 * BLOCK) / BYTES_PER_SLOT).clamp(1, u64::from(u32::MAX) / 2) as u32;
-        let state = match State::reopen(folder, slots, &tagger) {
+        let pages = limit_bytes.saturating_sub(2 * BLOCK) / BYTES_PER_PAGE;
+        let pages = pages.clamp(1, u64::from(u32::MAX) / 2 / SLOTS_PER_PAGE) as u32;
+        let state = match State::reopen(folder, pages, &tagger) {
             Some(state) => state,
-            None => State::create(folder, slots)?,
+            None => State::create(folder, pages)?,
         };
         Ok(Self { tagger, limit_bytes, learning: AtomicBool::new(false), state: Mutex::new(state) })
     }
@@ -140,7 +144,7 @@ impl BootSet {
     pub fn read_from_memory(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) {
         let mut state = self.lock();
         if self.is_learning()
-            && let Some(member) = state.admit((disk, block))
+            && let Some(member) = state.admit((disk, block), Some(bytes))
         {
             member.reads.hits += 1;
             state.tally.of(disk).boot.ember_hits += 1;
@@ -226,11 +230,11 @@ impl BootSet {
     pub fn put_back(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) -> bool {
         let mut state = self.lock();
         state.take_for_read();
-        if state.admit((disk, block)).is_none() {
+        if state.admit((disk, block), Some(bytes)).is_none() {
             return false;
         }
         state.hold((disk, block), bytes, self.tagger.tag(bytes));
-        true
+        state.members.contains_key(&(disk, block))
     }
 
     pub fn is_empty(&self) -> bool {
@@ -314,7 +318,7 @@ impl WarmSource for BootSet {
             return state.read_late((disk, block), bytes, &self.tagger);
         }
         state.tally.missed(disk, block);
-        let Some(member) = state.admit((disk, block)) else { return };
+        let Some(member) = state.admit((disk, block), bytes) else { return };
         member.reads.misses += 1;
         if let Some(bytes) = bytes {
             state.hold((disk, block), bytes, self.tagger.tag(bytes));

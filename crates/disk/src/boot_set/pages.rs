@@ -14,13 +14,14 @@ use rustix::io::Errno;
 use super::{BLOCK, BootSetError, PAGES_FILE};
 use crate::block::BLOCK_BYTES;
 
-const ZEROES: [u8; BLOCK_BYTES] = [0; BLOCK_BYTES];
+pub(super) const ZEROES: [u8; BLOCK_BYTES] = [0; BLOCK_BYTES];
 
 pub(super) struct Pages {
     file: File,
     path: PathBuf,
     /// By page: does it take memory?
     filled: Vec<bool>,
+    filled_pages: usize,
 }
 
 impl Pages {
@@ -33,7 +34,7 @@ impl Pages {
         let options = &mut OpenOptions::new();
         let file = options.read(true).write(true).create_new(true).mode(0o600).open(&path).map_err(failed("make"))?;
         file.set_len(u64::from(pages) * BLOCK).map_err(failed("size"))?;
-        Ok(Self { file, path, filled: vec![false; pages as usize] })
+        Ok(Self { file, path, filled: vec![false; pages as usize], filled_pages: 0 })
     }
 
     /// None: there is nothing that fits.
@@ -42,11 +43,24 @@ impl Pages {
         let file = OpenOptions::new().read(true).write(true).open(&path).ok()?;
         let fits = file.metadata().ok()?.len() == u64::from(pages) * BLOCK;
         let filled = if fits { filled(&file, pages as usize).ok()? } else { return None };
-        Some(Self { file, path, filled })
+        let filled_pages = filled.iter().filter(|filled| **filled).count();
+        Some(Self { file, path, filled, filled_pages })
+    }
+
+    pub(super) fn is_filled(&self, page: u32) -> bool {
+        self.filled[page as usize]
+    }
+
+    /// How many take memory.
+    pub(super) fn filled_pages(&self) -> usize {
+        self.filled_pages
     }
 
     pub(super) fn read(&self, page: u32) -> io::Result<[u8; BLOCK_BYTES]> {
         let mut bytes = ZEROES;
+        if !self.is_filled(page) {
+            return Ok(bytes);
+        }
         self.file.read_exact_at(&mut bytes, u64::from(page) * BLOCK)?;
         Ok(bytes)
     }
@@ -55,16 +69,18 @@ impl Pages {
         if *bytes == ZEROES && self.give_back(page).is_ok() {
             return Ok(());
         }
+        self.filled_pages += usize::from(!self.is_filled(page));
         self.filled[page as usize] = true;
         self.file.write_all_at(bytes, u64::from(page) * BLOCK)
     }
 
     /// The page reads as zeroes from now on, and takes no memory.
     pub(super) fn give_back(&mut self, page: u32) -> io::Result<()> {
-        if self.filled[page as usize] {
+        if self.is_filled(page) {
             let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             fallocate(&self.file, how, u64::from(page) * BLOCK, BLOCK)?;
             self.filled[page as usize] = false;
+            self.filled_pages -= 1;
         }
         Ok(())
     }
@@ -74,6 +90,7 @@ impl Pages {
         let failed = |source| BootSetError::File { path: self.path.clone(), action: "empty", source };
         self.file.set_len(0).and_then(|()| self.file.set_len(bytes)).map_err(failed)?;
         self.filled.fill(false);
+        self.filled_pages = 0;
         Ok(())
     }
 

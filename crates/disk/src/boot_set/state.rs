@@ -5,10 +5,11 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use super::heat::Heat;
-use super::pages::Pages;
+use super::pages::{Pages, ZEROES};
+use super::room::Free;
 use super::tally::Tally;
 use super::written::Written;
-use super::{BootSet, BootSetError, Key, LEDGER_FILE};
+use super::{BootSet, BootSetError, Key, LEDGER_FILE, SLOTS_PER_PAGE};
 use crate::block::{BLOCK_BYTES, DiskId, RamPage};
 use crate::ledger::Ledger;
 use crate::tag::{Tag, Tagger};
@@ -22,8 +23,10 @@ const UNREAD: u8 = 0x80;
 pub(super) struct State {
     pub(super) pages: Pages,
     pub(super) ledger: Ledger,
+    /// Pages, most of which take memory: so many at most do.
     pub(super) slots: u32,
-    pub(super) free: Vec<u32>,
+    pub(super) pages_max: usize,
+    pub(super) free: Free,
     pub(super) members: HashMap<Key, Member>,
     /// Counts resets, from 1.
     pub(super) boot: u32,
@@ -100,30 +103,35 @@ impl Member {
 }
 
 impl State {
-    pub(super) fn create(folder: &Path, slots: u32) -> Result<Self, BootSetError> {
+    pub(super) fn create(folder: &Path, pages_max: u32) -> Result<Self, BootSetError> {
         let failed = |source| BootSetError::File { path: folder.to_owned(), action: "remove old files from", source };
         BootSet::discard(folder).map_err(failed)?;
+        let slots = pages_max * SLOTS_PER_PAGE as u32;
         let pages = Pages::create(folder, slots)?;
         let ledger = Ledger::create(&folder.join(LEDGER_FILE), slots)?;
-        Ok(Self::over(pages, ledger, slots))
+        Ok(Self::over(pages, ledger, pages_max))
     }
 
     /// None: there is nothing that fits.
-    pub(super) fn reopen(folder: &Path, slots: u32, tagger: &Tagger) -> Option<Self> {
+    pub(super) fn reopen(folder: &Path, pages_max: u32, tagger: &Tagger) -> Option<Self> {
+        let slots = pages_max * SLOTS_PER_PAGE as u32;
         let pages = Pages::open(folder, slots)?;
         let ledger = Ledger::open(&folder.join(LEDGER_FILE)).ok()?;
-        let fits = ledger.ram_pages() == slots;
-        let mut state = fits.then(|| Self::over(pages, ledger, slots))?;
+        let fits = ledger.ram_pages() == slots && pages.filled_pages() <= pages_max as usize;
+        let mut state = fits.then(|| Self::over(pages, ledger, pages_max))?;
         state.adopt(tagger);
         Some(state)
     }
 
-    fn over(pages: Pages, ledger: Ledger, slots: u32) -> Self {
+    fn over(pages: Pages, ledger: Ledger, pages_max: u32) -> Self {
+        let slots = pages_max * SLOTS_PER_PAGE as u32;
+        let (filled, empty) = (0..slots).rev().partition(|&slot| pages.is_filled(slot));
         Self {
             pages,
             ledger,
             slots,
-            free: (0..slots).rev().collect(),
+            pages_max: pages_max as usize,
+            free: Free { empty, filled },
             members: HashMap::new(),
             boot: 0,
             completed: [0; BOOTS_WITHOUT],
@@ -147,9 +155,7 @@ impl State {
         self.completed[BOOTS_WITHOUT - 1] = self.boot;
         self.victims = Vec::new();
         self.drop_written_before_boot();
-        let (pages, free) = (&mut self.pages, &self.free);
-        // What is not given back now is used again, or given back after the next boot.
-        free.iter().for_each(|&slot| drop(pages.give_back(slot)));
+        self.give_back_free();
     }
 
     /// What the ledger names is taken for what the last boot read, unless it says that none has.
@@ -170,8 +176,9 @@ impl State {
             let place = Place::Held { slot: entry.page.0 };
             self.members.insert(key, Member { boot: 1, order: self.order, kind, reads: Reads::default(), place });
         }
-        let ledger = &self.ledger;
-        self.free.retain(|&slot| ledger.entry(RamPage(slot)).is_none());
+        let is_free = |slot: &u32| self.ledger.entry(RamPage(*slot)).is_none();
+        self.free.empty.retain(is_free);
+        self.free.filled.retain(is_free);
     }
 
     /// What is held from now on was read by a boot that nobody remembers.
@@ -188,17 +195,13 @@ impl State {
         self.written.clear();
         self.victims.clear();
         self.tally = Tally::default();
-        self.free = (0..self.slots).rev().collect();
+        self.free = Free { empty: (0..self.slots).rev().collect(), filled: Vec::new() };
         self.pages.give_back_all()
-    }
-
-    pub(super) fn has_room(&self) -> bool {
-        self.members.len() < self.slots as usize
     }
 
     /// Is there room for a block that a boot reads, or can some be made?
     pub(super) fn can_make_room(&self) -> bool {
-        self.has_room() || !self.written.is_empty() || !self.victims.is_empty()
+        self.has_room(None) || !self.written.is_empty() || !self.victims.is_empty()
     }
 
     /// A boot begins: what the last ones did without is given up.
@@ -224,9 +227,9 @@ impl State {
     }
 
     /// This boot reads the block. None: there is no room for it.
-    pub(super) fn admit(&mut self, key: Key) -> Option<&mut Member> {
+    pub(super) fn admit(&mut self, key: Key, bytes: Option<&[u8; BLOCK_BYTES]>) -> Option<&mut Member> {
         if !self.members.contains_key(&key) {
-            if !self.has_room() && !self.evict() {
+            if !self.has_room(bytes) && !self.evict() {
                 self.tally.of(key.0).no_room += 1;
                 return None;
             }
@@ -257,7 +260,7 @@ impl State {
         Some(member)
     }
 
-    fn evict(&mut self) -> bool {
+    pub(super) fn evict(&mut self) -> bool {
         if self.evict_written() {
             return true;
         }
@@ -275,15 +278,10 @@ impl State {
         self.keep(key, bytes, tag, BLOCK_BYTES);
     }
 
-    /// Only for members: each has a page within the limit. Of its bytes so many are those of the block.
+    /// Only for members; one for which there is no page any more is given up. Of its bytes so many are those of the block.
     pub(super) fn keep(&mut self, key: Key, bytes: &[u8; BLOCK_BYTES], tag: Tag, known: usize) {
-        let Some(member) = self.members.get_mut(&key) else { return };
-        let slot = match member.place {
-            Place::Held { slot } | Place::Void { slot, .. } | Place::Begun { slot, .. } => Some(slot),
-            Place::Missing => self.free.pop(),
-        };
-        let Some(slot) = slot else { return };
-        self.ledger.forget_page(RamPage(slot));
+        let Some(slot) = self.slot_for(key, *bytes == ZEROES) else { return };
+        let Some(member) = self.members.get_mut(&key) else { return self.release(slot) };
         match self.pages.write(slot, bytes) {
             Ok(()) if known < BLOCK_BYTES => member.place = Place::Begun { slot, tag, known },
             Ok(()) => {
@@ -294,7 +292,7 @@ impl State {
             Err(error) => {
                 tracing::debug!(%error, "a block cannot be held in the boot set");
                 member.place = Place::Missing;
-                self.free.push(slot);
+                self.release(slot);
             }
         }
     }
@@ -339,12 +337,12 @@ impl State {
     /// Without its copy nothing is left of what was only written.
     pub(super) fn drop_copy(&mut self, key: Key) {
         let Some(member) = self.members.get_mut(&key) else { return };
-        if let Place::Held { slot } | Place::Void { slot, .. } | Place::Begun { slot, .. } = member.place {
+        let (place, kind) = (std::mem::replace(&mut member.place, Place::Missing), member.kind);
+        if let Place::Held { slot } | Place::Void { slot, .. } | Place::Begun { slot, .. } = place {
             self.ledger.forget_page(RamPage(slot));
-            self.free.push(slot);
+            self.release(slot);
         }
-        member.place = Place::Missing;
-        if let Kind::Written { turn } = member.kind {
+        if let Kind::Written { turn } = kind {
             self.written.leave(turn);
             self.members.remove(&key);
         }

@@ -48,7 +48,7 @@ impl Written {
 impl State {
     /// A block that is no member was written, or its first bytes were, by a small write.
     pub(super) fn keep_written(&mut self, key: Key, bytes: &[u8; BLOCK_BYTES], tag: Tag, known: usize) {
-        let is_full = self.written.turns.len() >= self.slots as usize / 2 || !self.has_room();
+        let is_full = self.written.turns.len() >= self.pages_max / 2 || !self.has_room(Some(bytes));
         if is_full && !self.evict_written() {
             return;
         }
