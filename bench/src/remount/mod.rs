@@ -137,7 +137,9 @@ fn cells(options: &Options) -> Vec<Cell> {
         return options.volumes.iter().map(|&volumes| all_profiles(volumes, &Side::ALL)).collect();
     }
     if options.quick {
-        return vec![all_profiles(24, &[Side::BootSet, Side::Nvram, Side::Direct, Side::HostCache])];
+        // Others take another minute: by name.
+        let three = [Side::BootSet, Side::Direct, Side::HostCache];
+        return vec![all_profiles(24, if options.sides.is_empty() { &three } else { &Side::ALL })];
     }
     let paper = || options.profiles.iter().copied().filter(|&profile| profile == Profile::Paper).collect();
     let two = || sides(&[Side::BootSet, Side::Direct]);
