@@ -12,6 +12,7 @@ use toml::Value as Toml;
 use super::{
     Bench, COUNTED_REQUESTS, MIB, Ports, RestoreError, STEADY_REQUESTS, add_service, await_answers, case, copy_image,
     evict_all, guest,
+    store::{Far, STORE},
     waits::{self, Waits},
 };
 use crate::host::profile::Profile;
@@ -30,6 +31,9 @@ pub struct Side {
     set: Option<&'static str>,
 }
 
+/// Those that are measured out of an object store too.
+pub const STORE_SIDES: [Side; 2] = [SIDES[1], SIDES[3]];
+
 const SCANNED: &str = "working-set.scan";
 const TRACED: &str = "working-set.trace";
 
@@ -46,6 +50,8 @@ const SCAN_SEED: u64 = 3;
 const AFTER_SCAN_SEED: u64 = 4;
 const SLOWDOWN_SEED: u64 = 5;
 const ROUND_SEED: u64 = 100;
+/// A page out of a store takes some milliseconds longer.
+const STORE_TRACE_FACTOR: u64 = 5;
 const SCAN_PERIOD: &str = "1s";
 /// Windows with and without a scan, in turn.
 const SLOWDOWN_ROUNDS: u32 = 4;
@@ -99,6 +105,18 @@ pub struct Saved<'a> {
     vm: TestVm,
     ports: Ports,
     snapshot: PathBuf,
+    /// Has a snapshot of a moment before.
+    far: Far,
+}
+
+/// A restore that is to be measured.
+struct Order<'a> {
+    side: Side,
+    place: &'static str,
+    profile: Profile,
+    round: u32,
+    snapshot: &'a Path,
+    options: Vec<String>,
 }
 
 /// A working set as `hearth working-set` shows it.
@@ -130,10 +148,12 @@ impl<'a> Saved<'a> {
         let builder = TestVm::debian_database("saved").root(Disk::in_place(&image)).memory_mib(bench.shape.memory_mib);
         let builder = builder.net([("kind", Toml::from("user")), ("forward", Toml::Array(forward.to_vec()))]);
         let builder = builder.setting("accelerator", record.machine.accelerator.name());
-        let vm = builder.boot().map_err(machine)?;
+        let far = Far::start(bench.rig.folder())?;
+        let vm = far.known_to(builder).boot().map_err(machine)?;
         guest::fill(&vm, bench.shape).map_err(machine)?;
-        let saved = Saved { bench, vm, ports, snapshot };
+        let saved = Saved { bench, vm, ports, snapshot, far };
         saved.save_without_what_disks_hold(record)?;
+        saved.vm.save(&saved.far.address()).map_err(machine)?;
         saved.save(record)?;
         Ok(saved)
     }
@@ -179,16 +199,16 @@ impl<'a> Saved<'a> {
     pub fn trace(&self, record: &mut Record) -> Result<(), RestoreError> {
         self.keep_set(SCANNED)?;
         let scanned = self.shown()?.pages()?;
-        self.trace_once(AFTER_SCAN_SEED)?;
+        self.trace_here(AFTER_SCAN_SEED)?;
         let (skipped, lazy) = self.shown()?.skipped_and_lazy(scanned);
         for (metric, pages) in [("pages", scanned), ("skipped_pages", skipped), ("lazy_pages", lazy)] {
             record.add("scan", metric, "", pages);
         }
         let set = self.snapshot.join("working-set");
         fs::remove_file(&set).map_err(|source| RestoreError::File { path: set, source })?;
-        self.trace_once(TRACE_SEEDS[0])?;
+        self.trace_here(TRACE_SEEDS[0])?;
         let first = self.shown()?.pages()?;
-        self.trace_once(TRACE_SEEDS[1])?;
+        self.trace_here(TRACE_SEEDS[1])?;
         let shown = self.shown()?;
         let (skipped, lazy) = shown.skipped_and_lazy(first);
         for (metric, pages) in [
@@ -202,10 +222,34 @@ impl<'a> Saved<'a> {
         self.keep_set(TRACED)
     }
 
-    fn trace_once(&self, seed: u64) -> Result<(), RestoreError> {
+    fn trace_here(&self, seed: u64) -> Result<(), RestoreError> {
+        self.trace_once(seed, &format!("traced-{seed}"), &self.snapshot, &[], self.bench.shape.trace_s)
+    }
+
+    /// The snapshot in the store, as the other one, before it is moved away.
+    pub fn trace_in_store(&self) -> Result<(), RestoreError> {
+        for seed in TRACE_SEEDS {
+            let (name, options) = (format!("traced-far-{seed}"), self.far.options("tracing"));
+            let seconds = self.bench.shape.trace_s * STORE_TRACE_FACTOR;
+            self.trace_once(seed, &name, &self.far.address(), &options, seconds)?;
+        }
+        self.far.forget("tracing")?;
+        self.far.move_away();
+        Ok(())
+    }
+
+    fn trace_once(
+        &self,
+        seed: u64,
+        name: &str,
+        snapshot: &Path,
+        options: &[String],
+        seconds: u64,
+    ) -> Result<(), RestoreError> {
         let load = self.load(seed)?;
-        let (name, seconds) = (format!("traced-{seed}"), self.bench.shape.trace_s.to_string());
-        let traced = self.vm.restore(&self.snapshot, &name, &["--trace", &seconds]).map_err(machine)?;
+        let seconds = seconds.to_string();
+        let options = [&["--trace", &seconds], &words(options)[..]].concat();
+        let traced = self.vm.restore(snapshot, name, &options).map_err(machine)?;
         let noted = |event: &Value| event["kind"] == "working_set_traced";
         traced.wait_event_within("the working set is noted", patience(60), noted).map_err(machine)?;
         eprintln!("{}: traced, {} requests answered", super::NAME, load.answered());
@@ -263,13 +307,37 @@ impl<'a> Saved<'a> {
             copy(&self.bench.rig.folder().join(set), &self.snapshot.join("working-set"))?;
         }
         evict_all(&self.snapshot)?;
-        let (rig, case) = (self.bench.rig, case(side.name, profile));
+        let (place, snapshot) = (profile.name(), &self.snapshot);
+        let order = Order { side, place, profile, round, snapshot, options: Vec::new() };
+        self.measure(&order, &|| Ok(self.bench.rig.group_read_bytes()?), record)
+    }
+
+    /// By somebody who has nothing of it yet. The disk is as it is: it gets what has come.
+    pub fn restore_from_store(&self, side: Side, round: u32, record: &mut Record) -> Result<Waits, RestoreError> {
+        let (cache, snapshot) = (format!("{}-{round}", side.name), self.far.address());
+        let options = self.far.options(&cache);
+        let order = Order { side, place: STORE, profile: Profile::Asis, round, snapshot: &snapshot, options };
+        let waits = self.measure(&order, &|| Ok(Some(self.far.answer_bytes())), record)?;
+        self.far.forget(&cache)?;
+        Ok(waits)
+    }
+
+    /// `read_bytes` counts what has been read of the snapshot.
+    fn measure(
+        &self,
+        order: &Order<'_>,
+        read_bytes: &dyn Fn() -> Result<Option<u64>, RestoreError>,
+        record: &mut Record,
+    ) -> Result<Waits, RestoreError> {
+        let &Order { side, place, profile, round, snapshot, .. } = order;
+        let (rig, case) = (self.bench.rig, case(side.name, place));
         rig.limit(profile)?;
-        let read_before = rig.group_read_bytes()?;
+        let read_before = read_bytes()?;
         let load = self.load(ROUND_SEED + u64::from(round))?;
         // Events of an earlier machine of the same name would be taken for its own.
-        let name = format!("{}-{}-{round}", side.name, profile.name());
-        let restore = |_| self.vm.restore(&self.snapshot, &name, &[side.option]);
+        let name = format!("{}-{place}-{round}", side.name);
+        let options = [&[side.option], &words(&order.options)[..]].concat();
+        let restore = |_| self.vm.restore(snapshot, &name, &options);
         let clone = rig.launch(profile, restore)?.map_err(machine)?;
         let over = AtomicBool::new(false);
         let (outcome, looks) = std::thread::scope(|scope| {
@@ -279,9 +347,9 @@ impl<'a> Saved<'a> {
             (outcome, looks.join().expect("a panic was printed when it happened"))
         });
         let Restored { running_s, first_answer_s } = outcome?;
-        let read_after = rig.group_read_bytes()?;
+        let read_after = read_bytes()?;
         await_answers(&load, load.answered() + STEADY_REQUESTS, side.name)?;
-        add_service(&load, side.name, profile, first_answer_s, record);
+        add_service(&load, side.name, place, first_answer_s, record);
         drop(load);
         if let Some((before, after)) = read_before.zip(read_after) {
             record.add(&case, "bytes_read_mib", "MiB", (after - before) as f64 / MIB);
@@ -320,6 +388,10 @@ impl<'a> Saved<'a> {
         record.add(case, "pages_prefetched", "", figure(&over, "pages_prefetched")?);
         Ok(Restored { running_s: running_ms / 1e3, first_answer_s })
     }
+}
+
+fn words(options: &[String]) -> Vec<&str> {
+    options.iter().map(String::as_str).collect()
 }
 
 /// Seconds from the order.

@@ -2,7 +2,8 @@
 //!
 //! one guest under Hearth, one under QEMU alone, both filled and saved, Hearth's after a scan -> Hearth's is traced twice, with
 //! requests in one order and in another -> for each disk profile, each side in turn: the host's cache is dropped, the guest is restored and
-//! asked for files, in an order of its own, until all memory is there and some seconds longer
+//! asked for files, in an order of its own, until all memory is there and some seconds longer -> the same out of an object store,
+//! which is traced as well
 //!
 //! `qemu-file` is what QEMU alone does: all of memory through a file (`exec:`), and then the guest runs.
 
@@ -10,6 +11,7 @@ mod guest;
 mod hearth;
 mod page;
 mod plain;
+mod store;
 mod summary;
 mod waits;
 
@@ -164,13 +166,20 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RestoreError> {
         for round in 0..bench.shape.rounds {
             for side in hearth::SIDES {
                 let waits = hearth.restore(side, profile, round, record)?;
-                lives.push((round, page::Life { side: side.name, profile, waits }));
+                lives.push((round, page::Life { side: side.name, place: profile.name(), waits }));
             }
             match plain.as_ref().map(|plain| plain.restore(profile, round, record)) {
-                Some(Ok(waits)) => lives.push((round, page::Life { side: QEMU, profile, waits })),
+                Some(Ok(waits)) => lives.push((round, page::Life { side: QEMU, place: profile.name(), waits })),
                 Some(Err(error)) => leave_out(&error, record),
                 None => {}
             }
+        }
+    }
+    hearth.trace_in_store()?;
+    for round in 0..bench.shape.rounds {
+        for side in hearth::STORE_SIDES {
+            let waits = hearth.restore_from_store(side, round, record)?;
+            lives.push((round, page::Life { side: side.name, place: store::STORE, waits }));
         }
     }
     summary::summarise(record, &options.profiles);
@@ -189,8 +198,14 @@ fn leave_out(error: &RestoreError, record: &mut Record) {
     record.left_out.push(why);
 }
 
-fn case(side: &str, profile: Profile) -> String {
-    format!("{side}@{}", profile.name())
+/// `place`: a profile of the disk, or the store.
+fn case(side: &str, place: &str) -> String {
+    format!("{side}@{place}")
+}
+
+/// In the order in which they are told.
+fn places() -> impl Iterator<Item = &'static str> {
+    Profile::ALL.into_iter().map(Profile::name).chain([store::STORE])
 }
 
 /// A fresh copy of the image with web server and database.
@@ -225,16 +240,14 @@ fn await_answers(load: &Load, wanted: usize, side: &'static str) -> Result<(), R
 }
 
 /// What every side has in common: from the order to restore, which is the load's time zero.
-fn add_service(load: &Load, side: &str, profile: Profile, first_answer_s: f64, record: &mut Record) {
-    let case = case(side, profile);
+fn add_service(load: &Load, side: &str, place: &str, first_answer_s: f64, record: &mut Record) {
+    let case = case(side, place);
     let service = summary::Service::of(&load.trace());
     record.add(&case, "first_answer_ms", "ms", first_answer_s * 1e3);
     record.add(&case, "usable_s", "s", service.usable_s);
     record.add(&case, "steady_ms", "ms", service.steady_ms);
     eprintln!(
-        "{NAME}: [{}] {side}: answers after {first_answer_s:.2} s, usable after {:.2} s, {:.1} ms an answer in the end",
-        profile.name(),
-        service.usable_s,
-        service.steady_ms
+        "{NAME}: [{place}] {side}: answers after {first_answer_s:.2} s, usable after {:.2} s, {:.1} ms an answer in the end",
+        service.usable_s, service.steady_ms
     );
 }

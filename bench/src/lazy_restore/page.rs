@@ -1,7 +1,7 @@
 //! The report: the fraction of time that goes into restoring memory, over time, for each side, as the poster draws it.
 
 use super::waits::Waits;
-use super::{COUNTED_REQUESTS, Shape, summary};
+use super::{COUNTED_REQUESTS, Shape, places, store, summary};
 use crate::host::profile::Profile;
 use crate::record::Record;
 use crate::report::share_plot::{self, ShareLine};
@@ -13,7 +13,8 @@ const MORE: f64 = 1.1;
 /// What one restore of a side looked like.
 pub struct Life {
     pub side: &'static str,
-    pub profile: Profile,
+    /// A profile of the disk, or the store.
+    pub place: &'static str,
     pub waits: Waits,
 }
 
@@ -23,8 +24,8 @@ pub fn html(record: &Record, shape: Shape, lives: &[Life]) -> String {
         "A web server and a database, most of their memory in use, are restored and asked at once. Until a guest runs all \
          of its time goes into restoring memory; from then on what it waits for pages that it touches.",
     );
-    for profile in Profile::ALL {
-        let lives: Vec<&Life> = lives.iter().filter(|life| life.profile == profile).collect();
+    for place in places() {
+        let lives: Vec<&Life> = lives.iter().filter(|life| life.place == place).collect();
         let busy = |life: &&Life| {
             life.waits.points.iter().filter(|point| point.1 >= 1.0).map(|point| point.0).fold(0.0, f64::max)
         };
@@ -32,7 +33,9 @@ pub fn html(record: &Record, shape: Shape, lives: &[Life]) -> String {
         let lines: Vec<ShareLine> = lives.iter().map(|life| line(life, end_s)).collect();
         let picture = share_plot::draw(&lines, "Fraction of time spent restoring memory", "seconds from the order");
         if !picture.is_empty() {
-            page.section(&format!("Time spent restoring memory, profile {}", profile.name()), &picture);
+            let from = if place == store::STORE { "out of an object store" } else { "out of a folder, profile" };
+            let place = if place == store::STORE { "" } else { place };
+            page.section(format!("Time spent restoring memory, {from} {place}").trim_end(), &picture);
         }
     }
     page.section("Sides", &table(&summary::table(record)));
@@ -54,6 +57,11 @@ fn notes(record: &Record, shape: Shape) -> String {
             "A guest of {} MiB: {} MiB of files in its cache, {} rows of a table in the database's buffers, {} MiB of one \
              process. Every other request is a query. The figures of pages and faults are those of {COUNTED_REQUESTS} requests.",
             shape.memory_mib, shape.web_files, shape.rows, shape.anonymous_mib
+        ),
+        format!(
+            "The object store is an S3 server on loopback; its wire carries {}, and each request is {} ms under way.",
+            Profile::Cloud.rate().map_or_else(String::new, |rate| format!("{} MiB/s", rate.mib_per_second)),
+            store::REQUEST.as_millis()
         ),
         "The first run of each side. A fault is counted by the keeper, from when it hears of it until the page is there, \
          and when it is over; sampled four times a second."

@@ -81,9 +81,9 @@ impl<'a> Saved<'a> {
         let first_answer_s = load.wait_back(patience(20)).map_err(failed)?;
         let read_after = rig.group_read_bytes()?;
         await_answers(&load, COUNTED_REQUESTS + STEADY_REQUESTS, QEMU)?;
-        add_service(&load, QEMU, profile, first_answer_s, record);
+        add_service(&load, QEMU, profile.name(), first_answer_s, record);
         if let Some((before, after)) = read_before.zip(read_after) {
-            record.add(&case(QEMU, profile), "bytes_read_mib", "MiB", (after - before) as f64 / MIB);
+            record.add(&case(QEMU, profile.name()), "bytes_read_mib", "MiB", (after - before) as f64 / MIB);
         }
         drop(vm);
         rig.limit(Profile::Asis)?;

@@ -1,6 +1,6 @@
 //! What the values come down to. Figures without a profile in their name are those at `cloud`.
 
-use super::{QEMU, WINDOW_REQUESTS, case, hearth};
+use super::{QEMU, WINDOW_REQUESTS, case, hearth, places, store};
 use crate::host::profile::Profile;
 use crate::load::trace::{Sample, Trace};
 use crate::record::Record;
@@ -10,7 +10,7 @@ use crate::table::{Table, figure_or_dash};
 /// Usable: within a tenth of the steady state.
 const USABLE: f64 = 1.1;
 
-/// Of each side at each profile.
+/// Of each side at each place.
 const METRICS: [&str; 9] = [
     "running_ms",
     "first_answer_ms",
@@ -54,19 +54,19 @@ pub fn summarise(record: &mut Record, profiles: &[Profile]) {
     let median = |case: &str, metric: &str| stats::median(record.values(case, metric));
     let ratio = |one: Option<f64>, other: Option<f64>| Some(one? / other?);
     let mut figures: Vec<(String, Option<f64>)> = Vec::new();
-    for &profile in profiles {
-        let key = |metric: String| match profile {
-            Profile::Cloud => metric,
-            _ => format!("{metric}_{}", profile.name()),
+    for place in profiles.iter().map(|profile| profile.name()).chain([store::STORE]) {
+        let key = |metric: String| match place {
+            _ if place == Profile::Cloud.name() => metric,
+            _ => format!("{metric}_{place}"),
         };
-        let usable = |side: &str| median(&case(side, profile), "usable_s");
+        let usable = |side: &str| median(&case(side, place), "usable_s");
         for (name, side) in [("eager", "eager"), ("lazy", "lazy"), ("qemu", QEMU)] {
             figures.push((key(format!("usable_ws_over_{name}")), ratio(usable("trace"), usable(side))));
         }
         for side in sides() {
             for metric in METRICS {
                 let name = format!("{metric}_{}", side.replace('-', "_"));
-                figures.push((key(name), median(&case(side, profile), metric)));
+                figures.push((key(name), median(&case(side, place), metric)));
             }
         }
     }
@@ -102,7 +102,7 @@ pub fn summarise(record: &mut Record, profiles: &[Profile]) {
 
 pub fn table(record: &Record) -> Table {
     let mut table = Table::new([
-        "side@profile",
+        "side@place",
         "running ms",
         "first answer ms",
         "usable s",
@@ -115,9 +115,9 @@ pub fn table(record: &Record) -> Table {
         "pages prefetched",
         "runs",
     ]);
-    for profile in Profile::ALL {
+    for place in places() {
         for side in sides() {
-            let case = case(side, profile);
+            let case = case(side, place);
             let runs = record.values(&case, "first_answer_ms").len();
             if runs == 0 {
                 continue;

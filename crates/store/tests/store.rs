@@ -1,14 +1,11 @@
 //! A store that is real and a wire that is not to be relied on: what was sent is what comes back, once, or an error says why not.
 
-#[path = "server/mod.rs"]
-mod server;
-
 use std::io::Cursor;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use hearth_store::{Address, Cache, Object, Settings, Store, StoreError, UploadError};
-use server::{BUCKET, S3Server, Wire};
+use loopback_s3::{BUCKET, S3Server, Wire};
 
 const MIB: usize = 1 << 20;
 

@@ -1,15 +1,12 @@
 //! Snapshots in an object store: saved to it, restored out of it, over a wire that is slow, breaks, or is dead for a while.
 
-#[path = "../../../crates/store/tests/server/mod.rs"]
-mod server;
-
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, patience, pattern};
+use loopback_s3::{BUCKET, S3Server, Wire};
 use serde_json::Value;
-use server::{BUCKET, S3Server, Wire};
 
 use super::dedup::{read_file, verify_file};
 use super::{SEED, comes_whole, fill, verify};

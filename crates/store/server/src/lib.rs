@@ -1,12 +1,12 @@
-//! An S3 server for tests: `s3s-fs` over a folder, on loopback, with a wire in front of it that can be slow, answer 500, break off
-//! in the middle of an answer, or be dead.
+//! An S3 server for tests and benches: `s3s-fs` over a folder, on loopback, with a wire in front of it that can be as slow as one
+//! to a real store, answer 500, break off in the middle of an answer, or be dead.
 
 use std::fs;
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use hyper_util::rt::{TokioExecutor, TokioIo};
@@ -19,6 +19,8 @@ const KEY_ID: &str = "tester";
 const SECRET: &str = "known to tests only";
 /// A connection looks so often whether the wire has changed.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// What a line that had nothing to carry may carry at once, as time: a sleep is so inexact.
+const SLACK: Duration = Duration::from_millis(2);
 
 /// What the wire does to connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +34,13 @@ pub enum Wire {
     Slow(u64),
     /// Connections break after so many bytes of answers.
     Cut(u64),
+    /// Conditions are answered with 501, as by a store that does not know them.
+    Unconditional,
+    /// So many bytes pass each second in each direction, on all connections together, and each request is on its way so long.
+    Line {
+        bytes_per_s: u64,
+        request: Duration,
+    },
 }
 
 /// Dropped, it is gone, with all it held.
@@ -45,6 +54,17 @@ pub struct S3Server {
 struct State {
     wire: Mutex<(Wire, u64)>,
     answer_bytes: AtomicU64,
+    /// Requests and answers: until when the line is taken.
+    lines: [Mutex<Instant>; 2],
+    /// Somebody puts an object on a condition. Others wait: the server looks first and writes then, which a real one does at once.
+    conditional: Mutex<bool>,
+    unconditional: Condvar,
+}
+
+#[derive(Clone, Copy)]
+enum Way {
+    Up,
+    Down,
 }
 
 impl State {
@@ -52,11 +72,38 @@ impl State {
     fn wire(&self) -> (Wire, u64) {
         *self.wire.lock().expect("nobody panics with it")
     }
+
+    fn begin_conditional(&self) {
+        let conditional = self.conditional.lock().expect("nobody panics with it");
+        *self.unconditional.wait_while(conditional, |is_taken| *is_taken).expect("nobody panics with it") = true;
+    }
+
+    fn end_conditional(&self) {
+        *self.conditional.lock().expect("nobody panics with it") = false;
+        self.unconditional.notify_one();
+    }
+
+    /// Waits until a line of this rate has carried so much more.
+    fn carry(&self, way: Way, bytes: u64, bytes_per_s: u64) {
+        let until = {
+            let mut taken = self.lines[way as usize].lock().expect("nobody panics with it");
+            let begins = (*taken).max(Instant::now() - SLACK);
+            *taken = begins + Duration::from_secs_f64(bytes as f64 / bytes_per_s as f64);
+            *taken
+        };
+        std::thread::sleep(until.saturating_duration_since(Instant::now()));
+    }
 }
 
 impl S3Server {
+    /// With its objects in a folder for temporary files.
     pub fn start() -> Self {
-        let folder = tempfile::tempdir().expect("a folder");
+        Self::start_in(&std::env::temp_dir())
+    }
+
+    /// With its objects in a folder of its own in this one.
+    pub fn start_in(parent: &Path) -> Self {
+        let folder = tempfile::tempdir_in(parent).expect("a folder");
         fs::create_dir(folder.path().join(BUCKET)).expect("a bucket");
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
         let runtime = runtime.expect("a runtime");
@@ -76,7 +123,14 @@ impl S3Server {
         });
         let front = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = front.local_addr().expect("it is bound");
-        let state = Arc::new(State { wire: Mutex::new((Wire::Whole, 0)), answer_bytes: AtomicU64::new(0) });
+        let lines = [(); 2].map(|()| Mutex::new(Instant::now()));
+        let state = Arc::new(State {
+            wire: Mutex::new((Wire::Whole, 0)),
+            answer_bytes: AtomicU64::new(0),
+            lines,
+            conditional: Mutex::new(false),
+            unconditional: Condvar::new(),
+        });
         let accepting = state.clone();
         std::thread::spawn(move || {
             for client in front.incoming().flatten() {
@@ -150,39 +204,66 @@ fn carry(client: TcpStream, behind: SocketAddr, state: &State) {
     match wire {
         Wire::Dead => return,
         Wire::Failing => return fail(client),
-        Wire::Whole | Wire::Slow(_) | Wire::Cut(_) => {}
+        Wire::Whole | Wire::Slow(_) | Wire::Cut(_) | Wire::Unconditional | Wire::Line { .. } => {}
     }
     let Ok(server) = TcpStream::connect(behind) else { return };
     let (Ok(from_client), Ok(to_server)) = (client.try_clone(), server.try_clone()) else { return };
+    // What comes next from the client begins a request.
+    let (answered, conditional) = (AtomicBool::new(true), AtomicBool::new(false));
     std::thread::scope(|scope| {
-        let slow = |bytes: u64| {
-            if let Wire::Slow(bytes_per_s) = wire {
+        let slow = |way: Way, bytes: u64| match wire {
+            Wire::Slow(bytes_per_s) => {
                 std::thread::sleep(Duration::from_secs_f64(bytes as f64 / bytes_per_s as f64));
             }
+            Wire::Line { bytes_per_s, .. } => state.carry(way, bytes, bytes_per_s),
+            Wire::Whole | Wire::Dead | Wire::Failing | Wire::Unconditional | Wire::Cut(_) => {}
         };
+        let (answered, conditional) = (&answered, &conditional);
         scope.spawn(move || {
             pass(&from_client, &to_server, state, number, |bytes| {
-                slow(bytes);
+                if has_condition(bytes) {
+                    if wire == Wire::Unconditional {
+                        let _ = (&from_client).write_all(&refusal("501 Not Implemented"));
+                        return false;
+                    }
+                    state.begin_conditional();
+                    conditional.store(true, Relaxed);
+                }
+                if let Wire::Line { request, .. } = wire
+                    && answered.swap(false, Relaxed)
+                {
+                    std::thread::sleep(request);
+                }
+                slow(Way::Up, bytes.len() as u64);
                 true
             });
         });
         let mut passed = 0;
         pass(&server, &client, state, number, |bytes| {
+            let bytes = bytes.len() as u64;
+            answered.store(true, Relaxed);
+            if conditional.swap(false, Relaxed) {
+                state.end_conditional();
+            }
             state.answer_bytes.fetch_add(bytes, Relaxed);
             passed += bytes;
-            slow(bytes);
+            slow(Way::Down, bytes);
             !matches!(wire, Wire::Cut(after) if passed >= after)
         });
     });
+    // It broke before there was an answer.
+    if conditional.load(Relaxed) {
+        state.end_conditional();
+    }
 }
 
-fn pass(mut from: &TcpStream, mut to: &TcpStream, state: &State, number: u64, mut go_on: impl FnMut(u64) -> bool) {
+fn pass(mut from: &TcpStream, mut to: &TcpStream, state: &State, number: u64, mut go_on: impl FnMut(&[u8]) -> bool) {
     let _ = from.set_read_timeout(Some(LOOK_EVERY));
-    let mut buffer = vec![0; 16 << 10];
+    let mut buffer = vec![0; 64 << 10];
     while state.wire().1 == number {
         match from.read(&mut buffer) {
             Ok(0) => break,
-            Ok(length) if go_on(length as u64) && to.write_all(&buffer[..length]).is_ok() => {}
+            Ok(length) if go_on(&buffer[..length]) && to.write_all(&buffer[..length]).is_ok() => {}
             Err(error) if matches!(error.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut) => {}
             Ok(_) | Err(_) => break,
         }
@@ -200,6 +281,19 @@ fn fail(mut client: TcpStream) {
             _ => return,
         }
     }
-    let _ =
-        client.write_all(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 4\r\nConnection: close\r\n\r\noops");
+    let _ = client.write_all(&refusal("500 Internal Server Error"));
+}
+
+fn refusal(status: &str) -> Vec<u8> {
+    format!("HTTP/1.1 {status}\r\nContent-Length: 4\r\nConnection: close\r\n\r\noops").into_bytes()
+}
+
+/// The head of a request comes in one piece.
+fn has_condition(request: &[u8]) -> bool {
+    if !request.starts_with(b"PUT ") {
+        return false;
+    }
+    let head = request.windows(4).position(|end| end == b"\r\n\r\n").map_or(request, |end| &request[..end]);
+    let head = String::from_utf8_lossy(head).to_ascii_lowercase();
+    head.contains("\r\nif-match:") || head.contains("\r\nif-none-match:")
 }
