@@ -95,6 +95,11 @@ impl Qcow2Image {
         self.cluster_bytes
     }
 
+    /// Of the files, the top one first.
+    pub(super) fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.layers.iter().map(|layer| layer.path.as_path())
+    }
+
     /// Version 2 cannot mark a cluster as zero.
     pub(super) fn supports_discard(&self) -> bool {
         self.has_zero_clusters

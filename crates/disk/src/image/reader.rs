@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -50,15 +50,36 @@ impl ImageReader {
         self.image.path()
     }
 
+    /// Of the disk.
+    pub fn bytes(&self) -> u64 {
+        self.image.bytes()
+    }
+
+    /// What its files take, those below it included.
+    pub fn allocated_bytes(&self) -> io::Result<u64> {
+        let of = |path: &Path| Ok(std::fs::metadata(path)?.blocks() * 512);
+        match &self.image.contents {
+            Contents::Raw(_) => of(self.image.path()),
+            Contents::Qcow2(qcow2) => qcow2.paths().map(of).sum(),
+        }
+    }
+
     /// Whole blocks, from this one on. What lies behind the disk's end is an error.
     pub fn read(&self, block: u64, blocks: &mut [u8]) -> io::Result<()> {
-        let (start, bytes) = (block.checked_mul(BLOCK_BYTES as u64), blocks.len() as u64);
-        let fits = |start: &u64| start.checked_add(bytes).is_some_and(|end| end <= self.image.bytes());
-        let start = start.filter(fits).ok_or(io::ErrorKind::UnexpectedEof)?;
+        let start = block.checked_mul(BLOCK_BYTES as u64).ok_or(io::ErrorKind::UnexpectedEof)?;
+        self.read_at(blocks, start)
+    }
+
+    /// Fills `into` from this offset on. What lies behind the disk's end is an error.
+    pub fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<()> {
+        let end = offset.checked_add(into.len() as u64);
+        if end.is_none_or(|end| end > self.image.bytes()) {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
         match &self.data {
-            Data::Raw(file) => file.read_exact_at(blocks, start),
+            Data::Raw(file) => file.read_exact_at(into, offset),
             // Whoever panicked with it has changed nothing.
-            Data::Qcow2(chain) => chain.lock().unwrap_or_else(PoisonError::into_inner).read(blocks, start),
+            Data::Qcow2(chain) => chain.lock().unwrap_or_else(PoisonError::into_inner).read(into, offset),
         }
     }
 }

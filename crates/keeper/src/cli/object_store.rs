@@ -11,7 +11,7 @@ use crate::object_store::{is_address, open_snapshot};
 
 #[derive(Clone, Debug, Default, Args)]
 pub struct StoreArguments {
-    /// For an address as s3://BUCKET/PREFIX: a file with the AWS_* settings, one KEY=value a line; else the environment's.
+    /// For object stores: a file with the AWS_* settings, one KEY=value a line; else the environment's.
     #[arg(long, value_name = "FILE")]
     credentials: Option<PathBuf>,
     /// What comes out of the store is kept in this folder; /var/cache/hearth/objects if nothing is said.
@@ -30,11 +30,11 @@ fn is_size(text: &str) -> Result<String, String> {
 }
 
 impl StoreArguments {
-    /// For the file of a machine that comes out of this snapshot.
-    pub fn section(&self, snapshot: &Path) -> Option<ObjectStoreSection> {
+    /// For the file of the new machine, which may be saved to a store wherever it came from.
+    pub fn section(&self) -> Option<ObjectStoreSection> {
         let said = self.credentials.is_some() || self.cache.is_some() || self.cache_size.is_some();
         let text = |path: &PathBuf| absolute(path.clone()).display().to_string();
-        (said && is_address(snapshot)).then(|| ObjectStoreSection {
+        said.then(|| ObjectStoreSection {
             credentials: self.credentials.as_ref().map(text),
             folder: self.cache.as_ref().map(text),
             cache_size: self.cache_size.clone(),

@@ -51,7 +51,7 @@ pub fn rehearse(
     let RehearseArguments { snapshot, seconds, until_port, until, mut forward, scratch, store } = arguments;
     let path = place(snapshot);
     let snapshot = store.open(&path)?;
-    let typed = typed(&snapshot)?.with_object_store(store.section(&path));
+    let typed = typed(&snapshot)?.with_object_store(store.section());
     if typed.nets.iter().any(|net| net.kind.as_deref() == Some("tap")) {
         let what = "has a tap, whose guest cannot be given a network that leads nowhere; use `hearth restore --trace`";
         return Err(CliError::Machine { name: snapshot.manifest.machine, what: what.to_owned() });

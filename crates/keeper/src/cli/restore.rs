@@ -83,7 +83,7 @@ pub fn prepare(arguments: RestoreArguments, root: &RuntimeRoot) -> Result<(Confi
     let snapshot = arguments.store.open(&path)?;
     let name = arguments.name.unwrap_or_else(|| snapshot.manifest.machine.clone());
     let folder = absolute(arguments.folder.unwrap_or_else(|| PathBuf::from(&name)));
-    let typed = typed(&snapshot)?.with_object_store(arguments.store.section(&path));
+    let typed = typed(&snapshot)?.with_object_store(arguments.store.section());
     let config = make_machine(&snapshot, typed, &name, &folder, root)?;
     Ok((config, RestoreOrder { snapshot: path, mode, trace }))
 }

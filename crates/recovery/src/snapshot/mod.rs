@@ -41,7 +41,7 @@ use hearth_disk::image::ImageError;
 use hearth_store::StoreError;
 use rustix::fs::{FlockOperation, flock};
 
-pub use disk::{can_share, must_stand_alone, share_image};
+pub use disk::{can_share, share_image};
 pub use manifest::{DiskPart, Manifest, Part, RamPart, SNAPSHOT_VERSION, StoredDisk};
 use pages::{PageReader, Sealed};
 pub use place::Far;

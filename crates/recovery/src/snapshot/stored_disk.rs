@@ -1,23 +1,26 @@
 //! A disk as it lies in an object store: its blocks of 1 MiB that are not all zeroes, one after the other; and an index.
 //!
 //! ```text
-//! disk-NAME          blocks, in their order; the disk's last one may be shorter
+//! disk-NAME          blocks, in their order; the last one may be shorter
 //! disk-NAME.index    24 a block: 0 u64 which block of the disk | 8 first 16 bytes of its BLAKE3
 //! ```
 //! Little endian. The manifest has the checksum of the index. So holes cost nothing, and what comes back is checked block by block.
+//!
+//! It is the disk's file, or, of one that lies over a backing image, what its guest sees: a raw disk that needs nothing else.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
+use hearth_disk::image::{Format, ImageReader};
 use hearth_store::Object;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
 use super::manifest::{DiskPart, StoredDisk, disk_file};
 use super::place::Far;
-use super::{SnapshotError, check_part};
+use super::{SnapshotError, check_part, disk as image};
 
 const BLOCK_BYTES: u64 = 1 << 20;
 const ENTRY_BYTES: usize = 24;
@@ -37,7 +40,66 @@ pub fn of<'a>(disk: &'a DiskPart, path: &Path) -> Result<&'a StoredDisk, Snapsho
     disk.stored.as_ref().ok_or_else(|| SnapshotError::damaged(path, what))
 }
 
-/// Which blocks of an image are not all zeroes.
+/// What is sent of a disk.
+pub enum Content {
+    /// The file.
+    Alone(File),
+    /// What it shows together with those below it.
+    Over(Box<ImageReader>),
+}
+
+impl Content {
+    /// A guest can write into a raw disk what looks like another format: `disk` says which it is.
+    pub fn open(path: &Path, disk: &DiskPart) -> Result<Self, SnapshotError> {
+        let read = |file: &File| if disk.format == "qcow2" { image::backing(file) } else { Ok(None) };
+        let opened = File::open(path).and_then(|file| Ok((read(&file)?, file)));
+        match opened.map_err(SnapshotError::io(path, "read"))? {
+            (None, file) => Ok(Self::Alone(file)),
+            (Some(_), _) => Ok(Self::Over(Box::new(ImageReader::open(path, Format::Qcow2)?))),
+        }
+    }
+
+    /// As it will be told in the store.
+    pub fn part(&self, disk: &DiskPart) -> io::Result<DiskPart> {
+        let format = match self {
+            Self::Alone(_) => disk.format.clone(),
+            Self::Over(_) => "raw".to_owned(),
+        };
+        Ok(DiskPart { format, bytes: self.bytes()?, ..disk.clone() })
+    }
+
+    /// What there is on this host that may have to be sent.
+    pub fn allocated_bytes(&self) -> io::Result<u64> {
+        match self {
+            Self::Alone(file) => Ok(file.metadata()?.blocks() * 512),
+            Self::Over(chain) => chain.allocated_bytes(),
+        }
+    }
+
+    fn bytes(&self) -> io::Result<u64> {
+        match self {
+            Self::Alone(file) => Ok(file.metadata()?.len()),
+            Self::Over(chain) => Ok(chain.bytes()),
+        }
+    }
+
+    /// None: only a hole is left. Of a chain nobody knows where its holes are.
+    fn next_data(&self, from: u64) -> io::Result<Option<u64>> {
+        match self {
+            Self::Alone(file) => next_data(file, from),
+            Self::Over(chain) => Ok(Some(from).filter(|from| *from < chain.bytes())),
+        }
+    }
+
+    fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<()> {
+        match self {
+            Self::Alone(file) => file.read_exact_at(into, offset),
+            Self::Over(chain) => chain.read_at(into, offset),
+        }
+    }
+}
+
+/// Which blocks of a disk are not all zeroes.
 pub struct Survey {
     pub index: Vec<u8>,
     /// Of these blocks.
@@ -47,19 +109,19 @@ pub struct Survey {
 }
 
 impl Survey {
-    /// Reads the image, but for its holes. `go_on` is asked after each block.
-    pub fn of<E>(image: &File, mut go_on: impl FnMut() -> Result<(), E>) -> Result<Self, E>
+    /// Reads the disk, but for its holes. `go_on` is asked after each block.
+    pub fn of<E>(content: &Content, mut go_on: impl FnMut() -> Result<(), E>) -> Result<Self, E>
     where
         E: From<io::Error>,
     {
-        let disk_bytes = image.metadata()?.len();
+        let disk_bytes = content.bytes()?;
         let mut survey = Self { index: Vec::new(), bytes: 0, blocks: Vec::new(), disk_bytes };
         let (mut block, mut buffer) = (0, vec![0; BLOCK_BYTES as usize]);
-        while let Some(next) = next_data(image, block * BLOCK_BYTES)? {
+        while let Some(next) = content.next_data(block * BLOCK_BYTES)? {
             // A block may hold data behind a hole.
             block = block.max(next / BLOCK_BYTES);
             let bytes = &mut buffer[..length_of(block, disk_bytes)];
-            image.read_exact_at(bytes, block * BLOCK_BYTES)?;
+            content.read_at(bytes, block * BLOCK_BYTES)?;
             if bytes.iter().any(|byte| *byte != 0) {
                 survey.blocks.push(block);
                 survey.bytes += bytes.len() as u64;
@@ -76,14 +138,14 @@ impl Survey {
     }
 
     /// These blocks, one after the other.
-    pub fn reader<'a>(&'a self, image: &'a File) -> impl Read + 'a {
-        BlocksReader { survey: self, image, block: 0, within: 0 }
+    pub fn reader<'a>(&'a self, content: &'a Content) -> impl Read + 'a {
+        BlocksReader { survey: self, content, block: 0, within: 0 }
     }
 }
 
 struct BlocksReader<'a> {
     survey: &'a Survey,
-    image: &'a File,
+    content: &'a Content,
     /// Position in `blocks`.
     block: usize,
     within: u64,
@@ -94,7 +156,7 @@ impl Read for BlocksReader<'_> {
         let Some(&block) = self.survey.blocks.get(self.block) else { return Ok(0) };
         let block_bytes = length_of(block, self.survey.disk_bytes) as u64;
         let length = into.len().min((block_bytes - self.within) as usize);
-        let length = self.image.read_at(&mut into[..length], block * BLOCK_BYTES + self.within)?;
+        self.content.read_at(&mut into[..length], block * BLOCK_BYTES + self.within)?;
         self.within += length as u64;
         if self.within == block_bytes {
             (self.block, self.within) = (self.block + 1, 0);
@@ -182,27 +244,62 @@ pub fn fetch(
 
 #[cfg(test)]
 mod tests {
+    use hearth_disk::image::create_overlay;
+
     use super::*;
     use crate::snapshot::Part;
 
-    fn survey(image: &File) -> Survey {
-        Survey::of(image, || io::Result::Ok(())).unwrap()
+    fn survey(content: &Content) -> Survey {
+        Survey::of(content, || io::Result::Ok(())).unwrap()
+    }
+
+    fn sent(content: &Content) -> (Vec<u64>, Vec<u8>) {
+        let (found, mut sent) = (survey(content), Vec::new());
+        found.reader(content).read_to_end(&mut sent).unwrap();
+        (found.blocks, sent)
+    }
+
+    #[test]
+    fn of_a_disk_over_another_one_goes_what_the_guest_sees() {
+        let folder = tempfile::tempdir().unwrap();
+        let (base, top) = (folder.path().join("base"), folder.path().join("top"));
+        let mut bytes = vec![0; 5 * BLOCK_BYTES as usize + 512];
+        bytes[BLOCK_BYTES as usize] = 1;
+        bytes[5 * BLOCK_BYTES as usize + 511] = 5;
+        std::fs::write(&base, &bytes).unwrap();
+        create_overlay(&top, &base, "raw").unwrap();
+        let part = |format: &str| DiskPart { name: "root".into(), format: format.into(), bytes: 7, stored: None };
+        let content = Content::open(&top, &part("qcow2")).unwrap();
+        let told = content.part(&part("qcow2")).unwrap();
+        assert_eq!((told.format.as_str(), told.bytes), ("raw", bytes.len() as u64));
+        let whole =
+            [&bytes[BLOCK_BYTES as usize..2 * BLOCK_BYTES as usize], &bytes[5 * BLOCK_BYTES as usize..]].concat();
+        assert!(sent(&content) == (vec![1, 5], whole));
+        assert!(content.allocated_bytes().unwrap() >= bytes.len() as u64);
+        // What only looks like one is what its guest wrote.
+        let header = std::fs::read(&top).unwrap();
+        let content = Content::open(&top, &part("raw")).unwrap();
+        assert_eq!(content.part(&part("raw")).unwrap().format, "raw");
+        assert!(sent(&content).1.starts_with(&header[..100]));
+        std::fs::remove_file(&base).unwrap();
+        let missing = Content::open(&top, &part("qcow2")).err().map(|error| error.to_string());
+        assert!(missing.is_some_and(|said| said.contains("backing image")));
     }
 
     #[test]
     fn holes_and_zeroes_are_not_sent_and_what_is_comes_in_order() {
         let folder = tempfile::tempdir().unwrap();
         let image = File::options().read(true).write(true).create_new(true).open(folder.path().join("disk")).unwrap();
-        assert_eq!(survey(&image).bytes, 0, "an empty one");
+        let content = Content::Alone(image.try_clone().unwrap());
+        assert_eq!(survey(&content).bytes, 0, "an empty one");
         image.set_len(10 * BLOCK_BYTES + 5).unwrap();
-        assert_eq!(survey(&image).bytes, 0, "one of holes");
+        assert_eq!(survey(&content).bytes, 0, "one of holes");
         image.write_all_at(&[0; 4096], 2 * BLOCK_BYTES).unwrap();
         image.write_all_at(&[7; 4096], 4 * BLOCK_BYTES - 4096).unwrap();
         image.write_all_at(&[9], 10 * BLOCK_BYTES + 4).unwrap();
-        let found = survey(&image);
+        let found = survey(&content);
         assert_eq!((&found.blocks[..], found.bytes), (&[3, 10][..], BLOCK_BYTES + 5));
-        let mut sent = Vec::new();
-        found.reader(&image).read_to_end(&mut sent).unwrap();
+        let (_, sent) = sent(&content);
         assert_eq!(sent.len() as u64, found.bytes);
         assert_eq!(
             (sent[BLOCK_BYTES as usize - 4096], sent[BLOCK_BYTES as usize - 4097], sent[sent.len() - 1]),

@@ -6,12 +6,13 @@
 
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use hearth_store::{Store, StoreError, UploadError};
 
-use super::manifest::{Manifest, Part, StoredDisk, disk_file};
-use super::stored_disk::{INDEX_BYTES_MAX, Survey, index_file};
+use super::manifest::{DiskPart, Manifest, Part, StoredDisk, disk_file};
+use super::stored_disk::{Content, INDEX_BYTES_MAX, Survey, index_file};
 use super::{MACHINE, MANIFEST, MANIFEST_BYTES_MAX, RAM, STATE, SnapshotError, WORKING_SET};
 use crate::snapshot::save::SaveError;
 
@@ -32,11 +33,24 @@ pub fn must_be_free(store: &Store) -> Result<(), SnapshotError> {
     }
 }
 
-/// Bytes that an upload of this folder sends at most.
-pub fn bytes_of(folder: &Path) -> io::Result<u64> {
-    use std::os::unix::fs::MetadataExt;
-    let files = std::fs::read_dir(folder)?.map(|file| Ok(file?.metadata()?.blocks() * 512));
-    files.sum()
+/// Bytes that an upload of this folder sends, about.
+pub fn bytes_of(folder: &Path) -> Result<u64, SnapshotError> {
+    let mut bytes = 0;
+    for name in [MACHINE, STATE, RAM, WORKING_SET, MANIFEST] {
+        bytes += std::fs::metadata(folder.join(name)).map_or(0, |file| file.blocks() * 512);
+    }
+    for disk in &manifest_of(folder)?.disks {
+        let path = folder.join(disk_file(&disk.name));
+        let content = Content::open(&path, disk)?;
+        bytes += content.allocated_bytes().map_err(SnapshotError::io(&path, "read"))?;
+    }
+    Ok(bytes)
+}
+
+fn manifest_of(folder: &Path) -> Result<Manifest, SnapshotError> {
+    let path = folder.join(MANIFEST);
+    let text = std::fs::read_to_string(&path).map_err(SnapshotError::io(&path, "read"))?;
+    Manifest::parse(&text, &path)
 }
 
 /// Sends it all.
@@ -66,13 +80,11 @@ struct Sending<'a, 'b> {
 impl Sending<'_, '_> {
     fn send_all(&mut self) -> Result<(), SaveError> {
         must_be_free(self.store)?;
-        let path = self.folder.join(MANIFEST);
-        let text = std::fs::read_to_string(&path).map_err(SnapshotError::io(&path, "read"))?;
-        let mut manifest = Manifest::parse(&text, &path)?;
+        let mut manifest = manifest_of(self.folder)?;
         self.send_file(MACHINE)?;
         self.send_file(STATE)?;
         for disk in &mut manifest.disks {
-            disk.stored = Some(self.send_disk(&disk.name)?);
+            *disk = self.send_disk(disk)?;
         }
         self.send_file(RAM)?;
         if self.folder.join(WORKING_SET).exists() {
@@ -90,23 +102,25 @@ impl Sending<'_, '_> {
         self.send(name, bytes, &mut file)
     }
 
-    fn send_disk(&mut self, disk: &str) -> Result<StoredDisk, SaveError> {
-        let (name, index_name) = (disk_file(disk), index_file(disk));
+    /// What the manifest has to say of it.
+    fn send_disk(&mut self, disk: &DiskPart) -> Result<DiskPart, SaveError> {
+        let (name, index_name) = (disk_file(&disk.name), index_file(&disk.name));
         let path = self.folder.join(&name);
         let unreadable = |source| SaveError::Image { path: path.clone(), source };
-        let image = File::open(&path).map_err(unreadable)?;
-        let survey = Survey::of(&image, || (self.watch)(0).map_err(SurveyEnd::Stopped)).map_err(|end| match end {
+        let content = Content::open(&path, disk)?;
+        let survey = Survey::of(&content, || (self.watch)(0).map_err(SurveyEnd::Stopped)).map_err(|end| match end {
             SurveyEnd::Io(source) => SaveError::Image { path: path.clone(), source },
             SurveyEnd::Stopped(error) => error,
         })?;
         if survey.index.len() as u64 > INDEX_BYTES_MAX {
             return Err(unreadable(io::Error::other("it is too large for an object store")));
         }
-        self.send(&name, survey.bytes, &mut survey.reader(&image))?;
+        self.send(&name, survey.bytes, &mut survey.reader(&content))?;
         let blake3 = blake3::hash(&survey.index).to_hex().to_string();
         let index = Part { bytes: survey.index.len() as u64, blake3 };
         self.send(&index_name, index.bytes, &mut &survey.index[..])?;
-        Ok(StoredDisk { bytes: survey.bytes, index })
+        let stored = Some(StoredDisk { bytes: survey.bytes, index });
+        Ok(DiskPart { stored, ..content.part(disk).map_err(unreadable)? })
     }
 
     fn send(&mut self, name: &str, bytes: u64, source: &mut dyn io::Read) -> Result<(), SaveError> {

@@ -33,8 +33,7 @@ use hearth_recovery::rejuvenation;
 use hearth_recovery::snapshot::save::{SaveError, Writers, resident_pages};
 use hearth_recovery::snapshot::scan::{AccessScan, ScanPlan};
 use hearth_recovery::snapshot::{
-    DiskPart, Draft, Manifest, Part, RamPart, SNAPSHOT_VERSION, SnapshotError, can_share, must_stand_alone,
-    share_image, state,
+    DiskPart, Draft, Manifest, Part, RamPart, SNAPSHOT_VERSION, SnapshotError, can_share, share_image, state,
 };
 
 use super::generation::Generation;
@@ -122,7 +121,7 @@ impl Machine {
         let upload = self.upload_to(&request.folder)?;
         let folder = upload.as_ref().map_or_else(|| request.folder.clone(), Upload::folder);
         let mut draft = Draft::create(&folder).map_err(|error| failed(&error))?;
-        let targets = self.save_targets(&mut draft, upload.is_some()).map_err(|error| failed(&error))?;
+        let targets = self.save_targets(&mut draft).map_err(|error| failed(&error))?;
         let (sight, held_why) = match (request.scan, self.log_disks(life)) {
             (Some(plan), log) => (self.begin_scan(life, plan, log)?, None),
             (None, log) => match self.watch_writers(life, log) {
@@ -223,11 +222,8 @@ impl Machine {
         Ok(Some(Upload { staging, store }))
     }
 
-    fn save_targets(&self, draft: &mut Draft, goes_away: bool) -> Result<Vec<Target>, SnapshotError> {
+    fn save_targets(&self, draft: &mut Draft) -> Result<Vec<Target>, SnapshotError> {
         let target = |disk: &DiskConfig| {
-            if goes_away {
-                must_stand_alone(&disk.name, &disk.path)?;
-            }
             let shares = can_share(&disk.name, &disk.path, draft.folder())?;
             let file = draft.make_disk(&disk.name)?;
             let (name, image) = (disk.name.clone(), disk.path.clone());

@@ -87,8 +87,7 @@ impl Upload {
 
     fn send(&self, progress: &Progress, reporter: &mut Reporter<'_>) -> Result<(), SaveError> {
         let folder = self.folder();
-        let bytes = bytes_of(&folder).map_err(|source| SaveError::Image { path: folder.clone(), source })?;
-        progress.begin_upload(bytes);
+        progress.begin_upload(bytes_of(&folder)?);
         upload(&folder, &self.store, &mut |bytes| reporter.upload_done(bytes))
     }
 }
