@@ -44,13 +44,15 @@ pub struct Meta {
     pub bytes: u64,
     /// Changes with its content.
     pub version: String,
+    /// The same as the store calls it, if it does.
+    pub(crate) e_tag: Option<String>,
     pub modified: SystemTime,
 }
 
 #[derive(Debug)]
 pub struct Store {
     address: Address,
-    reader: AmazonS3,
+    pub(crate) reader: AmazonS3,
     pub(crate) writer: AmazonS3,
 }
 
@@ -82,7 +84,8 @@ impl Store {
         match run(self.reader.head(&self.path(name))) {
             Ok(meta) => Ok(Some(Meta {
                 bytes: meta.size,
-                version: meta.e_tag.unwrap_or_else(|| meta.last_modified.to_rfc3339()),
+                version: meta.e_tag.clone().unwrap_or_else(|| meta.last_modified.to_rfc3339()),
+                e_tag: meta.e_tag,
                 modified: meta.last_modified.into(),
             })),
             Err(Error::NotFound { .. }) => Ok(None),

@@ -26,6 +26,7 @@ pub mod scan;
 pub(crate) mod seal;
 pub mod state;
 mod stored_disk;
+mod trace;
 pub mod upload;
 mod working_set;
 
@@ -39,7 +40,6 @@ use std::time::SystemTime;
 use blocks::DiskBlocks;
 use hearth_disk::image::ImageError;
 use hearth_store::StoreError;
-use rustix::fs::{FlockOperation, flock};
 
 pub use disk::{can_share, share_image};
 pub use manifest::{DiskPart, Manifest, Part, RamPart, SNAPSHOT_VERSION, StoredDisk};
@@ -280,49 +280,6 @@ impl Snapshot {
     /// When the working set was noted, and what changes whenever it is. None: there is none.
     pub fn working_set_version(&self) -> Result<Option<(SystemTime, String)>, SnapshotError> {
         self.place.version(WORKING_SET)
-    }
-
-    /// Adds what one more restored guest used first, in order of use, to what was noted before. A page that is not in the
-    /// snapshot is one of zeroes, and needs no note. How many are in the set now.
-    pub fn add_trace(&self, used: &[u32]) -> Result<u64, SnapshotError> {
-        let Some(folder) = self.place.folder() else { return self.add_trace_far(used) };
-        // Two clones may be traced at once.
-        let lock = File::open(folder).map_err(SnapshotError::io(folder, "read"))?;
-        flock(&lock, FlockOperation::LockExclusive)
-            .map_err(|errno| SnapshotError::io(folder, "locked")(errno.into()))?;
-        let (path, temporary) = (folder.join(WORKING_SET), folder.join("working-set.new"));
-        let sealed = self.write_merged(used, &temporary)?;
-        fs::rename(&temporary, &path).map_err(SnapshotError::io(&path, "written"))?;
-        lock.sync_all().map_err(SnapshotError::io(folder, "written"))?;
-        Ok(sealed.pages)
-    }
-
-    /// A store has no locks: of two traces that end at the same moment one is lost.
-    fn add_trace_far(&self, used: &[u32]) -> Result<u64, SnapshotError> {
-        let Some(far) = self.place.far() else { return Ok(0) };
-        let temporary = far.scratch.join(format!("working-set-{}", std::process::id()));
-        let sent = self.write_merged(used, &temporary).and_then(|sealed| {
-            let mut file = File::open(&temporary).map_err(SnapshotError::io(&temporary, "read"))?;
-            match far.store.upload(WORKING_SET, sealed.bytes, &mut file, &mut |_| true) {
-                Err(hearth_store::UploadError::Store(error)) => Err(error.into()),
-                Err(hearth_store::UploadError::Read(source)) => Err(SnapshotError::io(&temporary, "read")(source)),
-                Ok(()) | Err(hearth_store::UploadError::Stopped) => Ok(sealed.pages),
-            }
-        });
-        if let Err(error) = fs::remove_file(&temporary) {
-            tracing::debug!(path = %temporary.display(), %error, "left behind");
-        }
-        sent
-    }
-
-    fn write_merged(&self, used: &[u32], path: &Path) -> Result<Sealed, SnapshotError> {
-        // One that cannot be read is begun anew; one that cannot be reached is not.
-        let before = match Self::open_working_set(&self.place, self.ram.ram_pages()) {
-            Err(error) if error.is_away() => return Err(error),
-            before => before.ok().flatten(),
-        };
-        let merged = working_set::merge(used, before.iter().flat_map(aged_pages));
-        working_set::write(path, merged, &self.ram)
     }
 }
 

@@ -5,17 +5,17 @@ use super::*;
 
 const RAM_PAGES: u64 = 64;
 
-struct Stand {
+pub(super) struct Stand {
     home: tempfile::TempDir,
 }
 
 impl Stand {
-    fn folder(&self) -> PathBuf {
+    pub fn folder(&self) -> PathBuf {
         self.home.path().join("snapshot")
     }
 
     /// A snapshot with 20 pages and a disk.
-    fn new() -> Self {
+    pub fn new() -> Self {
         Self::scanned(&[])
     }
 
@@ -157,7 +157,7 @@ fn a_working_set_is_kept_in_order_of_use_over_several_traces() {
     assert_eq!(snapshot.add_trace(&[25]).unwrap(), 1, "begun anew");
 }
 
-fn aged(set: &PageReader) -> Vec<(u32, u32, Source)> {
+pub(super) fn aged(set: &PageReader) -> Vec<(u32, u32, Source)> {
     aged_pages(set).map(|aged| (aged.page, aged.age, aged.source)).collect()
 }
 
