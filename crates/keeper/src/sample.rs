@@ -251,6 +251,7 @@ pub fn qemu_identity(pid: u32) -> QemuIdentity {
         deaf: false,
         at_start: None,
         vmgenid: None,
+        guest_agent: false,
     }
 }
 
@@ -271,6 +272,7 @@ pub fn parked(machine: &str) -> Parked {
         nvram: Vec::new(),
         state: Part { bytes: 3, blake3: String::new() },
         vmgenid: None,
+        guest_agent: false,
         disks: Vec::new(),
         images: Vec::new(),
     }

@@ -14,6 +14,7 @@ use crate::sockets::SocketNumbers;
 use crate::{Binary, VERSION_MIN, Version};
 
 const WATCHDOG_SLOT: usize = 0x4;
+const AGENT_SLOT: usize = 0x5;
 /// First PCI slot of disks; 16 of them, then the networks. Slots below hold what every machine has.
 const DISK_SLOT: usize = 0x8;
 const NET_SLOT: usize = 0x18;
@@ -43,6 +44,8 @@ pub struct Launch {
     pub nets: Vec<NetDevice>,
     pub serial_socket: PathBuf,
     pub qmp_socket: PathBuf,
+    /// None: no channel to a guest agent.
+    pub agent_socket: Option<PathBuf>,
     pub preload: Option<Preload>,
     /// The guest waits for a word (`Qmp::resume`) before it does anything.
     pub hold_still: bool,
@@ -153,6 +156,9 @@ impl Launch {
         if let Some(guid) = &self.vmgenid {
             arguments.option("-device", format!("vmgenid,guid={}", escape(guid)));
         }
+        if let Some(number) = sockets.agent {
+            agent_arguments(&mut arguments, number);
+        }
         for (position, disk) in self.disks.iter().enumerate() {
             disk_arguments(&mut arguments, position, disk, binary.version());
         }
@@ -235,11 +241,22 @@ impl Launch {
 
 /// QEMU inherits the sockets it listens on (see `sockets`).
 fn control(arguments: &mut Arguments, sockets: SocketNumbers) {
-    let listen = |id: &str, fd: RawFd| format!("socket,id={id},fd={fd},server=on,wait=off");
     arguments.option("-chardev", listen("qmp", sockets.qmp));
     arguments.option("-mon", "chardev=qmp,mode=control");
     arguments.option("-chardev", listen("serial", sockets.serial));
     arguments.option("-serial", "chardev:serial");
+}
+
+fn listen(id: &str, number: RawFd) -> String {
+    format!("socket,id={id},fd={number},server=on,wait=off")
+}
+
+/// By the name of its port the guest knows whom it is for. No ids: a disk may have any name.
+fn agent_arguments(arguments: &mut Arguments, number: RawFd) {
+    arguments.option("-chardev", listen("agent", number));
+    arguments.option("-device", format!("virtio-serial-pci,max_ports=2,addr={AGENT_SLOT:#x}"));
+    arguments
+        .option("-device", "virtserialport,bus=virtio-serial-bus.0,nr=1,chardev=agent,name=org.qemu.guest_agent.0");
 }
 
 /// What every machine has.
@@ -333,7 +350,7 @@ impl Arguments {
 mod tests {
     use super::*;
 
-    const SOCKETS: SocketNumbers = SocketNumbers { qmp: 7, serial: 8 };
+    const SOCKETS: SocketNumbers = SocketNumbers { qmp: 7, serial: 8, agent: None };
 
     fn launch() -> Launch {
         Launch {
@@ -349,6 +366,7 @@ mod tests {
             nets: Vec::new(),
             serial_socket: "/run/serial".into(),
             qmp_socket: "/run/qmp".into(),
+            agent_socket: None,
             preload: None,
             incoming: false,
             sandbox: true,
@@ -399,6 +417,17 @@ mod tests {
     fn a_generation_id_is_a_device() {
         let launch = Launch { vmgenid: Some("a-guid".into()), ..launch() };
         check(&launch, (7, 2), "-device vmcoreinfo -device vmgenid,guid=a-guid ");
+    }
+
+    #[test]
+    fn a_channel_to_an_agent_is_a_device_behind_a_socket() {
+        let binary = Binary::stand_in(VERSION_MIN, true);
+        let arguments = launch().arguments(&binary, SocketNumbers { agent: Some(9), ..SOCKETS });
+        let words: Vec<_> = arguments.iter().map(|argument| argument.to_str().unwrap()).collect();
+        let expect = "-chardev socket,id=agent,fd=9,server=on,wait=off \
+            -device virtio-serial-pci,max_ports=2,addr=0x5 \
+            -device virtserialport,bus=virtio-serial-bus.0,nr=1,chardev=agent,name=org.qemu.guest_agent.0 ";
+        assert!(words.join(" ").contains(expect), "{words:?}");
     }
 
     #[test]

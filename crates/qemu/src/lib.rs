@@ -3,6 +3,7 @@
 //! binary -> accelerator -> launch -> process (preload hands over its userfaultfd) -> qmp
 
 pub mod accelerator;
+pub mod agent;
 mod binary;
 pub mod bounded;
 mod footprint;

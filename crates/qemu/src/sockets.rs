@@ -22,6 +22,7 @@ use crate::Launch;
 pub struct Sockets {
     qmp: UnixListener,
     serial: UnixListener,
+    agent: Option<UnixListener>,
     /// Of networks; whoever made the launch holds them open.
     others: Vec<RawFd>,
 }
@@ -31,6 +32,7 @@ pub struct Sockets {
 pub struct SocketNumbers {
     pub qmp: RawFd,
     pub serial: RawFd,
+    pub agent: Option<RawFd>,
 }
 
 impl Sockets {
@@ -38,17 +40,19 @@ impl Sockets {
     pub fn bind(launch: &Launch) -> Result<Self, (PathBuf, io::Error)> {
         let bind = |path: &Path| bind(path).map_err(|error| (path.to_owned(), error));
         let others = launch.nets.iter().filter_map(|net| net.backend.number()).collect();
-        Ok(Self { qmp: bind(&launch.qmp_socket)?, serial: bind(&launch.serial_socket)?, others })
+        let agent = launch.agent_socket.as_deref().map(bind).transpose()?;
+        Ok(Self { qmp: bind(&launch.qmp_socket)?, serial: bind(&launch.serial_socket)?, agent, others })
     }
 
     pub fn numbers(&self) -> SocketNumbers {
-        SocketNumbers { qmp: self.qmp.as_raw_fd(), serial: self.serial.as_raw_fd() }
+        let agent = self.agent.as_ref().map(AsRawFd::as_raw_fd);
+        SocketNumbers { qmp: self.qmp.as_raw_fd(), serial: self.serial.as_raw_fd(), agent }
     }
 
     /// Leaves them open in the program that `command` starts, and only there. They must live until then.
     pub fn hand_to(&self, command: &mut Command) {
-        let SocketNumbers { qmp, serial } = self.numbers();
-        let numbers = [&[qmp, serial], &*self.others].concat();
+        let SocketNumbers { qmp, serial, agent } = self.numbers();
+        let numbers = [&[qmp, serial], agent.as_slice(), &*self.others].concat();
         let keep_open = move || {
             for &number in &numbers {
                 // SAFETY: the child has a copy of each descriptor under the number it has in the parent, where it is kept

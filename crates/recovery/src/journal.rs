@@ -121,6 +121,9 @@ pub struct QemuIdentity {
     /// guest.
     #[serde(default)]
     pub vmgenid: Option<String>,
+    /// It has a channel to a guest agent, and so has the next one of this guest.
+    #[serde(default)]
+    pub guest_agent: bool,
 }
 
 /// What a QEMU held for itself at one moment.

@@ -185,6 +185,7 @@ fn a_qemu_without_a_keeper_keeps_its_ports() {
         deaf: false,
         at_start: None,
         vmgenid: None,
+        guest_agent: false,
     };
     journal.qemu = Some(qemu.clone());
     let runtime_folder = fixture.root.machine("web");

@@ -278,6 +278,14 @@ pub static FIELDS: &[Field] = &[
     ),
     machine("sandbox", Boolean, "`true`", "true", "Run QEMU in its seccomp sandbox, where the binary has one."),
     machine(
+        "guest_agent",
+        Boolean,
+        "`false`",
+        "true",
+        "A channel to the guest's own agent (qemu-guest-agent, which must run in the guest), by which `hearth save --freeze` \
+         has file systems frozen: see lazy-restore.md. A device more; a guest has it from its next boot on.",
+    ),
+    machine(
         "extra_qemu_args",
         TextList,
         "none",

@@ -21,6 +21,7 @@ pub struct ConfigFile {
     pub budget_slack: Option<String>,
     pub admission: Option<String>,
     pub sandbox: Option<bool>,
+    pub guest_agent: Option<bool>,
     pub extra_qemu_args: Option<Vec<String>>,
     pub boot: Option<BootSection>,
     pub crash: Option<CrashSection>,

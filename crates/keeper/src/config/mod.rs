@@ -61,6 +61,8 @@ pub struct Config {
     pub budget_slack_bytes: u64,
     pub admission: AdmissionMode,
     pub sandbox: bool,
+    /// The guest has a channel to an agent of its own.
+    pub guest_agent: bool,
     pub boot: Boot,
     pub disks: Vec<DiskConfig>,
     pub nvram: Vec<NvramConfig>,

@@ -68,6 +68,7 @@ fn the_smallest_file_gets_every_default() {
         budget_slack_bytes: ((1_u64 << 30) as f64 * 0.03) as u64,
         admission: AdmissionMode::Dump,
         sandbox: true,
+        guest_agent: false,
         boot: Boot::Kernel { kernel: "/machines/vmlinuz".into(), initrd: None, cmdline: String::new() },
         disks: vec![],
         nets: vec![],
@@ -99,6 +100,7 @@ fn everything_that_can_be_said_is_understood() {
         budget_slack = "16MiB"
         admission = "always"
         sandbox = false
+        guest_agent = true
         qemu = "bin/qemu"
         runtime_folder = "/tmp/r"
         memory_folder = "m"
@@ -163,6 +165,7 @@ fn everything_that_can_be_said_is_understood() {
     assert_eq!((crash.loop_count, crash.loop_window_s), (3, 600));
     assert_eq!((crash.loop_delay_s, crash.loop_delay_max_s), (2, 20));
     assert_eq!(config.watchdog, Some(WatchdogAction::Nmi));
+    assert!(config.guest_agent);
     let window = Some(DailyWindow { from_minute: 1380, to_minute: 300 });
     let rejuvenate = RejuvenateConfig { every_s: Some(2_592_000), rss_growth_mib: Some(256), window };
     assert_eq!(config.rejuvenate, Some(rejuvenate));

@@ -66,6 +66,10 @@ impl Folders {
         self.runtime.join(format!("serial-{generation}.sock"))
     }
 
+    pub fn agent_socket(&self, generation: u32) -> PathBuf {
+        self.runtime.join(format!("agent-{generation}.sock"))
+    }
+
     pub fn userfault_socket(&self, generation: u32) -> PathBuf {
         self.runtime.join(format!("userfault-{generation}.sock"))
     }
@@ -101,7 +105,8 @@ impl Folders {
     /// Removes the sockets and the valves of a QEMU that is gone.
     pub fn discard_generation(&self, generation: u32) {
         let nets = (0..8).map(|net| self.passt_socket(net, generation));
-        let sockets = [self.qmp_socket(generation), self.serial_socket(generation), self.userfault_socket(generation)];
+        let sockets = [Self::qmp_socket, Self::serial_socket, Self::agent_socket, Self::userfault_socket];
+        let sockets = sockets.map(|socket| socket(self, generation));
         for path in sockets.into_iter().chain(nets).chain([self.valves(generation)]) {
             // Most of these never existed; one that stays behind is replaced by its next user.
             let _ = fs::remove_file(path);

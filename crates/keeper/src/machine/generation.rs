@@ -39,6 +39,15 @@ enum Role {
     Restored,
 }
 
+/// Devices that a guest has from its boot on, or does without for as long as it lives: whoever takes it has the same.
+#[derive(Clone, Debug, Default)]
+pub struct Devices {
+    /// None: no device that tells its VM generation ID.
+    pub vmgenid: Option<String>,
+    /// A channel to its agent.
+    pub guest_agent: bool,
+}
+
 /// A living QEMU.
 pub struct Generation {
     pub number: u32,
@@ -70,18 +79,18 @@ pub enum LaunchError {
 }
 
 impl Generation {
-    /// Starts QEMU with this incarnation's RAM, and a device for `vmgenid` if there is one.
+    /// Starts QEMU with this incarnation's RAM.
     /// With `hold_still` the guest does nothing until `run`.
     pub fn launch(
         parts: &Parts,
         incarnation: &Incarnation,
         number: u32,
-        vmgenid: Option<String>,
+        devices: Devices,
         hold_still: bool,
     ) -> Result<Self, LaunchError> {
         let wires = Wires::lay(&parts.config, &parts.folders, number)?;
         let role = if hold_still { Role::Held } else { Role::First };
-        Self::start(parts, incarnation, number, wires, vmgenid, role)
+        Self::start(parts, incarnation, number, wires, devices, role)
     }
 
     /// Starts a QEMU that waits for this incarnation's guest, beside the one that has it.
@@ -93,19 +102,18 @@ impl Generation {
         wires: &Wires,
     ) -> Result<Self, LaunchError> {
         let wires = wires.share(&parts.folders, number)?;
-        Self::start(parts, incarnation, number, wires, old.identity.vmgenid.clone(), Role::Successor)
+        Self::start(parts, incarnation, number, wires, old.devices(), Role::Successor)
     }
 
-    /// Starts a QEMU that waits for a guest that was saved. Its memory is not touched before that. `vmgenid`: with the device
-    /// if it was saved with it, and only then.
+    /// Starts a QEMU that waits for a guest that was saved, with these devices. Its memory is not touched before that.
     pub fn launch_restored(
         parts: &Parts,
         incarnation: &Incarnation,
         number: u32,
-        vmgenid: Option<String>,
+        devices: Devices,
     ) -> Result<Self, LaunchError> {
         let wires = Wires::lay(&parts.config, &parts.folders, number)?;
-        Self::start(parts, incarnation, number, wires, vmgenid, Role::Restored)
+        Self::start(parts, incarnation, number, wires, devices, Role::Restored)
     }
 
     fn start(
@@ -113,7 +121,7 @@ impl Generation {
         incarnation: &Incarnation,
         number: u32,
         wires: Wires,
-        vmgenid: Option<String>,
+        devices: Devices,
         role: Role,
     ) -> Result<Self, LaunchError> {
         let folders = &parts.folders;
@@ -123,7 +131,8 @@ impl Generation {
         let launch = Launch {
             hold_still: role == Role::Held,
             incoming: successor || role == Role::Restored,
-            vmgenid: vmgenid.clone(),
+            agent_socket: devices.guest_agent.then(|| folders.agent_socket(number)),
+            vmgenid: devices.vmgenid.clone(),
             ..launch::launch(parts, incarnation, number, &library, &wires, successor)
         };
         let process = Process::spawn(&parts.binary, &launch, &folders.qemu_log(number))?;
@@ -140,7 +149,8 @@ impl Generation {
             helper_fd: userfault.as_ref().ok().and_then(|userfault| Some(userfault.helper.as_ref()?.fd_in_qemu)),
             deaf: false,
             at_start: None,
-            vmgenid,
+            vmgenid: devices.vmgenid,
+            guest_agent: devices.guest_agent,
         };
         let patience = if successor { SUCCESSOR_PATIENCE } else { START_PATIENCE };
         let mut generation = Self::hold(folders, &parts.tell, process, identity, userfault, Ok(wires), patience)?;
@@ -230,6 +240,10 @@ impl Generation {
 
     pub fn identity(&self) -> QemuIdentity {
         self.identity.clone()
+    }
+
+    fn devices(&self) -> Devices {
+        Devices { vmgenid: self.identity.vmgenid.clone(), guest_agent: self.identity.guest_agent }
     }
 
     /// From now on whoever takes it over has to wake its disks.

@@ -59,6 +59,7 @@ pub fn launch(
         nets: nets.collect(),
         serial_socket: folders.serial_socket(generation),
         qmp_socket: folders.qmp_socket(generation),
+        agent_socket: None,
         preload: Some(Preload {
             library: preload.to_owned(),
             socket: folders.userfault_socket(generation),

@@ -15,7 +15,7 @@ use hearth_recovery::warm_reboot::{self, Phase, Succession};
 
 use super::crash::Harvest;
 use super::dumps::Dumps;
-use super::generation::Generation;
+use super::generation::{Devices, Generation};
 use super::timeline::Timeline;
 use super::{DRAIN_PATIENCE, Life, Machine, MachineError, Wanted, access, launch};
 
@@ -231,10 +231,10 @@ impl Machine {
 
     fn launch(&mut self, incarnation: Incarnation) -> Result<(), MachineError> {
         self.boot_begins();
-        let vmgenid = self.vmgenid_of_boot();
+        let devices = Devices { vmgenid: self.vmgenid_of_boot(), guest_agent: self.parts.config.guest_agent };
         let number = self.next_generation(&incarnation)?;
         let hold_still = self.gate_wanted();
-        let generation = Generation::launch(&self.parts, &incarnation, number, vmgenid, hold_still)?;
+        let generation = Generation::launch(&self.parts, &incarnation, number, devices, hold_still)?;
         self.record_qemu(&generation);
         if hold_still {
             self.shut_gate(&incarnation, &generation);

@@ -21,7 +21,7 @@ use hearth_recovery::rejuvenation::parked::{
 use hearth_recovery::rejuvenation::{self, ClockDebt, Ticker};
 use hearth_recovery::snapshot::state::{self, StateError};
 
-use super::generation::{Generation, LaunchError};
+use super::generation::{Devices, Generation, LaunchError};
 use super::launch;
 use super::rejuvenate::{END_PATIENCE, drill};
 use super::{Life, Machine, MachineError, Wanted};
@@ -233,6 +233,7 @@ impl Machine {
             nvram,
             state,
             vmgenid: identity.vmgenid,
+            guest_agent: identity.guest_agent,
             disks: launch::disk_identities(config),
             images,
         };
@@ -399,7 +400,8 @@ impl Machine {
         self.journal.vmgenid.clone_from(&parked.vmgenid);
         self.open_disks(incarnation).map_err(Obstacle::Keeper)?;
         let number = self.next_generation(incarnation).map_err(Obstacle::Keeper)?;
-        let generation = Generation::launch_restored(&self.parts, incarnation, number, parked.vmgenid.clone());
+        let devices = Devices { vmgenid: parked.vmgenid.clone(), guest_agent: parked.guest_agent };
+        let generation = Generation::launch_restored(&self.parts, incarnation, number, devices);
         let generation = generation.map_err(|error| Obstacle::Keeper(error.into()))?;
         self.record_qemu(&generation);
         // As late as can be: QEMU is there to take it.

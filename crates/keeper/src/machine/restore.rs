@@ -26,7 +26,7 @@ use hearth_recovery::lazy_restore::{LazyRam, Mode, RestoreError, prefetch};
 use hearth_recovery::snapshot::state::{self, StateError};
 use hearth_recovery::snapshot::{Snapshot, SnapshotError};
 
-use super::generation::{Generation, LaunchError};
+use super::generation::{Devices, Generation, LaunchError};
 use super::{Machine, MachineError};
 use crate::event::Event;
 use crate::object_store::{open_snapshot, saved_disks};
@@ -261,9 +261,11 @@ impl Machine {
         self.journal.restore = Some(RestoreNote { snapshot: order.snapshot.clone(), mode: order.mode, begun: false });
         let incarnation = self.next_incarnation()?;
         self.open_disks(&incarnation)?;
-        let vmgenid = self.vmgenid_of_restore(snapshot.manifest.vmgenid);
+        let manifest = &snapshot.manifest;
+        let vmgenid = self.vmgenid_of_restore(manifest.vmgenid);
+        let devices = Devices { vmgenid, guest_agent: manifest.guest_agent };
         let number = self.next_generation(&incarnation)?;
-        let generation = self.launch_and_prefetch(&snapshot, order.mode, &incarnation, number, vmgenid);
+        let generation = self.launch_and_prefetch(&snapshot, order.mode, &incarnation, number, devices);
         let generation = generation.map_err(&failed)?;
         self.record_qemu(&generation);
         let let_in = self.let_in(snapshot, order, &incarnation, &generation, began);
@@ -302,7 +304,7 @@ impl Machine {
         mode: Mode,
         incarnation: &Incarnation,
         number: u32,
-        vmgenid: Option<String>,
+        devices: Devices,
     ) -> Result<Generation, RestoreFailure> {
         let ahead = match mode {
             Mode::Eager => Some(&snapshot.ram),
@@ -313,7 +315,7 @@ impl Machine {
             let builder = std::thread::Builder::new().name(format!("prefetch-{}", self.parts.config.name));
             let reader = builder.spawn_scoped(scope, || ahead.map_or(Ok(0), |pages| prefetch(pages, &incarnation.ram)));
             let reader = reader.map_err(RestoreFailure::Thread)?;
-            let generation = Generation::launch_restored(&self.parts, incarnation, number, vmgenid);
+            let generation = Generation::launch_restored(&self.parts, incarnation, number, devices);
             let read = reader.join().expect("reading pages does not panic");
             let generation = generation?;
             match read {

@@ -52,6 +52,7 @@ impl Rig {
             nets: Vec::new(),
             serial_socket: folder.path().join("serial.sock"),
             qmp_socket: folder.path().join("qmp.sock"),
+            agent_socket: None,
             preload: None,
             hold_still: false,
             incoming: false,

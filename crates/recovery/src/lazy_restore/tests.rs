@@ -38,6 +38,7 @@ fn save(folder: &std::path::Path) {
         accelerator: "tcg".into(),
         ram_bytes: PAGES * PAGE_BYTES,
         vmgenid: true,
+        guest_agent: false,
         machine_file: draft.write_machine("").unwrap(),
         state: draft.write_state(&[]).unwrap(),
         ram: RamPart { bytes, pages, seal },

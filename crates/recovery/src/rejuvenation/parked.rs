@@ -150,6 +150,9 @@ pub struct Parked {
     /// What the guest was told, and must find again; none: its QEMU had no such device.
     #[serde(default)]
     pub vmgenid: Option<String>,
+    /// Its QEMU had a channel to a guest agent.
+    #[serde(default)]
+    pub guest_agent: bool,
     pub disks: Vec<DiskIdentity>,
     pub images: Vec<ImageNote>,
 }
@@ -356,6 +359,7 @@ mod tests {
             nvram: vec![NvramNote { file: "/dev/shm/web/nvram-log".into(), sum: "22".into() }],
             state: Part { bytes: 3, blake3: "11".into() },
             vmgenid: None,
+            guest_agent: true,
             disks: vec![DiskIdentity {
                 name: "root".into(),
                 path: "/a".into(),

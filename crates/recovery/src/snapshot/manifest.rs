@@ -24,6 +24,9 @@ pub struct Manifest {
     /// QEMU had the device that tells a guest its VM generation ID: one that takes the guest needs it too.
     #[serde(default)]
     pub vmgenid: bool,
+    /// The same of the channel to a guest agent.
+    #[serde(default)]
+    pub guest_agent: bool,
     pub machine_file: Part,
     pub state: Part,
     pub ram: RamPart,

@@ -121,6 +121,7 @@ pub fn resolve(
             _ => AdmissionMode::Dump,
         },
         sandbox: typed.sandbox.unwrap_or(true),
+        guest_agent: typed.guest_agent.unwrap_or(false),
         boot: boot?,
         disks,
         nvram,

@@ -374,6 +374,7 @@ impl Machine {
                 accelerator: identity.accelerator,
                 ram_bytes: config.memory_bytes,
                 vmgenid: identity.vmgenid.is_some(),
+                guest_agent: identity.guest_agent,
                 machine_file: nothing(),
                 state: nothing(),
                 ram: RamPart { bytes: 0, pages: 0, seal: String::new() },

@@ -1,0 +1,210 @@
+//! The guest's agent (qemu-guest-agent, or what speaks like it), over the channel that QEMU has for it.
+//!
+//! connect -> sync: what was said to others is passed over -> a question, an answer, a line each
+//!
+//! The guest is not trusted. It may say nothing, anything, late, or without end: whatever is asked has a time, and a number of
+//! bytes in which it must be answered; and its words are made plain before anybody reads them.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use qapi_qga::{QgaCommand, guest_fsfreeze_freeze, guest_fsfreeze_thaw, guest_sync_delimited};
+use serde::Deserialize;
+use serde_json::Value;
+
+/// Begins a conversation anew: no byte of JSON.
+const DELIMITER: u8 = 0xff;
+/// Heard until an answer is there. Answers have less than a hundred; what comes before may be left of others' answers.
+const HEARD_BYTES_MAX: usize = 64 << 10;
+/// Whoever waits is asked so often whether to go on.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// A socket that was just opened has room for all that is ever sent.
+const SEND_PATIENCE: Duration = Duration::from_secs(1);
+/// Of what the guest says in an error.
+const QUOTED_CHARS: usize = 200;
+
+#[derive(Debug, thiserror::Error)]
+pub enum AgentError {
+    #[error("{socket}: no connection to the guest agent's channel")]
+    Connect { socket: PathBuf, source: io::Error },
+    #[error("the guest agent's channel broke")]
+    Broken(#[source] io::Error),
+    #[error("QEMU closed the guest agent's channel")]
+    Closed,
+    #[error("the guest agent did not answer within {waited:?} ({command})")]
+    Silent { command: &'static str, waited: Duration },
+    #[error("the guest agent says more than {HEARD_BYTES_MAX} bytes and no answer ({command})")]
+    Endless { command: &'static str },
+    #[error("the guest agent's answer is not understood ({command}): {said}")]
+    Answer { command: &'static str, said: String },
+    #[error("the guest agent refuses ({command}): {description}")]
+    Refused { command: &'static str, description: String },
+    #[error("nobody waits for the guest agent any more")]
+    Stopped,
+}
+
+/// How long is waited for an agent, and what ends it sooner.
+pub struct Patience<'a> {
+    pub time: Duration,
+    pub stop: &'a dyn Fn() -> bool,
+}
+
+/// A conversation with an agent that listens. QEMU has one at a time; it ends when this is dropped.
+#[derive(Debug)]
+pub struct Agent {
+    stream: UnixStream,
+    heard: Vec<u8>,
+}
+
+/// A line that the agent says.
+#[derive(Deserialize)]
+struct Line {
+    #[serde(rename = "return")]
+    answer: Option<Value>,
+    error: Option<Value>,
+}
+
+impl Agent {
+    /// Whether there is an agent that answers, at the channel with this socket.
+    pub fn reach(socket: &Path, patience: &Patience<'_>) -> Result<Self, AgentError> {
+        let failed = |source| AgentError::Connect { socket: socket.to_owned(), source };
+        let stream = UnixStream::connect(socket).map_err(failed)?;
+        Self::begin(stream, patience)
+    }
+
+    fn begin(stream: UnixStream, patience: &Patience<'_>) -> Result<Self, AgentError> {
+        stream.set_read_timeout(Some(LOOK_EVERY)).map_err(AgentError::Broken)?;
+        stream.set_write_timeout(Some(SEND_PATIENCE)).map_err(AgentError::Broken)?;
+        let mut agent = Self { stream, heard: Vec::new() };
+        agent.sync(patience)?;
+        Ok(agent)
+    }
+
+    /// All file systems stand still once it has answered. How many.
+    pub fn freeze(&mut self, patience: &Patience<'_>) -> Result<u64, AgentError> {
+        self.count(guest_fsfreeze_freeze {}, patience)
+    }
+
+    /// They go on. How many stood still.
+    pub fn thaw(&mut self, patience: &Patience<'_>) -> Result<u64, AgentError> {
+        self.count(guest_fsfreeze_thaw {}, patience)
+    }
+
+    /// Passes over what an agent has to say to somebody who is gone, until it has seen that somebody else is here.
+    fn sync(&mut self, patience: &Patience<'_>) -> Result<(), AgentError> {
+        const NAME: &str = "guest-sync-delimited";
+        let id = now_id();
+        // The agent throws away half of a command, if it was left with one.
+        self.send(&[DELIMITER])?;
+        self.ask(NAME, &guest_sync_delimited { id })?;
+        let mut listening = Listening::begin(NAME, patience);
+        loop {
+            let line = self.line(&mut listening)?;
+            let Some(delimiter) = line.iter().rposition(|&byte| byte == DELIMITER) else { continue };
+            let answer = serde_json::from_slice::<Line>(&line[delimiter + 1..]).ok().and_then(|line| line.answer);
+            if answer.is_some_and(|answer| answer == Value::from(id)) {
+                return Ok(());
+            }
+        }
+    }
+
+    fn count<C: QgaCommand<Ok = i64>>(&mut self, command: C, patience: &Patience<'_>) -> Result<u64, AgentError> {
+        self.ask(C::NAME, &command)?;
+        let mut listening = Listening::begin(C::NAME, patience);
+        let line = self.line(&mut listening)?;
+        let odd = || AgentError::Answer { command: C::NAME, said: plain(&String::from_utf8_lossy(&line)) };
+        match serde_json::from_slice(&line).map_err(|_| odd())? {
+            Line { error: Some(error), .. } => {
+                let description = plain(error["desc"].as_str().unwrap_or("without a reason"));
+                Err(AgentError::Refused { command: C::NAME, description })
+            }
+            Line { answer: Some(answer), .. } => answer.as_u64().ok_or_else(odd),
+            Line { .. } => Err(odd()),
+        }
+    }
+
+    fn ask<C: QgaCommand>(&mut self, name: &str, command: &C) -> Result<(), AgentError> {
+        let arguments = serde_json::to_value(command).expect("a command is plain data");
+        self.send(format!("{}\n", serde_json::json!({ "execute": name, "arguments": arguments })).as_bytes())
+    }
+
+    fn send(&mut self, bytes: &[u8]) -> Result<(), AgentError> {
+        self.stream.write_all(bytes).map_err(AgentError::Broken)
+    }
+
+    /// The next line that is not empty, without its end.
+    fn line(&mut self, listening: &mut Listening<'_>) -> Result<Vec<u8>, AgentError> {
+        loop {
+            if let Some(end) = self.heard.iter().position(|&byte| byte == b'\n') {
+                let line: Vec<u8> = self.heard.drain(..=end).collect();
+                let line = line.trim_ascii();
+                if !line.is_empty() {
+                    return Ok(line.to_owned());
+                }
+                continue;
+            }
+            listening.must_go_on()?;
+            let mut piece = [0; 4096];
+            match self.stream.read(&mut piece) {
+                Ok(0) => return Err(AgentError::Closed),
+                Ok(length) => {
+                    listening.hear(length)?;
+                    self.heard.extend_from_slice(&piece[..length]);
+                }
+                Err(error) => match error.kind() {
+                    ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted => {}
+                    _ => return Err(AgentError::Broken(error)),
+                },
+            }
+        }
+    }
+}
+
+/// What is left of time and bytes until an answer must be there.
+struct Listening<'a> {
+    command: &'static str,
+    patience: &'a Patience<'a>,
+    began: Instant,
+    heard: usize,
+}
+
+impl<'a> Listening<'a> {
+    fn begin(command: &'static str, patience: &'a Patience<'a>) -> Self {
+        Self { command, patience, began: Instant::now(), heard: 0 }
+    }
+
+    fn must_go_on(&self) -> Result<(), AgentError> {
+        if (self.patience.stop)() {
+            return Err(AgentError::Stopped);
+        }
+        match self.began.elapsed() >= self.patience.time {
+            true => Err(AgentError::Silent { command: self.command, waited: self.patience.time }),
+            false => Ok(()),
+        }
+    }
+
+    fn hear(&mut self, bytes: usize) -> Result<(), AgentError> {
+        self.heard += bytes;
+        match self.heard > HEARD_BYTES_MAX {
+            true => Err(AgentError::Endless { command: self.command }),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Another one each time, and positive in 32 bits, which is what agents surely know.
+fn now_id() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::from(since.subsec_nanos() ^ std::process::id() << 8) & 0x7fff_ffff
+}
+
+/// What a guest says, as it may stand in a terminal: short, and letters only.
+fn plain(text: &str) -> String {
+    let letter = |letter: char| if letter.is_control() || letter == '\u{fffd}' { '?' } else { letter };
+    text.chars().take(QUOTED_CHARS).map(letter).collect()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,104 @@
+//! Agents of all kinds at the other end of a socket.
+
+use std::io::{BufRead, BufReader};
+use std::thread::JoinHandle;
+
+use super::*;
+
+const SHORT: Patience<'_> = Patience { time: Duration::from_millis(300), stop: &|| false };
+/// Bounds what should happen at once.
+const LONG: Patience<'_> = Patience { time: Duration::from_secs(60), stop: &|| false };
+
+/// An agent that says something to each command: `says` is given the command and the number in its arguments.
+fn agent(mut says: impl FnMut(&str, i64) -> Vec<u8> + Send + 'static) -> (UnixStream, JoinHandle<Vec<String>>) {
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    let work = move || {
+        let mut asked = Vec::new();
+        for line in BufReader::new(theirs.try_clone().unwrap()).split(b'\n') {
+            let Ok(line) = line else { break };
+            let line = line.strip_prefix(&[DELIMITER]).unwrap_or(&line);
+            let command: Value = serde_json::from_slice(line).unwrap();
+            let name = command["execute"].as_str().unwrap().to_owned();
+            let said = says(&name, command["arguments"]["id"].as_i64().unwrap_or(0));
+            asked.push(name);
+            // The other side may have heard enough.
+            if theirs.write_all(&said).is_err() {
+                break;
+            }
+        }
+        asked
+    };
+    (ours, std::thread::spawn(work))
+}
+
+fn synced(id: i64) -> Vec<u8> {
+    [&[DELIMITER][..], format!("{{\"return\": {id}}}\n").as_bytes()].concat()
+}
+
+/// What becomes of a freeze by an agent that listens, and then says this.
+#[track_caller]
+fn check_freeze(says: &'static [u8], expect: &str) {
+    let (stream, agent) =
+        agent(move |name, id| if name == "guest-sync-delimited" { synced(id) } else { says.to_vec() });
+    let mut reached = Agent::begin(stream, &LONG).unwrap();
+    let frozen = match reached.freeze(&SHORT) {
+        Ok(count) => count.to_string(),
+        Err(error) => error.to_string(),
+    };
+    assert_eq!(frozen, expect);
+    drop(reached);
+    assert_eq!(agent.join().unwrap(), ["guest-sync-delimited", "guest-fsfreeze-freeze"]);
+}
+
+#[test]
+fn an_agent_answers_or_what_it_says_instead_is_told() {
+    let odd = "the guest agent's answer is not understood (guest-fsfreeze-freeze): ";
+    check_freeze(b"{\"return\": 2}\n", "2");
+    check_freeze(b"\r\n\n{\"return\": 0}\r\n", "0");
+    check_freeze(
+        b"{\"error\": {\"class\": \"GenericError\", \"desc\": \"no\\u001b[31m\\nway\"}}\n",
+        "the guest agent refuses (guest-fsfreeze-freeze): no?[31m?way",
+    );
+    check_freeze(b"{\"error\": 5}\n", "the guest agent refuses (guest-fsfreeze-freeze): without a reason");
+    check_freeze(b"{\"return\": -1}\n", &format!("{odd}{{\"return\": -1}}"));
+    check_freeze(b"{\"return\": \"2\"}\n", &format!("{odd}{{\"return\": \"2\"}}"));
+    check_freeze(b"{}\n", &format!("{odd}{{}}"));
+    check_freeze(b"\x1b[2J \xfe rubbish\n", &format!("{odd}?[2J ? rubbish"));
+    check_freeze(b"", "the guest agent did not answer within 300ms (guest-fsfreeze-freeze)");
+    check_freeze(b"{\"return\": 2}", "the guest agent did not answer within 300ms (guest-fsfreeze-freeze)");
+}
+
+#[test]
+fn what_was_said_to_others_is_passed_over() {
+    let (stream, agent) = agent(|name, id| match name {
+        // An answer that came too late, rubbish, and what another one who synchronised was told.
+        "guest-sync-delimited" => {
+            [&b"{\"return\": 7}\n{\"retu"[..], &synced(id ^ 1), &[0, 1, DELIMITER, b'\n'], &synced(id)].concat()
+        }
+        "guest-fsfreeze-freeze" => b"{\"return\": 3}\n".to_vec(),
+        _ => b"{\"return\": 4}\n".to_vec(),
+    });
+    let mut reached = Agent::begin(stream, &LONG).unwrap();
+    assert_eq!(reached.freeze(&LONG).unwrap(), 3);
+    assert_eq!(reached.thaw(&LONG).unwrap(), 4);
+    drop(reached);
+    assert_eq!(agent.join().unwrap().len(), 3);
+}
+
+#[test]
+fn one_that_is_not_there_talks_without_end_or_is_waited_for_no_more_is_told_apart() {
+    let fails = |says: Vec<u8>, patience: &Patience<'_>| {
+        let (stream, _agent) = agent(move |_, _| says.clone());
+        Agent::begin(stream, patience).unwrap_err()
+    };
+    assert!(matches!(fails(Vec::new(), &SHORT), AgentError::Silent { .. }));
+    assert!(matches!(fails(vec![b'x'; HEARD_BYTES_MAX + 1], &LONG), AgentError::Endless { .. }));
+    assert!(matches!(fails(b"{\"return\": 1}\n".repeat(HEARD_BYTES_MAX), &LONG), AgentError::Endless { .. }));
+    let stopped = Patience { stop: &|| true, ..LONG };
+    assert!(matches!(fails(Vec::new(), &stopped), AgentError::Stopped));
+    let (stream, other) = UnixStream::pair().unwrap();
+    drop(other);
+    assert!(matches!(Agent::begin(stream, &LONG), Err(AgentError::Broken(_) | AgentError::Closed)));
+    let error = Agent::reach(Path::new("/no/such.sock"), &LONG).unwrap_err().to_string();
+    assert_eq!(error, "/no/such.sock: no connection to the guest agent's channel");
+}
