@@ -6,13 +6,16 @@ use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use hearth_disk::tag::{TAG_KEY_BYTES, Tagger};
 use hearth_recovery::rejuvenation::parked;
-use rustix::fs::FlockOperation;
+use rustix::fs::{FlockOperation, flock};
 
 const OTHERS_WRITE: u32 = 0o002;
 const STICKY: u32 = 0o1000;
+/// A look takes microseconds.
+const LOOK_PATIENCE: Duration = Duration::from_secs(1);
 
 /// The two folders of one machine, held for as long as its keeper lives.
 #[derive(Debug)]
@@ -47,7 +50,7 @@ impl Folders {
         let unusable = |source| FolderError::Unusable { path: path.clone(), source };
         let lock =
             OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(&path).map_err(unusable)?;
-        match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+        match take(&lock) {
             Ok(()) => Ok(Self { runtime: runtime.to_owned(), memory: memory.to_owned(), _lock: lock }),
             Err(rustix::io::Errno::WOULDBLOCK) => Err(FolderError::Running { name: name.to_owned(), path }),
             Err(error) => Err(unusable(error.into())),
@@ -127,6 +130,20 @@ impl Folders {
     }
 }
 
+/// Who looks whether there is a keeper (`life::has_keeper`) has the lock for a moment as well, and shares it; a keeper does not.
+fn take(lock: &File) -> rustix::io::Result<()> {
+    let deadline = Instant::now() + LOOK_PATIENCE;
+    loop {
+        match flock(lock, FlockOperation::NonBlockingLockExclusive) {
+            Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < deadline => {}
+            taken => return taken,
+        }
+        flock(lock, FlockOperation::NonBlockingLockShared)?;
+        flock(lock, FlockOperation::Unlock)?;
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 fn make(folder: &Path) -> io::Result<()> {
     if let Some(parent) = folder.parent() {
         fs::create_dir_all(parent)?;
@@ -185,6 +202,22 @@ mod tests {
         assert!(refusal.starts_with("web is running already: another keeper holds "), "{refusal}");
         drop(first);
         Folders::prepare("web", &runtime, &memory).unwrap();
+    }
+
+    #[test]
+    fn a_look_at_the_lock_is_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let (runtime, memory) = (folder.path().join("web"), folder.path().join("memory"));
+        drop(Folders::prepare("web", &runtime, &memory).unwrap());
+        let look = File::open(runtime.join("keeper.lock")).unwrap();
+        flock(&look, FlockOperation::NonBlockingLockShared).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(20));
+                drop(look);
+            });
+            Folders::prepare("web", &runtime, &memory).unwrap();
+        });
     }
 
     #[test]
