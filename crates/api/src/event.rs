@@ -188,6 +188,20 @@ pub enum EventKind {
         rounds: u32,
         duration_ms: f64,
     },
+    /// The guest's agent has frozen its file systems, for the moment that is saved.
+    SaveFrozen {
+        folder: String,
+        file_systems: u64,
+        /// That it took the agent.
+        duration_ms: f64,
+    },
+    /// File systems that were frozen for a save go on.
+    Thawed {
+        /// As the guest's agent counts them: none, if they went on already.
+        file_systems: u64,
+        /// How long they stood still, as far as this keeper has seen.
+        frozen_ms: Option<f64>,
+    },
     /// How far a save is, now and then.
     SaveProgress {
         folder: String,

@@ -24,13 +24,13 @@ pub use openapi::openapi;
 pub use page::page;
 pub use remount::{MissedRun, ReadyRequest, RemountDisk, RemountLater, RemountPlan, RemountVolume};
 pub use request::{
-    Accepted, CrashMethod, CrashRequest, DiskSize, ParkRequest, RebootRequest, RejuvenateRequest, ResizeRequest,
-    SaveCancel, SaveRequest, SaveThen, ScanRequest, StopRequest, UpgradeRequest,
+    Accepted, CrashMethod, CrashRequest, DiskSize, FreezeRequest, ParkRequest, RebootRequest, RejuvenateRequest,
+    ResizeRequest, SaveCancel, SaveRequest, SaveThen, ScanRequest, StopRequest, UpgradeRequest,
 };
 pub use routes::{Body, Method, Mismatch, Parameter, ROUTES, Route, RouteId};
 pub use status::{
-    AdmissionStatus, DiskStatus, EmberMode, EmberStatus, EndCause, Explanation, KeeperStatus, MachineState,
-    MachineStatus, MemoryStatus, NetStatus, NvramStatus, PhaseTime, QemuStatus, Recovery, Refused, Rejuvenation,
-    RestoreStatus, SaveStatus, ScanStatus, Unparked, UserfaultStatus,
+    AdmissionStatus, DiskStatus, EmberMode, EmberStatus, EndCause, Explanation, FrozenStatus, KeeperStatus,
+    MachineState, MachineStatus, MemoryStatus, NetStatus, NvramStatus, PhaseTime, QemuStatus, Recovery, Refused,
+    Rejuvenation, RestoreStatus, SaveStatus, ScanStatus, Unparked, UserfaultStatus,
 };
 pub use time::{milliseconds_of, rfc3339};

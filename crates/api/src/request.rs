@@ -84,6 +84,26 @@ pub struct SaveRequest {
     /// See beforehand which pages the guest uses; they become the snapshot's working set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scan: Option<ScanRequest>,
+    /// Have the guest's agent freeze its file systems for that moment, so that they are whole on the disks. Needs
+    /// `guest_agent = true`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub freeze: Option<FreezeRequest>,
+}
+
+/// How file systems are frozen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct FreezeRequest {
+    /// So long the agent may take for that, from 1000 to 600000. If it takes longer the machine is not saved.
+    pub patience_ms: u64,
+}
+
+impl FreezeRequest {
+    pub const PATIENCE_MS: std::ops::RangeInclusive<u64> = 1000..=600_000;
+
+    pub fn is_sane(&self) -> bool {
+        Self::PATIENCE_MS.contains(&self.patience_ms)
+    }
 }
 
 /// How long is looked which pages a guest uses, and how often. What is used in many rounds comes first.

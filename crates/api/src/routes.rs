@@ -249,7 +249,7 @@ pub static ROUTES: &[Route] = &[
         parameters: &[],
         request: Some(Body::Json(shape::<SaveRequest>())),
         response: Body::Json(shape::<Accepted>()),
-        cli: "hearth save NAME -o FOLDER [--stop] [--compress] [--dedup-disk] [--scan [PERIOD,ROUNDS]]",
+        cli: "hearth save NAME -o FOLDER [--stop] [--compress] [--dedup-disk] [--scan [PERIOD,ROUNDS]] [--freeze [PATIENCE]]",
         errors: &[ErrorWord::WrongState, ErrorWord::Failed],
     },
     Route {

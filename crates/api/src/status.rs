@@ -46,6 +46,9 @@ pub struct MachineStatus {
     /// A save that is under way.
     #[serde(default)]
     pub save: Option<SaveStatus>,
+    /// The guest's file systems are, or may be, frozen for a save.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub frozen: Option<FrozenStatus>,
     /// The snapshot that the living incarnation came from, and how much of its memory is there.
     #[serde(default)]
     pub restore: Option<RestoreStatus>,
@@ -99,6 +102,17 @@ pub struct RestoreStatus {
     /// What cannot be brought now, and why. Whoever touches it waits.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub waits: Vec<String>,
+}
+
+/// File systems that the guest's agent was told to freeze, and is told to thaw once the guest goes on.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct FrozenStatus {
+    /// None: the agent has not said so yet, or another keeper heard it.
+    pub file_systems: Option<u64>,
+    pub for_ms: Option<f64>,
+    /// Why they were not thawed last time; it is tried again for some minutes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub problem: Option<String>,
 }
 
 /// How far a save is. Pages that the guest writes to meanwhile are copied again, and counted again.

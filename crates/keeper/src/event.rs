@@ -7,7 +7,7 @@ use hearth_api::{ApiError, RejuvenateRequest};
 use hearth_qemu::QmpEvent;
 
 use crate::control::{Answer, Command};
-use crate::machine::{dump, gate, restore, save, warden};
+use crate::machine::{dump, frozen, gate, restore, save, warden};
 
 /// One thing that happened. `generation` tells which QEMU it came from, so that late words of a dead one are ignored.
 pub enum Event {
@@ -32,6 +32,8 @@ pub enum Event {
     Park,
     /// A save says, by its number.
     Save { number: u64, word: save::Word },
+    /// The thread that has a guest's file systems thawed says. `generation` as above.
+    Thaw { generation: u32, word: frozen::Word },
     /// A guest's way out of a snapshot says. `generation` as above.
     Restore { generation: u32, word: restore::Word },
     /// SIGTERM or SIGINT: stop the machine; the second one means at once.

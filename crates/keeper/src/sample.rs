@@ -4,8 +4,8 @@ use std::time::{Duration, SystemTime};
 
 use hearth_api::{
     AdmissionStatus, DiskStatus, DumpCompression, DumpExcluded, DumpFormat, DumpState, DumpStatus, EmberMode,
-    EmberStatus, EndCause, Growth, KeeperStatus, MachineState, MachineStatus, MemoryStatus, MissedRun, NetStatus,
-    NvramStatus, PhaseTime, QemuAge, QemuStatus, Recovery, Refused, RemountDisk, RemountLater, RemountPlan,
+    EmberStatus, EndCause, FrozenStatus, Growth, KeeperStatus, MachineState, MachineStatus, MemoryStatus, MissedRun,
+    NetStatus, NvramStatus, PhaseTime, QemuAge, QemuStatus, Recovery, Refused, RemountDisk, RemountLater, RemountPlan,
     RemountVolume, UserfaultStatus,
 };
 use hearth_recovery::journal::QemuIdentity;
@@ -76,6 +76,7 @@ pub fn status() -> MachineStatus {
         last_rejuvenation: None,
         unparked: None,
         save: None,
+        frozen: Some(FrozenStatus { file_systems: Some(2), for_ms: Some(1500.0), problem: None }),
         restore: None,
     }
 }
@@ -273,6 +274,7 @@ pub fn parked(machine: &str) -> Parked {
         state: Part { bytes: 3, blake3: String::new() },
         vmgenid: None,
         guest_agent: false,
+        frozen: false,
         disks: Vec::new(),
         images: Vec::new(),
     }

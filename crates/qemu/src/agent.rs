@@ -104,7 +104,7 @@ impl Agent {
             let line = self.line(&mut listening)?;
             let Some(delimiter) = line.iter().rposition(|&byte| byte == DELIMITER) else { continue };
             let answer = serde_json::from_slice::<Line>(&line[delimiter + 1..]).ok().and_then(|line| line.answer);
-            if answer.is_some_and(|answer| answer == Value::from(id)) {
+            if answer.and_then(|answer| answer.as_i64()) == Some(id) {
                 return Ok(());
             }
         }

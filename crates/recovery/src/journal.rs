@@ -43,6 +43,9 @@ pub struct Journal {
     /// The guest was being saved, or parked, and stands still for it.
     #[serde(default)]
     pub saving: bool,
+    /// The guest's file systems are, or may be, frozen by its agent for a save.
+    #[serde(default)]
+    pub frozen: bool,
     /// QEMU translates its guest's code anew, for a scan.
     #[serde(default)]
     pub scanning: bool,
@@ -156,6 +159,7 @@ impl Journal {
             qemu: None,
             hop: None,
             saving: false,
+            frozen: false,
             scanning: false,
             parked_in: None,
             restore: None,

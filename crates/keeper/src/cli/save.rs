@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use hearth_api::{SaveRequest, SaveThen, ScanRequest};
+use hearth_api::{FreezeRequest, SaveRequest, SaveThen, ScanRequest};
 
 use super::object_store::place;
 use super::{CliError, Context, Exit, NameArgument, WaitArgument, order};
@@ -34,21 +34,27 @@ pub struct SaveArguments {
     /// page that it touches in a round.
     #[arg(long, value_name = "PERIOD,ROUNDS", num_args = 0..=1, default_missing_value = "1s,5", value_parser = scan_plan)]
     scan: Option<ScanRequest>,
+    /// Have the guest's agent freeze its file systems for the moment that is saved: they are whole on the snapshot's disks.
+    ///
+    /// Without a value the agent may take 10s for that. It needs `guest_agent = true` in machine.toml and qemu-guest-agent in
+    /// the guest; what writes there meanwhile waits.
+    #[arg(long, value_name = "PATIENCE", num_args = 0..=1, default_missing_value = "10s", value_parser = freeze_patience)]
+    freeze: Option<FreezeRequest>,
     /// Call off a save that is under way.
-    #[arg(long, conflicts_with_all = ["output", "go_on", "stop", "compress", "dedup_disk", "scan"])]
+    #[arg(long, conflicts_with_all = ["output", "go_on", "stop", "compress", "dedup_disk", "scan", "freeze"])]
     cancel: bool,
     #[command(flatten)]
     wait: WaitArgument,
 }
 
 pub fn save(context: &mut Context<'_>, arguments: SaveArguments) -> Result<Exit, CliError> {
-    let SaveArguments { machine, output, go_on, stop, compress, dedup_disk, scan, cancel, wait } = arguments;
+    let SaveArguments { machine, output, go_on, stop, compress, dedup_disk, scan, freeze, cancel, wait } = arguments;
     match output.filter(|_| !cancel) {
         // Calling it off is the one thing that needs no folder.
         None => order::cancel_save(context, &machine.name, !wait.no_wait),
         Some(folder) => {
             let then = if stop && !go_on { SaveThen::Stop } else { SaveThen::Continue };
-            let request = SaveRequest { folder: place(folder), then, compress, dedup_disk, scan };
+            let request = SaveRequest { folder: place(folder), then, compress, dedup_disk, scan, freeze };
             order::save(context, &machine.name, &request, !wait.no_wait)
         }
     }
@@ -59,12 +65,24 @@ fn scan_plan(text: &str) -> Result<ScanRequest, String> {
     let hint =
         || "write how long a round is and how many there are, as 1s,5 or 500ms,10: 50ms to 10m, 1 to 1000".to_owned();
     let (period, rounds) = text.split_once(',').ok_or_else(hint)?;
-    let period_ms = match period.trim().strip_suffix("ms") {
-        Some(number) => number.trim().parse().ok(),
-        None => seconds(period).and_then(|seconds| seconds.checked_mul(1000)),
-    };
-    let plan = period_ms.zip(rounds.trim().parse().ok()).map(|(period_ms, rounds)| ScanRequest { period_ms, rounds });
+    let plan = milliseconds(period)
+        .zip(rounds.trim().parse().ok())
+        .map(|(period_ms, rounds)| ScanRequest { period_ms, rounds });
     plan.filter(ScanRequest::is_sane).ok_or_else(hint)
+}
+
+/// `10s`.
+fn freeze_patience(text: &str) -> Result<FreezeRequest, String> {
+    let patience = milliseconds(text).map(|patience_ms| FreezeRequest { patience_ms });
+    patience.filter(FreezeRequest::is_sane).ok_or_else(|| "write how long it may take, 1s to 10m".to_owned())
+}
+
+/// `50ms`, or seconds and more.
+fn milliseconds(text: &str) -> Option<u64> {
+    match text.trim().strip_suffix("ms") {
+        Some(number) => number.trim().parse().ok(),
+        None => seconds(text).and_then(|seconds| seconds.checked_mul(1000)),
+    }
 }
 
 #[cfg(test)]
@@ -83,6 +101,19 @@ mod tests {
         for text in
             ["", "1s", "5", "1,5", "1s,0", "1s,1001", "49ms,5", "11m,5", "1s,5,5", "99999999999999999999s,1", "web"]
         {
+            check(text, None);
+        }
+    }
+
+    #[test]
+    fn patience_with_an_agent_has_bounds() {
+        let check = |text: &str, expect: Option<u64>| {
+            assert_eq!(freeze_patience(text).ok().map(|freeze| freeze.patience_ms), expect, "{text}");
+        };
+        check("10s", Some(10_000));
+        check("1500ms", Some(1500));
+        check("10m", Some(600_000));
+        for text in ["", "10", "999ms", "11m", "0s", "99999999999999999999s", "web"] {
             check(text, None);
         }
     }

@@ -3,8 +3,8 @@
 use std::fmt::Display;
 
 use hearth_api::{
-    AdmissionStatus, DiskStatus, DumpFormat, DumpStatus, EmberMode, MachineStatus, NvramStatus, Recovery, Rejuvenation,
-    Unparked, UserfaultStatus,
+    AdmissionStatus, DiskStatus, DumpFormat, DumpStatus, EmberMode, FrozenStatus, MachineStatus, NvramStatus, Recovery,
+    Rejuvenation, Unparked, UserfaultStatus,
 };
 use serde::Serialize;
 
@@ -107,6 +107,13 @@ fn unparked_text(unparked: &Unparked) -> String {
     }
 }
 
+fn frozen_text(frozen: &FrozenStatus) -> String {
+    let what = frozen.file_systems.map_or_else(|| "the guest's".to_owned(), |count| count.to_string());
+    let long = frozen.for_ms.map_or_else(String::new, |for_ms| format!(", for {}", milliseconds(for_ms)));
+    let problem = frozen.problem.as_ref().map_or_else(String::new, |why| format!("; not thawed: {why}"));
+    format!("{what} file systems, for a save{long}{problem}")
+}
+
 fn machine(status: &MachineStatus) -> Vec<String> {
     let mut rows = Vec::new();
     if let Some(cause) = status.cause_of_last_end {
@@ -136,6 +143,9 @@ fn machine(status: &MachineStatus) -> Vec<String> {
             None => format!("{:.0} % of {} pages, {:.1} MiB/s", save.percent, save.pages, save.mib_per_s),
         };
         rows.push(words("save", format!("{how_far}, {}", save.folder)));
+    }
+    if let Some(frozen) = &status.frozen {
+        rows.push(words("frozen", frozen_text(frozen)));
     }
     match &status.qemu {
         None => rows.push(words("qemu", "none")),

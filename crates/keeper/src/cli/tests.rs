@@ -220,6 +220,7 @@ fn status_is_a_page_or_json() {
 web  running, incarnation 2, up 1 min 15 s
   last end      guest panicked
   recovery      warm, in 131.0 ms (`hearth explain web`)
+  frozen        2 file systems, for a save, for 1.500 s
   qemu          7.2.9, pid 4712, generation 2
   accelerator   tcg (/dev/kvm does not exist)
   userfault     handed over

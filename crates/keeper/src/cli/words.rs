@@ -83,6 +83,13 @@ pub fn describe(event: &EventKind) -> String {
         EventKind::SaveScanned { pages, rounds, duration_ms, .. } => {
             format!("guest used {pages} pages in {rounds} rounds, {}", milliseconds(*duration_ms))
         }
+        EventKind::SaveFrozen { file_systems, duration_ms, .. } => {
+            format!("{file_systems} file systems of the guest frozen in {}", milliseconds(*duration_ms))
+        }
+        EventKind::Thawed { file_systems, frozen_ms } => {
+            let after = frozen_ms.map_or_else(String::new, |frozen_ms| format!(" after {}", milliseconds(frozen_ms)));
+            format!("{file_systems} file systems of the guest thawed{after}")
+        }
         EventKind::SaveProgress { percent, mib_per_s, eta_s, .. } => {
             let eta = eta_s.map_or_else(String::new, |eta| format!(", {} to go", milliseconds(eta * 1e3)));
             format!("save at {percent:.0} %, {mib_per_s:.1} MiB/s{eta}")

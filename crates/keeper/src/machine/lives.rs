@@ -30,6 +30,7 @@ impl Machine {
     pub(super) fn qemu_ended(&mut self, how: String) -> Result<(), MachineError> {
         let Some(Life { incarnation, generation, began, cause, .. }) = self.life.take() else { return Ok(()) };
         self.cancel_save("the guest ended");
+        self.forget_frozen();
         self.boot_cut_off();
         self.drop_gate();
         let cause = cause.unwrap_or(EndCause::QemuDied);
@@ -198,6 +199,7 @@ impl Machine {
 
     pub(super) fn next_incarnation(&mut self) -> Result<Incarnation, MachineError> {
         self.journal.incarnation += 1;
+        self.forget_frozen();
         self.parts.event_log.set_incarnation(self.journal.incarnation);
         let tracked = self.parts.config.ember == EmberMode::On;
         let (folder, ram_bytes) = (&self.parts.folders.memory, self.parts.config.memory_bytes);

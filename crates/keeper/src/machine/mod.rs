@@ -33,6 +33,7 @@ mod crash_loop;
 pub mod dump;
 mod dumps;
 mod folders;
+pub mod frozen;
 pub mod gate;
 mod generation;
 mod launch;
@@ -87,6 +88,7 @@ use crash::Harvest;
 use crash_loop::{BackOff, Crashes};
 use dumps::Dumps;
 pub use folders::{FolderError, Folders};
+use frozen::Frozen;
 use generation::Generation;
 pub use takeover::could_take_over;
 use timeline::Timeline;
@@ -196,6 +198,8 @@ pub struct Machine {
     restoring: Option<restore::Restoring>,
     /// A save that is under way.
     saving: Option<save::Saving>,
+    /// Of the guest's file systems, as long as `journal.frozen` says that they may be.
+    frozen: Option<Frozen>,
     /// Saves that were begun.
     saves: u64,
     started: Instant,
@@ -281,6 +285,7 @@ impl Machine {
             back_off: None,
             restoring: None,
             saving: None,
+            frozen: None,
             saves: 0,
             started: Instant::now(),
             dumps: Dumps::default(),
@@ -384,6 +389,11 @@ impl Machine {
                 self.save_says(number, word);
                 Ok(())
             }
+            Event::Thaw { generation, word } if self.is_current(generation) => {
+                self.thaw_says(word);
+                Ok(())
+            }
+            Event::Thaw { .. } => Ok(()),
             Event::Dump { incarnation, word } => self.dump_says(incarnation, word),
             Event::Warden(word) => {
                 self.warden_says(word);

@@ -234,6 +234,7 @@ impl Machine {
             state,
             vmgenid: identity.vmgenid,
             guest_agent: identity.guest_agent,
+            frozen: self.journal.frozen,
             disks: launch::disk_identities(config),
             images,
         };
@@ -363,6 +364,7 @@ impl Machine {
         let stood = parked.stands_for();
         self.journal.saving = false;
         self.adopt(incarnation, generation).map_err(Obstacle::Keeper)?;
+        self.thaw();
         match (set_forward, &mut self.life) {
             (Some(by), Some(life)) => life.clock_debt = ClockDebt::of(stood, by),
             _ => tracing::warn!("the guest's clock is not found in its state, and is behind until NTP has it"),
@@ -398,6 +400,9 @@ impl Machine {
         ticker: Option<Ticker>,
     ) -> Result<(Generation, Option<Duration>), Obstacle> {
         self.journal.vmgenid.clone_from(&parked.vmgenid);
+        if parked.frozen {
+            self.note_frozen();
+        }
         self.open_disks(incarnation).map_err(Obstacle::Keeper)?;
         let number = self.next_generation(incarnation).map_err(Obstacle::Keeper)?;
         let devices = Devices { vmgenid: parked.vmgenid.clone(), guest_agent: parked.guest_agent };

@@ -125,6 +125,8 @@ impl Machine {
             }
         }
         self.life = Some(life);
+        // Through the channel that it has now.
+        self.thaw();
         self.last_rejuvenation = Some(progress.report);
         Ok(())
     }

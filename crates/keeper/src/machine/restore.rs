@@ -263,7 +263,7 @@ impl Machine {
         self.open_disks(&incarnation)?;
         let manifest = &snapshot.manifest;
         let vmgenid = self.vmgenid_of_restore(manifest.vmgenid);
-        let devices = Devices { vmgenid, guest_agent: manifest.guest_agent };
+        let (devices, frozen) = (Devices { vmgenid, guest_agent: manifest.guest_agent }, manifest.frozen);
         let number = self.next_generation(&incarnation)?;
         let generation = self.launch_and_prefetch(&snapshot, order.mode, &incarnation, number, devices);
         let generation = generation.map_err(&failed)?;
@@ -276,12 +276,16 @@ impl Machine {
         if let Some(note) = &mut self.journal.restore {
             note.begun = true;
         }
+        if frozen {
+            self.note_frozen();
+        }
         self.journal.qemu = Some(generation.identity());
         self.journal.save_durably(&self.parts.folders.journal())?;
         self.admit(generation.identity().pid);
         generation.run()?;
         self.adopt(incarnation, generation)?;
         self.record(EventKind::IncarnationStarted { generation: number, warm: false });
+        self.thaw();
         if let Some(status) = self.restore_status() {
             let (pages, pages_prefetched) = (status.pages, status.pages_prefetched);
             let duration_ms = began.elapsed().as_secs_f64() * 1e3;

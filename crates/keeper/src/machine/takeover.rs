@@ -86,6 +86,10 @@ impl Machine {
         let run_state = generation.qmp.run_state();
         self.warden.watch(Some(incarnation.clone()));
         self.adopt(incarnation, generation)?;
+        if self.journal.frozen {
+            self.note_frozen();
+            self.thaw();
+        }
         self.translate_as_ever();
         self.go_on_filling()?;
         if let (Some(life), Some(began)) = (&mut self.life, began) {

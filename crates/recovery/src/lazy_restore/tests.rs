@@ -39,6 +39,7 @@ fn save(folder: &std::path::Path) {
         ram_bytes: PAGES * PAGE_BYTES,
         vmgenid: true,
         guest_agent: false,
+        frozen: false,
         machine_file: draft.write_machine("").unwrap(),
         state: draft.write_state(&[]).unwrap(),
         ram: RamPart { bytes, pages, seal },

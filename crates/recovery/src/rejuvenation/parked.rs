@@ -153,6 +153,9 @@ pub struct Parked {
     /// Its QEMU had a channel to a guest agent.
     #[serde(default)]
     pub guest_agent: bool,
+    /// Its file systems may be frozen: for a save, and their thaw was not seen.
+    #[serde(default)]
+    pub frozen: bool,
     pub disks: Vec<DiskIdentity>,
     pub images: Vec<ImageNote>,
 }
@@ -360,6 +363,7 @@ mod tests {
             state: Part { bytes: 3, blake3: "11".into() },
             vmgenid: None,
             guest_agent: true,
+            frozen: false,
             disks: vec![DiskIdentity {
                 name: "root".into(),
                 path: "/a".into(),

@@ -27,6 +27,9 @@ pub struct Manifest {
     /// The same of the channel to a guest agent.
     #[serde(default)]
     pub guest_agent: bool,
+    /// The guest's agent had frozen its file systems: who lets it go on must have them thawed.
+    #[serde(default)]
+    pub frozen: bool,
     pub machine_file: Part,
     pub state: Part,
     pub ram: RamPart,

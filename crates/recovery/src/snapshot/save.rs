@@ -15,6 +15,7 @@ use hearth_memory::faults::Userfault;
 use hearth_memory::faults::access::AccessError;
 use hearth_memory::faults::writes::{WatchError, WriteWatch};
 use hearth_memory::{FileOffset, MemoryError, PAGE_BYTES, RamFile};
+use hearth_qemu::agent::AgentError;
 
 use super::SnapshotError;
 use super::pages::{Compression, Elsewhere, PageReader, PageWriter, Sealed};
@@ -44,6 +45,8 @@ pub enum SaveError {
     Access(#[from] AccessError),
     #[error("disk image {path}: its copy failed")]
     Image { path: PathBuf, source: std::io::Error },
+    #[error("the guest's file systems are not frozen; see to its agent (qemu-guest-agent), or save without `--freeze`")]
+    Freeze(#[source] AgentError),
     #[error("the keeper gave it up")]
     Abandoned,
     #[error("it was called off: {why}")]
@@ -83,6 +86,13 @@ pub struct Approach {
     pub rounds: u32,
     /// The guest writes no faster than it is copied.
     pub settled: bool,
+}
+
+impl Approach {
+    /// Another one came after it.
+    pub fn add(&mut self, other: Self) {
+        *self = Self { rounds: self.rounds + other.rounds, settled: other.settled };
+    }
 }
 
 /// Is told of pages that are to be copied besides, and of those that were; says whether to go on.

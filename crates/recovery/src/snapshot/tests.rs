@@ -39,6 +39,7 @@ impl Stand {
             ram_bytes: RAM_PAGES * 4096,
             vmgenid: true,
             guest_agent: true,
+            frozen: true,
             machine_file: draft.write_machine("name = \"web\"\n").unwrap(),
             state: draft.write_state(&[3; 5000]).unwrap(),
             ram: RamPart { bytes, pages, seal },
@@ -196,6 +197,7 @@ fn a_snapshot_of_version_1_is_read_as_it_was_written_and_can_be_traced() {
     assert_eq!((snapshot.manifest.version, snapshot.machine.as_str()), (1, "name = \"web\"\n"));
     let manifest = &snapshot.manifest;
     assert!(!manifest.vmgenid && !manifest.guest_agent, "its QEMU would refuse the devices");
+    assert!(!manifest.frozen);
     let mut reading = snapshot.ram.reading();
     for page in 10..30 {
         assert_eq!(snapshot.ram.page(page, &mut reading).unwrap(), Some(&[page as u8; 4096]));

@@ -12,7 +12,9 @@
 //! guest as it was. A keeper that dies may leave a guest that stands still; the journal says why, and the next keeper lets
 //! it go on.
 
+mod freeze;
 mod progress;
+mod refusals;
 mod task;
 
 use std::fs::File;
@@ -55,6 +57,10 @@ pub enum Word {
     Round(u32),
     /// All of them are.
     Scanned(EventKind),
+    /// The guest's agent is about to be told to freeze its file systems.
+    Freezing,
+    /// It has.
+    Frozen(EventKind),
     /// Little is left to copy: the guest is to stand still.
     Settled,
     /// All of the moment is there: the guest may go on.
@@ -144,6 +150,7 @@ impl Machine {
             ram: life.incarnation.ram.clone(),
             sight,
             compress: request.compress,
+            freezer: self.freezer(request.freeze),
             dedup: life.incarnation.ledger.clone().filter(|_| request.dedup_disk),
             cues: heard,
             progress: progress.clone(),
@@ -167,43 +174,6 @@ impl Machine {
         self.saving =
             Some(Saving { number, folder: folder_path, then, generation, targets, held, progress, cues, thread });
         self.record(EventKind::SaveStarted { folder, held_why });
-        Ok(())
-    }
-
-    fn must_be_savable(&self, request: &SaveRequest) -> Result<(), ApiError> {
-        self.must_live("save")?;
-        let refuse = |why: &str, hint: &str| Err(ApiError::new(ErrorWord::WrongState, why).hint(hint));
-        if !is_address(&request.folder) && !request.folder.is_absolute() {
-            return Err(ApiError::new(ErrorWord::BadRequest, "the folder must be named with an absolute path"));
-        }
-        if request.scan.is_some_and(|plan| !plan.is_sane()) {
-            let (periods, rounds) = (ScanRequest::PERIOD_MS, ScanRequest::ROUNDS);
-            let why = format!("a scan has {rounds:?} rounds of {periods:?} ms");
-            return Err(ApiError::new(ErrorWord::BadRequest, why));
-        }
-        if !self.parts.config.nvram.is_empty() {
-            return refuse("cannot save: NVRAM is no part of a snapshot", "save a machine without [[nvram]]");
-        }
-        if self.saving.is_some() {
-            return refuse("cannot save: a save is under way", "`hearth status` tells how far it is");
-        }
-        if self.state != MachineState::Running || self.wanted != Wanted::Run {
-            let why = format!("cannot save: the machine is {}, or on its way down", self.state.name());
-            return refuse(&why, "a save is for a guest that runs");
-        }
-        if self.gate.as_ref().is_some_and(|gate| gate.is_shut()) {
-            let why = "cannot save: the guest still gets its memory bit by bit";
-            return refuse(why, "`hearth status` tells when that is over");
-        }
-        if request.dedup_disk && self.life.as_ref().is_some_and(|life| life.incarnation.ledger.is_none()) {
-            let why =
-                "cannot save without what disks hold: with `ember = \"off\"` it is not known which pages that are";
-            return refuse(why, "save without `--dedup-disk`");
-        }
-        self.must_be_complete("save")?;
-        if self.dumps.current().is_some_and(|dump| dump.live) {
-            return refuse("cannot save: the guest is being dumped", "wait for the dump, or give it up");
-        }
         Ok(())
     }
 
@@ -279,6 +249,8 @@ impl Machine {
                 self.record(event);
             }
             Word::Event(event) => self.record(event),
+            Word::Freezing => self.note_freezing(),
+            Word::Frozen(event) => self.frozen(event),
             Word::Settled => self.hold_for_save(),
             Word::Taken => {
                 self.log_disk_writes(None);
@@ -317,10 +289,20 @@ impl Machine {
         self.save_journal();
     }
 
+    /// If not, that is the save's end.
+    fn may_go_on_saving(&mut self) -> bool {
+        let Some(saving) = &self.saving else { return false };
+        let runs = self.state == MachineState::Running && self.wanted == Wanted::Run;
+        let may = runs && self.is_current(saving.generation);
+        if !may {
+            self.cancel_save("the guest was on its way down");
+        }
+        may
+    }
+
     fn hold_for_save(&mut self) {
-        let Some(saving) = &self.saving else { return };
-        if self.state != MachineState::Running || self.wanted != Wanted::Run || !self.is_current(saving.generation) {
-            return self.cancel_save("the guest was on its way down");
+        if !self.may_go_on_saving() {
+            return;
         }
         let Some(life) = self.life.take() else { return };
         self.journal.saving = true;
@@ -375,6 +357,7 @@ impl Machine {
                 ram_bytes: config.memory_bytes,
                 vmgenid: identity.vmgenid.is_some(),
                 guest_agent: identity.guest_agent,
+                frozen: self.journal.frozen,
                 machine_file: nothing(),
                 state: nothing(),
                 ram: RamPart { bytes: 0, pages: 0, seal: String::new() },
@@ -451,9 +434,12 @@ impl Machine {
         if lives && matches!(held, Held::Since(_)) {
             self.go_on_from_save();
         }
+        if lives {
+            self.thaw();
+        }
     }
 
-    /// The guest goes on, if it stands still.
+    /// The guest goes on, if it stands still; and then its file systems.
     fn go_on_from_save(&mut self) {
         let Some(life) = &self.life else { return };
         if let Err(error) = rejuvenation::roll_back(&life.generation.qmp, STATE_PATIENCE) {
@@ -469,6 +455,7 @@ impl Machine {
         }
         self.journal.saving = false;
         self.save_journal();
+        self.thaw();
     }
 
     /// A keeper that died had it stand still: for a save, which is of no use now, or at the end of a restore.

@@ -22,12 +22,15 @@ use hearth_recovery::snapshot::upload::{bytes_of, must_be_free, upload};
 use hearth_recovery::snapshot::{Draft, Manifest, RamPart};
 use hearth_store::Store;
 
+use super::freeze::Freezer;
 use super::progress::{Progress, Reporter};
 use super::{Tell, Word};
 use crate::object_store::Staging;
 
 /// What the loop tells the thread.
 pub enum Cue {
+    /// A new keeper would know that file systems are frozen.
+    Noted,
     /// The guest stands still.
     Held,
     Moment(Box<Moment>),
@@ -63,6 +66,8 @@ pub struct Task {
     pub ram: Arc<RamFile>,
     pub sight: Sight,
     pub compress: bool,
+    /// Has the guest's file systems frozen.
+    pub freezer: Option<Freezer>,
     /// Pages that are blocks of disks are stored as that; this one knows which may be.
     pub dedup: Option<Arc<Mutex<Ledger>>>,
     pub cues: Receiver<Cue>,
@@ -137,17 +142,20 @@ pub struct Written {
 impl Task {
     pub fn run(self) -> Result<Written, SaveError> {
         // The staging folder goes when all else is over.
-        let Self { upload, mut draft, ram, sight, compress, dedup, cues, progress, tell, disks } = self;
+        let Self { upload, mut draft, ram, sight, compress, freezer, dedup, cues, progress, tell, disks } = self;
         let mut reporter = Reporter::new(&progress, &tell);
         if let Some(upload) = &upload {
             must_be_free(&upload.store)?;
+        }
+        if let Some(freezer) = &freezer {
+            freezer.must_be_answered(&progress)?;
         }
         let (mut used, writers) = sight.scan(&tell, &reporter)?;
         reporter.begin_copy();
         let is_packed = compress || dedup.is_some();
         let path = if is_packed { draft.plain_ram_path() } else { draft.ram_path() };
         let mut copy = RamCopy::begin(ram, &path)?;
-        let approach = match &writers {
+        let mut approach = match &writers {
             Some(writers) => {
                 copy.copy_all(&mut reporter)?;
                 Some(copy.approach(writers, &mut reporter)?)
@@ -157,6 +165,13 @@ impl Task {
         if let Some((used, writers)) = used.as_mut().zip(writers.as_ref()) {
             // While it still runs: this takes milliseconds.
             used.add_mapped(writers)?;
+        }
+        if let Some(freezer) = &freezer {
+            freezer.freeze(&cues, &progress, &tell, &reporter)?;
+            if let (Some(writers), Some(approach)) = (&writers, &mut approach) {
+                // What the guest has written while its agent was waited for.
+                approach.add(copy.approach(writers, &mut reporter)?);
+            }
         }
         tell.say(Word::Settled);
         next(&cues, &progress)?;
@@ -210,11 +225,11 @@ impl Task {
 }
 
 /// The loop lets go of its end when it calls the save off.
-fn next(cues: &Receiver<Cue>, progress: &Progress) -> Result<Option<Box<Moment>>, SaveError> {
+pub fn next(cues: &Receiver<Cue>, progress: &Progress) -> Result<Option<Box<Moment>>, SaveError> {
     let cue = cues.recv();
     progress.must_go_on()?;
     match cue {
-        Ok(Cue::Held) => Ok(None),
+        Ok(Cue::Noted | Cue::Held) => Ok(None),
         Ok(Cue::Moment(moment)) => Ok(Some(moment)),
         Err(_) => Err(SaveError::Abandoned),
     }

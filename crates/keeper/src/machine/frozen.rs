@@ -1,0 +1,222 @@
+//! Frozen: a guest whose file systems its agent was told to freeze, until it has thawed them.
+//!
+//! (journal: frozen) -> freeze, see `save` -> the guest stands still, and goes on -> a thread asks for the thaw, again and again
+//!
+//! So it is with a save that fails, is called off, or lost its keeper; and with a guest that comes out of a snapshot, in which its
+//! file systems are frozen. An agent that answers late has them thawed late: it does one thing after the other.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use hearth_api::{EventKind, FrozenStatus};
+use hearth_qemu::agent::{Agent, AgentError, Patience};
+
+use super::Machine;
+use crate::event::Event;
+
+/// An agent that is there answers within milliseconds; in a guest that comes out of a snapshot it waits for its memory. One that
+/// was silent for ten minutes will not speak again.
+const PACE: Pace =
+    Pace { answer: Duration::from_secs(10), every: Duration::from_secs(1), at_most: Duration::from_secs(600) };
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// What is known of it.
+#[derive(Default)]
+pub struct Frozen {
+    began: Option<(Instant, u64)>,
+    problem: Option<String>,
+    thaw: Option<Thaw>,
+}
+
+impl Frozen {
+    pub fn began(&mut self, file_systems: u64) {
+        self.began = Some((Instant::now(), file_systems));
+    }
+
+    fn for_ms(&self) -> Option<f64> {
+        self.began.map(|(since, _)| since.elapsed().as_secs_f64() * 1e3)
+    }
+}
+
+/// A thread that has them thawed. It ends soon after this is dropped.
+struct Thaw {
+    generation: u32,
+    stop: Arc<AtomicBool>,
+}
+
+impl Drop for Thaw {
+    fn drop(&mut self) {
+        self.stop.store(true, Relaxed);
+    }
+}
+
+/// What that thread tells the machine's loop.
+#[derive(Clone, Debug)]
+pub enum Word {
+    Thawed {
+        file_systems: u64,
+    },
+    /// Not yet: it is tried again.
+    Failed {
+        why: String,
+    },
+    GaveUp,
+}
+
+impl Machine {
+    /// They may be frozen from now on. The journal is not saved.
+    pub(super) fn note_frozen(&mut self) {
+        self.journal.frozen = true;
+        self.frozen = Some(Frozen::default());
+    }
+
+    /// They are not, or the guest is gone. The journal is not saved.
+    pub(super) fn forget_frozen(&mut self) {
+        self.journal.frozen = false;
+        self.frozen = None;
+    }
+
+    pub(super) fn is_being_thawed(&self) -> bool {
+        self.frozen.as_ref().is_some_and(|frozen| frozen.thaw.is_some())
+    }
+
+    pub(super) fn frozen_status(&self) -> Option<FrozenStatus> {
+        self.frozen.as_ref().map(|frozen| FrozenStatus {
+            file_systems: frozen.began.map(|(_, file_systems)| file_systems),
+            for_ms: frozen.for_ms(),
+            problem: frozen.problem.clone(),
+        })
+    }
+
+    /// The guest runs. Fine if nothing is frozen, or is being thawed.
+    pub(super) fn thaw(&mut self) {
+        let (Some(frozen), Some(life)) = (&mut self.frozen, &self.life) else { return };
+        let generation = life.generation.number;
+        if frozen.thaw.as_ref().is_some_and(|thaw| thaw.generation == generation) {
+            return;
+        }
+        let stop = Arc::new(AtomicBool::new(false));
+        let socket = self.parts.folders.agent_socket(generation);
+        let (stopped, tell) = (stop.clone(), self.parts.tell.clone());
+        let say = move |word| {
+            // Fails only when the loop is gone, and then nobody wants to know.
+            let _ = tell.send(Event::Thaw { generation, word });
+        };
+        let work = move || try_to_thaw(&socket, &PACE, &|| stopped.load(Relaxed), &say);
+        match std::thread::Builder::new().name(format!("thaw-{}", self.parts.config.name)).spawn(work) {
+            Ok(_) => frozen.thaw = Some(Thaw { generation, stop }),
+            Err(error) => self.not_thawed(&format!("no thread: {error}")),
+        }
+    }
+
+    pub(super) fn thaw_says(&mut self, word: Word) {
+        let Some(frozen) = &mut self.frozen else { return };
+        match word {
+            Word::Thawed { file_systems } => {
+                let frozen_ms = frozen.for_ms();
+                self.forget_frozen();
+                self.save_journal();
+                self.record(EventKind::Thawed { file_systems, frozen_ms });
+            }
+            Word::Failed { why } => {
+                let message = format!("the guest's file systems may be frozen still, which is tried again: {why}");
+                if frozen.problem.replace(why).is_none() {
+                    self.record(EventKind::Error { message });
+                }
+            }
+            Word::GaveUp => {
+                frozen.thaw = None;
+                let why = frozen.problem.clone().unwrap_or_default();
+                self.not_thawed(&why);
+            }
+        }
+    }
+
+    fn not_thawed(&self, why: &str) {
+        let message = format!(
+            "the guest's file systems may stay frozen: {why}; thaw them in the guest (`fsfreeze --unfreeze`), or reboot it"
+        );
+        self.record(EventKind::Error { message });
+    }
+}
+
+/// How patiently it is tried.
+struct Pace {
+    answer: Duration,
+    every: Duration,
+    at_most: Duration,
+}
+
+fn try_to_thaw(socket: &Path, pace: &Pace, stop: &dyn Fn() -> bool, say: &dyn Fn(Word)) {
+    let patience = Patience { time: pace.answer, stop };
+    let began = Instant::now();
+    while began.elapsed() < pace.at_most {
+        match Agent::reach(socket, &patience).and_then(|mut agent| agent.thaw(&patience)) {
+            Ok(file_systems) => return say(Word::Thawed { file_systems }),
+            Err(AgentError::Stopped) => return,
+            Err(error) => say(Word::Failed { why: crate::chain(&error) }),
+        }
+        let again = Instant::now() + pace.every;
+        while Instant::now() < again {
+            if stop() {
+                return;
+            }
+            std::thread::sleep(LOOK_EVERY.min(pace.every));
+        }
+    }
+    say(Word::GaveUp);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    const QUICK: Pace =
+        Pace { answer: Duration::from_secs(60), every: Duration::from_millis(1), at_most: Duration::from_millis(200) };
+
+    fn said(socket: &Path, pace: &Pace, stop: &dyn Fn() -> bool) -> Vec<String> {
+        let words = RefCell::new(Vec::new());
+        try_to_thaw(socket, pace, stop, &|word| words.borrow_mut().push(format!("{word:?}")));
+        words.into_inner()
+    }
+
+    #[test]
+    fn it_is_tried_again_until_time_is_up_or_nobody_wants_it() {
+        let nowhere = Path::new("/no/such.sock");
+        let words = said(nowhere, &QUICK, &|| false);
+        let failed = |word: &String| word.starts_with("Failed { why: \"/no/such.sock: no connection");
+        let (last, tries) = words.split_last().unwrap();
+        assert!(tries.len() > 1 && tries.iter().all(failed) && last == "GaveUp", "{words:?}");
+        assert_eq!(said(nowhere, &QUICK, &|| true).len(), 1, "and no more is said");
+    }
+
+    #[test]
+    fn an_agent_that_comes_back_thaws() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("agent.sock");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let agent = std::thread::spawn(move || {
+            // Its first connection ends at once.
+            drop(listener.accept().unwrap());
+            let (mut stream, _) = listener.accept().unwrap();
+            for line in BufReader::new(stream.try_clone().unwrap()).split(b'\n').map_while(Result::ok) {
+                let line = String::from_utf8_lossy(&line).into_owned();
+                let said = match line.split_once("\"id\":") {
+                    Some((_, id)) => [b"\xff{\"return\": ", id.split('}').next().unwrap().as_bytes(), b"}\n"].concat(),
+                    None => b"{\"return\": 3}\n".to_vec(),
+                };
+                stream.write_all(&said).unwrap();
+            }
+        });
+        let words = said(&socket, &Pace { at_most: Duration::from_secs(60), ..QUICK }, &|| false);
+        assert!(words.len() == 2 && words[0].starts_with("Failed"), "{words:?}");
+        assert_eq!(words[1], "Thawed { file_systems: 3 }");
+        agent.join().unwrap();
+    }
+}

@@ -1,0 +1,92 @@
+//! Freeze: the guest's agent has its file systems stand still before the guest does, so that they are whole on its disks.
+//!
+//! thread   agent answers? -> ... -> little is left -> agent, are you there? | freeze -> what was written meanwhile -> (settled)
+//! loop                                                              (journal) |
+//!
+//! What comes afterwards, and what if any of it fails, is in `machine::frozen`.
+
+use std::path::PathBuf;
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
+
+use hearth_api::{EventKind, FreezeRequest};
+use hearth_qemu::agent::{Agent, AgentError, Patience};
+use hearth_recovery::snapshot::save::SaveError;
+
+use super::super::Machine;
+use super::super::rejuvenate::drill;
+use super::progress::{Progress, Reporter};
+use super::task::{Cue, next};
+use super::{Tell, Word};
+
+/// The thread's side.
+pub struct Freezer {
+    /// Of the agent's channel.
+    socket: PathBuf,
+    patience: Duration,
+}
+
+impl Freezer {
+    /// Asked before anything is copied: an agent that is not there need not be waited for until all is.
+    pub fn must_be_answered(&self, progress: &Progress) -> Result<(), SaveError> {
+        self.ask(progress, |patience| Agent::reach(&self.socket, patience)).map(drop)
+    }
+
+    /// Its connection ends with it: who thaws needs one.
+    pub fn freeze(
+        &self,
+        cues: &Receiver<Cue>,
+        progress: &Progress,
+        tell: &Tell,
+        reporter: &Reporter<'_>,
+    ) -> Result<(), SaveError> {
+        let mut agent = self.ask(progress, |patience| Agent::reach(&self.socket, patience))?;
+        tell.say(Word::Freezing);
+        next(cues, progress)?;
+        let began = Instant::now();
+        let file_systems = self.ask(progress, |patience| agent.freeze(patience))?;
+        let (folder, duration_ms) = (reporter.folder().to_owned(), began.elapsed().as_secs_f64() * 1e3);
+        tell.say(Word::Frozen(EventKind::SaveFrozen { folder, file_systems, duration_ms }));
+        Ok(())
+    }
+
+    fn ask<T>(
+        &self,
+        progress: &Progress,
+        question: impl FnOnce(&Patience<'_>) -> Result<T, AgentError>,
+    ) -> Result<T, SaveError> {
+        let stop = || progress.must_go_on().is_err();
+        let answer = question(&Patience { time: self.patience, stop: &stop });
+        progress.must_go_on()?;
+        answer.map_err(SaveError::Freeze)
+    }
+}
+
+impl Machine {
+    pub(super) fn freezer(&self, request: Option<FreezeRequest>) -> Option<Freezer> {
+        let (request, life) = (request?, self.life.as_ref()?);
+        let socket = self.parts.folders.agent_socket(life.generation.number);
+        Some(Freezer { socket, patience: Duration::from_millis(request.patience_ms) })
+    }
+
+    /// From here on somebody has to thaw, whatever becomes of this keeper.
+    pub(super) fn note_freezing(&mut self) {
+        if !self.may_go_on_saving() {
+            return;
+        }
+        self.note_frozen();
+        self.save_journal();
+        if let Some(saving) = &self.saving {
+            // A thread that is gone has said why.
+            let _ = saving.cues.send(Cue::Noted);
+        }
+    }
+
+    pub(super) fn frozen(&mut self, event: EventKind) {
+        drill("freeze");
+        if let (EventKind::SaveFrozen { file_systems, .. }, Some(frozen)) = (&event, &mut self.frozen) {
+            frozen.began(*file_systems);
+        }
+        self.record(event);
+    }
+}

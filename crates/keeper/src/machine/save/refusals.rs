@@ -1,0 +1,75 @@
+//! What a save is refused for before it begins.
+
+use hearth_api::{ApiError, ErrorWord, FreezeRequest, MachineState, SaveRequest, ScanRequest};
+
+use super::super::{Machine, Wanted};
+use crate::object_store::is_address;
+
+impl Machine {
+    pub(super) fn must_be_savable(&self, request: &SaveRequest) -> Result<(), ApiError> {
+        self.must_live("save")?;
+        let refuse = |why: &str, hint: &str| Err(ApiError::new(ErrorWord::WrongState, why).hint(hint));
+        if !is_address(&request.folder) && !request.folder.is_absolute() {
+            return Err(ApiError::new(ErrorWord::BadRequest, "the folder must be named with an absolute path"));
+        }
+        if request.scan.is_some_and(|plan| !plan.is_sane()) {
+            let (periods, rounds) = (ScanRequest::PERIOD_MS, ScanRequest::ROUNDS);
+            let why = format!("a scan has {rounds:?} rounds of {periods:?} ms");
+            return Err(ApiError::new(ErrorWord::BadRequest, why));
+        }
+        if request.freeze.is_some_and(|freeze| !freeze.is_sane()) {
+            let why = format!("an agent is waited for {:?} ms", FreezeRequest::PATIENCE_MS);
+            return Err(ApiError::new(ErrorWord::BadRequest, why));
+        }
+        if !self.parts.config.nvram.is_empty() {
+            return refuse("cannot save: NVRAM is no part of a snapshot", "save a machine without [[nvram]]");
+        }
+        if self.saving.is_some() {
+            return refuse("cannot save: a save is under way", "`hearth status` tells how far it is");
+        }
+        if self.state != MachineState::Running || self.wanted != Wanted::Run {
+            let why = format!("cannot save: the machine is {}, or on its way down", self.state.name());
+            return refuse(&why, "a save is for a guest that runs");
+        }
+        if self.gate.as_ref().is_some_and(|gate| gate.is_shut()) {
+            let why = "cannot save: the guest still gets its memory bit by bit";
+            return refuse(why, "`hearth status` tells when that is over");
+        }
+        if request.dedup_disk && self.life.as_ref().is_some_and(|life| life.incarnation.ledger.is_none()) {
+            let why =
+                "cannot save without what disks hold: with `ember = \"off\"` it is not known which pages that are";
+            return refuse(why, "save without `--dedup-disk`");
+        }
+        if request.freeze.is_some() {
+            self.may_freeze()?;
+        }
+        self.must_be_complete("save")?;
+        if self.dumps.current().is_some_and(|dump| dump.live) {
+            return refuse("cannot save: the guest is being dumped", "wait for the dump, or give it up");
+        }
+        Ok(())
+    }
+
+    fn may_freeze(&self) -> Result<(), ApiError> {
+        let refuse = |why: &str, hint: String| Err(ApiError::new(ErrorWord::WrongState, why).hint(hint));
+        if self.is_being_thawed() {
+            let why = "cannot freeze: the guest's file systems are still frozen for an earlier save";
+            return refuse(why, "`hearth status` tells when they go on".to_owned());
+        }
+        match self.life.as_ref().is_some_and(|life| life.generation.identity().guest_agent) {
+            true => Ok(()),
+            false if self.parts.config.guest_agent => {
+                let why = "cannot freeze: the guest was started without a channel to its agent";
+                refuse(why, "it has one from its next boot on: `hearth reboot`".to_owned())
+            }
+            false => {
+                let file = self.parts.config.file.display();
+                let hint = format!(
+                    "add `guest_agent = true` at the top of {file}, and stop and run the machine; qemu-guest-agent must run in \
+                     the guest"
+                );
+                refuse("cannot freeze: the machine has no channel to a guest agent", hint)
+            }
+        }
+    }
+}
