@@ -23,6 +23,11 @@ pub fn busybox(with_fio: bool) -> Result<Boot> {
     boot("busybox", initrd, CMDLINE.into())
 }
 
+/// The busybox guest with qemu-guest-agent, which nobody has started.
+pub fn busybox_with_agent() -> Result<Boot> {
+    boot("busybox", "initrd-agent", CMDLINE.into())
+}
+
 /// The busybox guest on Linux 6.12.
 pub fn busybox_on_linux_6_12() -> Result<Boot> {
     busybox_on(Linux::Newer)

@@ -104,6 +104,15 @@ pub fn check_ext4(image: &Path, offset: u64) -> Result<()> {
     tool(Command::new(program("e2fsck")).args(["-f", "-n"]).arg(place))
 }
 
+/// Whether the ext4 file system that fills a raw image has a journal that whoever mounts it must replay first.
+pub fn ext4_needs_recovery(image: &Path) -> Result<bool> {
+    // `s_feature_incompat` of the superblock, and its bit `RECOVER`.
+    let mut features = [0; 4];
+    let read = fs::File::open(image).and_then(|file| file.read_exact_at(&mut features, 1024 + 0x60));
+    at("read", image, read)?;
+    Ok(u32::from_le_bytes(features) & 0x4 != 0)
+}
+
 /// Fails unless the XFS file system that fills an image is clean. Nobody has it mounted.
 pub fn check_xfs(image: &Path) -> Result<()> {
     tool(Command::new(program("xfs_repair")).arg("-n").arg(image))

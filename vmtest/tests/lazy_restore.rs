@@ -1,13 +1,17 @@
 //! Lazy restore, as a guest and its operator see it: saved at one moment, it goes on from there, any number of times.
 //!
 //! `saves`: what saving does to the machine that is saved. `restores`: the guest that comes back is the one that was saved.
-//! `dedup`: what its disks hold is not stored. `scans`: what the guest uses is seen before it is saved. `identity`: a clone knows that it is one. `faults`: what a damaged snapshot and killed keepers make of it.
+//! `dedup`: what its disks hold is not stored. `scans`: what the guest uses is seen before it is saved. `freeze`: its file systems
+//! are whole on the snapshot's disks. `identity`: a clone knows that it is one. `faults`: what a damaged snapshot and killed keepers
+//! make of it.
 //! `object_store`: the same out of an object store, over a wire that is not to be relied on.
 
 #[path = "lazy_restore/dedup.rs"]
 mod dedup;
 #[path = "lazy_restore/faults.rs"]
 mod faults;
+#[path = "lazy_restore/freeze.rs"]
+mod freeze;
 #[path = "lazy_restore/identity.rs"]
 mod identity;
 #[path = "lazy_restore/object_store.rs"]

@@ -50,6 +50,11 @@ impl TestVm {
         TestVmBuilder::new(name, artifacts::busybox(true))
     }
 
+    /// The small guest with qemu-guest-agent, which nobody has started, and a channel to it.
+    pub fn busybox_with_agent(name: &str) -> TestVmBuilder {
+        TestVmBuilder::new(name, artifacts::busybox_with_agent()).setting("guest_agent", true)
+    }
+
     /// The small guest with a newer kernel: Linux 6.12.
     pub fn busybox_on_linux_6_12(name: &str) -> TestVmBuilder {
         TestVmBuilder::new(name, artifacts::busybox_on_linux_6_12())

@@ -14,13 +14,13 @@ use super::{SEED, comes_whole, fill, verify};
 const MIB: u64 = 1 << 20;
 
 /// A store, a machine that can save to it, and where clones keep what they fetch.
-struct Stand {
+pub(super) struct Stand {
     server: S3Server,
     folder: tempfile::TempDir,
 }
 
 impl Stand {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let (server, folder) = (S3Server::start(), tempfile::tempdir().expect("a folder"));
         let lines = server.environment().into_iter().map(|(key, value)| format!("{key}={value}\n"));
         fs::write(folder.path().join("s3.env"), lines.collect::<String>()).expect("it can be written");
@@ -31,14 +31,14 @@ impl Stand {
         self.folder.path().join(name).display().to_string()
     }
 
-    fn machine(&self, builder: TestVmBuilder) -> Result<TestVm> {
+    pub(super) fn machine(&self, builder: TestVmBuilder) -> Result<TestVm> {
         let mut section = toml::Table::new();
         section.insert("credentials".to_owned(), self.path("s3.env").into());
         section.insert("folder".to_owned(), self.path("keeper").into());
         builder.setting("object_store", section).boot()
     }
 
-    fn clone(&self, vm: &TestVm, name: &str, cache: &str, options: &[&str]) -> Result<TestVm> {
+    pub(super) fn clone(&self, vm: &TestVm, name: &str, cache: &str, options: &[&str]) -> Result<TestVm> {
         self.clone_of("one", vm, name, cache, options)
     }
 
@@ -70,7 +70,7 @@ impl Stand {
     }
 }
 
-fn address(name: &str) -> String {
+pub(super) fn address(name: &str) -> String {
     format!("s3://{BUCKET}/{name}")
 }
 

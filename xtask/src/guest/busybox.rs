@@ -1,8 +1,8 @@
 //! The busybox guest: an initramfs that boots to the agent in about two seconds under TCG.
 //!
-//! Two archives: `initrd` with busybox, probe and file-system tools (about 10 MiB), and `initrd-fio`, the same followed
-//! by fio and the 80 MiB of libraries that Debian's fio is linked with. The kernel unpacks archives that stand one after
-//! the other, so the second is a plain concatenation, for the few tests that need it.
+//! Three archives: `initrd` with busybox, probe and file-system tools (about 10 MiB); `initrd-fio`, the same followed by fio and
+//! the 80 MiB of libraries that Debian's fio is linked with; and `initrd-agent`, the same followed by qemu-guest-agent. The
+//! kernel unpacks archives that stand one after the other, so these are plain concatenations, for the few tests that need them.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use super::modules::Modules;
-use super::{GuestError, probe};
+use super::{GuestError, probe, qemu_ga};
 use crate::cache::{self, CacheError, at};
 use crate::guest::kernel::Kernel;
 use crate::{paths, shell};
@@ -26,7 +26,7 @@ const MODULES: &str = include_str!("../../../guest/initramfs/modules");
 /// Real tools where busybox has none or a lesser one.
 const TOOLS: [&str; 5] = ["mke2fs", "e2fsck", "debugfs", "mkfs.xfs", "xfs_repair"];
 
-/// Makes `busybox{suffix}/` with `vmlinuz`, `initrd` and `initrd-fio`.
+/// Makes `busybox{suffix}/` with `vmlinuz`, `initrd`, `initrd-fio` and `initrd-agent`.
 pub fn ensure(kernel: Kernel) -> Result<(), GuestError> {
     let folder = paths::guest().join(format!("busybox{}", kernel.suffix));
     let inputs = [
@@ -39,6 +39,7 @@ pub fn ensure(kernel: Kernel) -> Result<(), GuestError> {
         probe::SOURCE,
         include_str!("busybox.rs"),
         include_str!("modules.rs"),
+        include_str!("qemu_ga.rs"),
     ];
     cache::ensure(&folder, &inputs, |new| make(kernel, new))
 }
@@ -55,15 +56,24 @@ fn make(kernel: Kernel, new: &Path) -> Result<(), GuestError> {
     at("remove", &tree, fs::remove_dir_all(&tree))?;
 
     put_with_libraries("fio", &tree)?;
-    let fio = new.join("fio");
-    pack(&tree, &fio)?;
-    at("remove", &tree, fs::remove_dir_all(&tree))?;
-    concatenate(&[&initrd, &fio], &new.join("initrd-fio"))?;
-    at("remove", &fio, fs::remove_file(&fio))?;
+    append(&tree, &initrd, &new.join("initrd-fio"))?;
+    let agent = qemu_ga::ensure()?;
+    copy(&agent, &tree.join("usr/sbin/qemu-ga"))?;
+    put_libraries(&agent, &tree)?;
+    append(&tree, &initrd, &new.join("initrd-agent"))?;
 
     let vmlinuz = kernel.join("vmlinuz");
     at("copy", &vmlinuz, fs::copy(&vmlinuz, new.join("vmlinuz")))?;
     Ok(())
+}
+
+/// What `tree` holds behind `initrd`, as `whole`; the tree is used up.
+fn append(tree: &Path, initrd: &Path, whole: &Path) -> Result<(), GuestError> {
+    let rest = whole.with_extension("rest");
+    pack(tree, &rest)?;
+    at("remove", tree, fs::remove_dir_all(tree))?;
+    concatenate(&[initrd, &rest], whole)?;
+    Ok(at("remove", &rest, fs::remove_file(&rest))?)
 }
 
 fn put_programs(tree: &Path) -> Result<(), GuestError> {

@@ -15,6 +15,7 @@ mod modules;
 mod nested;
 mod probe;
 mod qemu10;
+mod qemu_ga;
 
 pub use debian::ensure_database as debian_database;
 pub use kernel::{Kernel, NEWER, STABLE};
@@ -40,7 +41,7 @@ pub enum GuestError {
     #[error("{name} is a dynamic program at {path}, the guest needs a static one: install busybox-static")]
     NotStatic { name: &'static str, path: std::path::PathBuf },
     #[error("{binary} does not run here: {source}; install the libraries that `ldd {binary}` reports as not found")]
-    Qemu10 { binary: std::path::PathBuf, source: ShellError },
+    Libraries { binary: std::path::PathBuf, source: ShellError },
     #[error(
         "QEMU 10 for this release ({release}) is not in Debian 12's backports, and the installed QEMU is {installed}"
     )]

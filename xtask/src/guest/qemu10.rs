@@ -41,7 +41,7 @@ fn make(new: &Path) -> Result<(), GuestError> {
     at("link", &bundle, std::os::unix::fs::symlink("../..", &bundle))?;
     let binary = new.join("usr/bin/qemu-system-x86_64");
     let said = shell::output(Command::new(&binary).arg("--version"));
-    let said = said.map_err(|source| GuestError::Qemu10 { binary, source })?;
+    let said = said.map_err(|source| GuestError::Libraries { binary, source })?;
     println!("QEMU {}", version(&said));
     Ok(())
 }

@@ -1,0 +1,310 @@
+//! `hearth save --freeze`: the guest's agent has its file systems stand still for the moment that is saved, and nobody leaves
+//! them so: not an agent that fails, not a keeper that is killed, not a snapshot that is restored.
+
+use std::fs;
+use std::path::Path;
+
+use hearth_recovery::snapshot::Snapshot;
+use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, images, patience};
+use serde_json::Value;
+
+use super::await_console;
+use super::object_store::{Stand, address};
+
+/// Writes to the file system all the time, and says how often.
+const WRITER: &str = r#"
+mount -t ext4 /dev/vda /mnt
+(i=0
+while :; do
+  i=$((i+1))
+  mkdir -p /mnt/$((i % 50)); dd if=/dev/urandom of=/mnt/$((i % 50))/$i bs=16k count=1 2>/dev/null
+  rm -f /mnt/$(((i + 1) % 50))/*
+  [ $((i % 5)) = 0 ] && sync -f /mnt/$((i % 50))
+  echo $i >/tmp/written.new; mv /tmp/written.new /tmp/written
+done) >/dev/null 2>&1 &
+"#;
+
+/// Answers from the moment at which its port is open.
+const REAL_AGENT: &str = "qemu-ga -d -m virtio-serial -p /dev/vport*p1 -t /run -f /run/qemu-ga.pid -l /tmp/qemu-ga.log";
+
+/// The writer gets on.
+fn await_writer(vm: &TestVm) -> Result<()> {
+    let wait = "while [ ! -s /tmp/written ]; do sleep 0.1; done; from=$(cat /tmp/written)
+        while [ $(cat /tmp/written) -lt $((from + 10)) ]; do sleep 0.1; done";
+    vm.sh_within(wait, patience(60)).map(drop)
+}
+
+fn machine(name: &str) -> Result<TestVm> {
+    at_work(TestVm::busybox_with_agent(name).disk(Disk::ext4(64)).boot()?)
+}
+
+fn at_work(vm: TestVm) -> Result<TestVm> {
+    vm.sh(REAL_AGENT)?;
+    vm.sh(WRITER)?;
+    await_writer(&vm)?;
+    Ok(vm)
+}
+
+fn is_thawed(status: &Value) -> bool {
+    status["frozen"].is_null() && status["save"].is_null() && status["state"] == "running"
+}
+
+fn count_of(vm: &TestVm, kind: &str) -> Result<usize> {
+    let events = vm.cli(&["events", vm.name(), "--json"])?;
+    Ok(events.lines().filter(|line| line.contains(&format!("\"{kind}\""))).count())
+}
+
+/// The disk of a snapshot, by itself: whole as it lies there, or a journal to be replayed.
+fn needs_recovery(snapshot: &Path) -> Result<bool> {
+    let snapshot = Snapshot::open(snapshot).expect("it was saved");
+    let disk = snapshot.disk_path(&snapshot.manifest.disks[0].name);
+    let needs = images::ext4_needs_recovery(&disk)?;
+    if !needs {
+        images::check_ext4(&disk, 0)?;
+    }
+    assert_eq!(snapshot.manifest.frozen, !needs);
+    Ok(needs)
+}
+
+#[test]
+fn frozen_file_systems_are_whole_on_the_disk_and_go_on_in_the_guest_and_in_its_clone() -> Result<()> {
+    let vm = machine("frozen")?;
+    let (nonce, as_it_ran, frozen) = (vm.nonce()?, vm.folder().join("as-it-ran"), vm.folder().join("frozen"));
+    vm.save(&as_it_ran)?;
+    vm.save_with(&frozen, &["--freeze"])?;
+    let said = vm.wait_event("it was frozen", |event| event["kind"] == "save_frozen")?;
+    assert_eq!(said["file_systems"], 1, "{said}");
+    let thawed = vm.wait_event("it is thawed", |event| event["kind"] == "thawed")?;
+    assert!(thawed["file_systems"] == 1 && thawed["frozen_ms"].as_f64() > Some(0.0), "{thawed}");
+    await_writer(&vm)?;
+    assert!(needs_recovery(&as_it_ran)?, "a file system that is written to needs its journal");
+    assert!(!needs_recovery(&frozen)?);
+    vm.stop_at_once()?;
+    for (name, option) in [("lazily", "--lazy"), ("eagerly", "--eager")] {
+        let clone = vm.restore(&frozen, name, &[option])?;
+        clone.wait_running()?;
+        let thawed = clone.wait_event("it is thawed", |event| event["kind"] == "thawed")?;
+        assert_eq!((&thawed["file_systems"], &thawed["frozen_ms"]), (&Value::from(1), &Value::Null), "{thawed}");
+        await_console(&clone)?;
+        await_writer(&clone)?;
+        assert_eq!(clone.nonce()?, nonce);
+        clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
+        clone.stop_at_once()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn so_they_are_in_a_snapshot_in_an_object_store() -> Result<()> {
+    let stand = Stand::new();
+    let vm = at_work(stand.machine(TestVm::busybox_with_agent("farfrozen").disk(Disk::ext4(64)))?)?;
+    let nonce = vm.nonce()?;
+    vm.save_with(Path::new(&address("one")), &["--freeze"])?;
+    vm.wait_status("it is thawed", is_thawed)?;
+    await_writer(&vm)?;
+    vm.stop_at_once()?;
+    let clone = stand.clone(&vm, "near", "cache", &["--lazy"])?;
+    clone.wait_running()?;
+    let thawed = clone.wait_event("it is thawed", |event| event["kind"] == "thawed")?;
+    assert_eq!(thawed["file_systems"], 1, "{thawed}");
+    await_console(&clone)?;
+    await_writer(&clone)?;
+    assert_eq!(clone.nonce()?, nonce);
+    let disks: Vec<_> =
+        fs::read_dir(clone.folder().join("machine/saved-disks")).expect("they were fetched").flatten().collect();
+    assert_eq!(disks.len(), 1, "{disks:?}");
+    assert!(!images::ext4_needs_recovery(&disks[0].path())?);
+    images::check_ext4(&disks[0].path(), 0)
+}
+
+#[test]
+fn the_channel_is_there_after_hops_a_killed_keeper_and_a_park() -> Result<()> {
+    let vm = machine("channel")?;
+    let mut saves = 0;
+    let mut check = |what: &str| -> Result<()> {
+        let folder = vm.folder().join(what);
+        vm.save_with(&folder, &["--freeze"])?;
+        saves += 1;
+        vm.wait_status(what, is_thawed)?;
+        assert_eq!((count_of(&vm, "save_frozen")?, needs_recovery(&folder)?), (saves, false), "{what}");
+        await_writer(&vm)
+    };
+    for (name, qemu) in [("newer", artifacts::qemu_10()?), ("back", artifacts::installed_qemu()?)] {
+        let hop = vm.rejuvenate_to(&qemu)?;
+        assert!(hop.status == 0, "{hop:?}");
+        check(name)?;
+    }
+    vm.restart_keeper()?;
+    vm.wait_running()?;
+    await_console(&vm)?;
+    check("taken-over")?;
+    let record = vm.folder().join("record.json").display().to_string();
+    vm.cli(&["host-reload", "prepare", "--drill", "--record", &record])?;
+    vm.wait_keeper_end()?;
+    vm.restart_keeper()?;
+    vm.wait_running()?;
+    await_console(&vm)?;
+    check("parked")?;
+    Ok(())
+}
+
+/// A keeper that dies with the guest's file systems frozen, before and while the guest itself stands still.
+#[test]
+fn a_keeper_killed_with_file_systems_frozen_is_followed_by_one_that_thaws_them() -> Result<()> {
+    let vm = machine("killedfrozen")?;
+    let nonce = vm.nonce()?;
+    vm.restart_keeper_with(&[("HEARTH_DRILL_DIE_AFTER", "freeze")])?;
+    vm.wait_running()?;
+    await_console(&vm)?;
+    let folder = vm.folder().join("snapshot");
+    let ended = vm.cli_output(&["save", vm.name(), "-o", &folder.display().to_string(), "--freeze"])?;
+    assert!(ended.status != 0, "{}", ended.text());
+    assert!(Snapshot::open(&folder).is_err());
+    vm.restart_keeper()?;
+    vm.wait_running()?;
+    let thawed = vm.wait_event("it is thawed", |event| event["kind"] == "thawed")?;
+    assert_eq!(thawed["file_systems"], 1, "they were frozen: {thawed}");
+    await_console(&vm)?;
+    await_writer(&vm)?;
+    assert_eq!(vm.nonce()?, nonce);
+    vm.save_with(&vm.folder().join("another"), &["--freeze"])
+}
+
+/// An agent in a few lines: what it says to `freeze` is the argument. What it was asked is in /tmp/asked.
+const FAKE_AGENT: &str = r#"
+cat >/tmp/agent <<'EOF'
+echo $$ >/tmp/agent.pid
+port=$(ls /dev/vport*p1)
+exec <>$port >&0
+while :; do
+  # Nobody is at the other end.
+  read -r line || { sleep 0.1 <&- >&-; continue; }
+  case "$line" in
+  *guest-sync-delimited*) id=${line##*'"id":'}; printf '\377{"return": %s}\n' ${id%%[!0-9]*} ;;
+  *guest-fsfreeze-freeze*) echo freeze >>/tmp/asked; eval "$1" ;;
+  *guest-fsfreeze-thaw*) echo thaw >>/tmp/asked; echo '{"return": 1}' ;;
+  esac
+done
+EOF
+"#;
+
+struct Faulty<'a> {
+    vm: &'a TestVm,
+    saves: usize,
+}
+
+impl Faulty<'_> {
+    /// With another agent than before. None: nobody listens.
+    fn agent(&self, says: Option<&str>) -> Result<()> {
+        // One at a time can have the port.
+        self.vm
+            .sh("[ ! -e /tmp/agent.pid ] || kill $(cat /tmp/agent.pid); rm -f /tmp/asked /tmp/agent.pid; sleep 0.5")?;
+        match says {
+            Some(says) => {
+                self.vm.sh(&format!("(setsid sh /tmp/agent '{says}' &) </dev/null >/dev/null 2>&1")).map(drop)
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// A save that fails for this reason, and leaves nothing.
+    fn check(&mut self, says: Option<&str>, expect: &str) -> Result<()> {
+        self.agent(says)?;
+        self.saves += 1;
+        let folder = self.vm.folder().join(format!("snapshot{}", self.saves));
+        let save =
+            self.vm.cli_output(&["save", self.vm.name(), "-o", &folder.display().to_string(), "--freeze", "2s"])?;
+        assert!(save.status != 0 && save.text().contains(expect), "{says:?}: {}", save.text());
+        assert!(save.text().contains("or save without `--freeze`"), "{}", save.text());
+        assert!(!folder.exists(), "{says:?}");
+        self.settles(says.is_some())
+    }
+
+    /// An agent that was asked to freeze is asked to thaw.
+    fn settles(&self, is_asked: bool) -> Result<()> {
+        self.vm.wait_status("the guest goes on, thawed", is_thawed)?;
+        let asked = self.vm.sh("cat /tmp/asked 2>/dev/null; true")?;
+        assert_eq!(asked, if is_asked { "freeze\nthaw\n" } else { "" });
+        Ok(())
+    }
+}
+
+#[test]
+fn an_agent_that_fails_in_any_way_is_no_reason_to_leave_the_guest_otherwise_than_it_was() -> Result<()> {
+    let vm = TestVm::busybox_with_agent("faulty").disk(Disk::ext4(32)).boot()?;
+    let nonce = vm.nonce()?;
+    vm.sh(FAKE_AGENT)?;
+    let mut faulty = Faulty { vm: &vm, saves: 0 };
+    faulty.check(None, "the guest agent did not answer within 2s (guest-sync-delimited)")?;
+    let refusal = r#"echo "{\"error\": {\"class\": \"GenericError\", \"desc\": \"a hook failed\"}}""#;
+    faulty.check(Some(refusal), "the guest agent refuses (guest-fsfreeze-freeze): a hook failed")?;
+    faulty.check(Some("echo rubbish"), "is not understood (guest-fsfreeze-freeze): rubbish")?;
+    faulty.check(Some("head -c 300000 /dev/zero"), "says more than 65536 bytes and no answer")?;
+    let late = r#"sleep 4; echo "{\"return\": 1}""#;
+    faulty.check(Some(late), "the guest agent did not answer within 2s (guest-fsfreeze-freeze)")?;
+    assert_eq!(vm.nonce()?, nonce);
+
+    // Called off, and its keeper killed, while the agent is at work.
+    let slow = r#"sleep 6; echo "{\"return\": 1}""#;
+    let begin = |name: &str| -> Result<()> {
+        let folder = vm.folder().join(name).display().to_string();
+        vm.cli(&["save", vm.name(), "-o", &folder, "--freeze", "1m", "--no-wait"])?;
+        vm.wait_status("the agent is asked", |status| !status["frozen"].is_null())?;
+        vm.sh("while [ ! -e /tmp/asked ]; do sleep 0.1; done").map(drop)
+    };
+    faulty.agent(Some(slow))?;
+    begin("called-off")?;
+    vm.cli(&["save", vm.name(), "--cancel"])?;
+    let again =
+        vm.cli_output(&["save", vm.name(), "-o", &vm.folder().join("again").display().to_string(), "--freeze"])?;
+    assert!(again.status != 0 && again.text().contains("still frozen for an earlier save"), "{}", again.text());
+    // Its thaw is asked for through another QEMU.
+    vm.rejuvenate()?;
+    faulty.settles(true)?;
+    assert!(!vm.folder().join("called-off").exists());
+    faulty.agent(Some(slow))?;
+    begin("killed")?;
+    vm.restart_keeper()?;
+    vm.wait_running()?;
+    await_console(&vm)?;
+    faulty.settles(true)?;
+    assert!(Snapshot::open(&vm.folder().join("killed")).is_err());
+
+    faulty.agent(Some(r#"echo "{\"return\": 1}""#))?;
+    let folder = vm.folder().join("snapshot");
+    vm.save_with(&folder, &["--freeze", "--stop"])?;
+    vm.wait_keeper_end()?;
+    assert!(Snapshot::open(&folder).expect("it was saved").manifest.frozen);
+    let clone = vm.restore(&folder, "clone", &[])?;
+    clone.wait_running()?;
+    await_console(&clone)?;
+    clone.wait_status("it is thawed", is_thawed)?;
+    assert_eq!((clone.sh("cat /tmp/asked")?.as_str(), clone.nonce()?), ("freeze\nthaw\n", nonce));
+    Ok(())
+}
+
+#[test]
+fn a_machine_without_a_channel_is_told_how_to_get_one() -> Result<()> {
+    let vm = TestVm::busybox("channelless").boot()?;
+    let folder = vm.folder().join("snapshot");
+    let save = || vm.cli_output(&["save", vm.name(), "-o", &folder.display().to_string(), "--freeze"]);
+    let refused = save()?.text();
+    assert!(
+        refused.contains("no channel to a guest agent") && refused.contains("`guest_agent = true` at the top"),
+        "{refused}"
+    );
+    let config = vm.folder().join("machine.toml");
+    let text = fs::read_to_string(&config).expect("it is there");
+    fs::write(&config, format!("guest_agent = true\n{text}")).expect("it can be written");
+    vm.restart_keeper()?;
+    vm.wait_running()?;
+    let refused = save()?.text();
+    assert!(refused.contains("without a channel to its agent") && refused.contains("`hearth reboot`"), "{refused}");
+    let hop = vm.rejuvenate_to(&artifacts::installed_qemu()?)?;
+    assert!(hop.status == 0, "its next QEMU has no such device either: {hop:?}");
+    vm.reboot_forced()?;
+    vm.wait_boots(2)?;
+    vm.sh("ls /dev/vport*p1")?;
+    assert!(!folder.exists());
+    Ok(())
+}
