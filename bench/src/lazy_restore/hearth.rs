@@ -51,7 +51,7 @@ const AFTER_SCAN_SEED: u64 = 4;
 const SLOWDOWN_SEED: u64 = 5;
 const ROUND_SEED: u64 = 100;
 /// A page out of a store takes some milliseconds longer.
-const STORE_TRACE_FACTOR: u64 = 5;
+const STORE_TRACE_S: u64 = 20;
 const SCAN_PERIOD: &str = "1s";
 /// Windows with and without a scan, in turn.
 const SLOWDOWN_ROUNDS: u32 = 4;
@@ -230,12 +230,10 @@ impl<'a> Saved<'a> {
     pub fn trace_in_store(&self) -> Result<(), RestoreError> {
         for seed in TRACE_SEEDS {
             let (name, options) = (format!("traced-far-{seed}"), self.far.options("tracing"));
-            let seconds = self.bench.shape.trace_s * STORE_TRACE_FACTOR;
-            self.trace_once(seed, &name, &self.far.address(), &options, seconds)?;
+            self.trace_once(seed, &name, &self.far.address(), &options, STORE_TRACE_S)?;
         }
         self.far.forget("tracing")?;
-        self.far.move_away();
-        Ok(())
+        self.far.move_away()
     }
 
     fn trace_once(
@@ -317,7 +315,7 @@ impl<'a> Saved<'a> {
         let (cache, snapshot) = (format!("{}-{round}", side.name), self.far.address());
         let options = self.far.options(&cache);
         let order = Order { side, place: STORE, profile: Profile::Asis, round, snapshot: &snapshot, options };
-        let waits = self.measure(&order, &|| Ok(Some(self.far.answer_bytes())), record)?;
+        let waits = self.measure(&order, &|| self.far.answer_bytes().map(Some), record)?;
         self.far.forget(&cache)?;
         Ok(waits)
     }

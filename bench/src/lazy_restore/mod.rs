@@ -175,12 +175,8 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RestoreError> {
             }
         }
     }
-    hearth.trace_in_store()?;
-    for round in 0..bench.shape.rounds {
-        for side in hearth::STORE_SIDES {
-            let waits = hearth.restore_from_store(side, round, record)?;
-            lives.push((round, page::Life { side: side.name, place: store::STORE, waits }));
-        }
+    if let Err(error) = restore_from_store(&hearth, bench.shape.rounds, &mut lives, record) {
+        leave_out(&error, record);
     }
     summary::summarise(record, &options.profiles);
     let first: Vec<page::Life> = lives.into_iter().filter(|life| life.0 == 0).map(|life| life.1).collect();
@@ -188,6 +184,22 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RestoreError> {
     let written = crate::report::write_whole(&path, &page::html(record, bench.shape, &first));
     written.map_err(|source| RestoreError::File { path: path.clone(), source })?;
     eprintln!("report: {}", path.display());
+    Ok(())
+}
+
+fn restore_from_store(
+    hearth: &hearth::Saved<'_>,
+    rounds: u32,
+    lives: &mut Vec<(u32, page::Life)>,
+    record: &mut Record,
+) -> Result<(), RestoreError> {
+    hearth.trace_in_store()?;
+    for round in 0..rounds {
+        for side in hearth::STORE_SIDES {
+            let waits = hearth.restore_from_store(side, round, record)?;
+            lives.push((round, page::Life { side: side.name, place: store::STORE, waits }));
+        }
+    }
     Ok(())
 }
 
