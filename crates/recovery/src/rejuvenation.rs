@@ -233,13 +233,18 @@ impl Hop<'_> {
         let (target, theirs) = UnixStream::pair().map_err(RejuvenationError::Channel)?;
         self.new.migrate_incoming(OwnedFd::from(theirs).as_fd(), self.patience).map_err(RejuvenationError::New)?;
         let (source, theirs) = UnixStream::pair().map_err(RejuvenationError::Channel)?;
-        let passage = Passage::open(source, target, bell, clock::SECTION_BYTES).map_err(RejuvenationError::Channel)?;
+        let passage = Passage::open(source, target, bell, clock::SECTION_BYTES);
+        let mut passage = passage.map_err(RejuvenationError::Channel)?;
         if let Some((old, _)) = self.valves {
             old.shut();
         }
-        // From here on the old one may stop its guest.
-        self.old.migrate(OwnedFd::from(theirs).as_fd(), self.patience).map_err(RejuvenationError::Old)?;
-        self.await_begun(&heard)?;
+        // From here on the old one may stop its guest. Both steps have limits of their own.
+        let (begun, taken) = passage.take_while(Instant::now() + 3 * self.patience, || {
+            self.old.migrate(OwnedFd::from(theirs).as_fd(), self.patience).map_err(RejuvenationError::Old)?;
+            self.await_begun(&heard)
+        });
+        begun?;
+        taken.map_err(RejuvenationError::Channel)?;
         Ok(Prepared { passage, heard })
     }
 

@@ -4,9 +4,12 @@
 //! has saved already, and neither can hold up the other.
 
 use std::io::{self, ErrorKind, Read, Write};
+use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::panic::resume_unwind;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -15,8 +18,31 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 const STATE_BYTES_MAX: usize = 1 << 30;
 const PIECE_BYTES: usize = 256 << 10;
 
+/// What `ask` brings a QEMU to send, until it hangs up. It may hold the lock that its answer takes while its state waits for
+/// room: so the state is received while it is asked. An error of `ask` ends both.
+pub fn receive_while<E>(
+    source: UnixStream,
+    deadline: Instant,
+    ask: impl FnOnce() -> Result<(), E>,
+) -> io::Result<Result<Vec<u8>, E>> {
+    let ours = source.try_clone()?;
+    std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| receive(source, deadline));
+        let asked = ask();
+        if asked.is_err() {
+            // Fails only if the other side has hung up: then it is at its end anyway.
+            let _ = ours.shutdown(Shutdown::Both);
+        }
+        let received = receiving.join().unwrap_or_else(|panic| resume_unwind(panic));
+        match asked {
+            Ok(()) => received.map(Ok),
+            Err(error) => Ok(Err(error)),
+        }
+    })
+}
+
 /// Everything until the other side hangs up. `TimedOut` at the deadline.
-pub fn receive(mut source: UnixStream, deadline: Instant) -> io::Result<Vec<u8>> {
+fn receive(mut source: UnixStream, deadline: Instant) -> io::Result<Vec<u8>> {
     let mut state = Vec::with_capacity(2 * PIECE_BYTES);
     let mut piece = vec![0; PIECE_BYTES];
     loop {
@@ -89,13 +115,34 @@ impl Passage {
         self.received
     }
 
+    /// Takes what comes while `ask` makes the old one send: as with `receive_while`, it may answer nothing meanwhile.
+    pub fn take_while<T>(&mut self, deadline: Instant, ask: impl FnOnce() -> T) -> (T, io::Result<()>) {
+        let (bell, answered) = (self.bell.clone(), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            let taking = scope.spawn(|| {
+                while !answered.load(Ordering::Acquire) {
+                    self.take()?;
+                    self.sleep(None, deadline)?;
+                }
+                Ok(())
+            });
+            let answer = ask();
+            answered.store(true, Ordering::Release);
+            bell.ring();
+            (answer, taking.join().unwrap_or_else(|panic| resume_unwind(panic)))
+        })
+    }
+
     /// Sleeps until there is something to take, or room for what may be given, or the bell rings.
     pub fn wait(&self, deadline: Instant) -> io::Result<()> {
+        self.sleep(self.target.as_ref().filter(|_| self.between.len() > self.kept_back), deadline)
+    }
+
+    fn sleep(&self, target: Option<&UnixStream>, deadline: Instant) -> io::Result<()> {
         let timeout = Timespec::try_from(left(deadline)?).map_err(|_| ErrorKind::InvalidInput)?;
         let mut fds = vec![PollFd::new(&*self.bell.0, PollFlags::IN)];
         fds.extend(self.source.as_ref().map(|source| PollFd::new(source, PollFlags::IN)));
-        let waiting = self.target.as_ref().filter(|_| self.between.len() > self.kept_back);
-        fds.extend(waiting.map(|target| PollFd::new(target, PollFlags::OUT)));
+        fds.extend(target.map(|target| PollFd::new(target, PollFlags::OUT)));
         match poll(&mut fds, Some(&timeout)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
@@ -190,6 +237,36 @@ mod tests {
         let sender = std::thread::spawn(move || send(ours, &sent, Instant::now() + LONG));
         assert!(receive(theirs, Instant::now() + LONG).unwrap() == state);
         sender.join().unwrap().unwrap();
+    }
+
+    /// More than a socket holds, before the answer. False: it had no room.
+    fn send_before_answering(mut stream: UnixStream, state: &[u8]) -> bool {
+        stream.set_write_timeout(Some(LONG)).unwrap();
+        stream.write_all(state).is_ok()
+    }
+
+    #[test]
+    fn a_state_is_received_while_its_qemu_cannot_answer() {
+        let state = vec![7; 3_000_000];
+        let deadline = || Instant::now() + 2 * LONG;
+        let (old, ours) = UnixStream::pair().unwrap();
+        let ask = || if send_before_answering(old, &state) { Ok(()) } else { Err("no room") };
+        assert!(receive_while(ours, deadline(), ask).unwrap() == Ok(state.clone()));
+
+        let (old, source) = UnixStream::pair().unwrap();
+        let (target, _new) = UnixStream::pair().unwrap();
+        let mut passage = Passage::open(source, target, Bell::new().unwrap(), 4).unwrap();
+        let (had_room, taken) = passage.take_while(deadline(), || send_before_answering(old, &state));
+        assert!(had_room && taken.is_ok());
+        passage.take().unwrap();
+        assert!(passage.between() == state, "and nothing of it is given yet");
+    }
+
+    #[test]
+    fn a_refusal_does_not_wait_for_a_state() {
+        let (_old, ours) = UnixStream::pair().unwrap();
+        let refused = receive_while(ours, Instant::now() + Duration::from_secs(3600), || Err("no"));
+        assert_eq!(refused.unwrap(), Err("no"));
     }
 
     #[test]

@@ -38,8 +38,9 @@ pub fn prepare(qmp: &Qmp, patience: Duration) -> Result<(), StateError> {
 pub fn take(qmp: &Qmp, patience: Duration) -> Result<Vec<u8>, StateError> {
     let deadline = Instant::now() + patience;
     let (ours, theirs) = UnixStream::pair().map_err(StateError::Channel)?;
-    qmp.migrate(OwnedFd::from(theirs).as_fd(), patience).map_err(StateError::Take)?;
-    let state = relay::receive(ours, deadline).map_err(|_| StateError::Hangs { patience })?;
+    let ask = || qmp.migrate(OwnedFd::from(theirs).as_fd(), patience);
+    let received = relay::receive_while(ours, deadline, ask).map_err(|_| StateError::Hangs { patience })?;
+    let state = received.map_err(StateError::Take)?;
     await_end(qmp, deadline, patience, StateError::Take)?;
     Ok(state)
 }
