@@ -26,6 +26,11 @@ impl std::fmt::Display for Summary {
 }
 
 impl Summary {
+    /// Of two runs.
+    pub fn and(&self, other: Self) -> Self {
+        Self { passed: self.passed + other.passed, failed: self.failed + other.failed }
+    }
+
     /// `test result: ok. 5 passed; 0 failed; 0 ignored; ...`
     fn add(&mut self, line: &str) {
         let Some(result) = line.strip_prefix("test result: ") else { return };
