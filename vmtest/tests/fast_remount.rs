@@ -2,11 +2,14 @@
 //! and it is what the disk holds. Guests mount many small volumes, crash, and mount them again.
 //!
 //! `many`: a hundred volumes that are all written to when their guest crashes. `journals`: volumes whose journals are NVRAM.
+//! `nvram`: what such a device holds, whoever dies and when.
 
 #[path = "fast_remount/journals.rs"]
 mod journals;
 #[path = "fast_remount/many.rs"]
 mod many;
+#[path = "fast_remount/nvram.rs"]
+mod nvram;
 
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::time::Instant;
@@ -203,77 +206,6 @@ fn a_port_tells_that_a_boot_is_over_and_a_stop_keeps_what_it_read() -> Result<()
     let again = ready(&vm)?;
     assert!(number(&again, "/disks/0/hits") >= held / 2, "{held} blocks were held: {again}");
     volumes.unmount_and_check(&vm)
-}
-
-/// What was flushed to NVRAM is there again: after the end of its QEMU, of keeper and QEMU together, and, with a mirror,
-/// of the host's memory.
-#[test]
-fn nvram_is_what_its_last_flush_promised() -> Result<()> {
-    let files = tempfile::tempdir().expect("a temporary folder");
-    let mirror = |policy: &str| files.path().join(policy).display().to_string();
-    let device = |policy: &str| {
-        let mut device = Table::from_iter([
-            ("name".to_owned(), toml::Value::from(policy)),
-            ("size".to_owned(), "8MiB".into()),
-            ("mirror".to_owned(), policy.into()),
-        ]);
-        if policy != "none" {
-            device.insert("mirror_file".into(), mirror(policy).into());
-        }
-        toml::Value::from(device)
-    };
-    let policies = ["none", "async", "sync"];
-    let nvram: Vec<_> = policies.into_iter().map(device).collect();
-    // Behind one disk: vdb, vdc, vdd.
-    let vm = TestVm::busybox("nvram").memory_mib(256).disk(Disk::empty(4)).setting("nvram", nvram).boot()?;
-    let write = |what: &str| {
-        let each = format!("echo {what} $d | dd of=/dev/$d bs=512 seek=100 conv=fsync,notrunc 2>/dev/null || exit");
-        vm.sh(&format!("for d in vdb vdc vdd; do {each}; done"))
-    };
-    let read = || vm.sh("for d in vdb vdc vdd; do dd if=/dev/$d bs=512 skip=100 count=1 2>/dev/null | head -n 1; done");
-    let expected = |what: &str| format!("{what} vdb\n{what} vdc\n{what} vdd\n");
-    let counted = || -> Result<()> {
-        let memory = &vm.status()?["memory"];
-        assert_eq!(number(memory, "/nvram_bytes"), 3 * (8 << 20), "{memory}");
-        let (peak, budget) = (number(memory, "/peak_bytes"), number(memory, "/budget_bytes"));
-        assert!(peak > 3 * (8 << 20) && peak <= budget && budget > (256 + 3 * 8) << 20, "{memory}");
-        Ok(())
-    };
-    counted()?;
-    write("one")?;
-    vm.kill_qemu()?;
-    vm.wait_incarnation(2)?;
-    assert_eq!(read()?, expected("one"));
-
-    vm.kill_keeper()?;
-    vm.restart_keeper()?;
-    vm.wait_running()?;
-    assert_eq!(read()?, expected("one"));
-    counted()?;
-    write("two")?;
-    kill_all(&vm)?;
-    vm.restart_keeper()?;
-    vm.wait_incarnation(3)?;
-    assert_eq!(read()?, expected("two"));
-
-    // The host has lost its memory. An asynchronous mirror is waited for, a synchronous one need not be.
-    write("three")?;
-    let in_mirror =
-        |policy: &str| std::fs::read(mirror(policy)).is_ok_and(|bytes| bytes[51200..].starts_with(b"three"));
-    assert!(in_mirror("sync"));
-    let deadline = Instant::now() + patience(20);
-    while !in_mirror("async") {
-        assert!(Instant::now() < deadline, "nothing comes to the mirror: {}", vm.status()?);
-        std::thread::sleep(std::time::Duration::from_millis(20));
-    }
-    kill_all(&vm)?;
-    for policy in policies {
-        std::fs::remove_file(vm.memory_folder().join(format!("nvram-{policy}"))).expect("its memory is a file");
-    }
-    vm.restart_keeper()?;
-    vm.wait_incarnation(4)?;
-    assert_eq!(read()?.replace('\0', ""), "three vdc\nthree vdd\n");
-    Ok(())
 }
 
 /// Keeper and QEMU die, once it is noted what the image is.
