@@ -39,6 +39,9 @@ pub struct RemountPlan {
     pub memory_reads: u64,
     /// Of these, answered in line: before the disk's thread turned to anything else.
     pub in_line_pct: Option<f64>,
+    /// Of the reads from memory, answered while writes of the same disk were on their way to its image.
+    #[serde(default)]
+    pub memory_reads_beside_writes: u64,
     /// How long such a read took, from when it was taken to its answer.
     pub memory_read_us_p50: Option<f64>,
     pub memory_read_us_p99: Option<f64>,

@@ -15,6 +15,17 @@ pub enum AfterServing {
     Keep,
 }
 
+/// How a read was answered that the image had no part in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Answered {
+    /// Before the disk's thread turned to anything else.
+    pub in_line: bool,
+    /// While a change of the same disk was on its way to the image.
+    pub beside_writes: bool,
+    /// From when it was taken.
+    pub took: Duration,
+}
+
 /// Blocks held in memory. Called from the disk threads, in line: an implementation answers in microseconds.
 pub trait WarmSource: Send + Sync {
     /// Hands the block to `copy` if it is held and its bytes carry the right tag; returns that tag.
@@ -49,9 +60,8 @@ pub trait WarmSource: Send + Sync {
     /// The image answered a read of so many blocks, of which no word more is wanted.
     fn missed(&self, _disk: DiskId, _blocks: u64) {}
 
-    /// A read was answered from memory alone, so long after it was taken. `in_line`: before the disk's thread turned to
-    /// anything else. Called while the source learns.
-    fn answered(&self, _disk: DiskId, _in_line: bool, _took: Duration) {}
+    /// A read was answered from memory alone. Called while the source learns.
+    fn answered(&self, _disk: DiskId, _how: Answered) {}
 
     /// A write of `request_bytes` is over, and met no other request: from `start` on the block holds these bytes of it.
     /// Comes after the `forget` that the same write began with.

@@ -191,6 +191,46 @@ fn whoever_meets_a_write_leaves_the_block_in_doubt() {
     assert_eq!(bench.check(), 8, "the next read tells");
 }
 
+/// A journal that is replayed is written to the disk while the next volume is read: who reads does not wait for that.
+#[test]
+fn reads_are_answered_while_writes_of_their_disk_are_stuck() {
+    const WRITES: u64 = 16;
+    let plan = Plan::new(1);
+    let mut bench = Bench::new(&plan, 2, AMPLE);
+    bench.read(0, 32 * 4096);
+    bench.set.ready();
+    bench.set.begin();
+    // On both queues, none beside another, and behind them a flush.
+    let first = plan.seen();
+    (first..=first + WRITES).for_each(|operation| plan.on(operation, Fault::HoldStart));
+    for number in 0..WRITES {
+        let (block, address) = (100 + 2 * number, DATA + (64 + number) * 4096);
+        bench.guest.write_ram(address, &[number as u8; 4096]);
+        bench.guest.submit(number as usize % 2, WRITE, block * 4096, address, 4096);
+        assert!(plan.wait_until_held(first + number, PATIENCE));
+    }
+    bench.guest.submit_flush(1);
+    assert!(plan.wait_until_held(first + WRITES, PATIENCE));
+    for block in 0..32 {
+        assert_eq!(bench.image_bytes_of(block * 4096, 4096), 0, "block {block} is held");
+    }
+    assert_eq!(bench.image_bytes_of(200 * 4096, 8192), 8192, "nor does a read of the image wait");
+    let told = |bench: &Bench| {
+        let answers = bench.set.plan().answers;
+        (answers.reads, answers.in_line, answers.beside_writes)
+    };
+    assert_eq!((plan.held().len() as u64, told(&bench)), (WRITES + 1, (32, 32, 32)));
+    plan.release_all();
+    for queue in (0..WRITES as usize + 1).map(|number| usize::min(number, WRITES as usize - 1) % 2) {
+        assert_eq!(bench.guest.wait(queue).status, 0);
+    }
+    (0..WRITES).for_each(|number| {
+        assert_eq!(bench.place.disk_bytes((100 + 2 * number) * 4096, 4096), [number as u8; 4096]);
+    });
+    bench.read(0, 4096);
+    assert_eq!(told(&bench), (33, 33, 32), "nothing is written any more");
+}
+
 #[test]
 fn a_write_whose_guest_is_gone_is_followed_all_the_same() {
     let plan = Plan::new(1);

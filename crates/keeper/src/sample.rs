@@ -203,6 +203,7 @@ pub fn remount_plan() -> RemountPlan {
         later: LATER,
         memory_reads: 2100,
         in_line_pct: Some(100.0),
+        memory_reads_beside_writes: 120,
         memory_read_us_p50: Some(4.5),
         memory_read_us_p99: Some(61.25),
         disks: vec![disk],

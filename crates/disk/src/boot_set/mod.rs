@@ -23,12 +23,11 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use crate::block::{BLOCK_BYTES, DiskId};
 use crate::ledger::{Ledger, LedgerError};
 use crate::tag::{Tag, Tagger};
-use crate::warm::{AfterServing, WarmSource};
+use crate::warm::{AfterServing, Answered, WarmSource};
 
 mod heat;
 mod pages;
@@ -325,8 +324,8 @@ impl WarmSource for BootSet {
         }
     }
 
-    fn answered(&self, _disk: DiskId, in_line: bool, took: Duration) {
-        self.lock().tally.answers.add(in_line, took);
+    fn answered(&self, _disk: DiskId, how: Answered) {
+        self.lock().tally.answers.add(how);
     }
 
     fn forget(&self, disk: DiskId, blocks: Range<u64>) {

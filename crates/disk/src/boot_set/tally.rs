@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use crate::block::DiskId;
+use crate::warm::Answered;
 
 /// Runs of missed blocks that are listed; more are only counted. The guest decides how many there are.
 const RUNS_MAX: usize = 1024;
@@ -19,21 +20,24 @@ pub struct Answers {
     pub reads: u64,
     /// Of these, answered before the disk's thread turned to anything else.
     pub in_line: u64,
+    /// Of these, answered while a change of the same disk was on its way to the image.
+    pub beside_writes: u64,
     /// By step; the last one counts all that took longer.
     by_time: Vec<u32>,
 }
 
 impl Default for Answers {
     fn default() -> Self {
-        Self { reads: 0, in_line: 0, by_time: vec![0; STEPS] }
+        Self { reads: 0, in_line: 0, beside_writes: 0, by_time: vec![0; STEPS] }
     }
 }
 
 impl Answers {
-    pub(super) fn add(&mut self, in_line: bool, took: Duration) {
+    pub(super) fn add(&mut self, how: Answered) {
         self.reads += 1;
-        self.in_line += u64::from(in_line);
-        let step = (took.as_nanos() / STEP.as_nanos()) as usize;
+        self.in_line += u64::from(how.in_line);
+        self.beside_writes += u64::from(how.beside_writes);
+        let step = (how.took.as_nanos() / STEP.as_nanos()) as usize;
         self.by_time[step.min(STEPS - 1)] += 1;
     }
 
@@ -149,10 +153,12 @@ mod tests {
     fn the_time_of_an_answer_is_known_to_a_step() {
         let mut answers = Answers::default();
         assert_eq!(answers.us(50.0), None);
-        for (us, in_line) in [(1, true), (2, true), (3, false), (1_000_000, false)] {
-            answers.add(in_line, Duration::from_micros(us));
+        for (us, in_line, beside_writes) in
+            [(1, true, false), (2, true, true), (3, false, true), (1_000_000, false, true)]
+        {
+            answers.add(Answered { in_line, beside_writes, took: Duration::from_micros(us) });
         }
-        assert_eq!((answers.reads, answers.in_line), (4, 2));
+        assert_eq!((answers.reads, answers.in_line, answers.beside_writes), (4, 2, 3));
         assert_eq!((answers.us(50.0), answers.us(75.0)), (Some(2.25), Some(3.25)));
         assert_eq!(answers.us(100.0), Some(250.0), "or more");
     }

@@ -5,13 +5,12 @@
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use super::memory::FileIdentity;
 use crate::block::{BLOCK_BYTES, DiskId, RamPage};
 use crate::ledger::Ledger;
 use crate::tag::{Tag, Tagger};
-use crate::warm::{AfterServing, WarmSource};
+use crate::warm::{AfterServing, Answered, WarmSource};
 
 /// Follows the blocks of one incarnation. Only guest pages inside the file with this identity are recorded.
 #[derive(Clone)]
@@ -94,10 +93,10 @@ impl Recorder {
         }
     }
 
-    /// A read was answered from memory alone, so long after it was taken.
-    pub fn answered(&self, in_line: bool, took: Duration) {
+    /// A read was answered from memory alone.
+    pub fn answered(&self, how: Answered) {
         if let Some(warm) = self.warm() {
-            warm.answered(self.disk, in_line, took);
+            warm.answered(self.disk, how);
         }
     }
 

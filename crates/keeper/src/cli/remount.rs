@@ -47,6 +47,10 @@ pub fn page(plan: &RemountPlan) -> String {
         lines.push(format!(
             "             {reads} reads from memory, {in_line:.1} % in line, half of them within {us:.1} us"
         ));
+        let beside = plan.memory_reads_beside_writes;
+        if beside > 0 {
+            lines.push(format!("             {beside} of them while writes of their disk were on their way"));
+        }
     }
     let later = plan.later;
     if later != RemountLater::default() {

@@ -304,6 +304,7 @@ web  ready; holds 24.0 MiB of 64.0 MiB
   next boot  6000 of 6100 blocks held, expected hits 98.2 %
   last boot  hits 97.5 %
              2100 reads from memory, 100.0 % in line, half of them within 4.5 us
+             120 of them while writes of their disk were on their way
   since ready  70 hits, 800 of the ember, 90 misses
   held beside  31 blocks for their heat, 12 that were written lately
   10 blocks were not held: the limit (`remount.limit`) is reached

@@ -202,6 +202,7 @@ impl Machine {
             later: later(&all.later),
             memory_reads: plan.answers.reads,
             in_line_pct: percent(plan.answers.in_line, plan.answers.reads),
+            memory_reads_beside_writes: plan.answers.beside_writes,
             memory_read_us_p50: plan.answers.us(50.0),
             memory_read_us_p99: plan.answers.us(99.0),
             disks: disks.collect(),

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant, SystemTime};
 use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::{BootSet, FILE_PREFIX};
 use hearth_disk::tag::Tag;
-use hearth_disk::warm::{AfterServing, WarmSource};
+use hearth_disk::warm::{AfterServing, Answered, WarmSource};
 use serde::{Deserialize, Serialize};
 
 use crate::ember::Ember;
@@ -100,9 +100,9 @@ impl WarmSource for WarmSources {
         }
     }
 
-    fn answered(&self, disk: DiskId, in_line: bool, took: Duration) {
+    fn answered(&self, disk: DiskId, how: Answered) {
         if let Some(boot_set) = &self.boot_set {
-            boot_set.answered(disk, in_line, took);
+            boot_set.answered(disk, how);
         }
     }
 

@@ -12,6 +12,7 @@ use crate::server::overlap::RequestId;
 use crate::server::request::{Kind, Status};
 use crate::server::running::{Part, Running};
 use crate::server::transfer;
+use crate::warm::Answered;
 
 impl Disk {
     /// Takes what the engine has ended, if it has anything or has rung. True: there was something.
@@ -137,7 +138,8 @@ impl Disk {
         self.overlaps.end(id);
         let Some(job) = self.jobs.remove(id) else { return };
         if let Some(taken) = job.taken.filter(|_| job.request.kind == Kind::Read && !job.from_image) {
-            self.recorder.answered(!job.has_waited, taken.elapsed());
+            let beside_writes = self.overlaps.is_changing();
+            self.recorder.answered(Answered { in_line: !job.has_waited, beside_writes, took: taken.elapsed() });
         }
         if let Some(connection) = connection {
             let _ = connection.memory.write(job.request.status, &[job.status as u8]);
