@@ -4,7 +4,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 
-use rustix::fs::{AtFlags, StatxFlags, fstatfs, statx};
+use rustix::fs::{Advice, AtFlags, StatxFlags, fadvise, fstatfs, statx};
 
 use super::{Format, ImageOptions};
 use crate::engine::transfer::ALIGNMENT_MAX;
@@ -50,6 +50,14 @@ pub(super) fn open_file(options: &ImageOptions, format: Format) -> io::Result<Op
         return through(&format!("the image is not a multiple of {alignment} bytes long"));
     }
     Ok(Opened { file, alignment, cache: format!("O_DIRECT in units of {alignment} bytes") })
+}
+
+/// Of a file that goes through the page cache: the host reads what is asked for and no more. Guests read ahead themselves, and
+/// what follows may be held in memory already.
+pub(super) fn stop_read_ahead(file: &File) {
+    if let Err(error) = fadvise(file, 0, None, Advice::Random) {
+        tracing::debug!(%error, "the host reads ahead in a disk image");
+    }
 }
 
 fn open_options(options: &ImageOptions) -> OpenOptions {

@@ -19,7 +19,7 @@ use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder, StorageOpen
 
 use super::frozen::{FrozenImage, Guard};
 use super::guarded::GuardedFile;
-use super::open::{Opened, open_file, read_aligned};
+use super::open::{Opened, open_file, read_aligned, stop_read_ahead};
 use super::{Format, ImageError, ImageOptions, access_error, check_kind, lock};
 use crate::block::SECTOR_BYTES;
 use crate::buffer::{BufferPool, Pages};
@@ -109,6 +109,8 @@ impl Qcow2Image {
         if Arc::strong_count(&self.lease) > 1 {
             return Err(ImageError::HasEngine { path: self.path.clone() });
         }
+        let through_cache = self.layers.iter().filter(|layer| !layer.direct);
+        through_cache.for_each(|layer| stop_read_ahead(&layer.file));
         let chain = self.chain(self.read_only)?;
         Qcow2Engine::start(chain, &self.path, self.read_only, pool, self.lease.clone())
             .map_err(|source| ImageError::Engine { path: self.path.clone(), source })

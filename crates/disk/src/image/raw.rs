@@ -11,7 +11,7 @@ use rustix::fs::{FallocateFlags, Mode, OFlags, fallocate, open};
 
 use super::frozen::{FrozenImage, Guard};
 use super::guarded::GuardedEngine;
-use super::open::{Opened, file_bytes, open_file};
+use super::open::{Opened, file_bytes, open_file, stop_read_ahead};
 use super::{Format, ImageError, ImageOptions, access_error, lock};
 use crate::block::{BLOCK_BYTES, SECTOR_BYTES};
 use crate::buffer::BufferPool;
@@ -84,6 +84,9 @@ impl RawImage {
     }
 
     pub(super) fn engine(&self, pool: Arc<BufferPool>, depth: u32) -> io::Result<Box<dyn Engine>> {
+        if self.target.alignment == 1 {
+            stop_read_ahead(&self.target.file);
+        }
         Ok(Box::new(GuardedEngine::new(self.unguarded_engine(pool, depth)?, self.guard.clone())))
     }
 

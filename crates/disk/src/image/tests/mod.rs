@@ -5,6 +5,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::FileExt;
 use std::process::{Child, Command, Stdio};
 
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use tempfile::TempDir;
 
 use super::*;
@@ -117,6 +118,51 @@ fn raw_images_say_how_they_are_served() {
     memory.as_file().set_len(4096).unwrap();
     let told = Image::open(&options(memory.path(), Format::Raw)).unwrap().describe();
     assert!(told.ends_with("through the page cache (tmpfs is memory itself)"), "{told}");
+}
+
+#[test]
+fn the_host_reads_no_more_than_the_guest_asks_for() {
+    let folder = folder();
+    let [raw, top] = ["disk.raw", "top.qcow2"].map(|name| folder.path().join(name));
+    fs::write(&raw, vec![7; DISK_BYTES]).unwrap();
+    create_overlay(&top, &raw, "raw").unwrap();
+    drop_cache(&raw);
+    File::open(&raw).unwrap().read_exact_at(&mut [0; 4096], 0).unwrap();
+    assert!(cached_pages(&raw).len() > 1, "the host does not read ahead here: nothing can be shown");
+    for (image, format) in [(&raw, Format::Raw), (&top, Format::Qcow2)] {
+        drop_cache(&raw);
+        let through_cache =
+            ImageOptions { direct: false, lock_patience: Duration::from_secs(30), ..options(image, format) };
+        let image = Image::open(&through_cache).unwrap();
+        let pool = pool_of(1);
+        let mut engine = image.engine(pool, 4).unwrap();
+        // In order, as what makes a host read ahead more and more.
+        for page in [0, 1, 2, 3, 4, 100] {
+            run(&mut *engine, Operation::Read(slot_at(0)), page * 4096, 4096).unwrap();
+        }
+        assert_eq!(cached_pages(&raw), [0, 1, 2, 3, 4, 100], "{format:?}");
+    }
+}
+
+fn drop_cache(path: &Path) {
+    let file = File::open(path).unwrap();
+    file.sync_all().unwrap();
+    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+    assert!(cached_pages(path).is_empty(), "a file system that keeps its pages");
+}
+
+/// Pages of a file that are in the host's page cache.
+fn cached_pages(path: &Path) -> Vec<usize> {
+    let file = File::open(path).unwrap();
+    let bytes = file.metadata().unwrap().len() as usize;
+    let mut states = vec![0; bytes.div_ceil(4096)];
+    // SAFETY: a fresh mapping at an address of the kernel's choice, through which nothing is read.
+    let map = unsafe { mmap(std::ptr::null_mut(), bytes, ProtFlags::READ, MapFlags::SHARED, &file, 0).unwrap() };
+    // SAFETY: the mapping has these bytes, and there is a state for each page of it.
+    assert_eq!(unsafe { libc::mincore(map, bytes, states.as_mut_ptr()) }, 0);
+    // SAFETY: the mapping from above; nothing refers to it.
+    unsafe { munmap(map, bytes).unwrap() };
+    (0..states.len()).filter(|&page| states[page] & 1 == 1).collect()
 }
 
 #[test]
