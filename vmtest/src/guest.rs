@@ -16,6 +16,10 @@ const COMMAND_BYTES_MAX: usize = 4000;
 /// What an error shows of the console.
 const LINES_SHOWN: usize = 40;
 
+/// Starts the agent of a guest that has one ([`crate::TestVm::busybox_with_agent`]). It answers once its port is open.
+pub const START_AGENT: &str =
+    "qemu-ga -d -m virtio-serial -p /dev/vport*p1 -t /run -f /run/qemu-ga.pid -l /tmp/qemu-ga.log";
+
 /// How often the machine's processes are looked at while its console is waited on.
 pub(crate) const LOOK_AFTER: Duration = Duration::from_millis(500);
 

@@ -48,7 +48,7 @@ pub mod web;
 
 pub use disk::Disk;
 pub use error::{Error, Result};
-pub use guest::{Drives, Guest, Output};
+pub use guest::{Drives, Guest, Output, START_AGENT};
 pub use hearth::{Parked, TestVm, TestVmBuilder};
 pub use plain::{PlainVm, PlainVmBuilder};
 pub use program::write_program;

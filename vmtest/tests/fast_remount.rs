@@ -14,7 +14,7 @@ mod nvram;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::time::Instant;
 
-use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, Volumes, patience, web};
+use hearth_vmtest::{Disk, Drives, Result, START_AGENT, TestVm, TestVmBuilder, Volumes, patience, web};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use toml::Table;
@@ -22,9 +22,19 @@ use toml::Table;
 /// A boot that ends when the test says so.
 const LONG: [(&str, &str); 2] = [("limit", "32MiB"), ("ready_after", "1d")];
 
+/// `[remount]`, with more keys than those.
+fn remount<const N: usize>(more: [(&str, toml::Value); N]) -> Table {
+    let long = LONG.map(|(key, value)| (key, toml::Value::from(value)));
+    long.into_iter().chain(more).map(|(key, value)| (key.to_owned(), value)).collect()
+}
+
+/// `ready` of it.
+fn sign(key: &str, value: impl Into<toml::Value>) -> (&'static str, toml::Value) {
+    ("ready", Table::from_iter([(key.to_owned(), value.into())]).into())
+}
+
 fn machine(name: &str, volumes: &Volumes) -> TestVmBuilder {
-    let remount = Table::from_iter(LONG.map(|(key, value)| (key.to_owned(), value.into())));
-    let builder = TestVm::busybox(name).memory_mib(256).setting("remount", remount);
+    let builder = TestVm::busybox(name).memory_mib(256).setting("remount", remount([]));
     volumes.copies().into_iter().fold(builder, TestVmBuilder::disk)
 }
 
@@ -182,11 +192,9 @@ fn a_port_tells_that_a_boot_is_over_and_a_stop_keeps_what_it_read() -> Result<()
     let builder = machine("stopped", &volumes).http();
     let port = builder.http_port().expect("it was asked for");
     let file = state.path().join("boot-set");
-    let mut remount = Table::from_iter(LONG.map(|(key, value)| (key.to_owned(), value.into())));
-    remount.insert("persist".into(), true.into());
-    remount.insert("persist_file".into(), file.display().to_string().into());
-    remount.insert("ready".into(), Table::from_iter([("port".to_owned(), toml::Value::from(i64::from(port)))]).into());
-    let vm = builder.setting("remount", remount).boot()?;
+    let file_name = file.display().to_string();
+    let kept = remount([("persist", true.into()), ("persist_file", file_name.into()), sign("port", i64::from(port))]);
+    let vm = builder.setting("remount", kept).boot()?;
     volumes.mount(&vm)?;
     volumes.append(&vm, "one")?;
     assert_eq!(plan(&vm)?["ready"], false, "nobody answers there");
@@ -206,6 +214,43 @@ fn a_port_tells_that_a_boot_is_over_and_a_stop_keeps_what_it_read() -> Result<()
     let again = ready(&vm)?;
     assert!(number(&again, "/disks/0/hits") >= held / 2, "{held} blocks were held: {again}");
     volumes.unmount_and_check(&vm)
+}
+
+/// The small guest has no systemd: a script stands in for `systemctl`.
+#[test]
+fn an_active_unit_tells_that_a_boot_is_over() -> Result<()> {
+    const SYSTEMCTL: &str = r#"cat >/usr/bin/systemctl <<'END'
+#!/bin/sh
+echo "$@" >>/run/asked
+[ -e /run/web.service ]
+END
+chmod +x /usr/bin/systemctl
+touch /run/asked"#;
+    let builder = TestVm::busybox_with_agent("unit").disk(Disk::ext4(16));
+    let vm = builder.setting("remount", remount([sign("unit", "web.service")])).boot()?;
+    let begin = |agent: &str| vm.sh(&format!("{SYSTEMCTL}\n{agent}\nmount -t ext4 /dev/vda /mnt"));
+    let twice = "while [ $(grep -cx 'is-active --quiet web.service' /run/asked) -lt 2 ]; do sleep 0.1; done";
+    begin(START_AGENT)?;
+    vm.sh_within(twice, patience(60))?;
+    assert_eq!(plan(&vm)?["ready"], false, "it is not active");
+    // Another QEMU has another channel.
+    vm.rejuvenate()?;
+    vm.sh_within(&format!(": >/run/asked; {twice}"), patience(60))?;
+    vm.sh("touch /run/web.service")?;
+    vm.wait_event("it is ready", |event| event["kind"] == "ready" && event["why"] == "its unit is active")?;
+    assert!(number(&plan(&vm)?, "/blocks") > 0, "{}", plan(&vm)?);
+
+    // An agent that runs no programs: that is told, and the boot goes on until somebody else says that it is over.
+    vm.panic()?;
+    vm.wait_incarnation(2)?;
+    begin(&format!("{START_AGENT} -b guest-exec"))?;
+    let refusal = "whether the guest is ready is not known: the guest agent refuses (guest-exec)";
+    let is_told = |event: &Value| event["message"].as_str().is_some_and(|message| message.starts_with(refusal));
+    vm.wait_event("the agent refuses", is_told)?;
+    assert_eq!(plan(&vm)?["ready"], false);
+    ready(&vm)?;
+    assert_eq!(vm.events().iter().filter(|event| is_told(event)).count(), 1, "{:#?}", vm.events());
+    Ok(())
 }
 
 /// Keeper and QEMU die, once it is noted what the image is.

@@ -7,7 +7,7 @@ use hearth_api::{ApiError, RejuvenateRequest};
 use hearth_qemu::QmpEvent;
 
 use crate::control::{Answer, Command};
-use crate::machine::{dump, frozen, gate, restore, save, warden};
+use crate::machine::{dump, frozen, gate, ready, restore, save, warden};
 
 /// One thing that happened. `generation` tells which QEMU it came from, so that late words of a dead one are ignored.
 pub enum Event {
@@ -24,8 +24,8 @@ pub enum Event {
     Warden(warden::Word),
     /// The thread of page faults says.
     Gate(gate::GateWord),
-    /// The guest says something at the port of `remount.ready`.
-    Answers { incarnation: u32 },
+    /// Who asks the guest whether it is ready (`remount.ready`) says.
+    Ready { incarnation: u32, word: ready::Word },
     /// A rejuvenation that was accepted begins.
     Rejuvenate(RejuvenateRequest),
     /// A guest that was accepted to be parked is parked.

@@ -10,8 +10,12 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use qapi_qga::{QgaCommand, guest_fsfreeze_freeze, guest_fsfreeze_thaw, guest_sync_delimited};
+use qapi_qga::{
+    GuestExec, GuestExecStatus, QgaCommand, guest_exec, guest_exec_status, guest_fsfreeze_freeze, guest_fsfreeze_thaw,
+    guest_sync_delimited,
+};
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 /// Begins a conversation anew: no byte of JSON.
@@ -41,6 +45,8 @@ pub enum AgentError {
     Answer { command: &'static str, said: String },
     #[error("the guest agent refuses ({command}): {description}")]
     Refused { command: &'static str, description: String },
+    #[error("{program} has not ended in the guest within {waited:?}")]
+    Unfinished { program: String, waited: Duration },
     #[error("nobody waits for the guest agent any more")]
     Stopped,
 }
@@ -84,12 +90,35 @@ impl Agent {
 
     /// All file systems stand still once it has answered. How many.
     pub fn freeze(&mut self, patience: &Patience<'_>) -> Result<u64, AgentError> {
-        self.count(guest_fsfreeze_freeze {}, patience)
+        self.answer(&guest_fsfreeze_freeze {}, patience)
     }
 
     /// They go on. How many stood still.
     pub fn thaw(&mut self, patience: &Patience<'_>) -> Result<u64, AgentError> {
-        self.count(guest_fsfreeze_thaw {}, patience)
+        self.answer(&guest_fsfreeze_thaw {}, patience)
+    }
+
+    /// Runs a program in the guest, and waits for its end. True: it says that all is well (exit code 0).
+    pub fn succeeds(&mut self, program: &str, arguments: &[&str], patience: &Patience<'_>) -> Result<bool, AgentError> {
+        let command = guest_exec {
+            path: program.to_owned(),
+            arg: Some(arguments.iter().map(|&argument| argument.to_owned()).collect()),
+            env: None,
+            input_data: None,
+            capture_output: None,
+        };
+        let began = Instant::now();
+        let GuestExec { pid } = self.answer(&command, patience)?;
+        loop {
+            let status: GuestExecStatus = self.answer(&guest_exec_status { pid }, patience)?;
+            if status.exited {
+                return Ok(status.exitcode == Some(0));
+            }
+            if began.elapsed() >= patience.time {
+                return Err(AgentError::Unfinished { program: program.to_owned(), waited: patience.time });
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
     }
 
     /// Passes over what an agent has to say to somebody who is gone, until it has seen that somebody else is here.
@@ -110,8 +139,12 @@ impl Agent {
         }
     }
 
-    fn count<C: QgaCommand<Ok = i64>>(&mut self, command: C, patience: &Patience<'_>) -> Result<u64, AgentError> {
-        self.ask(C::NAME, &command)?;
+    fn answer<C: QgaCommand, T: DeserializeOwned>(
+        &mut self,
+        command: &C,
+        patience: &Patience<'_>,
+    ) -> Result<T, AgentError> {
+        self.ask(C::NAME, command)?;
         let mut listening = Listening::begin(C::NAME, patience);
         let line = self.line(&mut listening)?;
         let odd = || AgentError::Answer { command: C::NAME, said: plain(&String::from_utf8_lossy(&line)) };
@@ -120,7 +153,7 @@ impl Agent {
                 let description = plain(error["desc"].as_str().unwrap_or("without a reason"));
                 Err(AgentError::Refused { command: C::NAME, description })
             }
-            Line { answer: Some(answer), .. } => answer.as_u64().ok_or_else(odd),
+            Line { answer: Some(answer), .. } => serde_json::from_value(answer).map_err(|_| odd()),
             Line { .. } => Err(odd()),
         }
     }

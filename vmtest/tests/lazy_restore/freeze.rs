@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use hearth_recovery::snapshot::Snapshot;
-use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, images, patience};
+use hearth_vmtest::{Disk, Drives, Result, START_AGENT, TestVm, artifacts, images, patience};
 use serde_json::Value;
 
 use super::await_console;
@@ -24,9 +24,6 @@ while :; do
 done) >/dev/null 2>&1 &
 "#;
 
-/// Answers from the moment at which its port is open.
-const REAL_AGENT: &str = "qemu-ga -d -m virtio-serial -p /dev/vport*p1 -t /run -f /run/qemu-ga.pid -l /tmp/qemu-ga.log";
-
 /// The writer gets on.
 fn await_writer(vm: &TestVm) -> Result<()> {
     let wait = "while [ ! -s /tmp/written ]; do sleep 0.1; done; from=$(cat /tmp/written)
@@ -39,7 +36,7 @@ fn machine(name: &str) -> Result<TestVm> {
 }
 
 fn at_work(vm: TestVm) -> Result<TestVm> {
-    vm.sh(REAL_AGENT)?;
+    vm.sh(START_AGENT)?;
     vm.sh(WRITER)?;
     await_writer(&vm)?;
     Ok(vm)

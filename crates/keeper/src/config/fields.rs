@@ -69,7 +69,8 @@ impl Section {
                  its next boot: see fast-remount.md."
             }
             Self::Ready => {
-                "What tells that a boot is over, beside `hearth ready`. It may be written as `ready = { port = 8080 }` too."
+                "What tells that a boot is over, beside `hearth ready`: one of these. It may be written as \
+                 `ready = { port = 8080 }` too."
             }
             Self::ObjectStore => {
                 "Snapshots whose address begins with `s3://`: how they are reached, and what of them is kept on this host. No part of \
@@ -283,7 +284,7 @@ pub static FIELDS: &[Field] = &[
         "`false`",
         "true",
         "A channel to the guest's own agent (qemu-guest-agent, which must run in the guest), by which `hearth save --freeze` \
-         has file systems frozen: see lazy-restore.md. A device more; a guest has it from its next boot on.",
+         has file systems frozen (see lazy-restore.md) and `remount.ready` asks for a unit. A device more; a guest has it from its next boot on.",
     ),
     machine(
         "extra_qemu_args",
@@ -491,10 +492,19 @@ pub static FIELDS: &[Field] = &[
         Section::Ready,
         "port",
         Integer { min: 1, max: 65_535 },
-        "",
+        "none",
         "8080",
         "A TCP port of the host that leads into the guest (`forward` of a net). Ready is when the guest says something there: \
          a greeting, or an answer to `GET / HTTP/1.0`.",
+    ),
+    field(
+        Section::Ready,
+        "unit",
+        Text,
+        "none",
+        r#""web.service""#,
+        "A unit of the guest's systemd. Ready is when it is active, which the guest's agent is asked once a second (`guest-exec` of \
+         `systemctl is-active`). With `guest_agent = true` only.",
     ),
     disk("name", Text, "`disk0`, `disk1`, ...", r#""root""#, "Name of the disk in commands and metrics."),
     disk("path", Path, "", r#""root.img""#, "The image: a file or a block device. It is locked while it is served."),

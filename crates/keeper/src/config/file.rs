@@ -100,6 +100,7 @@ pub struct ObjectStoreSection {
 #[serde(default, deny_unknown_fields)]
 pub struct ReadySection {
     pub port: Option<u16>,
+    pub unit: Option<String>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

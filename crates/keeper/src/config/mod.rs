@@ -172,10 +172,20 @@ pub struct RemountConfig {
     pub limit_bytes: u64,
     /// After the reset, if nobody has said so before.
     pub ready_after_s: u64,
-    /// A forward of the host at which a machine that is ready answers.
-    pub ready_port: Option<Forward>,
+    /// None: nobody asks the guest.
+    pub ready_sign: Option<ReadySign>,
     /// Where it is kept while the machine is stopped. None: nowhere.
     pub persist_file: Option<PathBuf>,
+}
+
+/// What shows that a guest has done what it boots for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ReadySign {
+    /// It answers at this forward.
+    Port(Forward),
+    /// This unit of its systemd is active.
+    Unit(String),
 }
 
 /// A disk that is host memory.

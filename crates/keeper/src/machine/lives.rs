@@ -244,6 +244,7 @@ impl Machine {
         }
         self.admit(generation.identity().pid);
         self.adopt(incarnation, generation)?;
+        self.watch_ready();
         let warm = self.timeline.as_ref().is_some_and(|timeline| timeline.recovery().warm);
         self.record(EventKind::IncarnationStarted { generation: number, warm });
         Ok(())

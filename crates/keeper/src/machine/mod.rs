@@ -43,7 +43,7 @@ mod orders;
 mod park;
 mod passt;
 mod pins;
-mod ready;
+pub mod ready;
 mod rejuvenate;
 mod remount;
 pub mod restore;
@@ -172,7 +172,7 @@ pub struct Machine {
     /// When the guest is taken to be ready if nobody has said so.
     ready_at: Option<Instant>,
     /// Asks the guest whether it is.
-    port_watch: Option<ready::PortWatch>,
+    ready_watch: Option<ready::ReadyWatch>,
     budget: Budget,
     warden: warden::Warden,
     pins: pins::Pins,
@@ -265,7 +265,7 @@ impl Machine {
             ember,
             warm,
             ready_at: None,
-            port_watch: None,
+            ready_watch: None,
             budget,
             warden,
             pins: pins::Pins::default(),
@@ -373,11 +373,11 @@ impl Machine {
                 Ok(())
             }
             Event::Qmp { .. } => Ok(()),
-            Event::Answers { incarnation } if incarnation == self.journal.incarnation => {
-                self.ready("its port answers");
+            Event::Ready { incarnation, word } if incarnation == self.journal.incarnation => {
+                self.ready_says(word);
                 Ok(())
             }
-            Event::Answers { .. } => Ok(()),
+            Event::Ready { .. } => Ok(()),
             Event::Park => self.park(),
             Event::Rejuvenate(request) => self.rejuvenate(&request),
             Event::Restore { generation, word } if self.is_current(generation) => {

@@ -1,52 +1,123 @@
-//! Ready: whether a guest says something at a port of the host that leads into it.
+//! Ready: whether a guest has done what it boots for, asked of the guest itself until it has.
 //!
-//! QEMU takes every connection for its guest, also of one that does not listen, or is not there yet: only a word that
-//! comes back tells. Some services greet; the others are asked for a page, and an answer of any kind will do.
+//! At a port of the host that leads into it: QEMU takes every connection for its guest, also of one that does not listen, or is
+//! not there yet; only a word that comes back tells. Some services greet; the others are asked for a page, and an answer of any
+//! kind will do.
+//!
+//! Of its agent: whether a unit is active, as `systemctl` has it. An agent comes up late in a boot, so that none is no news; one
+//! that refuses, or none after a minute, is told once, and asked again all the same.
 
+use std::collections::HashSet;
 use std::io::{self, Read, Write};
+use std::mem::discriminant;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+use hearth_qemu::agent::{Agent, AgentError, Patience};
 
 use crate::config::Forward;
 
-/// Between two attempts.
-const AGAIN_AFTER: Duration = Duration::from_millis(200);
+/// Between two connections to a port: they cost the guest next to nothing.
+const PORT_EVERY: Duration = Duration::from_millis(200);
 /// A service that is up answers within this, or is asked again.
-const PATIENCE: Duration = Duration::from_secs(2);
+const PORT_PATIENCE: Duration = Duration::from_secs(2);
 const QUESTION: &[u8] = b"GET / HTTP/1.0\r\n\r\n";
+/// Between two programs that are started in the guest.
+const UNIT_EVERY: Duration = Duration::from_secs(1);
+/// For each of the agent's answers, and for the program's end. Whoever else wants the agent waits so long at most.
+const UNIT_PATIENCE: Duration = Duration::from_secs(5);
+/// From the guest's start. Agents are up within this, but in guests that have none.
+const SILENCE: Duration = Duration::from_secs(60);
 
-/// Asks until there is an answer; ends with this.
-pub struct PortWatch {
+/// Whether the guest is ready. Handed is what says that nobody wants to know any more.
+type Ask = dyn Fn(&dyn Fn() -> bool) -> Result<bool, AgentError> + Send;
+
+/// What the guest is asked.
+pub struct Question {
+    ask: Box<Ask>,
+    every: Duration,
+    /// Trouble before that is not told, unless it is a refusal.
+    silence: Duration,
+    /// Why the guest is ready, once that is the answer.
+    why: &'static str,
+}
+
+/// What whoever asks has to say.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Word {
+    Ready {
+        why: &'static str,
+    },
+    /// Said once of each kind of trouble.
+    Unknown {
+        why: String,
+    },
+}
+
+impl Question {
+    pub fn port(forward: Forward) -> Self {
+        let address = SocketAddr::new(reachable(forward.host), forward.host_port);
+        // Whatever goes wrong, it may be because there is nobody yet.
+        let ask = move |_: &dyn Fn() -> bool| Ok(answers(address).unwrap_or(false));
+        Self { ask: Box::new(ask), every: PORT_EVERY, silence: SILENCE, why: "its port answers" }
+    }
+
+    /// `socket`: of the agent's channel.
+    pub fn unit(unit: String, socket: PathBuf) -> Self {
+        let ask = move |stop: &dyn Fn() -> bool| {
+            let patience = Patience { time: UNIT_PATIENCE, stop };
+            let mut agent = Agent::reach(&socket, &patience)?;
+            agent.succeeds("systemctl", &["is-active", "--quiet", &unit], &patience)
+        };
+        Self { ask: Box::new(ask), every: UNIT_EVERY, silence: SILENCE, why: "its unit is active" }
+    }
+}
+
+/// Asks until the guest is ready; ends with this.
+pub struct ReadyWatch {
     stop: Arc<AtomicBool>,
 }
 
-impl PortWatch {
-    pub fn start(machine: &str, forward: Forward, answered: impl FnOnce() + Send + 'static) -> io::Result<Self> {
+impl ReadyWatch {
+    pub fn start(machine: &str, question: Question, say: impl Fn(Word) + Send + 'static) -> io::Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
-        let address = SocketAddr::new(reachable(forward.host), forward.host_port);
-        thread::Builder::new().name(format!("ready-{machine}")).spawn(move || {
-            while !stopped.load(Ordering::Relaxed) {
-                if answers(address).unwrap_or(false) {
-                    // Nobody wants to know it of a guest that has ended meanwhile.
-                    if !stopped.load(Ordering::Relaxed) {
-                        answered();
-                    }
-                    return;
-                }
-                thread::sleep(AGAIN_AFTER);
-            }
-        })?;
+        let work = move || watch(&question, &|| stopped.load(Ordering::Relaxed), &say);
+        thread::Builder::new().name(format!("ready-{machine}")).spawn(work)?;
         Ok(Self { stop })
     }
 }
 
-impl Drop for PortWatch {
+impl Drop for ReadyWatch {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+fn watch(question: &Question, stop: &dyn Fn() -> bool, say: &dyn Fn(Word)) {
+    let began = Instant::now();
+    let mut told = HashSet::new();
+    while !stop() {
+        let answer = (question.ask)(stop);
+        // Nobody wants to know it of a guest that has ended meanwhile.
+        if stop() {
+            return;
+        }
+        match answer {
+            Ok(true) => return say(Word::Ready { why: question.why }),
+            Ok(false) => {}
+            Err(error) => {
+                let is_news = matches!(error, AgentError::Refused { .. }) || began.elapsed() >= question.silence;
+                if is_news && told.insert(discriminant(&error)) {
+                    say(Word::Unknown { why: crate::chain(&error) });
+                }
+            }
+        }
+        thread::sleep(question.every);
     }
 }
 
@@ -60,34 +131,37 @@ fn reachable(host: IpAddr) -> IpAddr {
 }
 
 fn answers(address: SocketAddr) -> io::Result<bool> {
-    let mut stream = TcpStream::connect_timeout(&address, PATIENCE)?;
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
+    let mut stream = TcpStream::connect_timeout(&address, PORT_PATIENCE)?;
+    stream.set_read_timeout(Some(PORT_PATIENCE))?;
+    stream.set_write_timeout(Some(PORT_PATIENCE))?;
     stream.write_all(QUESTION)?;
     Ok(stream.read(&mut [0; 1])? > 0)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::cell::{Cell, RefCell};
+    use std::io::{BufRead, BufReader};
     use std::net::TcpListener;
+    use std::os::unix::net::{UnixListener, UnixStream};
     use std::sync::mpsc;
 
     use super::*;
     use crate::config::Protocol;
 
-    fn watch(listener: &TcpListener) -> (PortWatch, mpsc::Receiver<()>) {
+    fn watch_port(listener: &TcpListener) -> (ReadyWatch, mpsc::Receiver<Word>) {
         let address = listener.local_addr().unwrap();
         let forward =
             Forward { protocol: Protocol::Tcp, host: address.ip(), host_port: address.port(), guest_port: 80 };
         let (tell, told) = mpsc::channel();
-        let watch = PortWatch::start("web", forward, move || tell.send(()).unwrap()).unwrap();
+        let watch = ReadyWatch::start("web", Question::port(forward), move |word| tell.send(word).unwrap()).unwrap();
         (watch, told)
     }
 
     #[test]
     fn a_port_that_takes_connections_and_says_nothing_is_not_ready() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let (_watch, told) = watch(&listener);
+        let (_watch, told) = watch_port(&listener);
         // The same as QEMU for a guest that does not listen: taken, and closed.
         for _ in 0..3 {
             drop(listener.accept().unwrap());
@@ -95,16 +169,84 @@ mod tests {
         }
         let (mut stream, _) = listener.accept().unwrap();
         stream.write_all(b"220 mail\r\n").unwrap();
-        told.recv().unwrap();
+        assert_eq!(told.recv().unwrap(), Word::Ready { why: "its port answers" });
     }
 
     #[test]
     fn nobody_is_told_after_the_watch_has_ended() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let (watch, told) = watch(&listener);
+        let (watch, told) = watch_port(&listener);
         let (mut stream, _) = listener.accept().unwrap();
         drop(watch);
         stream.write_all(b"220 mail\r\n").unwrap();
         assert!(told.recv().is_err(), "its thread ends without a word");
+    }
+
+    /// An agent whose guest's unit has this exit code of `systemctl is-active`, one conversation after the other; none: it has
+    /// no `guest-exec`. What it was asked to run.
+    fn serve(listener: &UnixListener, codes: &[Option<u8>]) -> Vec<String> {
+        let mut asked = Vec::new();
+        for code in codes {
+            let (stream, _) = listener.accept().unwrap();
+            asked.extend(converse(stream, *code));
+        }
+        asked
+    }
+
+    fn converse(mut stream: UnixStream, code: Option<u8>) -> Option<String> {
+        let mut ran = None;
+        for line in BufReader::new(stream.try_clone().unwrap()).split(b'\n').map_while(Result::ok) {
+            let line = String::from_utf8_lossy(line.strip_prefix(&[0xff]).unwrap_or(&line)).into_owned();
+            let command: serde_json::Value = serde_json::from_str(&line).unwrap();
+            let arguments = &command["arguments"];
+            let (mark, said) = match (command["execute"].as_str().unwrap(), code) {
+                ("guest-sync-delimited", _) => (&b"\xff"[..], serde_json::json!({ "return": arguments["id"] })),
+                ("guest-exec", Some(_)) => {
+                    ran = Some(format!("{} {}", arguments["path"], arguments["arg"]));
+                    (&b""[..], serde_json::json!({ "return": { "pid": 7 } }))
+                }
+                ("guest-exec-status", Some(code)) => {
+                    (&b""[..], serde_json::json!({ "return": { "exited": true, "exitcode": code } }))
+                }
+                _ => (&b""[..], serde_json::json!({ "error": { "class": "CommandNotFound", "desc": "disabled" } })),
+            };
+            stream.write_all(&[mark, format!("{said}\n").as_bytes()].concat()).unwrap();
+        }
+        ran
+    }
+
+    fn quick(socket: PathBuf) -> Question {
+        Question { every: Duration::from_millis(1), ..Question::unit("web.service".into(), socket) }
+    }
+
+    #[test]
+    fn a_unit_is_asked_for_until_it_is_active_and_a_refusal_is_told_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("agent.sock");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let agent = thread::spawn(move || serve(&listener, &[None, None, Some(3), Some(0)]));
+        let words = RefCell::new(Vec::new());
+        watch(&quick(socket), &|| false, &|word| words.borrow_mut().push(word));
+        let refused = Word::Unknown { why: "the guest agent refuses (guest-exec): disabled".into() };
+        assert_eq!(words.into_inner(), [refused, Word::Ready { why: "its unit is active" }]);
+        let ran = r#""systemctl" ["is-active","--quiet","web.service"]"#;
+        assert_eq!(agent.join().unwrap(), [ran, ran]);
+    }
+
+    #[test]
+    fn an_agent_that_is_not_there_is_told_once_and_not_at_first() {
+        let nowhere = || quick("/no/such.sock".into());
+        let asked_and_told = |question: Question| {
+            let (looks, words) = (Cell::new(0), RefCell::new(Vec::new()));
+            let stop = || looks.replace(looks.get() + 1) > 20;
+            watch(&question, &stop, &|word| words.borrow_mut().push(word));
+            words.into_inner()
+        };
+        assert_eq!(asked_and_told(nowhere()), []);
+        let told = asked_and_told(Question { silence: Duration::ZERO, ..nowhere() });
+        assert!(
+            matches!(&told[..], [Word::Unknown { why }] if why.starts_with("/no/such.sock: no connection")),
+            "{told:?}"
+        );
     }
 }

@@ -127,6 +127,7 @@ impl Machine {
         self.life = Some(life);
         // Through the channel that it has now.
         self.thaw();
+        self.watch_ready();
         self.last_rejuvenation = Some(progress.report);
         Ok(())
     }

@@ -16,8 +16,9 @@ use hearth_disk::server::DiskServer;
 use hearth_disk::tag::Tagger;
 use hearth_recovery::boot_set::{ImageNotes, saved};
 
-use super::ready::PortWatch;
+use super::ready::{Question, ReadyWatch, Word};
 use super::{Machine, MachineError, Parts, volumes};
+use crate::config::ReadySign;
 use crate::event::Event;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
@@ -111,21 +112,41 @@ impl Machine {
     pub(super) fn boot_begins(&mut self) {
         let (Some(boot_set), Some(remount)) = (self.boot_set(), &self.parts.config.remount) else { return };
         boot_set.begin();
-        let port = remount.ready_port;
         self.ready_at = Some(Instant::now() + Duration::from_secs(remount.ready_after_s));
-        self.port_watch = port.and_then(|forward| {
+    }
+
+    /// Has the guest that boots asked whether it is ready, if the configuration says how; through the QEMU that it has now.
+    pub(super) fn watch_ready(&mut self) {
+        let (Some(_), Some(life), Some(remount)) = (self.ready_at, &self.life, &self.parts.config.remount) else {
+            return;
+        };
+        self.ready_watch = remount.ready_sign.clone().and_then(|sign| {
+            let question = match sign {
+                ReadySign::Port(forward) => Question::port(forward),
+                ReadySign::Unit(unit) => Question::unit(unit, self.parts.folders.agent_socket(life.generation.number)),
+            };
             let (tell, incarnation) = (self.parts.tell.clone(), self.journal.incarnation);
             // It fails only when the loop is gone, and then nobody wants to know.
-            let answered = move || drop(tell.send(Event::Answers { incarnation }));
-            let watch = PortWatch::start(&self.parts.config.name, forward, answered);
+            let say = move |word| drop(tell.send(Event::Ready { incarnation, word }));
+            let watch = ReadyWatch::start(&self.parts.config.name, question, say);
             watch.inspect_err(|error| tracing::warn!(%error, "nobody asks whether the guest is ready")).ok()
         });
+    }
+
+    pub(super) fn ready_says(&mut self, word: Word) {
+        match word {
+            Word::Ready { why } => self.ready(why),
+            Word::Unknown { why } => {
+                let message = format!("whether the guest is ready is not known: {why}; `hearth ready` can say it");
+                self.record(EventKind::Error { message });
+            }
+        }
     }
 
     /// What the guest has read until now is not what a boot reads.
     pub(super) fn boot_cut_off(&mut self) {
         self.ready_at = None;
-        self.port_watch = None;
+        self.ready_watch = None;
     }
 
     pub(super) fn ready_ordered(&mut self) -> Result<(), ApiError> {

@@ -68,6 +68,59 @@ fn an_agent_answers_or_what_it_says_instead_is_told() {
     check_freeze(b"{\"return\": 2}", "the guest agent did not answer within 300ms (guest-fsfreeze-freeze)");
 }
 
+/// What becomes of a program in the guest of an agent that listens, starts it, and then says this of it, again and again at last.
+#[track_caller]
+fn check_program(says: &'static [&str], patience: &Patience<'_>, expect: &str, asked: usize) {
+    let mut next = says.iter();
+    let mut last = "";
+    let (stream, agent) = agent(move |name, id| {
+        if name == "guest-sync-delimited" {
+            return synced(id);
+        }
+        last = next.next().copied().unwrap_or(last);
+        format!("{last}\n").into_bytes()
+    });
+    let mut reached = Agent::begin(stream, &LONG).unwrap();
+    let ended = match reached.succeeds("systemctl", &["is-active", "web.service"], patience) {
+        Ok(is_well) => is_well.to_string(),
+        Err(error) => error.to_string(),
+    };
+    assert_eq!(ended, expect);
+    drop(reached);
+    let heard = agent.join().unwrap();
+    assert!(heard.len() > asked && heard[1] == "guest-exec", "{heard:?}");
+    assert!(heard[2..].iter().all(|name| name == "guest-exec-status"), "{heard:?}");
+}
+
+#[test]
+fn a_program_in_the_guest_is_waited_for() {
+    const PID: &str = r#"{"return": {"pid": 71}}"#;
+    const RUNS: &str = r#"{"return": {"exited": false}}"#;
+    check_program(&[PID, RUNS, RUNS, r#"{"return": {"exited": true, "exitcode": 0}}"#], &LONG, "true", 4);
+    check_program(&[PID, r#"{"return": {"exited": true, "exitcode": 3}}"#], &LONG, "false", 2);
+    check_program(&[PID, r#"{"return": {"exited": true, "signal": 9}}"#], &LONG, "false", 2);
+    check_program(&[PID, RUNS], &SHORT, "systemctl has not ended in the guest within 300ms", 3);
+    check_program(
+        &[r#"{"error": {"class": "CommandNotFound", "desc": "Command guest-exec has been disabled"}}"#],
+        &LONG,
+        "the guest agent refuses (guest-exec): Command guest-exec has been disabled",
+        1,
+    );
+    check_program(
+        &[r#"{"return": 71}"#],
+        &LONG,
+        r#"the guest agent's answer is not understood (guest-exec): {"return": 71}"#,
+        1,
+    );
+    check_program(
+        &[PID, r#"{"return": {}}"#],
+        &LONG,
+        r#"the guest agent's answer is not understood (guest-exec-status): {"return": {}}"#,
+        2,
+    );
+    check_program(&[PID, ""], &SHORT, "the guest agent did not answer within 300ms (guest-exec-status)", 2);
+}
+
 #[test]
 fn what_was_said_to_others_is_passed_over() {
     let (stream, agent) = agent(|name, id| match name {

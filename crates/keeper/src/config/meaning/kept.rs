@@ -5,13 +5,17 @@ use std::collections::HashSet;
 use hearth_api::EmberMode;
 
 use super::{MEMORY_BYTES_MIN, Resolver, state_folder};
-use crate::config::file::{NvramSection, RemountSection};
+use crate::config::file::{NvramSection, ReadySection, RemountSection};
 use crate::config::quantity::{seconds, slack_bytes};
-use crate::config::{DiskConfig, MirrorPolicy, NetConfig, NvramConfig, NvramMirror, Protocol, RemountConfig};
+use crate::config::{
+    DiskConfig, MirrorPolicy, NetConfig, NvramConfig, NvramMirror, Protocol, ReadySign, RemountConfig,
+};
 
 const DEFAULT_REMOUNT_LIMIT: &str = "5%";
 const REMOUNT_BYTES_MIN: u64 = 64 << 10;
 const DEFAULT_READY_AFTER: &str = "2m";
+/// As systemd has it.
+const UNIT_BYTES_MAX: usize = 255;
 const NVRAM_BYTES_STEP: u64 = 4096;
 
 impl Resolver<'_> {
@@ -21,7 +25,7 @@ impl Resolver<'_> {
         memory_bytes: Option<u64>,
         ember: EmberMode,
         machine: &str,
-        nets: &[NetConfig],
+        ready_sign: Option<ReadySign>,
     ) -> Option<RemountConfig> {
         if ember == EmberMode::Off {
             self.problem("remount", "needs what `ember = \"off\"` turns off", "remove one of them");
@@ -44,22 +48,57 @@ impl Resolver<'_> {
             let hint = "write a number with s, m, h or d: \"30s\", \"5m\"";
             self.problem("remount.ready_after", format!("\"{ready_after}\" is not a time"), hint);
         }
-        let ready_port = typed.ready.and_then(|typed| {
-            let port = self.required(typed.port, "remount.ready.port", "ready = { port = 8080 }")?;
-            let forwards = || nets.iter().flat_map(|net| net.backend.forward().iter().copied());
-            let found = forwards().find(|forward| forward.protocol == Protocol::Tcp && forward.host_port == port);
-            if found.is_none() {
-                let hint = "forward it to the guest's port: forward = [\"127.0.0.1:8080:80\"] below [[nets]]";
-                self.problem("remount.ready.port", format!("{port} leads nowhere"), hint);
-            }
-            found
-        });
         let persist = typed.persist.unwrap_or(false);
         if !persist && typed.persist_file.is_some() {
             self.problem("remount.persist_file", "is of no use without persist = true", "remove it, or set that");
         }
         let persist_file = persist.then(|| self.path_or(typed.persist_file, || state_folder(machine).join("boot-set")));
-        Some(RemountConfig { limit_bytes: limit_bytes?, ready_after_s: ready_after_s?, ready_port, persist_file })
+        Some(RemountConfig { limit_bytes: limit_bytes?, ready_after_s: ready_after_s?, ready_sign, persist_file })
+    }
+
+    pub(super) fn ready_sign(
+        &mut self,
+        typed: ReadySection,
+        guest_agent: bool,
+        nets: &[NetConfig],
+    ) -> Option<ReadySign> {
+        match (typed.port, typed.unit) {
+            (Some(_), Some(_)) => {
+                self.problem("remount.ready", "has a port and a unit", "remove one of them");
+                None
+            }
+            (None, Some(unit)) => self.ready_unit(unit, guest_agent),
+            // What is wrong with the unit was said.
+            (None, None) if self.blamed.contains("remount.ready.unit") => None,
+            (port, None) => self.ready_port(port, nets),
+        }
+    }
+
+    fn ready_port(&mut self, port: Option<u16>, nets: &[NetConfig]) -> Option<ReadySign> {
+        let example = "ready = { port = 8080 }, or ready = { unit = \"web.service\" }";
+        let port = self.required(port, "remount.ready.port", example)?;
+        let mut forwards = nets.iter().flat_map(|net| net.backend.forward().iter().copied());
+        let found = forwards.find(|forward| forward.protocol == Protocol::Tcp && forward.host_port == port);
+        if found.is_none() {
+            let hint = "forward it to the guest's port: forward = [\"127.0.0.1:8080:80\"] below [[nets]]";
+            self.problem("remount.ready.port", format!("{port} leads nowhere"), hint);
+        }
+        found.map(ReadySign::Port)
+    }
+
+    fn ready_unit(&mut self, unit: String, guest_agent: bool) -> Option<ReadySign> {
+        let plain = |letter: char| letter.is_ascii_alphanumeric() || ":-_.\\@".contains(letter);
+        if unit.is_empty() || unit.len() > UNIT_BYTES_MAX || unit.starts_with('-') || !unit.chars().all(plain) {
+            let hint = "write it as systemctl does: \"web.service\"";
+            self.problem("remount.ready.unit", format!("\"{unit}\" is not the name of a unit"), hint);
+            return None;
+        }
+        if !guest_agent {
+            let hint = "add guest_agent = true at the top of the file; qemu-guest-agent must run in the guest";
+            self.problem("remount.ready.unit", "needs the guest's agent, to which there is no channel", hint);
+            return None;
+        }
+        Some(ReadySign::Unit(unit))
     }
 
     pub(super) fn nvram(&mut self, typed: Vec<NvramSection>, disks: &[DiskConfig]) -> Vec<NvramConfig> {

@@ -86,7 +86,10 @@ pub fn resolve(
     let nvram = resolver.nvram(typed.nvram, &disks);
     let nets = resolver.nets(typed.nets, &machine);
     let object_store = resolver.object_store(typed.object_store.unwrap_or_default());
-    let remount = typed.remount.map(|typed| resolver.remount(typed, memory_bytes, ember, &machine, &nets));
+    let guest_agent = typed.guest_agent.unwrap_or(false);
+    let ready_sign = typed.remount.as_ref().and_then(|typed| typed.ready.clone());
+    let ready_sign = ready_sign.and_then(|typed| resolver.ready_sign(typed, guest_agent, &nets));
+    let remount = typed.remount.map(|typed| resolver.remount(typed, memory_bytes, ember, &machine, ready_sign));
     Some(Config {
         runtime_folder: resolver.path_or(typed.runtime_folder, || root.machine(&machine)),
         memory_folder: resolver.path_or(typed.memory_folder, || default_memory_folder(&machine)),
@@ -121,7 +124,7 @@ pub fn resolve(
             _ => AdmissionMode::Dump,
         },
         sandbox: typed.sandbox.unwrap_or(true),
-        guest_agent: typed.guest_agent.unwrap_or(false),
+        guest_agent,
         boot: boot?,
         disks,
         nvram,

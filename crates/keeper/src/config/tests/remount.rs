@@ -6,7 +6,7 @@ use super::*;
 fn a_boot_set_has_a_limit_and_an_end() {
     let remount = |more: &str| parse(&format!("{SMALL}[remount]\n{more}")).unwrap();
     let plain =
-        |limit_bytes, ready_after_s| RemountConfig { limit_bytes, ready_after_s, ready_port: None, persist_file: None };
+        |limit_bytes, ready_after_s| RemountConfig { limit_bytes, ready_after_s, ready_sign: None, persist_file: None };
     assert_eq!(remount("").remount, Some(plain((1 << 30) / 20, 120)));
     let config = remount("limit = \"64MiB\"\nready_after = \"30s\"\n");
     assert_eq!(config.remount, Some(plain(64 << 20, 30)));
@@ -30,8 +30,8 @@ fn a_boot_is_over_when_a_port_answers_that_leads_into_the_guest() {
     let with = |port: &str, forward: &str| {
         format!("{SMALL}[remount]\nready = {{ {port} }}\n[[nets]]\nforward = [\"{forward}\"]\n")
     };
-    let ready_port = |text: &str| parse(text).unwrap().remount.unwrap().ready_port.map(|forward| forward.guest_port);
-    assert_eq!(ready_port(&with("port = 8080", "127.0.0.1:8080:80")), Some(80));
+    let sign = parse(&with("port = 8080", "127.0.0.1:8080:80")).unwrap().remount.unwrap().ready_sign;
+    assert!(matches!(sign, Some(ReadySign::Port(Forward { guest_port: 80, .. }))), "{sign:?}");
     check(
         &with("port = 81", "8080:80"),
         &[
@@ -44,12 +44,47 @@ fn a_boot_is_over_when_a_port_answers_that_leads_into_the_guest() {
             "error: remount.ready.port: 8080 leads nowhere; forward it to the guest's port: forward = [\"127.0.0.1:8080:80\"] below [[nets]]",
         ],
     );
-    check(&with("", "8080:80"), &["error: remount.ready.port: is missing; for example ready = { port = 8080 }"]);
+    check(
+        &with("", "8080:80"),
+        &[
+            "error: remount.ready.port: is missing; for example ready = { port = 8080 }, or ready = { unit = \"web.service\" }",
+        ],
+    );
     check(
         &with("port = 0", "8080:80"),
         &["error: remount.ready.port (line 6): 0 is not between 1 and 65535; for example port = 8080"],
     );
     check(&with("prot = 80", "8080:80"), &["error: remount.ready.prot (line 6): no such key; did you mean port?"]);
+}
+
+#[test]
+fn a_boot_is_over_when_a_unit_is_active_that_the_guests_agent_is_asked_for() {
+    let with = |unit: &str| {
+        let text = SMALL.replace("memory =", "guest_agent = true\nmemory =");
+        format!("{text}[remount]\nready = {{ {unit} }}\n")
+    };
+    let sign = parse(&with("unit = \"getty@tty1.service\"")).unwrap().remount.unwrap().ready_sign;
+    assert_eq!(sign, Some(ReadySign::Unit("getty@tty1.service".into())));
+    check(
+        &with("unit = \"web.service\"").replace("guest_agent = true\n", ""),
+        &[
+            "error: remount.ready.unit: needs the guest's agent, to which there is no channel; add guest_agent = true at the top of the file; qemu-guest-agent must run in the guest",
+        ],
+    );
+    for name in ["", "-x", "web.service; reboot", "web*"] {
+        let expect = format!(
+            "error: remount.ready.unit: \"{name}\" is not the name of a unit; write it as systemctl does: \"web.service\""
+        );
+        check(&with(&format!("unit = \"{name}\"")), &[&expect]);
+    }
+    check(
+        &with("unit = \"web.service\", port = 8080"),
+        &["error: remount.ready: has a port and a unit; remove one of them"],
+    );
+    check(
+        &with("unit = 80"),
+        &["error: remount.ready.unit (line 7): is not a text in quotes; for example unit = \"web.service\""],
+    );
 }
 
 #[test]
