@@ -2,8 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::error::Result;
+use crate::error::{Result, at};
 use crate::images::{self, File};
+
+const BLOCK_BYTES: usize = 4096;
 
 #[derive(Clone, Debug)]
 enum Contents {
@@ -17,6 +19,7 @@ enum Contents {
         mib: u64,
     },
     CopyOf(PathBuf),
+    Script(String),
     /// Used where it is: for tests of what happens to an image.
     InPlace(PathBuf),
 }
@@ -50,6 +53,11 @@ impl Disk {
 
     pub fn copy_of(image: &Path) -> Self {
         Self::of(Contents::CopyOf(image.to_owned()))
+    }
+
+    /// A shell script and nothing else.
+    pub(crate) fn script(text: &str) -> Self {
+        Self::of(Contents::Script(text.to_owned()))
     }
 
     /// An image that stays where it is, and is written to.
@@ -86,6 +94,11 @@ impl Disk {
             Contents::Ext4 { mib } => images::ext4(&image, *mib, &self.files)?,
             Contents::Xfs { mib } => images::xfs(&image, *mib, &self.files)?,
             Contents::CopyOf(source) => images::copy(source, &image)?,
+            // Disks have whole blocks, and empty lines mean nothing to a shell.
+            Contents::Script(text) => {
+                let blank = "\n".repeat(text.len().next_multiple_of(BLOCK_BYTES) - text.len());
+                at("write", &image, std::fs::write(&image, format!("{text}{blank}")))?;
+            }
             Contents::InPlace(path) => return Ok(path.clone()),
         }
         Ok(image)

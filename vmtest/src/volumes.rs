@@ -132,8 +132,13 @@ impl Volumes {
 
     /// All of them, some at a time.
     pub fn mount(&self, vm: &impl Drives) -> Result<()> {
+        vm.sh_within(&self.mount_script(), crate::patience(60)).map(drop)
+    }
+
+    /// What `mount` has the guest do.
+    pub fn mount_script(&self) -> String {
         let journal = if self.journals.is_some() { "-o journal_path=/dev/vd$j " } else { "" };
-        self.run_for_each(vm, &format!("mkdir -p /v/$v && mount -t ext4 {journal}/dev/vd$v /v/$v"))
+        self.for_each(&format!("mkdir -p /v/$v && mount -t ext4 {journal}/dev/vd$v /v/$v"))
     }
 
     /// A line in a file of each volume, and back when it is on the disk.
@@ -164,8 +169,12 @@ impl Volumes {
         self.run_for_each(vm, &format!("umount /v/$v && {check}"))
     }
 
-    /// The command, with `$v` for the volume and `$j` for its journal, if that is elsewhere; some volumes at a time.
     fn run_for_each(&self, vm: &impl Drives, command: &str) -> Result<()> {
+        vm.sh_within(&self.for_each(command), crate::patience(60)).map(drop)
+    }
+
+    /// The command, with `$v` for the volume and `$j` for its journal, if that is elsewhere; some volumes at a time.
+    fn for_each(&self, command: &str) -> String {
         let share = self.names.len().div_ceil(WORKERS).max(1);
         let first = self.journals.as_ref().map(|journals| journals.first);
         let runs: String = self
@@ -173,7 +182,7 @@ impl Volumes {
             .chunks(share)
             .map(|names| format!("({}) & p=\"$p $!\"; ", loops(names, first, command)))
             .collect();
-        vm.sh_within(&format!("{runs} for p in $p; do wait $p || exit; done"), crate::patience(60)).map(drop)
+        format!("{runs} for p in $p; do wait $p || exit; done")
     }
 }
 

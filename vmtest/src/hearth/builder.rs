@@ -122,6 +122,12 @@ impl TestVmBuilder {
         self
     }
 
+    /// What the busybox guest runs before it is ready, as an init system does. It lies on a disk behind those that were added.
+    pub fn boot_script(self, script: &str) -> Self {
+        let letter = char::from(b'a' + self.disks.len() as u8);
+        self.disk(Disk::script(script)).cmdline(&format!("boot_script=vd{letter}"))
+    }
+
     /// Crashes are dumped into the machine's own folder ([`TestVm::dump_folder`]) beside the recovery. Without this they
     /// are not dumped, but only recovered from.
     pub fn dumps(self) -> Self {

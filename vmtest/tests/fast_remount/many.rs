@@ -1,4 +1,4 @@
-//! Many volumes: all of them are written to when their guest crashes, and again when the next one does. What was
+//! Many volumes, mounted at boot: all of them are written to when their guest crashes, and again when the next one does. What was
 //! acknowledged is there, no file system is damaged, and the last boot finds nearly all that it reads in memory.
 
 use std::collections::BTreeMap;
@@ -31,21 +31,24 @@ fn come_back_whole(ext4: usize, xfs: usize) -> Result<()> {
     let volumes = Volumes::make(ext4)?;
     let first = volumes.images().len();
     let builder = machine("many", &volumes);
-    let vm = (0..xfs).fold(builder, |builder, _| builder.disk(Disk::xfs(XFS_MIB_MIN))).boot()?;
+    let builder = (0..xfs).fold(builder, |builder, _| builder.disk(Disk::xfs(XFS_MIB_MIN)));
     let xfs_letters: String =
         (b'a'..=b'z').skip(first).take(xfs).map(|letter| format!("{} ", char::from(letter))).collect();
-    let mount = || {
-        let each = "mkdir -p /v/$x && mount -t xfs /dev/vd$x /v/$x || exit";
-        vm.sh(&format!("for x in {xfs_letters}; do {each}; done"))?;
-        volumes.mount(&vm)
+    let mount_xfs = "mkdir -p /v/$x && mount -t xfs /dev/vd$x /v/$x || exit";
+    let at_boot = format!("for x in {xfs_letters}; do {mount_xfs}; done; {}", volumes.mount_script());
+    let vm = builder.boot_script(&at_boot).boot()?;
+    let all_are_mounted = || -> Result<()> {
+        let mounted = vm.sh("grep -c ' /v/' /proc/mounts; true")?;
+        assert_eq!(mounted.trim(), (ext4 + xfs).to_string(), "{:#?}", vm.guest().kernel_log());
+        Ok(())
     };
-    mount()?;
+    all_are_mounted()?;
     ready(&vm)?;
     let mut lines = Lines::new();
     for life in 1..=2 {
         let acknowledged = write_until_crash(&vm, life, ext4 + xfs)?;
         vm.wait_incarnation(life + 1)?;
-        mount()?;
+        all_are_mounted()?;
         let found = read(&vm)?;
         compare(life, &lines, &acknowledged, &found);
         lines = found;
