@@ -12,6 +12,7 @@ pub mod control;
 pub mod event;
 pub mod event_log;
 pub mod fleet_lock;
+pub mod host_reload;
 pub mod http;
 pub mod machine;
 pub mod metrics;

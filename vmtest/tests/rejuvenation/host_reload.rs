@@ -146,7 +146,14 @@ fn configure(vm: &TestVm, key: &str, value: Option<toml::Value>) {
     fs::write(&file, table.to_string()).expect("it is written");
 }
 
-const FAULTS: [Fault; 7] = [
+/// What is left of a folder in memory that had no power.
+fn empty(folder: &Path) {
+    for entry in fs::read_dir(folder).expect("it is there") {
+        fs::remove_file(entry.expect("an entry").path()).expect("it is removed");
+    }
+}
+
+const FAULTS: [Fault; 9] = [
     Fault {
         befalls: |_, ram| {
             faults::overwrite_pages(&ram, 1, 5).expect("a page is overwritten");
@@ -182,6 +189,11 @@ const FAULTS: [Fault; 7] = [
         },
         says: "disk0.img was changed since",
     },
+    Fault { befalls: |vm, _| empty(vm.memory_folder()), says: "its memory is gone: nothing of it is in" },
+    Fault {
+        befalls: |vm, _| fs::remove_file(vm.memory_folder().join("parked.json")).expect("it is removed"),
+        says: "it was given up: parked.json was removed",
+    },
     Fault {
         befalls: |vm, _| {
             let qemu = instead_of_qemu(vm.folder(), OTHER_MACHINE_TYPE);
@@ -215,6 +227,39 @@ fn a_guest_that_finds_anything_changed_does_not_go_on_and_its_machine_boots() ->
         assert_eq!(kept.trim(), "kept", "{says}: the disk is as it was");
         end_keeper(&vm)?;
     }
+    Ok(())
+}
+
+/// Nothing is left then but the host's disks: the machine's images, and the record.
+#[test]
+fn a_host_that_lost_its_power_boots_its_machines_and_says_why() -> Result<()> {
+    const WORDS: &str = "its memory is gone: nothing of it is in";
+    let vm = machine("dark").boot()?;
+    let nonce = vm.nonce()?;
+    vm.sh("echo kept | dd of=/dev/vda bs=512 seek=7 conv=notrunc,fsync,sync 2>&1")?;
+    park(&vm)?;
+    let runtime_folder = vm.folder().join("run").join(vm.name());
+    empty(vm.memory_folder());
+    empty(&runtime_folder);
+    let said = resume(&vm)?;
+    assert!(said.contains(&format!("dark: booted, its guest could not go on: {WORDS}")), "{said}");
+    assert_ne!(vm.wait_boots(2)?.nonce, nonce, "it is another guest");
+    let kept = vm.sh("dd if=/dev/vda bs=512 skip=7 count=1 iflag=direct 2>/dev/null | head -n 1")?;
+    assert_eq!(kept.trim(), "kept");
+    let status = vm.status()?;
+    assert!(status["unparked"]["lost"].as_str().is_some_and(|why| why.starts_with(WORDS)), "{status}");
+    let told = vm.cli(&["events", vm.name()])?;
+    assert!(told.contains(&format!("the parked guest cannot go on, the machine boots instead: {WORDS}")), "{told}");
+    let log = fs::read_to_string(runtime_folder.join("keeper.log")).expect("its log");
+    assert!(log.contains("the parked guest cannot go on"), "{log}");
+    assert_eq!(outcome(&vm)?["outcome"], "booted");
+    // It is told once, for what was decided is in the record.
+    end_keeper(&vm)?;
+    assert!(vm.stop_at_once()?.success());
+    empty(&runtime_folder);
+    let record = vm.folder().join("record.json").display().to_string();
+    vm.restart_keeper_with(&[("HEARTH_HOST_RELOAD_RECORD", &record)])?;
+    assert_eq!(vm.wait_running()?["unparked"], Value::Null);
     Ok(())
 }
 
@@ -286,9 +331,13 @@ fn what_can_be_put_right_is_no_reason_to_give_the_guest_up() -> Result<()> {
     let qemu = artifacts::qemu()?;
     let qemu = qemu.is_absolute().then(|| qemu.display().to_string().into());
     let wrong = no_successor(vm.folder()).display().to_string();
-    for (key, wrong, right, says) in
-        [("qemu", wrong.into(), qemu, "QEMU does not talk"), ("cpus", 2.into(), None, "it has 2 cpus, and had 1 cpus")]
-    {
+    let text = |path: PathBuf| toml::Value::from(path.display().to_string());
+    let (elsewhere, here) = (vm.memory_folder().with_file_name("elsewhere"), vm.memory_folder().to_owned());
+    for (key, wrong, right, says) in [
+        ("qemu", wrong.into(), qemu, "QEMU does not talk"),
+        ("cpus", 2.into(), None, "it has 2 cpus, and had 1 cpus"),
+        ("memory_folder", text(elsewhere), Some(text(here)), "elsewhere, and was"),
+    ] {
         configure(&vm, key, Some(wrong));
         let down = host_reload(&vm, "resume", &[])?;
         let text = down.text();

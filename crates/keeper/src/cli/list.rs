@@ -7,8 +7,8 @@ use hearth_api::MachineStatus;
 use serde::Serialize;
 
 use crate::check::life;
+use crate::host_reload::Record;
 
-use super::host_reload::Record;
 use super::parked::{self, ParkedGuest};
 use super::text::{Side, bytes, table, uptime};
 use super::{CliError, Context, Exit};

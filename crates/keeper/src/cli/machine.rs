@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use super::host_reload::Record;
 use super::{CliError, Context, parked};
 use crate::check::life;
 use crate::client::{Client, ClientError};
+use crate::host_reload::Record;
 use crate::runtime_root::RuntimeRoot;
 
 /// A keeper that is asked whether it is there.

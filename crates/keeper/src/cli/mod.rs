@@ -19,6 +19,7 @@ use hearth_recovery::vmcore::linux::NotUnderstood;
 
 use crate::client::ClientError;
 use crate::fleet_lock::FleetLockError;
+use crate::host_reload::RecordError;
 use crate::machine::MachineError;
 use crate::problem::Problem;
 use crate::run::Start;
@@ -374,7 +375,7 @@ pub enum CliError {
     #[error("{path}: no kernel log can be read from it")]
     NoLog { path: PathBuf, source: NotUnderstood },
     #[error(transparent)]
-    Record(#[from] host_reload::RecordError),
+    Record(#[from] RecordError),
     #[error(transparent)]
     FleetLock(#[from] FleetLockError),
     #[error("{0}")]

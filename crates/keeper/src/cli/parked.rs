@@ -10,8 +10,8 @@ use hearth_recovery::journal::Journal;
 use hearth_recovery::rejuvenation::parked;
 use serde::Serialize;
 
-use super::host_reload::Record;
 use super::text::{bytes, uptime};
+use crate::host_reload::Record;
 use crate::runtime_root::RuntimeRoot;
 
 /// What is known of it without a keeper.
@@ -99,7 +99,7 @@ mod tests {
     use std::time::SystemTime;
 
     use super::*;
-    use crate::cli::host_reload::{MachineNote, Outcome};
+    use crate::host_reload::{MachineNote, Outcome};
     use crate::sample;
 
     #[test]

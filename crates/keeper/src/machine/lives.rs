@@ -272,7 +272,7 @@ impl Machine {
 
     /// From here on this QEMU is the machine's.
     pub(super) fn adopt(&mut self, incarnation: Incarnation, generation: Generation) -> Result<(), MachineError> {
-        self.journal.qemu = Some(generation.identity());
+        (self.journal.qemu, self.journal.parked_in) = (Some(generation.identity()), None);
         self.journal.save(&self.parts.folders.journal())?;
         self.parts.console.attach(&self.parts.folders.serial_socket(generation.number));
         self.pin(&generation);

@@ -236,10 +236,7 @@ enum Wanted {
 impl Machine {
     /// Starts the machine, or takes over the QEMU that a dead keeper left running.
     pub fn start(parts: Parts) -> Result<Self, MachineError> {
-        let journal = match Journal::load(&parts.folders.journal())? {
-            Some(journal) => journal,
-            None => Journal::new(&parts.config.name, parts.config.memory_bytes),
-        };
+        let journal = park::journal(&parts)?;
         let tagger = parts.folders.tagger()?;
         let ember = Arc::new(Ember::new(&parts.folders.memory, tagger.clone()));
         let (boot_set, doubt) = remount::open(&parts, &tagger)?.unzip();

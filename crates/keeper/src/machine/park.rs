@@ -4,6 +4,9 @@
 //! Up to the note any failure lets the guest go on where it stood. After it the guest's way forward is the next keeper, which
 //! boots the machine if what it finds is not what was noted. What can be put right is no reason to give the guest up, another
 //! configuration, an image that is not there, a QEMU that cannot be started: the keeper ends then, and all stays as it is.
+//!
+//! Memory that lost its power has no note. That there was one the journal says, or, if that ended with the host, the record of
+//! its reload.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -24,9 +27,10 @@ use hearth_recovery::snapshot::state::{self, StateError};
 use super::generation::{Devices, Generation, LaunchError};
 use super::launch;
 use super::rejuvenate::{END_PATIENCE, drill};
-use super::{Life, Machine, MachineError, Wanted};
+use super::{Life, Machine, MachineError, Parts, Wanted};
 use crate::config::{Boot, NvramConfig};
 use crate::event::Event;
+use crate::host_reload::Record;
 
 const WHAT: &str = "park";
 /// Taking the state takes 20 ms, giving it as long; on a host that swaps it may be a second.
@@ -99,6 +103,15 @@ impl Progress {
         drill(phase.name());
         Ok(result)
     }
+}
+
+/// What a dead keeper left. Without it the machine has not run since the host started; but its guest may have been parked before.
+pub(super) fn journal(parts: &Parts) -> Result<Journal, JournalError> {
+    let name = &parts.config.name;
+    Ok(Journal::load(&parts.folders.journal())?.unwrap_or_else(|| Journal {
+        parked_in: Record::of_this_host().and_then(|record| record.left_in(parts.root.path(), name)),
+        ..Journal::new(name, parts.config.memory_bytes)
+    }))
 }
 
 impl Machine {
@@ -318,19 +331,30 @@ impl Machine {
     /// No QEMU was found alive.
     pub(super) fn resume_or_boot(&mut self) -> Result<(), MachineError> {
         let folder = self.parts.folders.memory.clone();
-        let (lost, host_reloaded, incarnation) = match parked::find(&folder) {
-            Ok(None) => return self.start_afresh(),
-            Err(error) => (Lost::Parked(error), false, None),
-            Ok(Some(parked)) => {
+        let found = match parked::find(&folder) {
+            Ok(Some(parked)) => Ok(parked),
+            Ok(None) => match self.missed() {
+                None => return self.start_afresh(),
+                Some(missed) => Err(missed),
+            },
+            Err(error) => Err(error),
+        };
+        let (obstacle, host_reloaded, incarnation) = match found {
+            Err(error) => (Lost::from(error).into(), Record::of_this_host().is_some_and(|it| it.host_reloaded()), None),
+            Ok(parked) => {
                 let host_reloaded = parked.boot_id != accelerator::host_boot();
                 match self.resume_parked(&parked, host_reloaded) {
                     Ok(()) => return Ok(()),
-                    Err(Obstacle::Keeper(error)) => return Err(error),
-                    Err(Obstacle::Lost(lost)) => (lost, host_reloaded, Some(parked.incarnation)),
+                    Err(obstacle) => (obstacle, host_reloaded, Some(parked.incarnation)),
                 }
             }
         };
+        let lost = match obstacle {
+            Obstacle::Keeper(error) => return Err(error),
+            Obstacle::Lost(lost) => lost,
+        };
         let why = crate::chain(&lost);
+        tracing::error!(why, "the parked guest cannot go on, the machine boots instead");
         self.record(EventKind::ParkedLost { why: why.clone() });
         (self.journal.saving, self.journal.parked_in) = (false, None);
         self.journal.qemu = None;
@@ -341,6 +365,13 @@ impl Machine {
             discard_files(&folder, number);
         }
         self.start_afresh()
+    }
+
+    /// A guest that should be parked here, and is not.
+    fn missed(&self) -> Option<ParkedError> {
+        // One that was only about to be parked died with its QEMU.
+        let left_in = self.journal.parked_in.as_ref().filter(|_| !self.journal.saving)?;
+        Some(parked::why_not_in(left_in, &self.parts.folders.memory))
     }
 
     fn resume_parked(&mut self, parked: &Parked, host_reloaded: bool) -> Result<(), Obstacle> {

@@ -123,6 +123,10 @@ pub enum ParkedError {
     Look(#[source] io::Error),
     #[error("somebody else writes to {path}, or the host's clock was set back")]
     Busy { path: PathBuf },
+    #[error("its memory is gone: nothing of it is in {folder}; it had no power, or its file system is not mounted")]
+    Gone { folder: PathBuf },
+    #[error("it was given up: {NOTE} was removed from {folder}")]
+    GivenUp { folder: PathBuf },
 }
 
 /// What a resume needs, and what must be as it was for that.
@@ -184,6 +188,16 @@ pub fn find(folder: &Path) -> Result<Option<Parked>, ParkedError> {
         }
         Err(error) => Err(SnapshotError::io(&path, "read")(error).into()),
     }
+}
+
+/// Why a guest that was left in one folder is not found in the machine's memory folder.
+pub fn why_not_in(left_in: &Path, folder: &Path) -> ParkedError {
+    if left_in != folder && is_there(left_in) {
+        let what = format!("its memory folder is {}, and was {}", folder.display(), left_in.display());
+        return ParkedError::OtherMachine { what };
+    }
+    let folder = left_in.to_owned();
+    if folder.join(STATE).exists() { ParkedError::GivenUp { folder } } else { ParkedError::Gone { folder } }
 }
 
 fn read_note(path: &Path) -> io::Result<String> {

@@ -8,9 +8,9 @@ use serde::Serialize;
 
 use super::super::text::{Side, table};
 use super::super::{CliError, Context, Exit};
-use super::record::{MachineNote, Outcome};
 use crate::check::life;
 use crate::client::Client;
+use crate::host_reload::{MachineNote, Outcome};
 use crate::runtime_root::RuntimeRoot;
 
 /// `1` if a kernel is loaded that kexec would start.

@@ -7,7 +7,6 @@
 
 mod check;
 mod prepare;
-mod record;
 mod resume;
 mod status;
 
@@ -16,12 +15,9 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
-#[cfg(test)]
-pub use record::{MachineNote, Outcome};
-pub use record::{Record, RecordError};
-
 use super::rejuvenate::time;
 use super::{CliError, Context, Exit};
+use crate::host_reload::{PLACE, PLACE_VARIABLE};
 
 #[derive(Debug, Subcommand)]
 pub enum Verb {
@@ -39,7 +35,7 @@ pub enum Verb {
 #[derive(Debug, Args)]
 pub struct RecordArgument {
     /// What was prepared; must outlive the host's kernel.
-    #[arg(long, value_name = "PATH", env = record::PLACE_VARIABLE, default_value = record::PLACE)]
+    #[arg(long, value_name = "PATH", env = PLACE_VARIABLE, default_value = PLACE)]
     record: PathBuf,
 }
 

@@ -14,11 +14,11 @@ use super::super::rejuvenate::Queue;
 use super::super::text::milliseconds;
 use super::super::{CliError, Context, Exit};
 use super::check::Findings;
-use super::record::{MachineNote, Outcome, Record, RecordError};
 use super::{FleetArguments, PrepareArguments, resume};
 use crate::check::life;
 use crate::client::{Client, ClientError};
 use crate::fleet_lock::FleetLock;
+use crate::host_reload::{MachineNote, Outcome, Record, RecordError};
 use crate::runtime_root::RuntimeRoot;
 
 /// Machines that ran before run again within this time, or the operator has to look.

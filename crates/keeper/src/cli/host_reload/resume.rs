@@ -11,9 +11,9 @@ use hearth_api::{MachineState, MachineStatus};
 
 use super::super::text::milliseconds;
 use super::super::{CliError, Context, Exit};
-use super::record::{MachineNote, Outcome, Record};
 use crate::check::life;
 use crate::client::Client;
+use crate::host_reload::{MachineNote, Outcome, PLACE_VARIABLE, Record};
 use crate::runtime_root::RuntimeRoot;
 
 const LOOK_EVERY: Duration = Duration::from_millis(50);
@@ -40,7 +40,7 @@ pub fn bring_back(
         (0..record.machines.len()).filter(|&index| record.machines[index].outcome.is_open()).collect();
     // All first: they start side by side.
     let started: Vec<Result<Option<Child>, String>> =
-        open.iter().map(|&index| start(&root, &record.machines[index])).collect();
+        open.iter().map(|&index| start(&root, path, &record.machines[index])).collect();
     for (&index, started) in open.iter().zip(started) {
         let machine = &mut record.machines[index];
         match started.and_then(|keeper| await_running(&root, &machine.name, keeper, deadline)) {
@@ -88,13 +88,13 @@ fn sentence(machine: &MachineNote) -> String {
 }
 
 /// Fine if it has a keeper. One of no unit is this command's child.
-fn start(root: &RuntimeRoot, machine: &MachineNote) -> Result<Option<Child>, String> {
+fn start(root: &RuntimeRoot, record: &Path, machine: &MachineNote) -> Result<Option<Child>, String> {
     if life::has_keeper(&root.machine(&machine.name)) {
         return Ok(None);
     }
     match &machine.unit {
         Some(unit) => start_unit(unit).map(|()| None),
-        None => spawn(root, machine).map(Some).map_err(|error| format!("no keeper can be started: {error}")),
+        None => spawn(root, record, machine).map(Some).map_err(|error| format!("no keeper can be started: {error}")),
     }
 }
 
@@ -107,12 +107,13 @@ fn start_unit(unit: &str) -> Result<(), String> {
 }
 
 /// It outlives this command. What it says is in `keeper.log` of its runtime folder.
-fn spawn(root: &RuntimeRoot, machine: &MachineNote) -> std::io::Result<Child> {
+fn spawn(root: &RuntimeRoot, record: &Path, machine: &MachineNote) -> std::io::Result<Child> {
     let folder = root.machine(&machine.name);
     std::fs::create_dir_all(&folder)?;
     let log = OpenOptions::new().create(true).append(true).mode(0o600).open(folder.join("keeper.log"))?;
     let mut command = Command::new(std::env::current_exe()?);
     command.arg("--runtime-root").arg(root.path()).arg("run").arg(&machine.file);
+    command.env(PLACE_VARIABLE, record);
     command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
     // Ctrl-C is for this command.
     command.process_group(0).spawn()

@@ -7,8 +7,8 @@ use serde::Serialize;
 
 use super::super::text::{Side, milliseconds, table};
 use super::super::{CliError, Context, Exit};
-use super::record::{MachineNote, Outcome, Record};
 use crate::check::life;
+use crate::host_reload::{MachineNote, Outcome, Record};
 use crate::runtime_root::RuntimeRoot;
 
 #[derive(Serialize)]
@@ -28,8 +28,7 @@ pub fn show(context: &mut Context<'_>, path: &Path) -> Result<Exit, CliError> {
         shown.iter().try_for_each(|shown| context.write_json(shown))?;
         return Ok(Exit::Done);
     }
-    let reloaded = record.boot_id != hearth_qemu::accelerator::host_boot();
-    let host = if reloaded { "the host has another kernel since" } else { "the host has the same kernel still" };
+    let host = if record.host_reloaded() { "the host has another kernel since" } else { "the host has the same kernel still" };
     context.write_line(&format!("prepared {}; {host}", record.prepared_at))?;
     if let Some(fleet) = &record.fleet {
         context.write_line(&format!("{} holds a place of group {} at {}", fleet.id, fleet.group, fleet.url))?;

@@ -1,4 +1,5 @@
-//! Record: what was prepared, in a file that outlives the host's kernel, and what became of it.
+//! The record of a host reload: what was prepared, in a file that outlives the host's kernel, and what became of it. Its
+//! commands are in `cli::host_reload`.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -119,6 +120,11 @@ impl Record {
         Self::load(&place).ok()
     }
 
+    /// Whether this host has another kernel than when it was prepared.
+    pub fn host_reloaded(&self) -> bool {
+        self.boot_id != hearth_qemu::accelerator::host_boot()
+    }
+
     fn open_machines(&self, root: &Path) -> impl Iterator<Item = &MachineNote> {
         let here = self.runtime_root == root;
         self.machines.iter().filter(move |machine| here && machine.outcome.is_open())
@@ -131,7 +137,17 @@ impl Record {
 
     /// In which folder a machine's guest may.
     pub fn parked_in(&self, root: &Path, name: &str) -> Option<PathBuf> {
-        self.open_machines(root).find(|machine| machine.name == name).map(|machine| machine.memory_folder.clone())
+        self.open_machine(root, name).map(|machine| machine.memory_folder.clone())
+    }
+
+    /// In which folder a machine's guest was left. One whose parking was only begun may have been left nowhere.
+    pub fn left_in(&self, root: &Path, name: &str) -> Option<PathBuf> {
+        let left = self.open_machine(root, name).filter(|machine| machine.outcome != Outcome::Begun);
+        left.map(|machine| machine.memory_folder.clone())
+    }
+
+    fn open_machine(&self, root: &Path, name: &str) -> Option<&MachineNote> {
+        self.open_machines(root).find(|machine| machine.name == name)
     }
 
     /// Whole or not at all, and on the disk.
@@ -185,6 +201,12 @@ mod tests {
             Record::new("2026-03-01T12:00:00Z".into(), Path::new("/run/hearth"), None, vec![machine.clone()]);
         record.save(&path).unwrap();
         assert_eq!(Record::load(&path).unwrap().machines, [machine]);
+        let left_in = |record: &Record, root: &str, name: &str| record.left_in(Path::new(root), name);
+        assert_eq!(left_in(&record, "/run/hearth", "web"), Some("/pmem/web".into()));
+        assert_eq!(left_in(&record, "/run/hearth", "db"), None);
+        assert_eq!(left_in(&record, "/elsewhere", "web"), None);
+        record.machine("web").unwrap().outcome = Outcome::Begun;
+        assert_eq!(left_in(&record, "/run/hearth", "web"), None);
         record.machine("web").unwrap().decide(Outcome::Booted, Some("the memory is gone".into()));
         record.save(&path).unwrap();
         assert!(!Record::load(&path).unwrap().machine("web").unwrap().outcome.is_open());
