@@ -291,6 +291,38 @@ mod tests {
         }
     }
 
+    /// `testdata/journal-1.json`: without the fields that came later.
+    #[test]
+    fn a_journal_that_the_first_version_wrote_is_understood() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/journal-1.json");
+        let qemu = |pid, start_ticks, generation, version: &str| QemuIdentity {
+            pid,
+            start_ticks,
+            generation,
+            version: version.into(),
+            accelerator: "tcg".into(),
+            accelerator_why: "/dev/kvm does not exist".into(),
+            userfault_fd: None,
+            helper_fd: None,
+            deaf: false,
+            at_start: None,
+            vmgenid: None,
+            guest_agent: false,
+        };
+        let (name, format) = ("root".into(), "raw".into());
+        let expect = Journal {
+            incarnation: 3,
+            generation: 5,
+            ember: vec![2],
+            dumps: vec![DumpNote { incarnation: 2, file: Some("/var/lib/hearth/dumps/web-2.vmcore".into()) }],
+            qemu: Some(QemuIdentity { userfault_fd: Some(3), deaf: true, ..qemu(4712, 81_234, 4, "7.2.9") }),
+            hop: Some(HopNote { successor: qemu(4801, 99_310, 5, "10.0.2"), committed: true }),
+            disks: vec![DiskIdentity { name, path: "/var/lib/hearth/web.img".into(), format, read_only: false }],
+            ..Journal::new("web", 1 << 30)
+        };
+        assert_eq!(Journal::load(&path).unwrap(), Some(expect));
+    }
+
     #[test]
     fn what_a_dead_host_left_without_content_tells_of_nothing() {
         let folder = tempfile::tempdir().unwrap();

@@ -80,6 +80,38 @@ fn check(vm: &TestVm, program: &Path, expect: &str) -> Result<()> {
     vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1").map(drop)
 }
 
+/// What the first version of Hearth wrote.
+const FIRST_JOURNAL: &str = include_str!("../../../crates/recovery/testdata/journal-1.json");
+
+/// Takes what `first` does not know out of `journal`.
+fn make_first(first: &Value, journal: &mut Value) {
+    if let (Some(first), Some(journal)) = (first.as_object(), journal.as_object_mut()) {
+        journal.retain(|key, _| first.contains_key(key));
+        journal.iter_mut().for_each(|(key, value)| make_first(&first[key], value));
+    }
+}
+
+#[test]
+fn a_guest_is_taken_over_from_a_keeper_of_the_first_version() -> Result<()> {
+    let vm = TestVm::busybox("first").disk(Disk::empty(16)).boot()?;
+    let before = who(&vm)?;
+    vm.kill_keeper()?;
+    let path = vm.folder().join("run/first/journal.json");
+    let written = std::fs::read_to_string(&path).expect("the journal");
+    let first = serde_json::from_str(FIRST_JOURNAL).expect("JSON");
+    let mut journal: Value = serde_json::from_str(&written).expect("JSON");
+    make_first(&first, &mut journal);
+    assert!(journal.get("saving").is_none() && journal["qemu"].get("vmgenid").is_none(), "{journal}");
+    std::fs::write(&path, journal.to_string()).expect("it is written");
+    vm.restart_keeper()?;
+    let after = who(&vm)?;
+    assert_eq!((after.nonce, after.qemu), (before.nonce, before.qemu));
+    vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
+    vm.reboot()?;
+    vm.wait_incarnation(2)?;
+    vm.rejuvenate()
+}
+
 #[test]
 fn a_program_that_cannot_be_the_keeper_is_refused_or_gives_the_machine_back() -> Result<()> {
     let folder = tempfile::tempdir().expect("a folder");
