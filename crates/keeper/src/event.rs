@@ -26,8 +26,8 @@ pub enum Event {
     Gate(gate::GateWord),
     /// Who asks the guest whether it is ready (`remount.ready`) says.
     Ready { incarnation: u32, word: ready::Word },
-    /// A rejuvenation that was accepted begins.
-    Rejuvenate(RejuvenateRequest),
+    /// A rejuvenation that was accepted for this incarnation's guest begins.
+    Rejuvenate { incarnation: u32, request: RejuvenateRequest },
     /// A guest that was accepted to be parked is parked.
     Park,
     /// A save says, by its number.

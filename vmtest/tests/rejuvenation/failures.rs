@@ -1,4 +1,5 @@
-//! Each way in which a hop can fail before its point of no return: the guest goes on where it was, and it is said why.
+//! Each way in which a hop can fail. Before its point of no return the guest goes on where it was, and it is said why; after it,
+//! and where the guest's own QEMU has died, a warm reboot follows.
 
 use std::io::{IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -6,14 +7,20 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
-use hearth_vmtest::{Disk, Drives, Result, TestVm};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, patience};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 use super::programs::instead_of_qemu;
 
 const ARGUMENTS: &str = "HEARTH_TEST_ARGUMENTS";
 const MANNER: &str = "HEARTH_TEST_MANNER";
+
+/// On a disk of its own: each block is read again and compared.
+const FIO: &str = "fio --name=load --filename=/dev/vdb --rw=randwrite --bsrange=4k-64k --size=32m --loops=4 \
+    --ioengine=io_uring --iodepth=16 --direct=1 --thread --verify=crc32c --verify_backlog=64 --verify_fatal=1";
+const DIED: &str = "QEMU has died, and its guest cannot be continued in another one: this is a warm reboot";
 
 /// A machine whose QEMU is replaced by what cannot replace it.
 struct Stand {
@@ -23,8 +30,11 @@ struct Stand {
 
 impl Stand {
     fn boot(name: &str) -> Result<Self> {
-        let vm = TestVm::busybox(name).disk(Disk::empty(16)).boot()?;
-        Ok(Self { vm, folder: tempfile::tempdir().expect("a folder") })
+        TestVm::busybox(name).disk(Disk::empty(16)).boot().map(Self::around)
+    }
+
+    fn around(vm: TestVm) -> Self {
+        Self { vm, folder: tempfile::tempdir().expect("a folder") }
     }
 
     fn program(&self, script: &str) -> PathBuf {
@@ -56,6 +66,25 @@ impl Stand {
         assert_eq!(vm.nonce()?, nonce, "it is the same guest");
         vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
         Ok(())
+    }
+
+    /// A hop to this QEMU that ends the guest in this phase: it is said plainly, and the next guest starts warm.
+    #[track_caller]
+    fn check_reboot(&self, qemu: &Path, phase: &str) -> Result<()> {
+        let vm = &self.vm;
+        let (nonce, before) = (vm.nonce()?, vm.status()?["incarnation"].as_u64().expect("a number"));
+        let hop = vm.rejuvenate_to(qemu)?;
+        assert!(hop.status == 1 && hop.text().contains(DIED), "{}", hop.text());
+        let failed = vm.wait_event("a hop that failed", |event| {
+            event["kind"] == "rejuvenation_failed" && event["incarnation"] == before
+        })?;
+        assert_eq!((&failed["phase"], &failed["guest_lost"]), (&phase.into(), &true.into()), "{failed}");
+        assert_ne!(vm.wait_incarnation(before + 1)?.nonce, nonce, "{phase}: it is another guest");
+        let started = vm.wait_event("its start", |event| {
+            event["kind"] == "incarnation_started" && event["incarnation"] == before + 1
+        })?;
+        assert_eq!(started["warm"], true, "{started}");
+        vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1").map(drop)
     }
 }
 
@@ -94,6 +123,60 @@ fn a_new_qemu_that_hangs_or_dies_on_the_way_is_ended() -> Result<()> {
 }
 
 #[test]
+fn a_disk_that_loses_the_new_qemu_loses_no_write() -> Result<()> {
+    let builder = TestVm::busybox_with_fio("dropped").cpus(2).disk(Disk::empty(16)).disk(Disk::empty(48));
+    let stand = Stand::around(builder.boot()?);
+    let vm = &stand.vm;
+    vm.sh(&format!("({FIO} >/tmp/fio.log 2>&1; echo $? >/tmp/fio.status) &"))?;
+    for _ in 0..2 {
+        stand.check(&stand.impostor("drops-disks"), "hand", "one of the two QEMUs is not connected")?;
+    }
+    let going_on = vm.sh("[ -e /tmp/fio.status ] && echo over || echo going on")?;
+    assert_eq!(going_on.trim(), "going on", "the load was too short");
+    let ended = "while [ ! -e /tmp/fio.status ]; do sleep 1; done; cat /tmp/fio.log; exit $(cat /tmp/fio.status)";
+    let fio = vm.run_within(ended, patience(60))?;
+    assert!(fio.status == 0 && !fio.text().contains("verify:"), "{}", fio.text());
+    vm.rejuvenate()?;
+    for disk in vm.status()?["disks"].as_array().expect("two disks") {
+        assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&0.into(), &0.into()), "{disk}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_qemu_that_has_died_is_not_replaced_but_its_guest_rebooted() -> Result<()> {
+    // The third death is the one after which the machine waits.
+    let builder = TestVm::busybox("died").disk(Disk::empty(16)).crash_setting("loop_count", 3);
+    let builder = builder.crash_setting("loop_window_s", 86_400).crash_setting("loop_delay_s", 3600);
+    let stand = Stand::around(builder.crash_setting("loop_delay_max_s", 3600).boot()?);
+    let vm = &stand.vm;
+    let before_it_is_asked = format!("kill -KILL {}; exec $qemu \"$@\"", vm.qemu_pid()?.as_raw_nonzero());
+    stand.check_reboot(&stand.program(&before_it_is_asked), "admit")?;
+    let while_it_gives = format!("kills-{}", vm.qemu_pid()?.as_raw_nonzero());
+    stand.check_reboot(&stand.impostor(&while_it_gives), "hand")?;
+    vm.kill_qemu()?;
+    vm.wait_event("its rest", |event| event["kind"] == "crash_loop")?;
+    let refused = vm.cli_output(&["rejuvenate", vm.name()])?;
+    assert!(refused.status == 1 && refused.text().contains(DIED), "{}", refused.text());
+    vm.reboot()?;
+    vm.wait_incarnation(4)?;
+    vm.rejuvenate()
+}
+
+#[test]
+fn a_new_qemu_that_dies_after_the_point_of_no_return_is_followed_by_a_warm_reboot() -> Result<()> {
+    let stand = Stand::boot("no-return")?;
+    let vm = &stand.vm;
+    stand.check_reboot(&stand.impostor("dies-at-cont"), "resume")?;
+    let (nonce, pid) = (vm.nonce()?, vm.qemu_pid()?);
+    // A keeper that comes now looks for neither of the two.
+    vm.restart_keeper()?;
+    vm.wait_running()?;
+    assert_eq!((vm.nonce()?, vm.qemu_pid()?), (nonce, pid), "it is the same guest");
+    vm.rejuvenate()
+}
+
+#[test]
 #[ignore = "not a test: the keeper starts it as QEMU"]
 fn be_a_qemu() {
     let Ok(arguments) = std::env::var(ARGUMENTS) else { return };
@@ -113,7 +196,7 @@ fn be_a_qemu() {
         disk
     };
     let paths = arguments.split(",path=").skip(1).filter_map(|rest| rest.split(',').next());
-    let _disks: Vec<_> = if manner == "without-disks" { Vec::new() } else { paths.map(connects).collect() };
+    let mut disks: Vec<_> = if manner == "without-disks" { Vec::new() } else { paths.map(connects).collect() };
     writeln!(stream, "{}", json!({ "QMP": {} })).expect("the keeper reads");
     let mut descriptors = Vec::new();
     while let Some(line) = next_line(&stream, &mut descriptors) {
@@ -122,12 +205,32 @@ fn be_a_qemu() {
         if incoming && manner == "deaf" {
             forever();
         }
-        writeln!(stream, "{}", json!({ "return": {}, "id": command["id"] })).expect("the keeper reads");
-        if incoming && manner == "dies" {
-            let mut state = std::fs::File::from(descriptors.pop().expect("a channel came before"));
+        if incoming && manner == "drops-disks" {
+            disks.clear();
+        }
+        if command["execute"] == "cont" {
+            return;
+        }
+        let answer = if command["execute"] == "query-status" { json!({ "status": "paused" }) } else { json!({}) };
+        writeln!(stream, "{}", json!({ "return": answer, "id": command["id"] })).expect("the keeper reads");
+        if !incoming {
+            continue;
+        }
+        let mut state = std::fs::File::from(descriptors.pop().expect("a channel came before"));
+        if manner == "dies" {
             state.read_exact(&mut [0]).expect("a state comes");
             return;
         }
+        if let Some(pid) = manner.strip_prefix("kills-").and_then(|pid| Pid::from_raw(pid.parse().ok()?)) {
+            state.read_exact(&mut [0]).expect("a state comes");
+            kill_process(pid, Signal::KILL).expect("the old QEMU lives");
+        }
+        if manner == "dies-at-cont" {
+            state.read_to_end(&mut Vec::new()).expect("all of it comes");
+            let completed = json!({ "event": "MIGRATION", "data": { "status": "completed" } });
+            writeln!(stream, "{completed}").expect("the keeper reads");
+        }
+        descriptors.push(state.into());
     }
 }
 

@@ -4,14 +4,15 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use hearth_api::{
-    Accepted, CrashRequest, DumpRequest, EventKind, EventRecord, MachineState, RebootRequest, RejuvenateRequest,
-    SaveRequest, SaveThen, StopRequest,
+    Accepted, CrashRequest, DumpRequest, EndCause, EventKind, EventRecord, MachineState, RebootRequest,
+    RejuvenateRequest, SaveRequest, SaveThen, StopRequest,
 };
 
 use signal_hook::consts::SIGINT;
 use signal_hook::iterator::Signals;
 
 use crate::check::life;
+use crate::machine::GUEST_DIED_WITH_QEMU;
 
 use super::text::bytes;
 use super::{CliError, Context, Exit, events};
@@ -166,13 +167,13 @@ fn wait_for(context: &mut Context<'_>, name: &str, accepted: Accepted, goal: Goa
         match goal.bearing(&record) {
             Bearing::Reached if goal == Goal::Stopped => break,
             Bearing::Reached => return Ok(()),
-            Bearing::Lost => return Err(lost(name)),
+            Bearing::Lost => return Err(lost(name, Some(&record.event))),
             Bearing::Open => {}
         }
     }
     // The keeper has ended, or is about to. Whoever starts the machine again must not meet it.
     if goal != Goal::Stopped {
-        return Err(lost(name));
+        return Err(lost(name, None));
     }
     wait_for_keepers_end(&context.root.machine(name));
     Ok(())
@@ -186,8 +187,15 @@ pub(super) fn wait_for_keepers_end(runtime_folder: &Path) {
     }
 }
 
-fn lost(name: &str) -> CliError {
-    let what = format!("this did not come about; `hearth events {name}` tells why");
+/// `by`: the event that decided it.
+fn lost(name: &str, by: Option<&EventKind>) -> CliError {
+    let what = match by {
+        Some(
+            EventKind::IncarnationEnded { cause: EndCause::QemuDied }
+            | EventKind::RejuvenationFailed { guest_lost: true, .. },
+        ) => GUEST_DIED_WITH_QEMU.to_owned(),
+        _ => format!("this did not come about; `hearth events {name}` tells why"),
+    };
     CliError::Machine { name: name.to_owned(), what }
 }
 
@@ -265,5 +273,21 @@ mod tests {
         check(Goal::Stopped, 2, saved(), Bearing::Open);
         check(Goal::Stopped, 2, not_saved(), Bearing::Lost);
         check(Goal::SaveOver, 2, not_saved(), Bearing::Reached);
+    }
+
+    #[test]
+    fn who_waited_for_a_hop_is_told_that_qemu_died() {
+        let failed =
+            |guest_lost| EventKind::RejuvenationFailed { phase: "hand".into(), why: "it ended".into(), guest_lost };
+        let ended = |cause| EventKind::IncarnationEnded { cause };
+        let check_words = |event: EventKind, expect: &str| {
+            check(Goal::Rejuvenated, 2, event.clone(), Bearing::Lost);
+            let words = lost("web", Some(&event)).to_string();
+            assert!(words.contains(expect), "{words}");
+        };
+        check_words(failed(true), GUEST_DIED_WITH_QEMU);
+        check_words(failed(false), "did not come about");
+        check_words(ended(EndCause::QemuDied), GUEST_DIED_WITH_QEMU);
+        check_words(ended(EndCause::Panic), "did not come about");
     }
 }

@@ -11,7 +11,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use hearth_api::{EventKind, RejuvenateRequest};
+use hearth_api::{EndCause, EventKind, RejuvenateRequest};
 use serde::Serialize;
 
 use super::plan::{self, History};
@@ -20,6 +20,7 @@ use super::{CliError, Context, Exit, WaitArgument, absolute, order};
 use crate::check::life;
 use crate::client::{Client, ClientError};
 use crate::config::seconds;
+use crate::machine::GUEST_DIED_WITH_QEMU;
 use crate::runtime_root::RuntimeRoot;
 
 #[derive(Debug, Args)]
@@ -184,9 +185,10 @@ fn hop(root: &RuntimeRoot, name: &str, request: &RejuvenateRequest) -> Decided {
             ..Decided::new(name.to_owned(), Outcome::Rejuvenated, None)
         },
         Ok(EventKind::RejuvenationFailed { phase, why, guest_lost }) => {
-            let lost = if guest_lost { "; the guest is lost" } else { "" };
+            let lost = if guest_lost { format!("; {GUEST_DIED_WITH_QEMU}") } else { String::new() };
             failed(format!("{phase}: {why}{lost}"))
         }
+        Ok(EventKind::IncarnationEnded { cause: EndCause::QemuDied }) => failed(GUEST_DIED_WITH_QEMU.to_owned()),
         Ok(EventKind::IncarnationEnded { cause }) => failed(format!("its guest ended: {}", cause.words())),
         Ok(_) => failed("its keeper ended".to_owned()),
         Err(error) => failed(crate::chain(&error)),

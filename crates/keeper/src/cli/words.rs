@@ -64,7 +64,7 @@ pub fn describe(event: &EventKind) -> String {
             format!("no other QEMU, the guest goes on with the one it has; {phase}: {why}")
         }
         EventKind::RejuvenationFailed { phase, why, guest_lost: true } => {
-            format!("no other QEMU, and the guest is lost: {phase}: {why}")
+            format!("the guest has lost its QEMU and cannot be continued, a warm reboot follows; {phase}: {why}")
         }
         EventKind::Parked { duration_ms, state_bytes } => {
             format!("guest is parked after {}, {} of state", milliseconds(*duration_ms), bytes(*state_bytes))

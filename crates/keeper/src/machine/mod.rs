@@ -90,6 +90,7 @@ use dumps::Dumps;
 pub use folders::{FolderError, Folders};
 use frozen::Frozen;
 use generation::Generation;
+pub use rejuvenate::GUEST_DIED_WITH_QEMU;
 pub use takeover::could_take_over;
 use timeline::Timeline;
 
@@ -376,7 +377,10 @@ impl Machine {
             }
             Event::Ready { .. } => Ok(()),
             Event::Park => self.park(),
-            Event::Rejuvenate(request) => self.rejuvenate(&request),
+            Event::Rejuvenate { incarnation, request } if incarnation == self.journal.incarnation => {
+                self.rejuvenate(&request)
+            }
+            Event::Rejuvenate { .. } => Ok(()),
             Event::Restore { generation, word } if self.is_current(generation) => {
                 self.restore_says(word);
                 Ok(())

@@ -8,7 +8,9 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
-use hearth_api::{ApiError, ErrorWord, EventKind, MachineState, PhaseTime, RejuvenateRequest, Rejuvenation, rfc3339};
+use hearth_api::{
+    ApiError, EndCause, ErrorWord, EventKind, MachineState, PhaseTime, RejuvenateRequest, Rejuvenation, rfc3339,
+};
 use hearth_qemu::{Accelerator, Binary, BinaryError, QmpError};
 use hearth_recovery::journal::{HopNote, Journal, JournalError, QemuIdentity, Staged};
 use hearth_recovery::rejuvenation::{self, ClockDebt, Handed, Hop, Phase, RejuvenationError, Ticker};
@@ -33,6 +35,10 @@ const RECONNECT_PATIENCE: Duration = Duration::from_secs(10);
 /// Names a phase (or `commit`, which is in the middle of one) after which this keeper kills itself: a drill of what the
 /// next keeper makes of it.
 const DRILL: &str = "HEARTH_DRILL_DIE_AFTER";
+
+/// What is told to whom it was to be replaced for.
+pub const GUEST_DIED_WITH_QEMU: &str =
+    "QEMU has died, and its guest cannot be continued in another one: this is a warm reboot";
 
 #[derive(Debug, thiserror::Error)]
 enum Failure {
@@ -64,12 +70,16 @@ impl Machine {
     pub(super) fn begin_rejuvenation(&mut self, request: RejuvenateRequest) -> Result<(), ApiError> {
         self.may_rejuvenate()?;
         // The loop holds the other end, so it arrives.
-        let _ = self.parts.tell.send(Event::Rejuvenate(request));
+        let _ = self.parts.tell.send(Event::Rejuvenate { incarnation: self.journal.incarnation, request });
         Ok(())
     }
 
     /// Whether it can be begun at all.
     pub(super) fn may_rejuvenate(&self) -> Result<(), ApiError> {
+        if self.state == MachineState::Recovering && self.last_end == Some(EndCause::QemuDied) {
+            let message = format!("cannot rejuvenate: {GUEST_DIED_WITH_QEMU}");
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` tells what it waits for"));
+        }
         self.must_live("rejuvenate")?;
         if self.state != MachineState::Running || self.wanted != Wanted::Run {
             let message = format!("cannot rejuvenate: the machine is {}, or on its way down", self.state.name());
@@ -246,7 +256,11 @@ impl Machine {
             valves.open_up();
         }
         match rejuvenation::roll_back(&old.qmp, PAUSE_PATIENCE) {
-            Ok(()) | Err(QmpError::Ended) => {}
+            Ok(()) => {}
+            // It has hung up, and is about to end.
+            Err(QmpError::Ended) => {
+                old.process.ends_within(END_PATIENCE);
+            }
             Err(error) => {
                 let message = format!("the old QEMU does not go on with its guest, and is ended: {error}");
                 self.record(EventKind::Error { message });
@@ -294,6 +308,9 @@ impl Machine {
                 new.process.kill();
                 new.process.ends_within(END_PATIENCE);
                 old.process.kill();
+                self.close_disks();
+                // The next guest's keeper must look for neither.
+                self.journal.hop = None;
                 Err(Failure::Resume(error))
             }
         }

@@ -28,7 +28,8 @@ pub fn show(context: &mut Context<'_>, path: &Path) -> Result<Exit, CliError> {
         shown.iter().try_for_each(|shown| context.write_json(shown))?;
         return Ok(Exit::Done);
     }
-    let host = if record.host_reloaded() { "the host has another kernel since" } else { "the host has the same kernel still" };
+    let host =
+        if record.host_reloaded() { "the host has another kernel since" } else { "the host has the same kernel still" };
     context.write_line(&format!("prepared {}; {host}", record.prepared_at))?;
     if let Some(fleet) = &record.fleet {
         context.write_line(&format!("{} holds a place of group {} at {}", fleet.id, fleet.group, fleet.url))?;
