@@ -183,12 +183,7 @@ fn plain(
             CPR_BARE => builder,
             _ => builder.drive(image.path(), "cache.direct=on,aio=io_uring"),
         };
-        let data = data_folders(&qemu).into_iter().flat_map(|folder| ["-L".to_owned(), folder]);
-        builder
-            .accelerator(options.accelerator.name())
-            .args(data)
-            .args(["-vga", "none", "-object", &ram])
-            .args(incoming)
+        builder.accelerator(options.accelerator.name()).args(["-vga", "none", "-object", &ram]).args(incoming)
     };
     let mut old = boot(0, &[]).boot().map_err(failed)?;
     fill(&old, memory_mib).map_err(failed)?;
@@ -288,13 +283,6 @@ fn between(old: &PlainVm, new: &PlainVm) -> hearth_vmtest::Result<Duration> {
     let stopped = old.qmp().find_event("STOP", patience(20), |event| event["event"] == "STOP")?;
     let resumed = new.qmp().find_event("RESUME", patience(60), |event| event["event"] == "RESUME")?;
     Ok(at(&resumed).saturating_sub(at(&stopped)))
-}
-
-/// Firmware of a QEMU that was unpacked rather than installed.
-fn data_folders(qemu: &Path) -> Vec<String> {
-    let Some(usr) = qemu.parent().and_then(Path::parent) else { return Vec::new() };
-    let folders = ["share/seabios", "share/qemu", "lib/ipxe/qemu"].map(|folder| usr.join(folder));
-    folders.iter().filter(|folder| folder.is_dir()).map(|folder| folder.display().to_string()).collect()
 }
 
 fn summarise(record: &mut Record, sizes: &[u64]) {

@@ -125,7 +125,11 @@ impl PlainVmBuilder {
 
     fn command(self, folder: &Path) -> Result<Command> {
         let boot = self.boot?;
-        let mut command = Command::new(self.qemu.map_or_else(artifacts::qemu, Ok)?);
+        let qemu = self.qemu.map_or_else(artifacts::qemu, Ok)?;
+        let mut command = Command::new(&qemu);
+        for folder in data_folders(&qemu) {
+            command.arg("-L").arg(folder);
+        }
         command.args(["-nodefaults", "-no-user-config", "-display", "none"]);
         command.args(["-accel", &self.accelerator, "-cpu", &self.cpu_model, "-machine", &self.machine]);
         command.args(["-m", &format!("{}M", self.memory_mib), "-smp", &self.cpus.to_string()]);
@@ -139,6 +143,13 @@ impl PlainVmBuilder {
         command.args(self.arguments);
         Ok(command)
     }
+}
+
+/// Firmware of a QEMU that was unpacked rather than installed.
+fn data_folders(qemu: &Path) -> Vec<PathBuf> {
+    let Some(usr) = qemu.parent().and_then(Path::parent) else { return Vec::new() };
+    let folders = ["share/seabios", "share/qemu", "lib/ipxe/qemu"].map(|folder| usr.join(folder));
+    folders.into_iter().filter(|folder| folder.is_dir()).collect()
 }
 
 /// A running plain machine; ended when dropped.

@@ -103,6 +103,7 @@ fn run(chore: Chore) -> Outcome {
                 "restore" => {
                     setup::ensure_tools()?;
                     guest::debian_database()?;
+                    guest::qemu10()?;
                     // Apart from the bench, whose other runs need not wait for it.
                     eprintln!("building the object store (some minutes the first time)");
                     shell::run(cargo().args(["build", "--quiet", "--release", "-p", "loopback-s3"]))?;

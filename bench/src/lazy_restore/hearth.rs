@@ -52,6 +52,8 @@ const SLOWDOWN_SEED: u64 = 5;
 const ROUND_SEED: u64 = 100;
 /// A page out of a store takes some milliseconds longer.
 const STORE_TRACE_S: u64 = 20;
+/// Of a trace that is ended by the requests that were answered: longer than anybody waits for these.
+const COUNTED_TRACE_S: u64 = 3600;
 const SCAN_PERIOD: &str = "1s";
 /// Windows with and without a scan, in turn.
 const SLOWDOWN_ROUNDS: u32 = 4;
@@ -195,20 +197,21 @@ impl<'a> Saved<'a> {
     }
 
     /// What a guest uses that was saved after a scan; then two traces, each with other requests: what the second saw and the
-    /// first did not would have been waited for.
+    /// first did not would have been waited for. Who is counted is traced until it has answered as many requests as count.
     pub fn trace(&self, record: &mut Record) -> Result<(), RestoreError> {
         self.keep_set(SCANNED)?;
         let scanned = self.shown()?.pages()?;
-        self.trace_here(AFTER_SCAN_SEED)?;
+        self.trace_counted(AFTER_SCAN_SEED, record)?;
         let (skipped, lazy) = self.shown()?.skipped_and_lazy(scanned);
         for (metric, pages) in [("pages", scanned), ("skipped_pages", skipped), ("lazy_pages", lazy)] {
             record.add("scan", metric, "", pages);
         }
         let set = self.snapshot.join("working-set");
         fs::remove_file(&set).map_err(|source| RestoreError::File { path: set, source })?;
-        self.trace_here(TRACE_SEEDS[0])?;
+        let name = format!("traced-{}", TRACE_SEEDS[0]);
+        self.trace_for(self.bench.shape.trace_s, TRACE_SEEDS[0], &name, &self.snapshot, &[])?;
         let first = self.shown()?.pages()?;
-        self.trace_here(TRACE_SEEDS[1])?;
+        self.trace_counted(TRACE_SEEDS[1], record)?;
         let shown = self.shown()?;
         let (skipped, lazy) = shown.skipped_and_lazy(first);
         for (metric, pages) in [
@@ -222,34 +225,45 @@ impl<'a> Saved<'a> {
         self.keep_set(TRACED)
     }
 
-    fn trace_here(&self, seed: u64) -> Result<(), RestoreError> {
-        self.trace_once(seed, &format!("traced-{seed}"), &self.snapshot, &[], self.bench.shape.trace_s)
+    /// Until the last request that counts is answered; then nothing more is asked for.
+    fn trace_counted(&self, seed: u64, record: &mut Record) -> Result<(), RestoreError> {
+        let name = format!("counted-{seed}");
+        let over = self.bench.rig.folder().join(&name);
+        let (seconds, until) = (COUNTED_TRACE_S.to_string(), format!("test -e '{}'", over.display()));
+        let load = self.load(seed)?;
+        let options = ["--trace", &seconds, "--until", &until];
+        let traced = self.vm.restore(&self.snapshot, &name, &options).map_err(machine)?;
+        await_answers(&load, COUNTED_REQUESTS, HEARTH)?;
+        record.add("traces", "counted_requests", "", load.answered() as f64);
+        drop(load);
+        fs::write(&over, "").map_err(|source| RestoreError::File { path: over, source })?;
+        await_traced(&traced)?;
+        traced.stop_at_once().map_err(machine).map(drop)
     }
 
     /// The snapshot in the store, as the other one, before it is moved away.
     pub fn trace_in_store(&self) -> Result<(), RestoreError> {
         for seed in TRACE_SEEDS {
             let (name, options) = (format!("traced-far-{seed}"), self.far.options("tracing"));
-            self.trace_once(seed, &name, &self.far.address(), &options, STORE_TRACE_S)?;
+            self.trace_for(STORE_TRACE_S, seed, &name, &self.far.address(), &options)?;
         }
         self.far.forget("tracing")?;
         self.far.move_away()
     }
 
-    fn trace_once(
+    fn trace_for(
         &self,
+        seconds: u64,
         seed: u64,
         name: &str,
         snapshot: &Path,
         options: &[String],
-        seconds: u64,
     ) -> Result<(), RestoreError> {
         let load = self.load(seed)?;
         let seconds = seconds.to_string();
         let options = [&["--trace", &seconds], &words(options)[..]].concat();
         let traced = self.vm.restore(snapshot, name, &options).map_err(machine)?;
-        let noted = |event: &Value| event["kind"] == "working_set_traced";
-        traced.wait_event_within("the working set is noted", patience(60), noted).map_err(machine)?;
+        await_traced(&traced)?;
         eprintln!("{}: traced, {} requests answered", super::NAME, load.answered());
         drop(load);
         traced.stop_at_once().map_err(machine).map(drop)
@@ -386,6 +400,11 @@ impl<'a> Saved<'a> {
         record.add(case, "pages_prefetched", "", figure(&over, "pages_prefetched")?);
         Ok(Restored { running_s: running_ms / 1e3, first_answer_s })
     }
+}
+
+fn await_traced(traced: &TestVm) -> Result<(), RestoreError> {
+    let noted = |event: &Value| event["kind"] == "working_set_traced";
+    traced.wait_event_within("the working set is noted", patience(60), noted).map_err(machine).map(drop)
 }
 
 fn words(options: &[String]) -> Vec<&str> {

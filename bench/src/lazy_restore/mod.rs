@@ -1,11 +1,12 @@
 //! Bench `restore`: a web server and database with most of its memory in use comes out of a snapshot on disk, in each way.
 //!
-//! one guest under Hearth, one under QEMU alone, both filled and saved, Hearth's after a scan -> Hearth's is traced twice, with
-//! requests in one order and in another -> for each disk profile, each side in turn: the host's cache is dropped, the guest is restored and
-//! asked for files, in an order of its own, until all memory is there and some seconds longer -> the same out of an object store,
-//! which is traced as well
+//! one guest under Hearth, one under QEMU alone, both filled and saved, Hearth's after a scan -> one more under a newer QEMU -> Hearth's
+//! is traced twice, with requests in one order and in another -> for each disk profile, each side in turn: the host's cache is dropped,
+//! the guest is restored and asked for files, in an order of its own, until all memory is there and some seconds longer -> the same
+//! out of an object store, which is traced as well
 //!
-//! `qemu-file` is what QEMU alone does: all of memory through a file (`exec:`), and then the guest runs.
+//! `qemu-file` is what QEMU alone does: all of memory through a file (`exec:`), and then the guest runs. `qemu-mapped-ram`: the same with
+//! a place in the file for each page, which QEMU has from 9 on.
 
 mod guest;
 mod hearth;
@@ -29,7 +30,6 @@ use crate::sides::{Rig, RigError, free_port};
 pub use summary::table;
 
 pub const NAME: &str = "restore";
-const QEMU: &str = "qemu-file";
 const MIB: f64 = 1048576.0;
 
 /// Requests after all memory is there: what the steady state is measured by.
@@ -149,11 +149,13 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RestoreError> {
     let bench = Bench { rig: &rig, shape: Shape::of(options.quick) };
     hearth::measure_pause(&bench, record)?;
     let (hearth, plain) = std::thread::scope(|scope| {
-        let plain = scope.spawn(|| plain::Saved::make(&bench));
+        let plain = scope.spawn(|| plain::Saved::make(&bench, plain::Format::Stream));
         (hearth::Saved::make(&bench, record), plain.join().expect("a panic was printed when it happened"))
     });
     let hearth = hearth?;
-    let plain = plain.map_err(|error| leave_out(&error, record)).ok();
+    // Not beside the saves above, which are measured.
+    let plain = [plain, plain::Saved::make(&bench, plain::Format::Mapped)];
+    let plain = plain.map(|saved| saved.map_err(|error| leave_out(&error, record)).ok());
     hearth.trace(record)?;
     hearth.measure_scan(record)?;
     let mut lives = Vec::new();
@@ -168,10 +170,11 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RestoreError> {
                 let waits = hearth.restore(side, profile, round, record)?;
                 lives.push((round, page::Life { side: side.name, place: profile.name(), waits }));
             }
-            match plain.as_ref().map(|plain| plain.restore(profile, round, record)) {
-                Some(Ok(waits)) => lives.push((round, page::Life { side: QEMU, place: profile.name(), waits })),
-                Some(Err(error)) => leave_out(&error, record),
-                None => {}
+            for plain in plain.iter().flatten() {
+                match plain.restore(profile, round, record) {
+                    Ok(waits) => lives.push((round, page::Life { side: plain.side(), place: profile.name(), waits })),
+                    Err(error) => leave_out(&error, record),
+                }
             }
         }
     }

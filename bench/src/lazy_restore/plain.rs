@@ -1,14 +1,14 @@
-//! The side of QEMU alone: memory and devices through a file, as `virsh save` and `virsh restore` have it.
+//! The sides of QEMU alone: memory and devices through a file, as `virsh save` and `virsh restore` have it.
 
 use std::path::PathBuf;
 use std::time::Instant;
 
-use hearth_vmtest::{Drives, PlainVm, PlainVmBuilder, patience};
+use hearth_vmtest::{Drives, PlainVm, PlainVmBuilder, artifacts, patience};
 use serde_json::{Value, json};
 
 use super::{
-    Bench, COUNTED_REQUESTS, LOOK_EVERY, MIB, Ports, QEMU, RestoreError, STEADY_REQUESTS, add_service, await_answers,
-    case, copy_image, guest, waits::Waits,
+    Bench, COUNTED_REQUESTS, LOOK_EVERY, MIB, Ports, RestoreError, STEADY_REQUESTS, add_service, await_answers, case,
+    copy_image, guest, waits::Waits,
 };
 use crate::host::page_cache;
 use crate::host::profile::Profile;
@@ -17,45 +17,90 @@ use crate::record::Record;
 
 const SEED: u64 = 200;
 
-fn machine(source: hearth_vmtest::Error) -> RestoreError {
-    RestoreError::Machine { side: QEMU, source }
+/// How memory lies in the file.
+#[derive(Clone, Copy)]
+pub enum Format {
+    /// In the order in which it was sent.
+    Stream,
+    /// Each page at a place of its own, so that it is read straight to where it belongs. QEMU 9 and later.
+    Mapped,
+}
+
+impl Format {
+    pub const ALL: [Self; 2] = [Self::Stream, Self::Mapped];
+
+    pub fn side(self) -> &'static str {
+        match self {
+            Self::Stream => "qemu-file",
+            Self::Mapped => "qemu-mapped-ram",
+        }
+    }
+
+    fn machine(self, source: hearth_vmtest::Error) -> RestoreError {
+        RestoreError::Machine { side: self.side(), source }
+    }
 }
 
 /// A machine that was saved, and is there no more.
 pub struct Saved<'a> {
     bench: &'a Bench<'a>,
+    format: Format,
     image: PathBuf,
     file: PathBuf,
     ports: Ports,
 }
 
 impl<'a> Saved<'a> {
-    pub fn make(bench: &'a Bench<'a>) -> Result<Self, RestoreError> {
-        let folder = bench.rig.folder();
-        let saved = Saved { bench, image: folder.join("qemu.img"), file: folder.join("file"), ports: Ports::free() };
+    pub fn make(bench: &'a Bench<'a>, format: Format) -> Result<Self, RestoreError> {
+        let file = |suffix: &str| bench.rig.folder().join(format!("{}{suffix}", format.side()));
+        let saved = Saved { bench, format, image: file(".img"), file: file(""), ports: Ports::free() };
         copy_image(&saved.image)?;
-        let vm = saved.builder("").boot().map_err(machine)?;
-        guest::fill(&vm, bench.shape).map_err(machine)?;
-        vm.sh("sync").map_err(machine)?;
-        saved.to_file(&vm).map_err(machine)?;
+        saved.fill_and_save().map_err(|error| format.machine(error))?;
         Ok(saved)
     }
 
-    fn builder(&self, drive: &str) -> PlainVmBuilder {
+    fn fill_and_save(&self) -> hearth_vmtest::Result<()> {
+        let vm = self.builder("")?.boot()?;
+        guest::fill(&vm, self.bench.shape)?;
+        vm.sh("sync")?;
+        self.to_file(&vm)
+    }
+
+    pub fn side(&self) -> &'static str {
+        self.format.side()
+    }
+
+    fn builder(&self, drive: &str) -> hearth_vmtest::Result<PlainVmBuilder> {
         let forwards = self.ports.forwards().map(|(host, guest)| format!(",hostfwd=tcp:127.0.0.1:{host}-:{guest}"));
         let net = format!("user,id=net{}", forwards.concat());
         let builder = PlainVm::debian_database("plain").memory_mib(self.bench.shape.memory_mib);
         let builder = builder.accelerator(self.bench.rig.accelerator().name());
         let builder = builder.args(["-netdev", &net, "-device", "virtio-net-pci,netdev=net,romfile="]);
-        builder.drive(&self.image, &format!("cache=none,aio=io_uring{drive}"))
+        let builder = builder.drive(&self.image, &format!("cache=none,aio=io_uring{drive}"));
+        match self.format {
+            Format::Stream => Ok(builder),
+            Format::Mapped => Ok(builder.qemu(&artifacts::qemu_10()?)),
+        }
+    }
+
+    fn set_capabilities(&self, vm: &PlainVm) -> hearth_vmtest::Result<()> {
+        let on = |capability: &str| json!({ "capability": capability, "state": true });
+        let capabilities = match self.format {
+            Format::Stream => vec![on("events")],
+            Format::Mapped => vec![on("events"), on("mapped-ram")],
+        };
+        vm.qmp().execute("migrate-set-capabilities", json!({ "capabilities": capabilities })).map(drop)
     }
 
     /// The guest runs until its memory is written: a QEMU that is paused before would be restored paused.
     fn to_file(&self, vm: &PlainVm) -> hearth_vmtest::Result<()> {
-        let events = json!({ "capabilities": [{ "capability": "events", "state": true }] });
-        vm.qmp().execute("migrate-set-capabilities", events)?;
+        self.set_capabilities(vm)?;
         vm.qmp().execute("migrate-set-parameters", json!({ "max-bandwidth": 1u64 << 40 }))?;
-        vm.qmp().execute("migrate", json!({ "uri": format!("exec:cat > {}", self.file.display()) }))?;
+        let uri = match self.format {
+            Format::Stream => format!("exec:cat > {}", self.file.display()),
+            Format::Mapped => format!("file:{}", self.file.display()),
+        };
+        vm.qmp().execute("migrate", json!({ "uri": uri }))?;
         let over = |event: &Value| matches!(event["data"]["status"].as_str(), Some("completed" | "failed"));
         let event = vm.qmp().find_event("MIGRATION", patience(20), over)?;
         if event["data"]["status"] == "completed" {
@@ -64,45 +109,59 @@ impl<'a> Saved<'a> {
         Err(hearth_vmtest::Error::Qmp { command: "migrate".into(), message: "failed".into() })
     }
 
+    /// A QEMU that is to go on from the file.
+    fn start_restored(&self) -> hearth_vmtest::Result<PlainVm> {
+        // Every round finds the disk as it was saved.
+        let builder = self.builder(",snapshot=on")?;
+        match self.format {
+            Format::Stream => builder.args(["-incoming", &format!("exec:cat {}", self.file.display())]).start(),
+            Format::Mapped => {
+                let vm = builder.args(["-incoming", "defer"]).start()?;
+                self.set_capabilities(&vm)?;
+                vm.qmp().execute("migrate-incoming", json!({ "uri": format!("file:{}", self.file.display()) }))?;
+                Ok(vm)
+            }
+        }
+    }
+
     pub fn restore(&self, profile: Profile, round: u32, record: &mut Record) -> Result<Waits, RestoreError> {
+        let side = self.side();
         for path in [&self.file, &self.image] {
             page_cache::evict(path).map_err(|source| RestoreError::File { path: path.clone(), source })?;
         }
         let rig = self.bench.rig;
         rig.limit(profile)?;
         let read_before = rig.group_read_bytes()?;
-        let failed = |source| RestoreError::Load { side: QEMU, source };
+        let failed = |source| RestoreError::Load { side, source };
         let targets = guest::targets(self.ports, self.bench.shape, SEED + u64::from(round));
         let load = Load::start(targets).map_err(failed)?;
-        let incoming = ["-incoming".to_owned(), format!("exec:cat {}", self.file.display())];
-        // Every round finds the disk as it was saved.
-        let vm = rig.launch(profile, |_| self.builder(",snapshot=on").args(incoming).start())?.map_err(machine)?;
-        let running_s = await_running(&vm, &load)?;
+        let vm = rig.launch(profile, |_| self.start_restored())?.map_err(|error| self.format.machine(error))?;
+        let running_s = self.await_running(&vm, &load)?;
         let first_answer_s = load.wait_back(patience(20)).map_err(failed)?;
         let read_after = rig.group_read_bytes()?;
-        await_answers(&load, COUNTED_REQUESTS + STEADY_REQUESTS, QEMU)?;
-        add_service(&load, QEMU, profile.name(), first_answer_s, record);
+        await_answers(&load, COUNTED_REQUESTS + STEADY_REQUESTS, side)?;
+        add_service(&load, side, profile.name(), first_answer_s, record);
         if let Some((before, after)) = read_before.zip(read_after) {
-            record.add(&case(QEMU, profile.name()), "bytes_read_mib", "MiB", (after - before) as f64 / MIB);
+            record.add(&case(side, profile.name()), "bytes_read_mib", "MiB", (after - before) as f64 / MIB);
         }
         drop(vm);
         rig.limit(Profile::Asis)?;
         Ok(Waits::until(running_s))
     }
-}
 
-/// When QEMU has read everything.
-fn await_running(vm: &PlainVm, load: &Load) -> Result<f64, RestoreError> {
-    let deadline = Instant::now() + patience(60);
-    loop {
-        let status = vm.qmp().execute("query-status", json!({})).map_err(machine)?;
-        let at_s = load.now_s();
-        if status["running"] == true {
-            return Ok(at_s);
+    /// When QEMU has read everything.
+    fn await_running(&self, vm: &PlainVm, load: &Load) -> Result<f64, RestoreError> {
+        let deadline = Instant::now() + patience(60);
+        loop {
+            let status = vm.qmp().execute("query-status", json!({})).map_err(|error| self.format.machine(error))?;
+            let at_s = load.now_s();
+            if status["running"] == true {
+                return Ok(at_s);
+            }
+            if Instant::now() > deadline {
+                return Err(RestoreError::NoFigure { side: self.side(), figure: "running", said: status.to_string() });
+            }
+            std::thread::sleep(LOOK_EVERY);
         }
-        if Instant::now() > deadline {
-            return Err(RestoreError::NoFigure { side: QEMU, figure: "running", said: status.to_string() });
-        }
-        std::thread::sleep(LOOK_EVERY);
     }
 }

@@ -1,6 +1,6 @@
 //! What the values come down to. Figures without a profile in their name are those at `cloud`.
 
-use super::{QEMU, WINDOW_REQUESTS, case, hearth, places, store};
+use super::{WINDOW_REQUESTS, case, hearth, places, plain, store};
 use crate::host::profile::Profile;
 use crate::load::trace::{Sample, Trace};
 use crate::record::Record;
@@ -47,7 +47,7 @@ fn mean_ms(samples: &[Sample]) -> f64 {
 }
 
 fn sides() -> impl Iterator<Item = &'static str> {
-    hearth::SIDES.into_iter().map(|side| side.name).chain([QEMU])
+    hearth::SIDES.into_iter().map(|side| side.name).chain(plain::Format::ALL.map(plain::Format::side))
 }
 
 pub fn summarise(record: &mut Record, profiles: &[Profile]) {
@@ -60,8 +60,12 @@ pub fn summarise(record: &mut Record, profiles: &[Profile]) {
             _ => format!("{metric}_{place}"),
         };
         let usable = |side: &str| median(&case(side, place), "usable_s");
-        for (name, side) in [("eager", "eager"), ("lazy", "lazy"), ("qemu", QEMU)] {
+        let [stream, mapped] = plain::Format::ALL.map(plain::Format::side);
+        for (name, side) in [("eager", "eager"), ("lazy", "lazy"), ("qemu", stream), ("qemu_mapped_ram", mapped)] {
             figures.push((key(format!("usable_ws_over_{name}")), ratio(usable("trace"), usable(side))));
+        }
+        for metric in ["fault_us_p50", "fault_us_p99"] {
+            figures.push((key(metric.to_owned()), median(&case("trace", place), metric)));
         }
         for side in sides() {
             for metric in METRICS {
@@ -74,8 +78,17 @@ pub fn summarise(record: &mut Record, profiles: &[Profile]) {
     let scan = |metric: &str| median("scan", metric);
     let percent = |lazy: Option<f64>, set: Option<f64>| Some(ratio(lazy, set)? * 100.0);
     let saves = |metric: &str| median("save", metric);
+    let restored = |side: &str, metric: &str| median(&case(side, Profile::Cloud.name()), metric);
+    let none = |pages: &f64| *pages == 0.0;
+    let (waited_for, ahead) = (restored("eager", "faults"), restored("lazy", "pages_prefetched"));
     for (metric, value) in [
         ("pages_prefetched_eager", saves("stored_pages")),
+        // A guest that waits for nothing has ahead whatever it uses.
+        ("accesses_skipped_eager", waited_for.filter(none).and(traces("second_pages"))),
+        ("pages_lazy_eager", waited_for),
+        ("pages_prefetched_lazy", ahead),
+        // One that has nothing ahead waits for whatever it uses.
+        ("accesses_skipped_lazy", ahead.filter(none)),
         ("pages_lazy_lazy", traces("second_pages")),
         ("pages_prefetched_trace", traces("first_pages")),
         ("accesses_skipped_trace", traces("skipped_pages")),
@@ -133,6 +146,20 @@ pub fn table(record: &Record) -> Table {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::facts::{Accelerator, HostFacts};
+
+    #[test]
+    fn the_papers_table_has_what_follows_from_what_was_measured_and_nothing_else() {
+        let mut record = Record::new("restore", true, HostFacts::gather(Accelerator::Tcg), "QEMU".into(), "max");
+        record.add("traces", "second_pages", "", 1675.0);
+        record.add("lazy@cloud", "pages_prefetched", "", 0.0);
+        summarise(&mut record, &[Profile::Cloud]);
+        let skipped = |record: &Record, side: &str| record.summary.get(&format!("accesses_skipped_{side}")).copied();
+        assert_eq!((skipped(&record, "lazy"), skipped(&record, "eager")), (Some(0.0), None));
+        record.add("eager@cloud", "faults", "", 0.0);
+        summarise(&mut record, &[Profile::Cloud]);
+        assert_eq!(skipped(&record, "eager"), Some(1675.0));
+    }
 
     fn trace(latencies_ms: impl IntoIterator<Item = f64>) -> Trace {
         let mut now_s = 1.0;

@@ -12,7 +12,7 @@ pub struct ShareLine {
 }
 
 /// So many lines can be told apart.
-const COLOURS: usize = 5;
+const COLOURS: usize = 6;
 /// The axis is rounded up from here, to 100.
 const PERCENT_TOP: f64 = 95.0;
 

@@ -22,7 +22,7 @@ use super::object_store::{StoreArguments, place};
 use super::text::{Side, bytes, table};
 use super::{CliError, Context, Exit, absolute, configuration};
 use crate::config::{Config, ConfigFile};
-use crate::machine::restore::{RestoreOrder, Trace};
+use crate::machine::restore::{Probe, RestoreOrder, Trace};
 use crate::object_store::saved_disks;
 use crate::runtime_root::RuntimeRoot;
 
@@ -59,6 +59,9 @@ pub struct RestoreArguments {
     /// Note in the snapshot what the guest uses in its first SECONDS, beside what was noted before.
     #[arg(long, value_name = "SECONDS", conflicts_with_all = ["eager", "working_set"])]
     trace: Option<u64>,
+    /// Sooner: until this command of the host succeeds. It is tried again and again.
+    #[arg(long, value_name = "COMMAND", requires = "trace")]
+    until: Option<String>,
     #[command(flatten)]
     store: StoreArguments,
 }
@@ -78,7 +81,8 @@ impl RestoreArguments {
 /// What there is to begin with.
 pub fn prepare(arguments: RestoreArguments, root: &RuntimeRoot) -> Result<(Config, RestoreOrder), CliError> {
     let mode = arguments.mode();
-    let trace = arguments.trace.map(|seconds| Trace::of(Duration::from_secs(seconds)));
+    let until = arguments.until.map(Probe::Command);
+    let trace = arguments.trace.map(|seconds| Trace { window: Duration::from_secs(seconds), until, then_stop: false });
     let path = place(arguments.snapshot);
     let snapshot = arguments.store.open(&path)?;
     let name = arguments.name.unwrap_or_else(|| snapshot.manifest.machine.clone());

@@ -78,12 +78,6 @@ pub enum Probe {
     Command(String),
 }
 
-impl Trace {
-    pub fn of(window: Duration) -> Self {
-        Self { window, until: None, then_stop: false }
-    }
-}
-
 impl Probe {
     fn succeeds(&self) -> bool {
         match self {
