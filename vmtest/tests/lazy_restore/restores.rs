@@ -1,6 +1,7 @@
 //! The guest that comes back is the one that was saved: its memory, its processes, its files.
 
-use hearth_vmtest::{Disk, Drives, Result, TestVm};
+use hearth_vmtest::known::counts_beyond;
+use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts};
 use serde_json::Value;
 
 use super::{count, fill, start_counter, verify};
@@ -25,8 +26,7 @@ fn one_snapshot_brings_the_same_guest_back_in_each_way() -> Result<()> {
         let clone = vm.restore(&snapshot, name, &options)?;
         clone.wait_running()?;
         assert_eq!(clone.nonce()?, nonce, "{name}: it is the same guest");
-        let counted = count(&clone)?;
-        clone.sh(&format!("while [ $(cat /tmp/count) -le {counted} ]; do sleep 0.1; done"))?;
+        counts_beyond(&clone, count(&clone)?)?;
         verify(&clone)?;
         let restore = wait_complete(&clone)?;
         assert!(restore["pages"].as_u64() > Some((64 << 20) / 4096), "{restore}");
@@ -136,5 +136,37 @@ fn a_restored_guest_can_be_saved_again() -> Result<()> {
     verify(&last)?;
     let kept = last.sh("dd if=/dev/vda bs=512 skip=7 count=1 iflag=direct 2>/dev/null | head -n 1")?;
     assert_eq!(kept.trim(), "kept", "through two overlays");
+    Ok(())
+}
+
+#[test]
+fn another_version_of_qemu_takes_the_guest_and_the_first_one_takes_it_back() -> Result<()> {
+    let programs = [artifacts::installed_qemu()?, artifacts::qemu_10()?].map(|path| path.display().to_string());
+    let [old, new] = &programs;
+    let vm = TestVm::busybox("versions").disk(Disk::empty(16)).setting("qemu", old.as_str()).boot()?;
+    let nonce = vm.nonce()?;
+    fill(&vm, 32)?;
+    start_counter(&vm)?;
+    vm.sh("echo kept | dd of=/dev/vda bs=512 seek=7 conv=notrunc,fsync,sync 2>&1")?;
+    let version = |vm: &TestVm| vm.status().map(|status| status["qemu"]["version"].clone());
+    let (first, mut snapshot) = (version(&vm)?, vm.folder().join("first"));
+    vm.save_and_stop(&snapshot)?;
+    for (name, qemu, is_first) in [("newer", new, false), ("back", old, true)] {
+        let clone = vm.restore(&snapshot, name, &["--lazy", "--qemu", qemu])?;
+        clone.wait_running()?;
+        assert_eq!(clone.nonce()?, nonce, "{name}: it is the same guest");
+        let now = version(&clone)?;
+        assert_eq!(now == first, is_first, "{name}: {now} after {first}");
+        counts_beyond(&clone, count(&clone)?)?;
+        verify(&clone)?;
+        let kept = clone.sh("dd if=/dev/vda bs=512 skip=7 count=1 iflag=direct 2>/dev/null | head -n 1")?;
+        assert_eq!(kept.trim(), "kept", "{name}");
+        wait_complete(&clone)?;
+        let status = clone.status()?;
+        let disk = &status["disks"][0];
+        assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&Value::from(0), &Value::from(0)), "{disk}");
+        snapshot = vm.folder().join(name);
+        clone.save_and_stop(&snapshot)?;
+    }
     Ok(())
 }

@@ -62,6 +62,9 @@ pub struct RestoreArguments {
     /// Sooner: until this command of the host succeeds. It is tried again and again.
     #[arg(long, value_name = "COMMAND", requires = "trace")]
     until: Option<String>,
+    /// The new machine's QEMU, which must know the saved one's machine type; the saved one's if nothing is said.
+    #[arg(long, value_name = "PATH")]
+    qemu: Option<PathBuf>,
     #[command(flatten)]
     store: StoreArguments,
 }
@@ -88,6 +91,7 @@ pub fn prepare(arguments: RestoreArguments, root: &RuntimeRoot) -> Result<(Confi
     let name = arguments.name.unwrap_or_else(|| snapshot.manifest.machine.clone());
     let folder = absolute(arguments.folder.unwrap_or_else(|| PathBuf::from(&name)));
     let typed = typed(&snapshot)?.with_object_store(arguments.store.section());
+    let typed = typed.with_qemu(arguments.qemu.map(absolute));
     let config = make_machine(&snapshot, typed, &name, &folder, root)?;
     Ok((config, RestoreOrder { snapshot: path, mode, trace }))
 }

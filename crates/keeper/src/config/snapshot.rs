@@ -87,6 +87,12 @@ impl ConfigFile {
         self
     }
 
+    /// With this QEMU instead of the saved machine's, if there is one.
+    pub fn with_qemu(mut self, qemu: Option<PathBuf>) -> Self {
+        self.qemu = qemu.map(|path| path.display().to_string()).or(self.qemu);
+        self
+    }
+
     /// Its networks lead nowhere, and these forwards of the host into the guest.
     pub fn isolated(mut self, forward: &[String]) -> Self {
         for (position, net) in self.nets.iter_mut().enumerate() {
@@ -129,6 +135,17 @@ mod tests {
         let isolated = meaning(&typed.to_text(), "/machines/web.toml");
         let NetBackend::User { forward, isolated } = &isolated.nets[0].backend else { panic!("{:?}", isolated.nets) };
         assert!(*isolated && forward.len() == 1);
+    }
+
+    #[test]
+    fn a_restored_machine_has_the_saved_ones_qemu_or_another() {
+        let check = |asked: Option<&str>, expect: &str| {
+            let typed = ConfigFile::parse(&format!("qemu = \"/saved/qemu\"\n{TEXT}")).unwrap();
+            let restored = meaning(&typed.with_qemu(asked.map(PathBuf::from)).to_text(), "/clones/two/machine.toml");
+            assert_eq!(restored.qemu.as_deref(), Some(Path::new(expect)));
+        };
+        check(None, "/saved/qemu");
+        check(Some("/opt/qemu"), "/opt/qemu");
     }
 
     #[test]
