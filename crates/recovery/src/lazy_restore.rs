@@ -33,6 +33,8 @@ use crate::snapshot::{Snapshot, SnapshotError};
 
 /// Between two attempts of a disk to get at memory that cannot be brought.
 const TRY_AGAIN: Duration = Duration::from_millis(250);
+/// So many chunks that cannot be brought are told one by one: of a file that was cut off, all that are missing are such.
+const TOLD_MAX: usize = 16;
 const ZEROES: Page = [0; PAGE_BYTES as usize];
 
 #[derive(Debug, thiserror::Error)]
@@ -131,7 +133,8 @@ pub struct LazyRam {
 
 impl LazyRam {
     /// From now on pages come when they are touched. QEMU waits for its guest; what was prefetched is in the file.
-    /// `tell` hears, once, of each chunk that cannot be brought; of a store that does not answer, of the first one.
+    /// `tell` hears, once, of each chunk that cannot be brought, if there are not too many; of a store that does not answer, of
+    /// the first one.
     pub fn register(
         snapshot: Arc<Snapshot>,
         ram: &RamFile,
@@ -231,7 +234,8 @@ impl LazyRam {
             Err(error) => {
                 let (why, away) = (words(error), error.is_away());
                 let is_told = away && stuck.values().any(|other| other.away);
-                if stuck.insert(chunk, Stuck { why: why.clone(), away }).is_none() && !is_told {
+                let is_new = stuck.insert(chunk, Stuck { why: why.clone(), away }).is_none();
+                if is_new && !is_told && stuck.len() <= TOLD_MAX {
                     (self.tell)(why);
                 }
             }
@@ -392,9 +396,12 @@ impl LazyRam {
         Gate { ram_device, ram_inode, keeper: self.clone() }
     }
 
-    /// What cannot be brought now; whoever touches it waits.
+    /// What cannot be brought now, and how much more; whoever touches it waits.
     pub fn stuck(&self) -> Vec<String> {
-        lock(&self.stuck).values().map(|stuck| stuck.why.clone()).collect()
+        let stuck = lock(&self.stuck);
+        let more = stuck.len().saturating_sub(TOLD_MAX);
+        let rest = (more > 0).then(|| format!("and {more} more"));
+        stuck.values().take(TOLD_MAX).map(|stuck| stuck.why.clone()).chain(rest).collect()
     }
 }
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use hearth_recovery::snapshot::Snapshot;
 use hearth_vmtest::{Drives, Result, TestVm};
+use serde_json::Value;
 
 use super::{comes_whole, fill, verify};
 
@@ -79,6 +80,41 @@ fn a_guest_that_touches_a_damaged_page_waits_and_goes_on_when_the_image_is_mende
     assert!(clone.guest().take_answer(verifying).is_none(), "it cannot have been verified: a page of it is not there");
     image.write_all_at(&[whole[place]], place as u64).expect("it can be written");
     comes_whole(&clone, verifying, &nonce)
+}
+
+#[test]
+fn a_guest_whose_image_is_cut_off_under_it_waits_and_goes_on_when_it_is_whole_again() -> Result<()> {
+    let (vm, nonce, snapshot) = saved("cut")?;
+    let (ram, over) = (snapshot.join("ram"), vm.folder().join("over"));
+    let whole = fs::read(&ram).expect("it can be read");
+    let image = File::options().write(true).open(&ram).expect("it is there");
+    // Nothing is filled in behind a guest that is traced, so that it is in the middle of it.
+    let until = format!("test -e {}", over.display());
+    let clone = vm.restore(&snapshot, "waits", &["--trace", "3600", "--until", &until])?;
+    clone.wait_running()?;
+    let verifying = clone.guest().start(&format!("probe verify /tmp/memory {}", super::SEED))?;
+    clone.wait_status("some of it was touched", |status| status["restore"]["pages_lazy"].as_u64() > Some(2000))?;
+    image.set_len(0).expect("it can be cut off");
+    let is_told = |event: &Value| event["kind"] == "restore_waits";
+    let told = clone.wait_event("the guest waits", is_told)?;
+    let (why, named) = (told["why"].as_str().unwrap_or_default(), format!("{}: pages ", ram.display()));
+    assert!(why.starts_with(&named) && why.ends_with("the file cannot be read there"), "{told}");
+    fs::write(&over, "").expect("a file");
+    // From now on the rest is brought behind the guest, or would be.
+    clone.wait_event("the trace is over", |event| event["kind"] == "error")?;
+    clone.wait_status("all that is missing is told", |status| {
+        status["restore"]["waits"].as_array().is_some_and(|waits| waits.last().is_some_and(is_rest))
+    })?;
+    let events = clone.events();
+    let told = events.iter().filter(|event| is_told(event)).count();
+    assert!(told <= 16, "{told} events, and each chunk of the guest's memory is missing");
+    assert!(clone.guest().take_answer(verifying).is_none(), "it cannot have been verified: most of it is not there");
+    image.write_all_at(&whole, 0).expect("it can be written");
+    comes_whole(&clone, verifying, &nonce)
+}
+
+fn is_rest(word: &Value) -> bool {
+    word.as_str().is_some_and(|word| word.starts_with("and ") && word.ends_with(" more"))
 }
 
 #[test]
