@@ -23,8 +23,32 @@ mod saves;
 #[path = "lazy_restore/scans.rs"]
 mod scans;
 
+use std::collections::HashMap;
+
 use hearth_vmtest::known::{SEED, count, fill, start_counter, verify};
-use hearth_vmtest::{Drives, Result, TestVm, patience};
+use hearth_vmtest::{Drives, Result, TestVm, TestVmBuilder, patience, pattern};
+
+/// Of guests most of whose memory is known.
+const MEMORY_MIB: u64 = 384;
+const MOST_MIB: u64 = 216;
+
+/// A guest most of whose memory is known page by page: more than a temporary folder holds of itself.
+fn boot_filled(builder: TestVmBuilder) -> Result<TestVm> {
+    let vm = builder.memory_mib(MEMORY_MIB).boot()?;
+    vm.sh("mount -t tmpfs -o remount,size=90% tmp /tmp")?;
+    fill(&vm, MOST_MIB)?;
+    Ok(vm)
+}
+
+/// The pages of a pattern, by their first words.
+fn first_words(name: &str, mib: usize) -> HashMap<u64, Vec<u8>> {
+    let bytes = pattern::bytes(name, mib << 20, SEED);
+    bytes.chunks_exact(4096).map(|page| (first_word(page), page.to_vec())).collect()
+}
+
+fn first_word(page: &[u8]) -> u64 {
+    u64::from_ne_bytes(page[..8].try_into().expect("8 bytes"))
+}
 
 /// What is typed while the console changes hands may be lost: until something is answered.
 fn await_console(vm: &TestVm) -> Result<()> {

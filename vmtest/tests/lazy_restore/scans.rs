@@ -5,10 +5,10 @@ use std::path::Path;
 
 use hearth_recovery::snapshot::pages::PageReader;
 use hearth_recovery::snapshot::{AgedPage, Snapshot, Source, aged_pages};
-use hearth_vmtest::{Drives, Result, TestVm, patience, pattern};
+use hearth_vmtest::{Drives, Result, TestVm, patience};
 use serde_json::Value;
 
-use super::{SEED, await_console, fill, verify};
+use super::{SEED, await_console, fill, first_word, first_words, verify};
 
 const MIB: usize = 1 << 20;
 const ARENA_MIB: usize = 16;
@@ -26,19 +26,12 @@ fn verify_both(vm: &TestVm) -> Result<()> {
     vm.sh(&format!("probe verify /tmp/arena {SEED}")).map(drop)
 }
 
-/// The pages of a pattern, by their first words.
-fn first_words(name: &str, mib: usize) -> HashMap<u64, Vec<u8>> {
-    let bytes = pattern::bytes(name, mib * MIB, SEED);
-    let word = |page: &[u8]| u64::from_ne_bytes(page[..8].try_into().expect("8 bytes"));
-    bytes.chunks_exact(4096).map(|page| (word(page), page.to_vec())).collect()
-}
-
 /// How many different pages of this pattern are in a set.
 fn count_of(set: &PageReader, pattern: &HashMap<u64, Vec<u8>>) -> usize {
     let (mut reading, mut found) = (set.reading(), HashSet::new());
     for page in set.pages() {
         let bytes = set.page(*page, &mut reading).expect("it is whole").expect("it is in the set");
-        let word = u64::from_ne_bytes(bytes[..8].try_into().expect("8 bytes"));
+        let word = first_word(bytes);
         if pattern.get(&word).is_some_and(|expect| expect[..] == bytes[..]) {
             found.insert(word);
         }
