@@ -27,7 +27,7 @@ pub fn share_image(disk: &str, source: &Path, target: &File) -> Result<bool, Sna
 }
 
 /// Can this image be saved to this folder, and if so, would it share its blocks there? Cloning is tried for that.
-pub fn can_share(disk: &str, source: &Path, folder: &Path) -> Result<bool, SnapshotError> {
+pub fn can_share(disk: &str, source: &Path, format: &str, folder: &Path) -> Result<bool, SnapshotError> {
     let failed = |error| refused(disk, source, format!("cannot be looked at: {error}"));
     let image = File::open(source).map_err(failed)?;
     let kind = image.metadata().map_err(failed)?;
@@ -35,7 +35,8 @@ pub fn can_share(disk: &str, source: &Path, folder: &Path) -> Result<bool, Snaps
         let what = if kind.file_type().is_block_device() { "a block device" } else { "no file" };
         return Err(refused(disk, source, format!("is {what}; only image files can be saved so far")));
     }
-    if let Some(backing) = relative_backing(&image).map_err(failed)? {
+    let backing = backing(&image, format).map_err(failed)?;
+    if let Some(backing) = backing.filter(|name| !name.starts_with('/')) {
         let what = format!(
             "names its backing image {backing:?} without its folder, and would not find it from the snapshot; name it with \
              qemu-img rebase -u -b /ABSOLUTE/PATH -F FORMAT"
@@ -54,13 +55,11 @@ fn refused(disk: &str, path: &Path, what: String) -> SnapshotError {
     SnapshotError::Disk { disk: disk.to_owned(), path: path.to_owned(), what }
 }
 
-/// The name of a qcow2 image's backing image if it depends on the image's folder.
-fn relative_backing(image: &File) -> io::Result<Option<String>> {
-    Ok(backing(image)?.filter(|name| !name.starts_with('/')))
-}
-
-/// The name of a qcow2 image's backing image.
-pub(super) fn backing(image: &File) -> io::Result<Option<String>> {
+/// The name of a qcow2 image's backing image. A raw one has none, whatever its guest has written into it.
+pub(super) fn backing(image: &File, format: &str) -> io::Result<Option<String>> {
+    if format != "qcow2" {
+        return Ok(None);
+    }
     let mut header = Vec::new();
     image.take(20).read_to_end(&mut header)?;
     if header.len() < 20 || &header[..4] != QCOW2_MAGIC {
@@ -87,7 +86,7 @@ mod tests {
         let (source, snapshot) = (folder.path().join("a.img"), folder.path().join("snapshot"));
         fs::write(&source, [7; 5000]).unwrap();
         fs::create_dir(&snapshot).unwrap();
-        assert!(!can_share("root", &source, &snapshot).unwrap());
+        assert!(!can_share("root", &source, "raw", &snapshot).unwrap());
         assert_eq!(fs::read_dir(&snapshot).unwrap().count(), 0);
     }
 
@@ -99,16 +98,18 @@ mod tests {
         header[..4].copy_from_slice(QCOW2_MAGIC);
         header[8..16].copy_from_slice(&100u64.to_be_bytes());
         header[16..20].copy_from_slice(&8u32.to_be_bytes());
-        let mut check = |name: &[u8; 8], expect: Option<&str>| {
+        let mut check = |name: &[u8; 8], format: &str, expect: Option<&str>| {
             header[100..108].copy_from_slice(name);
             fs::write(&source, &header).unwrap();
-            let said = can_share("root", &source, folder.path()).err().map(|error| error.to_string());
+            let said = can_share("root", &source, format, folder.path()).err().map(|error| error.to_string());
             assert_eq!(said.is_some(), expect.is_some(), "{said:?}");
             assert!(expect.is_none_or(|expect| said.is_some_and(|said| said.contains(expect))));
         };
-        check(b"/base.im", None);
-        check(b"base.img", Some("\"base.img\" without its folder"));
-        let device = can_share("root", Path::new("/dev/null"), folder.path());
+        check(b"/base.im", "qcow2", None);
+        check(b"base.img", "qcow2", Some("\"base.img\" without its folder"));
+        // What a guest wrote into its raw disk.
+        check(b"base.img", "raw", None);
+        let device = can_share("root", Path::new("/dev/null"), "raw", folder.path());
         assert!(device.unwrap_err().to_string().contains("is no file"));
     }
 }

@@ -69,6 +69,11 @@ pub enum SnapshotError {
     NoManifest { path: PathBuf },
     #[error("{path}: version {found}, this Hearth knows 1 to {SNAPSHOT_VERSION}; use the one that wrote it")]
     Version { path: PathBuf, found: u32 },
+    #[error(
+        "{path}: is a file of a snapshot folder that was copied here; copy the whole folder to a host and restore it from there, or \
+         `hearth save` to the store"
+    )]
+    CopiedFolder { path: PathBuf },
     #[error("{path}: is damaged: {what}")]
     Damaged { path: PathBuf, what: String },
     #[error("{path}: pages {first} to {last} of the guest's memory are damaged: {what}")]

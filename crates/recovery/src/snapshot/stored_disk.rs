@@ -34,10 +34,10 @@ pub fn index_file(disk: &str) -> String {
     format!("{}.index", disk_file(disk))
 }
 
-/// How it is stored; a snapshot in a folder does not say.
+/// How it is stored. A snapshot in a folder does not say: a copy of one has no checksums of its disks, and nothing of what they
+/// lie over.
 pub fn of<'a>(disk: &'a DiskPart, path: &Path) -> Result<&'a StoredDisk, SnapshotError> {
-    let what = "the manifest does not say how it is stored; `hearth save` writes snapshots to stores, and copying a folder does not";
-    disk.stored.as_ref().ok_or_else(|| SnapshotError::damaged(path, what))
+    disk.stored.as_ref().ok_or_else(|| SnapshotError::CopiedFolder { path: path.to_owned() })
 }
 
 /// What is sent of a disk.
@@ -51,8 +51,7 @@ pub enum Content {
 impl Content {
     /// A guest can write into a raw disk what looks like another format: `disk` says which it is.
     pub fn open(path: &Path, disk: &DiskPart) -> Result<Self, SnapshotError> {
-        let read = |file: &File| if disk.format == "qcow2" { image::backing(file) } else { Ok(None) };
-        let opened = File::open(path).and_then(|file| Ok((read(&file)?, file)));
+        let opened = File::open(path).and_then(|file| Ok((image::backing(&file, &disk.format)?, file)));
         match opened.map_err(SnapshotError::io(path, "read"))? {
             (None, file) => Ok(Self::Alone(file)),
             (Some(_), _) => Ok(Self::Over(Box::new(ImageReader::open(path, Format::Qcow2)?))),

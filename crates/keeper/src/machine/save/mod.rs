@@ -194,7 +194,7 @@ impl Machine {
 
     fn save_targets(&self, draft: &mut Draft) -> Result<Vec<Target>, SnapshotError> {
         let target = |disk: &DiskConfig| {
-            let shares = can_share(&disk.name, &disk.path, draft.folder())?;
+            let shares = can_share(&disk.name, &disk.path, disk.format.name(), draft.folder())?;
             let file = draft.make_disk(&disk.name)?;
             let (name, image) = (disk.name.clone(), disk.path.clone());
             Ok(Target { disk: name, image, format: disk.format.name(), file, shares })
