@@ -32,7 +32,7 @@ pub(crate) use guarded::GuardedFile;
 pub use overlay::{OverlayError, create_overlay};
 use qcow2::Qcow2Image;
 use raw::RawImage;
-pub use reader::ImageReader;
+pub use reader::{ImageReader, next_data};
 
 /// How the bytes of the virtual disk lie in the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

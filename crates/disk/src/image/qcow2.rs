@@ -95,9 +95,10 @@ impl Qcow2Image {
         self.cluster_bytes
     }
 
-    /// Of the files, the top one first.
-    pub(super) fn paths(&self) -> impl Iterator<Item = &Path> {
-        self.layers.iter().map(|layer| layer.path.as_path())
+    /// The lowest image, if it is raw: only that one can be.
+    pub(super) fn raw_base(&self) -> Option<(&Path, &File)> {
+        let base = self.layers.last().filter(|base| base.format != Format::Qcow2)?;
+        Some((&base.path, &base.file))
     }
 
     /// Version 2 cannot mark a cluster as zero.

@@ -2,11 +2,16 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use imago::{Mapping, Storage};
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
+
+use super::guarded::GuardedFile;
 use super::{Contents, Format, Image, ImageError, ImageOptions};
 use crate::block::BLOCK_BYTES;
 use crate::engine::qcow2::Chain;
@@ -55,15 +60,6 @@ impl ImageReader {
         self.image.bytes()
     }
 
-    /// What its files take, those below it included.
-    pub fn allocated_bytes(&self) -> io::Result<u64> {
-        let of = |path: &Path| Ok(std::fs::metadata(path)?.blocks() * 512);
-        match &self.image.contents {
-            Contents::Raw(_) => of(self.image.path()),
-            Contents::Qcow2(qcow2) => qcow2.paths().map(of).sum(),
-        }
-    }
-
     /// Whole blocks, from this one on. What lies behind the disk's end is an error.
     pub fn read(&self, block: u64, blocks: &mut [u8]) -> io::Result<()> {
         let start = block.checked_mul(BLOCK_BYTES as u64).ok_or(io::ErrorKind::UnexpectedEof)?;
@@ -78,9 +74,56 @@ impl ImageReader {
         }
         match &self.data {
             Data::Raw(file) => file.read_exact_at(into, offset),
-            // Whoever panicked with it has changed nothing.
-            Data::Qcow2(chain) => chain.lock().unwrap_or_else(PoisonError::into_inner).read(into, offset),
+            Data::Qcow2(chain) => lock(chain).read(into, offset),
         }
+    }
+
+    /// Where the next bytes may be that are not zeroes, from this offset on: what no image of the chain holds, or is a hole in a
+    /// raw one below, is not read to find out. None: there are only zeroes left.
+    pub fn next_data(&self, from: u64) -> io::Result<Option<u64>> {
+        let chain = match &self.data {
+            Data::Raw(file) => return next_data(file, from),
+            Data::Qcow2(chain) => lock(chain),
+        };
+        let mut at = from;
+        while at < self.bytes() {
+            let (mapping, length) = chain.get_mapping(at, self.bytes() - at)?;
+            match mapping {
+                Mapping::Eof { .. } => return Ok(None),
+                Mapping::Zero { .. } => at += length,
+                Mapping::Raw { storage, offset, .. } => match self.skipped(storage, offset)? {
+                    Some(skipped) if skipped < length => return Ok(Some(at + skipped)),
+                    _ => at += length,
+                },
+                _ => return Ok(Some(at)),
+            }
+        }
+        Ok(None)
+    }
+
+    /// How many bytes from here on are a hole. None: all there are. A file with tables in it has none that says anything.
+    fn skipped(&self, storage: &GuardedFile, offset: u64) -> io::Result<Option<u64>> {
+        let Contents::Qcow2(qcow2) = &self.image.contents else { return Ok(Some(0)) };
+        match qcow2.raw_base().filter(|(path, _)| storage.get_filename().as_deref() == Some(*path)) {
+            None => Ok(Some(0)),
+            Some((_, file)) => Ok(next_data(file, offset)?.map(|data| data - offset)),
+        }
+    }
+}
+
+/// Whoever panicked with it has changed nothing.
+fn lock(chain: &Mutex<Chain>) -> MutexGuard<'_, Chain> {
+    chain.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Behind a file's holes. None: only a hole is left.
+pub fn next_data(file: &File, from: u64) -> io::Result<Option<u64>> {
+    match seek(file, SeekFrom::Data(from)) {
+        Ok(at) => Ok(Some(at)),
+        Err(Errno::NXIO) => Ok(None),
+        // A block device does not tell: all of it is data.
+        Err(Errno::INVAL) => Ok(Some(from)),
+        Err(errno) => Err(errno.into()),
     }
 }
 
@@ -107,5 +150,56 @@ mod tests {
         }
         let missing = ImageReader::open(&folder.path().join("none"), Format::Raw).unwrap_err();
         assert!(matches!(missing, ImageError::Missing { .. }), "{missing}");
+    }
+
+    #[test]
+    fn of_a_chain_it_is_known_where_no_image_holds_anything() {
+        const MIB: u64 = 1 << 20;
+        let folder = tempfile::tempdir().unwrap();
+        let [base, middle, top] = ["base.img", "middle.qcow2", "top.qcow2"].map(|name| folder.path().join(name));
+        let file = File::create_new(&base).unwrap();
+        file.set_len(600 * MIB + 512).unwrap();
+        file.write_all_at(&[7; 4096], 3 * MIB).unwrap();
+        file.write_all_at(&[8; 512], 600 * MIB).unwrap();
+        create_overlay(&middle, &base, "raw").unwrap();
+        create_overlay(&top, &middle, "qcow2").unwrap();
+        let write = |path: &Path, at: u64, zeroes: bool| {
+            let image = qcow2_of(path);
+            match zeroes {
+                true => image.write_zeroes(at, 64 << 10).unwrap(),
+                false => image.write(&[9; 512][..], at).unwrap(),
+            }
+            image.flush().unwrap();
+        };
+        write(&middle, 200 * MIB, false);
+        write(&top, 300 * MIB, false);
+        let look = || {
+            let reader = ImageReader::open(&top, Format::Qcow2).unwrap();
+            let mut found = Vec::new();
+            let mut from = 0;
+            // A MiB at a time, as a disk is sent.
+            while let Some(at) = reader.next_data(from).unwrap() {
+                found.push(at / MIB);
+                from = (at / MIB + 1) * MIB;
+            }
+            found
+        };
+        assert_eq!(look(), [3, 200, 300, 600]);
+        // What is zeroes by an image above is not looked for below.
+        write(&top, 200 * MIB, true);
+        assert_eq!(look(), [3, 300, 600]);
+        let raw = ImageReader::open(&base, Format::Raw).unwrap();
+        assert_eq!(raw.next_data(4 * MIB).unwrap(), Some(600 * MIB));
+        assert_eq!(raw.next_data(600 * MIB + 512).unwrap(), None);
+    }
+
+    /// To be written to.
+    fn qcow2_of(path: &Path) -> Chain {
+        let (path, format) = (path.to_owned(), Format::Qcow2);
+        let options = ImageOptions { path, format, read_only: false, direct: false, lock_patience: Duration::ZERO };
+        match Image::open(&options).unwrap().contents {
+            Contents::Qcow2(qcow2) => qcow2.chain(false).unwrap(),
+            Contents::Raw(_) => unreachable!("it was opened as qcow2"),
+        }
     }
 }
