@@ -4,7 +4,7 @@
 //! `dedup`: what its disks hold is not stored. `scans`: what the guest uses is seen before it is saved. `freeze`: its file systems
 //! are whole on the snapshot's disks. `identity`: a clone knows that it is one. `faults`: what a damaged snapshot and killed keepers
 //! make of it.
-//! `object_store`: the same out of an object store, over a wire that is not to be relied on.
+//! `object_store`: the same out of an object store, over a wire that is not to be relied on. `uploads`: it goes there while it is saved.
 
 #[path = "lazy_restore/dedup.rs"]
 mod dedup;
@@ -22,6 +22,8 @@ mod restores;
 mod saves;
 #[path = "lazy_restore/scans.rs"]
 mod scans;
+#[path = "lazy_restore/uploads.rs"]
+mod uploads;
 
 use std::collections::HashMap;
 

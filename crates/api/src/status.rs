@@ -126,7 +126,7 @@ pub struct SaveStatus {
     pub disk_bytes: u64,
     #[serde(default)]
     pub disk_bytes_done: u64,
-    /// Of a snapshot that goes to an object store, at most.
+    /// Of a snapshot that goes to an object store, as far as is known. Parts of memory that change are sent again, and counted again.
     #[serde(default)]
     pub upload_bytes: u64,
     #[serde(default)]

@@ -1,7 +1,8 @@
 //! Object stores: files that lie far away, read and written with blocking calls.
 //!
 //! ```text
-//! Store    one prefix of a bucket: what is there, put, multipart upload, replacement if nobody was faster, removal
+//! Store    one prefix of a bucket: what is there, put, upload in parts, replacement if nobody was faster, removal
+//! Parts    an object on its way up, in pieces that may be sent again until it is complete
 //! Object   one of its objects, read by position: blocks of 256 KiB that come once, from there on out of the cache
 //! Cache    a folder with a limit, shared by all processes that are given it
 //! ```
@@ -13,6 +14,7 @@ mod address;
 mod cache;
 mod http;
 mod object;
+mod parts;
 mod replace;
 mod settings;
 mod store;
@@ -22,6 +24,7 @@ pub use address::Address;
 pub use cache::{CACHE_BYTES_MIN, Cache};
 pub use http::trusting_the_host;
 pub use object::Object;
+pub use parts::{Parts, part_bytes};
 pub use replace::Replaced;
 pub use settings::Settings;
 pub use store::{Meta, Store};

@@ -131,13 +131,17 @@ impl Store {
     }
 
     pub(crate) fn failure(&self, name: &str, error: &Error) -> StoreError {
-        let url = self.url(name);
+        StoreError::of(&self.url(name), error)
+    }
+}
+
+impl StoreError {
+    pub(crate) fn of(url: &str, error: &Error) -> Self {
+        let url = url.to_owned();
         match error {
-            Error::NotFound { .. } => StoreError::Missing { url },
-            Error::PermissionDenied { .. } | Error::Unauthenticated { .. } => {
-                StoreError::Refused { url, why: why(error) }
-            }
-            _ => StoreError::Away { url, why: why(error) },
+            Error::NotFound { .. } => Self::Missing { url },
+            Error::PermissionDenied { .. } | Error::Unauthenticated { .. } => Self::Refused { url, why: why(error) },
+            _ => Self::Away { url, why: why(error) },
         }
     }
 }

@@ -1,10 +1,10 @@
 //! A store that is real and a wire that is not to be relied on: what was sent is what comes back, once, or an error says why not.
 
-use std::io::Cursor;
+use std::io::{self, Cursor, Read};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use hearth_store::{Address, Cache, Object, Settings, Store, StoreError, UploadError};
+use hearth_store::{Address, Cache, Object, Parts, Settings, Store, StoreError, UploadError, part_bytes};
 use loopback_s3::{BUCKET, S3Server, Wire};
 
 const MIB: usize = 1 << 20;
@@ -32,8 +32,28 @@ impl Stand {
         Object::open(&self.store, &cache, name).expect("the store answers").expect("it was sent")
     }
 
-    fn send(&self, name: &str, bytes: &[u8]) -> Result<(), UploadError> {
+    fn send(&self, name: &str, bytes: &[u8]) -> Result<u64, UploadError> {
         self.store.upload(name, bytes.len() as u64, &mut Cursor::new(bytes), &mut |_| true)
+    }
+}
+
+/// Has nothing at every other time.
+struct Halting<'a>(&'a [u8], bool);
+
+impl Read for Halting<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        self.1 = !self.1;
+        if self.1 { Err(io::ErrorKind::WouldBlock.into()) } else { self.0.read(into) }
+    }
+}
+
+/// What comes in pieces of these, and then cannot be read.
+struct Torn(usize);
+
+impl Read for Torn {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        self.0 = self.0.checked_sub(into.len().min(MIB)).ok_or(io::ErrorKind::UnexpectedEof)?;
+        Ok(into.len().min(MIB))
     }
 }
 
@@ -49,6 +69,10 @@ fn what_was_sent_comes_back_in_pieces_and_each_block_once() {
     stand.send("ram", &sent).unwrap();
     stand.send("small", b"little").unwrap();
     stand.send("empty", b"").unwrap();
+    // It is shorter than it might have been, and has nothing now and then.
+    let halting = stand.store.upload("halting", 90 << 20, &mut Halting(&sent, false), &mut |_| true);
+    assert_eq!(halting.unwrap(), sent.len() as u64);
+    assert!(std::fs::read(stand.server.file("place/halting")).unwrap() == sent);
     assert_eq!(stand.store.read("small", 100).unwrap().as_deref(), Some(&b"little"[..]));
     assert_eq!(stand.store.read("empty", 100).unwrap().as_deref(), Some(&b""[..]));
     assert_eq!(stand.store.read("none", 100).unwrap(), None);
@@ -136,15 +160,41 @@ fn an_upload_that_is_stopped_leaves_nothing() {
         arrived == 0
     });
     assert!(matches!(ended, Err(UploadError::Stopped)) && stopped.load(Relaxed), "{ended:?}");
-    // A source that ends before it should.
-    let short = stand.store.upload("short", 20 << 20, &mut Cursor::new(&sent[..9 * MIB]), &mut |_| true);
-    assert!(matches!(short, Err(UploadError::Read(_))), "{short:?}");
+    let torn = stand.store.upload("torn", 20 << 20, &mut Torn(9 * MIB), &mut |_| true);
+    assert!(matches!(torn, Err(UploadError::Read(_))), "{torn:?}");
     assert_eq!(stand.store.meta("ram").unwrap(), None);
     stand.server.await_empty();
     stand.send("ram", &sent).unwrap();
     stand.store.remove("ram").unwrap();
     stand.store.remove("ram").unwrap();
     assert_eq!(stand.store.meta("ram").unwrap(), None);
+}
+
+#[test]
+fn parts_come_in_any_order_and_the_last_of_each_counts() {
+    let stand = Stand::new();
+    let (sent, part) = (pattern(21 * MIB), part_bytes(0) as usize);
+    let mut arrived = 0;
+    let mut go_on = |bytes: u64| {
+        arrived += bytes;
+        true
+    };
+    let mut parts = Parts::begin(&stand.store, "ram", &mut go_on).unwrap();
+    // What they were before they changed.
+    parts.send(1, vec![7; part], &mut go_on).unwrap();
+    parts.send(0, vec![8; part], &mut go_on).unwrap();
+    for number in [2, 0, 1] {
+        let end = sent.len().min((number + 1) * part);
+        parts.send(number, sent[number * part..end].to_vec(), &mut go_on).unwrap();
+    }
+    parts.complete(&mut go_on).unwrap();
+    assert_eq!(arrived, (2 * part + sent.len()) as u64);
+    assert!(std::fs::read(stand.server.file("place/ram")).unwrap() == sent);
+    let mut given_up = Parts::begin(&stand.store, "other", &mut |_| true).unwrap();
+    given_up.send(0, vec![7; part], &mut |_| true).unwrap();
+    drop(given_up);
+    stand.store.remove("ram").unwrap();
+    stand.server.await_empty();
 }
 
 #[test]

@@ -15,8 +15,8 @@ const MIB: u64 = 1 << 20;
 
 /// A store, a machine that can save to it, and where clones keep what they fetch.
 pub(super) struct Stand {
-    server: S3Server,
-    folder: tempfile::TempDir,
+    pub(super) server: S3Server,
+    pub(super) folder: tempfile::TempDir,
 }
 
 impl Stand {
@@ -42,7 +42,14 @@ impl Stand {
         self.clone_of("one", vm, name, cache, options)
     }
 
-    fn clone_of(&self, saved: &str, vm: &TestVm, name: &str, cache: &str, options: &[&str]) -> Result<TestVm> {
+    pub(super) fn clone_of(
+        &self,
+        saved: &str,
+        vm: &TestVm,
+        name: &str,
+        cache: &str,
+        options: &[&str],
+    ) -> Result<TestVm> {
         let (credentials, cache) = (self.path("s3.env"), self.path(cache));
         let store = ["--credentials", &credentials, "--cache", &cache];
         vm.restore(Path::new(&address(saved)), name, &[&store, options].concat())
@@ -58,7 +65,7 @@ impl Stand {
         Ok((vm, nonce))
     }
 
-    fn object(&self, name: &str) -> PathBuf {
+    pub(super) fn object(&self, name: &str) -> PathBuf {
         self.server.file(&format!("one/{name}"))
     }
 

@@ -76,7 +76,7 @@ fn a_keeper_killed_while_it_saves_is_followed_by_one_that_lets_the_guest_go_on()
 
 /// Four blocks, 8 MiB apart, are written in turn. What memory says was written
 /// last is on the disk, and what it does not know of is not; else it is noted.
-const TURNS: &str = r#"
+pub(super) const TURNS: &str = r#"
 at() { dd if=/dev/vda bs=512 skip=$(( $1 % 4 * 16384 )) count=1 iflag=direct 2>/dev/null | head -n 1; }
 (i=0
 while :; do
@@ -95,7 +95,7 @@ done) >/dev/null 2>&1 &
 "#;
 
 /// Both writers go on for a while, and find everything as they left it.
-fn await_turns(vm: &TestVm, turns: u32) -> Result<()> {
+pub(super) fn await_turns(vm: &TestVm, turns: u32) -> Result<()> {
     let wait = format!(
         "while [ ! -s /tmp/turn ]; do sleep 0.1; done; from=$(cat /tmp/turn)
          while [ $(cat /tmp/turn) -lt $((from + {turns})) ] && [ ! -e /tmp/odd ]; do sleep 0.1; done; cat /tmp/odd"

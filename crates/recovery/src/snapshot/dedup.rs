@@ -173,7 +173,7 @@ mod tests {
         assert_eq!(shared, (0..100).collect::<Vec<_>>());
         for compression in [Compression::None, Compression::Zstd] {
             let path = stand.home.path().join("packed");
-            let sealed = pack(&stand.plain(), &path, compression, &chunks, &mut Unwatched).unwrap();
+            let sealed = pack(&stand.plain(), &path, compression, &chunks, None, &mut Unwatched).unwrap();
             assert_eq!(sealed.pages, 200);
             assert!(sealed.bytes < fs::metadata(stand.plain().path()).unwrap().len() - 90 * PAGE as u64, "{sealed:?}");
             let reader = PageReader::open(&path).unwrap();
@@ -194,7 +194,7 @@ mod tests {
             (0..40).map(|page| Candidate { at: BlockRef { disk: 0, block: u64::from(page) + 10 }, page }).collect();
         let chunks = compare(&candidates, &stand.plain(), &stand.disks(), &mut Unwatched).unwrap();
         let path = stand.home.path().join("packed");
-        pack(&stand.plain(), &path, Compression::None, &chunks, &mut Unwatched).unwrap();
+        pack(&stand.plain(), &path, Compression::None, &chunks, None, &mut Unwatched).unwrap();
         let disk = stand.home.path().join(disk_file("root"));
         let mut bytes = fs::read(&disk).unwrap();
         bytes[30 * PAGE + 77] ^= 4;

@@ -19,6 +19,7 @@ pub mod blocks;
 pub mod dedup;
 mod disk;
 mod manifest;
+pub mod outgoing;
 pub mod pages;
 mod place;
 pub mod save;

@@ -18,6 +18,7 @@ use hearth_memory::{FileOffset, MemoryError, PAGE_BYTES, RamFile};
 use hearth_qemu::agent::AgentError;
 
 use super::SnapshotError;
+use super::outgoing::Outgoing;
 use super::pages::{Compression, Elsewhere, PageReader, PageWriter, Sealed};
 use crate::vmcore::Bitmap;
 
@@ -47,6 +48,8 @@ pub enum SaveError {
     Image { path: PathBuf, source: std::io::Error },
     #[error("the guest's file systems are not frozen; see to its agent (qemu-guest-agent), or save without `--freeze`")]
     Freeze(#[source] AgentError),
+    #[error("no thread to upload with")]
+    Thread(#[source] std::io::Error),
     #[error("the keeper gave it up")]
     Abandoned,
     #[error("it was called off: {why}")]
@@ -119,6 +122,11 @@ impl RamCopy {
             kept: Vec::new(),
             kept_bytes: Vec::new(),
         })
+    }
+
+    /// To whoever sends it while it is made.
+    pub fn going_out(self, outgoing: Option<Arc<Outgoing>>) -> Self {
+        Self { writer: self.writer.going_out(outgoing), ..self }
     }
 
     /// All pages, in the order of their addresses. How many.
@@ -216,9 +224,10 @@ pub fn pack(
     target: &Path,
     compression: Compression,
     elsewhere: &[Elsewhere],
+    outgoing: Option<Arc<Outgoing>>,
     watcher: &mut dyn Watcher,
 ) -> Result<Sealed, SaveError> {
-    let mut writer = PageWriter::create(target, pages.ram_pages(), compression)?;
+    let mut writer = PageWriter::create(target, pages.ram_pages(), compression)?.going_out(outgoing);
     let mut reading = pages.reading();
     let mut left_out = Bitmap::new(pages.ram_pages());
     elsewhere.iter().flat_map(Elsewhere::pages).for_each(|page| left_out.set(u64::from(*page)));
@@ -345,7 +354,7 @@ mod tests {
         check_copy(&stand.path("ram"), &stand.ram);
         assert!(watcher.done >= 2500 + 2400 + 6 && watcher.more >= 2400 + 6, "{} {}", watcher.done, watcher.more);
         let plain = PageReader::open(&stand.path("ram")).unwrap();
-        let packed = pack(&plain, &stand.path("packed"), Compression::Zstd, &[], &mut watcher).unwrap();
+        let packed = pack(&plain, &stand.path("packed"), Compression::Zstd, &[], None, &mut watcher).unwrap();
         check_copy(&stand.path("packed"), &stand.ram);
         assert!(packed.bytes < std::fs::metadata(stand.path("ram")).unwrap().len() / 4);
     }

@@ -10,13 +10,11 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
-use hearth_disk::image::{Format, ImageReader};
+use hearth_disk::image::{Format, ImageReader, next_data};
 use hearth_store::Object;
-use rustix::fs::{SeekFrom, seek};
-use rustix::io::Errno;
 
 use super::manifest::{DiskPart, StoredDisk, disk_file};
 use super::place::Far;
@@ -26,7 +24,7 @@ const BLOCK_BYTES: u64 = 1 << 20;
 const ENTRY_BYTES: usize = 24;
 const CHECKSUM_BYTES: usize = 16;
 /// Of an index: for 2.8 TiB that are not zeroes.
-pub const INDEX_BYTES_MAX: u64 = 64 << 20;
+const INDEX_BYTES_MAX: u64 = 64 << 20;
 /// Asked for ahead of what is written.
 const AHEAD_BLOCKS: u64 = 32;
 
@@ -67,14 +65,6 @@ impl Content {
         Ok(DiskPart { format, bytes: self.bytes()?, ..disk.clone() })
     }
 
-    /// What there is on this host that may have to be sent.
-    pub fn allocated_bytes(&self) -> io::Result<u64> {
-        match self {
-            Self::Alone(file) => Ok(file.metadata()?.blocks() * 512),
-            Self::Over(chain) => chain.allocated_bytes(),
-        }
-    }
-
     fn bytes(&self) -> io::Result<u64> {
         match self {
             Self::Alone(file) => Ok(file.metadata()?.len()),
@@ -82,11 +72,11 @@ impl Content {
         }
     }
 
-    /// None: only a hole is left. Of a chain nobody knows where its holes are.
+    /// None: there are only zeroes left. What is known to be zeroes without being read is passed over.
     fn next_data(&self, from: u64) -> io::Result<Option<u64>> {
         match self {
             Self::Alone(file) => next_data(file, from),
-            Self::Over(chain) => Ok(Some(from).filter(|from| *from < chain.bytes())),
+            Self::Over(chain) => chain.next_data(from),
         }
     }
 
@@ -98,78 +88,82 @@ impl Content {
     }
 }
 
-/// Which blocks of a disk are not all zeroes.
-pub struct Survey {
-    pub index: Vec<u8>,
-    /// Of these blocks.
-    pub bytes: u64,
-    blocks: Vec<u64>,
-    disk_bytes: u64,
-}
-
-impl Survey {
-    /// Reads the disk, but for its holes. `go_on` is asked after each block.
-    pub fn of<E>(content: &Content, mut go_on: impl FnMut() -> Result<(), E>) -> Result<Self, E>
-    where
-        E: From<io::Error>,
-    {
-        let disk_bytes = content.bytes()?;
-        let mut survey = Self { index: Vec::new(), bytes: 0, blocks: Vec::new(), disk_bytes };
-        let (mut block, mut buffer) = (0, vec![0; BLOCK_BYTES as usize]);
-        while let Some(next) = content.next_data(block * BLOCK_BYTES)? {
-            // A block may hold data behind a hole.
-            block = block.max(next / BLOCK_BYTES);
-            let bytes = &mut buffer[..length_of(block, disk_bytes)];
-            content.read_at(bytes, block * BLOCK_BYTES)?;
-            if bytes.iter().any(|byte| *byte != 0) {
-                survey.blocks.push(block);
-                survey.bytes += bytes.len() as u64;
-                survey.index.extend(block.to_le_bytes());
-                survey.index.extend(&blake3::hash(bytes).as_bytes()[..CHECKSUM_BYTES]);
-            }
-            block += 1;
-            go_on()?;
-            if block * BLOCK_BYTES >= disk_bytes {
-                break;
-            }
-        }
-        Ok(survey)
-    }
-
-    /// These blocks, one after the other.
-    pub fn reader<'a>(&'a self, content: &'a Content) -> impl Read + 'a {
-        BlocksReader { survey: self, content, block: 0, within: 0 }
-    }
-}
-
-struct BlocksReader<'a> {
-    survey: &'a Survey,
+/// A disk's blocks that are not all zeroes, one after the other. It is read once: which blocks they are is known at the end.
+pub struct Blocks<'a> {
     content: &'a Content,
-    /// Position in `blocks`.
-    block: usize,
-    within: u64,
+    disk_bytes: u64,
+    /// Of those so far.
+    index: Vec<u8>,
+    next: u64,
+    block: Vec<u8>,
+    /// Of `block`, that have been passed on.
+    passed: usize,
 }
 
-impl Read for BlocksReader<'_> {
-    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        let Some(&block) = self.survey.blocks.get(self.block) else { return Ok(0) };
-        let block_bytes = length_of(block, self.survey.disk_bytes) as u64;
-        let length = into.len().min((block_bytes - self.within) as usize);
-        self.content.read_at(&mut into[..length], block * BLOCK_BYTES + self.within)?;
-        self.within += length as u64;
-        if self.within == block_bytes {
-            (self.block, self.within) = (self.block + 1, 0);
+impl<'a> Blocks<'a> {
+    pub fn of(content: &'a Content) -> io::Result<Self> {
+        let disk_bytes = content.bytes()?;
+        Ok(Self { content, disk_bytes, index: Vec::new(), next: 0, block: Vec::new(), passed: 0 })
+    }
+
+    /// How many bytes will come at most: all that is not known to be zeroes without being read.
+    pub fn bytes_max(&self) -> io::Result<u64> {
+        let (mut bytes, mut from) = (0, 0);
+        while let Some(number) = self.find(from)? {
+            bytes += length_of(number, self.disk_bytes) as u64;
+            from = number + 1;
         }
-        Ok(length)
+        Ok(bytes)
+    }
+
+    pub fn into_index(self) -> Vec<u8> {
+        self.index
+    }
+
+    /// The first block from this one on that may be no zeroes.
+    fn find(&self, from: u64) -> io::Result<Option<u64>> {
+        if from * BLOCK_BYTES >= self.disk_bytes {
+            return Ok(None);
+        }
+        // A block may hold data behind a hole.
+        let data = self.content.next_data(from * BLOCK_BYTES)?;
+        Ok(data.map(|data| from.max(data / BLOCK_BYTES)))
+    }
+
+    /// False: there is none.
+    fn read_next(&mut self) -> io::Result<bool> {
+        let Some(number) = self.find(self.next)? else { return Ok(false) };
+        self.next = number + 1;
+        self.passed = 0;
+        self.block.resize(length_of(number, self.disk_bytes), 0);
+        self.content.read_at(&mut self.block, number * BLOCK_BYTES)?;
+        if self.block.iter().all(|byte| *byte == 0) {
+            self.block.clear();
+        } else {
+            if (self.index.len() + ENTRY_BYTES) as u64 > INDEX_BYTES_MAX {
+                return Err(io::Error::other("it is too large for an object store"));
+            }
+            self.index.extend(number.to_le_bytes());
+            self.index.extend(&blake3::hash(&self.block).as_bytes()[..CHECKSUM_BYTES]);
+        }
+        Ok(true)
     }
 }
 
-/// None: only a hole is left.
-fn next_data(image: &File, from: u64) -> io::Result<Option<u64>> {
-    match seek(image, SeekFrom::Data(from)) {
-        Ok(at) => Ok(Some(at)),
-        Err(Errno::NXIO) => Ok(None),
-        Err(errno) => Err(errno.into()),
+impl Read for Blocks<'_> {
+    /// `WouldBlock` after a block of zeroes: there is nothing yet.
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        if self.passed == self.block.len() {
+            match self.read_next()? {
+                false => return Ok(0),
+                true if self.block.is_empty() => return Err(io::ErrorKind::WouldBlock.into()),
+                true => {}
+            }
+        }
+        let length = into.len().min(self.block.len() - self.passed);
+        into[..length].copy_from_slice(&self.block[self.passed..][..length]);
+        self.passed += length;
+        Ok(length)
     }
 }
 
@@ -248,14 +242,21 @@ mod tests {
     use super::*;
     use crate::snapshot::Part;
 
-    fn survey(content: &Content) -> Survey {
-        Survey::of(content, || io::Result::Ok(())).unwrap()
-    }
-
-    fn sent(content: &Content) -> (Vec<u64>, Vec<u8>) {
-        let (found, mut sent) = (survey(content), Vec::new());
-        found.reader(content).read_to_end(&mut sent).unwrap();
-        (found.blocks, sent)
+    /// Which blocks go, what they hold, and the index.
+    fn sent(content: &Content) -> (Vec<u64>, Vec<u8>, Vec<u8>) {
+        let (mut blocks, mut sent, mut piece) = (Blocks::of(content).unwrap(), Vec::new(), vec![0; 300_000]);
+        let bytes_max = blocks.bytes_max().unwrap();
+        loop {
+            match blocks.read(&mut piece) {
+                Ok(0) => break,
+                Ok(length) => sent.extend(&piece[..length]),
+                Err(error) => assert_eq!(error.kind(), io::ErrorKind::WouldBlock),
+            }
+        }
+        assert!(sent.len() as u64 <= bytes_max, "{} bytes of {bytes_max}", sent.len());
+        let index = blocks.into_index();
+        let numbers = index.chunks(ENTRY_BYTES).map(|entry| u64::from_le_bytes(entry[..8].try_into().unwrap()));
+        (numbers.collect(), sent, index)
     }
 
     #[test]
@@ -273,8 +274,8 @@ mod tests {
         assert_eq!((told.format.as_str(), told.bytes), ("raw", bytes.len() as u64));
         let whole =
             [&bytes[BLOCK_BYTES as usize..2 * BLOCK_BYTES as usize], &bytes[5 * BLOCK_BYTES as usize..]].concat();
-        assert!(sent(&content) == (vec![1, 5], whole));
-        assert!(content.allocated_bytes().unwrap() >= bytes.len() as u64);
+        let (numbers, bytes, _) = sent(&content);
+        assert!(numbers == [1, 5] && bytes == whole);
         // What only looks like one is what its guest wrote.
         let header = std::fs::read(&top).unwrap();
         let content = Content::open(&top, &part("raw")).unwrap();
@@ -290,29 +291,28 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let image = File::options().read(true).write(true).create_new(true).open(folder.path().join("disk")).unwrap();
         let content = Content::Alone(image.try_clone().unwrap());
-        assert_eq!(survey(&content).bytes, 0, "an empty one");
+        assert!(sent(&content).0.is_empty(), "an empty one");
         image.set_len(10 * BLOCK_BYTES + 5).unwrap();
-        assert_eq!(survey(&content).bytes, 0, "one of holes");
+        assert!(sent(&content).0.is_empty(), "one of holes");
         image.write_all_at(&[0; 4096], 2 * BLOCK_BYTES).unwrap();
         image.write_all_at(&[7; 4096], 4 * BLOCK_BYTES - 4096).unwrap();
         image.write_all_at(&[9], 10 * BLOCK_BYTES + 4).unwrap();
-        let found = survey(&content);
-        assert_eq!((&found.blocks[..], found.bytes), (&[3, 10][..], BLOCK_BYTES + 5));
-        let (_, sent) = sent(&content);
-        assert_eq!(sent.len() as u64, found.bytes);
+        let (numbers, sent, index) = sent(&content);
+        assert_eq!((&numbers[..], sent.len() as u64), (&[3, 10][..], BLOCK_BYTES + 5));
         assert_eq!(
             (sent[BLOCK_BYTES as usize - 4096], sent[BLOCK_BYTES as usize - 4097], sent[sent.len() - 1]),
             (7, 0, 9)
         );
+        let bytes = sent.len() as u64;
         let disk = DiskPart { name: "root".into(), format: "raw".into(), bytes: 10 * BLOCK_BYTES + 5, stored: None };
         let part = |bytes| StoredDisk { bytes, index: Part { bytes: 0, blake3: String::new() } };
-        let parsed = parse(&found.index, &disk, &part(found.bytes)).unwrap();
+        let parsed = parse(&index, &disk, &part(bytes)).unwrap();
         assert_eq!(parsed.iter().map(|(block, _)| *block).collect::<Vec<_>>(), [3, 10]);
-        assert!(parse(&found.index, &disk, &part(found.bytes + 1)).is_none(), "not so long");
-        assert!(parse(&found.index[1..], &disk, &part(found.bytes)).is_none(), "cut off");
-        let turned = [&found.index[24..], &found.index[..24]].concat();
-        assert!(parse(&turned, &disk, &part(found.bytes)).is_none(), "out of order");
+        assert!(parse(&index, &disk, &part(bytes + 1)).is_none(), "not so long");
+        assert!(parse(&index[1..], &disk, &part(bytes)).is_none(), "cut off");
+        let turned = [&index[24..], &index[..24]].concat();
+        assert!(parse(&turned, &disk, &part(bytes)).is_none(), "out of order");
         let beyond = DiskPart { bytes: 10 * BLOCK_BYTES, ..disk };
-        assert!(parse(&found.index, &beyond, &part(found.bytes)).is_none(), "behind the disk's end");
+        assert!(parse(&index, &beyond, &part(bytes)).is_none(), "behind the disk's end");
     }
 }

@@ -85,7 +85,7 @@ impl Snapshot {
         match far.store.upload(WORKING_SET, sealed.bytes, &mut file, &mut |_| true) {
             Err(UploadError::Store(error)) => Err(error.into()),
             Err(UploadError::Read(source)) => Err(SnapshotError::io(path, "read")(source)),
-            Ok(()) | Err(UploadError::Stopped) => Ok(sealed.pages),
+            Ok(_) | Err(UploadError::Stopped) => Ok(sealed.pages),
         }
     }
 
@@ -112,7 +112,7 @@ mod tests {
     use loopback_s3::{BUCKET, S3Server, Wire};
 
     use super::super::tests::{Stand, aged};
-    use super::super::upload::upload;
+    use super::super::upload::tests::send_folder;
     use super::*;
 
     /// A snapshot in a store.
@@ -126,7 +126,7 @@ mod tests {
             let stand = Self { server: S3Server::start(), near: Stand::new() };
             let lines = stand.server.environment().into_iter().map(|(key, value)| format!("{key}={value}\n"));
             fs::write(stand.near.folder().with_file_name("s3.env"), lines.collect::<String>()).unwrap();
-            upload(&stand.near.folder(), &stand.far().store, &mut |_| Ok(())).unwrap();
+            send_folder(&stand.near.folder(), &stand.far().store, &mut |_, _| Ok(())).unwrap();
             stand
         }
 

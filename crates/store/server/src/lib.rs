@@ -30,6 +30,8 @@ pub enum Wire {
     Dead,
     /// Each request is answered with 500.
     Failing,
+    /// Each request is answered with 403.
+    Refusing,
     /// So many bytes pass each second, on each connection.
     Slow(u64),
     /// Connections break after so many bytes of answers.
@@ -203,7 +205,8 @@ fn carry(client: TcpStream, behind: SocketAddr, state: &State) {
     let (wire, number) = state.wire();
     match wire {
         Wire::Dead => return,
-        Wire::Failing => return fail(client),
+        Wire::Failing => return refuse(client, "500 Internal Server Error"),
+        Wire::Refusing => return refuse(client, "403 Forbidden"),
         Wire::Whole | Wire::Slow(_) | Wire::Cut(_) | Wire::Unconditional | Wire::Line { .. } => {}
     }
     let Ok(server) = TcpStream::connect(behind) else { return };
@@ -216,7 +219,7 @@ fn carry(client: TcpStream, behind: SocketAddr, state: &State) {
                 std::thread::sleep(Duration::from_secs_f64(bytes as f64 / bytes_per_s as f64));
             }
             Wire::Line { bytes_per_s, .. } => state.carry(way, bytes, bytes_per_s),
-            Wire::Whole | Wire::Dead | Wire::Failing | Wire::Unconditional | Wire::Cut(_) => {}
+            Wire::Whole | Wire::Dead | Wire::Failing | Wire::Refusing | Wire::Unconditional | Wire::Cut(_) => {}
         };
         let (answered, conditional) = (&answered, &conditional);
         scope.spawn(move || {
@@ -272,7 +275,7 @@ fn pass(mut from: &TcpStream, mut to: &TcpStream, state: &State, number: u64, mu
     let _ = to.shutdown(Shutdown::Both);
 }
 
-fn fail(mut client: TcpStream) {
+fn refuse(mut client: TcpStream, status: &str) {
     let mut head = Vec::new();
     let mut buffer = [0; 4096];
     while !head.windows(4).any(|end| end == b"\r\n\r\n") {
@@ -281,7 +284,10 @@ fn fail(mut client: TcpStream) {
             _ => return,
         }
     }
-    let _ = client.write_all(&refusal("500 Internal Server Error"));
+    let _ = client.write_all(&refusal(status));
+    // Hung up on in the middle of what it sends, a client would not read the answer.
+    let _ = client.shutdown(Shutdown::Write);
+    while client.read(&mut buffer).is_ok_and(|length| length > 0) {}
 }
 
 fn refusal(status: &str) -> Vec<u8> {

@@ -3,6 +3,7 @@
 //! ```text
 //! thread   (what the guest uses ->) all of memory -> what was written meanwhile -> ... -> little | the last of it ............ | images, manifest
 //! loop                                                            pause -> devices -> images frozen -> go on | stop
+//! upload   (memory, as it is copied .......................................)          (images, what of memory changed, manifest)
 //! ```
 //! All of it is of one moment: requests in flight are answered before QEMU says that its guest stands still; from then on
 //! nobody writes to memory or images until memory is copied and each image is a clone, or is frozen: then its disk copies
@@ -16,6 +17,7 @@ mod freeze;
 mod progress;
 mod refusals;
 mod task;
+mod upload;
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -34,6 +36,7 @@ use hearth_qemu::Accelerator;
 use hearth_recovery::rejuvenation;
 use hearth_recovery::snapshot::save::{SaveError, Writers, resident_pages};
 use hearth_recovery::snapshot::scan::{AccessScan, ScanPlan};
+use hearth_recovery::snapshot::upload::Expected;
 use hearth_recovery::snapshot::{
     DiskPart, Draft, Manifest, Part, RamPart, SNAPSHOT_VERSION, SnapshotError, can_share, share_image, state,
 };
@@ -44,7 +47,8 @@ use crate::config::DiskConfig;
 use crate::event::Event;
 use crate::object_store::{self, Staging, is_address};
 use progress::Progress;
-use task::{CopyWay, Cue, ImageCopy, Moment, Sight, Task, Upload, Written};
+use task::{CopyWay, Cue, ImageCopy, Moment, Sight, Task, Written};
+use upload::Upload;
 
 /// Taking the state takes 20 ms; on a host that swaps it may be a second.
 const STATE_PATIENCE: Duration = Duration::from_secs(5);
@@ -124,7 +128,7 @@ impl Machine {
         self.must_be_savable(&request)?;
         let Some(life) = &self.life else { return Ok(()) };
         let failed = |error: &dyn std::error::Error| ApiError::new(ErrorWord::Failed, crate::chain(error));
-        let upload = self.upload_to(&request.folder)?;
+        let mut upload = self.upload_to(&request.folder)?;
         let folder = upload.as_ref().map_or_else(|| request.folder.clone(), Upload::folder);
         let mut draft = Draft::create(&folder).map_err(|error| failed(&error))?;
         let targets = self.save_targets(&mut draft).map_err(|error| failed(&error))?;
@@ -138,9 +142,11 @@ impl Machine {
         let folder = request.folder.display().to_string();
         let pages = resident_pages(&life.incarnation.ram).map_err(|error| failed(&error))?;
         let to_copy = targets.iter().filter(|target| !target.shares).map(|target| allocated_bytes(&target.image)).sum();
-        // Until it is there to be counted.
-        let images = targets.iter().map(|target| allocated_bytes(&target.image)).sum::<u64>();
-        let to_upload = if upload.is_some() { pages * PAGE_BYTES + images } else { 0 };
+        let to_upload = upload.as_mut().map_or(0, |upload| {
+            let disks = targets.iter().map(|target| (target.disk.clone(), allocated_bytes(&target.image))).collect();
+            upload.expected = Expected { ram_bytes: pages * PAGE_BYTES, disks };
+            upload.expected.bytes()
+        });
         let progress = Arc::new(Progress::begin(folder.clone(), pages, to_copy, to_upload));
         self.saves += 1;
         let tell = Tell { tell: self.parts.tell.clone(), number: self.saves };
@@ -189,7 +195,8 @@ impl Machine {
             let why = format!("{}: cannot hold a save on its way to the store: {error}", config.folder.display());
             ApiError::new(ErrorWord::Failed, why).hint("choose another with `folder` of [object_store]")
         })?;
-        Ok(Some(Upload { staging, store }))
+        let (machine, expected) = (self.parts.config.name.clone(), Expected::default());
+        Ok(Some(Upload { staging, store, machine, expected }))
     }
 
     fn save_targets(&self, draft: &mut Draft) -> Result<Vec<Target>, SnapshotError> {

@@ -30,8 +30,38 @@ pub struct Progress {
     /// Of a snapshot that goes to an object store.
     upload_bytes: AtomicU64,
     upload_bytes_done: AtomicU64,
+    /// When the first of them had arrived, and how many: what they took is not known.
+    arriving: OnceLock<(Instant, u64)>,
     called_off: AtomicBool,
     why: Mutex<String>,
+    /// One of its threads has failed, and says why itself.
+    abandoned: AtomicBool,
+    /// Last time that an event told how far it is.
+    told: Mutex<Instant>,
+}
+
+/// How much of it is done, and how fast it goes.
+struct Work {
+    done: u64,
+    all: u64,
+    per_s: Option<f64>,
+}
+
+impl Work {
+    /// `since`: when so much of it was done.
+    fn of(done: u64, all: u64, since: Option<(Instant, u64)>) -> Self {
+        let done = done.min(all);
+        let rate = |(since, done_then): (Instant, u64)| {
+            let (more, seconds) = (done.saturating_sub(done_then), since.elapsed().as_secs_f64());
+            (more > 0 && seconds > 0.0).then(|| more as f64 / seconds)
+        };
+        Self { done, all, per_s: since.and_then(rate) }
+    }
+
+    fn left_s(&self) -> Option<f64> {
+        let left = self.all - self.done;
+        if left == 0 { Some(0.0) } else { self.per_s.map(|per_s| left as f64 / per_s) }
+    }
 }
 
 impl Progress {
@@ -47,8 +77,11 @@ impl Progress {
             disk_bytes_done: AtomicU64::new(0),
             upload_bytes: AtomicU64::new(upload_bytes),
             upload_bytes_done: AtomicU64::new(0),
+            arriving: OnceLock::new(),
             called_off: AtomicBool::new(false),
             why: Mutex::default(),
+            abandoned: AtomicBool::new(false),
+            told: Mutex::new(Instant::now()),
         }
     }
 
@@ -60,30 +93,32 @@ impl Progress {
         let (pages, pages_done) = (self.pages.load(Relaxed), self.pages_done.load(Relaxed));
         // What the guest lets grow meanwhile is copied, and was not foreseen.
         let disk_bytes_done = self.disk_bytes_done.load(Relaxed).min(self.disk_bytes);
-        let upload_bytes = self.upload_bytes.load(Relaxed);
-        let upload_bytes_done = self.upload_bytes_done.load(Relaxed).min(upload_bytes);
-        let done = (pages_done * PAGE_BYTES + disk_bytes_done + upload_bytes_done) as f64;
-        let all = (pages * PAGE_BYTES + self.disk_bytes + upload_bytes) as f64;
+        let (copied, to_copy) = (pages_done * PAGE_BYTES + disk_bytes_done, pages * PAGE_BYTES + self.disk_bytes);
+        let copy = Work::of(copied, to_copy, self.copying.get().map(|since| (*since, 0)));
+        let (arrived, to_upload) = (self.upload_bytes_done.load(Relaxed), self.upload_bytes.load(Relaxed));
+        let upload = Work::of(arrived, to_upload, self.arriving.get().copied());
+        let (done, all) = (copy.done + upload.done, copy.all + upload.all);
         let seconds = self.copying.get().map_or(0.0, |since| since.elapsed().as_secs_f64());
-        let bytes_per_s = if seconds > 0.0 { done / seconds } else { 0.0 };
+        // Both go on at the same time.
+        let eta_s = copy.left_s().zip(upload.left_s()).map(|(copy, upload)| copy.max(upload));
         SaveStatus {
             folder: self.folder.clone(),
             pages,
             pages_done,
             disk_bytes: self.disk_bytes,
             disk_bytes_done,
-            upload_bytes,
-            upload_bytes_done,
-            percent: if all == 0.0 { 0.0 } else { done * 100.0 / all },
-            mib_per_s: bytes_per_s / MIB,
-            eta_s: (bytes_per_s > 0.0).then(|| (all - done).max(0.0) / bytes_per_s),
+            upload_bytes: upload.all,
+            upload_bytes_done: upload.done,
+            percent: if all == 0 { 0.0 } else { done as f64 * 100.0 / all as f64 },
+            mib_per_s: if seconds > 0.0 { done as f64 / seconds / MIB } else { 0.0 },
+            eta_s,
             scan: *self.scan.lock().expect("nobody panics with it"),
         }
     }
 
-    /// So much there is to be sent, at most.
-    pub fn begin_upload(&self, bytes: u64) {
-        self.upload_bytes.store(bytes, Relaxed);
+    /// Whoever else works at it stops.
+    pub fn abandon(&self) {
+        self.abandoned.store(true, Relaxed);
     }
 
     pub fn call_off(&self, why: &str) {
@@ -95,20 +130,19 @@ impl Progress {
         if self.called_off.load(Relaxed) {
             return Err(SaveError::CalledOff { why: self.why.lock().expect("nobody panics with it").clone() });
         }
-        Ok(())
+        if self.abandoned.load(Relaxed) { Err(SaveError::Abandoned) } else { Ok(()) }
     }
 }
 
-/// The thread's side.
+/// The side of a thread.
 pub struct Reporter<'a> {
     progress: &'a Progress,
     tell: &'a Tell,
-    told: Instant,
 }
 
 impl<'a> Reporter<'a> {
     pub fn new(progress: &'a Progress, tell: &'a Tell) -> Self {
-        Self { progress, tell, told: Instant::now() }
+        Self { progress, tell }
     }
 
     pub fn folder(&self) -> &str {
@@ -140,14 +174,26 @@ impl<'a> Reporter<'a> {
         self.report()
     }
 
-    pub fn upload_done(&mut self, bytes: u64) -> Result<(), SaveError> {
-        self.progress.upload_bytes_done.fetch_add(bytes, Relaxed);
+    /// So much has arrived in the store, of so much, as far as that is known.
+    pub fn uploaded(&mut self, arrived: u64, of: u64) -> Result<(), SaveError> {
+        self.progress.upload_bytes_done.store(arrived, Relaxed);
+        self.progress.upload_bytes.store(of, Relaxed);
+        if arrived > 0 {
+            self.progress.arriving.get_or_init(|| (Instant::now(), arrived));
+        }
         self.report()
     }
 
-    fn report(&mut self) -> Result<(), SaveError> {
-        if self.told.elapsed() >= EVERY {
-            self.told = Instant::now();
+    fn report(&self) -> Result<(), SaveError> {
+        let is_time = {
+            let mut told = self.progress.told.lock().expect("nobody panics with it");
+            let is_time = told.elapsed() >= EVERY;
+            if is_time {
+                *told = Instant::now();
+            }
+            is_time
+        };
+        if is_time {
             let SaveStatus { folder, percent, mib_per_s, eta_s, .. } = self.progress.status();
             self.tell.say(Word::Event(EventKind::SaveProgress { folder, percent, mib_per_s, eta_s }));
         }
@@ -163,5 +209,42 @@ impl Watcher for Reporter<'_> {
     fn done(&mut self, pages: u64) -> Result<(), SaveError> {
         self.progress.pages_done.fetch_add(pages, Relaxed);
         self.report()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn what_is_left_to_be_sent_counts_for_how_long_it_takes_at_the_rate_at_which_it_arrives() {
+        let progress = Progress::begin("s3://bucket/one".into(), 100, 0, 8 << 20);
+        let (tell, _events) = mpsc::channel();
+        let tell = Tell { tell, number: 1 };
+        let mut reporter = Reporter::new(&progress, &tell);
+        reporter.begin_copy();
+        reporter.done(100).unwrap();
+        assert_eq!(progress.status().eta_s, None, "nothing has arrived");
+        reporter.uploaded(1 << 20, 8 << 20).unwrap();
+        assert_eq!(progress.status().eta_s, None, "one part says nothing of the rate");
+        reporter.uploaded(2 << 20, 6 << 20).unwrap();
+        let status = progress.status();
+        assert!(status.eta_s > Some(0.0), "{status:?}");
+        assert_eq!((status.upload_bytes_done, status.upload_bytes), (2 << 20, 6 << 20));
+        reporter.uploaded(6 << 20, 6 << 20).unwrap();
+        let status = progress.status();
+        assert_eq!((status.eta_s, status.percent), (Some(0.0), 100.0));
+    }
+
+    #[test]
+    fn the_thread_that_fails_ends_the_other_and_an_order_is_told_first() {
+        let progress = Progress::begin("s3://bucket/one".into(), 100, 0, 8 << 20);
+        progress.must_go_on().unwrap();
+        progress.abandon();
+        assert!(matches!(progress.must_go_on(), Err(SaveError::Abandoned)));
+        progress.call_off("a test");
+        assert!(matches!(progress.must_go_on(), Err(SaveError::CalledOff { .. })));
     }
 }

@@ -18,14 +18,13 @@ use hearth_recovery::snapshot::dedup::{candidates, compare};
 use hearth_recovery::snapshot::pages::{Compression, PageReader, Sealed};
 use hearth_recovery::snapshot::save::{Approach, RamCopy, SaveError, Writers, pack};
 use hearth_recovery::snapshot::scan::{AccessScan, ScanPlan, Used};
-use hearth_recovery::snapshot::upload::{bytes_of, must_be_free, upload};
+use hearth_recovery::snapshot::upload::Order;
 use hearth_recovery::snapshot::{Draft, Manifest, RamPart};
-use hearth_store::Store;
 
 use super::freeze::Freezer;
 use super::progress::{Progress, Reporter};
+use super::upload::{Orders, Upload, Whole};
 use super::{Tell, Word};
-use crate::object_store::Staging;
 
 /// What the loop tells the thread.
 pub enum Cue {
@@ -75,26 +74,8 @@ pub struct Task {
     pub tell: Tell,
     /// Of the guest.
     pub disks: Vec<Pressure>,
-    /// Where the snapshot goes when it is whole, if it does not stay.
+    /// Where the snapshot goes, if it does not stay.
     pub upload: Option<Upload>,
-}
-
-/// A save that goes to an object store, by way of a folder of this host.
-pub struct Upload {
-    pub staging: Staging,
-    pub store: Store,
-}
-
-impl Upload {
-    pub fn folder(&self) -> PathBuf {
-        self.staging.snapshot()
-    }
-
-    fn send(&self, progress: &Progress, reporter: &mut Reporter<'_>) -> Result<(), SaveError> {
-        let folder = self.folder();
-        progress.begin_upload(bytes_of(&folder)?);
-        upload(&folder, &self.store, &mut |bytes| reporter.upload_done(bytes))
-    }
 }
 
 /// What is seen of those who use the guest's memory.
@@ -140,13 +121,23 @@ pub struct Written {
 }
 
 impl Task {
-    pub fn run(self) -> Result<Written, SaveError> {
-        // The staging folder goes when all else is over.
-        let Self { upload, mut draft, ram, sight, compress, freezer, dedup, cues, progress, tell, disks } = self;
-        let mut reporter = Reporter::new(&progress, &tell);
-        if let Some(upload) = &upload {
-            must_be_free(&upload.store)?;
+    pub fn run(mut self) -> Result<Written, SaveError> {
+        match self.upload.take() {
+            None => {
+                let Whole { written, manifest, draft } = self.write(&Orders::to_nobody())?;
+                draft.finish(&manifest)?;
+                Ok(written)
+            }
+            Some(upload) => {
+                let (progress, tell, keeps_disks) = (self.progress.clone(), self.tell.clone(), self.dedup.is_some());
+                upload.send(&progress, &tell, keeps_disks, |orders| self.write(orders))
+            }
         }
+    }
+
+    fn write(self, orders: &Orders) -> Result<Whole, SaveError> {
+        let Self { upload: _, mut draft, ram, sight, compress, freezer, dedup, cues, progress, tell, disks } = self;
+        let mut reporter = Reporter::new(&progress, &tell);
         if let Some(freezer) = &freezer {
             freezer.must_be_answered(&progress)?;
         }
@@ -154,7 +145,9 @@ impl Task {
         reporter.begin_copy();
         let is_packed = compress || dedup.is_some();
         let path = if is_packed { draft.plain_ram_path() } else { draft.ram_path() };
-        let mut copy = RamCopy::begin(ram, &path)?;
+        let ram_pages = ram.pages();
+        let outgoing = if is_packed { None } else { orders.outgoing(ram_pages) };
+        let mut copy = RamCopy::begin(ram, &path)?.going_out(outgoing);
         let mut approach = match &writers {
             Some(writers) => {
                 copy.copy_all(&mut reporter)?;
@@ -173,6 +166,7 @@ impl Task {
                 approach.add(copy.approach(writers, &mut reporter)?);
             }
         }
+        orders.give(Order::Hold);
         tell.say(Word::Settled);
         next(&cues, &progress)?;
         let mut pages_held = match &writers {
@@ -185,14 +179,15 @@ impl Task {
             pages_held += copy.keep_rest(writers, &mut reporter)?;
         }
         tell.say(Word::Taken);
+        orders.give(Order::GoOn);
         drop(writers);
         let candidates = dedup.map(|ledger| candidates(&ledger));
         let Moment { machine, state, mut manifest, images } = *moment;
         // First what the guest's own writes have to wait for.
-        for (image, part) in images.iter().zip(&mut manifest.disks) {
+        for (image, part) in images.into_iter().zip(&mut manifest.disks) {
             part.bytes = image.complete(&disks, &mut reporter)?;
+            orders.give(Order::Disk(part.clone()));
         }
-        drop(images);
         let (mut sealed, mut pages_on_disks) = (copy.finish()?, 0);
         if is_packed {
             let plain = PageReader::open(&path)?;
@@ -205,7 +200,8 @@ impl Task {
             };
             pages_on_disks = elsewhere.iter().map(|chunk| chunk.pages().len() as u64).sum();
             let compression = if compress { Compression::Zstd } else { Compression::None };
-            sealed = pack(&plain, &draft.ram_path(), compression, &elsewhere, &mut reporter)?;
+            let outgoing = orders.outgoing(ram_pages);
+            sealed = pack(&plain, &draft.ram_path(), compression, &elsewhere, outgoing, &mut reporter)?;
             draft.remove_plain_ram()?;
         }
         let Sealed { bytes, pages, seal } = sealed.clone();
@@ -216,11 +212,7 @@ impl Task {
             draft.write_working_set(&used, &manifest.disks)?;
         }
         progress.must_go_on()?;
-        draft.finish(&manifest)?;
-        if let Some(upload) = upload {
-            upload.send(&progress, &mut reporter)?;
-        }
-        Ok(Written { ram: sealed, approach, pages_held, pages_on_disks })
+        Ok(Whole { written: Written { ram: sealed, approach, pages_held, pages_on_disks }, manifest, draft })
     }
 }
 
@@ -237,7 +229,7 @@ pub fn next(cues: &Receiver<Cue>, progress: &Progress) -> Result<Option<Box<Mome
 
 impl ImageCopy {
     /// How long the file is, once all of it is on the disk.
-    fn complete(&self, disks: &[Pressure], reporter: &mut Reporter<'_>) -> Result<u64, SaveError> {
+    fn complete(self, disks: &[Pressure], reporter: &mut Reporter<'_>) -> Result<u64, SaveError> {
         let failed = |source: io::Error| SaveError::Image { path: self.path.clone(), source };
         match &self.way {
             CopyWay::Shared(clone) => {

@@ -6,8 +6,10 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::*;
+use crate::snapshot::outgoing::Outgoing;
 use crate::snapshot::{SnapshotError, Source, create_file};
 
 const BUFFER_BYTES: usize = 1 << 20;
@@ -31,6 +33,8 @@ pub struct PageWriter {
     places: Vec<u32>,
     /// Chunks that are not what their checksum was taken of.
     stale: BTreeSet<u32>,
+    /// Of a file that goes to a store meanwhile.
+    outgoing: Option<Arc<Outgoing>>,
 }
 
 impl PageWriter {
@@ -54,6 +58,7 @@ impl PageWriter {
             source: SOURCE_TRACE,
             places: Vec::new(),
             stale: BTreeSet::new(),
+            outgoing: None,
         };
         writer.write(&header)?;
         Ok(writer)
@@ -63,6 +68,11 @@ impl PageWriter {
     pub fn create_changeable(path: &Path, ram_pages: u64) -> Result<Self, SnapshotError> {
         let writer = Self::create(path, ram_pages, Compression::None)?;
         Ok(Self { places: vec![NOWHERE; ram_pages as usize], ..writer })
+    }
+
+    /// Who sends it while it is written, if anybody does, hears what there is to be sent. It need not outlast this host then.
+    pub fn going_out(self, outgoing: Option<Arc<Outgoing>>) -> Self {
+        Self { outgoing, ..self }
     }
 
     /// Adds a page, or replaces what was put of it before. One that has become zeroes keeps its place.
@@ -84,6 +94,9 @@ impl PageWriter {
             self.file.flush().map_err(SnapshotError::io(&self.path, "written"))?;
         }
         self.file.get_ref().write_all_at(bytes, from).map_err(SnapshotError::io(&self.path, "written"))?;
+        if let Some(outgoing) = &self.outgoing {
+            outgoing.changed(from);
+        }
         self.stale.insert(chunk as u32);
         Ok(())
     }
@@ -170,7 +183,7 @@ impl PageWriter {
         Ok(())
     }
 
-    /// Writes the index and sees to it that everything is on the disk.
+    /// Writes the index and sees to it that everything is on the disk, unless it goes elsewhere.
     pub fn finish(mut self) -> Result<Sealed, SnapshotError> {
         self.end_chunk()?;
         self.renew_checksums()?;
@@ -188,13 +201,20 @@ impl PageWriter {
         self.write(&index)?;
         self.write(&trailer)?;
         let written = self.file.into_inner().map_err(std::io::IntoInnerError::into_error);
-        written.and_then(|file| file.sync_all()).map_err(SnapshotError::io(&self.path, "written"))?;
+        let settled = written.and_then(|file| if self.outgoing.is_some() { Ok(()) } else { file.sync_all() });
+        settled.map_err(SnapshotError::io(&self.path, "written"))?;
+        if let Some(outgoing) = &self.outgoing {
+            outgoing.finish(self.offset);
+        }
         Ok(Sealed { bytes: self.offset, pages: self.pages.len() as u64, seal: seal.to_hex().to_string() })
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), SnapshotError> {
         self.file.write_all(bytes).map_err(SnapshotError::io(&self.path, "written"))?;
         self.offset += bytes.len() as u64;
+        if let Some(outgoing) = &self.outgoing {
+            outgoing.wrote(self.offset - self.file.buffer().len() as u64);
+        }
         Ok(())
     }
 }

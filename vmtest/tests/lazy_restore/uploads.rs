@@ -1,0 +1,144 @@
+//! A snapshot goes to an object store while it is saved: what has arrived leaves the host, whatever the wire does on the way, and
+//! nothing else than what was saved comes back.
+
+use std::fs;
+use std::path::Path;
+
+use hearth_vmtest::{Disk, Drives, Result, TestVm};
+use loopback_s3::Wire;
+use serde_json::Value;
+
+use super::dedup::{read_file, verify_file};
+use super::object_store::{Stand, address};
+use super::saves::{TURNS, await_turns};
+use super::{await_console, fill, verify};
+
+const MIB: u64 = 1 << 20;
+/// On each connection, of which there are four at once: some ten seconds for the guest's memory.
+const SLOW: Wire = Wire::Slow(3 * MIB);
+
+/// Memory and a disk that are known.
+fn machine(stand: &Stand, name: &str) -> Result<TestVm> {
+    let vm = stand.machine(TestVm::busybox(name).memory_mib(512).disk(Disk::ext4(64)))?;
+    fill(&vm, 100)?;
+    read_file(&vm)?;
+    Ok(vm)
+}
+
+fn begin_save(vm: &TestVm, name: &str, options: &[&str]) -> Result<()> {
+    vm.cli(&[&["save", vm.name(), "-o", &address(name), "--no-wait"], options].concat()).map(drop)
+}
+
+fn saved(vm: &TestVm, name: &str) -> Result<Value> {
+    vm.wait_event("it is saved", |event| event["kind"] == "saved" && event["folder"] == address(name))
+}
+
+/// The guest that comes out of the store is the one that was saved.
+fn comes_back(stand: &Stand, vm: &TestVm, nonce: &str) -> Result<()> {
+    let clone = stand.clone(vm, "clone", "cache", &["--eager"])?;
+    clone.wait_running()?;
+    assert_eq!(clone.nonce()?, nonce);
+    verify(&clone)?;
+    verify_file(&clone)?;
+    clone.sh("probe drop-caches")?;
+    verify_file(&clone)?;
+    clone.stop_at_once().map(drop)
+}
+
+/// Names in a folder that may not be there.
+fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().into_string().ok()).collect()
+}
+
+#[test]
+fn disks_leave_the_host_as_soon_as_they_have_arrived_and_a_bad_wire_only_takes_longer() -> Result<()> {
+    let stand = Stand::new();
+    let vm = machine(&stand, "stream")?;
+    let (nonce, staged) = (vm.nonce()?, stand.folder.path().join("keeper/staging-stream/snapshot"));
+    stand.server.set_wire(SLOW);
+    begin_save(&vm, "one", &["--compress"])?;
+    let has_disk = |folder: &Path| names(folder).iter().any(|name| name.starts_with("disk-"));
+    let status = vm.wait_status("the disk is there and gone from here", |status| {
+        assert!(!status["save"].is_null(), "it is over before it could be looked at: {status}");
+        has_disk(&stand.object("")) && !has_disk(&staged) && staged.join("state").exists()
+    })?;
+    let save = &status["save"];
+    assert!(save["upload_bytes_done"].as_u64() > Some(0) && save["percent"].as_f64() < Some(100.0), "{save}");
+    assert!(!stand.object("manifest").exists(), "its memory has not arrived");
+    for wire in [Wire::Failing, SLOW, Wire::Cut(1), SLOW, Wire::Dead, Wire::Whole] {
+        stand.server.set_wire(wire);
+        verify(&vm)?;
+    }
+    saved(&vm, "one")?;
+    assert!(names(&stand.folder.path().join("keeper")).is_empty(), "nothing is left of its way up");
+    vm.stop_at_once()?;
+    comes_back(&stand, &vm, &nonce)
+}
+
+#[test]
+fn what_a_busy_guest_writes_while_its_memory_goes_up_is_of_one_moment() -> Result<()> {
+    let stand = Stand::new();
+    let vm = stand.machine(TestVm::busybox("restless").memory_mib(512).disk(Disk::empty(32)))?;
+    let nonce = vm.nonce()?;
+    fill(&vm, 64)?;
+    vm.sh(TURNS)?;
+    await_turns(&vm, 3)?;
+    for (name, options) in [("one", &[][..]), ("two", &["--dedup-disk", "--scan", "200ms,2"])] {
+        vm.save_with(Path::new(&address(name)), options)?;
+        await_turns(&vm, 3)?;
+        let clone = stand.clone_of(name, &vm, &format!("clone-{name}"), "cache", &["--eager"])?;
+        clone.wait_running()?;
+        assert_eq!(clone.nonce()?, nonce);
+        await_turns(&clone, 3)?;
+        verify(&clone)?;
+        clone.stop_at_once()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_save_that_ends_in_the_middle_of_its_way_up_leaves_the_guest_as_it_was() -> Result<()> {
+    let stand = Stand::new();
+    let vm = machine(&stand, "halfway")?;
+    let nonce = vm.nonce()?;
+    let is_as_it_was = |what: &str| -> Result<()> {
+        vm.wait_status(what, |status| status["save"].is_null() && status["state"] == "running")?;
+        assert_eq!(vm.nonce()?, nonce, "{what}");
+        verify(&vm)?;
+        verify_file(&vm)
+    };
+    let is_on_its_way = |options: &[&str]| -> Result<()> {
+        stand.server.set_wire(SLOW);
+        begin_save(&vm, "one", options)?;
+        let some = |status: &Value| status["save"]["upload_bytes_done"].as_u64() > Some(9 * MIB);
+        vm.wait_status("some of it has arrived", some).map(drop)
+    };
+    for options in [&[][..], &["--stop"], &["--compress"]] {
+        is_on_its_way(options)?;
+        vm.cli_output(&["save", vm.name(), "--cancel"])?;
+        is_as_it_was("called off")?;
+        stand.server.set_wire(Wire::Whole);
+        stand.server.await_empty();
+        assert!(names(&stand.folder.path().join("keeper")).is_empty(), "{options:?}");
+    }
+    is_on_its_way(&[])?;
+    stand.server.set_wire(Wire::Refusing);
+    let refused = vm.wait_event("the store refuses", |event| {
+        let why = event["why"].as_str().unwrap_or_default();
+        event["kind"] == "save_failed" && why.contains("the store refuses")
+    })?;
+    assert_eq!(refused["folder"], address("one"));
+    is_as_it_was("refused")?;
+    is_on_its_way(&[])?;
+    vm.restart_keeper()?;
+    vm.wait_running()?;
+    await_console(&vm)?;
+    is_as_it_was("its keeper was killed")?;
+    stand.server.set_wire(Wire::Whole);
+    // What its predecessors left in the store is in nobody's way.
+    vm.save(Path::new(&address("one")))?;
+    assert!(names(&stand.folder.path().join("keeper")).is_empty(), "nothing is left of its way up");
+    vm.stop_at_once()?;
+    comes_back(&stand, &vm, &nonce)
+}
