@@ -13,6 +13,7 @@ use imago::storage::PreallocateMode;
 use imago::storage::drivers::CommonStorageHelper;
 
 use super::frozen::Guard;
+use crate::block::BLOCK_BYTES;
 use crate::engine::{Completion, Engine, Operation, Submission};
 
 /// The engine of an image whose file is the disk byte for byte.
@@ -64,11 +65,15 @@ impl Engine for GuardedEngine {
 pub(crate) struct GuardedFile {
     file: ImageFile,
     guard: Guard,
+    /// Of offsets and lengths; 1 through the page cache.
+    alignment: usize,
 }
 
 impl GuardedFile {
-    pub(super) fn new(file: ImageFile, guard: Guard) -> Self {
-        Self { file, guard }
+    /// `alignment` is what the kernel tells. The library finds out by reading the file's start; if that is a hole, Linux
+    /// takes any alignment there, and refuses it (EINVAL) where there is data: each write into a new cluster failed.
+    pub(super) fn new(file: ImageFile, guard: Guard, alignment: u64) -> Self {
+        Self { file, guard, alignment: alignment as usize }
     }
 }
 
@@ -80,19 +85,20 @@ impl fmt::Display for GuardedFile {
 
 impl Storage for GuardedFile {
     fn mem_align(&self) -> usize {
-        self.file.mem_align()
+        let least = if self.alignment > 1 { BLOCK_BYTES } else { 1 };
+        self.file.mem_align().max(least)
     }
 
     fn req_align(&self) -> usize {
-        self.file.req_align()
+        self.file.req_align().max(self.alignment)
     }
 
     fn zero_align(&self) -> usize {
-        self.file.zero_align()
+        self.file.zero_align().max(self.alignment)
     }
 
     fn discard_align(&self) -> usize {
-        self.file.discard_align()
+        self.file.discard_align().max(self.alignment)
     }
 
     fn size(&self) -> io::Result<u64> {

@@ -56,7 +56,8 @@ struct Layer {
     path: PathBuf,
     format: Format,
     file: File,
-    direct: bool,
+    /// As in `Opened`.
+    alignment: u64,
     cache: String,
 }
 
@@ -110,7 +111,7 @@ impl Qcow2Image {
         if Arc::strong_count(&self.lease) > 1 {
             return Err(ImageError::HasEngine { path: self.path.clone() });
         }
-        let through_cache = self.layers.iter().filter(|layer| !layer.direct);
+        let through_cache = self.layers.iter().filter(|layer| layer.alignment == 1);
         through_cache.for_each(|layer| stop_read_ahead(&layer.file));
         let chain = self.chain(self.read_only)?;
         Qcow2Engine::start(chain, &self.path, self.read_only, pool, self.lease.clone())
@@ -146,8 +147,8 @@ impl Layer {
     fn open_over(&self, below: Option<Chain>, guard: &Guard, write: bool) -> io::Result<Chain> {
         // A duplicate shares the open file description, and with it the lock.
         let file = File::from(self.file.as_fd().try_clone_to_owned()?);
-        let options = StorageOpenOptions::new().filename(&self.path).write(write).direct(self.direct);
-        let storage = GuardedFile::new(ImageFile::from_open_file(file, options)?, guard.clone());
+        let options = StorageOpenOptions::new().filename(&self.path).write(write).direct(self.alignment > 1);
+        let storage = GuardedFile::new(ImageFile::from_open_file(file, options)?, guard.clone(), self.alignment);
         let gate = DenyImplicitOpenGate::default();
         Ok(match self.format {
             Format::Qcow2 => {
@@ -185,7 +186,7 @@ fn open_layer(options: &ImageOptions, format: Format) -> Result<(Layer, Option<H
         Format::Qcow2 => Some(Header::read(&file, path)?),
         Format::Auto | Format::Raw => None,
     };
-    Ok((Layer { path: path.clone(), format, file, direct: alignment > 1, cache }, header))
+    Ok((Layer { path: path.clone(), format, file, alignment, cache }, header))
 }
 
 fn backing_of(header: &Header, layers: &[Layer]) -> Result<Option<(PathBuf, Format)>, ImageError> {

@@ -1,5 +1,7 @@
 //! qcow2 images: the engine works, then stock qemu-img judges the file.
 
+use rustix::fs::{FallocateFlags, fallocate};
+
 use super::*;
 
 /// Random operations on `image`, whose contents are `model`; afterwards, without a flush, stock QEMU must find both equal.
@@ -117,6 +119,24 @@ fn an_overlay_of_our_own_making_is_one_for_qemu_too() {
     let over = folder.path().join("over.qcow2");
     create_overlay(&over, &large, "raw").unwrap();
     assert_eq!(qemu_img(&["check", "-q", "-f", "qcow2", as_str(&over)]), Ok(String::new()));
+}
+
+/// As in the disk of a snapshot whose guest never wrote there.
+#[test]
+fn a_base_that_begins_with_a_hole_is_read_as_directly_as_any_other() {
+    let folder = folder();
+    let [base, top] = ["base.raw", "top.qcow2"].map(|name| folder.path().join(name));
+    let mut model = noise_file(&base, DISK_BYTES);
+    punch(&base, &mut model, 64 << 10);
+    create_overlay(&top, &base, "raw").unwrap();
+    exercise(&top, model, 9, true);
+}
+
+/// Its first bytes become a hole.
+fn punch(path: &Path, model: &mut [u8], bytes: usize) {
+    let file = fs::File::options().write(true).open(path).unwrap();
+    fallocate(&file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 0, bytes as u64).unwrap();
+    model[..bytes].fill(0);
 }
 
 #[test]
