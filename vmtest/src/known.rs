@@ -1,7 +1,13 @@
-//! A guest that can be told from any other: memory that is known page by page, and a process that counts.
+//! A guest that can be told from any other: memory that is known page by page, a process that counts, a disk under a load that
+//! knows what it has written.
 
 use crate::error::Result;
 use crate::guest::Drives;
+use crate::wait::patience;
+
+/// Each block is read again and compared, in some passes over the first disk.
+const FIO: &str = "fio --name=load --filename=/dev/vda --rw=randwrite --bsrange=4k-64k --size=32m --loops=4 \
+    --ioengine=io_uring --iodepth=16 --direct=1 --thread --verify=crc32c --verify_backlog=64 --verify_fatal=1";
 
 /// Seed of the pattern in the guest's memory.
 pub const SEED: u64 = 77;
@@ -30,4 +36,25 @@ pub fn count(vm: &impl Drives) -> Result<u64> {
 /// It counts on from there.
 pub fn counts_beyond(vm: &impl Drives, counted: u64) -> Result<()> {
     vm.sh(&format!("while [ $(cat /tmp/count) -le {counted} ]; do sleep 0.1; done")).map(drop)
+}
+
+/// A verifying load on the first disk, of 48 MiB at least. The guest has to be one with fio.
+pub fn start_fio(vm: &impl Drives) -> Result<()> {
+    vm.sh(&format!("({FIO} >/tmp/fio.log 2>&1; echo $? >/tmp/fio.status) &")).map(drop)
+}
+
+/// The load is not over.
+pub fn fio_goes_on(vm: &impl Drives) -> Result<()> {
+    let going_on = vm.sh("[ -e /tmp/fio.status ] && echo over || echo going on")?;
+    assert_eq!(going_on.trim(), "going on", "the load was too short");
+    Ok(())
+}
+
+/// The load goes to its end, and finds every block as it was written.
+pub fn fio_ends_well(vm: &impl Drives) -> Result<()> {
+    let ended = "while [ ! -e /tmp/fio.status ]; do sleep 1; done; cat /tmp/fio.log; exit $(cat /tmp/fio.status)";
+    let fio = vm.run_within(ended, patience(60))?;
+    assert_eq!(fio.status, 0, "{}", fio.text());
+    assert!(!fio.text().contains("verify:"), "{}", fio.text());
+    Ok(())
 }

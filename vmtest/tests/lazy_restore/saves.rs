@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use hearth_recovery::snapshot::Snapshot;
+use hearth_vmtest::known::{fio_ends_well, fio_goes_on, start_fio};
 use hearth_vmtest::{Disk, Drives, Result, TestVm, patience};
 
 use super::{await_console, count, fill, start_counter, verify};
@@ -86,6 +87,10 @@ while :; do
   [ $i -lt 4 ] || [ "$(at $((i+1)))" = $((i-3)) ] || echo "after $i the disk says $(at $((i+1)))" >>/tmp/odd
   echo $i >/tmp/turn.new; mv /tmp/turn.new /tmp/turn
 done) >/dev/null 2>&1 &
+"#;
+
+/// Memory is written again and again, and read each time.
+const CHURN: &str = r#"
 (n=0
 while :; do
   n=$((n+1))
@@ -111,6 +116,7 @@ fn a_guest_that_writes_all_the_time_is_saved_at_one_moment_and_so_is_its_clone()
     let (nonce, first, second) = (vm.nonce()?, vm.folder().join("first"), vm.folder().join("second"));
     fill(&vm, 16)?;
     vm.sh(TURNS)?;
+    vm.sh(CHURN)?;
     await_turns(&vm, 5)?;
     vm.save_with(&first, &["--scan", "300ms,3"])?;
     await_turns(&vm, 3)?;
@@ -132,6 +138,35 @@ fn a_guest_that_writes_all_the_time_is_saved_at_one_moment_and_so_is_its_clone()
     await_turns(&last, 3)?;
     verify(&last)?;
     assert!(saved["rounds"].as_u64() > Some(0) || held.is_string(), "{saved}");
+    Ok(())
+}
+
+#[test]
+fn a_load_that_verifies_its_disk_goes_through_a_save_and_to_its_end_in_the_clone_too() -> Result<()> {
+    let vm = TestVm::busybox_with_fio("verified").cpus(2).disk(Disk::empty(48)).boot()?;
+    let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
+    fill(&vm, 32)?;
+    start_fio(&vm)?;
+    vm.sh(CHURN)?;
+    vm.wait_status("the load is under way", |status| status["disks"][0]["written_bytes"].as_u64() > Some(1 << 20))?;
+    vm.save(&snapshot)?;
+    fio_goes_on(&vm)?;
+    loads_end_well(&vm)?;
+    vm.stop_at_once()?;
+    let clone = vm.restore(&snapshot, "clone", &["--lazy"])?;
+    clone.wait_running()?;
+    assert_eq!(clone.nonce()?, nonce);
+    fio_goes_on(&clone)?;
+    loads_end_well(&clone)
+}
+
+fn loads_end_well(vm: &TestVm) -> Result<()> {
+    fio_ends_well(vm)?;
+    vm.sh("[ ! -e /tmp/odd ]")?;
+    verify(vm)?;
+    let status = vm.status()?;
+    let disk = &status["disks"][0];
+    assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&0.into(), &0.into()), "{disk}");
     Ok(())
 }
 
