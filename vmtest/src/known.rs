@@ -5,9 +5,9 @@ use crate::error::Result;
 use crate::guest::Drives;
 use crate::wait::patience;
 
-/// Each block is read again and compared, in some passes over the first disk.
-const FIO: &str = "fio --name=load --filename=/dev/vda --rw=randwrite --bsrange=4k-64k --size=32m --loops=4 \
-    --ioengine=io_uring --iodepth=16 --direct=1 --thread --verify=crc32c --verify_backlog=64 --verify_fatal=1";
+/// Each block is read again and compared.
+const FIO: &str = "fio --name=load --filename=/dev/vda --rw=randwrite --bsrange=4k-64k --size=32m --ioengine=io_uring \
+    --iodepth=16 --direct=1 --thread --verify=crc32c --verify_backlog=64 --verify_fatal=1";
 
 /// Seed of the pattern in the guest's memory.
 pub const SEED: u64 = 77;
@@ -38,9 +38,23 @@ pub fn counts_beyond(vm: &impl Drives, counted: u64) -> Result<()> {
     vm.sh(&format!("while [ $(cat /tmp/count) -le {counted} ]; do sleep 0.1; done")).map(drop)
 }
 
-/// A verifying load on the first disk, of 48 MiB at least. The guest has to be one with fio.
+/// Some passes of a verifying load over the first disk, of 48 MiB at least. The guest has to be one with fio.
 pub fn start_fio(vm: &impl Drives) -> Result<()> {
-    vm.sh(&format!("({FIO} >/tmp/fio.log 2>&1; echo $? >/tmp/fio.status) &")).map(drop)
+    start(vm, "--loops=4")
+}
+
+/// The same for as long as the guest lives.
+pub fn start_endless_fio(vm: &impl Drives) -> Result<()> {
+    start(vm, "--time_based --runtime=360000")
+}
+
+fn start(vm: &impl Drives, length: &str) -> Result<()> {
+    vm.sh(&format!("({FIO} {length} >/tmp/fio.log 2>&1; echo $? >/tmp/fio.status) &")).map(drop)
+}
+
+/// The endless load goes on, and has found every block as it was written so far.
+pub fn fio_is_content(vm: &impl Drives) -> Result<bool> {
+    Ok(vm.sh("cat /tmp/fio.status 2>/dev/null; cat /tmp/fio.log | grep -c 'verify:'; true")?.trim() == "0")
 }
 
 /// The load is not over.

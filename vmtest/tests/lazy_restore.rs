@@ -5,6 +5,7 @@
 //! are whole on the snapshot's disks. `identity`: a clone knows that it is one. `faults`: what a damaged snapshot and killed keepers
 //! make of it.
 //! `object_store`: the same out of an object store, over a wire that is not to be relied on. `uploads`: it goes there while it is saved.
+//! `soak`: a hundred restores, by hand.
 
 #[path = "lazy_restore/dedup.rs"]
 mod dedup;
@@ -22,6 +23,8 @@ mod restores;
 mod saves;
 #[path = "lazy_restore/scans.rs"]
 mod scans;
+#[path = "lazy_restore/soak.rs"]
+mod soak;
 #[path = "lazy_restore/uploads.rs"]
 mod uploads;
 

@@ -1,0 +1,85 @@
+//! Restores in a row out of one snapshot, under a verifying disk load, to be run by hand:
+//! `ROUNDS=100 cargo test -p hearth-vmtest --test lazy_restore -- --ignored --nocapture soak`.
+
+use std::path::Path;
+
+use hearth_vmtest::known::{counts_beyond, fio_is_content, start_endless_fio};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, patience};
+use serde_json::Value;
+
+use super::{count, fill, start_counter, verify};
+
+const KNOWN_MIB: u64 = 96;
+/// The last one has ahead what the one before it used.
+const WAYS: [&[&str]; 4] = [&["--eager"], &["--lazy"], &["--trace", "2"], &["--working-set"]];
+
+/// In each way in turn. Each round that is odd is told.
+#[test]
+#[ignore = "takes minutes: ROUNDS=100, unless said otherwise"]
+fn a_hundred_restores_without_an_odd_one() -> Result<()> {
+    let rounds: usize = std::env::var("ROUNDS").ok().and_then(|text| text.parse().ok()).unwrap_or(100);
+    let vm = TestVm::busybox_with_fio("soak").memory_mib(384).disk(Disk::empty(48)).boot()?;
+    let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
+    fill(&vm, KNOWN_MIB)?;
+    start_counter(&vm)?;
+    start_endless_fio(&vm)?;
+    vm.wait_status("the load is under way", |status| written(status) > 1 << 20)?;
+    vm.save(&snapshot)?;
+    vm.stop_at_once()?;
+    let (mut complete_ms, mut odd) = (Vec::new(), Vec::new());
+    for number in 0..rounds {
+        let (name, way) = (format!("round{number}"), WAYS[number % WAYS.len()]);
+        match round(&vm, &snapshot, &name, way, &nonce) {
+            Ok(ms) => complete_ms.push(ms),
+            Err(what) => {
+                let line = format!("{name}, {way:?}: {what}");
+                eprintln!("{line}");
+                odd.push(line);
+            }
+        }
+    }
+    complete_ms.sort_by(f64::total_cmp);
+    let at = |part: usize| complete_ms.get((complete_ms.len().max(1) - 1) * part / 100).copied().unwrap_or(f64::NAN);
+    eprintln!(
+        "{rounds} restores, {} odd; ms until all memory was there: median {:.0}, p99 {:.0}, max {:.0}",
+        odd.len(),
+        at(50),
+        at(99),
+        at(100)
+    );
+    assert!(odd.is_empty(), "{odd:#?}");
+    Ok(())
+}
+
+/// How long it took until all memory was there, or what was odd.
+fn round(vm: &TestVm, snapshot: &Path, name: &str, way: &[&str], nonce: &str) -> std::result::Result<f64, String> {
+    let failed = |error: hearth_vmtest::Error| error.to_string();
+    let clone = vm.restore(snapshot, name, way).map_err(failed)?;
+    let status = clone.wait_running().map_err(failed)?;
+    if clone.nonce().map_err(failed)? != nonce {
+        return Err("another guest".to_owned());
+    }
+    let counted = count(&clone).map_err(failed)?;
+    counts_beyond(&clone, counted).map_err(failed)?;
+    verify(&clone).map_err(failed)?;
+    let goes_on = |now: &Value| written(now) > written(&status);
+    clone.wait_status("the load goes on", goes_on).map_err(failed)?;
+    let complete = |event: &Value| event["kind"] == "restore_complete";
+    let complete = clone.wait_event_within("all memory is there", patience(60), complete).map_err(failed)?;
+    // Now that none of it is the snapshot's any more.
+    verify(&clone).map_err(failed)?;
+    if !fio_is_content(&clone).map_err(failed)? {
+        return Err(clone.sh("cat /tmp/fio.log").map_err(failed)?);
+    }
+    let status = clone.status().map_err(failed)?;
+    let (disk, restore) = (&status["disks"][0], &status["restore"]);
+    if disk["io_errors"] != 0 || disk["bad_requests"] != 0 || restore["pages_missing"] != 0 {
+        return Err(status.to_string());
+    }
+    clone.stop_at_once().map_err(failed)?;
+    Ok(complete["duration_ms"].as_f64().unwrap_or(f64::NAN))
+}
+
+fn written(status: &Value) -> u64 {
+    status["disks"][0]["written_bytes"].as_u64().unwrap_or_default()
+}
