@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use hearth_vmtest::TestVm;
+use serde_json::Value;
 
 use crate::load::Load;
 
@@ -50,8 +51,10 @@ pub fn look(clone: &TestVm, load: &Load, over: &AtomicBool) -> Vec<(f64, u64)> {
     loop {
         // One more after the end: of the last of the faults.
         let last = over.load(Relaxed);
-        let restore = clone.status().map(|status| status["restore"].clone());
-        if let Some(total_us) = restore.ok().and_then(|restore| restore["fault_us_total"].as_u64()) {
+        // At first nobody answers, which is no failure.
+        let said = clone.cli_output(&["status", clone.name(), "--json"]).map(|output| output.text());
+        let status: Value = said.ok().and_then(|said| serde_json::from_str(&said).ok()).unwrap_or_default();
+        if let Some(total_us) = status["restore"]["fault_us_total"].as_u64() {
             looks.push((load.now_s(), total_us));
         }
         if last {
