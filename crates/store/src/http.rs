@@ -2,8 +2,14 @@
 //!
 //! Bodies are taken whole, in both directions: whoever asks, asks for ranges. So a connection that breaks in the middle of one is a
 //! request that failed, and is tried again as any other.
+//!
+//! A request that is dropped does not end: its thread goes on, and an object that nobody wants arrives behind whoever removed it. So
+//! what may be given up is on a `Leash`: called off, a request breaks off in the middle of its body, of which a store makes no object;
+//! once all of that has gone out, its answer has to be waited for.
 
+use std::io::{self, Read};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -13,8 +19,9 @@ use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService,
 };
 use object_store::{ClientConfigKey, ClientOptions};
-use ureq::Agent;
+use ureq::http::header::CONTENT_LENGTH;
 use ureq::tls::{RootCerts, TlsConfig, TlsProvider};
+use ureq::{Agent, SendBody};
 
 const CONNECT_PATIENCE: Duration = Duration::from_secs(5);
 /// For a whole exchange: a request of some MiB at 100 KiB/s.
@@ -25,6 +32,76 @@ const ANSWER_PATIENCE: Duration = Duration::from_secs(15);
 const BODY_BYTES_MAX: u64 = 64 << 20;
 /// In flight at once, and kept.
 const CONNECTIONS: usize = 16;
+
+tokio::task_local! {
+    static LEASH: Leash;
+}
+
+/// Holds the requests of one piece of work.
+#[derive(Clone, Debug, Default)]
+pub struct Leash(Arc<Held>);
+
+#[derive(Debug, Default)]
+struct Held {
+    called_off: AtomicBool,
+    under_way: AtomicUsize,
+}
+
+impl Leash {
+    pub async fn hold<T>(&self, work: impl Future<Output = T>) -> T {
+        LEASH.scope(self.clone(), work).await
+    }
+
+    /// No other request begins.
+    pub fn call_off(&self) {
+        self.0.called_off.store(true, SeqCst);
+    }
+
+    /// Until the work knows what came of it.
+    pub fn is_under_way(&self) -> bool {
+        self.0.under_way.load(SeqCst) > 0
+    }
+}
+
+/// One that is under way.
+#[derive(Debug)]
+struct Leashed(Arc<Held>);
+
+impl Leashed {
+    fn begin() -> Result<Self, HttpError> {
+        let Leash(held) = LEASH.try_with(Leash::clone).unwrap_or_default();
+        held.under_way.fetch_add(1, SeqCst);
+        let leashed = Self(held);
+        // A kind that is not tried again.
+        leashed.must_go_on().map_err(|error| HttpError::new(HttpErrorKind::Unknown, error))?;
+        Ok(leashed)
+    }
+
+    fn must_go_on(&self) -> io::Result<()> {
+        if self.0.called_off.load(SeqCst) { Err(io::Error::other("it was called off")) } else { Ok(()) }
+    }
+}
+
+impl Drop for Leashed {
+    fn drop(&mut self) {
+        self.0.under_way.fetch_sub(1, SeqCst);
+    }
+}
+
+/// What is still to be sent.
+struct Rest<'a> {
+    bytes: &'a [u8],
+    leashed: &'a Leashed,
+}
+
+impl Read for Rest<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        if !self.bytes.is_empty() {
+            self.leashed.must_go_on()?;
+        }
+        self.bytes.read(into)
+    }
+}
 
 /// TLS with the host's own list of whom to trust, and the one implementation of its ciphers that is linked.
 pub fn trusting_the_host() -> TlsConfig {
@@ -67,17 +144,27 @@ impl HttpService for Service {
         let (head, body) = request.into_parts();
         let body = body.collect().await?.to_bytes();
         let agent = self.0.clone();
-        let exchange = tokio::task::spawn_blocking(move || exchange(&agent, head, &body));
-        exchange.await.map_err(|error| HttpError::new(HttpErrorKind::Unknown, error))?
+        let leashed = Leashed::begin()?;
+        // It ends where its answer is taken, not before.
+        let exchange = tokio::task::spawn_blocking(move || (exchange(&agent, head, &body, &leashed), leashed));
+        let (answer, _leashed) = exchange.await.map_err(|error| HttpError::new(HttpErrorKind::Unknown, error))?;
+        answer
     }
 }
 
-fn exchange(agent: &Agent, head: ::ureq::http::request::Parts, body: &Bytes) -> Result<HttpResponse, HttpError> {
+fn exchange(
+    agent: &Agent,
+    mut head: ::ureq::http::request::Parts,
+    body: &Bytes,
+    leashed: &Leashed,
+) -> Result<HttpResponse, HttpError> {
     // Given as none, a body of nothing is not announced either, which GET and HEAD must not do.
     let answer = if body.is_empty() && head.method != "PUT" && head.method != "POST" {
         agent.run(ureq::http::Request::from_parts(head, ()))
     } else {
-        agent.run(ureq::http::Request::from_parts(head, &body[..]))
+        head.headers.insert(CONTENT_LENGTH, body.len().into());
+        let mut rest = Rest { bytes: body, leashed };
+        agent.run(ureq::http::Request::from_parts(head, SendBody::from_reader(&mut rest)))
     };
     let (head, mut body) = answer.map_err(failure)?.into_parts();
     let bytes = body.with_config().limit(BODY_BYTES_MAX).read_to_vec().map_err(failure)?;

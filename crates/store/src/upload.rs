@@ -4,6 +4,7 @@ use std::io::{self, ErrorKind, Read};
 
 use object_store::ObjectStoreExt;
 
+use crate::http::Leash;
 use crate::parts::{LOOK_EVERY, Parts, part_bytes};
 use crate::store::run;
 use crate::{Store, StoreError};
@@ -21,7 +22,8 @@ pub enum UploadError {
 
 impl Store {
     /// Sends what `source` has, at most `bytes_max` bytes; how many it was. A source that says `WouldBlock` has nothing yet, and is
-    /// asked again. `go_on` hears how many more have arrived, and says false to stop.
+    /// asked again. `go_on` hears how many more have arrived, and says false to stop, from then on. If it does that at the very end
+    /// the object may be there all the same, whatever is returned; but nothing more arrives afterwards.
     pub fn upload(
         &self,
         name: &str,
@@ -57,15 +59,22 @@ impl Store {
     }
 }
 
-/// Until it is done, or whoever watches has it stopped.
+/// Until it is done, or whoever watches has it stopped: then what is under way breaks off, or comes to pass before this returns.
 pub(crate) async fn watched<T>(
-    work: impl Future<Output = T>,
+    work: impl Future<Output = object_store::Result<T>>,
     go_on: &mut dyn FnMut(u64) -> bool,
-) -> Result<T, UploadError> {
-    let mut work = std::pin::pin!(work);
+) -> Result<object_store::Result<T>, UploadError> {
+    let leash = Leash::default();
+    let mut work = std::pin::pin!(leash.hold(work));
     while go_on(0) {
         if let Ok(done) = tokio::time::timeout(LOOK_EVERY, &mut work).await {
             return Ok(done);
+        }
+    }
+    leash.call_off();
+    while leash.is_under_way() {
+        if let Ok(done) = tokio::time::timeout(LOOK_EVERY, &mut work).await {
+            return done.map(Ok).map_err(|_| UploadError::Stopped);
         }
     }
     Err(UploadError::Stopped)

@@ -3,6 +3,7 @@
 use std::io::{self, Cursor, Read};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
 
 use hearth_store::{Address, Cache, Object, Parts, Settings, Store, StoreError, UploadError, part_bytes};
 use loopback_s3::{BUCKET, S3Server, Wire};
@@ -168,6 +169,38 @@ fn an_upload_that_is_stopped_leaves_nothing() {
     stand.store.remove("ram").unwrap();
     stand.store.remove("ram").unwrap();
     assert_eq!(stand.store.meta("ram").unwrap(), None);
+}
+
+#[test]
+fn nothing_arrives_behind_the_removal_of_an_upload_that_was_stopped() {
+    let stand = Stand::new();
+    let is_gone = || {
+        stand.store.remove("ram").unwrap();
+        stand.server.await_quiet();
+        stand.server.await_empty();
+    };
+    // In the middle of its only request; and when all of that has gone out.
+    for bytes in [6 * MIB, 100] {
+        let sent = pattern(bytes);
+        stand.server.set_wire(Wire::Line { bytes_per_s: 2 << 20, request: Duration::from_millis(500) });
+        let mut is_stopped = false;
+        let ended = stand.store.put("ram", sent, &mut |_| {
+            is_stopped |= stand.server.requests() > 0;
+            !is_stopped
+        });
+        assert!(matches!(ended, Err(UploadError::Stopped)), "{ended:?}");
+        is_gone();
+    }
+    // While its parts become one.
+    let (sent, mut arrived, mut is_stopped) = (pattern(9 * MIB), 0, false);
+    stand.server.set_wire(Wire::Line { bytes_per_s: 100 << 20, request: Duration::from_millis(500) });
+    let ended = stand.store.upload("ram", sent.len() as u64, &mut Cursor::new(&sent), &mut |bytes| {
+        arrived += bytes;
+        is_stopped |= arrived == sent.len() as u64 && stand.server.requests() > 0;
+        !is_stopped
+    });
+    assert!(is_stopped, "{ended:?}");
+    is_gone();
 }
 
 #[test]

@@ -301,7 +301,8 @@ impl<'a> Upload<'a> {
     }
 
     fn remove_sent(&self) {
-        for name in &self.sent {
+        // The manifest first, if it is there: without it there is no snapshot.
+        for name in self.sent.iter().rev() {
             if let Err(error) = self.store.remove(name) {
                 tracing::warn!(%error, "left behind: cannot be removed");
                 // The others would take as long.

@@ -5,7 +5,7 @@ use std::fs;
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
@@ -56,6 +56,8 @@ pub struct S3Server {
 struct State {
     wire: Mutex<(Wire, u64)>,
     answer_bytes: AtomicU64,
+    /// Requests that have begun, and have not been answered.
+    requests: AtomicUsize,
     /// Requests and answers: until when the line is taken.
     lines: [Mutex<Instant>; 2],
     /// Somebody puts an object on a condition. Others wait: the server looks first and writes then, which a real one does at once.
@@ -129,6 +131,7 @@ impl S3Server {
         let state = Arc::new(State {
             wire: Mutex::new((Wire::Whole, 0)),
             answer_bytes: AtomicU64::new(0),
+            requests: AtomicUsize::new(0),
             lines,
             conditional: Mutex::new(false),
             unconditional: Condvar::new(),
@@ -166,6 +169,11 @@ impl S3Server {
         self.state.answer_bytes.load(Relaxed)
     }
 
+    /// How many are under way, or break off just now.
+    pub fn requests(&self) -> usize {
+        self.state.requests.load(Relaxed)
+    }
+
     /// The file behind an object.
     pub fn file(&self, key: &str) -> PathBuf {
         self.folder.path().join(BUCKET).join(key)
@@ -173,9 +181,18 @@ impl S3Server {
 
     /// Nothing is there any more; parts that were under way when they were given up may take a while to go.
     pub fn await_empty(&self) {
+        self.wait_until(|server| server.files().is_empty());
+    }
+
+    /// Nothing is under way.
+    pub fn await_quiet(&self) {
+        self.wait_until(|server| server.requests() == 0);
+    }
+
+    fn wait_until(&self, is_so: impl Fn(&Self) -> bool) {
         let deadline = Instant::now() + Duration::from_secs(60);
-        while !self.files().is_empty() {
-            assert!(Instant::now() < deadline, "{:?}", self.files());
+        while !is_so(self) {
+            assert!(Instant::now() < deadline, "{} requests, {:?}", self.requests(), self.files());
             std::thread::sleep(LOOK_EVERY);
         }
     }
@@ -232,10 +249,11 @@ fn carry(client: TcpStream, behind: SocketAddr, state: &State) {
                     state.begin_conditional();
                     conditional.store(true, Relaxed);
                 }
-                if let Wire::Line { request, .. } = wire
-                    && answered.swap(false, Relaxed)
-                {
-                    std::thread::sleep(request);
+                if answered.swap(false, Relaxed) {
+                    state.requests.fetch_add(1, Relaxed);
+                    if let Wire::Line { request, .. } = wire {
+                        std::thread::sleep(request);
+                    }
                 }
                 slow(Way::Up, bytes.len() as u64);
                 true
@@ -244,7 +262,9 @@ fn carry(client: TcpStream, behind: SocketAddr, state: &State) {
         let mut passed = 0;
         pass(&server, &client, state, number, |bytes| {
             let bytes = bytes.len() as u64;
-            answered.store(true, Relaxed);
+            if !answered.swap(true, Relaxed) {
+                state.requests.fetch_sub(1, Relaxed);
+            }
             if conditional.swap(false, Relaxed) {
                 state.end_conditional();
             }
@@ -255,6 +275,9 @@ fn carry(client: TcpStream, behind: SocketAddr, state: &State) {
         });
     });
     // It broke before there was an answer.
+    if !answered.load(Relaxed) {
+        state.requests.fetch_sub(1, Relaxed);
+    }
     if conditional.load(Relaxed) {
         state.end_conditional();
     }
