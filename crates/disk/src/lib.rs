@@ -5,6 +5,7 @@
 //! One thread per disk owns queues, engine and image, so a RAM hit never changes thread. What is shared between disks
 //! of a machine (ledger, warm source) sits behind short locks.
 
+pub mod arrival;
 pub mod block;
 pub mod boot_set;
 pub mod buffer;

@@ -1,9 +1,11 @@
-//! Guarded: an image's engine, or its file, that asks before each change (`frozen`).
+//! Guarded: an image's engine, or its file, that asks before each change (`frozen`), and the file before each read while its bytes
+//! are on their way (`arrival`).
 
 use std::fmt;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use imago::Storage;
@@ -13,29 +15,45 @@ use imago::storage::PreallocateMode;
 use imago::storage::drivers::CommonStorageHelper;
 
 use super::frozen::Guard;
+use crate::arrival::Arrival;
 use crate::block::BLOCK_BYTES;
 use crate::engine::{Completion, Engine, Operation, Submission};
 
-/// The engine of an image whose file is the disk byte for byte.
+/// Who hears of an operation before the engine has it.
+pub(super) enum Witness {
+    /// Of changes, where the file is the disk byte for byte.
+    Guard(Guard),
+    /// Of reads, where the lowest file is: they come one after the other, and what they need at once.
+    Arrival(Arc<Arrival>),
+}
+
+impl Witness {
+    fn hear(&self, Submission { operation, offset, bytes, .. }: Submission) {
+        match (self, operation) {
+            (Self::Arrival(arrival), Operation::Read(_)) => arrival.announce(offset..offset.saturating_add(bytes)),
+            (Self::Arrival(_), _) | (Self::Guard(_), Operation::Read(_) | Operation::Flush) => {}
+            (Self::Guard(guard), Operation::Write(_) | Operation::Discard | Operation::WriteZeroes { .. }) => {
+                guard.before_change(offset, bytes);
+            }
+        }
+    }
+}
+
+/// An engine with a witness.
 pub(super) struct GuardedEngine {
     engine: Box<dyn Engine>,
-    guard: Guard,
+    witness: Witness,
 }
 
 impl GuardedEngine {
-    pub(super) fn new(engine: Box<dyn Engine>, guard: Guard) -> Self {
-        Self { engine, guard }
+    pub(super) fn new(engine: Box<dyn Engine>, witness: Witness) -> Self {
+        Self { engine, witness }
     }
 }
 
 impl Engine for GuardedEngine {
     fn push(&mut self, submission: Submission) {
-        match submission.operation {
-            Operation::Read(_) | Operation::Flush => {}
-            Operation::Write(_) | Operation::Discard | Operation::WriteZeroes { .. } => {
-                self.guard.before_change(submission.offset, submission.bytes);
-            }
-        }
+        self.witness.hear(submission);
         self.engine.push(submission);
     }
 
@@ -65,6 +83,7 @@ impl Engine for GuardedEngine {
 pub(crate) struct GuardedFile {
     file: ImageFile,
     guard: Guard,
+    arrival: Option<Arc<Arrival>>,
     /// Of offsets and lengths; 1 through the page cache.
     alignment: usize,
 }
@@ -72,8 +91,8 @@ pub(crate) struct GuardedFile {
 impl GuardedFile {
     /// `alignment` is what the kernel tells. The library finds out by reading the file's start; if that is a hole, Linux
     /// takes any alignment there, and refuses it (EINVAL) where there is data: each write into a new cluster failed.
-    pub(super) fn new(file: ImageFile, guard: Guard, alignment: u64) -> Self {
-        Self { file, guard, alignment: alignment as usize }
+    pub(super) fn new(file: ImageFile, guard: Guard, arrival: Option<Arc<Arrival>>, alignment: u64) -> Self {
+        Self { file, guard, arrival, alignment: alignment as usize }
     }
 }
 
@@ -114,6 +133,9 @@ impl Storage for GuardedFile {
     }
 
     unsafe fn pure_readv(&self, buffers: IoVectorMut<'_>, offset: u64) -> io::Result<()> {
+        if let Some(arrival) = &self.arrival {
+            arrival.wait(offset..offset.saturating_add(buffers.len()))?;
+        }
         // SAFETY: the caller's promise is passed on.
         unsafe { self.file.pure_readv(buffers, offset) }
     }

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::arrival::Arrivals;
 use crate::block::BLOCK_BYTES;
 use crate::buffer::BufferPool;
 use crate::engine::Engine;
@@ -78,6 +79,11 @@ pub enum ImageError {
     Qcow2 { path: PathBuf, problem: String, remedy: &'static str },
     #[error("cannot open the backing image of {path}")]
     Backing { path: PathBuf, source: Box<ImageError> },
+    #[error(
+        "disk image {path} is still on its way out of an object store; run the machine that was restored from it until \
+         all is there"
+    )]
+    Arriving { path: PathBuf },
     #[error("disk image {path} already has an engine; one owner must keep the metadata of a qcow2 image")]
     HasEngine { path: PathBuf },
     #[error("cannot start the engine of disk image {path}")]
@@ -100,14 +106,19 @@ enum Contents {
 
 impl Image {
     pub fn open(options: &ImageOptions) -> Result<Self, ImageError> {
+        Self::open_over(options, &Arrivals::default())
+    }
+
+    /// Of which some files below the top one are still on their way: who reads what is not there of them waits.
+    pub fn open_over(options: &ImageOptions, arrivals: &Arrivals) -> Result<Self, ImageError> {
         check_kind(&options.path)?;
         let contents = match options.format {
-            Format::Raw => Contents::Raw(RawImage::open(options)?),
+            Format::Raw => Contents::Raw(RawImage::open(options, arrivals)?),
             Format::Auto if has_qcow2_magic(&options.path)? => {
                 return Err(ImageError::FormatNotNamed { path: options.path.clone() });
             }
-            Format::Auto => Contents::Raw(RawImage::open(options)?),
-            Format::Qcow2 => Contents::Qcow2(Qcow2Image::open(options)?),
+            Format::Auto => Contents::Raw(RawImage::open(options, arrivals)?),
+            Format::Qcow2 => Contents::Qcow2(Qcow2Image::open(options, arrivals)?),
         };
         Ok(Self { path: options.path.clone(), read_only: options.read_only, contents })
     }
@@ -160,6 +171,7 @@ impl Image {
     /// first thread that submits keeps it.
     pub fn engine(&self, pool: Arc<BufferPool>, depth: u32) -> Result<Box<dyn Engine>, ImageError> {
         match &self.contents {
+            Contents::Raw(raw) if raw.arrival().is_some() => Err(ImageError::Arriving { path: self.path.clone() }),
             Contents::Raw(raw) => {
                 raw.engine(pool, depth).map_err(|source| ImageError::Engine { path: self.path.clone(), source })
             }

@@ -18,9 +18,10 @@ use imago::raw::Raw;
 use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder, StorageOpenOptions};
 
 use super::frozen::{FrozenImage, Guard};
-use super::guarded::GuardedFile;
+use super::guarded::{GuardedEngine, GuardedFile, Witness};
 use super::open::{Opened, open_file, read_aligned, stop_read_ahead};
 use super::{Format, ImageError, ImageOptions, access_error, check_kind, lock};
+use crate::arrival::{Arrival, Arrivals};
 use crate::block::SECTOR_BYTES;
 use crate::buffer::{BufferPool, Pages};
 use crate::engine::Engine;
@@ -59,11 +60,13 @@ struct Layer {
     /// As in `Opened`.
     alignment: u64,
     cache: String,
+    /// While its bytes are on their way.
+    arrival: Option<Arc<Arrival>>,
 }
 
 impl Qcow2Image {
-    pub(super) fn open(options: &ImageOptions) -> Result<Self, ImageError> {
-        let (top, header) = open_layer(options, Format::Qcow2)?;
+    pub(super) fn open(options: &ImageOptions, arrivals: &Arrivals) -> Result<Self, ImageError> {
+        let (top, header) = open_layer(options, Format::Qcow2, arrivals)?;
         let header = header.expect("a qcow2 layer has a header");
         let bytes = header.bytes - header.bytes % SECTOR_BYTES;
         let (cluster_bytes, has_zero_clusters) = (header.cluster_bytes, header.has_zero_clusters);
@@ -71,7 +74,7 @@ impl Qcow2Image {
             return Err(ImageError::Empty { path: options.path.clone() });
         }
         let mut layers = vec![top];
-        add_backing(&mut layers, header, options)
+        add_backing(&mut layers, header, options, arrivals)
             .map_err(|source| ImageError::Backing { path: options.path.clone(), source: Box::new(source) })?;
         let image = Self {
             path: options.path.clone(),
@@ -114,8 +117,14 @@ impl Qcow2Image {
         let through_cache = self.layers.iter().filter(|layer| layer.alignment == 1);
         through_cache.for_each(|layer| stop_read_ahead(&layer.file));
         let chain = self.chain(self.read_only)?;
-        Qcow2Engine::start(chain, &self.path, self.read_only, pool, self.lease.clone())
-            .map_err(|source| ImageError::Engine { path: self.path.clone(), source })
+        let engine = Qcow2Engine::start(chain, &self.path, self.read_only, pool, self.lease.clone())
+            .map_err(|source| ImageError::Engine { path: self.path.clone(), source })?;
+        // Only there an offset of the disk is one of the file.
+        let base = self.layers.last().filter(|base| base.format != Format::Qcow2);
+        Ok(match base.and_then(|base| base.arrival.clone()) {
+            Some(arrival) => Box::new(GuardedEngine::new(engine, Witness::Arrival(arrival))),
+            None => engine,
+        })
     }
 
     /// The file of the top image. Its tables are in it: each change is settled before it is reported.
@@ -148,7 +157,8 @@ impl Layer {
         // A duplicate shares the open file description, and with it the lock.
         let file = File::from(self.file.as_fd().try_clone_to_owned()?);
         let options = StorageOpenOptions::new().filename(&self.path).write(write).direct(self.alignment > 1);
-        let storage = GuardedFile::new(ImageFile::from_open_file(file, options)?, guard.clone(), self.alignment);
+        let file = ImageFile::from_open_file(file, options)?;
+        let storage = GuardedFile::new(file, guard.clone(), self.arrival.clone(), self.alignment);
         let gate = DenyImplicitOpenGate::default();
         Ok(match self.format {
             Format::Qcow2 => {
@@ -161,7 +171,12 @@ impl Layer {
 }
 
 /// Follows the backing names down to the base, and locks each file against writers.
-fn add_backing(layers: &mut Vec<Layer>, top: Header, options: &ImageOptions) -> Result<(), ImageError> {
+fn add_backing(
+    layers: &mut Vec<Layer>,
+    top: Header,
+    options: &ImageOptions,
+    arrivals: &Arrivals,
+) -> Result<(), ImageError> {
     let mut header = Some(top);
     while let Some((path, format)) = header.as_ref().map(|header| backing_of(header, layers)).transpose()?.flatten() {
         if layers.len() == CHAIN_MAX {
@@ -170,23 +185,28 @@ fn add_backing(layers: &mut Vec<Layer>, top: Header, options: &ImageOptions) -> 
         }
         check_kind(&path)?;
         let options = ImageOptions { path, read_only: true, ..options.clone() };
-        let (layer, next) = open_layer(&options, format)?;
+        let (layer, next) = open_layer(&options, format, arrivals)?;
         layers.push(layer);
         header = next;
     }
     Ok(())
 }
 
-fn open_layer(options: &ImageOptions, format: Format) -> Result<(Layer, Option<Header>), ImageError> {
+fn open_layer(
+    options: &ImageOptions,
+    format: Format,
+    arrivals: &Arrivals,
+) -> Result<(Layer, Option<Header>), ImageError> {
     let path = &options.path;
     let Opened { file, alignment, cache } =
         open_file(options, format).map_err(|error| access_error(path, "open", error))?;
     lock::lock_image(&file, path, options.read_only, options.lock_patience)?;
+    let arrival = arrivals.of(&file, path).map_err(|error| access_error(path, "look for what is missing of", error))?;
     let header = match format {
-        Format::Qcow2 => Some(Header::read(&file, path)?),
+        Format::Qcow2 => Some(Header::read(&file, path, arrival.as_deref())?),
         Format::Auto | Format::Raw => None,
     };
-    Ok((Layer { path: path.clone(), format, file, alignment, cache }, header))
+    Ok((Layer { path: path.clone(), format, file, alignment, cache, arrival }, header))
 }
 
 fn backing_of(header: &Header, layers: &[Layer]) -> Result<Option<(PathBuf, Format)>, ImageError> {
@@ -224,8 +244,9 @@ struct Header {
 }
 
 impl Header {
-    fn read(file: &File, path: &Path) -> Result<Self, ImageError> {
-        let start = read_start(file).map_err(|error| access_error(path, "read", error))?;
+    fn read(file: &File, path: &Path, arrival: Option<&Arrival>) -> Result<Self, ImageError> {
+        let there = arrival.map_or(Ok(()), |arrival| arrival.wait(0..HEADER_BYTES as u64));
+        let start = there.and_then(|()| read_start(file)).map_err(|error| access_error(path, "read", error))?;
         Self::parse(&start).map_err(|defect| match defect {
             Defect::NotQcow2 => ImageError::NotQcow2 { path: path.into() },
             Defect::Named(problem, remedy) => ImageError::Qcow2 { path: path.into(), problem, remedy },

@@ -10,9 +10,10 @@ use std::sync::{Arc, OnceLock};
 use rustix::fs::{FallocateFlags, Mode, OFlags, fallocate, open};
 
 use super::frozen::{FrozenImage, Guard};
-use super::guarded::GuardedEngine;
+use super::guarded::{GuardedEngine, Witness};
 use super::open::{Opened, file_bytes, open_file, stop_read_ahead};
 use super::{Format, ImageError, ImageOptions, access_error, lock};
+use crate::arrival::{Arrival, Arrivals};
 use crate::block::{BLOCK_BYTES, SECTOR_BYTES};
 use crate::buffer::BufferPool;
 use crate::engine::Engine;
@@ -33,14 +34,18 @@ pub(super) struct RawImage {
     /// Which engine was made, and why: known after the first.
     engine: OnceLock<String>,
     guard: Guard,
+    /// While its bytes are on their way.
+    arrival: Option<Arc<Arrival>>,
 }
 
 impl RawImage {
-    pub(super) fn open(options: &ImageOptions) -> Result<Self, ImageError> {
+    pub(super) fn open(options: &ImageOptions, arrivals: &Arrivals) -> Result<Self, ImageError> {
         let path = &options.path;
         let Opened { file, alignment, cache } =
             open_file(options, Format::Raw).map_err(|error| access_error(path, "open", error))?;
         lock::lock_image(&file, path, options.read_only, options.lock_patience)?;
+        let arrival =
+            arrivals.of(&file, path).map_err(|error| access_error(path, "look for what is missing of", error))?;
         let kind = file.metadata().map_err(|error| access_error(path, "look at", error))?.file_type();
         let is_device = kind.is_block_device();
         let device_sector_bytes = is_device.then(|| queue_limit(&file, "logical_block_size").max(SECTOR_BYTES));
@@ -58,6 +63,7 @@ impl RawImage {
             cache,
             engine: OnceLock::new(),
             guard: Guard::default(),
+            arrival,
         })
     }
 
@@ -87,7 +93,7 @@ impl RawImage {
         if self.target.alignment == 1 {
             stop_read_ahead(&self.target.file);
         }
-        Ok(Box::new(GuardedEngine::new(self.unguarded_engine(pool, depth)?, self.guard.clone())))
+        Ok(Box::new(GuardedEngine::new(self.unguarded_engine(pool, depth)?, Witness::Guard(self.guard.clone()))))
     }
 
     pub(super) fn freeze(&self, target: File) -> io::Result<Arc<FrozenImage>> {
@@ -97,6 +103,10 @@ impl RawImage {
     /// Of which the lock is this image's.
     pub(super) fn file(&self) -> io::Result<File> {
         self.target.file.try_clone()
+    }
+
+    pub(super) fn arrival(&self) -> Option<&Arc<Arrival>> {
+        self.arrival.as_ref()
     }
 
     fn unguarded_engine(&self, pool: Arc<BufferPool>, depth: u32) -> io::Result<Box<dyn Engine>> {

@@ -13,6 +13,7 @@ use rustix::io::Errno;
 
 use super::guarded::GuardedFile;
 use super::{Contents, Format, Image, ImageError, ImageOptions};
+use crate::arrival::Arrivals;
 use crate::block::BLOCK_BYTES;
 use crate::engine::qcow2::Chain;
 
@@ -36,6 +37,11 @@ impl std::fmt::Debug for ImageReader {
 impl ImageReader {
     /// `format` is not guessed: a guest can write into a raw disk what looks like another format.
     pub fn open(path: &Path, format: Format) -> Result<Self, ImageError> {
+        Self::open_over(path, format, &Arrivals::default())
+    }
+
+    /// While bytes of it, or of what is below it, are on their way.
+    pub fn open_over(path: &Path, format: Format, arrivals: &Arrivals) -> Result<Self, ImageError> {
         let options = ImageOptions {
             path: path.to_owned(),
             format,
@@ -43,7 +49,7 @@ impl ImageReader {
             direct: false,
             lock_patience: Duration::ZERO,
         };
-        let image = Image::open(&options)?;
+        let image = Image::open_over(&options, arrivals)?;
         let data = match &image.contents {
             Contents::Raw(raw) => Data::Raw(raw.file().map_err(|error| super::access_error(path, "read", error))?),
             Contents::Qcow2(qcow2) => Data::Qcow2(Mutex::new(qcow2.chain(true)?)),
@@ -73,7 +79,14 @@ impl ImageReader {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
         match &self.data {
-            Data::Raw(file) => file.read_exact_at(into, offset),
+            Data::Raw(file) => {
+                if let Contents::Raw(raw) = &self.image.contents
+                    && let Some(arrival) = raw.arrival()
+                {
+                    arrival.wait(offset..offset + into.len() as u64)?;
+                }
+                file.read_exact_at(into, offset)
+            }
             Data::Qcow2(chain) => lock(chain).read(into, offset),
         }
     }

@@ -1,0 +1,437 @@
+//! Arrival: a file whose bytes are still on their way to it, from wherever. Who reads what is not there waits; who brings it asks
+//! what comes next.
+//!
+//! ```text
+//! reader: wait(bytes) --> wanted -------------\
+//!                                              next --> brought --> land: checked, written, readers go on --> noted
+//! nobody: from where one was wanted last, up --/            \--> failed: readers wait on, or are told why
+//! ```
+//! What has landed is noted beside the file (`note`), so that whoever opens it later goes on from there. When all has landed the
+//! note is removed, and the file is one like any other.
+
+mod note;
+
+use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Release};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use note::Note;
+
+/// What is brought at once, checked, and noted.
+pub const UNIT_BYTES: u64 = 1 << 20;
+/// First bytes of a unit's BLAKE3.
+pub const CHECKSUM_BYTES: usize = 16;
+pub type Checksum = [u8; CHECKSUM_BYTES];
+
+/// Notes are behind the data on the disk: so many units may have to be brought again.
+const NOTED_TOGETHER: usize = 32;
+/// After somebody waited no more than one unit at a time is brought that nobody waits for.
+const CALM_AFTER: Duration = Duration::from_millis(100);
+/// What is brought besides may be asked for again so late.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
+
+/// What becomes of a reader of something that is not there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Conduct {
+    /// It gets an error: nobody brings anything.
+    Refuse,
+    /// It waits, unless it cannot be brought now: then it gets the reason. Nothing else is brought.
+    Urge,
+    /// It waits, however long.
+    Wait,
+}
+
+/// How much of a file is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Counts {
+    /// All that is brought: what lies between is zeroes.
+    pub bytes: u64,
+    pub missing_bytes: u64,
+}
+
+/// A unit that is to be brought.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Order {
+    pub unit: u64,
+    /// Somebody waits for it.
+    pub wanted: bool,
+}
+
+/// Why a unit cannot be brought now.
+#[derive(Clone, Debug)]
+struct Stuck {
+    why: String,
+    /// As with all others: it is not this one that is wrong.
+    away: bool,
+}
+
+#[derive(Debug)]
+struct State {
+    conduct: Conduct,
+    missing: BTreeSet<u64>,
+    under_way: HashSet<u64>,
+    /// In the order in which they were asked for.
+    wanted: VecDeque<u64>,
+    wanted_at: Option<Instant>,
+    /// Where what nobody waits for goes on.
+    next: u64,
+    /// Of those under way.
+    unwanted: usize,
+    stuck: BTreeMap<u64, Stuck>,
+    landed: Vec<u64>,
+    stopped: bool,
+}
+
+#[derive(Debug)]
+pub struct Arrival {
+    path: PathBuf,
+    file: File,
+    identity: (u64, u64),
+    bytes: u64,
+    source: String,
+    /// Ascending, with what each must be.
+    units: Vec<(u64, Checksum)>,
+    /// Of all of them.
+    unit_bytes: u64,
+    state: Mutex<State>,
+    changed: Condvar,
+    missing_bytes: AtomicU64,
+    note: Mutex<Note>,
+}
+
+impl Arrival {
+    /// Makes a file of so many bytes, of which these units are to come, in ascending order; the rest is a hole. `source` says to
+    /// whoever opens it where they are to be had.
+    pub fn make(path: &Path, bytes: u64, source: &str, units: &[(u64, Checksum)]) -> io::Result<()> {
+        if !units.is_empty() {
+            // First: a file without a note is complete.
+            Note::make(path, bytes, source, units)?;
+        }
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+        file.set_len(bytes)?;
+        file.sync_all()?;
+        note::sync_folder(path)
+    }
+
+    /// None: the file is complete. At first it refuses readers.
+    pub fn open(path: &Path) -> io::Result<Option<Self>> {
+        let Some((note, noted)) = Note::open(path)? else { return Ok(None) };
+        let file = OpenOptions::new().read(true).write(true).open(path)?;
+        let found = file.metadata()?;
+        if found.len() != noted.bytes {
+            let what = format!("{}: has {} bytes, and is to have {}", path.display(), found.len(), noted.bytes);
+            return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        }
+        let missing = noted.units.iter().zip(&noted.landed).filter(|(_, landed)| !**landed);
+        let missing: BTreeSet<u64> = missing.map(|((unit, _), _)| *unit).collect();
+        let missing_bytes = missing.iter().map(|unit| length_of(*unit, noted.bytes)).sum();
+        Ok(Some(Self {
+            path: path.to_owned(),
+            file,
+            identity: (found.dev(), found.ino()),
+            bytes: noted.bytes,
+            source: noted.source,
+            unit_bytes: noted.units.iter().map(|(unit, _)| length_of(*unit, noted.bytes)).sum(),
+            units: noted.units,
+            state: Mutex::new(State {
+                conduct: Conduct::Refuse,
+                next: missing.first().copied().unwrap_or_default(),
+                missing,
+                under_way: HashSet::new(),
+                wanted: VecDeque::new(),
+                wanted_at: None,
+                unwanted: 0,
+                stuck: BTreeMap::new(),
+                landed: Vec::new(),
+                stopped: false,
+            }),
+            changed: Condvar::new(),
+            missing_bytes: AtomicU64::new(missing_bytes),
+            note: Mutex::new(note),
+        }))
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// As it was given when the file was made.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// Where a unit lies among those that are to come, one behind the other; none if it is not one of them.
+    pub fn place_of(&self, unit: u64) -> Option<Range<u64>> {
+        let position = self.units.binary_search_by_key(&unit, |(unit, _)| *unit).ok()?;
+        // Only the last one can be shorter.
+        let start = position as u64 * UNIT_BYTES;
+        Some(start..start + length_of(unit, self.bytes))
+    }
+
+    pub fn counts(&self) -> Counts {
+        Counts { bytes: self.unit_bytes, missing_bytes: self.missing_bytes.load(Acquire) }
+    }
+
+    pub fn is_complete(&self) -> bool {
+        self.missing_bytes.load(Acquire) == 0
+    }
+
+    /// What cannot be brought now, and why.
+    pub fn stuck(&self) -> Vec<String> {
+        self.state().stuck.values().map(|stuck| stuck.why.clone()).collect()
+    }
+
+    /// Nobody waits, and nobody has for a moment.
+    pub fn is_calm(&self) -> bool {
+        self.state().is_calm()
+    }
+
+    pub fn set_conduct(&self, conduct: Conduct) {
+        self.state().conduct = conduct;
+        self.changed.notify_all();
+    }
+
+    /// Ends those who bring, and whoever waits, with an error.
+    pub fn stop(&self) {
+        self.state().stopped = true;
+        self.changed.notify_all();
+    }
+
+    pub fn is_stopped(&self) -> bool {
+        self.state().stopped
+    }
+
+    /// Returns when these bytes are in the file, or as the conduct says.
+    pub fn wait(&self, bytes: Range<u64>) -> io::Result<()> {
+        if bytes.is_empty() || self.is_complete() {
+            return Ok(());
+        }
+        let mut state = self.state();
+        loop {
+            let lacking: Vec<u64> = state.missing.range(units_of(&bytes)).copied().collect();
+            if lacking.is_empty() {
+                return Ok(());
+            }
+            state.want(&lacking);
+            if let Some(why) = state.refusal() {
+                return Err(io::Error::other(format!("{}: is not all there: {why}", self.path.display())));
+            }
+            self.changed.notify_all();
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Somebody is going to read these bytes.
+    pub fn announce(&self, bytes: Range<u64>) {
+        if bytes.is_empty() || self.is_complete() {
+            return;
+        }
+        let mut state = self.state();
+        let lacking: Vec<u64> = state.missing.range(units_of(&bytes)).copied().collect();
+        if !lacking.is_empty() {
+            state.want(&lacking);
+            self.changed.notify_all();
+        }
+    }
+
+    /// What to bring next; waits until there is something. `is_calm`: elsewhere nobody waits either. At most so many that nobody
+    /// waits for are brought at once. None: nothing is missing, or it was told to stop.
+    pub fn next(&self, unwanted_max: usize, is_calm: impl Fn() -> bool) -> Option<Order> {
+        loop {
+            let calm = is_calm();
+            let mut state = self.state();
+            if state.stopped || state.missing.is_empty() {
+                return None;
+            }
+            let most = if calm && state.is_calm() { unwanted_max } else { unwanted_max.min(1) };
+            if let Some(order) = state.take_wanted().or_else(|| state.take_unwanted(most)) {
+                return Some(order);
+            }
+            drop(self.changed.wait_timeout(state, LOOK_AGAIN));
+        }
+    }
+
+    /// The first that somebody wanted who was refused it.
+    pub fn take_wanted(&self) -> Option<Order> {
+        self.state().take_wanted()
+    }
+
+    /// These are the bytes of a unit. False: they are not what they must be.
+    pub fn land(&self, order: Order, bytes: &[u8]) -> io::Result<bool> {
+        let position = self.units.binary_search_by_key(&order.unit, |(unit, _)| *unit);
+        let Ok(position) = position else { return Ok(false) };
+        let is_long_enough = bytes.len() as u64 == length_of(order.unit, self.bytes);
+        if !is_long_enough || blake3::hash(bytes).as_bytes()[..CHECKSUM_BYTES] != self.units[position].1 {
+            return Ok(false);
+        }
+        self.write_out(bytes, order.unit * UNIT_BYTES)?;
+        let to_note = {
+            let mut state = self.state();
+            state.end(order);
+            state.stuck.remove(&order.unit);
+            if state.missing.remove(&order.unit) {
+                self.missing_bytes.fetch_sub(bytes.len() as u64, Release);
+                state.landed.push(order.unit);
+            }
+            state.landed.len() >= NOTED_TOGETHER || state.missing.is_empty()
+        };
+        self.changed.notify_all();
+        if to_note {
+            self.note_landed()?;
+        }
+        Ok(true)
+    }
+
+    /// As far as the disk takes it: readers go past the page cache, and what the disk did not take is zeroes to them.
+    fn write_out(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        // Of what a disk refuses a file is told once: one at a time, and it is known whose that is.
+        let _note = self.note.lock().unwrap_or_else(PoisonError::into_inner);
+        self.file.write_all_at(bytes, offset)?;
+        let flags = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+        // SAFETY: no memory is passed, and the file is open.
+        match unsafe { libc::sync_file_range(self.file.as_raw_fd(), offset as i64, bytes.len() as i64, flags) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// Notes what has landed, once the disk has it; a complete file needs no note.
+    pub fn note_landed(&self) -> io::Result<()> {
+        let mut note = self.note.lock().unwrap_or_else(PoisonError::into_inner);
+        let (landed, is_complete) = {
+            let mut state = self.state();
+            (std::mem::take(&mut state.landed), state.missing.is_empty())
+        };
+        if let Err(error) = self.file.sync_data() {
+            // Nobody knows what the disk has of them.
+            self.miss_again(landed);
+            return Err(error);
+        }
+        if is_complete {
+            return note.remove(&self.path);
+        }
+        for unit in landed {
+            if let Ok(position) = self.units.binary_search_by_key(&unit, |(unit, _)| *unit) {
+                note.add(position, &self.units[position].1)?;
+            }
+        }
+        note.sync()
+    }
+
+    fn miss_again(&self, units: Vec<u64>) {
+        let mut state = self.state();
+        let bytes: u64 = units.iter().map(|unit| length_of(*unit, self.bytes)).sum();
+        state.missing.extend(units);
+        self.missing_bytes.fetch_add(bytes, Release);
+    }
+
+    /// It cannot be brought now; it stays under way until it is given back. True: that is news.
+    pub fn failed(&self, order: Order, why: &str, away: bool) -> bool {
+        let mut state = self.state();
+        let is_told = away && state.stuck.values().any(|other| other.away);
+        let is_new = state.stuck.insert(order.unit, Stuck { why: why.to_owned(), away }).is_none();
+        drop(state);
+        self.changed.notify_all();
+        is_new && !is_told
+    }
+
+    /// After this time, or when it was told to stop, others may bring it.
+    pub fn give_back(&self, order: Order, after: Duration) {
+        let state = self.state();
+        let waited = self.changed.wait_timeout_while(state, after, |state| !state.stopped);
+        waited.unwrap_or_else(PoisonError::into_inner).0.end(order);
+        self.changed.notify_all();
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn is_calm(&self) -> bool {
+        self.wanted.is_empty() && self.wanted_at.is_none_or(|at| at.elapsed() > CALM_AFTER)
+    }
+
+    fn want(&mut self, units: &[u64]) {
+        self.wanted_at = Some(Instant::now());
+        for unit in units {
+            if !self.under_way.contains(unit) && !self.wanted.contains(unit) {
+                self.wanted.push_back(*unit);
+            }
+        }
+    }
+
+    fn refusal(&self) -> Option<&str> {
+        match self.conduct {
+            _ if self.stopped => Some("it was called off"),
+            Conduct::Refuse => Some("nobody brings it at the moment"),
+            Conduct::Urge => self.stuck.values().next().map(|stuck| stuck.why.as_str()),
+            Conduct::Wait => None,
+        }
+    }
+
+    fn take_wanted(&mut self) -> Option<Order> {
+        while let Some(unit) = self.wanted.pop_front() {
+            if self.missing.contains(&unit) && self.under_way.insert(unit) {
+                // Who reads one reads on, more often than not.
+                self.next = unit + 1;
+                return Some(Order { unit, wanted: true });
+            }
+        }
+        None
+    }
+
+    fn take_unwanted(&mut self, most: usize) -> Option<Order> {
+        if self.conduct != Conduct::Wait || self.unwanted >= most {
+            return None;
+        }
+        let is_free = |unit: &&u64| !self.under_way.contains(unit);
+        let ahead = self.missing.range(self.next..).find(is_free);
+        let unit = *ahead.or_else(|| self.missing.iter().find(is_free))?;
+        self.next = unit + 1;
+        self.under_way.insert(unit);
+        self.unwanted += 1;
+        Some(Order { unit, wanted: false })
+    }
+
+    fn end(&mut self, order: Order) {
+        if self.under_way.remove(&order.unit) && !order.wanted {
+            self.unwanted -= 1;
+        }
+    }
+}
+
+fn units_of(bytes: &Range<u64>) -> Range<u64> {
+    bytes.start / UNIT_BYTES..bytes.end.div_ceil(UNIT_BYTES)
+}
+
+fn length_of(unit: u64, bytes: u64) -> u64 {
+    UNIT_BYTES.min(bytes.saturating_sub(unit * UNIT_BYTES))
+}
+
+/// Those that somebody brings, for whoever opens images over them.
+#[derive(Clone, Debug, Default)]
+pub struct Arrivals(pub Vec<Arc<Arrival>>);
+
+impl Arrivals {
+    /// Of an open file, known by what it is: paths may differ. One that nobody brings here refuses readers.
+    pub(crate) fn of(&self, file: &File, path: &Path) -> io::Result<Option<Arc<Arrival>>> {
+        let found = file.metadata()?;
+        let ours = self.0.iter().find(|arrival| arrival.identity == (found.dev(), found.ino()));
+        match ours {
+            Some(arrival) => Ok(Some(arrival.clone()).filter(|arrival| !arrival.is_complete())),
+            None => Ok(Arrival::open(path)?.map(Arc::new)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
