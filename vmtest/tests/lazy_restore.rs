@@ -6,7 +6,10 @@
 //! make of it.
 //! `object_store`: the same out of an object store, over a wire that is not to be relied on. `uploads`: it goes there while it is saved.
 //! `soak`: a hundred restores, by hand.
+//! `arrivals`: disks that come out of it while the guest runs.
 
+#[path = "lazy_restore/arrivals.rs"]
+mod arrivals;
 #[path = "lazy_restore/dedup.rs"]
 mod dedup;
 #[path = "lazy_restore/faults.rs"]

@@ -251,7 +251,7 @@ pub enum EventKind {
         /// Since the keeper began with it.
         duration_ms: f64,
     },
-    /// A part of the memory cannot be brought; whoever touches it waits until it can.
+    /// A part of the memory or of a disk cannot be brought; whoever touches it waits until it can.
     RestoreWaits {
         why: String,
     },
@@ -260,6 +260,13 @@ pub enum EventKind {
         pages: u64,
         pages_prefetched: u64,
         pages_lazy: u64,
+        duration_ms: f64,
+    },
+    /// All of a disk has come out of its object store.
+    DiskComplete {
+        disk: String,
+        bytes: u64,
+        /// Since the keeper began with it.
         duration_ms: f64,
     },
     /// Which pages the guest used first was noted in the snapshot, beside what earlier traces had seen.

@@ -323,6 +323,20 @@ pub struct DiskStatus {
     pub bad_requests: u64,
     /// Time that requests waited for the disk's rate limits.
     pub throttled_ms: u64,
+    /// What is below it is still on its way out of an object store. None: all is there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub arrival: Option<ArrivalStatus>,
+}
+
+/// How much of a disk has come out of an object store, without what is zeroes.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct ArrivalStatus {
+    pub source: String,
+    pub bytes: u64,
+    pub missing_bytes: u64,
+    /// What cannot be brought now, and why. Whoever reads it waits.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub waits: Vec<String>,
 }
 
 /// One network device.

@@ -7,7 +7,7 @@ use hearth_api::{ApiError, RejuvenateRequest};
 use hearth_qemu::QmpEvent;
 
 use crate::control::{Answer, Command};
-use crate::machine::{dump, frozen, gate, ready, restore, save, warden};
+use crate::machine::{arrivals, dump, frozen, gate, ready, restore, save, warden};
 
 /// One thing that happened. `generation` tells which QEMU it came from, so that late words of a dead one are ignored.
 pub enum Event {
@@ -36,6 +36,8 @@ pub enum Event {
     Thaw { generation: u32, word: frozen::Word },
     /// A guest's way out of a snapshot says. `generation` as above.
     Restore { generation: u32, word: restore::Word },
+    /// A disk that is on its way out of an object store says.
+    Arrival(arrivals::Word),
     /// SIGTERM or SIGINT: stop the machine; the second one means at once.
     Terminate,
 }

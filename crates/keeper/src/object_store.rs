@@ -4,13 +4,15 @@
 //! FOLDER/cache               blocks of objects, up to a limit; all machines share it
 //! FOLDER/staging-MACHINE/    a save on its way up; the next one begins with removing what a keeper that died left there
 //! ```
+//! A machine that came out of a store has the disks of its snapshot in a folder of its own, and notes of what is missing of them.
 
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use hearth_recovery::snapshot::{Far, Snapshot, SnapshotError};
+use hearth_disk::arrival::Arrivals;
+use hearth_recovery::snapshot::{Far, LocalDisks, Snapshot, SnapshotError};
 use hearth_store::{Address, Cache, Settings, Store, StoreError};
 
 use crate::config::ObjectStoreConfig;
@@ -38,14 +40,24 @@ pub fn store(address: &Path, config: &ObjectStoreConfig) -> Result<Store, StoreE
     Store::open(address, &settings)
 }
 
-/// A snapshot in a folder, or in an object store; of that one `disks` holds the disks, if they have been fetched.
-pub fn open_snapshot(path: &Path, config: &ObjectStoreConfig, disks: Option<&Path>) -> Result<Snapshot, SnapshotError> {
+/// Asks nobody yet.
+pub fn far(address: &Path, config: &ObjectStoreConfig) -> Result<Far, StoreError> {
+    let store = Arc::new(store(address, config)?);
+    let cache = Cache::open(&config.folder.join("cache"), config.cache_bytes)?;
+    Ok(Far { store, cache, scratch: config.folder.clone() })
+}
+
+/// A snapshot in a folder, or in an object store; of that one this folder holds the disks, if there is one.
+pub fn open_snapshot(
+    path: &Path,
+    config: &ObjectStoreConfig,
+    disks: Option<(&Path, Arrivals)>,
+) -> Result<Snapshot, SnapshotError> {
     if !is_address(path) {
         return Snapshot::open(path);
     }
-    let store = Arc::new(store(path, config)?);
-    let cache = Cache::open(&config.folder.join("cache"), config.cache_bytes)?;
-    Snapshot::open_far(Far { store, cache, scratch: config.folder.clone() }, disks)
+    let disks = disks.map(|(folder, arrivals)| LocalDisks { folder, arrivals });
+    Snapshot::open_far(far(path, config)?, disks.as_ref())
 }
 
 /// A folder for a save on its way up. Dropped, it is removed, with all that is in it.

@@ -135,6 +135,7 @@ fn disk() -> DiskStatus {
         io_errors: 0,
         bad_requests: 0,
         throttled_ms: 15,
+        arrival: None,
     }
 }
 

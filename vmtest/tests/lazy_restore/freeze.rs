@@ -107,6 +107,7 @@ fn so_they_are_in_a_snapshot_in_an_object_store() -> Result<()> {
     await_console(&clone)?;
     await_writer(&clone)?;
     assert_eq!(clone.nonce()?, nonce);
+    clone.wait_event("its disk is there", |event| event["kind"] == "disk_complete")?;
     let disks: Vec<_> =
         fs::read_dir(clone.folder().join("machine/saved-disks")).expect("they were fetched").flatten().collect();
     assert_eq!(disks.len(), 1, "{disks:?}");

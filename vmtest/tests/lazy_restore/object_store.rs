@@ -27,7 +27,7 @@ impl Stand {
         Self { server, folder }
     }
 
-    fn path(&self, name: &str) -> String {
+    pub(super) fn path(&self, name: &str) -> String {
         self.folder.path().join(name).display().to_string()
     }
 
@@ -230,8 +230,8 @@ fn what_is_not_whole_in_a_store_is_refused_or_waited_for_by_name() -> Result<()>
     vm.sh("dd if=/tmp/memory of=/dev/vda bs=64k count=64 conv=fsync 2>&1")?;
     vm.save(Path::new(&address("one")))?;
     vm.stop_at_once()?;
-    let refused = |what: &str, expect: &str| -> Result<()> {
-        let clone = stand.clone(&vm, "never", "cache", &[])?;
+    let refused = |what: &str, mode: &str, expect: &str| -> Result<()> {
+        let clone = stand.clone(&vm, "never", "cache", &[mode])?;
         assert_eq!(clone.wait_keeper_end()?.code(), Some(1), "{what}");
         assert!(clone.keeper_log().contains(expect), "{what}: {}", clone.keeper_log());
         Ok(())
@@ -246,7 +246,7 @@ fn what_is_not_whole_in_a_store_is_refused_or_waited_for_by_name() -> Result<()>
         let name = name.replace("disk-root", &disk);
         let (path, away) = (stand.object(&name), stand.folder.path().join("away"));
         fs::rename(&path, &away).expect("it is there");
-        refused(&name, &expect.replace("disk-root", &disk))?;
+        refused(&name, "--lazy", &expect.replace("disk-root", &disk))?;
         fs::rename(&away, &path).expect("it is there");
     }
     let flip = |name: &str, place: u64| {
@@ -264,7 +264,7 @@ fn what_is_not_whole_in_a_store_is_refused_or_waited_for_by_name() -> Result<()>
         ),
     ] {
         flip(name, place);
-        refused(name, &expect)?;
+        refused(name, "--eager", &expect)?;
         flip(name, place);
     }
     let whole = fs::read(stand.object("ram")).expect("it can be read");

@@ -54,7 +54,7 @@ impl StoreArguments {
         }
     }
 
-    /// Its disks may still be in the store.
+    /// Its disks are still in the store.
     pub fn open(&self, snapshot: &Path) -> Result<Snapshot, SnapshotError> {
         open_snapshot(snapshot, &self.config(), None)
     }

@@ -66,7 +66,7 @@ pub fn rehearse(
     };
     let name = format!("rehearsal-{}", std::process::id());
     let folder = absolute(scratch.unwrap_or_else(std::env::temp_dir)).join(format!("hearth-{name}"));
-    let config = make_machine(&snapshot, typed.isolated(&forward), &name, &folder, &root)?;
+    let config = make_machine(&snapshot, typed.isolated(&forward), &name, &folder, Mode::Lazy, &root)?;
     let runtime_folder = config.runtime_folder.clone();
     let before = snapshot.working_set_version()?;
     drop(snapshot);

@@ -92,7 +92,7 @@ pub fn prepare(arguments: RestoreArguments, root: &RuntimeRoot) -> Result<(Confi
     let folder = absolute(arguments.folder.unwrap_or_else(|| PathBuf::from(&name)));
     let typed = typed(&snapshot)?.with_object_store(arguments.store.section());
     let typed = typed.with_qemu(arguments.qemu.map(absolute));
-    let config = make_machine(&snapshot, typed, &name, &folder, root)?;
+    let config = make_machine(&snapshot, typed, &name, &folder, mode, root)?;
     Ok((config, RestoreOrder { snapshot: path, mode, trace }))
 }
 
@@ -108,11 +108,12 @@ pub fn make_machine(
     typed: ConfigFile,
     name: &str,
     folder: &Path,
+    mode: Mode,
     root: &RuntimeRoot,
 ) -> Result<Config, CliError> {
     let folder = folder.to_owned();
     DirBuilder::new().mode(0o700).create(&folder).map_err(|source| CliError::File { path: folder.clone(), source })?;
-    let made = furnish(snapshot, typed, name, &folder).and_then(|file| configuration::for_run(&file, root));
+    let made = furnish(snapshot, typed, name, &folder, mode).and_then(|file| configuration::for_run(&file, root));
     // Made a moment ago, by us.
     made.inspect_err(|_| remove_machine(&folder))
 }
@@ -124,7 +125,7 @@ pub fn remove_machine(folder: &Path) {
 }
 
 /// Disks and `machine.toml`.
-fn furnish(snapshot: &Snapshot, typed: ConfigFile, name: &str, folder: &Path) -> Result<PathBuf, CliError> {
+fn furnish(snapshot: &Snapshot, typed: ConfigFile, name: &str, folder: &Path, mode: Mode) -> Result<PathBuf, CliError> {
     let (mut disks, saved) = (Vec::new(), saved_disks(folder));
     if snapshot.is_far() && !snapshot.manifest.disks.is_empty() {
         let made = DirBuilder::new().mode(0o700).create(&saved);
@@ -133,7 +134,7 @@ fn furnish(snapshot: &Snapshot, typed: ConfigFile, name: &str, folder: &Path) ->
     for disk in &snapshot.manifest.disks {
         let path = folder.join(format!("disk-{}.qcow2", disk.name));
         let mut said = Instant::now();
-        let image = snapshot.fetch_disk(disk, &saved, &mut |bytes, all| {
+        let image = snapshot.expect_disk(disk, &saved, mode == Mode::Eager, &mut |bytes, all| {
             if said.elapsed() >= SAY_EVERY {
                 said = Instant::now();
                 eprintln!("hearth: disk {}: {} of {} MiB", disk.name, bytes >> 20, all >> 20);

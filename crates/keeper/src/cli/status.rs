@@ -281,6 +281,12 @@ fn one_disk(disk: &DiskStatus) -> Vec<String> {
             format!("in {} requests, {} flushes, {} discards", disk.writes, disk.flushes, disk.discards),
         ),
     ];
+    if let Some(arrival) = &disk.arrival {
+        let there = arrival.bytes.saturating_sub(arrival.missing_bytes);
+        let remark = format!("of {} are there; {}", bytes(arrival.bytes), arrival.source);
+        rows.push(row("arriving", bytes(there), percent(there, arrival.bytes), remark));
+        rows.extend(arrival.waits.iter().map(|why| words("waits for", why)));
+    }
     if disk.throttled_ms > 0 {
         rows.push(words("throttled", milliseconds(disk.throttled_ms as f64)));
     }

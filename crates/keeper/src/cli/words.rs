@@ -116,6 +116,9 @@ pub fn describe(event: &EventKind) -> String {
             "all memory is there after {}, {pages} pages: {pages_prefetched} prefetched, {pages_lazy} waited for",
             milliseconds(*duration_ms)
         ),
+        EventKind::DiskComplete { disk, bytes: size, duration_ms } => {
+            format!("all of disk {disk} is there after {}, {}", milliseconds(*duration_ms), bytes(*size))
+        }
         EventKind::Ready { why, blocks, held_blocks, hit_pct } => {
             let hits = hit_pct.map_or_else(String::new, |share| format!(", {share:.1} % of its reads were in memory"));
             format!("ready ({why}): the boot read {blocks} blocks, {held_blocks} are held for the next{hits}")

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hearth_api::{EmberMode, EndCause, EventKind, MachineState};
+use hearth_disk::arrival::Conduct;
 use hearth_disk::image::Image;
 use hearth_disk::server::{DiskOptions, DiskServer};
 use hearth_recovery::crash_recovery;
@@ -29,6 +30,8 @@ impl Machine {
     /// QEMU's process is gone: its memory is dead.
     pub(super) fn qemu_ended(&mut self, how: String) -> Result<(), MachineError> {
         let Some(Life { incarnation, generation, began, cause, .. }) = self.life.take() else { return Ok(()) };
+        // It sees no error any more, and its disks are to be drained.
+        self.arrivals.set_conduct(Conduct::Refuse);
         self.cancel_save("the guest ended");
         self.forget_frozen();
         self.boot_cut_off();
@@ -71,6 +74,7 @@ impl Machine {
         self.timeline = Some(Timeline::start(dead.number + 1, cause, why_cold.clone()));
         self.harvested();
         self.phase(Phase::Drain, |machine| machine.succession().drain())?;
+        self.arrivals.set_conduct(Conduct::Wait);
         let hold = self.hold_for(&dead);
         match (hold, &why_cold) {
             (Some(hold), _) => {
@@ -208,7 +212,7 @@ impl Machine {
 
     pub(super) fn open_disks(&mut self, incarnation: &Incarnation) -> Result<(), MachineError> {
         for (position, disk) in self.parts.config.disks.iter().enumerate() {
-            let image = Image::open(&launch::image_options(disk))
+            let image = Image::open_over(&launch::image_options(disk), &self.arrivals.images())
                 .map_err(|source| MachineError::Image { disk: disk.name.clone(), source })?;
             let socket = self.parts.folders.disk_socket(&disk.name);
             let options = DiskOptions { gate: self.disk_gate(), ..launch::disk_options(position, disk, socket) };
@@ -290,6 +294,7 @@ impl Machine {
     pub(super) fn stopped(&mut self) -> Result<(), MachineError> {
         self.dumps = Dumps::default();
         self.warden.watch(None);
+        self.arrivals.set_conduct(Conduct::Refuse);
         for disk in std::mem::take(&mut self.disks) {
             disk.stop();
         }
@@ -303,11 +308,12 @@ impl Machine {
     }
 
     pub(super) fn fail(&mut self, error: &MachineError) {
-        self.drop_gate();
-        self.drop_restore();
         let message = crate::chain(error);
         self.record(EventKind::Error { message });
         self.end_qemu(EndCause::QemuDied);
+        self.arrivals.set_conduct(Conduct::Refuse);
+        self.drop_gate();
+        self.drop_restore();
         self.enter(MachineState::Failed);
         self.see_dumps_through();
         // With keeper and QEMU gone the next start is cold, unless a guest is parked here: until then this would only hold the

@@ -28,10 +28,12 @@
 
 mod access;
 pub mod age;
+pub mod arrivals;
 mod crash;
 mod crash_loop;
 pub mod dump;
 mod dumps;
+mod error;
 mod folders;
 pub mod frozen;
 pub mod gate;
@@ -87,6 +89,7 @@ use crate::upgrade::Successor;
 use crash::Harvest;
 use crash_loop::{BackOff, Crashes};
 use dumps::Dumps;
+pub use error::MachineError;
 pub use folders::{FolderError, Folders};
 use frozen::Frozen;
 use generation::Generation;
@@ -98,40 +101,6 @@ use timeline::Timeline;
 const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(60);
 /// How long disk I/O in flight may take to end after QEMU did. Storage that hangs longer needs a person.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(60);
-
-/// What ended the machine for good, or why it never ran.
-#[derive(Debug, thiserror::Error)]
-pub enum MachineError {
-    #[error(transparent)]
-    Folder(#[from] FolderError),
-    #[error(transparent)]
-    Journal(#[from] hearth_recovery::journal::JournalError),
-    #[error(transparent)]
-    Incarnation(#[from] hearth_recovery::incarnation::IncarnationError),
-    #[error(transparent)]
-    WarmReboot(#[from] hearth_recovery::warm_reboot::WarmRebootError),
-    #[error(transparent)]
-    BootSet(hearth_disk::boot_set::BootSetError),
-    #[error("disk {disk}")]
-    Image { disk: String, source: hearth_disk::image::ImageError },
-    #[error(transparent)]
-    Nvram(#[from] hearth_disk::nvram::NvramError),
-    #[error("disk {disk}: cannot be served")]
-    Server { disk: String, source: hearth_disk::server::ServerError },
-    #[error(
-        "{name} still runs (QEMU, pid {qemu_pid}) with other disks than configured now: {what}; put that back and run it \
-         again, or end it with `kill {qemu_pid}`"
-    )]
-    OtherDisks { name: String, qemu_pid: u32, what: String },
-    #[error(transparent)]
-    Launch(#[from] generation::LaunchError),
-    #[error(transparent)]
-    Parked(#[from] hearth_recovery::rejuvenation::parked::ParkedError),
-    #[error("{name} cannot be restored")]
-    Restore { name: String, source: restore::RestoreFailure },
-    #[error("the warden thread cannot be started")]
-    Warden(#[source] std::io::Error),
-}
 
 /// What a machine is made from; all of it checked.
 pub struct Parts {
@@ -179,6 +148,8 @@ pub struct Machine {
     pins: pins::Pins,
     /// Before the memory of the living QEMU, while that is granted unit by unit.
     gate: Option<gate::MemoryGate>,
+    /// Dropped before the disks, whose reads may wait for it.
+    arrivals: arrivals::Arrivals,
     /// Of the configuration's disks, and behind them of its NVRAM.
     disks: Vec<DiskServer>,
     nvram: Vec<Nvram>,
@@ -268,6 +239,7 @@ impl Machine {
             warden,
             pins: pins::Pins::default(),
             gate: None,
+            arrivals: arrivals::Arrivals::default(),
             disks: Vec::new(),
             nvram: Vec::new(),
             state: MachineState::Starting,
@@ -293,7 +265,16 @@ impl Machine {
             successor: None,
         };
         machine.record(EventKind::Started { pid: std::process::id(), version: env!("CARGO_PKG_VERSION").to_owned() });
-        if !machine.take_over()? {
+        machine.expect_disks()?;
+        let taken_over = match machine.take_over() {
+            Err(error) if !machine.arrivals.is_complete() => {
+                // The guest lives on without a keeper: a read that waits must neither fail nor be waited for.
+                std::mem::forget(machine);
+                return Err(error);
+            }
+            taken_over => taken_over?,
+        };
+        if !taken_over {
             machine.judge_boot_set(doubt.flatten());
             machine.load_boot_set();
             let started = match machine.order_to_restore() {
@@ -386,6 +367,10 @@ impl Machine {
                 Ok(())
             }
             Event::Restore { .. } => Ok(()),
+            Event::Arrival(word) => {
+                self.arrival_says(word);
+                Ok(())
+            }
             Event::Save { number, word } => {
                 self.save_says(number, word);
                 Ok(())

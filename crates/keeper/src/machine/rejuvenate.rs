@@ -92,13 +92,14 @@ impl Machine {
         self.must_be_at_rest("rejuvenate")
     }
 
-    /// No part of the guest's memory is on its way.
+    /// No part of the guest's memory or of its disks is on its way.
     pub(super) fn must_be_at_rest(&self, what: &str) -> Result<(), ApiError> {
         if self.gate.as_ref().is_some_and(|gate| gate.is_shut()) {
             let message = format!("cannot {what}: the guest still gets its memory bit by bit, through the QEMU it has");
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` tells when that is over"));
         }
         self.must_be_complete(what)?;
+        self.disks_must_be_complete(what)?;
         if self.saving.is_some() {
             let message = format!("cannot {what}: the guest is being saved");
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth save --cancel` calls that off"));

@@ -7,16 +7,16 @@
 //! A keeper killed before `begun` leaves a QEMU without a guest and disks that nobody has written to: the next one begins
 //! anew. One killed after it leaves a guest that waits for its memory, and the next one goes on.
 
-use std::io::{ErrorKind, Read};
-use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+mod trace;
+
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use hearth_api::{ApiError, ErrorWord, EventKind, RestoreStatus};
+use hearth_disk::arrival::{Arrivals, Conduct};
 use hearth_disk::gate::Gate;
 use hearth_memory::faults::Userfault;
 use hearth_memory::faults::admission::AdmissionError;
@@ -25,6 +25,9 @@ use hearth_recovery::journal::{QemuIdentity, RestoreNote};
 use hearth_recovery::lazy_restore::{LazyRam, Mode, RestoreError, prefetch};
 use hearth_recovery::snapshot::state::{self, StateError};
 use hearth_recovery::snapshot::{Snapshot, SnapshotError};
+
+use trace::note_first_touches;
+pub use trace::{Probe, Trace};
 
 use super::generation::{Devices, Generation, LaunchError};
 use super::{Machine, MachineError};
@@ -37,18 +40,14 @@ const STATE_PATIENCE: Duration = Duration::from_secs(60);
 const GIVE_WAY: Duration = Duration::from_micros(100);
 /// So long after somebody waited for a page no more than a chunk is read at a time: a guest that touches one page touches
 /// others.
-const CALM_AFTER: Duration = Duration::from_millis(100);
+pub(super) const CALM_AFTER: Duration = Duration::from_millis(100);
 /// Asked of the disk at once behind a guest that waits for nothing: 2 ms at 125 MiB/s, which is what a page that is touched
 /// then waits.
 const AHEAD_BYTES: u64 = 256 << 10;
 /// Until what could not be read is tried again.
 const FILL_AGAIN: Duration = Duration::from_millis(500);
-/// A connection that nobody in the guest takes ends sooner.
-const HANGS_UP_WITHIN: Duration = Duration::from_millis(500);
 /// Threads that serve faults out of an object store: each waits for its own page, for a round trip at least.
 const SERVERS_FROM_AFAR: usize = 4;
-/// A traced guest is looked after so often.
-const TRACE_STEP: Duration = Duration::from_millis(50);
 
 /// What to begin with.
 #[derive(Clone, Debug)]
@@ -57,51 +56,6 @@ pub struct RestoreOrder {
     pub mode: Mode,
     /// Note what the guest touches, and only then fill in the rest.
     pub trace: Option<Trace>,
-}
-
-/// How long first touches are noted.
-#[derive(Clone, Debug)]
-pub struct Trace {
-    pub window: Duration,
-    /// Ends it sooner.
-    pub until: Option<Probe>,
-    /// The machine is of no use afterwards: a rehearsal.
-    pub then_stop: bool,
-}
-
-/// What is looked for from outside.
-#[derive(Clone, Debug)]
-pub enum Probe {
-    /// A port of this host behind which something answers.
-    Port(u16),
-    /// A shell command that succeeds.
-    Command(String),
-}
-
-impl Probe {
-    fn succeeds(&self) -> bool {
-        match self {
-            Self::Port(port) => is_served(*port),
-            Self::Command(command) => {
-                let run = Command::new("sh").args(["-c", command]).stdin(Stdio::null()).stdout(Stdio::null()).status();
-                run.is_ok_and(|status| status.success())
-            }
-        }
-    }
-}
-
-/// QEMU takes every connection, and hangs up on those that its guest does not take.
-fn is_served(port: u16) -> bool {
-    let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
-    let Ok(mut stream) = TcpStream::connect_timeout(&address, HANGS_UP_WITHIN) else { return false };
-    if stream.set_read_timeout(Some(HANGS_UP_WITHIN)).is_err() {
-        return false;
-    }
-    match stream.read(&mut [0]) {
-        Ok(length) => length > 0,
-        // It is not hung up on.
-        Err(error) => matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut),
-    }
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -241,6 +195,8 @@ impl Machine {
         let name = self.parts.config.name.clone();
         let failed = |source: RestoreFailure| MachineError::Restore { name: name.clone(), source };
         let began = Instant::now();
+        // Nobody would be told what the guest, which does not run yet, waits for.
+        self.arrivals.set_conduct(Conduct::Urge);
         let snapshot = Arc::new(self.open_snapshot(&order.snapshot).map_err(|error| failed(error.into()))?);
         let (saved, configured) = (snapshot.manifest.ram_bytes, self.parts.config.memory_bytes);
         if saved != configured {
@@ -276,6 +232,7 @@ impl Machine {
         self.journal.qemu = Some(generation.identity());
         self.journal.save_durably(&self.parts.folders.journal())?;
         self.admit(generation.identity().pid);
+        self.arrivals.set_conduct(Conduct::Wait);
         generation.run()?;
         self.adopt(incarnation, generation)?;
         self.record(EventKind::IncarnationStarted { generation: number, warm: false });
@@ -288,11 +245,12 @@ impl Machine {
         self.fill_behind(number, order.trace.clone()).map_err(failed)
     }
 
-    /// The disks of one from afar were fetched when the machine was made.
+    /// The disks of one from afar are in the machine's folder, or come there.
     fn open_snapshot(&self, path: &Path) -> Result<Snapshot, SnapshotError> {
         let config = &self.parts.config;
         let disks = config.file.parent().map(saved_disks).filter(|folder| folder.exists());
-        open_snapshot(path, &config.object_store, disks.as_deref())
+        let disks = disks.as_deref().map(|folder| (folder, self.arrivals.images()));
+        open_snapshot(path, &config.object_store, disks)
     }
 
     /// Both at once: QEMU's start takes as long as reading a working set.
@@ -371,6 +329,9 @@ impl Machine {
     }
 
     fn serve_faults(&mut self, mut restoring: Restoring, generation: u32) -> Result<(), RestoreFailure> {
+        if let Some(lazy) = &restoring.lazy {
+            self.arrivals.give_way_to(lazy);
+        }
         let is_far = restoring.lazy.as_ref().is_some_and(|lazy| lazy.is_far());
         for _ in 0..if is_far { SERVERS_FROM_AFAR } else { 1 } {
             let teller = self.teller(generation);
@@ -386,6 +347,7 @@ impl Machine {
 
     fn fill_behind(&mut self, generation: u32, trace: Option<Trace>) -> Result<(), RestoreFailure> {
         let (teller, name) = (self.teller(generation), format!("fill-{}", self.parts.config.name));
+        let disks = self.arrivals.images();
         let Some(restoring) = &mut self.restoring else { return Ok(()) };
         if restoring.complete {
             self.restore_complete();
@@ -398,7 +360,7 @@ impl Machine {
                     return teller.say(Word::Rehearsed);
                 }
             }
-            fill(lazy, &teller);
+            fill(lazy, &disks, &teller);
         })
     }
 
@@ -495,32 +457,14 @@ impl Machine {
     }
 }
 
-fn note_first_touches(lazy: &LazyRam, trace: &Trace, teller: &Teller) {
-    let deadline = Instant::now() + trace.window;
-    let is_reached = || trace.until.as_ref().is_some_and(Probe::succeeds);
-    while Instant::now() < deadline && !lazy.is_stopped() && !is_reached() {
-        std::thread::sleep(TRACE_STEP.min(deadline.saturating_duration_since(Instant::now())));
-    }
-    let used = lazy.end_trace();
-    if lazy.is_stopped() {
-        return;
-    }
-    match lazy.snapshot().add_trace(&used) {
-        Ok(pages) => teller.say(Word::Traced { pages }),
-        Err(error) => {
-            let message = format!("the working set is not noted: {}", crate::chain(&error));
-            teller.say(Word::Failed { message });
-        }
-    }
-}
-
 /// Until nothing is missing, or it is told to stop.
-fn fill(lazy: &LazyRam, teller: &Teller) {
+fn fill(lazy: &LazyRam, disks: &Arrivals, teller: &Teller) {
     let ahead_bytes = |lazy: &LazyRam| {
         while lazy.is_asked() && !lazy.is_stopped() {
             std::thread::sleep(GIVE_WAY);
         }
-        if lazy.calm_for() < CALM_AFTER { 0 } else { AHEAD_BYTES }
+        let is_calm = lazy.calm_for() >= CALM_AFTER && disks.0.iter().all(|arrival| arrival.is_calm());
+        if is_calm { AHEAD_BYTES } else { 0 }
     };
     loop {
         match lazy

@@ -31,7 +31,12 @@ impl Machine {
             },
             qemu: life.map(|life| life.generation.status()),
             memory: self.memory_status(),
-            disks: disks.map(|(config, server)| disk_status(config, server)).collect(),
+            disks: disks
+                .map(|(config, server)| DiskStatus {
+                    arrival: self.arrivals.status(&config.name),
+                    ..disk_status(config, server)
+                })
+                .collect(),
             nvram: self.nvram_statuses(),
             nets: config.nets.iter().map(net_status).collect(),
             ledger_pages: life.map_or(0, |life| life.incarnation.ledger_pages()),
@@ -114,6 +119,7 @@ fn disk_status(config: &DiskConfig, server: &DiskServer) -> DiskStatus {
         io_errors: counters.io_errors,
         bad_requests: counters.bad_requests,
         throttled_ms: counters.throttled_us / 1000,
+        arrival: None,
     }
 }
 

@@ -12,6 +12,7 @@ use std::fs;
 use std::sync::Arc;
 
 use hearth_api::{EventKind, MachineState};
+use hearth_disk::arrival::Conduct;
 use hearth_disk::server::DiskServer;
 use hearth_memory::RamFile;
 use hearth_recovery::ember::EmberError;
@@ -112,7 +113,9 @@ impl Machine {
             tracing::error!(pid, "it does not end; the machine may not come to run");
         }
         self.drop_gate();
+        self.arrivals.set_conduct(Conduct::Refuse);
         std::mem::take(&mut self.disks).into_iter().for_each(DiskServer::stop);
+        self.arrivals.set_conduct(Conduct::Wait);
         self.nvram.clear();
         self.ember.extinguish();
         self.discard_all_incarnations();

@@ -6,7 +6,7 @@ use std::path::Path;
 use hearth_disk::image::{Format, ImageReader};
 
 use super::manifest::{DiskPart, disk_file};
-use super::{PAGE, SnapshotError};
+use super::{LocalDisks, PAGE, SnapshotError};
 
 /// A block of one of the disks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -28,10 +28,10 @@ impl BlockRef {
 pub struct DiskBlocks(Vec<ImageReader>);
 
 impl DiskBlocks {
-    pub fn open(folder: &Path, disks: &[DiskPart]) -> Result<Self, SnapshotError> {
+    pub fn open(local: &LocalDisks<'_>, disks: &[DiskPart]) -> Result<Self, SnapshotError> {
         let open = |disk: &DiskPart| {
             let format = if disk.format == "qcow2" { Format::Qcow2 } else { Format::Raw };
-            Ok(ImageReader::open(&folder.join(disk_file(&disk.name)), format)?)
+            Ok(ImageReader::open_over(&local.folder.join(disk_file(&disk.name)), format, &local.arrivals)?)
         };
         disks.iter().map(open).collect::<Result<_, _>>().map(Self)
     }

@@ -89,6 +89,7 @@ mod tests {
     use hearth_disk::block::DiskId;
     use hearth_disk::tag::Tag;
 
+    use super::super::LocalDisks;
     use super::super::manifest::{DiskPart, disk_file};
     use super::super::pages::{Compression, PageWriter};
     use super::super::save::pack;
@@ -139,7 +140,7 @@ mod tests {
         }
 
         fn disks(&self) -> DiskBlocks {
-            DiskBlocks::open(self.home.path(), &self.parts).unwrap()
+            DiskBlocks::open(&LocalDisks::complete(self.home.path()), &self.parts).unwrap()
         }
 
         fn plain(&self) -> PageReader {

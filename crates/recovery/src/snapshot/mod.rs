@@ -15,6 +15,7 @@
 //!
 //! It may lie in an object store as well (`place`): whoever restores it there fetches what it needs.
 
+mod arriving_disk;
 pub mod blocks;
 pub mod dedup;
 mod disk;
@@ -38,7 +39,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
+pub use arriving_disk::ArrivingDisk;
 use blocks::DiskBlocks;
+use hearth_disk::arrival::{Arrival, Arrivals};
 use hearth_disk::image::ImageError;
 use hearth_store::StoreError;
 
@@ -166,7 +169,8 @@ impl Draft {
 
     /// What the guest used before it was saved, best first; after its memory. How many pages of that are not zeroes.
     pub fn write_working_set(&mut self, used: &[u32], disks: &[DiskPart]) -> Result<u64, SnapshotError> {
-        let ram = open_ram(&Place::Folder(self.folder.clone()), disks, Some(&self.folder))?;
+        let local = LocalDisks::complete(&self.folder);
+        let ram = open_ram(&Place::Folder(self.folder.clone()), disks, Some(&local))?;
         let scanned = used.iter().map(|&page| AgedPage { page, age: 0, source: Source::Scan });
         Ok(working_set::write(&self.claim(WORKING_SET), scanned, &ram)?.pages)
     }
@@ -201,6 +205,20 @@ impl Drop for Draft {
     }
 }
 
+/// Where the disks of a snapshot are on this host, and which of them are on their way.
+#[derive(Clone, Debug)]
+pub struct LocalDisks<'a> {
+    pub folder: &'a Path,
+    pub arrivals: Arrivals,
+}
+
+impl<'a> LocalDisks<'a> {
+    /// All of them are there.
+    pub fn complete(folder: &'a Path) -> Self {
+        Self { folder, arrivals: Arrivals::default() }
+    }
+}
+
 /// A snapshot whose parts are there and belong together. Its memory is checked chunk by chunk, as it is read.
 #[derive(Debug)]
 pub struct Snapshot {
@@ -215,16 +233,16 @@ pub struct Snapshot {
 
 impl Snapshot {
     pub fn open(folder: &Path) -> Result<Self, SnapshotError> {
-        Self::open_at(Place::Folder(folder.to_owned()), Some(folder))
+        Self::open_at(Place::Folder(folder.to_owned()), Some(&LocalDisks::complete(folder)))
     }
 
-    /// One in an object store. Its disks are where `fetch_disk` has put them, if that has been done: a snapshot that leaves pages to
+    /// One in an object store. Its disks are where `expect_disk` has put them, if that has been done: a snapshot that leaves pages to
     /// its disks needs them there to be read.
-    pub fn open_far(far: Far, disks: Option<&Path>) -> Result<Self, SnapshotError> {
+    pub fn open_far(far: Far, disks: Option<&LocalDisks<'_>>) -> Result<Self, SnapshotError> {
         Self::open_at(Place::Far(far), disks)
     }
 
-    fn open_at(place: Place, disks: Option<&Path>) -> Result<Self, SnapshotError> {
+    fn open_at(place: Place, disks: Option<&LocalDisks<'_>>) -> Result<Self, SnapshotError> {
         let path = place.path(MANIFEST);
         let text = place.read(MANIFEST, MANIFEST_BYTES_MAX)?;
         let text = text.ok_or_else(|| SnapshotError::NoManifest { path: place.name() })?;
@@ -269,17 +287,25 @@ impl Snapshot {
         self.place.path(&manifest::disk_file(disk))
     }
 
-    /// Brings a disk out of a store to this folder; where it is then. Of a snapshot in a folder, where it lies.
-    /// `progress` hears how many bytes have come, and of how many.
-    pub fn fetch_disk(
+    /// Has a disk out of a store come to this folder; where it is then. Of a snapshot in a folder, where it lies. All of it comes now
+    /// if `whole` says so, and `progress` hears how many bytes have, and of how many; else what images over it cannot be made without.
+    pub fn expect_disk(
         &self,
         disk: &DiskPart,
         folder: &Path,
+        whole: bool,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<PathBuf, SnapshotError> {
         let Some(far) = self.place.far() else { return Ok(self.disk_path(&disk.name)) };
         let path = folder.join(manifest::disk_file(&disk.name));
-        stored_disk::fetch(far, disk, &path, progress)?;
+        stored_disk::expect(far, disk, &path)?;
+        if let Some(arrival) = Arrival::open(&path).map_err(SnapshotError::io(&path, "read"))? {
+            let arriving = ArrivingDisk::new(Arc::new(arrival), far.clone());
+            match whole {
+                true => arriving.bring_all(progress)?,
+                false => arriving.bring_tables(disk)?,
+            }
+        }
         Ok(path)
     }
 
@@ -290,12 +316,12 @@ impl Snapshot {
 }
 
 /// The file of memory, with the disks that hold pages of it; these are in `disks`, if anywhere.
-fn open_ram(place: &Place, parts: &[DiskPart], disks: Option<&Path>) -> Result<PageReader, SnapshotError> {
+fn open_ram(place: &Place, parts: &[DiskPart], disks: Option<&LocalDisks<'_>>) -> Result<PageReader, SnapshotError> {
     let missing = || SnapshotError::Io { path: place.path(RAM), what: "read", source: io::ErrorKind::NotFound.into() };
     let ram = place.pages(RAM)?.ok_or_else(missing)?;
     match disks.filter(|_| ram.needs_disks()) {
         None => Ok(ram),
-        Some(folder) => Ok(ram.with_disks(Arc::new(DiskBlocks::open(folder, parts)?))),
+        Some(local) => Ok(ram.with_disks(Arc::new(DiskBlocks::open(local, parts)?))),
     }
 }
 

@@ -8,25 +8,21 @@
 //!
 //! It is the disk's file, or, of one that lies over a backing image, what its guest sees: a raw disk that needs nothing else.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Read};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
+use hearth_disk::arrival::{Arrival, CHECKSUM_BYTES, Checksum, UNIT_BYTES as BLOCK_BYTES};
 use hearth_disk::image::{Format, ImageReader, next_data};
-use hearth_store::Object;
 
 use super::manifest::{DiskPart, StoredDisk, disk_file};
 use super::place::Far;
 use super::{SnapshotError, check_part, disk as image};
 
-const BLOCK_BYTES: u64 = 1 << 20;
 const ENTRY_BYTES: usize = 24;
-const CHECKSUM_BYTES: usize = 16;
 /// Of an index: for 2.8 TiB that are not zeroes.
-const INDEX_BYTES_MAX: u64 = 64 << 20;
-/// Asked for ahead of what is written.
-const AHEAD_BLOCKS: u64 = 32;
+pub const INDEX_BYTES_MAX: u64 = 64 << 20;
 
 pub fn index_file(disk: &str) -> String {
     format!("{}.index", disk_file(disk))
@@ -172,13 +168,19 @@ fn length_of(block: u64, disk_bytes: u64) -> usize {
 }
 
 /// What a store's index says, if it makes sense.
-fn parse<'a>(index: &'a [u8], disk: &DiskPart, stored: &StoredDisk) -> Option<Vec<(u64, &'a [u8])>> {
+fn parse(index: &[u8], disk: &DiskPart, stored: &StoredDisk) -> Option<Vec<(u64, Checksum)>> {
     let entries = index.chunks_exact(ENTRY_BYTES);
     if !entries.remainder().is_empty() {
         return None;
     }
-    let block = |entry: &'a [u8]| (u64::from_le_bytes(entry[..8].try_into().expect("8 bytes")), &entry[8..]);
-    let blocks: Vec<_> = entries.map(block).collect();
+    let block = |entry: &[u8]| {
+        let (block, checksum) = entry.split_at(8);
+        (
+            u64::from_le_bytes(block.try_into().expect("8 bytes")),
+            checksum.try_into().expect("as many as a checksum has"),
+        )
+    };
+    let blocks: Vec<(u64, Checksum)> = entries.map(block).collect();
     let ascends = blocks.is_sorted_by(|one, next| one.0 < next.0);
     let fits = blocks.last().is_none_or(|last| last.0 < disk.bytes.div_ceil(BLOCK_BYTES));
     if !ascends || !fits {
@@ -188,62 +190,28 @@ fn parse<'a>(index: &'a [u8], disk: &DiskPart, stored: &StoredDisk) -> Option<Ve
     (bytes == stored.bytes).then_some(blocks)
 }
 
-/// Makes `target` the disk of a snapshot in a store. `progress` hears how many bytes have come, and of how many.
-pub fn fetch(
-    far: &Far,
-    disk: &DiskPart,
-    target: &Path,
-    progress: &mut dyn FnMut(u64, u64),
-) -> Result<(), SnapshotError> {
+/// Makes `target` the disk of a snapshot in a store, all of which is still to come (`arriving_disk`).
+pub fn expect(far: &Far, disk: &DiskPart, target: &Path) -> Result<(), SnapshotError> {
     let (name, index_name) = (disk_file(&disk.name), index_file(&disk.name));
     let url = |name: &str| std::path::PathBuf::from(far.store.url(name));
     let stored = of(disk, &url(&name))?;
-    let missing = |name: &str| SnapshotError::damaged(&url(name), "it is not there");
-    let index = far.store.read(&index_name, INDEX_BYTES_MAX)?.ok_or_else(|| missing(&index_name))?;
+    let index = far.store.read(&index_name, INDEX_BYTES_MAX)?;
+    let index = index.ok_or_else(|| SnapshotError::damaged(&url(&index_name), "it is not there"))?;
     let index = check_part(&url(&index_name), &stored.index, index)?;
     let blocks = parse(&index, disk, stored);
     let blocks = blocks.ok_or_else(|| SnapshotError::damaged(&url(&index_name), "its blocks make no sense"))?;
-    let object = Object::open(&far.store, &far.cache, &name)?.ok_or_else(|| missing(&name))?;
-    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(target);
-    let file = file.map_err(SnapshotError::io(target, "made"))?;
-    file.set_len(disk.bytes).map_err(SnapshotError::io(target, "written"))?;
-    let (mut offset, mut asked_to, mut buffer) = (0, 0, vec![0; BLOCK_BYTES as usize]);
-    for (block, checksum) in blocks {
-        if offset >= asked_to {
-            object.read_ahead(offset..offset + AHEAD_BLOCKS * BLOCK_BYTES);
-            asked_to = offset + AHEAD_BLOCKS / 2 * BLOCK_BYTES;
-        }
-        let bytes = &mut buffer[..length_of(block, disk.bytes)];
-        let end = offset + bytes.len() as u64;
-        let is_right = |bytes: &[u8]| blake3::hash(bytes).as_bytes()[..CHECKSUM_BYTES] == *checksum;
-        object.read_at(bytes, offset)?;
-        if !is_right(bytes) {
-            // What of it is kept on this host must not be what is wrong with it.
-            object.forget(offset..end);
-            object.read_at(bytes, offset)?;
-        }
-        if !is_right(bytes) {
-            object.forget(offset..end);
-            let at = block * BLOCK_BYTES;
-            let what = format!("bytes {at} to {} of the disk are not what was saved", at + (end - offset) - 1);
-            return Err(SnapshotError::damaged(&url(&name), what));
-        }
-        file.write_all_at(bytes, block * BLOCK_BYTES).map_err(SnapshotError::io(target, "written"))?;
-        offset = end;
-        progress(offset, stored.bytes);
-    }
-    file.sync_all().map_err(SnapshotError::io(target, "written"))
+    Arrival::make(target, disk.bytes, &far.store.url(&name), &blocks).map_err(SnapshotError::io(target, "made"))
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use hearth_disk::image::create_overlay;
 
     use super::*;
     use crate::snapshot::Part;
 
     /// Which blocks go, what they hold, and the index.
-    fn sent(content: &Content) -> (Vec<u64>, Vec<u8>, Vec<u8>) {
+    pub fn sent(content: &Content) -> (Vec<u64>, Vec<u8>, Vec<u8>) {
         let (mut blocks, mut sent, mut piece) = (Blocks::of(content).unwrap(), Vec::new(), vec![0; 300_000]);
         let bytes_max = blocks.bytes_max().unwrap();
         loop {

@@ -13,6 +13,7 @@ use hearth_disk::image::FrozenImage;
 use hearth_disk::ledger::Ledger;
 use hearth_disk::pressure::Pressure;
 use hearth_memory::RamFile;
+use hearth_recovery::snapshot::LocalDisks;
 use hearth_recovery::snapshot::blocks::DiskBlocks;
 use hearth_recovery::snapshot::dedup::{candidates, compare};
 use hearth_recovery::snapshot::pages::{Compression, PageReader, Sealed};
@@ -193,7 +194,7 @@ impl Task {
             let plain = PageReader::open(&path)?;
             let elsewhere = match candidates {
                 Some(candidates) => {
-                    let disks = DiskBlocks::open(draft.folder(), &manifest.disks)?;
+                    let disks = DiskBlocks::open(&LocalDisks::complete(draft.folder()), &manifest.disks)?;
                     compare(&candidates, &plain, &disks, &mut reporter)?
                 }
                 None => Vec::new(),

@@ -1,0 +1,43 @@
+//! What ends a machine that was to run.
+
+use super::folders::FolderError;
+use super::generation::LaunchError;
+use super::restore::RestoreFailure;
+
+/// What ended the machine for good, or why it never ran.
+#[derive(Debug, thiserror::Error)]
+pub enum MachineError {
+    #[error(transparent)]
+    Folder(#[from] FolderError),
+    #[error(transparent)]
+    Journal(#[from] hearth_recovery::journal::JournalError),
+    #[error(transparent)]
+    Incarnation(#[from] hearth_recovery::incarnation::IncarnationError),
+    #[error(transparent)]
+    WarmReboot(#[from] hearth_recovery::warm_reboot::WarmRebootError),
+    #[error(transparent)]
+    BootSet(hearth_disk::boot_set::BootSetError),
+    #[error("disk {disk}")]
+    Image { disk: String, source: hearth_disk::image::ImageError },
+    #[error(transparent)]
+    Nvram(#[from] hearth_disk::nvram::NvramError),
+    #[error("disk {disk}: cannot be served")]
+    Server { disk: String, source: hearth_disk::server::ServerError },
+    #[error(
+        "{name} still runs (QEMU, pid {qemu_pid}) with other disks than configured now: {what}; put that back and run it \
+         again, or end it with `kill {qemu_pid}`"
+    )]
+    OtherDisks { name: String, qemu_pid: u32, what: String },
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
+    #[error(transparent)]
+    Parked(#[from] hearth_recovery::rejuvenation::parked::ParkedError),
+    #[error("a disk that is on its way out of an object store")]
+    Arrival(#[source] hearth_recovery::snapshot::SnapshotError),
+    #[error("no thread for a disk that is on its way out of an object store")]
+    ArrivalThread(#[source] std::io::Error),
+    #[error("{name} cannot be restored")]
+    Restore { name: String, source: RestoreFailure },
+    #[error("the warden thread cannot be started")]
+    Warden(#[source] std::io::Error),
+}

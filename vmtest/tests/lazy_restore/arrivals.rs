@@ -1,0 +1,229 @@
+//! Disks out of an object store: the guest reads what it needs before all is there, and never anything else; while the store fails, is
+//! gone, or comes back, while its keeper or its QEMU is killed, and while it is stopped.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use hearth_vmtest::{Disk, Drives, Result, TestVm, patience};
+use loopback_s3::Wire;
+use serde_json::Value;
+
+use super::object_store::{Stand, address};
+use super::{SEED, await_console};
+
+const MIB: u64 = 1 << 20;
+const FILE_MIB: u64 = 64;
+
+/// A machine with a file on its disk that nobody has in memory, saved to the store and gone; its nonce.
+fn saved(stand: &Stand, name: &str, disks: impl IntoIterator<Item = Disk>) -> Result<(TestVm, String)> {
+    let mut builder = TestVm::busybox(name).disk(Disk::ext4(128));
+    for disk in disks {
+        builder = builder.disk(disk);
+    }
+    let vm = stand.machine(builder)?;
+    let nonce = vm.nonce()?;
+    vm.sh("mkdir -p /d && mount /dev/vda /d")?;
+    vm.sh_within(&format!("probe fill /d/file {} {SEED} && sync && probe drop-caches", FILE_MIB * MIB), patience(60))?;
+    Ok((vm, nonce))
+}
+
+fn save(vm: &TestVm) -> Result<()> {
+    vm.save(Path::new(&address("one")))?;
+    vm.stop_at_once().map(drop)
+}
+
+fn verify_file(vm: &TestVm) -> Result<()> {
+    vm.sh_within(&format!("probe verify /d/file {SEED}"), patience(90)).map(drop)
+}
+
+/// Behind the guest's shell, which answers while its disk does not.
+fn begin_verifying(clone: &TestVm) -> Result<()> {
+    let verify =
+        format!("probe verify /d/file {SEED} >/tmp/said 2>&1; echo $? >/tmp/status; mv /tmp/status /tmp/verified");
+    clone.sh(&format!("({verify}) >/dev/null 2>&1 </dev/null &")).map(drop)
+}
+
+/// It cannot have ended: not all of it is there.
+fn still_verifies(clone: &TestVm) -> Result<()> {
+    clone.sh("[ ! -e /tmp/verified ]").map(drop)
+}
+
+fn verified(clone: &TestVm) -> Result<()> {
+    let end = "while [ ! -e /tmp/verified ]; do sleep 0.1; done; cat /tmp/said; exit $(cat /tmp/verified)";
+    clone.sh_within(end, patience(90)).map(drop)
+}
+
+/// A guest that has all its memory, and reads a file of which most has not come when the store is gone.
+fn waiting(stand: &Stand, vm: &TestVm, name: &str) -> Result<TestVm> {
+    let (object, away) = (stand.object("disk-disk0"), stand.folder.path().join("away"));
+    stand.server.set_wire(Wire::Slow(MIB));
+    let clone = stand.clone(vm, name, name, &["--lazy"])?;
+    clone.wait_running()?;
+    fs::rename(&object, &away).expect("it was saved");
+    stand.server.set_wire(Wire::Whole);
+    clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
+    begin_verifying(&clone)?;
+    stand.server.set_wire(Wire::Dead);
+    fs::rename(&away, &object).expect("nobody else has it");
+    await_waiting(&clone, "the store does not answer")?;
+    still_verifies(&clone)?;
+    Ok(clone)
+}
+
+fn await_waiting(clone: &TestVm, why: &str) -> Result<Value> {
+    clone.wait_status(&format!("its disk waits: {why}"), |status| waits(status).iter().any(|said| said.contains(why)))
+}
+
+/// Of all disks; none if nothing is.
+fn missing_bytes(status: &Value) -> Option<u64> {
+    let disks = status["disks"].as_array()?;
+    disks.iter().filter_map(|disk| disk["arrival"]["missing_bytes"].as_u64()).reduce(|one, other| one + other)
+}
+
+fn waits(status: &Value) -> Vec<&str> {
+    let disks = status["disks"].as_array().map_or(&[][..], Vec::as_slice);
+    disks.iter().flat_map(|disk| disk["arrival"]["waits"].as_array()).flatten().filter_map(Value::as_str).collect()
+}
+
+fn io_errors(status: &Value) -> Option<u64> {
+    status["disks"].as_array()?.iter().map(|disk| disk["io_errors"].as_u64()).sum()
+}
+
+/// No read of a guest that lives has failed: so many have not been answered to one that had ended.
+fn wait_disks(clone: &TestVm, unanswered: u64) -> Result<()> {
+    clone.wait_event_within("its disk is there", patience(60), |event| event["kind"] == "disk_complete")?;
+    let status = clone.wait_status("nothing is missing", |status| missing_bytes(status).is_none())?;
+    assert_eq!(io_errors(&status), Some(unanswered), "{status}");
+    Ok(())
+}
+
+/// What has come of the snapshot's disks, by their names.
+fn disks_of(clone: &TestVm) -> Vec<(String, Vec<u8>)> {
+    let files = fs::read_dir(clone.folder().join("machine/saved-disks")).expect("a folder").flatten();
+    let read = |file: fs::DirEntry| {
+        (file.file_name().to_string_lossy().into_owned(), fs::read(file.path()).expect("it can be read"))
+    };
+    let mut disks: Vec<_> = files.map(read).collect();
+    disks.sort_unstable();
+    disks
+}
+
+#[test]
+fn a_guest_runs_before_its_disks_are_there_and_reads_what_was_saved_over_a_bad_wire() -> Result<()> {
+    let stand = Stand::new();
+    let image = stand.path("second.qcow2");
+    let made = Command::new("qemu-img").args(["create", "-q", "-f", "qcow2", &image, "64M"]).status();
+    assert!(made.expect("qemu-img is installed").success());
+    let second = Disk::in_place(Path::new(&image)).setting("format", "qcow2").setting("name", "second");
+    let (vm, nonce) = saved(&stand, "early", [second])?;
+    vm.sh("dd if=/dev/urandom of=/dev/vdb bs=1M count=24 conv=fsync 2>&1")?;
+    let sum = |vm: &TestVm| vm.sh_within("probe drop-caches; md5sum </dev/vdb", patience(60));
+    let expected = sum(&vm)?;
+    save(&vm)?;
+    let whole = stand.clone(&vm, "whole", "first", &["--eager"])?;
+    whole.wait_running()?;
+    assert_eq!(missing_bytes(&whole.status()?), None, "all is there before it runs");
+    let disks = disks_of(&whole);
+    assert_eq!(disks.len(), 2);
+    verify_file(&whole)?;
+    assert_eq!(sum(&whole)?, expected);
+    whole.stop_at_once()?;
+    for (name, mode, wire) in [
+        ("slow", "--lazy", Wire::Slow(2 * MIB)),
+        ("cut", "--working-set", Wire::Cut(3 * MIB)),
+        ("fast", "--lazy", Wire::Whole),
+    ] {
+        stand.server.set_wire(wire);
+        let clone = stand.clone(&vm, name, name, &[mode])?;
+        clone.wait_running()?;
+        if name == "slow" {
+            assert!(missing_bytes(&clone.status()?) > Some(FILE_MIB / 2 * MIB), "it came before");
+        }
+        assert_eq!(clone.nonce()?, nonce);
+        clone.sh("echo new >/d/written && sync")?;
+        verify_file(&clone)?;
+        assert_eq!(sum(&clone)?, expected, "{name}");
+        wait_disks(&clone, 0)?;
+        assert!(disks_of(&clone) == disks, "{name}: nothing else has come, and nothing is noted any more");
+        clone.sh("probe drop-caches")?;
+        verify_file(&clone)?;
+        assert_eq!(clone.sh("cat /d/written")?.trim(), "new");
+        clone.stop_at_once()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_disk_waits_for_a_store_that_is_gone_also_for_the_next_keeper_and_goes_on_when_it_is_back() -> Result<()> {
+    let stand = Stand::new();
+    let (vm, nonce) = saved(&stand, "patient", [])?;
+    save(&vm)?;
+    let clone = waiting(&stand, &vm, "waits")?;
+    let folder = stand.path("never");
+    for order in
+        [&["save", clone.name(), "-o", &folder][..], &["rejuvenate", clone.name()], &["upgrade-keeper", clone.name()]]
+    {
+        let refused = clone.cli_output(order)?;
+        let expect = "the guest's disks have not all come out of their object store";
+        assert!(refused.status != 0 && refused.text().contains(expect), "{order:?}: {}", refused.text());
+    }
+    let is_told = |event: &Value| {
+        event["kind"] == "restore_waits" && event["why"].as_str().is_some_and(|why| why.contains("one/disk-"))
+    };
+    clone.wait_event("it is told", is_told)?;
+    clone.restart_keeper()?;
+    await_waiting(&clone, "the store does not answer")?;
+    await_console(&clone)?;
+    still_verifies(&clone)?;
+    stand.server.set_wire(Wire::Failing);
+    let status = await_waiting(&clone, "500")?;
+    assert!(missing_bytes(&status) > Some(FILE_MIB / 2 * MIB), "{status}");
+    still_verifies(&clone)?;
+    stand.server.set_wire(Wire::Whole);
+    verified(&clone)?;
+    assert_eq!(clone.nonce()?, nonce);
+    wait_disks(&clone, 0)?;
+    clone.sh("probe drop-caches")?;
+    verify_file(&clone)?;
+    // Now it can be.
+    clone.rejuvenate()
+}
+
+#[test]
+fn a_keeper_killed_while_disks_and_memory_come_is_followed_by_one_that_goes_on() -> Result<()> {
+    let stand = Stand::new();
+    let (vm, nonce) = saved(&stand, "followed", [])?;
+    save(&vm)?;
+    stand.server.set_wire(Wire::Slow(MIB));
+    let clone = stand.clone(&vm, "follows", "cache", &["--lazy"])?;
+    clone.wait_running()?;
+    begin_verifying(&clone)?;
+    for (missing_mib, wire) in [(FILE_MIB - 4, Wire::Slow(2 * MIB)), (FILE_MIB / 2, Wire::Whole)] {
+        let has_come = |status: &Value| missing_bytes(status).is_some_and(|missing| missing < missing_mib * MIB);
+        clone.wait_status("some of it has come", has_come)?;
+        stand.server.set_wire(wire);
+        clone.restart_keeper()?;
+    }
+    await_console(&clone)?;
+    verified(&clone)?;
+    assert_eq!(clone.nonce()?, nonce);
+    wait_disks(&clone, 0)
+}
+
+#[test]
+fn a_guest_that_waits_for_a_store_that_is_gone_is_stopped_and_one_that_dies_is_followed_by_the_next() -> Result<()> {
+    let stand = Stand::new();
+    let (vm, _) = saved(&stand, "stuck", [])?;
+    save(&vm)?;
+    assert!(waiting(&stand, &vm, "stopped")?.stop_at_once()?.success());
+    let dies = waiting(&stand, &vm, "dies")?;
+    dies.kill_qemu()?;
+    dies.wait_event("its disk is drained", |event| event["kind"] == "phase" && event["phase"] == "drain")?;
+    stand.server.set_wire(Wire::Whole);
+    dies.wait_incarnation(2)?;
+    let unanswered = io_errors(&dies.status()?).expect("it has disks");
+    dies.sh("mkdir -p /d && mount /dev/vda /d")?;
+    verify_file(&dies)?;
+    wait_disks(&dies, unanswered)
+}
