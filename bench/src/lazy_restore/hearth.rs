@@ -354,7 +354,7 @@ impl<'a> Saved<'a> {
         let over = AtomicBool::new(false);
         let (outcome, looks) = std::thread::scope(|scope| {
             let looks = scope.spawn(|| waits::look(&clone, &load, &over));
-            let outcome = self.until_complete(side, &case, &clone, &load, record);
+            let outcome = self.until_complete(order, &case, &clone, &load, record);
             over.store(true, Relaxed);
             (outcome, looks.join().expect("a panic was printed when it happened"))
         });
@@ -371,15 +371,16 @@ impl<'a> Saved<'a> {
         Ok(Waits::of(running_s, &looks))
     }
 
-    /// The guest is there, and is asked, until it has all its memory.
+    /// The guest is there, and is asked, until it has all its memory, and its disk if that is far away.
     fn until_complete(
         &self,
-        side: Side,
+        order: &Order<'_>,
         case: &str,
         clone: &TestVm,
         load: &Load,
         record: &mut Record,
     ) -> Result<Restored, RestoreError> {
+        let side = order.side;
         let first_answer_s =
             load.wait_back(patience(20)).map_err(|source| RestoreError::Load { side: side.name, source })?;
         let running = |event: &Value| event["kind"] == "restored";
@@ -398,6 +399,11 @@ impl<'a> Saved<'a> {
         let over = clone.wait_event_within("all memory is there", patience(60), complete).map_err(machine)?;
         record.add(case, "complete_s", "s", figure(&over, "duration_ms")? / 1e3);
         record.add(case, "pages_prefetched", "", figure(&over, "pages_prefetched")?);
+        if order.place == STORE {
+            let complete = |event: &Value| event["kind"] == "disk_complete";
+            let over = clone.wait_event_within("its disk is there", patience(60), complete).map_err(machine)?;
+            record.add(case, "disks_complete_s", "s", figure(&over, "duration_ms")? / 1e3);
+        }
         Ok(Restored { running_s: running_ms / 1e3, first_answer_s })
     }
 }

@@ -11,11 +11,12 @@ use crate::table::{Table, figure_or_dash};
 const USABLE: f64 = 1.1;
 
 /// Of each side at each place.
-const METRICS: [&str; 9] = [
+const METRICS: [&str; 10] = [
     "running_ms",
     "first_answer_ms",
     "usable_s",
     "complete_s",
+    "disks_complete_s",
     "faults",
     "fault_us_p50",
     "fault_us_p99",
