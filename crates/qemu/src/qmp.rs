@@ -253,6 +253,13 @@ impl Qmp {
         self.monitor(if anew { "log nochain" } else { "log none" })
     }
 
+    /// The guest tells its networks where it is, once, as it does after a migration.
+    pub fn announce(&self) -> Result<(), QmpError> {
+        let once =
+            qapi_qmp::AnnounceParameters { rounds: 1, initial: 50, max: 50, step: 0, id: None, interfaces: None };
+        self.execute(qapi_qmp::announce_self(once)).map(|_| ())
+    }
+
     /// A word for people, that says nothing if it succeeds.
     fn monitor(&self, line: &str) -> Result<(), QmpError> {
         let line = json!({ "command-line": line });

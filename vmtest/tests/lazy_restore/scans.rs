@@ -127,6 +127,23 @@ fn a_keeper_killed_while_it_scans_is_followed_by_one_that_can_scan() -> Result<(
     verify_both(&vm)
 }
 
+/// What it uses to announce itself is seen, for a restored guest will do it too.
+#[test]
+fn a_guest_that_is_scanned_announces_itself_once_as_if_it_was_restored() -> Result<()> {
+    let vm = TestVm::busybox("announcing").net([("kind", "user".into())]).boot()?;
+    vm.sh("echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6 2>/dev/null; net-up")?;
+    // A packet is counted when the next one is sent.
+    let sent = || -> Result<u32> {
+        let text = vm.sh("ping -c 1 10.0.2.2 >/dev/null; cat /sys/class/net/eth0/statistics/tx_packets")?;
+        Ok(text.trim().parse().expect("a number"))
+    };
+    let counts = [sent()?, sent()?];
+    vm.save_with(&vm.folder().join("scanned"), &["--scan", "500ms,2"])?;
+    let announced = sent()?;
+    assert!(announced - counts[1] > counts[1] - counts[0], "{counts:?}, {announced}");
+    Ok(())
+}
+
 /// Pages of the set in the folder that this picks.
 fn set(snapshot: &Path, picks: impl Fn(&AgedPage) -> bool) -> HashSet<u32> {
     let snapshot = Snapshot::open(snapshot).expect("it was saved a moment ago");

@@ -249,7 +249,10 @@ impl Machine {
             return;
         }
         match word {
-            Word::Round(0) => self.translate_anew(),
+            Word::Round(0) => {
+                self.translate_anew();
+                self.announce_as_restored();
+            }
             Word::Round(_) => self.translate_as_ever(),
             Word::Scanned(event) => {
                 self.translate_as_ever();
@@ -281,6 +284,13 @@ impl Machine {
         let told = self.life.as_ref().map(|life| life.generation.qmp.translate_anew(true));
         if let Some(Err(error)) = told {
             tracing::warn!(%error, "the scan does not see code that was translated before");
+        }
+    }
+
+    /// A restored guest announces itself on its networks, which wakes who watches its links: a scan shall see what that uses.
+    fn announce_as_restored(&self) {
+        if let Some(Err(error)) = self.life.as_ref().map(|life| life.generation.qmp.announce()) {
+            tracing::warn!(%error, "the scan does not see what a guest uses to announce itself");
         }
     }
 
