@@ -311,7 +311,16 @@ pub struct DiskStatus {
     pub reads: u64,
     pub writes: u64,
     pub flushes: u64,
+    /// Of the flushes, those that were no operation on the image: nothing had changed since the last one, or they went with
+    /// another one.
+    #[serde(default)]
+    pub flushes_spared: u64,
     pub discards: u64,
+    /// Gaps between writes of a machine that boots: what memory held of them was written too, so that both are one operation.
+    #[serde(default)]
+    pub gaps_filled: u64,
+    #[serde(default)]
+    pub gap_bytes: u64,
     /// Bytes read by the guest that were answered from memory.
     pub read_warm_bytes: u64,
     /// Bytes read by the guest that came from the image.

@@ -44,6 +44,24 @@ pub trait WarmSource: Send + Sync {
     /// The guest is about to change these blocks, wholly or in part: what is held of them is void.
     fn forget(&self, disk: DiskId, blocks: Range<u64>);
 
+    /// Does it hold all of these blocks (`copy_of`)?
+    fn holds_all(&self, _disk: DiskId, _blocks: Range<u64>) -> bool {
+        false
+    }
+
+    /// A block that is held, if its bytes carry the right tag: those that are on the disk now. A boot that asks needs it.
+    fn copy_of(&self, _disk: DiskId, _block: u64) -> Option<[u8; BLOCK_BYTES]> {
+        None
+    }
+
+    /// This boot would have needed the block (`copy_of`), and it holds these bytes.
+    fn needed(&self, _disk: DiskId, _block: u64, _bytes: &[u8; BLOCK_BYTES]) {}
+
+    /// Is it worth the while to make changes fewer operations, by writing what lies between them too?
+    fn joins_writes(&self) -> bool {
+        false
+    }
+
     /// Is everything that is read now noted, and how soon it was answered?
     fn learns(&self) -> bool {
         false

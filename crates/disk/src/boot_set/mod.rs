@@ -289,8 +289,31 @@ impl WarmSource for BootSet {
 
     fn may_hold(&self, disk: DiskId, mut blocks: Range<u64>) -> bool {
         let state = self.lock();
-        let held = |block| matches!(state.members.get(&(disk, block)), Some(Member { place: Place::Held { .. }, .. }));
-        blocks.any(held)
+        blocks.any(|block| state.holds((disk, block)))
+    }
+
+    fn holds_all(&self, disk: DiskId, mut blocks: Range<u64>) -> bool {
+        let state = self.lock();
+        blocks.all(|block| state.holds((disk, block)))
+    }
+
+    fn copy_of(&self, disk: DiskId, block: u64) -> Option<[u8; BLOCK_BYTES]> {
+        let bytes = BootSet::copy_of(self, disk, block)?;
+        if self.is_learning() {
+            self.lock().touch((disk, block));
+        }
+        Some(bytes)
+    }
+
+    fn needed(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) {
+        let (mut state, key) = (self.lock(), (disk, block));
+        if self.is_learning() && !state.holds(key) && state.admit(key, Some(bytes)).is_some() {
+            state.hold(key, bytes, self.tagger.tag(bytes));
+        }
+    }
+
+    fn joins_writes(&self) -> bool {
+        self.is_learning()
     }
 
     fn learns(&self) -> bool {

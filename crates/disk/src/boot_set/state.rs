@@ -144,6 +144,10 @@ impl State {
         }
     }
 
+    pub(super) fn holds(&self, key: Key) -> bool {
+        matches!(self.members.get(&key), Some(Member { place: Place::Held { .. }, .. }))
+    }
+
     /// The last boot that came to be ready.
     pub(super) fn complete(&self) -> u32 {
         self.completed[BOOTS_WITHOUT - 1]

@@ -12,6 +12,8 @@ pub struct DiskCounters {
     pub reads: u64,
     pub writes: u64,
     pub flushes: u64,
+    /// Of these, without an operation of their own on the image.
+    pub flushes_spared: u64,
     /// Discards and write-zeroes.
     pub discards: u64,
     /// Answered from memory.
@@ -19,6 +21,9 @@ pub struct DiskCounters {
     /// Answered by the image.
     pub bytes_read_image: u64,
     pub bytes_written: u64,
+    /// Gaps between writes that were written too, so that both are one operation, and how long they were.
+    pub gaps_filled: u64,
+    pub gap_bytes: u64,
     /// Operations that the image refused or failed.
     pub io_errors: u64,
     /// Requests of the guest that made no sense.
@@ -61,10 +66,13 @@ counters!(
     reads,
     writes,
     flushes,
+    flushes_spared,
     discards,
     bytes_read_warm,
     bytes_read_image,
     bytes_written,
+    gaps_filled,
+    gap_bytes,
     io_errors,
     bad_requests,
     resumed,

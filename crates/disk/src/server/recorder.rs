@@ -74,6 +74,28 @@ impl Recorder {
         self.warm().is_some_and(|warm| warm.wants(bytes))
     }
 
+    /// Does memory hold all of these blocks, for `copy_of`?
+    pub fn holds_all(&self, blocks: Range<u64>) -> bool {
+        self.warm().is_some_and(|warm| warm.holds_all(self.disk, blocks))
+    }
+
+    /// What is on the disk now, from memory.
+    pub fn copy_of(&self, block: u64) -> Option<[u8; BLOCK_BYTES]> {
+        self.warm()?.copy_of(self.disk, block)
+    }
+
+    /// `copy_of` of this block was asked for in vain: it holds these bytes.
+    pub fn needed(&self, block: u64, bytes: &[u8; BLOCK_BYTES]) {
+        if let Some(warm) = self.warm() {
+            warm.needed(self.disk, block, bytes);
+        }
+    }
+
+    /// Are changes to be made fewer operations?
+    pub fn joins_writes(&self) -> bool {
+        self.warm().is_some_and(|warm| warm.joins_writes())
+    }
+
     /// Is it noted how soon a read was answered?
     pub fn learns(&self) -> bool {
         self.warm().is_some_and(|warm| warm.learns())

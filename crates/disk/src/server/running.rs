@@ -5,11 +5,14 @@ use std::time::Instant;
 
 use super::overlap::RequestId;
 use crate::buffer::Slot;
+use crate::engine::Operation;
 
 pub struct Running {
     /// In the order of the disk. One, but where requests were joined.
     pub parts: Vec<Part>,
-    pub slot: Option<Slot>,
+    pub operation: Operation,
+    /// Of the disk: what a write carries between its parts, and nobody has asked for.
+    pub filled: Vec<Range<u64>>,
     pub begun: Instant,
 }
 
@@ -33,13 +36,25 @@ pub struct Around {
 }
 
 impl Running {
-    pub fn without_data(job: RequestId) -> Self {
-        let part = Part { job, position: 0, bytes: 0, around: Around::default(), start: 0 };
-        Self { parts: vec![part], slot: None, begun: Instant::now() }
+    pub fn new(parts: Vec<Part>, operation: Operation) -> Self {
+        Self { parts, operation, filled: Vec::new(), begun: Instant::now() }
     }
 
-    pub fn with_data(parts: Vec<Part>, slot: Slot) -> Self {
-        Self { parts, slot: Some(slot), begun: Instant::now() }
+    pub fn slot(&self) -> Option<Slot> {
+        match self.operation {
+            Operation::Read(slot) | Operation::Write(slot) => Some(slot),
+            Operation::Flush | Operation::Discard | Operation::WriteZeroes { .. } => None,
+        }
+    }
+
+    /// Nobody has asked for it.
+    pub fn is_own(&self) -> bool {
+        self.parts.is_empty()
+    }
+
+    /// Does it change what is on the disk?
+    pub fn changes_blocks(&self) -> bool {
+        !matches!(self.operation, Operation::Read(_) | Operation::Flush)
     }
 
     /// Bytes of all requests.
@@ -49,6 +64,10 @@ impl Running {
 }
 
 impl Part {
+    pub fn without_data(job: RequestId) -> Self {
+        Self { job, position: 0, bytes: 0, around: Around::default(), start: 0 }
+    }
+
     /// Where in the slot the request's bytes are, and those around them.
     pub fn all_bytes(&self) -> Range<usize> {
         (self.start - self.around.before) as usize..(self.start + self.bytes + self.around.after) as usize

@@ -35,6 +35,10 @@ impl<T> Slab<T> {
         Some(value)
     }
 
+    pub fn iter(&self) -> impl Iterator<Item = &T> {
+        self.entries.iter().flatten()
+    }
+
     pub fn len(&self) -> usize {
         self.entries.len() - self.free.len()
     }
@@ -64,5 +68,6 @@ mod tests {
         assert_eq!(slab.len(), 3);
         assert_eq!(slab.get_mut(1), Some(&mut 'b'));
         assert_eq!(slab.keys(), [0, 1, 2]);
+        assert_eq!(slab.iter().collect::<String>(), "cbd");
     }
 }

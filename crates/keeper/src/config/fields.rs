@@ -462,6 +462,15 @@ pub static FIELDS: &[Field] = &[
         "Where it is saved; with `persist` only. Without root: `$XDG_STATE_HOME/hearth/NAME/boot-set`.",
     ),
     field(
+        Section::Remount,
+        "join_writes",
+        Boolean,
+        "`true`",
+        "false",
+        "Until the machine is ready, writes that wait at the same time are one operation over a gap between them that memory \
+         holds: for disks with a limit on operations.",
+    ),
+    field(
         Section::ObjectStore,
         "credentials",
         Path,

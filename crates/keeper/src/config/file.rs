@@ -85,6 +85,7 @@ pub struct RemountSection {
     pub ready_after: Option<String>,
     pub persist: Option<bool>,
     pub persist_file: Option<String>,
+    pub join_writes: Option<bool>,
     pub ready: Option<ReadySection>,
 }
 

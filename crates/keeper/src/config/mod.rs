@@ -176,6 +176,8 @@ pub struct RemountConfig {
     pub ready_sign: Option<ReadySign>,
     /// Where it is kept while the machine is stopped. None: nowhere.
     pub persist_file: Option<PathBuf>,
+    /// While it boots, what it writes is made fewer operations.
+    pub join_writes: bool,
 }
 
 /// What shows that a guest has done what it boots for.

@@ -212,7 +212,8 @@ impl Machine {
         let tagger = parts.folders.tagger()?;
         let ember = Arc::new(Ember::new(&parts.folders.memory, tagger.clone()));
         let (boot_set, doubt) = remount::open(&parts, &tagger)?.unzip();
-        let warm = Arc::new(WarmSources { ember: ember.clone(), boot_set: boot_set.clone() });
+        let join_writes = parts.config.remount.as_ref().is_some_and(|remount| remount.join_writes);
+        let warm = Arc::new(WarmSources { ember: ember.clone(), boot_set: boot_set.clone(), join_writes });
         let crash = &parts.config.crash;
         let slack_bytes = parts.config.budget_slack_bytes;
         let budget = Budget {

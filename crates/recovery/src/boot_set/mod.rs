@@ -36,6 +36,8 @@ pub struct WarmSources {
     pub ember: Arc<Ember>,
     /// None: the machine has no `[remount]`.
     pub boot_set: Option<Arc<BootSet>>,
+    /// While it boots, what it writes is made fewer operations.
+    pub join_writes: bool,
 }
 
 impl WarmSources {
@@ -78,6 +80,24 @@ impl WarmSource for WarmSources {
             boot_set.forget(disk, blocks.clone());
         }
         self.ember.forget(disk, blocks);
+    }
+
+    fn holds_all(&self, disk: DiskId, blocks: Range<u64>) -> bool {
+        self.boot_set.as_ref().is_some_and(|set| set.holds_all(disk, blocks))
+    }
+
+    fn copy_of(&self, disk: DiskId, block: u64) -> Option<[u8; BLOCK_BYTES]> {
+        self.boot_set.as_ref()?.copy_of(disk, block)
+    }
+
+    fn needed(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) {
+        if let Some(boot_set) = &self.boot_set {
+            boot_set.needed(disk, block, bytes);
+        }
+    }
+
+    fn joins_writes(&self) -> bool {
+        self.join_writes && self.learns()
     }
 
     fn learns(&self) -> bool {
@@ -247,7 +267,7 @@ mod tests {
         let tagger = Tagger::new(b"a key like noise");
         let ember = Arc::new(Ember::new(folder, tagger.clone()));
         let boot_set = Some(Arc::new(BootSet::open(folder, 1 << 20, tagger.clone()).unwrap()));
-        let sources = WarmSources { ember, boot_set };
+        let sources = WarmSources { ember, boot_set, join_writes: true };
         let dead = Incarnation::create(folder, 1, RAM_BYTES, true).unwrap();
         let ram = File::options().write(true).open(dead.ram.path()).unwrap();
         for page in 0..10_u8 {

@@ -35,6 +35,9 @@ impl Disk {
             self.begin(connection, queue, head);
         }
         let limited = self.pump_waiting(connection);
+        if !connection.is_waiting() {
+            self.read_wanted();
+        }
         limited.into_iter().chain(self.parking.wait()).min()
     }
 
@@ -61,6 +64,8 @@ impl Disk {
             }
             if job.run.is_empty() {
                 self.find_run(connection, id);
+            } else if job.request.kind.changes_blocks() && self.must_wait(id) {
+                return Err(Stall::Busy);
             } else if !self.hand_over_joined(connection, id)? {
                 self.admit(id, connection.is_waiting())?;
                 self.hand_over(connection, id)?;
@@ -167,12 +172,15 @@ impl Disk {
                 job.run.start = job.run.end;
                 let (offset, bytes) = (job.request.offset, job.request.bytes);
                 let operation = match kind {
-                    Kind::Flush => Operation::Flush,
+                    Kind::Flush => {
+                        self.flush(id);
+                        return Ok(());
+                    }
                     Kind::Discard => Operation::Discard,
                     Kind::WriteZeroes { unmap } => Operation::WriteZeroes { unmap },
                     Kind::Read | Kind::Write | Kind::Identify => unreachable!("these have data"),
                 };
-                self.push(Running::without_data(id), operation, offset, bytes);
+                self.push(Running::new(vec![Part::without_data(id)], operation), offset, bytes);
                 return Ok(());
             }
             let (offset, left) = (job.request.offset + job.run.start, job.run.end - job.run.start);
@@ -210,8 +218,7 @@ impl Disk {
             Operation::Read(slot)
         };
         let part = Part { job: id, position, bytes, around, start: around.before };
-        let running = Running::with_data(vec![part], slot);
-        self.push(running, operation, offset - around.before, around.with(bytes));
+        self.push(Running::new(vec![part], operation), offset - around.before, around.with(bytes));
     }
 
     /// What of the image is read along with these bytes: nothing, unless blocks that are read are to be held.
@@ -224,15 +231,18 @@ impl Disk {
         Around { before: offset % BLOCK, after: whole - end }
     }
 
-    pub(super) fn push(&mut self, running: Running, operation: Operation, offset: u64, bytes: u64) {
+    /// Hands the operation to the engine. Returns its place among those that run.
+    pub(super) fn push(&mut self, running: Running, offset: u64, bytes: u64) -> u32 {
         for part in &running.parts {
             if let Some(job) = self.jobs.get_mut(part.job) {
                 job.pending += 1;
             }
         }
-        let token = u64::from(self.running.insert(running));
-        self.engine.push(Submission { token, operation, offset, bytes });
+        let operation = running.operation;
+        let place = self.running.insert(running);
+        self.engine.push(Submission { token: u64::from(place), operation, offset, bytes });
         self.unsubmitted = true;
+        place
     }
 
     /// Starts what was handed over. An engine that cannot start it now is asked again.

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::{BLOCK, Disk};
 use crate::buffer::Slot;
-use crate::engine::{Completion, Operation};
+use crate::engine::Completion;
 use crate::server::connection::Connection;
 use crate::server::counters::add;
 use crate::server::overlap::RequestId;
@@ -34,18 +34,24 @@ impl Disk {
     }
 
     fn complete(&mut self, connection: Option<&mut Connection>, completion: Completion) {
-        let running = u32::try_from(completion.token).ok().and_then(|token| self.running.remove(token));
-        let Some(running) = running else {
+        let place = u32::try_from(completion.token).ok();
+        let Some((place, running)) = place.and_then(|place| Some((place, self.running.remove(place)?))) else {
             tracing::error!(token = completion.token, "an engine ended an operation that it was not given");
             return;
         };
-        self.pressure.ended(running.begun, Instant::now(), running.bytes());
+        if !running.is_own() {
+            self.pressure.ended(running.begun, Instant::now(), running.bytes());
+        }
+        self.note_for_flushes(place, &running, completion.result.is_ok());
         let mut connection = connection;
+        if let Some(slot) = running.slot().filter(|_| running.is_own()) {
+            self.wanted_is_read(slot, completion.result.is_ok());
+        }
         match completion.result {
             Err(error) => self.fail(connection.as_deref_mut(), &running, &error),
             Ok(()) => running.parts.iter().for_each(|part| self.end(connection.as_deref(), &running, part)),
         }
-        if let Some(slot) = running.slot {
+        if let Some(slot) = running.slot() {
             self.pool.give_back(slot);
         }
         for part in &running.parts {
@@ -61,7 +67,7 @@ impl Disk {
         let connection = connection.map(|connection| connection.id);
         for part in running.parts.iter().rev() {
             let Some(job) = self.jobs.get_mut(part.job) else { continue };
-            if running.parts.len() > 1 && connection == Some(job.connection) {
+            if running.parts.len() > 1 && running.slot().is_some() && connection == Some(job.connection) {
                 (job.run, job.alone) = (part.position..part.position + part.bytes, true);
                 self.waiting.push_front(part.job);
                 continue;
@@ -76,7 +82,7 @@ impl Disk {
 
     /// An operation went well: what that means for one of its requests.
     fn end(&mut self, connection: Option<&Connection>, running: &Running, part: &Part) {
-        let (Some(slot), Some(job)) = (running.slot, self.jobs.get(part.job)) else { return };
+        let (Some(slot), Some(job)) = (running.slot(), self.jobs.get(part.job)) else { return };
         let connection = connection.filter(|connection| connection.id == job.connection);
         self.tell_source(slot, part);
         if let Some(connection) = connection {
@@ -130,7 +136,8 @@ impl Disk {
             return;
         }
         if std::mem::take(&mut job.flush_after) && job.status == Status::Ok && connection.is_some() {
-            return self.push(Running::without_data(id), Operation::Flush, 0, 0);
+            self.flush(id);
+            return self.finish_if_done(connection, id);
         }
         if self.overlaps.is_tainted(id) {
             add(&self.counters.tainted, 1);

@@ -5,11 +5,13 @@
 //! second as with QEMU's own disk, which joins them too.
 //!
 //! Reads are joined over a short gap as well, and where they are widened to whole blocks, also those of one block; writes only
-//! where nothing lies between them and none of those that wait overlaps another. What fails together is carried out one by one.
+//! where nothing lies between them, or what memory holds (`filling`), and none of those that wait overlaps another. What fails
+//! together is carried out one by one.
 
 use std::ops::Range;
 
 use super::carriage::{GAP_BYTES, Stall};
+use super::filling::blocks;
 use super::{BLOCK, Disk, Job};
 use crate::engine::Operation;
 use crate::server::connection::Connection;
@@ -31,7 +33,8 @@ struct Share {
 impl Disk {
     /// Hands over what the image has to do for this request, if others that wait can go with it. False: none can.
     pub(super) fn hand_over_joined(&mut self, connection: &mut Connection, id: RequestId) -> Result<bool, Stall> {
-        let shares = self.joined(id);
+        let (shares, missing) = self.joined(id);
+        self.want(missing);
         let (Some(first), Some(end)) = (shares.first(), shares.iter().map(|share| share.bytes.end).max()) else {
             return Ok(false);
         };
@@ -44,6 +47,12 @@ impl Disk {
             return Err(Stall::Busy);
         }
         let slot = self.pool.take(bytes as usize).ok_or(Stall::Busy)?;
+        let is_write = self.jobs.get(id).is_some_and(|job| job.request.kind == Kind::Write);
+        let gaps = if is_write { gaps(&shares) } else { Vec::new() };
+        if !self.fill(&gaps, slot, all.start) {
+            self.pool.give_back(slot);
+            return Ok(false);
+        }
         if !connection.is_waiting()
             && let Err(stall) = self.admit_operation(bytes)
         {
@@ -53,7 +62,6 @@ impl Disk {
         let place =
             |share: &Share| Part { start: share.bytes.start + share.part.around.before - all.start, ..share.part };
         let parts: Vec<Part> = shares.iter().map(place).collect();
-        let is_write = self.jobs.get(id).is_some_and(|job| job.request.kind == Kind::Write);
         if is_write {
             // SAFETY: the slot was just taken, nothing is in flight on it, and the reference ends with the copies.
             let buffer = unsafe { self.pool.bytes_mut(slot) };
@@ -78,7 +86,8 @@ impl Disk {
         // Whoever asked for this one takes it off the queue.
         self.waiting.retain(|&waiting| waiting == id || parts.iter().all(|part| part.job != waiting));
         let operation = if is_write { Operation::Write(slot) } else { Operation::Read(slot) };
-        self.push(Running::with_data(parts, slot), operation, all.start, bytes);
+        self.count_filled(&gaps);
+        self.push(Running { filled: gaps, ..Running::new(parts, operation) }, all.start, bytes);
         Ok(true)
     }
 
@@ -93,32 +102,47 @@ impl Disk {
         }
     }
 
-    /// The request, and those that wait and lie beside it, in the order of the disk.
-    fn joined(&self, id: RequestId) -> Vec<Share> {
-        let Some(job) = self.jobs.get(id).filter(|_| self.waiting.len() > 1) else { return Vec::new() };
-        let Some(own) = self.share(id, job) else { return Vec::new() };
+    /// The request, and those that wait and lie beside it, in the order of the disk; and what is missing in memory, so that
+    /// there are no more of them.
+    fn joined(&self, id: RequestId) -> (Vec<Share>, Vec<Range<u64>>) {
+        let nobody = || (Vec::new(), Vec::new());
+        let Some(job) = self.jobs.get(id).filter(|_| self.waiting.len() > 1) else { return nobody() };
+        let Some(own) = self.share(id, job) else { return nobody() };
         let (kind, connection) = (job.request.kind, job.connection);
         let others = self.waiting.iter().take(LOOKED_AT_MAX).filter(|&&other| other != id);
         let shares = others.filter_map(|&other| {
             let job = self.jobs.get(other)?;
             (job.request.kind == kind && job.connection == connection).then(|| self.share(other, job)).flatten()
         });
+        let others = |share: &Share| kind == Kind::Read || !self.meets_filled(&share.bytes);
+        let shares = shares.filter(others);
         let mut shares: Vec<Share> = shares.collect();
         if shares.is_empty() {
-            return shares;
+            return nobody();
         }
         shares.push(own);
         shares.sort_unstable_by_key(|share| share.bytes.start);
         // Which of two writes of the same bytes came last is seen on the disk: they go one by one, as they came.
         if kind == Kind::Write && shares.windows(2).any(|pair| pair[0].bytes.end > pair[1].bytes.start) {
-            return Vec::new();
+            return nobody();
         }
         let at = shares.iter().position(|share| share.part.job == id).unwrap_or_default();
         let ranges: Vec<Range<u64>> = shares.iter().map(|share| share.bytes.clone()).collect();
-        let joined = stretch(&ranges, at, kind == Kind::Read, self.pool.slot_bytes_max() as u64);
+        let mut missing = Vec::new();
+        let go_over = |gap: Range<u64>, all: Range<u64>| match kind {
+            Kind::Read => gap.end <= gap.start + GAP_BYTES,
+            _ if gap.is_empty() => true,
+            _ if !self.may_fill(&gap, all) => false,
+            _ if self.recorder.holds_all(blocks(&gap)) => true,
+            _ => {
+                missing.push(gap);
+                false
+            }
+        };
+        let joined = stretch(&ranges, at, go_over, self.pool.slot_bytes_max() as u64);
         shares.truncate(joined.end);
         shares.drain(..joined.start);
-        shares
+        (shares, missing)
     }
 
     /// All that is left of a request, if it has data, was looked at to its end and may be joined.
@@ -136,14 +160,25 @@ impl Disk {
     }
 }
 
+/// What lies between requests in the order of the disk.
+fn gaps(shares: &[Share]) -> Vec<Range<u64>> {
+    let between = shares.windows(2).map(|pair| pair[0].bytes.end..pair[1].bytes.start);
+    between.filter(|gap| !gap.is_empty()).collect()
+}
+
 /// Of ranges sorted by their start, those around the one at `at` that can be one operation of at most so many bytes.
-fn stretch(ranges: &[Range<u64>], at: usize, is_read: bool, bytes_max: u64) -> Range<usize> {
-    let touch = |end: u64, next: u64| if is_read { next <= end + GAP_BYTES } else { next == end };
+/// `go_over`: may what lies between two of them (nothing, if they touch or overlap) be a part of an operation on all this?
+fn stretch(
+    ranges: &[Range<u64>],
+    at: usize,
+    mut go_over: impl FnMut(Range<u64>, Range<u64>) -> bool,
+    bytes_max: u64,
+) -> Range<usize> {
     let mut all = ranges[at].clone();
     let (mut from, mut to) = (at, at + 1);
     while let Some(next) = ranges.get(to) {
         let end = all.end.max(next.end);
-        if !touch(all.end, next.start) || end - all.start > bytes_max {
+        if end - all.start > bytes_max || !go_over(all.end..next.start, all.start..end) {
             break;
         }
         all.end = end;
@@ -151,7 +186,7 @@ fn stretch(ranges: &[Range<u64>], at: usize, is_read: bool, bytes_max: u64) -> R
     }
     while let Some(before) = from.checked_sub(1).map(|at| &ranges[at]) {
         let end = all.end.max(before.end);
-        if !touch(before.end, all.start) || end - before.start > bytes_max {
+        if end - before.start > bytes_max || !go_over(before.end..all.start, before.start..end) {
             break;
         }
         all = before.start..end;
@@ -167,7 +202,8 @@ mod tests {
 
     #[track_caller]
     fn check(ranges: &[Range<u64>], at: usize, is_read: bool, expected: Range<usize>) {
-        assert_eq!(stretch(ranges, at, is_read, 64 << 10), expected);
+        let go_over = |gap: Range<u64>, _: Range<u64>| gap.end <= gap.start + if is_read { GAP_BYTES } else { 0 };
+        assert_eq!(stretch(ranges, at, go_over, 64 << 10), expected);
     }
 
     #[test]
@@ -179,12 +215,10 @@ mod tests {
     }
 
     #[test]
-    fn reads_may_overlap_and_writes_may_not() {
+    fn reads_may_overlap() {
         let ranges = [0..4096, 0..4096, 2048..3072, 4096..8192];
         check(&ranges, 0, true, 0..4);
         check(&ranges, 3, true, 0..4);
-        check(&ranges, 0, false, 0..1);
-        check(&ranges, 3, false, 3..4);
     }
 
     #[test]

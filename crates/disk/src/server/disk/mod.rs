@@ -4,13 +4,15 @@
 //! image -> `completion`: tagged, noted, copied to the guest -> answered
 //!
 //! Requests wait in the order they came, so a large one cannot be starved by small ones; RAM hits do not wait. What is
-//! read or written in one piece is one operation on the image, and so are requests that wait side by side (`joining`); only
-//! what is longer than the longest slot is carried out piece by piece. Whoever waits for a slot waits for operations that
+//! read or written in one piece is one operation on the image, and so are requests that wait side by side (`joining`) and flushes
+//! that can be one (`flushing`); only what is longer than the longest slot is carried out piece by piece. Whoever waits for a slot waits for operations that
 //! have begun, and these need nothing more: that ends. Requests of a connection that is gone are finished towards the image
 //! (the bytes are ours) and forgotten: nothing is copied, nothing recorded.
 
 mod carriage;
 mod completion;
+mod filling;
+mod flushing;
 mod intake;
 mod joining;
 
@@ -39,6 +41,7 @@ use crate::image::{FrozenImage, Image};
 use crate::limit::RateLimiter;
 use crate::pressure::Pressure;
 use crate::write_log::WriteLog;
+use flushing::Flushes;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 /// A request of the guest that has been taken and not been answered.
@@ -109,6 +112,11 @@ pub struct Disk {
     overlaps: Overlaps,
     jobs: Slab<Job>,
     running: Slab<Running>,
+    flushes: Flushes,
+    /// What lies between writes and was not held: it is read, so that the next boot finds it.
+    wanted: VecDeque<Range<u64>>,
+    /// The blocks that are being read for that.
+    reading: Range<u64>,
     waiting: VecDeque<RequestId>,
     /// Before the guest's memory, while that is short.
     pub gate: Option<Gate>,
@@ -156,6 +164,9 @@ impl Disk {
             overlaps: Overlaps::default(),
             jobs: Slab::default(),
             running: Slab::default(),
+            flushes: Flushes::default(),
+            wanted: VecDeque::new(),
+            reading: 0..0,
             waiting: VecDeque::new(),
             gate: options.gate.clone(),
             write_log: None,

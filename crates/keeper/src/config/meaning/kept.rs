@@ -53,7 +53,13 @@ impl Resolver<'_> {
             self.problem("remount.persist_file", "is of no use without persist = true", "remove it, or set that");
         }
         let persist_file = persist.then(|| self.path_or(typed.persist_file, || state_folder(machine).join("boot-set")));
-        Some(RemountConfig { limit_bytes: limit_bytes?, ready_after_s: ready_after_s?, ready_sign, persist_file })
+        Some(RemountConfig {
+            limit_bytes: limit_bytes?,
+            ready_after_s: ready_after_s?,
+            ready_sign,
+            persist_file,
+            join_writes: typed.join_writes.unwrap_or(true),
+        })
     }
 
     pub(super) fn ready_sign(
