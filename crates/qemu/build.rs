@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::process::Command;
 
 fn main() {
-    let sources = ["src/preload/preload.c", "src/preload/helper.c", "src/preload/valve.c"];
-    for source in sources.into_iter().chain(["src/preload/helper.h"]) {
+    let sources = ["preload", "heap", "helper", "valve"].map(|name| format!("src/preload/{name}.c"));
+    for source in sources.iter().map(String::as_str).chain(["src/preload/helper.h"]) {
         println!("cargo::rerun-if-changed={source}");
     }
     println!("cargo::rerun-if-env-changed=CC");
@@ -14,7 +14,7 @@ fn main() {
     let status = Command::new(&compiler)
         .args(["-shared", "-fPIC", "-pthread", "-O2", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-o"])
         .arg(&library)
-        .args(sources)
+        .args(&sources)
         .status();
     match status {
         Ok(status) if status.success() => {}

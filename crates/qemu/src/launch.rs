@@ -510,12 +510,14 @@ mod tests {
             library: "/run/preload.so".into(),
             socket: "/run/userfault.sock".into(),
             valves: Some("/run/valves".into()),
+            keeps_heap: true,
         };
         let launch = Launch { preload: Some(preload), ..launch() };
         let expect = [
             ("LD_PRELOAD", "/run/preload.so"),
             ("HEARTH_USERFAULT_SOCKET", "/run/userfault.sock"),
             ("HEARTH_VALVES", "/run/valves"),
+            ("HEARTH_KEEP_HEAP_S", "30"),
         ];
         assert_eq!(launch.environment(), expect.map(|(name, value)| (name, value.into())));
     }

@@ -64,6 +64,7 @@ pub fn launch(
             library: preload.to_owned(),
             socket: folders.userfault_socket(generation),
             valves: wires.valves().map(|_| folders.valves(generation)),
+            keeps_heap: successor,
         }),
         hold_still: false,
         incoming: successor,

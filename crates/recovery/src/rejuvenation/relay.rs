@@ -107,7 +107,9 @@ impl Passage {
     pub fn open(source: UnixStream, target: UnixStream, bell: Bell, keep_back: usize) -> io::Result<Self> {
         source.set_nonblocking(true)?;
         target.set_nonblocking(true)?;
-        let (piece, between) = (vec![0; PIECE_BYTES], Vec::with_capacity(2 * PIECE_BYTES));
+        // Written to: memory that nobody has written to comes page by page, while the guest stands still.
+        let (piece, mut between) = (vec![1; PIECE_BYTES], vec![1; 2 * PIECE_BYTES]);
+        between.clear();
         Ok(Self { source: Some(source), target: Some(target), bell, piece, between, kept_back: keep_back, received: 0 })
     }
 
@@ -201,6 +203,8 @@ impl Passage {
         }
         self.between.drain(..gone);
         if self.between.is_empty() && self.source.is_none() {
+            // Others may keep it open.
+            let _ = target.shutdown(Shutdown::Write);
             self.target = None;
         }
     }
