@@ -49,7 +49,8 @@ pub struct Launch {
     pub preload: Option<Preload>,
     /// The guest waits for a word (`Qmp::resume`) before it does anything.
     pub hold_still: bool,
-    /// Wait for a guest that another QEMU gives away, instead of starting one.
+    /// Wait for a guest that another QEMU gives away, instead of starting one. When all of it is there it goes on by itself, if
+    /// it ran and need not hold still.
     pub incoming: bool,
     pub sandbox: bool,
     /// A user to become after the start.
@@ -165,9 +166,7 @@ impl Launch {
         for (position, net) in self.nets.iter().enumerate() {
             net_arguments(&mut arguments, position, net);
         }
-        if self.hold_still || self.incoming {
-            // A guest that comes from another QEMU stands still also when it is there: when it goes on is decided by whoever
-            // gave it.
+        if self.hold_still {
             arguments.flags(&["-S"]);
         }
         if self.incoming {

@@ -1,8 +1,10 @@
 //! Migration in QMP: a QEMU gives its guest's state away, or takes one.
 //!
 //! ```text
-//! target: offer -> incoming    source: offer -> outgoing -> STOP -> completed        target: completed -> cont -> RESUME
+//! target: offer -> incoming    source: offer -> outgoing -> STOP -> completed        target: RESUME -> completed
 //! ```
+//! A target that was started to hold still says `completed` alone, and goes on after a `cont`. RESUME is said, and written to
+//! the socket, before anything of the guest runs (`vm_prepare_start` in QEMU's `softmmu/cpus.c`).
 //! RAM stays where it is (`x-ignore-shared`). The stream goes through descriptors that both are handed, so that no socket
 //! lies in a folder and a QEMU of another user needs no right to one. That capability is called experimental; QEMU has had
 //! it since 4.0, and of the two modes that would do without it one is not in 7.2, and the other has the guest stand still
@@ -17,6 +19,8 @@ use crate::qmp::{ANSWER_PATIENCE, Qmp, QmpError};
 
 /// The name by which a QEMU knows the descriptor it was handed.
 const CHANNEL: &str = "hearth-handover";
+/// By which it knows the end that it keeps open.
+const KEPT_OPEN: &str = "hearth-handover-kept";
 /// More than any memory moves: the state is sent without a pause.
 const UNLIMITED_BYTES_PER_SECOND: u64 = 1 << 40;
 
@@ -64,6 +68,16 @@ impl Qmp {
     pub fn migrate(&self, channel: BorrowedFd<'_>, patience: Duration) -> Result<(), QmpError> {
         self.hand(CHANNEL, channel, patience)?;
         self.ask("migrate", json!({ "uri": format!("fd:{CHANNEL}") }), patience).map(drop)
+    }
+
+    /// Has QEMU keep this open, too: whoever is at the other end does not learn of the end of this process by it.
+    pub fn keep_open(&self, channel: BorrowedFd<'_>, patience: Duration) -> Result<(), QmpError> {
+        self.hand(KEPT_OPEN, channel, patience)
+    }
+
+    /// QEMU may close it now.
+    pub fn close_kept(&self) -> Result<(), QmpError> {
+        self.ask("closefd", json!({ "fdname": KEPT_OPEN }), ANSWER_PATIENCE).map(drop)
     }
 
     /// Fine if there is nothing to cancel.

@@ -2,17 +2,21 @@
 //!
 //! ```text
 //!            guest runs on the old QEMU              |   guest stands still    |  guest runs on the new one
-//!   launch ---> admit ---> prepare ---> hand --------|-----------------> resume|---> retire
-//!   a new QEMU  both are   both know    old stops,   |  the new one has        |  the old one is ended
-//!   waits       at each    how          its state    |  all of it              |
-//!               disk                    goes over    |             point of no return: resume
+//!   launch ---> admit ---> prepare ---> hand --------|------------> resume ----|---> retire
+//!   a new QEMU  both are   both know    old stops,   |  the new one gets the   |  the old one is ended
+//!   waits       at each    how          its state    |  last bytes, goes on    |
+//!               disk                    goes over    |  by itself: point of no return
 //! ```
-//! Up to `resume` nothing is lost by any failure: the new QEMU is ended and the old one goes on, with the guest's RAM as it
-//! left it, for a QEMU that waits for a guest writes nothing into its RAM. With `resume` the guest runs on the new one, and
-//! the old one must never run again.
-//!
 //! The stream does not go from QEMU to QEMU but through here. So neither can hold up the other, the guest's clock in it can be
-//! set as it passes (see `clock`), and the target has all of it only when the source has said that all is well.
+//! set as it passes (see `clock`), and the target gets the last bytes of it, without which it does nothing, when the source has
+//! said that all is well and it is noted whose the guest is. Then it goes on by itself, without a word to wait for: 0.5 ms less
+//! of a pause.
+//!
+//! Up to `resume` nothing is lost by any failure: the new QEMU is ended and the old one goes on, with the guest's RAM as it
+//! left it, for a QEMU that waits for a guest writes nothing into its RAM. In `resume` the guest is the new one's, and the old
+//! one must never run again: unless the new one has ended and had not said RESUME, which it does before its guest runs
+//! (`has_run`). A keeper that dies between the note and the last bytes leaves a new QEMU that waits for them, since the old one
+//! keeps the channel open; so the next keeper finds out that it has not begun (`has_begun`).
 //!
 //! Not `cpr-transfer`: it needs QEMU 10 on both sides and memory that was made for it. Not `exec` into the new program: a
 //! new QEMU that does not start would be the end of the guest.
@@ -31,11 +35,13 @@ use hearth_disk::server::{DiskServer, ServerError};
 use hearth_qemu::valve::Valves;
 use hearth_qemu::{Migration, Qmp, QmpError, QmpEvent, Said};
 
-pub use clock::Ticker;
+pub use clock::{ClockDebt, Ticker};
 use relay::{Bell, Passage};
 
 /// From when the clock is set to the guest's next instruction, as measured.
 const LOAD_ALLOWANCE: Duration = Duration::from_micros(3000);
+/// A QEMU that has all of a state has loaded it within milliseconds.
+const LOADED_WITHIN: Duration = Duration::from_secs(2);
 /// Between two looks at an old QEMU that is on its way back to its guest.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 /// From the end of a QEMU's first connection to that of its last.
@@ -134,54 +140,36 @@ struct Way {
     stopped_at: Option<Duration>,
     /// The old QEMU says that it has given all.
     given_at: Option<Duration>,
-    /// The new one says that it has all.
-    taken: bool,
-    /// One of them said what has no part in this; its guest may not be running.
-    odd: bool,
     set_forward: Option<Duration>,
 }
 
-/// The new QEMU has the guest, which stands still.
+/// The new QEMU has all of the guest but the last bytes.
 pub struct Handed {
     /// When it stopped: time since 1970.
     pub stopped_at: Duration,
     pub state_bytes: u64,
+    passage: Passage,
+    /// The guest has run on the new QEMU, or certainly has not; none while that is not known.
+    ran: Option<bool>,
     /// By how much its clock was set forward, and by how much it should have been before this hop; none if it was not set.
     set_forward: Option<(Duration, ClockDebt)>,
     heard: Receiver<Heard>,
 }
 
-/// By how many nanoseconds a guest's clock is behind, or, if negative, ahead. What a hop sets it forward by is decided before
-/// the new QEMU has it; what that was off by is left to the next hop, so that many hops add up to no more than one.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ClockDebt(i64);
-
-impl ClockDebt {
-    /// Of a guest that stood still for `pause` and whose clock was set forward by less, or by more.
-    pub fn of(pause: Duration, set_forward: Duration) -> Self {
-        Self::default().after(pause, set_forward)
-    }
-
-    /// What to set the clock forward by when the guest has lost `lost` on top of this. A clock is never set back.
-    fn with(self, lost: Duration) -> Duration {
-        Duration::from_nanos((nanoseconds(lost) + self.0).max(0).unsigned_abs())
-    }
-
-    /// What is left of it after the clock stood still for `pause` and was set forward.
-    fn after(self, pause: Duration, set_forward: Duration) -> Self {
-        Self(self.0 + nanoseconds(pause) - nanoseconds(set_forward))
-    }
-}
-
 impl Handed {
+    /// Whether the guest may have run on the new QEMU, which has been ended.
+    pub fn has_run(&self) -> bool {
+        let of_new = |heard| match heard {
+            Heard::New(said) => Some(said.event),
+            Heard::Old(_) => None,
+        };
+        self.ran.unwrap_or_else(|| has_said_resume(&self.heard, of_new))
+    }
+
     /// What the next hop owes, if the guest stood still for `pause`.
     pub fn debt_after(&self, pause: Duration) -> ClockDebt {
         self.set_forward.map_or_else(ClockDebt::default, |(by, debt)| debt.after(pause, by))
     }
-}
-
-fn nanoseconds(duration: Duration) -> i64 {
-    i64::try_from(duration.as_nanos()).unwrap_or(i64::MAX / 4)
 }
 
 enum Heard {
@@ -232,6 +220,7 @@ impl Hop<'_> {
         self.new.prepare_migration(self.patience).map_err(RejuvenationError::New)?;
         let (target, theirs) = UnixStream::pair().map_err(RejuvenationError::Channel)?;
         self.new.migrate_incoming(OwnedFd::from(theirs).as_fd(), self.patience).map_err(RejuvenationError::New)?;
+        self.old.keep_open(target.as_fd(), self.patience).map_err(RejuvenationError::Old)?;
         let (source, theirs) = UnixStream::pair().map_err(RejuvenationError::Channel)?;
         let passage = Passage::open(source, target, bell, clock::SECTION_BYTES);
         let mut passage = passage.map_err(RejuvenationError::Channel)?;
@@ -265,7 +254,7 @@ impl Hop<'_> {
         }
     }
 
-    /// `ticker`: what the guest counts time with besides QEMU's clock. `debt`: what the hop before left.
+    /// All but the last bytes. `ticker`: what the guest counts time with besides QEMU's clock. `debt`: what the hop before left.
     pub fn hand(
         &self,
         admitted: &Admitted,
@@ -276,8 +265,7 @@ impl Hop<'_> {
         let Prepared { mut passage, heard } = prepared;
         let deadline = Instant::now() + self.patience;
         let mut way = Way::default();
-        let mut released = false;
-        while !way.taken {
+        loop {
             // Asked before it is looked at what has come: when the old one says that it has given all, all has come.
             self.hear(&heard, &mut way)?;
             passage.take().map_err(RejuvenationError::Channel)?;
@@ -285,34 +273,22 @@ impl Hop<'_> {
                 let by = debt.with(now().saturating_sub(self.stopped_at(admitted, &way)) + LOAD_ALLOWANCE);
                 way.set_forward = clock::advance(passage.between(), by, ticker).then_some(by);
             }
-            if way.given_at.is_some() && !released {
-                self.must_be_undisturbed(admitted).map_err(|error| self.ended_or(error, &heard))?;
-                self.await_packets(deadline)?;
-                passage.release();
-                released = true;
-            }
             passage.give();
-            if !way.taken {
-                let who = if released { "the new QEMU" } else { "the old QEMU" };
-                passage.wait(deadline).map_err(|error| self.hangs_or(who, error))?;
+            if way.given_at.is_some() {
+                break;
             }
+            passage.wait(deadline).map_err(|error| self.hangs_or("the old QEMU", error))?;
         }
-        if !released {
-            // It cannot have all.
-            return Err(RejuvenationError::NewFailed);
-        }
-        if way.odd {
-            let state = self.new.run_state().map_err(RejuvenationError::New)?;
-            if state != "paused" {
-                return Err(RejuvenationError::NotRunning { state });
-            }
-        }
+        self.must_be_undisturbed(admitted).map_err(|error| self.ended_or(error, &heard))?;
+        self.await_packets(deadline)?;
         if way.set_forward.is_none() {
             tracing::debug!("the guest's clock is not where it was expected in the state, and stays behind");
         }
         Ok(Handed {
             stopped_at: self.stopped_at(admitted, &way),
             state_bytes: passage.received(),
+            passage,
+            ran: None,
             set_forward: way.set_forward.map(|by| (by, debt)),
             heard,
         })
@@ -329,13 +305,12 @@ impl Hop<'_> {
                 Heard::Old(Said { event: QmpEvent::Migration(Migration::Failed { .. }), .. }) => {
                     return Err(self.why_old_failed());
                 }
-                Heard::New(Said { event: QmpEvent::Migration(Migration::Completed), .. }) => way.taken = true,
-                Heard::New(Said { event: QmpEvent::Migration(Migration::Failed { .. }), .. }) => {
-                    return Err(RejuvenationError::NewFailed);
-                }
-                Heard::Old(Said { event: QmpEvent::Migration(_) | QmpEvent::Resumed, .. })
-                | Heard::New(Said { event: QmpEvent::Migration(_) | QmpEvent::Stopped, .. }) => {}
-                Heard::Old(_) | Heard::New(_) => way.odd = true,
+                // That it has all cannot be.
+                Heard::New(Said {
+                    event: QmpEvent::Migration(Migration::Failed { .. } | Migration::Completed) | QmpEvent::Resumed,
+                    ..
+                }) => return Err(RejuvenationError::NewFailed),
+                Heard::Old(_) | Heard::New(_) => {}
             }
         }
         Ok(())
@@ -412,21 +387,72 @@ impl Hop<'_> {
 
     /// The point of no return. How long the guest stood still, as far as its QEMUs tell.
     ///
-    /// `Refused` is the one error after which the guest has certainly not run on the new QEMU.
-    pub fn resume(&self, handed: &Handed) -> Result<Duration, QmpError> {
-        // Before its guest goes on: that is what wakes it up. Packets wait in QEMU then.
-        if let Some((_, new)) = self.valves {
-            new.open_up();
-        }
-        self.new.resume()?;
+    /// After an error the new QEMU is to be ended; then `Handed::has_run` tells whose the guest is.
+    pub fn resume(&self, handed: &mut Handed) -> Result<Duration, RejuvenationError> {
         let deadline = Instant::now() + self.patience;
-        while let Ok(heard) = handed.heard.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-            if let Heard::New(Said { event: QmpEvent::Resumed, at }) = heard {
-                return Ok(at.saturating_sub(handed.stopped_at));
+        handed.passage.release();
+        loop {
+            handed.passage.give();
+            for said in handed.heard.try_iter() {
+                let Heard::New(said) = said else { continue };
+                match said.event {
+                    QmpEvent::Resumed => {
+                        let pause = said.at.saturating_sub(handed.stopped_at);
+                        let set_forward = handed.set_forward.map(|(by, _)| by);
+                        tracing::debug!(?pause, ?set_forward, "the guest goes on");
+                        handed.ran = Some(true);
+                        // Not before: it would read packets as it did before it had the guest's network. The question wakes it
+                        // up, and is answered when it has started its disks, for which it is still a successor.
+                        if let Some((_, new)) = self.valves {
+                            new.open_up();
+                        }
+                        return self.new.run_state().map(|_| pause).map_err(RejuvenationError::New);
+                    }
+                    QmpEvent::HungUp => {
+                        handed.ran = Some(false);
+                        return Err(RejuvenationError::NewEnded);
+                    }
+                    QmpEvent::Migration(Migration::Failed { .. }) => return Err(RejuvenationError::NewFailed),
+                    // It says that it goes on before that: the guest has panicked, or was stopped by another hand.
+                    QmpEvent::Migration(Migration::Completed) => {
+                        let state = self.new.run_state().map_err(RejuvenationError::New)?;
+                        return Err(RejuvenationError::NotRunning { state });
+                    }
+                    _ => {}
+                }
             }
+            handed.passage.wait(deadline).map_err(|error| self.hangs_or("the new QEMU", error))?;
         }
-        Ok(now().saturating_sub(handed.stopped_at))
     }
+}
+
+/// Whether a QEMU that a dead keeper noted as the guest's has begun with it: one that never got the last bytes still waits.
+/// If it has not, it has been ended.
+pub fn has_begun(new: &Qmp, end: impl FnOnce()) -> Result<bool, QmpError> {
+    let (speaks, heard) = channel();
+    new.listen(move |said| speaks.send(said.event).is_ok());
+    let deadline = Instant::now() + LOADED_WITHIN;
+    while new.run_state()? == "inmigrate" {
+        if Instant::now() > deadline {
+            end();
+            return Ok(has_said_resume(&heard, Some));
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+    Ok(true)
+}
+
+/// All that a QEMU that has been ended said; if its end is not heard, nobody knows.
+fn has_said_resume<T>(heard: &Receiver<T>, of_it: impl Fn(T) -> Option<QmpEvent>) -> bool {
+    let deadline = Instant::now() + GOODBYE_WITHIN;
+    while let Ok(said) = heard.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+        match of_it(said) {
+            Some(QmpEvent::HungUp) => return false,
+            Some(QmpEvent::Resumed) => return true,
+            _ => {}
+        }
+    }
+    true
 }
 
 /// Lets the old QEMU go on. The new one must have been ended before: both would run the guest otherwise.
@@ -465,30 +491,4 @@ fn listener(speaks: Sender<Heard>, bell: Bell, who: fn(Said) -> Heard) -> impl F
 
 fn now() -> Duration {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_a_hop_misjudges_the_next_one_makes_good() {
-        let ms = Duration::from_millis;
-        let mut debt = ClockDebt::default();
-        let mut behind = 0;
-        for (expected, real) in [(3, 5), (3, 2), (4, 40), (3, 1), (2, 2)] {
-            let by = debt.with(ms(expected));
-            debt = debt.after(ms(real), by);
-            behind += nanoseconds(ms(real)) - nanoseconds(by);
-            assert_eq!(debt, ClockDebt(behind), "all that is missing is owed");
-        }
-        assert_eq!(debt, ClockDebt::default(), "the last one was judged right");
-    }
-
-    #[test]
-    fn no_clock_is_set_back() {
-        let debt = ClockDebt::default().after(Duration::from_millis(1), Duration::from_millis(9));
-        assert_eq!(debt.with(Duration::from_millis(3)), Duration::ZERO);
-        assert_eq!(debt.after(Duration::from_millis(3), Duration::ZERO), ClockDebt(-5_000_000));
-    }
 }

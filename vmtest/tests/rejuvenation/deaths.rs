@@ -1,5 +1,5 @@
-//! The keeper is killed after each phase. Whose the guest is the journal says; the next keeper ends the other QEMU, and
-//! the guest goes on.
+//! The keeper is killed after each phase. Whose the guest is the journal says, or the new QEMU if it was to get the last of the
+//! guest; the next keeper ends the other QEMU, and the guest goes on.
 
 use hearth_recovery::rejuvenation::Phase;
 use hearth_vmtest::{Disk, Drives, Result, TestVm};
@@ -40,8 +40,8 @@ fn a_keeper_killed_after_any_phase_is_followed_by_one_that_finds_the_guest() -> 
     for phase in Phase::ALL {
         check(&vm, phase.name(), owner_after(phase))?;
     }
-    // The guest is the new QEMU's, which has not been told yet.
-    check(&vm, "commit", Owner::New)?;
+    // It is noted as the new QEMU's, which has not got all of it.
+    check(&vm, "commit", Owner::Old)?;
     vm.rejuvenate()?;
     let status = vm.status()?;
     assert_eq!(status["incarnation"], 1, "{status}");

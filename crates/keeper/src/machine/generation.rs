@@ -33,9 +33,9 @@ enum Role {
     First,
     /// The same, and the guest waits for a word.
     Held,
-    /// To take over from the QEMU beside it.
+    /// To take over from the QEMU beside it, and go on with its guest.
     Successor,
-    /// To take a guest that was saved.
+    /// To take a guest that was saved, which waits for a word as well.
     Restored,
 }
 
@@ -129,7 +129,7 @@ impl Generation {
         let listener = HandoverListener::bind(&folders.userfault_socket(number))?;
         let successor = role == Role::Successor;
         let launch = Launch {
-            hold_still: role == Role::Held,
+            hold_still: matches!(role, Role::Held | Role::Restored),
             incoming: successor || role == Role::Restored,
             agent_socket: devices.guest_agent.then(|| folders.agent_socket(number)),
             vmgenid: devices.vmgenid.clone(),

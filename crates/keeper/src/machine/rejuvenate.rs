@@ -1,17 +1,17 @@
 //! Rejuvenation of a machine: phases, journal, and who is ended when. What a phase does is in `hearth_recovery`.
 //!
-//! launch -> admit -> prepare -> (journal: a hop) -> hand -> (journal: committed) -> resume -> retire
+//! launch -> admit -> (journal: a hop) -> prepare -> hand -> (journal: committed) -> resume -> retire
 //!
 //! The loop stands still meanwhile, but for the guest: what either QEMU says is handled afterwards, and of the one that
-//! lost only its end still counts. A keeper that dies leaves two QEMUs; the journal says whose the guest is, and the next
-//! keeper ends the other one (`whose_guest_is_it`) before it does anything else.
+//! lost only its end still counts. A keeper that dies leaves two QEMUs; the journal says whose the guest is, unless it died with
+//! the last bytes of the state, and the next keeper ends the other one (`whose_guest_is_it`) before it does anything else.
 
 use std::time::{Duration, Instant, SystemTime};
 
 use hearth_api::{
     ApiError, EndCause, ErrorWord, EventKind, MachineState, PhaseTime, RejuvenateRequest, Rejuvenation, rfc3339,
 };
-use hearth_qemu::{Accelerator, Binary, BinaryError, QmpError};
+use hearth_qemu::{Accelerator, Binary, BinaryError, Qmp, QmpError};
 use hearth_recovery::journal::{HopNote, Journal, JournalError, QemuIdentity, Staged};
 use hearth_recovery::rejuvenation::{self, ClockDebt, Handed, Hop, Phase, RejuvenationError, Ticker};
 
@@ -54,8 +54,8 @@ enum Failure {
     Hand(#[from] RejuvenationError),
     #[error(transparent)]
     Journal(#[from] JournalError),
-    #[error("the new QEMU does not let the guest go on")]
-    Resume(#[source] QmpError),
+    #[error("the guest may have run on the new QEMU, and is lost with it")]
+    Resume(#[source] RejuvenationError),
 }
 
 /// Notes what happens, as it happens.
@@ -167,14 +167,14 @@ impl Machine {
             }
         };
         let turn = Turn::to_stand_still(&self.parts.root);
-        let (handed, committed) = match self.hand_over(&life.generation, &new, ticker, life.clock_debt, progress) {
+        let (mut handed, committed) = match self.hand_over(&life.generation, &new, ticker, life.clock_debt, progress) {
             Ok(both) => both,
             Err(failure) => {
                 let failure = self.go_back(&life.generation, &new, failure);
                 return (life, Err(failure));
             }
         };
-        match self.resume(&life.generation, &new, (&handed, committed), progress) {
+        match self.resume(&life.generation, &new, (&mut handed, committed), progress) {
             Ok(pause) => life.clock_debt = handed.debt_after(pause),
             Err(failure) => return (life, Err(failure)),
         }
@@ -252,6 +252,8 @@ impl Machine {
         let last_words = ended.then(|| new.process.last_words()).flatten();
         self.close_disks();
         self.parts.console.settle(false);
+        // From now on a keeper that comes has to let the old one go on.
+        self.note_hop(HopNote { successor: new.identity(), committed: false });
         // Before its guest goes on: that is what wakes it up.
         if let Some(valves) = old.valves() {
             valves.open_up();
@@ -268,23 +270,29 @@ impl Machine {
                 old.process.kill();
             }
         }
-        self.journal.hop = None;
-        if let Err(error) = self.journal.save(&self.parts.folders.journal()) {
-            tracing::error!(%error, "a keeper that comes now would look for a QEMU that has ended");
-        }
+        // It may have ended.
+        let _ = old.qmp.close_kept();
+        self.note_hop(None);
         match (failure, last_words) {
             (Failure::Hand(source), Some(last_words)) => Failure::Hop { last_words, source },
             (failure, _) => failure,
         }
     }
 
-    /// The point of no return; how long the guest stood still. If the new QEMU is lost here so is the guest: both are ended, and
-    /// a warm reboot follows.
+    fn note_hop(&mut self, hop: impl Into<Option<HopNote>>) {
+        self.journal.hop = hop.into();
+        if let Err(error) = self.journal.save(&self.parts.folders.journal()) {
+            tracing::error!(%error, "a keeper that comes now would look for a QEMU that has ended");
+        }
+    }
+
+    /// The point of no return; how long the guest stood still. If the new QEMU fails here and its guest may have run, the guest is
+    /// lost: both are ended, and a warm reboot follows.
     fn resume(
         &mut self,
         old: &Generation,
         new: &Generation,
-        (handed, committed): (&Handed, Staged),
+        (handed, committed): (&mut Handed, Staged),
         progress: &mut Progress,
     ) -> Result<Duration, Failure> {
         self.journal.hop = Some(HopNote { successor: new.identity(), committed: true });
@@ -294,20 +302,20 @@ impl Machine {
         }
         drill("commit");
         let hop = self.hop(old, new);
-        let resumed = progress.run(Phase::Resume, |_| hop.resume(handed));
-        if let Err(error @ QmpError::Refused { .. }) = resumed {
-            return Err(self.go_back(old, new, Failure::Hand(RejuvenationError::New(error))));
-        }
-        // The guest need not wait for it: what it says meanwhile is read when the old one's last words have been.
-        self.parts.console.settle(true);
-        match resumed {
+        match progress.run(Phase::Resume, |_| hop.resume(handed)) {
             Ok(pause) => {
+                // The guest need not wait for it: what it says meanwhile is read when the old one's last words have been.
+                self.parts.console.settle(true);
                 progress.report.pause_ms = Some(pause.as_secs_f64() * 1e3);
                 Ok(pause)
             }
             Err(error) => {
                 new.process.kill();
                 new.process.ends_within(END_PATIENCE);
+                if !handed.has_run() {
+                    return Err(self.go_back(old, new, error.into()));
+                }
+                self.parts.console.settle(true);
                 old.process.kill();
                 self.close_disks();
                 // The next guest's keeper must look for neither.
@@ -366,9 +374,27 @@ impl Machine {
     pub(super) fn whose_guest_is_it(&mut self) -> (Option<QemuIdentity>, bool) {
         match self.journal.hop.take() {
             None => (self.journal.qemu.take(), false),
-            Some(HopNote { successor, committed: true }) => (Some(successor), true),
-            Some(HopNote { committed: false, .. }) => (self.journal.qemu.take(), true),
+            Some(HopNote { successor, committed: true }) if self.has_begun(&successor) => (Some(successor), true),
+            Some(HopNote { successor, .. }) => {
+                self.note_hop(HopNote { successor, committed: false });
+                self.journal.hop = None;
+                (self.journal.qemu.take(), true)
+            }
         }
+    }
+
+    /// Whether the QEMU that is noted as the guest's has begun with it, or may have. The keeper may have died before it gave the
+    /// last bytes; that QEMU is ended then.
+    fn has_begun(&self, successor: &QemuIdentity) -> bool {
+        let Some(process) = Generation::find(&self.parts.folders, successor) else { return true };
+        let socket = self.parts.folders.qmp_socket(successor.generation);
+        let end = || {
+            process.kill();
+            process.ends_within(END_PATIENCE);
+        };
+        Qmp::connect(&socket, PAUSE_PATIENCE, &process, |_| {})
+            .and_then(|new| rejuvenation::has_begun(&new, end))
+            .unwrap_or(true)
     }
 
     /// A QEMU tries to reach its disks once a second.

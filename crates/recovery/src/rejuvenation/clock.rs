@@ -62,6 +62,32 @@ fn host_ticks() -> u64 {
     unsafe { std::arch::x86_64::_rdtsc() }
 }
 
+/// By how many nanoseconds a guest's clock is behind, or, if negative, ahead. What a hop sets it forward by is decided before
+/// the new QEMU has it; what that was off by is left to the next hop, so that many hops add up to no more than one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ClockDebt(i64);
+
+impl ClockDebt {
+    /// Of a guest that stood still for `pause` and whose clock was set forward by less, or by more.
+    pub fn of(pause: Duration, set_forward: Duration) -> Self {
+        Self::default().after(pause, set_forward)
+    }
+
+    /// What to set the clock forward by when the guest has lost `lost` on top of this. A clock is never set back.
+    pub(super) fn with(self, lost: Duration) -> Duration {
+        Duration::from_nanos((nanoseconds(lost) + self.0).max(0).unsigned_abs())
+    }
+
+    /// What is left of it after the clock stood still for `pause` and was set forward.
+    pub(super) fn after(self, pause: Duration, set_forward: Duration) -> Self {
+        Self(self.0 + nanoseconds(pause) - nanoseconds(set_forward))
+    }
+}
+
+fn nanoseconds(duration: Duration) -> i64 {
+    i64::try_from(duration.as_nanos()).unwrap_or(i64::MAX / 4)
+}
+
 /// Sets the clock in a guest's state forward. False if it is not where it should be: then nothing is changed.
 /// `ticker` is none where ticks are kept elsewhere.
 pub fn advance(state: &mut [u8], by: Duration, ticker: Option<Ticker>) -> bool {
@@ -184,5 +210,26 @@ mod tests {
             assert!(!advance_kvm(&mut state, Duration::from_millis(3)));
             assert_eq!(state, other);
         }
+    }
+
+    #[test]
+    fn what_a_hop_misjudges_the_next_one_makes_good() {
+        let ms = Duration::from_millis;
+        let mut debt = ClockDebt::default();
+        let mut behind = 0;
+        for (expected, real) in [(3, 5), (3, 2), (4, 40), (3, 1), (2, 2)] {
+            let by = debt.with(ms(expected));
+            debt = debt.after(ms(real), by);
+            behind += nanoseconds(ms(real)) - nanoseconds(by);
+            assert_eq!(debt, ClockDebt(behind), "all that is missing is owed");
+        }
+        assert_eq!(debt, ClockDebt::default(), "the last one was judged right");
+    }
+
+    #[test]
+    fn no_clock_is_set_back() {
+        let debt = ClockDebt::default().after(Duration::from_millis(1), Duration::from_millis(9));
+        assert_eq!(debt.with(Duration::from_millis(3)), Duration::ZERO);
+        assert_eq!(debt.after(Duration::from_millis(3), Duration::ZERO), ClockDebt(-5_000_000));
     }
 }
