@@ -57,9 +57,9 @@ const STATE_PATIENCE: Duration = Duration::from_secs(5);
 #[derive(Clone, Debug)]
 pub enum Word {
     Event(EventKind),
-    /// So many rounds of a scan are over, and another begins.
-    Round(u32),
-    /// All of them are.
+    /// A scan has begun.
+    Scanning,
+    /// It is over.
     Scanned(EventKind),
     /// The guest's agent is about to be told to freeze its file systems.
     Freezing,
@@ -249,11 +249,10 @@ impl Machine {
             return;
         }
         match word {
-            Word::Round(0) => {
+            Word::Scanning => {
                 self.translate_anew();
                 self.announce_as_restored();
             }
-            Word::Round(_) => self.translate_as_ever(),
             Word::Scanned(event) => {
                 self.translate_as_ever();
                 self.record(event);
@@ -272,8 +271,7 @@ impl Machine {
         }
     }
 
-    /// Emulated code that was translated before is not read again, and a scan would not see that it is used. One round shows
-    /// it; the others need not be as slow.
+    /// Emulated code that was translated before is not read again, and a scan would not see that it is used.
     fn translate_anew(&mut self) {
         let Some(generation) = self.life.as_ref().map(|life| &life.generation) else { return };
         if generation.identity().accelerator != Accelerator::Tcg.name() {

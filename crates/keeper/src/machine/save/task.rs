@@ -97,10 +97,8 @@ impl Sight {
             Self::Nothing => return Ok((None, None)),
         };
         let (began, rounds) = (Instant::now(), plan.rounds);
-        let used = scan.run(plan, |rounds_done, period| {
-            tell.say(Word::Round(rounds_done));
-            reporter.scan(ScanStatus { rounds, rounds_done }, period)
-        })?;
+        tell.say(Word::Scanning);
+        let used = scan.run(plan, |rounds_done, period| reporter.scan(ScanStatus { rounds, rounds_done }, period))?;
         tell.say(Word::Scanned(EventKind::SaveScanned {
             folder: reporter.folder().to_owned(),
             pages: used.count(),

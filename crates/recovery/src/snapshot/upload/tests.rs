@@ -215,8 +215,11 @@ fn a_wire_that_breaks_is_only_slower() {
     // It is back before anybody gives up.
     let turns = [Wire::Failing, Wire::Dead];
     send_folder(&folder, &stand.store, &mut |_, _| {
-        let turn = asked.fetch_add(1, Relaxed) / 4;
-        stand.server.set_wire(*turns.get(turn as usize).unwrap_or(&Wire::Whole));
+        let (turn, ask) = (asked.load(Relaxed) / 4, asked.fetch_add(1, Relaxed) % 4);
+        // Each time it is set it breaks the connections that there are.
+        if ask == 0 && turn <= turns.len() as u64 {
+            stand.server.set_wire(*turns.get(turn as usize).unwrap_or(&Wire::Whole));
+        }
         Ok(())
     })
     .unwrap();
