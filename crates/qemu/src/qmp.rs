@@ -175,7 +175,10 @@ impl Qmp {
             line["arguments"] = arguments;
         }
         let line = format!("{line}\n");
-        session.send(line.as_bytes(), descriptor).map_err(|source| QmpError::Send { command, source })?;
+        session.send(line.as_bytes(), descriptor).map_err(|source| match source.kind() {
+            io::ErrorKind::BrokenPipe => QmpError::Ended,
+            _ => QmpError::Send { command, source },
+        })?;
         let mut answer = session.answer(id, command, patience)?;
         match answer.get("error") {
             Some(error) => {

@@ -258,16 +258,16 @@ impl Machine {
         if let Some(valves) = old.valves() {
             valves.open_up();
         }
-        match rejuvenation::roll_back(&old.qmp, PAUSE_PATIENCE) {
-            Ok(()) => {}
-            // It has hung up, and is about to end.
-            Err(QmpError::Ended) => {
-                old.process.ends_within(END_PATIENCE);
-            }
-            Err(error) => {
+        if let Err(error) = rejuvenation::roll_back(&old.qmp, PAUSE_PATIENCE) {
+            // Otherwise it has hung up, and is about to end.
+            if !matches!(error, QmpError::Ended) {
                 let message = format!("the old QEMU does not go on with its guest, and is ended: {error}");
                 self.record(EventKind::Error { message });
                 old.process.kill();
+            }
+            // Whoever asks now whether the guest is lost asks the process.
+            if !old.process.ends_within(END_PATIENCE) {
+                tracing::error!(pid = old.identity().pid, "the old QEMU does not end");
             }
         }
         // It may have ended.
