@@ -33,6 +33,7 @@ pub mod host_reload;
 pub mod images;
 pub mod known;
 pub mod net;
+pub mod page_cache;
 pub mod pattern;
 mod plain;
 mod processes;

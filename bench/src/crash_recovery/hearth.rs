@@ -9,13 +9,13 @@ use hearth_vmtest::{Disk, Drives, TestVm, patience, residency};
 use serde_json::Value;
 
 use super::{Bench, CrashError, MIB, guest};
-use crate::host::page_cache;
 use crate::host::profile::{DiskRate, Profile};
 use crate::host::scratch::Scratch;
 use crate::load;
 use crate::record::Record;
 use crate::report::Held;
 use crate::sides::{self, copy_root};
+use hearth_vmtest::page_cache;
 
 /// How it is set up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -12,11 +12,11 @@ use hearth_vmtest::{Drives, PlainVm, patience, qemu_dump};
 use serde_json::json;
 
 use super::{Bench, CrashError, MIB, guest};
-use crate::host::page_cache;
 use crate::host::profile::{DiskRate, Profile};
 use crate::load;
 use crate::record::Record;
 use crate::sides::{copy_root, free_port};
+use hearth_vmtest::page_cache;
 
 const SIDE: &str = "qemu";
 

@@ -5,13 +5,13 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Instant;
 
-use hearth_vmtest::{Disk, Drives, TestVm, patience};
+use hearth_vmtest::{Disk, Drives, TestVm, page_cache, patience};
 use serde_json::Value;
 use toml::Value as Toml;
 
 use super::{
     Bench, COUNTED_REQUESTS, MIB, Ports, RestoreError, STEADY_REQUESTS, add_service, await_answers, case, copy_image,
-    evict_all, guest,
+    guest,
     store::{Far, STORE},
     waits::{self, Waits},
 };
@@ -318,7 +318,8 @@ impl<'a> Saved<'a> {
         if let Some(set) = side.set {
             copy(&self.bench.rig.folder().join(set), &self.snapshot.join("working-set"))?;
         }
-        evict_all(&self.snapshot)?;
+        page_cache::evict_all(&self.snapshot)
+            .map_err(|source| RestoreError::File { path: self.snapshot.clone(), source })?;
         let (place, snapshot) = (profile.name(), &self.snapshot);
         let order = Order { side, place, profile, round, snapshot, options: Vec::new() };
         self.measure(&order, &|| Ok(self.bench.rig.group_read_bytes()?), record)

@@ -21,7 +21,6 @@ use std::time::{Duration, Instant};
 
 use hearth_vmtest::patience;
 
-use crate::host::page_cache;
 use crate::host::profile::Profile;
 use crate::load::{Load, LoadError};
 use crate::record::Record;
@@ -228,15 +227,6 @@ fn copy_image(to: &Path) -> Result<(), RestoreError> {
     let root = hearth_vmtest::artifacts::debian_database_root();
     let copied = root.and_then(|root| hearth_vmtest::images::copy(&root, to));
     copied.map_err(|source| RestoreError::Machine { side: "image", source })
-}
-
-/// The host forgets all files of a folder.
-fn evict_all(folder: &Path) -> Result<(), RestoreError> {
-    let failed = |source| RestoreError::File { path: folder.to_owned(), source };
-    for entry in std::fs::read_dir(folder).map_err(failed)? {
-        page_cache::evict(&entry.map_err(failed)?.path()).map_err(failed)?;
-    }
-    Ok(())
 }
 
 /// Waits until so many requests were answered, of a machine that lives.

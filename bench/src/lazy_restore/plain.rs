@@ -10,10 +10,10 @@ use super::{
     Bench, COUNTED_REQUESTS, LOOK_EVERY, MIB, Ports, RestoreError, STEADY_REQUESTS, add_service, await_answers, case,
     copy_image, guest, waits::Waits,
 };
-use crate::host::page_cache;
 use crate::host::profile::Profile;
 use crate::load::Load;
 use crate::record::Record;
+use hearth_vmtest::page_cache;
 
 const SEED: u64 = 200;
 

@@ -178,14 +178,14 @@ impl<'a> Bench<'a> {
     /// The host forgets the images.
     fn evict(&self) -> Result<(), RemountError> {
         self.volumes.images().iter().try_for_each(|image| {
-            crate::host::page_cache::evict(image).map_err(|source| RemountError::File { path: image.clone(), source })
+            hearth_vmtest::page_cache::evict(image).map_err(|source| RemountError::File { path: image.clone(), source })
         })
     }
 
     /// Of the images, in the host's page cache.
     fn host_cache_bytes(&self) -> Result<u64, RemountError> {
         let of = |image: &PathBuf| {
-            let bytes = crate::host::page_cache::resident_bytes(image);
+            let bytes = hearth_vmtest::page_cache::resident_bytes(image);
             bytes.map_err(|source| RemountError::File { path: image.clone(), source })
         };
         self.volumes.images().iter().map(of).sum()

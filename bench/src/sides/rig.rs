@@ -8,10 +8,10 @@ use super::hearth::{HearthMachine, HearthOptions};
 use super::plain::PlainMachine;
 use super::{Machine, Stack};
 use crate::host::facts::Accelerator;
-use crate::host::page_cache;
 use crate::host::profile::{DiskRate, Profile};
 use crate::host::scratch::Scratch;
 use crate::host::throttle::{Throttle, ThrottleError};
+use hearth_vmtest::page_cache;
 
 #[derive(Debug, thiserror::Error)]
 pub enum RigError {

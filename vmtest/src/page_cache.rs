@@ -1,4 +1,4 @@
-//! The host's page cache of an image: emptied before a cold measurement, counted where a side lives off it.
+//! The host's page cache of a file: emptied before a cold run, counted where something lives off it.
 //!
 //! `posix_fadvise(DONTNEED)` empties it for one file and needs no root, unlike `drop_caches`; dirty pages are not
 //! dropped, hence the sync first.
@@ -16,6 +16,11 @@ pub fn evict(path: &Path) -> io::Result<()> {
     fsync(&file)?;
     fadvise(&file, 0, None, Advice::DontNeed)?;
     Ok(())
+}
+
+/// The same with each file of a folder.
+pub fn evict_all(folder: &Path) -> io::Result<()> {
+    std::fs::read_dir(folder)?.try_for_each(|entry| evict(&entry?.path()))
 }
 
 /// Bytes of the file that the host holds in its page cache.
