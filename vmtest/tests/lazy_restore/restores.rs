@@ -5,7 +5,7 @@ use std::path::Path;
 
 use hearth_recovery::snapshot::Snapshot;
 use hearth_vmtest::known::counts_beyond;
-use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, page_cache};
 use serde_json::Value;
 
 use super::{MOST_MIB, boot_filled, count, fill, first_word, first_words, start_counter, verify};
@@ -17,6 +17,26 @@ fn wait_complete(vm: &TestVm) -> Result<Value> {
     Ok(restore)
 }
 
+pub const WAYS: [(&str, &[&str]); 3] = [("lazy", &["--lazy"]), ("eager", &["--eager"]), ("set", &["--working-set"])];
+
+/// The clone, all its memory there. The snapshot is in the host's page cache before that, or not.
+pub fn comes_back(vm: &TestVm, snapshot: &Path, way: (&str, &[&str]), warm: bool, nonce: &str) -> Result<TestVm> {
+    let name = format!("{}-{}", way.0, if warm { "warm" } else { "cold" });
+    match warm {
+        true => drop(std::fs::read(snapshot.join("ram")).expect("it was saved")),
+        false => page_cache::evict_all(snapshot).expect("files"),
+    }
+    let clone = vm.restore(snapshot, &name, way.1)?;
+    clone.wait_running()?;
+    assert_eq!(clone.nonce()?, nonce, "{name}: it is the same guest");
+    counts_beyond(&clone, count(&clone)?)?;
+    verify(&clone)?;
+    let restore = wait_complete(&clone)?;
+    let prefetched = restore["pages_prefetched"] == restore["pages"];
+    assert_eq!(prefetched, way.0 == "eager", "{name}: {restore}");
+    Ok(clone)
+}
+
 #[test]
 fn one_snapshot_brings_the_same_guest_back_in_each_way() -> Result<()> {
     let vm = boot_filled(TestVm::busybox("three"))?;
@@ -25,17 +45,13 @@ fn one_snapshot_brings_the_same_guest_back_in_each_way() -> Result<()> {
     count(&vm)?;
     vm.save(&snapshot)?;
     vm.stop_at_once()?;
-    for (name, options) in [("lazy", ["--lazy"]), ("eager", ["--eager"]), ("set", ["--working-set"])] {
-        let clone = vm.restore(&snapshot, name, &options)?;
-        clone.wait_running()?;
-        assert_eq!(clone.nonce()?, nonce, "{name}: it is the same guest");
-        counts_beyond(&clone, count(&clone)?)?;
-        verify(&clone)?;
-        let restore = wait_complete(&clone)?;
-        assert!(restore["pages"].as_u64() > Some((MOST_MIB << 20) / 4096), "{restore}");
-        let prefetched = restore["pages_prefetched"] == restore["pages"];
-        assert_eq!(prefetched, name == "eager", "{restore}");
-        clone.stop_at_once()?;
+    for way in WAYS {
+        for warm in [true, false] {
+            let clone = comes_back(&vm, &snapshot, way, warm, &nonce)?;
+            let pages = clone.status()?["restore"]["pages"].as_u64();
+            assert!(pages > Some((MOST_MIB << 20) / 4096), "{pages:?}");
+            clone.stop_at_once()?;
+        }
     }
     Ok(())
 }

@@ -1,0 +1,50 @@
+//! A real service comes back: Debian with a web server and a database, in each way, with the snapshot in the host's memory and
+//! without, to be run by hand: `cargo test --workspace --test lazy_restore -- --ignored services`. `make bench NAME=restore` makes
+//! its image.
+
+use hearth_vmtest::{Drives, Result, TestVm};
+use serde_json::Value;
+
+use super::restores::{WAYS, comes_back};
+use super::{count, fill, start_counter};
+
+const KNOWN_MIB: u64 = 192;
+
+/// Reads what the web server sends of a file and checks each byte of it, asks the database for sums that are known, and writes to it.
+const ASK: &str = "set -e
+exec 3<>/dev/tcp/127.0.0.1/80
+printf 'GET /files/007.bin HTTP/1.0\\r\\n\\r\\n' >&3
+tail -c 1048576 <&3 >/tmp/007.bin
+probe verify /tmp/007.bin 1
+ask() { psql -qAt -h 127.0.0.1 -U postgres -c \"$1\"; }
+[ \"$(ask 'select count(*), sum(balance) from accounts where id <= 200000')\" = '200000|99900000' ]
+ask 'update accounts set balance = balance + 1 where id = 7; update accounts set balance = balance - 1 where id = 7'";
+
+#[test]
+#[ignore = "takes minutes, and an image that `make bench NAME=restore` makes"]
+fn a_web_server_and_a_database_come_back_in_each_way() -> Result<()> {
+    let vm = TestVm::debian_database("services").boot()?;
+    let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
+    vm.sh("mount -t tmpfs -o size=60% tmp /tmp")?;
+    vm.sh("until pg_isready -q -h 127.0.0.1; do sleep 0.2; done")?;
+    serves(&vm)?;
+    fill(&vm, KNOWN_MIB)?;
+    start_counter(&vm)?;
+    count(&vm)?;
+    vm.save_with(&snapshot, &["--scan"])?;
+    vm.stop_at_once()?;
+    for way in WAYS {
+        for warm in [true, false] {
+            let clone = comes_back(&vm, &snapshot, way, warm, &nonce)?;
+            serves(&clone)?;
+            let disk = &clone.status()?["disks"][0];
+            assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&Value::from(0), &Value::from(0)), "{disk}");
+            clone.stop_at_once()?;
+        }
+    }
+    Ok(())
+}
+
+fn serves(vm: &TestVm) -> Result<()> {
+    vm.sh(&format!("cat >/tmp/ask <<'ASK'\n{ASK}\nASK\nbash /tmp/ask")).map(drop)
+}
