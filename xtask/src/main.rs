@@ -117,9 +117,24 @@ fn run(chore: Chore) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Tools first: images are made with them. QEMU 10 only when this run is to use it.
 fn set_up() -> Result<(), Box<dyn Error>> {
+    set_up_beside(|| ()).map(drop)
+}
+
+/// Tools first: images are made, and all else is compiled, with them. Images take the network and one processor at most, so `work`
+/// is done meanwhile.
+fn set_up_beside<T>(work: impl FnOnce() -> T) -> Result<T, Box<dyn Error>> {
     setup::ensure_tools()?;
+    std::thread::scope(|scope| {
+        let images = scope.spawn(make_what_tests_boot);
+        let done = work();
+        images.join().expect("it says what is wrong")?;
+        Ok(done)
+    })
+}
+
+/// QEMU 10 only when this run is to use it.
+fn make_what_tests_boot() -> Result<(), guest::GuestError> {
     guest::ensure_all()?;
     if std::env::var("QEMU").is_ok_and(|version| version == "10") {
         guest::qemu10()?;
@@ -171,8 +186,7 @@ fn told(summary: &suite::Summary) -> ExitCode {
 
 /// Tests run even where lints fail: one run tells everything that is wrong.
 fn ci() -> Outcome {
-    set_up()?;
-    let linted = lint();
+    let linted = set_up_beside(lint)?;
     if let Err(error) = &linted {
         eprintln!("error: {}", chain(error.as_ref()));
     }
@@ -182,8 +196,7 @@ fn ci() -> Outcome {
 }
 
 fn bench(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
-    set_up()?;
-    build_bench()?;
+    set_up_beside(build_bench)??;
     Ok(shell::run(&mut release_bench(arguments))?)
 }
 
