@@ -3,13 +3,18 @@
 //! begin -> parts -> complete: the object is there. Whatever stops it before that gives the parts up (abort, a moment later), and there
 //! is no object.
 //! Only a process that is killed leaves parts behind; a bucket's lifecycle rule removes those.
+//!
+//! A store that has completed an upload knows it no more. So if its answer is lost it refuses the next attempt, and only the object
+//! itself tells what came of it.
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use md5::{Digest, Md5};
 use object_store::aws::AmazonS3;
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
+use object_store::{ObjectMeta, ObjectStoreExt};
 use tokio::task::JoinSet;
 
 use crate::store::{run, runtime};
@@ -30,6 +35,7 @@ pub fn part_bytes(bytes_max: u64) -> u64 {
 
 #[derive(Debug)]
 struct Place {
+    reader: AmazonS3,
     writer: AmazonS3,
     path: Path,
     id: String,
@@ -47,7 +53,7 @@ struct Landed {
 #[derive(Debug)]
 pub struct Parts {
     place: Arc<Place>,
-    landed: Vec<Option<PartId>>,
+    landed: Vec<Option<Landed>>,
     /// Their numbers.
     flying: Vec<usize>,
     under_way: JoinSet<object_store::Result<Landed>>,
@@ -57,11 +63,11 @@ pub struct Parts {
 impl Parts {
     /// Of this object. `go_on` is asked meanwhile, and says false to stop, here and in all that follows.
     pub fn begin(store: &Store, name: &str, go_on: &mut dyn FnMut(u64) -> bool) -> Result<Self, UploadError> {
-        let (writer, path) = (store.writer.clone(), store.path(name));
+        let (reader, writer, path) = (store.reader.clone(), store.writer.clone(), store.path(name));
         let begun = run(watched(writer.create_multipart(&path), go_on))?;
         let id = begun.map_err(|error| store.failure(name, &error))?;
         Ok(Self {
-            place: Arc::new(Place { writer, path, id, url: store.url(name) }),
+            place: Arc::new(Place { reader, writer, path, id, url: store.url(name) }),
             landed: Vec::new(),
             flying: Vec::new(),
             under_way: JoinSet::new(),
@@ -98,10 +104,11 @@ impl Parts {
                 let landed = joined.expect("sending a part does not panic").map_err(|error| self.failure(&error))?;
                 self.flying.retain(|flying| *flying != landed.number);
                 if self.landed.len() <= landed.number {
-                    self.landed.resize(landed.number + 1, None);
+                    self.landed.resize_with(landed.number + 1, || None);
                 }
-                self.landed[landed.number] = Some(landed.part);
-                landed.bytes
+                let (number, bytes) = (landed.number, landed.bytes);
+                self.landed[number] = Some(landed);
+                bytes
             }
             Ok(None) | Err(_) => 0,
         };
@@ -113,11 +120,16 @@ impl Parts {
         while !self.flying.is_empty() {
             self.land(LOOK_EVERY, go_on)?;
         }
-        let parts: Option<Vec<_>> = self.landed.iter().cloned().collect();
-        let parts = parts.expect("each part was sent");
-        let place = self.place.clone();
+        let landed: Option<Vec<&Landed>> = self.landed.iter().map(Option::as_ref).collect();
+        let landed = landed.expect("each part was sent");
+        let (place, parts) = (&self.place, landed.iter().map(|landed| landed.part.clone()).collect());
         let completed = run(watched(place.writer.complete_multipart(&place.path, &place.id, parts), go_on))?;
-        completed.map_err(|error| self.failure(&error))?;
+        if let Err(error) = completed {
+            let found = run(watched(place.reader.head(&place.path), go_on))?;
+            if !found.is_ok_and(|found| is_made_of(&found, &landed)) {
+                return Err(self.failure(&error).into());
+            }
+        }
         self.is_complete = true;
         Ok(())
     }
@@ -133,6 +145,25 @@ impl Drop for Parts {
             runtime().spawn(give_up(self.place.clone(), std::mem::take(&mut self.under_way)));
         }
     }
+}
+
+/// It is these parts, one after the other: so long, and called what S3 calls such an object, the MD5 of the MD5s of its parts. A store
+/// that calls its objects otherwise is not believed.
+fn is_made_of(object: &ObjectMeta, parts: &[&Landed]) -> bool {
+    let mut hasher = Md5::new();
+    for landed in parts {
+        let Some(md5) = md5_of(&landed.part.content_id) else { return false };
+        hasher.update(md5.to_be_bytes());
+    }
+    let expected = format!("{:032x}-{}", u128::from_be_bytes(hasher.finalize().into()), parts.len());
+    let bytes: u64 = parts.iter().map(|landed| landed.bytes).sum();
+    object.size == bytes && object.e_tag.as_deref().is_some_and(|e_tag| e_tag.trim_matches('"') == expected)
+}
+
+/// Of a part, by what the store calls it.
+fn md5_of(e_tag: &str) -> Option<u128> {
+    let digits = e_tag.trim_matches('"');
+    u128::from_str_radix(digits, 16).ok().filter(|_| digits.len() == 32)
 }
 
 /// Behind whoever gave it up. A part that arrives after that would stay for good, so those that are under way are waited for.

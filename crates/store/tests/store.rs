@@ -231,6 +231,45 @@ fn parts_come_in_any_order_and_the_last_of_each_counts() {
 }
 
 #[test]
+fn an_upload_whose_last_answer_is_lost_has_arrived_all_the_same() {
+    let stand = Stand::new();
+    let sent = pattern(20 * MIB);
+    stand.server.set_wire(Wire::LosesCompletions);
+    assert_eq!(stand.send("ram", &sent).unwrap(), sent.len() as u64);
+    assert!(std::fs::read(stand.server.file("place/ram")).unwrap() == sent);
+}
+
+#[test]
+fn what_lay_there_before_is_not_taken_for_what_was_sent() {
+    let stand = Stand::new();
+    let (old, part) = (pattern(9 * MIB), part_bytes(0) as usize);
+    stand.send("ram", &old).unwrap();
+    let send_unknown = |sent: &[u8]| {
+        let mut parts = Parts::begin(&stand.store, "ram", &mut |_| true).unwrap();
+        for (number, bytes) in sent.chunks(part).enumerate() {
+            parts.send(number, bytes.to_vec(), &mut |_| true).unwrap();
+        }
+        let mut arrived = 0;
+        while arrived < sent.len() as u64 {
+            let mut go_on = |bytes| {
+                arrived += bytes;
+                true
+            };
+            parts.land(Duration::from_secs(1), &mut go_on).unwrap();
+        }
+        stand.server.forget_uploads();
+        parts.complete(&mut |_| true)
+    };
+    // As long, and in as many parts.
+    let mut new = old.clone();
+    new[part + 5] ^= 1;
+    let refused = send_unknown(&new).unwrap_err();
+    assert!(matches!(&refused, UploadError::Store(StoreError::Refused { .. })), "{refused}");
+    assert!(std::fs::read(stand.server.file("place/ram")).unwrap() == old);
+    send_unknown(&old).unwrap();
+}
+
+#[test]
 fn who_is_not_known_is_refused_and_plain_http_has_to_be_allowed() {
     let stand = Stand::new();
     stand.send("ram", b"secret").unwrap();

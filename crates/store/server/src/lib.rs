@@ -38,6 +38,8 @@ pub enum Wire {
     Cut(u64),
     /// Conditions are answered with 501, as by a store that does not know them.
     Unconditional,
+    /// Answers that an upload in parts is complete are lost.
+    LosesCompletions,
     /// So many bytes pass each second in each direction, on all connections together, and each request is on its way so long.
     Line {
         bytes_per_s: u64,
@@ -197,6 +199,16 @@ impl S3Server {
         }
     }
 
+    /// Uploads in parts that have not ended are not known any more.
+    pub fn forget_uploads(&self) {
+        for entry in fs::read_dir(self.folder.path()).expect("a folder").flatten() {
+            let name = entry.file_name().into_string().unwrap_or_default();
+            if name.starts_with(".upload-") && name.ends_with(".json") {
+                fs::remove_file(entry.path()).expect("it is there");
+            }
+        }
+    }
+
     /// All files, objects or parts of uploads that have not ended, but what the server notes for itself.
     pub fn files(&self) -> Vec<String> {
         let (mut found, mut folders) = (Vec::new(), vec![self.folder.path().to_owned()]);
@@ -224,21 +236,26 @@ fn carry(client: TcpStream, behind: SocketAddr, state: &State) {
         Wire::Dead => return,
         Wire::Failing => return refuse(client, "500 Internal Server Error"),
         Wire::Refusing => return refuse(client, "403 Forbidden"),
-        Wire::Whole | Wire::Slow(_) | Wire::Cut(_) | Wire::Unconditional | Wire::Line { .. } => {}
+        Wire::Whole
+        | Wire::Slow(_)
+        | Wire::Cut(_)
+        | Wire::Unconditional
+        | Wire::LosesCompletions
+        | Wire::Line { .. } => {}
     }
     let Ok(server) = TcpStream::connect(behind) else { return };
     let (Ok(from_client), Ok(to_server)) = (client.try_clone(), server.try_clone()) else { return };
     // What comes next from the client begins a request.
-    let (answered, conditional) = (AtomicBool::new(true), AtomicBool::new(false));
+    let (answered, conditional, completes) = (AtomicBool::new(true), AtomicBool::new(false), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let slow = |way: Way, bytes: u64| match wire {
             Wire::Slow(bytes_per_s) => {
                 std::thread::sleep(Duration::from_secs_f64(bytes as f64 / bytes_per_s as f64));
             }
             Wire::Line { bytes_per_s, .. } => state.carry(way, bytes, bytes_per_s),
-            Wire::Whole | Wire::Dead | Wire::Failing | Wire::Refusing | Wire::Unconditional | Wire::Cut(_) => {}
+            _ => {}
         };
-        let (answered, conditional) = (&answered, &conditional);
+        let (answered, conditional, completes) = (&answered, &conditional, &completes);
         scope.spawn(move || {
             pass(&from_client, &to_server, state, number, |bytes| {
                 if has_condition(bytes) {
@@ -248,6 +265,9 @@ fn carry(client: TcpStream, behind: SocketAddr, state: &State) {
                     }
                     state.begin_conditional();
                     conditional.store(true, Relaxed);
+                }
+                if is_completion(bytes) {
+                    completes.store(true, Relaxed);
                 }
                 if answered.swap(false, Relaxed) {
                     state.requests.fetch_add(1, Relaxed);
@@ -261,6 +281,7 @@ fn carry(client: TcpStream, behind: SocketAddr, state: &State) {
         });
         let mut passed = 0;
         pass(&server, &client, state, number, |bytes| {
+            let is_completed = completes.swap(false, Relaxed) && bytes.starts_with(b"HTTP/1.1 200");
             let bytes = bytes.len() as u64;
             if !answered.swap(true, Relaxed) {
                 state.requests.fetch_sub(1, Relaxed);
@@ -271,7 +292,11 @@ fn carry(client: TcpStream, behind: SocketAddr, state: &State) {
             state.answer_bytes.fetch_add(bytes, Relaxed);
             passed += bytes;
             slow(Way::Down, bytes);
-            !matches!(wire, Wire::Cut(after) if passed >= after)
+            match wire {
+                Wire::Cut(after) => passed < after,
+                Wire::LosesCompletions => !is_completed,
+                _ => true,
+            }
         });
     });
     // It broke before there was an answer.
@@ -325,4 +350,10 @@ fn has_condition(request: &[u8]) -> bool {
     let head = request.windows(4).position(|end| end == b"\r\n\r\n").map_or(request, |end| &request[..end]);
     let head = String::from_utf8_lossy(head).to_ascii_lowercase();
     head.contains("\r\nif-match:") || head.contains("\r\nif-none-match:")
+}
+
+/// Of an upload in parts.
+fn is_completion(request: &[u8]) -> bool {
+    let line = request.split(|byte| *byte == b'\r').next().unwrap_or_default();
+    line.starts_with(b"POST ") && line.windows(9).any(|word| word == b"uploadId=")
 }
