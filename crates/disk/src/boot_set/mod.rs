@@ -222,7 +222,8 @@ impl BootSet {
     pub fn copy_of(&self, disk: DiskId, block: u64) -> Option<[u8; BLOCK_BYTES]> {
         let state = self.lock();
         let Place::Held { slot } = state.members.get(&(disk, block))?.place else { return None };
-        state.read(slot, &self.tagger).map(|(bytes, _)| bytes)
+        let mut bytes = [0; BLOCK_BYTES];
+        state.read(slot, &self.tagger, &mut bytes).map(|_| bytes)
     }
 
     /// Before the first boot: a block that was held when the machine was stopped. False: there is no room for it.
@@ -266,7 +267,8 @@ impl WarmSource for BootSet {
     ) -> Option<Tag> {
         let mut state = self.lock();
         let Place::Held { slot } = state.members.get(&(disk, block))?.place else { return None };
-        let Some((bytes, tag)) = state.read(slot, &self.tagger) else {
+        let mut bytes = [0; BLOCK_BYTES];
+        let Some(tag) = state.read(slot, &self.tagger, &mut bytes) else {
             state.damaged += 1;
             state.drop_copy((disk, block));
             return None;

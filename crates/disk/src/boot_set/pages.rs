@@ -2,6 +2,9 @@
 //!
 //! Journals, tables of inodes and bitmaps are zeroes for the greater part. A block of zeroes is a hole of the file: it
 //! reads as what it is and takes no memory.
+//!
+//! Pages are read through a mapping, without a system call, and only where the file has memory: a look at a hole would take
+//! some. They are written through the file.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -10,6 +13,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
 use rustix::io::Errno;
+use vm_memory::{FileOffset, MmapRegion, VolatileMemory};
 
 use super::{BLOCK, BootSetError, PAGES_FILE};
 use crate::block::BLOCK_BYTES;
@@ -18,6 +22,7 @@ pub(super) const ZEROES: [u8; BLOCK_BYTES] = [0; BLOCK_BYTES];
 
 pub(super) struct Pages {
     file: File,
+    mapping: MmapRegion<()>,
     path: PathBuf,
     /// By page: does it take memory?
     filled: Vec<bool>,
@@ -34,7 +39,8 @@ impl Pages {
         let options = &mut OpenOptions::new();
         let file = options.read(true).write(true).create_new(true).mode(0o600).open(&path).map_err(failed("make"))?;
         file.set_len(u64::from(pages) * BLOCK).map_err(failed("size"))?;
-        Ok(Self { file, path, filled: vec![false; pages as usize], filled_pages: 0 })
+        let mapping = map(&file, pages).map_err(failed("map"))?;
+        Ok(Self { file, mapping, path, filled: vec![false; pages as usize], filled_pages: 0 })
     }
 
     /// None: there is nothing that fits.
@@ -43,8 +49,9 @@ impl Pages {
         let file = OpenOptions::new().read(true).write(true).open(&path).ok()?;
         let fits = file.metadata().ok()?.len() == u64::from(pages) * BLOCK;
         let filled = if fits { filled(&file, pages as usize).ok()? } else { return None };
+        let mapping = map(&file, pages).ok()?;
         let filled_pages = filled.iter().filter(|filled| **filled).count();
-        Some(Self { file, path, filled, filled_pages })
+        Some(Self { file, mapping, path, filled, filled_pages })
     }
 
     pub(super) fn is_filled(&self, page: u32) -> bool {
@@ -56,13 +63,12 @@ impl Pages {
         self.filled_pages
     }
 
-    pub(super) fn read(&self, page: u32) -> io::Result<[u8; BLOCK_BYTES]> {
-        let mut bytes = ZEROES;
+    pub(super) fn read(&self, page: u32, bytes: &mut [u8; BLOCK_BYTES]) {
         if !self.is_filled(page) {
-            return Ok(bytes);
+            return bytes.fill(0);
         }
-        self.file.read_exact_at(&mut bytes, u64::from(page) * BLOCK)?;
-        Ok(bytes)
+        let slice = self.mapping.get_slice(page as usize * BLOCK_BYTES, BLOCK_BYTES);
+        slice.expect("the mapping has all pages").copy_to(bytes);
     }
 
     pub(super) fn write(&mut self, page: u32, bytes: &[u8; BLOCK_BYTES]) -> io::Result<()> {
@@ -100,6 +106,11 @@ impl Pages {
     }
 }
 
+fn map(file: &File, pages: u32) -> io::Result<MmapRegion<()>> {
+    let whole = FileOffset::new(file.try_clone()?, 0);
+    MmapRegion::from_file(whole, pages as usize * BLOCK_BYTES).map_err(io::Error::other)
+}
+
 /// By page: does the file hold anything there?
 fn filled(file: &File, pages: usize) -> io::Result<Vec<bool>> {
     let mut filled = vec![false; pages];
@@ -125,6 +136,12 @@ pub(super) fn resident(metadata: io::Result<fs::Metadata>) -> u64 {
 mod tests {
     use super::*;
 
+    fn read(pages: &Pages, page: u32) -> [u8; BLOCK_BYTES] {
+        let mut bytes = [0xff; BLOCK_BYTES];
+        pages.read(page, &mut bytes);
+        bytes
+    }
+
     #[test]
     fn zeroes_take_no_memory() {
         // Only in memory does a file take just the pages that were written.
@@ -132,15 +149,20 @@ mod tests {
         let mut pages = Pages::create(folder.path(), 4).unwrap();
         let mut resident = |page: u32, fill: u8| {
             pages.write(page, &[fill; BLOCK_BYTES]).unwrap();
-            assert_eq!(pages.read(page).unwrap(), [fill; BLOCK_BYTES]);
+            assert_eq!(read(&pages, page), [fill; BLOCK_BYTES]);
             pages.resident_bytes() / BLOCK
         };
         assert_eq!([resident(0, 0), resident(1, 7), resident(2, 8), resident(1, 0)], [0, 1, 2, 1]);
         drop(pages);
         let mut pages = Pages::open(folder.path(), 4).unwrap();
-        assert_eq!((pages.read(1).unwrap(), pages.read(2).unwrap()), (ZEROES, [8; BLOCK_BYTES]));
+        assert_eq!((read(&pages, 1), read(&pages, 2)), (ZEROES, [8; BLOCK_BYTES]));
         pages.write(2, &ZEROES).unwrap();
         assert_eq!(pages.resident_bytes(), 0, "whoever opens it knows what is a hole");
         assert!(Pages::open(folder.path(), 5).is_none());
+        pages.write(0, &[9; BLOCK_BYTES]).unwrap();
+        pages.give_back_all().unwrap();
+        pages.write(3, &[6; BLOCK_BYTES]).unwrap();
+        assert_eq!((read(&pages, 0), read(&pages, 3)), (ZEROES, [6; BLOCK_BYTES]));
+        assert_eq!(pages.resident_bytes() / BLOCK, 1, "a look takes no memory");
     }
 }

@@ -167,8 +167,9 @@ impl State {
         let mut entries: Vec<_> = self.ledger.entries().collect();
         entries.sort_by(|one, other| self.ledger.older_first(one.age, other.age));
         self.take_for_read();
+        let mut bytes = ZEROES;
         for entry in entries {
-            if self.read_tagged(entry.page.0, entry.tag, tagger).is_none() {
+            if !self.read_tagged(entry.page.0, entry.tag, tagger, &mut bytes) {
                 self.ledger.forget_page(entry.page);
                 self.damaged += 1;
                 continue;
@@ -327,11 +328,12 @@ impl State {
         bytes: &[u8],
         tagger: &Tagger,
     ) -> Option<([u8; BLOCK_BYTES], usize)> {
-        let (mut page, known) = match self.members.get(&key).map(|member| member.place) {
+        let mut page = ZEROES;
+        let known = match self.members.get(&key).map(|member| member.place) {
             Some(Place::Void { slot, tag, known }) if bytes.len() < BLOCK_BYTES => {
-                (self.read_tagged(slot, tag, tagger)?, known)
+                self.read_tagged(slot, tag, tagger, &mut page).then_some(known)?
             }
-            _ => ([0; BLOCK_BYTES], 0),
+            _ => 0,
         };
         let end = start + bytes.len();
         page[start..end].copy_from_slice(bytes);
@@ -357,14 +359,15 @@ impl State {
         self.members.remove(&key);
     }
 
-    /// A page that the ledger names, if it is what the ledger says.
-    pub(super) fn read(&self, slot: u32, tagger: &Tagger) -> Option<([u8; BLOCK_BYTES], Tag)> {
+    /// Fills `bytes` with a page that the ledger names. None: it is not what the ledger says.
+    pub(super) fn read(&self, slot: u32, tagger: &Tagger, bytes: &mut [u8; BLOCK_BYTES]) -> Option<Tag> {
         let tag = self.ledger.entry(RamPage(slot))?.tag;
-        Some((self.read_tagged(slot, tag, tagger)?, tag))
+        self.read_tagged(slot, tag, tagger, bytes).then_some(tag)
     }
 
-    pub(super) fn read_tagged(&self, slot: u32, tag: Tag, tagger: &Tagger) -> Option<[u8; BLOCK_BYTES]> {
-        let bytes = self.pages.read(slot).ok()?;
-        (tagger.tag(&bytes) == tag).then_some(bytes)
+    /// False: the page has another tag.
+    pub(super) fn read_tagged(&self, slot: u32, tag: Tag, tagger: &Tagger, bytes: &mut [u8; BLOCK_BYTES]) -> bool {
+        self.pages.read(slot, bytes);
+        tagger.tag(bytes) == tag
     }
 }

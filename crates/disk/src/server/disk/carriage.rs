@@ -91,8 +91,10 @@ impl Disk {
         let mut at = job.next;
         let blocks = (request.offset + at) / BLOCK..(request.offset + request.bytes).div_ceil(BLOCK);
         job.admitted = false;
-        // What a write in flight is changing is void in the source, so it would miss; not asking makes that certain.
-        if self.overlaps.changing(&blocks) || !self.recorder.may_be_warm(blocks) {
+        // What a write in flight is changing is void in the source, so it would miss; not asking makes that certain. Of a single
+        // block the source is asked once.
+        let is_single = blocks.end - blocks.start == 1;
+        if self.overlaps.changing(&blocks) || !is_single && !self.recorder.may_be_warm(blocks) {
             job.run = at..request.bytes;
             job.next = request.bytes;
             return;

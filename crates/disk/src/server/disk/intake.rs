@@ -11,6 +11,13 @@ use crate::server::parked::Parked;
 use crate::server::request::{Bounds, Kind, Refusal, Request, Status, parse};
 use crate::server::transfer;
 
+/// Where a request came from, and when, if that is of interest.
+struct Place {
+    queue: u16,
+    head: u16,
+    taken: Option<Instant>,
+}
+
 impl Disk {
     /// Takes requests off one queue, at most a queue's worth. True: there was something.
     pub fn take_requests(&mut self, connection: &mut Connection, queue: u16) -> bool {
@@ -35,6 +42,7 @@ impl Disk {
 
     /// A request has come: judges it and starts it.
     pub(super) fn begin(&mut self, connection: &mut Connection, queue: u16, head: u16) {
+        let taken = self.recorder.learns().then(Instant::now);
         self.descriptors.clear();
         let found = &connection.queues[usize::from(queue)];
         let walked = found.descriptors(head, &connection.memory, connection.agreed(), &mut self.descriptors);
@@ -53,7 +61,7 @@ impl Disk {
                     self.parking.park(Parked { connection: connection.id, queue, head });
                     return self.recycle(request);
                 }
-                self.start(connection, queue, head, request)
+                self.start(connection, Place { queue, head, taken }, request)
             }
             Ok(request) => {
                 let answer = Some((request.status, Status::IoError));
@@ -75,7 +83,8 @@ impl Disk {
         connection.answer(queue, head, u32::from(written));
     }
 
-    fn start(&mut self, connection: &mut Connection, queue: u16, head: u16, request: Request) {
+    fn start(&mut self, connection: &mut Connection, place: Place, request: Request) {
+        let Place { queue, head, taken } = place;
         self.count(&request);
         if request.kind == Kind::Identify {
             return self.identify(connection, queue, head, request);
@@ -94,7 +103,7 @@ impl Disk {
             pending: 0,
             status: Status::Ok,
             flush_after,
-            taken: self.recorder.learns().then(Instant::now),
+            taken,
             has_waited: false,
             from_image: false,
         };
