@@ -4,14 +4,14 @@
 //! copied through volatile slices, never borrowed: the guest runs meanwhile.
 
 use std::io;
-use std::ops::Range;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 
 use vm_memory::{FileOffset, MmapRegion, VolatileMemory};
 
+pub use super::region::FileIdentity;
+use super::region::Region;
 use super::wire::RegionSpec;
 use crate::block::{BLOCK_BYTES, RamPage};
 use crate::gate::Gate;
@@ -36,41 +36,6 @@ pub enum MemoryError {
 /// The address is not (wholly) in guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Unmapped;
-
-/// Which file, whatever its name: device and inode.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FileIdentity {
-    pub device: u64,
-    pub inode: u64,
-}
-
-struct Region {
-    spec: RegionSpec,
-    mapping: MmapRegion<()>,
-    file: FileIdentity,
-}
-
-impl Region {
-    fn end(&self) -> u64 {
-        self.spec.guest + self.spec.bytes
-    }
-
-    /// Where in the file a part of the region lies.
-    fn in_file(&self, offset: usize, bytes: usize) -> Range<u64> {
-        let start = self.spec.file_offset + offset as u64;
-        start..start + bytes as u64
-    }
-
-    /// As `read` does, without taking memory: through the mapping a hole would become a page.
-    fn read_file(&self, offset: usize, out: &mut [u8]) {
-        let file = self.mapping.file_offset().map(|known| known.file());
-        let read = file.map(|file| file.read_exact_at(out, self.in_file(offset, out.len()).start));
-        if !matches!(read, Some(Ok(()))) {
-            // The file is as long as the region (checked), so this is the host's fault; a driver copes with zeroes.
-            out.fill(0);
-        }
-    }
-}
 
 /// The log's pages, one bit a guest page, shared with QEMU.
 struct Log {
@@ -184,12 +149,10 @@ impl GuestMap {
             // Access past the end of a mapped file is a SIGBUS, which would end all disks of the machine.
             return refuse("its file is shorter than the region");
         }
-        let file_offset = FileOffset::from_arc(Arc::new(file.into()), spec.file_offset);
-        let mapping = MmapRegion::from_file(file_offset, spec.bytes as usize)
-            .map_err(|error| map_error(io::Error::other(error)))?;
-        let file = FileIdentity { device: stat.st_dev, inode: stat.st_ino };
+        let region =
+            Region::map(spec, file, FileIdentity { device: stat.st_dev, inode: stat.st_ino }).map_err(map_error)?;
         let at = self.regions.partition_point(|other| other.spec.guest < spec.guest);
-        self.regions.insert(at, Region { spec, mapping, file });
+        self.regions.insert(at, region);
         Ok(())
     }
 
@@ -300,8 +263,7 @@ impl GuestMap {
     pub fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Unmapped> {
         self.bring(address, bytes.len())?;
         let result = self.each(address, bytes.len(), |region, offset, range| {
-            let slice = region.mapping.get_slice(offset, range.len()).expect("the range was cut to the region");
-            slice.copy_from(&bytes[range]);
+            region.write(offset, &bytes[range]);
         });
         self.written(address, bytes.len());
         result

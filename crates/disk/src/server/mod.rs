@@ -28,6 +28,7 @@ mod peers;
 mod poller;
 mod queue;
 mod recorder;
+mod region;
 mod request;
 mod ring;
 mod running;
