@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use hearth_disk::arrival::Arrivals;
 use hearth_recovery::snapshot::{Far, LocalDisks, Snapshot, SnapshotError};
-use hearth_store::{Address, Cache, Settings, Store, StoreError};
+use hearth_store::{Address, Cache, Settings, Store, StoreError, Turns};
 
 use crate::config::ObjectStoreConfig;
 
@@ -40,24 +40,25 @@ pub fn store(address: &Path, config: &ObjectStoreConfig) -> Result<Store, StoreE
     Store::open(address, &settings)
 }
 
-/// Asks nobody yet.
-pub fn far(address: &Path, config: &ObjectStoreConfig) -> Result<Far, StoreError> {
+/// Asks nobody yet. All that one guest is fetched from has the same turns.
+pub fn far(address: &Path, config: &ObjectStoreConfig, turns: &Arc<Turns>) -> Result<Far, StoreError> {
     let store = Arc::new(store(address, config)?);
     let cache = Cache::open(&config.folder.join("cache"), config.cache_bytes)?;
-    Ok(Far { store, cache, scratch: config.folder.clone() })
+    Ok(Far { store, cache, turns: turns.clone(), scratch: config.folder.clone() })
 }
 
 /// A snapshot in a folder, or in an object store; of that one this folder holds the disks, if there is one.
 pub fn open_snapshot(
     path: &Path,
     config: &ObjectStoreConfig,
+    turns: &Arc<Turns>,
     disks: Option<(&Path, Arrivals)>,
 ) -> Result<Snapshot, SnapshotError> {
     if !is_address(path) {
         return Snapshot::open(path);
     }
     let disks = disks.map(|(folder, arrivals)| LocalDisks { folder, arrivals });
-    Snapshot::open_far(far(path, config)?, disks.as_ref())
+    Snapshot::open_far(far(path, config, turns)?, disks.as_ref())
 }
 
 /// A folder for a save on its way up. Dropped, it is removed, with all that is in it.

@@ -24,6 +24,7 @@ use hearth_memory::faults::Userfault;
 use hearth_memory::faults::admission::AdmissionError;
 use hearth_memory::faults::supply::SuppliedRam;
 use hearth_memory::{FileOffset, MemoryError, PAGE_BYTES, RamFile};
+use hearth_store::Urgency;
 use serde::{Deserialize, Serialize};
 use waits::Waits;
 
@@ -85,7 +86,7 @@ pub struct Counts {
 
 /// Writes these pages into RAM that nobody uses yet. How many there are.
 pub fn prefetch(pages: &PageReader, ram: &RamFile) -> Result<u64, RestoreError> {
-    let (mut reading, mut asked_to) = (pages.reading(), 0);
+    let (mut reading, mut asked_to) = (pages.reading_for(Urgency::WorkingSet), 0);
     for chunk in 0..pages.chunks() {
         if pages.offset_of(chunk) >= asked_to {
             asked_to = pages.prefetch_ahead(chunk);
@@ -302,7 +303,7 @@ impl LazyRam {
     /// asked of the disk at once. False: it was told to stop, or something cannot be brought now.
     pub fn fill(&self, mut ahead_bytes: impl FnMut(&Self) -> u64) -> Result<bool, AdmissionError> {
         let pages = &self.snapshot.ram;
-        let (mut reading, mut asked_to) = (pages.reading(), 0);
+        let (mut reading, mut asked_to) = (pages.reading_for(Urgency::Memory), 0);
         for chunk in 0..pages.chunks() {
             if self.is_stopped() {
                 return Ok(false);

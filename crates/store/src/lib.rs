@@ -5,6 +5,7 @@
 //! Parts    an object on its way up, in pieces that may be sent again until it is complete
 //! Object   one of its objects, read by position: blocks of 256 KiB that come once, from there on out of the cache
 //! Cache    a folder with a limit, shared by all processes that are given it
+//! Turns    which request goes first, of a guest that waits and of others that fetch behind its back
 //! ```
 //! The crate `object_store` knows the protocol; its requests are carried by `ureq` (`http`), on threads of a runtime that nobody
 //! outside sees. Nothing here decides how long to wait for a store that is gone: a call gives up after some seconds, and whoever
@@ -18,6 +19,7 @@ mod parts;
 mod replace;
 mod settings;
 mod store;
+mod turns;
 mod upload;
 
 pub use address::Address;
@@ -28,6 +30,7 @@ pub use parts::{Parts, part_bytes};
 pub use replace::Replaced;
 pub use settings::Settings;
 pub use store::{Meta, Store};
+pub use turns::{Turn, Turns, Urgency};
 pub use upload::UploadError;
 
 #[derive(Debug, thiserror::Error)]

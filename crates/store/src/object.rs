@@ -1,24 +1,24 @@
 //! Object: bytes at a position of an object. Each block comes once, however many ask for it, and is in the cache from then on.
 //!
 //! read_at: in the cache | on its way: wait for it | ask for it, and for its neighbours that are wanted too.
-//! read_ahead: asks for what will be wanted, a few requests at a time, and returns at once. A read does not queue behind them.
+//! read_ahead: asks for what will be wanted, when its turn comes, and returns at once. A read is behind none that has not begun.
 
 use std::collections::HashSet;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-
-use tokio::sync::Semaphore;
 
 use crate::cache::CachedObject;
 use crate::store::{run, runtime};
-use crate::{Cache, Meta, Store, StoreError};
+use crate::{Cache, Meta, Store, StoreError, Turn, Turns, Urgency};
 
 /// What is asked for at least, and kept. A page fault wants 64 KiB: more costs 2 ms at 125 MiB/s, and less is no faster behind a
 /// round trip.
 const BLOCK_BYTES: u64 = 256 << 10;
-/// Asked for at once when it is read ahead.
+/// Asked for at once.
 const REQUEST_BLOCKS: u64 = 8;
-const REQUESTS_AHEAD: usize = 6;
+/// The same behind a guest that runs: it may wait for all of it.
+const REQUEST_BLOCKS_BEHIND: u64 = 4;
 
 /// One object as it was when it was opened: all reads are of that length.
 #[derive(Debug)]
@@ -30,7 +30,9 @@ pub struct Object {
     /// Blocks that are on their way.
     under_way: Mutex<HashSet<u64>>,
     landed: Condvar,
-    ahead: Arc<Semaphore>,
+    turns: Arc<Turns>,
+    /// Of requests ahead.
+    failures: AtomicU64,
 }
 
 /// Blocks that are on their way as long as this lives.
@@ -49,7 +51,12 @@ impl Drop for Flight<'_> {
 
 impl Object {
     /// None: it is not there.
-    pub fn open(store: &Arc<Store>, cache: &Arc<Cache>, name: &str) -> Result<Option<Arc<Self>>, StoreError> {
+    pub fn open(
+        store: &Arc<Store>,
+        cache: &Arc<Cache>,
+        turns: &Arc<Turns>,
+        name: &str,
+    ) -> Result<Option<Arc<Self>>, StoreError> {
         let Some(meta) = store.meta(name)? else { return Ok(None) };
         let cached = cache.object(&store.url(name), &format!("{} {}", meta.version, meta.bytes));
         Ok(Some(Arc::new(Self {
@@ -59,7 +66,8 @@ impl Object {
             cached,
             under_way: Mutex::default(),
             landed: Condvar::new(),
-            ahead: Arc::new(Semaphore::new(REQUESTS_AHEAD)),
+            turns: turns.clone(),
+            failures: AtomicU64::new(0),
         })))
     }
 
@@ -72,19 +80,35 @@ impl Object {
     }
 
     /// Fills `into` from this offset on; all of it must be in the object.
-    pub fn read_at(&self, into: &mut [u8], offset: u64) -> Result<(), StoreError> {
+    pub fn read_at(&self, into: &mut [u8], offset: u64, urgency: Urgency) -> Result<(), StoreError> {
+        self.read(into, offset, urgency, None)
+    }
+
+    /// By somebody whose turn it is.
+    pub fn read_in_turn(&self, into: &mut [u8], offset: u64, turn: &Turn) -> Result<(), StoreError> {
+        self.read(into, offset, turn.urgency(), Some(turn))
+    }
+
+    fn read(&self, into: &mut [u8], offset: u64, urgency: Urgency, turn: Option<&Turn>) -> Result<(), StoreError> {
         let end = offset.checked_add(into.len() as u64).filter(|&end| end <= self.meta.bytes);
         let Some(end) = end else {
             let why = format!("it ends at {}, and bytes behind that are asked for", self.meta.bytes);
             return Err(StoreError::Away { url: self.url(), why });
         };
-        let mut at = offset;
+        let (mut at, mut taken) = (offset, None);
         while at < end {
             let (block, within) = (at / BLOCK_BYTES, at % BLOCK_BYTES);
             let length = (BLOCK_BYTES - within).min(end - at);
             let target = &mut into[(at - offset) as usize..][..length as usize];
             if self.cached.read(block, within, target) {
                 at += length;
+                continue;
+            }
+            if turn.is_none() && taken.is_none() {
+                // Others begin behind a demand's back unless it has its turn. Whatever it is, the block may come meanwhile.
+                if urgency == Urgency::Demand || !self.await_landing(block) {
+                    taken = Some(self.turns.take(urgency));
+                }
                 continue;
             }
             let Some(flight) = self.take_off(block..end.div_ceil(BLOCK_BYTES), true) else { continue };
@@ -99,19 +123,25 @@ impl Object {
     }
 
     /// Asks for these bytes, if they are not here. Whether they come nobody hears: a read asks again.
-    pub fn read_ahead(self: &Arc<Self>, bytes: Range<u64>) {
+    pub fn read_ahead(self: &Arc<Self>, bytes: Range<u64>, urgency: Urgency) {
         let blocks = bytes.start / BLOCK_BYTES..bytes.end.min(self.meta.bytes).div_ceil(BLOCK_BYTES);
+        let request_blocks = if urgency > Urgency::WorkingSet { REQUEST_BLOCKS_BEHIND } else { REQUEST_BLOCKS };
         let mut from = blocks.start;
         while from < blocks.end {
-            let to = blocks.end.min((from / REQUEST_BLOCKS + 1) * REQUEST_BLOCKS);
+            let to = blocks.end.min((from / request_blocks + 1) * request_blocks);
             let request = from..to;
             from = to;
             if request.clone().all(|block| self.cached.has(block)) {
                 continue;
             }
-            let object = self.clone();
+            let (object, failures) = (self.clone(), self.failures.load(Relaxed));
             runtime().spawn(async move {
-                let Ok(_turn) = object.ahead.acquire().await else { return };
+                // Nothing is under way before: whoever needs it sooner does not wait for this turn.
+                let _turn = object.turns.wait(urgency).await;
+                if object.failures.load(Relaxed) != failures {
+                    // It would take as long to fail as the one before it, and others would wait behind it.
+                    return;
+                }
                 // What a read asked for meanwhile is not asked for twice.
                 let mut rest = request;
                 while let Some(first) = rest.find(|block| !object.cached.has(*block)) {
@@ -119,7 +149,10 @@ impl Object {
                     rest.start = flight.blocks.end;
                     match object.store.fetch(&object.name, object.bytes_of(&flight.blocks)).await {
                         Ok(bytes) => object.keep(&flight.blocks, &bytes),
-                        Err(error) => return tracing::debug!(%error, "not read ahead"),
+                        Err(error) => {
+                            object.failures.fetch_add(1, Relaxed);
+                            return tracing::debug!(%error, "not read ahead");
+                        }
                     }
                 }
             });
@@ -136,8 +169,9 @@ impl Object {
     fn take_off(&self, blocks: Range<u64>, wait: bool) -> Option<Flight<'_>> {
         let mut under_way = self.under_way();
         if under_way.contains(&blocks.start) {
+            drop(under_way);
             if wait {
-                drop(self.landed.wait_while(under_way, |under_way| under_way.contains(&blocks.start)));
+                self.await_landing(blocks.start);
             }
             return None;
         }
@@ -146,6 +180,14 @@ impl Object {
         let blocks = blocks.start..blocks.start + count;
         under_way.extend(blocks.clone());
         Some(Flight { object: self, blocks })
+    }
+
+    /// False: it is not on its way.
+    fn await_landing(&self, block: u64) -> bool {
+        let under_way = self.under_way();
+        let is_under_way = under_way.contains(&block);
+        drop(self.landed.wait_while(under_way, |under_way| under_way.contains(&block)));
+        is_under_way
     }
 
     fn keep(&self, blocks: &Range<u64>, bytes: &[u8]) {

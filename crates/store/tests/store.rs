@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
-use hearth_store::{Address, Cache, Object, Parts, Settings, Store, StoreError, UploadError, part_bytes};
+use hearth_store::{
+    Address, Cache, Object, Parts, Settings, Store, StoreError, Turns, UploadError, Urgency, part_bytes,
+};
 use loopback_s3::{BUCKET, S3Server, Wire};
 
 const MIB: usize = 1 << 20;
@@ -14,6 +16,7 @@ struct Stand {
     server: S3Server,
     folder: tempfile::TempDir,
     store: Arc<Store>,
+    turns: Arc<Turns>,
 }
 
 impl Stand {
@@ -25,12 +28,12 @@ impl Stand {
         let address = Address::parse(&format!("s3://{BUCKET}/place")).expect("it is one");
         let settings = Settings::from_file(&file).expect("it was written");
         let store = Arc::new(Store::open(address, &settings).expect("it asks nobody"));
-        Self { server, folder, store }
+        Self { server, folder, store, turns: Arc::default() }
     }
 
     fn object(&self, name: &str) -> Arc<Object> {
         let cache = Cache::open(&self.folder.path().join("cache"), 0).expect("a folder");
-        Object::open(&self.store, &cache, name).expect("the store answers").expect("it was sent")
+        Object::open(&self.store, &cache, &self.turns, name).expect("the store answers").expect("it was sent")
     }
 
     fn send(&self, name: &str, bytes: &[u8]) -> Result<u64, UploadError> {
@@ -84,33 +87,39 @@ fn what_was_sent_comes_back_in_pieces_and_each_block_once() {
     let object = stand.object("ram");
     assert_eq!(object.meta().bytes, sent.len() as u64);
     let before = stand.server.answer_bytes();
-    object.read_ahead(2 * MIB as u64..9 * MIB as u64);
+    object.read_ahead(2 * MIB as u64..9 * MIB as u64, Urgency::Memory);
     std::thread::scope(|scope| {
         for reader in 0..4 {
             let (object, sent) = (&object, &sent);
             scope.spawn(move || {
                 for at in (reader * 1000..sent.len() - 70_000).step_by(65_536) {
                     let mut bytes = vec![0; 65_536];
-                    object.read_at(&mut bytes, at as u64).unwrap();
+                    object.read_at(&mut bytes, at as u64, Urgency::Demand).unwrap();
                     assert!(bytes == sent[at..at + 65_536], "at {at}");
                 }
             });
         }
     });
     let mut end = [0; 100];
-    object.read_at(&mut end, sent.len() as u64 - 100).unwrap();
+    object.read_at(&mut end, sent.len() as u64 - 100, Urgency::Demand).unwrap();
     assert_eq!(end, sent[sent.len() - 100..]);
-    assert!(object.read_at(&mut end, sent.len() as u64 - 99).unwrap_err().to_string().contains("it ends at"));
+    assert!(
+        object
+            .read_at(&mut end, sent.len() as u64 - 99, Urgency::Demand)
+            .unwrap_err()
+            .to_string()
+            .contains("it ends at")
+    );
     let all = stand.server.answer_bytes() - before;
     assert!(all < sent.len() as u64 * 102 / 100, "{all} bytes came of {}", sent.len());
 
     // Another reader finds it in the cache, until it is told not to trust it.
     let (again, before) = (stand.object("ram"), stand.server.answer_bytes());
     let mut bytes = vec![0; MIB];
-    again.read_at(&mut bytes, 0).unwrap();
+    again.read_at(&mut bytes, 0, Urgency::Demand).unwrap();
     assert_eq!(stand.server.answer_bytes(), before);
     again.forget(0..10);
-    again.read_at(&mut bytes, 0).unwrap();
+    again.read_at(&mut bytes, 0, Urgency::Demand).unwrap();
     assert!(bytes == sent[..MIB] && stand.server.answer_bytes() > before);
 }
 
@@ -124,7 +133,7 @@ fn a_wire_that_fails_now_and_then_is_only_slower() {
     let object = stand.object("ram");
     let mut bytes = vec![0; 3 * MIB / 2];
     for at in (0..sent.len() - bytes.len()).step_by(bytes.len()) {
-        while let Err(error) = object.read_at(&mut bytes, at as u64) {
+        while let Err(error) = object.read_at(&mut bytes, at as u64, Urgency::Demand) {
             assert!(matches!(error, StoreError::Away { .. }), "{error}");
             stand.server.set_wire(Wire::Slow(20 << 20));
         }
@@ -141,13 +150,64 @@ fn a_store_that_is_gone_is_told_by_name_and_is_read_when_it_is_back() {
     let mut bytes = vec![0; 100_000];
     for (wire, expect) in [(Wire::Failing, "500"), (Wire::Dead, "place/ram: the store does not answer as it should")] {
         stand.server.set_wire(wire);
-        let error = object.read_at(&mut bytes, 5).unwrap_err().to_string();
+        let error = object.read_at(&mut bytes, 5, Urgency::Demand).unwrap_err().to_string();
         assert!(error.contains("s3://bucket/place/ram") && error.contains(expect), "{error}");
         assert!(!error.contains("known to tests only"), "{error}");
     }
     stand.server.set_wire(Wire::Whole);
-    object.read_at(&mut bytes, 5).unwrap();
+    object.read_at(&mut bytes, 5, Urgency::Demand).unwrap();
     assert!(bytes == sent[5..100_005]);
+}
+
+#[test]
+fn who_waits_is_behind_nothing_that_has_not_begun_and_memory_comes_before_disks() {
+    let stand = Stand::new();
+    let sent = pattern(12 * MIB);
+    for name in ["ram", "disk"] {
+        stand.send(name, &sent).unwrap();
+    }
+    let (ram, disk) = (stand.object("ram"), stand.object("disk"));
+    // Nothing arrives before this is over.
+    stand.server.set_wire(Wire::Slow(64 << 10));
+    let asked = |count: usize| {
+        for _ in 0..2000 {
+            if stand.server.asked().len() >= count {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        stand.server.asked()
+    };
+    disk.read_ahead(0..6 * MIB as u64, Urgency::Disks);
+    asked(2);
+    ram.read_ahead(0..6 * MIB as u64, Urgency::Memory);
+    std::thread::scope(|scope| {
+        for (object, place) in [(&disk, 9), (&ram, 11)] {
+            let before = stand.server.asked().len();
+            let sent = &sent;
+            scope.spawn(move || {
+                let (mut bytes, at) = (vec![0; 4096], place * MIB);
+                object.read_at(&mut bytes, at as u64, Urgency::Demand).unwrap();
+                assert!(bytes == sent[at..at + 4096]);
+            });
+            let expect = (object.url().rsplit('/').next().unwrap().to_owned(), (place * MIB) as u64);
+            assert_eq!(asked(before + 1).last(), Some(&expect));
+        }
+        assert_eq!(stand.server.asked().len(), 4);
+        stand.server.set_wire(Wire::Whole);
+    });
+    // What is behind comes to its end as well.
+    let mut bytes = vec![0; 6 * MIB];
+    for object in [&ram, &disk] {
+        object.read_at(&mut bytes, 0, Urgency::Disks).unwrap();
+        assert!(bytes == sent[..6 * MIB]);
+    }
+    let all = stand.server.asked();
+    let first_of = |name: &str, at: usize| all.iter().position(|asked| *asked == (name.to_owned(), (at * MIB) as u64));
+    // Those of the disk that had begun, memory, and then the rest of the disk.
+    for (before, after) in [(1, 2), (3, 2), (4, 3)] {
+        assert!(first_of("ram", before) < first_of("disk", after), "{all:?}");
+    }
 }
 
 #[test]

@@ -20,7 +20,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Release};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use note::Note;
 
@@ -32,9 +32,7 @@ pub type Checksum = [u8; CHECKSUM_BYTES];
 
 /// Notes are behind the data on the disk: so many units may have to be brought again.
 const NOTED_TOGETHER: usize = 32;
-/// After somebody waited no more than one unit at a time is brought that nobody waits for.
-const CALM_AFTER: Duration = Duration::from_millis(100);
-/// What is brought besides may be asked for again so late.
+/// Whether there is leave now is asked again so late.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// What becomes of a reader of something that is not there.
@@ -60,8 +58,6 @@ pub struct Counts {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Order {
     pub unit: u64,
-    /// Somebody waits for it.
-    pub wanted: bool,
 }
 
 /// Why a unit cannot be brought now.
@@ -79,11 +75,8 @@ struct State {
     under_way: HashSet<u64>,
     /// In the order in which they were asked for.
     wanted: VecDeque<u64>,
-    wanted_at: Option<Instant>,
     /// Where what nobody waits for goes on.
     next: u64,
-    /// Of those under way.
-    unwanted: usize,
     stuck: BTreeMap<u64, Stuck>,
     landed: Vec<u64>,
     stopped: bool,
@@ -146,8 +139,6 @@ impl Arrival {
                 missing,
                 under_way: HashSet::new(),
                 wanted: VecDeque::new(),
-                wanted_at: None,
-                unwanted: 0,
                 stuck: BTreeMap::new(),
                 landed: Vec::new(),
                 stopped: false,
@@ -186,11 +177,6 @@ impl Arrival {
     /// What cannot be brought now, and why.
     pub fn stuck(&self) -> Vec<String> {
         self.state().stuck.values().map(|stuck| stuck.why.clone()).collect()
-    }
-
-    /// Nobody waits, and nobody has for a moment.
-    pub fn is_calm(&self) -> bool {
-        self.state().is_calm()
     }
 
     pub fn set_conduct(&self, conduct: Conduct) {
@@ -241,21 +227,22 @@ impl Arrival {
         }
     }
 
-    /// What to bring next; waits until there is something. `is_calm`: elsewhere nobody waits either. At most so many that nobody
-    /// waits for are brought at once. None: nothing is missing, or it was told to stop.
-    pub fn next(&self, unwanted_max: usize, is_calm: impl Fn() -> bool) -> Option<Order> {
-        loop {
-            let calm = is_calm();
-            let mut state = self.state();
-            if state.stopped || state.missing.is_empty() {
-                return None;
+    /// What to bring next; waits until there is something. What somebody waits for comes first. The rest needs a leave, which goes with
+    /// it: it is asked for when there is nothing else to be brought. None: nothing is missing, or it was told to stop.
+    pub fn next<T>(&self, leave: impl Fn() -> Option<T>) -> Option<(Order, Option<T>)> {
+        let mut state = self.state();
+        while !state.stopped && !state.missing.is_empty() {
+            if let Some(order) = state.take_wanted() {
+                return Some((order, None));
             }
-            let most = if calm && state.is_calm() { unwanted_max } else { unwanted_max.min(1) };
-            if let Some(order) = state.take_wanted().or_else(|| state.take_unwanted(most)) {
-                return Some(order);
+            if let Some(unit) = state.unwanted()
+                && let Some(leave) = leave()
+            {
+                return Some((state.take(unit), Some(leave)));
             }
-            drop(self.changed.wait_timeout(state, LOOK_AGAIN));
+            state = self.changed.wait_timeout(state, LOOK_AGAIN).unwrap_or_else(PoisonError::into_inner).0;
         }
+        None
     }
 
     /// The first that somebody wanted who was refused it.
@@ -356,12 +343,7 @@ impl Arrival {
 }
 
 impl State {
-    fn is_calm(&self) -> bool {
-        self.wanted.is_empty() && self.wanted_at.is_none_or(|at| at.elapsed() > CALM_AFTER)
-    }
-
     fn want(&mut self, units: &[u64]) {
-        self.wanted_at = Some(Instant::now());
         for unit in units {
             if !self.under_way.contains(unit) && !self.wanted.contains(unit) {
                 self.wanted.push_back(*unit);
@@ -380,32 +362,32 @@ impl State {
 
     fn take_wanted(&mut self) -> Option<Order> {
         while let Some(unit) = self.wanted.pop_front() {
-            if self.missing.contains(&unit) && self.under_way.insert(unit) {
-                // Who reads one reads on, more often than not.
-                self.next = unit + 1;
-                return Some(Order { unit, wanted: true });
+            if self.missing.contains(&unit) && !self.under_way.contains(&unit) {
+                return Some(self.take(unit));
             }
         }
         None
     }
 
-    fn take_unwanted(&mut self, most: usize) -> Option<Order> {
-        if self.conduct != Conduct::Wait || self.unwanted >= most {
+    /// One that nobody waits for.
+    fn unwanted(&self) -> Option<u64> {
+        if self.conduct != Conduct::Wait {
             return None;
         }
         let is_free = |unit: &&u64| !self.under_way.contains(unit);
         let ahead = self.missing.range(self.next..).find(is_free);
-        let unit = *ahead.or_else(|| self.missing.iter().find(is_free))?;
-        self.next = unit + 1;
+        ahead.or_else(|| self.missing.iter().find(is_free)).copied()
+    }
+
+    fn take(&mut self, unit: u64) -> Order {
         self.under_way.insert(unit);
-        self.unwanted += 1;
-        Some(Order { unit, wanted: false })
+        // Who reads one reads on, more often than not.
+        self.next = unit + 1;
+        Order { unit }
     }
 
     fn end(&mut self, order: Order) {
-        if self.under_way.remove(&order.unit) && !order.wanted {
-            self.unwanted -= 1;
-        }
+        self.under_way.remove(&order.unit);
     }
 }
 

@@ -1,5 +1,6 @@
 //! Readers get what was meant for them or wait; what was noted is trusted only as far as it is certain.
 
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc;
 use std::thread;
 
@@ -52,15 +53,20 @@ impl Stand {
     }
 
     fn land(&self, arrival: &Arrival, unit: u64) {
-        assert!(arrival.land(Order { unit, wanted: true }, self.unit(unit)).unwrap());
+        assert!(arrival.land(Order { unit }, self.unit(unit)).unwrap());
     }
 
     fn land_all(&self, arrival: &Arrival) {
         arrival.set_conduct(Conduct::Wait);
-        while let Some(order) = arrival.next(1, || true) {
+        while let Some((order, _)) = arrival.next(|| Some(())) {
             assert!(arrival.land(order, self.unit(order.unit)).unwrap());
         }
     }
+}
+
+/// Nothing is brought besides.
+fn wanted(arrival: &Arrival) -> Order {
+    arrival.next(|| None::<()>).unwrap().0
 }
 
 #[test]
@@ -127,13 +133,13 @@ fn a_note_that_was_torn_costs_no_more_than_to_bring_it_again() {
 fn only_what_was_saved_lands() {
     let stand = Stand::new();
     let arrival = stand.open();
-    let order = Order { unit: 1, wanted: true };
+    let order = Order { unit: 1 };
     let mut altered = stand.unit(1).to_vec();
     altered[7] ^= 1;
     assert!(!arrival.land(order, &altered).unwrap());
     assert!(!arrival.land(order, &stand.unit(1)[1..]).unwrap());
     assert!(!arrival.land(order, stand.unit(2)).unwrap());
-    assert!(!arrival.land(Order { unit: 3, wanted: true }, stand.unit(3)).unwrap(), "it is a hole");
+    assert!(!arrival.land(Order { unit: 3 }, stand.unit(3)).unwrap(), "it is a hole");
     assert_eq!(arrival.counts().missing_bytes, arrival.counts().bytes);
     stand.land(&arrival, 1);
 }
@@ -145,28 +151,35 @@ fn what_somebody_waits_for_comes_first_and_then_what_lies_behind_it() {
     for unit in [10, 4, 10] {
         assert!(arrival.wait(unit * UNIT_BYTES..unit * UNIT_BYTES + 1).is_err(), "nobody brings it");
     }
-    let next = || arrival.next(100, || true).unwrap();
-    let wanted = |unit| Order { unit, wanted: true };
-    let unwanted = |unit| Order { unit, wanted: false };
-    assert_eq!((next(), next()), (wanted(10), wanted(4)));
+    let (leave, asked) = (AtomicBool::new(true), AtomicUsize::new(0));
+    let next = || {
+        let leave = || {
+            asked.fetch_add(1, Relaxed);
+            leave.load(Relaxed).then_some("leave")
+        };
+        arrival.next(leave).map(|(order, leave)| (order.unit, leave)).unwrap()
+    };
+    assert_eq!((next(), next()), ((10, None), (4, None)));
     arrival.set_conduct(Conduct::Wait);
-    assert_eq!(next(), unwanted(5));
-    // Somebody has waited a moment ago: one at a time.
-    let one = thread::scope(|scope| {
-        let next = scope.spawn(next);
-        thread::sleep(Duration::from_millis(10));
-        stand.land(&arrival, 4);
-        assert!(arrival.land(unwanted(5), stand.unit(5)).unwrap());
-        next.join().unwrap()
+    assert_eq!(next(), (5, Some("leave")));
+    leave.store(false, Relaxed);
+    // Nobody has to be asked for what somebody waits for.
+    let before = asked.load(Relaxed);
+    arrival.announce(0..1);
+    assert_eq!((next(), asked.load(Relaxed)), ((0, None), before));
+    thread::scope(|scope| {
+        let rest = scope.spawn(|| [next(), next()]);
+        while asked.load(Relaxed) < before + 2 {
+            thread::yield_now();
+        }
+        leave.store(true, Relaxed);
+        assert_eq!(rest.join().unwrap(), [1, 2].map(|unit| (unit, Some("leave"))), "what lies behind it");
     });
-    assert_eq!(one, unwanted(6));
-    thread::sleep(CALM_AFTER * 2);
-    let rest: Vec<u64> = (0..5).map(|_| next().unit).collect();
-    assert_eq!(rest, [7, 12, 0, 1, 2], "up to the end, and from the beginning");
-    assert!(arrival.is_calm());
+    let rest: Vec<u64> = (0..3).map(|_| next().0).collect();
+    assert_eq!(rest, [6, 7, 12], "up to the end");
     // Nothing is left to begin with: whoever asks waits until it is stopped.
     thread::scope(|scope| {
-        let waits = scope.spawn(|| arrival.next(100, || true));
+        let waits = scope.spawn(|| arrival.next(|| Some(())));
         arrival.stop();
         assert_eq!(waits.join().unwrap(), None);
     });
@@ -183,7 +196,7 @@ fn a_reader_waits_for_what_is_missing_and_for_nothing_else() {
     thread::scope(|scope| {
         let arrival = &arrival;
         scope.spawn(move || tell.send(arrival.wait(3 * UNIT_BYTES + 5..5 * UNIT_BYTES + 5)).unwrap());
-        let orders = [arrival.next(0, || true).unwrap(), arrival.next(0, || true).unwrap()];
+        let orders = [wanted(arrival), wanted(arrival)];
         assert_eq!(orders.map(|order| order.unit), [4, 5]);
         // It cannot be brought, and then it can.
         assert!(arrival.failed(orders[1], "gone", true) && !arrival.failed(orders[0], "gone", true));
@@ -191,7 +204,7 @@ fn a_reader_waits_for_what_is_missing_and_for_nothing_else() {
         arrival.give_back(orders[1], Duration::ZERO);
         stand.land(arrival, 4);
         assert!(hear.recv_timeout(Duration::from_millis(20)).is_err(), "half of it is missing");
-        let again = arrival.next(0, || true).unwrap();
+        let again = wanted(arrival);
         assert_eq!(again, orders[1]);
         stand.land(arrival, 5);
         assert!(hear.recv().unwrap().is_ok() && arrival.stuck().is_empty());
@@ -207,8 +220,8 @@ fn who_waits_is_let_go_with_an_error_when_the_conduct_says_so() {
         let error = thread::scope(|scope| {
             let waits = scope.spawn(|| arrival.wait(0..1));
             // It is wanted: somebody waits.
-            let order = arrival.next(0, || true).unwrap();
-            assert_eq!(order, Order { unit: 0, wanted: true });
+            let order = wanted(&arrival);
+            assert_eq!(order, Order { unit: 0 });
             end(&arrival);
             waits.join().unwrap().unwrap_err().to_string()
         });
@@ -218,7 +231,7 @@ fn who_waits_is_let_go_with_an_error_when_the_conduct_says_so() {
     check(&Arrival::stop, "called off");
     let hopeless = |arrival: &Arrival| {
         arrival.set_conduct(Conduct::Urge);
-        arrival.failed(Order { unit: 0, wanted: true }, "the store is gone", true);
+        arrival.failed(Order { unit: 0 }, "the store is gone", true);
     };
     check(&hopeless, "the store is gone");
 }
@@ -258,7 +271,7 @@ fn images_over_it_are_read_as_it_lands_and_nobody_reads_holes_instead() {
         .map(|(path, format)| ImageReader::open_over(path, format, &arrivals).unwrap());
     thread::scope(|scope| {
         let waiting = readers.each_ref().map(|reader| scope.spawn(move || read(reader)));
-        let order = arrival.next(0, || true).unwrap();
+        let order = wanted(&arrival);
         assert_eq!(order.unit, 4);
         assert!(arrival.land(order, stand.unit(4)).unwrap());
         for waiting in waiting {
@@ -295,7 +308,7 @@ fn reads_that_wait_behind_another_are_wanted_at_once() {
         engine.push(Submission { token: number.into(), operation, offset, bytes: 4096 });
     }
     engine.submit().unwrap();
-    let orders = [(); 3].map(|()| arrival.next(0, || true).unwrap());
+    let orders = [(); 3].map(|()| wanted(&arrival));
     assert_eq!(orders.map(|order| order.unit), [10, 2, 6]);
     for order in orders {
         assert!(arrival.land(order, stand.unit(order.unit)).unwrap());

@@ -1,6 +1,7 @@
 //! What the commands for snapshots say of object stores.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use clap::Args;
 use hearth_recovery::snapshot::{Snapshot, SnapshotError};
@@ -56,7 +57,7 @@ impl StoreArguments {
 
     /// Its disks are still in the store.
     pub fn open(&self, snapshot: &Path) -> Result<Snapshot, SnapshotError> {
-        open_snapshot(snapshot, &self.config(), None)
+        open_snapshot(snapshot, &self.config(), &Arc::default(), None)
     }
 }
 

@@ -9,24 +9,22 @@
 //! loses its keeper while its disks come.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
 use hearth_api::{ApiError, ArrivalStatus, ErrorWord, EventKind};
 use hearth_disk::arrival::{Arrival, Conduct};
-use hearth_recovery::lazy_restore::LazyRam;
 use hearth_recovery::snapshot::{ArrivingDisk, SnapshotError};
+use hearth_store::Turns;
 
-use super::restore::CALM_AFTER;
 use super::{Machine, MachineError};
 use crate::config::ObjectStoreConfig;
 use crate::event::Event;
 use crate::object_store::{far, saved_disks};
 
-/// Of each disk. One is left for the guest when all others bring what nobody waits for.
+/// Of each disk: more than bring what nobody waits for at a time (`hearth_store::Turns`), so that some are left for the guest.
 const THREADS: usize = 4;
-const UNWANTED_MAX: usize = THREADS - 1;
 
 /// What the threads say to the machine's loop.
 #[derive(Clone, Debug)]
@@ -40,8 +38,8 @@ pub enum Word {
 #[derive(Default)]
 pub struct Arrivals {
     disks: Vec<ArrivingOne>,
-    /// Of the guest that was restored; what it waits for goes first.
-    memory: Arc<OnceLock<Weak<LazyRam>>>,
+    /// With the memory of the guest that was restored: what it waits for goes first.
+    turns: Arc<Turns>,
 }
 
 struct ArrivingOne {
@@ -66,7 +64,7 @@ impl Arrivals {
             let Some(name) = name.filter(|name| !name.ends_with(".arrival")) else { continue };
             let failed = |source| SnapshotError::Io { path: path.clone(), what: "read", source };
             let Some(arrival) = Arrival::open(&path).map_err(failed)? else { continue };
-            let far = far(ArrivingDisk::folder_of(&arrival).as_ref(), config)?;
+            let far = far(ArrivingDisk::folder_of(&arrival).as_ref(), config, &arrivals.turns)?;
             let disk = Arc::new(ArrivingDisk::new(Arc::new(arrival), far));
             arrivals.disks.push(ArrivingOne { name: name.to_owned(), disk });
         }
@@ -99,26 +97,21 @@ impl Arrivals {
         self.disks.iter().for_each(|one| one.disk.arrival.set_conduct(conduct));
     }
 
-    /// The pages that this guest waits for come first.
-    pub fn give_way_to(&self, memory: &Arc<LazyRam>) {
-        // Only the first guest of a keeper comes out of a snapshot.
-        let _ = self.memory.set(Arc::downgrade(memory));
+    /// For whatever else is fetched for the guest.
+    pub fn turns(&self) -> &Arc<Turns> {
+        &self.turns
     }
 
     fn start(&self, tell: &std::sync::mpsc::Sender<Event>) -> std::io::Result<()> {
         for one in &self.disks {
             let (began, running) = (Instant::now(), Arc::new(AtomicUsize::new(THREADS)));
             for _ in 0..THREADS {
-                let (name, disk, memory) = (one.name.clone(), one.disk.clone(), self.memory.clone());
+                let (name, disk) = (one.name.clone(), one.disk.clone());
                 let (tell, running) = (tell.clone(), running.clone());
                 // Fails only when the loop is gone, and then nobody wants to know.
                 let say = move |word| drop(tell.send(Event::Arrival(word)));
-                let is_calm = move || {
-                    let memory = memory.get().and_then(Weak::upgrade);
-                    memory.is_none_or(|memory| !memory.is_asked() && memory.calm_for() > CALM_AFTER)
-                };
                 let bring = move || {
-                    let complete = disk.bring(UNWANTED_MAX, is_calm, |why| say(Word::Waits { why }));
+                    let complete = disk.bring(|why| say(Word::Waits { why }));
                     if running.fetch_sub(1, Relaxed) == 1 && complete {
                         let (bytes, duration_ms) = (disk.arrival.counts().bytes, began.elapsed().as_secs_f64() * 1e3);
                         say(Word::Complete { disk: name, bytes, duration_ms });

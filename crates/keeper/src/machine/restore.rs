@@ -16,7 +16,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use hearth_api::{ApiError, ErrorWord, EventKind, RestoreStatus};
-use hearth_disk::arrival::{Arrivals, Conduct};
+use hearth_disk::arrival::Conduct;
 use hearth_disk::gate::Gate;
 use hearth_memory::faults::Userfault;
 use hearth_memory::faults::admission::AdmissionError;
@@ -40,7 +40,7 @@ const STATE_PATIENCE: Duration = Duration::from_secs(60);
 const GIVE_WAY: Duration = Duration::from_micros(100);
 /// So long after somebody waited for a page no more than a chunk is read at a time: a guest that touches one page touches
 /// others.
-pub(super) const CALM_AFTER: Duration = Duration::from_millis(100);
+const CALM_AFTER: Duration = Duration::from_millis(100);
 /// Asked of the disk at once behind a guest that waits for nothing: 2 ms at 125 MiB/s, which is what a page that is touched
 /// then waits.
 const AHEAD_BYTES: u64 = 256 << 10;
@@ -250,7 +250,7 @@ impl Machine {
         let config = &self.parts.config;
         let disks = config.file.parent().map(saved_disks).filter(|folder| folder.exists());
         let disks = disks.as_deref().map(|folder| (folder, self.arrivals.images()));
-        open_snapshot(path, &config.object_store, disks)
+        open_snapshot(path, &config.object_store, self.arrivals.turns(), disks)
     }
 
     /// Both at once: QEMU's start takes as long as reading a working set.
@@ -329,9 +329,6 @@ impl Machine {
     }
 
     fn serve_faults(&mut self, mut restoring: Restoring, generation: u32) -> Result<(), RestoreFailure> {
-        if let Some(lazy) = &restoring.lazy {
-            self.arrivals.give_way_to(lazy);
-        }
         let is_far = restoring.lazy.as_ref().is_some_and(|lazy| lazy.is_far());
         for _ in 0..if is_far { SERVERS_FROM_AFAR } else { 1 } {
             let teller = self.teller(generation);
@@ -347,7 +344,6 @@ impl Machine {
 
     fn fill_behind(&mut self, generation: u32, trace: Option<Trace>) -> Result<(), RestoreFailure> {
         let (teller, name) = (self.teller(generation), format!("fill-{}", self.parts.config.name));
-        let disks = self.arrivals.images();
         let Some(restoring) = &mut self.restoring else { return Ok(()) };
         if restoring.complete {
             self.restore_complete();
@@ -360,7 +356,7 @@ impl Machine {
                     return teller.say(Word::Rehearsed);
                 }
             }
-            fill(lazy, &disks, &teller);
+            fill(lazy, &teller);
         })
     }
 
@@ -458,13 +454,16 @@ impl Machine {
 }
 
 /// Until nothing is missing, or it is told to stop.
-fn fill(lazy: &LazyRam, disks: &Arrivals, teller: &Teller) {
+fn fill(lazy: &LazyRam, teller: &Teller) {
     let ahead_bytes = |lazy: &LazyRam| {
+        // Requests to a store have turns, whoever makes them.
+        if lazy.is_far() {
+            return AHEAD_BYTES;
+        }
         while lazy.is_asked() && !lazy.is_stopped() {
             std::thread::sleep(GIVE_WAY);
         }
-        let is_calm = lazy.calm_for() >= CALM_AFTER && disks.0.iter().all(|arrival| arrival.is_calm());
-        if is_calm { AHEAD_BYTES } else { 0 }
+        if lazy.calm_for() >= CALM_AFTER { AHEAD_BYTES } else { 0 }
     };
     loop {
         match lazy

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use hearth_disk::arrival::{Arrival, Arrivals, Conduct, Order};
 use hearth_disk::image::{Format, Image, ImageOptions};
-use hearth_store::Object;
+use hearth_store::{Object, Turn, Urgency};
 
 use super::place::Far;
 use super::{DiskPart, SnapshotError};
@@ -46,11 +46,16 @@ impl ArrivingDisk {
         arrival.source().rsplit_once('/').map_or("", |(folder, _)| folder)
     }
 
-    /// Brings what is wanted, and, at most so many at once, what is not. Several threads may do so at once. `tell` hears, once, of
-    /// each block that cannot be brought; of a store that does not answer, of the first one. True: nothing is missing any more.
-    pub fn bring(&self, unwanted_max: usize, is_calm: impl Fn() -> bool, tell: impl Fn(String)) -> bool {
-        while let Some(order) = self.arrival.next(unwanted_max, &is_calm) {
-            if let Err(error) = self.fetch(order) {
+    /// Brings what is wanted, and what is not when its turn comes. Several threads may do so at once. `tell` hears, once, of each
+    /// block that cannot be brought; of a store that does not answer, of the first one. True: nothing is missing any more.
+    pub fn bring(&self, tell: impl Fn(String)) -> bool {
+        let turns = &self.far.turns;
+        // Not waited for: a block whose turn has yet to come would be under way when somebody wants it.
+        while let Some((order, turn)) = self.arrival.next(|| turns.try_take(Urgency::Disks)) {
+            let turn = turn.unwrap_or_else(|| turns.take(Urgency::Demand));
+            let fetched = self.fetch(order, Some(&turn));
+            drop(turn);
+            if let Err(error) = fetched {
                 let why = match std::error::Error::source(&error) {
                     Some(source) => format!("{error}: {source}"),
                     None => error.to_string(),
@@ -68,13 +73,13 @@ impl ArrivingDisk {
     pub fn bring_all(&self, progress: &mut dyn FnMut(u64, u64)) -> Result<(), SnapshotError> {
         self.arrival.set_conduct(Conduct::Wait);
         let mut asked_to = 0;
-        while let Some(order) = self.arrival.next(1, || true) {
+        while let Some((order, _)) = self.arrival.next(|| Some(())) {
             let place = self.arrival.place_of(order.unit).unwrap_or_default();
             if place.start >= asked_to {
-                self.object()?.read_ahead(place.start..place.start + AHEAD_BYTES);
+                self.object()?.read_ahead(place.start..place.start + AHEAD_BYTES, Urgency::WorkingSet);
                 asked_to = place.start + AHEAD_BYTES / 2;
             }
-            self.fetch(order)?;
+            self.fetch(order, None)?;
             let counts = self.arrival.counts();
             progress(counts.bytes - counts.missing_bytes, counts.bytes);
         }
@@ -94,25 +99,30 @@ impl ArrivingDisk {
         // What it lacks it says by wanting it.
         while let Err(error) = Image::open_over(&options, &arrivals) {
             let order = self.arrival.take_wanted().ok_or(error)?;
-            self.fetch(order)?;
+            self.fetch(order, None)?;
         }
         self.arrival.note_landed().map_err(SnapshotError::io(self.arrival.path(), "written"))
     }
 
-    fn fetch(&self, order: Order) -> Result<(), SnapshotError> {
-        self.try_fetch(order).inspect_err(|_| *lock(&self.object) = None)
+    /// Without a turn: before the guest runs, as everything is fetched then.
+    fn fetch(&self, order: Order, turn: Option<&Turn>) -> Result<(), SnapshotError> {
+        self.try_fetch(order, turn).inspect_err(|_| *lock(&self.object) = None)
     }
 
-    fn try_fetch(&self, order: Order) -> Result<(), SnapshotError> {
+    fn try_fetch(&self, order: Order, turn: Option<&Turn>) -> Result<(), SnapshotError> {
         let (object, place) = (self.object()?, self.arrival.place_of(order.unit).unwrap_or_default());
         let mut bytes = vec![0; (place.end - place.start) as usize];
-        object.read_at(&mut bytes, place.start)?;
+        let read = |bytes: &mut [u8]| match turn {
+            Some(turn) => object.read_in_turn(bytes, place.start, turn),
+            None => object.read_at(bytes, place.start, Urgency::WorkingSet),
+        };
+        read(&mut bytes)?;
         if self.arrival.is_stopped() || self.land(order, &bytes)? {
             return Ok(());
         }
         // What of it is kept on this host must not be what is wrong with it.
         object.forget(place.clone());
-        object.read_at(&mut bytes, place.start)?;
+        read(&mut bytes)?;
         if self.land(order, &bytes)? {
             return Ok(());
         }
@@ -131,7 +141,7 @@ impl ArrivingDisk {
         if let Some(object) = &*lock(&self.object) {
             return Ok(object.clone());
         }
-        let found = Object::open(&self.far.store, &self.far.cache, &self.name)?;
+        let found = Object::open(&self.far.store, &self.far.cache, &self.far.turns, &self.name)?;
         let object = found.ok_or_else(|| self.damaged("it is not there"))?;
         let (bytes, expected) = (object.meta().bytes, self.arrival.counts().bytes);
         if bytes != expected {

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use hearth_store::{Cache, Object, Store};
+use hearth_store::{Cache, Object, Store, Turns};
 
 use super::manifest::disk_file;
 use super::pages::{PageReader, PageSource};
@@ -18,6 +18,8 @@ use super::{DiskPart, Part, SnapshotError, stored_disk};
 pub struct Far {
     pub store: Arc<Store>,
     pub cache: Arc<Cache>,
+    /// Of all that is fetched for the same guest.
+    pub turns: Arc<Turns>,
     /// A folder for a file on its way up.
     pub scratch: PathBuf,
 }
@@ -75,7 +77,7 @@ impl Place {
             Self::Folder(_) if !path.exists() => Ok(None),
             Self::Folder(_) => PageReader::open(&path).map(Some),
             Self::Far(far) => {
-                let object = Object::open(&far.store, &far.cache, name)?;
+                let object = Object::open(&far.store, &far.cache, &far.turns, name)?;
                 object.map(|object| PageReader::of(PageSource::Object(object), &path)).transpose()
             }
         }

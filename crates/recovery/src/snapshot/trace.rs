@@ -135,7 +135,12 @@ mod tests {
             let settings = Settings::from_file(&folder.with_file_name("s3.env")).unwrap();
             let address = Address::parse(&format!("s3://{BUCKET}/one")).unwrap();
             let cache = Cache::open(&folder.with_file_name("cache"), 0).unwrap();
-            Far { store: Arc::new(Store::open(address, &settings).unwrap()), cache, scratch: folder }
+            Far {
+                store: Arc::new(Store::open(address, &settings).unwrap()),
+                cache,
+                turns: Arc::default(),
+                scratch: folder,
+            }
         }
 
         fn open(&self) -> Snapshot {

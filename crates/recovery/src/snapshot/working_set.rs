@@ -8,6 +8,8 @@
 use std::collections::HashSet;
 use std::path::Path;
 
+use hearth_store::Urgency;
+
 use super::SnapshotError;
 use super::pages::{Compression, PageReader, PageWriter, Sealed};
 
@@ -48,7 +50,7 @@ pub(super) fn write(
     ram: &PageReader,
 ) -> Result<Sealed, SnapshotError> {
     let mut writer = PageWriter::create(path, ram.ram_pages(), Compression::None)?;
-    let mut reading = ram.reading();
+    let mut reading = ram.reading_for(Urgency::Memory);
     for AgedPage { page, age, source } in set {
         if let Some(bytes) = ram.page(page, &mut reading)? {
             writer.set_mark(age, source)?;

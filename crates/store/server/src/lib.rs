@@ -58,6 +58,8 @@ pub struct S3Server {
 struct State {
     wire: Mutex<(Wire, u64)>,
     answer_bytes: AtomicU64,
+    /// Ranges of objects, in the order in which they were asked for.
+    asked: Mutex<Vec<(String, u64)>>,
     /// Requests that have begun, and have not been answered.
     requests: AtomicUsize,
     /// Requests and answers: until when the line is taken.
@@ -133,6 +135,7 @@ impl S3Server {
         let state = Arc::new(State {
             wire: Mutex::new((Wire::Whole, 0)),
             answer_bytes: AtomicU64::new(0),
+            asked: Mutex::default(),
             requests: AtomicUsize::new(0),
             lines,
             conditional: Mutex::new(false),
@@ -169,6 +172,12 @@ impl S3Server {
     /// Since it was started.
     pub fn answer_bytes(&self) -> u64 {
         self.state.answer_bytes.load(Relaxed)
+    }
+
+    /// Of each range of an object that was asked for since it was started, in that order: the last part of the object's name and the
+    /// range's first byte.
+    pub fn asked(&self) -> Vec<(String, u64)> {
+        self.state.asked.lock().expect("nobody panics with it").clone()
     }
 
     /// How many are under way, or break off just now.
@@ -271,6 +280,7 @@ fn carry(client: TcpStream, behind: SocketAddr, state: &State) {
                 }
                 if answered.swap(false, Relaxed) {
                     state.requests.fetch_add(1, Relaxed);
+                    state.asked.lock().expect("nobody panics with it").extend(range_of(bytes));
                     if let Wire::Line { request, .. } = wire {
                         std::thread::sleep(request);
                     }
@@ -340,6 +350,14 @@ fn refuse(mut client: TcpStream, status: &str) {
 
 fn refusal(status: &str) -> Vec<u8> {
     format!("HTTP/1.1 {status}\r\nContent-Length: 4\r\nConnection: close\r\n\r\noops").into_bytes()
+}
+
+/// What a request asks for, if that is a range of an object.
+fn range_of(request: &[u8]) -> Option<(String, u64)> {
+    let head = String::from_utf8_lossy(request);
+    let name = head.strip_prefix("GET ")?.split([' ', '?']).next()?.rsplit('/').next()?;
+    let (_, range) = head.split_once("range: bytes=").or_else(|| head.split_once("Range: bytes="))?;
+    Some((name.to_owned(), range.split('-').next()?.parse().ok()?))
 }
 
 /// The head of a request comes in one piece.

@@ -52,7 +52,12 @@ impl Stand {
         let settings = Settings::from_file(&self.folder.path().join("s3.env")).unwrap();
         let address = Address::parse(&format!("s3://{BUCKET}/one")).unwrap();
         let cache = Cache::open(&self.folder.path().join(cache), 0).unwrap();
-        Far { store: Arc::new(Store::open(address, &settings).unwrap()), cache, scratch: self.folder.path().into() }
+        Far {
+            store: Arc::new(Store::open(address, &settings).unwrap()),
+            cache,
+            turns: Arc::default(),
+            scratch: self.folder.path().into(),
+        }
     }
 
     fn target(&self) -> PathBuf {
@@ -112,7 +117,7 @@ fn readers_wait_for_a_store_that_is_gone_and_the_rest_comes_when_it_is_back() {
     let (tell, told) = mpsc::channel();
     let bring = |arriving: &ArrivingDisk| {
         let tell = tell.clone();
-        arriving.bring(1, || true, move |why| tell.send(why).unwrap())
+        arriving.bring(move |why| tell.send(why).unwrap())
     };
     thread::scope(|scope| {
         let reader = scope.spawn(|| arriving.arrival.wait(7 * UNIT_BYTES..7 * UNIT_BYTES + 1));
@@ -131,12 +136,35 @@ fn readers_wait_for_a_store_that_is_gone_and_the_rest_comes_when_it_is_back() {
 }
 
 #[test]
+fn what_a_guest_reads_is_asked_for_at_once_and_the_rest_when_nothing_else_is_fetched() {
+    let stand = Stand::new();
+    let arriving = stand.expected();
+    let memory = std::iter::from_fn(|| arriving.far.turns.try_take(Urgency::Memory));
+    let memory: Vec<_> = memory.collect();
+    arriving.arrival.set_conduct(Conduct::Wait);
+    let before = stand.server.asked().len();
+    let asked = thread::scope(|scope| {
+        let bringing = [(); 2].map(|()| scope.spawn(|| arriving.bring(|_| {})));
+        for unit in [7, 2] {
+            arriving.arrival.wait(unit * UNIT_BYTES..unit * UNIT_BYTES + 1).unwrap();
+        }
+        let asked = stand.server.asked();
+        drop(memory);
+        assert!(bringing.into_iter().all(|bringing| bringing.join().unwrap()));
+        asked
+    });
+    let place = |unit| ("disk-root".to_owned(), arriving.arrival.place_of(unit).unwrap().start);
+    assert_eq!(asked[before..], [7, 2].map(place));
+    stand.check_complete();
+}
+
+#[test]
 fn another_object_in_its_place_is_told_and_waited_out_and_never_mixed_with_it() {
     let stand = Stand::new();
     let arriving = stand.expected();
     // The first one has come of what was saved.
     arriving.arrival.wait(0..1).unwrap_err();
-    arriving.fetch(arriving.arrival.take_wanted().unwrap()).unwrap();
+    arriving.fetch(arriving.arrival.take_wanted().unwrap(), None).unwrap();
     arriving.arrival.note_landed().unwrap();
     let object = stand.server.file("one/disk-root");
     let saved = fs::read(&object).unwrap();
@@ -147,7 +175,7 @@ fn another_object_in_its_place_is_told_and_waited_out_and_never_mixed_with_it() 
         arriving.arrival.set_conduct(Conduct::Urge);
         thread::scope(|scope| {
             let reader = scope.spawn(|| arriving.arrival.wait(5 * UNIT_BYTES..5 * UNIT_BYTES + 1));
-            scope.spawn(|| arriving.bring(0, || true, |_| {}));
+            scope.spawn(|| arriving.bring(|_| {}));
             let refused = reader.join().unwrap().unwrap_err().to_string();
             assert!(refused.contains(expect), "{refused}");
             arriving.arrival.stop();

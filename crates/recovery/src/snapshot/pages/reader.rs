@@ -3,6 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use hearth_store::Urgency;
+
 use super::source::Source;
 use super::writer::seal;
 use super::*;
@@ -35,6 +37,7 @@ pub struct Reading {
     stored: Vec<u8>,
     raw: Vec<u8>,
     chunk: u32,
+    urgency: Urgency,
 }
 
 impl PageReader {
@@ -46,7 +49,7 @@ impl PageReader {
     pub(in crate::snapshot) fn of(source: Source, path: &Path) -> Result<Self, SnapshotError> {
         let bytes = source.bytes(path)?;
         let damaged = |what: &str| SnapshotError::damaged(path, what);
-        let read = |offset, into: &mut [u8]| source.read(path, into, offset);
+        let read = |offset, into: &mut [u8]| source.read(path, into, offset, Urgency::Demand);
         if bytes < (HEADER_BYTES + TRAILER_BYTES) as u64 {
             return Err(damaged("it is too short; was it cut off?"));
         }
@@ -162,8 +165,13 @@ impl PageReader {
         self.entries[chunk as usize].offset
     }
 
+    /// Of somebody who waits for it.
     pub fn reading(&self) -> Reading {
-        Reading { stored: Vec::new(), raw: Vec::new(), chunk: NOWHERE }
+        self.reading_for(Urgency::Demand)
+    }
+
+    pub fn reading_for(&self, urgency: Urgency) -> Reading {
+        Reading { stored: Vec::new(), raw: Vec::new(), chunk: NOWHERE, urgency }
     }
 
     /// The bytes of a chunk's pages, checked.
@@ -207,7 +215,8 @@ impl PageReader {
     fn fetch_stored(&self, number: u32, reading: &mut Reading) -> Result<(), SnapshotError> {
         let chunk = &self.entries[number as usize];
         reading.stored.resize(chunk.stored_bytes as usize, 0);
-        self.source.read(&self.path, &mut reading.stored, chunk.offset).map_err(|error| match error {
+        let read = self.source.read(&self.path, &mut reading.stored, chunk.offset, reading.urgency);
+        read.map_err(|error| match error {
             SnapshotError::Store(source) => {
                 let (first, last) = self.bounds(number);
                 SnapshotError::AwayPages { first, last, source }
@@ -249,7 +258,7 @@ impl PageReader {
         }
         let at = self.pages_of(number).iter().position(|&other| other == page).expect("the index says so");
         let (mut found, offset) = ([0; PAGE_BYTES], chunk.offset + (at * PAGE_BYTES) as u64);
-        self.source.read(&self.path, &mut found, offset)?;
+        self.source.read(&self.path, &mut found, offset, Urgency::Demand)?;
         Ok(found == *bytes)
     }
 

@@ -6,14 +6,14 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use hearth_store::Object;
+use hearth_store::{Object, Urgency};
 use rustix::fs::{Advice, fadvise};
 
 use crate::snapshot::SnapshotError;
 
-/// Of an object, asked for ahead by whoever fills memory behind a guest: at 125 MiB/s a page that is touched meanwhile waits for
-/// a part of 64 ms, and at a round trip of 30 ms the wire is seldom idle.
-const FILL_BYTES: u64 = 8 << 20;
+/// Of an object, asked for ahead by whoever fills memory behind a guest: when and how many at once its turns say
+/// (`hearth_store::Turns`), and there is always one that waits for its turn.
+const FILL_BYTES: u64 = 4 << 20;
 /// And by whoever reads it all before the guest runs.
 const PREFETCH_BYTES: u64 = 32 << 20;
 
@@ -35,10 +35,10 @@ impl Source {
         }
     }
 
-    pub fn read(&self, path: &Path, into: &mut [u8], offset: u64) -> Result<(), SnapshotError> {
+    pub fn read(&self, path: &Path, into: &mut [u8], offset: u64, urgency: Urgency) -> Result<(), SnapshotError> {
         match self {
             Self::File(file) => file.read_exact_at(into, offset).map_err(SnapshotError::io(path, "read")),
-            Self::Object(object) => Ok(object.read_at(into, offset)?),
+            Self::Object(object) => Ok(object.read_at(into, offset, urgency)?),
         }
     }
 
@@ -69,7 +69,7 @@ impl Source {
                 advise(file, path, from, bytes, Advice::WillNeed);
                 from + bytes
             }
-            Self::Object(object) => ask(object, from, FILL_BYTES),
+            Self::Object(object) => ask(object, from, FILL_BYTES, Urgency::Memory),
         }
     }
 
@@ -77,14 +77,14 @@ impl Source {
     pub fn prefetch_ahead(&self, from: u64) -> u64 {
         match self {
             Self::File(_) => u64::MAX,
-            Self::Object(object) => ask(object, from, PREFETCH_BYTES),
+            Self::Object(object) => ask(object, from, PREFETCH_BYTES, Urgency::WorkingSet),
         }
     }
 }
 
 /// Asked again at half of it, so that there is always something under way.
-fn ask(object: &Arc<Object>, from: u64, bytes: u64) -> u64 {
-    object.read_ahead(from..from + bytes);
+fn ask(object: &Arc<Object>, from: u64, bytes: u64, urgency: Urgency) -> u64 {
+    object.read_ahead(from..from + bytes, urgency);
     from + bytes / 2
 }
 

@@ -50,7 +50,10 @@ impl Stand {
 
     fn open(&self) -> Result<Snapshot, SnapshotError> {
         let cache = Cache::open(&self.near.folder().with_file_name("cache"), 0).unwrap();
-        Snapshot::open_far(Far { store: self.store.clone(), cache, scratch: self.near.folder() }, None)
+        Snapshot::open_far(
+            Far { store: self.store.clone(), cache, turns: Arc::default(), scratch: self.near.folder() },
+            None,
+        )
     }
 
     fn upload<'a>(&'a self, folder: &'a Path, keeps_disks: bool, watch: &'a mut Watch<'a>) -> Upload<'a> {
@@ -213,12 +216,12 @@ fn a_wire_that_breaks_is_only_slower() {
     let folder = stand.near.folder();
     let asked = AtomicU64::new(0);
     // It is back before anybody gives up.
-    let turns = [Wire::Failing, Wire::Dead];
+    let turns = [Wire::Failing, Wire::Dead, Wire::LosesCompletions];
     send_folder(&folder, &stand.store, &mut |_, _| {
         let (turn, ask) = (asked.load(Relaxed) / 4, asked.fetch_add(1, Relaxed) % 4);
         // Each time it is set it breaks the connections that there are.
-        if ask == 0 && turn <= turns.len() as u64 {
-            stand.server.set_wire(*turns.get(turn as usize).unwrap_or(&Wire::Whole));
+        if ask == 0 {
+            turns.get(turn as usize).into_iter().for_each(|wire| stand.server.set_wire(*wire));
         }
         Ok(())
     })
