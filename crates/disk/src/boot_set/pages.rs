@@ -3,8 +3,8 @@
 //! Journals, tables of inodes and bitmaps are zeroes for the greater part. A block of zeroes is a hole of the file: it
 //! reads as what it is and takes no memory.
 //!
-//! Pages are read through a mapping, without a system call, and only where the file has memory: a look at a hole would take
-//! some. They are written through the file.
+//! Pages are read and written through a mapping, without a system call, but only where the file has memory: a look at a hole
+//! would take some. A hole is filled through the file.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -75,7 +75,12 @@ impl Pages {
         if *bytes == ZEROES && self.give_back(page).is_ok() {
             return Ok(());
         }
-        self.filled_pages += usize::from(!self.is_filled(page));
+        if self.is_filled(page) {
+            let slice = self.mapping.get_slice(page as usize * BLOCK_BYTES, BLOCK_BYTES);
+            slice.expect("the mapping has all pages").copy_from(bytes);
+            return Ok(());
+        }
+        self.filled_pages += 1;
         self.filled[page as usize] = true;
         self.file.write_all_at(bytes, u64::from(page) * BLOCK)
     }
