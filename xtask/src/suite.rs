@@ -43,9 +43,15 @@ impl Summary {
     }
 }
 
-/// Builds the binary that VM tests drive, then runs every test of the workspace.
+/// The binary that VM tests drive, which cargo builds for one of its own tests. Asked for otherwise it would be built with other
+/// features of what all crates share, and that compiled once more.
+fn build_hearth() -> Result<(), ShellError> {
+    crate::shell::run(cargo().args(["test", "--quiet", "--workspace", "--no-run", "--test", "program"]))
+}
+
+/// Runs every test of the workspace.
 pub fn run(filter: &[String]) -> Result<Summary, ShellError> {
-    crate::shell::run(cargo().args(["build", "--quiet", "-p", "hearth"]))?;
+    build_hearth()?;
     let mut command = cargo();
     command.args(["test", "--workspace", "--no-fail-fast"]).args(filter);
     command.env("HEARTH_BIN", paths::cargo_target().join("debug/hearth"));
@@ -54,14 +60,14 @@ pub fn run(filter: &[String]) -> Result<Summary, ShellError> {
 
 /// Runs the ignored tests of one test binary of `vmtest`, one after the other: each has a large guest of its own.
 pub fn run_ignored(binary: &str, filter: &[String]) -> Result<Summary, ShellError> {
-    crate::shell::run(cargo().args(["build", "--quiet", "-p", "hearth"]))?;
+    build_hearth()?;
     count(ignored(binary, filter, &paths::cargo_target().join("debug/hearth")))
 }
 
 /// `hearth`: the binary that they drive.
 fn ignored(binary: &str, filter: &[String], hearth: &Path) -> Command {
     let mut command = cargo();
-    command.args(["test", "-p", "hearth-vmtest", "--test", binary, "--", "--ignored", "--test-threads=1"]).args(filter);
+    command.args(["test", "--workspace", "--test", binary, "--", "--ignored", "--test-threads=1"]).args(filter);
     command.env("HEARTH_BIN", hearth);
     command
 }
