@@ -1,10 +1,11 @@
 //! The keeper's own life and death: killed under load, killed between two QEMUs, stopped in every way there is. The guest
 //! and its disks must not notice more than a pause.
 
+use std::collections::BTreeSet;
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use hearth_vmtest::images::File;
 use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, artifacts, patience, write_program};
@@ -15,6 +16,9 @@ use serde_json::Value;
 const KILLS: u64 = 5;
 /// Writes a keeper serves before it is killed: a number up to this one.
 const WRITES_BEFORE_KILL_MAX: u64 = 1200;
+
+/// About as long as a guest boots on a quiet host.
+const BOOT_MS: u64 = 3000;
 
 /// 32 MiB three times over, each block read again and compared: long enough for all the kills.
 const FIO: &str = "fio --name=load --filename=/dev/vda --rw=randwrite --bsrange=4k-16k --size=32m --loops=3 \
@@ -124,6 +128,55 @@ fn a_guest_under_load_outlives_its_keepers() -> Result<()> {
     vm.sh("mkdir -p /d && mount /dev/vdb /d && probe verify /d/kept.bin 7")?;
     let status = vm.status()?;
     assert!(status["ember"]["pages_served"].as_u64() >= Some(2560), "of 5120 pages: {}", status["ember"]);
+    Ok(())
+}
+
+/// All that a guest says on its console is heard, also what it says while no keeper lives.
+#[test]
+fn no_word_of_a_guest_is_lost_between_two_keepers() -> Result<()> {
+    let vm = TestVm::busybox("talks").boot()?;
+    // It begins when the answer to this command has come: its words would be in between.
+    let talk = "sleep 1; word=0; while true; do echo \"word $word.\"; word=$((word + 1)); usleep 5000; done";
+    vm.sh(&format!("({talk}) </dev/null >/dev/console 2>&1 &"))?;
+    let words = || -> BTreeSet<usize> {
+        let lines = vm.guest().lines();
+        let number = |line: &String| line.strip_prefix("word ")?.strip_suffix('.')?.parse().ok();
+        lines.iter().filter_map(number).collect()
+    };
+    for _ in 0..3 {
+        let heard = words().last().copied().unwrap_or_default();
+        vm.kill_keeper()?;
+        take_over(&vm)?;
+        let deadline = Instant::now() + patience(5);
+        while words().last().copied().unwrap_or_default() < heard + 50 {
+            assert!(Instant::now() < deadline, "nothing is heard any more after word {heard}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+    let words = words();
+    let lost: Vec<_> = (0..words.len()).filter(|word| !words.contains(word)).take(5).collect();
+    assert!(lost.is_empty(), "lost: {lost:?} and maybe more, of {:?}", words.last());
+    Ok(())
+}
+
+/// Whatever a booting guest is about when its keeper dies, it comes to its end. `ROUNDS=100` for a longer look.
+#[test]
+fn a_boot_outlives_its_keeper_at_any_moment() -> Result<()> {
+    let rounds: u32 = std::env::var("ROUNDS").ok().and_then(|text| text.parse().ok()).unwrap_or(3);
+    let mut random = Random::seeded();
+    let vm = TestVm::busybox("boots").disk(Disk::empty(16)).boot()?;
+    for incarnation in 2..2 + rounds {
+        vm.reset()?;
+        vm.wait_event("the next boot", |event| {
+            event["kind"] == "incarnation_started" && event["incarnation"] == incarnation
+        })?;
+        std::thread::sleep(Duration::from_millis(random.up_to(BOOT_MS)));
+        vm.kill_keeper()?;
+        take_over(&vm)?;
+        vm.wait_incarnation(incarnation.into())?;
+        vm.sh("dd if=/dev/vda of=/dev/null bs=1M count=1 iflag=direct")?;
+    }
+    assert_eq!(vm.status()?["incarnation"], 1 + rounds);
     Ok(())
 }
 

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use hearth_keeper::console::Hub;
+use hearth_keeper::console::{Hub, Place};
 
 fn hearth(root: &Path, arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_hearth"))
@@ -100,7 +100,7 @@ fn the_console_is_the_guests_until_it_is_left() {
     let serial = root.path().join("serial");
     let listener = UnixListener::bind(&serial).unwrap();
     let hub = Hub::start(&root.path().join("web/console.sock")).unwrap();
-    hub.attach(&serial);
+    hub.attach(Place { socket: serial, transcript: None });
     let (mut guest, _) = listener.accept().unwrap();
     guest.write_all(b"login: ").unwrap();
 

@@ -21,6 +21,8 @@ const NET_SLOT: usize = 0x18;
 /// As many as there are slots.
 pub const DISKS_MAX: usize = NET_SLOT - DISK_SLOT;
 pub const NETS_MAX: usize = 7;
+/// The set of descriptors in which the console's transcript is.
+const TRANSCRIPT_SET: u32 = 1;
 /// `reconnect` became `reconnect-ms` in 9.2.
 const RECONNECT_MS_SINCE: Version = Version { major: 9, minor: 2, micro: 0 };
 
@@ -242,7 +244,9 @@ impl Launch {
 fn control(arguments: &mut Arguments, sockets: SocketNumbers) {
     arguments.option("-chardev", listen("qmp", sockets.qmp));
     arguments.option("-mon", "chardev=qmp,mode=control");
-    arguments.option("-chardev", listen("serial", sockets.serial));
+    arguments.option("-add-fd", format!("fd={},set={TRANSCRIPT_SET},opaque=console", sockets.transcript));
+    let log = format!(",logfile=/dev/fdset/{TRANSCRIPT_SET}");
+    arguments.option("-chardev", listen("serial", sockets.serial) + &log);
     arguments.option("-serial", "chardev:serial");
 }
 
@@ -349,7 +353,7 @@ impl Arguments {
 mod tests {
     use super::*;
 
-    const SOCKETS: SocketNumbers = SocketNumbers { qmp: 7, serial: 8, agent: None };
+    const SOCKETS: SocketNumbers = SocketNumbers { qmp: 7, serial: 8, transcript: 10, agent: None };
 
     fn launch() -> Launch {
         Launch {
@@ -399,7 +403,8 @@ mod tests {
             -action reboot=shutdown,shutdown=poweroff,panic=pause,watchdog=reset \
             -kernel /k -append console=ttyS0 a,b \
             -chardev socket,id=qmp,fd=7,server=on,wait=off -mon chardev=qmp,mode=control \
-            -chardev socket,id=serial,fd=8,server=on,wait=off -serial chardev:serial \
+            -add-fd fd=10,set=1,opaque=console \
+            -chardev socket,id=serial,fd=8,server=on,wait=off,logfile=/dev/fdset/1 -serial chardev:serial \
             -device pvpanic-pci,addr=2 -device virtio-rng-pci,addr=3 -device vmcoreinfo \
             -sandbox on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny -S";
         assert_eq!(line(&launch(), (7, 2)), expect);

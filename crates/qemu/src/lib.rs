@@ -14,6 +14,7 @@ pub mod preload;
 mod process;
 mod qmp;
 mod sockets;
+mod transcript;
 pub mod valve;
 
 pub use accelerator::{Accelerator, AcceleratorChoice, Wanted};
@@ -23,3 +24,4 @@ pub use launch::Launch;
 pub use migration::Migration;
 pub use process::{Process, ProcessError, ProcessId, kill_stray, processes_naming};
 pub use qmp::{Qmp, QmpError, QmpEvent, Said};
+pub use transcript::{TRANSCRIPT_BYTES, Transcript};

@@ -17,7 +17,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, WaitIdOptions, pidfd_open, pidfd_
 
 use crate::launch::ram_file_option;
 use crate::sockets::Sockets;
-use crate::{Binary, Launch};
+use crate::{Binary, Launch, Transcript};
 
 /// Lines of QEMU's log that go into an error message.
 const LAST_WORDS_LINES: usize = 5;
@@ -38,6 +38,8 @@ pub struct Process {
     id: ProcessId,
     pidfd: Arc<OwnedFd>,
     log: PathBuf,
+    /// None if the keeper that started it knew of none.
+    transcript: Option<Arc<Transcript>>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -72,7 +74,10 @@ impl Process {
         let mut child = command.spawn().map_err(spawn_failed)?;
         // Not yet waited for, so the number still means this process.
         match identify(child.id()) {
-            Ok((id, pidfd)) => Ok(Self { id, pidfd: Arc::new(pidfd), log: log.to_owned() }),
+            Ok((id, pidfd)) => {
+                let transcript = Some(Arc::new(sockets.into_transcript()));
+                Ok(Self { id, pidfd: Arc::new(pidfd), log: log.to_owned(), transcript })
+            }
             Err(error) => {
                 // A QEMU that nobody could watch must not run; it is our child, so both are certain to work.
                 let _ = child.kill().and_then(|()| child.wait());
@@ -89,11 +94,17 @@ impl Process {
         if start_ticks(id.pid).map_err(gone)? != id.start_ticks || has_ended(&pidfd) {
             return Err(ProcessError::Gone { pid: id.pid });
         }
-        Ok(Self { id, pidfd: Arc::new(pidfd), log: log.to_owned() })
+        let transcript = Transcript::find(id.pid).ok().map(Arc::new);
+        Ok(Self { id, pidfd: Arc::new(pidfd), log: log.to_owned(), transcript })
     }
 
     pub fn id(&self) -> ProcessId {
         self.id
+    }
+
+    /// What its guest says on the console.
+    pub fn transcript(&self) -> Option<&Arc<Transcript>> {
+        self.transcript.as_ref()
     }
 
     pub fn has_ended(&self) -> bool {
@@ -222,7 +233,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("qemu.log");
         let (id, pidfd) = identify(std::process::id()).unwrap();
-        let process = Process { id, pidfd: Arc::new(pidfd), log: log.clone() };
+        let process = Process { id, pidfd: Arc::new(pidfd), log: log.clone(), transcript: None };
         assert_eq!(process.last_words(), None);
         fs::write(&log, "one\ntwo\n\n three \nfour\nfive\nsix\n").unwrap();
         assert_eq!(process.last_words().as_deref(), Some("two / three / four / five / six"));

@@ -1,4 +1,4 @@
-//! Sockets: what QEMU listens on is made by the keeper and handed to it open.
+//! Sockets: what QEMU listens on is made by the keeper and handed to it open, and with it what QEMU logs its console to.
 //!
 //! So they are there before QEMU is, are private from the first moment, and nobody polls for them; and a QEMU that dies
 //! during its start hangs up at once on whoever connected.
@@ -15,13 +15,14 @@ use std::process::Command;
 use rustix::fd::BorrowedFd;
 use rustix::io::{FdFlags, fcntl_setfd};
 
-use crate::Launch;
+use crate::{Launch, Transcript};
 
 /// Listening sockets on their way to QEMU.
 #[derive(Debug)]
 pub struct Sockets {
     qmp: UnixListener,
     serial: UnixListener,
+    transcript: Transcript,
     agent: Option<UnixListener>,
     /// Of networks; whoever made the launch holds them open.
     others: Vec<RawFd>,
@@ -32,6 +33,8 @@ pub struct Sockets {
 pub struct SocketNumbers {
     pub qmp: RawFd,
     pub serial: RawFd,
+    /// Where what comes over the serial console is logged.
+    pub transcript: RawFd,
     pub agent: Option<RawFd>,
 }
 
@@ -41,18 +44,20 @@ impl Sockets {
         let bind = |path: &Path| bind(path).map_err(|error| (path.to_owned(), error));
         let others = launch.nets.iter().filter_map(|net| net.backend.number()).collect();
         let agent = launch.agent_socket.as_deref().map(bind).transpose()?;
-        Ok(Self { qmp: bind(&launch.qmp_socket)?, serial: bind(&launch.serial_socket)?, agent, others })
+        let transcript = Transcript::create().map_err(|error| (PathBuf::from("the console's transcript"), error))?;
+        Ok(Self { qmp: bind(&launch.qmp_socket)?, serial: bind(&launch.serial_socket)?, transcript, agent, others })
     }
 
     pub fn numbers(&self) -> SocketNumbers {
         let agent = self.agent.as_ref().map(AsRawFd::as_raw_fd);
-        SocketNumbers { qmp: self.qmp.as_raw_fd(), serial: self.serial.as_raw_fd(), agent }
+        let transcript = self.transcript.log().as_raw_fd();
+        SocketNumbers { qmp: self.qmp.as_raw_fd(), serial: self.serial.as_raw_fd(), transcript, agent }
     }
 
     /// Leaves them open in the program that `command` starts, and only there. They must live until then.
     pub fn hand_to(&self, command: &mut Command) {
-        let SocketNumbers { qmp, serial, agent } = self.numbers();
-        let numbers = [&[qmp, serial], agent.as_slice(), &*self.others].concat();
+        let SocketNumbers { qmp, serial, transcript, agent } = self.numbers();
+        let numbers = [&[qmp, serial, transcript], agent.as_slice(), &*self.others].concat();
         let keep_open = move || {
             for &number in &numbers {
                 // SAFETY: the child has a copy of each descriptor under the number it has in the parent, where it is kept
@@ -66,6 +71,10 @@ impl Sockets {
         unsafe {
             command.pre_exec(keep_open);
         }
+    }
+
+    pub fn into_transcript(self) -> Transcript {
+        self.transcript
     }
 }
 

@@ -3,18 +3,23 @@
 //! QEMU's serial socket <-> hub (one thread, `poll`) <-> clients of NAME/console.sock
 //!
 //! QEMU serves one client of its serial socket and would make the guest wait if that client did not read. The hub is
-//! that client: it always reads, keeps the last output for those who come later, and passes it on. Everything is
-//! bounded: a client that does not read is dropped, and what is typed while no QEMU listens is forgotten.
+//! that client: it always reads, keeps the last output for those who come later, and passes it on. What a guest says while
+//! no keeper lives the next one finds in QEMU's transcript. Everything is bounded: a client that does not read is dropped,
+//! and what is typed while no QEMU listens is forgotten.
 
 use std::io;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use hearth_qemu::Transcript;
+
 use crate::unix_socket::{ListenError, listen};
 
+mod recall;
 mod relay;
 #[cfg(test)]
 mod tests;
@@ -41,14 +46,21 @@ pub struct Hub {
 /// What the thread is told.
 enum Order {
     /// A QEMU listens here, or soon will.
-    Attach(PathBuf),
+    Attach(Place),
     /// There is no QEMU.
     Detach,
     /// Another QEMU is going to take over from the one that is there. Answered when it is reached, and all that was typed
     /// has been taken by the old one; what is typed from now on waits.
-    Expect(PathBuf, Sender<()>),
+    Expect(Place, Sender<()>),
     /// It has taken over (answered when it is the one that is read), or has not.
     Settle { taken_over: bool, done: Sender<()> },
+}
+
+/// Where a QEMU's serial console is found.
+pub struct Place {
+    pub socket: PathBuf,
+    /// None: what it says before it is reached is lost.
+    pub transcript: Option<Arc<Transcript>>,
 }
 
 impl Hub {
@@ -69,9 +81,9 @@ impl Hub {
         Ok(Self { orders: Some(orders), wake, socket: socket.to_owned(), thread: Some(thread) })
     }
 
-    /// Goes on with the QEMU whose serial socket this is; waits for it if it does not listen yet.
-    pub fn attach(&self, qemu_socket: &Path) {
-        self.order(Order::Attach(qemu_socket.to_owned()));
+    /// Goes on with the QEMU whose serial console this is; waits for it if it does not listen yet.
+    pub fn attach(&self, qemu: Place) {
+        self.order(Order::Attach(qemu));
     }
 
     /// Lets go of QEMU and does not look for it any more. What it had said is passed on first.
@@ -81,9 +93,9 @@ impl Hub {
 
     /// Reaches the QEMU that is going to take over, and holds back what is typed. Returns when all that was typed before was
     /// taken, or after `patience`: then the other QEMU is given the rest.
-    pub fn expect(&self, qemu_socket: &Path, patience: Duration) {
+    pub fn expect(&self, qemu: Place, patience: Duration) {
         let (ready, answer) = channel();
-        self.order(Order::Expect(qemu_socket.to_owned(), ready));
+        self.order(Order::Expect(qemu, ready));
         // A guest that does not read its console.
         let _ = answer.recv_timeout(patience);
     }

@@ -3,15 +3,16 @@
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
+use super::recall::Recall;
 use super::typed::{Typed, unread_cost};
-use super::{CLIENT_BYTES_MAX, CLIENTS_MAX, Order, SCROLLBACK_BYTES, TYPED_BYTES_MAX};
+use super::{CLIENT_BYTES_MAX, CLIENTS_MAX, Order, Place, SCROLLBACK_BYTES, TYPED_BYTES_MAX};
 
 /// Between two attempts to reach a QEMU that does not listen yet: it takes some 50 ms to start.
 const CONNECT_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
@@ -25,8 +26,9 @@ pub struct Relay {
     woken: UnixStream,
     orders: Receiver<Order>,
     /// Where QEMU will listen; none once it is reached.
-    wanted: Option<PathBuf>,
+    wanted: Option<Place>,
     qemu: Option<UnixStream>,
+    recall: Option<Recall>,
     successor: Option<Successor>,
     typed: Typed,
     scrollback: VecDeque<u8>,
@@ -35,8 +37,8 @@ pub struct Relay {
 
 /// The QEMU that is going to take over. While there is one nothing is typed into either.
 struct Successor {
-    /// Where it listens; none once it is reached.
-    wanted: Option<PathBuf>,
+    place: Place,
+    /// None until it is reached.
     stream: Option<UnixStream>,
     /// Wants to know when it may take over.
     ready: Option<Sender<()>>,
@@ -67,6 +69,7 @@ impl Relay {
             orders,
             wanted: None,
             qemu: None,
+            recall: None,
             successor: None,
             typed: Typed::new(),
             scrollback: VecDeque::new(),
@@ -138,16 +141,16 @@ impl Relay {
         let _ = self.woken.read(&mut [0; 64]);
         loop {
             match self.orders.try_recv() {
-                Ok(Order::Attach(path)) => {
+                Ok(Order::Attach(place)) => {
                     self.let_go();
-                    self.wanted = Some(path);
+                    self.wanted = Some(place);
                 }
                 Ok(Order::Detach) => {
                     self.let_go();
                     self.wanted = None;
                 }
-                Ok(Order::Expect(path, ready)) => {
-                    self.successor = Some(Successor { wanted: Some(path), stream: None, ready: Some(ready) });
+                Ok(Order::Expect(place, ready)) => {
+                    self.successor = Some(Successor { place, stream: None, ready: Some(ready) });
                     self.reach_successor();
                 }
                 Ok(Order::Settle { taken_over, done }) => {
@@ -164,23 +167,35 @@ impl Relay {
     /// What a QEMU had said before it went is output like any other: a panic's last lines most of all.
     fn let_go(&mut self) {
         while self.qemu.is_some() && self.read_qemu() {}
+        self.lose_qemu();
+    }
+
+    fn lose_qemu(&mut self) {
         self.qemu = None;
         self.typed.forget();
+        if let Some(mut recall) = self.recall.take()
+            && !recall.is_joined()
+        {
+            self.spread(&recall.news());
+        }
     }
 
     fn reach_qemu(&mut self) {
-        let Some(path) = &self.wanted else { return };
+        let Some(place) = &self.wanted else { return };
         // Not there yet, or its one place is still taken by a dead keeper: the next round tries again.
-        if let Ok(stream) = connect_now(path) {
+        if let Ok(stream) = connect_now(&place.socket) {
             self.qemu = Some(stream);
-            self.wanted = None;
+            self.recall = self.wanted.take().and_then(|place| place.transcript).map(Recall::new);
+            // It may have nothing more to say.
+            let news = self.recall.as_mut().map(Recall::news).unwrap_or_default();
+            self.spread(&news);
         }
     }
 
     fn reach_successor(&mut self) {
         let Some(successor) = &mut self.successor else { return };
-        if let Some(stream) = successor.wanted.as_deref().and_then(|path| connect_now(path).ok()) {
-            (successor.stream, successor.wanted) = (Some(stream), None);
+        if successor.stream.is_none() {
+            successor.stream = connect_now(&successor.place.socket).ok();
         }
         let all_taken = self.qemu.as_ref().is_none_or(|qemu| unread_cost(qemu) == 0);
         if successor.stream.is_some()
@@ -199,7 +214,13 @@ impl Relay {
             if let Some(old) = &self.qemu {
                 self.typed.take_back(old);
             }
-            (self.qemu, self.wanted) = (successor.stream, successor.wanted);
+            self.qemu = successor.stream;
+            if self.qemu.is_some() {
+                self.recall = successor.place.transcript.map(Recall::from_its_first_word);
+                self.remember(true);
+            } else {
+                (self.recall, self.wanted) = (None, Some(successor.place));
+            }
         }
     }
 
@@ -215,15 +236,31 @@ impl Relay {
         let mut buffer = [0; READ_BYTES];
         match qemu.read(&mut buffer) {
             Ok(length) if length > 0 => {
-                self.spread(&buffer[..length]);
+                self.pass_on(buffer[..length].to_vec());
                 true
             }
             Err(error) if is_passing(&error) => false,
             Ok(_) | Err(_) => {
-                self.qemu = None;
-                self.typed.forget();
+                self.lose_qemu();
                 false
             }
+        }
+    }
+
+    fn pass_on(&mut self, came: Vec<u8>) {
+        let (output, joins) = match (&mut self.recall, &mut self.qemu) {
+            (Some(recall), Some(qemu)) if !recall.is_joined() => {
+                (recall.join(came, |came| read_more(qemu, came)), true)
+            }
+            _ => (came, false),
+        };
+        self.spread(&output);
+        self.remember(joins);
+    }
+
+    fn remember(&mut self, always: bool) {
+        if let Some(recall) = &self.recall {
+            recall.keep(self.scrollback.make_contiguous(), always);
         }
     }
 
@@ -262,8 +299,7 @@ impl Relay {
         // Typed just now, or waiting since QEMU last took something.
         let wants = ready.contains(PollFlags::OUT) || !self.typed.is_empty();
         if wants && self.successor.is_none() && !self.typed.send(qemu) {
-            self.qemu = None;
-            self.typed.forget();
+            self.lose_qemu();
         }
     }
 
@@ -305,6 +341,14 @@ impl Client {
             Err(error) if is_passing(&error) => {}
             Err(_) => self.gone = true,
         }
+    }
+}
+
+/// Reads all that is there now. The end of the other side is for the next who reads.
+fn read_more(stream: &mut UnixStream, came: &mut Vec<u8>) {
+    let mut buffer = [0; READ_BYTES];
+    while let Ok(length @ 1..) = stream.read(&mut buffer) {
+        came.extend(&buffer[..length]);
     }
 }
 

@@ -29,10 +29,14 @@ impl Fixture {
         self.folder.path().join(name)
     }
 
+    fn place(&self, name: &str) -> Place {
+        Place { socket: self.path(name), transcript: None }
+    }
+
     /// A QEMU's end of its serial socket.
     fn qemu(&self, name: &str) -> UnixStream {
         let listener = UnixListener::bind(self.path(name)).unwrap();
-        self.hub.attach(&self.path(name));
+        self.hub.attach(self.place(name));
         let (stream, _) = listener.accept().unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         stream
@@ -102,7 +106,7 @@ fn what_a_qemu_did_not_read_its_successor_gets() {
     client.write_all(b"abc").unwrap();
     check_next(&mut old, "a");
     let listener = UnixListener::bind(fixture.path("serial-2")).unwrap();
-    fixture.hub.expect(&fixture.path("serial-2"), Duration::from_millis(10));
+    fixture.hub.expect(fixture.place("serial-2"), Duration::from_millis(10));
     let (mut new, _) = listener.accept().unwrap();
     fixture.hub.settle(true);
     client.write_all(b"d").unwrap();
@@ -112,12 +116,62 @@ fn what_a_qemu_did_not_read_its_successor_gets() {
 #[test]
 fn a_qemu_that_is_not_there_yet_is_waited_for() {
     let fixture = fixture();
-    fixture.hub.attach(&fixture.path("late"));
+    fixture.hub.attach(fixture.place("late"));
     let mut client = fixture.client();
     let listener = UnixListener::bind(fixture.path("late")).unwrap();
     let (mut qemu, _) = listener.accept().unwrap();
     qemu.write_all(b"hello").unwrap();
     check_next(&mut client, "hello");
+}
+
+/// As QEMU says something: to whoever listens, and to its log.
+fn say(qemu: Option<&mut UnixStream>, transcript: &Transcript, words: &str) {
+    if let Some(qemu) = qemu {
+        qemu.write_all(words.as_bytes()).unwrap();
+    }
+    assert_eq!(rustix::io::write(transcript.log(), words.as_bytes()).unwrap(), words.len());
+}
+
+#[test]
+fn what_a_guest_said_while_nobody_listened_is_heard_once() {
+    let fixture = fixture();
+    let transcript = Arc::new(Transcript::create().unwrap());
+    transcript.fix_size().unwrap();
+    let mut client = fixture.client();
+    say(None, &transcript, "Kernel panic");
+    let listener = UnixListener::bind(fixture.path("serial-1")).unwrap();
+    let place = Place { transcript: Some(transcript.clone()), ..fixture.place("serial-1") };
+    fixture.hub.attach(place);
+    check_next(&mut client, "Kernel panic");
+    // The hub has called, and is not answered yet.
+    say(None, &transcript, " - not syncing");
+    let (mut qemu, _) = listener.accept().unwrap();
+    say(Some(&mut qemu), &transcript, ": dead");
+    check_next(&mut client, " - not syncing: dead");
+    say(Some(&mut qemu), &transcript, " and gone");
+    check_next(&mut client, " and gone");
+    check_next(&mut fixture.client(), "Kernel panic - not syncing: dead and gone");
+    drop(fixture);
+    assert_eq!(transcript.said().unwrap(), b"Kernel panic - not syncing: dead and gone", "for the next keeper");
+}
+
+#[test]
+fn a_transcript_never_fills_while_somebody_listens() {
+    let fixture = fixture();
+    let transcript = Arc::new(Transcript::create().unwrap());
+    transcript.fix_size().unwrap();
+    let listener = UnixListener::bind(fixture.path("serial-1")).unwrap();
+    fixture.hub.attach(Place { transcript: Some(transcript.clone()), ..fixture.place("serial-1") });
+    let (mut qemu, _) = listener.accept().unwrap();
+    let mut client = fixture.client();
+    let words = "0123456789abcdef".repeat(1 << 10);
+    for _ in 0..64 {
+        say(Some(&mut qemu), &transcript, &words);
+        check_next(&mut client, &words);
+    }
+    drop(fixture);
+    let said = transcript.said().unwrap();
+    assert!(said.len() >= SCROLLBACK_BYTES && said.ends_with(words.as_bytes()), "{}", said.len());
 }
 
 #[test]
@@ -197,7 +251,7 @@ fn what_is_typed_after_the_order_to_reach_a_qemu_is_for_that_qemu() {
     let mut client = UnixStream::connect(path("console.sock")).unwrap();
     assert!(relay.round(), "the client is welcomed");
     let qemu = UnixListener::bind(path("serial-1")).unwrap();
-    orders.send(Order::Attach(path("serial-1"))).unwrap();
+    orders.send(Order::Attach(Place { socket: path("serial-1"), transcript: None })).unwrap();
     (&wake).write_all(&[0]).unwrap();
     client.write_all(b"date\n").unwrap();
     assert!(relay.round());

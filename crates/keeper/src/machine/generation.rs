@@ -17,6 +17,7 @@ use hearth_recovery::journal::{FootprintNote, QemuIdentity};
 use super::launch;
 use super::wires::{WireError, Wires};
 use super::{Folders, Parts};
+use crate::console::Place;
 use crate::event::Event;
 
 /// QEMU's start takes 50 to 700 ms on a busy host; a minute means it hangs.
@@ -199,6 +200,10 @@ impl Generation {
                 return Err(LaunchError::Silent { last_words: process.last_words(), source });
             }
         };
+        // A QEMU that talks has opened its log.
+        if let Some(Err(error)) = process.transcript().map(|transcript| transcript.fix_size()) {
+            tracing::warn!(%error, "the console's transcript has no bound");
+        }
         let told = tell.clone();
         process
             .watch(move |how| {
@@ -244,6 +249,11 @@ impl Generation {
 
     fn devices(&self) -> Devices {
         Devices { vmgenid: self.identity.vmgenid.clone(), guest_agent: self.identity.guest_agent }
+    }
+
+    /// Where its guest's console is found.
+    pub fn console(&self, folders: &Folders) -> Place {
+        Place { socket: folders.serial_socket(self.number), transcript: self.process.transcript().cloned() }
     }
 
     /// From now on whoever takes it over has to wake its disks.

@@ -278,7 +278,7 @@ impl Machine {
     pub(super) fn adopt(&mut self, incarnation: Incarnation, generation: Generation) -> Result<(), MachineError> {
         (self.journal.qemu, self.journal.parked_in) = (Some(generation.identity()), None);
         self.journal.save(&self.parts.folders.journal())?;
-        self.parts.console.attach(&self.parts.folders.serial_socket(generation.number));
+        self.parts.console.attach(generation.console(&self.parts.folders));
         self.pin(&generation);
         let clock_debt = ClockDebt::default();
         self.life = Some(Life { incarnation, generation, began: Instant::now(), clock_debt, cause: None });

@@ -216,7 +216,7 @@ impl Machine {
         progress: &mut Progress,
     ) -> Result<(Handed, Staged), Failure> {
         self.admit(new.identity().pid);
-        self.parts.console.expect(&self.parts.folders.serial_socket(new.number), TYPED_PATIENCE);
+        self.parts.console.expect(new.console(&self.parts.folders), TYPED_PATIENCE);
         self.journal.hop = Some(HopNote { successor: new.identity(), committed: false });
         let path = self.parts.folders.journal();
         self.journal.save(&path)?;
