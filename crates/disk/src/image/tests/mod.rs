@@ -4,6 +4,7 @@ use std::error::Error;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::FileExt;
 use std::process::{Child, Command, Stdio};
+use std::time::Instant;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use tempfile::TempDir;
@@ -273,12 +274,18 @@ fn qemu_img_refuses_an_image_that_we_hold() {
     let error = resize().unwrap_err();
     assert!(error.contains("Is another process using the image"), "{error}");
     drop(image);
-    let reader = Image::open(&ImageOptions { read_only: true, ..options(&path, Format::Raw) }).unwrap();
+    // A process that another test is starting may hold our descriptors, and the lock, for a moment.
+    let patience = Duration::from_secs(60);
+    let options = ImageOptions { read_only: true, lock_patience: patience, ..options(&path, Format::Raw) };
+    let reader = Image::open(&options).unwrap();
     qemu_img(&["info", "-f", "raw", as_str(&path)]).unwrap();
     let error = resize().unwrap_err();
     assert!(error.contains("Is another process using the image"), "{error}");
     drop(reader);
-    resize().unwrap();
+    let deadline = Instant::now() + patience;
+    while let Err(error) = resize() {
+        assert!(Instant::now() < deadline, "{error}");
+    }
 }
 
 #[test]
