@@ -21,6 +21,7 @@ mod table;
 mod warm_reboot;
 
 use std::error::Error;
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -97,6 +98,9 @@ enum Chore {
         /// Only with so many volumes, and then on all sides
         #[arg(long, env = "VOLUMES", value_delimiter = ',')]
         volumes: Vec<usize>,
+        /// So many volumes are mounted at a time, instead of four
+        #[arg(long)]
+        at_once: Option<NonZeroUsize>,
     },
     /// A Debian machine panics and comes back, warm and cold
     Demo {
@@ -206,12 +210,13 @@ fn run(chore: Chore) -> Result<(), Box<dyn Error>> {
             lazy_restore::run(&options, &mut record)?;
             finish(&record, &common.folder, &lazy_restore::table(&record))
         }
-        Chore::Remount { common, profile, cases, volumes } => {
+        Chore::Remount { common, profile, cases, volumes, at_once } => {
             let quick = common.is_quick();
             let options = remount::Options {
                 quick,
                 sides: cases,
                 volumes,
+                at_once,
                 folder: common.folder.clone(),
                 profiles: chosen(profile, if quick { &[Profile::Paper] } else { &Profile::ALL }),
             };

@@ -1,5 +1,6 @@
 //! Volumes: disk images with many small ext4 file systems, each in a partition of its own.
 
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use toml::{Table, Value};
@@ -18,8 +19,9 @@ use table::Layout;
 const VOLUME_MIB: u64 = 10;
 /// Linux counts 256 partitions of a disk, and logical ones from 5.
 const DISK_VOLUMES_MAX: usize = 240;
-/// So many volumes at a time are mounted or written to: an init system does not wait for one before the next either.
-const WORKERS: usize = 4;
+/// So many volumes at a time are mounted or written to, unless told otherwise: an init system does not wait for one before the
+/// next either.
+const AT_ONCE: NonZeroUsize = NonZeroUsize::new(4).unwrap();
 
 /// Volumes that are all alike, on as many disks as they need: the first ones of a machine.
 pub struct Volumes {
@@ -27,6 +29,7 @@ pub struct Volumes {
     /// `a5`, `b5`: the letter of the disk and the number of the partition.
     names: Vec<String>,
     journals: Option<Journals>,
+    at_once: NonZeroUsize,
     _folder: tempfile::TempDir,
 }
 
@@ -98,7 +101,12 @@ impl Volumes {
             names.extend((5..here + 5).map(|partition| format!("{letter}{partition}")));
         }
         let journals = journals_from.map(|first| Journals { images: journal_images, first });
-        Ok(Self { images, names, journals, _folder: folder })
+        Ok(Self { images, names, journals, at_once: AT_ONCE, _folder: folder })
+    }
+
+    /// So many of them at a time from now on.
+    pub fn at_once(self, at_once: NonZeroUsize) -> Self {
+        Self { at_once, ..self }
     }
 
     pub fn images(&self) -> &[PathBuf] {
@@ -175,7 +183,7 @@ impl Volumes {
 
     /// The command, with `$v` for the volume and `$j` for its journal, if that is elsewhere; some volumes at a time.
     fn for_each(&self, command: &str) -> String {
-        let share = self.names.len().div_ceil(WORKERS).max(1);
+        let share = self.names.len().div_ceil(self.at_once.get()).max(1);
         let first = self.journals.as_ref().map(|journals| journals.first);
         let runs: String = self
             .names

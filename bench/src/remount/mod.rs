@@ -13,6 +13,7 @@ mod summary;
 mod trace;
 mod write_cost;
 
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use hearth_vmtest::{Blocks, Volumes, images};
@@ -110,6 +111,8 @@ pub struct Options {
     /// Only these, if any are named: all of them with so many volumes each.
     pub sides: Vec<Side>,
     pub volumes: Vec<usize>,
+    /// So many are mounted at a time.
+    pub at_once: Option<NonZeroUsize>,
 }
 
 /// What is measured with so many volumes.
@@ -158,7 +161,7 @@ struct Bench<'a> {
 
 impl<'a> Bench<'a> {
     /// `nvram`: the volumes have their journals there.
-    fn prepare(rig: &'a Rig, volumes: usize, nvram: bool) -> Result<Self, RemountError> {
+    fn prepare(rig: &'a Rig, volumes: usize, at_once: Option<NonZeroUsize>, nvram: bool) -> Result<Self, RemountError> {
         let (folder, files) = (rig.folder(), tree());
         let volumes = if nvram {
             // Behind the disks of the volumes, and the one that is read through.
@@ -168,6 +171,10 @@ impl<'a> Bench<'a> {
             Volumes::make_in(folder, volumes, &files, Blocks::All)
         };
         let volumes = volumes.map_err(RemountError::Volumes)?;
+        let volumes = match at_once {
+            Some(at_once) => volumes.at_once(at_once),
+            None => volumes,
+        };
         let churn = rig.folder().join("churn.img");
         images::empty(&churn, CHURN_MIB).map_err(RemountError::Volumes)?;
         let bench = Self { rig, volumes, churn, lines: Vec::new() };
@@ -214,7 +221,7 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RemountError> {
             if sides.is_empty() {
                 continue;
             }
-            let mut bench = Bench::prepare(&rig, cell.volumes, nvram)?;
+            let mut bench = Bench::prepare(&rig, cell.volumes, options.at_once, nvram)?;
             for (&profile, &side) in
                 cell.profiles.iter().flat_map(|profile| sides.iter().map(move |side| (profile, side)))
             {
