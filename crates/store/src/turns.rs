@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! demand        at once
-//! working set   up to 6 at once            \  none while there is a demand, but one at a time, a tenth of a second apart, so that
-//! memory        up to 2 at once             > they come to their end; for a tenth of a second behind a demand one at a time
-//! disks         the same, behind all others /
+//! working set   up to 6 at once            \  while there is a demand, and as long after it as one of them takes: one at a time and
+//! memory        up to 2 at once             > a tenth of the wire, so that they come to their end; then, until a tenth of a second
+//! disks         the same, behind all others /  after the demand, one at a time
 //! ```
 //! A request that is under way is not called back, and all share one wire: whoever begins to wait finds two of 1 MiB ahead of what it
 //! needs, at most. One wire, one `Turns`: all that a restore fetches has to go by it.
@@ -23,8 +23,11 @@ const BEHIND_MAX: usize = 2;
 const WORKING_SET_MAX: usize = 6;
 /// So long after a demand others are likely: a guest that touches one page touches more.
 const CALM_AFTER: Duration = Duration::from_millis(100);
-/// Beside demands that never end: 10 MiB/s of requests of 1 MiB.
+/// Beside demands that never end: one in the time of ten, and 10 MiB/s of requests of 1 MiB at most.
+const SHARE: u32 = 10;
 const SHARE_EVERY: Duration = Duration::from_millis(100);
+/// One that waits for a store to come back says nothing about the wire.
+const LASTED_MAX: Duration = Duration::from_secs(1);
 /// Time passes without anybody telling.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
@@ -48,6 +51,8 @@ struct State {
     /// Those under way that are no demands, and when one last began.
     behind: usize,
     begun: Option<Instant>,
+    /// So long one of them is under way: on a slow wire a demand that comes meanwhile waits so long.
+    lasted: Duration,
     /// By urgency, and then in the order in which they came.
     waiting: BTreeSet<(Urgency, u64)>,
     tickets: u64,
@@ -64,6 +69,7 @@ pub struct Turns {
 pub struct Turn {
     turns: Arc<Turns>,
     urgency: Urgency,
+    began: Instant,
 }
 
 impl Turn {
@@ -80,6 +86,7 @@ impl Drop for Turn {
             state.demanded = Some(Instant::now());
         } else {
             state.behind -= 1;
+            state.lasted = self.began.elapsed().min(LASTED_MAX);
         }
         drop(state);
         self.turns.changed.notify_waiters();
@@ -139,7 +146,7 @@ impl Turns {
     }
 
     fn turn(self: &Arc<Self>, urgency: Urgency) -> Turn {
-        Turn { turns: self.clone(), urgency }
+        Turn { turns: self.clone(), urgency, began: Instant::now() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -165,7 +172,9 @@ impl State {
     fn most(&self, urgency: Urgency) -> usize {
         let is_ago = |at: Option<Instant>, time| at.is_none_or(|at| at.elapsed() > time);
         match urgency {
-            _ if self.demands > 0 => usize::from(is_ago(self.begun, SHARE_EVERY)),
+            _ if self.demands > 0 || !is_ago(self.demanded, self.lasted) => {
+                usize::from(is_ago(self.begun, SHARE_EVERY.max(self.lasted * SHARE)))
+            }
             _ if !is_ago(self.demanded, CALM_AFTER) => 1,
             Urgency::Demand | Urgency::WorkingSet => WORKING_SET_MAX,
             Urgency::Memory | Urgency::Disks => BEHIND_MAX,
@@ -213,6 +222,21 @@ mod tests {
             assert!(turns.try_take(Urgency::Disks).is_none(), "one at a time");
             drop(one);
         }
+    }
+
+    #[test]
+    fn on_a_slow_wire_who_has_waited_may_wait_again_before_others_go_on() {
+        let turns: Arc<Turns> = Arc::default();
+        drop(turns.take(Urgency::Memory));
+        turns.state().lasted = LASTED_MAX;
+        drop(turns.take(Urgency::Demand));
+        turns.state().demanded = Instant::now().checked_sub(2 * CALM_AFTER);
+        assert!(turns.try_take(Urgency::Memory).is_none(), "it is as long ago as a request on a fast wire takes");
+        turns.state().begun = Instant::now().checked_sub(SHARE * LASTED_MAX + CALM_AFTER);
+        assert!(turns.try_take(Urgency::Memory).is_some(), "the others' share");
+        turns.state().lasted = LASTED_MAX;
+        turns.state().demanded = Instant::now().checked_sub(LASTED_MAX + CALM_AFTER);
+        assert!(turns.try_take(Urgency::Memory).is_some());
     }
 
     #[test]
