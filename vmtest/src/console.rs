@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::transcript::Transcript;
 use crate::wait::Watched;
@@ -51,8 +51,16 @@ impl Console {
 
     /// Writes when there is a connection, waiting for one at most `limit`.
     pub fn write(&self, bytes: &[u8], limit: Duration) -> io::Result<()> {
-        let stream = self.shared.stream.wait(limit, |stream| stream.as_ref().map(UnixStream::try_clone));
-        stream.unwrap_or_else(|| Err(io::ErrorKind::TimedOut.into()))?.write_all(bytes)
+        let deadline = Instant::now() + limit;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let stream = self.shared.stream.wait(left, |stream| stream.as_ref().map(UnixStream::try_clone));
+            match stream.unwrap_or_else(|| Err(io::ErrorKind::TimedOut.into()))?.write_all(bytes) {
+                // The other side has ended a moment ago, and the listening thread has not noticed yet.
+                Err(error) if error.kind() == io::ErrorKind::BrokenPipe => std::thread::sleep(REDIAL),
+                written => return written,
+            }
+        }
     }
 }
 

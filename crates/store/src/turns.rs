@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! demand        at once
-//! working set   up to 6 at once            \  while there is a demand, and as long after it as one of them takes: one at a time and
-//! memory        up to 2 at once             > a tenth of the wire, so that they come to their end; then, until a tenth of a second
-//! disks         the same, behind all others /  after the demand, one at a time
+//! working set   up to 6 at once            \  none while there is a demand, but one at a time, a tenth of a second apart, so that
+//! memory        up to 2 at once             > they come to their end; for a tenth of a second behind a demand one at a time.
+//! disks         the same, behind all others /  The slower the wire, the further apart, and the longer none behind a demand
 //! ```
 //! A request that is under way is not called back, and all share one wire: whoever begins to wait finds two of 1 MiB ahead of what it
 //! needs, at most. One wire, one `Turns`: all that a restore fetches has to go by it.
@@ -23,9 +23,11 @@ const BEHIND_MAX: usize = 2;
 const WORKING_SET_MAX: usize = 6;
 /// So long after a demand others are likely: a guest that touches one page touches more.
 const CALM_AFTER: Duration = Duration::from_millis(100);
-/// Beside demands that never end: one in the time of ten, and 10 MiB/s of requests of 1 MiB at most.
-const SHARE: u32 = 10;
+/// Beside demands that never end: 10 MiB/s of requests of 1 MiB, or of a slow wire about a tenth.
 const SHARE_EVERY: Duration = Duration::from_millis(100);
+const SHARE: u32 = 10;
+/// A demand may well wait for a request that takes so long, as on any fast wire.
+const SHORT: Duration = Duration::from_millis(50);
 /// One that waits for a store to come back says nothing about the wire.
 const LASTED_MAX: Duration = Duration::from_secs(1);
 /// Time passes without anybody telling.
@@ -51,7 +53,7 @@ struct State {
     /// Those under way that are no demands, and when one last began.
     behind: usize,
     begun: Option<Instant>,
-    /// So long one of them is under way: on a slow wire a demand that comes meanwhile waits so long.
+    /// So long the last of them was under way, and a demand that came meanwhile waited.
     lasted: Duration,
     /// By urgency, and then in the order in which they came.
     waiting: BTreeSet<(Urgency, u64)>,
@@ -171,9 +173,10 @@ impl State {
 
     fn most(&self, urgency: Urgency) -> usize {
         let is_ago = |at: Option<Instant>, time| at.is_none_or(|at| at.elapsed() > time);
+        let too_long = self.lasted.saturating_sub(SHORT);
         match urgency {
-            _ if self.demands > 0 || !is_ago(self.demanded, self.lasted) => {
-                usize::from(is_ago(self.begun, SHARE_EVERY.max(self.lasted * SHARE)))
+            _ if self.demands > 0 || !is_ago(self.demanded, too_long) => {
+                usize::from(is_ago(self.begun, SHARE_EVERY.max(too_long * SHARE)))
             }
             _ if !is_ago(self.demanded, CALM_AFTER) => 1,
             Urgency::Demand | Urgency::WorkingSet => WORKING_SET_MAX,
