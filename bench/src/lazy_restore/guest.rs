@@ -1,24 +1,56 @@
 //! The guest of every side: its memory in use by a large process, a file cache, of which its web server serves a part, and a
-//! database's buffers.
+//! database's buffers. Where there is no database it is busybox, with its web server.
 
 use std::net::{Ipv4Addr, SocketAddr};
+use std::path::Path;
 
-use hearth_vmtest::{Drives, Result};
+use hearth_vmtest::images::{self, File};
+use hearth_vmtest::{Disk, Drives, PlainVm, PlainVmBuilder, Result, TestVm, TestVmBuilder, artifacts};
 
-use super::{Ports, Shape, WINDOW_REQUESTS};
+use super::{Ports, RestoreError, Shape, WINDOW_REQUESTS};
 use crate::load::{Database, Query, Targets};
 
 /// So often is each file asked for: more than in any run.
 const TURNS: usize = 1000;
+const FILE_BYTES: usize = 1 << 20;
 /// Of the database's table; `guest/debian/database` makes it.
 const ROWS: u64 = 1_600_000;
 /// Of each query: a third of a MiB of the table. No multiple of the thousand balances there are, so that the answers differ.
 const QUERY_ROWS: u64 = 2900;
 
+/// What the web server has on its disk, and the database.
+pub fn make_image(shape: Shape, image: &Path) -> std::result::Result<(), RestoreError> {
+    let made = if shape.has_database() {
+        artifacts::debian_database_root().and_then(|root| images::copy(&root, image))
+    } else {
+        let page = File { path: "index.html".to_owned(), contents: b"here\n".to_vec() };
+        let files = (0..shape.web_files as u64)
+            .map(|number| File::pattern(&format!("files/{number:03}.bin"), FILE_BYTES, number))
+            .chain([page]);
+        images::ext4_for_good(image, shape.web_files as u64 * 2, &files.collect::<Vec<_>>())
+    };
+    made.map_err(|source| RestoreError::Machine { side: "image", source })
+}
+
+pub fn machine(shape: Shape, name: &str, image: &Path) -> TestVmBuilder {
+    let disk = Disk::in_place(image);
+    if shape.has_database() { TestVm::debian_database(name).root(disk) } else { TestVm::busybox(name).disk(disk) }
+}
+
+/// Its image is its first drive.
+pub fn plain(shape: Shape, name: &str) -> PlainVmBuilder {
+    if shape.has_database() { PlainVm::debian_database(name) } else { PlainVm::busybox(name) }
+}
+
 /// Fills the file cache, the database's buffers, and anonymous memory for as long as the guest lives.
 pub fn fill(guest: &impl Drives, shape: Shape) -> Result<()> {
-    let files = format!("probe read-all $(ls /var/www/html/files/*.bin | head -n {})", shape.web_files);
-    guest.sh(&files)?;
+    let read = |folder: &str| guest.sh(&format!("probe read-all $(ls {folder}/*.bin | head -n {})", shape.web_files));
+    if !shape.has_database() {
+        guest.sh("mkdir -p /d && mount /dev/vda /d && net-up && httpd -h /d -p 80")?;
+        read("/d/files")?;
+        return hog(guest, shape);
+    }
+    read("/var/www/html/files")?;
     let last =
         format!("(select relpages::bigint * {} / {ROWS} - 1 from pg_class where relname = 'accounts')", shape.rows);
     let warm = format!("select pg_prewarm('accounts_pkey'), pg_prewarm('accounts', 'buffer', 'main', 0, {last})");
@@ -71,7 +103,8 @@ pub fn targets(ports: Ports, shape: Shape, seed: u64) -> Targets {
     let here = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     // As many requests as are looked at at once, so that each look has a new client in it.
     let database = Database { address: here(ports.database), queries, per_client: WINDOW_REQUESTS / 2 };
-    Targets { address: here(ports.web), probe: "/".to_owned(), files, database: Some(database) }
+    let database = Some(database).filter(|_| shape.has_database());
+    Targets { address: here(ports.web), probe: "/".to_owned(), files, database }
 }
 
 fn shuffle(turn: &mut [usize], below: &mut impl FnMut(usize) -> usize) {
@@ -99,7 +132,7 @@ mod tests {
 
     #[test]
     fn requests_differ_in_their_order_and_not_in_what_they_ask_for() {
-        let shape = Shape::of(true);
+        let shape = Shape::of(false);
         let ports = Ports { web: 80, database: 5432 };
         let asked = |seed| {
             let Targets { files, database, .. } = targets(ports, shape, seed);

@@ -10,8 +10,7 @@ use serde_json::Value;
 use toml::Value as Toml;
 
 use super::{
-    Bench, COUNTED_REQUESTS, MIB, Ports, RestoreError, STEADY_REQUESTS, add_service, await_answers, case, copy_image,
-    guest,
+    Bench, COUNTED_REQUESTS, MIB, Ports, RestoreError, STEADY_REQUESTS, add_service, await_answers, case, guest,
     store::{Far, STORE},
     waits::{self, Waits},
 };
@@ -20,7 +19,6 @@ use crate::load::Load;
 use crate::record::Record;
 
 const HEARTH: &str = "hearth";
-const PAUSE_ROUNDS: u32 = 3;
 const PAUSE_DISK_MIB: u64 = 256;
 
 /// A way to restore: its name here, the option of `hearth restore`, and the file of its working set beside the snapshot.
@@ -50,13 +48,9 @@ const SCAN_SEED: u64 = 3;
 const AFTER_SCAN_SEED: u64 = 4;
 const SLOWDOWN_SEED: u64 = 5;
 const ROUND_SEED: u64 = 100;
-/// A page out of a store takes some milliseconds longer.
-const STORE_TRACE_S: u64 = 20;
 /// Of a trace that is ended by the requests that were answered: longer than anybody waits for these.
 const COUNTED_TRACE_S: u64 = 3600;
 const SCAN_PERIOD: &str = "1s";
-/// Windows with and without a scan, in turn.
-const SLOWDOWN_ROUNDS: u32 = 4;
 
 fn machine(source: hearth_vmtest::Error) -> RestoreError {
     RestoreError::Machine { side: HEARTH, source }
@@ -76,7 +70,7 @@ pub fn measure_pause(bench: &Bench<'_>, record: &mut Record) -> Result<(), Resto
     vm.sh(&format!("dd if=/dev/urandom of=/dev/vda bs=1M count={} conv=fsync 2>&1", PAUSE_DISK_MIB / 4))
         .map_err(machine)?;
     guest::start_writer(&vm).map_err(machine)?;
-    for round in 0..PAUSE_ROUNDS {
+    for round in 0..bench.shape.pause_rounds {
         let folder = bench.rig.folder().join(format!("pause-{round}"));
         let (began, before) = (Instant::now(), guest::written_mib(&vm).map_err(machine)?);
         vm.save(&folder).map_err(machine)?;
@@ -144,10 +138,10 @@ impl Shown {
 impl<'a> Saved<'a> {
     pub fn make(bench: &'a Bench<'a>, record: &mut Record) -> Result<Self, RestoreError> {
         let (image, snapshot) = (bench.rig.folder().join("hearth.img"), bench.rig.folder().join("snapshot"));
-        copy_image(&image)?;
+        guest::make_image(bench.shape, &image)?;
         let ports = Ports::free();
         let forward = ports.forwards().map(|(host, guest)| Toml::from(format!("127.0.0.1:{host}:{guest}")));
-        let builder = TestVm::debian_database("saved").root(Disk::in_place(&image)).memory_mib(bench.shape.memory_mib);
+        let builder = guest::machine(bench.shape, "saved", &image).memory_mib(bench.shape.memory_mib);
         let builder = builder.net([("kind", Toml::from("user")), ("forward", Toml::Array(forward.to_vec()))]);
         let builder = builder.setting("accelerator", record.machine.accelerator.name());
         let far = Far::start(bench.rig.folder())?;
@@ -245,7 +239,7 @@ impl<'a> Saved<'a> {
     pub fn trace_in_store(&self) -> Result<(), RestoreError> {
         for seed in TRACE_SEEDS {
             let (name, options) = (format!("traced-far-{seed}"), self.far.options("tracing"));
-            self.trace_for(STORE_TRACE_S, seed, &name, &self.far.address(), &options)?;
+            self.trace_for(self.bench.shape.store_trace_s, seed, &name, &self.far.address(), &options)?;
         }
         self.far.forget("tracing")?;
         self.far.move_away()
@@ -293,7 +287,7 @@ impl<'a> Saved<'a> {
             std::thread::sleep(self.bench.shape.slowdown_window);
             (load.answered() - before) as f64
         };
-        for round in 0..SLOWDOWN_ROUNDS {
+        for round in 0..self.bench.shape.slowdown_rounds {
             let plain = window();
             let folder = self.bench.rig.folder().join(format!("never-{round}")).display().to_string();
             let plan = format!("{SCAN_PERIOD},1000");

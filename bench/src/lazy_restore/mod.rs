@@ -5,6 +5,8 @@
 //! the guest is restored and asked for files, in an order of its own, until all memory is there and some seconds longer -> the same
 //! out of an object store, which is traced as well
 //!
+//! A quick run has the same sides of a guest that boots in seconds, which has a web server and no database.
+//!
 //! `qemu-file` is what QEMU alone does: all of memory through a file (`exec:`), and then the guest runs. `qemu-mapped-ram`: the same with
 //! a place in the file for each page, which QEMU has from 9 on.
 
@@ -16,7 +18,7 @@ mod store;
 mod summary;
 mod waits;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use hearth_vmtest::patience;
@@ -71,14 +73,19 @@ struct Shape {
     /// Files of 1 MiB of the web server that are in the file cache.
     web_files: usize,
     anonymous_mib: u64,
-    /// Of the database's table, in its buffers.
+    /// Of the database's table, in its buffers. 0: there is no database.
     rows: u64,
     /// How many of the files are asked for, and parts of the table.
     hot_files: usize,
     trace_s: u64,
+    /// A page out of a store takes some milliseconds longer.
+    store_trace_s: u64,
     /// Of a second each.
     scan_rounds: u32,
     slowdown_window: Duration,
+    /// Windows with and without a scan, in turn.
+    slowdown_rounds: u32,
+    pause_rounds: u32,
     rounds: u32,
 }
 
@@ -86,14 +93,17 @@ impl Shape {
     fn of(quick: bool) -> Self {
         if quick {
             Shape {
-                memory_mib: 768,
-                web_files: 128,
-                anonymous_mib: 224,
-                rows: 400_000,
+                memory_mib: 512,
+                web_files: 64,
+                anonymous_mib: 96,
+                rows: 0,
                 hot_files: 12,
-                trace_s: 3,
-                scan_rounds: 3,
-                slowdown_window: Duration::from_secs(2),
+                trace_s: 4,
+                store_trace_s: 4,
+                scan_rounds: 1,
+                slowdown_window: Duration::from_millis(500),
+                slowdown_rounds: 2,
+                pause_rounds: 1,
                 rounds: 1,
             }
         } else {
@@ -104,11 +114,18 @@ impl Shape {
                 rows: 1_600_000,
                 hot_files: 24,
                 trace_s: 12,
+                store_trace_s: 20,
                 scan_rounds: 10,
                 slowdown_window: Duration::from_secs(10),
+                slowdown_rounds: 4,
+                pause_rounds: 3,
                 rounds: 2,
             }
         }
+    }
+
+    fn has_database(&self) -> bool {
+        self.rows > 0
     }
 }
 
@@ -220,13 +237,6 @@ fn case(side: &str, place: &str) -> String {
 /// In the order in which they are told.
 fn places() -> impl Iterator<Item = &'static str> {
     Profile::ALL.into_iter().map(Profile::name).chain([store::STORE])
-}
-
-/// A fresh copy of the image with web server and database.
-fn copy_image(to: &Path) -> Result<(), RestoreError> {
-    let root = hearth_vmtest::artifacts::debian_database_root();
-    let copied = root.and_then(|root| hearth_vmtest::images::copy(&root, to));
-    copied.map_err(|source| RestoreError::Machine { side: "image", source })
 }
 
 /// Waits until so many requests were answered, of a machine that lives.

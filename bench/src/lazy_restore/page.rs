@@ -51,12 +51,16 @@ fn line(life: &Life, end_s: f64) -> ShareLine {
 }
 
 fn notes(record: &Record, shape: Shape) -> String {
+    let database = match shape.rows {
+        0 => "no database".to_owned(),
+        rows => format!("{rows} rows of a table in the database's buffers (every other request is a query)"),
+    };
     let mut notes = vec![
         format!("{}; {}. Disk profiles by: {}.", record.machine.describe(), record.qemu, record.profile_by),
         format!(
-            "A guest of {} MiB: {} MiB of files in its cache, {} rows of a table in the database's buffers, {} MiB of one \
-             process. Every other request is a query. The figures of pages and faults are those of {COUNTED_REQUESTS} requests.",
-            shape.memory_mib, shape.web_files, shape.rows, shape.anonymous_mib
+            "A guest of {} MiB: {} MiB of files in its cache, {database}, {} MiB of one process. The figures of pages and faults \
+             are those of {COUNTED_REQUESTS} requests.",
+            shape.memory_mib, shape.web_files, shape.anonymous_mib
         ),
         format!(
             "The object store is an S3 server on loopback; its wire carries {}, and each request is {} ms under way.",

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::{
     Bench, COUNTED_REQUESTS, LOOK_EVERY, MIB, Ports, RestoreError, STEADY_REQUESTS, add_service, await_answers, case,
-    copy_image, guest, waits::Waits,
+    guest, waits::Waits,
 };
 use crate::host::profile::Profile;
 use crate::load::Load;
@@ -54,7 +54,7 @@ impl<'a> Saved<'a> {
     pub fn make(bench: &'a Bench<'a>, format: Format) -> Result<Self, RestoreError> {
         let file = |suffix: &str| bench.rig.folder().join(format!("{}{suffix}", format.side()));
         let saved = Saved { bench, format, image: file(".img"), file: file(""), ports: Ports::free() };
-        copy_image(&saved.image)?;
+        guest::make_image(bench.shape, &saved.image)?;
         saved.fill_and_save().map_err(|error| format.machine(error))?;
         Ok(saved)
     }
@@ -73,7 +73,7 @@ impl<'a> Saved<'a> {
     fn builder(&self, drive: &str) -> hearth_vmtest::Result<PlainVmBuilder> {
         let forwards = self.ports.forwards().map(|(host, guest)| format!(",hostfwd=tcp:127.0.0.1:{host}-:{guest}"));
         let net = format!("user,id=net{}", forwards.concat());
-        let builder = PlainVm::debian_database("plain").memory_mib(self.bench.shape.memory_mib);
+        let builder = guest::plain(self.bench.shape, "plain").memory_mib(self.bench.shape.memory_mib);
         let builder = builder.accelerator(self.bench.rig.accelerator().name());
         let builder = builder.args(["-netdev", &net, "-device", "virtio-net-pci,netdev=net,romfile="]);
         let builder = builder.drive(&self.image, &format!("cache=none,aio=io_uring{drive}"));
