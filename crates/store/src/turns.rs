@@ -172,7 +172,7 @@ impl State {
     }
 
     fn most(&self, urgency: Urgency) -> usize {
-        let is_ago = |at: Option<Instant>, time| at.is_none_or(|at| at.elapsed() > time);
+        let is_ago = |at: Option<Instant>, time| at.is_none_or(|at| at.elapsed() >= time);
         let too_long = self.lasted.saturating_sub(SHORT);
         match urgency {
             _ if self.demands > 0 || !is_ago(self.demanded, too_long) => {
