@@ -59,13 +59,17 @@ impl Recall {
         all
     }
 
-    /// Sees to it that there is room, and that the next keeper knows as much as this one.
-    pub fn keep(&self, last_said: &[u8], always: bool) {
-        let keep = || match always || self.transcript.is_half_full()? {
-            true => self.transcript.begin_with(last_said),
-            false => Ok(()),
-        };
-        told(keep());
+    /// The next keeper is to know as much as this one, whose guest has said something before it had this transcript.
+    pub fn begin_with(&mut self, last_said: &[u8]) {
+        told(self.transcript.begin_with(last_said));
+        self.known = last_said.len();
+    }
+
+    /// Sees to it that there is room.
+    pub fn make_room(&mut self, last_said: &[u8]) {
+        if told(self.transcript.is_half_full()) {
+            self.begin_with(last_said);
+        }
     }
 
     fn said(&self) -> Vec<u8> {

@@ -188,7 +188,11 @@ impl Relay {
             self.recall = self.wanted.take().and_then(|place| place.transcript).map(Recall::new);
             // It may have nothing more to say.
             let news = self.recall.as_mut().map(Recall::news).unwrap_or_default();
+            let before = self.scrollback.len();
             self.spread(&news);
+            if before > 0 {
+                self.remember();
+            }
         }
     }
 
@@ -217,7 +221,7 @@ impl Relay {
             self.qemu = successor.stream;
             if self.qemu.is_some() {
                 self.recall = successor.place.transcript.map(Recall::from_its_first_word);
-                self.remember(true);
+                self.remember();
             } else {
                 (self.recall, self.wanted) = (None, Some(successor.place));
             }
@@ -248,19 +252,16 @@ impl Relay {
     }
 
     fn pass_on(&mut self, came: Vec<u8>) {
-        let (output, joins) = match (&mut self.recall, &mut self.qemu) {
-            (Some(recall), Some(qemu)) if !recall.is_joined() => {
-                (recall.join(came, |came| read_more(qemu, came)), true)
-            }
-            _ => (came, false),
+        let output = match (&mut self.recall, &mut self.qemu) {
+            (Some(recall), Some(qemu)) if !recall.is_joined() => recall.join(came, |came| read_more(qemu, came)),
+            _ => came,
         };
         self.spread(&output);
-        self.remember(joins);
     }
 
-    fn remember(&mut self, always: bool) {
-        if let Some(recall) = &self.recall {
-            recall.keep(self.scrollback.make_contiguous(), always);
+    fn remember(&mut self) {
+        if let Some(recall) = &mut self.recall {
+            recall.begin_with(self.scrollback.make_contiguous());
         }
     }
 
@@ -268,6 +269,9 @@ impl Relay {
         self.scrollback.extend(output);
         let excess = self.scrollback.len().saturating_sub(SCROLLBACK_BYTES);
         self.scrollback.drain(..excess);
+        if let Some(recall) = &mut self.recall {
+            recall.make_room(self.scrollback.make_contiguous());
+        }
         for client in &mut self.clients {
             client.pending.extend(output);
             client.send();

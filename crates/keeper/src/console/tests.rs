@@ -156,6 +156,28 @@ fn what_a_guest_said_while_nobody_listened_is_heard_once() {
 }
 
 #[test]
+fn the_next_keeper_knows_what_was_said_in_earlier_lives() {
+    let fixture = fixture();
+    let mut client = fixture.client();
+    let mut first = fixture.qemu("serial-1");
+    first.write_all(b"Kernel panic").unwrap();
+    drop(first);
+    check_next(&mut client, "Kernel panic");
+    let transcript = Arc::new(Transcript::create().unwrap());
+    transcript.fix_size().unwrap();
+    let listener = UnixListener::bind(fixture.path("serial-2")).unwrap();
+    fixture.hub.attach(Place { transcript: Some(transcript.clone()), ..fixture.place("serial-2") });
+    let (mut second, _) = listener.accept().unwrap();
+    client.write_all(b"x").unwrap();
+    // Typed into it: the hub is through with what it does when it has reached a QEMU.
+    check_next(&mut second, "x");
+    say(Some(&mut second), &transcript, ", Linux version 6");
+    check_next(&mut client, ", Linux version 6");
+    drop(fixture);
+    assert_eq!(transcript.said().unwrap(), b"Kernel panic, Linux version 6");
+}
+
+#[test]
 fn a_transcript_never_fills_while_somebody_listens() {
     let fixture = fixture();
     let transcript = Arc::new(Transcript::create().unwrap());
