@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
 use rustix::io::Errno;
-use vm_memory::{FileOffset, MmapRegion, VolatileMemory};
+use vm_memory::{FileOffset, MmapRegion, VolatileMemory, VolatileSlice};
 
 use super::{BLOCK, BootSetError, PAGES_FILE};
 use crate::block::BLOCK_BYTES;
@@ -67,8 +67,7 @@ impl Pages {
         if !self.is_filled(page) {
             return bytes.fill(0);
         }
-        let slice = self.mapping.get_slice(page as usize * BLOCK_BYTES, BLOCK_BYTES);
-        slice.expect("the mapping has all pages").copy_to(bytes);
+        self.mapped(page).copy_to(bytes);
     }
 
     pub(super) fn write(&mut self, page: u32, bytes: &[u8; BLOCK_BYTES]) -> io::Result<()> {
@@ -76,13 +75,17 @@ impl Pages {
             return Ok(());
         }
         if self.is_filled(page) {
-            let slice = self.mapping.get_slice(page as usize * BLOCK_BYTES, BLOCK_BYTES);
-            slice.expect("the mapping has all pages").copy_from(bytes);
+            self.mapped(page).copy_from(bytes);
             return Ok(());
         }
         self.filled_pages += 1;
         self.filled[page as usize] = true;
         self.file.write_all_at(bytes, u64::from(page) * BLOCK)
+    }
+
+    /// To be touched only if it takes memory.
+    fn mapped(&self, page: u32) -> VolatileSlice<'_> {
+        self.mapping.get_slice(page as usize * BLOCK_BYTES, BLOCK_BYTES).expect("the mapping has all pages")
     }
 
     /// The page reads as zeroes from now on, and takes no memory.
