@@ -24,4 +24,4 @@ pub use launch::Launch;
 pub use migration::Migration;
 pub use process::{Process, ProcessError, ProcessId, kill_stray, processes_naming};
 pub use qmp::{Qmp, QmpError, QmpEvent, Said};
-pub use transcript::{TRANSCRIPT_BYTES, Transcript};
+pub use transcript::Transcript;

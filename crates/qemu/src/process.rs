@@ -161,7 +161,7 @@ fn identify(pid: u32) -> io::Result<(ProcessId, OwnedFd)> {
     Ok((ProcessId { pid, start_ticks: start_ticks(pid)? }, pidfd))
 }
 
-fn open_pidfd(pid: u32) -> io::Result<OwnedFd> {
+pub(crate) fn open_pidfd(pid: u32) -> io::Result<OwnedFd> {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
     Ok(pidfd_open(pid, PidfdFlags::empty())?)
 }

@@ -13,10 +13,12 @@ use std::os::unix::fs::FileExt;
 use rustix::fs::{
     MemfdFlags, OFlags, SealFlags, SeekFrom, fcntl_add_seals, fcntl_get_seals, fcntl_getfl, memfd_create, seek,
 };
-use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
+
+use crate::process::open_pidfd;
 
 /// So much can be said before a keeper comes.
-pub const TRANSCRIPT_BYTES: u64 = 256 << 10;
+const TRANSCRIPT_BYTES: u64 = 256 << 10;
 const NAME: &str = "hearth-console";
 const FIXED: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
@@ -37,16 +39,17 @@ impl Transcript {
 
     /// That of a QEMU which another keeper started. Who may trace QEMU may do this.
     pub fn find(qemu_pid: u32) -> io::Result<Self> {
-        let pid = i32::try_from(qemu_pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
-        let qemu = pidfd_open(pid, PidfdFlags::empty())?;
+        let qemu = open_pidfd(qemu_pid)?;
         for entry in fs::read_dir(format!("/proc/{qemu_pid}/fd"))? {
-            let name = entry?.file_name();
-            let Some(number) = name.to_str().and_then(|name| name.parse().ok()) else { continue };
+            let entry = entry?;
             // QEMU may have closed it meanwhile.
+            let Ok(target) = fs::read_link(entry.path()) else { continue };
+            if !target.to_str().is_some_and(|target| target.starts_with(&format!("/memfd:{NAME} "))) {
+                continue;
+            }
+            let Some(number) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
             let Ok(log) = pidfd_getfd(&qemu, number, PidfdGetfdFlags::empty()) else { continue };
-            let target = fs::read_link(path_of(log.as_raw_fd()))?;
-            let is_it = target.to_str().is_some_and(|target| target.starts_with(&format!("/memfd:{NAME} ")));
-            if is_it && fcntl_getfl(&log)?.contains(OFlags::WRONLY) {
+            if fcntl_getfl(&log)?.contains(OFlags::WRONLY) {
                 let memory = OpenOptions::new().read(true).write(true).open(path_of(log.as_raw_fd()))?;
                 return Ok(Self { log, memory });
             }

@@ -65,11 +65,9 @@ impl Recall {
         self.known = last_said.len();
     }
 
-    /// Sees to it that there is room.
-    pub fn make_room(&mut self, last_said: &[u8]) {
-        if told(self.transcript.is_half_full()) {
-            self.begin_with(last_said);
-        }
+    /// It is to begin anew before it is full.
+    pub fn needs_room(&self) -> bool {
+        told(self.transcript.is_half_full())
     }
 
     fn said(&self) -> Vec<u8> {

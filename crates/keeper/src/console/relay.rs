@@ -269,8 +269,8 @@ impl Relay {
         self.scrollback.extend(output);
         let excess = self.scrollback.len().saturating_sub(SCROLLBACK_BYTES);
         self.scrollback.drain(..excess);
-        if let Some(recall) = &mut self.recall {
-            recall.make_room(self.scrollback.make_contiguous());
+        if self.recall.as_ref().is_some_and(Recall::needs_room) {
+            self.remember();
         }
         for client in &mut self.clients {
             client.pending.extend(output);
