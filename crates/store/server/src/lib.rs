@@ -122,6 +122,8 @@ impl S3Server {
         let behind = listener.local_addr().expect("it is bound");
         runtime.spawn(async move {
             while let Ok((socket, _)) = listener.accept().await {
+                // Else the last part of an answer waits for an acknowledgement, which may take 40 ms.
+                let _ = socket.set_nodelay(true);
                 let service = service.clone();
                 tokio::spawn(async move {
                     // A client that hangs up is what is tested.
@@ -253,6 +255,9 @@ fn carry(client: TcpStream, behind: SocketAddr, state: &State) {
         | Wire::Line { .. } => {}
     }
     let Ok(server) = TcpStream::connect(behind) else { return };
+    for end in [&client, &server] {
+        let _ = end.set_nodelay(true);
+    }
     let (Ok(from_client), Ok(to_server)) = (client.try_clone(), server.try_clone()) else { return };
     // What comes next from the client begins a request.
     let (answered, conditional, completes) = (AtomicBool::new(true), AtomicBool::new(false), AtomicBool::new(false));
