@@ -12,7 +12,6 @@ use crate::load::{Database, Query, Targets};
 
 /// So often is each file asked for: more than in any run.
 const TURNS: usize = 1000;
-const FILE_BYTES: usize = 1 << 20;
 /// Of the database's table; `guest/debian/database` makes it.
 const ROWS: u64 = 1_600_000;
 /// Of each query: a third of a MiB of the table. No multiple of the thousand balances there are, so that the answers differ.
@@ -25,9 +24,9 @@ pub fn make_image(shape: Shape, image: &Path) -> std::result::Result<(), Restore
     } else {
         let page = File { path: "index.html".to_owned(), contents: b"here\n".to_vec() };
         let files = (0..shape.web_files as u64)
-            .map(|number| File::pattern(&format!("files/{number:03}.bin"), FILE_BYTES, number))
+            .map(|number| File::pattern(&format!("files/{number:03}.bin"), shape.file_kib << 10, number))
             .chain([page]);
-        images::ext4_for_good(image, shape.web_files as u64 * 2, &files.collect::<Vec<_>>())
+        images::ext4_for_good(image, shape.web_files_mib() * 2, &files.collect::<Vec<_>>())
     };
     made.map_err(|source| RestoreError::Machine { side: "image", source })
 }
@@ -68,13 +67,14 @@ pub fn hog(guest: &impl Drives, shape: Shape) -> Result<()> {
     guest.sh(&hog).map(drop)
 }
 
-/// A process that writes to 160 MiB of memory, 5 MiB at a time: some 50 MiB/s, and how much it was is counted.
+/// A process that writes to 160 MiB of memory, which it has when this returns, 5 MiB at a time: some 50 MiB/s, and how much it was
+/// is counted.
 pub fn start_writer(guest: &impl Drives) -> Result<()> {
-    let write = "probe fill /tmp/seed 5242880 1; (n=0; while :; do n=$((n+1)); \
+    let write = "probe fill /tmp/seed 5242880 1; for n in $(seq 0 31); do cp /tmp/seed /tmp/dirty.$n; done; echo 0 >/tmp/written; \
+                 (n=0; while :; do n=$((n+1)); \
                  dd if=/tmp/seed of=/tmp/dirty.$((n % 32)) bs=1M conv=notrunc; \
                  echo $n >/tmp/written.new; mv /tmp/written.new /tmp/written; usleep 50000; done) >/dev/null 2>&1 &";
-    guest.sh(write)?;
-    guest.sh("while [ ! -s /tmp/written ] || [ $(cat /tmp/written) -lt 40 ]; do sleep 0.1; done").map(drop)
+    guest.sh(write).map(drop)
 }
 
 pub fn written_mib(guest: &impl Drives) -> Result<f64> {

@@ -19,7 +19,6 @@ use crate::load::Load;
 use crate::record::Record;
 
 const HEARTH: &str = "hearth";
-const PAUSE_DISK_MIB: u64 = 256;
 
 /// A way to restore: its name here, the option of `hearth restore`, and the file of its working set beside the snapshot.
 #[derive(Clone, Copy)]
@@ -65,9 +64,9 @@ fn figure(said: &Value, figure: &'static str) -> Result<f64, RestoreError> {
 pub fn measure_pause(bench: &Bench<'_>, record: &mut Record) -> Result<(), RestoreError> {
     let accelerator = record.machine.accelerator.name();
     let builder = TestVm::busybox("pause").memory_mib(bench.shape.memory_mib).setting("accelerator", accelerator);
-    let vm = builder.disk(Disk::empty(PAUSE_DISK_MIB)).boot().map_err(machine)?;
+    let vm = builder.disk(Disk::empty(bench.shape.pause_disk_mib)).boot().map_err(machine)?;
     guest::hog(&vm, bench.shape).map_err(machine)?;
-    vm.sh(&format!("dd if=/dev/urandom of=/dev/vda bs=1M count={} conv=fsync 2>&1", PAUSE_DISK_MIB / 4))
+    vm.sh(&format!("dd if=/dev/urandom of=/dev/vda bs=1M count={} conv=fsync 2>&1", bench.shape.pause_disk_mib / 4))
         .map_err(machine)?;
     guest::start_writer(&vm).map_err(machine)?;
     for round in 0..bench.shape.pause_rounds {
@@ -195,17 +194,16 @@ impl<'a> Saved<'a> {
     pub fn trace(&self, record: &mut Record) -> Result<(), RestoreError> {
         self.keep_set(SCANNED)?;
         let scanned = self.shown()?.pages()?;
-        self.trace_counted(AFTER_SCAN_SEED, record)?;
+        self.trace_counted_here(AFTER_SCAN_SEED, record)?;
         let (skipped, lazy) = self.shown()?.skipped_and_lazy(scanned);
         for (metric, pages) in [("pages", scanned), ("skipped_pages", skipped), ("lazy_pages", lazy)] {
             record.add("scan", metric, "", pages);
         }
         let set = self.snapshot.join("working-set");
         fs::remove_file(&set).map_err(|source| RestoreError::File { path: set, source })?;
-        let name = format!("traced-{}", TRACE_SEEDS[0]);
-        self.trace_for(self.bench.shape.trace_s, TRACE_SEEDS[0], &name, &self.snapshot, &[])?;
+        self.trace_for_a_while(TRACE_SEEDS[0])?;
         let first = self.shown()?.pages()?;
-        self.trace_counted(TRACE_SEEDS[1], record)?;
+        self.trace_counted_here(TRACE_SEEDS[1], record)?;
         let shown = self.shown()?;
         let (skipped, lazy) = shown.skipped_and_lazy(first);
         for (metric, pages) in [
@@ -219,44 +217,42 @@ impl<'a> Saved<'a> {
         self.keep_set(TRACED)
     }
 
-    /// Until the last request that counts is answered; then nothing more is asked for.
-    fn trace_counted(&self, seed: u64, record: &mut Record) -> Result<(), RestoreError> {
-        let name = format!("counted-{seed}");
-        let over = self.bench.rig.folder().join(&name);
+    fn trace_counted_here(&self, seed: u64, record: &mut Record) -> Result<(), RestoreError> {
+        let requests = self.trace_counted(seed, &format!("counted-{seed}"), &self.snapshot, &[])?;
+        record.add("traces", "counted_requests", "", requests as f64);
+        Ok(())
+    }
+
+    /// Until the last request that counts is answered; then nothing more is asked for. Returns how many it were.
+    fn trace_counted(&self, seed: u64, name: &str, snapshot: &Path, options: &[String]) -> Result<usize, RestoreError> {
+        let over = self.bench.rig.folder().join(name);
         let (seconds, until) = (COUNTED_TRACE_S.to_string(), format!("test -e '{}'", over.display()));
         let load = self.load(seed)?;
-        let options = ["--trace", &seconds, "--until", &until];
-        let traced = self.vm.restore(&self.snapshot, &name, &options).map_err(machine)?;
+        let options = [&["--trace", &seconds, "--until", &until], &words(options)[..]].concat();
+        let traced = self.vm.restore(snapshot, name, &options).map_err(machine)?;
         await_answers(&load, COUNTED_REQUESTS, HEARTH)?;
-        record.add("traces", "counted_requests", "", load.answered() as f64);
+        let requests = load.answered();
         drop(load);
         fs::write(&over, "").map_err(|source| RestoreError::File { path: over, source })?;
         await_traced(&traced)?;
-        traced.stop_at_once().map_err(machine).map(drop)
+        traced.stop_at_once().map_err(machine)?;
+        Ok(requests)
     }
 
     /// The snapshot in the store, as the other one, before it is moved away.
     pub fn trace_in_store(&self) -> Result<(), RestoreError> {
         for seed in TRACE_SEEDS {
-            let (name, options) = (format!("traced-far-{seed}"), self.far.options("tracing"));
-            self.trace_for(self.bench.shape.store_trace_s, seed, &name, &self.far.address(), &options)?;
+            self.trace_counted(seed, &format!("far-{seed}"), &self.far.address(), &self.far.options("tracing"))?;
         }
         self.far.forget("tracing")?;
-        self.far.move_away()
+        self.far.move_away(self.bench.shape.store_request)
     }
 
-    fn trace_for(
-        &self,
-        seconds: u64,
-        seed: u64,
-        name: &str,
-        snapshot: &Path,
-        options: &[String],
-    ) -> Result<(), RestoreError> {
+    fn trace_for_a_while(&self, seed: u64) -> Result<(), RestoreError> {
         let load = self.load(seed)?;
-        let seconds = seconds.to_string();
-        let options = [&["--trace", &seconds], &words(options)[..]].concat();
-        let traced = self.vm.restore(snapshot, name, &options).map_err(machine)?;
+        let seconds = self.bench.shape.trace_s.to_string();
+        let traced = self.vm.restore(&self.snapshot, &format!("traced-{seed}"), &["--trace", &seconds]);
+        let traced = traced.map_err(machine)?;
         await_traced(&traced)?;
         eprintln!("{}: traced, {} requests answered", super::NAME, load.answered());
         drop(load);

@@ -70,22 +70,25 @@ pub struct Options {
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     memory_mib: u64,
-    /// Files of 1 MiB of the web server that are in the file cache.
+    /// Files of the web server that are in the file cache.
     web_files: usize,
+    file_kib: usize,
     anonymous_mib: u64,
     /// Of the database's table, in its buffers. 0: there is no database.
     rows: u64,
     /// How many of the files are asked for, and parts of the table.
     hot_files: usize,
     trace_s: u64,
-    /// A page out of a store takes some milliseconds longer.
-    store_trace_s: u64,
+    /// What a request to the store takes before its answer begins, beside what the server takes.
+    store_request: Duration,
     /// Of a second each.
     scan_rounds: u32,
     slowdown_window: Duration,
     /// Windows with and without a scan, in turn.
     slowdown_rounds: u32,
     pause_rounds: u32,
+    /// To be copied in a save, a quarter of it in use.
+    pause_disk_mib: u64,
     rounds: u32,
 }
 
@@ -93,35 +96,44 @@ impl Shape {
     fn of(quick: bool) -> Self {
         if quick {
             Shape {
-                memory_mib: 512,
-                web_files: 64,
-                anonymous_mib: 96,
+                memory_mib: 384,
+                web_files: 512,
+                file_kib: 64,
+                anonymous_mib: 48,
                 rows: 0,
-                hot_files: 12,
-                trace_s: 4,
-                store_trace_s: 4,
+                hot_files: 24,
+                trace_s: 2,
+                store_request: Duration::from_millis(2),
                 scan_rounds: 1,
                 slowdown_window: Duration::from_millis(500),
                 slowdown_rounds: 2,
                 pause_rounds: 1,
+                pause_disk_mib: 64,
                 rounds: 1,
             }
         } else {
             Shape {
                 memory_mib: 2048,
                 web_files: 512,
+                file_kib: 1024,
                 anonymous_mib: 750,
                 rows: 1_600_000,
                 hot_files: 24,
                 trace_s: 12,
-                store_trace_s: 20,
+                // Of the order of a store in the same region.
+                store_request: Duration::from_millis(10),
                 scan_rounds: 10,
                 slowdown_window: Duration::from_secs(10),
                 slowdown_rounds: 4,
                 pause_rounds: 3,
+                pause_disk_mib: 256,
                 rounds: 2,
             }
         }
+    }
+
+    fn web_files_mib(&self) -> u64 {
+        (self.web_files * self.file_kib) as u64 / 1024
     }
 
     fn has_database(&self) -> bool {
@@ -169,10 +181,13 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RestoreError> {
         (hearth::Saved::make(&bench, record), plain.join().expect("a panic was printed when it happened"))
     });
     let hearth = hearth?;
-    // Not beside the saves above, which are measured.
-    let plain = [plain, plain::Saved::make(&bench, plain::Format::Mapped)];
-    let plain = plain.map(|saved| saved.map_err(|error| leave_out(&error, record)).ok());
-    hearth.trace(record)?;
+    // Beside traces, of which no time is measured, as it is of the saves above.
+    let (traced, mapped) = std::thread::scope(|scope| {
+        let mapped = scope.spawn(|| plain::Saved::make(&bench, plain::Format::Mapped));
+        (hearth.trace(record), mapped.join().expect("a panic was printed when it happened"))
+    });
+    traced?;
+    let plain = [plain, mapped].map(|saved| saved.map_err(|error| leave_out(&error, record)).ok());
     hearth.measure_scan(record)?;
     let mut lives = Vec::new();
     for &profile in &options.profiles {

@@ -60,12 +60,14 @@ fn notes(record: &Record, shape: Shape) -> String {
         format!(
             "A guest of {} MiB: {} MiB of files in its cache, {database}, {} MiB of one process. The figures of pages and faults \
              are those of {COUNTED_REQUESTS} requests.",
-            shape.memory_mib, shape.web_files, shape.anonymous_mib
+            shape.memory_mib,
+            shape.web_files_mib(),
+            shape.anonymous_mib
         ),
         format!(
             "The object store is an S3 server on loopback; its wire carries {}, and each request is {} ms under way.",
             Profile::Cloud.rate().map_or_else(String::new, |rate| format!("{} MiB/s", rate.mib_per_second)),
-            store::REQUEST.as_millis()
+            shape.store_request.as_millis()
         ),
         "The first run of each side. A fault is counted by the keeper, from when it hears of it until the page is there, \
          and when it is over; sampled four times a second."

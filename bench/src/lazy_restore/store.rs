@@ -15,8 +15,6 @@ use crate::host::profile::Profile;
 
 /// The place of these sides, as the others have a profile.
 pub const STORE: &str = "store";
-/// What a request takes before its answer begins, beside what the server takes: of the order of a store in the same region.
-pub const REQUEST: Duration = Duration::from_millis(10);
 
 /// The one that the server has.
 const BUCKET: &str = "bucket";
@@ -67,10 +65,10 @@ impl Far {
         ["--credentials".to_owned(), self.path("s3.env"), "--cache".to_owned(), self.path(cache)].to_vec()
     }
 
-    /// From now on it is as far away as it is measured at.
-    pub fn move_away(&self) -> Result<(), RestoreError> {
+    /// From now on a request is under way for so long, and the wire has the rate that it is measured at.
+    pub fn move_away(&self, request: Duration) -> Result<(), RestoreError> {
         let rate = Profile::Cloud.rate().map_or(u64::MAX, |rate| rate.bytes_per_second());
-        self.ask(&format!("line {rate} {}", REQUEST.as_millis())).map(drop)
+        self.ask(&format!("line {rate} {}", request.as_millis())).map(drop)
     }
 
     /// Bytes that have come out of it, heads of answers included.
