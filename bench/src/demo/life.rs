@@ -14,8 +14,8 @@ use crate::sides::{HearthMachine, HearthOptions, Machine, Way};
 use crate::warm_reboot::{FILES_IN_GUEST, targets};
 
 /// Seconds of load before and after the panic.
-const BEFORE_S: f64 = 20.0;
-const AFTER_S: f64 = 30.0;
+const BEFORE_S: f64 = 15.0;
+pub const AFTER_S: f64 = 24.0;
 const PLOT_STEP_S: f64 = 0.5;
 const MIB: f64 = 1048576.0;
 
@@ -152,7 +152,7 @@ mod tests {
         let served = served(&trace, 0.0, 20.0, 30.0);
         assert_eq!((served.before, served.after, served.back_s), (1.0, 1.0, 10.0));
         assert_eq!(served.series.first().map(|point| point.0), Some(-19.75));
-        assert_eq!(served.series.last().map(|point| point.0), Some(39.75));
+        assert_eq!(served.series.last().map(|point| point.0), Some(10.0 + AFTER_S - 0.25));
         let outage: f64 = served.series.iter().filter(|point| (0.0..10.0).contains(&point.0)).map(|p| p.1).sum();
         assert_eq!(outage, 0.0);
     }

@@ -2,7 +2,7 @@
 
 use hearth_api::{EmberStatus, Recovery};
 
-use super::life::Life;
+use super::life::{AFTER_S, Life};
 use crate::host::facts::HostFacts;
 use crate::host::profile::Profile;
 use crate::report::{BarGroup, Line, Phase, Report, Run, Series, Tile, Timeline};
@@ -35,7 +35,9 @@ fn tiles(warm: &Life, cold: &Life) -> Vec<Tile> {
     };
     let loss = |life: &Life| degradation_pct(life.web_before, life.web_after);
     vec![
-        tile("Web throughput lost", "first 30 s of service, against before", &|life| format!("{:.0} %", loss(life))),
+        tile("Web throughput lost", &format!("first {AFTER_S:.0} s of service, against before"), &|life| {
+            format!("{:.0} %", loss(life))
+        }),
         tile("Read from the disk", "to boot and to read every file", &|life| mib(life.from_disk_mib)),
         tile("Back in service", "from the panic to the first answer", &|life| format!("{:.1} s", life.boot_s)),
     ]

@@ -7,8 +7,8 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-/// How often a waiting read looks whether it should give up.
-const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+use super::connection;
+
 const HEAD_BYTES_MAX: usize = 16 << 10;
 
 #[derive(Debug, thiserror::Error)]
@@ -102,14 +102,8 @@ impl Client {
         let connection = match &mut self.connection {
             Some(connection) => connection,
             none => {
-                let connect = || -> std::io::Result<TcpStream> {
-                    let stream = TcpStream::connect_timeout(&address, patience)?;
-                    stream.set_nodelay(true)?;
-                    stream.set_read_timeout(Some(LOOK_INTERVAL))?;
-                    stream.set_write_timeout(Some(patience))?;
-                    Ok(stream)
-                };
-                none.insert(connect().map_err(|source| HttpError::Connect { address, source })?)
+                let opened = connection::open(address, patience);
+                none.insert(opened.map_err(|source| HttpError::Connect { address, source })?)
             }
         };
         let request = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\n\r\n");

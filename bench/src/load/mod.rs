@@ -6,6 +6,7 @@
 //! One closed-loop client, as httperf in the paper, so that requests per second follow latency. While the service is
 //! away it probes for a small page every 20 ms with a fresh connection each, so the moment of return is known to that.
 
+mod connection;
 pub mod http;
 pub mod sql;
 #[cfg(test)]

@@ -7,8 +7,8 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-/// How often a waiting read looks whether it should give up.
-const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+use super::connection;
+
 const PROTOCOL: u32 = 3 << 16;
 /// Of a message: what is asked for is one short row.
 const MESSAGE_BYTES_MAX: usize = 64 << 10;
@@ -71,11 +71,7 @@ impl Client {
         let address = self.address;
         let broken = |source| SqlError::Broken { address, source };
         if self.connection.is_none() {
-            let stream = TcpStream::connect_timeout(&address, wait.patience).map_err(broken)?;
-            stream.set_nodelay(true).map_err(broken)?;
-            stream.set_read_timeout(Some(LOOK_INTERVAL)).map_err(broken)?;
-            stream.set_write_timeout(Some(wait.patience)).map_err(broken)?;
-            self.connection = Some(stream);
+            self.connection = Some(connection::open(address, wait.patience).map_err(broken)?);
             let mut hello = PROTOCOL.to_be_bytes().to_vec();
             hello.extend(b"user\0postgres\0database\0postgres\0\0");
             self.send(&[], &hello)?;

@@ -23,7 +23,9 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
-use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
+
+use crate::process::open_pidfd;
 
 const MAGIC: [u8; 8] = *b"HRTHVALV";
 const VERSION: u32 = 1;
@@ -143,8 +145,7 @@ impl Valves {
 
     /// Copies of the descriptors behind them, of a QEMU that another keeper started. Who may trace QEMU may do this.
     pub fn fetch(&self, qemu_pid: u32) -> io::Result<Vec<OwnedFd>> {
-        let pid = i32::try_from(qemu_pid).ok().and_then(Pid::from_raw).ok_or(ErrorKind::InvalidInput)?;
-        let qemu = pidfd_open(pid, PidfdFlags::empty())?;
+        let qemu = open_pidfd(qemu_pid)?;
         let fetch = |valve: &Valve| Ok(pidfd_getfd(&qemu, valve.number, PidfdGetfdFlags::empty())?);
         self.each().iter().map(fetch).collect()
     }
