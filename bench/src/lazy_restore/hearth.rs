@@ -10,7 +10,7 @@ use serde_json::Value;
 use toml::Value as Toml;
 
 use super::{
-    Bench, COUNTED_REQUESTS, MIB, Ports, RestoreError, STEADY_REQUESTS, add_service, await_answers, case, guest,
+    Bench, COUNTED_REQUESTS, MIB, Ports, RestoreError, await_answers, case, guest,
     store::{Far, STORE},
     waits::{self, Waits},
 };
@@ -167,7 +167,7 @@ impl<'a> Saved<'a> {
     /// The guest is asked for files while it is scanned.
     fn save(&self, record: &mut Record) -> Result<(), RestoreError> {
         let load = self.load(SCAN_SEED)?;
-        await_answers(&load, STEADY_REQUESTS, HEARTH)?;
+        await_answers(&load, self.bench.shape.steady_requests, HEARTH)?;
         let plan = format!("{SCAN_PERIOD},{}", self.bench.shape.scan_rounds);
         self.vm.save_with(&self.snapshot, &["--stop", "--scan", &plan]).map_err(machine)?;
         self.vm.wait_keeper_end().map_err(machine)?;
@@ -277,7 +277,7 @@ impl<'a> Saved<'a> {
         load.wait_back(patience(20)).map_err(failed)?;
         let complete = |event: &Value| event["kind"] == "restore_complete";
         clone.wait_event_within("all memory is there", patience(60), complete).map_err(machine)?;
-        await_answers(&load, load.answered() + STEADY_REQUESTS, HEARTH)?;
+        await_answers(&load, load.answered() + self.bench.shape.steady_requests, HEARTH)?;
         let window = || {
             let before = load.answered();
             std::thread::sleep(self.bench.shape.slowdown_window);
@@ -351,8 +351,8 @@ impl<'a> Saved<'a> {
         });
         let Restored { running_s, first_answer_s } = outcome?;
         let read_after = read_bytes()?;
-        await_answers(&load, load.answered() + STEADY_REQUESTS, side.name)?;
-        add_service(&load, side.name, place, first_answer_s, record);
+        await_answers(&load, load.answered() + self.bench.shape.steady_requests, side.name)?;
+        self.bench.add_service(&load, side.name, place, first_answer_s, record);
         drop(load);
         if let Some((before, after)) = read_before.zip(read_after) {
             record.add(&case, "bytes_read_mib", "MiB", (after - before) as f64 / MIB);

@@ -33,8 +33,6 @@ pub use summary::table;
 pub const NAME: &str = "restore";
 const MIB: f64 = 1048576.0;
 
-/// Requests after all memory is there: what the steady state is measured by.
-const STEADY_REQUESTS: usize = 80;
 /// Whose mean is looked at: one that waits long counts, also among many that do not.
 const WINDOW_REQUESTS: usize = 20;
 /// The paper's table, and this one, stop here.
@@ -86,6 +84,8 @@ struct Shape {
     slowdown_window: Duration,
     /// Windows with and without a scan, in turn.
     slowdown_rounds: u32,
+    /// After all memory is there: what the steady state is measured by.
+    steady_requests: usize,
     pause_rounds: u32,
     /// To be copied in a save, a quarter of it in use.
     pause_disk_mib: u64,
@@ -107,6 +107,7 @@ impl Shape {
                 scan_rounds: 1,
                 slowdown_window: Duration::from_millis(500),
                 slowdown_rounds: 2,
+                steady_requests: 40,
                 pause_rounds: 1,
                 pause_disk_mib: 64,
                 rounds: 1,
@@ -125,6 +126,7 @@ impl Shape {
                 scan_rounds: 10,
                 slowdown_window: Duration::from_secs(10),
                 slowdown_rounds: 4,
+                steady_requests: 80,
                 pause_rounds: 3,
                 pause_disk_mib: 256,
                 rounds: 2,
@@ -163,6 +165,21 @@ impl Ports {
 struct Bench<'a> {
     rig: &'a Rig,
     shape: Shape,
+}
+
+impl Bench<'_> {
+    /// What every side has in common: from the order to restore, which is the load's time zero.
+    fn add_service(&self, load: &Load, side: &str, place: &str, first_answer_s: f64, record: &mut Record) {
+        let case = case(side, place);
+        let service = summary::Service::of(&load.trace(), self.shape.steady_requests);
+        record.add(&case, "first_answer_ms", "ms", first_answer_s * 1e3);
+        record.add(&case, "usable_s", "s", service.usable_s);
+        record.add(&case, "steady_ms", "ms", service.steady_ms);
+        eprintln!(
+            "{NAME}: [{place}] {side}: answers after {first_answer_s:.2} s, usable after {:.2} s, {:.1} ms an answer in the end",
+            service.usable_s, service.steady_ms
+        );
+    }
 }
 
 pub fn run(options: &Options, record: &mut Record) -> Result<(), RestoreError> {
@@ -267,17 +284,4 @@ fn await_answers(load: &Load, wanted: usize, side: &'static str) -> Result<(), R
         }
         std::thread::sleep(LOOK_EVERY);
     }
-}
-
-/// What every side has in common: from the order to restore, which is the load's time zero.
-fn add_service(load: &Load, side: &str, place: &str, first_answer_s: f64, record: &mut Record) {
-    let case = case(side, place);
-    let service = summary::Service::of(&load.trace());
-    record.add(&case, "first_answer_ms", "ms", first_answer_s * 1e3);
-    record.add(&case, "usable_s", "s", service.usable_s);
-    record.add(&case, "steady_ms", "ms", service.steady_ms);
-    eprintln!(
-        "{NAME}: [{place}] {side}: answers after {first_answer_s:.2} s, usable after {:.2} s, {:.1} ms an answer in the end",
-        service.usable_s, service.steady_ms
-    );
 }

@@ -6,10 +6,7 @@ use std::time::Instant;
 use hearth_vmtest::{Drives, PlainVm, PlainVmBuilder, artifacts, patience};
 use serde_json::{Value, json};
 
-use super::{
-    Bench, COUNTED_REQUESTS, LOOK_EVERY, MIB, Ports, RestoreError, STEADY_REQUESTS, add_service, await_answers, case,
-    guest, waits::Waits,
-};
+use super::{Bench, COUNTED_REQUESTS, LOOK_EVERY, MIB, Ports, RestoreError, await_answers, case, guest, waits::Waits};
 use crate::host::profile::Profile;
 use crate::load::Load;
 use crate::record::Record;
@@ -139,8 +136,8 @@ impl<'a> Saved<'a> {
         let running_s = self.await_running(&vm, &load)?;
         let first_answer_s = load.wait_back(patience(20)).map_err(failed)?;
         let read_after = rig.group_read_bytes()?;
-        await_answers(&load, COUNTED_REQUESTS + STEADY_REQUESTS, side)?;
-        add_service(&load, side, profile.name(), first_answer_s, record);
+        await_answers(&load, COUNTED_REQUESTS + self.bench.shape.steady_requests, side)?;
+        self.bench.add_service(&load, side, profile.name(), first_answer_s, record);
         if let Some((before, after)) = read_before.zip(read_after) {
             record.add(&case(side, profile.name()), "bytes_read_mib", "MiB", (after - before) as f64 / MIB);
         }

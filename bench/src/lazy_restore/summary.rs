@@ -34,9 +34,9 @@ pub struct Service {
 }
 
 impl Service {
-    pub fn of(trace: &Trace) -> Self {
+    pub fn of(trace: &Trace, steady_requests: usize) -> Self {
         let samples = &trace.samples;
-        let steady_ms = mean_ms(&samples[samples.len().saturating_sub(super::STEADY_REQUESTS)..]);
+        let steady_ms = mean_ms(&samples[samples.len().saturating_sub(steady_requests)..]);
         let usable = samples.windows(WINDOW_REQUESTS).find(|window| mean_ms(window) <= steady_ms * USABLE);
         Service { steady_ms, usable_s: usable.map_or(f64::NAN, |window| window[0].begun_s) }
     }
@@ -175,17 +175,17 @@ mod tests {
     #[test]
     fn a_service_is_usable_when_it_answers_as_in_the_end_and_not_when_it_answers_first() {
         let slow_first = trace([100.0; 10].into_iter().chain([10.0; 200]));
-        let service = Service::of(&slow_first);
+        let service = Service::of(&slow_first, 80);
         assert!((service.steady_ms - 10.0).abs() < 1e-6, "{service:?}");
         // One slow request in twenty is too much.
         assert!((service.usable_s - 2.0).abs() < 1e-6, "{service:?}");
-        assert!((Service::of(&trace([10.0; 200])).usable_s - 1.0).abs() < 1e-6);
+        assert!((Service::of(&trace([10.0; 200]), 80).usable_s - 1.0).abs() < 1e-6);
     }
 
     #[test]
     fn a_service_that_stalls_now_and_then_is_not_usable() {
         let stalling = (0..100).map(|number| if number % 15 == 0 { 100.0 } else { 10.0 });
-        let service = Service::of(&trace(stalling.chain([10.0; 100])));
+        let service = Service::of(&trace(stalling.chain([10.0; 100])), 80);
         assert!(service.usable_s > 2.0, "{service:?}");
     }
 }
