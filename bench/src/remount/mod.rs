@@ -4,6 +4,8 @@
 //! volumes -> write to all of them -> push their metadata out of the guest's cache -> crash -> boot, mount, look through:
 //! ready
 //!
+//! The images are on a file system of their own, where one can be had, whose flushes cost what they do on hosts.
+//!
 //! All volumes are mounted four at a time, their journals dirty. Ready is when a line that was acknowledged before the
 //! crash was read back from each. What the sides cost is the host memory beyond the guest's own.
 
@@ -18,6 +20,7 @@ use std::path::{Path, PathBuf};
 
 use hearth_vmtest::{Blocks, Volumes, images};
 
+use crate::host::file_system::FileSystem;
 use crate::host::profile::Profile;
 use crate::record::Record;
 use crate::sides::{Rig, RigError};
@@ -209,8 +212,13 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RemountError> {
     // Relative paths in machine.toml start in its own folder.
     let folder = std::path::absolute(&options.folder);
     let folder = folder.map_err(|source| RemountError::File { path: options.folder.clone(), source })?;
-    let rig = Rig::prepare(&folder, record.machine.accelerator)?;
-    record.profile_by = rig.profile_by();
+    let file_system = FileSystem::make(&folder);
+    let place = file_system.as_ref().map_or_else(|_| folder.clone(), FileSystem::path);
+    let rig = Rig::prepare(&place, record.machine.accelerator)?;
+    record.profile_by = match &file_system {
+        Ok(_) => format!("{}, an ext4 of its own", rig.profile_by()),
+        Err(error) => format!("{}, on the file system that is there ({})", rig.profile_by(), crate::chain(error)),
+    };
     write_cost::measure(&rig, options.quick, record)?;
     let mut traces = Vec::new();
     for cell in cells(options) {
