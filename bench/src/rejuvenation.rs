@@ -1,7 +1,7 @@
 //! Bench `rejuvenate`: how long a guest stands still when its QEMU is replaced, and what else one would do.
 //!
-//! for each size of RAM, mostly filled: Hearth hops -> QEMU's own `cpr-transfer` -> all of RAM to a file and back -> a cold
-//! reboot. One side at a time. A pause is from the old QEMU's STOP to the new one's RESUME, by their own clocks, for all
+//! for each size of RAM, mostly filled: Hearth hops, and a cold reboot -> QEMU's own `cpr-transfer`; then once more; then all of RAM
+//! to a file and back. One side at a time. A pause is from the old QEMU's STOP to the new one's RESUME, by their own clocks, for all
 //! sides alike; for the reboot it is from the order to a guest that takes commands. All have a disk under the same load, as
 //! their QEMU has disks: Hearth's from the keeper, the others' as an image that QEMU opens itself. `cpr-transfer-bare` has none.
 //! `cpr-transfer` needs QEMU 10, so what it is held against is Hearth on that same QEMU, `hearth-qemu10`.
@@ -55,25 +55,32 @@ pub struct Options {
 }
 
 pub fn run(options: &Options, record: &mut Record) -> Result<(), RejuvenationError> {
-    let (sizes, hops): (&[u64], u32) = if options.quick { (&[512], 3) } else { (&[512, 2048, 6144], 20) };
+    let (sizes, rounds, hops): (&[u64], u32, u32) =
+        if options.quick { (&[512], 1, 3) } else { (&[512, 2048, 6144], 2, 10) };
     for &memory_mib in sizes {
-        hearth(options, HEARTH, memory_mib, hops, record)?;
-        // What cannot be done here is a finding, not the end of the bench.
-        for (side, measured) in [
-            (HEARTH_10, hearth(options, HEARTH_10, memory_mib, hops.min(10), record)),
-            (CPR, plain(options, CPR, memory_mib, hops.min(10), record)),
-            (CPR_BARE, plain(options, CPR_BARE, memory_mib, hops.min(5), record)),
-            (FILE, plain(options, FILE, memory_mib, hops.min(3), record)),
-        ] {
-            if let Err(error) = measured {
-                record.left_out.push(format!("{side}@{memory_mib}: {}", crate::chain(&error)));
+        for _ in 0..rounds {
+            hearth(options, HEARTH, memory_mib, hops, record)?;
+            for (side, hops) in [(HEARTH_10, hops), (CPR, hops), (CPR_BARE, hops.min(5))] {
+                other(options, side, memory_mib, hops, record);
             }
         }
+        other(options, FILE, memory_mib, 3, record);
     }
     summarise(record, sizes);
     networks::run(options.accelerator.name(), options.quick, record)?;
     host_reload::take_up(record);
     many::run(options.accelerator.name(), options.quick, record)
+}
+
+/// What cannot be done here is a finding, not the end of the bench.
+fn other(options: &Options, side: &'static str, memory_mib: u64, hops: u32, record: &mut Record) {
+    let measured = match side {
+        HEARTH_10 => hearth(options, side, memory_mib, hops, record),
+        _ => plain(options, side, memory_mib, hops, record),
+    };
+    if let Err(error) = measured {
+        record.left_out.push(format!("{side}@{memory_mib}: {}", crate::chain(&error)));
+    }
 }
 
 fn case(side: &str, memory_mib: u64) -> String {
