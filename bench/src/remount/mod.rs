@@ -44,6 +44,8 @@ pub enum RemountError {
     Machine { side: &'static str, source: hearth_vmtest::Error },
     #[error("volumes")]
     Volumes(#[source] hearth_vmtest::Error),
+    #[error("a boot set without a machine")]
+    BootSet(#[from] hearth_disk::boot_set::BootSetError),
     #[error("{path}: cannot be used, or dropped from the host's cache")]
     File { path: PathBuf, source: std::io::Error },
     #[error("{side} says no {figure}: {said}")]
@@ -123,7 +125,7 @@ struct Cell {
     volumes: usize,
     profiles: Vec<Profile>,
     sides: Vec<Side>,
-    /// Crashes that are measured.
+    /// Crashes that are measured of the two sides that are held against each other; of others it is one.
     rounds: u32,
     /// The sides whose reads are looked at one by one, in one more boot.
     traced: bool,
@@ -137,7 +139,7 @@ fn cells(options: &Options) -> Vec<Cell> {
     };
     let all_profiles = |volumes: usize, all: &[Side]| {
         let profiles = options.profiles.clone();
-        Cell { volumes, profiles, sides: sides(all), rounds: 1, traced: true }
+        Cell { volumes, profiles, sides: sides(all), rounds: if options.quick { 1 } else { 3 }, traced: true }
     };
     if !options.volumes.is_empty() {
         return options.volumes.iter().map(|&volumes| all_profiles(volumes, &Side::ALL)).collect();
@@ -252,13 +254,12 @@ fn measure(
 ) -> Result<(), RemountError> {
     let drops = side == Side::HostCache && cell.sides.contains(&Side::HostCacheDropped);
     let mut life = life::Life::start(bench, side, profile, cell.volumes)?;
-    for _ in 0..cell.rounds {
+    let rounds = if matches!(side, Side::BootSet | Side::Direct) { cell.rounds } else { 1 };
+    for _ in 0..rounds {
         life.crash_and_return(side, record)?;
     }
     if drops {
-        for _ in 0..cell.rounds {
-            life.crash_and_return(Side::HostCacheDropped, record)?;
-        }
+        life.crash_and_return(Side::HostCacheDropped, record)?;
     }
     if let Some(traces) = traces {
         traces.push(life.traced_return()?);

@@ -43,7 +43,9 @@ pub fn summarise(record: &mut Record, cells: &[Cell]) {
             figures.iter().find(|(name, _)| *name == format!("{metric}_{most}")).and_then(|(_, value)| *value);
         figures.push((metric.to_owned(), of_most));
     }
-    figures.push(("write_cost_pct".to_owned(), record.median(write_cost::CASE, "cost_pct")));
+    for (figure, metric) in [("write_cost_pct", "cost_pct"), ("write_keep_us", "keep_us")] {
+        figures.push((figure.to_owned(), record.median(write_cost::CASE, metric)));
+    }
     for (metric, value) in figures {
         record.summarise(&metric, value);
     }
