@@ -170,6 +170,7 @@ struct Round<'a> {
     shared: &'a Shared,
     tell: &'a dyn Fn(Word),
     growth_from: u64,
+    /// When the last look began.
     looked: Instant,
     warned: bool,
     /// At the last look.
@@ -219,10 +220,13 @@ impl<'a> Round<'a> {
     fn look(&mut self) -> Result<(), hearth_memory::MemoryError> {
         // First: as long as memory is there that nobody can use, trimming would take good pages in its place.
         let settled = if self.shared.settle_wanted.swap(false, Relaxed) { Some(self.settle()?) } else { None };
+        let looked = Instant::now();
         let usage = self.measure()?;
         let growth = usage.live_bytes.saturating_sub(self.growth_from);
         self.growth_from = usage.live_bytes;
-        let since = std::mem::replace(&mut self.looked, Instant::now()).elapsed();
+        // From before the last measurement to after this one: if this thread has to wait for a processor in between, the growth
+        // of that time must not be taken for a fast guest's.
+        let since = std::mem::replace(&mut self.looked, looked).elapsed();
         let to_trim = self.shared.budget.to_trim(self.promised(usage), growth, since);
         if to_trim > 0 {
             self.trimmed_bytes += self.shared.ember.trim(to_trim)?;
