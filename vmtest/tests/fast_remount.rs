@@ -2,7 +2,7 @@
 //! and it is what the disk holds. Guests mount many small volumes, crash, and mount them again.
 //!
 //! `many`: a hundred volumes that are all written to when their guest crashes. `journals`: volumes whose journals are NVRAM.
-//! `nvram`: what such a device holds, whoever dies and when.
+//! `nvram`: what such a device holds, whoever dies and when; `pmem`: the same as persistent memory.
 
 #[path = "fast_remount/journals.rs"]
 mod journals;
@@ -10,6 +10,8 @@ mod journals;
 mod many;
 #[path = "fast_remount/nvram.rs"]
 mod nvram;
+#[path = "fast_remount/pmem.rs"]
+mod pmem;
 
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::time::Instant;

@@ -58,6 +58,8 @@ pub struct MachineStatus {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct NvramStatus {
     pub name: String,
+    #[serde(default)]
+    pub device: NvramDevice,
     pub bytes: u64,
     /// `none`, `async` or `sync`.
     pub mirror: String,
@@ -68,11 +70,22 @@ pub struct NvramStatus {
     /// Why the mirror could not be written last.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
-    /// Whether a QEMU is connected.
+    /// Whether a QEMU is connected, or has it mapped.
     pub connected: bool,
+    /// Of a `disk`; what a guest does with `pmem` nobody sees.
     pub reads: u64,
     pub writes: u64,
     pub flushes: u64,
+}
+
+/// How a guest has NVRAM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum NvramDevice {
+    #[default]
+    Disk,
+    /// In its address space.
+    Pmem,
 }
 
 /// How a guest comes out of a snapshot. Pages are those of its memory that are not zero.

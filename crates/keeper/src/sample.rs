@@ -5,8 +5,8 @@ use std::time::{Duration, SystemTime};
 use hearth_api::{
     AdmissionStatus, DiskStatus, DumpCompression, DumpExcluded, DumpFormat, DumpState, DumpStatus, EmberMode,
     EmberStatus, EndCause, FrozenStatus, Growth, KeeperStatus, MachineState, MachineStatus, MemoryStatus, MissedRun,
-    NetStatus, NvramStatus, PhaseTime, QemuAge, QemuStatus, Recovery, Refused, RemountDisk, RemountLater, RemountPlan,
-    RemountVolume, UserfaultStatus,
+    NetStatus, NvramDevice, NvramStatus, PhaseTime, QemuAge, QemuStatus, Recovery, Refused, RemountDisk, RemountLater,
+    RemountPlan, RemountVolume, UserfaultStatus,
 };
 use hearth_recovery::journal::QemuIdentity;
 use hearth_recovery::rejuvenation::parked::{PARKED_VERSION, Parked};
@@ -104,6 +104,7 @@ pub fn signs() -> Signs {
 fn nvram() -> NvramStatus {
     NvramStatus {
         name: "journal".into(),
+        device: NvramDevice::Disk,
         bytes: 64 << 20,
         mirror: "sync".into(),
         mirror_file: Some("/srv/journal".into()),

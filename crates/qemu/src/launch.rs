@@ -43,6 +43,7 @@ pub struct Launch {
     pub machine_type: Option<String>,
     pub boot: Boot,
     pub disks: Vec<DiskDevice>,
+    pub pmem: Vec<PmemDevice>,
     pub nets: Vec<NetDevice>,
     pub serial_socket: PathBuf,
     pub qmp_socket: PathBuf,
@@ -107,6 +108,15 @@ pub struct DiskDevice {
     pub queue_size: u16,
 }
 
+/// A file that the guest has in its address space, as persistent memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PmemDevice {
+    pub id: String,
+    pub file: PathBuf,
+    pub bytes: u64,
+    pub align_bytes: u64,
+}
+
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NetDevice {
     pub mac: String,
@@ -165,6 +175,9 @@ impl Launch {
         for (position, disk) in self.disks.iter().enumerate() {
             disk_arguments(&mut arguments, position, disk, binary.version());
         }
+        for (position, pmem) in self.pmem.iter().enumerate() {
+            pmem_arguments(&mut arguments, self.disks.len() + position, pmem);
+        }
         for (position, net) in self.nets.iter().enumerate() {
             net_arguments(&mut arguments, position, net);
         }
@@ -192,7 +205,9 @@ impl Launch {
         arguments.option("-accel", self.accelerator.name());
         arguments.option("-cpu", self.cpu_model.as_deref().unwrap_or(self.accelerator.default_cpu_model()));
         arguments.option("-smp", self.cpus.to_string());
-        arguments.option("-m", format!("{}B", self.ram_bytes));
+        let pmem_bytes: u64 = self.pmem.iter().map(|pmem| pmem.bytes).sum();
+        let room = if pmem_bytes > 0 { format!(",maxmem={}B", self.ram_bytes + pmem_bytes) } else { String::new() };
+        arguments.option("-m", format!("{}B{room}", self.ram_bytes));
         let ram_file = ram_file_option(&self.ram_file);
         arguments.option("-object", format!("memory-backend-file,id=ram,size={},{ram_file},share=on", self.ram_bytes));
         // A description of the guest's state behind it, for tools that read one, would be written while the guest stands still.
@@ -294,6 +309,18 @@ fn disk_arguments(arguments: &mut Arguments, position: usize, disk: &DiskDevice,
     );
 }
 
+/// Behind the disks.
+fn pmem_arguments(arguments: &mut Arguments, position: usize, pmem: &PmemDevice) {
+    let PmemDevice { id, file, bytes, align_bytes } = pmem;
+    let file = escape_path(file);
+    arguments.option(
+        "-object",
+        format!("memory-backend-file,id=pmem-{id},size={bytes},mem-path={file},share=on,align={align_bytes}"),
+    );
+    let slot = DISK_SLOT + position;
+    arguments.option("-device", format!("virtio-pmem-pci,memdev=pmem-{id},addr={slot:#x}"));
+}
+
 fn net_arguments(arguments: &mut Arguments, position: usize, net: &NetDevice) {
     let id = net_id(position);
     let backend = match &net.backend {
@@ -366,6 +393,7 @@ mod tests {
             machine_type: None,
             boot: Boot::Kernel { kernel: "/k".into(), initrd: None, cmdline: "console=ttyS0 a,b".into() },
             disks: Vec::new(),
+            pmem: Vec::new(),
             nets: Vec::new(),
             serial_socket: "/run/serial".into(),
             qmp_socket: "/run/qmp".into(),
@@ -415,6 +443,18 @@ mod tests {
         let launch = Launch { watchdog: Some(WatchdogAction::Pause), ..launch() };
         check(&launch, (7, 2), "panic=pause,watchdog=pause ");
         check(&launch, (7, 2), "-device i6300esb,addr=0x4 ");
+    }
+
+    #[test]
+    fn persistent_memory_is_behind_the_disks_and_on_top_of_the_ram() {
+        let pmem = |id: &str| PmemDevice { id: id.into(), file: "/m,1".into(), bytes: 4 << 20, align_bytes: 2 << 20 };
+        let disk = DiskDevice { id: "root".into(), socket: "/s".into(), queues: 1, queue_size: 8 };
+        let launch = Launch { disks: vec![disk], pmem: vec![pmem("a"), pmem("b")], ..launch() };
+        check(&launch, (7, 2), "-m 536870912B,maxmem=545259520B -object memory-backend-file,id=ram,");
+        let first = "-object memory-backend-file,id=pmem-a,size=4194304,mem-path=/m,,1,share=on,align=2097152 \
+            -device virtio-pmem-pci,memdev=pmem-a,addr=0x9 -object memory-backend-file,id=pmem-b,";
+        check(&launch, (7, 2), first);
+        check(&launch, (7, 2), "-device virtio-pmem-pci,memdev=pmem-b,addr=0xa ");
     }
 
     #[test]

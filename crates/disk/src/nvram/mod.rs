@@ -22,6 +22,7 @@ use crate::server::{Backing, BackingError};
 
 mod engine;
 mod mirror;
+pub mod pmem;
 
 use engine::NvramEngine;
 use mirror::Mirror;
@@ -89,6 +90,11 @@ pub enum NvramError {
     OtherSize { name: String, path: PathBuf, has: u64, wants: u64 },
     #[error("nvram {name}: another process mirrors to {path}; give each device a mirror of its own")]
     MirrorInUse { name: String, path: PathBuf },
+    #[error(
+        "nvram {name}: {path} may be newer than its mirror; start and stop the machine once with device = \"disk\", or move the file \
+         away"
+    )]
+    Unmirrored { name: String, path: PathBuf },
     #[error("nvram {name}")]
     Image { name: String, source: ImageError },
     #[error("nvram {name}")]
@@ -116,11 +122,7 @@ impl Nvram {
         let path = options.memory_file();
         let mirror = options.mirror.as_ref().map(|(path, policy)| Ok((open_mirror(options, path)?, path, *policy)));
         let mirror = mirror.transpose()?;
-        let origin = match size_of(&path) {
-            Some(has) if has == options.bytes => Origin::Memory,
-            Some(has) => return Err(other_size(options, &path, has)),
-            None => fill(options, &path, mirror.as_ref().map(|(file, path, _)| (file, path.as_path())))?,
-        };
+        let origin = memory_or(options, mirror.as_ref().map(|(file, path, _)| (file, path.as_path())))?;
         let memory = OpenOptions::new().read(true).write(true).open(&path);
         let memory = Arc::new(memory.map_err(|source| failed(options, &path, "open", source))?);
         let mirror = mirror.map(|(file, path, policy)| {
@@ -192,6 +194,16 @@ fn open_mirror(options: &NvramOptions, path: &Path) -> Result<File, NvramError> 
         return Err(other_size(options, path, has));
     }
     Ok(file)
+}
+
+/// The memory file that is there, or one that is made from what the mirror holds.
+fn memory_or(options: &NvramOptions, mirror: Option<(&File, &Path)>) -> Result<Origin, NvramError> {
+    let path = options.memory_file();
+    match size_of(&path) {
+        Some(has) if has == options.bytes => Ok(Origin::Memory),
+        Some(has) => Err(other_size(options, &path, has)),
+        None => fill(options, &path, mirror),
+    }
 }
 
 /// Makes the memory file, whole before it has its name. All of its memory is taken now: a write must not find none.

@@ -8,7 +8,7 @@ use hearth_recovery::rejuvenation::parked;
 
 use super::{Life, existing};
 use crate::client::Client;
-use crate::config::{Config, NvramConfig};
+use crate::config::Config;
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 
@@ -36,8 +36,8 @@ pub fn check(config: &Config, root: &RuntimeRoot, life: Life, problems: &mut Vec
 
 /// What is still to be taken: NVRAM whose memory outlived the machine's last stop is there.
 pub(super) fn wanted_bytes(config: &Config) -> u64 {
-    let there = |device: &NvramConfig| resident_bytes(&config.memory_folder, &device.name).min(device.bytes);
-    config.most_memory_bytes() - config.nvram.iter().map(there).sum::<u64>()
+    let there = |(name, bytes): (&str, u64)| resident_bytes(&config.memory_folder, name).min(bytes);
+    config.most_memory_bytes() - config.nvram_in_memory().map(there).sum::<u64>()
 }
 
 pub(super) fn suitable(config: &Config, room: Room, problems: &mut Vec<Problem>) {

@@ -8,9 +8,11 @@ pub fn check(config: &Config, life: Life, problems: &mut Vec<Problem>) {
     if life.holds_resources() {
         return;
     }
-    for (index, device) in config.nvram.iter().enumerate() {
-        if let Err(error) = device.options(&config.memory_folder).check() {
-            problems.push(Problem::error(format!("nvram[{index}]"), crate::chain(&error), ""));
+    let folder = &config.memory_folder;
+    let disks = config.nvram.iter().map(|device| device.options(folder));
+    for options in disks.chain(config.pmem.iter().map(|device| device.options(folder))) {
+        if let Err(error) = options.check() {
+            problems.push(Problem::error("nvram", crate::chain(&error), ""));
         }
     }
 }

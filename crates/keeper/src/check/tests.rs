@@ -215,9 +215,9 @@ fn nvram_that_could_not_be_opened_is_told() {
     let text = format!("{good}{}{}{}", device("lost", "nowhere/m"), device("other", "short"), device("grown", "m"));
     let grown = memory.path().join("nvram-grown").display().to_string();
     fixture.check(&text, &[
-        "error: nvram[0]: nvram lost: cannot open its mirror nowhere/m: No such file or directory (os error 2)",
-        "error: nvram[1]: nvram other: short has 5 bytes and not 4096; set its size to that, or move the file away",
-        &format!("error: nvram[2]: nvram grown: {grown} has 8192 bytes and not 4096; set its size to that, or move the file away"),
+        "error: nvram: nvram lost: cannot open its mirror nowhere/m: No such file or directory (os error 2)",
+        "error: nvram: nvram other: short has 5 bytes and not 4096; set its size to that, or move the file away",
+        &format!("error: nvram: nvram grown: {grown} has 8192 bytes and not 4096; set its size to that, or move the file away"),
     ]);
 }
 

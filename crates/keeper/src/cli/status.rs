@@ -3,8 +3,8 @@
 use std::fmt::Display;
 
 use hearth_api::{
-    AdmissionStatus, DiskStatus, DumpFormat, DumpStatus, EmberMode, FrozenStatus, MachineStatus, NvramStatus, Recovery,
-    Rejuvenation, Unparked, UserfaultStatus,
+    AdmissionStatus, DiskStatus, DumpFormat, DumpStatus, EmberMode, FrozenStatus, MachineStatus, NvramDevice,
+    NvramStatus, Recovery, Rejuvenation, Unparked, UserfaultStatus,
 };
 use serde::Serialize;
 
@@ -305,12 +305,14 @@ fn one_nvram(nvram: &NvramStatus) -> Vec<String> {
         Some(file) => format!("{}: {file}", nvram.mirror),
         None => nvram.mirror.clone(),
     };
-    let requests = format!("{} reads, {} writes, {} flushes", nvram.reads, nvram.writes, nvram.flushes);
-    let mut rows = vec![
-        words("size", format!("{}, {connected}", bytes(nvram.bytes))),
-        words("requests", requests),
-        words("mirror", mirror),
-    ];
+    let requests = match nvram.device {
+        NvramDevice::Disk => {
+            words("requests", format!("{} reads, {} writes, {} flushes", nvram.reads, nvram.writes, nvram.flushes))
+        }
+        NvramDevice::Pmem => words("device", "pmem: the guest has it in its address space"),
+    };
+    let size = words("size", format!("{}, {connected}", bytes(nvram.bytes)));
+    let mut rows = vec![size, requests, words("mirror", mirror)];
     if let Some(unmirrored) = nvram.unmirrored_bytes.filter(|&unmirrored| unmirrored > 0) {
         rows.push(words("not mirrored", bytes(unmirrored)));
     }

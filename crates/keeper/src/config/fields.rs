@@ -78,7 +78,7 @@ impl Section {
             }
             Self::Nvram => {
                 "One disk that is host memory, for journals and logs; repeat the heading for each. The guest sees them behind \
-                 its disks, in this order: see fast-remount.md."
+                 its disks, in this order, and `pmem` behind these: see fast-remount.md."
             }
             Self::Disk => "One virtual disk; repeat the heading for each. The guest sees them in this order.",
             Self::Net => "One network device; repeat the heading for each.",
@@ -129,6 +129,7 @@ pub const DISK_TIMES: &[&str] = &["recovery-first", "balanced", "dump-first"];
 pub const WATCHDOG_ACTIONS: &[&str] = &["crash", "nmi", "reset"];
 pub const DISK_FORMATS: &[&str] = &["raw", "qcow2"];
 pub const MIRRORS: &[&str] = &["none", "async", "sync"];
+pub const NVRAM_DEVICES: &[&str] = &["disk", "pmem"];
 pub const NET_KINDS: &[&str] = &["user", "passt", "tap"];
 
 const fn field(
@@ -555,7 +556,16 @@ pub static FIELDS: &[Field] = &[
         Size,
         "",
         r#""64MiB""#,
-        "Host memory for it, on top of all else: a multiple of 4 KiB. All of it is taken at the start.",
+        "Host memory for it, on top of all else: a multiple of 4 KiB, of 2 MiB with `pmem`. All of it is taken at the start.",
+    ),
+    field(
+        Section::Nvram,
+        "device",
+        Choice(NVRAM_DEVICES),
+        "`disk`",
+        r#""pmem""#,
+        "How the guest has it: as a `disk`, or in its address space (`pmem`: virtio-pmem, `/dev/pmem0`). QEMU cannot be replaced \
+         under a guest with `pmem`.",
     ),
     field(
         Section::Nvram,
@@ -564,7 +574,7 @@ pub static FIELDS: &[Field] = &[
         "`none`",
         r#""sync""#,
         "`none`: what it holds ends with the host's memory. `async`: it is written to `mirror_file` within a second or so. \
-         `sync`: a flush of the guest returns when all before it is durable there.",
+         `sync`: a flush of the guest returns when all before it is durable there. With `pmem` `none` or `sync`.",
     ),
     field(
         Section::Nvram,
@@ -580,7 +590,7 @@ pub static FIELDS: &[Field] = &[
         Text,
         "the device's name",
         r#""journal""#,
-        "Serial number the guest sees: at most 20 printable characters.",
+        "Serial number the guest sees of a `disk`: at most 20 printable characters.",
     ),
     field(
         Section::Net,

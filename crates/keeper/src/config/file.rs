@@ -109,6 +109,7 @@ pub struct ReadySection {
 pub struct NvramSection {
     pub name: Option<String>,
     pub size: Option<String>,
+    pub device: Option<String>,
     pub mirror: Option<String>,
     pub mirror_file: Option<String>,
     pub serial: Option<String>,

@@ -66,6 +66,7 @@ pub struct Config {
     pub boot: Boot,
     pub disks: Vec<DiskConfig>,
     pub nvram: Vec<NvramConfig>,
+    pub pmem: Vec<PmemConfig>,
     pub nets: Vec<NetConfig>,
     pub extra_qemu_args: Vec<String>,
 }
@@ -197,6 +198,15 @@ pub struct NvramConfig {
     pub bytes: u64,
     pub serial: String,
     pub mirror: Option<NvramMirror>,
+}
+
+/// NVRAM in the guest's address space.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct PmemConfig {
+    pub name: String,
+    pub bytes: u64,
+    /// The file itself is on a disk, and is flushed with the guest's flushes.
+    pub mirror_file: Option<PathBuf>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -347,7 +357,15 @@ impl Config {
 
     /// Of these, for NVRAM: all of it from the start on.
     pub fn nvram_bytes(&self) -> u64 {
-        self.nvram.iter().map(|nvram| nvram.bytes).sum()
+        self.nvram_in_memory().map(|(_, bytes)| bytes).sum()
+    }
+
+    /// NVRAM that is a file in host memory, by name, and its bytes. The host's page cache of one that is a file elsewhere can be
+    /// had back by the host, and is not counted.
+    pub fn nvram_in_memory(&self) -> impl Iterator<Item = (&str, u64)> {
+        let pmem = self.pmem.iter().filter(|device| device.mirror_file.is_none());
+        let pmem = pmem.map(|device| (device.name.as_str(), device.bytes));
+        self.nvram.iter().map(|device| (device.name.as_str(), device.bytes)).chain(pmem)
     }
 
     /// Of these, for the boot set.

@@ -65,6 +65,7 @@ fn the_smallest_file_gets_every_default() {
         remount: None,
         object_store: Config::default_object_store(),
         nvram: Vec::new(),
+        pmem: Vec::new(),
         budget_slack_bytes: ((1_u64 << 30) as f64 * 0.03) as u64,
         admission: AdmissionMode::Dump,
         sandbox: true,

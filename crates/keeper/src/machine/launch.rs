@@ -7,6 +7,7 @@ use std::time::Duration;
 use hearth_disk::block::DiskId;
 use hearth_disk::image::{Format, ImageOptions};
 use hearth_disk::limit::Limits;
+use hearth_disk::nvram::pmem::ALIGN_BYTES;
 use hearth_disk::server::DiskOptions;
 use hearth_qemu::Launch;
 use hearth_qemu::launch as qemu;
@@ -17,7 +18,8 @@ use hearth_recovery::journal::DiskIdentity;
 use super::wires::Wires;
 use super::{Folders, Parts};
 use crate::config::{
-    Boot, Config, DiskConfig, DiskFormat, Forward, NetBackend, NetConfig, NvramConfig, Protocol, WatchdogAction,
+    Boot, Config, DiskConfig, DiskFormat, Forward, NetBackend, NetConfig, NvramConfig, PmemConfig, Protocol,
+    WatchdogAction,
 };
 
 /// Entries of a disk's virtqueues: 256 outstanding requests of one page each; QEMU's own default is 128.
@@ -56,6 +58,7 @@ pub fn launch(
         machine_type: config.machine_type.clone(),
         boot: boot(&config.boot),
         disks: disks.chain(nvram).collect(),
+        pmem: config.pmem.iter().map(|device| pmem_device(folders, device)).collect(),
         nets: nets.collect(),
         serial_socket: folders.serial_socket(generation),
         qmp_socket: folders.qmp_socket(generation),
@@ -94,6 +97,15 @@ fn watchdog_action(action: WatchdogAction) -> qemu::WatchdogAction {
 
 fn disk_device(folders: &Folders, name: &str, queues: u16) -> qemu::DiskDevice {
     qemu::DiskDevice { id: name.to_owned(), socket: folders.disk_socket(name), queues, queue_size: QUEUE_SIZE }
+}
+
+fn pmem_device(folders: &Folders, device: &PmemConfig) -> qemu::PmemDevice {
+    qemu::PmemDevice {
+        id: device.name.clone(),
+        file: device.options(&folders.memory).pmem_file(),
+        bytes: device.bytes,
+        align_bytes: ALIGN_BYTES,
+    }
 }
 
 fn net_backend(net: &NetConfig, number: Option<RawFd>) -> qemu::NetBackend {
@@ -159,7 +171,14 @@ pub fn disk_identities(config: &Config) -> Vec<DiskIdentity> {
         format: format!("nvram of {} bytes", device.bytes),
         read_only: false,
     };
-    config.disks.iter().map(identity).chain(config.nvram.iter().map(of_nvram)).collect()
+    let of_pmem = |device: &PmemConfig| DiskIdentity {
+        name: device.name.clone(),
+        path: device.mirror_file.clone().unwrap_or_default(),
+        format: format!("pmem of {} bytes", device.bytes),
+        read_only: false,
+    };
+    let nvram = config.nvram.iter().map(of_nvram).chain(config.pmem.iter().map(of_pmem));
+    config.disks.iter().map(identity).chain(nvram).collect()
 }
 
 pub fn nvram_options(id: DiskId, device: &NvramConfig, socket: PathBuf) -> DiskOptions {

@@ -66,6 +66,7 @@ use std::time::{Duration, Instant};
 
 use hearth_api::{EndCause, EventKind, MachineState, Rejuvenation, Unparked};
 use hearth_disk::nvram::Nvram;
+use hearth_disk::nvram::pmem::Pmem;
 use hearth_disk::server::DiskServer;
 use hearth_disk::tag::Tagger;
 use hearth_memory::PAGE_BYTES;
@@ -153,6 +154,8 @@ pub struct Machine {
     /// Of the configuration's disks, and behind them of its NVRAM.
     disks: Vec<DiskServer>,
     nvram: Vec<Nvram>,
+    /// Open as long as a QEMU may have them.
+    pmem: Vec<Pmem>,
     state: MachineState,
     state_why: Option<String>,
     life: Option<Life>,
@@ -243,6 +246,7 @@ impl Machine {
             arrivals: arrivals::Arrivals::default(),
             disks: Vec::new(),
             nvram: Vec::new(),
+            pmem: Vec::new(),
             state: MachineState::Starting,
             state_why: None,
             life: None,

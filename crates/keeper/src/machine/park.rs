@@ -131,6 +131,7 @@ impl Machine {
             let why = format!("cannot {WHAT}: the machine is {}, or on its way down", self.state.name());
             return refuse(why, "a guest that runs can be parked");
         }
+        self.must_have_all_state(WHAT)?;
         self.must_be_at_rest(WHAT)?;
         if self.dumps.is_busy() {
             return refuse(format!("cannot {WHAT}: a dump is under way"), "`hearth status` tells how far it is");

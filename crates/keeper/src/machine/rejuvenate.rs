@@ -89,7 +89,18 @@ impl Machine {
             let message = format!("cannot rejuvenate: another QEMU cannot have the guest's networks: {why}");
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("after the guest's next reboot it can"));
         }
+        self.must_have_all_state("rejuvenate")?;
         self.must_be_at_rest("rejuvenate")
+    }
+
+    /// Every device of the guest's tells another QEMU what it is about. A virtio-pmem device does not: QEMU keeps the place in its
+    /// queue of flushes to itself (its `hw/virtio/virtio-pmem.c` describes no state).
+    pub(super) fn must_have_all_state(&self, what: &str) -> Result<(), ApiError> {
+        let Some(device) = self.parts.config.pmem.first() else { return Ok(()) };
+        let message =
+            format!("cannot {what}: another QEMU cannot have nvram {}, which is persistent memory", device.name);
+        Err(ApiError::new(ErrorWord::WrongState, message)
+            .hint("with device = \"disk\" it can, after the machine's next start"))
     }
 
     /// No part of the guest's memory or of its disks is on its way.

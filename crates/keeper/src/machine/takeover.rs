@@ -117,6 +117,7 @@ impl Machine {
         std::mem::take(&mut self.disks).into_iter().for_each(DiskServer::stop);
         self.arrivals.set_conduct(Conduct::Wait);
         self.nvram.clear();
+        self.pmem.clear();
         self.ember.extinguish();
         self.discard_all_incarnations();
         Ok(false)

@@ -49,6 +49,7 @@ impl Rig {
             machine_type: None,
             boot: Boot::Firmware { code: None, vars: None },
             disks: Vec::new(),
+            pmem: Vec::new(),
             nets: Vec::new(),
             serial_socket: folder.path().join("serial.sock"),
             qmp_socket: folder.path().join("qmp.sock"),

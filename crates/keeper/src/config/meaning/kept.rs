@@ -3,12 +3,13 @@
 use std::collections::HashSet;
 
 use hearth_api::EmberMode;
+use hearth_disk::nvram::pmem::ALIGN_BYTES;
 
 use super::{MEMORY_BYTES_MIN, Resolver, state_folder};
 use crate::config::file::{NvramSection, ReadySection, RemountSection};
 use crate::config::quantity::{seconds, slack_bytes};
 use crate::config::{
-    DiskConfig, MirrorPolicy, NetConfig, NvramConfig, NvramMirror, Protocol, ReadySign, RemountConfig,
+    DiskConfig, MirrorPolicy, NetConfig, NvramConfig, NvramMirror, PmemConfig, Protocol, ReadySign, RemountConfig,
 };
 
 const DEFAULT_REMOUNT_LIMIT: &str = "5%";
@@ -107,21 +108,52 @@ impl Resolver<'_> {
         Some(ReadySign::Unit(unit))
     }
 
-    pub(super) fn nvram(&mut self, typed: Vec<NvramSection>, disks: &[DiskConfig]) -> Vec<NvramConfig> {
-        let nvram: Vec<_> =
-            typed.into_iter().enumerate().filter_map(|(index, typed)| self.nvram_device(index, typed)).collect();
+    /// As disks, and as persistent memory.
+    pub(super) fn nvram(
+        &mut self,
+        typed: Vec<NvramSection>,
+        disks: &[DiskConfig],
+    ) -> (Vec<NvramConfig>, Vec<PmemConfig>) {
+        let (mut nvram, mut pmem) = (Vec::new(), Vec::new());
+        for (index, typed) in typed.into_iter().enumerate() {
+            if typed.device.as_deref() == Some("pmem") {
+                pmem.extend(self.pmem_device(index, typed));
+            } else {
+                nvram.extend(self.nvram_device(index, typed));
+            }
+        }
+        let of_nvram = nvram.iter().map(|device| (&device.name, device.mirror.as_ref().map(|mirror| &mirror.file)));
+        let devices = of_nvram.chain(pmem.iter().map(|device| (&device.name, device.mirror_file.as_ref())));
         let mut names: HashSet<&String> = disks.iter().map(|disk| &disk.name).collect();
         let mut files = HashSet::new();
-        for device in &nvram {
-            if !names.insert(&device.name) {
-                self.problem("nvram", format!("two devices are named {}", device.name), "give each a name of its own");
+        for (name, mirror) in devices {
+            if !names.insert(name) {
+                self.problem("nvram", format!("two devices are named {name}"), "give each a name of its own");
             }
-            if let Some(mirror) = device.mirror.as_ref().filter(|mirror| !files.insert(mirror.file.clone())) {
-                let file = mirror.file.display();
+            if let Some(mirror) = mirror.filter(|mirror| !files.insert(mirror.to_path_buf())) {
+                let file = mirror.display();
                 self.problem("nvram", format!("two devices mirror to {file}"), "give each a mirror of its own");
             }
         }
-        nvram
+        (nvram, pmem)
+    }
+
+    fn pmem_device(&mut self, index: usize, typed: NvramSection) -> Option<PmemConfig> {
+        let subject = |key: &str| format!("nvram[{index}].{key}");
+        if typed.serial.is_some() {
+            self.problem(subject("serial"), "is of no use with device = \"pmem\"", "remove it");
+        }
+        if typed.mirror.as_deref() == Some("async") {
+            let hint = "use \"sync\", or device = \"disk\"";
+            self.problem(subject("mirror"), "cannot be \"async\" with device = \"pmem\"", hint);
+            return None;
+        }
+        let NvramConfig { name, bytes, mirror, .. } =
+            self.nvram_device(index, NvramSection { serial: None, ..typed })?;
+        if !bytes.is_multiple_of(ALIGN_BYTES) {
+            self.problem(subject("size"), "is not a multiple of 2 MiB, which pmem comes in", "round it");
+        }
+        Some(PmemConfig { name, bytes, mirror_file: mirror.map(|mirror| mirror.file) })
     }
 
     fn nvram_device(&mut self, index: usize, typed: NvramSection) -> Option<NvramConfig> {

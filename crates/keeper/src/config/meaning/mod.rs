@@ -83,7 +83,11 @@ pub fn resolve(
     let boot = resolver.boot(typed.boot.unwrap_or_default(), !typed.disks.is_empty());
     let disks = resolver.disks(typed.disks);
     let machine = name.clone().unwrap_or_default();
-    let nvram = resolver.nvram(typed.nvram, &disks);
+    let (nvram, pmem) = resolver.nvram(typed.nvram, &disks);
+    if rejuvenate.is_some() && !pmem.is_empty() {
+        let hint = "remove it, or set device = \"disk\"";
+        resolver.problem("rejuvenate", "is of no use with persistent memory: no other QEMU can have it", hint);
+    }
     let nets = resolver.nets(typed.nets, &machine);
     let object_store = resolver.object_store(typed.object_store.unwrap_or_default());
     let guest_agent = typed.guest_agent.unwrap_or(false);
@@ -128,6 +132,7 @@ pub fn resolve(
         boot: boot?,
         disks,
         nvram,
+        pmem,
         nets,
         extra_qemu_args: typed.extra_qemu_args.unwrap_or_default(),
     })

@@ -168,3 +168,39 @@ fn nvram_shares_neither_names_nor_mirrors() {
         ],
     );
 }
+
+#[test]
+fn nvram_may_be_persistent_memory() {
+    let pmem = |more: &str| parse(&format!("{SMALL}[[nvram]]\ndevice = \"pmem\"\nsize = \"4MiB\"\n{more}")).unwrap();
+    let taken = |config: &Config| config.most_memory_bytes() - parse(SMALL).unwrap().most_memory_bytes();
+    let plain = pmem("[[nvram]]\nsize = \"8KiB\"\n");
+    assert_eq!(plain.pmem, [PmemConfig { name: "nvram0".into(), bytes: 4 << 20, mirror_file: None }]);
+    assert_eq!((plain.nvram.len(), plain.nvram[0].name.as_str()), (1, "nvram1"));
+    assert_eq!(taken(&plain), (4 << 20) + 8192);
+    let mirrored = pmem("name = \"log\"\nmirror = \"sync\"\nmirror_file = \"m\"\n");
+    assert_eq!(
+        mirrored.pmem,
+        [PmemConfig { name: "log".into(), bytes: 4 << 20, mirror_file: Some("/machines/m".into()) }]
+    );
+    assert_eq!(taken(&mirrored), 0, "the host can have its page cache of it back");
+    check_with(
+        "[[nvram]]\ndevice = \"pmem\"\nsize = \"3MiB\"\nserial = \"L1\"\n\
+         [[nvram]]\ndevice = \"pmem\"\nsize = \"2MiB\"\nmirror = \"async\"\nmirror_file = \"m\"\n",
+        &[
+            "error: nvram[0].serial: is of no use with device = \"pmem\"; remove it",
+            "error: nvram[0].size: is not a multiple of 2 MiB, which pmem comes in; round it",
+            "error: nvram[1].mirror: cannot be \"async\" with device = \"pmem\"; use \"sync\", or device = \"disk\"",
+        ],
+    );
+    let mirrored = "size = \"2MiB\"\nmirror = \"sync\"\nmirror_file = \"m\"\n";
+    check_with(
+        &format!("[[nvram]]\n{mirrored}[[nvram]]\ndevice = \"pmem\"\n{mirrored}"),
+        &["error: nvram: two devices mirror to /machines/m; give each a mirror of its own"],
+    );
+    check_with(
+        "[rejuvenate]\nevery = \"30d\"\n[[nvram]]\ndevice = \"pmem\"\nsize = \"2MiB\"\n",
+        &[
+            "error: rejuvenate: is of no use with persistent memory: no other QEMU can have it; remove it, or set device = \"disk\"",
+        ],
+    );
+}

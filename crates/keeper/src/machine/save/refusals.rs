@@ -21,7 +21,7 @@ impl Machine {
             let why = format!("an agent is waited for {:?} ms", FreezeRequest::PATIENCE_MS);
             return Err(ApiError::new(ErrorWord::BadRequest, why));
         }
-        if !self.parts.config.nvram.is_empty() {
+        if !self.parts.config.nvram.is_empty() || !self.parts.config.pmem.is_empty() {
             return refuse("cannot save: NVRAM is no part of a snapshot", "save a machine without [[nvram]]");
         }
         if self.saving.is_some() {

@@ -1,0 +1,105 @@
+//! Persistent memory: NVRAM that the guest has in its address space, and reads and writes without anybody's help (virtio-pmem).
+//!
+//! QEMU maps its file, and answers the guest's flushes itself, with an fsync (QEMU's `hw/virtio/virtio-pmem.c`). Without a mirror
+//! that is the file in host memory, and a flush is nothing. With one it is the mirror itself: the guest has the host's page
+//! cache of it, and a flush returns when all is durable there. So there is nothing in between: no asynchronous mirror.
+
+use std::fs::File;
+use std::path::PathBuf;
+
+use rustix::fs::FallocateFlags;
+
+use super::{NvramError, NvramOptions, Origin, failed, memory_or, open_mirror};
+
+/// The guest's kernel maps it in steps of this (Linux's `memremap_compat_align`).
+pub const ALIGN_BYTES: u64 = 2 << 20;
+
+/// The file of one device.
+pub struct Pmem {
+    pub origin: Origin,
+    /// Locked, so that no other machine has it.
+    _mirror: Option<File>,
+}
+
+impl NvramOptions {
+    /// What QEMU maps if the device is persistent memory.
+    pub fn pmem_file(&self) -> PathBuf {
+        self.mirror.as_ref().map_or_else(|| self.memory_file(), |(mirror, _)| mirror.clone())
+    }
+}
+
+impl Pmem {
+    /// All of its room is taken: a store where the file system finds none would end QEMU.
+    pub fn open(options: &NvramOptions) -> Result<Self, NvramError> {
+        let Some((path, _)) = &options.mirror else {
+            return Ok(Self { origin: memory_or(options, None)?, _mirror: None });
+        };
+        // As a disk it was written there first.
+        let memory = options.memory_file();
+        if memory.exists() {
+            return Err(NvramError::Unmirrored { name: options.name.clone(), path: memory });
+        }
+        let mirror = open_mirror(options, path)?;
+        let unusable = |source| failed(options, path, "take the room of", source);
+        let origin = if mirror.metadata().map_err(unusable)?.len() == 0 { Origin::Zeroes } else { Origin::Mirror };
+        rustix::fs::fallocate(&mirror, FallocateFlags::empty(), 0, options.bytes)
+            .map_err(std::io::Error::from)
+            .and_then(|()| mirror.sync_all())
+            .map_err(unusable)?;
+        Ok(Self { origin, _mirror: Some(mirror) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::MetadataExt;
+
+    use super::*;
+    use crate::nvram::{MirrorPolicy, Nvram};
+
+    fn options(folder: &tempfile::TempDir, mirrored: bool) -> NvramOptions {
+        let mirror = mirrored.then(|| (folder.path().join("mirror"), MirrorPolicy::Sync));
+        NvramOptions { name: "log".into(), folder: folder.path().to_owned(), bytes: ALIGN_BYTES, mirror }
+    }
+
+    #[test]
+    fn its_file_is_in_memory_or_is_the_mirror() {
+        for (mirrored, name, again) in [(false, "nvram-log", Origin::Memory), (true, "mirror", Origin::Mirror)] {
+            let folder = tempfile::tempdir().unwrap();
+            let options = options(&folder, mirrored);
+            assert_eq!(Pmem::open(&options).unwrap().origin, Origin::Zeroes);
+            let file = folder.path().join(name);
+            assert_eq!(options.pmem_file(), file);
+            assert_eq!(fs::metadata(&file).unwrap().blocks() * 512, ALIGN_BYTES, "all of its room is taken");
+            assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "there is no other file");
+            fs::write(&file, vec![7; ALIGN_BYTES as usize]).unwrap();
+            assert_eq!(Pmem::open(&options).unwrap().origin, again);
+            assert_eq!(fs::read(&file).unwrap()[4096], 7);
+            fs::write(&file, [7; 4096]).unwrap();
+            let refused = Pmem::open(&options).err().unwrap().to_string();
+            assert!(refused.contains("has 4096 bytes and not 2097152"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn memory_that_a_disk_has_left_is_not_forgotten() {
+        let folder = tempfile::tempdir().unwrap();
+        let options = options(&folder, true);
+        let (disk, _) = Nvram::open(&options).unwrap();
+        let refused = Pmem::open(&options).err().unwrap().to_string();
+        assert!(refused.contains("nvram-log may be newer than its mirror"), "{refused}");
+        assert!(disk.give_back().unwrap());
+        assert!(Pmem::open(&options).is_ok());
+    }
+
+    #[test]
+    fn a_mirror_has_one_machine() {
+        let folder = tempfile::tempdir().unwrap();
+        let first = Pmem::open(&options(&folder, true)).unwrap();
+        let second = Pmem::open(&options(&folder, true)).err().unwrap().to_string();
+        assert!(second.contains("another process mirrors to"), "{second}");
+        drop(first);
+        assert!(Pmem::open(&options(&folder, true)).is_ok());
+    }
+}
