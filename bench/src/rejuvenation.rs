@@ -68,7 +68,11 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RejuvenationErr
     }
     summarise(record, sizes);
     networks::run(options.accelerator.name(), options.quick, record)?;
-    host_reload::take_up(record);
+    if options.quick {
+        host_reload::drill(options.accelerator.name(), record)?;
+    } else {
+        host_reload::take_up(record);
+    }
     many::run(options.accelerator.name(), options.quick, record)
 }
 

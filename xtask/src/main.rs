@@ -111,7 +111,7 @@ fn run(chore: Chore) -> Outcome {
                 _ => {}
             }
             let arguments = [&[name.as_str()][..], if quick { &["--quick"] } else { &[] }].concat();
-            if name == "rejuvenate" { bench_with_host_reload(&arguments)? } else { bench(&arguments)? }
+            if name == "rejuvenate" && !quick { bench_with_host_reload(&arguments)? } else { bench(&arguments)? }
         }
     }
     Ok(ExitCode::SUCCESS)
