@@ -324,6 +324,21 @@ fn disks_have_names_and_serials_of_their_own() {
 }
 
 #[test]
+fn devices_have_places() {
+    let disks = |count: usize| (0..count).map(|disk| format!("[[disks]]\npath = \"{disk}\"\n")).collect::<String>();
+    let nvram = "[[nvram]]\nsize = \"8MiB\"\n[[nvram]]\nsize = \"8MiB\"\ndevice = \"pmem\"\n";
+    let nets = |count: usize| "[[nets]]\nkind = \"user\"\n".repeat(count);
+    assert!(parse(&format!("{SMALL}{}{nvram}{}", disks(14), nets(7))).is_ok());
+    check_with(
+        &format!("{}{nvram}{}", disks(15), nets(8)),
+        &[
+            "error: disks: are 15, and 2 nvram: a machine has places for 16; make fewer and larger ones, in parts",
+            "error: nets: are 8: a machine has places for 7; remove some",
+        ],
+    );
+}
+
+#[test]
 fn nets_are_consistent() {
     check_with(
         "[[nets]]\nkind = \"tap\"\nforward = [\"80:80\"]\n",

@@ -3,6 +3,8 @@
 use std::collections::HashSet;
 use std::path::Path;
 
+use hearth_qemu::launch::{DISKS_MAX, NETS_MAX};
+
 use super::Resolver;
 use crate::config::file::{BootSection, DiskSection, NetSection};
 use crate::config::quantity::{derived_mac, forward, mac};
@@ -78,6 +80,17 @@ impl Resolver<'_> {
             }
         }
         disks
+    }
+
+    /// A machine's bus has so many places for each.
+    pub(super) fn must_fit(&mut self, disks: usize, nvram: usize, nets: usize) {
+        if disks + nvram > DISKS_MAX {
+            let why = format!("are {disks}, and {nvram} nvram: a machine has places for {DISKS_MAX}");
+            self.problem("disks", why, "make fewer and larger ones, in parts");
+        }
+        if nets > NETS_MAX {
+            self.problem("nets", format!("are {nets}: a machine has places for {NETS_MAX}"), "remove some");
+        }
     }
 
     fn disk(&mut self, index: usize, typed: DiskSection) -> Option<DiskConfig> {

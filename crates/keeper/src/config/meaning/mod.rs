@@ -89,6 +89,7 @@ pub fn resolve(
         resolver.problem("rejuvenate", "is of no use with persistent memory: no other QEMU can have it", hint);
     }
     let nets = resolver.nets(typed.nets, &machine);
+    resolver.must_fit(disks.len(), nvram.len() + pmem.len(), nets.len());
     let object_store = resolver.object_store(typed.object_store.unwrap_or_default());
     let guest_agent = typed.guest_agent.unwrap_or(false);
     let ready_sign = typed.remount.as_ref().and_then(|typed| typed.ready.clone());
