@@ -56,7 +56,7 @@ pub struct Options {
 
 pub fn run(options: &Options, record: &mut Record) -> Result<(), RejuvenationError> {
     let (sizes, rounds, hops): (&[u64], u32, u32) =
-        if options.quick { (&[512], 1, 3) } else { (&[512, 2048, 6144], 2, 10) };
+        if options.quick { (&[512], 1, 2) } else { (&[512, 2048, 6144], 2, 10) };
     for &memory_mib in sizes {
         for _ in 0..rounds {
             hearth(options, HEARTH, memory_mib, hops, record)?;
@@ -64,7 +64,7 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RejuvenationErr
                 other(options, side, memory_mib, hops, record);
             }
         }
-        other(options, FILE, memory_mib, 3, record);
+        other(options, FILE, memory_mib, if options.quick { 1 } else { 3 }, record);
     }
     summarise(record, sizes);
     networks::run(options.accelerator.name(), options.quick, record)?;

@@ -17,7 +17,7 @@ const KEPT: [&str; 2] = ["passt", "tap"];
 
 pub fn run(accelerator: &str, quick: bool, record: &mut Record) -> std::result::Result<(), RejuvenationError> {
     let failed = |source| RejuvenationError::Machine { side: SIDE, source };
-    let hops = if quick { 3 } else { 20 };
+    let hops = if quick { 2 } else { 20 };
     let builder = || TestVm::busybox("tcp").setting("accelerator", accelerator);
     for kind in ["user", "passt"] {
         if kind == "passt" && !passt_works() {
