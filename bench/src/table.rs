@@ -44,7 +44,7 @@ impl Table {
 
     pub fn html(&self) -> String {
         let line = |cells: &[String], tag: &str| {
-            let cell = |cell: &String| format!("<{tag}>{}</{tag}>", crate::report::escape(cell));
+            let cell = |cell: &String| format!("<{tag}>{}</{tag}>", escape(cell));
             format!("<tr>{}</tr>", cells.iter().map(cell).collect::<String>())
         };
         let rows: String = self.rows.iter().map(|row| line(row, "td")).collect();
@@ -72,6 +72,11 @@ pub fn figure(value: f64) -> String {
 /// The figure, or a dash for what was not measured.
 pub fn figure_or_dash(value: Option<f64>) -> String {
     value.map_or_else(|| "–".to_owned(), figure)
+}
+
+/// Text as it may stand in HTML and in attributes.
+pub fn escape(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@
 use super::hearth::Life;
 use super::{Shape, summary};
 use crate::record::Record;
-use crate::report::{MemoryPlot, Page, escape, figures, memory_plot, table};
+use crate::report::{self, MemoryPlot, Page, figures, memory_plot, table};
 use crate::table::figure;
 
 pub fn html(record: &Record, shape: Shape, lives: &[Life]) -> String {
@@ -46,18 +46,16 @@ fn plot(life: &Life, shape: Shape) -> MemoryPlot {
 }
 
 fn notes(record: &Record, shape: Shape) -> String {
-    let mut notes = vec![
-        format!("{}; {}. Disk profiles by: {}.", record.machine.describe(), record.qemu, record.profile_by),
-        format!(
-            "A guest of {} MiB with {} MiB of file cache and {} MiB of anonymous memory in use, none of it compressible.",
-            shape.memory_mib,
-            shape.web_files + shape.data_mib,
-            shape.anonymous_mib
-        ),
-        "Memory is what the files of each incarnation really occupy, sampled from outside.".to_owned(),
-    ];
-    if record.quick {
-        notes.push("A quick run: a look, not a result.".to_owned());
-    }
-    notes.iter().map(|note| format!("<p>{}</p>", escape(note))).collect()
+    report::notes(
+        record,
+        &[
+            format!(
+                "A guest of {} MiB with {} MiB of file cache and {} MiB of anonymous memory in use, none of it compressible.",
+                shape.memory_mib,
+                shape.web_files + shape.data_mib,
+                shape.anonymous_mib
+            ),
+            "Memory is what the files of each incarnation really occupy, sampled from outside.".to_owned(),
+        ],
+    )
 }

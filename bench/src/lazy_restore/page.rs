@@ -5,7 +5,7 @@ use super::{COUNTED_REQUESTS, Shape, places, store, summary};
 use crate::host::profile::Profile;
 use crate::record::Record;
 use crate::report::share_plot::{self, ShareLine};
-use crate::report::{Page, escape, figures, table};
+use crate::report::{self, Page, figures, table};
 
 /// Drawn behind the last side that waits.
 const MORE: f64 = 1.1;
@@ -55,8 +55,7 @@ fn notes(record: &Record, shape: Shape) -> String {
         0 => "no database".to_owned(),
         rows => format!("{rows} rows of a table in the database's buffers (every other request is a query)"),
     };
-    let mut notes = vec![
-        format!("{}; {}. Disk profiles by: {}.", record.machine.describe(), record.qemu, record.profile_by),
+    report::notes(record, &[
         format!(
             "A guest of {} MiB: {} MiB of files in its cache, {database}, {} MiB of one process. The figures of pages and faults \
              are those of {COUNTED_REQUESTS} requests.",
@@ -72,9 +71,5 @@ fn notes(record: &Record, shape: Shape) -> String {
         "The first run of each side. A fault is counted by the keeper, from when it hears of it until the page is there, \
          and when it is over; sampled four times a second."
             .to_owned(),
-    ];
-    if record.quick {
-        notes.push("A quick run: a look, not a result.".to_owned());
-    }
-    notes.iter().map(|note| format!("<p>{}</p>", escape(note))).collect()
+    ])
 }

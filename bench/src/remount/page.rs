@@ -3,7 +3,7 @@
 use super::trace::Trace;
 use super::{MEMORY_MIB, summary};
 use crate::record::Record;
-use crate::report::{Page, escape, figures, read_times, table};
+use crate::report::{self, Page, figures, read_times, table};
 use crate::sides::BOOT_SET_LIMIT;
 use crate::table::figure_or_dash;
 
@@ -31,15 +31,11 @@ pub fn html(record: &Record, traces: &[Trace]) -> String {
 }
 
 fn notes(record: &Record) -> String {
-    let mut notes = vec![
-        format!("{}; {}. Disk profiles by: {}.", record.machine.describe(), record.qemu, record.profile_by),
-        format!(
+    report::notes(
+        record,
+        &[format!(
             "A guest of {MEMORY_MIB} MiB, mounting four volumes at a time; a boot set of at most {BOOT_SET_LIMIT}. The times of the reads \
              are those of the guest's own block layer, at paper."
-        ),
-    ];
-    if record.quick {
-        notes.push("A quick run: a look, not a result.".to_owned());
-    }
-    notes.iter().map(|note| format!("<p>{}</p>", escape(note))).collect()
+        )],
+    )
 }

@@ -1,8 +1,8 @@
 //! File reads before and after, as bars: the first read after a reboot is where a cold cache shows.
 
+use super::Run;
 use super::scale::axis_top;
-use super::{Run, escape};
-use crate::table::figure;
+use crate::table::{escape, figure};
 
 /// MiB/s of one read, after a warm and after a cold reboot.
 #[derive(Clone, Debug)]

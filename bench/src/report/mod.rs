@@ -18,10 +18,11 @@ pub use memory_plot::{Held, MemoryPlot};
 pub use page::Page;
 pub use timeline::{Phase, Timeline};
 
+use std::iter;
 use std::path::Path;
 
 use crate::record::Record;
-use crate::table::{Table, figure};
+use crate::table::{Table, escape, figure};
 
 /// One way to come back: its name on the page, and which of the two colours it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,6 +55,17 @@ pub fn figures(record: &Record) -> String {
         figures.row([metric.clone(), figure(*value)]);
     }
     table(&figures)
+}
+
+/// On what, and how, a record was measured.
+pub fn notes(record: &Record, how: &[String]) -> String {
+    let on = format!("{}; {}. Disk profiles by: {}.", record.machine.describe(), record.qemu, record.profile_by);
+    let quick = record.quick.then(|| "A quick run: a look, not a result.".to_owned());
+    paragraphs(iter::once(&on).chain(how).chain(&quick))
+}
+
+fn paragraphs<'a>(notes: impl IntoIterator<Item = &'a String>) -> String {
+    notes.into_iter().map(|note| format!("<p>{}</p>", escape(note))).collect()
 }
 
 /// Requests per second over time; zero is the crash.
@@ -116,11 +128,6 @@ pub fn write_whole(path: &Path, html: &str) -> std::io::Result<()> {
     let fresh = path.with_extension("html.new");
     std::fs::write(&fresh, html)?;
     std::fs::rename(&fresh, path)
-}
-
-/// Text as it may stand in HTML and in attributes.
-pub fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! The frame of the page and its texts.
 
-use super::{Line, Report, Run, Tile, bars, escape, throughput, timeline};
+use super::{Line, Report, Run, Tile, bars, paragraphs, throughput, timeline};
+use crate::table::escape;
 
 const STYLE: &str = include_str!("page.css");
 
@@ -104,8 +105,4 @@ fn table(lines: &[Line]) -> String {
          <th class=\"cold-text\">after cold</th></tr></thead><tbody>{}</tbody></table></div>",
         lines.iter().map(row).collect::<String>()
     )
-}
-
-fn paragraphs(notes: &[String]) -> String {
-    notes.iter().map(|note| format!("<p>{}</p>", escape(note))).collect()
 }

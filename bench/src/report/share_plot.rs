@@ -1,7 +1,7 @@
 //! A share of time over time, a line for each side: how much of every moment went into one thing.
 
-use super::escape;
 use super::frame::Frame;
+use crate::table::escape;
 
 /// One side.
 #[derive(Clone, Debug)]

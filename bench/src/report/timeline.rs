@@ -1,7 +1,7 @@
 //! The phases of a recovery, each a bar on one time axis: where the seconds of an outage went.
 
-use super::{Run, escape};
-use crate::table::figure;
+use super::Run;
+use crate::table::{escape, figure};
 
 #[derive(Clone, Debug)]
 pub struct Phase {

@@ -17,7 +17,8 @@ use hearth_disk::tag::Tagger;
 use hearth_recovery::boot_set::{ImageNotes, saved};
 
 use super::ready::{Question, ReadyWatch, Word};
-use super::{Machine, MachineError, Parts, volumes};
+use super::volumes::{self, percent};
+use super::{Machine, MachineError, Parts};
 use crate::config::ReadySign;
 use crate::event::Event;
 
@@ -251,8 +252,4 @@ fn later(tally: &PhaseTally) -> RemountLater {
 fn hit_pct(tally: &PhaseTally) -> Option<f64> {
     let hits = tally.hits + tally.ember_hits;
     percent(hits, hits + tally.misses)
-}
-
-pub(super) fn percent(part: u64, whole: u64) -> Option<f64> {
-    (whole > 0).then(|| part as f64 * 100.0 / whole as f64)
 }

@@ -8,8 +8,6 @@ use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::{BootSet, Share};
 use hearth_disk::partitions::{self, Partition, SECTOR_BYTES};
 
-use super::remount::percent;
-
 const BLOCK: u64 = BLOCK_BYTES as u64;
 const SECTORS_PER_BLOCK: u64 = (BLOCK_BYTES / SECTOR_BYTES) as u64;
 
@@ -42,4 +40,9 @@ fn volume(disk: &str, Partition { number, bytes }: &Partition, share: Share) -> 
         misses: share.misses,
         hit_pct: percent(share.hits, share.hits + share.misses),
     }
+}
+
+/// None of nothing.
+pub fn percent(part: u64, whole: u64) -> Option<f64> {
+    (whole > 0).then(|| part as f64 * 100.0 / whole as f64)
 }

@@ -1,20 +1,18 @@
 //! Bell: ends the serving of faults from another thread.
 
+use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
-use super::admission::AdmissionError;
-
 #[derive(Debug)]
 pub struct Bell(OwnedFd);
 
 impl Bell {
-    pub fn new() -> Result<Self, AdmissionError> {
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        bell.map(Self).map_err(|errno| AdmissionError::Bell(errno.into()))
+    pub fn new() -> io::Result<Self> {
+        Ok(Self(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
     }
 
     pub fn ring(&self) {
@@ -23,12 +21,12 @@ impl Bell {
     }
 
     /// Sleeps until there are faults, or the time is over. True: the bell has been rung.
-    pub fn await_faults(&self, faults: BorrowedFd<'_>, at_most: Option<Duration>) -> Result<bool, AdmissionError> {
+    pub fn await_faults(&self, faults: BorrowedFd<'_>, at_most: Option<Duration>) -> io::Result<bool> {
         let limit = at_most.map(|time| Timespec::try_from(time).expect("waits are seconds at most"));
         let mut watched = [PollFd::new(&faults, PollFlags::IN), PollFd::new(&self.0, PollFlags::IN)];
         match poll(&mut watched, limit.as_ref()) {
             Ok(_) | Err(Errno::INTR) => Ok(!watched[1].revents().is_empty()),
-            Err(errno) => Err(AdmissionError::Bell(errno.into())),
+            Err(errno) => Err(errno.into()),
         }
     }
 }

@@ -78,7 +78,7 @@ impl SuppliedRam {
             qemu_pid: userfault.qemu_pid,
             pieces,
             ram_bytes: ram.bytes(),
-            bell: Bell::new()?,
+            bell: Bell::new().map_err(AdmissionError::Bell)?,
         })
     }
 
@@ -134,7 +134,11 @@ impl SuppliedRam {
     /// cannot now; then it is asked again.
     pub fn serve(&self, mut bring: impl FnMut(u64) -> Result<bool, AdmissionError>) -> Result<(), AdmissionError> {
         let (mut found, mut waiting): (Vec<Waiter>, Vec<u64>) = (Vec::new(), Vec::new());
-        while !self.bell.await_faults(self.fd.as_fd(), (!waiting.is_empty()).then_some(TRY_AGAIN))? {
+        while !self
+            .bell
+            .await_faults(self.fd.as_fd(), (!waiting.is_empty()).then_some(TRY_AGAIN))
+            .map_err(AdmissionError::Bell)?
+        {
             userfault::read(self.fd.as_fd(), &mut found).map_err(|errno| self.failure("reading faults of", errno))?;
             let touched = found.drain(..).filter_map(|waiter| self.page_at(waiter.address));
             let pages: Vec<u64> = touched.chain(waiting.drain(..)).collect();

@@ -160,7 +160,7 @@ impl GatedRam {
             committed_bytes: AtomicU64::new(0),
             granted_bytes: AtomicU64::new(0),
             finished: AtomicBool::new(false),
-            bell: Bell::new()?,
+            bell: Bell::new().map_err(AdmissionError::Bell)?,
             faults: AtomicU64::new(0),
             waiting: AtomicU64::new(0),
             waited_us: AtomicU64::new(0),
@@ -251,7 +251,11 @@ impl GatedRam {
     pub fn serve(&self, mut admit: impl FnMut(usize) -> Result<Verdict, AdmissionError>) -> Result<(), AdmissionError> {
         let mut queue = Queue::default();
         let mut found = Vec::new();
-        while !self.bell.await_faults(self.fd.as_fd(), (!queue.is_empty()).then_some(ASK_EVERY))? {
+        while !self
+            .bell
+            .await_faults(self.fd.as_fd(), (!queue.is_empty()).then_some(ASK_EVERY))
+            .map_err(AdmissionError::Bell)?
+        {
             userfault::read(self.fd.as_fd(), &mut found).map_err(|errno| self.failure("reading faults of", errno))?;
             for waiter in found.drain(..) {
                 if let Some(unit) = self.unit_at(waiter.address) {
