@@ -67,6 +67,7 @@ fn persistent_memory_is_what_its_last_flush_promised() -> Result<()> {
     vm.wait_running()?;
     write("three")?;
     assert_eq!(read()?, "three\none\ntwo\nthree\none\ntwo\nthree\n");
+    vm.cli(&["upgrade-keeper", vm.name()])?;
     is_told(&vm)?;
 
     // The host's memory goes with both, and what has no mirror with it.
