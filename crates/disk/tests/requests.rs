@@ -189,6 +189,31 @@ fn a_broken_queue_is_left_alone_and_a_reset_mends_it() {
 }
 
 #[test]
+fn no_more_requests_are_taken_than_the_ring_has_places() {
+    let (place, plan) = (Place::new(DISK_BYTES), Plan::new(1));
+    plan.sometimes(1, Fault::HoldEnd);
+    let server = place.serve_flaky(&plan, None);
+    let mut guest = Guest::connect(&place.socket(), 2);
+    let head = guest.submit(0, READ, 0, DATA, 4096);
+    // Each time as many as a ring could hold, and none of them is answered.
+    for _ in 0..4 {
+        (1..QUEUE_SIZE).for_each(|_| guest.make_available(0, head));
+        guest.publish(0);
+        for _ in 0..2 {
+            guest.submit_pieces(1, GET_ID, 0, &[(DATA + 4096, 20, true)]);
+            assert_eq!(guest.wait(1).status, OK, "other queues go on");
+        }
+    }
+    assert_eq!(server.counters().reads, u64::from(QUEUE_SIZE));
+    let pressure = server.pressure();
+    wait_until("what was taken comes to its end", || {
+        plan.release_all();
+        pressure.read(std::time::Instant::now()).in_flight == 0
+    });
+    assert_eq!(guest.used_index(0), 0, "nothing is said to a queue that makes no sense");
+}
+
+#[test]
 fn discarded_and_zeroed_ranges_read_as_zeroes() {
     let place = Place::new(DISK_BYTES);
     let server = place.serve(None);

@@ -241,6 +241,11 @@ impl Queue {
             taken => taken,
         };
         match taken {
+            // More than it has places for at a time: what is held for each would be memory without end.
+            Ok(Some(_)) if self.in_flight >= u32::from(self.size) => {
+                self.fail(RingFault::Overrun);
+                None
+            }
             Ok(Some(head)) => {
                 self.in_flight += 1;
                 if let Some(inflight) = inflight {
