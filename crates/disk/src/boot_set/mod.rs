@@ -273,7 +273,10 @@ impl WarmSource for BootSet {
             state.drop_copy((disk, block));
             return None;
         };
+        // The guest's memory may be on its way, and nobody else may wait for that. Only this disk's thread changes its blocks.
+        drop(state);
         copy(&bytes);
+        let mut state = self.lock();
         if self.is_learning() {
             if let Some(member) = state.touch((disk, block)) {
                 member.reads.hits += 1;
