@@ -221,6 +221,7 @@ impl Machine {
                 .map_err(|source| MachineError::Server { disk: disk.name.clone(), source })?;
             self.disks.push(server);
         }
+        self.judge_locked_images();
         self.open_nvram()
     }
 
@@ -295,11 +296,12 @@ impl Machine {
         self.dumps = Dumps::default();
         self.warden.watch(None);
         self.arrivals.set_conduct(Conduct::Refuse);
+        let images = self.settle_images();
         for disk in std::mem::take(&mut self.disks) {
             disk.stop();
         }
         self.give_back_nvram();
-        self.save_boot_set();
+        self.save_boot_set(images);
         self.discard_memory();
         self.journal = Journal::new(&self.parts.config.name, self.parts.config.memory_bytes);
         self.journal.save(&self.parts.folders.journal())?;

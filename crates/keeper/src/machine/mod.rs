@@ -71,7 +71,7 @@ use hearth_disk::server::DiskServer;
 use hearth_disk::tag::Tagger;
 use hearth_memory::PAGE_BYTES;
 use hearth_qemu::{AcceleratorChoice, Binary, QmpEvent};
-use hearth_recovery::boot_set::WarmSources;
+use hearth_recovery::boot_set::{ImageNote, WarmSources};
 use hearth_recovery::budget::Budget;
 use hearth_recovery::ember::Ember;
 use hearth_recovery::hold::Hold;
@@ -142,6 +142,8 @@ pub struct Machine {
     warm: Arc<WarmSources>,
     /// When the guest is taken to be ready if nobody has said so.
     ready_at: Option<Instant>,
+    /// What the images were when the boot set was found to be theirs; until they are locked.
+    judged_images: Option<Vec<ImageNote>>,
     /// Asks the guest whether it is.
     ready_watch: Option<ready::ReadyWatch>,
     budget: Budget,
@@ -214,7 +216,7 @@ impl Machine {
         let journal = park::journal(&parts)?;
         let tagger = parts.folders.tagger()?;
         let ember = Arc::new(Ember::new(&parts.folders.memory, tagger.clone()));
-        let (boot_set, doubt) = remount::open(&parts, &tagger)?.unzip();
+        let (boot_set, evidence) = remount::open(&parts, &tagger)?.unzip();
         let join_writes = parts.config.remount.as_ref().is_some_and(|remount| remount.join_writes);
         let warm = Arc::new(WarmSources { ember: ember.clone(), boot_set: boot_set.clone(), join_writes });
         let crash = &parts.config.crash;
@@ -237,6 +239,7 @@ impl Machine {
             tagger,
             ember,
             warm,
+            judged_images: None,
             ready_at: None,
             ready_watch: None,
             budget,
@@ -280,7 +283,7 @@ impl Machine {
             taken_over => taken_over?,
         };
         if !taken_over {
-            machine.judge_boot_set(doubt.flatten());
+            machine.judge_boot_set(evidence);
             machine.load_boot_set();
             let started = match machine.order_to_restore() {
                 Some(order) => machine.restore(&order),

@@ -38,7 +38,7 @@ const STATE_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Why a guest is not parked.
 #[derive(Debug, thiserror::Error)]
-enum Failure {
+pub(super) enum Failure {
     #[error(transparent)]
     State(#[from] StateError),
     #[error("QEMU does not hold the guest still")]
@@ -147,7 +147,7 @@ impl Machine {
         self.flush_images().map_err(|error| ApiError::new(ErrorWord::Failed, crate::chain(&error)))
     }
 
-    fn flush_images(&self) -> Result<(), Failure> {
+    pub(super) fn flush_images(&self) -> Result<(), Failure> {
         let written = self.parts.config.disks.iter().filter(|disk| !disk.read_only);
         let written = written.map(|disk| (disk.name.as_str(), &disk.path));
         written.chain(self.firmware_vars().map(|vars| ("firmware_vars", vars))).try_for_each(|(name, path)| {

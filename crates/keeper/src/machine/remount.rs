@@ -14,7 +14,7 @@ use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::{BootSet, DiskTally, PhaseTally};
 use hearth_disk::server::DiskServer;
 use hearth_disk::tag::Tagger;
-use hearth_recovery::boot_set::{ImageNotes, saved};
+use hearth_recovery::boot_set::{ImageNote, ImageNotes, saved};
 
 use super::ready::{Question, ReadyWatch, Word};
 use super::volumes::{self, percent};
@@ -24,8 +24,16 @@ use crate::event::Event;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
-/// A boot set, and why it may be void if no QEMU was alive meanwhile.
-type Found = (Arc<BootSet>, Option<String>);
+/// A boot set, and what speaks for it if no QEMU was alive meanwhile.
+type Found = (Arc<BootSet>, Evidence);
+
+/// Whether the images are those that a boot set was kept of.
+pub(super) struct Evidence {
+    /// What they are. None: an image cannot be looked at, or is a block device.
+    images: Option<Vec<ImageNote>>,
+    /// Why that is not what was noted.
+    doubt: Option<String>,
+}
 
 /// What an earlier keeper left. None: it is not wanted.
 pub(super) fn open(parts: &Parts, tagger: &Tagger) -> Result<Option<Found>, MachineError> {
@@ -36,14 +44,19 @@ pub(super) fn open(parts: &Parts, tagger: &Tagger) -> Result<Option<Found>, Mach
         }
         return Ok(None);
     };
-    let doubt = image_notes(parts).difference();
+    let notes = image_notes(parts);
+    let evidence = Evidence { images: notes.look().ok().flatten(), doubt: notes.difference() };
     let boot_set = BootSet::open(folder, remount.limit_bytes, tagger.clone()).map_err(MachineError::BootSet)?;
-    Ok(Some((Arc::new(boot_set), doubt)))
+    Ok(Some((Arc::new(boot_set), evidence)))
 }
 
 fn image_notes(parts: &Parts) -> ImageNotes {
     let images = parts.config.disks.iter().map(|disk| disk.path.clone());
     ImageNotes::new(&parts.folders.memory, images.collect())
+}
+
+fn unseen(error: std::io::Error) -> String {
+    format!("the images cannot be looked at: {error}")
 }
 
 impl Machine {
@@ -52,9 +65,24 @@ impl Machine {
     }
 
     /// No QEMU was alive when this keeper started: without doubt about the images what is held is as good as ever.
-    pub(super) fn judge_boot_set(&self, doubt: Option<String>) {
-        let (Some(boot_set), Some(why)) = (self.boot_set(), doubt) else { return };
-        if !boot_set.is_empty() {
+    pub(super) fn judge_boot_set(&mut self, evidence: Option<Evidence>) {
+        let Some(Evidence { images, doubt }) = evidence else { return };
+        self.judged_images = images;
+        if let Some(why) = doubt {
+            self.drop_boot_set(why);
+        }
+    }
+
+    /// All images are locked. Until now others could write to them.
+    pub(super) fn judge_locked_images(&mut self) {
+        let Some(judged) = self.judged_images.take() else { return };
+        if !matches!(image_notes(&self.parts).look(), Ok(Some(found)) if found == judged) {
+            self.drop_boot_set("an image was changed while the machine started".to_owned());
+        }
+    }
+
+    fn drop_boot_set(&self, why: String) {
+        if self.boot_set().is_some_and(|boot_set| !boot_set.is_empty()) {
             self.record(EventKind::BootSetDropped { why });
             self.clear_boot_set();
         }
@@ -63,12 +91,8 @@ impl Machine {
     /// What was held when the machine was stopped, if no image was changed since.
     pub(super) fn load_boot_set(&self) {
         let (Some(boot_set), Some(path)) = (self.boot_set(), self.persist_file()) else { return };
-        let images = match image_notes(&self.parts).look() {
-            Ok(Some(images)) => images,
-            Ok(None) => return,
-            Err(error) => return tracing::warn!(%error, "the images cannot be looked at"),
-        };
-        match saved::load(path, boot_set, &images) {
+        let Some(images) = &self.judged_images else { return };
+        match saved::load(path, boot_set, images) {
             Ok(None) => {}
             Ok(Some(blocks)) => self.record(EventKind::BootSetLoaded { blocks }),
             Err(error) => {
@@ -78,14 +102,25 @@ impl Machine {
         }
     }
 
-    /// The machine has stopped, and nobody writes to its images any more.
-    pub(super) fn save_boot_set(&self) {
+    /// What the images are that a boot set is about to be saved of, while they are locked. All of it is durable: else the host's
+    /// crash would leave what is older than the copies. None: nothing will be saved.
+    pub(super) fn settle_images(&self) -> Result<Option<Vec<ImageNote>>, String> {
+        if self.persist_file().is_none() {
+            return Ok(None);
+        }
+        self.flush_images().map_err(|error| crate::chain(&error))?;
+        image_notes(&self.parts).look().map_err(unseen)
+    }
+
+    /// The machine has stopped, and nobody writes to its images any more: they are what they were when they were `locked`.
+    pub(super) fn save_boot_set(&self, locked: Result<Option<Vec<ImageNote>>, String>) {
         let (Some(boot_set), Some(path)) = (self.boot_set(), self.persist_file()) else { return };
-        let saved = match image_notes(&self.parts).at_rest() {
-            Ok(Some(images)) => saved::save(path, boot_set, &images).map_err(|error| crate::chain(&error)),
-            Ok(None) => Err("an image is a block device, or somebody else writes to it".to_owned()),
-            Err(error) => Err(format!("the images cannot be looked at: {error}")),
-        };
+        let saved = locked.and_then(|locked| match image_notes(&self.parts).at_rest().map_err(unseen)? {
+            Some(images) if locked.as_ref() == Some(&images) => {
+                saved::save(path, boot_set, &images).map_err(|error| crate::chain(&error))
+            }
+            _ => Err("an image is a block device, or somebody else writes to it".to_owned()),
+        });
         match saved {
             Ok(blocks) => self.record(EventKind::BootSetSaved { blocks }),
             Err(why) => self.record(EventKind::Error { message: format!("the boot set is not saved: {why}") }),

@@ -85,8 +85,9 @@ pub fn load(path: &Path, boot_set: &BootSet, images: &[ImageNote]) -> Result<Opt
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(unreadable(error)),
     };
-    // Whatever comes of it: it is good for one start.
-    fs::remove_file(path).map_err(unreadable)?;
+    // Whatever comes of it: it is good for one start, also if the host loses power during that.
+    let folder = path.parent().unwrap_or(Path::new("/"));
+    fs::remove_file(path).and_then(|()| File::open(folder)?.sync_all()).map_err(unreadable)?;
     let mut file = BufReader::with_capacity(1 << 20, file);
     let mut head = [0; 8 + 4 + 4];
     file.read_exact(&mut head).map_err(unreadable)?;
