@@ -61,6 +61,12 @@ fn nvram_is_what_its_last_flush_promised() -> Result<()> {
         Ok(())
     };
     counted()?;
+    let resized = vm.cli_output(&["resize", vm.name(), "sync"])?;
+    assert!(
+        resized.status == 1 && resized.text().contains("nvram has no disk sync; its disks are: disk0"),
+        "{}",
+        resized.text()
+    );
     write("one")?;
     vm.kill_qemu()?;
     vm.wait_incarnation(2)?;

@@ -102,8 +102,10 @@ impl Machine {
     }
 
     fn resize(&mut self, name: &str) -> Result<DiskSize, ApiError> {
-        let Some(disk) = self.disks.iter().find(|disk| disk.name() == name) else {
-            let names: Vec<_> = self.disks.iter().map(|disk| disk.name()).collect();
+        // NVRAM is served behind them, and stays as large as it is.
+        let disks = &self.disks[..self.disks.len().min(self.parts.config.disks.len())];
+        let Some(disk) = disks.iter().find(|disk| disk.name() == name) else {
+            let names: Vec<_> = disks.iter().map(|disk| disk.name()).collect();
             let message = format!("{} has no disk {name}", self.parts.config.name);
             return Err(
                 ApiError::new(ErrorWord::NoSuchDisk, message).hint(format!("its disks are: {}", names.join(", ")))
