@@ -46,9 +46,13 @@ fn resume(vm: &TestVm) -> Result<String> {
 
 /// What became of this machine: its part of the record.
 fn outcome(vm: &TestVm) -> Result<Value> {
+    Ok(outcomes(vm)?.into_iter().find(|line| line["name"] == vm.name()).expect("it was prepared"))
+}
+
+/// The record that this machine's commands name.
+fn outcomes(vm: &TestVm) -> Result<Vec<Value>> {
     let said = must(host_reload(vm, "status", &["--json"])?);
-    let lines = said.lines().map(|line| serde_json::from_str::<Value>(line).expect("a line of JSON"));
-    Ok(lines.into_iter().find(|line| line["name"] == vm.name()).expect("it was prepared"))
+    Ok(said.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect())
 }
 
 #[test]
@@ -422,6 +426,36 @@ fn if_one_machine_cannot_be_parked_the_others_go_on() -> Result<()> {
 }
 
 #[test]
+fn machines_that_cannot_be_parked_are_left_and_named_if_the_rest_is_to_go_on() -> Result<()> {
+    let first = machine("parks").boot()?;
+    let second = machine("cannot").beside(&first).boot()?;
+    let third = machine("orphan").beside(&first).boot()?;
+    let nonces = [first.nonce()?, second.nonce()?];
+    let stays = second.qemu_pid()?;
+    // The configuration that its next keeper would read is gone; the third one has no keeper.
+    let file = second.folder().join("machine.toml");
+    let aside = file.with_extension("aside");
+    fs::rename(&file, &aside).expect("its configuration");
+    third.kill_keeper()?;
+    let prepared = host_reload(&first, "prepare", &["--drill", "--keep-going"])?;
+    let text = prepared.text();
+    assert_eq!(prepared.status, 1, "{text}");
+    for says in ["parks: parked in", "cannot: not parked: ", "is gone", "orphan: not parked: its keeper has died"] {
+        assert!(text.contains(says), "{says}: {text}");
+    }
+    assert!(text.contains("1 parked, 2 not"), "{text}");
+    assert!(first.wait_keeper_end()?.success());
+    let noted = outcomes(&first)?;
+    let noted: Vec<_> = noted.iter().map(|line| (line["name"].as_str(), line["outcome"].as_str())).collect();
+    assert_eq!(noted, [(Some("cannot"), Some("not_parked")), (Some("parks"), Some("parked"))]);
+    resume(&first)?;
+    assert_eq!([first.nonce()?, second.nonce()?], nonces);
+    assert_eq!(second.qemu_pid()?, stays, "it was not touched");
+    fs::rename(&aside, &file).expect("its configuration");
+    Ok(())
+}
+
+#[test]
 fn a_host_that_would_lose_the_guests_is_told_so_before_anything_stops() -> Result<()> {
     let vm = machine("unfit").boot()?;
     let before = (vm.nonce()?, vm.qemu_pid()?);
@@ -430,8 +464,13 @@ fn a_host_that_would_lose_the_guests_is_told_so_before_anything_stops() -> Resul
     assert_eq!(checked.status, 1, "{text}");
     assert!(text.contains("is not on a DAX file system"), "{text}");
     assert!(text.contains("(host)  no ") && text.contains("kexec"), "{text}");
-    let refused = host_reload(&vm, "prepare", &[])?;
-    assert!(refused.status == 1 && refused.text().contains("nothing is stopped: this host: "), "{}", refused.text());
+    for options in [&[][..], &["--keep-going"]] {
+        let refused = host_reload(&vm, "prepare", options)?;
+        let text = refused.text();
+        assert!(refused.status == 1 && text.contains("nothing is stopped: this host: "), "{text}");
+    }
+    let refused = host_reload(&vm, "prepare", &["--drill", "--kexec"])?;
+    assert!(refused.status == 2 && refused.text().contains("cannot be used with"), "{}", refused.text());
     assert_eq!(host_reload(&vm, "status", &[])?.status, 1, "nothing was recorded");
     let fit = must(host_reload(&vm, "prepare", &["--check", "--drill"])?);
     assert!(fit.lines().any(|line| line.split_whitespace().eq(["unfit", "yes"])), "{fit}");

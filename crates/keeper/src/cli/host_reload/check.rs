@@ -23,18 +23,26 @@ pub struct Verdict {
     pub machine: Option<String>,
     /// Nothing: it can.
     pub problems: Vec<String>,
+    /// None: the host, or a machine whose keeper says nothing of it.
+    #[serde(skip)]
+    note: Option<MachineNote>,
 }
 
-/// What was looked at, and what is to be parked.
+impl Verdict {
+    pub fn can(&self) -> bool {
+        self.problems.is_empty()
+    }
+}
+
+/// What was looked at: the host first.
 pub struct Findings {
     pub verdicts: Vec<Verdict>,
-    pub machines: Vec<MachineNote>,
 }
 
 impl Findings {
     pub fn of(root: &RuntimeRoot, drill: bool) -> Self {
-        let host = Verdict { machine: None, problems: if drill { Vec::new() } else { host_problems() } };
-        let mut findings = Self { verdicts: vec![host], machines: Vec::new() };
+        let problems = if drill { Vec::new() } else { host_problems() };
+        let mut findings = Self { verdicts: vec![Verdict { machine: None, problems, note: None }] };
         for name in root.names() {
             let looked = match life::orphaned_qemu(&root.machine(&name)) {
                 Some(pid) => {
@@ -43,21 +51,34 @@ impl Findings {
                 None if life::has_keeper(&root.machine(&name)) => look(root, &name),
                 None => continue,
             };
-            let problems = match looked {
-                Ok(machine) => {
-                    let problems = machine_problems(root, &machine, drill);
-                    findings.machines.push(machine);
-                    problems
-                }
-                Err(why) => vec![why],
+            let (problems, note) = match looked {
+                Ok(machine) => (machine_problems(root, &machine, drill), Some(machine)),
+                Err(why) => (vec![why], None),
             };
-            findings.verdicts.push(Verdict { machine: Some(name), problems });
+            findings.verdicts.push(Verdict { machine: Some(name), problems, note });
         }
         findings
     }
 
     pub fn can(&self) -> bool {
-        self.verdicts.iter().all(|verdict| verdict.problems.is_empty())
+        self.verdicts.iter().all(Verdict::can)
+    }
+
+    /// Whether the host itself could: else no machine can.
+    pub fn host_can(&self) -> bool {
+        self.verdicts.iter().filter(|verdict| verdict.machine.is_none()).all(Verdict::can)
+    }
+
+    /// Machines of which more is known than that they cannot be parked: those that cannot are noted as such.
+    pub fn machines(&self) -> Vec<MachineNote> {
+        let notes = self.verdicts.iter().filter_map(|verdict| {
+            let mut note = verdict.note.clone()?;
+            if !verdict.can() {
+                note.decide(Outcome::NotParked, Some(verdict.problems.join("; ")));
+            }
+            Some(note)
+        });
+        notes.collect()
     }
 
     /// All problems on one line.
@@ -179,13 +200,11 @@ mod tests {
 
     #[test]
     fn every_problem_has_a_line_of_its_own() {
-        let verdict = Verdict { machine: Some("web".into()), problems: vec!["one".into(), "two".into()] };
+        let verdict = Verdict { machine: Some("web".into()), problems: vec!["one".into(), "two".into()], note: None };
         assert_eq!(table(&[Side::Left; 3], &rows(&verdict)), ["web  no  one", "         two"]);
-        let findings = Findings {
-            verdicts: vec![Verdict { machine: None, problems: vec!["a".into()] }, verdict],
-            machines: Vec::new(),
-        };
-        assert!(!findings.can());
+        let host = Verdict { machine: None, problems: vec!["a".into()], note: None };
+        let findings = Findings { verdicts: vec![host, verdict] };
+        assert!(!findings.can() && !findings.host_can());
         assert_eq!(findings.problems(), "this host: a; web: one; web: two");
     }
 }

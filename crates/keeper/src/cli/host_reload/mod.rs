@@ -52,11 +52,11 @@ pub struct PrepareArguments {
     /// So many at a time.
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=256))]
     parallel: u16,
-    /// A machine that cannot be parked is left as it is. It will be lost with the host's kernel.
+    /// A machine that cannot be parked is left as it is, and named. It will be lost with the host's kernel.
     #[arg(long)]
     keep_going: bool,
     /// Ends with `systemctl kexec`.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "drill")]
     kexec: bool,
     #[command(flatten)]
     fleet: FleetArguments,

@@ -36,18 +36,19 @@ pub fn prepare(context: &mut Context<'_>, arguments: &PrepareArguments) -> Resul
     let path = &arguments.record.record;
     must_be_free(path)?;
     let findings = Findings::of(&context.root, arguments.drill);
-    if !findings.can() && !arguments.keep_going {
+    if !findings.host_can() || !findings.can() && !arguments.keep_going {
         return Err(CliError::HostReload(format!("nothing is stopped: {}", findings.problems())));
     }
+    let unfit = tell_unfit(context, &findings)?;
     let fleet = lock_fleet(context, &arguments.fleet)?;
-    let mut record = Record::new(rfc3339(SystemTime::now()), context.root.path(), fleet, findings.machines);
+    let mut record = Record::new(rfc3339(SystemTime::now()), context.root.path(), fleet, findings.machines());
     if let Err(error) = record.save(path) {
         if let Some(fleet) = &record.fleet {
             fleet.release()?;
         }
         return Err(error.into());
     }
-    let failed = park_all(context, &mut record, arguments, path)?;
+    let failed = unfit + park_all(context, &mut record, arguments, path)?;
     if failed > 0 && !arguments.keep_going {
         return take_back(context, record, path);
     }
@@ -91,14 +92,30 @@ fn lock_fleet(context: &mut Context<'_>, arguments: &FleetArguments) -> Result<O
     Ok(Some(lock))
 }
 
-/// How many are not parked.
+/// How many machines will not even be tried.
+fn tell_unfit(context: &mut Context<'_>, findings: &Findings) -> Result<usize, CliError> {
+    let mut unfit = 0;
+    for verdict in findings.verdicts.iter().filter(|verdict| !verdict.can()) {
+        let Some(name) = &verdict.machine else { continue };
+        if context.json {
+            context.write_json(verdict)?;
+        } else {
+            context.write_line(&format!("{name}: not parked: {}", verdict.problems.join("; ")))?;
+        }
+        unfit += 1;
+    }
+    Ok(unfit)
+}
+
+/// How many of those that are to be are not parked.
 fn park_all(
     context: &mut Context<'_>,
     record: &mut Record,
     arguments: &PrepareArguments,
     path: &Path,
 ) -> Result<usize, CliError> {
-    let names: VecDeque<String> = record.machines.iter().map(|machine| machine.name.clone()).collect();
+    let begun = record.machines.iter().filter(|machine| machine.outcome == Outcome::Begun);
+    let names: VecDeque<String> = begun.map(|machine| machine.name.clone()).collect();
     let at_a_time = usize::from(arguments.parallel).min(names.len());
     let (machines, root) = (record.machines.clone(), context.root.clone());
     let queue = Queue::new(names, Duration::ZERO);
