@@ -12,6 +12,7 @@ impl Table {
 
     pub fn row<S: Into<String>>(&mut self, cells: impl IntoIterator<Item = S>) {
         let mut cells: Vec<String> = cells.into_iter().map(Into::into).collect();
+        debug_assert!(cells.len() <= self.head.len(), "more cells than headings: {cells:?}");
         cells.resize(self.head.len(), String::new());
         self.rows.push(cells);
     }

@@ -121,6 +121,7 @@ pub fn table(record: &Record) -> Table {
         "first answer ms",
         "usable s",
         "complete s",
+        "disks complete s",
         "faults in 100 requests",
         "fault us p50",
         "fault us p99",
