@@ -339,7 +339,9 @@ pub static ROUTES: &[Route] = &[
         details: "",
         parameters: &[],
         request: None,
-        response: Body::JsonObject("the fields of config.md, resolved"),
+        response: Body::JsonObject(
+            "the configuration in the keeper's own form: sizes in bytes, paths absolute; no machine.toml",
+        ),
         cli: "hearth config NAME",
         errors: &[],
     },

@@ -57,7 +57,7 @@ pub fn check(config: &Config, root: &RuntimeRoot, purpose: Purpose) -> Vec<Probl
     dumps::check(config, &mut problems);
     qemu::check(config, &mut problems);
     network::check(config, life, &mut problems);
-    surroundings::check(config, &mut problems);
+    surroundings::check(config, root, &mut problems);
     problems
 }
 

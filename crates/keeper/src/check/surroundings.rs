@@ -2,13 +2,15 @@
 
 use crate::config::{Config, NetBackend};
 use crate::problem::Problem;
+use crate::runtime_root::RuntimeRoot;
 use crate::unix_socket::PATH_BYTES_MAX;
 
 /// Generations are counted; a machine with more than 9999 QEMUs in its life is a strange one.
 const GENERATION_DIGITS: &str = "9999";
 
-pub fn check(config: &Config, problems: &mut Vec<Problem>) {
+pub fn check(config: &Config, root: &RuntimeRoot, problems: &mut Vec<Problem>) {
     problems.extend(socket_paths(config));
+    problems.extend(earlier_folder(config, root));
     problems.extend(user(config, rustix::process::geteuid().is_root()));
 }
 
@@ -29,6 +31,20 @@ fn socket_paths(config: &Config) -> Option<Problem> {
         "{folder} is too long: with /{longest} a socket's path has {bytes} bytes, {PATH_BYTES_MAX} are allowed"
     );
     Some(Problem::error("runtime_folder", message, format!("choose a folder whose path is {excess} bytes shorter")))
+}
+
+/// A machine with a runtime folder elsewhere is known by a link: where it had a folder before there is no place for that.
+fn earlier_folder(config: &Config, root: &RuntimeRoot) -> Option<Problem> {
+    let place = root.machine(&config.name);
+    let in_the_way = place != config.runtime_folder && place.exists() && !place.is_symlink();
+    in_the_way.then(|| {
+        let message = format!("{} is there from before", place.display());
+        Problem::error(
+            "runtime_folder",
+            message,
+            "stop the machine if it runs there and remove the folder, or leave out runtime_folder",
+        )
+    })
 }
 
 fn user(config: &Config, is_root: bool) -> Option<Problem> {

@@ -164,6 +164,23 @@ fn a_machine_that_runs_is_told_so_and_not_of_what_it_holds_itself() {
 }
 
 #[test]
+fn a_folder_from_before_is_in_the_way_of_a_runtime_folder_elsewhere() {
+    let fixture = fixture();
+    let elsewhere = fixture.root.path().join("elsewhere");
+    let text = format!("runtime_folder = \"{}\"\n{GOOD}", elsewhere.display());
+    fixture.check(&text, &[]);
+    fixture.root.enter("web", &elsewhere).unwrap();
+    fixture.check(&text, &[]);
+    let place = fixture.root.machine("web");
+    fs::remove_file(&place).unwrap();
+    fs::create_dir(&place).unwrap();
+    fixture.check(
+        &text,
+        &["error: runtime_folder: run/web is there from before; stop the machine if it runs there and remove the folder, or leave out runtime_folder"],
+    );
+}
+
+#[test]
 fn a_qemu_without_a_keeper_keeps_its_ports() {
     let fixture = fixture();
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();

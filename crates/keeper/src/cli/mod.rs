@@ -101,7 +101,7 @@ pub struct Cli {
     #[command(subcommand)]
     verb: Verb,
 
-    /// Answer in JSON instead of words.
+    /// Answer in JSON instead of words. Errors are words on standard error; the exit code tells them apart.
     #[arg(long, global = true)]
     json: bool,
 
@@ -287,7 +287,8 @@ enum Verb {
         #[command(subcommand)]
         verb: VmcoreVerb,
     },
-    /// Show a configuration with all defaults filled in.
+    /// Show a configuration as the keeper understands it, with all defaults filled in: sizes in bytes, paths absolute. It is no
+    /// machine.toml.
     Config {
         /// A configuration file (has a "/" or ends in .toml), or the name of a running machine.
         #[arg(value_name = "FILE|NAME")]
@@ -360,6 +361,8 @@ pub enum CliError {
     Client(#[from] ClientError),
     #[error("{file}: the machine cannot run")]
     Configuration { file: PathBuf, problems: Vec<Problem> },
+    #[error("no machine in {root} has been rejuvenated yet: do it with one, then ask again")]
+    NoHistory { root: PathBuf },
     #[error("{name}: {what}")]
     Machine { name: String, what: String },
     #[error("{path}: cannot be used")]

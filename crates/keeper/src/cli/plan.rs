@@ -156,10 +156,7 @@ pub fn show(context: &mut Context<'_>, boot: Duration, alpha: f64) -> Result<Exi
     let machines = context.root.names().len();
     let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
     let Some(plan) = History::of(&context.root, boot).plan(machines, processors, boot, alpha) else {
-        let root = context.root.path().display();
-        context
-            .write_line(&format!("no machine in {root} has been rejuvenated yet: do it with one, then ask again"))?;
-        return Ok(Exit::Failed);
+        return Err(CliError::NoHistory { root: context.root.path().to_owned() });
     };
     if context.json {
         context.write_json(&plan)?;

@@ -66,7 +66,7 @@ impl Section {
             }
             Self::Remount => {
                 "With this heading the blocks that the machine reads from its disks until it is ready are held in memory for \
-                 its next boot: see fast-remount.md."
+                 its next boot: see fast-remount.md. Not with `ember = \"off\"`."
             }
             Self::Ready => {
                 "What tells that a boot is over, beside `hearth ready`: one of these. It may be written as \
@@ -80,8 +80,11 @@ impl Section {
                 "One disk that is host memory, for journals and logs; repeat the heading for each. The guest sees them behind \
                  its disks, in this order, and `pmem` behind these: see fast-remount.md."
             }
-            Self::Disk => "One virtual disk; repeat the heading for each. The guest sees them in this order.",
-            Self::Net => "One network device; repeat the heading for each.",
+            Self::Disk => {
+                "One virtual disk; repeat the heading for each. The guest sees them in this order. A machine has places for 16 \
+                 disks and NVRAM devices."
+            }
+            Self::Net => "One network device; repeat the heading for each, of 7 at most.",
         }
     }
 }
@@ -478,7 +481,7 @@ pub static FIELDS: &[Field] = &[
         "the keeper's environment",
         r#""/etc/hearth/s3.env""#,
         "A file with one setting a line, as the tools of AWS name them: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, \
-         `AWS_REGION`, `AWS_ENDPOINT_URL` for a store of another house, `AWS_ALLOW_HTTP=true` for one without TLS.",
+         `AWS_SESSION_TOKEN`, `AWS_REGION`, `AWS_ENDPOINT_URL` for a store of another house, `AWS_ALLOW_HTTP=true` for one without TLS.",
     ),
     field(
         Section::ObjectStore,
@@ -606,7 +609,8 @@ pub static FIELDS: &[Field] = &[
         TextList,
         "none",
         r#"["127.0.0.1:8080:80", "127.0.0.1:5353:53/udp"]"#,
-        "Ports of the host that lead into the guest: `HOSTIP:PORT:GUESTPORT`, with `/udp` for UDP; `user` and `passt` only.",
+        "Ports of the host that lead into the guest: `HOSTIP:PORT:GUESTPORT` (`[::1]:PORT:GUESTPORT`), or `PORT:GUESTPORT` on \
+         127.0.0.1, with `/udp` for UDP; `user` and `passt` only.",
     ),
     field(
         Section::Net,

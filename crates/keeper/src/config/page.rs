@@ -8,7 +8,7 @@ const HEAD: &str = "# Configuration
 generated` rewrites it.*
 
 One machine is one TOML file; `hearth check FILE` says everything that is wrong with it, `hearth config FILE` shows what
-it means with all defaults filled in. Unknown keys are refused. Relative paths start in the folder of the file. Sizes are
+it means with all defaults filled in, in the keeper's own form (sizes in bytes, paths absolute), which is no machine.toml. Unknown keys are refused. Relative paths start in the folder of the file. Sizes are
 written with units of 1024: `512MiB`, `2GiB`.
 
 ```toml

@@ -226,12 +226,12 @@ fn keys_below_the_wrong_heading_are_told_where_they_belong() {
         "iops = 3\nname = \"web\"\nmemory = \"1GiB\"\n[boot]\nkernel = \"k\"\n",
         &["error: iops (line 1): no such key; it belongs below [[disks]]"],
     );
-    check_with(
-        "[disks]\npath = \"a\"\n",
-        &[
-            "error: disks (line 5): is not written as a section; write [[disks]] on a line of its own, and the fields below it",
-        ],
+    let heading = "is not written as a section; write [[disks]] on a line of its own, and the fields below it";
+    check(
+        "name = \"web\"\nmemory = \"1GiB\"\n[disks]\npath = \"a\"\n",
+        &[&format!("error: disks (line 3): {heading}")],
     );
+    check_with("[disks]\npath = \"a\"\n", &[&format!("error: disks (line 5): {heading}")]);
 }
 
 #[test]

@@ -69,7 +69,11 @@ pub enum SnapshotError {
     Io { path: PathBuf, what: &'static str, source: io::Error },
     #[error("{path}: exists already; choose another folder")]
     Exists { path: PathBuf },
-    #[error("{path}: is no snapshot, or one that was not finished: it has no manifest")]
+    #[error("{path}: there is no such folder")]
+    Missing { path: PathBuf },
+    #[error(
+        "{path}: is no snapshot, or one that was not finished: it has no manifest; `hearth save NAME -o FOLDER` makes one"
+    )]
     NoManifest { path: PathBuf },
     #[error("{path}: version {found}, this Hearth knows 1 to {SNAPSHOT_VERSION}; use the one that wrote it")]
     Version { path: PathBuf, found: u32 },
@@ -245,7 +249,10 @@ impl Snapshot {
     fn open_at(place: Place, disks: Option<&LocalDisks<'_>>) -> Result<Self, SnapshotError> {
         let path = place.path(MANIFEST);
         let text = place.read(MANIFEST, MANIFEST_BYTES_MAX)?;
-        let text = text.ok_or_else(|| SnapshotError::NoManifest { path: place.name() })?;
+        let text = text.ok_or_else(|| match &place {
+            Place::Folder(folder) if !folder.exists() => SnapshotError::Missing { path: folder.clone() },
+            place => SnapshotError::NoManifest { path: place.name() },
+        })?;
         let text = String::from_utf8(text).map_err(|_| SnapshotError::damaged(&path, "it is no text"))?;
         let manifest = Manifest::parse(&text, &path)?;
         let machine = place.part(MACHINE, &manifest.machine_file, MACHINE_BYTES_MAX)?;

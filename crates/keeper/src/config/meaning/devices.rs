@@ -49,7 +49,8 @@ impl Resolver<'_> {
     }
 
     fn firmware(&mut self, firmware: Option<String>, vars: Option<String>, has_disks: bool) -> Option<Boot> {
-        if !has_disks && !self.blamed.contains("boot.kernel") {
+        let blamed = ["boot.kernel", "disks"].iter().any(|key| self.blamed.contains(*key));
+        if !has_disks && !blamed {
             let hint = "add a [boot] section with a kernel, or a [[disks]] section to boot from";
             self.problem("boot", "there is nothing to boot from", hint);
         }
