@@ -167,6 +167,8 @@ impl<'a> Reporter<'a> {
         *self.progress.scan.lock().expect("nobody panics with it") = None;
         // It is set once: there is one copy.
         let _ = self.progress.copying.set(Instant::now());
+        // The first moment of a copy says nothing of its rate.
+        *self.progress.told.lock().expect("nobody panics with it") = Instant::now();
     }
 
     pub fn disk_done(&mut self, bytes: u64) -> Result<(), SaveError> {
