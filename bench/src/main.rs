@@ -76,6 +76,9 @@ enum Chore {
     Rejuvenate {
         #[command(flatten)]
         common: Common,
+        /// Only these parts
+        #[arg(long, env = "CASES", value_delimiter = ',')]
+        parts: Vec<rejuvenation::Part>,
     },
     /// A guest comes out of a snapshot: how soon it answers, and how soon it works, with Hearth and otherwise
     Restore {
@@ -193,8 +196,12 @@ fn run(chore: Chore) -> Result<(), Box<dyn Error>> {
             disk::run(&options, &mut record)?;
             finish(&record, &common.folder, &disk::table(&record))
         }
-        Chore::Rejuvenate { common } => {
-            let options = rejuvenation::Options { quick: common.is_quick(), accelerator: common.accelerator };
+        Chore::Rejuvenate { common, parts } => {
+            let options = rejuvenation::Options {
+                quick: common.is_quick(),
+                accelerator: common.accelerator,
+                parts: chosen(parts, &rejuvenation::Part::ALL),
+            };
             let mut record = new_record(rejuvenation::NAME, &common);
             rejuvenation::run(&options, &mut record)?;
             finish(&record, &common.folder, &rejuvenation::table(&record))

@@ -49,12 +49,44 @@ pub enum RejuvenationError {
     Odd { side: &'static str, memory_mib: u64, what: String },
 }
 
+/// What is measured, each by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Part {
+    /// The pause, at several sizes of memory, and other ways to replace QEMU
+    Memory,
+    /// A TCP connection on each kind of network
+    Networks,
+    /// Another host kernel
+    HostReload,
+    /// Machines that hop, and reboot, together
+    Many,
+}
+
+impl Part {
+    pub const ALL: [Self; 4] = [Self::Memory, Self::Networks, Self::HostReload, Self::Many];
+}
+
 pub struct Options {
     pub quick: bool,
     pub accelerator: Accelerator,
+    pub parts: Vec<Part>,
 }
 
 pub fn run(options: &Options, record: &mut Record) -> Result<(), RejuvenationError> {
+    let (accelerator, quick) = (options.accelerator.name(), options.quick);
+    for part in &options.parts {
+        match part {
+            Part::Memory => sizes(options, record)?,
+            Part::Networks => networks::run(accelerator, quick, record)?,
+            Part::HostReload if quick => host_reload::drill(accelerator, record)?,
+            Part::HostReload => host_reload::take_up(record),
+            Part::Many => many::run(accelerator, quick, record)?,
+        }
+    }
+    Ok(())
+}
+
+fn sizes(options: &Options, record: &mut Record) -> Result<(), RejuvenationError> {
     let (sizes, rounds, hops): (&[u64], u32, u32) =
         if options.quick { (&[512], 1, 2) } else { (&[512, 2048, 6144], 2, 10) };
     for &memory_mib in sizes {
@@ -67,13 +99,7 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RejuvenationErr
         other(options, FILE, memory_mib, if options.quick { 1 } else { 3 }, record);
     }
     summarise(record, sizes);
-    networks::run(options.accelerator.name(), options.quick, record)?;
-    if options.quick {
-        host_reload::drill(options.accelerator.name(), record)?;
-    } else {
-        host_reload::take_up(record);
-    }
-    many::run(options.accelerator.name(), options.quick, record)
+    Ok(())
 }
 
 /// What cannot be done here is a finding, not the end of the bench.

@@ -23,6 +23,7 @@
 
 mod clock;
 pub mod downtime;
+mod order;
 pub mod parked;
 pub(crate) mod relay;
 
@@ -36,6 +37,7 @@ use hearth_qemu::valve::Valves;
 use hearth_qemu::{Migration, Qmp, QmpError, QmpEvent, Said};
 
 pub use clock::{ClockDebt, Ticker};
+use order::Order;
 use relay::{Bell, Passage};
 
 /// From when the clock is set to the guest's next instruction, as measured.
@@ -114,6 +116,8 @@ pub struct Hop<'a> {
     pub disks: &'a [DiskServer],
     /// Of the old one and of the new one; none without networks that have any.
     pub valves: Option<(&'a Valves, &'a Valves)>,
+    /// The guest has a VM generation ID, which stays what it is.
+    pub has_generation_id: bool,
     /// How long the guest may stand still before the old QEMU goes on.
     pub patience: Duration,
 }
@@ -264,7 +268,7 @@ impl Hop<'_> {
     ) -> Result<Handed, RejuvenationError> {
         let Prepared { mut passage, heard } = prepared;
         let deadline = Instant::now() + self.patience;
-        let mut way = Way::default();
+        let (mut way, mut order) = (Way::default(), Order::of(self.has_generation_id));
         loop {
             // Asked before it is looked at what has come: when the old one says that it has given all, all has come.
             self.hear(&heard, &mut way)?;
@@ -273,6 +277,8 @@ impl Hop<'_> {
                 let by = debt.with(now().saturating_sub(self.stopped_at(admitted, &way)) + LOAD_ALLOWANCE);
                 way.set_forward = clock::advance(passage.between(), by, ticker).then_some(by);
             }
+            let held = order.arrange(passage.between());
+            passage.keep_back(held.max(clock::SECTION_BYTES));
             passage.give();
             if way.given_at.is_some() {
                 break;

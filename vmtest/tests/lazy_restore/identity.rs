@@ -26,6 +26,11 @@ fn await_reseed(vm: &TestVm) -> Result<()> {
     vm.sh(&format!("until dmesg | grep -q '{RESEEDED}'; do sleep 0.1; done")).map(drop)
 }
 
+/// How often its power management had something to say, as Linux counts it.
+fn acpi_events(vm: &TestVm) -> Result<String> {
+    vm.sh("cat /sys/firmware/acpi/interrupts/sci")
+}
+
 fn draw(vm: &TestVm) -> Result<String> {
     vm.sh("head -c 32 /dev/urandom | od -An -tx1")
 }
@@ -59,12 +64,13 @@ fn clones_of_one_snapshot_and_the_machine_gone_back_to_it_draw_randomness_of_the
 #[test]
 fn the_same_guest_in_another_qemu_and_after_a_reboot_is_told_what_it_was() -> Result<()> {
     let vm = TestVm::busybox_on_linux_6_12("same").boot()?;
-    let id = vmgenid(&vm)?;
+    let (id, events) = (vmgenid(&vm)?, acpi_events(&vm)?);
     assert!(id.is_some());
     for qemu in [artifacts::qemu_10()?, artifacts::installed_qemu()?] {
         let hop = vm.rejuvenate_to(&qemu)?;
         assert!(hop.status == 0, "{hop:?}");
         assert_eq!((vmgenid(&vm)?, reseeds(&vm)?), (id.clone(), 0), "{}", qemu.display());
+        assert_eq!(acpi_events(&vm)?, events, "no news, no event: {}", qemu.display());
     }
     vm.reboot()?;
     vm.wait_boots(2)?;

@@ -247,6 +247,7 @@ impl Machine {
             new: &new.qmp,
             disks: &self.disks,
             valves: old.valves().zip(new.valves()),
+            has_generation_id: old.identity().vmgenid.is_some(),
             patience: PAUSE_PATIENCE,
         }
     }

@@ -25,8 +25,8 @@ const HEAD: &[u8] = b"\x05timer\0\0\0\0\0\0\0\x02";
 const KVM_HEAD: &[u8] = b"\x08kvmclock\0\0\0\0\0\0\0\x01";
 const KVM_CLOCK_BYTES: usize = 8;
 const KVM_RELIABLE: &[u8] = b"\x05\x1akvmclock/clock_is_reliable\0\0\0\x01\x01";
-const SECTION_FULL: u8 = 0x04;
-const SECTION_FOOTER: u8 = 0x7e;
+pub(super) const SECTION_FULL: u8 = 0x04;
+pub(super) const SECTION_FOOTER: u8 = 0x7e;
 /// Ticks, unused, nanoseconds.
 const BODY_BYTES: usize = 24;
 /// With its ids before and after.

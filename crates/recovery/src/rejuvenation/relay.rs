@@ -180,6 +180,11 @@ impl Passage {
         &mut self.between
     }
 
+    /// So many of the last bytes that have come stay for now.
+    pub fn keep_back(&mut self, bytes: usize) {
+        self.kept_back = bytes;
+    }
+
     /// The state is whole: all of it may go, and its end with it.
     pub fn release(&mut self) {
         (self.source, self.kept_back) = (None, 0);
