@@ -10,8 +10,8 @@ use super::{DemoError, Progress};
 use crate::host::profile::Profile;
 use crate::load::trace::Trace;
 use crate::load::{self, Load};
-use crate::sides::{HearthMachine, HearthOptions, Machine, Way};
-use crate::warm_reboot::{FILES_IN_GUEST, targets};
+use crate::sides::{Guest, HearthMachine, HearthOptions, Machine, Way};
+use crate::warm_reboot::targets;
 
 /// Seconds of load before and after the panic.
 const BEFORE_S: f64 = 15.0;
@@ -42,7 +42,13 @@ pub struct Life {
 pub fn live(image: &Path, warm: bool, profile: Profile, progress: &Progress) -> Result<Life, DemoError> {
     let word = if warm { "warm" } else { "cold (nothing kept)" };
     progress.tell(&format!("{word}: a Debian machine boots under Hearth"));
-    let machine = HearthMachine::start(&HearthOptions { image, accelerator: "auto", rate: profile.rate(), warm })?;
+    let machine = HearthMachine::start(&HearthOptions {
+        guest: Guest::Debian,
+        image,
+        accelerator: "auto",
+        rate: profile.rate(),
+        warm,
+    })?;
     // First: of a guest that does not get there this shows the console.
     machine.wait_agent(1)?;
     load::wait_for_service(&targets(&machine), patience(20))?;
@@ -134,7 +140,7 @@ fn panic_and_read(machine: &HearthMachine) -> Result<After, DemoError> {
 
 /// MiB/s of all files in order, as the guest sees it.
 fn read_all(machine: &HearthMachine) -> Result<f64, DemoError> {
-    let command = format!("probe read-all {FILES_IN_GUEST}");
+    let command = format!("probe read-all {}", Guest::Debian.files());
     let output = machine.run_within(&command, Duration::from_secs(300))?;
     let figure = "mib_per_second";
     output.number(figure).ok_or(DemoError::NoFigure { command, figure })

@@ -147,7 +147,7 @@ fn cells(options: &Options) -> Vec<Cell> {
     if options.quick {
         // Others take another minute: by name.
         let three = [Side::BootSet, Side::Direct, Side::HostCache];
-        return vec![all_profiles(24, if options.sides.is_empty() { &three } else { &Side::ALL })];
+        return vec![all_profiles(12, if options.sides.is_empty() { &three } else { &Side::ALL })];
     }
     let paper = || options.profiles.iter().copied().filter(|&profile| profile == Profile::Paper).collect();
     let two = || sides(&[Side::BootSet, Side::Direct]);

@@ -26,7 +26,7 @@ pub const CASE: &str = "write-cost";
 
 pub fn measure(rig: &Rig, quick: bool, record: &mut Record) -> Result<(), RemountError> {
     keep_current(record)?;
-    let (pairs, rounds, seconds) = if quick { (1, 2, 1) } else { (6, 6, 2) };
+    let (pairs, rounds, seconds) = if quick { (1, 1, 1) } else { (6, 6, 2) };
     for pair in 0..pairs {
         let vms = [start(rig, "held", true)?, start(rig, "not-held", false)?];
         let mut costs = Vec::new();

@@ -8,10 +8,11 @@ use hearth_api::MachineStatus;
 use hearth_vmtest::{Disk, Drives, Output, Result, TestVm, TestVmBuilder};
 use toml::Table;
 
-use super::{MEMORY_MIB, Machine, Way};
+use super::{Guest, Machine, Way};
 use crate::host::profile::DiskRate;
 
 pub struct HearthOptions<'a> {
+    pub guest: Guest,
     pub image: &'a Path,
     /// As in `machine.toml`: `auto`, `kvm`, `tcg`.
     pub accelerator: &'a str,
@@ -49,8 +50,7 @@ pub struct HearthMachine {
 
 impl HearthMachine {
     pub fn start(options: &HearthOptions<'_>) -> Result<Self> {
-        let root = limited(Disk::in_place(options.image), options.rate);
-        let builder = TestVm::debian("bench").root(root).memory_mib(MEMORY_MIB).http();
+        let builder = options.guest.machine(limited(Disk::in_place(options.image), options.rate)).http();
         let builder = if options.warm { with_boot_set(builder) } else { builder.without_ember() };
         let vm = builder.setting("accelerator", options.accelerator).start()?;
         Ok(HearthMachine { vm, has_boot_set: options.warm })

@@ -1,8 +1,9 @@
 //! The ways to run the same machine that the benches compare.
 //!
-//! All have the same kernel, CPU model, memory, network and root image; they differ in who serves the disk and in what
+//! All have the same kernel, CPU model, memory, network and image; they differ in who serves the disk and in what
 //! is left after a crash.
 
+mod guest;
 mod hearth;
 mod plain;
 mod rig;
@@ -14,12 +15,10 @@ use std::time::Duration;
 use hearth_api::MachineStatus;
 use hearth_vmtest::{Output, Result};
 
+pub use guest::{FILES, Guest};
 pub use hearth::{BOOT_SET_LIMIT, HearthMachine, HearthOptions, limited, ready, with_boot_set};
 pub use hearth_vmtest::net::free_port;
 pub use rig::{Rig, RigError, copy_root};
-
-/// Guest RAM: the system, and 512 MiB of files with room to spare.
-pub const MEMORY_MIB: u64 = 1024;
 
 /// Who runs the machine and serves its disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

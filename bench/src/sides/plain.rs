@@ -8,7 +8,7 @@ use std::time::Duration;
 use hearth_vmtest::net::free_port;
 use hearth_vmtest::{Drives, Output, PlainVm, Result, patience};
 
-use super::{MEMORY_MIB, Machine, Stack, Way};
+use super::{Guest, Machine, Stack, Way};
 use crate::host::facts::Accelerator;
 use crate::host::profile::DiskRate;
 
@@ -19,16 +19,23 @@ pub struct PlainMachine {
 
 impl PlainMachine {
     /// `rate` is for hosts without a control group: QEMU's own throttling.
-    pub fn start(stack: Stack, image: &Path, accelerator: Accelerator, rate: Option<DiskRate>) -> Result<Self> {
+    pub fn start(
+        guest: Guest,
+        stack: Stack,
+        image: &Path,
+        accelerator: Accelerator,
+        rate: Option<DiskRate>,
+    ) -> Result<Self> {
         let port = free_port();
-        let builder =
-            PlainVm::debian("bench").memory_mib(MEMORY_MIB).accelerator(accelerator.name()).cmdline("panic=-1");
+        let builder = guest.plain().accelerator(accelerator.name()).cmdline("panic=-1");
         let net = format!("user,id=net,hostfwd=tcp:127.0.0.1:{port}-:80");
         // Without these QEMU takes pvpanic's news for an order to power off.
         let builder = builder.args(["-action", "panic=none"]);
         let builder = builder.args(["-netdev", &net, "-device", "virtio-net-pci,netdev=net,romfile="]);
         let builder = match stack {
-            Stack::PmemDax => builder.cmdline("root=/dev/pmem0 rootflags=dax=always").args(pmem_arguments(image)?),
+            Stack::PmemDax => {
+                builder.cmdline("root=/dev/pmem0 rootflags=dax=always").args(pmem_arguments(guest, image)?)
+            }
             _ => builder.drive(image, &drive_properties(stack, rate)),
         };
         Ok(PlainMachine { vm: builder.start()?, port })
@@ -45,12 +52,12 @@ fn drive_properties(stack: Stack, rate: Option<DiskRate>) -> String {
 }
 
 /// The image as persistent memory; the guest needs an address range for it above its RAM.
-fn pmem_arguments(image: &Path) -> Result<Vec<String>> {
+fn pmem_arguments(guest: Guest, image: &Path) -> Result<Vec<String>> {
     let bytes = std::fs::metadata(image).map(|metadata| metadata.len()).map_err(|source| {
         hearth_vmtest::Error::File { what: "cannot find the size of", path: image.to_owned(), source }
     })?;
     let memory = format!("memory-backend-file,id=pmem,share=on,mem-path={},size={bytes}", image.display());
-    let room = format!("{}M,slots=1,maxmem={}M", MEMORY_MIB, MEMORY_MIB + (bytes >> 20) + 1024);
+    let room = format!("{}M,slots=1,maxmem={}M", guest.memory_mib(), guest.memory_mib() + (bytes >> 20) + 1024);
     let device = "virtio-pmem-pci,memdev=pmem,id=nv";
     Ok(["-m", &room, "-object", &memory, "-device", device].map(str::to_owned).to_vec())
 }
@@ -98,7 +105,7 @@ mod tests {
 
     #[test]
     fn an_image_that_is_missing_is_named() {
-        let text = pmem_arguments(Path::new("/no/image")).unwrap_err().to_string();
+        let text = pmem_arguments(Guest::Debian, Path::new("/no/image")).unwrap_err().to_string();
         assert_eq!(text, "cannot find the size of /no/image");
     }
 }

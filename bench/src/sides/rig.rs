@@ -2,11 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use hearth_vmtest::{artifacts, images};
-
 use super::hearth::{HearthMachine, HearthOptions};
 use super::plain::PlainMachine;
-use super::{Machine, Stack};
+use super::{Guest, Machine, Stack};
 use crate::host::facts::Accelerator;
 use crate::host::profile::{DiskRate, Profile};
 use crate::host::scratch::Scratch;
@@ -69,19 +67,19 @@ impl Rig {
         }
     }
 
-    /// Starts a machine on a fresh copy of the root image, whose pages the host has forgotten. A control group's limit
+    /// Starts a machine on a fresh image, whose pages the host has forgotten. A control group's limit
     /// comes with `limit`; own limits hold from the start.
-    pub fn start(&self, stack: Stack, profile: Profile) -> Result<Box<dyn Machine>, RigError> {
-        let image = self.fresh_image(stack)?;
+    pub fn start(&self, guest: Guest, stack: Stack, profile: Profile) -> Result<Box<dyn Machine>, RigError> {
+        let image = self.fresh_image(guest, stack)?;
         match &self.limited_by {
             LimitedBy::Group(throttle) => {
                 throttle.limit(Profile::Asis)?;
-                throttle.within(|| start(stack, &image, self.accelerator, None))?
+                throttle.within(|| start(guest, stack, &image, self.accelerator, None))?
             }
             LimitedBy::Sides { why } if stack == Stack::PmemDax && profile != Profile::Asis => {
                 Err(RigError::NotLimited { stack: stack.name(), profile: profile.name(), why: why.clone() })
             }
-            LimitedBy::Sides { .. } => start(stack, &image, self.accelerator, profile.rate()),
+            LimitedBy::Sides { .. } => start(guest, stack, &image, self.accelerator, profile.rate()),
         }
     }
 
@@ -154,9 +152,9 @@ impl Rig {
         folder.join(format!("{}.img", stack.name()))
     }
 
-    fn fresh_image(&self, stack: Stack) -> Result<PathBuf, RigError> {
+    fn fresh_image(&self, guest: Guest, stack: Stack) -> Result<PathBuf, RigError> {
         let image = self.image(stack);
-        copy_root(&image)?;
+        guest.make_image(&image).map_err(RigError::Image)?;
         if stack != Stack::Ram {
             page_cache::evict(&image).map_err(|source| RigError::Prepare { path: image.clone(), source })?;
         }
@@ -166,11 +164,11 @@ impl Rig {
 
 /// A fresh copy of the root image.
 pub fn copy_root(image: &Path) -> Result<(), RigError> {
-    let root = artifacts::debian_root().map_err(RigError::Image)?;
-    images::copy(&root, image).map_err(RigError::Image)
+    Guest::Debian.make_image(image).map_err(RigError::Image)
 }
 
 fn start(
+    guest: Guest,
     stack: Stack,
     image: &Path,
     accelerator: Accelerator,
@@ -179,9 +177,9 @@ fn start(
     let failed = |source| RigError::Start { stack: stack.name(), source };
     match stack {
         Stack::Hearth => {
-            let options = HearthOptions { image, accelerator: accelerator.name(), rate, warm: true };
+            let options = HearthOptions { guest, image, accelerator: accelerator.name(), rate, warm: true };
             Ok(Box::new(HearthMachine::start(&options).map_err(failed)?))
         }
-        _ => Ok(Box::new(PlainMachine::start(stack, image, accelerator, rate).map_err(failed)?)),
+        _ => Ok(Box::new(PlainMachine::start(guest, stack, image, accelerator, rate).map_err(failed)?)),
     }
 }

@@ -7,19 +7,16 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use hearth_vmtest::{faults, pattern};
+use hearth_vmtest::faults;
 
 use super::session::{self, Session};
-use super::{FILES, Shape, WarmRebootError};
+use super::{Shape, WarmRebootError};
 use crate::host::profile::Profile;
 use crate::load;
 use crate::record::Record;
-use crate::sides::{Rig, Stack, Way};
+use crate::sides::{FILES, Rig, Stack, Way};
 
 const PAGE_BYTES: usize = 4096;
-const FILE_BYTES: usize = 1 << 20;
-/// What the image's recipe fills its files with.
-const FILE_SEED: u64 = 1;
 
 pub fn measure(rig: &Rig, shape: Shape, record: &mut Record) -> Result<(), WarmRebootError> {
     let mut session = session::started(rig, Stack::Hearth, Profile::Asis, shape)?;
@@ -28,7 +25,7 @@ pub fn measure(rig: &Rig, shape: Shape, record: &mut Record) -> Result<(), WarmR
         session.fill()?;
         inject(&session, shape.fault_pages, seed)?;
         session.crash_and_wait(Way::Killed)?;
-        let bad = bad_blocks(&session)?;
+        let bad = bad_blocks(&session, shape)?;
         let refused = refused_pages(&session)?;
         eprintln!(
             "warm-reboot: fault round {round} of {}: seed {seed:#x}, {} pages overwritten, {refused} refused, {bad} bad blocks served",
@@ -57,12 +54,12 @@ fn newest_ram_file(folder: &Path) -> io::Result<PathBuf> {
 }
 
 /// 4 KiB blocks of all files that differ from what was put on the disk.
-fn bad_blocks(session: &Session<'_>) -> Result<u64, WarmRebootError> {
+fn bad_blocks(session: &Session<'_>, shape: Shape) -> Result<u64, WarmRebootError> {
     let mut bad = 0;
     let mut seen = 0;
     let compare = |number: usize, body: &[u8]| {
         seen += 1;
-        bad += differing_blocks(body, &pattern::bytes(&format!("{number:03}.bin"), FILE_BYTES, FILE_SEED));
+        bad += differing_blocks(body, &shape.guest.contents(number));
     };
     load::fetch_all(session.targets(), compare).map_err(|error| session.load_error(error))?;
     assert_eq!(seen, FILES, "every file is compared");

@@ -4,6 +4,8 @@
 //! fill -> crash -> read every file. Then fault rounds under Hearth: pages of the dead memory are overwritten before it
 //! is reused, and every file that is served afterwards is compared with what was put on the disk.
 //!
+//! A quick run has the same of a guest that boots in seconds.
+//!
 //! One side runs at a time and the profiles are the outer loop, so that a slow quarter of an hour of the host does not
 //! fall on one side alone.
 
@@ -16,15 +18,11 @@ use std::path::PathBuf;
 use crate::host::profile::Profile;
 use crate::load::{LoadError, Targets};
 use crate::record::Record;
-use crate::sides::{Machine, Rig, RigError, Stack};
+use crate::sides::{FILES, Guest, Machine, Rig, RigError, Stack};
 
 pub use summary::table;
 
 pub const NAME: &str = "warm-reboot";
-
-/// Files of the guest's web server, 1 MiB each.
-pub const FILES: usize = 512;
-pub const FILES_IN_GUEST: &str = "/var/www/html/files/*.bin";
 
 #[derive(Debug, thiserror::Error)]
 pub enum WarmRebootError {
@@ -36,6 +34,8 @@ pub enum WarmRebootError {
     Load { side: String, source: LoadError },
     #[error("in the guest of {side}, `{command}` gave no {figure}")]
     NoFigure { side: String, command: String, figure: &'static str },
+    #[error("the guest of {side} does not serve: {said}")]
+    NotServing { side: String, said: String },
     #[error("memory of {side}")]
     Memory { side: String, source: std::io::Error },
 }
@@ -50,6 +50,7 @@ pub struct Options {
 /// How long and how often.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
+    pub guest: Guest,
     /// Seconds of web load before and after the crash.
     pub window_s: f64,
     /// A second crash per way, to read all files from a guest that has served none.
@@ -62,9 +63,9 @@ pub struct Shape {
 impl Shape {
     pub fn of(quick: bool) -> Self {
         if quick {
-            Shape { window_s: 2.0, reads_apart: false, fault_rounds: 1, fault_pages: 2600 }
+            Shape { guest: Guest::Busybox, window_s: 2.0, reads_apart: false, fault_rounds: 1, fault_pages: 2600 }
         } else {
-            Shape { window_s: 30.0, reads_apart: true, fault_rounds: 4, fault_pages: 2600 }
+            Shape { guest: Guest::Debian, window_s: 30.0, reads_apart: true, fault_rounds: 4, fault_pages: 2600 }
         }
     }
 }

@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use hearth_vmtest::{patience, residency};
 
-use super::{FILES_IN_GUEST, Shape, WarmRebootError, targets};
+use super::{Shape, WarmRebootError, targets};
 use crate::host::profile::Profile;
 use crate::load::{self, Load, LoadError, Targets};
 use crate::record::Record;
-use crate::sides::{MEMORY_MIB, Machine, Rig, Stack, Way};
+use crate::sides::{Machine, Rig, Stack, Way};
 use crate::stats::{self, degradation_pct};
 
 const MIB: f64 = 1048576.0;
@@ -62,11 +62,12 @@ pub struct Session<'a> {
 impl<'a> Session<'a> {
     fn start(rig: &'a Rig, stack: Stack, profile: Profile, shape: Shape) -> Result<Self, WarmRebootError> {
         eprintln!("warm-reboot: [{}] {}: starting", profile.name(), stack.name());
-        let machine = rig.start(stack, profile)?;
+        let machine = rig.start(shape.guest, stack, profile)?;
         let watch = machine.memory_folder().map(residency::Watch::start).transpose();
         let watch = watch.map_err(|source| WarmRebootError::Machine { side: stack.name().to_owned(), source })?;
         let targets = targets(machine.as_ref());
         let session = Session { rig, stack, profile, shape, machine, watch, targets, boots: 1 };
+        session.serve()?;
         session.wait_service(Instant::now())?;
         session.wait_agent()?;
         Ok(session)
@@ -105,13 +106,14 @@ impl<'a> Session<'a> {
         let crashed_s = load.now_s();
         self.machine.crash(way).map_err(|error| self.machine_error(error))?;
         load.announce_outage();
+        self.boots += 1;
+        self.serve()?;
         let back_s = load.wait_back(patience(20)).map_err(|error| self.load_error(error))?;
         let at_service = self.read_bytes()?;
         self.ready()?;
         load.run_until(back_s + self.shape.window_s);
         let trace = load.trace();
         drop(load);
-        self.boots += 1;
         self.wait_agent()?;
         let before = trace.requests_per_second(begun_s, crashed_s);
         let after = trace.requests_per_second(back_s, back_s + self.shape.window_s);
@@ -205,8 +207,9 @@ impl<'a> Session<'a> {
     pub fn crash_and_wait(&mut self, way: Way) -> Result<f64, WarmRebootError> {
         let crashed = Instant::now();
         self.machine.crash(way).map_err(|error| self.machine_error(error))?;
-        let boot_s = self.wait_service(crashed)?;
         self.boots += 1;
+        self.serve()?;
+        let boot_s = self.wait_service(crashed)?;
         self.wait_agent()?;
         Ok(boot_s)
     }
@@ -222,7 +225,7 @@ impl<'a> Session<'a> {
     /// What the side needed of the host's memory.
     fn memory(&self, record: &mut Record) -> Result<(), WarmRebootError> {
         let case = self.case(Way::Warm);
-        let ram_bytes = (MEMORY_MIB << 20) as f64;
+        let ram_bytes = (self.shape.guest.memory_mib() << 20) as f64;
         match &self.watch {
             Some(watch) => {
                 record.add(&case, "budget_peak_pct", "%", watch.so_far().peak_bytes as f64 / ram_bytes * 100.0)
@@ -240,7 +243,7 @@ impl<'a> Session<'a> {
 
     /// MiB/s of all files in order, as the guest sees it.
     fn read_all(&self) -> Result<f64, WarmRebootError> {
-        let command = format!("probe read-all {FILES_IN_GUEST}");
+        let command = format!("probe read-all {}", self.shape.guest.files());
         let limit = Duration::from_secs(300);
         let output = self.machine.run_within(&command, limit).map_err(|error| self.machine_error(error))?;
         let figure = "mib_per_second";
@@ -255,6 +258,17 @@ impl<'a> Session<'a> {
 
     fn ready(&self) -> Result<(), WarmRebootError> {
         self.machine.ready().map_err(|error| self.machine_error(error))
+    }
+
+    /// Has the guest serve, where it does not do so by itself.
+    fn serve(&self) -> Result<(), WarmRebootError> {
+        let Some(command) = self.shape.guest.serve() else { return Ok(()) };
+        self.wait_agent()?;
+        let told = self.machine.run_within(command, patience(20)).map_err(|error| self.machine_error(error))?;
+        match told.status {
+            0 => Ok(()),
+            _ => Err(WarmRebootError::NotServing { side: self.stack.name().to_owned(), said: told.text() }),
+        }
     }
 
     fn wait_agent(&self) -> Result<(), WarmRebootError> {

@@ -1,0 +1,88 @@
+//! What runs in the machine: a web server, and files that it serves.
+
+use std::path::Path;
+
+use hearth_vmtest::images::{self, File};
+use hearth_vmtest::{Disk, PlainVm, PlainVmBuilder, Result, TestVm, TestVmBuilder, artifacts, pattern};
+
+/// Files of the web server.
+pub const FILES: usize = 512;
+/// What they are filled with, by the name of each.
+const SEED: u64 = 1;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Guest {
+    /// As people run one: its system, nginx, and files of 1 MiB, on its root disk.
+    Debian,
+    /// Boots in seconds, for a quick look: it has small files on a disk, and serves them when it is told to.
+    Busybox,
+}
+
+impl Guest {
+    /// Room for all the files in its cache.
+    pub fn memory_mib(self) -> u64 {
+        match self {
+            Guest::Debian => 1024,
+            Guest::Busybox => 256,
+        }
+    }
+
+    pub fn file_bytes(self) -> usize {
+        match self {
+            Guest::Debian => 1 << 20,
+            Guest::Busybox => 64 << 10,
+        }
+    }
+
+    /// Where they are in the guest.
+    pub fn files(self) -> &'static str {
+        match self {
+            Guest::Debian => "/var/www/html/files/*.bin",
+            Guest::Busybox => "/d/files/*.bin",
+        }
+    }
+
+    /// What a file holds.
+    pub fn contents(self, number: usize) -> Vec<u8> {
+        pattern::bytes(&format!("{number:03}.bin"), self.file_bytes(), SEED)
+    }
+
+    /// What has it serve after a boot; none: it does so by itself.
+    pub fn serve(self) -> Option<&'static str> {
+        match self {
+            Guest::Debian => None,
+            Guest::Busybox => {
+                Some("mkdir -p /d && (mount /dev/vda /d || mount -o dax /dev/pmem0 /d) && net-up && httpd -h /d -p 80")
+            }
+        }
+    }
+
+    /// A fresh image of the disk with the files.
+    pub fn make_image(self, image: &Path) -> Result<()> {
+        match self {
+            Guest::Debian => images::copy(&artifacts::debian_root()?, image),
+            Guest::Busybox => {
+                let page = File { path: "index.html".to_owned(), contents: b"here\n".to_vec() };
+                let file = |number| File { path: format!("files/{number:03}.bin"), contents: self.contents(number) };
+                let files: Vec<_> = (0..FILES).map(file).chain([page]).collect();
+                images::ext4_for_good(image, (2 * FILES * self.file_bytes()) as u64 >> 20, &files)
+            }
+        }
+    }
+
+    pub(super) fn machine(self, disk: Disk) -> TestVmBuilder {
+        let builder = match self {
+            Guest::Debian => TestVm::debian("bench").root(disk),
+            Guest::Busybox => TestVm::busybox("bench").disk(disk),
+        };
+        builder.memory_mib(self.memory_mib())
+    }
+
+    pub(super) fn plain(self) -> PlainVmBuilder {
+        let builder = match self {
+            Guest::Debian => PlainVm::debian("bench"),
+            Guest::Busybox => PlainVm::busybox("bench"),
+        };
+        builder.memory_mib(self.memory_mib())
+    }
+}
