@@ -11,6 +11,7 @@
 //! A page that cannot be brought (the image is damaged, or gone) holds up whoever touched it, and is tried again: the guest
 //! waits, and never sees anything but what was saved.
 
+mod pace;
 mod waits;
 
 use std::collections::{BTreeMap, HashSet};
@@ -25,6 +26,7 @@ use hearth_memory::faults::admission::AdmissionError;
 use hearth_memory::faults::supply::SuppliedRam;
 use hearth_memory::{FileOffset, MemoryError, PAGE_BYTES, RamFile};
 use hearth_store::Urgency;
+pub use pace::Pace;
 use serde::{Deserialize, Serialize};
 use waits::Waits;
 
@@ -299,9 +301,9 @@ impl LazyRam {
         Ok(new)
     }
 
-    /// Brings everything, in the order of the file. `ahead_bytes` is asked before each chunk that is missing: so much may be
-    /// asked of the disk at once. False: it was told to stop, or something cannot be brought now.
-    pub fn fill(&self, mut ahead_bytes: impl FnMut(&Self) -> u64) -> Result<bool, AdmissionError> {
+    /// Brings everything, in the order of the file. `ahead_bytes` is asked before each chunk that is missing, of so many bytes: so
+    /// much may be asked of the disk at once. False: it was told to stop, or something cannot be brought now.
+    pub fn fill(&self, mut ahead_bytes: impl FnMut(&Self, u64) -> u64) -> Result<bool, AdmissionError> {
         let pages = &self.snapshot.ram;
         let (mut reading, mut asked_to) = (pages.reading_for(Urgency::Memory), 0);
         for chunk in 0..pages.chunks() {
@@ -311,7 +313,7 @@ impl LazyRam {
             if pages.pages_of(chunk).iter().all(|page| self.is_there(*page)) {
                 continue;
             }
-            let ahead_bytes = ahead_bytes(self);
+            let ahead_bytes = ahead_bytes(self, pages.read_bytes_of(chunk));
             if pages.offset_of(chunk) >= asked_to {
                 asked_to = pages.fill_ahead(chunk, ahead_bytes);
             }

@@ -22,7 +22,7 @@ use hearth_memory::faults::Userfault;
 use hearth_memory::faults::admission::AdmissionError;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::{QemuIdentity, RestoreNote};
-use hearth_recovery::lazy_restore::{LazyRam, Mode, RestoreError, prefetch};
+use hearth_recovery::lazy_restore::{LazyRam, Mode, Pace, RestoreError, prefetch};
 use hearth_recovery::snapshot::state::{self, StateError};
 use hearth_recovery::snapshot::{Snapshot, SnapshotError};
 
@@ -38,8 +38,8 @@ use crate::object_store::{open_snapshot, saved_disks};
 const STATE_PATIENCE: Duration = Duration::from_secs(60);
 /// Between two looks whether a guest that waits for a page still does.
 const GIVE_WAY: Duration = Duration::from_micros(100);
-/// So long after somebody waited for a page no more than a chunk is read at a time: a guest that touches one page touches
-/// others.
+/// So long after somebody waited for a page no more than a chunk is read at a time, and slowly: a guest that touches one page
+/// touches others.
 const CALM_AFTER: Duration = Duration::from_millis(100);
 /// Asked of the disk at once behind a guest that waits for nothing: 2 ms at 125 MiB/s, which is what a page that is touched
 /// then waits.
@@ -455,17 +455,26 @@ impl Machine {
 
 /// Until nothing is missing, or it is told to stop.
 fn fill(lazy: &LazyRam, teller: &Teller) {
-    let ahead_bytes = |lazy: &LazyRam| {
-        // Requests to a store have turns, whoever makes them.
-        if lazy.is_far() {
-            return AHEAD_BYTES;
-        }
-        while lazy.is_asked() && !lazy.is_stopped() {
-            std::thread::sleep(GIVE_WAY);
-        }
-        if lazy.calm_for() >= CALM_AFTER { AHEAD_BYTES } else { 0 }
-    };
+    let began = Instant::now();
+    let mut pace = Pace::begin(began.elapsed());
     loop {
+        let mut read_from = None;
+        let ahead_bytes = |lazy: &LazyRam, bytes: u64| {
+            // Requests to a store have turns, whoever makes them.
+            if lazy.is_far() {
+                return AHEAD_BYTES;
+            }
+            if let Some(read_from) = read_from {
+                pace.took(began.elapsed(), began.elapsed().saturating_sub(read_from));
+            }
+            while lazy.is_asked() && !lazy.is_stopped() {
+                std::thread::sleep(GIVE_WAY);
+            }
+            let is_calm = lazy.calm_for() >= CALM_AFTER;
+            std::thread::sleep(pace.wait(began.elapsed(), bytes, is_calm));
+            read_from = Some(began.elapsed());
+            if is_calm { AHEAD_BYTES } else { 0 }
+        };
         match lazy
             .fill(ahead_bytes)
             .and_then(|complete| if complete { lazy.finish().map(|()| true) } else { Ok(false) })

@@ -118,7 +118,7 @@ fn a_guest_sees_what_was_saved_and_in_the_end_nothing_is_missing() {
     served(&lazy, || {
         assert_eq!((stand.touch(40), stand.touch(5)), (40, 0));
         await_counts(&lazy, Counts { stored: 80, prefetched: 0, lazy: 1, filled: 15, missing: 64 });
-        assert!(lazy.fill(|_| 1 << 20).unwrap());
+        assert!(lazy.fill(|_, _| 1 << 20).unwrap());
         assert_eq!(stand.see(), saved());
         lazy.finish().unwrap();
     });
@@ -181,7 +181,7 @@ fn who_touches_a_damaged_page_waits_until_the_image_is_mended() {
     // The second chunk: pages 26 to 41.
     image.write_all_at(&[0xee], 4096 + 16 * PAGE_BYTES + 9).unwrap();
     served(&lazy, || {
-        assert!(!lazy.fill(|_| 0).unwrap(), "something is missing");
+        assert!(!lazy.fill(|_, _| 0).unwrap(), "something is missing");
         assert_eq!(lazy.counts().missing, 16);
         assert_eq!(stand.touch(25), 25);
         let touching = std::thread::scope(|scope| {
@@ -197,7 +197,7 @@ fn who_touches_a_damaged_page_waits_until_the_image_is_mended() {
         });
         assert_eq!(touching, 30);
         assert_eq!(lazy.stuck(), Vec::<String>::new());
-        assert!(lazy.fill(|_| 0).unwrap());
+        assert!(lazy.fill(|_, _| 0).unwrap());
     });
     let told = lock(&told);
     assert_eq!(told.len(), 1, "told once: {told:?}");

@@ -165,6 +165,16 @@ impl PageReader {
         self.entries[chunk as usize].offset
     }
 
+    /// What is read for a chunk, wherever it is.
+    pub fn read_bytes_of(&self, chunk: u32) -> u64 {
+        let entry = &self.entries[chunk as usize];
+        if entry.flags == FLAG_ELSEWHERE {
+            u64::from(entry.pages) * PAGE_BYTES as u64
+        } else {
+            entry.stored_bytes.into()
+        }
+    }
+
     /// Of somebody who waits for it.
     pub fn reading(&self) -> Reading {
         self.reading_for(Urgency::Demand)
