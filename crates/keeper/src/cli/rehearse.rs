@@ -14,6 +14,7 @@ use hearth_recovery::lazy_restore::Mode;
 use super::object_store::{StoreArguments, place};
 use super::restore::{make_machine, remove_machine, typed};
 use super::{CliError, absolute};
+use crate::config::SECONDS_MAX;
 use crate::machine::restore::{Probe, RestoreOrder, Trace};
 use crate::run::Start;
 use crate::runtime_root::RuntimeRoot;
@@ -24,7 +25,7 @@ pub struct RehearseArguments {
     /// Folder of the snapshot, or its address as s3://BUCKET/PREFIX.
     snapshot: PathBuf,
     /// How long the clone is watched.
-    #[arg(long = "for", value_name = "SECONDS", default_value_t = 20)]
+    #[arg(long = "for", value_name = "SECONDS", default_value_t = 20, value_parser = clap::value_parser!(u64).range(..=SECONDS_MAX))]
     seconds: u64,
     /// End sooner: when something in the guest takes connections at this TCP port.
     #[arg(long, value_name = "PORT")]

@@ -21,7 +21,7 @@ use serde::Serialize;
 use super::object_store::{StoreArguments, place};
 use super::text::{Side, bytes, table};
 use super::{CliError, Context, Exit, absolute, configuration};
-use crate::config::{Config, ConfigFile};
+use crate::config::{Config, ConfigFile, SECONDS_MAX};
 use crate::machine::restore::{Probe, RestoreOrder, Trace};
 use crate::object_store::saved_disks;
 use crate::runtime_root::RuntimeRoot;
@@ -57,7 +57,7 @@ pub struct RestoreArguments {
     #[arg(long, group = "mode")]
     working_set: bool,
     /// Note in the snapshot what the guest uses in its first SECONDS, beside what was noted before.
-    #[arg(long, value_name = "SECONDS", conflicts_with_all = ["eager", "working_set"])]
+    #[arg(long, value_name = "SECONDS", conflicts_with_all = ["eager", "working_set"], value_parser = clap::value_parser!(u64).range(..=SECONDS_MAX))]
     trace: Option<u64>,
     /// Sooner: until this command of the host succeeds. It is tried again and again.
     #[arg(long, value_name = "COMMAND", requires = "trace")]

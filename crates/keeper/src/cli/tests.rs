@@ -192,6 +192,9 @@ fn every_verb_is_parsed_as_documented() {
         "rejuvenate --all --boot 5s",
         "rejuvenate --plan --alpha 2",
         "rejuvenate --all --stagger soon",
+        "rejuvenate --all --stagger 36526d",
+        "restore snapshot --trace 18446744073709551615",
+        "rehearse snapshot --for 3155760001",
     ] {
         assert!(Cli::try_parse_from(["hearth"].into_iter().chain(line.split_whitespace())).is_err(), "{line}");
     }

@@ -27,7 +27,7 @@ mod snapshot;
 pub use fields::{FIELDS, Field, Kind, Section};
 pub use file::{ConfigFile, ObjectStoreSection};
 pub use page::page;
-pub use quantity::{seconds, size_bytes};
+pub use quantity::{SECONDS_MAX, seconds, size_bytes};
 
 /// A machine as its owner wants it: complete, consistent, paths absolute.
 #[derive(Clone, Debug, PartialEq, Serialize)]

@@ -36,6 +36,9 @@ pub fn slack_bytes(text: &str, ram_bytes: u64) -> Result<u64, String> {
     }
 }
 
+/// A century: a moment that is further away than the clock can count cannot be waited for.
+pub const SECONDS_MAX: u64 = 36_525 * 86_400;
+
 /// Seconds of "90s", "15m", "12h", "30d".
 pub fn seconds(text: &str) -> Option<u64> {
     let text = text.trim();
@@ -48,7 +51,7 @@ pub fn seconds(text: &str) -> Option<u64> {
         "d" => 86_400,
         _ => return None,
     };
-    number.parse::<u64>().ok()?.checked_mul(factor)
+    number.parse::<u64>().ok()?.checked_mul(factor).filter(|seconds| *seconds <= SECONDS_MAX)
 }
 
 /// "02:00-05:00". From and to must differ: a whole day is said by saying nothing.
@@ -148,7 +151,7 @@ mod tests {
         for (text, expect) in [("90s", 90), ("15m", 900), (" 12 h ", 43_200), ("30d", 2_592_000)] {
             assert_eq!(seconds(text), Some(expect), "{text}");
         }
-        for text in ["", "30", "d", "-1d", "1.5h", "1w", "99999999999999999999d", "999999999999999999d"] {
+        for text in ["", "30", "d", "-1d", "1.5h", "1w", "36526d", "99999999999999999999d", "999999999999999999d"] {
             assert_eq!(seconds(text), None, "{text}");
         }
     }

@@ -2,10 +2,12 @@
 
 use std::io::{ErrorKind, Read};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use hearth_recovery::lazy_restore::LazyRam;
+use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::{Teller, Word};
 
@@ -13,6 +15,8 @@ use super::{Teller, Word};
 const HANGS_UP_WITHIN: Duration = Duration::from_millis(500);
 /// A traced guest is looked after so often.
 const TRACE_STEP: Duration = Duration::from_millis(50);
+/// And a command that looks after it.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// How long first touches are noted.
 #[derive(Clone, Debug)]
@@ -34,15 +38,30 @@ pub enum Probe {
 }
 
 impl Probe {
-    fn succeeds(&self) -> bool {
+    /// Looks once, and no longer than until `is_over`.
+    fn succeeds(&self, is_over: impl Fn() -> bool) -> bool {
         match self {
             Self::Port(port) => is_served(*port),
-            Self::Command(command) => {
-                let run = Command::new("sh").args(["-c", command]).stdin(Stdio::null()).stdout(Stdio::null()).status();
-                run.is_ok_and(|status| status.success())
-            }
+            Self::Command(command) => ends_well(command, is_over),
         }
     }
+}
+
+/// One that does not end is killed, with what it has started.
+fn ends_well(command: &str, is_over: impl Fn() -> bool) -> bool {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", command]).stdin(Stdio::null()).stdout(Stdio::null()).process_group(0);
+    let Ok(mut shell) = shell.spawn() else { return false };
+    loop {
+        match shell.try_wait() {
+            Ok(Some(status)) => return status.success(),
+            Ok(None) if !is_over() => std::thread::sleep(LOOK_EVERY),
+            _ => break,
+        }
+    }
+    let _ = kill_process_group(Pid::from_child(&shell), Signal::KILL);
+    let _ = shell.wait();
+    false
 }
 
 /// QEMU takes every connection, and hangs up on those that its guest does not take.
@@ -61,8 +80,8 @@ fn is_served(port: u16) -> bool {
 
 pub(super) fn note_first_touches(lazy: &LazyRam, trace: &Trace, teller: &Teller) {
     let deadline = Instant::now() + trace.window;
-    let is_reached = || trace.until.as_ref().is_some_and(Probe::succeeds);
-    while Instant::now() < deadline && !lazy.is_stopped() && !is_reached() {
+    let is_over = || Instant::now() >= deadline || lazy.is_stopped();
+    while !is_over() && !trace.until.as_ref().is_some_and(|probe| probe.succeeds(is_over)) {
         std::thread::sleep(TRACE_STEP.min(deadline.saturating_duration_since(Instant::now())));
     }
     let used = lazy.end_trace();
@@ -74,6 +93,28 @@ pub(super) fn note_first_touches(lazy: &LazyRam, trace: &Trace, teller: &Teller)
         Err(error) => {
             let message = format!("the working set is not noted: {}", crate::chain(&error));
             teller.say(Word::Failed { message });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_that_hangs_ends_with_the_trace_and_takes_along_what_it_started() {
+        assert!(ends_well("exit 0", || false) && !ends_well("exit 1", || false));
+        let folder = tempfile::tempdir().unwrap();
+        let pid = folder.path().join("pid");
+        let hangs = format!("sleep 600 & echo $! > {0}.new; mv {0}.new {0}; wait", pid.display());
+        assert!(!ends_well(&hangs, || pid.exists()));
+        let pid = std::fs::read_to_string(pid).unwrap();
+        let stat = || std::fs::read_to_string(format!("/proc/{}/stat", pid.trim()));
+        let deadline = Instant::now() + Duration::from_secs(60);
+        // Whoever inherits it may not have buried it yet.
+        while stat().is_ok_and(|stat| !stat.contains(") Z ")) {
+            assert!(Instant::now() < deadline, "it lives on: {stat:?}", stat = stat());
+            std::thread::yield_now();
         }
     }
 }
