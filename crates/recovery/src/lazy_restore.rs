@@ -130,8 +130,12 @@ pub struct LazyRam {
     began: Instant,
     /// Chunks that cannot be brought now, and why.
     stuck: Mutex<BTreeMap<u32, Stuck>>,
+    /// The file of its RAM has no room, in words.
+    no_room: Mutex<Option<String>>,
     tell: Box<dyn Fn(String) + Send + Sync>,
     stopped: AtomicBool,
+    /// Nothing is missing: who finds its memory not registered any more is right to go on.
+    finished: AtomicBool,
 }
 
 impl LazyRam {
@@ -185,8 +189,10 @@ impl LazyRam {
             asked_us: AtomicU64::new(0),
             began: Instant::now(),
             stuck: Mutex::default(),
+            no_room: Mutex::default(),
             tell,
             stopped: AtomicBool::new(false),
+            finished: AtomicBool::new(false),
         };
         for page in ram.resident_ranges()?.into_iter().flatten() {
             lazy.arrived(page as u32);
@@ -219,14 +225,31 @@ impl LazyRam {
     /// Serves QEMU's page faults until `stop`, QEMU's end, or until nothing is missing. Several threads may do so at once.
     pub fn serve(&self) -> Result<(), AdmissionError> {
         let mut reading = self.snapshot.ram.reading();
-        self.ram.serve(|page| {
-            let heard = Instant::now();
-            let brought = passing(self.bring_touched(page as u32, &mut reading))?.is_some();
-            if brought {
-                self.waits.add(heard.elapsed());
-            }
-            Ok(brought)
-        })
+        self.ram.serve(|page| self.answer(page as u32, &mut reading))
+    }
+
+    /// A thread of QEMU's waits for this page. False: it cannot be brought now.
+    fn answer(&self, page: u32, reading: &mut Reading) -> Result<bool, AdmissionError> {
+        let heard = Instant::now();
+        match passing(self.bring_touched(page, reading)) {
+            Ok(None) => return Ok(false),
+            Ok(Some(())) => self.waits.add(heard.elapsed()),
+            // It was heard of before, and goes on by now.
+            Err(_) if self.is_finished() => {}
+            Err(error) => return Err(error),
+        }
+        Ok(true)
+    }
+
+    /// Puts pages where they are missing, and notes whether there is room for them.
+    fn supply(&self, first_page: u32, bytes: &[u8]) -> Result<(), RestoreError> {
+        let put = self.ram.supply(first_page.into(), bytes);
+        let why = put.as_ref().err().filter(|error| is_no_room(error)).map(ToString::to_string);
+        let before = std::mem::replace(&mut *lock(&self.no_room), why.clone());
+        if let (None, Some(why)) = (before, why) {
+            (self.tell)(why);
+        }
+        Ok(put.map(drop)?)
     }
 
     /// Notes whether this chunk could be brought.
@@ -257,21 +280,22 @@ impl LazyRam {
 
     fn bring_asked(&self, page: u32, reading: &mut Reading) -> Result<(), RestoreError> {
         if self.is_there(page) {
-            // It came meanwhile; whoever waits for it may not have been woken.
-            return Ok(self.ram.wake(page.into())?);
+            // It came meanwhile, and this wakes whoever waits for it; or the guest has given it back since (a balloon), and
+            // what is given back reads as zeroes.
+            return self.supply(page, &ZEROES);
         }
         let tracing = self.tracing.load(Relaxed);
         let pages = &self.snapshot.ram;
         match pages.chunk_of(page) {
             None => {
-                self.ram.supply(page.into(), &ZEROES)?;
+                self.supply(page, &ZEROES)?;
                 self.arrived(page);
             }
             Some(chunk) if tracing => {
                 let bytes = self.note(chunk, pages.page(page, reading))?.expect("it has a chunk");
                 // Before whoever waits goes on and touches the next.
                 lock(&self.touched).push(page);
-                self.ram.supply(page.into(), bytes)?;
+                self.supply(page, bytes)?;
                 if self.arrived(page) {
                     self.lazy.fetch_add(1, Relaxed);
                 }
@@ -294,7 +318,7 @@ impl LazyRam {
         let raw = self.note(chunk, self.snapshot.ram.read(chunk, reading))?;
         let mut new = 0;
         for (first, bytes) in runs(pages, raw) {
-            self.ram.supply(first.into(), bytes)?;
+            self.supply(first, bytes)?;
             let run = first..first + (bytes.len() as u64 / PAGE_BYTES) as u32;
             new += run.map(|page| u64::from(self.arrived(page))).sum::<u64>();
         }
@@ -318,11 +342,11 @@ impl LazyRam {
                 asked_to = pages.fill_ahead(chunk, ahead_bytes);
             }
             let brought = self.bring_chunk(chunk, &mut reading);
-            if let Err(RestoreError::Snapshot(error)) = &brought
-                && error.is_away()
-            {
-                // The next one would take as long to fail.
-                return Ok(false);
+            match &brought {
+                // The next one would take as long to fail, or fail as well.
+                Err(RestoreError::Snapshot(error)) if error.is_away() => return Ok(false),
+                Err(RestoreError::Ram(error)) if is_no_room(error) => return Ok(false),
+                _ => {}
             }
             let new = passing(brought)?;
             self.filled.fetch_add(new.unwrap_or_default(), Relaxed);
@@ -332,8 +356,13 @@ impl LazyRam {
 
     /// Nothing is missing: the kernel serves this memory by itself from now on, and `serve` ends.
     pub fn finish(&self) -> Result<(), AdmissionError> {
+        self.finished.store(true, Release);
         self.stopped.store(true, Relaxed);
         self.ram.finish()
+    }
+
+    fn is_finished(&self) -> bool {
+        self.finished.load(Acquire)
     }
 
     /// Somebody waits for a page.
@@ -404,7 +433,8 @@ impl LazyRam {
         let stuck = lock(&self.stuck);
         let more = stuck.len().saturating_sub(TOLD_MAX);
         let rest = (more > 0).then(|| format!("and {more} more"));
-        stuck.values().take(TOLD_MAX).map(|stuck| stuck.why.clone()).chain(rest).collect()
+        let chunks = stuck.values().take(TOLD_MAX).map(|stuck| stuck.why.clone());
+        lock(&self.no_room).clone().into_iter().chain(chunks).chain(rest).collect()
     }
 }
 
@@ -416,11 +446,16 @@ fn words(error: &SnapshotError) -> String {
     }
 }
 
-/// What is wrong with the image may be mended; all else is the end. None: not now.
+fn is_no_room(error: &AdmissionError) -> bool {
+    matches!(error, AdmissionError::NoRoom { .. })
+}
+
+/// What is wrong with the image may be mended, and room be made; all else is the end. None: not now.
 fn passing<T>(result: Result<T, RestoreError>) -> Result<Option<T>, AdmissionError> {
     match result {
         Ok(done) => Ok(Some(done)),
         Err(RestoreError::Snapshot(_)) => Ok(None),
+        Err(RestoreError::Ram(error)) if is_no_room(&error) => Ok(None),
         Err(RestoreError::Ram(error)) => Err(error),
         Err(RestoreError::Memory(error)) => Err(error.into()),
     }
@@ -438,10 +473,12 @@ impl RamGate for LazyRam {
     fn bring(&self, file: Range<u64>) -> bool {
         let pages = file.start / PAGE_BYTES..file.end.div_ceil(PAGE_BYTES);
         for page in pages.map(|page| page as u32) {
-            while !self.is_there(page) {
+            // What nobody had touched by the end is zeroes, and the kernel sees to that.
+            while !self.is_there(page) && !self.is_finished() {
                 match passing(self.bring_touched(page, &mut self.snapshot.ram.reading())) {
                     Ok(Some(())) => {}
                     Ok(None) if !self.is_stopped() => std::thread::sleep(TRY_AGAIN),
+                    Ok(None) | Err(_) if self.is_finished() => {}
                     // QEMU's end: its requests end with it.
                     Ok(None) | Err(_) => return false,
                 }

@@ -13,6 +13,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -32,6 +33,7 @@ const TRY_AGAIN: Duration = Duration::from_millis(250);
 pub struct SuppliedRam {
     fd: OwnedFd,
     qemu_pid: u32,
+    path: PathBuf,
     pieces: Vec<Piece>,
     ram_bytes: u64,
     bell: Bell,
@@ -76,6 +78,7 @@ impl SuppliedRam {
         Ok(Self {
             fd: userfault.fd.try_clone().map_err(AdmissionError::Bell)?,
             qemu_pid: userfault.qemu_pid,
+            path: ram.path().to_owned(),
             pieces,
             ram_bytes: ram.bytes(),
             bell: Bell::new().map_err(AdmissionError::Bell)?,
@@ -110,24 +113,24 @@ impl SuppliedRam {
                     done += PAGE_BYTES as usize;
                 }
                 Err(Errno::EXIST) => {}
-                Err(errno) => return Err(self.failure("filling", errno)),
+                Err(errno) => return Err(self.not_put(errno)),
             }
         }
         Ok(put)
     }
 
-    /// Who waits for this page looks again: it has been brought meanwhile.
-    pub fn wake(&self, page: u64) -> Result<(), AdmissionError> {
-        let offset = page * PAGE_BYTES;
-        let inside = |piece: &&Piece| offset >= piece.file_offset && offset - piece.file_offset < piece.bytes;
-        match self.pieces.iter().find(inside) {
-            Some(piece) => self.wake_at(piece.address + (offset - piece.file_offset)),
-            None => Ok(()),
-        }
-    }
-
     fn wake_at(&self, address: u64) -> Result<(), AdmissionError> {
         userfault::wake(&self.fd, address, PAGE_BYTES).map_err(|errno| self.failure("waking", errno))
+    }
+
+    /// A file system that is full says "no memory", as a QEMU that has ended does.
+    fn not_put(&self, errno: Errno) -> AdmissionError {
+        match (self.failure("filling", errno), errno) {
+            (AdmissionError::Userfault { .. }, Errno::NOMEM | Errno::NOSPC) => {
+                AdmissionError::NoRoom { path: self.path.clone() }
+            }
+            (failure, _) => failure,
+        }
     }
 
     /// Serves QEMU's faults until `finish`, `stop` or QEMU's end. `bring` puts the page that was touched, or says that it

@@ -51,8 +51,13 @@ fn save(folder: &std::path::Path) {
 impl Stand {
     fn new() -> Self {
         let home = tempfile::tempdir_in("/dev/shm").unwrap();
+        let ram = home.path().join("ram-1");
+        Self::with_ram(home, &ram)
+    }
+
+    fn with_ram(home: tempfile::TempDir, ram: &std::path::Path) -> Self {
         save(&home.path().join("snapshot"));
-        let ram = RamFile::create(&home.path().join("ram-1"), PAGES * PAGE_BYTES).unwrap();
+        let ram = RamFile::create(ram, PAGES * PAGE_BYTES).unwrap();
         let file = File::options().read(true).write(true).open(ram.path()).unwrap();
         let (protection, bytes) = (ProtFlags::READ | ProtFlags::WRITE, (PAGES * PAGE_BYTES) as usize);
         // SAFETY: a new mapping at an address of the kernel's choice touches no other memory. It stays for good.
@@ -217,4 +222,85 @@ fn another_keeper_goes_on_with_what_is_missing() {
         second.finish().unwrap();
     });
     assert!(resume().is_none());
+}
+
+#[test]
+fn a_look_at_memory_that_nobody_touched_until_all_was_there_is_no_failure() {
+    let stand = Stand::new();
+    let lazy = stand.lazy(false);
+    assert!(lazy.fill(|_| 0).unwrap());
+    lazy.finish().unwrap();
+    // Both come from before, when it was still registered.
+    assert!(lazy.bring(100 * PAGE_BYTES..101 * PAGE_BYTES));
+    assert!(lazy.answer(101, &mut lazy.snapshot.ram.reading()).unwrap());
+    assert_eq!(stand.see(), saved());
+}
+
+#[test]
+fn what_the_guest_gave_back_is_zeroes_when_it_is_touched_again() {
+    let stand = Arc::new(Stand::new());
+    let lazy = stand.lazy(false);
+    served(&lazy, || {
+        assert_eq!(stand.touch(40), 40);
+        stand.ram.release(40..41).unwrap();
+        let (saw, seen) = std::sync::mpsc::channel();
+        let guest = stand.clone();
+        std::thread::spawn(move || saw.send(guest.touch(40)));
+        assert_eq!(seen.recv_timeout(Duration::from_secs(60)), Ok(0));
+    });
+}
+
+/// A file system for 64 pages, and its folder.
+struct Small(tempfile::TempDir);
+
+impl Small {
+    fn mount() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let small = Self(folder);
+        small.run(&["mount", "-t", "tmpfs", "-o", "size=256k", "small"]);
+        small
+    }
+
+    fn run(&self, words: &[&str]) {
+        let status = std::process::Command::new(words[0]).args(&words[1..]).arg(self.0.path()).status().unwrap();
+        assert!(status.success(), "{words:?}");
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        self.run(&["umount", "--lazy"]);
+    }
+}
+
+#[test]
+fn a_guest_whose_memory_has_no_room_waits_until_there_is_some() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("not tried: only root can make a file system that is full");
+        return;
+    }
+    let small = Small::mount();
+    let stand = Stand::with_ram(tempfile::tempdir_in("/dev/shm").unwrap(), &small.0.path().join("ram-1"));
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let heard = told.clone();
+    let tell = move |why| lock(&heard).push(why);
+    let lazy = LazyRam::register(stand.snapshot(), &stand.ram, &stand.userfault, false, tell).unwrap();
+    served(&lazy, || {
+        assert!(!lazy.fill(|_| 0).unwrap(), "there is room for 64 pages, and 80 are stored");
+        let waiting = lazy.stuck();
+        assert!(waiting[0].contains("has no room for what the guest misses; enlarge"), "{waiting:?}");
+        let seen = std::thread::scope(|scope| {
+            let guest = scope.spawn(|| stand.touch(89));
+            let disk = scope.spawn(|| lazy.bring(88 * PAGE_BYTES..89 * PAGE_BYTES));
+            while !lazy.is_asked() {
+                std::thread::yield_now();
+            }
+            small.run(&["mount", "-o", "remount,size=1m"]);
+            (guest.join().unwrap(), disk.join().unwrap())
+        });
+        assert_eq!(seen, (89, true));
+        assert!(lazy.fill(|_| 0).unwrap());
+        assert_eq!(lazy.stuck(), Vec::<String>::new());
+    });
+    assert_eq!(lock(&told).len(), 1);
 }

@@ -95,6 +95,11 @@ pub enum AdmissionError {
     Userfault { pid: u32, what: &'static str, source: io::Error },
     #[error("{path}: is made of pages of {page_bytes} bytes, which cannot be brought one by one; use ordinary ones")]
     HugePages { path: PathBuf, page_bytes: u64 },
+    #[error(
+        "{path}: has no room for what the guest misses; enlarge its file system (for tmpfs: mount -o remount,size=...) or \
+         raise the memory limit of its QEMU"
+    )]
+    NoRoom { path: PathBuf },
     #[error("QEMU (pid {pid}) has ended")]
     Gone { pid: u32 },
     #[error(transparent)]
