@@ -78,9 +78,11 @@ impl Pages {
             self.mapped(page).copy_from(bytes);
             return Ok(());
         }
+        // Only then is there memory behind the mapping: a copy through it into a hole of a full file system would end the keeper.
+        self.file.write_all_at(bytes, u64::from(page) * BLOCK).inspect_err(|_| drop(self.punch(page)))?;
         self.filled_pages += 1;
         self.filled[page as usize] = true;
-        self.file.write_all_at(bytes, u64::from(page) * BLOCK)
+        Ok(())
     }
 
     /// To be touched only if it takes memory.
@@ -91,12 +93,16 @@ impl Pages {
     /// The page reads as zeroes from now on, and takes no memory.
     pub(super) fn give_back(&mut self, page: u32) -> io::Result<()> {
         if self.is_filled(page) {
-            let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            fallocate(&self.file, how, u64::from(page) * BLOCK, BLOCK)?;
+            self.punch(page)?;
             self.filled[page as usize] = false;
             self.filled_pages -= 1;
         }
         Ok(())
+    }
+
+    fn punch(&self, page: u32) -> io::Result<()> {
+        let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        Ok(fallocate(&self.file, how, u64::from(page) * BLOCK, BLOCK)?)
     }
 
     pub(super) fn give_back_all(&mut self) -> Result<(), BootSetError> {
@@ -172,5 +178,60 @@ mod tests {
         pages.write(3, &[6; BLOCK_BYTES]).unwrap();
         assert_eq!((read(&pages, 0), read(&pages, 3)), (ZEROES, [6; BLOCK_BYTES]));
         assert_eq!(pages.resident_bytes() / BLOCK, 1, "a look takes no memory");
+    }
+    /// A file system in memory of so many pages; none without the rights to make one.
+    struct Small(tempfile::TempDir);
+
+    impl Small {
+        fn new(pages: u64) -> Option<Self> {
+            let folder = tempfile::tempdir().unwrap();
+            let mount = ["mount", "-t", "tmpfs", "-o", &format!("size={}", pages * BLOCK), "none"];
+            let made = std::process::Command::new(mount[0]).args(&mount[1..]).arg(folder.path()).output();
+            made.is_ok_and(|made| made.status.success()).then_some(Self(folder))
+        }
+    }
+
+    impl Drop for Small {
+        fn drop(&mut self) {
+            let _ = std::process::Command::new("umount").arg(self.0.path()).status();
+        }
+    }
+
+    #[test]
+    fn a_full_file_system_costs_a_copy_and_not_the_keeper() {
+        let Some(small) = Small::new(2) else {
+            return eprintln!(
+                "a_full_file_system_costs_a_copy_and_not_the_keeper: skipped: a tmpfs cannot be mounted here"
+            );
+        };
+        let mut pages = Pages::create(small.0.path(), 4).unwrap();
+        (0..2).for_each(|page| pages.write(page, &[7; BLOCK_BYTES]).unwrap());
+        for _ in 0..2 {
+            let error = pages.write(2, &[8; BLOCK_BYTES]).unwrap_err();
+            assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
+            assert_eq!((pages.is_filled(2), pages.filled_pages(), read(&pages, 2)), (false, 2, ZEROES));
+        }
+        pages.give_back(0).unwrap();
+        pages.write(2, &[8; BLOCK_BYTES]).unwrap();
+        assert_eq!(read(&pages, 2), [8; BLOCK_BYTES]);
+    }
+
+    #[test]
+    fn the_ledger_has_its_room_from_the_start() {
+        use crate::tag::Tagger;
+        let Some(small) = Small::new(4) else {
+            return eprintln!("the_ledger_has_its_room_from_the_start: skipped: a tmpfs cannot be mounted here");
+        };
+        let folder = small.0.path();
+        // 26 entries: two pages of the four.
+        let set = super::super::BootSet::open(folder, 64 << 10, Tagger::new(b"a key like noise")).unwrap();
+        fs::write(folder.join("other"), [1; 2 * BLOCK_BYTES]).unwrap();
+        assert!(fs::write(folder.join("more"), [1; 1]).is_err(), "nothing is left");
+        let disk = crate::block::DiskId(0);
+        set.begin();
+        for block in 0..26 {
+            crate::warm::WarmSource::read_from_image(&set, disk, block, Some(&ZEROES));
+        }
+        assert_eq!(set.plan().disks[&disk].held, 26);
     }
 }

@@ -109,6 +109,7 @@ impl State {
         let slots = pages_max * SLOTS_PER_PAGE as u32;
         let pages = Pages::create(folder, slots)?;
         let ledger = Ledger::create(&folder.join(LEDGER_FILE), slots)?;
+        ledger.take_room()?;
         Ok(Self::over(pages, ledger, pages_max))
     }
 
@@ -117,6 +118,7 @@ impl State {
         let slots = pages_max * SLOTS_PER_PAGE as u32;
         let pages = Pages::open(folder, slots)?;
         let ledger = Ledger::open(&folder.join(LEDGER_FILE)).ok()?;
+        ledger.take_room().ok()?;
         let fits = ledger.ram_pages() == slots && pages.filled_pages() <= pages_max as usize;
         let mut state = fits.then(|| Self::over(pages, ledger, pages_max))?;
         state.adopt(tagger);

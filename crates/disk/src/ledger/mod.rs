@@ -11,9 +11,12 @@
 //! Together 22 bytes a page of RAM: 16 in the table, 6 in the index.
 
 use std::cmp::Ordering;
+use std::fs::OpenOptions;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+
+use rustix::fs::{FallocateFlags, fallocate};
 
 use crate::block::{DiskId, RamPage};
 use crate::tag::Tag;
@@ -85,6 +88,13 @@ impl Ledger {
             }
         }
         Ok(ledger)
+    }
+
+    /// Takes all the room that it will ever need: an entry that finds none would end the keeper.
+    pub fn take_room(&self) -> Result<(), LedgerError> {
+        let file = OpenOptions::new().write(true).open(&self.path);
+        file.and_then(|file| Ok(fallocate(&file, FallocateFlags::empty(), 0, file.metadata()?.len())?))
+            .map_err(|source| LedgerError::Access { path: self.path.clone(), action: "take the room of", source })
     }
 
     fn over(path: &Path, table: Table) -> Self {
