@@ -64,6 +64,7 @@ impl NvramOptions {
         }
         let Some((mirror, _)) = &self.mirror else { return Ok(()) };
         let has = match OpenOptions::new().read(true).write(true).open(mirror).and_then(|file| file.metadata()) {
+            Ok(found) if !found.is_file() => return Err(no_file(self, mirror)),
             Ok(found) => found.len(),
             // It will be made.
             Err(error) if error.kind() == io::ErrorKind::NotFound && mirror.parent().is_some_and(Path::is_dir) => 0,
@@ -88,6 +89,8 @@ pub enum NvramError {
     File { name: String, path: PathBuf, action: &'static str, source: io::Error },
     #[error("nvram {name}: {path} has {has} bytes and not {wants}; set its size to that, or move the file away")]
     OtherSize { name: String, path: PathBuf, has: u64, wants: u64 },
+    #[error("nvram {name}: {path} is not a regular file; a mirror must be one")]
+    NoFile { name: String, path: PathBuf },
     #[error("nvram {name}: another process mirrors to {path}; give each device a mirror of its own")]
     MirrorInUse { name: String, path: PathBuf },
     #[error(
@@ -174,6 +177,10 @@ fn other_size(options: &NvramOptions, path: &Path, has: u64) -> NvramError {
     NvramError::OtherSize { name: options.name.clone(), path: path.to_owned(), has, wants: options.bytes }
 }
 
+fn no_file(options: &NvramOptions, path: &Path) -> NvramError {
+    NvramError::NoFile { name: options.name.clone(), path: path.to_owned() }
+}
+
 fn size_of(path: &Path) -> Option<u64> {
     fs::metadata(path).ok().map(|metadata| metadata.len())
 }
@@ -189,7 +196,17 @@ fn open_mirror(options: &NvramOptions, path: &Path) -> Result<File, NvramError> 
         }
         Err(error) => return Err(failed(options, path, "lock its mirror", error.into())),
     }
-    let has = file.metadata().map_err(|source| failed(options, path, "look at its mirror", source))?.len();
+    let found = file.metadata().map_err(|source| failed(options, path, "look at its mirror", source))?;
+    let has = found.len();
+    if !found.is_file() {
+        return Err(no_file(options, path));
+    }
+    if has == 0 {
+        // Its name must last as well.
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let lasting = File::open(folder).and_then(|folder| folder.sync_all());
+        lasting.map_err(|source| failed(options, folder, "write the folder of its mirror,", source))?;
+    }
     if has != 0 && has != options.bytes {
         return Err(other_size(options, path, has));
     }

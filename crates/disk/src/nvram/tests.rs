@@ -204,3 +204,14 @@ fn what_does_not_fit_is_told() {
         &format!("nvram log: {mirror} has 1048576 bytes and not 524288; set its size to that, or move the file away"),
     );
 }
+
+#[test]
+fn a_mirror_is_a_file() {
+    let mirror = PathBuf::from("/dev/null");
+    let options = NvramOptions { mirror: Some((mirror, MirrorPolicy::Sync)), ..Bench::new(None).options() };
+    let expect = "nvram log: /dev/null is not a regular file; a mirror must be one";
+    assert_eq!(options.check().unwrap_err().to_string(), expect);
+    fs::create_dir_all(&options.folder).unwrap();
+    assert_eq!(Nvram::open(&options).err().expect("it is refused").to_string(), expect);
+    fs::remove_dir_all(&options.folder).unwrap();
+}

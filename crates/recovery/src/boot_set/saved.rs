@@ -37,7 +37,9 @@ pub enum SavedError {
 
 /// Whole or not at all. Says how many blocks.
 pub fn save(path: &Path, boot_set: &BootSet, images: &[ImageNote]) -> Result<u64, SavedError> {
-    let fresh = path.with_extension("new");
+    let mut fresh = path.as_os_str().to_owned();
+    fresh.push(".new");
+    let fresh = PathBuf::from(fresh);
     write(&fresh, boot_set, images)
         .and_then(|blocks| fs::rename(&fresh, path).map(|()| blocks))
         .map_err(|source| SavedError::Write { path: path.to_owned(), source })
@@ -189,6 +191,17 @@ mod tests {
         assert_eq!([3, 7, 8].map(|block| read(&started, block)), [Some(3), Some(7), None]);
         assert_eq!(started.plan().disks[&DISK].blocks, 2, "the next boot is expected to read them");
         assert_eq!(load(&stopped.path(), &started, &stopped.images).unwrap(), None, "it is good for one start");
+    }
+
+    #[test]
+    fn machines_that_save_beside_each_other_do_not_meet() {
+        let stopped = Stopped::new();
+        let folder = stopped.folder.path();
+        // Where `web` would be written to if it shared a name with `db`.
+        fs::create_dir(folder.join("boot.new")).unwrap();
+        for name in ["boot.web", "boot.db"] {
+            save(&folder.join(name), &stopped.empty(), &stopped.images).unwrap();
+        }
     }
 
     #[test]
