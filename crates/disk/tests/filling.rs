@@ -215,13 +215,43 @@ fn a_change_of_what_is_being_written_waits() {
         }
         bench.let_it_look();
         assert_eq!(bench.plan.seen(), second + 2);
+        // Nobody who reads elsewhere waits for that.
+        assert!(bench.guest.read_disk(500 * 4096, 4096) == before[500 * 4096..501 * 4096]);
         bench.plan.release(second + 1);
         assert_eq!([0; 3].map(|_| bench.guest.wait(0).status), [OK; 3]);
-        assert_eq!(bench.plan.seen(), second + 3);
+        assert_eq!(bench.plan.seen(), second + 4);
         let last = if kind == WRITE { 3 } else { 0 };
         let changes = [(LAST_BLOCK, 0xee), (LAST_BLOCK - 2, 0xee), (10, 1), (30, 2), (20, last)];
         assert!(bench.disk() == with(&before, &changes), "request type {kind}");
     }
+}
+
+/// The write of a gap is busy, one more of what lies there waits for that, and nobody else does.
+#[test]
+fn a_change_that_waits_for_a_gap_is_waited_for_by_nobody() {
+    let mut bench = Bench::new(2);
+    let before = bench.disk();
+    let first = bench.hold_up(LAST_BLOCK, Fault::HoldEnd);
+    let second = bench.hold_up(LAST_BLOCK - 2, Fault::HoldEnd);
+    [(10, 1), (30, 2)].into_iter().for_each(|(block, fill)| bench.write(block, fill));
+    bench.let_it_look();
+    let joined = second + 1;
+    bench.plan.on(joined, Fault::HoldEnd);
+    [first, second].into_iter().for_each(|number| bench.plan.release(number));
+    assert!(bench.plan.wait_until_held(joined, PATIENCE));
+    assert_eq!(([0; 2].map(|_| bench.guest.wait(0).status), bench.filled()), ([OK; 2], (1, 19)));
+    bench.write(20, 3);
+    bench.let_it_look();
+    let elsewhere = 500 * 4096;
+    assert!(bench.guest.read_disk(elsewhere, 4096) == before[elsewhere as usize..][..4096]);
+    bench.write(21, 4);
+    bench.write(510, 5);
+    assert_eq!(bench.guest.wait(0).status, OK);
+    assert_eq!(bench.plan.seen(), joined + 3, "neither of the two is begun");
+    bench.plan.release(joined);
+    assert_eq!([0; 4].map(|_| bench.guest.wait(0).status), [OK; 4]);
+    let changes = [(LAST_BLOCK, 0xee), (LAST_BLOCK - 2, 0xee), (10, 1), (30, 2), (20, 3), (21, 4), (510, 5)];
+    assert!(bench.disk() == with(&before, &changes));
 }
 
 #[test]
@@ -244,6 +274,21 @@ fn what_fails_together_is_carried_out_one_by_one_and_what_is_torn_is_as_it_was()
         let written = if alone_fails { &[(10, 1)][..] } else { &[(10, 1), (30, 2)] };
         assert!(bench.disk() == with(&with(&before, written), &[(LAST_BLOCK, 0xee)]), "{fault:?}");
     }
+}
+
+#[test]
+fn what_is_wanted_twice_leaves_room_for_others() {
+    let mut bench = Bench::new(1);
+    let busy = bench.hold_up(LAST_BLOCK, Fault::HoldEnd);
+    [120, 130].into_iter().for_each(|block| bench.write(block, 1));
+    for _ in 0..200 {
+        bench.let_it_look();
+    }
+    [200, 210].into_iter().for_each(|block| bench.write(block, 2));
+    bench.let_it_look();
+    bench.plan.release(busy);
+    assert_eq!([0; 5].map(|_| bench.guest.wait(0).status), [OK; 5]);
+    wait_until("what is missing in both gaps is read", || bench.set.plan().disks[&DISK].held == 128 + 2 + 9);
 }
 
 /// A copy that is damaged in memory never reaches the disk.

@@ -4,6 +4,8 @@
 
 mod common;
 
+use std::time::Duration;
+
 use common::*;
 use hearth_disk::engine::flaky::{Fault, Plan};
 use hearth_disk::server::DiskServer;
@@ -76,4 +78,61 @@ fn neighbours_that_fail_together_are_carried_out_one_by_one() {
         assert!(place.disk_bytes(at * 4096, 4096) == [fill; 4096]);
     }
     assert!(place.disk_bytes(8192, 4096) == before);
+}
+
+/// A disk that could take each read as it comes, and is busy with one of block 0; and how long those that follow wait for neighbours.
+fn one_by_one(place: &Place, plan: &Plan, hold_back: Duration) -> (DiskServer, Guest) {
+    let mut backing = flaky(place.open(), plan);
+    backing.hold_back = hold_back;
+    plan.on(0, Fault::HoldEnd);
+    let server = DiskServer::start_with(place.options(), backing, None).unwrap();
+    let mut guest = Guest::connect(&place.socket(), 1);
+    guest.submit(0, READ, 0, DATA, 4096);
+    assert!(plan.wait_until_held(0, PATIENCE));
+    (server, guest)
+}
+
+fn read_one_by_one(server: &DiskServer, guest: &mut Guest, places: impl IntoIterator<Item = u64>, bytes: u32) {
+    for at in places {
+        let before = server.counters().reads;
+        guest.submit(0, READ, at, DATA + at, bytes);
+        wait_until("it is taken", || server.counters().reads > before);
+    }
+}
+
+/// As a kernel does that reads ahead in a journal.
+#[test]
+fn neighbours_that_come_one_by_one_are_one_operation() {
+    let place = Place::new(DISK_BYTES);
+    let plan = Plan::new(1);
+    let (server, mut guest) = one_by_one(&place, &plan, PATIENCE);
+    read_one_by_one(&server, &mut guest, (0..16).map(|at| 4096 + at * 8192), 8192);
+    let followers: Vec<_> = (0..16).map(|_| guest.wait(0).status).collect();
+    plan.release(0);
+    assert_eq!((followers, guest.wait(0).status), (vec![OK; 16], OK));
+    assert_eq!(plan.seen(), 2, "128 KiB wait for no more, nor for the first one");
+    assert!(guest.read_ram(DATA, 132 << 10) == place.disk_bytes(0, 132 << 10));
+}
+
+#[test]
+fn what_waits_for_neighbours_waits_no_longer_than_for_what_is_before_it() {
+    let place = Place::new(DISK_BYTES);
+    let plan = Plan::new(1);
+    let (server, mut guest) = one_by_one(&place, &plan, PATIENCE);
+    read_one_by_one(&server, &mut guest, [4096, 8192, 12288], 4096);
+    read_one_by_one(&server, &mut guest, [1 << 20], 4096);
+    assert_eq!((guest.wait(0).status, plan.seen()), (OK, 2), "one elsewhere waits for nobody");
+    plan.release(0);
+    assert_eq!(([0; 4].map(|_| guest.wait(0).status), plan.seen()), ([OK; 4], 3));
+}
+
+#[test]
+fn where_no_more_neighbours_come_none_is_waited_for() {
+    let place = Place::new(DISK_BYTES);
+    let plan = Plan::new(1);
+    let (server, mut guest) = one_by_one(&place, &plan, Duration::from_millis(1));
+    read_one_by_one(&server, &mut guest, [4096], 4096);
+    assert_eq!((guest.wait(0).status, plan.seen()), (OK, 2));
+    plan.release(0);
+    assert_eq!(guest.wait(0).status, OK);
 }

@@ -67,6 +67,8 @@ use worker::{Command, Worker};
 const POOL_BYTES: usize = 8 << 20;
 /// Operations at the image at once; flushes and discards need no buffer.
 const DEPTH: u32 = 128;
+/// A guest under emulation sends neighbours every 50 us or so.
+const HOLD_BACK: Duration = Duration::from_micros(250);
 
 /// What a disk is called and how it is served.
 #[derive(Clone)]
@@ -127,6 +129,8 @@ pub struct Backing {
     pub engine: Box<dyn Engine>,
     /// Operations that the engine takes at once.
     pub depth: u32,
+    /// So long a small read beside one that is on its way waits for more of them.
+    pub hold_back: Duration,
 }
 
 impl Backing {
@@ -142,7 +146,7 @@ impl Backing {
     ) -> Result<Self, BackingError> {
         let pool = BufferPool::new(POOL_BYTES).map_err(BackingError::Buffers)?;
         let engine = engine(&pool).map_err(BackingError::Engine)?;
-        Ok(Self { image, pool, engine, depth: DEPTH })
+        Ok(Self { image, pool, engine, depth: DEPTH, hold_back: HOLD_BACK })
     }
 
     /// As `of`, with an engine around (or in place of) the image's own.
@@ -153,7 +157,7 @@ impl Backing {
         let pool = BufferPool::new(POOL_BYTES).map_err(BackingError::Buffers)?;
         let engine = image.engine(Arc::clone(&pool), DEPTH)?;
         let engine = wrap(&pool, engine);
-        Ok(Self { image, pool, engine, depth: DEPTH })
+        Ok(Self { image, pool, engine, depth: DEPTH, hold_back: HOLD_BACK })
     }
 }
 

@@ -11,6 +11,8 @@ pub struct Running {
     /// In the order of the disk. One, but where requests were joined.
     pub parts: Vec<Part>,
     pub operation: Operation,
+    /// Of the disk: all of it.
+    pub place: Range<u64>,
     /// Of the disk: what a write carries between its parts, and nobody has asked for.
     pub filled: Vec<Range<u64>>,
     pub begun: Instant,
@@ -37,7 +39,7 @@ pub struct Around {
 
 impl Running {
     pub fn new(parts: Vec<Part>, operation: Operation) -> Self {
-        Self { parts, operation, filled: Vec::new(), begun: Instant::now() }
+        Self { parts, operation, place: 0..0, filled: Vec::new(), begun: Instant::now() }
     }
 
     pub fn slot(&self) -> Option<Slot> {
@@ -45,6 +47,12 @@ impl Running {
             Operation::Read(slot) | Operation::Write(slot) => Some(slot),
             Operation::Flush | Operation::Discard | Operation::WriteZeroes { .. } => None,
         }
+    }
+
+    /// Does what begins here follow on it, or lie in it?
+    pub fn is_read_before(&self, start: u64, gap_max: u64) -> bool {
+        let Range { start: own, end } = self.place;
+        matches!(self.operation, Operation::Read(_)) && own <= start && start <= end + gap_max
     }
 
     /// Nobody has asked for it.

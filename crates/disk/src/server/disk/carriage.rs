@@ -2,9 +2,12 @@
 //! limits allow, together with those of other requests that wait beside them (`joining`).
 
 use std::io;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use super::{BLOCK, Disk};
+use super::filling::meet;
+use super::joining::HeldBack;
+use super::{BLOCK, Disk, Job};
 use crate::buffer::Slot;
 use crate::engine::{Operation, Submission};
 use crate::server::connection::Connection;
@@ -24,6 +27,8 @@ pub(super) const GAP_BYTES: u64 = 32 << 10;
 pub(super) enum Stall {
     /// Until an operation ends.
     Busy,
+    /// Until the operation ends that writes what lies there: no other request waits for that.
+    Filled,
     /// Until the limiter allows it.
     Limited(Duration),
 }
@@ -42,17 +47,33 @@ impl Disk {
     }
 
     fn pump_waiting(&mut self, connection: &mut Connection) -> Option<Duration> {
-        while let Some(&id) = self.waiting.front() {
+        // A queue that is stopped is not held up: QEMU as a whole waits for that.
+        let held_back = if connection.is_waiting() { HeldBack::default() } else { self.held_back(Instant::now()) };
+        let mut passed: Vec<Range<u64>> = Vec::new();
+        let mut at = 0;
+        while let Some(&id) = self.waiting.get(at) {
+            let place = self.jobs.get(id).map_or(0..0, Job::place);
+            let comes_later = passed.iter().any(|passed| meet(passed, &place));
+            if comes_later || held_back.requests.contains(&id) {
+                at += 1;
+                continue;
+            }
             match self.advance(connection, id) {
                 Ok(()) => {
-                    self.waiting.pop_front();
+                    // Those that went with it have left the queue, also in front of it.
+                    at = self.waiting.iter().position(|&waiting| waiting == id).expect("it leaves the queue here");
+                    self.waiting.remove(at);
                     self.finish_if_done(Some(connection), id);
                 }
-                Err(Stall::Busy) => return None,
-                Err(Stall::Limited(wait)) => return Some(wait),
+                Err(Stall::Filled) => {
+                    passed.push(place);
+                    at += 1;
+                }
+                Err(Stall::Busy) => return held_back.wait,
+                Err(Stall::Limited(wait)) => return held_back.wait.into_iter().chain([wait]).min(),
             }
         }
-        None
+        held_back.wait
     }
 
     /// Hands over to the engine as much as goes.
@@ -65,7 +86,7 @@ impl Disk {
             if job.run.is_empty() {
                 self.find_run(connection, id);
             } else if job.request.kind.changes_blocks() && self.must_wait(id) {
-                return Err(Stall::Busy);
+                return Err(Stall::Filled);
             } else if !self.hand_over_joined(connection, id)? {
                 self.admit(id, connection.is_waiting())?;
                 self.hand_over(connection, id)?;
@@ -234,7 +255,8 @@ impl Disk {
     }
 
     /// Hands the operation to the engine. Returns its place among those that run.
-    pub(super) fn push(&mut self, running: Running, offset: u64, bytes: u64) -> u32 {
+    pub(super) fn push(&mut self, mut running: Running, offset: u64, bytes: u64) -> u32 {
+        running.place = offset..offset + bytes;
         for part in &running.parts {
             if let Some(job) = self.jobs.get_mut(part.job) {
                 job.pending += 1;

@@ -39,8 +39,10 @@ impl Disk {
             tracing::error!(token = completion.token, "an engine ended an operation that it was not given");
             return;
         };
+        let now = Instant::now();
+        self.note_time(&running, now);
         if !running.is_own() {
-            self.pressure.ended(running.begun, Instant::now(), running.bytes());
+            self.pressure.ended(running.begun, now, running.bytes());
         }
         self.note_for_flushes(place, &running, completion.result.is_ok());
         let mut connection = connection;
@@ -146,7 +148,11 @@ impl Disk {
         let Some(job) = self.jobs.remove(id) else { return };
         if let Some(taken) = job.taken.filter(|_| job.request.kind == Kind::Read && !job.from_image) {
             let beside_writes = self.overlaps.is_changing();
-            self.recorder.answered(Answered { in_line: !job.has_waited, beside_writes, took: taken.elapsed() });
+            self.recorder.answered(Answered {
+                in_line: job.waits_since.is_none(),
+                beside_writes,
+                took: taken.elapsed(),
+            });
         }
         if let Some(connection) = connection {
             let _ = connection.memory.write(job.request.status, &[job.status as u8]);

@@ -37,6 +37,10 @@ pub(super) fn blocks(bytes: &Range<u64>) -> Range<u64> {
     bytes.start / BLOCK..bytes.end / BLOCK
 }
 
+pub(super) fn meet(one: &Range<u64>, other: &Range<u64>) -> bool {
+    one.start < other.end && other.start < one.end
+}
+
 impl Disk {
     /// May these bytes be written too, as a part of one operation on all, if memory holds them?
     pub(super) fn may_fill(&self, gap: &Range<u64>, all: Range<u64>) -> bool {
@@ -115,12 +119,11 @@ impl Disk {
 
     /// Must this change wait until what lies there is written?
     pub(super) fn must_wait(&self, id: RequestId) -> bool {
-        let request = self.jobs.get(id).map(|job| &job.request);
-        request.is_some_and(|request| self.meets_filled(&(request.offset..request.offset + request.bytes)))
+        self.jobs.get(id).is_some_and(|job| self.meets_filled(&job.place()))
     }
 
     pub(super) fn meets_filled(&self, bytes: &Range<u64>) -> bool {
         let mut filled = self.running.iter().flat_map(|running| &running.filled);
-        filled.any(|gap| gap.start < bytes.end && bytes.start < gap.end)
+        filled.any(|gap| meet(gap, bytes))
     }
 }

@@ -104,7 +104,7 @@ impl Disk {
             status: Status::Ok,
             flush_after,
             taken,
-            has_waited: false,
+            waits_since: None,
             from_image: false,
         };
         let blocks = job.blocks();
@@ -148,7 +148,7 @@ impl Disk {
             return self.finish_if_done(Some(connection), id);
         }
         if let Some(job) = self.jobs.get_mut(id) {
-            job.has_waited = true;
+            job.waits_since = Some(Instant::now());
         }
         self.waiting.push_back(id);
     }

@@ -4,11 +4,16 @@
 //! in a row. A disk with a limit on operations counts them: the mount of 400 such volumes took twice as long on one with 200 a
 //! second as with QEMU's own disk, which joins them too.
 //!
+//! Neighbours that come one by one would each find the image free to take them: so a small read that follows closely on one that
+//! the image is busy with is held back for a moment (`held_back`), in which others may come that go with it. Not where reads
+//! take no longer than that moment, nor where a queue is being stopped.
+//!
 //! Reads are joined over a short gap as well, and where they are widened to whole blocks, also those of one block; writes only
 //! where nothing lies between them, or what memory holds (`filling`), and none of those that wait overlaps another. What fails
 //! together is carried out one by one.
 
 use std::ops::Range;
+use std::time::{Duration, Instant};
 
 use super::carriage::{GAP_BYTES, Stall};
 use super::filling::blocks;
@@ -23,6 +28,27 @@ use crate::server::transfer;
 /// So many waiting requests are looked at: a queue of QEMU's default length, half full.
 const LOOKED_AT_MAX: usize = 128;
 
+/// Reads up to here are held back,
+const HELD_BACK_MAX: u64 = 32 << 10;
+/// until together they are this long: as much as guests read ahead at a time.
+const LONG_ENOUGH: u64 = 128 << 10;
+/// What a read takes before any has ended, in times that one is held back: long.
+pub(super) const WITHOUT_A_READ: u32 = 40;
+
+/// Requests that wait for neighbours, and how long at most until the first of them goes on.
+#[derive(Default)]
+pub(super) struct HeldBack {
+    pub(super) requests: Vec<RequestId>,
+    pub(super) wait: Option<Duration>,
+}
+
+/// A read that waits and may be held back.
+struct Small {
+    job: RequestId,
+    bytes: Range<u64>,
+    since: Instant,
+}
+
 /// What an operation would carry out for one request.
 struct Share {
     part: Part,
@@ -31,6 +57,46 @@ struct Share {
 }
 
 impl Disk {
+    /// Small reads that wait beside each other, and behind one that the image was given just before.
+    pub(super) fn held_back(&self, now: Instant) -> HeldBack {
+        let (mut held_back, quiet) = (HeldBack::default(), self.hold_back);
+        if self.read_took < quiet {
+            return held_back;
+        }
+        let mut small: Vec<Small> = self.waiting.iter().take(LOOKED_AT_MAX).filter_map(|&id| self.small(id)).collect();
+        small.sort_unstable_by_key(|small| small.bytes.start);
+        for beside in small.chunk_by(|one, next| next.bytes.start <= one.bytes.end + GAP_BYTES) {
+            let (first, last) = (&beside[0], &beside[beside.len() - 1]);
+            let newest = beside.iter().map(|small| small.since).max().unwrap_or(now);
+            let quiet_for = now.saturating_duration_since(newest);
+            let follows = |running: &Running| {
+                running.is_read_before(first.bytes.start, GAP_BYTES) && first.since < running.begun + quiet
+            };
+            let is_short = last.bytes.end - first.bytes.start < LONG_ENOUGH;
+            if quiet_for < quiet && is_short && self.running.iter().any(follows) {
+                held_back.requests.extend(beside.iter().map(|small| small.job));
+                held_back.wait = held_back.wait.into_iter().chain([quiet - quiet_for]).min();
+            }
+        }
+        held_back
+    }
+
+    fn small(&self, id: RequestId) -> Option<Small> {
+        let job = self.jobs.get(id)?;
+        let is_small = job.request.kind == Kind::Read && job.request.bytes <= HELD_BACK_MAX;
+        let share = if is_small { self.share(id, job)? } else { return None };
+        Some(Small { job: id, bytes: share.bytes, since: job.waits_since? })
+    }
+
+    /// An operation has ended. A disk that counts operations lets some pass at once, and has the next one wait: the slowest of the
+    /// last forty or so tells what they cost.
+    pub(super) fn note_time(&mut self, running: &Running, now: Instant) {
+        if matches!(running.operation, Operation::Read(_)) {
+            let took = now.saturating_duration_since(running.begun);
+            self.read_took = took.max(self.read_took * 7 / 8);
+        }
+    }
+
     /// Hands over what the image has to do for this request, if others that wait can go with it. False: none can.
     pub(super) fn hand_over_joined(&mut self, connection: &mut Connection, id: RequestId) -> Result<bool, Stall> {
         let (shares, missing) = self.joined(id);
@@ -114,8 +180,6 @@ impl Disk {
             let job = self.jobs.get(other)?;
             (job.request.kind == kind && job.connection == connection).then(|| self.share(other, job)).flatten()
         });
-        let others = |share: &Share| kind == Kind::Read || !self.meets_filled(&share.bytes);
-        let shares = shares.filter(others);
         let mut shares: Vec<Share> = shares.collect();
         if shares.is_empty() {
             return nobody();
@@ -125,6 +189,9 @@ impl Disk {
         // Which of two writes of the same bytes came last is seen on the disk: they go one by one, as they came.
         if kind == Kind::Write && shares.windows(2).any(|pair| pair[0].bytes.end > pair[1].bytes.start) {
             return nobody();
+        }
+        if kind == Kind::Write {
+            shares.retain(|share| !self.meets_filled(&share.bytes));
         }
         let at = shares.iter().position(|share| share.part.job == id).unwrap_or_default();
         let ranges: Vec<Range<u64>> = shares.iter().map(|share| share.bytes.clone()).collect();

@@ -3,7 +3,8 @@
 //! `intake`: taken -> what it changes is void -> `carriage`: hits answered in line -> misses wait their turn (slots, limits) ->
 //! image -> `completion`: tagged, noted, copied to the guest -> answered
 //!
-//! Requests wait in the order they came, so a large one cannot be starved by small ones; RAM hits do not wait. What is
+//! Requests wait in the order they came, so a large one cannot be starved by small ones, but for those that wait for something of
+//! their own; RAM hits do not wait. What is
 //! read or written in one piece is one operation on the image, and so are requests that wait side by side (`joining`) and flushes
 //! that can be one (`flushing`); only what is longer than the longest slot is carried out piece by piece. Whoever waits for a slot waits for operations that
 //! have begun, and these need nothing more: that ends. Requests of a connection that is gone are finished towards the image
@@ -65,8 +66,8 @@ struct Job {
     flush_after: bool,
     /// When it was taken, if that is of interest.
     taken: Option<Instant>,
-    /// It had to wait for its turn at the image.
-    has_waited: bool,
+    /// Since when it waits for its turn at the image, if it had to.
+    waits_since: Option<Instant>,
     /// The image had a part in it.
     from_image: bool,
 }
@@ -92,6 +93,11 @@ impl Job {
         self.run = self.next..self.next;
     }
 
+    /// Of the disk.
+    fn place(&self) -> Range<u64> {
+        self.request.offset..self.request.offset + self.request.bytes
+    }
+
     fn blocks(&self) -> Range<u64> {
         touched(&self.request)
     }
@@ -104,6 +110,7 @@ pub struct Disk {
     image: Image,
     engine: Box<dyn Engine>,
     depth: usize,
+    hold_back: Duration,
     pool: Arc<BufferPool>,
     limiter: RateLimiter,
     throttled_since: Option<Instant>,
@@ -118,6 +125,8 @@ pub struct Disk {
     /// The blocks that are being read for that.
     reading: Range<u64>,
     waiting: VecDeque<RequestId>,
+    /// The slowest read of late.
+    read_took: Duration,
     /// Before the guest's memory, while that is short.
     pub gate: Option<Gate>,
     /// Of the guest's memory, while somebody copies it.
@@ -140,7 +149,7 @@ impl Disk {
         counters: Arc<Counters>,
         pressure: Pressure,
     ) -> Self {
-        let Backing { image, pool, engine, depth } = backing;
+        let Backing { image, pool, engine, depth, hold_back } = backing;
         let read_only = options.read_only || image.read_only();
         let mut serial = [0; SERIAL_BYTES];
         let mut device = Device::of(&image, read_only, options.queues, options.queue_size);
@@ -156,6 +165,7 @@ impl Disk {
             image,
             engine,
             depth: depth as usize,
+            hold_back,
             pool,
             limiter: RateLimiter::new(options.limits, Instant::now()),
             throttled_since: None,
@@ -168,6 +178,7 @@ impl Disk {
             wanted: VecDeque::new(),
             reading: 0..0,
             waiting: VecDeque::new(),
+            read_took: hold_back * joining::WITHOUT_A_READ,
             gate: options.gate.clone(),
             write_log: None,
             parking: Parking::default(),
