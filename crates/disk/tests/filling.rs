@@ -170,6 +170,21 @@ fn what_is_not_held_is_not_written() {
     assert_eq!((two(&mut bench, [90, 95]), bench.filled()), (2, filled), "the boot is over");
 }
 
+/// However long two writes wait beside it, a gap takes one place among those that are to be read.
+#[test]
+fn what_is_missing_is_wanted_once() {
+    let mut bench = Bench::new(1);
+    let busy = bench.hold_up(LAST_BLOCK, Fault::HoldEnd);
+    [200, 202, 400, 402].into_iter().for_each(|block| bench.write(block, 7));
+    for _ in 0..150 {
+        bench.let_it_look();
+    }
+    bench.plan.release(busy);
+    assert_eq!([0; 5].map(|_| bench.guest.wait(0).status), [OK; 5]);
+    // What was written is no member; the two gaps are.
+    wait_until("both are read", || bench.set.plan().disks[&DISK].held == 130);
+}
+
 #[test]
 fn holes_stay_holes() {
     let place = Place::new(DISK_BYTES);

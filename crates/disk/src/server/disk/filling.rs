@@ -73,8 +73,11 @@ impl Disk {
 
     /// These gaps could have been filled, but for blocks in them that no boot has read.
     pub(super) fn want(&mut self, gaps: Vec<Range<u64>>) {
-        let room = WANTED_MAX.saturating_sub(self.wanted.len());
-        self.wanted.extend(gaps.into_iter().take(room));
+        for gap in gaps {
+            if self.wanted.len() < WANTED_MAX && !self.wanted.contains(&gap) {
+                self.wanted.push_back(gap);
+            }
+        }
     }
 
     /// Reads what is missing in the next gap that is wanted: one at a time, where nothing has to wait for it.

@@ -99,6 +99,9 @@ impl Disk {
 
     /// Hands over what the image has to do for this request, if others that wait can go with it. False: none can.
     pub(super) fn hand_over_joined(&mut self, connection: &mut Connection, id: RequestId) -> Result<bool, Stall> {
+        if self.running.len() >= self.depth {
+            return Err(Stall::Busy);
+        }
         let (shares, missing) = self.joined(id);
         self.want(missing);
         let (Some(first), Some(end)) = (shares.first(), shares.iter().map(|share| share.bytes.end).max()) else {
@@ -109,9 +112,6 @@ impl Disk {
         }
         let all = first.bytes.start..end;
         let bytes = all.end - all.start;
-        if self.running.len() >= self.depth {
-            return Err(Stall::Busy);
-        }
         let slot = self.pool.take(bytes as usize).ok_or(Stall::Busy)?;
         let is_write = self.jobs.get(id).is_some_and(|job| job.request.kind == Kind::Write);
         let gaps = if is_write { gaps(&shares) } else { Vec::new() };
