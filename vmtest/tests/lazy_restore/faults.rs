@@ -75,6 +75,8 @@ fn a_guest_that_touches_a_damaged_page_waits_and_goes_on_when_the_image_is_mende
     );
     let refused = clone.cli_output(&["save", clone.name(), "-o", &vm.folder().join("half").display().to_string()])?;
     assert!(refused.status != 0 && refused.text().contains("not all come out of its snapshot"), "{}", refused.text());
+    let refused = clone.cli_output(&["resize", clone.name(), "data"])?;
+    assert!(refused.status != 0 && refused.text().contains("cannot resize: the guest's memory"), "{}", refused.text());
     let verifying = clone.guest().start(&format!("probe verify /tmp/memory {}", super::SEED))?;
     clone.wait_status("nothing else is missing", |status| status["restore"]["pages_missing"].as_u64() <= Some(16))?;
     assert!(clone.guest().take_answer(verifying).is_none(), "it cannot have been verified: a page of it is not there");

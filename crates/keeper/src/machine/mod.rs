@@ -275,7 +275,7 @@ impl Machine {
         machine.record(EventKind::Started { pid: std::process::id(), version: env!("CARGO_PKG_VERSION").to_owned() });
         machine.expect_disks()?;
         let taken_over = match machine.take_over() {
-            Err(error) if !machine.arrivals.is_complete() => {
+            Err(error) if !machine.arrivals.is_complete() || machine.must_be_complete("end").is_err() => {
                 // The guest lives on without a keeper: a read that waits must neither fail nor be waited for.
                 std::mem::forget(machine);
                 return Err(error);

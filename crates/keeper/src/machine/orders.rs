@@ -102,6 +102,8 @@ impl Machine {
     }
 
     fn resize(&mut self, name: &str) -> Result<DiskSize, ApiError> {
+        // A disk that waits for memory does not answer, and this loop would wait for it.
+        self.must_be_complete("resize")?;
         // NVRAM is served behind them, and stays as large as it is.
         let disks = &self.disks[..self.disks.len().min(self.parts.config.disks.len())];
         let Some(disk) = disks.iter().find(|disk| disk.name() == name) else {
