@@ -228,7 +228,7 @@ fn another_keeper_goes_on_with_what_is_missing() {
 fn a_look_at_memory_that_nobody_touched_until_all_was_there_is_no_failure() {
     let stand = Stand::new();
     let lazy = stand.lazy(false);
-    assert!(lazy.fill(|_| 0).unwrap());
+    assert!(lazy.fill(|_, _| 0).unwrap());
     lazy.finish().unwrap();
     // Both come from before, when it was still registered.
     assert!(lazy.bring(100 * PAGE_BYTES..101 * PAGE_BYTES));
@@ -286,7 +286,7 @@ fn a_guest_whose_memory_has_no_room_waits_until_there_is_some() {
     let tell = move |why| lock(&heard).push(why);
     let lazy = LazyRam::register(stand.snapshot(), &stand.ram, &stand.userfault, false, tell).unwrap();
     served(&lazy, || {
-        assert!(!lazy.fill(|_| 0).unwrap(), "there is room for 64 pages, and 80 are stored");
+        assert!(!lazy.fill(|_, _| 0).unwrap(), "there is room for 64 pages, and 80 are stored");
         let waiting = lazy.stuck();
         assert!(waiting[0].contains("has no room for what the guest misses; enlarge"), "{waiting:?}");
         let seen = std::thread::scope(|scope| {
@@ -299,7 +299,7 @@ fn a_guest_whose_memory_has_no_room_waits_until_there_is_some() {
             (guest.join().unwrap(), disk.join().unwrap())
         });
         assert_eq!(seen, (89, true));
-        assert!(lazy.fill(|_| 0).unwrap());
+        assert!(lazy.fill(|_, _| 0).unwrap());
         assert_eq!(lazy.stuck(), Vec::<String>::new());
     });
     assert_eq!(lock(&told).len(), 1);
