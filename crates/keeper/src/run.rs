@@ -128,6 +128,7 @@ fn keep(
     let ended = Machine::start(parts).and_then(|machine| {
         inheritance.settle();
         notify(&Notice::Ready);
+        notify(&Notice::Status("its guest runs".to_owned()));
         machine.run(&events)
     });
     if !matches!(ended, Ok(End::HandsOver { .. })) {

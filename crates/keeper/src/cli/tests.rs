@@ -567,6 +567,21 @@ fn the_systemd_unit_uses_verbs_that_exist() {
     }
 }
 
+/// A start that systemd ends, or no longer tries, powers a parked guest off, or leaves it where it is.
+#[test]
+fn the_systemd_units_wait_for_parked_guests() {
+    let check = |unit: &str, words: &[&str]| {
+        for word in words {
+            assert!(unit.lines().any(|line| line == *word), "{word}: {unit}");
+        }
+    };
+    let machine = include_str!("../../../../packaging/hearth@.service");
+    let after = "After=network-online.target local-fs.target remote-fs.target";
+    check(machine, &["TimeoutStartSec=infinity", "StartLimitIntervalSec=0", after]);
+    let all = include_str!("../../../../packaging/hearth-host-reload.service");
+    check(all, &["Restart=on-failure", "StartLimitIntervalSec=0"]);
+}
+
 #[test]
 fn a_save_is_waited_for_and_can_be_called_off() {
     let fixture = fixture();

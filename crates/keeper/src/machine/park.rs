@@ -31,6 +31,7 @@ use super::{Life, Machine, MachineError, Parts, Wanted};
 use crate::config::{Boot, NvramConfig};
 use crate::event::Event;
 use crate::host_reload::Record;
+use crate::notify::{Notice, notify};
 
 const WHAT: &str = "park";
 /// Taking the state takes 20 ms, giving it as long; on a host that swaps it may be a second.
@@ -382,6 +383,8 @@ impl Machine {
         self.journal.incarnation = parked.incarnation;
         self.journal.generation = self.journal.generation.max(parked.generation);
         self.parts.event_log.set_incarnation(parked.incarnation);
+        let mib = parked.ram_bytes >> 20;
+        notify(&Notice::Status(format!("sums up the {mib} MiB of its parked guest")));
         let (incarnation, state) = self.verify(parked)?;
         drill(ResumePhase::Verify.name());
         let (generation, set_forward) = self.wake(&incarnation, parked, state, ticker)?;
