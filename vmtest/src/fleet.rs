@@ -36,6 +36,11 @@ impl FleetServer {
         Ok(Self { url, fleet })
     }
 
+    /// For one more host.
+    pub fn open_place(&self) {
+        self.fleet.lock().unwrap_or_else(PoisonError::into_inner).places += 1;
+    }
+
     pub fn url(&self) -> &str {
         &self.url
     }

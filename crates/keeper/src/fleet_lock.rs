@@ -62,10 +62,19 @@ struct Refusal {
 impl FleetLock {
     /// Waits until the server gives this host a place.
     pub fn acquire(&self, wait: Duration) -> Result<(), FleetLockError> {
+        self.insist("v1/pre-reboot", wait)
+    }
+
+    /// This host is back. A server that cannot be reached yet, as by a host that has just booted, is asked again.
+    pub fn release(&self, wait: Duration) -> Result<(), FleetLockError> {
+        self.insist("v1/steady-state", wait)
+    }
+
+    fn insist(&self, route: &str, wait: Duration) -> Result<(), FleetLockError> {
         self.must_be_valid()?;
         let (agent, deadline) = (agent(), Instant::now() + wait);
         loop {
-            let error = match self.post(&agent, "v1/pre-reboot") {
+            let error = match self.post(&agent, route) {
                 Ok(()) => return Ok(()),
                 Err(error) => error,
             };
@@ -73,15 +82,9 @@ impl FleetLock {
             if left.is_zero() {
                 return Err(error);
             }
-            tracing::info!(why = crate::chain(&error), "no leave to reload yet");
+            tracing::info!(route, why = crate::chain(&error), "the fleet's server is asked again");
             std::thread::sleep(left.min(ASK_EVERY));
         }
-    }
-
-    /// This host is back.
-    pub fn release(&self) -> Result<(), FleetLockError> {
-        self.must_be_valid()?;
-        self.post(&agent(), "v1/steady-state")
     }
 
     fn must_be_valid(&self) -> Result<(), FleetLockError> {
@@ -178,7 +181,7 @@ mod tests {
         let (url, served) = server(vec![(200, ""), (200, "")]);
         let lock = lock(url);
         lock.acquire(Duration::ZERO).unwrap();
-        lock.release().unwrap();
+        lock.release(Duration::ZERO).unwrap();
         let asked = served.join().unwrap();
         for ((head, body), route) in asked.iter().zip(["pre-reboot", "steady-state"]) {
             assert!(head.starts_with(&format!("post /base/v1/{route} http/1.1\r\n")), "{head}");
@@ -210,6 +213,13 @@ mod tests {
     }
 
     #[test]
+    fn a_place_is_given_back_to_a_server_that_comes_late() {
+        let (url, served) = server(vec![(500, "starting"), (200, "")]);
+        lock(url).release(Duration::from_millis(100)).unwrap();
+        assert_eq!(served.join().unwrap().len(), 2);
+    }
+
+    #[test]
     fn what_is_no_server_of_this_protocol_gives_no_leave() {
         for (status, body) in [(204, ""), (302, ""), (500, "<html>"), (404, r#"{"error": "no"}"#)] {
             let (url, served) = server(vec![(status, body)]);
@@ -218,7 +228,7 @@ mod tests {
             served.join().unwrap();
         }
         let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        let error = lock(format!("http://{closed}")).release().unwrap_err();
+        let error = lock(format!("http://{closed}")).release(Duration::ZERO).unwrap_err();
         assert!(matches!(error, FleetLockError::Unreachable { .. }), "{error}");
     }
 

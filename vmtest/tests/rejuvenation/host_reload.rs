@@ -4,6 +4,7 @@
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use hearth_recovery::rejuvenation::parked::{ParkPhase, ResumePhase};
@@ -11,6 +12,7 @@ use hearth_vmtest::clock::Reading;
 use hearth_vmtest::fleet::FleetServer;
 use hearth_vmtest::known::{count, counts_beyond, fill, start_counter, verify};
 use hearth_vmtest::{Disk, Drives, Output, Result, TestVm, TestVmBuilder, artifacts, faults};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use super::programs::{instead_of_qemu, no_successor};
@@ -398,6 +400,70 @@ fn a_keeper_killed_while_it_resumes_leaves_a_guest_for_the_next_one() -> Result<
         must(host_reload(&vm, "resume", &[])?);
     }
     assert_eq!(vm.status()?["incarnation"], 1);
+    Ok(())
+}
+
+/// `prepare`, which says what it has to say to `out`.
+fn start_to_prepare(vm: &TestVm, out: impl Into<Stdio>, options: &[&str]) -> Result<Child> {
+    let mut command = Command::new(artifacts::hearth()?);
+    command.env("HEARTH_RUNTIME_ROOT", vm.folder().join("run")).args(["host-reload", "prepare", "--drill", "--record"]);
+    command.arg(vm.folder().join("record.json")).args(options).stdout(out).stderr(Stdio::piped());
+    Ok(command.spawn().expect("it starts"))
+}
+
+#[test]
+fn guests_go_on_if_nobody_hears_that_they_are_parked_or_it_is_called_off() -> Result<()> {
+    let vm = machine("unheard").boot()?;
+    let (nonce, fleet) = (vm.nonce()?, FleetServer::start(1).expect("a server"));
+    let goes_on = |prepare: Child, why: &str| -> Result<()> {
+        let said = prepare.wait_with_output().expect("it ends");
+        let text = String::from_utf8_lossy(&said.stderr).into_owned();
+        assert_eq!(said.status.code(), Some(1), "{text}");
+        assert!(text.contains(&format!("the host stays as it is: {why}")), "{text}");
+        assert!(vm.wait_keeper_end()?.success());
+        vm.wait_running()?;
+        assert_eq!(vm.nonce()?, nonce, "it is the same guest");
+        assert_eq!(outcome(&vm)?["outcome"], "resumed");
+        assert_eq!(fleet.holders(), Vec::<String>::new());
+        end_keeper(&vm)
+    };
+    let options = ["--fleet-lock", fleet.url(), "--fleet-id", "host-1"];
+    let full = OpenOptions::new().write(true).open("/dev/full").expect("it is there");
+    // What it says before the first guest stands still would fail as well.
+    goes_on(start_to_prepare(&vm, full, &[])?, "the output cannot be written")?;
+    let record = vm.folder().join("record.json");
+    fs::remove_file(&record).expect("it is there");
+    let prepare = start_to_prepare(&vm, Stdio::piped(), &options)?;
+    while !record.exists() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    kill_process(Pid::from_child(&prepare), Signal::INT).expect("it runs");
+    goes_on(prepare, "it was called off")?;
+    assert_eq!(vm.status()?["incarnation"], 1);
+    Ok(())
+}
+
+#[test]
+fn a_host_that_is_unfit_when_its_turn_comes_gives_its_place_back() -> Result<()> {
+    let vm = machine("late").boot()?;
+    let (before, fleet) = (vm.qemu_pid()?, FleetServer::start(0).expect("a server"));
+    let file = vm.folder().join("machine.toml");
+    let prepared = std::thread::scope(|scope| {
+        let options = ["--drill", "--fleet-lock", fleet.url(), "--fleet-id", "host-1", "--fleet-wait", "1m"];
+        let vm = &vm;
+        let prepare = scope.spawn(move || host_reload(vm, "prepare", &options));
+        while fleet.asked().is_empty() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        fs::rename(&file, file.with_extension("aside")).expect("its configuration");
+        fleet.open_place();
+        prepare.join().expect("it does not panic")
+    })?;
+    let text = prepared.text();
+    assert!(prepared.status == 1 && text.contains("nothing is stopped: late: "), "{text}");
+    assert_eq!(fleet.holders(), Vec::<String>::new());
+    assert_eq!(fleet.asked().last().map(String::as_str), Some("/v1/steady-state default/host-1"));
+    assert_eq!(vm.qemu_pid()?, before, "nothing was stopped");
     Ok(())
 }
 

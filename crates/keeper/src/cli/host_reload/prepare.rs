@@ -3,11 +3,14 @@
 use std::collections::VecDeque;
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, SystemTime};
 
 use hearth_api::{EventKind, ParkRequest, rfc3339};
 use hearth_recovery::rejuvenation::parked;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use super::super::order::wait_for_keepers_end;
 use super::super::rejuvenate::Queue;
@@ -35,31 +38,80 @@ struct Decided {
 pub fn prepare(context: &mut Context<'_>, arguments: &PrepareArguments) -> Result<Exit, CliError> {
     let path = &arguments.record.record;
     must_be_free(path)?;
+    let seen = must_be_fit(context, arguments)?;
+    let fleet = lock_fleet(context, &arguments.fleet)?;
+    let begun = begin(context, arguments, fleet.as_ref(), seen);
+    let (mut record, unfit, called_off) = match (begun, &fleet) {
+        (Ok(begun), _) => begun,
+        (Err(error), Some(fleet)) => return resume::give_back(fleet).and(Err(error)),
+        (Err(error), None) => return Err(error),
+    };
+    let parked = park_all(context, &mut record, arguments, &called_off)
+        .and_then(|failed| conclude(context, &record, arguments, unfit + failed, &called_off));
+    let failed = match parked {
+        Ok(failed) => failed,
+        Err(error) => return take_back(context, record, path, &error),
+    };
+    if arguments.kexec {
+        kexec()?;
+    }
+    Ok(if failed > 0 { Exit::Failed } else { Exit::Done })
+}
+
+fn must_be_fit(context: &Context<'_>, arguments: &PrepareArguments) -> Result<Findings, CliError> {
     let findings = Findings::of(&context.root, arguments.drill);
     if !findings.host_can() || !findings.can() && !arguments.keep_going {
         return Err(CliError::HostReload(format!("nothing is stopped: {}", findings.problems())));
     }
+    Ok(findings)
+}
+
+/// All that comes before the first guest stands still: the record, how many machines will not even be tried, and what tells
+/// that all of it is called off.
+fn begin(
+    context: &mut Context<'_>,
+    arguments: &PrepareArguments,
+    fleet: Option<&FleetLock>,
+    seen: Findings,
+) -> Result<(Record, usize, Arc<AtomicBool>), CliError> {
+    // The lock may have come hours after that.
+    let findings = if fleet.is_some() { must_be_fit(context, arguments)? } else { seen };
     let unfit = tell_unfit(context, &findings)?;
-    let fleet = lock_fleet(context, &arguments.fleet)?;
-    let mut record = Record::new(rfc3339(SystemTime::now()), context.root.path(), fleet, findings.machines());
-    if let Err(error) = record.save(path) {
-        if let Some(fleet) = &record.fleet {
-            fleet.release()?;
-        }
-        return Err(error.into());
+    let called_off = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM, SIGHUP] {
+        signal_hook::flag::register(signal, called_off.clone()).map_err(CliError::Signals)?;
     }
-    let failed = unfit + park_all(context, &mut record, arguments, path)?;
+    let record = Record::new(rfc3339(SystemTime::now()), context.root.path(), fleet.cloned(), findings.machines());
+    record.save(&arguments.record.record)?;
+    Ok((record, unfit, called_off))
+}
+
+/// How many are not parked, if the host may go. Who asked must have heard that it may: else nobody starts the next kernel.
+fn conclude(
+    context: &mut Context<'_>,
+    record: &Record,
+    arguments: &PrepareArguments,
+    failed: usize,
+    called_off: &AtomicBool,
+) -> Result<usize, CliError> {
+    if called_off.load(Ordering::Relaxed) {
+        return Err(CliError::HostReload("it was called off".to_owned()));
+    }
     if failed > 0 && !arguments.keep_going {
-        return take_back(context, record, path);
+        return Err(CliError::HostReload(why_not_parked(record)));
     }
     let parked = record.machines.iter().filter(|machine| machine.outcome == Outcome::Parked).count();
     say(context, &format!("{parked} parked, {failed} not; `hearth host-reload resume` lets them go on"))?;
-    if arguments.kexec {
-        kexec()?;
-    } else if !arguments.drill {
+    if !arguments.kexec && !arguments.drill {
         say(context, "now start the next kernel: `systemctl kexec`")?;
     }
-    Ok(if failed > 0 { Exit::Failed } else { Exit::Done })
+    Ok(failed)
+}
+
+fn why_not_parked(record: &Record) -> String {
+    let left = record.machines.iter().filter(|machine| machine.outcome == Outcome::NotParked);
+    let why = left.map(|machine| format!("{}: {}", machine.name, machine.why.as_deref().unwrap_or_default()));
+    why.collect::<Vec<_>>().join("; ")
 }
 
 /// Another record would be the end of what it tells of.
@@ -112,8 +164,9 @@ fn park_all(
     context: &mut Context<'_>,
     record: &mut Record,
     arguments: &PrepareArguments,
-    path: &Path,
+    called_off: &AtomicBool,
 ) -> Result<usize, CliError> {
+    let path = &arguments.record.record;
     let begun = record.machines.iter().filter(|machine| machine.outcome == Outcome::Begun);
     let names: VecDeque<String> = begun.map(|machine| machine.name.clone()).collect();
     let at_a_time = usize::from(arguments.parallel).min(names.len());
@@ -124,7 +177,7 @@ fn park_all(
         let (say, words) = channel();
         for _ in 0..at_a_time {
             let (queue, root, machines, say) = (&queue, &root, &machines, say.clone());
-            scope.spawn(move || work(queue, root, machines, arguments.keep_going, &say));
+            scope.spawn(move || work(queue, root, machines, (arguments.keep_going, called_off), &say));
         }
         drop(say);
         let told = words.into_iter().try_for_each(|decided| {
@@ -139,17 +192,23 @@ fn park_all(
     });
     for name in queue.left() {
         if let Some(machine) = record.machine(&name) {
-            machine.decide(Outcome::NotParked, Some("another machine failed before".to_owned()));
+            machine.decide(Outcome::NotParked, Some("another machine failed before, or it was called off".to_owned()));
         }
     }
     told.map(|()| failed)
 }
 
-fn work(queue: &Queue, root: &RuntimeRoot, machines: &[MachineNote], keep_going: bool, say: &Sender<Decided>) {
+fn work(
+    queue: &Queue,
+    root: &RuntimeRoot,
+    machines: &[MachineNote],
+    (keep_going, called_off): (bool, &AtomicBool),
+    say: &Sender<Decided>,
+) {
     while let Some(name) = queue.next() {
         let Some(machine) = machines.iter().find(|machine| machine.name == name) else { continue };
         let parked = park(root, machine);
-        if parked.is_err() && !keep_going {
+        if parked.is_err() && !keep_going || called_off.load(Ordering::Relaxed) {
             queue.stop();
         }
         // Who no longer listens has stopped the queue.
@@ -212,15 +271,11 @@ fn decide(client: &Client) -> Result<Option<EventKind>, ClientError> {
     Ok(stream.map_while(Result::ok).map(|record| record.event).find(decides))
 }
 
-/// One could not be parked: all run again.
-fn take_back(context: &mut Context<'_>, mut record: Record, path: &Path) -> Result<Exit, CliError> {
-    let why: Vec<_> = record
-        .machines
-        .iter()
-        .filter(|machine| machine.outcome == Outcome::NotParked)
-        .map(|machine| format!("{}: {}", machine.name, machine.why.as_deref().unwrap_or_default()))
-        .collect();
-    say(context, "the machines that were parked go on")?;
+/// One could not be parked, nobody listens, nothing can be written down, it was called off: all run again.
+fn take_back(context: &mut Context<'_>, mut record: Record, path: &Path, why: &CliError) -> Result<Exit, CliError> {
+    let why = crate::chain(why);
+    // Perhaps nobody hears it.
+    let _ = say(context, "the machines that were parked go on");
     // Also one whose keeper died over it.
     let has_keeper = |machine: &MachineNote| life::has_keeper(&context.root.machine(&machine.name));
     for machine in record.machines.iter_mut().filter(|machine| machine.outcome == Outcome::NotParked) {
@@ -228,8 +283,16 @@ fn take_back(context: &mut Context<'_>, mut record: Record, path: &Path) -> Resu
             machine.outcome = Outcome::Begun;
         }
     }
-    resume::bring_back(context, &mut record, path, BACK_WITHIN)?;
-    Err(CliError::HostReload(format!("the host stays as it is: {}", why.join("; "))))
+    let back = resume::bring_back(context, &mut record, path, BACK_WITHIN);
+    if let Err(CliError::FleetLock(error)) = back {
+        tracing::error!(
+            why = crate::chain(&error),
+            "the fleet's lock is still held; `hearth host-reload resume` gives it back"
+        );
+    }
+    let down: Vec<_> = record.machines.iter().filter(|machine| machine.outcome.is_open()).collect();
+    let down: String = down.iter().map(|machine| format!("; {} does not run again", machine.name)).collect();
+    Err(CliError::HostReload(format!("the host stays as it is: {why}{down}")))
 }
 
 fn kexec() -> Result<(), CliError> {

@@ -7,12 +7,14 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use hearth_api::{MachineState, MachineStatus};
+use hearth_api::{EventKind, EventRecord, MachineState, MachineStatus, milliseconds_of};
 
 use super::super::text::milliseconds;
 use super::super::{CliError, Context, Exit};
 use crate::check::life;
 use crate::client::Client;
+use crate::event_log::read_file;
+use crate::fleet_lock::FleetLock;
 use crate::host_reload::{MachineNote, Outcome, PLACE_VARIABLE, Record};
 use crate::runtime_root::RuntimeRoot;
 
@@ -20,6 +22,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// A keeper that is started takes its lock at once; on a busy host, where many start, it took more than ten seconds.
 const LOCK_WITHIN: Duration = Duration::from_secs(60);
 const ANSWER_PATIENCE: Duration = Duration::from_secs(2);
+/// After a boot the network is there before the names are.
+const FLEET_PATIENCE: Duration = Duration::from_secs(60);
 
 pub fn resume(context: &mut Context<'_>, path: &Path, patience: Duration) -> Result<Exit, CliError> {
     let mut record = Record::load(path)?;
@@ -27,7 +31,8 @@ pub fn resume(context: &mut Context<'_>, path: &Path, patience: Duration) -> Res
     Ok(if down > 0 { Exit::Failed } else { Exit::Done })
 }
 
-/// How many do not run. The fleet's lock is given back when all do.
+/// How many do not run. The fleet's lock is given back when all do. That nobody hears of it, or that it cannot be written down,
+/// keeps no machine from going on.
 pub fn bring_back(
     context: &mut Context<'_>,
     record: &mut Record,
@@ -41,34 +46,60 @@ pub fn bring_back(
     // All first: they start side by side.
     let started: Vec<Result<Option<Child>, String>> =
         open.iter().map(|&index| start(&root, path, &record.machines[index])).collect();
+    let mut told = Ok(());
     for (&index, started) in open.iter().zip(started) {
         let machine = &mut record.machines[index];
         match started.and_then(|keeper| await_running(&root, &machine.name, keeper, deadline)) {
-            Ok(status) => found(machine, &status),
+            Ok(status) => {
+                let records = read_file(&root.machine(&machine.name)).unwrap_or_default();
+                found(machine, &status, told_since(&record.prepared_at, &records));
+            }
             Err(why) => machine.decide(Outcome::Down, Some(why)),
         }
         let machine = machine.clone();
-        record.save(path)?;
-        if context.json { context.write_json(&machine)? } else { context.write_line(&sentence(&machine))? }
+        told = told.and(record.save(path).map_err(CliError::from));
+        let said = if context.json { context.write_json(&machine) } else { context.write_line(&sentence(&machine)) };
+        told = told.and(said);
     }
     let down = record.machines.iter().filter(|machine| machine.outcome.is_open()).count();
     if down == 0
         && let Some(fleet) = &record.fleet
     {
-        fleet.release()?;
+        give_back(fleet)?;
         record.fleet = None;
         record.save(path)?;
     }
-    Ok(down)
+    told.map(|()| down)
 }
 
-fn found(machine: &mut MachineNote, status: &MachineStatus) {
-    match &status.unparked {
-        Some(unparked) if unparked.lost.is_none() => {
+/// The place of this host among those that are away.
+pub fn give_back(fleet: &FleetLock) -> Result<(), CliError> {
+    Ok(fleet.release(FLEET_PATIENCE)?)
+}
+
+/// What became of a guest: how long it stood still, or why it was lost.
+type Fate = Result<Option<f64>, String>;
+
+/// What the machine's events tell of that, from the time on when it was prepared. A keeper that was replaced since says nothing
+/// of it any more.
+fn told_since(prepared_at: &str, records: &[EventRecord]) -> Option<Fate> {
+    let prepared_ms = milliseconds_of(prepared_at)?;
+    let since = records.iter().rev().take_while(|record| milliseconds_of(&record.time) >= Some(prepared_ms));
+    since.map(|record| &record.event).find_map(|event| match event {
+        EventKind::Unparked { stood_ms, .. } => Some(Ok(Some(*stood_ms))),
+        EventKind::ParkedLost { why } => Some(Err(why.clone())),
+        _ => None,
+    })
+}
+
+fn found(machine: &mut MachineNote, status: &MachineStatus, told: Option<Fate>) {
+    let said = status.unparked.as_ref().map(|unparked| unparked.lost.clone().map_or(Ok(unparked.stood_ms), Err));
+    match said.or(told) {
+        Some(Ok(stood_ms)) => {
             machine.decide(Outcome::Resumed, None);
-            machine.stood_ms = unparked.stood_ms.map(|ms| ms as u64);
+            machine.stood_ms = stood_ms.map(|ms| ms as u64);
         }
-        Some(unparked) => machine.decide(Outcome::Booted, unparked.lost.clone()),
+        Some(Err(why)) => machine.decide(Outcome::Booted, Some(why)),
         // Its keeper died on the way, and the next one found the guest in its QEMU.
         None if machine.outcome == Outcome::Begun => machine.outcome = Outcome::NotParked,
         None => machine.decide(Outcome::Booted, Some("its keeper found no parked guest".to_owned())),
@@ -147,5 +178,32 @@ fn await_running(
             return Err("it does not run yet".to_owned());
         }
         std::thread::sleep(LOOK_EVERY);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_events_tell_what_a_replaced_keeper_no_longer_says() {
+        let record = |second: u32, event| EventRecord {
+            sequence: 1,
+            time: format!("2026-03-01T12:00:{second:02}.500Z"),
+            machine: "web".into(),
+            incarnation: 1,
+            event,
+        };
+        let unparked =
+            |stood_ms| EventKind::Unparked { generation: 2, version: "7.2.0".into(), stood_ms, duration_ms: 1.0 };
+        let other = || EventKind::KeeperTookOver { qemu_pid: 1, generation: 2 };
+        let earlier = record(1, unparked(100.0));
+        let check = |later: Vec<EventRecord>, expect: Option<Fate>| {
+            let records: Vec<_> = std::iter::once(earlier.clone()).chain(later).collect();
+            assert_eq!(told_since("2026-03-01T12:00:05.000Z", &records), expect);
+        };
+        check(vec![], None);
+        check(vec![record(6, unparked(7.0)), record(7, other())], Some(Ok(Some(7.0))));
+        check(vec![record(6, EventKind::ParkedLost { why: "gone".into() })], Some(Err("gone".into())));
     }
 }
