@@ -7,10 +7,11 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use hearth_api::EventKind;
-use hearth_qemu::{Binary, BinaryError, accelerator};
+use hearth_qemu::{Accelerator, AcceleratorChoice, Binary, BinaryError, accelerator};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
+use crate::check::life;
 use crate::config::{Config, ConfigFile};
 use crate::console::Hub;
 use crate::control::Control;
@@ -84,12 +85,10 @@ fn keep(
     inheritance: &mut Inheritance,
 ) -> Result<Option<Successor>, RunError> {
     let folders = Folders::prepare(&config.name, &config.runtime_folder, &config.memory_folder)?;
-    let binary = Binary::find(config.qemu.as_deref())?;
-    let (wanted, cpu_model) = (config.accelerator.into(), config.cpu_model.as_deref());
-    let accelerator = accelerator::choose_once(&binary, wanted, cpu_model, &folders.runtime)?;
+    let (binary, accelerator) = find_qemu(&config, &folders)?;
     tracing::info!(
         machine = config.name,
-        qemu = %binary.version(),
+        qemu = binary.as_ref().map(|binary| binary.version().to_string()),
         accelerator = accelerator.accelerator.name(),
         why = accelerator.why,
         "starting"
@@ -143,6 +142,23 @@ fn keep(
             Ok(Some(successor))
         }
     }
+}
+
+/// The QEMU to be started, and how it runs guests. Where one lives that is to be taken over, none need be there to start.
+fn find_qemu(config: &Config, folders: &Folders) -> Result<(Option<Binary>, AcceleratorChoice), RunError> {
+    let find = || {
+        let binary = Binary::find(config.qemu.as_deref())?;
+        let (wanted, cpu_model) = (config.accelerator.into(), config.cpu_model.as_deref());
+        let accelerator = accelerator::choose_once(&binary, wanted, cpu_model, &folders.runtime)?;
+        Ok((Some(binary), accelerator))
+    };
+    find().or_else(|error: RunError| {
+        let Some(living) = life::living_qemu(&folders.runtime) else { return Err(error) };
+        tracing::warn!(why = crate::chain(&error), "the next QEMU could not be started; the living one is taken over");
+        let kvm = living.accelerator == Accelerator::Kvm.name();
+        let accelerator = if kvm { Accelerator::Kvm } else { Accelerator::Tcg };
+        Ok((None, AcceleratorChoice { accelerator, why: living.accelerator_why }))
+    })
 }
 
 fn control(tell: Sender<Event>) -> Control {

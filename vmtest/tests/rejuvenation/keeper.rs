@@ -134,3 +134,47 @@ fn a_program_that_cannot_be_the_keeper_is_refused_or_gives_the_machine_back() ->
     assert_eq!(vm.stop()?.code(), Some(0));
     Ok(())
 }
+
+/// What a guest was started from may be gone while it runs, with a package or an unmounted file system.
+#[test]
+fn a_guest_is_taken_over_though_nothing_is_left_to_start_another_from() -> Result<()> {
+    let vm = TestVm::busybox("bereft").disk(Disk::empty(16)).boot()?;
+    let before = who(&vm)?;
+    let file = vm.folder().join("machine.toml");
+    let text = std::fs::read_to_string(&file).expect("its configuration");
+    let mut bereft: toml::Table = text.parse().expect("it is TOML");
+    bereft.insert("qemu".into(), "/nowhere/qemu".into());
+    let boot = bereft["boot"].as_table_mut().expect("it boots a kernel");
+    boot.insert("kernel".into(), "/nowhere/vmlinuz".into());
+    std::fs::write(&file, bereft.to_string()).expect("it is written");
+    vm.restart_keeper()?;
+    let after = who(&vm)?;
+    assert_eq!((&after.nonce, &after.qemu), (&before.nonce, &before.qemu));
+    vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
+    // Another keeper may follow as well, but no QEMU.
+    vm.cli(&["upgrade-keeper", vm.name()])?;
+    assert_eq!(who(&vm)?, after);
+    let hop = vm.cli_output(&["rejuvenate", vm.name()])?;
+    assert!(hop.status == 1 && hop.text().contains("/nowhere/qemu: there is no such program"), "{}", hop.text());
+    std::fs::write(&file, text).expect("it is written");
+    vm.restart_keeper()?;
+    assert_eq!(who(&vm)?.nonce, before.nonce);
+    vm.rejuvenate()
+}
+
+#[test]
+fn a_guest_that_ends_while_the_next_keeper_is_asked_starts_again_warm() -> Result<()> {
+    let vm = TestVm::busybox("between").disk(Disk::empty(16)).boot()?;
+    let folder = tempfile::tempdir().expect("a folder");
+    let program = folder.path().join("hearth");
+    let hearth = artifacts::hearth()?;
+    let kill = format!("kill -KILL {}", vm.qemu_pid()?.as_raw_nonzero());
+    write_program(&program, &format!("#!/bin/sh\n{kill}\nexec {} \"$@\"\n", hearth.display()));
+    // Whether the upgrade is made all the same, by the next guest, depends on whether its end was heard first.
+    vm.cli_output(&["upgrade-keeper", vm.name(), "--program", &program.display().to_string()])?;
+    vm.wait_incarnation(2)?;
+    let started =
+        vm.wait_event("its start", |event| event["kind"] == "incarnation_started" && event["incarnation"] == 2)?;
+    assert_eq!(started["warm"], true, "{started}");
+    Ok(())
+}

@@ -56,9 +56,14 @@ pub fn orphaned_qemu(runtime_folder: &Path) -> Option<u32> {
     if has_keeper(runtime_folder) {
         return None;
     }
+    living_qemu(runtime_folder).map(|qemu| qemu.pid)
+}
+
+/// The QEMU that the journal names, if it lives.
+pub fn living_qemu(runtime_folder: &Path) -> Option<QemuIdentity> {
     // A journal that cannot be read is a problem that `run` tells better: it knows what it would have done with it.
     let journal = Journal::load(&runtime_folder.join("journal.json")).ok().flatten()?;
-    journal.qemu.filter(is_alive).map(|qemu| qemu.pid)
+    journal.qemu.filter(is_alive)
 }
 
 /// Looks at the keeper's lock through a shared one, held for this moment only.

@@ -10,7 +10,7 @@ use std::io;
 use std::path::Path;
 
 use crate::config::{Boot, Config};
-use crate::problem::Problem;
+use crate::problem::{Problem, Severity};
 use crate::runtime_root::RuntimeRoot;
 
 mod disks;
@@ -31,7 +31,9 @@ use life::Life;
 pub enum Purpose {
     /// `hearth check`: look only.
     Check,
-    /// `hearth run`: the machine is about to start.
+    /// `hearth check --take-over`: it runs, and another keeper is about to go on with it.
+    TakeOver,
+    /// `hearth run`: the machine is about to start, or its living QEMU to be taken over.
     Run,
 }
 
@@ -44,26 +46,39 @@ pub fn existing(folder: &Path) -> &Path {
 pub fn check(config: &Config, root: &RuntimeRoot, purpose: Purpose) -> Vec<Problem> {
     let mut problems = Vec::new();
     let life = match purpose {
-        Purpose::Check => Life::of(config),
+        Purpose::Check | Purpose::TakeOver => Life::of(config),
         Purpose::Run => Life::settled(config),
     };
     if life == Life::Kept {
         problems.push(running_already(&config.name, purpose));
     }
-    boot(&config.boot, &mut problems);
+    let goes_on = purpose == Purpose::TakeOver || purpose == Purpose::Run && life == Life::Orphaned;
+    of_next_start(goes_on, &mut problems, |problems| boot(&config.boot, problems));
     disks::check(config, life, purpose, &mut problems);
     memory::check(config, root, life, &mut problems);
     nvram::check(config, life, &mut problems);
     dumps::check(config, &mut problems);
-    qemu::check(config, &mut problems);
+    of_next_start(goes_on, &mut problems, |problems| qemu::check(config, problems));
     network::check(config, life, &mut problems);
     surroundings::check(config, root, &mut problems);
     problems
 }
 
+/// What only the next QEMU is started from. A guest that goes on in the one it has is not kept from its keeper by that: its disks
+/// would hang.
+fn of_next_start(goes_on: bool, problems: &mut Vec<Problem>, look: impl FnOnce(&mut Vec<Problem>)) {
+    let known = problems.len();
+    look(problems);
+    if goes_on {
+        problems[known..].iter_mut().for_each(|problem| problem.severity = Severity::Warning);
+    }
+}
+
 fn running_already(name: &str, purpose: Purpose) -> Problem {
     match purpose {
-        Purpose::Check => Problem::warning(name, "is running already", "changes take effect at its next start"),
+        Purpose::Check | Purpose::TakeOver => {
+            Problem::warning(name, "is running already", "changes take effect at its next start")
+        }
         Purpose::Run => Problem::error(
             name,
             "is running already",

@@ -49,7 +49,7 @@ pub fn check(context: &mut Context<'_>, file: &Path) -> Result<Exit, CliError> {
 pub fn check_take_over(context: &mut Context<'_>, file: &Path) -> Result<Exit, CliError> {
     let wrong = |problems| CliError::Configuration { file: file.to_owned(), problems };
     let config = Config::load(file, &context.root).map_err(wrong)?;
-    let mut problems = check::check(&config, &context.root, Purpose::Check);
+    let mut problems = check::check(&config, &context.root, Purpose::TakeOver);
     problems.retain(Problem::is_error);
     if !problems.is_empty() {
         return Err(wrong(problems));

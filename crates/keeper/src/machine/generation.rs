@@ -10,7 +10,9 @@ use std::time::Duration;
 use hearth_api::{QemuStatus, UserfaultStatus};
 use hearth_memory::faults::{HandoverError, HandoverListener, Userfault};
 use hearth_qemu::valve::Valves;
-use hearth_qemu::{Footprint, Launch, Process, ProcessError, ProcessId, Qmp, QmpError, preload};
+use hearth_qemu::{
+    BinaryError, Footprint, Launch, Process, ProcessError, ProcessId, Qmp, QmpError, kill_stray, preload,
+};
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::{FootprintNote, QemuIdentity};
 
@@ -69,6 +71,8 @@ pub enum LaunchError {
     Handover(#[from] HandoverError),
     #[error(transparent)]
     Wire(#[from] WireError),
+    #[error(transparent)]
+    Binary(#[from] BinaryError),
     #[error(transparent)]
     Process(#[from] ProcessError),
     #[error("QEMU does not talk; its last words: {}", .last_words.as_deref().unwrap_or("(none)"))]
@@ -136,14 +140,15 @@ impl Generation {
             vmgenid: devices.vmgenid.clone(),
             ..launch::launch(parts, incarnation, number, &library, &wires, successor)
         };
-        let process = Process::spawn(&parts.binary, &launch, &folders.qemu_log(number))?;
+        let binary = parts.binary()?;
+        let process = Process::spawn(&binary, &launch, &folders.qemu_log(number))?;
         let userfault = listener.accept(process.id().pid, USERFAULT_PATIENCE).map_err(|error| crate::chain(&error));
         let id = process.id();
         let identity = QemuIdentity {
             pid: id.pid,
             start_ticks: id.start_ticks,
             generation: number,
-            version: parts.binary.version().to_string(),
+            version: binary.version().to_string(),
             accelerator: parts.accelerator.accelerator.name().to_owned(),
             accelerator_why: parts.accelerator.why.clone(),
             userfault_fd: userfault.as_ref().ok().map(|userfault| userfault.fd_in_qemu),
@@ -154,7 +159,13 @@ impl Generation {
             guest_agent: devices.guest_agent,
         };
         let patience = if successor { SUCCESSOR_PATIENCE } else { START_PATIENCE };
-        let mut generation = Self::hold(folders, &parts.tell, process, identity, userfault, Ok(wires), patience)?;
+        let held = Self::hold(folders, &parts.tell, process, identity, userfault, Ok(wires), patience);
+        let mut generation = held.inspect_err(|error| {
+            // Nobody would see it end; one that a dead keeper left waits for a keeper that has the thread.
+            if matches!(error, LaunchError::Watch(_)) && !kill_stray(id.pid) {
+                tracing::error!(pid = id.pid, "a QEMU that cannot be watched does not end");
+            }
+        })?;
         generation.identity.at_start = generation.footprint();
         Ok(generation)
     }

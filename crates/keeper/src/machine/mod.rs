@@ -70,7 +70,7 @@ use hearth_disk::nvram::pmem::Pmem;
 use hearth_disk::server::DiskServer;
 use hearth_disk::tag::Tagger;
 use hearth_memory::PAGE_BYTES;
-use hearth_qemu::{AcceleratorChoice, Binary, QmpEvent};
+use hearth_qemu::{AcceleratorChoice, Binary, BinaryError, QmpEvent};
 use hearth_recovery::boot_set::{ImageNote, WarmSources};
 use hearth_recovery::budget::Budget;
 use hearth_recovery::ember::Ember;
@@ -113,13 +113,21 @@ pub struct Parts {
     /// The first guest is the only one.
     pub rehearses: bool,
     pub folders: Folders,
-    pub binary: Binary,
+    /// None: it was not there when this keeper began, above a QEMU that lives.
+    pub binary: Option<Binary>,
     pub accelerator: AcceleratorChoice,
     pub event_log: EventLog,
     pub console: Hub,
     pub tell: Sender<Event>,
     /// Where the machine is entered by its name.
     pub root: RuntimeRoot,
+}
+
+impl Parts {
+    /// The program that the next QEMU is started from.
+    fn binary(&self) -> Result<Binary, BinaryError> {
+        self.binary.clone().map_or_else(|| Binary::find(self.config.qemu.as_deref()), Ok)
+    }
 }
 
 /// How the event loop of a machine ends.
@@ -299,10 +307,15 @@ impl Machine {
     /// Handles events until the machine has stopped, or is another keeper's.
     pub fn run(mut self, events: &Receiver<Event>) -> Result<End, MachineError> {
         while self.state != MachineState::Stopped {
-            if let Some(successor) = self.successor.take() {
-                return Ok(End::HandsOver { machine: Box::new(self), successor });
-            }
             let event = match self.deadline() {
+                // What was said while the successor was asked comes first: the guest may have ended.
+                _ if self.successor.is_some() => match events.try_recv() {
+                    Ok(event) => Ok(event),
+                    Err(_) => match self.ready_successor() {
+                        Some(successor) => return Ok(End::HandsOver { machine: Box::new(self), successor }),
+                        None => continue,
+                    },
+                },
                 None => events.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 Some(deadline) => events.recv_timeout(deadline.saturating_duration_since(Instant::now())),
             };

@@ -192,7 +192,10 @@ impl Machine {
         drop(turn);
         let mut old = std::mem::replace(&mut life.generation, new);
         life.generation.inherit(&mut old);
-        let retired = progress.run(Phase::Retire, |_| self.retire(&old, &life.generation));
+        let retired = progress.run(Phase::Retire, |_| {
+            self.retire(&old, &life.generation);
+            Ok(())
+        });
         (life, retired)
     }
 
@@ -203,8 +206,9 @@ impl Machine {
         report: &mut Rejuvenation,
     ) -> Result<Generation, Failure> {
         let path = request.qemu.as_deref().or(self.parts.config.qemu.as_deref());
-        self.parts.binary = Binary::find(path)?;
-        report.version = Some(self.parts.binary.version().to_string());
+        let binary = Binary::find(path)?;
+        report.version = Some(binary.version().to_string());
+        self.parts.binary = Some(binary);
         rejuvenation::set_handover(&self.disks, true).map_err(RejuvenationError::Server)?;
         self.journal.generation += 1;
         let wires = life.generation.wires().map_err(|why| Failure::Wires(why.to_owned()))?;
@@ -337,19 +341,18 @@ impl Machine {
         }
     }
 
-    fn retire(&mut self, old: &Generation, new: &Generation) -> Result<(), Failure> {
+    /// The guest is the new one's, whatever happens here. A journal that cannot be written says that as well, by the hop in it.
+    fn retire(&mut self, old: &Generation, new: &Generation) {
         old.process.kill();
         self.close_disks();
         self.journal.qemu = Some(new.identity());
-        self.journal.hop = None;
-        self.journal.save(&self.parts.folders.journal())?;
+        self.note_hop(None);
         self.pin(new);
         if self.has_forwards() {
             // Its ports are free when it is gone.
             old.process.ends_within(END_PATIENCE);
             self.open_forwards(new);
         }
-        Ok(())
     }
 
     fn close_disks(&self) {

@@ -1,6 +1,6 @@
 //! Upgrade of the keeper, as far as the machine is concerned: whether it may be, and what is left behind.
 
-use hearth_api::{ApiError, ErrorWord, EventKind, UpgradeRequest};
+use hearth_api::{ApiError, ErrorWord, EventKind, MachineState, UpgradeRequest};
 use hearth_disk::server::DiskServer;
 
 use super::{Machine, Wanted};
@@ -11,16 +11,7 @@ const WHAT: &str = "upgrade the keeper";
 impl Machine {
     /// Once the successor has said that it can the loop ends.
     pub(super) fn begin_upgrade(&mut self, request: &UpgradeRequest) -> Result<(), ApiError> {
-        self.must_live(WHAT)?;
-        if self.wanted != Wanted::Run {
-            let message = format!("cannot {WHAT}: the machine is on its way down");
-            return Err(ApiError::new(ErrorWord::WrongState, message).hint("its next keeper can be the new one"));
-        }
-        self.must_be_at_rest(WHAT)?;
-        if self.dumps.is_busy() {
-            let message = format!("cannot {WHAT}: a dump is under way");
-            return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` tells how far it is"));
-        }
+        self.may_hand_over()?;
         let successor = Successor::ask(request.program.as_deref(), &self.parts.config, &self.parts.root);
         let successor = successor.map_err(|error| {
             ApiError::new(ErrorWord::Failed, format!("the keeper stays as it is: {}", crate::chain(&error)))
@@ -30,6 +21,33 @@ impl Machine {
         self.record(EventKind::KeeperHandsOver { program, version });
         self.successor = Some(successor);
         Ok(())
+    }
+
+    fn may_hand_over(&self) -> Result<(), ApiError> {
+        let life = self.must_live(WHAT)?;
+        let ends = self.state == MachineState::Running && life.cause.is_some() || life.generation.process.has_ended();
+        if self.wanted != Wanted::Run || ends {
+            let message = format!("cannot {WHAT}: the machine is on its way down");
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("its next keeper can be the new one"));
+        }
+        self.must_be_at_rest(WHAT)?;
+        if self.dumps.is_busy() {
+            let message = format!("cannot {WHAT}: a dump is under way");
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` tells how far it is"));
+        }
+        Ok(())
+    }
+
+    /// Who goes on, if it still may: it took its time to say that it can, and a guest that ends is seen by who has its QEMU.
+    pub(super) fn ready_successor(&mut self) -> Option<Successor> {
+        let successor = self.successor.take()?;
+        match self.may_hand_over() {
+            Ok(()) => Some(successor),
+            Err(refusal) => {
+                self.record(EventKind::KeeperUpgradeFailed { why: refusal.to_string() });
+                None
+            }
+        }
     }
 
     /// Leaves the machine as a keeper that dies would, but for the disks: what is in flight there comes to its end.
