@@ -244,6 +244,10 @@ impl LazyRam {
     /// Puts pages where they are missing, and notes whether there is room for them.
     fn supply(&self, first_page: u32, bytes: &[u8]) -> Result<(), RestoreError> {
         let put = self.ram.supply(first_page.into(), bytes);
+        if matches!(put, Ok(0)) {
+            // All were there, which says nothing of room.
+            return Ok(());
+        }
         let why = put.as_ref().err().filter(|error| is_no_room(error)).map(ToString::to_string);
         let before = std::mem::replace(&mut *lock(&self.no_room), why.clone());
         if let (None, Some(why)) = (before, why) {

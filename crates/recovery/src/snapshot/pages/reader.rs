@@ -24,7 +24,7 @@ pub struct PageReader {
     /// For each chunk, and one past the last: where its pages begin in `pages`.
     firsts: Vec<u32>,
     pages: Vec<u32>,
-    /// The chunk of each page of RAM.
+    /// One more than the chunk of each page of RAM; 0: it has none. Zeroes take no memory, however large a file says that its RAM is.
     places: Vec<u32>,
     sealed: Sealed,
     /// Where chunks are that are not in the file.
@@ -138,7 +138,7 @@ impl PageReader {
 
     /// None: a page of zeroes.
     pub fn chunk_of(&self, page: u32) -> Option<u32> {
-        self.places.get(page as usize).copied().filter(|&chunk| chunk != NOWHERE)
+        self.places.get(page as usize)?.checked_sub(1)
     }
 
     /// It lies in an object store.
@@ -316,16 +316,16 @@ fn firsts(chunks: &[Chunk], index_offset: u64, page_count: u64) -> Option<Vec<u3
     (offset == index_offset && u64::from(*firsts.last()?) == page_count).then_some(firsts)
 }
 
-/// The chunk of each page of RAM; none if a page is not of this RAM, or stands twice.
+/// `PageReader::places`; none if a page is not of this RAM, or stands twice.
 fn places(firsts: &[u32], pages: &[u32], ram_pages: u64) -> Option<Vec<u32>> {
-    let mut places = vec![NOWHERE; ram_pages as usize];
+    let mut places = vec![0; ram_pages as usize];
     for (chunk, bounds) in firsts.windows(2).enumerate() {
         for &page in &pages[bounds[0] as usize..bounds[1] as usize] {
             let place = places.get_mut(page as usize)?;
-            if *place != NOWHERE {
+            if *place != 0 {
                 return None;
             }
-            *place = chunk as u32;
+            *place = chunk as u32 + 1;
         }
     }
     Some(places)

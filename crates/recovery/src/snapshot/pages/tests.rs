@@ -188,6 +188,25 @@ fn a_forged_index_is_refused() {
     check(whole.len() - TRAILER_BYTES + 12, 3, "its counts make no sense");
 }
 
+#[test]
+fn a_ram_that_is_said_to_be_huge_takes_no_memory() {
+    let resident_pages = || -> u64 {
+        let statm = fs::read_to_string("/proc/self/statm").unwrap();
+        statm.split(' ').nth(1).unwrap().parse().unwrap()
+    };
+    let (stand, _) = written(&[1], Compression::None);
+    let mut bytes = fs::read(&stand.path).unwrap();
+    // 4 TiB.
+    bytes[16..24].copy_from_slice(&(1u64 << 30).to_le_bytes());
+    resealed(&mut bytes);
+    fs::write(&stand.path, &bytes).unwrap();
+    let before = resident_pages();
+    let reader = PageReader::open(&stand.path).unwrap();
+    assert_eq!((reader.ram_pages(), reader.chunk_of(1), reader.chunk_of(9)), (1 << 30, Some(0), None));
+    // What other tests take meanwhile is far less than the 4 GiB of its table.
+    assert!(resident_pages() < before + (1 << 18));
+}
+
 proptest! {
     /// Whatever is altered is refused or, at the latest, seen when its chunk is read; nothing panics.
     #[test]
