@@ -57,6 +57,9 @@ pub trait WarmSource: Send + Sync {
     /// This boot would have needed the block (`copy_of`), and it holds these bytes.
     fn needed(&self, _disk: DiskId, _block: u64, _bytes: &[u8; BLOCK_BYTES]) {}
 
+    /// This boot needs the block (`copy_of`): what holds it elsewhere gives it there.
+    fn take_up(&self, _disk: DiskId, _block: u64) {}
+
     /// Is it worth the while to make changes fewer operations, by writing what lies between them too?
     fn joins_writes(&self) -> bool {
         false

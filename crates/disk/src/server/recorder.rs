@@ -91,6 +91,13 @@ impl Recorder {
         }
     }
 
+    /// This block is about to be read for `copy_of`: memory that holds it for others may spare that.
+    pub fn take_up(&self, block: u64) {
+        if let Some(warm) = self.warm() {
+            warm.take_up(self.disk, block);
+        }
+    }
+
     /// Are changes to be made fewer operations?
     pub fn joins_writes(&self) -> bool {
         self.warm().is_some_and(|warm| warm.joins_writes())

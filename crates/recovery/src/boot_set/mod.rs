@@ -93,6 +93,17 @@ impl WarmSource for WarmSources {
     fn needed(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) {
         if let Some(boot_set) = &self.boot_set {
             boot_set.needed(disk, block, bytes);
+            if boot_set.holds_all(disk, block..block + 1) {
+                self.ember.forget(disk, block..block + 1);
+            }
+        }
+    }
+
+    fn take_up(&self, disk: DiskId, block: u64) {
+        let Some(boot_set) = &self.boot_set else { return };
+        if !boot_set.holds_all(disk, block..block + 1) && boot_set.has_room_for(disk, block) {
+            let take = &mut |bytes: &[u8; BLOCK_BYTES]| boot_set.needed(disk, block, bytes);
+            self.ember.serve(disk, block, AfterServing::Release, take);
         }
     }
 
@@ -304,6 +315,19 @@ mod tests {
         sources.part(&dead);
         let left: Vec<u64> = lock(&ledger).entries().map(|entry| entry.block).collect();
         assert_eq!(left, [0, 2]);
+    }
+
+    #[test]
+    fn what_fills_gaps_is_not_held_twice_either() {
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let sources = sources(folder.path());
+        sources.take_up(DISK, 4);
+        assert_eq!((sources.holds_all(DISK, 4..5), sources.ember.counts().remaining), (false, 10), "no boot needs it");
+        sources.boot_set.as_ref().unwrap().begin();
+        [4, 20].into_iter().for_each(|block| sources.take_up(DISK, block));
+        assert_eq!((sources.copy_of(DISK, 4), sources.ember.counts().remaining), (Some([5; BLOCK_BYTES]), 9));
+        sources.needed(DISK, 5, &[6; BLOCK_BYTES]);
+        assert_eq!((sources.copy_of(DISK, 5), sources.ember.counts().remaining), (Some([6; BLOCK_BYTES]), 8));
     }
 
     #[test]

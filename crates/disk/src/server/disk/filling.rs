@@ -88,7 +88,9 @@ impl Disk {
         if self.wanted.is_empty() || self.running.len() >= self.depth || self.running.iter().any(Running::is_own) {
             return;
         }
-        let Some(missing) = self.wanted.pop_front().and_then(|gap| self.missing(&gap)) else { return };
+        let Some(gap) = self.wanted.pop_front() else { return };
+        blocks(&gap).for_each(|block| self.recorder.take_up(block));
+        let Some(missing) = self.missing(&gap) else { return };
         let bytes = (missing.end - missing.start) * BLOCK;
         let Some(slot) = self.pool.take(bytes as usize) else { return };
         if self.overlaps.changing(&missing) || self.admit_operation(bytes).is_err() {
