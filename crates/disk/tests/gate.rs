@@ -11,9 +11,11 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
 use common::*;
+use hearth_disk::boot_set::BootSet;
 use hearth_disk::gate::{Gate, RamGate};
 use hearth_disk::ledger::Ledger;
 use hearth_disk::server::{DiskServer, Tracking};
+use hearth_disk::tag::Tagger;
 
 const OK: u8 = 0;
 const DISK_BYTES: u64 = 2 << 20;
@@ -118,6 +120,28 @@ fn requests_without_memory_wait_and_the_others_go_on() {
     assert_eq!((answer.head, answer.status), (waiting, OK));
     assert!(guest.read_ram(far, 65536) == short.place.disk_bytes(0, 65536));
     assert_eq!(short.server.counters().reads, 2, "counted once, however often it was looked at");
+}
+
+#[test]
+fn what_waited_for_memory_was_not_answered_in_line() {
+    let mut found = None;
+    let short = Short::tracked(RINGS.start..RINGS.end + 1, |place, ram| {
+        let ledger = Ledger::create(&place.folder.path().join("ledger"), 8192).unwrap();
+        let set = BootSet::open(place.folder.path(), 1 << 20, Tagger::new(b"a key like noise")).unwrap();
+        let set = found.insert(Arc::new(set)).clone();
+        Some(Guest::tracking(ram, &Arc::new(Mutex::new(ledger)), Some(set)))
+    });
+    let set = found.unwrap();
+    set.begin();
+    let mut guest = short.connect(1);
+    assert_eq!([0; 2].map(|_| guest.run(0, READ, 0, DATA, 4096).status), [OK; 2]);
+    guest.submit(0, READ, 0, DATA + (4 << 20), 4096);
+    short.wait_refused();
+    short.wait_refused();
+    short.keeper.credit.fetch_add(1, SeqCst);
+    assert_eq!(guest.wait(0).status, OK);
+    let answers = set.plan().answers;
+    assert_eq!((answers.reads, answers.in_line), (2, 1), "the first of the three was read from the image");
 }
 
 #[test]

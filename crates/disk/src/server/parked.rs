@@ -1,7 +1,7 @@
 //! Requests that were taken off their queue and wait for memory to answer into. Nothing of them has begun: they are read
 //! again from their first descriptor, and judged anew.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How often memory is asked for again. Only while a request waits for it.
 pub const ASK_EVERY: Duration = Duration::from_millis(2);
@@ -11,6 +11,8 @@ pub struct Parked {
     pub connection: u32,
     pub queue: u16,
     pub head: u16,
+    /// When it was taken off its queue.
+    pub taken: Instant,
 }
 
 /// All that waits for memory at one disk.

@@ -36,8 +36,8 @@ pub(super) enum Stall {
 impl Disk {
     /// Lets waiting requests go on. Says how long to wait if limiter or memory are the reason that it ends.
     pub fn pump(&mut self, connection: &mut Connection) -> Option<Duration> {
-        for Parked { queue, head, .. } in self.parking.leave() {
-            self.begin(connection, queue, head);
+        for Parked { queue, head, taken, .. } in self.parking.leave() {
+            self.begin(connection, queue, head, Some(taken));
         }
         let limited = self.pump_waiting(connection);
         if !connection.is_waiting() {

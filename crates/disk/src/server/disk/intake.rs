@@ -16,6 +16,8 @@ struct Place {
     queue: u16,
     head: u16,
     taken: Option<Instant>,
+    /// Since when it had to wait for memory, if it had to.
+    parked: Option<Instant>,
 }
 
 impl Disk {
@@ -35,14 +37,18 @@ impl Disk {
             if taken.resumed {
                 add(&self.counters.resumed, 1);
             }
-            self.begin(connection, queue, taken.head);
+            self.begin(connection, queue, taken.head, None);
         }
         any
     }
 
-    /// A request has come: judges it and starts it.
-    pub(super) fn begin(&mut self, connection: &mut Connection, queue: u16, head: u16) {
-        let taken = self.recorder.learns().then(Instant::now);
+    /// A request has come, or can go on that was parked: judges it and starts it.
+    pub(super) fn begin(&mut self, connection: &mut Connection, queue: u16, head: u16, parked: Option<Instant>) {
+        let taken = self.recorder.learns().then(|| parked.unwrap_or_else(Instant::now));
+        let park = |connection| {
+            let taken = parked.or(taken).unwrap_or_else(Instant::now);
+            Parked { connection, queue, head, taken }
+        };
         self.descriptors.clear();
         let found = &connection.queues[usize::from(queue)];
         let walked = found.descriptors(head, &connection.memory, connection.agreed(), &mut self.descriptors);
@@ -58,33 +64,34 @@ impl Disk {
         match parse(&self.descriptors, bounds, &read, self.segments.pop().unwrap_or_default()) {
             Ok(request) if all_mapped(&request, connection) => {
                 if self.gate.is_some() && !all_admitted(&request, connection) {
-                    self.parking.park(Parked { connection: connection.id, queue, head });
+                    self.parking.park(park(connection.id));
                     return self.recycle(request);
                 }
-                self.start(connection, Place { queue, head, taken }, request)
+                self.start(connection, Place { queue, head, taken, parked }, request)
             }
             Ok(request) => {
                 let answer = Some((request.status, Status::IoError));
-                self.refuse(connection, queue, head, Refusal { reason: "its data is outside of guest memory", answer });
+                let reason = "its data is outside of guest memory";
+                self.refuse(connection, park(connection.id), Refusal { reason, answer });
                 self.recycle(request);
             }
-            Err(refusal) => self.refuse(connection, queue, head, refusal),
+            Err(refusal) => self.refuse(connection, park(connection.id), refusal),
         }
     }
 
-    fn refuse(&mut self, connection: &mut Connection, queue: u16, head: u16, refusal: Refusal) {
+    fn refuse(&mut self, connection: &mut Connection, request: Parked, refusal: Refusal) {
         if refusal.answer.is_some_and(|(address, _)| !connection.memory.admit(address, 1)) {
-            return self.parking.park(Parked { connection: connection.id, queue, head });
+            return self.parking.park(request);
         }
         tracing::debug!(reason = refusal.reason, "a request of the guest is refused");
         add(&self.counters.bad_requests, 1);
         let written =
             refusal.answer.is_some_and(|(address, status)| connection.memory.write(address, &[status as u8]).is_ok());
-        connection.answer(queue, head, u32::from(written));
+        connection.answer(request.queue, request.head, u32::from(written));
     }
 
     fn start(&mut self, connection: &mut Connection, place: Place, request: Request) {
-        let Place { queue, head, taken } = place;
+        let Place { queue, head, taken, parked } = place;
         self.count(&request);
         if request.kind == Kind::Identify {
             return self.identify(connection, queue, head, request);
@@ -104,7 +111,7 @@ impl Disk {
             status: Status::Ok,
             flush_after,
             taken,
-            waits_since: None,
+            waits_since: parked,
             from_image: false,
         };
         let blocks = job.blocks();

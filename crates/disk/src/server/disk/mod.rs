@@ -66,7 +66,7 @@ struct Job {
     flush_after: bool,
     /// When it was taken, if that is of interest.
     taken: Option<Instant>,
-    /// Since when it waits for its turn at the image, if it had to.
+    /// Since when it waits, for its turn at the image or, before that, for memory, if it had to.
     waits_since: Option<Instant>,
     /// The image had a part in it.
     from_image: bool,
