@@ -6,7 +6,11 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
+use hearth_disk::block::{BLOCK_BYTES, DiskId};
+use hearth_disk::boot_set::BootSet;
+use hearth_disk::tag::Tagger;
 use hearth_keeper::console::{Hub, Place};
+use hearth_recovery::boot_set::{ImageNotes, saved};
 
 fn hearth(root: &Path, arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_hearth"))
@@ -53,6 +57,35 @@ error: boot: there is nothing to boot from; add a [boot] section with a kernel, 
 ";
     check(root.path(), &["check", path], 2, &format!("{problems}{path}: the machine cannot run: 3 errors\n"), "");
     check(root.path(), &["run", path], 2, "", &format!("{problems}hearth: {path}: the machine cannot run\n"));
+}
+
+#[test]
+fn a_start_that_fails_leaves_the_saved_boot_set_for_the_next_one() {
+    let root = tempfile::tempdir().unwrap();
+    let [image, saved_set, memory, file] =
+        ["disk.raw", "boot-set", "memory", "web.toml"].map(|name| root.path().join(name));
+    fs::write(&image, vec![1; 1 << 20]).unwrap();
+    fs::create_dir(&memory).unwrap();
+    let boot_set =
+        || BootSet::open(tempfile::tempdir().unwrap().path(), 1 << 20, Tagger::new(b"a key like noise")).unwrap();
+    let images = ImageNotes::new(&memory, vec![image.clone()]);
+    let noted = images.at_rest().unwrap().unwrap();
+    let held = boot_set();
+    assert!(held.put_back(DiskId(0), 7, &[1; BLOCK_BYTES]));
+    assert_eq!(saved::save(&saved_set, &held, &noted).unwrap(), 1);
+    let text = format!(
+        "name = \"web\"\nmemory = \"128MiB\"\naccelerator = \"tcg\"\nextra_qemu_args = [\"-no-such-option\"]\n\
+         [[disks]]\npath = {image:?}\n[remount]\nlimit = \"1MiB\"\npersist_file = {saved_set:?}\npersist = true\n"
+    );
+    fs::write(&file, text).unwrap();
+    for _ in 0..2 {
+        let output = hearth(root.path(), &["run", file.to_str().unwrap()]);
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && told.contains("no-such-option"), "{told}");
+        let found = boot_set();
+        assert_eq!(saved::load(&saved_set, &found, &noted).unwrap(), Some(1));
+        saved::save(&saved_set, &found, &noted).unwrap();
+    }
 }
 
 #[test]

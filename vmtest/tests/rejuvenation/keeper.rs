@@ -170,8 +170,8 @@ fn a_guest_that_ends_while_the_next_keeper_is_asked_starts_again_warm() -> Resul
     let hearth = artifacts::hearth()?;
     let kill = format!("kill -KILL {}", vm.qemu_pid()?.as_raw_nonzero());
     write_program(&program, &format!("#!/bin/sh\n{kill}\nexec {} \"$@\"\n", hearth.display()));
-    // Whether the upgrade is made all the same, by the next guest, depends on whether its end was heard first.
-    vm.cli_output(&["upgrade-keeper", vm.name(), "--program", &program.display().to_string()])?;
+    let upgrade = vm.cli_output(&["upgrade-keeper", vm.name(), "--program", &program.display().to_string()])?;
+    assert_eq!(upgrade.status, 1, "{}", upgrade.text());
     vm.wait_incarnation(2)?;
     let started =
         vm.wait_event("its start", |event| event["kind"] == "incarnation_started" && event["incarnation"] == 2)?;

@@ -309,6 +309,17 @@ impl Machine {
         Ok(())
     }
 
+    /// What is held was good for this start, and no guest has come of it: it is saved again, for the next one.
+    pub(super) fn fail_to_start(&mut self, error: &MachineError) {
+        let is_wanted = self.life.is_none() && self.holds_blocks() && !parked::is_there(&self.parts.folders.memory);
+        let images = is_wanted.then(|| self.judged_or_settled_images());
+        self.fail(error);
+        if let Some(images) = images {
+            self.disks.drain(..).for_each(DiskServer::stop);
+            self.save_boot_set(images);
+        }
+    }
+
     pub(super) fn fail(&mut self, error: &MachineError) {
         let message = crate::chain(error);
         self.record(EventKind::Error { message });

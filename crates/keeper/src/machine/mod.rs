@@ -195,8 +195,8 @@ pub struct Machine {
     harvest: Option<Harvest>,
     /// The guest has stopped; what is left of the machine are its dumps.
     stops_after_dumps: bool,
-    /// Goes on instead of this keeper.
-    successor: Option<Successor>,
+    /// Goes on instead of this keeper, above the guest of this incarnation.
+    successor: Option<(Successor, u32)>,
 }
 
 /// An incarnation and the QEMU that runs it.
@@ -293,11 +293,10 @@ impl Machine {
         if !taken_over {
             machine.judge_boot_set(evidence);
             machine.load_boot_set();
-            let started = match machine.order_to_restore() {
-                Some(order) => machine.restore(&order),
-                None => machine.resume_or_boot(),
-            };
-            started.inspect_err(|error| machine.fail(error))?;
+            match machine.order_to_restore() {
+                Some(order) => machine.restore(&order).inspect_err(|error| machine.fail(error))?,
+                None => machine.resume_or_boot().inspect_err(|error| machine.fail_to_start(error))?,
+            }
         }
         machine.note_images();
         machine.go_on_with_dumps();

@@ -82,7 +82,7 @@ impl Machine {
     }
 
     fn drop_boot_set(&self, why: String) {
-        if self.boot_set().is_some_and(|boot_set| !boot_set.is_empty()) {
+        if self.holds_blocks() {
             self.record(EventKind::BootSetDropped { why });
             self.clear_boot_set();
         }
@@ -110,6 +110,15 @@ impl Machine {
         }
         self.flush_images().map_err(|error| crate::chain(&error))?;
         image_notes(&self.parts).look().map_err(unseen)
+    }
+
+    pub(super) fn holds_blocks(&self) -> bool {
+        self.boot_set().is_some_and(|boot_set| !boot_set.is_empty())
+    }
+
+    /// Images that were never locked are as they were judged, or what is held is void.
+    pub(super) fn judged_or_settled_images(&mut self) -> Result<Option<Vec<ImageNote>>, String> {
+        self.judged_images.take().map_or_else(|| self.settle_images(), |judged| Ok(Some(judged)))
     }
 
     /// The machine has stopped, and nobody writes to its images any more: they are what they were when they were `locked`.

@@ -11,7 +11,7 @@ const WHAT: &str = "upgrade the keeper";
 impl Machine {
     /// Once the successor has said that it can the loop ends.
     pub(super) fn begin_upgrade(&mut self, request: &UpgradeRequest) -> Result<(), ApiError> {
-        self.may_hand_over()?;
+        let incarnation = self.may_hand_over()?;
         let successor = Successor::ask(request.program.as_deref(), &self.parts.config, &self.parts.root);
         let successor = successor.map_err(|error| {
             ApiError::new(ErrorWord::Failed, format!("the keeper stays as it is: {}", crate::chain(&error)))
@@ -19,11 +19,12 @@ impl Machine {
         })?;
         let (program, version) = (successor.program.display().to_string(), successor.version.clone());
         self.record(EventKind::KeeperHandsOver { program, version });
-        self.successor = Some(successor);
+        self.successor = Some((successor, incarnation));
         Ok(())
     }
 
-    fn may_hand_over(&self) -> Result<(), ApiError> {
+    /// Of which incarnation.
+    fn may_hand_over(&self) -> Result<u32, ApiError> {
         let life = self.must_live(WHAT)?;
         let ends = self.state == MachineState::Running && life.cause.is_some() || life.generation.process.has_ended();
         if self.wanted != Wanted::Run || ends {
@@ -35,19 +36,20 @@ impl Machine {
             let message = format!("cannot {WHAT}: a dump is under way");
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` tells how far it is"));
         }
-        Ok(())
+        Ok(life.incarnation.number)
     }
 
     /// Who goes on, if it still may: it took its time to say that it can, and a guest that ends is seen by who has its QEMU.
     pub(super) fn ready_successor(&mut self) -> Option<Successor> {
-        let successor = self.successor.take()?;
-        match self.may_hand_over() {
-            Ok(()) => Some(successor),
-            Err(refusal) => {
-                self.record(EventKind::KeeperUpgradeFailed { why: refusal.to_string() });
-                None
-            }
-        }
+        let (successor, incarnation) = self.successor.take()?;
+        let why = match self.may_hand_over() {
+            Ok(living) if living == incarnation => return Some(successor),
+            // The next guest's QEMU is still making itself known to its disks.
+            Ok(_) => "the guest ended meanwhile".to_owned(),
+            Err(refusal) => refusal.to_string(),
+        };
+        self.record(EventKind::KeeperUpgradeFailed { why });
+        None
     }
 
     /// Leaves the machine as a keeper that dies would, but for the disks: what is in flight there comes to its end.
