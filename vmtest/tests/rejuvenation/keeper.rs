@@ -168,7 +168,9 @@ fn a_guest_that_ends_while_the_next_keeper_is_asked_starts_again_warm() -> Resul
     let folder = tempfile::tempdir().expect("a folder");
     let program = folder.path().join("hearth");
     let hearth = artifacts::hearth()?;
-    let kill = format!("kill -KILL {}", vm.qemu_pid()?.as_raw_nonzero());
+    let qemu = vm.qemu_pid()?.as_raw_nonzero();
+    // Until its keeper has seen it end: a successor that was ready sooner would find a dead QEMU, and start cold.
+    let kill = format!("kill -KILL {qemu}; while kill -0 {qemu} 2>/dev/null; do sleep 0.01; done");
     write_program(&program, &format!("#!/bin/sh\n{kill}\nexec {} \"$@\"\n", hearth.display()));
     let upgrade = vm.cli_output(&["upgrade-keeper", vm.name(), "--program", &program.display().to_string()])?;
     assert_eq!(upgrade.status, 1, "{}", upgrade.text());
