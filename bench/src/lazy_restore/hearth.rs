@@ -41,6 +41,12 @@ pub const SIDES: [Side; 4] = [
     Side { name: "trace", option: "--working-set", set: Some(TRACED) },
 ];
 
+impl Side {
+    pub fn comes_bit_by_bit(&self) -> bool {
+        self.name != SIDES[0].name
+    }
+}
+
 /// Seeds of the requests: each scan and trace has its own, and each round.
 const TRACE_SEEDS: [u64; 2] = [1, 2];
 const SCAN_SEED: u64 = 3;
