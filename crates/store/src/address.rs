@@ -1,16 +1,41 @@
-//! Address: `s3://BUCKET/PREFIX`.
+//! Address: `s3://BUCKET/PREFIX`, and what the other houses call it.
 
 use std::fmt;
 
 use crate::StoreError;
 
-const BUCKET_BYTES_MAX: usize = 63;
+/// Of a host; a bucket or container has 63 at most, which its store says.
+const BUCKET_BYTES_MAX: usize = 253;
 /// An object's name may have 1024 bytes, and something follows the prefix.
 const PREFIX_BYTES_MAX: usize = 768;
+
+/// Whose store it is, and so who knows its protocol.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum House {
+    Amazon,
+    Google,
+    Azure,
+    /// Any web server that knows ranges: it is read, and never written to.
+    Web,
+}
+
+const SCHEMES: [(&str, House); 7] = [
+    ("s3", House::Amazon),
+    ("gs", House::Google),
+    ("az", House::Azure),
+    ("abfs", House::Azure),
+    ("abfss", House::Azure),
+    ("https", House::Web),
+    ("http", House::Web),
+];
+const KNOWN: &str = "it must begin with s3://, gs://, az://, abfs://, abfss://, https:// or http://";
 
 /// A folder of an object store, so to speak: what its objects' names begin with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Address {
+    pub(crate) house: House,
+    scheme: &'static str,
+    /// Of Azure a container, with `@ACCOUNT.dfs.core.windows.net` where `abfs` has it; of a web server its host and port.
     pub(crate) bucket: String,
     pub(crate) prefix: String,
 }
@@ -23,12 +48,19 @@ impl Address {
 
     pub fn parse(text: &str) -> Result<Self, StoreError> {
         let refused = |what| StoreError::Address { text: text.to_owned(), what };
-        let rest = text.strip_prefix("s3://").ok_or_else(|| refused("it must begin with s3://"))?;
+        let (scheme, rest) = text.split_once("://").ok_or_else(|| refused(KNOWN))?;
+        let known = SCHEMES.into_iter().find(|(name, _)| *name == scheme);
+        let (scheme, house) = known.ok_or_else(|| refused(KNOWN))?;
         let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
         let prefix = prefix.trim_end_matches('/');
-        let in_bucket = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-' | b'_');
+        let in_name = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-' | b'_');
+        let in_bucket = |byte: u8| match byte {
+            b'@' => house == House::Azure,
+            b':' | b'[' | b']' => house == House::Web,
+            _ => in_name(byte),
+        };
         if bucket.is_empty() || bucket.len() > BUCKET_BYTES_MAX || !bucket.bytes().all(in_bucket) {
-            return Err(refused("after s3:// comes the name of a bucket"));
+            return Err(refused("after :// comes the name of a bucket or container, or of a web server"));
         }
         if prefix.is_empty() {
             return Err(refused("name a place in the bucket, as s3://BUCKET/snapshots/web"));
@@ -36,19 +68,24 @@ impl Address {
         let is_part = |part: &str| !matches!(part, "" | "." | "..");
         if prefix.len() > PREFIX_BYTES_MAX
             || !prefix.split('/').all(is_part)
-            || !prefix.bytes().all(|byte| in_bucket(byte) || matches!(byte, b'/' | b'=' | b'+' | b'@'))
+            || !prefix.bytes().all(|byte| in_name(byte) || matches!(byte, b'/' | b'=' | b'+' | b'@'))
         {
             return Err(refused(
                 "the place in the bucket is made of letters, digits and . - _ = + @ between single slashes",
             ));
         }
-        Ok(Self { bucket: bucket.to_owned(), prefix: prefix.to_owned() })
+        Ok(Self { house, scheme, bucket: bucket.to_owned(), prefix: prefix.to_owned() })
+    }
+
+    /// Without the place in it.
+    pub(crate) fn root(&self) -> String {
+        format!("{}://{}", self.scheme, self.bucket)
     }
 }
 
 impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "s3://{}/{}", self.bucket, self.prefix)
+        write!(f, "{}/{}", self.root(), self.prefix)
     }
 }
 
@@ -64,17 +101,22 @@ mod tests {
         };
         check("s3://b/p", Some("s3://b/p"));
         check("s3://my.bucket-1/snapshots/web_1/", Some("s3://my.bucket-1/snapshots/web_1"));
+        check("https://[::1]:8443/p", Some("https://[::1]:8443/p"));
         for text in [
             "",
             "s3://",
             "s3://b",
             "s3://b/",
             "s3:///p",
-            "gs://b/p",
+            "S3://b/p",
+            "ftp://b/p",
             "s3://b//p",
             "s3://b/../p",
             "s3://b/a b",
             "s3://b/ä",
+            "s3://b:1/p",
+            "gs://user@b/p",
+            "https://user@host/p",
         ] {
             check(text, None);
         }
@@ -82,5 +124,21 @@ mod tests {
         assert!(
             Address::is_meant("gs://b/p") && !Address::is_meant("/srv/snapshots/web") && !Address::is_meant("web:1")
         );
+    }
+
+    #[test]
+    fn each_house_has_its_schemes_and_an_unknown_one_is_told_all_of_them() {
+        let check = |text: &str, house| assert_eq!(Address::parse(text).expect(text).house, house, "{text}");
+        check("s3://b/p", House::Amazon);
+        check("gs://b/p", House::Google);
+        check("az://container/p", House::Azure);
+        check("abfs://container/p", House::Azure);
+        check("abfss://container@account.dfs.core.windows.net/p", House::Azure);
+        check("https://host/p", House::Web);
+        check("http://127.0.0.1:8080/p", House::Web);
+        let refused = Address::parse("ftp://b/p").expect_err("nobody knows it").to_string();
+        for (scheme, _) in SCHEMES {
+            assert!(refused.contains(&format!(" {scheme}://")), "{scheme} in {refused}");
+        }
     }
 }

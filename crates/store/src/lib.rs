@@ -7,11 +7,12 @@
 //! Cache    a folder with a limit, shared by all processes that are given it
 //! Turns    which request goes first, of a guest that waits and of others that fetch behind its back
 //! ```
-//! The crate `object_store` knows the protocol; its requests are carried by `ureq` (`http`), on threads of a runtime that nobody
+//! The crate `object_store` knows the protocols of the houses (`backend`); its requests are carried by `ureq` (`http`), on threads of a runtime that nobody
 //! outside sees. Nothing here decides how long to wait for a store that is gone: a call gives up after some seconds, and whoever
 //! called says whether it is worth another.
 
 mod address;
+mod backend;
 mod cache;
 mod http;
 mod object;
@@ -39,8 +40,10 @@ pub enum StoreError {
     Address { text: String, what: &'static str },
     #[error("{path}: {what}")]
     Settings { path: std::path::PathBuf, what: String },
-    #[error("object store: {what}")]
-    Setup { what: String },
+    #[error("{url}: the store's settings are not what it takes: {what}; see `credentials` of [object_store]")]
+    Setup { url: String, what: String },
+    #[error("{url}: a web server is only read; save to a folder or a bucket")]
+    ReadOnly { url: String },
     #[error("{path}: the cache cannot be used; choose another folder")]
     Cache { path: std::path::PathBuf, source: std::io::Error },
     #[error("{url}: is not there")]

@@ -5,18 +5,18 @@
 //! Only a process that is killed leaves parts behind; a bucket's lifecycle rule removes those.
 //!
 //! A store that has completed an upload knows it no more. So if its answer is lost it refuses the next attempt, and only the object
-//! itself tells what came of it.
+//! itself tells what came of it; if it is called what S3 calls it, which Google's and Azure's are not.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use md5::{Digest, Md5};
-use object_store::aws::AmazonS3;
-use object_store::multipart::{MultipartStore, PartId};
+use object_store::multipart::PartId;
 use object_store::path::Path;
 use object_store::{ObjectMeta, ObjectStoreExt};
 use tokio::task::JoinSet;
 
+use crate::backend::Writer;
 use crate::store::{run, runtime};
 use crate::upload::{UploadError, watched};
 use crate::{Store, StoreError};
@@ -35,8 +35,9 @@ pub fn part_bytes(bytes_max: u64) -> u64 {
 
 #[derive(Debug)]
 struct Place {
-    reader: AmazonS3,
-    writer: AmazonS3,
+    /// Which gives up sooner.
+    reader: Arc<dyn Writer>,
+    writer: Arc<dyn Writer>,
     path: Path,
     id: String,
     url: String,
@@ -63,7 +64,8 @@ pub struct Parts {
 impl Parts {
     /// Of this object. `go_on` is asked meanwhile, and says false to stop, here and in all that follows.
     pub fn begin(store: &Store, name: &str, go_on: &mut dyn FnMut(u64) -> bool) -> Result<Self, UploadError> {
-        let (reader, writer, path) = (store.reader.clone(), store.writer.clone(), store.path(name));
+        let (reader, writer) = (store.hasty_writer()?.clone(), store.writer()?.clone());
+        let path = store.path(name);
         let begun = run(watched(writer.create_multipart(&path), go_on))?;
         let id = begun.map_err(|error| store.failure(name, &error))?;
         Ok(Self {

@@ -1,8 +1,8 @@
 //! Replace: a small object takes the place of the one that it was made from, unless somebody was faster.
 //!
-//! The store is asked to take it only if what is there is still what it was (`If-Match`, `If-None-Match`).
+//! The store is asked to take it only if what is there is still what it was (`If-Match`, `If-None-Match`; Google's by generation).
 
-use object_store::{Error, ObjectStore, PutMode, PutOptions, UpdateVersion};
+use object_store::{Error, PutMode, PutOptions};
 
 use crate::store::run;
 use crate::{Meta, Store, StoreError};
@@ -22,10 +22,14 @@ impl Store {
     pub fn replace(&self, name: &str, bytes: Vec<u8>, over: Option<&Meta>) -> Replaced {
         let mode = match over {
             None => PutMode::Create,
-            Some(meta) => PutMode::Update(UpdateVersion { e_tag: meta.e_tag.clone(), version: None }),
+            Some(meta) => PutMode::Update(meta.condition()),
         };
         let options = PutOptions { mode, ..PutOptions::default() };
-        match run(self.reader.put_opts(&self.path(name), bytes.into(), options)) {
+        let writer = match self.hasty_writer() {
+            Ok(writer) => writer,
+            Err(error) => return Replaced::Unknown(error),
+        };
+        match run(writer.put_opts(&self.path(name), bytes.into(), options)) {
             Ok(_) => Replaced::Done,
             Err(Error::Precondition { .. } | Error::AlreadyExists { .. }) => Replaced::Changed,
             Err(error) => Replaced::Unknown(self.failure(name, &error)),

@@ -1,4 +1,4 @@
-//! Settings: which endpoint, with which credentials, as the tools of AWS name them.
+//! Settings: which endpoint, with which credentials, as the tools of each house name them.
 
 use std::fmt;
 use std::io::Read;
@@ -7,8 +7,10 @@ use std::path::Path;
 use crate::StoreError;
 
 const FILE_BYTES_MAX: u64 = 64 << 10;
+/// What the keys of each house begin with.
+const HOUSES: [&str; 3] = ["AWS_", "AZURE_", "GOOGLE_"];
 
-/// `AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID` and so on. Never shown: there are secrets among them.
+/// `AWS_ENDPOINT_URL`, `AZURE_STORAGE_ACCOUNT_NAME`, `GOOGLE_APPLICATION_CREDENTIALS` and so on. Never shown: there are secrets among them.
 #[derive(Clone, Default)]
 pub struct Settings(pub(crate) Vec<(String, String)>);
 
@@ -16,12 +18,12 @@ impl Settings {
     /// Of this process.
     pub fn from_environment() -> Self {
         let named = |(key, value): (std::ffi::OsString, std::ffi::OsString)| {
-            Some((key.into_string().ok()?, value.into_string().ok()?)).filter(|(key, _)| key.starts_with("AWS_"))
+            Some((key.into_string().ok()?, value.into_string().ok()?)).filter(|(key, _)| is_one(key))
         };
         Self(std::env::vars_os().filter_map(named).collect())
     }
 
-    /// Lines of `AWS_KEY=value`; `export` before one, quotes around the value, and comments may be there. A key that is not for
+    /// Lines of `AWS_KEY=value`, or of another house; `export` before one, quotes around the value, and comments may be there. A key that is not for
     /// this is refused by name, and no value is ever told.
     pub fn from_file(path: &Path) -> Result<Self, StoreError> {
         let refused = |what: String| StoreError::Settings { path: path.to_owned(), what };
@@ -37,13 +39,19 @@ impl Settings {
                 continue;
             }
             let line = line.strip_prefix("export ").unwrap_or(line);
-            let pair = line.split_once('=').filter(|(key, _)| key.trim().starts_with("AWS_"));
-            let (key, value) = pair.ok_or_else(|| refused(format!("line {number} is not AWS_KEY=value")))?;
+            let pair = line.split_once('=').filter(|(key, _)| is_one(key.trim()));
+            let (key, value) = pair.ok_or_else(|| {
+                refused(format!("line {number} is none of AWS_KEY=value, AZURE_KEY=value, GOOGLE_KEY=value"))
+            })?;
             let value = value.trim().trim_matches(['"', '\'']);
             settings.push((key.trim().to_owned(), value.to_owned()));
         }
         Ok(Self(settings))
     }
+}
+
+fn is_one(key: &str) -> bool {
+    HOUSES.iter().any(|house| key.starts_with(house))
 }
 
 impl fmt::Debug for Settings {
@@ -64,12 +72,14 @@ mod tests {
             std::fs::write(&path, text).unwrap();
             Settings::from_file(&path)
         };
-        let settings = read("# mine\nexport AWS_ACCESS_KEY_ID=me\n\nAWS_SECRET_ACCESS_KEY = \"hush=\"\n").unwrap();
+        let text = "# mine\nexport AWS_ACCESS_KEY_ID=me\n\nAZURE_STORAGE_ACCOUNT_KEY = \"hush=\"\nGOOGLE_BASE_URL=u\n";
+        let settings = read(text).unwrap();
         let pairs: Vec<_> = settings.0.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
-        assert_eq!(pairs, [("AWS_ACCESS_KEY_ID", "me"), ("AWS_SECRET_ACCESS_KEY", "hush=")]);
+        let expect = [("AWS_ACCESS_KEY_ID", "me"), ("AZURE_STORAGE_ACCOUNT_KEY", "hush="), ("GOOGLE_BASE_URL", "u")];
+        assert_eq!(pairs, expect);
         assert!(!format!("{settings:?}").contains("hush"));
         let said = read("AWS_REGION=x\nhush").unwrap_err().to_string();
-        assert!(said.contains("line 2 is not AWS_KEY=value") && !said.contains("hush"), "{said}");
+        assert!(said.contains("line 2 is none of AWS_KEY=value") && !said.contains("hush"), "{said}");
         assert!(read(&"#\n".repeat(40_000)).unwrap_err().to_string().contains("too long"));
         let missing = Settings::from_file(&folder.path().join("none")).unwrap_err().to_string();
         assert!(missing.contains("none: cannot be read"), "{missing}");

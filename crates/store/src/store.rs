@@ -2,16 +2,15 @@
 
 use std::future::Future;
 use std::ops::Range;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
-use object_store::aws::{AmazonS3, AmazonS3Builder};
 use object_store::path::Path;
-use object_store::{BackoffConfig, Error, ObjectStoreExt, RetryConfig};
+use object_store::{BackoffConfig, Error, ObjectStore, ObjectStoreExt, RetryConfig, UpdateVersion};
 use tokio::runtime::{Builder, Runtime};
 
-use crate::http::Connector;
+use crate::backend::{Backend, Writer};
 use crate::{Address, Settings, StoreError};
 
 /// What a store says of an error may be a page.
@@ -44,26 +43,58 @@ pub struct Meta {
     pub bytes: u64,
     /// Changes with its content.
     pub version: String,
-    /// The same as the store calls it, if it does.
-    pub(crate) e_tag: Option<String>,
+    /// The same as the store calls it, if it does: by one name, the other, or both.
+    e_tag: Option<String>,
+    generation: Option<String>,
     pub modified: SystemTime,
+}
+
+impl Meta {
+    pub(crate) fn condition(&self) -> UpdateVersion {
+        UpdateVersion { e_tag: self.e_tag.clone(), version: self.generation.clone() }
+    }
 }
 
 #[derive(Debug)]
 pub struct Store {
     address: Address,
-    pub(crate) reader: AmazonS3,
-    pub(crate) writer: AmazonS3,
+    /// The same, of which one gives up sooner.
+    hasty: Backend,
+    patient: Backend,
 }
 
 impl Store {
     /// Asks nobody yet.
     pub fn open(address: Address, settings: &Settings) -> Result<Self, StoreError> {
-        let (reader, writer) = (
-            build(&address, settings, READ_RETRIES, READ_PATIENCE)?,
-            build(&address, settings, WRITE_RETRIES, WRITE_PATIENCE)?,
-        );
-        Ok(Self { address, reader, writer })
+        let build = |retries, patience| {
+            let backend = Backend::build(&address, settings, retry(retries, patience));
+            backend.map_err(|error| StoreError::Setup { url: address.to_string(), what: why(&error) })
+        };
+        let (hasty, patient) = (build(READ_RETRIES, READ_PATIENCE)?, build(WRITE_RETRIES, WRITE_PATIENCE)?);
+        Ok(Self { address, hasty, patient })
+    }
+
+    pub(crate) fn reader(&self) -> &dyn ObjectStore {
+        self.hasty.reader()
+    }
+
+    /// Whoever sends much has time.
+    pub(crate) fn writer(&self) -> Result<&Arc<dyn Writer>, StoreError> {
+        self.patient.writer().ok_or_else(|| self.read_only())
+    }
+
+    /// Of what somebody waits for.
+    pub(crate) fn hasty_writer(&self) -> Result<&Arc<dyn Writer>, StoreError> {
+        self.hasty.writer().ok_or_else(|| self.read_only())
+    }
+
+    /// Before anything is made that is to be sent.
+    pub fn must_be_writable(&self) -> Result<(), StoreError> {
+        self.writer().map(drop)
+    }
+
+    fn read_only(&self) -> StoreError {
+        StoreError::ReadOnly { url: self.address.to_string() }
     }
 
     pub fn address(&self) -> &Address {
@@ -81,11 +112,12 @@ impl Store {
 
     /// None: it is not there.
     pub fn meta(&self, name: &str) -> Result<Option<Meta>, StoreError> {
-        match run(self.reader.head(&self.path(name))) {
+        match run(self.reader().head(&self.path(name))) {
             Ok(meta) => Ok(Some(Meta {
                 bytes: meta.size,
                 version: meta.e_tag.clone().unwrap_or_else(|| meta.last_modified.to_rfc3339()),
                 e_tag: meta.e_tag,
+                generation: meta.version,
                 modified: meta.last_modified.into(),
             })),
             Err(Error::NotFound { .. }) => Ok(None),
@@ -114,7 +146,8 @@ impl Store {
     /// All of the range, or an error.
     pub(crate) async fn fetch(&self, name: &str, range: Range<u64>) -> Result<Bytes, StoreError> {
         let length = range.end - range.start;
-        let bytes = self.reader.get_range(&self.path(name), range).await.map_err(|error| self.failure(name, &error))?;
+        let bytes =
+            self.reader().get_range(&self.path(name), range).await.map_err(|error| self.failure(name, &error))?;
         if bytes.len() as u64 != length {
             let why = format!("{} bytes came of {length}", bytes.len());
             return Err(StoreError::Away { url: self.url(name), why });
@@ -124,7 +157,7 @@ impl Store {
 
     /// Fine if it is not there.
     pub fn remove(&self, name: &str) -> Result<(), StoreError> {
-        match run(self.reader.delete(&self.path(name))) {
+        match run(self.hasty_writer()?.delete(&self.path(name))) {
             Ok(()) | Err(Error::NotFound { .. }) => Ok(()),
             Err(error) => Err(self.failure(name, &error)),
         }
@@ -150,21 +183,12 @@ pub(crate) fn run<T>(work: impl Future<Output = T>) -> T {
     runtime().block_on(work)
 }
 
-fn build(address: &Address, settings: &Settings, retries: usize, patience: Duration) -> Result<AmazonS3, StoreError> {
-    let retry = RetryConfig {
+fn retry(retries: usize, patience: Duration) -> RetryConfig {
+    RetryConfig {
         backoff: BackoffConfig { init_backoff: BACKOFF_FIRST, max_backoff: BACKOFF_MAX, base: 2.0 },
         max_retries: retries,
         retry_timeout: patience,
-    };
-    let mut builder = AmazonS3Builder::new();
-    for (key, value) in &settings.0 {
-        // The tools of AWS have keys that say nothing to us.
-        if let Ok(key) = key.to_ascii_lowercase().parse() {
-            builder = builder.with_config(key, value);
-        }
     }
-    let built = builder.with_bucket_name(&address.bucket).with_retry(retry).with_http_connector(Connector).build();
-    built.map_err(|error| StoreError::Setup { what: why(&error) })
 }
 
 /// The innermost reason: the ones around it repeat it, and the address.

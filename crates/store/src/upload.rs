@@ -53,7 +53,7 @@ impl Store {
     /// The same, of bytes that are in memory.
     pub fn put(&self, name: &str, bytes: Vec<u8>, go_on: &mut dyn FnMut(u64) -> bool) -> Result<u64, UploadError> {
         let (path, length) = (self.path(name), bytes.len() as u64);
-        let put = run(watched(self.writer.put(&path, bytes.into()), go_on))?;
+        let put = run(watched(self.writer()?.put(&path, bytes.into()), go_on))?;
         put.map_err(|error| self.failure(name, &error))?;
         if go_on(length) { Ok(length) } else { Err(UploadError::Stopped) }
     }

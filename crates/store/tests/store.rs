@@ -1,4 +1,11 @@
 //! A store that is real and a wire that is not to be relied on: what was sent is what comes back, once, or an error says why not.
+//!
+//! `houses`: what is asked of a store of any house. `web`: a web server, which is only read.
+
+#[path = "store/houses.rs"]
+mod houses;
+#[path = "store/web.rs"]
+mod web;
 
 use std::io::{self, Cursor, Read};
 use std::sync::Arc;
@@ -25,9 +32,8 @@ impl Stand {
         let file = folder.path().join("s3.env");
         let lines = server.environment().into_iter().map(|(key, value)| format!("{key}={value}\n"));
         std::fs::write(&file, lines.collect::<String>()).expect("it can be written");
-        let address = Address::parse(&format!("s3://{BUCKET}/place")).expect("it is one");
         let settings = Settings::from_file(&file).expect("it was written");
-        let store = Arc::new(Store::open(address, &settings).expect("it asks nobody"));
+        let store = open(&format!("s3://{BUCKET}/place"), &settings);
         Self { server, folder, store, turns: Arc::default() }
     }
 
@@ -39,6 +45,10 @@ impl Stand {
     fn send(&self, name: &str, bytes: &[u8]) -> Result<u64, UploadError> {
         self.store.upload(name, bytes.len() as u64, &mut Cursor::new(bytes), &mut |_| true)
     }
+}
+
+fn open(address: &str, settings: &Settings) -> Arc<Store> {
+    Arc::new(Store::open(Address::parse(address).expect("it is one"), settings).expect("it asks nobody"))
 }
 
 /// Has nothing at every other time.

@@ -239,7 +239,7 @@ enum Verb {
     /// Show which memory of a snapshot is there before a restored guest runs.
     #[command(after_help = "Example: hearth working-set /srv/snapshots/web-1")]
     WorkingSet {
-        /// Folder of the snapshot, or its address as s3://BUCKET/PREFIX.
+        /// Folder of the snapshot, or its address as s3://BUCKET/PREFIX (gs, az, abfs, https: see the docs).
         snapshot: PathBuf,
         #[command(flatten)]
         store: object_store::StoreArguments,

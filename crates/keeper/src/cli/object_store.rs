@@ -12,7 +12,7 @@ use crate::object_store::{is_address, open_snapshot};
 
 #[derive(Clone, Debug, Default, Args)]
 pub struct StoreArguments {
-    /// For object stores: a file with the AWS_* settings, one KEY=value a line; else the environment's.
+    /// For object stores: a file with the AWS_*, GOOGLE_* or AZURE_* settings, one KEY=value a line; else the environment's.
     #[arg(long, value_name = "FILE")]
     credentials: Option<PathBuf>,
     /// What comes out of the store is kept in this folder; /var/cache/hearth/objects if nothing is said.

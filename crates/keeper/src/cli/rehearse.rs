@@ -22,7 +22,7 @@ use crate::upgrade::Inheritance;
 
 #[derive(Debug, Args)]
 pub struct RehearseArguments {
-    /// Folder of the snapshot, or its address as s3://BUCKET/PREFIX.
+    /// Folder of the snapshot, or its address as s3://BUCKET/PREFIX (gs, az, abfs, https: see the docs).
     snapshot: PathBuf,
     /// How long the clone is watched.
     #[arg(long = "for", value_name = "SECONDS", default_value_t = 20, value_parser = clap::value_parser!(u64).range(..=SECONDS_MAX))]

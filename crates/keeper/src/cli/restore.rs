@@ -39,7 +39,7 @@ const SCAN: &str = "scan";
 
 #[derive(Debug, Args)]
 pub struct RestoreArguments {
-    /// Folder of the snapshot, or its address as s3://BUCKET/PREFIX.
+    /// Folder of the snapshot, or its address as s3://BUCKET/PREFIX (gs, az, abfs, https: see the docs).
     snapshot: PathBuf,
     /// Name of the new machine; that of the saved one if nothing is said.
     #[arg(long = "as", value_name = "NAME")]

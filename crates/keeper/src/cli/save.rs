@@ -13,7 +13,7 @@ use crate::config::seconds;
 pub struct SaveArguments {
     #[command(flatten)]
     machine: NameArgument,
-    /// The folder, or an address as s3://BUCKET/PREFIX; there must be nothing. The keeper needs the store's credentials.
+    /// The folder, or an address as s3://BUCKET/PREFIX (gs, az, abfs: see the docs); there must be nothing. The keeper needs the store's credentials.
     #[arg(long, short, value_name = "FOLDER", required_unless_present = "cancel")]
     output: Option<PathBuf>,
     /// Let the guest go on afterwards (this is the default).

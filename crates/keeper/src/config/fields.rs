@@ -73,8 +73,8 @@ impl Section {
                  `ready = { port = 8080 }` too."
             }
             Self::ObjectStore => {
-                "Snapshots whose address begins with `s3://`: how they are reached, and what of them is kept on this host. No part of \
-                 a snapshot. See lazy-restore.md."
+                "Snapshots whose address begins with `s3://`, `gs://`, `az://` or `https://`: how they are reached, and what of them is \
+                 kept on this host. No part of a snapshot. See lazy-restore.md."
             }
             Self::Nvram => {
                 "One disk that is host memory, for journals and logs; repeat the heading for each. The guest sees them behind \
@@ -481,7 +481,8 @@ pub static FIELDS: &[Field] = &[
         "the keeper's environment",
         r#""/etc/hearth/s3.env""#,
         "A file with one setting a line, as the tools of AWS name them: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, \
-         `AWS_SESSION_TOKEN`, `AWS_REGION`, `AWS_ENDPOINT_URL` for a store of another house, `AWS_ALLOW_HTTP=true` for one without TLS.",
+         `AWS_SESSION_TOKEN`, `AWS_REGION`, `AWS_ENDPOINT_URL` for a store of another house, `AWS_ALLOW_HTTP=true` for one without \
+         TLS. Google's and Azure's stand in lazy-restore.md.",
     ),
     field(
         Section::ObjectStore,

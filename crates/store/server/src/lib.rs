@@ -1,5 +1,7 @@
 //! An S3 server for tests and benches: `s3s-fs` over a folder, on loopback, with a wire in front of it that can be as slow as one
-//! to a real store, answer 500, break off in the middle of an answer, or be dead.
+//! to a real store, answer 500, break off in the middle of an answer, or be dead. Beside it a web server (`web`).
+
+pub mod web;
 
 use std::fs;
 use std::io::{Read, Write};

@@ -189,7 +189,7 @@ impl Machine {
             return Ok(None);
         }
         let config = &self.parts.config.object_store;
-        let store = object_store::store(folder, config);
+        let store = object_store::store(folder, config).and_then(|store| store.must_be_writable().map(|()| store));
         let store = store.map_err(|error| ApiError::new(ErrorWord::BadRequest, crate::chain(&error)))?;
         let staging = Staging::make(config, &self.parts.config.name).map_err(|error| {
             let why = format!("{}: cannot hold a save on its way to the store: {error}", config.folder.display());
