@@ -102,12 +102,15 @@ pub struct RestoreStatus {
     /// Brought beside one that was touched, or ahead of the guest.
     pub pages_filled: u64,
     pub pages_missing: u64,
+    /// Page faults of the guest that are over.
+    #[serde(default)]
+    pub faults: u64,
     /// How long half of the guest's page faults took at most, and 99 of 100, in microseconds. None: there was none.
     #[serde(default)]
     pub fault_us_p50: Option<u64>,
     #[serde(default)]
     pub fault_us_p99: Option<u64>,
-    /// All of the guest's page faults together, in microseconds: so long it waited for memory. A fault counts when it is over.
+    /// All of the guest's page faults together, in microseconds: so long it waited for memory.
     #[serde(default)]
     pub fault_us_total: u64,
     /// Nothing is missing: the snapshot's memory is not needed any more.

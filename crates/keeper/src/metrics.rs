@@ -5,7 +5,7 @@
 
 use std::fmt::Write;
 
-use hearth_api::{DiskStatus, DumpState, DumpStatus, MachineState, MachineStatus};
+use hearth_api::{ArrivalStatus, DiskStatus, DumpState, DumpStatus, MachineState, MachineStatus, RestoreStatus};
 
 pub const MEDIA_TYPE: &str = "text/plain; version=0.0.4";
 
@@ -39,12 +39,18 @@ enum Values {
     /// None: the value does not exist now, and no line is written.
     Sometimes(fn(&MachineStatus) -> Option<f64>),
     LastDump(fn(&DumpStatus) -> f64),
+    /// Of a guest that came out of a snapshot.
+    Restore(fn(&RestoreStatus) -> f64),
+    /// Label `quantile`.
+    Faults,
     /// One value a state, 1 for the present one.
     States,
     /// Label `reason`.
     Refused,
     /// Label `disk`.
     Disks(fn(&DiskStatus) -> u64),
+    /// Label `disk`; of disks that are on their way.
+    Arrivals(fn(&ArrivalStatus) -> u64),
     /// Label `phase`.
     Phases,
     /// Labels `version`, `qemu_version`, `accelerator`; the value is 1.
@@ -54,10 +60,11 @@ enum Values {
 impl Values {
     fn labels(&self) -> &'static [&'static str] {
         match self {
-            Self::Machine(_) | Self::Sometimes(_) | Self::LastDump(_) => &[],
+            Self::Machine(_) | Self::Sometimes(_) | Self::LastDump(_) | Self::Restore(_) => &[],
+            Self::Faults => &["quantile"],
             Self::States => &["state"],
             Self::Refused => &["reason"],
-            Self::Disks(_) => &["disk"],
+            Self::Disks(_) | Self::Arrivals(_) => &["disk"],
             Self::Phases => &["phase"],
             Self::Info => &["version", "qemu_version", "accelerator"],
         }
@@ -71,6 +78,11 @@ const fn gauge(name: &'static str, meaning: &'static str, value: fn(&MachineStat
 /// Of the last dump.
 const fn dump(name: &'static str, meaning: &'static str, value: fn(&DumpStatus) -> f64) -> Metric {
     Metric { name, kind: Kind::Gauge, meaning, values: Values::LastDump(value) }
+}
+
+/// Of the living incarnation, if it came out of a snapshot.
+const fn restore(name: &'static str, meaning: &'static str, value: fn(&RestoreStatus) -> f64) -> Metric {
+    Metric { name, kind: Kind::Gauge, meaning, values: Values::Restore(value) }
 }
 
 const fn disk(name: &'static str, meaning: &'static str, value: fn(&DiskStatus) -> u64) -> Metric {
@@ -178,6 +190,35 @@ pub static METRICS: &[Metric] = &[
         meaning: "Duration of each phase of the last recovery",
         values: Values::Phases,
     },
+    restore("hearth_restore_complete", "1 if nothing of the snapshot's memory is missing", |restore| {
+        f64::from(u8::from(restore.complete))
+    }),
+    restore("hearth_restore_pages", "Pages of 4 KiB that the snapshot holds", |restore| restore.pages as f64),
+    restore("hearth_restore_prefetched_pages", "Pages that were there before the guest ran", |restore| {
+        restore.pages_prefetched as f64
+    }),
+    restore("hearth_restore_lazy_pages", "Pages brought because somebody touched them", |restore| {
+        restore.pages_lazy as f64
+    }),
+    restore(
+        "hearth_restore_filled_pages",
+        "Pages brought beside one that was touched, or ahead of the guest",
+        |restore| restore.pages_filled as f64,
+    ),
+    restore("hearth_restore_missing_pages", "Pages still to come", |restore| restore.pages_missing as f64),
+    restore("hearth_restore_faults", "Page faults of the guest that were answered", |restore| restore.faults as f64),
+    restore("hearth_restore_guest_wait_seconds", "Time that its page faults took, all together", |restore| {
+        restore.fault_us_total as f64 / 1e6
+    }),
+    Metric {
+        name: "hearth_restore_fault_seconds",
+        kind: Kind::Gauge,
+        meaning: "Time that half of its page faults took at most, and 99 of 100",
+        values: Values::Faults,
+    },
+    restore("hearth_restore_stuck", "Reasons for which something missing cannot be brought now", |restore| {
+        restore.waits.len() as f64
+    }),
     Metric {
         name: "hearth_disk_connected",
         kind: Kind::Gauge,
@@ -189,6 +230,12 @@ pub static METRICS: &[Metric] = &[
         kind: Kind::Gauge,
         meaning: "Size of the disk as the guest sees it",
         values: Values::Disks(|disk| disk.bytes),
+    },
+    Metric {
+        name: "hearth_disk_missing_bytes",
+        kind: Kind::Gauge,
+        meaning: "What of the disk is still to come out of an object store",
+        values: Values::Arrivals(|arrival| arrival.missing_bytes),
     },
     disk("hearth_disk_reads_total", "Read requests", |disk| disk.reads),
     disk("hearth_disk_writes_total", "Write requests", |disk| disk.writes),
@@ -227,6 +274,13 @@ impl Metric {
             Values::Machine(value) => sample(&[], value(status)),
             Values::Sometimes(value) => value(status).into_iter().for_each(|value| sample(&[], value)),
             Values::LastDump(value) => status.dumps.last().into_iter().for_each(|dump| sample(&[], value(dump))),
+            Values::Restore(value) => status.restore.iter().for_each(|restore| sample(&[], value(restore))),
+            Values::Faults => {
+                let restore = status.restore.iter();
+                let quantiles = restore.flat_map(|now| [("0.5", now.fault_us_p50), ("0.99", now.fault_us_p99)]);
+                let known = quantiles.filter_map(|(quantile, us)| Some((quantile, us?)));
+                known.for_each(|(quantile, us)| sample(&[quantile], us as f64 / 1e6));
+            }
             Values::States => MachineState::ALL
                 .iter()
                 .for_each(|state| sample(&[state.name()], f64::from(u8::from(*state == status.state)))),
@@ -237,6 +291,10 @@ impl Metric {
                 sample(&["trimmed"], refused.trimmed as f64);
             }
             Values::Disks(value) => status.disks.iter().for_each(|disk| sample(&[&disk.name], value(disk) as f64)),
+            Values::Arrivals(value) => {
+                let arrivals = status.disks.iter().filter_map(|disk| Some((&disk.name, disk.arrival.as_ref()?)));
+                arrivals.for_each(|(name, arrival)| sample(&[name], value(arrival) as f64));
+            }
             Values::Phases => {
                 let phases = status.last_recovery.iter().flat_map(|recovery| &recovery.phases);
                 phases.for_each(|phase| sample(&[&phase.phase], phase.duration_ms / 1000.0));
@@ -319,6 +377,10 @@ mod tests {
             r#"hearth_state{machine="we\"b",state="failed"} 0"#,
             r#"hearth_ember_refused_pages{machine="we\"b",reason="trimmed"} 30"#,
             r#"hearth_recovery_phase_seconds{machine="we\"b",phase="launch"} 0.12"#,
+            r#"hearth_restore_missing_pages{machine="we\"b"} 8960"#,
+            r#"hearth_restore_fault_seconds{machine="we\"b",quantile="0.99"} 0.0025"#,
+            r#"hearth_restore_complete{machine="we\"b"} 0"#,
+            r#"hearth_disk_missing_bytes{machine="we\"b",disk="root"} 1048576"#,
         ] {
             assert!(text.lines().any(|found| found == line), "no line {line} in\n{text}");
         }
@@ -329,8 +391,16 @@ mod tests {
         let mut status = sample::status();
         status.qemu = None;
         status.last_recovery = None;
+        status.restore = None;
+        status.disks[0].arrival = None;
         let text = text(&status);
-        for name in ["hearth_qemu_generation", "hearth_recovery_duration_seconds", "hearth_recovery_phase_seconds"] {
+        for name in [
+            "hearth_qemu_generation",
+            "hearth_recovery_duration_seconds",
+            "hearth_recovery_phase_seconds",
+            "hearth_restore",
+            "hearth_disk_missing_bytes",
+        ] {
             assert!(!text.contains(name), "{name}");
         }
         assert!(text.contains("hearth_uptime_seconds"));

@@ -3,10 +3,10 @@
 use std::time::{Duration, SystemTime};
 
 use hearth_api::{
-    AdmissionStatus, DiskStatus, DumpCompression, DumpExcluded, DumpFormat, DumpState, DumpStatus, EmberMode,
-    EmberStatus, EndCause, FrozenStatus, Growth, KeeperStatus, MachineState, MachineStatus, MemoryStatus, MissedRun,
-    NetStatus, NvramDevice, NvramStatus, PhaseTime, QemuAge, QemuStatus, Recovery, Refused, RemountDisk, RemountLater,
-    RemountPlan, RemountVolume, UserfaultStatus,
+    AdmissionStatus, ArrivalStatus, DiskStatus, DumpCompression, DumpExcluded, DumpFormat, DumpState, DumpStatus,
+    EmberMode, EmberStatus, EndCause, FrozenStatus, Growth, KeeperStatus, MachineState, MachineStatus, MemoryStatus,
+    MissedRun, NetStatus, NvramDevice, NvramStatus, PhaseTime, QemuAge, QemuStatus, Recovery, Refused, RemountDisk,
+    RemountLater, RemountPlan, RemountVolume, RestoreStatus, UserfaultStatus,
 };
 use hearth_recovery::journal::QemuIdentity;
 use hearth_recovery::rejuvenation::parked::{PARKED_VERSION, Parked};
@@ -77,7 +77,26 @@ pub fn status() -> MachineStatus {
         unparked: None,
         save: None,
         frozen: Some(FrozenStatus { file_systems: Some(2), for_ms: Some(1500.0), problem: None }),
-        restore: None,
+        restore: Some(restore()),
+    }
+}
+
+/// On its way, with a damaged place.
+fn restore() -> RestoreStatus {
+    RestoreStatus {
+        snapshot: "/srv/snapshots/web-1".into(),
+        mode: "working-set".into(),
+        pages: 90_000,
+        pages_prefetched: 11_000,
+        pages_lazy: 40,
+        pages_filled: 70_000,
+        pages_missing: 8_960,
+        faults: 45,
+        fault_us_p50: Some(14),
+        fault_us_p99: Some(2500),
+        fault_us_total: 9_000,
+        complete: false,
+        waits: vec!["/srv/snapshots/web-1/ram: pages 7 to 22 of the guest's memory are damaged".into()],
     }
 }
 
@@ -139,7 +158,12 @@ fn disk() -> DiskStatus {
         io_errors: 0,
         bad_requests: 0,
         throttled_ms: 15,
-        arrival: None,
+        arrival: Some(ArrivalStatus {
+            source: "s3://bucket/web-1/disk-root".into(),
+            bytes: 1 << 30,
+            missing_bytes: 1 << 20,
+            waits: Vec::new(),
+        }),
     }
 }
 

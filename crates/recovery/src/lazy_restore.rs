@@ -421,6 +421,11 @@ impl LazyRam {
         self.waits.percentile_us(percent)
     }
 
+    /// Page faults that are over.
+    pub fn waits(&self) -> u64 {
+        self.waits.count()
+    }
+
     /// All page faults together, in us.
     pub fn waited_us(&self) -> u64 {
         self.waits.total_us()

@@ -72,6 +72,10 @@ impl Files {
         self.runtime_root().join(name).join("console.sock")
     }
 
+    pub fn api_socket(&self, name: &str) -> PathBuf {
+        self.runtime_root().join(name).join("api.sock")
+    }
+
     /// Made by the keeper that has something to put there.
     pub fn dump_folder(&self) -> PathBuf {
         self.folder().join("dumps")

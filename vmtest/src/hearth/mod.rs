@@ -5,6 +5,8 @@ mod events;
 mod files;
 mod parked;
 
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -97,6 +99,18 @@ impl TestVm {
     /// `hearth status NAME --json`.
     pub fn status(&self) -> Result<Value> {
         self.cli_json(&["status", &self.name, "--json"])
+    }
+
+    /// One of `GET /metrics`, as Prometheus asks for it. None: it has no value now.
+    pub fn metric(&self, name: &str) -> Result<Option<f64>> {
+        let (socket, mut text) = (self.files.api_socket(&self.name), String::new());
+        let asked = UnixStream::connect(&socket).and_then(|mut stream| {
+            stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n")?;
+            stream.read_to_string(&mut text)
+        });
+        at("ask", &socket, asked)?;
+        let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('{')?.rsplit(' ').next());
+        Ok(value.and_then(|value| value.parse().ok()))
     }
 
     /// `hearth explain NAME --json`.

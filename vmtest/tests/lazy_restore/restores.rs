@@ -19,6 +19,15 @@ fn wait_complete(vm: &TestVm) -> Result<Value> {
 
 pub const WAYS: [(&str, &[&str]); 3] = [("lazy", &["--lazy"]), ("eager", &["--eager"]), ("set", &["--working-set"])];
 
+/// Metrics, and the fields of the status that they tell; none of them changes when all is there.
+const METRICS: [(&str, &str); 5] = [
+    ("hearth_restore_pages", "pages"),
+    ("hearth_restore_prefetched_pages", "pages_prefetched"),
+    ("hearth_restore_lazy_pages", "pages_lazy"),
+    ("hearth_restore_filled_pages", "pages_filled"),
+    ("hearth_restore_missing_pages", "pages_missing"),
+];
+
 /// The clone, all its memory there. The snapshot is in the host's page cache before that, or not.
 pub fn comes_back(vm: &TestVm, snapshot: &Path, way: (&str, &[&str]), warm: bool, nonce: &str) -> Result<TestVm> {
     let name = format!("{}-{}", way.0, if warm { "warm" } else { "cold" });
@@ -34,6 +43,12 @@ pub fn comes_back(vm: &TestVm, snapshot: &Path, way: (&str, &[&str]), warm: bool
     let restore = wait_complete(&clone)?;
     let prefetched = restore["pages_prefetched"] == restore["pages"];
     assert_eq!(prefetched, way.0 == "eager", "{name}: {restore}");
+    for (metric, field) in METRICS {
+        assert_eq!(clone.metric(metric)?, restore[field].as_f64(), "{name}: {metric} and {restore}");
+    }
+    assert_eq!(clone.metric("hearth_restore_complete")?, Some(1.0), "{name}");
+    let has_faults = clone.metric("hearth_restore_fault_seconds")?.is_some();
+    assert_eq!(has_faults, restore["faults"].as_u64() > Some(0), "{name}: {restore}");
     Ok(clone)
 }
 

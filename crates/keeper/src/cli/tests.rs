@@ -223,6 +223,8 @@ fn status_is_a_page_or_json() {
 web  running, incarnation 2, up 1 min 15 s
   last end      guest panicked
   recovery      warm, in 131.0 ms (`hearth explain web`)
+  restore       11000 of 90000 pages prefetched, 40 waited for, 8960 missing; /srv/snapshots/web-1 (working-set)
+  waits for     /srv/snapshots/web-1/ram: pages 7 to 22 of the guest's memory are damaged
   frozen        2 file systems, for a save, for 1.500 s
   qemu          7.2.9, pid 4712, generation 2
   accelerator   tcg (/dev/kvm does not exist)
@@ -262,6 +264,7 @@ disk root
   from memory      4.0 MiB    80.0 %
   from image       1.0 MiB    20.0 %
   written          2.0 MiB            in 300 requests, 4 flushes, 1 discards
+  arriving      1023.0 MiB    99.9 %  of 1.00 GiB are there; s3://bucket/web-1/disk-root
   throttled     15.0 ms
 
 nvram journal

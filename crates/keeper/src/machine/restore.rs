@@ -124,6 +124,7 @@ impl Restoring {
             pages_lazy: 0,
             pages_filled: 0,
             pages_missing: 0,
+            faults: 0,
             fault_us_p50: None,
             fault_us_p99: None,
             fault_us_total: 0,
@@ -136,7 +137,7 @@ impl Restoring {
             (status.pages_lazy, status.pages_filled) = (counts.lazy, counts.filled);
             (status.pages_missing, status.waits) = (counts.missing, lazy.stuck());
             (status.fault_us_p50, status.fault_us_p99) = (lazy.wait_us(50), lazy.wait_us(99));
-            status.fault_us_total = lazy.waited_us();
+            (status.faults, status.fault_us_total) = (lazy.waits(), lazy.waited_us());
         }
         status
     }

@@ -23,6 +23,10 @@ impl Waits {
         self.total_us.fetch_add(us, Relaxed);
     }
 
+    pub fn count(&self) -> u64 {
+        self.counts.iter().map(|count| count.load(Relaxed)).sum()
+    }
+
     /// All waits together, in us.
     pub fn total_us(&self) -> u64 {
         self.total_us.load(Relaxed)
@@ -82,6 +86,6 @@ mod tests {
             let (found, exact) = (waits.percentile_us(percent).unwrap(), percent * 10);
             assert!((exact..=exact + exact / 4).contains(&found), "{percent}: {found}");
         }
-        assert_eq!(waits.total_us(), 500_500);
+        assert_eq!((waits.count(), waits.total_us()), (1000, 500_500));
     }
 }
