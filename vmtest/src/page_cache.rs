@@ -46,6 +46,13 @@ pub fn resident_bytes(path: &Path) -> io::Result<u64> {
     Ok((pages * page_bytes) as u64)
 }
 
+/// Bytes that disks had to read for a process: what was in the page cache is none of them.
+pub fn disk_read_bytes(pid: u64) -> io::Result<u64> {
+    let counts = std::fs::read_to_string(format!("/proc/{pid}/io"))?;
+    let bytes = counts.lines().find_map(|line| line.strip_prefix("read_bytes: ")?.trim().parse().ok());
+    bytes.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "a count without bytes read"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
