@@ -1,9 +1,9 @@
 //! Lazy restore, as a guest and its operator see it: saved at one moment, it goes on from there, any number of times.
 //!
-//! `saves`: what saving does to the machine that is saved. `restores`: the guest that comes back is the one that was saved.
-//! `dedup`: what its disks hold is not stored. `scans`: what the guest uses is seen before it is saved. `freeze`: its file systems
-//! are whole on the snapshot's disks. `identity`: a clone knows that it is one. `faults`: what a damaged snapshot and killed keepers
-//! make of it.
+//! `saves`: what saving does to the machine that is saved. `shared_blocks`: its disks need not be copied. `restores`: the guest that
+//! comes back is the one that was saved. `dedup`: what its disks hold is not stored. `scans`: what the guest uses is seen before it is
+//! saved. `freeze`: its file systems are whole on the snapshot's disks. `identity`: a clone knows that it is one. `faults`: what a
+//! damaged snapshot and killed keepers make of it.
 //! `object_store`: the same out of an object store, over a wire that is not to be relied on. `uploads`: it goes there while it is saved.
 //! `services`: a Debian with a web server and a database; `soak`: a hundred restores. Both by hand.
 //! `arrivals`: disks that come out of it while the guest runs.
@@ -28,6 +28,8 @@ mod saves;
 mod scans;
 #[path = "lazy_restore/services.rs"]
 mod services;
+#[path = "lazy_restore/shared_blocks.rs"]
+mod shared_blocks;
 #[path = "lazy_restore/soak.rs"]
 mod soak;
 #[path = "lazy_restore/uploads.rs"]

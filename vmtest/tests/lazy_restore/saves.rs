@@ -90,7 +90,7 @@ done) >/dev/null 2>&1 &
 "#;
 
 /// Memory is written again and again, and read each time.
-const CHURN: &str = r#"
+pub(super) const CHURN: &str = r#"
 (n=0
 while :; do
   n=$((n+1))

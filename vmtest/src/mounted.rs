@@ -1,0 +1,56 @@
+//! A file system of its own, in a file that is mounted through a loop device: for what the one of temporary folders may not be able to.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use rustix::fs::{statvfs, syncfs};
+use tempfile::TempDir;
+
+use crate::error::{Result, at};
+use crate::images;
+
+/// Dropped, it is taken down, with all that is in it.
+pub struct Mounted {
+    /// Of the image, and of where it is mounted.
+    _folder: TempDir,
+    path: PathBuf,
+}
+
+impl Mounted {
+    /// XFS, whose files can share blocks. None, and a word, where nothing can be mounted: that takes root, and a loop device.
+    pub fn xfs(mib: u64) -> Result<Option<Self>> {
+        let parent = std::env::temp_dir();
+        let made = tempfile::Builder::new().prefix("hearth-mounted-").tempdir_in(&parent);
+        let folder = at("create a folder in", &parent, made)?;
+        let (image, path) = (folder.path().join("image"), folder.path().join("files"));
+        images::xfs(&image, mib, &[])?;
+        at("create", &path, std::fs::create_dir(&path))?;
+        let mounted = Command::new("mount").args(["-o", "loop"]).args([&image, &path]).output();
+        match at("mount", &path, mounted)? {
+            output if output.status.success() => Ok(Some(Self { _folder: folder, path })),
+            output => {
+                eprintln!("skipped: {}", String::from_utf8_lossy(&output.stderr).trim());
+                Ok(None)
+            }
+        }
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// When all that was written has its place.
+    pub fn used_bytes(&self) -> Result<u64> {
+        let folder = at("open", &self.path, std::fs::File::open(&self.path))?;
+        at("sync", &self.path, syncfs(folder).map_err(Into::into))?;
+        let found = at("look at", &self.path, statvfs(&self.path).map_err(Into::into))?;
+        Ok((found.f_blocks - found.f_bfree) * found.f_frsize)
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        // Whoever still has a file open keeps it for as long.
+        let _ = Command::new("umount").arg("--lazy").arg(&self.path).status();
+    }
+}
