@@ -2,7 +2,7 @@
 # `make` alone lists the targets.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-vmcore test-nested lint docs demo bench clean toolchain
+.PHONY: help setup build test test-vmcore test-nested soak lint docs demo bench clean toolchain
 
 XTASK := cargo xtask
 
@@ -23,6 +23,9 @@ test-vmcore: toolchain ## crash dumps in crash, drgn and makedumpfile (fetches 6
 
 test-nested: toolchain ## Hearth under KVM, on a host that is itself emulated
 	@$(XTASK) test-nested
+
+soak: toolchain ## tests that take minutes, in a row, or make soak NAME=restores
+	@$(XTASK) soak $(NAME)
 
 lint: toolchain ## formatting, clippy, licences and sources of dependencies
 	@$(XTASK) lint

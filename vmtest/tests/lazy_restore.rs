@@ -5,7 +5,7 @@
 //! saved. `freeze`: its file systems are whole on the snapshot's disks. `identity`: a clone knows that it is one. `faults`: what a
 //! damaged snapshot and killed keepers make of it.
 //! `object_store`: the same out of an object store, over a wire that is not to be relied on. `uploads`: it goes there while it is saved.
-//! `services`: a Debian with a web server and a database; `soak`: a hundred restores. Both by hand.
+//! `services`: a Debian with a web server and a database; `soak`: a hundred restores. Both by `make soak`.
 //! `arrivals`: disks that come out of it while the guest runs.
 
 #[path = "lazy_restore/arrivals.rs"]

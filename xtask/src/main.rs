@@ -7,6 +7,7 @@ mod guest;
 mod paths;
 mod setup;
 mod shell;
+mod soak;
 mod suite;
 #[cfg(test)]
 mod tidy;
@@ -48,6 +49,8 @@ enum Chore {
     TestVmcore { filter: Vec<String> },
     /// Hearth under KVM, on a host that is emulated; arguments go to the tests
     TestNested { filter: Vec<String> },
+    /// Tests that take minutes, all or the one with this name
+    Soak { name: Option<String> },
     /// Lints and tests from nothing; the last line is the tests' summary
     Ci,
     /// Check the generated pages, or rewrite them with UPDATE=1
@@ -89,6 +92,7 @@ fn run(chore: Chore) -> Outcome {
         Chore::Test { arguments } => return Ok(told(&test(&arguments)?)),
         Chore::TestVmcore { filter } => return test_vmcore(&filter),
         Chore::TestNested { filter } => return Ok(told(&test_nested(&filter)?)),
+        Chore::Soak { name } => return soak::run(name.as_deref()),
         Chore::Ci => return ci(),
         Chore::Docs => shell::run(cargo().args(["test", "--quiet", "-p", "hearth", "generated"]))?,
         Chore::Demo => bench(&["demo"])?,

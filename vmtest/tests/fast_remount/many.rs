@@ -20,7 +20,7 @@ fn a_hundred_volumes_come_back_whole() -> Result<()> {
     come_back_whole(100, 2)
 }
 
-/// Minutes: `cargo test -p hearth-vmtest --test fast_remount -- --ignored four_hundred`.
+/// Minutes: `make soak NAME=volumes`.
 #[test]
 #[ignore = "takes minutes under emulation"]
 fn four_hundred_volumes_come_back_whole() -> Result<()> {

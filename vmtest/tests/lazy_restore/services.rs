@@ -1,6 +1,5 @@
 //! A real service comes back: Debian with a web server and a database, in each way, with the snapshot in the host's memory and
-//! without, to be run by hand: `cargo test --workspace --test lazy_restore -- --ignored services`. `make bench NAME=restore` makes
-//! its image.
+//! without: `make soak NAME=services`.
 
 use hearth_vmtest::{Drives, Result, TestVm};
 use serde_json::Value;
@@ -21,7 +20,7 @@ ask() { psql -qAt -h 127.0.0.1 -U postgres -c \"$1\"; }
 ask 'update accounts set balance = balance + 1 where id = 7; update accounts set balance = balance - 1 where id = 7'";
 
 #[test]
-#[ignore = "takes minutes, and an image that `make bench NAME=restore` makes"]
+#[ignore = "takes minutes, and an image of its own: make soak NAME=services"]
 fn a_web_server_and_a_database_come_back_in_each_way() -> Result<()> {
     let vm = TestVm::debian_database("services").boot()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
@@ -38,6 +37,7 @@ fn a_web_server_and_a_database_come_back_in_each_way() -> Result<()> {
             let clone = comes_back(&vm, &snapshot, way, warm, &nonce)?;
             serves(&clone)?;
             let disk = &clone.status()?["disks"][0];
+            eprintln!("{way:?}, warm {warm}: both are there, {}", clone.status()?["restore"]);
             assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&Value::from(0), &Value::from(0)), "{disk}");
             clone.stop_at_once()?;
         }

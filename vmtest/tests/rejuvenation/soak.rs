@@ -1,5 +1,4 @@
-//! Hundreds of hops in a row under a verifying disk load, to be run by hand:
-//! `HOPS=200 cargo test -p hearth-vmtest --test rejuvenation -- --ignored --nocapture soak`.
+//! Hundreds of hops in a row under a verifying disk load: `make soak NAME=hops`.
 
 use std::time::{Duration, Instant};
 

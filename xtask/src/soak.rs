@@ -1,0 +1,108 @@
+//! Soaks: tests that take minutes, and that `make test` leaves out. One after the other, for they want the host to themselves.
+
+use std::time::{Duration, Instant};
+
+use crate::suite::{self, Summary};
+use crate::{Outcome, guest, set_up, told};
+
+struct Soak {
+    name: &'static str,
+    /// The test binary of `vmtest`, and the test in it.
+    binary: &'static str,
+    test: &'static str,
+    /// On two processors, under emulation.
+    minutes: u32,
+    says: &'static str,
+}
+
+const SOAKS: [Soak; 4] = [
+    Soak {
+        name: "restores",
+        binary: "lazy_restore",
+        test: "soak::a_hundred_restores_without_an_odd_one",
+        minutes: 25,
+        says: "100 restores out of one snapshot, in four ways (ROUNDS=100)",
+    },
+    Soak {
+        name: "services",
+        binary: "lazy_restore",
+        test: "services::a_web_server_and_a_database_come_back_in_each_way",
+        minutes: 10,
+        says: "a Debian with nginx and PostgreSQL, in three ways, out of warm and cold memory",
+    },
+    Soak {
+        name: "hops",
+        binary: "rejuvenation",
+        test: "soak::hundreds_of_hops_without_an_odd_one",
+        minutes: 10,
+        says: "200 hops between two versions of QEMU (HOPS=200)",
+    },
+    Soak {
+        name: "volumes",
+        binary: "fast_remount",
+        test: "many::four_hundred_volumes_come_back_whole",
+        minutes: 2,
+        says: "400 volumes, two crashes",
+    },
+];
+
+/// The one with this name, or all.
+pub fn run(name: Option<&str>) -> Outcome {
+    let wanted: Vec<&Soak> = SOAKS.iter().filter(|soak| name.is_none_or(|name| name == soak.name)).collect();
+    if wanted.is_empty() {
+        let names = SOAKS.map(|soak| soak.name).join(", ");
+        return Err(format!("no soak {:?}; there are {names}", name.unwrap_or_default()).into());
+    }
+    set_up()?;
+    guest::qemu10()?;
+    if wanted.iter().any(|soak| soak.name == "services") {
+        guest::debian_database()?;
+    }
+    let (mut sum, mut lines) = (Summary::default(), Vec::new());
+    for (number, soak) in (1..).zip(&wanted) {
+        println!("soak {number} of {}, {}: {}; about {} minutes", wanted.len(), soak.name, soak.says, soak.minutes);
+        let began = Instant::now();
+        let arguments = [soak.test, "--exact", "--nocapture"].map(str::to_owned);
+        let summary = soaked(suite::run_ignored(soak.binary, &arguments)?);
+        lines.push(line(soak.name, &summary, began.elapsed()));
+        sum = sum.and(summary);
+    }
+    lines.iter().for_each(|line| println!("{line}"));
+    Ok(told(&sum))
+}
+
+/// One that was not found has not passed.
+fn soaked(summary: Summary) -> Summary {
+    if summary == Summary::default() { Summary { failed: 1, ..summary } } else { summary }
+}
+
+fn line(name: &str, summary: &Summary, took: Duration) -> String {
+    format!("soak {name}: {summary}, in {:.1} minutes", took.as_secs_f64() / 60.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::paths;
+
+    #[test]
+    fn each_soak_is_a_test_that_is_left_out_otherwise() {
+        for Soak { name, binary, test, .. } in &SOAKS {
+            let (module, function) = test.split_once("::").expect("it lies in a module");
+            let file = paths::root().join(format!("vmtest/tests/{binary}/{module}.rs"));
+            let text = std::fs::read_to_string(&file).expect("the file of the module");
+            let before = text.split(&format!("fn {function}()")).next().expect("a first piece");
+            assert!(before.len() < text.len(), "{name}: no {function} in {}", file.display());
+            let attributes = before.rsplit("\n\n").next().expect("a last paragraph");
+            assert!(attributes.contains("#[ignore"), "{name}: {function} is not ignored");
+        }
+    }
+
+    #[test]
+    fn a_soak_that_was_not_found_has_failed() {
+        assert_eq!(soaked(Summary::default()), Summary { passed: 0, failed: 1 });
+        assert_eq!(soaked(Summary { passed: 1, failed: 0 }), Summary { passed: 1, failed: 0 });
+        let line = line("hops", &Summary { passed: 1, failed: 0 }, Duration::from_secs(90));
+        assert_eq!(line, "soak hops: 1 passed, 0 failed, in 1.5 minutes");
+    }
+}
