@@ -26,6 +26,7 @@ pub mod downtime;
 mod order;
 pub mod parked;
 pub(crate) mod relay;
+mod standstill;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -39,6 +40,8 @@ use hearth_qemu::{Migration, Qmp, QmpError, QmpEvent, Said};
 pub use clock::{ClockDebt, Ticker};
 use order::Order;
 use relay::{Bell, Passage};
+pub use standstill::Standstill;
+use standstill::{first_stop, stops_of};
 
 /// From when the clock is set to the guest's next instruction, as measured.
 const LOAD_ALLOWANCE: Duration = Duration::from_micros(3000);
@@ -123,13 +126,11 @@ pub struct Hop<'a> {
 }
 
 /// Both QEMUs at each disk.
-pub struct Admitted(Vec<AtDisk>);
-
-struct AtDisk {
-    /// How often anybody had connected.
-    connections: u64,
+pub struct Admitted {
+    /// How often anybody had connected to each.
+    connections: Vec<u64>,
     /// When its queues were last stopped, before this hop.
-    stop_asked_us: u64,
+    stops: Vec<u64>,
 }
 
 /// Both QEMUs are ready; what they say comes here.
@@ -190,7 +191,7 @@ impl Hop<'_> {
     /// A new QEMU talks when its devices are made, so by now it has connected to every disk.
     pub fn admit(&self) -> Result<Admitted, RejuvenationError> {
         self.must_run()?;
-        self.connections().map(Admitted)
+        Ok(Admitted { connections: self.connections()?, stops: stops_of(self.disks) })
     }
 
     fn must_run(&self) -> Result<(), RejuvenationError> {
@@ -200,12 +201,12 @@ impl Hop<'_> {
         }
     }
 
-    fn connections(&self) -> Result<Vec<AtDisk>, RejuvenationError> {
+    fn connections(&self) -> Result<Vec<u64>, RejuvenationError> {
         let look = |disk: &DiskServer| {
             let counters = disk.counters();
             let lost = |what| Err(RejuvenationError::Disk { disk: disk.name().to_owned(), what });
             match (counters.connected, counters.successor) {
-                (true, true) => Ok(AtDisk { connections: counters.connections, stop_asked_us: counters.stop_asked_us }),
+                (true, true) => Ok(counters.connections),
                 (true, false) => lost("one of the two QEMUs is not connected"),
                 (false, _) => lost("no QEMU is connected"),
             }
@@ -322,19 +323,14 @@ impl Hop<'_> {
         Ok(())
     }
 
-    /// When the guest stopped: when its first disk was stopped in this hop, for QEMU itself speaks of it only when all of them
-    /// have drained.
     fn stopped_at(&self, admitted: &Admitted, way: &Way) -> Duration {
-        let stops = admitted.0.iter().zip(self.disks).map(|(before, disk)| (before, disk.counters().stop_asked_us));
-        let asked =
-            stops.filter(|(before, now)| before.stop_asked_us != *now).map(|(_, now)| Duration::from_micros(now));
-        asked.chain(way.stopped_at).chain(way.given_at).min().unwrap_or_else(now)
+        let asked = first_stop(&admitted.stops, &stops_of(self.disks));
+        asked.into_iter().chain(way.stopped_at).chain(way.given_at).min().unwrap_or_else(now)
     }
 
     /// Requests in flight are answered before a queue stops: if a disk's connection was lost meanwhile they were not.
     fn must_be_undisturbed(&self, admitted: &Admitted) -> Result<(), RejuvenationError> {
-        let same = |(before, now): (&AtDisk, &AtDisk)| before.connections == now.connections;
-        if admitted.0.iter().zip(&self.connections()?).all(same) {
+        if admitted.connections == self.connections()? {
             return Ok(());
         }
         let what = "a connection was lost while the guest was handed over";

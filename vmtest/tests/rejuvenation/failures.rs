@@ -7,7 +7,8 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
-use hearth_vmtest::{Disk, Drives, Result, TestVm, patience};
+use hearth_vmtest::clock::Reading;
+use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, patience};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -174,6 +175,27 @@ fn a_new_qemu_that_has_all_and_does_not_let_the_guest_run_is_ended() -> Result<(
     stand.check(&stand.impostor("stands-with-all"), "resume", "the guest is \"paused\" and not running")?;
     stand.check(&stand.impostor("hangs-with-all"), "resume", "the new QEMU hangs")?;
     stand.vm.rejuvenate()
+}
+
+/// Nobody can set the clock of a guest that goes on where it was; the next QEMU can, and the hops after that leave it right.
+#[test]
+fn what_a_clock_lost_in_a_failed_hop_it_has_again_after_the_next() -> Result<()> {
+    let stand = Stand::boot("owed")?;
+    let vm = &stand.vm;
+    let earlier = Reading::take(vm)?;
+    stand.check(&stand.impostor("hangs-with-all"), "resume", "the new QEMU hangs")?;
+    let stood_s = vm.status()?["last_rejuvenation"]["pause_ms"].as_f64().expect("it stood still") / 1e3;
+    let behind_s = Reading::take(vm)?.behind_s(&earlier);
+    assert!(*behind_s.end() > stood_s / 2.0, "{behind_s:?} of {stood_s}: nothing was to be made good");
+    for qemu in [artifacts::qemu_10()?, artifacts::installed_qemu()?, artifacts::qemu_10()?] {
+        let hop = vm.rejuvenate_to(&qemu)?;
+        assert_eq!(hop.status, 0, "{}", hop.text());
+        // However long the reading took, the clock is nearer to the host's than to what it was.
+        let behind_s = Reading::take(vm)?.behind_s(&earlier);
+        let is_right = *behind_s.start() < stood_s / 2.0 && *behind_s.end() > -stood_s / 2.0;
+        assert!(is_right, "{}: {behind_s:?} of {stood_s}", qemu.display());
+    }
+    Ok(())
 }
 
 #[test]

@@ -87,7 +87,10 @@ fn row(name: &str, amount: String, share: String, remark: String) -> String {
 
 fn rejuvenation_text(rejuvenation: &Rejuvenation) -> String {
     match (&rejuvenation.failure, rejuvenation.pause_ms) {
-        (Some(failure), _) => format!("failed, {failure}"),
+        (Some(failure), None) => format!("failed, {failure}"),
+        (Some(failure), Some(pause)) => {
+            format!("failed, {failure}; the guest stood still for {} and went on where it was", milliseconds(pause))
+        }
         (None, pause) => format!(
             "QEMU {} to {}, the guest stood still for {}",
             rejuvenation.from_version,

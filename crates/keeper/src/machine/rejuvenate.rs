@@ -13,7 +13,7 @@ use hearth_api::{
 };
 use hearth_qemu::{Accelerator, Binary, BinaryError, Qmp, QmpError};
 use hearth_recovery::journal::{HopNote, Journal, JournalError, QemuIdentity, Staged};
-use hearth_recovery::rejuvenation::{self, ClockDebt, Handed, Hop, Phase, RejuvenationError, Ticker};
+use hearth_recovery::rejuvenation::{self, ClockDebt, Handed, Hop, Phase, RejuvenationError, Standstill, Ticker};
 
 use super::generation::{Generation, LaunchError};
 use super::launch;
@@ -178,16 +178,21 @@ impl Machine {
             }
         };
         let turn = Turn::to_stand_still(&self.parts.root);
-        let (mut handed, committed) = match self.hand_over(&life.generation, &new, ticker, life.clock_debt, progress) {
-            Ok(both) => both,
+        let standstill = Standstill::watch(&life.generation.qmp, &self.disks);
+        let resumed = match self.hand_over(&life.generation, &new, ticker, life.clock_debt, progress) {
+            Ok((mut handed, committed)) => self
+                .resume(&life.generation, &new, (&mut handed, committed), progress)
+                .map(|pause| handed.debt_after(pause)),
+            Err(failure) => Err(self.go_back(&life.generation, &new, failure)),
+        };
+        match resumed {
+            Ok(debt) => life.clock_debt = debt,
             Err(failure) => {
-                let failure = self.go_back(&life.generation, &new, failure);
+                let stood = standstill.over(&self.disks);
+                life.clock_debt = life.clock_debt.after_standing(stood);
+                progress.report.pause_ms = (!stood.is_zero()).then_some(stood.as_secs_f64() * 1e3);
                 return (life, Err(failure));
             }
-        };
-        match self.resume(&life.generation, &new, (&mut handed, committed), progress) {
-            Ok(pause) => life.clock_debt = handed.debt_after(pause),
-            Err(failure) => return (life, Err(failure)),
         }
         drop(turn);
         let mut old = std::mem::replace(&mut life.generation, new);

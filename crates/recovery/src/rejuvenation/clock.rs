@@ -78,6 +78,12 @@ impl ClockDebt {
         Duration::from_nanos((nanoseconds(lost) + self.0).max(0).unsigned_abs())
     }
 
+    /// What it is after the guest stood still for `pause` and nobody could set its clock.
+    #[must_use]
+    pub fn after_standing(self, pause: Duration) -> Self {
+        self.after(pause, Duration::ZERO)
+    }
+
     /// What is left of it after the clock stood still for `pause` and was set forward.
     pub(super) fn after(self, pause: Duration, set_forward: Duration) -> Self {
         Self(self.0 + nanoseconds(pause) - nanoseconds(set_forward))
@@ -224,6 +230,14 @@ mod tests {
             assert_eq!(debt, ClockDebt(behind), "all that is missing is owed");
         }
         assert_eq!(debt, ClockDebt::default(), "the last one was judged right");
+    }
+
+    #[test]
+    fn what_a_failed_hop_costs_the_next_one_makes_good() {
+        let ms = Duration::from_millis;
+        let debt = ClockDebt::default().after_standing(ms(5000)).after_standing(ms(20));
+        assert_eq!(debt.with(ms(3)), ms(5023));
+        assert_eq!(debt.after(ms(3), ms(5023)), ClockDebt::default());
     }
 
     #[test]

@@ -1,0 +1,85 @@
+//! Standstill: how long a guest stood still on a QEMU that kept it, because a hop failed.
+//!
+//! Nobody can set that guest's clock: QEMU takes the time from a state that it loads, and has no word for it otherwise. So the
+//! next hop owes it (see `clock`).
+
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use hearth_disk::server::DiskServer;
+use hearth_qemu::{Qmp, QmpEvent, Said};
+
+/// Watches a guest's QEMU from before a hop.
+pub struct Standstill {
+    heard: Receiver<Said>,
+    before: Vec<u64>,
+}
+
+impl Standstill {
+    pub fn watch(old: &Qmp, disks: &[DiskServer]) -> Self {
+        let (speaks, heard) = channel();
+        old.listen(move |said| speaks.send(said).is_ok());
+        Self { heard, before: stops_of(disks) }
+    }
+
+    /// Until it went on; zero if it never stopped, or has not gone on.
+    pub fn over(&self, disks: &[DiskServer]) -> Duration {
+        stood(self.heard.try_iter(), first_stop(&self.before, &stops_of(disks)))
+    }
+}
+
+/// When each disk's queues were last stopped, in microseconds since 1970.
+pub fn stops_of(disks: &[DiskServer]) -> Vec<u64> {
+    disks.iter().map(|disk| disk.counters().stop_asked_us).collect()
+}
+
+/// When a guest stopped, as its disks know it; none if it did not, or has none. QEMU itself speaks of it only when all of them
+/// have drained.
+pub fn first_stop(before: &[u64], now: &[u64]) -> Option<Duration> {
+    let stopped = before.iter().zip(now).filter(|(before, now)| before != now);
+    stopped.map(|(_, now)| Duration::from_micros(*now)).min()
+}
+
+fn stood(heard: impl IntoIterator<Item = Said>, first_stop: Option<Duration>) -> Duration {
+    let (mut stood, mut stopped_at, mut first_stop) = (Duration::ZERO, None, first_stop);
+    for Said { event, at } in heard {
+        match event {
+            QmpEvent::Stopped => stopped_at = first_stop.take().into_iter().chain([at]).min(),
+            QmpEvent::Resumed => stood += stopped_at.take().map_or(Duration::ZERO, |since| at.saturating_sub(since)),
+            _ => {}
+        }
+    }
+    stood
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(heard: &[(QmpEvent, u64)], first_stop: Option<u64>, expect: u64) {
+        let said = heard.iter().map(|(event, at)| Said { event: event.clone(), at: Duration::from_millis(*at) });
+        let first_stop = first_stop.map(Duration::from_millis);
+        assert_eq!(stood(said, first_stop), Duration::from_millis(expect), "{heard:?}");
+    }
+
+    #[test]
+    fn a_guest_that_went_on_stood_still_from_when_its_disks_did() {
+        use QmpEvent::{HungUp, Resumed, Stopped};
+        check(&[], None, 0);
+        check(&[(Stopped, 100), (Resumed, 5100)], None, 5000);
+        check(&[(Stopped, 100), (Resumed, 5100)], Some(90), 5010);
+        check(&[(Stopped, 100), (Resumed, 200), (Stopped, 300), (Resumed, 500)], Some(90), 310);
+        check(&[(Stopped, 100), (HungUp, 200)], Some(90), 0);
+        check(&[(Resumed, 200)], None, 0);
+    }
+
+    #[test]
+    fn the_first_disk_that_stopped_counts() {
+        let check = |before: &[u64], now: &[u64], expect: Option<u64>| {
+            assert_eq!(first_stop(before, now), expect.map(Duration::from_micros), "{before:?} {now:?}");
+        };
+        check(&[], &[], None);
+        check(&[3, 0], &[3, 0], None);
+        check(&[3, 0, 5], &[3, 9, 8], Some(8));
+    }
+}
