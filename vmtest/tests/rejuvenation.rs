@@ -4,6 +4,7 @@
 //! keeper is killed after each phase, and the next one finds a way. `age`: what speaks for a hop, and hops that nobody
 //! asked for. `networks`: connections over hops. `firmware`: a guest before its system. `many`: several machines with one
 //! command. `keeper`: another keeper, under the same guest. `host_reload`: guests in memory, without QEMU and keeper.
+//! `host_check`: a host that could not keep them.
 //! `soak`: hundreds of hops, by hand.
 
 #[path = "rejuvenation/age.rs"]
@@ -16,6 +17,8 @@ mod failures;
 mod firmware;
 #[path = "rejuvenation/hops.rs"]
 mod hops;
+#[path = "rejuvenation/host_check.rs"]
+mod host_check;
 #[path = "rejuvenation/host_reload.rs"]
 mod host_reload;
 #[path = "rejuvenation/keeper.rs"]

@@ -67,7 +67,7 @@ impl Room {
     pub fn of(folder: &Path) -> Result<Self, RoomError> {
         let failed = |errno: rustix::io::Errno| RoomError::Folder { folder: folder.to_owned(), source: errno.into() };
         let told = statfs(folder).map_err(failed)?;
-        Ok(Self::from_statfs(&told, maps_directly(folder)))
+        Ok(Self::from_statfs(&told, maps_files_directly(folder)))
     }
 
     fn from_statfs(told: &StatFs, dax: bool) -> Self {
@@ -125,10 +125,14 @@ fn available_in(meminfo: &str) -> Option<u64> {
 
 /// DAX is a property of files, not of folders: so a nameless file is made and asked. A file system that cannot make one is
 /// no place for RAM anyway.
-fn maps_directly(folder: &Path) -> bool {
+fn maps_files_directly(folder: &Path) -> bool {
     let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
-    let Ok(nameless) = open(folder, flags, Mode::RUSR | Mode::WUSR).map(File::from) else { return false };
-    statx(&nameless, c"", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)
+    open(folder, flags, Mode::RUSR | Mode::WUSR).is_ok_and(|nameless| maps_directly(&File::from(nameless)))
+}
+
+/// Whether a file is mapped past the page cache.
+pub fn maps_directly(file: &File) -> bool {
+    statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)
         .is_ok_and(|told| told.stx_attributes.contains(StatxAttributes::DAX))
 }
 

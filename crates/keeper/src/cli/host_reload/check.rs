@@ -5,9 +5,12 @@ use std::path::{Path, PathBuf};
 use hearth_api::ParkRequest;
 use hearth_memory::room::{FileSystemKind, Room};
 use serde::Serialize;
+use serde_json::Value;
 
 use super::super::text::{Side, table};
 use super::super::{CliError, Context, Exit};
+use super::PrepareArguments;
+use super::ground::{Ground, files_through_cache};
 use crate::check::life;
 use crate::client::Client;
 use crate::host_reload::{MachineNote, Outcome};
@@ -28,6 +31,13 @@ pub struct Verdict {
     note: Option<MachineNote>,
 }
 
+/// What a machine's keeper says of it.
+struct Seen {
+    note: MachineNote,
+    /// The configuration as resolved.
+    config: Value,
+}
+
 impl Verdict {
     pub fn can(&self) -> bool {
         self.problems.is_empty()
@@ -40,8 +50,11 @@ pub struct Findings {
 }
 
 impl Findings {
-    pub fn of(root: &RuntimeRoot, drill: bool) -> Self {
-        let problems = if drill { Vec::new() } else { host_problems() };
+    pub fn of(root: &RuntimeRoot, arguments: &PrepareArguments) -> Self {
+        // A drill's host keeps its kernel, and all that would end with it.
+        let ground = (!arguments.drill).then(Ground::host);
+        let problems =
+            ground.as_ref().map(|ground| host_problems(ground, &arguments.record.record)).unwrap_or_default();
         let mut findings = Self { verdicts: vec![Verdict { machine: None, problems, note: None }] };
         for name in root.names() {
             let looked = match life::orphaned_qemu(&root.machine(&name)) {
@@ -52,7 +65,7 @@ impl Findings {
                 None => continue,
             };
             let (problems, note) = match looked {
-                Ok(machine) => (machine_problems(root, &machine, drill), Some(machine)),
+                Ok(seen) => (machine_problems(root, &seen, ground.as_ref()), Some(seen.note)),
                 Err(why) => (vec![why], None),
             };
             findings.verdicts.push(Verdict { machine: Some(name), problems, note });
@@ -91,8 +104,8 @@ impl Findings {
     }
 }
 
-pub fn show(context: &mut Context<'_>, drill: bool) -> Result<Exit, CliError> {
-    let findings = Findings::of(&context.root, drill);
+pub fn show(context: &mut Context<'_>, arguments: &PrepareArguments) -> Result<Exit, CliError> {
+    let findings = Findings::of(&context.root, arguments);
     if context.json {
         findings.verdicts.iter().try_for_each(|verdict| context.write_json(verdict))?;
     } else {
@@ -111,18 +124,24 @@ fn rows(verdict: &Verdict) -> Vec<Vec<String>> {
     std::iter::once(first).chain(rest).collect()
 }
 
-fn host_problems() -> Vec<String> {
+fn host_problems(ground: &Ground, record: &Path) -> Vec<String> {
+    [kexec_problem(), ground.resume_problem(), ground.file_problem("the record", record)]
+        .into_iter()
+        .flatten()
+        .collect()
+}
+
+fn kexec_problem() -> Option<String> {
     match std::fs::read_to_string(KEXEC_LOADED) {
-        Ok(text) if text.trim() == "1" => Vec::new(),
+        Ok(text) if text.trim() == "1" => None,
         Ok(_) => {
-            vec!["no kernel is loaded that kexec could start: `kexec -l KERNEL --initrd=INITRD --reuse-cmdline`".into()]
+            Some("no kernel is loaded that kexec could start: `kexec -l KERNEL --initrd=INITRD --reuse-cmdline`".into())
         }
-        Err(error) => vec![format!("this kernel does not do kexec: {KEXEC_LOADED}: {error}")],
+        Err(error) => Some(format!("this kernel does not do kexec: {KEXEC_LOADED}: {error}")),
     }
 }
 
-/// What its keeper says of it.
-fn look(root: &RuntimeRoot, name: &str) -> Result<MachineNote, String> {
+fn look(root: &RuntimeRoot, name: &str) -> Result<Seen, String> {
     let client = Client::new(root.api_socket(name));
     let status = client.status().map_err(|error| crate::chain(&error))?;
     let config = client.config().map_err(|error| crate::chain(&error))?;
@@ -130,7 +149,7 @@ fn look(root: &RuntimeRoot, name: &str) -> Result<MachineNote, String> {
         let path = config[key].as_str().map(PathBuf::from);
         path.ok_or_else(|| format!("its keeper is of a version that does not say its {key}"))
     };
-    Ok(MachineNote {
+    let note = MachineNote {
         name: name.to_owned(),
         file: path("file")?,
         memory_folder: path("memory_folder")?,
@@ -138,32 +157,53 @@ fn look(root: &RuntimeRoot, name: &str) -> Result<MachineNote, String> {
         outcome: Outcome::Begun,
         why: None,
         stood_ms: None,
-    })
+    };
+    Ok(Seen { note, config })
 }
 
-fn machine_problems(root: &RuntimeRoot, machine: &MachineNote, drill: bool) -> Vec<String> {
+/// `ground`: none if all of the host stays.
+fn machine_problems(root: &RuntimeRoot, Seen { note, config }: &Seen, ground: Option<&Ground>) -> Vec<String> {
     let mut problems = Vec::new();
-    if !drill {
-        problems.extend(memory_problem(&machine.memory_folder));
+    if let Some(ground) = ground {
+        problems.extend(memory_problems(ground, &note.memory_folder));
+        problems.extend(needed_files(config).iter().filter_map(|(what, path)| ground.file_problem(what, path)));
     }
-    if !machine.file.exists() {
-        problems.push(format!("{} is gone: no keeper could be started for it", machine.file.display()));
+    if !note.file.exists() {
+        problems.push(format!("{} is gone: no keeper could be started for it", note.file.display()));
     }
-    let asked = Client::new(root.api_socket(&machine.name)).park(ParkRequest { check: true });
+    let asked = Client::new(root.api_socket(&note.name)).park(ParkRequest { check: true });
     problems.extend(asked.err().map(|error| crate::chain(&error)));
     problems
 }
 
-/// Memory that the host's next kernel would not find.
-fn memory_problem(folder: &Path) -> Option<String> {
-    match Room::of(folder) {
-        Ok(Room { kind: FileSystemKind::Dax, .. }) => None,
-        Ok(_) => Some(format!(
-            "{} is not on a DAX file system: the guest's memory would be lost with this kernel",
-            folder.display()
-        )),
-        Err(error) => Some(crate::chain(&error)),
+fn memory_problems(ground: &Ground, folder: &Path) -> Vec<String> {
+    let maps_directly = match Room::of(folder) {
+        Ok(room) => room.kind == FileSystemKind::Dax,
+        Err(error) => return vec![crate::chain(&error)],
+    };
+    match ground.memory_problem(folder, maps_directly) {
+        Some(problem) => vec![problem],
+        None => files_through_cache(folder),
     }
+}
+
+/// What the next keeper and QEMU cannot do without, and is not memory.
+fn needed_files(config: &Value) -> Vec<(String, PathBuf)> {
+    let path = |value: &Value| value.as_str().map(PathBuf::from);
+    let each = |key: &str| config[key].as_array().cloned().unwrap_or_default();
+    let named = |what: &str, device: &Value| format!("{what} {}:", device["name"].as_str().unwrap_or_default());
+    let (kernel, firmware) = (&config["boot"]["kernel"], &config["boot"]["firmware"]);
+    let mut files = vec![
+        ("its configuration".to_owned(), path(&config["file"])),
+        ("its kernel".to_owned(), path(&kernel["kernel"])),
+        ("its initrd".to_owned(), path(&kernel["initrd"])),
+        ("its firmware".to_owned(), path(&firmware["code"])),
+        ("its firmware_vars".to_owned(), path(&firmware["vars"])),
+        ("its QEMU".to_owned(), path(&config["qemu"])),
+    ];
+    files.extend(each("disks").iter().map(|disk| (named("disk", disk), path(&disk["path"]))));
+    files.extend(each("nvram").iter().map(|device| (named("nvram", device), path(&device["mirror"]["file"]))));
+    files.into_iter().filter_map(|(what, path)| Some((what, path?))).collect()
 }
 
 /// `0::/system.slice/system-hearth.slice/hearth@web.service`: whoever starts that starts the keeper again.
@@ -180,6 +220,7 @@ fn unit_in(cgroups: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Config;
 
     #[test]
     fn a_keeper_is_known_by_its_unit() {
@@ -193,9 +234,34 @@ mod tests {
 
     #[test]
     fn memory_that_ends_with_the_kernel_is_told() {
-        let problem = memory_problem(Path::new("/dev/shm")).unwrap();
-        assert!(problem.starts_with("/dev/shm is not on a DAX file system"), "{problem}");
-        assert!(memory_problem(Path::new("/nowhere")).is_some());
+        let problems = memory_problems(&Ground::host(), Path::new("/dev/shm"));
+        assert!(problems.len() == 1 && problems[0].starts_with("/dev/shm: is on tmpfs"), "{problems:?}");
+        assert_eq!(memory_problems(&Ground::host(), Path::new("/nowhere")).len(), 1);
+    }
+
+    #[test]
+    fn what_is_needed_afterwards_is_found_in_a_configuration() {
+        let check = |text: &str, expect: &[&str]| {
+            let (file, root) = (Path::new("/etc/hearth/web.toml"), RuntimeRoot::new("/run/hearth"));
+            let text = format!("name = \"web\"\nmemory = \"1GiB\"\n{text}");
+            let config = serde_json::to_value(Config::parse(&text, file, &root).unwrap()).unwrap();
+            let files = needed_files(&config).into_iter().map(|(what, path)| format!("{what} {}", path.display()));
+            assert_eq!(files.collect::<Vec<_>>(), expect);
+        };
+        let kernel = "qemu = \"/opt/qemu\"\n[boot]\nkernel = \"/boot/vmlinuz\"\ninitrd = \"/boot/initrd\"\n";
+        let expect = ["its configuration /etc/hearth/web.toml", "its kernel /boot/vmlinuz", "its initrd /boot/initrd"];
+        check(kernel, &[&expect[..], &["its QEMU /opt/qemu"]].concat());
+        let firmware = "[boot]\nfirmware = \"/srv/OVMF.fd\"\nfirmware_vars = \"/srv/vars.fd\"\n\
+                        [[disks]]\nname = \"root\"\npath = \"/srv/web.img\"\n\
+                        [[nvram]]\nname = \"log\"\nsize = \"4MiB\"\nmirror = \"sync\"\nmirror_file = \"/srv/log\"\n";
+        let expect = [
+            "its configuration /etc/hearth/web.toml",
+            "its firmware /srv/OVMF.fd",
+            "its firmware_vars /srv/vars.fd",
+            "disk root: /srv/web.img",
+            "nvram log: /srv/log",
+        ];
+        check(firmware, &expect);
     }
 
     #[test]

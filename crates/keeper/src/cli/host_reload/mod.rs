@@ -6,6 +6,7 @@
 //! If one machine cannot be parked, those that are go on, and the host stays as it is.
 
 mod check;
+mod ground;
 mod prepare;
 mod resume;
 mod status;
@@ -89,7 +90,7 @@ pub struct ResumeArguments {
 
 pub fn perform(context: &mut Context<'_>, verb: Verb) -> Result<Exit, CliError> {
     match verb {
-        Verb::Prepare(arguments) if arguments.check => check::show(context, arguments.drill),
+        Verb::Prepare(arguments) if arguments.check => check::show(context, &arguments),
         Verb::Prepare(arguments) => prepare::prepare(context, &arguments),
         Verb::Resume(arguments) => resume::resume(context, &arguments.record.record, arguments.patience),
         Verb::Status(RecordArgument { record }) => status::show(context, &record),

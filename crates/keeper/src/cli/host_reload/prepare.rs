@@ -59,7 +59,7 @@ pub fn prepare(context: &mut Context<'_>, arguments: &PrepareArguments) -> Resul
 }
 
 fn must_be_fit(context: &Context<'_>, arguments: &PrepareArguments) -> Result<Findings, CliError> {
-    let findings = Findings::of(&context.root, arguments.drill);
+    let findings = Findings::of(&context.root, arguments);
     if !findings.host_can() || !findings.can() && !arguments.keep_going {
         return Err(CliError::HostReload(format!("nothing is stopped: {}", findings.problems())));
     }
