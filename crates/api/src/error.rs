@@ -32,6 +32,8 @@ pub enum ErrorWord {
     NoSuchDisk,
     /// The machine's state does not allow this now.
     WrongState,
+    /// As the machine is configured this can never be done with it.
+    NotPossible,
     /// The machine did not answer in time; what was asked may still happen.
     Timeout,
     /// More clients are connected than the keeper serves at a time.
@@ -41,13 +43,14 @@ pub enum ErrorWord {
 }
 
 impl ErrorWord {
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::BadRequest,
         Self::NoSuchRoute,
         Self::WrongMethod,
         Self::TooLarge,
         Self::NoSuchDisk,
         Self::WrongState,
+        Self::NotPossible,
         Self::Timeout,
         Self::TooManyClients,
         Self::Failed,
@@ -59,7 +62,7 @@ impl ErrorWord {
             Self::BadRequest => 400,
             Self::NoSuchRoute | Self::NoSuchDisk => 404,
             Self::WrongMethod => 405,
-            Self::WrongState => 409,
+            Self::WrongState | Self::NotPossible => 409,
             Self::TooLarge => 413,
             Self::Failed => 500,
             Self::TooManyClients => 503,
@@ -75,6 +78,7 @@ impl ErrorWord {
             Self::TooLarge => "too_large",
             Self::NoSuchDisk => "no_such_disk",
             Self::WrongState => "wrong_state",
+            Self::NotPossible => "not_possible",
             Self::Timeout => "timeout",
             Self::TooManyClients => "too_many_clients",
             Self::Failed => "failed",

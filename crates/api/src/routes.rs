@@ -195,7 +195,7 @@ pub static ROUTES: &[Route] = &[
         request: Some(Body::Json(shape::<RejuvenateRequest>())),
         response: Body::Json(shape::<Accepted>()),
         cli: "hearth rejuvenate NAME [--qemu PATH]",
-        errors: &[ErrorWord::WrongState],
+        errors: &[ErrorWord::WrongState, ErrorWord::NotPossible],
     },
     Route {
         id: RouteId::UpgradeKeeper,
@@ -224,7 +224,7 @@ pub static ROUTES: &[Route] = &[
         request: Some(Body::Json(shape::<ParkRequest>())),
         response: Body::Json(shape::<Accepted>()),
         cli: "hearth host-reload prepare",
-        errors: &[ErrorWord::WrongState, ErrorWord::Failed],
+        errors: &[ErrorWord::WrongState, ErrorWord::NotPossible, ErrorWord::Failed],
     },
     Route {
         id: RouteId::Age,

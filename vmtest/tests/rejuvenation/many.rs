@@ -1,4 +1,4 @@
-//! Several machines with one command, one of which has a QEMU that nothing can follow.
+//! Several machines with one command: one has a QEMU that nothing can follow, one a device that stays with its QEMU.
 
 use hearth_vmtest::{Disk, Drives, Output, Result, TestVm, TestVmBuilder};
 use serde_json::Value;
@@ -9,15 +9,21 @@ fn builder(name: &str) -> TestVmBuilder {
     TestVm::busybox(name).memory_mib(256).disk(Disk::empty(16))
 }
 
-/// `name outcome` of each, by name.
-fn outcomes(output: &Output) -> Vec<String> {
+/// `name outcome` of each, by name; and what is said of the plan in the end.
+fn outcomes(output: &Output) -> (Vec<String>, Option<Value>) {
     let text = output.text();
-    let decided = text.lines().map(|line| serde_json::from_str::<Value>(line).expect("a line of JSON"));
+    let mut lines: Vec<_> =
+        text.lines().map(|line| serde_json::from_str::<Value>(line).expect("a line of JSON")).collect();
+    let verdict = lines.pop_if(|line| line.get("verdict").is_some()).map(|mut line| line["verdict"].take());
     let word = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let mut outcomes: Vec<_> =
-        decided.map(|decided| format!("{} {}", word(&decided["name"]), word(&decided["outcome"]))).collect();
+        lines.iter().map(|decided| format!("{} {}", word(&decided["name"]), word(&decided["outcome"]))).collect();
     outcomes.sort();
-    outcomes
+    (outcomes, verdict)
+}
+
+fn figure(of: &Value, name: &str) -> f64 {
+    of[name].as_f64().unwrap_or_else(|| panic!("no {name} in {of}"))
 }
 
 #[test]
@@ -47,13 +53,45 @@ fn a_failure_stops_the_rest_unless_they_are_to_go_on() -> Result<()> {
     assert_ne!(after[0], before[0]);
     assert_eq!(after[1..], before[1..]);
 
+    let plan: Value = serde_json::from_str(&first.cli(&["rejuvenate", "--plan", "--json"])?).expect("JSON");
     let run = first.cli_output(&["rejuvenate", "--all", "--parallel", "3", "--keep-going", "--json"])?;
     assert_eq!(run.status, 1, "{}", run.text());
-    assert_eq!(outcomes(&run), ["first rejuvenated", "second failed", "third rejuvenated"]);
+    let (decided, verdict) = outcomes(&run);
+    assert_eq!(decided, ["first rejuvenated", "second failed", "third rejuvenated"]);
+    // What the plan said beforehand of three at a time, and what was.
+    let verdict = verdict.expect("one hop was known");
+    let predicted =
+        plan["predictions"].as_array().and_then(|rows| rows.iter().find(|row| row["n"] == 3)).expect("a row");
+    assert_eq!((&verdict["at_a_time"], &verdict["predicted_ms"]), (&3.into(), &predicted["d_w_ms"]), "{verdict}");
+    let pauses = [&first, &third].map(|vm| figure(&vm.status().expect("it runs")["last_rejuvenation"], "pause_ms"));
+    let measured = (pauses[0] + pauses[1]) / 2.0;
+    assert!((figure(&verdict, "measured_ms") - measured).abs() < 1e-6, "{verdict}: {pauses:?}");
+    let off = (figure(&verdict, "predicted_ms") / measured - 1.0).abs() * 100.0;
+    assert!((figure(&verdict, "error_pct") - off).abs() < 1e-6, "{verdict}: {off}");
     assert_ne!(third.qemu_pid()?, after[2]);
     for (vm, nonce) in machines.into_iter().zip(nonces) {
         assert_eq!(vm.nonce()?, nonce, "{}: it is the same guest", vm.name());
         vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
     }
+    Ok(())
+}
+
+/// It is no failure: nothing that comes after it is held up.
+#[test]
+fn a_machine_with_which_it_can_never_be_done_is_skipped_with_a_word() -> Result<()> {
+    let nvram = [("device", "pmem"), ("name", "log"), ("size", "4MiB")];
+    let nvram = toml::Table::from_iter(nvram.map(|(key, value)| (key.to_owned(), value.into())));
+    let first = TestVm::busybox("bound").memory_mib(256).setting("nvram", vec![nvram]).start()?;
+    let second = builder("free").beside(&first).start()?;
+    first.wait_incarnation(1)?;
+    second.wait_incarnation(1)?;
+    let before = [&first, &second].map(|vm| vm.qemu_pid().expect("it has a QEMU"));
+    let text = first.cli(&["rejuvenate", "--all"])?;
+    assert!(text.contains("bound: skipped, cannot rejuvenate: another QEMU cannot have nvram log"), "{text}");
+    assert!(text.contains("\n1 rejuvenated, 0 failed, 0 not tried, 1 skipped"), "{text}");
+    let run = first.cli_output(&["rejuvenate", "--all", "--json"])?;
+    assert_eq!((run.status, outcomes(&run).0), (0, vec!["bound skipped".to_owned(), "free rejuvenated".to_owned()]));
+    assert_eq!(first.qemu_pid()?, before[0]);
+    assert_ne!(second.qemu_pid()?, before[1]);
     Ok(())
 }

@@ -195,14 +195,30 @@ fn page(plan: &Plan) -> String {
 }
 
 /// A run that is over, beside what was expected of it.
-pub fn verdict(predicted_ms: f64, pauses_ms: Vec<f64>) -> Option<String> {
-    let measured_ms = median(pauses_ms)?;
-    Some(format!(
-        "each stood still for {} (median); the plan said {}, which is {:.0} % off",
-        milliseconds(measured_ms),
-        milliseconds(predicted_ms),
-        error_pct(predicted_ms, measured_ms)
-    ))
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Verdict {
+    at_a_time: usize,
+    predicted_ms: f64,
+    /// The median.
+    measured_ms: f64,
+    error_pct: f64,
+}
+
+impl Verdict {
+    /// None: no guest stood still, or nothing was expected.
+    pub fn of(at_a_time: usize, predicted_ms: Option<f64>, pauses_ms: Vec<f64>) -> Option<Self> {
+        let (predicted_ms, measured_ms) = (predicted_ms?, median(pauses_ms)?);
+        Some(Self { at_a_time, predicted_ms, measured_ms, error_pct: error_pct(predicted_ms, measured_ms) })
+    }
+
+    pub fn sentence(&self) -> String {
+        format!(
+            "each stood still for {} (median); the plan said {}, which is {:.0} % off",
+            milliseconds(self.measured_ms),
+            milliseconds(self.predicted_ms),
+            self.error_pct
+        )
+    }
 }
 
 #[cfg(test)]
@@ -265,9 +281,16 @@ N  STANDS STILL  MEASURED  IF REBOOTED  MEASURED   GAINED
     fn nothing_is_planned_from_nothing() {
         assert!(History::default().plan(3, 1, Duration::ZERO, 0.0).is_none());
         assert_eq!(History::default().warm_ms(1), None);
-        assert_eq!(verdict(3.0, Vec::new()), None);
+    }
+
+    #[test]
+    fn a_run_is_held_against_its_plan() {
+        assert_eq!(Verdict::of(2, Some(3.0), Vec::new()), None);
+        assert_eq!(Verdict::of(2, None, vec![4.0]), None);
+        let verdict = Verdict::of(2, Some(3.0), vec![4.0, 9.0, 2.0]).unwrap();
+        assert_eq!(verdict, Verdict { at_a_time: 2, predicted_ms: 3.0, measured_ms: 4.0, error_pct: 25.0 });
         let words = "each stood still for 4.0 ms (median); the plan said 3.0 ms, which is 25 % off";
-        assert_eq!(verdict(3.0, vec![4.0, 9.0, 2.0]).as_deref(), Some(words));
+        assert_eq!(verdict.sentence(), words);
     }
 
     #[test]

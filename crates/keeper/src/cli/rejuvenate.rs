@@ -11,10 +11,11 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use hearth_api::{EndCause, EventKind, RejuvenateRequest};
+use hearth_api::{ApiError, EndCause, ErrorWord, EventKind, RejuvenateRequest};
 use serde::Serialize;
+use serde_json::json;
 
-use super::plan::{self, History};
+use super::plan::{self, History, Verdict};
 use super::text::{Side, milliseconds, table};
 use super::{CliError, Context, Exit, WaitArgument, absolute, order};
 use crate::check::life;
@@ -31,17 +32,18 @@ pub struct RejuvenateArguments {
     /// Another QEMU than the configured one, until the keeper ends.
     #[arg(long, value_name = "PATH")]
     qemu: Option<PathBuf>,
-    /// All machines that run. With --json: one object a line, as each is decided.
+    /// All machines that run, but for those with which it can never be done. With --json: one object a line, as each is decided;
+    /// if a plan could be made beforehand, a last one with a `verdict` on it.
     #[arg(long, conflicts_with = "no_wait")]
     all: bool,
     /// So many at a time.
-    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "name", value_parser = clap::value_parser!(u16).range(1..=256))]
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with_all = ["name", "plan"], value_parser = clap::value_parser!(u16).range(1..=256))]
     parallel: u16,
     /// Begin no two within this time: 30s, 5m, 1h.
-    #[arg(long, value_name = "TIME", default_value = "0s", conflicts_with = "name", value_parser = time)]
+    #[arg(long, value_name = "TIME", default_value = "0s", conflicts_with_all = ["name", "plan"], value_parser = time)]
     stagger: Duration,
     /// Go on after a failure.
-    #[arg(long, conflicts_with = "name")]
+    #[arg(long, conflicts_with_all = ["name", "plan"])]
     keep_going: bool,
     /// Rejuvenate nothing: show what it will cost, from what hops and reboots have cost here.
     #[arg(long, conflicts_with_all = ["all", "qemu", "no_wait"])]
@@ -70,6 +72,8 @@ fn share(text: &str) -> Result<f64, String> {
 enum Outcome {
     Rejuvenated,
     Failed,
+    /// It can never be done with this machine.
+    Skipped,
     /// Another one had failed before.
     NotTried,
 }
@@ -130,7 +134,7 @@ fn all(
     }
     let at_a_time = parallel.min(names.len());
     let predicted_ms = History::of(&root, Duration::ZERO).warm_ms(at_a_time);
-    let mut progress = Progress { count: names.len(), begun: 0, decided: Vec::new(), predicted_ms };
+    let mut progress = Progress { count: names.len(), begun: 0, decided: Vec::new(), at_a_time, predicted_ms };
     let queue = Queue::new(names, stagger);
     let told = std::thread::scope(|scope| {
         let (say, words) = channel();
@@ -191,6 +195,9 @@ fn hop(root: &RuntimeRoot, name: &str, request: &RejuvenateRequest) -> Decided {
         Ok(EventKind::IncarnationEnded { cause: EndCause::QemuDied }) => failed(GUEST_DIED_WITH_QEMU.to_owned()),
         Ok(EventKind::IncarnationEnded { cause }) => failed(format!("its guest ended: {}", cause.words())),
         Ok(_) => failed("its keeper ended".to_owned()),
+        Err(ClientError::Refused(ApiError { error: ErrorWord::NotPossible, message, .. })) => {
+            Decided::new(name.to_owned(), Outcome::Skipped, Some(message))
+        }
         Err(error) => failed(crate::chain(&error)),
     }
 }
@@ -266,6 +273,7 @@ impl Outcome {
         match self {
             Self::Rejuvenated => "rejuvenated",
             Self::Failed => "failed",
+            Self::Skipped => "skipped",
             Self::NotTried => "not tried",
         }
     }
@@ -275,6 +283,7 @@ struct Progress {
     count: usize,
     begun: usize,
     decided: Vec<Decided>,
+    at_a_time: usize,
     /// How long each guest was expected to stand still; none if nothing was known.
     predicted_ms: Option<f64>,
 }
@@ -302,10 +311,14 @@ impl Progress {
     }
 
     fn finish(mut self, context: &mut Context<'_>) -> Result<Exit, CliError> {
-        let count = |outcome| self.decided.iter().filter(|decided| decided.outcome == outcome).count();
-        let (done, failed, left) = (count(Outcome::Rejuvenated), count(Outcome::Failed), count(Outcome::NotTried));
-        let exit = if failed > 0 { Exit::Failed } else { Exit::Done };
-        if context.json || self.decided.is_empty() {
+        let exit = if self.count_of(Outcome::Failed) > 0 { Exit::Failed } else { Exit::Done };
+        let pauses_ms = self.decided.iter().filter_map(|decided| decided.pause_ms).collect();
+        let verdict = Verdict::of(self.at_a_time, self.predicted_ms, pauses_ms);
+        if context.json {
+            verdict.map_or(Ok(()), |verdict| context.write_json(&json!({ "verdict": verdict })))?;
+            return Ok(exit);
+        }
+        if self.decided.is_empty() {
             return Ok(exit);
         }
         self.decided.sort_by(|one, other| one.name.cmp(&other.name));
@@ -315,12 +328,22 @@ impl Progress {
         for line in table(&[Side::Left, Side::Left, Side::Left, Side::Left, Side::Right, Side::Left], &rows) {
             context.write_line(&line)?;
         }
-        context.write_line(&format!("{done} rejuvenated, {failed} failed, {left} not tried"))?;
-        let pauses_ms = self.decided.iter().filter_map(|decided| decided.pause_ms).collect();
-        if let Some(verdict) = self.predicted_ms.and_then(|predicted_ms| plan::verdict(predicted_ms, pauses_ms)) {
-            context.write_line(&verdict)?;
-        }
+        context.write_line(&self.summary())?;
+        verdict.map_or(Ok(()), |verdict| context.write_line(&verdict.sentence()))?;
         Ok(exit)
+    }
+
+    fn count_of(&self, outcome: Outcome) -> usize {
+        self.decided.iter().filter(|decided| decided.outcome == outcome).count()
+    }
+
+    fn summary(&self) -> String {
+        let count = |outcome: Outcome| format!("{} {}", self.count_of(outcome), outcome.words());
+        let mut counts = vec![count(Outcome::Rejuvenated), count(Outcome::Failed), count(Outcome::NotTried)];
+        if self.count_of(Outcome::Skipped) > 0 {
+            counts.push(count(Outcome::Skipped));
+        }
+        counts.join(", ")
     }
 }
 

@@ -99,7 +99,7 @@ impl Machine {
         let Some(device) = self.parts.config.pmem.first() else { return Ok(()) };
         let message =
             format!("cannot {what}: another QEMU cannot have nvram {}, which is persistent memory", device.name);
-        Err(ApiError::new(ErrorWord::WrongState, message)
+        Err(ApiError::new(ErrorWord::NotPossible, message)
             .hint("with device = \"disk\" it can, after the machine's next start"))
     }
 
