@@ -1,7 +1,8 @@
 //! What happened to a machine, as operators and programs read it: `hearth events`, `GET /v1/events`.
 
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::{Map, Value};
 
 use crate::{EndCause, MachineState, UserfaultStatus};
 
@@ -15,8 +16,15 @@ pub struct EventRecord {
     pub machine: String,
     /// The incarnation that lived, or was being made, at that moment.
     pub incarnation: u32,
-    #[serde(flatten)]
+    #[serde(flatten, deserialize_with = "known_or_not")]
     pub event: EventKind,
+}
+
+/// The log of a machine goes on under whichever version keeps it: what another one wrote must not end the reading.
+fn known_or_not<'de, D: Deserializer<'de>>(deserializer: D) -> Result<EventKind, D::Error> {
+    let fields = Map::<String, Value>::deserialize(deserializer)?;
+    let what = fields.get("kind").and_then(Value::as_str).unwrap_or_default().to_owned();
+    Ok(serde_json::from_value(Value::Object(fields)).unwrap_or(EventKind::Unknown { what }))
 }
 
 /// All kinds of events. `kind` tells them apart.
@@ -347,6 +355,11 @@ pub enum EventKind {
     Gap {
         missed: u64,
     },
+    /// What another version of Hearth has written and this one does not understand.
+    Unknown {
+        /// Its kind.
+        what: String,
+    },
 }
 
 #[cfg(test)]
@@ -368,5 +381,26 @@ mod tests {
             r#"{"sequence":7,"time":"2026-03-01T12:00:00.123Z","machine":"web","incarnation":2,"kind":"incarnation_ended","cause":"panic"}"#
         );
         assert_eq!(serde_json::from_str::<EventRecord>(&text).unwrap(), record);
+    }
+
+    #[test]
+    fn what_another_version_wrote_is_read_as_far_as_it_is_known() {
+        let check = |event: &str, expect: EventKind| {
+            let text = format!(
+                r#"{{"sequence":7,"time":"2026-03-01T12:00:00.123Z","machine":"web","incarnation":2,"future":[1],{event}}}"#
+            );
+            let record: EventRecord = serde_json::from_str(&text).unwrap();
+            assert_eq!((record.sequence, record.incarnation, &record.event), (7, 2, &expect), "{event}");
+            let again = serde_json::to_string(&record).unwrap();
+            assert_eq!(serde_json::from_str::<EventRecord>(&again).unwrap(), record, "{again}");
+        };
+        let unknown = |what: &str| EventKind::Unknown { what: what.into() };
+        check(r#""kind":"gap","missed":3,"since":{"a":1}"#, EventKind::Gap { missed: 3 });
+        check(r#""kind":"guest_panicked""#, EventKind::GuestPanicked);
+        check(r#""kind":"guest_teleported","to":"mars""#, unknown("guest_teleported"));
+        check(r#""kind":"incarnation_ended","cause":"meteor""#, unknown("incarnation_ended"));
+        check(r#""kind":"rejuvenated","generation":2"#, unknown("rejuvenated"));
+        check(r#""sort":"other""#, unknown(""));
+        assert!(serde_json::from_str::<EventRecord>(r#"{"kind":"guest_panicked"}"#).is_err());
     }
 }

@@ -330,6 +330,24 @@ mod tests {
     }
 
     #[test]
+    fn a_keeper_goes_on_counting_behind_what_another_version_wrote() {
+        let folder = tempfile::tempdir().unwrap();
+        numbered(&EventLog::open("web", folder.path()).unwrap(), 2);
+        let path = folder.path().join(FILE_NAME);
+        let head = r#""time":"2026-03-01T12:00:00.000Z","machine":"web","incarnation":4"#;
+        let later = format!("{{\"sequence\":3,{head},\"kind\":\"guest_teleported\",\"to\":\"mars\"}}\n");
+        fs::write(&path, fs::read_to_string(&path).unwrap() + &later).unwrap();
+        let log = EventLog::open("web", folder.path()).unwrap();
+        assert_eq!(log.record(EventKind::GuestPanicked), 4);
+        let records = log.since(0);
+        assert_eq!(sequences(&records), [1, 2, 3, 4]);
+        assert_eq!(records[2].event, EventKind::Unknown { what: "guest_teleported".into() });
+        assert_eq!(records[3].incarnation, 4);
+        // Nothing of it was touched, for the version that knows it.
+        assert!(fs::read_to_string(&path).unwrap().contains(&later));
+    }
+
+    #[test]
     fn the_files_stay_within_their_bounds_and_keep_the_newest() {
         let folder = tempfile::tempdir().unwrap();
         let journal = Journal::open(folder.path(), 2000).unwrap();

@@ -256,6 +256,8 @@ fn is_lost(text: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::{Value, json};
+
     use super::*;
 
     #[test]
@@ -321,6 +323,21 @@ mod tests {
             ..Journal::new("web", 1 << 30)
         };
         assert_eq!(Journal::load(&path).unwrap(), Some(expect));
+    }
+
+    /// A later version of the same number adds fields, and changes no meaning.
+    #[test]
+    fn a_journal_that_a_later_version_wrote_is_understood_as_far_as_it_is_known() {
+        let first = Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/journal-1.json");
+        let mut later: Value = serde_json::from_slice(&fs::read(&first).unwrap()).unwrap();
+        for place in ["", "/qemu", "/hop", "/hop/successor", "/dumps/0", "/disks/0"] {
+            let place = later.pointer_mut(place).and_then(Value::as_object_mut).unwrap();
+            place.insert("future".into(), json!({ "since": 2, "what": ["nobody", "knows"] }));
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal.json");
+        fs::write(&path, later.to_string()).unwrap();
+        assert_eq!(Journal::load(&path).unwrap(), Journal::load(&first).unwrap());
     }
 
     #[test]

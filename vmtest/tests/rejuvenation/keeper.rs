@@ -112,6 +112,59 @@ fn a_guest_is_taken_over_from_a_keeper_of_the_first_version() -> Result<()> {
     vm.rejuvenate()
 }
 
+/// Adds what nobody knows to each table of `journal`.
+fn make_later(journal: &mut Value) {
+    match journal {
+        Value::Object(fields) => {
+            fields.values_mut().for_each(make_later);
+            fields.insert("future".into(), "unknown".into());
+        }
+        Value::Array(items) => items.iter_mut().for_each(make_later),
+        _ => {}
+    }
+}
+
+/// As after an upgrade that is taken back.
+#[test]
+fn a_guest_is_taken_over_from_a_keeper_of_a_later_version() -> Result<()> {
+    let vm = TestVm::busybox("later").disk(Disk::empty(16)).boot()?;
+    let before = who(&vm)?;
+    vm.kill_keeper()?;
+    let [journal, events] = ["journal.json", "events.jsonl"].map(|name| vm.folder().join("run/later").join(name));
+    let written = std::fs::read_to_string(&journal).expect("the journal");
+    let mut later: Value = serde_json::from_str(&written).expect("JSON");
+    make_later(&mut later);
+    std::fs::write(&journal, later.to_string()).expect("it is written");
+    let log = std::fs::read_to_string(&events).expect("the events");
+    let mut unknown: Value = serde_json::from_str(log.lines().last().expect("one at least")).expect("JSON");
+    let sequence = unknown["sequence"].as_u64().expect("a number") + 1;
+    (unknown["sequence"], unknown["kind"]) = (sequence.into(), "guest_teleported".into());
+    std::fs::write(&events, format!("{log}{unknown}\n")).expect("it is written");
+    vm.restart_keeper()?;
+    let after = who(&vm)?;
+    assert_eq!((&after.nonce, &after.qemu), (&before.nonce, &before.qemu));
+    vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
+    let told = vm.cli(&["events", vm.name()])?;
+    assert!(told.contains("guest_teleported: another version of Hearth wrote this"), "{told}");
+    let started =
+        vm.wait_event("its start", |event| event["kind"] == "started" && event["sequence"].as_u64() > Some(sequence))?;
+    assert_eq!(started["sequence"], sequence + 1, "the log goes on behind it");
+
+    // One whose meaning may be another is not guessed at; the guest lives on meanwhile.
+    vm.kill_keeper()?;
+    later["version"] = 2.into();
+    std::fs::write(&journal, later.to_string()).expect("it is written");
+    vm.restart_keeper()?;
+    assert_eq!(vm.wait_keeper_end()?.code(), Some(1));
+    let log = vm.keeper_log();
+    assert!(log.contains("version 2, this keeper knows 1; use the keeper that wrote it"), "{log}");
+    std::fs::write(&journal, written).expect("it is written");
+    vm.restart_keeper()?;
+    let after = who(&vm)?;
+    assert_eq!((after.nonce, after.qemu), (before.nonce, before.qemu));
+    vm.rejuvenate()
+}
+
 #[test]
 fn a_program_that_cannot_be_the_keeper_is_refused_or_gives_the_machine_back() -> Result<()> {
     let folder = tempfile::tempdir().expect("a folder");

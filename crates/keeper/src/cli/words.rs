@@ -150,6 +150,9 @@ pub fn describe(event: &EventKind) -> String {
         }
         EventKind::Error { message } => format!("error: {message}"),
         EventKind::Gap { missed } => format!("{missed} events are no longer kept"),
+        EventKind::Unknown { what } => {
+            format!("{what}: another version of Hearth wrote this, and this one does not know it")
+        }
     }
 }
 
