@@ -2,6 +2,7 @@
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
+use std::process::Command;
 
 use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts};
 use serde_json::Value;
@@ -75,6 +76,44 @@ fn a_keeper_replaces_an_old_qemu_by_itself() -> Result<()> {
     vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
     assert!(vm.events().iter().all(|event| event["kind"] != "request"), "{:?}", vm.events());
     assert_eq!(vm.status()?["incarnation"], 1);
+    Ok(())
+}
+
+/// A window of an hour or two, that begins so many hours from now by the host's local time.
+fn window(hours_from_now: i32, hours: i32) -> String {
+    let hour = Command::new("date").arg("+%H:%M").output().expect("it tells the time").stdout;
+    let (hour, minute) = std::str::from_utf8(&hour).ok().and_then(|time| time.trim().split_once(':')).expect("HH:MM");
+    let from = hour.parse::<i32>().expect("an hour") + hours_from_now;
+    format!("{:02}:{minute}-{:02}:{minute}", from.rem_euclid(24), (from + hours).rem_euclid(24))
+}
+
+/// Three machines whose QEMUs grow alike. The last one that is started looks last: when it has acted the others have looked.
+#[test]
+fn growth_brings_a_hop_where_the_policy_says_so_and_when() -> Result<()> {
+    let policy = |grown_mib: i64, window: String| {
+        Table::from_iter([("rss_growth_mib".to_owned(), grown_mib.into()), ("window".to_owned(), window.into())])
+    };
+    let machine = |name: &str, policy: Table| {
+        TestVm::busybox(name).memory_mib(256).disk(Disk::empty(16)).setting("rejuvenate", policy)
+    };
+    let closed = machine("closed", policy(1, window(2, 1))).boot()?;
+    let patient = machine("patient", policy(1_000_000, window(-1, 2))).beside(&closed).boot()?;
+    let open = machine("open", policy(1, window(-1, 2))).beside(&closed).start()?;
+    let due = open.wait_event("why", |event| event["kind"] == "rejuvenation_due")?;
+    assert!(due["why"].as_str().is_some_and(|why| why.ends_with("rejuvenate.rss_growth_mib is 1")), "{due}");
+    open.wait_event("a hop that nobody asked for", |event| event["kind"] == "rejuvenated")?;
+    for vm in [&closed, &patient] {
+        assert!(
+            vm.events().iter().all(|event| event["kind"] != "rejuvenation_due"),
+            "{}: {:?}",
+            vm.name(),
+            vm.events()
+        );
+    }
+    // Of these one had reason to, and it was not the time.
+    let reasons = |vm: &TestVm| vm.age().map(|age| age["reasons"].to_string());
+    assert!(reasons(&closed)?.contains("rejuvenate.rss_growth_mib is 1"), "{}", reasons(&closed)?);
+    assert_eq!(reasons(&patient)?, "[]");
     Ok(())
 }
 
