@@ -3,6 +3,7 @@
 
 use std::io::{IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
+use std::net::Shutdown;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -10,7 +11,7 @@ use std::path::{Path, PathBuf};
 use hearth_vmtest::clock::Reading;
 use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, patience};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal, kill_process, pidfd_getfd, pidfd_open};
 use serde_json::{Value, json};
 
 use super::programs::instead_of_qemu;
@@ -42,33 +43,13 @@ impl Stand {
         instead_of_qemu(self.folder.path(), script)
     }
 
-    /// This test program in place of QEMU, to behave in this manner.
     fn impostor(&self, manner: &str) -> PathBuf {
-        let this = std::env::current_exe().expect("it runs");
-        self.program(&format!(
-            "{ARGUMENTS}=\"$*\" {MANNER}={manner} exec {} --exact failures::be_a_qemu --ignored --nocapture",
-            this.display()
-        ))
+        impostor(self.folder.path(), manner)
     }
 
-    /// A hop that fails in this phase, or in one of these, with these words; the guest must not have noticed, and the next hop
-    /// works.
     #[track_caller]
     fn check(&self, qemu: &Path, phases: &str, expect: &str) -> Result<()> {
-        let vm = &self.vm;
-        let (nonce, before) = (vm.nonce()?, vm.qemu_pid()?);
-        let hop = vm.rejuvenate_to(qemu)?;
-        assert_eq!(hop.status, 1, "{}", hop.text());
-        let status = vm.status()?;
-        let failure = status["last_rejuvenation"]["failure"].as_str().unwrap_or_default().to_owned();
-        let in_time = phases.split('|').any(|phase| failure.starts_with(&format!("{phase}: ")));
-        assert!(in_time && failure.contains(expect), "{failure}");
-        assert!(hop.text().contains("the guest goes on with the one it has"), "{}", hop.text());
-        assert_eq!(status["state"], "running");
-        assert_eq!(vm.qemu_pid()?, before);
-        assert_eq!(vm.nonce()?, nonce, "it is the same guest");
-        vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
-        Ok(())
+        check(&self.vm, qemu, phases, expect).map(drop)
     }
 
     /// A hop to this QEMU that ends the guest in this phase, or in one of these: it is said plainly, and the next guest starts warm.
@@ -90,6 +71,35 @@ impl Stand {
         assert_eq!(started["warm"], true, "{started}");
         vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1").map(drop)
     }
+}
+
+/// This test program in place of QEMU, to behave in this manner.
+pub fn impostor(folder: &Path, manner: &str) -> PathBuf {
+    let this = std::env::current_exe().expect("it runs");
+    let script = format!(
+        "{ARGUMENTS}=\"$*\" {MANNER}={manner} exec {} --exact failures::be_a_qemu --ignored --nocapture",
+        this.display()
+    );
+    instead_of_qemu(folder, &script)
+}
+
+/// A hop that fails in this phase, or in one of these, with these words; the guest must not have noticed, and the next hop works.
+/// Why it failed.
+#[track_caller]
+pub fn check(vm: &TestVm, qemu: &Path, phases: &str, expect: &str) -> Result<String> {
+    let (nonce, before) = (vm.nonce()?, vm.qemu_pid()?);
+    let hop = vm.rejuvenate_to(qemu)?;
+    assert_eq!(hop.status, 1, "{}", hop.text());
+    let status = vm.status()?;
+    let failure = status["last_rejuvenation"]["failure"].as_str().unwrap_or_default().to_owned();
+    let in_time = phases.split('|').any(|phase| failure.starts_with(&format!("{phase}: ")));
+    assert!(in_time && failure.contains(expect), "{failure}");
+    assert!(hop.text().contains("the guest goes on with the one it has"), "{}", hop.text());
+    assert_eq!(status["state"], "running");
+    assert_eq!(vm.qemu_pid()?, before);
+    assert_eq!(vm.nonce()?, nonce, "it is the same guest");
+    vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
+    Ok(failure)
 }
 
 #[test]
@@ -137,6 +147,36 @@ fn a_disk_that_loses_the_new_qemu_loses_no_write() -> Result<()> {
     }
     let going_on = vm.sh("[ -e /tmp/fio.status ] && echo over || echo going on")?;
     assert_eq!(going_on.trim(), "going on", "the load was too short");
+    let ended = "while [ ! -e /tmp/fio.status ]; do sleep 1; done; cat /tmp/fio.log; exit $(cat /tmp/fio.status)";
+    let fio = vm.run_within(ended, patience(60))?;
+    assert!(fio.status == 0 && !fio.text().contains("verify:"), "{}", fio.text());
+    vm.rejuvenate()?;
+    for disk in vm.status()?["disks"].as_array().expect("two disks") {
+        assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&0.into(), &0.into()), "{disk}");
+    }
+    Ok(())
+}
+
+/// It is in the middle of its state then: its requests may not have been answered. How far it is nobody can tell, so it is tried
+/// until it was not too late.
+#[test]
+fn an_old_qemu_that_loses_its_disks_on_the_way_keeps_its_guest_and_loses_no_write() -> Result<()> {
+    const TRIES_MAX: u32 = 8;
+    let builder = TestVm::busybox_with_fio("cut").cpus(2).disk(Disk::empty(16)).disk(Disk::empty(48));
+    let stand = Stand::around(builder.boot()?);
+    let vm = &stand.vm;
+    let old = vm.qemu_pid()?;
+    if disks_of(old).is_empty() {
+        eprintln!("skipped: this user may not trace QEMU");
+        return Ok(());
+    }
+    vm.sh(&format!("({FIO} >/tmp/fio.log 2>&1; echo $? >/tmp/fio.status) &"))?;
+    let cuts = stand.impostor(&format!("cuts-{}", old.as_raw_nonzero()));
+    let mut failures = Vec::new();
+    while !failures.last().is_some_and(|failure: &String| failure.starts_with("hand: disk disk")) {
+        assert!(failures.len() < TRIES_MAX as usize, "{failures:?}");
+        failures.push(check(vm, &cuts, "hand|resume", "")?);
+    }
     let ended = "while [ ! -e /tmp/fio.status ]; do sleep 1; done; cat /tmp/fio.log; exit $(cat /tmp/fio.status)";
     let fio = vm.run_within(ended, patience(60))?;
     assert!(fio.status == 0 && !fio.text().contains("verify:"), "{}", fio.text());
@@ -257,6 +297,15 @@ fn be_a_qemu() {
             state.read_exact(&mut [0]).expect("a state comes");
             kill_process(pid, Signal::KILL).expect("the old QEMU lives");
         }
+        if let Some(pid) = manner.strip_prefix("cuts-").and_then(|pid| Pid::from_raw(pid.parse().ok()?)) {
+            state.read_exact(&mut [0]).expect("a state comes");
+            let signal = |signal| kill_process(pid, signal).expect("the old QEMU lives");
+            signal(Signal::STOP);
+            for disk in disks_of(pid) {
+                disk.shutdown(Shutdown::Both).expect("it is connected");
+            }
+            signal(Signal::CONT);
+        }
         if manner.ends_with("-with-all") || manner == "runs-but-fails" {
             state.read_to_end(&mut Vec::new()).expect("all of it comes");
             let migration = |status: &str| json!({ "event": "MIGRATION", "data": { "status": status } });
@@ -272,6 +321,18 @@ fn be_a_qemu() {
         }
         descriptors.push(state.into());
     }
+}
+
+/// A QEMU's connections to its disks' servers; none if it may not be traced.
+fn disks_of(qemu: Pid) -> Vec<UnixStream> {
+    let process = pidfd_open(qemu, PidfdFlags::empty()).expect("it lives");
+    let entries = std::fs::read_dir(format!("/proc/{}/fd", qemu.as_raw_nonzero())).into_iter().flatten().flatten();
+    let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let fetched = numbers.filter_map(|number| pidfd_getfd(&process, number, PidfdGetfdFlags::empty()).ok());
+    let is_disk = |path: &Path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("disk-"));
+    let is_at_disk =
+        |socket: &UnixStream| socket.peer_addr().is_ok_and(|address| address.as_pathname().is_some_and(is_disk));
+    fetched.map(UnixStream::from).filter(is_at_disk).collect()
 }
 
 /// Keeps the descriptors that come along: closing them would be an answer.
