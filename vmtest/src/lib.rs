@@ -25,6 +25,7 @@ mod console;
 mod disk;
 pub mod echo;
 mod error;
+pub mod fat;
 pub mod faults;
 pub mod fleet;
 mod guest;

@@ -1,8 +1,10 @@
-//! A guest that is still its firmware: what lies in flash goes over a hop with it.
+//! A guest that is still its firmware: what lies in flash goes over a hop with it. And one that UEFI has booted from a disk. (Guests
+//! whose kernel is given to QEMU come by way of SeaBIOS, in all other tests.)
 
 use std::path::{Path, PathBuf};
 
-use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, images, patience};
+use hearth_vmtest::known::{fio_ends_well, fio_goes_on, start_fio};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, fat, images, patience};
 use toml::{Table, Value};
 
 /// Has the firmware's shell say what it knows, and waits until it has for the `nth` time.
@@ -14,14 +16,17 @@ fn knows(vm: &TestVm, nth: usize) -> Result<()> {
     })
 }
 
+/// What to boot from, and where its variables are kept; none where there is no such firmware.
+fn uefi(home: &Path) -> Option<(Table, PathBuf)> {
+    let vars = home.join("vars.fd");
+    images::firmware_vars(&vars)?;
+    let boot = [("firmware", "uefi".to_owned()), ("firmware_vars", vars.display().to_string())];
+    Some((Table::from_iter(boot.map(|(key, value)| (key.to_owned(), Value::from(value)))), vars))
+}
+
 /// A guest that waits in the firmware's shell, and where its variables are kept; none where there is no such firmware.
 fn in_its_firmware(home: &Path) -> Result<Option<(TestVm, PathBuf)>> {
-    let vars = home.join("vars.fd");
-    if images::firmware_vars(&vars).is_none() {
-        return Ok(None);
-    }
-    let boot = [("firmware", "uefi".to_owned()), ("firmware_vars", vars.display().to_string())];
-    let boot = Table::from_iter(boot.map(|(key, value)| (key.to_owned(), Value::from(value))));
+    let Some((boot, vars)) = uefi(home) else { return Ok(None) };
     let vm = TestVm::busybox("firmware").setting("boot", boot).disk(Disk::empty(8)).start()?;
     vm.wait_console("the firmware's shell", patience(60), |heard| heard.tail(60).contains("Shell>").then_some(()))?;
     // In memory only.
@@ -70,4 +75,38 @@ fn a_guest_in_its_firmware_is_parked_and_goes_on() -> Result<()> {
     knows(&vm, 2)?;
     writes_flash(&vm, &vars, 1)?;
     vm.kill_foreign_keeper()
+}
+
+/// Linux is a program of UEFI's, and the firmware's shell runs what a disk says.
+fn bootable_disk(image: &Path) -> Result<()> {
+    let linux = artifacts::busybox(true)?;
+    let script = format!("fs0:\r\nlinux.efi initrd=\\initrd {}\r\n", linux.cmdline);
+    let read = |path: &Path| std::fs::read(path).expect("it was made");
+    let (kernel, initrd) = (read(&linux.kernel), read(&linux.initrd));
+    fat::image(image, &[("STARTUP.NSH", script.as_bytes()), ("LINUX.EFI", &kernel), ("INITRD", &initrd)])
+}
+
+#[test]
+fn a_linux_that_uefi_booted_from_a_disk_goes_through_both_versions_and_back_under_load() -> Result<()> {
+    let home = tempfile::tempdir().expect("a folder");
+    let Some((boot, _)) = uefi(home.path()) else { return Ok(()) };
+    let image = home.path().join("boot.img");
+    bootable_disk(&image)?;
+    let vm = TestVm::busybox("booted").memory_mib(768).cpus(2).setting("boot", boot);
+    let vm = vm.disk(Disk::empty(48)).disk(Disk::in_place(&image)).start()?;
+    let nonce = vm.wait_boots(1)?.nonce;
+    assert!(vm.sh("ls -d /sys/firmware/efi")?.contains("efi"), "it came by way of UEFI");
+    start_fio(&vm)?;
+    let (old, new) = (artifacts::installed_qemu()?, artifacts::qemu_10()?);
+    for (round, qemu) in [&new, &old, &new, &new, &old].into_iter().enumerate() {
+        let hop = vm.rejuvenate_to(qemu)?;
+        assert_eq!(hop.status, 0, "hop {round}: {}", hop.text());
+        assert_eq!(vm.nonce()?, nonce, "hop {round}: it is the same guest");
+    }
+    fio_goes_on(&vm)?;
+    fio_ends_well(&vm)?;
+    for disk in vm.status()?["disks"].as_array().expect("two disks") {
+        assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&0.into(), &0.into()), "{disk}");
+    }
+    Ok(())
 }
