@@ -17,6 +17,7 @@ pub mod ledger;
 pub mod limit;
 pub mod nvram;
 pub mod partitions;
+mod populate;
 pub mod pressure;
 pub mod server;
 pub mod tag;

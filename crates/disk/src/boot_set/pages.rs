@@ -4,12 +4,13 @@
 //! reads as what it is and takes no memory.
 //!
 //! Pages are read and written through a mapping, without a system call, but only where the file has memory: a look at a hole
-//! would take some. A hole is filled through the file.
+//! would take some. A hole has its memory taken before it is filled (see `populate`), a page of 4 KiB and no more.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
 
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
 use rustix::io::Errno;
@@ -17,6 +18,7 @@ use vm_memory::{FileOffset, MmapRegion, VolatileMemory, VolatileSlice};
 
 use super::{BLOCK, BootSetError, PAGES_FILE};
 use crate::block::BLOCK_BYTES;
+use crate::populate;
 
 pub(super) const ZEROES: [u8; BLOCK_BYTES] = [0; BLOCK_BYTES];
 
@@ -74,14 +76,14 @@ impl Pages {
         if *bytes == ZEROES && self.give_back(page).is_ok() {
             return Ok(());
         }
-        if self.is_filled(page) {
-            self.mapped(page).copy_from(bytes);
-            return Ok(());
+        if !self.is_filled(page) {
+            let start = page as usize * BLOCK_BYTES;
+            // SAFETY: the mapping has all pages, and each begins where a page of the host does.
+            unsafe { populate::take(&self.file, start_of(&self.mapping), start..start + BLOCK_BYTES)? };
+            self.filled_pages += 1;
+            self.filled[page as usize] = true;
         }
-        // Only then is there memory behind the mapping: a copy through it into a hole of a full file system would end the keeper.
-        self.file.write_all_at(bytes, u64::from(page) * BLOCK).inspect_err(|_| drop(self.punch(page)))?;
-        self.filled_pages += 1;
-        self.filled[page as usize] = true;
+        self.mapped(page).copy_from(bytes);
         Ok(())
     }
 
@@ -122,7 +124,14 @@ impl Pages {
 
 fn map(file: &File, pages: u32) -> io::Result<MmapRegion<()>> {
     let whole = FileOffset::new(file.try_clone()?, 0);
-    MmapRegion::from_file(whole, pages as usize * BLOCK_BYTES).map_err(io::Error::other)
+    let mapping = MmapRegion::from_file(whole, pages as usize * BLOCK_BYTES).map_err(io::Error::other)?;
+    // SAFETY: this is the mapping.
+    unsafe { populate::in_small_pages(start_of(&mapping), mapping.size()) };
+    Ok(mapping)
+}
+
+fn start_of(mapping: &MmapRegion<()>) -> NonNull<u8> {
+    NonNull::new(mapping.as_ptr()).expect("mmap never returns page zero")
 }
 
 /// By page: does the file hold anything there?
@@ -149,6 +158,7 @@ pub(super) fn resident(metadata: io::Result<fs::Metadata>) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::populate::Small;
 
     fn read(pages: &Pages, page: u32) -> [u8; BLOCK_BYTES] {
         let mut bytes = [0xff; BLOCK_BYTES];
@@ -179,32 +189,11 @@ mod tests {
         assert_eq!((read(&pages, 0), read(&pages, 3)), (ZEROES, [6; BLOCK_BYTES]));
         assert_eq!(pages.resident_bytes() / BLOCK, 1, "a look takes no memory");
     }
-    /// A file system in memory of so many pages; none without the rights to make one.
-    struct Small(tempfile::TempDir);
-
-    impl Small {
-        fn new(pages: u64) -> Option<Self> {
-            let folder = tempfile::tempdir().unwrap();
-            let mount = ["mount", "-t", "tmpfs", "-o", &format!("size={}", pages * BLOCK), "none"];
-            let made = std::process::Command::new(mount[0]).args(&mount[1..]).arg(folder.path()).output();
-            made.is_ok_and(|made| made.status.success()).then_some(Self(folder))
-        }
-    }
-
-    impl Drop for Small {
-        fn drop(&mut self) {
-            let _ = std::process::Command::new("umount").arg(self.0.path()).status();
-        }
-    }
 
     #[test]
     fn a_full_file_system_costs_a_copy_and_not_the_keeper() {
-        let Some(small) = Small::new(2) else {
-            return eprintln!(
-                "a_full_file_system_costs_a_copy_and_not_the_keeper: skipped: a tmpfs cannot be mounted here"
-            );
-        };
-        let mut pages = Pages::create(small.0.path(), 4).unwrap();
+        let Some(small) = Small::new("a_full_file_system_costs_a_copy_and_not_the_keeper", "size=8k") else { return };
+        let mut pages = Pages::create(small.path(), 4).unwrap();
         (0..2).for_each(|page| pages.write(page, &[7; BLOCK_BYTES]).unwrap());
         for _ in 0..2 {
             let error = pages.write(2, &[8; BLOCK_BYTES]).unwrap_err();
@@ -219,10 +208,8 @@ mod tests {
     #[test]
     fn the_ledger_has_its_room_from_the_start() {
         use crate::tag::Tagger;
-        let Some(small) = Small::new(4) else {
-            return eprintln!("the_ledger_has_its_room_from_the_start: skipped: a tmpfs cannot be mounted here");
-        };
-        let folder = small.0.path();
+        let Some(small) = Small::new("the_ledger_has_its_room_from_the_start", "size=16k") else { return };
+        let folder = small.path();
         // 26 entries: two pages of the four.
         let set = super::super::BootSet::open(folder, 64 << 10, Tagger::new(b"a key like noise")).unwrap();
         fs::write(folder.join("other"), [1; 2 * BLOCK_BYTES]).unwrap();
@@ -233,5 +220,35 @@ mod tests {
             crate::warm::WarmSource::read_from_image(&set, disk, block, Some(&ZEROES));
         }
         assert_eq!(set.plan().disks[&disk].held, 26);
+    }
+
+    #[test]
+    fn where_the_folder_has_huge_pages_the_limit_is_kept_too() {
+        use crate::tag::Tagger;
+        const LIMIT: u64 = 8 << 20;
+        let test = "where_the_folder_has_huge_pages_the_limit_is_kept_too";
+        let Some(huge) = Small::new(test, "huge=always,size=64M") else { return };
+        fs::write(huge.path().join("one"), [1; 1]).unwrap();
+        assert!(resident(fs::metadata(huge.path().join("one"))) > BLOCK, "there they are filled");
+        let disk = crate::block::DiskId(0);
+        let open = || super::super::BootSet::open(huge.path(), LIMIT, Tagger::new(b"a key like noise")).unwrap();
+        let set = open();
+        set.begin();
+        // Every second one is a hole.
+        for block in 0..2000 {
+            let bytes = [if block % 2 == 0 { 7 } else { 0 }; BLOCK_BYTES];
+            crate::warm::WarmSource::read_from_image(&set, disk, block, Some(&bytes));
+        }
+        let held_bytes = set.resident_bytes();
+        assert!((1000 * BLOCK..1300 * BLOCK).contains(&held_bytes), "{held_bytes}");
+        (2000..4000).for_each(|block| {
+            crate::warm::WarmSource::read_from_image(&set, disk, block, Some(&[7; BLOCK_BYTES]));
+        });
+        assert!(set.plan().disks[&disk].no_room > 0, "as much as the limit allows");
+        assert!((LIMIT * 8 / 10..=LIMIT).contains(&set.resident_bytes()), "{}", set.resident_bytes());
+        set.ready();
+        let held = set.plan().disks[&disk].held;
+        drop(set);
+        assert_eq!(open().plan().disks[&disk].held, held, "another keeper finds them");
     }
 }

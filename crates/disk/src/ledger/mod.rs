@@ -5,18 +5,16 @@
 //!
 //! The table (a file mapped into memory, see `table`) is the truth and survives the keeper, killed at any instruction:
 //! an entry is void before its parts change and valid only when they are whole. The index from block to page (see
-//! `index`) is memory of this process and rebuilt by `open`. A block that no entry can hold (beyond 4 PiB) and a page
-//! outside the RAM are simply not recorded: a missing entry costs a disk read, never data.
+//! `index`) is memory of this process and rebuilt by `open`. A block that no entry can hold (beyond 4 PiB), a page
+//! outside the RAM, and one for whose entry a full folder has no memory are not recorded: a missing entry costs a disk read,
+//! never data.
 //!
 //! Together 22 bytes a page of RAM: 16 in the table, 6 in the index.
 
 use std::cmp::Ordering;
-use std::fs::OpenOptions;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-
-use rustix::fs::{FallocateFlags, fallocate};
 
 use crate::block::{DiskId, RamPage};
 use crate::tag::Tag;
@@ -70,6 +68,8 @@ pub struct Ledger {
     /// Records until the age advances.
     until_next_age: u32,
     dropped_at_open: u32,
+    /// Entries for which there was no memory.
+    unrecorded: u64,
 }
 
 impl Ledger {
@@ -90,17 +90,16 @@ impl Ledger {
         Ok(ledger)
     }
 
-    /// Takes all the room that it will ever need: an entry that finds none would end the keeper.
+    /// Takes all the room that it will ever need: then every entry has some.
     pub fn take_room(&self) -> Result<(), LedgerError> {
-        let file = OpenOptions::new().write(true).open(&self.path);
-        file.and_then(|file| Ok(fallocate(&file, FallocateFlags::empty(), 0, file.metadata()?.len())?))
-            .map_err(|source| LedgerError::Access { path: self.path.clone(), action: "take the room of", source })
+        let failed = |source| LedgerError::Access { path: self.path.clone(), action: "take the room of", source };
+        self.table.take_all().map_err(failed)
     }
 
     fn over(path: &Path, table: Table) -> Self {
         let index = Index::new(table.ram_pages());
         let until_next_age = records_per_age(table.ram_pages());
-        Self { path: path.into(), table, index, until_next_age, dropped_at_open: 0 }
+        Self { path: path.into(), table, index, until_next_age, dropped_at_open: 0, unrecorded: 0 }
     }
 
     fn adopt(&mut self, page: RamPage) {
@@ -127,13 +126,23 @@ impl Ledger {
         if page.0 >= self.table.ram_pages() || block > BLOCK_MAX {
             return;
         }
-        self.table.set(Entry { page, disk, block, tag, age: self.table.age() });
+        if let Err(error) = self.table.set(Entry { page, disk, block, tag, age: self.table.age() }) {
+            return self.is_full(&error);
+        }
         self.index.insert(&self.table, page);
         self.until_next_age -= 1;
         if self.until_next_age == 0 {
             self.until_next_age = records_per_age(self.table.ram_pages());
             self.table.set_age(Age(self.table.age().0.wrapping_add(1)));
         }
+    }
+
+    fn is_full(&mut self, error: &io::Error) {
+        if self.unrecorded == 0 {
+            let (ledger, folder) = (self.path.display(), self.path.parent().unwrap_or(Path::new("/")).display());
+            tracing::warn!(%ledger, %error, "{folder} is full: what the guest reads is not noted, and the next boot is colder; enlarge it");
+        }
+        self.unrecorded += 1;
     }
 
     /// These blocks are about to change on the disk, or did.
@@ -210,6 +219,11 @@ impl Ledger {
     /// Entries that `open` dropped because they were malformed or named a block a second time.
     pub fn dropped_at_open(&self) -> u32 {
         self.dropped_at_open
+    }
+
+    /// Entries that a full folder had no memory for.
+    pub fn unrecorded(&self) -> u64 {
+        self.unrecorded
     }
 
     /// What a full ledger costs, table and index, for each page of RAM.

@@ -14,10 +14,10 @@
 //! host, so nothing is flushed.
 //!
 //! Reading a hole of a file in tmpfs fills it. Scans therefore skip parts (of 256 entries, one page of the file) that
-//! never had an entry.
+//! never had an entry. A part has its memory before the first one (see `populate`): in a full file system there is none.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
+use std::io;
 use std::mem::offset_of;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -30,6 +30,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::{Age, Entry, LedgerError};
 use crate::block::{DiskId, RamPage};
+use crate::populate;
 use crate::tag::Tag;
 
 /// Pages of 4 KiB that a ledger can cover: 16 TiB of RAM. The index keeps the number after the last for itself.
@@ -42,7 +43,8 @@ const VERSION: u32 = 1;
 const HEAD_BYTES: usize = 4096;
 const BLOCK_MASK: u64 = (1 << 40) - 1;
 /// Entries in one page of the file.
-const PART: u32 = (4096 / size_of::<Line>()) as u32;
+const PART: u32 = (PART_BYTES / size_of::<Line>()) as u32;
+const PART_BYTES: usize = 4096;
 
 #[repr(C)]
 struct Head {
@@ -65,6 +67,7 @@ const _: () = assert!(size_of::<Line>() == 16);
 const _: () = assert!(cfg!(target_endian = "little"), "the file is little endian");
 
 pub(super) struct Table {
+    file: File,
     base: NonNull<u8>,
     bytes: usize,
     ram_pages: u32,
@@ -83,10 +86,14 @@ impl Table {
             return Err(LedgerError::RamSize { path: path.into(), ram_pages });
         }
         let make = || -> io::Result<Self> {
-            let mut file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)?;
-            file.write_all(&head_bytes(ram_pages))?;
+            let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)?;
             file.set_len(file_bytes(ram_pages))?;
-            Self::map(&file, ram_pages)
+            let table = Self::map(file, ram_pages)?;
+            table.take(0..HEAD_BYTES)?;
+            let head = head_bytes(ram_pages);
+            // SAFETY: the mapping starts with a head, whose page has memory now, and nobody else knows of it yet.
+            unsafe { table.base.copy_from_nonoverlapping(NonNull::from(&head).cast(), head.len()) };
+            Ok(table)
         };
         make().map_err(|source| LedgerError::Access { path: path.into(), action: "create", source })
     }
@@ -105,33 +112,46 @@ impl Table {
         if found != expected {
             return Err(LedgerError::WrongLength { path: path.into(), found, expected });
         }
-        let mut table = Self::map(&file, ram_pages).map_err(access("map"))?;
-        table.find_touched(&file).map_err(access("read"))?;
+        let mut table = Self::map(file, ram_pages).map_err(access("map"))?;
+        table.find_touched().map_err(access("read"))?;
         Ok(table)
     }
 
-    fn map(file: &File, ram_pages: u32) -> io::Result<Self> {
+    fn map(file: File, ram_pages: u32) -> io::Result<Self> {
         let bytes = file_bytes(ram_pages) as usize;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists. The file keeps its
         // length: it lies in the machine's own folder, where nobody else writes.
-        let base = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, file, 0)? };
+        let base = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, &file, 0)? };
         let base = NonNull::new(base.cast()).expect("mmap never returns page zero");
+        // SAFETY: this is the mapping.
+        unsafe { populate::in_small_pages(base, bytes) };
         let touched = vec![0; (ram_pages.div_ceil(PART) as usize).div_ceil(64)];
-        Ok(Self { base, bytes, ram_pages, touched })
+        Ok(Self { file, base, bytes, ram_pages, touched })
+    }
+
+    /// All the memory that it will ever need.
+    pub(super) fn take_all(&self) -> io::Result<()> {
+        self.take(0..self.bytes)
+    }
+
+    /// Both ends are those of pages, or the end of the file.
+    fn take(&self, range: Range<usize>) -> io::Result<()> {
+        // SAFETY: the callers' ranges begin with a page and lie in the mapping, which reaches to the end of its last page.
+        unsafe { populate::take(&self.file, self.base, range) }
     }
 
     /// Marks the parts that the file has data for.
-    fn find_touched(&mut self, file: &File) -> io::Result<()> {
+    fn find_touched(&mut self) -> io::Result<()> {
         let mut from = HEAD_BYTES as u64;
         loop {
-            from = match seek(file, SeekFrom::Data(from)) {
+            from = match seek(&self.file, SeekFrom::Data(from)) {
                 Ok(start) => start,
                 // Only holes up to the end.
                 Err(rustix::io::Errno::NXIO) => return Ok(()),
                 Err(error) => return Err(error.into()),
             };
-            let end = seek(file, SeekFrom::Hole(from))?;
+            let end = seek(&self.file, SeekFrom::Hole(from))?;
             let part_of = |offset: u64| (offset - HEAD_BYTES as u64) / 4096;
             for part in part_of(from)..=part_of(end - 1) {
                 self.touched[part as usize / 64] |= 1 << (part % 64);
@@ -167,14 +187,20 @@ impl Table {
         unpack(self.line(page).place.load(Ordering::Acquire)).map(|(disk, _, block)| (disk, block))
     }
 
-    pub(super) fn set(&mut self, entry: Entry) {
-        let part = entry.page.0 / PART;
-        self.touched[part as usize / 64] |= 1 << (part % 64);
+    /// An error: there is no memory for it.
+    pub(super) fn set(&mut self, entry: Entry) -> io::Result<()> {
+        if !self.is_touched(entry.page) {
+            let part = entry.page.0 / PART;
+            let start = HEAD_BYTES + part as usize * PART_BYTES;
+            self.take(start..start + PART_BYTES)?;
+            self.touched[part as usize / 64] |= 1 << (part % 64);
+        }
         let line = self.line(entry.page);
         // Each store is a release, so none is seen before the one above it: the tag never belongs to another block.
         line.place.store(0, Ordering::Release);
         line.tag.store(entry.tag.0, Ordering::Release);
         line.place.store(pack(entry.disk, entry.age, entry.block), Ordering::Release);
+        Ok(())
     }
 
     pub(super) fn clear(&mut self, page: RamPage) {

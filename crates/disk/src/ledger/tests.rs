@@ -7,6 +7,7 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 
 use super::*;
+use crate::populate::Small;
 
 const DISK: DiskId = DiskId(0);
 
@@ -146,6 +147,33 @@ fn an_untouched_ledger_takes_no_space() {
     let ledger = Ledger::open(&path).unwrap();
     assert_eq!(ledger.find(DISK, 1).unwrap().page, RamPage(5));
     assert!(path.metadata().unwrap().blocks() * 512 <= 2 * 4096, "head and one part");
+}
+
+#[test]
+fn a_full_folder_costs_entries_and_not_the_keeper() {
+    // Room for the head and two parts of four.
+    let Some(small) = Small::new("a_full_folder_costs_entries_and_not_the_keeper", "size=12k") else { return };
+    let path = small.path().join("ledger");
+    let mut ledger = Ledger::create(&path, 1024).unwrap();
+    let record_all = |ledger: &mut Ledger| {
+        (0..1024).step_by(64).for_each(|page| ledger.record(RamPage(page), DISK, page.into(), Tag(page.into())));
+    };
+    record_all(&mut ledger);
+    assert_eq!((ledger.len(), ledger.unrecorded()), (8, 8));
+    assert_eq!((ledger.entry(RamPage(448)).map(|entry| entry.block), ledger.find(DISK, 512)), (Some(448), None));
+    drop(ledger);
+    let mut ledger = Ledger::open(&path).unwrap();
+    assert_eq!((ledger.len(), ledger.entries().count()), (8, 8));
+    ledger.forget(DISK, 0..u64::MAX);
+    let options = "remount,size=64k";
+    let remount = std::process::Command::new("mount").args(["-o", options]).arg(small.path()).status();
+    assert!(remount.unwrap().success());
+    record_all(&mut ledger);
+    assert_eq!((ledger.len(), ledger.unrecorded()), (16, 0), "there is room again");
+    drop(ledger);
+    std::fs::write(small.path().join("other"), [1; 64 << 10]).unwrap_err();
+    let error = Ledger::create(&small.path().join("next"), 1024).map(|_| ()).unwrap_err();
+    assert!(matches!(error, LedgerError::Access { action: "create", .. }), "{error}");
 }
 
 #[test]
