@@ -22,6 +22,10 @@ pub(super) struct Heat {
 }
 
 impl Heat {
+    pub(super) fn capacity(&self) -> usize {
+        self.seen.capacity()
+    }
+
     /// True: it was read in an earlier boot as well. Never more than `most` are remembered: the guest decides what it reads.
     fn is_hot(&mut self, key: Key, boot: u32, most: usize) -> bool {
         if self.seen.len() >= most && !self.seen.contains_key(&key) {
@@ -121,7 +125,7 @@ mod tests {
     #[test]
     fn a_boot_comes_before_heat() {
         // Room for thirteen blocks.
-        let (_folder, set) = set(64 << 10);
+        let (_folder, set) = set(68 << 10);
         let early: Vec<u64> = (100..112).collect();
         boot(&set, &early, &[5, 6]);
         boot(&set, &early, &[5, 6]);

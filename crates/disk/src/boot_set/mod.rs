@@ -37,7 +37,7 @@ mod tally;
 mod written;
 
 use pages::resident;
-use state::{Kind, Member, Place, State};
+use state::{Kind, LIST_BYTES_PER_SLOT, Member, Place, State};
 use tally::Tally;
 pub use tally::{Answers, DiskTally, PhaseTally, Plan, Share};
 
@@ -48,8 +48,8 @@ const LEDGER_FILE: &str = "boot-set-ledger";
 const BLOCK: u64 = BLOCK_BYTES as u64;
 /// For each page that takes memory there is a block of zeroes that takes none.
 const SLOTS_PER_PAGE: u64 = 2;
-/// A page of the file, and the entries in the ledger, which has a head of a page and ends with a whole one.
-const BYTES_PER_PAGE: u64 = BLOCK + SLOTS_PER_PAGE * 16;
+/// A page of the file, the entries in the ledger, which has a head of a page and ends with a whole one, and the lists.
+const BYTES_PER_PAGE: u64 = BLOCK + SLOTS_PER_PAGE * (16 + LIST_BYTES_PER_SLOT);
 
 #[derive(Debug, thiserror::Error)]
 pub enum BootSetError {
@@ -71,7 +71,7 @@ type Key = (DiskId, u64);
 
 impl BootSet {
     /// What an earlier keeper left in this folder, or an empty one. Copies whose bytes are not what their tag says are
-    /// dropped. Files, with all that belongs to them, never hold more than the limit.
+    /// dropped. Files and lists together never hold more than the limit.
     pub fn open(folder: &Path, limit_bytes: u64, tagger: Tagger) -> Result<Self, BootSetError> {
         let pages = limit_bytes.saturating_sub(2 * BLOCK) / BYTES_PER_PAGE;
         let pages = pages.clamp(1, u64::from(u32::MAX) / 2 / SLOTS_PER_PAGE) as u32;
@@ -248,7 +248,7 @@ impl BootSet {
     /// Host memory that the files hold now.
     pub fn resident_bytes(&self) -> u64 {
         let state = self.lock();
-        state.pages.resident_bytes() + resident(fs::metadata(state.ledger.path()))
+        state.pages.resident_bytes() + resident(fs::metadata(state.ledger.path())) + state.list_bytes()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

@@ -211,7 +211,7 @@ mod tests {
         let Some(small) = Small::new("the_ledger_has_its_room_from_the_start", "size=16k") else { return };
         let folder = small.path();
         // 26 entries: two pages of the four.
-        let set = super::super::BootSet::open(folder, 64 << 10, Tagger::new(b"a key like noise")).unwrap();
+        let set = super::super::BootSet::open(folder, 68 << 10, Tagger::new(b"a key like noise")).unwrap();
         fs::write(folder.join("other"), [1; 2 * BLOCK_BYTES]).unwrap();
         assert!(fs::write(folder.join("more"), [1; 1]).is_err(), "nothing is left");
         let disk = crate::block::DiskId(0);

@@ -17,6 +17,14 @@ use crate::tag::{Tag, Tagger};
 /// So many boots that came to their end without reading a member make it go: what an update has replaced, or what is read
 /// after one kind of end only, is not held for ever.
 const BOOTS_WITHOUT: usize = 4;
+/// Of a hash table that has just grown, for what it holds. Heat may be of as many blocks as there are members.
+const TABLE_BYTES_PER_SLOT: usize = ((size_of::<(Key, Member)>() + 1 + size_of::<(Key, u32)>() + 1) * 16).div_ceil(7);
+/// By turn; of half the pages.
+const WRITTEN_BYTES: usize = 48;
+/// What the lists need for a slot at most: members and heat, victims, free slots, which of them are filled, the ledger's index,
+/// and who was written when.
+pub(super) const LIST_BYTES_PER_SLOT: u64 =
+    (TABLE_BYTES_PER_SLOT + size_of::<Key>() + 4 * size_of::<u32>() + 1 + 6 + WRITTEN_BYTES / 4) as u64;
 /// In the ledger: of a block that no boot has read. A machine has fewer disks.
 const UNREAD: u8 = 0x80;
 
@@ -144,6 +152,18 @@ impl State {
             tally: Tally::default(),
             damaged: 0,
         }
+    }
+
+    /// Host memory that is taken by what knows of the blocks.
+    pub(super) fn list_bytes(&self) -> u64 {
+        // Seven eighths of a table can be used.
+        let table = |capacity: usize, entry: usize| (capacity * 8 / 7).next_power_of_two() * (entry + 1);
+        let members = table(self.members.capacity(), size_of::<(Key, Member)>());
+        let heat = table(self.heat.capacity(), size_of::<(Key, u32)>());
+        let free = (self.free.empty.capacity() + self.free.filled.capacity()) * size_of::<u32>();
+        let victims = self.victims.capacity() * size_of::<Key>();
+        let written = self.written.len() * WRITTEN_BYTES;
+        (members + heat + free + victims + written + self.ledger.index_bytes()) as u64 + u64::from(self.slots)
     }
 
     pub(super) fn holds(&self, key: Key) -> bool {

@@ -26,6 +26,10 @@ pub(super) struct Written {
 }
 
 impl Written {
+    pub(super) fn len(&self) -> usize {
+        self.turns.len()
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.turns.is_empty()
     }
@@ -96,7 +100,7 @@ mod tests {
     /// Room for thirteen blocks, and so for six of those that were written.
     fn set() -> (tempfile::TempDir, BootSet) {
         let folder = tempfile::tempdir().unwrap();
-        let set = BootSet::open(folder.path(), 64 << 10, Tagger::new(b"a key like noise")).unwrap();
+        let set = BootSet::open(folder.path(), 68 << 10, Tagger::new(b"a key like noise")).unwrap();
         (folder, set)
     }
 
@@ -231,14 +235,14 @@ mod tests {
         boot(&set, [1, 2]);
         write(&set, [20, 2]);
         drop(set);
-        let set = BootSet::open(folder.path(), 64 << 10, Tagger::new(b"a key like noise")).unwrap();
+        let set = BootSet::open(folder.path(), 68 << 10, Tagger::new(b"a key like noise")).unwrap();
         let tally = set.plan().disks[&DISK];
         assert_eq!((tally.blocks, tally.held, tally.written), (2, 2, 1));
         set.begin();
         assert_eq!(held(&set, [1, 2, 20]), [1, 2, 20]);
         set.ready();
         drop(set);
-        let set = BootSet::open(folder.path(), 64 << 10, Tagger::new(b"a key like noise")).unwrap();
+        let set = BootSet::open(folder.path(), 68 << 10, Tagger::new(b"a key like noise")).unwrap();
         assert_eq!(set.plan().disks[&DISK].blocks, 3, "and what has become a member");
     }
 }

@@ -231,6 +231,11 @@ impl Ledger {
         (self.table.bytes() + self.index.bytes()) as f64 / f64::from(self.table.ram_pages())
     }
 
+    /// Of these, memory of this process for all pages.
+    pub fn index_bytes(&self) -> usize {
+        self.index.bytes()
+    }
+
     pub fn path(&self) -> &Path {
         &self.path
     }
