@@ -74,13 +74,16 @@ impl State {
         self.remove(key);
     }
 
-    /// Pages that nobody uses take no memory from now on.
-    pub(super) fn give_back_free(&mut self) {
-        for slot in std::mem::take(&mut self.free.filled) {
+    /// So many pages that nobody uses take no memory from now on. True: there are more of them.
+    pub(super) fn give_back_free(&mut self, most: usize) -> bool {
+        let rest = self.free.filled.len().saturating_sub(most);
+        let mut given = 0;
+        for slot in self.free.filled.split_off(rest) {
             // What is not given back now is used again, or given back after the next boot.
-            let _ = self.pages.give_back(slot);
+            given += usize::from(self.pages.give_back(slot).is_ok());
             self.release(slot);
         }
+        given > 0 && !self.free.filled.is_empty()
     }
 }
 

@@ -181,7 +181,6 @@ impl State {
         self.completed[BOOTS_WITHOUT - 1] = self.boot;
         self.victims = Vec::new();
         self.drop_written_before_boot();
-        self.give_back_free();
     }
 
     /// What the ledger names is taken for what the last boot read, unless it says that none has.
