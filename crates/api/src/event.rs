@@ -316,6 +316,10 @@ pub enum EventKind {
         /// Of its reads, answered from memory.
         hit_pct: Option<f64>,
     },
+    /// The limit of what is held for the next boot was lowered: so many blocks have no room any more.
+    BootSetReduced {
+        left_out: u64,
+    },
     /// What was held when the machine was stopped is held again.
     BootSetLoaded {
         blocks: u64,

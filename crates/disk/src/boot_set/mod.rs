@@ -29,6 +29,7 @@ use crate::ledger::{Ledger, LedgerError};
 use crate::tag::{Tag, Tagger};
 use crate::warm::{AfterServing, Answered, WarmSource};
 
+mod carry;
 mod heat;
 mod pages;
 mod room;
@@ -64,6 +65,7 @@ pub enum BootSetError {
 pub struct BootSet {
     tagger: Tagger,
     limit_bytes: u64,
+    left_out: u64,
     /// Between reset and ready.
     learning: AtomicBool,
     state: Mutex<State>,
@@ -77,11 +79,15 @@ impl BootSet {
     pub fn open(folder: &Path, limit_bytes: u64, tagger: Tagger) -> Result<Self, BootSetError> {
         let pages = limit_bytes.saturating_sub(2 * BLOCK) / BYTES_PER_PAGE;
         let pages = pages.clamp(1, u64::from(u32::MAX) / 2 / SLOTS_PER_PAGE) as u32;
-        let state = match State::reopen(folder, pages, &tagger) {
-            Some(state) => state,
-            None => State::create(folder, pages)?,
+        let (state, left_out) = match State::find(folder, &tagger) {
+            Some(found) if found.fits(pages) => (found, 0),
+            found => {
+                let mut fresh = State::create(folder, pages)?;
+                let left_out = found.map_or(0, |found| fresh.carry_over(found, &tagger));
+                (fresh, left_out)
+            }
         };
-        Ok(Self { tagger, limit_bytes, learning: AtomicBool::new(false), state: Mutex::new(state) })
+        Ok(Self { tagger, limit_bytes, left_out, learning: AtomicBool::new(false), state: Mutex::new(state) })
     }
 
     /// Removes the files of a boot set that nobody wants any more.
@@ -252,7 +258,12 @@ impl BootSet {
         self.limit_bytes
     }
 
-    /// Host memory that the files hold now.
+    /// Blocks of an earlier keeper's that a lower limit has no room for.
+    pub fn left_out(&self) -> u64 {
+        self.left_out
+    }
+
+    /// Host memory that files and lists hold now.
     pub fn resident_bytes(&self) -> u64 {
         let state = self.lock();
         state.pages.resident_bytes() + resident(fs::metadata(state.ledger.path())) + state.list_bytes()

@@ -121,16 +121,20 @@ impl State {
         Ok(Self::over(pages, ledger, pages_max))
     }
 
-    /// None: there is nothing that fits.
-    pub(super) fn reopen(folder: &Path, pages_max: u32, tagger: &Tagger) -> Option<Self> {
-        let slots = pages_max * SLOTS_PER_PAGE as u32;
-        let pages = Pages::open(folder, slots)?;
+    /// What an earlier keeper left, whatever its limit was. None: nothing that can be used.
+    pub(super) fn find(folder: &Path, tagger: &Tagger) -> Option<Self> {
         let ledger = Ledger::open(&folder.join(LEDGER_FILE)).ok()?;
-        ledger.take_room().ok()?;
-        let fits = ledger.ram_pages() == slots && pages.filled_pages() <= pages_max as usize;
-        let mut state = fits.then(|| Self::over(pages, ledger, pages_max))?;
+        let pages = Pages::open(folder, ledger.ram_pages())?;
+        let pages_max = ledger.ram_pages() / SLOTS_PER_PAGE as u32;
+        let mut state = Self::over(pages, ledger, pages_max);
         state.adopt(tagger);
         Some(state)
+    }
+
+    /// Can it be used with this limit as it is?
+    pub(super) fn fits(&self, pages_max: u32) -> bool {
+        let is_as_large = self.slots == pages_max * SLOTS_PER_PAGE as u32;
+        is_as_large && self.pages.filled_pages() <= self.pages_max && self.ledger.take_room().is_ok()
     }
 
     fn over(pages: Pages, ledger: Ledger, pages_max: u32) -> Self {

@@ -124,6 +124,9 @@ pub fn describe(event: &EventKind) -> String {
             format!("ready ({why}): the boot read {blocks} blocks, {held_blocks} are held for the next{hits}")
         }
         EventKind::NvramOpened { nvram, from } => format!("nvram {nvram}: its content is from {from}"),
+        EventKind::BootSetReduced { left_out } => {
+            format!("`remount.limit` is lower than it was: {left_out} blocks are not held for the next boot any more")
+        }
         EventKind::BootSetLoaded { blocks } => format!("{blocks} blocks are held again for the next boot"),
         EventKind::BootSetSaved { blocks } => format!("{blocks} blocks are saved for the next boot"),
         EventKind::BootSetDropped { why } => format!("what was held for the next boot is dropped: {why}"),

@@ -281,6 +281,7 @@ impl Machine {
             successor: None,
         };
         machine.record(EventKind::Started { pid: std::process::id(), version: env!("CARGO_PKG_VERSION").to_owned() });
+        machine.tell_what_is_left_out();
         machine.expect_disks()?;
         let taken_over = match machine.take_over() {
             Err(error) if !machine.arrivals.is_complete() || machine.must_be_complete("end").is_err() => {

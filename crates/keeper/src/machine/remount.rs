@@ -112,6 +112,14 @@ impl Machine {
         image_notes(&self.parts).look().map_err(unseen)
     }
 
+    /// What the last keeper held is more than the limit is now.
+    pub(super) fn tell_what_is_left_out(&self) {
+        let left_out = self.boot_set().map_or(0, |boot_set| boot_set.left_out());
+        if left_out > 0 {
+            self.record(EventKind::BootSetReduced { left_out });
+        }
+    }
+
     pub(super) fn holds_blocks(&self) -> bool {
         self.boot_set().is_some_and(|boot_set| !boot_set.is_empty())
     }
