@@ -61,6 +61,7 @@ impl Machine {
     /// The dead guest is banked; there is no other yet.
     pub(super) fn back_off(&mut self, delay: Duration) {
         self.warden.watch(None);
+        self.note_idle_images();
         let (now, crash) = (Instant::now(), &self.parts.config.crash);
         let next_start = rfc3339(SystemTime::now() + delay);
         let (crashes, window_s) = (crash.loop_count, crash.loop_window_s);
@@ -100,6 +101,7 @@ impl Machine {
             }
             Wanted::Reboot { .. } | Wanted::Run => {}
         }
+        self.judge_idle_images();
         self.start_next()
     }
 }

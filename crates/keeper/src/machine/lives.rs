@@ -165,6 +165,7 @@ impl Machine {
         if !self.must_wait_for_dumps() {
             return self.stopped();
         }
+        self.note_idle_images();
         self.stops_after_dumps = true;
         self.enter(MachineState::Stopping);
         self.state_why = Some("a dump is being written; `hearth stop --force` gives up the rest of it".to_owned());
@@ -296,6 +297,7 @@ impl Machine {
         self.dumps = Dumps::default();
         self.warden.watch(None);
         self.arrivals.set_conduct(Conduct::Refuse);
+        self.judge_idle_images();
         let images = self.settle_images();
         for disk in std::mem::take(&mut self.disks) {
             disk.stop();

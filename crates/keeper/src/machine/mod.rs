@@ -38,6 +38,7 @@ mod folders;
 pub mod frozen;
 pub mod gate;
 mod generation;
+mod idle;
 mod launch;
 mod lives;
 mod nvram;
@@ -152,6 +153,8 @@ pub struct Machine {
     ready_at: Option<Instant>,
     /// What the images were when the boot set was found to be theirs; until they are locked.
     judged_images: Option<Vec<ImageNote>>,
+    /// The guest has ended, and the next one is not there yet: what the images are meanwhile.
+    idle_images: Option<idle::IdleImages>,
     /// Asks the guest whether it is.
     ready_watch: Option<ready::ReadyWatch>,
     budget: Budget,
@@ -248,6 +251,7 @@ impl Machine {
             ember,
             warm,
             judged_images: None,
+            idle_images: None,
             ready_at: None,
             ready_watch: None,
             budget,

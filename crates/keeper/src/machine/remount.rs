@@ -50,12 +50,12 @@ pub(super) fn open(parts: &Parts, tagger: &Tagger) -> Result<Option<Found>, Mach
     Ok(Some((Arc::new(boot_set), evidence)))
 }
 
-fn image_notes(parts: &Parts) -> ImageNotes {
+pub(super) fn image_notes(parts: &Parts) -> ImageNotes {
     let images = parts.config.disks.iter().map(|disk| disk.path.clone());
     ImageNotes::new(&parts.folders.memory, images.collect())
 }
 
-fn unseen(error: std::io::Error) -> String {
+pub(super) fn unseen(error: std::io::Error) -> String {
     format!("the images cannot be looked at: {error}")
 }
 
@@ -81,7 +81,7 @@ impl Machine {
         }
     }
 
-    fn drop_boot_set(&self, why: String) {
+    pub(super) fn drop_boot_set(&self, why: String) {
         if self.holds_blocks() {
             self.record(EventKind::BootSetDropped { why });
             self.clear_boot_set();
@@ -152,6 +152,16 @@ impl Machine {
     pub(super) fn note_images(&self) {
         if self.boot_set().is_some() {
             self.warden.note_images(Some(image_notes(&self.parts)));
+        }
+    }
+
+    /// For a keeper that finds no QEMU: what they are now, and nothing of what becomes of them while there is no guest.
+    pub(super) fn renote_images(&self) {
+        self.warden.note_images(None);
+        if self.boot_set().is_some()
+            && let Err(error) = image_notes(&self.parts).renew()
+        {
+            tracing::debug!(%error, "it cannot be noted what the images are");
         }
     }
 

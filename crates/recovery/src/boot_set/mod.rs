@@ -245,6 +245,16 @@ impl ImageNotes {
         }
     }
 
+    /// An image that is not any more what was noted of it.
+    pub fn changed_since(&self, noted: &[ImageNote]) -> io::Result<Option<&Path>> {
+        for (image, noted) in self.images.iter().zip(noted) {
+            if ImageNote::of(image)?.as_ref() != Some(noted) {
+                return Ok(Some(image));
+            }
+        }
+        Ok(None)
+    }
+
     /// None: one of them is a block device.
     pub fn look(&self) -> io::Result<Option<Vec<ImageNote>>> {
         self.images.iter().map(|image| ImageNote::of(image)).collect()
@@ -354,11 +364,16 @@ mod tests {
         let mut first = notes();
         first.renew().unwrap();
         assert_eq!(notes().difference(), None);
+        let noted = notes().at_rest().unwrap().unwrap();
+        assert_eq!(notes().changed_since(&noted).unwrap(), None);
         let others = ImageNotes::new(folder.path(), vec![image.clone(), image.clone()]);
         assert_eq!(others.difference().unwrap(), "the machine had other disks");
         fs::write(&image, [2; 4096]).unwrap();
         let changed = format!("{} was changed after it was noted what it is", image.display());
         assert_eq!(notes().difference(), Some(changed), "of the same size");
+        assert_eq!(notes().changed_since(&noted).unwrap(), Some(image.as_path()));
+        fs::remove_file(&image).unwrap();
+        assert!(notes().changed_since(&noted).is_err());
     }
 
     #[test]
