@@ -22,7 +22,7 @@ pub use error::{ApiError, ErrorWord};
 pub use event::{EventKind, EventRecord};
 pub use openapi::openapi;
 pub use page::page;
-pub use remount::{MissedRun, ReadyRequest, RemountDisk, RemountLater, RemountPlan, RemountVolume};
+pub use remount::{MissedRun, PlannedRun, ReadyRequest, RemountDisk, RemountLater, RemountPlan, RemountVolume};
 pub use request::{
     Accepted, CrashMethod, CrashRequest, DiskSize, FreezeRequest, ParkRequest, RebootRequest, RejuvenateRequest,
     ResizeRequest, SaveCancel, SaveRequest, SaveThen, ScanRequest, StopRequest, UpgradeRequest,

@@ -45,10 +45,21 @@ pub struct RemountPlan {
     /// How long such a read took, from when it was taken to its answer.
     pub memory_read_us_p50: Option<f64>,
     pub memory_read_us_p99: Option<f64>,
+    /// The same of those that were answered while writes were on their way: waiting for these would show here.
+    #[serde(default)]
+    pub memory_read_beside_writes_us_p50: Option<f64>,
+    #[serde(default)]
+    pub memory_read_beside_writes_us_p99: Option<f64>,
     pub disks: Vec<RemountDisk>,
     /// Partitions, or whole disks where the boot set holds no table of partitions.
     #[serde(default)]
     pub volumes: Vec<RemountVolume>,
+    /// What the next boot is expected to read, in that order: what the last one has read. At most 8192 runs.
+    #[serde(default)]
+    pub reads: Vec<PlannedRun>,
+    /// Blocks of it that are not listed.
+    #[serde(default)]
+    pub reads_unlisted_blocks: u64,
     /// What the last boot read from the images, in that order.
     pub missed: Vec<MissedRun>,
     /// Blocks that it read from the images and that are not listed.
@@ -83,6 +94,9 @@ pub struct RemountVolume {
     pub disk: String,
     /// As Linux counts them. None: the whole disk, or what of it lies beside its partitions.
     pub partition: Option<u32>,
+    /// Its name, where the table of partitions has names (GPT).
+    #[serde(default)]
+    pub label: Option<String>,
     /// On the disk, in bytes.
     pub offset: u64,
     pub bytes: u64,
@@ -93,6 +107,9 @@ pub struct RemountVolume {
     /// Blocks that the image answered.
     pub misses: u64,
     pub hit_pct: Option<f64>,
+    /// Nothing, if the partitions are others than when the machine was ready.
+    #[serde(default)]
+    pub later: RemountLater,
 }
 
 /// Reads of blocks since the machine was ready, by who answered.
@@ -103,6 +120,17 @@ pub struct RemountLater {
     pub ember_hits: u64,
     /// The image.
     pub misses: u64,
+}
+
+/// Neighbouring blocks that the last boot read one after the other.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct PlannedRun {
+    pub disk: String,
+    /// On the disk, in bytes.
+    pub offset: u64,
+    pub bytes: u64,
+    /// False: the image will be asked for them.
+    pub held: bool,
 }
 
 /// Neighbouring blocks that were read one after the other.

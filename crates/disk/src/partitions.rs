@@ -26,6 +26,8 @@ pub struct Partition {
     pub number: u32,
     /// Bytes of the disk.
     pub bytes: Range<u64>,
+    /// As a GPT has it.
+    pub name: Option<String>,
 }
 
 /// An entry of a DOS table: type, first sector (from where depends), sectors.
@@ -68,7 +70,7 @@ pub fn find(disk_bytes: u64, read: &mut dyn FnMut(u64) -> Option<Sector>) -> Vec
 
 fn part(number: u32, first: u64, sectors: u64) -> Option<Partition> {
     let end = first.checked_add(sectors)?.checked_mul(SECTOR)?;
-    (first > 0 && sectors > 0).then(|| Partition { number, bytes: first * SECTOR..end })
+    (first > 0 && sectors > 0).then(|| Partition { number, bytes: first * SECTOR..end, name: None })
 }
 
 fn dos_entries(sector: &Sector) -> Option<Vec<Entry>> {
@@ -108,11 +110,20 @@ fn gpt(read: &mut dyn FnMut(u64) -> Option<Sector>) -> Vec<Partition> {
         for (entry, number) in bytes.chunks_exact(GPT_ENTRY_BYTES).zip(first_number..=entries) {
             let (first, last) = (long(entry, 32), long(entry, 40));
             if entry[..16] != [0; 16] && last >= first {
-                found.extend((last - first).checked_add(1).and_then(|sectors| part(number, first, sectors)));
+                let partition = (last - first).checked_add(1).and_then(|sectors| part(number, first, sectors));
+                found.extend(partition.map(|partition| Partition { name: name(&entry[56..]), ..partition }));
             }
         }
     }
     found
+}
+
+/// UTF-16, up to a zero. It is the guest's: nothing of it controls a terminal.
+fn name(bytes: &[u8]) -> Option<String> {
+    let units = bytes.chunks_exact(2).map(|unit| u16::from_le_bytes([unit[0], unit[1]])).take_while(|&unit| unit != 0);
+    let letters = char::decode_utf16(units).map(|letter| letter.unwrap_or(char::REPLACEMENT_CHARACTER));
+    let name: String = letters.filter(|letter| !letter.is_control()).collect();
+    (!name.is_empty()).then_some(name)
 }
 
 #[cfg(test)]
@@ -183,6 +194,7 @@ mod tests {
             entry[..16].fill(7);
             entry[32..40].copy_from_slice(&first.to_le_bytes());
             entry[40..48].copy_from_slice(&last.to_le_bytes());
+            entry[56] = b'v';
             entry
         };
         let none = [0; GPT_ENTRY_BYTES];
@@ -192,10 +204,27 @@ mod tests {
         let table = sector(&[(PROTECTIVE, 1, 131071)]);
         let tables = |head| [(0, table), (1, head), (2, first), (3, [0; SECTOR_BYTES]), (4, third)];
         check(&tables(head), &[(2, 1, 4), (1, 5, 8), (9, 20, 2)]);
+        let mut read = |at: u64| tables(head).into_iter().find(|(sector, _)| *sector == at).map(|(_, bytes)| bytes);
+        assert!(find(DISK_BYTES, &mut read).iter().all(|part| part.name.as_deref() == Some("v")));
         head[80..84].copy_from_slice(&2_u32.to_le_bytes());
         check(&tables(head), &[(2, 1, 4), (1, 5, 8)]);
         head[84..88].copy_from_slice(&256_u32.to_le_bytes());
         check(&tables(head), &[]);
+    }
+
+    #[test]
+    fn names_are_the_guests_words_and_control_nothing() {
+        let check = |name: &[u16], expect: Option<&str>| {
+            let mut bytes = [0; 72];
+            for (place, unit) in bytes.chunks_exact_mut(2).zip(name) {
+                place.copy_from_slice(&unit.to_le_bytes());
+            }
+            assert_eq!(super::name(&bytes).as_deref(), expect, "{name:?}");
+        };
+        check(&"data é".encode_utf16().collect::<Vec<_>>(), Some("data é"));
+        check(&[0x1b, b'['.into(), 0xd800, 0x9b], Some("[\u{fffd}"));
+        check(&[], None);
+        check(&[b'x'.into(); 36], Some(&"x".repeat(36)));
     }
 
     proptest! {

@@ -78,8 +78,8 @@ pub trait WarmSource: Send + Sync {
     /// The image answered a read of this block. `bytes`: what the block holds; none if a change met the read.
     fn read_from_image(&self, _disk: DiskId, _block: u64, _bytes: Option<&[u8; BLOCK_BYTES]>) {}
 
-    /// The image answered a read of so many blocks, of which no word more is wanted.
-    fn missed(&self, _disk: DiskId, _blocks: u64) {}
+    /// The image answered a read of these blocks, of which no word more is wanted.
+    fn missed(&self, _disk: DiskId, _blocks: Range<u64>) {}
 
     /// A read was answered from memory alone. Called while the source learns.
     fn answered(&self, _disk: DiskId, _how: Answered) {}

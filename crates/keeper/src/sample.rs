@@ -5,8 +5,8 @@ use std::time::{Duration, SystemTime};
 use hearth_api::{
     AdmissionStatus, ArrivalStatus, DiskStatus, DumpCompression, DumpExcluded, DumpFormat, DumpState, DumpStatus,
     EmberMode, EmberStatus, EndCause, FrozenStatus, Growth, KeeperStatus, MachineState, MachineStatus, MemoryStatus,
-    MissedRun, NetStatus, NvramDevice, NvramStatus, PhaseTime, QemuAge, QemuStatus, Recovery, Refused, RemountDisk,
-    RemountLater, RemountPlan, RemountVolume, RestoreStatus, UserfaultStatus,
+    MissedRun, NetStatus, NvramDevice, NvramStatus, PhaseTime, PlannedRun, QemuAge, QemuStatus, Recovery, Refused,
+    RemountDisk, RemountLater, RemountPlan, RemountVolume, RestoreStatus, UserfaultStatus,
 };
 use hearth_recovery::journal::QemuIdentity;
 use hearth_recovery::rejuvenation::parked::{PARKED_VERSION, Parked};
@@ -216,6 +216,8 @@ pub fn remount_plan() -> RemountPlan {
         hits: 3000,
         misses,
         hit_pct: Some(95.2),
+        label: partition.filter(|&number| number == 6).map(|_| "mail".to_owned()),
+        later: LATER,
     };
     RemountPlan {
         name: "web".into(),
@@ -235,8 +237,15 @@ pub fn remount_plan() -> RemountPlan {
         memory_reads_beside_writes: 120,
         memory_read_us_p50: Some(4.5),
         memory_read_us_p99: Some(61.25),
+        memory_read_beside_writes_us_p50: Some(5.25),
+        memory_read_beside_writes_us_p99: Some(64.5),
         disks: vec![disk],
         volumes: vec![volume(Some(1), 0), volume(Some(5), 20), volume(Some(6), 129), volume(None, 1)],
+        reads: vec![
+            PlannedRun { disk: "root".into(), offset: 0, bytes: 4 << 10, held: true },
+            PlannedRun { disk: "root".into(), offset: 1 << 20, bytes: 8 << 10, held: false },
+        ],
+        reads_unlisted_blocks: 3,
         missed: vec![MissedRun { disk: "root".into(), offset: 1 << 20, bytes: 8 << 10 }],
         missed_unlisted_blocks: 0,
         damaged_blocks: 0,

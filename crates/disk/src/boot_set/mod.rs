@@ -39,8 +39,8 @@ mod written;
 
 use pages::resident;
 use state::{Kind, LIST_BYTES_PER_SLOT, Member, Place, State};
-use tally::Tally;
-pub use tally::{Answers, DiskTally, PhaseTally, Plan, Share};
+pub use tally::{Answers, DiskTally, PhaseTally, Plan, PlannedRun, Share};
+use tally::{Tally, part_of};
 
 /// All files of a boot set begin so.
 pub const FILE_PREFIX: &str = "boot-set";
@@ -144,12 +144,14 @@ impl BootSet {
     }
 
     /// The ember answered a read, and kept what it held.
-    pub fn ember_answered(&self, disk: DiskId) {
+    pub fn ember_answered(&self, disk: DiskId, block: u64) {
         let learning = self.is_learning();
         let mut state = self.lock();
-        let tally = state.tally.of(disk);
-        let phase = if learning { &mut tally.boot } else { &mut tally.later };
-        phase.ember_hits += 1;
+        if learning {
+            state.tally.of(disk).boot.ember_hits += 1;
+        } else {
+            state.tally.later(disk, block, |phase| phase.ember_hits += 1);
+        }
     }
 
     /// The guest read the block, and it came from elsewhere in memory.
@@ -179,6 +181,7 @@ impl BootSet {
     pub fn plan(&self) -> Plan {
         let state = self.lock();
         let mut plan = state.tally.plan();
+        let mut reads = Vec::new();
         plan.learning = self.is_learning();
         plan.damaged = state.damaged;
         for (key, member) in &state.members {
@@ -188,25 +191,33 @@ impl BootSet {
                 Kind::Boot if member.boot >= state.complete() => {
                     disk.blocks += 1;
                     disk.held += held;
+                    reads.push((member.boot, member.order, *key, held == 1));
                 }
                 Kind::Boot => {}
                 Kind::Late => disk.late += held,
                 Kind::Written { .. } => disk.written += held,
             }
         }
+        drop(state);
+        reads.sort_unstable();
+        plan.list(reads.into_iter().map(|(_, _, key, is_held)| (key, is_held)));
         plan
+    }
+
+    /// From now on what is read of a disk is counted by these parts, sorted and apart from each other, too. The boot is over.
+    pub fn divide(&self, disk: DiskId, parts: &[Range<u64>]) {
+        self.lock().tally.divide(disk, parts);
     }
 
     /// Parts of a disk, sorted and apart from each other, in the last boot and the next one. One more at the end: what
     /// lies beside them.
     pub fn shares(&self, disk: DiskId, parts: &[Range<u64>]) -> Vec<Share> {
         let state = self.lock();
-        let mut shares = vec![Share::default(); parts.len() + 1];
+        let later = state.tally.later_of(disk, parts);
+        let mut shares: Vec<Share> = later.into_iter().map(|later| Share { later, ..Share::default() }).collect();
         let of_boots = state.members.iter().filter(|(key, member)| key.0 == disk && member.kind == Kind::Boot);
         for ((_, block), member) in of_boots {
-            let part = parts.partition_point(|part| part.end <= *block);
-            let is_inside = parts.get(part).is_some_and(|part| part.contains(block));
-            let share = &mut shares[if is_inside { part } else { parts.len() }];
+            let share = &mut shares[part_of(parts, *block)];
             if member.boot >= state.complete() {
                 share.blocks += 1;
                 share.held += u64::from(matches!(member.place, Place::Held { .. }));
@@ -301,7 +312,7 @@ impl WarmSource for BootSet {
             }
             state.tally.of(disk).boot.hits += 1;
         } else {
-            state.tally.of(disk).later.hits += 1;
+            state.tally.later(disk, block, |phase| phase.hits += 1);
             let boot = state.boot;
             if let Some(member) = state.members.get_mut(&(disk, block)).filter(|member| member.kind == Kind::Late) {
                 member.boot = boot;
@@ -347,8 +358,9 @@ impl WarmSource for BootSet {
         self.is_learning() || bytes <= heat::BYTES_MAX
     }
 
-    fn missed(&self, disk: DiskId, blocks: u64) {
-        self.lock().tally.of(disk).later.misses += blocks;
+    fn missed(&self, disk: DiskId, blocks: Range<u64>) {
+        let mut state = self.lock();
+        blocks.for_each(|block| state.tally.later(disk, block, |phase| phase.misses += 1));
     }
 
     fn read_from_image(&self, disk: DiskId, block: u64, bytes: Option<&[u8; BLOCK_BYTES]>) {
@@ -359,7 +371,7 @@ impl WarmSource for BootSet {
             return;
         }
         if !self.is_learning() {
-            state.tally.of(disk).later.misses += 1;
+            state.tally.later(disk, block, |phase| phase.misses += 1);
             return state.read_late((disk, block), bytes, &self.tagger);
         }
         state.tally.missed(disk, block);

@@ -115,8 +115,8 @@ impl Recorder {
         }
     }
 
-    /// The image answered a read of so many blocks that are not wanted.
-    pub fn missed(&self, blocks: u64) {
+    /// The image answered a read of these blocks, which are not wanted.
+    pub fn missed(&self, blocks: Range<u64>) {
         if let Some(warm) = self.warm() {
             warm.missed(self.disk, blocks);
         }

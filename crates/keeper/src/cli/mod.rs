@@ -252,9 +252,15 @@ enum Verb {
     Ready(NameArgument),
     /// Show what a machine's next boot will read from its disks, and how much of it is held in memory.
     ///
-    /// After a boot also how it went: hits and misses by disk, and what was read from the images.
-    #[command(after_help = "Example: hearth remount-plan web --json")]
-    RemountPlan(NameArgument),
+    /// After a boot also how it went: hits and misses by disk and by volume, and what was read from the images.
+    #[command(after_help = "Example: hearth remount-plan web --list")]
+    RemountPlan {
+        #[command(flatten)]
+        machine: NameArgument,
+        /// Show each range that the next boot will read, in that order.
+        #[arg(long)]
+        list: bool,
+    },
     /// Show what happened to a machine.
     ///
     /// Works after the machine's end, too. With --json: one object a line.
@@ -497,7 +503,7 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
         Verb::Age(NameArgument { name }) => age::show(context, &name),
         Verb::Save(arguments) => save::save(context, arguments),
         Verb::Ready(NameArgument { name }) => remount::ready(context, &name),
-        Verb::RemountPlan(NameArgument { name }) => remount::show(context, &name),
+        Verb::RemountPlan { machine, list } => remount::show(context, &machine.name, list),
         Verb::Events { machine, follow, since } => events::show(context, &machine.name, since, follow),
         Verb::Explain(NameArgument { name }) => explain::show(context, &name),
         Verb::Resize { machine, disk } => order::resize(context, &machine.name, &disk),

@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use hearth_api::{MissedRun, ReadyRequest, RemountDisk, RemountLater, RemountPlan, RemountVolume};
+use hearth_api::{MissedRun, PlannedRun, ReadyRequest, RemountDisk, RemountLater, RemountPlan, RemountVolume};
 
 use super::text::{Side, bytes, table};
 use super::{CliError, Context, Exit};
@@ -11,14 +11,30 @@ use super::{CliError, Context, Exit};
 const RUNS_SHOWN: usize = 20;
 const VOLUMES_SHOWN: usize = 20;
 
-pub fn show(context: &mut Context<'_>, name: &str) -> Result<Exit, CliError> {
+/// `list`: of the next boot's reads each one.
+pub fn show(context: &mut Context<'_>, name: &str, list: bool) -> Result<Exit, CliError> {
     let plan = context.ask(name, |client| client.remount_plan())?;
-    if context.json {
-        context.write_json(&plan)?;
-    } else {
-        context.write_line(&page(&plan))?;
+    match (context.json, list) {
+        (true, _) => context.write_json(&plan)?,
+        (false, true) => reads(&plan).iter().try_for_each(|line| context.write_line(line))?,
+        (false, false) => context.write_line(&page(&plan))?,
     }
     Ok(Exit::Done)
+}
+
+/// In the order of reading.
+fn reads(plan: &RemountPlan) -> Vec<String> {
+    let row = |PlannedRun { disk, offset, bytes: length, held }: &PlannedRun| {
+        let state = if *held { "held" } else { "in the image" };
+        vec![disk.clone(), offset.to_string(), bytes(*length), state.to_owned()]
+    };
+    let heading = ["disk", "at byte", "size", "where"].map(str::to_owned).to_vec();
+    let rows: Vec<_> = [heading].into_iter().chain(plan.reads.iter().map(row)).collect();
+    let mut lines = table(&[Side::Left, Side::Right, Side::Right, Side::Left], &rows);
+    if plan.reads_unlisted_blocks > 0 {
+        lines.push(format!("and {} blocks more", plan.reads_unlisted_blocks));
+    }
+    lines
 }
 
 pub fn ready(context: &mut Context<'_>, name: &str) -> Result<Exit, CliError> {
@@ -48,8 +64,10 @@ pub fn page(plan: &RemountPlan) -> String {
             "             {reads} reads from memory, {in_line:.1} % in line, half of them within {us:.1} us"
         ));
         let beside = plan.memory_reads_beside_writes;
-        if beside > 0 {
-            lines.push(format!("             {beside} of them while writes of their disk were on their way"));
+        if let Some(us) = plan.memory_read_beside_writes_us_p50 {
+            lines.push(format!(
+                "             {beside} of them while writes of their disk were on their way, half within {us:.1} us"
+            ));
         }
     }
     let later = plan.later;
@@ -100,25 +118,32 @@ fn volumes(volumes: &[RemountVolume], percent: &impl Fn(Option<f64>) -> String) 
     let mut missed: Vec<_> = volumes.iter().filter(|volume| volume.misses > 0).collect();
     missed.sort_by_key(|volume| Reverse(volume.misses));
     let without = volumes.len() - missed.len();
-    let heading = ["volume", "size", "blocks", "held", "hits", "misses", "hit rate"].map(str::to_owned).to_vec();
+    let heading = ["volume", "size", "blocks", "held", "hits", "misses", "hit rate", "since ready: hits", "misses"];
+    let heading = heading.map(str::to_owned).to_vec();
     let row = |volume: &&RemountVolume| {
-        let name = match volume.partition {
-            Some(number) => format!("{} {number}", volume.disk),
-            None => format!("{}, no partition", volume.disk),
-        };
         let numbers = [volume.blocks, volume.held_blocks, volume.hits, volume.misses].map(|number| number.to_string());
-        [vec![name, bytes(volume.bytes)], numbers.to_vec(), vec![percent(volume.hit_pct)]].concat()
+        let later = [volume.later.hits + volume.later.ember_hits, volume.later.misses].map(|number| number.to_string());
+        [vec![name_of(volume), bytes(volume.bytes)], numbers.to_vec(), vec![percent(volume.hit_pct)], later.to_vec()]
+            .concat()
     };
     let rows: Vec<_> = [heading].into_iter().chain(missed.iter().take(VOLUMES_SHOWN).map(row)).collect();
     let mut lines = vec![String::new()];
     if !missed.is_empty() {
-        let sides = [[Side::Left].as_slice(), &[Side::Right; 6]].concat();
+        let sides = [[Side::Left].as_slice(), &[Side::Right; 8]].concat();
         lines.extend(table(&sides, &rows).into_iter().map(|line| format!("  {line}")));
     }
     let more = missed.len().saturating_sub(VOLUMES_SHOWN);
     let unlisted = if more > 0 { format!(", {more} more with some: `--json` lists them") } else { String::new() };
     lines.push(format!("  {without} of {} volumes without a miss{unlisted}", volumes.len()));
     lines
+}
+
+fn name_of(volume: &RemountVolume) -> String {
+    match (volume.partition, &volume.label) {
+        (Some(number), Some(label)) => format!("{} {number} ({label})", volume.disk),
+        (Some(number), None) => format!("{} {number}", volume.disk),
+        (None, _) => format!("{}, no partition", volume.disk),
+    }
 }
 
 fn row(disk: &RemountDisk, percent: &impl Fn(Option<f64>) -> String) -> Vec<String> {

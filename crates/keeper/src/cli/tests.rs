@@ -313,7 +313,7 @@ web  ready; holds 24.0 MiB of 64.0 MiB
   next boot  6000 of 6100 blocks held, expected hits 98.2 %
   last boot  hits 97.5 %
              2100 reads from memory, 100.0 % in line, half of them within 4.5 us
-             120 of them while writes of their disk were on their way
+             120 of them while writes of their disk were on their way, half within 5.2 us
   since ready  70 hits, 800 of the ember, 90 misses
   held beside  31 blocks for their heat, 12 that were written lately
   10 blocks were not held: the limit (`remount.limit`) is reached
@@ -321,16 +321,23 @@ web  ready; holds 24.0 MiB of 64.0 MiB
   disk  blocks  held  hits  of the ember  misses  hit rate
   root    6100  6000  5850            10     150    97.5 %
 
-  volume                  size  blocks  held  hits  misses  hit rate
-  root 6              10.0 MiB    3000  2900  3000     129    95.2 %
-  root 5              10.0 MiB    3000  2900  3000      20    95.2 %
-  root, no partition  10.0 MiB    3000  2900  3000       1    95.2 %
+  volume                  size  blocks  held  hits  misses  hit rate  since ready: hits  misses
+  root 6 (mail)       10.0 MiB    3000  2900  3000     129    95.2 %                870      90
+  root 5              10.0 MiB    3000  2900  3000      20    95.2 %                870      90
+  root, no partition  10.0 MiB    3000  2900  3000       1    95.2 %                870      90
   1 of 4 volumes without a miss
 
 read from the images
   root  8 KiB at 1048576
 ";
     assert_eq!(page, expect, "\n{page}");
+    let list = "\
+disk  at byte   size  where
+root        0  4 KiB  held
+root  1048576  8 KiB  in the image
+and 3 blocks more
+";
+    assert_eq!(fixture.output(&["remount-plan", "web", "--list"]), list);
     assert_eq!(fixture.json(&["remount-plan", "web"])["disks"][0]["misses"], 150);
     assert_eq!(fixture.output(&["ready", "web"]), "");
 }

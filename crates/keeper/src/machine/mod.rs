@@ -295,7 +295,9 @@ impl Machine {
             }
             taken_over => taken_over?,
         };
-        if !taken_over {
+        if taken_over {
+            machine.divide_disks();
+        } else {
             machine.judge_boot_set(evidence);
             machine.load_boot_set();
             match machine.order_to_restore() {

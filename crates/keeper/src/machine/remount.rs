@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use hearth_api::{ApiError, ErrorWord, EventKind, MissedRun, RemountDisk, RemountLater, RemountPlan};
+use hearth_api::{ApiError, ErrorWord, EventKind, MissedRun, PlannedRun, RemountDisk, RemountPlan};
 use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::{BootSet, DiskTally, PhaseTally};
 use hearth_disk::server::DiskServer;
@@ -17,7 +17,7 @@ use hearth_disk::tag::Tagger;
 use hearth_recovery::boot_set::{ImageNote, ImageNotes, saved};
 
 use super::ready::{Question, ReadyWatch, Word};
-use super::volumes::{self, percent};
+use super::volumes::{self, later, percent};
 use super::{Machine, MachineError, Parts};
 use crate::config::ReadySign;
 use crate::event::Event;
@@ -224,9 +224,21 @@ impl Machine {
         if !self.boot_set().is_some_and(|boot_set| boot_set.ready()) {
             return;
         }
+        self.divide_disks();
         if let Ok(RemountPlan { blocks, held_blocks, hit_pct, .. }) = self.remount_plan() {
             self.record(EventKind::Ready { why: why.to_owned(), blocks, held_blocks, hit_pct });
         }
+    }
+
+    /// From ready on, or where a keeper goes on with a guest: what is read is counted by volume.
+    pub(super) fn divide_disks(&self) {
+        let Some(boot_set) = self.boot_set() else { return };
+        let disks = (0..self.parts.config.disks.len()).filter_map(|position| u8::try_from(position).ok()).map(DiskId);
+        disks.for_each(|id| volumes::divide(boot_set, id, self.disk_bytes(id)));
+    }
+
+    fn disk_bytes(&self, DiskId(id): DiskId) -> u64 {
+        self.disks.get(usize::from(id)).map_or(0, DiskServer::bytes)
     }
 
     fn must_have_boot_set(&self) -> Result<&Arc<BootSet>, ApiError> {
@@ -262,9 +274,13 @@ impl Machine {
             written_blocks: tally.written,
             later: later(&tally.later),
         });
-        let volumes = plan.disks.keys().flat_map(|&id| {
-            let disk_bytes = self.disks.get(usize::from(id.0)).map_or(0, DiskServer::bytes);
-            volumes::of_disk(boot_set, id, &name_of(id), disk_bytes)
+        let volumes =
+            plan.disks.keys().flat_map(|&id| volumes::of_disk(boot_set, id, &name_of(id), self.disk_bytes(id)));
+        let reads = plan.reads.iter().map(|run| PlannedRun {
+            disk: name_of(run.disk),
+            offset: run.blocks.start * BLOCK,
+            bytes: (run.blocks.end - run.blocks.start) * BLOCK,
+            held: run.held,
         });
         let missed = plan.missed.iter().map(|(disk, run)| MissedRun {
             disk: name_of(*disk),
@@ -289,8 +305,12 @@ impl Machine {
             memory_reads_beside_writes: plan.answers.beside_writes,
             memory_read_us_p50: plan.answers.us(50.0),
             memory_read_us_p99: plan.answers.us(99.0),
+            memory_read_beside_writes_us_p50: plan.answers.us_beside_writes(50.0),
+            memory_read_beside_writes_us_p99: plan.answers.us_beside_writes(99.0),
             disks: disks.collect(),
             volumes: volumes.collect(),
+            reads: reads.collect(),
+            reads_unlisted_blocks: plan.reads_unlisted,
             missed: missed.collect(),
             missed_unlisted_blocks: plan.missed_unlisted,
             damaged_blocks: plan.damaged,
@@ -304,11 +324,6 @@ fn add(one: PhaseTally, other: PhaseTally) -> PhaseTally {
         ember_hits: one.ember_hits + other.ember_hits,
         misses: one.misses + other.misses,
     }
-}
-
-fn later(tally: &PhaseTally) -> RemountLater {
-    let PhaseTally { hits, ember_hits, misses } = *tally;
-    RemountLater { hits, ember_hits, misses }
 }
 
 fn hit_pct(tally: &PhaseTally) -> Option<f64> {

@@ -62,7 +62,7 @@ impl WarmSource for WarmSources {
             return Some(tag);
         }
         if !boot_set.has_room_for(disk, block) {
-            return self.ember.serve(disk, block, after, copy).inspect(|_| boot_set.ember_answered(disk));
+            return self.ember.serve(disk, block, after, copy).inspect(|_| boot_set.ember_answered(disk, block));
         }
         self.ember.serve(disk, block, AfterServing::Release, &mut |bytes| {
             copy(bytes);
@@ -119,7 +119,7 @@ impl WarmSource for WarmSources {
         self.boot_set.as_ref().is_some_and(|set| set.wants(bytes))
     }
 
-    fn missed(&self, disk: DiskId, blocks: u64) {
+    fn missed(&self, disk: DiskId, blocks: Range<u64>) {
         if let Some(boot_set) = &self.boot_set {
             boot_set.missed(disk, blocks);
         }

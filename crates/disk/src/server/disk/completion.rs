@@ -103,7 +103,7 @@ impl Disk {
             if self.recorder.wants(job.request.bytes) {
                 transfer::tell_read(&self.recorder, offset, data, certain);
             } else {
-                self.recorder.missed((data.len() as u64).div_ceil(BLOCK));
+                self.recorder.missed(offset / BLOCK..(offset + data.len() as u64).div_ceil(BLOCK));
             }
         } else if certain {
             transfer::tell_written(&self.recorder, &job.request, part.position, data);
