@@ -214,13 +214,13 @@ impl ImageNotes {
 
     /// Why the images may be others than when they were noted last; none if they are the same.
     pub fn difference(&self) -> Option<String> {
-        let noted = fs::read(&self.file).ok().and_then(|text| serde_json::from_slice::<Vec<ImageNote>>(&text).ok());
-        let Some(noted) = noted else { return Some("it was not noted what the images were".to_owned()) };
         let found = match self.look() {
             Ok(Some(found)) => found,
             Ok(None) => return Some("of a block device nobody can tell whether it was written to".to_owned()),
             Err(error) => return Some(format!("the images cannot be looked at: {error}")),
         };
+        let noted = fs::read(&self.file).ok().and_then(|text| serde_json::from_slice::<Vec<ImageNote>>(&text).ok());
+        let Some(noted) = noted else { return Some("it was not noted what the images were".to_owned()) };
         if found.len() != noted.len() {
             return Some("the machine had other disks".to_owned());
         }
