@@ -2,7 +2,8 @@
 //! and it is what the disk holds. Guests mount many small volumes, crash, and mount them again.
 //!
 //! `many`: a hundred volumes that are all written to when their guest crashes. `journals`: volumes whose journals are NVRAM.
-//! `nvram`: what such a device holds, whoever dies and when; `pmem`: the same as persistent memory.
+//! `nvram`: what such a device holds, whoever dies and when; `pmem`: the same as persistent memory. `strangers`: images that somebody
+//! else writes to while there is no guest.
 
 #[path = "fast_remount/journals.rs"]
 mod journals;
@@ -12,6 +13,8 @@ mod many;
 mod nvram;
 #[path = "fast_remount/pmem.rs"]
 mod pmem;
+#[path = "fast_remount/strangers.rs"]
+mod strangers;
 
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::time::Instant;
@@ -93,7 +96,19 @@ fn every_volume_comes_back_from_memory() -> Result<()> {
     // What the guest reads around its own cache is what was on the disk all the time.
     vm.sh("echo 3 >/proc/sys/vm/drop_caches")?;
     assert_eq!(volumes.read(&vm)?, volumes.expected(&["one", "two"]));
+    compare_late_reads(&plan(&vm)?);
     volumes.unmount_and_check(&vm)
+}
+
+/// What was read after ready is counted by volume as well.
+fn compare_late_reads(plan: &Value) {
+    let volumes = plan["volumes"].as_array().expect("a plan has volumes");
+    for who in ["hits", "ember_hits", "misses"] {
+        let of_volumes: u64 = volumes.iter().map(|volume| number(volume, &format!("/later/{who}"))).sum();
+        assert_eq!(of_volumes, number(plan, &format!("/later/{who}")), "{who}: {plan}");
+    }
+    let is_read = |volume: &&Value| ["hits", "ember_hits", "misses"].iter().any(|who| volume["later"][who] != 0);
+    assert!(volumes.iter().filter(is_read).count() >= 24, "each of them was read: {plan}");
 }
 
 /// The plan's partitions are those that the guest's kernel has found, and every read is in one of them or beside them.
@@ -117,6 +132,16 @@ fn compare_volumes(vm: &TestVm, plan: &Value) -> Result<()> {
     let all = [sum("blocks"), sum("hits"), sum("misses")];
     let hits = number(plan, "/disks/0/hits") + number(plan, "/disks/0/ember_hits");
     assert_eq!(all, [number(plan, "/blocks"), hits, number(plan, "/disks/0/misses")], "{plan}");
+    let reads = plan["reads"].as_array().expect("a plan says what will be read");
+    let bytes_of = |held: bool| reads.iter().filter(|run| run["held"] == held).map(|run| of(run, "bytes")).sum::<u64>();
+    let (blocks, held) = (number(plan, "/blocks"), number(plan, "/held_blocks"));
+    assert_eq!([bytes_of(true), bytes_of(false)], [held * 4096, (blocks - held) * 4096], "{plan}");
+    let first = &reads[0];
+    assert_eq!(
+        (&first["disk"], &first["offset"], &first["held"]),
+        (&"disk0".into(), &0.into(), &true.into()),
+        "the table comes first"
+    );
     Ok(())
 }
 
@@ -184,6 +209,46 @@ fn what_is_held_outlives_everybody_unless_the_image_was_changed() -> Result<()> 
     let third = ready(&vm)?;
     let missed = third["missed"].as_array().is_some_and(|runs| runs.iter().any(|run| run["offset"] == 0));
     assert!(missed, "the partition table was read from the image: {third}");
+    volumes.unmount_and_check(&vm)
+}
+
+#[test]
+fn another_limit_costs_what_has_no_room_and_no_more() -> Result<()> {
+    let volumes = Volumes::make(4)?;
+    let vm = machine("limit", &volumes).boot()?;
+    let give = |old: &str, new: &str| -> Result<Value> {
+        vm.kill_keeper()?;
+        let file = vm.folder().join("machine.toml");
+        let text = std::fs::read_to_string(&file).expect("our own file");
+        assert!(text.contains(old), "{text}");
+        std::fs::write(&file, text.replace(old, new)).expect("our own file");
+        vm.restart_keeper()?;
+        vm.wait_running()?;
+        plan(&vm)
+    };
+    let reduced = || vm.events().into_iter().find(|event| event["kind"] == "boot_set_reduced");
+    volumes.mount(&vm)?;
+    volumes.append(&vm, "one")?;
+    vm.sh("umount /v/*")?;
+    let first = ready(&vm)?;
+    let held = number(&first, "/held_blocks");
+    let larger = give("32MiB", "48MiB")?;
+    assert_eq!((number(&larger, "/limit_bytes"), reduced()), (48 << 20, None));
+    assert!(held > 0 && number(&larger, "/held_blocks") >= held, "{first} {larger}");
+
+    let smaller = give("48MiB", "128KiB")?;
+    let event = reduced().expect("what has no room is told");
+    assert!(event["left_out"].as_u64() > Some(0), "{event}");
+    let kept = number(&smaller, "/held_blocks");
+    assert!(kept > 0 && kept < held && number(&smaller, "/resident_bytes") <= 128 << 10, "{smaller}");
+    assert!(smaller["expected_hit_pct"].as_f64() < Some(100.0), "the plan knows what is left out: {smaller}");
+    vm.panic()?;
+    vm.wait_incarnation(2)?;
+    volumes.mount(&vm)?;
+    assert_eq!(volumes.read(&vm)?, volumes.expected(&["one"]));
+    let second = ready(&vm)?;
+    assert!(number(&second, "/disks/0/hits") >= kept / 2, "{smaller} {second}");
+    assert!(dropped(&vm).is_none(), "{:#?}", vm.events());
     volumes.unmount_and_check(&vm)
 }
 
