@@ -28,8 +28,9 @@ const JOURNAL_BYTES: u64 = 1026 * 4096;
 const JOURNAL_UUID: &str = "3c0f9a52-6d0b-4b0e-9e55-6a5d1f0e7a11";
 const FILE_SYSTEM_UUID: &str = "b7c41d1e-2f55-4a0c-8f3b-0f4f3a9d6c22";
 
-/// XFS refuses to be smaller.
+/// XFS refuses to be smaller, and so does its log on a device of its own.
 pub const XFS_MIB_MIN: u64 = 300;
+pub const XFS_LOG_MIB_MIN: u64 = 64;
 
 /// An image of zeros: a sparse file.
 pub fn empty(image: &Path, mib: u64) -> Result<()> {
@@ -98,6 +99,14 @@ pub fn xfs(image: &Path, mib: u64, files: &[File]) -> Result<()> {
     tool(Command::new(program("mkfs.xfs")).args(["-q", "-f", "-p"]).arg(list).arg(image))
 }
 
+/// An empty XFS image of the smallest size with its log in an image of its own. It is mounted with `logdev=`.
+pub fn xfs_with_log_apart(image: &Path, log: &Path) -> Result<()> {
+    empty(image, XFS_MIB_MIN)?;
+    empty(log, XFS_LOG_MIB_MIN)?;
+    let log = format!("logdev={}", log.display());
+    tool(Command::new(program("mkfs.xfs")).args(["-q", "-f", "-l", &log]).arg(image))
+}
+
 /// Fails unless the ext4 file system that begins so many bytes into an image is clean. Nobody has it mounted.
 pub fn check_ext4(image: &Path, offset: u64) -> Result<()> {
     let place = format!("{}?offset={offset}", image.display());
@@ -116,6 +125,20 @@ pub fn ext4_needs_recovery(image: &Path) -> Result<bool> {
 /// Fails unless the XFS file system that fills an image is clean. Nobody has it mounted.
 pub fn check_xfs(image: &Path) -> Result<()> {
     tool(Command::new(program("xfs_repair")).arg("-n").arg(image))
+}
+
+/// The same of one whose log is elsewhere.
+pub fn check_xfs_with_log_apart(image: &Path, log: &Path) -> Result<()> {
+    tool(Command::new(program("xfs_repair")).args(["-n", "-l"]).arg(log).arg(image))
+}
+
+/// What lies in a part of an image, as an image of its own; both bounds are whole MiB.
+pub fn cut_out(image: &Path, bytes: std::ops::Range<u64>, part: &Path) -> Result<()> {
+    let mib = |bytes: u64| bytes >> 20;
+    let mut command = Command::new("dd");
+    command.arg(format!("if={}", image.display())).arg(format!("of={}", part.display()));
+    let count = [("skip", mib(bytes.start)), ("count", mib(bytes.end - bytes.start))];
+    tool(command.args(["bs=1M", "conv=sparse"]).args(count.map(|(key, mib)| format!("{key}={mib}"))))
 }
 
 /// A store for the variables of UEFI firmware, at `vars`, and what it was copied from. Where the host has none it says so.

@@ -58,6 +58,13 @@ impl Volumes {
         })
     }
 
+    /// XFS instead, each as small as it can be, for a guest that mounts them by itself: with `nouuid`, since they are all the same one.
+    pub fn make_xfs(count: usize) -> Result<Self> {
+        Self::from_template(&std::env::temp_dir(), count, Blocks::Needed, None, |template, _| {
+            images::xfs(template, 0, &[])
+        })
+    }
+
     /// The same with all journals on other devices (`journals`), of which the guest names the first `/dev/vd{first}`.
     pub fn make_with_journals_apart(
         folder: &Path,

@@ -43,6 +43,8 @@ impl Layout {
         let sectors = EXTENDED + count as u64 * step;
         at("size", image, file.set_len(sectors * SECTOR))?;
         let put = |sector: u64, bytes: &[u8]| at("write to", image, file.write_all_at(bytes, sector * SECTOR));
+        let is_wanted = |piece: &[u8]| blocks == Blocks::All || piece.iter().any(|&byte| byte != 0);
+        let pieces: Vec<_> = template.chunks(PIECE_BYTES).zip(0..).filter(|(piece, _)| is_wanted(piece)).collect();
         put(0, &table([(CHAINED, EXTENDED, sectors - EXTENDED), (0, 0, 0)]))?;
         for volume in 0..count as u64 {
             let start = EXTENDED + volume * step;
@@ -50,9 +52,7 @@ impl Layout {
             // The second entry leads to the next table, counted from the start of the extended partition.
             let next = if is_last { (0, 0, 0) } else { (CHAINED, (volume + 1) * step, step) };
             put(start, &table([(LINUX, gap, long), next]))?;
-            let pieces = template.chunks(PIECE_BYTES).zip(0..);
-            let is_wanted = |piece: &[u8]| blocks == Blocks::All || piece.iter().any(|&byte| byte != 0);
-            for (piece, number) in pieces.filter(|(piece, _)| is_wanted(piece)) {
+            for (piece, number) in &pieces {
                 put(start + gap + number * (PIECE_BYTES as u64 / SECTOR), piece)?;
             }
         }

@@ -2,9 +2,11 @@
 //! acknowledged is there, no file system is damaged, and the last boot finds nearly all that it reads in memory.
 
 use std::collections::BTreeMap;
+use std::iter::repeat_n;
 
 use hearth_vmtest::images::{self, XFS_MIB_MIN};
-use hearth_vmtest::{Disk, Drives, Result, TestVm, Volumes, patience};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, Volumes, patience};
+use serde_json::Value;
 
 use super::{machine, number, ready};
 
@@ -17,36 +19,65 @@ const HIT_PCT: f64 = 98.0;
 
 #[test]
 fn a_hundred_volumes_come_back_whole() -> Result<()> {
-    come_back_whole(100, 2)
+    come_back_whole(Kinds { ext4: 100, xfs_disks: 2, xfs_partitions: 0 })
+}
+
+#[test]
+fn volumes_of_xfs_come_back_whole_beside_others() -> Result<()> {
+    come_back_whole(Kinds { ext4: 20, xfs_disks: 0, xfs_partitions: 20 })
 }
 
 /// Minutes: `make soak NAME=volumes`.
 #[test]
 #[ignore = "takes minutes under emulation"]
 fn four_hundred_volumes_come_back_whole() -> Result<()> {
-    come_back_whole(400, 4)
+    come_back_whole(Kinds { ext4: 400, xfs_disks: 4, xfs_partitions: 0 })
 }
 
-fn come_back_whole(ext4: usize, xfs: usize) -> Result<()> {
-    let volumes = Volumes::make(ext4)?;
+/// So many volumes of each.
+struct Kinds {
+    ext4: usize,
+    /// A disk each, behind those of the others.
+    xfs_disks: usize,
+    /// Of one disk, behind those of ext4.
+    xfs_partitions: usize,
+}
+
+impl Kinds {
+    fn all(&self) -> usize {
+        self.ext4 + self.xfs_disks + self.xfs_partitions
+    }
+
+    /// As the guest names them. `first`: the number of the first disk of XFS.
+    fn xfs_names(&self, first: usize) -> Vec<String> {
+        let letter = |disk: usize| char::from(b'a' + disk as u8);
+        let partitions = (5..5 + self.xfs_partitions).map(|partition| format!("{}{partition}", letter(first)));
+        let disks = first + usize::from(self.xfs_partitions > 0);
+        partitions.chain((disks..disks + self.xfs_disks).map(|disk| letter(disk).to_string())).collect()
+    }
+}
+
+fn come_back_whole(kinds: Kinds) -> Result<()> {
+    let volumes = Volumes::make(kinds.ext4)?;
+    let partitions = (kinds.xfs_partitions > 0).then(|| Volumes::make_xfs(kinds.xfs_partitions)).transpose()?;
     let first = volumes.images().len();
-    let builder = machine("many", &volumes);
-    let builder = (0..xfs).fold(builder, |builder, _| builder.disk(Disk::xfs(XFS_MIB_MIN)));
-    let xfs_letters: String =
-        (b'a'..=b'z').skip(first).take(xfs).map(|letter| format!("{} ", char::from(letter))).collect();
-    let mount_xfs = "mkdir -p /v/$x && mount -t xfs /dev/vd$x /v/$x || exit";
-    let at_boot = format!("for x in {xfs_letters}; do {mount_xfs}; done; {}", volumes.mount_script());
+    let of_xfs = partitions.iter().flat_map(Volumes::copies);
+    let of_xfs = of_xfs.chain(repeat_n(Disk::xfs(XFS_MIB_MIN), kinds.xfs_disks));
+    let builder = of_xfs.fold(machine("many", &volumes), TestVmBuilder::disk);
+    let mount_xfs = "mkdir -p /v/$x && mount -t xfs -o nouuid /dev/vd$x /v/$x || exit";
+    let at_boot =
+        format!("for x in {}; do {mount_xfs}; done; {}", kinds.xfs_names(first).join(" "), volumes.mount_script());
     let vm = builder.boot_script(&at_boot).boot()?;
     let all_are_mounted = || -> Result<()> {
         let mounted = vm.sh("grep -c ' /v/' /proc/mounts; true")?;
-        assert_eq!(mounted.trim(), (ext4 + xfs).to_string(), "{:#?}", vm.guest().kernel_log());
+        assert_eq!(mounted.trim(), kinds.all().to_string(), "{:#?}", vm.guest().kernel_log());
         Ok(())
     };
     all_are_mounted()?;
     ready(&vm)?;
     let mut lines = Lines::new();
     for life in 1..=2 {
-        let acknowledged = write_until_crash(&vm, life, ext4 + xfs)?;
+        let acknowledged = write_until_crash(&vm, life, kinds.all())?;
         vm.wait_incarnation(life + 1)?;
         all_are_mounted()?;
         let found = read(&vm)?;
@@ -57,14 +88,32 @@ fn come_back_whole(ext4: usize, xfs: usize) -> Result<()> {
     assert!(plan["hit_pct"].as_f64() >= Some(HIT_PCT), "{}", plan["missed"]);
     vm.sh_within("umount /v/*", patience(60))?;
     vm.stop()?;
-    let mut checked = 0;
+    check_partitions(&vm, &plan, &kinds, first)?;
+    let disks = first + usize::from(kinds.xfs_partitions > 0);
+    (disks..disks + kinds.xfs_disks)
+        .try_for_each(|disk| images::check_xfs(&vm.folder().join(format!("disk{disk}.img"))))
+}
+
+/// All partitions that the plan tells of are sound.
+fn check_partitions(vm: &TestVm, plan: &Value, kinds: &Kinds, first_xfs: usize) -> Result<()> {
+    let (mut ext4, mut xfs) = (0, 0);
     for volume in plan["volumes"].as_array().into_iter().flatten().filter(|volume| volume["partition"].is_u64()) {
-        let image = vm.folder().join(format!("{}.img", volume["disk"].as_str().expect("a disk has a name")));
-        images::check_ext4(&image, number(volume, "/offset"))?;
-        checked += 1;
+        let disk = volume["disk"].as_str().expect("a disk has a name");
+        let image = vm.folder().join(format!("{disk}.img"));
+        let start = number(volume, "/offset");
+        if disk == format!("disk{first_xfs}") && kinds.xfs_partitions > 0 {
+            let part = vm.folder().join("part.img");
+            images::cut_out(&image, start..start + number(volume, "/bytes"), &part)?;
+            images::check_xfs(&part)?;
+            std::fs::remove_file(part).expect("our own file");
+            xfs += 1;
+        } else {
+            images::check_ext4(&image, start)?;
+            ext4 += 1;
+        }
     }
-    assert_eq!(checked, ext4, "{}", plan["volumes"]);
-    (first..first + xfs).try_for_each(|disk| images::check_xfs(&vm.folder().join(format!("disk{disk}.img"))))
+    assert_eq!((ext4, xfs), (kinds.ext4, kinds.xfs_partitions), "{}", plan["volumes"]);
+    Ok(())
 }
 
 /// By volume, in order.

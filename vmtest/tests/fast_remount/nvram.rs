@@ -137,6 +137,21 @@ fn kills_in_the_middle_of_writing_take_nothing_that_was_flushed() -> Result<()> 
     }
     write_after(&vm, found)?;
 
+    // Both: the memory is there, whatever the mirror's policy, and so the next guest finds it.
+    await_records(&vm)?;
+    kill_all(&vm)?;
+    let promised = acknowledged(&vm);
+    for (policy, acknowledged) in POLICIES.into_iter().zip(promised) {
+        check(&in_file(&memory_file(policy)), acknowledged, policy);
+    }
+    check(&in_file(&mirror), promised[2], "the mirror");
+    vm.restart_keeper()?;
+    vm.wait_boots(3)?;
+    for ((device, promised), found) in DEVICES.into_iter().zip(promised).zip(&mut found) {
+        *found = check(&in_guest(&vm, device)?, promised, device);
+    }
+    write_after(&vm, found)?;
+
     // Both, and the host's memory with them: what there is then is in the mirrors.
     await_records(&vm)?;
     kill_all(&vm)?;
@@ -151,7 +166,7 @@ fn kills_in_the_middle_of_writing_take_nothing_that_was_flushed() -> Result<()> 
     // When which of its blocks comes to an asynchronous mirror nobody says, but it comes whole.
     blocks(&in_file(&files.path().join("async")), "the asynchronous mirror");
     vm.restart_keeper()?;
-    vm.wait_boots(3)?;
+    vm.wait_boots(4)?;
     check(&in_guest(&vm, DEVICES[2])?, promised[2], DEVICES[2]);
     Ok(())
 }
