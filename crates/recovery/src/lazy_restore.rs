@@ -140,7 +140,7 @@ pub struct LazyRam {
 
 impl LazyRam {
     /// From now on pages come when they are touched. QEMU waits for its guest; what was prefetched is in the file.
-    /// `tell` hears, once, of each chunk that cannot be brought, if there are not too many; of a store that does not answer, of
+    /// `tell` hears, once a reason, of each chunk that cannot be brought, if there are not too many; of a store that does not answer, of
     /// the first one.
     pub fn register(
         snapshot: Arc<Snapshot>,
@@ -264,7 +264,9 @@ impl LazyRam {
             Err(error) => {
                 let (why, away) = (words(error), error.is_away());
                 let is_told = away && stuck.values().any(|other| other.away);
-                let is_new = stuck.insert(chunk, Stuck { why: why.clone(), away }).is_none();
+                let before = stuck.insert(chunk, Stuck { why: why.clone(), away });
+                // Another reason is news: a file was put in its place, and it is not the one.
+                let is_new = before.is_none_or(|before| before.why != why);
                 if is_new && !is_told && stuck.len() <= TOLD_MAX {
                     (self.tell)(why);
                 }

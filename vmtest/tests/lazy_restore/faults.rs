@@ -50,12 +50,10 @@ fn a_snapshot_that_is_not_whole_is_refused_by_name_before_a_guest_runs() -> Resu
     verify(&clone)
 }
 
-#[test]
-fn a_guest_that_touches_a_damaged_page_waits_and_goes_on_when_the_image_is_mended() -> Result<()> {
-    let (vm, nonce, snapshot) = saved("mended")?;
-    // All chunks in the middle of the file, where the pattern lies: not what a guest needs to answer.
+/// One byte of the pattern's first page: not what a guest needs to answer. The image, what it held, and where that is.
+fn damage(snapshot: &Path) -> (File, Vec<u8>, usize) {
     let ram = snapshot.join("ram");
-    let bytes = Snapshot::open(&snapshot).expect("it was saved").ram.sealed().bytes;
+    let bytes = Snapshot::open(snapshot).expect("it was saved").ram.sealed().bytes;
     let image = File::options().read(true).write(true).open(&ram).expect("it is there");
     let whole = fs::read(&ram).expect("it can be read");
     let pattern = hearth_vmtest::pattern::bytes("memory", 4096, super::SEED);
@@ -63,6 +61,13 @@ fn a_guest_that_touches_a_damaged_page_waits_and_goes_on_when_the_image_is_mende
         (4096..bytes as usize - 4096).step_by(4096).filter(|at| whole[*at..*at + 4096] == pattern).collect();
     let [place] = places[..] else { panic!("the first page of the pattern is there {} times", places.len()) };
     image.write_all_at(&[whole[place] ^ 1], place as u64).expect("it can be written");
+    (image, whole, place)
+}
+
+#[test]
+fn a_guest_that_touches_a_damaged_page_waits_and_goes_on_when_the_image_is_mended() -> Result<()> {
+    let (vm, nonce, snapshot) = saved("mended")?;
+    let (image, whole, place) = damage(&snapshot);
     let clone = vm.restore(&snapshot, "waits", &["--lazy"])?;
     clone.wait_running()?;
     let told = clone.wait_event("the damage is told", |event| event["kind"] == "restore_waits")?;
@@ -117,6 +122,37 @@ fn a_guest_whose_image_is_cut_off_under_it_waits_and_goes_on_when_it_is_whole_ag
 
 fn is_rest(word: &Value) -> bool {
     word.as_str().is_some_and(|word| word.starts_with("and ") && word.ends_with(" more"))
+}
+
+#[test]
+fn a_whole_copy_in_the_place_of_a_damaged_image_is_taken_up_and_another_snapshots_is_refused() -> Result<()> {
+    let vm = TestVm::busybox("replaced").boot()?;
+    let (nonce, snapshot, other) = (vm.nonce()?, vm.folder().join("snapshot"), vm.folder().join("other"));
+    fill(&vm, 64)?;
+    vm.save(&snapshot)?;
+    vm.save(&other)?;
+    vm.stop_at_once()?;
+    let (_, whole, _) = damage(&snapshot);
+    let put = |bytes: &[u8]| {
+        let new = snapshot.join("ram.new");
+        fs::write(&new, bytes).and_then(|()| fs::rename(&new, snapshot.join("ram"))).expect("it can be put there");
+    };
+    let clone = vm.restore(&snapshot, "waits", &["--lazy"])?;
+    clone.wait_running()?;
+    let waits_for = |what: &str| {
+        clone.wait_event(what, |event| {
+            let why = event["why"].as_str().unwrap_or_default();
+            event["kind"] == "restore_waits" && why.contains("of the guest's memory are damaged") && why.contains(what)
+        })
+    };
+    waits_for("their checksum is wrong")?;
+    let verifying = clone.guest().start(&format!("probe verify /tmp/memory {}", super::SEED))?;
+    put(&fs::read(other.join("ram")).expect("it was saved"));
+    waits_for("is not the file that was opened, nor a whole copy of it")?;
+    clone.wait_status("nothing else is missing", |status| status["restore"]["pages_missing"].as_u64() <= Some(16))?;
+    assert!(clone.guest().take_answer(verifying).is_none(), "it cannot have been verified: a page of it is not there");
+    put(&whole);
+    comes_whole(&clone, verifying, &nonce)
 }
 
 #[test]

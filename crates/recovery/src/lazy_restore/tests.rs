@@ -23,10 +23,15 @@ struct Stand {
 }
 
 fn save(folder: &std::path::Path) {
+    save_of(folder, |page| page as u8);
+}
+
+/// Each of its pages is full of one byte.
+fn save_of(folder: &std::path::Path, byte: impl Fn(u32) -> u8) {
     let mut draft = Draft::create(folder).unwrap();
     let mut writer = PageWriter::create(&draft.ram_path(), PAGES, Compression::None).unwrap();
     for page in STORED {
-        writer.add(page, &[page as u8; 4096]).unwrap();
+        writer.add(page, &[byte(page); 4096]).unwrap();
     }
     let Sealed { bytes, pages, seal } = writer.finish().unwrap();
     let manifest = Manifest {
@@ -207,6 +212,40 @@ fn who_touches_a_damaged_page_waits_until_the_image_is_mended() {
     let told = lock(&told);
     assert_eq!(told.len(), 1, "told once: {told:?}");
     assert!(told[0].contains("pages 26 to 41 of the guest's memory are damaged"), "{told:?}");
+}
+
+#[test]
+fn an_image_that_is_put_back_as_another_file_is_taken_up_and_another_snapshots_is_not() {
+    let stand = Stand::new();
+    let [path, away, copy, other] = ["snapshot/ram", "away", "copy", "other"].map(|name| stand.home.path().join(name));
+    let whole = fs::read(&path).unwrap();
+    save_of(&other, |page| !(page as u8));
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let heard = told.clone();
+    let tell = move |why| lock(&heard).push(why);
+    let lazy = LazyRam::register(stand.snapshot(), &stand.ram, &stand.userfault, false, tell).unwrap();
+    let image = File::options().write(true).open(&path).unwrap();
+    image.write_all_at(&[0xee], 4096 + 16 * PAGE_BYTES + 9).unwrap();
+    // The file that is open stays what it is.
+    fs::rename(&path, &away).unwrap();
+    served(&lazy, || {
+        assert!(!lazy.fill(|_, _| 0).unwrap());
+        for not_it in [&fs::read(other.join("ram")).unwrap(), &whole[..9000]] {
+            fs::write(&copy, not_it).unwrap();
+            fs::rename(&copy, &path).unwrap();
+            assert!(!lazy.fill(|_, _| 0).unwrap());
+            let stuck = lazy.stuck();
+            assert!(stuck.len() == 1 && stuck[0].contains("nor a whole copy of it"), "{stuck:?}");
+        }
+        fs::write(&copy, &whole).unwrap();
+        fs::rename(&copy, &path).unwrap();
+        assert_eq!(stand.touch(30), 30);
+        assert!(lazy.fill(|_, _| 0).unwrap());
+        assert_eq!(stand.see(), saved());
+    });
+    let told = lock(&told);
+    assert_eq!(told.len(), 2, "once for each reason: {told:?}");
+    assert!(told[0].contains("their checksum is wrong"), "{told:?}");
 }
 
 #[test]

@@ -1,12 +1,15 @@
 //! Blocks: a snapshot's disks, as far as they hold pages of its memory.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
-use hearth_disk::image::{Format, ImageReader};
+use hearth_disk::arrival::Arrivals;
+use hearth_disk::image::{Format, ImageError, ImageReader};
 
 use super::manifest::{DiskPart, disk_file};
 use super::{LocalDisks, PAGE, SnapshotError};
+use crate::incarnation::lock;
 
 /// A block of one of the disks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -25,19 +28,43 @@ impl BlockRef {
 
 /// The disks of one snapshot. Nobody writes to them as long as this lives.
 #[derive(Debug)]
-pub struct DiskBlocks(Vec<ImageReader>);
+pub struct DiskBlocks(Vec<OneDisk>);
+
+#[derive(Debug)]
+struct OneDisk {
+    path: PathBuf,
+    format: Format,
+    arrivals: Arrivals,
+    /// What had the name when it was last looked for.
+    reader: Mutex<Arc<ImageReader>>,
+}
+
+impl OneDisk {
+    fn open(path: PathBuf, format: Format, arrivals: &Arrivals) -> Result<Self, ImageError> {
+        let reader = ImageReader::open_over(&path, format, arrivals)?;
+        Ok(Self { path, format, arrivals: arrivals.clone(), reader: Mutex::new(Arc::new(reader)) })
+    }
+}
 
 impl DiskBlocks {
     pub fn open(local: &LocalDisks<'_>, disks: &[DiskPart]) -> Result<Self, SnapshotError> {
         let open = |disk: &DiskPart| {
             let format = if disk.format == "qcow2" { Format::Qcow2 } else { Format::Raw };
-            Ok(ImageReader::open_over(&local.folder.join(disk_file(&disk.name)), format, &local.arrivals)?)
+            Ok(OneDisk::open(local.folder.join(disk_file(&disk.name)), format, &local.arrivals)?)
         };
         disks.iter().map(open).collect::<Result<_, _>>().map(Self)
     }
 
     pub fn path(&self, disk: u32) -> Option<&Path> {
-        Some(self.0.get(disk as usize)?.path())
+        Some(&self.0.get(disk as usize)?.path)
+    }
+
+    /// What has the disk's name by now is read from now on, if it is an image: what its blocks hold is for the reader to check.
+    pub fn look_again(&self, disk: u32) {
+        let Some(disk) = self.0.get(disk as usize) else { return };
+        if let Ok(found) = ImageReader::open_over(&disk.path, disk.format, &disk.arrivals) {
+            *lock(&disk.reader) = Arc::new(found);
+        }
     }
 
     /// Fills `pages`, one after the other, with what these blocks hold.
@@ -46,7 +73,8 @@ impl DiskBlocks {
         for run in blocks.chunk_by(BlockRef::is_followed_by) {
             let (ours, others) = rest.split_at_mut(run.len() * PAGE);
             let disk = self.0.get(run[0].disk as usize).ok_or(io::ErrorKind::NotFound)?;
-            disk.read(run[0].block, ours)?;
+            let reader = lock(&disk.reader).clone();
+            reader.read(run[0].block, ours)?;
             rest = others;
         }
         Ok(())

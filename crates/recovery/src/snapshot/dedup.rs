@@ -197,9 +197,10 @@ mod tests {
         let path = stand.home.path().join("packed");
         pack(&stand.plain(), &path, Compression::None, &chunks, None, &mut Unwatched).unwrap();
         let disk = stand.home.path().join(disk_file("root"));
-        let mut bytes = fs::read(&disk).unwrap();
-        bytes[30 * PAGE + 77] ^= 4;
-        fs::write(&disk, &bytes).unwrap();
+        let bytes = fs::read(&disk).unwrap();
+        let mut altered = bytes.clone();
+        altered[30 * PAGE + 77] ^= 4;
+        fs::write(&disk, &altered).unwrap();
         let reader = PageReader::open(&path).unwrap().with_disks(Arc::new(stand.disks()));
         let mut reading = reader.reading();
         let refusal = reader.page(17, &mut reading).unwrap_err().to_string();
@@ -207,6 +208,13 @@ mod tests {
                       them, are not what they were when it was saved";
         assert!(refusal.ends_with(expect), "{refusal}");
         assert!(reader.page(15, &mut reading).is_ok() && reader.page(32, &mut reading).is_ok());
+        let copy = stand.home.path().join("copy");
+        fs::write(&copy, &bytes).unwrap();
+        fs::rename(&copy, &disk).unwrap();
+        assert!(
+            reader.page(17, &mut reading).unwrap().unwrap() == &Stand::page(17),
+            "another file was put in its place"
+        );
         fs::write(&disk, &bytes[..20 * PAGE]).unwrap();
         let reader = PageReader::open(&path).unwrap().with_disks(Arc::new(stand.disks()));
         let refusal = reader.page(17, &mut reader.reading()).unwrap_err().to_string();

@@ -1,11 +1,14 @@
 //! Reads a file of pages: the index at once, chunks as they are asked for, from any thread.
 
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use hearth_store::Urgency;
 
-use super::source::Source;
+use super::source::{Found, Source};
 use super::writer::seal;
 use super::*;
 use crate::snapshot::blocks::DiskBlocks;
@@ -200,16 +203,6 @@ impl PageReader {
         if chunk.flags == FLAG_ELSEWHERE {
             return self.fetch_elsewhere(number, reading);
         }
-        if checksum(&reading.stored) != chunk.checksum {
-            // What of it is kept on this host must not be what is wrong with it.
-            if self.source.forget(chunk.offset, chunk.stored_bytes.into()) {
-                self.fetch_stored(number, reading)?;
-            }
-            if checksum(&reading.stored) != chunk.checksum {
-                self.source.forget(chunk.offset, chunk.stored_bytes.into());
-                return Err(self.damaged(number, "their checksum is wrong"));
-            }
-        }
         if chunk.flags & FLAG_ZSTD == 0 {
             std::mem::swap(&mut reading.stored, &mut reading.raw);
             return Ok(());
@@ -222,7 +215,49 @@ impl PageReader {
         }
     }
 
+    /// What is in the file of a chunk, checked; from another file, if the snapshot's was put back by that.
     fn fetch_stored(&self, number: u32, reading: &mut Reading) -> Result<(), SnapshotError> {
+        let Err(error) = self.try_fetch_stored(number, reading) else { return Ok(()) };
+        match self.source.look_again(&self.path, |file| self.is_sealed_as(file)) {
+            Found::Ours => self.try_fetch_stored(number, reading),
+            Found::Another => {
+                let what = "what has its name is not the file that was opened, nor a whole copy of it; put one there";
+                Err(self.damaged(number, what))
+            }
+            Found::Nothing => Err(error),
+        }
+    }
+
+    /// As long as the file that was opened, and sealed as that. What its chunks hold is checked by the index that is known.
+    fn is_sealed_as(&self, file: &File) -> io::Result<bool> {
+        let Some(trailer_at) = self.sealed.bytes.checked_sub(TRAILER_BYTES as u64) else { return Ok(false) };
+        let mut trailer = [0; TRAILER_BYTES];
+        file.read_exact_at(&mut trailer, trailer_at)?;
+        let seal: [u8; TRAILER_BYTES - TRAILER_SEALED_BYTES] =
+            trailer[TRAILER_SEALED_BYTES..].try_into().expect("what is behind it");
+        let is_named = blake3::Hash::from_bytes(seal).to_hex().as_str() == self.sealed.seal;
+        Ok(is_named && file.metadata()?.len() == self.sealed.bytes)
+    }
+
+    fn try_fetch_stored(&self, number: u32, reading: &mut Reading) -> Result<(), SnapshotError> {
+        let chunk = &self.entries[number as usize];
+        self.read_stored(number, reading)?;
+        // The checksum of one that is elsewhere is that of its pages.
+        if chunk.flags == FLAG_ELSEWHERE || checksum(&reading.stored) == chunk.checksum {
+            return Ok(());
+        }
+        // What of it is kept on this host must not be what is wrong with it.
+        if self.source.forget(chunk.offset, chunk.stored_bytes.into()) {
+            self.read_stored(number, reading)?;
+        }
+        if checksum(&reading.stored) == chunk.checksum {
+            return Ok(());
+        }
+        self.source.forget(chunk.offset, chunk.stored_bytes.into());
+        Err(self.damaged(number, "their checksum is wrong"))
+    }
+
+    fn read_stored(&self, number: u32, reading: &mut Reading) -> Result<(), SnapshotError> {
         let chunk = &self.entries[number as usize];
         reading.stored.resize(chunk.stored_bytes as usize, 0);
         let read = self.source.read(&self.path, &mut reading.stored, chunk.offset, reading.urgency);
@@ -242,13 +277,22 @@ impl PageReader {
         };
         let blocks = Elsewhere::decode(&reading.stored);
         reading.raw.resize(blocks.len() * PAGE_BYTES, 0);
-        let read = disks.read(&blocks, &mut reading.raw);
-        if read.is_ok() && checksum(&reading.raw) == self.entries[number as usize].checksum {
+        let mut read = || -> io::Result<bool> {
+            disks.read(&blocks, &mut reading.raw)?;
+            Ok(checksum(&reading.raw) == self.entries[number as usize].checksum)
+        };
+        let mut found = read();
+        if !matches!(found, Ok(true)) {
+            // It may have been put back by another file, as may those that it lies over.
+            blocks.first().into_iter().for_each(|block| disks.look_again(block.disk));
+            found = read();
+        }
+        if matches!(found, Ok(true)) {
             return Ok(());
         }
         let at = |block: Option<&BlockRef>| block.map_or(0, |block| block.block);
         let (first, last) = (at(blocks.first()), at(blocks.last()));
-        let how = if read.is_ok() { "are not what they were when it was saved" } else { "cannot be read" };
+        let how = if found.is_ok() { "are not what they were when it was saved" } else { "cannot be read" };
         let damaged = self.damaged(number, &format!("blocks {first} to {last} of this disk, which hold them, {how}"));
         let disk = blocks.first().and_then(|block| disks.path(block.disk));
         Err(match (damaged, disk) {

@@ -1,14 +1,16 @@
 //! Source: where the bytes of a file of pages come from, a file of this host or an object of a store.
 
 use std::fs::File;
+use std::io;
 use std::num::NonZeroU64;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use hearth_store::{Object, Urgency};
 use rustix::fs::{Advice, fadvise};
 
+use crate::incarnation::lock;
 use crate::snapshot::SnapshotError;
 
 /// Of an object, asked for ahead by whoever fills memory behind a guest: when and how many at once its turns say
@@ -19,25 +21,39 @@ const PREFETCH_BYTES: u64 = 32 << 20;
 
 #[derive(Debug)]
 pub enum Source {
-    File(File),
+    /// The one that had the name when it was last looked for.
+    File(Mutex<Arc<File>>),
     Object(Arc<Object>),
+}
+
+/// What is found when a file is looked for again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// It is read from now on.
+    Ours,
+    Another,
+    Nothing,
 }
 
 impl Source {
     pub fn open(path: &Path) -> Result<Self, SnapshotError> {
-        File::open(path).map(Self::File).map_err(SnapshotError::io(path, "read"))
+        let file = File::open(path).map_err(SnapshotError::io(path, "read"))?;
+        Ok(Self::File(Mutex::new(Arc::new(file))))
     }
 
     pub fn bytes(&self, path: &Path) -> Result<u64, SnapshotError> {
         match self {
-            Self::File(file) => Ok(file.metadata().map_err(SnapshotError::io(path, "read"))?.len()),
+            Self::File(file) => Ok(lock(file).metadata().map_err(SnapshotError::io(path, "read"))?.len()),
             Self::Object(object) => Ok(object.meta().bytes),
         }
     }
 
     pub fn read(&self, path: &Path, into: &mut [u8], offset: u64, urgency: Urgency) -> Result<(), SnapshotError> {
         match self {
-            Self::File(file) => file.read_exact_at(into, offset).map_err(SnapshotError::io(path, "read")),
+            Self::File(file) => {
+                let file = lock(file).clone();
+                file.read_exact_at(into, offset).map_err(SnapshotError::io(path, "read"))
+            }
             Self::Object(object) => Ok(object.read_at(into, offset, urgency)?),
         }
     }
@@ -53,11 +69,24 @@ impl Source {
         }
     }
 
+    /// A file that cannot be read may have been replaced by a whole one, which only its name leads to.
+    pub fn look_again(&self, path: &Path, is_ours: impl FnOnce(&File) -> io::Result<bool>) -> Found {
+        let Self::File(known) = self else { return Found::Nothing };
+        let Ok(found) = File::open(path) else { return Found::Nothing };
+        if is_ours(&found).unwrap_or(false) {
+            advise(&found, path, 0, 0, Advice::Random);
+            *lock(known) = Arc::new(found);
+            return Found::Ours;
+        }
+        let identity = |file: &File| file.metadata().map(|file| (file.dev(), file.ino())).ok();
+        if identity(&found) == identity(&lock(known)) { Found::Nothing } else { Found::Another }
+    }
+
     /// Chunks are read as they are asked for, and nothing besides: what the host reads ahead of its own accord may be
     /// megabytes, and whoever needs a page waits behind them.
     pub fn expect_random(&self, path: &Path) {
         if let Self::File(file) = self {
-            advise(file, path, 0, 0, Advice::Random);
+            advise(&lock(file), path, 0, 0, Advice::Random);
         }
     }
 
@@ -66,7 +95,8 @@ impl Source {
         match self {
             _ if bytes == 0 => from,
             Self::File(file) => {
-                advise(file, path, from, bytes, Advice::WillNeed);
+                let file = lock(file).clone();
+                advise(&file, path, from, bytes, Advice::WillNeed);
                 from + bytes
             }
             Self::Object(object) => ask(object, from, FILL_BYTES, Urgency::Memory),
