@@ -39,7 +39,7 @@ pub mod net;
 pub mod page_cache;
 pub mod pattern;
 mod plain;
-mod processes;
+pub mod processes;
 mod program;
 pub mod qemu_dump;
 mod qmp;

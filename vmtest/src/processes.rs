@@ -5,7 +5,7 @@
 
 use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -63,6 +63,25 @@ fn is_over(handle: &OwnedFd, limit: Duration) -> bool {
 /// Sends SIGKILL to a process by number.
 pub fn kill(pid: Pid) -> std::io::Result<()> {
     Ok(kill_process(pid, Signal::KILL)?)
+}
+
+/// Sends SIGTERM to a process by number.
+pub fn terminate(pid: Pid) -> std::io::Result<()> {
+    Ok(kill_process(pid, Signal::TERM)?)
+}
+
+/// What a process has open: paths, and what the kernel calls the rest.
+pub fn open_files(pid: Pid) -> std::io::Result<Vec<PathBuf>> {
+    let open = fs::read_dir(format!("/proc/{}/fd", pid.as_raw_nonzero()))?;
+    // One that was closed meanwhile is none.
+    Ok(open.flatten().filter_map(|entry| fs::read_link(entry.path()).ok()).collect())
+}
+
+/// The names of a process's threads, of which Linux keeps 15 bytes.
+pub fn threads(pid: Pid) -> std::io::Result<Vec<String>> {
+    let tasks = fs::read_dir(format!("/proc/{}/task", pid.as_raw_nonzero()))?;
+    let names = tasks.flatten().filter_map(|task| fs::read_to_string(task.path().join("comm")).ok());
+    Ok(names.map(|name| name.trim_end().to_owned()).collect())
 }
 
 /// Sends SIGSTOP to a process by number, and waits until none of its threads runs.

@@ -7,25 +7,27 @@
 //! A keeper killed before `begun` leaves a QEMU without a guest and disks that nobody has written to: the next one begins
 //! anew. One killed after it leaves a guest that waits for its memory, and the next one goes on.
 
+mod fill;
+mod restoring;
 mod trace;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use hearth_api::{ApiError, ErrorWord, EventKind, RestoreStatus};
 use hearth_disk::arrival::Conduct;
-use hearth_disk::gate::Gate;
 use hearth_memory::faults::Userfault;
 use hearth_memory::faults::admission::AdmissionError;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::{QemuIdentity, RestoreNote};
-use hearth_recovery::lazy_restore::{LazyRam, Mode, Pace, RestoreError, prefetch};
+use hearth_recovery::lazy_restore::{LazyRam, Mode, RestoreError, prefetch};
 use hearth_recovery::snapshot::state::{self, StateError};
 use hearth_recovery::snapshot::{Snapshot, SnapshotError};
 
+use fill::fill;
+pub use restoring::Restoring;
 use trace::note_first_touches;
 pub use trace::{Probe, Trace};
 
@@ -36,16 +38,6 @@ use crate::object_store::{open_snapshot, saved_disks};
 
 /// The state is loaded in 20 ms; but it waits for pages that may lie far away.
 const STATE_PATIENCE: Duration = Duration::from_secs(60);
-/// Between two looks whether a guest that waits for a page still does.
-const GIVE_WAY: Duration = Duration::from_micros(100);
-/// So long after somebody waited for a page no more than a chunk is read at a time, and slowly: a guest that touches one page
-/// touches others.
-const CALM_AFTER: Duration = Duration::from_millis(100);
-/// Asked of the disk at once behind a guest that waits for nothing: 2 ms at 125 MiB/s, which is what a page that is touched
-/// then waits.
-const AHEAD_BYTES: u64 = 256 << 10;
-/// Until what could not be read is tried again.
-const FILL_AGAIN: Duration = Duration::from_millis(500);
 /// Threads that serve faults out of an object store: each waits for its own page, for a round trip at least.
 const SERVERS_FROM_AFAR: usize = 4;
 
@@ -91,76 +83,6 @@ pub enum Word {
     Failed {
         message: String,
     },
-}
-
-/// The way of one incarnation out of a snapshot.
-pub struct Restoring {
-    snapshot: PathBuf,
-    mode: Mode,
-    began: Instant,
-    /// Pages, for a guest that was all there.
-    pages: u64,
-    lazy: Option<Arc<LazyRam>>,
-    threads: Vec<JoinHandle<()>>,
-    complete: bool,
-}
-
-impl Restoring {
-    pub fn is_complete(&self) -> bool {
-        self.complete
-    }
-
-    /// What the disks have to ask.
-    pub fn gate(&self) -> Option<Gate> {
-        self.lazy.as_ref().filter(|_| !self.complete).map(LazyRam::gate)
-    }
-
-    fn status(&self) -> RestoreStatus {
-        let mut status = RestoreStatus {
-            snapshot: self.snapshot.display().to_string(),
-            mode: self.mode.name().to_owned(),
-            pages: self.pages,
-            pages_prefetched: self.pages,
-            pages_lazy: 0,
-            pages_filled: 0,
-            pages_missing: 0,
-            faults: 0,
-            fault_us_p50: None,
-            fault_us_p99: None,
-            fault_us_total: 0,
-            complete: self.complete,
-            waits: Vec::new(),
-        };
-        if let Some(lazy) = &self.lazy {
-            let counts = lazy.counts();
-            status.pages_prefetched = counts.prefetched;
-            (status.pages_lazy, status.pages_filled) = (counts.lazy, counts.filled);
-            (status.pages_missing, status.waits) = (counts.missing, lazy.stuck());
-            (status.fault_us_p50, status.fault_us_p99) = (lazy.wait_us(50), lazy.wait_us(99));
-            (status.faults, status.fault_us_total) = (lazy.waits(), lazy.waited_us());
-        }
-        status
-    }
-
-    fn start(&mut self, name: String, work: impl FnOnce(&LazyRam) + Send + 'static) -> Result<(), RestoreFailure> {
-        let Some(lazy) = self.lazy.clone() else { return Ok(()) };
-        let thread = std::thread::Builder::new().name(name).spawn(move || work(&lazy));
-        self.threads.push(thread.map_err(RestoreFailure::Thread)?);
-        Ok(())
-    }
-}
-
-impl Drop for Restoring {
-    fn drop(&mut self) {
-        if let Some(lazy) = &self.lazy {
-            lazy.stop();
-        }
-        for thread in self.threads.drain(..) {
-            if thread.join().is_err() {
-                tracing::error!("a thread of the restore panicked");
-            }
-        }
-    }
 }
 
 /// Says something to the machine's loop, of one generation.
@@ -311,15 +233,8 @@ impl Machine {
                 Some(LazyRam::register(snapshot.clone(), &incarnation.ram, userfault, tracing, tell)?)
             }
         };
-        let restoring = Restoring {
-            snapshot: order.snapshot.clone(),
-            mode: order.mode,
-            began,
-            pages: snapshot.ram.pages().len() as u64,
-            complete: lazy.is_none(),
-            lazy: lazy.map(Arc::new),
-            threads: Vec::new(),
-        };
+        let pages = snapshot.ram.pages().len() as u64;
+        let restoring = Restoring::new(&order.snapshot, order.mode, began, pages, lazy);
         self.serve_faults(restoring, generation.number)?;
         self.gate_disks();
         state::give(&generation.qmp, &snapshot.state, STATE_PATIENCE).map_err(|source| {
@@ -330,8 +245,7 @@ impl Machine {
     }
 
     fn serve_faults(&mut self, mut restoring: Restoring, generation: u32) -> Result<(), RestoreFailure> {
-        let is_far = restoring.lazy.as_ref().is_some_and(|lazy| lazy.is_far());
-        for _ in 0..if is_far { SERVERS_FROM_AFAR } else { 1 } {
+        for _ in 0..if restoring.is_far() { SERVERS_FROM_AFAR } else { 1 } {
             let teller = self.teller(generation);
             restoring.start(format!("faults-{}", self.parts.config.name), move |lazy| {
                 if let Err(error) = lazy.serve() {
@@ -346,7 +260,7 @@ impl Machine {
     fn fill_behind(&mut self, generation: u32, trace: Option<Trace>) -> Result<(), RestoreFailure> {
         let (teller, name) = (self.teller(generation), format!("fill-{}", self.parts.config.name));
         let Some(restoring) = &mut self.restoring else { return Ok(()) };
-        if restoring.complete {
+        if restoring.is_complete() {
             self.restore_complete();
             return Ok(());
         }
@@ -380,8 +294,8 @@ impl Machine {
 
     fn restore_complete(&mut self) {
         let Some(restoring) = &mut self.restoring else { return };
-        restoring.complete = true;
-        let duration_ms = restoring.began.elapsed().as_secs_f64() * 1e3;
+        restoring.complete();
+        let duration_ms = restoring.elapsed().as_secs_f64() * 1e3;
         let RestoreStatus { pages, pages_prefetched, pages_lazy, .. } = restoring.status();
         self.gate_disks();
         self.journal.restore = None;
@@ -433,15 +347,7 @@ impl Machine {
         let tell = move |why| teller.say(Word::Waits { why });
         let lazy = LazyRam::resume(Arc::new(snapshot), &incarnation.ram, &userfault, tell);
         let lazy = lazy.map_err(|error| failed(error.into()))?;
-        let restoring = Restoring {
-            snapshot: note.snapshot,
-            mode: note.mode,
-            began: Instant::now(),
-            pages,
-            complete: lazy.is_none(),
-            lazy: lazy.map(Arc::new),
-            threads: Vec::new(),
-        };
+        let restoring = Restoring::new(&note.snapshot, note.mode, Instant::now(), pages, lazy);
         self.serve_faults(restoring, identity.generation).map_err(failed)?;
         Ok(Ok(userfault))
     }
@@ -451,39 +357,5 @@ impl Machine {
         let Some(life) = &self.life else { return Ok(()) };
         let (number, name) = (life.generation.number, self.parts.config.name.clone());
         self.fill_behind(number, None).map_err(|source| MachineError::Restore { name, source })
-    }
-}
-
-/// Until nothing is missing, or it is told to stop.
-fn fill(lazy: &LazyRam, teller: &Teller) {
-    let began = Instant::now();
-    let mut pace = Pace::begin(began.elapsed());
-    loop {
-        let mut read_from = None;
-        let ahead_bytes = |lazy: &LazyRam, bytes: u64| {
-            // Requests to a store have turns, whoever makes them.
-            if lazy.is_far() {
-                return AHEAD_BYTES;
-            }
-            if let Some(read_from) = read_from {
-                pace.took(began.elapsed(), began.elapsed().saturating_sub(read_from));
-            }
-            while lazy.is_asked() && !lazy.is_stopped() {
-                std::thread::sleep(GIVE_WAY);
-            }
-            let is_calm = lazy.calm_for() >= CALM_AFTER;
-            std::thread::sleep(pace.wait(began.elapsed(), bytes, is_calm));
-            read_from = Some(began.elapsed());
-            if is_calm { AHEAD_BYTES } else { 0 }
-        };
-        match lazy
-            .fill(ahead_bytes)
-            .and_then(|complete| if complete { lazy.finish().map(|()| true) } else { Ok(false) })
-        {
-            Ok(true) => return teller.say(Word::Complete),
-            Ok(false) if lazy.is_stopped() => return,
-            Ok(false) => std::thread::sleep(FILL_AGAIN),
-            Err(error) => return teller.say_end(&error),
-        }
     }
 }

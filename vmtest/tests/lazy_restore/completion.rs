@@ -1,0 +1,74 @@
+//! When all memory is there nothing is kept for it: no handler of page faults, no thread, no file of the snapshot.
+
+use std::fs;
+use std::path::Path;
+
+use hearth_vmtest::{Drives, Result, TestVm, processes};
+use rustix::process::Pid;
+
+use super::verify;
+
+/// What a machine's keeper has for the sake of guest memory that is on its way.
+#[derive(Debug, PartialEq, Eq)]
+struct Kept {
+    userfaultfds: usize,
+    threads: Vec<String>,
+    /// Names of the snapshot's, its QEMU's too.
+    files: Vec<String>,
+}
+
+fn kept(vm: &TestVm, snapshot: &Path) -> Result<Kept> {
+    let keeper = vm.keeper_pid().and_then(|pid| Pid::from_raw(pid as i32)).expect("it has a keeper");
+    let open = |pid| processes::open_files(pid).expect("it lives");
+    let (of_keeper, of_qemu) = (open(keeper), open(vm.qemu_pid()?));
+    let is_userfaultfd = |path: &&std::path::PathBuf| path.ends_with("anon_inode:[userfaultfd]");
+    let mut threads = processes::threads(keeper).expect("it lives");
+    threads.retain(|name| ["faults-", "fill-", "prefetch-"].iter().any(|of| name.starts_with(of)));
+    threads.sort();
+    let of_snapshot = of_keeper.iter().chain(&of_qemu).filter_map(|path| path.strip_prefix(snapshot).ok());
+    let mut files: Vec<_> = of_snapshot.map(|name| name.display().to_string()).collect();
+    files.sort();
+    Ok(Kept { userfaultfds: of_keeper.iter().filter(is_userfaultfd).count(), threads, files })
+}
+
+#[test]
+fn when_nothing_is_missing_the_handler_is_gone_and_the_snapshot_can_be_removed() -> Result<()> {
+    let vm = TestVm::busybox("kept").boot()?;
+    let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
+    super::fill(&vm, 64)?;
+    vm.save(&snapshot)?;
+    let nothing = kept(&vm, &snapshot)?;
+    assert!(nothing.threads.is_empty() && nothing.files.is_empty(), "{nothing:?}");
+    vm.stop_at_once()?;
+    let eager = vm.restore(&snapshot, "eager", &["--eager"])?;
+    eager.wait_running()?;
+    assert_eq!(kept(&eager, &snapshot)?, nothing);
+    eager.stop_at_once()?;
+    let over = vm.folder().join("over");
+    let until = format!("test -e {}", over.display());
+    // Nothing is filled in until then, so that it is in the middle of it.
+    let clone = vm.restore(&snapshot, "lazy", &["--trace", "3600", "--until", &until])?;
+    clone.wait_running()?;
+    let during = kept(&clone, &snapshot)?;
+    assert_eq!(
+        (&during.threads[..], &during.files[..]),
+        (&["faults-lazy", "fill-lazy"].map(String::from)[..], &["ram".to_owned()][..])
+    );
+    assert!(during.userfaultfds > nothing.userfaultfds, "{during:?}");
+    fs::write(&over, "").expect("a file");
+    clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
+    // Its threads were ending when that was told.
+    clone.wait_status("all is let go of", |_| kept(&clone, &snapshot).is_ok_and(|kept| kept == nothing))?;
+    fs::remove_dir_all(&snapshot).expect("nobody has it");
+    assert_eq!(clone.nonce()?, nonce);
+    verify(&clone)?;
+    let status = clone.status()?;
+    let restore = &status["restore"];
+    assert!(restore["complete"] == true, "{restore}");
+    // What the next save and the next keeper need of it is there.
+    clone.save(&snapshot)?;
+    clone.restart_keeper()?;
+    clone.wait_running()?;
+    super::await_console(&clone)?;
+    verify(&clone)
+}
