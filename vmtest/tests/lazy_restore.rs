@@ -3,7 +3,7 @@
 //! `saves`: what saving does to the machine that is saved. `shared_blocks`: its disks need not be copied. `restores`: the guest that
 //! comes back is the one that was saved. `dedup`: what its disks hold is not stored. `scans`: what the guest uses is seen before it is
 //! saved. `freeze`: its file systems are whole on the snapshot's disks. `identity`: a clone knows that it is one. `faults`: what a
-//! damaged snapshot and killed keepers make of it. `completion`: what is kept when all memory is there.
+//! damaged snapshot makes of it. `deaths`: keepers that are killed at each step. `completion`: what is kept when all memory is there.
 //! `object_store`: the same out of an object store, over a wire that is not to be relied on. `uploads`: it goes there while it is saved.
 //! `services`: a Debian with a web server and a database; `soak`: a hundred restores. Both by `make soak`.
 //! `arrivals`: disks that come out of it while the guest runs.
@@ -12,6 +12,8 @@
 mod arrivals;
 #[path = "lazy_restore/completion.rs"]
 mod completion;
+#[path = "lazy_restore/deaths.rs"]
+mod deaths;
 #[path = "lazy_restore/dedup.rs"]
 mod dedup;
 #[path = "lazy_restore/faults.rs"]

@@ -3,6 +3,8 @@
 //! lock -> QEMU and accelerator -> console, events, API -> machine -> its event loop -> stopped
 
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
@@ -105,7 +107,8 @@ fn keep(
         config: serde_json::to_value(&config).expect("a configuration is plain data"),
     };
     let server = Server::start(&folders.runtime.join("api.sock"), context)?;
-    listen_to_signals(tell.clone())?;
+    let terminated = Arc::new(AtomicBool::new(false));
+    listen_to_signals(tell.clone(), terminated.clone())?;
     let typed = ConfigFile::load(&config.file).map_err(|problems| RunError::Configuration {
         file: config.file.clone(),
         what: problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
@@ -122,6 +125,7 @@ fn keep(
         event_log: event_log.clone(),
         console,
         tell,
+        terminated,
         root,
     };
     let ended = Machine::start(parts).and_then(|machine| {
@@ -168,12 +172,13 @@ fn control(tell: Sender<Event>) -> Control {
     })
 }
 
-fn listen_to_signals(tell: Sender<Event>) -> Result<(), RunError> {
+fn listen_to_signals(tell: Sender<Event>, terminated: Arc<AtomicBool>) -> Result<(), RunError> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(RunError::Signals)?;
     std::thread::Builder::new()
         .name("signals".to_owned())
         .spawn(move || {
             for _ in &mut signals {
+                terminated.store(true, Relaxed);
                 if tell.send(Event::Terminate).is_err() {
                     return;
                 }

@@ -12,6 +12,7 @@
 //! waits, and never sees anything but what was saved.
 
 mod pace;
+mod step;
 mod waits;
 
 use std::collections::{BTreeMap, HashSet};
@@ -28,6 +29,7 @@ use hearth_memory::{FileOffset, MemoryError, PAGE_BYTES, RamFile};
 use hearth_store::Urgency;
 pub use pace::Pace;
 use serde::{Deserialize, Serialize};
+pub use step::Step;
 use waits::Waits;
 
 use crate::incarnation::lock;
@@ -48,6 +50,17 @@ pub enum RestoreError {
     Ram(#[from] AdmissionError),
     #[error(transparent)]
     Memory(#[from] MemoryError),
+    #[error("it was called off")]
+    CalledOff,
+}
+
+/// Why a page that was touched does not come.
+#[derive(Debug, thiserror::Error)]
+enum BringError {
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
+    #[error(transparent)]
+    Ram(#[from] AdmissionError),
 }
 
 /// What is there before the guest runs.
@@ -86,10 +99,13 @@ pub struct Counts {
     pub missing: u64,
 }
 
-/// Writes these pages into RAM that nobody uses yet. How many there are.
-pub fn prefetch(pages: &PageReader, ram: &RamFile) -> Result<u64, RestoreError> {
+/// Writes these pages into RAM that nobody uses yet. How many there are. `go_on` is asked before each chunk.
+pub fn prefetch(pages: &PageReader, ram: &RamFile, mut go_on: impl FnMut(u32) -> bool) -> Result<u64, RestoreError> {
     let (mut reading, mut asked_to) = (pages.reading_for(Urgency::WorkingSet), 0);
     for chunk in 0..pages.chunks() {
+        if !go_on(chunk) {
+            return Err(RestoreError::CalledOff);
+        }
         if pages.offset_of(chunk) >= asked_to {
             asked_to = pages.prefetch_ahead(chunk);
         }
@@ -242,7 +258,7 @@ impl LazyRam {
     }
 
     /// Puts pages where they are missing, and notes whether there is room for them.
-    fn supply(&self, first_page: u32, bytes: &[u8]) -> Result<(), RestoreError> {
+    fn supply(&self, first_page: u32, bytes: &[u8]) -> Result<(), BringError> {
         let put = self.ram.supply(first_page.into(), bytes);
         if matches!(put, Ok(0)) {
             // All were there, which says nothing of room.
@@ -257,7 +273,7 @@ impl LazyRam {
     }
 
     /// Notes whether this chunk could be brought.
-    fn note<T>(&self, chunk: u32, result: Result<T, SnapshotError>) -> Result<T, RestoreError> {
+    fn note<T>(&self, chunk: u32, result: Result<T, SnapshotError>) -> Result<T, BringError> {
         let mut stuck = lock(&self.stuck);
         match &result {
             Ok(_) => drop(stuck.remove(&chunk)),
@@ -276,7 +292,7 @@ impl LazyRam {
     }
 
     /// Somebody has touched this page.
-    fn bring_touched(&self, page: u32, reading: &mut Reading) -> Result<(), RestoreError> {
+    fn bring_touched(&self, page: u32, reading: &mut Reading) -> Result<(), BringError> {
         self.asking.fetch_add(1, Relaxed);
         let brought = self.bring_asked(page, reading);
         self.asked_us.store((self.began.elapsed().as_micros() as u64).max(1), Relaxed);
@@ -284,7 +300,7 @@ impl LazyRam {
         brought
     }
 
-    fn bring_asked(&self, page: u32, reading: &mut Reading) -> Result<(), RestoreError> {
+    fn bring_asked(&self, page: u32, reading: &mut Reading) -> Result<(), BringError> {
         if self.is_there(page) {
             // It came meanwhile, and this wakes whoever waits for it; or the guest has given it back since (a balloon), and
             // what is given back reads as zeroes.
@@ -316,7 +332,7 @@ impl LazyRam {
     }
 
     /// How many of its pages were missing.
-    fn bring_chunk(&self, chunk: u32, reading: &mut Reading) -> Result<u64, RestoreError> {
+    fn bring_chunk(&self, chunk: u32, reading: &mut Reading) -> Result<u64, BringError> {
         let pages = self.snapshot.ram.pages_of(chunk);
         if pages.iter().all(|page| self.is_there(*page)) {
             return Ok(0);
@@ -350,8 +366,8 @@ impl LazyRam {
             let brought = self.bring_chunk(chunk, &mut reading);
             match &brought {
                 // The next one would take as long to fail, or fail as well.
-                Err(RestoreError::Snapshot(error)) if error.is_away() => return Ok(false),
-                Err(RestoreError::Ram(error)) if is_no_room(error) => return Ok(false),
+                Err(BringError::Snapshot(error)) if error.is_away() => return Ok(false),
+                Err(BringError::Ram(error)) if is_no_room(error) => return Ok(false),
                 _ => {}
             }
             let new = passing(brought)?;
@@ -462,13 +478,12 @@ fn is_no_room(error: &AdmissionError) -> bool {
 }
 
 /// What is wrong with the image may be mended, and room be made; all else is the end. None: not now.
-fn passing<T>(result: Result<T, RestoreError>) -> Result<Option<T>, AdmissionError> {
+fn passing<T>(result: Result<T, BringError>) -> Result<Option<T>, AdmissionError> {
     match result {
         Ok(done) => Ok(Some(done)),
-        Err(RestoreError::Snapshot(_)) => Ok(None),
-        Err(RestoreError::Ram(error)) if is_no_room(&error) => Ok(None),
-        Err(RestoreError::Ram(error)) => Err(error),
-        Err(RestoreError::Memory(error)) => Err(error.into()),
+        Err(BringError::Snapshot(_)) => Ok(None),
+        Err(BringError::Ram(error)) if is_no_room(&error) => Ok(None),
+        Err(BringError::Ram(error)) => Err(error),
     }
 }
 

@@ -86,10 +86,22 @@ impl TestVm {
 
     /// `hearth restore SNAPSHOT --as NAME`, without waiting. `self` was saved to it, and must outlive the new machine.
     pub fn restore(&self, snapshot: &Path, name: &str, options: &[&str]) -> Result<Self> {
+        self.restore_with(snapshot, name, options, &[])
+    }
+
+    /// The same, with variables in the keeper's environment.
+    pub fn restore_with(
+        &self,
+        snapshot: &Path,
+        name: &str,
+        options: &[&str],
+        variables: &[(&str, &str)],
+    ) -> Result<Self> {
         let vm = Self::prepare(name, Files::make_beside(name, &self.files)?, None, None)?;
         let mut command = Command::new(artifacts::hearth()?);
         command.arg("restore").arg(snapshot).args(["--as", name]).args(options);
         command.arg("--folder").arg(vm.files.config().parent().unwrap_or(Path::new("/")));
+        command.envs(variables.iter().copied());
         vm.spawn_keeper(command)?;
         Ok(vm)
     }
@@ -257,6 +269,11 @@ impl TestVm {
     /// Lets a frozen keeper go on.
     pub fn thaw_keeper(&self) -> Result<()> {
         self.signal_keeper(processes::thaw)
+    }
+
+    /// Tells the keeper to stop (SIGTERM), without waiting for its end.
+    pub fn terminate_keeper(&self) -> Result<()> {
+        self.signal_keeper(processes::terminate)
     }
 
     fn signal_keeper(&self, signal: impl FnOnce(Pid) -> std::io::Result<()>) -> Result<()> {

@@ -56,7 +56,7 @@ impl Stand {
     }
 
     /// A guest with so much memory that is known, saved to the store and gone; its nonce.
-    fn saved(&self, name: &str, mib: u64) -> Result<(TestVm, String)> {
+    pub(super) fn saved(&self, name: &str, mib: u64) -> Result<(TestVm, String)> {
         let vm = self.machine(TestVm::busybox(name).memory_mib(512))?;
         let nonce = vm.nonce()?;
         fill(&vm, mib)?;

@@ -62,6 +62,7 @@ pub mod warden;
 mod wires;
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
@@ -120,6 +121,8 @@ pub struct Parts {
     pub event_log: EventLog,
     pub console: Hub,
     pub tell: Sender<Event>,
+    /// A signal has said so, and is among the events: for what takes long before these are looked at.
+    pub terminated: Arc<AtomicBool>,
     /// Where the machine is entered by its name.
     pub root: RuntimeRoot,
 }

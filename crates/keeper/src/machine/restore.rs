@@ -1,8 +1,9 @@
 //! Restore of a machine from a snapshot: order, threads, journal. What is done with memory is in
 //! `hearth_recovery::lazy_restore`.
 //!
-//! snapshot opened and checked -> disks -> QEMU that waits, beside it the prefetch -> its memory is registered, the disks
-//! ask -> devices' state -> (journal: begun) -> the guest runs -> faults are served, the rest is filled in -> complete
+//! snapshot opened and checked -> (journal: from what) -> disks -> QEMU that waits, beside it the prefetch -> its memory is
+//! registered, the disks ask -> devices' state -> (journal: begun) -> the guest runs -> faults are served, the rest is filled in ->
+//! complete. `Step` names what a drill can end a keeper after.
 //!
 //! A keeper killed before `begun` leaves a QEMU without a guest and disks that nobody has written to: the next one begins
 //! anew. One killed after it leaves a guest that waits for its memory, and the next one goes on.
@@ -13,6 +14,7 @@ mod trace;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
@@ -22,7 +24,8 @@ use hearth_memory::faults::Userfault;
 use hearth_memory::faults::admission::AdmissionError;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::{QemuIdentity, RestoreNote};
-use hearth_recovery::lazy_restore::{LazyRam, Mode, RestoreError, prefetch};
+use hearth_recovery::lazy_restore::{LazyRam, Mode, RestoreError, Step, prefetch};
+use hearth_recovery::snapshot::pages::PageReader;
 use hearth_recovery::snapshot::state::{self, StateError};
 use hearth_recovery::snapshot::{Snapshot, SnapshotError};
 
@@ -32,6 +35,7 @@ use trace::note_first_touches;
 pub use trace::{Probe, Trace};
 
 use super::generation::{Devices, Generation, LaunchError};
+use super::rejuvenate::drill;
 use super::{Machine, MachineError};
 use crate::event::Event;
 use crate::object_store::{open_snapshot, saved_disks};
@@ -56,6 +60,8 @@ pub enum RestoreFailure {
     Snapshot(#[from] SnapshotError),
     #[error("{snapshot}: has {saved} bytes of memory, and the machine {configured}")]
     Memory { snapshot: PathBuf, saved: u64, configured: u64 },
+    #[error("called off before its guest ran; `hearth run {file}` begins anew")]
+    CalledOff { file: PathBuf },
     #[error(transparent)]
     Restore(#[from] RestoreError),
     #[error(transparent)]
@@ -132,6 +138,9 @@ impl Machine {
         let (path, mode) = (order.snapshot.display().to_string(), order.mode.name().to_owned());
         self.record(EventKind::RestoreStarted { snapshot: path, mode });
         self.journal.restore = Some(RestoreNote { snapshot: order.snapshot.clone(), mode: order.mode, begun: false });
+        // Without it the next keeper would boot from the snapshot's disks.
+        self.journal.save_durably(&self.parts.folders.journal())?;
+        drill(Step::Note.name());
         let incarnation = self.next_incarnation()?;
         self.open_disks(&incarnation)?;
         let manifest = &snapshot.manifest;
@@ -141,11 +150,13 @@ impl Machine {
         let generation = self.launch_and_prefetch(&snapshot, order.mode, &incarnation, number, devices);
         let generation = generation.map_err(&failed)?;
         self.record_qemu(&generation);
+        drill(Step::Launch.name());
         let let_in = self.let_in(snapshot, order, &incarnation, &generation, began);
         if let Err(failure) = let_in {
             generation.process.kill();
             return Err(failed(failure));
         }
+        drill(Step::LetIn.name());
         if let Some(note) = &mut self.journal.restore {
             note.begun = true;
         }
@@ -154,9 +165,11 @@ impl Machine {
         }
         self.journal.qemu = Some(generation.identity());
         self.journal.save_durably(&self.parts.folders.journal())?;
+        drill(Step::Begin.name());
         self.admit(generation.identity().pid);
         self.arrivals.set_conduct(Conduct::Wait);
         generation.run()?;
+        drill(Step::Run.name());
         self.adopt(incarnation, generation)?;
         self.record(EventKind::IncarnationStarted { generation: number, warm: false });
         self.thaw();
@@ -185,20 +198,21 @@ impl Machine {
         number: u32,
         devices: Devices,
     ) -> Result<Generation, RestoreFailure> {
-        let ahead = match mode {
-            Mode::Eager => Some(&snapshot.ram),
-            Mode::Lazy => None,
-            Mode::WorkingSet => snapshot.working_set.as_ref().ok().and_then(Option::as_ref),
-        };
+        let (ahead, terminated) = (ahead(snapshot, mode), &self.parts.terminated);
         std::thread::scope(|scope| {
             let builder = std::thread::Builder::new().name(format!("prefetch-{}", self.parts.config.name));
-            let reader = builder.spawn_scoped(scope, || ahead.map_or(Ok(0), |pages| prefetch(pages, &incarnation.ram)));
+            let read = || ahead.map_or(Ok(0), |pages| read_ahead(pages, incarnation, terminated));
+            let reader = builder.spawn_scoped(scope, read);
             let reader = reader.map_err(RestoreFailure::Thread)?;
             let generation = Generation::launch_restored(&self.parts, incarnation, number, devices);
             let read = reader.join().expect("reading pages does not panic");
             let generation = generation?;
             match read {
                 Ok(_) => {}
+                Err(RestoreError::CalledOff) => {
+                    generation.process.kill();
+                    return Err(RestoreFailure::CalledOff { file: self.parts.config.file.clone() });
+                }
                 // What is missing of it comes when it is touched.
                 Err(error) if mode == Mode::WorkingSet => {
                     let message = format!("the working set cannot be used: {}", crate::chain(&error));
@@ -358,4 +372,23 @@ impl Machine {
         let (number, name) = (life.generation.number, self.parts.config.name.clone());
         self.fill_behind(number, None).map_err(|source| MachineError::Restore { name, source })
     }
+}
+
+/// What is read before the guest runs.
+fn ahead(snapshot: &Snapshot, mode: Mode) -> Option<&PageReader> {
+    match mode {
+        Mode::Eager => Some(&snapshot.ram),
+        Mode::Lazy => None,
+        Mode::WorkingSet => snapshot.working_set.as_ref().ok().and_then(Option::as_ref),
+    }
+}
+
+/// Unless a signal ends it: all of a guest's memory takes as long as its disk does, and the loop waits for it.
+fn read_ahead(pages: &PageReader, incarnation: &Incarnation, terminated: &AtomicBool) -> Result<u64, RestoreError> {
+    prefetch(pages, &incarnation.ram, |chunk| {
+        if chunk >= pages.chunks() / 2 {
+            drill(Step::Prefetch.name());
+        }
+        !terminated.load(Relaxed)
+    })
 }

@@ -142,7 +142,8 @@ fn what_was_prefetched_is_not_asked_for() {
     let stand = Stand::new();
     stand.snapshot().add_trace(&[70, 12, 11, 3]).unwrap();
     let set = stand.snapshot();
-    assert_eq!(prefetch(set.working_set.as_ref().unwrap().as_ref().unwrap(), &stand.ram).unwrap(), 3);
+    let set = set.working_set.as_ref().unwrap().as_ref();
+    assert_eq!(prefetch(set.unwrap(), &stand.ram, |_| true).unwrap(), 3);
     let lazy = stand.lazy(false);
     assert_eq!((stand.touch(70), stand.touch(12), stand.touch(11)), (70, 12, 11));
     assert_eq!(lazy.counts(), Counts { stored: 80, prefetched: 3, missing: 77, ..Counts::default() });
@@ -151,6 +152,15 @@ fn what_was_prefetched_is_not_asked_for() {
         let counts = Counts { stored: 80, prefetched: 3, lazy: 5, filled: 72, missing: 0 };
         await_counts(&lazy, counts);
     });
+}
+
+#[test]
+fn what_is_called_off_goes_no_further() {
+    let stand = Stand::new();
+    let called_off = prefetch(&stand.snapshot().ram, &stand.ram, |chunk| chunk < 2);
+    assert!(matches!(called_off, Err(RestoreError::CalledOff)));
+    let there: Vec<u64> = stand.ram.resident_ranges().unwrap().into_iter().flatten().collect();
+    assert_eq!(there, (10..42).collect::<Vec<_>>());
 }
 
 #[test]

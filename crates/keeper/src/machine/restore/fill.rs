@@ -2,8 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use hearth_recovery::lazy_restore::{LazyRam, Pace};
+use hearth_recovery::lazy_restore::{Counts, LazyRam, Pace, Step};
 
+use super::super::rejuvenate::drill;
 use super::{Teller, Word};
 
 /// Between two looks whether a guest that waits for a page still does.
@@ -24,6 +25,10 @@ pub(super) fn fill(lazy: &LazyRam, teller: &Teller) {
     loop {
         let mut read_from = None;
         let ahead_bytes = |lazy: &LazyRam, bytes: u64| {
+            let Counts { stored, missing, .. } = lazy.counts();
+            if missing * 2 <= stored {
+                drill(Step::Fill.name());
+            }
             // Requests to a store have turns, whoever makes them.
             if lazy.is_far() {
                 return AHEAD_BYTES;
@@ -43,7 +48,10 @@ pub(super) fn fill(lazy: &LazyRam, teller: &Teller) {
             .fill(ahead_bytes)
             .and_then(|complete| if complete { lazy.finish().map(|()| true) } else { Ok(false) })
         {
-            Ok(true) => return teller.say(Word::Complete),
+            Ok(true) => {
+                drill(Step::Finish.name());
+                return teller.say(Word::Complete);
+            }
             Ok(false) if lazy.is_stopped() => return,
             Ok(false) => std::thread::sleep(FILL_AGAIN),
             Err(error) => return teller.say_end(&error),

@@ -1,0 +1,91 @@
+//! Keepers that are killed, or told to stop, on the way: the next one begins anew or goes on, and the guest is the one that was
+//! saved.
+
+use std::path::Path;
+
+use hearth_recovery::lazy_restore::Step;
+use hearth_vmtest::{Disk, Drives, Result, TestVm};
+use loopback_s3::Wire;
+
+use super::faults::saved;
+use super::object_store::Stand;
+use super::{SEED, await_console, comes_whole, fill, verify};
+
+/// From here on the guest may have run.
+fn is_begun(step: Step) -> bool {
+    match step {
+        Step::Note | Step::Prefetch | Step::Launch | Step::LetIn => false,
+        Step::Begin | Step::Run | Step::Fill | Step::Finish => true,
+    }
+}
+
+fn check(vm: &TestVm, snapshot: &Path, step: Step, mode: &str, nonce: &str) -> Result<()> {
+    let what = format!("{} {mode}", step.name());
+    let clone = vm.restore_with(snapshot, step.name(), &[mode], &[("HEARTH_DRILL_DIE_AFTER", step.name())])?;
+    let ended = clone.wait_keeper_end()?;
+    assert_eq!(ended.code(), None, "{what}: it should have been killed: {ended}");
+    clone.restart_keeper()?;
+    clone.wait_running()?;
+    let took_over = clone.events().iter().any(|event| event["kind"] == "keeper_took_over");
+    assert_eq!(took_over, is_begun(step), "{what}");
+    await_console(&clone)?;
+    assert_eq!(clone.nonce()?, nonce, "{what}: it is the same guest");
+    verify(&clone)?;
+    clone.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
+    clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
+    clone.stop_at_once()?;
+    Ok(())
+}
+
+fn check_all(name: &str, mode: &str, happens: impl Fn(Step) -> bool) -> Result<()> {
+    let vm = TestVm::busybox(name).disk(Disk::empty(16)).boot()?;
+    let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
+    fill(&vm, 64)?;
+    vm.save_and_stop(&snapshot)?;
+    for step in Step::ALL.into_iter().filter(|step| happens(*step)) {
+        check(&vm, &snapshot, step, mode, &nonce)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_keeper_killed_at_any_step_of_a_lazy_restore_is_followed_by_one_that_has_the_whole_guest() -> Result<()> {
+    check_all("lazydeaths", "--lazy", |step| step != Step::Prefetch)
+}
+
+#[test]
+fn a_keeper_killed_at_any_step_of_an_eager_restore_is_followed_by_one_that_has_the_whole_guest() -> Result<()> {
+    check_all("eagerdeaths", "--eager", |step| !matches!(step, Step::Fill | Step::Finish))
+}
+
+#[test]
+fn a_keeper_killed_while_memory_comes_is_followed_by_one_that_brings_the_rest() -> Result<()> {
+    let (vm, nonce, snapshot) = saved("killed")?;
+    // Nothing is filled in behind a guest that is traced: there is always something missing.
+    let clone = vm.restore(&snapshot, "orphan", &["--trace", "600"])?;
+    clone.wait_running()?;
+    let verifying = clone.guest().start(&format!("probe verify /tmp/memory {}", SEED))?;
+    clone.wait_status("some of it was touched", |status| status["restore"]["pages_lazy"].as_u64() > Some(2000))?;
+    clone.restart_keeper()?;
+    comes_whole(&clone, verifying, &nonce)
+}
+
+#[test]
+fn a_keeper_told_to_stop_while_it_reads_all_memory_stops_and_the_next_one_begins_anew() -> Result<()> {
+    let stand = Stand::new();
+    let (vm, nonce) = stand.saved("stopped", 64)?;
+    // Half a minute or so.
+    stand.server.set_wire(Wire::Slow(2 << 20));
+    let clone = stand.clone(&vm, "slow", "cache", &["--eager"])?;
+    clone.wait_event("memory is read", |event| event["kind"] == "restore_started")?;
+    clone.terminate_keeper()?;
+    assert_eq!(clone.wait_keeper_end()?.code(), Some(1));
+    let (said, began) = (clone.keeper_log(), clone.events().iter().any(|event| event["kind"] == "incarnation_started"));
+    assert!(!began && said.contains("called off before its guest ran; `hearth run "), "{said}");
+    stand.server.set_wire(Wire::Whole);
+    clone.restart_keeper()?;
+    clone.wait_running()?;
+    await_console(&clone)?;
+    assert_eq!(clone.nonce()?, nonce);
+    verify(&clone)
+}
