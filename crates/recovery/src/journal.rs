@@ -74,6 +74,9 @@ pub struct DumpNote {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RestoreNote {
     pub snapshot: PathBuf,
+    /// Of its memory: another snapshot in that place is another guest. Earlier keepers did not note it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seal: Option<String>,
     pub mode: Mode,
     /// The guest may have run, and written to its disks. From then on the snapshot must never be begun with again.
     pub begun: bool,

@@ -1,6 +1,7 @@
 //! Keepers that are killed, or told to stop, on the way: the next one begins anew or goes on, and the guest is the one that was
 //! saved.
 
+use std::fs;
 use std::path::Path;
 
 use hearth_recovery::lazy_restore::Step;
@@ -88,4 +89,33 @@ fn a_keeper_told_to_stop_while_it_reads_all_memory_stops_and_the_next_one_begins
     await_console(&clone)?;
     assert_eq!(clone.nonce()?, nonce);
     verify(&clone)
+}
+
+#[test]
+fn a_keeper_that_finds_another_snapshot_in_the_place_of_its_guests_leaves_that_alone() -> Result<()> {
+    let vm = TestVm::busybox("exchanged").boot()?;
+    let nonce = vm.nonce()?;
+    let [snapshot, other, away] = ["snapshot", "other", "away"].map(|name| vm.folder().join(name));
+    fill(&vm, 64)?;
+    vm.save(&snapshot)?;
+    vm.save(&other)?;
+    vm.stop_at_once()?;
+    // Nothing is filled in behind a guest that is traced: there is always something missing.
+    let clone = vm.restore(&snapshot, "orphan", &["--trace", "600"])?;
+    clone.wait_running()?;
+    clone.kill_keeper()?;
+    let exchange = |from: &Path, to: &Path| fs::rename(from, to).expect("it is there");
+    exchange(&snapshot, &away);
+    exchange(&other, &snapshot);
+    clone.restart_keeper()?;
+    assert_eq!(clone.wait_keeper_end()?.code(), Some(1));
+    let said = clone.keeper_log();
+    assert!(said.contains("is another snapshot than the one that this machine is on its way out of"), "{said}");
+    exchange(&snapshot, &other);
+    exchange(&away, &snapshot);
+    clone.restart_keeper()?;
+    clone.wait_running()?;
+    await_console(&clone)?;
+    let verifying = clone.guest().start(&format!("probe verify /tmp/memory {SEED}"))?;
+    comes_whole(&clone, verifying, &nonce)
 }

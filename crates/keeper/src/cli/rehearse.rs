@@ -69,10 +69,10 @@ pub fn rehearse(
     let folder = absolute(scratch.unwrap_or_else(std::env::temp_dir)).join(format!("hearth-{name}"));
     let config = make_machine(&snapshot, typed.isolated(&forward), &name, &folder, Mode::Lazy, &root)?;
     let runtime_folder = config.runtime_folder.clone();
-    let before = snapshot.working_set_version()?;
+    let (before, seal) = (snapshot.working_set_version()?, Some(snapshot.seal().to_owned()));
     drop(snapshot);
     let trace = Trace { window: Duration::from_secs(seconds), until, then_stop: true };
-    let order = RestoreOrder { snapshot: path.clone(), mode: Mode::Lazy, trace: Some(trace) };
+    let order = RestoreOrder { snapshot: path.clone(), seal, mode: Mode::Lazy, trace: Some(trace) };
     let ended = run(Start { config, root, restore: Some(order), inheritance: Inheritance::default() });
     remove_machine(&folder);
     // Its events; what was of interest was said.

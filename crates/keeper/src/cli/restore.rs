@@ -93,7 +93,7 @@ pub fn prepare(arguments: RestoreArguments, root: &RuntimeRoot) -> Result<(Confi
     let typed = typed(&snapshot)?.with_object_store(arguments.store.section());
     let typed = typed.with_qemu(arguments.qemu.map(absolute));
     let config = make_machine(&snapshot, typed, &name, &folder, mode, root)?;
-    Ok((config, RestoreOrder { snapshot: path, mode, trace }))
+    Ok((config, RestoreOrder { snapshot: path, seal: Some(snapshot.seal().to_owned()), mode, trace }))
 }
 
 /// The configuration that was saved.

@@ -49,6 +49,8 @@ const SERVERS_FROM_AFAR: usize = 4;
 #[derive(Clone, Debug)]
 pub struct RestoreOrder {
     pub snapshot: PathBuf,
+    /// What its memory must be; none if any will do. The machine's disks are that snapshot's.
+    pub seal: Option<String>,
     pub mode: Mode,
     /// Note what the guest touches, and only then fill in the rest.
     pub trace: Option<Trace>,
@@ -60,6 +62,11 @@ pub enum RestoreFailure {
     Snapshot(#[from] SnapshotError),
     #[error("{snapshot}: has {saved} bytes of memory, and the machine {configured}")]
     Memory { snapshot: PathBuf, saved: u64, configured: u64 },
+    #[error(
+        "{snapshot}: is another snapshot than the one that this machine is on its way out of; put that one back, and run the keeper \
+         again"
+    )]
+    AnotherSnapshot { snapshot: PathBuf },
     #[error("called off before its guest ran; `hearth run {file}` begins anew")]
     CalledOff { file: PathBuf },
     #[error(transparent)]
@@ -116,7 +123,10 @@ impl Machine {
     /// What this keeper was told, or an earlier one that did not get as far as to let the guest run.
     pub(super) fn order_to_restore(&mut self) -> Option<RestoreOrder> {
         let noted = self.journal.restore.take().filter(|note| !note.begun);
-        let noted = noted.map(|note| RestoreOrder { snapshot: note.snapshot, mode: note.mode, trace: None });
+        let noted = noted.map(|note| {
+            let RestoreNote { snapshot, seal, mode, .. } = note;
+            RestoreOrder { snapshot, seal, mode, trace: None }
+        });
         self.parts.restore.take().or(noted)
     }
 
@@ -126,7 +136,7 @@ impl Machine {
         let began = Instant::now();
         // Nobody would be told what the guest, which does not run yet, waits for.
         self.arrivals.set_conduct(Conduct::Urge);
-        let snapshot = Arc::new(self.open_snapshot(&order.snapshot).map_err(|error| failed(error.into()))?);
+        let snapshot = Arc::new(self.open_snapshot(&order.snapshot, order.seal.as_deref()).map_err(&failed)?);
         let (saved, configured) = (snapshot.manifest.ram_bytes, self.parts.config.memory_bytes);
         if saved != configured {
             return Err(failed(RestoreFailure::Memory { snapshot: order.snapshot.clone(), saved, configured }));
@@ -137,7 +147,8 @@ impl Machine {
         }
         let (path, mode) = (order.snapshot.display().to_string(), order.mode.name().to_owned());
         self.record(EventKind::RestoreStarted { snapshot: path, mode });
-        self.journal.restore = Some(RestoreNote { snapshot: order.snapshot.clone(), mode: order.mode, begun: false });
+        let (from, seal) = (order.snapshot.clone(), Some(snapshot.seal().to_owned()));
+        self.journal.restore = Some(RestoreNote { snapshot: from, seal, mode: order.mode, begun: false });
         // Without it the next keeper would boot from the snapshot's disks.
         self.journal.save_durably(&self.parts.folders.journal())?;
         drill(Step::Note.name());
@@ -182,11 +193,15 @@ impl Machine {
     }
 
     /// The disks of one from afar are in the machine's folder, or come there.
-    fn open_snapshot(&self, path: &Path) -> Result<Snapshot, SnapshotError> {
+    fn open_snapshot(&self, path: &Path, seal: Option<&str>) -> Result<Snapshot, RestoreFailure> {
         let config = &self.parts.config;
         let disks = config.file.parent().map(saved_disks).filter(|folder| folder.exists());
         let disks = disks.as_deref().map(|folder| (folder, self.arrivals.images()));
-        open_snapshot(path, &config.object_store, self.arrivals.turns(), disks)
+        let snapshot = open_snapshot(path, &config.object_store, self.arrivals.turns(), disks)?;
+        match seal.is_none_or(|seal| seal == snapshot.seal()) {
+            true => Ok(snapshot),
+            false => Err(RestoreFailure::AnotherSnapshot { snapshot: path.to_owned() }),
+        }
     }
 
     /// Both at once: QEMU's start takes as long as reading a working set.
@@ -356,7 +371,7 @@ impl Machine {
             (_, Some(fd)) => Userfault::fetch(identity.pid, fd, identity.helper_fd),
         };
         let userfault = userfault.map_err(|error| failed(no_userfault(crate::chain(&error))))?;
-        let snapshot = self.open_snapshot(&note.snapshot).map_err(|error| failed(error.into()))?;
+        let snapshot = self.open_snapshot(&note.snapshot, note.seal.as_deref()).map_err(&failed)?;
         let (teller, pages) = (self.teller(identity.generation), snapshot.ram.pages().len() as u64);
         let tell = move |why| teller.say(Word::Waits { why });
         let lazy = LazyRam::resume(Arc::new(snapshot), &incarnation.ram, &userfault, tell);

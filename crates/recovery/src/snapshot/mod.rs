@@ -280,6 +280,11 @@ impl Snapshot {
         Ok(Some(found))
     }
 
+    /// What tells it from others: no two have the same memory.
+    pub fn seal(&self) -> &str {
+        &self.manifest.ram.seal
+    }
+
     /// How one of its files is called.
     pub fn path(&self, name: &str) -> PathBuf {
         self.place.path(name)
