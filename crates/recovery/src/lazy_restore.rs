@@ -50,6 +50,11 @@ pub enum RestoreError {
     Ram(#[from] AdmissionError),
     #[error(transparent)]
     Memory(#[from] MemoryError),
+    #[error(
+        "QEMU has touched page {page} of the guest's memory before what is missing could be brought, and the guest would not find \
+         there what was saved; `hearth restore --eager` does without that"
+    )]
+    Touched { page: u64 },
     #[error("it was called off")]
     CalledOff,
 }
@@ -155,17 +160,25 @@ pub struct LazyRam {
 }
 
 impl LazyRam {
-    /// From now on pages come when they are touched. QEMU waits for its guest; what was prefetched is in the file.
+    /// From now on pages come when they are touched. QEMU waits for its guest; what was prefetched is in the file, and nothing else.
     /// `tell` hears, once a reason, of each chunk that cannot be brought, if there are not too many; of a store that does not answer, of
     /// the first one.
     pub fn register(
         snapshot: Arc<Snapshot>,
         ram: &RamFile,
         userfault: &Userfault,
+        prefetched: Option<&PageReader>,
         tracing: bool,
         tell: impl Fn(String) + Send + Sync + 'static,
     ) -> Result<Self, RestoreError> {
         let supplied = SuppliedRam::register(userfault, ram)?;
+        let is_zeroes = |page: u64| {
+            let is_in = |pages: &PageReader| pages.chunk_of(page as u32).is_some();
+            is_in(&snapshot.ram) && !prefetched.is_some_and(is_in)
+        };
+        if let Some(page) = ram.resident_ranges()?.into_iter().flatten().find(|page| is_zeroes(*page)) {
+            return Err(RestoreError::Touched { page });
+        }
         Ok(Self::new(supplied, snapshot, ram, tracing, Box::new(tell))?)
     }
 

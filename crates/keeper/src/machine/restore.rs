@@ -258,8 +258,9 @@ impl Machine {
                     generation.userfault().map_err(|why| RestoreFailure::Userfault { why: why.to_owned() })?;
                 let teller = self.teller(generation.number);
                 let tell = move |why| teller.say(Word::Waits { why });
-                let tracing = order.trace.is_some();
-                Some(LazyRam::register(snapshot.clone(), &incarnation.ram, userfault, tracing, tell)?)
+                let (tracing, prefetched) = (order.trace.is_some(), ahead(&snapshot, order.mode));
+                let (of, ram) = (snapshot.clone(), &incarnation.ram);
+                Some(LazyRam::register(of, ram, userfault, prefetched, tracing, tell)?)
             }
         };
         let pages = snapshot.ram.pages().len() as u64;

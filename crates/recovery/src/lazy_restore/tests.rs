@@ -78,7 +78,7 @@ impl Stand {
     }
 
     fn lazy(&self, tracing: bool) -> Arc<LazyRam> {
-        Arc::new(LazyRam::register(self.snapshot(), &self.ram, &self.userfault, tracing, |_| ()).unwrap())
+        Arc::new(LazyRam::register(self.snapshot(), &self.ram, &self.userfault, None, tracing, |_| ()).unwrap())
     }
 
     /// As a processor of the guest's does.
@@ -144,7 +144,9 @@ fn what_was_prefetched_is_not_asked_for() {
     let set = stand.snapshot();
     let set = set.working_set.as_ref().unwrap().as_ref();
     assert_eq!(prefetch(set.unwrap(), &stand.ram, |_| true).unwrap(), 3);
-    let lazy = stand.lazy(false);
+    let register =
+        |prefetched| LazyRam::register(stand.snapshot(), &stand.ram, &stand.userfault, prefetched, false, |_| ());
+    let lazy = register(set).unwrap();
     assert_eq!((stand.touch(70), stand.touch(12), stand.touch(11)), (70, 12, 11));
     assert_eq!(lazy.counts(), Counts { stored: 80, prefetched: 3, missing: 77, ..Counts::default() });
     served(&lazy, || {
@@ -161,6 +163,17 @@ fn what_is_called_off_goes_no_further() {
     assert!(matches!(called_off, Err(RestoreError::CalledOff)));
     let there: Vec<u64> = stand.ram.resident_ranges().unwrap().into_iter().flatten().collect();
     assert_eq!(there, (10..42).collect::<Vec<_>>());
+}
+
+#[test]
+fn memory_that_was_touched_before_it_could_be_served_is_told() {
+    let stand = Stand::new();
+    let register = || LazyRam::register(stand.snapshot(), &stand.ram, &stand.userfault, None, false, |_| ());
+    // Of these there is nothing to be found but zeroes.
+    assert_eq!((stand.touch(3), stand.touch(120)), (0, 0));
+    assert_eq!(stand.touch(33), 0);
+    let refused = register().err().map(|error| error.to_string());
+    assert!(refused.as_ref().is_some_and(|said| said.starts_with("QEMU has touched page 33 of")), "{refused:?}");
 }
 
 #[test]
@@ -196,7 +209,7 @@ fn who_touches_a_damaged_page_waits_until_the_image_is_mended() {
     let told = Arc::new(Mutex::new(Vec::new()));
     let heard = told.clone();
     let tell = move |why| lock(&heard).push(why);
-    let lazy = LazyRam::register(stand.snapshot(), &stand.ram, &stand.userfault, false, tell).unwrap();
+    let lazy = LazyRam::register(stand.snapshot(), &stand.ram, &stand.userfault, None, false, tell).unwrap();
     let image = File::options().write(true).open(&path).unwrap();
     // The second chunk: pages 26 to 41.
     image.write_all_at(&[0xee], 4096 + 16 * PAGE_BYTES + 9).unwrap();
@@ -233,7 +246,7 @@ fn an_image_that_is_put_back_as_another_file_is_taken_up_and_another_snapshots_i
     let told = Arc::new(Mutex::new(Vec::new()));
     let heard = told.clone();
     let tell = move |why| lock(&heard).push(why);
-    let lazy = LazyRam::register(stand.snapshot(), &stand.ram, &stand.userfault, false, tell).unwrap();
+    let lazy = LazyRam::register(stand.snapshot(), &stand.ram, &stand.userfault, None, false, tell).unwrap();
     let image = File::options().write(true).open(&path).unwrap();
     image.write_all_at(&[0xee], 4096 + 16 * PAGE_BYTES + 9).unwrap();
     // The file that is open stays what it is.
@@ -333,7 +346,7 @@ fn a_guest_whose_memory_has_no_room_waits_until_there_is_some() {
     let told = Arc::new(Mutex::new(Vec::new()));
     let heard = told.clone();
     let tell = move |why| lock(&heard).push(why);
-    let lazy = LazyRam::register(stand.snapshot(), &stand.ram, &stand.userfault, false, tell).unwrap();
+    let lazy = LazyRam::register(stand.snapshot(), &stand.ram, &stand.userfault, None, false, tell).unwrap();
     served(&lazy, || {
         assert!(!lazy.fill(|_, _| 0).unwrap(), "there is room for 64 pages, and 80 are stored");
         let waiting = lazy.stuck();
