@@ -105,12 +105,18 @@ pub struct RestoreStatus {
     /// Page faults of the guest that are over.
     #[serde(default)]
     pub faults: u64,
-    /// How long half of the guest's page faults took at most, and 99 of 100, in microseconds. None: there was none.
+    /// How long half of the guest's page faults took at most, and 99 of 100, in microseconds, from when the keeper heard of them.
+    /// None: there was none.
     #[serde(default)]
     pub fault_us_p50: Option<u64>,
     #[serde(default)]
     pub fault_us_p99: Option<u64>,
-    /// All of the guest's page faults together, in microseconds: so long it waited for memory.
+    /// The same of pages that are stored: those of zeroes take no read.
+    #[serde(default)]
+    pub fault_us_p50_stored: Option<u64>,
+    #[serde(default)]
+    pub fault_us_p99_stored: Option<u64>,
+    /// All of the guest's page faults together, in microseconds: so long it waited for memory. A fault counts when it is over.
     #[serde(default)]
     pub fault_us_total: u64,
     /// Nothing is missing: the snapshot's memory is not needed any more.

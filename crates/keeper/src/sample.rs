@@ -94,6 +94,8 @@ fn restore() -> RestoreStatus {
         faults: 45,
         fault_us_p50: Some(14),
         fault_us_p99: Some(2500),
+        fault_us_p50_stored: None,
+        fault_us_p99_stored: None,
         fault_us_total: 9_000,
         complete: false,
         waits: vec!["/srv/snapshots/web-1/ram: pages 7 to 22 of the guest's memory are damaged".into()],

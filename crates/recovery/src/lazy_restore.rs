@@ -140,8 +140,9 @@ pub struct LazyRam {
     lazy: AtomicU64,
     filled: AtomicU64,
     missing: AtomicU64,
-    /// Of QEMU's threads, from when it was heard of until the page was there.
+    /// Of QEMU's threads, from when it was heard of until the page was there: for any page, and for one that is stored.
     waits: Waits,
+    waits_stored: Waits,
     /// While set, a touch brings one page and no more, so that every first touch is seen.
     tracing: AtomicBool,
     touched: Mutex<Vec<u32>>,
@@ -212,6 +213,7 @@ impl LazyRam {
             filled: AtomicU64::new(0),
             missing: AtomicU64::new(stored),
             waits: Waits::new(),
+            waits_stored: Waits::new(),
             tracing: AtomicBool::new(tracing),
             touched: Mutex::default(),
             asking: AtomicU64::new(0),
@@ -254,20 +256,26 @@ impl LazyRam {
     /// Serves QEMU's page faults until `stop`, QEMU's end, or until nothing is missing. Several threads may do so at once.
     pub fn serve(&self) -> Result<(), AdmissionError> {
         let mut reading = self.snapshot.ram.reading();
-        self.ram.serve(|page| self.answer(page as u32, &mut reading))
+        self.ram.serve(|page, heard| self.answer(page as u32, heard, &mut reading))
     }
 
     /// A thread of QEMU's waits for this page. False: it cannot be brought now.
-    fn answer(&self, page: u32, reading: &mut Reading) -> Result<bool, AdmissionError> {
-        let heard = Instant::now();
+    fn answer(&self, page: u32, heard: Instant, reading: &mut Reading) -> Result<bool, AdmissionError> {
         match passing(self.bring_touched(page, reading)) {
             Ok(None) => return Ok(false),
-            Ok(Some(())) => self.waits.add(heard.elapsed()),
+            Ok(Some(())) => self.count_wait(page, heard.elapsed()),
             // It was heard of before, and goes on by now.
             Err(_) if self.is_finished() => {}
             Err(error) => return Err(error),
         }
         Ok(true)
+    }
+
+    fn count_wait(&self, page: u32, waited: Duration) {
+        self.waits.add(waited);
+        if self.snapshot.ram.chunk_of(page).is_some() {
+            self.waits_stored.add(waited);
+        }
     }
 
     /// Puts pages where they are missing, and notes whether there is room for them.
@@ -455,6 +463,11 @@ impl LazyRam {
     /// Page faults that are over.
     pub fn waits(&self) -> u64 {
         self.waits.count()
+    }
+
+    /// The same of pages that are stored: those of zeroes take no read.
+    pub fn wait_us_stored(&self, percent: u64) -> Option<u64> {
+        self.waits_stored.percentile_us(percent)
     }
 
     /// All page faults together, in us.

@@ -64,7 +64,7 @@ fn when_nothing_is_missing_the_handler_is_gone_and_the_snapshot_can_be_removed()
     verify(&clone)?;
     let status = clone.status()?;
     let restore = &status["restore"];
-    assert!(restore["complete"] == true, "{restore}");
+    assert!(restore["complete"] == true && restore["fault_us_p50_stored"].as_u64() > Some(0), "{restore}");
     // What the next save and the next keeper need of it is there.
     clone.save(&snapshot)?;
     clone.restart_keeper()?;

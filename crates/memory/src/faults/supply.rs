@@ -14,7 +14,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
@@ -133,21 +133,29 @@ impl SuppliedRam {
         }
     }
 
-    /// Serves QEMU's faults until `finish`, `stop` or QEMU's end. `bring` puts the page that was touched, or says that it
-    /// cannot now; then it is asked again.
-    pub fn serve(&self, mut bring: impl FnMut(u64) -> Result<bool, AdmissionError>) -> Result<(), AdmissionError> {
-        let (mut found, mut waiting): (Vec<Waiter>, Vec<u64>) = (Vec::new(), Vec::new());
+    /// Serves QEMU's faults until `finish`, `stop` or QEMU's end. `bring` puts the page that was touched, and hears when that was
+    /// heard of; or says that it cannot now, and is asked again.
+    pub fn serve(
+        &self,
+        mut bring: impl FnMut(u64, Instant) -> Result<bool, AdmissionError>,
+    ) -> Result<(), AdmissionError> {
+        let (mut found, mut waiting): (Vec<Waiter>, Vec<(u64, Instant)>) = (Vec::new(), Vec::new());
         while !self
             .bell
             .await_faults(self.fd.as_fd(), (!waiting.is_empty()).then_some(TRY_AGAIN))
             .map_err(AdmissionError::Bell)?
         {
             userfault::read(self.fd.as_fd(), &mut found).map_err(|errno| self.failure("reading faults of", errno))?;
-            let touched = found.drain(..).filter_map(|waiter| self.page_at(waiter.address));
-            let pages: Vec<u64> = touched.chain(waiting.drain(..)).collect();
-            for page in pages {
-                if !bring(page)? && !waiting.contains(&page) {
-                    waiting.push(page);
+            let heard = Instant::now();
+            let touched = found.drain(..).filter_map(|waiter| Some((self.page_at(waiter.address)?, heard)));
+            let pages: Vec<_> = touched.chain(waiting.drain(..)).collect();
+            for (page, heard) in pages {
+                if bring(page, heard)? {
+                    continue;
+                }
+                match waiting.iter_mut().find(|(other, _)| *other == page) {
+                    Some((_, first)) => *first = heard.min(*first),
+                    None => waiting.push((page, heard)),
                 }
             }
         }
@@ -237,7 +245,7 @@ mod tests {
         let (asked, refused) = (AtomicU64::new(0), AtomicU64::new(0));
         std::thread::scope(|scope| {
             let server = scope.spawn(|| {
-                supplied.serve(|page| {
+                supplied.serve(|page, _| {
                     asked.fetch_add(1, Relaxed);
                     if page == 9 && refused.fetch_add(1, Relaxed) == 0 {
                         return Ok(false);
@@ -266,7 +274,7 @@ mod tests {
         SuppliedRam::register(&stand.userfault, &stand.ram).unwrap();
         let again = SuppliedRam::resume(&stand.userfault, &stand.ram).unwrap().unwrap();
         std::thread::scope(|scope| {
-            scope.spawn(|| again.serve(|page| again.supply(page, &pages([5])).map(|_| true)).unwrap());
+            scope.spawn(|| again.serve(|page, _| again.supply(page, &pages([5])).map(|_| true)).unwrap());
             assert_eq!((stand.touch(1), stand.touch(2)), (1, 5));
             again.stop();
         });

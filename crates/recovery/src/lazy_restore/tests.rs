@@ -177,6 +177,19 @@ fn memory_that_was_touched_before_it_could_be_served_is_told() {
 }
 
 #[test]
+fn a_fault_counts_from_when_it_was_heard_of_and_one_of_zeroes_apart() {
+    let stand = Stand::new();
+    let lazy = stand.lazy(false);
+    let mut reading = lazy.snapshot.ram.reading();
+    let heard = Instant::now().checked_sub(Duration::from_secs(1)).unwrap();
+    assert!(lazy.answer(5, Instant::now(), &mut reading).unwrap());
+    assert_eq!(lazy.wait_us_stored(100), None);
+    assert!(lazy.answer(40, heard, &mut reading).unwrap());
+    assert!(lazy.wait_us_stored(50) >= Some(1_000_000) && lazy.wait_us(100) >= Some(1_000_000));
+    assert!(lazy.wait_us(50) < Some(1_000_000) && lazy.waited_us() >= 1_000_000);
+}
+
+#[test]
 fn a_trace_notes_each_page_once_in_order_of_use() {
     let stand = Stand::new();
     let lazy = stand.lazy(true);
@@ -294,7 +307,7 @@ fn a_look_at_memory_that_nobody_touched_until_all_was_there_is_no_failure() {
     lazy.finish().unwrap();
     // Both come from before, when it was still registered.
     assert!(lazy.bring(100 * PAGE_BYTES..101 * PAGE_BYTES));
-    assert!(lazy.answer(101, &mut lazy.snapshot.ram.reading()).unwrap());
+    assert!(lazy.answer(101, Instant::now(), &mut lazy.snapshot.ram.reading()).unwrap());
     assert_eq!(stand.see(), saved());
 }
 

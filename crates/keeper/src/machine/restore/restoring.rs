@@ -36,6 +36,8 @@ impl Restoring {
             faults: 0,
             fault_us_p50: None,
             fault_us_p99: None,
+            fault_us_p50_stored: None,
+            fault_us_p99_stored: None,
             fault_us_total: 0,
             complete: true,
             waits: Vec::new(),
@@ -68,6 +70,7 @@ impl Restoring {
         (status.pages_lazy, status.pages_filled) = (counts.lazy, counts.filled);
         (status.pages_missing, status.waits) = (counts.missing, lazy.stuck());
         (status.fault_us_p50, status.fault_us_p99) = (lazy.wait_us(50), lazy.wait_us(99));
+        (status.fault_us_p50_stored, status.fault_us_p99_stored) = (lazy.wait_us_stored(50), lazy.wait_us_stored(99));
         (status.faults, status.fault_us_total) = (lazy.waits(), lazy.waited_us());
         status.complete = false;
         status
