@@ -67,6 +67,8 @@ use worker::{Command, Worker};
 const POOL_BYTES: usize = 8 << 20;
 /// Operations at the image at once; flushes and discards need no buffer.
 const DEPTH: u32 = 128;
+/// A thread takes commands between two requests, all of which it has begun within milliseconds.
+const COMMAND_PATIENCE: Duration = Duration::from_secs(30);
 /// A guest under emulation sends neighbours every 50 us or so.
 const HOLD_BACK: Duration = Duration::from_micros(250);
 
@@ -112,6 +114,10 @@ pub enum ServerError {
     Busy { disk: String },
     #[error("disk {disk}: still in use after {waited:?}")]
     Timeout { disk: String, waited: Duration },
+    #[error(
+        "disk {disk}: its thread has not answered for {waited:?}; the storage of its image, or of what its image is saved to, hangs"
+    )]
+    Silent { disk: String, waited: Duration },
     #[error("disk {disk}: cannot read the size of its image again")]
     Resize { disk: String, source: io::Error },
     #[error("disk {disk}: requests are in flight; a guest that stands still has none")]
@@ -335,8 +341,13 @@ impl DiskServer {
         Ok(answer)
     }
 
+    /// What was asked for is done all the same when the thread comes to it, and before anything that is asked for later.
     fn wait<T>(&self, answer: &Receiver<T>) -> Result<T, ServerError> {
-        answer.recv().map_err(|_| ServerError::Gone { disk: self.name.clone() })
+        let disk = || self.name.clone();
+        answer.recv_timeout(COMMAND_PATIENCE).map_err(|error| match error {
+            RecvTimeoutError::Timeout => ServerError::Silent { disk: disk(), waited: COMMAND_PATIENCE },
+            RecvTimeoutError::Disconnected => ServerError::Gone { disk: disk() },
+        })
     }
 }
 

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use hearth_api::{AdmissionStatus, EventKind};
 use hearth_disk::gate::Gate;
+use hearth_disk::server::ServerError;
 use hearth_memory::faults::Userfault;
 use hearth_memory::faults::admission::{AdmissionError, is_registered};
 use hearth_recovery::admission::{Admission, Terms};
@@ -175,11 +176,15 @@ impl Machine {
 
     /// The disks ask, or need not ask any more.
     pub(super) fn gate_disks(&self) {
-        for disk in &self.disks {
-            if let Err(error) = disk.set_gate(self.disk_gate()) {
-                tracing::warn!(error = crate::chain(&error), "a disk may take memory that was not granted");
-            }
+        if let Err(error) = self.try_gate_disks() {
+            tracing::warn!(error = crate::chain(&error), "a disk may take memory that was not granted");
         }
+    }
+
+    /// One that does not answer keeps none of the others from it.
+    pub(super) fn try_gate_disks(&self) -> Result<(), ServerError> {
+        let gated: Vec<_> = self.disks.iter().map(|disk| disk.set_gate(self.disk_gate())).collect();
+        gated.into_iter().collect()
     }
 
     /// Its QEMU is gone.

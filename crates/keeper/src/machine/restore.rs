@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use hearth_api::{ApiError, ErrorWord, EventKind, RestoreStatus};
 use hearth_disk::arrival::Conduct;
+use hearth_disk::server::ServerError;
 use hearth_memory::faults::Userfault;
 use hearth_memory::faults::admission::AdmissionError;
 use hearth_recovery::incarnation::Incarnation;
@@ -77,6 +78,8 @@ pub enum RestoreFailure {
     Userfault { why: String },
     #[error("QEMU's last words: {}", .last_words.as_deref().unwrap_or("(none)"))]
     State { last_words: Option<String>, source: StateError },
+    #[error(transparent)]
+    Disk(#[from] ServerError),
     #[error("no thread")]
     Thread(#[source] std::io::Error),
 }
@@ -266,7 +269,8 @@ impl Machine {
         let pages = snapshot.ram.pages().len() as u64;
         let restoring = Restoring::new(&order.snapshot, order.mode, began, pages, lazy);
         self.serve_faults(restoring, generation.number)?;
-        self.gate_disks();
+        // One that did not ask would see zeroes where memory is missing, and leave them there.
+        self.try_gate_disks()?;
         state::give(&generation.qmp, &snapshot.state, STATE_PATIENCE).map_err(|source| {
             // One that refuses the state ends, and says why first.
             generation.process.ends_within(Duration::from_secs(1));

@@ -29,7 +29,7 @@ use std::time::{Duration, Instant, SystemTime};
 use hearth_api::{
     ApiError, EndCause, ErrorWord, EventKind, MachineState, SaveRequest, SaveStatus, SaveThen, ScanRequest, rfc3339,
 };
-use hearth_disk::server::DiskServer;
+use hearth_disk::server::{DiskServer, ServerError};
 use hearth_disk::write_log::WriteLog;
 use hearth_memory::PAGE_BYTES;
 use hearth_qemu::Accelerator;
@@ -132,7 +132,8 @@ impl Machine {
         let folder = upload.as_ref().map_or_else(|| request.folder.clone(), Upload::folder);
         let mut draft = Draft::create(&folder).map_err(|error| failed(&error))?;
         let targets = self.save_targets(&mut draft).map_err(|error| failed(&error))?;
-        let (sight, held_why) = match (request.scan, self.log_disks(life)) {
+        let log = self.log_disks(life).map_err(|error| failed(&error))?;
+        let (sight, held_why) = match (request.scan, log) {
             (Some(plan), log) => (self.begin_scan(life, plan, log)?, None),
             (None, log) => match self.watch_writers(life, log) {
                 Ok(writers) => (Sight::Writes(writers), None),
@@ -172,7 +173,7 @@ impl Machine {
         };
         let thread = std::thread::Builder::new().name(format!("save-{}", self.parts.config.name)).spawn(work);
         let thread = thread.map_err(|error| {
-            self.log_disk_writes(None);
+            self.log_no_writes();
             ApiError::new(ErrorWord::Failed, format!("no thread to save with: {error}"))
         })?;
         let (number, then, held) = (self.saves, request.then, Held::NotYet);
@@ -210,11 +211,11 @@ impl Machine {
     }
 
     /// First the disks: what they write from here on is in the log, or in memory before it is read.
-    fn log_disks(&self, life: &Life) -> Arc<WriteLog> {
+    fn log_disks(&self, life: &Life) -> Result<Arc<WriteLog>, ServerError> {
         let ram = &life.incarnation.ram;
         let log = Arc::new(WriteLog::new(ram.identity(), ram.pages()));
-        self.log_disk_writes(Some(&log));
-        log
+        self.log_disk_writes(Some(&log)).inspect_err(|_| self.log_no_writes())?;
+        Ok(log)
     }
 
     /// The error says why the guest has to stand still instead.
@@ -222,7 +223,7 @@ impl Machine {
         let watch =
             |userfault| Writers::watch(userfault, &life.incarnation.ram, log).map_err(|error| crate::chain(&error));
         let watched = life.generation.userfault().map_err(str::to_owned).and_then(watch);
-        watched.inspect_err(|_| self.log_disk_writes(None))
+        watched.inspect_err(|_| self.log_no_writes())
     }
 
     fn begin_scan(&self, life: &Life, plan: ScanRequest, log: Arc<WriteLog>) -> Result<Sight, ApiError> {
@@ -231,16 +232,27 @@ impl Machine {
         let begun = life.generation.userfault().map_err(str::to_owned).and_then(begin);
         let plan = ScanPlan { period: Duration::from_millis(plan.period_ms), rounds: plan.rounds };
         begun.map(|scan| Sight::Uses(scan, plan)).map_err(|why| {
-            self.log_disk_writes(None);
+            self.log_no_writes();
             let hint = "save without a scan; `hearth rehearse` finds a working set afterwards";
             ApiError::new(ErrorWord::WrongState, format!("cannot see which pages the guest uses: {why}")).hint(hint)
         })
     }
 
-    fn log_disk_writes(&self, log: Option<&Arc<WriteLog>>) {
+    fn log_disk_writes(&self, log: Option<&Arc<WriteLog>>) -> Result<(), ServerError> {
         for disk in &self.disks {
-            // One that is gone writes nothing.
-            let _ = disk.set_write_log(log.cloned());
+            match disk.set_write_log(log.cloned()) {
+                // One that is gone writes nothing.
+                Ok(()) | Err(ServerError::Gone { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// One that cannot be told so goes on, and harms nothing.
+    fn log_no_writes(&self) {
+        if let Err(error) = self.log_disk_writes(None) {
+            tracing::warn!(error = crate::chain(&error), "disks may go on noting what they write");
         }
     }
 
@@ -262,7 +274,7 @@ impl Machine {
             Word::Frozen(event) => self.frozen(event),
             Word::Settled => self.hold_for_save(),
             Word::Taken => {
-                self.log_disk_writes(None);
+                self.log_no_writes();
                 if self.saving.as_ref().is_some_and(|saving| saving.then == SaveThen::Continue) {
                     self.go_on_from_save();
                 }
@@ -415,7 +427,7 @@ impl Machine {
         // It may be waiting for one.
         drop(cues);
         let written = thread.join().map_err(|_| "its thread panicked".to_owned());
-        self.log_disk_writes(None);
+        self.log_no_writes();
         self.translate_as_ever();
         let folder = folder.display().to_string();
         let lives = self.is_current(generation);
