@@ -1,6 +1,8 @@
 //! What saving does to the machine that is saved: nothing, or it stops.
 
-use std::path::Path;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use hearth_recovery::snapshot::Snapshot;
 use hearth_vmtest::known::{fio_ends_well, fio_goes_on, start_fio};
@@ -59,6 +61,81 @@ fn a_save_that_is_called_off_leaves_the_guest_as_it_was_and_nothing_behind() -> 
     }
     assert!(called_off, "each of five saves was over before it could be called off");
     verify(&vm)
+}
+
+/// A file system whose disk can be made to hang: whoever writes to it waits.
+struct Volume(tempfile::TempDir);
+
+impl Volume {
+    fn mount(mib: u64) -> Self {
+        let volume = Self(tempfile::tempdir().expect("a folder"));
+        let image = volume.0.path().join("image");
+        File::create(&image).and_then(|file| file.set_len(mib << 20)).expect("a sparse file");
+        fs::create_dir(volume.folder()).expect("a folder");
+        volume.run(&["mkfs.ext4", "-q"], &image);
+        let mount = format!("mount -o loop {}", image.display());
+        volume.run(&mount.split(' ').collect::<Vec<_>>(), &volume.folder());
+        volume
+    }
+
+    fn folder(&self) -> PathBuf {
+        self.0.path().join("mounted")
+    }
+
+    fn hang(&self) {
+        self.run(&["fsfreeze", "--freeze"], &self.folder());
+    }
+
+    fn go_on(&self) {
+        self.run(&["fsfreeze", "--unfreeze"], &self.folder());
+    }
+
+    fn run(&self, words: &[&str], last: &Path) {
+        let status = Command::new(words[0]).args(&words[1..]).arg(last).status().expect("it is installed");
+        assert!(status.success(), "{words:?}");
+    }
+}
+
+impl Drop for Volume {
+    fn drop(&mut self) {
+        // It may not hang.
+        let _ = Command::new("fsfreeze").arg("--unfreeze").arg(self.folder()).output();
+        let _ = Command::new("umount").arg("--lazy").arg(self.folder()).output();
+    }
+}
+
+#[test]
+fn a_save_whose_disk_hangs_is_called_off_and_holds_up_neither_machine_nor_guest() -> Result<()> {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("not tried: only root can make a file system that hangs");
+        return Ok(());
+    }
+    let vm = TestVm::busybox("hangs").memory_mib(768).boot()?;
+    fill(&vm, 220)?;
+    let volume = Volume::mount(2048);
+    let folder = volume.folder().join("snapshot");
+    // It may be over before its disk hangs.
+    for _ in 0..5 {
+        begin_save(&vm, &folder)?;
+        volume.hang();
+        if !vm.status()?["save"].is_null() {
+            break;
+        }
+        volume.go_on();
+        fs::remove_dir_all(&folder).expect("it was saved");
+    }
+    vm.cli(&["save", vm.name(), "--cancel", "--no-wait"])?;
+    verify(&vm)?;
+    let another = vm.folder().join("another").display().to_string();
+    let refused = vm.cli_output(&["save", vm.name(), "-o", &another])?;
+    assert!(refused.status != 0 && refused.text().contains("still waits for its disk"), "{}", refused.text());
+    vm.reboot_forced()?;
+    vm.wait_incarnation(2)?;
+    volume.go_on();
+    let failed = vm.wait_event("the save is over", |event| event["kind"] == "save_failed")?;
+    assert!(failed["why"].as_str().is_some_and(|why| why.contains("the operator asked for that")), "{failed}");
+    assert!(!folder.exists(), "nothing is left of it");
+    vm.save(Path::new(&another))
 }
 
 #[test]

@@ -295,6 +295,7 @@ impl Machine {
 
     pub(super) fn stopped(&mut self) -> Result<(), MachineError> {
         self.dumps = Dumps::default();
+        self.abandon_save();
         self.warden.watch(None);
         self.arrivals.set_conduct(Conduct::Refuse);
         self.judge_idle_images();

@@ -77,8 +77,7 @@ impl Machine {
         self.note_frozen();
         self.save_journal();
         if let Some(saving) = &self.saving {
-            // A thread that is gone has said why.
-            let _ = saving.cues.send(Cue::Noted);
+            saving.cue(Cue::Noted);
         }
     }
 

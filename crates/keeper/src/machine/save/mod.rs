@@ -13,6 +13,7 @@
 //! guest as it was. A keeper that dies may leave a guest that stands still; the journal says why, and the next keeper lets
 //! it go on.
 
+mod ending;
 mod freeze;
 mod progress;
 mod refusals;
@@ -27,13 +28,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
 use hearth_api::{
-    ApiError, EndCause, ErrorWord, EventKind, MachineState, SaveRequest, SaveStatus, SaveThen, ScanRequest, rfc3339,
+    ApiError, ErrorWord, EventKind, MachineState, SaveRequest, SaveStatus, SaveThen, ScanRequest, rfc3339,
 };
 use hearth_disk::server::{DiskServer, ServerError};
 use hearth_disk::write_log::WriteLog;
 use hearth_memory::PAGE_BYTES;
 use hearth_qemu::Accelerator;
-use hearth_recovery::rejuvenation;
 use hearth_recovery::snapshot::save::{SaveError, Writers, resident_pages};
 use hearth_recovery::snapshot::scan::{AccessScan, ScanPlan};
 use hearth_recovery::snapshot::upload::Expected;
@@ -97,7 +97,8 @@ pub struct Saving {
     targets: Vec<Target>,
     held: Held,
     progress: Arc<Progress>,
-    cues: Sender<Cue>,
+    /// None: it was called off.
+    cues: Option<Sender<Cue>>,
     thread: JoinHandle<Result<Written, SaveError>>,
 }
 
@@ -120,6 +121,17 @@ struct Target {
 impl Saving {
     pub fn status(&self) -> SaveStatus {
         self.progress.status()
+    }
+
+    fn is_called_off(&self) -> bool {
+        self.cues.is_none()
+    }
+
+    /// A thread that is gone has said why.
+    fn cue(&self, cue: Cue) {
+        if let Some(cues) = &self.cues {
+            let _ = cues.send(cue);
+        }
     }
 }
 
@@ -178,8 +190,17 @@ impl Machine {
         })?;
         let (number, then, held) = (self.saves, request.then, Held::NotYet);
         let folder_path = request.folder;
-        self.saving =
-            Some(Saving { number, folder: folder_path, then, generation, targets, held, progress, cues, thread });
+        self.saving = Some(Saving {
+            number,
+            folder: folder_path,
+            then,
+            generation,
+            targets,
+            held,
+            progress,
+            cues: Some(cues),
+            thread,
+        });
         self.record(EventKind::SaveStarted { folder, held_why });
         Ok(())
     }
@@ -260,7 +281,11 @@ impl Machine {
         if self.saving.as_ref().is_none_or(|saving| saving.number != number) {
             return;
         }
+        let is_called_off = self.saving.as_ref().is_some_and(Saving::is_called_off);
         match word {
+            Word::Over => self.conclude_save(),
+            Word::Event(event) => self.record(event),
+            _ if is_called_off => {}
             Word::Scanning => {
                 self.translate_anew();
                 self.announce_as_restored();
@@ -269,7 +294,6 @@ impl Machine {
                 self.translate_as_ever();
                 self.record(event);
             }
-            Word::Event(event) => self.record(event),
             Word::Freezing => self.note_freezing(),
             Word::Frozen(event) => self.frozen(event),
             Word::Settled => self.hold_for_save(),
@@ -279,7 +303,6 @@ impl Machine {
                     self.go_on_from_save();
                 }
             }
-            Word::Over => self.conclude_save(),
         }
     }
 
@@ -353,8 +376,7 @@ impl Machine {
         let Some(saving) = &mut self.saving else { return Ok(()) };
         saving.held = Held::Since(Instant::now());
         generation.qmp.pause().map_err(|error| failed(&error))?;
-        // A thread that is gone has said why.
-        let _ = saving.cues.send(Cue::Held);
+        saving.cue(Cue::Held);
         let state = state::take(&generation.qmp, STATE_PATIENCE).map_err(|error| failed(&error))?;
         // What was in flight is answered before a guest stands still, unless a connection was lost.
         if connections.is_none() || connections != self.disk_connections() {
@@ -392,7 +414,7 @@ impl Machine {
             },
             images,
         };
-        let _ = saving.cues.send(Cue::Moment(Box::new(moment)));
+        saving.cue(Cue::Moment(Box::new(moment)));
         Ok(())
     }
 
@@ -403,92 +425,6 @@ impl Machine {
             counters.connected.then_some(counters.connections)
         };
         self.disks.iter().map(look).collect()
-    }
-
-    pub(super) fn call_save_off(&mut self) -> Result<(), ApiError> {
-        if self.saving.is_none() {
-            return Err(ApiError::new(ErrorWord::WrongState, "there is no save to call off"));
-        }
-        self.cancel_save("the operator asked for that");
-        Ok(())
-    }
-
-    /// Waits for its thread, which looks after each MiB. Fine if there is none.
-    pub(super) fn cancel_save(&mut self, why: &str) {
-        if let Some(saving) = &self.saving {
-            saving.progress.call_off(why);
-            self.conclude_save();
-        }
-    }
-
-    fn conclude_save(&mut self) {
-        let Some(saving) = self.saving.take() else { return };
-        let Saving { folder, then, generation, held, progress, cues, thread, .. } = saving;
-        // It may be waiting for one.
-        drop(cues);
-        let written = thread.join().map_err(|_| "its thread panicked".to_owned());
-        self.log_no_writes();
-        self.translate_as_ever();
-        let folder = folder.display().to_string();
-        let lives = self.is_current(generation);
-        let pause = match held {
-            Held::NotYet => Duration::ZERO,
-            Held::Since(paused) => paused.elapsed(),
-            Held::Was(pause) => pause,
-        };
-        match written.and_then(|written| written.map_err(|error| crate::chain(&error))) {
-            Ok(Written { ram, approach, pages_held, pages_on_disks }) => {
-                self.record(EventKind::Saved {
-                    folder,
-                    pages: ram.pages,
-                    bytes: ram.bytes,
-                    pause_ms: pause.as_secs_f64() * 1e3,
-                    duration_ms: progress.elapsed().as_secs_f64() * 1e3,
-                    rounds: approach.map_or(0, |approach| approach.rounds),
-                    settled: approach.is_some_and(|approach| approach.settled),
-                    pages_held,
-                    pages_on_disks,
-                });
-                if then == SaveThen::Stop && lives {
-                    self.journal.saving = false;
-                    self.wanted = Wanted::Stop { power_off_at: Instant::now() + super::DRAIN_PATIENCE };
-                    self.enter(MachineState::Stopping);
-                    return self.end_qemu(EndCause::OperatorStop);
-                }
-            }
-            Err(why) => self.record(EventKind::SaveFailed { folder, why }),
-        }
-        if lives && matches!(held, Held::Since(_)) {
-            self.go_on_from_save();
-        }
-        if lives {
-            self.thaw();
-        }
-    }
-
-    /// The guest goes on, if it stands still; and then its file systems.
-    fn go_on_from_save(&mut self) {
-        let Some(life) = &self.life else { return };
-        if let Err(error) = rejuvenation::roll_back(&life.generation.qmp, STATE_PATIENCE) {
-            let message = format!("the guest was paused to be saved and does not go on: {error}");
-            self.record(EventKind::Error { message });
-        } else if self.state == MachineState::Paused {
-            if let Some(Saving { held, .. }) = &mut self.saving
-                && let Held::Since(paused) = held
-            {
-                *held = Held::Was(paused.elapsed());
-            }
-            self.enter(MachineState::Running);
-        }
-        self.journal.saving = false;
-        self.save_journal();
-        self.thaw();
-    }
-
-    /// A keeper that died had it stand still: for a save, which is of no use now, or at the end of a restore.
-    pub(super) fn go_on_where_it_stood(&mut self, generation: &mut Generation) {
-        generation.set_deaf();
-        self.wake_disks(generation);
     }
 }
 

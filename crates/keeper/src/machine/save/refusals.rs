@@ -3,6 +3,7 @@
 use hearth_api::{ApiError, ErrorWord, FreezeRequest, MachineState, SaveRequest, ScanRequest};
 
 use super::super::{Machine, Wanted};
+use super::Saving;
 use crate::object_store::is_address;
 
 impl Machine {
@@ -23,6 +24,10 @@ impl Machine {
         }
         if !self.parts.config.nvram.is_empty() || !self.parts.config.pmem.is_empty() {
             return refuse("cannot save: NVRAM is no part of a snapshot", "save a machine without [[nvram]]");
+        }
+        if self.saving.as_ref().is_some_and(Saving::is_called_off) {
+            let why = "cannot save: a save that was called off still waits for its disk to have written";
+            return refuse(why, "`hearth status` shows it until it has ended; look after the disk that it went to");
         }
         if self.saving.is_some() {
             return refuse("cannot save: a save is under way", "`hearth status` tells how far it is");

@@ -1,0 +1,140 @@
+//! How a save ends: its thread is done, or it is called off. Either way the guest goes on.
+//!
+//! A thread that is called off looks after each MiB. One that waits for a disk meanwhile, to have written what it was given, may do so
+//! for minutes: the guest and the machine's loop go on, and until the thread has ended there is no other save.
+
+use std::time::{Duration, Instant};
+
+use hearth_api::{ApiError, EndCause, ErrorWord, EventKind, MachineState, SaveThen};
+use hearth_recovery::rejuvenation;
+
+use super::super::generation::Generation;
+use super::super::{DRAIN_PATIENCE, Machine, Wanted};
+use super::task::Written;
+use super::{Held, STATE_PATIENCE, Saving};
+
+/// What comes next need not deal with the rest of a save that ends in this time.
+const CALL_OFF_PATIENCE: Duration = Duration::from_secs(2);
+const LOOK_EVERY: Duration = Duration::from_millis(1);
+
+impl Saving {
+    /// The thread is done, or is given so long for that.
+    fn ends_within(&self, patience: Duration) -> bool {
+        let deadline = Instant::now() + patience;
+        while !self.thread.is_finished() && Instant::now() < deadline {
+            std::thread::sleep(LOOK_EVERY);
+        }
+        self.thread.is_finished()
+    }
+}
+
+impl Machine {
+    pub(in crate::machine) fn call_save_off(&mut self) -> Result<(), ApiError> {
+        if self.saving.as_ref().is_none_or(Saving::is_called_off) {
+            return Err(ApiError::new(ErrorWord::WrongState, "there is no save to call off"));
+        }
+        self.cancel_save("the operator asked for that");
+        Ok(())
+    }
+
+    /// From here on it touches the guest no more. Fine if there is none.
+    pub(in crate::machine) fn cancel_save(&mut self, why: &str) {
+        let Some(saving) = self.saving.as_mut().filter(|saving| !saving.is_called_off()) else { return };
+        saving.progress.call_off(why);
+        // It may be waiting for one.
+        saving.cues = None;
+        if saving.ends_within(CALL_OFF_PATIENCE) {
+            return self.conclude_save();
+        }
+        // Were it to succeed all the same.
+        saving.then = SaveThen::Continue;
+        let (generation, held) = (saving.generation, matches!(saving.held, Held::Since(_)));
+        tracing::warn!(why, "a save that was called off waits for a disk, and ends when that has written");
+        self.log_no_writes();
+        self.translate_as_ever();
+        self.let_guest_go(generation, held);
+    }
+
+    /// The keeper ends.
+    pub(in crate::machine) fn abandon_save(&mut self) {
+        let Some(Saving { folder, .. }) = self.saving.take() else { return };
+        let why = "its disk had not written what it was given when the machine stopped; without a manifest what is left is of no \
+                   use, and may be removed";
+        self.record(EventKind::SaveFailed { folder: folder.display().to_string(), why: why.to_owned() });
+    }
+
+    /// Its thread has ended, or is about to.
+    pub(super) fn conclude_save(&mut self) {
+        let Some(saving) = self.saving.take() else { return };
+        let Saving { folder, then, generation, held, progress, thread, .. } = saving;
+        let written = thread.join().map_err(|_| "its thread panicked".to_owned());
+        self.log_no_writes();
+        self.translate_as_ever();
+        let folder = folder.display().to_string();
+        let lives = self.is_current(generation);
+        let pause = match held {
+            Held::NotYet => Duration::ZERO,
+            Held::Since(paused) => paused.elapsed(),
+            Held::Was(pause) => pause,
+        };
+        match written.and_then(|written| written.map_err(|error| crate::chain(&error))) {
+            Ok(Written { ram, approach, pages_held, pages_on_disks }) => {
+                self.record(EventKind::Saved {
+                    folder,
+                    pages: ram.pages,
+                    bytes: ram.bytes,
+                    pause_ms: pause.as_secs_f64() * 1e3,
+                    duration_ms: progress.elapsed().as_secs_f64() * 1e3,
+                    rounds: approach.map_or(0, |approach| approach.rounds),
+                    settled: approach.is_some_and(|approach| approach.settled),
+                    pages_held,
+                    pages_on_disks,
+                });
+                if then == SaveThen::Stop && lives {
+                    self.journal.saving = false;
+                    self.wanted = Wanted::Stop { power_off_at: Instant::now() + DRAIN_PATIENCE };
+                    self.enter(MachineState::Stopping);
+                    return self.end_qemu(EndCause::OperatorStop);
+                }
+            }
+            Err(why) => self.record(EventKind::SaveFailed { folder, why }),
+        }
+        self.let_guest_go(generation, matches!(held, Held::Since(_)));
+    }
+
+    /// The guest of that QEMU goes on, if it still has one.
+    fn let_guest_go(&mut self, generation: u32, held: bool) {
+        if !self.is_current(generation) {
+            return;
+        }
+        if held {
+            self.go_on_from_save();
+        }
+        self.thaw();
+    }
+
+    /// The guest goes on, if it stands still; and then its file systems.
+    pub(super) fn go_on_from_save(&mut self) {
+        let Some(life) = &self.life else { return };
+        if let Err(error) = rejuvenation::roll_back(&life.generation.qmp, STATE_PATIENCE) {
+            let message = format!("the guest was paused to be saved and does not go on: {error}");
+            self.record(EventKind::Error { message });
+        } else if self.state == MachineState::Paused {
+            if let Some(Saving { held, .. }) = &mut self.saving
+                && let Held::Since(paused) = held
+            {
+                *held = Held::Was(paused.elapsed());
+            }
+            self.enter(MachineState::Running);
+        }
+        self.journal.saving = false;
+        self.save_journal();
+        self.thaw();
+    }
+
+    /// A keeper that died had it stand still: for a save, which is of no use now, or at the end of a restore.
+    pub(in crate::machine) fn go_on_where_it_stood(&mut self, generation: &mut Generation) {
+        generation.set_deaf();
+        self.wake_disks(generation);
+    }
+}
