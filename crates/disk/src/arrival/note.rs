@@ -136,3 +136,50 @@ fn parse(text: &[u8]) -> Option<(Noted, usize)> {
     let landed = units.iter().enumerate().map(has_landed).collect();
     Some((Noted { bytes, source, units, landed }, landed_at))
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+    use proptest::sample::{Index, select};
+
+    use super::*;
+
+    proptest! {
+        /// Also with a checksum that is right.
+        #[test]
+        fn fuzz_notes(
+            edits in vec((any::<Index>(), select(vec![0u64, 1, 7, 1 << 20, 1 << 40, u64::MAX - 31, u64::MAX]), 1..9usize), 1..5),
+            resealed: bool,
+            cut in prop::option::weighted(0.2, any::<Index>()),
+        ) {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("disk-root");
+            let units: Vec<_> = [0, 1, 4, 7].map(|unit| (unit, [unit as u8; CHECKSUM_BYTES])).to_vec();
+            Note::make(&path, 7 * UNIT_BYTES + 5, "s3://b/p/disk-root", &units).unwrap();
+            let mut text = fs::read(path_of(&path)).unwrap();
+            let seal_at = text.len() - SEAL_BYTES;
+            for (at, value, length) in edits {
+                let at = at.index(text.len());
+                let end = (at + length).min(text.len());
+                text[at..end].copy_from_slice(&value.to_le_bytes()[..end - at]);
+            }
+            if resealed {
+                let seal = blake3::hash(&text[..seal_at]);
+                text[seal_at..].copy_from_slice(seal.as_bytes());
+            }
+            if let Some(cut) = cut {
+                text.truncate(cut.index(text.len()));
+            }
+            fs::write(path_of(&path), &text).unwrap();
+            match Note::open(&path) {
+                Ok(noted) => {
+                    let (_, noted) = noted.expect("it is there");
+                    prop_assert_eq!(noted.units.len(), noted.landed.len());
+                    prop_assert!(noted.units.iter().all(|(unit, _)| *unit < noted.bytes.div_ceil(UNIT_BYTES)));
+                }
+                Err(refusal) => prop_assert!(refusal.to_string().contains("disk-root.arrival: is damaged"), "{}", refusal),
+            }
+        }
+    }
+}

@@ -374,4 +374,6 @@ fn check_part(path: &Path, part: &Part, bytes: Vec<u8>) -> Result<Vec<u8>, Snaps
 }
 
 #[cfg(test)]
+mod fuzz;
+#[cfg(test)]
 mod tests;

@@ -168,7 +168,7 @@ fn length_of(block: u64, disk_bytes: u64) -> usize {
 }
 
 /// What a store's index says, if it makes sense.
-fn parse(index: &[u8], disk: &DiskPart, stored: &StoredDisk) -> Option<Vec<(u64, Checksum)>> {
+pub(super) fn parse(index: &[u8], disk: &DiskPart, stored: &StoredDisk) -> Option<Vec<(u64, Checksum)>> {
     let entries = index.chunks_exact(ENTRY_BYTES);
     if !entries.remainder().is_empty() {
         return None;

@@ -164,4 +164,4 @@ fn shortened(hash: blake3::Hash) -> [u8; CHECKSUM_BYTES] {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -27,8 +27,7 @@ pub struct PageReader {
     /// For each chunk, and one past the last: where its pages begin in `pages`.
     firsts: Vec<u32>,
     pages: Vec<u32>,
-    /// One more than the chunk of each page of RAM; 0: it has none. Zeroes take no memory, however large a file says that its RAM is.
-    places: Vec<u32>,
+    places: Places,
     sealed: Sealed,
     /// Where chunks are that are not in the file.
     disks: Option<Arc<DiskBlocks>>,
@@ -77,6 +76,7 @@ impl PageReader {
         if index_offset < HEADER_BYTES as u64
             || ram_pages > RAM_PAGES_MAX
             || page_count > ram_pages
+            || u64::from(chunk_count) > page_count
             || index_bytes != entries_bytes + page_count * 4
         {
             return Err(damaged("its counts make no sense"));
@@ -91,7 +91,7 @@ impl PageReader {
         let entries: Vec<_> = entries.chunks_exact(ENTRY_BYTES).map(Chunk::decode).collect();
         let pages: Vec<_> = numbers.chunks_exact(4).map(|number| u32_at(number, 0)).collect();
         let firsts = firsts(&entries, index_offset, page_count).ok_or_else(|| damaged("its chunks make no sense"))?;
-        let places = places(&firsts, &pages, ram_pages).ok_or_else(|| damaged("its pages make no sense"))?;
+        let places = Places::of(&firsts, &pages, ram_pages).ok_or_else(|| damaged("its pages make no sense"))?;
         let sealed = Sealed { bytes, pages: page_count, seal: seal.to_hex().to_string() };
         Ok(Self { source, path: path.to_owned(), ram_pages, entries, firsts, pages, places, sealed, disks: None })
     }
@@ -141,7 +141,7 @@ impl PageReader {
 
     /// None: a page of zeroes.
     pub fn chunk_of(&self, page: u32) -> Option<u32> {
-        self.places.get(page as usize)?.checked_sub(1)
+        self.places.chunk_of(page)
     }
 
     /// It lies in an object store.
@@ -339,7 +339,7 @@ impl PageReader {
 
 /// Where each chunk's pages begin; none if the chunks are not what a writer writes.
 fn firsts(chunks: &[Chunk], index_offset: u64, page_count: u64) -> Option<Vec<u32>> {
-    let mut firsts = vec![0];
+    let mut firsts = vec![0_u32];
     let mut offset = HEADER_BYTES as u64;
     for chunk in chunks {
         let pages = usize::from(chunk.pages);
@@ -355,22 +355,52 @@ fn firsts(chunks: &[Chunk], index_offset: u64, page_count: u64) -> Option<Vec<u3
             return None;
         }
         offset += u64::from(chunk.stored_bytes);
-        firsts.push(firsts.last()? + pages as u32);
+        firsts.push(firsts.last()?.checked_add(pages as u32)?);
     }
     (offset == index_offset && u64::from(*firsts.last()?) == page_count).then_some(firsts)
 }
 
-/// `PageReader::places`; none if a page is not of this RAM, or stands twice.
-fn places(firsts: &[u32], pages: &[u32], ram_pages: u64) -> Option<Vec<u32>> {
-    let mut places = vec![0; ram_pages as usize];
-    for (chunk, bounds) in firsts.windows(2).enumerate() {
-        for &page in &pages[bounds[0] as usize..bounds[1] as usize] {
-            let place = places.get_mut(page as usize)?;
-            if *place != 0 {
-                return None;
+/// Pages that stand beside each other in `Places`.
+const LEAF_PAGES: usize = 4096;
+
+/// The chunk of each page of RAM. Takes memory where there are pages, and nearly none elsewhere, however large a file says that its
+/// RAM is.
+#[derive(Debug)]
+struct Places {
+    ram_pages: u64,
+    /// One more than the number of the chunk; 0: it has none.
+    leaves: Vec<Option<Box<[u32; LEAF_PAGES]>>>,
+}
+
+impl Places {
+    /// None if a page is not of this RAM, or stands twice.
+    fn of(firsts: &[u32], pages: &[u32], ram_pages: u64) -> Option<Self> {
+        let leaves = vec![None; (ram_pages as usize).div_ceil(LEAF_PAGES)];
+        let mut places = Self { ram_pages, leaves };
+        for (chunk, bounds) in firsts.windows(2).enumerate() {
+            for &page in &pages[bounds[0] as usize..bounds[1] as usize] {
+                places.put(page, chunk as u32)?;
             }
-            *place = chunk as u32 + 1;
         }
+        Some(places)
     }
-    Some(places)
+
+    fn put(&mut self, page: u32, chunk: u32) -> Option<()> {
+        if u64::from(page) >= self.ram_pages {
+            return None;
+        }
+        let leaf = self.leaves.get_mut(page as usize / LEAF_PAGES)?;
+        let leaf = leaf.get_or_insert_with(|| Box::new([0; LEAF_PAGES]));
+        let place = &mut leaf[page as usize % LEAF_PAGES];
+        if *place != 0 {
+            return None;
+        }
+        *place = chunk + 1;
+        Some(())
+    }
+
+    fn chunk_of(&self, page: u32) -> Option<u32> {
+        let leaf = self.leaves.get(page as usize / LEAF_PAGES)?.as_ref()?;
+        leaf[page as usize % LEAF_PAGES].checked_sub(1)
+    }
 }

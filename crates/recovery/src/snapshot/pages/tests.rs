@@ -155,8 +155,13 @@ fn another_version_is_told() {
     assert!(refusal.contains("version 3, this Hearth knows 1 to 2"), "{refusal}");
 }
 
+/// Where a whole file has its index.
+pub fn index_of(bytes: &[u8]) -> usize {
+    u64_at(bytes, bytes.len() - TRAILER_BYTES + 16) as usize
+}
+
 /// As a forger would: the seal is made anew.
-fn resealed(bytes: &mut [u8]) {
+pub fn resealed(bytes: &mut [u8]) {
     let trailer_at = bytes.len() - TRAILER_BYTES;
     let (body, trailer) = bytes.split_at_mut(trailer_at);
     let index_at = (u64_at(trailer, 16) as usize).clamp(HEADER_BYTES, trailer_at);
@@ -169,7 +174,7 @@ fn resealed(bytes: &mut [u8]) {
 fn a_forged_index_is_refused() {
     let (stand, _) = written(&(0..20).collect::<Vec<_>>(), Compression::None);
     let whole = fs::read(&stand.path).unwrap();
-    let index = u64_at(&whole, whole.len() - TRAILER_BYTES + 16) as usize;
+    let index = index_of(&whole);
     let check = |at: usize, value: u8, expect: &str| {
         let mut bytes = whole.clone();
         bytes[at] = value;
@@ -203,7 +208,7 @@ fn a_ram_that_is_said_to_be_huge_takes_no_memory() {
     let before = resident_pages();
     let reader = PageReader::open(&stand.path).unwrap();
     assert_eq!((reader.ram_pages(), reader.chunk_of(1), reader.chunk_of(9)), (1 << 30, Some(0), None));
-    // What other tests take meanwhile is far less than the 4 GiB of its table.
+    // What other tests take meanwhile is far less than 4 bytes a page would be.
     assert!(resident_pages() < before + (1 << 18));
 }
 
@@ -225,7 +230,7 @@ proptest! {
     fn no_forged_byte_panics(at in 0.0..1.0f64, value: u8) {
         let (stand, _) = written(&(0..20).collect::<Vec<_>>(), Compression::Zstd);
         let mut bytes = fs::read(&stand.path).unwrap();
-        let from = u64_at(&bytes, bytes.len() - TRAILER_BYTES + 16) as usize;
+        let from = index_of(&bytes);
         let at = from + (at * (bytes.len() - TRAILER_SEALED_BYTES - from) as f64) as usize;
         bytes[at] = value;
         resealed(&mut bytes);
