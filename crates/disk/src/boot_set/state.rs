@@ -220,10 +220,11 @@ impl State {
     pub(super) fn clear(&mut self) -> Result<(), BootSetError> {
         let taken: Vec<RamPage> = self.ledger.entries().map(|entry| entry.page).collect();
         taken.into_iter().for_each(|page| self.ledger.forget_page(page));
-        self.members.clear();
+        // Their memory goes too.
+        self.members = HashMap::new();
         self.heat = Heat::default();
         self.written.clear();
-        self.victims.clear();
+        self.victims = Vec::new();
         self.tally = Tally::default();
         self.free = Free { empty: (0..self.slots).rev().collect(), filled: Vec::new() };
         self.pages.give_back_all()
