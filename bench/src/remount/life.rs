@@ -43,18 +43,20 @@ pub struct Life<'b, 'a> {
 }
 
 impl<'b, 'a> Life<'b, 'a> {
-    /// Up to the moment before the first crash that is measured: in use, and not for the first time.
+    /// Up to the moment before the first crash that is measured: in use, and not for the first time. `traced`: its guest notes
+    /// what it reads.
     pub fn start(
         bench: &'b mut Bench<'a>,
         side: Side,
         profile: Profile,
         volumes: usize,
+        traced: bool,
     ) -> std::result::Result<Self, RemountError> {
         eprintln!("{NAME}: [{}] {volumes} volumes, {}: starting", profile.name(), side.name());
         bench.evict()?;
         bench.rig.limit(Profile::Asis)?;
         let accelerator = bench.rig.accelerator().name();
-        let start = |rate| start(bench, side, accelerator, rate);
+        let start = |rate| start(bench, side, accelerator, rate, traced);
         let vm =
             bench.rig.launch(profile, start)?.map_err(|source| RemountError::Machine { side: side.name(), source })?;
         let mut life = Life { bench, side, profile, volumes, vm, boots: 0 };
@@ -124,17 +126,19 @@ impl<'b, 'a> Life<'b, 'a> {
         self.work()
     }
 
-    /// The same once more, with every read noted by the guest.
-    pub fn traced_return(&mut self) -> std::result::Result<Trace, RemountError> {
+    /// The same, of one that notes what it reads: every read from the crash until it is ready.
+    pub fn traced_return(mut self) -> std::result::Result<Trace, RemountError> {
         self.bench.rig.limit(self.profile)?;
+        let crashed = Instant::now();
         self.crash()?;
         self.wait_boot()?;
-        self.sh(trace::BEGIN)?;
         self.mount_and_look()?;
-        let said = self.sh(trace::END)?;
+        self.sh(trace::READY)?;
+        let ready_s = crashed.elapsed().as_secs_f64();
         self.bench.rig.limit(Profile::Asis)?;
-        self.ready()?;
-        Ok(Trace::parse(self.side.name(), &said))
+        let said = self.sh(trace::TELL)?;
+        let side = self.side.name();
+        Trace::parse(side, &said, ready_s).ok_or(RemountError::NoFigure { side, figure: "mark of being ready", said })
     }
 
     fn crash(&self) -> std::result::Result<(), RemountError> {
@@ -198,10 +202,18 @@ impl<'b, 'a> Life<'b, 'a> {
             ("memory_read_us_p99", "hit_us_p99", "us", 1.0),
             ("resident_bytes", "cached_mib", "MiB", 1.0 / MIB),
             ("blocks", "boot_blocks", "", 1.0),
+            ("memory_reads", "memory_reads", "", 1.0),
+            ("memory_reads_beside_writes", "reads_beside_writes", "", 1.0),
         ] {
             let value = plan[figure].as_f64();
             let no_figure = || RemountError::NoFigure { side: self.side.name(), figure, said: said.clone() };
             record.add(case, metric, unit, value.ok_or_else(no_figure)? * scale);
+        }
+        // A boot with all its journals in NVRAM may read nothing while it writes.
+        for percent in ["p50", "p99"] {
+            if let Some(us) = plan[format!("memory_read_beside_writes_us_{percent}")].as_f64() {
+                record.add(case, &format!("hit_beside_writes_us_{percent}"), "us", us);
+            }
         }
         Ok(())
     }
@@ -224,11 +236,13 @@ impl<'b, 'a> Life<'b, 'a> {
 }
 
 /// `rate`: for hosts without a control group.
-fn start(bench: &Bench<'_>, side: Side, accelerator: &str, rate: Option<DiskRate>) -> Result<Vm> {
+fn start(bench: &Bench<'_>, side: Side, accelerator: &str, rate: Option<DiskRate>, traced: bool) -> Result<Vm> {
+    let words = if traced { trace::CMDLINE } else { "" };
     let images = || bench.volumes.images().iter().chain([&bench.churn]);
     match side {
         Side::BootSet | Side::Nvram | Side::Ember => {
-            let builder = TestVm::busybox(NAME).memory_mib(MEMORY_MIB).setting("accelerator", accelerator);
+            let builder =
+                TestVm::busybox(NAME).memory_mib(MEMORY_MIB).setting("accelerator", accelerator).cmdline(words);
             let builder =
                 images().fold(builder, |builder, image| builder.disk(sides::limited(Disk::in_place(image), rate)));
             let builder = if side.has_boot_set() { sides::with_boot_set(builder) } else { builder };
@@ -239,7 +253,11 @@ fn start(bench: &Bench<'_>, side: Side, accelerator: &str, rate: Option<DiskRate
             builder.start().map(Vm::Hearth)
         }
         Side::Direct | Side::HostCache | Side::HostCacheDropped => {
-            let builder = PlainVm::busybox(NAME).memory_mib(MEMORY_MIB).accelerator(accelerator).cmdline("panic=-1");
+            let builder = PlainVm::busybox(NAME)
+                .memory_mib(MEMORY_MIB)
+                .accelerator(accelerator)
+                .cmdline("panic=-1")
+                .cmdline(words);
             // Without these QEMU takes pvpanic's news for an order to power off.
             let builder = builder.args(["-action", "panic=none"]);
             let cache = if side == Side::Direct { "cache=none,aio=io_uring" } else { "cache=writeback" };

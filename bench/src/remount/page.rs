@@ -16,13 +16,13 @@ pub fn html(record: &Record, traces: &[Trace]) -> String {
     for trace in traces {
         let reads: Vec<(f64, f64)> = trace.reads.iter().map(|read| (read.second, read.us / 1e3)).collect();
         let title = format!(
-            "{}: {} reads from the first mount on, half of them within {} ms, the slowest {} ms",
+            "{}: {} reads from the reset until it is ready, half of them within {} ms, the slowest {} ms",
             trace.side,
             reads.len(),
             figure_or_dash(trace.us(50.0).map(|us| us / 1e3)),
             figure_or_dash(trace.us(100.0).map(|us| us / 1e3))
         );
-        page.section(&title, &read_times::draw(&reads));
+        page.section(&title, &read_times::draw(&reads, trace.ready_s));
     }
     page.section("Sides", &table(&summary::table(record)));
     page.section("Figures", &figures(record));
@@ -35,7 +35,7 @@ fn notes(record: &Record) -> String {
         record,
         &[format!(
             "A guest of {MEMORY_MIB} MiB, mounting four volumes at a time; a boot set of at most {BOOT_SET_LIMIT}. The times of the reads \
-             are those of the guest's own block layer, at paper."
+             are those of the guest's own block layer, at paper, in a machine of its own."
         )],
     )
 }

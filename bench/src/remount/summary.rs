@@ -6,6 +6,19 @@ use crate::host::profile::Profile;
 use crate::record::Record;
 use crate::table::{Table, figure_or_dash};
 
+/// How reads were answered from memory, and what of it there was.
+const OF_MEMORY: [&str; 9] = [
+    "hit_pct",
+    "hit_inline_pct",
+    "hit_us_p50",
+    "hit_us_p99",
+    "cached_mib",
+    "memory_reads",
+    "reads_beside_writes",
+    "hit_beside_writes_us_p50",
+    "hit_beside_writes_us_p99",
+];
+
 pub fn summarise(record: &mut Record, cells: &[Cell]) {
     let mut figures: Vec<(String, Option<f64>)> = Vec::new();
     let ratio = |one: Option<f64>, other: Option<f64>| Some(one? / other?);
@@ -29,7 +42,7 @@ pub fn summarise(record: &mut Record, cells: &[Cell]) {
                 let memory =
                     median(held, "cached_mib").map(|held_mib| held_mib + median(held, "nvram_mib").unwrap_or_default());
                 figures.push((key("memory_vs_hostcache"), ratio(memory, median(Side::HostCache, "host_cache_mib"))));
-                for metric in ["hit_pct", "hit_inline_pct", "hit_us_p50", "hit_us_p99", "cached_mib"] {
+                for metric in OF_MEMORY {
                     figures.push((key(metric), median(held, metric)));
                 }
             }

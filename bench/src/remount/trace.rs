@@ -1,42 +1,56 @@
-//! Every read of a boot as the guest saw it, by its own trace points: the same on all sides.
+//! Every read of a boot as the guest saw it, from the first one of its kernel on, by its own trace points: the same on all sides.
+//!
+//! The guest's clock begins with its kernel. When the guest is ready both clocks are read, and times count from its reset.
 
 use crate::stats;
 
-/// Begins to note what the guest reads.
-pub const BEGIN: &str = "mount -t tracefs none /sys/kernel/tracing 2>/dev/null; cd /sys/kernel/tracing && \
-     echo 8192 >buffer_size_kb && for e in issue complete; do echo 1 >events/block/block_rq_$e/enable || exit; done";
+/// For the guest's kernel: it notes its reads from its start on.
+pub const CMDLINE: &str = "trace_event=block:block_rq_issue,block:block_rq_complete trace_buf_size=8192k";
 
-/// Ends it, and tells each read: when it was begun (s), how long it took (us).
-pub const END: &str = "cd /sys/kernel/tracing && echo 0 >tracing_on && awk '/: block_rq_(issue|complete): / { \
+/// The guest is ready: a mark in what was noted, and no more of it.
+pub const READY: &str = "mount -t tracefs none /sys/kernel/tracing 2>/dev/null; cd /sys/kernel/tracing && \
+     echo ready >trace_marker && echo 0 >tracing_on";
+
+/// Tells when the mark was made (s), and of each read when it was begun (s) and how long it took (us).
+pub const TELL: &str = "awk '/: tracing_mark_write: ready/ { \
+     for (i = 2; i <= NF; i++) if ($i == \"tracing_mark_write:\") printf \"ready %.6f\\n\", $(i - 1) + 0; next } \
+     /: block_rq_(issue|complete): / { \
      for (i = 1; i < NF; i++) { if ($i ~ /^block_rq_/) k = i; if ($i == \"+\") s = $(i - 1) } \
      if ($(k + 2) !~ /^R/) next; t = $(k - 1) + 0; id = $(k + 1) \" \" s; \
      if ($k == \"block_rq_issue:\") at[id] = t; \
-     else if (id in at) { printf \"%.6f %.0f\\n\", at[id], (t - at[id]) * 1e6; delete at[id] } }' trace";
+     else if (id in at) { printf \"%.6f %.0f\\n\", at[id], (t - at[id]) * 1e6; delete at[id] } }' /sys/kernel/tracing/trace";
 
 /// A read of the guest.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Read {
-    /// From the first one on.
+    /// From the guest's reset on.
     pub second: f64,
     pub us: f64,
 }
 
 pub struct Trace {
     pub side: &'static str,
+    /// From the guest's reset on.
+    pub ready_s: f64,
     pub reads: Vec<Read>,
 }
 
 impl Trace {
-    pub fn parse(side: &'static str, said: &str) -> Self {
-        let read = |line: &str| {
-            let (second, us) = line.split_once(' ')?;
-            Some(Read { second: second.parse().ok()?, us: us.parse().ok()? })
+    /// None: the mark is missing, so that nobody knows when the reads were.
+    pub fn parse(side: &'static str, said: &str, ready_s: f64) -> Option<Self> {
+        let numbers = |line: &str| -> Option<(String, f64)> {
+            let (first, second) = line.split_once(' ')?;
+            Some((first.to_owned(), second.parse().ok()?))
         };
-        let mut reads: Vec<Read> = said.lines().filter_map(read).collect();
+        let said: Vec<(String, f64)> = said.lines().filter_map(numbers).collect();
+        let mark = said.iter().find_map(|(word, second)| (word == "ready").then_some(*second))?;
+        let read = |(second, us): &(String, f64)| {
+            let second: f64 = second.parse().ok()?;
+            Some(Read { second: second - mark + ready_s, us: *us })
+        };
+        let mut reads: Vec<Read> = said.iter().filter_map(read).collect();
         reads.sort_by(|one, other| one.second.total_cmp(&other.second));
-        let first = reads.first().map_or(0.0, |read| read.second);
-        reads.iter_mut().for_each(|read| read.second -= first);
-        Self { side, reads }
+        Some(Self { side, ready_s, reads })
     }
 
     pub fn us(&self, percent: f64) -> Option<f64> {
@@ -50,10 +64,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_are_told_from_the_first_on() {
-        let trace = Trace::parse("hearth", "12.500000 200\nnoise\n12.250000 100\n");
-        assert_eq!(trace.reads, [Read { second: 0.0, us: 100.0 }, Read { second: 0.25, us: 200.0 }]);
-        assert_eq!(trace.us(50.0), Some(100.0));
-        assert_eq!(Trace::parse("hearth", "").us(50.0), None);
+    fn reads_are_told_from_the_reset_on() {
+        let said = "12.500000 200\nnoise\nready 13.75\n12.250000 100\n";
+        let trace = Trace::parse("hearth", said, 15.0).unwrap();
+        assert_eq!(trace.reads, [Read { second: 13.5, us: 100.0 }, Read { second: 13.75, us: 200.0 }]);
+        assert_eq!((trace.ready_s, trace.us(50.0)), (15.0, Some(100.0)));
+        assert!(Trace::parse("hearth", "12.5 200", 15.0).is_none(), "without the mark");
     }
 }

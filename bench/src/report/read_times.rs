@@ -2,22 +2,25 @@
 
 use super::frame::Frame;
 
-/// Seconds and milliseconds, in the order of time. At the width of a desk and of a phone.
-pub fn draw(reads: &[(f64, f64)]) -> String {
+/// Seconds and milliseconds, in the order of time, up to the end of the boot. At the width of a desk and of a phone.
+pub fn draw(reads: &[(f64, f64)], until: f64) -> String {
     if reads.is_empty() {
         return String::new();
     }
-    format!("<figure>{}{}</figure>", picture(reads, 860.0, 300.0, "wide"), picture(reads, 380.0, 260.0, "narrow"))
+    format!(
+        "<figure>{}{}</figure>",
+        picture(reads, until, 860.0, 300.0, "wide"),
+        picture(reads, until, 380.0, 260.0, "narrow")
+    )
 }
 
-fn picture(reads: &[(f64, f64)], width: f64, height: f64, class: &str) -> String {
-    let to = reads.last().map_or(1.0, |read| read.0);
+fn picture(reads: &[(f64, f64)], until: f64, width: f64, height: f64, class: &str) -> String {
     let highest = reads.iter().map(|read| read.1).fold(0.0, f64::max);
-    let frame = Frame::new((0.0, to), highest, (width, height));
+    let frame = Frame::new((0.0, until), highest, (width, height));
     let mut svg = format!(
         "<svg class=\"{class}\" viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"Time of every read over a boot\">"
     );
-    svg += &frame.axes(if width < 500.0 { 5 } else { 8 }, "seconds from the first read", "ms");
+    svg += &frame.axes(if width < 500.0 { 5 } else { 8 }, "seconds from the reset", "ms");
     // One path of points: thousands of elements of their own would make the page heavy.
     let point = |read: &(f64, f64)| format!("M{:.1} {:.1}h0", frame.x.place(read.0), frame.y.place(read.1));
     let mut points: Vec<String> = reads.iter().map(point).collect();
@@ -31,9 +34,9 @@ mod tests {
 
     #[test]
     fn every_read_has_its_place() {
-        let html = draw(&[(0.0, 0.1), (1.0, 5.0), (2.0, 0.2)]);
+        let html = draw(&[(0.5, 0.1), (1.0, 5.0), (2.0, 0.2)], 3.0);
         assert_eq!(html.matches("h0").count(), 2 * 3, "{html}");
-        assert!(html.contains("seconds from the first read"));
-        assert_eq!(draw(&[]), "");
+        assert!(html.contains("seconds from the reset"));
+        assert_eq!(draw(&[], 3.0), "");
     }
 }
