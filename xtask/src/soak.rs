@@ -20,7 +20,7 @@ const SOAKS: [Soak; 4] = [
         name: "restores",
         binary: "lazy_restore",
         test: "soak::a_hundred_restores_without_an_odd_one",
-        minutes: 25,
+        minutes: 35,
         says: "100 restores out of one snapshot, in four ways (ROUNDS=100)",
     },
     Soak {
@@ -41,7 +41,7 @@ const SOAKS: [Soak; 4] = [
         name: "volumes",
         binary: "fast_remount",
         test: "many::four_hundred_volumes_come_back_whole",
-        minutes: 2,
+        minutes: 4,
         says: "400 volumes, two crashes",
     },
 ];
