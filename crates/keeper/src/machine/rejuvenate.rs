@@ -28,6 +28,9 @@ const PAUSE_PATIENCE: Duration = Duration::from_secs(5);
 /// Until the guest has taken what was typed. One that does not read its console would hold up every rejuvenation; what it
 /// has not taken the new QEMU is given.
 const TYPED_PATIENCE: Duration = Duration::from_millis(500);
+/// What a guest does first in another QEMU takes the longest, under emulation above all, and somebody waits for its answer: what
+/// takes a processor from it and can wait (the end of the old QEMU, and the pins of the new one) waits for as long.
+const FIRST_STEPS: Duration = Duration::from_millis(200);
 /// A killed QEMU frees the memory that it had of its own; guest RAM stays.
 pub(super) const END_PATIENCE: Duration = Duration::from_secs(10);
 /// A QEMU whose keeper died connects again within a second, also on a busy host within a few.
@@ -348,13 +351,16 @@ impl Machine {
 
     /// The guest is the new one's, whatever happens here. A journal that cannot be written says that as well, by the hop in it.
     fn retire(&mut self, old: &Generation, new: &Generation) {
+        // The old one still has the ports that lead into the guest: who comes anew waits for its end.
+        if !self.has_forwards() {
+            std::thread::sleep(FIRST_STEPS);
+        }
         old.process.kill();
         self.close_disks();
         self.journal.qemu = Some(new.identity());
         self.note_hop(None);
         self.pin(new);
         if self.has_forwards() {
-            // Its ports are free when it is gone.
             old.process.ends_within(END_PATIENCE);
             self.open_forwards(new);
         }
