@@ -11,17 +11,18 @@
 //! A page that cannot be brought (the image is damaged, or gone) holds up whoever touched it, and is tried again: the guest
 //! waits, and never sees anything but what was saved.
 
+mod figures;
+mod gate;
 mod pace;
 mod step;
 mod waits;
 
 use std::collections::{BTreeMap, HashSet};
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use hearth_disk::gate::{Gate, RamGate};
+pub use figures::Counts;
 use hearth_memory::faults::Userfault;
 use hearth_memory::faults::admission::AdmissionError;
 use hearth_memory::faults::supply::SuppliedRam;
@@ -36,8 +37,6 @@ use crate::incarnation::lock;
 use crate::snapshot::pages::{Page, PageReader, Reading};
 use crate::snapshot::{Snapshot, SnapshotError};
 
-/// Between two attempts of a disk to get at memory that cannot be brought.
-const TRY_AGAIN: Duration = Duration::from_millis(250);
 /// So many chunks that cannot be brought are told one by one: of a file that was cut off, all that are missing are such.
 const TOLD_MAX: usize = 16;
 const ZEROES: Page = [0; PAGE_BYTES as usize];
@@ -88,20 +87,6 @@ impl Mode {
             Self::WorkingSet => "working-set",
         }
     }
-}
-
-/// What became of the pages, counted since the guest went on.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
-    /// Of the snapshot, without those of zeroes.
-    pub stored: u64,
-    /// Before the guest ran.
-    pub prefetched: u64,
-    /// Because somebody touched them.
-    pub lazy: u64,
-    /// With one that was touched, or behind the guest's back.
-    pub filled: u64,
-    pub missing: u64,
 }
 
 /// Writes these pages into RAM that nobody uses yet. How many there are. `go_on` is asked before each chunk.
@@ -445,42 +430,6 @@ impl LazyRam {
         &self.snapshot
     }
 
-    pub fn counts(&self) -> Counts {
-        Counts {
-            stored: self.snapshot.ram.pages().len() as u64,
-            prefetched: self.prefetched,
-            lazy: self.lazy.load(Relaxed),
-            filled: self.filled.load(Relaxed),
-            missing: self.missing.load(Relaxed),
-        }
-    }
-
-    /// How long so many of a hundred page faults took at most, in us. None: there was none.
-    pub fn wait_us(&self, percent: u64) -> Option<u64> {
-        self.waits.percentile_us(percent)
-    }
-
-    /// Page faults that are over.
-    pub fn waits(&self) -> u64 {
-        self.waits.count()
-    }
-
-    /// The same of pages that are stored: those of zeroes take no read.
-    pub fn wait_us_stored(&self, percent: u64) -> Option<u64> {
-        self.waits_stored.percentile_us(percent)
-    }
-
-    /// All page faults together, in us.
-    pub fn waited_us(&self) -> u64 {
-        self.waits.total_us()
-    }
-
-    /// What the disks of the machine have to ask.
-    pub fn gate(self: &Arc<Self>) -> Gate {
-        let (ram_device, ram_inode) = self.identity;
-        Gate { ram_device, ram_inode, keeper: self.clone() }
-    }
-
     /// What cannot be brought now, and how much more; whoever touches it waits.
     pub fn stuck(&self) -> Vec<String> {
         let stuck = lock(&self.stuck);
@@ -510,33 +459,6 @@ fn passing<T>(result: Result<T, BringError>) -> Result<Option<T>, AdmissionError
         Err(BringError::Snapshot(_)) => Ok(None),
         Err(BringError::Ram(error)) if is_no_room(&error) => Ok(None),
         Err(BringError::Ram(error)) => Err(error),
-    }
-}
-
-impl RamGate for LazyRam {
-    fn is_granted(&self, _file: Range<u64>) -> bool {
-        true
-    }
-
-    fn admit(&self, _file: Range<u64>) -> bool {
-        true
-    }
-
-    fn bring(&self, file: Range<u64>) -> bool {
-        let pages = file.start / PAGE_BYTES..file.end.div_ceil(PAGE_BYTES);
-        for page in pages.map(|page| page as u32) {
-            // What nobody had touched by the end is zeroes, and the kernel sees to that.
-            while !self.is_there(page) && !self.is_finished() {
-                match passing(self.bring_touched(page, &mut self.snapshot.ram.reading())) {
-                    Ok(Some(())) => {}
-                    Ok(None) if !self.is_stopped() => std::thread::sleep(TRY_AGAIN),
-                    Ok(None) | Err(_) if self.is_finished() => {}
-                    // QEMU's end: its requests end with it.
-                    Ok(None) | Err(_) => return false,
-                }
-            }
-        }
-        true
     }
 }
 

@@ -1,9 +1,11 @@
 //! Lazy restore in one process: this one is QEMU, guest and keeper at once.
 
 use std::fs::{self, File};
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::time::Instant;
 
+use hearth_disk::gate::RamGate;
 use rustix::mm::{MapFlags, ProtFlags, UserfaultfdFlags, mmap, userfaultfd};
 
 use super::*;
