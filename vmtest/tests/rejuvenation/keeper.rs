@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, patience, write_program};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, known, write_program};
 use serde_json::Value;
 
 const FIO: &str = "fio --name=load --filename=/dev/vda --rw=randwrite --bsrange=4k-16k --size=32m --loops=4 \
@@ -56,10 +56,7 @@ fn a_guest_under_load_does_not_notice_that_its_keeper_is_another_program() -> Re
     install(&place);
     vm.cli(&["upgrade-keeper", vm.name()])?;
     assert_eq!((who(&vm)?, program_of(&vm)), (before, place));
-    let ended = "while [ ! -e /tmp/fio.status ]; do sleep 1; done; cat /tmp/fio.log; exit $(cat /tmp/fio.status)";
-    let fio = vm.run_within(ended, patience(60))?;
-    assert_eq!(fio.status, 0, "{}", fio.text());
-    assert!(!fio.text().contains("verify:"), "{}", fio.text());
+    known::fio_ends_well(&vm)?;
     let disk = &vm.status()?["disks"][0];
     assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&Value::from(0), &Value::from(0)), "{disk}");
     // The end of a QEMU that another program started is seen.
