@@ -138,8 +138,11 @@ impl Queue {
 
     pub fn set_call(&mut self, call: Option<OwnedFd>) {
         self.call = call;
-        // Whoever gives a new descriptor may have missed what the old one said.
-        self.answered |= self.ring.is_some();
+        // Whoever gives a new descriptor may have missed what the old one said: QEMU starts a queue with one that nobody reads.
+        if let Some(ring) = &mut self.ring {
+            ring.wake_in_any_case();
+            self.answered = true;
+        }
     }
 
     pub fn set_error(&mut self, error: Option<OwnedFd>) {
@@ -180,7 +183,9 @@ impl Queue {
         }
         self.ring = Some(Ring::new(self.size, place, agreed.event_index, available, used));
         self.enabled |= agreed.enabled_at_start;
-        (self.stopping, self.broken, self.unmapped, self.answered) = (false, false, false, false);
+        (self.stopping, self.broken, self.unmapped) = (false, false, false);
+        // A server before us may have died with the answer in the ring and the guest not yet woken.
+        self.answered = true;
         Ok(())
     }
 

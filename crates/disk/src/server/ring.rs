@@ -132,6 +132,11 @@ impl Ring {
         Ok(memory.load_u16(self.place.available + 2, Ordering::Acquire)? != self.next_available)
     }
 
+    /// What was decided before is forgotten: the guest may not have been woken.
+    pub fn wake_in_any_case(&mut self) {
+        self.decided_used = None;
+    }
+
     /// Does the guest want to be woken for what was pushed since the last call?
     pub fn wants_wake(&mut self, memory: &GuestMap) -> Result<bool, RingFault> {
         let decided = self.decided_used.replace(self.next_used);

@@ -254,6 +254,21 @@ impl Guest {
         self.frontend.set_vring_enable(queue, true).unwrap();
     }
 
+    /// Another descriptor to be woken through, as a frontend sets that had its guest's interrupts masked.
+    pub fn replace_call(&mut self, queue: usize) {
+        let fresh = EventFd::new(libc::EFD_NONBLOCK).unwrap();
+        self.frontend.set_vring_call(queue, &fresh).unwrap();
+        self.rings[queue].call = fresh;
+    }
+
+    /// Waits to be woken, without a look at the ring.
+    #[track_caller]
+    pub fn sleep(&self, queue: usize) {
+        let call = &self.rings[queue].call;
+        assert!(wait_readable(call, Instant::now() + PATIENCE), "the guest is woken");
+        call.read().unwrap();
+    }
+
     pub fn set_addresses(&self, queue: usize, log_used: bool) {
         let base = self.rings[queue].base();
         let config = VringConfigData {
