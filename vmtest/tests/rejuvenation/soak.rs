@@ -1,4 +1,4 @@
-//! Hundreds of hops in a row under a verifying disk load: `make soak NAME=hops`.
+//! Hundreds of hops, and of upgrades of the keeper, in a row under a verifying disk load: `make soak NAME=hops`, `NAME=upgrades`.
 
 use std::time::{Duration, Instant};
 
@@ -67,6 +67,34 @@ fn hundreds_of_hops_without_an_odd_one() -> Result<()> {
         at(1.0)
     );
     assert!(odd.is_empty(), "{odd:#?}");
+    Ok(())
+}
+
+/// QEMU looks for the next keeper a second after it lost one: those that come in between hang up on it wherever it is in its
+/// first words.
+#[test]
+#[ignore = "takes minutes: UPGRADES=200, unless said otherwise"]
+fn hundreds_of_upgrades_at_any_moment() -> Result<()> {
+    const APART_MS: [u64; 2] = [700, 1500];
+    let upgrades: u64 = std::env::var("UPGRADES").ok().and_then(|text| text.parse().ok()).unwrap_or(200);
+    let vm = TestVm::busybox_with_fio("upgrades").cpus(2).disk(Disk::empty(64)).boot()?;
+    let nonce = vm.nonce()?;
+    start_endless_fio(&vm)?;
+    let mut took_over = Instant::now();
+    for number in 1..=upgrades {
+        let apart = APART_MS[0] + number * 7919 % (APART_MS[1] - APART_MS[0]);
+        std::thread::sleep(Duration::from_millis(apart).saturating_sub(took_over.elapsed()));
+        vm.cli(&["upgrade-keeper", vm.name()])?;
+        took_over = Instant::now();
+        if number % 10 == 0 {
+            eprintln!("upgrade {number} of {upgrades}");
+            assert_eq!(vm.nonce()?, nonce, "upgrade {number}");
+            assert!(wait_written(&vm, 0)? > 0, "upgrade {number}: the disk stands still");
+        }
+    }
+    assert!(fio_is_content(&vm)?, "{}", vm.sh("cat /tmp/fio.log")?);
+    let disk = &vm.status()?["disks"][0];
+    assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&Value::from(0), &Value::from(0)), "{disk}");
     Ok(())
 }
 

@@ -5,7 +5,7 @@
 //! QEMU serves one client of its serial socket and would make the guest wait if that client did not read. The hub is
 //! that client: it always reads, keeps the last output for those who come later, and passes it on. What a guest says while
 //! no keeper lives the next one finds in QEMU's transcript. Everything is bounded: a client that does not read is dropped,
-//! and what is typed while no QEMU listens is forgotten.
+//! and what is typed while there is no QEMU is forgotten.
 
 use std::io;
 use std::os::unix::net::{UnixListener, UnixStream};

@@ -293,7 +293,8 @@ impl Relay {
                 client.gone = true;
             }
         }
-        if self.qemu.is_none() {
+        // One that is about to be reached gets it: its guest may be running, and told to be so.
+        if self.qemu.is_none() && self.wanted.is_none() {
             self.typed.forget();
         }
     }

@@ -118,8 +118,13 @@ fn a_qemu_that_is_not_there_yet_is_waited_for() {
     let fixture = fixture();
     fixture.hub.attach(fixture.place("late"));
     let mut client = fixture.client();
+    client.write_all(b"early").unwrap();
+    while typed::unread_cost(&client) > 0 {
+        std::thread::yield_now();
+    }
     let listener = UnixListener::bind(fixture.path("late")).unwrap();
     let (mut qemu, _) = listener.accept().unwrap();
+    check_next(&mut qemu, "early");
     qemu.write_all(b"hello").unwrap();
     check_next(&mut client, "hello");
 }
