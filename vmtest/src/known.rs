@@ -57,6 +57,15 @@ pub fn fio_is_content(vm: &impl Drives) -> Result<bool> {
     Ok(vm.sh("cat /tmp/fio.status 2>/dev/null; cat /tmp/fio.log | grep -c 'verify:'; true")?.trim() == "0")
 }
 
+/// The endless load is told to end, and does: a request that was lost on the way would hold it for ever.
+pub fn end_endless_fio(vm: &impl Drives) -> Result<()> {
+    assert!(fio_is_content(vm)?, "{}", vm.sh("cat /tmp/fio.log")?);
+    vm.sh_within("killall -INT fio; while [ ! -e /tmp/fio.status ]; do sleep 1; done", patience(5))?;
+    let log = vm.sh("cat /tmp/fio.log")?;
+    assert!(!log.contains("verify:"), "{log}");
+    Ok(())
+}
+
 /// The load is not over.
 pub fn fio_goes_on(vm: &impl Drives) -> Result<()> {
     let going_on = vm.sh("[ -e /tmp/fio.status ] && echo over || echo going on")?;

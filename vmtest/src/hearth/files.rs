@@ -119,6 +119,8 @@ impl Files {
         eprintln!("--- {name}: events");
         events.iter().rev().take(LINES_SHOWN).rev().for_each(|event| eprintln!("{event}"));
         eprintln!("--- {name}: keeper\n{}", last_lines(&self.keeper_log()));
+        let status = self.cli(&["--json", "status", name]).map_or_else(|error| error.to_string(), |said| said.text());
+        eprintln!("--- {name}: status\n{status}");
         let runtime = fs::read_dir(self.runtime_root().join(name)).into_iter().flatten().flatten();
         let logs = runtime.map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|end| end == "log"));
         for log in logs {

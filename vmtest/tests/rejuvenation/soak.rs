@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use hearth_vmtest::known::{fio_is_content, start_endless_fio};
+use hearth_vmtest::known::{end_endless_fio, start_endless_fio};
 use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, patience};
 use serde_json::Value;
 
@@ -51,7 +51,7 @@ fn hundreds_of_hops_without_an_odd_one() -> Result<()> {
         }
         written = so_far;
     }
-    assert!(fio_is_content(&vm)?, "{}", vm.sh("cat /tmp/fio.log")?);
+    end_endless_fio(&vm)?;
     let status = vm.status()?;
     let disk = &status["disks"][0];
     assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&Value::from(0), &Value::from(0)), "{disk}");
@@ -92,7 +92,7 @@ fn hundreds_of_upgrades_at_any_moment() -> Result<()> {
             assert!(wait_written(&vm, 0)? > 0, "upgrade {number}: the disk stands still");
         }
     }
-    assert!(fio_is_content(&vm)?, "{}", vm.sh("cat /tmp/fio.log")?);
+    end_endless_fio(&vm)?;
     let disk = &vm.status()?["disks"][0];
     assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&Value::from(0), &Value::from(0)), "{disk}");
     Ok(())

@@ -73,7 +73,6 @@ impl Machine {
         };
         // Its QEMU lives: whatever was noted of the guest, it goes on here.
         parked::discard(&self.parts.folders.memory);
-        self.record(EventKind::KeeperTookOver { qemu_pid: generation.identity().pid, generation: generation.number });
         if hop_cut_off {
             self.finish_hop(&mut generation);
         } else if generation.identity().deaf {
@@ -86,7 +85,10 @@ impl Machine {
         }
         let run_state = generation.qmp.run_state();
         self.warden.watch(Some(incarnation.clone()));
+        let number = generation.number;
         self.adopt(incarnation, generation)?;
+        // Not before: who waits for this may type into the guest.
+        self.record(EventKind::KeeperTookOver { qemu_pid: pid, generation: number });
         if self.journal.frozen {
             self.note_frozen();
             self.thaw();
