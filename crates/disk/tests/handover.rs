@@ -48,6 +48,28 @@ fn the_guest_goes_on_through_the_second_and_back() {
 }
 
 #[test]
+fn a_server_that_leaves_does_not_hang_up_on_a_qemu_in_its_first_words() {
+    let place = Place::new(DISK_BYTES);
+    let first = place.serve(None);
+    let mut guest = Guest::connect(&place.socket(), 1);
+    DiskServer::leave(vec![first]);
+    let second = place.serve(None);
+    let greeting = guest.successor(&place.socket());
+    let leaving = std::thread::spawn(|| DiskServer::leave(vec![second]));
+    wait_until("nobody else can come", || !place.socket().exists());
+    guest.hop(greeting);
+    // Nobody is waited for who says nothing more.
+    leaving.join().unwrap();
+    let third = place.serve(None);
+    let silent = guest.successor(&place.socket());
+    DiskServer::leave(vec![third]);
+    drop(silent);
+    let _last = place.serve(None);
+    guest.reconnect(&place.socket());
+    assert_eq!(guest.run(0, READ, 0, DATA, 4096).status, 0);
+}
+
+#[test]
 fn a_hand_over_that_fails_leaves_the_first_as_it_was() {
     let place = Place::new(DISK_BYTES);
     let server = place.serve(None);

@@ -77,7 +77,7 @@ fn hundreds_of_hops_without_an_odd_one() -> Result<()> {
 fn hundreds_of_upgrades_at_any_moment() -> Result<()> {
     const APART_MS: [u64; 2] = [700, 1500];
     let upgrades: u64 = std::env::var("UPGRADES").ok().and_then(|text| text.parse().ok()).unwrap_or(200);
-    let vm = TestVm::busybox_with_fio("upgrades").cpus(2).disk(Disk::empty(64)).boot()?;
+    let vm = TestVm::busybox_with_fio("upgrades").disk(Disk::empty(64)).boot()?;
     let nonce = vm.nonce()?;
     start_endless_fio(&vm)?;
     let mut took_over = Instant::now();

@@ -7,7 +7,7 @@ use std::cell::Cell;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::rc::Rc;
-use std::time::SystemTime;
+use std::time::{Duration, Instant, SystemTime};
 
 use super::config::{self, Device, WRITEBACK_OFFSET, protocol};
 use super::inflight::{self, Inflight, InflightError};
@@ -87,6 +87,8 @@ pub struct Connection {
     /// The frontend began to stop its queues, the first one before all others; taken by whoever notes it.
     pub stop_asked: Option<SystemTime>,
     waiting: Option<Waiting>,
+    /// The frontend's last word, or its coming.
+    heard: Instant,
 }
 
 impl Connection {
@@ -115,6 +117,7 @@ impl Connection {
             may_start: true,
             stop_asked: None,
             waiting: None,
+            heard: Instant::now(),
         })
     }
 
@@ -126,6 +129,11 @@ impl Connection {
     /// Has any queue been started and not been stopped and drained since?
     pub fn is_started(&self) -> bool {
         self.queues.iter().any(Queue::is_started)
+    }
+
+    /// Does the frontend talk? Once its queues are served it has nothing more to say.
+    pub fn is_talking(&self, silence: Duration) -> bool {
+        self.heard.elapsed() < silence
     }
 
     /// Does an answer wait for requests in flight? Then nothing is read meanwhile.
@@ -154,6 +162,7 @@ impl Connection {
             return Ok(false);
         }
         let Some(frame) = self.channel.get_mut().receive()? else { return Ok(false) };
+        self.heard = Instant::now();
         let (request, need_reply) = (frame.request, frame.need_reply);
         match self.answer_to(frame) {
             Ok(Answer::Done) => self.acknowledge(request, need_reply, 0)?,

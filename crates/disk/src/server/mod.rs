@@ -322,13 +322,25 @@ impl DiskServer {
 
     /// Hangs up, waits for what is in flight, and removes the socket.
     pub fn stop(mut self) {
-        self.end();
+        self.end(Command::Stop);
     }
 
-    fn end(&mut self) {
-        let Some(thread) = self.thread.take() else { return };
-        let _ = self.commands.send(Command::Stop);
+    /// Stops them for servers that come after them, to which their QEMU goes on talking: one that is just making itself known is
+    /// served until it has done so. Its guest goes on meanwhile; 5 s at most.
+    pub fn leave(servers: Vec<Self>) {
+        servers.iter().for_each(|server| server.tell(Command::Leave));
+        servers.into_iter().for_each(|mut server| server.end(Command::Leave));
+    }
+
+    fn tell(&self, command: Command) {
+        // A thread that has ended needs not be told.
+        let _ = self.commands.send(command);
         poller::wake(self.wake.as_fd());
+    }
+
+    fn end(&mut self, how: Command) {
+        let Some(thread) = self.thread.take() else { return };
+        self.tell(how);
         if thread.join().is_err() {
             tracing::error!(disk = self.name, "the disk's thread had panicked");
         }
@@ -353,7 +365,7 @@ impl DiskServer {
 
 impl Drop for DiskServer {
     fn drop(&mut self) {
-        self.end();
+        self.end(Command::Stop);
     }
 }
 

@@ -40,6 +40,12 @@ const ROUNDS_MAX: usize = 32;
 const WATCH: Duration = Duration::from_micros(30);
 /// An engine that cannot take operations now is asked again after this time.
 const SUBMIT_AGAIN: Duration = Duration::from_millis(1);
+/// One that leaves waits until its QEMU has said nothing for so long,
+const SILENCE: Duration = Duration::from_millis(300);
+/// and at most for this long.
+const LEAVE_PATIENCE: Duration = Duration::from_secs(5);
+/// It looks this often meanwhile.
+const LEAVE_LOOK: Duration = Duration::from_millis(5);
 /// A stop does not wait longer than this for the image.
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -53,6 +59,8 @@ pub enum Command {
     WriteLog(Option<Arc<WriteLog>>, Sender<()>),
     /// None: something is in flight.
     Freeze(File, Sender<Option<io::Result<Arc<FrozenImage>>>>),
+    /// Stop, and do not hang up on a QEMU in the middle of its first words.
+    Leave,
     Stop,
 }
 
@@ -118,6 +126,8 @@ pub struct Worker {
     answered: bool,
     draining: Vec<Sender<()>>,
     next_connection: u32,
+    /// Since when.
+    leaving: Option<Instant>,
     stopping: bool,
 }
 
@@ -145,6 +155,7 @@ impl Worker {
             answered: false,
             draining: Vec::new(),
             next_connection: 0,
+            leaving: None,
             stopping: false,
             disk,
             poller,
@@ -157,7 +168,8 @@ impl Worker {
         while !self.stopping {
             events.clear();
             let at_once = rest || self.watch();
-            if let Err(error) = self.poller.wait(at_once.then_some(Duration::ZERO), &mut events) {
+            let at_most = at_once.then_some(Duration::ZERO).or(self.leaving.map(|_| LEAVE_LOOK));
+            if let Err(error) = self.poller.wait(at_most, &mut events) {
                 tracing::error!(disk = self.name, %error, "the disk's loop cannot wait; the disk stops");
                 break;
             }
@@ -166,6 +178,7 @@ impl Worker {
             }
             rest = self.work();
             self.settle();
+            self.stopping |= self.leaving.is_some_and(|since| self.may_leave(since));
         }
         self.peers.ids().into_iter().for_each(|id| self.hang_up(id));
         self.disk.drain(STOP_PATIENCE);
@@ -260,6 +273,16 @@ impl Worker {
                 let _ = waiter.send(()); // Who no longer waits need not know.
             }
         }
+    }
+
+    /// QEMU before 9.1 never speaks to its disk again if it loses it in its first words (`vhost_dev_init` fails, and nobody
+    /// listens to the socket that is connected again: `hw/virtio/vhost-user.c`, `vhost_user_async_close_bh`).
+    fn may_leave(&mut self, since: Instant) -> bool {
+        self.accept();
+        let talks = self.peers.iter_mut().any(|connection| connection.is_talking(SILENCE));
+        // One that came back already waits until the last requests are on the disk.
+        let may_wait_outside = self.peers.is_empty() && !self.disk.is_idle();
+        since.elapsed() > LEAVE_PATIENCE || !talks && !may_wait_outside
     }
 
     fn accept(&mut self) {
@@ -367,6 +390,11 @@ impl Worker {
                     let _ = reply.send(());
                 }
                 Command::Freeze(target, reply) => drop(reply.send(self.disk.freeze(target))),
+                Command::Leave => {
+                    // Nobody comes any more.
+                    let _ = std::fs::remove_file(&self.listener.get().path);
+                    self.leaving = Some(Instant::now());
+                }
                 Command::Stop => self.stopping = true,
             }
         }

@@ -54,7 +54,7 @@ impl Machine {
 
     /// Leaves the machine as a keeper that dies would, but for the disks: what is in flight there comes to its end.
     pub fn let_go(mut self) {
-        std::mem::take(&mut self.disks).into_iter().for_each(DiskServer::stop);
+        DiskServer::leave(std::mem::take(&mut self.disks));
         // Its parts would put things in order for a guest that has ended.
         std::mem::forget(self);
     }
