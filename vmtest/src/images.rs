@@ -169,7 +169,7 @@ fn program(name: &str) -> std::path::PathBuf {
     if system.is_file() { system } else { name.into() }
 }
 
-fn tool(command: &mut Command) -> Result<()> {
+pub(crate) fn tool(command: &mut Command) -> Result<()> {
     let text = || format!("{command:?}");
     let name = command.get_program().to_string_lossy().into_owned();
     let described = text();

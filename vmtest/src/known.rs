@@ -6,8 +6,10 @@ use crate::guest::Drives;
 use crate::wait::patience;
 
 /// Each block is read again and compared.
-const FIO: &str = "fio --name=load --filename=/dev/vda --rw=randwrite --bsrange=4k-64k --size=32m --ioengine=io_uring \
+const FIO: &str = "fio --name=load --rw=randwrite --bsrange=4k-64k --size=32m --ioengine=io_uring \
     --iodepth=16 --direct=1 --thread --verify=crc32c --verify_backlog=64 --verify_fatal=1";
+
+const FIRST_DISK: &str = "/dev/vda";
 
 /// Seed of the pattern in the guest's memory.
 pub const SEED: u64 = 77;
@@ -40,16 +42,21 @@ pub fn counts_beyond(vm: &impl Drives, counted: u64) -> Result<()> {
 
 /// Some passes of a verifying load over the first disk, of 48 MiB at least. The guest has to be one with fio.
 pub fn start_fio(vm: &impl Drives) -> Result<()> {
-    start(vm, "--loops=4")
+    start_fio_on(vm, FIRST_DISK)
+}
+
+/// The same over another disk, or a part of one.
+pub fn start_fio_on(vm: &impl Drives, device: &str) -> Result<()> {
+    start(vm, device, "--loops=4")
 }
 
 /// The same for as long as the guest lives.
 pub fn start_endless_fio(vm: &impl Drives) -> Result<()> {
-    start(vm, "--time_based --runtime=360000")
+    start(vm, FIRST_DISK, "--time_based --runtime=360000")
 }
 
-fn start(vm: &impl Drives, length: &str) -> Result<()> {
-    vm.sh(&format!("({FIO} {length} >/tmp/fio.log 2>&1; echo $? >/tmp/fio.status) &")).map(drop)
+fn start(vm: &impl Drives, device: &str, length: &str) -> Result<()> {
+    vm.sh(&format!("({FIO} --filename={device} {length} >/tmp/fio.log 2>&1; echo $? >/tmp/fio.status) &")).map(drop)
 }
 
 /// The endless load goes on, and has found every block as it was written so far.

@@ -20,6 +20,7 @@
 //! is killed, also a QEMU that outlived its keeper; if its test failed, its logs are printed.
 
 pub mod artifacts;
+pub mod boot_disk;
 pub mod clock;
 mod console;
 mod disk;

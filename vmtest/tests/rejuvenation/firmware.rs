@@ -1,10 +1,10 @@
-//! A guest that is still its firmware: what lies in flash goes over a hop with it. And one that UEFI has booted from a disk. (Guests
-//! whose kernel is given to QEMU come by way of SeaBIOS, in all other tests.)
+//! A guest that is still its firmware: what lies in flash goes over a hop with it. And guests that UEFI or SeaBIOS has booted from a
+//! disk. (In all other tests the kernel is given to QEMU.)
 
 use std::path::{Path, PathBuf};
 
-use hearth_vmtest::known::{fio_ends_well, fio_goes_on, start_fio};
-use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, fat, images, patience};
+use hearth_vmtest::known::{fio_ends_well, fio_goes_on, start_fio_on};
+use hearth_vmtest::{Disk, Drives, Ready, Result, TestVm, artifacts, boot_disk, images, patience};
 use toml::{Table, Value};
 
 /// Has the firmware's shell say what it knows, and waits until it has for the `nth` time.
@@ -77,35 +77,67 @@ fn a_guest_in_its_firmware_is_parked_and_goes_on() -> Result<()> {
     vm.kill_foreign_keeper()
 }
 
-/// Linux is a program of UEFI's, and the firmware's shell runs what a disk says.
-fn bootable_disk(image: &Path) -> Result<()> {
-    let linux = artifacts::busybox(true)?;
-    let script = format!("fs0:\r\nlinux.efi initrd=\\initrd {}\r\n", linux.cmdline);
-    let read = |path: &Path| std::fs::read(path).expect("it was made");
-    let (kernel, initrd) = (read(&linux.kernel), read(&linux.initrd));
-    fat::image(image, &[("STARTUP.NSH", script.as_bytes()), ("LINUX.EFI", &kernel), ("INITRD", &initrd)])
-}
-
 #[test]
 fn a_linux_that_uefi_booted_from_a_disk_goes_through_both_versions_and_back_under_load() -> Result<()> {
     let home = tempfile::tempdir().expect("a folder");
     let Some((boot, _)) = uefi(home.path()) else { return Ok(()) };
     let image = home.path().join("boot.img");
-    bootable_disk(&image)?;
+    boot_disk::uefi(&image, &artifacts::busybox(true)?)?;
     let vm = TestVm::busybox("booted").memory_mib(768).cpus(2).setting("boot", boot);
     let vm = vm.disk(Disk::empty(48)).disk(Disk::in_place(&image)).start()?;
-    let nonce = vm.wait_boots(1)?.nonce;
+    let booted = vm.wait_boots(1)?;
     assert!(vm.sh("ls -d /sys/firmware/efi")?.contains("efi"), "it came by way of UEFI");
-    start_fio(&vm)?;
+    goes_through_both_versions_and_back(&vm, &booted, "/dev/vda")
+}
+
+/// From the disk that is under load, by a boot loader that has the firmware read. After the hops it reboots, and crashes: the
+/// boot loader, too, is served from memory.
+#[test]
+fn a_linux_that_seabios_booted_from_its_disk_goes_through_both_versions_and_back_under_load() -> Result<()> {
+    let home = tempfile::tempdir().expect("a folder");
+    let (image, linux) = (home.path().join("boot.img"), artifacts::busybox(true)?);
+    boot_disk::bios(&image, &linux)?;
+    let boot = Table::from_iter([("firmware".to_owned(), Value::from("bios"))]);
+    let vm = TestVm::busybox("loaded").memory_mib(768).cpus(2).setting("boot", boot);
+    let vm = vm.disk(Disk::in_place(&image)).start()?;
+    let booted = vm.wait_boots(1)?;
+    goes_through_both_versions_and_back(&vm, &booted, "/dev/vda2")?;
+    let whole_disk = "md5sum </dev/vda";
+    let sum = vm.sh(whole_disk)?;
+    let loaded_bytes: u64 =
+        [linux.kernel, linux.initrd].map(|file| file.metadata().expect("it was read").len()).iter().sum();
+    let reboot: fn(&TestVm) -> Result<()> = |vm| vm.guest().start("reboot -f").map(drop);
+    for (end, incarnation) in [reboot, Drives::panic].into_iter().zip(2..) {
+        let (nonce, before) = (vm.nonce()?, read_warm_bytes(&vm)?);
+        end(&vm)?;
+        assert_ne!(vm.wait_incarnation(incarnation)?.nonce, nonce, "it rebooted");
+        let warm_bytes = read_warm_bytes(&vm)? - before;
+        assert!(warm_bytes >= loaded_bytes * 9 / 10, "{warm_bytes} of {loaded_bytes} came from memory");
+        assert_eq!(vm.sh(whole_disk)?, sum, "the disk is as it was");
+    }
+    has_no_disk_errors(&vm)
+}
+
+fn read_warm_bytes(vm: &TestVm) -> Result<u64> {
+    Ok(vm.status()?["disks"][0]["read_warm_bytes"].as_u64().expect("a number"))
+}
+
+/// Under a load on `device`.
+fn goes_through_both_versions_and_back(vm: &TestVm, booted: &Ready, device: &str) -> Result<()> {
+    start_fio_on(vm, device)?;
     let (old, new) = (artifacts::installed_qemu()?, artifacts::qemu_10()?);
     for (round, qemu) in [&new, &old, &new, &new, &old].into_iter().enumerate() {
         let hop = vm.rejuvenate_to(qemu)?;
         assert_eq!(hop.status, 0, "hop {round}: {}", hop.text());
-        assert_eq!(vm.nonce()?, nonce, "hop {round}: it is the same guest");
+        assert_eq!(vm.nonce()?, booted.nonce, "hop {round}: it is the same guest");
     }
-    fio_goes_on(&vm)?;
-    fio_ends_well(&vm)?;
-    for disk in vm.status()?["disks"].as_array().expect("two disks") {
+    fio_goes_on(vm)?;
+    fio_ends_well(vm)?;
+    has_no_disk_errors(vm)
+}
+
+fn has_no_disk_errors(vm: &TestVm) -> Result<()> {
+    for disk in vm.status()?["disks"].as_array().expect("it has disks") {
         assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&0.into(), &0.into()), "{disk}");
     }
     Ok(())
