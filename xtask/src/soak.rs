@@ -15,7 +15,7 @@ struct Soak {
     says: &'static str,
 }
 
-const SOAKS: [Soak; 4] = [
+const SOAKS: [Soak; 5] = [
     Soak {
         name: "restores",
         binary: "lazy_restore",
@@ -36,6 +36,13 @@ const SOAKS: [Soak; 4] = [
         test: "soak::hundreds_of_hops_without_an_odd_one",
         minutes: 10,
         says: "200 hops between two versions of QEMU (HOPS=200)",
+    },
+    Soak {
+        name: "upgrades",
+        binary: "rejuvenation",
+        test: "soak::hundreds_of_upgrades_at_any_moment",
+        minutes: 5,
+        says: "200 upgrades of the keeper a second or so apart (UPGRADES=200)",
     },
     Soak {
         name: "volumes",

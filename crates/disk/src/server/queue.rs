@@ -138,7 +138,7 @@ impl Queue {
 
     pub fn set_call(&mut self, call: Option<OwnedFd>) {
         self.call = call;
-        // Whoever gives a new descriptor may have missed what the old one said: QEMU starts a queue with one that nobody reads.
+        // Whoever gives a new descriptor may have missed what the old one said.
         if let Some(ring) = &mut self.ring {
             ring.wake_in_any_case();
             self.answered = true;
