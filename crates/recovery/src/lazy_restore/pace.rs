@@ -32,6 +32,10 @@ const STEP_BACK_EVERY: Duration = Duration::from_millis(250);
 /// has waited less.
 const LONG: Duration = Duration::from_millis(30);
 const LONG_TIMES: u32 = 8;
+/// A guest that has its working set answers again within about a second, and needs its processors for that: the rest of its
+/// memory can wait so long.
+const GENTLE_FOR: Duration = Duration::from_secs(1);
+const GENTLE: f64 = (16 << 20) as f64;
 /// Beside a guest that has just waited for a page: so much of the rate.
 const BESIDE: f64 = 0.5;
 /// What it is late may be made good, as far as a sleep may be too long.
@@ -45,6 +49,7 @@ pub struct Pace {
     rate: f64,
     /// Reads that were so long that they may have met a limit.
     long_reads: usize,
+    gentle_until: Duration,
     /// The next bytes are due then.
     due: Duration,
     /// The rate was last looked at then, and has held somebody up since.
@@ -56,10 +61,11 @@ pub struct Pace {
 
 impl Pace {
     #[must_use]
-    pub fn begin(now: Duration) -> Self {
+    pub fn begin(now: Duration, has_working_set: bool) -> Self {
         Self {
             rate: FIRST,
             long_reads: 0,
+            gentle_until: if has_working_set { now + GENTLE_FOR } else { now },
             due: now,
             looked: now,
             was_limit: false,
@@ -71,14 +77,16 @@ impl Pace {
     /// How long to wait before so many bytes are read. `is_calm`: nobody waits for a page, or has a moment ago.
     pub fn wait(&mut self, now: Duration, bytes: u64, is_calm: bool) -> Duration {
         self.go_forward(now);
-        let rate = if is_calm { self.rate } else { self.rate * BESIDE };
+        let is_gentle = now < self.gentle_until;
+        let full = if is_gentle { GENTLE } else { self.rate };
+        let rate = if is_calm { full } else { full * BESIDE };
         let due = self.due.max(now.saturating_sub(CREDIT));
         self.due = due + Duration::from_secs_f64(bytes as f64 / rate);
         let wait = due.saturating_sub(now);
         if wait < SLEEP_MIN {
             return Duration::ZERO;
         }
-        self.was_limit |= is_calm;
+        self.was_limit |= is_calm && !is_gentle;
         wait
     }
 
@@ -157,7 +165,7 @@ mod tests {
 
     /// Fills, and has a guest touch a page now and then. When the fill has ended, and how long the guest waited each time.
     fn fill(disk: &mut Disk, mib: u64, touch_every: Duration) -> (Duration, Vec<(Duration, Duration)>) {
-        fill_at(disk, Pace::begin(Duration::ZERO), mib, touch_every)
+        fill_at(disk, Pace::begin(Duration::ZERO, false), mib, touch_every)
     }
 
     fn fill_at(
@@ -211,7 +219,7 @@ mod tests {
 
     #[test]
     fn a_read_that_is_long_for_want_of_a_processor_is_none_that_met_a_limit() {
-        let mut pace = Pace::begin(Duration::ZERO);
+        let mut pace = Pace::begin(Duration::ZERO, false);
         pace.took(Duration::from_millis(1), Duration::from_micros(100));
         pace.took(Duration::from_millis(20), Duration::from_millis(19));
         assert_eq!(pace.long_reads, 0);
@@ -220,9 +228,18 @@ mod tests {
     }
 
     #[test]
+    fn a_guest_that_has_its_working_set_is_left_in_peace_for_a_second() {
+        let (second, mut disk) = (Duration::from_secs(1), Disk::unlimited());
+        let quiet = fill_at(&mut disk, Pace::begin(Duration::ZERO, true), 15, Duration::MAX / 2).0;
+        assert!(quiet > second * 9 / 10 && quiet < second, "{quiet:?}");
+        let ended = fill_at(&mut disk, Pace::begin(Duration::ZERO, true), 4096, Duration::MAX / 2).0;
+        assert!(ended < second + Duration::from_secs_f64(4096.0 / 1500.0 + 1.5), "{ended:?}");
+    }
+
+    #[test]
     fn a_bucket_that_another_has_emptied_is_not_taken_for_the_limit() {
         let mut disk = Disk { left: 0, ..Disk::limited_to(125) };
-        let mut pace = Pace::begin(Duration::ZERO);
+        let mut pace = Pace::begin(Duration::ZERO, false);
         pace.took(Duration::ZERO, Duration::from_micros(50));
         let (ended, _) = fill_at(&mut disk, pace, 1900, Duration::MAX / 2);
         assert!(ended < Duration::from_secs(20), "of 15 s: {ended:?}");

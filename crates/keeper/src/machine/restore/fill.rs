@@ -21,7 +21,7 @@ const FILL_AGAIN: Duration = Duration::from_millis(500);
 /// Until nothing is missing, or it is told to stop.
 pub(super) fn fill(lazy: &LazyRam, teller: &Teller) {
     let began = Instant::now();
-    let mut pace = Pace::begin(began.elapsed());
+    let mut pace = Pace::begin(began.elapsed(), lazy.counts().prefetched > 0);
     loop {
         let mut read_from = None;
         let ahead_bytes = |lazy: &LazyRam, bytes: u64| {
