@@ -278,13 +278,19 @@ impl Machine {
 
     /// From here on this QEMU is the machine's.
     pub(super) fn adopt(&mut self, incarnation: Incarnation, generation: Generation) -> Result<(), MachineError> {
+        self.hold(incarnation, generation)?;
+        self.enter(MachineState::Running);
+        Ok(())
+    }
+
+    /// As `adopt`, for one who has something to say before the machine is said to run.
+    pub(super) fn hold(&mut self, incarnation: Incarnation, generation: Generation) -> Result<(), MachineError> {
         (self.journal.qemu, self.journal.parked_in) = (Some(generation.identity()), None);
         self.journal.save(&self.parts.folders.journal())?;
         self.parts.console.attach(generation.console(&self.parts.folders));
         self.pin(&generation);
         let clock_debt = ClockDebt::default();
         self.life = Some(Life { incarnation, generation, began: Instant::now(), clock_debt, cause: None });
-        self.enter(MachineState::Running);
         Ok(())
     }
 

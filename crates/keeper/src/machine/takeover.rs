@@ -86,9 +86,10 @@ impl Machine {
         let run_state = generation.qmp.run_state();
         self.warden.watch(Some(incarnation.clone()));
         let number = generation.number;
-        self.adopt(incarnation, generation)?;
+        self.hold(incarnation, generation)?;
         // Not before: who waits for this may type into the guest.
         self.record(EventKind::KeeperTookOver { qemu_pid: pid, generation: number });
+        self.enter(MachineState::Running);
         if self.journal.frozen {
             self.note_frozen();
             self.thaw();
