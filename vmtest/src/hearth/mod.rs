@@ -113,6 +113,16 @@ impl TestVm {
         self.cli_json(&["status", &self.name, "--json"])
     }
 
+    /// Every request of the guest to its disks was a good one, and came to a good end.
+    pub fn has_no_disk_errors(&self) -> Result<()> {
+        let status = self.status()?;
+        let disks = status["disks"].as_array().filter(|disks| !disks.is_empty()).expect("it has disks");
+        for disk in disks {
+            assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&Value::from(0), &Value::from(0)), "{disk}");
+        }
+        Ok(())
+    }
+
     /// One of `GET /metrics`, as Prometheus asks for it. None: it has no value now.
     pub fn metric(&self, name: &str) -> Result<Option<f64>> {
         let (socket, mut text) = (self.files.api_socket(&self.name), String::new());

@@ -241,10 +241,7 @@ fn loads_end_well(vm: &TestVm) -> Result<()> {
     fio_ends_well(vm)?;
     vm.sh("[ ! -e /tmp/odd ]")?;
     verify(vm)?;
-    let status = vm.status()?;
-    let disk = &status["disks"][0];
-    assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&0.into(), &0.into()), "{disk}");
-    Ok(())
+    vm.has_no_disk_errors()
 }
 
 #[test]

@@ -115,7 +115,7 @@ fn a_linux_that_seabios_booted_from_its_disk_goes_through_both_versions_and_back
         assert!(warm_bytes >= loaded_bytes * 9 / 10, "{warm_bytes} of {loaded_bytes} came from memory");
         assert_eq!(vm.sh(whole_disk)?, sum, "the disk is as it was");
     }
-    has_no_disk_errors(&vm)
+    vm.has_no_disk_errors()
 }
 
 fn read_warm_bytes(vm: &TestVm) -> Result<u64> {
@@ -133,12 +133,5 @@ fn goes_through_both_versions_and_back(vm: &TestVm, booted: &Ready, device: &str
     }
     fio_goes_on(vm)?;
     fio_ends_well(vm)?;
-    has_no_disk_errors(vm)
-}
-
-fn has_no_disk_errors(vm: &TestVm) -> Result<()> {
-    for disk in vm.status()?["disks"].as_array().expect("it has disks") {
-        assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&0.into(), &0.into()), "{disk}");
-    }
-    Ok(())
+    vm.has_no_disk_errors()
 }

@@ -57,8 +57,7 @@ fn a_guest_under_load_does_not_notice_that_its_keeper_is_another_program() -> Re
     vm.cli(&["upgrade-keeper", vm.name()])?;
     assert_eq!((who(&vm)?, program_of(&vm)), (before, place));
     known::fio_ends_well(&vm)?;
-    let disk = &vm.status()?["disks"][0];
-    assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&Value::from(0), &Value::from(0)), "{disk}");
+    vm.has_no_disk_errors()?;
     // The end of a QEMU that another program started is seen.
     vm.reset()?;
     vm.wait_incarnation(2)?;

@@ -4,17 +4,20 @@ use std::time::{Duration, Instant};
 
 use hearth_vmtest::known::{end_endless_fio, start_endless_fio};
 use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, patience};
-use serde_json::Value;
 
 /// Longer than any hop that was seen on a quiet host, by far.
 const ODD_PAUSE_MS: f64 = 100.0;
 const ODD_HOP: Duration = Duration::from_secs(10);
 
+fn rounds(variable: &str) -> usize {
+    std::env::var(variable).ok().and_then(|text| text.parse().ok()).unwrap_or(200)
+}
+
 /// Hops between both versions, forth and back. Each hop that is odd is told with its phases.
 #[test]
 #[ignore = "takes minutes: HOPS=200, unless said otherwise"]
 fn hundreds_of_hops_without_an_odd_one() -> Result<()> {
-    let hops: u32 = std::env::var("HOPS").ok().and_then(|text| text.parse().ok()).unwrap_or(200);
+    let hops = rounds("HOPS");
     let vm = TestVm::busybox_with_fio("soak").cpus(2).disk(Disk::empty(64)).boot()?;
     let nonce = vm.nonce()?;
     start_endless_fio(&vm)?;
@@ -23,7 +26,7 @@ fn hundreds_of_hops_without_an_odd_one() -> Result<()> {
     let mut written = 0;
     for number in 1..=hops {
         let began = Instant::now();
-        let hop = vm.rejuvenate_to(&programs[number as usize % 2])?;
+        let hop = vm.rejuvenate_to(&programs[number % 2])?;
         let took = began.elapsed();
         let status = vm.status()?;
         let last = &status["last_rejuvenation"];
@@ -52,9 +55,7 @@ fn hundreds_of_hops_without_an_odd_one() -> Result<()> {
         written = so_far;
     }
     end_endless_fio(&vm)?;
-    let status = vm.status()?;
-    let disk = &status["disks"][0];
-    assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&Value::from(0), &Value::from(0)), "{disk}");
+    vm.has_no_disk_errors()?;
     let complaints: Vec<_> = vm.guest().kernel_log().into_iter().filter(|line| line.contains("error")).collect();
     assert!(complaints.is_empty(), "{complaints:?}");
     pauses.sort_by(f64::total_cmp);
@@ -76,13 +77,13 @@ fn hundreds_of_hops_without_an_odd_one() -> Result<()> {
 #[ignore = "takes minutes: UPGRADES=200, unless said otherwise"]
 fn hundreds_of_upgrades_at_any_moment() -> Result<()> {
     const APART_MS: [u64; 2] = [700, 1500];
-    let upgrades: u64 = std::env::var("UPGRADES").ok().and_then(|text| text.parse().ok()).unwrap_or(200);
+    let upgrades = rounds("UPGRADES");
     let vm = TestVm::busybox_with_fio("upgrades").disk(Disk::empty(64)).boot()?;
     let nonce = vm.nonce()?;
     start_endless_fio(&vm)?;
     let mut took_over = Instant::now();
     for number in 1..=upgrades {
-        let apart = APART_MS[0] + number * 7919 % (APART_MS[1] - APART_MS[0]);
+        let apart = APART_MS[0] + number as u64 * 7919 % (APART_MS[1] - APART_MS[0]);
         std::thread::sleep(Duration::from_millis(apart).saturating_sub(took_over.elapsed()));
         vm.cli(&["upgrade-keeper", vm.name()])?;
         took_over = Instant::now();
@@ -93,8 +94,7 @@ fn hundreds_of_upgrades_at_any_moment() -> Result<()> {
         }
     }
     end_endless_fio(&vm)?;
-    let disk = &vm.status()?["disks"][0];
-    assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&Value::from(0), &Value::from(0)), "{disk}");
+    vm.has_no_disk_errors()?;
     Ok(())
 }
 
