@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use hearth_vmtest::images::File;
-use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, artifacts, patience, write_program};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, artifacts, known, patience, write_program};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -101,16 +101,8 @@ fn a_guest_under_load_outlives_its_keepers() -> Result<()> {
         vm.kill_keeper()?;
         take_over(&vm)?;
     }
-    assert_eq!(
-        vm.sh("[ -e /tmp/fio.status ] && echo over || echo going on")?.trim(),
-        "going on",
-        "the load was too short"
-    );
-    let ended = "while [ ! -e /tmp/fio.status ]; do sleep 1; done; cat /tmp/fio.log; exit $(cat /tmp/fio.status)";
-    let fio = vm.run_within(ended, patience(60))?;
-    assert_eq!(fio.status, 0, "{}", fio.text());
-    assert!(!fio.text().contains("verify:"), "{}", fio.text());
-
+    known::fio_goes_on(&vm)?;
+    known::fio_ends_well(&vm)?;
     let status = vm.status()?;
     assert_eq!((&status["incarnation"], vm.qemu_pid()?), (&Value::from(1), qemu));
     assert_eq!(vm.nonce()?, nonce, "it is the same guest");
