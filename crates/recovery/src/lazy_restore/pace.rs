@@ -140,7 +140,7 @@ mod tests {
         }
 
         fn unlimited() -> Self {
-            Self { slice_bytes: u64::MAX, ..Self::limited_to(0) }
+            Self { slice_bytes: u64::MAX, left: u64::MAX, ..Self::limited_to(0) }
         }
 
         /// When a read that begins now has ended.
