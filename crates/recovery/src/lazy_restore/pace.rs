@@ -32,10 +32,11 @@ const STEP_BACK_EVERY: Duration = Duration::from_millis(250);
 /// has waited less.
 const LONG: Duration = Duration::from_millis(30);
 const LONG_TIMES: u32 = 8;
-/// A guest that has its working set answers again within about a second, and needs its processors for that: the rest of its
-/// memory can wait so long.
-const GENTLE_FOR: Duration = Duration::from_secs(1);
-const GENTLE: f64 = (16 << 20) as f64;
+/// A guest that has its working set answers again as before within a second or two, and needs its processors for that: the rest of
+/// its memory can wait so long. After one second of it a new client's first request took 150 to 210 ms instead of 90 (two guest
+/// processors on two of the host's, a disk of 125 MiB/s). Slower than this it touches more that is still missing, and is no sooner done.
+const GENTLE_FOR: Duration = Duration::from_secs(3);
+const GENTLE: f64 = (32 << 20) as f64;
 /// Beside a guest that has just waited for a page: so much of the rate.
 const BESIDE: f64 = 0.5;
 /// What it is late may be made good, as far as a sleep may be too long.
@@ -228,12 +229,12 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_has_its_working_set_is_left_in_peace_for_a_second() {
-        let (second, mut disk) = (Duration::from_secs(1), Disk::unlimited());
-        let quiet = fill_at(&mut disk, Pace::begin(Duration::ZERO, true), 15, Duration::MAX / 2).0;
-        assert!(quiet > second * 9 / 10 && quiet < second, "{quiet:?}");
+    fn a_guest_that_has_its_working_set_is_left_in_peace_for_a_while() {
+        let mut disk = Disk::unlimited();
+        let quiet = fill_at(&mut disk, Pace::begin(Duration::ZERO, true), 95, Duration::MAX / 2).0;
+        assert!(quiet > GENTLE_FOR * 9 / 10 && quiet < GENTLE_FOR, "{quiet:?}");
         let ended = fill_at(&mut disk, Pace::begin(Duration::ZERO, true), 4096, Duration::MAX / 2).0;
-        assert!(ended < second + Duration::from_secs_f64(4096.0 / 1500.0 + 1.5), "{ended:?}");
+        assert!(ended < GENTLE_FOR + Duration::from_secs_f64(4096.0 / 1500.0 + 1.5), "{ended:?}");
     }
 
     #[test]
