@@ -16,6 +16,7 @@ use rustix::fs::{CWD, RenameFlags, renameat_with};
 use serde::{Deserialize, Serialize};
 
 use crate::lazy_restore::Mode;
+use crate::rejuvenation::ClockDebt;
 
 /// Raised when a field changes its meaning. A keeper refuses journals of versions it does not know.
 pub const JOURNAL_VERSION: u32 = 1;
@@ -40,6 +41,9 @@ pub struct Journal {
     /// A hand-over to another QEMU that had begun and was not over: see `rejuvenation`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hop: Option<HopNote>,
+    /// What the living guest's clock is off by since its last hop, in nanoseconds.
+    #[serde(default)]
+    pub clock_debt: ClockDebt,
     /// The guest was being saved, or parked, and stands still for it.
     #[serde(default)]
     pub saving: bool,
@@ -161,6 +165,7 @@ impl Journal {
             dumps: Vec::new(),
             qemu: None,
             hop: None,
+            clock_debt: ClockDebt::default(),
             saving: false,
             frozen: false,
             scanning: false,
@@ -259,6 +264,8 @@ fn is_lost(text: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use serde_json::{Value, json};
 
     use super::*;
@@ -289,6 +296,7 @@ mod tests {
         assert_eq!(Journal::load(&path).unwrap(), None);
         let mut journal = Journal::new("web", 1 << 30);
         journal.ember = vec![1, 2];
+        journal.clock_debt = ClockDebt::of(Duration::from_millis(1), Duration::from_millis(3));
         for save in [Journal::save, Journal::save_durably] {
             journal.incarnation += 1;
             save(&journal, &path).unwrap();

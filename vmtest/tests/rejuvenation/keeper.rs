@@ -158,7 +158,20 @@ fn a_guest_is_taken_over_from_a_keeper_of_a_later_version() -> Result<()> {
     vm.restart_keeper()?;
     let after = who(&vm)?;
     assert_eq!((after.nonce, after.qemu), (before.nonce, before.qemu));
-    vm.rejuvenate()
+
+    // What a hop left the guest's clock off by is for the next one, whose keeper it may not be.
+    vm.rejuvenate()?;
+    let clock_debt = || {
+        let written = std::fs::read(&journal).expect("the journal");
+        serde_json::from_slice::<Value>(&written).expect("JSON")["clock_debt"].as_i64()
+    };
+    let owed = clock_debt();
+    assert!(owed.is_some_and(|owed| owed != 0), "{owed:?}");
+    vm.kill_keeper()?;
+    vm.restart_keeper()?;
+    who(&vm)?;
+    assert_eq!(clock_debt(), owed);
+    Ok(())
 }
 
 #[test]

@@ -116,7 +116,7 @@ impl Machine {
 
     pub(super) fn save_journal(&self) {
         if let Err(error) = self.journal.save(&self.parts.folders.journal()) {
-            tracing::warn!(error = crate::chain(&error), "a new keeper would not know of the dump");
+            tracing::warn!(error = crate::chain(&error), "a new keeper would not know how things stand");
         }
     }
 

@@ -204,6 +204,7 @@ impl Machine {
 
     pub(super) fn next_incarnation(&mut self) -> Result<Incarnation, MachineError> {
         self.journal.incarnation += 1;
+        self.journal.clock_debt = ClockDebt::default();
         self.forget_frozen();
         self.parts.event_log.set_incarnation(self.journal.incarnation);
         let tracked = self.parts.config.ember == EmberMode::On;
@@ -289,8 +290,7 @@ impl Machine {
         self.journal.save(&self.parts.folders.journal())?;
         self.parts.console.attach(generation.console(&self.parts.folders));
         self.pin(&generation);
-        let clock_debt = ClockDebt::default();
-        self.life = Some(Life { incarnation, generation, began: Instant::now(), clock_debt, cause: None });
+        self.life = Some(Life { incarnation, generation, began: Instant::now(), cause: None });
         Ok(())
     }
 

@@ -79,7 +79,6 @@ use hearth_recovery::ember::Ember;
 use hearth_recovery::hold::Hold;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::Journal;
-use hearth_recovery::rejuvenation::ClockDebt;
 use hearth_recovery::warm_reboot::Phase;
 
 use crate::config::{Config, ConfigFile};
@@ -210,8 +209,6 @@ struct Life {
     incarnation: Incarnation,
     generation: Generation,
     began: Instant,
-    /// What the guest's clock is off by since its last hop.
-    clock_debt: ClockDebt,
     /// Named by QEMU before it ends; if it ends without a word it died.
     cause: Option<EndCause>,
 }

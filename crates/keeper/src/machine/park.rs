@@ -398,12 +398,12 @@ impl Machine {
         }
         let stood = parked.stands_for();
         self.journal.saving = false;
+        match set_forward {
+            Some(by) => self.journal.clock_debt = ClockDebt::of(stood, by),
+            None => tracing::warn!("the guest's clock is not found in its state, and is behind until NTP has it"),
+        }
         self.adopt(incarnation, generation).map_err(Obstacle::Keeper)?;
         self.thaw();
-        match (set_forward, &mut self.life) {
-            (Some(by), Some(life)) => life.clock_debt = ClockDebt::of(stood, by),
-            _ => tracing::warn!("the guest's clock is not found in its state, and is behind until NTP has it"),
-        }
         drill(ResumePhase::GoOn.name());
         parked::discard(&folder);
         let (stood_ms, duration_ms) = (stood.as_secs_f64() * 1e3, began.elapsed().as_secs_f64() * 1e3);

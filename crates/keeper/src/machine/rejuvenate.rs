@@ -13,7 +13,7 @@ use hearth_api::{
 };
 use hearth_qemu::{Accelerator, Binary, BinaryError, Qmp, QmpError};
 use hearth_recovery::journal::{HopNote, Journal, JournalError, QemuIdentity, Staged};
-use hearth_recovery::rejuvenation::{self, ClockDebt, Handed, Hop, Phase, RejuvenationError, Standstill, Ticker};
+use hearth_recovery::rejuvenation::{self, Handed, Hop, Phase, RejuvenationError, Standstill, Ticker};
 
 use super::generation::{Generation, LaunchError};
 use super::launch;
@@ -182,17 +182,18 @@ impl Machine {
         };
         let turn = Turn::to_stand_still(&self.parts.root);
         let standstill = Standstill::watch(&life.generation.qmp, &self.disks);
-        let resumed = match self.hand_over(&life.generation, &new, ticker, life.clock_debt, progress) {
+        let resumed = match self.hand_over(&life.generation, &new, ticker, progress) {
             Ok((mut handed, committed)) => self
                 .resume(&life.generation, &new, (&mut handed, committed), progress)
                 .map(|pause| handed.debt_after(pause)),
             Err(failure) => Err(self.go_back(&life.generation, &new, failure)),
         };
         match resumed {
-            Ok(debt) => life.clock_debt = debt,
+            Ok(debt) => self.journal.clock_debt = debt,
             Err(failure) => {
                 let stood = standstill.over(&self.disks);
-                life.clock_debt = life.clock_debt.after_standing(stood);
+                self.journal.clock_debt = self.journal.clock_debt.after_standing(stood);
+                self.save_journal();
                 progress.report.pause_ms = (!stood.is_zero()).then_some(stood.as_secs_f64() * 1e3);
                 return (life, Err(failure));
             }
@@ -235,7 +236,6 @@ impl Machine {
         old: &Generation,
         new: &Generation,
         ticker: Option<Ticker>,
-        debt: ClockDebt,
         progress: &mut Progress,
     ) -> Result<(Handed, Staged), Failure> {
         self.admit(new.identity().pid);
@@ -248,7 +248,7 @@ impl Machine {
         let hop = self.hop(old, new);
         let admitted = progress.run(Phase::Admit, |_| hop.admit())?;
         let prepared = progress.run(Phase::Prepare, |_| hop.prepare())?;
-        let handed = progress.run(Phase::Hand, |_| hop.hand(&admitted, prepared, ticker, debt))?;
+        let handed = progress.run(Phase::Hand, |_| hop.hand(&admitted, prepared, ticker, self.journal.clock_debt))?;
         progress.report.state_bytes = Some(handed.state_bytes);
         Ok((handed, committed))
     }

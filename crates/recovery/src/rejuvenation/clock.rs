@@ -21,6 +21,8 @@
 
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
+
 const HEAD: &[u8] = b"\x05timer\0\0\0\0\0\0\0\x02";
 const KVM_HEAD: &[u8] = b"\x08kvmclock\0\0\0\0\0\0\0\x01";
 const KVM_CLOCK_BYTES: usize = 8;
@@ -64,7 +66,8 @@ fn host_ticks() -> u64 {
 
 /// By how many nanoseconds a guest's clock is behind, or, if negative, ahead. What a hop sets it forward by is decided before
 /// the new QEMU has it; what that was off by is left to the next hop, so that many hops add up to no more than one.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
 pub struct ClockDebt(i64);
 
 impl ClockDebt {
