@@ -252,6 +252,12 @@ pub enum EventKind {
         snapshot: String,
         mode: String,
     },
+    /// How far it is with what is brought before the guest runs, now and then, if that takes long.
+    RestoreProgress {
+        percent: f64,
+        mib_per_s: f64,
+        eta_s: Option<f64>,
+    },
     /// It runs.
     Restored {
         pages: u64,

@@ -3,6 +3,7 @@
 //! HTTP thread -> Control -> event loop (one at a time, in order) -> answer over a channel made for this one question.
 
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use hearth_api::{
@@ -12,7 +13,7 @@ use hearth_api::{
 
 use crate::machine::age::Signs;
 
-/// The loop answers within milliseconds except while it waits for QEMU's start or for a disk to drain.
+/// The loop answers within milliseconds except while it waits for QEMU's start or for a disk to drain, or has an `Occupation`.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A question or an order.
@@ -56,15 +57,45 @@ pub enum Answer {
 
 pub type Reply = Sender<Result<Answer, ApiError>>;
 
+/// What the loop is at that takes long, if anything: it answers nobody meanwhile. Clones are the same.
+#[derive(Clone, Debug, Default)]
+pub struct Occupation(Arc<Mutex<Option<ApiError>>>);
+
+impl Occupation {
+    /// From now on it is this, and who asks is told so.
+    pub fn begin(&self, what: String, hint: &str) {
+        self.set(Some(ApiError::new(ErrorWord::WrongState, what).hint(hint)));
+    }
+
+    pub fn end(&self) {
+        self.set(None);
+    }
+
+    fn set(&self, what: Option<ApiError>) {
+        *self.0.lock().expect("nobody panics with it") = what;
+    }
+
+    fn refusal(&self) -> Result<(), ApiError> {
+        self.0.lock().expect("nobody panics with it").clone().map_or(Ok(()), Err)
+    }
+}
+
 /// The way into the event loop. `send` must not block; a loop that has ended may drop what it is given.
 pub struct Control {
     send: Box<dyn Fn(Command, Reply) + Send + Sync>,
     patience: Duration,
+    occupation: Occupation,
 }
 
 impl Control {
     pub fn new(send: impl Fn(Command, Reply) + Send + Sync + 'static) -> Self {
-        Self { send: Box::new(send), patience: PATIENCE }
+        Self { send: Box::new(send), patience: PATIENCE, occupation: Occupation::default() }
+    }
+
+    /// Asks nothing while the loop has this occupation.
+    pub fn while_not(mut self, occupation: Occupation) -> Self {
+        self.occupation = occupation;
+        self
     }
 
     #[cfg(test)]
@@ -74,6 +105,7 @@ impl Control {
     }
 
     pub fn ask(&self, command: Command) -> Result<Answer, ApiError> {
+        self.occupation.refusal()?;
         let (reply, answer) = channel();
         (self.send)(command, reply);
         answer.recv_timeout(self.patience).unwrap_or_else(|error| Err(self.no_answer(error)))
@@ -112,5 +144,17 @@ mod tests {
         let held = Mutex::new(Vec::new());
         let slow = Control::new(move |_, reply| held.lock().unwrap().push(reply)).with_patience(Duration::ZERO);
         assert_eq!(slow.ask(Command::Status).unwrap_err().error, ErrorWord::Timeout);
+    }
+
+    #[test]
+    fn who_asks_a_loop_that_has_an_occupation_is_told_which() {
+        let occupation = Occupation::default();
+        let control = Control::new(|_, reply| drop(reply.send(Ok(Answer::Accepted)))).while_not(occupation.clone());
+        assert_eq!(control.ask(Command::Ready), Ok(Answer::Accepted));
+        occupation.begin("web: its memory is read".to_owned(), "ask again");
+        let refused = ApiError::new(ErrorWord::WrongState, "web: its memory is read").hint("ask again");
+        assert_eq!(control.ask(Command::Ready), Err(refused));
+        occupation.end();
+        assert_eq!(control.ask(Command::Ready), Ok(Answer::Accepted));
     }
 }

@@ -16,7 +16,7 @@ use signal_hook::iterator::Signals;
 use crate::check::life;
 use crate::config::{Config, ConfigFile};
 use crate::console::Hub;
-use crate::control::Control;
+use crate::control::{Control, Occupation};
 use crate::event::Event;
 use crate::event_log::EventLog;
 use crate::http::{Context, Server};
@@ -101,8 +101,9 @@ fn keep(
     }
     let console = Hub::start(&folders.runtime.join("console.sock"))?;
     let (tell, events) = channel();
+    let occupation = Occupation::default();
     let context = Context {
-        control: control(tell.clone()),
+        control: control(tell.clone(), occupation.clone()),
         events: event_log.clone(),
         config: serde_json::to_value(&config).expect("a configuration is plain data"),
     };
@@ -126,6 +127,7 @@ fn keep(
         console,
         tell,
         terminated,
+        occupation,
         root,
     };
     let ended = Machine::start(parts).and_then(|machine| {
@@ -165,11 +167,12 @@ fn find_qemu(config: &Config, folders: &Folders) -> Result<(Option<Binary>, Acce
     })
 }
 
-fn control(tell: Sender<Event>) -> Control {
-    Control::new(move |command, answer| {
+fn control(tell: Sender<Event>, occupation: Occupation) -> Control {
+    let control = Control::new(move |command, answer| {
         // A loop that has ended drops the question, and the asker learns that.
         let _ = tell.send(Event::Request { command, answer });
-    })
+    });
+    control.while_not(occupation)
 }
 
 fn listen_to_signals(tell: Sender<Event>, terminated: Arc<AtomicBool>) -> Result<(), RunError> {

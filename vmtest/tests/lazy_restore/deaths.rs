@@ -78,7 +78,14 @@ fn a_keeper_told_to_stop_while_it_reads_all_memory_stops_and_the_next_one_begins
     // Half a minute or so.
     stand.server.set_wire(Wire::Slow(2 << 20));
     let clone = stand.clone(&vm, "slow", "cache", &["--eager"])?;
-    clone.wait_event("memory is read", |event| event["kind"] == "restore_started")?;
+    let told = clone.wait_event("how far it is", |event| event["kind"] == "restore_progress")?;
+    assert!(told["percent"].as_f64().is_some_and(|percent| percent < 100.0), "{told}");
+    let asked = clone.cli_output(&["status", clone.name()])?;
+    assert!(
+        asked.status == 1 && asked.text().contains("slow: its memory is read before the guest runs"),
+        "{}",
+        asked.text()
+    );
     clone.terminate_keeper()?;
     assert_eq!(clone.wait_keeper_end()?.code(), Some(1));
     let (said, began) = (clone.keeper_log(), clone.events().iter().any(|event| event["kind"] == "incarnation_started"));

@@ -44,8 +44,7 @@ pub fn describe(event: &EventKind) -> String {
         EventKind::CrashReason { message } => format!("guest said: {message}"),
         EventKind::DumpWarning { message } => format!("dump: {message}"),
         EventKind::DumpProgress { percent, mib_per_s, eta_s, .. } => {
-            let eta = eta_s.map_or_else(String::new, |eta| format!(", {} to go", milliseconds(eta * 1e3)));
-            format!("dump at {percent:.0} %, {mib_per_s:.1} MiB/s{eta}")
+            format!("dump {}", progress(*percent, *mib_per_s, *eta_s))
         }
         EventKind::DumpWaits { file, why } => {
             format!("dump waits for `hearth dump --resume` or `--discard`: {why} ({file})")
@@ -91,8 +90,10 @@ pub fn describe(event: &EventKind) -> String {
             format!("{file_systems} file systems of the guest thawed{after}")
         }
         EventKind::SaveProgress { percent, mib_per_s, eta_s, .. } => {
-            let eta = eta_s.map_or_else(String::new, |eta| format!(", {} to go", milliseconds(eta * 1e3)));
-            format!("save at {percent:.0} %, {mib_per_s:.1} MiB/s{eta}")
+            format!("save {}", progress(*percent, *mib_per_s, *eta_s))
+        }
+        EventKind::RestoreProgress { percent, mib_per_s, eta_s } => {
+            format!("memory is read before the guest runs, {}", progress(*percent, *mib_per_s, *eta_s))
         }
         EventKind::Saved { folder, pages, bytes: size, pause_ms, pages_on_disks, .. } => {
             let elsewhere = match pages_on_disks {
@@ -157,6 +158,11 @@ pub fn describe(event: &EventKind) -> String {
             format!("{what}: another version of Hearth wrote this, and this one does not know it")
         }
     }
+}
+
+fn progress(percent: f64, mib_per_s: f64, eta_s: Option<f64>) -> String {
+    let eta = eta_s.map_or_else(String::new, |eta_s| format!(", {} to go", milliseconds(eta_s * 1e3)));
+    format!("at {percent:.0} %, {mib_per_s:.1} MiB/s{eta}")
 }
 
 /// Which machines run instead of the one that was asked for.

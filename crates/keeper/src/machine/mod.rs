@@ -83,6 +83,7 @@ use hearth_recovery::warm_reboot::Phase;
 
 use crate::config::{Config, ConfigFile};
 use crate::console::Hub;
+use crate::control::Occupation;
 use crate::event::Event;
 use crate::event_log::EventLog;
 use crate::runtime_root::RuntimeRoot;
@@ -122,6 +123,8 @@ pub struct Parts {
     pub tell: Sender<Event>,
     /// A signal has said so, and is among the events: for what takes long before these are looked at.
     pub terminated: Arc<AtomicBool>,
+    /// For what keeps the loop from answering for long.
+    pub occupation: Occupation,
     /// Where the machine is entered by its name.
     pub root: RuntimeRoot,
 }

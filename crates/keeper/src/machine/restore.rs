@@ -8,13 +8,13 @@
 //! A keeper killed before `begun` leaves a QEMU without a guest and disks that nobody has written to: the next one begins
 //! anew. One killed after it leaves a guest that waits for its memory, and the next one goes on.
 
+mod ahead;
 mod fill;
 mod restoring;
 mod trace;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
@@ -25,11 +25,11 @@ use hearth_memory::faults::Userfault;
 use hearth_memory::faults::admission::AdmissionError;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::{QemuIdentity, RestoreNote};
-use hearth_recovery::lazy_restore::{LazyRam, Mode, RestoreError, Step, prefetch};
-use hearth_recovery::snapshot::pages::PageReader;
+use hearth_recovery::lazy_restore::{LazyRam, Mode, RestoreError, Step};
 use hearth_recovery::snapshot::state::{self, StateError};
 use hearth_recovery::snapshot::{Snapshot, SnapshotError};
 
+use ahead::{Reading, ahead};
 use fill::fill;
 pub use restoring::Restoring;
 use trace::note_first_touches;
@@ -216,10 +216,10 @@ impl Machine {
         number: u32,
         devices: Devices,
     ) -> Result<Generation, RestoreFailure> {
-        let (ahead, terminated) = (ahead(snapshot, mode), &self.parts.terminated);
+        let (ahead, reading) = (ahead(snapshot, mode), Reading::of(&self.parts));
         std::thread::scope(|scope| {
             let builder = std::thread::Builder::new().name(format!("prefetch-{}", self.parts.config.name));
-            let read = || ahead.map_or(Ok(0), |pages| read_ahead(pages, incarnation, terminated));
+            let read = || ahead.map_or(Ok(0), |pages| reading.read(pages, &incarnation.ram));
             let reader = builder.spawn_scoped(scope, read);
             let reader = reader.map_err(RestoreFailure::Thread)?;
             let generation = Generation::launch_restored(&self.parts, incarnation, number, devices);
@@ -392,23 +392,4 @@ impl Machine {
         let (number, name) = (life.generation.number, self.parts.config.name.clone());
         self.fill_behind(number, None).map_err(|source| MachineError::Restore { name, source })
     }
-}
-
-/// What is read before the guest runs.
-fn ahead(snapshot: &Snapshot, mode: Mode) -> Option<&PageReader> {
-    match mode {
-        Mode::Eager => Some(&snapshot.ram),
-        Mode::Lazy => None,
-        Mode::WorkingSet => snapshot.working_set.as_ref().ok().and_then(Option::as_ref),
-    }
-}
-
-/// Unless a signal ends it: all of a guest's memory takes as long as its disk does, and the loop waits for it.
-fn read_ahead(pages: &PageReader, incarnation: &Incarnation, terminated: &AtomicBool) -> Result<u64, RestoreError> {
-    prefetch(pages, &incarnation.ram, |chunk| {
-        if chunk >= pages.chunks() / 2 {
-            drill(Step::Prefetch.name());
-        }
-        !terminated.load(Relaxed)
-    })
 }
