@@ -192,8 +192,11 @@ impl Machine {
             Ok(debt) => self.journal.clock_debt = debt,
             Err(failure) => {
                 let stood = standstill.over(&self.disks);
-                self.journal.clock_debt = self.journal.clock_debt.after_standing(stood);
-                self.save_journal();
+                // A guest that is lost owes nothing, and a keeper that came now would look for its old QEMU.
+                if !matches!(failure, Failure::Resume(_)) {
+                    self.journal.clock_debt = self.journal.clock_debt.after_standing(stood);
+                    self.save_journal();
+                }
                 progress.report.pause_ms = (!stood.is_zero()).then_some(stood.as_secs_f64() * 1e3);
                 return (life, Err(failure));
             }
