@@ -34,7 +34,8 @@ const LONG: Duration = Duration::from_millis(30);
 const LONG_TIMES: u32 = 8;
 /// A guest that has its working set answers again as before within a second or two, and needs its processors for that: the rest of
 /// its memory can wait so long. After one second of it a new client's first request took 150 to 210 ms instead of 90 (two guest
-/// processors on two of the host's, a disk of 125 MiB/s). Slower than this it touches more that is still missing, and is no sooner done.
+/// processors on two of the host's, a disk of 125 MiB/s). At a lower rate it touches more that is still
+/// missing, and answers as before no sooner.
 const GENTLE_FOR: Duration = Duration::from_secs(3);
 const GENTLE: f64 = (32 << 20) as f64;
 /// Beside a guest that has just waited for a page: so much of the rate.
