@@ -60,6 +60,7 @@ mod vmgenid;
 mod volumes;
 pub mod warden;
 mod wires;
+mod work;
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;

@@ -29,7 +29,7 @@ use hearth_recovery::lazy_restore::{LazyRam, Mode, RestoreError, Step};
 use hearth_recovery::snapshot::state::{self, StateError};
 use hearth_recovery::snapshot::{Snapshot, SnapshotError};
 
-use ahead::{Reading, ahead};
+use ahead::{ahead, read_ahead};
 use fill::fill;
 pub use restoring::Restoring;
 use trace::note_first_touches;
@@ -216,10 +216,10 @@ impl Machine {
         number: u32,
         devices: Devices,
     ) -> Result<Generation, RestoreFailure> {
-        let (ahead, reading) = (ahead(snapshot, mode), Reading::of(&self.parts));
+        let (ahead, parts) = (ahead(snapshot, mode), &self.parts);
         std::thread::scope(|scope| {
             let builder = std::thread::Builder::new().name(format!("prefetch-{}", self.parts.config.name));
-            let read = || ahead.map_or(Ok(0), |pages| reading.read(pages, &incarnation.ram));
+            let read = || ahead.map_or(Ok(0), |pages| read_ahead(pages, &incarnation.ram, parts));
             let reader = builder.spawn_scoped(scope, read);
             let reader = reader.map_err(RestoreFailure::Thread)?;
             let generation = Generation::launch_restored(&self.parts, incarnation, number, devices);

@@ -38,8 +38,8 @@ pub use priority::GuestWaits;
 pub use progress::{Order, Progress};
 pub use shelf::Shelf;
 
-/// Time between two words about progress.
-const PROGRESS_EVERY: Duration = Duration::from_secs(2);
+use super::work::TELL_EVERY;
+
 /// What is packed and written at once is at most this: larger pieces write no faster.
 const PIECE_BYTES_MAX: u64 = 4 << 20;
 /// And at least this, whatever the slack is.
@@ -361,7 +361,7 @@ impl Work<'_> {
                     chunk.drain(..).for_each(|pfns| self.release(pfns));
                     chunk_bytes = 0;
                 }
-                if told.elapsed() >= PROGRESS_EVERY {
+                if told.elapsed() >= TELL_EVERY {
                     told = Instant::now();
                     self.tell_progress();
                 }

@@ -8,9 +8,9 @@ use hearth_api::{EventKind, SaveStatus, ScanStatus};
 use hearth_memory::PAGE_BYTES;
 use hearth_recovery::snapshot::save::{SaveError, Watcher};
 
+use super::super::work::{TELL_EVERY, Work};
 use super::{Tell, Word};
 
-const EVERY: Duration = Duration::from_secs(2);
 /// While a scan waits it is looked so often whether it was called off.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 const MIB: f64 = 1048576.0;
@@ -38,30 +38,6 @@ pub struct Progress {
     abandoned: AtomicBool,
     /// Last time that an event told how far it is.
     told: Mutex<Instant>,
-}
-
-/// How much of it is done, and how fast it goes.
-struct Work {
-    done: u64,
-    all: u64,
-    per_s: Option<f64>,
-}
-
-impl Work {
-    /// `since`: when so much of it was done.
-    fn of(done: u64, all: u64, since: Option<(Instant, u64)>) -> Self {
-        let done = done.min(all);
-        let rate = |(since, done_then): (Instant, u64)| {
-            let (more, seconds) = (done.saturating_sub(done_then), since.elapsed().as_secs_f64());
-            (more > 0 && seconds > 0.0).then(|| more as f64 / seconds)
-        };
-        Self { done, all, per_s: since.and_then(rate) }
-    }
-
-    fn left_s(&self) -> Option<f64> {
-        let left = self.all - self.done;
-        if left == 0 { Some(0.0) } else { self.per_s.map(|per_s| left as f64 / per_s) }
-    }
 }
 
 impl Progress {
@@ -94,12 +70,13 @@ impl Progress {
         // What the guest lets grow meanwhile is copied, and was not foreseen.
         let disk_bytes_done = self.disk_bytes_done.load(Relaxed).min(self.disk_bytes);
         let (copied, to_copy) = (pages_done * PAGE_BYTES + disk_bytes_done, pages * PAGE_BYTES + self.disk_bytes);
-        let copy = Work::of(copied, to_copy, self.copying.get().map(|since| (*since, 0)));
+        let since = self.copying.get().map(|since| (since.elapsed(), 0));
+        let copy = Work::of(copied, to_copy, since);
         let (arrived, to_upload) = (self.upload_bytes_done.load(Relaxed), self.upload_bytes.load(Relaxed));
-        let upload = Work::of(arrived, to_upload, self.arriving.get().copied());
-        let (done, all) = (copy.done + upload.done, copy.all + upload.all);
-        let seconds = self.copying.get().map_or(0.0, |since| since.elapsed().as_secs_f64());
+        let upload =
+            Work::of(arrived, to_upload, self.arriving.get().map(|(since, arrived)| (since.elapsed(), *arrived)));
         // Both go on at the same time.
+        let both = Work::of(copy.done + upload.done, copy.all + upload.all, since);
         let eta_s = copy.left_s().zip(upload.left_s()).map(|(copy, upload)| copy.max(upload));
         SaveStatus {
             folder: self.folder.clone(),
@@ -109,8 +86,8 @@ impl Progress {
             disk_bytes_done,
             upload_bytes: upload.all,
             upload_bytes_done: upload.done,
-            percent: if all == 0 { 0.0 } else { done as f64 * 100.0 / all as f64 },
-            mib_per_s: if seconds > 0.0 { done as f64 / seconds / MIB } else { 0.0 },
+            percent: both.percent(),
+            mib_per_s: both.per_s.unwrap_or(0.0) / MIB,
             eta_s,
             scan: *self.scan.lock().expect("nobody panics with it"),
         }
@@ -189,7 +166,7 @@ impl<'a> Reporter<'a> {
     fn report(&self) -> Result<(), SaveError> {
         let is_time = {
             let mut told = self.progress.told.lock().expect("nobody panics with it");
-            let is_time = told.elapsed() >= EVERY;
+            let is_time = told.elapsed() >= TELL_EVERY;
             if is_time {
                 *told = Instant::now();
             }
