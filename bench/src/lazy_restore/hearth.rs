@@ -387,6 +387,7 @@ impl<'a> Saved<'a> {
         await_answers(load, COUNTED_REQUESTS, side.name)?;
         let status = clone.status().map_err(machine)?;
         record.add(case, "faults", "", figure(&status["restore"], "pages_lazy")?);
+        record.add(case, "fault_wait_ms", "ms", figure(&status["restore"], "fault_us_total")? / 1e3);
         for metric in ["fault_us_p50", "fault_us_p99"] {
             if let Some(us) = status["restore"][metric].as_f64() {
                 record.add(case, metric, "us", us);

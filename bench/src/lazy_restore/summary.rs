@@ -11,7 +11,7 @@ use crate::table::{Table, figure_or_dash};
 const USABLE: f64 = 1.1;
 
 /// Of each side at each place.
-const METRICS: [&str; 10] = [
+const METRICS: [&str; 11] = [
     "running_ms",
     "first_answer_ms",
     "usable_s",
@@ -20,6 +20,7 @@ const METRICS: [&str; 10] = [
     "faults",
     "fault_us_p50",
     "fault_us_p99",
+    "fault_wait_ms",
     "bytes_read_mib",
     "steady_ms",
 ];
@@ -125,6 +126,7 @@ pub fn table(record: &Record) -> Table {
         "faults in 100 requests",
         "fault us p50",
         "fault us p99",
+        "all faults ms",
         "read MiB",
         "steady ms",
         "pages prefetched",

@@ -34,12 +34,15 @@ pub use step::Step;
 use waits::Waits;
 
 use crate::incarnation::lock;
-use crate::snapshot::pages::{Page, PageReader, Reading};
+use crate::snapshot::pages::{PageReader, Reading};
 use crate::snapshot::{Snapshot, SnapshotError};
 
 /// So many chunks that cannot be brought are told one by one: of a file that was cut off, all that are missing are such.
 const TOLD_MAX: usize = 16;
-const ZEROES: Page = [0; PAGE_BYTES as usize];
+/// Of zeroes: so many around one that is touched come with it, where they are missing. A process that is started takes some hundred
+/// pages that were free, most of them side by side, and waits for each as long as the keeper takes to hear of it.
+const ZEROES_PAGES: usize = 16;
+static ZEROES: [u8; ZEROES_PAGES * PAGE_BYTES as usize] = [0; ZEROES_PAGES * PAGE_BYTES as usize];
 
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreError {
@@ -246,14 +249,19 @@ impl LazyRam {
 
     /// A thread of QEMU's waits for this page. False: it cannot be brought now.
     fn answer(&self, page: u32, heard: Instant, reading: &mut Reading) -> Result<bool, AdmissionError> {
-        match passing(self.bring_touched(page, reading)) {
+        let answered = match passing(self.bring_touched(page, reading)) {
             Ok(None) => return Ok(false),
-            Ok(Some(())) => self.count_wait(page, heard.elapsed()),
+            Ok(Some(())) => {
+                self.count_wait(page, heard.elapsed());
+                passing(self.bring_zeroes_beside(page)).map(drop)
+            }
+            Err(error) => Err(error),
+        };
+        match answered {
             // It was heard of before, and goes on by now.
-            Err(_) if self.is_finished() => {}
-            Err(error) => return Err(error),
+            Err(_) if self.is_finished() => Ok(true),
+            answered => answered.map(|()| true),
         }
-        Ok(true)
     }
 
     fn count_wait(&self, page: u32, waited: Duration) {
@@ -310,13 +318,13 @@ impl LazyRam {
         if self.is_there(page) {
             // It came meanwhile, and this wakes whoever waits for it; or the guest has given it back since (a balloon), and
             // what is given back reads as zeroes.
-            return self.supply(page, &ZEROES);
+            return self.supply(page, zeroes(1));
         }
         let tracing = self.tracing.load(Relaxed);
         let pages = &self.snapshot.ram;
         match pages.chunk_of(page) {
             None => {
-                self.supply(page, &ZEROES)?;
+                self.supply(page, zeroes(1))?;
                 self.arrived(page);
             }
             Some(chunk) if tracing => {
@@ -332,6 +340,25 @@ impl LazyRam {
                 let new = self.bring_chunk(chunk, reading)?;
                 self.lazy.fetch_add(new.min(1), Relaxed);
                 self.filled.fetch_add(new.saturating_sub(1), Relaxed);
+            }
+        }
+        Ok(())
+    }
+
+    /// With a page of zeroes, which whoever waited for it has by now, come those beside it that are missing.
+    fn bring_zeroes_beside(&self, page: u32) -> Result<(), BringError> {
+        let is_zeroes = |page: u32| self.snapshot.ram.chunk_of(page).is_none();
+        if !is_zeroes(page) || self.tracing.load(Relaxed) {
+            return Ok(());
+        }
+        let comes_along = |page: &u32| is_zeroes(*page) && !self.is_there(*page);
+        let first = page - page % ZEROES_PAGES as u32;
+        let start = (first..page).rev().take_while(comes_along).last().unwrap_or(page);
+        let last = (page + 1..first + ZEROES_PAGES as u32).take_while(comes_along).last().unwrap_or(page);
+        if start < last {
+            self.supply(start, zeroes((last - start + 1) as usize))?;
+            for page in start..=last {
+                self.arrived(page);
             }
         }
         Ok(())
@@ -438,6 +465,11 @@ impl LazyRam {
         let chunks = stuck.values().take(TOLD_MAX).map(|stuck| stuck.why.clone());
         lock(&self.no_room).clone().into_iter().chain(chunks).chain(rest).collect()
     }
+}
+
+/// At most as many pages as there are of them.
+fn zeroes(pages: usize) -> &'static [u8] {
+    &ZEROES[..pages * PAGE_BYTES as usize]
 }
 
 /// With what is behind it.

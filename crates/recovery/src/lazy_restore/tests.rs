@@ -192,6 +192,22 @@ fn a_fault_counts_from_when_it_was_heard_of_and_one_of_zeroes_apart() {
 }
 
 #[test]
+fn a_page_of_zeroes_brings_those_beside_it_and_none_that_is_stored() {
+    let stand = Stand::new();
+    let there = |lazy: &LazyRam| (0..PAGES as u32).filter(|page| lazy.is_there(*page)).collect::<Vec<_>>();
+    let lazy = stand.lazy(false);
+    // 80 to 89 are stored.
+    served(&lazy, || assert_eq!(stand.touch(92), 0));
+    assert_eq!(there(&lazy), (90..96).collect::<Vec<_>>());
+    let resident = |stand: &Stand| stand.ram.resident_ranges().unwrap().into_iter().flatten().collect::<Vec<_>>();
+    assert_eq!(resident(&stand), (90..96).collect::<Vec<_>>());
+    assert_eq!(lazy.counts(), Counts { stored: 80, missing: 80, ..Counts::default() });
+    let stand = Stand::new();
+    served(&stand.lazy(true), || assert_eq!(stand.touch(100), 0));
+    assert_eq!(resident(&stand), [100], "a trace sees each");
+}
+
+#[test]
 fn a_trace_notes_each_page_once_in_order_of_use() {
     let stand = Stand::new();
     let lazy = stand.lazy(true);
