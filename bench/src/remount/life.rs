@@ -66,7 +66,7 @@ impl<'b, 'a> Life<'b, 'a> {
         life.work()?;
         if side.has_boot_set() {
             // Of the journals the first boot had nothing to replay.
-            life.crash()?;
+            life.crash(side)?;
             life.wait_boot()?;
             life.mount_and_look()?;
             life.ready()?;
@@ -82,10 +82,7 @@ impl<'b, 'a> Life<'b, 'a> {
         let read_before = self.bench.rig.group_read_bytes()?;
         let operations_before = self.bench.rig.group_operations()?;
         let crashed = Instant::now();
-        self.crash()?;
-        if side == Side::HostCacheDropped {
-            self.bench.evict()?;
-        }
+        self.crash(side)?;
         self.wait_boot()?;
         let mounted = Instant::now();
         self.mount()?;
@@ -130,7 +127,7 @@ impl<'b, 'a> Life<'b, 'a> {
     pub fn traced_return(mut self) -> std::result::Result<Trace, RemountError> {
         self.bench.rig.limit(self.profile)?;
         let crashed = Instant::now();
-        self.crash()?;
+        self.crash(self.side)?;
         self.wait_boot()?;
         self.mount_and_look()?;
         self.sh(trace::READY)?;
@@ -141,8 +138,10 @@ impl<'b, 'a> Life<'b, 'a> {
         Trace::parse(side, &said, ready_s).ok_or(RemountError::NoFigure { side, figure: "mark of being ready", said })
     }
 
-    fn crash(&self) -> std::result::Result<(), RemountError> {
-        self.vm.panic().map_err(|error| self.failed(error))
+    /// `side` says what the host keeps.
+    fn crash(&self, side: Side) -> std::result::Result<(), RemountError> {
+        self.vm.panic().map_err(|error| self.failed(error))?;
+        if side == Side::HostCacheDropped { self.bench.evict() } else { Ok(()) }
     }
 
     fn wait_boot(&mut self) -> std::result::Result<(), RemountError> {

@@ -74,6 +74,8 @@ pub enum Side {
 impl Side {
     pub const ALL: [Side; 6] =
         [Side::BootSet, Side::Nvram, Side::Ember, Side::Direct, Side::HostCache, Side::HostCacheDropped];
+    /// Those that are held against each other.
+    const BASICS: [Side; 2] = [Side::BootSet, Side::Direct];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -127,8 +129,8 @@ struct Cell {
     sides: Vec<Side>,
     /// Crashes that are measured of the two sides that are held against each other; of others it is one.
     rounds: u32,
-    /// The sides whose reads are looked at one by one, in one more boot.
-    traced: bool,
+    /// The sides whose reads are looked at one by one, each in one more boot.
+    traced: &'static [Side],
 }
 
 /// All sides where the most is at stake, and the two that matter most where the number of volumes is looked at.
@@ -138,8 +140,8 @@ fn cells(options: &Options) -> Vec<Cell> {
         all.iter().copied().filter(is_asked).collect()
     };
     let all_profiles = |volumes: usize, all: &[Side]| {
-        let profiles = options.profiles.clone();
-        Cell { volumes, profiles, sides: sides(all), rounds: if options.quick { 1 } else { 3 }, traced: true }
+        let (rounds, traced) = if options.quick { (1, &Side::BASICS[..]) } else { (3, &Side::ALL[..]) };
+        Cell { volumes, profiles: options.profiles.clone(), sides: sides(all), rounds, traced }
     };
     if !options.volumes.is_empty() {
         return options.volumes.iter().map(|&volumes| all_profiles(volumes, &Side::ALL)).collect();
@@ -150,8 +152,8 @@ fn cells(options: &Options) -> Vec<Cell> {
         return vec![all_profiles(12, if options.sides.is_empty() { &three } else { &Side::ALL })];
     }
     let paper = || options.profiles.iter().copied().filter(|&profile| profile == Profile::Paper).collect();
-    let two = || sides(&[Side::BootSet, Side::Direct]);
-    let few = [50, 100, 200].map(|volumes| Cell { volumes, profiles: paper(), sides: two(), rounds: 1, traced: false });
+    let two = || sides(&Side::BASICS);
+    let few = [50, 100, 200].map(|volumes| Cell { volumes, profiles: paper(), sides: two(), rounds: 1, traced: &[] });
     few.into_iter().chain([all_profiles(400, &Side::ALL)]).collect()
 }
 
@@ -235,8 +237,7 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RemountError> {
             for (&profile, &side) in
                 cell.profiles.iter().flat_map(|profile| sides.iter().map(move |side| (profile, side)))
             {
-                let traced = cell.traced && profile == Profile::Paper && matches!(side, Side::BootSet | Side::Direct);
-                measure(&mut bench, &cell, side, profile, traced.then_some(&mut traces), record)?;
+                measure(&mut bench, &cell, side, profile, &mut traces, record)?;
             }
         }
     }
@@ -249,21 +250,22 @@ fn measure(
     cell: &Cell,
     side: Side,
     profile: Profile,
-    traces: Option<&mut Vec<trace::Trace>>,
+    traces: &mut Vec<trace::Trace>,
     record: &mut Record,
 ) -> Result<(), RemountError> {
     let drops = side == Side::HostCache && cell.sides.contains(&Side::HostCacheDropped);
     let mut life = life::Life::start(bench, side, profile, cell.volumes, false)?;
-    let rounds = if matches!(side, Side::BootSet | Side::Direct) { cell.rounds } else { 1 };
+    let rounds = if Side::BASICS.contains(&side) { cell.rounds } else { 1 };
     for _ in 0..rounds {
         life.crash_and_return(side, record)?;
     }
     if drops {
         life.crash_and_return(Side::HostCacheDropped, record)?;
     }
-    if let Some(traces) = traces {
-        // Another machine: what is noted must not cost what is measured.
-        drop(life);
+    // Other machines: what is noted must not cost what is measured.
+    drop(life);
+    let is_traced = |side: &Side| profile == Profile::Paper && cell.traced.contains(side);
+    for side in [side].into_iter().chain(drops.then_some(Side::HostCacheDropped)).filter(is_traced) {
         traces.push(life::Life::start(bench, side, profile, cell.volumes, true)?.traced_return()?);
     }
     Ok(())

@@ -3,7 +3,8 @@
 use super::trace::Trace;
 use super::{MEMORY_MIB, summary};
 use crate::record::Record;
-use crate::report::{self, Page, figures, read_times, table};
+use crate::report::read_times::{self, Extent};
+use crate::report::{self, Page, figures, table};
 use crate::sides::BOOT_SET_LIMIT;
 use crate::table::figure_or_dash;
 
@@ -13,6 +14,9 @@ pub fn html(record: &Record, traces: &[Trace]) -> String {
         "A storage appliance crashes with all its volumes mounted and their journals dirty. It is ready again when every \
          volume is mounted and has been looked through.",
     );
+    let most = |of: fn(&Trace) -> f64| traces.iter().map(of).fold(0.0, f64::max);
+    let scale =
+        Extent { until: most(|trace| trace.ready_s), highest: most(|trace| trace.us(100.0).unwrap_or(0.0)) / 1e3 };
     for trace in traces {
         let reads: Vec<(f64, f64)> = trace.reads.iter().map(|read| (read.second, read.us / 1e3)).collect();
         let title = format!(
@@ -22,7 +26,7 @@ pub fn html(record: &Record, traces: &[Trace]) -> String {
             figure_or_dash(trace.us(50.0).map(|us| us / 1e3)),
             figure_or_dash(trace.us(100.0).map(|us| us / 1e3))
         );
-        page.section(&title, &read_times::draw(&reads, trace.ready_s));
+        page.section(&title, &read_times::draw(&reads, &scale));
     }
     page.section("Sides", &table(&summary::table(record)));
     page.section("Figures", &figures(record));
@@ -35,7 +39,7 @@ fn notes(record: &Record) -> String {
         record,
         &[format!(
             "A guest of {MEMORY_MIB} MiB, mounting four volumes at a time; a boot set of at most {BOOT_SET_LIMIT}. The times of the reads \
-             are those of the guest's own block layer, at paper, in a machine of its own."
+             are those of the guest's own block layer, at paper, in a machine of its own; all pictures have one scale."
         )],
     )
 }

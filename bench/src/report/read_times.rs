@@ -2,21 +2,28 @@
 
 use super::frame::Frame;
 
-/// Seconds and milliseconds, in the order of time, up to the end of the boot. At the width of a desk and of a phone.
-pub fn draw(reads: &[(f64, f64)], until: f64) -> String {
+/// What all pictures of a page have room for.
+pub struct Extent {
+    /// Seconds.
+    pub until: f64,
+    /// Milliseconds.
+    pub highest: f64,
+}
+
+/// Seconds and milliseconds, in the order of time. At the width of a desk and of a phone.
+pub fn draw(reads: &[(f64, f64)], extent: &Extent) -> String {
     if reads.is_empty() {
         return String::new();
     }
     format!(
         "<figure>{}{}</figure>",
-        picture(reads, until, 860.0, 300.0, "wide"),
-        picture(reads, until, 380.0, 260.0, "narrow")
+        picture(reads, extent, 860.0, 300.0, "wide"),
+        picture(reads, extent, 380.0, 260.0, "narrow")
     )
 }
 
-fn picture(reads: &[(f64, f64)], until: f64, width: f64, height: f64, class: &str) -> String {
-    let highest = reads.iter().map(|read| read.1).fold(0.0, f64::max);
-    let frame = Frame::new((0.0, until), highest, (width, height));
+fn picture(reads: &[(f64, f64)], extent: &Extent, width: f64, height: f64, class: &str) -> String {
+    let frame = Frame::new((0.0, extent.until), extent.highest, (width, height));
     let mut svg = format!(
         "<svg class=\"{class}\" viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"Time of every read over a boot\">"
     );
@@ -34,9 +41,10 @@ mod tests {
 
     #[test]
     fn every_read_has_its_place() {
-        let html = draw(&[(0.5, 0.1), (1.0, 5.0), (2.0, 0.2)], 3.0);
+        let extent = Extent { until: 3.0, highest: 5.0 };
+        let html = draw(&[(0.5, 0.1), (1.0, 5.0), (2.0, 0.2)], &extent);
         assert_eq!(html.matches("h0").count(), 2 * 3, "{html}");
         assert!(html.contains("seconds from the reset"));
-        assert_eq!(draw(&[], 3.0), "");
+        assert_eq!(draw(&[], &extent), "");
     }
 }

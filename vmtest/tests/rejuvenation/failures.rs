@@ -19,9 +19,8 @@ use super::programs::instead_of_qemu;
 const ARGUMENTS: &str = "HEARTH_TEST_ARGUMENTS";
 const MANNER: &str = "HEARTH_TEST_MANNER";
 
-/// On a disk of its own: each block is read again and compared.
-const FIO: &str = "fio --name=load --filename=/dev/vdb --rw=randwrite --bsrange=4k-64k --size=32m --loops=4 \
-    --ioengine=io_uring --iodepth=16 --direct=1 --thread --verify=crc32c --verify_backlog=64 --verify_fatal=1";
+/// Of the load.
+const DEVICE: &str = "/dev/vdb";
 const DIED: &str = "QEMU has died, and its guest cannot be continued in another one: this is a warm reboot";
 
 /// A machine whose QEMU is replaced by what cannot replace it.
@@ -136,10 +135,6 @@ fn a_new_qemu_that_hangs_or_dies_on_the_way_is_ended() -> Result<()> {
     stand.vm.rejuvenate()
 }
 
-fn begin_load(vm: &TestVm) -> Result<()> {
-    vm.sh(&format!("({FIO} >/tmp/fio.log 2>&1; echo $? >/tmp/fio.status) &")).map(drop)
-}
-
 /// And another QEMU can have the guest then.
 fn the_load_ends_without_a_loss(vm: &TestVm) -> Result<()> {
     known::fio_ends_well(vm)?;
@@ -152,7 +147,7 @@ fn a_disk_that_loses_the_new_qemu_loses_no_write() -> Result<()> {
     let builder = TestVm::busybox_with_fio("dropped").cpus(2).disk(Disk::empty(16)).disk(Disk::empty(48));
     let stand = Stand::around(builder.boot()?);
     let vm = &stand.vm;
-    begin_load(vm)?;
+    known::start_fio_on(vm, DEVICE)?;
     for _ in 0..2 {
         stand.check(&stand.impostor("drops-disks"), "hand", "one of the two QEMUs is not connected")?;
     }
@@ -173,7 +168,7 @@ fn an_old_qemu_that_loses_its_disks_on_the_way_keeps_its_guest_and_loses_no_writ
         eprintln!("skipped: this user may not trace QEMU");
         return Ok(());
     }
-    begin_load(vm)?;
+    known::start_fio_on(vm, DEVICE)?;
     let cuts = stand.impostor(&format!("cuts-{}", old.as_raw_nonzero()));
     let mut failures = Vec::new();
     while !failures.last().is_some_and(|failure: &String| failure.starts_with("hand: disk disk")) {

@@ -6,9 +6,6 @@ use std::path::{Path, PathBuf};
 use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, known, write_program};
 use serde_json::Value;
 
-const FIO: &str = "fio --name=load --filename=/dev/vda --rw=randwrite --bsrange=4k-16k --size=32m --loops=4 \
-    --ioengine=io_uring --iodepth=16 --direct=1 --thread --verify=crc32c --verify_backlog=64 --verify_fatal=1";
-
 /// The guest, its QEMU and the process of its keeper.
 #[derive(Debug, PartialEq, Eq)]
 struct Who {
@@ -46,7 +43,7 @@ fn a_guest_under_load_does_not_notice_that_its_keeper_is_another_program() -> Re
     let place = folder.path().join("hearth");
     let vm = TestVm::busybox_with_fio("upgraded").disk(Disk::empty(48)).boot()?;
     let before = who(&vm)?;
-    vm.sh(&format!("({FIO} >/tmp/fio.log 2>&1; echo $? >/tmp/fio.status) &"))?;
+    known::start_fio(&vm)?;
     install(&place);
     let named = place.display().to_string();
     vm.cli(&["upgrade-keeper", vm.name(), "--program", &named])?;
