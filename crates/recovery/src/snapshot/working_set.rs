@@ -44,7 +44,8 @@ pub fn aged_pages(set: &PageReader) -> impl Iterator<Item = AgedPage> {
 }
 
 /// Writes a set, with what these pages hold, compressed: a guest that is restored waits for all of it, and it takes less time to
-/// unpack than to read. Those of zeroes are left out.
+/// unpack than to read. Those that the snapshot does not have, which are zeroes, are left out; those that it has and that became
+/// zeroes while it was saved are not, for a guest waits for them as for any other.
 pub(super) fn write(
     path: &Path,
     set: impl IntoIterator<Item = AgedPage>,
@@ -55,7 +56,7 @@ pub(super) fn write(
     for AgedPage { page, age, source } in set {
         if let Some(bytes) = ram.page(page, &mut reading)? {
             writer.set_mark(age, source)?;
-            writer.add(page, bytes)?;
+            writer.add_any(page, bytes)?;
         }
     }
     writer.finish()
@@ -99,6 +100,22 @@ mod tests {
         check(&traces, &[(7, 0)]);
         traces.push(&[1]);
         check(&traces, &[(1, 0), (7, 1)]);
+    }
+
+    #[test]
+    fn a_page_that_became_zeroes_while_it_was_saved_is_in_the_set_as_any_other() {
+        let home = tempfile::tempdir().unwrap();
+        let [ram, set] = ["ram", "working-set"].map(|name| home.path().join(name));
+        let mut writer = PageWriter::create_changeable(&ram, 64).unwrap();
+        for (page, byte) in [(7, 7), (8, 8), (7, 0)] {
+            writer.put(page, &[byte; 4096]).unwrap();
+        }
+        writer.finish().unwrap();
+        let used = [8, 9, 7].map(|page| AgedPage { page, age: 0, source: Source::Trace });
+        write(&set, used, &PageReader::open(&ram).unwrap()).unwrap();
+        let set = PageReader::open(&set).unwrap();
+        assert_eq!(set.pages(), [8, 7]);
+        assert_eq!(set.page(7, &mut set.reading()).unwrap(), Some(&[0; 4096]));
     }
 
     proptest! {

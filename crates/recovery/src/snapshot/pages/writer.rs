@@ -114,9 +114,11 @@ impl PageWriter {
 
     /// Adds a page that was not added before; one of zeroes is none.
     pub fn add(&mut self, page: u32, bytes: &Page) -> Result<(), SnapshotError> {
-        if is_zero(bytes) {
-            return Ok(());
-        }
+        if is_zero(bytes) { Ok(()) } else { self.add_any(page, bytes) }
+    }
+
+    /// Adds a page that was not added before, also one of zeroes.
+    pub fn add_any(&mut self, page: u32, bytes: &Page) -> Result<(), SnapshotError> {
         self.pages.push(page);
         self.pending.extend_from_slice(bytes);
         if self.pending.len() == CHUNK_PAGES * PAGE_BYTES { self.end_chunk() } else { Ok(()) }
