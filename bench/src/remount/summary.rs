@@ -131,7 +131,7 @@ mod tests {
         add(Side::Nvram, "cached_mib", 5.0);
         add(Side::Nvram, "nvram_mib", 95.0);
         let cell =
-            Cell { volumes: 400, profiles: vec![Profile::Paper], sides: Side::ALL.to_vec(), rounds: 1, traced: true };
+            Cell { volumes: 400, profiles: vec![Profile::Paper], sides: Side::ALL.to_vec(), rounds: 1, traced: &[] };
         summarise(&mut record, &[cell]);
         assert_eq!(record.summary["ready_speedup_400"], 4.0);
         assert_eq!(record.summary["ready_vs_hostcache_warm"], 1.25);
