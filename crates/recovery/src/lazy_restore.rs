@@ -39,7 +39,7 @@ use crate::snapshot::{Snapshot, SnapshotError};
 
 /// So many chunks that cannot be brought are told one by one: of a file that was cut off, all that are missing are such.
 const TOLD_MAX: usize = 16;
-/// Of zeroes: so many around one that is touched come with it, where they are missing. A process that is started takes some hundred
+/// Of zeroes: so many around one that is touched come with it, where they are missing. A process that is started takes hundreds of
 /// pages that were free, most of them side by side, and waits for each as long as the keeper takes to hear of it.
 const ZEROES_PAGES: usize = 16;
 static ZEROES: [u8; ZEROES_PAGES * PAGE_BYTES as usize] = [0; ZEROES_PAGES * PAGE_BYTES as usize];
@@ -355,9 +355,9 @@ impl LazyRam {
         let first = page - page % ZEROES_PAGES as u32;
         let start = (first..page).rev().take_while(comes_along).last().unwrap_or(page);
         let last = (page + 1..first + ZEROES_PAGES as u32).take_while(comes_along).last().unwrap_or(page);
-        if start < last {
-            self.supply(start, zeroes((last - start + 1) as usize))?;
-            for page in start..=last {
+        for run in [start..page, page + 1..last + 1] {
+            self.supply(run.start, zeroes(run.len()))?;
+            for page in run {
                 self.arrived(page);
             }
         }

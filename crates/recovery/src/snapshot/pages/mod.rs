@@ -10,7 +10,7 @@
 //!                       | 24 u64 pages | 32 BLAKE3 of header, index and the trailer up to here
 //! ```
 //! Little endian. Age and source (0: traces, 1: a scan) are those of the chunk's pages in a working set, and 0 otherwise. Pages
-//! of zeroes are left out. A checksum is the first 16 bytes of the BLAKE3 of what is stored, or of the pages that are on a disk.
+//! of zeroes are left out, but for those that became so while they were saved. A checksum is the first 16 bytes of the BLAKE3 of what is stored, or of the pages that are on a disk.
 //! The index comes last, so a file is
 //! written in one go, and one that was cut off has no trailer.
 //!
