@@ -498,3 +498,27 @@ fn tracking_changes_only_between_two_guests() {
     assert!(next.read_disk(0, 4096) == place.disk_bytes(0, 4096));
     assert_eq!(server.counters().connections, 2);
 }
+
+/// As with a guest whose wish is on its way while the device looks for it: a CPU that QEMU emulates alone has no memory barriers.
+#[test]
+fn a_guest_that_was_not_woken_by_mistake_is_woken_in_the_end() {
+    let place = Place::new(DISK_BYTES);
+    let plan = Plan::new(1);
+    let _server = place.serve_flaky(&plan, None);
+    let mut guest = Guest::connect(&place.socket(), 1);
+    guest.sleep(0);
+    for number in 0..3 {
+        plan.on(number, Fault::HoldEnd);
+        guest.submit(0, WRITE, number * (1 << 20), DATA, 4096);
+        assert!(plan.wait_until_held(number, PATIENCE));
+    }
+    guest.wish(0, u16::MAX);
+    for (number, used) in [(0, 1), (1, 2)] {
+        plan.release(number);
+        wait_until("it is answered", || guest.used_index(0) == used);
+    }
+    // Of the first answer nobody asks any more whether it is wished for.
+    guest.wish(0, 0);
+    plan.release(2);
+    guest.sleep(0);
+}

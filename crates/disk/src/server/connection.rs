@@ -414,4 +414,10 @@ impl Connection {
             queue.wake_guest(&self.memory);
         }
     }
+
+    pub fn wake_overslept(&mut self) {
+        for queue in &mut self.queues {
+            queue.wake_overslept(&self.memory);
+        }
+    }
 }

@@ -332,6 +332,21 @@ impl Queue {
         }
     }
 
+    /// Wakes the guest if it sleeps over something that was answered ([`Ring::overslept`]).
+    pub fn wake_overslept(&mut self, memory: &GuestMap) {
+        let Some(ring) = &mut self.ring else { return };
+        match ring.overslept(memory) {
+            Ok(true) => {
+                tracing::debug!(queue = self.index, "the guest slept over an answer of its disk, and is woken");
+                if let Some(call) = &self.call {
+                    wake(call.as_fd());
+                }
+            }
+            Ok(false) => (),
+            Err(fault) => self.fail(fault),
+        }
+    }
+
     /// Nothing more is taken from a ring that makes no sense, until the guest resets it.
     fn fail(&mut self, fault: RingFault) {
         tracing::warn!(queue = self.index, %fault, "the guest broke a queue of its disk; it is no longer served");

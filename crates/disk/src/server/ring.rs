@@ -56,12 +56,14 @@ pub struct Ring {
     next_used: u16,
     /// Used index at the last decision whether to wake the guest; none: the guest is woken in any case.
     decided_used: Option<u16>,
+    /// Used index up to which the guest has been woken, or surely looks by itself.
+    settled_used: u16,
 }
 
 impl Ring {
     pub fn new(size: u16, place: RingPlace, event_index: bool, next_available: u16, next_used: u16) -> Self {
         debug_assert!(size.is_power_of_two());
-        Self { size, place, event_index, next_available, next_used, decided_used: None }
+        Self { size, place, event_index, next_available, next_used, decided_used: None, settled_used: next_used }
     }
 
     pub fn next_available(&self) -> u16 {
@@ -144,12 +146,35 @@ impl Ring {
             return Ok(false);
         }
         fence(Ordering::SeqCst);
+        let wants = match decided {
+            None if self.event_index => true,
+            decided => self.asks_for_wake(memory, decided.unwrap_or_default())?,
+        };
+        if wants {
+            self.settled_used = self.next_used;
+        }
+        Ok(wants)
+    }
+
+    /// Does the guest sleep over something that was pushed, and that `wants_wake` said no to? To be asked when nothing was
+    /// pushed for a while.
+    ///
+    /// Between its wish to be woken and its last look at the ring a guest has a memory barrier, as between our push and our
+    /// look at the wish there is one. QEMU leaves the guest's out if it emulates a single CPU (TCG without `CF_PARALLEL`: an
+    /// instruction with a lock is none, and before 8.1 `tcg_gen_mb` did nothing, `tcg/tcg-op-ldst.c`), so that now and then
+    /// neither sees what the other wrote. What the guest wrote is seen a moment later.
+    pub fn overslept(&mut self, memory: &GuestMap) -> Result<bool, RingFault> {
+        let settled = std::mem::replace(&mut self.settled_used, self.next_used);
+        Ok(settled != self.next_used && self.asks_for_wake(memory, settled)?)
+    }
+
+    fn asks_for_wake(&self, memory: &GuestMap, since: u16) -> Result<bool, RingFault> {
         if !self.event_index {
             return Ok(memory.load_u16(self.place.available, Ordering::Relaxed)? & NO_INTERRUPT == 0);
         }
         let offset = RING_OFFSET + u64::from(self.size) * 2;
         let event = memory.load_u16(self.place.available + offset, Ordering::Relaxed)?;
-        Ok(decided.is_none_or(|decided| crossed(event, self.next_used, decided)))
+        Ok(crossed(event, self.next_used, since))
     }
 
     fn store_flags(&self, memory: &GuestMap, flags: u16) -> Result<(), RingFault> {
@@ -232,6 +257,22 @@ mod tests {
             assert_eq!(ring.enable_kicks(&memory), Ok(false));
             let event = memory.load_u16(0x2000 + 4 + 32, Ordering::Relaxed).unwrap();
             assert_eq!(event, u16::from(event_index), "the index at which the guest shall kick");
+        }
+    }
+
+    #[test]
+    fn a_wish_that_was_seen_too_late_counts_once() {
+        let memory = memory();
+        let mut ring = Ring::new(4, PLACE, true, 0, 0);
+        assert_eq!(ring.wants_wake(&memory), Ok(true));
+        let wish = |event| memory.store_u16(0x1000 + 4 + 8, event, Ordering::Relaxed).unwrap();
+        for (event, expected) in [(100, false), (3, true), (3, false)] {
+            wish(100);
+            (0..2).for_each(|_| ring.push(&memory, 0, 0).unwrap());
+            assert_eq!(ring.wants_wake(&memory), Ok(false));
+            wish(event);
+            assert_eq!(ring.overslept(&memory), Ok(expected), "at {}", ring.next_used());
+            assert_eq!(ring.overslept(&memory), Ok(false), "at {}", ring.next_used());
         }
     }
 

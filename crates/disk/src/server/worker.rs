@@ -215,6 +215,7 @@ impl Worker {
             }
             std::hint::spin_loop();
         }
+        connection.wake_overslept();
         false
     }
 

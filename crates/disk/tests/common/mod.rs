@@ -288,6 +288,11 @@ impl Guest {
         self.load_u16(self.rings[queue].base() + USED + 2)
     }
 
+    /// When the used index passes this, we are to be woken.
+    pub fn wish(&self, queue: usize, used: u16) {
+        self.store_u16(self.rings[queue].base() + AVAILABLE + 4 + u64::from(QUEUE_SIZE) * 2, used);
+    }
+
     pub fn used_address(&self, queue: usize) -> u64 {
         self.rings[queue].base() + USED
     }
@@ -398,7 +403,7 @@ impl Guest {
     pub fn publish(&mut self, queue: usize) {
         let ring = &self.rings[queue];
         // The next answer shall wake us.
-        self.store_u16(ring.base() + AVAILABLE + 4 + u64::from(QUEUE_SIZE) * 2, ring.next_used);
+        self.wish(queue, ring.next_used);
         self.store_u16(ring.base() + AVAILABLE + 2, ring.next_available);
         ring.kick.write(1).unwrap();
     }
@@ -421,7 +426,7 @@ impl Guest {
         let slot = u64::from(ring.next_used % QUEUE_SIZE);
         ring.next_used = ring.next_used.wrapping_add(1);
         let next_used = ring.next_used;
-        self.store_u16(base + AVAILABLE + 4 + u64::from(QUEUE_SIZE) * 2, next_used);
+        self.wish(queue, next_used);
         // The next look at the used index must not come before the device can see this wish.
         fence(Ordering::SeqCst);
         let entry = self.read_ram(base + USED + 4 + slot * 8, 8);
