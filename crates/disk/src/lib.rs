@@ -15,6 +15,7 @@ pub mod gate;
 pub mod image;
 pub mod ledger;
 pub mod limit;
+pub mod lvm;
 pub mod nvram;
 pub mod partitions;
 mod populate;

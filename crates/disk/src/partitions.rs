@@ -18,7 +18,7 @@ const GPT_ENTRY_BYTES: usize = 128;
 const PROTECTIVE: u8 = 0xee;
 const EXTENDED: [u8; 3] = [0x05, 0x0f, 0x85];
 
-type Sector = [u8; SECTOR_BYTES];
+pub type Sector = [u8; SECTOR_BYTES];
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partition {
@@ -118,12 +118,16 @@ fn gpt(read: &mut dyn FnMut(u64) -> Option<Sector>) -> Vec<Partition> {
     found
 }
 
-/// UTF-16, up to a zero. It is the guest's: nothing of it controls a terminal.
+/// UTF-16, up to a zero.
 fn name(bytes: &[u8]) -> Option<String> {
     let units = bytes.chunks_exact(2).map(|unit| u16::from_le_bytes([unit[0], unit[1]])).take_while(|&unit| unit != 0);
     let letters = char::decode_utf16(units).map(|letter| letter.unwrap_or(char::REPLACEMENT_CHARACTER));
-    let name: String = letters.filter(|letter| !letter.is_control()).collect();
-    (!name.is_empty()).then_some(name)
+    Some(printable(letters)).filter(|name| !name.is_empty())
+}
+
+/// What a guest named: nothing of it controls a terminal.
+pub(crate) fn printable(letters: impl Iterator<Item = char>) -> String {
+    letters.filter(|letter| !letter.is_control()).collect()
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Tally: how a boot went, in numbers, and what it had to read from the images.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
+use std::ops::{AddAssign, Range};
 use std::time::Duration;
 
 use crate::block::DiskId;
@@ -120,6 +120,36 @@ pub struct PhaseTally {
     pub ember_hits: u64,
     /// The image.
     pub misses: u64,
+}
+
+impl AddAssign for PhaseTally {
+    fn add_assign(&mut self, Self { hits, ember_hits, misses }: Self) {
+        self.hits += hits;
+        self.ember_hits += ember_hits;
+        self.misses += misses;
+    }
+}
+
+impl AddAssign for DiskTally {
+    fn add_assign(&mut self, Self { blocks, held, late, written, boot, later, no_room }: Self) {
+        self.blocks += blocks;
+        self.held += held;
+        self.late += late;
+        self.written += written;
+        self.boot += boot;
+        self.later += later;
+        self.no_room += no_room;
+    }
+}
+
+impl AddAssign for Share {
+    fn add_assign(&mut self, Self { blocks, held, hits, misses, later }: Self) {
+        self.blocks += blocks;
+        self.held += held;
+        self.hits += hits;
+        self.misses += misses;
+        self.later += later;
+    }
 }
 
 /// Neighbours that the last boot has read one after the other.

@@ -253,15 +253,8 @@ impl Machine {
         let plan = boot_set.plan();
         let names: Vec<String> = self.parts.config.disks.iter().map(|disk| disk.name.clone()).collect();
         let name_of = |DiskId(id): DiskId| names.get(usize::from(id)).cloned().unwrap_or_default();
-        let all = plan.disks.values().fold(DiskTally::default(), |sum, disk| DiskTally {
-            blocks: sum.blocks + disk.blocks,
-            held: sum.held + disk.held,
-            late: sum.late + disk.late,
-            written: sum.written + disk.written,
-            boot: add(sum.boot, disk.boot),
-            later: add(sum.later, disk.later),
-            no_room: sum.no_room + disk.no_room,
-        });
+        let mut all = DiskTally::default();
+        plan.disks.values().for_each(|disk| all += *disk);
         let disks = plan.disks.iter().map(|(&id, tally)| RemountDisk {
             disk: name_of(id),
             blocks: tally.blocks,
@@ -315,14 +308,6 @@ impl Machine {
             missed_unlisted_blocks: plan.missed_unlisted,
             damaged_blocks: plan.damaged,
         })
-    }
-}
-
-fn add(one: PhaseTally, other: PhaseTally) -> PhaseTally {
-    PhaseTally {
-        hits: one.hits + other.hits,
-        ember_hits: one.ember_hits + other.ember_hits,
-        misses: one.misses + other.misses,
     }
 }
 
