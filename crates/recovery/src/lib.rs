@@ -12,6 +12,7 @@ pub mod hold;
 pub mod incarnation;
 pub mod journal;
 pub mod lazy_restore;
+pub mod random;
 pub mod rejuvenation;
 pub mod snapshot;
 pub mod vmcore;

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use hearth_disk::tag::{TAG_KEY_BYTES, Tagger};
+use hearth_recovery::random;
 use hearth_recovery::rejuvenation::parked;
 use rustix::fs::{FlockOperation, flock};
 
@@ -181,7 +182,7 @@ fn tag_key(path: &Path) -> io::Result<[u8; TAG_KEY_BYTES]> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         Err(error) => return Err(error),
     }
-    File::open("/dev/urandom")?.read_exact(&mut key)?;
+    key = random::bytes();
     let temporary = path.with_extension("new");
     let mut file = OpenOptions::new().create(true).truncate(true).write(true).mode(0o600).open(&temporary)?;
     file.write_all(&key)?;

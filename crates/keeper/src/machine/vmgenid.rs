@@ -6,7 +6,7 @@
 //! QEMU writes the number into the guest's memory when it takes a guest, and tells it (ACPI); a guest that finds the number it
 //! had does nothing.
 
-use rustix::rand::{GetRandomFlags, getrandom};
+use hearth_recovery::random;
 
 use super::Machine;
 use crate::config::Config;
@@ -16,10 +16,7 @@ const DEVICE: &str = "vmgenid";
 
 /// A number that no machine had.
 pub fn fresh() -> String {
-    let mut bytes = [0; 16];
-    let length = getrandom(&mut bytes, GetRandomFlags::empty()).expect("Linux gives 256 bytes or fewer at once");
-    assert_eq!(length, bytes.len(), "all of them");
-    text(bytes)
+    text(random::bytes())
 }
 
 /// A random one (version 4, RFC 9562).

@@ -19,6 +19,7 @@ use hearth_disk::boot_set::BootSet;
 use hearth_disk::tag::{TAG_KEY_BYTES, Tag, Tagger};
 
 use super::{ImageNote, difference};
+use crate::random;
 
 const MAGIC: [u8; 8] = *b"HEARTHBS";
 const VERSION: u32 = 1;
@@ -49,8 +50,7 @@ fn write(path: &Path, boot_set: &BootSet, images: &[ImageNote]) -> io::Result<u6
     if let Some(folder) = path.parent() {
         fs::create_dir_all(folder)?;
     }
-    let mut key = [0; TAG_KEY_BYTES];
-    File::open("/dev/urandom")?.read_exact(&mut key)?;
+    let key: [u8; TAG_KEY_BYTES] = random::bytes();
     let tagger = Tagger::new(&key);
     let notes = serde_json::to_vec(images)?;
     let file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;

@@ -280,7 +280,7 @@ impl Snapshot {
         Ok(Some(found))
     }
 
-    /// What tells it from others: no two have the same memory.
+    /// What tells it from all others.
     pub fn seal(&self) -> &str {
         &self.manifest.ram.seal
     }

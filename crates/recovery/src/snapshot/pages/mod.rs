@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! header    4096 bytes  |  0 magic "HRTHPAGE" |  8 u32 version = 2 | 12 u32 pages a chunk, at most | 16 u64 pages of RAM
+//!                       | 24 16 random bytes
 //! chunks                | up to 16 pages each, one after the other, zstd or as they are; whole pages, so aligned, if so;
 //!           16 a page   | or where they are: 0 u64 block | 8 u32 disk, as the manifest counts them | 12 u32 0; these chunks come last
 //! index     40 a chunk  |  0 u64 offset |  8 u32 bytes stored | 12 u16 pages | 14 u16 1: zstd, 2: on a disk | 16 checksum | 32 u32 age | 36 u32 source
@@ -11,6 +12,8 @@
 //! ```
 //! Little endian. Age and source (0: traces, 1: a scan) are those of the chunk's pages in a working set, and 0 otherwise. Pages
 //! of zeroes are left out, but for those that became so while they were saved. A checksum is the first 16 bytes of the BLAKE3 of what is stored, or of the pages that are on a disk.
+//! The random bytes are for the seal (the trailer's BLAKE3): a guest that sleeps may be saved twice with the same memory, and a
+//! machine that is on its way out of one file must not take another for it.
 //! The index comes last, so a file is
 //! written in one go, and one that was cut off has no trailer.
 //!

@@ -49,6 +49,13 @@ fn read_all(reader: &PageReader) -> Result<(), SnapshotError> {
 }
 
 #[test]
+fn no_two_files_have_the_same_seal() {
+    let [first, second] = [(); 2].map(|()| written(&[1, 2, 3], Compression::None).1);
+    assert_eq!((first.bytes, first.pages), (second.bytes, second.pages));
+    assert_ne!(first.seal, second.seal);
+}
+
+#[test]
 fn pages_come_back_in_their_order_and_zeroes_cost_nothing() {
     let folder = tempfile::tempdir().unwrap();
     for compression in [Compression::None, Compression::Zstd] {

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::*;
+use crate::random;
 use crate::snapshot::outgoing::Outgoing;
 use crate::snapshot::{SnapshotError, Source, create_file};
 
@@ -44,6 +45,7 @@ impl PageWriter {
         header[8..12].copy_from_slice(&VERSION.to_le_bytes());
         header[12..16].copy_from_slice(&(CHUNK_PAGES as u32).to_le_bytes());
         header[16..24].copy_from_slice(&ram_pages.to_le_bytes());
+        header[24..40].copy_from_slice(&random::bytes::<16>());
         let file = create_file(path).map_err(SnapshotError::io(path, "made"))?;
         let mut writer = Self {
             file: BufWriter::with_capacity(BUFFER_BYTES, file),
