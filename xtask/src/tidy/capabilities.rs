@@ -7,8 +7,19 @@ use crate::paths;
 /// What `recovery` is to hold in the end; those that are there already must be there everywhere.
 const CAPABILITIES: [&str; 5] = ["warm_reboot", "crash_recovery", "rejuvenation", "lazy_restore", "fast_remount"];
 /// What capabilities are made of.
-const SHARED: [&str; 10] =
-    ["lib", "admission", "boot_set", "budget", "ember", "hold", "incarnation", "journal", "snapshot", "vmcore"];
+const SHARED: [&str; 11] = [
+    "lib",
+    "admission",
+    "boot_set",
+    "budget",
+    "ember",
+    "hold",
+    "incarnation",
+    "journal",
+    "random",
+    "snapshot",
+    "vmcore",
+];
 
 /// Names of the modules in a folder, whether files or folders.
 fn modules(folder: &Path) -> Vec<String> {
