@@ -1,7 +1,7 @@
 //! The loop of a disk's thread.
 //!
 //! sleep -> note what happened -> take requests -> let waiting ones go on -> submit -> reap -> wake the guest -> again
-//! while there is progress -> watch the rings a moment -> sleep
+//! while there is progress -> watch the rings a moment -> wake a guest that overslept -> sleep
 //!
 //! Nothing is done from inside an event: events only note what is ready, and the round after them works in one order.
 
