@@ -58,14 +58,20 @@ pub fn find(disk_bytes: u64, read: &mut dyn FnMut(u64) -> Option<Sector>) -> Vec
         }
         found
     };
-    found.sort_by_key(|partition| partition.bytes.start);
-    let mut free_from = 0;
-    found.retain(|partition| {
-        let is_apart = partition.bytes.start >= free_from && partition.bytes.end <= disk_bytes;
-        free_from = if is_apart { partition.bytes.end } else { free_from };
+    keep_apart(&mut found, &(0..disk_bytes), |partition| &partition.bytes);
+    found
+}
+
+/// Sorts what was found by its place; what overlaps, or leaves the place of all, is left out.
+pub(crate) fn keep_apart<T>(found: &mut Vec<T>, place: &Range<u64>, bytes: impl Fn(&T) -> &Range<u64>) {
+    found.sort_by_key(|part| bytes(part).start);
+    let mut free_from = place.start;
+    found.retain(|part| {
+        let Range { start, end } = *bytes(part);
+        let is_apart = start >= free_from && end <= place.end;
+        free_from = if is_apart { end } else { free_from };
         is_apart
     });
-    found
 }
 
 fn part(number: u32, first: u64, sectors: u64) -> Option<Partition> {

@@ -16,7 +16,7 @@ use std::ops::Range;
 
 use text::{Item, Section, parse};
 
-use crate::partitions::{SECTOR_BYTES, Sector, printable};
+use crate::partitions::{SECTOR_BYTES, Sector, keep_apart, printable};
 
 const SECTOR: u64 = SECTOR_BYTES as u64;
 const LABEL_SECTORS: u64 = 4;
@@ -43,13 +43,7 @@ pub struct Segment {
 /// none; it is asked for what holds a MiB of text at most.
 pub fn find(place: &Range<u64>, read: &mut dyn FnMut(u64) -> Option<Sector>) -> Vec<Segment> {
     let mut found = segments(place, read).unwrap_or_default();
-    found.sort_by_key(|segment| segment.bytes.start);
-    let mut free_from = place.start;
-    found.retain(|segment| {
-        let is_apart = segment.bytes.start >= free_from && segment.bytes.end <= place.end;
-        free_from = if is_apart { segment.bytes.end } else { free_from };
-        is_apart
-    });
+    keep_apart(&mut found, place, |segment| &segment.bytes);
     found
 }
 

@@ -321,23 +321,23 @@ impl Queue {
         }
         self.answered = false;
         let Some(ring) = &mut self.ring else { return };
-        match ring.wants_wake(memory) {
-            Ok(true) => {
-                if let Some(call) = &self.call {
-                    wake(call.as_fd());
-                }
-            }
-            Ok(false) => (),
-            Err(fault) => self.fail(fault),
-        }
+        let wanted = ring.wants_wake(memory);
+        self.wake_if(wanted);
     }
 
     /// Wakes the guest if it sleeps over something that was answered ([`Ring::overslept`]).
     pub fn wake_overslept(&mut self, memory: &GuestMap) {
         let Some(ring) = &mut self.ring else { return };
-        match ring.overslept(memory) {
+        let overslept = ring.overslept(memory);
+        if overslept == Ok(true) {
+            tracing::debug!(queue = self.index, "the guest slept over an answer of its disk, and is woken");
+        }
+        self.wake_if(overslept);
+    }
+
+    fn wake_if(&mut self, wanted: Result<bool, RingFault>) {
+        match wanted {
             Ok(true) => {
-                tracing::debug!(queue = self.index, "the guest slept over an answer of its disk, and is woken");
                 if let Some(call) = &self.call {
                     wake(call.as_fd());
                 }
