@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 pub use figures::Counts;
 use hearth_memory::faults::Userfault;
 use hearth_memory::faults::admission::AdmissionError;
-use hearth_memory::faults::supply::SuppliedRam;
+use hearth_memory::faults::supply::{SuppliedRam, Wake};
 use hearth_memory::{FileOffset, MemoryError, PAGE_BYTES, RamFile};
 use hearth_store::Urgency;
 pub use pace::Pace;
@@ -103,11 +103,23 @@ pub fn prefetch(pages: &PageReader, ram: &RamFile, mut go_on: impl FnMut(u32) ->
             asked_to = pages.prefetch_ahead(chunk);
         }
         let raw = pages.read(chunk, &mut reading)?;
-        for (first, bytes) in runs(pages.pages_of(chunk), raw) {
+        for (first, bytes) in runs(pages.pages_of(chunk), raw, None) {
             ram.write(FileOffset(u64::from(first) * PAGE_BYTES), bytes)?;
         }
     }
     Ok(pages.pages().len() as u64)
+}
+
+/// What comes with a page that was touched.
+enum Beside<'a> {
+    Nothing,
+    /// Those around it that are missing.
+    Zeroes,
+    /// The rest of what was read for it.
+    Chunk {
+        chunk: u32,
+        raw: &'a [u8],
+    },
 }
 
 /// Why a chunk cannot be brought now.
@@ -244,23 +256,16 @@ impl LazyRam {
     /// Serves QEMU's page faults until `stop`, QEMU's end, or until nothing is missing. Several threads may do so at once.
     pub fn serve(&self) -> Result<(), AdmissionError> {
         let mut reading = self.snapshot.ram.reading();
-        self.ram.serve(|page, heard| self.answer(page as u32, heard, &mut reading))
+        // What fetches from afar starts threads.
+        self.ram.serve(!self.is_far(), |page, heard| self.answer(page as u32, heard, &mut reading))
     }
 
     /// A thread of QEMU's waits for this page. False: it cannot be brought now.
     fn answer(&self, page: u32, heard: Instant, reading: &mut Reading) -> Result<bool, AdmissionError> {
-        let answered = match passing(self.bring_touched(page, reading)) {
-            Ok(None) => return Ok(false),
-            Ok(Some(())) => {
-                self.count_wait(page, heard.elapsed());
-                passing(self.bring_zeroes_beside(page)).map(drop)
-            }
-            Err(error) => Err(error),
-        };
-        match answered {
+        match passing(self.bring_touched(page, Some(heard), reading)) {
             // It was heard of before, and goes on by now.
             Err(_) if self.is_finished() => Ok(true),
-            answered => answered.map(|()| true),
+            answered => Ok(answered?.is_some()),
         }
     }
 
@@ -272,8 +277,8 @@ impl LazyRam {
     }
 
     /// Puts pages where they are missing, and notes whether there is room for them.
-    fn supply(&self, first_page: u32, bytes: &[u8]) -> Result<(), BringError> {
-        let put = self.ram.supply(first_page.into(), bytes);
+    fn supply(&self, first_page: u32, bytes: &[u8], wake: Wake) -> Result<(), BringError> {
+        let put = self.ram.supply(first_page.into(), bytes, wake);
         if matches!(put, Ok(0)) {
             // All were there, which says nothing of room.
             return Ok(());
@@ -305,58 +310,69 @@ impl LazyRam {
         Ok(result?)
     }
 
-    /// Somebody has touched this page.
-    fn bring_touched(&self, page: u32, reading: &mut Reading) -> Result<(), BringError> {
+    /// Somebody has touched this page: it comes first, and what comes with it when whoever waits goes on. `heard`: of a thread of
+    /// QEMU's, when.
+    fn bring_touched(&self, page: u32, heard: Option<Instant>, reading: &mut Reading) -> Result<(), BringError> {
         self.asking.fetch_add(1, Relaxed);
-        let brought = self.bring_asked(page, reading);
+        let put = self.put_touched(page, reading);
         self.asked_us.store((self.began.elapsed().as_micros() as u64).max(1), Relaxed);
         self.asking.fetch_sub(1, Relaxed);
-        brought
+        let beside = put?;
+        if let Some(heard) = heard {
+            // Before the wake: who is woken may take this thread's processor.
+            self.count_wait(page, heard.elapsed());
+        }
+        self.ram.wake(page.into())?;
+        Ok(passing(self.bring_beside(page, beside)).map(drop)?)
     }
 
-    fn bring_asked(&self, page: u32, reading: &mut Reading) -> Result<(), BringError> {
+    /// And no more; who waits for it is not woken. What is to come with it.
+    fn put_touched<'a>(&self, page: u32, reading: &'a mut Reading) -> Result<Beside<'a>, BringError> {
         if self.is_there(page) {
-            // It came meanwhile, and this wakes whoever waits for it; or the guest has given it back since (a balloon), and
-            // what is given back reads as zeroes.
-            return self.supply(page, zeroes(1));
+            // It came meanwhile; or the guest has given it back since (a balloon), and what is given back reads as zeroes.
+            self.supply(page, zeroes(1), Wake::Later)?;
+            return Ok(Beside::Nothing);
         }
         let tracing = self.tracing.load(Relaxed);
         let pages = &self.snapshot.ram;
-        match pages.chunk_of(page) {
-            None => {
-                self.supply(page, zeroes(1))?;
-                self.arrived(page);
-            }
-            Some(chunk) if tracing => {
-                let bytes = self.note(chunk, pages.page(page, reading))?.expect("it has a chunk");
-                // Before whoever waits goes on and touches the next.
-                lock(&self.touched).push(page);
-                self.supply(page, bytes)?;
-                if self.arrived(page) {
-                    self.lazy.fetch_add(1, Relaxed);
-                }
-            }
+        let (bytes, beside) = match pages.chunk_of(page) {
+            None if tracing => (zeroes(1), Beside::Nothing),
+            None => (zeroes(1), Beside::Zeroes),
             Some(chunk) => {
-                let new = self.bring_chunk(chunk, reading)?;
-                self.lazy.fetch_add(new.min(1), Relaxed);
-                self.filled.fetch_add(new.saturating_sub(1), Relaxed);
+                let raw = self.note(chunk, pages.read(chunk, reading))?;
+                let at = pages.pages_of(chunk).iter().position(|other| *other == page).expect("it is in its chunk");
+                let bytes = &raw[at * PAGE_BYTES as usize..][..PAGE_BYTES as usize];
+                if tracing {
+                    // Before whoever waits goes on and touches the next.
+                    lock(&self.touched).push(page);
+                }
+                (bytes, if tracing { Beside::Nothing } else { Beside::Chunk { chunk, raw } })
             }
-        }
-        Ok(())
+        };
+        self.supply(page, bytes, Wake::Later)?;
+        self.lazy.fetch_add(self.arrived(page).into(), Relaxed);
+        Ok(beside)
     }
 
-    /// With a page of zeroes, which whoever waited for it has by now, come those beside it that are missing.
-    fn bring_zeroes_beside(&self, page: u32) -> Result<(), BringError> {
-        let is_zeroes = |page: u32| self.snapshot.ram.chunk_of(page).is_none();
-        if !is_zeroes(page) || self.tracing.load(Relaxed) {
-            return Ok(());
+    fn bring_beside(&self, page: u32, beside: Beside<'_>) -> Result<(), BringError> {
+        match beside {
+            Beside::Nothing => Ok(()),
+            Beside::Zeroes => self.bring_zeroes_beside(page),
+            Beside::Chunk { chunk, raw } => {
+                let new = self.put_chunk(chunk, raw, Some(page))?;
+                self.filled.fetch_add(new, Relaxed);
+                Ok(())
+            }
         }
-        let comes_along = |page: &u32| is_zeroes(*page) && !self.is_there(*page);
+    }
+
+    fn bring_zeroes_beside(&self, page: u32) -> Result<(), BringError> {
+        let comes_along = |page: &u32| self.snapshot.ram.chunk_of(*page).is_none() && !self.is_there(*page);
         let first = page - page % ZEROES_PAGES as u32;
         let start = (first..page).rev().take_while(comes_along).last().unwrap_or(page);
         let last = (page + 1..first + ZEROES_PAGES as u32).take_while(comes_along).last().unwrap_or(page);
         for run in [start..page, page + 1..last + 1] {
-            self.supply(run.start, zeroes(run.len()))?;
+            self.supply(run.start, zeroes(run.len()), Wake::AtOnce)?;
             for page in run {
                 self.arrived(page);
             }
@@ -366,14 +382,18 @@ impl LazyRam {
 
     /// How many of its pages were missing.
     fn bring_chunk(&self, chunk: u32, reading: &mut Reading) -> Result<u64, BringError> {
-        let pages = self.snapshot.ram.pages_of(chunk);
-        if pages.iter().all(|page| self.is_there(*page)) {
+        let pages = &self.snapshot.ram;
+        if pages.pages_of(chunk).iter().all(|page| self.is_there(*page)) {
             return Ok(0);
         }
-        let raw = self.note(chunk, self.snapshot.ram.read(chunk, reading))?;
+        self.put_chunk(chunk, self.note(chunk, pages.read(chunk, reading))?, None)
+    }
+
+    /// How many of its pages were missing. `but`: this one is there.
+    fn put_chunk(&self, chunk: u32, raw: &[u8], but: Option<u32>) -> Result<u64, BringError> {
         let mut new = 0;
-        for (first, bytes) in runs(pages, raw) {
-            self.supply(first, bytes)?;
+        for (first, bytes) in runs(self.snapshot.ram.pages_of(chunk), raw, but) {
+            self.supply(first, bytes, Wake::AtOnce)?;
             let run = first..first + (bytes.len() as u64 / PAGE_BYTES) as u32;
             new += run.map(|page| u64::from(self.arrived(page))).sum::<u64>();
         }
@@ -494,14 +514,16 @@ fn passing<T>(result: Result<T, BringError>) -> Result<Option<T>, AdmissionError
     }
 }
 
-/// Pages that follow each other in RAM and in the file, with their bytes.
-fn runs<'a>(pages: &'a [u32], raw: &'a [u8]) -> impl Iterator<Item = (u32, &'a [u8])> {
-    let mut at = 0;
-    pages.chunk_by(|one, next| one + 1 == *next).map(move |run| {
+/// Pages that follow each other in RAM and in the file, with their bytes; without one of them.
+fn runs<'a>(pages: &'a [u32], raw: &'a [u8], but: Option<u32>) -> impl Iterator<Item = (u32, &'a [u8])> {
+    let (mut at, is_it) = (0, move |page: u32| Some(page) == but);
+    let runs = pages.chunk_by(move |one, next| one + 1 == *next && !is_it(*one) && !is_it(*next));
+    let with_bytes = runs.map(move |run| {
         let from = at * PAGE_BYTES as usize;
         at += run.len();
         (run[0], &raw[from..at * PAGE_BYTES as usize])
-    })
+    });
+    with_bytes.filter(move |(first, _)| !is_it(*first))
 }
 
 #[cfg(test)]

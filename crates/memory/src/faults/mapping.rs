@@ -5,6 +5,7 @@
 
 use std::fs;
 use std::io;
+use std::ops::Range;
 
 /// A part of a file as another process has it mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,6 +16,21 @@ pub struct Piece {
     pub bytes: u64,
     /// A fault on a page that is missing is reported to a userfaultfd. Only `find_registered` knows.
     pub registered: bool,
+}
+
+/// Where the process has each part of a range of the file: address, and part.
+pub fn places(pieces: &[Piece], file: Range<u64>) -> impl Iterator<Item = (u64, Range<u64>)> {
+    pieces.iter().filter_map(move |piece| {
+        let start = file.start.max(piece.file_offset);
+        let end = file.end.min(piece.file_offset + piece.bytes);
+        (start < end).then(|| (piece.address + (start - piece.file_offset), start..end))
+    })
+}
+
+/// What the process has at an address, as an offset into the file.
+pub fn file_offset(pieces: &[Piece], address: u64) -> Option<u64> {
+    let piece = pieces.iter().find(|piece| address >= piece.address && address - piece.address < piece.bytes)?;
+    Some(piece.file_offset + (address - piece.address))
 }
 
 /// All mappings of a file (device and inode), by file offset.

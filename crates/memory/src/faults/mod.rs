@@ -8,6 +8,7 @@ pub mod admission;
 mod bell;
 mod handover;
 mod mapping;
+mod processor;
 #[cfg(test)]
 mod stand;
 pub mod supply;

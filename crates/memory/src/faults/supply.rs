@@ -11,6 +11,7 @@
 //!
 //! Needs Linux 4.14, and a RAM file of ordinary pages: a huge page would have to be brought whole.
 
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -22,11 +23,20 @@ use super::Userfault;
 use super::admission::{AdmissionError, failure, whole};
 use super::bell::Bell;
 use super::mapping::{self, Piece};
+use super::processor::Follower;
 use super::userfault::{self, Waiter};
 use crate::{PAGE_BYTES, RamFile};
 
 /// Between two attempts to bring a page that could not be brought.
 const TRY_AGAIN: Duration = Duration::from_millis(250);
+
+/// When those go on who wait for a page that is put.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wake {
+    AtOnce,
+    /// `SuppliedRam::wake` is called for it.
+    Later,
+}
 
 /// The RAM of a QEMU whose missing pages are brought by this process.
 #[derive(Debug)]
@@ -85,31 +95,35 @@ impl SuppliedRam {
         })
     }
 
-    /// Puts pages, from this one on, where they are missing; who waits for them goes on. How many were missing.
-    pub fn supply(&self, first_page: u64, bytes: &[u8]) -> Result<u64, AdmissionError> {
-        let (start, mut put) = (first_page * PAGE_BYTES, 0);
-        for piece in &self.pieces {
-            let from = start.max(piece.file_offset);
-            let to = (start + bytes.len() as u64).min(piece.file_offset + piece.bytes);
-            if from < to {
-                let address = piece.address + (from - piece.file_offset);
-                put += self.put(address, &bytes[(from - start) as usize..(to - start) as usize])?;
-            }
-        }
-        Ok(put)
+    /// Puts pages, from this one on, where they are missing. How many were missing.
+    pub fn supply(&self, first_page: u64, bytes: &[u8], wake: Wake) -> Result<u64, AdmissionError> {
+        let start = first_page * PAGE_BYTES;
+        let put = |(address, part): (u64, Range<u64>)| {
+            self.put(address, &bytes[(part.start - start) as usize..(part.end - start) as usize], wake)
+        };
+        mapping::places(&self.pieces, start..start + bytes.len() as u64).map(put).sum()
     }
 
-    fn put(&self, address: u64, bytes: &[u8]) -> Result<u64, AdmissionError> {
+    /// Who waits for this page looks again whether it is there.
+    pub fn wake(&self, page: u64) -> Result<(), AdmissionError> {
+        let start = page * PAGE_BYTES;
+        mapping::places(&self.pieces, start..start + PAGE_BYTES).try_for_each(|(address, _)| self.wake_at(address))
+    }
+
+    fn put(&self, address: u64, bytes: &[u8], wake: Wake) -> Result<u64, AdmissionError> {
         let (mut done, mut put) = (0, 0);
         while done < bytes.len() {
-            let (copied, ended) = userfault::copy(&self.fd, address + done as u64, &bytes[done..]);
+            let (copied, ended) =
+                userfault::copy(&self.fd, address + done as u64, &bytes[done..], wake == Wake::AtOnce);
             done += copied as usize;
             put += copied / PAGE_BYTES;
             match ended {
                 Ok(()) | Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(Errno::EXIST) if copied == 0 => {
                     // Somebody was faster; who waits for it may not have been woken.
-                    self.wake_at(address + done as u64)?;
+                    if wake == Wake::AtOnce {
+                        self.wake_at(address + done as u64)?;
+                    }
                     done += PAGE_BYTES as usize;
                 }
                 Err(Errno::EXIST) => {}
@@ -134,12 +148,15 @@ impl SuppliedRam {
     }
 
     /// Serves QEMU's faults until `finish`, `stop` or QEMU's end. `bring` puts the page that was touched, and hears when that was
-    /// heard of; or says that it cannot now, and is asked again.
+    /// heard of; or says that it cannot now, and is asked again. `follows`: this thread stays on the processor of whoever waited, until
+    /// it is over; not if `bring` starts threads.
     pub fn serve(
         &self,
+        follows: bool,
         mut bring: impl FnMut(u64, Instant) -> Result<bool, AdmissionError>,
     ) -> Result<(), AdmissionError> {
         let (mut found, mut waiting): (Vec<Waiter>, Vec<(u64, Instant)>) = (Vec::new(), Vec::new());
+        let mut follower = follows.then(|| Follower::new(self.qemu_pid));
         while !self
             .bell
             .await_faults(self.fd.as_fd(), (!waiting.is_empty()).then_some(TRY_AGAIN))
@@ -147,6 +164,7 @@ impl SuppliedRam {
         {
             userfault::read(self.fd.as_fd(), &mut found).map_err(|errno| self.failure("reading faults of", errno))?;
             let heard = Instant::now();
+            let last = found.last().map(|waiter| waiter.thread);
             let touched = found.drain(..).filter_map(|waiter| Some((self.page_at(waiter.address)?, heard)));
             let pages: Vec<_> = touched.chain(waiting.drain(..)).collect();
             for (page, heard) in pages {
@@ -157,6 +175,9 @@ impl SuppliedRam {
                     Some((_, first)) => *first = heard.min(*first),
                     None => waiting.push((page, heard)),
                 }
+            }
+            if let Some((follower, last)) = follower.as_mut().zip(last) {
+                follower.follow(last);
             }
         }
         Ok(())
@@ -182,9 +203,7 @@ impl SuppliedRam {
     }
 
     fn page_at(&self, address: u64) -> Option<u64> {
-        let inside = |piece: &&Piece| address >= piece.address && address - piece.address < piece.bytes;
-        let piece = self.pieces.iter().find(inside)?;
-        Some((piece.file_offset + (address - piece.address)) / PAGE_BYTES)
+        Some(mapping::file_offset(&self.pieces, address)? / PAGE_BYTES)
     }
 
     fn failure(&self, what: &'static str, errno: Errno) -> AdmissionError {
@@ -245,18 +264,18 @@ mod tests {
         let (asked, refused) = (AtomicU64::new(0), AtomicU64::new(0));
         std::thread::scope(|scope| {
             let server = scope.spawn(|| {
-                supplied.serve(|page, _| {
+                supplied.serve(true, |page, _| {
                     asked.fetch_add(1, Relaxed);
                     if page == 9 && refused.fetch_add(1, Relaxed) == 0 {
                         return Ok(false);
                     }
-                    supplied.supply(page, &pages([page as u8])).map(|_| true)
+                    supplied.supply(page, &pages([page as u8]), Wake::AtOnce).map(|_| true)
                 })
             });
             assert_eq!((stand.touch(7), stand.touch(63)), (7, 63));
             assert_eq!(stand.touch(9), 9, "what could not be brought is tried again");
             assert_eq!(refused.load(Relaxed), 2);
-            assert_eq!(supplied.supply(6, &pages([60, 70, 80])).unwrap(), 2, "one was there");
+            assert_eq!(supplied.supply(6, &pages([60, 70, 80]), Wake::AtOnce).unwrap(), 2, "one was there");
             assert_eq!((stand.touch(6), stand.touch(7), stand.touch(8)), (60, 7, 80));
             assert_eq!(asked.load(Relaxed), 4);
             assert_eq!(stand.ram.resident_ranges().unwrap(), [6..10, 63..64]);
@@ -274,10 +293,38 @@ mod tests {
         SuppliedRam::register(&stand.userfault, &stand.ram).unwrap();
         let again = SuppliedRam::resume(&stand.userfault, &stand.ram).unwrap().unwrap();
         std::thread::scope(|scope| {
-            scope.spawn(|| again.serve(|page, _| again.supply(page, &pages([5])).map(|_| true)).unwrap());
+            scope.spawn(|| {
+                again.serve(true, |page, _| again.supply(page, &pages([5]), Wake::AtOnce).map(|_| true)).unwrap()
+            });
             assert_eq!((stand.touch(1), stand.touch(2)), (1, 5));
             again.stop();
         });
         again.finish().unwrap();
+    }
+
+    #[test]
+    fn who_waits_for_a_page_that_was_put_quietly_goes_on_when_it_is_woken() {
+        let stand = Stand::new();
+        let supplied = SuppliedRam::register(&stand.userfault, &stand.ram).unwrap();
+        let woken = AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let served = supplied.serve(true, |page, _| {
+                    assert_eq!(supplied.supply(page, &pages([3]), Wake::Later)?, 1);
+                    assert_eq!(
+                        supplied.supply(page, &pages([4]), Wake::Later)?,
+                        0,
+                        "it is there, and that wakes nobody"
+                    );
+                    std::thread::sleep(Duration::from_millis(50));
+                    woken.store(1, Relaxed);
+                    supplied.wake(page).map(|()| true)
+                });
+                served.unwrap();
+            });
+            assert_eq!((stand.touch(40), woken.load(Relaxed)), (3, 1));
+            supplied.stop();
+        });
+        supplied.finish().unwrap();
     }
 }

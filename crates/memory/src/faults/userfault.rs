@@ -24,6 +24,7 @@ const FEATURES: u64 = FEATURE_MISSING_SHMEM | FEATURE_MISSING_HUGETLBFS | FEATUR
 const FEATURES_OF_WRITES: u64 = 1 << 12 | 1 << 13 | 1 << 15;
 const MODE_MISSING: u64 = 1;
 const MODE_WRITE_PROTECT: u64 = 2;
+const COPY_WAKES_NOBODY: u64 = 1;
 const EVENT_PAGEFAULT: u8 = 0x12;
 
 /// struct uffdio_api.
@@ -126,11 +127,11 @@ pub fn wake(fd: impl AsFd, start: u64, bytes: u64) -> Result<(), Errno> {
     unsafe { ioctl(fd, Updater::<WAKE, Range>::new(&mut range)) }
 }
 
-/// Puts whole pages where none are, and wakes who waits for them. How many bytes were put before it ended: with an error
-/// if not all were, `EXIST` where there is a page already.
-pub fn copy(fd: impl AsFd, target: u64, pages: &[u8]) -> (u64, Result<(), Errno>) {
-    let bytes = pages.len() as u64;
-    let mut copy = Copy { target, source: pages.as_ptr() as u64, bytes, mode: 0, copied: 0 };
+/// Puts whole pages where none are, and wakes who waits for them, or leaves that to `wake`. How many bytes were put before it
+/// ended: with an error if not all were, `EXIST` where there is a page already.
+pub fn copy(fd: impl AsFd, target: u64, pages: &[u8], wakes: bool) -> (u64, Result<(), Errno>) {
+    let (bytes, mode) = (pages.len() as u64, if wakes { 0 } else { COPY_WAKES_NOBODY });
+    let mut copy = Copy { target, source: pages.as_ptr() as u64, bytes, mode, copied: 0 };
     // SAFETY: UFFDIO_COPY reads and writes one `struct uffdio_copy`, which `Copy` is. It reads `bytes` bytes at `source`,
     // which are borrowed here, and puts them only where the process that made the descriptor has no page.
     let done = unsafe { ioctl(fd, Updater::<COPY, Copy>::new(&mut copy)) };

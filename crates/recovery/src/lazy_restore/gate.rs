@@ -34,7 +34,7 @@ impl RamGate for LazyRam {
         for page in pages.map(|page| page as u32) {
             // What nobody had touched by the end is zeroes, and the kernel sees to that.
             while !self.is_there(page) && !self.is_finished() {
-                match passing(self.bring_touched(page, &mut self.snapshot.ram.reading())) {
+                match passing(self.bring_touched(page, None, &mut self.snapshot.ram.reading())) {
                     Ok(Some(())) => {}
                     Ok(None) if !self.is_stopped() => std::thread::sleep(TRY_AGAIN),
                     Ok(None) | Err(_) if self.is_finished() => {}

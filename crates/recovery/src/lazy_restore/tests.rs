@@ -397,3 +397,27 @@ fn a_guest_whose_memory_has_no_room_waits_until_there_is_some() {
     });
     assert_eq!(lock(&told).len(), 1);
 }
+
+#[test]
+fn room_for_the_page_that_is_touched_is_enough_for_whoever_waits() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("not tried: only root can make a file system that is full");
+        return;
+    }
+    let small = Small::mount();
+    let stand = Stand::with_ram(tempfile::tempdir_in("/dev/shm").unwrap(), &small.0.path().join("ram-1"));
+    let lazy = stand.lazy(false);
+    served(&lazy, || {
+        // Three chunks and ten pages of zeroes leave six of 64.
+        assert!(lazy.bring(10 * PAGE_BYTES..58 * PAGE_BYTES) && lazy.bring(0..PAGE_BYTES));
+        let counts = |lazy, filled, missing| Counts { stored: 80, prefetched: 0, lazy, filled, missing };
+        assert_eq!(lazy.counts(), counts(3, 45, 32));
+        assert_eq!(stand.touch(70), 70);
+        // What does not come with it is told afterwards.
+        while lazy.stuck().is_empty() {
+            std::thread::yield_now();
+        }
+        assert_eq!(lazy.counts(), counts(4, 45, 31));
+        assert!(lazy.stuck()[0].contains("has no room for what the guest misses"), "{:?}", lazy.stuck());
+    });
+}

@@ -315,21 +315,12 @@ impl GatedRam {
     }
 
     fn unit_at(&self, address: u64) -> Option<usize> {
-        let inside = |piece: &&Piece| address >= piece.address && address - piece.address < piece.bytes;
-        let piece = self.pieces.iter().find(inside)?;
-        Some(((piece.file_offset + (address - piece.address)) / self.unit_bytes) as usize)
+        Some((mapping::file_offset(&self.pieces, address)? / self.unit_bytes) as usize)
     }
 
     /// Every place at which QEMU has a part of the file mapped.
     fn each_piece(&self, file: Range<u64>, mut act: impl FnMut(u64, u64) -> Result<(), Errno>) -> Result<(), Errno> {
-        for piece in &self.pieces {
-            let start = file.start.max(piece.file_offset);
-            let end = file.end.min(piece.file_offset + piece.bytes);
-            if start < end {
-                act(piece.address + (start - piece.file_offset), end - start)?;
-            }
-        }
-        Ok(())
+        mapping::places(&self.pieces, file).try_for_each(|(address, part)| act(address, part.end - part.start))
     }
 
     fn failure(&self, what: &'static str, errno: Errno) -> AdmissionError {
