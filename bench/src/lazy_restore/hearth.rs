@@ -57,11 +57,11 @@ const ROUND_SEED: u64 = 100;
 const COUNTED_TRACE_S: u64 = 3600;
 const SCAN_PERIOD: &str = "1s";
 
-fn machine(source: hearth_vmtest::Error) -> RestoreError {
+pub fn machine(source: hearth_vmtest::Error) -> RestoreError {
     RestoreError::Machine { side: HEARTH, source }
 }
 
-fn figure(said: &Value, figure: &'static str) -> Result<f64, RestoreError> {
+pub fn figure(said: &Value, figure: &'static str) -> Result<f64, RestoreError> {
     let number = said[figure].as_f64();
     number.ok_or_else(|| RestoreError::NoFigure { side: HEARTH, figure, said: said.to_string() })
 }

@@ -1,7 +1,7 @@
 //! Bench `restore`: a web server and database with most of its memory in use comes out of a snapshot on disk, in each way.
 //!
-//! one guest under Hearth, one under QEMU alone, both filled and saved, Hearth's after a scan -> one more under a newer QEMU -> Hearth's
-//! is traced twice, with requests in one order and in another -> for each disk profile, each side in turn: the host's cache is dropped,
+//! a small guest reads its memory, by its own clock, while that is missing -> one guest under Hearth, one under QEMU alone, both filled
+//! and saved, Hearth's after a scan -> one more under a newer QEMU -> Hearth's is traced twice, with requests in one order and in another -> for each disk profile, each side in turn: the host's cache is dropped,
 //! the guest is restored and asked for files, in an order of its own, until all memory is there and some seconds longer -> the same
 //! out of an object store, which is traced as well
 //!
@@ -16,6 +16,7 @@ mod page;
 mod plain;
 mod store;
 mod summary;
+mod touch;
 mod waits;
 
 use std::path::PathBuf;
@@ -89,6 +90,10 @@ struct Shape {
     pause_rounds: u32,
     /// To be copied in a save, a quarter of it in use.
     pause_disk_mib: u64,
+    /// A file in the guest's memory, and how many of its pages are read one by one.
+    touched_mib: u64,
+    touch_reads: u32,
+    touch_rounds: u32,
     rounds: u32,
 }
 
@@ -110,6 +115,9 @@ impl Shape {
                 steady_requests: 40,
                 pause_rounds: 1,
                 pause_disk_mib: 64,
+                touched_mib: 64,
+                touch_reads: 200,
+                touch_rounds: 1,
                 rounds: 1,
             }
         } else {
@@ -129,6 +137,9 @@ impl Shape {
                 steady_requests: 80,
                 pause_rounds: 3,
                 pause_disk_mib: 256,
+                touched_mib: 256,
+                touch_reads: 1000,
+                touch_rounds: 5,
                 rounds: 4,
             }
         }
@@ -193,6 +204,7 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RestoreError> {
     record.profile_by = rig.profile_by();
     let bench = Bench { rig: &rig, shape: Shape::of(options.quick) };
     hearth::measure_pause(&bench, record)?;
+    touch::measure(&bench, record)?;
     let (hearth, plain) = std::thread::scope(|scope| {
         let plain = scope.spawn(|| plain::Saved::make(&bench, plain::Format::Stream));
         (hearth::Saved::make(&bench, record), plain.join().expect("a panic was printed when it happened"))

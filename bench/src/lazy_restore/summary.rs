@@ -1,6 +1,6 @@
 //! What the values come down to. Figures without a profile in their name are those at `cloud`.
 
-use super::{WINDOW_REQUESTS, case, hearth, places, plain, store};
+use super::{WINDOW_REQUESTS, case, hearth, places, plain, store, touch};
 use crate::host::profile::Profile;
 use crate::load::trace::{Sample, Trace};
 use crate::record::Record;
@@ -80,6 +80,7 @@ pub fn summarise(record: &mut Record, profiles: &[Profile]) {
     let scan = |metric: &str| median("scan", metric);
     let percent = |lazy: Option<f64>, set: Option<f64>| Some(ratio(lazy, set)? * 100.0);
     let saves = |metric: &str| median("save", metric);
+    let touch = |metric: &str| median(touch::CASE, metric);
     let restored = |side: &str, metric: &str| median(&case(side, Profile::Cloud.name()), metric);
     let none = |pages: &f64| *pages == 0.0;
     let (waited_for, ahead) = (restored("eager", "faults"), restored("lazy", "pages_prefetched"));
@@ -101,6 +102,10 @@ pub fn summarise(record: &mut Record, profiles: &[Profile]) {
         ("pages_lazy_scan", scan("lazy_pages")),
         ("pages_lazy_scan_pct", percent(scan("lazy_pages"), scan("pages"))),
         ("scan_slowdown_pct", scan("slowdown_pct")),
+        ("guest_read_us_p50_missing", touch("missing_p50_us")),
+        ("guest_read_us_p99_missing", touch("missing_p99_us")),
+        ("guest_read_us_p50_there", touch("there_p50_us")),
+        ("guest_read_us_p99_there", touch("there_p99_us")),
         ("save_s", saves("save_s")),
         ("save_pause_ms", saves("pause_ms")),
         ("save_live_s", saves("live_s")),

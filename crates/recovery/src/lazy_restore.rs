@@ -340,13 +340,12 @@ impl LazyRam {
             None => (zeroes(1), Beside::Zeroes),
             Some(chunk) => {
                 let raw = self.note(chunk, pages.read(chunk, reading))?;
-                let at = pages.pages_of(chunk).iter().position(|other| *other == page).expect("it is in its chunk");
-                let bytes = &raw[at * PAGE_BYTES as usize..][..PAGE_BYTES as usize];
                 if tracing {
                     // Before whoever waits goes on and touches the next.
                     lock(&self.touched).push(page);
                 }
-                (bytes, if tracing { Beside::Nothing } else { Beside::Chunk { chunk, raw } })
+                let beside = if tracing { Beside::Nothing } else { Beside::Chunk { chunk, raw } };
+                (pages.page_of(chunk, raw, page).as_slice(), beside)
             }
         };
         self.supply(page, bytes, Wake::Later)?;

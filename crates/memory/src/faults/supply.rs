@@ -24,19 +24,12 @@ use super::admission::{AdmissionError, failure, whole};
 use super::bell::Bell;
 use super::mapping::{self, Piece};
 use super::processor::Follower;
+pub use super::userfault::Wake;
 use super::userfault::{self, Waiter};
 use crate::{PAGE_BYTES, RamFile};
 
 /// Between two attempts to bring a page that could not be brought.
 const TRY_AGAIN: Duration = Duration::from_millis(250);
-
-/// When those go on who wait for a page that is put.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wake {
-    AtOnce,
-    /// `SuppliedRam::wake` is called for it.
-    Later,
-}
 
 /// The RAM of a QEMU whose missing pages are brought by this process.
 #[derive(Debug)]
@@ -113,8 +106,7 @@ impl SuppliedRam {
     fn put(&self, address: u64, bytes: &[u8], wake: Wake) -> Result<u64, AdmissionError> {
         let (mut done, mut put) = (0, 0);
         while done < bytes.len() {
-            let (copied, ended) =
-                userfault::copy(&self.fd, address + done as u64, &bytes[done..], wake == Wake::AtOnce);
+            let (copied, ended) = userfault::copy(&self.fd, address + done as u64, &bytes[done..], wake);
             done += copied as usize;
             put += copied / PAGE_BYTES;
             match ended {

@@ -82,6 +82,14 @@ pub struct Waiter {
     pub thread: u32,
 }
 
+/// When those go on who wait for a page that is put.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wake {
+    AtOnce,
+    /// When `SuppliedRam::wake` is called.
+    Later,
+}
+
 /// Agrees on features: once in the life of a userfaultfd, and before anything else. A second time is invalid.
 pub fn enable(fd: impl AsFd) -> Result<(), Errno> {
     match agree(fd.as_fd(), FEATURES | FEATURES_OF_WRITES) {
@@ -127,10 +135,14 @@ pub fn wake(fd: impl AsFd, start: u64, bytes: u64) -> Result<(), Errno> {
     unsafe { ioctl(fd, Updater::<WAKE, Range>::new(&mut range)) }
 }
 
-/// Puts whole pages where none are, and wakes who waits for them, or leaves that to `wake`. How many bytes were put before it
-/// ended: with an error if not all were, `EXIST` where there is a page already.
-pub fn copy(fd: impl AsFd, target: u64, pages: &[u8], wakes: bool) -> (u64, Result<(), Errno>) {
-    let (bytes, mode) = (pages.len() as u64, if wakes { 0 } else { COPY_WAKES_NOBODY });
+/// Puts whole pages where none are. How many bytes were put before it ended: with an error if not all were, `EXIST` where there
+/// is a page already.
+pub fn copy(fd: impl AsFd, target: u64, pages: &[u8], wake: Wake) -> (u64, Result<(), Errno>) {
+    let bytes = pages.len() as u64;
+    let mode = match wake {
+        Wake::AtOnce => 0,
+        Wake::Later => COPY_WAKES_NOBODY,
+    };
     let mut copy = Copy { target, source: pages.as_ptr() as u64, bytes, mode, copied: 0 };
     // SAFETY: UFFDIO_COPY reads and writes one `struct uffdio_copy`, which `Copy` is. It reads `bytes` bytes at `source`,
     // which are borrowed here, and puts them only where the process that made the descriptor has no page.

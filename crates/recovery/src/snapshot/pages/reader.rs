@@ -310,8 +310,7 @@ impl PageReader {
         if chunk.flags != 0 {
             return Ok(false);
         }
-        let at = self.pages_of(number).iter().position(|&other| other == page).expect("the index says so");
-        let (mut found, offset) = ([0; PAGE_BYTES], chunk.offset + (at * PAGE_BYTES) as u64);
+        let (mut found, offset) = ([0; PAGE_BYTES], chunk.offset + self.place_in(number, page) as u64);
         self.source.read(&self.path, &mut found, offset, Urgency::Demand)?;
         Ok(found == *bytes)
     }
@@ -319,9 +318,19 @@ impl PageReader {
     /// One page, checked with its chunk. None: zeroes.
     pub fn page<'a>(&self, page: u32, reading: &'a mut Reading) -> Result<Option<&'a Page>, SnapshotError> {
         let Some(chunk) = self.chunk_of(page) else { return Ok(None) };
-        let at = self.pages_of(chunk).iter().position(|&other| other == page).expect("the index says so");
         let raw = self.read(chunk, reading)?;
-        Ok(Some(raw[at * PAGE_BYTES..][..PAGE_BYTES].try_into().expect("a page")))
+        Ok(Some(self.page_of(chunk, raw, page)))
+    }
+
+    /// One page of a chunk that was read, in which it is.
+    pub fn page_of<'a>(&self, chunk: u32, raw: &'a [u8], page: u32) -> &'a Page {
+        raw[self.place_in(chunk, page)..][..PAGE_BYTES].try_into().expect("a page")
+    }
+
+    /// In bytes from the chunk's beginning.
+    fn place_in(&self, chunk: u32, page: u32) -> usize {
+        let at = self.pages_of(chunk).iter().position(|&other| other == page).expect("it is in this chunk");
+        at * PAGE_BYTES
     }
 
     fn damaged(&self, chunk: u32, what: &str) -> SnapshotError {
