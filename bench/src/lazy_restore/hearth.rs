@@ -281,8 +281,7 @@ impl<'a> Saved<'a> {
         let clone = self.vm.restore(&self.snapshot, "slowed", &["--working-set"]).map_err(machine)?;
         let failed = |source| RestoreError::Load { side: HEARTH, source };
         load.wait_back(patience(20)).map_err(failed)?;
-        let complete = |event: &Value| event["kind"] == "restore_complete";
-        clone.wait_event_within("all memory is there", patience(60), complete).map_err(machine)?;
+        await_complete(&clone)?;
         await_answers(&load, load.answered() + self.bench.shape.steady_requests, HEARTH)?;
         let window = || {
             let before = load.answered();
@@ -393,8 +392,7 @@ impl<'a> Saved<'a> {
                 record.add(case, metric, "us", us);
             }
         }
-        let complete = |event: &Value| event["kind"] == "restore_complete";
-        let over = clone.wait_event_within("all memory is there", patience(60), complete).map_err(machine)?;
+        let over = await_complete(clone)?;
         record.add(case, "complete_s", "s", figure(&over, "duration_ms")? / 1e3);
         record.add(case, "pages_prefetched", "", figure(&over, "pages_prefetched")?);
         if order.place == STORE {
@@ -404,6 +402,12 @@ impl<'a> Saved<'a> {
         }
         Ok(Restored { running_s: running_ms / 1e3, first_answer_s })
     }
+}
+
+/// What is told when all memory is there.
+pub fn await_complete(clone: &TestVm) -> Result<Value, RestoreError> {
+    let complete = |event: &Value| event["kind"] == "restore_complete";
+    clone.wait_event_within("all memory is there", patience(60), complete).map_err(machine)
 }
 
 fn await_traced(traced: &TestVm) -> Result<(), RestoreError> {

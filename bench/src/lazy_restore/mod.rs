@@ -1,9 +1,9 @@
 //! Bench `restore`: a web server and database with most of its memory in use comes out of a snapshot on disk, in each way.
 //!
 //! a small guest reads its memory, by its own clock, while that is missing -> one guest under Hearth, one under QEMU alone, both filled
-//! and saved, Hearth's after a scan -> one more under a newer QEMU -> Hearth's is traced twice, with requests in one order and in another -> for each disk profile, each side in turn: the host's cache is dropped,
-//! the guest is restored and asked for files, in an order of its own, until all memory is there and some seconds longer -> the same
-//! out of an object store, which is traced as well
+//! and saved, Hearth's after a scan -> one more under a newer QEMU -> Hearth's is traced twice, with requests in one order and in another
+//! -> for each disk profile, each side in turn: the host's cache is dropped, the guest is restored and asked for files, in an order of its
+//! own, until all memory is there and some seconds longer -> the same out of an object store, which is traced as well
 //!
 //! A quick run has the same sides of a guest that boots in seconds, which has a web server and no database.
 //!

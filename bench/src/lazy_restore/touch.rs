@@ -4,9 +4,8 @@
 use std::fs;
 
 use hearth_vmtest::{Drives, Output, TestVm, patience};
-use serde_json::Value;
 
-use super::hearth::{figure, machine};
+use super::hearth::{await_complete, figure, machine};
 use super::{Bench, RestoreError};
 use crate::record::Record;
 
@@ -31,8 +30,7 @@ pub fn measure(bench: &Bench<'_>, record: &mut Record) -> Result<(), RestoreErro
         reads(1).map_err(machine)?;
         let missing = reads(bench.shape.touch_reads).map_err(machine)?;
         let faults = figure(&clone.status().map_err(machine)?["restore"], "pages_lazy")?;
-        let complete = |event: &Value| event["kind"] == "restore_complete";
-        clone.wait_event_within("all memory is there", patience(60), complete).map_err(machine)?;
+        await_complete(&clone)?;
         let there = reads(bench.shape.touch_reads).map_err(machine)?;
         for (name, output) in [("missing", &missing), ("there", &there)] {
             for percentile in ["p50_us", "p99_us"] {

@@ -347,11 +347,16 @@ fn what_the_guest_gave_back_is_zeroes_when_it_is_touched_again() {
 struct Small(tempfile::TempDir);
 
 impl Small {
-    fn mount() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let small = Self(folder);
+    /// With a machine whose RAM is in it.
+    fn stand() -> Option<(Self, Stand)> {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("not tried: only root can make a file system that is full");
+            return None;
+        }
+        let small = Self(tempfile::tempdir().unwrap());
         small.run(&["mount", "-t", "tmpfs", "-o", "size=256k", "small"]);
-        small
+        let stand = Stand::with_ram(tempfile::tempdir_in("/dev/shm").unwrap(), &small.0.path().join("ram-1"));
+        Some((small, stand))
     }
 
     fn run(&self, words: &[&str]) {
@@ -368,12 +373,7 @@ impl Drop for Small {
 
 #[test]
 fn a_guest_whose_memory_has_no_room_waits_until_there_is_some() {
-    if !rustix::process::geteuid().is_root() {
-        eprintln!("not tried: only root can make a file system that is full");
-        return;
-    }
-    let small = Small::mount();
-    let stand = Stand::with_ram(tempfile::tempdir_in("/dev/shm").unwrap(), &small.0.path().join("ram-1"));
+    let Some((small, stand)) = Small::stand() else { return };
     let told = Arc::new(Mutex::new(Vec::new()));
     let heard = told.clone();
     let tell = move |why| lock(&heard).push(why);
@@ -400,12 +400,7 @@ fn a_guest_whose_memory_has_no_room_waits_until_there_is_some() {
 
 #[test]
 fn room_for_the_page_that_is_touched_is_enough_for_whoever_waits() {
-    if !rustix::process::geteuid().is_root() {
-        eprintln!("not tried: only root can make a file system that is full");
-        return;
-    }
-    let small = Small::mount();
-    let stand = Stand::with_ram(tempfile::tempdir_in("/dev/shm").unwrap(), &small.0.path().join("ram-1"));
+    let Some((_small, stand)) = Small::stand() else { return };
     let lazy = stand.lazy(false);
     served(&lazy, || {
         // Three chunks and ten pages of zeroes leave six of 64.
