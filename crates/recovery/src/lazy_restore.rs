@@ -122,6 +122,15 @@ enum Beside<'a> {
     },
 }
 
+/// Of the file of a guest's RAM.
+#[derive(Default)]
+struct Room {
+    /// Why there is none, in words.
+    lacks: Option<String>,
+    /// How often there was some again: who began before that and found none says nothing new.
+    found: u64,
+}
+
 /// Why a chunk cannot be brought now.
 struct Stuck {
     why: String,
@@ -152,8 +161,7 @@ pub struct LazyRam {
     began: Instant,
     /// Chunks that cannot be brought now, and why.
     stuck: Mutex<BTreeMap<u32, Stuck>>,
-    /// The file of its RAM has no room, in words.
-    no_room: Mutex<Option<String>>,
+    room: Mutex<Room>,
     tell: Box<dyn Fn(String) + Send + Sync>,
     stopped: AtomicBool,
     /// Nothing is missing: who finds its memory not registered any more is right to go on.
@@ -220,7 +228,7 @@ impl LazyRam {
             asked_us: AtomicU64::new(0),
             began: Instant::now(),
             stuck: Mutex::default(),
-            no_room: Mutex::default(),
+            room: Mutex::default(),
             tell,
             stopped: AtomicBool::new(false),
             finished: AtomicBool::new(false),
@@ -278,15 +286,21 @@ impl LazyRam {
 
     /// Puts pages where they are missing, and notes whether there is room for them.
     fn supply(&self, first_page: u32, bytes: &[u8], wake: Wake) -> Result<(), BringError> {
+        let found_before = lock(&self.room).found;
         let put = self.ram.supply(first_page.into(), bytes, wake);
         if matches!(put, Ok(0)) {
             // All were there, which says nothing of room.
             return Ok(());
         }
-        let why = put.as_ref().err().filter(|error| is_no_room(error)).map(ToString::to_string);
-        let before = std::mem::replace(&mut *lock(&self.no_room), why.clone());
-        if let (None, Some(why)) = (before, why) {
-            (self.tell)(why);
+        let mut room = lock(&self.room);
+        match put.as_ref().err().filter(|error| is_no_room(error)).map(ToString::to_string) {
+            None => room.found += u64::from(room.lacks.take().is_some()),
+            Some(why) if room.lacks.is_none() && room.found == found_before => {
+                room.lacks = Some(why.clone());
+                drop(room);
+                (self.tell)(why);
+            }
+            Some(_) => {}
         }
         Ok(put.map(drop)?)
     }
@@ -482,7 +496,7 @@ impl LazyRam {
         let more = stuck.len().saturating_sub(TOLD_MAX);
         let rest = (more > 0).then(|| format!("and {more} more"));
         let chunks = stuck.values().take(TOLD_MAX).map(|stuck| stuck.why.clone());
-        lock(&self.no_room).clone().into_iter().chain(chunks).chain(rest).collect()
+        lock(&self.room).lacks.clone().into_iter().chain(chunks).chain(rest).collect()
     }
 }
 
