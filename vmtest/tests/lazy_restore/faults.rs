@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use hearth_recovery::snapshot::Snapshot;
-use hearth_vmtest::{Drives, Result, TestVm};
+use hearth_vmtest::{Disk, Drives, Result, TestVm};
 use serde_json::Value;
 
 use super::{comes_whole, fill, verify};
@@ -153,4 +153,29 @@ fn a_whole_copy_in_the_place_of_a_damaged_image_is_taken_up_and_another_snapshot
     assert!(clone.guest().take_answer(verifying).is_none(), "it cannot have been verified: a page of it is not there");
     put(&whole);
     comes_whole(&clone, verifying, &nonce)
+}
+
+#[test]
+fn a_clone_whose_disk_lies_over_another_image_by_now_is_not_run_until_that_is_put_back() -> Result<()> {
+    let vm = TestVm::busybox("lower").disk(Disk::ext4(64)).boot()?;
+    let snapshot = vm.folder().join("snapshot");
+    vm.save(&snapshot)?;
+    vm.stop_at_once()?;
+    let clone = vm.restore(&snapshot, "upper", &[])?;
+    clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
+    clone.sh("mkdir -p /d && mount /dev/vda /d && echo kept >/d/kept && umount /d")?;
+    clone.stop_at_once()?;
+    let opened = Snapshot::open(&snapshot).expect("it was saved");
+    let (disk, away) = (opened.disk_path(&opened.manifest.disks[0].name), snapshot.join("away"));
+    fs::rename(&disk, &away).expect("it is there");
+    fs::copy(&away, &disk).expect("there is room");
+    clone.restart_keeper()?;
+    assert_eq!(clone.wait_keeper_end()?.code(), Some(2));
+    let (said, named) = (clone.keeper_log(), format!("was made over {} as that was at @", disk.display()));
+    assert!(said.contains(&named), "{said}");
+    fs::rename(&away, &disk).expect("it is there");
+    clone.restart_keeper()?;
+    clone.wait_incarnation(1)?;
+    assert_eq!(clone.sh("mkdir -p /d && mount /dev/vda /d && cat /d/kept")?.trim(), "kept");
+    Ok(())
 }

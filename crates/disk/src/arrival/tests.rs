@@ -7,7 +7,7 @@ use std::thread;
 use super::*;
 use crate::engine::tests::{bytes_of, pool_of, slot_at};
 use crate::engine::{Operation, Submission};
-use crate::image::{Format, Image, ImageOptions, ImageReader, create_overlay};
+use crate::image::{Format, Image, ImageOptions, ImageReader, create_overlay_over_arriving};
 
 const UNIT: usize = UNIT_BYTES as usize;
 /// Of the disk, in units.
@@ -240,7 +240,7 @@ fn who_waits_is_let_go_with_an_error_when_the_conduct_says_so() {
 fn images_over_it_are_read_as_it_lands_and_nobody_reads_holes_instead() {
     let stand = Stand::new();
     let top = stand.folder.path().join("top.qcow2");
-    create_overlay(&top, &stand.path(), "raw").unwrap();
+    create_overlay_over_arriving(&top, &stand.path(), "raw").unwrap();
     let place = 4 * UNIT_BYTES - 512;
     let read = |reader: &ImageReader| {
         let mut bytes = [0; 1024];
@@ -289,7 +289,7 @@ fn images_over_it_are_read_as_it_lands_and_nobody_reads_holes_instead() {
 fn reads_that_wait_behind_another_are_wanted_at_once() {
     let stand = Stand::new();
     let top = stand.folder.path().join("top.qcow2");
-    create_overlay(&top, &stand.path(), "raw").unwrap();
+    create_overlay_over_arriving(&top, &stand.path(), "raw").unwrap();
     let arrival = stand.open();
     arrival.set_conduct(Conduct::Wait);
     let options = ImageOptions {

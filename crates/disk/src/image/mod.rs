@@ -31,7 +31,7 @@ mod tests;
 
 pub use frozen::FrozenImage;
 pub(crate) use guarded::GuardedFile;
-pub use overlay::{OverlayError, create_overlay};
+pub use overlay::{OverlayError, create_overlay, create_overlay_over_arriving};
 use qcow2::Qcow2Image;
 use raw::RawImage;
 pub use reader::{ImageReader, next_data};

@@ -1,11 +1,20 @@
 //! A new, empty qcow2 image over another one: what is written goes here, the rest is read from there.
 //!
-//! cluster 0: header and the backing image's name | 1: refcount table | 2: refcount block | 3 ...: L1 table, empty
+//! cluster 0: header, what the backing image was like, its name | 1: refcount table | 2: refcount block | 3 ...: L1 table, empty
+//!
+//! Over another file than the one that it was made over it is a disk that never was: some of its blocks are of one, some of the
+//! other. So it notes its backing image's size and time of modification, in a header extension of our own (others' programs
+//! leave it alone), and is not opened over one that is not like that.
+//!
+//! ```text
+//! BACKING_MARK: u64 bytes | i64 seconds, u32 nanoseconds since 1970 | u32 0 | the backing image's name
+//! ```
+//! Big-endian, as all of the header. Of an image that has got another name for its backing since (`qemu-img rebase`) it says nothing.
 
-use std::fs::{self, OpenOptions};
+use std::fs::{self, Metadata, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 const CLUSTER_BYTES: u64 = 64 << 10;
@@ -14,7 +23,10 @@ const HEADER_BYTES: u32 = 104;
 const VERSION: u32 = 3;
 const REFCOUNT_ORDER: u32 = 4;
 /// Header extension: format of the backing image.
-const BACKING_FORMAT: u32 = 0xe279_2aca;
+pub(super) const BACKING_FORMAT: u32 = 0xe279_2aca;
+/// Header extension: what the backing image was like.
+pub(super) const BACKING_MARK: u32 = 0x4865_7274;
+const MARK_BYTES: usize = 24;
 /// The format knows no longer ones.
 const NAME_BYTES_MAX: usize = 1023;
 /// One L1 entry leads to so many bytes of the disk.
@@ -30,8 +42,53 @@ pub enum OverlayError {
     Name { path: PathBuf },
 }
 
-/// Makes an image that shows what `backing` (an absolute path; `raw` or `qcow2`) holds. The backing image must not change.
+/// Of a backing image: another one, or the same after a change, has another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Mark {
+    bytes: u64,
+    pub seconds: i64,
+    pub nanoseconds: u32,
+}
+
+impl Mark {
+    pub fn of(metadata: &Metadata) -> Self {
+        Self { bytes: metadata.len(), seconds: metadata.mtime(), nanoseconds: metadata.mtime_nsec() as u32 }
+    }
+
+    /// Of what an image has in its extension, if that is about the backing image of this name.
+    pub fn read(extension: &[u8], name: &[u8]) -> Option<Self> {
+        let (mark, of) = extension.split_at_checked(MARK_BYTES)?;
+        let number = |at: usize| u64::from_be_bytes(mark[at..at + 8].try_into().expect("8 bytes"));
+        let nanoseconds = (number(16) >> 32) as u32;
+        (of == name).then_some(Self { bytes: number(0), seconds: number(8) as i64, nanoseconds })
+    }
+
+    fn written(self, name: &[u8]) -> Vec<u8> {
+        let nanoseconds = u64::from(self.nanoseconds) << 32;
+        let numbers = [self.bytes, self.seconds as u64, nanoseconds].map(u64::to_be_bytes);
+        [numbers.as_flattened(), name].concat()
+    }
+
+    /// Whether a file that is like `now` is the one that was like this. File systems and archives may drop parts of a second.
+    pub fn is_still(self, now: Self) -> bool {
+        (now.bytes, now.seconds) == (self.bytes, self.seconds) && [0, self.nanoseconds].contains(&now.nanoseconds)
+    }
+}
+
+/// Makes an image that shows what `backing` (an absolute path; `raw` or `qcow2`) holds. The backing image must not change: the
+/// new one is not opened over one that has.
 pub fn create_overlay(path: &Path, backing: &Path, format: &str) -> Result<(), OverlayError> {
+    let metadata = fs::metadata(backing);
+    let metadata = metadata.map_err(|source| OverlayError::Backing { path: backing.to_owned(), source })?;
+    create(path, backing, format, Some(Mark::of(&metadata)))
+}
+
+/// The same over an image that is still on its way, and is there for this one alone.
+pub fn create_overlay_over_arriving(path: &Path, backing: &Path, format: &str) -> Result<(), OverlayError> {
+    create(path, backing, format, None)
+}
+
+fn create(path: &Path, backing: &Path, format: &str, mark: Option<Mark>) -> Result<(), OverlayError> {
     let disk_bytes = disk_bytes(backing, format)
         .map_err(|source| OverlayError::Backing { path: backing.to_owned(), source })?
         .next_multiple_of(512);
@@ -39,7 +96,9 @@ pub fn create_overlay(path: &Path, backing: &Path, format: &str) -> Result<(), O
     if name.len() > NAME_BYTES_MAX {
         return Err(OverlayError::Name { path: backing.to_owned() });
     }
-    let image = empty_image(disk_bytes, name, format);
+    let mark = mark.map(|mark| (BACKING_MARK, mark.written(name)));
+    let extensions: Vec<_> = [(BACKING_FORMAT, format.as_bytes().to_vec())].into_iter().chain(mark).collect();
+    let image = empty_image(disk_bytes, name, &extensions);
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
     let written = file.and_then(|mut file| {
         file.write_all(&image)?;
@@ -58,14 +117,16 @@ fn disk_bytes(path: &Path, format: &str) -> io::Result<u64> {
     Ok(u64::from_be_bytes(header[24..32].try_into().expect("8 bytes")))
 }
 
-fn empty_image(disk_bytes: u64, backing: &[u8], format: &str) -> Vec<u8> {
+/// `extensions`: of its header, each with its type.
+fn empty_image(disk_bytes: u64, backing: &[u8], extensions: &[(u32, Vec<u8>)]) -> Vec<u8> {
     let l1_entries = disk_bytes.div_ceil(L1_ENTRY_BYTES).max(1);
     let l1_clusters = (l1_entries * 8).div_ceil(CLUSTER_BYTES);
     let clusters = 3 + l1_clusters;
     let mut image = vec![0; (clusters * CLUSTER_BYTES) as usize];
-    // The extension, an empty one as the end, the name.
-    let extension_bytes = 8 + format.len().next_multiple_of(8) + 8;
-    let name_offset = u64::from(HEADER_BYTES) + extension_bytes as u64;
+    // The extensions, an empty one as their end, the name.
+    let extension_bytes = |data: &[u8]| 8 + data.len().next_multiple_of(8);
+    let extensions_bytes: usize = extensions.iter().map(|(_, data)| extension_bytes(data)).sum();
+    let name_offset = u64::from(HEADER_BYTES) + (extensions_bytes + extension_bytes(&[])) as u64;
     let mut header = Vec::new();
     header.extend(b"QFI\xfb");
     header.extend(VERSION.to_be_bytes());
@@ -81,9 +142,12 @@ fn empty_image(disk_bytes: u64, backing: &[u8], format: &str) -> Vec<u8> {
     header.extend([0; 4 + 8 + 8 + 8 + 8]); // no internal snapshots, no features
     header.extend(REFCOUNT_ORDER.to_be_bytes());
     header.extend(HEADER_BYTES.to_be_bytes());
-    header.extend(BACKING_FORMAT.to_be_bytes());
-    header.extend((format.len() as u32).to_be_bytes());
-    header.extend(format.as_bytes());
+    for (kind, data) in extensions {
+        header.extend(kind.to_be_bytes());
+        header.extend((data.len() as u32).to_be_bytes());
+        header.extend(data);
+        header.resize(header.len().next_multiple_of(8), 0);
+    }
     header.resize(name_offset as usize, 0);
     header.extend(backing);
     image[..header.len()].copy_from_slice(&header);

@@ -20,6 +20,7 @@ use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder, StorageOpen
 use super::frozen::{FrozenImage, Guard};
 use super::guarded::{GuardedEngine, GuardedFile, Witness};
 use super::open::{Opened, open_file, read_aligned, stop_read_ahead};
+use super::overlay::{BACKING_FORMAT, BACKING_MARK, Mark};
 use super::{Format, ImageError, ImageOptions, access_error, check_kind, lock};
 use crate::arrival::{Arrival, Arrivals};
 use crate::block::SECTOR_BYTES;
@@ -35,6 +36,7 @@ const HEADER_BYTES: usize = 64 * 1024;
 
 const CONVERT: &str = "rewrite it with qemu-img convert";
 const REPAIR: &str = "repair it with qemu-img check -r all";
+const PUT_BACK: &str = "put the right one back (cp -a), or if only its time is another, give it that one (touch -d)";
 const REBASE: &str = "name it with qemu-img rebase -u -b FILE -F raw (or qcow2)";
 
 #[derive(Debug)]
@@ -186,6 +188,9 @@ fn add_backing(
         check_kind(&path)?;
         let options = ImageOptions { path, read_only: true, ..options.clone() };
         let (layer, next) = open_layer(&options, format, arrivals)?;
+        if let Some(mark) = header.as_ref().and_then(|header| header.backing_mark) {
+            must_be_the_same(&layer, mark, layers)?;
+        }
         layers.push(layer);
         header = next;
     }
@@ -207,6 +212,22 @@ fn open_layer(
         Format::Auto | Format::Raw => None,
     };
     Ok((Layer { path: path.clone(), format, file, alignment, cache, arrival }, header))
+}
+
+/// A backing image as it was when the image over it was made.
+fn must_be_the_same(backing: &Layer, mark: Mark, above: &[Layer]) -> Result<(), ImageError> {
+    let path = &backing.path;
+    let metadata = backing.file.metadata().map_err(|error| access_error(path, "look at", error))?;
+    if mark.is_still(Mark::of(&metadata)) {
+        return Ok(());
+    }
+    let image = above.last().expect("somebody names it").path.clone();
+    let Mark { seconds, nanoseconds, .. } = mark;
+    let problem = format!(
+        "was made over {} as that was at @{seconds}.{nanoseconds:09}; it has been changed since, or is another file",
+        path.display()
+    );
+    Err(ImageError::Qcow2 { path: image, problem, remedy: PUT_BACK })
 }
 
 fn backing_of(header: &Header, layers: &[Layer]) -> Result<Option<(PathBuf, Format)>, ImageError> {
@@ -241,6 +262,8 @@ struct Header {
     has_zero_clusters: bool,
     backing: Option<String>,
     backing_format: Option<String>,
+    /// If the image is one of our own.
+    backing_mark: Option<Mark>,
 }
 
 impl Header {
@@ -283,9 +306,12 @@ impl Header {
                 Some(String::from_utf8_lossy(name.ok_or_else(cut_off)?).into_owned())
             }
         };
-        let backing_format = find_extension(start, header_bytes, BACKING_FORMAT);
+        let extension = |kind| find_extension(start, header_bytes, kind);
+        let backing_format = extension(BACKING_FORMAT).map(|format| String::from_utf8_lossy(format).into_owned());
+        let named = backing.as_deref().map(str::as_bytes);
+        let backing_mark = extension(BACKING_MARK).zip(named).and_then(|(mark, name)| Mark::read(mark, name));
         let (bytes, has_zero_clusters) = (u64_at(24)?, u32_at(4)? >= 3);
-        Ok(Self { bytes, cluster_bytes: 1 << cluster_bits, has_zero_clusters, backing, backing_format })
+        Ok(Self { bytes, cluster_bytes: 1 << cluster_bits, has_zero_clusters, backing, backing_format, backing_mark })
     }
 }
 
@@ -294,8 +320,6 @@ enum Defect {
     NotQcow2,
     Named(String, &'static str),
 }
-
-const BACKING_FORMAT: u32 = 0xe279_2aca;
 
 fn check_features(incompatible: u64) -> Result<(), Defect> {
     const KNOWN: [(&str, &str); 5] = [
@@ -315,16 +339,14 @@ fn check_features(incompatible: u64) -> Result<(), Defect> {
 }
 
 /// Extensions are (type u32, length u32, data padded to 8), ended by type 0.
-fn find_extension(start: &[u8], mut at: usize, wanted: u32) -> Option<String> {
+fn find_extension(start: &[u8], mut at: usize, wanted: u32) -> Option<&[u8]> {
     loop {
         let kind = u32::from_be_bytes(bytes_at(start, at)?);
         let length = u32::from_be_bytes(bytes_at(start, at.checked_add(4)?)?) as usize;
         let data = at.checked_add(8)?;
         match kind {
             0 => return None,
-            kind if kind == wanted => {
-                return Some(String::from_utf8_lossy(start.get(data..data.checked_add(length)?)?).into_owned());
-            }
+            kind if kind == wanted => return start.get(data..data.checked_add(length)?),
             _ => at = data.checked_add(length)?.checked_next_multiple_of(8)?,
         }
     }

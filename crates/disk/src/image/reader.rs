@@ -175,7 +175,6 @@ mod tests {
         file.write_all_at(&[7; 4096], 3 * MIB).unwrap();
         file.write_all_at(&[8; 512], 600 * MIB).unwrap();
         create_overlay(&middle, &base, "raw").unwrap();
-        create_overlay(&top, &middle, "qcow2").unwrap();
         let write = |path: &Path, at: u64, zeroes: bool| {
             let image = qcow2_of(path);
             match zeroes {
@@ -185,6 +184,7 @@ mod tests {
             image.flush().unwrap();
         };
         write(&middle, 200 * MIB, false);
+        create_overlay(&top, &middle, "qcow2").unwrap();
         write(&top, 300 * MIB, false);
         let look = || {
             let reader = ImageReader::open(&top, Format::Qcow2).unwrap();

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use clap::Args;
 use hearth_api::rfc3339;
-use hearth_disk::image::create_overlay;
+use hearth_disk::image::{create_overlay, create_overlay_over_arriving};
 use hearth_recovery::lazy_restore::Mode;
 use hearth_recovery::snapshot::pages::PageReader;
 use hearth_recovery::snapshot::{AGE_END, Snapshot, Source, aged_pages};
@@ -140,7 +140,9 @@ fn furnish(snapshot: &Snapshot, typed: ConfigFile, name: &str, folder: &Path, mo
                 eprintln!("hearth: disk {}: {} of {} MiB", disk.name, bytes >> 20, all >> 20);
             }
         })?;
-        create_overlay(&path, &image, &disk.format)?;
+        // One that comes from afar changes until all of it is there.
+        let create = if snapshot.is_far() { create_overlay_over_arriving } else { create_overlay };
+        create(&path, &image, &disk.format)?;
         disks.push(path);
     }
     let file = folder.join("machine.toml");

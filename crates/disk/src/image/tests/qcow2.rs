@@ -1,5 +1,7 @@
 //! qcow2 images: the engine works, then stock qemu-img judges the file.
 
+use std::time::SystemTime;
+
 use rustix::fs::{FallocateFlags, fallocate};
 
 use super::*;
@@ -119,6 +121,50 @@ fn an_overlay_of_our_own_making_is_one_for_qemu_too() {
     let over = folder.path().join("over.qcow2");
     create_overlay(&over, &large, "raw").unwrap();
     assert_eq!(qemu_img(&["check", "-q", "-f", "qcow2", as_str(&over)]), Ok(String::new()));
+}
+
+#[test]
+fn an_overlay_is_not_opened_over_another_file_than_the_one_it_was_made_over() {
+    let folder = folder();
+    let [base, top, copy, elsewhere] =
+        ["base.raw", "top.qcow2", "copy.raw", "elsewhere.raw"].map(|name| folder.path().join(name));
+    let made = SystemTime::UNIX_EPOCH + Duration::new(1_700_000_000, 123_456_789);
+    let put = |contents: &[u8], modified| {
+        fs::write(&copy, contents).unwrap();
+        File::options().write(true).open(&copy).unwrap().set_modified(modified).unwrap();
+        fs::rename(&copy, &base).unwrap();
+    };
+    let model = noise_file(&elsewhere, DISK_BYTES);
+    put(&model, made);
+    create_overlay(&top, &base, "raw").unwrap();
+    let top_options = options(&top, Format::Qcow2);
+    let is_opened = || drop(Image::open(&top_options).unwrap());
+    is_opened();
+    put(&model, made);
+    is_opened();
+    // As tar keeps it.
+    put(&model, SystemTime::UNIX_EPOCH + Duration::from_secs(1_700_000_000));
+    is_opened();
+    let is_refused = || {
+        refused(
+            &top_options,
+            "cannot open the backing image of DIR/top.qcow2: qcow2 image DIR/top.qcow2 was made over DIR/base.raw as that was at \
+             @1700000000.123456789; it has been changed since, or is another file; put the right one back (cp -a), or if only its \
+             time is another, give it that one (touch -d)",
+        );
+    };
+    put(&model[512..], made);
+    is_refused();
+    put(&model, made + Duration::from_nanos(1));
+    is_refused();
+    let touched = Command::new("touch").args(["-d", "@1700000000.123456789"]).arg(&base).status().unwrap();
+    assert!(touched.success());
+    is_opened();
+    // Whoever names another one knows what he does.
+    put(&model, SystemTime::now());
+    is_refused();
+    qemu_img(&["rebase", "-u", "-f", "qcow2", "-F", "raw", "-b", as_str(&elsewhere), as_str(&top)]).unwrap();
+    exercise(&top, model, 10, true);
 }
 
 /// As in the disk of a snapshot whose guest never wrote there.
