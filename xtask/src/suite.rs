@@ -49,25 +49,37 @@ fn build_hearth() -> Result<(), ShellError> {
     crate::shell::run(cargo().args(["test", "--quiet", "--workspace", "--no-run", "--test", "program"]))
 }
 
+/// How many tests, and machines in them, run at once unless the environment says otherwise. With as many as there are processors these
+/// were idle for a third of the time: while machines wait for disks that are held back, and for wires that are slow.
+fn at_once() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from) + 1
+}
+
 /// Runs every test of the workspace.
 pub fn run(filter: &[String]) -> Result<Summary, ShellError> {
     build_hearth()?;
     let mut command = cargo();
     command.args(["test", "--workspace", "--no-fail-fast"]).args(filter);
     command.env("HEARTH_BIN", paths::cargo_target().join("debug/hearth"));
+    for variable in ["RUST_TEST_THREADS", "HEARTH_VM_SLOTS"] {
+        if std::env::var_os(variable).is_none() {
+            command.env(variable, at_once().to_string());
+        }
+    }
     count(command)
 }
 
-/// Runs the ignored tests of one test binary of `vmtest`, one after the other: each has a large guest of its own.
-pub fn run_ignored(binary: &str, filter: &[String]) -> Result<Summary, ShellError> {
+/// Runs the ignored tests of one test binary of `vmtest`, so many at once.
+pub fn run_ignored(binary: &str, filter: &[String], at_once: usize) -> Result<Summary, ShellError> {
     build_hearth()?;
-    count(ignored(binary, filter, &paths::cargo_target().join("debug/hearth")))
+    count(ignored(binary, filter, at_once, &paths::cargo_target().join("debug/hearth")))
 }
 
 /// `hearth`: the binary that they drive.
-fn ignored(binary: &str, filter: &[String], hearth: &Path) -> Command {
+fn ignored(binary: &str, filter: &[String], at_once: usize, hearth: &Path) -> Command {
     let mut command = cargo();
-    command.args(["test", "--workspace", "--test", binary, "--", "--ignored", "--test-threads=1"]).args(filter);
+    let at_once = format!("--test-threads={at_once}");
+    command.args(["test", "--workspace", "--test", binary, "--", "--ignored", &at_once]).args(filter);
     command.env("HEARTH_BIN", hearth);
     command
 }
@@ -75,7 +87,7 @@ fn ignored(binary: &str, filter: &[String], hearth: &Path) -> Command {
 /// The host reload of `make test-nested` with the release binary; its figures are in `figures` afterwards, if it came that far.
 pub fn reload_host(figures: &Path) -> Result<Summary, ShellError> {
     let filter = ["outside::guests_go_on_under_another_host_kernel".to_owned()];
-    let mut command = ignored("nested", &filter, &paths::cargo_target().join("release/hearth"));
+    let mut command = ignored("nested", &filter, 1, &paths::cargo_target().join("release/hearth"));
     command.env(HOST_RELOAD_FIGURES, figures);
     count(command)
 }
