@@ -9,6 +9,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use hearth_vmtest::TestVmBuilder;
+use rustix::process::{Pid, setpriority_process};
 
 use super::RestoreError;
 use crate::host::profile::Profile;
@@ -16,6 +17,9 @@ use crate::host::profile::Profile;
 /// The place of these sides, as the others have a profile.
 pub const STORE: &str = "store";
 
+/// Of the server and its wire, the lowest there is: they stand for other machines, and what they compute is not to take the guest's
+/// processors.
+const NICE: i32 = 19;
 /// The one that the server has.
 const BUCKET: &str = "bucket";
 const PROGRAM: &str = "loopback-s3";
@@ -103,6 +107,8 @@ type Talk = (ChildStdin, BufReader<ChildStdout>);
 fn start(folder: &Path) -> io::Result<(Child, Talk, String)> {
     let program = std::env::current_exe()?.with_file_name(PROGRAM);
     let mut server = Command::new(program).arg(folder).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+    // Before it has other threads: they have what this one has.
+    setpriority_process(Some(Pid::from_child(&server)), NICE)?;
     let (say, hear) = server.stdin.take().zip(server.stdout.take()).expect("both are piped");
     let (mut hear, mut environment) = (BufReader::new(hear), String::new());
     loop {
