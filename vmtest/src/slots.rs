@@ -1,5 +1,5 @@
-//! How many machines run at once: a machine under emulation keeps a processor busy, and many more of them than processors only
-//! make each other's waits longer. As many as processors, or what `HEARTH_VM_SLOTS` says, which `cargo xtask test` sets.
+//! How many machines run at once: a machine under emulation keeps a processor busy, and more of them than processors only
+//! make each other's waits longer. `HEARTH_VM_SLOTS` changes the number.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;

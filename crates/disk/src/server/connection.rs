@@ -89,6 +89,7 @@ pub struct Connection {
     waiting: Option<Waiting>,
     /// The frontend's last word, or its coming.
     heard: Instant,
+    pub has_spoken: bool,
 }
 
 impl Connection {
@@ -118,6 +119,7 @@ impl Connection {
             stop_asked: None,
             waiting: None,
             heard: Instant::now(),
+            has_spoken: false,
         })
     }
 
@@ -162,7 +164,7 @@ impl Connection {
             return Ok(false);
         }
         let Some(frame) = self.channel.get_mut().receive()? else { return Ok(false) };
-        self.heard = Instant::now();
+        (self.heard, self.has_spoken) = (Instant::now(), true);
         let (request, need_reply) = (frame.request, frame.need_reply);
         match self.answer_to(frame) {
             Ok(Answer::Done) => self.acknowledge(request, need_reply, 0)?,

@@ -6,6 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct DiskCounters {
     pub connected: bool,
+    /// And QEMU has said something since it connected.
+    pub spoken: bool,
     /// A second QEMU is connected and waits to take over.
     pub successor: bool,
     pub connections: u64,
@@ -45,6 +47,7 @@ macro_rules! counters {
         #[derive(Default)]
         pub struct Counters {
             pub connected: AtomicBool,
+            pub spoken: AtomicBool,
             pub successor: AtomicBool,
             $(pub $name: AtomicU64,)*
         }
@@ -53,6 +56,7 @@ macro_rules! counters {
             pub fn read(&self) -> DiskCounters {
                 DiskCounters {
                     connected: self.connected.load(Ordering::Relaxed),
+                    spoken: self.spoken.load(Ordering::Relaxed),
                     successor: self.successor.load(Ordering::Relaxed),
                     $($name: self.$name.load(Ordering::Relaxed),)*
                 }

@@ -325,7 +325,10 @@ impl Worker {
                 self.disk.counters.stop_asked_us.store(since_1970.as_micros() as u64, Ordering::Relaxed);
             }
             match heard {
-                Ok(true) => self.peers.settle(),
+                Ok(true) => {
+                    self.peers.settle();
+                    self.count_peers();
+                }
                 Ok(false) => return,
                 Err(error) => return self.lost(id, error),
             }
@@ -351,7 +354,9 @@ impl Worker {
         }
     }
 
-    fn count_peers(&self) {
+    fn count_peers(&mut self) {
+        let has_spoken = self.peers.iter_mut().any(|connection| connection.has_spoken);
+        self.disk.counters.spoken.store(has_spoken, Ordering::Relaxed);
         self.disk.counters.connected.store(!self.peers.is_empty(), Ordering::Relaxed);
         self.disk.counters.successor.store(self.peers.has_waiting(), Ordering::Relaxed);
     }

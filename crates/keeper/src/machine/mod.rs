@@ -31,6 +31,7 @@ pub mod age;
 pub mod arrivals;
 mod crash;
 mod crash_loop;
+mod deaf;
 pub mod dump;
 mod dumps;
 mod error;
@@ -383,6 +384,11 @@ impl Machine {
                 Ok(())
             }
             Event::Qmp { .. } => Ok(()),
+            Event::Listen { generation, look } if self.is_current(generation) => {
+                self.must_have_spoken(look);
+                Ok(())
+            }
+            Event::Listen { .. } => Ok(()),
             Event::Ready { incarnation, word } if incarnation == self.journal.incarnation => {
                 self.ready_says(word);
                 Ok(())

@@ -24,7 +24,7 @@ use crate::event::Event;
 
 /// A hop keeps the guest still for milliseconds; on a host that swaps it may be a second. One that takes longer is given
 /// up, and the old QEMU goes on.
-const PAUSE_PATIENCE: Duration = Duration::from_secs(5);
+pub(super) const PAUSE_PATIENCE: Duration = Duration::from_secs(5);
 /// Until the guest has taken what was typed. One that does not read its console would hold up every rejuvenation; what it
 /// has not taken the new QEMU is given.
 const TYPED_PATIENCE: Duration = Duration::from_millis(500);
@@ -33,8 +33,6 @@ const TYPED_PATIENCE: Duration = Duration::from_millis(500);
 const FIRST_STEPS: Duration = Duration::from_millis(200);
 /// A killed QEMU frees the memory that it had of its own; guest RAM stays.
 pub(super) const END_PATIENCE: Duration = Duration::from_secs(10);
-/// A QEMU whose keeper died connects again within a second, also on a busy host within a few.
-const RECONNECT_PATIENCE: Duration = Duration::from_secs(10);
 /// Names a phase (or `commit`, which is in the middle of one) after which this keeper kills itself: a drill of what the
 /// next keeper makes of it.
 const DRILL: &str = "HEARTH_DRILL_DIE_AFTER";
@@ -426,36 +424,12 @@ impl Machine {
             .unwrap_or(true)
     }
 
-    /// A QEMU tries to reach its disks once a second.
-    fn await_disks(&self) {
-        let deadline = Instant::now() + RECONNECT_PATIENCE;
-        while !self.disks.iter().all(|disk| disk.counters().connected) && Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-
     /// After a hop that was cut off: its one QEMU goes on with the guest.
     pub(super) fn finish_hop(&self, generation: &mut Generation) {
         generation.set_deaf();
         self.wake_disks(generation);
         if self.has_forwards() {
             self.open_forwards(generation);
-        }
-    }
-
-    /// QEMU 7.2 does not see that its disk's server is another one if that happened while the guest stood still, and never
-    /// will again; the guest would wait for its disk for ever. When the guest goes on, QEMU tells the server everything.
-    pub(super) fn wake_disks(&self, generation: &Generation) {
-        let qmp = &generation.qmp;
-        self.await_disks();
-        let stopped = match qmp.run_state().as_deref() {
-            Ok("running") => qmp.pause(),
-            _ => Ok(()),
-        };
-        self.await_disks();
-        if let Err(error) = stopped.and_then(|()| rejuvenation::roll_back(qmp, PAUSE_PATIENCE)) {
-            let message = format!("the guest was stopped for its hand-over and does not go on: {error}");
-            self.record(EventKind::Error { message });
         }
     }
 }

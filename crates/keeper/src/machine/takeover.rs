@@ -90,6 +90,7 @@ impl Machine {
         // Not before: who waits for this may type into the guest.
         self.record(EventKind::KeeperTookOver { qemu_pid: pid, generation: number });
         self.enter(MachineState::Running);
+        self.listen(number, 1);
         if self.journal.frozen {
             self.note_frozen();
             self.thaw();
