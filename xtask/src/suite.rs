@@ -49,23 +49,12 @@ fn build_hearth() -> Result<(), ShellError> {
     crate::shell::run(cargo().args(["test", "--quiet", "--workspace", "--no-run", "--test", "program"]))
 }
 
-/// How many tests, and machines in them, run at once unless the environment says otherwise. With as many as there are processors these
-/// were idle for a third of the time: while machines wait for disks that are held back, and for wires that are slow.
-fn at_once() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from) + 1
-}
-
 /// Runs every test of the workspace.
 pub fn run(filter: &[String]) -> Result<Summary, ShellError> {
     build_hearth()?;
     let mut command = cargo();
     command.args(["test", "--workspace", "--no-fail-fast"]).args(filter);
     command.env("HEARTH_BIN", paths::cargo_target().join("debug/hearth"));
-    for variable in ["RUST_TEST_THREADS", "HEARTH_VM_SLOTS"] {
-        if std::env::var_os(variable).is_none() {
-            command.env(variable, at_once().to_string());
-        }
-    }
     count(command)
 }
 
