@@ -111,6 +111,32 @@ fn a_request_that_was_overtaken_is_carried_out_by_the_next_server() {
     }
 }
 
+/// The base that a stop reports cannot say which of several requests were answered, and the next QEMU's inflight region is
+/// empty.
+#[test]
+fn queue_stopped_at_once_answers_what_it_resumed() {
+    let place = Place::new(DISK_BYTES);
+    let victim = Victim::spawn(&place, "s0");
+    let mut guest = Guest::connect(&place.socket(), 1);
+    guest.write_ram(DATA, &[0xaa; 4096]);
+    let held = guest.submit(0, WRITE, 0, DATA, 4096);
+    for at in 1..3 {
+        let later = guest.submit(0, READ, at << 16, DATA + at * 4096, 4096);
+        assert_eq!(guest.wait(0).head, later, "overtakes");
+    }
+    victim.kill();
+    let server = place.serve(None);
+    server.set_handover(true).unwrap();
+    guest.reconnect_disabled(&place.socket());
+    let successor = guest.successor(&place.socket());
+    assert_eq!(guest.stop_queue(0), 3);
+    let _old = guest.hop(successor);
+    assert_eq!(guest.wait(0).head, held);
+    assert!(place.disk_bytes(0, 4096) == [0xaa; 4096]);
+    assert_eq!(guest.poll(0), None, "nothing is answered twice");
+    assert!(guest.read_disk(8 * 4096, 4096) == place.disk_bytes(8 * 4096, 4096), "and it goes on");
+}
+
 /// A guest without a write cache sends no flushes. QEMU does not tell the next server so.
 #[test]
 fn the_next_server_knows_that_the_write_cache_is_off() {

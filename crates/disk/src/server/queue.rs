@@ -3,6 +3,9 @@
 //! addresses, size, base -> kick descriptor: starts -> enabled: served -> GET_VRING_BASE: stops, drains, reports its base
 //!
 //! A queue is looked at once when it starts and when it is enabled: kicks before that went to nobody.
+//!
+//! A queue that stops still takes the requests that it resumes, even before it was enabled: a base is one number, and can
+//! only say that everything before it was answered.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -200,9 +203,18 @@ impl Queue {
         self.ring.is_some()
     }
 
-    /// After `stop`: has everything been answered?
+    /// After `stop`: has everything been answered that can be?
     pub fn is_drained(&self) -> bool {
-        self.in_flight == 0
+        self.in_flight == 0 && !self.can_resume()
+    }
+
+    /// Do requests of the server before us wait to be taken from a ring that can be used?
+    fn can_resume(&self) -> bool {
+        !self.resume.is_empty() && self.is_usable()
+    }
+
+    fn is_usable(&self) -> bool {
+        self.ring.is_some() && !self.broken && !self.unmapped
     }
 
     /// The end of a stopped queue: where the next server of this ring begins.
@@ -222,7 +234,7 @@ impl Queue {
     }
 
     pub fn is_ready(&self) -> bool {
-        self.ready && self.enabled && self.ring.is_some() && !self.stopping && !self.broken && !self.unmapped
+        if self.stopping { self.can_resume() } else { self.ready && self.enabled && self.is_usable() }
     }
 
     /// Is something in the ring that nobody kicked for (yet)?
@@ -240,7 +252,7 @@ impl Queue {
             self.in_flight += 1;
             return Some(Taken { head, resumed: true });
         }
-        let ring = self.ring.as_mut()?;
+        let ring = self.ring.as_mut().filter(|_| !self.stopping)?;
         let taken = match ring.pop(memory) {
             Ok(None) => ring.enable_kicks(memory).and_then(|more| if more { ring.pop(memory) } else { Ok(None) }),
             taken => taken,
@@ -277,7 +289,7 @@ impl Queue {
 
     /// While requests are taken, kicks are a waste.
     pub fn begin_round(&mut self, memory: &GuestMap) {
-        if let Some(ring) = &mut self.ring
+        if let Some(ring) = self.ring.as_mut().filter(|_| !self.stopping)
             && let Err(fault) = ring.disable_kicks(memory)
         {
             self.fail(fault);

@@ -204,6 +204,13 @@ impl Guest {
         self.start();
     }
 
+    /// As `reconnect`, but the queues are not enabled yet.
+    pub fn reconnect_disabled(&mut self, socket: &Path) {
+        self.frontend = negotiate(socket, self.rings.len(), self.features);
+        self.tell_memory();
+        (0..self.rings.len()).for_each(|queue| self.set_up_queue(queue, false, self.used_index(queue)));
+    }
+
     /// A second QEMU: connected and negotiated, no more.
     pub fn successor(&self, socket: &Path) -> Frontend {
         negotiate(socket, self.rings.len(), self.features)
@@ -224,6 +231,13 @@ impl Guest {
     }
 
     fn start(&mut self) {
+        self.tell_memory();
+        for at in 0..self.rings.len() {
+            self.start_queue(at, false);
+        }
+    }
+
+    fn tell_memory(&mut self) {
         if let Some((region, file)) = &self.inflight {
             self.frontend.set_inflight_fd(region, file.as_raw_fd()).unwrap();
         }
@@ -235,9 +249,6 @@ impl Guest {
             mmap_handle: self.ram.as_raw_fd(),
         };
         self.frontend.set_mem_table(&[region]).unwrap();
-        for at in 0..self.rings.len() {
-            self.start_queue(at, false);
-        }
     }
 
     pub fn start_queue(&mut self, queue: usize, log_used: bool) {
@@ -245,13 +256,17 @@ impl Guest {
     }
 
     pub fn start_queue_at(&mut self, queue: usize, log_used: bool, base: u16) {
+        self.set_up_queue(queue, log_used, base);
+        self.frontend.set_vring_enable(queue, true).unwrap();
+    }
+
+    fn set_up_queue(&mut self, queue: usize, log_used: bool, base: u16) {
         let ring = &self.rings[queue];
         self.frontend.set_vring_num(queue, QUEUE_SIZE).unwrap();
         self.frontend.set_vring_base(queue, base).unwrap();
         self.set_addresses(queue, log_used);
         self.frontend.set_vring_call(queue, &ring.call).unwrap();
         self.frontend.set_vring_kick(queue, &ring.kick).unwrap();
-        self.frontend.set_vring_enable(queue, true).unwrap();
     }
 
     /// Another descriptor to be woken through, as a frontend sets that had its guest's interrupts masked.
