@@ -239,6 +239,25 @@ fn reads_are_answered_while_writes_of_their_disk_are_stuck() {
 }
 
 #[test]
+fn read_that_meets_a_shrink_is_not_held() {
+    let plan = Plan::new(1);
+    let mut bench = Bench::new(&plan, 1, AMPLE);
+    let last = DISK_BYTES - 4096;
+    plan.on(0, Fault::HoldEnd);
+    bench.guest.submit(0, READ, last, DATA, 4096);
+    assert!(plan.wait_until_held(0, PATIENCE));
+    let file = File::options().write(true).open(&bench.place.image).unwrap();
+    for bytes in [DISK_BYTES / 2, DISK_BYTES] {
+        file.set_len(bytes).unwrap();
+        bench.server.resize().unwrap();
+    }
+    plan.release(0);
+    bench.guest.wait(0);
+    bench.read(last, 4096);
+    bench.check();
+}
+
+#[test]
 fn a_write_whose_guest_is_gone_is_followed_all_the_same() {
     let plan = Plan::new(1);
     let mut bench = Bench::new(&plan, 1, AMPLE);

@@ -35,6 +35,13 @@ impl Overlaps {
         self.active.push(Active { id, blocks, changes, tainted });
     }
 
+    /// Something else has changed these blocks: what is in flight there may carry the bytes of before.
+    pub fn taint(&mut self, blocks: &Range<u64>) {
+        for active in self.active.iter_mut().filter(|active| meets(&active.blocks, blocks)) {
+            active.tainted = true;
+        }
+    }
+
     pub fn end(&mut self, id: RequestId) {
         if let Some(at) = self.active.iter().position(|active| active.id == id) {
             self.active.swap_remove(at);
@@ -82,6 +89,18 @@ mod tests {
         check(&[(0..4, false), (0..4, false)], &[false, false]);
         check(&[(0..4, true), (4..8, true)], &[false, false]);
         check(&[(0..4, false), (8..9, true), (2..9, false)], &[false, true, true]);
+    }
+
+    #[test]
+    fn change_from_elsewhere_taints_reads_too() {
+        let mut overlaps = Overlaps::default();
+        overlaps.begin(1, 0..4, false);
+        overlaps.begin(2, 4..8, false);
+        overlaps.begin(3, 7..9, true);
+        overlaps.taint(&(8..100));
+        assert_eq!([1, 2, 3].map(|id| overlaps.is_tainted(id)), [false, true, true], "2 met 3");
+        overlaps.taint(&(3..4));
+        assert!(overlaps.is_tainted(1));
     }
 
     #[test]

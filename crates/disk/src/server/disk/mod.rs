@@ -210,12 +210,14 @@ impl Disk {
         self.recorder.attach(tracking.filter(|_| self.tracked));
     }
 
-    /// Reads the size of the image again; what lay past a new end is void.
+    /// Reads the size of the image again; what lay past a new end is void, also what is on its way from there.
     pub fn resize(&mut self) -> io::Result<u64> {
         let before = self.image.bytes();
         let after = self.image.refresh_bytes()?;
         if after < before {
-            self.recorder.void(after / BLOCK..before.div_ceil(BLOCK));
+            let gone = after / BLOCK..before.div_ceil(BLOCK);
+            self.overlaps.taint(&gone);
+            self.recorder.void(gone);
         }
         self.device.resize(after);
         Ok(after)
