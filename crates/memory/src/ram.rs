@@ -272,7 +272,6 @@ mod tests {
         touch(&ram, 3..5);
         let view = ram.map().unwrap();
         assert_eq!(view.pages(), PAGES);
-        assert_eq!(view.page(4), &[5; PAGE_BYTES as usize]);
         let mut copy = [0; PAGE_BYTES as usize];
         view.copy_page(3, &mut copy);
         assert_eq!(copy, [3; PAGE_BYTES as usize]);
@@ -280,7 +279,8 @@ mod tests {
         view.copy_page(4, &mut copy);
         assert_eq!(copy, [0; PAGE_BYTES as usize]);
         ram.remove().unwrap();
-        assert_eq!(view.page(3)[0], 3);
+        view.copy_page(3, &mut copy);
+        assert_eq!(copy, [3; PAGE_BYTES as usize]);
     }
 
     #[test]
@@ -305,7 +305,7 @@ mod tests {
     #[should_panic(expected = "page 1024 of 1024")]
     fn a_view_ends_with_the_ram() {
         let folder = folder();
-        ram(&folder).map().unwrap().page(PAGES);
+        ram(&folder).map().unwrap().copy_page(PAGES, &mut [0; PAGE_BYTES as usize]);
     }
 
     #[test]

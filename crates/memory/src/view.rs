@@ -42,15 +42,8 @@ impl RamView {
         self.bytes as u64 / PAGE_BYTES
     }
 
-    /// The page in place. Only for RAM that nothing writes any more: its QEMU is gone, and pages that are released
-    /// meanwhile are not looked at. Living RAM is for `copy_page`.
-    pub fn page(&self, page: u64) -> &[u8; PAGE_BYTES as usize] {
-        // SAFETY: `page_pointer` checks the bounds, any bytes are a valid array, the mapping lives as long as `self`, and
-        // the caller sees to it that nothing writes to the page (see above).
-        unsafe { &*self.page_pointer(page).cast() }
-    }
-
-    /// Copies a page out while guest and devices may be writing to it. The copy may mix old and new words.
+    /// Copies a page out while others may be writing to it. The copy may mix old and new words. There is no view of a page in
+    /// place: what is looked at twice there may be two things.
     pub fn copy_page(&self, page: u64, copy: &mut [u8; PAGE_BYTES as usize]) {
         let words: *const u64 = self.page_pointer(page).cast();
         for (position, target) in copy.chunks_exact_mut(size_of::<u64>()).enumerate().take(WORDS_PER_PAGE) {

@@ -5,11 +5,11 @@
 //! A dead incarnation may be claimed by a dump as well (`hold`): what the dump has not written yet is not released, not
 //! even for the budget, and its files stay until the dump lets go.
 //!
-//! The ember believes nobody. A block is handed out only if the page's bytes carry, at that moment, the tag of what the
-//! disk holds; pages that were dirty, reused or corrupted fail that test. A page always leaves its ledger before it
+//! The ember believes nobody. A block is handed out only if its bytes, in a copy that nobody else can reach, carry the tag
+//! of what the disk holds; pages that were dirty, reused or corrupted fail that test. A page always leaves its ledger before it
 //! leaves the RAM file, so a keeper killed in between finds a ledger that promises too little, never too much.
 //!
-//! Copying is one memory copy a page. Mapping the old page into the new RAM instead would save it, but the new RAM is a
+//! Serving is two memory copies a page. Mapping the old page into the new RAM instead would save it, but the new RAM is a
 //! file that QEMU has mapped already, and no system call moves a page between two tmpfs files.
 
 use std::fs;

@@ -98,14 +98,14 @@ impl Source {
     ) -> Option<Tag> {
         let mut ledger = lock(&self.ledger);
         let entry = ledger.find(disk, block)?;
-        let bytes = self.view.page(u64::from(entry.page.0));
-        if tagger.tag(bytes) != entry.tag {
+        let bytes = copy_of(&self.view, entry.page);
+        if tagger.tag(&bytes) != entry.tag {
             ledger.forget_page(entry.page);
             self.released.push(entry.page.0);
             counters.tag_mismatch.fetch_add(1, Relaxed);
             return None;
         }
-        copy(bytes);
+        copy(&bytes);
         match after {
             AfterServing::Release => {
                 ledger.forget_page(entry.page);
@@ -144,7 +144,7 @@ impl Source {
             self.assayed += 1;
             let Some(entry) = ledger.entry(page) else { continue };
             tested += 1;
-            if tagger.tag(self.view.page(u64::from(page.0))) != entry.tag {
+            if tagger.tag(&copy_of(&self.view, page)) != entry.tag {
                 ledger.forget_page(page);
                 self.released.push(page.0);
                 counters.tag_mismatch.fetch_add(1, Relaxed);
@@ -208,6 +208,14 @@ impl Source {
         self.released.push(page);
         1
     }
+}
+
+/// The page as it was at one moment: what is tested is what is served. Its QEMU is gone, but a process that this QEMU gave
+/// the file to may live on and write to it.
+fn copy_of(view: &RamView, page: RamPage) -> [u8; BLOCK_BYTES] {
+    let mut bytes = [0; BLOCK_BYTES];
+    view.copy_page(u64::from(page.0), &mut bytes);
+    bytes
 }
 
 /// All that may want a page of a dead incarnation.

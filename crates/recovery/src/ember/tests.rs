@@ -78,6 +78,22 @@ fn a_page_that_changed_is_never_served() {
     assert_eq!(ember.counts().tag_mismatch, 1);
 }
 
+/// A process that QEMU gave its memory to may outlive it.
+#[test]
+fn served_bytes_are_the_ones_that_were_tested() {
+    let folder = Folder::new();
+    let ember = folder.ember();
+    let dead = folder.dead(1, 0..PAGES);
+    let file = std::fs::File::options().write(true).open(dead.ram.path()).unwrap();
+    ember.bank(dead).unwrap();
+    let mut served = 0;
+    ember.serve(DISK, 7, AfterServing::Release, &mut |bytes| {
+        file.write_all_at(&[0xee; BLOCK_BYTES], 7 * PAGE_BYTES).unwrap();
+        served = bytes[0];
+    });
+    assert_eq!(served, fill(7));
+}
+
 #[test]
 fn a_block_that_was_overwritten_is_never_served() {
     let folder = Folder::new();
