@@ -9,6 +9,7 @@ pub mod arrival;
 pub mod block;
 pub mod boot_set;
 pub mod buffer;
+pub mod clock;
 pub mod device;
 pub mod engine;
 pub mod gate;

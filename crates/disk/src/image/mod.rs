@@ -189,6 +189,15 @@ impl Image {
         }
     }
 
+    /// Sees to it that a frozen image keeps what an engine of the caller's is about to change, as the image's own does. For raw
+    /// images.
+    pub fn guard(&self, engine: Box<dyn Engine>) -> Box<dyn Engine> {
+        match &self.contents {
+            Contents::Raw(raw) => raw.guard(engine),
+            Contents::Qcow2(_) => engine,
+        }
+    }
+
     /// The image's file as it is now, on its way into another file, which is new. Nothing is in flight; what the image's
     /// engine changes from now on is copied first.
     pub fn freeze(&self, target: File) -> io::Result<Arc<FrozenImage>> {

@@ -102,7 +102,11 @@ impl RawImage {
         if self.target.alignment == 1 {
             stop_read_ahead(&self.target.file);
         }
-        Ok(Box::new(GuardedEngine::new(self.unguarded_engine(pool, depth)?, Witness::Guard(self.guard.clone()))))
+        Ok(self.guard(self.unguarded_engine(pool, depth)?))
+    }
+
+    pub(super) fn guard(&self, engine: Box<dyn Engine>) -> Box<dyn Engine> {
+        Box::new(GuardedEngine::new(engine, Witness::Guard(self.guard.clone())))
     }
 
     pub(super) fn freeze(&self, target: File) -> io::Result<Arc<FrozenImage>> {

@@ -45,13 +45,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 pub use counters::DiskCounters;
 pub use recorder::Tracking;
+pub use worker::{Handle, Pause, Worker};
 
 use crate::block::DiskId;
 use crate::buffer::BufferPool;
+use crate::clock::Clock;
 use crate::engine::Engine;
 use crate::gate::Gate;
 use crate::image::{FrozenImage, Image, ImageError};
@@ -59,8 +61,7 @@ use crate::limit::Limits;
 use crate::pressure::Pressure;
 use crate::write_log::WriteLog;
 use counters::Counters;
-use disk::Disk;
-use worker::{Command, Worker};
+use worker::Command;
 
 /// Buffers of a disk: six of the longest requests that Linux makes, or all small ones that the engine takes, are at the
 /// image at once. More would not be pinned: 8 MiB is the usual limit on locked memory.
@@ -205,41 +206,22 @@ impl DiskServer {
 
     /// As `start`, with an engine of the caller's choice.
     pub fn start_with(options: DiskOptions, backing: Backing, tracking: Option<Tracking>) -> Result<Self, ServerError> {
-        check(&options)?;
-        let fail = |what| {
-            let disk = options.name.clone();
-            move |source| ServerError::Start { disk, what, source }
-        };
-        let listener = worker::listen(&options.name, &options.socket)?;
-        let (description, bytes) = (backing.image.describe(), AtomicU64::new(backing.image.bytes()));
-        let counters = Arc::new(Counters::default());
-        let (commands, inbox) = mpsc::channel();
-        let wake = poller::wake_fd().map_err(fail("make an event counter"))?;
-        let worker_wake = wake.try_clone().map_err(fail("make an event counter"))?;
-        let (worker_counters, pressure) = (Arc::clone(&counters), Pressure::new(Instant::now()));
-        let worker_pressure = pressure.clone();
         let (name, socket) = (options.name.clone(), options.socket.clone());
+        let (description, bytes) = (backing.image.describe(), AtomicU64::new(backing.image.bytes()));
         let (started, start) = mpsc::channel();
-        let serve = move || {
-            let disk = Disk::new(&options, backing, tracking, worker_counters, worker_pressure);
-            match Worker::new(options.name, disk, listener, worker_wake, inbox) {
-                Ok(worker) => {
-                    let _ = started.send(Ok(()));
-                    worker.run();
-                }
-                Err(error) => drop(started.send(Err(error))),
+        let serve = move || match Worker::open(options, backing, tracking, Clock::default()) {
+            Ok((worker, handle)) => {
+                let _ = started.send(Ok(handle));
+                worker.run();
             }
+            Err(error) => drop(started.send(Err(error))),
         };
-        let failed = |what, source| ServerError::Start { disk: name.clone(), what, source };
         let thread = std::thread::Builder::new().name(thread_name(&name)).spawn(serve);
-        let thread = thread.map_err(|source| failed("start its thread", source))?;
-        match start.recv() {
-            Ok(Ok(())) => {
-                Ok(Self { name, description, bytes, socket, counters, pressure, commands, wake, thread: Some(thread) })
-            }
-            Ok(Err(source)) => Err(failed("set up its loop", source)),
-            Err(_) => Err(ServerError::Gone { disk: name }),
-        }
+        let thread =
+            thread.map_err(|source| ServerError::Start { disk: name.clone(), what: "start its thread", source })?;
+        let Handle { counters, pressure, commands, wake } =
+            start.recv().map_err(|_| ServerError::Gone { disk: name.clone() })??;
+        Ok(Self { name, description, bytes, socket, counters, pressure, commands, wake, thread: Some(thread) })
     }
 
     /// What the next connection's requests are recorded in. Refused while one is served.

@@ -88,6 +88,13 @@ impl Poller {
     }
 }
 
+/// Readable when `wait` would return at once.
+impl AsFd for Poller {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+}
+
 /// A descriptor that wakes the thread while this lives. Closing alone would not end that: QEMU keeps a duplicate of
 /// each kick descriptor, and epoll watches the file behind both.
 pub struct Watched<F: AsFd> {

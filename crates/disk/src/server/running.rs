@@ -15,6 +15,7 @@ pub struct Running {
     pub place: Range<u64>,
     /// Of the disk: what a write carries between its parts, and nobody has asked for.
     pub filled: Vec<Range<u64>>,
+    /// When the engine was given it.
     pub begun: Instant,
 }
 
@@ -38,10 +39,6 @@ pub struct Around {
 }
 
 impl Running {
-    pub fn new(parts: Vec<Part>, operation: Operation) -> Self {
-        Self { parts, operation, place: 0..0, filled: Vec::new(), begun: Instant::now() }
-    }
-
     pub fn slot(&self) -> Option<Slot> {
         match self.operation {
             Operation::Read(slot) | Operation::Write(slot) => Some(slot),

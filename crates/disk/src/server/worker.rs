@@ -14,23 +14,25 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, Sender};
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant, SystemTime};
 
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
 };
 
-use super::ServerError;
 use super::connection::{Connection, ConnectionError};
-use super::counters::add;
+use super::counters::{Counters, add};
 use super::disk::Disk;
 use super::peers::Peers;
-use super::poller::{Event, Poller, Source, Watched, clear};
+use super::poller::{self, Event, Poller, Source, Watched, clear};
 use super::recorder::Tracking;
 use super::wire::WireError;
+use super::{Backing, DiskOptions, ServerError, check};
+use crate::clock::Clock;
 use crate::gate::Gate;
 use crate::image::FrozenImage;
+use crate::pressure::Pressure;
 use crate::write_log::WriteLog;
 
 /// Rounds between two looks at everything else, so that a guest that never pauses cannot lock out the keeper.
@@ -50,7 +52,7 @@ const LEAVE_LOOK: Duration = Duration::from_millis(5);
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
 
 /// What the keeper may want of a disk.
-pub enum Command {
+pub(super) enum Command {
     Attach(Box<Option<Tracking>>, Sender<bool>),
     Drain(Sender<()>),
     Handover(bool, Sender<()>),
@@ -64,8 +66,16 @@ pub enum Command {
     Stop,
 }
 
+/// What others hold of a disk that is being served.
+pub struct Handle {
+    pub(super) counters: Arc<Counters>,
+    pub(super) pressure: Pressure,
+    pub(super) commands: Sender<Command>,
+    pub(super) wake: OwnedFd,
+}
+
 /// The socket of a disk, removed when its server ends.
-pub struct SocketFile {
+struct SocketFile {
     listener: UnixListener,
     path: PathBuf,
 }
@@ -83,7 +93,7 @@ impl Drop for SocketFile {
 }
 
 /// Listens at `path`, for this user only. A socket that nobody listens at is replaced, a living one is not.
-pub fn listen(disk: &str, path: &Path) -> Result<SocketFile, ServerError> {
+fn listen(disk: &str, path: &Path) -> Result<SocketFile, ServerError> {
     if UnixStream::connect(path).is_ok() {
         return Err(ServerError::SocketInUse { disk: disk.to_owned(), socket: path.to_owned() });
     }
@@ -109,6 +119,18 @@ pub fn listen(disk: &str, path: &Path) -> Result<SocketFile, ServerError> {
     Ok(SocketFile { listener, path: path.to_owned() })
 }
 
+/// How long a disk may sleep if nothing happens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pause {
+    /// Not at all: more is waiting.
+    None,
+    /// Something that waits by itself is due after this time.
+    AtMost(Duration),
+    Endless,
+}
+
+/// A disk and its socket, without the thread: whoever calls `turn` serves it. A [`DiskServer`](super::DiskServer) does so on
+/// a thread of its own, and a simulation on its only one.
 pub struct Worker {
     name: String,
     disk: Disk,
@@ -120,6 +142,8 @@ pub struct Worker {
     commands: Receiver<Command>,
     timer: Watched<OwnedFd>,
     _engine: Watched<OwnedFd>,
+    /// Reused, so that a turn needs no allocation.
+    events: Vec<Event>,
     /// The engine has something, or had: only looking clears its bell.
     engine_rung: bool,
     /// There was work since the rings were last watched.
@@ -131,8 +155,38 @@ pub struct Worker {
     stopping: bool,
 }
 
+/// Readable when something has happened that the next turn is about.
+impl AsFd for Worker {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.poller.as_fd()
+    }
+}
+
 impl Worker {
-    pub fn new(
+    /// Listens at the socket (mode 0600, replacing one that nobody listens at).
+    pub fn open(
+        options: DiskOptions,
+        backing: Backing,
+        tracking: Option<Tracking>,
+        clock: Clock,
+    ) -> Result<(Self, Handle), ServerError> {
+        check(&options)?;
+        let listener = listen(&options.name, &options.socket)?;
+        let fail = |what| {
+            let disk = options.name.clone();
+            move |source| ServerError::Start { disk, what, source }
+        };
+        let wake = poller::wake_fd().map_err(fail("make an event counter"))?;
+        let command_wake = wake.try_clone().map_err(fail("make an event counter"))?;
+        let (commands, inbox) = mpsc::channel();
+        let (counters, pressure) = (Arc::new(Counters::default()), Pressure::new(clock.now()));
+        let handle = Handle { counters: Arc::clone(&counters), pressure: pressure.clone(), commands, wake };
+        let disk = Disk::new(&options, backing, tracking, counters, pressure, clock);
+        let worker = Self::new(options.name.clone(), disk, listener, command_wake, inbox);
+        Ok((worker.map_err(fail("set up its loop"))?, handle))
+    }
+
+    fn new(
         name: String,
         disk: Disk,
         listener: SocketFile,
@@ -151,6 +205,7 @@ impl Worker {
             commands,
             timer: Watched::new(&poller, timer, Source::Timer)?,
             _engine: Watched::new(&poller, engine, Source::Engine)?,
+            events: Vec::new(),
             engine_rung: false,
             answered: false,
             draining: Vec::new(),
@@ -162,26 +217,37 @@ impl Worker {
         })
     }
 
-    pub fn run(mut self) {
-        let mut events = Vec::new();
-        let mut rest = false;
+    pub(super) fn run(mut self) {
+        let mut pause = Pause::Endless;
         while !self.stopping {
-            events.clear();
-            let at_once = rest || self.watch();
+            if let Pause::AtMost(wait) = pause {
+                self.set_timer(wait);
+            }
+            let at_once = pause == Pause::None || self.watch();
             let at_most = at_once.then_some(Duration::ZERO).or(self.leaving.map(|_| LEAVE_LOOK));
-            if let Err(error) = self.poller.wait(at_most, &mut events) {
-                tracing::error!(disk = self.name, %error, "the disk's loop cannot wait; the disk stops");
-                break;
-            }
-            for event in events.drain(..) {
-                self.note(event);
-            }
-            rest = self.work();
-            self.settle();
+            pause = match self.turn(at_most) {
+                Ok(pause) => pause,
+                Err(error) => {
+                    tracing::error!(disk = self.name, %error, "the disk's loop cannot wait; the disk stops");
+                    break;
+                }
+            };
             self.stopping |= self.leaving.is_some_and(|since| self.may_leave(since));
         }
         self.peers.ids().into_iter().for_each(|id| self.hang_up(id));
         self.disk.drain(STOP_PATIENCE);
+    }
+
+    /// Sleeps until something happens, but no longer than this, and does all there is to do then. Says how long the next
+    /// sleep may be.
+    pub fn turn(&mut self, at_most: Option<Duration>) -> io::Result<Pause> {
+        let mut events = std::mem::take(&mut self.events);
+        self.poller.wait(at_most, &mut events)?;
+        events.drain(..).for_each(|event| self.note(event));
+        self.events = events;
+        let pause = self.work();
+        self.settle();
+        Ok(pause)
     }
 
     fn note(&mut self, event: Event) {
@@ -219,8 +285,8 @@ impl Worker {
         false
     }
 
-    /// One or more rounds. True: more is waiting, so do not sleep.
-    fn work(&mut self) -> bool {
+    /// One or more rounds.
+    fn work(&mut self) -> Pause {
         for _ in 0..ROUNDS_MAX {
             let mut progress = false;
             let mut wait = None;
@@ -240,16 +306,14 @@ impl Worker {
                 connection.wake_guest();
             }
             if !progress {
-                self.set_timer(wait);
-                return false;
+                return wait.map_or(Pause::Endless, Pause::AtMost);
             }
             self.answered = true;
         }
-        true
+        Pause::None
     }
 
-    fn set_timer(&self, wait: Option<Duration>) {
-        let Some(wait) = wait else { return };
+    fn set_timer(&self, wait: Duration) {
         // Zero would disarm it.
         let value = Timespec::try_from(wait.max(Duration::from_nanos(1))).expect("waits are seconds at most");
         let once = Itimerspec { it_interval: Timespec::default(), it_value: value };
@@ -269,7 +333,7 @@ impl Worker {
             // A new QEMU waits in the listener's queue until the last one's writes are on the disk.
             self.listening = room;
         }
-        if idle && self.peers.is_empty() {
+        if self.is_drained() {
             for waiter in self.draining.drain(..) {
                 let _ = waiter.send(()); // Who no longer waits need not know.
             }
@@ -361,7 +425,27 @@ impl Worker {
         self.disk.counters.successor.store(self.peers.has_waiting(), Ordering::Relaxed);
     }
 
-    fn set_handover(&mut self, allowed: bool) {
+    /// As [`DiskServer::attach`](super::DiskServer::attach). False: somebody is served.
+    pub fn attach(&mut self, tracking: Option<Tracking>) -> bool {
+        let is_free = self.is_drained();
+        if is_free {
+            self.disk.attach(tracking);
+        }
+        is_free
+    }
+
+    /// No QEMU is connected, and nothing is in flight.
+    pub fn is_drained(&self) -> bool {
+        self.peers.is_empty() && self.disk.is_idle()
+    }
+
+    /// As [`DiskServer::freeze`](super::DiskServer::freeze). None: requests are in flight.
+    pub fn freeze(&self, target: File) -> Option<io::Result<Arc<FrozenImage>>> {
+        self.disk.freeze(target)
+    }
+
+    /// As [`DiskServer::set_handover`](super::DiskServer::set_handover).
+    pub fn set_handover(&mut self, allowed: bool) {
         self.peers.handover = allowed;
         if let Some(id) = self.peers.waiting_id().filter(|_| !allowed) {
             self.hang_up(id);
@@ -372,13 +456,7 @@ impl Worker {
         drop(clear(self.command_wake.get().as_fd()));
         while let Ok(command) = self.commands.try_recv() {
             match command {
-                Command::Attach(tracking, reply) => {
-                    let free = self.peers.is_empty() && self.disk.is_idle();
-                    if free {
-                        self.disk.attach(*tracking);
-                    }
-                    let _ = reply.send(free);
-                }
+                Command::Attach(tracking, reply) => drop(reply.send(self.attach(*tracking))),
                 Command::Drain(reply) => self.draining.push(reply),
                 Command::Handover(allowed, reply) => {
                     self.set_handover(allowed);
@@ -395,7 +473,7 @@ impl Worker {
                     self.disk.write_log = log;
                     let _ = reply.send(());
                 }
-                Command::Freeze(target, reply) => drop(reply.send(self.disk.freeze(target))),
+                Command::Freeze(target, reply) => drop(reply.send(self.freeze(target))),
                 Command::Leave => {
                     // Nobody comes any more.
                     let _ = std::fs::remove_file(&self.listener.get().path);
@@ -406,7 +484,8 @@ impl Worker {
         }
     }
 
-    fn resize(&mut self) -> io::Result<u64> {
+    /// As [`DiskServer::resize`](super::DiskServer::resize).
+    pub fn resize(&mut self) -> io::Result<u64> {
         let bytes = self.disk.resize()?;
         for connection in self.peers.iter_mut() {
             if let Err(error) = connection.resized(self.disk.device) {

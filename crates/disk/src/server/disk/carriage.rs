@@ -3,7 +3,7 @@
 
 use std::io;
 use std::ops::Range;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::filling::meet;
 use super::joining::HeldBack;
@@ -48,7 +48,7 @@ impl Disk {
 
     fn pump_waiting(&mut self, connection: &mut Connection) -> Option<Duration> {
         // A queue that is stopped is not held up: QEMU as a whole waits for that.
-        let held_back = if connection.is_waiting() { HeldBack::default() } else { self.held_back(Instant::now()) };
+        let held_back = if connection.is_waiting() { HeldBack::default() } else { self.held_back(self.clock.now()) };
         let mut passed: Vec<Range<u64>> = Vec::new();
         let mut at = 0;
         while let Some(&id) = self.waiting.get(at) {
@@ -170,7 +170,7 @@ impl Disk {
     }
 
     pub(super) fn admit_operation(&mut self, bytes: u64) -> Result<(), Stall> {
-        let now = Instant::now();
+        let now = self.clock.now();
         if let Err(wait) = self.limiter.admit(now, bytes) {
             self.throttled_since.get_or_insert(now);
             return Err(Stall::Limited(wait));
@@ -203,7 +203,7 @@ impl Disk {
                     Kind::WriteZeroes { unmap } => Operation::WriteZeroes { unmap },
                     Kind::Read | Kind::Write | Kind::Identify => unreachable!("these have data"),
                 };
-                self.push(Running::new(vec![Part::without_data(id)], operation), offset, bytes);
+                self.push(vec![Part::without_data(id)], operation, Vec::new(), offset..offset + bytes);
                 return Ok(());
             }
             let (offset, left) = (job.request.offset + job.run.start, job.run.end - job.run.start);
@@ -241,7 +241,8 @@ impl Disk {
             Operation::Read(slot)
         };
         let part = Part { job: id, position, bytes, around, start: around.before };
-        self.push(Running::new(vec![part], operation), offset - around.before, around.with(bytes));
+        let start = offset - around.before;
+        self.push(vec![part], operation, Vec::new(), start..start + around.with(bytes));
     }
 
     /// What of the image is read along with these bytes: nothing, unless blocks that are read are to be held.
@@ -254,17 +255,23 @@ impl Disk {
         Around { before: offset % BLOCK, after: whole - end }
     }
 
-    /// Hands the operation to the engine. Returns its place among those that run.
-    pub(super) fn push(&mut self, mut running: Running, offset: u64, bytes: u64) -> u32 {
-        running.place = offset..offset + bytes;
-        for part in &running.parts {
+    /// Hands an operation on these bytes of the disk to the engine. Returns its place among those that run.
+    pub(super) fn push(
+        &mut self,
+        parts: Vec<Part>,
+        operation: Operation,
+        filled: Vec<Range<u64>>,
+        bytes: Range<u64>,
+    ) -> u32 {
+        let (offset, length) = (bytes.start, bytes.end - bytes.start);
+        for part in &parts {
             if let Some(job) = self.jobs.get_mut(part.job) {
                 job.pending += 1;
             }
         }
-        let operation = running.operation;
+        let running = Running { parts, operation, place: bytes, filled, begun: self.clock.now() };
         let place = self.running.insert(running);
-        self.engine.push(Submission { token: u64::from(place), operation, offset, bytes });
+        self.engine.push(Submission { token: u64::from(place), operation, offset, bytes: length });
         self.unsubmitted = true;
         place
     }

@@ -1,7 +1,6 @@
 //! Completion: what the engine has ended is told to the memory that holds blocks, delivered to the guest, and answered.
 
 use std::io;
-use std::time::Instant;
 
 use super::{BLOCK, Disk};
 use crate::buffer::Slot;
@@ -39,7 +38,7 @@ impl Disk {
             tracing::error!(token = completion.token, "an engine ended an operation that it was not given");
             return;
         };
-        let now = Instant::now();
+        let now = self.clock.now();
         self.note_time(&running, now);
         if !running.is_own() {
             self.pressure.ended(running.begun, now, running.bytes());
@@ -151,7 +150,7 @@ impl Disk {
             self.recorder.answered(Answered {
                 in_line: job.waits_since.is_none(),
                 beside_writes,
-                took: taken.elapsed(),
+                took: self.clock.now().saturating_duration_since(taken),
             });
         }
         if let Some(connection) = connection {

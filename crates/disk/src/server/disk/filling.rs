@@ -97,7 +97,8 @@ impl Disk {
             return self.pool.give_back(slot);
         }
         self.overlaps.begin(OWN_READ, missing.clone(), false);
-        self.push(Running::new(Vec::new(), Operation::Read(slot)), missing.start * BLOCK, bytes);
+        let start = missing.start * BLOCK;
+        self.push(Vec::new(), Operation::Read(slot), Vec::new(), start..start + bytes);
         self.reading = missing;
     }
 

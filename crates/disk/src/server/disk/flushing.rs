@@ -37,7 +37,7 @@ impl Disk {
             running.parts.push(Part::without_data(id));
             return add(&self.counters.flushes_spared, 1);
         }
-        let place = self.push(Running::new(vec![Part::without_data(id)], Operation::Flush), 0, 0);
+        let place = self.push(vec![Part::without_data(id)], Operation::Flush, Vec::new(), 0..0);
         self.flushes.running = Some((place, covered));
     }
 

@@ -44,9 +44,10 @@ impl Disk {
 
     /// A request has come, or can go on that was parked: judges it and starts it.
     pub(super) fn begin(&mut self, connection: &mut Connection, queue: u16, head: u16, parked: Option<Instant>) {
-        let taken = self.recorder.learns().then(|| parked.unwrap_or_else(Instant::now));
+        let taken = self.recorder.learns().then(|| parked.unwrap_or_else(|| self.clock.now()));
+        let clock = self.clock.clone();
         let park = |connection| {
-            let taken = parked.or(taken).unwrap_or_else(Instant::now);
+            let taken = parked.or(taken).unwrap_or_else(|| clock.now());
             Parked { connection, queue, head, taken }
         };
         self.descriptors.clear();
@@ -155,7 +156,7 @@ impl Disk {
             return self.finish_if_done(Some(connection), id);
         }
         if let Some(job) = self.jobs.get_mut(id) {
-            job.waits_since = Some(Instant::now());
+            job.waits_since = Some(self.clock.now());
         }
         self.waiting.push_back(id);
     }

@@ -153,7 +153,7 @@ impl Disk {
         self.waiting.retain(|&waiting| waiting == id || parts.iter().all(|part| part.job != waiting));
         let operation = if is_write { Operation::Write(slot) } else { Operation::Read(slot) };
         self.count_filled(&gaps);
-        self.push(Running { filled: gaps, ..Running::new(parts, operation) }, all.start, bytes);
+        self.push(parts, operation, gaps, all);
         Ok(true)
     }
 

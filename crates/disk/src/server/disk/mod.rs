@@ -36,6 +36,7 @@ use super::slab::Slab;
 use super::{Backing, DiskOptions};
 use crate::block::BLOCK_BYTES;
 use crate::buffer::BufferPool;
+use crate::clock::Clock;
 use crate::engine::{Completion, Engine};
 use crate::gate::Gate;
 use crate::image::{FrozenImage, Image};
@@ -110,6 +111,7 @@ pub struct Disk {
     image: Image,
     engine: Box<dyn Engine>,
     depth: usize,
+    clock: Clock,
     hold_back: Duration,
     pool: Arc<BufferPool>,
     limiter: RateLimiter,
@@ -148,6 +150,7 @@ impl Disk {
         tracking: Option<Tracking>,
         counters: Arc<Counters>,
         pressure: Pressure,
+        clock: Clock,
     ) -> Self {
         let Backing { image, pool, engine, depth, hold_back } = backing;
         let read_only = options.read_only || image.read_only();
@@ -167,7 +170,8 @@ impl Disk {
             depth: depth as usize,
             hold_back,
             pool,
-            limiter: RateLimiter::new(options.limits, Instant::now()),
+            limiter: RateLimiter::new(options.limits, clock.now()),
+            clock,
             throttled_since: None,
             tracked: options.tracked,
             recorder: Recorder::new(options.id, tracking.filter(|_| options.tracked)),
