@@ -30,7 +30,8 @@ pub use request::{
 pub use routes::{Body, Method, Mismatch, Parameter, ROUTES, Route, RouteId};
 pub use status::{
     AdmissionStatus, ArrivalStatus, DiskStatus, EmberMode, EmberStatus, EndCause, Explanation, FrozenStatus,
-    KeeperStatus, MachineState, MachineStatus, MemoryStatus, NetStatus, NvramDevice, NvramStatus, PhaseTime,
-    QemuStatus, Recovery, Refused, Rejuvenation, RestoreStatus, SaveStatus, ScanStatus, Unparked, UserfaultStatus,
+    KeeperStatus, MachineState, MachineStatus, MemoryStatus, NetStatus, NvramDevice, NvramStatus, PendingChange,
+    PendingUntil, PhaseTime, QemuStatus, Recovery, Refused, Rejuvenation, RestoreStatus, SaveStatus, ScanStatus,
+    Unparked, UserfaultStatus,
 };
 pub use time::{milliseconds_of, rfc3339};

@@ -52,6 +52,27 @@ pub struct MachineStatus {
     /// The snapshot that the living incarnation came from, and how much of its memory is there.
     #[serde(default)]
     pub restore: Option<RestoreStatus>,
+    /// Keys of machine.toml that were changed under the living guest and do not count yet.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub pending: Vec<PendingChange>,
+}
+
+/// A key of machine.toml whose value the living guest was not started with.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct PendingChange {
+    /// As in the file: `memory`, `boot.cmdline`, `disks.root.queues`.
+    pub key: String,
+    pub until: PendingUntil,
+}
+
+/// When a change takes effect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum PendingUntil {
+    /// At the guest's next reboot or crash.
+    NextGuest,
+    /// When the machine has stopped and is started again.
+    NextStart,
 }
 
 /// A disk that is host memory.

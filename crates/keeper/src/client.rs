@@ -315,7 +315,11 @@ mod tests {
             };
             reply.send(answer).unwrap();
         });
-        let context = Context { control, events: events.clone(), config: json!({"cpus": 2}) };
+        let context = Context {
+            control,
+            events: events.clone(),
+            config: std::sync::Arc::new(std::sync::Mutex::new(json!({"cpus": 2}))),
+        };
         (Server::start(socket, context).unwrap(), events)
     }
 

@@ -3,25 +3,26 @@
 //! lock -> QEMU and accelerator -> console, events, API -> machine -> its event loop -> stopped
 
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use hearth_api::EventKind;
 use hearth_qemu::{Accelerator, AcceleratorChoice, Binary, BinaryError, accelerator};
+use hearth_recovery::journal::QemuIdentity;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::check::life;
-use crate::config::{Config, ConfigFile};
+use crate::config::{Config, Configured, InForce};
 use crate::console::Hub;
 use crate::control::{Control, Occupation};
 use crate::event::Event;
 use crate::event_log::EventLog;
 use crate::http::{Context, Server};
 use crate::machine::restore::RestoreOrder;
-use crate::machine::{End, FolderError, Folders, Machine, MachineError, Parts};
+use crate::machine::{End, FolderError, Folders, Machine, MachineError, Next, Parts};
 use crate::notify::{Notice, notify};
 use crate::runtime_root::RuntimeRoot;
 use crate::unix_socket::ListenError;
@@ -44,8 +45,6 @@ pub enum RunError {
     EventLog(#[source] std::io::Error),
     #[error("signals cannot be caught")]
     Signals(#[source] std::io::Error),
-    #[error("{file}: was changed meanwhile: {what}")]
-    Configuration { file: std::path::PathBuf, what: String },
     #[error(transparent)]
     Machine(#[from] MachineError),
 }
@@ -53,7 +52,7 @@ pub enum RunError {
 /// What a keeper begins with.
 pub struct Start {
     /// Checked.
-    pub config: Config,
+    pub in_force: InForce,
     pub root: RuntimeRoot,
     /// A snapshot to begin with, instead of a boot.
     pub restore: Option<RestoreOrder>,
@@ -62,9 +61,9 @@ pub struct Start {
 
 /// Looks after a machine until it has stopped, or this process has become another keeper.
 pub fn run(start: Start) -> ExitCode {
-    let name = start.config.name.clone();
-    let Start { config, root, restore, mut inheritance } = start;
-    match keep(config, root, restore, &mut inheritance) {
+    let name = start.in_force.now.config.name.clone();
+    let Start { in_force, root, restore, mut inheritance } = start;
+    match keep(in_force, root, restore, &mut inheritance) {
         Ok(None) => return ExitCode::SUCCESS,
         Ok(Some(successor)) => {
             let error = successor.start();
@@ -81,13 +80,17 @@ pub fn run(start: Start) -> ExitCode {
 
 /// Who goes on with the machine, if it has not stopped.
 fn keep(
-    config: Config,
+    in_force: InForce,
     root: RuntimeRoot,
     restore: Option<RestoreOrder>,
     inheritance: &mut Inheritance,
 ) -> Result<Option<Successor>, RunError> {
+    let InForce { now: Configured { config, typed }, next, pending } = in_force;
     let folders = Folders::prepare(&config.name, &config.runtime_folder, &config.memory_folder)?;
-    let (binary, accelerator) = find_qemu(&config, &folders)?;
+    let (binary, chosen) = find_qemu(next.as_ref().map_or(&config, |next| &next.config), &folders)?;
+    // A guest that lives has what it was started with.
+    let accelerator = life::living_guest(&folders.runtime).and_then(|journal| journal.qemu);
+    let accelerator = accelerator.map_or_else(|| chosen.clone(), |living| choice_of(&living));
     tracing::info!(
         machine = config.name,
         qemu = binary.as_ref().map(|binary| binary.version().to_string()),
@@ -102,23 +105,24 @@ fn keep(
     let console = Hub::start(&folders.runtime.join("console.sock"))?;
     let (tell, events) = channel();
     let occupation = Occupation::default();
+    let shown_config = serde_json::to_value(&config).expect("a configuration is plain data");
+    let shown_config = Arc::new(Mutex::new(shown_config));
     let context = Context {
         control: control(tell.clone(), occupation.clone()),
         events: event_log.clone(),
-        config: serde_json::to_value(&config).expect("a configuration is plain data"),
+        config: shown_config.clone(),
     };
     let server = Server::start(&folders.runtime.join("api.sock"), context)?;
     let terminated = Arc::new(AtomicBool::new(false));
     listen_to_signals(tell.clone(), terminated.clone())?;
-    let typed = ConfigFile::load(&config.file).map_err(|problems| RunError::Configuration {
-        file: config.file.clone(),
-        what: problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
-    })?;
     let rehearses = restore.as_ref().and_then(|order| order.trace.as_ref()).is_some_and(|trace| trace.then_stop);
     let parts = Parts {
         rehearses,
         config,
         typed,
+        next: Next { configured: next, accelerator: chosen },
+        pending,
+        shown_config,
         restore,
         folders,
         binary,
@@ -161,10 +165,14 @@ fn find_qemu(config: &Config, folders: &Folders) -> Result<(Option<Binary>, Acce
     find().or_else(|error: RunError| {
         let Some(living) = life::living_qemu(&folders.runtime) else { return Err(error) };
         tracing::warn!(why = crate::chain(&error), "the next QEMU could not be started; the living one is taken over");
-        let kvm = living.accelerator == Accelerator::Kvm.name();
-        let accelerator = if kvm { Accelerator::Kvm } else { Accelerator::Tcg };
-        Ok((None, AcceleratorChoice { accelerator, why: living.accelerator_why }))
+        Ok((None, choice_of(&living)))
     })
+}
+
+fn choice_of(living: &QemuIdentity) -> AcceleratorChoice {
+    let kvm = living.accelerator == Accelerator::Kvm.name();
+    let accelerator = if kvm { Accelerator::Kvm } else { Accelerator::Tcg };
+    AcceleratorChoice { accelerator, why: living.accelerator_why.clone() }
 }
 
 fn control(tell: Sender<Event>, occupation: Occupation) -> Control {

@@ -5,8 +5,9 @@ use std::time::{Duration, SystemTime};
 use hearth_api::{
     AdmissionStatus, ArrivalStatus, DiskStatus, DumpCompression, DumpExcluded, DumpFormat, DumpState, DumpStatus,
     EmberMode, EmberStatus, EndCause, FrozenStatus, Growth, KeeperStatus, MachineState, MachineStatus, MemoryStatus,
-    MissedRun, NetStatus, NvramDevice, NvramStatus, PhaseTime, PlannedRun, QemuAge, QemuStatus, Recovery, Refused,
-    RemountDisk, RemountLater, RemountPlan, RemountVolume, RestoreStatus, UserfaultStatus,
+    MissedRun, NetStatus, NvramDevice, NvramStatus, PendingChange, PendingUntil, PhaseTime, PlannedRun, QemuAge,
+    QemuStatus, Recovery, Refused, RemountDisk, RemountLater, RemountPlan, RemountVolume, RestoreStatus,
+    UserfaultStatus,
 };
 use hearth_recovery::journal::QemuIdentity;
 use hearth_recovery::rejuvenation::parked::{PARKED_VERSION, Parked};
@@ -77,6 +78,10 @@ pub fn status() -> MachineStatus {
         unparked: None,
         save: None,
         frozen: Some(FrozenStatus { file_systems: Some(2), for_ms: Some(1500.0), problem: None }),
+        pending: vec![
+            PendingChange { key: "boot.cmdline".into(), until: PendingUntil::NextGuest },
+            PendingChange { key: "disks.root.queues".into(), until: PendingUntil::NextStart },
+        ],
         restore: Some(restore()),
     }
 }
@@ -317,6 +322,7 @@ pub fn parked(machine: &str) -> Parked {
         state: Part { bytes: 3, blake3: String::new() },
         vmgenid: None,
         guest_agent: false,
+        started_with: None,
         frozen: false,
         disks: Vec::new(),
         images: Vec::new(),

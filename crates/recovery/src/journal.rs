@@ -62,6 +62,10 @@ pub struct Journal {
     /// The machine's VM generation ID: what its next boot is told. None: it has had none yet.
     #[serde(default)]
     pub vmgenid: Option<String>,
+    /// The configuration that the living guest was started with, whatever the file says today: TOML, with absolute paths.
+    /// None: an earlier keeper started the guest.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub started_with: Option<String>,
     /// The disks that QEMU was started with, in order: a keeper that takes over must serve the same.
     pub disks: Vec<DiskIdentity>,
 }
@@ -172,6 +176,7 @@ impl Journal {
             parked_in: None,
             restore: None,
             vmgenid: None,
+            started_with: None,
             disks: Vec::new(),
         }
     }

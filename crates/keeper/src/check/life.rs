@@ -66,6 +66,15 @@ pub fn living_qemu(runtime_folder: &Path) -> Option<QemuIdentity> {
     journal.qemu.filter(is_alive)
 }
 
+/// The journal of the machine in this folder, if a QEMU that it names lives.
+pub fn living_guest(runtime_folder: &Path) -> Option<Journal> {
+    // As above.
+    let journal = Journal::load(&runtime_folder.join("journal.json")).ok().flatten()?;
+    let successor = journal.hop.as_ref().map(|hop| &hop.successor);
+    let lives = journal.qemu.iter().chain(successor).any(is_alive);
+    lives.then_some(journal)
+}
+
 /// Looks at the keeper's lock through a shared one, held for this moment only.
 pub fn has_keeper(runtime_folder: &Path) -> bool {
     let Ok(file) = File::open(runtime_folder.join("keeper.lock")) else { return false };

@@ -34,6 +34,16 @@ pub fn check(config: &Config, root: &RuntimeRoot, life: Life, problems: &mut Vec
     }
 }
 
+/// A guest that is larger than the last one.
+pub fn check_growth(last: &Config, next: &Config, problems: &mut Vec<Problem>) {
+    let more_bytes = next.most_memory_bytes().saturating_sub(last.most_memory_bytes());
+    if more_bytes > 0
+        && let Err(error) = must_hold(existing(&next.memory_folder), more_bytes)
+    {
+        problems.push(Problem::error("memory", crate::chain(&error), "the change waits for the next guest"));
+    }
+}
+
 /// What is still to be taken: NVRAM whose memory outlived the machine's last stop is there.
 pub(super) fn wanted_bytes(config: &Config) -> u64 {
     let there = |(name, bytes): (&str, u64)| resident_bytes(&config.memory_folder, name).min(bytes);

@@ -64,6 +64,16 @@ pub fn check(config: &Config, root: &RuntimeRoot, purpose: Purpose) -> Vec<Probl
     problems
 }
 
+/// Problems that would keep the machine's next guest from starting, of what differs from the last one's configuration. The
+/// keeper holds all else that it needs.
+pub fn of_next_guest(last: &Config, next: &Config) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    boot(&next.boot, &mut problems);
+    memory::check_growth(last, next, &mut problems);
+    problems.retain(Problem::is_error);
+    problems
+}
+
 /// What only the next QEMU is started from. A guest that goes on in the one it has is not kept from its keeper by that: its disks
 /// would hang.
 fn of_next_start(goes_on: bool, problems: &mut Vec<Problem>, look: impl FnOnce(&mut Vec<Problem>)) {

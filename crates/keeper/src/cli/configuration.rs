@@ -6,17 +6,34 @@ use serde_json::Value;
 
 use super::{CliError, Context, Exit};
 use crate::check::{self, Purpose};
-use crate::config::Config;
-use crate::machine::could_take_over;
+use crate::config::{Config, Configured, InForce};
+use crate::machine::{could_take_over, in_force};
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 use crate::upgrade::Consent;
 
-/// The checked configuration; the error holds everything that keeps the machine from running.
-pub fn for_run(file: &Path, root: &RuntimeRoot) -> Result<Config, CliError> {
+/// The checked configuration, of a guest that lives as well; the error holds everything that keeps the machine from running.
+pub fn for_run(file: &Path, root: &RuntimeRoot) -> Result<InForce, CliError> {
+    let configured = Configured::load(file, root).and_then(|today| in_force(today, root));
     let wrong = |problems| CliError::Configuration { file: file.to_owned(), problems };
-    let config = Config::load(file, root).map_err(wrong)?;
-    let problems = check::check(&config, root, Purpose::Run);
+    let in_force = must_run(configured.map_err(wrong)?, file, root)?;
+    if !in_force.pending.is_empty() {
+        let keys: Vec<_> = in_force.pending.iter().map(|change| change.key.as_str()).collect();
+        tracing::warn!(keys = keys.join(", "), "changed in the file, and not yet in force: a guest lives");
+    }
+    Ok(in_force)
+}
+
+/// The same of a file that was made a moment ago, for a guest that does not live yet.
+pub fn for_new(file: &Path, root: &RuntimeRoot) -> Result<InForce, CliError> {
+    let wrong = |problems| CliError::Configuration { file: file.to_owned(), problems };
+    must_run(Configured::load(file, root).map_err(wrong)?.into(), file, root)
+}
+
+fn must_run(in_force: InForce, file: &Path, root: &RuntimeRoot) -> Result<InForce, CliError> {
+    let wrong = |problems| CliError::Configuration { file: file.to_owned(), problems };
+    let config = &in_force.now.config;
+    let problems = check::check(config, root, Purpose::Run);
     if problems.iter().any(Problem::is_error) {
         return Err(wrong(problems));
     }
@@ -25,7 +42,7 @@ pub fn for_run(file: &Path, root: &RuntimeRoot) -> Result<Config, CliError> {
     }
     root.enter(&config.name, &config.runtime_folder)
         .map_err(|source| CliError::File { path: root.machine(&config.name), source })?;
-    Ok(config)
+    Ok(in_force)
 }
 
 pub fn check(context: &mut Context<'_>, file: &Path) -> Result<Exit, CliError> {
@@ -48,7 +65,8 @@ pub fn check(context: &mut Context<'_>, file: &Path) -> Result<Exit, CliError> {
 /// Whether this program could go on with the machine, as far as that can be told beforehand.
 pub fn check_take_over(context: &mut Context<'_>, file: &Path) -> Result<Exit, CliError> {
     let wrong = |problems| CliError::Configuration { file: file.to_owned(), problems };
-    let config = Config::load(file, &context.root).map_err(wrong)?;
+    let today = Configured::load(file, &context.root);
+    let config = today.and_then(|today| in_force(today, &context.root)).map_err(wrong)?.now.config;
     let mut problems = check::check(&config, &context.root, Purpose::TakeOver);
     problems.retain(Problem::is_error);
     if !problems.is_empty() {

@@ -430,14 +430,14 @@ pub fn main(run: fn(Start) -> ExitCode) -> ExitCode {
             let (root, mut inheritance) = (root_of(cli.runtime_root), Inheritance::of_this_process());
             configuration::for_run(&file, &root)
                 .inspect_err(|error| inheritance.give_back(&crate::chain(error)))
-                .map(|config| run(Start { config, root, restore: None, inheritance }))
+                .map(|in_force| run(Start { in_force, root, restore: None, inheritance }))
         }
         Verb::Restore(arguments) => {
             drop(out);
             let root = root_of(cli.runtime_root);
             let prepared = restore::prepare(arguments, &root);
-            prepared.map(|(config, order)| {
-                run(Start { config, root, restore: Some(order), inheritance: Inheritance::default() })
+            prepared.map(|(in_force, order)| {
+                run(Start { in_force, root, restore: Some(order), inheritance: Inheritance::default() })
             })
         }
         Verb::Rehearse(arguments) => {

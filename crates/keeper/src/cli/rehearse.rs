@@ -67,13 +67,13 @@ pub fn rehearse(
     };
     let name = format!("rehearsal-{}", std::process::id());
     let folder = absolute(scratch.unwrap_or_else(std::env::temp_dir)).join(format!("hearth-{name}"));
-    let config = make_machine(&snapshot, typed.isolated(&forward), &name, &folder, Mode::Lazy, &root)?;
-    let runtime_folder = config.runtime_folder.clone();
+    let in_force = make_machine(&snapshot, typed.isolated(&forward), &name, &folder, Mode::Lazy, &root)?;
+    let runtime_folder = in_force.now.config.runtime_folder.clone();
     let (before, seal) = (snapshot.working_set_version()?, Some(snapshot.seal().to_owned()));
     drop(snapshot);
     let trace = Trace { window: Duration::from_secs(seconds), until, then_stop: true };
     let order = RestoreOrder { snapshot: path.clone(), seal, mode: Mode::Lazy, trace: Some(trace) };
-    let ended = run(Start { config, root, restore: Some(order), inheritance: Inheritance::default() });
+    let ended = run(Start { in_force, root, restore: Some(order), inheritance: Inheritance::default() });
     remove_machine(&folder);
     // Its events; what was of interest was said.
     if runtime_folder.file_name().is_some_and(|of| of == name.as_str()) {

@@ -21,7 +21,7 @@ use serde::Serialize;
 use super::object_store::{StoreArguments, place};
 use super::text::{Side, bytes, table};
 use super::{CliError, Context, Exit, absolute, configuration};
-use crate::config::{Config, ConfigFile, SECONDS_MAX};
+use crate::config::{ConfigFile, InForce, SECONDS_MAX};
 use crate::machine::restore::{Probe, RestoreOrder, Trace};
 use crate::object_store::saved_disks;
 use crate::runtime_root::RuntimeRoot;
@@ -82,7 +82,7 @@ impl RestoreArguments {
 }
 
 /// What there is to begin with.
-pub fn prepare(arguments: RestoreArguments, root: &RuntimeRoot) -> Result<(Config, RestoreOrder), CliError> {
+pub fn prepare(arguments: RestoreArguments, root: &RuntimeRoot) -> Result<(InForce, RestoreOrder), CliError> {
     let mode = arguments.mode();
     let until = arguments.until.map(Probe::Command);
     let trace = arguments.trace.map(|seconds| Trace { window: Duration::from_secs(seconds), until, then_stop: false });
@@ -92,8 +92,8 @@ pub fn prepare(arguments: RestoreArguments, root: &RuntimeRoot) -> Result<(Confi
     let folder = absolute(arguments.folder.unwrap_or_else(|| PathBuf::from(&name)));
     let typed = typed(&snapshot)?.with_object_store(arguments.store.section());
     let typed = typed.with_qemu(arguments.qemu.map(absolute));
-    let config = make_machine(&snapshot, typed, &name, &folder, mode, root)?;
-    Ok((config, RestoreOrder { snapshot: path, seal: Some(snapshot.seal().to_owned()), mode, trace }))
+    let in_force = make_machine(&snapshot, typed, &name, &folder, mode, root)?;
+    Ok((in_force, RestoreOrder { snapshot: path, seal: Some(snapshot.seal().to_owned()), mode, trace }))
 }
 
 /// The configuration that was saved.
@@ -110,10 +110,10 @@ pub fn make_machine(
     folder: &Path,
     mode: Mode,
     root: &RuntimeRoot,
-) -> Result<Config, CliError> {
+) -> Result<InForce, CliError> {
     let folder = folder.to_owned();
     DirBuilder::new().mode(0o700).create(&folder).map_err(|source| CliError::File { path: folder.clone(), source })?;
-    let made = furnish(snapshot, typed, name, &folder, mode).and_then(|file| configuration::for_run(&file, root));
+    let made = furnish(snapshot, typed, name, &folder, mode).and_then(|file| configuration::for_new(&file, root));
     // Made a moment ago, by us.
     made.inspect_err(|_| remove_machine(&folder))
 }

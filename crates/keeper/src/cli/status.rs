@@ -4,7 +4,7 @@ use std::fmt::Display;
 
 use hearth_api::{
     AdmissionStatus, DiskStatus, DumpFormat, DumpStatus, EmberMode, FrozenStatus, MachineStatus, NvramDevice,
-    NvramStatus, Recovery, Rejuvenation, Unparked, UserfaultStatus,
+    NvramStatus, PendingUntil, Recovery, Rejuvenation, Unparked, UserfaultStatus,
 };
 use serde::Serialize;
 
@@ -161,6 +161,16 @@ fn machine(status: &MachineStatus) -> Vec<String> {
                 UserfaultStatus::Absent { why } => format!("absent ({why})"),
             };
             rows.push(words("userfault", userfault));
+        }
+    }
+    for (until, when) in [
+        (PendingUntil::NextGuest, "from the next reboot or crash on"),
+        (PendingUntil::NextStart, "when the machine has stopped and is started again"),
+    ] {
+        let keys = status.pending.iter().filter(|change| change.until == until).map(|change| change.key.as_str());
+        let keys: Vec<_> = keys.collect();
+        if !keys.is_empty() {
+            rows.push(words("pending", format!("{}: {when}", keys.join(", "))));
         }
     }
     let keeper = &status.keeper;

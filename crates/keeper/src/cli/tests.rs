@@ -30,8 +30,11 @@ fn fixture() -> Fixture {
         let events = events.clone();
         move |command, reply| reply.send(obey(&command, &events)).unwrap()
     });
-    let context =
-        http::Context { control, events: events.clone(), config: serde_json::json!({"cpus": 2, "qemu": null}) };
+    let context = http::Context {
+        control,
+        events: events.clone(),
+        config: std::sync::Arc::new(std::sync::Mutex::new(serde_json::json!({"cpus": 2, "qemu": null}))),
+    };
     let server = Server::start(&runtime_folder.join("api.sock"), context).unwrap();
     Fixture { folder, events, server: Some(server) }
 }
@@ -232,6 +235,8 @@ web  running, incarnation 2, up 1 min 15 s
   qemu          7.2.9, pid 4712, generation 2
   accelerator   tcg (/dev/kvm does not exist)
   userfault     handed over
+  pending       boot.cmdline: from the next reboot or crash on
+  pending       disks.root.queues: when the machine has stopped and is started again
   keeper        0.1.0, pid 4711, up 1 h 1 min
 
 memory

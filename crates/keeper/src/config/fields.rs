@@ -49,6 +49,14 @@ impl Section {
         }
     }
 
+    /// The key of this section's table in the file; none for the machine's own fields.
+    pub fn table(self) -> Option<&'static str> {
+        match self {
+            Self::Machine => None,
+            other => Some(other.heading().trim_matches(['[', ']'])),
+        }
+    }
+
     /// Whether the heading may be given again and again.
     pub fn repeats(self) -> bool {
         matches!(self, Self::Disk | Self::Nvram | Self::Net)
@@ -110,10 +118,33 @@ pub enum Kind {
     TextList,
 }
 
+/// When a change of a key takes effect while a guest of the machine lives. A keeper reads the file once, at its own start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Effect {
+    /// The keeper alone acts on it: it counts from the keeper's start, also for a guest that the keeper takes over.
+    AtTakeOver,
+    /// A living guest was started with it. The change waits until that guest has ended, and its next QEMU boots.
+    WithNextGuest,
+    /// The keeper itself is built on it (folders, disks). The change waits until the machine has stopped.
+    WithNextStart,
+}
+
+impl Effect {
+    /// The words of status and docs.
+    pub fn words(self) -> &'static str {
+        match self {
+            Self::AtTakeOver => "next keeper",
+            Self::WithNextGuest => "next guest",
+            Self::WithNextStart => "next start",
+        }
+    }
+}
+
 /// One field.
 pub struct Field {
     pub section: Section,
     pub key: &'static str,
+    pub effect: Effect,
     pub kind: Kind,
     /// In words; empty if the field must be given.
     pub default: &'static str,
@@ -138,69 +169,84 @@ pub const NET_KINDS: &[&str] = &["user", "passt", "tap"];
 const fn field(
     section: Section,
     key: &'static str,
+    effect: Effect,
     kind: Kind,
     default: &'static str,
     example: &'static str,
     meaning: &'static str,
 ) -> Field {
-    Field { section, key, kind, default, example, meaning }
+    Field { section, key, effect, kind, default, example, meaning }
 }
 
 const fn machine(
     key: &'static str,
+    effect: Effect,
     kind: Kind,
     default: &'static str,
     example: &'static str,
     meaning: &'static str,
 ) -> Field {
-    field(Section::Machine, key, kind, default, example, meaning)
+    field(Section::Machine, key, effect, kind, default, example, meaning)
 }
 
 const fn crash(
     key: &'static str,
+    effect: Effect,
     kind: Kind,
     default: &'static str,
     example: &'static str,
     meaning: &'static str,
 ) -> Field {
-    field(Section::Crash, key, kind, default, example, meaning)
+    field(Section::Crash, key, effect, kind, default, example, meaning)
 }
 
 const fn rejuvenate(
     key: &'static str,
+    effect: Effect,
     kind: Kind,
     default: &'static str,
     example: &'static str,
     meaning: &'static str,
 ) -> Field {
-    field(Section::Rejuvenate, key, kind, default, example, meaning)
+    field(Section::Rejuvenate, key, effect, kind, default, example, meaning)
 }
 
 const fn disk(
     key: &'static str,
+    effect: Effect,
     kind: Kind,
     default: &'static str,
     example: &'static str,
     meaning: &'static str,
 ) -> Field {
-    field(Section::Disk, key, kind, default, example, meaning)
+    field(Section::Disk, key, effect, kind, default, example, meaning)
 }
 
+use Effect::{AtTakeOver, WithNextGuest, WithNextStart};
 use Kind::{Boolean, Choice, Integer, Path, Size, SizeOrPercent, Text, TextList, Time};
 
 /// All fields, in the order of the page.
 pub static FIELDS: &[Field] = &[
     machine(
         "name",
+        WithNextStart,
         Text,
         "",
         r#""web""#,
         "Name of the machine in every command: 1 to 32 letters, digits, `-`, `_` or `.`, beginning with a letter or digit.",
     ),
-    machine("memory", Size, "", r#""2GiB""#, "RAM of the guest, a multiple of 2 MiB, from 32MiB to 16TiB."),
-    machine("cpus", Integer { min: 1, max: 255 }, "1", "2", "Virtual processors."),
+    machine(
+        "memory",
+        WithNextGuest,
+        Size,
+        "",
+        r#""2GiB""#,
+        "RAM of the guest, a multiple of 2 MiB, from 32MiB to 16TiB.",
+    ),
+    machine("cpus", WithNextGuest, Integer { min: 1, max: 255 }, "1", "2", "Virtual processors."),
     machine(
         "cpu_model",
+        WithNextGuest,
         Text,
         "`host` under KVM, `max,-erms,-fsrm,-cx16` under TCG",
         r#""Skylake-Server,-hle,-rtm""#,
@@ -208,6 +254,7 @@ pub static FIELDS: &[Field] = &[
     ),
     machine(
         "accelerator",
+        WithNextGuest,
         Choice(ACCELERATORS),
         "`auto`",
         r#""auto""#,
@@ -215,6 +262,7 @@ pub static FIELDS: &[Field] = &[
     ),
     machine(
         "machine_type",
+        WithNextGuest,
         Text,
         "a versioned one that newer QEMUs know too",
         r#""pc-q35-7.2""#,
@@ -222,6 +270,7 @@ pub static FIELDS: &[Field] = &[
     ),
     machine(
         "qemu",
+        AtTakeOver,
         Path,
         "`qemu-system-x86_64` on PATH",
         r#""/usr/bin/qemu-system-x86_64""#,
@@ -229,6 +278,7 @@ pub static FIELDS: &[Field] = &[
     ),
     machine(
         "qemu_user",
+        WithNextGuest,
         Text,
         "the keeper's own user",
         r#""nobody""#,
@@ -236,6 +286,7 @@ pub static FIELDS: &[Field] = &[
     ),
     machine(
         "runtime_folder",
+        WithNextStart,
         Path,
         "`/run/hearth/NAME`",
         r#""/run/hearth/web""#,
@@ -243,6 +294,7 @@ pub static FIELDS: &[Field] = &[
     ),
     machine(
         "memory_folder",
+        WithNextStart,
         Path,
         "`/dev/shm/hearth/NAME`",
         r#""/dev/shm/hearth/web""#,
@@ -251,6 +303,7 @@ pub static FIELDS: &[Field] = &[
     ),
     machine(
         "ember",
+        WithNextGuest,
         Choice(ON_OFF),
         "`on`",
         r#""on""#,
@@ -258,6 +311,7 @@ pub static FIELDS: &[Field] = &[
     ),
     machine(
         "on_panic",
+        AtTakeOver,
         Choice(ON_PANIC),
         "`dump+recover`; `recover` if the dump folder cannot be used",
         r#""dump+recover""#,
@@ -267,6 +321,7 @@ pub static FIELDS: &[Field] = &[
     ),
     machine(
         "budget_slack",
+        AtTakeOver,
         SizeOrPercent,
         "`3%`",
         r#""3%""#,
@@ -274,6 +329,7 @@ pub static FIELDS: &[Field] = &[
     ),
     machine(
         "admission",
+        AtTakeOver,
         Choice(ADMISSION),
         "`dump`",
         r#""always""#,
@@ -281,9 +337,17 @@ pub static FIELDS: &[Field] = &[
          budget. `dump`: while a dump holds dead memory. `always`: also while only an ember is there, which is trimmed \
          as the guest grows; a guest that outruns that is otherwise only seen and reported.",
     ),
-    machine("sandbox", Boolean, "`true`", "true", "Run QEMU in its seccomp sandbox, where the binary has one."),
+    machine(
+        "sandbox",
+        WithNextGuest,
+        Boolean,
+        "`true`",
+        "true",
+        "Run QEMU in its seccomp sandbox, where the binary has one.",
+    ),
     machine(
         "guest_agent",
+        WithNextGuest,
         Boolean,
         "`false`",
         "true",
@@ -292,6 +356,7 @@ pub static FIELDS: &[Field] = &[
     ),
     machine(
         "extra_qemu_args",
+        WithNextGuest,
         TextList,
         "none",
         r#"["-device", "virtio-balloon-pci"]"#,
@@ -300,15 +365,25 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::Boot,
         "kernel",
+        WithNextGuest,
         Path,
         "none",
         r#""vmlinuz""#,
         "Linux kernel to start directly. Either this or `firmware`.",
     ),
-    field(Section::Boot, "initrd", Path, "none", r#""initrd.img""#, "Initial RAM disk; with `kernel` only."),
+    field(
+        Section::Boot,
+        "initrd",
+        WithNextGuest,
+        Path,
+        "none",
+        r#""initrd.img""#,
+        "Initial RAM disk; with `kernel` only.",
+    ),
     field(
         Section::Boot,
         "cmdline",
+        WithNextGuest,
         Text,
         "empty",
         r#""root=/dev/vda console=ttyS0""#,
@@ -317,6 +392,7 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::Boot,
         "firmware",
+        WithNextGuest,
         Path,
         "`bios`, if there is no `kernel`",
         r#""uefi""#,
@@ -325,6 +401,7 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::Boot,
         "firmware_vars",
+        WithNextGuest,
         Path,
         "none",
         r#""web-vars.fd""#,
@@ -332,6 +409,7 @@ pub static FIELDS: &[Field] = &[
     ),
     crash(
         "dump_folder",
+        AtTakeOver,
         Path,
         "`/var/lib/hearth/NAME/dumps`",
         r#""/srv/dumps/web""#,
@@ -340,15 +418,24 @@ pub static FIELDS: &[Field] = &[
     ),
     crash(
         "level",
+        AtTakeOver,
         Integer { min: 0, max: 31 },
         "31",
         "17",
         "What a dump leaves out, as makedumpfile counts it: the sum of 1 zero pages, 2 cache, 4 private cache, 8 user data, \
          16 free pages.",
     ),
-    crash("format", Choice(DUMP_FORMATS), "`kdump`", r#""kdump""#, "Compressed, or an ELF file as plain as memory."),
+    crash(
+        "format",
+        AtTakeOver,
+        Choice(DUMP_FORMATS),
+        "`kdump`",
+        r#""kdump""#,
+        "Compressed, or an ELF file as plain as memory.",
+    ),
     crash(
         "compression",
+        AtTakeOver,
         Choice(COMPRESSIONS),
         "`zstd`",
         r#""lzo""#,
@@ -356,14 +443,23 @@ pub static FIELDS: &[Field] = &[
     ),
     crash(
         "keep_last",
+        AtTakeOver,
         Integer { min: 1, max: 1000 },
         "5",
         "5",
         "Complete dumps kept; older ones go when one more is complete.",
     ),
-    crash("min_free", Size, "`1GiB`", r#""10GiB""#, "A dump that would leave less than this free stops, and says so."),
+    crash(
+        "min_free",
+        AtTakeOver,
+        Size,
+        "`1GiB`",
+        r#""10GiB""#,
+        "A dump that would leave less than this free stops, and says so.",
+    ),
     crash(
         "chunk",
+        AtTakeOver,
         Size,
         "`4MiB`",
         r#""16MiB""#,
@@ -372,6 +468,7 @@ pub static FIELDS: &[Field] = &[
     ),
     crash(
         "threads",
+        AtTakeOver,
         Integer { min: 1, max: 64 },
         "as many as the host has processors, at most 4",
         "2",
@@ -379,6 +476,7 @@ pub static FIELDS: &[Field] = &[
     ),
     crash(
         "headroom",
+        AtTakeOver,
         SizeOrPercent,
         "`0%`",
         r#""10%""#,
@@ -386,40 +484,73 @@ pub static FIELDS: &[Field] = &[
     ),
     crash(
         "disk_time",
+        AtTakeOver,
         Choice(DISK_TIMES),
         "`recovery-first`",
         r#""balanced""#,
         "Who waits when dump and guest need the same disk. On different disks nobody does.",
     ),
-    crash("mib_per_second", Integer { min: 1, max: 1_000_000 }, "no limit", "70", "Limit of the dump's writing."),
+    crash(
+        "mib_per_second",
+        AtTakeOver,
+        Integer { min: 1, max: 1_000_000 },
+        "no limit",
+        "70",
+        "Limit of the dump's writing.",
+    ),
     crash(
         "loop_count",
+        AtTakeOver,
         Integer { min: 2, max: 1000 },
         "5",
         "5",
         "So many crashes within the window are a crash loop: the machine waits before it starts its next guest.",
     ),
-    crash("loop_window_s", Integer { min: 1, max: 86_400 }, "60", "300", "The window, in seconds that guests lived."),
+    crash(
+        "loop_window_s",
+        AtTakeOver,
+        Integer { min: 1, max: 86_400 },
+        "60",
+        "300",
+        "The window, in seconds that guests lived.",
+    ),
     crash(
         "loop_delay_s",
+        AtTakeOver,
         Integer { min: 1, max: 86_400 },
         "10",
         "30",
         "How long the machine waits in a crash loop, in seconds: the first time so long, then twice as long each time.",
     ),
-    crash("loop_delay_max_s", Integer { min: 1, max: 86_400 }, "300", "3600", "The longest it waits, in seconds."),
+    crash(
+        "loop_delay_max_s",
+        AtTakeOver,
+        Integer { min: 1, max: 86_400 },
+        "300",
+        "3600",
+        "The longest it waits, in seconds.",
+    ),
     field(
         Section::Watchdog,
         "action",
+        WithNextGuest,
         Choice(WATCHDOG_ACTIONS),
         "`crash`",
         r#""crash""#,
         "When the guest stops feeding it: `crash` does what `on_panic` says, `nmi` makes a guest that is set up for it panic \
          by itself, `reset` reboots without a dump.",
     ),
-    rejuvenate("every", Time, "never", r#""30d""#, "How old QEMU may become: a number with `s`, `m`, `h` or `d`."),
+    rejuvenate(
+        "every",
+        AtTakeOver,
+        Time,
+        "never",
+        r#""30d""#,
+        "How old QEMU may become: a number with `s`, `m`, `h` or `d`.",
+    ),
     rejuvenate(
         "rss_growth_mib",
+        AtTakeOver,
         Integer { min: 1, max: 1_000_000 },
         "no limit",
         "256",
@@ -427,6 +558,7 @@ pub static FIELDS: &[Field] = &[
     ),
     rejuvenate(
         "window",
+        AtTakeOver,
         Text,
         "any time, at most once an hour",
         r#""02:00-05:00""#,
@@ -435,6 +567,7 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::Remount,
         "limit",
+        AtTakeOver,
         SizeOrPercent,
         "`5%`",
         r#""64MiB""#,
@@ -443,6 +576,7 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::Remount,
         "ready_after",
+        AtTakeOver,
         Time,
         "`2m`",
         r#""30s""#,
@@ -452,6 +586,7 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::Remount,
         "persist",
+        AtTakeOver,
         Boolean,
         "`false`",
         "true",
@@ -460,6 +595,7 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::Remount,
         "persist_file",
+        AtTakeOver,
         Path,
         "`/var/lib/hearth/NAME/boot-set`",
         r#""/srv/web.boot-set""#,
@@ -468,6 +604,7 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::Remount,
         "join_writes",
+        AtTakeOver,
         Boolean,
         "`true`",
         "false",
@@ -477,6 +614,7 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::ObjectStore,
         "credentials",
+        AtTakeOver,
         Path,
         "the keeper's environment",
         r#""/etc/hearth/s3.env""#,
@@ -487,6 +625,7 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::ObjectStore,
         "folder",
+        AtTakeOver,
         Path,
         "`/var/cache/hearth/objects`",
         r#""/srv/cache/hearth""#,
@@ -496,6 +635,7 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::ObjectStore,
         "cache_size",
+        AtTakeOver,
         Size,
         "`8GiB`",
         r#""50GiB""#,
@@ -505,6 +645,7 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::Ready,
         "port",
+        AtTakeOver,
         Integer { min: 1, max: 65_535 },
         "none",
         "8080",
@@ -514,18 +655,41 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::Ready,
         "unit",
+        AtTakeOver,
         Text,
         "none",
         r#""web.service""#,
         "A unit of the guest's systemd. Ready is when it is active, which the guest's agent is asked once a second (`guest-exec` of \
          `systemctl is-active`). With `guest_agent = true` only.",
     ),
-    disk("name", Text, "`disk0`, `disk1`, ...", r#""root""#, "Name of the disk in commands and metrics."),
-    disk("path", Path, "", r#""root.img""#, "The image: a file or a block device. It is locked while it is served."),
-    disk("format", Choice(DISK_FORMATS), "`raw`", r#""raw""#, "Format of the image."),
-    disk("read_only", Boolean, "`false`", "false", "Refuse writes; other readers may open the image too."),
+    disk(
+        "name",
+        WithNextStart,
+        Text,
+        "`disk0`, `disk1`, ...",
+        r#""root""#,
+        "Name of the disk in commands and metrics.",
+    ),
+    disk(
+        "path",
+        WithNextStart,
+        Path,
+        "",
+        r#""root.img""#,
+        "The image: a file or a block device. It is locked while it is served.",
+    ),
+    disk("format", WithNextStart, Choice(DISK_FORMATS), "`raw`", r#""raw""#, "Format of the image."),
+    disk(
+        "read_only",
+        WithNextStart,
+        Boolean,
+        "`false`",
+        "false",
+        "Refuse writes; other readers may open the image too.",
+    ),
     disk(
         "serial",
+        WithNextStart,
         Text,
         "the disk's name",
         r#""root""#,
@@ -533,6 +697,7 @@ pub static FIELDS: &[Field] = &[
     ),
     disk(
         "queues",
+        WithNextStart,
         Integer { min: 1, max: 16 },
         "1",
         "1",
@@ -540,23 +705,41 @@ pub static FIELDS: &[Field] = &[
     ),
     disk(
         "mib_per_second",
+        AtTakeOver,
         Integer { min: 1, max: 1_000_000 },
         "no limit",
         "125",
         "Limit of bytes read from and written to the image.",
     ),
-    disk("iops", Integer { min: 1, max: 100_000_000 }, "no limit", "3000", "Limit of requests to the image."),
+    disk(
+        "iops",
+        AtTakeOver,
+        Integer { min: 1, max: 100_000_000 },
+        "no limit",
+        "3000",
+        "Limit of requests to the image.",
+    ),
     disk(
         "direct",
+        AtTakeOver,
         Boolean,
         "`true`",
         "true",
         "Go around the host's page cache (`O_DIRECT`) where the file system can; with `false` the host may cache too.",
     ),
-    field(Section::Nvram, "name", Text, "`nvram0`, `nvram1`, ...", r#""journal""#, "Name of the device in commands."),
+    field(
+        Section::Nvram,
+        "name",
+        WithNextStart,
+        Text,
+        "`nvram0`, `nvram1`, ...",
+        r#""journal""#,
+        "Name of the device in commands.",
+    ),
     field(
         Section::Nvram,
         "size",
+        WithNextStart,
         Size,
         "",
         r#""64MiB""#,
@@ -565,6 +748,7 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::Nvram,
         "device",
+        WithNextStart,
         Choice(NVRAM_DEVICES),
         "`disk`",
         r#""pmem""#,
@@ -574,6 +758,7 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::Nvram,
         "mirror",
+        WithNextStart,
         Choice(MIRRORS),
         "`none`",
         r#""sync""#,
@@ -583,6 +768,7 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::Nvram,
         "mirror_file",
+        WithNextStart,
         Path,
         "none",
         r#""/srv/web-journal""#,
@@ -591,6 +777,7 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::Nvram,
         "serial",
+        WithNextStart,
         Text,
         "the device's name",
         r#""journal""#,
@@ -599,6 +786,7 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::Net,
         "kind",
+        WithNextGuest,
         Choice(NET_KINDS),
         "`user`",
         r#""user""#,
@@ -607,6 +795,7 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::Net,
         "forward",
+        WithNextGuest,
         TextList,
         "none",
         r#"["127.0.0.1:8080:80", "127.0.0.1:5353:53/udp"]"#,
@@ -616,6 +805,7 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::Net,
         "isolated",
+        WithNextGuest,
         Boolean,
         "`false`",
         "true",
@@ -624,6 +814,7 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::Net,
         "ifname",
+        WithNextGuest,
         Text,
         "none",
         r#""tap0""#,
@@ -632,6 +823,7 @@ pub static FIELDS: &[Field] = &[
     field(
         Section::Net,
         "mac",
+        WithNextGuest,
         Text,
         "derived from the machine's name",
         r#""52:54:00:12:34:56""#,

@@ -16,16 +16,20 @@ use serde::Serialize;
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 
+#[cfg(test)]
+pub mod every_key;
 mod fields;
 mod file;
+mod living;
 mod meaning;
 mod page;
 mod quantity;
 mod shape;
 mod snapshot;
 
-pub use fields::{FIELDS, Field, Kind, Section};
+pub use fields::{Effect, FIELDS, Field, Kind, Section};
 pub use file::{ConfigFile, ObjectStoreSection};
+pub use living::{Configured, InForce};
 pub use page::page;
 pub use quantity::{SECONDS_MAX, seconds, size_bytes};
 

@@ -6,6 +6,7 @@ use hearth_api::EmberMode;
 
 use super::*;
 
+mod living;
 mod remount;
 
 const SMALL: &str = "name = \"web\"\nmemory = \"1GiB\"\n[boot]\nkernel = \"vmlinuz\"\n";

@@ -120,7 +120,7 @@ fn answer(context: &Context, request: &Request) -> Result<Reply, ApiError> {
         }
         RouteId::Events => events(context, request),
         RouteId::Explain => explanation(context),
-        RouteId::Config => Ok(json(&context.config)),
+        RouteId::Config => Ok(json(&*context.config.lock().expect("holders only copy and assign"))),
         RouteId::Metrics => {
             let text = metrics::text(&*context.control.status()?);
             Ok(Reply::Text { media_type: metrics::MEDIA_TYPE, text })

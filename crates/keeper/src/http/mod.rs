@@ -41,8 +41,8 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 pub struct Context {
     pub control: Control,
     pub events: EventLog,
-    /// The configuration as resolved.
-    pub config: serde_json::Value,
+    /// The configuration of the living guest, as resolved.
+    pub config: Arc<Mutex<serde_json::Value>>,
 }
 
 /// The running server; dropping it stops it.

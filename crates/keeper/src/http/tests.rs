@@ -4,6 +4,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
 
 use hearth_api::{CrashMethod, CrashRequest, DiskSize, EventKind, EventRecord, RebootRequest, StopRequest};
 use serde_json::{Value, json};
@@ -34,7 +35,7 @@ fn fixture_with(client_patience: Duration, heartbeat: Duration) -> Fixture {
         let answer = machine_answer(&command, &ask);
         reply.send(answer).unwrap();
     });
-    let context = Context { control, events: events.clone(), config: json!({"name": "web"}) };
+    let context = Context { control, events: events.clone(), config: Arc::new(Mutex::new(json!({"name": "web"}))) };
     let server = Server::start_with(&socket, context, client_patience, heartbeat).unwrap();
     Fixture { _folder: folder, socket, server, events, asked }
 }

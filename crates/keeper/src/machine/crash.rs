@@ -178,7 +178,8 @@ impl Machine {
     }
 
     fn claim(&self, ram: &RamFile, hold: Arc<Hold>, incarnation: u32) -> Claim {
-        let layout = Layout::q35(self.parts.config.memory_bytes);
+        // The dead guest's: the next one may have another size.
+        let layout = Layout::q35(ram.bytes());
         Claim::new(self.ember.clone(), hold, incarnation, layout, ram.pages())
     }
 

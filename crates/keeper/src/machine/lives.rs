@@ -19,9 +19,11 @@ use super::dumps::Dumps;
 use super::generation::{Devices, Generation};
 use super::timeline::Timeline;
 use super::{DRAIN_PATIENCE, Life, Machine, MachineError, Wanted, access, launch};
+use crate::config::Configured;
 
 impl Machine {
     pub(super) fn start_afresh(&mut self) -> Result<(), MachineError> {
+        self.take_next_configuration();
         let incarnation = self.next_incarnation()?;
         self.open_disks(&incarnation)?;
         self.launch(incarnation)
@@ -92,6 +94,7 @@ impl Machine {
     /// The next incarnation starts from what the dead one left.
     pub(super) fn start_next(&mut self) -> Result<(), MachineError> {
         self.wanted = Wanted::Run;
+        self.take_next_configuration();
         let next = self.next_incarnation()?;
         self.phase(Phase::Attach, |machine| machine.succession().attach(&next))?;
         self.phase(Phase::Launch, |machine| machine.launch(next))?;
@@ -232,10 +235,17 @@ impl Machine {
         self.journal.generation += 1;
         self.journal.ember = self.ember.incarnations();
         self.journal.disks = launch::disk_identities(&self.parts.config);
+        self.journal.ram_bytes = self.parts.config.memory_bytes;
+        self.journal.started_with = Some(self.started_with());
         self.journal.save(&self.parts.folders.journal())?;
         // Before QEMU: its guest fills memory while the keeper still waits for QMP.
         self.warden.watch(Some(incarnation.clone()));
         Ok(self.journal.generation)
+    }
+
+    /// What a later keeper knows the guest's configuration by.
+    pub(super) fn started_with(&self) -> String {
+        Configured { config: self.parts.config.clone(), typed: self.parts.typed.clone() }.for_journal()
     }
 
     fn launch(&mut self, incarnation: Incarnation) -> Result<(), MachineError> {

@@ -40,6 +40,7 @@ pub mod frozen;
 pub mod gate;
 mod generation;
 mod idle;
+mod in_force;
 mod launch;
 mod lives;
 mod nvram;
@@ -63,12 +64,12 @@ pub mod warden;
 mod wires;
 mod work;
 
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use hearth_api::{EndCause, EventKind, MachineState, Rejuvenation, Unparked};
+use hearth_api::{EndCause, EventKind, MachineState, PendingChange, Rejuvenation, Unparked};
 use hearth_disk::nvram::Nvram;
 use hearth_disk::nvram::pmem::Pmem;
 use hearth_disk::server::DiskServer;
@@ -98,6 +99,7 @@ pub use error::MachineError;
 pub use folders::{FolderError, Folders};
 use frozen::Frozen;
 use generation::Generation;
+pub use in_force::{Next, in_force};
 pub use rejuvenate::GUEST_DIED_WITH_QEMU;
 pub use takeover::could_take_over;
 use timeline::Timeline;
@@ -109,9 +111,15 @@ const DRAIN_PATIENCE: Duration = Duration::from_secs(60);
 
 /// What a machine is made from; all of it checked.
 pub struct Parts {
+    /// Describes the living guest, whatever the file says by now.
     pub config: Config,
     /// What `config` was made from: it goes along with a snapshot.
     pub typed: ConfigFile,
+    pub next: Next,
+    /// Keys of the file that do not count yet.
+    pub pending: Vec<PendingChange>,
+    /// `config`, for the API.
+    pub shown_config: Arc<Mutex<serde_json::Value>>,
     /// A snapshot to begin with, instead of a boot.
     pub restore: Option<restore::RestoreOrder>,
     /// The first guest is the only one.
@@ -135,6 +143,12 @@ impl Parts {
     /// The program that the next QEMU is started from.
     fn binary(&self) -> Result<Binary, BinaryError> {
         self.binary.clone().map_or_else(|| Binary::find(self.config.qemu.as_deref()), Ok)
+    }
+
+    /// What the API shows is what counts now.
+    fn show_config(&self) {
+        let shown = serde_json::to_value(&self.config).expect("a configuration is plain data");
+        *self.shown_config.lock().expect("holders only copy and assign") = shown;
     }
 }
 
@@ -226,6 +240,17 @@ enum Wanted {
     Stop { power_off_at: Instant },
 }
 
+/// The host memory that a machine may use.
+fn budget(config: &Config) -> Budget {
+    let slack_bytes = config.budget_slack_bytes;
+    Budget {
+        ram_bytes: config.memory_bytes,
+        slack_bytes,
+        headroom_bytes: config.crash.headroom_bytes,
+        dump_buffer_bytes: dump::buffer_bytes(slack_bytes, config.crash.threads),
+    }
+}
+
 impl Machine {
     /// Starts the machine, or takes over the QEMU that a dead keeper left running.
     pub fn start(parts: Parts) -> Result<Self, MachineError> {
@@ -235,14 +260,7 @@ impl Machine {
         let (boot_set, evidence) = remount::open(&parts, &tagger)?.unzip();
         let join_writes = parts.config.remount.as_ref().is_some_and(|remount| remount.join_writes);
         let warm = Arc::new(WarmSources { ember: ember.clone(), boot_set: boot_set.clone(), join_writes });
-        let crash = &parts.config.crash;
-        let slack_bytes = parts.config.budget_slack_bytes;
-        let budget = Budget {
-            ram_bytes: parts.config.memory_bytes,
-            slack_bytes,
-            headroom_bytes: crash.headroom_bytes,
-            dump_buffer_bytes: dump::buffer_bytes(slack_bytes, crash.threads),
-        };
+        let budget = budget(&parts.config);
         let tell = parts.tell.clone();
         let warden = warden::Warden::start(&parts.config.name, budget, ember.clone(), boot_set, move |word| {
             // Fails only when the loop is gone, and then nobody wants to know.

@@ -249,6 +249,7 @@ impl Machine {
             state,
             vmgenid: identity.vmgenid,
             guest_agent: identity.guest_agent,
+            started_with: Some(self.started_with()),
             frozen: self.journal.frozen,
             disks: launch::disk_identities(config),
             images,

@@ -44,6 +44,7 @@ impl Machine {
             last_rejuvenation: self.last_rejuvenation.clone(),
             unparked: self.unparked.clone(),
             restore: self.restore_status(),
+            pending: self.parts.pending.clone(),
             frozen: self.frozen_status(),
             save: self.saving.as_ref().map(save::Saving::status),
             last_recovery: self.recovery(&dumps),

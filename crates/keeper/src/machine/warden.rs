@@ -54,7 +54,7 @@ pub struct Warden {
 }
 
 struct Shared {
-    budget: Budget,
+    budget: Mutex<Budget>,
     ember: Arc<Ember>,
     boot_set: Option<Arc<BootSet>>,
     notes: Mutex<Option<ImageNotes>>,
@@ -67,6 +67,12 @@ struct Shared {
     dump_buffer_bytes: Arc<AtomicU64>,
 }
 
+impl Shared {
+    fn budget(&self) -> Budget {
+        *self.budget.lock().expect("holders only copy and assign")
+    }
+}
+
 impl Warden {
     pub fn start(
         machine: &str,
@@ -76,7 +82,7 @@ impl Warden {
         tell: impl Fn(Word) + Send + 'static,
     ) -> std::io::Result<Self> {
         let shared = Arc::new(Shared {
-            budget,
+            budget: Mutex::new(budget),
             ember,
             boot_set,
             notes: Mutex::new(None),
@@ -100,6 +106,11 @@ impl Warden {
     pub fn watch(&self, live: Option<Incarnation>) {
         *self.shared.live.lock().expect("the warden never panics") = live;
         self.nudge();
+    }
+
+    /// What the machine may hold from now on.
+    pub fn set_budget(&self, budget: Budget) {
+        *self.shared.budget.lock().expect("holders only copy and assign") = budget;
     }
 
     /// What the living incarnation was granted counts as if it had been taken.
@@ -227,7 +238,7 @@ impl<'a> Round<'a> {
         // From before the last measurement to after this one: if this thread has to wait for a processor in between, the growth
         // of that time must not be taken for a fast guest's.
         let since = std::mem::replace(&mut self.looked, looked).elapsed();
-        let to_trim = self.shared.budget.to_trim(self.promised(usage), growth, since);
+        let to_trim = self.shared.budget().to_trim(self.promised(usage), growth, since);
         if to_trim > 0 {
             self.trimmed_bytes += self.shared.ember.trim(to_trim)?;
         } else if usage.ember_bytes > 0 {
@@ -295,7 +306,7 @@ impl<'a> Round<'a> {
     fn warn_if_over(&mut self, usage: Usage) {
         // What the headroom was used for is trimmed in the look that finds the dump over, and measured before that.
         let was_held = std::mem::replace(&mut self.was_held, usage.is_held);
-        let limit_bytes = self.shared.budget.limit_bytes(usage.is_held || was_held);
+        let limit_bytes = self.shared.budget().limit_bytes(usage.is_held || was_held);
         let over = usage.total_bytes() > limit_bytes;
         if over && !self.warned {
             (self.tell)(Word::OverBudget { used_bytes: usage.total_bytes(), limit_bytes });

@@ -157,6 +157,9 @@ pub struct Parked {
     /// Its QEMU had a channel to a guest agent.
     #[serde(default)]
     pub guest_agent: bool,
+    /// The configuration that the guest was started with, as in the journal. None: an earlier keeper parked the guest.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub started_with: Option<String>,
     /// Its file systems may be frozen: for a save, and their thaw was not seen.
     #[serde(default)]
     pub frozen: bool,
@@ -377,6 +380,7 @@ mod tests {
             state: Part { bytes: 3, blake3: "11".into() },
             vmgenid: None,
             guest_agent: true,
+            started_with: None,
             frozen: false,
             disks: vec![DiskIdentity {
                 name: "root".into(),

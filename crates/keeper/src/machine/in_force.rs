@@ -1,0 +1,95 @@
+//! Which configuration counts: a living or parked guest's own, together with the file of today.
+//!
+//! The guest's own is in the journal, or in the note of a parked guest, from the moment its QEMU was started. Its next QEMUs
+//! (hops, a resume) are started with it, and saves and dumps describe it. When the guest has ended the next one gets what
+//! the file said at the keeper's start.
+
+use std::fs;
+use std::path::PathBuf;
+
+use hearth_api::{EventKind, PendingUntil};
+use hearth_qemu::AcceleratorChoice;
+use hearth_recovery::incarnation::ram_path;
+use hearth_recovery::journal::Journal;
+use hearth_recovery::rejuvenation::parked;
+
+use super::Machine;
+use crate::check::{self, life};
+use crate::config::{Config, Configured, InForce};
+use crate::host_reload::Record;
+use crate::problem::Problem;
+use crate::runtime_root::RuntimeRoot;
+
+/// The configuration of the machine that this file describes, as it is right now. The error lists what this program does not
+/// understand of a guest's own configuration.
+pub fn in_force(today: Configured, root: &RuntimeRoot) -> Result<InForce, Vec<Problem>> {
+    let started_with = living_guest(&today, root).or_else(|| parked_guest(&today.config, root));
+    match started_with {
+        Some(started_with) => InForce::of_living(&today, &started_with, root),
+        None => Ok(today.into()),
+    }
+}
+
+/// A runtime folder that was changed in the file is found by the name of the machine.
+fn living_guest(today: &Configured, root: &RuntimeRoot) -> Option<String> {
+    let config = &today.config;
+    let entered = fs::canonicalize(root.machine(&config.name)).ok();
+    let mut folders = [Some(config.runtime_folder.clone()), entered].into_iter().flatten();
+    let (folder, journal) = folders.find_map(|folder| Some((folder.clone(), life::living_guest(&folder)?)))?;
+    Some(journal.started_with.clone().unwrap_or_else(|| of_earlier_keeper(today, folder, &journal)))
+}
+
+/// An earlier keeper noted little: the file of today, but for that.
+fn of_earlier_keeper(today: &Configured, runtime_folder: PathBuf, journal: &Journal) -> String {
+    let mut then = today.clone();
+    let ram = fs::metadata(ram_path(&today.config.memory_folder, journal.incarnation));
+    let ram_bytes = ram.map_or(journal.ram_bytes, |ram| ram.len());
+    then.typed.memory = Some(format!("{}MiB", ram_bytes >> 20));
+    then.typed.guest_agent = journal.qemu.as_ref().map(|qemu| qemu.guest_agent);
+    then.config.runtime_folder = runtime_folder;
+    then.for_journal()
+}
+
+fn parked_guest(config: &Config, root: &RuntimeRoot) -> Option<String> {
+    let journal = Journal::load(&config.runtime_folder.join("journal.json")).ok().flatten();
+    let left_in = match journal {
+        Some(journal) => journal.parked_in,
+        None => Record::of_this_host().and_then(|record| record.left_in(root.path(), &config.name)),
+    };
+    let mut folders = left_in.iter().chain([&config.memory_folder]);
+    folders.find_map(|folder| parked::find(folder).ok().flatten())?.started_with
+}
+
+/// The configuration of the machine's next guest, where it is another one.
+pub struct Next {
+    /// None: the same configuration.
+    pub configured: Option<Box<Configured>>,
+    /// What the next guest runs under. A living guest keeps what it has.
+    pub accelerator: AcceleratorChoice,
+}
+
+impl Machine {
+    /// There is no guest, and one is about to be started: what waited for that counts from now on, if it can.
+    pub(super) fn take_next_configuration(&mut self) {
+        if let Some(next) = self.parts.next.configured.take() {
+            let problems = check::of_next_guest(&self.parts.config, &next.config);
+            if let Some(problem) = problems.first() {
+                let message = format!("the next guest is started with the configuration of the last one: {problem}");
+                self.record(EventKind::Error { message });
+                self.parts.next.configured = Some(next);
+                return;
+            }
+            (self.parts.config, self.parts.typed) = (next.config, next.typed);
+            self.parts.pending.retain(|change| change.until == PendingUntil::NextStart);
+            self.parts.show_config();
+            self.set_budget();
+        }
+        self.parts.accelerator = self.parts.next.accelerator.clone();
+    }
+
+    /// What the machine may hold depends on the size of its guest.
+    fn set_budget(&mut self) {
+        self.budget = super::budget(&self.parts.config);
+        self.warden.set_budget(self.budget);
+    }
+}
