@@ -138,7 +138,7 @@ impl Generation {
             incoming: successor || role == Role::Restored,
             agent_socket: devices.guest_agent.then(|| folders.agent_socket(number)),
             vmgenid: devices.vmgenid.clone(),
-            ..launch::launch(parts, incarnation, number, &library, &wires, successor)
+            ..launch::launch(parts.into(), incarnation, number, &library, &wires, successor)
         };
         let binary = parts.binary()?;
         let process = Process::spawn(&binary, &launch, &folders.qemu_log(number))?;

@@ -9,9 +9,9 @@ use hearth_disk::image::{Format, ImageOptions};
 use hearth_disk::limit::Limits;
 use hearth_disk::nvram::pmem::ALIGN_BYTES;
 use hearth_disk::server::DiskOptions;
-use hearth_qemu::Launch;
 use hearth_qemu::launch as qemu;
 use hearth_qemu::preload::Preload;
+use hearth_qemu::{Accelerator, Launch};
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::DiskIdentity;
 
@@ -28,16 +28,29 @@ const NVRAM_QUEUES: u16 = 1;
 /// A keeper killed a moment ago may have writes on their way to the disk; its lock lasts until they are there.
 const LOCK_PATIENCE: Duration = Duration::from_secs(30);
 
+/// What every QEMU of one guest has in common.
+#[derive(Clone, Copy)]
+pub struct Base<'a> {
+    pub config: &'a Config,
+    pub folders: &'a Folders,
+    pub accelerator: Accelerator,
+}
+
+impl<'a> From<&'a Parts> for Base<'a> {
+    fn from(parts: &'a Parts) -> Self {
+        Self { config: &parts.config, folders: &parts.folders, accelerator: parts.accelerator.accelerator }
+    }
+}
+
 /// What QEMU generation `generation` is started with. `successor`: it is going to take over from another one.
 pub fn launch(
-    parts: &Parts,
+    Base { config, folders, accelerator }: Base<'_>,
     incarnation: &Incarnation,
     generation: u32,
     preload: &Path,
     wires: &Wires,
     successor: bool,
 ) -> Launch {
-    let (config, folders) = (&parts.config, &parts.folders);
     let disks = config.disks.iter().map(|disk| disk_device(folders, &disk.name, disk.queues));
     let nvram = config.nvram.iter().map(|device| disk_device(folders, &device.name, NVRAM_QUEUES));
     let nets = config.nets.iter().enumerate().map(|(position, net)| {
@@ -54,7 +67,7 @@ pub fn launch(
         ram_bytes: config.memory_bytes,
         cpus: config.cpus,
         cpu_model: config.cpu_model.clone(),
-        accelerator: parts.accelerator.accelerator,
+        accelerator,
         machine_type: config.machine_type.clone(),
         boot: boot(&config.boot),
         disks: disks.chain(nvram).collect(),
@@ -157,6 +170,22 @@ pub fn image_options(disk: &DiskConfig) -> ImageOptions {
     }
 }
 
+/// What the guest has seen of its machine beside memory and disks' images.
+pub fn hardware(config: &Config, accelerator: Accelerator) -> Vec<String> {
+    let or_default = |value: &Option<String>| value.clone().unwrap_or_else(|| "default".to_owned());
+    let mut words = vec![
+        format!("accelerator {}", accelerator.name()),
+        format!("{} cpus", config.cpus),
+        format!("cpu_model {}", or_default(&config.cpu_model)),
+        format!("machine_type {}", or_default(&config.machine_type)),
+    ];
+    words.extend(config.disks.iter().map(|disk| format!("disk {} of {} queues", disk.name, disk.queues)));
+    words.extend(config.nets.iter().map(|net| format!("net {} {}", net.backend.kind(), net.mac)));
+    words.extend(config.watchdog.map(|_| "a watchdog".to_owned()));
+    words.extend(config.extra_qemu_args.iter().map(|word| format!("extra_qemu_args {word}")));
+    words
+}
+
 /// What the journal notes of the disks.
 pub fn disk_identities(config: &Config) -> Vec<DiskIdentity> {
     let identity = |disk: &DiskConfig| DiskIdentity {
@@ -214,5 +243,46 @@ pub fn disk_options(position: usize, disk: &DiskConfig, socket: PathBuf) -> Disk
         },
         tracked: true,
         gate: None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Effect;
+    use crate::config::every_key::{Changed, changes};
+
+    /// All that a living guest has seen of its machine, and its next QEMU must have again.
+    fn seen(config: &Config, folders: &Folders, incarnation: &Incarnation) -> String {
+        let base = Base { config, folders, accelerator: Accelerator::Tcg };
+        let wires = Wires::lay(config, folders, 1).unwrap();
+        let launch = launch(base, incarnation, 1, Path::new("/preload.so"), &wires, true);
+        let disks = config.disks.iter().enumerate().map(|(position, disk)| {
+            let DiskOptions { serial, queues, queue_size, read_only, .. } =
+                disk_options(position, disk, folders.disk_socket(&disk.name));
+            (serial, queues, queue_size, read_only)
+        });
+        let disks: Vec<_> = disks.collect();
+        let (identities, hardware) = (disk_identities(config), hardware(config, Accelerator::Tcg));
+        format!("{launch:?} {disks:?} {identities:?} {hardware:?}")
+    }
+
+    /// A keeper takes these from the file under a living guest.
+    #[test]
+    fn keys_of_the_keeper_show_nothing_to_the_guest() {
+        let folder = tempfile::tempdir().unwrap();
+        let (runtime, memory) = (folder.path().join("run"), folder.path().join("memory"));
+        let folders = Folders::prepare("web", &runtime, &memory).unwrap();
+        let incarnation = Incarnation::create(&memory, 1, 64 << 20, false).unwrap();
+        let is_users = |config: &Config| config.nets.iter().all(|net| net.backend.kind() == "user");
+        let mut keys = 0;
+        for Changed { field, before, after } in changes() {
+            if field.effect == Effect::AtTakeOver && is_users(&before.config) {
+                let seen = |config| seen(config, &folders, &incarnation);
+                assert_eq!(seen(&before.config), seen(&after.config), "{} {}", field.section.heading(), field.key);
+                keys += 1;
+            }
+        }
+        assert!(keys > 30, "{keys}");
     }
 }

@@ -258,21 +258,8 @@ impl Machine {
         Ok(state_bytes)
     }
 
-    /// What the guest has seen of its machine beside memory and disks' images.
     fn hardware(&self) -> Vec<String> {
-        let config = &self.parts.config;
-        let or_default = |value: &Option<String>| value.clone().unwrap_or_else(|| "default".to_owned());
-        let mut words = vec![
-            format!("accelerator {}", self.parts.accelerator.accelerator.name()),
-            format!("{} cpus", config.cpus),
-            format!("cpu_model {}", or_default(&config.cpu_model)),
-            format!("machine_type {}", or_default(&config.machine_type)),
-        ];
-        words.extend(config.disks.iter().map(|disk| format!("disk {} of {} queues", disk.name, disk.queues)));
-        words.extend(config.nets.iter().map(|net| format!("net {} {}", net.backend.kind(), net.mac)));
-        words.extend(config.watchdog.map(|_| "a watchdog".to_owned()));
-        words.extend(config.extra_qemu_args.iter().map(|word| format!("extra_qemu_args {word}")));
-        words
+        launch::hardware(&self.parts.config, self.parts.accelerator.accelerator)
     }
 
     fn image_paths(&self) -> Vec<PathBuf> {
