@@ -1,7 +1,10 @@
 //! Admission: while dead memory cannot be given up fast enough, the living guest gets memory only as the budget allows.
 //!
 //! a unit is touched for the first time (page fault of QEMU, request of a disk) -> does it fit into the budget? -> trim the
-//! ember for it -> granted, or the one who asked waits -> everything would fit: admission is over
+//! ember for it -> granted, or the one who asked waits -> everything would fit, or the dump has let go: admission is over
+//!
+//! That it is over is found by whoever asks, and by the warden's look (`review`): a guest that asks for nothing more would
+//! keep it up for ever.
 //!
 //! The warden's look is not enough here: between two looks a guest takes what it likes, and what a dump has not written
 //! yet cannot be trimmed in its place. Nor is admission enough for the ember: the warden makes room ahead of the guest,
@@ -42,6 +45,8 @@ pub struct Terms {
     pub folder: PathBuf,
     pub budget: Budget,
     pub ember: Arc<Ember>,
+    /// Memory is granted only while a dump holds dead memory. Otherwise an ember alone is enough.
+    pub only_for_dumps: bool,
 }
 
 /// Grants memory to one incarnation under one QEMU.
@@ -109,6 +114,34 @@ impl Admission {
 
     pub fn is_over(&self) -> bool {
         self.ram.is_finished()
+    }
+
+    /// Ends admission if it has become needless. To be called now and then: the guest may never ask again.
+    pub fn review(&self) -> Result<(), AdmissionError> {
+        let mut shortage = lock(&self.shortage);
+        if self.is_over() {
+            return Ok(());
+        }
+        let has_let_go = self.terms.only_for_dumps && !self.terms.ember.is_held();
+        if has_let_go || self.could_hold_all(self.others_bytes()?) {
+            self.ram.finish()?;
+            *shortage = Shortage::default();
+        }
+        Ok(())
+    }
+
+    /// Ends admission at the cost of the ember, for an operation that needs all memory granted. False: a dump, or another
+    /// file of the folder, holds what is missing.
+    pub fn end_for_ember(&self) -> Result<bool, AdmissionError> {
+        self.review()?;
+        let shortage = lock(&self.shortage);
+        if !self.is_over() && !self.terms.ember.is_held() {
+            let missing = self.all_bytes(self.others_bytes()?).saturating_sub(self.limit_bytes());
+            self.terms.ember.trim(missing)?;
+        }
+        drop(shortage);
+        self.review()?;
+        Ok(self.is_over())
     }
 
     /// Memory of the keeper's that is to count: buffers of a dump.
@@ -187,7 +220,12 @@ impl Admission {
 
     /// Then there is nothing left to decide.
     fn could_hold_all(&self, others: u64) -> bool {
-        self.live.ram.bytes() + self.ledger_bytes + others <= self.limit_bytes()
+        self.all_bytes(others) <= self.limit_bytes()
+    }
+
+    /// What the machine's files hold when the guest has all its memory.
+    fn all_bytes(&self, others: u64) -> u64 {
+        self.live.ram.bytes() + self.ledger_bytes + others
     }
 
     fn limit_bytes(&self) -> u64 {
@@ -266,6 +304,10 @@ mod tests {
 
         /// The same, while a dump holds the dead incarnation.
         fn held(dead_mib: u64, ballast_mib: u64, hold: Option<Arc<Hold>>) -> Self {
+            Self::with(dead_mib, ballast_mib, hold, false)
+        }
+
+        fn with(dead_mib: u64, ballast_mib: u64, hold: Option<Arc<Hold>>, only_for_dumps: bool) -> Self {
             let folder = tempfile::tempdir_in("/dev/shm").unwrap();
             let tagger = Tagger::new(b"a key like noise");
             let ember = Arc::new(Ember::new(folder.path(), tagger.clone()));
@@ -284,7 +326,8 @@ mod tests {
             ember.settle().unwrap();
             fs::write(folder.path().join("ballast"), vec![1; (ballast_mib * MIB) as usize]).unwrap();
             let live = Incarnation::create(folder.path(), 2, BUDGET.ram_bytes, true).unwrap();
-            let terms = Terms { folder: folder.path().to_owned(), budget: BUDGET, ember: ember.clone() };
+            let terms =
+                Terms { folder: folder.path().to_owned(), budget: BUDGET, ember: ember.clone(), only_for_dumps };
             let admission = Admission::register(terms, &live, &map_here(&live)).unwrap();
             Self { admission, ember, folder, most_bytes }
         }
@@ -356,6 +399,34 @@ mod tests {
             assert!(Instant::now() < deadline, "what came free is not granted");
         }
         assert!(machine.promised_bytes() <= BUDGET.limit_bytes(false), "the headroom outlived the dump");
+    }
+
+    #[test]
+    fn admission_ends_with_the_dump_though_nobody_asks() {
+        let hold = Arc::new(Hold::everything(BUDGET.ram_bytes / PAGE_BYTES));
+        let machine = Machine::with(12, 0, Some(hold.clone()), true);
+        machine.admission.review().unwrap();
+        assert!(!machine.admission.end_for_ember().unwrap(), "the dump holds the memory");
+        let kept = machine.ember.counts().remaining;
+        hold.end();
+        machine.admission.review().unwrap();
+        assert!(machine.admission.is_over());
+        assert_eq!(machine.ember.counts().remaining, kept, "the ember is the warden's to trim");
+    }
+
+    #[test]
+    fn admission_for_the_ember_ends_when_it_fits_or_is_given_up() {
+        for (dead_mib, ballast_mib) in [(12, 0), (0, 12)] {
+            let machine = Machine::new(dead_mib, ballast_mib);
+            machine.admission.review().unwrap();
+            assert!(!machine.admission.is_over());
+            let ends = machine.admission.end_for_ember().unwrap();
+            assert_eq!(ends, ballast_mib == 0, "what is not the ember's is nobody's to give up");
+            let ballast = File::options().write(true).open(machine.folder.path().join("ballast")).unwrap();
+            ballast.set_len(0).unwrap();
+            machine.admission.review().unwrap();
+            assert!(machine.admission.is_over() && machine.promised_bytes() <= machine.most_bytes);
+        }
     }
 
     #[test]

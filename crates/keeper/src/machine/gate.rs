@@ -157,7 +157,12 @@ impl Machine {
     }
 
     fn terms(&self) -> Terms {
-        Terms { folder: self.parts.folders.memory.clone(), budget: self.budget, ember: self.ember.clone() }
+        Terms {
+            folder: self.parts.folders.memory.clone(),
+            budget: self.budget,
+            ember: self.ember.clone(),
+            only_for_dumps: self.parts.config.admission == AdmissionMode::Dump,
+        }
     }
 
     fn hold_gate(&mut self, admission: Admission) -> Result<(), String> {
@@ -185,6 +190,17 @@ impl Machine {
     pub(super) fn try_gate_disks(&self) -> Result<(), ServerError> {
         let gated: Vec<_> = self.disks.iter().map(|disk| disk.set_gate(self.disk_gate())).collect();
         gated.into_iter().collect()
+    }
+
+    /// All of the guest's memory is granted; where only the ember stands against that, it gives way.
+    pub(super) fn memory_is_granted(&self) -> bool {
+        self.gate.as_ref().is_none_or(|gate| match gate.admission().end_for_ember() {
+            Ok(ended) => ended,
+            Err(error) => {
+                tracing::warn!(error = crate::chain(&error), "memory is still granted unit by unit");
+                false
+            }
+        })
     }
 
     /// Its QEMU is gone.

@@ -106,7 +106,7 @@ impl Machine {
 
     /// No part of the guest's memory or of its disks is on its way.
     pub(super) fn must_be_at_rest(&self, what: &str) -> Result<(), ApiError> {
-        if self.gate.as_ref().is_some_and(|gate| gate.is_shut()) {
+        if !self.memory_is_granted() {
             let message = format!("cannot {what}: the guest still gets its memory bit by bit, through the QEMU it has");
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` tells when that is over"));
         }
@@ -122,6 +122,12 @@ impl Machine {
     pub(super) fn rejuvenate(&mut self, request: &RejuvenateRequest) -> Result<(), MachineError> {
         // Between the order and now the guest may have ended, or a save have begun.
         self.cancel_save("its QEMU was to be replaced");
+        if let Err(refusal) = self.may_rejuvenate() {
+            // A dump may hold the guest by now; a hop that fails would let it go on.
+            let (phase, why) = (Phase::Launch.name().to_owned(), refusal.to_string());
+            self.record(EventKind::RejuvenationFailed { phase, why, guest_lost: false });
+            return Ok(());
+        }
         let Some(life) = self.life.take() else { return Ok(()) };
         let mut progress = Progress::begin(&life.generation);
         let binary = self.parts.binary.clone();

@@ -244,6 +244,7 @@ impl<'a> Round<'a> {
         } else if usage.ember_bytes > 0 {
             self.shared.ember.sweep()?;
         }
+        self.review_admission();
         self.warn_if_over(usage);
         self.tell_of_ember(usage.ember_bytes == 0);
         if let Some(settled) = settled {
@@ -271,6 +272,15 @@ impl<'a> Round<'a> {
         self.shared.ember_bytes.store(usage.ember_bytes, Relaxed);
         self.shared.peak_bytes.fetch_max(usage.total_bytes() + boot_set_bytes, Relaxed);
         Ok(usage)
+    }
+
+    /// After trimming: what a dump's headroom was used for comes back first.
+    fn review_admission(&self) {
+        let admission = self.shared.admission.lock().expect("holders only assign").clone();
+        if let Some(Err(error)) = admission.map(|admission| admission.review()) {
+            // Its own thread meets that too, and tells.
+            tracing::debug!(%error, "admission cannot be reviewed");
+        }
     }
 
     /// As if what was granted had been taken: it may be at any moment.

@@ -36,7 +36,7 @@ impl Machine {
             let why = format!("cannot save: the machine is {}, or on its way down", self.state.name());
             return refuse(&why, "a save is for a guest that runs");
         }
-        if self.gate.as_ref().is_some_and(|gate| gate.is_shut()) {
+        if !self.memory_is_granted() {
             let why = "cannot save: the guest still gets its memory bit by bit";
             return refuse(why, "`hearth status` tells when that is over");
         }
