@@ -47,6 +47,10 @@ pub struct Journal {
     /// The guest was being saved, or parked, and stands still for it.
     #[serde(default)]
     pub saving: bool,
+    /// The file of a dump for which the guest stands still (`saving` is set as well). The dump ends with its keeper, and the
+    /// guest goes on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dump_holds: Option<PathBuf>,
     /// The guest's file systems are, or may be, frozen by its agent for a save.
     #[serde(default)]
     pub frozen: bool,
@@ -171,6 +175,7 @@ impl Journal {
             hop: None,
             clock_debt: ClockDebt::default(),
             saving: false,
+            dump_holds: None,
             frozen: false,
             scanning: false,
             parked_in: None,

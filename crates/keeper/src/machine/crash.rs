@@ -173,7 +173,7 @@ impl Machine {
         let memory = self.dead_ram(&dead.ram);
         let request = Request { file: Some(file), ..Request::default() };
         let (task, progress) = self.task(request, dead.number, memory, Some(claim), registers);
-        self.dumps.queue(dead.number, false, (Task { begun, ..task }, progress));
+        self.dumps.queue(dead.number, (Task { begun, ..task }, progress));
         self.start_next_dump();
     }
 
@@ -224,14 +224,10 @@ impl Machine {
     }
 
     fn dump_over(&mut self, incarnation: u32) -> Result<(), MachineError> {
-        let resume_guest = self.dumps.over();
+        self.dumps.over();
         self.forget_dump(incarnation);
-        if let (true, Some(life)) = (resume_guest, &self.life)
-            && let Err(error) = life.generation.qmp.resume()
-        {
-            let message = format!("the guest was paused for its dump and cannot go on: {error}");
-            self.record(EventKind::Error { message });
-        }
+        // No other dump is there while a guest stands still for one.
+        self.let_go_from_dump();
         self.start_next_dump();
         if self.stops_after_dumps && !self.dumps.is_busy() {
             return self.stopped();

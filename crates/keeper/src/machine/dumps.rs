@@ -6,15 +6,18 @@ use std::sync::Arc;
 use std::time::{Instant, SystemTime};
 
 use hearth_api::{
-    ApiError, DumpCompression, DumpExcluded, DumpFormat, DumpRequest, DumpState, DumpStatus, ErrorWord, MachineState,
-    rfc3339,
+    ApiError, DumpCompression, DumpExcluded, DumpFormat, DumpRequest, DumpState, DumpStatus, ErrorWord, EventKind,
+    MachineState, rfc3339,
 };
 use hearth_disk::device::Devices;
+use hearth_qemu::QmpError;
 use hearth_recovery::crash_recovery::{Claim, HARVEST_PATIENCE};
+use hearth_recovery::rejuvenation;
 use hearth_recovery::vmcore::{Compression, DeadRam, DumpLevel, Format};
 
-use super::Machine;
 use super::dump::{Job, Order, Pace, Progress, Shelf, Suffers, Task, piece_bytes};
+use super::rejuvenate::PAUSE_PATIENCE;
+use super::{Machine, Wanted};
 use crate::check::existing;
 
 /// Dumps that are over and still told of.
@@ -36,8 +39,6 @@ struct Queued {
     /// None once it is under way.
     task: Option<Task>,
     progress: Arc<Progress>,
-    /// The guest was paused for this dump, and runs again after it.
-    resume_guest: bool,
 }
 
 /// What differs from the configuration.
@@ -51,8 +52,8 @@ pub struct Request {
 }
 
 impl Dumps {
-    pub fn queue(&mut self, incarnation: u32, resume_guest: bool, (task, progress): (Task, Arc<Progress>)) {
-        self.queue.push_back(Queued { incarnation, task: Some(task), progress, resume_guest });
+    pub fn queue(&mut self, incarnation: u32, (task, progress): (Task, Arc<Progress>)) {
+        self.queue.push_back(Queued { incarnation, task: Some(task), progress });
     }
 
     /// The one whose turn it is, if none is under way.
@@ -80,15 +81,14 @@ impl Dumps {
         }
     }
 
-    /// The one under way is over. True if the guest was paused for it.
-    pub fn over(&mut self) -> bool {
+    /// The one under way is over.
+    pub fn over(&mut self) {
         self.job = None;
-        let Some(first) = self.queue.pop_front() else { return false };
+        let Some(first) = self.queue.pop_front() else { return };
         if self.over.len() == OVER_MAX {
             self.over.pop_front();
         }
         self.over.push_back(first.progress.status());
-        first.resume_guest
     }
 
     pub fn is_busy(&self) -> bool {
@@ -218,7 +218,7 @@ impl Machine {
     }
 
     /// Dumps a guest that runs, or is paused.
-    pub(super) fn dump_living(&mut self, request: Request) -> Result<(), ApiError> {
+    pub(super) fn dump_living(&mut self, mut request: Request) -> Result<(), ApiError> {
         if let Some(status) = self.dumps.current() {
             let message = format!("a dump is {}: {}", status.state.name(), status.file);
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("one is written at a time: wait for it"));
@@ -229,20 +229,71 @@ impl Machine {
         }
         self.must_be_complete("dump")?;
         let runs = self.state == MachineState::Running;
+        let number = self.must_live("dump")?.incarnation.number;
+        if request.pause && runs {
+            let file = request.file.get_or_insert_with(|| self.shelf().name(number, SystemTime::now())).clone();
+            self.hold_for_dump(file)?;
+        }
         let life = self.must_live("dump")?;
+        let registers = life.generation.qmp.registers(HARVEST_PATIENCE).map_err(|error| crate::chain(&error));
+        let memory = self.dead_ram(&life.incarnation.ram);
+        let task = self.task(request, number, memory, None, registers);
+        self.dumps.queue(number, task);
+        self.start_next_dump();
+        Ok(())
+    }
+
+    /// From now on the guest stands still, until `let_go_from_dump`.
+    fn hold_for_dump(&mut self, file: PathBuf) -> Result<(), ApiError> {
         let failed = |error: &dyn std::error::Error| {
             ApiError::new(ErrorWord::Failed, format!("the guest cannot be dumped: {}", crate::chain(error)))
         };
-        let resume_guest = request.pause && runs;
-        if resume_guest {
-            life.generation.qmp.pause().map_err(|error| failed(&error))?;
+        if self.wanted != Wanted::Run {
+            let message = "cannot hold the guest still for a dump: the machine is on its way down";
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("dump it without --pause"));
         }
-        let registers = life.generation.qmp.registers(HARVEST_PATIENCE).map_err(|error| crate::chain(&error));
-        let (number, memory) = (life.incarnation.number, self.dead_ram(&life.incarnation.ram));
-        let task = self.task(request, number, memory, None, registers);
-        self.dumps.queue(number, resume_guest, task);
-        self.start_next_dump();
+        // Before the guest stands still: a keeper that comes now must know what for.
+        (self.journal.saving, self.journal.dump_holds) = (true, Some(file));
+        let held = self.journal.save(&self.parts.folders.journal()).map_err(|error| failed(&error));
+        let held = held.and_then(|()| self.must_live("dump")?.generation.qmp.pause().map_err(|error| failed(&error)));
+        if held.is_err() {
+            self.let_go_from_dump();
+            return held;
+        }
+        self.enter(MachineState::Paused);
+        let name = &self.parts.config.name;
+        self.state_why = Some(format!("it is being dumped; `hearth dump {name} --discard` gives that up"));
         Ok(())
+    }
+
+    /// The guest goes on, if it stands still for a dump.
+    pub(super) fn let_go_from_dump(&mut self) {
+        if self.journal.dump_holds.take().is_none() {
+            return;
+        }
+        self.journal.saving = false;
+        if let Some(life) = &self.life {
+            match rejuvenation::roll_back(&life.generation.qmp, PAUSE_PATIENCE) {
+                Ok(()) if self.state == MachineState::Paused => self.enter(MachineState::Running),
+                // One that ended is seen elsewhere.
+                Ok(()) | Err(QmpError::Ended) => {}
+                Err(error) => {
+                    let message = format!("the guest was paused for its dump and cannot go on: {error}");
+                    self.record(EventKind::Error { message });
+                }
+            }
+        }
+        self.save_journal();
+    }
+
+    /// Something else is to become of the guest that stands still for a dump. Fine if none does.
+    pub(super) fn end_held_dump(&mut self, why: &str) {
+        if self.journal.dump_holds.is_some() {
+            self.dumps.end_living(why);
+            // It ends also where there was no thread for it.
+            self.start_next_dump();
+            self.let_go_from_dump();
+        }
     }
 
     pub(super) fn dump_ordered(&mut self, request: DumpRequest) -> Result<(), ApiError> {

@@ -46,6 +46,7 @@ impl Machine {
             return Ok(());
         }
         self.cancel_save("the machine was to reboot");
+        self.end_held_dump("the machine was to reboot");
         let paused = self.state == MachineState::Paused;
         self.must_live("reboot")?;
         let patience = if request.force || paused { Duration::ZERO } else { SHUTDOWN_PATIENCE };
@@ -66,6 +67,7 @@ impl Machine {
             return Ok(());
         }
         self.cancel_save("the machine was to stop");
+        self.end_held_dump("the machine was to stop");
         let paused = self.state == MachineState::Paused;
         if self.state != MachineState::Stopping {
             self.must_live("stop")?;
@@ -89,6 +91,7 @@ impl Machine {
 
     fn crash(&mut self, method: CrashMethod) -> Result<(), ApiError> {
         self.cancel_save("the guest was to crash");
+        self.end_held_dump("the guest was to crash");
         let life = self.must_live("crash")?;
         let qmp = &life.generation.qmp;
         let crashed = match method {

@@ -73,7 +73,7 @@ fn no_thread() -> std::thread::Builder {
 fn a_dump_without_a_thread_waits_and_is_begun_later() {
     let dead = Dead::new();
     let mut dumps = Dumps::default();
-    dumps.queue(1, false, dead.task());
+    dumps.queue(1, dead.task());
     let (_, task, progress) = dumps.next().unwrap();
     let refused = Job::start_in(no_thread(), task, progress, |_| {}).map(drop).expect_err("no such stack");
     dumps.not_started(*refused.task, "no thread".into());
