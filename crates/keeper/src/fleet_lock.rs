@@ -7,6 +7,7 @@
 
 use std::time::{Duration, Instant};
 
+use hearth_store::shown;
 use serde::{Deserialize, Serialize};
 use ureq::Agent;
 
@@ -19,9 +20,9 @@ const BODY_BYTES_MAX: u64 = 64 << 10;
 const HEADER: &str = "fleet-lock-protocol";
 
 /// Who asks whom, and as what.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FleetLock {
-    /// Base address of the server.
+    /// Base address of the server; there may be a password in it, so `shown` is what is printed.
     pub url: String,
     pub group: String,
     /// What the server knows this host by.
@@ -38,8 +39,8 @@ pub enum FleetLockError {
     Refused { url: String, kind: String, value: String },
     #[error("{url} answers {status}, and not as a FleetLock server does")]
     NotUnderstood { url: String, status: u16 },
-    #[error("{url} cannot be asked")]
-    Unreachable { url: String, source: Box<ureq::Error> },
+    #[error("{url} cannot be asked: {why}")]
+    Unreachable { url: String, why: String },
 }
 
 #[derive(Serialize)]
@@ -59,7 +60,19 @@ struct Refusal {
     value: String,
 }
 
+impl std::fmt::Debug for FleetLock {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { group, id, .. } = self;
+        f.debug_struct("FleetLock").field("url", &self.shown()).field("group", group).field("id", id).finish()
+    }
+}
+
 impl FleetLock {
+    /// The server's address without the password that may be in it.
+    pub fn shown(&self) -> String {
+        shown(&self.url)
+    }
+
     /// Waits until the server gives this host a place.
     pub fn acquire(&self, wait: Duration) -> Result<(), FleetLockError> {
         self.insist("v1/pre-reboot", wait)
@@ -102,7 +115,11 @@ impl FleetLock {
         let sent = agent.post(&url).header(HEADER, "true").content_type("application/json").send(&body[..]);
         let mut answer = match sent {
             Ok(answer) => answer,
-            Err(source) => return Err(FleetLockError::Unreachable { url, source: Box::new(source) }),
+            // It may repeat the address.
+            Err(error) => {
+                let why = crate::chain(&error).replace(&url, &shown(&url));
+                return Err(FleetLockError::Unreachable { url: shown(&url), why });
+            }
         };
         // 200 and nothing else, says the protocol.
         if answer.status() == 200 {
@@ -111,8 +128,8 @@ impl FleetLock {
         let status = answer.status().as_u16();
         let text = answer.body_mut().with_config().limit(BODY_BYTES_MAX).read_to_vec().unwrap_or_default();
         match serde_json::from_slice(&text) {
-            Ok(Refusal { kind, value }) => Err(FleetLockError::Refused { url, kind, value }),
-            Err(_) => Err(FleetLockError::NotUnderstood { url, status }),
+            Ok(Refusal { kind, value }) => Err(FleetLockError::Refused { url: shown(&url), kind, value }),
+            Err(_) => Err(FleetLockError::NotUnderstood { url: shown(&url), status }),
         }
     }
 }
@@ -230,6 +247,24 @@ mod tests {
         let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let error = lock(format!("http://{closed}")).release(Duration::ZERO).unwrap_err();
         assert!(matches!(error, FleetLockError::Unreachable { .. }), "{error}");
+    }
+
+    #[test]
+    fn a_password_in_the_address_is_not_shown() {
+        for address in ["http://me:hush@127.0.0.1:1/base", "http://me:hush@127.0.0.1:bad", "http://me:hush@"] {
+            let lock = lock(address.to_owned());
+            let error = lock.acquire(Duration::ZERO).unwrap_err();
+            for said in [crate::chain(&error), format!("{error:?}"), format!("{lock:?}"), lock.shown()] {
+                assert!(!said.contains("hush"), "{said}");
+            }
+        }
+        let (url, served) = server(vec![(403, FULL), (500, "")]);
+        let lock = lock(url.replace("//", "//me:hush@"));
+        for _ in 0..2 {
+            let error = lock.acquire(Duration::ZERO).unwrap_err().to_string();
+            assert!(error.contains("http://***@127.0.0.1") && !error.contains("hush"), "{error}");
+        }
+        served.join().unwrap();
     }
 
     #[test]

@@ -30,6 +30,16 @@ const SCHEMES: [(&str, House); 7] = [
 ];
 const KNOWN: &str = "it must begin with s3://, gs://, az://, abfs://, abfss://, https:// or http://";
 
+/// An address of the web as it may be shown: without the user and password that may stand before its host.
+pub fn shown(url: &str) -> String {
+    let Some((scheme, rest)) = url.split_once("://") else { return url.to_owned() };
+    let host_ends = rest.find(['/', '?', '#']).unwrap_or(rest.len());
+    match rest[..host_ends].rfind('@') {
+        Some(at) if scheme.starts_with("http") || rest[..at].contains(':') => format!("{scheme}://***{}", &rest[at..]),
+        _ => url.to_owned(),
+    }
+}
+
 /// A folder of an object store, so to speak: what its objects' names begin with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Address {
@@ -47,7 +57,7 @@ impl Address {
     }
 
     pub fn parse(text: &str) -> Result<Self, StoreError> {
-        let refused = |what| StoreError::Address { text: text.to_owned(), what };
+        let refused = |what| StoreError::Address { text: shown(text), what };
         let (scheme, rest) = text.split_once("://").ok_or_else(|| refused(KNOWN))?;
         let known = SCHEMES.into_iter().find(|(name, _)| *name == scheme);
         let (scheme, house) = known.ok_or_else(|| refused(KNOWN))?;
@@ -92,6 +102,23 @@ impl fmt::Display for Address {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn passwords_are_not_shown() {
+        for (url, expect) in [
+            ("https://host/base", "https://host/base"),
+            ("https://me:hush@host:8443/base", "https://***@host:8443/base"),
+            ("http://token@host", "http://***@host"),
+            ("https://me:hu@sh@host/a@b", "https://***@host/a@b"),
+            ("s3://me:hush@bucket/p", "s3://***@bucket/p"),
+            ("abfss://container@account.dfs.core.windows.net/p", "abfss://container@account.dfs.core.windows.net/p"),
+            ("nothing", "nothing"),
+        ] {
+            assert_eq!(shown(url), expect);
+        }
+        let refused = Address::parse("https://me:hush@host/p").expect_err("it has a user").to_string();
+        assert!(refused.contains("https://***@host/p") && !refused.contains("hush"), "{refused}");
+    }
 
     #[test]
     fn an_address_is_a_bucket_and_a_place_in_it() {

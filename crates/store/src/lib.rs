@@ -23,7 +23,7 @@ mod store;
 mod turns;
 mod upload;
 
-pub use address::Address;
+pub use address::{Address, shown};
 pub use cache::{CACHE_BYTES_MIN, Cache};
 pub use http::trusting_the_host;
 pub use object::Object;

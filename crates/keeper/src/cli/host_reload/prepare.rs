@@ -139,7 +139,7 @@ fn lock_fleet(context: &mut Context<'_>, arguments: &FleetArguments) -> Result<O
             .to_owned(),
     };
     let lock = FleetLock { url, group: arguments.fleet_group.clone(), id };
-    say(context, &format!("asking {} whether {} may reload", lock.url, lock.id))?;
+    say(context, &format!("asking {} whether {} may reload", lock.shown(), lock.id))?;
     lock.acquire(arguments.fleet_wait)?;
     Ok(Some(lock))
 }

@@ -32,7 +32,7 @@ pub fn show(context: &mut Context<'_>, path: &Path) -> Result<Exit, CliError> {
         if record.host_reloaded() { "the host has another kernel since" } else { "the host has the same kernel still" };
     context.write_line(&format!("prepared {}; {host}", record.prepared_at))?;
     if let Some(fleet) = &record.fleet {
-        context.write_line(&format!("{} holds a place of group {} at {}", fleet.id, fleet.group, fleet.url))?;
+        context.write_line(&format!("{} holds a place of group {} at {}", fleet.id, fleet.group, fleet.shown()))?;
     }
     let head = ["NAME", "OUTCOME", "RUNS", "STOOD STILL", "WHY"].map(str::to_owned).to_vec();
     let rows: Vec<_> = std::iter::once(head).chain(shown.iter().map(row)).collect();
