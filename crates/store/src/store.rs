@@ -135,7 +135,8 @@ impl Store {
         if meta.bytes == 0 {
             return Ok(Some(Vec::new()));
         }
-        let mut bytes = Vec::with_capacity(meta.bytes as usize);
+        // Of what comes, and not of what is said to come.
+        let mut bytes = Vec::new();
         while (bytes.len() as u64) < meta.bytes {
             let from = bytes.len() as u64;
             bytes.extend_from_slice(&run(self.fetch(name, from..meta.bytes.min(from + (8 << 20))))?);

@@ -89,7 +89,11 @@ fn a_page_whose_block_was_altered_is_waited_for_until_the_disk_is_mended() -> Re
     let whole = fs::read(&path).expect("it can be read");
     let place = whole.chunks_exact(4096).position(|block| block == first).expect("it is on the disk") * 4096;
     let disk = File::options().write(true).open(&path).expect("it is there");
+    // By the medium: a file that somebody wrote to is refused before.
+    let times =
+        fs::FileTimes::new().set_modified(disk.metadata().and_then(|file| file.modified()).expect("it has one"));
     disk.write_all_at(&[whole[place] ^ 1], place as u64).expect("it can be written");
+    disk.set_times(times).expect("it is ours");
     let clone = vm.restore(&snapshot, "waits", &["--lazy"])?;
     clone.wait_running()?;
     let told = clone.wait_event("the damage is told", |event| event["kind"] == "restore_waits")?;
@@ -100,6 +104,7 @@ fn a_page_whose_block_was_altered_is_waited_for_until_the_disk_is_mended() -> Re
     clone.wait_status("nothing else is missing", |status| status["restore"]["pages_missing"].as_u64() <= Some(16))?;
     assert!(clone.guest().take_answer(verifying).is_none(), "it cannot have been verified: a page of it is not there");
     disk.write_all_at(&[whole[place]], place as u64).expect("it can be written");
+    disk.set_times(times).expect("it is ours");
     comes_whole(&clone, verifying, &nonce)
 }
 

@@ -43,6 +43,7 @@ fn save_of(folder: &std::path::Path, byte: impl Fn(u32) -> u8) {
         hearth_version: String::new(),
         qemu_version: String::new(),
         accelerator: "tcg".into(),
+        configuration: None,
         ram_bytes: PAGES * PAGE_BYTES,
         vmgenid: true,
         guest_agent: false,

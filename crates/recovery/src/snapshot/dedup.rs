@@ -131,7 +131,13 @@ mod tests {
                 writer.add(page, &Self::page(page)).unwrap();
             }
             writer.finish().unwrap();
-            let part = DiskPart { name: "root".into(), format: "raw".into(), bytes: disk.len() as u64, stored: None };
+            let part = DiskPart {
+                name: "root".into(),
+                format: "raw".into(),
+                bytes: disk.len() as u64,
+                modified: None,
+                stored: None,
+            };
             Self { home, parts: vec![part] }
         }
 

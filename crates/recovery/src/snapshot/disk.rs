@@ -55,6 +55,11 @@ fn refused(disk: &str, path: &Path, what: String) -> SnapshotError {
     SnapshotError::Disk { disk: disk.to_owned(), path: path.to_owned(), what }
 }
 
+/// The name of the image that a disk lies over, if it does.
+pub fn backing_image(path: &Path, format: &str) -> Result<Option<String>, SnapshotError> {
+    File::open(path).and_then(|image| backing(&image, format)).map_err(SnapshotError::io(path, "read"))
+}
+
 /// The name of a qcow2 image's backing image. A raw one has none, whatever its guest has written into it.
 pub(super) fn backing(image: &File, format: &str) -> io::Result<Option<String>> {
     if format != "qcow2" {

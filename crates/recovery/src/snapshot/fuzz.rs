@@ -46,7 +46,7 @@ fn edited(mut bytes: Vec<u8>, edits: &[Edit]) -> Vec<u8> {
     bytes
 }
 
-fn kib_resident() -> u64 {
+pub(super) fn kib_resident() -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
     line.split_whitespace().nth(1).unwrap().parse().unwrap()
@@ -121,7 +121,7 @@ proptest! {
         let mut index = edited(index.collect(), &edits);
         index.truncate(index.len() - if cut > 24 { cut } else { 0 });
         let part = StoredDisk { bytes: INDEX_ENTRIES << 20, index: Part { bytes: 0, blake3: String::new() } };
-        let disk = DiskPart { name: "root".into(), format: "raw".into(), bytes, stored: None };
+        let disk = DiskPart { name: "root".into(), format: "raw".into(), bytes, modified: None, stored: None };
         // What makes sense lies within the disk, in order, and is as long as it is said to be.
         if let Some(blocks) = stored_disk::parse(&index, &disk, &part) {
             prop_assert!(blocks.len() * 24 == index.len() && blocks.is_sorted_by(|one, next| one.0 < next.0));

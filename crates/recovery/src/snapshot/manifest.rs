@@ -1,6 +1,8 @@
 //! Manifest: what belongs to a snapshot. JSON, and a last line with its checksum: `blake3 HEX`.
 
-use std::path::Path;
+use std::fs::Metadata;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 
 use hearth_memory::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
@@ -20,6 +22,9 @@ pub struct Manifest {
     pub hearth_version: String,
     pub qemu_version: String,
     pub accelerator: String,
+    /// Where the machine's own configuration file lay. Earlier versions did not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub configuration: Option<PathBuf>,
     pub ram_bytes: u64,
     /// QEMU had the device that tells a guest its VM generation ID: one that takes the guest needs it too.
     #[serde(default)]
@@ -58,9 +63,37 @@ pub struct DiskPart {
     pub format: String,
     /// Length of the file.
     pub bytes: u64,
+    /// When the file was changed last, in a folder. A disk has no place for a seal, and is too large to be read for a checksum.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub modified: Option<Modified>,
     /// How it lies in an object store.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stored: Option<StoredDisk>,
+}
+
+/// When a file was changed last, since 1970.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Modified {
+    seconds: i64,
+    nanoseconds: i64,
+}
+
+impl Modified {
+    pub fn of(metadata: &Metadata) -> Self {
+        Self { seconds: metadata.mtime(), nanoseconds: metadata.mtime_nsec() }
+    }
+
+    /// File systems and archives may drop parts of a second.
+    pub(super) fn is_still(self, now: Self) -> bool {
+        now.seconds == self.seconds && [0, self.nanoseconds].contains(&now.nanoseconds)
+    }
+}
+
+/// As `touch -d` takes it.
+impl std::fmt::Display for Modified {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "@{}.{:09}", self.seconds, self.nanoseconds)
+    }
 }
 
 /// A disk's blocks that are not zeroes, one after the other in one object, and another that says which they are.
@@ -98,9 +131,17 @@ impl Manifest {
             return Err(SnapshotError::Version { path: path.to_owned(), found: version });
         }
         let manifest: Self = serde_json::from_str(body).map_err(|error| damaged(&error.to_string()))?;
-        match manifest.disks.iter().find(|disk| disk.name.contains(['/', '\0'])) {
-            Some(disk) => Err(damaged(&format!("a disk cannot be called {:?}", disk.name))),
-            None => Ok(manifest),
+        for (position, disk) in manifest.disks.iter().enumerate() {
+            if disk.name.contains(['/', '\0']) {
+                return Err(damaged(&format!("a disk cannot be called {:?}", disk.name)));
+            }
+            if manifest.disks[..position].iter().any(|other| other.name == disk.name) {
+                return Err(damaged(&format!("two disks are called {:?}", disk.name)));
+            }
+            if !["raw", "qcow2"].contains(&disk.format.as_str()) {
+                return Err(damaged(&format!("disk {:?} has an unknown format, {:?}", disk.name, disk.format)));
+            }
         }
+        Ok(manifest)
     }
 }

@@ -3,15 +3,16 @@
 //! ```text
 //! folder/
 //!   machine.toml   its configuration, with absolute paths
-//!   disk-NAME      each disk as it was at that moment
+//!   disk-NAME      each disk as it was at that moment; the manifest has its length and when it was changed last
 //!   state          its devices, as QEMU writes them
 //!   ram            its memory (`pages`)
 //!   manifest       what belongs together, with sizes and checksums; comes last
 //!   working-set    pages that the guest used before it was saved, and restored guests first (`pages`); may come later, or never
 //! ```
-//! Whatever is cut off, altered or missing is refused by name before a guest runs from it; a chunk of memory when it is
-//! read. Disks are the one thing that is not checked byte by byte, but for blocks that hold pages of memory: to read them whole
-//! would take longer than all the rest.
+//! Whatever is cut off, altered, missing or of another moment is refused by name before a guest runs from it; a chunk of memory when
+//! it is read. Each file is tied to the others by the manifest (checksums, the seal of the memory, for a disk its length and time), and
+//! the working set, which comes and goes by itself, by the seal of the memory that it carries. Disks are the one thing that is not
+//! checked byte by byte, but for blocks that hold pages of memory: to read them whole would take longer than all the rest.
 //!
 //! It may lie in an object store as well (`place`): whoever restores it there fetches what it needs.
 
@@ -19,6 +20,7 @@ mod arriving_disk;
 pub mod blocks;
 pub mod dedup;
 mod disk;
+mod faults;
 mod manifest;
 pub mod outgoing;
 pub mod pages;
@@ -45,9 +47,9 @@ use hearth_disk::arrival::{Arrival, Arrivals};
 use hearth_disk::image::ImageError;
 use hearth_store::StoreError;
 
-pub use disk::{can_share, share_image};
-pub use manifest::{DiskPart, Manifest, Part, RamPart, SNAPSHOT_VERSION, StoredDisk};
-use pages::{PageReader, Sealed};
+pub use disk::{backing_image, can_share, share_image};
+pub use manifest::{DiskPart, Manifest, Modified, Part, RamPart, SNAPSHOT_VERSION, StoredDisk};
+use pages::{PageReader, PagesExpected, Sealed};
 pub use place::Far;
 use place::Place;
 pub use working_set::{AGE_END, AgedPage, Source, aged_pages};
@@ -84,6 +86,19 @@ pub enum SnapshotError {
     CopiedFolder { path: PathBuf },
     #[error("{path}: is damaged: {what}")]
     Damaged { path: PathBuf, what: String },
+    #[error("{path}: belongs to another snapshot; remove it, and `hearth rehearse` notes a new one")]
+    OtherWorkingSet { path: PathBuf },
+    #[error("{path}: an earlier Hearth noted it and did not say for which snapshot; `hearth rehearse` notes it anew")]
+    UnsealedWorkingSet { path: PathBuf },
+    #[error("{path}: was replaced by another snapshot meanwhile; what the guest used first is not noted")]
+    Replaced { path: PathBuf },
+    #[error(
+        "{path}: is another file than the one that was saved, or was written to: it was changed at {found}, and was saved at {saved}; \
+         put the saved one back, or, if this is a copy of it that lost its time, run `touch -d {saved} {path}`"
+    )]
+    OtherDisk { path: PathBuf, found: Modified, saved: Modified },
+    #[error("{path}: is no file; a disk of a snapshot must be one, and no link to one")]
+    NoFile { path: PathBuf },
     #[error("{path}: pages {first} to {last} of the guest's memory are damaged: {what}")]
     DamagedPages { path: PathBuf, first: u32, last: u32, what: String },
     #[error(transparent)]
@@ -161,6 +176,12 @@ impl Draft {
         create_file(&path).map_err(SnapshotError::io(&path, "made"))
     }
 
+    /// When a disk that is complete was changed last.
+    pub fn disk_modified(&self, disk: &str) -> Result<Modified, SnapshotError> {
+        let path = self.folder.join(manifest::disk_file(disk));
+        Ok(Modified::of(&fs::metadata(&path).map_err(SnapshotError::io(&path, "read"))?))
+    }
+
     pub fn write_machine(&mut self, text: &str) -> Result<Part, SnapshotError> {
         let path = self.claim(MACHINE);
         write_part(&path, text.as_bytes())
@@ -174,7 +195,7 @@ impl Draft {
     /// What the guest used before it was saved, best first; after its memory. How many pages of that are not zeroes.
     pub fn write_working_set(&mut self, used: &[u32], disks: &[DiskPart]) -> Result<u64, SnapshotError> {
         let local = LocalDisks::complete(&self.folder);
-        let ram = open_ram(&Place::Folder(self.folder.clone()), disks, Some(&local))?;
+        let ram = open_ram(&Place::Folder(self.folder.clone()), disks, Some(&local), &PagesExpected::default())?;
         let scanned = used.iter().map(|&page| AgedPage { page, age: 0, source: Source::Scan });
         Ok(working_set::write(&self.claim(WORKING_SET), scanned, &ram)?.pages)
     }
@@ -183,7 +204,8 @@ impl Draft {
     pub fn finish(mut self, manifest: &Manifest) -> Result<(), SnapshotError> {
         let (path, temporary) = (self.claim(MANIFEST), self.claim("manifest.new"));
         write_part(&temporary, manifest.to_text().as_bytes())?;
-        fs::rename(&temporary, &path).map_err(SnapshotError::io(&path, "written"))?;
+        let renamed = faults::may_write().and_then(|()| fs::rename(&temporary, &path));
+        renamed.map_err(SnapshotError::io(&path, "written"))?;
         sync_folder(&self.folder)?;
         self.finished = true;
         Ok(())
@@ -195,7 +217,8 @@ impl Drop for Draft {
         if self.finished {
             return;
         }
-        for file in &self.files {
+        // The manifest first, if it is there: without it there is no snapshot.
+        for file in self.files.iter().rev() {
             match fs::remove_file(file) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
                     tracing::warn!(path = %file.display(), %error, "left behind: cannot be removed");
@@ -247,14 +270,7 @@ impl Snapshot {
     }
 
     fn open_at(place: Place, disks: Option<&LocalDisks<'_>>) -> Result<Self, SnapshotError> {
-        let path = place.path(MANIFEST);
-        let text = place.read(MANIFEST, MANIFEST_BYTES_MAX)?;
-        let text = text.ok_or_else(|| match &place {
-            Place::Folder(folder) if !folder.exists() => SnapshotError::Missing { path: folder.clone() },
-            place => SnapshotError::NoManifest { path: place.name() },
-        })?;
-        let text = String::from_utf8(text).map_err(|_| SnapshotError::damaged(&path, "it is no text"))?;
-        let manifest = Manifest::parse(&text, &path)?;
+        let manifest = read_manifest(&place)?;
         let machine = place.part(MACHINE, &manifest.machine_file, MACHINE_BYTES_MAX)?;
         let machine = String::from_utf8(machine);
         let machine = machine.map_err(|_| SnapshotError::damaged(&place.path(MACHINE), "it is no text"))?;
@@ -262,22 +278,35 @@ impl Snapshot {
         for disk in &manifest.disks {
             place.check_disk(disk)?;
         }
-        let ram = open_ram(&place, &manifest.disks, disks)?;
+        let expected = PagesExpected { bytes: Some(manifest.ram.bytes), ram_pages: Some(manifest.ram_pages()) };
+        let ram = open_ram(&place, &manifest.disks, disks, &expected)?;
         let sealed = Sealed { bytes: manifest.ram.bytes, pages: manifest.ram.pages, seal: manifest.ram.seal.clone() };
-        if ram.sealed() != &sealed || ram.ram_pages() != manifest.ram_pages() {
+        if ram.sealed() != &sealed {
             return Err(SnapshotError::damaged(&place.path(RAM), "it is not the one that the manifest names"));
         }
-        let working_set = Self::open_working_set(&place, ram.ram_pages());
+        let working_set = Self::open_working_set(&place, &ram);
         Ok(Self { place, manifest, machine, state, ram, working_set })
     }
 
-    fn open_working_set(place: &Place, ram_pages: u64) -> Result<Option<PageReader>, SnapshotError> {
-        let Some(found) = place.pages(WORKING_SET)? else { return Ok(None) };
-        if found.ram_pages() != ram_pages {
-            let what = "it is of another machine; remove it to do without";
-            return Err(SnapshotError::damaged(&place.path(WORKING_SET), what));
+    /// What it holds goes into the guest as it is: it must be of the same moment as this memory.
+    fn open_working_set(place: &Place, ram: &PageReader) -> Result<Option<PageReader>, SnapshotError> {
+        let expected = PagesExpected { bytes: None, ram_pages: Some(ram.ram_pages()) };
+        let Some(found) = place.pages(WORKING_SET, &expected)? else { return Ok(None) };
+        let path = || place.path(WORKING_SET);
+        match found.belongs_to() {
+            Some(seal) if seal == ram.sealed().seal => Ok(Some(found)),
+            Some(_) => Err(SnapshotError::OtherWorkingSet { path: path() }),
+            None => Err(SnapshotError::UnsealedWorkingSet { path: path() }),
         }
-        Ok(Some(found))
+    }
+
+    /// What lies there is still this snapshot.
+    fn must_be_there(&self) -> Result<(), SnapshotError> {
+        match read_manifest(&self.place) {
+            Ok(manifest) if manifest.ram.seal == self.manifest.ram.seal => Ok(()),
+            Err(error) if error.is_away() => Err(error),
+            _ => Err(SnapshotError::Replaced { path: self.place.name() }),
+        }
     }
 
     /// What tells it from all others.
@@ -327,10 +356,26 @@ impl Snapshot {
     }
 }
 
+fn read_manifest(place: &Place) -> Result<Manifest, SnapshotError> {
+    let path = place.path(MANIFEST);
+    let text = place.read(MANIFEST, MANIFEST_BYTES_MAX)?;
+    let text = text.ok_or_else(|| match place {
+        Place::Folder(folder) if !folder.exists() => SnapshotError::Missing { path: folder.clone() },
+        place => SnapshotError::NoManifest { path: place.name() },
+    })?;
+    let text = String::from_utf8(text).map_err(|_| SnapshotError::damaged(&path, "it is no text"))?;
+    Manifest::parse(&text, &path)
+}
+
 /// The file of memory, with the disks that hold pages of it; these are in `disks`, if anywhere.
-fn open_ram(place: &Place, parts: &[DiskPart], disks: Option<&LocalDisks<'_>>) -> Result<PageReader, SnapshotError> {
+fn open_ram(
+    place: &Place,
+    parts: &[DiskPart],
+    disks: Option<&LocalDisks<'_>>,
+    expected: &PagesExpected,
+) -> Result<PageReader, SnapshotError> {
     let missing = || SnapshotError::Io { path: place.path(RAM), what: "read", source: io::ErrorKind::NotFound.into() };
-    let ram = place.pages(RAM)?.ok_or_else(missing)?;
+    let ram = place.pages(RAM, expected)?.ok_or_else(missing)?;
     match disks.filter(|_| ram.needs_disks()) {
         None => Ok(ram),
         Some(local) => Ok(ram.with_disks(Arc::new(DiskBlocks::open(local, parts)?))),
@@ -338,17 +383,21 @@ fn open_ram(place: &Place, parts: &[DiskPart], disks: Option<&LocalDisks<'_>>) -
 }
 
 pub(crate) fn sync_folder(folder: &Path) -> Result<(), SnapshotError> {
-    File::open(folder).and_then(|folder| folder.sync_all()).map_err(SnapshotError::io(folder, "written"))
+    let synced = faults::may_write().and_then(|()| File::open(folder)?.sync_all());
+    synced.map_err(SnapshotError::io(folder, "written"))
 }
 
 /// A new file that only its owner can read.
 fn create_file(path: &Path) -> io::Result<File> {
+    faults::may_write()?;
     OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(path)
 }
 
 pub(crate) fn write_part(path: &Path, bytes: &[u8]) -> Result<Part, SnapshotError> {
     let written = create_file(path).and_then(|mut file| {
+        faults::may_write()?;
         file.write_all(bytes)?;
+        faults::may_write()?;
         file.sync_all()
     });
     written.map_err(SnapshotError::io(path, "written"))?;
@@ -368,7 +417,7 @@ fn check_part(path: &Path, part: &Part, bytes: Vec<u8>) -> Result<Vec<u8>, Snaps
         return Err(SnapshotError::damaged(path, what));
     }
     if blake3::hash(&bytes).to_hex().as_str() != part.blake3 {
-        return Err(SnapshotError::damaged(path, "its checksum is wrong"));
+        return Err(SnapshotError::damaged(path, "its checksum is not the one that the manifest names"));
     }
     Ok(bytes)
 }

@@ -9,8 +9,8 @@ use std::time::SystemTime;
 
 use hearth_store::{Cache, Object, Store, Turns};
 
-use super::manifest::disk_file;
-use super::pages::{PageReader, PageSource};
+use super::manifest::{Modified, disk_file};
+use super::pages::{PageReader, PageSource, PagesExpected};
 use super::{DiskPart, Part, SnapshotError, stored_disk};
 
 /// A snapshot in an object store: who is asked, and where on this host what came of it is kept.
@@ -46,17 +46,22 @@ impl Place {
         }
     }
 
-    /// A small file whole. None: it is not there.
+    /// A small file whole. None: it is not there. One of more than `bytes_max` is refused, and not read.
     pub fn read(&self, name: &str, bytes_max: u64) -> Result<Option<Vec<u8>>, SnapshotError> {
         match self {
             Self::Folder(folder) => {
                 let path = folder.join(name);
-                let mut bytes = Vec::new();
-                match File::open(&path) {
+                let file = match File::open(&path) {
                     Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-                    file => file.and_then(|file| file.take(bytes_max).read_to_end(&mut bytes)),
+                    file => file.map_err(SnapshotError::io(&path, "read"))?,
+                };
+                let found = file.metadata().map_err(SnapshotError::io(&path, "read"))?.len();
+                if found > bytes_max {
+                    let what = format!("it has {found} bytes, and {bytes_max} are possible");
+                    return Err(SnapshotError::damaged(&path, what));
                 }
-                .map_err(SnapshotError::io(&path, "read"))?;
+                let mut bytes = Vec::new();
+                file.take(bytes_max).read_to_end(&mut bytes).map_err(SnapshotError::io(&path, "read"))?;
                 Ok(Some(bytes))
             }
             Self::Far(far) => Ok(far.store.read(name, bytes_max)?),
@@ -66,21 +71,23 @@ impl Place {
     /// One that belongs to the snapshot, and is what it was.
     pub fn part(&self, name: &str, part: &Part, bytes_max: u64) -> Result<Vec<u8>, SnapshotError> {
         let missing = || SnapshotError::Io { path: self.path(name), what: "read", source: ErrorKind::NotFound.into() };
-        let bytes = self.read(name, bytes_max)?.ok_or_else(missing)?;
+        // The manifest's word is sealed; what a store says of the length is not.
+        let bytes = self.read(name, bytes_max.min(part.bytes))?.ok_or_else(missing)?;
         super::check_part(&self.path(name), part, bytes)
     }
 
     /// A file of pages. None: it is not there.
-    pub fn pages(&self, name: &str) -> Result<Option<PageReader>, SnapshotError> {
+    pub fn pages(&self, name: &str, expected: &PagesExpected) -> Result<Option<PageReader>, SnapshotError> {
         let path = self.path(name);
-        match self {
-            Self::Folder(_) if !path.exists() => Ok(None),
-            Self::Folder(_) => PageReader::open(&path).map(Some),
-            Self::Far(far) => {
-                let object = Object::open(&far.store, &far.cache, &far.turns, name)?;
-                object.map(|object| PageReader::of(PageSource::Object(object), &path)).transpose()
-            }
-        }
+        let source = match self {
+            Self::Folder(_) if !path.exists() => return Ok(None),
+            Self::Folder(_) => PageSource::open(&path)?,
+            Self::Far(far) => match Object::open(&far.store, &far.cache, &far.turns, name)? {
+                Some(object) => PageSource::Object(object),
+                None => return Ok(None),
+            },
+        };
+        PageReader::of(source, &path, expected).map(Some)
     }
 
     /// When a file was written, and what changes whenever it is replaced. None: it is not there.
@@ -96,12 +103,21 @@ impl Place {
         }
     }
 
-    /// A disk is there, and as long as it was. Its content is not looked at.
+    /// A disk is there, as long as it was, and in a folder as old. Its content is not looked at.
     pub fn check_disk(&self, disk: &DiskPart) -> Result<(), SnapshotError> {
         let name = disk_file(&disk.name);
         let path = self.path(&name);
+        let mut modified = None;
         let (found, expected) = match self {
-            Self::Folder(_) => (fs::metadata(&path).map_err(SnapshotError::io(&path, "found"))?.len(), disk.bytes),
+            Self::Folder(_) => {
+                // A link would lead to any file of this host.
+                let metadata = fs::symlink_metadata(&path).map_err(SnapshotError::io(&path, "found"))?;
+                if !metadata.is_file() {
+                    return Err(SnapshotError::NoFile { path });
+                }
+                modified = Some(Modified::of(&metadata));
+                (metadata.len(), disk.bytes)
+            }
             Self::Far(far) => {
                 let stored = stored_disk::of(disk, &path)?;
                 (far.store.meta(&name)?.map_or(0, |meta| meta.bytes), stored.bytes)
@@ -111,7 +127,10 @@ impl Place {
             let what = format!("it has {found} bytes, and had {expected} when it was saved");
             return Err(SnapshotError::damaged(&path, what));
         }
-        Ok(())
+        match disk.modified.zip(modified) {
+            Some((saved, found)) if !saved.is_still(found) => Err(SnapshotError::OtherDisk { path, found, saved }),
+            _ => Ok(()),
+        }
     }
 
     pub fn far(&self) -> Option<&Far> {

@@ -58,7 +58,7 @@ impl Content {
             Self::Alone(_) => disk.format.clone(),
             Self::Over(_) => "raw".to_owned(),
         };
-        Ok(DiskPart { format, bytes: self.bytes()?, ..disk.clone() })
+        Ok(DiskPart { format, bytes: self.bytes()?, modified: None, ..disk.clone() })
     }
 
     fn bytes(&self) -> io::Result<u64> {
@@ -236,7 +236,13 @@ pub(super) mod tests {
         bytes[5 * BLOCK_BYTES as usize + 511] = 5;
         std::fs::write(&base, &bytes).unwrap();
         create_overlay(&top, &base, "raw").unwrap();
-        let part = |format: &str| DiskPart { name: "root".into(), format: format.into(), bytes: 7, stored: None };
+        let part = |format: &str| DiskPart {
+            name: "root".into(),
+            format: format.into(),
+            bytes: 7,
+            modified: None,
+            stored: None,
+        };
         let content = Content::open(&top, &part("qcow2")).unwrap();
         let told = content.part(&part("qcow2")).unwrap();
         assert_eq!((told.format.as_str(), told.bytes), ("raw", bytes.len() as u64));
@@ -272,7 +278,13 @@ pub(super) mod tests {
             (7, 0, 9)
         );
         let bytes = sent.len() as u64;
-        let disk = DiskPart { name: "root".into(), format: "raw".into(), bytes: 10 * BLOCK_BYTES + 5, stored: None };
+        let disk = DiskPart {
+            name: "root".into(),
+            format: "raw".into(),
+            bytes: 10 * BLOCK_BYTES + 5,
+            modified: None,
+            stored: None,
+        };
         let part = |bytes| StoredDisk { bytes, index: Part { bytes: 0, blake3: String::new() } };
         let parsed = parse(&index, &disk, &part(bytes)).unwrap();
         assert_eq!(parsed.iter().map(|(block, _)| *block).collect::<Vec<_>>(), [3, 10]);

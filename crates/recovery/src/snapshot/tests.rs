@@ -21,14 +21,33 @@ impl Stand {
 
     /// The same of a guest that was seen to use these pages.
     fn scanned(used: &[u32]) -> Self {
+        Self::of_moment(0, used)
+    }
+
+    /// Snapshots of one machine at several moments: each file is as long in all of them, and holds something else.
+    pub fn of_moment(moment: u8, used: &[u32]) -> Self {
         let stand = Self { home: tempfile::tempdir().unwrap() };
         let mut draft = Draft::create(&stand.folder()).unwrap();
-        let mut writer = PageWriter::create(&draft.ram_path(), RAM_PAGES, Compression::Zstd).unwrap();
-        for page in 10..30 {
-            writer.add(page, &[page as u8; 4096]).unwrap();
-        }
-        let Sealed { bytes, pages, seal } = writer.finish().unwrap();
-        draft.make_disk("root").unwrap().write_all(&[1; 1024]).unwrap();
+        let (manifest, _) = Self::write(&mut draft, moment, used).unwrap();
+        draft.finish(&manifest).unwrap();
+        stand
+    }
+
+    /// All that comes before the manifest, as a save with `--compress` writes it.
+    fn write(draft: &mut Draft, moment: u8, used: &[u32]) -> Result<(Manifest, Sealed), SnapshotError> {
+        let mut plain = PageWriter::create_changeable(&draft.plain_ram_path(), RAM_PAGES)?;
+        (10..30).try_for_each(|page| plain.put(page, &[page as u8 + moment; 4096]))?;
+        plain.put(12, &[12 + moment; 4096])?;
+        plain.finish()?;
+        let mut writer = PageWriter::create(&draft.ram_path(), RAM_PAGES, Compression::Zstd)?;
+        (10..30).try_for_each(|page| writer.add(page, &[page as u8 + moment; 4096]))?;
+        let sealed = writer.finish()?;
+        draft.remove_plain_ram()?;
+        let Sealed { bytes, pages, seal } = sealed.clone();
+        let mut disk = draft.make_disk("root")?;
+        faults::may_write()
+            .and_then(|()| disk.write_all(&[1 + moment; 1024]))
+            .map_err(SnapshotError::io(&draft.folder().join("disk-root"), "written"))?;
         let manifest = Manifest {
             version: SNAPSHOT_VERSION,
             machine: "web".into(),
@@ -36,20 +55,26 @@ impl Stand {
             hearth_version: "0.1.0".into(),
             qemu_version: "7.2.22".into(),
             accelerator: "tcg".into(),
+            configuration: Some("/machines/web.toml".into()),
             ram_bytes: RAM_PAGES * 4096,
             vmgenid: true,
             guest_agent: true,
             frozen: true,
-            machine_file: draft.write_machine("name = \"web\"\n").unwrap(),
-            state: draft.write_state(&[3; 5000]).unwrap(),
+            machine_file: draft.write_machine(&format!("name = \"web\"\n# {moment}\n"))?,
+            state: draft.write_state(&[3 + moment; 5000])?,
             ram: RamPart { bytes, pages, seal },
-            disks: vec![DiskPart { name: "root".into(), format: "raw".into(), bytes: 1024, stored: None }],
+            disks: vec![DiskPart {
+                name: "root".into(),
+                format: "raw".into(),
+                bytes: 1024,
+                modified: Some(draft.disk_modified("root")?),
+                stored: None,
+            }],
         };
         if !used.is_empty() {
-            draft.write_working_set(used, &[]).unwrap();
+            draft.write_working_set(used, &[])?;
         }
-        draft.finish(&manifest).unwrap();
-        stand
+        Ok((manifest, sealed))
     }
 
     fn refusal(&self) -> String {
@@ -69,7 +94,7 @@ fn what_was_saved_is_found() {
     let stand = Stand::new();
     assert_eq!(names(&stand.folder()), ["disk-root", "machine.toml", "manifest", "ram", "state"]);
     let snapshot = Snapshot::open(&stand.folder()).unwrap();
-    assert_eq!((snapshot.machine.as_str(), snapshot.state.len()), ("name = \"web\"\n", 5000));
+    assert_eq!((snapshot.machine.as_str(), snapshot.state.len()), ("name = \"web\"\n# 0\n", 5000));
     assert_eq!(snapshot.ram.pages().len(), 20);
     assert!(snapshot.working_set.unwrap().is_none());
     let refusal = Draft::create(&stand.folder()).unwrap_err().to_string();
@@ -128,7 +153,7 @@ fn parts_of_two_snapshots_do_not_go_together() {
     writer.add(5, &[5; 4096]).unwrap();
     writer.finish().unwrap();
     fs::copy(other.folder().join("ram"), one.folder().join("ram")).unwrap();
-    assert!(one.refusal().ends_with("it is not the one that the manifest names"), "{}", one.refusal());
+    assert!(one.refusal().contains("ram: is damaged"), "{}", one.refusal());
 }
 
 #[test]
@@ -202,8 +227,165 @@ fn a_snapshot_of_version_1_is_read_as_it_was_written_and_can_be_traced() {
     for page in 10..30 {
         assert_eq!(snapshot.ram.page(page, &mut reading).unwrap(), Some(&[page as u8; 4096]));
     }
-    let set = snapshot.working_set.as_ref().unwrap().as_ref().unwrap();
-    let expect = [(11, 0, Source::Trace), (10, 0, Source::Trace), (25, 1, Source::Scan), (28, 1, Source::Scan)];
-    assert_eq!(aged(set), expect);
+    let refusal = snapshot.working_set.as_ref().unwrap_err().to_string();
+    assert!(refusal.contains("working-set: an earlier Hearth noted it"), "{refusal}");
     assert_eq!(snapshot.add_trace(&[29]).unwrap(), 5);
+    let snapshot = Snapshot::open(&folder).unwrap();
+    let set = snapshot.working_set.as_ref().unwrap().as_ref().unwrap();
+    let expect = [(29, 0, Source::Trace), (11, 1, Source::Trace), (10, 1, Source::Trace)];
+    assert_eq!(aged(set), [&expect[..], &[(25, 2, Source::Scan), (28, 2, Source::Scan)]].concat());
+}
+
+/// Puts a file in the place of another one; with its times, as `cp -a` does, or as a new one.
+fn put(from: &Path, to: &Path, with_times: bool) {
+    fs::copy(from, to).unwrap();
+    if with_times {
+        let times = fs::FileTimes::new().set_modified(fs::metadata(from).unwrap().modified().unwrap());
+        File::options().write(true).open(to).unwrap().set_times(times).unwrap();
+    }
+}
+
+#[test]
+fn every_file_of_another_moment_is_refused_by_name() {
+    let (one, other) = (Stand::of_moment(1, &[25, 12]), Stand::of_moment(2, &[25, 12]));
+    let files = names(&one.folder());
+    assert_eq!(files, names(&other.folder()));
+    for name in &files {
+        let [path, theirs] = [&one, &other].map(|stand| stand.folder().join(name));
+        let ours = one.folder().with_file_name("ours");
+        put(&path, &ours, true);
+        assert_eq!(fs::metadata(&path).unwrap().len(), fs::metadata(&theirs).unwrap().len(), "{name}");
+        for with_times in [false, true] {
+            put(&theirs, &path, with_times);
+            let refusal = match Snapshot::open(&one.folder()) {
+                Err(refusal) => refusal.to_string(),
+                // The guest is restored without it, and an event says so.
+                Ok(snapshot) => {
+                    assert_eq!(name, WORKING_SET, "with its times: {with_times}");
+                    snapshot.working_set.unwrap_err().to_string()
+                }
+            };
+            assert!(refusal.contains(name.as_str()), "{name}: {refusal}");
+        }
+        put(&ours, &path, true);
+        assert!(Snapshot::open(&one.folder()).unwrap().working_set.unwrap().is_some(), "{name} is back");
+    }
+}
+
+#[test]
+fn a_copied_disk_without_its_time_says_what_to_do() {
+    let stand = Stand::of_moment(1, &[]);
+    let path = stand.folder().join("disk-root");
+    let copy = stand.folder().join("copy");
+    let saved = Modified::of(&fs::metadata(&path).unwrap());
+    put(&path, &copy, false);
+    fs::rename(&copy, &path).unwrap();
+    let refusal = stand.refusal();
+    assert!(refusal.contains(&format!("run `touch -d {saved} {}`", path.display())), "{refusal}");
+    let touched = std::process::Command::new("touch").args(["-d", &saved.to_string()]).arg(&path).status().unwrap();
+    assert!(touched.success());
+    Snapshot::open(&stand.folder()).unwrap();
+    // Parts of a second are lost in some archives.
+    let whole = saved.to_string().split('.').next().unwrap().to_owned();
+    assert!(std::process::Command::new("touch").args(["-d", &whole]).arg(&path).status().unwrap().success());
+    Snapshot::open(&stand.folder()).unwrap();
+}
+
+#[test]
+fn a_link_in_place_of_a_disk_is_refused() {
+    let stand = Stand::new();
+    let path = stand.folder().join("disk-root");
+    let away = stand.folder().with_file_name("secret");
+    fs::rename(&path, &away).unwrap();
+    std::os::unix::fs::symlink(&away, &path).unwrap();
+    assert!(stand.refusal().contains("disk-root: is no file"), "{}", stand.refusal());
+}
+
+#[test]
+fn manifests_with_odd_disks_are_refused() {
+    let check = |edit: fn(&mut Manifest), expect: &str| {
+        let stand = Stand::new();
+        let mut manifest = Snapshot::open(&stand.folder()).unwrap().manifest;
+        edit(&mut manifest);
+        fs::write(stand.folder().join(MANIFEST), manifest.to_text()).unwrap();
+        assert!(stand.refusal().contains(expect), "{}", stand.refusal());
+    };
+    check(|manifest| manifest.disks[0].name = "../x".into(), "a disk cannot be called");
+    check(|manifest| manifest.disks.push(manifest.disks[0].clone()), "two disks are called \"root\"");
+    check(|manifest| manifest.disks[0].format = "vmdk".into(), "unknown format, \"vmdk\"");
+}
+
+#[test]
+fn a_trace_of_a_replaced_snapshot_is_not_noted() {
+    let (one, other) = (Stand::of_moment(1, &[]), Stand::of_moment(2, &[25]));
+    let snapshot = Snapshot::open(&one.folder()).unwrap();
+    fs::rename(one.folder(), one.folder().with_file_name("away")).unwrap();
+    fs::create_dir(one.folder()).unwrap();
+    for name in names(&other.folder()) {
+        put(&other.folder().join(&name), &one.folder().join(&name), true);
+    }
+    let files = names(&one.folder());
+    let refusal = snapshot.add_trace(&[11]).unwrap_err().to_string();
+    assert!(refusal.contains("was replaced by another snapshot meanwhile"), "{refusal}");
+    assert_eq!(names(&one.folder()), files, "nothing is left");
+    let set = Snapshot::open(&one.folder()).unwrap().working_set.unwrap().unwrap();
+    assert_eq!(aged(&set), [(25, 0, Source::Scan)]);
+}
+
+#[test]
+fn a_save_that_fails_at_any_write_leaves_no_snapshot() {
+    let save = |folder: &Path, killed: bool| -> Result<(), SnapshotError> {
+        let mut draft = Draft::create(folder)?;
+        match Stand::write(&mut draft, 1, &[25, 12]) {
+            Ok((manifest, _)) => draft.finish(&manifest),
+            Err(error) => {
+                if killed {
+                    std::mem::forget(draft);
+                }
+                Err(error)
+            }
+        }
+    };
+    for (errno, killed) in [(enospc(), false), (eio(), false), (enospc(), true)] {
+        let mut failures = 0;
+        for write in 0.. {
+            let home = tempfile::tempdir().unwrap();
+            let folder = home.path().join("snapshot");
+            match faults::tests::failing_from(write, errno, || save(&folder, killed)) {
+                Ok(()) => {
+                    Snapshot::open(&folder).unwrap().working_set.unwrap().unwrap();
+                    break;
+                }
+                Err(error) => {
+                    failures += 1;
+                    assert!(Snapshot::open(&folder).is_err(), "write {write}: {error}");
+                    assert!(killed || !folder.exists(), "write {write} leaves something: {error}");
+                }
+            }
+        }
+        assert!(failures > 20, "only {failures} writes were tried");
+    }
+}
+
+#[test]
+fn a_trace_that_fails_at_any_write_leaves_the_set_as_it_was() {
+    let stand = Stand::of_moment(1, &[25]);
+    let set = || aged(&Snapshot::open(&stand.folder()).unwrap().working_set.unwrap().unwrap());
+    let before = set();
+    for write in 0.. {
+        let snapshot = Snapshot::open(&stand.folder()).unwrap();
+        match faults::tests::failing_from(write, enospc(), || snapshot.add_trace(&[11])) {
+            Ok(_) => break,
+            Err(_) => assert_eq!(set(), before, "write {write}"),
+        }
+    }
+    assert_ne!(set(), before);
+}
+
+fn enospc() -> i32 {
+    rustix::io::Errno::NOSPC.raw_os_error()
+}
+
+fn eio() -> i32 {
+    rustix::io::Errno::IO.raw_os_error()
 }

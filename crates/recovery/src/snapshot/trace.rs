@@ -1,7 +1,8 @@
 //! Trace: what one more restored guest used is added to the working set of its snapshot.
 //!
-//! folder: locked -> merged with what is there -> renamed into its place
-//! store:  what is there -> merged with it -> put, if that is still there | once more, with what is there by now
+//! folder: locked -> merged with what is there -> the snapshot is still there? -> renamed into its place
+//! store:  what is there -> merged with it -> the snapshot is still there? -> put, if what was merged with is still there | once more,
+//!         with what is there by now
 //!
 //! So traces that end at the same moment are all in it. A store that knows no conditions takes what comes last.
 
@@ -12,10 +13,10 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use hearth_store::{Replaced, UploadError};
 use rustix::fs::{FlockOperation, flock};
 
-use super::pages::Sealed;
+use super::pages::{PagesExpected, Sealed};
 use super::place::Far;
 use super::working_set::{aged_pages, merge, write};
-use super::{Snapshot, SnapshotError, WORKING_SET};
+use super::{Snapshot, SnapshotError, WORKING_SET, faults};
 
 /// Others may be faster so often.
 const ATTEMPTS: u32 = 50;
@@ -51,7 +52,12 @@ impl Snapshot {
             .map_err(|errno| SnapshotError::io(folder, "locked")(errno.into()))?;
         let (path, temporary) = (folder.join(WORKING_SET), folder.join("working-set.new"));
         let sealed = self.write_merged(used, &temporary, None)?;
-        fs::rename(&temporary, &path).map_err(SnapshotError::io(&path, "written"))?;
+        if let Err(error) = self.must_be_there() {
+            let _ = fs::remove_file(&temporary);
+            return Err(error);
+        }
+        let renamed = faults::may_write().and_then(|()| fs::rename(&temporary, &path));
+        renamed.map_err(SnapshotError::io(&path, "written"))?;
         lock.sync_all().map_err(SnapshotError::io(folder, "written"))?;
         Ok(sealed.map_or(0, |sealed| sealed.pages))
     }
@@ -64,6 +70,7 @@ impl Snapshot {
             let Some(merged) = self.write_merged(used, temporary, sent.as_ref())? else {
                 return Ok(sent.map_or(0, |sent| sent.pages));
             };
+            self.must_be_there()?;
             if merged.bytes > REPLACED_BYTES_MAX {
                 return Self::send(far, temporary, &merged);
             }
@@ -92,8 +99,12 @@ impl Snapshot {
     /// None: what is there is what was sent, though nobody said that it had arrived.
     fn write_merged(&self, used: &[u32], path: &Path, sent: Option<&Sealed>) -> Result<Option<Sealed>, SnapshotError> {
         // One that cannot be read is begun anew; one that cannot be reached is not.
-        let before = match Self::open_working_set(&self.place, self.ram.ram_pages()) {
+        let before = match Self::open_working_set(&self.place, &self.ram) {
             Err(error) if error.is_away() => return Err(error),
+            // Which pages it names is as good as ever, whatever they held: what they hold is read anew.
+            Err(SnapshotError::UnsealedWorkingSet { .. }) => {
+                self.place.pages(WORKING_SET, &PagesExpected::default())?
+            }
             before => before.ok().flatten(),
         };
         if sent.is_some() && before.as_ref().map(|set| set.sealed()) == sent {

@@ -288,7 +288,15 @@ impl<'a> Upload<'a> {
 
     /// Before anything of ours is there that could be taken for a part of another snapshot.
     fn must_be_free_at_first(&self) -> Result<(), SnapshotError> {
-        if self.sent.is_empty() { must_be_free(self.store) } else { Ok(()) }
+        if !self.sent.is_empty() {
+            return Ok(());
+        }
+        must_be_free(self.store)?;
+        // Of a save that was killed. All else that such a one left is replaced, but this a snapshot may do without.
+        if self.store.meta(WORKING_SET)?.is_some() {
+            self.store.remove(WORKING_SET)?;
+        }
+        Ok(())
     }
 
     /// Files that have arrived and that nobody reads any more.

@@ -51,7 +51,7 @@ pub(super) fn write(
     set: impl IntoIterator<Item = AgedPage>,
     ram: &PageReader,
 ) -> Result<Sealed, SnapshotError> {
-    let mut writer = PageWriter::create(path, ram.ram_pages(), Compression::Zstd)?;
+    let mut writer = PageWriter::create_for(path, ram, Compression::Zstd)?;
     let mut reading = ram.reading_for(Urgency::Memory);
     for AgedPage { page, age, source } in set {
         if let Some(bytes) = ram.page(page, &mut reading)? {

@@ -386,7 +386,7 @@ impl Machine {
         let targets = std::mem::take(&mut saving.targets);
         let parts = targets.iter().map(|target| {
             let (name, format) = (target.disk.clone(), target.format.to_owned());
-            DiskPart { name, format, bytes: 0, stored: None }
+            DiskPart { name, format, bytes: 0, modified: None, stored: None }
         });
         let parts = parts.collect();
         let images = targets.into_iter().map(|target| copy_image(target, &self.disks));
@@ -403,6 +403,7 @@ impl Machine {
                 hearth_version: env!("CARGO_PKG_VERSION").to_owned(),
                 qemu_version: identity.version,
                 accelerator: identity.accelerator,
+                configuration: Some(config.file.clone()),
                 ram_bytes: config.memory_bytes,
                 vmgenid: identity.vmgenid.is_some(),
                 guest_agent: identity.guest_agent,

@@ -185,6 +185,7 @@ impl Task {
         // First what the guest's own writes have to wait for.
         for (image, part) in images.into_iter().zip(&mut manifest.disks) {
             part.bytes = image.complete(&disks, &mut reporter)?;
+            part.modified = Some(draft.disk_modified(&part.name)?);
             orders.give(Order::Disk(part.clone()));
         }
         let (mut sealed, mut pages_on_disks) = (copy.finish()?, 0);

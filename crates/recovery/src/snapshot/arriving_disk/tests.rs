@@ -32,8 +32,13 @@ impl Stand {
         fs::write(folder.path().join("s3.env"), lines.collect::<String>()).unwrap();
         let byte = |at: usize| if (3 * MIB..5 * MIB).contains(&at) { 0 } else { (at / 4096 * 7 + at / MIB) as u8 | 1 };
         let content: Vec<u8> = (0..8 * MIB + MIB / 2).map(byte).collect();
-        let mut disk =
-            DiskPart { name: "root".into(), format: "raw".into(), bytes: content.len() as u64, stored: None };
+        let mut disk = DiskPart {
+            name: "root".into(),
+            format: "raw".into(),
+            bytes: content.len() as u64,
+            modified: None,
+            stored: None,
+        };
         let saved = folder.path().join("saved");
         fs::write(&saved, &content).unwrap();
         let source = Content::open(&saved, &disk).unwrap();

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! header    4096 bytes  |  0 magic "HRTHPAGE" |  8 u32 version = 2 | 12 u32 pages a chunk, at most | 16 u64 pages of RAM
-//!                       | 24 16 random bytes
+//!                       | 24 16 random bytes | 40 32 bytes: of a working set the seal of its memory, of memory 0
 //! chunks                | up to 16 pages each, one after the other, zstd or as they are; whole pages, so aligned, if so;
 //!           16 a page   | or where they are: 0 u64 block | 8 u32 disk, as the manifest counts them | 12 u32 0; these chunks come last
 //! index     40 a chunk  |  0 u64 offset |  8 u32 bytes stored | 12 u16 pages | 14 u16 1: zstd, 2: on a disk | 16 checksum | 32 u32 age | 36 u32 source
@@ -17,7 +17,7 @@
 //! The index comes last, so a file is
 //! written in one go, and one that was cut off has no trailer.
 //!
-//! Version 1 had no pages on disks.
+//! Version 1 had no pages on disks. Earlier versions of Hearth left 0 for a working set's seal.
 //!
 //! A chunk is what one page fault reads. Larger ones would bring more pages than the guest asked for, and compress
 //! better.
@@ -26,7 +26,7 @@ mod reader;
 mod source;
 mod writer;
 
-pub use reader::{PageReader, Reading};
+pub use reader::{PageReader, PagesExpected, Reading};
 pub(super) use source::Source as PageSource;
 pub use writer::PageWriter;
 
@@ -44,6 +44,8 @@ const HEADER_BYTES: usize = 4096;
 const ENTRY_BYTES: usize = 40;
 const TRAILER_BYTES: usize = 64;
 const TRAILER_SEALED_BYTES: usize = 32;
+/// In the header.
+const BELONGS_TO: std::ops::Range<usize> = 40..72;
 const CHECKSUM_BYTES: usize = 16;
 const FLAG_ZSTD: u16 = 1;
 const FLAG_ELSEWHERE: u16 = 2;

@@ -9,7 +9,6 @@ use std::sync::Arc;
 use hearth_store::Urgency;
 
 use super::source::{Found, Source};
-use super::writer::seal;
 use super::*;
 use crate::snapshot::blocks::DiskBlocks;
 use crate::snapshot::{SnapshotError, Source as SeenBy};
@@ -29,6 +28,7 @@ pub struct PageReader {
     pages: Vec<u32>,
     places: Places,
     sealed: Sealed,
+    belongs_to: Option<String>,
     /// Where chunks are that are not in the file.
     disks: Option<Arc<DiskBlocks>>,
 }
@@ -42,15 +42,29 @@ pub struct Reading {
     urgency: Urgency,
 }
 
+/// What is known of a file of pages before it is opened. A file that says something else is refused before it takes memory.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PagesExpected {
+    pub bytes: Option<u64>,
+    pub ram_pages: Option<u64>,
+}
+
 impl PageReader {
     pub fn open(path: &Path) -> Result<Self, SnapshotError> {
-        Self::of(Source::open(path)?, path)
+        Self::of(Source::open(path)?, path, &PagesExpected::default())
     }
 
     /// `path` is how it is called in messages.
-    pub(in crate::snapshot) fn of(source: Source, path: &Path) -> Result<Self, SnapshotError> {
+    pub(in crate::snapshot) fn of(
+        source: Source,
+        path: &Path,
+        expected: &PagesExpected,
+    ) -> Result<Self, SnapshotError> {
         let bytes = source.bytes(path)?;
         let damaged = |what: &str| SnapshotError::damaged(path, what);
+        if let Some(saved) = expected.bytes.filter(|saved| *saved != bytes) {
+            return Err(damaged(&format!("it has {bytes} bytes, and had {saved} when it was saved")));
+        }
         let read = |offset, into: &mut [u8]| source.read(path, into, offset, Urgency::Demand);
         if bytes < (HEADER_BYTES + TRAILER_BYTES) as u64 {
             return Err(damaged("it is too short; was it cut off?"));
@@ -81,19 +95,46 @@ impl PageReader {
         {
             return Err(damaged("its counts make no sense"));
         }
-        let mut index = vec![0; index_bytes as usize];
-        read(index_offset, &mut index)?;
-        let seal = seal(&header, &index, &trailer);
+        if expected.ram_pages.is_some_and(|expected| expected != ram_pages) {
+            return Err(damaged("it is of a machine with another amount of memory"));
+        }
+        // In pieces, each looked at before the next is read: a file with a hole for an index takes no memory.
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&header);
+        let mut chunks = Chunks::default();
+        let mut piece = Vec::new();
+        for from in (0..entries_bytes).step_by(INDEX_PIECE_BYTES) {
+            piece.resize((entries_bytes - from).min(INDEX_PIECE_BYTES as u64) as usize, 0);
+            read(index_offset + from, &mut piece)?;
+            hasher.update(&piece);
+            for entry in piece.chunks_exact(ENTRY_BYTES) {
+                chunks.push(Chunk::decode(entry)).ok_or_else(|| damaged("its chunks make no sense"))?;
+            }
+        }
+        let Chunks { entries, firsts, offset } = chunks;
+        if offset != index_offset || firsts.last().is_none_or(|last| u64::from(*last) != page_count) {
+            return Err(damaged("its chunks make no sense"));
+        }
+        let mut numbers = vec![0; page_count as usize * 4];
+        read(index_offset + entries_bytes, &mut numbers)?;
+        hasher.update(&numbers).update(&trailer[..TRAILER_SEALED_BYTES]);
+        let seal = hasher.finalize();
         if seal.as_bytes()[..] != trailer[TRAILER_SEALED_BYTES..] {
             return Err(damaged("the checksum of its index is wrong"));
         }
-        let (entries, numbers) = index.split_at(entries_bytes as usize);
-        let entries: Vec<_> = entries.chunks_exact(ENTRY_BYTES).map(Chunk::decode).collect();
         let pages: Vec<_> = numbers.chunks_exact(4).map(|number| u32_at(number, 0)).collect();
-        let firsts = firsts(&entries, index_offset, page_count).ok_or_else(|| damaged("its chunks make no sense"))?;
+        drop(numbers);
         let places = Places::of(&firsts, &pages, ram_pages).ok_or_else(|| damaged("its pages make no sense"))?;
         let sealed = Sealed { bytes, pages: page_count, seal: seal.to_hex().to_string() };
-        Ok(Self { source, path: path.to_owned(), ram_pages, entries, firsts, pages, places, sealed, disks: None })
+        let belongs_to: [u8; 32] = header[BELONGS_TO].try_into().expect("32 bytes");
+        let belongs_to = (belongs_to != [0; 32]).then(|| blake3::Hash::from_bytes(belongs_to).to_hex().to_string());
+        let (path, disks) = (path.to_owned(), None);
+        Ok(Self { source, path, ram_pages, entries, firsts, pages, places, sealed, belongs_to, disks })
+    }
+
+    /// The seal of the memory of which this is the working set. None: it is memory, or an earlier Hearth noted it.
+    pub fn belongs_to(&self) -> Option<&str> {
+        self.belongs_to.as_deref()
     }
 
     /// Some of its pages are on the snapshot's disks.
@@ -346,11 +387,27 @@ impl PageReader {
     }
 }
 
-/// Where each chunk's pages begin; none if the chunks are not what a writer writes.
-fn firsts(chunks: &[Chunk], index_offset: u64, page_count: u64) -> Option<Vec<u32>> {
-    let mut firsts = vec![0_u32];
-    let mut offset = HEADER_BYTES as u64;
-    for chunk in chunks {
+/// Read of an index at a time, in whole entries.
+const INDEX_PIECE_BYTES: usize = ENTRY_BYTES << 14;
+
+/// Chunks as a writer writes them, so far.
+struct Chunks {
+    entries: Vec<Chunk>,
+    /// Where each chunk's pages begin, and the next one's.
+    firsts: Vec<u32>,
+    /// Where the next chunk begins in the file.
+    offset: u64,
+}
+
+impl Default for Chunks {
+    fn default() -> Self {
+        Self { entries: Vec::new(), firsts: vec![0], offset: HEADER_BYTES as u64 }
+    }
+}
+
+impl Chunks {
+    /// None: no writer writes such a chunk.
+    fn push(&mut self, chunk: Chunk) -> Option<()> {
         let pages = usize::from(chunk.pages);
         let raw_bytes = (pages * PAGE_BYTES) as u32;
         let fits = match chunk.flags {
@@ -360,56 +417,36 @@ fn firsts(chunks: &[Chunk], index_offset: u64, page_count: u64) -> Option<Vec<u3
             _ => false,
         };
         let is_known = [SOURCE_TRACE, SOURCE_SCAN].contains(&chunk.source);
-        if !fits || !is_known || !(1..=CHUNK_PAGES).contains(&pages) || chunk.offset != offset {
+        if !fits || !is_known || !(1..=CHUNK_PAGES).contains(&pages) || chunk.offset != self.offset {
             return None;
         }
-        offset += u64::from(chunk.stored_bytes);
-        firsts.push(firsts.last()?.checked_add(pages as u32)?);
+        self.offset += u64::from(chunk.stored_bytes);
+        self.firsts.push(self.firsts.last()?.checked_add(pages as u32)?);
+        self.entries.push(chunk);
+        Some(())
     }
-    (offset == index_offset && u64::from(*firsts.last()?) == page_count).then_some(firsts)
 }
 
-/// Pages that stand beside each other in `Places`.
-const LEAF_PAGES: usize = 4096;
-
-/// The chunk of each page of RAM. Takes memory where there are pages, and nearly none elsewhere, however large a file says that its
-/// RAM is.
+/// The chunk of each page of RAM that is stored, by page: 8 bytes each, wherever in RAM they lie and however large a file says that
+/// its RAM is.
 #[derive(Debug)]
-struct Places {
-    ram_pages: u64,
-    /// One more than the number of the chunk; 0: it has none.
-    leaves: Vec<Option<Box<[u32; LEAF_PAGES]>>>,
-}
+struct Places(Vec<(u32, u32)>);
 
 impl Places {
     /// None if a page is not of this RAM, or stands twice.
     fn of(firsts: &[u32], pages: &[u32], ram_pages: u64) -> Option<Self> {
-        let leaves = vec![None; (ram_pages as usize).div_ceil(LEAF_PAGES)];
-        let mut places = Self { ram_pages, leaves };
+        let mut places = Vec::with_capacity(pages.len());
         for (chunk, bounds) in firsts.windows(2).enumerate() {
-            for &page in &pages[bounds[0] as usize..bounds[1] as usize] {
-                places.put(page, chunk as u32)?;
-            }
+            places.extend(pages[bounds[0] as usize..bounds[1] as usize].iter().map(|&page| (page, chunk as u32)));
         }
-        Some(places)
-    }
-
-    fn put(&mut self, page: u32, chunk: u32) -> Option<()> {
-        if u64::from(page) >= self.ram_pages {
-            return None;
-        }
-        let leaf = self.leaves.get_mut(page as usize / LEAF_PAGES)?;
-        let leaf = leaf.get_or_insert_with(|| Box::new([0; LEAF_PAGES]));
-        let place = &mut leaf[page as usize % LEAF_PAGES];
-        if *place != 0 {
-            return None;
-        }
-        *place = chunk + 1;
-        Some(())
+        // Nearly sorted already, in runs: memory is copied in the order of its addresses.
+        places.sort();
+        let is_of_ram = places.last().is_none_or(|last| u64::from(last.0) < ram_pages);
+        (is_of_ram && places.is_sorted_by(|one, next| one.0 < next.0)).then_some(Self(places))
     }
 
     fn chunk_of(&self, page: u32) -> Option<u32> {
-        let leaf = self.leaves.get(page as usize / LEAF_PAGES)?.as_ref()?;
-        leaf[page as usize % LEAF_PAGES].checked_sub(1)
+        let at = self.0.binary_search_by_key(&page, |place| place.0).ok()?;
+        Some(self.0[at].1)
     }
 }

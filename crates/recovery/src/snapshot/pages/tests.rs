@@ -7,6 +7,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::snapshot::SnapshotError;
+use crate::snapshot::fuzz::kib_resident;
 
 const RAM_PAGES: u64 = 200;
 
@@ -247,4 +248,67 @@ proptest! {
             (0..reader.chunks()).for_each(|chunk| drop(reader.read(chunk, &mut reading).map(<[u8]>::len)));
         });
     }
+}
+
+/// Page numbers far apart, each in a chunk of its own: the most that a small file can say.
+#[test]
+fn a_small_file_with_pages_all_over_memory_takes_little_memory() {
+    const CHUNKS: u32 = 100_000;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ram");
+    let ram_pages = u64::from(CHUNKS) * 4096;
+    let mut bytes = vec![0; HEADER_BYTES];
+    bytes[..8].copy_from_slice(HEADER_MAGIC);
+    bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    bytes[12..16].copy_from_slice(&16_u32.to_le_bytes());
+    bytes[16..24].copy_from_slice(&ram_pages.to_le_bytes());
+    bytes.resize(HEADER_BYTES + CHUNKS as usize, 0);
+    for chunk in 0..CHUNKS {
+        let offset = (HEADER_BYTES as u32 + chunk).into();
+        let (checksum, flags) = ([0; CHECKSUM_BYTES], FLAG_ZSTD);
+        bytes.extend(Chunk { offset, stored_bytes: 1, pages: 1, flags, checksum, age: 0, source: 0 }.encode());
+    }
+    (0..CHUNKS).for_each(|chunk| bytes.extend((chunk * 4096).to_le_bytes()));
+    let mut trailer = [0; TRAILER_BYTES];
+    trailer[..8].copy_from_slice(TRAILER_MAGIC);
+    trailer[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    trailer[12..16].copy_from_slice(&CHUNKS.to_le_bytes());
+    trailer[16..24].copy_from_slice(&((HEADER_BYTES as u32 + CHUNKS) as u64).to_le_bytes());
+    trailer[24..32].copy_from_slice(&u64::from(CHUNKS).to_le_bytes());
+    bytes.extend(trailer);
+    resealed(&mut bytes);
+    fs::write(&path, &bytes).unwrap();
+    let before = kib_resident();
+    let reader = PageReader::open(&path).unwrap();
+    assert_eq!(reader.chunk_of(4096 * 77), Some(77));
+    let grown = kib_resident().saturating_sub(before);
+    // It was 1.6 GiB. Other tests take some memory meanwhile.
+    assert!(grown < 300 << 10, "{grown} KiB for a file of {} KiB", bytes.len() >> 10);
+}
+
+#[test]
+fn an_index_that_is_a_hole_takes_no_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ram");
+    let file = fs::File::create(&path).unwrap();
+    let (chunks, pages) = (100_000_000_u64, 1_600_000_000_u64);
+    let mut header = vec![0; HEADER_BYTES];
+    header[..8].copy_from_slice(HEADER_MAGIC);
+    header[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    header[16..24].copy_from_slice(&pages.to_le_bytes());
+    let mut trailer = [0; TRAILER_BYTES];
+    trailer[..8].copy_from_slice(TRAILER_MAGIC);
+    trailer[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    trailer[12..16].copy_from_slice(&(chunks as u32).to_le_bytes());
+    trailer[16..24].copy_from_slice(&(HEADER_BYTES as u64).to_le_bytes());
+    trailer[24..32].copy_from_slice(&pages.to_le_bytes());
+    use std::os::unix::fs::FileExt;
+    file.write_all_at(&header, 0).unwrap();
+    let index_bytes = chunks * ENTRY_BYTES as u64 + pages * 4;
+    file.write_all_at(&trailer, HEADER_BYTES as u64 + index_bytes).unwrap();
+    let before = kib_resident();
+    let refusal = PageReader::open(&path).unwrap_err().to_string();
+    assert!(refusal.ends_with("its chunks make no sense"), "{refusal}");
+    let grown = kib_resident().saturating_sub(before);
+    assert!(grown < 300 << 10, "{grown} KiB");
 }

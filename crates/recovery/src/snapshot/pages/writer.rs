@@ -11,7 +11,7 @@ use std::sync::Arc;
 use super::*;
 use crate::random;
 use crate::snapshot::outgoing::Outgoing;
-use crate::snapshot::{SnapshotError, Source, create_file};
+use crate::snapshot::{SnapshotError, Source, create_file, faults};
 
 const BUFFER_BYTES: usize = 1 << 20;
 const ZSTD_LEVEL: i32 = 1;
@@ -40,12 +40,28 @@ pub struct PageWriter {
 
 impl PageWriter {
     pub fn create(path: &Path, ram_pages: u64, compression: Compression) -> Result<Self, SnapshotError> {
+        Self::begin(path, ram_pages, compression, [0; 32])
+    }
+
+    /// A working set of this memory.
+    pub fn create_for(path: &Path, memory: &PageReader, compression: Compression) -> Result<Self, SnapshotError> {
+        let seal = blake3::Hash::from_hex(&memory.sealed().seal).expect("a seal is one");
+        Self::begin(path, memory.ram_pages(), compression, *seal.as_bytes())
+    }
+
+    fn begin(
+        path: &Path,
+        ram_pages: u64,
+        compression: Compression,
+        belongs_to: [u8; 32],
+    ) -> Result<Self, SnapshotError> {
         let mut header = vec![0; HEADER_BYTES];
         header[..8].copy_from_slice(HEADER_MAGIC);
         header[8..12].copy_from_slice(&VERSION.to_le_bytes());
         header[12..16].copy_from_slice(&(CHUNK_PAGES as u32).to_le_bytes());
         header[16..24].copy_from_slice(&ram_pages.to_le_bytes());
         header[24..40].copy_from_slice(&random::bytes::<16>());
+        header[BELONGS_TO].copy_from_slice(&belongs_to);
         let file = create_file(path).map_err(SnapshotError::io(path, "made"))?;
         let mut writer = Self {
             file: BufWriter::with_capacity(BUFFER_BYTES, file),
@@ -95,7 +111,8 @@ impl PageWriter {
         if end > self.offset - self.file.buffer().len() as u64 {
             self.file.flush().map_err(SnapshotError::io(&self.path, "written"))?;
         }
-        self.file.get_ref().write_all_at(bytes, from).map_err(SnapshotError::io(&self.path, "written"))?;
+        let written = faults::may_write().and_then(|()| self.file.get_ref().write_all_at(bytes, from));
+        written.map_err(SnapshotError::io(&self.path, "written"))?;
         if let Some(outgoing) = &self.outgoing {
             outgoing.changed(from);
         }
@@ -205,7 +222,10 @@ impl PageWriter {
         self.write(&index)?;
         self.write(&trailer)?;
         let written = self.file.into_inner().map_err(std::io::IntoInnerError::into_error);
-        let settled = written.and_then(|file| if self.outgoing.is_some() { Ok(()) } else { file.sync_all() });
+        let settled = written.and_then(|file| {
+            faults::may_write()?;
+            if self.outgoing.is_some() { Ok(()) } else { file.sync_all() }
+        });
         settled.map_err(SnapshotError::io(&self.path, "written"))?;
         if let Some(outgoing) = &self.outgoing {
             outgoing.finish(self.offset);
@@ -214,7 +234,8 @@ impl PageWriter {
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), SnapshotError> {
-        self.file.write_all(bytes).map_err(SnapshotError::io(&self.path, "written"))?;
+        let written = faults::may_write().and_then(|()| self.file.write_all(bytes));
+        written.map_err(SnapshotError::io(&self.path, "written"))?;
         self.offset += bytes.len() as u64;
         if let Some(outgoing) = &self.outgoing {
             outgoing.wrote(self.offset - self.file.buffer().len() as u64);

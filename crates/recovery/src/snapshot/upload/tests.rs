@@ -39,13 +39,21 @@ struct Stand {
 
 impl Stand {
     fn new() -> Self {
-        let (server, near) = (S3Server::start(), Near::new());
+        Self::of(Near::new())
+    }
+
+    fn of(near: Near) -> Self {
+        let server = S3Server::start();
+        let store = Arc::new(Self::store(&server, &near, "one"));
+        Self { server, near, store }
+    }
+
+    fn store(server: &S3Server, near: &Near, place: &str) -> Store {
         let file = near.folder().with_file_name("s3.env");
         let lines = server.environment().into_iter().map(|(key, value)| format!("{key}={value}\n"));
         fs::write(&file, lines.collect::<String>()).unwrap();
-        let address = Address::parse(&format!("s3://{BUCKET}/one")).unwrap();
-        let store = Arc::new(Store::open(address, &Settings::from_file(&file).unwrap()).unwrap());
-        Self { server, near, store }
+        let address = Address::parse(&format!("s3://{BUCKET}/{place}")).unwrap();
+        Store::open(address, &Settings::from_file(&file).unwrap()).unwrap()
     }
 
     fn open(&self) -> Result<Snapshot, SnapshotError> {
@@ -254,4 +262,55 @@ fn compressed_memory_goes_up_behind_whoever_writes_it() {
     let sealed = writer.finish().unwrap();
     let due = outgoing.take_due().unwrap();
     assert_eq!((due.number, due.bytes), (0, 0..sealed.bytes));
+}
+
+#[test]
+fn every_object_of_another_moment_is_refused_by_name() {
+    let stand = Stand::of(Near::of_moment(1, &[25, 12]));
+    let other = Near::of_moment(2, &[25, 12]);
+    let two = Stand::store(&stand.server, &other, "two");
+    send_folder(&stand.near.folder(), &stand.store, &mut |_, _| Ok(())).unwrap();
+    send_folder(&other.folder(), &two, &mut |_, _| Ok(())).unwrap();
+    let manifest = stand.server.file("one/manifest");
+    let objects = fs::read_dir(manifest.parent().unwrap()).unwrap().flatten();
+    let names: Vec<_> = objects.map(|object| object.file_name().into_string().unwrap()).collect();
+    assert!(names.len() >= 7, "{names:?}");
+    // Opened, and its disks brought whole.
+    let bring = || -> Result<Snapshot, SnapshotError> {
+        // The server names an object that was exchanged behind its back as before.
+        let _ = fs::remove_dir_all(stand.near.folder().with_file_name("cache"));
+        let (snapshot, home) = (stand.open()?, tempfile::tempdir().unwrap());
+        for disk in &snapshot.manifest.disks {
+            snapshot.expect_disk(disk, home.path(), true, &mut |_, _| {})?;
+        }
+        Ok(snapshot)
+    };
+    for name in &names {
+        let path = stand.server.file(&format!("one/{name}"));
+        let ours = fs::read(&path).unwrap();
+        fs::copy(stand.server.file(&format!("two/{name}")), &path).unwrap();
+        let refusal = match bring() {
+            Err(refusal) => refusal.to_string(),
+            Ok(snapshot) => {
+                assert_eq!(name, WORKING_SET);
+                snapshot.working_set.unwrap_err().to_string()
+            }
+        };
+        assert!(refusal.contains(name.as_str()), "{name}: {refusal}");
+        fs::write(&path, &ours).unwrap();
+        assert!(bring().unwrap().working_set.unwrap().is_some(), "{name} is back");
+    }
+}
+
+#[test]
+fn a_working_set_that_a_killed_save_left_is_removed() {
+    let stand = Stand::new();
+    let killed = Near::of_moment(2, &[25, 12]);
+    // What had gone up when it was killed.
+    send_folder(&killed.folder(), &stand.store, &mut |_, _| Ok(())).unwrap();
+    stand.store.remove(MANIFEST).unwrap();
+    assert!(stand.server.file("one/working-set").exists());
+    send_folder(&stand.near.folder(), &stand.store, &mut |_, _| Ok(())).unwrap();
+    assert!(!stand.server.file("one/working-set").exists());
+    assert!(stand.open().unwrap().working_set.unwrap().is_none());
 }
