@@ -6,7 +6,7 @@
 //!
 //! These facts end with the host, so a change is not synced: the guest that is to start would wait for the disk, and with
 //! it for all that a dump has written there. A host that dies may leave a file without its content, which then tells of
-//! nothing. One fact outlives the host and is synced: a snapshot that was begun with.
+//! nothing.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -90,7 +90,7 @@ pub struct RestoreNote {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seal: Option<String>,
     pub mode: Mode,
-    /// The guest may have run, and written to its disks. From then on the snapshot must never be begun with again.
+    /// Always true. Earlier keepers wrote the note sooner, without it: such a note names no machine and is void.
     pub begun: bool,
 }
 
@@ -208,12 +208,7 @@ impl Journal {
 
     /// For a keeper that comes after this one. Waits for no disk.
     pub fn save(&self, path: &Path) -> Result<(), JournalError> {
-        self.write(path, false).map_err(|source| JournalError::Io { path: path.to_owned(), source })
-    }
-
-    /// As `save`, and for a keeper after the host's next start as well.
-    pub fn save_durably(&self, path: &Path) -> Result<(), JournalError> {
-        self.write(path, true).map_err(|source| JournalError::Io { path: path.to_owned(), source })
+        self.write(path).map_err(|source| JournalError::Io { path: path.to_owned(), source })
     }
 
     /// Writes what is to be the journal when there is no time to write.
@@ -226,18 +221,11 @@ impl Journal {
         }
     }
 
-    fn write(&self, path: &Path, durably: bool) -> io::Result<()> {
+    fn write(&self, path: &Path) -> io::Result<()> {
         let temporary = path.with_extension("new");
         let mut file = File::create(&temporary)?;
         file.write_all(&serde_json::to_vec_pretty(self).expect("a journal is plain data"))?;
-        if durably {
-            file.sync_all()?;
-        }
-        fs::rename(&temporary, path)?;
-        match path.parent() {
-            Some(folder) if durably => File::open(folder)?.sync_all(),
-            _ => Ok(()),
-        }
+        fs::rename(&temporary, path)
     }
 }
 
@@ -307,11 +295,8 @@ mod tests {
         let mut journal = Journal::new("web", 1 << 30);
         journal.ember = vec![1, 2];
         journal.clock_debt = ClockDebt::of(Duration::from_millis(1), Duration::from_millis(3));
-        for save in [Journal::save, Journal::save_durably] {
-            journal.incarnation += 1;
-            save(&journal, &path).unwrap();
-            assert_eq!(Journal::load(&path).unwrap().as_ref(), Some(&journal));
-        }
+        journal.save(&path).unwrap();
+        assert_eq!(Journal::load(&path).unwrap().as_ref(), Some(&journal));
     }
 
     /// `testdata/journal-1.json`: without the fields that came later.

@@ -13,6 +13,7 @@
 
 mod figures;
 mod gate;
+mod order;
 mod pace;
 mod step;
 mod waits;
@@ -28,6 +29,7 @@ use hearth_memory::faults::admission::AdmissionError;
 use hearth_memory::faults::supply::{SuppliedRam, Wake};
 use hearth_memory::{FileOffset, MemoryError, PAGE_BYTES, RamFile};
 use hearth_store::Urgency;
+pub use order::{Order, OrderError};
 pub use pace::Pace;
 use serde::{Deserialize, Serialize};
 pub use step::Step;

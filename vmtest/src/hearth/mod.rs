@@ -414,6 +414,14 @@ impl TestVm {
         self.files.keeper_log()
     }
 
+    /// `hearth run` of another machine of this name, in the place of the keeper that was there.
+    pub fn run_configuration(&self, file: &Path) -> Result<()> {
+        self.kill_keeper()?;
+        let mut command = Command::new(artifacts::hearth()?);
+        command.arg("run").arg(file);
+        self.spawn_keeper(command)
+    }
+
     fn start_keeper(&self, variables: &[(&str, &str)]) -> Result<()> {
         let mut command = Command::new(artifacts::hearth()?);
         command.arg("run").arg(self.files.config()).envs(variables.iter().copied());

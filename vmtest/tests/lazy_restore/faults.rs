@@ -8,7 +8,7 @@ use hearth_recovery::snapshot::Snapshot;
 use hearth_vmtest::{Disk, Drives, Result, TestVm};
 use serde_json::Value;
 
-use super::{comes_whole, fill, verify};
+use super::{await_console, comes_whole, fill, verify};
 
 /// A guest with 64 MiB that are known, saved and gone; its nonce and its snapshot.
 pub fn saved(name: &str) -> Result<(TestVm, String, PathBuf)> {
@@ -62,6 +62,31 @@ fn damage(snapshot: &Path) -> (File, Vec<u8>, usize) {
     let [place] = places[..] else { panic!("the first page of the pattern is there {} times", places.len()) };
     image.write_all_at(&[whole[place] ^ 1], place as u64).expect("it can be written");
     (image, whole, place)
+}
+
+#[test]
+fn a_failed_restore_leaves_its_name_to_other_machines() -> Result<()> {
+    let vm = TestVm::busybox("poison").disk(Disk::empty(16)).boot()?;
+    let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
+    fill(&vm, 64)?;
+    vm.save_and_stop(&snapshot)?;
+    let (image, whole, place) = damage(&snapshot);
+    let folder = vm.folder().join("clone");
+    // Under the name, and in the runtime folder, of the machine that was saved.
+    let text = |path: &Path| path.display().to_string();
+    let refused = vm.cli_output(&["restore", &text(&snapshot), "--eager", "--folder", &text(&folder)])?;
+    assert!(refused.status == 1 && refused.text().contains("are damaged"), "{}", refused.text());
+    image.write_all_at(&[whole[place]], place as u64).expect("it can be written");
+    vm.restart_keeper()?;
+    vm.wait_boots(2)?;
+    assert_ne!(vm.nonce()?, nonce, "the machine boots from its own disk");
+    vm.stop_at_once()?;
+    // And the machine that the restore made begins with the snapshot, now that it can be read.
+    vm.run_configuration(&folder.join("machine.toml"))?;
+    vm.wait_running()?;
+    await_console(&vm)?;
+    assert_eq!(vm.nonce()?, nonce);
+    verify(&vm)
 }
 
 #[test]

@@ -13,6 +13,7 @@ use std::process::ExitCode;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use hearth_api::{CrashMethod, CrashRequest, RebootRequest, StopRequest};
 use hearth_disk::image::OverlayError;
+use hearth_recovery::lazy_restore::OrderError;
 use hearth_recovery::snapshot::SnapshotError;
 use hearth_recovery::vmcore::FileError;
 use hearth_recovery::vmcore::linux::NotUnderstood;
@@ -49,6 +50,7 @@ mod status;
 #[cfg(test)]
 mod tests;
 mod text;
+mod trust;
 mod upgrade_keeper;
 mod vmcore;
 mod words;
@@ -375,8 +377,17 @@ pub enum CliError {
     File { path: PathBuf, source: io::Error },
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
+    #[error(
+        "{file}: names what only the operator of this host may name: {what}; say it yourself with --set KEY=VALUE, or restore with \
+         --trust-config if you trust whoever made the snapshot"
+    )]
+    Untrusted { file: PathBuf, what: String },
+    #[error("{file}: the machine has other disks than the snapshot ({configured}; {saved}): it was not saved so")]
+    OtherDisks { file: PathBuf, configured: String, saved: String },
     #[error(transparent)]
     Overlay(#[from] OverlayError),
+    #[error(transparent)]
+    Order(#[from] OrderError),
     #[error(transparent)]
     Vmcore(#[from] FileError),
     #[error("this program cannot go on with the machine")]

@@ -12,7 +12,8 @@ use clap::Args;
 use hearth_recovery::lazy_restore::Mode;
 
 use super::object_store::{StoreArguments, place};
-use super::restore::{make_machine, remove_machine, typed};
+use super::restore::{Draft, make_machine, remove_machine, typed};
+use super::trust::Trust;
 use super::{CliError, absolute};
 use crate::config::SECONDS_MAX;
 use crate::machine::restore::{Probe, RestoreOrder, Trace};
@@ -36,6 +37,9 @@ pub struct RehearseArguments {
     /// A port of the host that leads into the clone, for that command: HOSTIP:PORT:GUESTPORT.
     #[arg(long, value_name = "FORWARD", requires = "until")]
     forward: Vec<String>,
+    /// Let the snapshot name programs, files and users of this host: only if you trust whoever made it.
+    #[arg(long)]
+    trust_config: bool,
     /// Where the clone's folder is made; what the guest writes to its disks goes there.
     #[arg(long, value_name = "FOLDER")]
     scratch: Option<PathBuf>,
@@ -49,14 +53,19 @@ pub fn rehearse(
     root: RuntimeRoot,
     run: fn(Start) -> ExitCode,
 ) -> Result<ExitCode, CliError> {
-    let RehearseArguments { snapshot, seconds, until_port, until, mut forward, scratch, store } = arguments;
+    let RehearseArguments { snapshot, seconds, until_port, until, mut forward, trust_config, scratch, store } =
+        arguments;
     let path = place(snapshot);
     let snapshot = store.open(&path)?;
-    let typed = typed(&snapshot)?.with_object_store(store.section());
+    let typed = typed(&snapshot)?.without_object_store();
     if typed.nets.iter().any(|net| net.kind.as_deref() == Some("tap")) {
         let what = "has a tap, whose guest cannot be given a network that leads nowhere; use `hearth restore --trace`";
         return Err(CliError::Machine { name: snapshot.manifest.machine, what: what.to_owned() });
     }
+    let trust = Trust::of(&snapshot, &root, trust_config);
+    // It gets networks of its own.
+    trust.check(&snapshot, &typed, |key| key.starts_with("nets["))?;
+    let typed = typed.with_object_store(store.section());
     let until = match until_port {
         Some(guest_port) => {
             let port = free_port().map_err(CliError::Port)?;
@@ -67,12 +76,14 @@ pub fn rehearse(
     };
     let name = format!("rehearsal-{}", std::process::id());
     let folder = absolute(scratch.unwrap_or_else(std::env::temp_dir)).join(format!("hearth-{name}"));
-    let in_force = make_machine(&snapshot, typed.isolated(&forward), &name, &folder, Mode::Lazy, &root)?;
-    let runtime_folder = in_force.now.config.runtime_folder.clone();
-    let (before, seal) = (snapshot.working_set_version()?, Some(snapshot.seal().to_owned()));
-    drop(snapshot);
     let trace = Trace { window: Duration::from_secs(seconds), until, then_stop: true };
+    let seal = Some(snapshot.seal().to_owned());
     let order = RestoreOrder { snapshot: path.clone(), seal, mode: Mode::Lazy, trace: Some(trace) };
+    let draft = Draft { snapshot: &snapshot, typed: typed.isolated(&forward), settings: Vec::new(), trust };
+    let in_force = make_machine(draft, &name, &folder, &order, &root)?;
+    let runtime_folder = in_force.now.config.runtime_folder.clone();
+    let before = snapshot.working_set_version()?;
+    drop(snapshot);
     let ended = run(Start { in_force, root, restore: Some(order), inheritance: Inheritance::default() });
     remove_machine(&folder);
     // Its events; what was of interest was said.

@@ -13,21 +13,26 @@ use std::time::{Duration, Instant, SystemTime};
 use clap::Args;
 use hearth_api::rfc3339;
 use hearth_disk::image::{create_overlay, create_overlay_over_arriving};
-use hearth_recovery::lazy_restore::Mode;
+use hearth_recovery::lazy_restore::{Mode, Order, Step};
 use hearth_recovery::snapshot::pages::PageReader;
 use hearth_recovery::snapshot::{AGE_END, Snapshot, Source, aged_pages};
 use serde::Serialize;
+use toml::Value;
 
 use super::object_store::{StoreArguments, place};
 use super::text::{Side, bytes, table};
+use super::trust::Trust;
 use super::{CliError, Context, Exit, absolute, configuration};
-use crate::config::{ConfigFile, InForce, SECONDS_MAX};
+use crate::config::{ConfigFile, InForce, SECONDS_MAX, Setting};
+use crate::machine::drill;
 use crate::machine::restore::{Probe, RestoreOrder, Trace};
 use crate::object_store::saved_disks;
 use crate::runtime_root::RuntimeRoot;
 
 /// Between two words on how much of a disk has come.
 const SAY_EVERY: Duration = Duration::from_secs(2);
+/// What `--forward` sets.
+const FORWARD: &str = "nets[0].forward";
 /// Each line of the picture of memory.
 const COLUMNS: usize = 64;
 const LINES: usize = 16;
@@ -62,6 +67,15 @@ pub struct RestoreArguments {
     /// Sooner: until this command of the host succeeds. It is tried again and again.
     #[arg(long, value_name = "COMMAND", requires = "trace")]
     until: Option<String>,
+    /// Let the snapshot name programs, files, users and ports of this host: only if you trust whoever made it.
+    #[arg(long)]
+    trust_config: bool,
+    /// A key of the new machine's configuration, in place of what the snapshot has: memory_folder=/dev/shm/web2.
+    #[arg(long = "set", value_name = "KEY=VALUE", value_parser = Setting::parse)]
+    settings: Vec<Setting>,
+    /// A port of this host that leads into the guest, in place of the snapshot's (the first network's): HOSTIP:PORT:GUESTPORT.
+    #[arg(long, value_name = "FORWARD")]
+    forward: Vec<String>,
     /// The new machine's QEMU, which must know the saved one's machine type; the saved one's if nothing is said.
     #[arg(long, value_name = "PATH")]
     qemu: Option<PathBuf>,
@@ -90,10 +104,21 @@ pub fn prepare(arguments: RestoreArguments, root: &RuntimeRoot) -> Result<(InFor
     let snapshot = arguments.store.open(&path)?;
     let name = arguments.name.unwrap_or_else(|| snapshot.manifest.machine.clone());
     let folder = absolute(arguments.folder.unwrap_or_else(|| PathBuf::from(&name)));
-    let typed = typed(&snapshot)?.with_object_store(arguments.store.section());
-    let typed = typed.with_qemu(arguments.qemu.map(absolute));
-    let in_force = make_machine(&snapshot, typed, &name, &folder, mode, root)?;
-    Ok((in_force, RestoreOrder { snapshot: path, seal: Some(snapshot.seal().to_owned()), mode, trace }))
+    let mut settings = arguments.settings;
+    if !arguments.forward.is_empty() {
+        settings.push(Setting::new(FORWARD, arguments.forward.into_iter().map(Value::from).collect::<Vec<_>>().into()));
+    }
+    let typed = typed(&snapshot)?.without_object_store();
+    let trust = Trust::of(&snapshot, root, arguments.trust_config);
+    trust.check(&snapshot, &typed, |key| {
+        settings.iter().any(|setting| setting.key == key) || key == "qemu" && arguments.qemu.is_some()
+    })?;
+    let typed = typed.with_object_store(arguments.store.section()).with_qemu(arguments.qemu.map(absolute));
+    let order = RestoreOrder { snapshot: path, seal: Some(snapshot.seal().to_owned()), mode, trace };
+    let draft = Draft { snapshot: &snapshot, typed, settings, trust };
+    let in_force = make_machine(draft, &name, &folder, &order, root)?;
+    drill(Step::Make.name());
+    Ok((in_force, order))
 }
 
 /// The configuration that was saved.
@@ -102,18 +127,26 @@ pub fn typed(snapshot: &Snapshot) -> Result<ConfigFile, CliError> {
     ConfigFile::parse(&snapshot.machine).map_err(|problems| CliError::Configuration { file: file(), problems })
 }
 
+/// A machine that is to be made.
+pub struct Draft<'a> {
+    pub snapshot: &'a Snapshot,
+    /// Checked.
+    pub typed: ConfigFile,
+    pub settings: Vec<Setting>,
+    pub trust: Trust,
+}
+
 /// Makes the machine, and checks it as `hearth run` does. If it cannot run nothing of it is left.
 pub fn make_machine(
-    snapshot: &Snapshot,
-    typed: ConfigFile,
+    draft: Draft<'_>,
     name: &str,
     folder: &Path,
-    mode: Mode,
+    order: &RestoreOrder,
     root: &RuntimeRoot,
 ) -> Result<InForce, CliError> {
     let folder = folder.to_owned();
     DirBuilder::new().mode(0o700).create(&folder).map_err(|source| CliError::File { path: folder.clone(), source })?;
-    let made = furnish(snapshot, typed, name, &folder, mode).and_then(|file| configuration::for_new(&file, root));
+    let made = furnish(draft, name, &folder, order).and_then(|file| configuration::for_new(&file, root));
     // Made a moment ago, by us.
     made.inspect_err(|_| remove_machine(&folder))
 }
@@ -124,8 +157,9 @@ pub fn remove_machine(folder: &Path) {
     }
 }
 
-/// Disks and `machine.toml`.
-fn furnish(snapshot: &Snapshot, typed: ConfigFile, name: &str, folder: &Path, mode: Mode) -> Result<PathBuf, CliError> {
+/// Disks, the order to begin with the snapshot, and last `machine.toml`: whoever finds that finds the others.
+fn furnish(draft: Draft<'_>, name: &str, folder: &Path, order: &RestoreOrder) -> Result<PathBuf, CliError> {
+    let Draft { snapshot, typed, settings, trust } = draft;
     let (mut disks, saved) = (Vec::new(), saved_disks(folder));
     if snapshot.is_far() && !snapshot.manifest.disks.is_empty() {
         let made = DirBuilder::new().mode(0o700).create(&saved);
@@ -134,21 +168,29 @@ fn furnish(snapshot: &Snapshot, typed: ConfigFile, name: &str, folder: &Path, mo
     for disk in &snapshot.manifest.disks {
         let path = folder.join(format!("disk-{}.qcow2", disk.name));
         let mut said = Instant::now();
-        let image = snapshot.expect_disk(disk, &saved, mode == Mode::Eager, &mut |bytes, all| {
+        let image = snapshot.expect_disk(disk, &saved, order.mode == Mode::Eager, &mut |bytes, all| {
             if said.elapsed() >= SAY_EVERY {
                 said = Instant::now();
                 eprintln!("hearth: disk {}: {} of {} MiB", disk.name, bytes >> 20, all >> 20);
             }
         })?;
+        trust.check_disk(disk, &image)?;
         // One that comes from afar changes until all of it is there.
         let create = if snapshot.is_far() { create_overlay_over_arriving } else { create_overlay };
         create(&path, &image, &disk.format)?;
         disks.push(path);
     }
     let file = folder.join("machine.toml");
-    let text = typed.for_restored(name, &disks).to_text();
+    let typed = typed.for_restored(name, &disks).with_settings(&settings);
+    let typed = typed.map_err(|problems| CliError::Configuration { file: file.clone(), problems })?;
+    Order::new(&file, &order.snapshot, snapshot.seal(), order.mode, &disks)?.write()?;
+    let text = typed.to_text();
     let written = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&file);
-    let written = written.and_then(|mut file| file.write_all(text.as_bytes()));
+    let written = written.and_then(|mut file| {
+        file.write_all(text.as_bytes())?;
+        file.sync_all()
+    });
+    let written = written.and_then(|()| fs::File::open(folder)?.sync_all());
     written.map_err(|source| CliError::File { path: file.clone(), source })?;
     Ok(file)
 }

@@ -1,6 +1,8 @@
 //! The table of fields: key, type, default, meaning. What a file may hold, the suggestions for what it may not, and
 //! `docs/config.md` come from here; a test holds it against `ConfigFile`.
 
+use toml::Value;
+
 /// Where in the file a field stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Section {
@@ -140,8 +142,36 @@ impl Effect {
     }
 }
 
+/// Whose word a restore takes for a field that stands in a snapshot's machine.toml: whoever made the snapshot may be a stranger.
+#[derive(Clone, Copy)]
+pub enum Trust {
+    /// It says what the guest is, or what it gets: the snapshot's.
+    Guest,
+    /// It names a program, file, user, port or protection of the host: only the operator's.
+    Host,
+    /// `Host`, but for these values.
+    HostUnless(fn(&Value) -> bool),
+    /// Nobody's: the restored machine gets its own.
+    Replaced,
+}
+
+/// Words for firmware that comes with the host's QEMU, and no path.
+fn is_own_firmware(value: &Value) -> bool {
+    matches!(value.as_str(), Some("bios" | "uefi"))
+}
+
+/// What follows a comma are options of QEMU's, some of which name files.
+fn is_plain(value: &Value) -> bool {
+    value.as_str().is_some_and(|text| !text.contains(','))
+}
+
+fn is_true(value: &Value) -> bool {
+    value.as_bool() == Some(true)
+}
+
 /// One field.
 pub struct Field {
+    pub trust: Trust,
     pub section: Section,
     pub key: &'static str,
     pub effect: Effect,
@@ -167,6 +197,7 @@ pub const NVRAM_DEVICES: &[&str] = &["disk", "pmem"];
 pub const NET_KINDS: &[&str] = &["user", "passt", "tap"];
 
 const fn field(
+    trust: Trust,
     section: Section,
     key: &'static str,
     effect: Effect,
@@ -175,10 +206,11 @@ const fn field(
     example: &'static str,
     meaning: &'static str,
 ) -> Field {
-    Field { section, key, effect, kind, default, example, meaning }
+    Field { trust, section, key, effect, kind, default, example, meaning }
 }
 
 const fn machine(
+    trust: Trust,
     key: &'static str,
     effect: Effect,
     kind: Kind,
@@ -186,10 +218,11 @@ const fn machine(
     example: &'static str,
     meaning: &'static str,
 ) -> Field {
-    field(Section::Machine, key, effect, kind, default, example, meaning)
+    field(trust, Section::Machine, key, effect, kind, default, example, meaning)
 }
 
 const fn crash(
+    trust: Trust,
     key: &'static str,
     effect: Effect,
     kind: Kind,
@@ -197,10 +230,11 @@ const fn crash(
     example: &'static str,
     meaning: &'static str,
 ) -> Field {
-    field(Section::Crash, key, effect, kind, default, example, meaning)
+    field(trust, Section::Crash, key, effect, kind, default, example, meaning)
 }
 
 const fn rejuvenate(
+    trust: Trust,
     key: &'static str,
     effect: Effect,
     kind: Kind,
@@ -208,10 +242,11 @@ const fn rejuvenate(
     example: &'static str,
     meaning: &'static str,
 ) -> Field {
-    field(Section::Rejuvenate, key, effect, kind, default, example, meaning)
+    field(trust, Section::Rejuvenate, key, effect, kind, default, example, meaning)
 }
 
 const fn disk(
+    trust: Trust,
     key: &'static str,
     effect: Effect,
     kind: Kind,
@@ -219,15 +254,17 @@ const fn disk(
     example: &'static str,
     meaning: &'static str,
 ) -> Field {
-    field(Section::Disk, key, effect, kind, default, example, meaning)
+    field(trust, Section::Disk, key, effect, kind, default, example, meaning)
 }
 
 use Effect::{AtTakeOver, WithNextGuest, WithNextStart};
 use Kind::{Boolean, Choice, Integer, Path, Size, SizeOrPercent, Text, TextList, Time};
+use Trust::{Guest, Host, HostUnless, Replaced};
 
 /// All fields, in the order of the page.
 pub static FIELDS: &[Field] = &[
     machine(
+        Replaced,
         "name",
         WithNextStart,
         Text,
@@ -236,6 +273,7 @@ pub static FIELDS: &[Field] = &[
         "Name of the machine in every command: 1 to 32 letters, digits, `-`, `_` or `.`, beginning with a letter or digit.",
     ),
     machine(
+        Guest,
         "memory",
         WithNextGuest,
         Size,
@@ -243,8 +281,9 @@ pub static FIELDS: &[Field] = &[
         r#""2GiB""#,
         "RAM of the guest, a multiple of 2 MiB, from 32MiB to 16TiB.",
     ),
-    machine("cpus", WithNextGuest, Integer { min: 1, max: 255 }, "1", "2", "Virtual processors."),
+    machine(Guest, "cpus", WithNextGuest, Integer { min: 1, max: 255 }, "1", "2", "Virtual processors."),
     machine(
+        Guest,
         "cpu_model",
         WithNextGuest,
         Text,
@@ -253,6 +292,7 @@ pub static FIELDS: &[Field] = &[
         "QEMU's CPU model, with features.",
     ),
     machine(
+        Guest,
         "accelerator",
         WithNextGuest,
         Choice(ACCELERATORS),
@@ -261,6 +301,7 @@ pub static FIELDS: &[Field] = &[
         "`auto` tries KVM and takes it if it really works, else TCG; `hearth status` says which and why.",
     ),
     machine(
+        HostUnless(is_plain),
         "machine_type",
         WithNextGuest,
         Text,
@@ -269,6 +310,7 @@ pub static FIELDS: &[Field] = &[
         "QEMU's machine type; it must be a q35.",
     ),
     machine(
+        Host,
         "qemu",
         AtTakeOver,
         Path,
@@ -277,6 +319,7 @@ pub static FIELDS: &[Field] = &[
         "The QEMU program, 7.2 or later.",
     ),
     machine(
+        Host,
         "qemu_user",
         WithNextGuest,
         Text,
@@ -285,6 +328,7 @@ pub static FIELDS: &[Field] = &[
         "User that QEMU becomes once its files are open. Needs a keeper that runs as root.",
     ),
     machine(
+        Host,
         "runtime_folder",
         WithNextStart,
         Path,
@@ -293,6 +337,7 @@ pub static FIELDS: &[Field] = &[
         "Sockets, logs and journal: small. Without root: `$XDG_RUNTIME_DIR/hearth/NAME`.",
     ),
     machine(
+        Host,
         "memory_folder",
         WithNextStart,
         Path,
@@ -302,6 +347,7 @@ pub static FIELDS: &[Field] = &[
          slack. Without root: `/dev/shm/hearth-UID/NAME`.",
     ),
     machine(
+        Guest,
         "ember",
         WithNextGuest,
         Choice(ON_OFF),
@@ -310,6 +356,7 @@ pub static FIELDS: &[Field] = &[
         "Whether a dead incarnation's memory is kept as a source of disk blocks. `off`: every reboot is cold.",
     ),
     machine(
+        Guest,
         "on_panic",
         AtTakeOver,
         Choice(ON_PANIC),
@@ -320,6 +367,7 @@ pub static FIELDS: &[Field] = &[
          `pause` leaves the guest to be looked at.",
     ),
     machine(
+        Guest,
         "budget_slack",
         AtTakeOver,
         SizeOrPercent,
@@ -328,6 +376,7 @@ pub static FIELDS: &[Field] = &[
         "Host memory the machine's files may hold beyond its RAM: a size, or percent of the RAM (0 to 100).",
     ),
     machine(
+        Guest,
         "admission",
         AtTakeOver,
         Choice(ADMISSION),
@@ -338,6 +387,7 @@ pub static FIELDS: &[Field] = &[
          as the guest grows; a guest that outruns that is otherwise only seen and reported.",
     ),
     machine(
+        HostUnless(is_true),
         "sandbox",
         WithNextGuest,
         Boolean,
@@ -346,6 +396,7 @@ pub static FIELDS: &[Field] = &[
         "Run QEMU in its seccomp sandbox, where the binary has one.",
     ),
     machine(
+        Guest,
         "guest_agent",
         WithNextGuest,
         Boolean,
@@ -355,6 +406,7 @@ pub static FIELDS: &[Field] = &[
          has file systems frozen (see lazy-restore.md) and `remount.ready` asks for a unit. A device more; a guest has it from its next boot on.",
     ),
     machine(
+        Host,
         "extra_qemu_args",
         WithNextGuest,
         TextList,
@@ -363,6 +415,7 @@ pub static FIELDS: &[Field] = &[
         "Appended to QEMU's command line as they are. Hearth does not look at them, but for the word `vmgenid`, beside which it adds no such device: they can break what it promises.",
     ),
     field(
+        Host,
         Section::Boot,
         "kernel",
         WithNextGuest,
@@ -372,6 +425,7 @@ pub static FIELDS: &[Field] = &[
         "Linux kernel to start directly. Either this or `firmware`.",
     ),
     field(
+        Host,
         Section::Boot,
         "initrd",
         WithNextGuest,
@@ -381,6 +435,7 @@ pub static FIELDS: &[Field] = &[
         "Initial RAM disk; with `kernel` only.",
     ),
     field(
+        Guest,
         Section::Boot,
         "cmdline",
         WithNextGuest,
@@ -390,6 +445,7 @@ pub static FIELDS: &[Field] = &[
         "Kernel command line; with `kernel` only.",
     ),
     field(
+        HostUnless(is_own_firmware),
         Section::Boot,
         "firmware",
         WithNextGuest,
@@ -399,6 +455,7 @@ pub static FIELDS: &[Field] = &[
         "`bios` (QEMU's SeaBIOS), `uefi` (the distribution's OVMF), or the path of a firmware image.",
     ),
     field(
+        Host,
         Section::Boot,
         "firmware_vars",
         WithNextGuest,
@@ -408,6 +465,7 @@ pub static FIELDS: &[Field] = &[
         "Variable store of UEFI firmware: the machine's own copy, it is written to. Must be given with `uefi`.",
     ),
     crash(
+        Host,
         "dump_folder",
         AtTakeOver,
         Path,
@@ -417,6 +475,7 @@ pub static FIELDS: &[Field] = &[
          `$XDG_STATE_HOME/hearth/NAME/dumps`.",
     ),
     crash(
+        Guest,
         "level",
         AtTakeOver,
         Integer { min: 0, max: 31 },
@@ -426,6 +485,7 @@ pub static FIELDS: &[Field] = &[
          16 free pages.",
     ),
     crash(
+        Guest,
         "format",
         AtTakeOver,
         Choice(DUMP_FORMATS),
@@ -434,6 +494,7 @@ pub static FIELDS: &[Field] = &[
         "Compressed, or an ELF file as plain as memory.",
     ),
     crash(
+        Guest,
         "compression",
         AtTakeOver,
         Choice(COMPRESSIONS),
@@ -442,6 +503,7 @@ pub static FIELDS: &[Field] = &[
         "Of `kdump` files. Debian's makedumpfile reads `lzo` and `zlib` only; crash 8 and drgn read all.",
     ),
     crash(
+        Guest,
         "keep_last",
         AtTakeOver,
         Integer { min: 1, max: 1000 },
@@ -450,6 +512,7 @@ pub static FIELDS: &[Field] = &[
         "Complete dumps kept; older ones go when one more is complete.",
     ),
     crash(
+        Guest,
         "min_free",
         AtTakeOver,
         Size,
@@ -458,6 +521,7 @@ pub static FIELDS: &[Field] = &[
         "A dump that would leave less than this free stops, and says so.",
     ),
     crash(
+        Guest,
         "chunk",
         AtTakeOver,
         Size,
@@ -467,6 +531,7 @@ pub static FIELDS: &[Field] = &[
          which all fit into half of `budget_slack`.",
     ),
     crash(
+        Guest,
         "threads",
         AtTakeOver,
         Integer { min: 1, max: 64 },
@@ -475,6 +540,7 @@ pub static FIELDS: &[Field] = &[
         "Threads that compress, at the lowest priority.",
     ),
     crash(
+        Guest,
         "headroom",
         AtTakeOver,
         SizeOrPercent,
@@ -483,6 +549,7 @@ pub static FIELDS: &[Field] = &[
         "Host memory that a recovery may use beyond the budget while a dump is written: a size, or percent of the RAM.",
     ),
     crash(
+        Guest,
         "disk_time",
         AtTakeOver,
         Choice(DISK_TIMES),
@@ -491,6 +558,7 @@ pub static FIELDS: &[Field] = &[
         "Who waits when dump and guest need the same disk. On different disks nobody does.",
     ),
     crash(
+        Guest,
         "mib_per_second",
         AtTakeOver,
         Integer { min: 1, max: 1_000_000 },
@@ -499,6 +567,7 @@ pub static FIELDS: &[Field] = &[
         "Limit of the dump's writing.",
     ),
     crash(
+        Guest,
         "loop_count",
         AtTakeOver,
         Integer { min: 2, max: 1000 },
@@ -507,6 +576,7 @@ pub static FIELDS: &[Field] = &[
         "So many crashes within the window are a crash loop: the machine waits before it starts its next guest.",
     ),
     crash(
+        Guest,
         "loop_window_s",
         AtTakeOver,
         Integer { min: 1, max: 86_400 },
@@ -515,6 +585,7 @@ pub static FIELDS: &[Field] = &[
         "The window, in seconds that guests lived.",
     ),
     crash(
+        Guest,
         "loop_delay_s",
         AtTakeOver,
         Integer { min: 1, max: 86_400 },
@@ -523,6 +594,7 @@ pub static FIELDS: &[Field] = &[
         "How long the machine waits in a crash loop, in seconds: the first time so long, then twice as long each time.",
     ),
     crash(
+        Guest,
         "loop_delay_max_s",
         AtTakeOver,
         Integer { min: 1, max: 86_400 },
@@ -531,6 +603,7 @@ pub static FIELDS: &[Field] = &[
         "The longest it waits, in seconds.",
     ),
     field(
+        Guest,
         Section::Watchdog,
         "action",
         WithNextGuest,
@@ -541,6 +614,7 @@ pub static FIELDS: &[Field] = &[
          by itself, `reset` reboots without a dump.",
     ),
     rejuvenate(
+        Guest,
         "every",
         AtTakeOver,
         Time,
@@ -549,6 +623,7 @@ pub static FIELDS: &[Field] = &[
         "How old QEMU may become: a number with `s`, `m`, `h` or `d`.",
     ),
     rejuvenate(
+        Guest,
         "rss_growth_mib",
         AtTakeOver,
         Integer { min: 1, max: 1_000_000 },
@@ -557,6 +632,7 @@ pub static FIELDS: &[Field] = &[
         "By how much QEMU's own memory, without the guest's RAM, may grow over what it was at its start.",
     ),
     rejuvenate(
+        Guest,
         "window",
         AtTakeOver,
         Text,
@@ -565,6 +641,7 @@ pub static FIELDS: &[Field] = &[
         "When it may happen: from and to, by the host's local time; at most once each day. It may go over midnight.",
     ),
     field(
+        Guest,
         Section::Remount,
         "limit",
         AtTakeOver,
@@ -574,6 +651,7 @@ pub static FIELDS: &[Field] = &[
         "Host memory for these blocks, on top of the RAM and its slack: a size, or percent of the RAM; at least 64KiB.",
     ),
     field(
+        Guest,
         Section::Remount,
         "ready_after",
         AtTakeOver,
@@ -584,6 +662,7 @@ pub static FIELDS: &[Field] = &[
          `s`, `m`, `h` or `d`.",
     ),
     field(
+        Guest,
         Section::Remount,
         "persist",
         AtTakeOver,
@@ -593,6 +672,7 @@ pub static FIELDS: &[Field] = &[
         "Save what is held when the machine is stopped, and begin with it at its next start, if no image was changed in between.",
     ),
     field(
+        Host,
         Section::Remount,
         "persist_file",
         AtTakeOver,
@@ -602,6 +682,7 @@ pub static FIELDS: &[Field] = &[
         "Where it is saved; with `persist` only. Without root: `$XDG_STATE_HOME/hearth/NAME/boot-set`.",
     ),
     field(
+        Guest,
         Section::Remount,
         "join_writes",
         AtTakeOver,
@@ -612,6 +693,7 @@ pub static FIELDS: &[Field] = &[
          holds: for disks with a limit on operations.",
     ),
     field(
+        Host,
         Section::ObjectStore,
         "credentials",
         AtTakeOver,
@@ -623,6 +705,7 @@ pub static FIELDS: &[Field] = &[
          TLS. Google's and Azure's stand in lazy-restore.md.",
     ),
     field(
+        Host,
         Section::ObjectStore,
         "folder",
         AtTakeOver,
@@ -633,6 +716,7 @@ pub static FIELDS: &[Field] = &[
          whole. On a disk. Without root: `$XDG_CACHE_HOME/hearth/objects`.",
     ),
     field(
+        Host,
         Section::ObjectStore,
         "cache_size",
         AtTakeOver,
@@ -643,6 +727,7 @@ pub static FIELDS: &[Field] = &[
          fetched once.",
     ),
     field(
+        Guest,
         Section::Ready,
         "port",
         AtTakeOver,
@@ -653,6 +738,7 @@ pub static FIELDS: &[Field] = &[
          a greeting, or an answer to `GET / HTTP/1.0`.",
     ),
     field(
+        Guest,
         Section::Ready,
         "unit",
         AtTakeOver,
@@ -663,6 +749,7 @@ pub static FIELDS: &[Field] = &[
          `systemctl is-active`). With `guest_agent = true` only.",
     ),
     disk(
+        Guest,
         "name",
         WithNextStart,
         Text,
@@ -671,6 +758,7 @@ pub static FIELDS: &[Field] = &[
         "Name of the disk in commands and metrics.",
     ),
     disk(
+        Replaced,
         "path",
         WithNextStart,
         Path,
@@ -678,8 +766,9 @@ pub static FIELDS: &[Field] = &[
         r#""root.img""#,
         "The image: a file or a block device. It is locked while it is served.",
     ),
-    disk("format", WithNextStart, Choice(DISK_FORMATS), "`raw`", r#""raw""#, "Format of the image."),
+    disk(Replaced, "format", WithNextStart, Choice(DISK_FORMATS), "`raw`", r#""raw""#, "Format of the image."),
     disk(
+        Guest,
         "read_only",
         WithNextStart,
         Boolean,
@@ -688,6 +777,7 @@ pub static FIELDS: &[Field] = &[
         "Refuse writes; other readers may open the image too.",
     ),
     disk(
+        Guest,
         "serial",
         WithNextStart,
         Text,
@@ -696,6 +786,7 @@ pub static FIELDS: &[Field] = &[
         "Serial number the guest sees: at most 20 printable characters.",
     ),
     disk(
+        Guest,
         "queues",
         WithNextStart,
         Integer { min: 1, max: 16 },
@@ -704,6 +795,7 @@ pub static FIELDS: &[Field] = &[
         "Virtqueues. More than one rarely helps: one thread serves all.",
     ),
     disk(
+        Guest,
         "mib_per_second",
         AtTakeOver,
         Integer { min: 1, max: 1_000_000 },
@@ -712,6 +804,7 @@ pub static FIELDS: &[Field] = &[
         "Limit of bytes read from and written to the image.",
     ),
     disk(
+        Guest,
         "iops",
         AtTakeOver,
         Integer { min: 1, max: 100_000_000 },
@@ -720,6 +813,7 @@ pub static FIELDS: &[Field] = &[
         "Limit of requests to the image.",
     ),
     disk(
+        Guest,
         "direct",
         AtTakeOver,
         Boolean,
@@ -728,6 +822,7 @@ pub static FIELDS: &[Field] = &[
         "Go around the host's page cache (`O_DIRECT`) where the file system can; with `false` the host may cache too.",
     ),
     field(
+        Guest,
         Section::Nvram,
         "name",
         WithNextStart,
@@ -737,6 +832,7 @@ pub static FIELDS: &[Field] = &[
         "Name of the device in commands.",
     ),
     field(
+        Guest,
         Section::Nvram,
         "size",
         WithNextStart,
@@ -746,6 +842,7 @@ pub static FIELDS: &[Field] = &[
         "Host memory for it, on top of all else: a multiple of 4 KiB, of 2 MiB with `pmem`. All of it is taken at the start.",
     ),
     field(
+        Guest,
         Section::Nvram,
         "device",
         WithNextStart,
@@ -756,6 +853,7 @@ pub static FIELDS: &[Field] = &[
          under a guest with `pmem`.",
     ),
     field(
+        Guest,
         Section::Nvram,
         "mirror",
         WithNextStart,
@@ -766,6 +864,7 @@ pub static FIELDS: &[Field] = &[
          `sync`: a flush of the guest returns when all before it is durable there. With `pmem` `none` or `sync`.",
     ),
     field(
+        Host,
         Section::Nvram,
         "mirror_file",
         WithNextStart,
@@ -775,6 +874,7 @@ pub static FIELDS: &[Field] = &[
         "The mirror: a file on a real disk, made if it is not there. Must be given with `async` and `sync`.",
     ),
     field(
+        Guest,
         Section::Nvram,
         "serial",
         WithNextStart,
@@ -784,6 +884,7 @@ pub static FIELDS: &[Field] = &[
         "Serial number the guest sees of a `disk`: at most 20 printable characters.",
     ),
     field(
+        Guest,
         Section::Net,
         "kind",
         WithNextGuest,
@@ -793,6 +894,7 @@ pub static FIELDS: &[Field] = &[
         "`user`: QEMU's own, no rights needed. `passt`: faster, no rights needed. `tap`: an interface of the host.",
     ),
     field(
+        Host,
         Section::Net,
         "forward",
         WithNextGuest,
@@ -803,6 +905,7 @@ pub static FIELDS: &[Field] = &[
          127.0.0.1, with `/udp` for UDP; `user` and `passt` only.",
     ),
     field(
+        Guest,
         Section::Net,
         "isolated",
         WithNextGuest,
@@ -812,6 +915,7 @@ pub static FIELDS: &[Field] = &[
         "The guest reaches nobody, and nobody it but through `forward`. `user` only.",
     ),
     field(
+        Host,
         Section::Net,
         "ifname",
         WithNextGuest,
@@ -821,6 +925,7 @@ pub static FIELDS: &[Field] = &[
         "The tap interface, which must exist. With `tap` only, and must be given there.",
     ),
     field(
+        Guest,
         Section::Net,
         "mac",
         WithNextGuest,

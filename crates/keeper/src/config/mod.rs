@@ -22,6 +22,7 @@ mod fields;
 mod file;
 mod living;
 mod meaning;
+mod origin;
 mod page;
 mod quantity;
 mod shape;
@@ -30,6 +31,7 @@ mod snapshot;
 pub use fields::{Effect, FIELDS, Field, Kind, Section};
 pub use file::{ConfigFile, ObjectStoreSection};
 pub use living::{Configured, InForce};
+pub use origin::{HostKey, Setting};
 pub use page::page;
 pub use quantity::{SECONDS_MAX, seconds, size_bytes};
 

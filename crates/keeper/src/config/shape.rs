@@ -127,7 +127,7 @@ impl Look<'_> {
     }
 }
 
-fn subsection(section: Section, key: &str) -> Option<Section> {
+pub(super) fn subsection(section: Section, key: &str) -> Option<Section> {
     match (section, key) {
         (Section::Machine, "boot") => Some(Section::Boot),
         (Section::Machine, "crash") => Some(Section::Crash),
@@ -144,7 +144,7 @@ fn subsection(section: Section, key: &str) -> Option<Section> {
 }
 
 /// What stands before the keys of a section in messages.
-fn prefix_of(section: Section, name: &str) -> String {
+pub(super) fn prefix_of(section: Section, name: &str) -> String {
     match section {
         Section::Ready => "remount.ready.".to_owned(),
         _ => format!("{name}."),

@@ -87,6 +87,11 @@ impl ConfigFile {
         self
     }
 
+    /// How stores are reached is never a snapshot's affair.
+    pub fn without_object_store(self) -> Self {
+        self.with_object_store(None)
+    }
+
     /// With this QEMU instead of the saved machine's, if there is one.
     pub fn with_qemu(mut self, qemu: Option<PathBuf>) -> Self {
         self.qemu = qemu.map(|path| path.display().to_string()).or(self.qemu);

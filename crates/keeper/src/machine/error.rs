@@ -36,6 +36,8 @@ pub enum MachineError {
     Arrival(#[source] hearth_recovery::snapshot::SnapshotError),
     #[error("no thread for a disk that is on its way out of an object store")]
     ArrivalThread(#[source] std::io::Error),
+    #[error(transparent)]
+    Order(#[from] hearth_recovery::lazy_restore::OrderError),
     #[error("{name} cannot be restored")]
     Restore { name: String, source: RestoreFailure },
     #[error("the warden thread cannot be started")]

@@ -100,7 +100,7 @@ pub use folders::{FolderError, Folders};
 use frozen::Frozen;
 use generation::Generation;
 pub use in_force::{Next, in_force};
-pub use rejuvenate::GUEST_DIED_WITH_QEMU;
+pub use rejuvenate::{GUEST_DIED_WITH_QEMU, drill};
 pub use takeover::could_take_over;
 use timeline::Timeline;
 
@@ -323,9 +323,12 @@ impl Machine {
         } else {
             machine.judge_boot_set(evidence);
             machine.load_boot_set();
-            match machine.order_to_restore() {
+            match machine.order_to_restore().inspect_err(|error| machine.fail(error))? {
                 Some(order) => machine.restore(&order).inspect_err(|error| machine.fail(error))?,
-                None => machine.resume_or_boot().inspect_err(|error| machine.fail_to_start(error))?,
+                None => machine
+                    .forget_order()
+                    .and_then(|()| machine.resume_or_boot())
+                    .inspect_err(|error| machine.fail_to_start(error))?,
             }
         }
         machine.note_images();

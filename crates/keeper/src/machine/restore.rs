@@ -1,12 +1,12 @@
 //! Restore of a machine from a snapshot: order, threads, journal. What is done with memory is in
 //! `hearth_recovery::lazy_restore`.
 //!
-//! snapshot opened and checked -> (journal: from what) -> disks -> QEMU that waits, beside it the prefetch -> its memory is
-//! registered, the disks ask -> devices' state -> (journal: begun) -> the guest runs -> faults are served, the rest is filled in ->
-//! complete. `Step` names what a drill can end a keeper after.
+//! order (`lazy_restore::Order`, beside machine.toml) -> snapshot opened and checked -> disks -> QEMU that waits, beside it the
+//! prefetch -> its memory is registered, the disks ask -> devices' state -> (journal: the guest is in that QEMU) -> order removed -> the
+//! guest runs -> faults are served, the rest is filled in -> complete. `Step` names what a drill can end a keeper after.
 //!
-//! A keeper killed before `begun` leaves a QEMU without a guest and disks that nobody has written to: the next one begins
-//! anew. One killed after it leaves a guest that waits for its memory, and the next one goes on.
+//! A keeper killed before the journal has the guest leaves a QEMU without a guest and disks that nobody has written to: the next one
+//! finds the order and begins anew. One killed after it leaves a guest that waits for its memory, and the next one goes on.
 
 mod ahead;
 mod fill;
@@ -25,7 +25,7 @@ use hearth_memory::faults::Userfault;
 use hearth_memory::faults::admission::AdmissionError;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::{QemuIdentity, RestoreNote};
-use hearth_recovery::lazy_restore::{LazyRam, Mode, RestoreError, Step};
+use hearth_recovery::lazy_restore::{LazyRam, Mode, Order, RestoreError, Step};
 use hearth_recovery::snapshot::state::{self, StateError};
 use hearth_recovery::snapshot::{Snapshot, SnapshotError};
 
@@ -124,13 +124,36 @@ impl Teller {
 
 impl Machine {
     /// What this keeper was told, or an earlier one that did not get as far as to let the guest run.
-    pub(super) fn order_to_restore(&mut self) -> Option<RestoreOrder> {
-        let noted = self.journal.restore.take().filter(|note| !note.begun);
-        let noted = noted.map(|note| {
-            let RestoreNote { snapshot, seal, mode, .. } = note;
-            RestoreOrder { snapshot, seal, mode, trace: None }
-        });
-        self.parts.restore.take().or(noted)
+    pub(super) fn order_to_restore(&mut self) -> Result<Option<RestoreOrder>, MachineError> {
+        let left = self.journal.restore.take();
+        if let Some(order) = self.parts.restore.take() {
+            return Ok(Some(order));
+        }
+        let config = &self.parts.config;
+        let Some(noted) = Order::load(&config.file)? else {
+            if let Some(RestoreNote { snapshot, begun: false, .. }) = left {
+                let snapshot = snapshot.display();
+                let message = format!(
+                    "an earlier Hearth began to restore {snapshot} under this name and did not say for which configuration; the machine boots"
+                );
+                self.record(EventKind::Error { message });
+            }
+            return Ok(None);
+        };
+        let disks: Vec<&Path> = config.disks.iter().map(|disk| disk.path.as_path()).collect();
+        if let Some(why) = noted.void_for(&config.file, &disks) {
+            let order = Order::path(&config.file);
+            let message = format!("{} is void and the machine boots: {why}", order.display());
+            self.record(EventKind::Error { message });
+            return Ok(None);
+        }
+        let Order { snapshot, seal, mode, .. } = noted;
+        Ok(Some(RestoreOrder { snapshot, seal: Some(seal), mode, trace: None }))
+    }
+
+    /// A guest of this machine is about to run, and to write to its disks: from here on no snapshot is begun with.
+    pub(super) fn forget_order(&self) -> Result<(), MachineError> {
+        Ok(Order::remove(&self.parts.config.file)?)
     }
 
     pub(super) fn restore(&mut self, order: &RestoreOrder) -> Result<(), MachineError> {
@@ -151,9 +174,6 @@ impl Machine {
         let (path, mode) = (order.snapshot.display().to_string(), order.mode.name().to_owned());
         self.record(EventKind::RestoreStarted { snapshot: path, mode });
         let (from, seal) = (order.snapshot.clone(), Some(snapshot.seal().to_owned()));
-        self.journal.restore = Some(RestoreNote { snapshot: from, seal, mode: order.mode, begun: false });
-        // Without it the next keeper would boot from the snapshot's disks.
-        self.journal.save_durably(&self.parts.folders.journal())?;
         drill(Step::Note.name());
         let incarnation = self.next_incarnation()?;
         self.open_disks(&incarnation)?;
@@ -171,14 +191,14 @@ impl Machine {
             return Err(failed(failure));
         }
         drill(Step::LetIn.name());
-        if let Some(note) = &mut self.journal.restore {
-            note.begun = true;
-        }
+        self.journal.restore = Some(RestoreNote { snapshot: from, seal, mode: order.mode, begun: true });
         if frozen {
             self.note_frozen();
         }
         self.journal.qemu = Some(generation.identity());
-        self.journal.save_durably(&self.parts.folders.journal())?;
+        self.journal.save(&self.parts.folders.journal())?;
+        // After the journal: whoever is killed in between leaves a guest that stands still, and the next keeper forgets the order.
+        self.forget_order()?;
         drill(Step::Begin.name());
         self.admit(generation.identity().pid);
         self.arrivals.set_conduct(Conduct::Wait);

@@ -50,6 +50,7 @@ impl Machine {
         };
         let identity = identity.expect("a process was found by it");
         must_serve_the_same_disks(&self.journal, &self.parts.config, identity.pid)?;
+        self.forget_order()?;
         let began = process.began();
         let incarnation = self.reopen()?;
         let restored = self.journal.restore.is_some();

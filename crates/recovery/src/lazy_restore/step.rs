@@ -3,7 +3,9 @@
 /// What has been done. Until `Begin` the next keeper begins anew; from then on it goes on with the guest that is there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// The journal says from what.
+    /// The new machine's folder is there, with the order to restore it.
+    Make,
+    /// A keeper has read the order and the snapshot.
     Note,
     /// Half of what is read before the guest runs, beside QEMU's start.
     Prefetch,
@@ -22,11 +24,21 @@ pub enum Step {
 }
 
 impl Step {
-    pub const ALL: [Self; 8] =
-        [Self::Note, Self::Prefetch, Self::Launch, Self::LetIn, Self::Begin, Self::Run, Self::Fill, Self::Finish];
+    pub const ALL: [Self; 9] = [
+        Self::Make,
+        Self::Note,
+        Self::Prefetch,
+        Self::Launch,
+        Self::LetIn,
+        Self::Begin,
+        Self::Run,
+        Self::Fill,
+        Self::Finish,
+    ];
 
     pub fn name(self) -> &'static str {
         match self {
+            Self::Make => "restore-make",
             Self::Note => "restore-note",
             Self::Prefetch => "restore-prefetch",
             Self::Launch => "restore-launch",

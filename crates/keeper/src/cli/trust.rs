@@ -1,0 +1,276 @@
+//! Trust: what a snapshot may say about the host that restores it. Whoever made the snapshot may be a stranger, and what it says is
+//! done with the rights of whoever restores it.
+//!
+//! A key of the host (`Trust` in the table of fields), and an image of the host under a snapshot's disk, count only if the operator has
+//! said the same: in the file that the saved machine was run from, if that is still there and nobody else's; on the command line; or with
+//! `--trust-config`.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use hearth_recovery::snapshot::{DiskPart, Snapshot, backing_image};
+
+use super::CliError;
+use crate::config::{Config, ConfigFile, HostKey};
+use crate::runtime_root::RuntimeRoot;
+
+const MACHINE: &str = "machine.toml";
+const OTHERS_MAY_WRITE: u32 = 0o002;
+
+/// Whose word counts.
+pub enum Trust {
+    /// The snapshot's.
+    Snapshot,
+    /// The operator's, who may have a file of the saved machine.
+    Operator(Option<OwnFile>),
+}
+
+/// The operator's own file of the saved machine.
+pub struct OwnFile {
+    keys: Vec<HostKey>,
+    config: Config,
+}
+
+impl OwnFile {
+    /// None: it is not there, cannot be read, or others could have written it.
+    fn find(snapshot: &Snapshot, root: &RuntimeRoot) -> Option<Self> {
+        let path = snapshot.manifest.configuration.as_deref()?;
+        let found = std::fs::metadata(path).ok()?;
+        let owner_is_trusted = [0, rustix::process::geteuid().as_raw()].contains(&found.uid());
+        if !found.is_file() || !owner_is_trusted || found.mode() & OTHERS_MAY_WRITE != 0 {
+            return None;
+        }
+        let (typed, config) = (ConfigFile::load(path).ok()?, Config::load(path, root).ok()?);
+        Some(Self { keys: typed.for_snapshot(&config, "").host_keys(), config })
+    }
+
+    fn says(&self, key: &HostKey) -> bool {
+        self.keys.contains(key)
+    }
+
+    /// Its disk of this name lies over this image.
+    fn lies_over(&self, disk: &str, backing: &str) -> bool {
+        let own = self.config.disks.iter().find(|own| own.name == disk);
+        own.and_then(|own| backing_image(&own.path, own.format.name()).ok().flatten()).is_some_and(|own| own == backing)
+    }
+}
+
+impl Trust {
+    /// `snapshot_too`: the operator trusts whoever made it.
+    pub fn of(snapshot: &Snapshot, root: &RuntimeRoot, snapshot_too: bool) -> Self {
+        if snapshot_too { Self::Snapshot } else { Self::Operator(OwnFile::find(snapshot, root)) }
+    }
+
+    /// `is_said`: the operator has said another value for a key.
+    pub fn check(
+        &self,
+        snapshot: &Snapshot,
+        typed: &ConfigFile,
+        is_said: impl Fn(&str) -> bool,
+    ) -> Result<(), CliError> {
+        must_have_the_saved_disks(snapshot, typed)?;
+        let Self::Operator(own) = self else { return Ok(()) };
+        let is_own = |key: &HostKey| own.as_ref().is_some_and(|own| own.says(key));
+        let strange: Vec<_> = typed.host_keys().into_iter().filter(|key| !is_said(&key.key) && !is_own(key)).collect();
+        if strange.is_empty() {
+            return Ok(());
+        }
+        let what: Vec<_> = strange.iter().map(|key| format!("{} = {}", key.key, key.value)).collect();
+        Err(CliError::Untrusted { file: snapshot.path(MACHINE), what: what.join(", ") })
+    }
+
+    /// A disk that lies over another image shows its guest what that holds.
+    pub fn check_disk(&self, disk: &DiskPart, image: &Path) -> Result<(), CliError> {
+        let Self::Operator(own) = self else { return Ok(()) };
+        let backing = backing_image(image, &disk.format)?;
+        match backing.filter(|backing| !own.as_ref().is_some_and(|own| own.lies_over(&disk.name, backing))) {
+            None => Ok(()),
+            Some(backing) => {
+                Err(CliError::Untrusted { file: image.to_owned(), what: format!("its backing image {backing:?}") })
+            }
+        }
+    }
+}
+
+/// One that the snapshot does not have would be an image of this host.
+fn must_have_the_saved_disks(snapshot: &Snapshot, typed: &ConfigFile) -> Result<(), CliError> {
+    let name = |(position, name): (usize, Option<String>)| name.unwrap_or_else(|| format!("disk{position}"));
+    let configured: Vec<_> = typed.disks.iter().map(|disk| disk.name.clone()).enumerate().map(name).collect();
+    let saved: Vec<_> = snapshot.manifest.disks.iter().map(|disk| disk.name.clone()).collect();
+    if configured == saved {
+        return Ok(());
+    }
+    let list = |names: &[String]| if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+    Err(CliError::OtherDisks { file: snapshot.path(MACHINE), configured: list(&configured), saved: list(&saved) })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+    use std::path::PathBuf;
+
+    use hearth_disk::image::create_overlay;
+    use hearth_recovery::snapshot::pages::{Compression, PageWriter};
+    use hearth_recovery::snapshot::{Draft, Manifest, RamPart, SNAPSHOT_VERSION};
+
+    use super::*;
+    use crate::config::{FIELDS, Section};
+
+    const SMALL: &str = "name = \"web\"\nmemory = \"1GiB\"\n";
+
+    struct Stand(tempfile::TempDir);
+
+    impl Stand {
+        fn new() -> Self {
+            Self(tempfile::tempdir().unwrap())
+        }
+
+        fn path(&self, name: &str) -> PathBuf {
+            self.0.path().join(name)
+        }
+
+        fn root(&self) -> RuntimeRoot {
+            RuntimeRoot::new(self.path("run"))
+        }
+
+        /// With this machine.toml, these disks, and the configuration file `web.toml`.
+        fn snapshot(&self, machine: &str, disks: &[&str]) -> Snapshot {
+            let folder = self.path("snapshot");
+            let _ = fs::remove_dir_all(&folder);
+            let mut draft = Draft::create(&folder).unwrap();
+            let mut writer = PageWriter::create(&draft.ram_path(), 64, Compression::None).unwrap();
+            writer.add(1, &[1; 4096]).unwrap();
+            let sealed = writer.finish().unwrap();
+            let disk = |name: &&str| {
+                draft.make_disk(name).unwrap().set_len(1 << 20).unwrap();
+                let format = "raw".to_owned();
+                DiskPart { name: (*name).to_owned(), format, bytes: 1 << 20, modified: None, stored: None }
+            };
+            let disks = disks.iter().map(disk).collect();
+            let manifest = Manifest {
+                version: SNAPSHOT_VERSION,
+                machine: "web".into(),
+                saved_at: String::new(),
+                hearth_version: String::new(),
+                qemu_version: String::new(),
+                accelerator: "tcg".into(),
+                configuration: Some(self.path("web.toml")),
+                ram_bytes: 64 * 4096,
+                vmgenid: false,
+                guest_agent: false,
+                frozen: false,
+                machine_file: draft.write_machine(machine).unwrap(),
+                state: draft.write_state(b"state").unwrap(),
+                ram: RamPart { bytes: sealed.bytes, pages: sealed.pages, seal: sealed.seal },
+                disks,
+            };
+            draft.finish(&manifest).unwrap();
+            Snapshot::open(&folder).unwrap()
+        }
+
+        fn check(&self, snapshot: &Snapshot, all: bool, said: &str) -> Result<(), String> {
+            let typed = ConfigFile::parse(&snapshot.machine).unwrap();
+            let trust = Trust::of(snapshot, &self.root(), all);
+            trust.check(snapshot, &typed, |key| key == said).map_err(|error| error.to_string())
+        }
+    }
+
+    #[test]
+    fn every_key_of_the_host_is_refused_by_name() {
+        let stand = Stand::new();
+        let mut refused = 0;
+        for field in FIELDS {
+            let line = format!("{} = {}\n", field.key, field.example);
+            let (machine, key, disks): (_, _, &[&str]) = match field.section {
+                Section::Machine if ["name", "memory"].contains(&field.key) => continue,
+                Section::Machine => (format!("{line}{SMALL}"), field.key.to_owned(), &[]),
+                Section::Ready => {
+                    (format!("{SMALL}[remount.ready]\n{line}"), format!("remount.ready.{}", field.key), &[])
+                }
+                section => {
+                    let heading = section.heading();
+                    let name = heading.trim_matches(['[', ']']);
+                    let position = if section.repeats() { "[0]" } else { "" };
+                    let disks: &[&str] = match (section, field.key) {
+                        (Section::Disk, "name") => &["root"],
+                        (Section::Disk, _) => &["disk0"],
+                        _ => &[],
+                    };
+                    (format!("{SMALL}{heading}\n{line}"), format!("{name}{position}.{}", field.key), disks)
+                }
+            };
+            let snapshot = stand.snapshot(&machine, disks);
+            let typed = ConfigFile::parse(&machine).unwrap();
+            let is_host = !typed.host_keys().is_empty();
+            match stand.check(&snapshot, false, "") {
+                Ok(()) => assert!(!is_host, "{key}"),
+                Err(refusal) => {
+                    refused += 1;
+                    assert!(is_host && refusal.contains(&format!("{key} = ")), "{key}: {refusal}");
+                    stand.check(&snapshot, false, &key).unwrap();
+                }
+            }
+            stand.check(&snapshot, true, "").unwrap();
+        }
+        assert!(refused >= 16, "{refused}");
+    }
+
+    #[test]
+    fn the_operators_own_file_may_say_it_too() {
+        let stand = Stand::new();
+        let own = format!("{SMALL}[boot]\nkernel = \"vmlinuz\"\n");
+        fs::write(stand.path("web.toml"), &own).unwrap();
+        let kernel = stand.path("vmlinuz");
+        let machine = |kernel: &Path| format!("{SMALL}[boot]\nkernel = \"{}\"\n", kernel.display());
+        stand.check(&stand.snapshot(&machine(&kernel), &[]), false, "").unwrap();
+        let refusal = stand.check(&stand.snapshot(&machine(Path::new("/etc/shadow")), &[]), false, "").unwrap_err();
+        assert!(refusal.contains("boot.kernel = \"/etc/shadow\""), "{refusal}");
+        // A file that anybody can write says nothing.
+        fs::set_permissions(stand.path("web.toml"), fs::Permissions::from_mode(0o666)).unwrap();
+        assert!(stand.check(&stand.snapshot(&machine(&kernel), &[]), false, "").is_err());
+    }
+
+    #[test]
+    fn a_machine_with_other_disks_than_its_snapshot_is_refused() {
+        let stand = Stand::new();
+        let disk = |name: &str| format!("[[disks]]\nname = \"{name}\"\npath = \"/srv/{name}.img\"\n");
+        for (machine, saved, good) in [
+            (vec!["root"], vec!["root"], true),
+            (vec!["root"], vec![], false),
+            (vec!["root", "victim"], vec!["root"], false),
+            (vec!["root"], vec!["root", "data"], false),
+            (vec!["root", "data"], vec!["data", "root"], false),
+        ] {
+            let text = format!("{SMALL}{}", machine.iter().map(|name| disk(name)).collect::<String>());
+            // Whoever is trusted.
+            let checked = stand.check(&stand.snapshot(&text, &saved), true, "");
+            assert_eq!(checked.is_ok(), good, "{machine:?} {saved:?}");
+            assert!(checked.err().is_none_or(|refusal| refusal.contains("has other disks than the snapshot")));
+        }
+    }
+
+    #[test]
+    fn an_image_of_the_host_under_a_disk_is_refused() {
+        let stand = Stand::new();
+        let [base, other, own, saved] = ["base", "other", "own", "saved"].map(|name| stand.path(name));
+        [&base, &other].into_iter().for_each(|image| fs::write(image, vec![0; 1 << 20]).unwrap());
+        create_overlay(&own, &base, "raw").unwrap();
+        let file = format!("{SMALL}[[disks]]\nname = \"root\"\npath = \"{}\"\nformat = \"qcow2\"\n", own.display());
+        fs::write(stand.path("web.toml"), file).unwrap();
+        let snapshot = stand.snapshot(SMALL, &[]);
+        let format = "qcow2".to_owned();
+        let disk = DiskPart { name: "root".into(), format, bytes: 0, modified: None, stored: None };
+        let check = |all| {
+            let trust = Trust::of(&snapshot, &stand.root(), all);
+            trust.check_disk(&disk, &saved).map_err(|error| error.to_string())
+        };
+        create_overlay(&saved, &base, "raw").unwrap();
+        check(false).unwrap();
+        fs::remove_file(&saved).unwrap();
+        create_overlay(&saved, &other, "raw").unwrap();
+        let refusal = check(false).unwrap_err();
+        assert!(refusal.contains("saved: names what only the operator") && refusal.contains("/other"), "{refusal}");
+        check(true).unwrap();
+    }
+}

@@ -1,0 +1,204 @@
+//! Origin: what in a machine.toml is the host operator's to say, and what `--set` says instead.
+//!
+//! A snapshot's machine.toml is the word of whoever made the snapshot. The table of fields tells which of its keys name programs, files,
+//! users or ports of the host that restores it (`Trust`).
+
+use toml::{Table, Value};
+
+use super::ConfigFile;
+use super::fields::{Field, Section, Trust};
+use super::shape::{prefix_of, subsection};
+use crate::problem::Problem;
+
+/// A key that names something of the host, with its value.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HostKey {
+    /// As messages name it: `boot.kernel`, `nets[0].forward`.
+    pub key: String,
+    pub value: Value,
+}
+
+/// One `KEY=VALUE` of the command line.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Setting {
+    pub key: String,
+    value: Value,
+}
+
+impl Setting {
+    pub fn new(key: &str, value: Value) -> Self {
+        Self { key: key.to_owned(), value }
+    }
+
+    /// A value is written as in machine.toml; the quotes around a text may be left out.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let (key, value) = text.split_once('=').ok_or("write KEY=VALUE, for example memory_folder=/dev/shm/web2")?;
+        let (key, value) = (key.trim(), value.trim());
+        if steps(key).is_none() {
+            return Err(format!("{key:?} is no key; they are written as cpus, crash.level or nets[0].forward"));
+        }
+        let parsed = format!("value = {value}").parse::<Table>().ok().filter(|table| table.len() == 1);
+        let value = parsed.and_then(|mut table| table.remove("value")).unwrap_or_else(|| Value::String(value.into()));
+        Ok(Self { key: key.to_owned(), value })
+    }
+}
+
+/// Names, some with a position behind them.
+fn steps(key: &str) -> Option<Vec<(&str, Option<usize>)>> {
+    let is_name = |name: &str| !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_');
+    let step = |step| match str::split_once(step, '[') {
+        Some((name, position)) => Some((name, Some(position.strip_suffix(']')?.parse().ok()?))),
+        None => Some((step, None)),
+    };
+    let steps: Option<Vec<(&str, Option<usize>)>> = key.split('.').map(step).collect();
+    steps.filter(|steps| steps.iter().all(|(name, _)| is_name(name)))
+}
+
+impl ConfigFile {
+    /// Everything in it that only the operator of the host may say.
+    pub fn host_keys(&self) -> Vec<HostKey> {
+        let mut found = Vec::new();
+        visit(&self.table(), Section::Machine, "", &mut found);
+        found
+    }
+
+    /// With what was typed on the command line in place of what stands there. The error lists everything that is wrong with it.
+    pub fn with_settings(self, settings: &[Setting]) -> Result<Self, Vec<Problem>> {
+        if settings.is_empty() {
+            return Ok(self);
+        }
+        let mut table = self.table();
+        for setting in settings {
+            put(&mut table, setting).ok_or_else(|| {
+                let hint = "sections that repeat are counted from 0, and must be there: nets[0].forward";
+                vec![Problem::error(&setting.key, "there is no such place", hint)]
+            })?;
+        }
+        Self::parse(&toml::to_string(&table).expect("a table can be written"))
+    }
+
+    fn table(&self) -> Table {
+        Table::try_from(self).expect("what was typed in TOML is a table")
+    }
+}
+
+fn visit(table: &Table, section: Section, prefix: &str, found: &mut Vec<HostKey>) {
+    for (name, value) in table {
+        match (subsection(section, name), value) {
+            (Some(below), Value::Table(table)) => visit(table, below, &prefix_of(below, name), found),
+            (Some(below), Value::Array(items)) => {
+                let tables = items.iter().filter_map(Value::as_table).enumerate();
+                tables.for_each(|(at, table)| visit(table, below, &format!("{name}[{at}]."), found));
+            }
+            _ if is_of_host(section, name, value) => {
+                found.push(HostKey { key: format!("{prefix}{name}"), value: value.clone() });
+            }
+            _ => {}
+        }
+    }
+}
+
+fn is_of_host(section: Section, name: &str, value: &Value) -> bool {
+    match Field::of_section(section).find(|field| field.key == name).map(|field| field.trust) {
+        Some(Trust::Guest | Trust::Replaced) => false,
+        Some(Trust::HostUnless(is_harmless)) => !is_harmless(value),
+        Some(Trust::Host) | None => true,
+    }
+}
+
+/// None: there is no such place.
+fn put(table: &mut Table, setting: &Setting) -> Option<()> {
+    let steps = steps(&setting.key)?;
+    let (last, path) = steps.split_last()?;
+    let mut table = table;
+    for (name, position) in path {
+        let next = match position {
+            Some(at) => table.get_mut(*name)?.as_array_mut()?.get_mut(*at)?,
+            None => table.entry(*name).or_insert_with(|| Value::Table(Table::new())),
+        };
+        table = next.as_table_mut()?;
+    }
+    let (name, None) = last else { return None };
+    table.insert((*name).to_owned(), setting.value.clone());
+    Some(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fields::{FIELDS, Kind};
+    use super::*;
+
+    /// One field, as an example shows it, in a file.
+    fn with(field: &Field) -> ConfigFile {
+        let line = format!("{} = {}\n", field.key, field.example);
+        let heading = match field.section {
+            Section::Machine => String::new(),
+            other => format!("{}\n", other.heading()),
+        };
+        ConfigFile::parse(&format!("{heading}{line}")).unwrap()
+    }
+
+    /// What names something of the host by its kind must not be taken for the guest's.
+    #[test]
+    fn every_path_of_the_table_is_the_operators() {
+        for field in FIELDS {
+            let keys = with(field).host_keys();
+            let is_replaced = matches!(field.trust, Trust::Replaced);
+            if field.kind == Kind::Path && !is_replaced && field.key != "firmware" {
+                assert_eq!(keys.len(), 1, "{:?} {}", field.section, field.key);
+            }
+            let is_host = matches!(field.trust, Trust::Host);
+            assert!(!is_host || keys.len() == 1, "{:?} {}", field.section, field.key);
+        }
+    }
+
+    #[test]
+    fn harmless_values_of_a_host_key_are_free() {
+        let check = |text: &str, expect: &[&str]| {
+            let keys: Vec<_> = ConfigFile::parse(text).unwrap().host_keys().into_iter().map(|key| key.key).collect();
+            assert_eq!(keys, expect, "{text}");
+        };
+        check("[boot]\nfirmware = \"uefi\"\n", &[]);
+        check("[boot]\nfirmware = \"bios\"\n", &[]);
+        check("[boot]\nfirmware = \"/etc/shadow\"\n", &["boot.firmware"]);
+        check("sandbox = true\n", &[]);
+        check("sandbox = false\n", &["sandbox"]);
+        check("machine_type = \"pc-q35-7.2\"\n", &[]);
+        check("machine_type = \"q35,dumpdtb=/etc/passwd\"\n", &["machine_type"]);
+        check("[[nets]]\n[[nets]]\nforward = [\"1:2\"]\nifname = \"tap0\"\n", &["nets[1].forward", "nets[1].ifname"]);
+        check("[remount]\npersist_file = \"x\"\n[remount.ready]\nport = 8080\n", &["remount.persist_file"]);
+    }
+
+    #[test]
+    fn settings_take_the_place_of_what_stands_there() {
+        let typed = "name = \"web\"\ncpus = 2\n[[nets]]\nforward = [\"127.0.0.1:8080:80\"]\n";
+        let set = |settings: &[&str]| {
+            let settings: Vec<_> = settings.iter().map(|setting| Setting::parse(setting).unwrap()).collect();
+            ConfigFile::parse(typed).unwrap().with_settings(&settings)
+        };
+        let changed = set(&[
+            "nets[0].forward=[\"127.0.0.1:8081:80\"]",
+            "memory_folder = /dev/shm/two",
+            "crash.level=17",
+            "remount.ready.port=8081",
+        ])
+        .unwrap();
+        assert_eq!(changed.nets[0].forward, Some(vec!["127.0.0.1:8081:80".to_owned()]));
+        assert_eq!((changed.memory_folder.as_deref(), changed.cpus), (Some("/dev/shm/two"), Some(2)));
+        assert_eq!(changed.crash.unwrap().level, Some(17));
+        assert_eq!(changed.remount.unwrap().ready.unwrap().port, Some(8081));
+        let refused = |setting: &str, expect: &str| {
+            let problems = set(&[setting]).unwrap_err();
+            assert!(problems[0].to_string().contains(expect), "{problems:?}");
+        };
+        refused("nets[1].forward=[]", "there is no such place");
+        refused("cpuz=3", "did you mean cpus?");
+        refused("cpus=many", "is not an integer");
+        for wrong in ["cpus", "=3", "nets[x].forward=1", "Nets=1", "a..b=1"] {
+            assert!(Setting::parse(wrong).is_err(), "{wrong}");
+        }
+        // A text that looks like the end of the line and more is a text.
+        let sly = Setting::parse("name=1\nqemu=\"/x\"").unwrap();
+        assert_eq!(sly.value, Value::String("1\nqemu=\"/x\"".into()));
+    }
+}

@@ -1,0 +1,250 @@
+//! Order: what a machine that `hearth restore` made is to begin with, in a file beside its machine.toml.
+//!
+//! ```text
+//! disks -> order -> machine.toml -> (killed, refused or cancelled: the next keeper reads the order and begins anew)
+//!   -> devices' state is loaded -> order removed -> THE GUEST RUNS
+//! ```
+//! The order comes before machine.toml and is synced, so a keeper that finds the one finds the other: it never boots from the
+//! snapshot's disks because somebody was killed too early. It is removed, and that is synced, before the guest can write to its
+//! disks: the snapshot's memory never comes back over newer disks, not after a power cut either. It lies in the machine's own folder
+//! and not under the machine's name in the runtime folder, where another machine of that name would find it.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::Mode;
+
+/// Raised when a field changes its meaning.
+const VERSION: u32 = 1;
+
+/// What a machine begins with, and which machine that is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Order {
+    version: u32,
+    /// The configuration file that this order is for.
+    configuration: PathBuf,
+    /// Folder or address of the snapshot.
+    pub snapshot: PathBuf,
+    /// Seal of the snapshot's memory: another snapshot in that place is another guest.
+    pub seal: String,
+    pub mode: Mode,
+    /// The machine's disks as they were made, in the machine's order.
+    disks: Vec<DiskMark>,
+}
+
+/// A disk that no guest has written to. Not by its time: a keeper that opens it for a guest that never runs changes that. The first
+/// write of a guest makes it longer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct DiskMark {
+    path: PathBuf,
+    inode: u64,
+    bytes: u64,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum OrderError {
+    #[error("{path}: cannot be {what}")]
+    Io { path: PathBuf, what: &'static str, source: io::Error },
+    #[error("{path}: is no order to restore a machine; remove it to boot from the machine's disks")]
+    Malformed { path: PathBuf, source: serde_json::Error },
+    #[error("{path}: version {found}, this Hearth knows {VERSION}; use the one that wrote it")]
+    Version { path: PathBuf, found: u32 },
+}
+
+impl OrderError {
+    fn io(path: &Path, what: &'static str) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Io { path: path.to_owned(), what, source }
+    }
+}
+
+impl DiskMark {
+    fn of(path: &Path) -> io::Result<Self> {
+        let found = fs::metadata(path)?;
+        Ok(Self { path: path.to_owned(), inode: found.ino(), bytes: found.len() })
+    }
+}
+
+impl Order {
+    /// For the machine with this configuration file, whose disks were made just now.
+    pub fn new(
+        configuration: &Path,
+        snapshot: &Path,
+        seal: &str,
+        mode: Mode,
+        disks: &[PathBuf],
+    ) -> Result<Self, OrderError> {
+        let mark = |path: &PathBuf| DiskMark::of(path).map_err(OrderError::io(path, "read"));
+        Ok(Self {
+            version: VERSION,
+            configuration: configuration.to_owned(),
+            snapshot: snapshot.to_owned(),
+            seal: seal.to_owned(),
+            mode,
+            disks: disks.iter().map(mark).collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// Where the order for a configuration file lies.
+    pub fn path(configuration: &Path) -> PathBuf {
+        configuration.with_extension("restore.json")
+    }
+
+    /// Whole or not at all, and on the disk.
+    pub fn write(&self) -> Result<(), OrderError> {
+        let path = Self::path(&self.configuration);
+        let fresh = path.with_extension("new");
+        let text = serde_json::to_vec_pretty(self).expect("an order is plain data");
+        let write = || {
+            let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&fresh)?;
+            file.write_all(&text)?;
+            file.sync_all()?;
+            fs::rename(&fresh, &path)?;
+            sync_folder_of(&path)
+        };
+        write().map_err(OrderError::io(&path, "written"))
+    }
+
+    /// None: the machine was not made by a restore, or its guest has run.
+    pub fn load(configuration: &Path) -> Result<Option<Self>, OrderError> {
+        let path = Self::path(configuration);
+        let text = match fs::read(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(source) => return Err(OrderError::io(&path, "read")(source)),
+        };
+        #[derive(Deserialize)]
+        struct Versioned {
+            version: u32,
+        }
+        let malformed = |source| OrderError::Malformed { path: path.clone(), source };
+        let Versioned { version } = serde_json::from_slice(&text).map_err(malformed)?;
+        if version != VERSION {
+            return Err(OrderError::Version { path, found: version });
+        }
+        serde_json::from_slice(&text).map(Some).map_err(malformed)
+    }
+
+    /// Why it is not for a machine with this configuration file and these disks. None: it is.
+    pub fn void_for(&self, configuration: &Path, disks: &[&Path]) -> Option<String> {
+        if self.configuration != configuration {
+            return Some(format!("it is for {}", self.configuration.display()));
+        }
+        if !self.disks.iter().map(|disk| disk.path.as_path()).eq(disks.iter().copied()) {
+            return Some("the machine has other disks now".to_owned());
+        }
+        self.disks.iter().find_map(|disk| match DiskMark::of(&disk.path) {
+            Ok(found) if found == *disk => None,
+            Ok(_) => Some(format!("{} was written to or exchanged", disk.path.display())),
+            Err(error) => Some(format!("{} cannot be read: {error}", disk.path.display())),
+        })
+    }
+
+    /// For good, also after a power cut: the guest of this configuration may write to its disks from here on. Fine without one.
+    pub fn remove(configuration: &Path) -> Result<(), OrderError> {
+        let path = Self::path(configuration);
+        match fs::remove_file(&path).and_then(|()| sync_folder_of(&path)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            removed => removed.map_err(OrderError::io(&path, "removed")),
+        }
+    }
+}
+
+fn sync_folder_of(path: &Path) -> io::Result<()> {
+    path.parent().map_or(Ok(()), |folder| File::open(folder)?.sync_all())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A machine's folder with two disks, and the order for it.
+    struct Stand {
+        home: tempfile::TempDir,
+        order: Order,
+    }
+
+    impl Stand {
+        fn new() -> Self {
+            let home = tempfile::tempdir().unwrap();
+            let disks = ["root", "data"].map(|name| home.path().join(name));
+            disks.iter().for_each(|disk| fs::write(disk, "empty").unwrap());
+            let configuration = home.path().join("machine.toml");
+            let order = Order::new(&configuration, Path::new("/snapshots/web"), "5ea1", Mode::Lazy, &disks).unwrap();
+            order.write().unwrap();
+            Self { home, order }
+        }
+
+        fn configuration(&self) -> PathBuf {
+            self.home.path().join("machine.toml")
+        }
+
+        fn why_void(&self, configuration: &Path, names: &[&str]) -> Option<String> {
+            let disks: Vec<_> = names.iter().map(|name| self.home.path().join(name)).collect();
+            let disks: Vec<_> = disks.iter().map(PathBuf::as_path).collect();
+            let found = Order::load(&self.configuration()).unwrap().unwrap();
+            assert_eq!(found, self.order);
+            found.void_for(configuration, &disks)
+        }
+    }
+
+    #[test]
+    fn an_order_holds_for_its_own_configuration_and_unwritten_disks() {
+        let stand = Stand::new();
+        let (configuration, disks) = (stand.configuration(), ["root", "data"]);
+        assert_eq!(stand.why_void(&configuration, &disks), None);
+        assert_eq!(Order::load(&stand.home.path().join("other.toml")).unwrap(), None);
+        let void = |configuration: &Path, disks: &[&str], expect: &str| {
+            let why = stand.why_void(configuration, disks).expect("it is void");
+            assert!(why.contains(expect), "{why}");
+        };
+        void(&stand.home.path().join("other.toml"), &disks, "it is for ");
+        void(&configuration, &["data", "root"], "other disks");
+        void(&configuration, &["root"], "other disks");
+        void(&configuration, &["root", "data", "more"], "other disks");
+    }
+
+    #[test]
+    fn a_disk_that_was_written_to_or_exchanged_voids_the_order() {
+        type Change = fn(&Path);
+        let changes: [Change; 3] = [
+            |disk| fs::write(disk, "longer than it was").unwrap(),
+            |disk| fs::remove_file(disk).unwrap(),
+            |disk| {
+                // As long and as old, as by `cp -a`.
+                let (copy, of) = (disk.with_extension("copy"), File::open(disk).unwrap().metadata().unwrap());
+                fs::write(&copy, "other").unwrap();
+                let times = fs::FileTimes::new().set_modified(of.modified().unwrap());
+                File::options().write(true).open(&copy).unwrap().set_times(times).unwrap();
+                fs::rename(&copy, disk).unwrap();
+            },
+        ];
+        for (number, change) in changes.iter().enumerate() {
+            for disk in ["root", "data"] {
+                let stand = Stand::new();
+                change(&stand.home.path().join(disk));
+                let why = stand.why_void(&stand.configuration(), &["root", "data"]);
+                assert!(why.is_some_and(|why| why.contains(disk)), "change {number} of {disk}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_removed_order_is_gone_and_a_torn_one_is_refused() {
+        let stand = Stand::new();
+        let path = Order::path(&stand.configuration());
+        let text = fs::read_to_string(&path).unwrap();
+        let refusal = || Order::load(&stand.configuration()).unwrap_err().to_string();
+        fs::write(&path, &text[..text.len() / 2]).unwrap();
+        assert!(refusal().contains("machine.restore.json: is no order to restore a machine"), "{}", refusal());
+        fs::write(&path, r#"{"version": 9}"#).unwrap();
+        assert!(refusal().contains("version 9, this Hearth knows 1"), "{}", refusal());
+        for _ in 0..2 {
+            Order::remove(&stand.configuration()).unwrap();
+            assert_eq!(Order::load(&stand.configuration()).unwrap(), None);
+        }
+    }
+}
