@@ -42,13 +42,19 @@ impl RateLimiter {
         if wait_ns > 0 {
             return Err(Duration::from_nanos(wait_ns));
         }
+        self.charge(now, bytes);
+        Ok(())
+    }
+
+    /// Lets one request of so many bytes pass whatever is owed, and adds its price: those that come later wait for it.
+    pub fn charge(&mut self, now: Instant, bytes: u64) {
+        let now_ns = now.saturating_duration_since(self.epoch).as_nanos() as u64;
         if let Some(bucket) = &mut self.bytes {
             bucket.charge(now_ns, bytes);
         }
         if let Some(bucket) = &mut self.operations {
             bucket.charge(now_ns, 1);
         }
-        Ok(())
     }
 
     /// Other limits from now on. What is owed stays owed, and is paid at the new rate: going back and forth between two
@@ -192,6 +198,15 @@ mod tests {
         assert!(limiter.admit(start + 2501 * MS, 1).is_err(), "10 operations a second hold as well");
         limiter.set(Limits::default(), start + 2501 * MS);
         assert_eq!(limiter.admit(start + 2501 * MS, 1 << 40), Ok(()));
+    }
+
+    #[test]
+    fn what_passes_without_waiting_is_paid_for_by_the_next() {
+        let start = Instant::now();
+        let mut limiter = RateLimiter::new(limits(Some(1 << 20), Some(100)), start);
+        (0..3).for_each(|_| limiter.charge(start, 1 << 20));
+        assert_eq!(limiter.admit(start + 1000 * MS, 1), Err(2000 * MS));
+        assert_eq!(limiter.admit(start + 3000 * MS, 1), Ok(()));
     }
 
     #[test]

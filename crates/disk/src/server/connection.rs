@@ -72,6 +72,13 @@ struct Waiting {
 pub struct Connection {
     pub id: u32,
     poller: Rc<Poller>,
+/// A stop of all queues, one after the other: until one is started again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stop {
+    connection: u32,
+    starts: u64,
+}
+
     channel: Watched<Channel>,
     backend_channel: Option<Channel>,
     device: Device,
@@ -96,6 +103,8 @@ impl Connection {
     pub fn new(
         id: u32,
         stream: UnixStream,
+    /// How often queues were started.
+    starts: u64,
         poller: &Rc<Poller>,
         device: Device,
         ram: Option<FileIdentity>,
@@ -127,6 +136,7 @@ impl Connection {
     pub fn share_write_cache(&mut self, other: &Self) {
         self.writeback = Rc::clone(&other.writeback);
     }
+            starts: 0,
 
     /// Has any queue been started and not been stopped and drained since?
     pub fn is_started(&self) -> bool {
@@ -147,6 +157,12 @@ impl Connection {
         let has = |feature| self.features & feature != 0;
         Agreed {
             event_index: has(config::EVENT_INDEX),
+    /// The stop that waits for requests of this queue, if it is being stopped.
+    pub fn stop_of(&self, queue: u16) -> Option<Stop> {
+        let is_stopping = self.queues.get(usize::from(queue)).is_some_and(Queue::is_stopping);
+        is_stopping.then_some(Stop { connection: self.id, starts: self.starts })
+    }
+
             indirect: has(config::INDIRECT),
             enabled_at_start: !has(config::PROTOCOL_FEATURES),
             chain_limit: usize::from(self.device.queue_size),
@@ -297,6 +313,7 @@ impl Connection {
         Ok(Answer::Done)
     }
 
+        self.starts += 1;
     fn set_protocol_features(&mut self, features: u64) -> Result<Answer, ConnectionError> {
         let unknown = features & !self.device.protocol;
         if unknown != 0 {

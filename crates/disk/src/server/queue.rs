@@ -202,6 +202,11 @@ impl Queue {
     pub fn is_started(&self) -> bool {
         self.ring.is_some()
     }
+    /// Nothing is taken any more, and QEMU waits for what was.
+    pub fn is_stopping(&self) -> bool {
+        self.stopping
+    }
+
 
     /// After `stop`: has everything been answered that can be?
     pub fn is_drained(&self) -> bool {

@@ -10,7 +10,7 @@ use super::joining::HeldBack;
 use super::{BLOCK, Disk, Job};
 use crate::buffer::Slot;
 use crate::engine::{Operation, Submission};
-use crate::server::connection::Connection;
+use crate::server::connection::{Connection, Stop};
 use crate::server::counters::add;
 use crate::server::overlap::RequestId;
 use crate::server::parked::Parked;
@@ -50,7 +50,7 @@ impl Disk {
         // A queue that is stopped is not held up: QEMU as a whole waits for that.
         let held_back = if connection.is_waiting() { HeldBack::default() } else { self.held_back(self.clock.now()) };
         let mut passed: Vec<Range<u64>> = Vec::new();
-        let mut at = 0;
+        let (mut at, mut wait) = (0, held_back.wait);
         while let Some(&id) = self.waiting.get(at) {
             let place = self.jobs.get(id).map_or(0..0, Job::place);
             let comes_later = passed.iter().any(|passed| meet(passed, &place));
@@ -69,11 +69,18 @@ impl Disk {
                     passed.push(place);
                     at += 1;
                 }
-                Err(Stall::Busy) => return held_back.wait,
-                Err(Stall::Limited(wait)) => return held_back.wait.into_iter().chain([wait]).min(),
+                Err(Stall::Busy) => return wait,
+                Err(Stall::Limited(limited)) => {
+                    wait = wait.into_iter().chain([limited]).min();
+                    // Behind it there may be what a stop waits for, which may go on credit.
+                    if !connection.is_waiting() {
+                        return wait;
+                    }
+                    at += 1;
+                }
             }
         }
-        held_back.wait
+        wait
     }
 
     /// Hands over to the engine as much as goes.
@@ -88,7 +95,7 @@ impl Disk {
             } else if job.request.kind.changes_blocks() && self.must_wait(id) {
                 return Err(Stall::Filled);
             } else if !self.hand_over_joined(connection, id)? {
-                self.admit(id, connection.is_waiting())?;
+                self.admit(connection, id)?;
                 self.hand_over(connection, id)?;
             }
         }
@@ -154,26 +161,41 @@ impl Disk {
         self.recorder.commit();
     }
 
-    /// Limits apply to what goes to the image: a run of misses, a write, a change is one operation. A queue that is
-    /// stopped is not held up: QEMU as a whole waits for that.
-    fn admit(&mut self, id: RequestId, stopping: bool) -> Result<(), Stall> {
+    /// Limits apply to what goes to the image: a run of misses, a write, a change is one operation. Zeroes cost what writing
+    /// them would, which is how some images make them; a discard moves nothing, and costs a block. A flush costs nothing: one
+    /// goes to the image only if something that was paid for has changed since the last one.
+    fn admit(&mut self, connection: &Connection, id: RequestId) -> Result<(), Stall> {
         let Some(job) = self.jobs.get_mut(id) else { return Ok(()) };
-        if job.admitted || stopping || job.request.kind == Kind::Flush {
-            return Ok(());
-        }
-        let bytes = if job.is_single() { 0 } else { job.run.end - job.run.start };
-        let admitted = self.admit_operation(bytes);
+        let bytes = match job.request.kind {
+            _ if job.admitted => return Ok(()),
+            Kind::Flush => return Ok(()),
+            Kind::Discard => BLOCK,
+            Kind::WriteZeroes { .. } => job.request.bytes,
+            Kind::Read | Kind::Write | Kind::Identify => job.run.end - job.run.start,
+        };
+        let stop = connection.stop_of(job.queue);
+        let admitted = self.admit_operation(bytes, stop);
         if let Some(job) = self.jobs.get_mut(id) {
             job.admitted = admitted.is_ok();
         }
         admitted
     }
 
-    pub(super) fn admit_operation(&mut self, bytes: u64) -> Result<(), Stall> {
+    /// `stop`: the one that waits for the operation, and QEMU as a whole with it. So all that waits in its queues passes at
+    /// once, on credit, and what comes later pays for that. There is no second credit before the first is paid: a guest that
+    /// stops its queues again and again gets no more than the limit, and waits for it with all of its QEMU.
+    pub(super) fn admit_operation(&mut self, bytes: u64, stop: Option<Stop>) -> Result<(), Stall> {
         let now = self.clock.now();
-        if let Err(wait) = self.limiter.admit(now, bytes) {
-            self.throttled_since.get_or_insert(now);
-            return Err(Stall::Limited(wait));
+        match self.limiter.admit(now, bytes) {
+            Ok(()) => self.lent_to = None,
+            Err(_) if stop.is_some() && self.lent_to.is_none_or(|lent_to| Some(lent_to) == stop) => {
+                self.lent_to = stop;
+                self.limiter.charge(now, bytes);
+            }
+            Err(wait) => {
+                self.throttled_since.get_or_insert(now);
+                return Err(Stall::Limited(wait));
+            }
         }
         if let Some(since) = self.throttled_since.take() {
             add(&self.counters.throttled_us, now.duration_since(since).as_micros() as u64);

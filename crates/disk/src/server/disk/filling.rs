@@ -93,7 +93,7 @@ impl Disk {
         let Some(missing) = self.missing(&gap) else { return };
         let bytes = (missing.end - missing.start) * BLOCK;
         let Some(slot) = self.pool.take(bytes as usize) else { return };
-        if self.overlaps.changing(&missing) || self.admit_operation(bytes).is_err() {
+        if self.overlaps.changing(&missing) || self.admit_operation(bytes, None).is_err() {
             return self.pool.give_back(slot);
         }
         self.overlaps.begin(OWN_READ, missing.clone(), false);

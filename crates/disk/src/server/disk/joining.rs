@@ -119,9 +119,8 @@ impl Disk {
             self.pool.give_back(slot);
             return Ok(false);
         }
-        if !connection.is_waiting()
-            && let Err(stall) = self.admit_operation(bytes)
-        {
+        let stop = self.jobs.get(id).and_then(|job| connection.stop_of(job.queue));
+        if let Err(stall) = self.admit_operation(bytes, stop) {
             self.pool.give_back(slot);
             return Err(stall);
         }

@@ -26,6 +26,7 @@ use std::time::{Duration, Instant};
 
 use super::chain::Descriptor;
 use super::config::Device;
+use super::connection::Stop;
 use super::counters::Counters;
 use super::overlap::{Overlaps, RequestId};
 use super::parked::Parking;
@@ -118,6 +119,8 @@ pub struct Disk {
     throttled_since: Option<Instant>,
     tracked: bool,
     pub recorder: Recorder,
+    /// The stop whose requests passed on credit that is not paid yet.
+    lent_to: Option<Stop>,
     overlaps: Overlaps,
     jobs: Slab<Job>,
     running: Slab<Running>,
@@ -175,6 +178,7 @@ impl Disk {
             throttled_since: None,
             tracked: options.tracked,
             recorder: Recorder::new(options.id, tracking.filter(|_| options.tracked)),
+            lent_to: None,
             overlaps: Overlaps::default(),
             jobs: Slab::default(),
             running: Slab::default(),
