@@ -18,6 +18,8 @@ pub enum Event {
     /// QEMU's process has ended, for whatever reason.
     /// `how`: exit code or signal, in words.
     QemuEnded { generation: u32, how: String },
+    /// The thread that serves a disk has ended without having been asked to.
+    DiskEnded { disk: String, why: String },
     /// A dump says.
     Dump { incarnation: u32, word: dump::Word },
     /// The warden says.

@@ -17,6 +17,7 @@ mod chain;
 mod config;
 mod connection;
 mod counters;
+mod death;
 mod disk;
 #[cfg(test)]
 mod fuzz;
@@ -61,6 +62,7 @@ use crate::limit::Limits;
 use crate::pressure::Pressure;
 use crate::write_log::WriteLog;
 use counters::Counters;
+use death::Death;
 use worker::Command;
 
 /// Buffers of a disk: six of the longest requests that Linux makes, or all small ones that the engine takes, are at the
@@ -192,6 +194,7 @@ pub struct DiskServer {
 }
 
 impl DiskServer {
+    death: Arc<Death>,
     /// Listens at the socket (mode 0600, replacing one that nobody listens at) and serves whoever connects.
     pub fn start(options: DiskOptions, image: Image, tracking: Option<Tracking>) -> Result<Self, ServerError> {
         let disk = options.name.clone();
@@ -209,10 +212,12 @@ impl DiskServer {
         let (name, socket) = (options.name.clone(), options.socket.clone());
         let (description, bytes) = (backing.image.describe(), AtomicU64::new(backing.image.bytes()));
         let (started, start) = mpsc::channel();
+        let death = Arc::new(Death::default());
+        let thread_death = Arc::clone(&death);
         let serve = move || match Worker::open(options, backing, tracking, Clock::default()) {
             Ok((worker, handle)) => {
                 let _ = started.send(Ok(handle));
-                worker.run();
+                thread_death.of(|| worker.run());
             }
             Err(error) => drop(started.send(Err(error))),
         };
@@ -221,12 +226,19 @@ impl DiskServer {
             thread.map_err(|source| ServerError::Start { disk: name.clone(), what: "start its thread", source })?;
         let Handle { counters, pressure, commands, wake } =
             start.recv().map_err(|_| ServerError::Gone { disk: name.clone() })??;
-        Ok(Self { name, description, bytes, socket, counters, pressure, commands, wake, thread: Some(thread) })
+        let thread = Some(thread);
+        Ok(Self { name, description, bytes, socket, counters, pressure, commands, wake, thread, death })
     }
 
     /// What the next connection's requests are recorded in. Refused while one is served.
     pub fn attach(&self, tracking: Option<Tracking>) -> Result<(), ServerError> {
         let answer = self.ask(|reply| Command::Attach(Box::new(tracking), reply))?;
+    /// Calls this, with the reason, if the disk's thread ends without having been asked to, or has already. Nobody serves the
+    /// disk then: its guest waits for a server that comes after this one.
+    pub fn watch(&self, tell: impl FnOnce(String) + Send + 'static) {
+        self.death.watch(Box::new(tell));
+    }
+
         if self.wait(&answer)? { Ok(()) } else { Err(ServerError::Busy { disk: self.name.clone() }) }
     }
 

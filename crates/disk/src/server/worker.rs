@@ -217,7 +217,8 @@ impl Worker {
         })
     }
 
-    pub(super) fn run(mut self) {
+    /// Until it is told to stop; an error ends it before that.
+    pub(super) fn run(mut self) -> Result<(), String> {
         let mut pause = Pause::Endless;
         while !self.stopping {
             if let Pause::AtMost(wait) = pause {
@@ -228,12 +229,17 @@ impl Worker {
             pause = match self.turn(at_most) {
                 Ok(pause) => pause,
                 Err(error) => {
-                    tracing::error!(disk = self.name, %error, "the disk's loop cannot wait; the disk stops");
-                    break;
+                    self.end();
+                    return Err(format!("its loop cannot wait for events: {error}"));
                 }
             };
             self.stopping |= self.leaving.is_some_and(|since| self.may_leave(since));
         }
+        self.end();
+        Ok(())
+    }
+
+    fn end(&mut self) {
         self.peers.ids().into_iter().for_each(|id| self.hang_up(id));
         self.disk.drain(STOP_PATIENCE);
     }

@@ -23,6 +23,8 @@ pub enum MachineError {
     Nvram(#[from] hearth_disk::nvram::NvramError),
     #[error("disk {disk}: cannot be served")]
     Server { disk: String, source: hearth_disk::server::ServerError },
+    #[error("disk {disk}: the thread that serves it has ended: {why}; the guest runs on and waits for the next keeper")]
+    DiskEnded { disk: String, why: String },
     #[error(
         "{name} still runs (QEMU, pid {qemu_pid}) with other disks than configured now: {what}; put that back and run it \
          again, or end it with `kill {qemu_pid}`"

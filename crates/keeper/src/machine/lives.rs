@@ -225,10 +225,20 @@ impl Machine {
             let tracking = warm_reboot::tracking(incarnation, &self.tagger, &self.warm);
             let server = DiskServer::start(options, image, tracking)
                 .map_err(|source| MachineError::Server { disk: disk.name.clone(), source })?;
+            self.watch_disk(&server);
             self.disks.push(server);
         }
         self.judge_locked_images();
         self.open_nvram()
+    }
+
+    /// A disk that nobody serves ends this keeper: the next one serves it.
+    pub(super) fn watch_disk(&self, server: &DiskServer) {
+        let (tell, disk) = (self.parts.tell.clone(), server.name().to_owned());
+        server.watch(move |why| {
+            // Fails only when the loop is gone, and the keeper with it.
+            let _ = tell.send(crate::event::Event::DiskEnded { disk, why });
+        });
     }
 
     /// The number of a QEMU that is about to be started, and everything noted that a new keeper must know of it.

@@ -357,11 +357,22 @@ impl Machine {
                 Err(RecvTimeoutError::Disconnected) => unreachable!("the machine itself holds a sender"),
             };
             if let Err(error) = handled {
-                self.fail(&error);
+                self.end_with(&error);
                 return Err(error);
             }
         }
         Ok(End::Stopped)
+    }
+
+    /// The keeper ends, and the machine with it; unless a keeper that starts anew is all that its guest needs.
+    fn end_with(mut self, error: &MachineError) {
+        if let MachineError::DiskEnded { .. } = error {
+            self.record(EventKind::Error { message: crate::chain(error) });
+            // As if this keeper had been killed: the next one takes over.
+            std::mem::forget(self);
+        } else {
+            self.fail(error);
+        }
     }
 
     fn deadline(&self) -> Option<Instant> {
@@ -438,6 +449,7 @@ impl Machine {
                 Ok(())
             }
             Event::Thaw { .. } => Ok(()),
+            Event::DiskEnded { disk, why } => Err(MachineError::DiskEnded { disk, why }),
             Event::Dump { incarnation, word } => self.dump_says(incarnation, word),
             Event::Warden(word) => {
                 self.warden_says(word);

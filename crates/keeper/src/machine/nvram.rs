@@ -38,6 +38,7 @@ impl Machine {
             let options = DiskOptions { gate: self.disk_gate(), ..launch::nvram_options(id, device, socket) };
             let server = DiskServer::start_with(options, backing, None)
                 .map_err(|source| MachineError::Server { disk: device.name.clone(), source })?;
+            self.watch_disk(&server);
             self.disks.push(server);
             self.nvram.push(nvram);
         }

@@ -1,0 +1,88 @@
+//! The end of a disk's thread that nobody has asked for: a panic, or a loop that cannot go on. Whoever owns the disk hears of it.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, MutexGuard};
+
+type Tell = Box<dyn FnOnce(String) + Send>;
+
+#[derive(Default)]
+enum State {
+    #[default]
+    Unwatched,
+    Watched(Tell),
+    /// And why.
+    Dead(String),
+}
+
+/// What the thread and its owner share.
+#[derive(Default)]
+pub struct Death(Mutex<State>);
+
+impl Death {
+    /// Runs the thread's work; an error or a panic is its death.
+    pub fn of(&self, work: impl FnOnce() -> Result<(), String>) {
+        // What the work owned is dropped on the way, and nobody else sees it.
+        let why = match catch_unwind(AssertUnwindSafe(work)) {
+            Ok(Ok(())) => return,
+            Ok(Err(why)) => why,
+            Err(panic) => format!("it panicked: {}", message(&*panic)),
+        };
+        tracing::error!(why, "a disk's thread has ended");
+        let before = std::mem::replace(&mut *self.state(), State::Dead(why.clone()));
+        if let State::Watched(tell) = before {
+            tell(why);
+        }
+    }
+
+    pub fn watch(&self, tell: Tell) {
+        let mut state = self.state();
+        if let State::Dead(why) = &*state {
+            let why = why.clone();
+            drop(state);
+            return tell(why);
+        }
+        *state = State::Watched(tell);
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().expect("nobody panics with it")
+    }
+}
+
+fn message(panic: &(dyn Any + Send)) -> &str {
+    let literal = panic.downcast_ref::<&str>().copied();
+    literal.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("it did not say why")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    /// What a watcher hears of such an end, be it there before the end or after it.
+    #[track_caller]
+    fn check(work: fn() -> Result<(), String>, expected: Option<&str>) {
+        for watches_before in [true, false] {
+            let (death, (tell, told)) = (Death::default(), mpsc::channel());
+            let watch = || death.watch(Box::new(move |why| tell.send(why).unwrap()));
+            if watches_before {
+                watch();
+                death.of(work);
+            } else {
+                death.of(work);
+                watch();
+            }
+            assert_eq!(told.try_recv().ok().as_deref(), expected, "before: {watches_before}");
+        }
+    }
+
+    #[test]
+    fn every_end_but_the_wanted_one_is_told() {
+        check(|| Ok(()), None);
+        check(|| Err("no events".to_owned()), Some("no events"));
+        check(|| panic!("nothing left"), Some("it panicked: nothing left"));
+        check(|| panic!("queue {} is not there", 2), Some("it panicked: queue 2 is not there"));
+    }
+}
