@@ -1,14 +1,12 @@
 //! Fast remount, as a guest and its operator see it: what a machine reads until it is ready, its next boot finds in memory,
 //! and it is what the disk holds. Guests mount many small volumes, crash, and mount them again.
 //!
-//! `many`: a hundred volumes that are all written to when their guest crashes. `lvm`: logical ones, by name. `journals`: volumes whose journals are NVRAM.
+//! `many`: a hundred volumes that are all written to when their guest crashes. `journals`: volumes whose journals are NVRAM.
 //! `nvram`: what such a device holds, whoever dies and when; `pmem`: the same as persistent memory. `strangers`: images that somebody
 //! else writes to while there is no guest.
 
 #[path = "fast_remount/journals.rs"]
 mod journals;
-#[path = "fast_remount/lvm.rs"]
-mod lvm;
 #[path = "fast_remount/many.rs"]
 mod many;
 #[path = "fast_remount/nvram.rs"]

@@ -51,7 +51,7 @@ pub struct RemountPlan {
     #[serde(default)]
     pub memory_read_beside_writes_us_p99: Option<f64>,
     pub disks: Vec<RemountDisk>,
-    /// Partitions and logical volumes, or whole disks where the boot set holds no tables of them.
+    /// Partitions, or whole disks where the boot set holds no tables of them.
     #[serde(default)]
     pub volumes: Vec<RemountVolume>,
     /// What the next boot is expected to read, in that order: what the last one has read. At most 8192 runs.
@@ -87,7 +87,7 @@ pub struct RemountDisk {
     pub later: RemountLater,
 }
 
-/// The part of one partition, or of one logical volume of LVM, in the last boot and the next one, or that of a disk without any.
+/// The part of one partition in the last boot and the next one, or that of a disk without any.
 /// Blocks that could not be held because of the limit are not told apart by volume.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct RemountVolume {
@@ -97,12 +97,8 @@ pub struct RemountVolume {
     /// Its name, where the table of partitions has names (GPT).
     #[serde(default)]
     pub label: Option<String>,
-    /// Its volume group and name, `store/mail`. What a physical volume holds beside these has none.
-    #[serde(default)]
-    pub logical_volume: Option<String>,
-    /// On the disk, in bytes: where its first part begins.
+    /// Where it begins on the disk, in bytes.
     pub offset: u64,
-    /// Of all its parts on this disk.
     pub bytes: u64,
     pub blocks: u64,
     pub held_blocks: u64,

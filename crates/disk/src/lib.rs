@@ -16,7 +16,6 @@ pub mod gate;
 pub mod image;
 pub mod ledger;
 pub mod limit;
-pub mod lvm;
 pub mod nvram;
 pub mod partitions;
 mod populate;

@@ -58,17 +58,17 @@ pub fn find(disk_bytes: u64, read: &mut dyn FnMut(u64) -> Option<Sector>) -> Vec
         }
         found
     };
-    keep_apart(&mut found, &(0..disk_bytes), |partition| &partition.bytes);
+    keep_apart(&mut found, disk_bytes);
     found
 }
 
-/// Sorts what was found by its place; what overlaps, or leaves the place of all, is left out.
-pub(crate) fn keep_apart<T>(found: &mut Vec<T>, place: &Range<u64>, bytes: impl Fn(&T) -> &Range<u64>) {
-    found.sort_by_key(|part| bytes(part).start);
-    let mut free_from = place.start;
-    found.retain(|part| {
-        let Range { start, end } = *bytes(part);
-        let is_apart = start >= free_from && end <= place.end;
+/// Sorts what was found by its place; what overlaps, or leaves the disk, is left out.
+fn keep_apart(found: &mut Vec<Partition>, disk_bytes: u64) {
+    found.sort_by_key(|partition| partition.bytes.start);
+    let mut free_from = 0;
+    found.retain(|partition| {
+        let Range { start, end } = partition.bytes;
+        let is_apart = start >= free_from && end <= disk_bytes;
         free_from = if is_apart { end } else { free_from };
         is_apart
     });

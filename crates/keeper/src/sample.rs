@@ -224,10 +224,8 @@ pub fn remount_plan() -> RemountPlan {
         misses,
         hit_pct: Some(95.2),
         label: partition.filter(|&number| number == 6).map(|_| "mail".to_owned()),
-        logical_volume: None,
         later: LATER,
     };
-    let logical = RemountVolume { logical_volume: Some("store/web".into()), ..volume(Some(5), 7) };
     RemountPlan {
         name: "web".into(),
         ready: true,
@@ -249,7 +247,7 @@ pub fn remount_plan() -> RemountPlan {
         memory_read_beside_writes_us_p50: Some(5.25),
         memory_read_beside_writes_us_p99: Some(64.5),
         disks: vec![disk],
-        volumes: vec![volume(Some(1), 0), volume(Some(5), 20), logical, volume(Some(6), 129), volume(None, 1)],
+        volumes: vec![volume(Some(1), 0), volume(Some(5), 20), volume(Some(6), 129), volume(None, 1)],
         reads: vec![
             PlannedRun { disk: "root".into(), offset: 0, bytes: 4 << 10, held: true },
             PlannedRun { disk: "root".into(), offset: 1 << 20, bytes: 8 << 10, held: false },

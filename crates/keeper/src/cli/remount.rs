@@ -112,7 +112,7 @@ pub fn page(plan: &RemountPlan) -> String {
 
 /// Those that had to wait for an image, if there is anything to be told apart.
 fn volumes(volumes: &[RemountVolume], percent: &impl Fn(Option<f64>) -> String) -> Vec<String> {
-    if volumes.iter().all(|volume| volume.partition.is_none() && volume.logical_volume.is_none()) {
+    if volumes.iter().all(|volume| volume.partition.is_none()) {
         return Vec::new();
     }
     let mut missed: Vec<_> = volumes.iter().filter(|volume| volume.misses > 0).collect();
@@ -138,12 +138,11 @@ fn volumes(volumes: &[RemountVolume], percent: &impl Fn(Option<f64>) -> String) 
     lines
 }
 
-fn name_of(RemountVolume { disk, partition, label, logical_volume, .. }: &RemountVolume) -> String {
-    match (logical_volume, partition, label) {
-        (Some(name), _, _) => format!("{disk} {name}"),
-        (None, Some(number), Some(label)) => format!("{disk} {number} ({label})"),
-        (None, Some(number), None) => format!("{disk} {number}"),
-        (None, None, _) => format!("{disk}, no volume"),
+fn name_of(RemountVolume { disk, partition, label, .. }: &RemountVolume) -> String {
+    match (partition, label) {
+        (Some(number), Some(label)) => format!("{disk} {number} ({label})"),
+        (Some(number), None) => format!("{disk} {number}"),
+        (None, _) => format!("{disk}, no volume"),
     }
 }
 

@@ -329,9 +329,8 @@ web  ready; holds 24.0 MiB of 64.0 MiB
   volume               size  blocks  held  hits  misses  hit rate  since ready: hits  misses
   root 6 (mail)    10.0 MiB    3000  2900  3000     129    95.2 %                870      90
   root 5           10.0 MiB    3000  2900  3000      20    95.2 %                870      90
-  root store/web   10.0 MiB    3000  2900  3000       7    95.2 %                870      90
   root, no volume  10.0 MiB    3000  2900  3000       1    95.2 %                870      90
-  1 of 5 volumes without a miss
+  1 of 4 volumes without a miss
 
 read from the images
   root  8 KiB at 1048576
