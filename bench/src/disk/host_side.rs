@@ -195,7 +195,7 @@ impl Bench {
             serial: "bench".to_owned(),
             socket: self.work.path().join("disk.sock"),
             queues: 1,
-            queue_size: 128,
+            queue_size: 256,
             read_only: false,
             memory_slots: true,
             tracked: true,

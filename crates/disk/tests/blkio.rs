@@ -35,6 +35,7 @@ impl Client {
         blkio.connect().unwrap();
         assert_eq!(blkio.get_u64("capacity").unwrap(), DISK_BYTES);
         blkio.set_i32("num-queues", QUEUES as i32).unwrap();
+        blkio.set_i32("queue-size", i32::from(QUEUE_SIZE)).unwrap();
         let queues = blkio.start().unwrap().queues;
         let region = blkio.alloc_mem_region(QUEUES * BUFFER_BYTES).unwrap();
         blkio.map_mem_region(&region).unwrap();

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use common::*;
 use hearth_disk::write_log::WriteLog;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use vhost::{VhostBackend, VhostUserDirtyLogRegion};
 
 const LOG_BYTES: u64 = 4096;
@@ -33,8 +34,10 @@ fn take_log(log: &std::fs::File) -> BTreeSet<u64> {
 }
 
 fn attach_log(guest: &Guest) -> std::fs::File {
-    let log = tempfile::tempfile().unwrap();
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let log: std::fs::File = memfd_create("log", flags).unwrap().into();
     log.set_len(LOG_BYTES).unwrap();
+    fcntl_add_seals(&log, SealFlags::SHRINK).unwrap();
     let region = VhostUserDirtyLogRegion { mmap_size: LOG_BYTES, mmap_offset: 0, mmap_handle: log.as_raw_fd() };
     guest.frontend.set_log_base(0, Some(region)).unwrap();
     log

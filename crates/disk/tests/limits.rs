@@ -50,9 +50,7 @@ impl Run {
             let kind = [READ, WRITE, WRITE_ZEROES][self.random.below(3) as usize];
             let address = DATA + self.random.below(64) * u64::from(REQUEST_BYTES);
             let head = match kind {
-                WRITE_ZEROES => {
-                    self.guest.submit_ranges(queue, kind, &[(offset / 512, REQUEST_BYTES / 512, 0)])
-                }
+                WRITE_ZEROES => self.guest.submit_ranges(queue, kind, &[(offset / 512, REQUEST_BYTES / 512, 0)]),
                 _ => self.guest.submit(queue, kind, offset, address, REQUEST_BYTES),
             };
             self.asked.insert((queue, head), u64::from(REQUEST_BYTES));
@@ -67,7 +65,11 @@ impl Run {
             }
         }
         let allowed = BURST + (self.begun.elapsed().as_secs_f64() * PER_SECOND as f64) as u64;
-        assert!(self.served <= allowed, "{} bytes were served where {allowed} are allowed, after {history}", self.served);
+        assert!(
+            self.served <= allowed,
+            "{} bytes were served where {allowed} are allowed, after {history}",
+            self.served
+        );
     }
 
     fn stop_all(&mut self) {

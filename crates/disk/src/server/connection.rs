@@ -10,6 +10,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant, SystemTime};
 
 use super::config::{self, Device, WRITEBACK_OFFSET, protocol};
+use super::foreign::EventCounter;
 use super::inflight::{self, Inflight, InflightError};
 use super::memory::{FileIdentity, GuestMap, MemoryError, REGIONS_MAX};
 use super::poller::{Poller, Source, Watched};
@@ -36,8 +37,18 @@ pub enum ConnectionError {
     /// was answered, and the inflight region has the rest.
     #[error("QEMU stops queue {queue}, which it has not started here")]
     NotStarted { queue: u32 },
+    #[error("QEMU gives another inflight region while queues that use the old one are served")]
+    InflightOfRunning,
+    #[error(
+        "QEMU gives or wants an inflight region for {queues} queues of {queue_size}, which is more than is offered"
+    )]
+    InflightSize { queues: u16, queue_size: u16 },
     #[error("a kick descriptor cannot be watched")]
     Kick(#[source] std::io::Error),
+}
+
+fn new_queues(device: Device, poller: &Poller) -> Vec<Queue> {
+    (0..device.queues).map(|index| Queue::new(index, device.queue_size, &poller.signaller)).collect()
 }
 
 /// What a message is answered with.
@@ -63,6 +74,13 @@ enum Pending {
     Reset,
 }
 
+/// A stop of all queues, one after the other: until one is started again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stop {
+    connection: u32,
+    starts: u64,
+}
+
 struct Waiting {
     pending: Pending,
     request: u32,
@@ -72,13 +90,6 @@ struct Waiting {
 pub struct Connection {
     pub id: u32,
     poller: Rc<Poller>,
-/// A stop of all queues, one after the other: until one is started again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stop {
-    connection: u32,
-    starts: u64,
-}
-
     channel: Watched<Channel>,
     backend_channel: Option<Channel>,
     device: Device,
@@ -94,6 +105,8 @@ pub struct Stop {
     /// The frontend began to stop its queues, the first one before all others; taken by whoever notes it.
     pub stop_asked: Option<SystemTime>,
     waiting: Option<Waiting>,
+    /// How often queues were started.
+    starts: u64,
     /// The frontend's last word, or its coming.
     heard: Instant,
     pub has_spoken: bool,
@@ -103,8 +116,6 @@ impl Connection {
     pub fn new(
         id: u32,
         stream: UnixStream,
-    /// How often queues were started.
-    starts: u64,
         poller: &Rc<Poller>,
         device: Device,
         ram: Option<FileIdentity>,
@@ -119,7 +130,7 @@ impl Connection {
             backend_channel: None,
             device,
             memory,
-            queues: (0..device.queues).map(Queue::new).collect(),
+            queues: new_queues(device, poller),
             inflight: None,
             features: 0,
             protocol: 0,
@@ -127,6 +138,7 @@ impl Connection {
             may_start: true,
             stop_asked: None,
             waiting: None,
+            starts: 0,
             heard: Instant::now(),
             has_spoken: false,
         })
@@ -136,7 +148,6 @@ impl Connection {
     pub fn share_write_cache(&mut self, other: &Self) {
         self.writeback = Rc::clone(&other.writeback);
     }
-            starts: 0,
 
     /// Has any queue been started and not been stopped and drained since?
     pub fn is_started(&self) -> bool {
@@ -148,6 +159,12 @@ impl Connection {
         self.heard.elapsed() < silence
     }
 
+    /// The stop that waits for requests of this queue, if it is being stopped.
+    pub fn stop_of(&self, queue: u16) -> Option<Stop> {
+        let is_stopping = self.queues.get(usize::from(queue)).is_some_and(Queue::is_stopping);
+        is_stopping.then_some(Stop { connection: self.id, starts: self.starts })
+    }
+
     /// Does an answer wait for requests in flight? Then nothing is read meanwhile.
     pub fn is_waiting(&self) -> bool {
         self.waiting.is_some()
@@ -157,12 +174,6 @@ impl Connection {
         let has = |feature| self.features & feature != 0;
         Agreed {
             event_index: has(config::EVENT_INDEX),
-    /// The stop that waits for requests of this queue, if it is being stopped.
-    pub fn stop_of(&self, queue: u16) -> Option<Stop> {
-        let is_stopping = self.queues.get(usize::from(queue)).is_some_and(Queue::is_stopping);
-        is_stopping.then_some(Stop { connection: self.id, starts: self.starts })
-    }
-
             indirect: has(config::INDIRECT),
             enabled_at_start: !has(config::PROTOCOL_FEATURES),
             chain_limit: usize::from(self.device.queue_size),
@@ -209,13 +220,17 @@ impl Connection {
             Message::GetMaxMemSlots => Ok(Answer::u64(REGIONS_MAX as u64)),
             Message::SetOwner | Message::ResetOwner | Message::SetLogFd => Ok(Answer::Done),
             Message::SetBackendChannel(fd) => {
-                self.backend_channel = Some(Channel::new(fd.into()).map_err(WireError::Io)?);
+                self.backend_channel = Some(Channel::new(fd).map_err(WireError::Io)?);
                 Ok(Answer::Done)
             }
             Message::GetConfig { offset, bytes, flags } => Ok(self.get_config(offset, bytes, flags)),
             Message::SetConfig { offset, data } => self.set_config(offset, &data),
             Message::GetInflight { spec, reply_bytes } => self.get_inflight(spec, reply_bytes),
             Message::SetInflight { spec, file } => {
+                self.check_inflight(spec)?;
+                if self.is_started() {
+                    return Err(ConnectionError::InflightOfRunning);
+                }
                 let region = Inflight::open(spec, file)?;
                 // A server before this one may have been told, or this one while there was another region.
                 self.writeback.set(self.writeback.get() && !region.is_write_through());
@@ -291,7 +306,7 @@ impl Connection {
         self.queues.get_mut(queue as usize).ok_or(QueueError::Missing { queue })
     }
 
-    fn start_queue(&mut self, queue: u32, kick: Option<OwnedFd>) -> Result<(), ConnectionError> {
+    fn start_queue(&mut self, queue: u32, kick: Option<EventCounter>) -> Result<(), ConnectionError> {
         if !self.may_start {
             return Err(ConnectionError::NotItsTurn { queue });
         }
@@ -300,6 +315,7 @@ impl Connection {
         let kick = kick.map(|kick| Watched::new(&self.poller, kick, source)).transpose();
         let kick = kick.map_err(ConnectionError::Kick)?;
         let found = self.queues.get_mut(queue as usize).ok_or(QueueError::Missing { queue })?;
+        self.starts += 1;
         Ok(found.start(kick, &self.memory, self.inflight.as_mut(), agreed)?)
     }
 
@@ -313,7 +329,6 @@ impl Connection {
         Ok(Answer::Done)
     }
 
-        self.starts += 1;
     fn set_protocol_features(&mut self, features: u64) -> Result<Answer, ConnectionError> {
         let unknown = features & !self.device.protocol;
         if unknown != 0 {
@@ -347,8 +362,18 @@ impl Connection {
         Ok(Answer::Done)
     }
 
+    /// A region is no larger than what is offered: its size is what a hostile frontend can make us look through.
+    fn check_inflight(&self, spec: InflightSpec) -> Result<(), ConnectionError> {
+        let InflightSpec { queues, queue_size, .. } = spec;
+        if queues > self.device.queues || queue_size > self.device.queue_size {
+            return Err(ConnectionError::InflightSize { queues, queue_size });
+        }
+        Ok(())
+    }
+
     fn get_inflight(&self, asked: InflightSpec, reply_bytes: usize) -> Result<Answer, ConnectionError> {
         let queues = asked.queues.min(self.device.queues);
+        self.check_inflight(InflightSpec { queues, ..asked })?;
         let (spec, file) = inflight::create(queues, asked.queue_size)?;
         let mut reply = Vec::with_capacity(reply_bytes);
         reply.extend_from_slice(&spec.bytes.to_ne_bytes());
@@ -386,7 +411,7 @@ impl Connection {
     }
 
     fn reset(&mut self) {
-        self.queues = (0..self.device.queues).map(Queue::new).collect();
+        self.queues = new_queues(self.device, &self.poller);
         self.inflight = None;
         self.writeback.set(true);
     }

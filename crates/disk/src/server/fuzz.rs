@@ -14,6 +14,7 @@ use proptest::sample::select;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
 
 use super::chain::{Descriptor, Table, walk};
+use super::foreign::ForeignFd;
 use super::inflight::{self, Inflight};
 use super::request::{Bounds, Kind, RANGE_SECTORS_MAX, Request, SERIAL_BYTES, parse};
 use super::wire::{Frame, Message};
@@ -159,7 +160,7 @@ fn fuzz_messages() {
     fuzz(mutated("messages"), |bytes| {
         let Some((head, payload)) = bytes.split_first_chunk::<5>() else { return Ok(()) };
         let [r0, r1, r2, r3, fds] = *head;
-        let fds = (0..fds % 4).map(|_| null.try_clone().unwrap()).collect();
+        let fds = (0..fds % 4).map(|_| null.try_clone().unwrap().into()).collect();
         let request = u32::from_le_bytes([r0, r1, r2, r3]);
         let frame = Frame { request, need_reply: false, payload: payload.to_vec(), fds };
         if let Ok(Message::GetConfig { offset, bytes, .. }) = Message::parse(frame) {
@@ -178,7 +179,8 @@ fn fuzz_inflight_regions() {
         for (at, value) in edits {
             std::os::unix::fs::FileExt::write_all_at(&scribble, &[value], at).unwrap();
         }
-        let Ok(mut region) = Inflight::open(spec, file.try_clone().unwrap()) else {
+        let again = ForeignFd::from(file.try_clone().unwrap()).sealed_memory().unwrap();
+        let Ok(mut region) = Inflight::open(spec, again) else {
             // Another version, or another size: make it ours again.
             let empty = vec![0; spec.bytes as usize];
             std::os::unix::fs::FileExt::write_all_at(&scribble, &empty, 0).unwrap();

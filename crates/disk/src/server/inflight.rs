@@ -24,6 +24,7 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fstat, ftruncate, memfd_create};
 use vm_memory::{FileOffset, MmapRegion, VolatileMemory};
 
+use super::foreign::MemoryFile;
 use super::wire::InflightSpec;
 
 const VERSION: u16 = 1;
@@ -94,7 +95,7 @@ pub struct Inflight {
 
 impl Inflight {
     /// Takes a region, new or used by a server that is gone. Nothing in it is believed without a check.
-    pub fn open(spec: InflightSpec, file: OwnedFd) -> Result<Self, InflightError> {
+    pub fn open(spec: InflightSpec, file: MemoryFile) -> Result<Self, InflightError> {
         let InflightSpec { bytes, offset, queues, queue_size } = spec;
         let refuse = |what| Err(InflightError::Region { queues, queue_size, what });
         let needed = area_bytes(queue_size) as u64 * u64::from(queues);
@@ -227,11 +228,17 @@ impl Inflight {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::server::foreign::ForeignFd;
+
+    fn opened(spec: InflightSpec, file: &OwnedFd) -> Result<Inflight, InflightError> {
+        let file = ForeignFd::from(file.try_clone().unwrap());
+        Inflight::open(spec, file.sealed_memory().expect("it was made to be safe"))
+    }
 
     /// A region and a way to open it once more, as a second server would.
     fn region(queues: u16, size: u16) -> (Inflight, impl Fn() -> Result<Inflight, InflightError>) {
         let (spec, file) = create(queues, size).unwrap();
-        let again = move || Inflight::open(spec, file.try_clone().unwrap());
+        let again = move || opened(spec, &file);
         (again().unwrap(), again)
     }
 
@@ -291,7 +298,7 @@ mod tests {
     #[test]
     fn regions_that_lie_are_refused_or_bounded() {
         let (spec, file) = create(2, 8).unwrap();
-        let open = |spec| Inflight::open(spec, file.try_clone().unwrap());
+        let open = |spec| opened(spec, &file);
         for wrong in [
             InflightSpec { queues: 3, ..spec },
             InflightSpec { queue_size: 256, ..spec },

@@ -3,13 +3,15 @@
 //! Every write marks its pages in the dirty log while QEMU asks for one, so no write can be forgotten there. Bytes are
 //! copied through volatile slices, never borrowed: the guest runs meanwhile.
 
+use std::cell::Cell;
+use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 
 use vm_memory::{FileOffset, MmapRegion, VolatileMemory};
 
+use super::foreign::MemoryFile;
 pub use super::region::FileIdentity;
 use super::region::Region;
 use super::wire::RegionSpec;
@@ -25,6 +27,8 @@ pub const REGIONS_MAX: usize = 64;
 pub enum MemoryError {
     #[error("memory region at {guest:#x}: {what}")]
     Region { guest: u64, what: &'static str },
+    #[error("guest memory could not be reached: its file was cut off, or its file system is full")]
+    Lost,
     #[error("memory region at {guest:#x} cannot be mapped")]
     Map { guest: u64, source: io::Error },
     #[error("dirty log: {0}")]
@@ -47,7 +51,7 @@ impl Log {
         if bytes == 0 {
             return;
         }
-        for page in address / PAGE_BYTES..=(address + (bytes - 1)) / PAGE_BYTES {
+        for page in address / PAGE_BYTES..=address.saturating_add(bytes - 1) / PAGE_BYTES {
             // QEMU sizes the log to cover all guest memory; what lies beyond is not its memory.
             if let Ok(byte) = self.bits.get_atomic_ref::<AtomicU8>((page / 8) as usize) {
                 byte.fetch_or(1 << (page % 8), Ordering::Relaxed);
@@ -61,6 +65,8 @@ impl Log {
 pub struct GuestMap {
     /// Sorted by guest address, not overlapping.
     regions: Vec<Region>,
+    /// Something of it was touched that was not there. Nothing is read or written from then on: half an answer is worse.
+    lost: Cell<bool>,
     log: Option<Log>,
     log_all: bool,
     tracked: Option<FileIdentity>,
@@ -118,6 +124,9 @@ impl GuestMap {
 
     /// Before each look at memory: what is there may have to be brought first.
     fn bring(&self, address: u64, bytes: usize) -> Result<(), Unmapped> {
+        if self.lost.get() {
+            return Err(Unmapped);
+        }
         if self.gate.is_none() {
             return Ok(());
         }
@@ -130,7 +139,7 @@ impl GuestMap {
         if brought { Ok(()) } else { Err(Unmapped) }
     }
 
-    pub fn add(&mut self, spec: RegionSpec, file: OwnedFd) -> Result<(), MemoryError> {
+    pub fn add(&mut self, spec: RegionSpec, file: MemoryFile) -> Result<(), MemoryError> {
         let refuse = |what| Err(MemoryError::Region { guest: spec.guest, what });
         let ends = [spec.guest, spec.user, spec.file_offset].map(|start| start.checked_add(spec.bytes));
         let aligned = [spec.guest, spec.file_offset].iter().all(|start| start.is_multiple_of(PAGE_BYTES));
@@ -172,13 +181,13 @@ impl GuestMap {
     }
 
     /// From now on (and while `log_all`) written pages are marked in this file.
-    pub fn set_log(&mut self, file: OwnedFd, offset: u64, bytes: u64) -> Result<(), MemoryError> {
+    pub fn set_log(&mut self, file: MemoryFile, offset: u64, bytes: u64) -> Result<(), MemoryError> {
         let stat = rustix::fs::fstat(&file).map_err(|error| MemoryError::MapLog(error.into()))?;
         let end = offset.checked_add(bytes).ok_or(MemoryError::Log("its range makes no sense"))?;
         if bytes == 0 || (stat.st_size as u64) < end {
             return Err(MemoryError::Log("its file is shorter than the log"));
         }
-        let file_offset = FileOffset::from_arc(Arc::new(file.into()), offset);
+        let file_offset = FileOffset::from_arc(Arc::new(File::from(file)), offset);
         let bits = MmapRegion::from_file(file_offset, bytes as usize)
             .map_err(|error| MemoryError::MapLog(io::Error::other(error)))?;
         self.log = Some(Log { bits });
@@ -220,6 +229,18 @@ impl GuestMap {
         (bytes <= region.spec.bytes - offset).then_some(region.spec.guest + offset)
     }
 
+    pub fn is_lost(&self) -> bool {
+        self.lost.get()
+    }
+
+    /// After each access, and before the next one.
+    fn intact(&self, region: &Region) -> Result<(), Unmapped> {
+        if region.is_lost() {
+            self.lost.set(true);
+        }
+        if self.lost.get() { Err(Unmapped) } else { Ok(()) }
+    }
+
     fn region(&self, address: u64) -> Result<&Region, Unmapped> {
         let found = self.regions.iter().find(|region| address >= region.spec.guest && address < region.end());
         found.ok_or(Unmapped)
@@ -238,6 +259,7 @@ impl GuestMap {
             let region = self.region(at)?;
             let piece = (bytes - done).min((region.end() - at) as usize);
             act(region, (at - region.spec.guest) as usize, done..done + piece);
+            self.intact(region)?;
             done += piece;
         }
         Ok(())
@@ -278,12 +300,15 @@ impl GuestMap {
             return Ok(u16::from_le_bytes(bytes));
         }
         self.bring(address, 2)?;
-        Ok(u16::from_le(self.atomic(address)?.load(order)))
+        let loaded = self.atomic(address)?.load(order);
+        self.intact(region)?;
+        Ok(u16::from_le(loaded))
     }
 
     pub fn store_u16(&self, address: u64, value: u16, order: Ordering) -> Result<(), Unmapped> {
         self.bring(address, 2)?;
         self.atomic(address)?.store(value.to_le(), order);
+        self.intact(self.region(address)?)?;
         self.written(address, 2);
         Ok(())
     }
@@ -317,10 +342,8 @@ impl GuestMap {
 mod tests {
     use super::*;
 
-    fn file(bytes: u64) -> OwnedFd {
-        let file = tempfile::tempfile().unwrap();
-        file.set_len(bytes).unwrap();
-        file.into()
+    fn file(bytes: u64) -> MemoryFile {
+        MemoryFile::new(bytes)
     }
 
     fn spec(guest: u64, bytes: u64) -> RegionSpec {
@@ -378,12 +401,34 @@ mod tests {
     }
 
     #[test]
+    fn memory_that_is_cut_off_is_lost_and_nothing_else_is() {
+        let mut map = GuestMap::default();
+        let cut = MemoryFile::new_unsealed(0x4000);
+        let keeps = cut.try_clone();
+        map.add(spec(0, 0x4000), cut).unwrap();
+        map.add(spec(0x10_0000, 0x1000), file(0x1000)).unwrap();
+        map.write(0, &[1; 100]).unwrap();
+        rustix::fs::ftruncate(&keeps, 0x1000).unwrap();
+        assert_eq!(map.load_u16(0, Ordering::Relaxed), Ok(0x101), "what is left is read");
+        assert!(!map.is_lost());
+        assert_eq!(map.load_u16(0x2000, Ordering::Relaxed), Err(Unmapped));
+        assert!(map.is_lost());
+        assert_eq!(map.write(0x10_0000, &[1]), Err(Unmapped), "no half answers");
+        assert_eq!(map.read(0x3000, &mut [0; 10]), Err(Unmapped));
+        assert_eq!(map.store_u16(0x1000, 1, Ordering::Relaxed), Err(Unmapped));
+        drop(map);
+        let mut next = GuestMap::default();
+        next.add(spec(0, 0x1000), keeps).unwrap();
+        assert_eq!(next.load_u16(0, Ordering::Relaxed), Ok(0x101), "the next mapping is another one");
+    }
+
+    #[test]
     fn each_write_is_logged_while_asked_for() {
         let mut map = GuestMap::default();
         map.add(spec(0, 0x10_0000), file(0x10_0000)).unwrap();
-        let log = tempfile::tempfile().unwrap();
-        log.set_len(32).unwrap();
-        map.set_log(log.try_clone().unwrap().into(), 0, 32).unwrap();
+        let log = MemoryFile::new(32);
+        map.set_log(log.try_clone(), 0, 32).unwrap();
+        let log = File::from(log);
         let logged = || -> Vec<u64> {
             let mut bits = [0; 32];
             std::os::unix::fs::FileExt::read_exact_at(&log, &mut bits, 0).unwrap();

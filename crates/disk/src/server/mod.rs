@@ -19,6 +19,7 @@ mod connection;
 mod counters;
 mod death;
 mod disk;
+mod foreign;
 #[cfg(test)]
 mod fuzz;
 mod inflight;
@@ -33,6 +34,8 @@ mod region;
 mod request;
 mod ring;
 mod running;
+mod sigbus;
+mod signaller;
 mod slab;
 mod transfer;
 mod wire;
@@ -84,7 +87,7 @@ pub struct DiskOptions {
     pub serial: String,
     pub socket: PathBuf,
     pub queues: u16,
-    /// Largest number of descriptors in a request plus two; QEMU's own queue size may differ.
+    /// Largest size of a queue, and of descriptors in a request plus two. QEMU's may be smaller.
     pub queue_size: u16,
     pub read_only: bool,
     /// Frontends may tell their memory piece by piece. Not for QEMU: it tells the next server only what has changed since
@@ -191,10 +194,10 @@ pub struct DiskServer {
     commands: Sender<Command>,
     wake: OwnedFd,
     thread: Option<JoinHandle<()>>,
+    death: Arc<Death>,
 }
 
 impl DiskServer {
-    death: Arc<Death>,
     /// Listens at the socket (mode 0600, replacing one that nobody listens at) and serves whoever connects.
     pub fn start(options: DiskOptions, image: Image, tracking: Option<Tracking>) -> Result<Self, ServerError> {
         let disk = options.name.clone();
@@ -230,15 +233,15 @@ impl DiskServer {
         Ok(Self { name, description, bytes, socket, counters, pressure, commands, wake, thread, death })
     }
 
-    /// What the next connection's requests are recorded in. Refused while one is served.
-    pub fn attach(&self, tracking: Option<Tracking>) -> Result<(), ServerError> {
-        let answer = self.ask(|reply| Command::Attach(Box::new(tracking), reply))?;
     /// Calls this, with the reason, if the disk's thread ends without having been asked to, or has already. Nobody serves the
     /// disk then: its guest waits for a server that comes after this one.
     pub fn watch(&self, tell: impl FnOnce(String) + Send + 'static) {
         self.death.watch(Box::new(tell));
     }
 
+    /// What the next connection's requests are recorded in. Refused while one is served.
+    pub fn attach(&self, tracking: Option<Tracking>) -> Result<(), ServerError> {
+        let answer = self.ask(|reply| Command::Attach(Box::new(tracking), reply))?;
         if self.wait(&answer)? { Ok(()) } else { Err(ServerError::Busy { disk: self.name.clone() }) }
     }
 

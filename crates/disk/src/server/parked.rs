@@ -28,6 +28,10 @@ impl Parking {
         self.requests.is_empty()
     }
 
+    pub fn len(&self) -> usize {
+        self.requests.len()
+    }
+
     pub fn park(&mut self, request: Parked) {
         self.requests.push(request);
     }

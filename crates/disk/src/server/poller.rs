@@ -10,6 +10,8 @@ use rustix::event::epoll;
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::io::Errno;
 
+use super::signaller::Signaller;
+
 /// Everything that can happen to a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
@@ -63,11 +65,14 @@ const EVENTS_A_WAIT: usize = 32;
 
 pub struct Poller {
     epoll: OwnedFd,
+    /// By which this thread wakes others.
+    pub signaller: Rc<Signaller>,
 }
 
 impl Poller {
     pub fn new() -> io::Result<Rc<Self>> {
-        Ok(Rc::new(Self { epoll: epoll::create(epoll::CreateFlags::CLOEXEC)? }))
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        Ok(Rc::new(Self { epoll, signaller: Rc::new(Signaller::new()?) }))
     }
 
     /// Sleeps until something happens, or the time is over; appends to `events`.
@@ -135,18 +140,17 @@ pub fn wake_fd() -> io::Result<OwnedFd> {
     Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
 }
 
-/// Adds one to an event counter. A counter that is full wakes just as well.
+/// Adds one to an event counter of our own. A counter that is full wakes just as well.
 pub fn wake(fd: BorrowedFd<'_>) {
     let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
 }
 
-/// Clears an event counter or timer. The frontend may have made it blocking, so this is called only when it is ready,
-/// and one that is not an event counter at all is reported.
+/// Clears an event counter or timer of our own.
 pub fn clear(fd: BorrowedFd<'_>) -> io::Result<()> {
     let mut count = [0; 8];
     match rustix::io::read(fd, &mut count) {
         Ok(8) | Err(Errno::AGAIN | Errno::INTR) => Ok(()),
-        Ok(_) => Err(io::Error::new(io::ErrorKind::InvalidData, "a kick descriptor is no event counter")),
+        Ok(_) => unreachable!("counters and timers are read as a whole"),
         Err(error) => Err(error.into()),
     }
 }

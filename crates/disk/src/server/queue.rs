@@ -7,22 +7,21 @@
 //! A queue that stops still takes the requests that it resumes, even before it was enabled: a base is one number, and can
 //! only say that everything before it was answered.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::rc::Rc;
 
 use super::chain::{Descriptor, Table, walk};
+use super::foreign::EventCounter;
 use super::inflight::Inflight;
 use super::memory::GuestMap;
-use super::poller::{Watched, wake};
+use super::poller::Watched;
 use super::ring::{Ring, RingFault, RingPlace, part_bytes};
+use super::signaller::Signaller;
 use super::wire::RingAddresses;
-
-/// The largest queue that virtio knows.
-pub const QUEUE_SIZE_MAX: u16 = 1 << 15;
 
 #[derive(Debug, thiserror::Error)]
 pub enum QueueError {
-    #[error("queue {queue} has size {size}; powers of two up to 32768 are possible")]
-    Size { queue: u16, size: u32 },
+    #[error("queue {queue} has size {size}; powers of two up to {size_max} are possible")]
+    Size { queue: u16, size: u32, size_max: u16 },
     #[error("queue {queue}: its rings are not in guest memory")]
     Unmapped { queue: u16 },
     #[error("queue {queue} is started before its size and addresses are set")]
@@ -58,11 +57,14 @@ pub struct Taken {
 pub struct Queue {
     index: u16,
     size: u16,
+    /// What is offered. Memory and time that a guest can take grow with it.
+    size_max: u16,
+    signaller: Rc<Signaller>,
     base: u16,
     addresses: Option<RingAddresses>,
-    kick: Option<Watched<OwnedFd>>,
-    call: Option<OwnedFd>,
-    error: Option<OwnedFd>,
+    kick: Option<Watched<EventCounter>>,
+    call: Option<EventCounter>,
+    error: Option<EventCounter>,
     enabled: bool,
     ring: Option<Ring>,
     stopping: bool,
@@ -80,10 +82,12 @@ pub struct Queue {
 }
 
 impl Queue {
-    pub fn new(index: u16) -> Self {
+    pub fn new(index: u16, size_max: u16, signaller: &Rc<Signaller>) -> Self {
         Self {
             index,
             size: 0,
+            size_max,
+            signaller: Rc::clone(signaller),
             base: 0,
             addresses: None,
             kick: None,
@@ -104,8 +108,8 @@ impl Queue {
     pub fn set_size(&mut self, size: u32) -> Result<(), QueueError> {
         self.refuse_while_running()?;
         match u16::try_from(size) {
-            Ok(checked) if checked.is_power_of_two() && checked <= QUEUE_SIZE_MAX => self.size = checked,
-            _ => return Err(QueueError::Size { queue: self.index, size }),
+            Ok(checked) if checked.is_power_of_two() && checked <= self.size_max => self.size = checked,
+            _ => return Err(QueueError::Size { queue: self.index, size, size_max: self.size_max }),
         }
         Ok(())
     }
@@ -139,7 +143,7 @@ impl Queue {
         }
     }
 
-    pub fn set_call(&mut self, call: Option<OwnedFd>) {
+    pub fn set_call(&mut self, call: Option<EventCounter>) {
         self.call = call;
         // Whoever gives a new descriptor may have missed what the old one said.
         if let Some(ring) = &mut self.ring {
@@ -148,7 +152,7 @@ impl Queue {
         }
     }
 
-    pub fn set_error(&mut self, error: Option<OwnedFd>) {
+    pub fn set_error(&mut self, error: Option<EventCounter>) {
         self.error = error;
     }
 
@@ -160,7 +164,7 @@ impl Queue {
     /// The kick descriptor starts the queue.
     pub fn start(
         &mut self,
-        kick: Option<Watched<OwnedFd>>,
+        kick: Option<Watched<EventCounter>>,
         memory: &GuestMap,
         inflight: Option<&mut Inflight>,
         agreed: Agreed,
@@ -198,15 +202,15 @@ impl Queue {
         self.kick = None;
     }
 
-    /// Started, and not yet stopped with everything answered.
-    pub fn is_started(&self) -> bool {
-        self.ring.is_some()
-    }
     /// Nothing is taken any more, and QEMU waits for what was.
     pub fn is_stopping(&self) -> bool {
         self.stopping
     }
 
+    /// Started, and not yet stopped with everything answered.
+    pub fn is_started(&self) -> bool {
+        self.ring.is_some()
+    }
 
     /// After `stop`: has everything been answered that can be?
     pub fn is_drained(&self) -> bool {
@@ -235,7 +239,7 @@ impl Queue {
 
     pub fn kicked(&mut self) -> std::io::Result<()> {
         self.ready = true;
-        self.kick.as_ref().map_or(Ok(()), |kick| super::poller::clear(kick.get().as_fd()))
+        self.kick.as_ref().map_or(Ok(()), |kick| kick.get().clear())
     }
 
     pub fn is_ready(&self) -> bool {
@@ -356,7 +360,7 @@ impl Queue {
         match wanted {
             Ok(true) => {
                 if let Some(call) = &self.call {
-                    wake(call.as_fd());
+                    self.signal(call, "call");
                 }
             }
             Ok(false) => (),
@@ -369,7 +373,13 @@ impl Queue {
         tracing::warn!(queue = self.index, %fault, "the guest broke a queue of its disk; it is no longer served");
         self.broken = true;
         if let Some(error) = &self.error {
-            wake(error.as_fd());
+            self.signal(error, "error");
+        }
+    }
+
+    fn signal(&self, counter: &EventCounter, what: &str) {
+        if let Err(error) = self.signaller.signal(counter) {
+            tracing::warn!(queue = self.index, what, %error, "QEMU cannot be signalled");
         }
     }
 

@@ -5,14 +5,17 @@
 //! while a guest boots under emulation, against 2.2 us. What a boot reads goes to fresh pages for the most part.
 
 use std::cell::Cell;
+use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use vm_memory::{FileOffset, MmapRegion, VolatileMemory};
 
+use super::foreign::MemoryFile;
+use super::sigbus::Guard;
 use super::wire::RegionSpec;
 use crate::block::BLOCK_BYTES;
 
@@ -25,26 +28,35 @@ pub struct FileIdentity {
 
 pub(super) struct Region {
     pub(super) spec: RegionSpec,
+    /// Goes before the mapping does.
+    guard: Guard,
     pub(super) mapping: MmapRegion<()>,
     pub(super) file: FileIdentity,
-    /// A bit for each page: has all of it been written here before?
-    written: Vec<Cell<u64>>,
+    /// A bit for each page: has all of it been written here before? Memory that takes none before it is touched: a region
+    /// without end is a few pages of a sparse file.
+    written: MmapRegion<()>,
     /// As far as is known, the file can be written to as one.
     by_file: Cell<bool>,
 }
 
 impl Region {
     /// The file is as long as the region.
-    pub(super) fn map(spec: RegionSpec, file: OwnedFd, identity: FileIdentity) -> io::Result<Self> {
-        let file_offset = FileOffset::from_arc(Arc::new(file.into()), spec.file_offset);
+    pub(super) fn map(spec: RegionSpec, file: MemoryFile, identity: FileIdentity) -> io::Result<Self> {
+        let file_offset = FileOffset::from_arc(Arc::new(File::from(file)), spec.file_offset);
         let mapping = MmapRegion::from_file(file_offset, spec.bytes as usize).map_err(io::Error::other)?;
+        let guard = Guard::new(mapping.as_ptr(), mapping.size())?;
         let pages = (spec.bytes as usize).div_ceil(BLOCK_BYTES);
-        let written = vec![Cell::new(0); pages.div_ceil(64)];
-        Ok(Self { spec, mapping, file: identity, written, by_file: Cell::new(true) })
+        let written = MmapRegion::new(pages.div_ceil(64) * size_of::<u64>()).map_err(io::Error::other)?;
+        Ok(Self { spec, guard, mapping, file: identity, written, by_file: Cell::new(true) })
     }
 
     pub(super) fn end(&self) -> u64 {
         self.spec.guest + self.spec.bytes
+    }
+
+    /// Was something touched that was not there? What was read is void, and what was written nobody will see.
+    pub(super) fn is_lost(&self) -> bool {
+        self.guard.is_lost()
     }
 
     /// Where in the file a part of the region lies.
@@ -79,10 +91,15 @@ impl Region {
         }
         let pages = offset / BLOCK_BYTES..(offset + bytes) / BLOCK_BYTES;
         pages.fold(true, |first, page| {
-            let (word, bit) = (&self.written[page / 64], 1 << (page % 64));
-            let before = word.replace(word.get() | bit);
+            let (word, bit) = (self.written_word(page / 64), 1 << (page % 64));
+            let before = word.load(Ordering::Relaxed);
+            word.store(before | bit, Ordering::Relaxed);
             first && before & bit == 0
         })
+    }
+
+    fn written_word(&self, word: usize) -> &AtomicU64 {
+        self.written.get_atomic_ref(word * size_of::<u64>()).expect("there is a bit for each page of the region")
     }
 
     /// False: a file that cannot be written to like that, as those of huge pages cannot.
@@ -102,6 +119,7 @@ mod tests {
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
     use super::*;
+    use crate::server::foreign::ForeignFd;
 
     const PAGES: usize = 4;
     /// The region begins behind the first page of its file.
@@ -112,7 +130,11 @@ mod tests {
         file.set_len((BEFORE + PAGES * BLOCK_BYTES) as u64).unwrap();
         let bytes = (PAGES * BLOCK_BYTES) as u64;
         let spec = RegionSpec { guest: 0x10_0000, bytes, user: 0, file_offset: BEFORE as u64 };
-        let region = Region::map(spec, file.try_clone().unwrap().into(), FileIdentity { device: 0, inode: 0 });
+        let region = Region::map(
+            spec,
+            ForeignFd::from(std::os::fd::OwnedFd::from(file.try_clone().unwrap())).guest_memory().unwrap(),
+            FileIdentity { device: 0, inode: 0 },
+        );
         (region.unwrap(), file)
     }
 

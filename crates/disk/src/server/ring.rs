@@ -198,15 +198,15 @@ fn crossed(event: u16, new: u16, old: u16) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::server::foreign::MemoryFile;
     use crate::server::wire::RegionSpec;
 
     const PLACE: RingPlace = RingPlace { descriptors: 0, available: 0x1000, used: 0x2000, log: None };
 
     fn memory() -> GuestMap {
-        let file = tempfile::tempfile().unwrap();
-        file.set_len(0x4000).unwrap();
+        let file = MemoryFile::new(0x4000);
         let mut map = GuestMap::default();
-        map.add(RegionSpec { guest: 0, bytes: 0x4000, user: 0, file_offset: 0 }, file.into()).unwrap();
+        map.add(RegionSpec { guest: 0, bytes: 0x4000, user: 0, file_offset: 0 }, file).unwrap();
         map
     }
 

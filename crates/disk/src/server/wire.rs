@@ -7,7 +7,8 @@
 
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::net::Shutdown;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 
 use rustix::io::Errno;
@@ -15,6 +16,8 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags, recvmsg, sendmsg,
 };
+
+use super::foreign::{EventCounter, ForeignFd, MemoryFile, close_apart};
 
 const HEADER_BYTES: usize = 12;
 /// The longest message that exists: configuration space, or a table of 64 memory regions, with room to spare.
@@ -51,7 +54,7 @@ pub struct Frame {
     pub request: u32,
     pub need_reply: bool,
     pub payload: Vec<u8>,
-    pub fds: Vec<OwnedFd>,
+    pub fds: Vec<ForeignFd>,
 }
 
 /// A guest memory region as the frontend describes it.
@@ -88,11 +91,11 @@ pub enum Message {
     SetFeatures(u64),
     SetOwner,
     ResetOwner,
-    SetMemTable(Vec<(RegionSpec, OwnedFd)>),
+    SetMemTable(Vec<(RegionSpec, MemoryFile)>),
     SetLogBase {
         bytes: u64,
         offset: u64,
-        file: OwnedFd,
+        file: MemoryFile,
     },
     SetLogFd,
     SetVringNum {
@@ -112,15 +115,15 @@ pub enum Message {
     },
     SetVringKick {
         queue: u32,
-        fd: Option<OwnedFd>,
+        fd: Option<EventCounter>,
     },
     SetVringCall {
         queue: u32,
-        fd: Option<OwnedFd>,
+        fd: Option<EventCounter>,
     },
     SetVringErr {
         queue: u32,
-        fd: Option<OwnedFd>,
+        fd: Option<EventCounter>,
     },
     GetProtocolFeatures,
     SetProtocolFeatures(u64),
@@ -129,7 +132,7 @@ pub enum Message {
         queue: u32,
         on: bool,
     },
-    SetBackendChannel(OwnedFd),
+    SetBackendChannel(UnixStream),
     GetConfig {
         offset: u32,
         bytes: u32,
@@ -146,11 +149,11 @@ pub enum Message {
     },
     SetInflight {
         spec: InflightSpec,
-        file: OwnedFd,
+        file: MemoryFile,
     },
     ResetDevice,
     GetMaxMemSlots,
-    AddMemRegion(RegionSpec, OwnedFd),
+    AddMemRegion(RegionSpec, MemoryFile),
     RemoveMemRegion(RegionSpec),
 }
 
@@ -166,9 +169,9 @@ impl Message {
             3 => Self::SetOwner,
             4 => Self::ResetOwner,
             5 => Self::SetMemTable(mem_table(&mut body, &mut fds)?),
-            6 => Self::SetLogBase { bytes: body.u64()?, offset: body.u64()?, file: fds.one()? },
+            6 => Self::SetLogBase { bytes: body.u64()?, offset: body.u64()?, file: fds.one(ForeignFd::sealed_memory)? },
             7 => {
-                fds.one()?;
+                fds.one(ForeignFd::event_counter)?;
                 Self::SetLogFd
             }
             8 => Self::SetVringNum { queue: body.u32()?, size: body.u32()? },
@@ -184,13 +187,13 @@ impl Message {
             16 => Self::SetProtocolFeatures(body.u64()?),
             17 => Self::GetQueueNum,
             18 => Self::SetVringEnable { queue: body.u32()?, on: body.u32()? != 0 },
-            21 => Self::SetBackendChannel(fds.one()?),
+            21 => Self::SetBackendChannel(fds.one(ForeignFd::unix_socket)?),
             24 | 25 => config(request, &mut body)?,
             31 => Self::GetInflight { reply_bytes: body.rest.len(), spec: inflight_spec(&mut body)? },
-            32 => Self::SetInflight { spec: inflight_spec(&mut body)?, file: fds.one()? },
+            32 => Self::SetInflight { spec: inflight_spec(&mut body)?, file: fds.one(ForeignFd::sealed_memory)? },
             34 => Self::ResetDevice,
             36 => Self::GetMaxMemSlots,
-            37 => Self::AddMemRegion(single_region(&mut body)?, fds.one()?),
+            37 => Self::AddMemRegion(single_region(&mut body)?, fds.one(ForeignFd::guest_memory)?),
             38 => {
                 // Some frontends send the descriptor along; it is closed unused.
                 fds.fds.clear();
@@ -204,13 +207,13 @@ impl Message {
     }
 }
 
-fn mem_table(body: &mut Body<'_>, fds: &mut Fds) -> Result<Vec<(RegionSpec, OwnedFd)>, WireError> {
+fn mem_table(body: &mut Body<'_>, fds: &mut Fds) -> Result<Vec<(RegionSpec, MemoryFile)>, WireError> {
     let count = body.u32()? as usize;
     body.u32()?;
     if count != fds.fds.len() {
         return Err(body.malformed("one descriptor a region is needed"));
     }
-    fds.fds.drain(..).map(|fd| Ok((region(body)?, fd))).collect()
+    fds.fds.drain(..).map(|fd| Ok((region(body)?, fd.guest_memory().map_err(|what| body.malformed(what))?))).collect()
 }
 
 fn single_region(body: &mut Body<'_>) -> Result<RegionSpec, WireError> {
@@ -230,7 +233,7 @@ fn ring_addresses(body: &mut Body<'_>) -> Result<RingAddresses, WireError> {
 
 fn ring_fd(request: u32, value: u64, fds: &mut Fds) -> Result<Message, WireError> {
     let queue = (value & 0xff) as u32;
-    let fd = if value & NO_FD == 0 { Some(fds.one()?) } else { None };
+    let fd = if value & NO_FD == 0 { Some(fds.one(ForeignFd::event_counter)?) } else { None };
     Ok(match request {
         12 => Message::SetVringKick { queue, fd },
         13 => Message::SetVringCall { queue, fd },
@@ -298,12 +301,14 @@ impl Body<'_> {
 /// Descriptors that came with a message: each is used once, none may be left.
 struct Fds {
     request: u32,
-    fds: Vec<OwnedFd>,
+    fds: Vec<ForeignFd>,
 }
 
 impl Fds {
-    fn one(&mut self) -> Result<OwnedFd, WireError> {
-        self.fds.pop().ok_or(WireError::Malformed { request: self.request, what: "a file descriptor is missing" })
+    /// The next one, if it is what the message needs.
+    fn one<T>(&mut self, check: impl FnOnce(ForeignFd) -> Result<T, &'static str>) -> Result<T, WireError> {
+        let fd = self.fds.pop().ok_or("a file descriptor is missing");
+        fd.and_then(check).map_err(|what| WireError::Malformed { request: self.request, what })
     }
 
     fn end(&self) -> Result<(), WireError> {
@@ -317,15 +322,16 @@ impl Fds {
 
 /// One end of a vhost-user socket. Never blocks.
 pub struct Channel {
-    stream: UnixStream,
+    /// Gone when this is dropped.
+    stream: Option<UnixStream>,
     inbox: Vec<u8>,
-    fds: Vec<OwnedFd>,
+    fds: Vec<ForeignFd>,
 }
 
 impl Channel {
     pub fn new(stream: UnixStream) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
-        Ok(Self { stream, inbox: Vec::with_capacity(HEADER_BYTES + 64), fds: Vec::new() })
+        Ok(Self { stream: Some(stream), inbox: Vec::with_capacity(HEADER_BYTES + 64), fds: Vec::new() })
     }
 
     /// The next message, if it is there as a whole.
@@ -376,12 +382,13 @@ impl Channel {
         let mut control = RecvAncillaryBuffer::new(&mut space);
         self.inbox.resize(wanted, 0);
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-        let received = recvmsg(&self.stream, &mut [io::IoSliceMut::new(&mut self.inbox[have..])], &mut control, flags);
+        let stream = self.stream.as_ref().expect("it is there until the channel is dropped");
+        let received = recvmsg(stream, &mut [io::IoSliceMut::new(&mut self.inbox[have..])], &mut control, flags);
         let bytes = received.as_ref().map_or(0, |message| message.bytes);
         self.inbox.truncate(have + bytes);
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(fds) = message {
-                self.fds.extend(fds);
+                self.fds.extend(fds.map(ForeignFd::from));
             }
         }
         match received {
@@ -422,7 +429,7 @@ impl Channel {
         }
         // A frontend that does not read its replies is cut off rather than waited for.
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-        let sent = sendmsg(&self.stream, &[io::IoSlice::new(&bytes)], &mut control, flags)
+        let sent = sendmsg(self.as_fd(), &[io::IoSlice::new(&bytes)], &mut control, flags)
             .map_err(|error| if error == Errno::PIPE { WireError::Closed } else { WireError::Io(error.into()) })?;
         if sent == bytes.len() {
             Ok(())
@@ -434,7 +441,18 @@ impl Channel {
 
 impl AsFd for Channel {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.stream.as_fd()
+        self.stream.as_ref().expect("it is there until the channel is dropped").as_fd()
+    }
+}
+
+impl Drop for Channel {
+    /// What lies in the socket unread may hold descriptors that hold up whoever closes them.
+    fn drop(&mut self) {
+        if let Some(stream) = self.stream.take() {
+            // The other end sees it now.
+            let _ = stream.shutdown(Shutdown::Both);
+            close_apart(stream);
+        }
     }
 }
 
@@ -445,7 +463,8 @@ mod tests {
     use super::*;
 
     fn frame(request: u32, payload: &[u8], fds: usize) -> Frame {
-        let fds = (0..fds).map(|_| std::fs::File::open("/dev/null").unwrap().into()).collect();
+        let null = || std::os::fd::OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+        let fds = (0..fds).map(|_| null().into()).collect();
         Frame { request, need_reply: false, payload: payload.to_vec(), fds }
     }
 
@@ -461,6 +480,10 @@ mod tests {
         check(5, 8, 1, "one descriptor a region");
         check(6, 16, 0, "descriptor is missing");
         check(12, 8, 0, "descriptor is missing");
+        check(6, 16, 1, "sealed");
+        check(12, 8, 1, "eventfd");
+        check(21, 0, 1, "Unix socket");
+        check(37, 40, 1, "is not memory");
         check(24, 13, 0, "does not match");
         check(32, 16, 1, "too short");
         check(99, 0, 0, "message 99 is not supported");

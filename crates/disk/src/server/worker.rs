@@ -24,6 +24,8 @@ use rustix::time::{
 use super::connection::{Connection, ConnectionError};
 use super::counters::{Counters, add};
 use super::disk::Disk;
+use super::foreign::closing_is_held_up;
+use super::memory::MemoryError;
 use super::peers::Peers;
 use super::poller::{self, Event, Poller, Source, Watched, clear};
 use super::recorder::Tracking;
@@ -331,10 +333,13 @@ impl Worker {
     /// After the work: what waited for it to be done.
     fn settle(&mut self) {
         let answered = self.peers.iter_mut().map(|connection| (connection.id, connection.answer_waiting()));
-        let failed: Vec<_> = answered.filter_map(|(id, answer)| Some((id, answer.err()?))).collect();
+        let mut failed: Vec<_> = answered.filter_map(|(id, answer)| Some((id, answer.err()?))).collect();
+        // It may connect again: what was in flight is in its inflight region, and memory may be there then.
+        let without_memory = self.peers.iter_mut().filter(|connection| connection.memory.is_lost());
+        failed.extend(without_memory.map(|connection| (connection.id, MemoryError::Lost.into())));
         failed.into_iter().for_each(|(id, error)| self.lost(id, error));
         let idle = self.disk.is_idle();
-        let room = self.peers.has_room(idle);
+        let room = self.peers.has_room(idle) && !closing_is_held_up();
         if room != self.listening && self.listener.listen(room).is_ok() {
             // A new QEMU waits in the listener's queue until the last one's writes are on the disk.
             self.listening = room;
@@ -357,7 +362,7 @@ impl Worker {
     }
 
     fn accept(&mut self) {
-        if !self.peers.has_room(self.disk.is_idle()) {
+        if !self.peers.has_room(self.disk.is_idle()) || closing_is_held_up() {
             return;
         }
         let stream = match self.listener.get().listener.accept() {

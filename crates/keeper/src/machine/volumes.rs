@@ -28,9 +28,7 @@ fn layout(disk: &str, disk_bytes: u64, read: &mut dyn FnMut(u64) -> Option<Secto
 
 /// A block belongs to the partition that its first byte lies in.
 fn blocks(volumes: &[RemountVolume]) -> Vec<Range<u64>> {
-    let block = |volume: &RemountVolume| {
-        volume.offset.div_ceil(BLOCK)..(volume.offset + volume.bytes).div_ceil(BLOCK)
-    };
+    let block = |volume: &RemountVolume| volume.offset.div_ceil(BLOCK)..(volume.offset + volume.bytes).div_ceil(BLOCK);
     volumes.iter().map(block).collect()
 }
 

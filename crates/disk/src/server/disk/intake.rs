@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use super::{Disk, Job};
+use super::{Disk, JOBS_MAX, Job};
 use crate::server::connection::Connection;
 use crate::server::counters::add;
 use crate::server::overlap::RequestId;
@@ -32,6 +32,9 @@ impl Disk {
         found.begin_round(memory);
         let mut any = false;
         for _ in 0..self.device.queue_size {
+            if self.jobs.len() + self.parking.len() >= JOBS_MAX {
+                break;
+            }
             let Some(taken) = connection.take(queue) else { break };
             any = true;
             if taken.resumed {

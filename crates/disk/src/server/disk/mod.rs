@@ -47,6 +47,9 @@ use crate::write_log::WriteLog;
 use flushing::Flushes;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
+/// Requests that are looked after at a time; further ones stay in their queues. Much of what is done for one is done for all
+/// others that wait.
+const JOBS_MAX: usize = 4096;
 /// A request of the guest that has been taken and not been answered.
 struct Job {
     connection: u32,
@@ -116,11 +119,11 @@ pub struct Disk {
     hold_back: Duration,
     pool: Arc<BufferPool>,
     limiter: RateLimiter,
+    /// The stop whose requests passed on credit that is not paid yet.
+    lent_to: Option<Stop>,
     throttled_since: Option<Instant>,
     tracked: bool,
     pub recorder: Recorder,
-    /// The stop whose requests passed on credit that is not paid yet.
-    lent_to: Option<Stop>,
     overlaps: Overlaps,
     jobs: Slab<Job>,
     running: Slab<Running>,
@@ -175,10 +178,10 @@ impl Disk {
             pool,
             limiter: RateLimiter::new(options.limits, clock.now()),
             clock,
+            lent_to: None,
             throttled_since: None,
             tracked: options.tracked,
             recorder: Recorder::new(options.id, tracking.filter(|_| options.tracked)),
-            lent_to: None,
             overlaps: Overlaps::default(),
             jobs: Slab::default(),
             running: Slab::default(),
@@ -233,10 +236,11 @@ impl Disk {
 
     /// A connection is gone: its requests are not carried any further.
     pub fn abandon(&mut self, connection: u32) {
+        let jobs = &self.jobs;
+        self.waiting.retain(|&waiting| jobs.get(waiting).is_some_and(|job| job.connection != connection));
         for id in self.jobs.keys() {
             let Some(job) = self.jobs.get_mut(id).filter(|job| job.connection == connection) else { continue };
             job.cut_short();
-            self.waiting.retain(|&waiting| waiting != id);
             self.finish_if_done(None, id);
         }
         self.parking.abandon(connection);
