@@ -155,3 +155,18 @@ fn disks_wait_for_memory_like_the_guest() -> Result<()> {
     assert_within_budget(short.watch.end()?);
     Ok(())
 }
+
+/// A guest that asks for no more memory after its predecessor's dump is granted all of it nevertheless.
+#[test]
+fn idle_guest_is_admitted_when_the_dump_ends() -> Result<()> {
+    let vm = TestVm::busybox("admission-idle").memory_mib(256).dumps().disk(Disk::empty(64)).boot()?;
+    // Of disk blocks, which the dump leaves and the ember keeps.
+    vm.sh("head -c 67108864 /dev/vda >/dev/null")?;
+    vm.panic()?;
+    vm.wait_incarnation(2)?;
+    assert!(admission(&vm)?.is_object(), "the guest was admitted unit by unit");
+    vm.wait_event("the dump's end", |event| event["kind"] == "dump_complete")?;
+    vm.wait_status("admission's end", |status| status["memory"]["admission"]["on"] == false)?;
+    vm.rejuvenate()?;
+    vm.save(&vm.folder().join("snapshot"))
+}

@@ -12,6 +12,9 @@ use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, artifacts, know
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
+#[path = "keeper/edited.rs"]
+mod edited;
+
 /// Keepers killed in one run under load.
 const KILLS: u64 = 5;
 /// Writes a keeper serves before it is killed: a number up to this one.

@@ -15,7 +15,7 @@ struct Soak {
     says: &'static str,
 }
 
-const SOAKS: [Soak; 5] = [
+const SOAKS: [Soak; 6] = [
     Soak {
         name: "restores",
         binary: "lazy_restore",
@@ -43,6 +43,13 @@ const SOAKS: [Soak; 5] = [
         test: "soak::hundreds_of_upgrades_at_any_moment",
         minutes: 5,
         says: "200 upgrades of the keeper a second or so apart (UPGRADES=200)",
+    },
+    Soak {
+        name: "keys",
+        binary: "keeper",
+        test: "edited::each_key_alone_waits_for_its_time",
+        minutes: 15,
+        says: "each key of machine.toml changed under a living guest",
     },
     Soak {
         name: "volumes",

@@ -225,6 +225,15 @@ impl TestVm {
         serde_json::from_str(&text).map_err(|source| Error::NotJson { command: command(), text: text.clone(), source })
     }
 
+    /// Another `machine.toml` in the place of the one there.
+    pub fn edit(&self, change: impl FnOnce(&mut toml::Table)) -> Result<()> {
+        let path = self.files.config();
+        let text = at("read", path, std::fs::read_to_string(path))?;
+        let mut config = text.parse().expect("the file that we wrote is TOML");
+        change(&mut config);
+        self.files.write_config(&config)
+    }
+
     // --- what happens to a machine
 
     /// Ends the keeper as a crash would (SIGKILL); QEMU and the guest are left as they are.
@@ -402,6 +411,11 @@ impl TestVm {
     /// Where the machine's dumps go, if nothing else was set.
     pub fn dump_folder(&self) -> PathBuf {
         self.files.dump_folder()
+    }
+
+    /// Where machines are found by name.
+    pub fn runtime_root(&self) -> PathBuf {
+        self.files.runtime_root()
     }
 
     /// The RAM file of incarnation `number`.

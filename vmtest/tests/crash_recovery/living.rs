@@ -36,6 +36,44 @@ fn a_guest_that_was_paused_for_its_dump_goes_on() -> Result<()> {
     Ok(())
 }
 
+/// A dump that lasts, of a guest that stands still for it.
+fn begin_held_dump(vm: &TestVm) -> Result<()> {
+    vm.cli(&["dump", vm.name(), "--pause", "--level", "0", "--no-wait"])?;
+    vm.wait_status("the guest held", |status| status["state"] == "paused").map(drop)
+}
+
+fn wait_let_go(vm: &TestVm) -> Result<()> {
+    vm.wait_event("the dump's end", |event| event["kind"] == "dump_incomplete")?;
+    vm.wait_status("the guest let go", |status| status["state"] == "running").map(drop)
+}
+
+/// Whatever would let the guest go on while it is dumped is refused; a keeper that dies lets it go on, and so does an order that
+/// wants something else of it.
+#[test]
+fn guest_held_for_its_dump_is_never_forgotten() -> Result<()> {
+    let vm = TestVm::busybox("held").memory_mib(256).crash_setting("mib_per_second", 1).boot()?;
+    vm.sh("probe fill /tmp/memory 33554432 1")?;
+    let nonce = vm.nonce()?;
+    begin_held_dump(&vm)?;
+    let snapshot = vm.folder().join("snapshot").display().to_string();
+    for order in [vec!["rejuvenate", vm.name()], vec!["save", vm.name(), "-o", &snapshot]] {
+        let said = vm.cli_output(&order)?;
+        assert!(said.status == 1 && said.text().contains("the machine is paused"), "{}", said.text());
+    }
+    assert_eq!(vm.status()?["state"], "paused", "a refused order does not let it go on");
+    vm.kill_keeper()?;
+    vm.restart_keeper()?;
+    wait_let_go(&vm)?;
+    assert_eq!(vm.nonce()?, nonce, "it is the same guest");
+    begin_held_dump(&vm)?;
+    vm.cli(&["dump", vm.name(), "--discard"])?;
+    vm.wait_status("the guest let go", |status| status["state"] == "running")?;
+    assert_eq!(vm.nonce()?, nonce);
+    begin_held_dump(&vm)?;
+    vm.reboot_forced()?;
+    vm.wait_incarnation(2).map(drop)
+}
+
 #[test]
 fn a_crash_may_be_dumped_and_left_to_be_looked_at() -> Result<()> {
     let vm = dumping("looked-at").setting("on_panic", "dump").boot()?;

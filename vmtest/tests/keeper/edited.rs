@@ -1,0 +1,244 @@
+//! Keys of machine.toml that were changed while no keeper lived: the guest goes on as what it was started with, through all that
+//! can be done with it, and the next one gets what waited.
+
+use std::collections::BTreeSet;
+
+use hearth_vmtest::artifacts::CPU_MODEL;
+use hearth_vmtest::{Disk, Drives, Result, TestVm, known, patience};
+use toml::{Table, Value};
+
+use super::{Random, take_over};
+
+/// Keys changed at once by the test that always runs.
+const KEYS: u64 = 12;
+
+/// Waits for the next guest, or for the next start.
+type Change = (&'static str, fn(&mut Table));
+
+const NEXT_GUEST: &[Change] = &[
+    ("memory", |file| put(file, "memory", "192MiB")),
+    ("cpus", |file| put(file, "cpus", 1)),
+    ("cpu_model", |file| put(file, "cpu_model", format!("{CPU_MODEL},-avx2"))),
+    ("accelerator", |file| put(file, "accelerator", "auto")),
+    ("machine_type", |file| put(file, "machine_type", "pc-q35-7.1")),
+    ("sandbox", |file| put(file, "sandbox", false)),
+    ("ember", |file| put(file, "ember", "off")),
+    ("guest_agent", |file| put(file, "guest_agent", true)),
+    ("extra_qemu_args", |file| put(file, "extra_qemu_args", vec!["-device", "virtio-balloon-pci"])),
+    ("boot.kernel", |file| copy(table(file, "boot"), "kernel")),
+    ("boot.initrd", |file| copy(table(file, "boot"), "initrd")),
+    ("boot.cmdline", |file| append(table(file, "boot"), "cmdline", " edited=1")),
+    ("watchdog.action", |file| put(table(file, "watchdog"), "action", "nmi")),
+    ("nets[0].mac", |file| put(item(file, "nets"), "mac", "52:54:00:00:00:42")),
+    ("nets[0].isolated", |file| put(item(file, "nets"), "isolated", true)),
+];
+
+const NEXT_START: &[Change] = &[
+    ("runtime_folder", |file| append(file, "runtime_folder", "-elsewhere")),
+    ("memory_folder", |file| append(file, "memory_folder", "-elsewhere")),
+    ("disks.disk0.path", |file| copy(item(file, "disks"), "path")),
+    ("disks.disk0.format", |file| put(item(file, "disks"), "format", "qcow2")),
+    ("disks.disk0.read_only", |file| put(item(file, "disks"), "read_only", true)),
+    ("disks.disk0.serial", |file| put(item(file, "disks"), "serial", "another")),
+    ("disks.disk0.queues", |file| put(item(file, "disks"), "queues", 1)),
+    ("nvram", |file| {
+        file.insert("nvram".into(), vec![Value::Table([("size".into(), "16MiB".into())].into_iter().collect())].into());
+    }),
+];
+
+/// Keys that are changed in no guest of this test, and why.
+const LEFT_OUT: &[&str] = &[
+    // Another name is another machine, and another disk is another list of disks.
+    "name",
+    "disks.name",
+    // Needs root.
+    "qemu_user",
+    // The guest boots from a kernel.
+    "boot.firmware",
+    "boot.firmware_vars",
+    // Needs passt, a tap, and a port that two machines cannot have at once.
+    "nets.kind",
+    "nets.ifname",
+    "nets.forward",
+    // They come and go with their device.
+    "nvram.name",
+    "nvram.device",
+    "nvram.mirror",
+    "nvram.mirror_file",
+    "nvram.serial",
+];
+
+fn put(table: &mut Table, key: &str, value: impl Into<Value>) {
+    table.insert(key.to_owned(), value.into());
+}
+
+fn append(table: &mut Table, key: &str, more: &str) {
+    let text = table.get(key).and_then(Value::as_str).map(|text| format!("{text}{more}"));
+    put(table, key, text.expect("the file has the key"));
+}
+
+/// The same file in another place.
+fn copy(table: &mut Table, key: &str) {
+    let path = table.get(key).and_then(Value::as_str).expect("the file has the key").to_owned();
+    let folder = std::env::temp_dir().join(format!("hearth-edited-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("a folder can be made");
+    let to = folder.join(key);
+    std::fs::copy(path, &to).expect("the file can be copied");
+    put(table, key, to.display().to_string());
+}
+
+fn table<'a>(file: &'a mut Table, key: &str) -> &'a mut Table {
+    file.entry(key).or_insert_with(|| Value::Table(Table::new())).as_table_mut().expect("a section")
+}
+
+fn item<'a>(file: &'a mut Table, key: &str) -> &'a mut Table {
+    let first = file.get_mut(key).and_then(Value::as_array_mut).and_then(|items| items.first_mut());
+    first.and_then(Value::as_table_mut).expect("the machine has one")
+}
+
+/// The keys that wait by the table of fields, as docs/config.md shows it.
+fn keys_that_wait() -> BTreeSet<String> {
+    let page = include_str!("../../../docs/config.md");
+    let mut section = String::new();
+    let mut keys = BTreeSet::new();
+    for line in page.lines() {
+        if let Some(heading) = line.strip_prefix("## ") {
+            let name = heading.trim_matches(['`', '[', ']']);
+            section = if name == "The machine" { String::new() } else { format!("{name}.") };
+        }
+        if line.ends_with("| next guest |") || line.ends_with("| next start |") {
+            let key = line.trim_start_matches("| `").split('`').next().unwrap_or_default();
+            keys.insert(format!("{section}{key}"));
+        }
+    }
+    keys
+}
+
+/// `disks.disk0.queues` and `nets[0].mac`, as the page has them.
+fn on_the_page(key: &str) -> String {
+    match key {
+        "nvram" => "nvram.size".to_owned(),
+        key => key.replace("[0]", "").replace(".disk0", ""),
+    }
+}
+
+#[test]
+fn every_key_that_waits_has_a_change() {
+    let changed = NEXT_GUEST.iter().chain(NEXT_START).map(|(key, _)| on_the_page(key));
+    let known: BTreeSet<String> = changed.chain(LEFT_OUT.iter().map(|key| (*key).to_owned())).collect();
+    assert_eq!(known, keys_that_wait());
+}
+
+/// Keys that status says wait, and for what.
+fn pending(vm: &TestVm) -> Result<BTreeSet<(String, String)>> {
+    let status = vm.status()?;
+    let pending = status["pending"].as_array().cloned().unwrap_or_default();
+    let text = |value: &serde_json::Value| value.as_str().unwrap_or_default().to_owned();
+    Ok(pending.iter().map(|change| (text(&change["key"]), text(&change["until"]))).collect())
+}
+
+fn edited(vm: &TestVm, changes: &[&Change]) -> Result<()> {
+    vm.edit(|file| {
+        // What is there by default cannot be added to.
+        let root = vm.runtime_root().join(vm.name()).display().to_string();
+        file.entry("runtime_folder").or_insert(root.into());
+        changes.iter().for_each(|(_, change)| change(file));
+    })
+}
+
+/// All that can be done with a guest, after its file was changed under it.
+fn goes_on_as_it_was_started(name: &str, changes: &[&Change]) -> Result<()> {
+    let keys: Vec<_> = changes.iter().map(|(key, _)| *key).collect();
+    eprintln!("changed: {}", keys.join(", "));
+    let disk = Disk::empty(16).setting("queues", 2).setting("serial", "first");
+    let vm = TestVm::busybox(name).memory_mib(256).cpus(2).disk(disk).net([("kind", "user".into())]);
+    let vm = vm.dumps().crash_setting("level", 1).boot()?;
+    known::fill(&vm, 16)?;
+    let nonce = vm.nonce()?;
+    let waits = |list: &[Change], until: &str| {
+        let mine = list.iter().filter(|(key, _)| keys.contains(key));
+        mine.map(|(key, _)| ((*key).to_owned(), until.to_owned())).collect::<BTreeSet<_>>()
+    };
+    let next_start = waits(NEXT_START, "next_start");
+    let mut all = waits(NEXT_GUEST, "next_guest");
+    all.extend(next_start.clone());
+    // A section that comes is one key.
+    let all: BTreeSet<_> =
+        all.into_iter().map(|(key, until)| (key.replace("watchdog.action", "watchdog"), until)).collect();
+
+    vm.kill_keeper()?;
+    edited(&vm, changes)?;
+    take_over(&vm)?;
+    assert_eq!(pending(&vm)?, all);
+    let same_guest = |vm: &TestVm, after: &str| -> Result<()> {
+        assert_eq!(vm.nonce()?, nonce, "another guest after {after}");
+        known::verify(vm)?;
+        vm.sh("dd if=/dev/vda of=/dev/null bs=1M count=4 iflag=direct 2>&1").map(drop)
+    };
+    same_guest(&vm, "the take-over")?;
+    vm.rejuvenate()?;
+    same_guest(&vm, "the hop")?;
+    vm.cli(&["upgrade-keeper", vm.name()])?;
+    vm.wait_running()?;
+    assert_eq!(pending(&vm)?, all, "after the upgrade");
+
+    let snapshot = vm.folder().join("snapshot");
+    vm.save(&snapshot)?;
+    let restored = vm.restore(&snapshot, &format!("{name}-b"), &[])?;
+    restored.wait_running()?;
+    same_guest(&restored, "the restore")?;
+    restored.stop_at_once()?;
+    drop(restored);
+
+    let record = vm.folder().join("record.json").display().to_string();
+    vm.cli(&["host-reload", "prepare", "--drill", "--record", &record])?;
+    assert!(vm.wait_keeper_end()?.success());
+    vm.restart_keeper()?;
+    vm.wait_running()?;
+    same_guest(&vm, "parking")?;
+    assert_eq!(pending(&vm)?, all, "after parking");
+
+    vm.panic()?;
+    let complete = vm.wait_event_within("the dump", patience(60), |event| event["kind"] == "dump_complete")?;
+    assert!(complete["pages"].as_u64() > Some((16 << 20) / 4096), "{complete}");
+    vm.wait_incarnation(2)?;
+    assert_eq!(pending(&vm)?, next_start, "the next guest has what waited for it");
+    for (key, command, expect) in [
+        ("cpus", "nproc", "1"),
+        (
+            "memory",
+            "test $(sed -n 's/^MemTotal: *\\([0-9]*\\).*/\\1/p' /proc/meminfo) -lt 200000 && echo small",
+            "small",
+        ),
+        ("boot.cmdline", "grep -o edited=1 /proc/cmdline", "edited=1"),
+        ("nets[0].mac", "cat /sys/class/net/eth0/address", "52:54:00:00:00:42"),
+    ] {
+        if keys.contains(&key) {
+            assert_eq!(vm.sh(command)?.trim(), expect, "{key}");
+        }
+    }
+    vm.has_no_disk_errors()
+}
+
+/// Some keys at once, others each time.
+#[test]
+fn edited_guest_goes_on_as_it_was_started() -> Result<()> {
+    let mut random = Random::seeded();
+    let mut left: Vec<&Change> = NEXT_GUEST.iter().chain(NEXT_START).collect();
+    let mut chosen = Vec::new();
+    for _ in 0..KEYS {
+        let at = random.up_to(left.len() as u64) as usize - 1;
+        chosen.push(left.swap_remove(at));
+    }
+    goes_on_as_it_was_started("edited", &chosen)
+}
+
+/// Each key alone: `make soak NAME=keys`.
+#[test]
+#[ignore = "takes minutes"]
+fn each_key_alone_waits_for_its_time() -> Result<()> {
+    for (number, change) in NEXT_GUEST.iter().chain(NEXT_START).enumerate() {
+        goes_on_as_it_was_started(&format!("edited-{number}"), &[change])?;
+    }
+    Ok(())
+}
