@@ -8,6 +8,7 @@
  *   probe verify FILE SEED             check it; the first bad offset is printed and the status is 1
  *   probe drop-caches                  sync, then drop clean pages, dentries and inodes
  *   probe hog MIB                      allocate and dirty memory, print `hogging`, hold it until killed
+ *   probe kexec KERNEL INITRD CMDLINE  go on with another kernel at once, as `kexec -l` and `kexec -e` do
  *
  * Results are `key=value` lines. The pattern depends on the file's name, the offset and the seed: each 8-byte word is
  * mix(seed ^ mix(hash(base name)) ^ mix(offset / 8)). A block of another file, another place or another seed is seen as
@@ -20,11 +21,14 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/reboot.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 enum { BLOCK = 4096, CHUNK = 1 << 20 };
+enum { REBOOT_KEXEC = 0x45584543 }; /* LINUX_REBOOT_CMD_KEXEC of linux/reboot.h */
 
 static void die(const char *what, const char *name)
 {
@@ -224,10 +228,21 @@ static int hog(uint64_t mib)
     return pause(); /* no signal is handled, so this never returns: only a kill ends it */
 }
 
+static int boot_kernel(const char *kernel, const char *initrd, const char *cmdline)
+{
+    int kernel_fd = open_or_die(kernel, O_RDONLY), initrd_fd = open_or_die(initrd, O_RDONLY);
+    if (syscall(SYS_kexec_file_load, kernel_fd, initrd_fd, strlen(cmdline) + 1, cmdline, 0L))
+        die("load", kernel);
+    sync();
+    reboot(REBOOT_KEXEC);
+    die("start", kernel);
+    return 2;
+}
+
 static int usage(void)
 {
     fprintf(stderr, "probe: read FILE [BLOCK] | read-all FILE... | randread FILE COUNT | direct-randread FILE COUNT | fill FILE BYTES SEED\n"
-                    "       verify FILE SEED | drop-caches | hog MIB\n");
+                    "       verify FILE SEED | drop-caches | hog MIB | kexec KERNEL INITRD CMDLINE\n");
     return 2;
 }
 
@@ -250,5 +265,7 @@ int main(int argc, char **argv)
         return drop_caches();
     if (!strcmp(verb, "hog") && argc == 3)
         return hog(number(argv[2]));
+    if (!strcmp(verb, "kexec") && argc == 5)
+        return boot_kernel(argv[2], argv[3], argv[4]);
     return usage();
 }

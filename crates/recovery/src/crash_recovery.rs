@@ -24,7 +24,7 @@ use hearth_memory::{FileOffset, GuestPhysicalAddress, Layout, MemoryError, PAGE_
 
 use crate::ember::Ember;
 use crate::hold::Hold;
-use crate::vmcore::linux::{Classification, Linux, NotUnderstood, Utsname, log};
+use crate::vmcore::linux::{ClassCounts, Classification, Linux, NotUnderstood, Utsname, log};
 use crate::vmcore::{Bitmap, DumpLevel, PhysicalMemory};
 
 /// How long a QEMU may take to say its guest's registers. It takes 1 ms, and 5 ms at worst; one that hangs must not keep
@@ -85,12 +85,14 @@ pub fn judge(memory: &impl PhysicalMemory, notes: &[u8], level: DumpLevel) -> Ju
         Ok(pages) => Judgement { pages, level, ..not_judged(memory, level) },
         Err(error) => not_understood(memory, level, &error),
     };
-    if judgement.pages.counts.unjudged > 0 {
-        let unjudged = judgement.pages.counts.unjudged;
-        judgement
-            .warnings
-            .push(format!("{unjudged} pages could not be judged (damaged page descriptors) and are kept"));
-    }
+    let ClassCounts { unjudged, undescribed, .. } = judgement.pages.counts;
+    let mut kept = |pages: u64, why: &str| {
+        if pages > 0 {
+            judgement.warnings.push(format!("{pages} pages are kept whatever they hold: {why}"));
+        }
+    };
+    kept(unjudged, "their page descriptors cannot be read or make no sense");
+    kept(undescribed, "the guest's kernel does not use that memory (`mem=`, or taken offline)");
     judgement.utsname = linux.utsname();
     judgement.vmcoreinfo = Some(linux.vmcoreinfo().text().to_vec());
     judgement.panic = match linux.log() {

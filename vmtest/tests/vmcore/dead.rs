@@ -19,15 +19,19 @@ pub struct Dead {
 impl Dead {
     /// Boots, works, panics.
     pub fn of(vm: PlainVmBuilder, mib: u64, work: impl FnOnce(&PlainVm) -> Result<()>) -> Result<Self> {
+        Self::that_died(vm, mib, |vm| work(vm).and_then(|()| vm.panic()))
+    }
+
+    /// Boots, and panics by what `die` does.
+    pub fn that_died(vm: PlainVmBuilder, mib: u64, die: impl FnOnce(&PlainVm) -> Result<()>) -> Result<Self> {
         // A tmpfs, as for real.
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let ram_path = folder.path().join("ram");
         let backend = format!("memory-backend-file,id=ram,share=on,size={mib}M,mem-path={}", ram_path.display());
         let vm = vm.memory_mib(mib).machine("q35,memory-backend=ram").args(["-object", &backend]);
         let vm = vm.args(["-device", "vmcoreinfo", "-action", "panic=pause"]).boot()?;
-        work(&vm)?;
-        vm.panic()?;
-        vm.qmp().wait_event("GUEST_PANICKED", patience(20))?;
+        die(&vm)?;
+        vm.qmp().wait_event("GUEST_PANICKED", patience(60))?;
         let dump = folder.path().join("notes.elf");
         let protocol = format!("file:{}", dump.display());
         let arguments = json!({ "paging": false, "protocol": protocol, "begin": 0, "length": 1 });

@@ -3,7 +3,7 @@
 use hearth_recovery::vmcore::linux::{Linux, log};
 use hearth_recovery::vmcore::{DumpLevel, PhysicalMemory};
 use hearth_vmtest::artifacts::Linux as Kernel;
-use hearth_vmtest::{PlainVm, Result};
+use hearth_vmtest::{Drives, PlainVm, Result, artifacts, images};
 
 use super::dead::{Dead, work};
 
@@ -45,4 +45,25 @@ fn linux_6_1_is_understood_without_its_symbols() -> Result<()> {
 #[test]
 fn linux_6_12_is_understood_without_its_symbols() -> Result<()> {
     check(Kernel::Newer, "6.12.")
+}
+
+/// The first kernel's memory is as it left it, most of the time: only the processors tell that it runs no more.
+#[test]
+fn kernel_left_by_kexec_is_not_mistaken_for_guest() -> Result<()> {
+    let (home, next) = (tempfile::tempdir().unwrap(), artifacts::busybox_on(Kernel::Newer)?);
+    let file = |path: &str, of: &std::path::Path| images::File { path: path.into(), contents: std::fs::read(of).unwrap() };
+    let (system, script) = (home.path().join("system.img"), home.path().join("script.img"));
+    images::ext4(&system, 64, &[file("vmlinuz", &next.kernel), file("initrd", &next.initrd)])?;
+    std::fs::write(&script, format!("{:512}", "echo c >/proc/sysrq-trigger; exit 0\n#")).unwrap();
+    // Without the driver that would hand its own note to QEMU.
+    let cmdline = "console=ttyS0 module_blacklist=qemu_fw_cfg boot_script=vdb";
+    let vm = PlainVm::busybox_on("kexec", Kernel::Stable).drive(&system, "").drive(&script, "");
+    let dead = Dead::that_died(vm, 512, |vm| {
+        vm.sh("mkdir /system && mount /dev/vda /system")?;
+        vm.sh(&format!("(sleep 1; probe kexec /system/vmlinuz /system/initrd '{cmdline}') &")).map(drop)
+    })?;
+    let linux = Linux::find(&dead.ram, &dead.notes).unwrap();
+    assert!(linux.vmcoreinfo().release().starts_with("6.12."), "{}", linux.vmcoreinfo().release());
+    assert_eq!(log::panic_reason(&linux.log().unwrap()), Some("sysrq triggered crash"));
+    Ok(())
 }

@@ -18,8 +18,8 @@ use super::tools;
 
 /// The counts as makedumpfile names them.
 fn named(ram: &DeadRam, found: &Classification, level: DumpLevel) -> tools::Counts {
-    let ClassCounts { cache, private_cache, user, free, poisoned, offline, unjudged } = found.counts;
-    assert_eq!(unjudged, 0);
+    let ClassCounts { cache, private_cache, user, free, poisoned, offline, unjudged, undescribed } = found.counts;
+    assert_eq!((unjudged, undescribed), (0, 0));
     let zero = if level.excludes_zero() { zero_pages(ram, found) } else { 0 };
     [
         ("Non-private cache pages", cache),

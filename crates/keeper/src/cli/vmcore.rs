@@ -68,6 +68,8 @@ struct Classes {
     offline: u64,
     /// Of no class, because their descriptors make no sense or are not in the dump.
     unjudged: u64,
+    /// Memory that the guest's kernel does not use: it has no descriptors for it.
+    undescribed: u64,
     /// All others.
     kernel: u64,
 }
@@ -171,12 +173,12 @@ impl Info {
 
 impl Classes {
     fn of(counts: &ClassCounts, ram_pages: u64) -> Self {
-        let ClassCounts { cache, private_cache, user, free, poisoned, offline, unjudged } = *counts;
-        let kernel = ram_pages.saturating_sub(counts.excluded() + unjudged);
-        Self { cache, private_cache, user, free, poisoned, offline, unjudged, kernel }
+        let ClassCounts { cache, private_cache, user, free, poisoned, offline, unjudged, undescribed } = *counts;
+        let kernel = ram_pages.saturating_sub(counts.excluded() + unjudged + undescribed);
+        Self { cache, private_cache, user, free, poisoned, offline, unjudged, undescribed, kernel }
     }
 
-    fn named(&self) -> [(&'static str, u64); 8] {
+    fn named(&self) -> [(&'static str, u64); 9] {
         [
             ("cache", self.cache),
             ("private cache", self.private_cache),
@@ -185,6 +187,7 @@ impl Classes {
             ("poisoned", self.poisoned),
             ("offline", self.offline),
             ("unjudged", self.unjudged),
+            ("undescribed", self.undescribed),
             ("kernel", self.kernel),
         ]
     }

@@ -19,8 +19,15 @@ const NOTE_HEAD_BYTES: usize = 12;
 const NT_PRSTATUS: u32 = 1;
 const CORE: &[u8] = b"CORE\0";
 const VMCOREINFO: &[u8] = b"VMCOREINFO\0";
+const QEMU: &[u8] = b"QEMU\0";
 /// Where elf_prstatus of x86-64 has its registers.
 const PRSTATUS_REGISTERS: usize = 112;
+/// Where QEMU's own note of a CPU has cr0 to cr4 (`QEMUCPUState`, QEMU's `target/i386/arch_dump.c`).
+const QEMU_CONTROL_REGISTERS: usize = 392;
+const CR0_PAGING: u64 = 1 << 31;
+const CR4_LA57: u64 = 1 << 12;
+/// The address in CR3; below it are flags or a PCID, above it no-flush bits.
+const CR3_FRAME: u64 = 0x000f_ffff_ffff_f000;
 
 /// The notes of one guest, in order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -80,15 +87,19 @@ impl Notes {
         Ok(Self { notes })
     }
 
-    /// Takes a VMCOREINFO that was found in memory, if QEMU was told none. False if there is one already, or if the text
-    /// is too long to be one.
-    pub fn add_vmcoreinfo(&mut self, text: &[u8]) -> bool {
-        let fits = self.bytes() + Note::bytes_with(VMCOREINFO.len(), text.len()) <= NOTES_BYTES_MAX;
-        let add = self.vmcoreinfo().is_none() && fits;
-        if add {
+    /// Makes this text the VMCOREINFO, in the place of another that QEMU was told. False if there is no room for it.
+    pub fn set_vmcoreinfo(&mut self, text: &[u8]) -> bool {
+        let ends = |note: &[u8]| note.iter().position(|byte| *byte == 0).unwrap_or(note.len());
+        if self.vmcoreinfo().is_some_and(|told| &told[..ends(told)] == text) {
+            return true;
+        }
+        let others = self.notes.iter().filter(|note| !note.is_vmcoreinfo()).map(Note::bytes).sum::<usize>();
+        let fits = others + Note::bytes_with(VMCOREINFO.len(), text.len()) <= NOTES_BYTES_MAX;
+        if fits {
+            self.notes.retain(|note| !note.is_vmcoreinfo());
             self.notes.push(Note { name: VMCOREINFO.to_vec(), kind: 0, description: text.to_vec() });
         }
-        add
+        fits
     }
 
     /// The text of the VMCOREINFO note.
@@ -113,6 +124,12 @@ impl Notes {
     /// Registers, one set a CPU, in the order of CPUs.
     pub fn registers(&self) -> impl Iterator<Item = Registers> + '_ {
         self.notes.iter().filter(|note| note.is_registers()).filter_map(|note| Registers::parse(&note.description))
+    }
+
+    /// The page tables that the CPUs used, without those of CPUs whose paging was off. Only QEMU's own notes have them.
+    pub fn page_tables(&self) -> Vec<PageTables> {
+        let notes = self.notes.iter().filter(|note| note.name == QEMU);
+        notes.filter_map(|note| PageTables::parse(&note.description)).collect()
     }
 
     /// How many CPUs have registers here.
@@ -189,6 +206,29 @@ impl Note {
 
 fn padded(bytes: usize) -> usize {
     bytes.next_multiple_of(4)
+}
+
+/// Where a CPU looked up virtual addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageTables {
+    /// Guest-physical address of the top table (CR3).
+    pub root: u64,
+    /// 4 or 5.
+    pub levels: u32,
+}
+
+impl PageTables {
+    /// None if paging was off, or the note is too short.
+    fn parse(cpu: &[u8]) -> Option<Self> {
+        let control = cpu.get(QEMU_CONTROL_REGISTERS..)?;
+        let register = |number: usize| {
+            let bytes = control.get(number * size_of::<u64>()..)?.first_chunk()?;
+            Some(u64::from_le_bytes(*bytes))
+        };
+        let (cr0, cr3, cr4) = (register(0)?, register(3)?, register(4)?);
+        let levels = if cr4 & CR4_LA57 != 0 { 5 } else { 4 };
+        (cr0 & CR0_PAGING != 0).then_some(Self { root: cr3 & CR3_FRAME, levels })
+    }
 }
 
 /// Registers of one x86-64 CPU.
@@ -292,14 +332,31 @@ mod tests {
     }
 
     #[test]
-    fn a_found_vmcoreinfo_joins_the_registers_but_replaces_nothing() {
+    fn page_tables_are_those_of_cpus_with_paging() {
+        let cpu = |cr0: u64, cr3: u64, cr4: u64| {
+            let control = [cr0, 0, 0, cr3, cr4].map(u64::to_le_bytes).concat();
+            note(QEMU, 0, &[&[1; 392][..], &control, &[0; 8]].concat())
+        };
+        let (four, five) = (cpu(0x8005_0033, 0x8000_0000_0123_4001, 0x6f0), cpu(0x8005_0033, 0x7000, 0x16f0));
+        let notes = Notes { notes: vec![four, cpu(0x11, 0x9000, 0), five, note(QEMU, 0, &[0xff; 400])] };
+        let expect = [PageTables { root: 0x123_4000, levels: 4 }, PageTables { root: 0x7000, levels: 5 }];
+        assert_eq!(notes.page_tables(), expect);
+        assert_eq!(Notes::default().page_tables(), []);
+    }
+
+    #[test]
+    fn a_found_vmcoreinfo_takes_the_place_of_another() {
         let mut notes = two_cpus();
-        assert!(!notes.add_vmcoreinfo(b"OSRELEASE=other\n"));
+        let told = notes.vmcoreinfo().unwrap().to_vec();
+        assert!(notes.set_vmcoreinfo(&told));
+        assert_eq!(notes, two_cpus());
+        assert!(notes.set_vmcoreinfo(b"OSRELEASE=found\n"));
+        let read = Notes::parse(&notes.to_bytes()).unwrap();
+        assert_eq!((read.cpus(), read.vmcoreinfo_value("OSRELEASE")), (2, Some("found")));
         notes.notes.pop();
-        assert!(notes.vmcoreinfo_range().is_none());
-        assert!(notes.add_vmcoreinfo(b"OSRELEASE=found\n"));
-        assert_eq!(Notes::parse(&notes.to_bytes()).unwrap().vmcoreinfo_value("OSRELEASE"), Some("found"));
-        assert!(!Notes::default().add_vmcoreinfo(&vec![b'a'; NOTES_BYTES_MAX]));
+        assert!(notes.vmcoreinfo_range().is_none() && notes.set_vmcoreinfo(b"OSRELEASE=joins\n"));
+        assert!(!notes.set_vmcoreinfo(&vec![b'a'; NOTES_BYTES_MAX]));
+        assert_eq!(notes.vmcoreinfo_value("OSRELEASE"), Some("joins"));
     }
 
     #[test]

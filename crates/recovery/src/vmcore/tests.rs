@@ -88,7 +88,7 @@ fn plan() -> Plan {
     kept.clear_range(520..690);
     kept.clear_range(2500..2501);
     let mut notes = Notes::default();
-    assert!(notes.add_vmcoreinfo(b"OSRELEASE=6.1.0-test\nNUMBER(phys_base)=-4096\n"));
+    assert!(notes.set_vmcoreinfo(b"OSRELEASE=6.1.0-test\nNUMBER(phys_base)=-4096\n"));
     let utsname = Utsname { sysname: "Linux".into(), release: "6.1.0-test".into(), ..Utsname::default() };
     Plan { ranges: RANGES.to_vec(), kept, level: DumpLevel::KERNEL, notes, utsname }
 }

@@ -245,6 +245,11 @@ impl Work<'_> {
             let _ = std::fs::remove_file(&incomplete);
             return Ok(None);
         };
+        // File systems without creation times count from this keeper's start.
+        let created = std::fs::metadata(&incomplete).and_then(|file| file.created());
+        if let Some(ago) = created.ok().and_then(|created| created.elapsed().ok()) {
+            self.progress.began_before(ago);
+        }
         let (pages, written) = (dump.kept().count(), dump.written().count());
         self.progress.update(|status| (status.pages, status.pages_written) = (pages, written));
         self.keep_only(dump.kept());
@@ -273,8 +278,9 @@ impl Work<'_> {
         let mut notes = self.notes();
         let judgement = judge(&self.task.memory, &notes.to_bytes(), self.task.level);
         if let Some(text) = &judgement.vmcoreinfo {
-            // False if QEMU had one: then that one counts.
-            notes.add_vmcoreinfo(text);
+            if !notes.set_vmcoreinfo(text) {
+                self.warn("the kernel's VMCOREINFO is too long for the dump".to_owned());
+            }
         }
         self.report(&judgement);
         Plan {
@@ -384,10 +390,7 @@ impl Work<'_> {
     }
 
     fn written(&self, written: &Written) {
-        self.progress.update(|status| {
-            status.pages_written += written.page_count;
-            status.written_bytes += written.bytes;
-        });
+        self.progress.wrote(written);
         if written.lost > 0 {
             self.warn(format!("{} pages of memory cannot be read and are missing", written.lost));
         }
@@ -482,6 +485,6 @@ fn excluded(counts: ClassCounts) -> DumpExcluded {
         free: counts.free,
         poisoned: counts.poisoned,
         offline: counts.offline,
-        unjudged: counts.unjudged,
+        unjudged: counts.unjudged + counts.undescribed,
     }
 }

@@ -11,6 +11,7 @@ use std::cell::RefCell;
 use hearth_memory::{GuestPhysicalAddress, PAGE_BYTES};
 
 use super::super::memory::{PhysicalMemory, Unreadable};
+use super::super::notes::PageTables;
 use super::{NotUnderstood, Vmcoreinfo, required};
 
 const KERNEL_IMAGE: u64 = 0xffff_ffff_8000_0000;
@@ -67,8 +68,13 @@ impl<'m, M: PhysicalMemory> AddressSpace<'m, M> {
             let physical = GuestPhysicalAddress(offset.wrapping_add(self.phys_base));
             return Some(Piece { address: physical, bytes: self.image_bytes - offset });
         }
-        let mut table = self.root;
-        for level in (1..self.levels).rev() {
+        self.walk(PageTables { root: self.root, levels: self.levels }, address)
+    }
+
+    /// Where these tables, a CPU's own, have a virtual address.
+    pub fn walk(&self, tables: PageTables, address: u64) -> Option<Piece> {
+        let mut table = tables.root;
+        for level in (1..tables.levels).rev() {
             let bits = PAGE_BITS + level * INDEX_BITS;
             let index = (address >> bits) % ENTRIES as u64;
             let entry = self.memory.read_u64(GuestPhysicalAddress(table.checked_add(index * 8)?)).ok()?;

@@ -12,7 +12,7 @@ use super::super::bitmap::Bitmap;
 use super::super::level::DumpLevel;
 use super::super::memory::PhysicalMemory;
 use super::descriptor::{Class, Rules, Verdict};
-use super::sections::{Section, sections};
+use super::sections::{Map, Section, sections};
 use super::{AddressSpace, NotUnderstood, Vmcoreinfo};
 
 /// Descriptors read at a time: 64 KiB of them, which stay in the processor's cache.
@@ -28,7 +28,7 @@ pub struct Classification {
     pub counts: ClassCounts,
 }
 
-/// Pages by what became of them. Those that are neither here nor unjudged are kept because they are the kernel's.
+/// Pages by what became of them. Those that are in none of these are kept because they are the kernel's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClassCounts {
     /// Excluded: page cache.
@@ -43,8 +43,10 @@ pub struct ClassCounts {
     pub poisoned: u64,
     /// Excluded at any level that asks the kernel: given back to the host.
     pub offline: u64,
-    /// Kept because no descriptor that makes sense speaks of them.
+    /// Kept because their descriptors cannot be read or make no sense.
     pub unjudged: u64,
+    /// Kept because the kernel has no descriptors for them: it does not use this memory (`mem=`, or taken offline).
+    pub undescribed: u64,
 }
 
 impl ClassCounts {
@@ -113,9 +115,11 @@ struct Run {
 impl<M: PhysicalMemory> Judge<'_, '_, M> {
     /// Judges the page frames of a section that are RAM.
     fn section(&mut self, section: &Section, ram: Range<u64>) {
-        let Some(map) = section.map_of_pfn_0 else {
-            self.result.counts.unjudged += ram.end - ram.start;
-            return;
+        let counts = &mut self.result.counts;
+        let map = match section.map {
+            Map::OfPfn0(map) => map,
+            Map::Absent => return counts.undescribed += ram.end - ram.start,
+            Map::Unknown => return counts.unjudged += ram.end - ram.start,
         };
         let mut start = ram.start;
         while start < ram.end {

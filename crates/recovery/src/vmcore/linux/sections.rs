@@ -24,9 +24,24 @@ const SECTION_BYTES: Range<u64> = 16..PAGE_BYTES + 1;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Section {
     pub pfns: Range<u64>,
-    /// The virtual address at which the descriptor of page frame 0 would be; None if this section has no descriptors or
-    /// they cannot be found.
-    pub map_of_pfn_0: Option<u64>,
+    pub map: Map,
+}
+
+/// Where the descriptors of a section are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Map {
+    /// The virtual address at which the descriptor of page frame 0 would be.
+    OfPfn0(u64),
+    /// The kernel has none: it does not use this memory (`mem=`, or taken offline).
+    Absent,
+    /// The table cannot be read, or makes no sense.
+    Unknown,
+}
+
+impl Map {
+    fn is_known(self) -> bool {
+        matches!(self, Self::OfPfn0(_))
+    }
 }
 
 /// All sections up to a page frame.
@@ -38,13 +53,13 @@ pub fn sections<M: PhysicalMemory>(
     let table = Table::new(space, vmcoreinfo)?;
     let told = required(vmcoreinfo.symbol("mem_section"), "SYMBOL(mem_section)")?;
     let found = table.sections(told, end_pfn);
-    if found.iter().any(|section| section.map_of_pfn_0.is_some()) {
+    if found.iter().any(|section| section.map.is_known()) {
         return Ok(found);
     }
     // Linux 4.14 tells not where the table is but where that is told.
     let pointed = space.read_u64(told).map_err(|_| NotUnderstood::NoSections)?;
     let found = table.sections(pointed, end_pfn);
-    let any = found.iter().any(|section| section.map_of_pfn_0.is_some());
+    let any = found.iter().any(|section| section.map.is_known());
     any.then_some(found).ok_or(NotUnderstood::NoSections)
 }
 
@@ -81,22 +96,29 @@ impl<'a, 'm, M: PhysicalMemory> Table<'a, 'm, M> {
                 let start = number * self.section_pages;
                 Section {
                     pfns: start..(start + self.section_pages).min(end_pfn),
-                    map_of_pfn_0: self.map_of_pfn_0(roots, number),
+                    map: self.map(roots, number).unwrap_or(Map::Unknown),
                 }
             })
             .collect()
     }
 
-    fn map_of_pfn_0(&self, roots: u64, number: u64) -> Option<u64> {
+    /// None if the table cannot be read so far.
+    fn map(&self, roots: u64, number: u64) -> Option<Map> {
         let sections_per_root = PAGE_BYTES / self.section_bytes;
         let root = self.space.read_u64(roots.checked_add(number / sections_per_root * 8)?).ok()?;
+        if root == 0 {
+            return Some(Map::Absent);
+        }
         if !is_kernel_address(root) {
             return None;
         }
         let section = root.checked_add(number % sections_per_root * self.section_bytes)?;
         let map = self.space.read_u64(section.checked_add(self.map_offset)?).ok()?;
+        if map == 0 {
+            return Some(Map::Absent);
+        }
         let there = map & MARKED_PRESENT != 0 && map & HAS_MEM_MAP != 0;
         // The kernel has already subtracted the page frames before the section, so this may be no kernel address.
-        there.then_some(map & !FLAGS)
+        there.then_some(Map::OfPfn0(map & !FLAGS))
     }
 }

@@ -25,6 +25,8 @@ pub const RING: u64 = 0x10_7100;
 const RECORDS: u64 = 0x10_8000;
 const INFOS: u64 = 0x10_9000;
 pub const TEXTS: u64 = 0x10_a000;
+const IMAGE_TABLE_3: u64 = 0x10_c000;
+const IMAGE_TABLE_2: u64 = 0x10_d000;
 pub const DESCRIPTORS: u64 = 0x20_0000;
 
 /// As few as show the ring at work.
@@ -167,6 +169,9 @@ impl Synthetic {
         self.ram.write_u64(TOP_TABLE + index(3) * 8, TABLE_3 | TABLE);
         self.ram.write_u64(TABLE_3 + index(2) * 8, TABLE_2 | TABLE);
         self.ram.write_u64(TABLE_2 + index(1) * 8, DESCRIPTORS | LARGE);
+        self.ram.write_u64(TOP_TABLE + 511 * 8, IMAGE_TABLE_3 | TABLE);
+        self.ram.write_u64(IMAGE_TABLE_3 + 510 * 8, IMAGE_TABLE_2 | TABLE);
+        self.ram.write_u64(IMAGE_TABLE_2, LARGE);
         self.ram.write_u64(ROOTS, KERNEL_IMAGE + SECTIONS);
         // Present, with a map, online.
         self.ram.write_u64(SECTIONS, VMEMMAP | 7);
@@ -248,6 +253,17 @@ impl Synthetic {
         }
         self.put(first, page);
     }
+}
+
+/// QEMU's note of a CPU that looks up addresses in these tables of four levels.
+pub fn cpu_note(root: u64) -> Vec<u8> {
+    let control = [0x8005_0033, 0, 0, root, 0x6f0].map(u64::to_le_bytes).concat();
+    let mut note = [5_u32, 440, 0].map(u32::to_le_bytes).concat();
+    note.extend(b"QEMU\0\0\0\0");
+    note.extend([0; 392]);
+    note.extend(control);
+    note.extend([0; 8]);
+    note
 }
 
 /// The text as an ELF note.

@@ -205,6 +205,22 @@ fn tables_that_are_damaged_keep_everything() {
     }
 }
 
+/// 32 MiB of RAM, of which the kernel was told to use 16.
+#[test]
+fn memory_that_the_kernel_does_not_use_is_not_called_damaged() {
+    let linux = Synthetic::new(Kind::Linux6_1);
+    let mut ram = Ram::new(2 * PAGES);
+    ram.write(0, &linux.ram.bytes);
+    let counts_of = |ram: &Ram| {
+        let found = Linux::with(ram, linux.vmcoreinfo.clone()).unwrap().classify(DumpLevel::KERNEL).unwrap();
+        assert_eq!(found.kept.count(), 2 * PAGES);
+        found.counts
+    };
+    assert_eq!(counts_of(&ram), ClassCounts { undescribed: PAGES, ..ClassCounts::default() });
+    ram.write_u64(SECTIONS + 16, 0x1234_5678_9abc_0000);
+    assert_eq!(counts_of(&ram), ClassCounts { unjudged: PAGES, ..ClassCounts::default() });
+}
+
 #[test]
 fn a_table_that_maps_itself_ends_the_walk() {
     let mut linux = Synthetic::new(Kind::Linux6_1);
@@ -232,6 +248,48 @@ fn a_forged_note_does_not_hide_the_kernels() {
     let forged = String::from_utf8(linux.vmcoreinfo.text().to_vec()).unwrap().replace("made-up", "forged-");
     linux.ram.write(0x5000, &note(forged.as_bytes()));
     assert_eq!(Linux::find(&linux.ram, &[]).unwrap().vmcoreinfo().release(), RELEASE);
+}
+
+/// A kernel that the guest left by kexec: another phys_base, its name still where it says. Page 0x80 of RAM and up.
+fn left_by_kexec(linux: &mut Synthetic) -> Vmcoreinfo {
+    const MOVED: u64 = 0x8_0000;
+    let text = String::from_utf8(linux.vmcoreinfo.text().to_vec()).unwrap();
+    let text = text.replace("phys_base)=0", &format!("phys_base)=-{MOVED}")).replace(RELEASE, "5.10.0-left");
+    linux.ram.write(0x4000, &note(text.as_bytes()));
+    for (field, name) in ["Linux", "guest", "5.10.0-left", "#1 SMP", "x86_64", "(none)"].iter().enumerate() {
+        linux.ram.write(NAMES - MOVED + 65 * field as u64, name.as_bytes());
+    }
+    Vmcoreinfo::parse(text.as_bytes()).unwrap()
+}
+
+#[test]
+fn a_kernel_left_by_kexec_is_not_the_guests() {
+    let mut linux = Synthetic::new(Kind::Linux6_1);
+    let left = left_by_kexec(&mut linux);
+    assert!(Linux::with(&linux.ram, left.clone()).unwrap().utsname().is_some(), "it looks alive");
+    let cpu = cpu_note(TOP_TABLE);
+    // Whether QEMU was told of the one that is gone, of the one that runs, or of none.
+    for told in [note(left.text()), note(linux.vmcoreinfo.text()), Vec::new()] {
+        let found = Linux::find(&linux.ram, &[&cpu[..], &told].concat()).unwrap();
+        assert_eq!(found.vmcoreinfo().release(), RELEASE);
+    }
+    // One of the processors was in a process, whose tables are a page above.
+    let user = [cpu_note(0x20_0000), cpu_note(TOP_TABLE + 0x1000), note(left.text())].concat();
+    assert_eq!(Linux::find(&linux.ram, &user).unwrap().vmcoreinfo().release(), RELEASE);
+}
+
+#[test]
+fn without_proof_no_kernel_is_believed() {
+    let mut linux = Synthetic::new(Kind::Linux6_1);
+    let left = left_by_kexec(&mut linux);
+    let both = format!("5.10.0-left, {RELEASE}");
+    // The guest went on to a system that tells nothing of itself.
+    let elsewhere = [cpu_note(0x30_0000), note(left.text())].concat();
+    let refused = Linux::find(&linux.ram, &elsewhere).map(drop);
+    assert_eq!(refused, Err(NotUnderstood::NotRunning { releases: both.clone() }));
+    // No registers at all, as of a QEMU that was killed.
+    let refused = Linux::find(&linux.ram, &[]).map(drop);
+    assert_eq!(refused, Err(NotUnderstood::Ambiguous { releases: both }));
 }
 
 #[test]

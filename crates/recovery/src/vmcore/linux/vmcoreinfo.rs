@@ -6,6 +6,7 @@
 //! `-device vmcoreinfo`; where it did not, the note is still found in RAM, in 0.2 s for 2 GiB.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use hearth_memory::PAGE_BYTES;
 
@@ -54,23 +55,20 @@ impl Vmcoreinfo {
         None
     }
 
-    /// Looks at the start of each page of RAM, and gives the first that `accept` accepts: anyone in the guest can write
-    /// what looks like one.
-    pub fn in_memory(memory: &impl PhysicalMemory, accept: impl Fn(&Self) -> bool) -> Option<Self> {
+    /// What looks like one at the start of a page of RAM, in order. Anyone in the guest can write such a page.
+    pub fn in_memory(memory: &impl PhysicalMemory) -> impl Iterator<Item = Self> {
+        let starts = |range: &Range<u64>| {
+            let end = range.end;
+            range.clone().step_by(CHUNK_PAGES as usize).map(move |first| first..end.min(first + CHUNK_PAGES))
+        };
         let mut chunk = vec![0; (CHUNK_PAGES * PAGE_BYTES) as usize];
-        for range in memory.ranges() {
-            for first in range.clone().step_by(CHUNK_PAGES as usize) {
-                let pages = CHUNK_PAGES.min(range.end - first);
-                let chunk = &mut chunk[..(pages * PAGE_BYTES) as usize];
-                read_pages(memory, first, chunk);
-                let starts = chunk.chunks_exact(PAGE_BYTES as usize).zip(first..).filter(|(page, _)| starts_note(page));
-                let found = starts.filter_map(|(_, pfn)| note_at(memory, pfn)).find(&accept);
-                if found.is_some() {
-                    return found;
-                }
-            }
-        }
-        None
+        let notes_in = move |pfns: Range<u64>| {
+            let chunk = &mut chunk[..((pfns.end - pfns.start) * PAGE_BYTES) as usize];
+            read_pages(memory, pfns.start, chunk);
+            let pages = chunk.chunks_exact(PAGE_BYTES as usize).zip(pfns);
+            pages.filter(|(page, _)| starts_note(page)).map(|(_, pfn)| pfn).collect::<Vec<_>>()
+        };
+        memory.ranges().iter().flat_map(starts).flat_map(notes_in).filter_map(|pfn| note_at(memory, pfn))
     }
 
     /// The text as the kernel wrote it, for the note of a dump.
