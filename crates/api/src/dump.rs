@@ -55,6 +55,7 @@ pub struct DumpRequest {
     /// 0 to 31, as makedumpfile counts.
     pub level: Option<u8>,
     pub format: Option<DumpFormat>,
+    /// Of kdump files; ELF files are not compressed.
     pub compression: Option<DumpCompression>,
     /// Absolute path of the file; it must not exist. Otherwise it gets a name in the dump folder.
     pub output: Option<String>,
@@ -135,7 +136,7 @@ pub struct DumpStatus {
     /// Written to the file.
     pub written_bytes: u64,
     pub percent: f64,
-    /// Memory dumped a second, in MiB.
+    /// MiB of memory dumped a second. Pages of zeroes take no time and do not count.
     pub mib_per_s: f64,
     /// Until the end, at that rate.
     #[serde(default, skip_serializing_if = "Option::is_none")]

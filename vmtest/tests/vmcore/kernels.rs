@@ -51,7 +51,8 @@ fn linux_6_12_is_understood_without_its_symbols() -> Result<()> {
 #[test]
 fn kernel_left_by_kexec_is_not_mistaken_for_guest() -> Result<()> {
     let (home, next) = (tempfile::tempdir().unwrap(), artifacts::busybox_on(Kernel::Newer)?);
-    let file = |path: &str, of: &std::path::Path| images::File { path: path.into(), contents: std::fs::read(of).unwrap() };
+    let file =
+        |path: &str, of: &std::path::Path| images::File { path: path.into(), contents: std::fs::read(of).unwrap() };
     let (system, script) = (home.path().join("system.img"), home.path().join("script.img"));
     images::ext4(&system, 64, &[file("vmlinuz", &next.kernel), file("initrd", &next.initrd)])?;
     std::fs::write(&script, format!("{:512}", "echo c >/proc/sysrq-trigger; exit 0\n#")).unwrap();

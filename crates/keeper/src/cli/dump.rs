@@ -22,7 +22,7 @@ pub struct DumpArguments {
     level: Option<u8>,
     #[arg(long, value_enum)]
     format: Option<DumpFormatWord>,
-    /// Of kdump files.
+    /// Compression of a kdump file's pages (default: as configured).
     #[arg(long, value_enum)]
     compress: Option<CompressionWord>,
     /// The file; it must not exist.

@@ -307,6 +307,7 @@ impl Machine {
             return Err(wrong(format!("{}: the path must be absolute", file.display())));
         }
         let DumpRequest { pause, format, compression, .. } = request;
+        must_compress(format.unwrap_or(self.parts.config.crash.format), compression)?;
         self.dump_living(Request { pause, level, format, compression, file })
     }
 
@@ -333,11 +334,40 @@ impl Machine {
     }
 }
 
+/// Refuses a compression that was asked for and would not be done.
+fn must_compress(format: DumpFormat, asked: Option<DumpCompression>) -> Result<(), ApiError> {
+    match asked {
+        Some(asked) if format == DumpFormat::Elf && asked != DumpCompression::None => {
+            let message = format!("compression {}: an ELF dump is not compressed", asked.name());
+            Err(ApiError::new(ErrorWord::BadRequest, message).hint("choose the format kdump, or no compression"))
+        }
+        _ => Ok(()),
+    }
+}
+
 fn method(compression: DumpCompression) -> Compression {
     match compression {
         DumpCompression::Zstd => Compression::Zstd,
         DumpCompression::Lzo => Compression::Lzo,
         DumpCompression::Zlib => Compression::Zlib,
         DumpCompression::None => Compression::None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn elf_refuses_compression_by_name() {
+        use DumpCompression::{Lzo, None as Uncompressed, Zstd};
+        for asked in [None, Some(Uncompressed)] {
+            assert_eq!(must_compress(DumpFormat::Elf, asked), Ok(()));
+        }
+        for asked in [None, Some(Uncompressed), Some(Zstd)] {
+            assert_eq!(must_compress(DumpFormat::Kdump, asked), Ok(()));
+        }
+        let refused = must_compress(DumpFormat::Elf, Some(Lzo)).unwrap_err();
+        assert_eq!(refused.message, "compression lzo: an ELF dump is not compressed");
     }
 }

@@ -2,11 +2,12 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
-use hearth_api::{DumpState, DumpStatus};
+use hearth_api::{DumpState, DumpStatus, rfc3339};
 use hearth_memory::PAGE_BYTES;
 use hearth_recovery::crash_recovery::Claim;
+use hearth_recovery::vmcore::dump::Written;
 
 /// What a dump was told and has not done yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,9 +33,16 @@ struct Tracked {
     status: DumpStatus,
     order: Option<Order>,
     began: Instant,
-    /// When and with how many pages writing began: a resumed dump is not credited with what another keeper wrote.
-    writing: Option<(Instant, u64)>,
+    /// What this keeper wrote: a resumed dump is not credited with what another one did.
+    writing: Option<Writing>,
     ended: Option<Instant>,
+}
+
+struct Writing {
+    began: Instant,
+    pages_before: u64,
+    /// Pages of zeroes among those written since. They cost nothing, and a rate with them would promise too much.
+    zero: u64,
 }
 
 impl Progress {
@@ -51,12 +59,13 @@ impl Progress {
         status.duration_s = until.saturating_duration_since(tracked.began).as_secs_f64();
         status.held_bytes = self.claim.as_ref().map_or(0, Claim::held_bytes);
         status.percent = percent(status.state, status.pages_written, status.pages);
-        if let Some((began, before)) = tracked.writing {
-            let seconds = until.saturating_duration_since(began).as_secs_f64();
-            let pages = status.pages_written.saturating_sub(before) as f64;
-            let pages_per_s = if seconds > 0.0 { pages / seconds } else { 0.0 };
-            status.mib_per_s = pages_per_s * PAGE_BYTES as f64 / f64::from(1 << 20);
+        if let Some(writing) = &tracked.writing {
+            let seconds = until.saturating_duration_since(writing.began).as_secs_f64();
+            let rate = |pages: u64| if seconds > 0.0 { pages as f64 / seconds } else { 0.0 };
+            let pages = status.pages_written.saturating_sub(writing.pages_before);
+            status.mib_per_s = rate(pages.saturating_sub(writing.zero)) * PAGE_BYTES as f64 / f64::from(1 << 20);
             let left = status.pages.saturating_sub(status.pages_written) as f64;
+            let pages_per_s = rate(pages);
             status.eta_s = (!status.state.is_over() && pages_per_s > 0.0).then(|| left / pages_per_s);
         }
         status
@@ -66,12 +75,32 @@ impl Progress {
         change(&mut self.tracked().status);
     }
 
+    /// An earlier keeper began the dump, so long ago.
+    pub fn began_before(&self, ago: Duration) {
+        let mut tracked = self.tracked();
+        // Further back than the host's start nothing was dumped.
+        if let Some(began) = Instant::now().checked_sub(ago).filter(|began| *began < tracked.began) {
+            tracked.began = began;
+            tracked.status.started_at = rfc3339(SystemTime::now() - ago);
+        }
+    }
+
+    pub fn wrote(&self, written: &Written) {
+        let mut tracked = self.tracked();
+        tracked.status.pages_written += written.page_count;
+        tracked.status.written_bytes += written.bytes;
+        if let Some(writing) = &mut tracked.writing {
+            writing.zero += written.zero;
+        }
+    }
+
     pub fn enter(&self, state: DumpState, why: Option<String>) {
         let mut tracked = self.tracked();
         tracked.status.state = state;
         tracked.status.why = why;
         if state == DumpState::Writing && tracked.writing.is_none() {
-            tracked.writing = Some((Instant::now(), tracked.status.pages_written));
+            let pages_before = tracked.status.pages_written;
+            tracked.writing = Some(Writing { began: Instant::now(), pages_before, zero: 0 });
         }
         if state.is_over() {
             tracked.ended = Some(Instant::now());

@@ -146,3 +146,27 @@ fn pieces_are_small_against_the_slack() {
         assert!(slack_bytes == 0 || buffer_bytes(slack_bytes, threads) <= slack_bytes / 2);
     }
 }
+
+#[test]
+fn zero_pages_do_not_raise_the_rate() {
+    let dead = Dead::new();
+    let (_, progress) = dead.task();
+    progress.update(|status| status.pages = 4000);
+    progress.enter(DumpState::Writing, None);
+    progress.wrote(&Written { page_count: 3000, zero: 3000, ..Written::default() });
+    let status = progress.status();
+    assert_eq!((status.pages_written, status.mib_per_s), (3000, 0.0));
+    assert!(status.eta_s.is_some());
+    progress.wrote(&Written { page_count: 256, ..Written::default() });
+    assert!(progress.status().mib_per_s > 0.0);
+}
+
+#[test]
+fn a_resumed_dump_counts_from_its_beginning() {
+    let dead = Dead::new();
+    let (_, progress) = dead.task();
+    progress.began_before(Duration::from_secs(1));
+    assert!(progress.status().duration_s >= 1.0);
+    let (before, _) = (progress.status().started_at, progress.began_before(Duration::ZERO));
+    assert!(progress.status().duration_s >= 1.0 && progress.status().started_at == before);
+}
