@@ -10,6 +10,9 @@ use hearth_vmtest::images::File;
 use hearth_vmtest::{Disk, Drives, PlainVm, Result, TestVm, artifacts, pattern};
 use serde_json::Value;
 
+#[path = "disk/full.rs"]
+mod full;
+
 /// One number of one disk in `hearth status`.
 fn count(vm: &TestVm, disk: usize, key: &str) -> Result<u64> {
     let status = vm.status()?;

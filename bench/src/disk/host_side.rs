@@ -201,6 +201,7 @@ impl Bench {
             tracked: true,
             limits: Limits::default(),
             gate: None,
+            tell: None,
         }
     }
 }

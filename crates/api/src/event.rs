@@ -344,6 +344,18 @@ pub enum EventKind {
     BootSetDropped {
         why: String,
     },
+    /// The file system of a disk's image is full, or a quota is used up: the guest's requests wait for space.
+    DiskFull {
+        disk: String,
+        /// Where space is needed.
+        folder: String,
+        why: String,
+    },
+    /// A disk has space again, and what waited for it is done.
+    DiskSpaceAgain {
+        disk: String,
+        waited_ms: f64,
+    },
     DiskResized {
         disk: String,
         bytes: u64,

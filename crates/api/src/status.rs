@@ -371,6 +371,9 @@ pub struct DiskStatus {
     pub written_bytes: u64,
     /// Requests that the image failed.
     pub io_errors: u64,
+    /// Requests that wait until the image's file system has space.
+    #[serde(default)]
+    pub waiting_for_space: u64,
     /// Requests of the guest that no driver should make.
     pub bad_requests: u64,
     /// Time that requests waited for the disk's rate limits.

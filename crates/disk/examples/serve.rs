@@ -122,6 +122,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         tracked: true,
         limits: Limits::default(),
         gate: None,
+        tell: None,
     };
     let tracking = if has("warm") { Some(warm(&image)?) } else { None };
     let server = DiskServer::start_with(options, backing, tracking)?;

@@ -28,6 +28,8 @@ pub enum Event {
     Gate(gate::GateWord),
     /// Who asks the guest whether it is ready (`remount.ready`) says.
     Ready { incarnation: u32, word: ready::Word },
+    /// A disk says.
+    Disk { disk: String, notice: hearth_disk::server::Notice },
     /// It is time to look whether the QEMU that was taken over speaks to its disks, so many times by now.
     Listen { generation: u32, look: u32 },
     /// A rejuvenation that was accepted for this incarnation's guest begins.

@@ -245,6 +245,12 @@ pub static METRICS: &[Metric] = &[
     disk("hearth_disk_read_image_bytes_total", "Bytes read that came from the image", |disk| disk.read_image_bytes),
     disk("hearth_disk_written_bytes_total", "Bytes written", |disk| disk.written_bytes),
     disk("hearth_disk_io_errors_total", "Requests that the image failed", |disk| disk.io_errors),
+    Metric {
+        name: "hearth_disk_waiting_for_space",
+        kind: Kind::Gauge,
+        meaning: "Requests that wait until the image's file system has space",
+        values: Values::Disks(|disk| disk.waiting_for_space),
+    },
     disk("hearth_disk_bad_requests_total", "Requests no driver should make", |disk| disk.bad_requests),
     disk("hearth_disk_throttled_milliseconds_total", "Time requests waited for the disk's limits", |disk| {
         disk.throttled_ms

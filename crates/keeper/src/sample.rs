@@ -163,6 +163,7 @@ fn disk() -> DiskStatus {
         read_image_bytes: 1 << 20,
         written_bytes: 2 << 20,
         io_errors: 0,
+        waiting_for_space: 0,
         bad_requests: 0,
         throttled_ms: 15,
         arrival: Some(ArrivalStatus {

@@ -28,6 +28,8 @@ pub struct DiskCounters {
     pub gap_bytes: u64,
     /// Operations that the image refused or failed.
     pub io_errors: u64,
+    /// Operations that wait until the image's file system has space again.
+    pub waiting_for_space: u64,
     /// Requests of the guest that made no sense.
     pub bad_requests: u64,
     /// Requests that a server before us had taken and this one carried out.
@@ -78,6 +80,7 @@ counters!(
     gaps_filled,
     gap_bytes,
     io_errors,
+    waiting_for_space,
     bad_requests,
     resumed,
     tainted,

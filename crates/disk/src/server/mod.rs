@@ -98,7 +98,21 @@ pub struct DiskOptions {
     pub tracked: bool,
     /// Before the guest's memory, if that is short from the start on.
     pub gate: Option<Gate>,
+    /// Called by the disk's thread: must not wait.
+    pub tell: Option<Tell>,
 }
+
+/// What a disk tells its keeper unasked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Notice {
+    /// The image's file system is full: requests wait.
+    OutOfSpace { why: String },
+    /// Everything that waited for space is done.
+    SpaceAgain { waited: Duration },
+}
+
+/// Takes the notices of a disk.
+pub type Tell = Arc<dyn Fn(Notice) + Send + Sync>;
 
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {

@@ -17,6 +17,8 @@ pub struct Running {
     pub filled: Vec<Range<u64>>,
     /// When the engine was given it.
     pub begun: Instant,
+    /// It failed for want of space, and is tried again.
+    pub waited_for_space: bool,
 }
 
 /// What of an operation is a request's.

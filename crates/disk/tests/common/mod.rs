@@ -104,6 +104,7 @@ impl Place {
             tracked: true,
             limits: Limits::default(),
             gate: None,
+            tell: None,
         }
     }
 

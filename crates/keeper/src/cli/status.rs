@@ -1,6 +1,7 @@
 //! `hearth status`: one page on how a machine is.
 
 use std::fmt::Display;
+use std::path::Path;
 
 use hearth_api::{
     AdmissionStatus, DiskStatus, DumpFormat, DumpStatus, EmberMode, FrozenStatus, MachineStatus, NvramDevice,
@@ -302,6 +303,11 @@ fn one_disk(disk: &DiskStatus) -> Vec<String> {
     }
     if disk.throttled_ms > 0 {
         rows.push(words("throttled", milliseconds(disk.throttled_ms as f64)));
+    }
+    if disk.waiting_for_space > 0 {
+        let folder = Path::new(&disk.path).parent().unwrap_or(Path::new("/"));
+        let requests = format!("{} requests wait for space in {}", disk.waiting_for_space, folder.display());
+        rows.push(words("full", requests));
     }
     if disk.io_errors > 0 {
         rows.push(words("I/O errors", disk.io_errors));

@@ -145,6 +145,12 @@ pub fn describe(event: &EventKind) -> String {
         EventKind::EmberEmpty { pages_served, pages_refused } => {
             format!("ember empty, {pages_served} pages served, {pages_refused} refused")
         }
+        EventKind::DiskFull { disk, folder, why } => {
+            format!("disk {disk} is full, the guest's requests wait until there is space in {folder}: {why}")
+        }
+        EventKind::DiskSpaceAgain { disk, waited_ms } => {
+            format!("disk {disk} has space again, the guest's requests went on after {}", milliseconds(*waited_ms))
+        }
         EventKind::DiskResized { disk, bytes: size } => format!("disk {disk} now has {}", bytes(*size)),
         EventKind::BudgetWarning { used_bytes, budget_bytes } => {
             format!("over budget: {} used, {} allowed", bytes(*used_bytes), bytes(*budget_bytes))

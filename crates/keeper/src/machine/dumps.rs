@@ -252,6 +252,7 @@ impl Machine {
             let message = "cannot hold the guest still for a dump: the machine is on its way down";
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("dump it without --pause"));
         }
+        self.disks_must_have_space("dump")?;
         // Before the guest stands still: a keeper that comes now must know what for.
         (self.journal.saving, self.journal.dump_holds) = (true, Some(file));
         let held = self.journal.save(&self.parts.folders.journal()).map_err(|error| failed(&error));

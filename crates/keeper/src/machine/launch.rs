@@ -223,6 +223,7 @@ pub fn nvram_options(id: DiskId, device: &NvramConfig, socket: PathBuf) -> DiskO
         limits: Limits { bytes_per_second: None, operations_per_second: None },
         tracked: false,
         gate: None,
+        tell: None,
     }
 }
 
@@ -243,6 +244,7 @@ pub fn disk_options(position: usize, disk: &DiskConfig, socket: PathBuf) -> Disk
         },
         tracked: true,
         gate: None,
+        tell: None,
     }
 }
 

@@ -221,7 +221,8 @@ impl Machine {
             let image = Image::open_over(&launch::image_options(disk), &self.arrivals.images())
                 .map_err(|source| MachineError::Image { disk: disk.name.clone(), source })?;
             let socket = self.parts.folders.disk_socket(&disk.name);
-            let options = DiskOptions { gate: self.disk_gate(), ..launch::disk_options(position, disk, socket) };
+            let tell = Some(self.disk_notices(&disk.name));
+            let options = DiskOptions { gate: self.disk_gate(), tell, ..launch::disk_options(position, disk, socket) };
             let tracking = warm_reboot::tracking(incarnation, &self.tagger, &self.warm);
             let server = DiskServer::start(options, image, tracking)
                 .map_err(|source| MachineError::Server { disk: disk.name.clone(), source })?;

@@ -53,6 +53,7 @@ mod rejuvenate;
 mod remount;
 pub mod restore;
 pub mod save;
+mod space;
 mod status;
 mod takeover;
 mod timeline;
@@ -416,6 +417,10 @@ impl Machine {
                 Ok(())
             }
             Event::Qmp { .. } => Ok(()),
+            Event::Disk { disk, notice } => {
+                self.disk_says(disk, notice);
+                Ok(())
+            }
             Event::Listen { generation, look } if self.is_current(generation) => {
                 self.must_have_spoken(look);
                 Ok(())

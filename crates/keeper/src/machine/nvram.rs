@@ -35,7 +35,8 @@ impl Machine {
             self.record(opened(&device.name, nvram.origin));
             let socket = self.parts.folders.disk_socket(&device.name);
             let id = DiskId(u8::try_from(disks + position).expect("a machine has fewer disks than PCI slots"));
-            let options = DiskOptions { gate: self.disk_gate(), ..launch::nvram_options(id, device, socket) };
+            let tell = Some(self.disk_notices(&device.name));
+            let options = DiskOptions { gate: self.disk_gate(), tell, ..launch::nvram_options(id, device, socket) };
             let server = DiskServer::start_with(options, backing, None)
                 .map_err(|source| MachineError::Server { disk: device.name.clone(), source })?;
             self.watch_disk(&server);

@@ -112,6 +112,7 @@ impl Machine {
         }
         self.must_be_complete(what)?;
         self.disks_must_be_complete(what)?;
+        self.disks_must_have_space(what)?;
         if self.saving.is_some() {
             let message = format!("cannot {what}: the guest is being saved");
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth save --cancel` calls that off"));

@@ -121,6 +121,7 @@ fn disk_status(config: &DiskConfig, server: &DiskServer) -> DiskStatus {
         read_image_bytes: counters.bytes_read_image,
         written_bytes: counters.bytes_written,
         io_errors: counters.io_errors,
+        waiting_for_space: counters.waiting_for_space,
         bad_requests: counters.bad_requests,
         throttled_ms: counters.throttled_us / 1000,
         arrival: None,

@@ -43,7 +43,8 @@ impl Disk {
         if !connection.is_waiting() {
             self.read_wanted();
         }
-        limited.into_iter().chain(self.parking.wait()).min()
+        let kept = self.try_kept(connection.is_waiting());
+        limited.into_iter().chain(self.parking.wait()).chain(kept).min()
     }
 
     fn pump_waiting(&mut self, connection: &mut Connection) -> Option<Duration> {
@@ -291,7 +292,7 @@ impl Disk {
                 job.pending += 1;
             }
         }
-        let running = Running { parts, operation, place: bytes, filled, begun: self.clock.now() };
+        let running = Running { parts, operation, place: bytes, filled, begun: self.clock.now(), waited_for_space: false };
         let place = self.running.insert(running);
         self.engine.push(Submission { token: u64::from(place), operation, offset, bytes: length });
         self.unsubmitted = true;

@@ -26,14 +26,21 @@ impl Disk {
             self.complete(connection.as_deref_mut(), completion);
         }
         self.ended = ended;
-        let in_flight = self.running.len() as u64;
+        let in_flight = (self.running.len() - self.kept.waiting.len()) as u64;
         self.counters.in_flight.store(in_flight, std::sync::atomic::Ordering::Relaxed);
         self.pressure.set_in_flight(in_flight);
         any
     }
 
-    fn complete(&mut self, connection: Option<&mut Connection>, completion: Completion) {
+    pub(super) fn complete(&mut self, connection: Option<&mut Connection>, completion: Completion) {
         let place = u32::try_from(completion.token).ok();
+        // Nobody waits for the requests of a connection that is gone.
+        let stopping = connection.as_ref().is_none_or(|connection| connection.is_waiting());
+        if let (Some(place), Err(error)) = (place, &completion.result)
+            && self.keep(place, stopping, error)
+        {
+            return;
+        }
         let Some((place, running)) = place.and_then(|place| Some((place, self.running.remove(place)?))) else {
             tracing::error!(token = completion.token, "an engine ended an operation that it was not given");
             return;
@@ -44,6 +51,9 @@ impl Disk {
             self.pressure.ended(running.begun, now, running.bytes());
         }
         self.note_for_flushes(place, &running, completion.result.is_ok());
+        if running.waited_for_space {
+            self.kept_ended(completion.result.is_ok());
+        }
         let mut connection = connection;
         if let Some(slot) = running.slot().filter(|_| running.is_own()) {
             self.wanted_is_read(slot, completion.result.is_ok());

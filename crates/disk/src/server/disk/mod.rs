@@ -1,7 +1,7 @@
 //! The disk behind the connections: requests in, operations on the image out, answers back.
 //!
 //! `intake`: taken -> what it changes is void -> `carriage`: hits answered in line -> misses wait their turn (slots, limits) ->
-//! image -> `completion`: tagged, noted, copied to the guest -> answered
+//! image -> `completion`: tagged, noted, copied to the guest -> answered (no space: kept and tried again, `space`)
 //!
 //! Requests wait in the order they came, so a large one cannot be starved by small ones, but for those that wait for something of
 //! their own; RAM hits do not wait. What is
@@ -16,6 +16,7 @@ mod filling;
 mod flushing;
 mod intake;
 mod joining;
+mod space;
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -34,7 +35,7 @@ use super::recorder::{Recorder, Tracking};
 use super::request::{Kind, Request, SERIAL_BYTES, Segment, Status};
 use super::running::Running;
 use super::slab::Slab;
-use super::{Backing, DiskOptions};
+use super::{Backing, DiskOptions, Tell};
 use crate::block::BLOCK_BYTES;
 use crate::buffer::BufferPool;
 use crate::clock::Clock;
@@ -45,6 +46,7 @@ use crate::limit::RateLimiter;
 use crate::pressure::Pressure;
 use crate::write_log::WriteLog;
 use flushing::Flushes;
+use space::Kept;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 /// Requests that are looked after at a time; further ones stay in their queues. Much of what is done for one is done for all
@@ -109,6 +111,8 @@ impl Job {
 }
 
 pub struct Disk {
+    name: String,
+    tell: Option<Tell>,
     pub device: Device,
     serial: [u8; SERIAL_BYTES],
     read_only: bool,
@@ -128,6 +132,7 @@ pub struct Disk {
     jobs: Slab<Job>,
     running: Slab<Running>,
     flushes: Flushes,
+    kept: Kept,
     /// What lies between writes and was not held: it is read, so that the next boot finds it.
     wanted: VecDeque<Range<u64>>,
     /// The blocks that are being read for that.
@@ -168,6 +173,8 @@ impl Disk {
         let length = options.serial.len().min(SERIAL_BYTES);
         serial[..length].copy_from_slice(&options.serial.as_bytes()[..length]);
         Self {
+            name: options.name.clone(),
+            tell: options.tell.clone(),
             device,
             serial,
             read_only,
@@ -186,6 +193,7 @@ impl Disk {
             jobs: Slab::default(),
             running: Slab::default(),
             flushes: Flushes::default(),
+            kept: Kept::default(),
             wanted: VecDeque::new(),
             reading: 0..0,
             waiting: VecDeque::new(),
@@ -243,6 +251,7 @@ impl Disk {
             job.cut_short();
             self.finish_if_done(None, id);
         }
+        self.give_up_kept(connection);
         self.parking.abandon(connection);
         self.throttled_since = None;
     }

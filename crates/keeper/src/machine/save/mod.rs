@@ -371,6 +371,8 @@ impl Machine {
     /// The guest stands still afterwards, or may; `go_on_from_save` mends either. The error is for the operator.
     fn take_moment(&mut self, generation: &Generation) -> Result<(), String> {
         let failed = |error: &dyn std::error::Error| crate::chain(error);
+        // A disk may have become full since the save was begun.
+        self.disks_must_have_space("save").map_err(|error| error.message)?;
         let connections = self.disk_connections();
         state::prepare(&generation.qmp, STATE_PATIENCE).map_err(|error| failed(&error))?;
         let Some(saving) = &mut self.saving else { return Ok(()) };
