@@ -58,6 +58,16 @@ pub enum EventKind {
     Request {
         verb: String,
     },
+    /// The guest did not shut down when it was asked to, or its QEMU does not answer: it is ended.
+    PowerCut {
+        why: String,
+    },
+    /// The next guest cannot be started yet, and is tried again.
+    StartWaits {
+        why: String,
+        /// RFC 3339, UTC.
+        next_start: String,
+    },
     QemuStarted {
         pid: u32,
         generation: u32,

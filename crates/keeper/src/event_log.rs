@@ -58,7 +58,8 @@ impl EventLog {
     /// Goes on where a former keeper's file ends, so that a reader's `since` holds over a restart.
     pub fn open(machine: &str, runtime_folder: &Path) -> io::Result<Self> {
         let records: VecDeque<_> = read_file(runtime_folder)?.into_iter().map(Arc::new).collect();
-        let journal = Journal::open(runtime_folder, FILE_BYTES_MAX)?;
+        let last = records.back().map_or(0, |record| record.sequence);
+        let journal = Journal::open(runtime_folder, FILE_BYTES_MAX, last)?;
         Ok(Self::with(machine, records, RING_RECORDS, Some(journal)))
     }
 
@@ -91,7 +92,8 @@ impl EventLog {
         self.inner.incarnation.store(incarnation, Relaxed);
     }
 
-    /// Adds a record and wakes the readers. Never fails: a full disk costs the file, not the machine.
+    /// Adds a record and wakes the readers. Never fails: what a full disk keeps out of the file is written when there is space,
+    /// as far as it is still in memory.
     pub fn record(&self, event: EventKind) -> u64 {
         let mut ring = self.ring();
         ring.last += 1;
@@ -102,11 +104,11 @@ impl EventLog {
             incarnation: self.inner.incarnation.load(Relaxed),
             event,
         });
-        ring.journal_append(&record);
         if ring.records.len() == ring.records_max {
             ring.records.pop_front();
         }
         ring.records.push_back(record);
+        ring.write_file();
         self.inner.news.notify_all();
         ring.last
     }
@@ -188,12 +190,33 @@ impl Ring {
         self.records.get(usize::try_from(index).ok()?).cloned()
     }
 
-    fn journal_append(&mut self, record: &EventRecord) {
-        let Some(journal) = &mut self.journal else { return };
-        if let Err(error) = journal.append(record) {
-            tracing::warn!(path = %journal.path.display(), %error, "events are no longer written to the file");
-            self.journal = None;
+    /// Everything that the file lacks: the newest record, and those before it for which there was no space.
+    fn write_file(&mut self) {
+        let Some(mut journal) = self.journal.take() else { return };
+        let written = self.write_missing(&mut journal);
+        match (written, journal.fails) {
+            (Err(error), false) => {
+                tracing::warn!(path = %journal.path.display(), %error, "events wait until the file can be written");
+            }
+            (Ok(()), true) => tracing::info!(path = %journal.path.display(), "events are written to the file again"),
+            _ => {}
         }
+        journal.fails = self.last > journal.written;
+        self.journal = Some(journal);
+    }
+
+    fn write_missing(&self, journal: &mut Journal) -> io::Result<()> {
+        let first_kept = self.records.front().map_or(0, |record| record.sequence);
+        let missed = first_kept.saturating_sub(journal.written + 1);
+        if missed > 0
+            && let Some(first) = self.records.front()
+        {
+            journal.append(&gap(first, missed))?;
+        }
+        while let Some(record) = self.after(journal.written) {
+            journal.append(&record)?;
+        }
+        Ok(())
     }
 }
 
@@ -203,18 +226,25 @@ struct Journal {
     file: File,
     bytes: u64,
     bytes_max: u64,
+    /// Sequence of the last record in it.
+    written: u64,
+    /// The last attempt to write left something out.
+    fails: bool,
 }
 
 impl Journal {
-    fn open(folder: &Path, bytes_max: u64) -> io::Result<Self> {
+    /// `written`: sequence of the last record in the files.
+    fn open(folder: &Path, bytes_max: u64, written: u64) -> io::Result<Self> {
         let path = folder.join(FILE_NAME);
         let mut file = OpenOptions::new().create(true).append(true).read(true).mode(0o600).open(&path)?;
         let bytes = file.metadata()?.len();
         // The last line of a killed keeper may be torn: what follows must not be glued to it.
+        let mut bytes = bytes;
         if bytes > 0 && !ends_with_newline(&file, bytes)? {
             file.write_all(b"\n")?;
+            bytes += 1;
         }
-        Ok(Self { path, file, bytes, bytes_max })
+        Ok(Self { path, file, bytes, bytes_max, written, fails: false })
     }
 
     fn append(&mut self, record: &EventRecord) -> io::Result<()> {
@@ -223,10 +253,15 @@ impl Journal {
         if self.bytes + line.len() as u64 > self.bytes_max {
             let folder = self.path.parent().unwrap_or(Path::new("."));
             fs::rename(&self.path, folder.join(OLD_FILE_NAME))?;
-            *self = Self::open(folder, self.bytes_max)?;
+            *self = Self { fails: self.fails, ..Self::open(folder, self.bytes_max, self.written)? };
         }
-        self.file.write_all(&line)?;
+        if let Err(error) = self.file.write_all(&line) {
+            // Nothing may follow on half a line.
+            let _ = self.file.set_len(self.bytes);
+            return Err(error);
+        }
         self.bytes += line.len() as u64;
+        self.written = record.sequence;
         Ok(())
     }
 }
@@ -350,7 +385,7 @@ mod tests {
     #[test]
     fn the_files_stay_within_their_bounds_and_keep_the_newest() {
         let folder = tempfile::tempdir().unwrap();
-        let journal = Journal::open(folder.path(), 2000).unwrap();
+        let journal = Journal::open(folder.path(), 2000, 0).unwrap();
         let log = EventLog::with("web", VecDeque::new(), 16, Some(journal));
         numbered(&log, 200);
         let bytes = |name| fs::metadata(folder.path().join(name)).unwrap().len();
@@ -360,10 +395,46 @@ mod tests {
         assert!(records.len() > 10, "{}", records.len());
     }
 
+    /// A log whose file takes nothing.
+    fn full(folder: &Path) -> EventLog {
+        let mut journal = Journal::open(folder, FILE_BYTES_MAX, 0).unwrap();
+        journal.file = OpenOptions::new().write(true).open("/dev/full").unwrap();
+        EventLog::with("web", VecDeque::new(), 8, Some(journal))
+    }
+
+    fn make_space(log: &EventLog, folder: &Path) {
+        let journal = Journal::open(folder, FILE_BYTES_MAX, 0).unwrap();
+        log.ring().journal.as_mut().unwrap().file = journal.file;
+    }
+
+    #[test]
+    fn events_are_written_when_there_is_space_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let log = full(folder.path());
+        numbered(&log, 5);
+        assert_eq!(read_file(folder.path()).unwrap(), []);
+        make_space(&log, folder.path());
+        log.record(EventKind::GuestPanicked);
+        let read: Vec<u64> = read_file(folder.path()).unwrap().iter().map(|record| record.sequence).collect();
+        assert_eq!(read, [1, 2, 3, 4, 5, 6]);
+    }
+
+    #[test]
+    fn events_that_no_longer_fit_leave_a_gap_that_is_told() {
+        let folder = tempfile::tempdir().unwrap();
+        let log = full(folder.path());
+        numbered(&log, 20);
+        make_space(&log, folder.path());
+        log.record(EventKind::GuestPanicked);
+        let read = read_file(folder.path()).unwrap();
+        assert_eq!(read[0].event, EventKind::Gap { missed: 13 });
+        assert_eq!(read.iter().map(|record| record.sequence).collect::<Vec<_>>(), (13..=21).collect::<Vec<_>>());
+    }
+
     #[test]
     fn a_file_that_cannot_be_written_does_not_stop_the_log() {
         let folder = tempfile::tempdir().unwrap();
-        let journal = Journal::open(folder.path(), 300).unwrap();
+        let journal = Journal::open(folder.path(), 300, 0).unwrap();
         let log = EventLog::with("web", VecDeque::new(), 16, Some(journal));
         // Turning the file over fails: a folder stands where the old one belongs.
         fs::create_dir(folder.path().join(OLD_FILE_NAME)).unwrap();

@@ -44,6 +44,9 @@ pub struct Journal {
     /// What the living guest's clock is off by since its last hop, in nanoseconds.
     #[serde(default)]
     pub clock_debt: ClockDebt,
+    /// What the operator ordered and the guest is about to do: the next keeper sees to it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ordered: Option<OrderNote>,
     /// The guest was being saved, or parked, and stands still for it.
     #[serde(default)]
     pub saving: bool,
@@ -72,6 +75,14 @@ pub struct Journal {
     pub started_with: Option<String>,
     /// The disks that QEMU was started with, in order: a keeper that takes over must serve the same.
     pub disks: Vec<DiskIdentity>,
+}
+
+/// An order that ends the living incarnation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OrderNote {
+    Reboot { cold: bool },
+    Stop,
 }
 
 /// A dump that a new keeper begins or goes on with.
@@ -174,6 +185,7 @@ impl Journal {
             qemu: None,
             hop: None,
             clock_debt: ClockDebt::default(),
+            ordered: None,
             saving: false,
             dump_holds: None,
             frozen: false,

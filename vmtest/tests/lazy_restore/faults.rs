@@ -195,7 +195,7 @@ fn a_clone_whose_disk_lies_over_another_image_by_now_is_not_run_until_that_is_pu
     fs::rename(&disk, &away).expect("it is there");
     fs::copy(&away, &disk).expect("there is room");
     clone.restart_keeper()?;
-    assert_eq!(clone.wait_keeper_end()?.code(), Some(2));
+    assert_eq!(clone.wait_keeper_end()?.code(), Some(75));
     let (said, named) = (clone.keeper_log(), format!("was made over {} as that was at @", disk.display()));
     assert!(said.contains(&named), "{said}");
     fs::rename(&away, &disk).expect("it is there");

@@ -11,8 +11,8 @@ use super::{Life, Purpose};
 use crate::config::{Config, DiskConfig, DiskFormat};
 use crate::problem::Problem;
 
-/// The last writes of a killed keeper hold the lock until the storage has taken them.
-const RUN_PATIENCE: Duration = Duration::from_secs(10);
+/// The last writes of a killed keeper hold the lock until the storage has taken them. As long as `LOCK_PATIENCE` of the machine.
+const RUN_PATIENCE: Duration = Duration::from_secs(30);
 
 pub fn check(config: &Config, life: Life, purpose: Purpose, problems: &mut Vec<Problem>) {
     shared_images(config, problems);

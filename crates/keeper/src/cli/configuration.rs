@@ -5,7 +5,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::{CliError, Context, Exit};
-use crate::check::{self, Purpose};
+use crate::check::{self, Purpose, life};
 use crate::config::{Config, Configured, InForce};
 use crate::machine::{could_take_over, in_force};
 use crate::problem::Problem;
@@ -15,8 +15,7 @@ use crate::upgrade::Consent;
 /// The checked configuration, of a guest that lives as well; the error holds everything that keeps the machine from running.
 pub fn for_run(file: &Path, root: &RuntimeRoot) -> Result<InForce, CliError> {
     let configured = Configured::load(file, root).and_then(|today| in_force(today, root));
-    let wrong = |problems| CliError::Configuration { file: file.to_owned(), problems };
-    let in_force = must_run(configured.map_err(wrong)?, file, root)?;
+    let in_force = must_run(configured.map_err(|problems| wrong(file, root, problems))?, file, root)?;
     if !in_force.pending.is_empty() {
         let keys: Vec<_> = in_force.pending.iter().map(|change| change.key.as_str()).collect();
         tracing::warn!(keys = keys.join(", "), "changed in the file, and not yet in force: a guest lives");
@@ -26,16 +25,15 @@ pub fn for_run(file: &Path, root: &RuntimeRoot) -> Result<InForce, CliError> {
 
 /// The same of a file that was made a moment ago, for a guest that does not live yet.
 pub fn for_new(file: &Path, root: &RuntimeRoot) -> Result<InForce, CliError> {
-    let wrong = |problems| CliError::Configuration { file: file.to_owned(), problems };
-    must_run(Configured::load(file, root).map_err(wrong)?.into(), file, root)
+    let configured = Configured::load(file, root).map_err(|problems| wrong(file, root, problems))?;
+    must_run(configured.into(), file, root)
 }
 
 fn must_run(in_force: InForce, file: &Path, root: &RuntimeRoot) -> Result<InForce, CliError> {
-    let wrong = |problems| CliError::Configuration { file: file.to_owned(), problems };
     let config = &in_force.now.config;
     let problems = check::check(config, root, Purpose::Run);
     if problems.iter().any(Problem::is_error) {
-        return Err(wrong(problems));
+        return Err(CliError::Surroundings { file: file.to_owned(), problems });
     }
     for problem in problems {
         tracing::warn!("{}: {}; {}", problem.subject, problem.message, problem.hint);
@@ -45,10 +43,29 @@ fn must_run(in_force: InForce, file: &Path, root: &RuntimeRoot) -> Result<InForc
     Ok(in_force)
 }
 
+/// A file that is wrong. A service manager gives up on such a machine, and must not while its guest lives.
+fn wrong(file: &Path, root: &RuntimeRoot, problems: Vec<Problem>) -> CliError {
+    let file = file.to_owned();
+    match life::living_qemu(&root.machine(&probable_name(&file))) {
+        Some(qemu) => CliError::CannotTakeOver { file, qemu_pid: qemu.pid, problems },
+        None => CliError::Configuration { file, problems },
+    }
+}
+
+/// The machine's name in a file that may not be understood; without one, the file's own name.
+fn probable_name(file: &Path) -> String {
+    let text = std::fs::read_to_string(file).unwrap_or_default();
+    let named = text.lines().map_while(|line| (!line.trim_start().starts_with('[')).then_some(line)).find_map(|line| {
+        let value = line.trim_start().strip_prefix("name")?.trim_start().strip_prefix('=')?.trim_start();
+        Some(value.strip_prefix(['"', '\''])?.split(['"', '\'']).next()?.to_owned())
+    });
+    named.unwrap_or_else(|| file.file_stem().unwrap_or_default().to_string_lossy().into_owned())
+}
+
 pub fn check(context: &mut Context<'_>, file: &Path) -> Result<Exit, CliError> {
-    let problems = match Config::load(file, &context.root) {
-        Ok(config) => check::check(&config, &context.root, Purpose::Check),
-        Err(problems) => problems,
+    let (problems, exit) = match Config::load(file, &context.root) {
+        Ok(config) => (check::check(&config, &context.root, Purpose::Check), Exit::Later),
+        Err(problems) => (problems, Exit::Wrong),
     };
     let errors = problems.iter().filter(|problem| problem.is_error()).count();
     if context.json {
@@ -59,7 +76,7 @@ pub fn check(context: &mut Context<'_>, file: &Path) -> Result<Exit, CliError> {
         }
         context.write_line(&verdict(file, errors, problems.len() - errors))?;
     }
-    Ok(if errors == 0 { Exit::Done } else { Exit::Wrong })
+    Ok(if errors == 0 { Exit::Done } else { exit })
 }
 
 /// Whether this program could go on with the machine, as far as that can be told beforehand.
@@ -70,7 +87,7 @@ pub fn check_take_over(context: &mut Context<'_>, file: &Path) -> Result<Exit, C
     let mut problems = check::check(&config, &context.root, Purpose::TakeOver);
     problems.retain(Problem::is_error);
     if !problems.is_empty() {
-        return Err(wrong(problems));
+        return Err(CliError::Surroundings { file: file.to_owned(), problems });
     }
     if !could_take_over(&config).map_err(CliError::TakeOver)? {
         return Err(context.not_running(&config.name));

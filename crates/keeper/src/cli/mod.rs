@@ -63,10 +63,12 @@ pub enum Exit {
     Done = 0,
     /// It was tried and failed.
     Failed = 1,
-    /// The command line or the configuration is wrong.
+    /// The command line or the configuration file is wrong, and must be changed.
     Wrong = 2,
     /// The machine does not run.
     NotRunning = 3,
+    /// The configuration file is in order, its surroundings are not, or not yet. sysexits.h calls this EX_TEMPFAIL.
+    Later = 75,
 }
 
 impl From<Exit> for ExitCode {
@@ -79,8 +81,9 @@ const EXIT_CODES: &str = "\
 Exit codes:
   0  done
   1  it was tried and failed
-  2  the command line or the configuration is wrong
-  3  the machine does not run";
+  2  the command line or the configuration file is wrong: change it
+  3  the machine does not run
+  75 the machine cannot run now (an image in use, a missing file, too little memory): try again";
 
 const EXAMPLES: &str = "\
 Examples:
@@ -124,7 +127,9 @@ enum Verb {
     #[command(after_help = "Example: hearth run /etc/hearth/web.toml")]
     Run(FileArgument),
     /// Say everything that is wrong with a configuration and its surroundings, without starting anything.
-    #[command(after_help = "Example: hearth check web.toml --json\n\nExit codes: 0 the machine can run, 2 it cannot")]
+    #[command(
+        after_help = "Example: hearth check web.toml --json\n\nExit codes: 0 the machine can run, 2 the file is wrong, 75 it cannot run now"
+    )]
     Check {
         #[command(flatten)]
         file: FileArgument,
@@ -369,6 +374,10 @@ pub enum CliError {
     Client(#[from] ClientError),
     #[error("{file}: the machine cannot run")]
     Configuration { file: PathBuf, problems: Vec<Problem> },
+    #[error("{file}: the machine cannot run now")]
+    Surroundings { file: PathBuf, problems: Vec<Problem> },
+    #[error("{file}: the machine's QEMU (pid {qemu_pid}) runs on; correct the file, and the next keeper takes it over")]
+    CannotTakeOver { file: PathBuf, qemu_pid: u32, problems: Vec<Problem> },
     #[error("no machine in {root} has been rejuvenated yet: do it with one, then ask again")]
     NoHistory { root: PathBuf },
     #[error("{name}: {what}")]
@@ -415,6 +424,7 @@ impl CliError {
         match self {
             Self::NotRunning { .. } | Self::Orphaned { .. } | Self::Parked { .. } => Exit::NotRunning,
             Self::Configuration { .. } => Exit::Wrong,
+            Self::Surroundings { .. } | Self::CannotTakeOver { .. } => Exit::Later,
             // `hearth events web | head` is no failure.
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => Exit::Done,
             _ => Exit::Failed,
@@ -481,7 +491,10 @@ fn complain(error: &CliError) {
     if error.exit() == Exit::Done {
         return;
     }
-    if let CliError::Configuration { problems, .. } = error {
+    if let CliError::Configuration { problems, .. }
+    | CliError::Surroundings { problems, .. }
+    | CliError::CannotTakeOver { problems, .. } = error
+    {
         problems.iter().for_each(|problem| eprintln!("{problem}"));
     }
     eprintln!("hearth: {}", crate::chain(error));

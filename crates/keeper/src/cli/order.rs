@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use hearth_api::{
-    Accepted, CrashRequest, DumpRequest, EndCause, EventKind, EventRecord, MachineState, RebootRequest,
+    Accepted, CrashMethod, CrashRequest, DumpRequest, EndCause, EventKind, EventRecord, MachineState, RebootRequest,
     RejuvenateRequest, SaveRequest, SaveThen, StopRequest,
 };
 
@@ -17,8 +17,11 @@ use crate::machine::GUEST_DIED_WITH_QEMU;
 use super::text::bytes;
 use super::{CliError, Context, Exit, events};
 
+/// A guest that crashes shows it within this time. Under emulation on a busy host a panic takes seconds.
+const CRASH_PATIENCE: Duration = Duration::from_secs(60);
 /// A keeper gives its clients two seconds to hear its last words.
 const FAREWELL_PATIENCE: Duration = Duration::from_secs(5);
+const CRASH_LOOK: Duration = Duration::from_millis(200);
 const FAREWELL_STEP: Duration = Duration::from_millis(5);
 
 /// What an order waits for.
@@ -60,7 +63,47 @@ pub fn stop(context: &mut Context<'_>, name: &str, request: StopRequest, wait: b
 pub fn crash(context: &mut Context<'_>, name: &str, request: CrashRequest, wait: bool) -> Result<Exit, CliError> {
     let goal = next_incarnation(context, name, wait)?;
     let accepted = context.ask(name, |client| client.crash(request))?;
+    if goal.is_some() {
+        must_crash(context, name, accepted.since, (request.method, CRASH_PATIENCE))?;
+    }
     conclude(context, name, accepted, goal)
+}
+
+/// Waits for the first sign of a crash: a guest that ignores the order shows none, ever.
+pub(super) fn must_crash(
+    context: &Context<'_>,
+    name: &str,
+    since: u64,
+    (method, patience): (CrashMethod, Duration),
+) -> Result<(), CliError> {
+    let deadline = Instant::now() + patience;
+    loop {
+        let events = context.ask(name, |client| client.events(since))?;
+        if events.iter().any(|record| shows_a_crash(&record.event)) {
+            return Ok(());
+        }
+        if Instant::now() >= deadline {
+            break;
+        }
+        std::thread::sleep(CRASH_LOOK);
+    }
+    let set_up = match method {
+        CrashMethod::Nmi => "does its kernel panic at an NMI (`sysctl kernel.unknown_nmi_panic=1`)?",
+        CrashMethod::Sysrq => "has it a keyboard driver, and SysRq on (`sysctl kernel.sysrq=1`)?",
+    };
+    let what = format!("the guest has not crashed within {} s; {set_up}", patience.as_secs());
+    Err(CliError::Machine { name: name.to_owned(), what })
+}
+
+fn shows_a_crash(event: &EventKind) -> bool {
+    matches!(
+        event,
+        EventKind::GuestPanicked
+            | EventKind::WatchdogExpired { .. }
+            | EventKind::QemuExited { .. }
+            | EventKind::IncarnationEnded { .. }
+            | EventKind::StateChanged { .. }
+    )
 }
 
 pub fn dump(context: &mut Context<'_>, name: &str, request: &DumpRequest, wait: bool) -> Result<Exit, CliError> {
@@ -153,10 +196,11 @@ fn wait_for(context: &mut Context<'_>, name: &str, accepted: Accepted, goal: Goa
         Err(error) => {
             // A machine that stops at once may be gone before it can be watched.
             let error = context.explained(name, error);
-            let stopped = goal == Goal::Stopped && matches!(error, CliError::NotRunning { .. });
-            return if stopped { Ok(()) } else { Err(error) };
+            let gone = goal == Goal::Stopped && matches!(error, CliError::NotRunning { .. });
+            return if gone { must_have_stopped(context, name, accepted.since) } else { Err(error) };
         }
     };
+    let mut stopped = false;
     for record in stream {
         let record = record.map_err(|error| context.explained(name, error))?;
         if context.json {
@@ -165,7 +209,10 @@ fn wait_for(context: &mut Context<'_>, name: &str, accepted: Accepted, goal: Goa
             context.write_line(&events::line(&record))?;
         }
         match goal.bearing(&record) {
-            Bearing::Reached if goal == Goal::Stopped => break,
+            Bearing::Reached if goal == Goal::Stopped => {
+                stopped = true;
+                break;
+            }
             Bearing::Reached => return Ok(()),
             Bearing::Lost => return Err(lost(name, Some(&record.event))),
             Bearing::Open => {}
@@ -173,10 +220,31 @@ fn wait_for(context: &mut Context<'_>, name: &str, accepted: Accepted, goal: Goa
     }
     // The keeper has ended, or is about to. Whoever starts the machine again must not meet it.
     if goal != Goal::Stopped {
-        return Err(lost(name, None));
+        return Err(cut_off(context, name));
     }
     wait_for_keepers_end(&context.root.machine(name));
-    Ok(())
+    if stopped { Ok(()) } else { must_have_stopped(context, name, accepted.since) }
+}
+
+/// A keeper that is gone may have died, and its guest live on: its log tells whether the machine has stopped.
+fn must_have_stopped(context: &Context<'_>, name: &str, since: u64) -> Result<(), CliError> {
+    let records = crate::event_log::read_file(&context.root.machine(name)).unwrap_or_default();
+    let stopped = |record: &EventRecord| {
+        record.sequence > since && matches!(record.event, EventKind::StateChanged { to: MachineState::Stopped, .. })
+    };
+    if records.iter().any(stopped) { Ok(()) } else { Err(cut_off(context, name)) }
+}
+
+/// The keeper ended before it was done.
+fn cut_off(context: &Context<'_>, name: &str) -> CliError {
+    match context.not_running(name) {
+        orphaned @ CliError::Orphaned { .. } => orphaned,
+        _ => {
+            let what =
+                format!("its keeper ended before this was done; `hearth status {name}` shows how the machine is");
+            CliError::Machine { name: name.to_owned(), what }
+        }
+    }
 }
 
 /// A keeper lets the machine's lock go with its process, which follows its last event within moments.

@@ -52,6 +52,8 @@ fn obey(command: &Command, events: &EventLog) -> Result<Answer, ApiError> {
             events.set_incarnation(3);
             events.record(EventKind::IncarnationStarted { generation: 3, warm: !request.cold });
         }
+        // Its keeper dies.
+        Command::Stop(request) if request.force => events.close(),
         Command::Stop(_) => {
             entered(MachineState::Running, MachineState::Stopping);
             entered(MachineState::Stopping, MachineState::Stopped);
@@ -400,6 +402,25 @@ fn orders_wait_for_their_end() {
     assert_eq!(fixture.json(&["reboot", "web", "--no-wait"]), serde_json::json!({"since": 8}));
 }
 
+#[test]
+fn stop_fails_when_the_keeper_dies_first() {
+    let fixture = fixture();
+    let expect = "web: its keeper ended before this was done; `hearth status web` shows how the machine is";
+    fixture.check_error(&["stop", "web", "--force"], Exit::Failed, expect);
+}
+
+#[test]
+fn a_guest_that_does_not_crash_is_not_waited_for() {
+    let fixture = fixture();
+    let mut out = Vec::new();
+    let context = Context { root: RuntimeRoot::new(fixture.folder.path()), json: false, out: &mut out };
+    let must_crash = |method| order::must_crash(&context, "web", 0, (method, std::time::Duration::ZERO));
+    let error = must_crash(CrashMethod::Nmi).unwrap_err().to_string();
+    assert!(error.contains("has not crashed within 0 s") && error.contains("unknown_nmi_panic"), "{error}");
+    fixture.events.record(EventKind::GuestPanicked);
+    must_crash(CrashMethod::Nmi).unwrap();
+}
+
 /// Holds a machine's lock as its keeper does.
 fn keepers_lock(folder: &Path) -> std::fs::File {
     std::fs::create_dir_all(folder).unwrap();
@@ -538,6 +559,35 @@ fn a_wrong_configuration_ends_with_its_problems() {
     let error = configuration::for_run(&file, &RuntimeRoot::new(fixture.folder.path())).unwrap_err();
     assert_eq!((error.exit(), error.to_string()), (Exit::Wrong, format!("{path}: the machine cannot run")));
     assert_eq!(fixture.run(&["config", path]).1.unwrap_err().exit(), Exit::Wrong);
+}
+
+#[test]
+fn the_give_up_code_is_for_a_wrong_file_without_a_guest() {
+    let fixture = fixture();
+    let root = RuntimeRoot::new(fixture.folder.path());
+    let file = fixture.folder.path().join("db.toml");
+    let exit = |text: &str| {
+        std::fs::write(&file, text).unwrap();
+        configuration::for_run(&file, &root).unwrap_err().exit()
+    };
+    let named = "name = \"db2\"\nmemroy = \"64MiB\"\n";
+    assert_eq!(exit(named), Exit::Wrong);
+    assert_eq!(exit("name = \"db2\"\nmemory = \"64MiB\"\n[boot]\nkernel = \"no-kernel\"\n"), Exit::Later);
+
+    // This process in the place of its QEMU.
+    for machine in ["db", "db2"] {
+        let folder = root.machine(machine);
+        std::fs::create_dir_all(&folder).unwrap();
+        let pid = std::process::id();
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        let start_ticks = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap().parse().unwrap();
+        let qemu = QemuIdentity { start_ticks, ..crate::sample::qemu_identity(pid) };
+        let journal = Journal { qemu: Some(qemu), ..Journal::new(machine, 64 << 20) };
+        journal.save(&folder.join("journal.json")).unwrap();
+        // Without a name that can be read, the file's own name counts.
+        assert_eq!(exit("nonsense"), Exit::Later, "{machine}");
+        assert_eq!(exit(named), if machine == "db2" { Exit::Later } else { Exit::Wrong }, "{machine}");
+    }
 }
 
 #[test]

@@ -19,6 +19,10 @@ pub fn describe(event: &EventKind) -> String {
         }
         EventKind::StateChanged { from, to } => format!("{} -> {}", from.name(), to.name()),
         EventKind::Request { verb } => format!("asked to {verb}"),
+        EventKind::PowerCut { why } => format!("the guest's power is cut: {why}"),
+        EventKind::StartWaits { why, next_start } => {
+            format!("the next guest cannot be started, tried again at {next_start}, or with `hearth reboot`: {why}")
+        }
         EventKind::QemuStarted { pid, generation, version, accelerator, accelerator_why } => {
             format!("QEMU {version} started, pid {pid}, generation {generation}, {accelerator} ({accelerator_why})")
         }

@@ -73,6 +73,20 @@ impl Machine {
         self.back_off = Some(BackOff { began: now, until: now + delay, next_start });
     }
 
+    /// As `back_off`, for want of something that the next guest needs.
+    pub(super) fn wait_to_start(&mut self, delay: Duration, why: String) {
+        self.note_idle_images();
+        let now = Instant::now();
+        let next_start = rfc3339(SystemTime::now() + delay);
+        let state_why = format!("the next guest cannot be started yet: {why}");
+        // Told once, and not at every try.
+        if self.state_why.as_ref() != Some(&state_why) {
+            self.record(EventKind::StartWaits { why, next_start: next_start.clone() });
+            self.state_why = Some(state_why);
+        }
+        self.back_off = Some(BackOff { began: now, until: now + delay, next_start });
+    }
+
     pub(super) fn backs_off_until(&self) -> Option<Instant> {
         self.back_off.as_ref().map(|back_off| back_off.until)
     }

@@ -92,8 +92,15 @@ impl Machine {
         Ok(())
     }
 
-    /// The next incarnation starts from what the dead one left.
+    /// The next incarnation starts from what the dead one left; from less, or later, if there is no space for it.
     pub(super) fn start_next(&mut self) -> Result<(), MachineError> {
+        match self.try_next() {
+            Err(error) if self.may_wait_for_space(&error) => self.wait_for_space(&error),
+            tried => tried,
+        }
+    }
+
+    pub(super) fn try_next(&mut self) -> Result<(), MachineError> {
         self.wanted = Wanted::Run;
         self.take_next_configuration();
         let next = self.next_incarnation()?;
@@ -208,6 +215,7 @@ impl Machine {
 
     pub(super) fn next_incarnation(&mut self) -> Result<Incarnation, MachineError> {
         self.journal.incarnation += 1;
+        (self.journal.ordered, self.asked_to_shut_down) = (None, false);
         self.journal.clock_debt = ClockDebt::default();
         self.forget_frozen();
         self.parts.event_log.set_incarnation(self.journal.incarnation);

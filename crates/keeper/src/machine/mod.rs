@@ -195,6 +195,8 @@ pub struct Machine {
     state_why: Option<String>,
     life: Option<Life>,
     wanted: Wanted,
+    /// The living guest was asked to shut down, and its power is cut if it does not.
+    asked_to_shut_down: bool,
     last_end: Option<EndCause>,
     timeline: Option<Timeline>,
     last_rejuvenation: Option<Rejuvenation>,
@@ -290,6 +292,7 @@ impl Machine {
             state_why: None,
             life: None,
             wanted: Wanted::Run,
+            asked_to_shut_down: false,
             last_end: None,
             timeline: None,
             last_rejuvenation: None,

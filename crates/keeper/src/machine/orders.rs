@@ -4,6 +4,8 @@ use std::time::{Duration, Instant};
 
 use hearth_api::{ApiError, CrashMethod, DiskSize, EndCause, ErrorWord, EventKind, MachineState, RebootRequest};
 
+use hearth_recovery::journal::OrderNote;
+
 use super::{DRAIN_PATIENCE, Life, Machine, MachineError, SHUTDOWN_PATIENCE, Wanted};
 use crate::control::{Answer, Command};
 
@@ -54,7 +56,28 @@ impl Machine {
         if !patience.is_zero() {
             self.press_power_button();
         }
+        self.note_order(Some(OrderNote::Reboot { cold: request.cold }));
         Ok(())
+    }
+
+    /// For a keeper that comes after this one: the guest may yet take its minute.
+    fn note_order(&mut self, order: Option<OrderNote>) {
+        self.journal.ordered = order;
+        self.save_journal();
+    }
+
+    /// What a keeper that died had been ordered to do with the living guest, which may have been asked already.
+    pub(super) fn go_on_with_order(&mut self) {
+        let power_off_at = Instant::now() + SHUTDOWN_PATIENCE;
+        match self.journal.ordered {
+            None => return,
+            Some(OrderNote::Reboot { cold }) => self.wanted = Wanted::Reboot { cold, power_off_at },
+            Some(OrderNote::Stop) => {
+                self.wanted = Wanted::Stop { power_off_at };
+                self.enter(MachineState::Stopping);
+            }
+        }
+        self.press_power_button();
     }
 
     pub(super) fn stop(&mut self, force: bool) -> Result<(), ApiError> {
@@ -77,11 +100,13 @@ impl Machine {
         if !patience.is_zero() {
             self.press_power_button();
         }
+        self.note_order(Some(OrderNote::Stop));
         self.enter(MachineState::Stopping);
         Ok(())
     }
 
-    fn press_power_button(&self) {
+    fn press_power_button(&mut self) {
+        self.asked_to_shut_down = true;
         if let Some(life) = &self.life
             && let Err(error) = life.generation.qmp.system_powerdown()
         {
@@ -139,6 +164,10 @@ impl Machine {
 
     /// The guest did not go by itself, or need not be asked.
     pub(super) fn power_off(&mut self) -> Result<(), MachineError> {
+        if std::mem::take(&mut self.asked_to_shut_down) {
+            let why = format!("it did not shut down within {} s", SHUTDOWN_PATIENCE.as_secs());
+            self.record(EventKind::PowerCut { why });
+        }
         let cause = match self.wanted {
             Wanted::Stop { .. } => EndCause::OperatorStop,
             Wanted::Reboot { .. } | Wanted::Run => EndCause::OperatorReboot,

@@ -1,18 +1,61 @@
-//! Disks whose images cannot grow because a file system of the host is full.
+//! Full file systems of the host.
 //!
-//! The guest's requests wait meanwhile (`hearth_disk`). Whatever stops the guest's queues would turn that into an error, so
-//! operations that do are refused.
+//! A disk whose image cannot grow has the guest's requests wait (`hearth_disk`). Whatever stops the guest's queues would turn
+//! that into an error, so operations that do are refused.
+//!
+//! A memory folder or runtime folder without space for the next guest: no space -> the ember is given up, so the reboot is
+//! cold -> still none -> the machine waits and tries again.
 
+use std::error::Error;
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use hearth_api::{ApiError, ErrorWord, EventKind};
 use hearth_disk::server::{Notice, Tell};
 
-use super::Machine;
+use hearth_recovery::incarnation::discard_files;
+
+use super::{Machine, MachineError};
 use crate::event::Event;
 
+/// Between two tries to start a guest for which there was no space.
+const START_EVERY: Duration = Duration::from_secs(5);
+
 impl Machine {
+    /// Whether space is all that is missing: nothing has been started.
+    pub(super) fn may_wait_for_space(&self, error: &MachineError) -> bool {
+        self.life.is_none() && is_out_of_space(error)
+    }
+
+    /// Tries once more without an ember, which takes as much memory as a guest; then later.
+    pub(super) fn wait_for_space(&mut self, error: &MachineError) -> Result<(), MachineError> {
+        let mut why = crate::chain(error);
+        self.discard_unused();
+        if self.ember.counts().remaining > 0 {
+            self.ember.extinguish();
+            tracing::warn!(why, "the reboot is cold");
+            if let Some(timeline) = &mut self.timeline {
+                timeline.turned_cold(why.clone());
+            }
+            match self.try_next() {
+                Err(error) if self.may_wait_for_space(&error) => why = crate::chain(&error),
+                tried => return tried,
+            }
+            self.discard_unused();
+        }
+        self.wait_to_start(START_EVERY, why);
+        Ok(())
+    }
+
+    /// The incarnation that did not begin: the next one has its number.
+    fn discard_unused(&mut self) {
+        self.warden.watch(None);
+        discard_files(&self.parts.folders.memory, self.journal.incarnation);
+        self.journal.incarnation -= 1;
+    }
+
     /// Leads a disk's notices into the machine's loop.
     pub(super) fn disk_notices(&self, disk: &str) -> Tell {
         let (tell, disk) = (self.parts.tell.clone(), disk.to_owned());
@@ -46,5 +89,34 @@ impl Machine {
         let (name, folder) = (disk.name(), self.folder_of_disk(disk.name()));
         let message = format!("cannot {what}: requests to disk {name} wait for space in {folder}");
         Err(ApiError::new(ErrorWord::WrongState, message).hint("free space there; the guest then goes on by itself"))
+    }
+}
+
+fn is_out_of_space(error: &(dyn Error + 'static)) -> bool {
+    let mut error = Some(error);
+    while let Some(link) = error {
+        let kind = link.downcast_ref::<io::Error>().map(io::Error::kind);
+        if matches!(kind, Some(io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)) {
+            return true;
+        }
+        error = link.source();
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use hearth_recovery::journal::JournalError;
+
+    use super::*;
+
+    #[test]
+    fn want_of_space_is_told_from_other_errors() {
+        let failed = |errno| JournalError::Io { path: "/j".into(), source: io::Error::from_raw_os_error(errno) };
+        let check = |errno, expect| assert_eq!(is_out_of_space(&MachineError::from(failed(errno))), expect, "{errno}");
+        check(libc::ENOSPC, true);
+        check(libc::EDQUOT, true);
+        check(libc::EIO, false);
+        check(libc::ENOENT, false);
     }
 }

@@ -108,6 +108,7 @@ impl Machine {
         if let (Some(life), Some(began)) = (&mut self.life, began) {
             life.began = began;
         }
+        self.go_on_with_order();
         match run_state.as_deref() {
             Ok("guest-panicked") => self.guest_panicked(),
             Ok("watchdog") => self.watchdog_expired("pause".to_owned()),
@@ -120,7 +121,8 @@ impl Machine {
 
     /// The QEMU was found while it died, and has said no more: a cold start, once it is gone.
     fn give_up_on(&mut self, pid: u32) -> Result<bool, MachineError> {
-        tracing::warn!(pid, "the QEMU that was to be taken over does not answer any more");
+        let why = format!("its QEMU (pid {pid}) does not answer its next keeper{}", stopped_by_whom(pid));
+        self.record(EventKind::PowerCut { why });
         if !hearth_qemu::kill_stray(pid) {
             tracing::error!(pid, "it does not end; the machine may not come to run");
         }
@@ -221,6 +223,16 @@ impl Machine {
             self.record(EventKind::Error { message });
         }
         numbers.into_iter().for_each(|number| discard_files(folder, number));
+    }
+}
+
+/// A process that somebody stopped answers nobody.
+fn stopped_by_whom(pid: u32) -> &'static str {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let state = status.lines().find_map(|line| line.strip_prefix("State:"));
+    match state.and_then(|state| state.trim_start().chars().next()) {
+        Some('T' | 't') => ": it is stopped (SIGSTOP, or a debugger)",
+        _ => "",
     }
 }
 
