@@ -2,14 +2,17 @@
 //!
 //! A reader thread takes every line: answers go to whoever asked, events to the callback. Commands and answers are the
 //! types of `qapi-qmp`; events are read leniently, because a newer QEMU may say more than the types know.
+//!
+//! QEMU is not trusted: a guest may have taken it over. What it says is bounded in length, in number and in what is kept of
+//! it (`reader`). A QEMU that passes a bound is reported (`QmpEvent::Misbehaves`) and not listened to any more.
 
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, IoSlice, Read, Seek, SeekFrom, Write};
+use std::io::{self, BufReader, IoSlice, Read, Seek, SeekFrom, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -26,6 +29,9 @@ pub(crate) const ANSWER_PATIENCE: Duration = Duration::from_secs(20);
 
 /// What a dump of one byte may take: 255 processors have some 400 KiB of notes, the guest's own note has at most 64 KiB.
 const REGISTERS_BYTES_MAX: u64 = 4 << 20;
+
+/// Longer than any word that QEMU has.
+const WORD_CHARS_MAX: usize = 100;
 
 /// What QEMU says by itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,10 +50,19 @@ pub enum QmpEvent {
     Resumed,
     /// A migration went on.
     Migration(Migration),
+    /// It breaks the protocol, or says too much: nothing more is heard of it, and it is to be ended.
+    Misbehaves(String),
     /// It has hung up: the last thing that is heard of it.
     HungUp,
     /// Any other event, by name.
     Other(String),
+}
+
+impl QmpEvent {
+    /// Whether it tells what becomes of the guest, and not how QEMU goes about something it was told to do.
+    pub fn is_of_the_guest(&self) -> bool {
+        matches!(self, Self::Shutdown { .. } | Self::GuestPanicked | Self::Watchdog { .. } | Self::Misbehaves(_))
+    }
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -111,7 +126,9 @@ impl Qmp {
             io::ErrorKind::ConnectionRefused => QmpError::Ended,
             _ => failed(error),
         })?;
-        let (answered, answers) = channel();
+        // A QEMU that does not read what it is told must not hold up whoever tells it.
+        stream.set_write_timeout(Some(ANSWER_PATIENCE)).map_err(failed)?;
+        let (answered, answers) = sync_channel(reader::ANSWERS_MAX);
         let listeners = Listeners::default();
         let heard = Arc::clone(&listeners);
         let lines = BufReader::new(stream.try_clone().map_err(failed)?);
@@ -125,7 +142,7 @@ impl Qmp {
                         tell(said.event);
                     }
                 };
-                read_all(lines, &answered, &hears);
+                reader::read_all(lines, &answered, &hears);
                 hears(Said { event: QmpEvent::HungUp, at: now() });
             })
             .map_err(failed)?;
@@ -175,9 +192,14 @@ impl Qmp {
             line["arguments"] = arguments;
         }
         let line = format!("{line}\n");
-        session.send(line.as_bytes(), descriptor).map_err(|source| match source.kind() {
-            io::ErrorKind::BrokenPipe => QmpError::Ended,
-            _ => QmpError::Send { command, source },
+        session.send(line.as_bytes(), descriptor).map_err(|source| {
+            // Half a line may have gone: nothing can follow on it.
+            let _ = session.stream.shutdown(std::net::Shutdown::Both);
+            match source.kind() {
+                io::ErrorKind::BrokenPipe => QmpError::Ended,
+                io::ErrorKind::WouldBlock => QmpError::Silent { command, waited: ANSWER_PATIENCE },
+                _ => QmpError::Send { command, source },
+            }
         })?;
         let mut answer = session.answer(id, command, patience)?;
         match answer.get("error") {
@@ -318,30 +340,6 @@ impl Drop for Qmp {
     }
 }
 
-fn read_all(lines: BufReader<UnixStream>, answered: &Sender<Value>, hears: &dyn Fn(Said)) {
-    for line in lines.lines() {
-        let Ok(line) = line else { return };
-        let Ok(message) = serde_json::from_str::<Value>(&line) else {
-            tracing::warn!(line, "QEMU said what is not QMP");
-            continue;
-        };
-        match event(&message) {
-            Some(event) => hears(Said { event, at: time(&message) }),
-            // Nobody waits once the session is dropped.
-            None => drop(answered.send(message)),
-        }
-    }
-}
-
-/// When an event was, by QEMU's own clock.
-fn time(message: &Value) -> Duration {
-    let part = |key: &str| message["timestamp"][key].as_u64();
-    match (part("seconds"), part("microseconds")) {
-        (Some(seconds), Some(microseconds)) => Duration::from_secs(seconds) + Duration::from_micros(microseconds),
-        _ => now(),
-    }
-}
-
 fn now() -> Duration {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default()
 }
@@ -350,18 +348,24 @@ fn event(message: &Value) -> Option<QmpEvent> {
     let name = message["event"].as_str()?;
     let data = &message["data"];
     Some(match name {
-        "SHUTDOWN" => QmpEvent::Shutdown {
-            guest: data["guest"].as_bool().unwrap_or(false),
-            reason: data["reason"].as_str().unwrap_or_default().to_owned(),
-        },
+        "SHUTDOWN" => {
+            QmpEvent::Shutdown { guest: data["guest"].as_bool().unwrap_or(false), reason: word(&data["reason"]) }
+        }
         "GUEST_PANICKED" => QmpEvent::GuestPanicked,
-        "WATCHDOG" => QmpEvent::Watchdog { action: data["action"].as_str().unwrap_or_default().to_owned() },
+        "WATCHDOG" => QmpEvent::Watchdog { action: word(&data["action"]) },
         "STOP" => QmpEvent::Stopped,
         "RESUME" => QmpEvent::Resumed,
-        "MIGRATION" => QmpEvent::Migration(Migration::of(data["status"].as_str().unwrap_or_default(), "")),
-        other => QmpEvent::Other(other.to_owned()),
+        "MIGRATION" => QmpEvent::Migration(Migration::of(&word(&data["status"]), "")),
+        _ => QmpEvent::Other(word(&message["event"])),
     })
 }
+
+/// A word of QEMU's, which may be kept and shown.
+fn word(value: &Value) -> String {
+    value.as_str().unwrap_or_default().chars().take(WORD_CHARS_MAX).collect()
+}
+
+mod reader;
 
 #[cfg(test)]
 mod tests {

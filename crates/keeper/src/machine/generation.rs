@@ -199,8 +199,11 @@ impl Generation {
         let number = identity.generation;
         let told = tell.clone();
         let qmp = Qmp::connect(&folders.qmp_socket(number), patience, &process, move |event| {
-            // Fails only when the machine's loop is gone.
-            let _ = told.send(Event::Qmp { generation: number, event });
+            // What the loop has no use for must not fill its queue.
+            if event.is_of_the_guest() {
+                // Fails only when the machine's loop is gone.
+                let _ = told.send(Event::Qmp { generation: number, event });
+            }
         });
         let qmp = match qmp {
             Ok(qmp) => qmp,

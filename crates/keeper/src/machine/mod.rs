@@ -475,9 +475,16 @@ impl Machine {
             QmpEvent::Shutdown { guest, reason } => self.shutdown_cause(guest, &reason),
             QmpEvent::GuestPanicked => self.guest_panicked(),
             QmpEvent::Watchdog { action } => self.watchdog_expired(action),
+            QmpEvent::Misbehaves(why) => self.qemu_misbehaves(&why),
             _ => {}
         }
         Ok(())
+    }
+
+    /// A QEMU that breaks QMP cannot be told anything any more, and may be a guest's by now.
+    fn qemu_misbehaves(&mut self, why: &str) {
+        self.record(EventKind::Error { message: format!("QEMU is ended: {why}") });
+        self.end_qemu(EndCause::QemuDied);
     }
 
     fn shutdown_cause(&mut self, guest: bool, reason: &str) {

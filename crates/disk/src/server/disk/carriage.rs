@@ -292,7 +292,8 @@ impl Disk {
                 job.pending += 1;
             }
         }
-        let running = Running { parts, operation, place: bytes, filled, begun: self.clock.now(), waited_for_space: false };
+        let running =
+            Running { parts, operation, place: bytes, filled, begun: self.clock.now(), waited_for_space: false };
         let place = self.running.insert(running);
         self.engine.push(Submission { token: u64::from(place), operation, offset, bytes: length });
         self.unsubmitted = true;
