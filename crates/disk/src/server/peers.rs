@@ -5,8 +5,8 @@
 //!                                                                                  \-> old starts them again: nothing happened
 //! ```
 //!
-//! Who starts queues serves. That is allowed to the one in waiting only while the other has none and nothing is on its
-//! way to the image: two QEMUs would otherwise answer one guest. A QEMU that tries is cut off.
+//! Who starts queues serves. That is allowed to the one in waiting only while the other has none and no request is in
+//! flight: two QEMUs would otherwise answer one guest. A QEMU that tries is cut off.
 
 use super::connection::Connection;
 
@@ -47,7 +47,7 @@ impl Peers {
         self.serving.iter_mut().chain(self.waiting.iter_mut())
     }
 
-    /// Whether this one may start queues now.
+    /// Whether this one may start queues now. `idle`: no request is in flight.
     pub fn may_start(&self, id: u32, idle: bool) -> bool {
         match &self.serving {
             Some(serving) if serving.id != id => idle && !serving.is_started(),

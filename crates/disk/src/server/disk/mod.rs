@@ -219,9 +219,14 @@ impl Disk {
         self.running.is_empty() && self.jobs.is_empty() && self.parking.is_empty()
     }
 
+    /// No request of a guest is in flight. What the disk reads for itself changes nothing and is answered to nobody.
+    pub fn serves_nobody(&self) -> bool {
+        self.jobs.is_empty() && self.parking.is_empty()
+    }
+
     /// The image as it is now, on its way into another file. None: something is in flight, and would be half in it.
     pub fn freeze(&self, target: File) -> Option<io::Result<Arc<FrozenImage>>> {
-        self.is_idle().then(|| self.image.freeze(target))
+        self.serves_nobody().then(|| self.image.freeze(target))
     }
 
     /// What the next connection's requests are recorded in.
