@@ -7,7 +7,7 @@ use crate::{Outcome, guest, set_up, told};
 
 struct Soak {
     name: &'static str,
-    /// The test binary of `vmtest`, and the test in it.
+    /// The test binary, and the test in it.
     binary: &'static str,
     test: &'static str,
     /// On two processors, under emulation.
@@ -15,7 +15,14 @@ struct Soak {
     says: &'static str,
 }
 
-const SOAKS: [Soak; 6] = [
+const SOAKS: [Soak; 7] = [
+    Soak {
+        name: "disks",
+        binary: "disk_simulation",
+        test: "soak::a_million_schedules",
+        minutes: 60,
+        says: "a million schedules of a simulated disk (SEEDS=1000000, FIRST=1)",
+    },
     Soak {
         name: "restores",
         binary: "lazy_restore",
@@ -103,7 +110,9 @@ mod tests {
     fn each_soak_is_a_test_that_is_left_out_otherwise() {
         for Soak { name, binary, test, .. } in &SOAKS {
             let (module, function) = test.split_once("::").expect("it lies in a module");
-            let file = paths::root().join(format!("vmtest/tests/{binary}/{module}.rs"));
+            let folders = ["vmtest", "crates/recovery"].map(|package| paths::root().join(package).join("tests"));
+            let files = folders.map(|folder| folder.join(format!("{binary}/{module}.rs")));
+            let file = files.iter().find(|file| file.exists()).expect("one of them has the module");
             let text = std::fs::read_to_string(&file).expect("the file of the module");
             let before = text.split(&format!("fn {function}()")).next().expect("a first piece");
             assert!(before.len() < text.len(), "{name}: no {function} in {}", file.display());

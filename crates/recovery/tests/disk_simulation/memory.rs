@@ -1,0 +1,114 @@
+//! Memory between the server and what answers in the disk's place: a place for the keeper's death, and for a process that writes to
+//! dead memory at the worst moment.
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::sync::{Arc, Mutex};
+
+use hearth_disk::block::{BLOCK_BYTES, DiskId};
+use hearth_disk::ledger::Ledger;
+use hearth_disk::tag::Tag;
+use hearth_disk::warm::{AfterServing, Answered, WarmSource};
+use hearth_recovery::boot_set::WarmSources;
+
+use crate::storage::{BLOCK, Shared, burn};
+
+/// An incarnation in the ember.
+pub struct Dead {
+    pub number: u32,
+    pub ram: File,
+    pub ledger: Arc<Mutex<Ledger>>,
+}
+
+pub struct Memory {
+    pub inner: Arc<WarmSources>,
+    pub storage: Shared,
+    pub dead: Arc<Mutex<Vec<Dead>>>,
+    pub haunted: bool,
+}
+
+impl Memory {
+    /// Where the block lies in dead memory.
+    fn find(&self, disk: DiskId, block: u64) -> Option<(File, u64)> {
+        let dead = self.dead.lock().unwrap();
+        dead.iter().find_map(|dead| {
+            let entry = dead.ledger.lock().unwrap().find(disk, block)?;
+            Some((dead.ram.try_clone().unwrap(), u64::from(entry.page.0) * BLOCK))
+        })
+    }
+}
+
+impl WarmSource for Memory {
+    fn serve(
+        &self,
+        disk: DiskId,
+        block: u64,
+        after: AfterServing,
+        copy: &mut dyn FnMut(&[u8; BLOCK_BYTES]),
+    ) -> Option<Tag> {
+        burn(&self.storage);
+        let place = if self.haunted { self.find(disk, block) } else { None };
+        self.inner.serve(disk, block, after, &mut |bytes| {
+            if let Some((ram, offset)) = &place {
+                ram.write_all_at(&[0xee; BLOCK_BYTES], *offset).unwrap();
+            }
+            copy(bytes);
+        })
+    }
+
+    fn may_hold(&self, disk: DiskId, blocks: Range<u64>) -> bool {
+        self.inner.may_hold(disk, blocks)
+    }
+
+    fn forget(&self, disk: DiskId, blocks: Range<u64>) {
+        self.inner.forget(disk, blocks);
+        burn(&self.storage);
+    }
+
+    fn holds_all(&self, disk: DiskId, blocks: Range<u64>) -> bool {
+        self.inner.holds_all(disk, blocks)
+    }
+
+    fn copy_of(&self, disk: DiskId, block: u64) -> Option<[u8; BLOCK_BYTES]> {
+        self.inner.copy_of(disk, block)
+    }
+
+    fn needed(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) {
+        self.inner.needed(disk, block, bytes);
+    }
+
+    fn take_up(&self, disk: DiskId, block: u64) {
+        self.inner.take_up(disk, block);
+    }
+
+    fn joins_writes(&self) -> bool {
+        self.inner.joins_writes()
+    }
+
+    fn learns(&self) -> bool {
+        self.inner.learns()
+    }
+
+    fn wants(&self, bytes: u64) -> bool {
+        self.inner.wants(bytes)
+    }
+
+    fn read_from_image(&self, disk: DiskId, block: u64, bytes: Option<&[u8; BLOCK_BYTES]>) {
+        burn(&self.storage);
+        self.inner.read_from_image(disk, block, bytes);
+    }
+
+    fn missed(&self, disk: DiskId, blocks: Range<u64>) {
+        self.inner.missed(disk, blocks);
+    }
+
+    fn answered(&self, disk: DiskId, how: Answered) {
+        self.inner.answered(disk, how);
+    }
+
+    fn written(&self, disk: DiskId, block: u64, start: usize, bytes: &[u8], request_bytes: u64) {
+        burn(&self.storage);
+        self.inner.written(disk, block, start, bytes, request_bytes);
+    }
+}
