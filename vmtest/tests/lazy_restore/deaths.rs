@@ -31,6 +31,9 @@ fn check(vm: &TestVm, snapshot: &Path, step: Step, mode: &str, nonce: &str) -> R
     }
     clone.restart_keeper()?;
     clone.wait_running()?;
+    // Told a moment after it runs.
+    let way = if is_begun(step) { "keeper_took_over" } else { "restored" };
+    clone.wait_event(way, |event| event["kind"] == way)?;
     let took_over = clone.events().iter().any(|event| event["kind"] == "keeper_took_over");
     assert_eq!(took_over, is_begun(step), "{what}");
     await_console(&clone)?;
