@@ -2,10 +2,12 @@
 //! are on their way (`arrival`).
 
 use std::fmt;
+use std::fs::File;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use imago::Storage;
@@ -15,6 +17,7 @@ use imago::storage::PreallocateMode;
 use imago::storage::drivers::CommonStorageHelper;
 
 use super::frozen::Guard;
+use super::tables::Tables;
 use crate::arrival::Arrival;
 use crate::block::BLOCK_BYTES;
 use crate::engine::{Completion, Engine, Operation, Submission};
@@ -78,21 +81,96 @@ impl Engine for GuardedEngine {
     }
 }
 
-/// The file of an image that has tables in it: where a change goes only the format library knows.
-#[derive(Debug)]
+/// The file of an image that has tables in it: where a change goes only the format library knows. Clones are of the same file; the
+/// library has one for tables and one for data.
+#[derive(Clone, Debug)]
 pub(crate) struct GuardedFile {
-    file: ImageFile,
+    file: Arc<ImageFile>,
+    /// The same, for what the library does not do.
+    descriptor: Arc<File>,
     guard: Guard,
     arrival: Option<Arc<Arrival>>,
     /// Of offsets and lengths; 1 through the page cache.
     alignment: usize,
+    /// Where changes may end at most: an entry of a damaged table may lead anywhere.
+    reach: u64,
+    /// Whether the library may free clusters; so it is once a change has failed. Shared by all clones.
+    may_free: Arc<AtomicBool>,
+    /// If this is for the tables.
+    tables: Option<Arc<Tables>>,
+    #[cfg(test)]
+    pub tape: Option<super::tape::Tape>,
 }
 
 impl GuardedFile {
     /// `alignment` is what the kernel tells. The library finds out by reading the file's start; if that is a hole, Linux
     /// takes any alignment there, and refuses it (EINVAL) where there is data: each write into a new cluster failed.
-    pub(super) fn new(file: ImageFile, guard: Guard, arrival: Option<Arc<Arrival>>, alignment: u64) -> Self {
-        Self { file, guard, arrival, alignment: alignment as usize }
+    pub(super) fn new(
+        file: ImageFile,
+        descriptor: File,
+        guard: Guard,
+        arrival: Option<Arc<Arrival>>,
+        alignment: u64,
+        reach: u64,
+    ) -> Self {
+        Self {
+            file: Arc::new(file),
+            descriptor: Arc::new(descriptor),
+            guard,
+            arrival,
+            alignment: alignment as usize,
+            reach,
+            may_free: Arc::default(),
+            tables: None,
+            #[cfg(test)]
+            tape: None,
+        }
+    }
+
+    /// The same file, for the library's changes of tables.
+    pub(super) fn of_tables(&self, tables: Arc<Tables>) -> Self {
+        Self { tables: Some(tables), ..self.clone() }
+    }
+
+    /// All that was written to the file is on the disk.
+    pub(super) fn sync_data(&self) -> io::Result<()> {
+        self.descriptor.sync_data()?;
+        #[cfg(test)]
+        super::tape::note(&self.tape, || super::tape::Event::Sync);
+        Ok(())
+    }
+
+    /// As [`Tables::let_free`]. Returns what held until now.
+    pub(super) fn let_free(&self, may_free: bool) -> bool {
+        self.may_free.swap(may_free, Relaxed)
+    }
+
+    /// The library gives back at once what it has taken for a change that failed. (One that is not supported it makes otherwise.)
+    fn ended(&self, change: io::Result<()>) -> io::Result<()> {
+        if change.as_ref().is_err_and(|error| error.kind() != io::ErrorKind::Unsupported) {
+            self.may_free.store(true, Relaxed);
+        }
+        change
+    }
+
+    /// Before a change of the file.
+    fn may_change(&self, offset: u64, bytes: u64) -> io::Result<()> {
+        if offset.checked_add(bytes).is_none_or(|end| end > self.reach) {
+            let problem = "a table of this image leads out of it; repair it with qemu-img check -r all";
+            return Err(io::Error::new(io::ErrorKind::InvalidData, problem));
+        }
+        #[cfg(test)]
+        super::tape::may_change(&self.tape)?;
+        self.guard.before_change(offset, bytes);
+        Ok(())
+    }
+
+    /// Tables are written as bytes: the library does that where this is refused.
+    fn must_be_data(&self) -> io::Result<()> {
+        match &self.tables {
+            Some(_) => Err(io::ErrorKind::Unsupported.into()),
+            None => Ok(()),
+        }
     }
 }
 
@@ -104,12 +182,18 @@ impl fmt::Display for GuardedFile {
 
 impl Storage for GuardedFile {
     fn mem_align(&self) -> usize {
+        if self.tables.is_some() {
+            return 1;
+        }
         let least = if self.alignment > 1 { BLOCK_BYTES } else { 1 };
         self.file.mem_align().max(least)
     }
 
     fn req_align(&self) -> usize {
-        self.file.req_align().max(self.alignment)
+        match &self.tables {
+            Some(tables) => tables.unit_bytes() as usize,
+            None => self.file.req_align().max(self.alignment),
+        }
     }
 
     fn zero_align(&self) -> usize {
@@ -133,6 +217,9 @@ impl Storage for GuardedFile {
     }
 
     unsafe fn pure_readv(&self, buffers: IoVectorMut<'_>, offset: u64) -> io::Result<()> {
+        if let Some(tables) = &self.tables {
+            return tables.read(buffers, offset);
+        }
         if let Some(arrival) = &self.arrival {
             arrival.wait(offset..offset.saturating_add(buffers.len()))?;
         }
@@ -141,27 +228,51 @@ impl Storage for GuardedFile {
     }
 
     unsafe fn pure_writev(&self, buffers: IoVector<'_>, offset: u64) -> io::Result<()> {
-        self.guard.before_change(offset, buffers.len());
+        if let Some(tables) = &self.tables {
+            return tables.write(&buffers, offset);
+        }
+        self.ended(self.may_change(offset, buffers.len()))?;
+        #[cfg(test)]
+        let bytes = {
+            let mut bytes = vec![0; buffers.len() as usize];
+            buffers.copy_into_slice(&mut bytes);
+            bytes
+        };
         // SAFETY: as above.
-        unsafe { self.file.pure_writev(buffers, offset) }
+        self.ended(unsafe { self.file.pure_writev(buffers, offset) })?;
+        #[cfg(test)]
+        super::tape::note(&self.tape, || super::tape::Event::Write { offset, bytes });
+        Ok(())
     }
 
     unsafe fn pure_write_zeroes(&self, offset: u64, length: u64) -> io::Result<()> {
-        self.guard.before_change(offset, length);
+        self.must_be_data()?;
+        self.ended(self.may_change(offset, length))?;
         // SAFETY: as above.
-        unsafe { self.file.pure_write_zeroes(offset, length) }
+        self.ended(unsafe { self.file.pure_write_zeroes(offset, length) })?;
+        #[cfg(test)]
+        super::tape::note(&self.tape, || super::tape::Event::Zero { offset, length, grows: true });
+        Ok(())
     }
 
     unsafe fn pure_write_allocated_zeroes(&self, offset: u64, length: u64) -> io::Result<()> {
-        self.guard.before_change(offset, length);
+        self.must_be_data()?;
+        self.ended(self.may_change(offset, length))?;
         // SAFETY: as above.
-        unsafe { self.file.pure_write_allocated_zeroes(offset, length) }
+        self.ended(unsafe { self.file.pure_write_allocated_zeroes(offset, length) })?;
+        #[cfg(test)]
+        super::tape::note(&self.tape, || super::tape::Event::Zero { offset, length, grows: true });
+        Ok(())
     }
 
     unsafe fn pure_discard(&self, offset: u64, length: u64) -> io::Result<()> {
-        self.guard.before_change(offset, length);
+        self.must_be_data()?;
+        self.ended(self.may_change(offset, length))?;
         // SAFETY: as above.
-        unsafe { self.file.pure_discard(offset, length) }
+        self.ended(unsafe { self.file.pure_discard(offset, length) })?;
+        #[cfg(test)]
+        super::tape::note(&self.tape, || super::tape::Event::Zero { offset, length, grows: false });
+        Ok(())
     }
 
     fn flush(&self) -> io::Result<()> {
@@ -169,11 +280,15 @@ impl Storage for GuardedFile {
     }
 
     fn sync(&self) -> io::Result<()> {
-        self.file.sync()
+        self.sync_data()
     }
 
+    /// The library is about to free clusters.
     fn settle_writes(&self) -> io::Result<()> {
-        self.file.settle_writes()
+        match &self.tables {
+            Some(_) if !self.may_free.load(Relaxed) => Err(io::Error::other("the image's tables may still name them")),
+            _ => self.file.settle_writes(),
+        }
     }
 
     unsafe fn invalidate_cache(&self) -> io::Result<()> {

@@ -20,12 +20,16 @@ use crate::engine::Engine;
 
 mod frozen;
 mod guarded;
+mod header;
 mod lock;
 mod open;
 mod overlay;
 mod qcow2;
 mod raw;
 mod reader;
+mod tables;
+#[cfg(test)]
+mod tape;
 #[cfg(test)]
 mod tests;
 
@@ -35,6 +39,8 @@ pub use overlay::{OverlayError, create_overlay, create_overlay_over_arriving};
 use qcow2::Qcow2Image;
 use raw::RawImage;
 pub use reader::{ImageReader, next_data};
+pub use tables::Committer;
+pub(crate) use tables::Tables;
 
 /// How the bytes of the virtual disk lie in the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -91,6 +97,15 @@ pub enum ImageError {
     Engine { path: PathBuf, source: io::Error },
 }
 
+/// What becomes of changes that a process before this one has noted, and not written into the image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unwritten {
+    /// They count: the guest that was told of them lives.
+    Keep,
+    /// The image counts, as its guest flushed it last.
+    Drop,
+}
+
 /// A disk image, locked for as long as it or one of its engines lives.
 #[derive(Debug)]
 pub struct Image {
@@ -122,6 +137,22 @@ impl Image {
             Format::Qcow2 => Contents::Qcow2(Qcow2Image::open(options, arrivals)?),
         };
         Ok(Self { path: options.path.clone(), read_only: options.read_only, contents })
+    }
+
+    /// Where an engine notes changes of the image's tables that it has not written into them yet, for the process that follows
+    /// if this one is killed: a file in host memory. Without it they end with this process, back to the last flush.
+    pub fn note_changes_in(&mut self, file: &Path, unwritten: Unwritten) {
+        if let Contents::Qcow2(qcow2) = &mut self.contents {
+            qcow2.note_changes_in(file, unwritten);
+        }
+    }
+
+    /// For whoever wants the image's file to be up to date.
+    pub fn committer(&self) -> Committer {
+        match &self.contents {
+            Contents::Raw(_) => Committer::default(),
+            Contents::Qcow2(qcow2) => qcow2.committer(),
+        }
     }
 
     pub fn path(&self) -> &Path {

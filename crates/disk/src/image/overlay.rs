@@ -17,6 +17,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use super::header::{Header, L1_BYTES_MAX};
+use super::{ImageError, access_error};
+
 const CLUSTER_BYTES: u64 = 64 << 10;
 const CLUSTER_BITS: u32 = 16;
 const HEADER_BYTES: u32 = 104;
@@ -31,6 +34,7 @@ const MARK_BYTES: usize = 24;
 const NAME_BYTES_MAX: usize = 1023;
 /// One L1 entry leads to so many bytes of the disk.
 const L1_ENTRY_BYTES: u64 = CLUSTER_BYTES / 8 * CLUSTER_BYTES;
+const DISK_BYTES_MAX: u64 = L1_BYTES_MAX / 8 * L1_ENTRY_BYTES;
 
 #[derive(Debug, thiserror::Error)]
 pub enum OverlayError {
@@ -40,6 +44,10 @@ pub enum OverlayError {
     Backing { path: PathBuf, source: io::Error },
     #[error("{path}: has a name that is too long for a backing image")]
     Name { path: PathBuf },
+    #[error("no image can be made over {path}")]
+    Refused { path: PathBuf, source: Box<ImageError> },
+    #[error("{path}: has {bytes} bytes, too many for a qcow2 image over it (at most {DISK_BYTES_MAX})")]
+    TooLarge { path: PathBuf, bytes: u64 },
 }
 
 /// Of a backing image: another one, or the same after a change, has another.
@@ -90,8 +98,11 @@ pub fn create_overlay_over_arriving(path: &Path, backing: &Path, format: &str) -
 
 fn create(path: &Path, backing: &Path, format: &str, mark: Option<Mark>) -> Result<(), OverlayError> {
     let disk_bytes = disk_bytes(backing, format)
-        .map_err(|source| OverlayError::Backing { path: backing.to_owned(), source })?
-        .next_multiple_of(512);
+        .map_err(|source| OverlayError::Refused { path: backing.to_owned(), source: Box::new(source) })?;
+    if disk_bytes > DISK_BYTES_MAX {
+        return Err(OverlayError::TooLarge { path: backing.to_owned(), bytes: disk_bytes });
+    }
+    let disk_bytes = disk_bytes.next_multiple_of(512);
     let name = backing.as_os_str().as_bytes();
     if name.len() > NAME_BYTES_MAX {
         return Err(OverlayError::Name { path: backing.to_owned() });
@@ -108,13 +119,13 @@ fn create(path: &Path, backing: &Path, format: &str, mark: Option<Mark>) -> Resu
 }
 
 /// As the guest sees it.
-fn disk_bytes(path: &Path, format: &str) -> io::Result<u64> {
+fn disk_bytes(path: &Path, format: &str) -> Result<u64, ImageError> {
+    let unreadable = |error| access_error(path, "read", error);
     if format != "qcow2" {
-        return Ok(fs::metadata(path)?.len());
+        return Ok(fs::metadata(path).map_err(unreadable)?.len());
     }
-    let mut header = [0; 32];
-    std::os::unix::fs::FileExt::read_exact_at(&fs::File::open(path)?, &mut header, 0)?;
-    Ok(u64::from_be_bytes(header[24..32].try_into().expect("8 bytes")))
+    let file = fs::File::open(path).map_err(unreadable)?;
+    Header::read(&file, path, None).map(|header| header.bytes)
 }
 
 /// `extensions`: of its header, each with its type.

@@ -19,23 +19,21 @@ use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder, StorageOpen
 
 use super::frozen::{FrozenImage, Guard};
 use super::guarded::{GuardedEngine, GuardedFile, Witness};
-use super::open::{Opened, open_file, read_aligned, stop_read_ahead};
-use super::overlay::{BACKING_FORMAT, BACKING_MARK, Mark};
-use super::{Format, ImageError, ImageOptions, access_error, check_kind, lock};
+use super::header::{Geometry, Header};
+use super::open::{Opened, open_file, stop_read_ahead};
+use super::overlay::Mark;
+use super::tables::{Change, Committer, TableLog, Tables, unit_bytes};
+use super::{Format, ImageError, ImageOptions, Unwritten, access_error, check_kind, lock};
 use crate::arrival::{Arrival, Arrivals};
 use crate::block::SECTOR_BYTES;
-use crate::buffer::{BufferPool, Pages};
+use crate::buffer::BufferPool;
 use crate::engine::Engine;
 use crate::engine::qcow2::{Chain, Qcow2Engine};
 
 /// Longer chains are loops, or a management program gone wrong.
 const CHAIN_MAX: usize = 64;
 
-/// The header, its extensions and the backing name all lie in the first cluster, of which we look at this much.
-const HEADER_BYTES: usize = 64 * 1024;
-
 const CONVERT: &str = "rewrite it with qemu-img convert";
-const REPAIR: &str = "repair it with qemu-img check -r all";
 const PUT_BACK: &str = "put the right one back (cp -a), or if only its time is another, give it that one (touch -d)";
 const REBASE: &str = "name it with qemu-img rebase -u -b FILE -F raw (or qcow2)";
 
@@ -46,12 +44,17 @@ pub(super) struct Qcow2Image {
     /// From the top image down to the base.
     layers: Vec<Layer>,
     bytes: u64,
-    cluster_bytes: u32,
     has_zero_clusters: bool,
+    geometry: Geometry,
+    /// Where changes of tables are noted.
+    log: Option<(PathBuf, Unwritten)>,
+    committer: Committer,
     /// Shared with the engine while there is one.
     lease: Arc<()>,
     /// Before changes of the top image; the others are not changed.
     guard: Guard,
+    #[cfg(test)]
+    pub tape: Option<super::tape::Tape>,
 }
 
 #[derive(Debug)]
@@ -64,6 +67,8 @@ struct Layer {
     cache: String,
     /// While its bytes are on their way.
     arrival: Option<Arc<Arrival>>,
+    /// None: it is raw.
+    geometry: Option<Geometry>,
 }
 
 impl Qcow2Image {
@@ -71,7 +76,7 @@ impl Qcow2Image {
         let (top, header) = open_layer(options, Format::Qcow2, arrivals)?;
         let header = header.expect("a qcow2 layer has a header");
         let bytes = header.bytes - header.bytes % SECTOR_BYTES;
-        let (cluster_bytes, has_zero_clusters) = (header.cluster_bytes, header.has_zero_clusters);
+        let (geometry, has_zero_clusters) = (header.geometry, header.has_zero_clusters);
         if bytes == 0 {
             return Err(ImageError::Empty { path: options.path.clone() });
         }
@@ -83,13 +88,17 @@ impl Qcow2Image {
             read_only: options.read_only,
             layers,
             bytes,
-            cluster_bytes,
             has_zero_clusters,
+            geometry,
+            log: None,
+            committer: Committer::default(),
             lease: Arc::new(()),
             guard: Guard::default(),
+            #[cfg(test)]
+            tape: None,
         };
         // Opened once now, so that damaged tables are told at the start and not by the first read.
-        image.chain(true)?;
+        image.chain()?;
         Ok(image)
     }
 
@@ -98,7 +107,15 @@ impl Qcow2Image {
     }
 
     pub(super) fn cluster_bytes(&self) -> u32 {
-        self.cluster_bytes
+        self.geometry.cluster_bytes as u32
+    }
+
+    pub(super) fn committer(&self) -> Committer {
+        self.committer.clone()
+    }
+
+    pub(super) fn note_changes_in(&mut self, file: &Path, unwritten: Unwritten) {
+        self.log = Some((file.to_owned(), unwritten));
     }
 
     /// The lowest image, if it is raw: only that one can be.
@@ -118,8 +135,11 @@ impl Qcow2Image {
         }
         let through_cache = self.layers.iter().filter(|layer| layer.alignment == 1);
         through_cache.for_each(|layer| stop_read_ahead(&layer.file));
-        let chain = self.chain(self.read_only)?;
-        let engine = Qcow2Engine::start(chain, &self.path, self.read_only, pool, self.lease.clone())
+        let (chain, tables) = match self.read_only {
+            true => (self.chain()?, None),
+            false => self.writable_chain().map(|(chain, tables)| (chain, Some(tables)))?,
+        };
+        let engine = Qcow2Engine::start(chain, &self.path, tables, pool, self.lease.clone())
             .map_err(|source| ImageError::Engine { path: self.path.clone(), source })?;
         // Only there an offset of the disk is one of the file.
         let base = self.layers.last().filter(|base| base.format != Format::Qcow2);
@@ -129,8 +149,9 @@ impl Qcow2Image {
         })
     }
 
-    /// The file of the top image. Its tables are in it: each change is settled before it is reported.
+    /// The file of the top image, with what is held of its tables.
     pub(super) fn freeze(&self, target: File) -> io::Result<Arc<FrozenImage>> {
+        self.committer.commit()?;
         self.guard.freeze(self.layers[0].file.try_clone()?, target)
     }
 
@@ -143,32 +164,76 @@ impl Qcow2Image {
         format!("qcow2, one worker thread, {}{backing}", self.layers[0].cache)
     }
 
-    /// The images on top of each other, base first.
-    pub(super) fn chain(&self, read_only: bool) -> Result<Chain, ImageError> {
-        let mut below = None;
-        for (depth, layer) in self.layers.iter().enumerate().rev() {
-            let opened = layer.open_over(below, &self.guard, depth == 0 && !read_only);
-            below = Some(opened.map_err(|error| access_error(&layer.path, "read", error))?);
-        }
-        Ok(below.expect("a chain has at least its top"))
+    /// The images on top of each other, base first, to be read.
+    pub(super) fn chain(&self) -> Result<Chain, ImageError> {
+        self.layers.iter().rev().try_fold(None, |below, layer| layer.open_over(below, &self.guard).map(Some)).map(made)
+    }
+
+    /// The same, the top one to be changed: its tables are, and its data.
+    pub(super) fn writable_chain(&self) -> Result<(Chain, Arc<Tables>), ImageError> {
+        let (top, backing) = self.layers.split_first().expect("a chain has at least its top");
+        let below =
+            backing.iter().rev().try_fold(None, |below, layer| layer.open_over(below, &self.guard).map(Some))?;
+        let written = |error| access_error(&self.path, "write", error);
+        #[cfg_attr(not(test), expect(unused_mut, reason = "tests record what is done to it"))]
+        let mut data = top.storage(&self.guard, true).map_err(written)?;
+        #[cfg(test)]
+        data.tape.clone_from(&self.tape);
+        self.geometry.check_entries(&data, true).map_err(|error| access_error(&self.path, "read", error))?;
+        let log = self.open_log()?;
+        let tables = Tables::new(data.clone(), self.geometry.cluster_bytes, log).map(Arc::new).map_err(written)?;
+        self.committer.set(&tables);
+        let builder = Qcow2::<GuardedFile>::builder(data.of_tables(tables.clone()));
+        let builder = builder.write(true).backing(below).data_file(Some(data));
+        let top = builder.open(DenyImplicitOpenGate::default()).map_err(written)?;
+        Ok((FormatAccess::new(top), tables))
+    }
+
+    fn open_log(&self) -> Result<Option<(TableLog, Vec<Change>)>, ImageError> {
+        let Some((path, unwritten)) = &self.log else { return Ok(None) };
+        let (image, unit_bytes) = (&self.layers[0].file, unit_bytes(self.geometry.cluster_bytes));
+        let opened = match unwritten {
+            Unwritten::Keep => TableLog::open(path, image, unit_bytes),
+            Unwritten::Drop => TableLog::drop_changes(path, image, unit_bytes).map(|log| (log, Vec::new())),
+        };
+        #[cfg(test)]
+        let opened = opened.map(|(mut log, changes)| {
+            log.tape.clone_from(&self.tape);
+            (log, changes)
+        });
+        opened.map(Some).map_err(|error| access_error(&self.path, "note the changes of", error))
     }
 }
 
+fn made(chain: Option<Chain>) -> Chain {
+    chain.expect("a chain has at least its top")
+}
+
 impl Layer {
-    fn open_over(&self, below: Option<Chain>, guard: &Guard, write: bool) -> io::Result<Chain> {
+    fn storage(&self, guard: &Guard, write: bool) -> io::Result<GuardedFile> {
         // A duplicate shares the open file description, and with it the lock.
         let file = File::from(self.file.as_fd().try_clone_to_owned()?);
+        let descriptor = file.try_clone()?;
         let options = StorageOpenOptions::new().filename(&self.path).write(write).direct(self.alignment > 1);
         let file = ImageFile::from_open_file(file, options)?;
-        let storage = GuardedFile::new(file, guard.clone(), self.arrival.clone(), self.alignment);
-        let gate = DenyImplicitOpenGate::default();
-        Ok(match self.format {
-            Format::Qcow2 => {
-                let builder = Qcow2::<GuardedFile>::builder(storage).write(write).backing(below).data_file(None);
-                FormatAccess::new(builder.open(gate)?)
-            }
-            Format::Auto | Format::Raw => FormatAccess::new(Raw::builder(storage).write(write).open(gate)?),
-        })
+        let reach = self.geometry.map_or(u64::MAX, |geometry| geometry.reach);
+        Ok(GuardedFile::new(file, descriptor, guard.clone(), self.arrival.clone(), self.alignment, reach))
+    }
+
+    /// To be read.
+    fn open_over(&self, below: Option<Chain>, guard: &Guard) -> Result<Chain, ImageError> {
+        let opened = self.storage(guard, false).and_then(|storage| {
+            let gate = DenyImplicitOpenGate::default();
+            Ok(match self.geometry {
+                Some(geometry) => {
+                    geometry.check_entries(&storage, false)?;
+                    let builder = Qcow2::<GuardedFile>::builder(storage).write(false).backing(below).data_file(None);
+                    FormatAccess::new(builder.open(gate)?)
+                }
+                None => FormatAccess::new(Raw::builder(storage).write(false).open(gate)?),
+            })
+        });
+        opened.map_err(|error| access_error(&self.path, "read", error))
     }
 }
 
@@ -211,7 +276,8 @@ fn open_layer(
         Format::Qcow2 => Some(Header::read(&file, path, arrival.as_deref())?),
         Format::Auto | Format::Raw => None,
     };
-    Ok((Layer { path: path.clone(), format, file, alignment, cache, arrival }, header))
+    let geometry = header.as_ref().map(|header| header.geometry);
+    Ok((Layer { path: path.clone(), format, file, alignment, cache, arrival, geometry }, header))
 }
 
 /// A backing image as it was when the image over it was made.
@@ -247,118 +313,4 @@ fn backing_of(header: &Header, layers: &[Layer]) -> Result<Option<(PathBuf, Form
     };
     // A relative name counts from the image that holds it.
     Ok(Some((image.parent().unwrap_or(Path::new("")).join(name), format)))
-}
-
-/// What we need to know of a qcow2 header (QEMU's docs/interop/qcow2.txt).
-///
-/// ```text
-///  0 magic  4 version  8 backing name: offset u64  16 its length u32  20 cluster bits u32  24 size u64
-/// 32 encryption u32  72 incompatible features u64 (version 3)  100 header length u32 (version 3), then extensions
-/// ```
-#[derive(Debug)]
-struct Header {
-    bytes: u64,
-    cluster_bytes: u32,
-    has_zero_clusters: bool,
-    backing: Option<String>,
-    backing_format: Option<String>,
-    /// If the image is one of our own.
-    backing_mark: Option<Mark>,
-}
-
-impl Header {
-    fn read(file: &File, path: &Path, arrival: Option<&Arrival>) -> Result<Self, ImageError> {
-        let there = arrival.map_or(Ok(()), |arrival| arrival.wait(0..HEADER_BYTES as u64));
-        let start = there.and_then(|()| read_start(file)).map_err(|error| access_error(path, "read", error))?;
-        Self::parse(&start).map_err(|defect| match defect {
-            Defect::NotQcow2 => ImageError::NotQcow2 { path: path.into() },
-            Defect::Named(problem, remedy) => ImageError::Qcow2 { path: path.into(), problem, remedy },
-        })
-    }
-
-    /// `start` is the first bytes of the file: the guest's owner may have got them from anywhere.
-    fn parse(start: &[u8]) -> Result<Self, Defect> {
-        if start.get(..4) != Some(b"QFI\xfb") {
-            return Err(Defect::NotQcow2);
-        }
-        let cut_off = || Defect::Named("ends within its header".into(), "restore it from a copy");
-        let u32_at = |at: usize| bytes_at(start, at).map(u32::from_be_bytes).ok_or_else(cut_off);
-        let u64_at = |at: usize| bytes_at(start, at).map(u64::from_be_bytes).ok_or_else(cut_off);
-        let header_bytes = match u32_at(4)? {
-            2 => 72,
-            3 => {
-                check_features(u64_at(72)?)?;
-                u32_at(100)? as usize
-            }
-            version => return Err(Defect::Named(format!("has the unknown version {version}"), CONVERT)),
-        };
-        if u32_at(32)? != 0 {
-            return Err(Defect::Named("is encrypted".into(), CONVERT));
-        }
-        let cluster_bits = u32_at(20)?;
-        if !(9..=21).contains(&cluster_bits) {
-            return Err(Defect::Named(format!("has clusters of 2^{cluster_bits} bytes"), "restore it from a copy"));
-        }
-        let backing = match (u64_at(8)?, u32_at(16)? as usize) {
-            (0, _) | (_, 0) => None,
-            (offset, length) => {
-                let name = usize::try_from(offset).ok().and_then(|at| start.get(at..at.checked_add(length)?));
-                Some(String::from_utf8_lossy(name.ok_or_else(cut_off)?).into_owned())
-            }
-        };
-        let extension = |kind| find_extension(start, header_bytes, kind);
-        let backing_format = extension(BACKING_FORMAT).map(|format| String::from_utf8_lossy(format).into_owned());
-        let named = backing.as_deref().map(str::as_bytes);
-        let backing_mark = extension(BACKING_MARK).zip(named).and_then(|(mark, name)| Mark::read(mark, name));
-        let (bytes, has_zero_clusters) = (u64_at(24)?, u32_at(4)? >= 3);
-        Ok(Self { bytes, cluster_bytes: 1 << cluster_bits, has_zero_clusters, backing, backing_format, backing_mark })
-    }
-}
-
-#[derive(Debug)]
-enum Defect {
-    NotQcow2,
-    Named(String, &'static str),
-}
-
-fn check_features(incompatible: u64) -> Result<(), Defect> {
-    const KNOWN: [(&str, &str); 5] = [
-        ("was not closed cleanly (lazy refcounts)", REPAIR),
-        ("is marked corrupt", REPAIR),
-        ("keeps its data in an external file", CONVERT),
-        ("is compressed with zstd", CONVERT),
-        ("has extended L2 entries", CONVERT),
-    ];
-    if incompatible == 0 {
-        return Ok(());
-    }
-    let bit = incompatible.trailing_zeros() as usize;
-    let unknown = || (format!("needs the unknown feature {bit}"), CONVERT);
-    let (problem, remedy) = KNOWN.get(bit).map_or_else(unknown, |&(problem, remedy)| (problem.into(), remedy));
-    Err(Defect::Named(problem, remedy))
-}
-
-/// Extensions are (type u32, length u32, data padded to 8), ended by type 0.
-fn find_extension(start: &[u8], mut at: usize, wanted: u32) -> Option<&[u8]> {
-    loop {
-        let kind = u32::from_be_bytes(bytes_at(start, at)?);
-        let length = u32::from_be_bytes(bytes_at(start, at.checked_add(4)?)?) as usize;
-        let data = at.checked_add(8)?;
-        match kind {
-            0 => return None,
-            kind if kind == wanted => return start.get(data..data.checked_add(length)?),
-            _ => at = data.checked_add(length)?.checked_next_multiple_of(8)?,
-        }
-    }
-}
-
-fn bytes_at<const N: usize>(start: &[u8], at: usize) -> Option<[u8; N]> {
-    start.get(at..at.checked_add(N)?)?.try_into().ok()
-}
-
-/// The first bytes of a file that may be open with O_DIRECT.
-fn read_start(file: &File) -> io::Result<Vec<u8>> {
-    let mut pages = Pages::new(HEADER_BYTES)?;
-    let length = read_aligned(file, pages.bytes_mut(), 0)?;
-    Ok(pages.bytes_mut()[..length].to_vec())
 }

@@ -52,7 +52,7 @@ impl ImageReader {
         let image = Image::open_over(&options, arrivals)?;
         let data = match &image.contents {
             Contents::Raw(raw) => Data::Raw(raw.file().map_err(|error| super::access_error(path, "read", error))?),
-            Contents::Qcow2(qcow2) => Data::Qcow2(Mutex::new(qcow2.chain(true)?)),
+            Contents::Qcow2(qcow2) => Data::Qcow2(Mutex::new(qcow2.chain()?)),
         };
         Ok(Self { image, data })
     }
@@ -176,12 +176,13 @@ mod tests {
         file.write_all_at(&[8; 512], 600 * MIB).unwrap();
         create_overlay(&middle, &base, "raw").unwrap();
         let write = |path: &Path, at: u64, zeroes: bool| {
-            let image = qcow2_of(path);
+            let (image, tables) = qcow2_of(path);
             match zeroes {
                 true => image.write_zeroes(at, 64 << 10).unwrap(),
                 false => image.write(&[9; 512][..], at).unwrap(),
             }
             image.flush().unwrap();
+            tables.commit().unwrap();
         };
         write(&middle, 200 * MIB, false);
         create_overlay(&top, &middle, "qcow2").unwrap();
@@ -207,11 +208,11 @@ mod tests {
     }
 
     /// To be written to.
-    fn qcow2_of(path: &Path) -> Chain {
+    fn qcow2_of(path: &Path) -> (Chain, std::sync::Arc<crate::image::Tables>) {
         let (path, format) = (path.to_owned(), Format::Qcow2);
         let options = ImageOptions { path, format, read_only: false, direct: false, lock_patience: Duration::ZERO };
         match Image::open(&options).unwrap().contents {
-            Contents::Qcow2(qcow2) => qcow2.chain(false).unwrap(),
+            Contents::Qcow2(qcow2) => qcow2.writable_chain().unwrap(),
             Contents::Raw(_) => unreachable!("it was opened as qcow2"),
         }
     }

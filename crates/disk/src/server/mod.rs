@@ -60,7 +60,7 @@ use crate::buffer::BufferPool;
 use crate::clock::Clock;
 use crate::engine::Engine;
 use crate::gate::Gate;
-use crate::image::{FrozenImage, Image, ImageError};
+use crate::image::{Committer, FrozenImage, Image, ImageError};
 use crate::limit::Limits;
 use crate::pressure::Pressure;
 use crate::write_log::WriteLog;
@@ -202,6 +202,7 @@ pub struct DiskServer {
     name: String,
     description: String,
     bytes: AtomicU64,
+    committer: Committer,
     socket: PathBuf,
     counters: Arc<Counters>,
     pressure: Pressure,
@@ -228,6 +229,7 @@ impl DiskServer {
     pub fn start_with(options: DiskOptions, backing: Backing, tracking: Option<Tracking>) -> Result<Self, ServerError> {
         let (name, socket) = (options.name.clone(), options.socket.clone());
         let (description, bytes) = (backing.image.describe(), AtomicU64::new(backing.image.bytes()));
+        let committer = backing.image.committer();
         let (started, start) = mpsc::channel();
         let death = Arc::new(Death::default());
         let thread_death = Arc::clone(&death);
@@ -244,7 +246,7 @@ impl DiskServer {
         let Handle { counters, pressure, commands, wake } =
             start.recv().map_err(|_| ServerError::Gone { disk: name.clone() })??;
         let thread = Some(thread);
-        Ok(Self { name, description, bytes, socket, counters, pressure, commands, wake, thread, death })
+        Ok(Self { name, description, bytes, committer, socket, counters, pressure, commands, wake, thread, death })
     }
 
     /// Calls this, with the reason, if the disk's thread ends without having been asked to, or has already. Nobody serves the
@@ -293,6 +295,11 @@ impl DiskServer {
         let disk = || self.name.clone();
         let frozen = self.wait(&answer)?.ok_or_else(|| ServerError::NotIdle { disk: disk() })?;
         frozen.map_err(|source| ServerError::Freeze { disk: disk(), source })
+    }
+
+    /// All that was reported to the guest is in the image's file, tables too. The guest may run.
+    pub fn commit(&self) -> io::Result<()> {
+        self.committer.commit()
     }
 
     /// Reads the size of the image again and tells the guest.

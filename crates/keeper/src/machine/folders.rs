@@ -1,6 +1,6 @@
 //! Where a machine's files live, and the lock that makes its keeper the only one.
 //!
-//! runtime folder: sockets, journal, logs (small). memory folder: RAM files, ledgers, tag key (large, in host memory).
+//! runtime folder: sockets, journal, logs (small). memory folder: RAM files, ledgers, logs of qcow2 tables, tag key (large, in host memory).
 
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Read, Write};
@@ -15,6 +15,7 @@ use rustix::fs::{FlockOperation, flock};
 
 const OTHERS_WRITE: u32 = 0o002;
 const STICKY: u32 = 0o1000;
+const TABLES_PREFIX: &str = "tables-";
 /// A look takes microseconds.
 const LOOK_PATIENCE: Duration = Duration::from_secs(1);
 
@@ -100,6 +101,11 @@ impl Folders {
         self.runtime.join(format!("disk-{disk}.sock"))
     }
 
+    /// Changes of a qcow2 image's tables that are not in the image yet.
+    pub fn disk_tables(&self, disk: &str) -> PathBuf {
+        self.memory.join(format!("{TABLES_PREFIX}{disk}"))
+    }
+
     /// The machine's tag secret: read, or made on the first start. It lives in host memory only, and dies with it.
     pub fn tagger(&self) -> Result<Tagger, FolderError> {
         let path = self.memory.join("tag.key");
@@ -117,12 +123,12 @@ impl Folders {
         }
     }
 
-    /// Removes RAM files, ledgers, the boot set and the tag key: the machine has stopped.
+    /// Removes RAM files, ledgers, logs of tables, the boot set and the tag key: the machine has stopped.
     pub fn discard_memory(&self) -> io::Result<()> {
         for entry in fs::read_dir(&self.memory)? {
             let entry = entry?;
             let name = entry.file_name().to_string_lossy().into_owned();
-            let ours = ["ram-", "ledger-", hearth_disk::boot_set::FILE_PREFIX, parked::FILE_PREFIX];
+            let ours = ["ram-", "ledger-", TABLES_PREFIX, hearth_disk::boot_set::FILE_PREFIX, parked::FILE_PREFIX];
             if ours.iter().any(|prefix| name.starts_with(prefix)) || name == "tag.key" {
                 fs::remove_file(entry.path())?;
             }

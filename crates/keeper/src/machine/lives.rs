@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use hearth_api::{EmberMode, EndCause, EventKind, MachineState};
 use hearth_disk::arrival::Conduct;
-use hearth_disk::image::Image;
+use hearth_disk::image::{Image, Unwritten};
 use hearth_disk::server::{DiskOptions, DiskServer};
 use hearth_recovery::crash_recovery;
 use hearth_recovery::hold::Hold;
@@ -25,7 +25,7 @@ impl Machine {
     pub(super) fn start_afresh(&mut self) -> Result<(), MachineError> {
         self.take_next_configuration();
         let incarnation = self.next_incarnation()?;
-        self.open_disks(&incarnation)?;
+        self.open_disks(&incarnation, Unwritten::Drop)?;
         self.launch(incarnation)
     }
 
@@ -224,10 +224,12 @@ impl Machine {
         Ok(Incarnation::create(folder, self.journal.incarnation, ram_bytes, tracked)?)
     }
 
-    pub(super) fn open_disks(&mut self, incarnation: &Incarnation) -> Result<(), MachineError> {
+    /// `unwritten` says whether the guest that a killed keeper left lives on.
+    pub(super) fn open_disks(&mut self, incarnation: &Incarnation, unwritten: Unwritten) -> Result<(), MachineError> {
         for (position, disk) in self.parts.config.disks.iter().enumerate() {
-            let image = Image::open_over(&launch::image_options(disk), &self.arrivals.images())
+            let mut image = Image::open_over(&launch::image_options(disk), &self.arrivals.images())
                 .map_err(|source| MachineError::Image { disk: disk.name.clone(), source })?;
+            image.note_changes_in(&self.parts.folders.disk_tables(&disk.name), unwritten);
             let socket = self.parts.folders.disk_socket(&disk.name);
             let tell = Some(self.disk_notices(&disk.name));
             let options = DiskOptions { gate: self.disk_gate(), tell, ..launch::disk_options(position, disk, socket) };

@@ -13,6 +13,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
 use hearth_api::{ApiError, ErrorWord, EventKind, MachineState, ParkRequest, Unparked};
+use hearth_disk::image::Unwritten;
 use hearth_disk::server::DiskServer;
 use hearth_memory::{MemoryError, RamFile};
 use hearth_qemu::{Accelerator, QmpError, accelerator};
@@ -149,6 +150,10 @@ impl Machine {
     }
 
     pub(super) fn flush_images(&self) -> Result<(), Failure> {
+        // Tables of a qcow2 image may be held outside of its file.
+        for disk in &self.disks {
+            disk.commit().map_err(|source| Failure::Flush { disk: disk.name().to_owned(), source })?;
+        }
         let written = self.parts.config.disks.iter().filter(|disk| !disk.read_only);
         let written = written.map(|disk| (disk.name.as_str(), &disk.path));
         written.chain(self.firmware_vars().map(|vars| ("firmware_vars", vars))).try_for_each(|(name, path)| {
@@ -426,7 +431,7 @@ impl Machine {
         if parked.frozen {
             self.note_frozen();
         }
-        self.open_disks(incarnation).map_err(Obstacle::Keeper)?;
+        self.open_disks(incarnation, Unwritten::Keep).map_err(Obstacle::Keeper)?;
         let number = self.next_generation(incarnation).map_err(Obstacle::Keeper)?;
         let devices = Devices { vmgenid: parked.vmgenid.clone(), guest_agent: parked.guest_agent };
         let generation = Generation::launch_restored(&self.parts, incarnation, number, devices);

@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use hearth_api::{ApiError, ErrorWord, EventKind, RestoreStatus};
 use hearth_disk::arrival::Conduct;
+use hearth_disk::image::Unwritten;
 use hearth_disk::server::ServerError;
 use hearth_memory::faults::Userfault;
 use hearth_memory::faults::admission::AdmissionError;
@@ -176,7 +177,7 @@ impl Machine {
         let (from, seal) = (order.snapshot.clone(), Some(snapshot.seal().to_owned()));
         drill(Step::Note.name());
         let incarnation = self.next_incarnation()?;
-        self.open_disks(&incarnation)?;
+        self.open_disks(&incarnation, Unwritten::Drop)?;
         let manifest = &snapshot.manifest;
         let vmgenid = self.vmgenid_of_restore(manifest.vmgenid);
         let (devices, frozen) = (Devices { vmgenid, guest_agent: manifest.guest_agent }, manifest.frozen);

@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use hearth_api::{EventKind, MachineState};
 use hearth_disk::arrival::Conduct;
+use hearth_disk::image::Unwritten;
 use hearth_disk::server::DiskServer;
 use hearth_memory::RamFile;
 use hearth_recovery::ember::EmberError;
@@ -66,7 +67,7 @@ impl Machine {
             }
         };
         // The disks first: QEMU, and with it QMP, may be waiting for them.
-        self.open_disks(&incarnation)?;
+        self.open_disks(&incarnation, Unwritten::Keep)?;
         self.admit(identity.pid);
         let pid = identity.pid;
         let mut generation = match Generation::adopt(&self.parts, process, identity, userfault) {

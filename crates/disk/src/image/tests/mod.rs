@@ -13,6 +13,8 @@ use super::*;
 use crate::engine::tests::{Noise, SLOT_BYTES, bytes_of, fill, pool_of, run, slot_at};
 use crate::engine::{Operation, Submission};
 
+mod crash;
+mod damage;
 mod devices;
 mod qcow2;
 
