@@ -1,4 +1,9 @@
 //! Disks as a guest sees them: formats, limits, queues, discards, sizes, caches; and requests that outlive a server.
+//!
+//! `gaps`: images that somebody changes while nobody guards them.
+
+#[path = "disk/gaps.rs"]
+mod gaps;
 
 use std::fs;
 use std::io::{BufRead, BufReader};

@@ -203,7 +203,7 @@ fn what_is_held_outlives_everybody_unless_the_image_was_changed() -> Result<()> 
     vm.restart_keeper()?;
     vm.wait_incarnation(3)?;
     let why = dropped(&vm).expect("what was held is dropped, with a word");
-    assert!(why.contains("disk0.img was changed after it was noted what it is"), "{why}");
+    assert!(why.contains("disk0.img was changed while nobody guarded it"), "{why}");
     volumes.mount(&vm)?;
     assert_eq!(volumes.read(&vm)?, volumes.expected(&["one"]));
     let third = ready(&vm)?;
@@ -217,6 +217,7 @@ fn another_limit_costs_what_has_no_room_and_no_more() -> Result<()> {
     let volumes = Volumes::make(4)?;
     let vm = machine("limit", &volumes).boot()?;
     let give = |old: &str, new: &str| -> Result<Value> {
+        wait_noted(&vm);
         vm.kill_keeper()?;
         let file = vm.folder().join("machine.toml");
         let text = std::fs::read_to_string(&file).expect("our own file");
@@ -322,20 +323,25 @@ touch /run/asked"#;
 
 /// Keeper and QEMU die, once it is noted what the image is.
 fn end_all(vm: &TestVm) -> Result<()> {
-    let (note, image) = (vm.memory_folder().join("boot-set-images"), vm.folder().join("disk0.img"));
+    wait_noted(vm);
+    kill_all(vm)
+}
+
+/// Until it is noted what the image is.
+fn wait_noted(vm: &TestVm) {
+    let (note, image) = (vm.memory_folder().join("image-notes"), vm.folder().join("disk0.img"));
     let deadline = Instant::now() + patience(20);
     loop {
         let image = std::fs::metadata(&image).expect("our own image");
         let text = std::fs::read(&note).unwrap_or_default();
         let noted: Value = serde_json::from_slice(&text).unwrap_or_default();
         let changed = serde_json::json!([image.ctime(), image.ctime_nsec()]);
-        if noted[0]["changed"] == changed {
+        if noted["disks"][0]["rest"][0]["changed"] == changed {
             break;
         }
         assert!(Instant::now() < deadline, "it is not noted what the image is: {noted}");
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
-    kill_all(vm)
 }
 
 fn kill_all(vm: &TestVm) -> Result<()> {
@@ -357,6 +363,6 @@ fn is_over(pid: Pid) -> bool {
 
 /// The word that was said when what was held was dropped.
 fn dropped(vm: &TestVm) -> Option<String> {
-    let event = vm.events().into_iter().find(|event| event["kind"] == "boot_set_dropped")?;
+    let event = vm.events().into_iter().find(|event| event["kind"] == "disk_forgotten")?;
     Some(event["why"].as_str().unwrap_or_default().to_owned())
 }

@@ -184,6 +184,7 @@ impl Bench {
             read_only: false,
             direct: true,
             lock_patience: Duration::from_secs(5),
+            owner: None,
         };
         Ok(Image::open(&options)?)
     }

@@ -366,6 +366,12 @@ pub enum EventKind {
         disk: String,
         waited_ms: f64,
     },
+    /// What memory held of a disk is not served any more: nobody guarded its image for a while.
+    DiskForgotten {
+        disk: String,
+        why: String,
+        blocks: u64,
+    },
     DiskResized {
         disk: String,
         bytes: u64,

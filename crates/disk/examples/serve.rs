@@ -99,6 +99,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         read_only: has("read-only"),
         direct: true,
         lock_patience: Duration::from_secs(10),
+        owner: None,
     };
     let opened = Image::open(&options)?;
     println!("{}", opened.describe());

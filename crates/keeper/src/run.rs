@@ -21,6 +21,7 @@ use crate::control::{Control, Occupation};
 use crate::event::Event;
 use crate::event_log::EventLog;
 use crate::http::{Context, Server};
+use crate::machine::images::InheritedLocks;
 use crate::machine::restore::RestoreOrder;
 use crate::machine::{End, FolderError, Folders, Machine, MachineError, Next, Parts};
 use crate::notify::{Notice, notify};
@@ -130,6 +131,7 @@ fn keep(
         event_log: event_log.clone(),
         console,
         tell,
+        locks: InheritedLocks::default(),
         terminated,
         occupation,
         root,

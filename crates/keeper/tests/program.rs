@@ -8,9 +8,11 @@ use std::process::{Command, Output, Stdio};
 
 use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::BootSet;
+use hearth_disk::image::ImageFile;
 use hearth_disk::tag::Tagger;
 use hearth_keeper::console::{Hub, Place};
-use hearth_recovery::boot_set::{ImageNotes, saved};
+use hearth_recovery::boot_set::saved;
+use hearth_recovery::images::{DiskNote, at_rest};
 
 fn hearth(root: &Path, arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_hearth"))
@@ -68,8 +70,7 @@ fn a_start_that_fails_leaves_the_saved_boot_set_for_the_next_one() {
     fs::create_dir(&memory).unwrap();
     let boot_set =
         || BootSet::open(tempfile::tempdir().unwrap().path(), 1 << 20, Tagger::new(b"a key like noise")).unwrap();
-    let images = ImageNotes::new(&memory, vec![image.clone()]);
-    let noted = images.at_rest().unwrap().unwrap();
+    let noted = at_rest(&[DiskNote::of_open("disk0", vec![ImageFile::of(&image).unwrap()])]);
     let held = boot_set();
     assert!(held.put_back(DiskId(0), 7, &[1; BLOCK_BYTES]));
     assert_eq!(saved::save(&saved_set, &held, &noted).unwrap(), 1);
@@ -83,7 +84,7 @@ fn a_start_that_fails_leaves_the_saved_boot_set_for_the_next_one() {
         let told = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!output.status.success() && told.contains("no-such-option"), "{told}");
         let found = boot_set();
-        assert_eq!(saved::load(&saved_set, &found, &noted).unwrap(), Some(1));
+        assert_eq!(saved::load(&saved_set, &found, &noted).unwrap().map(|loaded| loaded.blocks), Some(1));
         saved::save(&saved_set, &found, &noted).unwrap();
     }
 }

@@ -62,6 +62,8 @@ pub struct Launch {
     pub watchdog: Option<WatchdogAction>,
     /// None: no device that tells the guest its VM generation ID, a GUID.
     pub vmgenid: Option<String>,
+    /// Descriptors that it only keeps open: locks, which end with it.
+    pub inherited: Vec<RawFd>,
     pub extra_args: Vec<String>,
 }
 
@@ -405,6 +407,7 @@ mod tests {
             watchdog: None,
             vmgenid: None,
             hold_still: false,
+            inherited: Vec::new(),
             extra_args: vec!["-S".into()],
         }
     }

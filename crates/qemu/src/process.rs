@@ -32,6 +32,14 @@ pub struct ProcessId {
     pub start_ticks: u64,
 }
 
+impl ProcessId {
+    /// A process keeps it when it becomes another program.
+    pub fn of_this_process() -> io::Result<Self> {
+        let pid = std::process::id();
+        Ok(Self { pid, start_ticks: start_ticks(pid)? })
+    }
+}
+
 /// A running or ended QEMU. Dropping it leaves the process alone.
 #[derive(Debug)]
 pub struct Process {

@@ -24,7 +24,7 @@ pub struct Sockets {
     serial: UnixListener,
     transcript: Transcript,
     agent: Option<UnixListener>,
-    /// Of networks; whoever made the launch holds them open.
+    /// Of networks, and locks; whoever made the launch holds them open.
     others: Vec<RawFd>,
 }
 
@@ -42,7 +42,8 @@ impl Sockets {
     /// The error names the socket that cannot be made.
     pub fn bind(launch: &Launch) -> Result<Self, (PathBuf, io::Error)> {
         let bind = |path: &Path| bind(path).map_err(|error| (path.to_owned(), error));
-        let others = launch.nets.iter().filter_map(|net| net.backend.number()).collect();
+        let networks = launch.nets.iter().filter_map(|net| net.backend.number());
+        let others = networks.chain(launch.inherited.iter().copied()).collect();
         let agent = launch.agent_socket.as_deref().map(bind).transpose()?;
         let transcript = Transcript::create().map_err(|error| (PathBuf::from("the console's transcript"), error))?;
         Ok(Self { qmp: bind(&launch.qmp_socket)?, serial: bind(&launch.serial_socket)?, transcript, agent, others })

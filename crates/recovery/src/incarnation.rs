@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::{fs, io};
 
+use hearth_disk::block::DiskId;
 use hearth_disk::ledger::{Ledger, LedgerError};
 use hearth_memory::{MemoryError, PAGE_BYTES, RamFile};
 
@@ -56,6 +57,11 @@ impl Incarnation {
     /// Pages of which it is known which disk block they hold.
     pub fn ledger_pages(&self) -> u64 {
         self.ledger.as_ref().map_or(0, |ledger| lock(ledger).len() as u64)
+    }
+
+    /// It holds nothing of this disk that may be served. Says of how many pages that was not known before.
+    pub fn forget_disk(&self, disk: DiskId) -> u64 {
+        self.ledger.as_ref().map_or(0, |ledger| lock(ledger).forget_disk(disk))
     }
 
     /// Host memory the two files hold now, in bytes.

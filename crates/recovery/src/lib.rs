@@ -9,6 +9,7 @@ pub mod budget;
 pub mod crash_recovery;
 pub mod ember;
 pub mod hold;
+pub mod images;
 pub mod incarnation;
 pub mod journal;
 pub mod lazy_restore;

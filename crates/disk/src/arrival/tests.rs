@@ -258,6 +258,7 @@ fn images_over_it_are_read_as_it_lands_and_nobody_reads_holes_instead() {
         read_only: false,
         direct: false,
         lock_patience: Duration::ZERO,
+        owner: None,
     };
     let refused = Image::open(&options).unwrap().engine(pool_of(1), 8).err().unwrap().to_string();
     assert!(refused.contains("still on its way"), "{refused}");
@@ -298,6 +299,7 @@ fn reads_that_wait_behind_another_are_wanted_at_once() {
         read_only: false,
         direct: false,
         lock_patience: Duration::ZERO,
+        owner: None,
     };
     let image = Image::open_over(&options, &Arrivals(vec![arrival.clone()])).unwrap();
     let pool = pool_of(3);

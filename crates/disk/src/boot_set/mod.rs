@@ -137,6 +137,18 @@ impl BootSet {
         self.lock().clear()
     }
 
+    /// Gives up the copies of this disk's blocks, and still expects them to be read. Says how many those were.
+    pub fn forget_disk(&self, disk: DiskId) -> u64 {
+        let mut state = self.lock();
+        let held = |(key, member): (&Key, &Member)| {
+            (key.0 == disk && !matches!(member.place, Place::Missing))
+                .then_some((*key, matches!(member.place, Place::Held { .. })))
+        };
+        let copies: Vec<_> = state.members.iter().filter_map(held).collect();
+        copies.iter().for_each(|(key, _)| state.drop_copy(*key));
+        copies.iter().filter(|(_, was_held)| *was_held).count() as u64
+    }
+
     /// Would a copy of this block be taken now, if it were offered?
     pub fn has_room_for(&self, disk: DiskId, block: u64) -> bool {
         let state = self.lock();

@@ -15,10 +15,22 @@
 //! The locks belong to the open file description that also carries the I/O. A request that io_uring still has in flight
 //! keeps that description, and with it the locks, past the death of its process: whoever waits for the lock waits for
 //! the last write.
+//!
+//! A guest outlives its keeper, and so must the lock. QEMU inherits a second description with the same locks, open for
+//! reading only, which ends with the last QEMU of the machine. The machine's next keeper has to get past that lock, and
+//! nobody else may. Two more bytes, different ones for each machine, tell it what it meets:
+//!
+//! ```text
+//! (1 << 40) + 2 * machine       held by a keeper that writes: its last requests may still be in flight
+//! (1 << 40) + 2 * machine + 1   inherited by QEMU
+//! ```
+//!
+//! While the second byte is held, everybody whom the dead keeper kept out is still kept out. The next keeper then waits
+//! for the first byte only.
 
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::thread;
@@ -33,14 +45,55 @@ const CONSISTENT_READ: i64 = 0;
 const WRITE: i64 = 1;
 const RESIZE: i64 = 3;
 
+/// Behind all bytes that QEMU locks.
+const MACHINES: i64 = 1 << 40;
+const MACHINE_MASK: u64 = (1 << 40) - 1;
+
 /// Between two tries. A killed process' last requests end within milliseconds.
 const PAUSE: Duration = Duration::from_millis(10);
 
+/// The machine that uses an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LockOwner {
+    machine: u64,
+    qemu_lives: bool,
+}
+
+impl LockOwner {
+    /// The machine that has this folder to itself.
+    pub fn with_folder(folder: &Path) -> io::Result<Self> {
+        let found = fs::metadata(folder)?;
+        // Spread over all bits: folders that are made one after the other have numbers that follow each other.
+        let mixed = (found.ino() ^ found.dev().rotate_left(32)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        Ok(Self { machine: (mixed ^ (mixed >> 29)) & MACHINE_MASK, qemu_lives: false })
+    }
+
+    /// Its QEMU lives and may hold an inherited lock: the keeper that takes it over gets past that one.
+    pub fn with_living_qemu(self, qemu_lives: bool) -> Self {
+        Self { qemu_lives, ..self }
+    }
+
+    fn keeper_byte(self) -> i64 {
+        MACHINES + 2 * self.machine as i64
+    }
+
+    fn qemu_byte(self) -> i64 {
+        self.keeper_byte() + 1
+    }
+}
+
 /// Locks the image behind `file`, waiting up to `patience` for others to let go.
-pub(super) fn lock_image(file: &File, path: &Path, read_only: bool, patience: Duration) -> Result<(), ImageError> {
+pub(super) fn lock_image(
+    file: &File,
+    path: &Path,
+    read_only: bool,
+    patience: Duration,
+    owner: Option<LockOwner>,
+) -> Result<(), ImageError> {
     let deadline = Instant::now() + patience;
     loop {
-        let taken = try_lock(file, read_only).map_err(|source| ImageError::Lock { path: path.into(), source })?;
+        let taken =
+            try_lock(file, read_only, owner).map_err(|source| ImageError::Lock { path: path.into(), source })?;
         if taken {
             return Ok(());
         }
@@ -51,17 +104,45 @@ pub(super) fn lock_image(file: &File, path: &Path, read_only: bool, patience: Du
     }
 }
 
-fn try_lock(file: &File, read_only: bool) -> io::Result<bool> {
-    let uses: &[i64] = if read_only { &[CONSISTENT_READ] } else { &[CONSISTENT_READ, WRITE, RESIZE] };
-    let forbids = [WRITE, RESIZE];
-    let own = || uses.iter().map(|used| USED + used).chain(forbids.iter().map(|forbidden| FORBIDDEN + forbidden));
+/// A second lock on the locked image behind `file`, for its owner's QEMU to inherit.
+pub(super) fn inheritable_lock(file: &File, read_only: bool, owner: LockOwner) -> io::Result<OwnedFd> {
+    // The same file, whatever its path leads to by now.
+    let second = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    for byte in bytes_of(read_only).chain([owner.qemu_byte()]) {
+        if !set_lock(&second, byte, libc::F_RDLCK)? {
+            return Err(io::ErrorKind::ResourceBusy.into());
+        }
+    }
+    Ok(second.into())
+}
+
+fn uses(read_only: bool) -> &'static [i64] {
+    if read_only { &[CONSISTENT_READ] } else { &[CONSISTENT_READ, WRITE, RESIZE] }
+}
+
+const FORBIDS: [i64; 2] = [WRITE, RESIZE];
+
+/// Which bytes whoever uses an image locks.
+fn bytes_of(read_only: bool) -> impl Iterator<Item = i64> {
+    uses(read_only).iter().map(|used| USED + used).chain(FORBIDS.map(|forbidden| FORBIDDEN + forbidden))
+}
+
+fn try_lock(file: &File, read_only: bool, owner: Option<LockOwner>) -> io::Result<bool> {
+    let keeper_byte = owner.filter(|_| !read_only).map(LockOwner::keeper_byte);
+    let own = || bytes_of(read_only).chain(keeper_byte);
     for byte in own() {
         if !set_lock(file, byte, libc::F_RDLCK)? {
             release(file, own())?;
             return Ok(false);
         }
     }
-    let counterparts = forbids.iter().map(|forbidden| USED + forbidden).chain(uses.iter().map(|used| FORBIDDEN + used));
+    let counterparts: Vec<i64> = match owner.filter(|owner| owner.qemu_lives) {
+        Some(owner) if is_held_by_another(file, owner.qemu_byte())? => keeper_byte.into_iter().collect(),
+        _ => {
+            let used = FORBIDS.map(|forbidden| USED + forbidden);
+            used.into_iter().chain(uses(read_only).iter().map(|used| FORBIDDEN + used)).collect()
+        }
+    };
     for byte in counterparts {
         if is_held_by_another(file, byte)? {
             release(file, own())?;

@@ -8,6 +8,7 @@
 use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,6 +23,7 @@ mod frozen;
 mod guarded;
 mod header;
 mod lock;
+mod note;
 mod open;
 mod overlay;
 mod qcow2;
@@ -35,6 +37,8 @@ mod tests;
 
 pub use frozen::FrozenImage;
 pub(crate) use guarded::GuardedFile;
+pub use lock::LockOwner;
+pub use note::{ImageFile, ImageNote};
 pub use overlay::{OverlayError, create_overlay, create_overlay_over_arriving};
 use qcow2::Qcow2Image;
 use raw::RawImage;
@@ -62,6 +66,8 @@ pub struct ImageOptions {
     pub direct: bool,
     /// How long to wait for another holder of the image to let go (a killed keeper's last writes).
     pub lock_patience: Duration,
+    /// None: nobody's QEMU is to inherit the lock.
+    pub owner: Option<LockOwner>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -111,6 +117,7 @@ pub enum Unwritten {
 pub struct Image {
     path: PathBuf,
     read_only: bool,
+    owner: Option<LockOwner>,
     contents: Contents,
 }
 
@@ -136,7 +143,7 @@ impl Image {
             Format::Auto => Contents::Raw(RawImage::open(options, arrivals)?),
             Format::Qcow2 => Contents::Qcow2(Qcow2Image::open(options, arrivals)?),
         };
-        Ok(Self { path: options.path.clone(), read_only: options.read_only, contents })
+        Ok(Self { path: options.path.clone(), read_only: options.read_only, owner: options.owner, contents })
     }
 
     /// Where an engine notes changes of the image's tables that it has not written into them yet, for the process that follows
@@ -157,6 +164,29 @@ impl Image {
 
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The files that are open: the image and what it is based on, base last.
+    pub fn files(&self) -> io::Result<Vec<ImageFile>> {
+        self.open_files().into_iter().map(|(path, file, _)| ImageFile::of_open(path, file)).collect()
+    }
+
+    /// Locks on all of its files for the owner's QEMU to inherit, so that they outlive its keeper. Without an owner, none.
+    pub fn inheritable_locks(&self) -> Result<Vec<OwnedFd>, ImageError> {
+        let Some(owner) = self.owner else { return Ok(Vec::new()) };
+        let lock = |(path, file, read_only): (&Path, &File, bool)| {
+            let inheritable = lock::inheritable_lock(file, read_only, owner);
+            inheritable.map_err(|source| ImageError::Lock { path: path.into(), source })
+        };
+        self.open_files().into_iter().map(lock).collect()
+    }
+
+    /// Each with its path, and whether it is only read.
+    fn open_files(&self) -> Vec<(&Path, &File, bool)> {
+        match &self.contents {
+            Contents::Raw(raw) => vec![(&self.path, raw.open_file(), self.read_only)],
+            Contents::Qcow2(qcow2) => qcow2.open_files(),
+        }
     }
 
     /// Size of the virtual disk.

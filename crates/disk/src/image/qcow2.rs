@@ -124,6 +124,12 @@ impl Qcow2Image {
         Some((&base.path, &base.file))
     }
 
+    /// From the top image down to the base, each with its path, and whether it is only read.
+    pub(super) fn open_files(&self) -> Vec<(&Path, &File, bool)> {
+        let layers = self.layers.iter().enumerate();
+        layers.map(|(depth, layer)| (layer.path.as_path(), &layer.file, self.read_only || depth > 0)).collect()
+    }
+
     /// Version 2 cannot mark a cluster as zero.
     pub(super) fn supports_discard(&self) -> bool {
         self.has_zero_clusters
@@ -270,7 +276,7 @@ fn open_layer(
     let path = &options.path;
     let Opened { file, alignment, cache } =
         open_file(options, format).map_err(|error| access_error(path, "open", error))?;
-    lock::lock_image(&file, path, options.read_only, options.lock_patience)?;
+    lock::lock_image(&file, path, options.read_only, options.lock_patience, options.owner)?;
     let arrival = arrivals.of(&file, path).map_err(|error| access_error(path, "look for what is missing of", error))?;
     let header = match format {
         Format::Qcow2 => Some(Header::read(&file, path, arrival.as_deref())?),

@@ -44,7 +44,7 @@ impl RawImage {
         let path = &options.path;
         let Opened { file, alignment, cache } =
             open_file(options, Format::Raw).map_err(|error| access_error(path, "open", error))?;
-        lock::lock_image(&file, path, options.read_only, options.lock_patience)?;
+        lock::lock_image(&file, path, options.read_only, options.lock_patience, options.owner)?;
         let arrival =
             arrivals.of(&file, path).map_err(|error| access_error(path, "look for what is missing of", error))?;
         let kind = file.metadata().map_err(|error| access_error(path, "look at", error))?.file_type();
@@ -116,6 +116,10 @@ impl RawImage {
     /// Of which the lock is this image's.
     pub(super) fn file(&self) -> io::Result<File> {
         self.target.file.try_clone()
+    }
+
+    pub(super) fn open_file(&self) -> &File {
+        &self.target.file
     }
 
     pub(super) fn arrival(&self) -> Option<&Arc<Arrival>> {

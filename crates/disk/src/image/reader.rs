@@ -48,6 +48,7 @@ impl ImageReader {
             read_only: true,
             direct: false,
             lock_patience: Duration::ZERO,
+            owner: None,
         };
         let image = Image::open_over(&options, arrivals)?;
         let data = match &image.contents {
@@ -210,7 +211,8 @@ mod tests {
     /// To be written to.
     fn qcow2_of(path: &Path) -> (Chain, std::sync::Arc<crate::image::Tables>) {
         let (path, format) = (path.to_owned(), Format::Qcow2);
-        let options = ImageOptions { path, format, read_only: false, direct: false, lock_patience: Duration::ZERO };
+        let options =
+            ImageOptions { path, format, read_only: false, direct: false, lock_patience: Duration::ZERO, owner: None };
         match Image::open(&options).unwrap().contents {
             Contents::Qcow2(qcow2) => qcow2.writable_chain().unwrap(),
             Contents::Raw(_) => unreachable!("it was opened as qcow2"),

@@ -161,6 +161,13 @@ impl Ledger {
         }
     }
 
+    /// Nothing is known of this disk any more. Says how many entries that were.
+    pub fn forget_disk(&mut self, disk: DiskId) -> u64 {
+        let before = self.len();
+        self.forget_by_scan(disk, 0..BLOCK_MAX + 1);
+        (before - self.len()) as u64
+    }
+
     fn forget_by_scan(&mut self, disk: DiskId, blocks: Range<u64>) {
         for part in 0..self.table.parts() {
             for page in self.table.pages_of(part).map(RamPage) {

@@ -138,6 +138,7 @@ impl Nvram {
             read_only: false,
             direct: false,
             lock_patience: LOCK_PATIENCE,
+            owner: None,
         };
         let image = Image::open(&image).map_err(|source| NvramError::Image { name: options.name.clone(), source })?;
         let start = |pool: &Arc<BufferPool>| {

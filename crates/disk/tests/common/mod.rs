@@ -88,7 +88,15 @@ impl Place {
 
     pub fn open_as(&self, format: Format, path: &Path) -> Image {
         let lock_patience = PATIENCE;
-        Image::open(&ImageOptions { path: path.into(), format, read_only: false, direct: true, lock_patience }).unwrap()
+        Image::open(&ImageOptions {
+            path: path.into(),
+            format,
+            read_only: false,
+            direct: true,
+            lock_patience,
+            owner: None,
+        })
+        .unwrap()
     }
 
     pub fn options(&self) -> DiskOptions {

@@ -9,6 +9,7 @@ use hearth_disk::image::{Format, Image, ImageError, ImageOptions};
 
 use super::{Life, Purpose};
 use crate::config::{Config, DiskConfig, DiskFormat};
+use crate::machine::images::lock_owner;
 use crate::problem::Problem;
 
 /// The last writes of a killed keeper hold the lock until the storage has taken them. As long as `LOCK_PATIENCE` of the machine.
@@ -17,8 +18,9 @@ const RUN_PATIENCE: Duration = Duration::from_secs(30);
 pub fn check(config: &Config, life: Life, purpose: Purpose, problems: &mut Vec<Problem>) {
     shared_images(config, problems);
     let lock_patience = if purpose == Purpose::Run { RUN_PATIENCE } else { Duration::ZERO };
+    let owner = lock_owner(&config.runtime_folder).map(|owner| owner.with_living_qemu(life == Life::Orphaned));
     for disk in &config.disks {
-        match Image::open(&options(disk, lock_patience)) {
+        match Image::open(&ImageOptions { owner, ..options(disk, lock_patience) }) {
             Ok(_) => {}
             Err(ImageError::InUse { .. }) if life == Life::Kept => {}
             Err(error) => problems.push(problem(disk, &error)),
@@ -32,7 +34,14 @@ fn options(disk: &DiskConfig, lock_patience: Duration) -> ImageOptions {
         DiskFormat::Raw => Format::Auto,
         DiskFormat::Qcow2 => Format::Qcow2,
     };
-    ImageOptions { path: disk.path.clone(), format, read_only: disk.read_only, direct: disk.direct, lock_patience }
+    ImageOptions {
+        path: disk.path.clone(),
+        format,
+        read_only: disk.read_only,
+        direct: disk.direct,
+        lock_patience,
+        owner: None,
+    }
 }
 
 fn problem(disk: &DiskConfig, error: &ImageError) -> Problem {

@@ -108,6 +108,7 @@ fn an_image_in_use_is_named_with_its_user() {
         read_only: false,
         direct: false,
         lock_patience: Duration::ZERO,
+        owner: None,
     };
     let holder = hearth_disk::image::Image::open(&options).unwrap();
     let problems = fixture.problems(GOOD, Purpose::Check);

@@ -135,6 +135,7 @@ pub fn describe(event: &EventKind) -> String {
         EventKind::BootSetLoaded { blocks } => format!("{blocks} blocks are held again for the next boot"),
         EventKind::BootSetSaved { blocks } => format!("{blocks} blocks are saved for the next boot"),
         EventKind::BootSetDropped { why } => format!("what was held for the next boot is dropped: {why}"),
+        EventKind::DiskForgotten { disk, why, .. } => format!("what memory held of disk {disk} is dropped: {why}"),
         EventKind::WorkingSetTraced { pages } => {
             format!("working set noted, {pages} pages with those of earlier traces")
         }

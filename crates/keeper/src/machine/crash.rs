@@ -77,6 +77,8 @@ impl Machine {
         }
         // An order that was given before goes on.
         if self.wanted == Wanted::Run {
+            // Before anybody is told that it stands still, and may think that he can change its images.
+            self.note_idle_images();
             self.enter(MachineState::Paused);
             self.state_why = Some(format!("{}; `hearth reboot` or `hearth stop` goes on", cause.words()));
         }

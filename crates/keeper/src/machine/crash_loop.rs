@@ -115,7 +115,6 @@ impl Machine {
             }
             Wanted::Reboot { .. } | Wanted::Run => {}
         }
-        self.judge_idle_images();
         self.start_next()
     }
 }

@@ -30,6 +30,14 @@ pub enum MachineError {
          again, or end it with `kill {qemu_pid}`"
     )]
     OtherDisks { name: String, qemu_pid: u32, what: String },
+    #[error(
+        "{name} still runs (QEMU, pid {qemu_pid}) with another file as disk {disk}: {path} was exchanged while its keeper was \
+         dead; put the file back that the guest has and run it again, or end its QEMU with `kill {qemu_pid}` to start with \
+         this one"
+    )]
+    ExchangedImage { name: String, qemu_pid: u32, disk: String, path: std::path::PathBuf },
+    #[error("disk {disk}: cannot look at the files of its image")]
+    ImageFiles { disk: String, source: std::io::Error },
     #[error(transparent)]
     Launch(#[from] LaunchError),
     #[error(transparent)]

@@ -8,9 +8,10 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsE
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use hearth_disk::boot_set;
 use hearth_disk::tag::{TAG_KEY_BYTES, Tagger};
-use hearth_recovery::random;
 use hearth_recovery::rejuvenation::parked;
+use hearth_recovery::{images, random};
 use rustix::fs::{FlockOperation, flock};
 
 const OTHERS_WRITE: u32 = 0o002;
@@ -128,7 +129,8 @@ impl Folders {
         for entry in fs::read_dir(&self.memory)? {
             let entry = entry?;
             let name = entry.file_name().to_string_lossy().into_owned();
-            let ours = ["ram-", "ledger-", TABLES_PREFIX, hearth_disk::boot_set::FILE_PREFIX, parked::FILE_PREFIX];
+            let ours =
+                ["ram-", "ledger-", TABLES_PREFIX, boot_set::FILE_PREFIX, images::NOTES_FILE, parked::FILE_PREFIX];
             if ours.iter().any(|prefix| name.starts_with(prefix)) || name == "tag.key" {
                 fs::remove_file(entry.path())?;
             }

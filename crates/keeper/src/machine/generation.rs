@@ -138,6 +138,7 @@ impl Generation {
             incoming: successor || role == Role::Restored,
             agent_socket: devices.guest_agent.then(|| folders.agent_socket(number)),
             vmgenid: devices.vmgenid.clone(),
+            inherited: parts.locks.numbers(),
             ..launch::launch(parts.into(), incarnation, number, &library, &wires, successor)
         };
         let binary = parts.binary()?;

@@ -88,6 +88,7 @@ pub fn launch(
         run_as: config.qemu_user.clone(),
         watchdog: config.watchdog.map(watchdog_action),
         vmgenid: None,
+        inherited: Vec::new(),
         extra_args: config.extra_qemu_args.clone(),
     }
 }
@@ -167,6 +168,7 @@ pub fn image_options(disk: &DiskConfig) -> ImageOptions {
         read_only: disk.read_only,
         direct: disk.direct,
         lock_patience: LOCK_PATIENCE,
+        owner: None,
     }
 }
 

@@ -5,14 +5,14 @@ use std::time::{Duration, Instant};
 
 use hearth_api::{EmberMode, EndCause, EventKind, MachineState};
 use hearth_disk::arrival::Conduct;
-use hearth_disk::image::{Image, Unwritten};
-use hearth_disk::server::{DiskOptions, DiskServer};
+use hearth_disk::image::Unwritten;
+use hearth_disk::server::DiskServer;
 use hearth_recovery::crash_recovery;
 use hearth_recovery::hold::Hold;
 use hearth_recovery::incarnation::{Incarnation, discard_files};
 use hearth_recovery::journal::Journal;
 use hearth_recovery::rejuvenation::{ClockDebt, parked};
-use hearth_recovery::warm_reboot::{self, Phase, Succession};
+use hearth_recovery::warm_reboot::{Phase, Succession};
 
 use super::crash::Harvest;
 use super::dumps::Dumps;
@@ -104,6 +104,7 @@ impl Machine {
         self.wanted = Wanted::Run;
         self.take_next_configuration();
         let next = self.next_incarnation()?;
+        self.renew_images(&next)?;
         self.phase(Phase::Attach, |machine| machine.succession().attach(&next))?;
         self.phase(Phase::Launch, |machine| machine.launch(next))?;
         if let Some(timeline) = &mut self.timeline {
@@ -224,25 +225,6 @@ impl Machine {
         Ok(Incarnation::create(folder, self.journal.incarnation, ram_bytes, tracked)?)
     }
 
-    /// `unwritten` says whether the guest that a killed keeper left lives on.
-    pub(super) fn open_disks(&mut self, incarnation: &Incarnation, unwritten: Unwritten) -> Result<(), MachineError> {
-        for (position, disk) in self.parts.config.disks.iter().enumerate() {
-            let mut image = Image::open_over(&launch::image_options(disk), &self.arrivals.images())
-                .map_err(|source| MachineError::Image { disk: disk.name.clone(), source })?;
-            image.note_changes_in(&self.parts.folders.disk_tables(&disk.name), unwritten);
-            let socket = self.parts.folders.disk_socket(&disk.name);
-            let tell = Some(self.disk_notices(&disk.name));
-            let options = DiskOptions { gate: self.disk_gate(), tell, ..launch::disk_options(position, disk, socket) };
-            let tracking = warm_reboot::tracking(incarnation, &self.tagger, &self.warm);
-            let server = DiskServer::start(options, image, tracking)
-                .map_err(|source| MachineError::Server { disk: disk.name.clone(), source })?;
-            self.watch_disk(&server);
-            self.disks.push(server);
-        }
-        self.judge_locked_images();
-        self.open_nvram()
-    }
-
     /// A disk that nobody serves ends this keeper: the next one serves it.
     pub(super) fn watch_disk(&self, server: &DiskServer) {
         let (tell, disk) = (self.parts.tell.clone(), server.name().to_owned());
@@ -352,8 +334,9 @@ impl Machine {
 
     /// What is held was good for this start, and no guest has come of it: it is saved again, for the next one.
     pub(super) fn fail_to_start(&mut self, error: &MachineError) {
-        let is_wanted = self.life.is_none() && self.holds_blocks() && !parked::is_there(&self.parts.folders.memory);
-        let images = is_wanted.then(|| self.judged_or_settled_images());
+        let is_parked = parked::is_there(&self.parts.folders.memory);
+        let is_wanted = self.life.is_none() && self.images.are_judged() && self.holds_blocks() && !is_parked;
+        let images = is_wanted.then(|| self.settle_images());
         self.fail(error);
         if let Some(images) = images {
             self.disks.drain(..).for_each(DiskServer::stop);

@@ -39,7 +39,7 @@ mod folders;
 pub mod frozen;
 pub mod gate;
 mod generation;
-mod idle;
+pub mod images;
 mod in_force;
 mod launch;
 mod lives;
@@ -77,7 +77,7 @@ use hearth_disk::server::DiskServer;
 use hearth_disk::tag::Tagger;
 use hearth_memory::PAGE_BYTES;
 use hearth_qemu::{AcceleratorChoice, Binary, BinaryError, QmpEvent};
-use hearth_recovery::boot_set::{ImageNote, WarmSources};
+use hearth_recovery::boot_set::WarmSources;
 use hearth_recovery::budget::Budget;
 use hearth_recovery::ember::Ember;
 use hearth_recovery::hold::Hold;
@@ -132,6 +132,8 @@ pub struct Parts {
     pub event_log: EventLog,
     pub console: Hub,
     pub tell: Sender<Event>,
+    /// Each QEMU inherits them.
+    pub locks: images::InheritedLocks,
     /// A signal has said so, and is among the events: for what takes long before these are looked at.
     pub terminated: Arc<AtomicBool>,
     /// For what keeps the loop from answering for long.
@@ -173,10 +175,7 @@ pub struct Machine {
     warm: Arc<WarmSources>,
     /// When the guest is taken to be ready if nobody has said so.
     ready_at: Option<Instant>,
-    /// What the images were when the boot set was found to be theirs; until they are locked.
-    judged_images: Option<Vec<ImageNote>>,
-    /// The guest has ended, and the next one is not there yet: what the images are meanwhile.
-    idle_images: Option<idle::IdleImages>,
+    images: images::Images,
     /// Asks the guest whether it is.
     ready_watch: Option<ready::ReadyWatch>,
     budget: Budget,
@@ -260,7 +259,8 @@ impl Machine {
         let journal = park::journal(&parts)?;
         let tagger = parts.folders.tagger()?;
         let ember = Arc::new(Ember::new(&parts.folders.memory, tagger.clone()));
-        let (boot_set, evidence) = remount::open(&parts, &tagger)?.unzip();
+        let boot_set = remount::open(&parts, &tagger)?;
+        let images = images::Images::after_gap(&parts.folders.memory);
         let join_writes = parts.config.remount.as_ref().is_some_and(|remount| remount.join_writes);
         let warm = Arc::new(WarmSources { ember: ember.clone(), boot_set: boot_set.clone(), join_writes });
         let budget = budget(&parts.config);
@@ -276,8 +276,7 @@ impl Machine {
             tagger,
             ember,
             warm,
-            judged_images: None,
-            idle_images: None,
+            images,
             ready_at: None,
             ready_watch: None,
             budget,
@@ -325,8 +324,7 @@ impl Machine {
         if taken_over {
             machine.divide_disks();
         } else {
-            machine.judge_boot_set(evidence);
-            machine.load_boot_set();
+            machine.images.begin_start();
             match machine.order_to_restore().inspect_err(|error| machine.fail(error))? {
                 Some(order) => machine.restore(&order).inspect_err(|error| machine.fail(error))?,
                 None => machine
@@ -335,7 +333,6 @@ impl Machine {
                     .inspect_err(|error| machine.fail_to_start(error))?,
             }
         }
-        machine.note_images();
         machine.go_on_with_dumps();
         Ok(machine)
     }

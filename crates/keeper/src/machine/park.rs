@@ -138,6 +138,10 @@ impl Machine {
         if self.dumps.is_busy() {
             return refuse(format!("cannot {WHAT}: a dump is under way"), "`hearth status` tells how far it is");
         }
+        if let Some(other) = self.images.exchanged() {
+            let why = format!("cannot {WHAT}: {} is another file than the one that the guest has", other.display());
+            return refuse(why, "put that one back, or reboot the guest: it gets this one");
+        }
         let ram = life.incarnation.ram.path();
         if !ram.exists() {
             return refuse(
@@ -235,7 +239,8 @@ impl Machine {
         })?;
         let images = progress.run(ParkPhase::Settle, || {
             self.flush_images()?;
-            Ok::<_, Failure>(parked::note_images(&self.image_paths())?)
+            let files: Vec<PathBuf> = self.images.paths().chain(self.firmware_vars()).cloned().collect();
+            Ok::<_, Failure>(parked::note_images(&files)?)
         })?;
         let (config, identity, state_bytes) = (&self.parts.config, life.generation.identity(), state.bytes);
         let note = Parked {
@@ -300,6 +305,8 @@ impl Machine {
         self.boot_cut_off();
         self.drop_gate();
         self.warden.watch(None);
+        // For what was learned of them, which the next keeper may find as well.
+        self.note_idle_images();
         self.close_servers();
         // Dead guests' memory is only as good as a keeper's guard over the images.
         self.ember.extinguish();
@@ -316,6 +323,7 @@ impl Machine {
     fn close_servers(&mut self) {
         std::mem::take(&mut self.disks).into_iter().for_each(DiskServer::stop);
         self.nvram.clear();
+        self.images.closed(&self.parts.folders.memory);
     }
 
     /// The memory that must not be taken for a dead guest's.

@@ -2,8 +2,8 @@
 //!
 //! reset -> the disks note what is read -> ready (`hearth ready`, or the time is over) -> kept current -> the next reset
 //!
-//! What is held outlives guests, QEMUs and keepers; it ends with the machine, with a cold reboot, and where nobody guarded
-//! the images and they are not what was noted of them.
+//! What is held outlives guests, QEMUs and keepers; it ends with the machine, with a cold reboot, and, disk by disk, where nobody
+//! guarded an image and it is not what was noted of it (`images`).
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,7 +14,8 @@ use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::{BootSet, DiskTally, PhaseTally};
 use hearth_disk::server::DiskServer;
 use hearth_disk::tag::Tagger;
-use hearth_recovery::boot_set::{ImageNote, ImageNotes, saved};
+use hearth_recovery::boot_set::saved::{self, Loaded};
+use hearth_recovery::images::DiskNote;
 
 use super::ready::{Question, ReadyWatch, Word};
 use super::volumes::{self, later, percent};
@@ -24,19 +25,8 @@ use crate::event::Event;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
-/// A boot set, and what speaks for it if no QEMU was alive meanwhile.
-type Found = (Arc<BootSet>, Evidence);
-
-/// Whether the images are those that a boot set was kept of.
-pub(super) struct Evidence {
-    /// What they are. None: an image cannot be looked at, or is a block device.
-    images: Option<Vec<ImageNote>>,
-    /// Why that is not what was noted.
-    doubt: Option<String>,
-}
-
 /// What an earlier keeper left. None: it is not wanted.
-pub(super) fn open(parts: &Parts, tagger: &Tagger) -> Result<Option<Found>, MachineError> {
+pub(super) fn open(parts: &Parts, tagger: &Tagger) -> Result<Option<Arc<BootSet>>, MachineError> {
     let folder = &parts.folders.memory;
     let Some(remount) = &parts.config.remount else {
         if let Err(error) = BootSet::discard(folder) {
@@ -44,19 +34,8 @@ pub(super) fn open(parts: &Parts, tagger: &Tagger) -> Result<Option<Found>, Mach
         }
         return Ok(None);
     };
-    let notes = image_notes(parts);
-    let evidence = Evidence { images: notes.look().ok().flatten(), doubt: notes.difference() };
     let boot_set = BootSet::open(folder, remount.limit_bytes, tagger.clone()).map_err(MachineError::BootSet)?;
-    Ok(Some((Arc::new(boot_set), evidence)))
-}
-
-pub(super) fn image_notes(parts: &Parts) -> ImageNotes {
-    let images = parts.config.disks.iter().map(|disk| disk.path.clone());
-    ImageNotes::new(&parts.folders.memory, images.collect())
-}
-
-pub(super) fn unseen(error: std::io::Error) -> String {
-    format!("the images cannot be looked at: {error}")
+    Ok(Some(Arc::new(boot_set)))
 }
 
 impl Machine {
@@ -64,37 +43,20 @@ impl Machine {
         self.warm.boot_set.as_ref()
     }
 
-    /// No QEMU was alive when this keeper started: without doubt about the images what is held is as good as ever.
-    pub(super) fn judge_boot_set(&mut self, evidence: Option<Evidence>) {
-        let Some(Evidence { images, doubt }) = evidence else { return };
-        self.judged_images = images;
-        if let Some(why) = doubt {
-            self.drop_boot_set(why);
-        }
-    }
-
-    /// All images are locked. Until now others could write to them.
-    pub(super) fn judge_locked_images(&mut self) {
-        let Some(judged) = self.judged_images.take() else { return };
-        if !matches!(image_notes(&self.parts).look(), Ok(Some(found)) if found == judged) {
-            self.drop_boot_set("an image was changed while the machine started".to_owned());
-        }
-    }
-
-    pub(super) fn drop_boot_set(&self, why: String) {
-        if self.holds_blocks() {
-            self.record(EventKind::BootSetDropped { why });
-            self.clear_boot_set();
-        }
-    }
-
-    /// What was held when the machine was stopped, if no image was changed since.
-    pub(super) fn load_boot_set(&self) {
+    /// What was held when the machine was stopped, of the images that were not changed since. They are locked.
+    pub(super) fn load_boot_set(&self, open: &[DiskNote]) {
         let (Some(boot_set), Some(path)) = (self.boot_set(), self.persist_file()) else { return };
-        let Some(images) = &self.judged_images else { return };
-        match saved::load(path, boot_set, images) {
+        match saved::load(path, boot_set, open) {
             Ok(None) => {}
-            Ok(Some(blocks)) => self.record(EventKind::BootSetLoaded { blocks }),
+            Ok(Some(Loaded { blocks, void })) => {
+                for (DiskId(id), why) in void {
+                    let disk = self.parts.config.disks.get(usize::from(id)).map(|disk| disk.name.clone());
+                    self.record(EventKind::DiskForgotten { disk: disk.unwrap_or_default(), why, blocks: 0 });
+                }
+                if blocks > 0 {
+                    self.record(EventKind::BootSetLoaded { blocks });
+                }
+            }
             Err(error) => {
                 self.clear_boot_set();
                 self.record(EventKind::BootSetDropped { why: crate::chain(&error) });
@@ -104,12 +66,12 @@ impl Machine {
 
     /// What the images are that a boot set is about to be saved of, while they are locked. All of it is durable: else the host's
     /// crash would leave what is older than the copies. None: nothing will be saved.
-    pub(super) fn settle_images(&self) -> Result<Option<Vec<ImageNote>>, String> {
+    pub(super) fn settle_images(&self) -> Result<Option<Vec<DiskNote>>, String> {
         if self.persist_file().is_none() {
             return Ok(None);
         }
         self.flush_images().map_err(|error| crate::chain(&error))?;
-        image_notes(&self.parts).look().map_err(unseen)
+        Ok(Some(self.images.look()))
     }
 
     /// What the last keeper held is more than the limit is now.
@@ -124,19 +86,18 @@ impl Machine {
         self.boot_set().is_some_and(|boot_set| !boot_set.is_empty())
     }
 
-    /// Images that were never locked are as they were judged, or what is held is void.
-    pub(super) fn judged_or_settled_images(&mut self) -> Result<Option<Vec<ImageNote>>, String> {
-        self.judged_images.take().map_or_else(|| self.settle_images(), |judged| Ok(Some(judged)))
-    }
-
     /// The machine has stopped, and nobody writes to its images any more: they are what they were when they were `locked`.
-    pub(super) fn save_boot_set(&self, locked: Result<Option<Vec<ImageNote>>, String>) {
+    pub(super) fn save_boot_set(&self, locked: Result<Option<Vec<DiskNote>>, String>) {
         let (Some(boot_set), Some(path)) = (self.boot_set(), self.persist_file()) else { return };
-        let saved = locked.and_then(|locked| match image_notes(&self.parts).at_rest().map_err(unseen)? {
-            Some(images) if locked.as_ref() == Some(&images) => {
-                saved::save(path, boot_set, &images).map_err(|error| crate::chain(&error))
+        let saved = locked.and_then(|locked| {
+            let (locked, mut disks) = (locked.unwrap_or_default(), self.images.at_rest());
+            for (position, disk) in disks.iter_mut().enumerate() {
+                disk.rest.take_if(|rest| locked.get(position).is_none_or(|locked| locked.rest.as_ref() != Some(rest)));
             }
-            _ => Err("an image is a block device, or somebody else writes to it".to_owned()),
+            match disks.iter().any(|disk| disk.rest.is_some()) {
+                true => saved::save(path, boot_set, &disks).map_err(|error| crate::chain(&error)),
+                false => Err("every image is a block device, or somebody else writes to it".to_owned()),
+            }
         });
         match saved {
             Ok(blocks) => self.record(EventKind::BootSetSaved { blocks }),
@@ -146,23 +107,6 @@ impl Machine {
 
     fn persist_file(&self) -> Option<&PathBuf> {
         self.parts.config.remount.as_ref()?.persist_file.as_ref()
-    }
-
-    /// From now on it is noted what the images are, for a keeper that finds no QEMU.
-    pub(super) fn note_images(&self) {
-        if self.boot_set().is_some() {
-            self.warden.note_images(Some(image_notes(&self.parts)));
-        }
-    }
-
-    /// For a keeper that finds no QEMU: what they are now, and nothing of what becomes of them while there is no guest.
-    pub(super) fn renote_images(&self) {
-        self.warden.note_images(None);
-        if self.boot_set().is_some()
-            && let Err(error) = image_notes(&self.parts).renew()
-        {
-            tracing::debug!(%error, "it cannot be noted what the images are");
-        }
     }
 
     pub(super) fn clear_boot_set(&self) {

@@ -3,12 +3,14 @@
 //! journal -> does that process live? -> reopen RAM, ledger, ember -> grant memory, if it waits for that -> serve the disks
 //! (QEMU reconnects) -> QMP
 //!
-//! While no keeper lived nobody guarded the disk images. With QEMU alive the machine was in use all the time, and what
-//! it had asked for is answered by the new keeper. With QEMU dead as well an ember is not to be trusted: anything may
-//! have written to the images since. The machine starts cold then.
+//! While no keeper lived nobody guarded the disk images. With QEMU alive the images are locked by what it inherited, and what
+//! it had asked for is answered by the new keeper; but locks stop only those who ask for them. So each image is compared with
+//! what the dead keeper noted, and what was learned of one that was changed is forgotten (`images`). With QEMU dead as well an
+//! ember is not to be trusted: nobody saw the end of the guest's last writes. The machine starts cold then.
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use hearth_api::{EventKind, MachineState};
@@ -25,6 +27,7 @@ use hearth_recovery::vmcore::dump::incomplete_path;
 
 use super::gate::UserfaultOr;
 use super::generation::{Generation, LaunchError};
+use super::images::Images;
 use super::launch;
 use super::{Machine, MachineError};
 use crate::config::Config;
@@ -36,7 +39,9 @@ pub fn could_take_over(config: &Config) -> Result<bool, MachineError> {
     let Some((journal, qemu)) = journal.and_then(|mut journal| journal.qemu.take().map(|qemu| (journal, qemu))) else {
         return Ok(false);
     };
-    must_serve_the_same_disks(&journal, config, qemu.pid).map(|()| true)
+    must_serve_the_same_disks(&journal, config, qemu.pid)?;
+    let noted = Images::after_gap(&config.memory_folder).begin_take_over();
+    must_find_the_same_files(config, qemu.pid, noted).map(|()| true)
 }
 
 impl Machine {
@@ -51,6 +56,7 @@ impl Machine {
         };
         let identity = identity.expect("a process was found by it");
         must_serve_the_same_disks(&self.journal, &self.parts.config, identity.pid)?;
+        must_find_the_same_files(&self.parts.config, identity.pid, self.images.begin_take_over())?;
         self.forget_order()?;
         let began = process.began();
         let incarnation = self.reopen()?;
@@ -134,6 +140,7 @@ impl Machine {
         self.nvram.clear();
         self.pmem.clear();
         self.ember.extinguish();
+        self.images.closed(&self.parts.folders.memory);
         self.discard_all_incarnations();
         Ok(false)
     }
@@ -241,6 +248,16 @@ fn stopped_by_whom(pid: u32) -> &'static str {
 fn must_serve_the_same_disks(journal: &Journal, config: &Config, qemu_pid: u32) -> Result<(), MachineError> {
     let Some(what) = difference(&journal.disks, &launch::disk_identities(config)) else { return Ok(()) };
     Err(MachineError::OtherDisks { name: config.name.clone(), qemu_pid, what })
+}
+
+/// Nor another file in the place of its image. `exchanged`: the first one, with the name of its disk.
+fn must_find_the_same_files(
+    config: &Config,
+    qemu_pid: u32,
+    exchanged: Option<(String, PathBuf)>,
+) -> Result<(), MachineError> {
+    let Some((disk, path)) = exchanged else { return Ok(()) };
+    Err(MachineError::ExchangedImage { name: config.name.clone(), qemu_pid, disk, path })
 }
 
 /// The first difference between the disks a QEMU has and those it would get, in words.

@@ -17,9 +17,9 @@ use std::time::{Duration, Instant};
 
 use hearth_disk::boot_set::BootSet;
 use hearth_recovery::admission::Admission;
-use hearth_recovery::boot_set::ImageNotes;
 use hearth_recovery::budget::{Budget, Usage};
 use hearth_recovery::ember::Ember;
+use hearth_recovery::images::Watch;
 use hearth_recovery::incarnation::Incarnation;
 
 use super::dump::GuestWaits;
@@ -57,7 +57,7 @@ struct Shared {
     budget: Mutex<Budget>,
     ember: Arc<Ember>,
     boot_set: Option<Arc<BootSet>>,
-    notes: Mutex<Option<ImageNotes>>,
+    notes: Mutex<Option<Watch>>,
     live: Mutex<Option<Incarnation>>,
     admission: Mutex<Option<Arc<Admission>>>,
     settle_wanted: AtomicBool,
@@ -120,7 +120,7 @@ impl Warden {
     }
 
     /// From now on it is noted what the images of the disks are, or not any more.
-    pub fn note_images(&self, notes: Option<ImageNotes>) {
+    pub fn note_images(&self, notes: Option<Watch>) {
         *self.shared.notes.lock().expect("the warden never panics") = notes;
     }
 
@@ -223,7 +223,7 @@ impl<'a> Round<'a> {
 
     fn renew_notes(&self) {
         let mut notes = self.shared.notes.lock().expect("holders only assign and renew");
-        if let Some(Err(error)) = notes.as_mut().map(ImageNotes::renew) {
+        if let Some(Err(error)) = notes.as_mut().map(Watch::renew) {
             tracing::debug!(%error, "it cannot be noted what the images are");
         }
     }

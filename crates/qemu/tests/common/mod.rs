@@ -61,6 +61,7 @@ impl Rig {
             run_as: None,
             watchdog: None,
             vmgenid: None,
+            inherited: Vec::new(),
             extra_args: vec!["-S".into()],
         };
         Self { folder, launch }

@@ -1,35 +1,23 @@
-//! Boot set: what answers a guest's reads from memory, in which order, and whether the images may have changed meanwhile.
+//! Boot set: what answers a guest's reads from memory, and in which order.
 //!
 //! a read: boot set -> ember -> image. No block is in both: what the boot set takes leaves the ember, and what it holds
 //! when an incarnation dies is not kept a second time.
 //!
-//! What is held is only as good as the guard over the images. A keeper guards them; where keeper and QEMU have both died,
-//! the images are compared with a note of what they were. The note is renewed about once a second, and any write since
-//! then, the guest's own last ones too, makes it void: nothing is held then, rather than something wrong.
+//! What is held is only as good as the guard over the images: after a gap in it a disk is as it was noted (`images`), or
+//! nothing of it is held any more.
 
-use std::fs;
-use std::io;
 use std::ops::Range;
-use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
 
 use hearth_disk::block::{BLOCK_BYTES, DiskId};
-use hearth_disk::boot_set::{BootSet, FILE_PREFIX};
+use hearth_disk::boot_set::BootSet;
 use hearth_disk::tag::Tag;
 use hearth_disk::warm::{AfterServing, Answered, WarmSource};
-use serde::{Deserialize, Serialize};
 
 use crate::ember::Ember;
 use crate::incarnation::{Incarnation, lock};
 
 pub mod saved;
-
-const RENEW_EVERY: Duration = Duration::from_secs(1);
-/// A file system's clock advances in steps of up to 10 ms: what was written within one step after a note would have the
-/// time of the note. An image that was written this recently is noted later.
-const UNSURE: Duration = Duration::from_millis(100);
 
 /// All memory that answers reads of a machine's disks.
 pub struct WarmSources {
@@ -46,6 +34,13 @@ impl WarmSources {
         if let (Some(boot_set), Some(ledger)) = (&self.boot_set, &dead.ledger) {
             boot_set.take_over_from(&mut lock(ledger));
         }
+    }
+}
+
+impl WarmSources {
+    /// Serves nothing of this disk any more. Says how many blocks it gave up.
+    pub fn forget_disk(&self, disk: DiskId) -> u64 {
+        self.boot_set.as_ref().map_or(0, |boot_set| boot_set.forget_disk(disk)) + self.ember.forget_disk(disk)
     }
 }
 
@@ -144,136 +139,10 @@ impl WarmSource for WarmSources {
     }
 }
 
-/// What an image was at one moment. Every write changes at least one of these.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ImageNote {
-    path: PathBuf,
-    device: u64,
-    inode: u64,
-    bytes: u64,
-    modified: (i64, i64),
-    changed: (i64, i64),
-    /// Where the file system tells: another file may get the same number.
-    made: Option<SystemTime>,
-}
-
-impl ImageNote {
-    /// None: a block device, of which nobody notes when it was written.
-    fn of(path: &Path) -> io::Result<Option<Self>> {
-        let found = fs::metadata(path)?;
-        let note = Self {
-            path: path.to_owned(),
-            device: found.dev(),
-            inode: found.ino(),
-            bytes: found.len(),
-            modified: (found.mtime(), found.mtime_nsec()),
-            changed: (found.ctime(), found.ctime_nsec()),
-            made: found.created().ok(),
-        };
-        Ok(found.is_file().then_some(note))
-    }
-
-    fn is_settled(&self, now: SystemTime) -> bool {
-        let since = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let [modified, changed] = [self.modified, self.changed]
-            .map(|(seconds, nanoseconds)| Duration::new(seconds.max(0) as u64, nanoseconds.max(0) as u32));
-        since.saturating_sub(modified.max(changed)) > UNSURE
-    }
-}
-
-/// Notes of what a machine's images were, beside the boot set.
-pub struct ImageNotes {
-    file: PathBuf,
-    images: Vec<PathBuf>,
-    noted: Option<Vec<ImageNote>>,
-    looked: Option<Instant>,
-}
-
-impl ImageNotes {
-    pub fn new(folder: &Path, images: Vec<PathBuf>) -> Self {
-        Self { file: folder.join(format!("{FILE_PREFIX}-images")), images, noted: None, looked: None }
-    }
-
-    /// Renews the note, if it is time and the images have changed. Only while what is held is kept current.
-    pub fn renew(&mut self) -> io::Result<()> {
-        if self.looked.is_some_and(|looked| looked.elapsed() < RENEW_EVERY) {
-            return Ok(());
-        }
-        self.looked = Some(Instant::now());
-        let Some(found) = self.look()? else { return Ok(()) };
-        let now = SystemTime::now();
-        if self.noted.as_ref() == Some(&found) || !found.iter().all(|note| note.is_settled(now)) {
-            return Ok(());
-        }
-        let fresh = self.file.with_extension("new");
-        fs::write(&fresh, serde_json::to_vec(&found)?)?;
-        fs::rename(&fresh, &self.file)?;
-        self.noted = Some(found);
-        Ok(())
-    }
-
-    /// Why the images may be others than when they were noted last; none if they are the same.
-    pub fn difference(&self) -> Option<String> {
-        let found = match self.look() {
-            Ok(Some(found)) => found,
-            Ok(None) => return Some("of a block device nobody can tell whether it was written to".to_owned()),
-            Err(error) => return Some(format!("the images cannot be looked at: {error}")),
-        };
-        let noted = fs::read(&self.file).ok().and_then(|text| serde_json::from_slice::<Vec<ImageNote>>(&text).ok());
-        let Some(noted) = noted else { return Some("it was not noted what the images were".to_owned()) };
-        if found.len() != noted.len() {
-            return Some("the machine had other disks".to_owned());
-        }
-        let (found, _) = found.iter().zip(&noted).find(|(found, noted)| found != noted)?;
-        Some(format!("{} was changed after it was noted what it is", found.path.display()))
-    }
-
-    /// What the images are now that nobody of us writes to them; waits until a later write would be seen. None: one of
-    /// them is a block device, or somebody goes on writing.
-    pub fn at_rest(&self) -> io::Result<Option<Vec<ImageNote>>> {
-        let deadline = Instant::now() + 10 * UNSURE;
-        loop {
-            let Some(found) = self.look()? else { return Ok(None) };
-            let now = SystemTime::now();
-            if found.iter().all(|note| note.is_settled(now)) {
-                return Ok(Some(found));
-            }
-            if Instant::now() > deadline {
-                return Ok(None);
-            }
-            std::thread::sleep(UNSURE / 4);
-        }
-    }
-
-    /// An image that is not any more what was noted of it.
-    pub fn changed_since(&self, noted: &[ImageNote]) -> io::Result<Option<&Path>> {
-        for (image, noted) in self.images.iter().zip(noted) {
-            if ImageNote::of(image)?.as_ref() != Some(noted) {
-                return Ok(Some(image));
-            }
-        }
-        Ok(None)
-    }
-
-    /// None: one of them is a block device.
-    pub fn look(&self) -> io::Result<Option<Vec<ImageNote>>> {
-        self.images.iter().map(|image| ImageNote::of(image)).collect()
-    }
-}
-
-/// What an image has become since; none: nothing. The numbers of devices may differ after the host has booted.
-pub(crate) fn difference(noted: &[ImageNote], found: &[ImageNote]) -> Option<String> {
-    if noted.len() != found.len() {
-        return Some("the machine had other disks".to_owned());
-    }
-    let same = |noted: &ImageNote, found: &ImageNote| ImageNote { device: found.device, ..noted.clone() } == *found;
-    let (_, found) = noted.iter().zip(found).find(|(noted, found)| !same(noted, found))?;
-    Some(format!("{} was changed since", found.path.display()))
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs::File;
+    use std::path::Path;
 
     use hearth_disk::block::RamPage;
     use hearth_disk::tag::Tagger;
@@ -341,6 +210,23 @@ mod tests {
     }
 
     #[test]
+    fn a_forgotten_disk_is_forgotten_everywhere_and_alone() {
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let sources = sources(folder.path());
+        let boot_set = sources.boot_set.clone().unwrap();
+        boot_set.begin();
+        assert_eq!(read(&sources, 3), Some(4));
+        assert_eq!(sources.forget_disk(DiskId(1)), 0);
+        assert_eq!([3, 4].map(|block| read(&sources, block)), [Some(4), Some(5)]);
+        assert_eq!(sources.forget_disk(DISK), 10);
+        assert_eq!([0, 3, 4].map(|block| read(&sources, block)), [None; 3]);
+        assert!(boot_set.is_empty() && sources.ember.counts().remaining == 0);
+        // What the image holds now is held again.
+        boot_set.read_from_image(DISK, 3, Some(&[9; BLOCK_BYTES]));
+        assert_eq!(read(&sources, 3), Some(9));
+    }
+
+    #[test]
     fn what_is_forgotten_is_forgotten_everywhere() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let sources = sources(folder.path());
@@ -348,41 +234,5 @@ mod tests {
         assert_eq!(read(&sources, 3), Some(4));
         sources.forget(DISK, 3..5);
         assert_eq!([3, 4, 5].map(|block| read(&sources, block)), [None, None, Some(6)]);
-    }
-
-    #[test]
-    fn an_image_that_was_touched_is_not_the_noted_one() {
-        let folder = tempfile::tempdir().unwrap();
-        let image = folder.path().join("disk.raw");
-        fs::write(&image, [1; 4096]).unwrap();
-        let notes = || ImageNotes::new(folder.path(), vec![image.clone()]);
-        assert_eq!(notes().difference().unwrap(), "it was not noted what the images were");
-        let settled = ImageNote::of(&image).unwrap().unwrap();
-        while !settled.is_settled(SystemTime::now()) {
-            std::thread::yield_now();
-        }
-        let mut first = notes();
-        first.renew().unwrap();
-        assert_eq!(notes().difference(), None);
-        let noted = notes().at_rest().unwrap().unwrap();
-        assert_eq!(notes().changed_since(&noted).unwrap(), None);
-        let others = ImageNotes::new(folder.path(), vec![image.clone(), image.clone()]);
-        assert_eq!(others.difference().unwrap(), "the machine had other disks");
-        fs::write(&image, [2; 4096]).unwrap();
-        let changed = format!("{} was changed after it was noted what it is", image.display());
-        assert_eq!(notes().difference(), Some(changed), "of the same size");
-        assert_eq!(notes().changed_since(&noted).unwrap(), Some(image.as_path()));
-        fs::remove_file(&image).unwrap();
-        assert!(notes().changed_since(&noted).is_err());
-    }
-
-    #[test]
-    fn what_was_written_a_moment_ago_is_noted_later() {
-        let image = tempfile::NamedTempFile::new().unwrap();
-        let note = ImageNote::of(image.path()).unwrap().unwrap();
-        let written = SystemTime::UNIX_EPOCH + Duration::new(note.changed.0 as u64, note.changed.1 as u32);
-        assert!(!note.is_settled(written) && !note.is_settled(written + UNSURE));
-        assert!(note.is_settled(written + UNSURE * 2));
-        assert!(!note.is_settled(written - UNSURE), "the clock was set back");
     }
 }

@@ -6,6 +6,8 @@
 //! magic 8 | version 4 | bytes of the notes 4 | key 16 | blocks 8 | notes (JSON) | per block: disk 8, number 8, tag 8, 4096
 //! ```
 //!
+//! The notes say of each disk what its image was. Of one without a note, a block device, nothing is saved.
+//!
 //! It is good for one start: whoever has taken it removes it, and the next stop writes another. The tags are there for
 //! damage, not against malice: the key stands beside them.
 
@@ -18,11 +20,11 @@ use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::BootSet;
 use hearth_disk::tag::{TAG_KEY_BYTES, Tag, Tagger};
 
-use super::{ImageNote, difference};
+use crate::images::DiskNote;
 use crate::random;
 
 const MAGIC: [u8; 8] = *b"HEARTHBS";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// A machine has few disks.
 const NOTES_BYTES_MAX: u32 = 1 << 20;
 
@@ -37,25 +39,26 @@ pub enum SavedError {
 }
 
 /// Whole or not at all. Says how many blocks.
-pub fn save(path: &Path, boot_set: &BootSet, images: &[ImageNote]) -> Result<u64, SavedError> {
+pub fn save(path: &Path, boot_set: &BootSet, disks: &[DiskNote]) -> Result<u64, SavedError> {
     let mut fresh = path.as_os_str().to_owned();
     fresh.push(".new");
     let fresh = PathBuf::from(fresh);
-    write(&fresh, boot_set, images)
+    write(&fresh, boot_set, disks)
         .and_then(|blocks| fs::rename(&fresh, path).map(|()| blocks))
         .map_err(|source| SavedError::Write { path: path.to_owned(), source })
 }
 
-fn write(path: &Path, boot_set: &BootSet, images: &[ImageNote]) -> io::Result<u64> {
+fn write(path: &Path, boot_set: &BootSet, disks: &[DiskNote]) -> io::Result<u64> {
     if let Some(folder) = path.parent() {
         fs::create_dir_all(folder)?;
     }
     let key: [u8; TAG_KEY_BYTES] = random::bytes();
     let tagger = Tagger::new(&key);
-    let notes = serde_json::to_vec(images)?;
+    let notes = serde_json::to_vec(disks)?;
     let file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
     let mut file = BufWriter::with_capacity(1 << 20, file);
-    let blocks = boot_set.held();
+    let mut blocks = boot_set.held();
+    blocks.retain(|(disk, _)| disks.get(usize::from(disk.0)).is_some_and(|disk| disk.rest.is_some()));
     file.write_all(&MAGIC)?;
     file.write_all(&VERSION.to_le_bytes())?;
     file.write_all(&(notes.len() as u32).to_le_bytes())?;
@@ -77,9 +80,17 @@ fn write(path: &Path, boot_set: &BootSet, images: &[ImageNote]) -> io::Result<u6
     Ok(blocks.len() as u64)
 }
 
-/// Puts what was saved into an empty boot set, if these are the images that it is of. Says how many blocks; none: nothing
-/// was saved.
-pub fn load(path: &Path, boot_set: &BootSet, images: &[ImageNote]) -> Result<Option<u64>, SavedError> {
+/// What came of a saved boot set.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Loaded {
+    pub blocks: u64,
+    /// Disks of which there were blocks, and why those are not held again.
+    pub void: Vec<(DiskId, String)>,
+}
+
+/// Puts what was saved into an empty boot set, disk by disk, as far as the images are what they were. `disks` are open. None:
+/// nothing was saved.
+pub fn load(path: &Path, boot_set: &BootSet, disks: &[DiskNote]) -> Result<Option<Loaded>, SavedError> {
     let unreadable = |source| SavedError::Read { path: path.to_owned(), source };
     let void = |what: String| SavedError::Void { path: path.to_owned(), what };
     let file = match File::open(path) {
@@ -106,25 +117,38 @@ pub fn load(path: &Path, boot_set: &BootSet, images: &[ImageNote]) -> Result<Opt
     let blocks = read_u64(&mut file).map_err(unreadable)?;
     let mut notes = vec![0; notes_bytes as usize];
     file.read_exact(&mut notes).map_err(unreadable)?;
-    let noted: Vec<ImageNote> = serde_json::from_slice(&notes).map_err(|_| void("is damaged".to_owned()))?;
-    if let Some(why) = difference(&noted, images) {
-        return Err(void(format!("is of other images: {why}")));
-    }
-    read_blocks(&mut file, blocks, &Tagger::new(&key), boot_set).map(Some).map_err(unreadable)
+    let noted: Vec<DiskNote> = serde_json::from_slice(&notes).map_err(|_| void("is damaged".to_owned()))?;
+    let doubts = noted.iter().enumerate().map(|(position, noted)| match disks.get(position) {
+        Some(open) if noted.is_of_disk(open) => noted.changed(),
+        _ => Some("the machine had other disks".to_owned()),
+    });
+    let doubts: Vec<_> = doubts.collect();
+    read_blocks(&mut file, blocks, &Tagger::new(&key), boot_set, &doubts).map(Some).map_err(unreadable)
 }
 
-fn read_blocks(file: &mut impl Read, blocks: u64, tagger: &Tagger, boot_set: &BootSet) -> io::Result<u64> {
-    let mut held = 0;
+fn read_blocks(
+    file: &mut impl Read,
+    blocks: u64,
+    tagger: &Tagger,
+    boot_set: &BootSet,
+    doubts: &[Option<String>],
+) -> io::Result<Loaded> {
+    let mut loaded = Loaded { blocks: 0, void: Vec::new() };
     for _ in 0..blocks {
         let [disk, block, tag] = [read_u64(file)?, read_u64(file)?, read_u64(file)?];
         let mut bytes = [0; BLOCK_BYTES];
         file.read_exact(&mut bytes)?;
-        let Ok(disk) = u8::try_from(disk) else { continue };
-        if tagger.tag(&bytes) == Tag(tag) && boot_set.put_back(DiskId(disk), block, &bytes) {
-            held += 1;
+        let Ok(disk) = u8::try_from(disk).map(DiskId) else { continue };
+        let Some(doubt) = doubts.get(usize::from(disk.0)) else { continue };
+        if let Some(why) = doubt {
+            if loaded.void.iter().all(|(void, _)| *void != disk) {
+                loaded.void.push((disk, why.clone()));
+            }
+        } else if tagger.tag(&bytes) == Tag(tag) && boot_set.put_back(disk, block, &bytes) {
+            loaded.blocks += 1;
         }
     }
-    Ok(held)
+    Ok(loaded)
 }
 
 fn read_u64(file: &mut impl Read) -> io::Result<u64> {
@@ -137,33 +161,43 @@ fn read_u64(file: &mut impl Read) -> io::Result<u64> {
 mod tests {
     use std::os::unix::fs::FileExt;
 
+    use hearth_disk::image::ImageFile;
     use hearth_disk::warm::{AfterServing, WarmSource};
 
     use super::*;
+    use crate::images;
 
     const DISK: DiskId = DiskId(1);
+    const OTHER: DiskId = DiskId(0);
 
     struct Stopped {
         folder: tempfile::TempDir,
-        images: Vec<ImageNote>,
+        disks: Vec<DiskNote>,
     }
 
     impl Stopped {
-        /// With blocks 7 and 3, read in this order.
+        /// With blocks 7 and 3 of one disk, read in this order, and block 5 of the other.
         fn new() -> Self {
             let folder = tempfile::tempdir().unwrap();
-            let image = folder.path().join("disk.raw");
-            fs::write(&image, [1; 4096]).unwrap();
-            let images = vec![ImageNote::of(&image).unwrap().unwrap()];
-            let stopped = Self { folder, images };
+            let note = |name: &str| {
+                let image = folder.path().join(name);
+                fs::write(&image, [1; 4096]).unwrap();
+                DiskNote::of_open(name, vec![ImageFile::of(&image).unwrap()])
+            };
+            let disks = images::at_rest(&["other.raw", "disk.raw"].map(note));
+            let stopped = Self { folder, disks };
             let boot_set = stopped.empty();
             boot_set.begin();
-            for block in [7, 3] {
-                boot_set.read_from_image(DISK, block, Some(&[block as u8; BLOCK_BYTES]));
+            for (disk, block) in [(DISK, 7), (OTHER, 5), (DISK, 3)] {
+                boot_set.read_from_image(disk, block, Some(&[block as u8; BLOCK_BYTES]));
             }
             boot_set.ready();
-            assert_eq!(save(&stopped.path(), &boot_set, &stopped.images).unwrap(), 2);
+            assert_eq!(save(&stopped.path(), &boot_set, &stopped.disks).unwrap(), 3);
             stopped
+        }
+
+        fn load(&self, boot_set: &BootSet) -> Result<Option<Loaded>, SavedError> {
+            load(&self.path(), boot_set, &self.disks)
         }
 
         fn path(&self) -> PathBuf {
@@ -187,10 +221,10 @@ mod tests {
     fn what_was_held_at_the_stop_is_held_at_the_start() {
         let stopped = Stopped::new();
         let started = stopped.empty();
-        assert_eq!(load(&stopped.path(), &started, &stopped.images).unwrap(), Some(2));
+        assert_eq!(stopped.load(&started).unwrap(), Some(Loaded { blocks: 3, void: Vec::new() }));
         assert_eq!([3, 7, 8].map(|block| read(&started, block)), [Some(3), Some(7), None]);
         assert_eq!(started.plan().disks[&DISK].blocks, 2, "the next boot is expected to read them");
-        assert_eq!(load(&stopped.path(), &started, &stopped.images).unwrap(), None, "it is good for one start");
+        assert_eq!(stopped.load(&started).unwrap(), None, "it is good for one start");
     }
 
     #[test]
@@ -200,7 +234,7 @@ mod tests {
         // Where `web` would be written to if it shared a name with `db`.
         fs::create_dir(folder.join("boot.new")).unwrap();
         for name in ["boot.web", "boot.db"] {
-            save(&folder.join(name), &stopped.empty(), &stopped.images).unwrap();
+            save(&folder.join(name), &stopped.empty(), &stopped.disks).unwrap();
         }
     }
 
@@ -208,14 +242,27 @@ mod tests {
     fn blocks_of_an_image_that_was_changed_are_not_held() {
         let stopped = Stopped::new();
         let started = stopped.empty();
-        let changed = vec![ImageNote { bytes: 8192, ..stopped.images[0].clone() }];
-        let error = load(&stopped.path(), &started, &changed).unwrap_err().to_string();
-        let image = stopped.images[0].path.display();
-        assert!(error.ends_with(&format!("state/boot-set is of other images: {image} was changed since")), "{error}");
-        assert!(started.is_empty());
+        let image = &stopped.disks[1].files[0].path;
+        fs::write(image, [2; 4096]).unwrap();
+        let why = format!("{} was changed while nobody guarded it", image.display());
+        assert_eq!(stopped.load(&started).unwrap(), Some(Loaded { blocks: 1, void: vec![(DISK, why)] }));
+        assert_eq!(([3, 7].map(|block| read(&started, block)), started.is_empty()), ([None, None], false));
         let stopped = Stopped::new();
-        let other_device = vec![ImageNote { device: 99, ..stopped.images[0].clone() }];
-        assert_eq!(load(&stopped.path(), &started, &other_device).unwrap(), Some(2), "the host counts devices anew");
+        let started = stopped.empty();
+        let one_disk = load(&stopped.path(), &started, &stopped.disks[..1]).unwrap().unwrap();
+        assert_eq!(one_disk, Loaded { blocks: 1, void: vec![(DISK, "the machine had other disks".to_owned())] });
+    }
+
+    #[test]
+    fn nothing_is_saved_of_a_disk_that_cannot_be_noted() {
+        let mut stopped = Stopped::new();
+        let held = stopped.empty();
+        stopped.load(&held).unwrap();
+        stopped.disks[1].rest = None;
+        assert_eq!(save(&stopped.path(), &held, &stopped.disks).unwrap(), 1);
+        let started = stopped.empty();
+        assert_eq!(stopped.load(&started).unwrap(), Some(Loaded { blocks: 1, void: Vec::new() }));
+        assert_eq!(read(&started, 7), None);
     }
 
     #[test]
@@ -225,10 +272,10 @@ mod tests {
         let bytes = file.metadata().unwrap().len();
         file.write_all_at(&[9], bytes - 10).unwrap();
         let started = stopped.empty();
-        assert_eq!(load(&stopped.path(), &started, &stopped.images).unwrap(), Some(1));
+        assert_eq!(stopped.load(&started).unwrap(), Some(Loaded { blocks: 2, void: Vec::new() }));
         assert_eq!([7, 3].map(|block| read(&started, block)), [Some(7), None]);
         let stopped = Stopped::new();
         OpenOptions::new().write(true).open(stopped.path()).unwrap().set_len(100).unwrap();
-        assert!(load(&stopped.path(), &stopped.empty(), &stopped.images).is_err());
+        assert!(stopped.load(&stopped.empty()).is_err());
     }
 }

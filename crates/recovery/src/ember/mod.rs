@@ -241,6 +241,13 @@ impl Ember {
         taken.filter(|(_, pages)| !pages.is_empty()).collect()
     }
 
+    /// Serves nothing of this disk any more. Says how many pages it gave up.
+    pub fn forget_disk(&self, disk: DiskId) -> u64 {
+        let forgotten = lock(&self.sources).iter_mut().map(|source| source.forget(disk, 0..u64::MAX)).sum();
+        self.counters.overwritten.fetch_add(forgotten, Relaxed);
+        forgotten
+    }
+
     /// Serves nothing any more, for a cold start. What is held stays for its dump, and nothing else of it.
     pub fn extinguish(&self) {
         lock(&self.sources).retain_mut(|source| {

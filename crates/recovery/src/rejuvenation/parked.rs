@@ -25,11 +25,12 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
+use hearth_disk::image::{ImageFile, ImageNote};
 use hearth_memory::{MemoryError, RamFile};
 use serde::{Deserialize, Serialize};
 
 use super::clock::{self, Ticker};
-use crate::boot_set::{self, ImageNote, ImageNotes};
+use crate::images::{self, DiskNote};
 use crate::journal::DiskIdentity;
 use crate::snapshot::{Part, SnapshotError, seal};
 
@@ -227,19 +228,21 @@ pub fn discard(folder: &Path) {
     }
 }
 
-/// What the images are now that nobody writes to them any more. Of a block device nobody can tell whether it was written
-/// to: it is not noted.
-pub fn note_images(images: &[PathBuf]) -> Result<Vec<ImageNote>, ParkedError> {
-    let files = regular(images);
-    let first = files.first().cloned().unwrap_or_default();
-    // The notes are kept in ours: the folder of theirs is not used.
-    let notes = ImageNotes::new(Path::new("/"), files);
-    notes.at_rest().map_err(ParkedError::Look)?.ok_or(ParkedError::Busy { path: first })
+/// What the files of the images are now that nobody writes to them any more. Of a block device nobody can tell whether it was
+/// written to: it is not noted.
+pub fn note_images(files: &[PathBuf]) -> Result<Vec<ImageNote>, ParkedError> {
+    let mut notes = Vec::new();
+    for path in regular(files) {
+        let file = ImageFile::of(&path).map_err(ParkedError::Look)?;
+        let rest = images::at_rest(&[DiskNote::of_open("", vec![file])]).remove(0).rest;
+        notes.extend(rest.ok_or(ParkedError::Busy { path })?);
+    }
+    Ok(notes)
 }
 
-fn regular(images: &[PathBuf]) -> Vec<PathBuf> {
-    // One that is gone is looked for, and missed.
-    images.iter().filter(|image| !fs::metadata(image).is_ok_and(|found| is_device(&found))).cloned().collect()
+/// One that is gone is looked for, and missed.
+fn regular(files: &[PathBuf]) -> Vec<PathBuf> {
+    files.iter().filter(|file| !fs::metadata(file).is_ok_and(|found| is_device(&found))).cloned().collect()
 }
 
 fn is_device(found: &fs::Metadata) -> bool {
@@ -292,10 +295,19 @@ impl Parked {
         Ok(())
     }
 
+    /// `images` are those that the configuration names. What they are based on was noted as well.
     pub fn must_find_images(&self, images: &[PathBuf]) -> Result<(), ParkedError> {
-        let found = ImageNotes::new(Path::new("/"), regular(images)).look().map_err(ParkedError::Look)?;
-        match boot_set::difference(&self.images, &found.unwrap_or_default()) {
-            Some(what) => Err(ParkedError::Images { what }),
+        let changed = |path: &Path| Err(ParkedError::Images { what: format!("{} was changed since", path.display()) });
+        for noted in &self.images {
+            match ImageNote::of(&noted.path).map_err(ParkedError::Look)? {
+                Some(found) if noted.is_still(&found) => {}
+                _ => return changed(&noted.path),
+            }
+        }
+        let is_noted = |path: &PathBuf| self.images.iter().any(|noted| noted.path == *path);
+        match regular(images).iter().find(|path| !is_noted(path)) {
+            // A file in the place of a block device.
+            Some(other) => changed(other),
             None => Ok(()),
         }
     }

@@ -94,6 +94,7 @@ impl ArrivingDisk {
             read_only: true,
             direct: false,
             lock_patience: Duration::ZERO,
+            owner: None,
         };
         let arrivals = Arrivals(vec![self.arrival.clone()]);
         // What it lacks it says by wanting it.

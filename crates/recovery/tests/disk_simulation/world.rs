@@ -304,7 +304,8 @@ impl World {
         let file = lock(&self.storage).file().try_clone().unwrap();
         let path = format!("/proc/self/fd/{}", file.as_raw_fd()).into();
         let lock_patience = Duration::ZERO;
-        let image = ImageOptions { path, format: Format::Raw, read_only: false, direct: false, lock_patience };
+        let image =
+            ImageOptions { path, format: Format::Raw, read_only: false, direct: false, lock_patience, owner: None };
         let image = Image::open(&image).unwrap();
         let bytes = image.bytes();
         let pool = BufferPool::new(self.settings.pool_bytes).unwrap();
@@ -324,6 +325,7 @@ impl World {
             limits,
             tracked: true,
             gate: None,
+            tell: None,
         };
         let tracking = self.tracking();
         let (worker, _) = Worker::open(options, backing, tracking, self.clock.clone()).unwrap();

@@ -16,6 +16,7 @@ use crate::engine::{Operation, Submission};
 mod crash;
 mod damage;
 mod devices;
+mod locks;
 mod qcow2;
 
 const DISK_BYTES: usize = 8 << 20;
@@ -26,7 +27,14 @@ fn folder() -> TempDir {
 }
 
 fn options(path: &Path, format: Format) -> ImageOptions {
-    ImageOptions { path: path.into(), format, read_only: false, direct: true, lock_patience: Duration::ZERO }
+    ImageOptions {
+        path: path.into(),
+        format,
+        read_only: false,
+        direct: true,
+        lock_patience: Duration::ZERO,
+        owner: None,
+    }
 }
 
 fn raw_image(folder: &TempDir, bytes: u64) -> PathBuf {

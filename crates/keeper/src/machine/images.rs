@@ -1,0 +1,287 @@
+//! Images of a machine's disks: opened and locked, noted, and compared after a gap in which nobody guarded them. What is noted is in
+//! `hearth_recovery::images`.
+//!
+//! start or take-over: locked -> compared with what the last keeper noted -> served
+//! a wait without a guest, or a crashed one that stands still: noted -> it ends -> compared -> the next guest
+//!
+//! What memory holds of a disk that was changed, or of which nobody can tell, is forgotten, with an event; of the other disks it
+//! is as good as ever. Images in the place of those that are open are opened for the next guest. The living guest keeps those
+//! that it has: under a keeper they are open, and without one the next keeper does not take it over with others.
+
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::path::{Path, PathBuf};
+
+use hearth_api::EventKind;
+use hearth_disk::block::DiskId;
+use hearth_disk::image::{Image, ImageOptions, LockOwner, Unwritten};
+use hearth_disk::server::{DiskOptions, DiskServer};
+use hearth_recovery::images::{self, DiskNote, Notes, Watch};
+use hearth_recovery::incarnation::Incarnation;
+use hearth_recovery::warm_reboot;
+
+use super::{Machine, MachineError, launch};
+
+/// Locks on the images, by disk: a QEMU inherits them, so that they outlive the keeper.
+#[derive(Debug, Default)]
+pub struct InheritedLocks(Vec<Vec<OwnedFd>>);
+
+impl InheritedLocks {
+    pub fn numbers(&self) -> Vec<RawFd> {
+        self.0.iter().flatten().map(AsRawFd::as_raw_fd).collect()
+    }
+}
+
+/// What is known of the images.
+#[derive(Default)]
+pub(super) struct Images {
+    /// The files that are open, by disk.
+    open: Vec<DiskNote>,
+    /// None: the images were compared with what the last keeper noted, or are its own.
+    gap: Option<Gap>,
+    /// What they were when a wait began that is not over.
+    idle: Option<Vec<DiskNote>>,
+    /// A QEMU is being taken over, and has inherited locks.
+    qemu_lives: bool,
+}
+
+/// Before this keeper.
+struct Gap {
+    /// None: it was not noted what the images were.
+    noted: Option<Notes>,
+    /// What a stop has saved may be held again.
+    is_start: bool,
+}
+
+impl Images {
+    /// After a gap of which an earlier keeper's notes in this folder may tell.
+    pub fn after_gap(folder: &Path) -> Self {
+        Self { gap: Some(Gap { noted: Notes::load(folder), is_start: false }), ..Self::default() }
+    }
+
+    /// No QEMU was found alive.
+    pub fn begin_start(&mut self) {
+        if let Some(gap) = &mut self.gap {
+            gap.is_start = true;
+        }
+    }
+
+    /// A QEMU was found alive. A file in whose place there is another one now, with the name of its disk.
+    pub fn begin_take_over(&mut self) -> Option<(String, PathBuf)> {
+        self.qemu_lives = true;
+        let (disk, path) = self.gap.as_ref()?.noted.as_ref()?.exchanged()?;
+        Some((disk.to_owned(), path.to_owned()))
+    }
+
+    /// The disks are not open any more, and are opened again by and by.
+    pub fn closed(&mut self, folder: &Path) {
+        if self.are_judged() {
+            *self = Self::after_gap(folder);
+        }
+    }
+
+    /// They are locked, and what is held of them is true.
+    pub fn are_judged(&self) -> bool {
+        self.gap.is_none()
+    }
+
+    /// The files of all images.
+    pub fn paths(&self) -> impl Iterator<Item = &PathBuf> {
+        self.open.iter().flat_map(|disk| &disk.files).map(|file| &file.path)
+    }
+
+    /// A file in whose place there is another one now.
+    pub fn exchanged(&self) -> Option<&Path> {
+        self.open.iter().find_map(DiskNote::exchanged)
+    }
+
+    /// What they are at this moment.
+    pub fn look(&self) -> Vec<DiskNote> {
+        images::look(&self.open)
+    }
+
+    /// What they are now that nobody of us writes to them.
+    pub fn at_rest(&self) -> Vec<DiskNote> {
+        images::at_rest(&self.open)
+    }
+}
+
+impl Machine {
+    /// Opens all images, and serves them once it is known what memory may answer. `unwritten` says whether the guest that a
+    /// killed keeper left lives on.
+    pub(super) fn open_disks(&mut self, incarnation: &Incarnation, unwritten: Unwritten) -> Result<(), MachineError> {
+        self.images.open.clear();
+        self.parts.locks.0.clear();
+        let opened: Result<Vec<Image>, _> =
+            (0..self.parts.config.disks.len()).map(|position| self.open_image(position)).collect();
+        // Also after a failure: the locks of those that were opened end with them.
+        let opened = opened.inspect_err(|_| self.parts.locks.0.clear())?;
+        self.images.qemu_lives = false;
+        self.judge_images(incarnation, unwritten);
+        for (position, image) in opened.into_iter().enumerate() {
+            let server = self.serve(position, image, incarnation, unwritten)?;
+            self.disks.push(server);
+        }
+        self.note_images();
+        self.open_nvram()
+    }
+
+    fn open_image(&mut self, position: usize) -> Result<Image, MachineError> {
+        let disk = &self.parts.config.disks[position];
+        let failed = |source| MachineError::Image { disk: disk.name.clone(), source };
+        let owner = lock_owner(&self.parts.folders.runtime);
+        let owner = owner.map(|owner| owner.with_living_qemu(self.images.qemu_lives));
+        let options = ImageOptions { owner, ..launch::image_options(disk) };
+        let image = Image::open_over(&options, &self.arrivals.images()).map_err(failed)?;
+        let locks = image.inheritable_locks().map_err(failed)?;
+        let files = image.files().map_err(|source| MachineError::ImageFiles { disk: disk.name.clone(), source })?;
+        let note = DiskNote::of_open(&disk.name, files);
+        if position < self.images.open.len() {
+            (self.images.open[position], self.parts.locks.0[position]) = (note, locks);
+        } else {
+            self.images.open.push(note);
+            self.parts.locks.0.push(locks);
+        }
+        Ok(image)
+    }
+
+    fn serve(
+        &self,
+        position: usize,
+        mut image: Image,
+        incarnation: &Incarnation,
+        unwritten: Unwritten,
+    ) -> Result<DiskServer, MachineError> {
+        let disk = &self.parts.config.disks[position];
+        image.note_changes_in(&self.parts.folders.disk_tables(&disk.name), unwritten);
+        let socket = self.parts.folders.disk_socket(&disk.name);
+        let tell = Some(self.disk_notices(&disk.name));
+        let options = DiskOptions { gate: self.disk_gate(), tell, ..launch::disk_options(position, disk, socket) };
+        let tracking = warm_reboot::tracking(incarnation, &self.tagger, &self.warm);
+        let server = DiskServer::start(options, image, tracking)
+            .map_err(|source| MachineError::Server { disk: disk.name.clone(), source })?;
+        self.watch_disk(&server);
+        Ok(server)
+    }
+
+    /// All images are locked: from now on nobody else changes them. `incarnation` may have learned of them before.
+    fn judge_images(&mut self, incarnation: &Incarnation, unwritten: Unwritten) {
+        let Some(Gap { noted, is_start }) = self.images.gap.take() else { return };
+        if !noted.as_ref().is_some_and(Notes::are_of_this_process) {
+            for (position, open) in self.images.open.iter().enumerate() {
+                let tables = self.parts.folders.disk_tables(&open.disk);
+                let drops = unwritten == Unwritten::Drop && tables.metadata().is_ok_and(|file| file.len() > 0);
+                let doubt = match &noted {
+                    _ if drops => Some("its guest died with writes that it had not flushed".to_owned()),
+                    Some(noted) => noted.doubt(position, open),
+                    None => Some("it was not noted what the image was".to_owned()),
+                };
+                if let Some(why) = doubt {
+                    self.forget_disk(position, why, Some(incarnation));
+                }
+            }
+        }
+        if is_start {
+            self.load_boot_set(&self.images.open);
+        }
+    }
+
+    /// What memory holds of this disk is not served any more.
+    pub(super) fn forget_disk(&self, position: usize, why: String, living: Option<&Incarnation>) {
+        let Ok(id) = u8::try_from(position).map(DiskId) else { return };
+        let blocks = self.warm.forget_disk(id) + living.map_or(0, |living| living.forget_disk(id));
+        if blocks > 0 {
+            let disk = self.parts.config.disks[position].name.clone();
+            tracing::warn!(disk, why, "what memory held of it is dropped");
+            self.record(EventKind::DiskForgotten { disk, why, blocks });
+        }
+    }
+
+    /// The images are in use: what they are is noted from now on, for the next keeper.
+    pub(super) fn note_images(&self) {
+        let watch = Watch::new(&self.parts.folders.memory, &self.images.open);
+        let watch = watch.and_then(|mut watch| watch.renew().map(|()| watch));
+        self.warden.note_images(watch.inspect_err(|error| unnoted(error)).ok());
+    }
+
+    /// Nobody of us writes to the images from now on, until the next guest does.
+    pub(super) fn note_idle_images(&mut self) {
+        if self.images.idle.is_some() {
+            return;
+        }
+        // From now on a change is a stranger's.
+        self.warden.note_images(None);
+        let noted = images::write_at_rest(&self.parts.folders.memory, &self.images.open);
+        self.images.idle = Some(noted.unwrap_or_else(|error| {
+            unnoted(&error);
+            self.images.at_rest()
+        }));
+    }
+
+    /// The wait is over: before what is held of the images is used, or saved. Says which of them are doubted.
+    pub(super) fn judge_idle_images(&mut self) -> Vec<usize> {
+        let Some(idle) = self.images.idle.take() else { return Vec::new() };
+        let doubts: Vec<_> = idle.iter().map(DiskNote::doubt).collect();
+        if let (true, Some(Some(why)), Some(timeline)) =
+            (doubts.iter().all(Option::is_some), doubts.first(), &mut self.timeline)
+        {
+            timeline.turned_cold(why.clone());
+        }
+        let doubts = doubts.into_iter().enumerate().filter_map(|(position, why)| Some((position, why?)));
+        let doubted = doubts.map(|(position, why)| {
+            self.forget_disk(position, why, None);
+            position
+        });
+        let doubted = doubted.collect();
+        self.note_images();
+        doubted
+    }
+
+    /// The next guest gets the images as they are now. One that a stranger changed may have another size, or other tables: it is
+    /// opened again, and so is one that is another file now. One that is gone is served as long as it is open.
+    pub(super) fn renew_images(&mut self, next: &Incarnation) -> Result<(), MachineError> {
+        let doubted = self.judge_idle_images();
+        for position in 0..self.images.open.len() {
+            let open = &self.images.open[position];
+            if let Some(gone) = open.missing() {
+                let message = format!(
+                    "disk {}: {} is gone; the guest goes on with the file that is still open, and loses it when the machine stops: \
+                     copy what you need from inside the guest",
+                    open.disk,
+                    gone.display()
+                );
+                self.record(EventKind::Error { message });
+                continue;
+            }
+            if let Some(other) = open.exchanged() {
+                let why = format!("{} is another file than before", other.display());
+                self.forget_disk(position, why, None);
+            } else if !doubted.contains(&position) {
+                continue;
+            }
+            self.open_again(position, next)?;
+            self.note_images();
+        }
+        Ok(())
+    }
+
+    fn open_again(&mut self, position: usize, next: &Incarnation) -> Result<(), MachineError> {
+        // A qcow2 image over another base is still locked by the server it has.
+        let after = self.disks.split_off(position + 1);
+        self.disks.pop().into_iter().for_each(DiskServer::stop);
+        self.parts.locks.0[position].clear();
+        let image = self.open_image(position)?;
+        let server = self.serve(position, image, next, Unwritten::Drop)?;
+        self.disks.push(server);
+        self.disks.extend(after);
+        Ok(())
+    }
+}
+
+fn unnoted(error: &std::io::Error) {
+    tracing::warn!(%error, "it cannot be noted what the images are: a keeper that follows trusts none of them");
+}
+
+/// Who holds the images' locks; none if the folder cannot be looked at, and then nobody inherits them.
+pub fn lock_owner(runtime_folder: &Path) -> Option<LockOwner> {
+    LockOwner::with_folder(runtime_folder).ok()
+}
