@@ -20,6 +20,7 @@ pub mod nvram;
 pub mod partitions;
 mod populate;
 pub mod pressure;
+pub mod pulse;
 pub mod server;
 pub mod tag;
 pub mod warm;

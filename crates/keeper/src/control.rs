@@ -75,6 +75,10 @@ impl Occupation {
         *self.0.lock().expect("nobody panics with it") = what;
     }
 
+    pub fn is_some(&self) -> bool {
+        self.0.lock().expect("nobody panics with it").is_some()
+    }
+
     fn refusal(&self) -> Result<(), ApiError> {
         self.0.lock().expect("nobody panics with it").clone().map_or(Ok(()), Err)
     }

@@ -25,6 +25,7 @@ pub mod runtime_root;
 mod sample;
 pub mod unix_socket;
 pub mod upgrade;
+pub mod watchdog;
 
 /// An error with all its causes, on one line: `what: why: why that`.
 pub fn chain(error: &dyn std::error::Error) -> String {

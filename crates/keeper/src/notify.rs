@@ -13,6 +13,8 @@ pub enum Notice {
     Ready,
     /// The keeper is on its way out, and this is no fault.
     Stopping,
+    /// The keeper answers (`WatchdogSec=`).
+    Alive,
     /// One line for `systemctl status`.
     Status(String),
 }
@@ -28,6 +30,7 @@ pub fn notify(notice: &Notice) {
 fn send(address: &OsStr, notice: &Notice) -> io::Result<()> {
     let text = match notice {
         Notice::Ready => "READY=1".to_owned(),
+        Notice::Alive => "WATCHDOG=1".to_owned(),
         Notice::Stopping => "STOPPING=1".to_owned(),
         Notice::Status(text) => format!("STATUS={}", text.replace('\n', " ")),
     };

@@ -17,7 +17,7 @@ use signal_hook::iterator::Signals;
 use crate::check::life;
 use crate::config::{Config, Configured, InForce};
 use crate::console::Hub;
-use crate::control::{Control, Occupation};
+use crate::control::{Command, Control, Occupation};
 use crate::event::Event;
 use crate::event_log::EventLog;
 use crate::http::{Context, Server};
@@ -28,6 +28,7 @@ use crate::notify::{Notice, notify};
 use crate::runtime_root::RuntimeRoot;
 use crate::unix_socket::ListenError;
 use crate::upgrade::{Inheritance, Successor};
+use crate::watchdog::{Surroundings, Watchdog, end_with_any_thread};
 
 /// Clients that still wait for an answer when the machine has stopped.
 const FAREWELL_PATIENCE: Duration = Duration::from_secs(2);
@@ -44,6 +45,8 @@ pub enum RunError {
     Listen(#[from] ListenError),
     #[error("the event log cannot be opened")]
     EventLog(#[source] std::io::Error),
+    #[error("the watchdog's thread cannot be started")]
+    Watchdog(#[source] std::io::Error),
     #[error("signals cannot be caught")]
     Signals(#[source] std::io::Error),
     #[error(transparent)]
@@ -62,6 +65,7 @@ pub struct Start {
 
 /// Looks after a machine until it has stopped, or this process has become another keeper.
 pub fn run(start: Start) -> ExitCode {
+    end_with_any_thread();
     let name = start.in_force.now.config.name.clone();
     let Start { in_force, root, restore, mut inheritance } = start;
     match keep(in_force, root, restore, &mut inheritance) {
@@ -106,16 +110,23 @@ fn keep(
     let console = Hub::start(&folders.runtime.join("console.sock"))?;
     let (tell, events) = channel();
     let occupation = Occupation::default();
+    let watchdog = Watchdog::start(Surroundings {
+        machine: config.name.clone(),
+        runtime_folder: folders.runtime.clone(),
+        occupation: occupation.clone(),
+        event_log: event_log.clone(),
+    })
+    .map_err(RunError::Watchdog)?;
     let shown_config = serde_json::to_value(&config).expect("a configuration is plain data");
     let shown_config = Arc::new(Mutex::new(shown_config));
     let context = Context {
-        control: control(tell.clone(), occupation.clone()),
+        control: control(tell.clone(), occupation.clone(), watchdog.clone()),
         events: event_log.clone(),
         config: shown_config.clone(),
     };
     let server = Server::start(&folders.runtime.join("api.sock"), context)?;
     let terminated = Arc::new(AtomicBool::new(false));
-    listen_to_signals(tell.clone(), terminated.clone())?;
+    listen_to_signals(tell.clone(), terminated.clone(), watchdog.clone())?;
     let rehearses = restore.as_ref().and_then(|order| order.trace.as_ref()).is_some_and(|trace| trace.then_stop);
     let parts = Parts {
         rehearses,
@@ -129,6 +140,7 @@ fn keep(
         binary,
         accelerator,
         event_log: event_log.clone(),
+        watchdog,
         console,
         tell,
         locks: InheritedLocks::default(),
@@ -177,21 +189,25 @@ fn choice_of(living: &QemuIdentity) -> AcceleratorChoice {
     AcceleratorChoice { accelerator, why: living.accelerator_why.clone() }
 }
 
-fn control(tell: Sender<Event>, occupation: Occupation) -> Control {
+fn control(tell: Sender<Event>, occupation: Occupation, watchdog: Watchdog) -> Control {
     let control = Control::new(move |command, answer| {
+        if let Command::Stop(request) = &command {
+            watchdog.ordered_to_stop(request.force);
+        }
         // A loop that has ended drops the question, and the asker learns that.
         let _ = tell.send(Event::Request { command, answer });
     });
     control.while_not(occupation)
 }
 
-fn listen_to_signals(tell: Sender<Event>, terminated: Arc<AtomicBool>) -> Result<(), RunError> {
+fn listen_to_signals(tell: Sender<Event>, terminated: Arc<AtomicBool>, watchdog: Watchdog) -> Result<(), RunError> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(RunError::Signals)?;
     std::thread::Builder::new()
         .name("signals".to_owned())
         .spawn(move || {
-            for _ in &mut signals {
+            for (nth, _) in signals.forever().enumerate() {
                 terminated.store(true, Relaxed);
+                watchdog.ordered_to_stop(nth > 0);
                 if tell.send(Event::Terminate).is_err() {
                     return;
                 }

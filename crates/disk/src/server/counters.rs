@@ -2,6 +2,8 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use crate::pulse::Pulse;
+
 /// A reading of the counters of one disk, since it was started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct DiskCounters {
@@ -48,6 +50,8 @@ macro_rules! counters {
     ($($name:ident),*) => {
         #[derive(Default)]
         pub struct Counters {
+            /// Of the disk's thread.
+            pub pulse: Pulse,
             pub connected: AtomicBool,
             pub spoken: AtomicBool,
             pub successor: AtomicBool,

@@ -63,6 +63,7 @@ use crate::gate::Gate;
 use crate::image::{Committer, FrozenImage, Image, ImageError};
 use crate::limit::Limits;
 use crate::pressure::Pressure;
+use crate::pulse::Pulse;
 use crate::write_log::WriteLog;
 use counters::Counters;
 use death::Death;
@@ -319,6 +320,11 @@ impl DiskServer {
     /// How the image is read and written, and why so.
     pub fn description(&self) -> &str {
         &self.description
+    }
+
+    /// Whether its thread comes back from its work, for whoever watches over that. Outlives the server.
+    pub fn pulse(&self) -> Pulse {
+        self.counters.pulse.clone()
     }
 
     pub fn counters(&self) -> DiskCounters {

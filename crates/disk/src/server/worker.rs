@@ -251,10 +251,12 @@ impl Worker {
     pub fn turn(&mut self, at_most: Option<Duration>) -> io::Result<Pause> {
         let mut events = std::mem::take(&mut self.events);
         self.poller.wait(at_most, &mut events)?;
+        self.disk.counters.pulse.begin();
         events.drain(..).for_each(|event| self.note(event));
         self.events = events;
         let pause = self.work();
         self.settle();
+        self.disk.counters.pulse.end();
         Ok(pause)
     }
 

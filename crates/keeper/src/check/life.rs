@@ -81,6 +81,14 @@ pub fn has_keeper(runtime_folder: &Path) -> bool {
     rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared) == Err(rustix::io::Errno::WOULDBLOCK)
 }
 
+/// Ends it at once.
+pub fn kill(qemu: &QemuIdentity) {
+    let id = ProcessId { pid: qemu.pid, start_ticks: qemu.start_ticks };
+    if let Ok(process) = Process::adopt(id, Path::new("/dev/null")) {
+        process.kill();
+    }
+}
+
 fn is_alive(qemu: &QemuIdentity) -> bool {
     // Its log is of no interest: it is asked for nothing else.
     Process::adopt(ProcessId { pid: qemu.pid, start_ticks: qemu.start_ticks }, Path::new("/dev/null")).is_ok()

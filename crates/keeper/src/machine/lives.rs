@@ -227,6 +227,7 @@ impl Machine {
 
     /// A disk that nobody serves ends this keeper: the next one serves it.
     pub(super) fn watch_disk(&self, server: &DiskServer) {
+        self.parts.watchdog.watch_disk(server.name(), server.pulse());
         let (tell, disk) = (self.parts.tell.clone(), server.name().to_owned());
         server.watch(move |why| {
             // Fails only when the loop is gone, and the keeper with it.

@@ -92,6 +92,7 @@ use crate::event::Event;
 use crate::event_log::EventLog;
 use crate::runtime_root::RuntimeRoot;
 use crate::upgrade::Successor;
+use crate::watchdog::Watchdog;
 
 use crash::Harvest;
 use crash_loop::{BackOff, Crashes};
@@ -130,6 +131,7 @@ pub struct Parts {
     pub binary: Option<Binary>,
     pub accelerator: AcceleratorChoice,
     pub event_log: EventLog,
+    pub watchdog: Watchdog,
     pub console: Hub,
     pub tell: Sender<Event>,
     /// Each QEMU inherits them.
@@ -352,6 +354,7 @@ impl Machine {
                 None => events.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 Some(deadline) => events.recv_timeout(deadline.saturating_duration_since(Instant::now())),
             };
+            self.parts.watchdog.main().begin();
             let handled = match event {
                 Ok(event) => self.handle(event),
                 Err(RecvTimeoutError::Timeout) => self.time_is_up(),
@@ -361,6 +364,9 @@ impl Machine {
                 self.end_with(&error);
                 return Err(error);
             }
+            // They read and write the guest's memory, which may still be missing.
+            self.parts.watchdog.excuse_disks(self.must_be_complete("watch").is_err());
+            self.parts.watchdog.main().end();
         }
         Ok(End::Stopped)
     }

@@ -1,0 +1,261 @@
+//! Watchdog over the keeper's own threads: one that is dead or stuck ends the keeper, with its name, so that a service manager
+//! starts the next one. The guest runs on, as it does whenever a keeper dies.
+//!
+//! ```text
+//! a thread panics                                    -> its name in the log -> exit
+//! a loop does not come back from one piece of work   -> its name in the log -> exit
+//! the main loop does not take an order to stop       -> QEMU is killed      -> exit
+//! ```
+//! Loops that others wait for have a pulse: the main loop and each disk's thread. What legitimately takes long is excused: the
+//! main loop with an occupation (a parked guest's memory is summed up), and the disks of a restored guest, which wait for its
+//! memory. A thread that hangs in the kernel can hold up the end of the process; nothing can be done about that.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use hearth_api::{EventKind, MachineState};
+use hearth_disk::pulse::Pulse;
+
+use crate::check::life;
+use crate::control::Occupation;
+use crate::event_log::EventLog;
+use crate::notify::{Notice, notify};
+
+/// EX_SOFTWARE of sysexits.h.
+pub const EXIT_CODE: i32 = 70;
+/// Each wait of the main loop has a limit of its own (QMP 20 s, a disk that drains 60 s), and an event has a few of them.
+const MAIN_LIMIT: Duration = Duration::from_secs(600);
+/// A disk's thread waits for no storage, but writes to a file system that does not know O_DIRECT.
+const DISK_LIMIT: Duration = Duration::from_secs(120);
+/// An order to stop waits this long for a main loop that hangs: one that is forced, and one that is not.
+const FORCED_STOP_PATIENCE: Duration = Duration::from_secs(10);
+const STOP_PATIENCE: Duration = Duration::from_secs(80);
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// For the last words in the event log, whose lock the thread that hangs may hold.
+const FAREWELL: Duration = Duration::from_millis(500);
+
+/// Threads of disks: the end of one that serves is an event of the machine, and what an image's worker performs is caught and
+/// fails the image alone (`hearth_disk`).
+const CONTAINED: &str = "disk-";
+
+/// From now on a thread of this process that panics ends it.
+pub fn end_with_any_thread() {
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        report(panic);
+        let thread = std::thread::current();
+        let name = thread.name().unwrap_or("without a name");
+        if !name.starts_with(CONTAINED) {
+            die(name, "has panicked");
+        }
+    }));
+}
+
+fn die(thread: &str, what: &str) -> ! {
+    tracing::error!(thread, "a thread of the keeper {what}: the keeper ends, and its guest runs on");
+    std::process::exit(EXIT_CODE);
+}
+
+/// Watches over one machine's keeper. Clones are the same.
+#[derive(Clone, Default)]
+pub struct Watchdog {
+    shared: Arc<Shared>,
+}
+
+#[derive(Default)]
+struct Shared {
+    main: Pulse,
+    disks: Mutex<Vec<(String, Pulse)>>,
+    disks_excused: AtomicBool,
+    stop: Mutex<Option<StopOrder>>,
+}
+
+#[derive(Clone, Copy)]
+struct StopOrder {
+    since: Instant,
+    forced: bool,
+}
+
+/// What the thread needs beside the pulses.
+pub struct Surroundings {
+    pub machine: String,
+    pub runtime_folder: PathBuf,
+    pub occupation: Occupation,
+    pub event_log: EventLog,
+}
+
+impl Watchdog {
+    /// Starts the thread, which lives as long as the process.
+    pub fn start(surroundings: Surroundings) -> std::io::Result<Self> {
+        let watchdog = Self::default();
+        let watching = watchdog.clone();
+        let name = format!("watchdog-{}", surroundings.machine);
+        std::thread::Builder::new().name(name).spawn(move || watching.run(&surroundings))?;
+        Ok(watchdog)
+    }
+
+    /// The pulse of the main loop.
+    pub fn main(&self) -> &Pulse {
+        &self.shared.main
+    }
+
+    pub fn watch_disk(&self, name: &str, pulse: Pulse) {
+        self.shared.disks.lock().expect("nobody panics with it").push((name.to_owned(), pulse));
+    }
+
+    /// The disks may wait for the guest's memory, for as long as it takes; or not any more.
+    pub fn excuse_disks(&self, excused: bool) {
+        self.shared.disks_excused.store(excused, Relaxed);
+    }
+
+    /// The machine is to stop. If the main loop does not take this order, the watchdog sees to it.
+    pub fn ordered_to_stop(&self, forced: bool) {
+        let mut stop = self.shared.stop.lock().expect("nobody panics with it");
+        let busy_for = self.shared.main.busy_for();
+        match stop.as_mut() {
+            // Not taken yet either.
+            Some(stop) if busy_for > stop.since.elapsed() => stop.forced |= forced,
+            _ => *stop = Some(StopOrder { since: Instant::now(), forced }),
+        }
+    }
+
+    fn run(&self, surroundings: &Surroundings) {
+        let alive_every = systemd_interval();
+        let mut told = Instant::now();
+        loop {
+            std::thread::sleep(LOOK_EVERY);
+            let is_occupied = surroundings.occupation.is_some();
+            if let Some(why) = self.must_cut().filter(|_| !is_occupied) {
+                cut(surroundings, &why);
+            }
+            if let Some((thread, busy_for)) = self.stuck(is_occupied) {
+                die(&thread, &format!("has not come back from its work for {} s", busy_for.as_secs()));
+            }
+            if alive_every.is_some_and(|every| told.elapsed() >= every) {
+                notify(&Notice::Alive);
+                told = Instant::now();
+            }
+        }
+    }
+
+    /// A loop past its limit.
+    fn stuck(&self, is_occupied: bool) -> Option<(String, Duration)> {
+        let main = self.shared.main.busy_for();
+        if main > MAIN_LIMIT && !is_occupied {
+            return Some(("main".to_owned(), main));
+        }
+        let mut disks = self.shared.disks.lock().expect("nobody panics with it");
+        disks.retain(|(_, pulse)| !pulse.is_alone());
+        if self.shared.disks_excused.load(Relaxed) {
+            return None;
+        }
+        let mut stuck = disks.iter().map(|(name, pulse)| (format!("disk-{name}"), pulse.busy_for()));
+        stuck.find(|(_, busy_for)| *busy_for > DISK_LIMIT)
+    }
+
+    /// The main loop has been at one piece of work since before it was to stop, and for long.
+    fn must_cut(&self) -> Option<String> {
+        let stop = (*self.shared.stop.lock().expect("nobody panics with it"))?;
+        let waited = stop.since.elapsed();
+        let patience = if stop.forced { FORCED_STOP_PATIENCE } else { STOP_PATIENCE };
+        let hangs = waited > patience && self.shared.main.busy_for() > waited;
+        hangs.then(|| format!("the machine was to stop, and its keeper's main loop hangs for {} s", waited.as_secs()))
+    }
+}
+
+/// Ends QEMU and the keeper.
+fn cut(surroundings: &Surroundings, why: &str) -> ! {
+    let Surroundings { machine, runtime_folder, event_log, .. } = surroundings;
+    tracing::error!(machine, why, "its QEMU is killed, and the keeper ends");
+    if let Some(qemu) = life::living_qemu(runtime_folder) {
+        life::kill(&qemu);
+    }
+    let (event_log, why) = (event_log.clone(), why.to_owned());
+    let farewell = move || {
+        event_log.record(EventKind::PowerCut { why });
+        event_log.record(EventKind::StateChanged { from: MachineState::Stopping, to: MachineState::Stopped });
+        event_log.close();
+    };
+    let _ = std::thread::Builder::new().name("farewell".to_owned()).spawn(farewell);
+    std::thread::sleep(FAREWELL);
+    std::process::exit(0)
+}
+
+/// How often systemd wants to hear of this process, if it does (sd_watchdog_enabled(3)); twice as often it is told.
+fn systemd_interval() -> Option<Duration> {
+    let microseconds: u64 = std::env::var("WATCHDOG_USEC").ok()?.parse().ok()?;
+    let meant = std::env::var("WATCHDOG_PID").map_or(true, |pid| pid == std::process::id().to_string());
+    meant.then(|| Duration::from_micros(microseconds / 2))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_loop_past_its_limit_is_named() {
+        let watchdog = Watchdog::default();
+        assert_eq!(watchdog.stuck(false), None);
+        let disk = Pulse::default();
+        watchdog.watch_disk("data", disk.clone());
+        disk.begin();
+        watchdog.main().begin();
+        assert_eq!(watchdog.stuck(false), None, "both have just begun");
+        assert!(watchdog.must_cut().is_none());
+        drop(disk);
+        watchdog.stuck(false);
+        assert!(watchdog.shared.disks.lock().unwrap().is_empty(), "a disk that is gone is not watched");
+    }
+
+    #[test]
+    fn only_a_main_loop_that_hangs_has_its_stop_taken_over() {
+        let watchdog = Watchdog::default();
+        let order = |seconds, forced| {
+            let since = Instant::now() - Duration::from_secs(seconds);
+            *watchdog.shared.stop.lock().unwrap() = Some(StopOrder { since, forced });
+        };
+        order(3600, true);
+        assert!(watchdog.must_cut().is_none(), "it waits for events, so it has seen the order");
+        watchdog.main().begin();
+        assert!(watchdog.must_cut().is_none(), "what it is at began after the order");
+        order(0, true);
+        std::thread::sleep(Duration::from_millis(5));
+        assert!(watchdog.must_cut().is_none(), "it has some time");
+    }
+
+    /// In a process of its own, by way of this test binary.
+    fn end_of(child: &str) -> (Option<i32>, String) {
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        command.args(["--ignored", "--exact", "--nocapture", &format!("watchdog::tests::{child}")]);
+        let output = command.output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    }
+
+    #[test]
+    fn a_thread_that_panics_ends_the_process() {
+        let (code, said) = end_of("child_with_a_thread_that_panics");
+        assert_eq!(code, Some(EXIT_CODE), "{said}");
+        assert!(said.contains("warden-web") && said.contains("provoked"), "{said}");
+        assert_eq!(end_of("child_with_a_contained_panic").0, Some(0));
+    }
+
+    #[test]
+    #[ignore = "run by another test, in a process of its own"]
+    fn child_with_a_thread_that_panics() {
+        end_with_any_thread();
+        let thread = std::thread::Builder::new().name("warden-web".into()).spawn(|| panic!("provoked")).unwrap();
+        let _ = thread.join();
+        std::process::exit(0);
+    }
+
+    #[test]
+    #[ignore = "run by another test, in a process of its own"]
+    fn child_with_a_contained_panic() {
+        end_with_any_thread();
+        let thread = std::thread::Builder::new().name("disk-web-qcow2".into()).spawn(|| panic!("provoked")).unwrap();
+        assert!(thread.join().is_err());
+        std::process::exit(0);
+    }
+}
