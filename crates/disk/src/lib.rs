@@ -5,6 +5,8 @@
 //! One thread per disk owns queues, engine and image, so a RAM hit never changes thread. What is shared between disks
 //! of a machine (ledger, warm source) sits behind short locks.
 
+#[cfg(test)]
+mod allocation;
 pub mod arrival;
 pub mod block;
 pub mod boot_set;

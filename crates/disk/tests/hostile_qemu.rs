@@ -14,7 +14,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use common::*;
-use hearth_disk::server::DiskServer;
+use hearth_disk::engine::{Completion, Engine, Submission};
+use hearth_disk::server::{Backing, DiskServer};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -156,6 +157,14 @@ impl Hostile {
         Self { stream, given: Vec::new() }
     }
 
+    /// An honest one that its guest has taken over.
+    fn turned(guest: &Guest) -> Self {
+        // SAFETY: a duplicate of an open descriptor, owned by nobody else.
+        let stream = unsafe { UnixStream::from_raw_fd(libc::dup(guest.frontend.as_raw_fd())) };
+        stream.set_nonblocking(true).unwrap();
+        Self { stream, given: vec![guest.ram.try_clone().unwrap().into()] }
+    }
+
     /// False: the server has hung up.
     fn send(&mut self, request: u32, payload: &[u8], fds: Vec<OwnedFd>) -> bool {
         let mut bytes: Vec<u8> =
@@ -222,7 +231,9 @@ fn no_sequence_of_messages_holds_up_a_server_or_fills_it() {
     let before = resident_kib();
     for seed in 1..=SEEDS {
         let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        let mut hostile = Hostile::connect(&place);
+        // Every other one has been set up as an honest QEMU is, and serves a guest.
+        let guest = seed.is_multiple_of(2).then(|| Guest::connect(&place.socket(), 3));
+        let mut hostile = guest.as_ref().map_or_else(|| Hostile::connect(&place), Hostile::turned);
         // Seed by seed, so that a failure names one.
         for _ in 0..STEPS {
             if !hostile.step(&mut random) {
@@ -232,7 +243,7 @@ fn no_sequence_of_messages_holds_up_a_server_or_fills_it() {
         let grown = resident_kib().saturating_sub(before);
         assert!(grown < MEMORY_MAX_KIB, "{grown} KiB more after seed {seed}");
         // Some are killed; of the others the server has to get rid by itself when it stops.
-        drop(hostile);
+        drop((hostile, guest));
         must_answer(&place);
     }
     let _silent = Hostile::connect(&place);
@@ -403,4 +414,48 @@ fn a_region_of_terabytes_takes_no_memory() {
         let grown = resident_kib().saturating_sub(before);
         assert!(grown < MEMORY_MAX_KIB, "{grown} KiB");
     });
+}
+
+/// An engine that ends the disk's thread with the first operation.
+struct Panicking(Box<dyn Engine>);
+
+impl Engine for Panicking {
+    fn push(&mut self, submission: Submission) {
+        panic!("nobody expected an operation at {}", submission.offset);
+    }
+
+    fn submit(&mut self) -> std::io::Result<()> {
+        self.0.submit()
+    }
+
+    fn reap(&mut self, ended: &mut Vec<Completion>) {
+        self.0.reap(ended);
+    }
+
+    fn wait(&mut self, at_most: Duration) -> std::io::Result<()> {
+        self.0.wait(at_most)
+    }
+
+    fn notifier(&self) -> BorrowedFd<'_> {
+        self.0.notifier()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.0.in_flight()
+    }
+}
+
+#[test]
+fn a_thread_that_panics_is_told_to_whoever_owns_the_disk() {
+    let place = Place::new(DISK_BYTES);
+    let backing = Backing::with(place.open(), |_, engine| Box::new(Panicking(engine))).unwrap();
+    let server = DiskServer::start_with(place.options(), backing, None).unwrap();
+    let (tell, told) = mpsc::channel();
+    server.watch(move |why| tell.send(why).unwrap());
+    let mut guest = Guest::connect(&place.socket(), 1);
+    guest.submit(0, READ, 8192, DATA, 4096);
+    let why = told.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(why, "it panicked: nobody expected an operation at 8192");
+    assert!(guest.frontend.get_features().is_err(), "QEMU is not left with a dead socket");
+    must_stop(server);
 }

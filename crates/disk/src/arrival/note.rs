@@ -144,6 +144,7 @@ mod tests {
     use proptest::sample::{Index, select};
 
     use super::*;
+    use crate::allocation::{FOREIGN_BYTES_MAX, with_ceiling};
 
     proptest! {
         /// Also with a checksum that is right.
@@ -172,7 +173,7 @@ mod tests {
                 text.truncate(cut.index(text.len()));
             }
             fs::write(path_of(&path), &text).unwrap();
-            match Note::open(&path) {
+            match with_ceiling(FOREIGN_BYTES_MAX, || Note::open(&path)) {
                 Ok(noted) => {
                     let (_, noted) = noted.expect("it is there");
                     prop_assert_eq!(noted.units.len(), noted.landed.len());

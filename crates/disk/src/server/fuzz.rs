@@ -18,6 +18,7 @@ use super::foreign::ForeignFd;
 use super::inflight::{self, Inflight};
 use super::request::{Bounds, Kind, RANGE_SECTORS_MAX, Request, SERIAL_BYTES, parse};
 use super::wire::{Frame, Message};
+use crate::allocation::{FOREIGN_BYTES_MAX, with_ceiling};
 
 const CASES_A_ROUND: u32 = 4000;
 const ENTRIES: u16 = 16;
@@ -93,13 +94,14 @@ fn check_chain(memory: &[u8]) -> Result<usize, TestCaseError> {
         for indirect_allowed in [true, false] {
             let mut descriptors = Vec::new();
             let table = Table { address: 0, entries: ENTRIES, indirect_allowed, limit: LIMIT };
-            let walked = walk(table, head, &read, &mut descriptors);
+            let walked = with_ceiling(FOREIGN_BYTES_MAX, || walk(table, head, &read, &mut descriptors));
             prop_assert!(descriptors.len() <= LIMIT);
             prop_assert!(head < ENTRIES || walked.is_err());
             // What was found before a fault is judged as well: it must not hurt either.
             for (read_only, discard) in [(false, true), (true, false)] {
                 let bounds = Bounds { bytes: 1 << 20, read_only, discard };
-                if let Ok(request) = parse(&descriptors, bounds, &read, Vec::new()) {
+                let parsed = with_ceiling(FOREIGN_BYTES_MAX, || parse(&descriptors, bounds, &read, Vec::new()));
+                if let Ok(request) = parsed {
                     check_request(&request, &descriptors, bounds)?;
                     accepted += 1;
                 }
@@ -156,14 +158,20 @@ fn fuzz_chains_and_requests() {
 
 #[test]
 fn fuzz_messages() {
-    let null: OwnedFd = std::fs::File::open("/dev/null").unwrap().into();
+    let kinds: [OwnedFd; 3] = [
+        std::fs::File::open("/dev/null").unwrap().into(),
+        rustix::event::eventfd(0, rustix::event::EventfdFlags::empty()).unwrap(),
+        inflight::create(2, 16).unwrap().1,
+    ];
     fuzz(mutated("messages"), |bytes| {
         let Some((head, payload)) = bytes.split_first_chunk::<5>() else { return Ok(()) };
         let [r0, r1, r2, r3, fds] = *head;
-        let fds = (0..fds % 4).map(|_| null.try_clone().unwrap().into()).collect();
+        let kind = &kinds[usize::from(fds >> 2) % kinds.len()];
+        let fds = (0..fds % 4).map(|_| kind.try_clone().unwrap().into()).collect();
         let request = u32::from_le_bytes([r0, r1, r2, r3]);
         let frame = Frame { request, need_reply: false, payload: payload.to_vec(), fds };
-        if let Ok(Message::GetConfig { offset, bytes, .. }) = Message::parse(frame) {
+        let message = with_ceiling(FOREIGN_BYTES_MAX, || Message::parse(frame));
+        if let Ok(Message::GetConfig { offset, bytes, .. }) = message {
             prop_assert!(offset + bytes <= super::wire::CONFIG_BYTES_MAX);
         }
         Ok(())
@@ -180,13 +188,14 @@ fn fuzz_inflight_regions() {
             std::os::unix::fs::FileExt::write_all_at(&scribble, &[value], at).unwrap();
         }
         let again = ForeignFd::from(file.try_clone().unwrap()).sealed_memory().unwrap();
-        let Ok(mut region) = Inflight::open(spec, again) else {
+        let opened = with_ceiling(FOREIGN_BYTES_MAX, || Inflight::open(spec, again));
+        let Ok(mut region) = opened else {
             // Another version, or another size: make it ours again.
             let empty = vec![0; spec.bytes as usize];
             std::os::unix::fs::FileExt::write_all_at(&scribble, &empty, 0).unwrap();
             return Ok(());
         };
-        let resumed = region.resume(1, used);
+        let resumed = with_ceiling(FOREIGN_BYTES_MAX, || region.resume(1, used));
         prop_assert!(resumed.len() <= 16 && resumed.iter().all(|head| *head < 16));
         region.begin(1, head);
         region.ending(1, head);
