@@ -4,11 +4,15 @@
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use hearth_vmtest::images::File;
-use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, artifacts, known, patience, write_program};
+use hearth_vmtest::{
+    Disk, Drives, Result, TestVm, TestVmBuilder, artifacts, known, patience, processes, write_program,
+};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -216,7 +220,8 @@ fn a_qemu_without_rights_finds_its_next_keeper() -> Result<()> {
     assert!(matches!(ids("Seccomp:").as_deref(), Some("2")), "the sandbox is on: {status}");
     let nonce = vm.nonce()?;
     vm.kill_keeper()?;
-    take_over(&vm)?;
+    vm.restart_keeper_with(&[("AWS_SECRET_ACCESS_KEY", "hush-hush")])?;
+    vm.wait_event("take-over", |event| event["kind"] == "keeper_took_over")?;
     vm.sh("dd if=/dev/zero of=/dev/vda bs=1M count=4 conv=fsync")?;
     assert_eq!(vm.nonce()?, nonce);
     let mode = |path: &Path| std::fs::metadata(path).expect("it is there").permissions().mode() & 0o777;
@@ -225,8 +230,86 @@ fn a_qemu_without_rights_finds_its_next_keeper() -> Result<()> {
     for socket in ["api.sock", "console.sock", "disk-disk0.sock"] {
         assert_eq!(mode(&runtime.join(socket)), 0o600, "{socket}");
     }
+    for folder in [&runtime, vm.memory_folder()] {
+        for entry in std::fs::read_dir(folder).expect("it is there").map(|entry| entry.expect("an entry").path()) {
+            assert_eq!(mode(&entry) & 0o077, 0, "{}", entry.display());
+        }
+    }
     vm.reset()?;
-    vm.wait_incarnation(2).map(drop)
+    vm.wait_incarnation(2)?;
+    // A QEMU gets nothing of its keeper's secrets, and no file of it can outgrow the guest's memory.
+    let qemu = vm.qemu_pid()?.as_raw_nonzero();
+    let of_qemu = |what: &str| std::fs::read(format!("/proc/{qemu}/{what}")).expect("QEMU runs");
+    let (environment, limits) = (of_qemu("environ"), of_qemu("limits"));
+    assert!(!String::from_utf8_lossy(&environment).contains("hush-hush"));
+    let limits = String::from_utf8_lossy(&limits).into_owned();
+    let limit = limits.lines().find_map(|line| line.strip_prefix("Max file size")).expect("every kernel has it");
+    assert!(limit.split_whitespace().next().is_some_and(|limit| limit.parse::<u64>().is_ok()), "{limits}");
+    Ok(())
+}
+
+/// Whether a server hangs up on us instead of answering, with the pid that it sees being another than QEMU's.
+fn is_turned_away(socket: &Path) -> bool {
+    let get_features = [1u32, 1, 0].map(u32::to_ne_bytes).concat();
+    let Ok(mut connection) = UnixStream::connect(socket) else { return true };
+    connection.set_read_timeout(Some(patience(20))).expect("it is not zero");
+    // Fails if it has been closed already.
+    let asked = connection.write_all(&get_features);
+    asked.is_err() || !matches!(connection.read(&mut [0; 20]), Ok(bytes) if bytes > 0)
+}
+
+/// A process that may open a disk's socket, as any with `qemu_user` may: before, between and after two guests.
+#[test]
+fn strangers_at_a_disks_socket_are_turned_away() -> Result<()> {
+    let vm = TestVm::busybox("strangers").disk(Disk::empty(8)).boot()?;
+    let socket = vm.folder().join("run/strangers/disk-disk0.sock");
+    assert!(is_turned_away(&socket));
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let knocking = scope.spawn(|| {
+            let mut knocks = 0;
+            while !over.load(Relaxed) {
+                assert!(is_turned_away(&socket), "a foreign process was served");
+                knocks += 1;
+            }
+            knocks
+        });
+        let rebooted = vm.kill_qemu().and_then(|()| vm.wait_incarnation(2));
+        let read = rebooted.and_then(|_| vm.sh("dd if=/dev/vda of=/dev/null bs=1M count=8"));
+        vm.kill_keeper()?;
+        let taken_over = take_over(&vm);
+        over.store(true, Relaxed);
+        assert!(knocking.join().expect("it was never served") > 1);
+        read.and(taken_over)
+    })?;
+    vm.sh("dd if=/dev/zero of=/dev/vda bs=1M count=4 conv=fsync")?;
+    let (log, me) = (vm.keeper_log(), format!("pid={}", std::process::id()));
+    let warned = |line: &&str| line.contains("closed a connection") && line.contains("disk-disk0.sock");
+    assert!(log.lines().filter(warned).any(|line| line.contains(&me)), "{log}");
+    vm.has_no_disk_errors()
+}
+
+/// A QEMU that was started ends with the start that fails, and the next one finds nothing in its way.
+#[test]
+fn a_start_that_fails_leaves_no_qemu_and_the_next_one_works() -> Result<()> {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (qemu, runtime) = (folder.path().join("qemu"), folder.path().join("run"));
+    let (once, journal) = (folder.path().join("once"), runtime.join("journal.new"));
+    // When QEMU is started the journal cannot be written any more: a folder has its place.
+    let spoil = format!("(unset LD_PRELOAD; rm {} && mkdir {})", once.display(), journal.display());
+    let guest_of = format!("case \"$*\" in *memory-backend-file*) {spoil};; esac");
+    let program = artifacts::qemu()?.display().to_string();
+    write_program(&qemu, &format!("#!/bin/sh\n{guest_of}\nexec {program} \"$@\"\n"));
+    std::fs::write(&once, "").expect("our own folder");
+    let builder = TestVm::busybox("failed").setting("qemu", qemu.display().to_string());
+    let vm = builder.setting("runtime_folder", runtime.display().to_string()).start()?;
+    assert_eq!(vm.wait_keeper_end()?.code(), Some(1), "{}", vm.keeper_log());
+    assert!(vm.keeper_log().contains("journal.json: cannot be read or written"), "{}", vm.keeper_log());
+    assert!(processes::mentioning(vm.memory_folder()).is_empty(), "a QEMU without a keeper");
+    assert_eq!(memory_files(&vm), [] as [&str; 0]);
+    std::fs::remove_dir(&journal).expect("our own folder");
+    vm.restart_keeper()?;
+    vm.wait_boots(1).map(drop)
 }
 
 #[test]

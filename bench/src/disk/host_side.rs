@@ -14,7 +14,7 @@ use std::time::Duration;
 use hearth_disk::block::{BLOCK_BYTES, DiskId, RamPage};
 use hearth_disk::image::{Format, Image, ImageOptions};
 use hearth_disk::limit::Limits;
-use hearth_disk::server::{DiskOptions, DiskServer, Tracking};
+use hearth_disk::server::{DiskOptions, DiskServer, Expected, Tracking};
 use hearth_disk::tag::Tagger;
 use hearth_recovery::ember::Ember;
 use hearth_recovery::incarnation::{Incarnation, ram_path};
@@ -203,6 +203,7 @@ impl Bench {
             limits: Limits::default(),
             gate: None,
             tell: None,
+            expected: Expected::anyone(),
         }
     }
 }

@@ -22,7 +22,7 @@ use hearth_disk::engine::flaky::{Fault, FlakyEngine, Plan};
 use hearth_disk::image::{Format, Image, ImageOptions};
 use hearth_disk::ledger::Ledger;
 use hearth_disk::limit::Limits;
-use hearth_disk::server::{Backing, DiskOptions, DiskServer, Tracking};
+use hearth_disk::server::{Backing, DiskOptions, DiskServer, Expected, Tracking};
 use hearth_disk::tag::{Tag, Tagger};
 use hearth_disk::warm::{AfterServing, WarmSource};
 
@@ -124,6 +124,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         limits: Limits::default(),
         gate: None,
         tell: None,
+        expected: Expected::anyone(),
     };
     let tracking = if has("warm") { Some(warm(&image)?) } else { None };
     let server = DiskServer::start_with(options, backing, tracking)?;

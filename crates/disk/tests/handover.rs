@@ -4,9 +4,12 @@
 
 mod common;
 
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+
 use common::*;
 use hearth_disk::engine::flaky::{Fault, Plan};
-use hearth_disk::server::DiskServer;
+use hearth_disk::server::{DiskServer, Expected, Peer};
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserConfigFlags;
 
@@ -137,4 +140,66 @@ fn the_write_cache_is_the_guests_and_not_its_qemus() {
     let (_, space) = guest.frontend.get_config(0, 60, VhostUserConfigFlags::empty(), &[0; 60]).unwrap();
     assert_eq!(space[WRITEBACK as usize], 0);
     assert_eq!(guest.run(0, WRITE, 0, DATA, 4096).status, 0);
+}
+
+fn this_process() -> Peer {
+    Peer::this_process().unwrap()
+}
+
+/// Whether the server hangs up on this connection, or else answers on it.
+fn is_turned_away(mut connection: UnixStream) -> bool {
+    let get_features = [1u32, 1, 0].map(u32::to_ne_bytes).concat();
+    connection.set_read_timeout(Some(PATIENCE)).unwrap();
+    // Fails if it has been closed already.
+    let asked = connection.write_all(&get_features);
+    asked.is_err() || !matches!(connection.read(&mut [0; 20]), Ok(bytes) if bytes > 0)
+}
+
+fn knock(place: &Place) -> UnixStream {
+    UnixStream::connect(place.socket()).unwrap()
+}
+
+#[test]
+fn only_expected_processes_are_served() {
+    let place = Place::new(DISK_BYTES);
+    let (me, other) = (this_process(), Peer { start_ticks: 0, ..this_process() });
+    let server = place.serve(None);
+    // What waits in the backlog while nobody is known is judged by who turns out to be expected.
+    for (expected, served) in [(vec![other], false), (vec![me], true), (vec![], false), (vec![other, me], true)] {
+        server.expect(Expected::and_another([])).unwrap();
+        let early = knock(&place);
+        server.expect(Expected::these(expected)).unwrap();
+        assert_eq!(is_turned_away(early), !served);
+        wait_until("the connection is gone", || !server.counters().connected);
+        let late = knock(&place);
+        assert_eq!(is_turned_away(late), !served);
+        wait_until("the connection is gone", || !server.counters().connected);
+    }
+}
+
+#[test]
+fn who_waited_during_another_guest_is_not_served_in_the_next() {
+    let place = Place::new(DISK_BYTES);
+    let server = place.serve(None);
+    let mut guest = Guest::connect(&place.socket(), 1);
+    let waiting = knock(&place);
+    assert!(guest.read_disk(0, 4096) == place.disk_bytes(0, 4096));
+    // The guest's QEMU has ended, and the next one is about to be started.
+    server.expect(Expected::and_another([])).unwrap();
+    assert!(is_turned_away(waiting));
+    server.drain(PATIENCE).unwrap();
+    let early = knock(&place);
+    server.expect(Expected::these([this_process()])).unwrap();
+    assert!(!is_turned_away(early));
+}
+
+#[test]
+fn a_flood_of_strangers_holds_up_nobody() {
+    let place = Place::new(DISK_BYTES);
+    let server = place.serve(None);
+    let mut guest = Guest::connect(&place.socket(), 1);
+    let floods: Vec<_> = (0..100).map(|_| knock(&place)).collect();
+    assert!(guest.read_disk(0, 4096) == place.disk_bytes(0, 4096));
+    assert_eq!(server.counters().connections, 1);
+    drop(floods);
 }

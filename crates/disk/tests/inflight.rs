@@ -12,7 +12,7 @@ use std::process::{Child, Command, Stdio};
 
 use common::*;
 use hearth_disk::engine::flaky::{Fault, Plan};
-use hearth_disk::server::DiskServer;
+use hearth_disk::server::{DiskServer, Expected, Peer};
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserConfigFlags;
 
@@ -69,6 +69,7 @@ fn serve_until_killed() {
     }
     let mut options = place.options();
     options.socket = Path::new(&socket).into();
+    options.expected = Expected::these([Peer::of(std::os::unix::process::parent_id()).unwrap()]);
     let mut backing = flaky(place.open(), &plan);
     // What starts together ends in any order, on any disk; one by one it is seen in which order requests are taken up.
     if std::env::var(HOLD).unwrap().is_empty() {

@@ -11,6 +11,7 @@ use std::time::Duration;
 use hearth_api::EventKind;
 use hearth_qemu::{Accelerator, AcceleratorChoice, Binary, BinaryError, accelerator};
 use hearth_recovery::journal::QemuIdentity;
+use rustix::fs::Mode;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
@@ -92,6 +93,8 @@ fn keep(
 ) -> Result<Option<Successor>, RunError> {
     let InForce { now: Configured { config, typed }, next, pending } = in_force;
     let folders = Folders::prepare(&config.name, &config.runtime_folder, &config.memory_folder)?;
+    // Whatever is made from here on is for this user alone, also in the runtime folder, which QEMU's user may pass through.
+    rustix::process::umask(Mode::RWXG | Mode::RWXO);
     let (binary, chosen) = find_qemu(next.as_ref().map_or(&config, |next| &next.config), &folders)?;
     // A guest that lives has what it was started with.
     let accelerator = life::living_guest(&folders.runtime).and_then(|journal| journal.qemu);

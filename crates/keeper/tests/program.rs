@@ -11,6 +11,7 @@ use hearth_disk::boot_set::BootSet;
 use hearth_disk::image::ImageFile;
 use hearth_disk::tag::Tagger;
 use hearth_keeper::console::{Hub, Place};
+use hearth_qemu::Endpoint;
 use hearth_recovery::boot_set::saved;
 use hearth_recovery::images::{DiskNote, at_rest};
 
@@ -134,7 +135,7 @@ fn the_console_is_the_guests_until_it_is_left() {
     let serial = root.path().join("serial");
     let listener = UnixListener::bind(&serial).unwrap();
     let hub = Hub::start(&root.path().join("web/console.sock")).unwrap();
-    hub.attach(Place { socket: serial, transcript: None });
+    hub.attach(Place { qemu: Endpoint::unchecked(serial), transcript: None });
     let (mut guest, _) = listener.accept().unwrap();
     guest.write_all(b"login: ").unwrap();
 

@@ -7,7 +7,7 @@
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use qapi_qga::{
@@ -17,6 +17,8 @@ use qapi_qga::{
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
+
+use crate::Endpoint;
 
 /// Begins a conversation anew: no byte of JSON.
 const DELIMITER: u8 = 0xff;
@@ -73,10 +75,10 @@ struct Line {
 }
 
 impl Agent {
-    /// Whether there is an agent that answers, at the channel with this socket.
-    pub fn reach(socket: &Path, patience: &Patience<'_>) -> Result<Self, AgentError> {
-        let failed = |source| AgentError::Connect { socket: socket.to_owned(), source };
-        let stream = UnixStream::connect(socket).map_err(failed)?;
+    /// Whether there is an agent that answers, at this channel.
+    pub fn reach(channel: &Endpoint, patience: &Patience<'_>) -> Result<Self, AgentError> {
+        let failed = |source| AgentError::Connect { socket: channel.socket.clone(), source };
+        let stream = channel.connect().map_err(failed)?;
         Self::begin(stream, patience)
     }
 

@@ -8,6 +8,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use crate::bounded::{self, Finished};
+use crate::environment;
 
 const PROGRAM: &str = "qemu-system-x86_64";
 
@@ -107,7 +108,7 @@ impl Binary {
 }
 
 fn ask(path: &Path, arguments: &[&str]) -> Result<Finished, BinaryError> {
-    bounded::run(Command::new(path).args(arguments), VERSION_PATIENCE)
+    bounded::run(environment::confine(Command::new(path).args(arguments)), VERSION_PATIENCE)
         .map_err(|source| BinaryError::NotRunnable { path: path.to_owned(), source })
 }
 

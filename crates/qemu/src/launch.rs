@@ -64,6 +64,8 @@ pub struct Launch {
     pub vmgenid: Option<String>,
     /// Descriptors that it only keeps open: locks, which end with it.
     pub inherited: Vec<RawFd>,
+    /// No file that QEMU writes may grow beyond this; none: only what the host allows counts.
+    pub file_bytes_max: Option<u64>,
     pub extra_args: Vec<String>,
 }
 
@@ -408,6 +410,7 @@ mod tests {
             vmgenid: None,
             hold_still: false,
             inherited: Vec::new(),
+            file_bytes_max: None,
             extra_args: vec!["-S".into()],
         }
     }

@@ -3,26 +3,29 @@
 //! QEMU runs in a session of its own: neither a terminal's ^C nor the keeper's death may take it along. Its end is seen
 //! through a pidfd, which never means another process, unlike a number that may be given out again.
 
-use std::fs::{self, OpenOptions};
+use std::fs;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid};
+use rustix::process::{
+    Pid, PidfdFlags, Resource, Rlimit, Signal, WaitIdOptions, pidfd_open, pidfd_send_signal, setrlimit, waitid,
+};
 
 use crate::launch::ram_file_option;
+use crate::log::Log;
 use crate::sockets::Sockets;
-use crate::{Binary, Launch, Transcript};
+use crate::{Binary, Launch, Transcript, environment};
 
 /// Lines of QEMU's log that go into an error message.
 const LAST_WORDS_LINES: usize = 5;
 /// To free the memory of a large guest takes the kernel a second or two.
-const STRAY_PATIENCE_S: i64 = 30;
+const END_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Tells one process from all others since the host's boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,19 +43,21 @@ impl ProcessId {
     }
 }
 
-/// A running or ended QEMU. Dropping it leaves the process alone.
+/// A running or ended QEMU. Dropping it ends a process that this keeper started, unless `let_live` was said before; so
+/// no early return leaves one behind that nobody knows. One that was adopted is left alone.
 #[derive(Debug)]
 pub struct Process {
     id: ProcessId,
     pidfd: Arc<OwnedFd>,
-    log: PathBuf,
+    log: Arc<Log>,
+    ends_when_dropped: bool,
     /// None if the keeper that started it knew of none.
     transcript: Option<Arc<Transcript>>,
 }
 
 #[derive(Debug, thiserror::Error)]
 pub enum ProcessError {
-    #[error("{path}: cannot be written")]
+    #[error("{path}: no file in memory for what QEMU writes")]
     Log { path: PathBuf, source: io::Error },
     #[error("{path}: cannot be listened on")]
     Socket { path: PathBuf, source: io::Error },
@@ -66,17 +71,19 @@ impl Process {
     /// Starts QEMU. What is wrong with its arguments it says in its log, and hangs up on QMP.
     pub fn spawn(binary: &Binary, launch: &Launch, log: &Path) -> Result<Self, ProcessError> {
         let log_failed = |source| ProcessError::Log { path: log.to_owned(), source };
-        let output =
-            OpenOptions::new().create(true).truncate(true).write(true).mode(0o600).open(log).map_err(log_failed)?;
+        let (log, output) = Log::create(log).map_err(log_failed)?;
         let sockets = Sockets::bind(launch).map_err(|(path, source)| ProcessError::Socket { path, source })?;
         let mut command = Command::new(binary.path());
-        command
+        environment::confine(&mut command)
             .args(launch.arguments(binary, sockets.numbers()))
             .envs(launch.environment())
             .stdin(Stdio::null())
             .stdout(output.try_clone().map_err(log_failed)?)
             .stderr(output);
         own_session(&mut command);
+        if let Some(bytes) = launch.file_bytes_max {
+            limit_files(&mut command, bytes);
+        }
         sockets.hand_to(&mut command);
         let spawn_failed = |source| ProcessError::Spawn { path: binary.path().to_owned(), source };
         let mut child = command.spawn().map_err(spawn_failed)?;
@@ -84,7 +91,8 @@ impl Process {
         match identify(child.id()) {
             Ok((id, pidfd)) => {
                 let transcript = Some(Arc::new(sockets.into_transcript()));
-                Ok(Self { id, pidfd: Arc::new(pidfd), log: log.to_owned(), transcript })
+                let (pidfd, log) = (Arc::new(pidfd), Arc::new(log));
+                Ok(Self { id, pidfd, log, ends_when_dropped: true, transcript })
             }
             Err(error) => {
                 // A QEMU that nobody could watch must not run; it is our child, so both are certain to work.
@@ -103,7 +111,13 @@ impl Process {
             return Err(ProcessError::Gone { pid: id.pid });
         }
         let transcript = Transcript::find(id.pid).ok().map(Arc::new);
-        Ok(Self { id, pidfd: Arc::new(pidfd), log: log.to_owned(), transcript })
+        let log = Arc::new(Log::find(id.pid, log));
+        Ok(Self { id, pidfd: Arc::new(pidfd), log, ends_when_dropped: false, transcript })
+    }
+
+    /// It has become a machine's: from now on it outlives this value, and its keeper.
+    pub fn let_live(&mut self) {
+        self.ends_when_dropped = false;
     }
 
     pub fn id(&self) -> ProcessId {
@@ -137,27 +151,52 @@ impl Process {
 
     /// Calls `ended` once, from a thread of its own, when the process has ended: `how` says by what.
     pub fn watch(&self, ended: impl FnOnce(String) + Send + 'static) -> io::Result<()> {
-        let pidfd = self.pidfd.clone();
+        let (pidfd, log) = (self.pidfd.clone(), self.log.clone());
         std::thread::Builder::new().name(format!("qemu-watch-{}", self.id.pid)).spawn(move || {
             let mut poll_fds = [PollFd::new(&pidfd, PollFlags::IN)];
             while poll(&mut poll_fds, None).is_err_and(|error| error == rustix::io::Errno::INTR) {}
-            ended(collect(&pidfd));
+            let how = collect(&pidfd);
+            log.keep();
+            ended(how);
         })?;
         Ok(())
     }
 
     /// The tail of what QEMU wrote, on one line; none if it wrote nothing.
     pub fn last_words(&self) -> Option<String> {
-        let text = fs::read(&self.log).unwrap_or_default();
-        let text = String::from_utf8_lossy(&text);
+        let text = self.log.text();
         let lines: Vec<_> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
         let tail = &lines[lines.len().saturating_sub(LAST_WORDS_LINES)..];
         (!tail.is_empty()).then(|| tail.join(" / "))
     }
 }
 
+impl Drop for Process {
+    fn drop(&mut self) {
+        if !self.ends_when_dropped {
+            return;
+        }
+        self.kill();
+        if self.ends_within(END_PATIENCE) {
+            // Off the process table, unless the thread that watches it was faster.
+            collect(&self.pidfd);
+            self.log.keep();
+        } else {
+            tracing::error!(pid = self.id.pid, "a QEMU that never came to be the machine's does not end");
+        }
+    }
+}
+
+/// No file that QEMU has open, or makes, can grow beyond this: a RAM file on a tmpfs is as good as the host's memory.
+fn limit_files(command: &mut Command, bytes: u64) {
+    let limit = Rlimit { current: Some(bytes), maximum: Some(bytes) };
+    // SAFETY: setrlimit is a plain system call and touches nothing of the parent.
+    unsafe {
+        command.pre_exec(move || Ok(setrlimit(Resource::Fsize, limit.clone())?));
+    }
+}
+
 fn own_session(command: &mut Command) {
-    use std::os::unix::process::CommandExt;
     // SAFETY: setsid is async-signal-safe and touches nothing of the parent.
     unsafe {
         command.pre_exec(|| rustix::process::setsid().map(|_| ()).map_err(io::Error::from));
@@ -221,7 +260,7 @@ pub fn kill_stray(pid: u32) -> bool {
     // If it has ended meanwhile all is well.
     let Ok(pidfd) = open_pidfd(pid) else { return true };
     let _ = pidfd_send_signal(&pidfd, Signal::KILL);
-    ends_within(&pidfd, Timespec { tv_sec: STRAY_PATIENCE_S, tv_nsec: 0 })
+    ends_within(&pidfd, Timespec { tv_sec: END_PATIENCE.as_secs() as i64, tv_nsec: 0 })
 }
 
 #[cfg(test)]
@@ -239,11 +278,13 @@ mod tests {
     #[test]
     fn only_the_last_words_count() {
         let folder = tempfile::tempdir().unwrap();
-        let log = folder.path().join("qemu.log");
+        let path = folder.path().join("qemu.log");
         let (id, pidfd) = identify(std::process::id()).unwrap();
-        let process = Process { id, pidfd: Arc::new(pidfd), log: log.clone(), transcript: None };
+        let (log, output) = Log::create(&path).unwrap();
+        let process =
+            Process { id, pidfd: Arc::new(pidfd), log: Arc::new(log), ends_when_dropped: false, transcript: None };
         assert_eq!(process.last_words(), None);
-        fs::write(&log, "one\ntwo\n\n three \nfour\nfive\nsix\n").unwrap();
+        rustix::io::write(&output, b"one\ntwo\n\n three \nfour\nfive\nsix\n").unwrap();
         assert_eq!(process.last_words().as_deref(), Some("two / three / four / five / six"));
     }
 }

@@ -21,8 +21,8 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::{Value, json};
 
-use crate::Process;
 use crate::migration::Migration;
+use crate::{Endpoint, Process};
 
 /// QEMU answers in milliseconds; it may hold its lock while it flushes a disk.
 pub(crate) const ANSWER_PATIENCE: Duration = Duration::from_secs(20);
@@ -122,7 +122,8 @@ impl Qmp {
         tell: impl Fn(QmpEvent) + Send + 'static,
     ) -> Result<Self, QmpError> {
         let failed = |source| QmpError::Connect { socket: socket.to_owned(), source };
-        let stream = UnixStream::connect(socket).map_err(|error| match error.kind() {
+        let endpoint = Endpoint { socket: socket.to_owned(), qemu: Some(process.id()) };
+        let stream = endpoint.connect().map_err(|error| match error.kind() {
             io::ErrorKind::ConnectionRefused => QmpError::Ended,
             _ => failed(error),
         })?;

@@ -249,8 +249,6 @@ fn places_that_cannot_be_used_are_named() {
     let _alone = alone();
     let binary = &binaries()[0];
     let mut rig = Rig::new();
-    let refusal = Process::spawn(binary, &rig.launch, Path::new("/no/such/log")).unwrap_err().to_string();
-    assert_eq!(refusal, "/no/such/log: cannot be written");
     rig.launch.qmp_socket = rig.path("no/such/qmp.sock");
     let refusal = Process::spawn(binary, &rig.launch, &rig.log()).unwrap_err().to_string();
     assert!(refusal.ends_with("no/such/qmp.sock: cannot be listened on"), "{refusal}");

@@ -89,6 +89,8 @@ struct Waiting {
 
 pub struct Connection {
     pub id: u32,
+    /// The process that connected.
+    pub pid: u32,
     poller: Rc<Poller>,
     channel: Watched<Channel>,
     backend_channel: Option<Channel>,
@@ -115,6 +117,7 @@ pub struct Connection {
 impl Connection {
     pub fn new(
         id: u32,
+        pid: u32,
         stream: UnixStream,
         poller: &Rc<Poller>,
         device: Device,
@@ -125,6 +128,7 @@ impl Connection {
         memory.track(ram);
         Ok(Self {
             id,
+            pid,
             poller: Rc::clone(poller),
             channel,
             backend_channel: None,

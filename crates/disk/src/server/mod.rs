@@ -38,6 +38,7 @@ mod sigbus;
 mod signaller;
 mod slab;
 mod transfer;
+mod visitors;
 mod wire;
 mod worker;
 
@@ -53,6 +54,7 @@ use std::time::Duration;
 
 pub use counters::DiskCounters;
 pub use recorder::Tracking;
+pub use visitors::{Expected, Peer};
 pub use worker::{Handle, Pause, Worker};
 
 use crate::block::DiskId;
@@ -101,6 +103,8 @@ pub struct DiskOptions {
     pub gate: Option<Gate>,
     /// Called by the disk's thread: must not wait.
     pub tell: Option<Tell>,
+    /// Who may connect, until `expect` says otherwise.
+    pub expected: Expected,
 }
 
 /// What a disk tells its keeper unasked.
@@ -214,7 +218,7 @@ pub struct DiskServer {
 }
 
 impl DiskServer {
-    /// Listens at the socket (mode 0600, replacing one that nobody listens at) and serves whoever connects.
+    /// Listens at the socket (mode 0600, replacing one that nobody listens at) and serves whoever is expected.
     pub fn start(options: DiskOptions, image: Image, tracking: Option<Tracking>) -> Result<Self, ServerError> {
         let disk = options.name.clone();
         let backing = Backing::of(image).map_err(|error| match error {
@@ -270,6 +274,18 @@ impl DiskServer {
             Err(RecvTimeoutError::Timeout) => Err(ServerError::Timeout { disk: self.name.clone(), waited: at_most }),
             Err(RecvTimeoutError::Disconnected) => Err(ServerError::Gone { disk: self.name.clone() }),
         }
+    }
+
+    /// Says who may connect from now on. Whoever else is connected, or waits to be, is cut off.
+    pub fn expect(&self, expected: Expected) -> Result<(), ServerError> {
+        let answer = self.ask(|reply| Command::Expect(expected, reply))?;
+        self.wait(&answer)
+    }
+
+    /// As `expect`, without waiting until the disk's thread has heard it.
+    pub fn tell_expected(&self, expected: Expected) {
+        // A thread that has ended serves nobody.
+        let _ = self.ask(|reply| Command::Expect(expected, reply));
     }
 
     /// Lets a second QEMU connect, to take over from the first; or no more: then the one that waits is cut off.

@@ -29,6 +29,7 @@ use super::memory::MemoryError;
 use super::peers::Peers;
 use super::poller::{self, Event, Poller, Source, Watched, clear};
 use super::recorder::Tracking;
+use super::visitors::{Expected, Visitor, Visitors};
 use super::wire::WireError;
 use super::{Backing, DiskOptions, ServerError, check};
 use crate::clock::Clock;
@@ -48,6 +49,10 @@ const SUBMIT_AGAIN: Duration = Duration::from_millis(1);
 const SILENCE: Duration = Duration::from_millis(300);
 /// and at most for this long.
 const LEAVE_PATIENCE: Duration = Duration::from_secs(5);
+/// Connections taken from the backlog at one look, so that a flood of them cannot lock out everything else.
+const VISITORS_A_LOOK: usize = 16;
+/// More than any backlog holds (`net.core.somaxconn` is 4096).
+const BACKLOG_MAX: usize = 1 << 16;
 /// It looks this often meanwhile.
 const LEAVE_LOOK: Duration = Duration::from_millis(5);
 /// A stop does not wait longer than this for the image.
@@ -58,6 +63,7 @@ pub(super) enum Command {
     Attach(Box<Option<Tracking>>, Sender<bool>),
     Drain(Sender<()>),
     Handover(bool, Sender<()>),
+    Expect(Expected, Sender<()>),
     Resize(Sender<io::Result<u64>>),
     Gate(Option<Gate>, Sender<()>),
     WriteLog(Option<Arc<WriteLog>>, Sender<()>),
@@ -140,6 +146,7 @@ pub struct Worker {
     poller: Rc<Poller>,
     listener: Watched<SocketFile>,
     listening: bool,
+    visitors: Visitors,
     command_wake: Watched<OwnedFd>,
     commands: Receiver<Command>,
     timer: Watched<OwnedFd>,
@@ -184,14 +191,15 @@ impl Worker {
         let (counters, pressure) = (Arc::new(Counters::default()), Pressure::new(clock.now()));
         let handle = Handle { counters: Arc::clone(&counters), pressure: pressure.clone(), commands, wake };
         let disk = Disk::new(&options, backing, tracking, counters, pressure, clock);
-        let worker = Self::new(options.name.clone(), disk, listener, command_wake, inbox);
+        let door = (listener, options.expected.clone());
+        let worker = Self::new(options.name.clone(), disk, door, command_wake, inbox);
         Ok((worker.map_err(fail("set up its loop"))?, handle))
     }
 
     fn new(
         name: String,
         disk: Disk,
-        listener: SocketFile,
+        (listener, expected): (SocketFile, Expected),
         command_wake: OwnedFd,
         commands: Receiver<Command>,
     ) -> io::Result<Self> {
@@ -203,6 +211,7 @@ impl Worker {
             peers: Peers::default(),
             listener: Watched::new(&poller, listener, Source::Listener)?,
             listening: true,
+            visitors: Visitors::new(expected),
             command_wake: Watched::new(&poller, command_wake, Source::Command)?,
             commands,
             timer: Watched::new(&poller, timer, Source::Timer)?,
@@ -340,11 +349,11 @@ impl Worker {
         let without_memory = self.peers.iter_mut().filter(|connection| connection.memory.is_lost());
         failed.extend(without_memory.map(|connection| (connection.id, MemoryError::Lost.into())));
         failed.into_iter().for_each(|(id, error)| self.lost(id, error));
-        let idle = self.disk.is_idle();
-        let room = self.peers.has_room(idle) && !closing_is_held_up();
-        if room != self.listening && self.listener.listen(room).is_ok() {
-            // A new QEMU waits in the listener's queue until the last one's writes are on the disk.
-            self.listening = room;
+        self.welcome();
+        let decided = !self.visitors.expected.undecided && !closing_is_held_up();
+        if decided != self.listening && self.listener.listen(decided).is_ok() {
+            // Who connects while it is not known who is expected waits in the listener's queue.
+            self.listening = decided;
         }
         if self.is_drained() {
             for waiter in self.draining.drain(..) {
@@ -364,27 +373,63 @@ impl Worker {
     }
 
     fn accept(&mut self) {
-        if !self.peers.has_room(self.disk.is_idle()) || closing_is_held_up() {
+        if self.visitors.expected.undecided || closing_is_held_up() {
             return;
         }
-        let stream = match self.listener.get().listener.accept() {
-            Ok((stream, _)) => stream,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-            Err(error) => return tracing::warn!(disk = self.name, %error, "cannot accept QEMU"),
-        };
+        self.judge_backlog(VISITORS_A_LOOK);
+        self.welcome();
+    }
+
+    /// Strangers are turned away at once, also while nobody can be served: none is left to be served later.
+    fn judge_backlog(&mut self, at_most: usize) {
+        for _ in 0..at_most {
+            if closing_is_held_up() {
+                return;
+            }
+            let socket = self.listener.get();
+            match socket.listener.accept() {
+                Ok((stream, _)) => self.visitors.arrived(&self.name, &socket.path, stream),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Err(error) => return tracing::warn!(disk = self.name, %error, "cannot accept QEMU"),
+            }
+        }
+    }
+
+    /// A new QEMU waits in the lobby until the last one's writes are on the disk.
+    fn welcome(&mut self) {
+        while self.peers.has_room(self.disk.is_idle()) && !closing_is_held_up() {
+            match self.visitors.next() {
+                Some(visitor) => self.serve(visitor),
+                None => return,
+            }
+        }
+    }
+
+    fn serve(&mut self, Visitor { pid, stream }: Visitor) {
         self.next_connection = self.next_connection.wrapping_add(1);
         let (id, ram) = (self.next_connection, self.disk.recorder.ram());
-        match Connection::new(id, stream, &self.poller, self.disk.device, ram) {
+        match Connection::new(id, pid, stream, &self.poller, self.disk.device, ram) {
             Ok(mut connection) => {
                 connection.memory.set_gate(self.disk.gate.clone());
                 connection.memory.set_write_log(self.disk.write_log.clone());
-                tracing::debug!(disk = self.name, connection = id, "QEMU connected");
+                tracing::debug!(disk = self.name, connection = id, pid, "QEMU connected");
                 self.peers.add(connection);
                 self.count_peers();
                 add(&self.disk.counters.connections, 1);
             }
             Err(error) => tracing::warn!(disk = self.name, %error, "cannot serve QEMU"),
         }
+    }
+
+    /// From now on these may connect. Connections of others are closed, those in the backlog as well.
+    fn expect(&mut self, expected: Expected) {
+        let undecided = expected.undecided;
+        self.visitors.expect(Expected { undecided: false, ..expected });
+        self.judge_backlog(BACKLOG_MAX);
+        self.visitors.expected.undecided = undecided;
+        let unexpected = self.peers.iter_mut().filter(|peer| !self.visitors.expected.includes(peer.pid));
+        let unexpected: Vec<_> = unexpected.map(|peer| peer.id).collect();
+        unexpected.into_iter().for_each(|id| self.hang_up(id));
     }
 
     fn hear(&mut self, id: u32, gone: bool) {
@@ -473,6 +518,10 @@ impl Worker {
                 Command::Drain(reply) => self.draining.push(reply),
                 Command::Handover(allowed, reply) => {
                     self.set_handover(allowed);
+                    let _ = reply.send(());
+                }
+                Command::Expect(expected, reply) => {
+                    self.expect(expected);
                     let _ = reply.send(());
                 }
                 Command::Resize(reply) => drop(reply.send(self.resize())),

@@ -17,7 +17,7 @@ use hearth_disk::engine::flaky::{FlakyEngine, Plan};
 use hearth_disk::image::{Format, Image, ImageOptions};
 use hearth_disk::ledger::Ledger;
 use hearth_disk::limit::Limits;
-use hearth_disk::server::{Backing, DiskOptions, DiskServer, Tracking};
+use hearth_disk::server::{Backing, DiskOptions, DiskServer, Expected, Peer, Tracking};
 use hearth_disk::tag::Tagger;
 use hearth_disk::warm::WarmSource;
 use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserInflight, VhostUserProtocolFeatures};
@@ -113,6 +113,7 @@ impl Place {
             limits: Limits::default(),
             gate: None,
             tell: None,
+            expected: Expected::these([Peer::this_process().unwrap()]),
         }
     }
 

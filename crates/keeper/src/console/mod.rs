@@ -15,7 +15,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use hearth_qemu::Transcript;
+use hearth_qemu::{Endpoint, Transcript};
 
 use crate::unix_socket::{ListenError, listen};
 
@@ -58,7 +58,7 @@ enum Order {
 
 /// Where a QEMU's serial console is found.
 pub struct Place {
-    pub socket: PathBuf,
+    pub qemu: Endpoint,
     /// None: what it says before it is reached is lost.
     pub transcript: Option<Arc<Transcript>>,
 }

@@ -3,10 +3,10 @@
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 use std::time::Duration;
 
+use hearth_qemu::Endpoint;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -183,7 +183,7 @@ impl Relay {
     fn reach_qemu(&mut self) {
         let Some(place) = &self.wanted else { return };
         // Not there yet, or its one place is still taken by a dead keeper: the next round tries again.
-        if let Ok(stream) = connect_now(&place.socket) {
+        if let Ok(stream) = connect_now(&place.qemu) {
             self.qemu = Some(stream);
             self.recall = self.wanted.take().and_then(|place| place.transcript).map(Recall::new);
             // It may have nothing more to say.
@@ -199,7 +199,7 @@ impl Relay {
     fn reach_successor(&mut self) {
         let Some(successor) = &mut self.successor else { return };
         if successor.stream.is_none() {
-            successor.stream = connect_now(&successor.place.socket).ok();
+            successor.stream = connect_now(&successor.place.qemu).ok();
         }
         let all_taken = self.qemu.as_ref().is_none_or(|qemu| unread_cost(qemu) == 0);
         if successor.stream.is_some()
@@ -374,9 +374,11 @@ fn is_passing(error: &io::Error) -> bool {
 }
 
 /// Connects without waiting: a QEMU whose queue is full would hold up the thread.
-fn connect_now(path: &Path) -> io::Result<UnixStream> {
+fn connect_now(qemu: &Endpoint) -> io::Result<UnixStream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
-    Ok(UnixStream::from(socket))
+    rustix::net::connect(&socket, &SocketAddrUnix::new(&qemu.socket)?)?;
+    let stream = UnixStream::from(socket);
+    qemu.check(&stream)?;
+    Ok(stream)
 }

@@ -30,7 +30,7 @@ impl Fixture {
     }
 
     fn place(&self, name: &str) -> Place {
-        Place { socket: self.path(name), transcript: None }
+        Place { qemu: Endpoint::unchecked(self.path(name)), transcript: None }
     }
 
     /// A QEMU's end of its serial socket.
@@ -278,7 +278,7 @@ fn what_is_typed_after_the_order_to_reach_a_qemu_is_for_that_qemu() {
     let mut client = UnixStream::connect(path("console.sock")).unwrap();
     assert!(relay.round(), "the client is welcomed");
     let qemu = UnixListener::bind(path("serial-1")).unwrap();
-    orders.send(Order::Attach(Place { socket: path("serial-1"), transcript: None })).unwrap();
+    orders.send(Order::Attach(Place { qemu: Endpoint::unchecked(path("serial-1")), transcript: None })).unwrap();
     (&wake).write_all(&[0]).unwrap();
     client.write_all(b"date\n").unwrap();
     assert!(relay.round());

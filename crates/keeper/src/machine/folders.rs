@@ -80,8 +80,8 @@ impl Folders {
         self.runtime.join(format!("userfault-{generation}.sock"))
     }
 
-    pub fn passt_socket(&self, net: usize, generation: u32) -> PathBuf {
-        self.runtime.join(format!("passt-{net}-{generation}.sock"))
+    pub fn passt_pid(&self, net: usize, generation: u32) -> PathBuf {
+        self.runtime.join(format!("passt-{net}-{generation}.pid"))
     }
 
     /// Between a QEMU and its networks.
@@ -115,7 +115,7 @@ impl Folders {
 
     /// Removes the sockets and the valves of a QEMU that is gone.
     pub fn discard_generation(&self, generation: u32) {
-        let nets = (0..8).map(|net| self.passt_socket(net, generation));
+        let nets = (0..8).map(|net| self.passt_pid(net, generation));
         let sockets = [Self::qmp_socket, Self::serial_socket, Self::agent_socket, Self::userfault_socket];
         let sockets = sockets.map(|socket| socket(self, generation));
         for path in sockets.into_iter().chain(nets).chain([self.valves(generation)]) {

@@ -5,12 +5,12 @@
 //! So it is with a save that fails, is called off, or lost its keeper; and with a guest that comes out of a snapshot, in which its
 //! file systems are frozen. An agent that answers late has them thawed late: it does one thing after the other.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use hearth_api::{EventKind, FrozenStatus};
+use hearth_qemu::Endpoint;
 use hearth_qemu::agent::{Agent, AgentError, Patience};
 
 use super::Machine;
@@ -98,13 +98,13 @@ impl Machine {
             return;
         }
         let stop = Arc::new(AtomicBool::new(false));
-        let socket = self.parts.folders.agent_socket(generation);
+        let channel = life.generation.agent(&self.parts.folders);
         let (stopped, tell) = (stop.clone(), self.parts.tell.clone());
         let say = move |word| {
             // Fails only when the loop is gone, and then nobody wants to know.
             let _ = tell.send(Event::Thaw { generation, word });
         };
-        let work = move || try_to_thaw(&socket, &PACE, &|| stopped.load(Relaxed), &say);
+        let work = move || try_to_thaw(&channel, &PACE, &|| stopped.load(Relaxed), &say);
         match std::thread::Builder::new().name(format!("thaw-{}", self.parts.config.name)).spawn(work) {
             Ok(_) => frozen.thaw = Some(Thaw { generation, stop }),
             Err(error) => self.not_thawed(&format!("no thread: {error}")),
@@ -149,11 +149,11 @@ struct Pace {
     at_most: Duration,
 }
 
-fn try_to_thaw(socket: &Path, pace: &Pace, stop: &dyn Fn() -> bool, say: &dyn Fn(Word)) {
+fn try_to_thaw(channel: &Endpoint, pace: &Pace, stop: &dyn Fn() -> bool, say: &dyn Fn(Word)) {
     let patience = Patience { time: pace.answer, stop };
     let began = Instant::now();
     while began.elapsed() < pace.at_most {
-        match Agent::reach(socket, &patience).and_then(|mut agent| agent.thaw(&patience)) {
+        match Agent::reach(channel, &patience).and_then(|mut agent| agent.thaw(&patience)) {
             Ok(file_systems) => return say(Word::Thawed { file_systems }),
             Err(AgentError::Stopped) => return,
             Err(error) => say(Word::Failed { why: crate::chain(&error) }),
@@ -174,6 +174,7 @@ mod tests {
     use std::cell::RefCell;
     use std::io::{BufRead, BufReader, Write};
     use std::os::unix::net::UnixListener;
+    use std::path::Path;
 
     use super::*;
 
@@ -182,7 +183,7 @@ mod tests {
 
     fn said(socket: &Path, pace: &Pace, stop: &dyn Fn() -> bool) -> Vec<String> {
         let words = RefCell::new(Vec::new());
-        try_to_thaw(socket, pace, stop, &|word| words.borrow_mut().push(format!("{word:?}")));
+        try_to_thaw(&Endpoint::unchecked(socket), pace, stop, &|word| words.borrow_mut().push(format!("{word:?}")));
         words.into_inner()
     }
 

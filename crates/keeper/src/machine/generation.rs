@@ -8,11 +8,10 @@ use std::sync::mpsc::Sender;
 use std::time::Duration;
 
 use hearth_api::{QemuStatus, UserfaultStatus};
+use hearth_disk::server::{DiskServer, Expected, Peer, ServerError};
 use hearth_memory::faults::{HandoverError, HandoverListener, Userfault};
 use hearth_qemu::valve::Valves;
-use hearth_qemu::{
-    BinaryError, Footprint, Launch, Process, ProcessError, ProcessId, Qmp, QmpError, kill_stray, preload,
-};
+use hearth_qemu::{BinaryError, Endpoint, Footprint, Launch, Process, ProcessError, ProcessId, Qmp, QmpError, preload};
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::{FootprintNote, QemuIdentity};
 
@@ -51,7 +50,7 @@ pub struct Devices {
     pub guest_agent: bool,
 }
 
-/// A living QEMU.
+/// A living QEMU. One that this keeper started ends when this is dropped, until `settle`.
 pub struct Generation {
     pub number: u32,
     pub process: Process,
@@ -77,6 +76,8 @@ pub enum LaunchError {
     Process(#[from] ProcessError),
     #[error("QEMU does not talk; its last words: {}", .last_words.as_deref().unwrap_or("(none)"))]
     Silent { last_words: Option<String>, source: QmpError },
+    #[error(transparent)]
+    Disk(#[from] ServerError),
     #[error("QEMU does not let its guest run")]
     Run(#[source] QmpError),
     #[error("no thread to watch QEMU")]
@@ -88,6 +89,7 @@ impl Generation {
     /// With `hold_still` the guest does nothing until `run`.
     pub fn launch(
         parts: &Parts,
+        disks: &[DiskServer],
         incarnation: &Incarnation,
         number: u32,
         devices: Devices,
@@ -95,34 +97,40 @@ impl Generation {
     ) -> Result<Self, LaunchError> {
         let wires = Wires::lay(&parts.config, &parts.folders, number)?;
         let role = if hold_still { Role::Held } else { Role::First };
-        Self::start(parts, incarnation, number, wires, devices, role)
+        Door { disks, living: None }.let_in(|door| Self::start(parts, door, incarnation, number, wires, devices, role))
     }
 
     /// Starts a QEMU that waits for this incarnation's guest, beside the one that has it.
     pub fn launch_successor(
         parts: &Parts,
+        disks: &[DiskServer],
         incarnation: &Incarnation,
         number: u32,
         old: &Self,
         wires: &Wires,
     ) -> Result<Self, LaunchError> {
         let wires = wires.share(&parts.folders, number)?;
-        Self::start(parts, incarnation, number, wires, old.devices(), Role::Successor)
+        let (living, devices) = (Some(old.peer()), old.devices());
+        Door { disks, living }
+            .let_in(|door| Self::start(parts, door, incarnation, number, wires, devices, Role::Successor))
     }
 
     /// Starts a QEMU that waits for a guest that was saved, with these devices. Its memory is not touched before that.
     pub fn launch_restored(
         parts: &Parts,
+        disks: &[DiskServer],
         incarnation: &Incarnation,
         number: u32,
         devices: Devices,
     ) -> Result<Self, LaunchError> {
         let wires = Wires::lay(&parts.config, &parts.folders, number)?;
-        Self::start(parts, incarnation, number, wires, devices, Role::Restored)
+        Door { disks, living: None }
+            .let_in(|door| Self::start(parts, door, incarnation, number, wires, devices, Role::Restored))
     }
 
     fn start(
         parts: &Parts,
+        door: &Door<'_>,
         incarnation: &Incarnation,
         number: u32,
         wires: Wires,
@@ -143,6 +151,7 @@ impl Generation {
         };
         let binary = parts.binary()?;
         let process = Process::spawn(&binary, &launch, &folders.qemu_log(number))?;
+        door.expect(peer(process.id()))?;
         let userfault = listener.accept(process.id().pid, USERFAULT_PATIENCE).map_err(|error| crate::chain(&error));
         let id = process.id();
         let identity = QemuIdentity {
@@ -160,13 +169,7 @@ impl Generation {
             guest_agent: devices.guest_agent,
         };
         let patience = if successor { SUCCESSOR_PATIENCE } else { START_PATIENCE };
-        let held = Self::hold(folders, &parts.tell, process, identity, userfault, Ok(wires), patience);
-        let mut generation = held.inspect_err(|error| {
-            // Nobody would see it end; one that a dead keeper left waits for a keeper that has the thread.
-            if matches!(error, LaunchError::Watch(_)) && !kill_stray(id.pid) {
-                tracing::error!(pid = id.pid, "a QEMU that cannot be watched does not end");
-            }
-        })?;
+        let mut generation = Self::hold(folders, &parts.tell, process, identity, userfault, Ok(wires), patience)?;
         generation.identity.at_start = generation.footprint();
         Ok(generation)
     }
@@ -229,6 +232,16 @@ impl Generation {
         Ok(Self { number, process, qmp, identity, userfault, wires })
     }
 
+    /// From now on it is the machine's, and outlives this keeper.
+    pub fn settle(&mut self) {
+        self.process.let_live();
+    }
+
+    /// As its disks know it.
+    pub fn peer(&self) -> Peer {
+        peer(self.process.id())
+    }
+
     /// Lets a guest run that was started to hold still.
     pub fn run(&self) -> Result<(), LaunchError> {
         self.qmp.resume().map_err(LaunchError::Run)
@@ -268,7 +281,13 @@ impl Generation {
 
     /// Where its guest's console is found.
     pub fn console(&self, folders: &Folders) -> Place {
-        Place { socket: folders.serial_socket(self.number), transcript: self.process.transcript().cloned() }
+        let qemu = Endpoint { socket: folders.serial_socket(self.number), qemu: Some(self.process.id()) };
+        Place { qemu, transcript: self.process.transcript().cloned() }
+    }
+
+    /// The channel to its guest's agent.
+    pub fn agent(&self, folders: &Folders) -> Endpoint {
+        Endpoint { socket: folders.agent_socket(self.number), qemu: Some(self.process.id()) }
     }
 
     /// From now on whoever takes it over has to wake its disks.
@@ -304,4 +323,35 @@ impl Generation {
             userfault: self.userfault_status(),
         }
     }
+}
+
+/// The disks' sockets while a QEMU is started: what connects meanwhile waits until it is known which process that is.
+struct Door<'a> {
+    disks: &'a [DiskServer],
+    /// The QEMU that has the guest, beside which another one is started.
+    living: Option<Peer>,
+}
+
+impl Door<'_> {
+    fn let_in(&self, start: impl FnOnce(&Self) -> Result<Generation, LaunchError>) -> Result<Generation, LaunchError> {
+        self.tell(&Expected::and_another(self.living.into_iter().collect::<Vec<_>>()))?;
+        start(self).inspect_err(|_| {
+            // One that did not come to be is nobody's peer; its pid may be given to another process.
+            for disk in self.disks {
+                disk.tell_expected(Expected::these(self.living.into_iter().collect::<Vec<_>>()));
+            }
+        })
+    }
+
+    fn expect(&self, new: Peer) -> Result<(), ServerError> {
+        self.tell(&Expected::these(self.living.into_iter().chain([new]).collect::<Vec<_>>()))
+    }
+
+    fn tell(&self, expected: &Expected) -> Result<(), ServerError> {
+        self.disks.iter().try_for_each(|disk| disk.expect(expected.clone()))
+    }
+}
+
+fn peer(id: ProcessId) -> Peer {
+    Peer { pid: id.pid, start_ticks: id.start_ticks }
 }

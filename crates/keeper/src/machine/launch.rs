@@ -8,7 +8,7 @@ use hearth_disk::block::DiskId;
 use hearth_disk::image::{Format, ImageOptions};
 use hearth_disk::limit::Limits;
 use hearth_disk::nvram::pmem::ALIGN_BYTES;
-use hearth_disk::server::DiskOptions;
+use hearth_disk::server::{DiskOptions, Expected};
 use hearth_qemu::launch as qemu;
 use hearth_qemu::preload::Preload;
 use hearth_qemu::{Accelerator, Launch};
@@ -24,6 +24,8 @@ use crate::config::{
 
 /// Entries of a disk's virtqueues: 256 outstanding requests of one page each; QEMU's own default is 128.
 const QUEUE_SIZE: u16 = 256;
+/// Registers and notes for a dump are smaller, and so is everything else that QEMU writes.
+const SMALL_FILE_BYTES: u64 = 64 << 20;
 const NVRAM_QUEUES: u16 = 1;
 /// A keeper killed a moment ago may have writes on their way to the disk; its lock lasts until they are there.
 const LOCK_PATIENCE: Duration = Duration::from_secs(30);
@@ -89,8 +91,20 @@ pub fn launch(
         watchdog: config.watchdog.map(watchdog_action),
         vmgenid: None,
         inherited: Vec::new(),
+        file_bytes_max: config.extra_qemu_args.is_empty().then(|| file_bytes_max(config)),
         extra_args: config.extra_qemu_args.clone(),
     }
+}
+
+/// The largest file that QEMU has a reason to write: memory, or the firmware's variables. What `extra_qemu_args` name may
+/// be larger.
+fn file_bytes_max(config: &Config) -> u64 {
+    let pmem = config.pmem.iter().map(|device| device.bytes);
+    let vars = match &config.boot {
+        Boot::Firmware { vars: Some(vars), .. } => vars.metadata().map_or(0, |vars| vars.len()),
+        _ => 0,
+    };
+    pmem.chain([config.memory_bytes, vars, SMALL_FILE_BYTES]).max().expect("it has elements")
 }
 
 fn boot(boot: &Boot) -> qemu::Boot {
@@ -226,6 +240,7 @@ pub fn nvram_options(id: DiskId, device: &NvramConfig, socket: PathBuf) -> DiskO
         tracked: false,
         gate: None,
         tell: None,
+        expected: nobody_yet(),
     }
 }
 
@@ -247,7 +262,13 @@ pub fn disk_options(position: usize, disk: &DiskConfig, socket: PathBuf) -> Disk
         tracked: true,
         gate: None,
         tell: None,
+        expected: nobody_yet(),
     }
+}
+
+/// Which QEMU it is shows when that is started, or found.
+fn nobody_yet() -> Expected {
+    Expected::and_another([])
 }
 
 #[cfg(test)]

@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 use hearth_api::{EmberMode, EndCause, EventKind, MachineState};
 use hearth_disk::arrival::Conduct;
 use hearth_disk::image::Unwritten;
-use hearth_disk::server::DiskServer;
+use hearth_disk::server::{DiskServer, Expected, Peer};
 use hearth_recovery::crash_recovery;
 use hearth_recovery::hold::Hold;
 use hearth_recovery::incarnation::{Incarnation, discard_files};
-use hearth_recovery::journal::Journal;
+use hearth_recovery::journal::{Journal, QemuIdentity};
 use hearth_recovery::rejuvenation::{ClockDebt, parked};
 use hearth_recovery::warm_reboot::{Phase, Succession};
 
@@ -38,6 +38,7 @@ impl Machine {
         self.forget_frozen();
         self.boot_cut_off();
         self.drop_gate();
+        self.expect_nobody();
         let cause = cause.unwrap_or(EndCause::QemuDied);
         self.last_end = Some(cause);
         self.record(EventKind::QemuExited { generation: generation.number, how });
@@ -258,7 +259,7 @@ impl Machine {
         let devices = Devices { vmgenid: self.vmgenid_of_boot(), guest_agent: self.parts.config.guest_agent };
         let number = self.next_generation(&incarnation)?;
         let hold_still = self.gate_wanted();
-        let generation = Generation::launch(&self.parts, &incarnation, number, devices, hold_still)?;
+        let generation = Generation::launch(&self.parts, &self.disks, &incarnation, number, devices, hold_still)?;
         self.record_qemu(&generation);
         if hold_still {
             self.shut_gate(&incarnation, &generation);
@@ -292,21 +293,34 @@ impl Machine {
         self.record(EventKind::Userfault { generation: generation.number, userfault: status.userfault });
     }
 
-    /// From here on this QEMU is the machine's.
-    pub(super) fn adopt(&mut self, incarnation: Incarnation, generation: Generation) -> Result<(), MachineError> {
-        self.hold(incarnation, generation)?;
+    /// From here on this QEMU, which was just started, is the machine's. It ends if that cannot be noted.
+    fn adopt(&mut self, incarnation: Incarnation, generation: Generation) -> Result<(), MachineError> {
+        (self.journal.qemu, self.journal.parked_in) = (Some(generation.identity()), None);
+        self.journal.save(&self.parts.folders.journal())?;
+        self.hold(incarnation, generation);
         self.enter(MachineState::Running);
         Ok(())
     }
 
-    /// As `adopt`, for one who has something to say before the machine is said to run.
-    pub(super) fn hold(&mut self, incarnation: Incarnation, generation: Generation) -> Result<(), MachineError> {
+    /// As `adopt`, for a QEMU which the journal names already: its guest need not end if that cannot be noted again.
+    pub(super) fn hold(&mut self, incarnation: Incarnation, mut generation: Generation) {
         (self.journal.qemu, self.journal.parked_in) = (Some(generation.identity()), None);
-        self.journal.save(&self.parts.folders.journal())?;
+        self.save_journal();
+        generation.settle();
         self.parts.console.attach(generation.console(&self.parts.folders));
         self.pin(&generation);
         self.life = Some(Life { incarnation, generation, began: Instant::now(), cause: None });
-        Ok(())
+    }
+
+    /// The QEMU has ended. A connection that it gave to somebody else ends too.
+    fn expect_nobody(&self) {
+        self.disks.iter().for_each(|disk| disk.tell_expected(Expected::and_another([])));
+    }
+
+    /// Who may connect to the disks from now on: a QEMU that was found, or went on, and no other.
+    pub(super) fn expect_only(&self, qemu: &QemuIdentity) {
+        let peer = Peer { pid: qemu.pid, start_ticks: qemu.start_ticks };
+        self.disks.iter().for_each(|disk| disk.tell_expected(Expected::these([peer])));
     }
 
     pub(super) fn pin(&self, generation: &Generation) {

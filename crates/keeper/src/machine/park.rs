@@ -403,7 +403,8 @@ impl Machine {
             Some(by) => self.journal.clock_debt = ClockDebt::of(stood, by),
             None => tracing::warn!("the guest's clock is not found in its state, and is behind until NTP has it"),
         }
-        self.adopt(incarnation, generation).map_err(Obstacle::Keeper)?;
+        self.hold(incarnation, generation);
+        self.enter(MachineState::Running);
         self.thaw();
         drill(ResumePhase::GoOn.name());
         parked::discard(&folder);
@@ -442,7 +443,7 @@ impl Machine {
         self.open_disks(incarnation, Unwritten::Keep).map_err(Obstacle::Keeper)?;
         let number = self.next_generation(incarnation).map_err(Obstacle::Keeper)?;
         let devices = Devices { vmgenid: parked.vmgenid.clone(), guest_agent: parked.guest_agent };
-        let generation = Generation::launch_restored(&self.parts, incarnation, number, devices);
+        let generation = Generation::launch_restored(&self.parts, &self.disks, incarnation, number, devices);
         let generation = generation.map_err(|error| Obstacle::Keeper(error.into()))?;
         self.record_qemu(&generation);
         // As late as can be: QEMU is there to take it.

@@ -1,11 +1,17 @@
 //! passt beside QEMU: a user-mode network that is a process of its own, so that it can outlive a QEMU.
 
+use std::fs;
 use std::io::{self, ErrorKind};
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
+
+use hearth_qemu::environment;
+use rustix::fd::BorrowedFd;
+use rustix::io::{FdFlags, fcntl_setfd};
 
 use crate::config::{Forward, Protocol};
 
@@ -22,37 +28,46 @@ pub struct Passt {
 pub enum PasstError {
     #[error("passt cannot be started; install it (Debian: apt-get install passt) or use kind = \"user\"")]
     Start { source: io::Error },
-    #[error("passt does not listen on {socket}: {why}")]
-    Silent { socket: PathBuf, why: String },
+    #[error("passt does not start: {why}")]
+    Silent { why: String },
 }
 
 impl Passt {
-    /// And a connection to it.
-    pub fn start(socket: &Path, forward: &[Forward]) -> Result<(Self, UnixStream), PasstError> {
-        let child = Command::new("passt")
-            .args(arguments(socket, forward, rustix::process::geteuid().is_root()))
+    /// And a connection to it, which it inherits the other end of: a socket with a name others could connect to first. It
+    /// writes its pid to `pid_file` when its ports are open.
+    pub fn start(pid_file: &Path, forward: &[Forward]) -> Result<(Self, UnixStream), PasstError> {
+        let failed = |source| PasstError::Start { source };
+        let (connection, inherited) = UnixStream::pair().map_err(failed)?;
+        match fs::remove_file(pid_file) {
+            Err(error) if error.kind() != ErrorKind::NotFound => return Err(failed(error)),
+            _ => {}
+        }
+        let number = inherited.as_raw_fd();
+        let mut command = Command::new("passt");
+        environment::confine(&mut command);
+        // SAFETY: between fork and exec only a system call is made, on a descriptor that lives until then.
+        unsafe {
+            command.pre_exec(move || Ok(fcntl_setfd(BorrowedFd::borrow_raw(number), FdFlags::empty())?));
+        }
+        let child = command
+            .args(arguments(number, pid_file, forward, rustix::process::geteuid().is_root()))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             // Away from the keeper's terminal: ^C there must not cut the guest's network.
             .process_group(0)
             .spawn()
-            .map_err(|source| PasstError::Start { source })?;
+            .map_err(failed)?;
+        drop(inherited);
         let mut passt = Self { child };
-        let connection = passt.connect(socket)?;
+        passt.await_start(pid_file)?;
         Ok((passt, connection))
     }
 
-    fn connect(&mut self, socket: &Path) -> Result<UnixStream, PasstError> {
+    fn await_start(&mut self, pid_file: &Path) -> Result<(), PasstError> {
         let deadline = Instant::now() + START_PATIENCE;
-        let silent = |why: String| PasstError::Silent { socket: socket.to_owned(), why };
-        loop {
-            match UnixStream::connect(socket) {
-                Ok(connection) => return Ok(connection),
-                // It has not made it yet, or does not listen yet.
-                Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => {}
-                Err(error) => return Err(silent(error.to_string())),
-            }
+        let silent = |why: String| PasstError::Silent { why };
+        while !fs::metadata(pid_file).is_ok_and(|file| file.len() > 0) {
             match self.child.try_wait() {
                 Ok(Some(status)) => return Err(silent(format!("it ended with {status}; is a forwarded port taken?"))),
                 Ok(None) if Instant::now() > deadline => return Err(silent("it hangs".to_owned())),
@@ -60,6 +75,9 @@ impl Passt {
                 Err(error) => return Err(silent(error.to_string())),
             }
         }
+        // It has served its purpose; what stays behind is cleared away with the other files of its QEMU.
+        let _ = fs::remove_file(pid_file);
+        Ok(())
     }
 }
 
@@ -73,11 +91,11 @@ impl Drop for Passt {
     }
 }
 
-fn arguments(socket: &Path, forward: &[Forward], is_root: bool) -> Vec<String> {
-    let mut arguments =
-        vec!["--foreground".into(), "--one-off".into(), "--socket".into(), socket.display().to_string()];
+fn arguments(connection: RawFd, pid_file: &Path, forward: &[Forward], is_root: bool) -> Vec<String> {
+    let mut arguments = ["--foreground", "--fd"].map(String::from).to_vec();
+    arguments.extend([connection.to_string(), "--pid".to_owned(), pid_file.display().to_string()]);
     if is_root {
-        // It would become nobody, who cannot make its socket in the runtime folder, and end without a word. It gives up
+        // It would become nobody, who cannot make files in the runtime folder, and end without a word. It gives up
         // all capabilities either way, in a user name space and an empty file system of its own.
         arguments.extend(["--runas".into(), "0".into()]);
     }
@@ -100,9 +118,9 @@ mod tests {
     fn forwards_become_passt_ports() {
         let forward =
             Forward { protocol: Protocol::Tcp, host: "127.0.0.1".parse().unwrap(), host_port: 8080, guest_port: 80 };
-        let expected = ["--foreground", "--one-off", "--socket", "/run/p.sock", "--tcp-ports", "127.0.0.1/8080:80"];
-        assert_eq!(arguments(Path::new("/run/p.sock"), &[forward], false), expected);
-        let as_root = arguments(Path::new("/run/p.sock"), &[forward], true);
-        assert_eq!(as_root[4..6], ["--runas", "0"]);
+        let expected = ["--foreground", "--fd", "9", "--pid", "/run/p.pid", "--tcp-ports", "127.0.0.1/8080:80"];
+        assert_eq!(arguments(9, Path::new("/run/p.pid"), &[forward], false), expected);
+        let as_root = arguments(9, Path::new("/run/p.pid"), &[forward], true);
+        assert_eq!(as_root[5..7], ["--runas", "0"]);
     }
 }

@@ -11,12 +11,12 @@ use std::collections::HashSet;
 use std::io::{self, Read, Write};
 use std::mem::discriminant;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use hearth_qemu::Endpoint;
 use hearth_qemu::agent::{Agent, AgentError, Patience};
 
 use crate::config::Forward;
@@ -66,11 +66,11 @@ impl Question {
         Self { ask: Box::new(ask), every: PORT_EVERY, silence: SILENCE, why: "its port answers" }
     }
 
-    /// `socket`: of the agent's channel.
-    pub fn unit(unit: String, socket: PathBuf) -> Self {
+    /// `channel`: to the agent.
+    pub fn unit(unit: String, channel: Endpoint) -> Self {
         let ask = move |stop: &dyn Fn() -> bool| {
             let patience = Patience { time: UNIT_PATIENCE, stop };
-            let mut agent = Agent::reach(&socket, &patience)?;
+            let mut agent = Agent::reach(&channel, &patience)?;
             agent.succeeds("systemctl", &["is-active", "--quiet", &unit], &patience)
         };
         Self { ask: Box::new(ask), every: UNIT_EVERY, silence: SILENCE, why: "its unit is active" }
@@ -146,6 +146,8 @@ mod tests {
     use std::os::unix::net::{UnixListener, UnixStream};
     use std::sync::mpsc;
 
+    use std::path::PathBuf;
+
     use super::*;
     use crate::config::Protocol;
 
@@ -216,7 +218,10 @@ mod tests {
     }
 
     fn quick(socket: PathBuf) -> Question {
-        Question { every: Duration::from_millis(1), ..Question::unit("web.service".into(), socket) }
+        Question {
+            every: Duration::from_millis(1),
+            ..Question::unit("web.service".into(), Endpoint::unchecked(socket))
+        }
     }
 
     #[test]

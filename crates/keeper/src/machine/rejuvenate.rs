@@ -178,7 +178,7 @@ impl Machine {
         let new = match launched {
             Ok(new) => new,
             Err(failure) => {
-                self.close_disks();
+                self.close_disks(&life.generation);
                 if self.journal.generation != life.generation.number {
                     self.parts.folders.discard_generation(self.journal.generation);
                 }
@@ -208,6 +208,7 @@ impl Machine {
         }
         drop(turn);
         let mut old = std::mem::replace(&mut life.generation, new);
+        life.generation.settle();
         life.generation.inherit(&mut old);
         let retired = progress.run(Phase::Retire, |_| {
             self.retire(&old, &life.generation);
@@ -231,6 +232,7 @@ impl Machine {
         let wires = life.generation.wires().map_err(|why| Failure::Wires(why.to_owned()))?;
         Ok(Generation::launch_successor(
             &self.parts,
+            &self.disks,
             &life.incarnation,
             self.journal.generation,
             &life.generation,
@@ -282,7 +284,7 @@ impl Machine {
             tracing::error!(pid = new.identity().pid, "the new QEMU does not end; killed, it cannot run the guest");
         }
         let last_words = ended.then(|| new.process.last_words()).flatten();
-        self.close_disks();
+        self.close_disks(old);
         self.parts.console.settle(false);
         // From now on a keeper that comes has to let the old one go on.
         self.note_hop(HopNote { successor: new.identity(), committed: false });
@@ -349,7 +351,7 @@ impl Machine {
                 }
                 self.parts.console.settle(true);
                 old.process.kill();
-                self.close_disks();
+                self.close_disks(old);
                 // The next guest's keeper must look for neither.
                 self.journal.hop = None;
                 Err(Failure::Resume(error))
@@ -364,7 +366,7 @@ impl Machine {
             std::thread::sleep(FIRST_STEPS);
         }
         old.process.kill();
-        self.close_disks();
+        self.close_disks(new);
         self.journal.qemu = Some(new.identity());
         self.note_hop(None);
         self.pin(new);
@@ -374,7 +376,9 @@ impl Machine {
         }
     }
 
-    fn close_disks(&self) {
+    /// The disks are for the QEMU that has the guest again, and for no other.
+    fn close_disks(&self, living: &Generation) {
+        self.expect_only(&living.identity());
         if let Err(error) = rejuvenation::set_handover(&self.disks, false) {
             tracing::error!(%error, "a disk is lost");
         }

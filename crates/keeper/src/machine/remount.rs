@@ -130,7 +130,7 @@ impl Machine {
         self.ready_watch = remount.ready_sign.clone().and_then(|sign| {
             let question = match sign {
                 ReadySign::Port(forward) => Question::port(forward),
-                ReadySign::Unit(unit) => Question::unit(unit, self.parts.folders.agent_socket(life.generation.number)),
+                ReadySign::Unit(unit) => Question::unit(unit, life.generation.agent(&self.parts.folders)),
             };
             let (tell, incarnation) = (self.parts.tell.clone(), self.journal.incarnation);
             // It fails only when the loop is gone, and then nobody wants to know.

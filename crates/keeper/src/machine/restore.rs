@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-use hearth_api::{ApiError, ErrorWord, EventKind, RestoreStatus};
+use hearth_api::{ApiError, ErrorWord, EventKind, MachineState, RestoreStatus};
 use hearth_disk::arrival::Conduct;
 use hearth_disk::image::Unwritten;
 use hearth_disk::server::ServerError;
@@ -77,6 +77,10 @@ pub enum RestoreFailure {
     Launch(#[from] LaunchError),
     #[error("page faults cannot be served: {why}; `hearth restore --eager` does without")]
     Userfault { why: String },
+    #[error(
+        "a part of the guest's memory that QEMU needs cannot be read: {what}; put the snapshot right and run it again"
+    )]
+    Damaged { what: String, source: Box<RestoreFailure> },
     #[error("QEMU's last words: {}", .last_words.as_deref().unwrap_or("(none)"))]
     State { last_words: Option<String>, source: StateError },
     #[error(transparent)]
@@ -187,10 +191,7 @@ impl Machine {
         self.record_qemu(&generation);
         drill(Step::Launch.name());
         let let_in = self.let_in(snapshot, order, &incarnation, &generation, began);
-        if let Err(failure) = let_in {
-            generation.process.kill();
-            return Err(failed(failure));
-        }
+        let_in.map_err(|failure| failed(self.with_damage(failure)))?;
         drill(Step::LetIn.name());
         self.journal.restore = Some(RestoreNote { snapshot: from, seal, mode: order.mode, begun: true });
         if frozen {
@@ -198,14 +199,21 @@ impl Machine {
         }
         self.journal.qemu = Some(generation.identity());
         self.journal.save(&self.parts.folders.journal())?;
+        let noted = Order::load(&self.parts.config.file)?;
         // After the journal: whoever is killed in between leaves a guest that stands still, and the next keeper forgets the order.
         self.forget_order()?;
         drill(Step::Begin.name());
         self.admit(generation.identity().pid);
         self.arrivals.set_conduct(Conduct::Wait);
-        generation.run()?;
+        if let Err(error) = generation.run() {
+            let failure = self.with_damage(error.into());
+            drop(generation);
+            self.take_back_begin(noted);
+            return Err(failed(failure));
+        }
         drill(Step::Run.name());
-        self.adopt(incarnation, generation)?;
+        self.hold(incarnation, generation);
+        self.enter(MachineState::Running);
         self.record(EventKind::IncarnationStarted { generation: number, warm: false });
         self.thaw();
         if let Some(status) = self.restore_status() {
@@ -214,6 +222,27 @@ impl Machine {
             self.record(EventKind::Restored { pages, pages_prefetched, duration_ms });
         }
         self.fill_behind(number, order.trace.clone()).map_err(failed)
+    }
+
+    /// QEMU itself waits for pages while it lets a guest in or run, and then says nothing: what it waits for is the cause.
+    fn with_damage(&self, failure: RestoreFailure) -> RestoreFailure {
+        match self.restore_status().map(|status| status.waits).unwrap_or_default() {
+            waits if waits.is_empty() => failure,
+            waits => RestoreFailure::Damaged { what: waits.join("; "), source: Box::new(failure) },
+        }
+    }
+
+    /// The guest did not come to run, and its QEMU has ended. If it has changed nothing on its disks it can be begun with again.
+    fn take_back_begin(&mut self, order: Option<Order>) {
+        (self.journal.qemu, self.journal.restore) = (None, None);
+        let counters = self.disks.iter().map(|disk| disk.counters());
+        let wrote = counters.map(|counters| counters.writes + counters.discards).sum::<u64>() > 0;
+        let again = order.filter(|_| !wrote).map_or(Ok(()), |order| order.write());
+        if let Err(error) = again {
+            let error = crate::chain(&error);
+            tracing::warn!(error, "the next keeper will boot the machine instead of restoring it");
+        }
+        self.save_journal();
     }
 
     /// The disks of one from afar are in the machine's folder, or come there.
@@ -243,13 +272,12 @@ impl Machine {
             let read = || ahead.map_or(Ok(0), |pages| read_ahead(pages, &incarnation.ram, parts));
             let reader = builder.spawn_scoped(scope, read);
             let reader = reader.map_err(RestoreFailure::Thread)?;
-            let generation = Generation::launch_restored(&self.parts, incarnation, number, devices);
+            let generation = Generation::launch_restored(&self.parts, &self.disks, incarnation, number, devices);
             let read = reader.join().expect("reading pages does not panic");
             let generation = generation?;
             match read {
                 Ok(_) => {}
                 Err(RestoreError::CalledOff) => {
-                    generation.process.kill();
                     return Err(RestoreFailure::CalledOff { file: self.parts.config.file.clone() });
                 }
                 // What is missing of it comes when it is touched.
@@ -257,10 +285,7 @@ impl Machine {
                     let message = format!("the working set cannot be used: {}", crate::chain(&error));
                     self.record(EventKind::Error { message });
                 }
-                Err(error) => {
-                    generation.process.kill();
-                    return Err(error.into());
-                }
+                Err(error) => return Err(error.into()),
             }
             Ok(generation)
         })

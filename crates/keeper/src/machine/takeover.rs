@@ -74,6 +74,7 @@ impl Machine {
         };
         // The disks first: QEMU, and with it QMP, may be waiting for them.
         self.open_disks(&incarnation, Unwritten::Keep)?;
+        self.expect_only(&identity);
         self.admit(identity.pid);
         let pid = identity.pid;
         let mut generation = match Generation::adopt(&self.parts, process, identity, userfault) {
@@ -96,7 +97,7 @@ impl Machine {
         let run_state = generation.qmp.run_state();
         self.warden.watch(Some(incarnation.clone()));
         let number = generation.number;
-        self.hold(incarnation, generation)?;
+        self.hold(incarnation, generation);
         // Not before: who waits for this may type into the guest.
         self.record(EventKind::KeeperTookOver { qemu_pid: pid, generation: number });
         self.enter(MachineState::Running);

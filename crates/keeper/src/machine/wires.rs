@@ -53,8 +53,8 @@ impl Wires {
             match &net.backend {
                 NetBackend::User { .. } => {}
                 NetBackend::Passt { forward } => {
-                    let socket = folders.passt_socket(position, generation);
-                    let (process, end) = Passt::start(&socket, forward)?;
+                    let pid_file = folders.passt_pid(position, generation);
+                    let (process, end) = Passt::start(&pid_file, forward)?;
                     passt.push(process);
                     wires.push(Wire { position, kind: Kind::Stream, end: end.into() });
                 }

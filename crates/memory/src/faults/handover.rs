@@ -20,7 +20,7 @@
 
 use std::io::{self, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -34,6 +34,8 @@ const VERSION: u32 = 2;
 const MESSAGE_BYTES: usize = 128;
 const WHY_OFFSET: usize = 24;
 const ACKNOWLEDGED: &[u8] = b"K";
+/// After as many connections of others the wait is given up: each of them is reported.
+const STRANGERS_MAX: u32 = 16;
 
 /// The socket that a QEMU about to start will connect to.
 #[derive(Debug)]
@@ -126,6 +128,7 @@ impl HandoverListener {
         let io_failed = |source| HandoverError::Io { pid: expected_pid, source };
         let deadline = Instant::now() + at_most;
         let qemu = watch_process(expected_pid)?;
+        let mut strangers = 0;
         loop {
             match wait_for(self.socket.as_fd(), qemu.as_fd(), deadline).map_err(io_failed)? {
                 Heard::Words => {}
@@ -141,8 +144,16 @@ impl HandoverListener {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
                 Err(error) => return Err(io_failed(error)),
             };
-            if peer_pid(&connection).map_err(io_failed)? == expected_pid {
+            let pid = peer_pid(&connection).map_err(io_failed)?;
+            if pid == expected_pid && has_living_peer(&connection) {
                 return self.take(connection, expected_pid, qemu.as_fd(), deadline, at_most);
+            }
+            let socket = self.path.display();
+            tracing::warn!(%socket, pid, qemu = expected_pid, "closed a connection of a process that this socket is not for");
+            strangers += 1;
+            if strangers == STRANGERS_MAX {
+                let (path, pid) = (self.path.clone(), expected_pid);
+                return Err(HandoverError::TimedOut { path, pid, patience: at_most });
             }
         }
     }
@@ -242,6 +253,29 @@ pub(super) fn watch_process(pid: u32) -> Result<OwnedFd, HandoverError> {
 fn peer_pid(connection: &UnixStream) -> io::Result<u32> {
     let peer = rustix::net::sockopt::socket_peercred(connection)?;
     Ok(peer.pid.as_raw_nonzero().get().unsigned_abs())
+}
+
+/// False if the process that connected has ended: its pid may be QEMU's by now. Kernels before 6.5 cannot tell; there this
+/// takes a pid to come round between the binding of the socket and the start of QEMU.
+fn has_living_peer(connection: &UnixStream) -> bool {
+    let mut number: libc::c_int = -1;
+    let mut bytes = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `bytes` bytes to `number`, and both live until then.
+    let asked = unsafe {
+        libc::getsockopt(
+            connection.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERPIDFD,
+            (&raw mut number).cast(),
+            &raw mut bytes,
+        )
+    };
+    if asked != 0 {
+        return io::Error::last_os_error().raw_os_error() == Some(libc::ENOPROTOOPT);
+    }
+    // SAFETY: the kernel has just opened this descriptor for us, and nobody else knows its number.
+    let peer = unsafe { OwnedFd::from_raw_fd(number) };
+    matches!(poll(&mut [PollFd::new(&peer, PollFlags::IN)], Some(&Timespec::default())), Ok(0))
 }
 
 enum Heard {

@@ -18,6 +18,7 @@ use std::time::Duration;
 
 use crate::Binary;
 use crate::bounded::{self, Finished};
+use crate::environment;
 
 const DEVICE: &str = "/dev/kvm";
 /// The guest takes 0.1 to 0.3 s, and more than 3 s where the host itself is emulated and busy; a KVM that hangs must not hold up
@@ -157,7 +158,7 @@ fn run_guest(binary: &Binary, accelerator: &[&str], cpu_model: &str, at_most: Du
         .args(["-action", "reboot=shutdown", "-device", guest::EXIT_DEVICE])
         .arg("-bios")
         .arg(image.path());
-    bounded::run(&mut command, at_most)
+    bounded::run(environment::confine(&mut command), at_most)
 }
 
 fn judge(finished: &Finished) -> Verdict {

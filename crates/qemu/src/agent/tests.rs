@@ -152,6 +152,6 @@ fn one_that_is_not_there_talks_without_end_or_is_waited_for_no_more_is_told_apar
     let (stream, other) = UnixStream::pair().unwrap();
     drop(other);
     assert!(matches!(Agent::begin(stream, &LONG), Err(AgentError::Broken(_) | AgentError::Closed)));
-    let error = Agent::reach(Path::new("/no/such.sock"), &LONG).unwrap_err().to_string();
+    let error = Agent::reach(&Endpoint::unchecked("/no/such.sock"), &LONG).unwrap_err().to_string();
     assert_eq!(error, "/no/such.sock: no connection to the guest agent's channel");
 }

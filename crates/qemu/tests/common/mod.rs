@@ -62,6 +62,7 @@ impl Rig {
             watchdog: None,
             vmgenid: None,
             inherited: Vec::new(),
+            file_bytes_max: Some(RAM_BYTES),
             extra_args: vec!["-S".into()],
         };
         Self { folder, launch }

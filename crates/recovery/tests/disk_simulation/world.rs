@@ -16,7 +16,7 @@ use hearth_disk::clock::Clock;
 use hearth_disk::image::{Format, Image, ImageOptions};
 use hearth_disk::ledger::Ledger;
 use hearth_disk::limit::Limits;
-use hearth_disk::server::{Backing, DiskOptions, Pause, Tracking, Worker};
+use hearth_disk::server::{Backing, DiskOptions, Expected, Pause, Tracking, Worker};
 use hearth_disk::tag::Tagger;
 use hearth_disk::warm::WarmSource;
 use hearth_recovery::boot_set::WarmSources;
@@ -326,6 +326,7 @@ impl World {
             tracked: true,
             gate: None,
             tell: None,
+            expected: Expected::anyone(),
         };
         let tracking = self.tracking();
         let (worker, _) = Worker::open(options, backing, tracking, self.clock.clone()).unwrap();

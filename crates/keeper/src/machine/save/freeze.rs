@@ -5,11 +5,11 @@
 //!
 //! What comes afterwards, and what if any of it fails, is in `machine::frozen`.
 
-use std::path::PathBuf;
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use hearth_api::{EventKind, FreezeRequest};
+use hearth_qemu::Endpoint;
 use hearth_qemu::agent::{Agent, AgentError, Patience};
 use hearth_recovery::snapshot::save::SaveError;
 
@@ -21,15 +21,15 @@ use super::{Tell, Word};
 
 /// The thread's side.
 pub struct Freezer {
-    /// Of the agent's channel.
-    socket: PathBuf,
+    /// To the agent.
+    channel: Endpoint,
     patience: Duration,
 }
 
 impl Freezer {
     /// Asked before anything is copied: an agent that is not there need not be waited for until all is.
     pub fn must_be_answered(&self, progress: &Progress) -> Result<(), SaveError> {
-        self.ask(progress, |patience| Agent::reach(&self.socket, patience)).map(drop)
+        self.ask(progress, |patience| Agent::reach(&self.channel, patience)).map(drop)
     }
 
     /// Its connection ends with it: who thaws needs one.
@@ -40,7 +40,7 @@ impl Freezer {
         tell: &Tell,
         reporter: &Reporter<'_>,
     ) -> Result<(), SaveError> {
-        let mut agent = self.ask(progress, |patience| Agent::reach(&self.socket, patience))?;
+        let mut agent = self.ask(progress, |patience| Agent::reach(&self.channel, patience))?;
         tell.say(Word::Freezing);
         next(cues, progress)?;
         let began = Instant::now();
@@ -65,8 +65,8 @@ impl Freezer {
 impl Machine {
     pub(super) fn freezer(&self, request: Option<FreezeRequest>) -> Option<Freezer> {
         let (request, life) = (request?, self.life.as_ref()?);
-        let socket = self.parts.folders.agent_socket(life.generation.number);
-        Some(Freezer { socket, patience: Duration::from_millis(request.patience_ms) })
+        let channel = life.generation.agent(&self.parts.folders);
+        Some(Freezer { channel, patience: Duration::from_millis(request.patience_ms) })
     }
 
     /// From here on somebody has to thaw, whatever becomes of this keeper.

@@ -1,0 +1,93 @@
+//! Endpoint: a socket that a QEMU listens at, and the check that it is that QEMU who listens.
+//!
+//! The keeper makes these sockets, and QEMU calls `listen` on them once more (`socket_listen` in QEMU's
+//! util/qemu-sockets.c), with which the kernel notes QEMU as the process at the other end of later connections. Until then
+//! it is the keeper that made them.
+
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use rustix::net::sockopt::socket_peercred;
+
+use crate::ProcessId;
+use crate::process::start_ticks;
+
+/// Refusals are reported at most this often: some callers try again several times a second.
+const WARN_EVERY_S: u64 = 10;
+static WARNED_S: AtomicU64 = AtomicU64::new(0);
+
+/// A socket, and who must be at it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Endpoint {
+    pub socket: PathBuf,
+    /// None: whoever it is. For tests and tools that are not a machine's.
+    pub qemu: Option<ProcessId>,
+}
+
+impl Endpoint {
+    /// Of whoever listens there.
+    pub fn unchecked(socket: impl Into<PathBuf>) -> Self {
+        Self { socket: socket.into(), qemu: None }
+    }
+
+    /// A connection to that QEMU.
+    pub fn connect(&self) -> io::Result<UnixStream> {
+        let stream = UnixStream::connect(&self.socket)?;
+        self.check(&stream)?;
+        Ok(stream)
+    }
+
+    /// An error if it is another process that listens.
+    pub fn check(&self, stream: &UnixStream) -> io::Result<()> {
+        let Some(qemu) = self.qemu else { return Ok(()) };
+        let pid = socket_peercred(stream)?.pid.as_raw_nonzero().get().unsigned_abs();
+        let is_qemu = || pid == qemu.pid && start_ticks(pid).is_ok_and(|ticks| ticks == qemu.start_ticks);
+        if pid == std::process::id() || is_qemu() {
+            return Ok(());
+        }
+        let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        if now_s.saturating_sub(WARNED_S.swap(now_s, Ordering::Relaxed)) >= WARN_EVERY_S {
+            let socket = self.socket.display();
+            tracing::warn!(%socket, pid, qemu = qemu.pid, "closed a connection to a process that is not this machine's QEMU");
+        }
+        let message = format!("process {pid} listens there, and not QEMU (pid {})", qemu.pid);
+        Err(io::Error::new(io::ErrorKind::PermissionDenied, message))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn only_the_expected_listener_is_accepted() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("qmp.sock");
+        let _listener = UnixListener::bind(&socket).unwrap();
+        Endpoint::unchecked(&socket).connect().unwrap();
+        // Nobody has called `listen` since this process did: QEMU is not there yet.
+        let nobody = ProcessId { pid: 1, start_ticks: 0 };
+        Endpoint { socket, qemu: Some(nobody) }.connect().unwrap();
+        // A process that listens by itself.
+        let other = folder.path().join("other.sock");
+        let script = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); print(flush=True); sys.stdin.read()";
+        let mut python = Command::new("python3");
+        let mut child =
+            python.args(["-c", script]).arg(&other).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        io::BufRead::read_line(&mut io::BufReader::new(child.stdout.take().unwrap()), &mut String::new()).unwrap();
+        let it = ProcessId { pid: child.id(), start_ticks: start_ticks(child.id()).unwrap() };
+        Endpoint { socket: other.clone(), qemu: Some(it) }.connect().unwrap();
+        for stranger in [nobody, ProcessId { start_ticks: 1, ..it }] {
+            let refusal = Endpoint { socket: other.clone(), qemu: Some(stranger) }.connect().unwrap_err();
+            assert_eq!(refusal.kind(), io::ErrorKind::PermissionDenied, "{refusal}");
+        }
+        drop(child.stdin.take());
+        child.wait().unwrap();
+    }
+}
