@@ -2,6 +2,7 @@
 //! can be done with it, and the next one gets what waited.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
 use hearth_vmtest::artifacts::CPU_MODEL;
 use hearth_vmtest::{Disk, Drives, Result, TestVm, known, patience};
@@ -25,8 +26,8 @@ const NEXT_GUEST: &[Change] = &[
     ("ember", |file| put(file, "ember", "off")),
     ("guest_agent", |file| put(file, "guest_agent", true)),
     ("extra_qemu_args", |file| put(file, "extra_qemu_args", vec!["-device", "virtio-balloon-pci"])),
-    ("boot.kernel", |file| copy(table(file, "boot"), "kernel")),
-    ("boot.initrd", |file| copy(table(file, "boot"), "initrd")),
+    ("boot.kernel", |file| copy(file, "kernel", |file| table(file, "boot"))),
+    ("boot.initrd", |file| copy(file, "initrd", |file| table(file, "boot"))),
     ("boot.cmdline", |file| append(table(file, "boot"), "cmdline", " edited=1")),
     ("watchdog.action", |file| put(table(file, "watchdog"), "action", "nmi")),
     ("nets[0].mac", |file| put(item(file, "nets"), "mac", "52:54:00:00:00:42")),
@@ -36,7 +37,7 @@ const NEXT_GUEST: &[Change] = &[
 const NEXT_START: &[Change] = &[
     ("runtime_folder", |file| append(file, "runtime_folder", "-elsewhere")),
     ("memory_folder", |file| append(file, "memory_folder", "-elsewhere")),
-    ("disks.disk0.path", |file| copy(item(file, "disks"), "path")),
+    ("disks.disk0.path", |file| copy(file, "path", |file| item(file, "disks"))),
     ("disks.disk0.format", |file| put(item(file, "disks"), "format", "qcow2")),
     ("disks.disk0.read_only", |file| put(item(file, "disks"), "read_only", true)),
     ("disks.disk0.serial", |file| put(item(file, "disks"), "serial", "another")),
@@ -77,14 +78,14 @@ fn append(table: &mut Table, key: &str, more: &str) {
     put(table, key, text.expect("the file has the key"));
 }
 
-/// The same file in another place.
-fn copy(table: &mut Table, key: &str) {
-    let path = table.get(key).and_then(Value::as_str).expect("the file has the key").to_owned();
-    let folder = std::env::temp_dir().join(format!("hearth-edited-{}", std::process::id()));
-    std::fs::create_dir_all(&folder).expect("a folder can be made");
-    let to = folder.join(key);
-    std::fs::copy(path, &to).expect("the file can be copied");
-    put(table, key, to.display().to_string());
+/// The same file in another place: beside the machine's disk.
+fn copy(file: &mut Table, key: &str, of: fn(&mut Table) -> &mut Table) {
+    let text =
+        |table: &Table, key: &str| table.get(key).and_then(Value::as_str).expect("the file has the key").to_owned();
+    let disk = text(item(file, "disks"), "path");
+    let to = Path::new(&disk).with_file_name(format!("another-{key}")).display().to_string();
+    std::fs::copy(text(of(file), key), &to).expect("the file can be copied");
+    put(of(file), key, to);
 }
 
 fn table<'a>(file: &'a mut Table, key: &str) -> &'a mut Table {
