@@ -113,7 +113,7 @@ mod tests {
             let folders = ["vmtest", "crates/recovery"].map(|package| paths::root().join(package).join("tests"));
             let files = folders.map(|folder| folder.join(format!("{binary}/{module}.rs")));
             let file = files.iter().find(|file| file.exists()).expect("one of them has the module");
-            let text = std::fs::read_to_string(&file).expect("the file of the module");
+            let text = std::fs::read_to_string(file).expect("the file of the module");
             let before = text.split(&format!("fn {function}()")).next().expect("a first piece");
             assert!(before.len() < text.len(), "{name}: no {function} in {}", file.display());
             let attributes = before.rsplit("\n\n").next().expect("a last paragraph");

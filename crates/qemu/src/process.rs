@@ -192,7 +192,7 @@ fn limit_files(command: &mut Command, bytes: u64) {
     let limit = Rlimit { current: Some(bytes), maximum: Some(bytes) };
     // SAFETY: setrlimit is a plain system call and touches nothing of the parent.
     unsafe {
-        command.pre_exec(move || Ok(setrlimit(Resource::Fsize, limit.clone())?));
+        command.pre_exec(move || Ok(setrlimit(Resource::Fsize, limit)?));
     }
 }
 

@@ -200,7 +200,7 @@ impl Geometry {
     /// a count of 0 for the header.)
     fn check_counts(&self, file: &GuardedFile, blocks: &[u64]) -> io::Result<()> {
         let cluster_bits = self.cluster_bytes.trailing_zeros();
-        let counts_per_block = self.cluster_bytes * 8 >> self.refcount_order;
+        let counts_per_block = (self.cluster_bytes * 8) >> self.refcount_order;
         let clusters = |offset: u64, bytes: u64| offset >> cluster_bits..(offset + bytes).div_ceil(self.cluster_bytes);
         let l1 = clusters(self.l1_offset, self.l1_entries * 8);
         let refcounts = clusters(self.refcount_table_offset, self.refcount_table_bytes);

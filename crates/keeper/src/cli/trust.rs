@@ -22,7 +22,7 @@ pub enum Trust {
     /// The snapshot's.
     Snapshot,
     /// The operator's, who may have a file of the saved machine.
-    Operator(Option<OwnFile>),
+    Operator(Option<Box<OwnFile>>),
 }
 
 /// The operator's own file of the saved machine.
@@ -58,7 +58,7 @@ impl OwnFile {
 impl Trust {
     /// `snapshot_too`: the operator trusts whoever made it.
     pub fn of(snapshot: &Snapshot, root: &RuntimeRoot, snapshot_too: bool) -> Self {
-        if snapshot_too { Self::Snapshot } else { Self::Operator(OwnFile::find(snapshot, root)) }
+        if snapshot_too { Self::Snapshot } else { Self::Operator(OwnFile::find(snapshot, root).map(Box::new)) }
     }
 
     /// `is_said`: the operator has said another value for a key.

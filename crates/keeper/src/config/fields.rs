@@ -196,6 +196,7 @@ pub const MIRRORS: &[&str] = &["none", "async", "sync"];
 pub const NVRAM_DEVICES: &[&str] = &["disk", "pmem"];
 pub const NET_KINDS: &[&str] = &["user", "passt", "tap"];
 
+#[expect(clippy::too_many_arguments, reason = "a row of the table has as many columns")]
 const fn field(
     trust: Trust,
     section: Section,

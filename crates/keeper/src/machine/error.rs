@@ -49,7 +49,7 @@ pub enum MachineError {
     #[error(transparent)]
     Order(#[from] hearth_recovery::lazy_restore::OrderError),
     #[error("{name} cannot be restored")]
-    Restore { name: String, source: RestoreFailure },
+    Restore { name: String, source: Box<RestoreFailure> },
     #[error("the warden thread cannot be started")]
     Warden(#[source] std::io::Error),
 }

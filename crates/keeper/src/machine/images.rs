@@ -200,7 +200,7 @@ impl Machine {
     pub(super) fn note_images(&self) {
         let watch = Watch::new(&self.parts.folders.memory, &self.images.open);
         let watch = watch.and_then(|mut watch| watch.renew().map(|()| watch));
-        self.warden.note_images(watch.inspect_err(|error| unnoted(error)).ok());
+        self.warden.note_images(watch.inspect_err(unnoted).ok());
     }
 
     /// Nobody of us writes to the images from now on, until the next guest does.

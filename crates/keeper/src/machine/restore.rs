@@ -163,7 +163,7 @@ impl Machine {
 
     pub(super) fn restore(&mut self, order: &RestoreOrder) -> Result<(), MachineError> {
         let name = self.parts.config.name.clone();
-        let failed = |source: RestoreFailure| MachineError::Restore { name: name.clone(), source };
+        let failed = |source: RestoreFailure| MachineError::Restore { name: name.clone(), source: Box::new(source) };
         let began = Instant::now();
         // Nobody would be told what the guest, which does not run yet, waits for.
         self.arrivals.set_conduct(Conduct::Urge);
@@ -414,7 +414,7 @@ impl Machine {
     ) -> Result<Result<Userfault, String>, MachineError> {
         let Some(note) = self.journal.restore.clone() else { return Ok(Err("there is no snapshot".to_owned())) };
         let name = self.parts.config.name.clone();
-        let failed = |source: RestoreFailure| MachineError::Restore { name: name.clone(), source };
+        let failed = |source: RestoreFailure| MachineError::Restore { name: name.clone(), source: Box::new(source) };
         let no_userfault = |why: String| RestoreFailure::Userfault { why };
         let userfault = match (note.mode, identity.userfault_fd) {
             (Mode::Eager, None) => return Ok(Err("a keeper that died had none".to_owned())),
@@ -436,6 +436,6 @@ impl Machine {
     pub(super) fn go_on_filling(&mut self) -> Result<(), MachineError> {
         let Some(life) = &self.life else { return Ok(()) };
         let (number, name) = (life.generation.number, self.parts.config.name.clone());
-        self.fill_behind(number, None).map_err(|source| MachineError::Restore { name, source })
+        self.fill_behind(number, None).map_err(|source| MachineError::Restore { name, source: Box::new(source) })
     }
 }

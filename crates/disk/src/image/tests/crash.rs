@@ -297,7 +297,7 @@ fn check_references(place: &str, file: &[u8]) -> u64 {
         }
     }
     compressed.into_iter().for_each(|range| name(range.start, range.len()));
-    let per_block = cluster * 8 >> order;
+    let per_block = (cluster * 8) >> order;
     let count_of = |index: usize| {
         let block = blocks.get(index / per_block).copied().unwrap_or(0);
         let bit = (index % per_block) << order;
@@ -312,7 +312,7 @@ fn check_references(place: &str, file: &[u8]) -> u64 {
             _ => unimplemented!("no test has those of 32 bits"),
         }
     };
-    let lost = (0..file.len() * 2 >> cluster_bits).map(|index| {
+    let lost = (0..(file.len() * 2) >> cluster_bits).map(|index| {
         let (needed, count) = (references.get(&index).copied().unwrap_or(0), count_of(index));
         assert!(needed <= count, "{place}: cluster {index} is named {needed} times, and counted {count} times");
         count - needed

@@ -58,7 +58,7 @@ fn check(path: &Path) {
     command.args(["--exact", "image::tests::damage::flips_bits_for_another_test", "--nocapture", "-q"]);
     let output = command.env("FLIPPED_IMAGE", path).output().unwrap();
     let told = String::from_utf8_lossy(&output.stdout);
-    let end = told.lines().filter(|line| line.starts_with("all") || line.starts_with("byte")).next_back();
+    let end = told.lines().rfind(|line| line.starts_with("all") || line.starts_with("byte"));
     let end = end.unwrap_or_default();
     let refused = end.split_once("flips, ").and_then(|(_, rest)| rest.strip_suffix(" refused")?.parse().ok());
     assert!(output.status.success() && refused.is_some_and(|count: u32| count > 300), "{end}: {output:?}");

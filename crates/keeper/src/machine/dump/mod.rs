@@ -277,10 +277,10 @@ impl Work<'_> {
     fn plan(&mut self) -> Plan {
         let mut notes = self.notes();
         let judgement = judge(&self.task.memory, &notes.to_bytes(), self.task.level);
-        if let Some(text) = &judgement.vmcoreinfo {
-            if !notes.set_vmcoreinfo(text) {
-                self.warn("the kernel's VMCOREINFO is too long for the dump".to_owned());
-            }
+        if let Some(text) = &judgement.vmcoreinfo
+            && !notes.set_vmcoreinfo(text)
+        {
+            self.warn("the kernel's VMCOREINFO is too long for the dump".to_owned());
         }
         self.report(&judgement);
         Plan {
