@@ -58,7 +58,8 @@ impl Configured {
         }
     }
 
-    /// The text for the journal. It means the same wherever it is read.
+    /// The text for the journal. It means the same wherever it is read. Folders that were not typed follow from name and user again:
+    /// a snapshot must not name what its machine's file does not.
     pub fn for_journal(&self) -> String {
         toml::to_string(&self.table()).expect("what was typed in TOML can be written so")
     }
@@ -81,10 +82,6 @@ impl Configured {
                     entries.entry("name").or_insert_with(|| format!("{prefix}{position}").into());
                 }
             }
-        }
-        let folders = [("runtime_folder", &self.config.runtime_folder), ("memory_folder", &self.config.memory_folder)];
-        for (key, path) in folders {
-            table.insert(key.to_owned(), path.display().to_string().into());
         }
         table
     }

@@ -46,7 +46,9 @@ fn of_earlier_keeper(today: &Configured, runtime_folder: PathBuf, journal: &Jour
     let ram_bytes = ram.map_or(journal.ram_bytes, |ram| ram.len());
     then.typed.memory = Some(format!("{}MiB", ram_bytes >> 20));
     then.typed.guest_agent = journal.qemu.as_ref().map(|qemu| qemu.guest_agent);
-    then.config.runtime_folder = runtime_folder;
+    if runtime_folder != today.config.runtime_folder {
+        then.typed.runtime_folder = Some(runtime_folder.display().to_string());
+    }
     then.for_journal()
 }
 

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use hearth_api::{PendingChange, PendingUntil};
 
 use crate::config::every_key::{Changed, changes, configured, root};
-use crate::config::{Effect, FIELDS, Field, InForce, Section};
+use crate::config::{ConfigFile, Effect, FIELDS, Field, InForce, Section};
 
 /// Adds to what is there already; anything else would not be a machine that changed.
 fn in_force(changed: &Changed) -> InForce {
@@ -52,6 +52,12 @@ fn every_key_changed_under_a_living_guest() {
 fn what_is_not_changed_is_not_pending() {
     for Changed { before, .. } in changes() {
         let again = InForce::of_living(&before, &before.for_journal(), &root()).unwrap();
+        let keys = |typed: &ConfigFile, config| -> Vec<String> {
+            let keys = typed.clone().for_snapshot(config, "tcg").host_keys();
+            keys.into_iter().map(|key| key.key.to_string()).collect()
+        };
+        let saved = keys(&again.now.typed, &again.now.config);
+        assert_eq!(saved, keys(&before.typed, &before.config), "what a snapshot asks of its host");
         assert_eq!((again.now.config, again.next, again.pending), (before.config, None, vec![]));
     }
 }
