@@ -53,6 +53,30 @@ fn sum(bytes: &[u8]) -> String {
 
 const MIB: usize = 1 << 20;
 
+/// Without a flush: the changed tables of the image are only in memory then.
+#[test]
+fn a_qcow2_write_outlives_its_keeper_unflushed() -> Result<()> {
+    let home = tempfile::tempdir().expect("a folder");
+    let (base, overlay) = (home.path().join("base.img"), home.path().join("overlay.qcow2"));
+    fill(&base, 8 * MIB, 6);
+    let base_text = base.display().to_string();
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", "-F", "raw", "-b", &base_text, overlay.to_str().expect("ours")]);
+    let vm = TestVm::busybox("tables")
+        .disk(Disk::in_place(&overlay).setting("format", "qcow2").setting("name", "layers"))
+        .boot()?;
+    vm.sh("tr '\\0' x </dev/zero | dd of=/dev/vda bs=64k seek=3 count=5 iflag=fullblock oflag=direct")?;
+    let read = "dd if=/dev/vda bs=64k iflag=direct 2>/dev/null | md5sum | cut -d' ' -f1";
+    let written = vm.sh(read)?;
+    assert_ne!(written.trim(), sum(&fs::read(&base).expect("the image")));
+    vm.kill_keeper()?;
+    vm.restart_keeper()?;
+    vm.wait_event("take-over", |event| event["kind"] == "keeper_took_over")?;
+    assert_eq!(vm.sh(read)?, written);
+    assert_eq!(vm.stop()?.code(), Some(0));
+    tool("qemu-img", &["check", "-q", overlay.to_str().expect("ours")]);
+    Ok(())
+}
+
 #[test]
 fn formats_settings_and_counters() -> Result<()> {
     let home = tempfile::tempdir().expect("a folder");
