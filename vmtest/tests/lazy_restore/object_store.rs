@@ -311,7 +311,7 @@ fn what_is_not_whole_in_a_store_is_refused_or_waited_for_by_name() -> Result<()>
         file.write_all_at(&[byte[0] ^ 1], place).expect("it can be written");
     };
     for (name, place, expect) in [
-        ("state", 100, "state: is damaged: its checksum is not the one that the manifest names".to_owned()),
+        ("state", 100, "state: is damaged: its checksum is wrong: it was altered, or is of another moment".to_owned()),
         (
             disk.as_str(),
             3 * MIB + 5,

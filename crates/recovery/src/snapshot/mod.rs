@@ -417,7 +417,7 @@ fn check_part(path: &Path, part: &Part, bytes: Vec<u8>) -> Result<Vec<u8>, Snaps
         return Err(SnapshotError::damaged(path, what));
     }
     if blake3::hash(&bytes).to_hex().as_str() != part.blake3 {
-        return Err(SnapshotError::damaged(path, "its checksum is not the one that the manifest names"));
+        return Err(SnapshotError::damaged(path, "its checksum is wrong: it was altered, or is of another moment"));
     }
     Ok(bytes)
 }

@@ -1,5 +1,7 @@
 //! A snapshot is found as it was saved, or refused by the name of the part that is not as it was.
 
+use std::time::{Duration, UNIX_EPOCH};
+
 use super::pages::{Compression, PageWriter};
 use super::*;
 
@@ -48,6 +50,9 @@ impl Stand {
         faults::may_write()
             .and_then(|()| disk.write_all(&[1 + moment; 1024]))
             .map_err(SnapshotError::io(&draft.folder().join("disk-root"), "written"))?;
+        // Two that are written within one tick of the kernel's clock would have the same time.
+        let time = UNIX_EPOCH + Duration::new(1_800_000_000 + u64::from(moment), 123_456_789);
+        disk.set_modified(time).unwrap();
         let manifest = Manifest {
             version: SNAPSHOT_VERSION,
             machine: "web".into(),
