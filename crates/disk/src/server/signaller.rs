@@ -9,6 +9,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Mutex;
 
 use super::foreign::EventCounter;
 
@@ -44,6 +45,10 @@ struct End {
     fields: [u64; 4],
 }
 
+/// Contexts that no thread uses. To destroy one takes tens of milliseconds (the kernel waits for all processors to have
+/// forgotten it), so they are used again, and end with the process.
+static FREE: Mutex<Vec<libc::c_ulong>> = Mutex::new(Vec::new());
+
 /// Signals event counters; one a thread.
 pub struct Signaller {
     context: libc::c_ulong,
@@ -53,9 +58,8 @@ pub struct Signaller {
 impl Signaller {
     pub fn new() -> io::Result<Self> {
         let nothing = File::open("/dev/null")?;
-        let mut context: libc::c_ulong = 0;
-        // SAFETY: the kernel writes the new context's number there, and nothing else.
-        result(unsafe { libc::syscall(libc::SYS_io_setup, ENDS, &raw mut context) })?;
+        let free = FREE.lock().expect("nothing panics that holds it").pop();
+        let context = free.map_or_else(new_context, Ok)?;
         Ok(Self { context, nothing })
     }
 
@@ -110,9 +114,15 @@ impl Signaller {
 
 impl Drop for Signaller {
     fn drop(&mut self) {
-        // SAFETY: the context is ours, and nobody can name it after this.
-        unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
+        FREE.lock().expect("nothing panics that holds it").push(self.context);
     }
+}
+
+fn new_context() -> io::Result<libc::c_ulong> {
+    let mut context = 0;
+    // SAFETY: the kernel writes the new context's number there, and nothing else.
+    result(unsafe { libc::syscall(libc::SYS_io_setup, ENDS, &raw mut context) })?;
+    Ok(context)
 }
 
 fn result(returned: libc::c_long) -> io::Result<libc::c_long> {
