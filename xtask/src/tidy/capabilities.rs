@@ -7,13 +7,14 @@ use crate::paths;
 /// What `recovery` is to hold in the end; those that are there already must be there everywhere.
 const CAPABILITIES: [&str; 5] = ["warm_reboot", "crash_recovery", "rejuvenation", "lazy_restore", "fast_remount"];
 /// What capabilities are made of.
-const SHARED: [&str; 11] = [
+const SHARED: [&str; 12] = [
     "lib",
     "admission",
     "boot_set",
     "budget",
     "ember",
     "hold",
+    "images",
     "incarnation",
     "journal",
     "random",
