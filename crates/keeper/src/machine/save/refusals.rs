@@ -63,9 +63,10 @@ impl Machine {
             let why = "cannot freeze: the guest's file systems are still frozen for an earlier save";
             return refuse(why, "`hearth status` tells when they go on".to_owned());
         }
+        let next_guest = self.parts.next.configured.as_ref().map_or(&self.parts.config, |next| &next.config);
         match self.life.as_ref().is_some_and(|life| life.generation.identity().guest_agent) {
             true => Ok(()),
-            false if self.parts.config.guest_agent => {
+            false if next_guest.guest_agent => {
                 let why = "cannot freeze: the guest was started without a channel to its agent";
                 refuse(why, "it has one from its next boot on: `hearth reboot`".to_owned())
             }
