@@ -270,7 +270,9 @@ fn every_file_of_another_moment_is_refused_by_name() {
                     snapshot.working_set.unwrap_err().to_string()
                 }
             };
-            assert!(refusal.contains(name.as_str()), "{name}: {refusal}");
+            // Beside another manifest, the first file that is read is the wrong one.
+            let named = if name == MANIFEST { MACHINE } else { name };
+            assert!(refusal.contains(named), "{name}: {refusal}");
         }
         put(&ours, &path, true);
         assert!(Snapshot::open(&one.folder()).unwrap().working_set.unwrap().is_some(), "{name} is back");

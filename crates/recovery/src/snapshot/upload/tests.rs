@@ -296,7 +296,9 @@ fn every_object_of_another_moment_is_refused_by_name() {
                 snapshot.working_set.unwrap_err().to_string()
             }
         };
-        assert!(refusal.contains(name.as_str()), "{name}: {refusal}");
+        // Beside another manifest, the first object that is read is the wrong one.
+        let named = if name == MANIFEST { MACHINE } else { name };
+        assert!(refusal.contains(named), "{name}: {refusal}");
         fs::write(&path, &ours).unwrap();
         assert!(bring().unwrap().working_set.unwrap().is_some(), "{name} is back");
     }
