@@ -30,11 +30,14 @@ pub fn in_force(today: Configured, root: &RuntimeRoot) -> Result<InForce, Vec<Pr
     }
 }
 
-/// A runtime folder that was changed in the file is found by the name of the machine.
-fn living_guest(today: &Configured, root: &RuntimeRoot) -> Option<String> {
-    let config = &today.config;
+/// The runtime folder in the file, and the one that the machine had under its name before the file was changed.
+fn runtime_folders(config: &Config, root: &RuntimeRoot) -> impl Iterator<Item = PathBuf> {
     let entered = fs::canonicalize(root.machine(&config.name)).ok();
-    let mut folders = [Some(config.runtime_folder.clone()), entered].into_iter().flatten();
+    [Some(config.runtime_folder.clone()), entered].into_iter().flatten()
+}
+
+fn living_guest(today: &Configured, root: &RuntimeRoot) -> Option<String> {
+    let mut folders = runtime_folders(&today.config, root);
     let (folder, journal) = folders.find_map(|folder| Some((folder.clone(), life::living_guest(&folder)?)))?;
     Some(journal.started_with.clone().unwrap_or_else(|| of_earlier_keeper(today, folder, &journal)))
 }
@@ -53,8 +56,8 @@ fn of_earlier_keeper(today: &Configured, runtime_folder: PathBuf, journal: &Jour
 }
 
 fn parked_guest(config: &Config, root: &RuntimeRoot) -> Option<String> {
-    let journal = Journal::load(&config.runtime_folder.join("journal.json")).ok().flatten();
-    let left_in = match journal {
+    let load = |folder: PathBuf| Journal::load(&folder.join("journal.json")).ok().flatten();
+    let left_in = match runtime_folders(config, root).find_map(load) {
         Some(journal) => journal.parked_in,
         None => Record::of_this_host().and_then(|record| record.left_in(root.path(), &config.name)),
     };
