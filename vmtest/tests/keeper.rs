@@ -294,7 +294,7 @@ fn strangers_at_a_disks_socket_are_turned_away() -> Result<()> {
 fn a_start_that_fails_leaves_no_qemu_and_the_next_one_works() -> Result<()> {
     let folder = tempfile::tempdir().expect("a folder");
     let (qemu, runtime) = (folder.path().join("qemu"), folder.path().join("run"));
-    let (once, journal) = (folder.path().join("once"), runtime.join("journal.new"));
+    let (once, journal) = (folder.path().join("once"), runtime.join("journal.json.new"));
     // When QEMU is started the journal cannot be written any more: a folder has its place.
     let spoil = format!("(unset LD_PRELOAD; rm {} && mkdir {})", once.display(), journal.display());
     let guest_of = format!("case \"$*\" in *memory-backend-file*) {spoil};; esac");

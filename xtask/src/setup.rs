@@ -29,12 +29,14 @@ pub const fn tool(sign: &'static str, package: &'static str) -> Tool {
 }
 
 /// A sign with a slash is a file, others are programs.
-const TOOLS: [Tool; 21] = [
+const TOOLS: [Tool; 22] = [
     // The machine itself.
     tool("qemu-system-x86_64", "qemu-system-x86"),
     tool("qemu-img", "qemu-utils"),
     tool("passt", "passt"),
     tool("ip", "iproute2"),
+    // Tests let system calls fail.
+    tool("strace", "strace"),
     tool("/usr/share/OVMF/OVMF_CODE.fd", "ovmf"),
     // Building: Rust links with cc, the preload library and the probe are C.
     tool("cc", "gcc"),

@@ -1,11 +1,11 @@
 //! The record of a host reload: what was prepared, in a file that outlives the host's kernel, and what became of it. Its
 //! commands are in `cli::host_reload`.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs;
 use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use hearth_memory::{Lasting, replace_file};
 use serde::{Deserialize, Serialize};
 
 use crate::fleet_lock::FleetLock;
@@ -158,13 +158,9 @@ impl Record {
     fn write(&self, path: &Path) -> io::Result<()> {
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         fs::create_dir_all(folder)?;
-        let fresh = path.with_extension("new");
-        // The address of a FleetLock server may have a password in it.
-        let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&fresh)?;
-        file.write_all(&serde_json::to_vec_pretty(self)?)?;
-        file.sync_all()?;
-        fs::rename(&fresh, path)?;
-        File::open(folder)?.sync_all()
+        // Only root reads it: the address of a FleetLock server may have a password in it.
+        let text = serde_json::to_vec_pretty(self)?;
+        replace_file(path, Lasting::PowerCut, |file| file.write_all(&text))
     }
 
     pub fn machine(&mut self, name: &str) -> Option<&mut MachineNote> {

@@ -9,12 +9,14 @@ mod address;
 pub mod faults;
 mod layout;
 mod ram;
+mod replace;
 pub mod room;
 mod view;
 
 pub use address::{FileOffset, GuestPhysicalAddress};
 pub use layout::Layout;
 pub use ram::{MemoryError, RamFile};
+pub use replace::{Lasting, replace_file, sync_folder_of};
 pub use view::RamView;
 
 /// The page of x86, and the unit in which RAM is kept, tagged and released.

@@ -13,11 +13,12 @@
 //! nobody can tell them from a stranger's. A keeper that was replaced by exec leaves no gap: the process is the same.
 
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use hearth_disk::image::{ImageFile, ImageNote};
+use hearth_memory::{Lasting, replace_file};
 use hearth_qemu::ProcessId;
 use serde::{Deserialize, Serialize};
 
@@ -173,10 +174,8 @@ impl Notes {
     }
 
     fn write(&self, folder: &Path) -> io::Result<()> {
-        let path = folder.join(NOTES_FILE);
-        let fresh = path.with_extension("new");
-        fs::write(&fresh, serde_json::to_vec(self)?)?;
-        fs::rename(&fresh, &path)
+        let text = serde_json::to_vec(self)?;
+        replace_file(&folder.join(NOTES_FILE), Lasting::Process, |file| file.write_all(&text))
     }
 }
 

@@ -8,10 +8,11 @@
 //! it for all that a dump has written there. A host that dies may leave a file without its content, which then tells of
 //! nothing.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use hearth_memory::{Lasting, replace_file};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use serde::{Deserialize, Serialize};
 
@@ -227,17 +228,14 @@ impl Journal {
     pub fn stage(&self, path: &Path) -> Result<Staged, JournalError> {
         let staged = Staged { staged: path.with_extension("staged"), path: path.to_owned() };
         let text = serde_json::to_vec_pretty(self).expect("a journal is plain data");
-        match fs::write(&staged.staged, text) {
-            Ok(()) => Ok(staged),
-            Err(source) => Err(JournalError::Io { path: path.to_owned(), source }),
-        }
+        // What was written in part goes with what is dropped.
+        fs::write(&staged.staged, text).map_err(|source| JournalError::Io { path: path.to_owned(), source })?;
+        Ok(staged)
     }
 
     fn write(&self, path: &Path) -> io::Result<()> {
-        let temporary = path.with_extension("new");
-        let mut file = File::create(&temporary)?;
-        file.write_all(&serde_json::to_vec_pretty(self).expect("a journal is plain data"))?;
-        fs::rename(&temporary, path)
+        let text = serde_json::to_vec_pretty(self).expect("a journal is plain data");
+        replace_file(path, Lasting::Process, |file| file.write_all(&text))
     }
 }
 

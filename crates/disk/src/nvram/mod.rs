@@ -224,13 +224,26 @@ fn memory_or(options: &NvramOptions, mirror: Option<(&File, &Path)>) -> Result<O
     }
 }
 
-/// Makes the memory file, whole before it has its name. All of its memory is taken now: a write must not find none.
+/// Makes the memory file, whole before it has its name.
 fn fill(options: &NvramOptions, path: &Path, mirror: Option<(&File, &Path)>) -> Result<Origin, NvramError> {
     let fresh = path.with_extension("new");
-    let file = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(&fresh);
-    let file = file.map_err(|source| failed(options, &fresh, "make", source))?;
+    let origin = fill_under(&fresh, options, mirror);
+    let named = origin.and_then(|origin| match fs::rename(&fresh, path) {
+        Ok(()) => Ok(origin),
+        Err(source) => Err(failed(options, path, "name", source)),
+    });
+    named.inspect_err(|_| {
+        // It would keep its memory.
+        let _ = fs::remove_file(&fresh);
+    })
+}
+
+/// All of the file's memory is taken now: a write must not find none.
+fn fill_under(fresh: &Path, options: &NvramOptions, mirror: Option<(&File, &Path)>) -> Result<Origin, NvramError> {
+    let file = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(fresh);
+    let file = file.map_err(|source| failed(options, fresh, "make", source))?;
     rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, options.bytes)
-        .map_err(|error| failed(options, &fresh, "take the memory of", error.into()))?;
+        .map_err(|error| failed(options, fresh, "take the memory of", error.into()))?;
     let mut origin = Origin::Zeroes;
     if let Some((mirror, mirror_path)) = mirror {
         let unreadable = |source| failed(options, mirror_path, "read its mirror", source);
@@ -242,7 +255,6 @@ fn fill(options: &NvramOptions, path: &Path, mirror: Option<(&File, &Path)>) -> 
             mirror.set_len(options.bytes).and_then(|()| mirror.sync_all()).map_err(unusable)?;
         }
     }
-    fs::rename(&fresh, path).map_err(|source| failed(options, path, "name", source))?;
     Ok(origin)
 }
 

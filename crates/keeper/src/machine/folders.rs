@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use hearth_disk::boot_set;
 use hearth_disk::tag::{TAG_KEY_BYTES, Tagger};
+use hearth_memory::{Lasting, replace_file};
 use hearth_recovery::rejuvenation::parked;
 use hearth_recovery::{images, random};
 use rustix::fs::{FlockOperation, flock};
@@ -191,10 +192,7 @@ fn tag_key(path: &Path) -> io::Result<[u8; TAG_KEY_BYTES]> {
         Err(error) => return Err(error),
     }
     key = random::bytes();
-    let temporary = path.with_extension("new");
-    let mut file = OpenOptions::new().create(true).truncate(true).write(true).mode(0o600).open(&temporary)?;
-    file.write_all(&key)?;
-    fs::rename(&temporary, path)?;
+    replace_file(path, Lasting::Process, |file| file.write_all(&key))?;
     Ok(key)
 }
 

@@ -11,14 +11,14 @@
 //! It is good for one start: whoever has taken it removes it, and the next stop writes another. The tags are there for
 //! damage, not against malice: the key stands beside them.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, BufReader, BufWriter, Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::BootSet;
 use hearth_disk::tag::{TAG_KEY_BYTES, Tag, Tagger};
+use hearth_memory::{Lasting, replace_file, sync_folder_of};
 
 use crate::images::DiskNote;
 use crate::random;
@@ -40,22 +40,16 @@ pub enum SavedError {
 
 /// Whole or not at all. Says how many blocks.
 pub fn save(path: &Path, boot_set: &BootSet, disks: &[DiskNote]) -> Result<u64, SavedError> {
-    let mut fresh = path.as_os_str().to_owned();
-    fresh.push(".new");
-    let fresh = PathBuf::from(fresh);
-    write(&fresh, boot_set, disks)
-        .and_then(|blocks| fs::rename(&fresh, path).map(|()| blocks))
+    let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
+    folder
+        .and_then(|()| replace_file(path, Lasting::PowerCut, |file| write(file, boot_set, disks)))
         .map_err(|source| SavedError::Write { path: path.to_owned(), source })
 }
 
-fn write(path: &Path, boot_set: &BootSet, disks: &[DiskNote]) -> io::Result<u64> {
-    if let Some(folder) = path.parent() {
-        fs::create_dir_all(folder)?;
-    }
+fn write(file: &mut File, boot_set: &BootSet, disks: &[DiskNote]) -> io::Result<u64> {
     let key: [u8; TAG_KEY_BYTES] = random::bytes();
     let tagger = Tagger::new(&key);
     let notes = serde_json::to_vec(disks)?;
-    let file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
     let mut file = BufWriter::with_capacity(1 << 20, file);
     let mut blocks = boot_set.held();
     blocks.retain(|(disk, _)| disks.get(usize::from(disk.0)).is_some_and(|disk| disk.rest.is_some()));
@@ -76,7 +70,7 @@ fn write(path: &Path, boot_set: &BootSet, disks: &[DiskNote]) -> io::Result<u64>
         }
         file.write_all(&bytes)?;
     }
-    file.into_inner()?.sync_all()?;
+    file.flush()?;
     Ok(blocks.len() as u64)
 }
 
@@ -99,8 +93,7 @@ pub fn load(path: &Path, boot_set: &BootSet, disks: &[DiskNote]) -> Result<Optio
         Err(error) => return Err(unreadable(error)),
     };
     // Whatever comes of it: it is good for one start, also if the host loses power during that.
-    let folder = path.parent().unwrap_or(Path::new("/"));
-    fs::remove_file(path).and_then(|()| File::open(folder)?.sync_all()).map_err(unreadable)?;
+    fs::remove_file(path).and_then(|()| sync_folder_of(path)).map_err(unreadable)?;
     let mut file = BufReader::with_capacity(1 << 20, file);
     let mut head = [0; 8 + 4 + 4];
     file.read_exact(&mut head).map_err(unreadable)?;
@@ -268,14 +261,14 @@ mod tests {
     #[test]
     fn a_damaged_block_is_not_held_and_a_torn_file_is_refused() {
         let stopped = Stopped::new();
-        let file = OpenOptions::new().write(true).open(stopped.path()).unwrap();
+        let file = File::options().write(true).open(stopped.path()).unwrap();
         let bytes = file.metadata().unwrap().len();
         file.write_all_at(&[9], bytes - 10).unwrap();
         let started = stopped.empty();
         assert_eq!(stopped.load(&started).unwrap(), Some(Loaded { blocks: 2, void: Vec::new() }));
         assert_eq!([7, 3].map(|block| read(&started, block)), [Some(7), None]);
         let stopped = Stopped::new();
-        OpenOptions::new().write(true).open(stopped.path()).unwrap().set_len(100).unwrap();
+        File::options().write(true).open(stopped.path()).unwrap().set_len(100).unwrap();
         assert!(stopped.load(&stopped.empty()).is_err());
     }
 }

@@ -9,11 +9,12 @@
 //! disks: the snapshot's memory never comes back over newer disks, not after a power cut either. It lies in the machine's own folder
 //! and not under the machine's name in the runtime folder, where another machine of that name would find it.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs;
 use std::io::{self, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use hearth_memory::{Lasting, replace_file, sync_folder_of};
 use serde::{Deserialize, Serialize};
 
 use super::Mode;
@@ -96,16 +97,8 @@ impl Order {
     /// Whole or not at all, and on the disk.
     pub fn write(&self) -> Result<(), OrderError> {
         let path = Self::path(&self.configuration);
-        let fresh = path.with_extension("new");
         let text = serde_json::to_vec_pretty(self).expect("an order is plain data");
-        let write = || {
-            let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&fresh)?;
-            file.write_all(&text)?;
-            file.sync_all()?;
-            fs::rename(&fresh, &path)?;
-            sync_folder_of(&path)
-        };
-        write().map_err(OrderError::io(&path, "written"))
+        replace_file(&path, Lasting::PowerCut, |file| file.write_all(&text)).map_err(OrderError::io(&path, "written"))
     }
 
     /// None: the machine was not made by a restore, or its guest has run.
@@ -153,13 +146,10 @@ impl Order {
     }
 }
 
-fn sync_folder_of(path: &Path) -> io::Result<()> {
-    path.parent().map_or(Ok(()), |folder| File::open(folder)?.sync_all())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::File;
 
     /// A machine's folder with two disks, and the order for it.
     struct Stand {

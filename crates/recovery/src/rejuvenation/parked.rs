@@ -21,12 +21,12 @@
 //! RAM is summed whole, not in samples: memory that lost its power for a moment comes back with a few bits changed.
 
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use hearth_disk::image::{ImageFile, ImageNote};
-use hearth_memory::{MemoryError, RamFile};
+use hearth_memory::{Lasting, MemoryError, RamFile, replace_file};
 use serde::{Deserialize, Serialize};
 
 use super::clock::{self, Ticker};
@@ -255,10 +255,9 @@ impl Parked {
         // RAM, ledger and state first, and that they are there: on a DAX file system, also out of the processors' caches.
         let synced = File::open(folder).and_then(|folder| Ok(rustix::fs::syncfs(folder)?));
         synced.map_err(SnapshotError::io(folder, "written"))?;
-        let (path, fresh) = (folder.join(NOTE), folder.join("parked.new"));
-        crate::snapshot::write_part(&fresh, self.to_text().as_bytes())?;
-        fs::rename(&fresh, &path).map_err(SnapshotError::io(&path, "written"))?;
-        Ok(crate::snapshot::sync_folder(folder)?)
+        let (path, text) = (folder.join(NOTE), self.to_text());
+        let written = replace_file(&path, Lasting::PowerCut, |file| file.write_all(text.as_bytes()));
+        Ok(written.map_err(SnapshotError::io(&path, "written"))?)
     }
 
     /// From here on nobody resumes from it again.

@@ -1,0 +1,373 @@
+//! Every file that a keeper replaces, written while each system call in turn fails or is the process's last.
+//!
+//! Each case runs in a child process under strace: once to see which calls it makes on its files, then once for each of these
+//! calls with ENOSPC, with EIO, and with SIGKILL in place of the call. Whatever happened, a reader finds the old content or the
+//! new one, an error leaves no file that was not there, and the same write succeeds afterwards.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, exit};
+use std::time::SystemTime;
+
+use hearth_api::EventKind;
+use hearth_disk::block::{BLOCK_BYTES, DiskId};
+use hearth_disk::boot_set::BootSet;
+use hearth_disk::image::ImageFile;
+use hearth_disk::nvram::{MirrorPolicy, Nvram, NvramOptions};
+use hearth_disk::tag::Tagger;
+use hearth_disk::warm::{AfterServing, WarmSource};
+use hearth_keeper::event_log::{self, EventLog};
+use hearth_keeper::host_reload::Record;
+use hearth_recovery::boot_set::saved;
+use hearth_recovery::images::{self, DiskNote, Notes};
+use hearth_recovery::journal::Journal;
+use hearth_recovery::lazy_restore::{Mode, Order};
+
+/// Calls by which a file is written or gets its name.
+const CALLS: &[&str] = &[
+    "openat",
+    "write",
+    "pwrite64",
+    "writev",
+    "pwritev",
+    "fsync",
+    "fdatasync",
+    "ftruncate",
+    "fallocate",
+    "rename",
+    "renameat",
+    "renameat2",
+    "unlink",
+    "unlinkat",
+    "mkdir",
+];
+/// A disk that is full or broken lets files be removed.
+const NEVER_FAIL: &[&str] = &["unlink", "unlinkat"];
+
+const CASE_VARIABLE: &str = "HEARTH_TEST_CASE";
+const FOLDER_VARIABLE: &str = "HEARTH_TEST_FOLDER";
+const REFUSED: i32 = 3;
+
+struct Case {
+    name: &'static str,
+    /// Makes the old content.
+    before: fn(&Path),
+    /// The write under test. False: it was refused.
+    write: fn(&Path) -> bool,
+    /// What a reader finds. Panics if it is neither.
+    content: fn(&Path) -> Content,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Content {
+    Old,
+    New,
+}
+
+use Content::{New, Old};
+
+const CASES: &[Case] = &[
+    Case {
+        name: "journal",
+        before: |folder| journal(1).save(&folder.join("journal.json")).unwrap(),
+        write: |folder| journal(2).save(&folder.join("journal.json")).is_ok(),
+        content: journal_content,
+    },
+    Case {
+        name: "first journal",
+        before: |_| (),
+        write: |folder| journal(2).save(&folder.join("journal.json")).is_ok(),
+        content: journal_content,
+    },
+    Case {
+        name: "staged journal",
+        before: |folder| journal(1).save(&folder.join("journal.json")).unwrap(),
+        write: |folder| journal(2).stage(&folder.join("journal.json")).is_ok_and(|staged| staged.enact().is_ok()),
+        content: journal_content,
+    },
+    Case {
+        name: "saved boot set",
+        before: |folder| save_boot_set(folder, 1).unwrap(),
+        write: |folder| save_boot_set(folder, 2).is_ok(),
+        content: boot_set_content,
+    },
+    Case {
+        name: "order to restore",
+        before: |_| (),
+        write: |folder| {
+            Order::new(&folder.join("machine.toml"), Path::new("/snapshot"), "seal", Mode::Lazy, &[])
+                .and_then(|order| order.write())
+                .is_ok()
+        },
+        content: |folder| match Order::load(&folder.join("machine.toml")).unwrap() {
+            Some(order) => {
+                assert_eq!(order.seal, "seal");
+                New
+            }
+            None => Old,
+        },
+    },
+    Case {
+        name: "notes of images",
+        before: |folder| drop(images::write_at_rest(folder, &disk_notes(folder, 1)).unwrap()),
+        write: |folder| images::write_at_rest(folder, &disk_notes(folder, 2)).is_ok(),
+        content: |folder| match Notes::load(folder).unwrap().disks[0].disk.as_str() {
+            "disk-1" => Old,
+            "disk-2" => New,
+            other => panic!("{other}"),
+        },
+    },
+    Case {
+        name: "record of a host reload",
+        before: |folder| record("old").save(&folder.join("record/record.json")).unwrap(),
+        write: |folder| record("new").save(&folder.join("record/record.json")).is_ok(),
+        content: |folder| match Record::load(&folder.join("record/record.json")).unwrap().prepared_at.as_str() {
+            "old" => Old,
+            "new" => New,
+            other => panic!("{other}"),
+        },
+    },
+    Case {
+        name: "event log",
+        before: |folder| assert_eq!(EventLog::open("web", folder).unwrap().record(event("old")), 1),
+        // A log that cannot be written is no reason to stop: its records are written later.
+        write: |folder| {
+            let Ok(log) = EventLog::open("web", folder) else { return false };
+            log.record(event("first"));
+            log.record(event("new"));
+            event_log::read_file(folder)
+                .is_ok_and(|records| records.last().is_some_and(|last| last.event == event("new")))
+        },
+        content: event_log_content,
+    },
+    Case {
+        name: "NVRAM",
+        before: |folder| fs::write(folder.join("mirror"), [7; 8192]).unwrap(),
+        write: |folder| Nvram::open(&nvram(folder)).is_ok(),
+        content: |folder| {
+            assert_eq!(fs::read(folder.join("mirror")).unwrap(), [7; 8192]);
+            match fs::read(nvram(folder).memory_file()) {
+                Ok(bytes) => {
+                    assert_eq!(bytes, [7; 8192]);
+                    New
+                }
+                Err(_) => Old,
+            }
+        },
+    },
+    Case {
+        name: "new mirror of NVRAM",
+        before: |_| (),
+        write: |folder| Nvram::open(&nvram(folder)).is_ok(),
+        content: |folder| {
+            let [memory, mirror] = [nvram(folder).memory_file(), folder.join("mirror")].map(fs::read);
+            match (memory, mirror) {
+                (Ok(memory), Ok(mirror)) => {
+                    assert!(memory == [0; 8192] && mirror == memory);
+                    New
+                }
+                // A mirror without content is a new one.
+                (Err(_), Ok(mirror)) => {
+                    assert!(mirror.iter().all(|byte| *byte == 0));
+                    Old
+                }
+                (memory, mirror) => {
+                    assert!(memory.is_err() && mirror.is_err());
+                    Old
+                }
+            }
+        },
+    },
+];
+
+fn journal(generation: u32) -> Journal {
+    Journal { generation, ..Journal::new("web", 1) }
+}
+
+fn journal_content(folder: &Path) -> Content {
+    match Journal::load(&folder.join("journal.json")).unwrap() {
+        None => Old,
+        Some(journal) if journal.generation == 1 => Old,
+        Some(journal) => {
+            assert_eq!(journal.generation, 2);
+            New
+        }
+    }
+}
+
+fn disk_notes(folder: &Path, version: u32) -> Vec<DiskNote> {
+    let image = folder.join("disk.raw");
+    if !image.exists() {
+        fs::write(&image, [1; 4096]).unwrap();
+    }
+    vec![DiskNote::of_open(&format!("disk-{version}"), vec![ImageFile::of(&image).unwrap()])]
+}
+
+/// Whose memory lies elsewhere: only what is saved is looked at.
+fn boot_set(fill: Option<u8>) -> BootSet {
+    let memory = tempfile::tempdir().unwrap();
+    let set = BootSet::open(memory.path(), 1 << 20, Tagger::new(b"a key like noise")).unwrap();
+    set.begin();
+    if let Some(fill) = fill {
+        set.read_from_image(DiskId(0), 3, Some(&[fill; BLOCK_BYTES]));
+        set.ready();
+    }
+    set
+}
+
+fn save_boot_set(folder: &Path, fill: u8) -> Result<(), saved::SavedError> {
+    let disks = images::at_rest(&disk_notes(folder, 1));
+    saved::save(&folder.join("boot-set"), &boot_set(Some(fill)), &disks).map(drop)
+}
+
+fn boot_set_content(folder: &Path) -> Content {
+    // Reading it uses it up.
+    let copy = folder.with_extension("copy");
+    fs::copy(folder.join("boot-set"), &copy).unwrap();
+    let set = boot_set(None);
+    let loaded = saved::load(&copy, &set, &disk_notes(folder, 1)).unwrap().unwrap();
+    assert_eq!((loaded.blocks, loaded.void.len()), (1, 0));
+    let mut first = 0;
+    set.serve(DiskId(0), 3, AfterServing::Keep, &mut |bytes| first = bytes[0]).unwrap();
+    if first == 1 { Old } else { New }
+}
+
+fn record(prepared_at: &str) -> Record {
+    Record::new(prepared_at.to_owned(), Path::new("/run/hearth"), None, Vec::new())
+}
+
+fn event(message: &str) -> EventKind {
+    EventKind::Error { message: message.to_owned() }
+}
+
+fn event_log_content(folder: &Path) -> Content {
+    let messages: Vec<_> = event_log::read_file(folder).unwrap().into_iter().map(|record| record.event).collect();
+    assert_eq!(messages[0], event("old"));
+    if messages.last() == Some(&event("new")) { New } else { Old }
+}
+
+fn nvram(folder: &Path) -> NvramOptions {
+    let mirror = Some((folder.join("mirror"), MirrorPolicy::Sync));
+    NvramOptions { name: "log".into(), folder: folder.to_owned(), bytes: 8192, mirror }
+}
+
+fn names(folder: &Path) -> BTreeSet<PathBuf> {
+    let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    entries.flat_map(|path| if path.is_dir() { names(&path) } else { [path].into() }).collect()
+}
+
+/// What the child does with the call that was chosen.
+struct Injection<'a> {
+    call: &'a str,
+    number: usize,
+    what: &'a str,
+}
+
+/// A child that writes, under strace; with the paths that it may touch, only calls on these are seen.
+fn child(
+    case: &Case,
+    folder: &Path,
+    paths: &BTreeSet<String>,
+    injection: Option<&Injection<'_>>,
+    log: &Path,
+) -> Output {
+    let mut strace = Command::new("strace");
+    strace.args(["-f", "-qq", "-y", "-e", "signal=none", "-e"]).arg(format!("trace={}", CALLS.join(",")));
+    strace.arg("-o").arg(log);
+    strace.args(paths.iter().flat_map(|path| ["-P", path]));
+    if let Some(Injection { call, number, what }) = injection {
+        strace.args(["-e", &format!("inject={call}:{what}:when={number}")]);
+    }
+    strace.arg(std::env::current_exe().unwrap()).args(["--exact", "the_child_writes", "--ignored", "--nocapture"]);
+    strace.env(CASE_VARIABLE, case.name).env(FOLDER_VARIABLE, folder);
+    strace.output().expect("strace is installed: `cargo xtask setup` does that")
+}
+
+#[test]
+#[ignore = "part of the other test: it runs in a process of its own"]
+fn the_child_writes() {
+    let Ok(name) = std::env::var(CASE_VARIABLE) else { return };
+    let case = CASES.iter().find(|case| case.name == name).unwrap();
+    let folder = PathBuf::from(std::env::var_os(FOLDER_VARIABLE).unwrap());
+    exit(if (case.write)(&folder) { 0 } else { REFUSED });
+}
+
+/// A folder with the old content, beside nothing else.
+fn fresh(case: &Case, home: &Path) -> PathBuf {
+    let folder = home.join("folder");
+    let _ = fs::remove_dir_all(&folder);
+    fs::create_dir(&folder).unwrap();
+    (case.before)(&folder);
+    assert_eq!((case.content)(&folder), Old, "{}", case.name);
+    folder
+}
+
+/// Paths below the folder that stand in a trace, and how often each call is in it.
+fn traced(log: &Path, folder: &Path) -> (BTreeSet<String>, BTreeMap<String, usize>) {
+    let (mut paths, mut calls) = (BTreeSet::new(), BTreeMap::new());
+    let folder = folder.display().to_string();
+    for line in fs::read_to_string(log).unwrap().lines() {
+        let found = line.split(['"', '<', '>']).filter(|text| text.starts_with(&folder));
+        paths.extend(found.map(str::to_owned));
+        if let Some(call) = line.split_whitespace().nth(1).and_then(|text| text.split('(').next()) {
+            *calls.entry(call.to_owned()).or_default() += 1;
+        }
+    }
+    (paths, calls)
+}
+
+fn each_call_may_be_the_last(case: &Case) -> usize {
+    let home = tempfile::tempdir().unwrap();
+    let log = home.path().join("log");
+    let folder = fresh(case, home.path());
+    let whole = child(case, &folder, &BTreeSet::new(), None, &log);
+    assert!(whole.status.success(), "{}: {whole:?}", case.name);
+    assert_eq!((case.content)(&folder), New, "{}", case.name);
+    let at_rest = names(&folder);
+    let (paths, _) = traced(&log, &folder);
+    let folder = fresh(case, home.path());
+    child(case, &folder, &paths, None, &log);
+    let (_, calls) = traced(&log, &folder);
+    let mut tried = 0;
+    for (call, count) in &calls {
+        for number in 1..=*count {
+            for what in ["error=ENOSPC", "error=EIO", "signal=KILL"] {
+                if what != "signal=KILL" && NEVER_FAIL.contains(&call.as_str()) {
+                    continue;
+                }
+                let folder = fresh(case, home.path());
+                let before = names(&folder);
+                let ended = child(case, &folder, &paths, Some(&Injection { call, number, what }), &log);
+                let at = format!("{}: {call} {number} {what}: {ended:?}", case.name);
+                let content = (case.content)(&folder);
+                match ended.status.code() {
+                    Some(0) => assert_eq!(content, New, "{at}"),
+                    Some(REFUSED) => {
+                        let more: Vec<_> = names(&folder).difference(&before).cloned().collect();
+                        assert!(more.iter().all(|path| at_rest.contains(path)), "{at}: left {more:?}");
+                    }
+                    _ => assert_eq!(ended.status.signal(), Some(9), "{at}"),
+                }
+                assert!((case.write)(&folder), "{at}: not even afterwards");
+                assert_eq!((case.content)(&folder), New, "{at}: afterwards");
+                assert_eq!(names(&folder), at_rest, "{at}: afterwards");
+                tried += 1;
+            }
+        }
+    }
+    tried
+}
+
+#[test]
+fn each_system_call_of_each_write_may_fail_or_be_the_last() {
+    let begun = SystemTime::now();
+    for case in CASES {
+        let tried = each_call_may_be_the_last(case);
+        assert!(tried >= 5, "{}: {tried}", case.name);
+        eprintln!("{}: {tried} ways to fail, {:?}", case.name, begun.elapsed().unwrap());
+    }
+}
