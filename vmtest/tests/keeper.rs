@@ -18,6 +18,8 @@ use serde_json::Value;
 
 #[path = "keeper/edited.rs"]
 mod edited;
+#[path = "keeper/folders.rs"]
+mod folders;
 
 /// Keepers killed in one run under load.
 const KILLS: u64 = 5;

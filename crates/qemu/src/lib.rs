@@ -26,6 +26,6 @@ pub use endpoint::Endpoint;
 pub use footprint::Footprint;
 pub use launch::Launch;
 pub use migration::Migration;
-pub use process::{Process, ProcessError, ProcessId, kill_stray, processes_naming};
+pub use process::{Process, ProcessError, ProcessId, kill_stray, processes_naming, runtime_folder_of};
 pub use qmp::{Qmp, QmpError, QmpEvent, Said};
 pub use transcript::Transcript;

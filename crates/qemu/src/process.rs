@@ -3,9 +3,11 @@
 //! QEMU runs in a session of its own: neither a terminal's ^C nor the keeper's death may take it along. Its end is seen
 //! through a pidfd, which never means another process, unlike a number that may be given out again.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -252,6 +254,13 @@ pub fn processes_naming(path: &Path) -> Vec<u32> {
         arguments.any(|argument| argument.starts_with("memory-backend-file,") && argument.contains(&option))
     };
     pids.filter(is_qemu_with_it).collect()
+}
+
+/// The runtime folder of the machine that a QEMU was started for; none if that cannot be told.
+pub fn runtime_folder_of(pid: u32) -> Option<PathBuf> {
+    let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
+    let library = environment.split(|&byte| byte == 0).find_map(|variable| variable.strip_prefix(b"LD_PRELOAD="))?;
+    Path::new(OsStr::from_bytes(library)).parent().map(Path::to_owned)
 }
 
 /// Ends a process that `processes_naming` found, and waits until it has given back what it held: ports, memory, disks.

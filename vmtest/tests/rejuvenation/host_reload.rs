@@ -99,6 +99,24 @@ fn a_parked_guest_goes_on_with_its_memory_processes_and_disk() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn a_restore_over_a_parked_guest_is_refused() -> Result<()> {
+    let vm = machine("covered").boot()?;
+    let nonce = vm.nonce()?;
+    let snapshot = vm.folder().join("snapshot");
+    vm.save(&snapshot)?;
+    park(&vm)?;
+    let clone = vm.folder().join("clone").display().to_string();
+    let refused = vm.cli_output(&["restore", &snapshot.display().to_string(), "--folder", &clone])?;
+    let text = refused.text();
+    let says = format!("covered: has a guest already, parked in {}", vm.memory_folder().display());
+    assert!(refused.status != 0 && text.contains(&says), "{text}");
+    assert!(!Path::new(&clone).exists(), "nothing is left of the new machine");
+    resume(&vm)?;
+    assert_eq!(vm.nonce()?, nonce, "it is the same guest");
+    Ok(())
+}
+
 fn tells_that_it_is_parked(vm: &TestVm) -> Result<()> {
     let told = vm.cli_output(&["status", vm.name(), "--json"])?;
     assert_eq!(told.status, 3, "{}", told.text());

@@ -4,11 +4,12 @@ use std::fs::File;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use hearth_qemu::{Process, ProcessId, processes_naming};
+use hearth_qemu::{Process, ProcessId};
 use hearth_recovery::journal::{Journal, QemuIdentity};
 use rustix::fs::FlockOperation;
 
 use crate::config::Config;
+use crate::machine::memory_owner::qemus_of;
 
 /// A keeper killed while it starts a process leaves its lock to that one, until it runs its program.
 const LOCK_PATIENCE: Duration = Duration::from_secs(1);
@@ -31,7 +32,7 @@ impl Life {
         match orphaned_qemu(&config.runtime_folder) {
             Some(_) => Self::Orphaned,
             // Its keeper died before it could write it down.
-            None if !processes_naming(&config.memory_folder.join("ram-")).is_empty() => Self::Orphaned,
+            None if !qemus_of(&config.runtime_folder, &config.memory_folder).is_empty() => Self::Orphaned,
             None => Self::None,
         }
     }

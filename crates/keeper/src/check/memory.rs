@@ -9,6 +9,7 @@ use hearth_recovery::rejuvenation::parked;
 use super::{Life, existing};
 use crate::client::Client;
 use crate::config::Config;
+use crate::machine::memory_owner;
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 
@@ -31,6 +32,14 @@ pub fn check(config: &Config, root: &RuntimeRoot, life: Life, problems: &mut Vec
             let subject = if matches!(error, RoomError::HostTooSmall { .. }) { "memory" } else { "memory_folder" };
             problems.push(Problem::error(subject, crate::chain(&error), ""));
         }
+    }
+}
+
+/// Each machine has a memory folder of its own.
+pub fn owner(config: &Config, problems: &mut Vec<Problem>) {
+    if let Some(why) = memory_owner::look(&config.runtime_folder, &config.memory_folder) {
+        let message = format!("{} is another machine's: {why}", config.memory_folder.display());
+        problems.push(Problem::error("memory_folder", message, memory_owner::HINT));
     }
 }
 

@@ -10,6 +10,7 @@ use std::io;
 use std::path::Path;
 
 use crate::config::{Boot, Config};
+use crate::machine::find_parked;
 use crate::problem::{Problem, Severity};
 use crate::runtime_root::RuntimeRoot;
 
@@ -55,6 +56,7 @@ pub fn check(config: &Config, root: &RuntimeRoot, purpose: Purpose) -> Vec<Probl
     let goes_on = purpose == Purpose::TakeOver || purpose == Purpose::Run && life == Life::Orphaned;
     of_next_start(goes_on, &mut problems, |problems| boot(&config.boot, problems));
     disks::check(config, life, purpose, &mut problems);
+    memory::owner(config, &mut problems);
     memory::check(config, root, life, &mut problems);
     nvram::check(config, life, &mut problems);
     dumps::check(config, &mut problems);
@@ -72,6 +74,15 @@ pub fn of_next_guest(last: &Config, next: &Config) -> Vec<Problem> {
     memory::check_growth(last, next, &mut problems);
     problems.retain(Problem::is_error);
     problems
+}
+
+/// A guest of this name that lives without a keeper, or is parked: it would go on instead of a new machine's, or be lost.
+pub fn guest_in_the_way(config: &Config, root: &RuntimeRoot) -> Option<Problem> {
+    let message = match life::orphaned_qemu(&config.runtime_folder) {
+        Some(pid) => format!("has a guest already, in a QEMU (pid {pid}) without a keeper"),
+        None => format!("has a guest already, parked in {}", find_parked(config, root)?.0.display()),
+    };
+    Some(Problem::error(&config.name, message, "let it go on with `hearth run`, or choose another name (`--as`)"))
 }
 
 /// What only the next QEMU is started from. A guest that goes on in the one it has is not kept from its keeper by that: its disks

@@ -226,12 +226,13 @@ fn nvram_that_could_not_be_opened_is_told() {
         format!("[[nvram]]\nname = \"{name}\"\nsize = \"4KiB\"\nmirror = \"sync\"\nmirror_file = \"{mirror}\"\n")
     };
     fs::write(fixture.path("short"), "short").unwrap();
-    fs::write(memory.path().join("nvram-grown"), [0; 8192]).unwrap();
+    fs::create_dir(memory.path().join("web")).unwrap();
+    fs::write(memory.path().join("web/nvram-grown"), [0; 8192]).unwrap();
     let good = GOOD.replace("/dev/shm/hearth-check-test", &memory.path().display().to_string());
     fixture.check(&format!("{good}{}{}", device("fine", "will-be-made"), device("new", "fine")), &[]);
     assert!(!fixture.path("fine").exists() && !fixture.path("will-be-made").exists(), "a check makes nothing");
     let text = format!("{good}{}{}{}", device("lost", "nowhere/m"), device("other", "short"), device("grown", "m"));
-    let grown = memory.path().join("nvram-grown").display().to_string();
+    let grown = memory.path().join("web/nvram-grown").display().to_string();
     fixture.check(&text, &[
         "error: nvram: nvram lost: cannot open its mirror nowhere/m: No such file or directory (os error 2)",
         "error: nvram: nvram other: short has 5 bytes and not 4096; set its size to that, or move the file away",
@@ -249,7 +250,8 @@ fn nvram_that_is_there_already_is_not_asked_for_twice() {
         GOOD.replace("/dev/shm/hearth-check-test", &folder)
     ));
     assert_eq!(memory::wanted_bytes(&config), config.most_memory_bytes());
-    fs::write(memory.path().join("nvram-log"), vec![1; 1 << 20]).unwrap();
+    fs::create_dir(memory.path().join("web")).unwrap();
+    fs::write(memory.path().join("web/nvram-log"), vec![1; 1 << 20]).unwrap();
     assert_eq!(memory::wanted_bytes(&config), config.most_memory_bytes() - (1 << 20));
 }
 
@@ -264,6 +266,6 @@ fn memory_on_a_disk_is_a_warning() {
     memory::suitable(&config, room(hearth_memory::room::FileSystemKind::Other { magic: 0xef53 }), &mut problems);
     assert_eq!(
         problems[0].to_string(),
-        "warning: memory_folder: /dev/shm/hearth-check-test is not in host memory: the guest's RAM would be written to a disk; choose a folder on a tmpfs, such as /dev/shm"
+        "warning: memory_folder: /dev/shm/hearth-check-test/web is not in host memory: the guest's RAM would be written to a disk; choose a folder on a tmpfs, such as /dev/shm"
     );
 }

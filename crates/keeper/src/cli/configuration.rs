@@ -26,6 +26,10 @@ pub fn for_run(file: &Path, root: &RuntimeRoot) -> Result<InForce, CliError> {
 /// The same of a file that was made a moment ago, for a guest that does not live yet.
 pub fn for_new(file: &Path, root: &RuntimeRoot) -> Result<InForce, CliError> {
     let configured = Configured::load(file, root).map_err(|problems| wrong(file, root, problems))?;
+    let problems: Vec<_> = check::guest_in_the_way(&configured.config, root).into_iter().collect();
+    if !problems.is_empty() {
+        return Err(CliError::Surroundings { file: file.to_owned(), problems });
+    }
     must_run(configured.into(), file, root)
 }
 

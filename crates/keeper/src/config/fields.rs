@@ -344,8 +344,9 @@ pub static FIELDS: &[Field] = &[
         Path,
         "`/dev/shm/hearth/NAME`",
         r#""/dev/shm/hearth/web""#,
-        "The guest's RAM as files: on a tmpfs, hugetlbfs or DAX file system with room for the memory and the \
-         slack. Without root: `/dev/shm/hearth-UID/NAME`.",
+        "Folder for the guest's RAM, which is kept in files. If the folder does not have the machine's name, a folder of that name is \
+         made in it, because no two machines share one. It must be on a tmpfs, hugetlbfs or DAX file system with room for the \
+         memory and the slack. Without root the default is `/dev/shm/hearth-UID/NAME`.",
     ),
     machine(
         Guest,

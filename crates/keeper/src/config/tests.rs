@@ -171,7 +171,7 @@ fn everything_that_can_be_said_is_understood() {
     let window = Some(DailyWindow { from_minute: 1380, to_minute: 300 });
     let rejuvenate = RejuvenateConfig { every_s: Some(2_592_000), rss_growth_mib: Some(256), window };
     assert_eq!(config.rejuvenate, Some(rejuvenate));
-    assert_eq!((config.qemu, config.memory_folder), (Some("/machines/bin/qemu".into()), "/machines/m".into()));
+    assert_eq!((config.qemu, config.memory_folder), (Some("/machines/bin/qemu".into()), "/machines/m/db".into()));
     assert_eq!(
         config.disks[0],
         DiskConfig {

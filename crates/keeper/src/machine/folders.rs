@@ -15,6 +15,8 @@ use hearth_recovery::rejuvenation::parked;
 use hearth_recovery::{images, random};
 use rustix::fs::{FlockOperation, flock};
 
+use super::memory_owner;
+
 const OTHERS_WRITE: u32 = 0o002;
 const STICKY: u32 = 0o1000;
 const TABLES_PREFIX: &str = "tables-";
@@ -26,8 +28,8 @@ const LOOK_PATIENCE: Duration = Duration::from_secs(1);
 pub struct Folders {
     pub runtime: PathBuf,
     pub memory: PathBuf,
-    /// The lock goes when the keeper goes, however it dies.
-    _lock: File,
+    /// Locks of the runtime folder and of the memory folder. They go when the keeper goes, however it dies.
+    _locks: [File; 2],
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -36,26 +38,26 @@ pub enum FolderError {
     Unusable { path: PathBuf, source: io::Error },
     #[error("{path}: {why}; remove it, or choose another folder")]
     Foreign { path: PathBuf, why: String },
+    #[error("memory folder {path} is another machine's: {why}; {}", memory_owner::HINT)]
+    OthersMemory { path: PathBuf, why: String },
     #[error("{name} is running already: another keeper holds {path}; see `hearth status {name}`")]
     Running { name: String, path: PathBuf },
 }
 
 impl Folders {
-    /// Makes the folders (0700) and takes the keeper's lock.
+    /// Makes the folders (0700) and takes their locks.
     pub fn prepare(name: &str, runtime: &Path, memory: &Path) -> Result<Self, FolderError> {
-        for folder in [runtime, memory] {
-            let unusable = |source| FolderError::Unusable { path: folder.to_owned(), source };
-            make(folder).map_err(unusable)?;
-            // Before anything of it is changed: a link of somebody else's could lead anywhere.
-            refuse_foreign(folder)?;
-            fs::set_permissions(folder, Permissions::from_mode(0o700)).map_err(unusable)?;
-        }
+        make_private(runtime)?;
         let path = runtime.join("keeper.lock");
         let unusable = |source| FolderError::Unusable { path: path.clone(), source };
         let lock =
             OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(&path).map_err(unusable)?;
         match take(&lock) {
-            Ok(()) => Ok(Self { runtime: runtime.to_owned(), memory: memory.to_owned(), _lock: lock }),
+            Ok(()) => {
+                make_private(memory)?;
+                let of_memory = memory_owner::own(runtime, memory)?;
+                Ok(Self { runtime: runtime.to_owned(), memory: memory.to_owned(), _locks: [lock, of_memory] })
+            }
             Err(rustix::io::Errno::WOULDBLOCK) => Err(FolderError::Running { name: name.to_owned(), path }),
             Err(error) => Err(unusable(error.into())),
         }
@@ -130,18 +132,28 @@ impl Folders {
         for entry in fs::read_dir(&self.memory)? {
             let entry = entry?;
             let name = entry.file_name().to_string_lossy().into_owned();
-            let ours =
-                ["ram-", "ledger-", TABLES_PREFIX, boot_set::FILE_PREFIX, images::NOTES_FILE, parked::FILE_PREFIX];
-            if ours.iter().any(|prefix| name.starts_with(prefix)) || name == "tag.key" {
+            let numbered = |prefix| name.strip_prefix(prefix).is_some_and(|number| number.parse::<u32>().is_ok());
+            let ours = [TABLES_PREFIX, boot_set::FILE_PREFIX, images::NOTES_FILE, parked::FILE_PREFIX];
+            let is_ours = numbered("ram-") || numbered("ledger-") || ours.iter().any(|prefix| name.starts_with(prefix));
+            if is_ours || name == "tag.key" {
                 fs::remove_file(entry.path())?;
             }
         }
-        Ok(())
+        memory_owner::leave_if_empty(&self.memory)
     }
 }
 
+/// Makes a folder that is the machine's alone.
+fn make_private(folder: &Path) -> Result<(), FolderError> {
+    let unusable = |source| FolderError::Unusable { path: folder.to_owned(), source };
+    make(folder).map_err(unusable)?;
+    // Before anything of it is changed: a link of somebody else's could lead anywhere.
+    refuse_foreign(folder)?;
+    fs::set_permissions(folder, Permissions::from_mode(0o700)).map_err(unusable)
+}
+
 /// Who looks whether there is a keeper (`life::has_keeper`) has the lock for a moment as well, and shares it; a keeper does not.
-fn take(lock: &File) -> rustix::io::Result<()> {
+pub(super) fn take(lock: &File) -> rustix::io::Result<()> {
     let deadline = Instant::now() + LOOK_PATIENCE;
     loop {
         match flock(lock, FlockOperation::NonBlockingLockExclusive) {
@@ -174,6 +186,8 @@ fn refuse_foreign(folder: &Path) -> Result<(), FolderError> {
         .map_err(|source| FolderError::Unusable { path: folder.to_owned(), source })?;
     let why = if ours.is_symlink() || ours.uid() != us {
         format!("is not a folder of user {us}")
+    } else if ours.mode() & OTHERS_WRITE != 0 && !is_empty(folder) {
+        "is a folder that everybody may write to, and is not empty".to_owned()
     } else if around.uid() != us && around.uid() != 0 {
         format!("lies in a folder of user {}", around.uid())
     } else if around.mode() & OTHERS_WRITE != 0 && around.mode() & STICKY == 0 {
@@ -182,6 +196,10 @@ fn refuse_foreign(folder: &Path) -> Result<(), FolderError> {
         return Ok(());
     };
     Err(FolderError::Foreign { path: folder.to_owned(), why })
+}
+
+fn is_empty(folder: &Path) -> bool {
+    fs::read_dir(folder).is_ok_and(|mut entries| entries.next().is_none())
 }
 
 fn tag_key(path: &Path) -> io::Result<[u8; TAG_KEY_BYTES]> {

@@ -11,7 +11,7 @@ use hearth_api::{EventKind, PendingUntil};
 use hearth_qemu::AcceleratorChoice;
 use hearth_recovery::incarnation::ram_path;
 use hearth_recovery::journal::Journal;
-use hearth_recovery::rejuvenation::parked;
+use hearth_recovery::rejuvenation::parked::{self, Parked};
 
 use super::Machine;
 use crate::check::{self, life};
@@ -56,13 +56,18 @@ fn of_earlier_keeper(today: &Configured, runtime_folder: PathBuf, journal: &Jour
 }
 
 fn parked_guest(config: &Config, root: &RuntimeRoot) -> Option<String> {
+    find_parked(config, root)?.1.started_with
+}
+
+/// The parked guest of this machine, and the memory folder it is in: not the one in the file if that was changed.
+pub fn find_parked(config: &Config, root: &RuntimeRoot) -> Option<(PathBuf, Parked)> {
     let load = |folder: PathBuf| Journal::load(&folder.join("journal.json")).ok().flatten();
     let left_in = match runtime_folders(config, root).find_map(load) {
         Some(journal) => journal.parked_in,
         None => Record::of_this_host().and_then(|record| record.left_in(root.path(), &config.name)),
     };
     let mut folders = left_in.iter().chain([&config.memory_folder]);
-    folders.find_map(|folder| parked::find(folder).ok().flatten())?.started_with
+    folders.find_map(|folder| Some((folder.clone(), parked::find(folder).ok().flatten()?)))
 }
 
 /// The configuration of the machine's next guest, where it is another one.

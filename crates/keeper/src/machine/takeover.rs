@@ -28,7 +28,7 @@ use hearth_recovery::vmcore::dump::incomplete_path;
 use super::gate::UserfaultOr;
 use super::generation::{Generation, LaunchError};
 use super::images::Images;
-use super::launch;
+use super::{launch, memory_owner};
 use super::{Machine, MachineError};
 use crate::config::Config;
 
@@ -177,7 +177,7 @@ impl Machine {
 
     /// QEMUs that a dead keeper started and could not write down any more: two on one disk would destroy it.
     fn end_strays(&self, ours: Option<u32>) {
-        for pid in hearth_qemu::processes_naming(&self.parts.folders.memory.join("ram-")) {
+        for pid in memory_owner::qemus_of(&self.parts.folders.runtime, &self.parts.folders.memory) {
             if Some(pid) != ours {
                 tracing::warn!(pid, "a QEMU of a dead keeper that never came to run is ended");
                 if !hearth_qemu::kill_stray(pid) {

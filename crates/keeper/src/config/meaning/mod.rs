@@ -6,6 +6,8 @@ mod object_store;
 mod policy;
 
 use std::collections::HashSet;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use hearth_api::EmberMode;
@@ -34,6 +36,20 @@ pub(super) fn default_memory_folder(machine: &str) -> PathBuf {
     let user = rustix::process::geteuid();
     let of_user = if user.is_root() { String::new() } else { format!("-{}", user.as_raw()) };
     Path::new(&format!("{DEFAULT_MEMORY_FOLDER}{of_user}")).join(machine)
+}
+
+/// A folder for this machine alone: the one that was typed if it has the machine's name, else one of that name below it, for
+/// it may be everybody's (/dev/shm).
+fn own_folder(typed: PathBuf, machine: &str) -> PathBuf {
+    let is_own = typed.file_name().is_some_and(|name| name == machine) || is_of_earlier_keeper(&typed);
+    if is_own { typed } else { typed.join(machine) }
+}
+
+/// Earlier keepers used any folder as it was. A guest that one of them started there goes on there.
+fn is_of_earlier_keeper(folder: &Path) -> bool {
+    let us = rustix::process::geteuid().as_raw();
+    let is_private = |path: &Path| fs::symlink_metadata(path).is_ok_and(|it| it.uid() == us && it.mode() & 0o077 == 0);
+    is_private(folder) && is_private(&folder.join("tag.key"))
 }
 
 pub(super) fn default_dump_folder(machine: &str) -> PathBuf {
@@ -97,7 +113,10 @@ pub fn resolve(
     let remount = typed.remount.map(|typed| resolver.remount(typed, memory_bytes, ember, &machine, ready_sign));
     Some(Config {
         runtime_folder: resolver.path_or(typed.runtime_folder, || root.machine(&machine)),
-        memory_folder: resolver.path_or(typed.memory_folder, || default_memory_folder(&machine)),
+        memory_folder: match typed.memory_folder {
+            Some(text) => own_folder(resolver.path(&text), &machine),
+            None => default_memory_folder(&machine),
+        },
         name: name?,
         file: file.to_owned(),
         memory_bytes: memory_bytes?,
