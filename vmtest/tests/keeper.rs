@@ -20,6 +20,8 @@ use serde_json::Value;
 mod edited;
 #[path = "keeper/folders.rs"]
 mod folders;
+#[path = "keeper/users.rs"]
+mod users;
 
 /// Keepers killed in one run under load.
 const KILLS: u64 = 5;

@@ -47,7 +47,8 @@ fn machines_share_a_memory_folder_without_harm() -> Result<()> {
 fn a_machine_of_the_same_name_is_kept_out() -> Result<()> {
     let vm = TestVm::busybox("twice").memory_mib(128).boot()?;
     let nonce = vm.nonce()?;
-    let (elsewhere, snapshot, clone) = (vm.folder().join("run2"), vm.folder().join("snapshot"), vm.folder().join("clone"));
+    let (elsewhere, snapshot, clone) =
+        (vm.folder().join("run2"), vm.folder().join("snapshot"), vm.folder().join("clone"));
     let config = vm.folder().join("machine.toml");
     vm.save(&snapshot)?;
     let run = [Path::new("run"), &config];

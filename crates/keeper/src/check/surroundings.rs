@@ -1,6 +1,7 @@
 //! What is left: the length of socket paths, and the user QEMU runs as.
 
-use crate::config::{Config, NetBackend};
+use crate::config::{AUTO_USER, Config, NetBackend};
+use crate::machine::own_user;
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 use crate::unix_socket::PATH_BYTES_MAX;
@@ -48,19 +49,24 @@ fn earlier_folder(config: &Config, root: &RuntimeRoot) -> Option<Problem> {
 }
 
 fn user(config: &Config, is_root: bool) -> Option<Problem> {
-    match (&config.qemu_user, is_root) {
+    match (config.qemu_user.as_deref(), is_root) {
+        (Some(AUTO_USER), true) => (!own_user::is_mapped()).then(|| {
+            let message = "this user namespace (a container's, for example) has no free users for QEMU";
+            Problem::error("qemu_user", message, "name a user that it has, such as nobody")
+        }),
         (Some(user), true) if !is_known(user) => {
-            let hint = format!("make it (useradd --system {user}), or choose one that exists, such as nobody");
+            let hint = format!("make it (useradd --system {user}), or set qemu_user = \"auto\"");
             Some(Problem::error("qemu_user", format!("there is no user {user}"), hint))
         }
         (Some(user), false) => {
+            let user = if user == AUTO_USER { "another user" } else { user };
             let message = format!("only root can make QEMU become {user}");
             Some(Problem::error("qemu_user", message, "remove the line, or run hearth as root"))
         }
         (None, true) => Some(Problem::warning(
             "qemu_user",
             "QEMU will run as root",
-            "set qemu_user to a user without rights: a guest that breaks out of QEMU gets that user's rights",
+            "set qemu_user = \"auto\": a guest that breaks out of QEMU gets the rights of QEMU's user",
         )),
         _ => None,
     }
@@ -109,7 +115,12 @@ mod tests {
         check(
             "qemu_user = \"nobody-here\"",
             true,
-            "error: qemu_user: there is no user nobody-here; make it (useradd --system nobody-here), or choose one that exists, such as nobody",
+            "error: qemu_user: there is no user nobody-here; make it (useradd --system nobody-here), or set qemu_user = \"auto\"",
+        );
+        check(
+            "qemu_user = \"auto\"",
+            false,
+            "error: qemu_user: only root can make QEMU become another user; remove the line, or run hearth as root",
         );
         check(
             "qemu_user = \"nobody\"",

@@ -3,6 +3,8 @@
 
 use toml::Value;
 
+use super::AUTO_USER;
+
 /// Where in the file a field stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Section {
@@ -158,6 +160,11 @@ pub enum Trust {
 /// Words for firmware that comes with the host's QEMU, and no path.
 fn is_own_firmware(value: &Value) -> bool {
     matches!(value.as_str(), Some("bios" | "uefi"))
+}
+
+/// A user that nothing else of the host is.
+fn is_own_user(value: &Value) -> bool {
+    value.as_str() == Some(AUTO_USER)
 }
 
 /// What follows a comma are options of QEMU's, some of which name files.
@@ -320,13 +327,14 @@ pub static FIELDS: &[Field] = &[
         "The QEMU program, 7.2 or later.",
     ),
     machine(
-        Host,
+        HostUnless(is_own_user),
         "qemu_user",
         WithNextGuest,
         Text,
         "the keeper's own user",
         r#""nobody""#,
-        "User that QEMU becomes once its files are open. Needs a keeper that runs as root.",
+        "User that QEMU becomes once its files are open. Needs a keeper that runs as root. Recommended is `\"auto\"`: a user for \
+         this machine alone, a number from 2013265920 on that needs no entry in /etc/passwd.",
     ),
     machine(
         Host,

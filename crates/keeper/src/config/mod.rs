@@ -35,6 +35,9 @@ pub use origin::{HostKey, Setting};
 pub use page::page;
 pub use quantity::{SECONDS_MAX, seconds, size_bytes};
 
+/// The value of `qemu_user` for a user of the machine's own.
+pub const AUTO_USER: &str = "auto";
+
 /// A machine as its owner wants it: complete, consistent, paths absolute.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Config {

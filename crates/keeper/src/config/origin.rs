@@ -162,6 +162,8 @@ mod tests {
         check("[boot]\nfirmware = \"bios\"\n", &[]);
         check("[boot]\nfirmware = \"/etc/shadow\"\n", &["boot.firmware"]);
         check("sandbox = true\n", &[]);
+        check("qemu_user = \"auto\"\n", &[]);
+        check("qemu_user = \"root\"\n", &["qemu_user"]);
         check("sandbox = false\n", &["sandbox"]);
         check("machine_type = \"pc-q35-7.2\"\n", &[]);
         check("machine_type = \"q35,dumpdtb=/etc/passwd\"\n", &["machine_type"]);

@@ -15,9 +15,8 @@ use hearth_qemu::{BinaryError, Endpoint, Footprint, Launch, Process, ProcessErro
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::{FootprintNote, QemuIdentity};
 
-use super::launch;
 use super::wires::{WireError, Wires};
-use super::{Folders, Parts};
+use super::{Folders, Parts, launch, own_user};
 use crate::console::Place;
 use crate::event::Event;
 
@@ -64,6 +63,8 @@ pub struct Generation {
 
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
+    #[error("no user for QEMU can be claimed (`qemu_user`)")]
+    User(#[source] std::io::Error),
     #[error("the preload library cannot be installed")]
     Preload(#[source] std::io::Error),
     #[error(transparent)]
@@ -147,6 +148,7 @@ impl Generation {
             agent_socket: devices.guest_agent.then(|| folders.agent_socket(number)),
             vmgenid: devices.vmgenid.clone(),
             inherited: parts.locks.numbers(),
+            run_as: own_user::run_as(parts.config.qemu_user.as_deref(), &folders.runtime).map_err(LaunchError::User)?,
             ..launch::launch(parts.into(), incarnation, number, &library, &wires, successor)
         };
         let binary = parts.binary()?;

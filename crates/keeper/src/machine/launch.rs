@@ -87,7 +87,7 @@ pub fn launch(
         hold_still: false,
         incoming: successor,
         sandbox: config.sandbox,
-        run_as: config.qemu_user.clone(),
+        run_as: None,
         watchdog: config.watchdog.map(watchdog_action),
         vmgenid: None,
         inherited: Vec::new(),

@@ -18,7 +18,7 @@ use super::crash::Harvest;
 use super::dumps::Dumps;
 use super::generation::{Devices, Generation};
 use super::timeline::Timeline;
-use super::{DRAIN_PATIENCE, Life, Machine, MachineError, Wanted, access, launch};
+use super::{DRAIN_PATIENCE, Life, Machine, MachineError, Wanted, access, launch, own_user};
 use crate::config::Configured;
 
 impl Machine {
@@ -341,6 +341,7 @@ impl Machine {
         self.give_back_nvram();
         self.save_boot_set(images);
         self.discard_memory();
+        own_user::release(&self.parts.folders.runtime);
         self.journal = Journal::new(&self.parts.config.name, self.parts.config.memory_bytes);
         self.journal.save(&self.parts.folders.journal())?;
         self.enter(MachineState::Stopped);

@@ -110,14 +110,14 @@ fn maps_file_in(pid: u32, folder: &Path) -> bool {
     maps.windows(prefix.len()).any(|bytes| bytes == prefix)
 }
 
-fn read(file: &mut File) -> io::Result<PathBuf> {
+pub(super) fn read(file: &mut File) -> io::Result<PathBuf> {
     let mut owner = Vec::new();
     file.take(PATH_BYTES_MAX).read_to_end(&mut owner)?;
     Ok(PathBuf::from(OsString::from_vec(owner)))
 }
 
 /// The path without symbolic links, also of a folder that does not exist yet.
-fn resolved(folder: &Path) -> PathBuf {
+pub(super) fn resolved(folder: &Path) -> PathBuf {
     let there = existing(folder);
     let rest = folder.strip_prefix(there).expect("it is one of its ancestors");
     let there = fs::canonicalize(there).unwrap_or_else(|_| there.to_owned());
@@ -164,7 +164,6 @@ mod tests {
         drop(owner);
         Folders::prepare("other", &other, &memory).unwrap();
     }
-
 
     #[test]
     fn a_runtime_folder_is_known_by_any_path() {

@@ -46,6 +46,7 @@ mod lives;
 pub mod memory_owner;
 mod nvram;
 mod orders;
+pub mod own_user;
 mod park;
 mod passt;
 mod pins;

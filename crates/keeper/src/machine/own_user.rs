@@ -1,0 +1,165 @@
+//! Own user: with `qemu_user = "auto"` the QEMUs of a machine run as a user that nothing else on the host is.
+//!
+//! runtime folder -> a number of the range, by its hash -> not in /etc/passwd or /etc/group? -> a claim: /run/hearth-users/NUMBER
+//! holds the runtime folder; if that is another machine's, the next number
+//!
+//! A user is a number, and needs no entry in a user database. The same machine always gets the same one, unless another took it
+//! first. The claim lasts until the machine has stopped. The range is so large that another machine hardly ever gets the number
+//! of one that is gone, with what its QEMU may have left in /tmp: 1 in 67 million.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, ErrorKind, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use super::memory_owner::{self, resolved};
+use crate::config::AUTO_USER;
+
+/// One for the host, whatever the runtime root is.
+const FOLDER: &str = "/run/hearth-users";
+/// Free by systemd's table of users and groups (1879048192 to 2147352575), and above what SSSD and FreeIPA give out by default
+/// (up to 2000200000).
+const FIRST: u32 = 0x7800_0000;
+const COUNT: u32 = 1 << 26;
+
+/// What QEMU is to become: user and group of a configuration's `qemu_user`.
+pub fn run_as(qemu_user: Option<&str>, runtime: &Path) -> io::Result<Option<String>> {
+    match qemu_user {
+        Some(AUTO_USER) => claim(Path::new(FOLDER), runtime).map(|user| Some(format!("{user}:{user}"))),
+        user => Ok(user.map(str::to_owned)),
+    }
+}
+
+/// The machine has stopped.
+pub fn release(runtime: &Path) {
+    release_in(Path::new(FOLDER), runtime);
+}
+
+/// Whether this process may become users of the range. In a user namespace that may not be so.
+pub fn is_mapped() -> bool {
+    ["uid_map", "gid_map"].iter().all(|map| {
+        let map = fs::read_to_string(format!("/proc/self/{map}")).unwrap_or_default();
+        map.lines().any(covers_range)
+    })
+}
+
+/// A line is: first number inside, first number outside, how many.
+fn covers_range(line: &str) -> bool {
+    let numbers: Vec<u64> = line.split_whitespace().filter_map(|number| number.parse().ok()).collect();
+    matches!(*numbers, [inside, _, count] if inside <= FIRST.into() && inside + count >= u64::from(FIRST + COUNT))
+}
+
+fn claim(folder: &Path, runtime: &Path) -> io::Result<u32> {
+    let runtime = resolved(runtime);
+    match DirBuilder::new().mode(0o700).create(folder) {
+        Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    for (path, owner) in claims(folder) {
+        if owner == runtime
+            && let Some(user) = path.file_name().and_then(|name| name.to_str()?.parse().ok())
+        {
+            return Ok(user);
+        }
+        if !owner.exists() {
+            // The machine was removed without having been stopped.
+            let _ = fs::remove_file(path);
+        }
+    }
+    // Written before it has its name: nobody sees half a claim.
+    let draft = folder.join(format!("new-{}", std::process::id()));
+    let mut file = OpenOptions::new().create(true).truncate(true).write(true).mode(0o600).open(&draft)?;
+    file.write_all(runtime.as_os_str().as_bytes())?;
+    let claimed = candidates(&runtime).filter(|user| !is_known(*user)).find_map(|user| {
+        match fs::hard_link(&draft, folder.join(user.to_string())) {
+            Ok(()) => Some(Ok(user)),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => None,
+            Err(error) => Some(Err(error)),
+        }
+    });
+    fs::remove_file(&draft)?;
+    claimed.unwrap_or_else(|| Err(io::Error::other("all of its users are taken")))
+}
+
+fn release_in(folder: &Path, runtime: &Path) {
+    let runtime = resolved(runtime);
+    for (path, _) in claims(folder).into_iter().filter(|(_, owner)| *owner == runtime) {
+        // It goes with the host's start at the latest.
+        let _ = fs::remove_file(path);
+    }
+}
+
+/// Each claim, and the runtime folder it is for.
+fn claims(folder: &Path) -> Vec<(PathBuf, PathBuf)> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    let numbered = entries.filter(|path| path.file_name().is_some_and(|name| !name.as_bytes().starts_with(b"new-")));
+    numbered.filter_map(|path| Some((path.clone(), memory_owner::read(&mut File::open(path).ok()?).ok()?))).collect()
+}
+
+/// All users of the range, each once, beginning with the one of this runtime folder.
+fn candidates(runtime: &Path) -> impl Iterator<Item = u32> + use<> {
+    let first = (hash(runtime.as_os_str().as_bytes()) % u64::from(COUNT)) as u32;
+    (0..COUNT).map(move |step| FIRST + (first + step) % COUNT)
+}
+
+/// FNV-1a: the same in every build.
+fn hash(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+/// A user or group of this host has the number, although it should not.
+fn is_known(number: u32) -> bool {
+    let number = number.to_string();
+    ["/etc/passwd", "/etc/group"].iter().any(|file| {
+        let lines = fs::read_to_string(file).unwrap_or_default();
+        lines.lines().any(|line| line.split(':').nth(2) == Some(&number))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_machine_has_a_user_until_it_stops() {
+        let folder = tempfile::tempdir().unwrap();
+        let claims = folder.path().join("users");
+        let runtime = |name: &str| {
+            let path = folder.path().join(name);
+            fs::create_dir_all(&path).unwrap();
+            path
+        };
+        // The same name under two roots is two machines.
+        let (one, other) = (runtime("root/web"), runtime("root2/web"));
+        let user = claim(&claims, &one).unwrap();
+        assert!((FIRST..FIRST + COUNT).contains(&user));
+        assert_ne!(claim(&claims, &other).unwrap(), user);
+        assert_eq!(claim(&claims, &one).unwrap(), user, "a later QEMU of it is the same user");
+        release_in(&claims, &one);
+        assert_eq!(claim(&claims, &one).unwrap(), user, "and so is a later life");
+        assert_eq!(fs::read_dir(&claims).unwrap().count(), 2);
+    }
+
+    #[test]
+    fn a_taken_user_is_passed_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let (one, other) = (folder.path().join("one"), folder.path().join("other"));
+        fs::create_dir(&other).unwrap();
+        let first = candidates(&resolved(&one)).next().unwrap();
+        fs::write(folder.path().join(first.to_string()), other.as_os_str().as_bytes()).unwrap();
+        let second = claim(folder.path(), &one).unwrap();
+        assert_eq!(Some(second), candidates(&resolved(&one)).nth(1));
+        // The claim of a machine that was removed holds nothing up.
+        fs::remove_dir(&other).unwrap();
+        release_in(folder.path(), &one);
+        assert_eq!(claim(folder.path(), &one).unwrap(), first);
+    }
+
+    #[test]
+    fn a_user_namespace_must_have_the_whole_range() {
+        assert!(covers_range("         0          0 4294967295"));
+        assert!(!covers_range("0 100000 65536"));
+        assert!(covers_range(&format!("{FIRST} 5 {COUNT}")) && !covers_range(&format!("{FIRST} 5 {}", COUNT - 1)));
+    }
+}
