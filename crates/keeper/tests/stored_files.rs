@@ -14,6 +14,7 @@ use std::process::{Command, Output, exit};
 use std::time::SystemTime;
 
 use hearth_api::EventKind;
+use hearth_disk::arrival::{Arrival, CHECKSUM_BYTES, Conduct, UNIT_BYTES};
 use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::BootSet;
 use hearth_disk::image::ImageFile;
@@ -51,6 +52,8 @@ const NEVER_FAIL: &[&str] = &["unlink", "unlinkat"];
 const CASE_VARIABLE: &str = "HEARTH_TEST_CASE";
 const FOLDER_VARIABLE: &str = "HEARTH_TEST_FOLDER";
 const REFUSED: i32 = 3;
+/// Of a disk on its way.
+const UNITS: u64 = 3;
 
 struct Case {
     name: &'static str,
@@ -182,7 +185,43 @@ const CASES: &[Case] = &[
             }
         },
     },
+    Case {
+        name: "disk on its way",
+        before: make_arriving,
+        write: |folder| land(folder).is_ok(),
+        content: arriving_content,
+    },
 ];
+
+fn unit(number: u64) -> Vec<u8> {
+    vec![number as u8 + 1; UNIT_BYTES as usize]
+}
+
+fn make_arriving(folder: &Path) {
+    let sum = |bytes: &[u8]| blake3::hash(bytes).as_bytes()[..CHECKSUM_BYTES].try_into().unwrap();
+    let units: Vec<_> = (0..UNITS).map(|number| (number, sum(&unit(number)))).collect();
+    Arrival::make(&folder.join("disk"), UNITS * UNIT_BYTES, "s3://bucket/disk", &units).unwrap();
+}
+
+fn land(folder: &Path) -> std::io::Result<()> {
+    let Some(arrival) = Arrival::open(&folder.join("disk"))? else { return Ok(()) };
+    arrival.set_conduct(Conduct::Wait);
+    while let Some((order, _)) = arrival.next(|| Some(())) {
+        let bytes = unit(order.unit);
+        assert!(arrival.land(order, &bytes)?);
+    }
+    Ok(())
+}
+
+fn arriving_content(folder: &Path) -> Content {
+    let bytes = fs::read(folder.join("disk")).unwrap();
+    let arrival = Arrival::open(&folder.join("disk")).unwrap();
+    let missing_bytes = arrival.as_ref().map_or(0, |arrival| arrival.counts().missing_bytes);
+    let whole =
+        (0..UNITS).filter(|number| bytes.chunks(UNIT_BYTES as usize).nth(*number as usize) == Some(&unit(*number)));
+    assert!(whole.count() as u64 >= UNITS - missing_bytes / UNIT_BYTES, "noted, and not there");
+    if arrival.is_none() { New } else { Old }
+}
 
 fn journal(generation: u32) -> Journal {
     Journal { generation, ..Journal::new("web", 1) }
@@ -370,4 +409,27 @@ fn each_system_call_of_each_write_may_fail_or_be_the_last() {
         assert!(tried >= 5, "{}: {tried}", case.name);
         eprintln!("{}: {tried} ways to fail, {:?}", case.name, begun.elapsed().unwrap());
     }
+}
+
+/// A power cut costs what was not synced: of a disk on its way nothing may be noted as there before it is.
+#[test]
+fn what_is_noted_of_an_arriving_disk_is_on_the_disk() {
+    let case = CASES.iter().find(|case| case.name == "disk on its way").unwrap();
+    let home = tempfile::tempdir().unwrap();
+    let log = home.path().join("log");
+    let folder = fresh(case, home.path());
+    assert!(child(case, &folder, &BTreeSet::new(), None, &log).status.success());
+    let (mut unsynced, mut written, mut noted) = (0, 0, 0);
+    for line in fs::read_to_string(&log).unwrap().lines() {
+        let is_call = |call: &str, of: &str| line.contains(&format!(" {call}(")) && line.contains(of);
+        if is_call("pwrite64", "/disk>") {
+            (unsynced, written) = (unsynced + 1, written + 1);
+        } else if is_call("fdatasync", "/disk>") {
+            unsynced = 0;
+        } else if is_call("pwrite64", "/disk.arrival>") || is_call("unlink", "/disk.arrival") {
+            assert_eq!(unsynced, 0, "{line}");
+            noted += 1;
+        }
+    }
+    assert!(written >= UNITS && noted > 0, "{written} written, {noted} noted");
 }
