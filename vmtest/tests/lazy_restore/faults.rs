@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use hearth_recovery::snapshot::Snapshot;
-use hearth_vmtest::{Disk, Drives, Result, TestVm};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, processes};
 use serde_json::Value;
 
 use super::{await_console, comes_whole, fill, verify};
@@ -87,6 +87,32 @@ fn a_failed_restore_leaves_its_name_to_other_machines() -> Result<()> {
     await_console(&vm)?;
     assert_eq!(vm.nonce()?, nonce);
     verify(&vm)
+}
+
+/// What a start touches, the rings of its disks and what QEMU loads, is damaged as well.
+#[test]
+fn a_restore_from_damage_alone_names_it_leaves_nothing_and_works_once_that_is_mended() -> Result<()> {
+    let vm = TestVm::busybox("nothing-left").disk(Disk::empty(16)).boot()?;
+    let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
+    fill(&vm, 16)?;
+    vm.save_and_stop(&snapshot)?;
+    let bytes = Snapshot::open(&snapshot).expect("it was saved").ram.sealed().bytes;
+    let image = File::options().read(true).write(true).open(snapshot.join("ram")).expect("it is there");
+    let whole = fs::read(snapshot.join("ram")).expect("it can be read");
+    // Behind the pages is where they lie.
+    for at in (4096..bytes as usize / 100 * 98).step_by(4096) {
+        image.write_all_at(&[!whole[at]], at as u64).expect("it can be written");
+    }
+    let clone = vm.restore(&snapshot, "from-damage", &["--lazy"])?;
+    assert_eq!(clone.wait_keeper_end()?.code(), Some(1), "{}", clone.keeper_log());
+    assert!(clone.keeper_log().contains("are damaged"), "{}", clone.keeper_log());
+    assert!(processes::mentioning(clone.memory_folder()).is_empty(), "a QEMU without a keeper");
+    image.write_all_at(&whole, 0).expect("it can be written");
+    clone.restart_keeper()?;
+    clone.wait_running()?;
+    await_console(&clone)?;
+    assert_eq!(clone.nonce()?, nonce);
+    verify(&clone)
 }
 
 #[test]
