@@ -91,11 +91,15 @@ fn keep(
     restore: Option<RestoreOrder>,
     inheritance: &mut Inheritance,
 ) -> Result<Option<Successor>, RunError> {
-    let InForce { now: Configured { config, typed }, next, pending } = in_force;
-    let folders = Folders::prepare(&config.name, &config.runtime_folder, &config.memory_folder)?;
+    let InForce { mut now, next, pending } = in_force;
+    let folders = Folders::prepare(&now.config.name, &now.config.runtime_folder, &now.config.memory_folder)?;
     // Whatever is made from here on is for this user alone, also in the runtime folder, which QEMU's user may pass through.
     rustix::process::umask(Mode::RWXG | Mode::RWXO);
-    let (binary, chosen) = find_qemu(next.as_ref().map_or(&config, |next| &next.config), &folders)?;
+    let (binary, chosen) = find_qemu(next.as_ref().map_or(&now.config, |next| &next.config), &folders)?;
+    if let (None, Some(binary)) = (&now.config.machine_type, &binary) {
+        now.or_machine_type(binary.newest_machine_type()?);
+    }
+    let Configured { config, typed } = now;
     // A guest that lives has what it was started with.
     let accelerator = life::living_guest(&folders.runtime).and_then(|journal| journal.qemu);
     let accelerator = accelerator.map_or_else(|| chosen.clone(), |living| choice_of(&living));

@@ -58,6 +58,10 @@ pub enum BinaryError {
     NotQemu { path: PathBuf, said: String },
     #[error("{path}: QEMU {found} is too old; Hearth needs {VERSION_MIN} or later")]
     TooOld { path: PathBuf, found: Version },
+    #[error("{path}: does not list its machine types: {how}; set `qemu` to a {PROGRAM} that works")]
+    NoMachineTypes { path: PathBuf, how: String },
+    #[error("{path}: has no q35 machine type with a version; set `qemu` to a {PROGRAM} that has one")]
+    NoQ35 { path: PathBuf },
 }
 
 impl Binary {

@@ -45,8 +45,20 @@ impl Finished {
 }
 
 pub fn run(command: &mut Command, at_most: Duration) -> io::Result<Finished> {
+    run_with(command, Stdio::null(), at_most)
+}
+
+/// The same of a program that reads this.
+pub fn run_with_input(command: &mut Command, input: &str, at_most: Duration) -> io::Result<Finished> {
+    let stdin = capture()?;
+    // Does not move to where the program begins to read.
+    stdin.write_all_at(input.as_bytes(), 0)?;
+    run_with(command, stdin.into(), at_most)
+}
+
+fn run_with(command: &mut Command, stdin: Stdio, at_most: Duration) -> io::Result<Finished> {
     let (stdout, stderr) = (capture()?, capture()?);
-    command.stdin(Stdio::null()).stdout(stdout.try_clone()?).stderr(stderr.try_clone()?).process_group(0);
+    command.stdin(stdin).stdout(stdout.try_clone()?).stderr(stderr.try_clone()?).process_group(0);
     let mut child = command.spawn()?;
     let ended = wait(child.id(), at_most);
     if !matches!(ended, Ok(true)) {
@@ -100,6 +112,12 @@ mod tests {
         assert_eq!(finished.how(), "it ended with code 3");
         assert!(!finished.succeeded());
         assert_eq!(run(Command::new("sh").args(["-c", "kill -6 $$"]), LONG).unwrap().how(), "it was ended by signal 6");
+    }
+
+    #[test]
+    fn what_is_given_to_it_is_read() {
+        let finished = run_with_input(&mut Command::new("cat"), "one\ntwo\n", LONG).unwrap();
+        assert_eq!(finished.stdout, "one\ntwo\n");
     }
 
     #[test]

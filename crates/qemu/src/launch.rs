@@ -11,7 +11,7 @@ use crate::accelerator::Accelerator;
 use crate::binary::SANDBOX;
 use crate::preload::Preload;
 use crate::sockets::SocketNumbers;
-use crate::{Binary, VERSION_MIN, Version};
+use crate::{Binary, Version};
 
 const WATCHDOG_SLOT: usize = 0x4;
 const AGENT_SLOT: usize = 0x5;
@@ -39,8 +39,8 @@ pub struct Launch {
     /// None: `host` under KVM, `max` under TCG without what TCG does slowly or wrongly.
     pub cpu_model: Option<String>,
     pub accelerator: Accelerator,
-    /// None: q35 as the oldest QEMU that Hearth works with knows it, so that any newer one can take over.
-    pub machine_type: Option<String>,
+    /// One with a version, so that any newer QEMU can take over.
+    pub machine_type: String,
     pub boot: Boot,
     pub disks: Vec<DiskDevice>,
     pub pmem: Vec<PmemDevice>,
@@ -201,7 +201,7 @@ impl Launch {
     }
 
     fn machine(&self, arguments: &mut Arguments) {
-        let machine_type = self.machine_type.clone().unwrap_or_else(default_machine_type);
+        let machine_type = &self.machine_type;
         arguments.flags(&["-nodefaults", "-no-user-config"]);
         arguments.option("-name", format!("guest={},debug-threads=on", escape(&self.name)));
         arguments.option("-display", "none");
@@ -293,11 +293,6 @@ pub(crate) fn ram_file_option(path: &Path) -> String {
     format!("mem-path={}", escape_path(path))
 }
 
-/// q35 of the oldest QEMU that Hearth works with.
-pub fn default_machine_type() -> String {
-    format!("pc-q35-{}.{}", VERSION_MIN.major, VERSION_MIN.minor)
-}
-
 fn disk_arguments(arguments: &mut Arguments, position: usize, disk: &DiskDevice, version: Version) {
     let reconnect = if version >= RECONNECT_MS_SINCE { "reconnect-ms=200" } else { "reconnect=1" };
     let (id, socket) = (&disk.id, escape_path(&disk.socket));
@@ -383,6 +378,7 @@ impl Arguments {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::VERSION_MIN;
 
     const SOCKETS: SocketNumbers = SocketNumbers { qmp: 7, serial: 8, transcript: 10, agent: None };
 
@@ -394,7 +390,7 @@ mod tests {
             cpus: 2,
             cpu_model: None,
             accelerator: Accelerator::Tcg,
-            machine_type: None,
+            machine_type: "pc-q35-7.2".to_owned(),
             boot: Boot::Kernel { kernel: "/k".into(), initrd: None, cmdline: "console=ttyS0 a,b".into() },
             disks: Vec::new(),
             pmem: Vec::new(),
@@ -543,7 +539,7 @@ mod tests {
     fn what_is_chosen_replaces_what_suits() {
         let launch = Launch {
             cpu_model: Some("EPYC".into()),
-            machine_type: Some("pc-q35-10.0".into()),
+            machine_type: "pc-q35-10.0".into(),
             accelerator: Accelerator::Kvm,
             sandbox: false,
             ..launch()

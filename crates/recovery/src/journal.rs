@@ -13,6 +13,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use hearth_memory::{Lasting, replace_file};
+use hearth_qemu::EARLIER_MACHINE_TYPE;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use serde::{Deserialize, Serialize};
 
@@ -74,8 +75,16 @@ pub struct Journal {
     /// None: an earlier keeper started the guest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub started_with: Option<String>,
+    /// The machine type with which a guest of this machine last came to life: kept where the file names none. None: no guest
+    /// has lived yet. Earlier keepers did not note it, and always took the same one.
+    #[serde(default = "earlier_machine_type")]
+    pub machine_type: Option<String>,
     /// The disks that QEMU was started with, in order: a keeper that takes over must serve the same.
     pub disks: Vec<DiskIdentity>,
+}
+
+fn earlier_machine_type() -> Option<String> {
+    Some(EARLIER_MACHINE_TYPE.to_owned())
 }
 
 /// An order that ends the living incarnation.
@@ -195,8 +204,14 @@ impl Journal {
             restore: None,
             vmgenid: None,
             started_with: None,
+            machine_type: None,
             disks: Vec::new(),
         }
+    }
+
+    /// Of the same machine, whose guest has ended or was parked.
+    pub fn without_guest(&self, ram_bytes: u64) -> Self {
+        Self { machine_type: self.machine_type.clone(), ..Self::new(&self.machine, ram_bytes) }
     }
 
     /// None if there is no journal: the machine has not run since the host started.
@@ -336,9 +351,22 @@ mod tests {
             qemu: Some(QemuIdentity { userfault_fd: Some(3), deaf: true, ..qemu(4712, 81_234, 4, "7.2.9") }),
             hop: Some(HopNote { successor: qemu(4801, 99_310, 5, "10.0.2"), committed: true }),
             disks: vec![DiskIdentity { name, path: "/var/lib/hearth/web.img".into(), format, read_only: false }],
+            machine_type: Some(EARLIER_MACHINE_TYPE.to_owned()),
             ..Journal::new("web", 1 << 30)
         };
         assert_eq!(Journal::load(&path).unwrap(), Some(expect));
+    }
+
+    #[test]
+    fn machine_type_outlives_the_guest() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal.json");
+        for machine_type in [None, Some("pc-q35-10.2".to_owned())] {
+            let journal = Journal { machine_type: machine_type.clone(), ..Journal::new("web", 1) };
+            journal.without_guest(2).save(&path).unwrap();
+            let stopped = Journal::load(&path).unwrap().unwrap();
+            assert_eq!((stopped.machine_type, stopped.ram_bytes), (machine_type, 2));
+        }
     }
 
     /// A later version of the same number adds fields, and changes no meaning.

@@ -147,6 +147,11 @@ impl TestVmBuilder {
         self
     }
 
+    /// A machine type that both of the tests' QEMUs have, whichever of them starts the machine.
+    pub fn for_both_qemus(self) -> Self {
+        self.setting("machine_type", "pc-q35-7.2")
+    }
+
     /// Starts the keeper and waits until the first incarnation's guest is ready.
     pub fn boot(self) -> Result<TestVm> {
         let vm = self.start()?;

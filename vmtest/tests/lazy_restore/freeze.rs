@@ -32,7 +32,7 @@ fn await_writer(vm: &TestVm) -> Result<()> {
 }
 
 fn machine(name: &str) -> Result<TestVm> {
-    at_work(TestVm::busybox_with_agent(name).disk(Disk::ext4(64)).boot()?)
+    at_work(TestVm::busybox_with_agent(name).for_both_qemus().disk(Disk::ext4(64)).boot()?)
 }
 
 fn at_work(vm: TestVm) -> Result<TestVm> {
@@ -283,7 +283,7 @@ fn an_agent_that_fails_in_any_way_is_no_reason_to_leave_the_guest_otherwise_than
 
 #[test]
 fn a_machine_without_a_channel_is_told_how_to_get_one() -> Result<()> {
-    let vm = TestVm::busybox("channelless").boot()?;
+    let vm = TestVm::busybox("channelless").for_both_qemus().boot()?;
     let folder = vm.folder().join("snapshot");
     let save = || vm.cli_output(&["save", vm.name(), "-o", &folder.display().to_string(), "--freeze"]);
     let refused = save()?.text();

@@ -63,7 +63,7 @@ fn clones_of_one_snapshot_and_the_machine_gone_back_to_it_draw_randomness_of_the
 
 #[test]
 fn the_same_guest_in_another_qemu_and_after_a_reboot_is_told_what_it_was() -> Result<()> {
-    let vm = TestVm::busybox_on_linux_6_12("same").boot()?;
+    let vm = TestVm::busybox_on_linux_6_12("same").for_both_qemus().boot()?;
     let (id, events) = (vmgenid(&vm)?, acpi_events(&vm)?);
     assert!(id.is_some());
     for qemu in [artifacts::qemu_10()?, artifacts::installed_qemu()?] {
@@ -82,7 +82,7 @@ fn the_same_guest_in_another_qemu_and_after_a_reboot_is_told_what_it_was() -> Re
 fn a_guest_that_was_saved_without_the_device_comes_back_without_it() -> Result<()> {
     // A word for a device of that kind leaves the device to the operator, who has none here.
     let setting = toml::Value::Array(vec!["-global".into(), "vmgenid.guid=auto".into()]);
-    let vm = TestVm::busybox_on_linux_6_12("without").setting("extra_qemu_args", setting).boot()?;
+    let vm = TestVm::busybox_on_linux_6_12("without").for_both_qemus().setting("extra_qemu_args", setting).boot()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     assert_eq!(vmgenid(&vm)?, None);
     vm.save_and_stop(&snapshot)?;

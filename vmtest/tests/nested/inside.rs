@@ -12,7 +12,7 @@ const FILE_BYTES: usize = 16 << 20;
 
 fn machine(name: &str) -> TestVmBuilder {
     let disk = Disk::ext4(48).with_files([images::File::pattern("a.bin", FILE_BYTES, SEED)]);
-    let vm = TestVm::busybox(name).memory_mib(256).disk(disk);
+    let vm = TestVm::busybox(name).for_both_qemus().memory_mib(256).disk(disk);
     vm.setting("accelerator", "kvm").setting("cpu_model", "host")
 }
 

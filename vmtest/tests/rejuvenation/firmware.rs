@@ -27,7 +27,7 @@ fn uefi(home: &Path) -> Option<(Table, PathBuf)> {
 /// A guest that waits in the firmware's shell, and where its variables are kept; none where there is no such firmware.
 fn in_its_firmware(home: &Path) -> Result<Option<(TestVm, PathBuf)>> {
     let Some((boot, vars)) = uefi(home) else { return Ok(None) };
-    let vm = TestVm::busybox("firmware").setting("boot", boot).disk(Disk::empty(8)).start()?;
+    let vm = TestVm::busybox("firmware").for_both_qemus().setting("boot", boot).disk(Disk::empty(8)).start()?;
     vm.wait_console("the firmware's shell", patience(60), |heard| heard.tail(60).contains("Shell>").then_some(()))?;
     // In memory only.
     vm.guest().type_line("set -v hearth 4711\r")?;
@@ -83,7 +83,7 @@ fn a_linux_that_uefi_booted_from_a_disk_goes_through_both_versions_and_back_unde
     let Some((boot, _)) = uefi(home.path()) else { return Ok(()) };
     let image = home.path().join("boot.img");
     boot_disk::uefi(&image, &artifacts::busybox(true)?)?;
-    let vm = TestVm::busybox("booted").memory_mib(768).cpus(2).setting("boot", boot);
+    let vm = TestVm::busybox("booted").for_both_qemus().memory_mib(768).cpus(2).setting("boot", boot);
     let vm = vm.disk(Disk::empty(48)).disk(Disk::in_place(&image)).start()?;
     let booted = vm.wait_boots(1)?;
     assert!(vm.sh("ls -d /sys/firmware/efi")?.contains("efi"), "it came by way of UEFI");
@@ -98,7 +98,7 @@ fn a_linux_that_seabios_booted_from_its_disk_goes_through_both_versions_and_back
     let (image, linux) = (home.path().join("boot.img"), artifacts::busybox(true)?);
     boot_disk::bios(&image, &linux)?;
     let boot = Table::from_iter([("firmware".to_owned(), Value::from("bios"))]);
-    let vm = TestVm::busybox("loaded").memory_mib(768).cpus(2).setting("boot", boot);
+    let vm = TestVm::busybox("loaded").for_both_qemus().memory_mib(768).cpus(2).setting("boot", boot);
     let vm = vm.disk(Disk::in_place(&image)).start()?;
     let booted = vm.wait_boots(1)?;
     goes_through_both_versions_and_back(&vm, &booted, "/dev/vda2")?;

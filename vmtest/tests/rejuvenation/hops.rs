@@ -9,7 +9,7 @@ use serde_json::Value;
 
 #[test]
 fn a_guest_under_load_goes_through_both_versions_and_back() -> Result<()> {
-    let vm = TestVm::busybox_with_fio("hops").cpus(2).disk(Disk::empty(48)).boot()?;
+    let vm = TestVm::busybox_with_fio("hops").for_both_qemus().cpus(2).disk(Disk::empty(48)).boot()?;
     let nonce = vm.nonce()?;
     start_fio(&vm)?;
     let (old, new) = (artifacts::installed_qemu()?, artifacts::qemu_10()?);
@@ -49,7 +49,7 @@ fn talk(vm: &TestVm, word: &str) -> Result<()> {
 
 #[test]
 fn a_console_loses_nothing_in_either_direction() -> Result<()> {
-    let vm = TestVm::busybox("console").boot()?;
+    let vm = TestVm::busybox("console").for_both_qemus().boot()?;
     let talk_id = vm.guest().start(TALKS)?;
     let mut typed = Vec::new();
     for qemu in [artifacts::qemu_10()?, artifacts::installed_qemu()?, artifacts::installed_qemu()?] {
@@ -111,7 +111,7 @@ fn reading_ms(vm: &TestVm, epoch: Instant) -> Result<f64> {
 #[test]
 #[ignore = "a measurement, for a host that does nothing else"]
 fn the_clock_of_a_guest_is_set_forward_in_each_hop() -> Result<()> {
-    let vm = TestVm::busybox("clock").disk(Disk::empty(16)).boot()?;
+    let vm = TestVm::busybox("clock").for_both_qemus().disk(Disk::empty(16)).boot()?;
     // Counts QEMU's own nanoseconds. What the processor counts (TSC) the guest has only measured, to a thousandth or so.
     vm.sh("cd /sys/devices/system/clocksource/clocksource0; echo acpi_pm >current_clocksource; grep acpi_pm current_clocksource")?;
     let programs = [artifacts::installed_qemu()?, artifacts::qemu_10()?];
@@ -134,7 +134,7 @@ fn the_clock_of_a_guest_is_set_forward_in_each_hop() -> Result<()> {
 
 #[test]
 fn a_forwarded_port_leads_into_the_guest_again_after_a_hop() -> Result<()> {
-    let vm = TestVm::busybox("ports").http().boot()?;
+    let vm = TestVm::busybox("ports").for_both_qemus().http().boot()?;
     let address = format!("127.0.0.1:{}", vm.http_port().expect("it was asked for"));
     vm.sh("net-up")?;
     serve(&vm, "before")?;
@@ -146,4 +146,46 @@ fn a_forwarded_port_leads_into_the_guest_again_after_a_hop() -> Result<()> {
     }
     // The guest reaches the network through the new QEMU as well.
     vm.sh("net-up").map(drop)
+}
+
+/// The type that the machine's QEMU was started with.
+fn machine_type(vm: &TestVm) -> Result<String> {
+    let words = std::fs::read(format!("/proc/{}/cmdline", vm.qemu_pid()?)).expect("QEMU lives");
+    let words = String::from_utf8_lossy(&words).into_owned();
+    let found = words.split('\0').find_map(|word| word.strip_suffix(",memory-backend=ram,suppress-vmdesc=on"));
+    Ok(found.expect("a machine has a type").to_owned())
+}
+
+/// A machine whose file names none.
+#[test]
+fn machine_keeps_the_type_of_its_first_qemu() -> Result<()> {
+    let (old, new) = (artifacts::installed_qemu()?, artifacts::qemu_10()?);
+    let vm = TestVm::busybox("type").disk(Disk::empty(16)).setting("qemu", new.display().to_string()).boot()?;
+    let first = machine_type(&vm)?;
+    let version = vm.status()?["qemu"]["version"].as_str().expect("it has one").to_owned();
+    assert!(version.starts_with(first.strip_prefix("pc-q35-").expect("a q35")), "{first} of {version}");
+    if old != new {
+        let refused = vm.rejuvenate_to(&old)?;
+        let text = refused.text();
+        assert!(refused.status != 0 && text.contains(&format!("has no machine type {first}")), "{text}");
+    }
+    vm.rejuvenate()?;
+    vm.kill_keeper()?;
+    vm.restart_keeper()?;
+    vm.wait_running()?;
+    vm.stop_at_once()?;
+    vm.edit(|file| drop(file.insert("machine_type".into(), "pc-q35-7.2".into())))?;
+    vm.restart_keeper()?;
+    vm.wait_running()?;
+    assert_eq!(machine_type(&vm)?, "pc-q35-7.2", "the file comes first");
+    vm.stop_at_once()?;
+    vm.edit(|file| drop((file.remove("machine_type"), file.insert("qemu".into(), old.display().to_string().into()))))?;
+    vm.restart_keeper()?;
+    vm.wait_running()?;
+    vm.edit(|file| drop(file.insert("qemu".into(), new.display().to_string().into())))?;
+    vm.stop_at_once()?;
+    vm.restart_keeper()?;
+    vm.wait_running()?;
+    assert_eq!(machine_type(&vm)?, "pc-q35-7.2", "kept with another QEMU, which would take a newer one");
+    Ok(())
 }

@@ -20,7 +20,7 @@ use super::programs::{instead_of_qemu, no_successor};
 const WRITES: &str = "dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1 && sync";
 
 fn machine(name: &str) -> TestVmBuilder {
-    TestVm::busybox(name).memory_mib(256).disk(Disk::empty(16))
+    TestVm::busybox(name).for_both_qemus().memory_mib(256).disk(Disk::empty(16))
 }
 
 fn host_reload(vm: &TestVm, verb: &str, options: &[&str]) -> Result<Output> {

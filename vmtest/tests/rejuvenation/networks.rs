@@ -59,6 +59,7 @@ fn a_connection_on_a_tap_goes_over_a_hop() -> Result<()> {
         return Ok(());
     };
     let vm = TestVm::busybox("tap")
+        .for_both_qemus()
         .disk(Disk::empty(16))
         .net([("kind", "tap".into()), ("ifname", tap.name().into())])
         .boot()?;
@@ -80,8 +81,10 @@ fn an_old_qemu_that_does_not_give_its_guest_away_keeps_the_connection() -> Resul
         "-device",
         "ivshmem-plain,memdev=shared,master=off",
     ];
-    let vm =
-        TestVm::busybox("keeps").disk(Disk::empty(16)).setting("extra_qemu_args", device.map(Value::from).to_vec());
+    let vm = TestVm::busybox("keeps")
+        .for_both_qemus()
+        .disk(Disk::empty(16))
+        .setting("extra_qemu_args", device.map(Value::from).to_vec());
     let vm = vm.net([("kind", "tap".into()), ("ifname", tap.name().into())]).boot()?;
     vm.sh(&tap.guest_set_up())?;
     echo::serve(&vm)?;
@@ -103,8 +106,11 @@ fn a_connection_through_passt_goes_over_a_hop() -> Result<()> {
     }
     let port = free_port();
     let forward = Value::Array(vec![format!("127.0.0.1:{port}:{}", echo::PORT).into()]);
-    let vm =
-        TestVm::busybox("passt").disk(Disk::empty(16)).net([("kind", "passt".into()), ("forward", forward)]).boot()?;
+    let vm = TestVm::busybox("passt")
+        .for_both_qemus()
+        .disk(Disk::empty(16))
+        .net([("kind", "passt".into()), ("forward", forward)])
+        .boot()?;
     vm.sh("net-up")?;
     keeps_its_connection(&vm, SocketAddr::from(([127, 0, 0, 1], port)))
 }

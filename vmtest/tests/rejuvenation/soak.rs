@@ -18,7 +18,7 @@ fn rounds(variable: &str) -> usize {
 #[ignore = "takes minutes: HOPS=200, unless said otherwise"]
 fn hundreds_of_hops_without_an_odd_one() -> Result<()> {
     let hops = rounds("HOPS");
-    let vm = TestVm::busybox_with_fio("soak").cpus(2).disk(Disk::empty(64)).boot()?;
+    let vm = TestVm::busybox_with_fio("soak").for_both_qemus().cpus(2).disk(Disk::empty(64)).boot()?;
     let nonce = vm.nonce()?;
     start_endless_fio(&vm)?;
     let programs = [artifacts::qemu_10()?, artifacts::installed_qemu()?];

@@ -60,7 +60,7 @@ pub fn check(config: &Config, root: &RuntimeRoot, purpose: Purpose) -> Vec<Probl
     memory::check(config, root, life, &mut problems);
     nvram::check(config, life, &mut problems);
     dumps::check(config, &mut problems);
-    of_next_start(goes_on, &mut problems, |problems| qemu::check(config, problems));
+    of_next_start(goes_on, &mut problems, |problems| qemu::check(config, purpose, problems));
     network::check(config, life, &mut problems);
     surroundings::check(config, root, &mut problems);
     problems

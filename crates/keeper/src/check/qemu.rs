@@ -1,16 +1,54 @@
-//! QEMU: there, new enough, and with the accelerator that was asked for.
+//! QEMU: there, new enough, with the accelerator that was asked for, and one that takes the machine's type and processors.
 
-use hearth_qemu::{Binary, Wanted, accelerator};
+use hearth_qemu::{Binary, BinaryError, Hardware, Wanted, accelerator};
 
+use super::Purpose;
 use crate::config::Config;
 use crate::problem::Problem;
 
-pub fn check(config: &Config, problems: &mut Vec<Problem>) {
-    match Binary::find(config.qemu.as_deref()) {
-        Ok(binary) => problems.extend(kvm(config, &binary)),
+pub fn check(config: &Config, purpose: Purpose, problems: &mut Vec<Problem>) {
+    let found = Binary::find(config.qemu.as_deref()).and_then(|binary| {
+        problems.extend(kvm(config, &binary));
+        // A start does not wait for these answers: QEMU itself says what it does not take.
+        if purpose == Purpose::Run { Ok(()) } else { hardware(config, &binary, problems) }
+    });
+    if let Err(error) = found {
         // The errors of this crate say themselves what to do.
-        Err(error) => problems.push(Problem::error("qemu", crate::chain(&error), "")),
+        problems.push(Problem::error("qemu", crate::chain(&error), ""));
     }
+}
+
+/// Type and processors of a machine, as its QEMU judges them.
+pub fn hardware(config: &Config, binary: &Binary, problems: &mut Vec<Problem>) -> Result<(), BinaryError> {
+    let (types, newest) = (binary.machine_types()?, binary.newest_machine_type()?);
+    let machine_type = config.machine_type.as_deref().unwrap_or(&newest);
+    let qemu = format!("QEMU {} ({})", binary.version(), binary.path().display());
+    let Some(known) = types.q35(machine_type) else {
+        let message = format!("{qemu} has no q35 machine type {machine_type}");
+        problems.push(Problem::error("machine_type", message, format!("set machine_type = \"{newest}\"")));
+        return Ok(());
+    };
+    if known.deprecated {
+        let message = format!("{qemu} has deprecated {machine_type}, and a later QEMU will not start the machine");
+        let hint = format!("set machine_type = \"{newest}\": the next guest finds slightly newer devices");
+        problems.push(Problem::warning("machine_type", message, hint));
+    }
+    // What keeps KVM from working is told already.
+    let chosen = accelerator::choose(binary, config.accelerator.into(), config.cpu_model.as_deref());
+    let Ok(chosen) = chosen else { return Ok(()) };
+    let cpu_model = config.cpu_model.as_deref();
+    let hardware = Hardware { machine_type, cpu_model, accelerator: chosen.accelerator, cpus: config.cpus };
+    if let Err(why) = binary.try_hardware(hardware)? {
+        let cpu_model = cpu_model.unwrap_or(chosen.accelerator.default_cpu_model());
+        let message = format!(
+            "{qemu} does not start {machine_type} with {} x {cpu_model} under {}: {why}",
+            config.cpus,
+            chosen.accelerator.name()
+        );
+        let hint = "change the one that it names: machine_type, cpus or cpu_model";
+        problems.push(Problem::error("qemu", message, hint));
+    }
+    Ok(())
 }
 
 /// Only KVM can be asked for in vain. Whether it works is tried: that /dev/kvm can be opened says little.
@@ -40,22 +78,34 @@ mod tests {
         path
     }
 
+    /// As a QEMU lists them that has deprecated one.
+    const LIST: &str = r#"{"return": {}}
+{"return": [{"name": "pc-q35-7.2", "deprecated": true}, {"name": "pc-q35-10.2", "alias": "q35", "deprecated": false}]}"#;
+
+    /// A program that answers `--version` like this, lists its machine types, and does `more` with what else it is asked for.
+    fn answering(folder: &Path, version: &str, more: &str) -> PathBuf {
+        let list = format!(
+            "case \"$*\" in *--version*) echo '{version}';; *'-machine none') echo '{LIST}';; *) {more};; esac"
+        );
+        program(folder, &format!("#!/bin/sh\n{list}\n"))
+    }
+
     /// What is said of a program that answers `--version` like this.
     fn problems(answer: &str) -> Vec<String> {
         let folder = tempfile::tempdir().unwrap();
-        let program = program(folder.path(), &format!("#!/bin/sh\necho '{answer}'\n"));
-        let found = with_program(&program, "auto");
+        let program = answering(folder.path(), answer, "exit 0");
+        let found = with_program(&program, "accelerator = \"auto\"");
         found.iter().map(|problem| problem.replace(program.to_str().unwrap(), "PROGRAM")).collect()
     }
 
-    fn with_program(program: &Path, accelerator: &str) -> Vec<String> {
+    fn with_program(program: &Path, more: &str) -> Vec<String> {
         let text = format!(
-            "name = \"web\"\nmemory = \"64MiB\"\nqemu = \"{}\"\naccelerator = \"{accelerator}\"\n[boot]\nkernel = \"k\"\n",
+            "name = \"web\"\nmemory = \"64MiB\"\nqemu = \"{}\"\n{more}\n[boot]\nkernel = \"k\"\n",
             program.display()
         );
         let config = Config::parse(&text, Path::new("/web.toml"), &RuntimeRoot::new("/run/hearth")).unwrap();
         let mut problems = Vec::new();
-        check(&config, &mut problems);
+        check(&config, Purpose::Check, &mut problems);
         problems.iter().map(Problem::to_string).collect()
     }
 
@@ -67,7 +117,7 @@ mod tests {
             ["error: qemu: PROGRAM: QEMU 6.2.0 is too old; Hearth needs 7.2.0 or later",]
         );
         assert_eq!(problems("bochs 2.7"), ["error: qemu: PROGRAM: does not say that it is QEMU, but \"bochs 2.7\""]);
-        let missing = with_program(Path::new("/nowhere/qemu"), "auto");
+        let missing = with_program(Path::new("/nowhere/qemu"), "");
         assert_eq!(
             missing,
             ["error: qemu: /nowhere/qemu: there is no such program; set `qemu` to a qemu-system-x86_64",]
@@ -78,13 +128,47 @@ mod tests {
     #[test]
     fn kvm_that_does_not_work_is_a_problem_only_where_it_was_asked_for() {
         let folder = tempfile::tempdir().unwrap();
-        let script = "#!/bin/sh\n[ \"$1\" = --version ] && echo 'QEMU emulator version 7.2.0' && exit\necho 'no KVM today' >&2\nexit 1\n";
-        let program = program(folder.path(), script);
-        assert_eq!(with_program(&program, "tcg"), [] as [&str; 0]);
-        assert_eq!(with_program(&program, "auto"), [] as [&str; 0]);
-        let refused = with_program(&program, "kvm");
+        let more = "case \"$*\" in *kvm*) echo 'no KVM today' >&2; exit 1; esac";
+        let program = answering(folder.path(), "QEMU emulator version 7.2.0", more);
+        assert_eq!(with_program(&program, "accelerator = \"tcg\""), [] as [&str; 0]);
+        assert_eq!(with_program(&program, "accelerator = \"auto\""), [] as [&str; 0]);
+        let refused = with_program(&program, "accelerator = \"kvm\"");
         assert_eq!(refused.len(), 1, "{refused:?}");
         assert!(refused[0].starts_with("error: accelerator: KVM does not work here: "), "{refused:?}");
         assert!(refused[0].ends_with("; use accelerator = \"auto\" or \"tcg\""), "{refused:?}");
+    }
+
+    #[test]
+    fn machine_type_is_told_before_it_is_gone() {
+        let folder = tempfile::tempdir().unwrap();
+        let program = answering(folder.path(), "QEMU emulator version 10.2.0", "exit 0");
+        let check = |machine_type: &str, expect: &[&str]| {
+            let found = with_program(&program, &format!("accelerator = \"tcg\"\nmachine_type = \"{machine_type}\""));
+            let found: Vec<_> = found.iter().map(|told| told.replace(program.to_str().unwrap(), "PROGRAM")).collect();
+            assert_eq!(found, expect);
+        };
+        check("pc-q35-10.2", &[]);
+        check("q35", &[]);
+        let deprecated = "warning: machine_type: QEMU 10.2.0 (PROGRAM) has deprecated pc-q35-7.2, and a later QEMU will not start \
+                          the machine; set machine_type = \"pc-q35-10.2\": the next guest finds slightly newer devices";
+        check("pc-q35-7.2", &[deprecated]);
+        let unknown = "error: machine_type: QEMU 10.2.0 (PROGRAM) has no q35 machine type pc-q35-99; set machine_type = \
+                       \"pc-q35-10.2\"";
+        check("pc-q35-99", &[unknown]);
+    }
+
+    #[test]
+    fn what_the_installed_qemu_does_not_take_is_told() {
+        let qemu = Binary::find(None).expect("these tests need QEMU: apt-get install qemu-system-x86");
+        let check = |more: &str, expect: &str| {
+            let found = with_program(qemu.path(), &format!("accelerator = \"tcg\"\n{more}"));
+            assert!(found.len() == 1 && found[0].contains(expect), "{more}: {found:?}");
+        };
+        assert_eq!(with_program(qemu.path(), "accelerator = \"tcg\"\ncpu_model = \"max,-avx2\""), [] as [&str; 0]);
+        check("cpu_model = \"banana\"", "unable to find CPU model 'banana'");
+        check("cpu_model = \"max,+banana\"", ".banana' not found");
+        check("cpu_model = \"host\"", "requires KVM");
+        check("machine_type = \"q35,banana=on\"", ".banana' not found");
+        check("machine_type = \"pc\"", "has no q35 machine type pc");
     }
 }

@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::{CliError, Context, Exit};
 use crate::check::{self, Purpose, life};
 use crate::config::{Config, Configured, InForce};
-use crate::machine::{could_take_over, in_force};
+use crate::machine::{could_take_over, in_force, kept_machine_type};
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 use crate::upgrade::Consent;
@@ -68,7 +68,10 @@ fn probable_name(file: &Path) -> String {
 
 pub fn check(context: &mut Context<'_>, file: &Path) -> Result<Exit, CliError> {
     let (problems, exit) = match Config::load(file, &context.root) {
-        Ok(config) => (check::check(&config, &context.root, Purpose::Check), Exit::Later),
+        Ok(mut config) => {
+            config.machine_type = config.machine_type.take().or_else(|| kept_machine_type(&config, &context.root));
+            (check::check(&config, &context.root, Purpose::Check), Exit::Later)
+        }
         Err(problems) => (problems, Exit::Wrong),
     };
     let errors = problems.iter().filter(|problem| problem.is_error()).count();

@@ -313,9 +313,9 @@ pub static FIELDS: &[Field] = &[
         "machine_type",
         WithNextGuest,
         Text,
-        "a versioned one that newer QEMUs know too",
+        "the newest of the QEMU that first starts the machine, and kept from then on",
         r#""pc-q35-7.2""#,
-        "QEMU's machine type; it must be a q35.",
+        "QEMU's machine type: what devices the guest finds. It must be a q35, with a version.",
     ),
     machine(
         Host,

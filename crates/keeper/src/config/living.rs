@@ -12,6 +12,7 @@
 use std::path::Path;
 
 use hearth_api::{PendingChange, PendingUntil};
+use hearth_qemu::EARLIER_MACHINE_TYPE;
 use toml::{Table, Value};
 
 use super::fields::{Effect, Field, Kind, Section};
@@ -19,6 +20,8 @@ use super::{Config, ConfigFile};
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 
+/// The one key that is kept although the file does not have it.
+const MACHINE_TYPE: &str = "machine_type";
 /// Firmware that is a word and no path.
 const FIRMWARE_WORDS: [&str; 2] = ["bios", "uefi"];
 
@@ -56,6 +59,12 @@ impl Configured {
             again if again == config => Ok(Self { config, typed }),
             _ => Err(vec![Problem::error(path.display().to_string(), "was changed while it was read", "try again")]),
         }
+    }
+
+    /// Settles the machine's type, if its file names none.
+    pub fn or_machine_type(&mut self, machine_type: String) {
+        let machine_type = self.config.machine_type.get_or_insert(machine_type);
+        self.typed.machine_type = Some(machine_type.clone());
     }
 
     /// The text for the journal. It means the same wherever it is read. Folders that were not typed follow from name and user again:
@@ -101,8 +110,12 @@ impl InForce {
             let hint = "use the keeper that started the guest, or end its QEMU";
             vec![Problem::error("journal", format!("what the guest was started with: {}", error.message()), hint)]
         };
-        let living: Table = toml::from_str(started_with).map_err(unreadable)?;
-        let asked = today.table();
+        let mut living: Table = toml::from_str(started_with).map_err(unreadable)?;
+        // Earlier keepers noted none, and always took the same one.
+        let machine_type = living.entry(MACHINE_TYPE).or_insert_with(|| EARLIER_MACHINE_TYPE.into()).clone();
+        let mut asked = today.table();
+        // Kept where the file names none.
+        asked.entry(MACHINE_TYPE).or_insert(machine_type);
         let read = |table: &Table| Configured::parse(table, file, root);
         let mixed = merge(&living, &asked, |effect| effect == Effect::AtTakeOver);
         let (table, now, mixes) = match read(&mixed) {

@@ -49,7 +49,7 @@ pub struct Config {
     /// None: what suits the accelerator.
     pub cpu_model: Option<String>,
     pub accelerator: AcceleratorWish,
-    /// None: a versioned one that newer QEMUs know too.
+    /// None: the one with which the machine last ran, or the newest of the QEMU that starts its first guest.
     pub machine_type: Option<String>,
     /// None: the first one on PATH.
     pub qemu: Option<PathBuf>,

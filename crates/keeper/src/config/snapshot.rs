@@ -3,6 +3,8 @@
 
 use std::path::{Path, PathBuf};
 
+use hearth_qemu::EARLIER_MACHINE_TYPE;
+
 use super::file::{NetSection, ObjectStoreSection};
 use super::{Boot, Config, ConfigFile};
 use crate::problem::Problem;
@@ -29,6 +31,7 @@ impl ConfigFile {
     pub fn for_snapshot(mut self, config: &Config, accelerator: &str) -> Self {
         let text = |path: &PathBuf| Some(path.display().to_string());
         self.accelerator = Some(accelerator.to_owned());
+        self.machine_type.clone_from(&config.machine_type);
         self.qemu = config.qemu.as_ref().and_then(text);
         self.memory_folder = self.memory_folder.and_then(|_| text(&config.memory_folder));
         self.runtime_folder = self.runtime_folder.and_then(|_| text(&config.runtime_folder));
@@ -72,6 +75,8 @@ impl ConfigFile {
     pub fn for_restored(mut self, name: &str, disks: &[PathBuf]) -> Self {
         let neighbour = |folder: Option<String>| Some(Path::new(&folder?).with_file_name(name).display().to_string());
         self.name = Some(name.to_owned());
+        // Keepers that did not write it down always took this one.
+        self.machine_type.get_or_insert_with(|| EARLIER_MACHINE_TYPE.to_owned());
         self.memory_folder = neighbour(self.memory_folder);
         self.runtime_folder = neighbour(self.runtime_folder);
         for (typed, path) in self.disks.iter_mut().zip(disks) {
@@ -168,5 +173,15 @@ mod tests {
         assert_eq!((restored.disks[0].mib_per_second, restored.memory_bytes), (Some(50), 1 << 30));
         assert_eq!(restored.crash.dump_folder, Path::new("/machines/dumps"));
         assert_eq!((restored.name.as_str(), restored.memory_folder.as_path()), ("two", Path::new("/ram/two")));
+        assert_eq!(restored.machine_type.as_deref(), Some("pc-q35-7.2"), "what earlier keepers started it with");
+    }
+
+    #[test]
+    fn snapshot_keeps_the_machine_type() {
+        let mut saved = meaning(TEXT, "/machines/web.toml");
+        saved.machine_type = Some("pc-q35-10.2".to_owned());
+        let along = ConfigFile::parse(TEXT).unwrap().for_snapshot(&saved, "tcg");
+        let restored = meaning(&along.for_restored("two", &[]).to_text(), "/clones/two/machine.toml");
+        assert_eq!(restored.machine_type, saved.machine_type);
     }
 }

@@ -22,12 +22,26 @@ use crate::runtime_root::RuntimeRoot;
 
 /// The configuration of the machine that this file describes, as it is right now. The error lists what this program does not
 /// understand of a guest's own configuration.
-pub fn in_force(today: Configured, root: &RuntimeRoot) -> Result<InForce, Vec<Problem>> {
-    let started_with = living_guest(&today, root).or_else(|| parked_guest(&today.config, root));
+pub fn in_force(mut today: Configured, root: &RuntimeRoot) -> Result<InForce, Vec<Problem>> {
+    let started_with = living_guest(&today, root).or_else(|| parked_guest(&today, root));
     match started_with {
         Some(started_with) => InForce::of_living(&today, &started_with, root),
-        None => Ok(today.into()),
+        None => {
+            if let Some(kept) = kept_machine_type(&today.config, root) {
+                today.or_machine_type(kept);
+            }
+            Ok(today.into())
+        }
     }
+}
+
+/// The type that a machine without a guest had last.
+pub fn kept_machine_type(config: &Config, root: &RuntimeRoot) -> Option<String> {
+    journal(config, root)?.machine_type
+}
+
+fn journal(config: &Config, root: &RuntimeRoot) -> Option<Journal> {
+    runtime_folders(config, root).find_map(|folder| Journal::load(&folder.join("journal.json")).ok().flatten())
 }
 
 /// The runtime folder in the file, and the one that the machine had under its name before the file was changed.
@@ -55,14 +69,15 @@ fn of_earlier_keeper(today: &Configured, runtime_folder: PathBuf, journal: &Jour
     then.for_journal()
 }
 
-fn parked_guest(config: &Config, root: &RuntimeRoot) -> Option<String> {
-    find_parked(config, root)?.1.started_with
+fn parked_guest(today: &Configured, root: &RuntimeRoot) -> Option<String> {
+    let (_, parked) = find_parked(&today.config, root)?;
+    // An earlier keeper noted nothing: the file of today.
+    Some(parked.started_with.unwrap_or_else(|| today.for_journal()))
 }
 
 /// The parked guest of this machine, and the memory folder it is in: not the one in the file if that was changed.
 pub fn find_parked(config: &Config, root: &RuntimeRoot) -> Option<(PathBuf, Parked)> {
-    let load = |folder: PathBuf| Journal::load(&folder.join("journal.json")).ok().flatten();
-    let left_in = match runtime_folders(config, root).find_map(load) {
+    let left_in = match journal(config, root) {
         Some(journal) => journal.parked_in,
         None => Record::of_this_host().and_then(|record| record.left_in(root.path(), &config.name)),
     };
@@ -101,5 +116,39 @@ impl Machine {
     fn set_budget(&mut self) {
         self.budget = super::budget(&self.parts.config);
         self.warden.set_budget(self.budget);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a machine without a line for it is started with, above a journal like this.
+    fn check(journal: Option<Journal>, typed: &str, expect: Option<&str>) {
+        let folder = tempfile::tempdir().unwrap();
+        let (root, file) = (RuntimeRoot::new(folder.path()), folder.path().join("web.toml"));
+        fs::write(&file, format!("name = \"web\"\nmemory = \"64MiB\"\n{typed}\n[boot]\nkernel = \"k\"\n")).unwrap();
+        let today = Configured::load(&file, &root).unwrap();
+        if let Some(journal) = journal {
+            fs::create_dir_all(&today.config.runtime_folder).unwrap();
+            journal.save(&today.config.runtime_folder.join("journal.json")).unwrap();
+        }
+        let now = in_force(today, &root).unwrap().now;
+        assert_eq!(now.config.machine_type.as_deref(), expect);
+        assert_eq!(now.typed.machine_type.as_deref(), expect, "for journal and snapshot");
+    }
+
+    #[test]
+    fn machine_type_is_kept_unless_the_file_names_one() {
+        let journal = |machine_type: Option<&str>| {
+            let machine_type = machine_type.map(str::to_owned);
+            Some(Journal { machine_type, ..Journal::new("web", 64 << 20) })
+        };
+        let named = "machine_type = \"pc-q35-8.0\"";
+        check(None, "", None);
+        check(journal(None), "", None);
+        check(journal(Some("pc-q35-9.1")), "", Some("pc-q35-9.1"));
+        check(journal(Some("pc-q35-9.1")), named, Some("pc-q35-8.0"));
+        check(None, named, Some("pc-q35-8.0"));
     }
 }

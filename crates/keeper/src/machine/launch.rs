@@ -11,7 +11,7 @@ use hearth_disk::nvram::pmem::ALIGN_BYTES;
 use hearth_disk::server::{DiskOptions, Expected};
 use hearth_qemu::launch as qemu;
 use hearth_qemu::preload::Preload;
-use hearth_qemu::{Accelerator, Launch};
+use hearth_qemu::{Accelerator, EARLIER_MACHINE_TYPE, Launch};
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::DiskIdentity;
 
@@ -70,7 +70,7 @@ pub fn launch(
         cpus: config.cpus,
         cpu_model: config.cpu_model.clone(),
         accelerator,
-        machine_type: config.machine_type.clone(),
+        machine_type: machine_type(config).to_owned(),
         boot: boot(&config.boot),
         disks: disks.chain(nvram).collect(),
         pmem: config.pmem.iter().map(|device| pmem_device(folders, device)).collect(),
@@ -94,6 +94,11 @@ pub fn launch(
         file_bytes_max: config.extra_qemu_args.is_empty().then(|| file_bytes_max(config)),
         extra_args: config.extra_qemu_args.clone(),
     }
+}
+
+/// Settled when the keeper started, but for a guest that an earlier keeper left.
+pub fn machine_type(config: &Config) -> &str {
+    config.machine_type.as_deref().unwrap_or(EARLIER_MACHINE_TYPE)
 }
 
 /// The largest file that QEMU has a reason to write: memory, or the firmware's variables. What `extra_qemu_args` name may
@@ -193,7 +198,7 @@ pub fn hardware(config: &Config, accelerator: Accelerator) -> Vec<String> {
         format!("accelerator {}", accelerator.name()),
         format!("{} cpus", config.cpus),
         format!("cpu_model {}", or_default(&config.cpu_model)),
-        format!("machine_type {}", or_default(&config.machine_type)),
+        format!("machine_type {}", machine_type(config)),
     ];
     words.extend(config.disks.iter().map(|disk| format!("disk {} of {} queues", disk.name, disk.queues)));
     words.extend(config.nets.iter().map(|net| format!("net {} {}", net.backend.kind(), net.mac)));

@@ -10,7 +10,7 @@ use hearth_disk::server::{DiskServer, Expected, Peer};
 use hearth_recovery::crash_recovery;
 use hearth_recovery::hold::Hold;
 use hearth_recovery::incarnation::{Incarnation, discard_files};
-use hearth_recovery::journal::{Journal, QemuIdentity};
+use hearth_recovery::journal::QemuIdentity;
 use hearth_recovery::rejuvenation::{ClockDebt, parked};
 use hearth_recovery::warm_reboot::{Phase, Succession};
 
@@ -305,6 +305,7 @@ impl Machine {
     /// As `adopt`, for a QEMU which the journal names already: its guest need not end if that cannot be noted again.
     pub(super) fn hold(&mut self, incarnation: Incarnation, mut generation: Generation) {
         (self.journal.qemu, self.journal.parked_in) = (Some(generation.identity()), None);
+        self.journal.machine_type.clone_from(&self.parts.config.machine_type);
         self.save_journal();
         generation.settle();
         self.parts.console.attach(generation.console(&self.parts.folders));
@@ -342,7 +343,7 @@ impl Machine {
         self.save_boot_set(images);
         self.discard_memory();
         own_user::release(&self.parts.folders.runtime);
-        self.journal = Journal::new(&self.parts.config.name, self.parts.config.memory_bytes);
+        self.journal = self.journal.without_guest(self.parts.config.memory_bytes);
         self.journal.save(&self.parts.folders.journal())?;
         self.enter(MachineState::Stopped);
         Ok(())

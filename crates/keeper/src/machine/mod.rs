@@ -103,7 +103,7 @@ pub use error::MachineError;
 pub use folders::{FolderError, Folders};
 use frozen::Frozen;
 use generation::Generation;
-pub use in_force::{Next, find_parked, in_force};
+pub use in_force::{Next, find_parked, in_force, kept_machine_type};
 pub use rejuvenate::{GUEST_DIED_WITH_QEMU, drill};
 pub use takeover::could_take_over;
 use timeline::Timeline;

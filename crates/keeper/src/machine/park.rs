@@ -313,8 +313,8 @@ impl Machine {
         self.journal = Journal {
             incarnation: self.journal.incarnation,
             generation: self.journal.generation,
-            parked_in: self.journal.parked_in.take(),
-            ..Journal::new(&self.parts.config.name, self.parts.config.memory_bytes)
+            parked_in: self.journal.parked_in.clone(),
+            ..self.journal.without_guest(self.parts.config.memory_bytes)
         };
         Ok(self.journal.save(&self.parts.folders.journal())?)
     }

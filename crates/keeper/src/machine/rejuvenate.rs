@@ -6,12 +6,13 @@
 //! lost only its end still counts. A keeper that dies leaves two QEMUs; the journal says whose the guest is, unless it died with
 //! the last bytes of the state, and the next keeper ends the other one (`whose_guest_is_it`) before it does anything else.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
 use hearth_api::{
     ApiError, EndCause, ErrorWord, EventKind, MachineState, PhaseTime, RejuvenateRequest, Rejuvenation, rfc3339,
 };
-use hearth_qemu::{Accelerator, Binary, BinaryError, Qmp, QmpError};
+use hearth_qemu::{Accelerator, Binary, BinaryError, Qmp, QmpError, Version};
 use hearth_recovery::journal::{HopNote, Journal, JournalError, QemuIdentity, Staged};
 use hearth_recovery::rejuvenation::{self, Handed, Hop, Phase, RejuvenationError, Standstill, Ticker};
 
@@ -45,6 +46,11 @@ pub const GUEST_DIED_WITH_QEMU: &str =
 enum Failure {
     #[error(transparent)]
     Binary(#[from] BinaryError),
+    #[error(
+        "QEMU {version} ({program}) has no machine type {machine_type}, which the guest has; choose a QEMU that has it \
+         (PROGRAM -machine help)"
+    )]
+    MachineType { version: Version, program: PathBuf, machine_type: String },
     #[error("the guest's networks: {0}")]
     Wires(String),
     #[error("the new QEMU")]
@@ -226,6 +232,7 @@ impl Machine {
         let path = request.qemu.as_deref().or(self.parts.config.qemu.as_deref());
         let binary = Binary::find(path)?;
         report.version = Some(binary.version().to_string());
+        self.must_have_machine_type(&binary)?;
         self.parts.binary = Some(binary);
         rejuvenation::set_handover(&self.disks, true).map_err(RejuvenationError::Server)?;
         self.journal.generation += 1;
@@ -238,6 +245,19 @@ impl Machine {
             &life.generation,
             wires,
         )?)
+    }
+
+    /// QEMU itself says of a type that it does not have only that it does not have it, not which one.
+    fn must_have_machine_type(&self, binary: &Binary) -> Result<(), Failure> {
+        let machine_type = launch::machine_type(&self.parts.config);
+        // What cannot list its types is tried all the same.
+        match binary.machine_types() {
+            Ok(types) if types.q35(machine_type).is_none() => {
+                let (program, machine_type) = (binary.path().to_owned(), machine_type.to_owned());
+                Err(Failure::MachineType { version: binary.version(), program, machine_type })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Everything up to the point of no return.

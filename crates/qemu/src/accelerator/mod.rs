@@ -177,7 +177,7 @@ fn judge(finished: &Finished) -> Verdict {
 }
 
 /// The last line that speaks of an error, else the last line: an assertion often follows the words that explain it.
-fn telling_line(stderr: &str) -> Option<&str> {
+pub(crate) fn telling_line(stderr: &str) -> Option<&str> {
     let lines = || stderr.lines().map(str::trim).filter(|line| !line.is_empty());
     lines().rfind(|line| line.contains("error:")).or_else(|| lines().next_back())
 }

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use hearth_qemu::launch::{Boot, Launch};
-use hearth_qemu::{Accelerator, Binary, Process, Qmp, QmpEvent};
+use hearth_qemu::{Accelerator, Binary, EARLIER_MACHINE_TYPE, Process, Qmp, QmpEvent};
 
 /// Bounds what should happen at once, on a host that is busy with other tests.
 pub const LONG: Duration = Duration::from_secs(60);
@@ -46,7 +46,7 @@ impl Rig {
             cpus: 1,
             cpu_model: None,
             accelerator: Accelerator::Tcg,
-            machine_type: None,
+            machine_type: EARLIER_MACHINE_TYPE.to_owned(),
             boot: Boot::Firmware { code: None, vars: None },
             disks: Vec::new(),
             pmem: Vec::new(),

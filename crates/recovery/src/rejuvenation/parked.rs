@@ -27,6 +27,7 @@ use std::time::{Duration, SystemTime};
 
 use hearth_disk::image::{ImageFile, ImageNote};
 use hearth_memory::{Lasting, MemoryError, RamFile, replace_file};
+use hearth_qemu::EARLIER_MACHINE_TYPE;
 use serde::{Deserialize, Serialize};
 
 use super::clock::{self, Ticker};
@@ -245,6 +246,14 @@ fn regular(files: &[PathBuf]) -> Vec<PathBuf> {
     files.iter().filter(|file| !fs::metadata(file).is_ok_and(|found| is_device(&found))).cloned().collect()
 }
 
+/// Earlier keepers noted no machine type where machine.toml named none, and always took the same one.
+fn without_default(words: &str) -> String {
+    match words {
+        "machine_type default" => format!("machine_type {EARLIER_MACHINE_TYPE}"),
+        words => words.to_owned(),
+    }
+}
+
 fn is_device(found: &fs::Metadata) -> bool {
     std::os::unix::fs::FileTypeExt::is_block_device(&found.file_type())
 }
@@ -285,9 +294,10 @@ impl Parked {
         if self.disks != disks {
             return other("its disks are not those that the guest has".to_owned());
         }
-        if self.hardware != hardware {
-            let new = hardware.iter().find(|words| !self.hardware.contains(words));
-            let gone = self.hardware.iter().find(|words| !hardware.contains(words));
+        let had: Vec<String> = self.hardware.iter().map(|words| without_default(words)).collect();
+        if had != hardware {
+            let new = hardware.iter().find(|words| !had.contains(words));
+            let gone = had.iter().find(|words| !hardware.contains(words));
             let words = |words: Option<&String>| words.cloned().unwrap_or_else(|| "nothing".to_owned());
             return other(format!("it has {}, and had {}", words(new), words(gone)));
         }
@@ -458,6 +468,9 @@ mod tests {
         let more = ["2 cpus".to_owned(), "a watchdog".to_owned()];
         let error = parked.must_be_of("web", 64 << 20, &disks, &more).unwrap_err().to_string();
         assert!(error.contains("it has 2 cpus, and had 1 cpus"), "{error}");
+        let noted_by_earlier_keeper = Parked { hardware: vec!["machine_type default".into()], ..parked.clone() };
+        let same = ["machine_type pc-q35-7.2".to_owned()];
+        noted_by_earlier_keeper.must_be_of("web", 64 << 20, &disks, &same).unwrap();
         assert!(refusal("db", 64 << 20, &disks).contains("it is db, and was web"));
         assert!(refusal("web", 32 << 20, &disks).contains("it has 33554432 bytes of memory, and had 67108864"));
         assert!(refusal("web", 64 << 20, &[]).contains("its disks are not those that the guest has"));

@@ -5,7 +5,16 @@ use std::collections::HashSet;
 use hearth_api::{PendingChange, PendingUntil};
 
 use crate::config::every_key::{Changed, changes, configured, root};
-use crate::config::{ConfigFile, Effect, FIELDS, Field, InForce, Section};
+use crate::config::{ConfigFile, Configured, Effect, FIELDS, Field, InForce, Section};
+
+/// A living guest has a machine type, whether its file names one or not.
+const KEPT: &str = "pc-q35-9.1";
+
+fn settled(configured: &Configured, machine_type: &str) -> Configured {
+    let mut settled = configured.clone();
+    settled.or_machine_type(machine_type.to_owned());
+    settled
+}
 
 /// Adds to what is there already; anything else would not be a machine that changed.
 fn in_force(changed: &Changed) -> InForce {
@@ -20,11 +29,19 @@ fn keys(pending: &[PendingChange], until: PendingUntil) -> Vec<&str> {
 fn every_key_changed_under_a_living_guest() {
     let mut seen = HashSet::new();
     for changed in changes() {
-        let Changed { field, before, after } = &changed;
+        let Changed { field, before, after } = changed;
+        let before = settled(&before, KEPT);
+        let kept = before.config.machine_type.clone().expect("it was settled");
+        let changed = Changed { field, before, after };
+        let (before, after) = (&changed.before, settled(&changed.after, &kept));
         let name = format!("{}{}", field.section.heading(), field.key);
         seen.insert(name.clone());
         let InForce { now, next, pending } = in_force(&changed);
         let (guest, start) = (keys(&pending, PendingUntil::NextGuest), keys(&pending, PendingUntil::NextStart));
+        if after.config == before.config {
+            assert_eq!((field.key, &now.config, next, pending), ("machine_type", &before.config, None, vec![]));
+            continue;
+        }
         if field.effect == Effect::AtTakeOver {
             assert_eq!((&now.config, next, pending), (&after.config, None, vec![]), "{name}");
             continue;
@@ -51,6 +68,7 @@ fn every_key_changed_under_a_living_guest() {
 #[test]
 fn what_is_not_changed_is_not_pending() {
     for Changed { before, .. } in changes() {
+        let before = settled(&before, KEPT);
         let again = InForce::of_living(&before, &before.for_journal(), &root()).unwrap();
         let keys = |typed: &ConfigFile, config| -> Vec<String> {
             let keys = typed.clone().for_snapshot(config, "tcg").host_keys();
@@ -68,6 +86,18 @@ fn a_section_comes_and_goes_as_a_whole() {
         let effects: HashSet<_> = Field::of_section(section).map(|field| format!("{:?}", field.effect)).collect();
         assert_eq!(effects.len(), 1, "{}: one effect for all its keys", section.heading());
     }
+}
+
+#[test]
+fn earlier_keeper_noted_no_machine_type() {
+    let mut today = configured(SMALL).unwrap();
+    let noted = today.for_journal();
+    let now = InForce::of_living(&today, &noted, &root()).unwrap().now;
+    assert_eq!(now.config.machine_type.as_deref(), Some("pc-q35-7.2"));
+    assert!(now.typed.for_snapshot(&now.config, "tcg").to_text().contains("machine_type = \"pc-q35-7.2\""));
+    today.or_machine_type("pc-q35-10.2".to_owned());
+    let found = InForce::of_living(&today, &noted, &root()).unwrap();
+    assert_eq!(keys(&found.pending, PendingUntil::NextGuest), ["machine_type"]);
 }
 
 fn check(before: &str, after: &str, guest: &[&str], start: &[&str]) -> InForce {
@@ -116,7 +146,7 @@ fn a_mixture_that_contradicts_itself_waits_as_a_whole() {
         format!("{SMALL}[remount]\nready = {{ port = {port} }}\n[[nets]]\nforward = [\"127.0.0.1:{port}:80\"]\n")
     };
     let found = check(&with(8080), &with(9090), &["remount.ready.port", "nets[0].forward"], &[]);
-    assert_eq!(found.now.config, configured(&with(8080)).unwrap().config);
+    assert_eq!(found.now.config, settled(&configured(&with(8080)).unwrap(), "pc-q35-7.2").config);
     assert_eq!(found.next.unwrap().config.nets, configured(&with(9090)).unwrap().config.nets);
 }
 

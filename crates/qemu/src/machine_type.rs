@@ -1,0 +1,195 @@
+//! Machine types: which ones a QEMU offers, and whether it takes a machine of this type with these processors.
+//!
+//! Both are asked of QEMU itself, over QMP on its standard input: 20 ms for the list, up to 80 ms for a trial under TCG.
+//! So the keeper asks only for a machine that has no type yet, and `hearth check` for every machine.
+
+use std::process::Command;
+use std::time::Duration;
+
+use serde::Deserialize;
+
+use crate::accelerator::{Accelerator, telling_line};
+use crate::bounded::{self, Finished};
+use crate::{Binary, BinaryError, environment};
+
+/// The type of machines whose file names none and that an earlier keeper started: it always took this one.
+pub const EARLIER_MACHINE_TYPE: &str = "pc-q35-7.2";
+/// How a type with a version begins. Vendors have versions of their own: `pc-q35-rhel9.4.0`.
+const VERSIONED: &str = "pc-q35-";
+/// What QEMU calls the one that it would take itself.
+const Q35: &str = "q35";
+
+const LIST: &str = "{\"execute\":\"qmp_capabilities\"}\n{\"execute\":\"query-machines\"}\n{\"execute\":\"quit\"}\n";
+const QUIT: &str = "{\"execute\":\"qmp_capabilities\"}\n{\"execute\":\"quit\"}\n";
+/// As for `--version`: a host that swaps is slow.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A machine type, as `query-machines` tells of it.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+pub struct MachineType {
+    pub name: String,
+    #[serde(default)]
+    alias: Option<String>,
+    /// A later QEMU will not have it.
+    #[serde(default)]
+    pub deprecated: bool,
+}
+
+/// All that one QEMU offers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MachineTypes(Vec<MachineType>);
+
+impl MachineTypes {
+    /// The type for a machine that has none yet: the newest with a version that is not deprecated.
+    pub fn newest(&self) -> Option<&str> {
+        let lasting = self.0.iter().filter(|one| one.name.starts_with(VERSIONED) && !one.deprecated);
+        let newest = lasting.max_by_key(|one| (one.alias.as_deref() == Some(Q35), version(&one.name)));
+        newest.map(|one| one.name.as_str())
+    }
+
+    /// The q35 that `machine_type` names, which may have options behind a comma.
+    pub fn q35(&self, machine_type: &str) -> Option<&MachineType> {
+        let name = machine_type.split(',').next().unwrap_or_default();
+        let named = self.0.iter().find(|one| one.name == name || one.alias.as_deref() == Some(name));
+        named.filter(|one| one.name.starts_with(VERSIONED))
+    }
+}
+
+fn version(name: &str) -> Vec<u32> {
+    let numbers = name.trim_start_matches(VERSIONED).split('.').map(str::parse);
+    numbers.collect::<Result<_, _>>().unwrap_or_default()
+}
+
+/// What QEMU builds a machine of.
+#[derive(Clone, Copy, Debug)]
+pub struct Hardware<'a> {
+    pub machine_type: &'a str,
+    /// None: the accelerator's default.
+    pub cpu_model: Option<&'a str>,
+    pub accelerator: Accelerator,
+    pub cpus: u32,
+}
+
+impl Binary {
+    pub fn machine_types(&self) -> Result<MachineTypes, BinaryError> {
+        let finished = self.over_qmp(&["-machine", "none"], LIST)?;
+        let mut lines = finished.stdout.lines().filter_map(|line| serde_json::from_str::<Answer>(line).ok());
+        let types = lines.next_back().ok_or_else(|| BinaryError::NoMachineTypes {
+            path: self.path().to_owned(),
+            how: finished.stderr.lines().next().map_or_else(|| finished.how(), str::to_owned),
+        })?;
+        Ok(MachineTypes(types.list))
+    }
+
+    /// The type for a machine that has none yet.
+    pub fn newest_machine_type(&self) -> Result<String, BinaryError> {
+        let newest = self.machine_types()?.newest().map(str::to_owned);
+        newest.ok_or_else(|| BinaryError::NoQ35 { path: self.path().to_owned() })
+    }
+
+    /// Builds such a machine without a guest. The inner error is QEMU's reason for not doing it.
+    pub fn try_hardware(&self, hardware: Hardware<'_>) -> Result<Result<(), String>, BinaryError> {
+        let Hardware { machine_type, cpu_model, accelerator, cpus } = hardware;
+        let cpu_model = cpu_model.unwrap_or(accelerator.default_cpu_model());
+        let cpus = cpus.to_string();
+        let options = ["-machine", machine_type, "-accel", accelerator.name(), "-cpu", cpu_model, "-smp", &cpus];
+        let finished = self.over_qmp(&[&options[..], &["-m", "16M", "-S"]].concat(), QUIT)?;
+        if finished.succeeded() {
+            return Ok(Ok(()));
+        }
+        Ok(Err(telling_line(&finished.stderr).map_or_else(|| finished.how(), str::to_owned)))
+    }
+
+    fn over_qmp(&self, options: &[&str], input: &str) -> Result<Finished, BinaryError> {
+        let mut command = Command::new(self.path());
+        for folder in self.data_folders() {
+            command.arg("-L").arg(folder);
+        }
+        command.args(["-nodefaults", "-no-user-config", "-display", "none", "-qmp", "stdio"]).args(options);
+        bounded::run_with_input(environment::confine(&mut command), input, PATIENCE)
+            .map_err(|source| BinaryError::NotRunnable { path: self.path().to_owned(), source })
+    }
+}
+
+#[derive(Deserialize)]
+struct Answer {
+    #[serde(rename = "return")]
+    list: Vec<MachineType>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn types(list: &[(&str, &str, bool)]) -> MachineTypes {
+        let one = |&(name, alias, deprecated): &(&str, &str, bool)| MachineType {
+            name: name.to_owned(),
+            alias: (!alias.is_empty()).then(|| alias.to_owned()),
+            deprecated,
+        };
+        MachineTypes(list.iter().map(one).collect())
+    }
+
+    #[test]
+    fn the_newest_type_that_is_not_deprecated_is_taken() {
+        let check = |list, expect: Option<&str>| assert_eq!(types(list).newest(), expect, "{list:?}");
+        // QEMU 10.2, in the order in which a QEMU lists them: none.
+        check(
+            &[
+                ("pc-q35-9.2", "", false),
+                ("pc-i440fx-10.2", "pc", false),
+                ("pc-q35-10.2", "q35", false),
+                ("pc-q35-7.2", "", true),
+                ("microvm", "", false),
+            ],
+            Some("pc-q35-10.2"),
+        );
+        check(
+            &[("pc-q35-10.0", "", false), ("pc-q35-9.2", "", false), ("pc-q35-4.0.1", "", false)],
+            Some("pc-q35-10.0"),
+        );
+        check(&[("pc-q35-rhel9.6.0", "q35", false), ("pc-q35-rhel9.4.0", "", false)], Some("pc-q35-rhel9.6.0"));
+        check(&[("pc-q35-7.2", "q35", true), ("pc-q35-7.1", "", false)], Some("pc-q35-7.1"));
+        check(&[("pc-q35-7.2", "q35", true), ("pc-i440fx-10.2", "pc", false)], None);
+    }
+
+    #[test]
+    fn a_type_is_found_by_name_or_alias_and_must_be_a_q35() {
+        let types = types(&[("pc-q35-7.2", "q35", true), ("pc-i440fx-7.2", "pc", false), ("none", "", false)]);
+        for name in ["q35", "pc-q35-7.2", "pc-q35-7.2,smm=off"] {
+            assert!(types.q35(name).is_some_and(|one| one.deprecated), "{name}");
+        }
+        for name in ["pc", "pc-i440fx-7.2", "none", "pc-q35-7", "pc-q35-99.0", ""] {
+            assert_eq!(types.q35(name), None, "{name}");
+        }
+    }
+
+    fn binary() -> Binary {
+        Binary::find(None).expect("these tests need QEMU: apt-get install qemu-system-x86")
+    }
+
+    #[test]
+    fn the_installed_qemu_lists_its_types() {
+        let (binary, types) = (binary(), binary().machine_types().unwrap());
+        let newest = types.newest().unwrap();
+        let ours = format!("{VERSIONED}{}.{}", binary.version().major, binary.version().minor);
+        assert_eq!(newest, ours);
+        assert_eq!(types.q35(Q35).unwrap().name, ours);
+    }
+
+    #[test]
+    fn qemu_says_what_it_does_not_take() {
+        let binary = binary();
+        let good = Hardware { machine_type: Q35, cpu_model: None, accelerator: Accelerator::Tcg, cpus: 2 };
+        let check = |hardware, expect: &str| {
+            let why = binary.try_hardware(hardware).unwrap().unwrap_err();
+            assert!(why.contains(expect), "{hardware:?}: {why}");
+        };
+        assert_eq!(binary.try_hardware(good).unwrap(), Ok(()));
+        check(Hardware { cpu_model: Some("banana"), ..good }, "unable to find CPU model 'banana'");
+        check(Hardware { cpu_model: Some("max,+banana"), ..good }, ".banana' not found");
+        check(Hardware { cpu_model: Some("host"), ..good }, "requires KVM");
+        check(Hardware { machine_type: "q35,banana=on", ..good }, ".banana' not found");
+        check(Hardware { cpus: 100_000, ..good }, "Invalid SMP CPUs 100000");
+    }
+}
