@@ -54,8 +54,13 @@ fn port(subject: &str, forward: &Forward) -> Option<Problem> {
 
 fn tap(subject: &str, ifname: &str) -> Option<Problem> {
     // A slash would lead elsewhere.
-    let is_name = ifname.len() <= IFNAME_BYTES_MAX && !ifname.contains('/');
-    if is_name && Path::new("/sys/class/net").join(ifname).exists() {
+    let is_name =
+        ifname.len() <= IFNAME_BYTES_MAX && !ifname.contains(|letter: char| letter == '/' || letter.is_whitespace());
+    if !is_name || matches!(ifname, "" | "." | "..") {
+        let hint = format!("an interface's name has 1 to {IFNAME_BYTES_MAX} bytes, and neither spaces nor slashes");
+        return Some(Problem::error(subject, format!("\"{ifname}\" is not the name of an interface"), hint));
+    }
+    if Path::new("/sys/class/net").join(ifname).exists() {
         return None;
     }
     let hint = format!("make it: ip tuntap add {ifname} mode tap && ip link set {ifname} up");
@@ -118,6 +123,16 @@ mod tests {
             "error: nets[1].ifname: interface hearth-none0 does not exist; make it: ip tuntap add hearth-none0 mode tap && ip link set hearth-none0 up"
         );
         assert!(tap("x", "../net/lo").is_some());
+    }
+
+    #[test]
+    fn no_interface_is_to_be_made_of_what_is_no_name() {
+        for name in ["", ".", "..", "a/b", "../net", "a b", "sixteen-letters-", "tap0\n"] {
+            let problem = tap("nets[0].ifname", name).unwrap().to_string();
+            assert!(problem.contains("is not the name of an interface") && !problem.contains("ip tuntap"), "{problem}");
+        }
+        assert!(tap("nets[0].ifname", "hearth-none0").unwrap().hint.starts_with("make it: ip tuntap add hearth-none0"));
+        assert_eq!(tap("nets[0].ifname", "lo"), None);
     }
 
     #[test]

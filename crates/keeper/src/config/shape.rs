@@ -9,8 +9,11 @@ use toml::de::{DeTable, DeValue};
 use toml::{Spanned, Table, Value};
 
 use super::ConfigFile;
-use super::fields::{Field, Kind, Section};
+use super::fields::{FIELDS, Field, Kind, Section};
 use crate::problem::Problem;
+
+/// How the parser begins what it says of anything that is no value, as of none at all.
+const UNQUOTED: &str = "string values must be quoted";
 
 /// A file without its bad entries.
 pub struct Shaped {
@@ -33,9 +36,32 @@ pub fn read(text: &str) -> Result<Shaped, Vec<Problem>> {
 }
 
 fn not_toml(text: &str, error: &toml::de::Error) -> Problem {
-    let line = error.span().map_or(1, |span| line_of(text, span.start));
-    let hint = "texts stand in \"quotes\", lists in [brackets]";
-    Problem::error(format!("line {line}"), error.message().replace('\n', ", "), hint)
+    // What is missing at the end of a line is missed in it, and not in the next one.
+    let start = error.span().map_or(0, |span| span.start.min(text.trim_end().len()));
+    let number = line_of(text, start);
+    let line = text.lines().nth(number - 1).unwrap_or_default();
+    let (key, value) = line.split_once('=').map_or((line.trim(), None), |(key, value)| (key.trim(), Some(value)));
+    let value = value.map(|value| value.split('#').next().unwrap_or_default().trim());
+    let field = FIELDS.iter().find(|field| field.key == key);
+    let example = field.map(|field| format!("for example {} = {}", field.key, field.example));
+    let (message, hint) = match (error.message(), value) {
+        (message, _) if message.starts_with("duplicate key") => {
+            let heading = line.trim().strip_prefix('[').and_then(|line| line.strip_suffix(']'));
+            let repeats = Section::ALL.into_iter().find(|one| one.repeats() && one.table() == heading);
+            let hint = repeats.map(|section| format!("write {}, each time", section.heading()));
+            (message.to_owned(), hint.unwrap_or_else(|| "leave one of them out".to_owned()))
+        }
+        (message, Some("")) if message.starts_with(UNQUOTED) => {
+            (format!("{key} has no value"), example.unwrap_or_else(|| "write one, or remove the line".to_owned()))
+        }
+        (message, Some(value)) if message.starts_with(UNQUOTED) => {
+            (format!("{value} is not a value"), example.unwrap_or_else(|| "a text stands in \"quotes\"".to_owned()))
+        }
+        (message, _) => {
+            (message.replace('\n', ", "), example.unwrap_or_else(|| "docs/config.md shows a whole file".to_owned()))
+        }
+    };
+    Problem::error(format!("line {number}"), message, hint)
 }
 
 fn line_of(text: &str, offset: usize) -> usize {
@@ -180,6 +206,7 @@ fn fitting(value: &DeValue<'_>, kind: Kind) -> Result<Value, String> {
             });
             texts.collect::<Result<Vec<_>, _>>().map(Value::Array)
         }
+        (Kind::Path | Kind::Size | Kind::SizeOrPercent | Kind::Time, DeValue::String(_)) => Err("is empty".to_owned()),
         _ => Err(format!("is not {}", wanted(kind))),
     }
 }
@@ -266,6 +293,50 @@ mod tests {
             ("ember", "amber", 1),
         ] {
             assert_eq!(edit_distance(one, other), expect, "{one} {other}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_toml_is_told_with_what_helps() {
+        let check = |text: &str, expect: &str| {
+            let problems = read(text).err().expect("it is no TOML");
+            assert_eq!(problems[0].to_string(), format!("error: {expect}"), "{text:?}");
+        };
+        let end = "docs/config.md shows a whole file";
+        for text in ["cpus =", "cpus = # none", "cpus =\nname = \"web\"", "cpus =   "] {
+            check(text, "line 1: cpus has no value; for example cpus = 2");
+        }
+        check("frobs =", "line 1: frobs has no value; write one, or remove the line");
+        check("name = web", "line 1: web is not a value; for example name = \"web\"");
+        check("sandbox = yes", "line 1: yes is not a value; for example sandbox = true");
+        check("memory = 1GiB # small", "line 1: 1GiB is not a value; for example memory = \"2GiB\"");
+        check("cpus = 2 3", "line 1: 2 3 is not a value; for example cpus = 2");
+        check("frobs = yes", "line 1: yes is not a value; a text stands in \"quotes\"");
+        check("cpus = 2\ncpus = 3", "line 2: duplicate key; leave one of them out");
+        check("[disks]\n[disks]", "line 2: duplicate key; write [[disks]], each time");
+        check("cpus", "line 1: key with no value, expected `=`; for example cpus = 2");
+        check("[boot", &format!("line 1: unclosed table, expected `]`; {end}"));
+    }
+
+    /// Each kind of value in the place of each other.
+    #[test]
+    fn value_of_another_kind_is_told_with_an_example_that_fits() {
+        let values = ["\"\"", "\"x\"", "7", "true", "[]", "[1]", "{}", "1.5"];
+        for field in FIELDS {
+            let prefix = if field.section == Section::Machine { "" } else { field.section.heading() };
+            let told = |value: &str| {
+                let shaped = read(&format!("{prefix}\n{} = {value}\n", field.key));
+                shaped.unwrap_or_else(|problems| panic!("{problems:?}")).problems
+            };
+            assert_eq!(told(field.example), [], "{prefix} {}", field.key);
+            for value in values {
+                for problem in told(value) {
+                    let line = format!("for example {} = {}", field.key, field.example);
+                    assert_eq!(problem.hint, line, "{prefix} {} = {value}", field.key);
+                    let blames_quotes = problem.message.contains("in quotes") && value.starts_with('"');
+                    assert!(!blames_quotes, "{prefix} {} = {value}: {}", field.key, problem.message);
+                }
+            }
         }
     }
 
