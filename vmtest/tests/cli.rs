@@ -45,7 +45,10 @@ fn what_keeps_a_machine_from_starting_is_named_with_a_remedy() -> Result<()> {
     let folder = home.path().display();
     check_code(WRONG, || machine().setting("memroy", "1GiB"), "memroy (line ")?;
     check_code(WRONG, || machine().setting("memroy", "1GiB"), "did you mean memory?")?;
-    check(|| machine().setting("memory", "15TiB"), "too little room: 16200500 MiB are needed and")?;
+    check(
+        || machine().setting("memory", "15TiB"),
+        "too little host memory: 16200500 MiB are needed and the host has ",
+    )?;
     let missing = format!("{folder}/no.img does not exist");
     check(|| machine().disk(Disk::in_place(&home.path().join("no.img"))), &missing)?;
     check(

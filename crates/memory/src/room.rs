@@ -44,22 +44,49 @@ pub enum RoomError {
     Folder { folder: PathBuf, source: io::Error },
     #[error("the host's free memory cannot be read from {path}: {why}")]
     HostMemory { path: &'static str, why: String },
-    #[error(
-        "{folder}: too little room: {wanted_mib} MiB are needed and {free_mib} MiB are free; \
-         enlarge it (for tmpfs: mount -o remount,size=...), choose another folder, or stop another machine"
-    )]
-    FolderTooSmall { folder: PathBuf, wanted_mib: u64, free_mib: u64 },
+    #[error("{folder}: too little room: {wanted_mib} MiB are needed and {free_mib} MiB are free; {}", .kind.remedy())]
+    FolderTooSmall { folder: PathBuf, kind: FileSystemKind, wanted_mib: u64, free_mib: u64 },
     #[error(
         "too little host memory: {wanted_mib} MiB are needed and {available_mib} MiB are available; \
-         stop another machine or give this one less memory"
+         free some (a running machine holds its own) or give this machine less memory"
     )]
     HostTooSmall { wanted_mib: u64, available_mib: u64 },
+    #[error(
+        "too little host memory: {wanted_mib} MiB are needed and the host has {total_mib} MiB; give this machine less memory"
+    )]
+    MoreThanHost { wanted_mib: u64, total_mib: u64 },
+}
+
+/// What a machine takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Needs {
+    /// Files in its memory folder.
+    pub folder_bytes: u64,
+    /// The keeper's own memory.
+    pub keeper_bytes: u64,
+}
+
+/// What the host has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostMemory {
+    pub total_bytes: u64,
+    /// What it can hand out without swapping, by its own estimate.
+    pub available_bytes: u64,
 }
 
 impl FileSystemKind {
     /// Its files take the memory that `host_available_bytes` counts.
     pub fn is_host_memory(self) -> bool {
         matches!(self, Self::Tmpfs | Self::Ramfs)
+    }
+
+    /// Of one that is too small, on a host that has the memory.
+    pub fn remedy(self) -> &'static str {
+        match self {
+            Self::Tmpfs | Self::Ramfs => "enlarge that tmpfs (mount -o remount,size=...) or choose another folder",
+            Self::Hugetlbfs { .. } => "reserve more huge pages (vm.nr_hugepages) or choose another folder",
+            Self::Dax | Self::Other { .. } => "make room there or choose another folder",
+        }
     }
 }
 
@@ -90,35 +117,54 @@ impl Room {
     }
 }
 
-/// Refuses RAM that the folder or the host cannot hold. Returns what the folder is, for the log.
-pub fn must_hold(folder: &Path, wanted_bytes: u64) -> Result<Room, RoomError> {
+impl Needs {
+    /// How much of it the host has to have, where the folder is of this kind.
+    pub fn host_bytes(self, kind: FileSystemKind) -> u64 {
+        self.keeper_bytes + if kind.is_host_memory() { self.folder_bytes } else { 0 }
+    }
+}
+
+/// Refuses what the host or the folder cannot hold. Returns what the folder is, for the log.
+pub fn must_hold(folder: &Path, needs: Needs) -> Result<Room, RoomError> {
     let room = Room::of(folder)?;
-    check(folder, &room, wanted_bytes, host_available_bytes()?)?;
+    check(folder, &room, needs, HostMemory::now()?)?;
     Ok(room)
 }
 
-fn check(folder: &Path, room: &Room, wanted_bytes: u64, available_bytes: u64) -> Result<(), RoomError> {
-    let mib = |bytes: u64| bytes >> 20;
-    let wanted_mib = wanted_bytes.div_ceil(1 << 20);
-    if let Some(free) = room.free_bytes.filter(|&free| free < wanted_bytes) {
-        return Err(RoomError::FolderTooSmall { folder: folder.to_owned(), wanted_mib, free_mib: mib(free) });
+/// The host first: where that is too small a larger folder is no remedy.
+fn check(folder: &Path, room: &Room, needs: Needs, host: HostMemory) -> Result<(), RoomError> {
+    let (needed, free) = (|bytes: u64| bytes.div_ceil(1 << 20), |bytes: u64| bytes >> 20);
+    let host_bytes = needs.host_bytes(room.kind);
+    let wanted_mib = needed(host_bytes);
+    if host_bytes > host.total_bytes {
+        return Err(RoomError::MoreThanHost { wanted_mib, total_mib: free(host.total_bytes) });
     }
-    if room.kind.is_host_memory() && available_bytes < wanted_bytes {
-        return Err(RoomError::HostTooSmall { wanted_mib, available_mib: mib(available_bytes) });
+    if host_bytes > host.available_bytes {
+        return Err(RoomError::HostTooSmall { wanted_mib, available_mib: free(host.available_bytes) });
     }
-    Ok(())
+    match room.free_bytes {
+        Some(free_bytes) if free_bytes < needs.folder_bytes => Err(RoomError::FolderTooSmall {
+            folder: folder.to_owned(),
+            kind: room.kind,
+            wanted_mib: needed(needs.folder_bytes),
+            free_mib: free(free_bytes),
+        }),
+        _ => Ok(()),
+    }
 }
 
-/// Memory the host can hand out without swapping, by its own estimate.
-pub fn host_available_bytes() -> Result<u64, RoomError> {
-    const PATH: &str = "/proc/meminfo";
-    let unreadable = |why: String| RoomError::HostMemory { path: PATH, why };
-    let meminfo = fs::read_to_string(PATH).map_err(|error| unreadable(error.to_string()))?;
-    available_in(&meminfo).ok_or_else(|| unreadable("it has no line MemAvailable".to_owned()))
+impl HostMemory {
+    pub fn now() -> Result<Self, RoomError> {
+        const PATH: &str = "/proc/meminfo";
+        let unreadable = |why: String| RoomError::HostMemory { path: PATH, why };
+        let meminfo = fs::read_to_string(PATH).map_err(|error| unreadable(error.to_string()))?;
+        let line = |name: &str| line_of(&meminfo, name).ok_or_else(|| unreadable(format!("it has no line {name}")));
+        Ok(Self { total_bytes: line("MemTotal")?, available_bytes: line("MemAvailable")? })
+    }
 }
 
-fn available_in(meminfo: &str) -> Option<u64> {
-    let value = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+fn line_of(meminfo: &str, name: &str) -> Option<u64> {
+    let value = meminfo.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
     let kib: u64 = value.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib * 1024)
 }
@@ -163,35 +209,90 @@ mod tests {
 
     #[test]
     fn a_missing_folder_is_named() {
-        let refusal = must_hold(Path::new("/no/such/folder"), MIB).unwrap_err().to_string();
+        let refusal = must_hold(Path::new("/no/such/folder"), in_folder(MIB)).unwrap_err().to_string();
         assert_eq!(refusal, "/no/such/folder: cannot be asked for its free space");
     }
 
+    fn in_folder(folder_bytes: u64) -> Needs {
+        Needs { folder_bytes, keeper_bytes: 0 }
+    }
+
     #[test]
-    fn more_than_the_folder_holds_is_refused_by_name() {
-        let refusal = must_hold(Path::new("/dev/shm"), 1 << 60).unwrap_err().to_string();
-        assert!(refusal.starts_with("/dev/shm: too little room: 1099511627776 MiB are needed and "), "{refusal}");
-        assert!(must_hold(Path::new("/dev/shm"), MIB).is_ok());
+    fn more_than_the_host_has_is_refused() {
+        let refusal = must_hold(Path::new("/dev/shm"), in_folder(1 << 60)).unwrap_err().to_string();
+        assert!(
+            refusal.starts_with("too little host memory: 1099511627776 MiB are needed and the host has "),
+            "{refusal}"
+        );
+        assert!(must_hold(Path::new("/dev/shm"), in_folder(MIB)).is_ok());
+    }
+
+    /// All sizes of host, folder and machine, in each kind of folder: what a refusal advises is what helps.
+    #[test]
+    fn each_remedy_helps() {
+        let folder = Path::new("/ram");
+        let sizes = [1, 2, 3, 5].map(|mib| mib * MIB);
+        let kinds = [
+            FileSystemKind::Tmpfs,
+            FileSystemKind::Ramfs,
+            FileSystemKind::Hugetlbfs { huge_page_bytes: 2 * MIB },
+            FileSystemKind::Dax,
+            FileSystemKind::Other { magic: 0xef53 },
+        ];
+        let all = || sizes.iter().copied();
+        let (mut refused, mut held) = (0, 0);
+        for (kind, total_bytes, available_bytes) in
+            kinds.into_iter().flat_map(|kind| all().flat_map(move |total| all().map(move |free| (kind, total, free))))
+        {
+            let host = HostMemory { total_bytes, available_bytes: available_bytes.min(total_bytes) };
+            for (room_bytes, folder_bytes, keeper_bytes) in
+                all().flat_map(|room| all().flat_map(move |folder| all().map(move |keeper| (room, folder, keeper))))
+            {
+                let room = Room { kind, free_bytes: Some(room_bytes), total_bytes: Some(room_bytes) };
+                let needs = Needs { folder_bytes, keeper_bytes };
+                let roomy = Room { free_bytes: None, ..room };
+                let idle = HostMemory { available_bytes: total_bytes, ..host };
+                match check(folder, &room, needs, host) {
+                    Ok(()) => {
+                        assert!(folder_bytes <= room_bytes && needs.host_bytes(kind) <= host.available_bytes);
+                        held += 1;
+                    }
+                    // A larger folder.
+                    Err(RoomError::FolderTooSmall { .. }) => check(folder, &roomy, needs, host).unwrap(),
+                    // Memory that others give back.
+                    Err(RoomError::HostTooSmall { .. }) => check(folder, &roomy, needs, idle).unwrap(),
+                    // No one's.
+                    Err(RoomError::MoreThanHost { .. }) => assert!(check(folder, &roomy, needs, idle).is_err()),
+                    Err(error) => panic!("{error}"),
+                }
+                refused += 1;
+            }
+        }
+        assert!(held > 100 && refused > 2 * held, "{held} of {refused}");
     }
 
     #[test]
     fn the_host_is_asked_where_the_file_system_promises_more_than_there_is() {
         let promising = Room { kind: FileSystemKind::Tmpfs, free_bytes: Some(64 * MIB), total_bytes: Some(64 * MIB) };
         let folder = Path::new("/ram");
-        assert!(check(folder, &promising, 32 * MIB, 32 * MIB).is_ok());
-        let refusal = check(folder, &promising, 32 * MIB, 31 * MIB).unwrap_err().to_string();
+        let host = |mib| HostMemory { total_bytes: 64 * MIB, available_bytes: mib * MIB };
+        assert!(check(folder, &promising, in_folder(32 * MIB), host(32)).is_ok());
+        let refusal = check(folder, &promising, in_folder(32 * MIB), host(31)).unwrap_err().to_string();
         assert!(refusal.starts_with("too little host memory: 32 MiB are needed and 31 MiB are available"), "{refusal}");
         let unlimited = Room { kind: FileSystemKind::Ramfs, free_bytes: None, total_bytes: None };
-        assert!(check(folder, &unlimited, 32 * MIB, 31 * MIB).is_err());
+        assert!(check(folder, &unlimited, in_folder(32 * MIB), host(31)).is_err());
         let reserved = Room { kind: FileSystemKind::Hugetlbfs { huge_page_bytes: 2 * MIB }, ..promising };
-        assert!(check(folder, &reserved, 32 * MIB, 0).is_ok());
+        assert!(check(folder, &reserved, in_folder(32 * MIB), host(0)).is_ok());
+        let keeper = Needs { keeper_bytes: MIB, ..in_folder(32 * MIB) };
+        assert!(check(folder, &reserved, keeper, host(0)).is_err(), "the keeper's own is the host's everywhere");
     }
 
     #[test]
     fn the_hosts_memory_is_read() {
-        assert!(host_available_bytes().unwrap() > MIB);
-        assert_eq!(available_in("MemFree: 1 kB\nMemAvailable:   2048 kB\n"), Some(2 * MIB));
-        assert_eq!(available_in("MemFree: 1 kB\n"), None);
-        assert_eq!(available_in("MemAvailable: many kB\n"), None);
+        let host = HostMemory::now().unwrap();
+        assert!(host.total_bytes > host.available_bytes && host.available_bytes > MIB);
+        assert_eq!(line_of("MemFree: 1 kB\nMemAvailable:   2048 kB\n", "MemAvailable"), Some(2 * MIB));
+        assert_eq!(line_of("MemFree: 1 kB\n", "MemAvailable"), None);
+        assert_eq!(line_of("MemAvailable: many kB\n", "MemAvailable"), None);
     }
 }

@@ -1,9 +1,12 @@
 //! Memory: does the folder hold the RAM, and does the host, with what the other machines may still take?
 
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::time::Duration;
 
 use hearth_disk::nvram::resident_bytes;
-use hearth_memory::room::{FileSystemKind, Room, RoomError, host_available_bytes, must_hold};
+use hearth_memory::room::{FileSystemKind, HostMemory, Needs, Room, RoomError, must_hold};
 use hearth_recovery::rejuvenation::parked;
 
 use super::{Life, existing};
@@ -22,14 +25,16 @@ pub fn check(config: &Config, root: &RuntimeRoot, life: Life, problems: &mut Vec
         return;
     }
     let folder = existing(&config.memory_folder);
-    let wanted_bytes = wanted_bytes(config);
-    match must_hold(folder, wanted_bytes) {
+    let needs = needs(config);
+    match must_hold(folder, needs) {
         Ok(room) => {
             suitable(config, room, problems);
-            problems.extend(shared(config, &room, wanted_bytes, &promised(root, &config.name)));
+            let Ok(host) = HostMemory::now() else { return };
+            problems.extend(shared(config, &room, needs, host, &promised(root, &config.name, folder)));
         }
         Err(error) => {
-            let subject = if matches!(error, RoomError::HostTooSmall { .. }) { "memory" } else { "memory_folder" };
+            let of_host = matches!(error, RoomError::HostTooSmall { .. } | RoomError::MoreThanHost { .. });
+            let subject = if of_host { "memory" } else { "memory_folder" };
             problems.push(Problem::error(subject, crate::chain(&error), ""));
         }
     }
@@ -47,16 +52,20 @@ pub fn owner(config: &Config, problems: &mut Vec<Problem>) {
 pub fn check_growth(last: &Config, next: &Config, problems: &mut Vec<Problem>) {
     let more_bytes = next.most_memory_bytes().saturating_sub(last.most_memory_bytes());
     if more_bytes > 0
-        && let Err(error) = must_hold(existing(&next.memory_folder), more_bytes)
+        && let Err(error) =
+            must_hold(existing(&next.memory_folder), Needs { folder_bytes: more_bytes, keeper_bytes: 0 })
     {
         problems.push(Problem::error("memory", crate::chain(&error), "the change waits for the next guest"));
     }
 }
 
 /// What is still to be taken: NVRAM whose memory outlived the machine's last stop is there.
-pub(super) fn wanted_bytes(config: &Config) -> u64 {
+pub(super) fn needs(config: &Config) -> Needs {
     let there = |(name, bytes): (&str, u64)| resident_bytes(&config.memory_folder, name).min(bytes);
-    config.most_memory_bytes() - config.nvram_in_memory().map(there).sum::<u64>()
+    let there_bytes = config.nvram_in_memory().map(there).sum::<u64>();
+    // The boot set is no file.
+    let keeper_bytes = config.remount_bytes();
+    Needs { folder_bytes: config.most_memory_bytes() - keeper_bytes - there_bytes, keeper_bytes }
 }
 
 pub(super) fn suitable(config: &Config, room: Room, problems: &mut Vec<Problem>) {
@@ -72,69 +81,126 @@ pub(super) fn suitable(config: &Config, room: Room, problems: &mut Vec<Problem>)
 /// What other machines may still take, although they have not yet.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Promised {
-    bytes: u64,
-    machines: Vec<String>,
+    machines: Vec<Machine>,
 }
 
-fn promised(root: &RuntimeRoot, own_name: &str) -> Promised {
-    let mut promised = Promised::default();
-    for name in root.names().into_iter().filter(|name| name != own_name) {
-        let Ok(status) = Client::new(root.api_socket(&name)).with_patience(PATIENCE).status() else { continue };
-        let memory = status.memory;
-        let most_bytes = memory.budget_bytes + memory.headroom_bytes;
-        let held_bytes = memory.resident_bytes + memory.ember_bytes + memory.boot_set_bytes + memory.nvram_bytes;
-        promised.bytes += most_bytes.saturating_sub(held_bytes);
-        promised.machines.push(name);
-    }
-    promised
+#[derive(Debug, PartialEq, Eq)]
+struct Machine {
+    name: String,
+    kind: FileSystemKind,
+    /// Its memory folder is in the same file system.
+    is_beside: bool,
+    needs: Needs,
+}
+
+fn promised(root: &RuntimeRoot, own_name: &str, folder: &Path) -> Promised {
+    let others = root.names().into_iter().filter(|name| name != own_name);
+    Promised { machines: others.filter_map(|name| machine(root, name, folder)).collect() }
+}
+
+/// None: it does not answer.
+fn machine(root: &RuntimeRoot, name: String, beside: &Path) -> Option<Machine> {
+    let client = Client::new(root.api_socket(&name)).with_patience(PATIENCE);
+    let (memory, config) = (client.status().ok()?.memory, client.config().ok()?);
+    let folder = Path::new(config["memory_folder"].as_str()?);
+    let boot_set_bytes = config["remount"]["limit_bytes"].as_u64().unwrap_or(0);
+    let most_bytes = (memory.budget_bytes + memory.headroom_bytes).saturating_sub(boot_set_bytes);
+    let held_bytes = memory.resident_bytes + memory.ember_bytes + memory.nvram_bytes;
+    let device = |folder: &Path| fs::metadata(folder).map(|metadata| metadata.dev()).ok();
+    Some(Machine {
+        name,
+        kind: Room::of(folder).ok()?.kind,
+        is_beside: device(folder) == device(beside),
+        needs: Needs {
+            folder_bytes: most_bytes.saturating_sub(held_bytes),
+            keeper_bytes: boot_set_bytes.saturating_sub(memory.boot_set_bytes),
+        },
+    })
 }
 
 /// Memory that is free now but promised to others: each machine would start, and the first to grow would kill another.
-fn shared(config: &Config, room: &Room, wanted_bytes: u64, promised: &Promised) -> Option<Problem> {
-    if promised.bytes == 0 || !room.kind.is_host_memory() {
-        return None;
+fn shared(config: &Config, room: &Room, needs: Needs, host: HostMemory, promised: &Promised) -> Option<Problem> {
+    let of_host = |machine: &Machine| machine.needs.host_bytes(machine.kind);
+    let in_folder = |machine: &Machine| if machine.is_beside { machine.needs.folder_bytes } else { 0 };
+    // The host first: where that is too small a larger folder is no remedy.
+    let lacking = promised.lack(needs.host_bytes(room.kind), host.available_bytes, of_host);
+    if let Some(lacking) = lacking {
+        let message = format!("too little host memory: {} {lacking}", config.name);
+        return Some(Problem::error("memory", message, "stop one of them or give this machine less memory"));
     }
-    // The folder's own limit matters to machines in the same file system only, but most use one; the host's to all.
-    let free_bytes = host_available_bytes().ok()?.min(room.free_bytes.unwrap_or(u64::MAX));
-    if wanted_bytes + promised.bytes <= free_bytes {
-        return None;
+    let lacking = promised.lack(needs.folder_bytes, room.free_bytes?, in_folder)?;
+    let folder = config.memory_folder.display();
+    let message = format!("too little room for {folder}: {} {lacking} in its file system", config.name);
+    let hint = format!("{}; or stop one of them", room.kind.remedy());
+    Some(Problem::error("memory_folder", message, hint))
+}
+
+impl Promised {
+    /// Whether others leave too little of what is free, in words.
+    fn lack(&self, needed_bytes: u64, free_bytes: u64, of: impl Fn(&Machine) -> u64) -> Option<String> {
+        let promised_bytes: u64 = self.machines.iter().map(&of).sum();
+        if promised_bytes == 0 || needed_bytes + promised_bytes <= free_bytes {
+            return None;
+        }
+        let names: Vec<_> = self.machines.iter().filter(|one| of(one) > 0).map(|one| one.name.as_str()).collect();
+        Some(format!(
+            "needs {} MiB, running machines ({}) may still take {} MiB, and {} MiB are free",
+            needed_bytes >> 20,
+            names.join(", "),
+            promised_bytes >> 20,
+            free_bytes >> 20
+        ))
     }
-    let message = format!(
-        "too little host memory: {} needs {} MiB, running machines ({}) may still take {} MiB, and {} MiB are free",
-        config.name,
-        wanted_bytes >> 20,
-        promised.machines.join(", "),
-        promised.bytes >> 20,
-        free_bytes >> 20
-    );
-    Some(Problem::error("memory", message, "stop another machine or give this one less memory"))
 }
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use super::*;
 
-    /// A tmpfs with 100 MiB free: less than any host that runs tests.
+    /// A tmpfs with 100 MiB free.
     const ROOM: Room = Room { kind: FileSystemKind::Tmpfs, free_bytes: Some(100 << 20), total_bytes: None };
+    const HOST: HostMemory = HostMemory { total_bytes: 1 << 30, available_bytes: 150 << 20 };
 
-    fn check(wanted_mib: u64, promised_mib: u64, room: &Room) -> Option<String> {
-        let text = "name = \"web\"\nmemory = \"32MiB\"\n[boot]\nkernel = \"k\"\n";
-        let config = Config::parse(text, Path::new("/web.toml"), &RuntimeRoot::new("/run/hearth")).unwrap();
-        let promised = Promised { bytes: promised_mib << 20, machines: vec!["db".into(), "mail".into()] };
-        shared(&config, room, wanted_mib << 20, &promised).map(|problem| problem.to_string())
+    fn config() -> Config {
+        let text = "name = \"web\"\nmemory = \"32MiB\"\nmemory_folder = \"/ram/web\"\n[boot]\nkernel = \"k\"\n";
+        Config::parse(text, Path::new("/web.toml"), &RuntimeRoot::new("/run/hearth")).unwrap()
+    }
+
+    /// Beside one machine in the same tmpfs, and one in another.
+    fn check(wanted_mib: u64, beside_mib: u64, elsewhere_mib: u64, room: &Room) -> Option<String> {
+        let needs = |mib: u64| Needs { folder_bytes: mib << 20, keeper_bytes: 0 };
+        let machine = |name: &str, is_beside, mib: u64| Machine {
+            name: name.to_owned(),
+            kind: FileSystemKind::Tmpfs,
+            is_beside,
+            needs: needs(mib),
+        };
+        let machines = vec![machine("db", true, beside_mib), machine("mail", false, elsewhere_mib)];
+        let promised = Promised { machines };
+        shared(&config(), room, needs(wanted_mib), HOST, &promised).map(|problem| problem.to_string())
     }
 
     #[test]
     fn memory_promised_to_other_machines_is_not_given_twice() {
-        assert_eq!(check(60, 40, &ROOM), None);
+        assert_eq!(check(60, 40, 50, &ROOM), None);
         assert_eq!(
-            check(60, 41, &ROOM).unwrap(),
-            "error: memory: too little host memory: web needs 60 MiB, running machines (db, mail) may still take 41 MiB, and 100 MiB are free; stop another machine or give this one less memory"
+            check(60, 40, 51, &ROOM).unwrap(),
+            "error: memory: too little host memory: web needs 60 MiB, running machines (db, mail) may still take 91 MiB, and 150 MiB are free; stop one of them or give this machine less memory"
         );
-        // Memory that is not the host's is not shared with machines on tmpfs.
-        assert_eq!(check(60, 41, &Room { kind: FileSystemKind::Dax, ..ROOM }), None);
+        assert_eq!(
+            check(60, 41, 0, &ROOM).unwrap(),
+            "error: memory_folder: too little room for /ram/web: web needs 60 MiB, running machines (db) may still take 41 MiB, and 100 MiB are free in its file system; enlarge that tmpfs (mount -o remount,size=...) or choose another folder; or stop one of them"
+        );
+        // Memory that is not the host's is shared with machines in the same file system only.
+        assert_eq!(check(60, 40, 110, &Room { kind: FileSystemKind::Dax, ..ROOM }), None);
+    }
+
+    #[test]
+    fn each_file_system_holds_what_lies_in_it() {
+        let text = "name = \"web\"\nmemory = \"32MiB\"\nbudget_slack = \"1MiB\"\non_panic = \"recover\"\n[boot]\nkernel = \"k\"\n\
+                    [remount]\nlimit = \"8MiB\"\n[[nvram]]\nsize = \"4MiB\"\n";
+        let config = Config::parse(text, Path::new("/web.toml"), &RuntimeRoot::new("/run/hearth")).unwrap();
+        assert_eq!(needs(&config), Needs { folder_bytes: 37 << 20, keeper_bytes: 8 << 20 });
     }
 
     #[test]

@@ -5,15 +5,14 @@
 //! Every check goes on after a problem: an operator mends all of them in one go. What a machine that runs holds itself
 //! (its ports, its memory, its image locks) is no problem of its configuration and is not looked at then.
 
-use std::fs::{File, OpenOptions};
-use std::io;
 use std::path::Path;
 
-use crate::config::{Boot, Config};
+use crate::config::Config;
 use crate::machine::find_parked;
 use crate::problem::{Problem, Severity};
 use crate::runtime_root::RuntimeRoot;
 
+mod boot;
 mod disks;
 mod dumps;
 pub mod life;
@@ -54,7 +53,7 @@ pub fn check(config: &Config, root: &RuntimeRoot, purpose: Purpose) -> Vec<Probl
         problems.push(running_already(&config.name, purpose));
     }
     let goes_on = purpose == Purpose::TakeOver || purpose == Purpose::Run && life == Life::Orphaned;
-    of_next_start(goes_on, &mut problems, |problems| boot(&config.boot, problems));
+    of_next_start(goes_on, &mut problems, |problems| boot::check(&config.boot, problems));
     disks::check(config, life, purpose, &mut problems);
     memory::owner(config, &mut problems);
     memory::check(config, root, life, &mut problems);
@@ -70,7 +69,7 @@ pub fn check(config: &Config, root: &RuntimeRoot, purpose: Purpose) -> Vec<Probl
 /// keeper holds all else that it needs.
 pub fn of_next_guest(last: &Config, next: &Config) -> Vec<Problem> {
     let mut problems = Vec::new();
-    boot(&next.boot, &mut problems);
+    boot::check(&next.boot, &mut problems);
     memory::check_growth(last, next, &mut problems);
     problems.retain(Problem::is_error);
     problems
@@ -106,45 +105,4 @@ fn running_already(name: &str, purpose: Purpose) -> Problem {
             format!("see `hearth status {name}`; stop it with `hearth stop {name}`"),
         ),
     }
-}
-
-fn boot(boot: &Boot, problems: &mut Vec<Problem>) {
-    match boot {
-        Boot::Kernel { kernel, initrd, .. } => {
-            readable("boot.kernel", kernel, "name a Linux kernel, for example /boot/vmlinuz", problems);
-            if let Some(initrd) = initrd {
-                readable("boot.initrd", initrd, "name an initial RAM disk, or remove the line", problems);
-            }
-        }
-        Boot::Firmware { code, vars } => {
-            if let Some(code) = code {
-                readable(
-                    "boot.firmware",
-                    code,
-                    "install OVMF (Debian: apt install ovmf), or name another image",
-                    problems,
-                );
-            }
-            if let Some(vars) = vars {
-                let hint = "copy the firmware's template, for example /usr/share/OVMF/OVMF_VARS_4M.fd, to this place";
-                file(OpenOptions::new().read(true).write(true), "boot.firmware_vars", vars, hint, problems);
-            }
-        }
-    }
-}
-
-fn readable(subject: &str, path: &Path, hint: &str, problems: &mut Vec<Problem>) {
-    file(OpenOptions::new().read(true), subject, path, hint, problems);
-}
-
-/// A regular file that can be opened so.
-fn file(how: &OpenOptions, subject: &str, path: &Path, hint: &str, problems: &mut Vec<Problem>) {
-    let is_file = how.open(path).and_then(|file: File| Ok(file.metadata()?.is_file()));
-    let message = match is_file {
-        Ok(true) => return,
-        Ok(false) => format!("{} is not a file", path.display()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => format!("{} does not exist", path.display()),
-        Err(error) => format!("{} cannot be opened: {error}", path.display()),
-    };
-    problems.push(Problem::error(subject, message, hint));
 }

@@ -1,6 +1,6 @@
 //! Checks of whole configurations on this host, each with one thing wrong.
 
-use std::fs;
+use std::fs::{self, File};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ struct Fixture {
 
 fn fixture() -> Fixture {
     let folder = tempfile::tempdir().unwrap();
-    fs::write(folder.path().join("vmlinuz"), "kernel").unwrap();
+    fs::write(folder.path().join("vmlinuz"), [&[0; 0x202], &b"HdrS"[..]].concat()).unwrap();
     fs::write(folder.path().join("root.img"), [0; 1 << 20]).unwrap();
     let root = RuntimeRoot::new(folder.path().join("run"));
     Fixture { folder, root }
@@ -249,10 +249,10 @@ fn nvram_that_is_there_already_is_not_asked_for_twice() {
         "{}[[nvram]]\nname = \"log\"\nsize = \"1MiB\"\n",
         GOOD.replace("/dev/shm/hearth-check-test", &folder)
     ));
-    assert_eq!(memory::wanted_bytes(&config), config.most_memory_bytes());
+    assert_eq!(memory::needs(&config).folder_bytes, config.most_memory_bytes());
     fs::create_dir(memory.path().join("web")).unwrap();
     fs::write(memory.path().join("web/nvram-log"), vec![1; 1 << 20]).unwrap();
-    assert_eq!(memory::wanted_bytes(&config), config.most_memory_bytes() - (1 << 20));
+    assert_eq!(memory::needs(&config).folder_bytes, config.most_memory_bytes() - (1 << 20));
 }
 
 #[test]
