@@ -1,4 +1,4 @@
-//! A file system of its own, in a file that is mounted through a loop device: for what the one of temporary folders may not be able to.
+//! A file system of a test's own: for what that of temporary folders may not be able to do, and to be filled.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -19,13 +19,25 @@ pub struct Mounted {
 impl Mounted {
     /// XFS, whose files can share blocks. None, and a word, where nothing can be mounted: that takes root, and a loop device.
     pub fn xfs(mib: u64) -> Result<Option<Self>> {
+        let image = |folder: &Path| {
+            let image = folder.join("image");
+            images::xfs(&image, mib, &[]).map(|()| image)
+        };
+        Self::mount(&["-o", "loop"], image)
+    }
+
+    /// Host memory, so much of it.
+    pub fn tmpfs(mib: u64) -> Result<Option<Self>> {
+        Self::mount(&["-t", "tmpfs", "-o", &format!("size={mib}m")], |_| Ok("tmpfs".into()))
+    }
+
+    fn mount(options: &[&str], source: impl FnOnce(&Path) -> Result<PathBuf>) -> Result<Option<Self>> {
         let parent = std::env::temp_dir();
         let made = tempfile::Builder::new().prefix("hearth-mounted-").tempdir_in(&parent);
         let folder = at("create a folder in", &parent, made)?;
-        let (image, path) = (folder.path().join("image"), folder.path().join("files"));
-        images::xfs(&image, mib, &[])?;
+        let (source, path) = (source(folder.path())?, folder.path().join("files"));
         at("create", &path, std::fs::create_dir(&path))?;
-        let mounted = Command::new("mount").args(["-o", "loop"]).args([&image, &path]).output();
+        let mounted = Command::new("mount").args(options).args([&source, &path]).output();
         match at("mount", &path, mounted)? {
             output if output.status.success() => Ok(Some(Self { _folder: folder, path })),
             output => {

@@ -20,6 +20,8 @@ use serde_json::Value;
 mod edited;
 #[path = "keeper/folders.rs"]
 mod folders;
+#[path = "keeper/full_folders.rs"]
+mod full_folders;
 #[path = "keeper/users.rs"]
 mod users;
 

@@ -77,6 +77,7 @@ impl Machine {
     pub(super) fn wait_to_start(&mut self, delay: Duration, why: String) {
         self.note_idle_images();
         let now = Instant::now();
+        self.waits_since.get_or_insert(now);
         let next_start = rfc3339(SystemTime::now() + delay);
         let state_why = format!("the next guest cannot be started yet: {why}");
         // Told once, and not at every try.

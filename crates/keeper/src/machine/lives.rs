@@ -108,6 +108,9 @@ impl Machine {
         self.renew_images(&next)?;
         self.phase(Phase::Attach, |machine| machine.succession().attach(&next))?;
         self.phase(Phase::Launch, |machine| machine.launch(next))?;
+        if let Some(began) = self.waits_since.take() {
+            self.phase_ended("back-off", began, began.elapsed());
+        }
         if let Some(timeline) = &mut self.timeline {
             timeline.recovered();
         }
@@ -208,7 +211,11 @@ impl Machine {
         result
     }
 
+    /// Nothing is noted of the tries of a machine that waits: there may be thousands.
     pub(super) fn phase_ended(&mut self, phase: &str, began: Instant, took: Duration) {
+        if self.waits_since.is_some() {
+            return;
+        }
         if let Some(timeline) = &mut self.timeline {
             timeline.ended(phase, began, took);
         }

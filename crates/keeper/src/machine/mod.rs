@@ -209,6 +209,8 @@ pub struct Machine {
     crashes: Crashes,
     /// There is no guest, and the next one is waited for.
     back_off: Option<BackOff>,
+    /// When the first start failed for want of something that the machine waits for.
+    waits_since: Option<Instant>,
     /// The way of the living incarnation out of a snapshot.
     restoring: Option<restore::Restoring>,
     /// A save that is under way.
@@ -303,6 +305,7 @@ impl Machine {
             schedule: age::Schedule::new(),
             crashes: Crashes::default(),
             back_off: None,
+            waits_since: None,
             restoring: None,
             saving: None,
             frozen: None,

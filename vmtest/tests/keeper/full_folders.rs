@@ -1,0 +1,60 @@
+//! Folders of the keeper that have no space left: the reboot is cold or waits, and goes on by itself when there is space again.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use hearth_vmtest::images::File as DiskFile;
+use hearth_vmtest::{Disk, Drives, Mounted, Result, TestVm};
+
+/// Takes all that is left of a file system.
+fn fill(folder: &Path) -> PathBuf {
+    let path = folder.join("filler");
+    let mut file = File::create(&path).expect("an inode is left");
+    for bytes in [1 << 20, 4096, 1] {
+        while file.write_all(&vec![1; bytes]).is_ok() {}
+    }
+    path
+}
+
+const VERIFY: &str = "mkdir -p /d && mount -o ro /dev/vda /d && probe verify /d/kept.bin 3";
+
+/// Of a machine with a memory folder and a runtime folder on file systems of their own.
+fn machine(name: &str) -> Result<Option<(TestVm, Mounted, Mounted)>> {
+    let (Some(memory), Some(runtime)) = (Mounted::tmpfs(600)?, Mounted::tmpfs(4)?) else { return Ok(None) };
+    let disk = Disk::ext4(64).with_files([DiskFile::pattern("kept.bin", 8 << 20, 3)]);
+    let folder_of = |mounted: &Mounted| mounted.path().join(name).display().to_string();
+    let vm = TestVm::busybox(name).disk(disk).setting("memory_folder", folder_of(&memory));
+    let vm = vm.setting("runtime_folder", folder_of(&runtime)).boot()?;
+    vm.sh(VERIFY)?;
+    Ok(Some((vm, memory, runtime)))
+}
+
+#[test]
+fn a_full_memory_folder_costs_a_reboot_no_more_than_what_it_kept() -> Result<()> {
+    let Some((vm, memory, _runtime)) = machine("full-memory")? else { return Ok(()) };
+    fill(memory.path());
+    vm.reset()?;
+    // What the dead guest had is given up for the next one.
+    vm.wait_incarnation(2)?;
+    vm.sh(VERIFY)?;
+    vm.has_no_disk_errors()
+}
+
+#[test]
+fn a_full_runtime_folder_makes_a_reboot_wait() -> Result<()> {
+    let Some((vm, _memory, runtime)) = machine("full-runtime")? else { return Ok(()) };
+    let filler = fill(runtime.path());
+    vm.reset()?;
+    let waits = vm.wait_status("it waits", |status| status["next_start"].is_string())?;
+    let why = waits["state_why"].as_str().unwrap_or_default();
+    assert!(why.contains("journal.json") && why.contains("No space left on device"), "{why}");
+    // Some more tries, of which nobody hears.
+    let (first, told) = (waits["next_start"].clone(), vm.events().len());
+    vm.wait_status("another try", |status| status["next_start"].is_string() && status["next_start"] != first)?;
+    assert_eq!(vm.events().len(), told);
+    fs::remove_file(filler).expect("it is there");
+    vm.wait_incarnation(2)?;
+    vm.sh(VERIFY)?;
+    vm.has_no_disk_errors()
+}
