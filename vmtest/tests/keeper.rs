@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -35,9 +35,9 @@ const BOOT_MS: u64 = 3000;
 /// In which firmware and kernel start the disk. A QEMU before 9.1 that loses it just then does not see that it comes back.
 const START_MS: u64 = 160;
 
-/// 32 MiB three times over, each block read again and compared: long enough for all the kills.
-const FIO: &str = "fio --name=load --filename=/dev/vda --rw=randwrite --bsrange=4k-16k --size=32m --loops=3 \
-    --ioengine=io_uring --iodepth=16 --direct=1 --thread --verify=crc32c --verify_backlog=64 --verify_fatal=1";
+/// Each block is read again and compared.
+const FIO: &str = "fio --name=load --rw=randwrite --bsrange=4k-16k --ioengine=io_uring --iodepth=16 --direct=1 --thread \
+    --verify=crc32c --verify_backlog=64 --verify_fatal=1";
 
 /// Splitmix64: random enough to choose moments, and a failure can be repeated with its seed.
 struct Random(u64);
@@ -108,7 +108,8 @@ fn a_guest_under_load_outlives_its_keepers() -> Result<()> {
     let qemu = vm.qemu_pid()?;
     // What a keeper that is killed has just written is not trusted; so nothing is written there.
     vm.sh("mkdir -p /d && mount -o ro /dev/vdb /d && probe verify /d/kept.bin 7")?;
-    vm.sh(&format!("({FIO} >/tmp/fio.log 2>&1; echo $? >/tmp/fio.status) &"))?;
+    // Long enough for all the kills.
+    start_fio(&vm, "/dev/vda", "--size=32m --loops=3")?;
     for round in 1..=KILLS {
         let writes = random.up_to(WRITES_BEFORE_KILL_MAX);
         wait_status(&vm, &format!("{writes} writes in round {round}"), |status| {
@@ -185,6 +186,77 @@ fn a_boot_outlives_its_keeper_at_any_moment() -> Result<()> {
     }
     assert_eq!(vm.status()?["incarnation"], 1 + rounds);
     Ok(())
+}
+
+fn start_fio(vm: &TestVm, device: &str, length: &str) -> Result<()> {
+    let load = format!("({FIO} --filename={device} {length} >/tmp/fio.log 2>&1; echo $? >/tmp/fio.status) &");
+    vm.sh(&load).map(drop)
+}
+
+/// Waits until somebody listens at a socket.
+fn wait_listener(path: &Path) {
+    let deadline = Instant::now() + patience(20);
+    while UnixStream::connect(path).is_err() {
+        assert!(Instant::now() < deadline, "nobody listens at {}", path.display());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// A keeper that dies at the very first word that QEMU says to the server of this disk.
+fn lose_keeper_at_first_word(vm: &TestVm, disk: &str) -> Result<()> {
+    let socket = vm.runtime_root().join(vm.name()).join(format!("disk-{disk}.sock"));
+    let qemu = vm.qemu_pid()?;
+    vm.freeze_qemu()?;
+    // Not with take_over: this keeper waits for QEMU, which does not answer it before it dies.
+    vm.restart_keeper()?;
+    wait_listener(&socket);
+    vm.kill_keeper()?;
+    // Its server in this place, since the moment cannot be met from outside.
+    std::fs::remove_file(&socket).expect("its keeper was killed");
+    let listener = UnixListener::bind(&socket).expect("nobody else listens there");
+    processes::thaw(qemu).expect("QEMU lives");
+    let (mut server, _) = listener.accept().expect("QEMU connects again");
+    // GET_FEATURES of vhost-user: a head of three words.
+    server.read_exact(&mut [0; 12]).expect("it greets its disk's server");
+    std::fs::remove_file(&socket).expect("it was made above");
+    Ok(())
+}
+
+/// A QEMU before 9.1 that loses its disk's server in the middle of its greeting does not speak to the next one, and crashes if
+/// its guest is stopped and continued.
+#[test]
+fn a_disk_whose_server_died_during_the_greeting_goes_on() -> Result<()> {
+    let vm = TestVm::busybox_with_fio("greeting").disk(Disk::empty(16)).disk(Disk::empty(48)).boot()?;
+    let nonce = vm.nonce()?;
+    start_fio(&vm, "/dev/vdb", "--size=8m --loops=2")?;
+    wait_status(&vm, "the load", |status| status["disks"][1]["writes"].as_u64() >= Some(100))?;
+    lose_keeper_at_first_word(&vm, "disk1")?;
+    vm.restart_keeper()?;
+    vm.wait_event("another QEMU", |event| {
+        ["rejuvenated", "incarnation_ended"].iter().any(|kind| event["kind"] == *kind)
+    })?;
+    known::fio_ends_well(&vm)?;
+    assert_eq!((&vm.status()?["incarnation"], vm.nonce()?), (&Value::from(1), nonce), "it is the same guest");
+    vm.has_no_disk_errors()?;
+    vm.rejuvenate()
+}
+
+/// No other QEMU can have its guest, and the operator decides when that starts again.
+#[test]
+fn a_silent_disk_is_named_where_qemu_cannot_be_replaced() -> Result<()> {
+    let keys = [("device", "pmem"), ("name", "log"), ("size", "16MiB")];
+    let nvram: toml::Table = keys.into_iter().map(|(key, value)| (key.to_owned(), value.into())).collect();
+    let vm = TestVm::busybox("named").setting("nvram", vec![nvram]).disk(Disk::empty(16)).boot()?;
+    let (nonce, qemu) = (vm.nonce()?, vm.qemu_pid()?);
+    lose_keeper_at_first_word(&vm, "disk0")?;
+    vm.restart_keeper()?;
+    let told = vm.wait_event("the silent disk", |event| event["kind"] == "error")?["message"].to_string();
+    assert!(told.contains("QEMU says nothing to disk disk0") && told.contains("nvram log"), "{told}");
+    assert!(told.contains("`hearth reboot named --force`"), "{told}");
+    assert_eq!((vm.nonce()?, vm.qemu_pid()?), (nonce, qemu), "it is the same guest");
+    vm.reboot_forced()?;
+    vm.wait_incarnation(2)?;
+    vm.sh("dd if=/dev/vda of=/dev/null bs=1M count=1 iflag=direct").map(drop)
 }
 
 /// A guest that panicked and waits to be looked at waits for a new keeper, too.

@@ -7,12 +7,14 @@
 mod common;
 
 use std::collections::BTreeMap;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use common::*;
 use hearth_disk::engine::flaky::{Fault, Plan};
-use hearth_disk::server::{DiskServer, Expected, Peer};
+use hearth_disk::server::{DiskServer, Expected, Peer, ServerError, inflight_name};
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserConfigFlags;
 
@@ -136,6 +138,40 @@ fn queue_stopped_at_once_answers_what_it_resumed() {
     assert!(place.disk_bytes(0, 4096) == [0xaa; 4096]);
     assert_eq!(guest.poll(0), None, "nothing is answered twice");
     assert!(guest.read_disk(8 * 4096, 4096) == place.disk_bytes(8 * 4096, 4096), "and it goes on");
+}
+
+/// A QEMU that is connected to the next server and says nothing to it has the only note of its requests.
+#[test]
+fn requests_of_a_silent_qemu_are_taken_over_by_another() {
+    let place = Place::new(DISK_BYTES);
+    let victim = Victim::spawn(&place, "s0");
+    let mut guest = Guest::connect(&place.socket(), 1);
+    guest.frontend.set_config(WRITEBACK, VhostUserConfigFlags::WRITABLE, &[0]).unwrap();
+    guest.write_ram(DATA, &[0xaa; 4096]);
+    let held = guest.submit(0, WRITE, 0, DATA, 4096);
+    for at in 1..3 {
+        let later = guest.submit(0, READ, at << 16, DATA + at * 4096, 4096);
+        assert_eq!(guest.wait(0).head, later, "overtakes");
+    }
+    let left = guest.inflight_file();
+    let name = std::fs::read_link(format!("/proc/self/fd/{}", left.as_raw_fd())).unwrap();
+    assert_eq!(name.to_str(), Some(format!("/memfd:{} (deleted)", inflight_name("test")).as_str()));
+    victim.kill();
+    let server = place.serve(None);
+    let _silent = UnixStream::connect(place.socket()).unwrap();
+    wait_until("the silent one is connected", || server.counters().connected);
+    assert!(!server.counters().spoken);
+    let unsealed = rustix::fs::memfd_create("foreign", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    assert!(matches!(server.set_handover_from_silent(unsealed), Err(ServerError::Left { .. })));
+    server.set_handover_from_silent(left).unwrap();
+    let successor = guest.successor(&place.socket());
+    let _before = guest.hop(successor);
+    assert_eq!(guest.wait(0).head, held);
+    assert!(place.disk_bytes(0, 4096) == [0xaa; 4096]);
+    assert_eq!(guest.poll(0), None, "nothing is answered twice");
+    assert!(guest.read_disk(8 * 4096, 4096) == place.disk_bytes(8 * 4096, 4096), "and it goes on");
+    let (_, space) = guest.frontend.get_config(0, 60, VhostUserConfigFlags::empty(), &[0; 60]).unwrap();
+    assert_eq!(space[WRITEBACK as usize], 0, "the write cache is still off");
 }
 
 /// A guest without a write cache sends no flushes. QEMU does not tell the next server so.

@@ -30,7 +30,7 @@ pub enum Event {
     Ready { incarnation: u32, word: ready::Word },
     /// A disk says.
     Disk { disk: String, notice: hearth_disk::server::Notice },
-    /// It is time to look whether the QEMU that was taken over speaks to its disks, so many times by now.
+    /// It is time to look whether the QEMU that was taken over speaks to its disks; `look` counts.
     Listen { generation: u32, look: u32 },
     /// A rejuvenation that was accepted for this incarnation's guest begins.
     Rejuvenate { incarnation: u32, request: RejuvenateRequest },

@@ -28,6 +28,6 @@ pub use footprint::Footprint;
 pub use launch::Launch;
 pub use machine_type::{EARLIER_MACHINE_TYPE, Hardware, MachineType, MachineTypes};
 pub use migration::Migration;
-pub use process::{Process, ProcessError, ProcessId, kill_stray, processes_naming, runtime_folder_of};
+pub use process::{Process, ProcessError, ProcessId, kill_stray, memory_of, processes_naming, runtime_folder_of};
 pub use qmp::{Qmp, QmpError, QmpEvent, Said};
 pub use transcript::Transcript;

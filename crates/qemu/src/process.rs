@@ -16,7 +16,8 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{
-    Pid, PidfdFlags, Resource, Rlimit, Signal, WaitIdOptions, pidfd_open, pidfd_send_signal, setrlimit, waitid,
+    Pid, PidfdFlags, PidfdGetfdFlags, Resource, Rlimit, Signal, WaitIdOptions, pidfd_getfd, pidfd_open,
+    pidfd_send_signal, setrlimit, waitid,
 };
 
 use crate::launch::ram_file_option;
@@ -213,6 +214,25 @@ fn identify(pid: u32) -> io::Result<(ProcessId, OwnedFd)> {
 pub(crate) fn open_pidfd(pid: u32) -> io::Result<OwnedFd> {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
     Ok(pidfd_open(pid, PidfdFlags::empty())?)
+}
+
+/// Copies of the descriptors that a process has of the memory files (memfd) of this name. Who may trace it may do this.
+pub fn memory_of(pid: u32, name: &str) -> io::Result<Vec<OwnedFd>> {
+    let (process, link) = (open_pidfd(pid)?, format!("/memfd:{name} (deleted)"));
+    let mut found = Vec::new();
+    for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
+        let entry = entry?;
+        // It may be closed meanwhile.
+        if fs::read_link(entry.path()).is_ok_and(|target| target.as_os_str() == link.as_str())
+            && let Some(number) = entry.file_name().to_str().and_then(|name| name.parse().ok())
+        {
+            match pidfd_getfd(&process, number, PidfdGetfdFlags::empty()) {
+                Err(rustix::io::Errno::BADF) => {}
+                fetched => found.push(fetched?),
+            }
+        }
+    }
+    Ok(found)
 }
 
 pub(crate) fn start_ticks(pid: u32) -> io::Result<u64> {

@@ -5,7 +5,7 @@
 //! shares, and sets back. The memory file behind it has a fixed size: at its end QEMU's log stops without a word
 //! (`qemu_chr_write_log` in QEMU's chardev/char.c), however much the guest says.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
@@ -13,9 +13,8 @@ use std::os::unix::fs::FileExt;
 use rustix::fs::{
     MemfdFlags, OFlags, SealFlags, SeekFrom, fcntl_add_seals, fcntl_get_seals, fcntl_getfl, memfd_create, seek,
 };
-use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 
-use crate::process::open_pidfd;
+use crate::process::memory_of;
 
 /// So much can be said before a keeper comes.
 const TRANSCRIPT_BYTES: u64 = 256 << 10;
@@ -39,16 +38,7 @@ impl Transcript {
 
     /// That of a QEMU which another keeper started. Who may trace QEMU may do this.
     pub fn find(qemu_pid: u32) -> io::Result<Self> {
-        let qemu = open_pidfd(qemu_pid)?;
-        for entry in fs::read_dir(format!("/proc/{qemu_pid}/fd"))? {
-            let entry = entry?;
-            // QEMU may have closed it meanwhile.
-            let Ok(target) = fs::read_link(entry.path()) else { continue };
-            if !target.to_str().is_some_and(|target| target.starts_with(&format!("/memfd:{NAME} "))) {
-                continue;
-            }
-            let Some(number) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-            let Ok(log) = pidfd_getfd(&qemu, number, PidfdGetfdFlags::empty()) else { continue };
+        for log in memory_of(qemu_pid, NAME)? {
             if fcntl_getfl(&log)?.contains(OFlags::WRONLY) {
                 let memory = OpenOptions::new().read(true).write(true).open(path_of(log.as_raw_fd()))?;
                 return Ok(Self { log, memory });

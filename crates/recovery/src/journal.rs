@@ -40,6 +40,9 @@ pub struct Journal {
     pub dumps: Vec<DumpNote>,
     /// The QEMU that runs the incarnation; none between two QEMUs.
     pub qemu: Option<QemuIdentity>,
+    /// A keeper took this QEMU over and has not yet heard it at all of its disks.
+    #[serde(default)]
+    pub greeting: bool,
     /// A hand-over to another QEMU that had begun and was not over: see `rejuvenation`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hop: Option<HopNote>,
@@ -193,6 +196,7 @@ impl Journal {
             ember: Vec::new(),
             dumps: Vec::new(),
             qemu: None,
+            greeting: false,
             hop: None,
             clock_debt: ClockDebt::default(),
             ordered: None,

@@ -10,7 +10,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant, SystemTime};
 
 use super::config::{self, Device, WRITEBACK_OFFSET, protocol};
-use super::foreign::EventCounter;
+use super::foreign::{EventCounter, MemoryFile};
 use super::inflight::{self, Inflight, InflightError};
 use super::memory::{FileIdentity, GuestMap, MemoryError, REGIONS_MAX};
 use super::poller::{Poller, Source, Watched};
@@ -98,6 +98,9 @@ pub struct Connection {
     pub memory: GuestMap,
     pub queues: Vec<Queue>,
     pub inflight: Option<Inflight>,
+    disk: String,
+    /// The inflight region of a QEMU that says nothing to this server, whose guest this one takes over. Until that goes on.
+    pub left: Option<MemoryFile>,
     features: u64,
     protocol: u64,
     /// Of the guest, not of its QEMU: two at one disk share it.
@@ -118,6 +121,7 @@ impl Connection {
     pub fn new(
         id: u32,
         pid: u32,
+        disk: &str,
         stream: UnixStream,
         poller: &Rc<Poller>,
         device: Device,
@@ -136,6 +140,8 @@ impl Connection {
             memory,
             queues: new_queues(device, poller),
             inflight: None,
+            disk: disk.to_owned(),
+            left: None,
             features: 0,
             protocol: 0,
             writeback: Rc::new(Cell::new(true)),
@@ -146,6 +152,11 @@ impl Connection {
             heard: Instant::now(),
             has_spoken: false,
         })
+    }
+
+    /// The guest switched its write cache off, as an earlier server was told.
+    pub fn write_through(&self) {
+        self.writeback.set(false);
     }
 
     /// What the guest said to the other about its write cache holds here, too.
@@ -320,6 +331,7 @@ impl Connection {
         let kick = kick.map_err(ConnectionError::Kick)?;
         let found = self.queues.get_mut(queue as usize).ok_or(QueueError::Missing { queue })?;
         self.starts += 1;
+        self.left = None;
         Ok(found.start(kick, &self.memory, self.inflight.as_mut(), agreed)?)
     }
 
@@ -378,7 +390,13 @@ impl Connection {
     fn get_inflight(&self, asked: InflightSpec, reply_bytes: usize) -> Result<Answer, ConnectionError> {
         let queues = asked.queues.min(self.device.queues);
         self.check_inflight(InflightSpec { queues, ..asked })?;
-        let (spec, file) = inflight::create(queues, asked.queue_size)?;
+        let (spec, file) = match &self.left {
+            Some(left) => {
+                let copy = left.as_fd().try_clone_to_owned().map_err(InflightError::Memory)?;
+                (inflight::spec(queues, asked.queue_size)?, copy)
+            }
+            None => inflight::create(&self.disk, queues, asked.queue_size)?,
+        };
         let mut reply = Vec::with_capacity(reply_bytes);
         reply.extend_from_slice(&spec.bytes.to_ne_bytes());
         reply.extend_from_slice(&spec.offset.to_ne_bytes());

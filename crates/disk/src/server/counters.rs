@@ -8,7 +8,7 @@ use crate::pulse::Pulse;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct DiskCounters {
     pub connected: bool,
-    /// And QEMU has said something since it connected.
+    /// And each QEMU that is connected has sent something.
     pub spoken: bool,
     /// A second QEMU is connected and waits to take over.
     pub successor: bool,

@@ -161,7 +161,7 @@ fn fuzz_messages() {
     let kinds: [OwnedFd; 3] = [
         std::fs::File::open("/dev/null").unwrap().into(),
         rustix::event::eventfd(0, rustix::event::EventfdFlags::empty()).unwrap(),
-        inflight::create(2, 16).unwrap().1,
+        inflight::create("fuzzed", 2, 16).unwrap().1,
     ];
     fuzz(mutated("messages"), |bytes| {
         let Some((head, payload)) = bytes.split_first_chunk::<5>() else { return Ok(()) };
@@ -180,7 +180,7 @@ fn fuzz_messages() {
 
 #[test]
 fn fuzz_inflight_regions() {
-    let (spec, file) = inflight::create(2, 16).unwrap();
+    let (spec, file) = inflight::create("fuzzed", 2, 16).unwrap();
     let scribble = std::fs::File::from(file.try_clone().unwrap());
     let edits = vec((0..spec.bytes, select(vec![0u8, 1, 2, 15, 16, 255])), 0..40);
     fuzz((edits, any::<u16>(), any::<u16>()), |(edits, used, head)| {

@@ -68,20 +68,38 @@ fn area_bytes(queue_size: u16) -> usize {
     (HEAD_BYTES + ENTRY_BYTES * usize::from(queue_size)).next_multiple_of(AREA_ALIGNMENT)
 }
 
-/// Makes a region for a frontend that asks for one. It comes back through `Inflight::open`.
-pub fn create(queues: u16, queue_size: u16) -> Result<(InflightSpec, OwnedFd), InflightError> {
+/// Name of the memory file of a disk's region, by which it is found among the descriptors of a QEMU that says nothing.
+pub fn memory_name(disk: &str) -> String {
+    format!("hearth-inflight-{disk}")
+}
+
+/// The region for this many queues, from the start of its file.
+pub fn spec(queues: u16, queue_size: u16) -> Result<InflightSpec, InflightError> {
     let bytes = area_bytes(queue_size) as u64 * u64::from(queues);
     if bytes == 0 || queue_size == 0 {
         return Err(InflightError::Region { queues, queue_size, what: "is empty" });
     }
+    Ok(InflightSpec { bytes, offset: 0, queues, queue_size })
+}
+
+/// Makes a region for a frontend that asks for one. It comes back through `Inflight::open`.
+pub fn create(disk: &str, queues: u16, queue_size: u16) -> Result<(InflightSpec, OwnedFd), InflightError> {
+    let spec = spec(queues, queue_size)?;
     let make = || -> rustix::io::Result<OwnedFd> {
-        let file = memfd_create("hearth-inflight", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        ftruncate(&file, bytes)?;
+        let file = memfd_create(memory_name(disk), MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        ftruncate(&file, spec.bytes)?;
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         Ok(file)
     };
     let file = make().map_err(|error| InflightError::Memory(error.into()))?;
-    Ok((InflightSpec { bytes, offset: 0, queues, queue_size }, file))
+    Ok((spec, file))
+}
+
+/// Whether the guest switched its write cache off, as a region in this file says.
+pub fn is_write_through(file: &MemoryFile) -> io::Result<bool> {
+    let mut features = [0; 8];
+    rustix::io::pread(file, &mut features, 0)?;
+    Ok(u64::from_ne_bytes(features) & WRITE_THROUGH != 0)
 }
 
 /// The region of a connection: all its queues.
@@ -237,7 +255,7 @@ mod tests {
 
     /// A region and a way to open it once more, as a second server would.
     fn region(queues: u16, size: u16) -> (Inflight, impl Fn() -> Result<Inflight, InflightError>) {
-        let (spec, file) = create(queues, size).unwrap();
+        let (spec, file) = create("disk", queues, size).unwrap();
         let again = move || opened(spec, &file);
         (again().unwrap(), again)
     }
@@ -297,7 +315,7 @@ mod tests {
 
     #[test]
     fn regions_that_lie_are_refused_or_bounded() {
-        let (spec, file) = create(2, 8).unwrap();
+        let (spec, file) = create("disk", 2, 8).unwrap();
         let open = |spec| opened(spec, &file);
         for wrong in [
             InflightSpec { queues: 3, ..spec },

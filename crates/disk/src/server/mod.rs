@@ -53,6 +53,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 pub use counters::DiskCounters;
+pub use inflight::memory_name as inflight_name;
 pub use recorder::Tracking;
 pub use visitors::{Expected, Peer};
 pub use worker::{Handle, Pause, Worker};
@@ -147,6 +148,8 @@ pub enum ServerError {
     Resize { disk: String, source: io::Error },
     #[error("disk {disk}: requests are in flight; a guest that stands still has none")]
     NotIdle { disk: String },
+    #[error("disk {disk}: requests that nobody has answered cannot be taken over: {what}")]
+    Left { disk: String, what: String },
     #[error("disk {disk}: its image cannot be copied")]
     Freeze { disk: String, source: io::Error },
     #[error("disk {disk}: its thread has ended")]
@@ -292,6 +295,13 @@ impl DiskServer {
     pub fn set_handover(&self, allowed: bool) -> Result<(), ServerError> {
         let answer = self.ask(|reply| Command::Handover(allowed, reply))?;
         self.wait(&answer)
+    }
+
+    /// Lets a second QEMU connect, to take over from one that is connected and says nothing. It gets that one's inflight region,
+    /// in which its requests are that nobody has answered: a copy of the memory file that [`inflight_name`] names.
+    pub fn set_handover_from_silent(&self, left: OwnedFd) -> Result<(), ServerError> {
+        let answer = self.ask(|reply| Command::HandoverFromSilent(left, reply))?;
+        self.wait(&answer)?.map_err(|what| ServerError::Left { disk: self.name.clone(), what })
     }
 
     /// Puts a gate before the guest's memory, or takes it away: then what waits at it goes on.

@@ -24,7 +24,8 @@ use rustix::time::{
 use super::connection::{Connection, ConnectionError};
 use super::counters::{Counters, add};
 use super::disk::Disk;
-use super::foreign::closing_is_held_up;
+use super::foreign::{ForeignFd, MemoryFile, closing_is_held_up};
+use super::inflight;
 use super::memory::MemoryError;
 use super::peers::Peers;
 use super::poller::{self, Event, Poller, Source, Watched, clear};
@@ -63,6 +64,7 @@ pub(super) enum Command {
     Attach(Box<Option<Tracking>>, Sender<bool>),
     Drain(Sender<()>),
     Handover(bool, Sender<()>),
+    HandoverFromSilent(OwnedFd, Sender<Result<(), String>>),
     Expect(Expected, Sender<()>),
     Resize(Sender<io::Result<u64>>),
     Gate(Option<Gate>, Sender<()>),
@@ -159,6 +161,8 @@ pub struct Worker {
     answered: bool,
     draining: Vec<Sender<()>>,
     next_connection: u32,
+    /// Of a QEMU that says nothing, for the next connection.
+    left: Option<MemoryFile>,
     /// Since when.
     leaving: Option<Instant>,
     stopping: bool,
@@ -221,6 +225,7 @@ impl Worker {
             answered: false,
             draining: Vec::new(),
             next_connection: 0,
+            left: None,
             leaving: None,
             stopping: false,
             disk,
@@ -408,8 +413,9 @@ impl Worker {
     fn serve(&mut self, Visitor { pid, stream }: Visitor) {
         self.next_connection = self.next_connection.wrapping_add(1);
         let (id, ram) = (self.next_connection, self.disk.recorder.ram());
-        match Connection::new(id, pid, stream, &self.poller, self.disk.device, ram) {
+        match Connection::new(id, pid, &self.name, stream, &self.poller, self.disk.device, ram) {
             Ok(mut connection) => {
+                connection.left = self.left.take();
                 connection.memory.set_gate(self.disk.gate.clone());
                 connection.memory.set_write_log(self.disk.write_log.clone());
                 tracing::debug!(disk = self.name, connection = id, pid, "QEMU connected");
@@ -477,7 +483,7 @@ impl Worker {
     }
 
     fn count_peers(&mut self) {
-        let has_spoken = self.peers.iter_mut().any(|connection| connection.has_spoken);
+        let has_spoken = !self.peers.is_empty() && self.peers.iter_mut().all(|connection| connection.has_spoken);
         self.disk.counters.spoken.store(has_spoken, Ordering::Relaxed);
         self.disk.counters.connected.store(!self.peers.is_empty(), Ordering::Relaxed);
         self.disk.counters.successor.store(self.peers.has_waiting(), Ordering::Relaxed);
@@ -505,9 +511,23 @@ impl Worker {
     /// As [`DiskServer::set_handover`](super::DiskServer::set_handover).
     pub fn set_handover(&mut self, allowed: bool) {
         self.peers.handover = allowed;
+        self.left = None;
         if let Some(id) = self.peers.waiting_id().filter(|_| !allowed) {
             self.hang_up(id);
         }
+    }
+
+    /// As [`DiskServer::set_handover_from_silent`](super::DiskServer::set_handover_from_silent).
+    pub fn set_handover_from_silent(&mut self, left: OwnedFd) -> Result<(), String> {
+        let left = ForeignFd::from(left).sealed_memory()?;
+        if inflight::is_write_through(&left).map_err(|error| error.to_string())?
+            && let Some(silent) = self.peers.serving()
+        {
+            silent.write_through();
+        }
+        self.set_handover(true);
+        self.left = Some(left);
+        Ok(())
     }
 
     fn command(&mut self) {
@@ -520,6 +540,7 @@ impl Worker {
                     self.set_handover(allowed);
                     let _ = reply.send(());
                 }
+                Command::HandoverFromSilent(left, reply) => drop(reply.send(self.set_handover_from_silent(left))),
                 Command::Expect(expected, reply) => {
                     self.expect(expected);
                     let _ = reply.send(());

@@ -5,7 +5,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{Ordering, fence};
@@ -233,6 +233,12 @@ impl Guest {
         self.inflight = Some(self.frontend.get_inflight_fd(&asked).unwrap());
         self.start();
         before
+    }
+
+    /// What QEMU keeps of its requests, for whoever finds it among its descriptors.
+    pub fn inflight_file(&self) -> OwnedFd {
+        let (_, file) = self.inflight.as_ref().expect("it is asked for when the guest connects");
+        file.try_clone().unwrap().into()
     }
 
     pub fn set_log_all(&mut self, on: bool) {

@@ -1,16 +1,25 @@
-//! Deaf: a QEMU that does not see that its disks' server is another one, and never will again; its guest would wait for its disk
-//! for ever.
+//! Stale session: a QEMU that does not see that its disks' server is another one, and never will; its guest would wait for its
+//! disk for ever.
 //!
-//! take-over -> QEMU reaches its disks, which it tries once a second -> it speaks to them | it says nothing: the guest stands still for a
-//! moment and goes on, of which QEMU tells its disks everything -> it speaks | nor then: the operator is told
+//! take-over -> QEMU connects to its disks, which it tries once a second -> it speaks to them
+//!                                                                       -> it says nothing: see below -> it speaks
+//!                                                                                                     -> the operator is told
 //!
-//! A QEMU before 9.1 becomes deaf if its disk's server dies while the device does not run: the guest stands still, or its firmware or
-//! kernel is just about to start it. What it does about the end of the connection it does then for a device that is none
-//! (`vhost_user_async_close_bh` in QEMU's `hw/virtio/vhost-user.c`), and nobody listens to the next one.
+//! A QEMU before 9.1 handles the end of a connection only for a device that runs (`vhost_user_async_close_bh` in QEMU's
+//! `hw/virtio/vhost-user.c`); otherwise nobody listens to the next connection. It comes to that in two ways:
+//! - The server died while the device did not run: the guest stood still, or its firmware or kernel was about to start it. The
+//!   guest is stopped for a moment and continued: then QEMU starts its devices, and tells the server everything.
+//! - The server died while QEMU greeted it, after it had lost the one before. `vhost_dev_init` fails then and clears the device,
+//!   and whatever starts it again ends QEMU (`vhost_dev_prepare_inflight` reads through a null pointer: 7.2 to 9.0). So such a
+//!   QEMU is never continued. Another one takes the guest over, with the requests that nobody has answered.
+//!
+//! From outside both look the same. So a keeper notes in the journal that it waits for a greeting (`Journal::greeting`), and the
+//! next one knows whether that may have been cut off.
 
 use std::time::{Duration, Instant};
 
-use hearth_api::EventKind;
+use hearth_api::{ApiError, ErrorWord, EventKind, RejuvenateRequest};
+use hearth_disk::server::DiskServer;
 use hearth_recovery::rejuvenation;
 
 use super::Machine;
@@ -20,12 +29,40 @@ use crate::event::Event;
 
 /// A QEMU whose keeper died connects again within a second, also on a busy host within a few.
 const RECONNECT_PATIENCE: Duration = Duration::from_secs(10);
-/// One that hears says its first word when it connects.
-const LISTEN_EVERY: Duration = Duration::from_secs(4);
-const LOOKS: u32 = 5;
+/// A greeting that has ended is noted this soon.
+const LISTEN_EVERY: Duration = Duration::from_millis(200);
+/// A QEMU that listens sends its first message when it connects; one that has sent nothing for so many looks never will.
+const LOOKS_A_TRY: u32 = 20;
+const TRIES: u32 = 5;
+
+/// QEMU is connected, and has sent nothing.
+pub(super) fn is_silent(disk: &DiskServer) -> bool {
+    let counters = disk.counters();
+    counters.connected && !counters.spoken
+}
 
 impl Machine {
-    /// From now on whether the QEMU that was taken over speaks to its disks.
+    /// Before the disks are served to a QEMU that another keeper left: from now on it may greet them.
+    pub(super) fn note_greeting(&mut self) {
+        if self.journal.qemu.is_some() {
+            self.greeting_cut_off = std::mem::replace(&mut self.journal.greeting, true);
+            self.save_journal();
+        }
+    }
+
+    /// QEMU is another one now, or there is none, or its greeting has ended. Whoever calls this saves the journal.
+    pub(super) fn forget_greeting(&mut self) {
+        (self.greeting_cut_off, self.journal.greeting) = (false, false);
+    }
+
+    /// As `forget_greeting`, if QEMU has spoken to all of its disks.
+    pub(super) fn end_greeting(&mut self) {
+        if self.disks.iter().all(|disk| disk.counters().spoken) {
+            self.forget_greeting();
+        }
+    }
+
+    /// Looks, in a moment, whether the QEMU that was taken over speaks to its disks. `look` counts.
     pub(super) fn listen(&self, generation: u32, look: u32) {
         let (tell, name) = (self.parts.tell.clone(), format!("listen-{}", self.parts.config.name));
         let wait = move || {
@@ -38,28 +75,37 @@ impl Machine {
         }
     }
 
-    /// It has had the time to.
+    /// Notes that it does, or has it do so.
     pub(super) fn must_have_spoken(&mut self, look: u32) {
-        let names = self.parts.config.disks.iter().map(|disk| &disk.name);
-        let names = names.chain(self.parts.config.nvram.iter().map(|device| &device.name));
-        let silent: Vec<_> = names.zip(&self.disks).filter(|(_, disk)| !disk.counters().spoken).collect();
-        let Some((name, _)) = silent.first() else { return };
-        if look > LOOKS {
-            let message = format!(
-                "QEMU says nothing to disk {name}, for which the guest may wait for ever; `hearth reboot {} --force` starts the guest \
-                 again, warm",
-                self.parts.config.name
-            );
-            return self.record(EventKind::Error { message });
-        }
-        let is_connected = silent.iter().all(|(_, disk)| disk.counters().connected);
+        let silent: Vec<_> = self.disks.iter().filter(|disk| !disk.counters().spoken).collect();
+        let Some(first) = silent.first() else {
+            self.forget_greeting();
+            return self.save_journal();
+        };
+        let name = first.name().to_owned();
         let Some(life) = &mut self.life else { return };
         let number = life.generation.number;
+        if !look.is_multiple_of(LOOKS_A_TRY) {
+            return self.listen(number, look + 1);
+        }
+        if look > TRIES * LOOKS_A_TRY {
+            return self.tell_silent(&name, "");
+        }
+        let is_connected = silent.iter().all(|disk| disk.counters().connected);
         if life.generation.qmp.run_state().is_ok_and(|state| state != "running") {
             // It tells everything when it goes on, whenever that is.
-            return self.listen(number, look);
+            return self.listen(number, look - LOOKS_A_TRY + 1);
         }
-        if is_connected {
+        if is_connected && self.greeting_cut_off {
+            if let Err(refusal) = self.may_replace_qemu() {
+                if look == LOOKS_A_TRY {
+                    self.tell_silent(&name, &format!(" ({refusal})"));
+                }
+                // What stands in the way may pass.
+                return self.listen(number, LOOKS_A_TRY + 1);
+            }
+            self.replace_silent(&name);
+        } else if is_connected {
             tracing::warn!(
                 disk = name,
                 "QEMU says nothing to its disk: the guest stands still for a moment, so that it does"
@@ -71,7 +117,36 @@ impl Machine {
                 self.wake_disks(&life.generation);
             }
         }
-        self.listen(number, look + 1);
+        if self.is_current(number) {
+            self.listen(number, look + 1);
+        }
+    }
+
+    fn tell_silent(&self, disk: &str, why: &str) {
+        let message = format!(
+            "QEMU says nothing to disk {disk}, for which the guest may wait for ever{why}; `hearth reboot {} --force` starts the guest \
+             again, warm",
+            self.parts.config.name
+        );
+        self.record(EventKind::Error { message });
+    }
+
+    /// Gives the guest of a QEMU that must not be continued to another one.
+    fn replace_silent(&mut self, disk: &str) {
+        tracing::warn!(
+            disk,
+            "QEMU says nothing to its disk, since a keeper died when it began to: another QEMU gets its guest"
+        );
+        if let Err(error) = self.rejuvenate(&RejuvenateRequest::default()) {
+            tracing::error!(error = crate::chain(&error), "QEMU was not replaced");
+        }
+    }
+
+    /// QEMU may be stopped and continued: it speaks to its disks.
+    pub(super) fn disks_must_be_in_use(&self, what: &str) -> Result<(), ApiError> {
+        let Some(disk) = self.disks.iter().find(|disk| is_silent(disk)) else { return Ok(()) };
+        let message = format!("cannot {what}: QEMU says nothing to disk {} since a keeper died", disk.name());
+        Err(ApiError::new(ErrorWord::WrongState, message).hint("that is mended in some seconds: see `hearth events`"))
     }
 
     /// A QEMU tries to reach its disks once a second.
@@ -88,6 +163,8 @@ impl Machine {
         let qmp = &generation.qmp;
         self.await_disks();
         let stopped = match qmp.run_state().as_deref() {
+            // It may be one that must not be continued; `must_have_spoken` finds out.
+            Ok("running") if self.greeting_cut_off => return,
             Ok("running") => qmp.pause(),
             _ => Ok(()),
         };

@@ -253,6 +253,7 @@ impl Machine {
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("dump it without --pause"));
         }
         self.disks_must_have_space("dump")?;
+        self.disks_must_be_in_use("dump")?;
         // Before the guest stands still: a keeper that comes now must know what for.
         (self.journal.saving, self.journal.dump_holds) = (true, Some(file));
         let held = self.journal.save(&self.parts.folders.journal()).map_err(|error| failed(&error));

@@ -47,6 +47,7 @@ impl Machine {
         // Now, and not when all is done: its passt may still hold the ports that the next one is going to forward.
         drop(generation);
         self.journal.qemu = None;
+        self.forget_greeting();
         (self.journal.saving, self.journal.dump_holds) = (false, None);
         let stops = matches!(self.wanted, Wanted::Stop { .. })
             || cause == EndCause::GuestShutdown && self.wanted == Wanted::Run

@@ -194,6 +194,8 @@ pub struct Machine {
     nvram: Vec<Nvram>,
     /// Open as long as a QEMU may have them.
     pmem: Vec<Pmem>,
+    /// The keeper before this one may have died while its QEMU greeted the disks. It must not be stopped and continued then.
+    greeting_cut_off: bool,
     state: MachineState,
     state_why: Option<String>,
     life: Option<Life>,
@@ -293,6 +295,7 @@ impl Machine {
             disks: Vec::new(),
             nvram: Vec::new(),
             pmem: Vec::new(),
+            greeting_cut_off: false,
             state: MachineState::Starting,
             state_why: None,
             life: None,
@@ -331,6 +334,7 @@ impl Machine {
         if taken_over {
             machine.divide_disks();
         } else {
+            machine.forget_greeting();
             machine.images.begin_start();
             match machine.order_to_restore().inspect_err(|error| machine.fail(error))? {
                 Some(order) => machine.restore(&order).inspect_err(|error| machine.fail(error))?,

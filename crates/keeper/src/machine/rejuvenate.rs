@@ -12,10 +12,12 @@ use std::time::{Duration, Instant, SystemTime};
 use hearth_api::{
     ApiError, EndCause, ErrorWord, EventKind, MachineState, PhaseTime, RejuvenateRequest, Rejuvenation, rfc3339,
 };
-use hearth_qemu::{Accelerator, Binary, BinaryError, Qmp, QmpError, Version};
+use hearth_disk::server::inflight_name;
+use hearth_qemu::{Accelerator, Binary, BinaryError, Qmp, QmpError, Version, memory_of};
 use hearth_recovery::journal::{HopNote, Journal, JournalError, QemuIdentity, Staged};
 use hearth_recovery::rejuvenation::{self, Handed, Hop, Phase, RejuvenationError, Standstill, Ticker};
 
+use super::deaf::is_silent;
 use super::generation::{Generation, LaunchError};
 use super::launch;
 use super::turn::Turn;
@@ -57,6 +59,8 @@ enum Failure {
     Launch(#[from] LaunchError),
     #[error("its last words: {last_words}")]
     Hop { last_words: String, source: RejuvenationError },
+    #[error("the requests that QEMU has sent to disk {disk} and nobody has answered cannot be taken over: {why}")]
+    Unanswered { disk: String, why: String },
     #[error(transparent)]
     Hand(#[from] RejuvenationError),
     #[error(transparent)]
@@ -83,6 +87,12 @@ impl Machine {
 
     /// Whether it can be begun at all.
     pub(super) fn may_rejuvenate(&self) -> Result<(), ApiError> {
+        self.may_replace_qemu()?;
+        self.disks_must_be_in_use("rejuvenate")
+    }
+
+    /// Whether another QEMU can have the guest, also from one that does not speak to its disks.
+    pub(super) fn may_replace_qemu(&self) -> Result<(), ApiError> {
         if self.state == MachineState::Recovering && self.last_end == Some(EndCause::QemuDied) {
             let message = format!("cannot rejuvenate: {GUEST_DIED_WITH_QEMU}");
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` tells what it waits for"));
@@ -97,7 +107,7 @@ impl Machine {
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("after the guest's next reboot it can"));
         }
         self.must_have_all_state("rejuvenate")?;
-        self.must_be_at_rest("rejuvenate")
+        self.nothing_must_be_on_its_way("rejuvenate")
     }
 
     /// Every device of the guest's tells another QEMU what it is about. A virtio-pmem device does not: QEMU keeps the place in its
@@ -110,8 +120,13 @@ impl Machine {
             .hint("with device = \"disk\" it can, after the machine's next start"))
     }
 
-    /// No part of the guest's memory or of its disks is on its way.
+    /// No part of the guest's memory or of its disks is on its way, and QEMU may be stopped and continued.
     pub(super) fn must_be_at_rest(&self, what: &str) -> Result<(), ApiError> {
+        self.disks_must_be_in_use(what)?;
+        self.nothing_must_be_on_its_way(what)
+    }
+
+    fn nothing_must_be_on_its_way(&self, what: &str) -> Result<(), ApiError> {
         if !self.memory_is_granted() {
             let message = format!("cannot {what}: the guest still gets its memory bit by bit, through the QEMU it has");
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` tells when that is over"));
@@ -129,7 +144,7 @@ impl Machine {
     pub(super) fn rejuvenate(&mut self, request: &RejuvenateRequest) -> Result<(), MachineError> {
         // Between the order and now the guest may have ended, or a save have begun.
         self.cancel_save("its QEMU was to be replaced");
-        if let Err(refusal) = self.may_rejuvenate() {
+        if let Err(refusal) = self.may_replace_qemu() {
             // A dump may hold the guest by now; a hop that fails would let it go on.
             let (phase, why) = (Phase::Launch.name().to_owned(), refusal.to_string());
             self.record(EventKind::RejuvenationFailed { phase, why, guest_lost: false });
@@ -234,7 +249,7 @@ impl Machine {
         report.version = Some(binary.version().to_string());
         self.must_have_machine_type(&binary)?;
         self.parts.binary = Some(binary);
-        rejuvenation::set_handover(&self.disks, true).map_err(RejuvenationError::Server)?;
+        self.allow_successor(life.generation.identity().pid)?;
         self.journal.generation += 1;
         let wires = life.generation.wires().map_err(|why| Failure::Wires(why.to_owned()))?;
         Ok(Generation::launch_successor(
@@ -260,6 +275,26 @@ impl Machine {
         }
     }
 
+    /// The new QEMU may connect to the disks. Requests to a disk that the old one does not speak to are in its inflight region
+    /// only, which it has not given to this keeper.
+    fn allow_successor(&self, old_pid: u32) -> Result<(), Failure> {
+        for disk in &self.disks {
+            let result = if is_silent(disk) {
+                let unanswered = |why: String| Failure::Unanswered { disk: disk.name().to_owned(), why };
+                let mut found = memory_of(old_pid, &inflight_name(disk.name()))
+                    .map_err(|error| unanswered(format!("its memory cannot be read: {error}")))?;
+                match (found.pop(), found.is_empty()) {
+                    (Some(left), true) => disk.set_handover_from_silent(left),
+                    _ => return Err(unanswered("it has no note of them, or several".to_owned())),
+                }
+            } else {
+                disk.set_handover(true)
+            };
+            result.map_err(RejuvenationError::Server)?;
+        }
+        Ok(())
+    }
+
     /// Everything up to the point of no return.
     fn hand_over(
         &mut self,
@@ -270,6 +305,7 @@ impl Machine {
     ) -> Result<(Handed, Staged), Failure> {
         self.admit(new.identity().pid);
         self.parts.console.expect(new.console(&self.parts.folders), TYPED_PATIENCE);
+        self.end_greeting();
         self.journal.hop = Some(HopNote { successor: new.identity(), committed: false });
         let path = self.parts.folders.journal();
         self.journal.save(&path)?;
@@ -388,6 +424,7 @@ impl Machine {
         old.process.kill();
         self.close_disks(new);
         self.journal.qemu = Some(new.identity());
+        self.forget_greeting();
         self.note_hop(None);
         self.pin(new);
         if self.has_forwards() {

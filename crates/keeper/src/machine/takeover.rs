@@ -47,6 +47,7 @@ pub fn could_take_over(config: &Config) -> Result<bool, MachineError> {
 impl Machine {
     /// True if a living QEMU of this machine was found, and is this keeper's now.
     pub(super) fn take_over(&mut self) -> Result<bool, MachineError> {
+        self.note_greeting();
         let (identity, hop_cut_off) = self.whose_guest_is_it();
         self.end_strays(identity.as_ref().map(|identity| identity.pid));
         let Some(process) = identity.as_ref().and_then(|identity| Generation::find(&self.parts.folders, identity))
@@ -106,7 +107,7 @@ impl Machine {
             let file = incomplete_path(&file).display().to_string();
             self.record(EventKind::DumpIncomplete { file, why: why.to_owned() });
         }
-        self.listen(number, 1);
+        self.must_have_spoken(1);
         if self.journal.frozen {
             self.note_frozen();
             self.thaw();

@@ -51,6 +51,7 @@ impl Machine {
         self.must_be_complete("save")?;
         self.disks_must_be_complete("save")?;
         self.disks_must_have_space("save")?;
+        self.disks_must_be_in_use("save")?;
         if self.dumps.current().is_some_and(|dump| dump.live) {
             return refuse("cannot save: the guest is being dumped", "wait for the dump, or give it up");
         }
