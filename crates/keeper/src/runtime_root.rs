@@ -8,6 +8,9 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+/// The one file beside the machines' folders (see `machine/turn.rs`): no machine may have its name.
+pub const HOPS_LOCK: &str = "hops.lock";
+
 /// Names are looked up in this folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RuntimeRoot(PathBuf);

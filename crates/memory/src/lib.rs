@@ -16,7 +16,7 @@ mod view;
 pub use address::{FileOffset, GuestPhysicalAddress};
 pub use layout::Layout;
 pub use ram::{MemoryError, RamFile};
-pub use replace::{Lasting, replace_file, sync_folder_of};
+pub use replace::{Lasting, fresh_file, replace_file, sync_folder_of};
 pub use view::RamView;
 
 /// The page of x86, and the unit in which RAM is kept, tagged and released.

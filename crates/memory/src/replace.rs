@@ -14,14 +14,19 @@ pub enum Lasting {
     PowerCut,
 }
 
+/// What a file is called until it is whole.
+pub fn fresh_file(path: &Path) -> PathBuf {
+    let mut fresh = path.as_os_str().to_owned();
+    fresh.push(".new");
+    fresh.into()
+}
+
 /// Makes the file under another name in its folder (`NAME.new`), lets `write` fill it, and gives it its name. Only its owner
 /// may read it.
 ///
 /// After an error nothing new is in the folder, but for a file that has its name and could not be made to last.
 pub fn replace_file<T>(path: &Path, lasting: Lasting, write: impl FnOnce(&mut File) -> io::Result<T>) -> io::Result<T> {
-    let mut fresh = path.as_os_str().to_owned();
-    fresh.push(".new");
-    let fresh = PathBuf::from(fresh);
+    let fresh = fresh_file(path);
     let mut file = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(&fresh)?;
     let written = write(&mut file).and_then(|written| {
         if lasting == Lasting::PowerCut {

@@ -23,6 +23,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use note::Note;
+pub use note::path_of as note_file;
 
 /// What is brought at once, checked, and noted.
 pub const UNIT_BYTES: u64 = 1 << 20;

@@ -41,6 +41,7 @@ pub struct Noted {
     pub landed: Vec<bool>,
 }
 
+/// Where the note of the file at `path` is.
 pub fn path_of(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".arrival");

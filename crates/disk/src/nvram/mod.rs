@@ -74,7 +74,8 @@ impl NvramOptions {
     }
 }
 
-fn memory_file(folder: &Path, name: &str) -> PathBuf {
+/// Where the content of the device of this name is as long as the host has its memory.
+pub fn memory_file(folder: &Path, name: &str) -> PathBuf {
     folder.join(format!("{FILE_PREFIX}{name}"))
 }
 
@@ -224,9 +225,16 @@ fn memory_or(options: &NvramOptions, mirror: Option<(&File, &Path)>) -> Result<O
     }
 }
 
+/// What a memory file is called until it is whole.
+pub fn fresh_file(path: &Path) -> PathBuf {
+    let mut fresh = path.as_os_str().to_owned();
+    fresh.push(".new");
+    fresh.into()
+}
+
 /// Makes the memory file, whole before it has its name.
 fn fill(options: &NvramOptions, path: &Path, mirror: Option<(&File, &Path)>) -> Result<Origin, NvramError> {
-    let fresh = path.with_extension("new");
+    let fresh = fresh_file(path);
     let origin = fill_under(&fresh, options, mirror);
     let named = origin.and_then(|origin| match fs::rename(&fresh, path) {
         Ok(()) => Ok(origin),

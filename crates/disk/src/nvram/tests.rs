@@ -215,3 +215,22 @@ fn a_mirror_is_a_file() {
     assert_eq!(Nvram::open(&options).err().expect("it is refused").to_string(), expect);
     fs::remove_dir_all(&options.folder).unwrap();
 }
+
+/// A device that is made does not take what belongs to one whose name ends alike.
+#[test]
+fn names_that_end_alike_have_files_of_their_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let names = ["log.2", "log.3", "log.old"];
+    let options = |name: &str| NvramOptions {
+        name: name.to_owned(),
+        folder: folder.path().to_owned(),
+        bytes: BYTES,
+        mirror: None,
+    };
+    let neighbour = folder.path().join("nvram-log.new");
+    fs::write(&neighbour, "a device called log.new").unwrap();
+    let devices = names.map(|name| Nvram::open(&options(name)).unwrap());
+    assert_eq!(fs::read(&neighbour).unwrap(), b"a device called log.new", "log.2 is no log.new");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), names.len() + 1);
+    drop(devices);
+}

@@ -1,6 +1,6 @@
 //! Everything that can be said about a machine without starting it.
 //!
-//! life (does it run already?) -> boot files -> disks -> memory -> NVRAM -> dumps -> QEMU -> network -> sockets -> user
+//! life (does it run already?) -> boot files -> names -> disks -> memory -> NVRAM -> dumps -> QEMU -> network -> sockets -> user
 //!
 //! Every check goes on after a problem: an operator mends all of them in one go. What a machine that runs holds itself
 //! (its ports, its memory, its image locks) is no problem of its configuration and is not looked at then.
@@ -17,6 +17,7 @@ mod disks;
 mod dumps;
 pub mod life;
 mod memory;
+mod names;
 mod network;
 mod nvram;
 mod qemu;
@@ -54,6 +55,7 @@ pub fn check(config: &Config, root: &RuntimeRoot, purpose: Purpose) -> Vec<Probl
     }
     let goes_on = purpose == Purpose::TakeOver || purpose == Purpose::Run && life == Life::Orphaned;
     of_next_start(goes_on, &mut problems, |problems| boot::check(&config.boot, problems));
+    of_next_start(goes_on, &mut problems, |problems| names::check(config, problems));
     disks::check(config, life, purpose, &mut problems);
     memory::owner(config, &mut problems);
     memory::check(config, root, life, &mut problems);

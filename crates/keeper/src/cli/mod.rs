@@ -45,6 +45,7 @@ mod rehearse;
 mod rejuvenate;
 mod remount;
 mod restore;
+pub use restore::restored_disk;
 mod save;
 mod status;
 #[cfg(test)]

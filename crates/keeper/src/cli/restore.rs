@@ -157,6 +157,11 @@ pub fn remove_machine(folder: &Path) {
     }
 }
 
+/// The image of a restored machine's disk.
+pub fn restored_disk(folder: &Path, disk: &str) -> PathBuf {
+    folder.join(format!("disk-{disk}.qcow2"))
+}
+
 /// Disks, the order to begin with the snapshot, and last `machine.toml`: whoever finds that finds the others.
 fn furnish(draft: Draft<'_>, name: &str, folder: &Path, order: &RestoreOrder) -> Result<PathBuf, CliError> {
     let Draft { snapshot, typed, settings, trust } = draft;
@@ -166,7 +171,7 @@ fn furnish(draft: Draft<'_>, name: &str, folder: &Path, order: &RestoreOrder) ->
         made.map_err(|source| CliError::File { path: saved.clone(), source })?;
     }
     for disk in &snapshot.manifest.disks {
-        let path = folder.join(format!("disk-{}.qcow2", disk.name));
+        let path = restored_disk(folder, &disk.name);
         let mut said = Instant::now();
         let image = snapshot.expect_disk(disk, &saved, order.mode == Mode::Eager, &mut |bytes, all| {
             if said.elapsed() >= SAY_EVERY {

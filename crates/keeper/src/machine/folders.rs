@@ -44,6 +44,16 @@ pub enum FolderError {
     Running { name: String, path: PathBuf },
 }
 
+/// In the runtime folder.
+pub fn disk_socket(runtime: &Path, disk: &str) -> PathBuf {
+    runtime.join(format!("disk-{disk}.sock"))
+}
+
+/// In the memory folder.
+pub fn disk_tables(memory: &Path, disk: &str) -> PathBuf {
+    memory.join(format!("{TABLES_PREFIX}{disk}"))
+}
+
 impl Folders {
     /// Makes the folders (0700) and takes their locks.
     pub fn prepare(name: &str, runtime: &Path, memory: &Path) -> Result<Self, FolderError> {
@@ -102,12 +112,12 @@ impl Folders {
     }
 
     pub fn disk_socket(&self, disk: &str) -> PathBuf {
-        self.runtime.join(format!("disk-{disk}.sock"))
+        disk_socket(&self.runtime, disk)
     }
 
     /// Changes of a qcow2 image's tables that are not in the image yet.
     pub fn disk_tables(&self, disk: &str) -> PathBuf {
-        self.memory.join(format!("{TABLES_PREFIX}{disk}"))
+        disk_tables(&self.memory, disk)
     }
 
     /// The machine's tag secret: read, or made on the first start. It lives in host memory only, and dies with it.

@@ -35,7 +35,7 @@ mod deaf;
 pub mod dump;
 mod dumps;
 mod error;
-mod folders;
+pub mod folders;
 pub mod frozen;
 pub mod gate;
 mod generation;

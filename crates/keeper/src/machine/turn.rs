@@ -13,9 +13,8 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-use crate::runtime_root::RuntimeRoot;
+use crate::runtime_root::{HOPS_LOCK, RuntimeRoot};
 
-const FILE: &str = "hops.lock";
 /// Eight starts at once on two processors take two seconds; a QEMU that hangs in its start holds up nobody for longer.
 const PATIENCE: Duration = Duration::from_secs(5);
 const LOOK_EVERY: Duration = Duration::from_millis(1);
@@ -35,7 +34,7 @@ impl Turn {
 }
 
 fn take(root: &Path, operation: FlockOperation, patience: Duration) -> Option<File> {
-    let path = root.join(FILE);
+    let path = root.join(HOPS_LOCK);
     let file = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(&path);
     let file = file.inspect_err(|error| tracing::debug!(path = %path.display(), %error, "no turns")).ok()?;
     let deadline = Instant::now() + patience;

@@ -52,6 +52,7 @@ pub use manifest::{DiskPart, Manifest, Modified, Part, RamPart, SNAPSHOT_VERSION
 use pages::{PageReader, PagesExpected, Sealed};
 pub use place::Far;
 use place::Place;
+pub use stored_disk::disk_objects;
 pub use working_set::{AGE_END, AgedPage, Source, aged_pages};
 
 const PAGE: usize = hearth_memory::PAGE_BYTES as usize;

@@ -24,6 +24,11 @@ const ENTRY_BYTES: usize = 24;
 /// Of an index: for 2.8 TiB that are not zeroes.
 pub const INDEX_BYTES_MAX: u64 = 64 << 20;
 
+/// What the disk of this name is called in an object store: its blocks, and their index.
+pub fn disk_objects(disk: &str) -> [String; 2] {
+    [disk_file(disk), index_file(disk)]
+}
+
 pub fn index_file(disk: &str) -> String {
     format!("{}.index", disk_file(disk))
 }

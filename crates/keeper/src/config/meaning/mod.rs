@@ -16,7 +16,7 @@ use super::file::WatchdogSection;
 use super::quantity::{size_bytes, slack_bytes};
 use super::{AcceleratorWish, AdmissionMode, Config, ConfigFile, OnPanic, WatchdogAction};
 use crate::problem::Problem;
-use crate::runtime_root::RuntimeRoot;
+use crate::runtime_root::{HOPS_LOCK, RuntimeRoot};
 
 pub(super) use object_store::{DEFAULT_CACHE_BYTES, default_object_folder};
 
@@ -187,6 +187,10 @@ impl Resolver<'_> {
 
     fn machine_name(&mut self, name: Option<String>) -> Option<String> {
         let name = self.required(name, "name", "name = \"web\"")?;
+        if name == HOPS_LOCK {
+            self.problem("name", format!("{name} is a file beside the machines' folders"), "choose another name");
+            return None;
+        }
         self.checked_name("name", name)
     }
 
