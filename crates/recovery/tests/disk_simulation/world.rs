@@ -65,6 +65,9 @@ const ACTIONS: [Action; 18] = [
     (4, true, World::trouble),
 ];
 
+/// Where `begin_hop` is among them.
+const HOP: usize = 9;
+
 /// What a seed decides beforehand.
 struct Settings {
     weights: [u64; ACTIONS.len()],
@@ -285,6 +288,9 @@ impl World {
             self.after_stop();
         } else if self.then.is_none() && self.qemu.is_started && self.successor.as_ref().is_some_and(Qemu::is_silent) {
             log!(self, "the successor waits; stop for a hop");
+            if self.qemu.has_kicked && self.random.one_in(2) {
+                return self.stop_half_started(Then::Hop);
+            }
             self.then = Some(Then::Hop);
             self.qemu.stop();
         }
@@ -423,6 +429,10 @@ impl World {
             return self.fault("a living keeper does not listen".into());
         }
         self.start();
+        // It may be handed over before it has started, too.
+        if self.settings.weights[HOP] > 0 && self.random.one_in(4) {
+            self.begin_hop();
+        }
     }
 
     fn start(&mut self) {
@@ -683,15 +693,19 @@ impl World {
             self.counts.stops += 1;
             self.qemu.stop();
         } else if may_stop && self.qemu.has_kicked && !self.is_hostile && self.random.one_in(2) {
-            // Before all queues are enabled, too.
-            let is_half_started = self.qemu.script.iter().all(|word| matches!(word, Word::Enable(_)));
-            if is_half_started && self.qemu.is_started {
-                log!(self, "stop before all is enabled");
-                self.then = Some(Then::Restart);
-                self.counts.stops += 1;
-                self.qemu.script.clear();
-                self.qemu.stop();
-            }
+            self.stop_half_started(Then::Restart);
+        }
+    }
+
+    /// A QEMU may be told to stop before it has enabled all of its queues.
+    fn stop_half_started(&mut self, then: Then) {
+        let is_half_started = self.qemu.script.iter().all(|word| matches!(word, Word::Enable(_)));
+        if is_half_started && self.qemu.is_started {
+            log!(self, "stop before all is enabled, then {then:?}");
+            self.then = Some(then);
+            self.counts.stops += 1;
+            self.qemu.script.clear();
+            self.qemu.stop();
         }
     }
 
@@ -729,8 +743,8 @@ impl World {
 
     fn begin_hop(&mut self) {
         let Some(keeper) = &mut self.keeper else { return };
-        let is_ready =
-            self.guest.is_some() && self.qemu.is_connected() && self.qemu.is_silent() && self.qemu.is_started;
+        // Also one that is still starting its queues.
+        let is_ready = self.guest.is_some() && self.qemu.is_connected() && self.qemu.is_started;
         if !is_ready || self.successor.is_some() || self.leaving.is_some() || self.is_hostile {
             return;
         }
