@@ -291,7 +291,7 @@ fn event_log_content(folder: &Path) -> Content {
 
 fn nvram(folder: &Path) -> NvramOptions {
     let mirror = Some((folder.join("mirror"), MirrorPolicy::Sync));
-    NvramOptions { name: "log".into(), folder: folder.to_owned(), bytes: 8192, mirror }
+    NvramOptions { name: "log".into(), folder: folder.to_owned(), bytes: 8192, mirror, owner: None }
 }
 
 fn names(folder: &Path) -> BTreeSet<PathBuf> {

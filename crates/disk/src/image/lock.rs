@@ -83,7 +83,7 @@ impl LockOwner {
 }
 
 /// Locks the image behind `file`, waiting up to `patience` for others to let go.
-pub(super) fn lock_image(
+pub(crate) fn lock_image(
     file: &File,
     path: &Path,
     read_only: bool,
@@ -105,7 +105,7 @@ pub(super) fn lock_image(
 }
 
 /// A second lock on the locked image behind `file`, for its owner's QEMU to inherit.
-pub(super) fn inheritable_lock(file: &File, read_only: bool, owner: LockOwner) -> io::Result<OwnedFd> {
+pub(crate) fn inheritable_lock(file: &File, read_only: bool, owner: LockOwner) -> io::Result<OwnedFd> {
     // The same file, whatever its path leads to by now.
     let second = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
     for byte in bytes_of(read_only).chain([owner.qemu_byte()]) {

@@ -38,6 +38,7 @@ mod tests;
 pub use frozen::FrozenImage;
 pub(crate) use guarded::GuardedFile;
 pub use lock::LockOwner;
+pub(crate) use lock::{inheritable_lock, lock_image};
 pub use note::{ImageFile, ImageNote};
 pub use overlay::{OverlayError, create_overlay, create_overlay_over_arriving};
 use qcow2::Qcow2Image;

@@ -70,6 +70,10 @@ impl Mirror {
         Self { name, policy, memory, file, path, bytes, state: Mutex::new(state), changed: Condvar::new() }
     }
 
+    pub(super) fn file(&self) -> &File {
+        &self.file
+    }
+
     pub(super) fn start(self: Arc<Self>, flushed: Arc<Flushed>) -> io::Result<JoinHandle<()>> {
         thread::Builder::new().name(format!("mirror-{}", self.name)).spawn(move || self.run(&flushed))
     }

@@ -8,16 +8,17 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustix::fs::{FallocateFlags, FlockOperation};
+use rustix::fs::FallocateFlags;
 
 use crate::buffer::BufferPool;
 use crate::engine::Engine;
-use crate::image::{Format, Image, ImageError, ImageOptions};
+use crate::image::{Format, Image, ImageError, ImageOptions, LockOwner, inheritable_lock, lock_image};
 use crate::server::{Backing, BackingError};
 
 mod engine;
@@ -29,6 +30,8 @@ use mirror::Mirror;
 
 /// A keeper that was killed may need a moment to be gone.
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);
+/// The same for its mirror. Nothing is in flight there that ends after the process.
+const MIRROR_PATIENCE: Duration = Duration::from_secs(1);
 /// Memory files of NVRAM begin so.
 pub const FILE_PREFIX: &str = "nvram-";
 
@@ -48,6 +51,8 @@ pub struct NvramOptions {
     pub folder: PathBuf,
     pub bytes: u64,
     pub mirror: Option<(PathBuf, MirrorPolicy)>,
+    /// The machine that locks the mirror; none: its next keeper does not get past a lock that QEMU has inherited.
+    pub owner: Option<LockOwner>,
 }
 
 impl NvramOptions {
@@ -118,6 +123,7 @@ pub struct Nvram {
     path: PathBuf,
     pub origin: Origin,
     mirror: Option<Arc<Mirror>>,
+    owner: Option<LockOwner>,
 }
 
 impl Nvram {
@@ -148,12 +154,18 @@ impl Nvram {
         };
         let backing = Backing::over(image, start);
         let backing = backing.map_err(|source| NvramError::Backing { name: options.name.clone(), source })?;
-        Ok((Self { path, origin, mirror }, backing))
+        Ok((Self { path, origin, mirror, owner: options.owner }, backing))
     }
 
     /// What the mirror does not have yet; none: there is no mirror.
     pub fn dirty_bytes(&self) -> Option<u64> {
         self.mirror.as_ref().map(|mirror| mirror.dirty_bytes())
+    }
+
+    /// A lock on the mirror for the owner's QEMU to inherit, so that it outlives this keeper. None without mirror or owner.
+    pub fn inheritable_lock(&self) -> io::Result<Option<OwnedFd>> {
+        let Some((mirror, owner)) = self.mirror.as_ref().zip(self.owner) else { return Ok(None) };
+        inheritable_lock(mirror.file(), false, owner).map(Some)
     }
 
     /// Why the mirror could not be written last.
@@ -191,12 +203,13 @@ fn size_of(path: &Path) -> Option<u64> {
 fn open_mirror(options: &NvramOptions, path: &Path) -> Result<File, NvramError> {
     let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path);
     let file = file.map_err(|source| failed(options, path, "open its mirror", source))?;
-    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+    // As an image is: a guest that writes to the mirror itself (persistent memory) outlives its keeper.
+    match lock_image(&file, path, false, MIRROR_PATIENCE, options.owner) {
         Ok(()) => {}
-        Err(rustix::io::Errno::WOULDBLOCK) => {
+        Err(ImageError::InUse { .. }) => {
             return Err(NvramError::MirrorInUse { name: options.name.clone(), path: path.to_owned() });
         }
-        Err(error) => return Err(failed(options, path, "lock its mirror", error.into())),
+        Err(source) => return Err(NvramError::Image { name: options.name.clone(), source }),
     }
     let found = file.metadata().map_err(|source| failed(options, path, "look at its mirror", source))?;
     let has = found.len();

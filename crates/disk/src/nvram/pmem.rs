@@ -5,11 +5,14 @@
 //! cache of it, and a flush returns when all is durable there. So there is nothing in between: no asynchronous mirror.
 
 use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use rustix::fs::FallocateFlags;
 
 use super::{NvramError, NvramOptions, Origin, failed, memory_or, open_mirror};
+use crate::image::{LockOwner, inheritable_lock};
 
 /// The guest's kernel maps it in steps of this (Linux's `memremap_compat_align`).
 pub const ALIGN_BYTES: u64 = 2 << 20;
@@ -18,7 +21,8 @@ pub const ALIGN_BYTES: u64 = 2 << 20;
 pub struct Pmem {
     pub origin: Origin,
     /// Locked, so that no other machine has it.
-    _mirror: Option<File>,
+    mirror: Option<File>,
+    owner: Option<LockOwner>,
 }
 
 impl NvramOptions {
@@ -32,7 +36,7 @@ impl Pmem {
     /// All of its room is taken: a store where the file system finds none would end QEMU.
     pub fn open(options: &NvramOptions) -> Result<Self, NvramError> {
         let Some((path, _)) = &options.mirror else {
-            return Ok(Self { origin: memory_or(options, None)?, _mirror: None });
+            return Ok(Self { origin: memory_or(options, None)?, mirror: None, owner: None });
         };
         // As a disk it was written there first.
         let memory = options.memory_file();
@@ -46,7 +50,13 @@ impl Pmem {
             .map_err(std::io::Error::from)
             .and_then(|()| mirror.sync_all())
             .map_err(unusable)?;
-        Ok(Self { origin, _mirror: Some(mirror) })
+        Ok(Self { origin, mirror: Some(mirror), owner: options.owner })
+    }
+
+    /// As `Nvram::inheritable_lock`.
+    pub fn inheritable_lock(&self) -> io::Result<Option<OwnedFd>> {
+        let Some((mirror, owner)) = self.mirror.as_ref().zip(self.owner) else { return Ok(None) };
+        inheritable_lock(mirror, false, owner).map(Some)
     }
 }
 
@@ -60,7 +70,7 @@ mod tests {
 
     fn options(folder: &tempfile::TempDir, mirrored: bool) -> NvramOptions {
         let mirror = mirrored.then(|| (folder.path().join("mirror"), MirrorPolicy::Sync));
-        NvramOptions { name: "log".into(), folder: folder.path().to_owned(), bytes: ALIGN_BYTES, mirror }
+        NvramOptions { name: "log".into(), folder: folder.path().to_owned(), bytes: ALIGN_BYTES, mirror, owner: None }
     }
 
     #[test]
@@ -91,6 +101,32 @@ mod tests {
         assert!(refused.contains("nvram-log may be newer than its mirror"), "{refused}");
         assert!(disk.give_back().unwrap());
         assert!(Pmem::open(&options).is_ok());
+    }
+
+    /// QEMU has the guest, and goes on writing to the mirror.
+    #[test]
+    fn a_mirror_stays_its_machines_without_a_keeper() {
+        let folder = tempfile::tempdir().unwrap();
+        let (own, others) = (folder.path().join("own"), folder.path().join("others"));
+        let owner = |path: &PathBuf| {
+            fs::create_dir_all(path).unwrap();
+            LockOwner::with_folder(path).unwrap()
+        };
+        let options = |owner| NvramOptions { owner: Some(owner), ..options(&folder, true) };
+        let keeper = Pmem::open(&options(owner(&own))).unwrap();
+        let inherited = keeper.inheritable_lock().unwrap().unwrap();
+        drop(keeper);
+        let refused = Pmem::open(&options(owner(&others).with_living_qemu(true))).err().unwrap().to_string();
+        assert!(refused.contains("another process mirrors to"), "{refused}");
+        let next = Pmem::open(&options(owner(&own).with_living_qemu(true))).unwrap();
+        drop((inherited, next));
+        let disk = NvramOptions { folder: others.clone(), ..options(owner(&others)) };
+        let (disk, backing) = Nvram::open(&disk).unwrap();
+        let inherited = disk.inheritable_lock().unwrap().unwrap();
+        drop((disk, backing));
+        assert!(Pmem::open(&options(owner(&own))).is_err(), "a disk's mirror stays locked, too");
+        drop(inherited);
+        assert!(Pmem::open(&options(owner(&own))).is_ok());
     }
 
     #[test]

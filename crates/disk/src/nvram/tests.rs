@@ -28,7 +28,7 @@ impl Bench {
 
     fn options(&self) -> NvramOptions {
         let mirror = self.policy.map(|policy| (self.mirror(), policy));
-        NvramOptions { name: "log".into(), folder: self.folder.path().to_owned(), bytes: BYTES, mirror }
+        NvramOptions { name: "log".into(), folder: self.folder.path().to_owned(), bytes: BYTES, mirror, owner: None }
     }
 
     fn mirror(&self) -> PathBuf {
@@ -226,6 +226,7 @@ fn names_that_end_alike_have_files_of_their_own() {
         folder: folder.path().to_owned(),
         bytes: BYTES,
         mirror: None,
+        owner: None,
     };
     let neighbour = folder.path().join("nvram-log.new");
     fs::write(&neighbour, "a device called log.new").unwrap();

@@ -36,6 +36,8 @@ pub enum MachineError {
          this one"
     )]
     ExchangedImage { name: String, qemu_pid: u32, disk: String, path: std::path::PathBuf },
+    #[error("nvram {nvram}: cannot lock its mirror for QEMU")]
+    MirrorLock { nvram: String, source: std::io::Error },
     #[error("disk {disk}: cannot look at the files of its image")]
     ImageFiles { disk: String, source: std::io::Error },
     #[error(transparent)]

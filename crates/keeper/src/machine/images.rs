@@ -21,11 +21,16 @@ use hearth_recovery::warm_reboot;
 
 use super::{Machine, MachineError, launch};
 
-/// Locks on the images, by disk: a QEMU inherits them, so that they outlive the keeper.
+/// Locks on the images, by disk, and on the mirrors of NVRAM: a QEMU inherits them, so that they outlive the keeper.
 #[derive(Debug, Default)]
 pub struct InheritedLocks(Vec<Vec<OwnedFd>>);
 
 impl InheritedLocks {
+    /// Behind those of the disks.
+    pub fn of_mirrors(&mut self, locks: Vec<OwnedFd>) {
+        self.0.push(locks);
+    }
+
     pub fn numbers(&self) -> Vec<RawFd> {
         self.0.iter().flatten().map(AsRawFd::as_raw_fd).collect()
     }
@@ -115,22 +120,27 @@ impl Machine {
             (0..self.parts.config.disks.len()).map(|position| self.open_image(position)).collect();
         // Also after a failure: the locks of those that were opened end with them.
         let opened = opened.inspect_err(|_| self.parts.locks.0.clear())?;
-        self.images.qemu_lives = false;
         self.judge_images(incarnation, unwritten);
         for (position, image) in opened.into_iter().enumerate() {
             let server = self.serve(position, image, incarnation, unwritten)?;
             self.disks.push(server);
         }
         self.note_images();
-        self.open_nvram()
+        self.open_nvram()?;
+        self.images.qemu_lives = false;
+        Ok(())
+    }
+
+    /// Who holds the locks of images and mirrors.
+    pub(super) fn lock_owner(&self) -> Option<LockOwner> {
+        let owner = lock_owner(&self.parts.folders.runtime);
+        owner.map(|owner| owner.with_living_qemu(self.images.qemu_lives))
     }
 
     fn open_image(&mut self, position: usize) -> Result<Image, MachineError> {
         let disk = &self.parts.config.disks[position];
         let failed = |source| MachineError::Image { disk: disk.name.clone(), source };
-        let owner = lock_owner(&self.parts.folders.runtime);
-        let owner = owner.map(|owner| owner.with_living_qemu(self.images.qemu_lives));
-        let options = ImageOptions { owner, ..launch::image_options(disk) };
+        let options = ImageOptions { owner: self.lock_owner(), ..launch::image_options(disk) };
         let image = Image::open_over(&options, &self.arrivals.images()).map_err(failed)?;
         let locks = image.inheritable_locks().map_err(failed)?;
         let files = image.files().map_err(|source| MachineError::ImageFiles { disk: disk.name.clone(), source })?;

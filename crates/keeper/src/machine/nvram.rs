@@ -15,23 +15,38 @@ use crate::config::{self, NvramConfig, PmemConfig};
 impl NvramConfig {
     pub fn options(&self, memory_folder: &Path) -> NvramOptions {
         let mirror = self.mirror.as_ref().map(|mirror| (mirror.file.clone(), policy(mirror.policy)));
-        NvramOptions { name: self.name.clone(), folder: memory_folder.to_owned(), bytes: self.bytes, mirror }
+        NvramOptions {
+            name: self.name.clone(),
+            folder: memory_folder.to_owned(),
+            bytes: self.bytes,
+            mirror,
+            owner: None,
+        }
     }
 }
 
 impl PmemConfig {
     pub fn options(&self, memory_folder: &Path) -> NvramOptions {
         let mirror = self.mirror_file.clone().map(|file| (file, MirrorPolicy::Sync));
-        NvramOptions { name: self.name.clone(), folder: memory_folder.to_owned(), bytes: self.bytes, mirror }
+        NvramOptions {
+            name: self.name.clone(),
+            folder: memory_folder.to_owned(),
+            bytes: self.bytes,
+            mirror,
+            owner: None,
+        }
     }
 }
 
 impl Machine {
     /// After the disks: the guest sees them behind these.
     pub(super) fn open_nvram(&mut self) -> Result<(), MachineError> {
+        let mut locks = Vec::new();
         let disks = self.parts.config.disks.len();
+        let (memory, owner) = (self.parts.folders.memory.clone(), self.lock_owner());
         for (position, device) in self.parts.config.nvram.iter().enumerate() {
-            let (nvram, backing) = Nvram::open(&device.options(&self.parts.folders.memory))?;
+            let (nvram, backing) = Nvram::open(&NvramOptions { owner, ..device.options(&memory) })?;
+            locks.extend(nvram.inheritable_lock().map_err(|source| unlocked(&device.name, source))?);
             self.record(opened(&device.name, nvram.origin));
             let socket = self.parts.folders.disk_socket(&device.name);
             let id = DiskId(u8::try_from(disks + position).expect("a machine has fewer disks than PCI slots"));
@@ -44,10 +59,12 @@ impl Machine {
             self.nvram.push(nvram);
         }
         for device in &self.parts.config.pmem {
-            let pmem = Pmem::open(&device.options(&self.parts.folders.memory))?;
+            let pmem = Pmem::open(&NvramOptions { owner, ..device.options(&memory) })?;
+            locks.extend(pmem.inheritable_lock().map_err(|source| unlocked(&device.name, source))?);
             self.record(opened(&device.name, pmem.origin));
             self.pmem.push(pmem);
         }
+        self.parts.locks.of_mirrors(locks);
         Ok(())
     }
 
@@ -76,6 +93,10 @@ impl Machine {
         let is_mapped = self.life.is_some();
         disks.chain(self.parts.config.pmem.iter().map(|device| pmem_status(device, is_mapped))).collect()
     }
+}
+
+fn unlocked(nvram: &str, source: std::io::Error) -> MachineError {
+    MachineError::MirrorLock { nvram: nvram.to_owned(), source }
 }
 
 fn opened(name: &str, origin: Origin) -> EventKind {
