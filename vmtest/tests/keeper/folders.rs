@@ -5,7 +5,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
-use hearth_vmtest::{Drives, Result, TestVm, artifacts};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, patience, processes};
+use toml::Value;
 
 use super::take_over;
 
@@ -65,5 +66,52 @@ fn a_machine_of_the_same_name_is_kept_out() -> Result<()> {
     assert!(!clone.exists());
     take_over(&vm)?;
     assert_eq!(vm.nonce()?, nonce, "it is the same guest");
+    Ok(())
+}
+
+/// Names in a folder, sorted.
+fn files_in(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).expect("it is there");
+    let mut names: Vec<_> =
+        entries.map(|entry| entry.expect("an entry").file_name().into_string().expect("text")).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_stopped_machine_leaves_only_the_listed_files() -> Result<()> {
+    let nvram: Value =
+        vec![Value::Table([("size".into(), "4MiB".into()), ("name".into(), "log".into())].into_iter().collect())]
+            .into();
+    let vm = TestVm::busybox("tidy")
+        .memory_mib(128)
+        .disk(Disk::empty(8))
+        .setting("guest_agent", true)
+        .setting("nvram", nvram);
+    let vm = vm.boot()?;
+    vm.reboot_forced()?;
+    vm.wait_incarnation(2)?;
+    vm.kill_qemu()?;
+    vm.wait_incarnation(3)?;
+    vm.rejuvenate()?;
+    vm.cli(&["upgrade-keeper", vm.name()])?;
+    vm.wait_running()?;
+    vm.kill_foreign_keeper()?;
+    take_over(&vm)?;
+    let qemu = vm.qemu_pid()?;
+    vm.kill_keeper()?;
+    processes::kill(qemu).expect("it runs");
+    assert!(processes::wait_end(qemu, patience(20)));
+    vm.restart_keeper()?;
+    vm.wait_incarnation(4)?;
+    let runtime = vm.runtime_root().join(vm.name());
+    let sockets = |name: &&String| name.starts_with("qmp-");
+    assert_eq!(files_in(&runtime).iter().filter(sockets).count(), 1, "{:?}", files_in(&runtime));
+    assert!(vm.stop_at_once()?.success());
+    let mut left = files_in(&runtime);
+    // Last words of QEMUs.
+    left.retain(|name| !(name.starts_with("qemu-") && name.ends_with(".log")));
+    assert_eq!(left, ["events.jsonl", "journal.json", "keeper.lock", "preload.so"]);
+    assert_eq!(files_in(vm.memory_folder()), ["nvram-log", "owner"]);
     Ok(())
 }

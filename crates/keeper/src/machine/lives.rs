@@ -17,8 +17,9 @@ use hearth_recovery::warm_reboot::{Phase, Succession};
 use super::crash::Harvest;
 use super::dumps::Dumps;
 use super::generation::{Devices, Generation};
+use super::leftovers::Needed;
 use super::timeline::Timeline;
-use super::{DRAIN_PATIENCE, Life, Machine, MachineError, Wanted, access, launch, own_user};
+use super::{DRAIN_PATIENCE, Life, Machine, MachineError, Wanted, access, launch, leftovers, own_user};
 use crate::config::Configured;
 
 impl Machine {
@@ -244,9 +245,19 @@ impl Machine {
         });
     }
 
+    /// Of keepers and QEMUs that were killed.
+    pub(super) fn remove_leftovers(&self) {
+        let generation = self.life.as_ref().map(|life| life.generation.number);
+        // Of a guest that crashed a moment ago as well.
+        let dead = self.journal.dumps.iter().map(|note| note.incarnation);
+        let dumps = dead.chain([self.journal.incarnation]).collect();
+        leftovers::remove(&self.parts.folders.runtime, &Needed { generation, dumps });
+    }
+
     /// The number of a QEMU that is about to be started, and everything noted that a new keeper must know of it.
     pub(super) fn next_generation(&mut self, incarnation: &Incarnation) -> Result<u32, MachineError> {
         self.journal.generation += 1;
+        leftovers::remove_old_logs(&self.parts.folders.runtime);
         self.journal.ember = self.ember.incarnations();
         self.journal.disks = launch::disk_identities(&self.parts.config);
         self.journal.ram_bytes = self.parts.config.memory_bytes;
@@ -351,6 +362,7 @@ impl Machine {
         self.save_boot_set(images);
         self.discard_memory();
         own_user::release(&self.parts.folders.runtime);
+        leftovers::remove(&self.parts.folders.runtime, &Needed::default());
         self.journal = self.journal.without_guest(self.parts.config.memory_bytes);
         self.journal.save(&self.parts.folders.journal())?;
         self.enter(MachineState::Stopped);

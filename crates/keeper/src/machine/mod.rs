@@ -42,6 +42,7 @@ mod generation;
 pub mod images;
 mod in_force;
 mod launch;
+mod leftovers;
 mod lives;
 pub mod memory_owner;
 mod nvram;
@@ -331,6 +332,7 @@ impl Machine {
             }
             taken_over => taken_over?,
         };
+        machine.remove_leftovers();
         if taken_over {
             machine.divide_disks();
         } else {

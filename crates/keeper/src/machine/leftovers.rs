@@ -1,0 +1,156 @@
+//! Leftovers: what may lie in a machine's runtime folder, and what of it goes when.
+//!
+//! Whoever makes a file here removes it, but a killed keeper or QEMU does not. So the next keeper, and each one whose machine
+//! stops, removes what belongs to nobody. Files that are not listed here are somebody else's and are left alone.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+/// Files in the folder of a machine that has stopped. `*` stands for a number or a name.
+pub const AT_REST: [&str; 8] = [
+    "keeper.lock",
+    "journal.json",
+    "events.jsonl",
+    "events.old.jsonl",
+    "keeper.log",
+    "preload.so",
+    "kvm-probe-*.json",
+    QEMU_LOGS,
+];
+
+const QEMU_LOGS: &str = "qemu-*.log";
+/// Only a QEMU with something to say has a log, so these are the last ones that said something.
+const QEMU_LOGS_MAX: usize = 8;
+
+/// Files of one QEMU, with its generation's number at the end.
+const OF_A_QEMU: [&str; 6] =
+    ["qmp-*.sock", "serial-*.sock", "agent-*.sock", "userfault-*.sock", "valves-*", "passt-*.pid"];
+const OF_A_DEAD_GUEST: &str = "registers-*";
+const OF_A_DISK: &str = "disk-*.sock";
+/// A file that was to replace another one.
+const UNFINISHED: &str = "*.new";
+
+/// What of a runtime folder is still needed.
+#[derive(Clone, Debug, Default)]
+pub struct Needed {
+    /// The living QEMU's generation: its disks are served, too.
+    pub generation: Option<u32>,
+    /// Incarnations that are to be dumped.
+    pub dumps: Vec<u32>,
+}
+
+/// Removes what nobody needs. Only for the machine's keeper, while it starts no QEMU and writes no file here.
+pub fn remove(runtime: &Path, needed: &Needed) {
+    let is_needed = |name: &str| {
+        if AT_REST.iter().any(|pattern| matches(pattern, name)) {
+            return true;
+        }
+        if OF_A_QEMU.iter().any(|pattern| matches(pattern, name)) {
+            return needed.generation.is_some() && number_in(name) == needed.generation;
+        }
+        if matches(OF_A_DEAD_GUEST, name) {
+            return number_in(name).is_some_and(|number| needed.dumps.contains(&number));
+        }
+        let is_passing = matches(OF_A_DISK, name) && needed.generation.is_none() || matches(UNFINISHED, name);
+        !is_passing
+    };
+    for (name, path) in files(runtime) {
+        if !is_needed(&name) {
+            forget(&path);
+        }
+    }
+    remove_old_logs(runtime);
+}
+
+/// Of the logs of ended QEMUs the last ones stay.
+pub fn remove_old_logs(runtime: &Path) {
+    let age = |path: &PathBuf| fs::metadata(path).and_then(|log| log.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
+    let mut logs: Vec<_> =
+        files(runtime).filter(|(name, _)| matches(QEMU_LOGS, name)).map(|(_, path)| (age(&path), path)).collect();
+    logs.sort_unstable();
+    logs.iter().rev().skip(QEMU_LOGS_MAX).for_each(|(_, path)| forget(path));
+}
+
+fn forget(path: &Path) {
+    if let Err(error) = fs::remove_file(path) {
+        tracing::debug!(path = %path.display(), %error, "left behind");
+    }
+}
+
+fn files(folder: &Path) -> impl Iterator<Item = (String, PathBuf)> + use<> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.filter_map(|entry| Some((entry.file_name().into_string().ok()?, entry.path())))
+}
+
+fn matches(pattern: &str, name: &str) -> bool {
+    match pattern.split_once('*') {
+        Some((start, end)) => name.len() > start.len() + end.len() && name.starts_with(start) && name.ends_with(end),
+        None => name == pattern,
+    }
+}
+
+/// The last number in a name: `passt-NET-GENERATION.pid` has two.
+fn number_in(name: &str) -> Option<u32> {
+    let stem = name.split('.').next().unwrap_or(name);
+    stem.rsplit('-').next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OF_QEMUS: [&str; 8] = [
+        "qmp-3.sock",
+        "qmp-31.sock",
+        "serial-3.sock",
+        "agent-3.sock",
+        "userfault-3.sock",
+        "valves-3",
+        "passt-0-3.pid",
+        "passt-3-2.pid",
+    ];
+    const OTHERS: [&str; 6] =
+        ["disk-root.sock", "registers-3", "registers-4", "journal.json.new", "api.sock", "somebodys-notes.txt"];
+
+    #[track_caller]
+    fn check(needed: &Needed, stay: &[&str]) {
+        let folder = tempfile::tempdir().unwrap();
+        let at_rest: Vec<_> = AT_REST.iter().map(|pattern| pattern.replace('*', "3")).collect();
+        for name in OF_QEMUS.iter().chain(&OTHERS).copied().chain(at_rest.iter().map(String::as_str)) {
+            fs::write(folder.path().join(name), "").unwrap();
+        }
+        remove(folder.path(), needed);
+        let mut left: Vec<_> =
+            files(folder.path()).map(|(name, _)| name).filter(|name| !at_rest.contains(name)).collect();
+        left.sort();
+        assert_eq!(left, stay);
+        assert!(at_rest.iter().all(|name| folder.path().join(name).exists()));
+    }
+
+    #[test]
+    fn only_what_somebody_needs_stays() {
+        let always = ["api.sock", "somebodys-notes.txt"];
+        check(&Needed::default(), &always);
+        check(&Needed { dumps: vec![4], ..Needed::default() }, &["api.sock", "registers-4", "somebodys-notes.txt"]);
+        let living = Needed { generation: Some(3), dumps: vec![3] };
+        let mut stay = vec!["disk-root.sock", "registers-3"];
+        stay.extend(always);
+        stay.extend(OF_QEMUS.iter().filter(|name| !["qmp-31.sock", "passt-3-2.pid"].contains(name)));
+        stay.sort_unstable();
+        check(&living, &stay);
+    }
+
+    #[test]
+    fn the_last_logs_stay() {
+        let folder = tempfile::tempdir().unwrap();
+        let log = |number: u64| folder.path().join(format!("qemu-{number}.log"));
+        // Numbers begin anew with each start of the machine: the youngest has not the highest one.
+        for (age, number) in (1..=20).rev().enumerate() {
+            let file = fs::File::create(log(number)).unwrap();
+            file.set_modified(SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(age as u64)).unwrap();
+        }
+        remove_old_logs(folder.path());
+        assert!((1..=20).all(|number| log(number).exists() == (number <= QEMU_LOGS_MAX as u64)));
+    }
+}
