@@ -3,9 +3,11 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
 
 use hearth_recovery::lazy_restore::Step;
-use hearth_vmtest::{Disk, Drives, Result, TestVm};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, patience, processes};
 use loopback_s3::Wire;
 
 use super::faults::saved;
@@ -132,4 +134,31 @@ fn a_keeper_that_finds_another_snapshot_in_the_place_of_its_guests_leaves_that_a
     await_console(&clone)?;
     let verifying = clone.guest().start(&format!("probe verify /tmp/memory {SEED}"))?;
     comes_whole(&clone, verifying, &nonce)
+}
+
+#[test]
+fn what_a_killed_rehearsal_leaves_is_removed_by_the_next() -> Result<()> {
+    let vm = TestVm::busybox("rehearser").memory_mib(128).disk(Disk::empty(16)).boot()?;
+    let (snapshot, scratch) = (vm.folder().join("snapshot"), vm.folder().join("scratch"));
+    vm.save_and_stop(&snapshot)?;
+    fs::create_dir(&scratch).expect("a folder");
+    let mut rehearsal = Command::new(artifacts::hearth()?);
+    rehearsal.arg("--runtime-root").arg(vm.runtime_root()).arg("rehearse").arg(&snapshot);
+    let mut rehearsal = rehearsal.args(["--for", "600", "--scratch"]).arg(&scratch).spawn().expect("it can be started");
+    let memory = vm.memory_folder().with_file_name(format!("rehearsal-{}", rehearsal.id()));
+    let deadline = Instant::now() + patience(20);
+    while processes::mentioning(&memory).is_empty() {
+        assert!(Instant::now() < deadline, "it starts no QEMU");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    rehearsal.kill().and_then(|()| rehearsal.wait()).expect("it is our child");
+    assert!(!processes::mentioning(&memory).is_empty() && memory.exists(), "its QEMU outlives it");
+    vm.cli(&["rehearse", &snapshot.display().to_string(), "--scratch", &scratch.display().to_string(), "--for", "1"])?;
+    assert!(processes::mentioning(&memory).is_empty());
+    for folder in [scratch, vm.runtime_root(), memory.parent().expect("the folder of all").to_owned()] {
+        let left = fs::read_dir(&folder).expect("it is there").flatten().map(|entry| entry.file_name());
+        let left: Vec<_> = left.filter(|name| name.to_string_lossy().contains("rehearsal")).collect();
+        assert!(left.is_empty(), "{}: {left:?}", folder.display());
+    }
+    Ok(())
 }

@@ -28,6 +28,7 @@ use crate::runtime_root::RuntimeRoot;
 use crate::upgrade::Inheritance;
 
 mod age;
+mod clone;
 mod configuration;
 mod console;
 mod dump;
@@ -450,6 +451,7 @@ pub fn main(run: fn(Start) -> ExitCode) -> ExitCode {
         Verb::Run(FileArgument { file }) => {
             drop(out);
             let (root, mut inheritance) = (root_of(cli.runtime_root), Inheritance::of_this_process());
+            clone::remove_leftovers(&root);
             configuration::for_run(&file, &root)
                 .inspect_err(|error| inheritance.give_back(&crate::chain(error)))
                 .map(|in_force| run(Start { in_force, root, restore: None, inheritance }))

@@ -11,8 +11,9 @@ use std::time::Duration;
 use clap::Args;
 use hearth_recovery::lazy_restore::Mode;
 
+use super::clone::{CloneNote, remove_leftovers};
 use super::object_store::{StoreArguments, place};
-use super::restore::{Draft, make_machine, remove_machine, typed};
+use super::restore::{Draft, make_machine, typed};
 use super::trust::Trust;
 use super::{CliError, absolute};
 use crate::config::SECONDS_MAX;
@@ -55,6 +56,7 @@ pub fn rehearse(
 ) -> Result<ExitCode, CliError> {
     let RehearseArguments { snapshot, seconds, until_port, until, mut forward, trust_config, scratch, store } =
         arguments;
+    remove_leftovers(&root);
     let path = place(snapshot);
     let snapshot = store.open(&path)?;
     let typed = typed(&snapshot)?.without_object_store();
@@ -80,16 +82,13 @@ pub fn rehearse(
     let seal = Some(snapshot.seal().to_owned());
     let order = RestoreOrder { snapshot: path.clone(), seal, mode: Mode::Lazy, trace: Some(trace) };
     let draft = Draft { snapshot: &snapshot, typed: typed.isolated(&forward), settings: Vec::new(), trust };
+    let clone = CloneNote::write(&name, &folder, &root)?;
     let in_force = make_machine(draft, &name, &folder, &order, &root)?;
-    let runtime_folder = in_force.now.config.runtime_folder.clone();
     let before = snapshot.working_set_version()?;
     drop(snapshot);
     let ended = run(Start { in_force, root, restore: Some(order), inheritance: Inheritance::default() });
-    remove_machine(&folder);
-    // Its events; what was of interest was said.
-    if runtime_folder.file_name().is_some_and(|of| of == name.as_str()) {
-        remove_machine(&runtime_folder);
-    }
+    // With its events; what was of interest was said.
+    drop(clone);
     if ended != ExitCode::SUCCESS {
         return Ok(ended);
     }

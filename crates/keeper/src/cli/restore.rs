@@ -151,7 +151,7 @@ pub fn make_machine(
     made.inspect_err(|_| remove_machine(&folder))
 }
 
-pub fn remove_machine(folder: &Path) {
+fn remove_machine(folder: &Path) {
     if let Err(error) = fs::remove_dir_all(folder) {
         tracing::warn!(%error, folder = %folder.display(), "left behind");
     }

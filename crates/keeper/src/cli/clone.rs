@@ -1,0 +1,144 @@
+//! Clones: machines that `hearth rehearse` makes and throws away, and what is left of one whose keeper was killed.
+//!
+//! ROOT/NAME.clone     locked by the rehearsal as long as it lives; holds the path of the clone's folder
+//!
+//! The note is there before anything else of the clone, and goes last. So whoever finds one that is not locked removes what is
+//! left: QEMU, memory folder, runtime folder, the clone's own folder.
+
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use hearth_qemu::kill_stray;
+use rustix::fs::{FlockOperation, flock};
+
+use super::CliError;
+use crate::config::Config;
+use crate::machine::{memory_owner, own_user};
+use crate::runtime_root::RuntimeRoot;
+
+const EXTENSION: &str = "clone";
+const PATH_BYTES_MAX: u64 = 4096;
+
+/// The note of a clone that this process makes. Dropping it removes the clone.
+pub struct CloneNote {
+    note: PathBuf,
+    folder: PathBuf,
+    root: RuntimeRoot,
+    _lock: File,
+}
+
+impl CloneNote {
+    /// Before anything of the clone is made.
+    pub fn write(name: &str, folder: &Path, root: &RuntimeRoot) -> Result<Self, CliError> {
+        let note = root.path().join(format!("{name}.{EXTENSION}"));
+        let noted = fs::create_dir_all(root.path()).and_then(|()| {
+            let mut file = OpenOptions::new().create(true).truncate(true).write(true).mode(0o600).open(&note)?;
+            flock(&file, FlockOperation::LockExclusive)?;
+            file.write_all(folder.as_os_str().as_bytes()).map(|()| file)
+        });
+        let lock = noted.map_err(|source| CliError::File { path: note.clone(), source })?;
+        Ok(Self { note, folder: folder.to_owned(), root: root.clone(), _lock: lock })
+    }
+}
+
+impl Drop for CloneNote {
+    fn drop(&mut self) {
+        remove(&self.note, &self.folder, &self.root);
+    }
+}
+
+/// Removes clones of this root whose rehearsals were killed.
+pub fn remove_leftovers(root: &RuntimeRoot) {
+    let entries = fs::read_dir(root.path()).into_iter().flatten().flatten().map(|entry| entry.path());
+    for note in entries.filter(|path| path.extension().is_some_and(|end| end == EXTENSION)) {
+        // One that is locked is alive, and one that is gone was removed meanwhile.
+        if let Ok((folder, _lock)) = dead(&note) {
+            tracing::warn!(folder = %folder.display(), "a rehearsal was killed; what it left is removed");
+            remove(&note, &folder, root);
+        }
+    }
+}
+
+fn dead(note: &Path) -> io::Result<(PathBuf, File)> {
+    let mut file = File::open(note)?;
+    flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+    let mut folder = Vec::new();
+    (&mut file).take(PATH_BYTES_MAX).read_to_end(&mut folder)?;
+    Ok((PathBuf::from(OsString::from_vec(folder)), file))
+}
+
+fn remove(note: &Path, folder: &Path, root: &RuntimeRoot) {
+    let name = note.file_stem().unwrap_or_default();
+    // Without a configuration nothing else was made. Its folders have its name, or were not made for it alone.
+    if let Ok(config) = Config::load(&folder.join("machine.toml"), root) {
+        let Config { runtime_folder, memory_folder, .. } = config;
+        for pid in memory_owner::qemus_of(&runtime_folder, &memory_folder) {
+            if !kill_stray(pid) {
+                tracing::error!(pid, "the QEMU of a rehearsal does not end");
+            }
+        }
+        own_user::release(&runtime_folder);
+        for folder in [memory_folder, runtime_folder].iter().filter(|folder| folder.file_name() == Some(name)) {
+            remove_folder(folder);
+        }
+    }
+    if folder.file_name().is_some_and(|of| of.as_bytes().ends_with(name.as_bytes())) {
+        remove_folder(folder);
+    }
+    if let Err(error) = fs::remove_file(note) {
+        tracing::warn!(%error, note = %note.display(), "left behind");
+    }
+}
+
+fn remove_folder(folder: &Path) {
+    match fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            tracing::warn!(%error, folder = %folder.display(), "left behind");
+        }
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_killed_rehearsals_clone_is_removed_and_a_living_ones_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = RuntimeRoot::new(folder.path().join("run"));
+        let make = |name: &str| {
+            let own = folder.path().join(format!("hearth-{name}"));
+            let memory = folder.path().join("memory").join(name);
+            let clone = CloneNote::write(name, &own, &root).unwrap();
+            for made in [&own, &memory, &root.machine(name)] {
+                fs::create_dir_all(made).unwrap();
+            }
+            let text = format!(
+                "name = \"{name}\"\nmemory = \"64MiB\"\nmemory_folder = \"{}\"\n[boot]\nkernel = \"k\"\n",
+                memory.display()
+            );
+            fs::write(own.join("machine.toml"), text).unwrap();
+            (clone, [own, memory, root.machine(name)])
+        };
+        let (living, its) = make("rehearsal-1");
+        let (killed, left) = make("rehearsal-2");
+        // What a process leaves that is killed: all but its lock.
+        let note = fs::read(&killed.note).unwrap();
+        fs::write(root.path().join("rehearsal-2.copy"), note).unwrap();
+        fs::rename(root.path().join("rehearsal-2.copy"), &killed.note).unwrap();
+        std::mem::forget(killed);
+        fs::create_dir_all(folder.path().join("mine")).unwrap();
+        fs::write(root.path().join("odd.clone"), folder.path().join("mine").as_os_str().as_bytes()).unwrap();
+        remove_leftovers(&root);
+        assert!(left.iter().all(|folder| !folder.exists()) && its.iter().all(|folder| folder.exists()));
+        assert!(folder.path().join("mine").exists(), "a note removes only a folder with the clone's name");
+        drop(living);
+        assert!(its.iter().all(|folder| !folder.exists()));
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
+    }
+}
