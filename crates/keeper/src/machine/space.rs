@@ -8,6 +8,7 @@
 
 use std::error::Error;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,11 +30,12 @@ impl Machine {
         self.life.is_none() && is_out_of_space(error)
     }
 
-    /// Tries once more without an ember, which takes as much memory as a guest; then later.
+    /// Tries once more without an ember, if that is where space is missing: it takes as much memory as a guest. Then later.
     pub(super) fn wait_for_space(&mut self, error: &MachineError) -> Result<(), MachineError> {
         let mut why = crate::chain(error);
         self.discard_unused();
-        if self.ember.counts().remaining > 0 {
+        let folders = &self.parts.folders;
+        if self.ember.counts().remaining > 0 && ember_is_in_the_way(error, &folders.runtime, &folders.memory) {
             self.ember.extinguish();
             tracing::warn!(why, "the reboot is cold");
             if let Some(timeline) = &mut self.timeline {
@@ -50,7 +52,7 @@ impl Machine {
     }
 
     /// The incarnation that did not begin: the next one has its number.
-    fn discard_unused(&mut self) {
+    pub(super) fn discard_unused(&mut self) {
         self.warden.watch(None);
         discard_files(&self.parts.folders.memory, self.journal.incarnation);
         self.journal.incarnation -= 1;
@@ -92,6 +94,13 @@ impl Machine {
     }
 }
 
+/// Files of the runtime folder are small: an ember in another file system is not what they lack space for.
+fn ember_is_in_the_way(error: &MachineError, runtime: &Path, memory: &Path) -> bool {
+    let is_of_runtime = matches!(error, MachineError::Journal(_) | MachineError::Launch(_) | MachineError::Folder(_));
+    let device = |folder: &Path| std::fs::metadata(folder).map(|metadata| metadata.dev()).ok();
+    !is_of_runtime || device(runtime) == device(memory)
+}
+
 fn is_out_of_space(error: &(dyn Error + 'static)) -> bool {
     let mut error = Some(error);
     while let Some(link) = error {
@@ -109,6 +118,30 @@ mod tests {
     use hearth_recovery::journal::JournalError;
 
     use super::*;
+    use crate::machine::FolderError;
+    use crate::machine::generation::LaunchError;
+
+    #[test]
+    fn ember_is_given_up_where_it_takes_the_space() {
+        let full = || io::Error::from_raw_os_error(libc::ENOSPC);
+        let path = || "/x".into();
+        let of_runtime = || {
+            [
+                MachineError::from(JournalError::Io { path: path(), source: full() }),
+                MachineError::Launch(LaunchError::Preload(full())),
+                MachineError::Folder(FolderError::Unusable { path: path(), source: full() }),
+            ]
+        };
+        let of_memory = || MachineError::ImageFiles { disk: "root".into(), source: full() };
+        let (memory, proc, tmp) =
+            (Path::new("/dev/shm"), Path::new("/proc"), tempfile::tempdir_in("/dev/shm").unwrap());
+        for error in of_runtime() {
+            assert!(is_out_of_space(&error), "{error:?}");
+            assert!(!ember_is_in_the_way(&error, proc, memory), "{error:?}");
+            assert!(ember_is_in_the_way(&error, tmp.path(), memory), "{error:?}: the same file system");
+        }
+        assert!(ember_is_in_the_way(&of_memory(), proc, memory));
+    }
 
     #[test]
     fn want_of_space_is_told_from_other_errors() {
