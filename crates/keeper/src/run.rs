@@ -91,7 +91,7 @@ fn keep(
     restore: Option<RestoreOrder>,
     inheritance: &mut Inheritance,
 ) -> Result<Option<Successor>, RunError> {
-    let InForce { mut now, next, pending } = in_force;
+    let InForce { mut now, next, pending, misread } = in_force;
     let folders = Folders::prepare(&now.config.name, &now.config.runtime_folder, &now.config.memory_folder)?;
     // Whatever is made from here on is for this user alone, also in the runtime folder, which QEMU's user may pass through.
     rustix::process::umask(Mode::RWXG | Mode::RWXO);
@@ -113,6 +113,9 @@ fn keep(
     let event_log = EventLog::open(&config.name, &folders.runtime).map_err(RunError::EventLog)?;
     if let Some(why) = inheritance.take_failure() {
         event_log.record(EventKind::KeeperUpgradeFailed { why });
+    }
+    if let Some(message) = misread {
+        event_log.record(EventKind::Error { message });
     }
     let console = Hub::start(&folders.runtime.join("console.sock"))?;
     let (tell, events) = channel();
@@ -139,7 +142,7 @@ fn keep(
         rehearses,
         config,
         typed,
-        next: Next { configured: next, accelerator: chosen },
+        next: Next { configured: next, accelerator: chosen, last: None },
         pending,
         shown_config,
         restore,

@@ -245,3 +245,65 @@ fn each_key_alone_waits_for_its_time() -> Result<()> {
     }
     Ok(())
 }
+
+/// Errors among the machine's events.
+fn errors(vm: &TestVm) -> Vec<String> {
+    let events = vm.events();
+    events.iter().filter_map(|event| event["message"].as_str().map(str::to_owned)).collect()
+}
+
+/// Which file is there when the next keeper comes.
+fn exchange_file(vm: &TestVm, text: &str) -> Result<()> {
+    vm.kill_keeper()?;
+    std::fs::write(vm.folder().join("machine.toml"), text).expect("it can be written");
+    vm.restart_keeper()?;
+    vm.wait_running().map(drop)
+}
+
+#[test]
+fn broken_file_does_not_cost_the_guest() -> Result<()> {
+    let vm = TestVm::busybox("broken").disk(Disk::empty(16)).boot()?;
+    let (nonce, path) = (vm.nonce()?, vm.folder().join("machine.toml"));
+    let good = std::fs::read_to_string(&path).expect("it is there");
+    let unknown = format!("memroy = \"1GiB\"\n{good}");
+    let without_value = format!("name = \"broken\"\ncpus =\n{good}");
+    let incomplete = "name = \"broken\"\n".to_owned();
+    for (broken, expect) in [(without_value, "cpus has no value"), (unknown, "memroy"), (incomplete, "is missing")] {
+        exchange_file(&vm, &broken)?;
+        assert_eq!(vm.nonce()?, nonce, "the guest goes on");
+        assert_eq!(pending(&vm)?, [("machine.toml".to_owned(), "next_start".to_owned())].into());
+        assert!(errors(&vm).iter().any(|error| error.contains(expect)), "{expect}: {:?}", errors(&vm));
+    }
+    vm.reboot_forced()?;
+    vm.wait_boots(2)?;
+    vm.stop_at_once()?;
+    let refused = vm.cli_output(&["run", &path.display().to_string()])?;
+    assert!(
+        refused.status != 0 && refused.text().contains("is missing"),
+        "a machine without a guest: {}",
+        refused.text()
+    );
+    std::fs::write(&path, good).expect("it can be written");
+    vm.restart_keeper()?;
+    vm.wait_running().map(drop)
+}
+
+#[test]
+fn next_guest_falls_back_if_qemu_refuses_it() -> Result<()> {
+    let vm = TestVm::busybox("refused").disk(Disk::empty(16)).boot()?;
+    let good = std::fs::read_to_string(vm.folder().join("machine.toml")).expect("it is there");
+    exchange_file(&vm, &format!("extra_qemu_args = [\"-device\", \"no-such-device\"]\n{good}"))?;
+    let waits: BTreeSet<_> = [("extra_qemu_args".to_owned(), "next_guest".to_owned())].into();
+    assert_eq!(pending(&vm)?, waits);
+    for boots in 2..4 {
+        vm.reboot_forced()?;
+        vm.wait_boots(boots)?;
+        assert_eq!(pending(&vm)?, waits, "the guest is what it was");
+        let named = |error: &String| error.contains("(extra_qemu_args)") && error.contains("no-such-device");
+        assert_eq!(errors(&vm).into_iter().filter(named).count(), boots - 1);
+    }
+    exchange_file(&vm, &good)?;
+    assert_eq!(pending(&vm)?, BTreeSet::new());
+    vm.reboot_forced()?;
+    vm.wait_boots(4).map(drop)
+}

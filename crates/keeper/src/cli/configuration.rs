@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use hearth_api::{PendingChange, PendingUntil};
 use serde_json::Value;
 
 use super::{CliError, Context, Exit};
@@ -14,13 +15,34 @@ use crate::upgrade::Consent;
 
 /// The checked configuration, of a guest that lives as well; the error holds everything that keeps the machine from running.
 pub fn for_run(file: &Path, root: &RuntimeRoot) -> Result<InForce, CliError> {
-    let configured = Configured::load(file, root).and_then(|today| in_force(today, root));
+    let configured = match Configured::load(file, root) {
+        Ok(today) => in_force(today, root),
+        Err(problems) => without_file(file, root, &problems).ok_or(problems),
+    };
     let in_force = must_run(configured.map_err(|problems| wrong(file, root, problems))?, file, root)?;
     if !in_force.pending.is_empty() {
         let keys: Vec<_> = in_force.pending.iter().map(|change| change.key.as_str()).collect();
         tracing::warn!(keys = keys.join(", "), "changed in the file, and not yet in force: a guest lives");
     }
     Ok(in_force)
+}
+
+/// A living guest is what it was started with, whatever its file says: one that cannot be understood does not keep it from its
+/// keeper. As a whole the file waits for the next start.
+fn without_file(file: &Path, root: &RuntimeRoot, problems: &[Problem]) -> Option<InForce> {
+    let name = probable_name(file);
+    let started_with = life::living_guest(&root.machine(&name))?.started_with?;
+    let now = Configured::of_journal(&started_with, &std::path::absolute(file).ok()?, root).ok()?;
+    let key = file.file_name()?.to_string_lossy().into_owned();
+    let pending = vec![PendingChange { key, until: PendingUntil::NextStart }];
+    let problems: Vec<_> = problems.iter().map(ToString::to_string).collect();
+    let misread = format!(
+        "{} cannot be understood; the guest goes on with the configuration that it was started with, and so do its reboots, until \
+         the file is corrected and the keeper started anew: {}",
+        file.display(),
+        problems.join("; ")
+    );
+    (now.config.name == name).then_some(InForce { now, next: None, pending, misread: Some(misread) })
 }
 
 /// The same of a file that was made a moment ago, for a guest that does not live yet.

@@ -41,11 +41,13 @@ pub struct InForce {
     pub next: Option<Box<Configured>>,
     /// Keys of the file that do not count yet.
     pub pending: Vec<PendingChange>,
+    /// Why the file as a whole does not count: it cannot be understood.
+    pub misread: Option<String>,
 }
 
 impl From<Configured> for InForce {
     fn from(now: Configured) -> Self {
-        Self { now, next: None, pending: Vec::new() }
+        Self { now, next: None, pending: Vec::new(), misread: None }
     }
 }
 
@@ -101,6 +103,15 @@ impl Configured {
     }
 }
 
+impl Configured {
+    /// What a guest was started with, by its journal.
+    pub fn of_journal(started_with: &str, file: &Path, root: &RuntimeRoot) -> Result<Self, Vec<Problem>> {
+        let table: Table = toml::from_str(started_with)
+            .map_err(|error| vec![Problem::error("journal", error.message().to_owned(), "end the guest's QEMU")])?;
+        Self::parse(&table, file, root)
+    }
+}
+
 impl InForce {
     /// Puts today's file and the journal of a living guest together. The error lists what this program does not understand
     /// of what the guest was started with.
@@ -137,7 +148,7 @@ impl InForce {
             let until = if with_guest { PendingUntil::NextGuest } else { PendingUntil::NextStart };
             PendingChange { key: change.key, until }
         });
-        Ok(Self { pending: pending.collect(), now, next })
+        Ok(Self { pending: pending.collect(), now, next, misread: None })
     }
 }
 

@@ -7,13 +7,13 @@
 use std::fs;
 use std::path::PathBuf;
 
-use hearth_api::{EventKind, PendingUntil};
+use hearth_api::{EventKind, PendingChange, PendingUntil};
 use hearth_qemu::AcceleratorChoice;
 use hearth_recovery::incarnation::ram_path;
 use hearth_recovery::journal::Journal;
 use hearth_recovery::rejuvenation::parked::{self, Parked};
 
-use super::Machine;
+use super::{Machine, MachineError};
 use crate::check::{self, life};
 use crate::config::{Config, Configured, InForce};
 use crate::host_reload::Record;
@@ -91,6 +91,15 @@ pub struct Next {
     pub configured: Option<Box<Configured>>,
     /// What the next guest runs under. A living guest keeps what it has.
     pub accelerator: AcceleratorChoice,
+    /// What counted before, until a QEMU has been started with what counts now.
+    pub last: Option<Box<Last>>,
+}
+
+/// The configuration of the last guest.
+pub struct Last {
+    configured: Configured,
+    pending: Vec<PendingChange>,
+    accelerator: AcceleratorChoice,
 }
 
 impl Machine {
@@ -104,12 +113,42 @@ impl Machine {
                 self.parts.next.configured = Some(next);
                 return;
             }
-            (self.parts.config, self.parts.typed) = (next.config, next.typed);
+            let pending = self.parts.pending.clone();
+            let configured = self.exchange_configuration(*next);
+            let accelerator = self.parts.accelerator.clone();
+            self.parts.next.last = Some(Box::new(Last { configured, pending, accelerator }));
             self.parts.pending.retain(|change| change.until == PendingUntil::NextStart);
             self.parts.show_config();
-            self.set_budget();
         }
         self.parts.accelerator = self.parts.next.accelerator.clone();
+    }
+
+    /// No QEMU could be started with what has just begun to count: the last guest's configuration counts again, and the other one
+    /// waits for the guest after the next. False: nothing had changed.
+    pub(super) fn take_back_configuration(&mut self, error: &MachineError) -> bool {
+        let Some(last) = self.parts.next.last.take() else { return false };
+        let Last { configured, pending, accelerator } = *last;
+        let keys: Vec<_> = pending.iter().filter(|change| change.until == PendingUntil::NextGuest).collect();
+        let keys: Vec<_> = keys.iter().map(|change| change.key.as_str()).collect();
+        let message = format!(
+            "the next guest is started with the configuration of the last one: QEMU does not start with what was changed ({}): {}",
+            keys.join(", "),
+            crate::chain(error)
+        );
+        self.record(EventKind::Error { message });
+        self.parts.next.configured = Some(Box::new(self.exchange_configuration(configured)));
+        (self.parts.pending, self.parts.accelerator) = (pending, accelerator);
+        self.parts.show_config();
+        true
+    }
+
+    /// Returns what counted before.
+    fn exchange_configuration(&mut self, configured: Configured) -> Configured {
+        let Configured { config, typed } = configured;
+        let config = std::mem::replace(&mut self.parts.config, config);
+        let typed = std::mem::replace(&mut self.parts.typed, typed);
+        self.set_budget();
+        Configured { config, typed }
     }
 
     /// What the machine may hold depends on the size of its guest.

@@ -99,17 +99,26 @@ impl Machine {
     pub(super) fn start_next(&mut self) -> Result<(), MachineError> {
         match self.try_next() {
             Err(error) if self.may_wait_for_space(&error) => self.wait_for_space(&error),
+            Err(error @ MachineError::Launch(_)) if self.life.is_none() && self.take_back_configuration(&error) => {
+                self.discard_unused();
+                self.try_as_configured()
+            }
             tried => tried,
         }
     }
 
     pub(super) fn try_next(&mut self) -> Result<(), MachineError> {
-        self.wanted = Wanted::Run;
         self.take_next_configuration();
+        self.try_as_configured()
+    }
+
+    fn try_as_configured(&mut self) -> Result<(), MachineError> {
+        self.wanted = Wanted::Run;
         let next = self.next_incarnation()?;
         self.renew_images(&next)?;
         self.phase(Phase::Attach, |machine| machine.succession().attach(&next))?;
         self.phase(Phase::Launch, |machine| machine.launch(next))?;
+        self.parts.next.last = None;
         if let Some(began) = self.waits_since.take() {
             self.phase_ended("back-off", began, began.elapsed());
         }

@@ -36,7 +36,7 @@ fn every_key_changed_under_a_living_guest() {
         let (before, after) = (&changed.before, settled(&changed.after, &kept));
         let name = format!("{}{}", field.section.heading(), field.key);
         seen.insert(name.clone());
-        let InForce { now, next, pending } = in_force(&changed);
+        let InForce { now, next, pending, .. } = in_force(&changed);
         let (guest, start) = (keys(&pending, PendingUntil::NextGuest), keys(&pending, PendingUntil::NextStart));
         if after.config == before.config {
             assert_eq!((field.key, &now.config, next, pending), ("machine_type", &before.config, None, vec![]));
