@@ -164,6 +164,8 @@ fn keep(
         notify(&Notice::Status("its guest runs".to_owned()));
         machine.run(&events)
     });
+    // Nobody answers what was asked too late: the askers learn that now, and not when the patience with them is over.
+    drop(events);
     if !matches!(ended, Ok(End::HandsOver { .. })) {
         notify(&Notice::Stopping);
     }
