@@ -17,7 +17,9 @@ const RUN_PATIENCE: Duration = Duration::from_secs(30);
 
 pub fn check(config: &Config, life: Life, purpose: Purpose, problems: &mut Vec<Problem>) {
     shared_images(config, problems);
-    let lock_patience = if purpose == Purpose::Run { RUN_PATIENCE } else { Duration::ZERO };
+    // A living keeper does not give its images up: who would be the second one is told so at once.
+    let waits = purpose == Purpose::Run && life != Life::Kept;
+    let lock_patience = if waits { RUN_PATIENCE } else { Duration::ZERO };
     let owner = lock_owner(&config.runtime_folder).map(|owner| owner.with_living_qemu(life == Life::Orphaned));
     for disk in &config.disks {
         match Image::open(&ImageOptions { owner, ..options(disk, lock_patience) }) {
