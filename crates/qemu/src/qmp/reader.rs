@@ -15,9 +15,10 @@ use serde_json::Value;
 use super::{QmpEvent, Said, event, now};
 
 /// The longest answer to anything that is asked here has some 50 KiB.
-const LINE_BYTES_MAX: usize = 1 << 20;
-/// Answers that nobody has taken: those to commands that were no longer waited for.
-pub(super) const ANSWERS_MAX: usize = 64;
+const LINE_BYTES_MAX: usize = 256 << 10;
+/// Answers that nobody has taken: those to commands that were no longer waited for. Parsed, one takes up to 16 times as much
+/// memory as its line (`[0,0,...]`), so that these take 64 MiB at most.
+pub(super) const ANSWERS_MAX: usize = 16;
 /// What may come at once, and what may come in each second after that.
 const MESSAGES: Allowance = Allowance { at_once: 10_000, per_second: 1000 };
 const BYTES: Allowance = Allowance { at_once: 8 << 20, per_second: 1 << 20 };
@@ -180,7 +181,7 @@ mod tests {
 
     #[test]
     fn words_are_kept_to_their_length() {
-        let line = format!("{{\"event\": \"{}\"}}\n", "N".repeat(500_000));
+        let line = format!("{{\"event\": \"{}\"}}\n", "N".repeat(200_000));
         let (heard, _) = hear(move |theirs| theirs.write_all(line.as_bytes()).unwrap());
         assert_eq!(heard, [QmpEvent::Other("N".repeat(100))]);
     }
