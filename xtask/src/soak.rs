@@ -15,7 +15,7 @@ struct Soak {
     says: &'static str,
 }
 
-const SOAKS: [Soak; 7] = [
+const SOAKS: [Soak; 9] = [
     Soak {
         name: "disks",
         binary: "disk_simulation",
@@ -57,6 +57,20 @@ const SOAKS: [Soak; 7] = [
         test: "edited::each_key_alone_waits_for_its_time",
         minutes: 15,
         says: "each key of machine.toml changed under a living guest",
+    },
+    Soak {
+        name: "pairs",
+        binary: "pairs",
+        test: "every::every_pair_leaves_nothing_behind",
+        minutes: 10,
+        says: "each operation with each other that is under way, and a death at each step, on a stand-in for QEMU",
+    },
+    Soak {
+        name: "pairs-on-guests",
+        binary: "pairs",
+        test: "real::hundreds_of_pairs_on_a_real_guest",
+        minutes: 40,
+        says: "200 such pairs on a real guest (HEARTH_SEED)",
     },
     Soak {
         name: "volumes",

@@ -1,0 +1,383 @@
+//! A stand-in for QEMU without a guest: on the command line, on QMP and at its disks' sockets it behaves as QEMU 7.2 does, as far
+//! as a keeper looks. So a keeper leads a machine through a whole life in milliseconds.
+//!
+//! A test that listens at `control.sock`, beside the folder of the machine's memory, is in charge of it:
+//! ```text
+//! fake -> test   command NAME          before each QMP command; nothing is done until the test answers
+//! test -> fake   go                    do it
+//!                refuse                answer with an error
+//!                silent                do not answer
+//!                say TIMES JSON-STRING write this text so many times (0: until nobody reads it any more), then do it
+//! test -> fake   guest reset|panic|off|watchdog        at any time: what the guest does
+//! ```
+//! Without a test it does everything at once. It ends when the test does.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rustix::mm::{MapFlags, ProtFlags, mmap};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use serde_json::{Value, json};
+
+/// What the devices are about.
+const STATE: [u8; 4096] = [b'S'; 4096];
+const GUEST_PAGES: usize = 64;
+const GUEST_WRITES_EVERY: Duration = Duration::from_millis(10);
+/// Between two attempts to connect to a disk.
+const RECONNECT_EVERY: Duration = Duration::from_millis(20);
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if arguments.iter().any(|argument| argument == "--version") {
+        println!("QEMU emulator version 7.2.99 (a stand-in for tests)");
+        return;
+    }
+    if arguments.iter().any(|argument| argument == "stdio") {
+        // It is asked which machines it knows.
+        let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+        println!("{}", json!({ "return": [{ "name": "pc-q35-7.2", "alias": "q35" }] }));
+        return;
+    }
+    let line = CommandLine::parse(&arguments);
+    let ram = map_ram(&line.ram_file);
+    for &number in line.sockets.values() {
+        // SAFETY: the number of an open descriptor that this process inherited for itself.
+        let socket = unsafe { BorrowedFd::borrow_raw(number) };
+        rustix::net::listen(socket, 1).expect("it is a socket");
+    }
+    for disk in line.disks {
+        let (connected, wait) = channel();
+        std::thread::spawn(move || stay_connected(&disk, &connected));
+        wait.recv().expect("the thread waits for its disk");
+    }
+    let run_state = if line.incoming { "inmigrate" } else { "prelaunch" };
+    let machine = Arc::new(Machine {
+        shared: Mutex::new(Shared { run_state, migration: "none", client: None, handed: BTreeMap::new() }),
+        starts_held: line.starts_held,
+    });
+    let orders = Control::connect(&line.ram_file, &machine);
+    if !line.incoming && !line.starts_held {
+        machine.lock().run_state = "running";
+    }
+    let guest = Arc::clone(&machine);
+    std::thread::spawn(move || guest.run_guest(ram));
+    // SAFETY: as above, and nobody else uses this one.
+    let qmp = unsafe { UnixListener::from_raw_fd(line.sockets["qmp"]) };
+    // As QEMU, it talks to one client at a time.
+    while let Ok((client, _)) = qmp.accept() {
+        serve(&machine, orders.as_ref(), client);
+        machine.lock().client = None;
+    }
+}
+
+struct CommandLine {
+    ram_file: PathBuf,
+    /// Sockets it listens at, by the name of their character device.
+    sockets: BTreeMap<String, i32>,
+    disks: Vec<PathBuf>,
+    starts_held: bool,
+    incoming: bool,
+}
+
+impl CommandLine {
+    fn parse(arguments: &[String]) -> Self {
+        let has = |flag: &str| arguments.iter().any(|argument| argument == flag);
+        let key = |argument: &str, key: &str| {
+            let key = format!("{key}=");
+            argument.split(',').find_map(|part| part.strip_prefix(&key)).map(str::to_owned)
+        };
+        let chardevs = || arguments.iter().filter(|argument| argument.starts_with("socket,id="));
+        let ram = arguments.iter().find(|argument| argument.starts_with("memory-backend-file,id=ram"));
+        let socket = |chardev: &String| Some((key(chardev, "id")?, key(chardev, "fd")?.parse().ok()?));
+        Self {
+            ram_file: ram.and_then(|ram| key(ram, "mem-path")).expect("a machine has memory").into(),
+            sockets: chardevs().filter_map(socket).collect(),
+            disks: chardevs().filter_map(|chardev| key(chardev, "path")).map(PathBuf::from).collect(),
+            starts_held: has("-S"),
+            incoming: has("-incoming"),
+        }
+    }
+}
+
+/// The keeper looks for guest memory among QEMU's mappings.
+fn map_ram(path: &Path) -> usize {
+    let file = OpenOptions::new().read(true).write(true).open(path).expect("the keeper made it");
+    let bytes = file.metadata().expect("it is open").len() as usize;
+    // SAFETY: a new mapping at an address of the kernel's choice, which nobody looks at.
+    unsafe { mmap(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0) }
+        .expect("a shared mapping of a regular file") as usize
+}
+
+/// Says as much to a disk's server as tells it that QEMU is there, and connects again whenever it is gone.
+fn stay_connected(disk: &Path, connected: &std::sync::mpsc::Sender<()>) {
+    /// VHOST_USER_GET_FEATURES, version 1, no payload.
+    const GET_FEATURES: [u8; 12] = [1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0];
+    loop {
+        if let Ok(mut server) = UnixStream::connect(disk)
+            && server.write_all(&GET_FEATURES).is_ok()
+        {
+            let _ = connected.send(());
+            let mut answer = [0; 64];
+            while server.read(&mut answer).is_ok_and(|bytes| bytes > 0) {}
+        }
+        std::thread::sleep(RECONNECT_EVERY);
+    }
+}
+
+struct Machine {
+    shared: Mutex<Shared>,
+    starts_held: bool,
+}
+
+struct Shared {
+    /// In QEMU's words.
+    run_state: &'static str,
+    migration: &'static str,
+    /// Who hears of events.
+    client: Option<UnixStream>,
+    /// Descriptors by the names that they were handed with.
+    handed: BTreeMap<String, OwnedFd>,
+}
+
+impl Machine {
+    fn lock(&self) -> MutexGuard<'_, Shared> {
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn event(&self, name: &str, data: Value) {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+        let timestamp = json!({ "seconds": now.as_secs(), "microseconds": now.subsec_micros() });
+        let line = format!("{}\r\n", json!({ "event": name, "data": data, "timestamp": timestamp }));
+        let client = self.lock().client.as_ref().and_then(|client| client.try_clone().ok());
+        // Nobody may listen any more.
+        let _ = client.map(|mut client| client.write_all(line.as_bytes()));
+    }
+
+    /// The guest writes to its memory, page by page, while it runs.
+    fn run_guest(&self, ram: usize) -> ! {
+        for page in (0..GUEST_PAGES).cycle() {
+            if self.lock().run_state == "running" {
+                // SAFETY: within the mapping of guest memory, which nobody here has a reference to.
+                unsafe { ((ram + page * 4096) as *mut u8).write_volatile(page as u8 | 1) };
+            }
+            std::thread::sleep(GUEST_WRITES_EVERY);
+        }
+        unreachable!("a cycle does not end")
+    }
+
+    fn enter(&self, run_state: &'static str) {
+        self.lock().run_state = run_state;
+    }
+
+    fn migration(&self, status: &'static str) {
+        self.lock().migration = status;
+        self.event("MIGRATION", json!({ "status": status }));
+    }
+
+    fn guest(&self, does: &str) {
+        let runs = self.lock().run_state == "running";
+        match does {
+            "panic" if runs => {
+                self.enter("guest-panicked");
+                self.event("GUEST_PANICKED", json!({ "action": "pause" }));
+                self.event("STOP", json!({}));
+            }
+            "watchdog" if runs => {
+                self.enter("watchdog");
+                self.event("WATCHDOG", json!({ "action": "pause" }));
+                self.event("STOP", json!({}));
+            }
+            "reset" if runs => self.end("guest-reset"),
+            "off" if runs => self.end("guest-shutdown"),
+            _ => {}
+        }
+    }
+
+    fn end(&self, reason: &str) -> ! {
+        self.event("SHUTDOWN", json!({ "guest": true, "reason": reason }));
+        std::process::exit(0);
+    }
+
+    /// What QEMU answers to a command.
+    fn perform(
+        self: &Arc<Self>,
+        command: &str,
+        arguments: &Value,
+        descriptor: Option<OwnedFd>,
+    ) -> Result<Value, String> {
+        let text = |key: &str| arguments[key].as_str().unwrap_or_default().to_owned();
+        let take = |name: String| self.lock().handed.remove(name.trim_start_matches("fd:")).ok_or("no such descriptor");
+        match command {
+            "query-status" => {
+                let run_state = self.lock().run_state;
+                return Ok(json!({ "status": run_state, "running": run_state == "running", "singlestep": false }));
+            }
+            "query-migrate" => {
+                let status = self.lock().migration;
+                return Ok(json!({ "status": status }));
+            }
+            "human-monitor-command" => return Ok(json!("")),
+            "getfd" => drop(self.lock().handed.insert(text("fdname"), descriptor.ok_or("no descriptor came along")?)),
+            "closefd" => drop(take(text("fdname"))?),
+            "stop" if self.lock().run_state == "running" => {
+                self.enter("paused");
+                self.event("STOP", json!({}));
+            }
+            "cont" => {
+                if self.lock().run_state == "inmigrate" {
+                    return Err("the guest is not there".to_owned());
+                }
+                self.enter("running");
+                self.event("RESUME", json!({}));
+            }
+            "dump-guest-memory" => drop(File::from(take(text("protocol"))?).write_all(b"no registers")),
+            "migrate" => {
+                let (channel, machine) = (take(text("uri"))?, Arc::clone(self));
+                std::thread::spawn(move || machine.give_away(channel));
+            }
+            "migrate-incoming" => {
+                let (channel, machine) = (take(text("uri"))?, Arc::clone(self));
+                self.lock().migration = "setup";
+                std::thread::spawn(move || machine.let_in(channel));
+            }
+            "system_powerdown" => self.guest("off"),
+            "inject-nmi" | "send-key" => self.guest("panic"),
+            _ => {}
+        }
+        Ok(json!({}))
+    }
+
+    fn give_away(&self, channel: OwnedFd) {
+        self.migration("setup");
+        self.migration("active");
+        if self.lock().run_state == "running" {
+            self.event("STOP", json!({}));
+        }
+        self.enter("finish-migrate");
+        let given = File::from(channel).write_all(&STATE);
+        self.enter("postmigrate");
+        self.migration(if given.is_ok() { "completed" } else { "failed" });
+    }
+
+    fn let_in(&self, channel: OwnedFd) {
+        self.migration("active");
+        let mut state = Vec::new();
+        let _ = File::from(channel).read_to_end(&mut state);
+        if state.len() != STATE.len() {
+            self.migration("failed");
+            std::process::exit(1);
+        }
+        if self.starts_held {
+            self.enter("paused");
+        } else {
+            self.enter("running");
+            self.event("RESUME", json!({}));
+        }
+        self.migration("completed");
+    }
+}
+
+/// The test that is in charge: it hears each command.
+struct Control {
+    test: Mutex<UnixStream>,
+    orders: Mutex<Receiver<String>>,
+}
+
+impl Control {
+    fn connect(ram_file: &Path, machine: &Arc<Machine>) -> Option<Self> {
+        let folder = ram_file.parent()?.parent()?;
+        let test = UnixStream::connect(folder.join("control.sock")).ok()?;
+        let lines = BufReader::new(test.try_clone().ok()?).lines();
+        let (ordered, orders) = channel();
+        let machine = Arc::clone(machine);
+        std::thread::spawn(move || {
+            for line in lines.map_while(Result::ok) {
+                match line.strip_prefix("guest ") {
+                    Some(does) => machine.guest(does),
+                    None => drop(ordered.send(line)),
+                }
+            }
+            std::process::exit(0);
+        });
+        Some(Self { test: Mutex::new(test), orders: Mutex::new(orders) })
+    }
+
+    fn ask(&self, command: &str) -> String {
+        let line = format!("command {command}\n");
+        let told = self.test.lock().expect("nobody panics with it").write_all(line.as_bytes());
+        let order = told.ok().and_then(|()| self.orders.lock().expect("nobody panics with it").recv().ok());
+        order.unwrap_or_else(|| std::process::exit(0))
+    }
+}
+
+/// Until the client hangs up.
+fn serve(machine: &Arc<Machine>, control: Option<&Control>, client: UnixStream) {
+    let Ok(mut input) = client.try_clone() else { return };
+    let version = json!({ "qemu": { "micro": 99, "minor": 2, "major": 7 }, "package": "" });
+    let greeting = json!({ "QMP": { "version": version, "capabilities": [] } });
+    if (&client).write_all(format!("{greeting}\r\n").as_bytes()).is_err() {
+        return;
+    }
+    let (mut text, mut descriptors) = (Vec::new(), VecDeque::new());
+    while receive(&mut input, &mut text, &mut descriptors) {
+        while let Some(end) = text.iter().position(|&byte| byte == b'\n') {
+            let line: Vec<u8> = text.drain(..=end).collect();
+            let Ok(message) = serde_json::from_slice::<Value>(&line) else { continue };
+            let command = message["execute"].as_str().unwrap_or_default();
+            let order = control.map_or_else(|| "go".to_owned(), |control| control.ask(command));
+            let descriptor = (command == "getfd").then(|| descriptors.pop_front()).flatten();
+            if order == "silent" {
+                continue;
+            }
+            if let Some(order) = order.strip_prefix("say ") {
+                say_often(&client, order);
+            }
+            let answer = match order.as_str() {
+                "refuse" => Err("it was told to refuse this".to_owned()),
+                _ => machine.perform(command, &message["arguments"], descriptor),
+            };
+            let answer = match answer {
+                Ok(answer) => json!({ "return": answer, "id": message["id"] }),
+                Err(why) => json!({ "error": { "class": "GenericError", "desc": why }, "id": message["id"] }),
+            };
+            if (&client).write_all(format!("{answer}\r\n").as_bytes()).is_err() {
+                return;
+            }
+            if command == "qmp_capabilities" {
+                machine.lock().client = client.try_clone().ok();
+            }
+        }
+    }
+}
+
+fn say_often(mut client: &UnixStream, order: &str) {
+    let Some((times, text)) = order.split_once(' ') else { return };
+    let (times, text) = (times.parse::<u64>().unwrap_or(1), serde_json::from_str::<String>(text).unwrap_or_default());
+    let mut said = 0;
+    while (times == 0 || said < times) && client.write_all(text.as_bytes()).is_ok() {
+        said += 1;
+    }
+}
+
+/// More of what the client says, and the descriptors that came along. False: it has hung up.
+fn receive(client: &mut UnixStream, text: &mut Vec<u8>, descriptors: &mut VecDeque<OwnedFd>) -> bool {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let (mut ancillary, mut piece) = (RecvAncillaryBuffer::new(&mut space), [0; 4096]);
+    let got = recvmsg(client.as_fd(), &mut [IoSliceMut::new(&mut piece)], &mut ancillary, RecvFlags::CMSG_CLOEXEC);
+    for message in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(more) = message {
+            descriptors.extend(more);
+        }
+    }
+    let bytes = got.map_or(0, |got| got.bytes);
+    text.extend_from_slice(&piece[..bytes]);
+    bytes > 0
+}

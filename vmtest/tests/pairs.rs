@@ -1,0 +1,14 @@
+//! Operations that meet: each with each other that is under way, and a death at each step of the pair. Whatever fails then,
+//! nothing is left that belongs to nobody, and the machine's next start works.
+//!
+//! `every`: all pairs, on a stand-in for QEMU (src/bin/fake-qemu.rs). `hostile`: that stand-in, taken over by its guest.
+//! `real`: a sample on real guests. `machine`: how the stand-in is held and watched.
+
+#[path = "pairs/every.rs"]
+mod every;
+#[path = "pairs/hostile.rs"]
+mod hostile;
+#[path = "pairs/machine.rs"]
+mod machine;
+#[path = "pairs/real.rs"]
+mod real;

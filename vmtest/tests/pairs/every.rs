@@ -1,0 +1,396 @@
+//! Every operation with every other: the first is held at its n-th QMP command, for each n, then the second begins, and then
+//! one of them dies, or QEMU refuses, or nothing.
+
+use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::Duration;
+
+use hearth_vmtest::patience;
+
+use crate::machine::{Bed, Keeper, NAMES, Random, kill, wait};
+
+/// What is begun, and how.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Operation {
+    // --- of the guest
+    Reset,
+    Panic,
+    Off,
+    Watchdog,
+    // --- of an operator, at the API
+    Status,
+    Reboot,
+    RebootForced,
+    Crash,
+    Stop,
+    StopForced,
+    Save,
+    SaveCancel,
+    SaveAndStop,
+    Rejuvenate,
+    Upgrade,
+    Dump,
+    DumpPaused,
+    DumpDiscard,
+    Park,
+    // --- a keeper that starts
+    Boot,
+    TakeOver,
+    Resume,
+    Restore,
+}
+use Operation::*;
+
+impl Operation {
+    const ALL: [Self; 23] = [
+        Reset,
+        Panic,
+        Off,
+        Watchdog,
+        Status,
+        Reboot,
+        RebootForced,
+        Crash,
+        Stop,
+        StopForced,
+        Save,
+        SaveCancel,
+        SaveAndStop,
+        Rejuvenate,
+        Upgrade,
+        Dump,
+        DumpPaused,
+        DumpDiscard,
+        Park,
+        Boot,
+        TakeOver,
+        Resume,
+        Restore,
+    ];
+
+    fn starts_a_keeper(self) -> bool {
+        matches!(self, Boot | TakeOver | Resume | Restore)
+    }
+
+    /// The last that it does is to let a new guest run.
+    fn ends_in_a_start(self) -> bool {
+        matches!(self, Reset | Panic | Watchdog | Reboot | RebootForced | Crash | Boot | Resume | Restore)
+    }
+
+    /// A keeper may end on it by itself.
+    fn may_end(self) -> bool {
+        matches!(self, Off | Stop | StopForced | SaveAndStop | Park)
+    }
+}
+
+/// What happens when the second has begun.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Then {
+    Nothing,
+    Refused,
+    KeeperDies,
+    QemuDies,
+}
+
+impl Then {
+    const ALL: [Self; 4] = [Self::Nothing, Self::Refused, Self::KeeperDies, Self::QemuDies];
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    first: Operation,
+    /// The QMP command of the first, from 1.
+    step: usize,
+    second: Operation,
+    then: Then,
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            formatter,
+            "{:?} at its command {}, meanwhile {:?}, then {:?}",
+            self.first, self.step, self.second, self.then
+        )
+    }
+}
+
+/// `make test` plays one of so many.
+const SHARE: usize = 16;
+/// The second has begun, or waits for the first, after this.
+const SECOND_BEGINS: Duration = Duration::from_millis(15);
+/// A command of the first that is expected comes within this, if it comes at all.
+const STEP_COMES: Duration = Duration::from_secs(1);
+/// What was begun has begun to show by then.
+const REST: Duration = Duration::from_millis(20);
+/// Another program is asked first.
+const REST_OF_UPGRADES: Duration = Duration::from_millis(150);
+/// Of a machine whose QEMU answers at once.
+fn limit() -> Duration {
+    patience(1)
+}
+
+/// One machine after the other on the same folders: what a case leaves, the next one finds.
+struct Stage {
+    bed: Bed,
+    saves: AtomicUsize,
+}
+
+impl Stage {
+    fn new() -> Self {
+        let stage = Self { bed: Bed::make(), saves: AtomicUsize::new(0) };
+        stage.save_once().unwrap_or_else(|why| panic!("a machine that is left alone: {why}\n{}", stage.bed.log()));
+        stage
+    }
+
+    /// A snapshot that machines are restored from.
+    fn save_once(&self) -> Result<(), String> {
+        let stage = self;
+        let mut keeper = stage.run()?;
+        let snapshot = format!(r#"{{"folder": {:?}}}"#, stage.bed.path("snapshot"));
+        keeper.api().ask("POST", "/v1/save", &snapshot).ok_or("no save")?;
+        keeper.settled(REST)?;
+        stage.end(keeper)
+    }
+
+    /// A keeper that has its machine running.
+    fn run(&self) -> Result<Keeper<'_>, String> {
+        let mut keeper = self.begin_keeper(Boot);
+        match keeper.settled(REST)? {
+            Some(status) if status["state"] == "running" => Ok(keeper),
+            other => Err(format!("the machine does not start: {other:?}")),
+        }
+    }
+
+    fn begin_keeper(&self, operation: Operation) -> Keeper<'_> {
+        if operation != Restore {
+            return self.bed.keeper(NAMES[0], &["run", "machine.toml"]);
+        }
+        let _ = std::fs::remove_dir_all(self.bed.path(NAMES[1]));
+        self.bed.keeper(NAMES[1], &["restore", "snapshot", "--as", NAMES[1], "--trust-config"])
+    }
+
+    /// For a machine that is there, or has been.
+    fn begin_next_keeper(&self, name: &'static str) -> Keeper<'_> {
+        let folder = if name == NAMES[0] { "" } else { "copy/" };
+        self.bed.keeper(name, &["run", &format!("{folder}machine.toml")])
+    }
+
+    /// The state in which an operation can begin: a keeper, unless it starts one itself.
+    fn before(&self, operation: Operation) -> Result<Option<Keeper<'_>>, String> {
+        match operation {
+            Boot | Restore => Ok(None),
+            TakeOver => {
+                self.run()?.kill();
+                Ok(None)
+            }
+            Resume => {
+                let mut keeper = self.run()?;
+                keeper.api().ask("POST", "/v1/park", "{}").ok_or("no park")?;
+                let parked = wait(limit(), || keeper.ended().is_some());
+                if parked { Ok(None) } else { Err("it is not parked".to_owned()) }
+            }
+            _ => self.run().map(Some),
+        }
+    }
+
+    /// Begins it; does not wait for its end, except for the API's answer. A second keeper, if that is what it is.
+    fn begin(&self, operation: Operation, keeper: &Keeper<'_>) -> Option<Keeper<'_>> {
+        let post = |path: &str, body: &str| drop(keeper.api().ask("POST", path, body));
+        let save = |then: &str| {
+            let number = self.saves.fetch_add(1, Relaxed);
+            let folder = self.bed.path(&format!("save-{number}"));
+            post("/v1/save", &format!(r#"{{"folder": {folder:?}, "then": "{then}"}}"#));
+        };
+        match operation {
+            Reset => self.bed.hand.guests("reset"),
+            Panic => self.bed.hand.guests("panic"),
+            Off => self.bed.hand.guests("off"),
+            Watchdog => self.bed.hand.guests("watchdog"),
+            Status => drop(keeper.api().ask("GET", "/v1/status", "")),
+            Reboot => post("/v1/reboot", "{}"),
+            RebootForced => post("/v1/reboot", r#"{"force": true}"#),
+            Crash => post("/v1/crash", "{}"),
+            Stop => post("/v1/stop", "{}"),
+            StopForced => post("/v1/stop", r#"{"force": true}"#),
+            Save => save("continue"),
+            SaveCancel => post("/v1/save/cancel", "{}"),
+            SaveAndStop => save("stop"),
+            Rejuvenate => post("/v1/rejuvenate", "{}"),
+            Upgrade => post("/v1/upgrade-keeper", "{}"),
+            Dump => post("/v1/dump", "{}"),
+            DumpPaused => post("/v1/dump", r#"{"pause": true}"#),
+            DumpDiscard => post("/v1/dump/discard", "{}"),
+            Park => post("/v1/park", "{}"),
+            Boot | TakeOver | Resume | Restore => {
+                return Some(self.begin_next_keeper(keeper.name));
+            }
+        }
+        None
+    }
+
+    /// How many QMP commands it takes alone.
+    fn steps(&self, operation: Operation) -> Result<usize, String> {
+        let keeper = self.before(operation)?;
+        self.bed.hand.arm(None);
+        let mut keeper = keeper.unwrap_or_else(|| self.begin_keeper(operation));
+        if !operation.starts_a_keeper() {
+            self.begin(operation, &keeper);
+        }
+        keeper.settled(if operation == Upgrade { REST_OF_UPGRADES } else { REST })?;
+        let heard = self.bed.hand.heard();
+        self.end(keeper)?;
+        Ok(heard.len())
+    }
+
+    fn play(&self, case: Case) -> Result<(), String> {
+        let Case { first, step, second, then } = case;
+        let keeper = self.before(first)?;
+        let hand = &self.bed.hand;
+        hand.arm(Some(step));
+        let mut keeper = keeper.unwrap_or_else(|| self.begin_keeper(first));
+        let mut held = String::new();
+        let other = std::thread::scope(|scope| {
+            if !first.starts_a_keeper() {
+                scope.spawn(|| self.begin(first, &keeper));
+            }
+            // A step that does not come this time, for what is random in it, is no step.
+            wait(STEP_COMES, || hand.held().is_some());
+            let second = scope.spawn(|| self.begin(second, &keeper));
+            wait(SECOND_BEGINS, || second.is_finished());
+            held = hand.heard().get(step - 1).cloned().unwrap_or_default();
+            match then {
+                Then::Nothing => hand.release("go"),
+                // A guest that cannot be asked to shut down has a minute to do so all the same.
+                Then::Refused => hand.release(if held == "system_powerdown" { "go" } else { "refuse" }),
+                Then::KeeperDies => {
+                    kill(keeper.pid());
+                    hand.release("go");
+                }
+                Then::QemuDies => {
+                    if let Some(qemu) = hand.held() {
+                        kill(qemu);
+                    }
+                    hand.release("go");
+                }
+            }
+            second.join().expect("it says so if it fails")
+        });
+        if let Some(mut other) = other {
+            // One of two keepers ends at once: the second, unless it found the machine without one.
+            if !wait(limit(), || other.ended().is_some() || keeper.ended().is_some()) {
+                return Err("two keepers have the machine".to_owned());
+            }
+            if keeper.ended().is_some() {
+                keeper = other;
+            }
+        }
+        self.judge(case, &held, &mut keeper)?;
+        self.end(keeper)
+    }
+
+    /// What is true of any machine when it has come to rest.
+    fn judge(&self, case: Case, held: &str, keeper: &mut Keeper<'_>) -> Result<(), String> {
+        let upgrades = case.first == Upgrade || case.second == Upgrade;
+        let Some(status) = keeper.settled(if upgrades { REST_OF_UPGRADES } else { REST })? else {
+            let status = keeper.ended().expect("it has");
+            let expected = case.then == Then::KeeperDies || case.first.may_end() || case.second.may_end();
+            // A QEMU that cannot be started ends its keeper, which says why.
+            let begins = held == "qmp_capabilities" || held == "cont" && case.first.ends_in_a_start();
+            let failed_start = begins || case.first.starts_a_keeper() && case.then != Then::Nothing;
+            return if expected || failed_start {
+                Ok(())
+            } else {
+                Err(format!("the keeper ended at {held}: {status}"))
+            };
+        };
+        // One that was replaced may be about to end.
+        let (mut qemu, mut qemus) = Default::default();
+        let alone = wait(limit(), || {
+            qemu = keeper.api().ask("GET", "/v1/status", "").and_then(|(_, status)| status["qemu"]["pid"].as_u64());
+            qemus = self.bed.qemus();
+            qemus.iter().copied().map(u64::from).eq(qemu) || keeper.ended().is_some()
+        });
+        if !alone {
+            return Err(format!("QEMUs {qemus:?} are there, and the machine's is {qemu:?}"));
+        }
+        if status["state"] == "paused" && !matches!((case.first, case.second), (DumpPaused, _) | (_, DumpPaused)) {
+            return Err(format!("the guest stands still: {status}"));
+        }
+        Ok(())
+    }
+
+    /// The next start works, and a machine that has been stopped leaves nothing.
+    fn end<'a>(&'a self, mut keeper: Keeper<'a>) -> Result<(), String> {
+        if keeper.ended().is_some() {
+            let name = keeper.name;
+            keeper = self.begin_next_keeper(name);
+            let again = keeper.settled(REST).map_err(|why| format!("the next keeper: {why}"))?;
+            // Nothing to restore has been made yet.
+            let unmade = name == NAMES[1] && !self.bed.path("copy/machine.toml").exists();
+            if again.is_none() && !unmade {
+                return Err(format!("the next keeper ended: {:?}", keeper.ended()));
+            }
+        }
+        keeper.api().ask("POST", "/v1/stop", r#"{"force": true}"#);
+        if !wait(limit(), || keeper.ended().is_some()) {
+            return Err("does not stop".to_owned());
+        }
+        let mut left = Vec::new();
+        wait(Duration::from_millis(500), || {
+            left = self.bed.left_behind();
+            left.is_empty()
+        });
+        if left.is_empty() { Ok(()) } else { Err(format!("left behind: {left:?}")) }
+    }
+}
+
+/// All of them; with `HEARTH_PAIR` those whose names contain it.
+fn cases() -> Vec<Case> {
+    let stage = Stage::new();
+    let mut cases = Vec::new();
+    for first in Operation::ALL {
+        let steps = stage.steps(first).unwrap_or_else(|why| panic!("{first:?} alone: {why}\n{}", stage.bed.log()));
+        for step in 1..=steps {
+            // A second keeper of any kind is the same.
+            let seconds = Operation::ALL.into_iter().filter(|second| *second == Boot || !second.starts_a_keeper());
+            cases.extend(seconds.flat_map(|second| Then::ALL.map(|then| Case { first, step, second, then })));
+        }
+    }
+    let wanted = std::env::var("HEARTH_PAIR").unwrap_or_default();
+    cases.retain(|case| case.to_string().contains(&wanted));
+    cases
+}
+
+fn play_all(cases: &[Case]) {
+    let (next, failures) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let play_some = || {
+        let mut stage = Stage::new();
+        while let Some(&case) = cases.get(next.fetch_add(1, Relaxed)) {
+            if let Err(why) = stage.play(case) {
+                eprintln!("{case}: {why}\n{}", stage.bed.log());
+                failures.fetch_add(1, Relaxed);
+                stage = Stage::new();
+            }
+        }
+    };
+    // They wait most of the time.
+    let workers = 4 * std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| (0..workers).for_each(|_| drop(scope.spawn(play_some))));
+    let failures = failures.into_inner();
+    assert_eq!(failures, 0, "of {} pairs; HEARTH_PAIR='...' plays the one with this name", cases.len());
+}
+
+#[test]
+fn a_share_of_all_pairs_leaves_nothing_behind() {
+    let first = Random::seeded().below(SHARE);
+    let cases = cases();
+    assert!(cases.len() > 5000 || std::env::var_os("HEARTH_PAIR").is_some(), "{} cases", cases.len());
+    play_all(&cases.into_iter().skip(first).step_by(SHARE).collect::<Vec<_>>());
+}
+
+#[test]
+#[ignore = "a soak: make soak NAME=pairs"]
+fn every_pair_leaves_nothing_behind() {
+    play_all(&cases());
+}

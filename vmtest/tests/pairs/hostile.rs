@@ -1,0 +1,171 @@
+//! A QEMU that a guest has taken over, on QMP: valid and invalid messages in any order, silence, floods. It may cost its own
+//! life; its keeper answers, or ends with a reason, does not grow, and another machine notices nothing.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use hearth_vmtest::patience;
+use serde_json::json;
+
+use crate::machine::{Bed, Keeper, NAMES, Random, wait};
+
+const SEEDS: u64 = 48;
+/// Beyond what a keeper has that never met such a QEMU.
+const GROWTH_BYTES_MAX: u64 = 64 << 20;
+const THREADS_MAX: u64 = 40;
+/// The longest wait for an answer of QEMU's, and something for what follows.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(60);
+/// Another machine's keeper is not concerned.
+const NEIGHBOUR_ANSWERS_WITHIN: Duration = Duration::from_secs(10);
+
+/// Something that QEMU should not say now, or ever.
+fn message(random: &mut Random) -> String {
+    let event = |name: &str, data| format!("{}\r\n", json!({ "event": name, "data": data }));
+    let status = random.of(&["setup", "active", "completed", "failed", "cancelled", "from-the-future"]);
+    let odd = random.of(&[
+        "\0",
+        "}",
+        "[[[[[[[[",
+        "{\"event\": 5}",
+        "{\"return\"",
+        "null",
+        "\u{fffd}",
+        "\"\"",
+        "{\"id\": -1}",
+    ]);
+    match random.below(13) {
+        0 => event("STOP", json!({})),
+        1 => event("RESUME", json!({})),
+        2 => event("MIGRATION", json!({ "status": status })),
+        3 => event("SHUTDOWN", json!({ "guest": true, "reason": random.of(&["guest-reset", "guest-shutdown", ""]) })),
+        4 => event("GUEST_PANICKED", json!({ "action": "x".repeat(100_000) })),
+        5 => event("WATCHDOG", json!({ "action": random.of(&["pause", "reset", "none", "\u{1b}[2J"]) })),
+        6 => format!("{}\r\n", json!({ "return": {}, "id": random.below(40) })),
+        7 => format!("{}\r\n", json!({ "error": { "desc": "x".repeat(500_000) }, "id": random.below(40) })),
+        8 => format!(
+            "{}\r\n",
+            json!({ "event": "NEWS", "timestamp": { "seconds": u64::MAX, "microseconds": u64::MAX } })
+        ),
+        9 => format!("{}\r\n", "[".repeat(100_000)),
+        10 => json!({ "return": {} }).to_string(),
+        // In memory it is many times as large as on the wire.
+        11 => format!("{{\"return\": [{}0]}}\r\n", "0,".repeat(500_000)),
+        _ => format!("{odd}\r\n"),
+    }
+}
+
+/// What a stand-in does with its next command.
+fn order(random: &mut Random, silences: &AtomicU64) -> String {
+    let times = random.of(&[1, 1, 1, 3, 3, 100]);
+    match random.below(24) {
+        0..10 => "go".to_owned(),
+        10..13 => "refuse".to_owned(),
+        13 if silences.fetch_add(1, Relaxed) == 0 => "silent".to_owned(),
+        14 => format!("say 0 {}", json!("A".repeat(65_536))),
+        15 => format!("say 0 {}", json!(message(random))),
+        _ => format!("say {times} {}", json!(message(random))),
+    }
+}
+
+const ORDERS: [(&str, &str); 8] = [
+    ("/v1/rejuvenate", "{}"),
+    ("/v1/save", r#"{"folder": "SAVE"}"#),
+    ("/v1/dump", r#"{"pause": true}"#),
+    ("/v1/dump", "{}"),
+    ("/v1/park", "{}"),
+    ("/v1/reboot", "{}"),
+    ("/v1/crash", "{}"),
+    ("/v1/upgrade-keeper", "{}"),
+];
+
+/// From /proc/PID/status.
+fn figure(pid: u32, key: &str) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
+    line.and_then(|line| line.split_whitespace().next()?.parse().ok()).unwrap_or(0)
+}
+
+fn must_be_modest(keeper: &Keeper<'_>, rss_before: u64) -> Result<(), String> {
+    let (rss, threads) = (figure(keeper.pid(), "RssAnon") << 10, figure(keeper.pid(), "Threads"));
+    let grows = rss > rss_before + GROWTH_BYTES_MAX || threads > THREADS_MAX;
+    if grows { Err(format!("{rss} bytes after {rss_before}, {threads} threads")) } else { Ok(()) }
+}
+
+fn play(bed: &Bed, seed: u64) -> Result<(), String> {
+    let mut random = Random(seed);
+    bed.hand.order(None);
+    let mut keeper = bed.keeper(NAMES[0], &["run", "machine.toml"]);
+    keeper.settled(Duration::ZERO)?.ok_or("it does not start")?;
+    let rss_before = figure(keeper.pid(), "RssAnon") << 10;
+    let (mut inner, silences) = (Random(seed ^ 0xabcd), AtomicU64::new(0));
+    bed.hand.order(Some(Box::new(move |_| order(&mut inner, &silences))));
+    for _ in 0..3 {
+        let (path, body) = random.of(&ORDERS);
+        let folder = bed.path(&format!("save-{seed}-{}", random.below(1000)));
+        let body = body.replace("SAVE", &folder.display().to_string());
+        // It may be gone, or have something else to do.
+        let _ = keeper.api().ask("POST", path, &body);
+        let mut modest = Ok(());
+        let answered = wait(ANSWERS_WITHIN, || {
+            modest = must_be_modest(&keeper, rss_before);
+            modest.is_err() || keeper.ended().is_some() || keeper.api().ask("GET", "/v1/status", "").is_some()
+        });
+        modest?;
+        if !answered {
+            return Err(format!("no answer after {path}"));
+        }
+    }
+    // What the guest is by now does not matter; an operator's order does.
+    keeper.api().ask("POST", "/v1/stop", r#"{"force": true}"#);
+    if !wait(ANSWERS_WITHIN, || keeper.ended().is_some()) {
+        return Err("does not stop".to_owned());
+    }
+    // Parked guests and those of a keeper that ended are the next one's, with a QEMU that behaves.
+    bed.hand.order(None);
+    let mut next = bed.keeper(NAMES[0], &["run", "machine.toml"]);
+    next.settled(Duration::ZERO)?.ok_or("the next one does not start")?;
+    next.api().ask("POST", "/v1/stop", r#"{"force": true}"#);
+    if !wait(patience(1), || next.ended().is_some()) {
+        return Err("the next one does not stop".to_owned());
+    }
+    let left = bed.left_behind();
+    if left.is_empty() { Ok(()) } else { Err(format!("left behind: {left:?}")) }
+}
+
+#[test]
+fn a_hostile_qemu_harms_only_itself() {
+    let seeds = match std::env::var("HEARTH_SEED").ok().and_then(|seed| seed.parse().ok()) {
+        Some(seed) => seed..seed + 1,
+        None => 1..SEEDS + 1,
+    };
+    let neighbour = Bed::make();
+    let mut neighbour = neighbour.keeper(NAMES[0], &["run", "machine.toml"]);
+    let before = neighbour.settled(Duration::ZERO).unwrap().expect("it starts");
+    let (next, over, failed) = (AtomicU64::new(seeds.start), AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        let watch = scope.spawn(|| {
+            while !over.load(Relaxed) {
+                let asked = Instant::now();
+                let status = neighbour.api().ask("GET", "/v1/status", "").expect("its keeper lives").1;
+                assert!(asked.elapsed() < NEIGHBOUR_ANSWERS_WITHIN, "the neighbour waits");
+                assert_eq!(status["qemu"]["pid"], before["qemu"]["pid"], "the neighbour's guest goes on");
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        });
+        let worker = || {
+            let mut bed = Bed::make();
+            while let Some(seed) = Some(next.fetch_add(1, Relaxed)).filter(|seed| seeds.contains(seed)) {
+                if let Err(why) = play(&bed, seed) {
+                    eprintln!("HEARTH_SEED={seed}: {why}\n{}", bed.log());
+                    failed.fetch_add(1, Relaxed);
+                    bed = Bed::make();
+                }
+            }
+        };
+        let workers: Vec<_> = (0..6).map(|_| scope.spawn(worker)).collect();
+        workers.into_iter().for_each(|worker| worker.join().expect("it says so if it fails"));
+        over.store(true, Relaxed);
+        watch.join().expect("the neighbour notices nothing");
+    });
+    assert_eq!(failed.into_inner(), 0, "seeds that failed");
+}

@@ -1,0 +1,340 @@
+//! A machine on the stand-in for QEMU, its keeper, and the test's hand on each QMP command.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use hearth_vmtest::{artifacts, patience, processes};
+use rustix::process::Pid;
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// The machine's own name, and that of one that is restored from a snapshot of it.
+pub const NAMES: [&str; 2] = ["original", "copy"];
+const LOOK_EVERY: Duration = Duration::from_millis(2);
+
+/// Folders of two machines, and the living stand-ins for QEMU of both.
+pub struct Bed {
+    folder: TempDir,
+    memory: TempDir,
+    pub hand: Hand,
+}
+
+impl Bed {
+    pub fn make() -> Self {
+        let make = |parent: &Path| {
+            tempfile::Builder::new().prefix("hearth-pairs-").tempdir_in(parent).expect("a folder of its own")
+        };
+        let (folder, memory) = (make(&std::env::temp_dir()), make(Path::new("/dev/shm")));
+        let hand = Hand::listen(&memory.path().join("control.sock"));
+        let bed = Self { folder, memory, hand };
+        let image = bed.folder.path().join("disk.img");
+        File::create(&image).and_then(|file| file.set_len(1 << 20)).expect("a new file");
+        let kernel = artifacts::busybox(false).expect("the guests are made").kernel;
+        let text = format!(
+            "name = \"{}\"\nmemory = \"32MiB\"\nmemory_folder = {:?}\nqemu = {:?}\naccelerator = \"tcg\"\n\
+             [boot]\nkernel = {kernel:?}\n[[disks]]\nname = \"root\"\npath = {image:?}\n[crash]\nloop_count = 1000\ndump_folder = {:?}\nmin_free = \"1MiB\"\n",
+            NAMES[0],
+            bed.memory.path().join(NAMES[0]),
+            env!("CARGO_BIN_EXE_fake-qemu"),
+            bed.folder.path().join("dumps"),
+        );
+        fs::write(bed.folder.path().join("machine.toml"), text).expect("a new file");
+        bed
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub fn memory_of(&self, name: &str) -> PathBuf {
+        self.memory.path().join(name)
+    }
+
+    pub fn runtime_of(&self, name: &str) -> PathBuf {
+        self.path("run").join(name)
+    }
+
+    /// A keeper with these arguments of `hearth`.
+    pub fn keeper(&self, name: &'static str, arguments: &[&str]) -> Keeper<'_> {
+        let log = File::options().create(true).append(true).open(self.path("keeper.log"));
+        let log = log.expect("a file of its own");
+        let mut command = Command::new(artifacts::hearth().expect("hearth is built"));
+        command.args(arguments).env("HEARTH_RUNTIME_ROOT", self.path("run")).current_dir(self.folder.path());
+        let output = log.try_clone().expect("an open file");
+        let child = command.stdin(Stdio::null()).stdout(output).stderr(log).spawn().expect("hearth can be run");
+        Keeper { bed: self, name, child }
+    }
+
+    /// Processes of either machine that are no keepers.
+    pub fn qemus(&self) -> BTreeSet<u32> {
+        let pids = processes::mentioning(self.memory.path()).into_iter();
+        pids.map(|pid| pid.as_raw_nonzero().get() as u32).collect()
+    }
+
+    /// Whatever belongs to nobody when no keeper runs and no guest is parked.
+    pub fn left_behind(&self) -> Vec<String> {
+        let mut left: Vec<String> = self.qemus().iter().map(|pid| format!("process {pid}")).collect();
+        for name in NAMES {
+            let is_waste = |file: &str| {
+                let memory = ["ram-", "ledger-", "parked", "tables-"];
+                let runtime =
+                    ["valves-", "registers-", "disk-", "qmp-", "serial-", "agent-", "userfault-", "api.", "console."];
+                memory.iter().chain(&runtime).any(|prefix| file.starts_with(prefix))
+            };
+            for folder in [self.memory_of(name), self.runtime_of(name)] {
+                let files = fs::read_dir(&folder).into_iter().flatten().flatten();
+                let names = files.map(|file| file.file_name().to_string_lossy().into_owned());
+                left.extend(names.filter(|file| is_waste(file)).map(|file| format!("{name}: {file}")));
+            }
+        }
+        left
+    }
+
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.path("keeper.log")).unwrap_or_default()
+    }
+}
+
+impl Drop for Bed {
+    fn drop(&mut self) {
+        processes::end_all(self.folder.path());
+        processes::end_all(self.memory.path());
+    }
+}
+
+/// A keeper that runs, or has ended. It is killed when this is dropped.
+pub struct Keeper<'a> {
+    bed: &'a Bed,
+    pub name: &'static str,
+    child: Child,
+}
+
+impl Keeper<'_> {
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    pub fn ended(&mut self) -> Option<ExitStatus> {
+        self.child.try_wait().expect("it is a child")
+    }
+
+    pub fn api(&self) -> Api {
+        Api(self.bed.runtime_of(self.name).join("api.sock"))
+    }
+
+    /// Waits until it has ended, or its machine has been at rest for this long: the last status.
+    pub fn settled(&mut self, rest: Duration) -> Result<Option<Value>, String> {
+        let (deadline, mut since, mut last) = (Instant::now() + patience(2), Instant::now(), Value::Null);
+        while Instant::now() < deadline {
+            if self.ended().is_some() {
+                return Ok(None);
+            }
+            let asked = self.api().ask("GET", "/v1/status", "");
+            let status = asked.filter(|(number, _)| *number == 200).map_or(Value::Null, |(_, status)| status);
+            let is_the_same = ["incarnation", "qemu", "state"].iter().all(|key| status[key] == last[key]);
+            if !is_at_rest(&status) || !is_the_same {
+                since = Instant::now();
+            }
+            last = status;
+            if since.elapsed() >= rest && is_at_rest(&last) {
+                return Ok(Some(last));
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+        let told = ["state", "why", "incarnation", "qemu", "save", "dumps"].map(|key| format!("{key} {}", last[key]));
+        Err(format!("does not come to rest: {}", told.join(", ")))
+    }
+}
+
+fn is_at_rest(status: &Value) -> bool {
+    let over = |dump: &Value| ["complete", "incomplete"].iter().any(|state| dump["state"] == *state);
+    (status["state"] == "running" || status["state"] == "paused")
+        && status["save"].is_null()
+        && status["dumps"].as_array().is_none_or(|dumps| dumps.iter().all(over))
+        && status["disks"].as_array().is_some_and(|disks| disks.iter().all(|disk| disk["connected"] == true))
+}
+
+impl Drop for Keeper<'_> {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// A keeper's API.
+#[derive(Clone)]
+pub struct Api(PathBuf);
+
+impl Api {
+    /// The answer's status and body; none if there is no keeper, or none that answers.
+    pub fn ask(&self, method: &str, path: &str, body: &str) -> Option<(u16, Value)> {
+        let mut stream = UnixStream::connect(&self.0).ok()?;
+        stream.set_read_timeout(Some(patience(5))).ok()?;
+        let head = format!("{method} {path} HTTP/1.0\r\nContent-Length: {}\r\n\r\n", body.len());
+        stream.write_all(format!("{head}{body}").as_bytes()).ok()?;
+        let mut text = String::new();
+        stream.read_to_string(&mut text).ok()?;
+        let (head, body) = text.split_once("\r\n\r\n")?;
+        let number = head.split(' ').nth(1)?.parse().ok()?;
+        Some((number, serde_json::from_str(body).unwrap_or_default()))
+    }
+}
+
+/// What a command is answered with.
+pub type Orders = Box<dyn FnMut(&str) -> String + Send>;
+
+/// The test's hand on the stand-ins: lets each command pass, or holds the one that is armed.
+#[derive(Clone, Default)]
+pub struct Hand(Arc<Mutex<Grip>>);
+
+#[derive(Default)]
+struct Grip {
+    qemus: BTreeMap<u32, UnixStream>,
+    /// Commands since the count began.
+    heard: Vec<String>,
+    hold_at: Option<usize>,
+    /// Whose command is held.
+    held: Option<u32>,
+    /// What each command is answered with while no one is held; none: go.
+    order: Option<Orders>,
+}
+
+impl Hand {
+    fn listen(socket: &Path) -> Self {
+        let (hand, listener) = (Self::default(), UnixListener::bind(socket).expect("a new socket"));
+        let all = hand.clone();
+        std::thread::spawn(move || {
+            for stream in listener.incoming().map_while(Result::ok) {
+                let hand = all.clone();
+                std::thread::spawn(move || hand.attend(stream));
+            }
+        });
+        hand
+    }
+
+    fn grip(&self) -> MutexGuard<'_, Grip> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn attend(&self, stream: UnixStream) {
+        let Ok(peer) = rustix::net::sockopt::socket_peercred(&stream) else { return };
+        let pid = peer.pid.as_raw_nonzero().get() as u32;
+        self.grip().qemus.insert(pid, stream.try_clone().expect("an open socket"));
+        for line in BufReader::new(stream).lines().map_while(Result::ok) {
+            let mut grip = self.grip();
+            let command = line.trim_start_matches("command ").to_owned();
+            let order = grip.order.as_mut().map_or_else(|| "go".to_owned(), |order| order(&command));
+            grip.heard.push(command);
+            if grip.hold_at == Some(grip.heard.len()) {
+                grip.held = Some(pid);
+            } else {
+                grip.tell(pid, &order);
+            }
+        }
+        let mut grip = self.grip();
+        grip.qemus.remove(&pid);
+        grip.held.take_if(|held| *held == pid);
+    }
+
+    /// Counts commands from now on, and holds the one with this number, from 1.
+    pub fn arm(&self, hold_at: Option<usize>) {
+        let mut grip = self.grip();
+        grip.heard.clear();
+        grip.hold_at = hold_at;
+    }
+
+    pub fn heard(&self) -> Vec<String> {
+        self.grip().heard.clone()
+    }
+
+    /// The QEMU whose command is held.
+    pub fn held(&self) -> Option<u32> {
+        self.grip().held
+    }
+
+    /// Whoever is held goes on in this way, and nobody is held any more.
+    pub fn release(&self, order: &str) {
+        let mut grip = self.grip();
+        grip.hold_at = None;
+        if let Some(pid) = grip.held.take() {
+            grip.tell(pid, order);
+        }
+    }
+
+    /// What is answered to commands from now on.
+    pub fn order(&self, order: Option<Orders>) {
+        self.grip().order = order;
+    }
+
+    /// Every guest does this; those that do not run cannot.
+    pub fn guests(&self, does: &str) {
+        let mut grip = self.grip();
+        let pids: Vec<u32> = grip.qemus.keys().copied().collect();
+        pids.iter().for_each(|&pid| grip.tell(pid, &format!("guest {does}")));
+    }
+}
+
+impl Grip {
+    fn tell(&mut self, pid: u32, word: &str) {
+        if let Some(mut qemu) = self.qemus.get(&pid) {
+            // One that has ended hears nothing.
+            let _ = writeln!(qemu, "{word}");
+        }
+    }
+}
+
+/// Ends a process by number.
+pub fn kill(pid: u32) {
+    let pid = Pid::from_raw(pid as i32).expect("a pid is not 0");
+    let _ = processes::kill(pid);
+    processes::wait_end(pid, patience(5));
+}
+
+/// Waits until it is so.
+pub fn wait(limit: Duration, mut look: impl FnMut() -> bool) -> bool {
+    let deadline = Instant::now() + limit;
+    loop {
+        if look() {
+            return true;
+        }
+        if Instant::now() > deadline {
+            return false;
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
+
+/// Splitmix64.
+pub struct Random(pub u64);
+
+impl Random {
+    /// From `HEARTH_SEED` or from the clock; printed.
+    pub fn seeded() -> Self {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        let fresh = || now.map_or(1, |since| since.as_nanos() as u64);
+        let seed = std::env::var("HEARTH_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(fresh);
+        eprintln!("HEARTH_SEED={seed}");
+        Self(seed)
+    }
+
+    pub fn below(&mut self, most: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((mixed ^ (mixed >> 31)) % most as u64) as usize
+    }
+
+    pub fn of<T: Copy>(&mut self, all: &[T]) -> T {
+        all[self.below(all.len())]
+    }
+}
