@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::machine::{Bed, Keeper, NAMES, Random, wait};
 
-const SEEDS: u64 = 48;
+const SEEDS: u64 = 24;
 /// Beyond what a keeper has that never met such a QEMU.
 const GROWTH_BYTES_MAX: u64 = 64 << 20;
 const THREADS_MAX: u64 = 40;

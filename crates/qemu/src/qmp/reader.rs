@@ -19,6 +19,7 @@ const LINE_BYTES_MAX: usize = 256 << 10;
 /// Answers that nobody has taken: those to commands that were no longer waited for. Parsed, one takes up to 16 times as much
 /// memory as its line (`[0,0,...]`), so that these take 64 MiB at most.
 pub(super) const ANSWERS_MAX: usize = 16;
+const _: () = assert!(ANSWERS_MAX * LINE_BYTES_MAX * 16 <= 64 << 20);
 /// What may come at once, and what may come in each second after that.
 const MESSAGES: Allowance = Allowance { at_once: 10_000, per_second: 1000 };
 const BYTES: Allowance = Allowance { at_once: 8 << 20, per_second: 1 << 20 };
