@@ -16,7 +16,7 @@ use common::*;
 use hearth_disk::engine::flaky::{Fault, Plan};
 use hearth_disk::server::{DiskServer, Expected, Peer, ServerError, inflight_name};
 use vhost::vhost_user::VhostUserFrontend;
-use vhost::vhost_user::message::VhostUserConfigFlags;
+use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserInflight};
 
 const DISK_BYTES: u64 = 4 << 20;
 /// Where the configuration says whether the guest's writes are cached.
@@ -186,6 +186,24 @@ fn the_next_server_knows_that_the_write_cache_is_off() {
         let (_, space) = guest.frontend.get_config(0, 60, VhostUserConfigFlags::empty(), &[0; 60]).unwrap();
         assert_eq!(space[WRITEBACK as usize], writeback);
     }
+}
+
+/// The successor of a hop gets its region before its first start, and its server may die in between.
+#[test]
+fn a_new_region_tells_that_the_write_cache_is_off() {
+    let place = Place::new(DISK_BYTES);
+    let server = place.serve(None);
+    let mut guest = Guest::connect(&place.socket(), 1);
+    guest.frontend.set_config(WRITEBACK, VhostUserConfigFlags::WRITABLE, &[0]).unwrap();
+    server.set_handover(true).unwrap();
+    let mut successor = guest.successor(&place.socket());
+    let (region, file) = successor.get_inflight_fd(&VhostUserInflight::new(0, 0, 1, QUEUE_SIZE)).unwrap();
+    drop(server);
+    let _next = place.serve(None);
+    let mut successor = guest.successor(&place.socket());
+    successor.set_inflight_fd(&region, file.as_raw_fd()).unwrap();
+    let (_, space) = successor.get_config(0, 60, VhostUserConfigFlags::empty(), &[0; 60]).unwrap();
+    assert_eq!(space[WRITEBACK as usize], 0);
 }
 
 #[test]

@@ -397,6 +397,9 @@ impl Connection {
             }
             None => inflight::create(&self.disk, queues, asked.queue_size)?,
         };
+        if !self.writeback.get() {
+            inflight::note_write_through(&file)?;
+        }
         let mut reply = Vec::with_capacity(reply_bytes);
         reply.extend_from_slice(&spec.bytes.to_ne_bytes());
         reply.extend_from_slice(&spec.offset.to_ne_bytes());

@@ -95,6 +95,14 @@ pub fn create(disk: &str, queues: u16, queue_size: u16) -> Result<(InflightSpec,
     Ok((spec, file))
 }
 
+/// Notes in the file of a new region that the guest switched its write cache off: its QEMU may give it to another server.
+pub fn note_write_through(file: &OwnedFd) -> Result<(), InflightError> {
+    match rustix::io::pwrite(file, &WRITE_THROUGH.to_ne_bytes(), 0) {
+        Ok(_) => Ok(()),
+        Err(error) => Err(InflightError::Memory(error.into())),
+    }
+}
+
 /// Whether the guest switched its write cache off, as a region in this file says.
 pub fn is_write_through(file: &MemoryFile) -> io::Result<bool> {
     let mut features = [0; 8];

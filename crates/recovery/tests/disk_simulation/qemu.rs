@@ -110,6 +110,11 @@ impl Qemu {
         self.stream.is_some()
     }
 
+    /// It has an inflight region, which it gives to each server.
+    pub fn has_region(&self) -> bool {
+        self.inflight.is_some()
+    }
+
     /// Nothing more is to be said or heard.
     pub fn is_silent(&self) -> bool {
         self.script.is_empty() && self.awaited.is_none()

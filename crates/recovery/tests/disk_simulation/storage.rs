@@ -92,6 +92,10 @@ pub enum Outcome {
     Fails {
         after: u64,
     },
+    /// The same, for want of space.
+    Full {
+        after: u64,
+    },
 }
 
 /// The disk under the server. It outlives keepers.
@@ -241,6 +245,14 @@ impl Storage {
         self.pending.is_empty() && self.applied.is_empty() && self.ended.is_empty()
     }
 
+    /// Whether the operation at this place among those that wait needs space.
+    pub fn needs_space(&self, place: usize) -> bool {
+        let pending = self.pending.iter().filter(|pending| pending.is_submitted).nth(place);
+        pending.is_some_and(|pending| {
+            matches!(pending.submission.operation, Operation::Write(_) | Operation::WriteZeroes { .. })
+        })
+    }
+
     /// Lets the operation at this place among those that wait reach the image.
     pub fn apply(&mut self, place: usize, outcome: Outcome, random: &mut Random) {
         let submitted = |(_, pending): &(usize, &Pending)| pending.is_submitted;
@@ -257,7 +269,7 @@ impl Storage {
         let sectors = offset / SECTOR..(offset + bytes) / SECTOR;
         let changed = match outcome {
             Outcome::Well => sectors.clone(),
-            Outcome::Fails { after } => sectors.start..sectors.end.min(sectors.start + after),
+            Outcome::Fails { after } | Outcome::Full { after } => sectors.start..sectors.end.min(sectors.start + after),
         };
         match operation {
             Operation::Read(_) | Operation::Write(_) if !(offset | bytes).is_multiple_of(SECTOR) => {
@@ -291,10 +303,12 @@ impl Storage {
             }
             Operation::WriteZeroes { .. } => changed.for_each(|sector| self.write(sector, 0, pending.number)),
         }
-        match outcome {
-            Outcome::Well => Ok(()),
-            Outcome::Fails { .. } => Err(io::Error::from_raw_os_error(rustix::io::Errno::IO.raw_os_error())),
-        }
+        let errno = match outcome {
+            Outcome::Well => return Ok(()),
+            Outcome::Fails { .. } => rustix::io::Errno::IO,
+            Outcome::Full { .. } => rustix::io::Errno::NOSPC,
+        };
+        Err(errno.into())
     }
 
     fn write(&mut self, sector: u64, stamp: Stamp, operation: u64) {

@@ -82,6 +82,8 @@ struct Settings {
     without_cache: bool,
     /// One operation of so many fails.
     failing: Option<u64>,
+    /// The image's file system is full at times. Not with limits: what is tried again is not paid for again.
+    fills: bool,
     /// A process that a dead QEMU left behind writes to its memory.
     haunted: bool,
     /// A QEMU says what it should not.
@@ -113,6 +115,7 @@ pub struct Counts {
     pub stops: u64,
     pub resizes: u64,
     pub saves: u64,
+    pub out_of_space: u64,
 }
 
 impl Counts {
@@ -124,11 +127,12 @@ impl Counts {
         self.stops += other.stops;
         self.resizes += other.resizes;
         self.saves += other.saves;
+        self.out_of_space += other.out_of_space;
     }
 
     pub fn has_all(&self) -> bool {
-        let Self { answers, kills, crashes, hops, stops, resizes, saves } = *self;
-        [answers, kills, crashes, hops, stops, resizes, saves].iter().all(|count| *count > 0)
+        let Self { answers, kills, crashes, hops, stops, resizes, saves, out_of_space } = *self;
+        [answers, kills, crashes, hops, stops, resizes, saves, out_of_space].iter().all(|count| *count > 0)
     }
 }
 
@@ -158,6 +162,10 @@ pub struct World {
     /// Of a QEMU that has died since.
     last_word_was_stop: bool,
     is_saving: bool,
+    /// There is no space for writes.
+    is_full: bool,
+    /// QEMU has stopped queues: what waits for space then gets its error.
+    was_stopped: bool,
     /// Nothing fails any more.
     is_ending: bool,
     next_id: Id,
@@ -210,6 +218,8 @@ impl World {
             is_hostile: false,
             last_word_was_stop: false,
             is_saving: false,
+            is_full: false,
+            was_stopped: false,
             is_ending: false,
             next_id: 0,
             next_stamp: FIRST_STAMP,
@@ -292,7 +302,7 @@ impl World {
                 return self.stop_half_started(Then::Hop);
             }
             self.then = Some(Then::Hop);
-            self.qemu.stop();
+            self.stop_queues();
         }
     }
 
@@ -586,10 +596,14 @@ impl World {
         let place = self.random.below(waiting) as usize;
         let failing = self.settings.failing.filter(|_| !self.is_ending);
         let fails = failing.is_some_and(|one_in| self.random.one_in(one_in));
-        let outcome = match fails {
-            true => Outcome::Fails { after: self.random.below(BLOCKS_A_REQUEST * SECTORS_A_BLOCK) },
-            false => Outcome::Well,
+        let is_full = self.is_full && !self.is_ending && storage.needs_space(place);
+        let mut after = || self.random.below(BLOCKS_A_REQUEST * SECTORS_A_BLOCK);
+        let outcome = match (fails, is_full) {
+            (true, _) => Outcome::Fails { after: after() },
+            (_, true) => Outcome::Full { after: after() },
+            _ => Outcome::Well,
         };
+        self.counts.out_of_space += u64::from(matches!(outcome, Outcome::Full { .. }));
         storage.apply(place, outcome, &mut self.random);
     }
 
@@ -621,7 +635,8 @@ impl World {
         found.iter().for_each(|stamp| self.trace = self.trace.wrapping_mul(31) ^ u64::from(stamp.unwrap_or(77)));
         log!(self, "{}: answered {status}, {bytes} bytes, {found:?}", request.id);
         let storage = lock(&self.storage);
-        let may_fail = self.settings.failing.is_some() || request.is_gone;
+        let stops_short = self.settings.fills && self.was_stopped;
+        let may_fail = self.settings.failing.is_some() || request.is_gone || stops_short;
         let length = ((request.sectors.end - request.sectors.start) * SECTOR) as u32;
         let expected = match request.kind {
             Kind::Read => length + 1,
@@ -691,7 +706,7 @@ impl World {
             self.then = Some(if self.random.one_in(4) { Then::Reset } else { Then::Restart });
             log!(self, "stop, then {:?}", self.then);
             self.counts.stops += 1;
-            self.qemu.stop();
+            self.stop_queues();
         } else if may_stop && self.qemu.has_kicked && !self.is_hostile && self.random.one_in(2) {
             self.stop_half_started(Then::Restart);
         }
@@ -705,8 +720,13 @@ impl World {
             self.then = Some(then);
             self.counts.stops += 1;
             self.qemu.script.clear();
-            self.qemu.stop();
+            self.stop_queues();
         }
+    }
+
+    fn stop_queues(&mut self) {
+        self.was_stopped = true;
+        self.qemu.stop();
     }
 
     fn after_stop(&mut self) {
@@ -775,8 +795,6 @@ impl World {
         let was_connected = self.qemu.is_connected();
         self.qemu.hang_up();
         self.successor = None;
-        // A known limitation: a successor's region does not tell yet that the write cache is off, and nobody else does.
-        self.is_through &= self.leaving.is_none() || self.qemu.has_kicked;
         if let Some(mut old) = self.leaving.take()
             && was_connected
             && !self.qemu.has_kicked
@@ -787,6 +805,8 @@ impl World {
             old.bases = vec![None; QUEUES];
             self.qemu = old;
         }
+        // A known limitation: a successor that has no region yet cannot tell that the write cache is off, and nobody else does.
+        self.is_through &= self.qemu.has_region();
         // Its processors go on: the hop has failed, or is over.
         if self.then.take() == Some(Then::Reset) {
             self.reset_driver();
@@ -878,10 +898,11 @@ impl World {
 
     /// What happens now and then.
     fn trouble(&mut self) {
-        match self.random.below(3) {
+        match self.random.below(5) {
             0 => lock(&self.storage).refusals = 1,
             1 => self.say_what_is_odd(),
-            _ => drop(self.leaving.take()),
+            2 => drop(self.leaving.take()),
+            _ => self.is_full = self.settings.fills && !self.is_full,
         }
     }
 
@@ -946,7 +967,11 @@ impl World {
         if self.is_hostile {
             self.crash();
         }
-        for _ in 0..ROUNDS_TO_REST {
+        for round in 0..ROUNDS_TO_REST {
+            // Another thread closes foreign descriptors. On a busy host nobody is let in until it has.
+            if round > ROUNDS_TO_REST / 4 {
+                std::thread::sleep(Duration::from_micros(100));
+            }
             self.problem()?;
             if self.is_at_rest() {
                 return Ok(());
@@ -1017,6 +1042,7 @@ impl Settings {
             failing: random.one_in(3).then(|| random.pick(&[5, 30])),
             haunted: random.one_in(4),
             hostile: random.one_in(6),
+            fills: !is_limited && random.one_in(3),
         }
     }
 }
