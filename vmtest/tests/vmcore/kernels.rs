@@ -47,6 +47,30 @@ fn linux_6_12_is_understood_without_its_symbols() -> Result<()> {
     check(Kernel::Newer, "6.12.")
 }
 
+/// The kernel took them out of use, whatever they held: their descriptors are no damage.
+#[test]
+fn soft_offlined_pages_are_known_for_what_they_are() -> Result<()> {
+    // One in each MiB: free pages, page cache, memory of programs; the kernel's own are refused.
+    let offline = "for mib in $(seq 64 480); do \
+                   echo $((mib * 1048576 + 409600)) >/sys/devices/system/memory/soft_offline_page; done 2>/dev/null; \
+                   sed -n 's/HardwareCorrupted: *\\([0-9]*\\) kB/\\1/p' /proc/meminfo";
+    let mut pages = 0;
+    let dead = Dead::of(PlainVm::busybox_on("offlined", Kernel::Newer), 512, |vm| {
+        work(vm)?;
+        pages = vm.sh(offline)?.trim().parse::<u64>().expect("a number of KiB") / 4;
+        Ok(())
+    })?;
+    assert!(pages > 100, "{pages} pages were taken out of use");
+    let linux = Linux::find(&dead.ram, &dead.notes).unwrap();
+    for bits in 2..32 {
+        let found = linux.classify(DumpLevel::new(bits).unwrap()).unwrap().counts;
+        assert_eq!(found.unjudged, 0, "{bits}: {found:?}");
+        // Some still look like what they were, which levels may leave out as well.
+        assert!(found.poisoned <= pages && found.excluded() >= pages, "{bits}: {pages} pages, {found:?}");
+    }
+    Ok(())
+}
+
 /// The first kernel's memory is as it left it, most of the time: only the processors tell that it runs no more.
 #[test]
 fn kernel_left_by_kexec_is_not_mistaken_for_guest() -> Result<()> {
