@@ -6,12 +6,13 @@
 //! left: QEMU, memory folder, runtime folder, the clone's own folder.
 
 use std::ffi::OsString;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use hearth_memory::{Lasting, replace_file};
 use hearth_qemu::kill_stray;
 use rustix::fs::{FlockOperation, flock};
 
@@ -35,10 +36,13 @@ impl CloneNote {
     /// Before anything of the clone is made.
     pub fn write(name: &str, folder: &Path, root: &RuntimeRoot) -> Result<Self, CliError> {
         let note = root.path().join(format!("{name}.{EXTENSION}"));
+        // Locked and complete before it has its name: others take a note that is not locked for a dead rehearsal's.
         let noted = fs::create_dir_all(root.path()).and_then(|()| {
-            let mut file = OpenOptions::new().create(true).truncate(true).write(true).mode(0o600).open(&note)?;
-            flock(&file, FlockOperation::LockExclusive)?;
-            file.write_all(folder.as_os_str().as_bytes()).map(|()| file)
+            replace_file(&note, Lasting::Process, |file| {
+                flock(&*file, FlockOperation::NonBlockingLockExclusive)?;
+                file.write_all(folder.as_os_str().as_bytes())?;
+                file.try_clone()
+            })
         });
         let lock = noted.map_err(|source| CliError::File { path: note.clone(), source })?;
         Ok(Self { note, folder: folder.to_owned(), root: root.clone(), _lock: lock })
@@ -66,6 +70,10 @@ pub fn remove_leftovers(root: &RuntimeRoot) {
 fn dead(note: &Path) -> io::Result<(PathBuf, File)> {
     let mut file = File::open(note)?;
     flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+    if fs::metadata(note)?.ino() != file.metadata()?.ino() {
+        // It was removed before it was locked here, and there is another one.
+        return Err(io::ErrorKind::NotFound.into());
+    }
     let mut folder = Vec::new();
     (&mut file).take(PATH_BYTES_MAX).read_to_end(&mut folder)?;
     Ok((PathBuf::from(OsString::from_vec(folder)), file))
@@ -74,7 +82,10 @@ fn dead(note: &Path) -> io::Result<(PathBuf, File)> {
 fn remove(note: &Path, folder: &Path, root: &RuntimeRoot) {
     let name = note.file_stem().unwrap_or_default();
     // Without a configuration nothing else was made. Its folders have its name, or were not made for it alone.
-    if let Ok(config) = Config::load(&folder.join("machine.toml"), root) {
+    if let Ok(config) = Config::load(&folder.join("machine.toml"), root)
+        && folder.is_absolute()
+        && name == config.name.as_str()
+    {
         let Config { runtime_folder, memory_folder, .. } = config;
         for pid in memory_owner::qemus_of(&runtime_folder, &memory_folder) {
             if !kill_stray(pid) {
@@ -133,7 +144,11 @@ mod tests {
         fs::rename(root.path().join("rehearsal-2.copy"), &killed.note).unwrap();
         std::mem::forget(killed);
         fs::create_dir_all(folder.path().join("mine")).unwrap();
-        fs::write(root.path().join("odd.clone"), folder.path().join("mine").as_os_str().as_bytes()).unwrap();
+        let odd = |name: &str, folder: &[u8]| fs::write(root.path().join(name), folder).unwrap();
+        odd("odd.clone", folder.path().join("mine").as_os_str().as_bytes());
+        // Neither a note of nothing nor one of another machine's folder costs that machine anything.
+        odd("empty.clone", b"");
+        odd("other.clone", folder.path().join("hearth-rehearsal-1").as_os_str().as_bytes());
         remove_leftovers(&root);
         assert!(left.iter().all(|folder| !folder.exists()) && its.iter().all(|folder| folder.exists()));
         assert!(folder.path().join("mine").exists(), "a note removes only a folder with the clone's name");
