@@ -66,18 +66,6 @@ fn first_word(page: &[u8]) -> u64 {
     u64::from_ne_bytes(page[..8].try_into().expect("8 bytes"))
 }
 
-/// What is typed while the console changes hands may be lost: until something is answered.
-fn await_console(vm: &TestVm) -> Result<()> {
-    for _ in 0..20 {
-        let asked = vm.guest().start("true")?;
-        let answered = vm.wait_console("an answer", patience(2), |heard| heard.take_answer(asked));
-        if answered.is_ok() {
-            return Ok(());
-        }
-    }
-    vm.sh("true").map(drop)
-}
-
 /// The pattern that a command of the clone verifies is right, all its memory comes, and it is the guest that was saved.
 fn comes_whole(clone: &TestVm, verifying: u64, nonce: &str) -> Result<()> {
     let verified = clone.wait_console("the pattern is verified", patience(60), |heard| heard.take_answer(verifying))?;

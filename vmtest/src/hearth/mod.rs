@@ -334,6 +334,18 @@ impl TestVm {
         })
     }
 
+    /// What is typed while the console changes hands, or a guest boots, may be lost: until something is answered.
+    pub fn await_console(&self) -> Result<()> {
+        for _ in 0..20 {
+            let asked = self.guest().start("true")?;
+            let answered = self.wait_console("an answer", patience(2), |heard| heard.take_answer(asked));
+            if answered.is_ok() {
+                return Ok(());
+            }
+        }
+        self.sh("true").map(drop)
+    }
+
     /// Waits until `hearth status` says what `look` accepts.
     pub fn wait_status(&self, what: &str, look: impl Fn(&Value) -> bool) -> Result<Value> {
         let deadline = Instant::now() + patience(20);

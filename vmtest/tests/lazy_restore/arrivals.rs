@@ -9,8 +9,8 @@ use hearth_vmtest::{Disk, Drives, Result, TestVm, patience};
 use loopback_s3::Wire;
 use serde_json::Value;
 
+use super::SEED;
 use super::object_store::{Stand, address};
-use super::{SEED, await_console};
 
 const MIB: u64 = 1 << 20;
 const FILE_MIB: u64 = 64;
@@ -174,7 +174,7 @@ fn a_disk_waits_for_a_store_that_is_gone_also_for_the_next_keeper_and_goes_on_wh
     clone.wait_event("it is told", is_told)?;
     clone.restart_keeper()?;
     await_waiting(&clone, "the store does not answer")?;
-    await_console(&clone)?;
+    clone.await_console()?;
     still_verifies(&clone)?;
     stand.server.set_wire(Wire::Failing);
     let status = await_waiting(&clone, "500")?;
@@ -205,7 +205,7 @@ fn a_keeper_killed_while_disks_and_memory_come_is_followed_by_one_that_goes_on()
         stand.server.set_wire(wire);
         clone.restart_keeper()?;
     }
-    await_console(&clone)?;
+    clone.await_console()?;
     verified(&clone)?;
     assert_eq!(clone.nonce()?, nonce);
     wait_disks(&clone, 0)

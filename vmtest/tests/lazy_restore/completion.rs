@@ -69,6 +69,6 @@ fn when_nothing_is_missing_the_handler_is_gone_and_the_snapshot_can_be_removed()
     clone.save(&snapshot)?;
     clone.restart_keeper()?;
     clone.wait_running()?;
-    super::await_console(&clone)?;
+    clone.await_console()?;
     verify(&clone)
 }

@@ -12,7 +12,7 @@ use loopback_s3::Wire;
 
 use super::faults::saved;
 use super::object_store::Stand;
-use super::{SEED, await_console, comes_whole, fill, verify};
+use super::{SEED, comes_whole, fill, verify};
 
 /// From here on the guest may have run.
 fn is_begun(step: Step) -> bool {
@@ -38,7 +38,7 @@ fn check(vm: &TestVm, snapshot: &Path, step: Step, mode: &str, nonce: &str) -> R
     clone.wait_event(way, |event| event["kind"] == way)?;
     let took_over = clone.events().iter().any(|event| event["kind"] == "keeper_took_over");
     assert_eq!(took_over, is_begun(step), "{what}");
-    await_console(&clone)?;
+    clone.await_console()?;
     assert_eq!(clone.nonce()?, nonce, "{what}: it is the same guest");
     verify(&clone)?;
     clone.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
@@ -102,7 +102,7 @@ fn a_keeper_told_to_stop_while_it_reads_all_memory_stops_and_the_next_one_begins
     stand.server.set_wire(Wire::Whole);
     clone.restart_keeper()?;
     clone.wait_running()?;
-    await_console(&clone)?;
+    clone.await_console()?;
     assert_eq!(clone.nonce()?, nonce);
     verify(&clone)
 }
@@ -131,7 +131,7 @@ fn a_keeper_that_finds_another_snapshot_in_the_place_of_its_guests_leaves_that_a
     exchange(&away, &snapshot);
     clone.restart_keeper()?;
     clone.wait_running()?;
-    await_console(&clone)?;
+    clone.await_console()?;
     let verifying = clone.guest().start(&format!("probe verify /tmp/memory {SEED}"))?;
     comes_whole(&clone, verifying, &nonce)
 }

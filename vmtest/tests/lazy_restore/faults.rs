@@ -8,7 +8,7 @@ use hearth_recovery::snapshot::Snapshot;
 use hearth_vmtest::{Disk, Drives, Result, TestVm, processes};
 use serde_json::Value;
 
-use super::{await_console, comes_whole, fill, verify};
+use super::{comes_whole, fill, verify};
 
 /// A guest with 64 MiB that are known, saved and gone; its nonce and its snapshot.
 pub fn saved(name: &str) -> Result<(TestVm, String, PathBuf)> {
@@ -84,7 +84,7 @@ fn a_failed_restore_leaves_its_name_to_other_machines() -> Result<()> {
     // And the machine that the restore made begins with the snapshot, now that it can be read.
     vm.run_configuration(&folder.join("machine.toml"))?;
     vm.wait_running()?;
-    await_console(&vm)?;
+    vm.await_console()?;
     assert_eq!(vm.nonce()?, nonce);
     verify(&vm)
 }
@@ -110,7 +110,7 @@ fn a_restore_from_damage_alone_names_it_leaves_nothing_and_works_once_that_is_me
     image.write_all_at(&whole, 0).expect("it can be written");
     clone.restart_keeper()?;
     clone.wait_running()?;
-    await_console(&clone)?;
+    clone.await_console()?;
     assert_eq!(clone.nonce()?, nonce);
     verify(&clone)
 }

@@ -8,7 +8,6 @@ use hearth_recovery::snapshot::Snapshot;
 use hearth_vmtest::{Disk, Drives, Result, START_AGENT, TestVm, artifacts, images, patience};
 use serde_json::Value;
 
-use super::await_console;
 use super::object_store::{Stand, address};
 
 /// Writes to the file system all the time, and says how often.
@@ -82,7 +81,7 @@ fn frozen_file_systems_are_whole_on_the_disk_and_go_on_in_the_guest_and_in_its_c
         clone.wait_running()?;
         let thawed = clone.wait_event("it is thawed", |event| event["kind"] == "thawed")?;
         assert_eq!((&thawed["file_systems"], &thawed["frozen_ms"]), (&Value::from(1), &Value::Null), "{thawed}");
-        await_console(&clone)?;
+        clone.await_console()?;
         await_writer(&clone)?;
         assert_eq!(clone.nonce()?, nonce);
         clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
@@ -104,7 +103,7 @@ fn so_they_are_in_a_snapshot_in_an_object_store() -> Result<()> {
     clone.wait_running()?;
     let thawed = clone.wait_event("it is thawed", |event| event["kind"] == "thawed")?;
     assert_eq!(thawed["file_systems"], 1, "{thawed}");
-    await_console(&clone)?;
+    clone.await_console()?;
     await_writer(&clone)?;
     assert_eq!(clone.nonce()?, nonce);
     clone.wait_event("its disk is there", |event| event["kind"] == "disk_complete")?;
@@ -134,14 +133,14 @@ fn the_channel_is_there_after_hops_a_killed_keeper_and_a_park() -> Result<()> {
     }
     vm.restart_keeper()?;
     vm.wait_running()?;
-    await_console(&vm)?;
+    vm.await_console()?;
     check("taken-over")?;
     let record = vm.folder().join("record.json").display().to_string();
     vm.cli(&["host-reload", "prepare", "--drill", "--record", &record])?;
     vm.wait_keeper_end()?;
     vm.restart_keeper()?;
     vm.wait_running()?;
-    await_console(&vm)?;
+    vm.await_console()?;
     check("parked")?;
     Ok(())
 }
@@ -153,7 +152,7 @@ fn a_keeper_killed_with_file_systems_frozen_is_followed_by_one_that_thaws_them()
     let nonce = vm.nonce()?;
     vm.restart_keeper_with(&[("HEARTH_DRILL_DIE_AFTER", "freeze")])?;
     vm.wait_running()?;
-    await_console(&vm)?;
+    vm.await_console()?;
     let folder = vm.folder().join("snapshot");
     let ended = vm.cli_output(&["save", vm.name(), "-o", &folder.display().to_string(), "--freeze"])?;
     assert!(ended.status != 0, "{}", ended.text());
@@ -162,7 +161,7 @@ fn a_keeper_killed_with_file_systems_frozen_is_followed_by_one_that_thaws_them()
     vm.wait_running()?;
     let thawed = vm.wait_event("it is thawed", |event| event["kind"] == "thawed")?;
     assert_eq!(thawed["file_systems"], 1, "they were frozen: {thawed}");
-    await_console(&vm)?;
+    vm.await_console()?;
     await_writer(&vm)?;
     assert_eq!(vm.nonce()?, nonce);
     vm.save_with(&vm.folder().join("another"), &["--freeze"])
@@ -264,7 +263,7 @@ fn an_agent_that_fails_in_any_way_is_no_reason_to_leave_the_guest_otherwise_than
     begin("killed")?;
     vm.restart_keeper()?;
     vm.wait_running()?;
-    await_console(&vm)?;
+    vm.await_console()?;
     faulty.settles(true)?;
     assert!(Snapshot::open(&vm.folder().join("killed")).is_err());
 
@@ -275,7 +274,7 @@ fn an_agent_that_fails_in_any_way_is_no_reason_to_leave_the_guest_otherwise_than
     assert!(Snapshot::open(&folder).expect("it was saved").manifest.frozen);
     let clone = vm.restore(&folder, "clone", &[])?;
     clone.wait_running()?;
-    await_console(&clone)?;
+    clone.await_console()?;
     clone.wait_status("it is thawed", is_thawed)?;
     assert_eq!((clone.sh("cat /tmp/asked")?.as_str(), clone.nonce()?), ("freeze\nthaw\n", nonce));
     Ok(())

@@ -5,8 +5,6 @@ use std::fs;
 
 use hearth_vmtest::{Drives, Result, TestVm, artifacts, patience};
 
-use super::await_console;
-
 /// What Linux says when it is told another ID than it had.
 const RESEEDED: &str = "crng reseeded due to virtual machine fork";
 
@@ -44,7 +42,7 @@ fn clones_of_one_snapshot_and_the_machine_gone_back_to_it_draw_randomness_of_the
     for (name, option) in [("one", "--lazy"), ("other", "--eager"), ("forked-again", "--working-set")] {
         let clone = vm.restore(&snapshot, name, &[option])?;
         clone.wait_running()?;
-        await_console(&clone)?;
+        clone.await_console()?;
         await_reseed(&clone)?;
         assert_eq!(reseeds(&clone)?, 1, "{name}");
         drawn.push(draw(&clone)?);
@@ -88,7 +86,7 @@ fn a_guest_that_was_saved_without_the_device_comes_back_without_it() -> Result<(
     vm.save_and_stop(&snapshot)?;
     let clone = vm.restore(&snapshot, "clone", &[])?;
     clone.wait_running()?;
-    await_console(&clone)?;
+    clone.await_console()?;
     assert_eq!((vmgenid(&clone)?, reseeds(&clone)?, clone.nonce()?), (None, 0, nonce));
     clone.wait_event_within("all memory is there", patience(60), |event| event["kind"] == "restore_complete")?;
     let hop = clone.rejuvenate_to(&artifacts::qemu_10()?)?;

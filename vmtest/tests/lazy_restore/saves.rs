@@ -8,7 +8,7 @@ use hearth_recovery::snapshot::Snapshot;
 use hearth_vmtest::known::{fio_ends_well, fio_goes_on, start_fio};
 use hearth_vmtest::{Disk, Drives, Result, TestVm, patience};
 
-use super::{await_console, count, fill, start_counter, verify};
+use super::{count, fill, start_counter, verify};
 
 #[test]
 fn a_guest_that_is_saved_goes_on_and_what_is_saved_is_whole() -> Result<()> {
@@ -146,7 +146,7 @@ fn a_keeper_killed_while_it_saves_is_followed_by_one_that_lets_the_guest_go_on()
     begin_save(&vm, &folder)?;
     vm.restart_keeper()?;
     vm.wait_running()?;
-    await_console(&vm)?;
+    vm.await_console()?;
     assert_eq!(vm.nonce()?, nonce);
     verify(&vm)?;
     vm.save(&vm.folder().join("another"))

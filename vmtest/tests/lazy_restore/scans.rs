@@ -8,7 +8,7 @@ use hearth_recovery::snapshot::{AgedPage, Snapshot, Source, aged_pages};
 use hearth_vmtest::{Drives, Result, TestVm, patience};
 use serde_json::Value;
 
-use super::{SEED, await_console, fill, first_word, first_words, verify};
+use super::{SEED, fill, first_word, first_words, verify};
 
 const MIB: usize = 1 << 20;
 const ARENA_MIB: usize = 16;
@@ -117,7 +117,7 @@ fn a_keeper_killed_while_it_scans_is_followed_by_one_that_can_scan() -> Result<(
     begin_scan(&vm, &vm.folder().join("snapshot"))?;
     vm.restart_keeper()?;
     vm.wait_running()?;
-    await_console(&vm)?;
+    vm.await_console()?;
     assert_eq!(vm.nonce()?, nonce);
     verify_both(&vm)?;
     let folder = vm.folder().join("another");

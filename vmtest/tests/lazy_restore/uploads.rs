@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::dedup::{read_file, verify_file};
 use super::object_store::{Stand, address};
 use super::saves::{TURNS, await_turns};
-use super::{await_console, fill, verify};
+use super::{fill, verify};
 
 const MIB: u64 = 1 << 20;
 /// On each connection, of which there are four at once: some ten seconds for the guest's memory.
@@ -133,7 +133,7 @@ fn a_save_that_ends_in_the_middle_of_its_way_up_leaves_the_guest_as_it_was() -> 
     is_on_its_way(&[])?;
     vm.restart_keeper()?;
     vm.wait_running()?;
-    await_console(&vm)?;
+    vm.await_console()?;
     is_as_it_was("its keeper was killed")?;
     stand.server.set_wire(Wire::Whole);
     // What its predecessors left in the store is in nobody's way.

@@ -318,11 +318,15 @@ pub fn wait(limit: Duration, mut look: impl FnMut() -> bool) -> bool {
 pub struct Random(pub u64);
 
 impl Random {
-    /// From `HEARTH_SEED` or from the clock; printed.
+    /// From `HEARTH_SEED`, or a new one each time; printed.
     pub fn seeded() -> Self {
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-        let fresh = || now.map_or(1, |since| since.as_nanos() as u64);
-        let seed = std::env::var("HEARTH_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(fresh);
+        Self::seeded_or(now.map_or(1, |since| since.as_nanos() as u64))
+    }
+
+    /// From `HEARTH_SEED`, or this one; printed.
+    pub fn seeded_or(seed: u64) -> Self {
+        let seed = std::env::var("HEARTH_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or(seed);
         eprintln!("HEARTH_SEED={seed}");
         Self(seed)
     }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use hearth_vmtest::{Disk, Drives, Result, TestVm, processes};
+use hearth_vmtest::{Disk, Result, TestVm, processes};
 use serde_json::Value;
 
 use crate::machine::Random;
@@ -61,16 +61,14 @@ fn play(vm: &TestVm, random: &mut Random, number: usize) -> Result<()> {
     if vm.cli_output(&["status", vm.name()])?.status != 0 {
         vm.restart_keeper()?;
     }
-    let status = vm.wait_status("the machine is at rest", is_at_rest)?;
-    vm.wait_incarnation(status["incarnation"].as_u64().expect("a number"))?;
-    vm.sh("true")?;
+    vm.wait_status("the machine is at rest", is_at_rest)?;
+    vm.await_console()?;
     let qemu = vm.qemu_pid()?;
     assert_eq!(processes::mentioning(vm.memory_folder()), [qemu], "QEMUs that are nobody's");
     Ok(())
 }
 
-fn pairs(number: usize) -> Result<()> {
-    let mut random = Random::seeded();
+fn pairs(number: usize, mut random: Random) -> Result<()> {
     let vm = TestVm::busybox("pairs").memory_mib(128).disk(Disk::empty(16)).crash_setting("loop_count", 1000).boot()?;
     for number in 0..number {
         play(&vm, &mut random, number)?;
@@ -78,13 +76,14 @@ fn pairs(number: usize) -> Result<()> {
     Ok(())
 }
 
+/// The same ones each time, at other moments: the soak draws others.
 #[test]
 fn pairs_on_a_real_guest_leave_it_running() -> Result<()> {
-    pairs(PAIRS)
+    pairs(PAIRS, Random::seeded_or(7))
 }
 
 #[test]
 #[ignore = "a soak: make soak NAME=pairs"]
 fn hundreds_of_pairs_on_a_real_guest() -> Result<()> {
-    pairs(PAIRS_OF_SOAK)
+    pairs(PAIRS_OF_SOAK, Random::seeded())
 }
