@@ -72,7 +72,8 @@ pub struct Hardware<'a> {
 
 impl Binary {
     pub fn machine_types(&self) -> Result<MachineTypes, BinaryError> {
-        let finished = self.over_qmp(&["-machine", "none"], LIST)?;
+        // TCG may be a module that is not installed, and KVM may be missing: QEMU takes the first that it can.
+        let finished = self.over_qmp(&["-machine", "none,accel=kvm:tcg"], LIST)?;
         let mut lines = finished.stdout.lines().filter_map(|line| serde_json::from_str::<Answer>(line).ok());
         let types = lines.next_back().ok_or_else(|| BinaryError::NoMachineTypes {
             path: self.path().to_owned(),

@@ -85,7 +85,7 @@ mod tests {
     /// A program that answers `--version` like this, lists its machine types, and does `more` with what else it is asked for.
     fn answering(folder: &Path, version: &str, more: &str) -> PathBuf {
         let list = format!(
-            "case \"$*\" in *--version*) echo '{version}';; *'-machine none') echo '{LIST}';; *) {more};; esac"
+            "case \"$*\" in *--version*) echo '{version}';; *'-machine none,accel=kvm:tcg') echo '{LIST}';; *) {more};; esac"
         );
         program(folder, &format!("#!/bin/sh\n{list}\n"))
     }
