@@ -353,7 +353,7 @@ pub static FIELDS: &[Field] = &[
         "`/dev/shm/hearth/NAME`",
         r#""/dev/shm/hearth/web""#,
         "Folder for the guest's RAM, which is kept in files. If the folder does not have the machine's name, a folder of that name is \
-         made in it, because no two machines share one. It must be on a tmpfs, hugetlbfs or DAX file system with room for the \
+         made in it, because no two machines share one. It must be on a tmpfs or a DAX file system with room for the \
          memory and the slack. Without root the default is `/dev/shm/hearth-UID/NAME`.",
     ),
     machine(
