@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use hearth_vmtest::images::File;
 use hearth_vmtest::{
-    Disk, Drives, Result, TestVm, TestVmBuilder, artifacts, known, patience, processes, write_program,
+    Disk, Drives, Random, Result, TestVm, TestVmBuilder, artifacts, known, patience, processes, write_program,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -38,26 +38,6 @@ const START_MS: u64 = 160;
 /// Each block is read again and compared.
 const FIO: &str = "fio --name=load --rw=randwrite --bsrange=4k-16k --ioengine=io_uring --iodepth=16 --direct=1 --thread \
     --verify=crc32c --verify_backlog=64 --verify_fatal=1";
-
-/// Splitmix64: random enough to choose moments, and a failure can be repeated with its seed.
-struct Random(u64);
-
-impl Random {
-    /// From `HEARTH_SEED` or from the clock; printed.
-    fn seeded() -> Self {
-        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-        let fresh = || now.map_or(1, |since| since.as_nanos() as u64);
-        let seed = std::env::var("HEARTH_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(fresh);
-        eprintln!("HEARTH_SEED={seed}");
-        Self(seed)
-    }
-
-    fn up_to(&mut self, most: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        (mixed ^ (mixed >> 27)) % most + 1
-    }
-}
 
 /// Asks `hearth status` until it says what `look` looks for.
 fn wait_status(vm: &TestVm, what: &str, look: impl Fn(&Value) -> bool) -> Result<Value> {
@@ -111,7 +91,7 @@ fn a_guest_under_load_outlives_its_keepers() -> Result<()> {
     // Long enough for all the kills.
     start_fio(&vm, "/dev/vda", "--size=32m --loops=3")?;
     for round in 1..=KILLS {
-        let writes = random.up_to(WRITES_BEFORE_KILL_MAX);
+        let writes = random.below(WRITES_BEFORE_KILL_MAX as usize) as u64 + 1;
         wait_status(&vm, &format!("{writes} writes in round {round}"), |status| {
             status["disks"][0]["writes"].as_u64() >= Some(writes)
         })?;
@@ -178,7 +158,7 @@ fn a_boot_outlives_its_keeper_at_any_moment() -> Result<()> {
             event["kind"] == "incarnation_started" && event["incarnation"] == incarnation
         })?;
         let moments_ms = if incarnation % 2 == 0 { BOOT_MS } else { START_MS };
-        std::thread::sleep(Duration::from_millis(random.up_to(moments_ms)));
+        std::thread::sleep(Duration::from_millis(random.below(moments_ms as usize) as u64 + 1));
         vm.kill_keeper()?;
         take_over(&vm)?;
         vm.wait_incarnation(incarnation.into())?;

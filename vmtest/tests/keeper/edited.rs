@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use hearth_vmtest::artifacts::CPU_MODEL;
-use hearth_vmtest::{Disk, Drives, Result, TestVm, known, patience};
+use hearth_vmtest::{Disk, Drives, Random, Result, TestVm, known, patience};
 use toml::{Table, Value};
 
-use super::{Random, take_over};
+use super::take_over;
 
 /// Keys changed at once by the test that always runs.
 const KEYS: usize = 12;
@@ -230,7 +230,7 @@ fn edited_guest_goes_on_as_it_was_started() -> Result<()> {
     let is_folder = |(key, _): &Change| matches!(*key, "runtime_folder" | "memory_folder");
     let mut chosen: Vec<_> = left.extract_if(.., |change| is_folder(change)).collect();
     while chosen.len() < KEYS {
-        let at = random.up_to(left.len() as u64) as usize - 1;
+        let at = random.below(left.len());
         chosen.push(left.swap_remove(at));
     }
     goes_on_as_it_was_started("edited", &chosen)

@@ -5,9 +5,9 @@ use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
-use hearth_vmtest::patience;
+use hearth_vmtest::{Random, patience};
 
-use crate::machine::{Bed, Keeper, NAMES, Random, kill, wait};
+use crate::machine::{Bed, Keeper, NAMES, kill, wait};
 
 /// What is begun, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,10 +4,10 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use hearth_vmtest::patience;
+use hearth_vmtest::{Random, patience};
 use serde_json::json;
 
-use crate::machine::{Bed, Keeper, NAMES, Random, wait};
+use crate::machine::{Bed, Keeper, NAMES, wait};
 
 const SEEDS: u64 = 24;
 /// Beyond what a keeper has that never met such a QEMU.

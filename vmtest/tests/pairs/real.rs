@@ -2,10 +2,8 @@
 
 use std::time::Duration;
 
-use hearth_vmtest::{Disk, Result, TestVm, processes};
+use hearth_vmtest::{Disk, Random, Result, TestVm, processes};
 use serde_json::Value;
-
-use crate::machine::Random;
 
 /// As `hearth` commands; FOLDER is a new one each time.
 const OPERATIONS: [&[&str]; 10] = [
