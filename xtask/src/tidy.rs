@@ -2,6 +2,7 @@
 
 mod capabilities;
 mod links;
+mod named_tests;
 mod words;
 
 use std::path::{Path, PathBuf};

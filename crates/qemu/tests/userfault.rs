@@ -232,6 +232,24 @@ fn qemu_goes_on_when_the_keeper_hangs_up() {
     assert!(words.contains("hearth: ") && words.contains("the keeper did not take"), "{words}");
 }
 
+#[test]
+fn programs_that_qemu_starts_do_not_inherit_the_library() {
+    let (rig, listener) = rig_with_preload();
+    let preload = rig.launch.preload.as_ref().unwrap();
+    // `env` stands for QEMU: what it prints is what a program that it starts would get.
+    let child = std::process::Command::new("env")
+        .env("LD_PRELOAD", &preload.library)
+        .env("HEARTH_USERFAULT_SOCKET", &preload.socket)
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    // The connection tells that the library was loaded.
+    drop(take(&listener));
+    let environment = String::from_utf8(child.wait_with_output().unwrap().stdout).unwrap();
+    assert!(environment.contains("PATH="), "{environment}");
+    assert!(!environment.contains("LD_PRELOAD=") && !environment.contains("HEARTH_USERFAULT_SOCKET="), "{environment}");
+}
+
 /// A host that allows userfaultfd to nobody but root, and a QEMU that is not root.
 #[test]
 fn qemu_goes_on_where_userfaultfd_is_not_allowed_and_says_why() {

@@ -177,6 +177,14 @@ mod tests {
     }
 
     #[test]
+    fn snapshot_keeps_no_object_store() {
+        let text = format!("{TEXT}[object_store]\ncredentials = \"/etc/hearth/s3.env\"\n");
+        let saved = meaning(&text, "/machines/web.toml");
+        let along = ConfigFile::parse(&text).unwrap().for_snapshot(&saved, "tcg").to_text();
+        assert!(!along.contains("object_store") && !along.contains("s3.env"), "{along}");
+    }
+
+    #[test]
     fn snapshot_keeps_the_machine_type() {
         let mut saved = meaning(TEXT, "/machines/web.toml");
         saved.machine_type = Some("pc-q35-10.2".to_owned());

@@ -275,6 +275,36 @@ mod tests {
     }
 
     #[test]
+    fn machine_folders_are_closed_to_other_users() {
+        let folder = tempfile::tempdir().unwrap();
+        let (runtime, memory) = (folder.path().join("run"), folder.path().join("memory"));
+        // One is there already, as `mkdir` makes it; the other is not.
+        fs::create_dir(&runtime).unwrap();
+        fs::set_permissions(&runtime, Permissions::from_mode(0o755)).unwrap();
+        Folders::prepare("web", &runtime, &memory).unwrap();
+        for folder in [runtime, memory] {
+            assert_eq!(fs::metadata(&folder).unwrap().permissions().mode() & 0o777, 0o700, "{}", folder.display());
+        }
+    }
+
+    #[test]
+    fn folders_of_other_users_are_refused() {
+        if !rustix::process::geteuid().is_root() {
+            // Only root can give a folder away. That a link counts as another user's is tested above.
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let (runtime, memory) = (folder.path().join("run"), folder.path().join("memory"));
+        fs::create_dir(&memory).unwrap();
+        fs::set_permissions(&memory, Permissions::from_mode(0o755)).unwrap();
+        std::os::unix::fs::chown(&memory, Some(65534), None).unwrap();
+        let refusal = Folders::prepare("web", &runtime, &memory).unwrap_err().to_string();
+        assert!(refusal.contains("memory: is not a folder of user 0"), "{refusal}");
+        let untouched = fs::metadata(&memory).unwrap();
+        assert_eq!((untouched.permissions().mode() & 0o777, fs::read_dir(&memory).unwrap().count()), (0o755, 0));
+    }
+
+    #[test]
     fn the_tag_key_outlives_the_keeper_and_not_the_machine() {
         let folder = tempfile::tempdir().unwrap();
         let folders = Folders::prepare("web", &folder.path().join("run"), &folder.path().join("memory")).unwrap();
