@@ -11,7 +11,7 @@ use hearth_api::{
     RejuvenateRequest, RemountPlan, SaveRequest, StopRequest, UpgradeRequest,
 };
 
-use crate::machine::age::Signs;
+use crate::age::Signs;
 
 /// The loop answers within milliseconds except while it waits for QEMU's start or for a disk to drain, or has an `Occupation`.
 const PATIENCE: Duration = Duration::from_secs(30);

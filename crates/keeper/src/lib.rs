@@ -3,21 +3,26 @@
 //! command line -> `cli` -> run: config -> check -> the machine's event loop, with `http`, `console`, `event_log` beside it
 //!                       -> any other: `client` -> unix socket -> `http` -> `control` -> event loop
 
+pub mod age;
 pub mod check;
 pub mod cli;
 pub mod client;
 pub mod config;
 pub mod console;
 pub mod control;
+mod drill;
 pub mod event;
 pub mod event_log;
 pub mod fleet_lock;
+pub mod folders;
 pub mod host_reload;
 pub mod http;
+pub mod in_force;
 pub mod machine;
 pub mod metrics;
 pub mod notify;
 mod object_store;
+mod parked_guest;
 pub mod problem;
 pub mod run;
 pub mod runtime_root;

@@ -13,8 +13,8 @@ use hearth_recovery::journal::QemuIdentity;
 use hearth_recovery::rejuvenation::parked::{PARKED_VERSION, Parked};
 use hearth_recovery::snapshot::Part;
 
+use crate::age::Signs;
 use crate::config::RejuvenateConfig;
-use crate::machine::age::Signs;
 
 pub fn status() -> MachineStatus {
     MachineStatus {

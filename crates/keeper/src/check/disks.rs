@@ -9,7 +9,7 @@ use hearth_disk::image::{Format, Image, ImageError, ImageOptions};
 
 use super::{Life, Purpose};
 use crate::config::{Config, DiskConfig, DiskFormat};
-use crate::machine::images::lock_owner;
+use crate::folders::lock_owner;
 use crate::problem::Problem;
 
 /// The last writes of a killed keeper hold the lock until the storage has taken them. As long as `LOCK_PATIENCE` of the machine.

@@ -6,6 +6,7 @@ use hearth_memory::room::Room;
 use rustix::fs::Access;
 
 use crate::config::{Config, OnPanic};
+use crate::folders::existing;
 use crate::problem::Problem;
 
 pub fn check(config: &Config, problems: &mut Vec<Problem>) {
@@ -13,7 +14,7 @@ pub fn check(config: &Config, problems: &mut Vec<Problem>) {
         return;
     }
     let folder = &config.crash.dump_folder;
-    let existing = super::existing(folder);
+    let existing = existing(folder);
     problems
         .extend(unusable(folder, existing).or_else(|| in_memory(folder, existing)).or_else(|| full(config, existing)));
 }

@@ -9,7 +9,7 @@ use hearth_recovery::journal::{Journal, QemuIdentity};
 use rustix::fs::FlockOperation;
 
 use crate::config::Config;
-use crate::machine::memory_owner::qemus_of;
+use crate::folders::memory_owner::qemus_of;
 
 /// A keeper killed while it starts a process leaves its lock to that one, until it runs its program.
 const LOCK_PATIENCE: Duration = Duration::from_secs(1);

@@ -9,10 +9,10 @@ use hearth_disk::nvram::resident_bytes;
 use hearth_memory::room::{FileSystemKind, HostMemory, Needs, Room, RoomError, must_hold};
 use hearth_recovery::rejuvenation::parked;
 
-use super::{Life, existing};
+use super::Life;
 use crate::client::Client;
 use crate::config::Config;
-use crate::machine::memory_owner;
+use crate::folders::{existing, memory_owner};
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 

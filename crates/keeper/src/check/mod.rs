@@ -5,10 +5,8 @@
 //! Every check goes on after a problem: an operator mends all of them in one go. What a machine that runs holds itself
 //! (its ports, its memory, its image locks) is no problem of its configuration and is not looked at then.
 
-use std::path::Path;
-
 use crate::config::Config;
-use crate::machine::find_parked;
+use crate::parked_guest::find_parked;
 use crate::problem::{Problem, Severity};
 use crate::runtime_root::RuntimeRoot;
 
@@ -36,11 +34,6 @@ pub enum Purpose {
     TakeOver,
     /// `hearth run`: the machine is about to start, or its living QEMU to be taken over.
     Run,
-}
-
-/// The folder itself, or the one it will be made in.
-pub fn existing(folder: &Path) -> &Path {
-    folder.ancestors().find(|folder| folder.exists()).unwrap_or(Path::new("/"))
 }
 
 /// All problems, in the order in which they would come up.

@@ -7,9 +7,8 @@ use hearth_disk::{arrival, nvram};
 use hearth_memory::fresh_file;
 use hearth_recovery::snapshot::disk_objects;
 
-use crate::cli::restored_disk;
 use crate::config::Config;
-use crate::machine::folders::{disk_socket, disk_tables};
+use crate::folders::{disk_socket, disk_tables, restored_disk};
 use crate::problem::Problem;
 
 pub fn check(config: &Config, problems: &mut Vec<Problem>) {

@@ -1,7 +1,7 @@
 //! What is left: the length of socket paths, and the user QEMU runs as.
 
 use crate::config::{AUTO_USER, Config, NetBackend};
-use crate::machine::own_user;
+use crate::folders::own_user;
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 use crate::unix_socket::PATH_BYTES_MAX;

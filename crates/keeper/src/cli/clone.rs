@@ -18,7 +18,7 @@ use rustix::fs::{FlockOperation, flock};
 
 use super::CliError;
 use crate::config::Config;
-use crate::machine::{memory_owner, own_user};
+use crate::folders::{memory_owner, own_user};
 use crate::runtime_root::RuntimeRoot;
 
 const EXTENSION: &str = "clone";

@@ -46,7 +46,6 @@ mod rehearse;
 mod rejuvenate;
 mod remount;
 mod restore;
-pub use restore::restored_disk;
 mod save;
 mod status;
 #[cfg(test)]

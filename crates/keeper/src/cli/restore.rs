@@ -24,7 +24,8 @@ use super::text::{Side, bytes, table};
 use super::trust::Trust;
 use super::{CliError, Context, Exit, absolute, configuration};
 use crate::config::{ConfigFile, InForce, SECONDS_MAX, Setting};
-use crate::machine::drill;
+use crate::drill::drill;
+use crate::folders::restored_disk;
 use crate::machine::restore::{Probe, RestoreOrder, Trace};
 use crate::object_store::saved_disks;
 use crate::runtime_root::RuntimeRoot;
@@ -155,11 +156,6 @@ fn remove_machine(folder: &Path) {
     if let Err(error) = fs::remove_dir_all(folder) {
         tracing::warn!(%error, folder = %folder.display(), "left behind");
     }
-}
-
-/// The image of a restored machine's disk.
-pub fn restored_disk(folder: &Path, disk: &str) -> PathBuf {
-    folder.join(format!("disk-{disk}.qcow2"))
 }
 
 /// Disks, the order to begin with the snapshot, and last `machine.toml`: whoever finds that finds the others.

@@ -20,18 +20,11 @@ use hearth_store::Turns;
 
 use super::{Machine, MachineError};
 use crate::config::ObjectStoreConfig;
-use crate::event::Event;
+use crate::event::{BackfillMessage, Event};
 use crate::object_store::{far, saved_disks};
 
 /// Of each disk: more than bring what nobody waits for at a time (`hearth_store::Turns`), so that some are left for the guest.
 const THREADS: usize = 4;
-
-/// What the threads say to the machine's loop.
-#[derive(Clone, Debug)]
-pub enum Word {
-    Waits { why: String },
-    Complete { disk: String, bytes: u64, duration_ms: f64 },
-}
 
 /// The disks of a machine that are on their way. Dropped, nobody brings anything any more; the threads end by themselves: a
 /// request to a store that is gone takes seconds to fail, and what it brings then is not used.
@@ -109,12 +102,12 @@ impl Arrivals {
                 let (name, disk) = (one.name.clone(), one.disk.clone());
                 let (tell, running) = (tell.clone(), running.clone());
                 // Fails only when the loop is gone, and then nobody wants to know.
-                let say = move |word| drop(tell.send(Event::Arrival(word)));
+                let say = move |message| drop(tell.send(Event::Backfill(message)));
                 let bring = move || {
-                    let complete = disk.bring(|why| say(Word::Waits { why }));
+                    let complete = disk.bring(|why| say(BackfillMessage::Waits { why }));
                     if running.fetch_sub(1, Relaxed) == 1 && complete {
                         let (bytes, duration_ms) = (disk.arrival.counts().bytes, began.elapsed().as_secs_f64() * 1e3);
-                        say(Word::Complete { disk: name, bytes, duration_ms });
+                        say(BackfillMessage::Complete { disk: name, bytes, duration_ms });
                     }
                 };
                 std::thread::Builder::new().name(format!("fetch-{}", one.name)).spawn(bring)?;
@@ -134,10 +127,10 @@ impl Machine {
         self.arrivals.start(&self.parts.tell).map_err(MachineError::ArrivalThread)
     }
 
-    pub(super) fn arrival_says(&mut self, word: Word) {
-        match word {
-            Word::Waits { why } => self.record(EventKind::RestoreWaits { why }),
-            Word::Complete { disk, bytes, duration_ms } => {
+    pub(super) fn backfill_says(&mut self, message: BackfillMessage) {
+        match message {
+            BackfillMessage::Waits { why } => self.record(EventKind::RestoreWaits { why }),
+            BackfillMessage::Complete { disk, bytes, duration_ms } => {
                 self.record(EventKind::DiskComplete { disk, bytes, duration_ms });
             }
         }

@@ -19,10 +19,11 @@ use hearth_recovery::journal::DumpNote;
 use hearth_recovery::vmcore::DeadRam;
 use hearth_recovery::vmcore::dump::incomplete_path;
 
-use super::dump::{Job, NoThread, Order, Task, Word};
+use super::dump::{Job, NoThread, Order, Task};
 use super::dumps::Request;
 use super::{Machine, MachineError, Wanted};
 use crate::config::OnPanic;
+use crate::event::{DumpMessage, Event};
 
 /// A second crash is dumped only if the next guest is left this part of the budget to boot in, before any of the dead
 /// memory is written. Without it the guest would wait for the first dump.
@@ -192,13 +193,13 @@ impl Machine {
     pub(super) fn start_next_dump(&mut self) {
         let (tell, log) = (self.parts.tell.clone(), self.parts.event_log.clone());
         let Some((incarnation, task, progress)) = self.dumps.next() else { return };
-        let tell = move |word| {
+        let tell = move |message| {
             // At once: a machine that ends sees its dumps through without its loop.
-            if let Word::Event(event) = &word {
+            if let DumpMessage::Event(event) = &message {
                 log.record(event.clone());
             }
             // Fails only when the loop is gone, and then nobody wants to know.
-            let _ = tell.send(crate::event::Event::Dump { incarnation, word });
+            let _ = tell.send(Event::Dump { incarnation, message });
         };
         match Job::start(task, progress.clone(), tell.clone()) {
             Ok(job) => self.dumps.started(job),
@@ -211,16 +212,16 @@ impl Machine {
         }
     }
 
-    pub(super) fn dump_says(&mut self, incarnation: u32, word: Word) -> Result<(), MachineError> {
-        match word {
-            Word::Event(EventKind::CrashReason { message }) => {
+    pub(super) fn dump_says(&mut self, incarnation: u32, message: DumpMessage) -> Result<(), MachineError> {
+        match message {
+            DumpMessage::Event(EventKind::CrashReason { message }) => {
                 if let Some(timeline) = &mut self.timeline {
                     timeline.crash_reason(incarnation, &message);
                 }
             }
-            Word::Event(_) => {}
-            Word::Phase { phase, began, took } => self.phase_ended(phase.name(), began, took),
-            Word::Over => return self.dump_over(incarnation),
+            DumpMessage::Event(_) => {}
+            DumpMessage::Phase { phase, began, took } => self.phase_ended(phase.name(), began, took),
+            DumpMessage::Over => return self.dump_over(incarnation),
         }
         Ok(())
     }

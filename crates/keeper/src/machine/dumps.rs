@@ -18,7 +18,7 @@ use hearth_recovery::vmcore::{Compression, DeadRam, DumpLevel, Format};
 use super::dump::{Job, Order, Pace, Progress, Shelf, Suffers, Task, piece_bytes};
 use super::rejuvenate::PAUSE_PATIENCE;
 use super::{Machine, Wanted};
-use crate::check::existing;
+use crate::folders::existing;
 
 /// Dumps that are over and still told of.
 const OVER_MAX: usize = 8;

@@ -1,8 +1,8 @@
 //! What ends a machine that was to run.
 
-use super::folders::FolderError;
 use super::generation::LaunchError;
 use super::restore::RestoreFailure;
+use crate::folders::FolderError;
 
 /// What ended the machine for good, or why it never ran.
 #[derive(Debug, thiserror::Error)]

@@ -14,7 +14,7 @@ use hearth_qemu::Endpoint;
 use hearth_qemu::agent::{Agent, AgentError, Patience};
 
 use super::Machine;
-use crate::event::Event;
+use crate::event::{Event, ThawMessage};
 
 /// An agent that is there answers within milliseconds; in a guest that comes out of a snapshot it waits for its memory. One that
 /// was silent for ten minutes will not speak again.
@@ -52,19 +52,6 @@ impl Drop for Thaw {
     }
 }
 
-/// What that thread tells the machine's loop.
-#[derive(Clone, Debug)]
-pub enum Word {
-    Thawed {
-        file_systems: u64,
-    },
-    /// Not yet: it is tried again.
-    Failed {
-        why: String,
-    },
-    GaveUp,
-}
-
 impl Machine {
     /// They may be frozen from now on. The journal is not saved.
     pub(super) fn note_frozen(&mut self) {
@@ -100,9 +87,9 @@ impl Machine {
         let stop = Arc::new(AtomicBool::new(false));
         let channel = life.generation.agent(&self.parts.folders);
         let (stopped, tell) = (stop.clone(), self.parts.tell.clone());
-        let say = move |word| {
+        let say = move |message| {
             // Fails only when the loop is gone, and then nobody wants to know.
-            let _ = tell.send(Event::Thaw { generation, word });
+            let _ = tell.send(Event::Thaw { generation, message });
         };
         let work = move || try_to_thaw(&channel, &PACE, &|| stopped.load(Relaxed), &say);
         match std::thread::Builder::new().name(format!("thaw-{}", self.parts.config.name)).spawn(work) {
@@ -111,22 +98,22 @@ impl Machine {
         }
     }
 
-    pub(super) fn thaw_says(&mut self, word: Word) {
+    pub(super) fn thaw_says(&mut self, message: ThawMessage) {
         let Some(frozen) = &mut self.frozen else { return };
-        match word {
-            Word::Thawed { file_systems } => {
+        match message {
+            ThawMessage::Thawed { file_systems } => {
                 let frozen_ms = frozen.for_ms();
                 self.forget_frozen();
                 self.save_journal();
                 self.record(EventKind::Thawed { file_systems, frozen_ms });
             }
-            Word::Failed { why } => {
+            ThawMessage::Failed { why } => {
                 let message = format!("the guest's file systems may be frozen still, which is tried again: {why}");
                 if frozen.problem.replace(why).is_none() {
                     self.record(EventKind::Error { message });
                 }
             }
-            Word::GaveUp => {
+            ThawMessage::GaveUp => {
                 frozen.thaw = None;
                 let why = frozen.problem.clone().unwrap_or_default();
                 self.not_thawed(&why);
@@ -149,14 +136,14 @@ struct Pace {
     at_most: Duration,
 }
 
-fn try_to_thaw(channel: &Endpoint, pace: &Pace, stop: &dyn Fn() -> bool, say: &dyn Fn(Word)) {
+fn try_to_thaw(channel: &Endpoint, pace: &Pace, stop: &dyn Fn() -> bool, say: &dyn Fn(ThawMessage)) {
     let patience = Patience { time: pace.answer, stop };
     let began = Instant::now();
     while began.elapsed() < pace.at_most {
         match Agent::reach(channel, &patience).and_then(|mut agent| agent.thaw(&patience)) {
-            Ok(file_systems) => return say(Word::Thawed { file_systems }),
+            Ok(file_systems) => return say(ThawMessage::Thawed { file_systems }),
             Err(AgentError::Stopped) => return,
-            Err(error) => say(Word::Failed { why: crate::chain(&error) }),
+            Err(error) => say(ThawMessage::Failed { why: crate::chain(&error) }),
         }
         let again = Instant::now() + pace.every;
         while Instant::now() < again {
@@ -166,7 +153,7 @@ fn try_to_thaw(channel: &Endpoint, pace: &Pace, stop: &dyn Fn() -> bool, say: &d
             std::thread::sleep(LOOK_EVERY.min(pace.every));
         }
     }
-    say(Word::GaveUp);
+    say(ThawMessage::GaveUp);
 }
 
 #[cfg(test)]
@@ -182,9 +169,11 @@ mod tests {
         Pace { answer: Duration::from_secs(60), every: Duration::from_millis(1), at_most: Duration::from_millis(200) };
 
     fn said(socket: &Path, pace: &Pace, stop: &dyn Fn() -> bool) -> Vec<String> {
-        let words = RefCell::new(Vec::new());
-        try_to_thaw(&Endpoint::unchecked(socket), pace, stop, &|word| words.borrow_mut().push(format!("{word:?}")));
-        words.into_inner()
+        let told = RefCell::new(Vec::new());
+        try_to_thaw(&Endpoint::unchecked(socket), pace, stop, &|message| {
+            told.borrow_mut().push(format!("{message:?}"))
+        });
+        told.into_inner()
     }
 
     #[test]

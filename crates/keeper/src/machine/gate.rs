@@ -25,21 +25,10 @@ use super::Machine;
 use super::generation::Generation;
 use super::restore::Restoring;
 use crate::config::AdmissionMode;
-use crate::event::Event;
+use crate::event::{AdmissionMessage, Event};
 
 /// A guest that waits for so long is worth a word: the dump writes tens of MiB a second even to a slow disk.
 const STALL: Duration = Duration::from_secs(10);
-
-/// What the gate tells the machine's loop.
-#[derive(Clone, Debug)]
-pub enum GateWord {
-    /// The guest stands still, and no memory comes free.
-    Stalled { waiting: u64 },
-    /// The gate is open for good.
-    Open,
-    /// It had to be opened although the budget is not certain.
-    Failed { why: String },
-}
 
 /// The gate of the living QEMU.
 pub struct MemoryGate {
@@ -52,9 +41,9 @@ impl MemoryGate {
         let admission = Arc::new(admission);
         let work = admission.clone();
         let thread = std::thread::Builder::new().name(format!("faults-{machine}")).spawn(move || {
-            let tell = move |word| {
+            let tell = move |message| {
                 // Fails only when the machine's loop is gone.
-                let _ = tell.send(Event::Gate(word));
+                let _ = tell.send(Event::Admission(message));
             };
             serve(&work, &tell);
         })?;
@@ -92,23 +81,23 @@ impl Drop for MemoryGate {
     }
 }
 
-fn serve(admission: &Admission, tell: &dyn Fn(GateWord)) {
+fn serve(admission: &Admission, tell: &dyn Fn(AdmissionMessage)) {
     let mut told = false;
     let served = admission.serve(|admission| {
         let stands_still = admission.stalled_for() >= STALL;
         if stands_still && !told {
-            tell(GateWord::Stalled { waiting: admission.waits().waiting });
+            tell(AdmissionMessage::Stalled { waiting: admission.waits().waiting });
         }
         told = stands_still;
     });
     match served {
-        Ok(()) if admission.is_over() => tell(GateWord::Open),
+        Ok(()) if admission.is_over() => tell(AdmissionMessage::Open),
         // Stopped, or QEMU is gone.
         Ok(()) | Err(AdmissionError::Gone { .. }) => {}
         Err(error) => {
             // A guest that hangs for ever is worse than one that takes too much.
             let opened = admission.finish().err().map(|error| format!("; {}", crate::chain(&error)));
-            tell(GateWord::Failed { why: crate::chain(&error) + &opened.unwrap_or_default() });
+            tell(AdmissionMessage::Failed { why: crate::chain(&error) + &opened.unwrap_or_default() });
         }
     }
 }
@@ -211,11 +200,11 @@ impl Machine {
         }
     }
 
-    pub(super) fn gate_says(&mut self, word: GateWord) {
-        match word {
-            GateWord::Stalled { waiting } => self.record(EventKind::GuestWaits { threads: waiting }),
-            GateWord::Open => self.gate_disks(),
-            GateWord::Failed { why } => {
+    pub(super) fn admission_says(&mut self, message: AdmissionMessage) {
+        match message {
+            AdmissionMessage::Stalled { waiting } => self.record(EventKind::GuestWaits { threads: waiting }),
+            AdmissionMessage::Open => self.gate_disks(),
+            AdmissionMessage::Failed { why } => {
                 self.gate_disks();
                 self.not_gated(&why);
             }

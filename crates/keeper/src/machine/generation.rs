@@ -16,9 +16,10 @@ use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::{FootprintNote, QemuIdentity};
 
 use super::wires::{WireError, Wires};
-use super::{Folders, Parts, launch, own_user};
+use super::{Parts, launch};
 use crate::console::Place;
 use crate::event::Event;
+use crate::folders::{Folders, own_user};
 
 /// QEMU's start takes 50 to 700 ms on a busy host; a minute means it hangs.
 const START_PATIENCE: Duration = Duration::from_secs(60);

@@ -20,6 +20,7 @@ use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::warm_reboot;
 
 use super::{Machine, MachineError, launch};
+use crate::folders::lock_owner;
 
 /// Locks on the images, by disk, and on the mirrors of NVRAM: a QEMU inherits them, so that they outlive the keeper.
 #[derive(Debug, Default)]
@@ -289,9 +290,4 @@ impl Machine {
 
 fn unnoted(error: &std::io::Error) {
     tracing::warn!(%error, "it cannot be noted what the images are: a keeper that follows trusts none of them");
-}
-
-/// Who holds the images' locks; none if the folder cannot be looked at, and then nobody inherits them.
-pub fn lock_owner(runtime_folder: &Path) -> Option<LockOwner> {
-    LockOwner::with_folder(runtime_folder).ok()
 }

@@ -15,12 +15,13 @@ use hearth_qemu::{Accelerator, EARLIER_MACHINE_TYPE, Launch};
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::DiskIdentity;
 
+use super::Parts;
 use super::wires::Wires;
-use super::{Folders, Parts};
 use crate::config::{
     Boot, Config, DiskConfig, DiskFormat, Forward, NetBackend, NetConfig, NvramConfig, PmemConfig, Protocol,
     WatchdogAction,
 };
+use crate::folders::Folders;
 
 /// Entries of a disk's virtqueues: 256 outstanding requests of one page each; QEMU's own default is 128.
 const QUEUE_SIZE: u16 = 256;

@@ -19,8 +19,9 @@ use super::dumps::Dumps;
 use super::generation::{Devices, Generation};
 use super::leftovers::Needed;
 use super::timeline::Timeline;
-use super::{DRAIN_PATIENCE, Life, Machine, MachineError, Wanted, access, launch, leftovers, own_user};
+use super::{DRAIN_PATIENCE, Life, Machine, MachineError, Wanted, access, launch, leftovers};
 use crate::config::Configured;
+use crate::folders::own_user;
 
 impl Machine {
     pub(super) fn start_afresh(&mut self) -> Result<(), MachineError> {

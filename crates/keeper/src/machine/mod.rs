@@ -31,11 +31,9 @@ pub mod age;
 pub mod arrivals;
 mod crash;
 mod crash_loop;
-mod deaf;
 pub mod dump;
 mod dumps;
 mod error;
-pub mod folders;
 pub mod frozen;
 pub mod gate;
 mod generation;
@@ -44,10 +42,8 @@ mod in_force;
 mod launch;
 mod leftovers;
 mod lives;
-pub mod memory_owner;
 mod nvram;
 mod orders;
-pub mod own_user;
 mod park;
 mod passt;
 mod pins;
@@ -57,6 +53,7 @@ mod remount;
 pub mod restore;
 pub mod save;
 mod space;
+mod stale_session;
 mod status;
 mod takeover;
 mod timeline;
@@ -91,8 +88,9 @@ use hearth_recovery::warm_reboot::Phase;
 use crate::config::{Config, ConfigFile};
 use crate::console::Hub;
 use crate::control::Occupation;
-use crate::event::Event;
+use crate::event::{Event, MemoryMessage};
 use crate::event_log::EventLog;
+use crate::folders::Folders;
 use crate::runtime_root::RuntimeRoot;
 use crate::upgrade::Successor;
 use crate::watchdog::Watchdog;
@@ -101,11 +99,10 @@ use crash::Harvest;
 use crash_loop::{BackOff, Crashes};
 use dumps::Dumps;
 pub use error::MachineError;
-pub use folders::{FolderError, Folders};
 use frozen::Frozen;
 use generation::Generation;
-pub use in_force::{Next, find_parked, in_force, kept_machine_type};
-pub use rejuvenate::{GUEST_DIED_WITH_QEMU, drill};
+pub use in_force::Next;
+pub use rejuvenate::GUEST_DIED_WITH_QEMU;
 pub use takeover::could_take_over;
 use timeline::Timeline;
 
@@ -274,9 +271,9 @@ impl Machine {
         let warm = Arc::new(WarmSources { ember: ember.clone(), boot_set: boot_set.clone(), join_writes });
         let budget = budget(&parts.config);
         let tell = parts.tell.clone();
-        let warden = warden::Warden::start(&parts.config.name, budget, ember.clone(), boot_set, move |word| {
+        let warden = warden::Warden::start(&parts.config.name, budget, ember.clone(), boot_set, move |message| {
             // Fails only when the loop is gone, and then nobody wants to know.
-            let _ = tell.send(Event::Warden(word));
+            let _ = tell.send(Event::Memory(message));
         })
         .map_err(MachineError::Warden)?;
         let mut machine = Self {
@@ -438,47 +435,47 @@ impl Machine {
                 self.disk_says(disk, notice);
                 Ok(())
             }
-            Event::Listen { generation, look } if self.is_current(generation) => {
-                self.must_have_spoken(look);
+            Event::CheckDisksInUse { generation, attempt } if self.is_current(generation) => {
+                self.must_have_spoken(attempt);
                 Ok(())
             }
-            Event::Listen { .. } => Ok(()),
-            Event::Ready { incarnation, word } if incarnation == self.journal.incarnation => {
-                self.ready_says(word);
+            Event::CheckDisksInUse { .. } => Ok(()),
+            Event::Readiness { incarnation, message } if incarnation == self.journal.incarnation => {
+                self.readiness_says(message);
                 Ok(())
             }
-            Event::Ready { .. } => Ok(()),
+            Event::Readiness { .. } => Ok(()),
             Event::Park => self.park(),
             Event::Rejuvenate { incarnation, request } if incarnation == self.journal.incarnation => {
                 self.rejuvenate(&request)
             }
             Event::Rejuvenate { .. } => Ok(()),
-            Event::Restore { generation, word } if self.is_current(generation) => {
-                self.restore_says(word);
+            Event::Restore { generation, message } if self.is_current(generation) => {
+                self.restore_says(message);
                 Ok(())
             }
             Event::Restore { .. } => Ok(()),
-            Event::Arrival(word) => {
-                self.arrival_says(word);
+            Event::Backfill(message) => {
+                self.backfill_says(message);
                 Ok(())
             }
-            Event::Save { number, word } => {
-                self.save_says(number, word);
+            Event::Save { number, message } => {
+                self.save_says(number, message);
                 Ok(())
             }
-            Event::Thaw { generation, word } if self.is_current(generation) => {
-                self.thaw_says(word);
+            Event::Thaw { generation, message } if self.is_current(generation) => {
+                self.thaw_says(message);
                 Ok(())
             }
             Event::Thaw { .. } => Ok(()),
             Event::DiskEnded { disk, why } => Err(MachineError::DiskEnded { disk, why }),
-            Event::Dump { incarnation, word } => self.dump_says(incarnation, word),
-            Event::Warden(word) => {
-                self.warden_says(word);
+            Event::Dump { incarnation, message } => self.dump_says(incarnation, message),
+            Event::Memory(message) => {
+                self.memory_says(message);
                 Ok(())
             }
-            Event::Gate(word) => {
-                self.gate_says(word);
+            Event::Admission(message) => {
+                self.admission_says(message);
                 Ok(())
             }
         }
@@ -529,24 +526,24 @@ impl Machine {
         }
     }
 
-    fn warden_says(&mut self, word: warden::Word) {
-        match word {
-            warden::Word::Settled { released_bytes, began, took } => {
+    fn memory_says(&mut self, message: MemoryMessage) {
+        match message {
+            MemoryMessage::Settled { released_bytes, began, took } => {
                 if let Some(timeline) = &mut self.timeline {
                     timeline.released(released_bytes);
                 }
                 self.phase_ended(Phase::Settle.name(), began, took);
                 self.record(EventKind::EmberSettled { released_bytes, remaining_pages: self.ember.counts().remaining });
             }
-            warden::Word::Trimmed { bytes } => {
+            MemoryMessage::Trimmed { bytes } => {
                 self.record(EventKind::EmberTrimmed { pages: bytes / PAGE_BYTES, bytes });
             }
-            warden::Word::EmberEmpty => {
+            MemoryMessage::EmberEmpty => {
                 let counts = self.ember.counts();
                 let pages_refused = counts.tag_mismatch + counts.overwritten + counts.trimmed;
                 self.record(EventKind::EmberEmpty { pages_served: counts.served, pages_refused });
             }
-            warden::Word::OverBudget { used_bytes, limit_bytes } => {
+            MemoryMessage::OverBudget { used_bytes, limit_bytes } => {
                 self.record(EventKind::BudgetWarning { used_bytes, budget_bytes: limit_bytes });
             }
         }

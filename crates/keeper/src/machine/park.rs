@@ -27,9 +27,10 @@ use hearth_recovery::snapshot::state::{self, StateError};
 
 use super::generation::{Devices, Generation, LaunchError};
 use super::launch;
-use super::rejuvenate::{END_PATIENCE, drill};
+use super::rejuvenate::END_PATIENCE;
 use super::{Life, Machine, MachineError, Parts, Wanted};
 use crate::config::{Boot, NvramConfig};
+use crate::drill::drill;
 use crate::event::Event;
 use crate::host_reload::Record;
 use crate::notify::{Notice, notify};

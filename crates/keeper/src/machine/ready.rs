@@ -20,6 +20,7 @@ use hearth_qemu::Endpoint;
 use hearth_qemu::agent::{Agent, AgentError, Patience};
 
 use crate::config::Forward;
+use crate::event::ReadinessMessage;
 
 /// Between two connections to a port: they cost the guest next to nothing.
 const PORT_EVERY: Duration = Duration::from_millis(200);
@@ -44,18 +45,6 @@ pub struct Question {
     silence: Duration,
     /// Why the guest is ready, once that is the answer.
     why: &'static str,
-}
-
-/// What whoever asks has to say.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Word {
-    Ready {
-        why: &'static str,
-    },
-    /// Said once of each kind of trouble.
-    Unknown {
-        why: String,
-    },
 }
 
 impl Question {
@@ -83,7 +72,11 @@ pub struct ReadyWatch {
 }
 
 impl ReadyWatch {
-    pub fn start(machine: &str, question: Question, say: impl Fn(Word) + Send + 'static) -> io::Result<Self> {
+    pub fn start(
+        machine: &str,
+        question: Question,
+        say: impl Fn(ReadinessMessage) + Send + 'static,
+    ) -> io::Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
         let work = move || watch(&question, &|| stopped.load(Ordering::Relaxed), &say);
@@ -98,7 +91,7 @@ impl Drop for ReadyWatch {
     }
 }
 
-fn watch(question: &Question, stop: &dyn Fn() -> bool, say: &dyn Fn(Word)) {
+fn watch(question: &Question, stop: &dyn Fn() -> bool, say: &dyn Fn(ReadinessMessage)) {
     let began = Instant::now();
     let mut told = HashSet::new();
     while !stop() {
@@ -108,12 +101,12 @@ fn watch(question: &Question, stop: &dyn Fn() -> bool, say: &dyn Fn(Word)) {
             return;
         }
         match answer {
-            Ok(true) => return say(Word::Ready { why: question.why }),
+            Ok(true) => return say(ReadinessMessage::Ready { why: question.why }),
             Ok(false) => {}
             Err(error) => {
                 let is_news = matches!(error, AgentError::Refused { .. }) || began.elapsed() >= question.silence;
                 if is_news && told.insert(discriminant(&error)) {
-                    say(Word::Unknown { why: crate::chain(&error) });
+                    say(ReadinessMessage::Unknown { why: crate::chain(&error) });
                 }
             }
         }
@@ -151,7 +144,7 @@ mod tests {
     use super::*;
     use crate::config::Protocol;
 
-    fn watch_port(listener: &TcpListener) -> (ReadyWatch, mpsc::Receiver<Word>) {
+    fn watch_port(listener: &TcpListener) -> (ReadyWatch, mpsc::Receiver<ReadinessMessage>) {
         let address = listener.local_addr().unwrap();
         let forward =
             Forward { protocol: Protocol::Tcp, host: address.ip(), host_port: address.port(), guest_port: 80 };
@@ -171,7 +164,7 @@ mod tests {
         }
         let (mut stream, _) = listener.accept().unwrap();
         stream.write_all(b"220 mail\r\n").unwrap();
-        assert_eq!(told.recv().unwrap(), Word::Ready { why: "its port answers" });
+        assert_eq!(told.recv().unwrap(), ReadinessMessage::Ready { why: "its port answers" });
     }
 
     #[test]
@@ -232,8 +225,8 @@ mod tests {
         let agent = thread::spawn(move || serve(&listener, &[None, None, Some(3), Some(0)]));
         let words = RefCell::new(Vec::new());
         watch(&quick(socket), &|| false, &|word| words.borrow_mut().push(word));
-        let refused = Word::Unknown { why: "the guest agent refuses (guest-exec): disabled".into() };
-        assert_eq!(words.into_inner(), [refused, Word::Ready { why: "its unit is active" }]);
+        let refused = ReadinessMessage::Unknown { why: "the guest agent refuses (guest-exec): disabled".into() };
+        assert_eq!(words.into_inner(), [refused, ReadinessMessage::Ready { why: "its unit is active" }]);
         let ran = r#""systemctl" ["is-active","--quiet","web.service"]"#;
         assert_eq!(agent.join().unwrap(), [ran, ran]);
     }
@@ -250,7 +243,7 @@ mod tests {
         assert_eq!(asked_and_told(nowhere()), []);
         let told = asked_and_told(Question { silence: Duration::ZERO, ..nowhere() });
         assert!(
-            matches!(&told[..], [Word::Unknown { why }] if why.starts_with("/no/such.sock: no connection")),
+            matches!(&told[..], [ReadinessMessage::Unknown { why }] if why.starts_with("/no/such.sock: no connection")),
             "{told:?}"
         );
     }

@@ -17,12 +17,13 @@ use hearth_qemu::{Accelerator, Binary, BinaryError, Qmp, QmpError, Version, memo
 use hearth_recovery::journal::{HopNote, Journal, JournalError, QemuIdentity, Staged};
 use hearth_recovery::rejuvenation::{self, Handed, Hop, Phase, RejuvenationError, Standstill, Ticker};
 
-use super::deaf::is_silent;
 use super::generation::{Generation, LaunchError};
 use super::launch;
+use super::stale_session::is_silent;
 use super::turn::Turn;
 use super::{Life, Machine, MachineError, Wanted};
 use crate::config::NetBackend;
+use crate::drill::drill;
 use crate::event::Event;
 
 /// A hop keeps the guest still for milliseconds; on a host that swaps it may be a second. One that takes longer is given
@@ -36,9 +37,6 @@ const TYPED_PATIENCE: Duration = Duration::from_millis(500);
 const FIRST_STEPS: Duration = Duration::from_millis(200);
 /// A killed QEMU frees the memory that it had of its own; guest RAM stays.
 pub(super) const END_PATIENCE: Duration = Duration::from_secs(10);
-/// Names a phase (or `commit`, which is in the middle of one) after which this keeper kills itself: a drill of what the
-/// next keeper makes of it.
-const DRILL: &str = "HEARTH_DRILL_DIE_AFTER";
 
 /// What is told to whom it was to be replaced for.
 pub const GUEST_DIED_WITH_QEMU: &str =
@@ -525,12 +523,5 @@ impl Progress {
         self.report.phases.push(PhaseTime { phase: phase.name().to_owned(), started_ms, duration_ms });
         drill(phase.name());
         result
-    }
-}
-
-pub fn drill(name: &str) {
-    if std::env::var_os(DRILL).is_some_and(|wanted| wanted == name) {
-        // Fails for no process that lives.
-        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
     }
 }

@@ -17,11 +17,11 @@ use hearth_disk::tag::Tagger;
 use hearth_recovery::boot_set::saved::{self, Loaded};
 use hearth_recovery::images::DiskNote;
 
-use super::ready::{Question, ReadyWatch, Word};
+use super::ready::{Question, ReadyWatch};
 use super::volumes::{self, later, percent};
 use super::{Machine, MachineError, Parts};
 use crate::config::ReadySign;
-use crate::event::Event;
+use crate::event::{Event, ReadinessMessage};
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
@@ -134,16 +134,16 @@ impl Machine {
             };
             let (tell, incarnation) = (self.parts.tell.clone(), self.journal.incarnation);
             // It fails only when the loop is gone, and then nobody wants to know.
-            let say = move |word| drop(tell.send(Event::Ready { incarnation, word }));
+            let say = move |message| drop(tell.send(Event::Readiness { incarnation, message }));
             let watch = ReadyWatch::start(&self.parts.config.name, question, say);
             watch.inspect_err(|error| tracing::warn!(%error, "nobody asks whether the guest is ready")).ok()
         });
     }
 
-    pub(super) fn ready_says(&mut self, word: Word) {
-        match word {
-            Word::Ready { why } => self.ready(why),
-            Word::Unknown { why } => {
+    pub(super) fn readiness_says(&mut self, message: ReadinessMessage) {
+        match message {
+            ReadinessMessage::Ready { why } => self.ready(why),
+            ReadinessMessage::Unknown { why } => {
                 let message = format!("whether the guest is ready is not known: {why}; `hearth ready` can say it");
                 self.record(EventKind::Error { message });
             }

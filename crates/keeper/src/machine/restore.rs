@@ -37,9 +37,9 @@ use trace::note_first_touches;
 pub use trace::{Probe, Trace};
 
 use super::generation::{Devices, Generation, LaunchError};
-use super::rejuvenate::drill;
 use super::{Machine, MachineError};
-use crate::event::Event;
+use crate::drill::drill;
+use crate::event::{Event, RestoreMessage};
 use crate::object_store::{open_snapshot, saved_disks};
 
 /// The state is loaded in 20 ms; but it waits for pages that may lie far away.
@@ -89,23 +89,6 @@ pub enum RestoreFailure {
     Thread(#[source] std::io::Error),
 }
 
-/// What a restore tells the machine's loop.
-#[derive(Clone, Debug)]
-pub enum Word {
-    Waits {
-        why: String,
-    },
-    Traced {
-        pages: u64,
-    },
-    /// The clone is of no use any more.
-    Rehearsed,
-    Complete,
-    Failed {
-        message: String,
-    },
-}
-
 /// Says something to the machine's loop, of one generation.
 #[derive(Clone)]
 struct Teller {
@@ -114,15 +97,15 @@ struct Teller {
 }
 
 impl Teller {
-    fn say(&self, word: Word) {
+    fn say(&self, message: RestoreMessage) {
         // Fails only when the loop is gone, and then nobody wants to know.
-        let _ = self.tell.send(Event::Restore { generation: self.generation, word });
+        let _ = self.tell.send(Event::Restore { generation: self.generation, message });
     }
 
     fn say_end(&self, error: &AdmissionError) {
         if !matches!(error, AdmissionError::Gone { .. }) {
             let message = format!("the guest's memory cannot be brought any more: {}", crate::chain(error));
-            self.say(Word::Failed { message });
+            self.say(RestoreMessage::Failed { message });
         }
     }
 }
@@ -306,7 +289,7 @@ impl Machine {
                 let userfault =
                     generation.userfault().map_err(|why| RestoreFailure::Userfault { why: why.to_owned() })?;
                 let teller = self.teller(generation.number);
-                let tell = move |why| teller.say(Word::Waits { why });
+                let tell = move |why| teller.say(RestoreMessage::Waits { why });
                 let (tracing, prefetched) = (order.trace.is_some(), ahead(&snapshot, order.mode));
                 let (of, ram) = (snapshot.clone(), &incarnation.ram);
                 Some(LazyRam::register(of, ram, userfault, prefetched, tracing, tell)?)
@@ -348,7 +331,7 @@ impl Machine {
             if let Some(trace) = trace {
                 note_first_touches(lazy, &trace, &teller);
                 if trace.then_stop {
-                    return teller.say(Word::Rehearsed);
+                    return teller.say(RestoreMessage::Rehearsed);
                 }
             }
             fill(lazy, &teller);
@@ -359,16 +342,16 @@ impl Machine {
         Teller { tell: self.parts.tell.clone(), generation }
     }
 
-    pub(super) fn restore_says(&mut self, word: Word) {
-        match word {
-            Word::Waits { why } => self.record(EventKind::RestoreWaits { why }),
-            Word::Traced { pages } => self.record(EventKind::WorkingSetTraced { pages }),
-            Word::Rehearsed => {
+    pub(super) fn restore_says(&mut self, message: RestoreMessage) {
+        match message {
+            RestoreMessage::Waits { why } => self.record(EventKind::RestoreWaits { why }),
+            RestoreMessage::Traced { pages } => self.record(EventKind::WorkingSetTraced { pages }),
+            RestoreMessage::Rehearsed => {
                 // It can only be stopping already.
                 let _ = self.stop(true);
             }
-            Word::Complete => self.restore_complete(),
-            Word::Failed { message } => self.record(EventKind::Error { message }),
+            RestoreMessage::Complete => self.restore_complete(),
+            RestoreMessage::Failed { message } => self.record(EventKind::Error { message }),
         }
     }
 
@@ -424,7 +407,7 @@ impl Machine {
         let userfault = userfault.map_err(|error| failed(no_userfault(crate::chain(&error))))?;
         let snapshot = self.open_snapshot(&note.snapshot, note.seal.as_deref()).map_err(&failed)?;
         let (teller, pages) = (self.teller(identity.generation), snapshot.ram.pages().len() as u64);
-        let tell = move |why| teller.say(Word::Waits { why });
+        let tell = move |why| teller.say(RestoreMessage::Waits { why });
         let lazy = LazyRam::resume(Arc::new(snapshot), &incarnation.ram, &userfault, tell);
         let lazy = lazy.map_err(|error| failed(error.into()))?;
         let restoring = Restoring::new(&note.snapshot, note.mode, Instant::now(), pages, lazy);

@@ -118,7 +118,7 @@ mod tests {
     use hearth_recovery::journal::JournalError;
 
     use super::*;
-    use crate::machine::FolderError;
+    use crate::folders::FolderError;
     use crate::machine::generation::LaunchError;
 
     #[test]

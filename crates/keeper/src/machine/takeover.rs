@@ -28,9 +28,10 @@ use hearth_recovery::vmcore::dump::incomplete_path;
 use super::gate::UserfaultOr;
 use super::generation::{Generation, LaunchError};
 use super::images::Images;
+use super::launch;
 use super::{Machine, MachineError};
-use super::{launch, memory_owner};
 use crate::config::Config;
+use crate::folders::memory_owner;
 
 /// Whether a keeper of this program could go on with the machine, as far as its files tell; false if there is nothing to go
 /// on with.

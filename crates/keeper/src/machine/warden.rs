@@ -23,6 +23,7 @@ use hearth_recovery::images::Watch;
 use hearth_recovery::incarnation::Incarnation;
 
 use super::dump::GuestWaits;
+use crate::event::MemoryMessage;
 
 /// Time between two looks while an ember exists. A guest under KVM touches about 2 GiB/s of new memory: 4 MiB a look.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
@@ -32,19 +33,6 @@ const LOOK_EVERY_IDLE: Duration = Duration::from_millis(200);
 const TRIMMED_EVERY: Duration = Duration::from_secs(1);
 /// Pages tested ahead of reads in one round: about 0.4 ms of work.
 const ASSAY_PAGES: u32 = 512;
-
-/// What the warden tells the machine's loop.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Word {
-    /// `settle` of the last reboot is over.
-    Settled { released_bytes: u64, began: Instant, took: Duration },
-    /// Pages given up since the last such word.
-    Trimmed { bytes: u64 },
-    /// Nothing is left of the ember.
-    EmberEmpty,
-    /// The files hold more than the budget although the ember is gone or could not be trimmed in time.
-    OverBudget { used_bytes: u64, limit_bytes: u64 },
-}
 
 /// Handle of the thread; dropping it ends the thread.
 pub struct Warden {
@@ -79,7 +67,7 @@ impl Warden {
         budget: Budget,
         ember: Arc<Ember>,
         boot_set: Option<Arc<BootSet>>,
-        tell: impl Fn(Word) + Send + 'static,
+        tell: impl Fn(MemoryMessage) + Send + 'static,
     ) -> std::io::Result<Self> {
         let shared = Arc::new(Shared {
             budget: Mutex::new(budget),
@@ -179,7 +167,7 @@ impl Drop for Warden {
 /// The thread's own state between two looks.
 struct Round<'a> {
     shared: &'a Shared,
-    tell: &'a dyn Fn(Word),
+    tell: &'a dyn Fn(MemoryMessage),
     growth_from: u64,
     /// When the last look began.
     looked: Instant,
@@ -192,7 +180,7 @@ struct Round<'a> {
 }
 
 impl<'a> Round<'a> {
-    fn new(shared: &'a Shared, tell: &'a dyn Fn(Word)) -> Self {
+    fn new(shared: &'a Shared, tell: &'a dyn Fn(MemoryMessage)) -> Self {
         let now = Instant::now();
         Self {
             shared,
@@ -295,20 +283,20 @@ impl<'a> Round<'a> {
         Usage { live_bytes: usage.live_bytes.max(committed_bytes), ..usage }
     }
 
-    fn settle(&self) -> Result<Word, hearth_memory::MemoryError> {
+    fn settle(&self) -> Result<MemoryMessage, hearth_memory::MemoryError> {
         let began = Instant::now();
         let released_bytes = self.shared.ember.settle()?;
-        Ok(Word::Settled { released_bytes, began, took: began.elapsed() })
+        Ok(MemoryMessage::Settled { released_bytes, began, took: began.elapsed() })
     }
 
     fn tell_of_ember(&mut self, empty: bool) {
         let due = empty || self.trimmed_told.elapsed() >= TRIMMED_EVERY;
         if self.trimmed_bytes > 0 && due {
-            (self.tell)(Word::Trimmed { bytes: std::mem::take(&mut self.trimmed_bytes) });
+            (self.tell)(MemoryMessage::Trimmed { bytes: std::mem::take(&mut self.trimmed_bytes) });
             self.trimmed_told = Instant::now();
         }
         if empty && !self.ember_told {
-            (self.tell)(Word::EmberEmpty);
+            (self.tell)(MemoryMessage::EmberEmpty);
         }
         self.ember_told = empty;
     }
@@ -319,7 +307,7 @@ impl<'a> Round<'a> {
         let limit_bytes = self.shared.budget().limit_bytes(usage.is_held || was_held);
         let over = usage.total_bytes() > limit_bytes;
         if over && !self.warned {
-            (self.tell)(Word::OverBudget { used_bytes: usage.total_bytes(), limit_bytes });
+            (self.tell)(MemoryMessage::OverBudget { used_bytes: usage.total_bytes(), limit_bytes });
         }
         self.warned = over;
     }
@@ -357,7 +345,7 @@ mod tests {
 
     struct Ward {
         warden: Warden,
-        told: Receiver<Word>,
+        told: Receiver<MemoryMessage>,
         ember: Arc<Ember>,
         tagger: Tagger,
         folder: tempfile::TempDir,
@@ -382,7 +370,10 @@ mod tests {
         fn wait_settled(&self) {
             self.warden.settle();
             let patience = Duration::from_secs(60);
-            while !matches!(self.told.recv_timeout(patience).expect("the warden settles"), Word::Settled { .. }) {}
+            while !matches!(
+                self.told.recv_timeout(patience).expect("the warden settles"),
+                MemoryMessage::Settled { .. }
+            ) {}
         }
     }
 

@@ -11,9 +11,9 @@ use std::path::PathBuf;
 
 use hearth_qemu::valve::{Kind, Valves};
 
-use super::Folders;
 use super::passt::{Passt, PasstError};
 use crate::config::{Config, NetBackend};
+use crate::folders::Folders;
 
 /// Those of one QEMU.
 #[derive(Debug)]

@@ -39,6 +39,7 @@ pub use progress::{Order, Progress};
 pub use shelf::Shelf;
 
 use super::work::TELL_EVERY;
+use crate::event::DumpMessage;
 
 /// What is packed and written at once is at most this: larger pieces write no faster.
 const PIECE_BYTES_MAX: u64 = 4 << 20;
@@ -48,19 +49,6 @@ const PIECE_BYTES_MIN: u64 = 64 << 10;
 const PART_OF_SLACK: u64 = 2;
 /// Time between two looks at whether the guest waits for memory.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
-
-/// What a dump tells the machine's loop.
-#[derive(Clone, Debug)]
-pub enum Word {
-    Event(EventKind),
-    Phase {
-        phase: Phase,
-        began: Instant,
-        took: Duration,
-    },
-    /// It is over, one way or the other: its status says which.
-    Over,
-}
 
 /// What is packed and written at once: pieces that fit into the slack together. A power of two, so that huge pages come
 /// free whole.
@@ -117,7 +105,11 @@ pub struct Job {
 }
 
 impl Job {
-    pub fn start(task: Task, progress: Arc<Progress>, tell: impl Fn(Word) + Send + 'static) -> Result<Self, NoThread> {
+    pub fn start(
+        task: Task,
+        progress: Arc<Progress>,
+        tell: impl Fn(DumpMessage) + Send + 'static,
+    ) -> Result<Self, NoThread> {
         Self::start_in(std::thread::Builder::new(), task, progress, tell)
     }
 
@@ -125,7 +117,7 @@ impl Job {
         builder: std::thread::Builder,
         task: Task,
         progress: Arc<Progress>,
-        tell: impl Fn(Word) + Send + 'static,
+        tell: impl Fn(DumpMessage) + Send + 'static,
     ) -> Result<Self, NoThread> {
         let seen = progress.clone();
         // What a thread that cannot be had is given is gone with it, and the task must not be.
@@ -146,7 +138,7 @@ impl Job {
     }
 
     /// Ends a dump that was given up before a thread could be had for it.
-    pub fn end_without_thread(task: Task, progress: &Progress, tell: &dyn Fn(Word)) {
+    pub fn end_without_thread(task: Task, progress: &Progress, tell: &dyn Fn(DumpMessage)) {
         Work { task, progress, tell }.end(Err(GivenUp));
     }
 }
@@ -179,7 +171,7 @@ enum Fault {
 struct Work<'a> {
     task: Task,
     progress: &'a Progress,
-    tell: &'a dyn Fn(Word),
+    tell: &'a dyn Fn(DumpMessage),
 }
 
 impl Work<'_> {
@@ -200,7 +192,7 @@ impl Work<'_> {
             let file = incomplete_path(&self.task.file).display().to_string();
             self.event(EventKind::DumpIncomplete { file, why });
         }
-        (self.tell)(Word::Over);
+        (self.tell)(DumpMessage::Over);
     }
 
     fn dump(&mut self) -> Result<(), GivenUp> {
@@ -458,7 +450,7 @@ impl Work<'_> {
     fn timed<T>(&mut self, phase: Phase, work: impl FnOnce(&mut Self) -> T) -> T {
         let began = Instant::now();
         let result = work(self);
-        (self.tell)(Word::Phase { phase, began, took: began.elapsed() });
+        (self.tell)(DumpMessage::Phase { phase, began, took: began.elapsed() });
         result
     }
 
@@ -473,7 +465,7 @@ impl Work<'_> {
     }
 
     fn event(&self, event: EventKind) {
-        (self.tell)(Word::Event(event));
+        (self.tell)(DumpMessage::Event(event));
     }
 }
 

@@ -113,7 +113,7 @@ fn a_dump_that_is_given_up_without_a_thread_releases_its_memory() {
     Job::end_without_thread(task, &progress, &|word| told.lock().unwrap().push(word));
     assert_eq!((progress.status().state, progress.status().held_bytes), (DumpState::Incomplete, 0));
     let told = told.into_inner().unwrap();
-    assert!(matches!(told[..], [Word::Event(EventKind::DumpIncomplete { .. }), Word::Over]), "{told:?}");
+    assert!(matches!(told[..], [DumpMessage::Event(EventKind::DumpIncomplete { .. }), DumpMessage::Over]), "{told:?}");
 }
 
 #[test]

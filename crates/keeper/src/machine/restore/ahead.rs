@@ -11,8 +11,8 @@ use hearth_recovery::snapshot::Snapshot;
 use hearth_recovery::snapshot::pages::PageReader;
 
 use super::super::Parts;
-use super::super::rejuvenate::drill;
 use super::super::work::{TELL_EVERY, Work};
+use crate::drill::drill;
 
 const MIB: f64 = 1048576.0;
 

@@ -4,8 +4,9 @@ use std::time::{Duration, Instant};
 
 use hearth_recovery::lazy_restore::{Counts, LazyRam, Pace, Step};
 
-use super::super::rejuvenate::drill;
-use super::{Teller, Word};
+use super::Teller;
+use crate::drill::drill;
+use crate::event::RestoreMessage;
 
 /// Between two looks whether a guest that waits for a page still does.
 const GIVE_WAY: Duration = Duration::from_micros(100);
@@ -50,7 +51,7 @@ pub(super) fn fill(lazy: &LazyRam, teller: &Teller) {
         {
             Ok(true) => {
                 drill(Step::Finish.name());
-                return teller.say(Word::Complete);
+                return teller.say(RestoreMessage::Complete);
             }
             Ok(false) if lazy.is_stopped() => return,
             Ok(false) => std::thread::sleep(FILL_AGAIN),

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use hearth_recovery::lazy_restore::LazyRam;
 use rustix::process::{Pid, Signal, kill_process_group};
 
-use super::{Teller, Word};
+use super::Teller;
+use crate::event::RestoreMessage;
 
 /// A connection that nobody in the guest takes ends sooner.
 const HANGS_UP_WITHIN: Duration = Duration::from_millis(500);
@@ -89,10 +90,10 @@ pub(super) fn note_first_touches(lazy: &LazyRam, trace: &Trace, teller: &Teller)
         return;
     }
     match lazy.snapshot().add_trace(&used) {
-        Ok(pages) => teller.say(Word::Traced { pages }),
+        Ok(pages) => teller.say(RestoreMessage::Traced { pages }),
         Err(error) => {
             let message = format!("the working set is not noted: {}", crate::chain(&error));
-            teller.say(Word::Failed { message });
+            teller.say(RestoreMessage::Failed { message });
         }
     }
 }

@@ -14,10 +14,11 @@ use hearth_qemu::agent::{Agent, AgentError, Patience};
 use hearth_recovery::snapshot::save::SaveError;
 
 use super::super::Machine;
-use super::super::rejuvenate::drill;
+use super::Tell;
 use super::progress::{Progress, Reporter};
 use super::task::{Cue, next};
-use super::{Tell, Word};
+use crate::drill::drill;
+use crate::event::SaveMessage;
 
 /// The thread's side.
 pub struct Freezer {
@@ -41,12 +42,12 @@ impl Freezer {
         reporter: &Reporter<'_>,
     ) -> Result<(), SaveError> {
         let mut agent = self.ask(progress, |patience| Agent::reach(&self.channel, patience))?;
-        tell.say(Word::Freezing);
+        tell.say(SaveMessage::Freezing);
         next(cues, progress)?;
         let began = Instant::now();
         let file_systems = self.ask(progress, |patience| agent.freeze(patience))?;
         let (folder, duration_ms) = (reporter.folder().to_owned(), began.elapsed().as_secs_f64() * 1e3);
-        tell.say(Word::Frozen(EventKind::SaveFrozen { folder, file_systems, duration_ms }));
+        tell.say(SaveMessage::Frozen(EventKind::SaveFrozen { folder, file_systems, duration_ms }));
         Ok(())
     }
 

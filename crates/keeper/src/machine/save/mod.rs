@@ -44,7 +44,7 @@ use hearth_recovery::snapshot::{
 use super::generation::Generation;
 use super::{Life, Machine, Wanted};
 use crate::config::DiskConfig;
-use crate::event::Event;
+use crate::event::{Event, SaveMessage};
 use crate::object_store::{self, Staging, is_address};
 use progress::Progress;
 use task::{CopyWay, Cue, ImageCopy, Moment, Sight, Task, Written};
@@ -52,26 +52,6 @@ use upload::Upload;
 
 /// Taking the state takes 20 ms; on a host that swaps it may be a second.
 const STATE_PATIENCE: Duration = Duration::from_secs(5);
-
-/// What a save tells the machine's loop.
-#[derive(Clone, Debug)]
-pub enum Word {
-    Event(EventKind),
-    /// A scan has begun.
-    Scanning,
-    /// It is over.
-    Scanned(EventKind),
-    /// The guest's agent is about to be told to freeze its file systems.
-    Freezing,
-    /// It has.
-    Frozen(EventKind),
-    /// Little is left to copy: the guest is to stand still.
-    Settled,
-    /// All of the moment is there: the guest may go on.
-    Taken,
-    /// Its thread has ended; how, it says itself.
-    Over,
-}
 
 /// Says something to the loop, of one save.
 #[derive(Clone)]
@@ -81,9 +61,9 @@ pub struct Tell {
 }
 
 impl Tell {
-    fn say(&self, word: Word) {
+    fn say(&self, message: SaveMessage) {
         // Fails only when the loop is gone, and then nobody wants to know.
-        let _ = self.tell.send(Event::Save { number: self.number, word });
+        let _ = self.tell.send(Event::Save { number: self.number, message });
     }
 }
 
@@ -180,7 +160,7 @@ impl Machine {
         let generation = life.generation.number;
         let work = move || {
             let written = task.run();
-            tell.say(Word::Over);
+            tell.say(SaveMessage::Over);
             written
         };
         let thread = std::thread::Builder::new().name(format!("save-{}", self.parts.config.name)).spawn(work);
@@ -277,27 +257,27 @@ impl Machine {
         }
     }
 
-    pub(super) fn save_says(&mut self, number: u64, word: Word) {
+    pub(super) fn save_says(&mut self, number: u64, message: SaveMessage) {
         if self.saving.as_ref().is_none_or(|saving| saving.number != number) {
             return;
         }
         let is_called_off = self.saving.as_ref().is_some_and(Saving::is_called_off);
-        match word {
-            Word::Over => self.conclude_save(),
-            Word::Event(event) => self.record(event),
+        match message {
+            SaveMessage::Over => self.conclude_save(),
+            SaveMessage::Event(event) => self.record(event),
             _ if is_called_off => {}
-            Word::Scanning => {
+            SaveMessage::Scanning => {
                 self.translate_anew();
                 self.announce_as_restored();
             }
-            Word::Scanned(event) => {
+            SaveMessage::Scanned(event) => {
                 self.translate_as_ever();
                 self.record(event);
             }
-            Word::Freezing => self.note_freezing(),
-            Word::Frozen(event) => self.frozen(event),
-            Word::Settled => self.hold_for_save(),
-            Word::Taken => {
+            SaveMessage::Freezing => self.note_freezing(),
+            SaveMessage::Frozen(event) => self.frozen(event),
+            SaveMessage::Settled => self.hold_for_save(),
+            SaveMessage::Taken => {
                 self.log_no_writes();
                 if self.saving.as_ref().is_some_and(|saving| saving.then == SaveThen::Continue) {
                     self.go_on_from_save();

@@ -9,7 +9,8 @@ use hearth_memory::PAGE_BYTES;
 use hearth_recovery::snapshot::save::{SaveError, Watcher};
 
 use super::super::work::{TELL_EVERY, Work};
-use super::{Tell, Word};
+use super::Tell;
+use crate::event::SaveMessage;
 
 /// While a scan waits it is looked so often whether it was called off.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
@@ -174,7 +175,7 @@ impl<'a> Reporter<'a> {
         };
         if is_time {
             let SaveStatus { folder, percent, mib_per_s, eta_s, .. } = self.progress.status();
-            self.tell.say(Word::Event(EventKind::SaveProgress { folder, percent, mib_per_s, eta_s }));
+            self.tell.say(SaveMessage::Event(EventKind::SaveProgress { folder, percent, mib_per_s, eta_s }));
         }
         self.progress.must_go_on()
     }

@@ -22,10 +22,11 @@ use hearth_recovery::snapshot::scan::{AccessScan, ScanPlan, Used};
 use hearth_recovery::snapshot::upload::Order;
 use hearth_recovery::snapshot::{Draft, Manifest, RamPart};
 
+use super::Tell;
 use super::freeze::Freezer;
 use super::progress::{Progress, Reporter};
 use super::upload::{Orders, Upload, Whole};
-use super::{Tell, Word};
+use crate::event::SaveMessage;
 
 /// What the loop tells the thread.
 pub enum Cue {
@@ -97,9 +98,9 @@ impl Sight {
             Self::Nothing => return Ok((None, None)),
         };
         let (began, rounds) = (Instant::now(), plan.rounds);
-        tell.say(Word::Scanning);
+        tell.say(SaveMessage::Scanning);
         let used = scan.run(plan, |rounds_done, period| reporter.scan(ScanStatus { rounds, rounds_done }, period))?;
-        tell.say(Word::Scanned(EventKind::SaveScanned {
+        tell.say(SaveMessage::Scanned(EventKind::SaveScanned {
             folder: reporter.folder().to_owned(),
             pages: used.count(),
             rounds,
@@ -166,7 +167,7 @@ impl Task {
             }
         }
         orders.give(Order::Hold);
-        tell.say(Word::Settled);
+        tell.say(SaveMessage::Settled);
         next(&cues, &progress)?;
         let mut pages_held = match &writers {
             Some(writers) => copy.keep_rest(writers, &mut reporter)?,
@@ -177,7 +178,7 @@ impl Task {
             // QEMU has given its state away, and nobody writes any more.
             pages_held += copy.keep_rest(writers, &mut reporter)?;
         }
-        tell.say(Word::Taken);
+        tell.say(SaveMessage::Taken);
         orders.give(Order::GoOn);
         drop(writers);
         let candidates = dedup.map(|ledger| candidates(&ledger));

@@ -15,9 +15,7 @@ use hearth_qemu::{processes_naming, runtime_folder_of};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-use super::FolderError;
-use super::folders::take;
-use crate::check::existing;
+use super::{FolderError, existing, take};
 
 const FILE: &str = "owner";
 const PATH_BYTES_MAX: u64 = 4096;
@@ -132,7 +130,7 @@ fn holds_nothing(memory: &Path) -> io::Result<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::machine::Folders;
+    use crate::folders::Folders;
 
     #[test]
     fn a_memory_folder_has_one_machine() {

@@ -31,8 +31,8 @@ use crate::event::Event;
 const RECONNECT_PATIENCE: Duration = Duration::from_secs(10);
 /// A greeting that has ended is noted this soon.
 const LISTEN_EVERY: Duration = Duration::from_millis(200);
-/// A QEMU that listens sends its first message when it connects; one that has sent nothing for so many looks never will.
-const LOOKS_A_TRY: u32 = 20;
+/// A QEMU that listens sends its first message when it connects; one that has sent nothing for so many checks never will.
+const ATTEMPTS_A_TRY: u32 = 20;
 const TRIES: u32 = 5;
 
 /// QEMU is connected, and has sent nothing.
@@ -62,13 +62,13 @@ impl Machine {
         }
     }
 
-    /// Looks, in a moment, whether the QEMU that was taken over speaks to its disks. `look` counts.
-    pub(super) fn listen(&self, generation: u32, look: u32) {
+    /// Checks, in a moment, whether the adopted QEMU uses its disks; `attempt` counts the checks.
+    pub(super) fn listen(&self, generation: u32, attempt: u32) {
         let (tell, name) = (self.parts.tell.clone(), format!("listen-{}", self.parts.config.name));
         let wait = move || {
             std::thread::sleep(LISTEN_EVERY);
             // Fails only when the loop is gone.
-            let _ = tell.send(Event::Listen { generation, look });
+            let _ = tell.send(Event::CheckDisksInUse { generation, attempt });
         };
         if let Err(error) = std::thread::Builder::new().name(name).spawn(wait) {
             tracing::warn!(%error, "nobody looks whether QEMU speaks to its disks");
@@ -76,7 +76,7 @@ impl Machine {
     }
 
     /// Notes that it does, or has it do so.
-    pub(super) fn must_have_spoken(&mut self, look: u32) {
+    pub(super) fn must_have_spoken(&mut self, attempt: u32) {
         let silent: Vec<_> = self.disks.iter().filter(|disk| !disk.counters().spoken).collect();
         let Some(first) = silent.first() else {
             self.forget_greeting();
@@ -85,24 +85,24 @@ impl Machine {
         let name = first.name().to_owned();
         let Some(life) = &mut self.life else { return };
         let number = life.generation.number;
-        if !look.is_multiple_of(LOOKS_A_TRY) {
-            return self.listen(number, look + 1);
+        if !attempt.is_multiple_of(ATTEMPTS_A_TRY) {
+            return self.listen(number, attempt + 1);
         }
-        if look > TRIES * LOOKS_A_TRY {
+        if attempt > TRIES * ATTEMPTS_A_TRY {
             return self.tell_silent(&name, "");
         }
         let is_connected = silent.iter().all(|disk| disk.counters().connected);
         if life.generation.qmp.run_state().is_ok_and(|state| state != "running") {
             // It tells everything when it goes on, whenever that is.
-            return self.listen(number, look - LOOKS_A_TRY + 1);
+            return self.listen(number, attempt - ATTEMPTS_A_TRY + 1);
         }
         if is_connected && self.greeting_cut_off {
             if let Err(refusal) = self.may_replace_qemu() {
-                if look == LOOKS_A_TRY {
+                if attempt == ATTEMPTS_A_TRY {
                     self.tell_silent(&name, &format!(" ({refusal})"));
                 }
                 // What stands in the way may pass.
-                return self.listen(number, LOOKS_A_TRY + 1);
+                return self.listen(number, ATTEMPTS_A_TRY + 1);
             }
             self.replace_silent(&name);
         } else if is_connected {
@@ -118,7 +118,7 @@ impl Machine {
             }
         }
         if self.is_current(number) {
-            self.listen(number, look + 1);
+            self.listen(number, attempt + 1);
         }
     }
 

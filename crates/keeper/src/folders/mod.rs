@@ -2,6 +2,9 @@
 //!
 //! runtime folder: sockets, journal, logs (small). memory folder: RAM files, ledgers, logs of qcow2 tables, tag key (large, in host memory).
 
+pub mod memory_owner;
+pub mod own_user;
+
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
@@ -9,13 +12,12 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use hearth_disk::boot_set;
+use hearth_disk::image::LockOwner;
 use hearth_disk::tag::{TAG_KEY_BYTES, Tagger};
 use hearth_memory::{Lasting, replace_file};
 use hearth_recovery::rejuvenation::parked;
 use hearth_recovery::{images, random};
 use rustix::fs::{FlockOperation, flock};
-
-use super::memory_owner;
 
 const OTHERS_WRITE: u32 = 0o002;
 const STICKY: u32 = 0o1000;
@@ -42,6 +44,21 @@ pub enum FolderError {
     OthersMemory { path: PathBuf, why: String },
     #[error("{name} is running already: another keeper holds {path}; see `hearth status {name}`")]
     Running { name: String, path: PathBuf },
+}
+
+/// The folder itself, or the one it will be made in.
+pub fn existing(folder: &Path) -> &Path {
+    folder.ancestors().find(|folder| folder.exists()).unwrap_or(Path::new("/"))
+}
+
+/// Owner of the images' locks. None if the runtime folder cannot be looked at: then no QEMU inherits the locks.
+pub fn lock_owner(runtime: &Path) -> Option<LockOwner> {
+    LockOwner::with_folder(runtime).ok()
+}
+
+/// Image of a restored machine's disk, in the machine's own folder.
+pub fn restored_disk(machine_folder: &Path, disk: &str) -> PathBuf {
+    machine_folder.join(format!("disk-{disk}.qcow2"))
 }
 
 /// In the runtime folder.

@@ -1,0 +1,56 @@
+//! Everything that can happen to a machine, in one list. The machine's loop takes these one at a time; nothing acts from
+//! inside a callback.
+//!
+//! This room depends on nothing in `machine`: the threads that send messages and the loop that takes them both depend on it.
+
+mod message;
+
+use std::sync::mpsc::Sender;
+
+use hearth_api::{ApiError, RejuvenateRequest};
+use hearth_qemu::QmpEvent;
+
+use crate::control::{Answer, Command};
+pub use message::{
+    AdmissionMessage, BackfillMessage, DumpMessage, MemoryMessage, ReadinessMessage, RestoreMessage, SaveMessage,
+    ThawMessage,
+};
+
+/// One thing that happened. `generation` is the QEMU generation that it comes from: the loop ignores late messages of a QEMU
+/// that has ended.
+pub enum Event {
+    /// A request of the operator (CLI, API).
+    Request { command: Command, answer: Sender<Result<Answer, ApiError>> },
+    /// QEMU reported an event over QMP.
+    Qmp { generation: u32, event: QmpEvent },
+    /// QEMU's process has ended. `how`: its exit code or signal, in words.
+    QemuEnded { generation: u32, how: String },
+    /// The thread that serves a disk has ended by itself.
+    DiskEnded { disk: String, why: String },
+    /// Message from the dump of this incarnation.
+    Dump { incarnation: u32, message: DumpMessage },
+    /// Message from the memory monitor.
+    Memory(MemoryMessage),
+    /// Message from the thread that grants memory page fault by page fault.
+    Admission(AdmissionMessage),
+    /// Message from the readiness probe (`remount.ready`).
+    Readiness { incarnation: u32, message: ReadinessMessage },
+    /// Message from a disk server.
+    Disk { disk: String, notice: hearth_disk::server::Notice },
+    /// Check that the adopted QEMU uses its disks; `attempt` counts the checks.
+    CheckDisksInUse { generation: u32, attempt: u32 },
+    /// Begin a rejuvenation that was accepted for the guest of this incarnation.
+    Rejuvenate { incarnation: u32, request: RejuvenateRequest },
+    /// Begin to park the guest, which was accepted.
+    Park,
+    /// Message from the save with this number.
+    Save { number: u64, message: SaveMessage },
+    /// Message from the thread that thaws the guest's file systems.
+    Thaw { generation: u32, message: ThawMessage },
+    /// Message from the restore of the guest's memory.
+    Restore { generation: u32, message: RestoreMessage },
+    /// Message from the backfill of a disk that is still in its object store.
+    Backfill(BackfillMessage),
+    /// SIGTERM or SIGINT: stop the machine; the second one stops it at once.
+    Terminate,
+}
