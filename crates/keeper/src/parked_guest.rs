@@ -1,7 +1,7 @@
 //! Where a machine's parked guest is found: its journal, or the record of the host reload, names the memory folder.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use hearth_recovery::journal::Journal;
 use hearth_recovery::rejuvenation::parked::{self, Parked};
@@ -13,7 +13,7 @@ use crate::runtime_root::RuntimeRoot;
 /// The parked guest of this machine, and the memory folder it is in: not the one in the file if that was changed.
 pub fn find_parked(config: &Config, root: &RuntimeRoot) -> Option<(PathBuf, Parked)> {
     let left_in = match journal(config, root) {
-        Some(journal) => journal.parked_in,
+        Some(journal) => journal.guest.parked_in().map(Path::to_owned),
         None => Record::of_this_host().and_then(|record| record.left_in(root.path(), &config.name)),
     };
     let mut folders = left_in.iter().chain([&config.memory_folder]);

@@ -52,22 +52,13 @@ pub struct Journal {
     /// What the operator ordered and the guest is about to do: the next keeper sees to it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ordered: Option<OrderNote>,
-    /// The guest was being saved, or parked, and stands still for it.
-    #[serde(default)]
-    pub saving: bool,
-    /// The file of a dump for which the guest stands still (`saving` is set as well). The dump ends with its keeper, and the
-    /// guest goes on.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub dump_holds: Option<PathBuf>,
-    /// The guest's file systems are, or may be, frozen by its agent for a save.
+    /// Whether the guest runs, and if not, why.
+    #[serde(flatten)]
+    pub guest: GuestNote,
+    /// The guest's file systems are, or may be, frozen by its agent for a save. Independent of `guest`: they stay frozen from
+    /// before the pause until the agent thaws them.
     #[serde(default)]
     pub frozen: bool,
-    /// QEMU translates its guest's code anew, for a scan.
-    #[serde(default)]
-    pub scanning: bool,
-    /// The memory folder of a guest that is being parked, or was; whether it is still, only that folder tells.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub parked_in: Option<PathBuf>,
     /// The living incarnation comes out of a snapshot, and may not be all there yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restore: Option<RestoreNote>,
@@ -88,6 +79,86 @@ pub struct Journal {
 
 fn earlier_machine_type() -> Option<String> {
     Some(EARLIER_MACHINE_TYPE.to_owned())
+}
+
+/// Whether the guest runs. In the file these are four fields (`GuestFields`), as the first keepers wrote them: a keeper may be
+/// upgraded and rolled back above a living guest, so the older one must read this as well.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "GuestFields", into = "GuestFields")]
+pub enum GuestNote {
+    /// The guest runs, or there is none.
+    #[default]
+    Runs,
+    /// The guest runs while a save scans its memory. QEMU translates the guest's code anew until a keeper ends that.
+    Scanned,
+    /// The guest is paused for a save, or it was resumed and has not run yet. The next keeper lets it run.
+    Paused,
+    /// The guest is paused for a dump to this file. The dump ends with its keeper, and the next keeper lets the guest run.
+    PausedForDump { file: PathBuf },
+    /// The guest is paused, to be parked in this memory folder. If its QEMU lives, the next keeper lets it run. If not, the guest
+    /// is parked only if the folder says so.
+    Parking { folder: PathBuf },
+    /// The guest was parked in this memory folder, and its QEMU ended. The next keeper expects to find it there.
+    Parked { folder: PathBuf },
+}
+
+impl GuestNote {
+    /// Whether this keeper's predecessor paused the guest: its QEMU, if it lives, is to let it run.
+    pub fn is_paused(&self) -> bool {
+        match self {
+            Self::Paused | Self::PausedForDump { .. } | Self::Parking { .. } => true,
+            Self::Runs | Self::Scanned | Self::Parked { .. } => false,
+        }
+    }
+
+    /// Memory folder in which the guest may be parked.
+    pub fn parked_in(&self) -> Option<&Path> {
+        match self {
+            Self::Parking { folder } | Self::Parked { folder } => Some(folder),
+            _ => None,
+        }
+    }
+}
+
+/// `GuestNote` in the file. Of the 16 combinations keepers write six; the others are read as the nearest of these.
+#[derive(Serialize, Deserialize)]
+struct GuestFields {
+    /// The guest is paused by its keeper.
+    #[serde(default)]
+    saving: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    dump_holds: Option<PathBuf>,
+    #[serde(default)]
+    scanning: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    parked_in: Option<PathBuf>,
+}
+
+impl From<GuestFields> for GuestNote {
+    fn from(fields: GuestFields) -> Self {
+        let GuestFields { saving, dump_holds, scanning, parked_in } = fields;
+        match (saving, parked_in, dump_holds) {
+            (true, Some(folder), _) => Self::Parking { folder },
+            (false, Some(folder), _) => Self::Parked { folder },
+            (true, None, Some(file)) => Self::PausedForDump { file },
+            (true, None, None) => Self::Paused,
+            (false, None, _) if scanning => Self::Scanned,
+            (false, None, _) => Self::Runs,
+        }
+    }
+}
+
+impl From<GuestNote> for GuestFields {
+    fn from(note: GuestNote) -> Self {
+        let mut fields = Self { saving: note.is_paused(), dump_holds: None, scanning: false, parked_in: None };
+        match note {
+            GuestNote::Runs | GuestNote::Paused => {}
+            GuestNote::Scanned => fields.scanning = true,
+            GuestNote::PausedForDump { file } => fields.dump_holds = Some(file),
+            GuestNote::Parking { folder } | GuestNote::Parked { folder } => fields.parked_in = Some(folder),
+        }
+        fields
+    }
 }
 
 /// An order that ends the living incarnation.
@@ -200,11 +271,8 @@ impl Journal {
             hop: None,
             clock_debt: ClockDebt::default(),
             ordered: None,
-            saving: false,
-            dump_holds: None,
+            guest: GuestNote::Runs,
             frozen: false,
-            scanning: false,
-            parked_in: None,
             restore: None,
             vmgenid: None,
             started_with: None,
@@ -359,6 +427,65 @@ mod tests {
             ..Journal::new("web", 1 << 30)
         };
         assert_eq!(Journal::load(&path).unwrap(), Some(expect));
+    }
+
+    /// Each combination of the fields that earlier keepers wrote, as JSON: paused, dump file, scanning, memory folder.
+    fn guest_fields() -> Vec<(bool, bool, bool, bool, Value)> {
+        (0..16)
+            .map(|bits| {
+                let [saving, dump, scanning, parked] = [8, 4, 2, 1].map(|bit| bits & bit > 0);
+                let mut fields = json!({ "saving": saving, "scanning": scanning });
+                let (dump_file, memory) = (dump.then_some("/dumps/web.vmcore"), parked.then_some("/dev/shm/web"));
+                dump_file.into_iter().for_each(|file| fields["dump_holds"] = file.into());
+                memory.into_iter().for_each(|folder| fields["parked_in"] = folder.into());
+                (saving, dump, scanning, parked, fields)
+            })
+            .collect()
+    }
+
+    #[test]
+    fn every_combination_of_guest_fields_has_one_meaning() {
+        let (file, folder) = (PathBuf::from("/dumps/web.vmcore"), PathBuf::from("/dev/shm/web"));
+        let mut written = Vec::new();
+        for (saving, dump, scanning, parked, fields) in guest_fields() {
+            let expect = match (saving, dump, scanning, parked) {
+                (true, _, _, true) => GuestNote::Parking { folder: folder.clone() },
+                (false, _, _, true) => GuestNote::Parked { folder: folder.clone() },
+                (true, true, _, false) => GuestNote::PausedForDump { file: file.clone() },
+                (true, false, _, false) => GuestNote::Paused,
+                (false, _, true, false) => GuestNote::Scanned,
+                (false, _, false, false) => GuestNote::Runs,
+            };
+            let note: GuestNote = serde_json::from_value(fields.clone()).unwrap();
+            assert_eq!(note, expect, "{fields}");
+            if serde_json::to_value(&note).unwrap() == fields {
+                written.push(note.clone());
+            }
+            // What is written means the same to whoever reads it.
+            let again: GuestNote = serde_json::from_value(serde_json::to_value(&note).unwrap()).unwrap();
+            assert_eq!(again, note);
+        }
+        let six = [
+            GuestNote::Runs,
+            GuestNote::Parked { folder: folder.clone() },
+            GuestNote::Scanned,
+            GuestNote::Paused,
+            GuestNote::Parking { folder },
+            GuestNote::PausedForDump { file },
+        ];
+        assert_eq!(written, six);
+    }
+
+    /// An older keeper takes over above a living guest, after a roll-back.
+    #[test]
+    fn guest_fields_lie_where_earlier_keepers_read_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal.json");
+        let guest = GuestNote::Parking { folder: "/dev/shm/web".into() };
+        Journal { guest, ..Journal::new("web", 1) }.save(&path).unwrap();
+        let written: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        let fields = ["version", "saving", "scanning", "parked_in", "dump_holds"].map(|key| written[key].clone());
+        assert_eq!(fields, [json!(1), json!(true), json!(false), json!("/dev/shm/web"), Value::Null]);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! A machine whose guest is parked. No keeper answers for it: its files tell, and after a host reload, when the runtime folder is
 //! gone, the record of that.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use hearth_api::rfc3339;
 use hearth_qemu::accelerator::host_boot;
@@ -54,7 +54,8 @@ pub fn find(root: &RuntimeRoot, record: Option<&Record>, name: &str) -> Option<P
 }
 
 fn in_journal(root: &RuntimeRoot, name: &str) -> Option<PathBuf> {
-    Journal::load(&root.machine(name).join("journal.json")).ok().flatten()?.parked_in
+    let journal = Journal::load(&root.machine(name).join("journal.json")).ok().flatten()?;
+    journal.guest.parked_in().map(Path::to_owned)
 }
 
 impl ParkedGuest {
@@ -98,6 +99,8 @@ impl ParkedGuest {
 mod tests {
     use std::time::SystemTime;
 
+    use hearth_recovery::journal::GuestNote;
+
     use super::*;
     use crate::host_reload::{MachineNote, Outcome};
     use crate::sample;
@@ -126,7 +129,7 @@ mod tests {
         assert_eq!(find(&elsewhere, Some(&record), "web"), None, "it is about another runtime root");
         assert_eq!(find(&root, None, "web"), None);
         let mut journal = Journal::new("web", 64 << 20);
-        journal.parked_in = Some(memory.clone());
+        journal.guest = GuestNote::Parked { folder: memory.clone() };
         journal.save(&root.machine("web").join("journal.json")).unwrap();
         let page = find(&root, None, "web").unwrap().page("web");
         assert!(page.starts_with("web  parked since 2026-03-01T12:00:00.123Z, for "), "{page}");

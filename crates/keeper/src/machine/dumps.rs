@@ -12,6 +12,7 @@ use hearth_api::{
 use hearth_disk::device::Devices;
 use hearth_qemu::QmpError;
 use hearth_recovery::crash_recovery::{Claim, HARVEST_PATIENCE};
+use hearth_recovery::journal::GuestNote;
 use hearth_recovery::rejuvenation;
 use hearth_recovery::vmcore::{Compression, DeadRam, DumpLevel, Format};
 
@@ -255,7 +256,7 @@ impl Machine {
         self.disks_must_have_space("dump")?;
         self.disks_must_be_in_use("dump")?;
         // Before the guest stands still: a keeper that comes now must know what for.
-        (self.journal.saving, self.journal.dump_holds) = (true, Some(file));
+        self.journal.guest = GuestNote::PausedForDump { file };
         let held = self.journal.save(&self.parts.folders.journal()).map_err(|error| failed(&error));
         let held = held.and_then(|()| self.must_live("dump")?.generation.qmp.pause().map_err(|error| failed(&error)));
         if held.is_err() {
@@ -270,10 +271,10 @@ impl Machine {
 
     /// The guest goes on, if it stands still for a dump.
     pub(super) fn let_go_from_dump(&mut self) {
-        if self.journal.dump_holds.take().is_none() {
+        if !self.is_paused_for_dump() {
             return;
         }
-        self.journal.saving = false;
+        self.journal.guest = GuestNote::Runs;
         if let Some(life) = &self.life {
             match rejuvenation::roll_back(&life.generation.qmp, PAUSE_PATIENCE) {
                 Ok(()) if self.state == MachineState::Paused => self.enter(MachineState::Running),
@@ -288,9 +289,13 @@ impl Machine {
         self.save_journal();
     }
 
+    fn is_paused_for_dump(&self) -> bool {
+        matches!(self.journal.guest, GuestNote::PausedForDump { .. })
+    }
+
     /// Something else is to become of the guest that stands still for a dump. Fine if none does.
     pub(super) fn end_held_dump(&mut self, why: &str) {
-        if self.journal.dump_holds.is_some() {
+        if self.is_paused_for_dump() {
             self.dumps.end_living(why);
             // It ends also where there was no thread for it.
             self.start_next_dump();

@@ -10,7 +10,7 @@ use hearth_disk::server::{DiskServer, Expected, Peer};
 use hearth_recovery::crash_recovery;
 use hearth_recovery::hold::Hold;
 use hearth_recovery::incarnation::{Incarnation, discard_files};
-use hearth_recovery::journal::QemuIdentity;
+use hearth_recovery::journal::{GuestNote, QemuIdentity};
 use hearth_recovery::rejuvenation::{ClockDebt, parked};
 use hearth_recovery::warm_reboot::{Phase, Succession};
 
@@ -50,7 +50,7 @@ impl Machine {
         drop(generation);
         self.journal.qemu = None;
         self.forget_greeting();
-        (self.journal.saving, self.journal.dump_holds) = (false, None);
+        self.journal.guest = GuestNote::Runs;
         let stops = matches!(self.wanted, Wanted::Stop { .. })
             || cause == EndCause::GuestShutdown && self.wanted == Wanted::Run
             || self.parts.rehearses;
@@ -324,7 +324,7 @@ impl Machine {
 
     /// From here on this QEMU, which was just started, is the machine's. It ends if that cannot be noted.
     fn adopt(&mut self, incarnation: Incarnation, generation: Generation) -> Result<(), MachineError> {
-        (self.journal.qemu, self.journal.parked_in) = (Some(generation.identity()), None);
+        (self.journal.qemu, self.journal.guest) = (Some(generation.identity()), GuestNote::Runs);
         self.journal.save(&self.parts.folders.journal())?;
         self.hold(incarnation, generation);
         self.enter(MachineState::Running);
@@ -333,7 +333,10 @@ impl Machine {
 
     /// As `adopt`, for a QEMU which the journal names already: its guest need not end if that cannot be noted again.
     pub(super) fn hold(&mut self, incarnation: Incarnation, mut generation: Generation) {
-        (self.journal.qemu, self.journal.parked_in) = (Some(generation.identity()), None);
+        self.journal.qemu = Some(generation.identity());
+        if self.journal.guest.parked_in().is_some() {
+            self.journal.guest = GuestNote::Runs;
+        }
         self.journal.machine_type.clone_from(&self.parts.config.machine_type);
         self.save_journal();
         generation.settle();

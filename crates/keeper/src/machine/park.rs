@@ -18,7 +18,7 @@ use hearth_disk::server::DiskServer;
 use hearth_memory::{MemoryError, RamFile};
 use hearth_qemu::{Accelerator, QmpError, accelerator};
 use hearth_recovery::incarnation::{Incarnation, IncarnationError, discard_files};
-use hearth_recovery::journal::{Journal, JournalError};
+use hearth_recovery::journal::{GuestNote, Journal, JournalError};
 use hearth_recovery::rejuvenation::parked::{
     self, ChunkSums, NvramNote, PARKED_VERSION, ParkPhase, Parked, ParkedError, ResumePhase,
 };
@@ -111,9 +111,10 @@ impl Progress {
 /// What a dead keeper left. Without it the machine has not run since the host started; but its guest may have been parked before.
 pub(super) fn journal(parts: &Parts) -> Result<Journal, JournalError> {
     let name = &parts.config.name;
-    Ok(Journal::load(&parts.folders.journal())?.unwrap_or_else(|| Journal {
-        parked_in: Record::of_this_host().and_then(|record| record.left_in(parts.root.path(), name)),
-        ..Journal::new(name, parts.config.memory_bytes)
+    Ok(Journal::load(&parts.folders.journal())?.unwrap_or_else(|| {
+        let left_in = Record::of_this_host().and_then(|record| record.left_in(parts.root.path(), name));
+        let guest = left_in.map_or(GuestNote::Runs, |folder| GuestNote::Parked { folder });
+        Journal { guest, ..Journal::new(name, parts.config.memory_bytes) }
     }))
 }
 
@@ -220,7 +221,7 @@ impl Machine {
     fn note_guest(&mut self, life: &Life, progress: &mut Progress) -> Result<u64, Failure> {
         let (qmp, folder) = (&life.generation.qmp, self.parts.folders.memory.clone());
         let connections = self.disk_connections();
-        (self.journal.saving, self.journal.parked_in) = (true, Some(folder.clone()));
+        self.journal.guest = GuestNote::Parking { folder: folder.clone() };
         self.journal.save(&self.parts.folders.journal())?;
         let stopped_at = progress.run(ParkPhase::Hold, || {
             state::prepare(qmp, STATE_PATIENCE)?;
@@ -290,7 +291,7 @@ impl Machine {
                 life.generation.process.kill();
             }
         }
-        (self.journal.saving, self.journal.parked_in) = (false, None);
+        self.journal.guest = GuestNote::Runs;
         self.save_journal();
     }
 
@@ -314,7 +315,7 @@ impl Machine {
         self.journal = Journal {
             incarnation: self.journal.incarnation,
             generation: self.journal.generation,
-            parked_in: self.journal.parked_in.clone(),
+            guest: GuestNote::Parked { folder: self.parts.folders.memory.clone() },
             ..self.journal.without_guest(self.parts.config.memory_bytes)
         };
         Ok(self.journal.save(&self.parts.folders.journal())?)
@@ -360,7 +361,7 @@ impl Machine {
         let why = crate::chain(&lost);
         tracing::error!(why, "the parked guest cannot go on, the machine boots instead");
         self.record(EventKind::ParkedLost { why: why.clone() });
-        (self.journal.saving, self.journal.parked_in) = (false, None);
+        self.journal.guest = GuestNote::Runs;
         self.journal.qemu = None;
         self.unparked = Some(Unparked { lost: Some(why), stood_ms: None, host_reloaded });
         self.close_servers();
@@ -373,9 +374,9 @@ impl Machine {
 
     /// A guest that should be parked here, and is not.
     fn missed(&self) -> Option<ParkedError> {
-        // One that was only about to be parked died with its QEMU.
-        let left_in = self.journal.parked_in.as_ref().filter(|_| !self.journal.saving)?;
-        Some(parked::why_not_in(left_in, &self.parts.folders.memory))
+        // A guest that was only about to be parked died with its QEMU.
+        let GuestNote::Parked { folder } = &self.journal.guest else { return None };
+        Some(parked::why_not_in(folder, &self.parts.folders.memory))
     }
 
     fn resume_parked(&mut self, parked: &Parked, host_reloaded: bool) -> Result<(), Obstacle> {
@@ -399,7 +400,7 @@ impl Machine {
             return Err(obstacle);
         }
         let stood = parked.stands_for();
-        self.journal.saving = false;
+        self.journal.guest = GuestNote::Runs;
         match set_forward {
             Some(by) => self.journal.clock_debt = ClockDebt::of(stood, by),
             None => tracing::warn!("the guest's clock is not found in its state, and is behind until NTP has it"),
@@ -465,7 +466,7 @@ impl Machine {
     fn let_go_on(&mut self, generation: &Generation) -> Result<(), Obstacle> {
         // For a keeper that comes from here on the guest is this QEMU's, and stands still.
         self.journal.qemu = Some(generation.identity());
-        (self.journal.saving, self.journal.parked_in) = (true, None);
+        self.journal.guest = GuestNote::Paused;
         self.journal.save(&self.parts.folders.journal()).map_err(|error| Obstacle::Keeper(error.into()))?;
         Parked::consume(&self.parts.folders.memory).map_err(|error| Obstacle::Keeper(error.into()))?;
         drill(ResumePhase::Consume.name());

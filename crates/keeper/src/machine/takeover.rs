@@ -21,7 +21,7 @@ use hearth_memory::RamFile;
 use hearth_recovery::ember::EmberError;
 use hearth_recovery::hold::Hold;
 use hearth_recovery::incarnation::{Incarnation, discard_files, ram_path};
-use hearth_recovery::journal::{DiskIdentity, Journal};
+use hearth_recovery::journal::{DiskIdentity, GuestNote, Journal};
 use hearth_recovery::rejuvenation::parked;
 use hearth_recovery::vmcore::dump::incomplete_path;
 
@@ -90,10 +90,11 @@ impl Machine {
         } else if generation.identity().deaf {
             self.wake_disks(&generation);
         }
-        let cut_off_dump = self.journal.dump_holds.take();
         // A restored guest may not have been told yet that it may go on.
         let stands = restored && generation.qmp.run_state().is_ok_and(|state| state == "paused");
-        if std::mem::take(&mut self.journal.saving) || stands {
+        let noted = self.journal.guest.clone();
+        if noted.is_paused() || stands {
+            self.journal.guest = GuestNote::Runs;
             self.go_on_where_it_stood(&mut generation);
         }
         let run_state = generation.qmp.run_state();
@@ -103,7 +104,7 @@ impl Machine {
         // Not before: who waits for this may type into the guest.
         self.record(EventKind::KeeperTookOver { qemu_pid: pid, generation: number });
         self.enter(MachineState::Running);
-        if let Some(file) = cut_off_dump {
+        if let GuestNote::PausedForDump { file } = noted {
             let why = "its keeper died; the guest, which stood still for it, goes on: dump it again";
             let file = incomplete_path(&file).display().to_string();
             self.record(EventKind::DumpIncomplete { file, why: why.to_owned() });

@@ -6,6 +6,7 @@
 use std::time::{Duration, Instant};
 
 use hearth_api::{ApiError, EndCause, ErrorWord, EventKind, MachineState, SaveThen};
+use hearth_recovery::journal::GuestNote;
 use hearth_recovery::rejuvenation;
 
 use super::super::generation::Generation;
@@ -91,7 +92,7 @@ impl Machine {
                     pages_on_disks,
                 });
                 if then == SaveThen::Stop && lives {
-                    self.journal.saving = false;
+                    self.journal.guest = GuestNote::Runs;
                     self.wanted = Wanted::Stop { power_off_at: Instant::now() + DRAIN_PATIENCE };
                     self.enter(MachineState::Stopping);
                     return self.end_qemu(EndCause::OperatorStop);
@@ -127,7 +128,7 @@ impl Machine {
             }
             self.enter(MachineState::Running);
         }
-        self.journal.saving = false;
+        self.journal.guest = GuestNote::Runs;
         self.save_journal();
         self.thaw();
     }

@@ -34,6 +34,7 @@ use hearth_disk::server::{DiskServer, ServerError};
 use hearth_disk::write_log::WriteLog;
 use hearth_memory::PAGE_BYTES;
 use hearth_qemu::Accelerator;
+use hearth_recovery::journal::GuestNote;
 use hearth_recovery::snapshot::save::{SaveError, Writers, resident_pages};
 use hearth_recovery::snapshot::scan::{AccessScan, ScanPlan};
 use hearth_recovery::snapshot::upload::Expected;
@@ -292,7 +293,7 @@ impl Machine {
         if generation.identity().accelerator != Accelerator::Tcg.name() {
             return;
         }
-        self.journal.scanning = true;
+        self.journal.guest = GuestNote::Scanned;
         self.save_journal();
         let told = self.life.as_ref().map(|life| life.generation.qmp.translate_anew(true));
         if let Some(Err(error)) = told {
@@ -309,9 +310,10 @@ impl Machine {
 
     /// If it does not already.
     pub(super) fn translate_as_ever(&mut self) {
-        if !std::mem::take(&mut self.journal.scanning) {
+        if self.journal.guest != GuestNote::Scanned {
             return;
         }
+        self.journal.guest = GuestNote::Runs;
         let told = self.life.as_ref().map(|life| life.generation.qmp.translate_anew(false));
         if let Some(Err(error)) = told {
             tracing::warn!(%error, "QEMU runs its guest slower than it could, until the next one");
@@ -335,7 +337,7 @@ impl Machine {
             return;
         }
         let Some(life) = self.life.take() else { return };
-        self.journal.saving = true;
+        self.journal.guest = GuestNote::Paused;
         self.save_journal();
         let taken = self.take_moment(&life.generation);
         self.life = Some(life);
