@@ -1,4 +1,4 @@
-//! The tables of `docs/benchmarks.md`, from the records: nobody copies figures by hand.
+//! The tables of `docs/benchmarks/NAME.md`, one page a bench, from the records: nobody copies figures by hand.
 //!
 //! A table stands between `<!-- bench:NAME -->` and `<!-- end -->`. A bench without a record keeps the table it has.
 
@@ -8,7 +8,7 @@ use crate::record::{Record, RecordError};
 use crate::table::{Table, figure};
 use crate::{crash_recovery, disk, lazy_restore, rejuvenation, remount, warm_reboot};
 
-pub const PAGE: &str = "docs/benchmarks.md";
+pub const PAGES: &str = "docs/benchmarks";
 const END: &str = "<!-- end -->";
 
 #[derive(Debug, thiserror::Error)]
@@ -21,10 +21,8 @@ pub enum DocsError {
     Record(#[from] RecordError),
 }
 
-/// Puts the tables of all records in `folder` into the page.
-pub fn rewrite(folder: &Path, page: &Path) -> Result<(), DocsError> {
-    let failed = |source| DocsError::Page { path: page.to_owned(), source };
-    let mut text = std::fs::read_to_string(page).map_err(failed)?;
+/// Puts the tables of all records in `folder` into their pages.
+pub fn rewrite(folder: &Path, pages: &Path) -> Result<(), DocsError> {
     for bench in
         [warm_reboot::NAME, crash_recovery::NAME, disk::NAME, rejuvenation::NAME, lazy_restore::NAME, remount::NAME]
     {
@@ -33,11 +31,15 @@ pub fn rewrite(folder: &Path, page: &Path) -> Result<(), DocsError> {
             continue;
         }
         let record = Record::read(folder, bench)?;
+        let page = pages.join(format!("{bench}.md"));
+        let failed = |source| DocsError::Page { path: page.clone(), source };
+        let text = std::fs::read_to_string(&page).map_err(failed)?;
         let marker = format!("<!-- bench:{bench} -->");
-        let no_place = || DocsError::NoPlace { path: page.to_owned(), marker: marker.clone() };
-        text = replaced(&text, &marker, &section(&record)).ok_or_else(no_place)?;
+        let no_place = || DocsError::NoPlace { path: page.clone(), marker: marker.clone() };
+        let text = replaced(&text, &marker, &section(&record)).ok_or_else(no_place)?;
+        std::fs::write(&page, text).map_err(failed)?;
     }
-    std::fs::write(page, text).map_err(failed)
+    Ok(())
 }
 
 /// The text with what stands between the marker and the next end exchanged.
@@ -94,24 +96,24 @@ mod tests {
     #[test]
     fn only_what_is_between_the_marks_changes() {
         let folder = tempfile::tempdir().unwrap();
-        let page = folder.path().join("benchmarks.md");
+        let page = folder.path().join("disk.md");
         record().write(folder.path()).unwrap();
         std::fs::write(&page, "# head\n<!-- bench:disk -->\nold figures\n<!-- end -->\ntail\n").unwrap();
-        rewrite(folder.path(), &page).unwrap();
+        rewrite(folder.path(), folder.path()).unwrap();
         let text = std::fs::read_to_string(&page).unwrap();
         assert!(text.starts_with("# head\n<!-- bench:disk -->\n") && text.ends_with("<!-- end -->\ntail\n"), "{text}");
         assert!(text.contains("| `seq_miss_vs_qemu_ratio` | 0.97 |") && !text.contains("old figures"), "{text}");
-        rewrite(folder.path(), &page).unwrap();
+        rewrite(folder.path(), folder.path()).unwrap();
         assert_eq!(std::fs::read_to_string(&page).unwrap(), text);
     }
 
     #[test]
     fn a_page_without_the_mark_is_named() {
         let folder = tempfile::tempdir().unwrap();
-        let page = folder.path().join("benchmarks.md");
+        let page = folder.path().join("disk.md");
         record().write(folder.path()).unwrap();
         std::fs::write(&page, "nothing").unwrap();
-        let text = rewrite(folder.path(), &page).unwrap_err().to_string();
+        let text = rewrite(folder.path(), folder.path()).unwrap_err().to_string();
         assert!(text.ends_with("has no line <!-- bench:disk --> with <!-- end --> after it"), "{text}");
     }
 }

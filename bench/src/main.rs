@@ -2,7 +2,7 @@
 //!
 //! warm-reboot, crash, disk, rejuvenate, restore, remount: a bench each; record in `target/bench/<name>.json`, table on standard output
 //! demo: one machine, one crash, two ways back; report in `target/demo/report.html`
-//! docs: the tables of `docs/benchmarks.md` from the records
+//! docs: the tables of `docs/benchmarks/*.md` from the records
 
 mod crash_recovery;
 mod demo;
@@ -11,6 +11,8 @@ mod docs;
 mod host;
 mod lazy_restore;
 mod load;
+#[cfg(test)]
+mod overview;
 mod record;
 mod rejuvenation;
 mod remount;
@@ -114,7 +116,7 @@ enum Chore {
         #[arg(long, env = "PROFILE", default_value = "cloud")]
         profile: Profile,
     },
-    /// Writes the tables of docs/benchmarks.md from the records
+    /// Write the tables of docs/benchmarks/*.md from the records
     Docs {
         /// Where the records are
         #[arg(long, default_value_os_t = target().join("bench"))]
@@ -232,7 +234,7 @@ fn run(chore: Chore) -> Result<(), Box<dyn Error>> {
             finish(&record, &common.folder, &remount::table(&record))
         }
         Chore::Demo { folder, profile } => Ok(demo::run(&folder, profile)?),
-        Chore::Docs { folder } => Ok(docs::rewrite(&folder, &root().join(docs::PAGE))?),
+        Chore::Docs { folder } => Ok(docs::rewrite(&folder, &root().join(docs::PAGES))?),
     }
 }
 

@@ -1,7 +1,7 @@
 //! The record of a bench: every value that was measured, and the few numbers it comes down to.
 //!
 //! `target/bench/<name>.json`. A row keeps all values of one measure on one side at one disk profile, so that a median
-//! can be doubted; `summary` holds the figures that `docs/benchmarks.md` quotes. Written whole and renamed.
+//! can be doubted; `summary` holds the figures that `docs/benchmarks/*.md` show. Written whole and renamed.
 //!
 //! `target/bench/<name>.partial.json`: the values so far, from the first one until the record is written. A bench that
 //! was broken off leaves its values there, and the last complete record as it was.
