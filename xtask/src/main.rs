@@ -43,8 +43,8 @@ enum Chore {
     Lint,
     /// Dependency rules alone
     Deny,
-    /// All tests; arguments go to cargo test
-    Test { arguments: Vec<String> },
+    /// All tests, or those with one of these words in their names
+    Test { filter: Vec<String> },
     /// Crash dumps read by crash, drgn and makedumpfile; arguments go to the tests
     TestVmcore { filter: Vec<String> },
     /// Hearth under KVM, on a host that is emulated; arguments go to the tests
@@ -89,9 +89,9 @@ fn run(chore: Chore) -> Outcome {
         Chore::Build => shell::run(cargo().args(["build", "--release", "-p", "hearth"]))?,
         Chore::Lint => lint()?,
         Chore::Deny => deny::check()?,
-        Chore::Test { arguments } => return Ok(told(&test(&arguments)?)),
+        Chore::Test { filter } => return Ok(reported(&test(&filter)?)),
         Chore::TestVmcore { filter } => return test_vmcore(&filter),
-        Chore::TestNested { filter } => return Ok(told(&test_nested(&filter)?)),
+        Chore::TestNested { filter } => return Ok(reported(&test_nested(&filter)?)),
         Chore::Soak { name } => return soak::run(name.as_deref()),
         Chore::Ci => return ci(),
         Chore::Docs => shell::run(cargo().args(["test", "--quiet", "-p", "hearth", "generated"]))?,
@@ -158,11 +158,11 @@ fn lint() -> Result<(), Box<dyn Error>> {
 }
 
 /// Some tests are about a newer kernel and a newer QEMU, whatever the host has.
-fn test(arguments: &[String]) -> Result<suite::Summary, Box<dyn Error>> {
+fn test(filter: &[String]) -> Result<suite::Report, Box<dyn Error>> {
     set_up()?;
     guest::ensure_busybox_newer()?;
     guest::qemu10()?;
-    Ok(suite::run(arguments)?)
+    Ok(suite::run(filter)?)
 }
 
 fn test_vmcore(filter: &[String]) -> Outcome {
@@ -170,11 +170,11 @@ fn test_vmcore(filter: &[String]) -> Outcome {
 }
 
 /// Those that are run on the host of hosts: they run the others inside.
-fn test_nested(filter: &[String]) -> Result<suite::Summary, Box<dyn Error>> {
+fn test_nested(filter: &[String]) -> Result<suite::Report, Box<dyn Error>> {
     set_up_nested()?;
     let filter = if filter.is_empty() { &["outside".to_owned()] } else { filter };
     // An emulated host has one processor, and each of the two tests one such host.
-    Ok(suite::run_ignored("nested", filter, 2)?)
+    Ok(suite::run_ignored_at_once("nested", filter, 2)?)
 }
 
 fn set_up_nested() -> Result<(), Box<dyn Error>> {
@@ -189,6 +189,14 @@ fn told(summary: &suite::Summary) -> ExitCode {
     if summary.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
+/// The slowest tests, then the summary.
+fn reported(report: &suite::Report) -> ExitCode {
+    println!("\nslowest tests:");
+    report.slowest().iter().for_each(|line| println!("{line}"));
+    println!();
+    told(&report.summary)
+}
+
 /// Tests run even where lints fail: one run tells everything that is wrong.
 fn ci() -> Outcome {
     let linted = set_up_beside(lint)?;
@@ -196,7 +204,7 @@ fn ci() -> Outcome {
         eprintln!("error: {}", chain(error.as_ref()));
     }
     let tested = test(&[])?;
-    let code = told(&tested.and(test_nested(&[])?));
+    let code = reported(&tested.and(test_nested(&[])?));
     Ok(if linted.is_ok() { code } else { ExitCode::FAILURE })
 }
 

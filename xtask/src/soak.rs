@@ -98,7 +98,7 @@ pub fn run(name: Option<&str>) -> Outcome {
         println!("soak {number} of {}, {}: {}; about {} minutes", wanted.len(), soak.name, soak.says, soak.minutes);
         let began = Instant::now();
         let arguments = [soak.test, "--exact", "--nocapture"].map(str::to_owned);
-        let summary = soaked(suite::run_ignored(soak.binary, &arguments, 1)?);
+        let summary = soaked(suite::run_ignored(soak.binary, &arguments)?);
         lines.push(line(soak.name, &summary, began.elapsed()));
         sum = sum.and(summary);
     }

@@ -1,14 +1,22 @@
-//! All tests in one `cargo test`, and their sum as the last line: `N passed, N failed`.
+//! All tests, several at once; then the slowest of them, and their sum as the last line: `N passed, N failed`.
 //!
-//! The sum is what the test binaries themselves report. A binary that dies has no report: cargo's own failure then
-//! counts as one failed test, so that the line never looks better than the exit code.
+//! cargo would run one test binary after the other, and the processors would have nothing to do at the end of each. So cargo
+//! builds them, and they are run here: each test that starts machines is a process, and so is each other test binary.
+//!
+//! The sum is what the test binaries themselves report. A binary that dies has no report: that counts as one failed test, so
+//! that the line never looks better than the exit code.
+
+mod binaries;
+mod jobs;
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use crate::shell::ShellError;
 use crate::{cargo, paths};
+use jobs::Job;
 
 /// Names a file, for the test that writes it and the bench that reads it.
 pub const HOST_RELOAD_FIGURES: &str = "HEARTH_HOST_RELOAD_FIGURES";
@@ -43,32 +51,79 @@ impl Summary {
     }
 }
 
-/// The binary that VM tests drive, which cargo builds for one of its own tests. Asked for otherwise it would be built with other
-/// features of what all crates share, and that compiled once more.
-fn build_hearth() -> Result<(), ShellError> {
-    crate::shell::run(cargo().args(["test", "--quiet", "--workspace", "--no-run", "--test", "program"]))
+/// What came of a run, and how long each test took.
+#[derive(Default)]
+pub struct Report {
+    pub summary: Summary,
+    times: Vec<(String, Duration)>,
 }
 
-/// Runs every test of the workspace.
-pub fn run(filter: &[String]) -> Result<Summary, ShellError> {
-    build_hearth()?;
+impl Report {
+    /// Of two runs.
+    pub fn and(mut self, other: Self) -> Self {
+        self.add(other);
+        self
+    }
+
+    fn add(&mut self, other: Self) {
+        self.summary = self.summary.and(other.summary);
+        self.times.extend(other.times);
+    }
+
+    /// A line for each of the slowest tests, slowest first.
+    pub fn slowest(&self) -> Vec<String> {
+        let mut times: Vec<_> = self.times.iter().collect();
+        times.sort_by_key(|(_, took)| std::cmp::Reverse(*took));
+        let line = |(name, took): &(String, Duration)| format!("{:7.1} s  {name}", took.as_secs_f64());
+        times.into_iter().take(SLOWEST_SHOWN).map(line).collect()
+    }
+}
+
+const SLOWEST_SHOWN: usize = 30;
+
+/// Processes at once. With as many as there are processors these have nothing to do for a third of the time: machines wait for
+/// disks and wires that are slow on purpose.
+fn at_once() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from) + 1
+}
+
+/// Runs the tests of the workspace whose names have one of these words in them, all if there are none.
+pub fn run(filter: &[String]) -> Result<Report, ShellError> {
+    let mut jobs = Vec::new();
+    for binary in binaries::build(&[])? {
+        jobs.extend(binary.jobs(filter)?.into_iter().enumerate());
+    }
+    // One of each binary in turn, because tests of one binary often wait for the same. Short ones last: all processors have
+    // something to do until the end.
+    jobs.sort_by_key(|(turn, job)| (job.test.is_none(), *turn));
+    let jobs: Vec<_> = std::iter::once(examples(filter)).chain(jobs.into_iter().map(|(_, job)| job)).collect();
+    Ok(jobs::run(jobs, at_once()))
+}
+
+/// The examples in comments.
+fn examples(filter: &[String]) -> Job {
     let mut command = cargo();
-    command.args(["test", "--workspace", "--no-fail-fast"]).args(filter);
-    command.env("HEARTH_BIN", paths::cargo_target().join("debug/hearth"));
-    count(command)
+    command.args(["test", "--quiet", "--workspace", "--doc", "--"]).args(filter);
+    Job { name: "examples".to_owned(), test: None, command }
 }
 
-/// Runs the ignored tests of one test binary of `vmtest`, so many at once.
-pub fn run_ignored(binary: &str, filter: &[String], at_once: usize) -> Result<Summary, ShellError> {
-    build_hearth()?;
-    count(ignored(binary, filter, at_once, &paths::cargo_target().join("debug/hearth")))
+/// Runs the ignored tests of one of `vmtest`'s binaries whose names have one of these words in them.
+pub fn run_ignored_at_once(binary: &str, filter: &[String], at_once: usize) -> Result<Report, ShellError> {
+    let binaries = binaries::build(&["--test", "program", "--test", binary])?;
+    let binary = binaries.iter().find(|built| built.name == binary).expect("cargo builds what it is asked for");
+    Ok(jobs::run(binary.ignored_jobs(filter)?, at_once))
+}
+
+/// Runs the ignored tests of one of `vmtest`'s binaries one after the other, and shows what they print.
+pub fn run_ignored(binary: &str, filter: &[String]) -> Result<Summary, ShellError> {
+    binaries::build(&["--test", "program"])?;
+    count(ignored(binary, filter, &binaries::hearth()))
 }
 
 /// `hearth`: the binary that they drive.
-fn ignored(binary: &str, filter: &[String], at_once: usize, hearth: &Path) -> Command {
+fn ignored(binary: &str, filter: &[String], hearth: &Path) -> Command {
     let mut command = cargo();
-    let at_once = format!("--test-threads={at_once}");
-    command.args(["test", "--workspace", "--test", binary, "--", "--ignored", &at_once]).args(filter);
+    command.args(["test", "--workspace", "--test", binary, "--", "--ignored", "--test-threads=1"]).args(filter);
     command.env("HEARTH_BIN", hearth);
     command
 }
@@ -76,7 +131,7 @@ fn ignored(binary: &str, filter: &[String], at_once: usize, hearth: &Path) -> Co
 /// The host reload of `make test-nested` with the release binary; its figures are in `figures` afterwards, if it came that far.
 pub fn reload_host(figures: &Path) -> Result<Summary, ShellError> {
     let filter = ["outside::guests_go_on_under_another_host_kernel".to_owned()];
-    let mut command = ignored("nested", &filter, 1, &paths::cargo_target().join("release/hearth"));
+    let mut command = ignored("nested", &filter, &paths::cargo_target().join("release/hearth"));
     command.env(HOST_RELOAD_FIGURES, figures);
     count(command)
 }
@@ -109,6 +164,10 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
         assert_eq!(count(command).unwrap(), Summary { passed, failed });
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        let report = jobs::run([Job { name: "sh".to_owned(), test: None, command }], 1);
+        assert_eq!(report.summary, Summary { passed, failed });
     }
 
     #[test]
@@ -123,5 +182,6 @@ mod tests {
     #[test]
     fn a_binary_that_dies_counts_as_a_failure() {
         check("echo 'test result: ok. 2 passed; 0 failed; 0 ignored'; exit 101", 2, 1);
+        check("kill -9 $$", 0, 1);
     }
 }

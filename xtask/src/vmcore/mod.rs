@@ -58,7 +58,7 @@ pub fn test(filter: &[String]) -> Result<Summary, VmcoreError> {
     for kernel in [STABLE, NEWER] {
         symbols::ensure(kernel)?;
     }
-    Ok(suite::run_ignored("vmcore_tools", filter, 1)?)
+    Ok(suite::run_ignored("vmcore_tools", filter)?)
 }
 
 /// A folder of Python's own: the wheel touches nothing of the system.

@@ -1,0 +1,90 @@
+//! Jobs of a test run, several at once: each is a process that reports as Rust's test binaries do.
+//!
+//! What a job prints is shown when it fails. A test's duration is the time between its line and the one before, so a process
+//! runs its tests one after the other.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::{Report, Summary};
+
+pub struct Job {
+    /// Its test binary.
+    pub name: String,
+    /// Its only test. None: it may have many.
+    pub test: Option<String>,
+    pub command: Command,
+}
+
+/// Runs jobs in this order, `at_once` at a time.
+pub fn run(jobs: impl IntoIterator<Item = Job, IntoIter: Send>, at_once: usize) -> Report {
+    let (waiting, report) = (Mutex::new(jobs.into_iter()), Mutex::new(Report::default()));
+    let next = || waiting.lock().unwrap_or_else(PoisonError::into_inner).next();
+    std::thread::scope(|scope| {
+        for _ in 0..at_once {
+            scope.spawn(|| {
+                while let Some(job) = next() {
+                    let ended = job.run();
+                    report.lock().unwrap_or_else(PoisonError::into_inner).add(ended);
+                }
+            });
+        }
+    });
+    report.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Job {
+    fn run(mut self) -> Report {
+        let began = Instant::now();
+        let mut report = Report::default();
+        let mut child = match self.command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn() {
+            Ok(child) => child,
+            Err(error) => return self.died(report, &format!("cannot be started: {error}")),
+        };
+        let (mut said, mut since) = (String::new(), began);
+        let output = BufReader::new(child.stdout.take().expect("stdout was piped"));
+        // Split by bytes: a test may print what is not UTF-8.
+        for line in output.split(b'\n').map_while(Result::ok) {
+            let line = String::from_utf8_lossy(&line);
+            report.summary.add(&line);
+            if let (None, Some(test)) = (&self.test, ended_test(&line)) {
+                report.times.push((format!("{} {test}", self.name), since.elapsed()));
+                since = Instant::now();
+            }
+            said.push_str(&line);
+            said.push('\n');
+        }
+        let success = child.wait().is_ok_and(|status| status.success());
+        if let Some(test) = &self.test {
+            report.times.push((format!("{} {test}", self.name), began.elapsed()));
+        }
+        self.tell(report, &said, success, began.elapsed())
+    }
+
+    /// One line for a job that went well.
+    fn tell(self, report: Report, said: &str, success: bool, took: Duration) -> Report {
+        let (name, test) = (&self.name, self.test.as_deref().unwrap_or_default());
+        let Summary { passed, failed } = report.summary;
+        if success && failed == 0 && (passed == 1 || self.test.is_none()) {
+            println!("{name} {test}: {passed} passed, {:.1} s", took.as_secs_f64());
+            return report;
+        }
+        print!("{said}");
+        if failed == 0 { self.died(report, "reported no failure, but did not end well") } else { report }
+    }
+
+    /// A job without a report counts as one failed test.
+    fn died(&self, mut report: Report, how: &str) -> Report {
+        println!("{} {}: {how}", self.name, self.test.as_deref().unwrap_or_default());
+        report.summary.failed += 1;
+        report
+    }
+}
+
+/// The name in `test NAME ... ok`.
+fn ended_test(line: &str) -> Option<&str> {
+    let (name, result) = line.strip_prefix("test ")?.split_once(" ... ")?;
+    (result == "ok" || result == "FAILED").then_some(name)
+}
