@@ -312,7 +312,7 @@ touch /run/asked"#;
     vm.panic()?;
     vm.wait_incarnation(2)?;
     begin(&format!("{START_AGENT} -b guest-exec"))?;
-    let refusal = "whether the guest is ready is not known: the guest agent refuses (guest-exec)";
+    let refusal = "cannot find out whether the guest is ready: the guest agent refuses (guest-exec)";
     let is_told = |event: &Value| event["message"].as_str().is_some_and(|message| message.starts_with(refusal));
     vm.wait_event("the agent refuses", is_told)?;
     assert_eq!(plan(&vm)?["ready"], false);

@@ -231,7 +231,7 @@ fn a_silent_disk_is_named_where_qemu_cannot_be_replaced() -> Result<()> {
     lose_keeper_at_first_word(&vm, "disk0")?;
     vm.restart_keeper()?;
     let told = vm.wait_event("the silent disk", |event| event["kind"] == "error")?["message"].to_string();
-    assert!(told.contains("QEMU says nothing to disk disk0") && told.contains("nvram log"), "{told}");
+    assert!(told.contains("QEMU does not use disk disk0") && told.contains("nvram log"), "{told}");
     assert!(told.contains("`hearth reboot named --force`"), "{told}");
     assert_eq!((vm.nonce()?, vm.qemu_pid()?), (nonce, qemu), "it is the same guest");
     vm.reboot_forced()?;

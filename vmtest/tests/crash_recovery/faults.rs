@@ -177,7 +177,7 @@ fn a_second_crash_without_room_is_recovered_from_and_says_so() -> Result<()> {
     fill_until_it_waits(&vm)?;
     vm.kill_qemu()?;
     let skipped = vm.wait_event("word of it", |event| event["kind"] == "dump_skipped")?;
-    assert!(skipped["why"].to_string().contains("earlier crash is still being written"), "{skipped}");
+    assert!(skipped["why"].to_string().contains("an earlier dump is still being written"), "{skipped}");
     vm.wait_incarnation(3)?;
     folder.grow("512M");
     vm.cli(&["dump", vm.name(), "--resume", "--no-wait"])?;

@@ -60,7 +60,7 @@ fn a_full_file_system_makes_the_guest_wait() -> Result<()> {
     assert_eq!(full["folder"].as_str(), small.path().to_str());
     assert_ne!(vm.status()?["disks"][0]["waiting_for_space"], 0);
     let refused = vm.cli_output(&["save", "full", "-o", "/nowhere"])?.text();
-    assert!(refused.contains("cannot save: requests to disk data wait for space in"), "{refused}");
+    assert!(refused.contains("cannot save: requests to disk data are waiting for space in"), "{refused}");
 
     // The request that waits is the next keeper's.
     let since = full["sequence"].as_u64();

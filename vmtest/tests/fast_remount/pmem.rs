@@ -103,7 +103,7 @@ fn persistent_memory_stays_with_its_qemu() -> Result<()> {
     let refused = [
         (vec!["rejuvenate", vm.name()], why),
         (vec!["host-reload", "prepare", "--drill"], why),
-        (vec!["save", vm.name(), "-o", &snapshot], "NVRAM is no part of a snapshot"),
+        (vec!["save", vm.name(), "-o", &snapshot], "snapshots do not include NVRAM"),
     ];
     vm.sh("echo mine | dd of=/dev/pmem0 bs=512 conv=fsync,notrunc 2>/dev/null")?;
     for (arguments, why) in refused {

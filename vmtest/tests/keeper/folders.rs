@@ -54,12 +54,12 @@ fn a_machine_of_the_same_name_is_kept_out() -> Result<()> {
     vm.save(&snapshot)?;
     let run = [Path::new("run"), &config];
     let restore = [Path::new("restore"), &snapshot, Path::new("--folder"), &clone];
-    let runs = "is another machine's: the keeper of ";
+    let runs = "belongs to another machine: the keeper of ";
     refused(&elsewhere, &run, runs)?;
     refused(&elsewhere, &restore, runs)?;
     vm.kill_keeper()?;
     // Its guest lives: there is nothing to be restored, and nobody else's guest to be begun.
-    let qemu = "is another machine's: its QEMU (pid ";
+    let qemu = "belongs to another machine: its QEMU (pid ";
     refused(&elsewhere, &run, qemu)?;
     refused(&elsewhere, &restore, qemu)?;
     refused(&vm.runtime_root(), &restore, "has a guest already, in a QEMU (pid ")?;

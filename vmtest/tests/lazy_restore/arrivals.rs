@@ -165,7 +165,7 @@ fn a_disk_waits_for_a_store_that_is_gone_also_for_the_next_keeper_and_goes_on_wh
         [&["save", clone.name(), "-o", &folder][..], &["rejuvenate", clone.name()], &["upgrade-keeper", clone.name()]]
     {
         let refused = clone.cli_output(order)?;
-        let expect = "the guest's disks have not all come out of their object store";
+        let expect = "the guest's disks are still being fetched from the object store";
         assert!(refused.status != 0 && refused.text().contains(expect), "{order:?}: {}", refused.text());
     }
     let is_told = |event: &Value| {

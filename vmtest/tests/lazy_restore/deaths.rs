@@ -98,7 +98,7 @@ fn a_keeper_told_to_stop_while_it_reads_all_memory_stops_and_the_next_one_begins
     clone.terminate_keeper()?;
     assert_eq!(clone.wait_keeper_end()?.code(), Some(1));
     let (said, began) = (clone.keeper_log(), clone.events().iter().any(|event| event["kind"] == "incarnation_started"));
-    assert!(!began && said.contains("called off before its guest ran; `hearth run "), "{said}");
+    assert!(!began && said.contains("cancelled before the guest ran; start again with `hearth run "), "{said}");
     stand.server.set_wire(Wire::Whole);
     clone.restart_keeper()?;
     clone.wait_running()?;
@@ -126,7 +126,7 @@ fn a_keeper_that_finds_another_snapshot_in_the_place_of_its_guests_leaves_that_a
     clone.restart_keeper()?;
     assert_eq!(clone.wait_keeper_end()?.code(), Some(1));
     let said = clone.keeper_log();
-    assert!(said.contains("is another snapshot than the one that this machine is on its way out of"), "{said}");
+    assert!(said.contains("is not the snapshot that this machine is being restored from"), "{said}");
     exchange(&snapshot, &other);
     exchange(&away, &snapshot);
     clone.restart_keeper()?;

@@ -130,7 +130,11 @@ fn a_guest_that_touches_a_damaged_page_waits_and_goes_on_when_the_image_is_mende
         "{status}"
     );
     let refused = clone.cli_output(&["save", clone.name(), "-o", &vm.folder().join("half").display().to_string()])?;
-    assert!(refused.status != 0 && refused.text().contains("not all come out of its snapshot"), "{}", refused.text());
+    assert!(
+        refused.status != 0 && refused.text().contains("memory is still being loaded from its snapshot"),
+        "{}",
+        refused.text()
+    );
     let refused = clone.cli_output(&["resize", clone.name(), "data"])?;
     assert!(refused.status != 0 && refused.text().contains("cannot resize: the guest's memory"), "{}", refused.text());
     let verifying = clone.guest().start(&format!("probe verify /tmp/memory {}", super::SEED))?;

@@ -133,7 +133,7 @@ fn a_save_whose_disk_hangs_is_called_off_and_holds_up_neither_machine_nor_guest(
     vm.wait_incarnation(2)?;
     volume.go_on();
     let failed = vm.wait_event("the save is over", |event| event["kind"] == "save_failed")?;
-    assert!(failed["why"].as_str().is_some_and(|why| why.contains("the operator asked for that")), "{failed}");
+    assert!(failed["why"].as_str().is_some_and(|why| why.contains("cancelled by the operator")), "{failed}");
     assert!(!folder.exists(), "nothing is left of it");
     vm.save(Path::new(&another))
 }

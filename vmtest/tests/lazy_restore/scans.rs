@@ -88,7 +88,7 @@ fn a_scan_that_is_called_off_leaves_the_guest_as_it_was_and_nothing_behind() -> 
     assert!(refused.status != 0 && refused.text().contains("how long a round is"), "{}", refused.text());
     begin_scan(&vm, &folder)?;
     let again = vm.cli_output(&["save", vm.name(), "-o", "/nowhere", "--scan"])?;
-    assert!(again.status != 0 && again.text().contains("a save is under way"), "{}", again.text());
+    assert!(again.status != 0 && again.text().contains("another save is running"), "{}", again.text());
     vm.cli_output(&["save", vm.name(), "--cancel"])?;
     vm.wait_event("it was called off", |event| event["kind"] == "save_failed")?;
     assert!(!folder.exists());

@@ -21,7 +21,7 @@ const MANNER: &str = "HEARTH_TEST_MANNER";
 
 /// Of the load.
 const DEVICE: &str = "/dev/vdb";
-const DIED: &str = "QEMU has died, and its guest cannot be continued in another one: this is a warm reboot";
+const DIED: &str = "QEMU has died, so its guest cannot continue in another one; it reboots warm";
 
 /// A machine whose QEMU is replaced by what cannot replace it.
 struct Stand {

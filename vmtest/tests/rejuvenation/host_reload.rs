@@ -273,9 +273,9 @@ fn a_host_that_lost_its_power_boots_its_machines_and_says_why() -> Result<()> {
     let status = vm.status()?;
     assert!(status["unparked"]["lost"].as_str().is_some_and(|why| why.starts_with(WORDS)), "{status}");
     let told = vm.cli(&["events", vm.name()])?;
-    assert!(told.contains(&format!("the parked guest cannot go on, the machine boots instead: {WORDS}")), "{told}");
+    assert!(told.contains(&format!("the parked guest cannot resume; the machine boots instead: {WORDS}")), "{told}");
     let log = fs::read_to_string(runtime_folder.join("keeper.log")).expect("its log");
-    assert!(log.contains("the parked guest cannot go on"), "{log}");
+    assert!(log.contains("the parked guest cannot resume"), "{log}");
     assert_eq!(outcome(&vm)?["outcome"], "booted");
     // It is told once, for what was decided is in the record.
     end_keeper(&vm)?;
@@ -360,7 +360,7 @@ fn what_can_be_put_right_is_no_reason_to_give_the_guest_up() -> Result<()> {
     let text = down.text();
     assert!(down.status == 1 && text.contains("patient: down: its keeper ended"), "{text}");
     assert_eq!(outcome(&vm)?["outcome"], "down");
-    let says = "QEMU does not talk";
+    let says = "QEMU does not respond";
     vm.wait_event(says, |event| event["message"].as_str().is_some_and(|message| message.contains(says)))?;
     configure(&vm, "qemu", qemu);
     // What only the next guest gets is in nobody's way.

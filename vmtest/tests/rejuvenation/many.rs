@@ -87,7 +87,7 @@ fn a_machine_with_which_it_can_never_be_done_is_skipped_with_a_word() -> Result<
     second.wait_incarnation(1)?;
     let before = [&first, &second].map(|vm| vm.qemu_pid().expect("it has a QEMU"));
     let text = first.cli(&["rejuvenate", "--all"])?;
-    assert!(text.contains("bound: skipped, cannot rejuvenate: another QEMU cannot have nvram log"), "{text}");
+    assert!(text.contains("bound: skipped, cannot rejuvenate: another QEMU cannot take over nvram log"), "{text}");
     assert!(text.contains("\n1 rejuvenated, 0 failed, 0 not tried, 1 skipped"), "{text}");
     let run = first.cli_output(&["rejuvenate", "--all", "--json"])?;
     assert_eq!((run.status, outcomes(&run).0), (0, vec!["bound skipped".to_owned(), "free rejuvenated".to_owned()]));

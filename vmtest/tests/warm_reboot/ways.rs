@@ -114,7 +114,7 @@ fn is_explained(vm: &TestVm, end: End, incarnation: u64) -> Result<()> {
 fn a_cold_reboot_serves_nothing_from_memory() -> Result<()> {
     let vm = ext4("cold").boot()?;
     is_cold_after(&vm, TestVm::reboot_cold)?;
-    assert_eq!(vm.explain()?["recovery"]["why_cold"], "it was asked for");
+    assert_eq!(vm.explain()?["recovery"]["why_cold"], "requested by the operator");
     Ok(())
 }
 

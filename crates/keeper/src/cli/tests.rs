@@ -360,7 +360,7 @@ web  QEMU 7.2.9, pid 4712, generation 2, up 31 d 6 h
 
 for a rejuvenation (`hearth rejuvenate web`)
   QEMU is 2700000 s old, and rejuvenate.every is 2592000 s
-  the program that the guest runs on was replaced or removed since: by an update, perhaps
+  the QEMU program was replaced or removed since it started, perhaps by an update
   QEMU's own memory has grown by 350 MiB since its start
 against it
   /nowhere/qemu: there is no such program; set `qemu` to a qemu-system-x86_64

@@ -20,8 +20,8 @@ use super::{FolderError, existing, take};
 const FILE: &str = "owner";
 const PATH_BYTES_MAX: u64 = 4096;
 /// What to do about a folder of another machine.
-pub const HINT: &str = "give each machine its own memory_folder or its own name (`restore --as`); if the other machine is gone for good, \
-                        remove the file `owner` there";
+pub const HINT: &str = "give each machine its own memory_folder or name (`restore --as`); if the other machine no longer exists, remove \
+     the file `owner` there";
 
 /// Locks the memory folder for the keeper of the machine with this runtime folder, and writes the owner down. Fails if another
 /// machine has a keeper, a QEMU or files there.
@@ -139,7 +139,7 @@ mod tests {
             (folder.path().join("one"), folder.path().join("other"), folder.path().join("memory"));
         let refused = |expect: &str| {
             let refusal = Folders::prepare("other", &other, &memory).unwrap_err().to_string();
-            assert!(refusal.contains("is another machine's: ") && refusal.contains(expect), "{refusal}");
+            assert!(refusal.contains("belongs to another machine: ") && refusal.contains(expect), "{refusal}");
             assert!(look(&other, &memory).unwrap().contains(expect), "`check` says the same");
             assert_eq!(look(&one, &memory), None);
         };

@@ -36,13 +36,13 @@ pub struct Folders {
 
 #[derive(Debug, thiserror::Error)]
 pub enum FolderError {
-    #[error("{path}: cannot be made or used")]
+    #[error("cannot create or use {path}")]
     Unusable { path: PathBuf, source: io::Error },
-    #[error("{path}: {why}; remove it, or choose another folder")]
+    #[error("cannot use {path}, which {why}; remove it, or choose another folder")]
     Foreign { path: PathBuf, why: String },
-    #[error("memory folder {path} is another machine's: {why}; {}", memory_owner::HINT)]
+    #[error("memory folder {path} belongs to another machine: {why}; {}", memory_owner::HINT)]
     OthersMemory { path: PathBuf, why: String },
-    #[error("{name} is running already: another keeper holds {path}; see `hearth status {name}`")]
+    #[error("{name} is already running: another keeper holds {path}; see `hearth status {name}`")]
     Running { name: String, path: PathBuf },
 }
 
@@ -214,11 +214,11 @@ fn refuse_foreign(folder: &Path) -> Result<(), FolderError> {
     let why = if ours.is_symlink() || ours.uid() != us {
         format!("is not a folder of user {us}")
     } else if ours.mode() & OTHERS_WRITE != 0 && !is_empty(folder) {
-        "is a folder that everybody may write to, and is not empty".to_owned()
+        "is a world-writable folder that is not empty".to_owned()
     } else if around.uid() != us && around.uid() != 0 {
-        format!("lies in a folder of user {}", around.uid())
+        format!("is inside a folder of user {}", around.uid())
     } else if around.mode() & OTHERS_WRITE != 0 && around.mode() & STICKY == 0 {
-        "lies in a folder that everybody may change".to_owned()
+        "is inside a world-writable folder".to_owned()
     } else {
         return Ok(());
     };
@@ -251,7 +251,7 @@ mod tests {
         let (runtime, memory) = (folder.path().join("run/web"), folder.path().join("memory/web"));
         let first = Folders::prepare("web", &runtime, &memory).unwrap();
         let refusal = Folders::prepare("web", &runtime, &memory).unwrap_err().to_string();
-        assert!(refusal.starts_with("web is running already: another keeper holds "), "{refusal}");
+        assert!(refusal.starts_with("web is already running: another keeper holds "), "{refusal}");
         drop(first);
         Folders::prepare("web", &runtime, &memory).unwrap();
     }
@@ -283,7 +283,7 @@ mod tests {
             let refusal = Folders::prepare("web", runtime, &memory).unwrap_err().to_string();
             assert_eq!(refusal, format!("{}: {expect}; remove it, or choose another folder", runtime.display()));
         };
-        check(&open.join("web"), "lies in a folder that everybody may change");
+        check(&open.join("web"), "is inside a world-writable folder");
         let elsewhere = folder.path().join("elsewhere");
         std::os::unix::fs::symlink(&open, &elsewhere).unwrap();
         check(&elsewhere, &format!("is not a folder of user {}", rustix::process::geteuid().as_raw()));

@@ -79,7 +79,7 @@ fn claim(folder: &Path, runtime: &Path) -> io::Result<u32> {
         }
     });
     fs::remove_file(&draft)?;
-    claimed.unwrap_or_else(|| Err(io::Error::other("all of its users are taken")))
+    claimed.unwrap_or_else(|| Err(io::Error::other("all users of this range are taken")))
 }
 
 fn release_in(folder: &Path, runtime: &Path) {

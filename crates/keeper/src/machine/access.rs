@@ -32,7 +32,9 @@ fn owner(status: &str) -> io::Result<(u32, u32)> {
         let numbers = status.lines().find_map(|line| line.strip_prefix(key));
         numbers.and_then(|numbers| numbers.split_whitespace().nth(1)?.parse().ok())
     };
-    id("Uid:").zip(id("Gid:")).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no user in its status"))
+    id("Uid:")
+        .zip(id("Gid:"))
+        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "/proc/PID/status names no user"))
 }
 
 #[cfg(test)]

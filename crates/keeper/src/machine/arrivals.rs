@@ -141,7 +141,7 @@ impl Machine {
         if self.arrivals.is_complete() {
             return Ok(());
         }
-        let message = format!("cannot {what}: the guest's disks have not all come out of their object store");
-        Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` tells how much is missing"))
+        let message = format!("cannot {what}: the guest's disks are still being fetched from the object store");
+        Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows how much is missing"))
     }
 }

@@ -61,7 +61,7 @@ impl Machine {
     /// A full disk is something to wait for; a folder that cannot be had is not.
     fn can_dump(&self) -> bool {
         if self.restoring.as_ref().is_some_and(|restoring| !restoring.is_complete()) {
-            let why = "its memory had not all come out of its snapshot".to_owned();
+            let why = "its memory was still being loaded from the snapshot".to_owned();
             self.record(EventKind::DumpSkipped { why });
             return false;
         }
@@ -81,7 +81,7 @@ impl Machine {
             // Before anybody is told that it stands still, and may think that he can change its images.
             self.note_idle_images();
             self.enter(MachineState::Paused);
-            self.state_why = Some(format!("{}; `hearth reboot` or `hearth stop` goes on", cause.words()));
+            self.state_why = Some(format!("{}; continue with `hearth reboot` or `hearth stop`", cause.words()));
         }
     }
 
@@ -119,7 +119,10 @@ impl Machine {
 
     pub(super) fn save_journal(&self) {
         if let Err(error) = self.journal.save(&self.parts.folders.journal()) {
-            tracing::warn!(error = crate::chain(&error), "a new keeper would not know how things stand");
+            tracing::warn!(
+                error = crate::chain(&error),
+                "journal cannot be written: a new keeper would not know the machine's state"
+            );
         }
     }
 
@@ -152,8 +155,8 @@ impl Machine {
         let (wanted_mib, allowed_mib) = (wanted_bytes >> 20, (limit_bytes - limit_bytes / BOOT_PART_OF_BUDGET) >> 20);
         (wanted_mib > allowed_mib).then(|| {
             format!(
-                "the dump of an earlier crash is still being written, and {wanted_mib} MiB of dead memory leave the next \
-                 guest too little ({allowed_mib} MiB would do)"
+                "an earlier dump is still being written; {wanted_mib} MiB of dead memory would leave the next guest \
+                 too little (at most {allowed_mib} MiB allowed)"
             )
         })
     }
@@ -170,7 +173,7 @@ impl Machine {
         self.save_journal();
         let path = self.parts.folders.registers(dead.number);
         let registers = fs::read(&path).map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound => "QEMU was gone, or did not give them".to_owned(),
+            io::ErrorKind::NotFound => "QEMU had exited or did not provide them".to_owned(),
             _ => format!("{}: {error}", path.display()),
         });
         let memory = self.dead_ram(&dead.ram);
@@ -205,7 +208,7 @@ impl Machine {
             Ok(job) => self.dumps.started(job),
             Err(NoThread { task, .. }) if progress.is_given_up() => Job::end_without_thread(*task, &progress, &tell),
             Err(NoThread { task, error }) => {
-                let (file, why) = (incomplete_path(&task.file), format!("no thread to dump with: {error}"));
+                let (file, why) = (incomplete_path(&task.file), format!("cannot start the dump thread: {error}"));
                 self.record(EventKind::DumpWaits { file: file.display().to_string(), why: why.clone() });
                 self.dumps.not_started(*task, why);
             }
@@ -265,7 +268,7 @@ impl Machine {
 
     /// Memory that is about to be reused cannot be dumped as if it lived.
     pub(super) fn end_living_dump(&mut self) {
-        self.dumps.end_living("the guest ended while it was dumped");
+        self.dumps.end_living("the guest ended during the dump");
         // It ends also where there was no thread for it.
         self.start_next_dump();
     }

@@ -66,8 +66,8 @@ impl Machine {
         let next_start = rfc3339(SystemTime::now() + delay);
         let (crashes, window_s) = (crash.loop_count, crash.loop_window_s);
         self.state_why = Some(format!(
-            "a crash loop: {crashes} crashes or more within {window_s} s; the next guest starts at {next_start}, or with \
-             `hearth reboot`"
+            "crash loop: at least {crashes} crashes within {window_s} s; the next guest starts at {next_start}, or now \
+             with `hearth reboot`"
         ));
         self.record(EventKind::CrashLoop { delay_s: delay.as_secs(), next_start: next_start.clone() });
         self.back_off = Some(BackOff { began: now, until: now + delay, next_start });
@@ -79,7 +79,7 @@ impl Machine {
         let now = Instant::now();
         self.waits_since.get_or_insert(now);
         let next_start = rfc3339(SystemTime::now() + delay);
-        let state_why = format!("the next guest cannot be started yet: {why}");
+        let state_why = format!("cannot start the next guest yet: {why}");
         // Told once, and not at every try.
         if self.state_why.as_ref() != Some(&state_why) {
             self.record(EventKind::StartWaits { why, next_start: next_start.clone() });
@@ -111,7 +111,7 @@ impl Machine {
             Wanted::Reboot { cold: true, .. } => {
                 self.forget_disks();
                 if let Some(timeline) = &mut self.timeline {
-                    timeline.turned_cold("it was asked for".to_owned());
+                    timeline.turned_cold("requested by the operator".to_owned());
                 }
             }
             Wanted::Reboot { .. } | Wanted::Run => {}

@@ -221,12 +221,13 @@ impl Machine {
     /// Dumps a guest that runs, or is paused.
     pub(super) fn dump_living(&mut self, mut request: Request) -> Result<(), ApiError> {
         if let Some(status) = self.dumps.current() {
-            let message = format!("a dump is {}: {}", status.state.name(), status.file);
-            return Err(ApiError::new(ErrorWord::WrongState, message).hint("one is written at a time: wait for it"));
+            let message = format!("cannot dump: another dump is {}: {}", status.state.name(), status.file);
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("wait until it is complete"));
         }
         if self.saving.is_some() {
             let message = "cannot dump: the guest is being saved";
-            return Err(ApiError::new(ErrorWord::WrongState, message).hint("wait for that, or `hearth save --cancel`"));
+            return Err(ApiError::new(ErrorWord::WrongState, message)
+                .hint("wait until it has ended, or cancel it with `hearth save --cancel`"));
         }
         self.must_be_complete("dump")?;
         let runs = self.state == MachineState::Running;
@@ -247,11 +248,11 @@ impl Machine {
     /// From now on the guest stands still, until `let_go_from_dump`.
     fn hold_for_dump(&mut self, file: PathBuf) -> Result<(), ApiError> {
         let failed = |error: &dyn std::error::Error| {
-            ApiError::new(ErrorWord::Failed, format!("the guest cannot be dumped: {}", crate::chain(error)))
+            ApiError::new(ErrorWord::Failed, format!("cannot dump: {}", crate::chain(error)))
         };
         if self.wanted != Wanted::Run {
-            let message = "cannot hold the guest still for a dump: the machine is on its way down";
-            return Err(ApiError::new(ErrorWord::WrongState, message).hint("dump it without --pause"));
+            let message = "cannot pause the guest for a dump: the machine is stopping or rebooting";
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("dump without --pause"));
         }
         self.disks_must_have_space("dump")?;
         self.disks_must_be_in_use("dump")?;
@@ -265,7 +266,7 @@ impl Machine {
         }
         self.enter(MachineState::Paused);
         let name = &self.parts.config.name;
-        self.state_why = Some(format!("it is being dumped; `hearth dump {name} --discard` gives that up"));
+        self.state_why = Some(format!("the guest is being dumped; `hearth dump {name} --discard` ends the dump"));
         Ok(())
     }
 
@@ -281,7 +282,7 @@ impl Machine {
                 // One that ended is seen elsewhere.
                 Ok(()) | Err(QmpError::Ended) => {}
                 Err(error) => {
-                    let message = format!("the guest was paused for its dump and cannot go on: {error}");
+                    let message = format!("the guest was paused for its dump and cannot continue: {error}");
                     self.record(EventKind::Error { message });
                 }
             }
@@ -307,7 +308,10 @@ impl Machine {
         let wrong = |message: String| ApiError::new(ErrorWord::BadRequest, message);
         let level = match request.level {
             None => None,
-            Some(level) => Some(DumpLevel::new(level).ok_or_else(|| wrong(format!("level {level}: 0 to 31 are")))?),
+            Some(level) => Some(
+                DumpLevel::new(level)
+                    .ok_or_else(|| wrong(format!("dump level {level} is out of range: use 0 to 31")))?,
+            ),
         };
         let file = request.output.map(PathBuf::from);
         if let Some(file) = file.as_ref().filter(|file| !file.is_absolute()) {
@@ -326,13 +330,15 @@ impl Machine {
                 self.start_next_dump();
                 Ok(())
             }
-            _ => Err(ApiError::new(ErrorWord::WrongState, "no dump waits").hint("`hearth status` shows all dumps")),
+            _ => {
+                Err(ApiError::new(ErrorWord::WrongState, "no dump is waiting").hint("`hearth status` shows all dumps"))
+            }
         }
     }
 
     pub(super) fn discard_dumps(&mut self) -> Result<(), ApiError> {
         if !self.dumps.is_busy() {
-            return Err(ApiError::new(ErrorWord::WrongState, "no dump is on its way"));
+            return Err(ApiError::new(ErrorWord::WrongState, "no dump is running or waiting"));
         }
         self.dumps.give_up_all();
         // As above: it ends all the same.
@@ -345,8 +351,8 @@ impl Machine {
 fn must_compress(format: DumpFormat, asked: Option<DumpCompression>) -> Result<(), ApiError> {
     match asked {
         Some(asked) if format == DumpFormat::Elf && asked != DumpCompression::None => {
-            let message = format!("compression {}: an ELF dump is not compressed", asked.name());
-            Err(ApiError::new(ErrorWord::BadRequest, message).hint("choose the format kdump, or no compression"))
+            let message = format!("compression {} does not work with the ELF format", asked.name());
+            Err(ApiError::new(ErrorWord::BadRequest, message).hint("use the format kdump, or no compression"))
         }
         _ => Ok(()),
     }
@@ -375,6 +381,6 @@ mod tests {
             assert_eq!(must_compress(DumpFormat::Kdump, asked), Ok(()));
         }
         let refused = must_compress(DumpFormat::Elf, Some(Lzo)).unwrap_err();
-        assert_eq!(refused.message, "compression lzo: an ELF dump is not compressed");
+        assert_eq!(refused.message, "compression lzo does not work with the ELF format");
     }
 }

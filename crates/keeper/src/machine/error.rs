@@ -21,37 +21,37 @@ pub enum MachineError {
     Image { disk: String, source: hearth_disk::image::ImageError },
     #[error(transparent)]
     Nvram(#[from] hearth_disk::nvram::NvramError),
-    #[error("disk {disk}: cannot be served")]
+    #[error("cannot serve disk {disk}")]
     Server { disk: String, source: hearth_disk::server::ServerError },
-    #[error("disk {disk}: the thread that serves it has ended: {why}; the guest runs on and waits for the next keeper")]
+    #[error("the thread serving disk {disk} has ended: {why}; the guest keeps running and waits for the next keeper")]
     DiskEnded { disk: String, why: String },
     #[error(
-        "{name} still runs (QEMU, pid {qemu_pid}) with other disks than configured now: {what}; put that back and run it \
-         again, or end it with `kill {qemu_pid}`"
+        "{name} still runs (QEMU pid {qemu_pid}) with other disks than now configured: {what}; restore the old \
+         configuration and run it again, or end its QEMU with `kill {qemu_pid}`"
     )]
     OtherDisks { name: String, qemu_pid: u32, what: String },
     #[error(
-        "{name} still runs (QEMU, pid {qemu_pid}) with another file as disk {disk}: {path} was exchanged while its keeper was \
-         dead; put the file back that the guest has and run it again, or end its QEMU with `kill {qemu_pid}` to start with \
-         this one"
+        "{name} still runs (QEMU pid {qemu_pid}) with another file as disk {disk}: {path} was replaced while its \
+         keeper was dead; put the old file back and run it again, or end its QEMU with `kill {qemu_pid}` to start with \
+         the new file"
     )]
     ExchangedImage { name: String, qemu_pid: u32, disk: String, path: std::path::PathBuf },
-    #[error("nvram {nvram}: cannot lock its mirror for QEMU")]
+    #[error("cannot lock the mirror of nvram {nvram} for QEMU")]
     MirrorLock { nvram: String, source: std::io::Error },
-    #[error("disk {disk}: cannot look at the files of its image")]
+    #[error("cannot examine the image files of disk {disk}")]
     ImageFiles { disk: String, source: std::io::Error },
     #[error(transparent)]
     Launch(#[from] LaunchError),
     #[error(transparent)]
     Parked(#[from] hearth_recovery::rejuvenation::parked::ParkedError),
-    #[error("a disk that is on its way out of an object store")]
+    #[error("cannot fetch a disk from its object store")]
     Arrival(#[source] hearth_recovery::snapshot::SnapshotError),
-    #[error("no thread for a disk that is on its way out of an object store")]
+    #[error("cannot start the thread that fetches a disk from its object store")]
     ArrivalThread(#[source] std::io::Error),
     #[error(transparent)]
     Order(#[from] hearth_recovery::lazy_restore::OrderError),
-    #[error("{name} cannot be restored")]
+    #[error("cannot restore {name}")]
     Restore { name: String, source: Box<RestoreFailure> },
-    #[error("the warden thread cannot be started")]
+    #[error("cannot start the memory monitor's thread")]
     Warden(#[source] std::io::Error),
 }

@@ -76,7 +76,7 @@ impl Drop for MemoryGate {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            tracing::error!("the thread of page faults panicked");
+            tracing::error!("the page-fault thread panicked");
         }
     }
 }
@@ -125,7 +125,7 @@ impl Machine {
     /// Takes over the gate of a keeper that died, if it left one; before anything else touches the guest's memory. An
     /// error is a guest that would wait for ever.
     pub(super) fn resume_gate(&mut self, incarnation: &Incarnation, identity: &QemuIdentity) -> UserfaultOr {
-        let fetched = identity.userfault_fd.ok_or_else(|| "a keeper that died had none".to_owned());
+        let fetched = identity.userfault_fd.ok_or_else(|| "a previous keeper had none".to_owned());
         let fetched = fetched.and_then(|fd| {
             Userfault::fetch(identity.pid, fd, identity.helper_fd).map_err(|error| crate::chain(&error))
         });
@@ -156,7 +156,7 @@ impl Machine {
 
     fn hold_gate(&mut self, admission: Admission) -> Result<(), String> {
         let gate = MemoryGate::start(&self.parts.config.name, admission, self.parts.tell.clone());
-        let gate = gate.map_err(|error| format!("no thread for page faults: {error}"))?;
+        let gate = gate.map_err(|error| format!("cannot start the page-fault thread: {error}"))?;
         self.warden.consider(Some(gate.admission().clone()));
         self.gate = Some(gate);
         Ok(())
@@ -171,7 +171,7 @@ impl Machine {
     /// The disks ask, or need not ask any more.
     pub(super) fn gate_disks(&self) {
         if let Err(error) = self.try_gate_disks() {
-            tracing::warn!(error = crate::chain(&error), "a disk may take memory that was not granted");
+            tracing::warn!(error = crate::chain(&error), "a disk may use memory that was not granted");
         }
     }
 
@@ -186,7 +186,10 @@ impl Machine {
         self.gate.as_ref().is_none_or(|gate| match gate.admission().end_for_ember() {
             Ok(ended) => ended,
             Err(error) => {
-                tracing::warn!(error = crate::chain(&error), "memory is still granted unit by unit");
+                tracing::warn!(
+                    error = crate::chain(&error),
+                    "cannot grant all memory at once; granting it unit by unit"
+                );
                 false
             }
         })
@@ -212,7 +215,7 @@ impl Machine {
     }
 
     fn not_gated(&self, why: &str) {
-        let message = format!("memory cannot be granted page fault by page fault, so the budget is not certain: {why}");
+        let message = format!("cannot control memory by page faults, so the machine may exceed its budget: {why}");
         self.record(EventKind::Error { message });
     }
 }

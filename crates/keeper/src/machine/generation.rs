@@ -64,9 +64,9 @@ pub struct Generation {
 
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
-    #[error("no user for QEMU can be claimed (`qemu_user`)")]
+    #[error("cannot claim a user for QEMU (`qemu_user`)")]
     User(#[source] std::io::Error),
-    #[error("the preload library cannot be installed")]
+    #[error("cannot install the preload library")]
     Preload(#[source] std::io::Error),
     #[error(transparent)]
     Handover(#[from] HandoverError),
@@ -76,13 +76,13 @@ pub enum LaunchError {
     Binary(#[from] BinaryError),
     #[error(transparent)]
     Process(#[from] ProcessError),
-    #[error("QEMU does not talk; its last words: {}", .last_words.as_deref().unwrap_or("(none)"))]
+    #[error("QEMU does not respond; its last message: {}", .last_words.as_deref().unwrap_or("(none)"))]
     Silent { last_words: Option<String>, source: QmpError },
     #[error(transparent)]
     Disk(#[from] ServerError),
-    #[error("QEMU does not let its guest run")]
+    #[error("QEMU cannot run its guest")]
     Run(#[source] QmpError),
-    #[error("no thread to watch QEMU")]
+    #[error("cannot start the thread that watches QEMU")]
     Watch(#[source] std::io::Error),
 }
 
@@ -223,7 +223,7 @@ impl Generation {
         };
         // A QEMU that talks has opened its log.
         if let Some(Err(error)) = process.transcript().map(|transcript| transcript.fix_size()) {
-            tracing::warn!(%error, "the console's transcript has no bound");
+            tracing::warn!(%error, "cannot limit the size of the console's transcript");
         }
         let told = tell.clone();
         process
@@ -258,7 +258,7 @@ impl Generation {
     pub fn wires(&self) -> Result<&Wires, &str> {
         match &self.wires {
             Ok(wires) if wires.valves().is_none_or(Valves::are_worked) => Ok(wires),
-            Ok(_) => Err("the preload library is not in this QEMU"),
+            Ok(_) => Err("this QEMU did not load the preload library"),
             Err(why) => Err(why),
         }
     }
@@ -303,7 +303,7 @@ impl Generation {
         match self.process.footprint() {
             Ok(Footprint { own_bytes, descriptors }) => Some(FootprintNote { own_bytes, descriptors }),
             Err(error) => {
-                tracing::debug!(pid = self.identity.pid, %error, "QEMU's memory and descriptors cannot be seen");
+                tracing::debug!(pid = self.identity.pid, %error, "cannot read QEMU's memory and descriptor counts");
                 None
             }
         }

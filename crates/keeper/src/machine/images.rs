@@ -182,9 +182,9 @@ impl Machine {
                 let tables = self.parts.folders.disk_tables(&open.disk);
                 let drops = unwritten == Unwritten::Drop && tables.metadata().is_ok_and(|file| file.len() > 0);
                 let doubt = match &noted {
-                    _ if drops => Some("its guest died with writes that it had not flushed".to_owned()),
+                    _ if drops => Some("its guest died with unflushed writes".to_owned()),
                     Some(noted) => noted.doubt(position, open),
-                    None => Some("it was not noted what the image was".to_owned()),
+                    None => Some("there is no note of the image's earlier state".to_owned()),
                 };
                 if let Some(why) = doubt {
                     self.forget_disk(position, why, Some(incarnation));
@@ -202,7 +202,7 @@ impl Machine {
         let blocks = self.warm.forget_disk(id) + living.map_or(0, |living| living.forget_disk(id));
         if blocks > 0 {
             let disk = self.parts.config.disks[position].name.clone();
-            tracing::warn!(disk, why, "what memory held of it is dropped");
+            tracing::warn!(disk, why, "dropped the blocks of this disk held in memory");
             self.record(EventKind::DiskForgotten { disk, why, blocks });
         }
     }
@@ -255,8 +255,8 @@ impl Machine {
             let open = &self.images.open[position];
             if let Some(gone) = open.missing() {
                 let message = format!(
-                    "disk {}: {} is gone; the guest goes on with the file that is still open, and loses it when the machine stops: \
-                     copy what you need from inside the guest",
+                    "disk {}: {} is missing; the guest continues with the deleted file until the machine stops, then \
+                     it is lost: copy what you need from inside the guest",
                     open.disk,
                     gone.display()
                 );
@@ -264,7 +264,7 @@ impl Machine {
                 continue;
             }
             if let Some(other) = open.exchanged() {
-                let why = format!("{} is another file than before", other.display());
+                let why = format!("{} was replaced by another file", other.display());
                 self.forget_disk(position, why, None);
             } else if !doubted.contains(&position) {
                 continue;
@@ -289,5 +289,5 @@ impl Machine {
 }
 
 fn unnoted(error: &std::io::Error) {
-    tracing::warn!(%error, "it cannot be noted what the images are: a keeper that follows trusts none of them");
+    tracing::warn!(%error, "cannot note the images' state: the next keeper drops all blocks held in memory");
 }

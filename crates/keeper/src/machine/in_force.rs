@@ -31,7 +31,7 @@ impl Machine {
         if let Some(next) = self.parts.next.configured.take() {
             let problems = check::of_next_guest(&self.parts.config, &next.config);
             if let Some(problem) = problems.first() {
-                let message = format!("the next guest is started with the configuration of the last one: {problem}");
+                let message = format!("the next guest starts with the previous configuration: {problem}");
                 self.record(EventKind::Error { message });
                 self.parts.next.configured = Some(next);
                 return;
@@ -54,7 +54,7 @@ impl Machine {
         let keys: Vec<_> = pending.iter().filter(|change| change.until == PendingUntil::NextGuest).collect();
         let keys: Vec<_> = keys.iter().map(|change| change.key.as_str()).collect();
         let message = format!(
-            "the next guest is started with the configuration of the last one: QEMU does not start with what was changed ({}): {}",
+            "the next guest starts with the previous configuration: QEMU does not start with the changed keys ({}): {}",
             keys.join(", "),
             crate::chain(error)
         );

@@ -201,9 +201,9 @@ pub fn hardware(config: &Config, accelerator: Accelerator) -> Vec<String> {
         format!("cpu_model {}", or_default(&config.cpu_model)),
         format!("machine_type {}", machine_type(config)),
     ];
-    words.extend(config.disks.iter().map(|disk| format!("disk {} of {} queues", disk.name, disk.queues)));
+    words.extend(config.disks.iter().map(|disk| format!("disk {} with {} queues", disk.name, disk.queues)));
     words.extend(config.nets.iter().map(|net| format!("net {} {}", net.backend.kind(), net.mac)));
-    words.extend(config.watchdog.map(|_| "a watchdog".to_owned()));
+    words.extend(config.watchdog.map(|_| "watchdog".to_owned()));
     words.extend(config.extra_qemu_args.iter().map(|word| format!("extra_qemu_args {word}")));
     words
 }

@@ -74,7 +74,7 @@ pub fn remove_old_logs(runtime: &Path) {
 
 fn forget(path: &Path) {
     if let Err(error) = fs::remove_file(path) {
-        tracing::debug!(path = %path.display(), %error, "left behind");
+        tracing::debug!(path = %path.display(), %error, "cannot remove");
     }
 }
 

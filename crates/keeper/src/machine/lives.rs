@@ -131,7 +131,7 @@ impl Machine {
 
     fn why_cold(&self, dead: &Incarnation) -> Option<String> {
         match self.wanted {
-            Wanted::Reboot { cold: true, .. } => Some("it was asked for".to_owned()),
+            Wanted::Reboot { cold: true, .. } => Some("requested by the operator".to_owned()),
             _ if dead.ledger.is_none() => Some("ember = \"off\"".to_owned()),
             _ => None,
         }
@@ -143,7 +143,7 @@ impl Machine {
             Ok(()) => self.record_ember(),
             Err(error) => {
                 let why = crate::chain(&error);
-                tracing::warn!(why, "the reboot is cold");
+                tracing::warn!(why, "the reboot will be cold");
                 if let Some(timeline) = &mut self.timeline {
                     timeline.turned_cold(why);
                 }
@@ -196,7 +196,7 @@ impl Machine {
         self.note_idle_images();
         self.stops_after_dumps = true;
         self.enter(MachineState::Stopping);
-        self.state_why = Some("a dump is being written; `hearth stop --force` gives up the rest of it".to_owned());
+        self.state_why = Some("a dump is being written; `hearth stop --force` discards the rest of it".to_owned());
         Ok(())
     }
 
@@ -305,7 +305,7 @@ impl Machine {
     /// Lets a QEMU of another user in to its disks, for the time when it has to connect to them again.
     pub(super) fn admit(&self, pid: u32) {
         if let Err(error) = access::admit(pid, &self.parts.folders.runtime, &self.disks) {
-            let message = format!("QEMU (pid {pid}) could not connect to its disks again: {error}");
+            let message = format!("QEMU (pid {pid}) cannot reconnect to its disks: {error}");
             self.record(EventKind::Error { message });
         }
     }
@@ -414,7 +414,7 @@ impl Machine {
         self.warden.note_images(None);
         self.ember.extinguish();
         if let Err(error) = self.parts.folders.discard_memory() {
-            tracing::warn!(%error, folder = %self.parts.folders.memory.display(), "memory files are left behind");
+            tracing::warn!(%error, folder = %self.parts.folders.memory.display(), "cannot remove memory files");
         }
     }
 }

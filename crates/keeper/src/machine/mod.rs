@@ -400,7 +400,7 @@ impl Machine {
             return self.end_back_off(&back_off);
         }
         if self.ready_at.is_some_and(|ready_at| ready_at <= now) {
-            self.ready("the time of `remount.ready_after` is over");
+            self.ready("`remount.ready_after` has passed");
             return Ok(());
         }
         match self.power_off_at() {
@@ -494,7 +494,7 @@ impl Machine {
 
     /// A QEMU that breaks QMP cannot be told anything any more, and may be a guest's by now.
     fn qemu_misbehaves(&mut self, why: &str) {
-        self.record(EventKind::Error { message: format!("QEMU is ended: {why}") });
+        self.record(EventKind::Error { message: format!("ending QEMU: {why}") });
         self.end_qemu(EndCause::QemuDied);
     }
 

@@ -74,7 +74,8 @@ impl Machine {
         for (device, nvram) in self.parts.config.nvram.iter().zip(std::mem::take(&mut self.nvram)) {
             let problem = nvram.problem();
             if let (Ok(false), Some(problem)) = (nvram.give_back(), problem) {
-                let message = format!("nvram {} stays in memory: its mirror was not written: {problem}", device.name);
+                let message =
+                    format!("nvram {} stays in memory because its mirror cannot be written: {problem}", device.name);
                 self.record(EventKind::Error { message });
             }
         }

@@ -26,8 +26,8 @@ impl Machine {
             Command::Park(request) => self.accept("park", |machine| machine.begin_park(request)),
             Command::Age => self.age().map(|signs| Answer::Age(Box::new(signs))),
             Command::Save(request) => self.accept("save", |machine| machine.begin_save(request)),
-            Command::CancelSave => self.accept("call the save off", Self::call_save_off),
-            Command::Ready => self.accept("be ready", Self::ready_ordered),
+            Command::CancelSave => self.accept("cancel the save", Self::call_save_off),
+            Command::Ready => self.accept("mark the boot as finished", Self::ready_ordered),
             Command::RemountPlan => self.remount_plan().map(|plan| Answer::RemountPlan(Box::new(plan))),
             Command::Resize { disk } => self.resize(&disk).map(Answer::Resized),
         }
@@ -47,8 +47,8 @@ impl Machine {
         if self.cut_back_off_short(Wanted::Reboot { cold: request.cold, power_off_at: Instant::now() }) {
             return Ok(());
         }
-        self.cancel_save("the machine was to reboot");
-        self.end_held_dump("the machine was to reboot");
+        self.cancel_save("the machine was told to reboot");
+        self.end_held_dump("the machine was told to reboot");
         let paused = self.state == MachineState::Paused;
         self.must_live("reboot")?;
         let patience = if request.force || paused { Duration::ZERO } else { SHUTDOWN_PATIENCE };
@@ -89,8 +89,8 @@ impl Machine {
             self.enter(MachineState::Stopping);
             return Ok(());
         }
-        self.cancel_save("the machine was to stop");
-        self.end_held_dump("the machine was to stop");
+        self.cancel_save("the machine was told to stop");
+        self.end_held_dump("the machine was told to stop");
         let paused = self.state == MachineState::Paused;
         if self.state != MachineState::Stopping {
             self.must_live("stop")?;
@@ -110,13 +110,13 @@ impl Machine {
         if let Some(life) = &self.life
             && let Err(error) = life.generation.qmp.system_powerdown()
         {
-            tracing::warn!(%error, "the guest cannot be asked to shut down; its power is cut when the time is over");
+            tracing::warn!(%error, "cannot ask the guest to shut down; its power is cut after the timeout");
         }
     }
 
     fn crash(&mut self, method: CrashMethod) -> Result<(), ApiError> {
-        self.cancel_save("the guest was to crash");
-        self.end_held_dump("the guest was to crash");
+        self.cancel_save("the guest was told to crash");
+        self.end_held_dump("the guest was told to crash");
         let life = self.must_live("crash")?;
         let qmp = &life.generation.qmp;
         let crashed = match method {
@@ -124,8 +124,8 @@ impl Machine {
             CrashMethod::Sysrq => qmp.type_sysrq_crash(),
         };
         crashed.map_err(|error| {
-            ApiError::new(ErrorWord::Failed, format!("the guest cannot be crashed: {error}"))
-                .hint("is QEMU answering? see `hearth status`")
+            ApiError::new(ErrorWord::Failed, format!("cannot crash the guest: {error}"))
+                .hint("check with `hearth status` whether QEMU responds")
         })
     }
 
@@ -150,7 +150,7 @@ impl Machine {
         let living = matches!(self.state, MachineState::Running | MachineState::Paused);
         self.life.as_ref().filter(|_| living).ok_or_else(|| {
             ApiError::new(ErrorWord::WrongState, format!("cannot {what}: the machine is {}", self.state.name()))
-                .hint("wait until it runs: `hearth events --follow` tells when")
+                .hint("wait until it runs; `hearth events --follow` shows when")
         })
     }
 

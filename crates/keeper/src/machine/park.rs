@@ -44,11 +44,11 @@ const STATE_PATIENCE: Duration = Duration::from_secs(10);
 pub(super) enum Failure {
     #[error(transparent)]
     State(#[from] StateError),
-    #[error("QEMU does not hold the guest still")]
+    #[error("QEMU cannot pause the guest")]
     Hold(#[source] QmpError),
-    #[error("a disk's connection to QEMU was lost meanwhile")]
+    #[error("a disk lost its connection to QEMU meanwhile")]
     Disk,
-    #[error("disk {disk}: cannot be flushed")]
+    #[error("cannot flush disk {disk}")]
     Flush { disk: String, source: std::io::Error },
     #[error(transparent)]
     Parked(#[from] ParkedError),
@@ -67,7 +67,7 @@ enum Lost {
     Incarnation(#[from] IncarnationError),
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    #[error("QEMU's last words: {}", .last_words.as_deref().unwrap_or("(none)"))]
+    #[error("QEMU's last message: {}", .last_words.as_deref().unwrap_or("(none)"))]
     State { last_words: Option<String>, source: StateError },
     #[error(transparent)]
     Run(#[from] LaunchError),
@@ -132,23 +132,23 @@ impl Machine {
         let life = self.must_live(WHAT)?;
         let refuse = |why: String, hint: &str| Err(ApiError::new(ErrorWord::WrongState, why).hint(hint));
         if self.state != MachineState::Running || self.wanted != Wanted::Run {
-            let why = format!("cannot {WHAT}: the machine is {}, or on its way down", self.state.name());
-            return refuse(why, "a guest that runs can be parked");
+            let why = format!("cannot {WHAT}: the machine is {}, or is stopping or rebooting", self.state.name());
+            return refuse(why, "only a running guest can be parked");
         }
         self.must_have_all_state(WHAT)?;
         self.must_be_at_rest(WHAT)?;
         if self.dumps.is_busy() {
-            return refuse(format!("cannot {WHAT}: a dump is under way"), "`hearth status` tells how far it is");
+            return refuse(format!("cannot {WHAT}: a dump is running"), "`hearth status` shows its progress");
         }
         if let Some(other) = self.images.exchanged() {
-            let why = format!("cannot {WHAT}: {} is another file than the one that the guest has", other.display());
-            return refuse(why, "put that one back, or reboot the guest: it gets this one");
+            let why = format!("cannot {WHAT}: {} was replaced while the guest has the old file open", other.display());
+            return refuse(why, "put the old file back, or reboot the guest to use the new one");
         }
         let ram = life.incarnation.ram.path();
         if !ram.exists() {
             return refuse(
-                format!("cannot {WHAT}: {} is gone", ram.display()),
-                "reboot the guest: it gets another one",
+                format!("cannot {WHAT}: {} is missing", ram.display()),
+                "reboot the guest, which creates a new one",
             );
         }
         // Also so that there is little left to flush while the guest stands still.
@@ -188,7 +188,7 @@ impl Machine {
 
     /// What was accepted. Between the order and now the guest may have ended.
     pub(super) fn park(&mut self) -> Result<(), MachineError> {
-        self.cancel_save("the guest was to be parked");
+        self.cancel_save("the guest was told to park");
         let began = Instant::now();
         let mut progress = Progress(ParkPhase::Hold);
         if let Err(refusal) = self.may_park() {
@@ -286,7 +286,7 @@ impl Machine {
             // One that ended is seen elsewhere.
             Ok(()) | Err(QmpError::Ended) => {}
             Err(error) => {
-                let message = format!("the guest was to be parked and does not go on, its QEMU is ended: {error}");
+                let message = format!("the guest was not parked and cannot continue; ending its QEMU: {error}");
                 self.record(EventKind::Error { message });
                 life.generation.process.kill();
             }
@@ -300,7 +300,10 @@ impl Machine {
         let Life { generation, .. } = life;
         generation.process.kill();
         if !generation.process.ends_within(END_PATIENCE) {
-            tracing::error!(pid = generation.identity().pid, "QEMU does not end; killed, it cannot run the guest");
+            tracing::error!(
+                pid = generation.identity().pid,
+                "QEMU does not exit after SIGKILL; it can no longer run the guest"
+            );
         }
         self.parts.folders.discard_generation(generation.number);
         drop(generation);
@@ -359,7 +362,7 @@ impl Machine {
             Obstacle::Lost(lost) => lost,
         };
         let why = crate::chain(&lost);
-        tracing::error!(why, "the parked guest cannot go on, the machine boots instead");
+        tracing::error!(why, "the parked guest cannot resume; the machine boots instead");
         self.record(EventKind::ParkedLost { why: why.clone() });
         self.journal.guest = GuestNote::Runs;
         self.journal.qemu = None;
@@ -387,7 +390,7 @@ impl Machine {
         self.journal.generation = self.journal.generation.max(parked.generation);
         self.parts.event_log.set_incarnation(parked.incarnation);
         let mib = parked.ram_bytes >> 20;
-        notify(&Notice::Status(format!("sums up the {mib} MiB of its parked guest")));
+        notify(&Notice::Status(format!("checks the {mib} MiB of its parked guest")));
         let (incarnation, state) = self.verify(parked)?;
         drill(ResumePhase::Verify.name());
         let (generation, set_forward) = self.wake(&incarnation, parked, state, ticker)?;
@@ -403,7 +406,9 @@ impl Machine {
         self.journal.guest = GuestNote::Runs;
         match set_forward {
             Some(by) => self.journal.clock_debt = ClockDebt::of(stood, by),
-            None => tracing::warn!("the guest's clock is not found in its state, and is behind until NTP has it"),
+            None => {
+                tracing::warn!("cannot find the guest's clock in its state; the clock is behind until NTP corrects it")
+            }
         }
         self.hold(incarnation, generation);
         self.enter(MachineState::Running);

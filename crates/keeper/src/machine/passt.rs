@@ -26,7 +26,7 @@ pub struct Passt {
 
 #[derive(Debug, thiserror::Error)]
 pub enum PasstError {
-    #[error("passt cannot be started; install it (Debian: apt-get install passt) or use kind = \"user\"")]
+    #[error("cannot start passt; install it (Debian: apt-get install passt), or use kind = \"user\"")]
     Start { source: io::Error },
     #[error("passt does not start: {why}")]
     Silent { why: String },
@@ -69,8 +69,12 @@ impl Passt {
         let silent = |why: String| PasstError::Silent { why };
         while !fs::metadata(pid_file).is_ok_and(|file| file.len() > 0) {
             match self.child.try_wait() {
-                Ok(Some(status)) => return Err(silent(format!("it ended with {status}; is a forwarded port taken?"))),
-                Ok(None) if Instant::now() > deadline => return Err(silent("it hangs".to_owned())),
+                Ok(Some(status)) => {
+                    return Err(silent(format!(
+                        "it ended with {status}; check whether a forwarded port is already in use"
+                    )));
+                }
+                Ok(None) if Instant::now() > deadline => return Err(silent("it does not respond".to_owned())),
                 Ok(None) => std::thread::sleep(Duration::from_millis(2)),
                 Err(error) => return Err(silent(error.to_string())),
             }

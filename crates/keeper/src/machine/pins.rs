@@ -22,15 +22,15 @@ impl Pins {
         let (pinned, boot_files) = (self.pinned.clone(), boot_files(boot));
         let renew = move || match pin(pid, boot_files) {
             Ok(renewed) => {
-                tracing::debug!(bytes = renewed.bytes(), "what the next QEMU is started from stays in memory");
+                tracing::debug!(bytes = renewed.bytes(), "locked the next QEMU's files in memory");
                 *pinned.lock().expect("holders only assign") = renewed;
             }
             Err(error) => {
-                tracing::info!(%error, "the next QEMU may have to be read from the disk: its files cannot be kept in memory");
+                tracing::info!(%error, "cannot lock the next QEMU's files in memory; starting it may need disk reads");
             }
         };
         if let Err(error) = std::thread::Builder::new().name(format!("files-{machine}")).spawn(renew) {
-            tracing::info!(%error, "no thread to keep QEMU's files in memory");
+            tracing::info!(%error, "cannot start the thread that locks QEMU's files in memory");
         }
     }
 }

@@ -39,8 +39,7 @@ const FIRST_STEPS: Duration = Duration::from_millis(200);
 pub(super) const END_PATIENCE: Duration = Duration::from_secs(10);
 
 /// What is told to whom it was to be replaced for.
-pub const GUEST_DIED_WITH_QEMU: &str =
-    "QEMU has died, and its guest cannot be continued in another one: this is a warm reboot";
+pub const GUEST_DIED_WITH_QEMU: &str = "QEMU has died, so its guest cannot continue in another one; it reboots warm";
 
 #[derive(Debug, thiserror::Error)]
 enum Failure {
@@ -53,17 +52,17 @@ enum Failure {
     MachineType { version: Version, program: PathBuf, machine_type: String },
     #[error("the guest's networks: {0}")]
     Wires(String),
-    #[error("the new QEMU")]
+    #[error("cannot start the new QEMU")]
     Launch(#[from] LaunchError),
-    #[error("its last words: {last_words}")]
+    #[error("QEMU's last message: {last_words}")]
     Hop { last_words: String, source: RejuvenationError },
-    #[error("the requests that QEMU has sent to disk {disk} and nobody has answered cannot be taken over: {why}")]
+    #[error("cannot take over unanswered requests to disk {disk}: {why}")]
     Unanswered { disk: String, why: String },
     #[error(transparent)]
     Hand(#[from] RejuvenationError),
     #[error(transparent)]
     Journal(#[from] JournalError),
-    #[error("the guest may have run on the new QEMU, and is lost with it")]
+    #[error("the guest may have run on the new QEMU, and was lost with it")]
     Resume(#[source] RejuvenationError),
 }
 
@@ -93,16 +92,17 @@ impl Machine {
     pub(super) fn may_replace_qemu(&self) -> Result<(), ApiError> {
         if self.state == MachineState::Recovering && self.last_end == Some(EndCause::QemuDied) {
             let message = format!("cannot rejuvenate: {GUEST_DIED_WITH_QEMU}");
-            return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` tells what it waits for"));
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows what it waits for"));
         }
         self.must_live("rejuvenate")?;
         if self.state != MachineState::Running || self.wanted != Wanted::Run {
-            let message = format!("cannot rejuvenate: the machine is {}, or on its way down", self.state.name());
-            return Err(ApiError::new(ErrorWord::WrongState, message).hint("a rejuvenation is for a guest that runs"));
+            let message =
+                format!("cannot rejuvenate: the machine is {}, or is stopping or rebooting", self.state.name());
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("only a running guest can be rejuvenated"));
         }
         if let Some(why) = self.life.as_ref().and_then(|life| life.generation.wires().err()) {
-            let message = format!("cannot rejuvenate: another QEMU cannot have the guest's networks: {why}");
-            return Err(ApiError::new(ErrorWord::WrongState, message).hint("after the guest's next reboot it can"));
+            let message = format!("cannot rejuvenate: another QEMU cannot take over the guest's networks: {why}");
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("reboot the guest; after that it can"));
         }
         self.must_have_all_state("rejuvenate")?;
         self.nothing_must_be_on_its_way("rejuvenate")
@@ -113,9 +113,9 @@ impl Machine {
     pub(super) fn must_have_all_state(&self, what: &str) -> Result<(), ApiError> {
         let Some(device) = self.parts.config.pmem.first() else { return Ok(()) };
         let message =
-            format!("cannot {what}: another QEMU cannot have nvram {}, which is persistent memory", device.name);
+            format!("cannot {what}: another QEMU cannot take over nvram {}, which is persistent memory", device.name);
         Err(ApiError::new(ErrorWord::NotPossible, message)
-            .hint("with device = \"disk\" it can, after the machine's next start"))
+            .hint("set device = \"disk\", then stop and start the machine"))
     }
 
     /// No part of the guest's memory or of its disks is on its way, and QEMU may be stopped and continued.
@@ -126,22 +126,24 @@ impl Machine {
 
     fn nothing_must_be_on_its_way(&self, what: &str) -> Result<(), ApiError> {
         if !self.memory_is_granted() {
-            let message = format!("cannot {what}: the guest still gets its memory bit by bit, through the QEMU it has");
-            return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` tells when that is over"));
+            let message =
+                format!("cannot {what}: the guest's memory is still being granted step by step through its QEMU");
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows when that has ended"));
         }
         self.must_be_complete(what)?;
         self.disks_must_be_complete(what)?;
         self.disks_must_have_space(what)?;
         if self.saving.is_some() {
             let message = format!("cannot {what}: the guest is being saved");
-            return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth save --cancel` calls that off"));
+            return Err(ApiError::new(ErrorWord::WrongState, message)
+                .hint("wait until it has ended, or cancel it with `hearth save --cancel`"));
         }
         Ok(())
     }
 
     pub(super) fn rejuvenate(&mut self, request: &RejuvenateRequest) -> Result<(), MachineError> {
         // Between the order and now the guest may have ended, or a save have begun.
-        self.cancel_save("its QEMU was to be replaced");
+        self.cancel_save("its QEMU was told to be replaced");
         if let Err(refusal) = self.may_replace_qemu() {
             // A dump may hold the guest by now; a hop that fails would let it go on.
             let (phase, why) = (Phase::Launch.name().to_owned(), refusal.to_string());
@@ -283,7 +285,7 @@ impl Machine {
                     .map_err(|error| unanswered(format!("its memory cannot be read: {error}")))?;
                 match (found.pop(), found.is_empty()) {
                     (Some(left), true) => disk.set_handover_from_silent(left),
-                    _ => return Err(unanswered("it has no note of them, or several".to_owned())),
+                    _ => return Err(unanswered("QEMU has no record of them, or several".to_owned())),
                 }
             } else {
                 disk.set_handover(true)
@@ -335,7 +337,10 @@ impl Machine {
             && new.process.ends_within(Duration::from_secs(1));
         new.process.kill();
         if !new.process.ends_within(END_PATIENCE) {
-            tracing::error!(pid = new.identity().pid, "the new QEMU does not end; killed, it cannot run the guest");
+            tracing::error!(
+                pid = new.identity().pid,
+                "the new QEMU does not exit after SIGKILL; it can no longer run the guest"
+            );
         }
         let last_words = ended.then(|| new.process.last_words()).flatten();
         self.close_disks(old);
@@ -349,13 +354,13 @@ impl Machine {
         if let Err(error) = rejuvenation::roll_back(&old.qmp, PAUSE_PATIENCE) {
             // Otherwise it has hung up, and is about to end.
             if !matches!(error, QmpError::Ended) {
-                let message = format!("the old QEMU does not go on with its guest, and is ended: {error}");
+                let message = format!("the old QEMU cannot continue its guest; ending it: {error}");
                 self.record(EventKind::Error { message });
                 old.process.kill();
             }
             // Whoever asks now whether the guest is lost asks the process.
             if !old.process.ends_within(END_PATIENCE) {
-                tracing::error!(pid = old.identity().pid, "the old QEMU does not end");
+                tracing::error!(pid = old.identity().pid, "the old QEMU does not exit");
             }
         }
         // It may have ended.
@@ -370,7 +375,7 @@ impl Machine {
     fn note_hop(&mut self, hop: impl Into<Option<HopNote>>) {
         self.journal.hop = hop.into();
         if let Err(error) = self.journal.save(&self.parts.folders.journal()) {
-            tracing::error!(%error, "a keeper that comes now would look for a QEMU that has ended");
+            tracing::error!(%error, "journal cannot be written: a new keeper would look for a QEMU that has ended");
         }
     }
 
@@ -435,7 +440,7 @@ impl Machine {
     fn close_disks(&self, living: &Generation) {
         self.expect_only(&living.identity());
         if let Err(error) = rejuvenation::set_handover(&self.disks, false) {
-            tracing::error!(%error, "a disk is lost");
+            tracing::error!(%error, "lost a disk");
         }
     }
 
@@ -451,7 +456,7 @@ impl Machine {
     fn open_forwards(&self, generation: &Generation) {
         for (net, forward) in launch::user_forwards(&self.parts.config) {
             if let Err(error) = generation.qmp.add_forward(&net, &forward) {
-                let message = format!("{net}: {forward} does not lead into the guest any more: {error}");
+                let message = format!("{net}: {forward} no longer reaches the guest: {error}");
                 self.record(EventKind::Error { message });
             }
         }

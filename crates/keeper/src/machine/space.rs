@@ -37,7 +37,7 @@ impl Machine {
         let folders = &self.parts.folders;
         if self.ember.counts().remaining > 0 && ember_is_in_the_way(error, &folders.runtime, &folders.memory) {
             self.ember.extinguish();
-            tracing::warn!(why, "the reboot is cold");
+            tracing::warn!(why, "the reboot will be cold");
             if let Some(timeline) = &mut self.timeline {
                 timeline.turned_cold(why.clone());
             }
@@ -89,8 +89,8 @@ impl Machine {
     pub(super) fn disks_must_have_space(&self, what: &str) -> Result<(), ApiError> {
         let Some(disk) = self.disks.iter().find(|disk| disk.counters().waiting_for_space > 0) else { return Ok(()) };
         let (name, folder) = (disk.name(), self.folder_of_disk(disk.name()));
-        let message = format!("cannot {what}: requests to disk {name} wait for space in {folder}");
-        Err(ApiError::new(ErrorWord::WrongState, message).hint("free space there; the guest then goes on by itself"))
+        let message = format!("cannot {what}: requests to disk {name} are waiting for space in {folder}");
+        Err(ApiError::new(ErrorWord::WrongState, message).hint("free space there; the guest then continues by itself"))
     }
 }
 

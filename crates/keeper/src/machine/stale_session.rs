@@ -71,7 +71,7 @@ impl Machine {
             let _ = tell.send(Event::CheckDisksInUse { generation, attempt });
         };
         if let Err(error) = std::thread::Builder::new().name(name).spawn(wait) {
-            tracing::warn!(%error, "nobody looks whether QEMU speaks to its disks");
+            tracing::warn!(%error, "cannot check whether the adopted QEMU uses its disks");
         }
     }
 
@@ -106,10 +106,7 @@ impl Machine {
             }
             self.replace_silent(&name);
         } else if is_connected {
-            tracing::warn!(
-                disk = name,
-                "QEMU says nothing to its disk: the guest stands still for a moment, so that it does"
-            );
+            tracing::warn!(disk = name, "QEMU does not use its disk: pausing the guest briefly to make it reconnect");
             life.generation.set_deaf();
             self.journal.qemu = Some(life.generation.identity());
             self.save_journal();
@@ -124,8 +121,8 @@ impl Machine {
 
     fn tell_silent(&self, disk: &str, why: &str) {
         let message = format!(
-            "QEMU says nothing to disk {disk}, for which the guest may wait for ever{why}; `hearth reboot {} --force` starts the guest \
-             again, warm",
+            "QEMU does not use disk {disk}, so the guest may hang{why}; `hearth reboot {} --force` restarts the guest \
+             warm",
             self.parts.config.name
         );
         self.record(EventKind::Error { message });
@@ -135,7 +132,7 @@ impl Machine {
     fn replace_silent(&mut self, disk: &str) {
         tracing::warn!(
             disk,
-            "QEMU says nothing to its disk, since a keeper died when it began to: another QEMU gets its guest"
+            "QEMU has not used its disk since a keeper died during its start: moving the guest to another QEMU"
         );
         if let Err(error) = self.rejuvenate(&RejuvenateRequest::default()) {
             tracing::error!(error = crate::chain(&error), "QEMU was not replaced");
@@ -145,8 +142,9 @@ impl Machine {
     /// QEMU may be stopped and continued: it speaks to its disks.
     pub(super) fn disks_must_be_in_use(&self, what: &str) -> Result<(), ApiError> {
         let Some(disk) = self.disks.iter().find(|disk| is_silent(disk)) else { return Ok(()) };
-        let message = format!("cannot {what}: QEMU says nothing to disk {} since a keeper died", disk.name());
-        Err(ApiError::new(ErrorWord::WrongState, message).hint("that is mended in some seconds: see `hearth events`"))
+        let message = format!("cannot {what}: QEMU has not used disk {} since a keeper died", disk.name());
+        Err(ApiError::new(ErrorWord::WrongState, message)
+            .hint("Hearth repairs this within seconds: see `hearth events`"))
     }
 
     /// A QEMU tries to reach its disks once a second.
@@ -170,7 +168,7 @@ impl Machine {
         };
         self.await_disks();
         if let Err(error) = stopped.and_then(|()| rejuvenation::roll_back(qmp, PAUSE_PATIENCE)) {
-            let message = format!("the guest was stopped for its hand-over and does not go on: {error}");
+            let message = format!("the guest was paused for its hand-over and cannot continue: {error}");
             self.record(EventKind::Error { message });
         }
     }

@@ -36,7 +36,8 @@ impl Turn {
 fn take(root: &Path, operation: FlockOperation, patience: Duration) -> Option<File> {
     let path = root.join(HOPS_LOCK);
     let file = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(&path);
-    let file = file.inspect_err(|error| tracing::debug!(path = %path.display(), %error, "no turns")).ok()?;
+    let file =
+        file.inspect_err(|error| tracing::debug!(path = %path.display(), %error, "cannot use the hop lock")).ok()?;
     let deadline = Instant::now() + patience;
     loop {
         match flock(&file, operation) {

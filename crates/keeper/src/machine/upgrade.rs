@@ -14,8 +14,8 @@ impl Machine {
         let incarnation = self.may_hand_over()?;
         let successor = Successor::ask(request.program.as_deref(), &self.parts.config, &self.parts.root);
         let successor = successor.map_err(|error| {
-            ApiError::new(ErrorWord::Failed, format!("the keeper stays as it is: {}", crate::chain(&error)))
-                .hint("nothing was touched")
+            ApiError::new(ErrorWord::Failed, format!("the keeper was not replaced: {}", crate::chain(&error)))
+                .hint("nothing was changed")
         })?;
         let (program, version) = (successor.program.display().to_string(), successor.version.clone());
         self.record(EventKind::KeeperHandsOver { program, version });
@@ -28,13 +28,15 @@ impl Machine {
         let life = self.must_live(WHAT)?;
         let ends = self.state == MachineState::Running && life.cause.is_some() || life.generation.process.has_ended();
         if self.wanted != Wanted::Run || ends {
-            let message = format!("cannot {WHAT}: the machine is on its way down");
-            return Err(ApiError::new(ErrorWord::WrongState, message).hint("its next keeper can be the new one"));
+            let message = format!("cannot {WHAT}: the machine is stopping or rebooting");
+            return Err(
+                ApiError::new(ErrorWord::WrongState, message).hint("start its next keeper with the new program")
+            );
         }
         self.must_be_at_rest(WHAT)?;
         if self.dumps.is_busy() {
-            let message = format!("cannot {WHAT}: a dump is under way");
-            return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` tells how far it is"));
+            let message = format!("cannot {WHAT}: a dump is running");
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows its progress"));
         }
         Ok(life.incarnation.number)
     }

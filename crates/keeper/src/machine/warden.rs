@@ -159,7 +159,7 @@ impl Drop for Warden {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            tracing::error!("the warden thread panicked");
+            tracing::error!("the memory monitor's thread panicked");
         }
     }
 }
@@ -203,7 +203,7 @@ impl<'a> Round<'a> {
                 Err(RecvTimeoutError::Disconnected) => return,
             }
             if let Err(error) = self.look() {
-                tracing::warn!(%error, "the machine's memory files cannot be measured or released");
+                tracing::warn!(%error, "cannot measure or release the machine's memory files");
             }
             self.renew_notes();
         }
@@ -212,7 +212,7 @@ impl<'a> Round<'a> {
     fn renew_notes(&self) {
         let mut notes = self.shared.notes.lock().expect("holders only assign and renew");
         if let Some(Err(error)) = notes.as_mut().map(Watch::renew) {
-            tracing::debug!(%error, "it cannot be noted what the images are");
+            tracing::debug!(%error, "cannot note the images' state");
         }
     }
 
@@ -267,7 +267,7 @@ impl<'a> Round<'a> {
         let admission = self.shared.admission.lock().expect("holders only assign").clone();
         if let Some(Err(error)) = admission.map(|admission| admission.review()) {
             // Its own thread meets that too, and tells.
-            tracing::debug!(%error, "admission cannot be reviewed");
+            tracing::debug!(%error, "cannot adjust memory admission");
         }
     }
 

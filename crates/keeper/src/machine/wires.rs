@@ -37,11 +37,13 @@ struct Wire {
 pub enum WireError {
     #[error(transparent)]
     Passt(#[from] PasstError),
-    #[error("tap {ifname} cannot be opened; is it there for this user, and free? (`ip -details tuntap` tells)")]
+    #[error(
+        "cannot open tap {ifname}; check with `ip -details tuntap` that it exists, is free and belongs to this user"
+    )]
     Tap { ifname: String, source: io::Error },
-    #[error("{path}: no valves for the networks")]
+    #[error("cannot create the networks' packet gates in {path}")]
     Valves { path: PathBuf, source: io::Error },
-    #[error("a network has no second end")]
+    #[error("cannot duplicate a network's descriptor")]
     Share(#[source] io::Error),
 }
 
@@ -98,9 +100,9 @@ impl Wires {
         let valves = Valves::open(&folders.valves(generation)).map_err(|error| error.to_string())?;
         valves.open_up();
         let ends =
-            valves.fetch(qemu_pid).map_err(|error| format!("QEMU (pid {qemu_pid}) does not share them: {error}"))?;
+            valves.fetch(qemu_pid).map_err(|error| format!("cannot get them from QEMU (pid {qemu_pid}): {error}"))?;
         if ends.len() != expected.len() {
-            return Err(format!("QEMU was started with {} of them, configured are {}", ends.len(), expected.len()));
+            return Err(format!("QEMU was started with {} of them, but {} are configured", ends.len(), expected.len()));
         }
         let wires = expected.into_iter().zip(ends).map(|((position, kind), end)| Wire { position, kind, end });
         Ok(Self { wires: wires.collect(), valves: Some(valves), passt: Vec::new() })

@@ -164,7 +164,7 @@ enum Fault {
     Shelf(#[from] shelf::ShelfError),
     #[error(transparent)]
     Dump(#[from] DumpError),
-    #[error("no thread to compress with")]
+    #[error("cannot start a compression thread")]
     Thread(#[source] io::Error),
 }
 
@@ -184,10 +184,10 @@ impl Work<'_> {
         if let Some(claim) = &self.task.claim
             && let Err(error) = claim.end()
         {
-            tracing::warn!(%error, "memory of the dump is not released");
+            tracing::warn!(%error, "cannot release the dump's memory");
         }
         if let Err(GivenUp) = done {
-            let why = self.progress.status().why.unwrap_or_else(|| "it was given up".to_owned());
+            let why = self.progress.status().why.unwrap_or_else(|| "it was discarded".to_owned());
             self.progress.enter(DumpState::Incomplete, Some(why.clone()));
             let file = incomplete_path(&self.task.file).display().to_string();
             self.event(EventKind::DumpIncomplete { file, why });
@@ -272,7 +272,7 @@ impl Work<'_> {
         if let Some(text) = &judgement.vmcoreinfo
             && !notes.set_vmcoreinfo(text)
         {
-            self.warn("the kernel's VMCOREINFO is too long for the dump".to_owned());
+            self.warn("the kernel's VMCOREINFO is too long for the dump file".to_owned());
         }
         self.report(&judgement);
         Plan {
@@ -384,7 +384,7 @@ impl Work<'_> {
     fn written(&self, written: &Written) {
         self.progress.wrote(written);
         if written.lost > 0 {
-            self.warn(format!("{} pages of memory cannot be read and are missing", written.lost));
+            self.warn(format!("{} pages of memory cannot be read and are missing from the dump", written.lost));
         }
     }
 
@@ -402,8 +402,8 @@ impl Work<'_> {
     fn complete(&mut self, pages: u64, bytes: u64) {
         // Before anybody hears that it is complete.
         match self.task.shelf.prune() {
-            Ok(old) => old.iter().for_each(|old| tracing::info!(file = %old.display(), "an old dump is removed")),
-            Err(error) => self.warn(format!("old dumps cannot be removed: {error}")),
+            Ok(old) => old.iter().for_each(|old| tracing::info!(file = %old.display(), "removed an old dump")),
+            Err(error) => self.warn(format!("cannot remove old dumps: {error}")),
         }
         self.progress.update(|status| status.pages_written = pages);
         self.progress.enter(DumpState::Complete, None);
@@ -435,7 +435,7 @@ impl Work<'_> {
     fn keep_only(&self, kept: &hearth_recovery::vmcore::Bitmap) {
         let Some(claim) = &self.task.claim else { return };
         if let Err(error) = claim.narrow(kept) {
-            tracing::warn!(%error, "memory that is not dumped is not released");
+            tracing::warn!(%error, "cannot release memory that the dump leaves out");
         }
     }
 
@@ -443,7 +443,7 @@ impl Work<'_> {
     fn release(&self, pfns: std::ops::Range<u64>) {
         let Some(claim) = &self.task.claim else { return };
         if let Err(error) = claim.written(pfns) {
-            tracing::warn!(%error, "memory that was dumped is not released");
+            tracing::warn!(%error, "cannot release memory that was dumped");
         }
     }
 

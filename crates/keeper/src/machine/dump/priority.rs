@@ -69,7 +69,7 @@ impl Drop for Member<'_> {
 
 fn set(thread: Pid, priority: i32) {
     if let Err(error) = setpriority_process(Some(thread), priority) {
-        tracing::debug!(%error, priority, "a compressor keeps its priority");
+        tracing::debug!(%error, priority, "cannot change a compression thread's priority");
     }
 }
 

@@ -23,9 +23,9 @@ pub struct Shelf {
 /// Why there is no room for more.
 #[derive(Debug, thiserror::Error)]
 pub enum ShelfError {
-    #[error("{folder}: cannot be used for dumps")]
+    #[error("cannot use dump folder {folder}")]
     Unusable { folder: PathBuf, source: io::Error },
-    #[error("{folder}: {free_mib} MiB are free, and `min_free` wants {min_mib} MiB left: make room there")]
+    #[error("{folder} has {free_mib} MiB free, but `crash.min_free` requires {min_mib} MiB: free space there")]
     Full { folder: PathBuf, free_mib: u64, min_mib: u64 },
 }
 

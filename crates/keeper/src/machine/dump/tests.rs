@@ -76,9 +76,9 @@ fn a_dump_without_a_thread_waits_and_is_begun_later() {
     dumps.queue(1, dead.task());
     let (_, task, progress) = dumps.next().unwrap();
     let refused = Job::start_in(no_thread(), task, progress, |_| {}).map(drop).expect_err("no such stack");
-    dumps.not_started(*refused.task, "no thread".into());
+    dumps.not_started(*refused.task, "cannot start a thread".into());
     let status = dumps.current().unwrap();
-    assert_eq!((status.state, status.why.as_deref()), (DumpState::Waiting, Some("no thread")));
+    assert_eq!((status.state, status.why.as_deref()), (DumpState::Waiting, Some("cannot start a thread")));
     assert_eq!(status.held_bytes, PAGE_BYTES, "what is not in a file is not released");
 
     let (_, task, progress) = dumps.next().expect("it is still its turn");
@@ -95,7 +95,9 @@ fn a_dump_that_has_its_name_already_is_complete() {
     let dead = Dead::new();
     let run = |begun: bool| {
         let (task, progress) = dead.task();
-        let Ok(_job) = Job::start(Task { begun, ..task }, progress.clone(), |_| {}) else { panic!("no thread") };
+        let Ok(_job) = Job::start(Task { begun, ..task }, progress.clone(), |_| {}) else {
+            panic!("cannot start a thread")
+        };
         (progress.wait_still(), progress.status().pages_written)
     };
     let all = RAM_BYTES / PAGE_BYTES;

@@ -49,8 +49,8 @@ fn tell(parts: &Parts, work: &Work) {
     let (percent, eta_s) = (work.percent(), work.left_s());
     let mib_per_s = work.per_s.unwrap_or(0.0) * PAGE_BYTES as f64 / MIB;
     let eta = eta_s.map_or_else(String::new, |eta_s| format!(", {eta_s:.0} s to go"));
-    let what = format!("{}: its memory is read before the guest runs: {percent:.0} %{eta}", parts.config.name);
-    let hint = "ask again later; a signal to its keeper (Ctrl-C, SIGTERM) gives it up";
+    let what = format!("{} is loading its memory before the guest runs: {percent:.0} %{eta}", parts.config.name);
+    let hint = "try again later, or cancel with Ctrl-C or SIGTERM to its keeper";
     parts.occupation.begin(what, hint);
     parts.event_log.record(EventKind::RestoreProgress { percent, mib_per_s, eta_s });
 }

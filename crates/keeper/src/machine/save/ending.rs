@@ -32,9 +32,9 @@ impl Saving {
 impl Machine {
     pub(in crate::machine) fn call_save_off(&mut self) -> Result<(), ApiError> {
         if self.saving.as_ref().is_none_or(Saving::is_called_off) {
-            return Err(ApiError::new(ErrorWord::WrongState, "there is no save to call off"));
+            return Err(ApiError::new(ErrorWord::WrongState, "there is no save to cancel"));
         }
-        self.cancel_save("the operator asked for that");
+        self.cancel_save("cancelled by the operator");
         Ok(())
     }
 
@@ -50,7 +50,7 @@ impl Machine {
         // Were it to succeed all the same.
         saving.then = SaveThen::Continue;
         let (generation, held) = (saving.generation, matches!(saving.held, Held::Since(_)));
-        tracing::warn!(why, "a save that was called off waits for a disk, and ends when that has written");
+        tracing::warn!(why, "a cancelled save waits for its disk to finish writing");
         self.log_no_writes();
         self.translate_as_ever();
         self.let_guest_go(generation, held);
@@ -59,8 +59,8 @@ impl Machine {
     /// The keeper ends.
     pub(in crate::machine) fn abandon_save(&mut self) {
         let Some(Saving { folder, .. }) = self.saving.take() else { return };
-        let why = "its disk had not written what it was given when the machine stopped; without a manifest what is left is of no \
-                   use, and may be removed";
+        let why = "the disk had not finished writing when the machine stopped; the incomplete folder has no manifest and may \
+             be removed";
         self.record(EventKind::SaveFailed { folder: folder.display().to_string(), why: why.to_owned() });
     }
 
@@ -118,7 +118,7 @@ impl Machine {
     pub(super) fn go_on_from_save(&mut self) {
         let Some(life) = &self.life else { return };
         if let Err(error) = rejuvenation::roll_back(&life.generation.qmp, STATE_PATIENCE) {
-            let message = format!("the guest was paused to be saved and does not go on: {error}");
+            let message = format!("the guest was paused for its save and cannot continue: {error}");
             self.record(EventKind::Error { message });
         } else if self.state == MachineState::Paused {
             if let Some(Saving { held, .. }) = &mut self.saving

@@ -167,7 +167,7 @@ impl Machine {
         let thread = std::thread::Builder::new().name(format!("save-{}", self.parts.config.name)).spawn(work);
         let thread = thread.map_err(|error| {
             self.log_no_writes();
-            ApiError::new(ErrorWord::Failed, format!("no thread to save with: {error}"))
+            ApiError::new(ErrorWord::Failed, format!("cannot start the save thread: {error}"))
         })?;
         let (number, then, held) = (self.saves, request.then, Held::NotYet);
         let folder_path = request.folder;
@@ -195,8 +195,8 @@ impl Machine {
         let store = object_store::store(folder, config).and_then(|store| store.must_be_writable().map(|()| store));
         let store = store.map_err(|error| ApiError::new(ErrorWord::BadRequest, crate::chain(&error)))?;
         let staging = Staging::make(config, &self.parts.config.name).map_err(|error| {
-            let why = format!("{}: cannot hold a save on its way to the store: {error}", config.folder.display());
-            ApiError::new(ErrorWord::Failed, why).hint("choose another with `folder` of [object_store]")
+            let why = format!("cannot stage a save for the object store in {}: {error}", config.folder.display());
+            ApiError::new(ErrorWord::Failed, why).hint("choose another folder with `folder` in [object_store]")
         })?;
         let (machine, expected) = (self.parts.config.name.clone(), Expected::default());
         Ok(Some(Upload { staging, store, machine, expected }))
@@ -235,8 +235,8 @@ impl Machine {
         let plan = ScanPlan { period: Duration::from_millis(plan.period_ms), rounds: plan.rounds };
         begun.map(|scan| Sight::Uses(scan, plan)).map_err(|why| {
             self.log_no_writes();
-            let hint = "save without a scan; `hearth rehearse` finds a working set afterwards";
-            ApiError::new(ErrorWord::WrongState, format!("cannot see which pages the guest uses: {why}")).hint(hint)
+            let hint = "save without --scan; `hearth rehearse` can record a working set later";
+            ApiError::new(ErrorWord::WrongState, format!("cannot scan which pages the guest uses: {why}")).hint(hint)
         })
     }
 
@@ -254,7 +254,7 @@ impl Machine {
     /// One that cannot be told so goes on, and harms nothing.
     fn log_no_writes(&self) {
         if let Err(error) = self.log_disk_writes(None) {
-            tracing::warn!(error = crate::chain(&error), "disks may go on noting what they write");
+            tracing::warn!(error = crate::chain(&error), "cannot stop logging the disks' writes");
         }
     }
 
@@ -297,14 +297,14 @@ impl Machine {
         self.save_journal();
         let told = self.life.as_ref().map(|life| life.generation.qmp.translate_anew(true));
         if let Some(Err(error)) = told {
-            tracing::warn!(%error, "the scan does not see code that was translated before");
+            tracing::warn!(%error, "the scan misses code that QEMU translated earlier");
         }
     }
 
     /// A restored guest announces itself on its networks, which wakes who watches its links: a scan shall see what that uses.
     fn announce_as_restored(&self) {
         if let Some(Err(error)) = self.life.as_ref().map(|life| life.generation.qmp.announce()) {
-            tracing::warn!(%error, "the scan does not see what a guest uses to announce itself");
+            tracing::warn!(%error, "the scan misses pages that a guest uses to announce itself");
         }
     }
 
@@ -316,7 +316,7 @@ impl Machine {
         self.journal.guest = GuestNote::Runs;
         let told = self.life.as_ref().map(|life| life.generation.qmp.translate_anew(false));
         if let Some(Err(error)) = told {
-            tracing::warn!(%error, "QEMU runs its guest slower than it could, until the next one");
+            tracing::warn!(%error, "cannot restore QEMU's translation mode; the guest runs slower until the next QEMU");
         }
         self.save_journal();
     }
@@ -327,7 +327,7 @@ impl Machine {
         let runs = self.state == MachineState::Running && self.wanted == Wanted::Run;
         let may = runs && self.is_current(saving.generation);
         if !may {
-            self.cancel_save("the guest was on its way down");
+            self.cancel_save("the guest was stopping or rebooting");
         }
         may
     }
@@ -343,7 +343,7 @@ impl Machine {
         self.life = Some(life);
         if self.saving.as_ref().is_some_and(|saving| matches!(saving.held, Held::Since(_))) {
             self.enter(MachineState::Paused);
-            self.state_why = Some("it is being saved; `hearth save --cancel` calls that off".to_owned());
+            self.state_why = Some("the guest is being saved; `hearth save --cancel` cancels the save".to_owned());
         }
         if let Err(why) = taken {
             self.cancel_save(&why);
@@ -364,7 +364,7 @@ impl Machine {
         let state = state::take(&generation.qmp, STATE_PATIENCE).map_err(|error| failed(&error))?;
         // What was in flight is answered before a guest stands still, unless a connection was lost.
         if connections.is_none() || connections != self.disk_connections() {
-            return Err("a disk's connection to QEMU was lost meanwhile; try again".to_owned());
+            return Err("a disk lost its connection to QEMU meanwhile; try again".to_owned());
         }
         let Some(saving) = &mut self.saving else { return Ok(()) };
         let targets = std::mem::take(&mut saving.targets);
@@ -420,7 +420,7 @@ fn copy_image(target: Target, disks: &[DiskServer]) -> Result<ImageCopy, String>
         return Ok(ImageCopy { path: image, way: CopyWay::Shared(file) });
     }
     let server = disks.iter().find(|server| server.name() == disk);
-    let server = server.ok_or_else(|| format!("disk {disk} is not served"))?;
+    let server = server.ok_or_else(|| format!("disk {disk} has no server"))?;
     let frozen = server.freeze(file).map_err(|error| crate::chain(&error))?;
     Ok(ImageCopy { path: image, way: CopyWay::Frozen(frozen) })
 }

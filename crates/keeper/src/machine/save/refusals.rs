@@ -11,39 +11,42 @@ impl Machine {
         self.must_live("save")?;
         let refuse = |why: &str, hint: &str| Err(ApiError::new(ErrorWord::WrongState, why).hint(hint));
         if !is_address(&request.folder) && !request.folder.is_absolute() {
-            return Err(ApiError::new(ErrorWord::BadRequest, "the folder must be named with an absolute path"));
+            return Err(ApiError::new(ErrorWord::BadRequest, "the save folder must be an absolute path"));
         }
         if request.scan.is_some_and(|plan| !plan.is_sane()) {
             let (periods, rounds) = (ScanRequest::PERIOD_MS, ScanRequest::ROUNDS);
-            let why = format!("a scan has {rounds:?} rounds of {periods:?} ms");
+            let why = format!("scan out of range: use {rounds:?} rounds of {periods:?} ms");
             return Err(ApiError::new(ErrorWord::BadRequest, why));
         }
         if request.freeze.is_some_and(|freeze| !freeze.is_sane()) {
-            let why = format!("an agent is waited for {:?} ms", FreezeRequest::PATIENCE_MS);
+            let why = format!("freeze patience out of range: use {:?} ms", FreezeRequest::PATIENCE_MS);
             return Err(ApiError::new(ErrorWord::BadRequest, why));
         }
         if !self.parts.config.nvram.is_empty() || !self.parts.config.pmem.is_empty() {
-            return refuse("cannot save: NVRAM is no part of a snapshot", "save a machine without [[nvram]]");
+            return refuse(
+                "cannot save: snapshots do not include NVRAM",
+                "only a machine without [[nvram]] can be saved",
+            );
         }
         if self.saving.as_ref().is_some_and(Saving::is_called_off) {
-            let why = "cannot save: a save that was called off still waits for its disk to have written";
-            return refuse(why, "`hearth status` shows it until it has ended; look after the disk that it went to");
+            let why = "cannot save: a cancelled save still waits for its disk to finish writing";
+            return refuse(why, "`hearth status` shows it until it has ended; check the disk it was writing to");
         }
         if self.saving.is_some() {
-            return refuse("cannot save: a save is under way", "`hearth status` tells how far it is");
+            return refuse("cannot save: another save is running", "`hearth status` shows its progress");
         }
         if self.state != MachineState::Running || self.wanted != Wanted::Run {
-            let why = format!("cannot save: the machine is {}, or on its way down", self.state.name());
-            return refuse(&why, "a save is for a guest that runs");
+            let why = format!("cannot save: the machine is {}, or is stopping or rebooting", self.state.name());
+            return refuse(&why, "only a running guest can be saved");
         }
         if !self.memory_is_granted() {
-            let why = "cannot save: the guest still gets its memory bit by bit";
-            return refuse(why, "`hearth status` tells when that is over");
+            let why = "cannot save: the guest's memory is still being granted step by step";
+            return refuse(why, "`hearth status` shows when that has ended");
         }
         if request.dedup_disk && self.life.as_ref().is_some_and(|life| life.incarnation.ledger.is_none()) {
-            let why =
-                "cannot save without what disks hold: with `ember = \"off\"` it is not known which pages that are";
-            return refuse(why, "save without `--dedup-disk`");
+            let why = "cannot save with --dedup-disk: with `ember = \"off\"` Hearth does not know which pages are on the \
+                 disks";
+            return refuse(why, "save without --dedup-disk");
         }
         if request.freeze.is_some() {
             self.may_freeze()?;
@@ -53,7 +56,10 @@ impl Machine {
         self.disks_must_have_space("save")?;
         self.disks_must_be_in_use("save")?;
         if self.dumps.current().is_some_and(|dump| dump.live) {
-            return refuse("cannot save: the guest is being dumped", "wait for the dump, or give it up");
+            return refuse(
+                "cannot save: the guest is being dumped",
+                "wait for the dump, or end it with `hearth dump --discard`",
+            );
         }
         Ok(())
     }
@@ -62,20 +68,20 @@ impl Machine {
         let refuse = |why: &str, hint: String| Err(ApiError::new(ErrorWord::WrongState, why).hint(hint));
         if self.is_being_thawed() {
             let why = "cannot freeze: the guest's file systems are still frozen for an earlier save";
-            return refuse(why, "`hearth status` tells when they go on".to_owned());
+            return refuse(why, "`hearth status` shows when they are thawed".to_owned());
         }
         let next_guest = self.parts.next.configured.as_ref().map_or(&self.parts.config, |next| &next.config);
         match self.life.as_ref().is_some_and(|life| life.generation.identity().guest_agent) {
             true => Ok(()),
             false if next_guest.guest_agent => {
                 let why = "cannot freeze: the guest was started without a channel to its agent";
-                refuse(why, "it has one from its next boot on: `hearth reboot`".to_owned())
+                refuse(why, "run `hearth reboot`: the next guest has one".to_owned())
             }
             false => {
                 let file = self.parts.config.file.display();
                 let hint = format!(
-                    "add `guest_agent = true` at the top of {file}, and stop and run the machine; qemu-guest-agent must run in \
-                     the guest"
+                    "add `guest_agent = true` at the top of {file}, then stop and run the machine; qemu-guest-agent \
+                     must run in the guest"
                 );
                 refuse("cannot freeze: the machine has no channel to a guest agent", hint)
             }
