@@ -109,7 +109,7 @@ fn an_image_in_use_by_a_plain_qemu_is_not_touched() -> Result<()> {
     assert_eq!(checked.status, LATER, "{}", checked.text());
     let expect = format!("error: disk disk0: disk image {} is in use by process {} (", image.display(), plain.pid());
     assert!(checked.text().contains(&expect), "{}", checked.text());
-    assert!(checked.text().contains("stop whoever uses it"), "{}", checked.text());
+    assert!(checked.text().contains("stop the program that uses it"), "{}", checked.text());
     plain.sh("dd if=/dev/zero of=/dev/vda bs=4096 count=4 conv=fsync").map(drop)
 }
 
@@ -226,8 +226,8 @@ fn ctrl_bracket_leaves_the_console() -> Result<()> {
     out.read_to_end(&mut seen).expect("the terminal is open");
     assert!(script.wait().expect("it is our child").success());
     let seen = String::from_utf8_lossy(&seen);
-    assert!(seen.contains("connected to web; Ctrl-] leaves"), "{seen}");
-    assert!(seen.contains("left; web goes on") && seen.contains("code 0"), "{seen}");
+    assert!(seen.contains("connected to web; Ctrl-] disconnects"), "{seen}");
+    assert!(seen.contains("disconnected; web keeps running") && seen.contains("code 0"), "{seen}");
     let modes = |name: &str| std::fs::read_to_string(vm.folder().join(name)).expect("stty wrote it");
     assert_eq!(modes("before"), modes("after"));
     assert_eq!(vm.sh("echo goes on")?.trim(), "goes on");
@@ -256,7 +256,7 @@ fn verbs_of_a_machine_that_does_not_run_end_with_3() {
         for json in [&[][..], &["--json"][..]] {
             let output = hearth(&[verb, json].concat(), root.path());
             assert_eq!(output.status, NOT_RUNNING, "{verb:?}: {}", output.text());
-            assert!(output.text().contains("web does not run"), "{verb:?}: {}", output.text());
+            assert!(output.text().contains("web is not running"), "{verb:?}: {}", output.text());
         }
     }
 }

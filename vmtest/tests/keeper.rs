@@ -376,7 +376,7 @@ fn a_running_machine_is_refused_a_second_keeper_and_stops_when_told() -> Result<
     let config = vm.folder().join("machine.toml").display().to_string();
     let second = vm.cli_output(&["run", &config])?;
     assert_eq!(second.status, 75, "{}", second.text());
-    assert!(second.text().contains("told: is running already"), "{}", second.text());
+    assert!(second.text().contains("told: is already running"), "{}", second.text());
     assert!(memory_files(&vm).iter().any(|file| file == "ram-1"), "{:?}", memory_files(&vm));
     signal(&vm);
     assert_eq!(vm.wait_keeper_end()?.code(), Some(0));

@@ -3,46 +3,46 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// How old a machine's QEMU is, and what speaks for another one.
+/// Age of a machine's QEMU, and whether it should be replaced.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Age {
     pub name: String,
     pub qemu: QemuAge,
-    /// What speaks for a rejuvenation, a sentence each; empty: nothing does.
+    /// Reasons to rejuvenate, one sentence each; empty if there is none.
     pub reasons: Vec<String>,
-    /// Why there can be none now.
+    /// Why a rejuvenation is not possible now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hindrance: Option<String>,
 }
 
-/// What a QEMU has become since its start.
+/// How a QEMU process has changed since its start.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct QemuAge {
     pub pid: u32,
     pub generation: u32,
-    /// Of the process; the guest may be older.
+    /// Uptime of the QEMU process; the guest may be older.
     pub uptime_s: f64,
     pub version: String,
-    /// Of the QEMU that a rejuvenation would start; none if it does not say.
+    /// Version of the QEMU that a rejuvenation would start; none if unknown.
     pub installed_version: Option<String>,
-    /// The file that it was started from was replaced or removed.
+    /// Whether the running program's file was replaced or removed.
     pub program_is_gone: bool,
-    /// Memory of its own: without the guest's RAM.
+    /// QEMU's own memory, without the guest's RAM.
     pub own_bytes: Growth,
     /// Open file descriptors.
     pub descriptors: Growth,
 }
 
-/// A number that may grow over time. None where it cannot be seen.
+/// A number that may grow over time; none where it cannot be measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Growth {
-    /// When QEMU first answered.
+    /// Value when QEMU first responded.
     pub at_start: Option<u64>,
     pub now: Option<u64>,
 }
 
 impl Growth {
-    /// By how much it has grown; 0 if it has become less.
+    /// Growth since the start; 0 if the value has shrunk.
     pub fn grown(self) -> Option<u64> {
         Some(self.now?.saturating_sub(self.at_start?))
     }

@@ -23,7 +23,7 @@ impl DumpFormat {
     }
 }
 
-/// How the pages of a kdump file are compressed.
+/// Compression of a kdump file's pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DumpCompression {
@@ -45,40 +45,41 @@ impl DumpCompression {
     }
 }
 
-/// Dump the memory of a guest that runs or is paused. What is not given is as configured.
+/// Dump the memory of a running or paused guest. Missing fields are as configured.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct DumpRequest {
-    /// Hold the guest still until the dump is written, so that the dump shows one moment. Otherwise it runs on, but for
-    /// about a millisecond in which its registers are taken.
+    /// Pause the guest until the dump is written, so that the dump shows a single moment. Otherwise the guest keeps
+    /// running, except for about a millisecond while its registers are read.
     pub pause: bool,
-    /// 0 to 31, as makedumpfile counts.
+    /// Pages to leave out: makedumpfile's level, 0 to 31.
     pub level: Option<u8>,
     pub format: Option<DumpFormat>,
-    /// Of kdump files; ELF files are not compressed.
+    /// Compression of a kdump file; ELF files are not compressed.
     pub compression: Option<DumpCompression>,
-    /// Absolute path of the file; it must not exist. Otherwise it gets a name in the dump folder.
+    /// Absolute path of the file, which must not exist. If missing, Hearth chooses a name in the dump folder.
     pub output: Option<String>,
 }
 
-/// Go on with a dump that waits, or give up what it has not written.
+/// Resume a waiting dump, or discard what it has not written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct DumpOrder {}
 
-/// How far a dump is.
+/// Progress of a dump.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DumpState {
-    /// Another dump is written first.
+    /// It waits for another dump to complete.
     Queued,
-    /// The guest's kernel is asked what its pages are.
+    /// The guest kernel's page descriptors are being read to classify its pages.
     Planning,
     Writing,
-    /// It cannot go on (a full disk, say) and waits for `hearth dump NAME --resume` or `--discard`; nothing is lost.
+    /// It cannot continue, for example because a disk is full, and waits for `hearth dump NAME --resume` or
+    /// `--discard`. Nothing is lost.
     Waiting,
     Complete,
-    /// Given up before its end; the file says so itself and can be read as far as it goes.
+    /// It ended early. The file is marked incomplete and can be read as far as it goes.
     Incomplete,
 }
 
@@ -94,56 +95,56 @@ impl DumpState {
         }
     }
 
-    /// Whether anything is still going to happen to it.
+    /// Whether the dump has ended.
     pub fn is_over(self) -> bool {
         matches!(self, Self::Complete | Self::Incomplete)
     }
 }
 
-/// A dump, from its beginning on.
+/// A dump that is queued, running or over.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct DumpStatus {
-    /// The incarnation whose memory it is.
+    /// The incarnation whose memory is dumped.
     pub incarnation: u32,
     pub state: DumpState,
-    /// Why it waits or is incomplete.
+    /// Why the dump waits or is incomplete.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub why: Option<String>,
-    /// Of a guest that lived on.
+    /// Whether the guest lived on after the dump began.
     pub live: bool,
     pub file: String,
-    /// As makedumpfile counts; 1 or 0 where the guest's kernel was not understood.
+    /// makedumpfile's level; 1 or 0 if the guest's kernel was not understood.
     pub level: u8,
     pub format: DumpFormat,
     pub compression: DumpCompression,
-    /// The guest's own last words, if it panicked.
+    /// The kernel's panic message, if the guest panicked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub panic: Option<String>,
-    /// What a reader of the dump must know: no registers, kernel not understood, pages that could not be judged.
+    /// Limitations of the dump: missing registers, a kernel that was not understood, unclassified pages.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
     /// RFC 3339.
     pub started_at: String,
-    /// Until now, or until its end.
+    /// Duration until now, or until its end.
     pub duration_s: f64,
     /// Pages that belong in the dump.
     pub pages: u64,
     pub pages_written: u64,
-    /// Pages of RAM that the level leaves out, by class.
+    /// Pages that the level leaves out, by class.
     pub excluded: DumpExcluded,
-    /// Memory that is not yet released because the dump needs it.
+    /// Memory held for the dump and not yet released.
     pub held_bytes: u64,
-    /// Written to the file.
+    /// Bytes written to the file.
     pub written_bytes: u64,
     pub percent: f64,
-    /// MiB of memory dumped a second. Pages of zeroes take no time and do not count.
+    /// MiB of memory dumped per second. Zero pages take no time and do not count.
     pub mib_per_s: f64,
-    /// Until the end, at that rate.
+    /// Time left at that rate.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eta_s: Option<f64>,
 }
 
-/// Pages that a dump leaves out, by class, and those that no class could be found for, which it keeps.
+/// Pages that a dump leaves out, by class; `unjudged` pages have no known class and are kept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct DumpExcluded {
     pub cache: u64,

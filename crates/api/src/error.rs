@@ -9,14 +9,14 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ApiError {
     pub error: ErrorWord,
-    /// What was wrong, with the name of the thing.
+    /// What failed, on which named thing.
     pub message: String,
     /// What to do about it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hint: Option<String>,
 }
 
-/// All reasons for which a request can fail. Programs may rely on these words.
+/// Reason why a request failed. Programs may rely on these words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ErrorWord {
@@ -24,21 +24,21 @@ pub enum ErrorWord {
     BadRequest,
     /// No route has this path.
     NoSuchRoute,
-    /// The path exists, with another method.
+    /// The path exists, but with another method.
     WrongMethod,
-    /// The body or the head of the request is larger than any valid one.
+    /// The request's head or body is too large.
     TooLarge,
-    /// The machine has no disk of this name.
+    /// The machine has no disk with this name.
     NoSuchDisk,
     /// The machine's state does not allow this now.
     WrongState,
-    /// As the machine is configured this can never be done with it.
+    /// The machine's configuration rules this out.
     NotPossible,
-    /// The machine did not answer in time; what was asked may still happen.
+    /// The machine did not respond in time; the request may still take effect.
     Timeout,
-    /// More clients are connected than the keeper serves at a time.
+    /// Too many clients are connected.
     TooManyClients,
-    /// It was tried and failed.
+    /// The operation failed.
     Failed,
 }
 

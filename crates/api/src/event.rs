@@ -1,4 +1,4 @@
-//! What happened to a machine, as operators and programs read it: `hearth events`, `GET /v1/events`.
+//! A machine's events, as `hearth events` and `GET /v1/events` show them.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -6,28 +6,28 @@ use serde_json::{Map, Value};
 
 use crate::{EndCause, MachineState, UserfaultStatus};
 
-/// One thing that happened.
+/// One event.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct EventRecord {
-    /// Counts from 1 and goes on over restarts of the keeper.
+    /// Sequence number. Counts from 1 and continues when the keeper restarts.
     pub sequence: u64,
     /// RFC 3339, UTC, milliseconds.
     pub time: String,
     pub machine: String,
-    /// The incarnation that lived, or was being made, at that moment.
+    /// The incarnation that was running or starting at that time.
     pub incarnation: u32,
     #[serde(flatten, deserialize_with = "known_or_not")]
     pub event: EventKind,
 }
 
-/// The log of a machine goes on under whichever version keeps it: what another one wrote must not end the reading.
+/// A machine's log continues under any version of Hearth, so a reader must skip events that another version wrote.
 fn known_or_not<'de, D: Deserializer<'de>>(deserializer: D) -> Result<EventKind, D::Error> {
     let fields = Map::<String, Value>::deserialize(deserializer)?;
     let what = fields.get("kind").and_then(Value::as_str).unwrap_or_default().to_owned();
     Ok(serde_json::from_value(Value::Object(fields)).unwrap_or(EventKind::Unknown { what }))
 }
 
-/// All kinds of events. `kind` tells them apart.
+/// All kinds of events; `kind` names the kind.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum EventKind {
@@ -36,17 +36,17 @@ pub enum EventKind {
         pid: u32,
         version: String,
     },
-    /// A keeper found the machine's QEMU alive and goes on with it.
+    /// A new keeper took over the machine's running QEMU.
     KeeperTookOver {
         qemu_pid: u32,
         generation: u32,
     },
-    /// Another program is to go on as the keeper.
+    /// The keeper hands over to another program.
     KeeperHandsOver {
         program: String,
         version: String,
     },
-    /// It did not: this one, which was the keeper before, goes on.
+    /// The other program did not take over; the previous keeper continues.
     KeeperUpgradeFailed {
         why: String,
     },
@@ -54,15 +54,15 @@ pub enum EventKind {
         from: MachineState,
         to: MachineState,
     },
-    /// The operator asked for something.
+    /// The operator made a request.
     Request {
         verb: String,
     },
-    /// The guest did not shut down when it was asked to, or its QEMU does not answer: it is ended.
+    /// QEMU is ended because the guest did not shut down in time, or because QEMU does not respond.
     PowerCut {
         why: String,
     },
-    /// The next guest cannot be started yet, and is tried again.
+    /// The next guest cannot be started yet; the keeper tries again at `next_start`.
     StartWaits {
         why: String,
         /// RFC 3339, UTC.
@@ -80,12 +80,12 @@ pub enum EventKind {
         generation: u32,
         userfault: UserfaultStatus,
     },
-    /// `how` is the exit code or signal in words.
+    /// QEMU has exited; `how` is its exit code or signal in words.
     QemuExited {
         generation: u32,
         how: String,
     },
-    /// The guest runs.
+    /// The guest has started to run.
     IncarnationStarted {
         generation: u32,
         warm: bool,
@@ -94,44 +94,44 @@ pub enum EventKind {
         cause: EndCause,
     },
     GuestPanicked,
-    /// The guest no longer fed its watchdog; `action` is what QEMU did.
+    /// The guest stopped feeding its watchdog; `action` is what QEMU did.
     WatchdogExpired {
         action: String,
     },
-    /// The machine has crashed too often: it waits before it starts its next guest.
+    /// The machine crashed too often and waits before it starts its next guest.
     CrashLoop {
         delay_s: u64,
         /// RFC 3339, UTC.
         next_start: String,
     },
-    /// Registers and notes of a guest were taken for its dump.
+    /// The guest's registers and notes were read for its dump.
     RegistersTaken {
         bytes: u64,
         duration_ms: f64,
     },
-    /// A dump is on its way. Pages in all and those that belong in it.
+    /// A dump has started. `ram_pages` counts all pages, `pages` those in the dump.
     DumpStarted {
         file: String,
         level: u8,
         ram_pages: u64,
         pages: u64,
     },
-    /// The guest's own last words.
+    /// The kernel's panic message.
     CrashReason {
         message: String,
     },
-    /// Something that a reader of the dump must know.
+    /// A limitation of the dump.
     DumpWarning {
         message: String,
     },
-    /// How far a dump is, now and then.
+    /// Progress of a dump, from time to time.
     DumpProgress {
         file: String,
         percent: f64,
         mib_per_s: f64,
         eta_s: Option<f64>,
     },
-    /// A dump cannot go on and waits for `hearth dump --resume` or `--discard`.
+    /// A dump cannot continue and waits for `hearth dump --resume` or `--discard`.
     DumpWaits {
         file: String,
         why: String,
@@ -142,7 +142,7 @@ pub enum EventKind {
         bytes: u64,
         duration_ms: f64,
     },
-    /// A dump ended before its end; the file can be read as far as it goes.
+    /// A dump ended early; its file can be read as far as it goes.
     DumpIncomplete {
         file: String,
         why: String,
@@ -151,168 +151,168 @@ pub enum EventKind {
     DumpSkipped {
         why: String,
     },
-    /// By the machine's own policy QEMU is to be replaced now.
+    /// The machine's policy requires QEMU to be replaced now.
     RejuvenationDue {
         why: String,
     },
-    /// The guest goes on with another QEMU.
+    /// The guest has moved to another QEMU.
     Rejuvenated {
         generation: u32,
         from_version: String,
         version: String,
-        /// How long the guest stood still.
+        /// How long the guest was paused.
         pause_ms: f64,
     },
-    /// It did not get another QEMU. Unless `guest_lost` it goes on with the one it has.
+    /// A rejuvenation failed. The guest continues on the old QEMU, unless `guest_lost`.
     RejuvenationFailed {
         phase: String,
         why: String,
         guest_lost: bool,
     },
-    /// The guest stands still in memory, without QEMU: the keeper ends, and the next one goes on with it.
+    /// The guest is parked in memory, without QEMU. The keeper ends, and the next one resumes the guest.
     Parked {
-        /// From its last instruction.
+        /// Time since its last instruction.
         duration_ms: f64,
         state_bytes: u64,
     },
-    /// It was not parked, and goes on.
+    /// Parking failed, and the guest continues.
     ParkFailed {
         phase: String,
         why: String,
     },
-    /// A guest that was parked goes on.
+    /// A parked guest was resumed.
     Unparked {
         generation: u32,
         version: String,
-        /// How long it stood still.
+        /// How long the guest was paused.
         stood_ms: f64,
-        /// Of that, since its keeper started.
+        /// The part of that since its keeper started.
         duration_ms: f64,
     },
-    /// What was parked cannot go on; the machine boots instead.
+    /// The parked guest cannot resume; the machine boots instead.
     ParkedLost {
         why: String,
     },
-    /// The guest is being saved while it runs; unless `held_why` says why it stands still for that.
+    /// A save has started. The guest keeps running, unless `held_why` says why it is paused.
     SaveStarted {
         folder: String,
         #[serde(default)]
         held_why: Option<String>,
     },
-    /// Which pages the guest uses was seen over so many rounds; now it is copied.
+    /// The scan of the pages that the guest uses is complete; the copy follows.
     SaveScanned {
         folder: String,
         pages: u64,
         rounds: u32,
         duration_ms: f64,
     },
-    /// The guest's agent has frozen its file systems, for the moment that is saved.
+    /// The guest's agent has frozen its file systems for the save.
     SaveFrozen {
         folder: String,
         file_systems: u64,
-        /// That it took the agent.
+        /// How long the agent took.
         duration_ms: f64,
     },
-    /// File systems that were frozen for a save go on.
+    /// The guest's file systems were thawed after a save.
     Thawed {
-        /// As the guest's agent counts them: none, if they went on already.
+        /// The agent's count of thawed file systems; 0 if they were thawed already.
         file_systems: u64,
-        /// How long they stood still, as far as this keeper has seen.
+        /// How long they were frozen, if this keeper knows.
         frozen_ms: Option<f64>,
     },
-    /// How far a save is, now and then.
+    /// Progress of a save, from time to time.
     SaveProgress {
         folder: String,
         percent: f64,
         mib_per_s: f64,
         eta_s: Option<f64>,
     },
-    /// The folder can be restored.
+    /// A save is complete, and its folder can be restored.
     Saved {
         folder: String,
-        /// Of memory, without those of zeroes.
+        /// Memory pages, without zero pages.
         pages: u64,
-        /// Of the file of memory.
+        /// Size of the memory file.
         bytes: u64,
-        /// How long the guest stood still; if it is stopped, until all was saved.
+        /// How long the guest was paused. If it is then stopped: until everything was saved.
         pause_ms: f64,
-        /// From the order until all was on the disk.
+        /// Duration from the request until everything was on disk.
         #[serde(default)]
         duration_ms: f64,
-        /// Passes over what was written while it was copied.
+        /// Number of passes over pages written during the copy.
         #[serde(default)]
         rounds: u32,
-        /// They came to an end: the guest wrote less than could be copied.
+        /// Whether the passes converged: the guest wrote less than could be copied.
         #[serde(default)]
         settled: bool,
-        /// Copied while the guest stood still.
+        /// Pages copied while the guest was paused.
         #[serde(default)]
         pages_held: u64,
-        /// Of `pages`, stored as blocks of the snapshot's disks.
+        /// How many of `pages` are stored only on the snapshot's disks.
         #[serde(default)]
         pages_on_disks: u64,
     },
-    /// There is no such folder, and the guest goes on.
+    /// A save failed. There is no folder, and the guest continues.
     SaveFailed {
         folder: String,
         why: String,
     },
-    /// A guest comes out of a snapshot.
+    /// A restore has started.
     RestoreStarted {
         snapshot: String,
         mode: String,
     },
-    /// How far it is with what is brought before the guest runs, now and then, if that takes long.
+    /// Progress of what is loaded before the guest runs, from time to time.
     RestoreProgress {
         percent: f64,
         mib_per_s: f64,
         eta_s: Option<f64>,
     },
-    /// It runs.
+    /// The restored guest runs.
     Restored {
         pages: u64,
         pages_prefetched: u64,
-        /// Since the keeper began with it.
+        /// Duration since the keeper began.
         duration_ms: f64,
     },
-    /// A part of the memory or of a disk cannot be brought; whoever touches it waits until it can.
+    /// A part of the memory or of a disk cannot be loaded; accesses to it wait.
     RestoreWaits {
         why: String,
     },
-    /// All memory is there.
+    /// All memory is loaded.
     RestoreComplete {
         pages: u64,
         pages_prefetched: u64,
         pages_lazy: u64,
         duration_ms: f64,
     },
-    /// All of a disk has come out of its object store.
+    /// A disk was completely fetched from its object store.
     DiskComplete {
         disk: String,
         bytes: u64,
-        /// Since the keeper began with it.
+        /// Duration since the keeper began.
         duration_ms: f64,
     },
-    /// Which pages the guest used first was noted in the snapshot, beside what earlier traces had seen.
+    /// The pages that the guest used first were added to the snapshot's working set.
     WorkingSetTraced {
         pages: u64,
     },
-    /// A phase of a recovery or of a rejuvenation is over.
+    /// A phase of a recovery or rejuvenation has ended.
     Phase {
         phase: String,
         duration_ms: f64,
     },
-    /// A dead incarnation's memory was kept.
+    /// A dead incarnation's memory was kept as ember.
     EmberKept {
         pages: u64,
         bytes: u64,
     },
-    /// What could not be used of it went back to the host.
+    /// The ember's unusable memory was released to the host.
     EmberSettled {
         released_bytes: u64,
         remaining_pages: u64,
     },
-    /// Pages were given up for the budget.
+    /// Ember pages were dropped to stay within the budget.
     EmberTrimmed {
         pages: u64,
         bytes: u64,
@@ -322,51 +322,51 @@ pub enum EventKind {
         pages_served: u64,
         pages_refused: u64,
     },
-    /// The guest has done what it boots for; what it read until then is what the next boot will read.
+    /// The guest has finished its boot. The next boot is expected to read the same blocks.
     Ready {
         why: String,
-        /// Blocks that it read.
+        /// Blocks that the boot read.
         blocks: u64,
-        /// Of these, held for the next boot.
+        /// How many of these are held for the next boot.
         held_blocks: u64,
-        /// Of its reads, answered from memory.
+        /// Share of its reads that came from memory.
         hit_pct: Option<f64>,
     },
-    /// The limit of what is held for the next boot was lowered: so many blocks have no room any more.
+    /// The boot set's limit was lowered; `left_out` blocks no longer fit.
     BootSetReduced {
         left_out: u64,
     },
-    /// What was held when the machine was stopped is held again.
+    /// The saved boot set was loaded.
     BootSetLoaded {
         blocks: u64,
     },
-    /// What is held is kept while the machine is stopped.
+    /// The boot set was saved for the machine's next start.
     BootSetSaved {
         blocks: u64,
     },
-    /// A disk that is host memory is there.
+    /// An NVRAM device was opened.
     NvramOpened {
         nvram: String,
-        /// `memory`, `mirror`, or `nothing`: then it is all zeroes.
+        /// Source of its content: `memory`, `mirror`, or `nothing` (all zeroes).
         from: String,
     },
-    /// Nothing is held for the next boot any more.
+    /// The boot set was dropped.
     BootSetDropped {
         why: String,
     },
-    /// The file system of a disk's image is full, or a quota is used up: the guest's requests wait for space.
+    /// The file system of a disk's image is full, or a quota is reached. The guest's requests wait for space.
     DiskFull {
         disk: String,
-        /// Where space is needed.
+        /// Folder that needs space.
         folder: String,
         why: String,
     },
-    /// A disk has space again, and what waited for it is done.
+    /// A disk has space again, and its waiting requests are done.
     DiskSpaceAgain {
         disk: String,
         waited_ms: f64,
     },
-    /// What memory held of a disk is not served any more: nobody guarded its image for a while.
+    /// Blocks of a disk held in memory were dropped, because its image may have changed.
     DiskForgotten {
         disk: String,
         why: String,
@@ -376,24 +376,24 @@ pub enum EventKind {
         disk: String,
         bytes: u64,
     },
-    /// The machine's files hold more host memory than they may.
+    /// The machine's files use more host memory than the budget allows.
     BudgetWarning {
         used_bytes: u64,
         budget_bytes: u64,
     },
-    /// The guest stands still: it waits for memory, and none has come free for a while. Is the dump's disk full?
+    /// The guest waits for memory, and none has become free for a while. Check whether the dump's disk is full.
     GuestWaits {
         threads: u64,
     },
-    /// Something went wrong; the message names it.
+    /// An error; the message describes it.
     Error {
         message: String,
     },
-    /// The reader was too slow, or asked for events that are no longer kept.
+    /// Events are missing: the reader was too slow, or asked for events that are no longer kept.
     Gap {
         missed: u64,
     },
-    /// What another version of Hearth has written and this one does not understand.
+    /// An event written by another version of Hearth, unknown to this one.
     Unknown {
         /// Its kind.
         what: String,

@@ -13,14 +13,14 @@ const HEAD: &str = "# API
 *Generated from the table of routes in `crates/api`. Do not edit: `UPDATE=1 cargo test -p hearth generated` rewrites it.*
 
 Every keeper answers HTTP/1.1 on the unix socket `api.sock` in its machine's runtime folder (`/run/hearth/NAME` unless
-configured otherwise). The socket has mode 0600: whoever may open it may do everything below. Bodies are JSON; a
-request without a body means one without fields. One request per connection: the keeper closes it after the answer.
+configured otherwise). The socket has mode 0600: everyone who can open it can do everything below. Bodies are JSON; an empty
+body means an object without fields. A connection serves one request: the keeper closes it after the answer.
 
     curl --unix-socket /run/hearth/web/api.sock http://localhost/v1/status
     curl --unix-socket /run/hearth/web/api.sock http://localhost/v1/reboot -d '{\"cold\": true}'
     curl --unix-socket /run/hearth/web/api.sock -N 'http://localhost/v1/events?follow=1'
 
-The same, for programs: [openapi.json](openapi.json).
+The same as OpenAPI: [openapi.json](openapi.json).
 ";
 
 /// Markdown. Ends with a newline.
@@ -70,7 +70,7 @@ fn describe(page: &mut String, route: &Route, generator: &mut SchemaGenerator) {
     line(page, &format!("- answer: {}", body_name(route.response, generator)));
     let words: Vec<String> = route.errors.iter().map(|word| format!("`{}`", word.name())).collect();
     if !words.is_empty() {
-        line(page, &format!("- errors of its own: {}", words.join(", ")));
+        line(page, &format!("- specific errors: {}", words.join(", ")));
     }
 }
 
@@ -90,7 +90,10 @@ fn body_name(body: Body, generator: &mut SchemaGenerator) -> String {
 }
 
 fn errors(page: &mut String) {
-    line(page, "\n## Errors\n\nEvery answer that is not a success is an `ApiError`: `error` is one of these words.\n");
+    line(
+        page,
+        "\n## Errors\n\nEvery failed request is answered with an `ApiError`, whose `error` is one of these words.\n",
+    );
     line(page, "| Word | HTTP status | Where |\n|---|---|---|");
     for word in ErrorWord::ALL {
         let own: Vec<String> = ROUTES
@@ -102,7 +105,7 @@ fn errors(page: &mut String) {
         let place = match (own.is_empty(), common) {
             (false, _) => own.join(", "),
             (true, true) => "every route".to_owned(),
-            (true, false) => "paths that are no route".to_owned(),
+            (true, false) => "unknown paths".to_owned(),
         };
         line(page, &format!("| `{}` | {} | {place} |", word.name(), word.status()));
     }

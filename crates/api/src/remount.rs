@@ -1,84 +1,84 @@
-//! What a machine's next boot will read, and how much of it is held: the answer to `remount-plan`.
+//! What a machine's next boot will read, and how much of it is in memory: the answer to `remount-plan`.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// The guest has done what it boots for.
+/// Mark the guest's boot as finished.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ReadyRequest {}
 
-/// What the next boot will read if it is like the last one, how much of it is held in memory, and how the last boot went.
+/// What the next boot will read if it is like the last one, how much of it memory holds, and how the last boot went.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct RemountPlan {
     pub name: String,
-    /// False: the boot is not over, and what it reads is still being noted.
+    /// Whether the boot is over. If false, its reads are still being recorded.
     pub ready: bool,
-    /// What the boot set may hold.
+    /// Maximum size of the boot set.
     pub limit_bytes: u64,
-    /// Host memory that it holds now.
+    /// Host memory that the boot set uses now.
     pub resident_bytes: u64,
-    /// Blocks of 4 KiB that the last boot read: what the next one is expected to read.
+    /// 4 KiB blocks that the last boot read; the next one is expected to read the same.
     pub blocks: u64,
-    /// Of these, held.
+    /// How many of these blocks memory holds.
     pub held_blocks: u64,
-    /// Reads of blocks that could not be held because of the limit.
+    /// Reads of blocks that did not fit into the limit.
     pub no_room_blocks: u64,
-    /// Of what the next boot is expected to read; none if nothing is known.
+    /// Expected hit rate of the next boot; none if unknown.
     pub expected_hit_pct: Option<f64>,
-    /// Of what the last boot read.
+    /// Hit rate of the last boot.
     pub hit_pct: Option<f64>,
-    /// Blocks that are held although no boot reads them: read from the images again and again, after ready.
+    /// Held blocks that no boot reads, but that are read repeatedly after ready.
     pub late_blocks: u64,
-    /// Blocks that are held because they were written lately: the next boot may read them, and none has before.
+    /// Held blocks that were written recently and that no boot has read yet.
     #[serde(default)]
     pub written_blocks: u64,
-    /// Since the machine was ready.
+    /// Reads since the machine was ready.
     pub later: RemountLater,
-    /// Reads of the last boot that were answered from memory alone, whatever their length.
+    /// Reads of the last boot that were served entirely from memory.
     pub memory_reads: u64,
-    /// Of these, answered in line: before the disk's thread turned to anything else.
+    /// Share of these that were served in line, before the disk's thread did anything else.
     pub in_line_pct: Option<f64>,
-    /// Of the reads from memory, answered while writes of the same disk were on their way to its image.
+    /// How many reads from memory were served during writes to the same disk.
     #[serde(default)]
     pub memory_reads_beside_writes: u64,
-    /// How long such a read took, from when it was taken to its answer.
+    /// Duration of a read from memory, from its arrival to its answer.
     pub memory_read_us_p50: Option<f64>,
     pub memory_read_us_p99: Option<f64>,
-    /// The same of those that were answered while writes were on their way: waiting for these would show here.
+    /// Duration of a read from memory during writes to the same disk.
     #[serde(default)]
     pub memory_read_beside_writes_us_p50: Option<f64>,
     #[serde(default)]
     pub memory_read_beside_writes_us_p99: Option<f64>,
     pub disks: Vec<RemountDisk>,
-    /// Partitions, or whole disks where the boot set holds no tables of them.
+    /// Partitions, or whole disks where the boot set holds no partition table.
     #[serde(default)]
     pub volumes: Vec<RemountVolume>,
-    /// What the next boot is expected to read, in that order: what the last one has read. At most 8192 runs.
+    /// Runs that the next boot is expected to read, in order; at most 8192.
     #[serde(default)]
     pub reads: Vec<PlannedRun>,
-    /// Blocks of it that are not listed.
+    /// Blocks of these runs that are not listed.
     #[serde(default)]
     pub reads_unlisted_blocks: u64,
-    /// What the last boot read from the images, in that order.
+    /// Runs that the last boot read from the images, in order.
     pub missed: Vec<MissedRun>,
-    /// Blocks that it read from the images and that are not listed.
+    /// Blocks read from the images that are not listed.
     pub missed_unlisted_blocks: u64,
-    /// Copies that were dropped because they were damaged, since the keeper started.
+    /// Blocks dropped because they were damaged in memory, since the keeper started.
     pub damaged_blocks: u64,
 }
 
-/// One disk's part. Hits and misses are of the last boot, `later` of what came after it.
+/// The plan for one disk. Hits and misses count the last boot; `later` counts what followed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct RemountDisk {
     pub disk: String,
     pub blocks: u64,
     pub held_blocks: u64,
-    /// Answered by the boot set.
+    /// Blocks served from the boot set.
     pub hits: u64,
-    /// Answered by the ember.
+    /// Blocks served from the ember.
     pub ember_hits: u64,
-    /// Answered by the image.
+    /// Blocks read from the image.
     pub misses: u64,
     pub hit_pct: Option<f64>,
     pub late_blocks: u64,
@@ -87,57 +87,57 @@ pub struct RemountDisk {
     pub later: RemountLater,
 }
 
-/// The part of one partition in the last boot and the next one, or that of a disk without any.
-/// Blocks that could not be held because of the limit are not told apart by volume.
+/// The plan for one partition, or for a disk without partitions. Blocks that did not fit into the limit are not counted
+/// by volume.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct RemountVolume {
     pub disk: String,
-    /// As Linux counts them. None: the whole disk, or what of it lies beside its partitions.
+    /// Partition number, as Linux counts. None: the whole disk, or its space outside partitions.
     pub partition: Option<u32>,
-    /// Its name, where the table of partitions has names (GPT).
+    /// Partition name, if the partition table has names (GPT).
     #[serde(default)]
     pub label: Option<String>,
-    /// Where it begins on the disk, in bytes.
+    /// Offset on the disk, in bytes.
     pub offset: u64,
     pub bytes: u64,
     pub blocks: u64,
     pub held_blocks: u64,
-    /// Blocks that memory answered, boot set or ember.
+    /// Blocks served from the boot set or the ember.
     pub hits: u64,
-    /// Blocks that the image answered.
+    /// Blocks read from the image.
     pub misses: u64,
     pub hit_pct: Option<f64>,
-    /// Nothing, if the partitions are others than when the machine was ready.
+    /// Reads since the machine was ready; all zero if the partitions have changed since.
     #[serde(default)]
     pub later: RemountLater,
 }
 
-/// Reads of blocks since the machine was ready, by who answered.
+/// Block reads since the machine was ready, by source.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct RemountLater {
-    /// The boot set.
+    /// Reads served from the boot set.
     pub hits: u64,
     pub ember_hits: u64,
-    /// The image.
+    /// Reads served from the image.
     pub misses: u64,
 }
 
-/// Neighbouring blocks that the last boot read one after the other.
+/// Adjacent blocks that the last boot read in sequence.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct PlannedRun {
     pub disk: String,
-    /// On the disk, in bytes.
+    /// Offset on the disk, in bytes.
     pub offset: u64,
     pub bytes: u64,
-    /// False: the image will be asked for them.
+    /// Whether memory holds them. If not, they are read from the image.
     pub held: bool,
 }
 
-/// Neighbouring blocks that were read one after the other.
+/// Adjacent blocks that were read from the image in sequence.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct MissedRun {
     pub disk: String,
-    /// On the disk, in bytes.
+    /// Offset on the disk, in bytes.
     pub offset: u64,
     pub bytes: u64,
 }

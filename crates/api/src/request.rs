@@ -5,13 +5,13 @@ use std::path::PathBuf;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Reboot the machine: a new incarnation from the ember, unless cold.
+/// Reboot the machine; the new incarnation uses the ember, unless `cold`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RebootRequest {
-    /// Keep nothing of the old memory.
+    /// Do not reuse the old memory.
     pub cold: bool,
-    /// End QEMU at once instead of asking the guest to shut down first.
+    /// End QEMU at once instead of asking the guest to shut down.
     pub force: bool,
 }
 
@@ -30,7 +30,7 @@ pub struct CrashRequest {
     pub method: CrashMethod,
 }
 
-/// How a guest is made to panic.
+/// How to make a guest panic.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum CrashMethod {
@@ -45,56 +45,56 @@ pub enum CrashMethod {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RejuvenateRequest {
-    /// Another QEMU than the configured one, by its absolute path; it stays the machine's until the keeper ends.
+    /// Absolute path of the QEMU to switch to instead of the configured one. It stays in use until the keeper ends.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub qemu: Option<PathBuf>,
 }
 
-/// Let another program go on as the machine's keeper.
+/// Replace the machine's keeper with another program.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct UpgradeRequest {
-    /// Absolute path of the program; without it the one that is now where the keeper's was started from.
+    /// Absolute path of the program. By default, the path that the keeper was started from.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub program: Option<PathBuf>,
 }
 
-/// End the machine's QEMU and keeper, and leave its guest in memory for the next ones.
+/// End the machine's QEMU and keeper, and leave its guest in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ParkRequest {
-    /// Only say whether it could be done now.
+    /// Only check whether the guest could be parked now.
     pub check: bool,
 }
 
-/// Save the machine to a folder, from which others can go on.
+/// Save the machine to a folder, for later restores.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct SaveRequest {
-    /// Absolute path of the folder, or an address as `s3://BUCKET/PREFIX`; there must be nothing.
+    /// Absolute path of the folder, or an address such as `s3://BUCKET/PREFIX`. It must not exist yet.
     pub folder: PathBuf,
     #[serde(default)]
     pub then: SaveThen,
     /// Compress memory with zstd.
     #[serde(default)]
     pub compress: bool,
-    /// Store pages that the disks hold too as where they are there.
+    /// For pages that are also on the disks, store only their location.
     #[serde(default)]
     pub dedup_disk: bool,
-    /// See beforehand which pages the guest uses; they become the snapshot's working set.
+    /// Scan which pages the guest uses before the save. They become the snapshot's working set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scan: Option<ScanRequest>,
-    /// Have the guest's agent freeze its file systems for that moment, so that they are whole on the disks. Needs
+    /// Freeze the guest's file systems for the moment of the save, so that they are consistent on the disks. Needs
     /// `guest_agent = true`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub freeze: Option<FreezeRequest>,
 }
 
-/// How file systems are frozen.
+/// How to freeze file systems.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct FreezeRequest {
-    /// So long the agent may take for that, from 1000 to 600000. If it takes longer the machine is not saved.
+    /// Time that the guest's agent may take, 1000 to 600000. If it takes longer, the save fails.
     pub patience_ms: u64,
 }
 
@@ -106,13 +106,13 @@ impl FreezeRequest {
     }
 }
 
-/// How long is looked which pages a guest uses, and how often. What is used in many rounds comes first.
+/// How long and how often to scan which pages a guest uses. Pages used in many rounds come first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ScanRequest {
-    /// Of one round, from 50 to 600000.
+    /// Duration of one round, 50 to 600000.
     pub period_ms: u64,
-    /// From 1 to 1000.
+    /// Number of rounds, 1 to 1000.
     pub rounds: u32,
 }
 
@@ -125,18 +125,18 @@ impl ScanRequest {
     }
 }
 
-/// What becomes of a machine that was saved.
+/// What happens to the machine after a save.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SaveThen {
-    /// The guest goes on. Its images must be on a file system that shares blocks.
+    /// The guest continues.
     #[default]
     Continue,
-    /// The machine is stopped; images are copied where blocks cannot be shared.
+    /// The machine stops after the save.
     Stop,
 }
 
-/// Call a save off.
+/// Cancel a save.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct SaveCancel {}
@@ -146,14 +146,14 @@ pub struct SaveCancel {}
 #[serde(default, deny_unknown_fields)]
 pub struct ResizeRequest {}
 
-/// The request was taken; the event stream says what becomes of it.
+/// The request was accepted; events report its progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Accepted {
-    /// Sequence of the last event before the request: ask for events since this one.
+    /// Sequence number of the last event before the request: ask for events since this one.
     pub since: u64,
 }
 
-/// Size of a disk as the guest sees it from now on.
+/// New size of a disk, as the guest sees it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct DiskSize {
     pub disk: String,

@@ -103,7 +103,7 @@ pub static ROUTES: &[Route] = &[
         id: RouteId::Status,
         method: Method::Get,
         path: "/v1/status",
-        summary: "The machine as it is now",
+        summary: "Show the machine's state",
         details: "",
         parameters: &[],
         request: None,
@@ -115,9 +115,9 @@ pub static ROUTES: &[Route] = &[
         id: RouteId::Reboot,
         method: Method::Post,
         path: "/v1/reboot",
-        summary: "End the living incarnation and start the next one",
-        details: "Warm unless `cold` is true. The guest is asked by its power button to shut down, and has a minute to \
-                  do so; with `force` it is not asked, and its file systems are as after a power cut.",
+        summary: "Reboot the guest into a new incarnation",
+        details: "The reboot is warm unless `cold` is true. The guest gets an ACPI power-button event and has a minute to \
+             shut down. With `force` its power is cut instead.",
         parameters: &[],
         request: Some(Body::Json(shape::<RebootRequest>())),
         response: Body::Json(shape::<Accepted>()),
@@ -129,7 +129,8 @@ pub static ROUTES: &[Route] = &[
         method: Method::Post,
         path: "/v1/stop",
         summary: "Power the machine off and end its keeper",
-        details: "The guest is asked by its power button, and has a minute; with `force` QEMU is ended at once. Nothing is kept.",
+        details: "The guest gets an ACPI power-button event and has a minute to shut down. With `force` QEMU ends at once. \
+             Its memory is not kept.",
         parameters: &[],
         request: Some(Body::Json(shape::<StopRequest>())),
         response: Body::Json(shape::<Accepted>()),
@@ -141,7 +142,7 @@ pub static ROUTES: &[Route] = &[
         method: Method::Post,
         path: "/v1/crash",
         summary: "Make the guest's kernel panic, for drills",
-        details: "The guest must be set up for it: see the field `method`.",
+        details: "The guest must be prepared for it: see the field `method`.",
         parameters: &[],
         request: Some(Body::Json(shape::<CrashRequest>())),
         response: Body::Json(shape::<Accepted>()),
@@ -152,8 +153,8 @@ pub static ROUTES: &[Route] = &[
         id: RouteId::Dump,
         method: Method::Post,
         path: "/v1/dump",
-        summary: "Dump the memory of a guest that runs or is paused",
-        details: "The guest runs on, unless `pause` is true. `dumps` of the status and the events say how far the dump is.",
+        summary: "Dump the memory of a running or paused guest",
+        details: "The guest keeps running unless `pause` is true. The events, and `dumps` of the status, show progress.",
         parameters: &[],
         request: Some(Body::Json(shape::<DumpRequest>())),
         response: Body::Json(shape::<Accepted>()),
@@ -164,8 +165,8 @@ pub static ROUTES: &[Route] = &[
         id: RouteId::DumpResume,
         method: Method::Post,
         path: "/v1/dump/resume",
-        summary: "Go on with a dump that waits",
-        details: "After its reason is gone: make room on the disk first.",
+        summary: "Resume a waiting dump",
+        details: "First remove the reason for its wait, for example by freeing disk space.",
         parameters: &[],
         request: Some(Body::Json(shape::<DumpOrder>())),
         response: Body::Json(shape::<Accepted>()),
@@ -176,8 +177,8 @@ pub static ROUTES: &[Route] = &[
         id: RouteId::DumpDiscard,
         method: Method::Post,
         path: "/v1/dump/discard",
-        summary: "Give up what dumps have not written yet, and release its memory",
-        details: "The file stays, marked incomplete, and can be read as far as it goes.",
+        summary: "Discard what dumps have not written yet, and release its memory",
+        details: "The files stay, marked incomplete, and can be read as far as they go.",
         parameters: &[],
         request: Some(Body::Json(shape::<DumpOrder>())),
         response: Body::Json(shape::<Accepted>()),
@@ -189,8 +190,8 @@ pub static ROUTES: &[Route] = &[
         method: Method::Post,
         path: "/v1/rejuvenate",
         summary: "Replace QEMU under the running guest",
-        details: "The guest stands still for some milliseconds. The event `rejuvenated` tells that it goes on with the \
-                  new QEMU; `rejuvenation_failed` that it goes on with the old one, and why.",
+        details: "The guest pauses for some milliseconds. The event `rejuvenated` reports success. `rejuvenation_failed` \
+             means that the guest continues on the old QEMU, and says why.",
         parameters: &[],
         request: Some(Body::Json(shape::<RejuvenateRequest>())),
         response: Body::Json(shape::<Accepted>()),
@@ -201,11 +202,11 @@ pub static ROUTES: &[Route] = &[
         id: RouteId::UpgradeKeeper,
         method: Method::Post,
         path: "/v1/upgrade-keeper",
-        summary: "Let another program go on as the machine's keeper",
-        details: "The guest runs on; its disks stand still for about a second. The new program is asked first, and if it would \
-                  not go on with the machine nothing happens. Then this keeper becomes the new one, in the same process: the \
-                  API is away for a moment. `keeper_took_over` tells that it is done, `keeper_upgrade_failed` that the old \
-                  program goes on, and why.",
+        summary: "Replace the machine's keeper with another program",
+        details: "The guest keeps running; its disks pause for about a second. If the new program cannot take over the \
+             machine, nothing happens. Otherwise this keeper becomes the new one in the same process, and the API is \
+             unavailable for a moment. `keeper_took_over` reports success. `keeper_upgrade_failed` means that the old \
+             program continues, and says why.",
         parameters: &[],
         request: Some(Body::Json(shape::<UpgradeRequest>())),
         response: Body::Json(shape::<Accepted>()),
@@ -216,10 +217,10 @@ pub static ROUTES: &[Route] = &[
         id: RouteId::Park,
         method: Method::Post,
         path: "/v1/park",
-        summary: "Leave the guest in memory, and end QEMU and keeper",
-        details: "`parked` tells that it is done, and the API ends; `park_failed` that the guest goes on, and why. The next \
-                  keeper, perhaps under another host kernel, lets the guest go on. With `check` nothing happens: an error \
-                  says why it could not be done now.",
+        summary: "Park the guest: leave it in memory, and end QEMU and keeper",
+        details: "`parked` reports success, and the API ends. `park_failed` means that the guest continues, and says why. \
+             The next keeper, perhaps under another host kernel, resumes the guest. With `check` nothing happens; an \
+             error says why the guest cannot be parked now.",
         parameters: &[],
         request: Some(Body::Json(shape::<ParkRequest>())),
         response: Body::Json(shape::<Accepted>()),
@@ -230,7 +231,7 @@ pub static ROUTES: &[Route] = &[
         id: RouteId::Age,
         method: Method::Get,
         path: "/v1/age",
-        summary: "How old QEMU is, and what speaks for another one",
+        summary: "Show QEMU's age and whether it should be replaced",
         details: "",
         parameters: &[],
         request: None,
@@ -243,9 +244,9 @@ pub static ROUTES: &[Route] = &[
         method: Method::Post,
         path: "/v1/save",
         summary: "Save the guest, its memory and its disks to a folder",
-        details: "The guest runs meanwhile, and stands still for the one moment that is saved. `save` of the status and the events say how far it is; `saved` tells that \
-                  the folder can be restored, `save_failed` that there is none, and why. Either way the guest goes on, unless \
-                  `then` is `stop` and all went well.",
+        details: "The guest keeps running and pauses only for the moment that is saved. The events, and `save` of the \
+             status, show progress. `saved` means that the folder can be restored. `save_failed` means that there is \
+             no folder, and says why. The guest continues, unless the save succeeds and `then` is `stop`.",
         parameters: &[],
         request: Some(Body::Json(shape::<SaveRequest>())),
         response: Body::Json(shape::<Accepted>()),
@@ -256,8 +257,8 @@ pub static ROUTES: &[Route] = &[
         id: RouteId::SaveCancel,
         method: Method::Post,
         path: "/v1/save/cancel",
-        summary: "Call off a save that is under way",
-        details: "Nothing is left of it, and the guest goes on.",
+        summary: "Cancel the running save",
+        details: "The save's folder is removed, and the guest continues.",
         parameters: &[],
         request: Some(Body::Json(shape::<SaveCancel>())),
         response: Body::Json(shape::<Accepted>()),
@@ -268,9 +269,9 @@ pub static ROUTES: &[Route] = &[
         id: RouteId::Ready,
         method: Method::Post,
         path: "/v1/ready",
-        summary: "The guest has done what it boots for: its boot set is complete",
-        details: "For scripts: what the machine read from its disks since its reset is held in memory for its next boot. Saying \
-                  it again changes nothing.",
+        summary: "Mark the machine's boot as finished",
+        details: "For scripts. The blocks that the machine has read from its disks since its reset stay in memory for its \
+             next boot. Repeating the request changes nothing.",
         parameters: &[],
         request: Some(Body::Json(shape::<ReadyRequest>())),
         response: Body::Json(shape::<Accepted>()),
@@ -281,7 +282,7 @@ pub static ROUTES: &[Route] = &[
         id: RouteId::RemountPlan,
         method: Method::Get,
         path: "/v1/remount-plan",
-        summary: "What the next boot will read, how much of it is held, and how the last one went",
+        summary: "Show what the next boot will read, what memory holds, and how the last boot went",
         details: "",
         parameters: &[],
         request: None,
@@ -293,13 +294,13 @@ pub static ROUTES: &[Route] = &[
         id: RouteId::Events,
         method: Method::Get,
         path: "/v1/events",
-        summary: "What happened to the machine",
-        details: "A JSON list, oldest first. With `follow=1`, or with `Accept: text/event-stream`, the answer is a stream \
-                  of server-sent events that does not end: `id` is the sequence, `event` the kind, `data` the record. \
-                  A comment line every 15 seconds keeps it alive. A reader that is too slow gets a `gap` record with \
-                  the number of events it missed. `Last-Event-ID` works like `since`.",
+        summary: "Show the machine's events",
+        details: "A JSON list, oldest first. With `follow=1`, or with `Accept: text/event-stream`, the answer is an endless \
+             stream of server-sent events: `id` is the sequence number, `event` the kind, `data` the record. A comment \
+             line every 15 seconds keeps it alive. A reader that is too slow gets a `gap` record with the number of \
+             missed events. `Last-Event-ID` works like `since`.",
         parameters: &[
-            Parameter { name: "since", in_path: false, meaning: "only events with a greater sequence" },
+            Parameter { name: "since", in_path: false, meaning: "only events with a greater sequence number" },
             Parameter { name: "follow", in_path: false, meaning: "1: stream instead of list" },
         ],
         request: None,
@@ -311,7 +312,7 @@ pub static ROUTES: &[Route] = &[
         id: RouteId::Explain,
         method: Method::Get,
         path: "/v1/explain",
-        summary: "The last recovery, phase by phase",
+        summary: "Show the phases of the last recovery",
         details: "",
         parameters: &[],
         request: None,
@@ -323,7 +324,7 @@ pub static ROUTES: &[Route] = &[
         id: RouteId::Resize,
         method: Method::Post,
         path: "/v1/disks/{name}/resize",
-        summary: "Look again how large a disk's image is, and tell the guest",
+        summary: "Tell the guest that a disk's image was resized",
         details: "Resize the image first, for example with `truncate`.",
         parameters: &[Parameter { name: "name", in_path: true, meaning: "name of the disk" }],
         request: Some(Body::Json(shape::<ResizeRequest>())),
@@ -335,12 +336,12 @@ pub static ROUTES: &[Route] = &[
         id: RouteId::Config,
         method: Method::Get,
         path: "/v1/config",
-        summary: "The configuration as the keeper understood it, defaults filled in",
+        summary: "Show the configuration with all defaults filled in",
         details: "",
         parameters: &[],
         request: None,
         response: Body::JsonObject(
-            "the configuration in the keeper's own form: sizes in bytes, paths absolute; no machine.toml",
+            "the configuration in the keeper's own form, with sizes in bytes and absolute paths; not a machine.toml",
         ),
         cli: "hearth config NAME",
         errors: &[],
@@ -349,8 +350,8 @@ pub static ROUTES: &[Route] = &[
         id: RouteId::Metrics,
         method: Method::Get,
         path: "/metrics",
-        summary: "Metrics in Prometheus' text format",
-        details: "All of them are listed in metrics.md.",
+        summary: "Show metrics in Prometheus' text format",
+        details: "metrics.md lists all metrics.",
         parameters: &[],
         request: None,
         response: Body::Text("text/plain; version=0.0.4"),

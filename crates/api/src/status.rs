@@ -1,26 +1,26 @@
-//! A machine as it is now: the answer to `status`, and the source of every metric.
+//! The state of a machine: the answer to `status`, and the source of every metric.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::DumpStatus;
 
-/// A machine as it is now.
+/// The state of a machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct MachineStatus {
     pub name: String,
     pub state: MachineState,
-    /// Why the machine is in this state, where that needs saying (failed, paused).
+    /// Why the machine is in this state, for example failed or paused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub state_why: Option<String>,
-    /// When the next guest is started: the machine backs off from a crash loop. RFC 3339, UTC.
+    /// When the next guest starts, if the machine waits after crashes. RFC 3339, UTC.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub next_start: Option<String>,
-    /// Number of the living incarnation, or of the last one.
+    /// Number of the current or last incarnation.
     pub incarnation: u32,
-    /// How the incarnation before this one ended.
+    /// How the previous incarnation ended.
     pub cause_of_last_end: Option<EndCause>,
-    /// Time since the living incarnation's QEMU began to run the guest.
+    /// Time since the current incarnation started to run.
     pub uptime_s: f64,
     pub keeper: KeeperStatus,
     pub qemu: Option<QemuStatus>,
@@ -29,38 +29,38 @@ pub struct MachineStatus {
     #[serde(default)]
     pub nvram: Vec<NvramStatus>,
     pub nets: Vec<NetStatus>,
-    /// Guest pages of which the ledger knows which disk block they hold.
+    /// Guest pages whose disk block the ledger knows.
     pub ledger_pages: u64,
     pub ember: EmberStatus,
-    /// Dumps under way, and the last ones that are over; oldest first.
+    /// Running and recent dumps, oldest first.
     #[serde(default)]
     pub dumps: Vec<DumpStatus>,
-    /// The recovery that made the living incarnation; none for the first one.
+    /// The recovery that started the current incarnation; none for the first one.
     pub last_recovery: Option<Recovery>,
-    /// The last time that QEMU was, or was to be, replaced under the guest.
+    /// The last rejuvenation, successful or not.
     #[serde(default)]
     pub last_rejuvenation: Option<Rejuvenation>,
-    /// Whether this keeper found a guest that was parked, and what became of it.
+    /// The parked guest that this keeper found, if any, and what became of it.
     #[serde(default)]
     pub unparked: Option<Unparked>,
-    /// A save that is under way.
+    /// The running save.
     #[serde(default)]
     pub save: Option<SaveStatus>,
-    /// The guest's file systems are, or may be, frozen for a save.
+    /// Present if the guest's file systems are, or may be, frozen for a save.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub frozen: Option<FrozenStatus>,
-    /// The snapshot that the living incarnation came from, and how much of its memory is there.
+    /// The snapshot that the current incarnation was restored from, and how much memory is loaded.
     #[serde(default)]
     pub restore: Option<RestoreStatus>,
-    /// Keys of machine.toml that were changed under the living guest and do not count yet.
+    /// Keys changed in machine.toml that are not in effect yet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pending: Vec<PendingChange>,
 }
 
-/// A key of machine.toml whose value the living guest was not started with.
+/// A changed key of machine.toml that is not in effect yet.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct PendingChange {
-    /// As in the file: `memory`, `boot.cmdline`, `disks.root.queues`.
+    /// The key, such as `memory`, `boot.cmdline` or `disks.root.queues`.
     pub key: String,
     pub until: PendingUntil,
 }
@@ -71,11 +71,11 @@ pub struct PendingChange {
 pub enum PendingUntil {
     /// At the guest's next reboot or crash.
     NextGuest,
-    /// When the machine has stopped and is started again.
+    /// When the machine is stopped and started again.
     NextStart,
 }
 
-/// A disk that is host memory.
+/// A disk backed by host memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct NvramStatus {
     pub name: String,
@@ -86,125 +86,124 @@ pub struct NvramStatus {
     pub mirror: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mirror_file: Option<String>,
-    /// What is not in the mirror yet. With `sync` that is what no flush was asked for. None: there is no mirror.
+    /// Bytes not yet in the mirror; with `sync`, bytes not yet flushed. None: there is no mirror.
     pub unmirrored_bytes: Option<u64>,
-    /// Why the mirror could not be written last.
+    /// Why the mirror cannot be written.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
-    /// Whether a QEMU is connected, or has it mapped.
+    /// Whether a QEMU is connected or has it mapped.
     pub connected: bool,
-    /// Of a `disk`; what a guest does with `pmem` nobody sees.
+    /// Read requests to a `disk`. Accesses to `pmem` are not counted.
     pub reads: u64,
     pub writes: u64,
     pub flushes: u64,
 }
 
-/// How a guest has NVRAM.
+/// How NVRAM is attached to a guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum NvramDevice {
     #[default]
     Disk,
-    /// In its address space.
+    /// In the guest's address space.
     Pmem,
 }
 
-/// How a guest comes out of a snapshot. Pages are those of its memory that are not zero.
+/// Progress of a restore. Zero pages are not counted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct RestoreStatus {
     pub snapshot: String,
     /// `eager`, `lazy` or `working-set`.
     pub mode: String,
     pub pages: u64,
-    /// There before the guest went on, or before this keeper took it over.
+    /// Pages loaded before the guest ran, or before this keeper took it over.
     pub pages_prefetched: u64,
-    /// Brought because somebody touched them.
+    /// Pages loaded on a page fault.
     pub pages_lazy: u64,
-    /// Brought beside one that was touched, or ahead of the guest.
+    /// Pages loaded beside a faulting one, or in the background.
     pub pages_filled: u64,
     pub pages_missing: u64,
-    /// Page faults of the guest that are over.
+    /// Guest page faults served.
     #[serde(default)]
     pub faults: u64,
-    /// How long half of the guest's page faults took at most, and 99 of 100, in microseconds, from when the keeper heard of them.
-    /// None: there was none.
+    /// Median time of guest page faults, in µs since the keeper received them. None: there was no fault.
     #[serde(default)]
     pub fault_us_p50: Option<u64>,
     #[serde(default)]
     pub fault_us_p99: Option<u64>,
-    /// The same of pages that are stored: those of zeroes take no read.
+    /// Median for stored pages, in µs; zero pages need no read.
     #[serde(default)]
     pub fault_us_p50_stored: Option<u64>,
     #[serde(default)]
     pub fault_us_p99_stored: Option<u64>,
-    /// All of the guest's page faults together, in microseconds: so long it waited for memory. A fault counts when it is over.
+    /// Total time of the guest's served page faults, in µs.
     #[serde(default)]
     pub fault_us_total: u64,
-    /// Nothing is missing: the snapshot's memory is not needed any more.
+    /// Whether all memory is loaded, so that the snapshot's memory is no longer needed.
     pub complete: bool,
-    /// What cannot be brought now, and why. Whoever touches it waits.
+    /// Parts that cannot be loaded now, and why. Accesses to them wait.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub waits: Vec<String>,
 }
 
-/// File systems that the guest's agent was told to freeze, and is told to thaw once the guest goes on.
+/// File systems that the guest's agent was told to freeze, and will be told to thaw.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct FrozenStatus {
-    /// None: the agent has not said so yet, or another keeper heard it.
+    /// Number of frozen file systems. None: the agent has not answered yet, or it answered an earlier keeper.
     pub file_systems: Option<u64>,
     pub for_ms: Option<f64>,
-    /// Why they were not thawed last time; it is tried again for some minutes.
+    /// Why the last attempt to thaw them failed; the keeper tries again for some minutes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
 }
 
-/// How far a save is. Pages that the guest writes to meanwhile are copied again, and counted again.
+/// Progress of a save. Pages that the guest writes meanwhile are copied and counted again.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct SaveStatus {
     pub folder: String,
     pub pages: u64,
     pub pages_done: u64,
-    /// Of images that cannot share their blocks; what they take on the disk.
+    /// Allocated bytes of images that must be copied because they cannot share blocks.
     #[serde(default)]
     pub disk_bytes: u64,
     #[serde(default)]
     pub disk_bytes_done: u64,
-    /// Of a snapshot that goes to an object store, as far as is known. Parts of memory that change are sent again, and counted again.
+    /// Bytes to upload to an object store, as far as known. Parts of memory that change are sent and counted again.
     #[serde(default)]
     pub upload_bytes: u64,
     #[serde(default)]
     pub upload_bytes_done: u64,
     pub percent: f64,
     pub mib_per_s: f64,
-    /// None: not known yet.
+    /// Time left; none if not known yet.
     pub eta_s: Option<f64>,
-    /// While it is looked which pages the guest uses; nothing is copied before that is over.
+    /// Present during the scan of the pages that the guest uses; the copy follows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scan: Option<ScanStatus>,
 }
 
-/// How far a scan is.
+/// Progress of a scan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ScanStatus {
     pub rounds: u32,
     pub rounds_done: u32,
 }
 
-/// What the machine is doing.
+/// State of a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum MachineState {
-    /// The first incarnation is being made.
+    /// The first incarnation is starting.
     Starting,
     Running,
     /// The guest crashed and `on_panic` is `pause` or `dump`, or it was paused from outside.
     Paused,
-    /// An incarnation has ended and the next one is being made, or waited for (`next_start`).
+    /// An incarnation has ended, and the next one is starting or waits for `next_start`.
     Recovering,
     /// The guest was asked to power off, or is being ended.
     Stopping,
     Stopped,
-    /// The machine cannot go on without help; the events say why.
+    /// The machine cannot continue without help; the events say why.
     Failed,
 }
 
@@ -233,11 +232,11 @@ pub enum EndCause {
     GuestReset,
     /// The guest powered itself off.
     GuestShutdown,
-    /// The guest's kernel panicked and said so.
+    /// The guest's kernel panicked and reported it.
     Panic,
-    /// The guest no longer fed its watchdog.
+    /// The guest stopped feeding its watchdog.
     Watchdog,
-    /// The QEMU process ended without the guest's doing.
+    /// The QEMU process ended, but not because of the guest.
     QemuDied,
     OperatorReboot,
     OperatorStop,
@@ -258,7 +257,7 @@ impl EndCause {
     }
 }
 
-/// The process that looks after the machine.
+/// The machine's keeper process.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct KeeperStatus {
     pub pid: u32,
@@ -266,16 +265,16 @@ pub struct KeeperStatus {
     pub uptime_s: f64,
 }
 
-/// The living QEMU process.
+/// The current QEMU process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct QemuStatus {
     pub pid: u32,
     pub version: String,
-    /// Counts the QEMU processes of this machine.
+    /// Number of this QEMU process, counted over the machine's life.
     pub generation: u32,
     /// `kvm` or `tcg`.
     pub accelerator: String,
-    /// Why this accelerator.
+    /// Why this accelerator is used.
     pub accelerator_why: String,
     pub userfault: UserfaultStatus,
 }
@@ -284,67 +283,67 @@ pub struct QemuStatus {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "state", rename_all = "snake_case")]
 pub enum UserfaultStatus {
-    /// The keeper holds it, and QEMU holds a copy.
+    /// Both the keeper and QEMU hold it.
     HandedOver,
-    /// The machine runs all the same.
+    /// QEMU gave none; the machine runs without it.
     Absent { why: String },
 }
 
-/// Host memory that the machine's files hold.
+/// Host memory used by the machine's files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct MemoryStatus {
     /// RAM as the guest sees it.
     pub ram_bytes: u64,
-    /// RAM file and ledger of the living incarnation.
+    /// RAM file and ledger of the current incarnation.
     pub resident_bytes: u64,
     /// Files of dead incarnations.
     pub ember_bytes: u64,
-    /// Of these, memory that a dump has not written yet.
+    /// The part of `ember_bytes` that dumps have not written yet.
     #[serde(default)]
     pub held_bytes: u64,
-    /// Buffers of dumps that are being written.
+    /// Buffers of running dumps.
     #[serde(default)]
     pub dump_buffer_bytes: u64,
-    /// Blocks that are held for the next boot.
+    /// Boot set.
     #[serde(default)]
     pub boot_set_bytes: u64,
-    /// NVRAM devices: all of it, from the start on.
+    /// NVRAM devices.
     #[serde(default)]
     pub nvram_bytes: u64,
-    /// What all of them together may hold.
+    /// Limit for all of these together.
     pub budget_bytes: u64,
-    /// What they may hold on top of that while a dump holds dead memory.
+    /// Extra memory allowed while a dump holds dead memory.
     #[serde(default)]
     pub headroom_bytes: u64,
-    /// The most that all of them together held since the keeper started.
+    /// Peak of all of these together since the keeper started.
     pub peak_bytes: u64,
-    /// None: this QEMU takes memory as it likes.
+    /// None: this QEMU's memory is not limited by page faults.
     pub admission: Option<AdmissionStatus>,
 }
 
-/// How memory is granted to the living incarnation, unit by unit, while it is short.
+/// How memory is granted to the current incarnation, unit by unit, while memory is short.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct AdmissionStatus {
-    /// False: all of it was granted in the end.
+    /// Whether admission is on. If not, all memory has been granted.
     pub on: bool,
-    /// RAM that the guest may take without asking.
+    /// RAM granted so far.
     pub granted_bytes: u64,
-    /// Times that QEMU touched a unit for the first time.
+    /// Number of units that QEMU has touched.
     pub faults: u64,
-    /// Threads of QEMU that wait for memory now.
+    /// QEMU threads waiting for memory now.
     pub waiting: u64,
-    /// Time that they waited, all together.
+    /// Total time that QEMU's threads have waited.
     pub guest_wait_ms: u64,
 }
 
-/// One disk. Counts are since the keeper started.
+/// A disk. Counters start with the keeper.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct DiskStatus {
     pub name: String,
     pub path: String,
     /// `raw` or `qcow2`.
     pub format: String,
-    /// How the image is read and written, and why so.
+    /// How the image is accessed, and why.
     pub engine: String,
     pub read_only: bool,
     /// Size as the guest sees it.
@@ -354,42 +353,41 @@ pub struct DiskStatus {
     pub reads: u64,
     pub writes: u64,
     pub flushes: u64,
-    /// Of the flushes, those that were no operation on the image: nothing had changed since the last one, or they went with
-    /// another one.
+    /// Flushes that needed no operation on the image, because nothing had changed or another flush covered them.
     #[serde(default)]
     pub flushes_spared: u64,
     pub discards: u64,
-    /// Gaps between writes of a machine that boots: what memory held of them was written too, so that both are one operation.
+    /// Gaps between writes that were filled from memory during boot, to merge the writes.
     #[serde(default)]
     pub gaps_filled: u64,
     #[serde(default)]
     pub gap_bytes: u64,
-    /// Bytes read by the guest that were answered from memory.
+    /// Bytes read by the guest that came from memory.
     pub read_warm_bytes: u64,
     /// Bytes read by the guest that came from the image.
     pub read_image_bytes: u64,
     pub written_bytes: u64,
-    /// Requests that the image failed.
+    /// Requests that failed with an I/O error of the image.
     pub io_errors: u64,
-    /// Requests that wait until the image's file system has space.
+    /// Requests waiting for space in the image's file system.
     #[serde(default)]
     pub waiting_for_space: u64,
-    /// Requests of the guest that no driver should make.
+    /// Malformed guest requests.
     pub bad_requests: u64,
     /// Time that requests waited for the disk's rate limits.
     pub throttled_ms: u64,
-    /// What is below it is still on its way out of an object store. None: all is there.
+    /// Progress of fetching the disk from an object store. None: all of it is local.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub arrival: Option<ArrivalStatus>,
 }
 
-/// How much of a disk has come out of an object store, without what is zeroes.
+/// Progress of fetching a disk from an object store, without zeroes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ArrivalStatus {
     pub source: String,
     pub bytes: u64,
     pub missing_bytes: u64,
-    /// What cannot be brought now, and why. Whoever reads it waits.
+    /// Parts that cannot be fetched now, and why. Reads of them wait.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub waits: Vec<String>,
 }
@@ -400,31 +398,30 @@ pub struct NetStatus {
     /// `user`, `passt` or `tap`.
     pub kind: String,
     pub mac: String,
-    /// Ports of the host that lead into the guest.
+    /// Host ports forwarded into the guest.
     #[serde(default)]
     pub forward: Vec<String>,
 }
 
-/// What is left of dead incarnations and what it was good for.
-/// kept = served + refused + remaining.
+/// The ember and how it was used: kept = served + refused + remaining.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct EmberStatus {
     pub mode: EmberMode,
-    /// Pages that held a disk block when the last incarnation ended, with those left of earlier ones.
+    /// Pages that held a disk block when the last incarnation ended, plus those left of earlier ones.
     pub pages_kept: u64,
     pub kept_bytes: u64,
-    /// Pages that moved to the living incarnation.
+    /// Pages moved to the current incarnation.
     pub pages_served: u64,
     pub served_bytes: u64,
-    /// Reads answered from a part of a page, which stays.
+    /// Reads served from a part of a page, which stays.
     pub pages_served_in_part: u64,
-    /// Pages that were not used, by reason.
+    /// Pages not used, by reason.
     pub refused: Refused,
     pub pages_remaining: u64,
     pub remaining_bytes: u64,
 }
 
-/// Whether dead memory is kept.
+/// Whether dead memory is kept as ember.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum EmberMode {
@@ -435,11 +432,11 @@ pub enum EmberMode {
 /// Pages of the ember that were not used, by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Refused {
-    /// The bytes were not what the disk holds: dirty, reused or corrupted.
+    /// The page's content differed from the disk: dirty, reused or corrupted.
     pub tag_mismatch: u64,
     /// The guest wrote or discarded the block before it read it.
     pub overwritten: u64,
-    /// Given up for the budget, oldest first.
+    /// Dropped to stay within the budget, oldest first.
     pub trimmed: u64,
 }
 
@@ -449,73 +446,73 @@ impl Refused {
     }
 }
 
-/// How a living incarnation came from a dead one.
+/// A recovery: how a new incarnation followed a dead one.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Recovery {
-    /// The incarnation that was made.
+    /// The new incarnation.
     pub incarnation: u32,
-    /// Why the one before it ended.
+    /// How the previous incarnation ended.
     pub cause: EndCause,
     /// Whether it started from the ember.
     pub warm: bool,
-    /// Why not, if not.
+    /// Why the recovery was cold.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub why_cold: Option<String>,
-    /// When the old incarnation ended (RFC 3339).
+    /// When the previous incarnation ended (RFC 3339).
     pub started_at: String,
-    /// From the old incarnation's end until the new guest runs.
+    /// Time from the previous incarnation's end until the new guest runs.
     pub duration_ms: f64,
-    /// In the order in which they ended; they may overlap, and some go on beside the new guest.
+    /// In the order in which they ended. They may overlap, and some continue while the new guest runs.
     pub phases: Vec<PhaseTime>,
-    /// Disk blocks in memory at the end of the old incarnation.
+    /// Disk blocks in memory when the previous incarnation ended.
     pub pages_kept: u64,
     pub kept_bytes: u64,
-    /// Memory given back to the host because nothing in it could be used.
+    /// Memory released to the host because it was not usable.
     pub released_bytes: u64,
-    /// The guest's own last words, if it panicked and its memory was read for a dump.
+    /// The kernel's panic message, if the guest panicked and was dumped.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub panic: Option<String>,
-    /// The dump of the dead incarnation: written beside the new one.
+    /// The dump of the dead incarnation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dump: Option<DumpStatus>,
 }
 
-/// How a guest came from one QEMU to another, or did not.
+/// A rejuvenation, successful or not.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Rejuvenation {
     /// RFC 3339.
     pub started_at: String,
     pub from_version: String,
-    /// None if the new QEMU could not be asked.
+    /// Version of the new QEMU; none if unknown.
     pub version: Option<String>,
-    /// Why not, if it failed. The guest then goes on with the QEMU it has.
+    /// Why it failed. The guest then continues on the old QEMU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure: Option<String>,
-    /// How long the guest stood still.
+    /// How long the guest was paused.
     pub pause_ms: Option<f64>,
-    /// What went from one QEMU to the other.
+    /// Size of the device state that was transferred.
     pub state_bytes: Option<u64>,
-    /// In order; the one that failed is the last.
+    /// In order; if it failed, the last phase is the one that failed.
     pub phases: Vec<PhaseTime>,
 }
 
-/// What became of a guest that was parked.
+/// What became of a parked guest.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Unparked {
-    /// Why it could not go on, and the machine booted instead. None: it went on.
+    /// Why the guest could not resume, so that the machine booted. None: it resumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lost: Option<String>,
-    /// From its last instruction before to its first one after. None: it did not go on.
+    /// How long the guest was paused. None: it did not resume.
     pub stood_ms: Option<f64>,
-    /// Whether the host's kernel is another one than before.
+    /// Whether the host has changed its kernel.
     pub host_reloaded: bool,
 }
 
-/// One phase of a recovery.
+/// One phase of a recovery or rejuvenation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PhaseTime {
     pub phase: String,
-    /// Since the old incarnation's end.
+    /// Start, relative to the previous incarnation's end.
     pub started_ms: f64,
     pub duration_ms: f64,
 }
@@ -525,7 +522,7 @@ pub struct PhaseTime {
 pub struct Explanation {
     pub name: String,
     pub incarnation: u32,
-    /// None if the first incarnation still lives.
+    /// None while the first incarnation lives.
     pub recovery: Option<Recovery>,
 }
 

@@ -32,11 +32,11 @@ pub struct Client {
 pub enum ClientError {
     #[error("no keeper answers at {socket}")]
     NotRunning { socket: PathBuf },
-    #[error("{socket} belongs to another user; try as root")]
+    #[error("cannot open {socket}: it belongs to another user; try as root")]
     Forbidden { socket: PathBuf },
     #[error("the keeper at {socket} does not answer")]
     Silent { socket: PathBuf, source: io::Error },
-    #[error("what answers at {socket} is no keeper of this version: {what}")]
+    #[error("the program at {socket} is not a keeper of this version: {what}")]
     NotUnderstood { socket: PathBuf, what: String },
     #[error(transparent)]
     Refused(ApiError),
@@ -206,7 +206,7 @@ impl Client {
             if length == 0 {
                 return Err(match head.is_empty() {
                     true => self.silent(io::ErrorKind::UnexpectedEof.into()),
-                    false => self.not_understood("its answer has no end"),
+                    false => self.not_understood("its answer is cut off"),
                 });
             }
         }
@@ -214,7 +214,7 @@ impl Client {
         let mut answer = httparse::Response::new(&mut headers);
         match answer.parse(&head) {
             Ok(httparse::Status::Complete(_)) => Ok(answer.code.unwrap_or_default()),
-            Ok(httparse::Status::Partial) => Err(self.not_understood("its answer has no end")),
+            Ok(httparse::Status::Partial) => Err(self.not_understood("its answer is cut off")),
             Err(error) => Err(self.not_understood(error)),
         }
     }

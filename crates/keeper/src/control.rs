@@ -119,15 +119,17 @@ impl Control {
     pub fn status(&self) -> Result<Box<MachineStatus>, ApiError> {
         match self.ask(Command::Status)? {
             Answer::Status(status) => Ok(status),
-            other => Err(ApiError::new(ErrorWord::Failed, format!("asked for the status, got {other:?}"))),
+            other => {
+                Err(ApiError::new(ErrorWord::Failed, format!("internal error: asked for the status, got {other:?}")))
+            }
         }
     }
 
     fn no_answer(&self, error: RecvTimeoutError) -> ApiError {
         match error {
             RecvTimeoutError::Timeout => {
-                ApiError::new(ErrorWord::Timeout, format!("the machine did not answer within {:?}", self.patience))
-                    .hint("what was asked may still happen; see the events")
+                ApiError::new(ErrorWord::Timeout, format!("the machine did not respond within {:?}", self.patience))
+                    .hint("the request may still take effect; see the events")
             }
             RecvTimeoutError::Disconnected => ApiError::new(ErrorWord::WrongState, "the machine has ended"),
         }

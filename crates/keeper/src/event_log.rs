@@ -196,9 +196,9 @@ impl Ring {
         let written = self.write_missing(&mut journal);
         match (written, journal.fails) {
             (Err(error), false) => {
-                tracing::warn!(path = %journal.path.display(), %error, "events wait until the file can be written");
+                tracing::warn!(path = %journal.path.display(), %error, "cannot write events; keeping them until the file is writable");
             }
-            (Ok(()), true) => tracing::info!(path = %journal.path.display(), "events are written to the file again"),
+            (Ok(()), true) => tracing::info!(path = %journal.path.display(), "writing events to the file again"),
             _ => {}
         }
         journal.fails = self.last > journal.written;

@@ -31,15 +31,15 @@ pub struct FleetLock {
 
 #[derive(Debug, thiserror::Error)]
 pub enum FleetLockError {
-    #[error("fleet group {group:?}: letters, digits, \".\" and \"-\" are possible")]
+    #[error("invalid fleet group {group:?}: use letters, digits, \".\" and \"-\"")]
     Group { group: String },
-    #[error("the id of this host in its fleet is empty; give one with --fleet-id")]
+    #[error("this host's fleet id is empty; set one with --fleet-id")]
     Id,
-    #[error("{url} refuses: {value} ({kind})")]
+    #[error("FleetLock server {url} refused: {value} ({kind})")]
     Refused { url: String, kind: String, value: String },
-    #[error("{url} answers {status}, and not as a FleetLock server does")]
+    #[error("{url} is not a FleetLock server: it answers with HTTP status {status}")]
     NotUnderstood { url: String, status: u16 },
-    #[error("{url} cannot be asked: {why}")]
+    #[error("cannot reach FleetLock server {url}: {why}")]
     Unreachable { url: String, why: String },
 }
 
@@ -95,7 +95,7 @@ impl FleetLock {
             if left.is_zero() {
                 return Err(error);
             }
-            tracing::info!(route, why = crate::chain(&error), "the fleet's server is asked again");
+            tracing::info!(route, why = crate::chain(&error), "retrying the FleetLock server");
             std::thread::sleep(left.min(ASK_EVERY));
         }
     }

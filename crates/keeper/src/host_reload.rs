@@ -18,13 +18,13 @@ pub const PLACE_VARIABLE: &str = "HEARTH_HOST_RELOAD_RECORD";
 
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
-    #[error("{path}: cannot be read or written; choose another place with --record")]
+    #[error("cannot read or write {path}; choose another file with --record")]
     Io { path: PathBuf, source: io::Error },
-    #[error("{path}: there is none: no host reload was prepared")]
+    #[error("{path} does not exist: no host reload was prepared")]
     None { path: PathBuf },
-    #[error("{path}: not understood; move it away, and start the machines as after any boot")]
+    #[error("cannot understand {path}; move it away, and start the machines as after any boot")]
     Malformed { path: PathBuf, source: serde_json::Error },
-    #[error("{path}: version {found}, this Hearth knows {VERSION}")]
+    #[error("{path} has format version {found}, but this Hearth reads only version {VERSION}")]
     Version { path: PathBuf, found: u32 },
 }
 

@@ -100,88 +100,86 @@ pub static METRICS: &[Metric] = &[
     Metric {
         name: "hearth_state",
         kind: Kind::Gauge,
-        meaning: "1 for the state the machine is in, 0 for all others",
+        meaning: "1 for the machine's current state, 0 for all others",
         values: Values::States,
     },
-    gauge("hearth_incarnation", "Number of the living incarnation", |status| f64::from(status.incarnation)),
-    gauge("hearth_uptime_seconds", "Time since the living incarnation started", |status| status.uptime_s),
+    gauge("hearth_incarnation", "Number of the current incarnation", |status| f64::from(status.incarnation)),
+    gauge("hearth_uptime_seconds", "Time since the current incarnation started", |status| status.uptime_s),
     gauge("hearth_keeper_uptime_seconds", "Time since the keeper started", |status| status.keeper.uptime_s),
     Metric {
         name: "hearth_qemu_generation",
         kind: Kind::Gauge,
-        meaning: "Number of the living QEMU process",
+        meaning: "Generation of the current QEMU process",
         values: Values::Sometimes(|status| status.qemu.as_ref().map(|qemu| f64::from(qemu.generation))),
     },
     gauge("hearth_memory_ram_bytes", "RAM as the guest sees it", |status| status.memory.ram_bytes as f64),
-    gauge("hearth_memory_resident_bytes", "Host memory held by the living incarnation", |status| {
+    gauge("hearth_memory_resident_bytes", "Host memory used by the current incarnation", |status| {
         status.memory.resident_bytes as f64
     }),
-    gauge("hearth_memory_ember_bytes", "Host memory held by dead incarnations", |status| {
+    gauge("hearth_memory_ember_bytes", "Host memory used by dead incarnations", |status| {
         status.memory.ember_bytes as f64
     }),
-    gauge("hearth_memory_budget_bytes", "Host memory the machine's files may hold", |status| {
+    gauge("hearth_memory_budget_bytes", "Host memory that the machine's files may use", |status| {
         status.memory.budget_bytes as f64
     }),
-    gauge("hearth_memory_peak_bytes", "The most host memory its files held since the keeper started", |status| {
+    gauge("hearth_memory_peak_bytes", "Peak host memory of the machine's files since the keeper started", |status| {
         status.memory.peak_bytes as f64
     }),
     Metric {
         name: "hearth_memory_granted_bytes",
         kind: Kind::Gauge,
-        meaning: "RAM that the guest may take without asking, while it is granted unit by unit",
+        meaning: "RAM granted to the guest so far, while admission is on",
         values: Values::Sometimes(|status| status.memory.admission.map(|granted| granted.granted_bytes as f64)),
     },
     Metric {
         name: "hearth_memory_waiting_threads",
         kind: Kind::Gauge,
-        meaning: "Threads of QEMU that wait for memory now",
+        meaning: "QEMU threads waiting for memory",
         values: Values::Sometimes(|status| status.memory.admission.map(|granted| granted.waiting as f64)),
     },
     Metric {
         name: "hearth_memory_guest_wait_seconds",
         kind: Kind::Gauge,
-        meaning: "Time that threads of the living QEMU waited for memory, all together",
+        meaning: "Total time that threads of the current QEMU waited for memory",
         values: Values::Sometimes(|status| {
             status.memory.admission.map(|granted| granted.guest_wait_ms as f64 / 1000.0)
         }),
     },
-    gauge("hearth_memory_held_bytes", "Memory of dead incarnations that a dump has not written yet", |status| {
+    gauge("hearth_memory_held_bytes", "Memory of dead incarnations that dumps have not written yet", |status| {
         status.memory.held_bytes as f64
     }),
-    gauge("hearth_memory_boot_set_bytes", "Host memory held by blocks for the next boot", |status| {
+    gauge("hearth_memory_boot_set_bytes", "Host memory used by the boot set", |status| {
         status.memory.boot_set_bytes as f64
     }),
-    gauge("hearth_memory_nvram_bytes", "Host memory held by NVRAM devices", |status| status.memory.nvram_bytes as f64),
-    gauge("hearth_memory_dump_buffer_bytes", "Buffers of dumps that are being written", |status| {
+    gauge("hearth_memory_nvram_bytes", "Host memory used by NVRAM devices", |status| status.memory.nvram_bytes as f64),
+    gauge("hearth_memory_dump_buffer_bytes", "Memory used by the buffers of running dumps", |status| {
         status.memory.dump_buffer_bytes as f64
     }),
-    gauge("hearth_dumps_waiting", "Dumps that cannot go on without help", |status| {
+    gauge("hearth_dumps_waiting", "Dumps that wait for `hearth dump --resume` or `--discard`", |status| {
         status.dumps.iter().filter(|dump| dump.state == DumpState::Waiting).count() as f64
     }),
     dump("hearth_dump_pages", "Pages that belong in the last dump", |dump| dump.pages as f64),
-    dump("hearth_dump_written_pages", "Pages that are in the last dump's file", |dump| dump.pages_written as f64),
+    dump("hearth_dump_written_pages", "Pages written to the last dump's file", |dump| dump.pages_written as f64),
     dump("hearth_dump_written_bytes", "Bytes written to the last dump's file", |dump| dump.written_bytes as f64),
-    dump("hearth_dump_duration_seconds", "Time the last dump took, or has taken so far", |dump| dump.duration_s),
-    gauge("hearth_ledger_pages", "Guest pages known to hold a disk block", |status| status.ledger_pages as f64),
-    gauge("hearth_ember_kept_pages", "Pages kept when the last incarnation ended", |status| {
+    dump("hearth_dump_duration_seconds", "Duration of the last dump, so far or in all", |dump| dump.duration_s),
+    gauge("hearth_ledger_pages", "Guest pages whose disk block the ledger knows", |status| status.ledger_pages as f64),
+    gauge("hearth_ember_kept_pages", "Ember pages kept when the last incarnation ended", |status| {
         status.ember.pages_kept as f64
     }),
-    gauge("hearth_ember_served_pages", "Pages of the ember that moved to the living incarnation", |status| {
+    gauge("hearth_ember_served_pages", "Ember pages moved to the current incarnation", |status| {
         status.ember.pages_served as f64
     }),
     Metric {
         name: "hearth_ember_refused_pages",
         kind: Kind::Gauge,
-        meaning: "Pages of the ember that were not used, by reason",
+        meaning: "Ember pages that were not used, by reason",
         values: Values::Refused,
     },
-    gauge("hearth_ember_remaining_pages", "Pages of the ember not used yet", |status| {
-        status.ember.pages_remaining as f64
-    }),
+    gauge("hearth_ember_remaining_pages", "Ember pages not used yet", |status| status.ember.pages_remaining as f64),
     Metric {
         name: "hearth_recovery_duration_seconds",
         kind: Kind::Gauge,
-        meaning: "From the end of the last incarnation until the next one ran",
+        meaning: "Duration of the last recovery, until the next incarnation ran",
         values: Values::Sometimes(|status| status.last_recovery.as_ref().map(|last| last.duration_ms / 1000.0)),
     },
     Metric {
@@ -190,33 +188,29 @@ pub static METRICS: &[Metric] = &[
         meaning: "Duration of each phase of the last recovery",
         values: Values::Phases,
     },
-    restore("hearth_restore_complete", "1 if nothing of the snapshot's memory is missing", |restore| {
+    restore("hearth_restore_complete", "1 if all of the snapshot's memory is loaded", |restore| {
         f64::from(u8::from(restore.complete))
     }),
-    restore("hearth_restore_pages", "Pages of 4 KiB that the snapshot holds", |restore| restore.pages as f64),
-    restore("hearth_restore_prefetched_pages", "Pages that were there before the guest ran", |restore| {
+    restore("hearth_restore_pages", "4 KiB pages stored in the snapshot", |restore| restore.pages as f64),
+    restore("hearth_restore_prefetched_pages", "Pages loaded before the guest ran", |restore| {
         restore.pages_prefetched as f64
     }),
-    restore("hearth_restore_lazy_pages", "Pages brought because somebody touched them", |restore| {
-        restore.pages_lazy as f64
+    restore("hearth_restore_lazy_pages", "Pages loaded on a page fault", |restore| restore.pages_lazy as f64),
+    restore("hearth_restore_filled_pages", "Pages loaded beside a faulting one, or in the background", |restore| {
+        restore.pages_filled as f64
     }),
-    restore(
-        "hearth_restore_filled_pages",
-        "Pages brought beside one that was touched, or ahead of the guest",
-        |restore| restore.pages_filled as f64,
-    ),
-    restore("hearth_restore_missing_pages", "Pages still to come", |restore| restore.pages_missing as f64),
-    restore("hearth_restore_faults", "Page faults of the guest that were answered", |restore| restore.faults as f64),
-    restore("hearth_restore_guest_wait_seconds", "Time that its page faults took, all together", |restore| {
+    restore("hearth_restore_missing_pages", "Pages not loaded yet", |restore| restore.pages_missing as f64),
+    restore("hearth_restore_faults", "Guest page faults served", |restore| restore.faults as f64),
+    restore("hearth_restore_guest_wait_seconds", "Total time that guest page faults took", |restore| {
         restore.fault_us_total as f64 / 1e6
     }),
     Metric {
         name: "hearth_restore_fault_seconds",
         kind: Kind::Gauge,
-        meaning: "Time that half of its page faults took at most, and 99 of 100",
+        meaning: "Median and 99th percentile of guest page-fault times",
         values: Values::Faults,
     },
-    restore("hearth_restore_stuck", "Reasons for which something missing cannot be brought now", |restore| {
+    restore("hearth_restore_stuck", "Problems that keep missing pages from being loaded", |restore| {
         restore.waits.len() as f64
     }),
     Metric {
@@ -234,25 +228,25 @@ pub static METRICS: &[Metric] = &[
     Metric {
         name: "hearth_disk_missing_bytes",
         kind: Kind::Gauge,
-        meaning: "What of the disk is still to come out of an object store",
+        meaning: "Bytes of the disk not yet fetched from its object store",
         values: Values::Arrivals(|arrival| arrival.missing_bytes),
     },
     disk("hearth_disk_reads_total", "Read requests", |disk| disk.reads),
     disk("hearth_disk_writes_total", "Write requests", |disk| disk.writes),
     disk("hearth_disk_flushes_total", "Flush requests", |disk| disk.flushes),
     disk("hearth_disk_discards_total", "Discard and write-zeroes requests", |disk| disk.discards),
-    disk("hearth_disk_read_warm_bytes_total", "Bytes read that memory answered", |disk| disk.read_warm_bytes),
+    disk("hearth_disk_read_warm_bytes_total", "Bytes read that came from memory", |disk| disk.read_warm_bytes),
     disk("hearth_disk_read_image_bytes_total", "Bytes read that came from the image", |disk| disk.read_image_bytes),
     disk("hearth_disk_written_bytes_total", "Bytes written", |disk| disk.written_bytes),
-    disk("hearth_disk_io_errors_total", "Requests that the image failed", |disk| disk.io_errors),
+    disk("hearth_disk_io_errors_total", "Requests that failed with an I/O error of the image", |disk| disk.io_errors),
     Metric {
         name: "hearth_disk_waiting_for_space",
         kind: Kind::Gauge,
-        meaning: "Requests that wait until the image's file system has space",
+        meaning: "Requests waiting for space in the image's file system",
         values: Values::Disks(|disk| disk.waiting_for_space),
     },
-    disk("hearth_disk_bad_requests_total", "Requests no driver should make", |disk| disk.bad_requests),
-    disk("hearth_disk_throttled_milliseconds_total", "Time requests waited for the disk's limits", |disk| {
+    disk("hearth_disk_bad_requests_total", "Malformed guest requests", |disk| disk.bad_requests),
+    disk("hearth_disk_throttled_milliseconds_total", "Time that requests waited for the disk's rate limits", |disk| {
         disk.throttled_ms
     }),
 ];

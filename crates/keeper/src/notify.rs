@@ -23,7 +23,7 @@ pub enum Notice {
 pub fn notify(notice: &Notice) {
     let Some(address) = std::env::var_os("NOTIFY_SOCKET") else { return };
     if let Err(error) = send(&address, notice) {
-        tracing::warn!(socket = %address.display(), %error, "systemd cannot be told how the machine is");
+        tracing::warn!(socket = %address.display(), %error, "cannot notify systemd");
     }
 }
 

@@ -45,11 +45,11 @@ pub enum RunError {
     Accelerator(#[from] accelerator::AcceleratorError),
     #[error(transparent)]
     Listen(#[from] ListenError),
-    #[error("the event log cannot be opened")]
+    #[error("cannot open the event log")]
     EventLog(#[source] std::io::Error),
-    #[error("the watchdog's thread cannot be started")]
+    #[error("cannot start the watchdog's thread")]
     Watchdog(#[source] std::io::Error),
-    #[error("signals cannot be caught")]
+    #[error("cannot catch signals")]
     Signals(#[source] std::io::Error),
     #[error(transparent)]
     Machine(#[from] MachineError),
@@ -74,7 +74,7 @@ pub fn run(start: Start) -> ExitCode {
         Ok(None) => return ExitCode::SUCCESS,
         Ok(Some(successor)) => {
             let error = successor.start();
-            eprintln!("hearth: {name}: no keeper can be started, its QEMU runs on: {error}");
+            eprintln!("hearth: cannot start a keeper for {name}, whose QEMU keeps running: {error}");
         }
         Err(error) => {
             let why = crate::chain(&error);
@@ -162,7 +162,7 @@ fn keep(
     let ended = Machine::start(parts).and_then(|machine| {
         inheritance.settle();
         notify(&Notice::Ready);
-        notify(&Notice::Status("its guest runs".to_owned()));
+        notify(&Notice::Status("its guest is running".to_owned()));
         machine.run(&events)
     });
     // Nobody answers what was asked too late: the askers learn that now, and not when the patience with them is over.
@@ -191,7 +191,7 @@ fn find_qemu(config: &Config, folders: &Folders) -> Result<(Option<Binary>, Acce
     };
     find().or_else(|error: RunError| {
         let Some(living) = life::living_qemu(&folders.runtime) else { return Err(error) };
-        tracing::warn!(why = crate::chain(&error), "the next QEMU could not be started; the living one is taken over");
+        tracing::warn!(why = crate::chain(&error), "cannot start the next QEMU; taking over the running one");
         Ok((None, choice_of(&living)))
     })
 }

@@ -18,11 +18,9 @@ const BACKLOG: i32 = 64;
 
 #[derive(Debug, thiserror::Error)]
 pub enum ListenError {
-    #[error(
-        "socket {path}: the path has {bytes} bytes, a socket's may have {PATH_BYTES_MAX}; choose a shorter runtime_folder"
-    )]
+    #[error("socket path {path} has {bytes} bytes, but the limit is {PATH_BYTES_MAX}; choose a shorter runtime_folder")]
     PathTooLong { path: PathBuf, bytes: usize },
-    #[error("socket {path}: cannot be made")]
+    #[error("cannot create socket {path}")]
     Unusable { path: PathBuf, source: io::Error },
 }
 
@@ -70,7 +68,7 @@ mod tests {
         assert_eq!(
             listen(&path).unwrap_err().to_string(),
             format!(
-                "socket {}: the path has 134 bytes, a socket's may have 107; choose a shorter runtime_folder",
+                "socket path {} has 134 bytes, but the limit is 107; choose a shorter runtime_folder",
                 path.display()
             )
         );

@@ -63,15 +63,15 @@ pub struct Consent {
 
 #[derive(Debug, thiserror::Error)]
 pub enum UpgradeError {
-    #[error("{program}: there is no such program")]
+    #[error("program {program} does not exist")]
     Missing { program: PathBuf },
-    #[error("{program}: cannot be run")]
+    #[error("cannot run {program}")]
     NotRunnable { program: PathBuf, source: io::Error },
-    #[error("{program}: does not go on with the machine: {why}")]
+    #[error("{program} cannot take over the machine: {why}")]
     Refuses { program: PathBuf, why: String },
-    #[error("{program}: does not answer as hearth does, but {said:?}")]
+    #[error("{program} is not hearth: it answers {said:?}")]
     NotHearth { program: PathBuf, said: String },
-    #[error("the keeper's own program cannot be kept at hand")]
+    #[error("cannot keep a copy of the keeper's own program")]
     OwnProgram(#[source] io::Error),
 }
 
@@ -105,11 +105,11 @@ impl Successor {
     pub fn start(self) -> io::Error {
         // Closed by the exec otherwise; a descriptor that is open has flags.
         if let Err(error) = fcntl_setfd(&self.own, FdFlags::empty()) {
-            tracing::warn!(%error, "if the new keeper fails, nobody starts the old one again");
+            tracing::warn!(%error, "if the new keeper fails, the old one cannot be started again");
         }
         let what = What::TakeOver { program: self.own.as_raw_fd(), arguments: self.arguments.clone() };
         let error = exec(&self.program, &self.arguments, what);
-        let why = format!("{}: cannot be started: {error}", self.program.display());
+        let why = format!("cannot start {}: {error}", self.program.display());
         exec_descriptor(&self.own, &self.arguments, why)
     }
 }
@@ -160,7 +160,7 @@ impl Inheritance {
     pub fn give_back(&mut self, why: &str) {
         if let Some(predecessor) = self.predecessor.take() {
             let error = exec_descriptor(&predecessor.program, &predecessor.arguments, why.to_owned());
-            tracing::error!(%error, "the keeper before this one cannot be started again");
+            tracing::error!(%error, "cannot start the previous keeper again");
         }
     }
 }

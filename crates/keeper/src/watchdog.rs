@@ -54,7 +54,7 @@ pub fn end_with_any_thread() {
 }
 
 fn die(thread: &str, what: &str) -> ! {
-    tracing::error!(thread, "a thread of the keeper {what}: the keeper ends, and its guest runs on");
+    tracing::error!(thread, "keeper thread {what}: the keeper ends and its guest keeps running");
     std::process::exit(EXIT_CODE);
 }
 
@@ -131,7 +131,7 @@ impl Watchdog {
                 cut(surroundings, &why);
             }
             if let Some((thread, busy_for)) = self.stuck(is_occupied) {
-                die(&thread, &format!("has not come back from its work for {} s", busy_for.as_secs()));
+                die(&thread, &format!("has not responded for {} s", busy_for.as_secs()));
             }
             if alive_every.is_some_and(|every| told.elapsed() >= every) {
                 notify(&Notice::Alive);
@@ -161,14 +161,16 @@ impl Watchdog {
         let waited = stop.since.elapsed();
         let patience = if stop.forced { FORCED_STOP_PATIENCE } else { STOP_PATIENCE };
         let hangs = waited > patience && self.shared.main.busy_for() > waited;
-        hangs.then(|| format!("the machine was to stop, and its keeper's main loop hangs for {} s", waited.as_secs()))
+        hangs.then(|| {
+            format!("cannot stop normally: the keeper's main loop has not responded for {} s", waited.as_secs())
+        })
     }
 }
 
 /// Ends QEMU and the keeper.
 fn cut(surroundings: &Surroundings, why: &str) -> ! {
     let Surroundings { machine, runtime_folder, event_log, .. } = surroundings;
-    tracing::error!(machine, why, "its QEMU is killed, and the keeper ends");
+    tracing::error!(machine, why, "killing its QEMU and ending the keeper");
     if let Some(qemu) = life::living_qemu(runtime_folder) {
         life::kill(&qemu);
     }

@@ -36,7 +36,7 @@ fn check(root: &Path, arguments: &[&str], code: i32, stdout: &str, stderr: &str)
 fn a_machine_that_does_not_run_is_exit_code_3() {
     let root = tempfile::tempdir().unwrap();
     let error = format!(
-        "hearth: web does not run; no machine runs in {}; start one with `hearth run FILE`\n",
+        "hearth: web is not running; no machine runs in {}; start one with `hearth run FILE`\n",
         root.path().display()
     );
     for verb in ["status", "explain", "reboot", "stop", "crash", "console", "events"] {
@@ -53,10 +53,9 @@ fn a_wrong_configuration_is_exit_code_2_and_told_whole() {
     let file = root.path().join("web.toml");
     fs::write(&file, "memory = \"1GiB\"\nember = \"maybe\"\n").unwrap();
     let path = file.to_str().unwrap();
-    let problems = "\
-error: ember (line 2): \"maybe\" is none of \"on\", \"off\"; for example ember = \"on\"
+    let problems = "error: ember (line 2): \"maybe\" is not one of \"on\", \"off\"; for example ember = \"on\"
 error: name: is missing; for example name = \"web\"
-error: boot: there is nothing to boot from; add a [boot] section with a kernel, or a [[disks]] section to boot from
+error: boot: has nothing to boot from; add a [boot] section with a kernel, or a [[disks]] section to boot from
 ";
     check(root.path(), &["check", path], 2, &format!("{problems}{path}: the machine cannot run: 3 errors\n"), "");
     check(root.path(), &["run", path], 2, "", &format!("{problems}hearth: {path}: the machine cannot run\n"));
@@ -164,6 +163,6 @@ fn the_console_is_the_guests_until_it_is_left() {
     assert_eq!(&typed, b"a\x03b\r");
     keys.write_all(b"\x1d").unwrap();
     screen.read_to_string(&mut seen).unwrap();
-    assert!(seen.contains("connected to web; Ctrl-] leaves") && seen.contains("left; web goes on"), "{seen}");
+    assert!(seen.contains("connected to web; Ctrl-] disconnects") && seen.contains("left; web goes on"), "{seen}");
     assert!(script.wait().unwrap().success());
 }

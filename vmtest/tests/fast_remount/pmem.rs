@@ -90,7 +90,7 @@ fn is_told(vm: &TestVm) -> Result<()> {
     assert_eq!(told, [["plain", "pmem", "none"], ["log", "pmem", "sync"], ["data", "pmem", "sync"]], "{status}");
     assert_eq!(number(&status, "/memory/nvram_bytes"), 4 * MIB, "{status}");
     let text = vm.cli(&["status", vm.name()])?;
-    assert!(text.contains("pmem: the guest has it in its address space"), "{text}");
+    assert!(text.contains("pmem, in the guest's address space"), "{text}");
     Ok(())
 }
 

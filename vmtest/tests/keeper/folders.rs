@@ -62,7 +62,7 @@ fn a_machine_of_the_same_name_is_kept_out() -> Result<()> {
     let qemu = "belongs to another machine: its QEMU (pid ";
     refused(&elsewhere, &run, qemu)?;
     refused(&elsewhere, &restore, qemu)?;
-    refused(&vm.runtime_root(), &restore, "has a guest already, in a QEMU (pid ")?;
+    refused(&vm.runtime_root(), &restore, "already has a guest, in a QEMU (pid ")?;
     assert!(!clone.exists());
     take_over(&vm)?;
     assert_eq!(vm.nonce()?, nonce, "it is the same guest");

@@ -85,7 +85,7 @@ fn a_scan_that_is_called_off_leaves_the_guest_as_it_was_and_nothing_behind() -> 
     let (nonce, folder) = (vm.nonce()?, vm.folder().join("snapshot"));
     start_reader(&vm)?;
     let refused = vm.cli_output(&["save", vm.name(), "-o", "/nowhere", "--scan", "1s,0"])?;
-    assert!(refused.status != 0 && refused.text().contains("how long a round is"), "{}", refused.text());
+    assert!(refused.status != 0 && refused.text().contains("write PERIOD,ROUNDS"), "{}", refused.text());
     begin_scan(&vm, &folder)?;
     let again = vm.cli_output(&["save", vm.name(), "-o", "/nowhere", "--scan"])?;
     assert!(again.status != 0 && again.text().contains("another save is running"), "{}", again.text());

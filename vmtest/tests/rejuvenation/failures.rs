@@ -93,7 +93,7 @@ pub fn check(vm: &TestVm, qemu: &Path, phases: &str, expect: &str) -> Result<Str
     let failure = status["last_rejuvenation"]["failure"].as_str().unwrap_or_default().to_owned();
     let in_time = phases.split('|').any(|phase| failure.starts_with(&format!("{phase}: ")));
     assert!(in_time && failure.contains(expect), "{failure}");
-    assert!(hop.text().contains("the guest goes on with the one it has"), "{}", hop.text());
+    assert!(hop.text().contains("the guest continues on the old QEMU"), "{}", hop.text());
     assert_eq!(status["state"], "running");
     assert_eq!(vm.qemu_pid()?, before);
     assert_eq!(vm.nonce()?, nonce, "it is the same guest");

@@ -33,7 +33,11 @@ fn what_would_end_with_the_kernel_is_named_and_nothing_is_stopped() -> Result<()
     says(&vm.name().into(), vm.memory_folder(), "is on tmpfs (mounted at /dev/shm): the guest's memory would be lost");
 
     let refused = vm.cli_output(&prepare)?;
-    assert!(refused.status == 1 && refused.text().contains("nothing is stopped: "), "{}", refused.text());
+    assert!(
+        refused.status == 1 && refused.text().contains("cannot prepare, and nothing was stopped: "),
+        "{}",
+        refused.text()
+    );
     assert!(!record.exists());
     assert_eq!(vm.status()?["state"], "running");
     vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1").map(drop)

@@ -76,7 +76,7 @@ fn a_parked_guest_goes_on_with_its_memory_processes_and_disk() -> Result<()> {
         assert!(said["stands_ms"].is_u64(), "{said}");
         tells_that_it_is_parked(&vm)?;
         let said = resume(&vm)?;
-        assert!(said.contains("park: goes on, stood still for"), "{said}");
+        assert!(said.contains("park: resumed, paused for"), "{said}");
         assert_eq!(vm.nonce()?, nonce, "reload {reload}: it is the same guest");
         counts_beyond(&vm, counted)?;
         verify(&vm)?;
@@ -109,7 +109,7 @@ fn a_restore_over_a_parked_guest_is_refused() -> Result<()> {
     let clone = vm.folder().join("clone").display().to_string();
     let refused = vm.cli_output(&["restore", &snapshot.display().to_string(), "--folder", &clone])?;
     let text = refused.text();
-    let says = format!("covered: has a guest already, parked in {}", vm.memory_folder().display());
+    let says = format!("covered: already has a guest, parked in {}", vm.memory_folder().display());
     assert!(refused.status != 0 && text.contains(&says), "{text}");
     assert!(!Path::new(&clone).exists(), "nothing is left of the new machine");
     resume(&vm)?;
@@ -131,7 +131,7 @@ fn tells_that_it_is_parked(vm: &TestVm) -> Result<()> {
     assert!(words.lines().any(|line| line.starts_with(&format!("{}  parked", vm.name()))), "{words}");
     let refused = vm.cli_output(&["reboot", vm.name()])?;
     let text = refused.text();
-    assert!(refused.status == 3 && text.contains("`hearth host-reload resume` lets it go on"), "{text}");
+    assert!(refused.status == 3 && text.contains("resume it with `hearth host-reload resume`"), "{text}");
     Ok(())
 }
 
@@ -266,7 +266,7 @@ fn a_host_that_lost_its_power_boots_its_machines_and_says_why() -> Result<()> {
     empty(vm.memory_folder());
     empty(&runtime_folder);
     let said = resume(&vm)?;
-    assert!(said.contains(&format!("dark: booted, its guest could not go on: {WORDS}")), "{said}");
+    assert!(said.contains(&format!("dark: booted, because its guest could not resume: {WORDS}")), "{said}");
     assert_ne!(vm.wait_boots(2)?.nonce, nonce, "it is another guest");
     let kept = vm.sh("dd if=/dev/vda bs=512 skip=7 count=1 iflag=direct 2>/dev/null | head -n 1")?;
     assert_eq!(kept.trim(), "kept");
@@ -434,7 +434,7 @@ fn guests_go_on_if_nobody_hears_that_they_are_parked_or_it_is_called_off() -> Re
         let said = prepare.wait_with_output().expect("it ends");
         let text = String::from_utf8_lossy(&said.stderr).into_owned();
         assert_eq!(said.status.code(), Some(1), "{text}");
-        assert!(text.contains(&format!("the host stays as it is: {why}")), "{text}");
+        assert!(text.contains(&format!("host reload failed, the host keeps its kernel: {why}")), "{text}");
         assert!(vm.wait_keeper_end()?.success());
         vm.wait_running()?;
         assert_eq!(vm.nonce()?, nonce, "it is the same guest");
@@ -445,7 +445,7 @@ fn guests_go_on_if_nobody_hears_that_they_are_parked_or_it_is_called_off() -> Re
     let options = ["--fleet-lock", fleet.url(), "--fleet-id", "host-1"];
     let full = OpenOptions::new().write(true).open("/dev/full").expect("it is there");
     // What it says before the first guest stands still would fail as well.
-    goes_on(start_to_prepare(&vm, full, &[])?, "the output cannot be written")?;
+    goes_on(start_to_prepare(&vm, full, &[])?, "cannot write the output")?;
     let record = vm.folder().join("record.json");
     fs::remove_file(&record).expect("it is there");
     let prepare = start_to_prepare(&vm, Stdio::piped(), &options)?;
@@ -453,7 +453,7 @@ fn guests_go_on_if_nobody_hears_that_they_are_parked_or_it_is_called_off() -> Re
         std::thread::sleep(Duration::from_millis(1));
     }
     kill_process(Pid::from_child(&prepare), Signal::INT).expect("it runs");
-    goes_on(prepare, "it was called off")?;
+    goes_on(prepare, "it was cancelled")?;
     assert_eq!(vm.status()?["incarnation"], 1);
     Ok(())
 }
@@ -475,7 +475,7 @@ fn a_host_that_is_unfit_when_its_turn_comes_gives_its_place_back() -> Result<()>
         prepare.join().expect("it does not panic")
     })?;
     let text = prepared.text();
-    assert!(prepared.status == 1 && text.contains("nothing is stopped: late: "), "{text}");
+    assert!(prepared.status == 1 && text.contains("cannot prepare, and nothing was stopped: late: "), "{text}");
     assert_eq!(fleet.holders(), Vec::<String>::new());
     assert_eq!(fleet.asked().last().map(String::as_str), Some("/v1/steady-state default/host-1"));
     assert_eq!(vm.qemu_pid()?, before, "nothing was stopped");
@@ -495,8 +495,8 @@ fn if_one_machine_cannot_be_parked_the_others_go_on() -> Result<()> {
     let text = prepared.text();
     assert_eq!(prepared.status, 1, "{text}");
     assert!(text.contains("first: parked in"), "{text}");
-    assert!(text.contains("first: goes on, stood still for"), "{text}");
-    assert!(text.contains("the host stays as it is: second: hold: "), "{text}");
+    assert!(text.contains("first: resumed, paused for"), "{text}");
+    assert!(text.contains("host reload failed, the host keeps its kernel: second: hold: "), "{text}");
     assert!(first.wait_keeper_end()?.success());
     first.wait_running()?;
     assert_eq!([first.nonce()?, third.nonce()?], nonces);
@@ -548,7 +548,7 @@ fn a_host_that_would_lose_the_guests_is_told_so_before_anything_stops() -> Resul
     for options in [&[][..], &["--keep-going"]] {
         let refused = host_reload(&vm, "prepare", options)?;
         let text = refused.text();
-        assert!(refused.status == 1 && text.contains("nothing is stopped: this host: "), "{text}");
+        assert!(refused.status == 1 && text.contains("cannot prepare, and nothing was stopped: this host: "), "{text}");
     }
     let refused = host_reload(&vm, "prepare", &["--drill", "--kexec"])?;
     assert!(refused.status == 2 && refused.text().contains("cannot be used with"), "{}", refused.text());

@@ -181,13 +181,13 @@ fn a_program_that_cannot_be_the_keeper_is_refused_or_gives_the_machine_back() ->
         path
     };
     let vm = TestVm::busybox("kept").disk(Disk::empty(16)).boot()?;
-    check(&vm, Path::new("/nowhere/hearth"), "/nowhere/hearth: there is no such program")?;
-    check(&vm, &program("other", "echo fine"), "does not answer as hearth does, but \"fine\"")?;
+    check(&vm, Path::new("/nowhere/hearth"), "program /nowhere/hearth does not exist")?;
+    check(&vm, &program("other", "echo fine"), "is not hearth: it answers \"fine\"")?;
     check(&vm, &program("older", "echo journal: version 1, I know 0 >&2; exit 1"), "journal: version 1, I know 0")?;
     assert!(vm.events().iter().all(|event| event["kind"] != "keeper_hands_over"), "nothing was touched");
     // Both say that they can.
     let vanishes = format!("rm $0; exec {hearth} \"$@\"");
-    check(&vm, &program("vanishes", &vanishes), "cannot be started")?;
+    check(&vm, &program("vanishes", &vanishes), "cannot start ")?;
     let confused = format!("case \"$*\" in *--take-over) exec {hearth} \"$@\";; esac; exec {hearth} run /nowhere.toml");
     check(&vm, &program("confused", &confused), "/nowhere.toml")?;
     assert_eq!(vm.stop()?.code(), Some(0));

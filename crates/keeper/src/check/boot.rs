@@ -27,28 +27,29 @@ pub fn check(boot: &Boot, problems: &mut Vec<Problem>) {
     let read = OpenOptions::new().read(true).clone();
     match boot {
         Boot::Kernel { kernel, initrd, .. } => {
-            let hint = "name a Linux kernel, for example /boot/vmlinuz";
+            let hint = "set it to a Linux kernel, for example /boot/vmlinuz";
             if let Some(file) = file(&read, "boot.kernel", kernel, hint, problems) {
                 problems.extend(no_kernel(file, kernel, hint));
             }
             if let Some(initrd) = initrd {
-                file(&read, "boot.initrd", initrd, "name an initial RAM disk, or remove the line", problems);
+                file(&read, "boot.initrd", initrd, "set it to an initial RAM disk, or remove the line", problems);
             }
         }
         Boot::Firmware { code, vars } => {
-            let hint = "install OVMF (Debian: apt install ovmf), or name another image";
+            let hint = "install OVMF (Debian: apt install ovmf), or set another image";
             let code_bytes = code.as_ref().map_or(0, |code| {
                 let file = file(&read, "boot.firmware", code, hint, problems);
                 file.map_or(0, |file| firmware_bytes(&file, "boot.firmware", code, hint, problems))
             });
             if let Some(vars) = vars {
-                let hint = "copy the firmware's template, for example /usr/share/OVMF/OVMF_VARS_4M.fd, to this place";
+                let hint = "copy the firmware's template there, for example /usr/share/OVMF/OVMF_VARS_4M.fd";
                 let (subject, write) = ("boot.firmware_vars", read.clone().write(true).clone());
                 let file = file(&write, subject, vars, hint, problems);
                 let vars_bytes = file.map_or(0, |file| firmware_bytes(&file, subject, vars, hint, problems));
                 if code_bytes + vars_bytes > FIRMWARE_BYTES_MAX {
                     let message = format!(
-                        "has {code_bytes} bytes, and its variables {vars_bytes}: QEMU takes {FIRMWARE_BYTES_MAX} together"
+                        "is too large: {code_bytes} bytes plus {vars_bytes} bytes of variables exceed QEMU's limit of \
+                         {FIRMWARE_BYTES_MAX}"
                     );
                     problems.push(Problem::error("boot.firmware", message, "choose a smaller image"));
                 }
@@ -64,7 +65,7 @@ fn file(how: &OpenOptions, subject: &str, path: &Path, hint: &str, problems: &mu
         Ok((false, _)) => format!("{} is not a file", path.display()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => format!("{} does not exist", path.display()),
         Err(error) => {
-            let hint = "change its owner or mode, or name another one";
+            let hint = "change its owner or mode, or choose another file";
             problems.push(Problem::error(subject, format!("{} cannot be opened: {error}", path.display()), hint));
             return None;
         }
@@ -77,7 +78,7 @@ fn no_kernel(file: File, path: &Path, hint: &str) -> Option<Problem> {
     let mut head = Vec::new();
     let message = match file.take(HEAD_BYTES).read_to_end(&mut head) {
         Ok(_) if is_kernel(&head) => return None,
-        Ok(_) => format!("{} is not a kernel for x86 (bzImage, ELF or multiboot)", path.display()),
+        Ok(_) => format!("{} is not an x86 kernel (bzImage, ELF or multiboot)", path.display()),
         Err(error) => format!("{} cannot be read: {error}", path.display()),
     };
     Some(Problem::error("boot.kernel", message, hint))
@@ -92,7 +93,7 @@ fn is_kernel(head: &[u8]) -> bool {
 fn firmware_bytes(file: &File, subject: &str, path: &Path, hint: &str, problems: &mut Vec<Problem>) -> u64 {
     let bytes = file.metadata().map_or(0, |metadata| metadata.len());
     if bytes == 0 || !bytes.is_multiple_of(FIRMWARE_STEP) {
-        let message = format!("{} is not an image of firmware: it has {bytes} bytes", path.display());
+        let message = format!("{} is not a firmware image: it has {bytes} bytes", path.display());
         problems.push(Problem::error(subject, message, hint));
     }
     bytes
@@ -151,7 +152,7 @@ mod tests {
         check(
             0,
             5,
-            &["code.fd is not an image of firmware: it has 0 bytes", "vars.fd is not an image of firmware: it has 5 "],
+            &["code.fd is not a firmware image: it has 0 bytes", "vars.fd is not an image of firmware: it has 5 "],
         );
     }
 }

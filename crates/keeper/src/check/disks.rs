@@ -49,7 +49,7 @@ fn options(disk: &DiskConfig, lock_patience: Duration) -> ImageOptions {
 fn problem(disk: &DiskConfig, error: &ImageError) -> Problem {
     let hint = match error {
         ImageError::Missing { .. } => "correct its path, or make the image with qemu-img create",
-        ImageError::InUse { .. } => "stop whoever uses it, or set read_only = true on both sides",
+        ImageError::InUse { .. } => "stop the program that uses it, or set read_only = true on both sides",
         // The others say themselves what to do.
         _ => "",
     };

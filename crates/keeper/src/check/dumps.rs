@@ -28,13 +28,13 @@ fn unusable(folder: &Path, existing: &Path) -> Option<Problem> {
     } else {
         return None;
     };
-    let message = format!("{} cannot be used: {why}; a crash would not be dumped", folder.display());
+    let message = format!("{} cannot be used, so crashes would not be dumped: {why}", folder.display());
     Some(Problem::warning("crash.dump_folder", message, "choose a folder on a disk, or set on_panic = \"recover\""))
 }
 
 fn in_memory(folder: &Path, existing: &Path) -> Option<Problem> {
     Room::of(existing).is_ok_and(|room| room.kind.is_host_memory()).then(|| {
-        let message = format!("{} is in host memory: dumps would take what they are to free", folder.display());
+        let message = format!("{} is in host memory, which dumps are meant to free", folder.display());
         Problem::warning("crash.dump_folder", message, "choose a folder on a disk")
     })
 }
@@ -45,8 +45,8 @@ fn full(config: &Config, existing: &Path) -> Option<Problem> {
     (free_bytes < min_bytes).then(|| {
         let (free_mib, min_mib) = (free_bytes >> 20, min_bytes >> 20);
         let folder = config.crash.dump_folder.display();
-        let message = format!("{folder}: {free_mib} MiB are free, and min_free wants {min_mib} MiB left");
-        Problem::warning("crash.dump_folder", message, "make room there, or lower crash.min_free")
+        let message = format!("{folder} has {free_mib} MiB free, but min_free requires {min_mib} MiB");
+        Problem::warning("crash.dump_folder", message, "free space there, or lower crash.min_free")
     })
 }
 

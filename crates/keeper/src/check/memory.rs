@@ -43,7 +43,7 @@ pub fn check(config: &Config, root: &RuntimeRoot, life: Life, problems: &mut Vec
 /// Each machine has a memory folder of its own.
 pub fn owner(config: &Config, problems: &mut Vec<Problem>) {
     if let Some(why) = memory_owner::look(&config.runtime_folder, &config.memory_folder) {
-        let message = format!("{} is another machine's: {why}", config.memory_folder.display());
+        let message = format!("{} belongs to another machine: {why}", config.memory_folder.display());
         problems.push(Problem::error("memory_folder", message, memory_owner::HINT));
     }
 }
@@ -71,7 +71,7 @@ pub(super) fn needs(config: &Config) -> Needs {
 pub(super) fn suitable(config: &Config, room: Room, problems: &mut Vec<Problem>) {
     if let FileSystemKind::Other { .. } = room.kind {
         let message = format!(
-            "{} is not in host memory: the guest's RAM would be written to a disk",
+            "{} is not in host memory, so the guest's RAM would be written to a disk",
             config.memory_folder.display()
         );
         problems.push(Problem::warning("memory_folder", message, "choose a folder on a tmpfs, such as /dev/shm"));
@@ -130,7 +130,7 @@ fn shared(config: &Config, room: &Room, needs: Needs, host: HostMemory, promised
     }
     let lacking = promised.lack(needs.folder_bytes, room.free_bytes?, in_folder)?;
     let folder = config.memory_folder.display();
-    let message = format!("too little room for {folder}: {} {lacking} in its file system", config.name);
+    let message = format!("too little space in {folder}: {} {lacking} in its file system", config.name);
     let hint = format!("{}; or stop one of them", room.kind.remedy());
     Some(Problem::error("memory_folder", message, hint))
 }
@@ -144,7 +144,7 @@ impl Promised {
         }
         let names: Vec<_> = self.machines.iter().filter(|one| of(one) > 0).map(|one| one.name.as_str()).collect();
         Some(format!(
-            "needs {} MiB, running machines ({}) may still take {} MiB, and {} MiB are free",
+            "needs {} MiB, running machines ({}) may still use {} MiB, and {} MiB are free",
             needed_bytes >> 20,
             names.join(", "),
             promised_bytes >> 20,
@@ -185,11 +185,11 @@ mod tests {
         assert_eq!(check(60, 40, 50, &ROOM), None);
         assert_eq!(
             check(60, 40, 51, &ROOM).unwrap(),
-            "error: memory: too little host memory: web needs 60 MiB, running machines (db, mail) may still take 91 MiB, and 150 MiB are free; stop one of them or give this machine less memory"
+            "error: memory: too little host memory: web needs 60 MiB, running machines (db, mail) may still use 91 MiB, and 150 MiB are free; stop one of them or give this machine less memory"
         );
         assert_eq!(
             check(60, 41, 0, &ROOM).unwrap(),
-            "error: memory_folder: too little room for /ram/web: web needs 60 MiB, running machines (db) may still take 41 MiB, and 100 MiB are free in its file system; enlarge that tmpfs (mount -o remount,size=...) or choose another folder; or stop one of them"
+            "error: memory_folder: too little space in /ram/web: web needs 60 MiB, running machines (db) may still use 41 MiB, and 100 MiB are free in its file system; enlarge that tmpfs (mount -o remount,size=...) or choose another folder; or stop one of them"
         );
         // Memory that is not the host's is shared with machines in the same file system only.
         assert_eq!(check(60, 40, 110, &Room { kind: FileSystemKind::Dax, ..ROOM }), None);

@@ -73,10 +73,10 @@ pub fn of_next_guest(last: &Config, next: &Config) -> Vec<Problem> {
 /// A guest of this name that lives without a keeper, or is parked: it would go on instead of a new machine's, or be lost.
 pub fn guest_in_the_way(config: &Config, root: &RuntimeRoot) -> Option<Problem> {
     let message = match life::orphaned_qemu(&config.runtime_folder) {
-        Some(pid) => format!("has a guest already, in a QEMU (pid {pid}) without a keeper"),
-        None => format!("has a guest already, parked in {}", find_parked(config, root)?.0.display()),
+        Some(pid) => format!("already has a guest, in a QEMU (pid {pid}) without a keeper"),
+        None => format!("already has a guest, parked in {}", find_parked(config, root)?.0.display()),
     };
-    Some(Problem::error(&config.name, message, "let it go on with `hearth run`, or choose another name (`--as`)"))
+    Some(Problem::error(&config.name, message, "continue it with `hearth run`, or choose another name (`--as`)"))
 }
 
 /// What only the next QEMU is started from. A guest that goes on in the one it has is not kept from its keeper by that: its disks
@@ -92,11 +92,11 @@ fn of_next_start(goes_on: bool, problems: &mut Vec<Problem>, look: impl FnOnce(&
 fn running_already(name: &str, purpose: Purpose) -> Problem {
     match purpose {
         Purpose::Check | Purpose::TakeOver => {
-            Problem::warning(name, "is running already", "changes take effect at its next start")
+            Problem::warning(name, "is already running", "changes take effect at its next start")
         }
         Purpose::Run => Problem::error(
             name,
-            "is running already",
+            "is already running",
             format!("see `hearth status {name}`; stop it with `hearth stop {name}`"),
         ),
     }

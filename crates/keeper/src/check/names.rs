@@ -21,7 +21,7 @@ pub fn check(config: &Config, problems: &mut Vec<Problem>) {
             Some((other, file.file_name()?.to_string_lossy().into_owned()))
         });
         if let Some((other, file)) = taken {
-            let message = format!("disks called {other} and {name} would both have a file {file}");
+            let message = format!("disks {other} and {name} would both use a file {file}");
             problems.push(Problem::error("disks", message, "give one of them another name"));
         }
     }
@@ -95,7 +95,7 @@ mod tests {
         let problems = Config::parse(text, Path::new("/web.toml"), &RuntimeRoot::new("/run/hearth")).unwrap_err();
         assert_eq!(
             problems[0].to_string(),
-            "error: name: hops.lock is a file beside the machines' folders; choose another name"
+            "error: name: hops.lock is reserved for a file of Hearth; choose another name"
         );
     }
 
@@ -103,9 +103,7 @@ mod tests {
     fn disks_that_share_a_file_are_named() {
         assert_eq!(
             told(&["a", "a.index"]),
-            [
-                "error: disks: disks called a and a.index would both have a file disk-a.index; give one of them another name"
-            ]
+            ["error: disks: disks a and a.index would both use a file disk-a.index; give one of them another name"]
         );
     }
 }

@@ -20,7 +20,7 @@ pub fn check(config: &Config, life: Life, problems: &mut Vec<Problem>) {
             NetBackend::User { .. } => {}
         }
         if config.rejuvenate.is_some() && matches!(net.backend, NetBackend::User { .. }) {
-            let message = "a rejuvenation cuts the guest's connections on a network of kind \"user\"";
+            let message = "a rejuvenation cuts the guest's connections on a \"user\" network";
             problems.push(Problem::warning(subject("kind"), message, "set kind to \"passt\" or \"tap\" to keep them"));
         }
         if !life.holds_resources() {
@@ -41,12 +41,12 @@ fn port(subject: &str, forward: &Forward) -> Option<Problem> {
     let protocol = if forward.protocol == Protocol::Udp { "UDP" } else { "TCP" };
     let (message, hint) = match error.kind() {
         io::ErrorKind::AddrInUse => {
-            ("is taken".to_owned(), "choose another port, or stop who has it (`ss -lnp` tells)")
+            ("is already in use".to_owned(), "choose another port, or stop the program that uses it (see `ss -lnp`)")
         }
         io::ErrorKind::AddrNotAvailable => {
-            ("is no address of this host".to_owned(), "see `ip address` for those it has")
+            ("is not an address of this host".to_owned(), "`ip address` lists this host's addresses")
         }
-        io::ErrorKind::PermissionDenied => ("needs root".to_owned(), "choose a port from 1024 on"),
+        io::ErrorKind::PermissionDenied => ("needs root".to_owned(), "choose port 1024 or higher"),
         _ => (format!("cannot be used: {error}"), "choose another port"),
     };
     Some(Problem::error(subject, format!("{protocol} port {address} {message}"), hint))
@@ -63,7 +63,7 @@ fn tap(subject: &str, ifname: &str) -> Option<Problem> {
     if Path::new("/sys/class/net").join(ifname).exists() {
         return None;
     }
-    let hint = format!("make it: ip tuntap add {ifname} mode tap && ip link set {ifname} up");
+    let hint = format!("create it: ip tuntap add {ifname} mode tap && ip link set {ifname} up");
     Some(Problem::error(subject, format!("interface {ifname} does not exist"), hint))
 }
 
@@ -100,7 +100,7 @@ mod tests {
         assert_eq!(
             problem.to_string(),
             format!(
-                "error: nets[0].forward: TCP port 127.0.0.1:{taken} is taken; choose another port, or stop who has it (`ss -lnp` tells)"
+                "error: nets[0].forward: TCP port 127.0.0.1:{taken} is taken; choose another port, or stop the program that uses it (see `ss -lnp`)"
             )
         );
         drop(listener);
@@ -111,7 +111,7 @@ mod tests {
         assert!(port("x", &taken).unwrap().message.starts_with("UDP port "));
         // TEST-NET-1 belongs to nobody.
         let problem = port("x", &forward(Protocol::Tcp, [192, 0, 2, 1], 8080)).unwrap();
-        assert_eq!(problem.message, "TCP port 192.0.2.1:8080 is no address of this host");
+        assert_eq!(problem.message, "TCP port 192.0.2.1:8080 is not an address of this host");
     }
 
     #[test]
@@ -120,7 +120,7 @@ mod tests {
         let problem = tap("nets[1].ifname", "hearth-none0").unwrap();
         assert_eq!(
             problem.to_string(),
-            "error: nets[1].ifname: interface hearth-none0 does not exist; make it: ip tuntap add hearth-none0 mode tap && ip link set hearth-none0 up"
+            "error: nets[1].ifname: interface hearth-none0 does not exist; create it: ip tuntap add hearth-none0 mode tap && ip link set hearth-none0 up"
         );
         assert!(tap("x", "../net/lo").is_some());
     }

@@ -29,8 +29,8 @@ pub fn hardware(config: &Config, binary: &Binary, problems: &mut Vec<Problem>) -
         return Ok(());
     };
     if known.deprecated {
-        let message = format!("{qemu} has deprecated {machine_type}, and a later QEMU will not start the machine");
-        let hint = format!("set machine_type = \"{newest}\": the next guest finds slightly newer devices");
+        let message = format!("{machine_type} is deprecated in {qemu}; a later QEMU will not start the machine");
+        let hint = format!("set machine_type = \"{newest}\": the next guest gets slightly newer devices");
         problems.push(Problem::warning("machine_type", message, hint));
     }
     // What keeps KVM from working is told already.
@@ -45,7 +45,7 @@ pub fn hardware(config: &Config, binary: &Binary, problems: &mut Vec<Problem>) -
             config.cpus,
             chosen.accelerator.name()
         );
-        let hint = "change the one that it names: machine_type, cpus or cpu_model";
+        let hint = "change the key that QEMU names: machine_type, cpus or cpu_model";
         problems.push(Problem::error("qemu", message, hint));
     }
     Ok(())
@@ -149,8 +149,7 @@ mod tests {
         };
         check("pc-q35-10.2", &[]);
         check("q35", &[]);
-        let deprecated = "warning: machine_type: QEMU 10.2.0 (PROGRAM) has deprecated pc-q35-7.2, and a later QEMU will not start \
-                          the machine; set machine_type = \"pc-q35-10.2\": the next guest finds slightly newer devices";
+        let deprecated = "warning: machine_type: QEMU 10.2.0 pc-q35-7.2 is deprecated in (PROGRAM); a later QEMU will not start the machine; set machine_type = \"pc-q35-10.2\": the next guest gets slightly newer devices";
         check("pc-q35-7.2", &[deprecated]);
         let unknown = "error: machine_type: QEMU 10.2.0 (PROGRAM) has no q35 machine type pc-q35-99; set machine_type = \
                        \"pc-q35-10.2\"";

@@ -29,7 +29,8 @@ fn socket_paths(config: &Config) -> Option<Problem> {
     let excess = bytes.checked_sub(PATH_BYTES_MAX).filter(|excess| *excess > 0)?;
     let folder = config.runtime_folder.display();
     let message = format!(
-        "{folder} is too long: with /{longest} a socket's path has {bytes} bytes, {PATH_BYTES_MAX} are allowed"
+        "{folder} is too long: with /{longest} a socket's path has {bytes} bytes, but only {PATH_BYTES_MAX} are \
+         allowed"
     );
     Some(Problem::error("runtime_folder", message, format!("choose a folder whose path is {excess} bytes shorter")))
 }
@@ -39,11 +40,11 @@ fn earlier_folder(config: &Config, root: &RuntimeRoot) -> Option<Problem> {
     let place = root.machine(&config.name);
     let in_the_way = place != config.runtime_folder && place.exists() && !place.is_symlink();
     in_the_way.then(|| {
-        let message = format!("{} is there from before", place.display());
+        let message = format!("{} already exists", place.display());
         Problem::error(
             "runtime_folder",
             message,
-            "stop the machine if it runs there and remove the folder, or leave out runtime_folder",
+            "stop the machine if it runs there and remove the folder, or remove runtime_folder",
         )
     })
 }
@@ -51,12 +52,12 @@ fn earlier_folder(config: &Config, root: &RuntimeRoot) -> Option<Problem> {
 fn user(config: &Config, is_root: bool) -> Option<Problem> {
     match (config.qemu_user.as_deref(), is_root) {
         (Some(AUTO_USER), true) => (!own_user::is_mapped()).then(|| {
-            let message = "this user namespace (a container's, for example) has no free users for QEMU";
-            Problem::error("qemu_user", message, "name a user that it has, such as nobody")
+            let message = "this user namespace (for example a container's) has no free users for QEMU";
+            Problem::error("qemu_user", message, "choose a user that it has, such as nobody")
         }),
         (Some(user), true) if !is_known(user) => {
-            let hint = format!("make it (useradd --system {user}), or set qemu_user = \"auto\"");
-            Some(Problem::error("qemu_user", format!("there is no user {user}"), hint))
+            let hint = format!("create it (useradd --system {user}), or set qemu_user = \"auto\"");
+            Some(Problem::error("qemu_user", format!("user {user} does not exist"), hint))
         }
         (Some(user), false) => {
             let user = if user == AUTO_USER { "another user" } else { user };
@@ -98,7 +99,7 @@ mod tests {
         assert_eq!(
             problem.to_string(),
             format!(
-                "error: runtime_folder: /{} is too long: with /userfault-9999.sock a socket's path has 111 bytes, 107 are allowed; choose a folder whose path is 4 bytes shorter",
+                "error: runtime_folder: /{} is too long: with /userfault-9999.sock a socket's path has 111 bytes, but only 107 are allowed; choose a folder whose path is 4 bytes shorter",
                 "x".repeat(90)
             )
         );
@@ -115,7 +116,7 @@ mod tests {
         check(
             "qemu_user = \"nobody-here\"",
             true,
-            "error: qemu_user: there is no user nobody-here; make it (useradd --system nobody-here), or set qemu_user = \"auto\"",
+            "error: qemu_user: user nobody-here does not exist; create it (useradd --system nobody-here), or set qemu_user = \"auto\"",
         );
         check(
             "qemu_user = \"auto\"",

@@ -65,9 +65,9 @@ fn everything_that_is_missing_is_told_at_once() {
     fs::remove_file(fixture.path("vmlinuz")).unwrap();
     fs::remove_file(fixture.path("root.img")).unwrap();
     fixture.check(&format!("{GOOD}[[nets]]\nkind = \"tap\"\nifname = \"hearth-none0\"\n"), &[
-        "error: boot.kernel: vmlinuz does not exist; name a Linux kernel, for example /boot/vmlinuz",
+        "error: boot.kernel: vmlinuz does not exist; set it to a Linux kernel, for example /boot/vmlinuz",
         "error: disk disk0: disk image root.img does not exist; correct its path, or make the image with qemu-img create",
-        "error: nets[0].ifname: interface hearth-none0 does not exist; make it: ip tuntap add hearth-none0 mode tap && ip link set hearth-none0 up",
+        "error: nets[0].ifname: interface hearth-none0 does not exist; create it: ip tuntap add hearth-none0 mode tap && ip link set hearth-none0 up",
     ]);
 }
 
@@ -75,8 +75,7 @@ fn everything_that_is_missing_is_told_at_once() {
 fn a_policy_that_costs_connections_is_told() {
     fixture().check(
         &format!("{GOOD}[[nets]]\nkind = \"user\"\n[rejuvenate]\nevery = \"30d\"\n"),
-        &["warning: nets[0].kind: a rejuvenation cuts the guest's connections on a network of kind \"user\"; set kind to \
-             \"passt\" or \"tap\" to keep them"],
+        &["warning: nets[0].kind: a rejuvenation cuts the guest's connections on a \"user\" network; set kind to \"passt\" or \"tap\" to keep them"],
     );
 }
 
@@ -85,7 +84,10 @@ fn a_kernel_must_be_a_file() {
     let fixture = fixture();
     fs::remove_file(fixture.path("vmlinuz")).unwrap();
     fs::create_dir(fixture.path("vmlinuz")).unwrap();
-    fixture.check(GOOD, &["error: boot.kernel: vmlinuz is not a file; name a Linux kernel, for example /boot/vmlinuz"]);
+    fixture.check(
+        GOOD,
+        &["error: boot.kernel: vmlinuz is not a file; set it to a Linux kernel, for example /boot/vmlinuz"],
+    );
 }
 
 #[test]
@@ -114,7 +116,10 @@ fn an_image_in_use_is_named_with_its_user() {
     let problems = fixture.problems(GOOD, Purpose::Check);
     assert_eq!(problems.len(), 1, "{problems:?}");
     assert!(problems[0].starts_with("error: disk disk0: disk image root.img is in use by "), "{problems:?}");
-    assert!(problems[0].ends_with("; stop whoever uses it, or set read_only = true on both sides"), "{problems:?}");
+    assert!(
+        problems[0].ends_with("; stop the program that uses it, or set read_only = true on both sides"),
+        "{problems:?}"
+    );
     drop(holder);
     // A process that another test forks has the lock too, until it runs its program.
     let deadline = Instant::now() + Duration::from_secs(30);
@@ -155,10 +160,10 @@ fn a_machine_that_runs_is_told_so_and_not_of_what_it_holds_itself() {
     fs::create_dir_all(&runtime_folder).unwrap();
     let lock = File::create(runtime_folder.join("keeper.lock")).unwrap();
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
-    fixture.check(&text, &["warning: web: is running already; changes take effect at its next start"]);
+    fixture.check(&text, &["warning: web: is already running; changes take effect at its next start"]);
     assert_eq!(
         fixture.problems(&text, Purpose::Run),
-        ["error: web: is running already; see `hearth status web`; stop it with `hearth stop web`",]
+        ["error: web: is already running; see `hearth status web`; stop it with `hearth stop web`",]
     );
     drop(lock);
     assert_eq!(fixture.problems(&text, Purpose::Check).len(), 1, "the port is taken");
@@ -177,7 +182,7 @@ fn a_folder_from_before_is_in_the_way_of_a_runtime_folder_elsewhere() {
     fs::create_dir(&place).unwrap();
     fixture.check(
         &text,
-        &["error: runtime_folder: run/web is there from before; stop the machine if it runs there and remove the folder, or leave out runtime_folder"],
+        &["error: runtime_folder: run/web already exists; stop the machine if it runs there and remove the folder, or remove runtime_folder"],
     );
 }
 
@@ -266,6 +271,6 @@ fn memory_on_a_disk_is_a_warning() {
     memory::suitable(&config, room(hearth_memory::room::FileSystemKind::Other { magic: 0xef53 }), &mut problems);
     assert_eq!(
         problems[0].to_string(),
-        "warning: memory_folder: /dev/shm/hearth-check-test/web is not in host memory: the guest's RAM would be written to a disk; choose a folder on a tmpfs, such as /dev/shm"
+        "warning: memory_folder: /dev/shm/hearth-check-test/web is not in host memory, so the guest's RAM would be written to a disk; choose a folder on a tmpfs, such as /dev/shm"
     );
 }

@@ -26,7 +26,7 @@ pub fn page(age: &Age) -> String {
         uptime(qemu.uptime_s)
     )];
     let installed = qemu.installed_version.as_deref().unwrap_or("unknown");
-    let gone = if qemu.program_is_gone { "the program that runs was replaced or removed" } else { "" };
+    let gone = if qemu.program_is_gone { "the running program was replaced or removed" } else { "" };
     let rows = [
         vec!["installed".to_owned(), installed.to_owned(), gone.to_owned()],
         growth_row("own memory", qemu.own_bytes, bytes),
@@ -35,13 +35,13 @@ pub fn page(age: &Age) -> String {
     lines.extend(table(&[Side::Left, Side::Right, Side::Left], &rows).into_iter().map(|line| format!("  {line}")));
     lines.push(String::new());
     if age.reasons.is_empty() {
-        lines.push("nothing speaks for a rejuvenation".to_owned());
+        lines.push("no reason to rejuvenate".to_owned());
     } else {
-        lines.push(format!("for a rejuvenation (`hearth rejuvenate {}`)", age.name));
+        lines.push(format!("reasons to rejuvenate (`hearth rejuvenate {}`)", age.name));
         lines.extend(age.reasons.iter().map(|reason| format!("  {reason}")));
     }
     if let Some(hindrance) = &age.hindrance {
-        lines.extend(["against it".to_owned(), format!("  {hindrance}")]);
+        lines.extend(["obstacles".to_owned(), format!("  {hindrance}")]);
     }
     lines.join("\n")
 }

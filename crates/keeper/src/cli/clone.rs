@@ -61,7 +61,7 @@ pub fn remove_leftovers(root: &RuntimeRoot) {
     for note in entries.filter(|path| path.extension().is_some_and(|end| end == EXTENSION)) {
         // One that is locked is alive, and one that is gone was removed meanwhile.
         if let Ok((folder, _lock)) = dead(&note) {
-            tracing::warn!(folder = %folder.display(), "a rehearsal was killed; what it left is removed");
+            tracing::warn!(folder = %folder.display(), "removing what a killed rehearsal left behind");
             remove(&note, &folder, root);
         }
     }
@@ -89,7 +89,7 @@ fn remove(note: &Path, folder: &Path, root: &RuntimeRoot) {
         let Config { runtime_folder, memory_folder, .. } = config;
         for pid in memory_owner::qemus_of(&runtime_folder, &memory_folder) {
             if !kill_stray(pid) {
-                tracing::error!(pid, "the QEMU of a rehearsal does not end");
+                tracing::error!(pid, "the QEMU of a rehearsal does not exit");
             }
         }
         own_user::release(&runtime_folder);
@@ -101,14 +101,14 @@ fn remove(note: &Path, folder: &Path, root: &RuntimeRoot) {
         remove_folder(folder);
     }
     if let Err(error) = fs::remove_file(note) {
-        tracing::warn!(%error, note = %note.display(), "left behind");
+        tracing::warn!(%error, note = %note.display(), "cannot remove");
     }
 }
 
 fn remove_folder(folder: &Path) {
     match fs::remove_dir_all(folder) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            tracing::warn!(%error, folder = %folder.display(), "left behind");
+            tracing::warn!(%error, folder = %folder.display(), "cannot remove");
         }
         _ => {}
     }

@@ -23,7 +23,7 @@ pub fn for_run(file: &Path, root: &RuntimeRoot) -> Result<InForce, CliError> {
     let in_force = must_run(configured.map_err(|problems| wrong(file, root, problems))?, file, root)?;
     if !in_force.pending.is_empty() {
         let keys: Vec<_> = in_force.pending.iter().map(|change| change.key.as_str()).collect();
-        tracing::warn!(keys = keys.join(", "), "changed in the file, and not yet in force: a guest lives");
+        tracing::warn!(keys = keys.join(", "), "changed in the file, but not in effect while the current guest lives");
     }
     Ok(in_force)
 }
@@ -38,8 +38,8 @@ fn without_file(file: &Path, root: &RuntimeRoot, problems: &[Problem]) -> Option
     let pending = vec![PendingChange { key, until: PendingUntil::NextStart }];
     let problems: Vec<_> = problems.iter().map(ToString::to_string).collect();
     let misread = format!(
-        "{} cannot be understood; the guest goes on with the configuration that it was started with, and so do its reboots, until \
-         the file is corrected and the keeper started anew: {}",
+        "cannot understand {}; the guest and its reboots keep the configuration that they started with, until you \
+         correct the file and restart the keeper: {}",
         file.display(),
         problems.join("; ")
     );
@@ -126,7 +126,7 @@ pub fn check_take_over(context: &mut Context<'_>, file: &Path) -> Result<Exit, C
     if context.json {
         context.write_json(&consent)?;
     } else {
-        context.write_line(&format!("{}: hearth {} can go on with it", consent.machine, consent.version))?;
+        context.write_line(&format!("{}: hearth {} can take it over", consent.machine, consent.version))?;
     }
     Ok(Exit::Done)
 }

@@ -25,7 +25,7 @@ pub fn connect(context: &mut Context<'_>, name: &str) -> Result<Exit, CliError> 
     let terminal = isatty(&stdin);
     let end = {
         let _raw = if terminal {
-            eprintln!("connected to {name}; Ctrl-] leaves");
+            eprintln!("connected to {name}; Ctrl-] disconnects");
             Some(Raw::enter(stdin.as_fd())?)
         } else {
             None
@@ -48,7 +48,7 @@ enum End {
 impl End {
     fn words(self, name: &str) -> String {
         match self {
-            Self::Detached => format!("\nleft; {name} goes on"),
+            Self::Detached => format!("\ndisconnected; {name} keeps running"),
             Self::Closed => format!("\nthe keeper of {name} has ended"),
         }
     }

@@ -11,27 +11,32 @@ use super::{CliError, Context, Exit, NameArgument, WaitArgument, absolute, order
 pub struct DumpArguments {
     #[command(flatten)]
     machine: NameArgument,
-    /// Let the guest run meanwhile (this is the default).
+    /// Keep the guest running during the dump (default).
     #[arg(long, conflicts_with = "pause")]
     live: bool,
-    /// Hold the guest still until the dump is written.
+    /// Pause the guest until the dump is written.
     #[arg(long)]
     pause: bool,
-    /// What is left out, as makedumpfile counts: 1 zero pages, 2 cache, 4 private cache, 8 user data, 16 free pages.
+    /// Pages to leave out, as makedumpfile's level (default: as configured).
+    ///
+    /// The level is a sum: 1 zero pages, 2 cache, 4 private cache, 8 user data, 16 free pages.
     #[arg(long, value_parser = clap::value_parser!(u8).range(0..=31))]
     level: Option<u8>,
+    /// Format of the dump file (default: as configured).
     #[arg(long, value_enum)]
     format: Option<DumpFormatWord>,
     /// Compression of a kdump file's pages (default: as configured).
     #[arg(long, value_enum)]
     compress: Option<CompressionWord>,
-    /// The file; it must not exist.
+    /// File to write; must not exist (default: in the dump folder).
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Go on with a dump that waits: for room on the disk, say.
+    /// Resume a waiting dump, for example after freeing disk space.
     #[arg(long, conflicts_with_all = ["live", "pause", "level", "format", "compress", "output", "discard"])]
     resume: bool,
-    /// Give up what dumps have not written yet. The file stays, marked incomplete.
+    /// Discard what dumps have not written yet.
+    ///
+    /// The files stay, marked incomplete.
     #[arg(long, conflicts_with_all = ["live", "pause", "level", "format", "compress", "output"])]
     discard: bool,
     #[command(flatten)]

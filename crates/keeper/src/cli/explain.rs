@@ -21,7 +21,7 @@ pub fn show(context: &mut Context<'_>, name: &str) -> Result<Exit, CliError> {
 pub fn page(explanation: &Explanation) -> String {
     let Some(recovery) = &explanation.recovery else {
         return format!(
-            "{}: incarnation {} is the first; nothing was recovered",
+            "{}: incarnation {} is the first, so there was no recovery",
             explanation.name, explanation.incarnation
         );
     };
@@ -40,14 +40,14 @@ fn summary(name: &str, recovery: &Recovery) -> Vec<String> {
         recovery.cause.words(),
         recovery.started_at,
     )];
-    lines.extend(recovery.panic.as_ref().map(|panic| format!("the guest said: {panic}")));
+    lines.extend(recovery.panic.as_ref().map(|panic| format!("crash message: {panic}")));
     lines.extend(recovery.dump.as_ref().map(dump_line));
     if let Some(why) = &recovery.why_cold {
         lines.push(format!("cold because {why}"));
     }
     if recovery.warm {
         let (kept, released) = (bytes(recovery.kept_bytes), bytes(recovery.released_bytes));
-        lines.push(format!("{kept} of disk blocks kept in {} pages, {released} given back", recovery.pages_kept));
+        lines.push(format!("{kept} of disk blocks kept in {} pages, {released} released", recovery.pages_kept));
     }
     lines
 }

@@ -72,7 +72,7 @@ fn row(listed: &Listed) -> Vec<String> {
         return parked.row(&listed.name);
     }
     let Some(status) = &listed.status else {
-        let state = if listed.orphaned { "keeper dead" } else { "not running" };
+        let state = if listed.orphaned { "keeper died" } else { "not running" };
         return vec![listed.name.clone(), state.to_owned()];
     };
     vec![

@@ -80,84 +80,87 @@ impl From<Exit> for ExitCode {
 
 const EXIT_CODES: &str = "\
 Exit codes:
-  0  done
-  1  it was tried and failed
-  2  the command line or the configuration file is wrong: change it
-  3  the machine does not run
-  75 the machine cannot run now (an image in use, a missing file, too little memory): try again";
+  0  success
+  1  the operation failed
+  2  wrong command line or configuration file: correct it
+  3  the machine is not running
+  75 the machine cannot run now (an image in use, a missing file, too little memory): try again later";
 
 const EXAMPLES: &str = "\
 Examples:
-  hearth check web.toml            say everything that is wrong with a configuration
+  hearth check web.toml            report everything wrong with a configuration
   hearth run web.toml              start the machine; stays in the foreground
-  hearth status web                how it is, and what its ember was good for
-  hearth console web               its serial console; Ctrl-] leaves it
-  hearth reboot web                a new incarnation, with the file cache of the old one
-  hearth rejuvenate web            another QEMU under the running guest
-  hearth save web -o web-1         all of it to a folder, from which others can go on
-  hearth restore web-1 --as web2   one of them
-  hearth explain web               where the time of the last recovery went
-  hearth events web --follow       what happens, as it happens
+  hearth status web                show the machine's state and how its ember was used
+  hearth console web               connect to its serial console; Ctrl-] disconnects
+  hearth reboot web                reboot, keeping the old guest's file cache
+  hearth rejuvenate web            replace QEMU under the running guest
+  hearth save web -o web-1         save the machine to a folder
+  hearth restore web-1 --as web2   create a new machine from that folder
+  hearth explain web               show where the last recovery spent its time
+  hearth events web --follow       print events as they happen
 ";
 
-/// Recovery layer for QEMU/KVM virtual machines: memory outlives whatever died.
+/// Keep virtual machines' memory across guest, QEMU and host restarts.
 #[derive(Debug, Parser)]
 #[command(name = "hearth", version, after_help = format!("{EXAMPLES}\n{EXIT_CODES}"))]
 pub struct Cli {
     #[command(subcommand)]
     verb: Verb,
 
-    /// Answer in JSON instead of words. Errors are words on standard error; the exit code tells them apart.
+    /// Print JSON instead of text.
+    ///
+    /// Errors remain text on standard error; exit codes tell them apart.
     #[arg(long, global = true)]
     json: bool,
 
-    /// Folder that holds one folder per running machine.
+    /// Folder with one subfolder per running machine.
     ///
-    /// /run/hearth for root; $XDG_RUNTIME_DIR/hearth for others.
+    /// The default is /run/hearth for root and $XDG_RUNTIME_DIR/hearth for other users.
     #[arg(long, global = true, value_name = "FOLDER", env = "HEARTH_RUNTIME_ROOT")]
     runtime_root: Option<PathBuf>,
 }
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Start a machine and look after it, in the foreground.
+    /// Start a machine and supervise it in the foreground.
     ///
-    /// If the machine's QEMU is still alive because only its keeper died, it is taken over as it runs. SIGTERM or
-    /// Ctrl-C asks the guest to shut down; a second one ends it at once. HEARTH_LOG sets what is logged: error, warn,
-    /// info (default), debug.
+    /// If only the keeper died and its QEMU still runs, the new keeper takes it over. SIGTERM or Ctrl-C asks the guest
+    /// to shut down; a second one ends it at once. HEARTH_LOG sets the log level: error, warn, info (default) or debug.
     #[command(after_help = "Example: hearth run /etc/hearth/web.toml")]
     Run(FileArgument),
-    /// Say everything that is wrong with a configuration and its surroundings, without starting anything.
+    /// Check a configuration and its host without starting anything.
     #[command(
-        after_help = "Example: hearth check web.toml --json\n\nExit codes: 0 the machine can run, 2 the file is wrong, 75 it cannot run now"
+        after_help = "Example: hearth check web.toml --json\n\nExit codes: 0 the machine can run, 2 the file is wrong, 75 the machine cannot run now"
     )]
     Check {
         #[command(flatten)]
         file: FileArgument,
-        /// Say whether this program could go on with the machine, which runs; `upgrade-keeper` asks this.
+        /// Check whether this program could take over the running machine.
+        ///
+        /// `upgrade-keeper` runs this.
         #[arg(long)]
         take_over: bool,
     },
     /// List the machines.
     Ls,
-    /// Show how a machine is.
+    /// Show a machine's state.
     Status(NameArgument),
     /// Connect to the guest's serial console.
     ///
-    /// Ctrl-] leaves it. Any number of consoles may be open; each first gets the recent output. Without a terminal,
-    /// input and output are passed on as they are.
+    /// Ctrl-] disconnects. Several consoles may be open at once; each first shows the recent output. Without a
+    /// terminal, input and output pass through unchanged.
     Console(NameArgument),
-    /// End the living incarnation and start the next one.
+    /// Reboot the guest into a new incarnation.
     ///
     /// The guest is asked to shut down and has a minute to do so.
     #[command(after_help = "Example: hearth reboot web --cold --force")]
     Reboot {
         #[command(flatten)]
         machine: NameArgument,
-        /// Keep nothing of the old memory.
+        /// Do not reuse the old memory.
         #[arg(long)]
         cold: bool,
-        /// Do not ask the guest: like a power cut.
+        /// Cut the power instead of asking the guest.
         #[arg(long)]
         force: bool,
         #[command(flatten)]
@@ -169,7 +172,7 @@ enum Verb {
     Stop {
         #[command(flatten)]
         machine: NameArgument,
-        /// Do not ask the guest: like a power cut.
+        /// Cut the power instead of asking the guest.
         #[arg(long)]
         force: bool,
         #[command(flatten)]
@@ -177,43 +180,43 @@ enum Verb {
     },
     /// Make the guest's kernel panic, for drills.
     ///
-    /// The guest must be set up for it: `sysctl kernel.unknown_nmi_panic=1` for the method nmi, a keyboard driver and
+    /// The guest must be prepared: `sysctl kernel.unknown_nmi_panic=1` for the method nmi; a keyboard driver and
     /// `sysctl kernel.sysrq=1` for sysrq.
     #[command(after_help = "Example: hearth crash web --wait")]
     Crash {
         #[command(flatten)]
         machine: NameArgument,
-        /// How the guest is made to panic.
+        /// How to make the guest panic.
         #[arg(long, value_enum, default_value_t = Method::Nmi)]
         method: Method,
         /// Wait until the next incarnation runs.
         #[arg(long)]
         wait: bool,
     },
-    /// Dump the memory of a machine's guest to a file, as a crash does.
+    /// Dump the memory of a machine's guest to a file.
     ///
-    /// The guest runs on, but for a millisecond in which its registers are taken; so the dump does not show one moment,
-    /// unless --pause is given. Formats, levels and tools are described in docs/crash-recovery.md.
+    /// The guest keeps running, except for about a millisecond while its registers are read. The dump therefore does
+    /// not show a single moment, unless you give --pause. docs/crash-recovery.md describes formats, levels and tools.
     #[command(after_help = "Example: hearth dump web --level 17 -o /srv/web.vmcore")]
     Dump(dump::DumpArguments),
     /// Replace a machine's QEMU under its running guest.
     ///
-    /// The guest stands still for some milliseconds; its memory, disks, console and connections stay. If anything goes
-    /// wrong before the new QEMU has the guest it goes on with the old one, and this says why.
+    /// The guest pauses for some milliseconds; its memory, disks, console and connections stay. If anything fails
+    /// before the new QEMU has the guest, the guest continues on the old one, and the command prints the reason.
     #[command(after_help = "Examples: hearth rejuvenate web --qemu /opt/qemu-10/bin/qemu-system-x86_64
           hearth rejuvenate --all --parallel 4 --stagger 10s
           hearth rejuvenate --plan --boot 20s")]
     Rejuvenate(rejuvenate::RejuvenateArguments),
-    /// Let another version of Hearth go on as a machine's keeper, under its running guest.
+    /// Replace a machine's keeper with another version of Hearth.
     ///
-    /// The guest runs on; its disks stand still for about a second. A program that would not go on with the machine is refused
-    /// before anything happens; if it fails later the old one is started again.
+    /// The guest keeps running; its disks pause for about a second. A program that cannot take over the machine is
+    /// refused before anything happens. If it fails later, the old program starts again.
     #[command(after_help = "Example: hearth upgrade-keeper web --program /opt/hearth/hearth")]
     UpgradeKeeper(upgrade_keeper::UpgradeKeeperArguments),
-    /// Keep all machines' guests in memory while the host gets another kernel.
+    /// Keep all guests in memory while the host changes kernels.
     ///
-    /// Their memory must lie on a file system of persistent or reserved memory (DAX), and the next kernel be started with kexec.
-    /// docs/rejuvenation.md describes the set-up.
+    /// Guest memory must lie on a DAX file system on persistent or reserved memory, and the next kernel must be started
+    /// with kexec. docs/rejuvenation.md describes the set-up.
     #[command(after_help = "Examples: hearth host-reload prepare --check
           hearth host-reload prepare --fleet-lock https://airlock.example --fleet-id $(hostname) && systemctl kexec
           hearth host-reload resume")]
@@ -221,123 +224,130 @@ enum Verb {
         #[command(subcommand)]
         verb: host_reload::Verb,
     },
-    /// Show how old a machine's QEMU is, and what speaks for another one.
+    /// Show a QEMU's age and whether it should be replaced.
     ///
-    /// Uptime, memory of its own, file descriptors, and the version that is installed now.
+    /// Shows its uptime, own memory and file descriptors, and the version installed now.
     #[command(after_help = "Example: hearth age web")]
     Age(NameArgument),
-    /// Save a machine to a folder, from which any number of machines can go on.
+    /// Save a running machine to a folder, for later restores.
     ///
-    /// Memory, devices and disks are saved as they are at one moment, while the guest runs: it stands still for that moment
-    /// only. Ctrl-C calls it off.
+    /// Memory, devices and disks are saved as of one moment. The guest keeps running and pauses only for that moment.
+    /// Ctrl-C cancels the save.
     #[command(after_help = "Example: hearth save web -o /srv/snapshots/web-1")]
     Save(save::SaveArguments),
-    /// Make a machine out of a snapshot and look after it, in the foreground.
+    /// Create a machine from a snapshot and run it.
     ///
-    /// The guest goes on where it was saved, before all of its memory is there. The machine gets a folder of its own with a
-    /// machine.toml and disks; these lie over the disks of the snapshot, which must stay where it is. One snapshot can be
-    /// restored any number of times. Afterwards it is a machine like any other: `hearth run FOLDER/machine.toml`.
+    /// The guest continues where it was saved, before all of its memory is loaded. The new machine gets its own folder
+    /// with a machine.toml and disks. These disks are overlays on the snapshot's disks, so the snapshot must stay where
+    /// it is. You can restore one snapshot any number of times. To start the machine again later: `hearth run
+    /// FOLDER/machine.toml`.
     #[command(after_help = "Example: hearth restore /srv/snapshots/web-1 --as web2 --folder /srv/web2")]
     Restore(restore::RestoreArguments),
-    /// Find out what a restored guest uses first, in a clone that is thrown away.
+    /// Record what a restored guest uses first, in a throwaway clone.
     ///
-    /// The clone reaches nobody; what it writes to its disks is lost. What it uses is added to the snapshot's working set.
+    /// The clone has no network access, and its disk writes are discarded. The pages that it uses are added to the
+    /// snapshot's working set.
     #[command(after_help = "Example: hearth rehearse /srv/snapshots/web-1 --until-port 80")]
     Rehearse(rehearse::RehearseArguments),
-    /// Show which memory of a snapshot is there before a restored guest runs.
+    /// Show which pages a restore loads before the guest runs.
     #[command(after_help = "Example: hearth working-set /srv/snapshots/web-1")]
     WorkingSet {
-        /// Folder of the snapshot, or its address as s3://BUCKET/PREFIX (gs, az, abfs, https: see the docs).
+        /// Snapshot folder, or an address such as s3://BUCKET/PREFIX.
+        ///
+        /// Addresses of gs, az, abfs and https work too; see docs/lazy-restore.md.
         snapshot: PathBuf,
         #[command(flatten)]
         store: object_store::StoreArguments,
     },
-    /// Say that a machine's guest has done what it boots for.
+    /// Mark a machine's boot as finished.
     ///
-    /// What it has read from its disks since its reset is held in memory for its next boot. For a script in the guest's
-    /// service or on the host; the machine must have [remount] in its configuration.
+    /// The blocks that the guest has read from its disks since its reset stay in memory for its next boot. This is for
+    /// scripts. The machine must have [remount] in its configuration.
     #[command(after_help = "Example: curl -fs http://127.0.0.1:8080/ >/dev/null && hearth ready web")]
     Ready(NameArgument),
-    /// Show what a machine's next boot will read from its disks, and how much of it is held in memory.
+    /// Show what the next boot will read, and what memory holds.
     ///
-    /// After a boot also how it went: hits and misses by disk and by volume, and what was read from the images.
+    /// After a boot, also shows hits and misses by disk and volume, and what was read from the images.
     #[command(after_help = "Example: hearth remount-plan web --list")]
     RemountPlan {
         #[command(flatten)]
         machine: NameArgument,
-        /// Show each range that the next boot will read, in that order.
+        /// List each range that the next boot will read, in order.
         #[arg(long)]
         list: bool,
     },
-    /// Show what happened to a machine.
+    /// Show a machine's events.
     ///
-    /// Works after the machine's end, too. With --json: one object a line.
+    /// Also works after the machine has stopped. With --json: one object per line.
     #[command(after_help = "Example: hearth events web --follow --json")]
     Events {
         #[command(flatten)]
         machine: NameArgument,
-        /// Go on with what happens from now on, until the keeper ends.
+        /// Keep printing new events until the keeper ends.
         #[arg(long, short)]
         follow: bool,
-        /// Only events after the one with this sequence.
+        /// Print only events after this sequence number.
         #[arg(long, value_name = "SEQUENCE", default_value_t = 0)]
         since: u64,
     },
-    /// Show where the time of the last recovery went.
+    /// Show where the last recovery spent its time.
     Explain(NameArgument),
     /// Tell the guest that a disk's image was resized.
     #[command(after_help = "Example: truncate -s 20G data.img && hearth resize web data")]
     Resize {
         #[command(flatten)]
         machine: NameArgument,
-        /// Name of the disk, as `hearth status` shows it.
+        /// Name of the disk, as shown by `hearth status`.
         disk: String,
     },
-    /// Look into a dump of a guest's memory.
+    /// Inspect a dump of a guest's memory.
     ///
-    /// Reads kdump files (zstd, lzo, zlib or uncompressed) and ELF cores, of Hearth, makedumpfile or QEMU, also
-    /// flattened or incomplete ones. For more there are crash and drgn.
+    /// Reads kdump files (zstd, lzo, zlib or uncompressed) and ELF cores from Hearth, makedumpfile or QEMU, including
+    /// flattened and incomplete ones. Use crash or drgn for deeper analysis.
     Vmcore {
         #[command(subcommand)]
         verb: VmcoreVerb,
     },
-    /// Show a configuration as the keeper understands it, with all defaults filled in: sizes in bytes, paths absolute. It is no
-    /// machine.toml.
+    /// Show a configuration with all defaults filled in.
+    ///
+    /// Sizes are in bytes and paths are absolute; the output is not a machine.toml.
     Config {
-        /// A configuration file (has a "/" or ends in .toml), or the name of a running machine.
+        /// Configuration file, or name of a running machine.
+        ///
+        /// A file's path has a "/" or ends in .toml.
         #[arg(value_name = "FILE|NAME")]
         of: String,
     },
     /// Print a completion script for a shell.
     #[command(after_help = "Example: hearth completions bash > /etc/bash_completion.d/hearth")]
     Completions { shell: clap_complete::Shell },
-    /// Write the manual pages.
+    /// Write the manual pages to a folder.
     #[command(after_help = "Example: hearth man /usr/local/share/man/man1")]
     Man {
-        /// Folder to write them to; it must exist.
+        /// Folder to write to; must exist.
         folder: PathBuf,
     },
 }
 
 #[derive(Debug, Subcommand)]
 enum VmcoreVerb {
-    /// Show what a dump is: kernel, panic, pages, registers and the end of the kernel log.
+    /// Show kernel, panic, pages, registers and the log's end.
     #[command(after_help = "Example: hearth vmcore info /var/lib/hearth/web/dumps/3.vmcore --json")]
     Info(DumpArgument),
-    /// Print the kernel log that is in a dump.
+    /// Print the kernel log from a dump.
     #[command(after_help = "Example: hearth vmcore dmesg 3.vmcore | tail -40")]
     Dmesg(DumpArgument),
 }
 
 #[derive(Debug, Args)]
 struct DumpArgument {
-    /// The dump.
+    /// Dump file.
     file: PathBuf,
 }
 
 #[derive(Debug, Args)]
 struct FileArgument {
-    /// The machine's configuration file; docs/config.md describes it.
+    /// The machine's configuration file; see docs/config.md.
     file: PathBuf,
 }
 
@@ -349,7 +359,7 @@ struct NameArgument {
 
 #[derive(Debug, Args)]
 struct WaitArgument {
-    /// Do not wait until it is done.
+    /// Return without waiting for completion.
     #[arg(long)]
     no_wait: bool,
 }
@@ -358,16 +368,18 @@ struct WaitArgument {
 enum Method {
     /// Non-maskable interrupt.
     Nmi,
-    /// The keys Alt-SysRq-C.
+    /// The key combination Alt-SysRq-C.
     Sysrq,
 }
 
 /// What a verb can fail with.
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
-    #[error("{name} does not run; {}", words::others(others, root))]
+    #[error("{name} is not running; {}", words::others(others, root))]
     NotRunning { name: String, others: Vec<String>, root: PathBuf },
-    #[error("{name}: its keeper has died and its QEMU (pid {qemu_pid}) runs on; `hearth run FILE` takes it over")]
+    #[error(
+        "the keeper of {name} has died but its QEMU (pid {qemu_pid}) still runs; take it over with `hearth run FILE`"
+    )]
     Orphaned { name: String, qemu_pid: u32 },
     #[error("{}", guest.sentence(name))]
     Parked { name: String, guest: Box<parked::ParkedGuest> },
@@ -377,22 +389,24 @@ pub enum CliError {
     Configuration { file: PathBuf, problems: Vec<Problem> },
     #[error("{file}: the machine cannot run now")]
     Surroundings { file: PathBuf, problems: Vec<Problem> },
-    #[error("{file}: the machine's QEMU (pid {qemu_pid}) runs on; correct the file, and the next keeper takes it over")]
+    #[error(
+        "{file}: the machine's QEMU (pid {qemu_pid}) still runs; correct the file, then take it over with `hearth run`"
+    )]
     CannotTakeOver { file: PathBuf, qemu_pid: u32, problems: Vec<Problem> },
-    #[error("no machine in {root} has been rejuvenated yet: do it with one, then ask again")]
+    #[error("cannot predict: no machine in {root} has been rejuvenated yet; rejuvenate one first")]
     NoHistory { root: PathBuf },
     #[error("{name}: {what}")]
     Machine { name: String, what: String },
-    #[error("{path}: cannot be used")]
+    #[error("cannot use {path}")]
     File { path: PathBuf, source: io::Error },
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
     #[error(
-        "{file}: names what only the operator of this host may name: {what}; say it yourself with --set KEY=VALUE, or restore with \
-         --trust-config if you trust whoever made the snapshot"
+        "{file} sets keys that only this host's operator may set: {what}; set them yourself with --set KEY=VALUE, or \
+         restore with --trust-config if you trust whoever made the snapshot"
     )]
     Untrusted { file: PathBuf, what: String },
-    #[error("{file}: the machine has other disks than the snapshot ({configured}; {saved}): it was not saved so")]
+    #[error("{file} names other disks than the snapshot holds ({configured}; {saved}): it was changed after the save")]
     OtherDisks { file: PathBuf, configured: String, saved: String },
     #[error(transparent)]
     Overlay(#[from] OverlayError),
@@ -400,9 +414,9 @@ pub enum CliError {
     Order(#[from] OrderError),
     #[error(transparent)]
     Vmcore(#[from] FileError),
-    #[error("this program cannot go on with the machine")]
+    #[error("this program cannot take over the machine")]
     TakeOver(#[source] MachineError),
-    #[error("{path}: no kernel log can be read from it")]
+    #[error("cannot read a kernel log from {path}")]
     NoLog { path: PathBuf, source: NotUnderstood },
     #[error(transparent)]
     Record(#[from] RecordError),
@@ -410,13 +424,13 @@ pub enum CliError {
     FleetLock(#[from] FleetLockError),
     #[error("{0}")]
     HostReload(String),
-    #[error("the terminal cannot be used")]
+    #[error("cannot use the terminal")]
     Terminal(#[source] io::Error),
-    #[error("no free port on this host")]
+    #[error("cannot find a free port on this host")]
     Port(#[source] io::Error),
-    #[error("Ctrl-C cannot be listened for")]
+    #[error("cannot catch Ctrl-C")]
     Signals(#[source] io::Error),
-    #[error("the output cannot be written")]
+    #[error("cannot write the output")]
     Output(#[from] io::Error),
 }
 

@@ -12,13 +12,15 @@ use crate::object_store::{is_address, open_snapshot};
 
 #[derive(Clone, Debug, Default, Args)]
 pub struct StoreArguments {
-    /// For object stores: a file with the AWS_*, GOOGLE_* or AZURE_* settings, one KEY=value a line; else the environment's.
+    /// File with object store settings (default: the environment).
+    ///
+    /// One AWS_*, GOOGLE_* or AZURE_* setting per line, as KEY=value.
     #[arg(long, value_name = "FILE")]
     credentials: Option<PathBuf>,
-    /// What comes out of the store is kept in this folder; /var/cache/hearth/objects if nothing is said.
+    /// Folder that caches store data (default: /var/cache/hearth/objects).
     #[arg(long, value_name = "FOLDER")]
     cache: Option<PathBuf>,
-    /// How much of it at most; 8GiB if nothing is said.
+    /// Maximum size of the cache (default: 8GiB).
     #[arg(long, value_name = "SIZE", value_parser = is_size)]
     cache_size: Option<String>,
 }

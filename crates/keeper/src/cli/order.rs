@@ -15,7 +15,7 @@ use crate::check::life;
 use crate::machine::GUEST_DIED_WITH_QEMU;
 
 use super::text::bytes;
-use super::{CliError, Context, Exit, events};
+use super::{CliError, Context, Exit, events, words};
 
 /// A guest that crashes shows it within this time. Under emulation on a busy host a panic takes seconds.
 const CRASH_PATIENCE: Duration = Duration::from_secs(60);
@@ -88,10 +88,10 @@ pub(super) fn must_crash(
         std::thread::sleep(CRASH_LOOK);
     }
     let set_up = match method {
-        CrashMethod::Nmi => "does its kernel panic at an NMI (`sysctl kernel.unknown_nmi_panic=1`)?",
-        CrashMethod::Sysrq => "has it a keyboard driver, and SysRq on (`sysctl kernel.sysrq=1`)?",
+        CrashMethod::Nmi => "check that its kernel panics on an NMI (`sysctl kernel.unknown_nmi_panic=1`)",
+        CrashMethod::Sysrq => "check that it has a keyboard driver and SysRq enabled (`sysctl kernel.sysrq=1`)",
     };
-    let what = format!("the guest has not crashed within {} s; {set_up}", patience.as_secs());
+    let what = format!("the guest did not crash within {} s; {set_up}", patience.as_secs());
     Err(CliError::Machine { name: name.to_owned(), what })
 }
 
@@ -182,9 +182,7 @@ fn next_incarnation(context: &Context<'_>, name: &str, wait: bool) -> Result<Opt
 fn conclude(context: &mut Context<'_>, name: &str, accepted: Accepted, goal: Option<Goal>) -> Result<Exit, CliError> {
     match goal {
         None if context.json => context.write_json(&accepted)?,
-        None => {
-            context.write_line(&format!("{name}: on its way; `hearth events {name} --follow` tells how it goes"))?
-        }
+        None => context.write_line(&format!("{name}: accepted; `hearth events {name} --follow` shows progress"))?,
         Some(goal) => wait_for(context, name, accepted, goal)?,
     }
     Ok(Exit::Done)
@@ -214,7 +212,7 @@ fn wait_for(context: &mut Context<'_>, name: &str, accepted: Accepted, goal: Goa
                 break;
             }
             Bearing::Reached => return Ok(()),
-            Bearing::Lost => return Err(lost(name, Some(&record.event))),
+            Bearing::Lost => return Err(lost(name, &record.event)),
             Bearing::Open => {}
         }
     }
@@ -241,7 +239,7 @@ fn cut_off(context: &Context<'_>, name: &str) -> CliError {
         orphaned @ CliError::Orphaned { .. } => orphaned,
         _ => {
             let what =
-                format!("its keeper ended before this was done; `hearth status {name}` shows how the machine is");
+                format!("its keeper ended before this was complete; `hearth status {name}` shows the machine's state");
             CliError::Machine { name: name.to_owned(), what }
         }
     }
@@ -256,13 +254,14 @@ pub(super) fn wait_for_keepers_end(runtime_folder: &Path) {
 }
 
 /// `by`: the event that decided it.
-fn lost(name: &str, by: Option<&EventKind>) -> CliError {
+fn lost(name: &str, by: &EventKind) -> CliError {
     let what = match by {
-        Some(
-            EventKind::IncarnationEnded { cause: EndCause::QemuDied }
-            | EventKind::RejuvenationFailed { guest_lost: true, .. },
-        ) => GUEST_DIED_WITH_QEMU.to_owned(),
-        _ => format!("this did not come about; `hearth events {name}` tells why"),
+        EventKind::IncarnationEnded { cause: EndCause::QemuDied }
+        | EventKind::RejuvenationFailed { guest_lost: true, .. } => GUEST_DIED_WITH_QEMU.to_owned(),
+        EventKind::StateChanged { to, .. } => {
+            format!("the machine is now {}; `hearth events {name}` shows why", to.name())
+        }
+        event => words::describe(event),
     };
     CliError::Machine { name: name.to_owned(), what }
 }
@@ -350,12 +349,12 @@ mod tests {
         let ended = |cause| EventKind::IncarnationEnded { cause };
         let check_words = |event: EventKind, expect: &str| {
             check(Goal::Rejuvenated, 2, event.clone(), Bearing::Lost);
-            let words = lost("web", Some(&event)).to_string();
+            let words = lost("web", &event).to_string();
             assert!(words.contains(expect), "{words}");
         };
         check_words(failed(true), GUEST_DIED_WITH_QEMU);
-        check_words(failed(false), "did not come about");
+        check_words(failed(false), "rejuvenation failed in phase hand, the guest continues on the old QEMU: it ended");
         check_words(ended(EndCause::QemuDied), GUEST_DIED_WITH_QEMU);
-        check_words(ended(EndCause::Panic), "did not come about");
+        check_words(ended(EndCause::Panic), "incarnation ended: guest panicked");
     }
 }

@@ -62,16 +62,16 @@ impl ParkedGuest {
     /// `hearth status` of it.
     pub fn page(&self, name: &str) -> String {
         let stands = uptime(self.stands_ms as f64 / 1e3);
-        let host = if self.host_reloaded { "another host kernel since" } else { "the same host kernel" };
+        let host = if self.host_reloaded { "has changed its kernel since" } else { "the same kernel as before" };
         let (ram, resident) = (bytes(self.ram_bytes), bytes(self.resident_bytes));
         let folder = self.memory_folder.display();
         [
-            format!("{name}  parked since {}, for {stands}, incarnation {}", self.since, self.incarnation),
-            format!("  memory        {ram}, of which {resident} are in use, in {folder}"),
-            format!("  qemu          ended; was {}, {}", self.qemu_version, self.accelerator),
+            format!("{name}  parked since {} ({stands}), incarnation {}", self.since, self.incarnation),
+            format!("  memory        {ram}, {resident} in use, in {folder}"),
+            format!("  qemu          none; was {}, {}", self.qemu_version, self.accelerator),
             format!("  host          {host}"),
-            format!("  goes on with  `{}`, or `hearth run FILE`", self.next),
-            format!("  given up      `rm {folder}/parked.json`, and the machine boots"),
+            format!("  resume with   `{}`, or `hearth run FILE`", self.next),
+            format!("  discard with  `rm {folder}/parked.json`; the machine then boots"),
         ]
         .join("\n")
     }
@@ -87,7 +87,7 @@ impl ParkedGuest {
     /// Why it cannot be asked for anything.
     pub fn sentence(&self, name: &str) -> String {
         format!(
-            "{name} is parked since {}, in {}; `{}` lets it go on",
+            "{name} has been parked since {}, in {}; resume it with `{}`",
             self.since,
             self.memory_folder.display(),
             self.next

@@ -178,7 +178,7 @@ fn page(plan: &Plan) -> String {
         }),
     );
     lines.push(String::new());
-    let head = ["N", "STANDS STILL", "MEASURED", "IF REBOOTED", "MEASURED", "GAINED"].map(str::to_owned).to_vec();
+    let head = ["N", "PAUSE", "MEASURED", "IF REBOOTED", "MEASURED", "GAINED"].map(str::to_owned).to_vec();
     let cell = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), milliseconds);
     let rows = plan.predictions.iter().map(|prediction| {
         let Prediction { n, d_w_ms, d_w_measured_ms, d_c_ms, d_c_measured_ms, r_ms } = *prediction;
@@ -189,7 +189,7 @@ fn page(plan: &Plan) -> String {
     lines.extend(table(&[Side::Right; 6], &rows));
     if plan.boot_ms == 0.0 && plan.reboots > 0 {
         lines.push(String::new());
-        lines.push("a reboot is counted until the guest begins to boot; --boot TIME adds what comes then".to_owned());
+        lines.push("reboots are counted until the guest begins to boot; add its boot time with --boot TIME".to_owned());
     }
     lines.join("\n")
 }
@@ -213,7 +213,7 @@ impl Verdict {
 
     pub fn sentence(&self) -> String {
         format!(
-            "each stood still for {} (median); the plan said {}, which is {:.0} % off",
+            "median pause {}; the plan predicted {}, {:.0} % off",
             milliseconds(self.measured_ms),
             milliseconds(self.predicted_ms),
             self.error_pct
@@ -270,7 +270,7 @@ mod tests {
   resume(n)     4.0 ms +0.0 ms * n
   reboot_os(n)  7000.0 ms +0.0 ms * n, n at least 2 (processors)
 
-N  STANDS STILL  MEASURED  IF REBOOTED  MEASURED   GAINED
+N  PAUSE  MEASURED  IF REBOOTED  MEASURED   GAINED
 1        4.0 ms    4.0 ms      3.500 s   7.000 s  3.496 s
 2        4.0 ms         -      3.500 s         -  3.496 s
 4        4.0 ms         -      3.500 s         -  3.496 s";
@@ -289,7 +289,7 @@ N  STANDS STILL  MEASURED  IF REBOOTED  MEASURED   GAINED
         assert_eq!(Verdict::of(2, None, vec![4.0]), None);
         let verdict = Verdict::of(2, Some(3.0), vec![4.0, 9.0, 2.0]).unwrap();
         assert_eq!(verdict, Verdict { at_a_time: 2, predicted_ms: 3.0, measured_ms: 4.0, error_pct: 25.0 });
-        let words = "each stood still for 4.0 ms (median); the plan said 3.0 ms, which is 25 % off";
+        let words = "median pause 4.0 ms; the plan predicted 3.0 ms, 25 % off";
         assert_eq!(verdict.sentence(), words);
     }
 

@@ -24,24 +24,28 @@ use crate::upgrade::Inheritance;
 
 #[derive(Debug, Args)]
 pub struct RehearseArguments {
-    /// Folder of the snapshot, or its address as s3://BUCKET/PREFIX (gs, az, abfs, https: see the docs).
+    /// Snapshot folder, or an address such as s3://BUCKET/PREFIX.
+    ///
+    /// Addresses of gs, az, abfs and https work too; see docs/lazy-restore.md.
     snapshot: PathBuf,
-    /// How long the clone is watched.
+    /// How long to watch the clone, in seconds.
     #[arg(long = "for", value_name = "SECONDS", default_value_t = 20, value_parser = clap::value_parser!(u64).range(..=SECONDS_MAX))]
     seconds: u64,
-    /// End sooner: when something in the guest takes connections at this TCP port.
+    /// Stop early, once the guest accepts connections on this port.
     #[arg(long, value_name = "PORT")]
     until_port: Option<u16>,
-    /// End sooner: when this command of the host succeeds. It is tried again and again.
+    /// Stop early, once this host command succeeds; it is retried.
     #[arg(long, value_name = "COMMAND", conflicts_with = "until_port")]
     until: Option<String>,
-    /// A port of the host that leads into the clone, for that command: HOSTIP:PORT:GUESTPORT.
+    /// Host port forwarded into the clone, as HOSTIP:PORT:GUESTPORT.
     #[arg(long, value_name = "FORWARD", requires = "until")]
     forward: Vec<String>,
-    /// Let the snapshot name programs, files and users of this host: only if you trust whoever made it.
+    /// Let the snapshot name programs, files and users of this host.
+    ///
+    /// Use this only if you trust whoever made the snapshot.
     #[arg(long)]
     trust_config: bool,
-    /// Where the clone's folder is made; what the guest writes to its disks goes there.
+    /// Folder for the clone's disk writes (default: the temporary folder).
     #[arg(long, value_name = "FOLDER")]
     scratch: Option<PathBuf>,
     #[command(flatten)]
@@ -61,7 +65,7 @@ pub fn rehearse(
     let snapshot = store.open(&path)?;
     let typed = typed(&snapshot)?.without_object_store();
     if typed.nets.iter().any(|net| net.kind.as_deref() == Some("tap")) {
-        let what = "has a tap, whose guest cannot be given a network that leads nowhere; use `hearth restore --trace`";
+        let what = "cannot rehearse: it has a tap network, which cannot be isolated; use `hearth restore --trace`";
         return Err(CliError::Machine { name: snapshot.manifest.machine, what: what.to_owned() });
     }
     let trust = Trust::of(&snapshot, &root, trust_config);
@@ -94,7 +98,7 @@ pub fn rehearse(
     }
     let snapshot = store.open(&path)?;
     if snapshot.working_set_version()? == before {
-        let what = "ended before its working set was noted; the events above say why".to_owned();
+        let what = "the rehearsal ended before it recorded a working set; the events above show why".to_owned();
         return Err(CliError::Machine { name, what });
     }
     let pages = snapshot.working_set?.map_or(0, |set| set.pages().len());

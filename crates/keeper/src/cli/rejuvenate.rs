@@ -29,29 +29,35 @@ pub struct RejuvenateArguments {
     /// Name of the machine.
     #[arg(required_unless_present_any = ["all", "plan"], conflicts_with_all = ["all", "plan"])]
     name: Option<String>,
-    /// Another QEMU than the configured one, until the keeper ends.
+    /// QEMU program to switch to (default: the configured one).
+    ///
+    /// It stays in use until the keeper ends.
     #[arg(long, value_name = "PATH")]
     qemu: Option<PathBuf>,
-    /// All machines that run, but for those with which it can never be done. With --json: one object a line, as each is decided;
-    /// if a plan could be made beforehand, a last one with a `verdict` on it.
+    /// Rejuvenate all running machines that support it.
+    ///
+    /// With --json: one object per line as each machine finishes. If a plan could be made beforehand, the last line is
+    /// a `verdict` on it.
     #[arg(long, conflicts_with = "no_wait")]
     all: bool,
-    /// So many at a time.
+    /// Maximum number of machines handled in parallel.
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with_all = ["name", "plan"], value_parser = clap::value_parser!(u16).range(1..=256))]
     parallel: u16,
-    /// Begin no two within this time: 30s, 5m, 1h.
+    /// Minimum time between two starts, such as 30s, 5m or 1h.
     #[arg(long, value_name = "TIME", default_value = "0s", conflicts_with_all = ["name", "plan"], value_parser = time)]
     stagger: Duration,
-    /// Go on after a failure.
+    /// Continue with the other machines after a failure.
     #[arg(long, conflicts_with_all = ["name", "plan"])]
     keep_going: bool,
-    /// Rejuvenate nothing: show what it will cost, from what hops and reboots have cost here.
+    /// Only predict the cost, from earlier hops and reboots here.
     #[arg(long, conflicts_with_all = ["all", "qemu", "no_wait"])]
     plan: bool,
-    /// What a guest takes from its first instruction to its service, for the plan's reboots.
+    /// Boot time of a guest, for --plan.
     #[arg(long, value_name = "TIME", default_value = "0s", conflicts_with_all = ["all", "name"], value_parser = time)]
     boot: Duration,
-    /// How much of the time between two reboots of a guest has passed, from 0 to 1: a reboot now saves as much of the next one.
+    /// Elapsed share of a guest's reboot interval, for --plan.
+    ///
+    /// A number from 0 to 1: a reboot now saves this share of the next one.
     #[arg(long, default_value_t = 0.0, conflicts_with_all = ["all", "name"], value_parser = share)]
     alpha: f64,
     #[command(flatten)]
@@ -152,7 +158,7 @@ fn all(
     });
     told?;
     for name in queue.left() {
-        let why = Some("another machine failed before".to_owned());
+        let why = Some("another machine failed earlier".to_owned());
         progress.take(context, Word::Decided(Decided::new(name, Outcome::NotTried, why)))?;
     }
     progress.finish(context)
@@ -179,7 +185,7 @@ fn work(queue: &Queue, root: &RuntimeRoot, request: &RejuvenateRequest, keep_goi
 fn hop(root: &RuntimeRoot, name: &str, request: &RejuvenateRequest) -> Decided {
     let failed = |why| Decided::new(name.to_owned(), Outcome::Failed, Some(why));
     if let Some(qemu_pid) = life::orphaned_qemu(&root.machine(name)) {
-        return failed(format!("its keeper has died and its QEMU (pid {qemu_pid}) runs on"));
+        return failed(format!("its keeper has died but its QEMU (pid {qemu_pid}) still runs"));
     }
     match decide(&Client::new(root.api_socket(name)), request) {
         Ok(EventKind::Rejuvenated { from_version, version, pause_ms, .. }) => Decided {
@@ -296,7 +302,7 @@ impl Progress {
                 if context.json {
                     return Ok(());
                 }
-                context.write_line(&format!("{}/{}  {name}: begins", self.begun, self.count))
+                context.write_line(&format!("{}/{}  {name}: started", self.begun, self.count))
             }
             Word::Decided(decided) => {
                 if context.json {
@@ -351,7 +357,7 @@ fn sentence(decided: &Decided) -> String {
     match (decided.outcome, &decided.why) {
         (Outcome::Rejuvenated, _) => {
             let pause = milliseconds(decided.pause_ms.unwrap_or_default());
-            format!("{}: goes on with another QEMU after {pause}", decided.name)
+            format!("{}: rejuvenated, paused for {pause}", decided.name)
         }
         (outcome, why) => format!("{}: {}, {}", decided.name, outcome.words(), why.as_deref().unwrap_or_default()),
     }

@@ -32,7 +32,7 @@ fn reads(plan: &RemountPlan) -> Vec<String> {
     let rows: Vec<_> = [heading].into_iter().chain(plan.reads.iter().map(row)).collect();
     let mut lines = table(&[Side::Left, Side::Right, Side::Right, Side::Left], &rows);
     if plan.reads_unlisted_blocks > 0 {
-        lines.push(format!("and {} blocks more", plan.reads_unlisted_blocks));
+        lines.push(format!("and {} more blocks", plan.reads_unlisted_blocks));
     }
     lines
 }
@@ -47,11 +47,11 @@ pub fn ready(context: &mut Context<'_>, name: &str) -> Result<Exit, CliError> {
 
 pub fn page(plan: &RemountPlan) -> String {
     let percent = |share: Option<f64>| share.map_or_else(|| "-".to_owned(), |share| format!("{share:.1} %"));
-    let state = if plan.ready { "ready" } else { "still booting: not all is known" };
+    let state = if plan.ready { "ready" } else { "still booting, so incomplete" };
     let mut lines = vec![
-        format!("{}  {state}; holds {} of {}", plan.name, bytes(plan.resident_bytes), bytes(plan.limit_bytes)),
+        format!("{}  {state}; memory {} of {}", plan.name, bytes(plan.resident_bytes), bytes(plan.limit_bytes)),
         format!(
-            "  next boot  {} of {} blocks held, expected hits {}",
+            "  next boot  {} of {} blocks held, {} hits expected",
             plan.held_blocks,
             plan.blocks,
             percent(plan.expected_hit_pct)
@@ -60,35 +60,31 @@ pub fn page(plan: &RemountPlan) -> String {
     ];
     if let (Some(in_line), Some(us)) = (plan.in_line_pct, plan.memory_read_us_p50) {
         let reads = plan.memory_reads;
-        lines.push(format!(
-            "             {reads} reads from memory, {in_line:.1} % in line, half of them within {us:.1} us"
-        ));
+        lines.push(format!("             {reads} reads from memory, {in_line:.1} % in line, median {us:.1} us"));
         let beside = plan.memory_reads_beside_writes;
         if let Some(us) = plan.memory_read_beside_writes_us_p50 {
-            lines.push(format!(
-                "             {beside} of them while writes of their disk were on their way, half within {us:.1} us"
-            ));
+            lines.push(format!("             {beside} of them during writes to the same disk, median {us:.1} us"));
         }
     }
     let later = plan.later;
     if later != RemountLater::default() {
         let RemountLater { hits, ember_hits, misses } = later;
-        lines.push(format!("  since ready  {hits} hits, {ember_hits} of the ember, {misses} misses"));
+        lines.push(format!("  since ready  {hits} hits, {ember_hits} from the ember, {misses} misses"));
     }
     if plan.late_blocks + plan.written_blocks > 0 {
         lines.push(format!(
-            "  held beside  {} blocks for their heat, {} that were written lately",
+            "  also held  {} often-read blocks, {} recently written blocks",
             plan.late_blocks, plan.written_blocks
         ));
     }
     if plan.no_room_blocks > 0 {
-        lines.push(format!("  {} blocks were not held: the limit (`remount.limit`) is reached", plan.no_room_blocks));
+        lines.push(format!("  {} blocks not held: `remount.limit` is reached", plan.no_room_blocks));
     }
     if plan.damaged_blocks > 0 {
-        lines.push(format!("  {} blocks were damaged in memory, and dropped", plan.damaged_blocks));
+        lines.push(format!("  {} blocks dropped because they were damaged in memory", plan.damaged_blocks));
     }
     if !plan.disks.is_empty() {
-        let heading = ["disk", "blocks", "held", "hits", "of the ember", "misses", "hit rate"].map(str::to_owned);
+        let heading = ["disk", "blocks", "held", "hits", "from ember", "misses", "hit rate"].map(str::to_owned);
         let rows: Vec<_> =
             [heading.to_vec()].into_iter().chain(plan.disks.iter().map(|disk| row(disk, &percent))).collect();
         let sides = [Side::Left, Side::Right, Side::Right, Side::Right, Side::Right, Side::Right, Side::Right];
@@ -104,7 +100,7 @@ pub fn page(plan: &RemountPlan) -> String {
         );
         let more = plan.missed.len().saturating_sub(RUNS_SHOWN);
         if more > 0 {
-            lines.push(format!("  and {more} more places: `--json` lists them"));
+            lines.push(format!("  and {more} more ranges; `--json` lists them"));
         }
     }
     lines.join("\n")
@@ -133,8 +129,8 @@ fn volumes(volumes: &[RemountVolume], percent: &impl Fn(Option<f64>) -> String) 
         lines.extend(table(&sides, &rows).into_iter().map(|line| format!("  {line}")));
     }
     let more = missed.len().saturating_sub(VOLUMES_SHOWN);
-    let unlisted = if more > 0 { format!(", {more} more with some: `--json` lists them") } else { String::new() };
-    lines.push(format!("  {without} of {} volumes without a miss{unlisted}", volumes.len()));
+    let unlisted = if more > 0 { format!(", {more} more with misses; `--json` lists them") } else { String::new() };
+    lines.push(format!("  {without} of {} volumes without misses{unlisted}", volumes.len()));
     lines
 }
 

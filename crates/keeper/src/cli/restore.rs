@@ -45,39 +45,51 @@ const SCAN: &str = "scan";
 
 #[derive(Debug, Args)]
 pub struct RestoreArguments {
-    /// Folder of the snapshot, or its address as s3://BUCKET/PREFIX (gs, az, abfs, https: see the docs).
+    /// Snapshot folder, or an address such as s3://BUCKET/PREFIX.
+    ///
+    /// Addresses of gs, az, abfs and https work too; see docs/lazy-restore.md.
     snapshot: PathBuf,
-    /// Name of the new machine; that of the saved one if nothing is said.
+    /// Name of the new machine (default: the saved machine's).
     #[arg(long = "as", value_name = "NAME")]
     name: Option<String>,
-    /// The new machine's folder, which must not exist; named like the machine if nothing is said.
+    /// Folder to create for the machine (default: its name).
     #[arg(long, value_name = "FOLDER")]
     folder: Option<PathBuf>,
-    /// Bring all memory before the guest runs.
+    /// Load all memory before the guest runs.
     #[arg(long, group = "mode")]
     eager: bool,
-    /// Bring no memory before the guest runs.
+    /// Load no memory before the guest runs.
     #[arg(long, group = "mode")]
     lazy: bool,
-    /// Bring the working set before the guest runs, if one was noted (this is the default).
+    /// Load the recorded working set before the guest runs (default).
     #[arg(long, group = "mode")]
     working_set: bool,
-    /// Note in the snapshot what the guest uses in its first SECONDS, beside what was noted before.
+    /// Record in the snapshot what the guest uses in its first SECONDS.
+    ///
+    /// This is added to the working set recorded before.
     #[arg(long, value_name = "SECONDS", conflicts_with_all = ["eager", "working_set"], value_parser = clap::value_parser!(u64).range(..=SECONDS_MAX))]
     trace: Option<u64>,
-    /// Sooner: until this command of the host succeeds. It is tried again and again.
+    /// End the trace early, once this host command succeeds.
+    ///
+    /// The command is retried until then.
     #[arg(long, value_name = "COMMAND", requires = "trace")]
     until: Option<String>,
-    /// Let the snapshot name programs, files, users and ports of this host: only if you trust whoever made it.
+    /// Let the snapshot name this host's programs, files, users and ports.
+    ///
+    /// Use this only if you trust whoever made the snapshot.
     #[arg(long)]
     trust_config: bool,
-    /// A key of the new machine's configuration, in place of what the snapshot has: memory_folder=/dev/shm/web2.
+    /// Override a configuration key, such as memory_folder=/dev/shm/web2.
     #[arg(long = "set", value_name = "KEY=VALUE", value_parser = Setting::parse)]
     settings: Vec<Setting>,
-    /// A port of this host that leads into the guest, in place of the snapshot's (the first network's): HOSTIP:PORT:GUESTPORT.
+    /// Host port forwarded into the guest, as HOSTIP:PORT:GUESTPORT.
+    ///
+    /// Replaces the forwards of the snapshot's first network.
     #[arg(long, value_name = "FORWARD")]
     forward: Vec<String>,
-    /// The new machine's QEMU, which must know the saved one's machine type; the saved one's if nothing is said.
+    /// QEMU program to use (default: the saved machine's).
+    ///
+    /// It must have the saved machine's machine type.
     #[arg(long, value_name = "PATH")]
     qemu: Option<PathBuf>,
     #[command(flatten)]
@@ -154,7 +166,7 @@ pub fn make_machine(
 
 fn remove_machine(folder: &Path) {
     if let Err(error) = fs::remove_dir_all(folder) {
-        tracing::warn!(%error, folder = %folder.display(), "left behind");
+        tracing::warn!(%error, folder = %folder.display(), "cannot remove");
     }
 }
 
@@ -231,13 +243,13 @@ impl Age {
     fn words(&self) -> String {
         match (self.source, self.age) {
             (SCAN, 0) => "used before the save".to_owned(),
-            (SCAN, 1) => "used before the save, and not seen by the trace since".to_owned(),
+            (SCAN, 1) => "used before the save, but not in the trace since".to_owned(),
             (SCAN, age) => {
-                format!("used before the save, and not seen by the {age} traces since; leaves after {AGE_END}")
+                format!("used before the save, but not in the {age} traces since; dropped after {AGE_END}")
             }
-            (_, 0) => "seen by the last trace".to_owned(),
-            (_, 1) => "not by the last, but by the one before".to_owned(),
-            (_, age) => format!("not seen by the last {age}; leaves after {AGE_END}"),
+            (_, 0) => "used in the last trace".to_owned(),
+            (_, 1) => "used in the trace before the last".to_owned(),
+            (_, age) => format!("not used in the last {age} traces; dropped after {AGE_END}"),
         }
     }
 }
@@ -276,7 +288,7 @@ pub fn working_set(context: &mut Context<'_>, folder: &Path, store: &StoreArgume
     match &said.working_set {
         None => rows.push(vec![
             "working set".into(),
-            "not noted; `hearth rehearse` does, or `hearth save --scan`".into(),
+            "not recorded; use `hearth rehearse` or `hearth save --scan`".into(),
             String::new(),
         ]),
         Some(set) => {

@@ -13,34 +13,40 @@ use crate::config::seconds;
 pub struct SaveArguments {
     #[command(flatten)]
     machine: NameArgument,
-    /// The folder, or an address as s3://BUCKET/PREFIX (gs, az, abfs: see the docs); there must be nothing. The keeper needs the store's credentials.
+    /// Folder or address to save to; must not exist.
+    ///
+    /// An address is s3://BUCKET/PREFIX; gs, az and abfs work too, see docs/lazy-restore.md. The keeper needs the
+    /// store's credentials.
     #[arg(long, short, value_name = "FOLDER", required_unless_present = "cancel")]
     output: Option<PathBuf>,
-    /// Let the guest go on afterwards (this is the default).
+    /// Let the guest continue after the save (default).
     #[arg(long = "continue", conflicts_with = "stop")]
     go_on: bool,
-    /// Stop the machine once all is saved.
+    /// Stop the machine after the save.
     #[arg(long)]
     stop: bool,
-    /// Compress memory with zstd: slower to save, and smaller.
+    /// Compress memory with zstd: smaller, but slower to save.
     #[arg(long)]
     compress: bool,
-    /// Do not store pages that the disks hold too, but where they are there: smaller, and slower to save.
+    /// For pages that are also on the disks, store only their location.
+    ///
+    /// The snapshot is smaller, but slower to save.
     #[arg(long)]
     dedup_disk: bool,
-    /// See first which pages the guest uses, in so many rounds: they are read ahead when it is restored.
+    /// Scan which pages the guest uses, to prefetch them at restore.
     ///
-    /// Without a value 1s,5. Pages that are used in many rounds come first. It costs the guest about a microsecond for each
-    /// page that it touches in a round.
+    /// Without a value: 1s,5. Pages used in many rounds come first. The scan costs the guest about a microsecond for
+    /// each page that it touches in a round.
     #[arg(long, value_name = "PERIOD,ROUNDS", num_args = 0..=1, default_missing_value = "1s,5", value_parser = scan_plan)]
     scan: Option<ScanRequest>,
-    /// Have the guest's agent freeze its file systems for the moment that is saved: they are whole on the snapshot's disks.
+    /// Freeze the guest's file systems for the moment of the save.
     ///
-    /// Without a value the agent may take 10s for that. It needs `guest_agent = true` in machine.toml and qemu-guest-agent in
-    /// the guest; what writes there meanwhile waits.
+    /// The file systems on the snapshot's disks are then consistent. The guest's agent may take PATIENCE for it, 10s
+    /// without a value. This needs `guest_agent = true` in machine.toml and qemu-guest-agent in the guest. Writes in
+    /// the guest wait meanwhile.
     #[arg(long, value_name = "PATIENCE", num_args = 0..=1, default_missing_value = "10s", value_parser = freeze_patience)]
     freeze: Option<FreezeRequest>,
-    /// Call off a save that is under way.
+    /// Cancel the running save.
     #[arg(long, conflicts_with_all = ["output", "go_on", "stop", "compress", "dedup_disk", "scan", "freeze"])]
     cancel: bool,
     #[command(flatten)]
@@ -62,8 +68,7 @@ pub fn save(context: &mut Context<'_>, arguments: SaveArguments) -> Result<Exit,
 
 /// `1s,5`: how long a round is, and how many there are.
 fn scan_plan(text: &str) -> Result<ScanRequest, String> {
-    let hint =
-        || "write how long a round is and how many there are, as 1s,5 or 500ms,10: 50ms to 10m, 1 to 1000".to_owned();
+    let hint = || "write PERIOD,ROUNDS, such as 1s,5 or 500ms,10: 50ms to 10m, 1 to 1000 rounds".to_owned();
     let (period, rounds) = text.split_once(',').ok_or_else(hint)?;
     let plan = milliseconds(period)
         .zip(rounds.trim().parse().ok())
@@ -74,7 +79,7 @@ fn scan_plan(text: &str) -> Result<ScanRequest, String> {
 /// `10s`.
 fn freeze_patience(text: &str) -> Result<FreezeRequest, String> {
     let patience = milliseconds(text).map(|patience_ms| FreezeRequest { patience_ms });
-    patience.filter(FreezeRequest::is_sane).ok_or_else(|| "write how long it may take, 1s to 10m".to_owned())
+    patience.filter(FreezeRequest::is_sane).ok_or_else(|| "write a time from 1s to 10m".to_owned())
 }
 
 /// `50ms`, or seconds and more.

@@ -90,10 +90,10 @@ fn rejuvenation_text(rejuvenation: &Rejuvenation) -> String {
     match (&rejuvenation.failure, rejuvenation.pause_ms) {
         (Some(failure), None) => format!("failed, {failure}"),
         (Some(failure), Some(pause)) => {
-            format!("failed, {failure}; the guest stood still for {} and went on where it was", milliseconds(pause))
+            format!("failed, {failure}; the guest paused for {} and continued on the old QEMU", milliseconds(pause))
         }
         (None, pause) => format!(
-            "QEMU {} to {}, the guest stood still for {}",
+            "QEMU {} to {}, the guest paused for {}",
             rejuvenation.from_version,
             rejuvenation.version.as_deref().unwrap_or("?"),
             milliseconds(pause.unwrap_or_default())
@@ -102,11 +102,11 @@ fn rejuvenation_text(rejuvenation: &Rejuvenation) -> String {
 }
 
 fn unparked_text(unparked: &Unparked) -> String {
-    let host = if unparked.host_reloaded { "another host kernel" } else { "the same host kernel" };
+    let host = if unparked.host_reloaded { "another host kernel" } else { "the same kernel as before" };
     match &unparked.lost {
-        Some(why) => format!("did not go on under {host}, the machine booted: {why}"),
+        Some(why) => format!("could not resume under {host}, so the machine booted: {why}"),
         None => {
-            format!("stood still for {}, goes on under {host}", milliseconds(unparked.stood_ms.unwrap_or_default()))
+            format!("paused for {}, resumed under {host}", milliseconds(unparked.stood_ms.unwrap_or_default()))
         }
     }
 }
@@ -135,7 +135,7 @@ fn machine(status: &MachineStatus) -> Vec<String> {
     if let Some(restore) = &status.restore {
         let left = if restore.complete { "complete".to_owned() } else { format!("{} missing", restore.pages_missing) };
         let text = format!(
-            "{} of {} pages prefetched, {} waited for, {left}; {} ({})",
+            "{} of {} pages prefetched, {} loaded on fault, {left}; {} ({})",
             restore.pages_prefetched, restore.pages, restore.pages_lazy, restore.snapshot, restore.mode
         );
         rows.push(words("restore", text));
@@ -165,8 +165,8 @@ fn machine(status: &MachineStatus) -> Vec<String> {
         }
     }
     for (until, when) in [
-        (PendingUntil::NextGuest, "from the next reboot or crash on"),
-        (PendingUntil::NextStart, "when the machine has stopped and is started again"),
+        (PendingUntil::NextGuest, "from the next reboot or crash"),
+        (PendingUntil::NextStart, "after stopping and starting the machine"),
     ] {
         let keys = status.pending.iter().filter(|change| change.until == until).map(|change| change.key.as_str());
         let keys: Vec<_> = keys.collect();
@@ -297,7 +297,7 @@ fn one_disk(disk: &DiskStatus) -> Vec<String> {
     ];
     if let Some(arrival) = &disk.arrival {
         let there = arrival.bytes.saturating_sub(arrival.missing_bytes);
-        let remark = format!("of {} are there; {}", bytes(arrival.bytes), arrival.source);
+        let remark = format!("of {} fetched; {}", bytes(arrival.bytes), arrival.source);
         rows.push(row("arriving", bytes(there), percent(there, arrival.bytes), remark));
         rows.extend(arrival.waits.iter().map(|why| words("waits for", why)));
     }
@@ -328,7 +328,7 @@ fn one_nvram(nvram: &NvramStatus) -> Vec<String> {
         NvramDevice::Disk => {
             words("requests", format!("{} reads, {} writes, {} flushes", nvram.reads, nvram.writes, nvram.flushes))
         }
-        NvramDevice::Pmem => words("device", "pmem: the guest has it in its address space"),
+        NvramDevice::Pmem => words("device", "pmem, in the guest's address space"),
     };
     let size = words("size", format!("{}, {connected}", bytes(nvram.bytes)));
     let mut rows = vec![size, requests, words("mirror", mirror)];

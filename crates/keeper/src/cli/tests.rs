@@ -227,18 +227,17 @@ fn every_command_that_the_api_page_names_exists() {
 fn status_is_a_page_or_json() {
     let fixture = fixture();
     let page = fixture.output(&["status", "web"]);
-    let expect = "\
-web  running, incarnation 2, up 1 min 15 s
+    let expect = "web  running, incarnation 2, up 1 min 15 s
   last end      guest panicked
   recovery      warm, in 131.0 ms (`hearth explain web`)
-  restore       11000 of 90000 pages prefetched, 40 waited for, 8960 missing; /srv/snapshots/web-1 (working-set)
+  restore       11000 of 90000 pages prefetched, 40 loaded on fault, 8960 missing; /srv/snapshots/web-1 (working-set)
   waits for     /srv/snapshots/web-1/ram: pages 7 to 22 of the guest's memory are damaged
   frozen        2 file systems, for a save, for 1.500 s
   qemu          7.2.9, pid 4712, generation 2
   accelerator   tcg (/dev/kvm does not exist)
   userfault     handed over
-  pending       boot.cmdline: from the next reboot or crash on
-  pending       disks.root.queues: when the machine has stopped and is started again
+  pending       boot.cmdline: from the next reboot or crash
+  pending       disks.root.queues: after stopping and starting the machine
   keeper        0.1.0, pid 4711, up 1 h 1 min
 
 memory
@@ -274,7 +273,7 @@ disk root
   from memory      4.0 MiB    80.0 %
   from image       1.0 MiB    20.0 %
   written          2.0 MiB            in 300 requests, 4 flushes, 1 discards
-  arriving      1023.0 MiB    99.9 %  of 1.00 GiB are there; s3://bucket/web-1/disk-root
+  arriving      1023.0 MiB    99.9 %  of 1.00 GiB fetched; s3://bucket/web-1/disk-root
   throttled     15.0 ms
 
 nvram journal
@@ -293,11 +292,10 @@ nets
 #[test]
 fn explain_draws_the_phases() {
     let fixture = fixture();
-    let expect = "\
-web: incarnation 2 runs 131.0 ms after the one before it ended (guest panicked, 2026-03-01T12:00:00.123Z); warm
-the guest said: sysrq triggered crash
+    let expect = "web: incarnation 2 runs 131.0 ms after the one before it ended (guest panicked, 2026-03-01T12:00:00.123Z); warm
+crash message: sysrq triggered crash
 dump writing: 25 %, 12.0 MiB in 2.500 s, /dumps/web-1-20260301T120000123Z.vmcore
-512.0 MiB of disk blocks kept in 131072 pages, 100.0 MiB given back
+512.0 MiB of disk blocks kept in 131072 pages, 100.0 MiB released
 
 phase     start      took
 drain    0.0 ms    1.0 ms  |█                                               |
@@ -315,34 +313,32 @@ launch  11.0 ms  120.0 ms  |    ████████████████
 fn a_remount_plan_says_what_is_held_and_what_was_missed() {
     let fixture = fixture();
     let page = fixture.output(&["remount-plan", "web"]);
-    let expect = "\
-web  ready; holds 24.0 MiB of 64.0 MiB
-  next boot  6000 of 6100 blocks held, expected hits 98.2 %
+    let expect = "web  ready; holds 24.0 MiB of 64.0 MiB
+  next boot  6000 of 6100 blocks held, 98.2 % hits expected
   last boot  hits 97.5 %
-             2100 reads from memory, 100.0 % in line, half of them within 4.5 us
-             120 of them while writes of their disk were on their way, half within 5.2 us
-  since ready  70 hits, 800 of the ember, 90 misses
-  held beside  31 blocks for their heat, 12 that were written lately
-  10 blocks were not held: the limit (`remount.limit`) is reached
+             2100 reads from memory, 100.0 % in line, median 4.5 us
+             120 of them during writes to the same disk, median 5.2 us
+  since ready  70 hits, 800 from the ember, 90 misses
+  also held  31 often-read blocks, 12 recently written blocks
+  10 blocks not held: `remount.limit` is reached
 
-  disk  blocks  held  hits  of the ember  misses  hit rate
+  disk  blocks  held  hits  from ember  misses  hit rate
   root    6100  6000  5850            10     150    97.5 %
 
   volume               size  blocks  held  hits  misses  hit rate  since ready: hits  misses
   root 6 (mail)    10.0 MiB    3000  2900  3000     129    95.2 %                870      90
   root 5           10.0 MiB    3000  2900  3000      20    95.2 %                870      90
   root, no volume  10.0 MiB    3000  2900  3000       1    95.2 %                870      90
-  1 of 4 volumes without a miss
+  1 of 4 volumes without misses
 
 read from the images
   root  8 KiB at 1048576
 ";
     assert_eq!(page, expect, "\n{page}");
-    let list = "\
-disk  at byte   size  where
+    let list = "disk  at byte   size  where
 root        0  4 KiB  held
 root  1048576  8 KiB  in the image
-and 3 blocks more
+and 3 more blocks
 ";
     assert_eq!(fixture.output(&["remount-plan", "web", "--list"]), list);
     assert_eq!(fixture.json(&["remount-plan", "web"])["disks"][0]["misses"], 150);
@@ -352,13 +348,12 @@ and 3 blocks more
 #[test]
 fn age_says_what_speaks_for_another_qemu() {
     let fixture = fixture();
-    let expect = "\
-web  QEMU 7.2.9, pid 4712, generation 2, up 31 d 6 h
-  installed      unknown  the program that runs was replaced or removed
+    let expect = "web  QEMU 7.2.9, pid 4712, generation 2, up 31 d 6 h
+  installed      unknown  the running program was replaced or removed
   own memory   400.0 MiB  50.0 MiB at its start
   descriptors         33  31 at its start
 
-for a rejuvenation (`hearth rejuvenate web`)
+reasons to rejuvenate (`hearth rejuvenate web`)
   QEMU is 2700000 s old, and rejuvenate.every is 2592000 s
   the QEMU program was replaced or removed since it started, perhaps by an update
   QEMU's own memory has grown by 350 MiB since its start
@@ -393,19 +388,19 @@ fn orders_wait_for_their_end() {
     assert!(
         fixture
             .output(&["upgrade-keeper", "web"])
-            .ends_with("keeper took over the living QEMU, pid 4712, generation 2\n")
+            .ends_with("keeper took over the running QEMU, pid 4712, generation 2\n")
     );
     let output = fixture.output(&["stop", "web", "--json"]);
     assert!(output.lines().last().unwrap().contains("\"to\":\"stopped\""), "{output}");
     let output = fixture.output(&["stop", "web", "--no-wait"]);
-    assert_eq!(output, "web: on its way; `hearth events web --follow` tells how it goes\n");
+    assert_eq!(output, "web: accepted; `hearth events web --follow` shows progress\n");
     assert_eq!(fixture.json(&["reboot", "web", "--no-wait"]), serde_json::json!({"since": 8}));
 }
 
 #[test]
 fn stop_fails_when_the_keeper_dies_first() {
     let fixture = fixture();
-    let expect = "web: its keeper ended before this was done; `hearth status web` shows how the machine is";
+    let expect = "web: its keeper ended before this was complete; `hearth status web` shows the machine's state";
     fixture.check_error(&["stop", "web", "--force"], Exit::Failed, expect);
 }
 
@@ -438,12 +433,12 @@ fn all_machines_are_rejuvenated_until_one_fails() {
     let (output, done) = fixture.run(&["rejuvenate", "--all"]);
     assert_eq!(done.unwrap(), Exit::Failed);
     let expect = format!(
-        "1/2  db: begins
+        "1/2  db: started
 1/2  db: failed, no keeper answers at {socket}
 
 NAME  OUTCOME    FROM  TO  PAUSE  WHY
 db    failed                      no keeper answers at {socket}
-web   not tried                   another machine failed before
+web   not tried                   another machine failed earlier
 0 rejuvenated, 1 failed, 1 not tried
 ",
         socket = socket.display()
@@ -458,10 +453,10 @@ web   not tried                   another machine failed before
 #[test]
 fn an_order_that_comes_to_nothing_is_an_error() {
     let fixture = fixture();
-    let expect = "web: this did not come about; `hearth events web` tells why";
+    let expect = "web: the machine is now failed; `hearth events web` shows why";
     fixture.check_error(&["crash", "web", "--wait"], Exit::Failed, expect);
     assert_eq!(fixture.output(&["resize", "web", "root"]), "web: disk root now has 3.00 GiB\n");
-    let expect = "web: the old keeper goes on";
+    let expect = "web: the upgrade failed and the old keeper continues";
     fixture.check_error(&["upgrade-keeper", "web", "--program", "/opt/hearth"], Exit::Failed, expect);
     fixture.check_error(&["resize", "web", "data"], Exit::Failed, "web has no disk data; its disks are: root");
 }
@@ -470,11 +465,11 @@ fn an_order_that_comes_to_nothing_is_an_error() {
 fn a_machine_that_does_not_run_is_told_with_those_that_do() {
     let mut fixture = fixture();
     for verb in [&["status", "db"][..], &["reboot", "db"], &["console", "db"], &["events", "db"], &["config", "db"]] {
-        fixture.check_error(verb, Exit::NotRunning, "db does not run; web does");
+        fixture.check_error(verb, Exit::NotRunning, "db is not running; web is");
     }
     fixture.server = None;
     let expect = format!(
-        "web does not run; no machine runs in {}; start one with `hearth run FILE`",
+        "web is not running; no machine runs in {}; start one with `hearth run FILE`",
         fixture.folder.path().display()
     );
     fixture.check_error(&["status", "web"], Exit::NotRunning, &expect);
@@ -495,7 +490,8 @@ fn a_dead_keeper_is_told_from_a_dead_machine() {
     journal.qemu = Some(this_process());
     journal.save(&fixture.folder.path().join("web/journal.json")).unwrap();
     let pid = std::process::id();
-    let expect = format!("web: its keeper has died and its QEMU (pid {pid}) runs on; `hearth run FILE` takes it over");
+    let expect =
+        format!("the keeper of web has died but its QEMU (pid {pid}) still runs; take it over with `hearth run FILE`");
     fixture.check_error(&["status", "web"], Exit::NotRunning, &expect);
     assert!(fixture.output(&["ls"]).contains("web   keeper dead"));
     // Another process under the same number is not it.
@@ -654,12 +650,12 @@ fn the_systemd_units_wait_for_parked_guests() {
 fn a_save_is_waited_for_and_can_be_called_off() {
     let fixture = fixture();
     let output = fixture.output(&["save", "web", "-o", "/s"]);
-    assert!(output.ends_with("saved, 256 pages in 1.0 MiB; the guest stood still for 700.0 ms; /s\n"), "{output}");
+    assert!(output.ends_with("saved, 256 pages in 1.0 MiB; the guest paused for 700.0 ms; /s\n"), "{output}");
     let (output, done) = fixture.run(&["save", "web", "-o", "/s", "--compress"]);
-    assert!(output.ends_with("not saved: the disk is full (/s)\n"), "{output}");
+    assert!(output.ends_with("save failed: the disk is full (/s)\n"), "{output}");
     assert_eq!(done.unwrap_err().exit(), Exit::Failed);
     let output = fixture.output(&["save", "web", "--cancel"]);
-    assert!(output.ends_with("not saved: it was called off (/s)\n"), "{output}");
+    assert!(output.ends_with("save failed: it was called off (/s)\n"), "{output}");
 }
 
 #[test]

@@ -86,7 +86,7 @@ impl Trust {
         match backing.filter(|backing| !own.as_ref().is_some_and(|own| own.lies_over(&disk.name, backing))) {
             None => Ok(()),
             Some(backing) => {
-                Err(CliError::Untrusted { file: image.to_owned(), what: format!("its backing image {backing:?}") })
+                Err(CliError::Untrusted { file: image.to_owned(), what: format!("backing image {backing:?}") })
             }
         }
     }

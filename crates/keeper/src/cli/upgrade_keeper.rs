@@ -17,7 +17,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 pub struct UpgradeKeeperArguments {
     /// Name of the machine.
     name: String,
-    /// Another program than the one that is now where the keeper's was started from.
+    /// Program to switch to (default: the keeper's own path).
     #[arg(long, value_name = "PATH")]
     program: Option<PathBuf>,
     #[command(flatten)]
@@ -34,7 +34,7 @@ pub fn perform(context: &mut Context<'_>, arguments: UpgradeKeeperArguments) -> 
     if context.json {
         context.write_json(&accepted)?;
     } else {
-        context.write_line(&format!("{name}: on its way; `hearth events {name} --follow` tells how it goes"))?;
+        context.write_line(&format!("{name}: accepted; `hearth events {name} --follow` shows progress"))?;
     }
     Ok(Exit::Done)
 }
@@ -62,7 +62,7 @@ fn follow(context: &mut Context<'_>, name: &str, mut since: u64) -> Result<Exit,
             Err(error) => return Err(error.into()),
         }
         if Instant::now() > deadline {
-            return Err(machine_error(name, "no keeper has come back; `hearth run` takes the machine over"));
+            return Err(machine_error(name, "no keeper came back; take the machine over with `hearth run`"));
         }
         std::thread::sleep(LOOK_EVERY);
     }
@@ -71,8 +71,10 @@ fn follow(context: &mut Context<'_>, name: &str, mut since: u64) -> Result<Exit,
 fn decided(event: &EventKind) -> Option<Result<(), &'static str>> {
     match event {
         EventKind::KeeperTookOver { .. } => Some(Ok(())),
-        EventKind::KeeperUpgradeFailed { .. } => Some(Err("the old keeper goes on")),
-        EventKind::IncarnationStarted { .. } => Some(Err("the guest ended meanwhile, and another one was started")),
+        EventKind::KeeperUpgradeFailed { .. } => Some(Err("the upgrade failed and the old keeper continues")),
+        EventKind::IncarnationStarted { .. } => {
+            Some(Err("the guest ended during the upgrade, and a new one was started"))
+        }
         _ => None,
     }
 }

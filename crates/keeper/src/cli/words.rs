@@ -11,17 +11,17 @@ pub fn describe(event: &EventKind) -> String {
     match event {
         EventKind::Started { pid, version } => format!("keeper {version} started, pid {pid}"),
         EventKind::KeeperTookOver { qemu_pid, generation } => {
-            format!("keeper took over the living QEMU, pid {qemu_pid}, generation {generation}")
+            format!("keeper took over the running QEMU, pid {qemu_pid}, generation {generation}")
         }
-        EventKind::KeeperHandsOver { program, version } => format!("keeper hands over to {program}, {version}"),
+        EventKind::KeeperHandsOver { program, version } => format!("keeper hands over to {program}, version {version}"),
         EventKind::KeeperUpgradeFailed { why } => {
-            format!("the other keeper did not take over, the old one goes on: {why}")
+            format!("keeper upgrade failed, the old keeper continues: {why}")
         }
         EventKind::StateChanged { from, to } => format!("{} -> {}", from.name(), to.name()),
-        EventKind::Request { verb } => format!("asked to {verb}"),
-        EventKind::PowerCut { why } => format!("the guest's power is cut: {why}"),
+        EventKind::Request { verb } => format!("request: {verb}"),
+        EventKind::PowerCut { why } => format!("cutting the guest's power: {why}"),
         EventKind::StartWaits { why, next_start } => {
-            format!("the next guest cannot be started, tried again at {next_start}, or with `hearth reboot`: {why}")
+            format!("cannot start the next guest; next attempt at {next_start}, or now with `hearth reboot`: {why}")
         }
         EventKind::QemuStarted { pid, generation, version, accelerator, accelerator_why } => {
             format!("QEMU {version} started, pid {pid}, generation {generation}, {accelerator} ({accelerator_why})")
@@ -37,51 +37,51 @@ pub fn describe(event: &EventKind) -> String {
         EventKind::WatchdogExpired { action } => format!("guest stopped feeding its watchdog ({action})"),
         EventKind::CrashLoop { delay_s, next_start } => {
             let delay = milliseconds(*delay_s as f64 * 1e3);
-            format!("crash loop: the next guest starts in {delay}, at {next_start}, or with `hearth reboot`")
+            format!("crash loop: the next guest starts in {delay}, at {next_start}, or now with `hearth reboot`")
         }
         EventKind::RegistersTaken { bytes, duration_ms } => {
-            format!("registers taken in {}, {bytes} bytes", milliseconds(*duration_ms))
+            format!("registers read in {}, {bytes} bytes", milliseconds(*duration_ms))
         }
         EventKind::DumpStarted { file, level, ram_pages, pages } => {
             format!("dump started, level {level}, {pages} of {ram_pages} pages, {file}")
         }
-        EventKind::CrashReason { message } => format!("guest said: {message}"),
+        EventKind::CrashReason { message } => format!("guest's crash message: {message}"),
         EventKind::DumpWarning { message } => format!("dump: {message}"),
         EventKind::DumpProgress { percent, mib_per_s, eta_s, .. } => {
             format!("dump {}", progress(*percent, *mib_per_s, *eta_s))
         }
         EventKind::DumpWaits { file, why } => {
-            format!("dump waits for `hearth dump --resume` or `--discard`: {why} ({file})")
+            format!("dump paused: {why} ({file}); continue with `hearth dump --resume`, or end it with `--discard`")
         }
         EventKind::DumpComplete { file, pages, bytes: size, duration_ms } => {
             format!("dump complete in {}, {pages} pages in {}, {file}", milliseconds(*duration_ms), bytes(*size))
         }
-        EventKind::DumpIncomplete { file, why } => format!("dump is incomplete: {why} ({file})"),
-        EventKind::DumpSkipped { why } => format!("this crash is not dumped: {why}"),
-        EventKind::RejuvenationDue { why } => format!("another QEMU is due: {why}"),
+        EventKind::DumpIncomplete { file, why } => format!("dump incomplete: {why} ({file})"),
+        EventKind::DumpSkipped { why } => format!("crash not dumped: {why}"),
+        EventKind::RejuvenationDue { why } => format!("rejuvenation is due: {why}"),
         EventKind::Rejuvenated { generation, from_version, version, pause_ms } => format!(
-            "guest goes on with QEMU {version}, generation {generation}, from {from_version}; it stood still for {}",
+            "guest moved to QEMU {version}, generation {generation}, from {from_version}; paused for {}",
             milliseconds(*pause_ms)
         ),
         EventKind::RejuvenationFailed { phase, why, guest_lost: false } => {
-            format!("no other QEMU, the guest goes on with the one it has; {phase}: {why}")
+            format!("rejuvenation failed in phase {phase}, the guest continues on the old QEMU: {why}")
         }
         EventKind::RejuvenationFailed { phase, why, guest_lost: true } => {
-            format!("the guest has lost its QEMU and cannot be continued, a warm reboot follows; {phase}: {why}")
+            format!("rejuvenation failed in phase {phase}, the guest was lost and reboots warm: {why}")
         }
         EventKind::Parked { duration_ms, state_bytes } => {
-            format!("guest is parked after {}, {} of state", milliseconds(*duration_ms), bytes(*state_bytes))
+            format!("guest parked in {}, {} of state", milliseconds(*duration_ms), bytes(*state_bytes))
         }
-        EventKind::ParkFailed { phase, why } => format!("guest is not parked and goes on; {phase}: {why}"),
+        EventKind::ParkFailed { phase, why } => format!("parking failed in phase {phase}, the guest continues: {why}"),
         EventKind::Unparked { version, stood_ms, duration_ms, .. } => format!(
-            "parked guest goes on with QEMU {version} after {}, {} of it here",
+            "parked guest resumed on QEMU {version}; paused for {}, {} of it in this keeper",
             milliseconds(*stood_ms),
             milliseconds(*duration_ms)
         ),
-        EventKind::ParkedLost { why } => format!("the parked guest cannot go on, the machine boots instead: {why}"),
-        EventKind::SaveStarted { folder, held_why: None } => format!("guest is saved to {folder} while it runs"),
+        EventKind::ParkedLost { why } => format!("the parked guest cannot resume; the machine boots instead: {why}"),
+        EventKind::SaveStarted { folder, held_why: None } => format!("saving the running guest to {folder}"),
         EventKind::SaveStarted { folder, held_why: Some(why) } => {
-            format!("guest stands still and is saved to {folder}: {why}")
+            format!("saving the paused guest to {folder}: {why}")
         }
         EventKind::SaveScanned { pages, rounds, duration_ms, .. } => {
             format!("guest used {pages} pages in {rounds} rounds, {}", milliseconds(*duration_ms))
@@ -97,52 +97,55 @@ pub fn describe(event: &EventKind) -> String {
             format!("save {}", progress(*percent, *mib_per_s, *eta_s))
         }
         EventKind::RestoreProgress { percent, mib_per_s, eta_s } => {
-            format!("memory is read before the guest runs, {}", progress(*percent, *mib_per_s, *eta_s))
+            format!("loading memory before the guest runs, {}", progress(*percent, *mib_per_s, *eta_s))
         }
         EventKind::Saved { folder, pages, bytes: size, pause_ms, pages_on_disks, .. } => {
             let elsewhere = match pages_on_disks {
                 0 => String::new(),
-                count => format!(", {count} of them where the disks hold them"),
+                count => format!(", {count} of them stored on the disks"),
             };
             format!(
-                "saved, {pages} pages in {}{elsewhere}; the guest stood still for {}; {folder}",
+                "saved, {pages} pages in {}{elsewhere}; the guest paused for {}; {folder}",
                 bytes(*size),
                 milliseconds(*pause_ms)
             )
         }
-        EventKind::SaveFailed { folder, why } => format!("not saved: {why} ({folder})"),
-        EventKind::RestoreStarted { snapshot, mode } => format!("guest comes out of {snapshot} ({mode})"),
+        EventKind::SaveFailed { folder, why } => format!("save failed: {why} ({folder})"),
+        EventKind::RestoreStarted { snapshot, mode } => format!("restoring the guest from {snapshot} ({mode})"),
         EventKind::Restored { pages, pages_prefetched, duration_ms } => format!(
-            "restored guest runs after {}, {pages_prefetched} of {pages} pages are there",
+            "restored guest runs after {}, {pages_prefetched} of {pages} pages loaded",
             milliseconds(*duration_ms)
         ),
-        EventKind::RestoreWaits { why } => format!("whoever touches this waits until it can be read: {why}"),
+        EventKind::RestoreWaits { why } => format!("cannot load a part of the snapshot, accesses to it wait: {why}"),
         EventKind::RestoreComplete { pages, pages_prefetched, pages_lazy, duration_ms } => format!(
-            "all memory is there after {}, {pages} pages: {pages_prefetched} prefetched, {pages_lazy} waited for",
+            "all memory loaded after {}, {pages} pages: {pages_prefetched} prefetched, {pages_lazy} on fault",
             milliseconds(*duration_ms)
         ),
         EventKind::DiskComplete { disk, bytes: size, duration_ms } => {
-            format!("all of disk {disk} is there after {}, {}", milliseconds(*duration_ms), bytes(*size))
+            format!("disk {disk} fully fetched after {}, {}", milliseconds(*duration_ms), bytes(*size))
         }
         EventKind::Ready { why, blocks, held_blocks, hit_pct } => {
-            let hits = hit_pct.map_or_else(String::new, |share| format!(", {share:.1} % of its reads were in memory"));
-            format!("ready ({why}): the boot read {blocks} blocks, {held_blocks} are held for the next{hits}")
+            let hits =
+                hit_pct.map_or_else(String::new, |share| format!(", {share:.1} % of its reads came from memory"));
+            format!("ready ({why}): the boot read {blocks} blocks, {held_blocks} held for the next boot{hits}")
         }
-        EventKind::NvramOpened { nvram, from } => format!("nvram {nvram}: its content is from {from}"),
+        EventKind::NvramOpened { nvram, from } => format!("nvram {nvram}: content comes from {from}"),
         EventKind::BootSetReduced { left_out } => {
-            format!("`remount.limit` is lower than it was: {left_out} blocks are not held for the next boot any more")
+            format!("`remount.limit` was lowered: {left_out} blocks are no longer held for the next boot")
         }
-        EventKind::BootSetLoaded { blocks } => format!("{blocks} blocks are held again for the next boot"),
-        EventKind::BootSetSaved { blocks } => format!("{blocks} blocks are saved for the next boot"),
-        EventKind::BootSetDropped { why } => format!("what was held for the next boot is dropped: {why}"),
-        EventKind::DiskForgotten { disk, why, .. } => format!("what memory held of disk {disk} is dropped: {why}"),
+        EventKind::BootSetLoaded { blocks } => format!("loaded {blocks} saved blocks for the next boot"),
+        EventKind::BootSetSaved { blocks } => format!("saved {blocks} blocks for the next boot"),
+        EventKind::BootSetDropped { why } => format!("dropped the blocks held for the next boot: {why}"),
+        EventKind::DiskForgotten { disk, why, .. } => {
+            format!("dropped the blocks of disk {disk} held in memory: {why}")
+        }
         EventKind::WorkingSetTraced { pages } => {
-            format!("working set noted, {pages} pages with those of earlier traces")
+            format!("working set recorded, {pages} pages including earlier traces")
         }
         EventKind::Phase { phase, duration_ms } => format!("{phase} took {}", milliseconds(*duration_ms)),
         EventKind::EmberKept { pages, bytes: kept } => format!("ember kept, {} in {pages} pages", bytes(*kept)),
         EventKind::EmberSettled { released_bytes, remaining_pages } => {
-            format!("ember settled, {} given back, {remaining_pages} pages remain", bytes(*released_bytes))
+            format!("ember settled, {} released, {remaining_pages} pages remain", bytes(*released_bytes))
         }
         EventKind::EmberTrimmed { pages, bytes: trimmed } => {
             format!("ember trimmed by {}, {pages} pages", bytes(*trimmed))
@@ -151,22 +154,22 @@ pub fn describe(event: &EventKind) -> String {
             format!("ember empty, {pages_served} pages served, {pages_refused} refused")
         }
         EventKind::DiskFull { disk, folder, why } => {
-            format!("disk {disk} is full, the guest's requests wait until there is space in {folder}: {why}")
+            format!("disk {disk} is full, requests wait for space in {folder}: {why}")
         }
         EventKind::DiskSpaceAgain { disk, waited_ms } => {
-            format!("disk {disk} has space again, the guest's requests went on after {}", milliseconds(*waited_ms))
+            format!("disk {disk} has space again, requests waited for {}", milliseconds(*waited_ms))
         }
         EventKind::DiskResized { disk, bytes: size } => format!("disk {disk} now has {}", bytes(*size)),
         EventKind::BudgetWarning { used_bytes, budget_bytes } => {
             format!("over budget: {} used, {} allowed", bytes(*used_bytes), bytes(*budget_bytes))
         }
         EventKind::GuestWaits { threads } => {
-            format!("the guest stands still: {threads} threads of QEMU wait for memory, and none comes free")
+            format!("the guest is stuck: {threads} QEMU threads wait for memory, and none becomes free")
         }
         EventKind::Error { message } => format!("error: {message}"),
-        EventKind::Gap { missed } => format!("{missed} events are no longer kept"),
+        EventKind::Gap { missed } => format!("{missed} events were dropped or are no longer kept"),
         EventKind::Unknown { what } => {
-            format!("{what}: another version of Hearth wrote this, and this one does not know it")
+            format!("{what}: event from another version of Hearth, unknown to this one")
         }
     }
 }
@@ -180,7 +183,7 @@ fn progress(percent: f64, mib_per_s: f64, eta_s: Option<f64>) -> String {
 pub fn others(others: &[String], root: &Path) -> String {
     match others {
         [] => format!("no machine runs in {}; start one with `hearth run FILE`", root.display()),
-        [one] => format!("{one} does"),
-        many => format!("these do: {}", many.join(", ")),
+        [one] => format!("{one} is"),
+        many => format!("these are: {}", many.join(", ")),
     }
 }

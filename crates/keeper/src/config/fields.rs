@@ -68,35 +68,35 @@ impl Section {
 
     pub fn meaning(self) -> &'static str {
         match self {
-            Self::Machine => "The machine itself. These stand at the top of the file, before any heading.",
-            Self::Boot => "How the guest starts: a kernel, or firmware that finds one on the first disk.",
-            Self::Crash => "What becomes of a guest that crashed, and of its memory: see crash-recovery.md.",
-            Self::Watchdog => "With this heading the guest has a watchdog device (Intel 6300ESB) to feed.",
+            Self::Machine => "The machine itself. These keys stand at the top of the file, before any heading.",
+            Self::Boot => "How the guest boots: a kernel, or firmware that finds one on the first disk.",
+            Self::Crash => "How Hearth handles crashes and writes dumps: see crash-recovery.md.",
+            Self::Watchdog => "Gives the guest a watchdog device (Intel 6300ESB).",
             Self::Rejuvenate => {
-                "With this heading the keeper replaces QEMU by itself when `every` or `rss_growth_mib` says so: see \
+                "Lets the keeper replace QEMU automatically, as `every` and `rss_growth_mib` demand: see \
                  rejuvenation.md."
             }
             Self::Remount => {
-                "With this heading the blocks that the machine reads from its disks until it is ready are held in memory for \
-                 its next boot: see fast-remount.md. Not with `ember = \"off\"`."
+                "Keeps the blocks that the machine reads until it is ready in memory for its next boot: see \
+                 fast-remount.md. Does not work with `ember = \"off\"`."
             }
             Self::Ready => {
-                "What tells that a boot is over, beside `hearth ready`: one of these. It may be written as \
-                 `ready = { port = 8080 }` too."
+                "Readiness probe: it ends the boot, as `hearth ready` does. Give one of these keys. The short form is \
+                 `ready = { port = 8080 }`."
             }
             Self::ObjectStore => {
-                "Snapshots whose address begins with `s3://`, `gs://`, `az://` or `https://`: how they are reached, and what of them is \
-                 kept on this host. No part of a snapshot. See lazy-restore.md."
+                "Access to object stores, and their cache on this host, for snapshots at an `s3://`, `gs://`, `az://` \
+                 or `https://` address. Snapshots do not include this section. See lazy-restore.md."
             }
             Self::Nvram => {
-                "One disk that is host memory, for journals and logs; repeat the heading for each. The guest sees them behind \
-                 its disks, in this order, and `pmem` behind these: see fast-remount.md."
+                "One disk backed by host memory, for journals and logs; repeat the heading for each. The guest sees \
+                 them after its disks, in this order, with `pmem` devices last: see fast-remount.md."
             }
             Self::Disk => {
-                "One virtual disk; repeat the heading for each. The guest sees them in this order. A machine has places for 16 \
-                 disks and NVRAM devices."
+                "One virtual disk; repeat the heading for each. The guest sees them in this order. A machine has at \
+                 most 16 disks and NVRAM devices."
             }
-            Self::Net => "One network device; repeat the heading for each, of 7 at most.",
+            Self::Net => "One network device; repeat the heading for each. A machine has at most 7.",
         }
     }
 }
@@ -203,7 +203,7 @@ pub const MIRRORS: &[&str] = &["none", "async", "sync"];
 pub const NVRAM_DEVICES: &[&str] = &["disk", "pmem"];
 pub const NET_KINDS: &[&str] = &["user", "passt", "tap"];
 
-#[expect(clippy::too_many_arguments, reason = "a row of the table has as many columns")]
+#[expect(clippy::too_many_arguments, reason = "a table row has as many columns")]
 const fn field(
     trust: Trust,
     section: Section,
@@ -278,7 +278,7 @@ pub static FIELDS: &[Field] = &[
         Text,
         "",
         r#""web""#,
-        "Name of the machine in every command: 1 to 32 letters, digits, `-`, `_` or `.`, beginning with a letter or digit.",
+        "Name of the machine: 1 to 32 letters, digits, `-`, `_` or `.`, beginning with a letter or digit.",
     ),
     machine(
         Guest,
@@ -287,9 +287,9 @@ pub static FIELDS: &[Field] = &[
         Size,
         "",
         r#""2GiB""#,
-        "RAM of the guest, a multiple of 2 MiB, from 32MiB to 16TiB.",
+        "Guest RAM: a multiple of 2 MiB, from 32MiB to 16TiB.",
     ),
-    machine(Guest, "cpus", WithNextGuest, Integer { min: 1, max: 255 }, "1", "2", "Virtual processors."),
+    machine(Guest, "cpus", WithNextGuest, Integer { min: 1, max: 255 }, "1", "2", "Number of virtual processors."),
     machine(
         Guest,
         "cpu_model",
@@ -297,7 +297,7 @@ pub static FIELDS: &[Field] = &[
         Text,
         "`host` under KVM, `max,-erms,-fsrm,-cx16` under TCG",
         r#""Skylake-Server,-hle,-rtm""#,
-        "QEMU's CPU model, with features.",
+        "CPU model for QEMU, with features.",
     ),
     machine(
         Guest,
@@ -306,16 +306,17 @@ pub static FIELDS: &[Field] = &[
         Choice(ACCELERATORS),
         "`auto`",
         r#""auto""#,
-        "`auto` tries KVM and takes it if it really works, else TCG; `hearth status` says which and why.",
+        "Accelerator for QEMU. `auto` uses KVM if a test guest runs on it, else TCG; `hearth status` shows which and \
+         why.",
     ),
     machine(
         HostUnless(is_plain),
         "machine_type",
         WithNextGuest,
         Text,
-        "the newest of the QEMU that first starts the machine, and kept from then on",
+        "the newest one of the first QEMU, then fixed",
         r#""pc-q35-7.2""#,
-        "QEMU's machine type: what devices the guest finds. It must be a q35, with a version.",
+        "QEMU machine type, which fixes the guest's devices. It must be a versioned q35.",
     ),
     machine(
         Host,
@@ -324,7 +325,7 @@ pub static FIELDS: &[Field] = &[
         Path,
         "`qemu-system-x86_64` on PATH",
         r#""/usr/bin/qemu-system-x86_64""#,
-        "The QEMU program, 7.2 or later.",
+        "QEMU program, version 7.2 or later.",
     ),
     machine(
         HostUnless(is_own_user),
@@ -333,8 +334,8 @@ pub static FIELDS: &[Field] = &[
         Text,
         "the keeper's own user",
         r#""nobody""#,
-        "User that QEMU becomes once its files are open. Needs a keeper that runs as root. Recommended is `\"auto\"`: a user for \
-         this machine alone, a number from 2013265920 on that needs no entry in /etc/passwd.",
+        "User that QEMU switches to once its files are open; the keeper must run as root. Recommended: `\"auto\"`, a \
+         user id for this machine alone, 2013265920 or higher, without an entry in /etc/passwd.",
     ),
     machine(
         Host,
@@ -343,7 +344,8 @@ pub static FIELDS: &[Field] = &[
         Path,
         "`/run/hearth/NAME`",
         r#""/run/hearth/web""#,
-        "Sockets, logs and journal: small. Without root: `$XDG_RUNTIME_DIR/hearth/NAME`.",
+        "Folder for sockets, logs and the journal, which are small. Default without root: \
+         `$XDG_RUNTIME_DIR/hearth/NAME`.",
     ),
     machine(
         Host,
@@ -352,9 +354,9 @@ pub static FIELDS: &[Field] = &[
         Path,
         "`/dev/shm/hearth/NAME`",
         r#""/dev/shm/hearth/web""#,
-        "Folder for the guest's RAM, which is kept in files. If the folder does not have the machine's name, a folder of that name is \
-         made in it, because no two machines share one. It must be on a tmpfs or a DAX file system with room for the \
-         memory and the slack. Without root the default is `/dev/shm/hearth-UID/NAME`.",
+        "Folder for the guest's RAM files. If the folder does not have the machine's name, Hearth creates a subfolder \
+         of that name, because machines cannot share one. It must be on a tmpfs or DAX file system with space for the \
+         memory and the slack. Default without root: `/dev/shm/hearth-UID/NAME`.",
     ),
     machine(
         Guest,
@@ -363,7 +365,7 @@ pub static FIELDS: &[Field] = &[
         Choice(ON_OFF),
         "`on`",
         r#""on""#,
-        "Whether a dead incarnation's memory is kept as a source of disk blocks. `off`: every reboot is cold.",
+        "Whether to keep a dead incarnation's memory as a source of disk blocks. With `off` every reboot is cold.",
     ),
     machine(
         Guest,
@@ -372,9 +374,9 @@ pub static FIELDS: &[Field] = &[
         Choice(ON_PANIC),
         "`dump+recover`; `recover` if the dump folder cannot be used",
         r#""dump+recover""#,
-        "When the guest crashes (its kernel panics, its watchdog barks): `dump+recover` starts the next incarnation at \
-         once and writes the dump beside it, `dump` writes it and leaves the guest paused, `recover` dumps nothing, \
-         `pause` leaves the guest to be looked at.",
+        "What to do after a kernel panic or watchdog timeout. `dump+recover` boots the next incarnation at once and \
+         writes the dump meanwhile. `dump` writes the dump and leaves the guest paused. `recover` boots without a \
+         dump. `pause` leaves the guest paused.",
     ),
     machine(
         Guest,
@@ -383,7 +385,7 @@ pub static FIELDS: &[Field] = &[
         SizeOrPercent,
         "`3%`",
         r#""3%""#,
-        "Host memory the machine's files may hold beyond its RAM: a size, or percent of the RAM (0 to 100).",
+        "Host memory that the machine's files may use beyond its RAM: a size, or percent of the RAM (0 to 100).",
     ),
     machine(
         Guest,
@@ -392,9 +394,9 @@ pub static FIELDS: &[Field] = &[
         Choice(ADMISSION),
         "`dump`",
         r#""always""#,
-        "When the guest gets its memory by page faults, so that dead and living memory together never exceed the \
-         budget. `dump`: while a dump holds dead memory. `always`: also while only an ember is there, which is trimmed \
-         as the guest grows; a guest that outruns that is otherwise only seen and reported.",
+        "When page faults limit the guest's memory growth, so that dead and living memory together never exceed the \
+         budget. `dump`: while a dump holds dead memory. `always`: also while there is only an ember. Without \
+         `always`, a guest that grows faster than the ember is trimmed may exceed the budget, which is reported.",
     ),
     machine(
         HostUnless(is_true),
@@ -403,7 +405,7 @@ pub static FIELDS: &[Field] = &[
         Boolean,
         "`true`",
         "true",
-        "Run QEMU in its seccomp sandbox, where the binary has one.",
+        "Whether to run QEMU in its seccomp sandbox, if the binary has one.",
     ),
     machine(
         Guest,
@@ -412,8 +414,8 @@ pub static FIELDS: &[Field] = &[
         Boolean,
         "`false`",
         "true",
-        "A channel to the guest's own agent (qemu-guest-agent, which must run in the guest), by which `hearth save --freeze` \
-         has file systems frozen (see lazy-restore.md) and `remount.ready` asks for a unit. A device more; a guest has it from its next boot on.",
+        "Adds a channel to qemu-guest-agent, which must run in the guest. `hearth save --freeze` (see lazy-restore.md) \
+         and `remount.ready.unit` need it. It is an extra device.",
     ),
     machine(
         Host,
@@ -422,7 +424,8 @@ pub static FIELDS: &[Field] = &[
         TextList,
         "none",
         r#"["-device", "virtio-balloon-pci"]"#,
-        "Appended to QEMU's command line as they are. Hearth does not look at them, but for the word `vmgenid`, beside which it adds no such device: they can break what it promises.",
+        "Arguments appended to QEMU's command line unchanged. Hearth does not check them, and they can break its \
+         guarantees. If they contain `vmgenid`, Hearth adds no such device itself.",
     ),
     field(
         Host,
@@ -432,7 +435,7 @@ pub static FIELDS: &[Field] = &[
         Path,
         "none",
         r#""vmlinuz""#,
-        "Linux kernel to start directly. Either this or `firmware`.",
+        "Linux kernel to boot directly. Give either this or `firmware`.",
     ),
     field(
         Host,
@@ -442,7 +445,7 @@ pub static FIELDS: &[Field] = &[
         Path,
         "none",
         r#""initrd.img""#,
-        "Initial RAM disk; with `kernel` only.",
+        "Initial RAM disk; only with `kernel`.",
     ),
     field(
         Guest,
@@ -452,7 +455,7 @@ pub static FIELDS: &[Field] = &[
         Text,
         "empty",
         r#""root=/dev/vda console=ttyS0""#,
-        "Kernel command line; with `kernel` only.",
+        "Kernel command line; only with `kernel`.",
     ),
     field(
         HostUnless(is_own_firmware),
@@ -460,7 +463,7 @@ pub static FIELDS: &[Field] = &[
         "firmware",
         WithNextGuest,
         Path,
-        "`bios`, if there is no `kernel`",
+        "`bios`, without `kernel`",
         r#""uefi""#,
         "`bios` (QEMU's SeaBIOS), `uefi` (the distribution's OVMF), or the path of a firmware image.",
     ),
@@ -472,7 +475,7 @@ pub static FIELDS: &[Field] = &[
         Path,
         "none",
         r#""web-vars.fd""#,
-        "Variable store of UEFI firmware: the machine's own copy, it is written to. Must be given with `uefi`.",
+        "UEFI variable store: the machine's own, writable copy. Required with `uefi`.",
     ),
     crash(
         Host,
@@ -481,7 +484,7 @@ pub static FIELDS: &[Field] = &[
         Path,
         "`/var/lib/hearth/NAME/dumps`",
         r#""/srv/dumps/web""#,
-        "Where dumps go: on a real disk, not in host memory. Made when it is needed. Without root: \
+        "Folder for dumps, on a real disk rather than in host memory. Created when needed. Default without root: \
          `$XDG_STATE_HOME/hearth/NAME/dumps`.",
     ),
     crash(
@@ -491,8 +494,8 @@ pub static FIELDS: &[Field] = &[
         Integer { min: 0, max: 31 },
         "31",
         "17",
-        "What a dump leaves out, as makedumpfile counts it: the sum of 1 zero pages, 2 cache, 4 private cache, 8 user data, \
-         16 free pages.",
+        "Pages that dumps leave out, as makedumpfile's level: the sum of 1 zero pages, 2 cache, 4 private cache, 8 \
+         user data, 16 free pages.",
     ),
     crash(
         Guest,
@@ -501,7 +504,7 @@ pub static FIELDS: &[Field] = &[
         Choice(DUMP_FORMATS),
         "`kdump`",
         r#""kdump""#,
-        "Compressed, or an ELF file as plain as memory.",
+        "Format of dumps: `kdump` is compressed, `elf` is an uncompressed core file.",
     ),
     crash(
         Guest,
@@ -510,7 +513,7 @@ pub static FIELDS: &[Field] = &[
         Choice(COMPRESSIONS),
         "`zstd`",
         r#""lzo""#,
-        "Of `kdump` files. Debian's makedumpfile reads `lzo` and `zlib` only; crash 8 and drgn read all.",
+        "Compression of `kdump` files. Debian's makedumpfile reads only `lzo` and `zlib`; crash 8 and drgn read all.",
     ),
     crash(
         Guest,
@@ -519,7 +522,7 @@ pub static FIELDS: &[Field] = &[
         Integer { min: 1, max: 1000 },
         "5",
         "5",
-        "Complete dumps kept; older ones go when one more is complete.",
+        "Number of complete dumps to keep. When another is complete, the oldest is removed.",
     ),
     crash(
         Guest,
@@ -528,7 +531,7 @@ pub static FIELDS: &[Field] = &[
         Size,
         "`1GiB`",
         r#""10GiB""#,
-        "A dump that would leave less than this free stops, and says so.",
+        "Free space to preserve in the dump folder. A dump that would use it waits, and says so.",
     ),
     crash(
         Guest,
@@ -537,17 +540,17 @@ pub static FIELDS: &[Field] = &[
         Size,
         "`4MiB`",
         r#""16MiB""#,
-        "Memory comes free in steps of this: 2MiB to 4GiB. It is written in pieces of at most 4 MiB, \
-         which all fit into half of `budget_slack`.",
+        "Step in which a dump releases memory, 2MiB to 4GiB. It is written in pieces of at most 4 MiB, which together \
+         fit into half of `budget_slack`.",
     ),
     crash(
         Guest,
         "threads",
         AtTakeOver,
         Integer { min: 1, max: 64 },
-        "as many as the host has processors, at most 4",
+        "the host's processors, at most 4",
         "2",
-        "Threads that compress, at the lowest priority.",
+        "Number of compression threads, which run at the lowest priority.",
     ),
     crash(
         Guest,
@@ -556,7 +559,7 @@ pub static FIELDS: &[Field] = &[
         SizeOrPercent,
         "`0%`",
         r#""10%""#,
-        "Host memory that a recovery may use beyond the budget while a dump is written: a size, or percent of the RAM.",
+        "Host memory beyond the budget that a recovery may use while a dump is written: a size, or percent of the RAM.",
     ),
     crash(
         Guest,
@@ -565,7 +568,7 @@ pub static FIELDS: &[Field] = &[
         Choice(DISK_TIMES),
         "`recovery-first`",
         r#""balanced""#,
-        "Who waits when dump and guest need the same disk. On different disks nobody does.",
+        "Priority when dump and guest use the same disk. On different disks neither waits.",
     ),
     crash(
         Guest,
@@ -574,7 +577,7 @@ pub static FIELDS: &[Field] = &[
         Integer { min: 1, max: 1_000_000 },
         "no limit",
         "70",
-        "Limit of the dump's writing.",
+        "Maximum write rate of a dump, in MiB/s.",
     ),
     crash(
         Guest,
@@ -583,7 +586,8 @@ pub static FIELDS: &[Field] = &[
         Integer { min: 2, max: 1000 },
         "5",
         "5",
-        "So many crashes within the window are a crash loop: the machine waits before it starts its next guest.",
+        "Number of crashes within the window that make a crash loop. The machine then waits before it starts its next \
+         guest.",
     ),
     crash(
         Guest,
@@ -592,7 +596,7 @@ pub static FIELDS: &[Field] = &[
         Integer { min: 1, max: 86_400 },
         "60",
         "300",
-        "The window, in seconds that guests lived.",
+        "Length of the window, in seconds of guest uptime.",
     ),
     crash(
         Guest,
@@ -601,7 +605,7 @@ pub static FIELDS: &[Field] = &[
         Integer { min: 1, max: 86_400 },
         "10",
         "30",
-        "How long the machine waits in a crash loop, in seconds: the first time so long, then twice as long each time.",
+        "First wait in a crash loop, in seconds. It doubles with each further crash.",
     ),
     crash(
         Guest,
@@ -610,7 +614,7 @@ pub static FIELDS: &[Field] = &[
         Integer { min: 1, max: 86_400 },
         "300",
         "3600",
-        "The longest it waits, in seconds.",
+        "Longest wait in a crash loop, in seconds.",
     ),
     field(
         Guest,
@@ -620,8 +624,8 @@ pub static FIELDS: &[Field] = &[
         Choice(WATCHDOG_ACTIONS),
         "`crash`",
         r#""crash""#,
-        "When the guest stops feeding it: `crash` does what `on_panic` says, `nmi` makes a guest that is set up for it panic \
-         by itself, `reset` reboots without a dump.",
+        "What to do when the guest stops feeding the watchdog. `crash` follows `on_panic`. `nmi` makes a prepared \
+         guest panic by itself. `reset` reboots without a dump.",
     ),
     rejuvenate(
         Guest,
@@ -630,7 +634,7 @@ pub static FIELDS: &[Field] = &[
         Time,
         "never",
         r#""30d""#,
-        "How old QEMU may become: a number with `s`, `m`, `h` or `d`.",
+        "Maximum age of a QEMU: a number with `s`, `m`, `h` or `d`.",
     ),
     rejuvenate(
         Guest,
@@ -639,7 +643,7 @@ pub static FIELDS: &[Field] = &[
         Integer { min: 1, max: 1_000_000 },
         "no limit",
         "256",
-        "By how much QEMU's own memory, without the guest's RAM, may grow over what it was at its start.",
+        "Maximum growth of QEMU's own memory since its start, in MiB, without the guest's RAM.",
     ),
     rejuvenate(
         Guest,
@@ -648,7 +652,8 @@ pub static FIELDS: &[Field] = &[
         Text,
         "any time, at most once an hour",
         r#""02:00-05:00""#,
-        "When it may happen: from and to, by the host's local time; at most once each day. It may go over midnight.",
+        "Daily time range for automatic rejuvenations, in the host's local time; at most one per day. It may span \
+         midnight.",
     ),
     field(
         Guest,
@@ -658,7 +663,7 @@ pub static FIELDS: &[Field] = &[
         SizeOrPercent,
         "`5%`",
         r#""64MiB""#,
-        "Host memory for these blocks, on top of the RAM and its slack: a size, or percent of the RAM; at least 64KiB.",
+        "Host memory for these blocks, beyond the RAM and its slack: a size, or percent of the RAM; at least 64KiB.",
     ),
     field(
         Guest,
@@ -668,8 +673,7 @@ pub static FIELDS: &[Field] = &[
         Time,
         "`2m`",
         r#""30s""#,
-        "The machine is taken to be ready so long after its reset, if nobody has said `hearth ready` before: a number with \
-         `s`, `m`, `h` or `d`.",
+        "Time after reset when the machine counts as ready at the latest: a number with `s`, `m`, `h` or `d`.",
     ),
     field(
         Guest,
@@ -679,7 +683,7 @@ pub static FIELDS: &[Field] = &[
         Boolean,
         "`false`",
         "true",
-        "Save what is held when the machine is stopped, and begin with it at its next start, if no image was changed in between.",
+        "Whether to save these blocks when the machine stops, and load them at its next start if no image has changed.",
     ),
     field(
         Host,
@@ -689,7 +693,7 @@ pub static FIELDS: &[Field] = &[
         Path,
         "`/var/lib/hearth/NAME/boot-set`",
         r#""/srv/web.boot-set""#,
-        "Where it is saved; with `persist` only. Without root: `$XDG_STATE_HOME/hearth/NAME/boot-set`.",
+        "File for the saved blocks; only with `persist`. Default without root: `$XDG_STATE_HOME/hearth/NAME/boot-set`.",
     ),
     field(
         Guest,
@@ -699,8 +703,8 @@ pub static FIELDS: &[Field] = &[
         Boolean,
         "`true`",
         "false",
-        "Until the machine is ready, writes that wait at the same time are one operation over a gap between them that memory \
-         holds: for disks with a limit on operations.",
+        "Whether to merge waiting writes during boot across gaps whose content is in memory. This helps disks that \
+         limit operations.",
     ),
     field(
         Host,
@@ -710,9 +714,9 @@ pub static FIELDS: &[Field] = &[
         Path,
         "the keeper's environment",
         r#""/etc/hearth/s3.env""#,
-        "A file with one setting a line, as the tools of AWS name them: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, \
-         `AWS_SESSION_TOKEN`, `AWS_REGION`, `AWS_ENDPOINT_URL` for a store of another house, `AWS_ALLOW_HTTP=true` for one without \
-         TLS. Google's and Azure's stand in lazy-restore.md.",
+        "File with one setting per line, named as in AWS tools: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, \
+         `AWS_SESSION_TOKEN`, `AWS_REGION`, `AWS_ENDPOINT_URL` for a store of another provider, `AWS_ALLOW_HTTP=true` \
+         for one without TLS. For Google and Azure see lazy-restore.md.",
     ),
     field(
         Host,
@@ -722,8 +726,8 @@ pub static FIELDS: &[Field] = &[
         Path,
         "`/var/cache/hearth/objects`",
         r#""/srv/cache/hearth""#,
-        "What came out of a store is kept there, for all machines with the same folder; and a save on its way up lies there \
-         whole. On a disk. Without root: `$XDG_CACHE_HOME/hearth/objects`.",
+        "Cache folder for store data, on a disk; several machines may share it. A save is staged there completely \
+         before it is uploaded. Default without root: `$XDG_CACHE_HOME/hearth/objects`.",
     ),
     field(
         Host,
@@ -733,8 +737,8 @@ pub static FIELDS: &[Field] = &[
         Size,
         "`8GiB`",
         r#""50GiB""#,
-        "How much of what came is kept, 64MiB at least; what was not used for longest goes first. A snapshot that fits in is \
-         fetched once.",
+        "Maximum size of the cache, at least 64MiB. The least recently used data is dropped first. A snapshot that \
+         fits is fetched only once.",
     ),
     field(
         Guest,
@@ -744,8 +748,8 @@ pub static FIELDS: &[Field] = &[
         Integer { min: 1, max: 65_535 },
         "none",
         "8080",
-        "A TCP port of the host that leads into the guest (`forward` of a net). Ready is when the guest says something there: \
-         a greeting, or an answer to `GET / HTTP/1.0`.",
+        "Host TCP port forwarded into the guest (`forward` of a network). The guest is ready once it sends anything \
+         there: a greeting, or an answer to `GET / HTTP/1.0`.",
     ),
     field(
         Guest,
@@ -755,8 +759,8 @@ pub static FIELDS: &[Field] = &[
         Text,
         "none",
         r#""web.service""#,
-        "A unit of the guest's systemd. Ready is when it is active, which the guest's agent is asked once a second (`guest-exec` of \
-         `systemctl is-active`). With `guest_agent = true` only.",
+        "Unit of the guest's systemd. The guest is ready once it is active: the keeper asks the guest agent once a \
+         second (`guest-exec` of `systemctl is-active`). Only with `guest_agent = true`.",
     ),
     disk(
         Guest,
@@ -774,7 +778,7 @@ pub static FIELDS: &[Field] = &[
         Path,
         "",
         r#""root.img""#,
-        "The image: a file or a block device. It is locked while it is served.",
+        "Disk image: a file or a block device. Hearth locks it while in use.",
     ),
     disk(Replaced, "format", WithNextStart, Choice(DISK_FORMATS), "`raw`", r#""raw""#, "Format of the image."),
     disk(
@@ -784,7 +788,7 @@ pub static FIELDS: &[Field] = &[
         Boolean,
         "`false`",
         "false",
-        "Refuse writes; other readers may open the image too.",
+        "Whether to refuse writes. Other readers may then open the image too.",
     ),
     disk(
         Guest,
@@ -793,7 +797,7 @@ pub static FIELDS: &[Field] = &[
         Text,
         "the disk's name",
         r#""root""#,
-        "Serial number the guest sees: at most 20 printable characters.",
+        "Serial number shown to the guest: at most 20 printable characters.",
     ),
     disk(
         Guest,
@@ -802,7 +806,7 @@ pub static FIELDS: &[Field] = &[
         Integer { min: 1, max: 16 },
         "1",
         "1",
-        "Virtqueues. More than one rarely helps: one thread serves all.",
+        "Number of virtqueues. More than one rarely helps, because one thread serves all.",
     ),
     disk(
         Guest,
@@ -811,7 +815,7 @@ pub static FIELDS: &[Field] = &[
         Integer { min: 1, max: 1_000_000 },
         "no limit",
         "125",
-        "Limit of bytes read from and written to the image.",
+        "Maximum rate of reads and writes of the image, in MiB/s.",
     ),
     disk(
         Guest,
@@ -820,7 +824,7 @@ pub static FIELDS: &[Field] = &[
         Integer { min: 1, max: 100_000_000 },
         "no limit",
         "3000",
-        "Limit of requests to the image.",
+        "Maximum requests to the image per second.",
     ),
     disk(
         Guest,
@@ -829,7 +833,7 @@ pub static FIELDS: &[Field] = &[
         Boolean,
         "`true`",
         "true",
-        "Go around the host's page cache (`O_DIRECT`) where the file system can; with `false` the host may cache too.",
+        "Whether to bypass the host's page cache (`O_DIRECT`), if the file system supports it.",
     ),
     field(
         Guest,
@@ -849,7 +853,8 @@ pub static FIELDS: &[Field] = &[
         Size,
         "",
         r#""64MiB""#,
-        "Host memory for it, on top of all else: a multiple of 4 KiB, of 2 MiB with `pmem`. All of it is taken at the start.",
+        "Size of the device: a multiple of 4 KiB, or of 2 MiB with `pmem`. All of this host memory, beyond RAM and \
+         slack, is allocated at start.",
     ),
     field(
         Guest,
@@ -859,8 +864,8 @@ pub static FIELDS: &[Field] = &[
         Choice(NVRAM_DEVICES),
         "`disk`",
         r#""pmem""#,
-        "How the guest has it: as a `disk`, or in its address space (`pmem`: virtio-pmem, `/dev/pmem0`). QEMU cannot be replaced \
-         under a guest with `pmem`.",
+        "Device type: a `disk`, or `pmem` in the guest's address space (virtio-pmem, `/dev/pmem0`). A guest with \
+         `pmem` cannot be rejuvenated.",
     ),
     field(
         Guest,
@@ -870,8 +875,9 @@ pub static FIELDS: &[Field] = &[
         Choice(MIRRORS),
         "`none`",
         r#""sync""#,
-        "`none`: what it holds ends with the host's memory. `async`: it is written to `mirror_file` within a second or so. \
-         `sync`: a flush of the guest returns when all before it is durable there. With `pmem` `none` or `sync`.",
+        "How the content is mirrored. `none`: it is lost with the host's memory. `async`: it is written to \
+         `mirror_file` within about a second. `sync`: a guest flush returns once everything before it is durable in \
+         `mirror_file`. `pmem` supports `none` and `sync`.",
     ),
     field(
         Host,
@@ -881,7 +887,7 @@ pub static FIELDS: &[Field] = &[
         Path,
         "none",
         r#""/srv/web-journal""#,
-        "The mirror: a file on a real disk, made if it is not there. Must be given with `async` and `sync`.",
+        "Mirror file on a real disk, created if missing. Required with `async` and `sync`.",
     ),
     field(
         Guest,
@@ -891,7 +897,7 @@ pub static FIELDS: &[Field] = &[
         Text,
         "the device's name",
         r#""journal""#,
-        "Serial number the guest sees of a `disk`: at most 20 printable characters.",
+        "Serial number of a `disk` shown to the guest: at most 20 printable characters.",
     ),
     field(
         Guest,
@@ -901,7 +907,8 @@ pub static FIELDS: &[Field] = &[
         Choice(NET_KINDS),
         "`user`",
         r#""user""#,
-        "`user`: QEMU's own, no rights needed. `passt`: faster, no rights needed. `tap`: an interface of the host.",
+        "Network type. `user`: built into QEMU, needs no privileges. `passt`: faster, needs no privileges. `tap`: an \
+         interface of the host.",
     ),
     field(
         Host,
@@ -911,8 +918,8 @@ pub static FIELDS: &[Field] = &[
         TextList,
         "none",
         r#"["127.0.0.1:8080:80", "127.0.0.1:5353:53/udp"]"#,
-        "Ports of the host that lead into the guest: `HOSTIP:PORT:GUESTPORT` (`[::1]:PORT:GUESTPORT`), or `PORT:GUESTPORT` on \
-         127.0.0.1, with `/udp` for UDP; `user` and `passt` only.",
+        "Host ports forwarded into the guest: `HOSTIP:PORT:GUESTPORT` (`[::1]:PORT:GUESTPORT`), or `PORT:GUESTPORT` on \
+         127.0.0.1, with `/udp` for UDP. Only with `user` and `passt`.",
     ),
     field(
         Guest,
@@ -922,7 +929,7 @@ pub static FIELDS: &[Field] = &[
         Boolean,
         "`false`",
         "true",
-        "The guest reaches nobody, and nobody it but through `forward`. `user` only.",
+        "Whether to block all traffic except `forward`. Only with `user`.",
     ),
     field(
         Host,
@@ -932,7 +939,7 @@ pub static FIELDS: &[Field] = &[
         Text,
         "none",
         r#""tap0""#,
-        "The tap interface, which must exist. With `tap` only, and must be given there.",
+        "Name of an existing tap interface. Required with `tap`, and only used there.",
     ),
     field(
         Guest,
@@ -942,7 +949,7 @@ pub static FIELDS: &[Field] = &[
         Text,
         "derived from the machine's name",
         r#""52:54:00:12:34:56""#,
-        "Hardware address of the device.",
+        "MAC address of the device.",
     ),
 ];
 
@@ -954,7 +961,7 @@ impl Field {
     /// What the field takes, in words.
     pub fn takes(&self) -> String {
         match self.kind {
-            Text => "text".to_owned(),
+            Text => "string".to_owned(),
             Path => "path".to_owned(),
             Size => "size".to_owned(),
             SizeOrPercent => "size or percent".to_owned(),
@@ -962,7 +969,7 @@ impl Field {
             Integer { min, max } => format!("integer, {min} to {max}"),
             Boolean => "`true` or `false`".to_owned(),
             Choice(words) => words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", "),
-            TextList => "list of texts".to_owned(),
+            TextList => "list of strings".to_owned(),
         }
     }
 }

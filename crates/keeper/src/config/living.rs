@@ -59,7 +59,7 @@ impl Configured {
         let typed = ConfigFile::load(path)?;
         match Config::parse(&typed.to_text(), &config.file, root)? {
             again if again == config => Ok(Self { config, typed }),
-            _ => Err(vec![Problem::error(path.display().to_string(), "was changed while it was read", "try again")]),
+            _ => Err(vec![Problem::error(path.display().to_string(), "was changed while being read", "try again")]),
         }
     }
 
@@ -119,7 +119,11 @@ impl InForce {
         let file = &today.config.file;
         let unreadable = |error: toml::de::Error| {
             let hint = "use the keeper that started the guest, or end its QEMU";
-            vec![Problem::error("journal", format!("what the guest was started with: {}", error.message()), hint)]
+            vec![Problem::error(
+                "journal",
+                format!("cannot read the configuration that the guest was started with: {}", error.message()),
+                hint,
+            )]
         };
         let mut living: Table = toml::from_str(started_with).map_err(unreadable)?;
         // Earlier keepers noted none, and always took the same one.

@@ -350,7 +350,7 @@ impl Config {
     /// Reads a machine's file. The error lists everything that is wrong with it.
     pub fn load(path: &Path, root: &RuntimeRoot) -> Result<Self, Vec<Problem>> {
         let unreadable = |error: std::io::Error| {
-            let hint = "name the machine's configuration file, for example web.toml";
+            let hint = "give the machine's configuration file, for example web.toml";
             vec![Problem::error(path.display().to_string(), error.to_string(), hint)]
         };
         let text = fs::read_to_string(path).map_err(unreadable)?;

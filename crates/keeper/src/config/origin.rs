@@ -35,7 +35,7 @@ impl Setting {
         let (key, value) = text.split_once('=').ok_or("write KEY=VALUE, for example memory_folder=/dev/shm/web2")?;
         let (key, value) = (key.trim(), value.trim());
         if steps(key).is_none() {
-            return Err(format!("{key:?} is no key; they are written as cpus, crash.level or nets[0].forward"));
+            return Err(format!("{key:?} is not a key; keys look like cpus, crash.level or nets[0].forward"));
         }
         let parsed = format!("value = {value}").parse::<Table>().ok().filter(|table| table.len() == 1);
         let value = parsed.and_then(|mut table| table.remove("value")).unwrap_or_else(|| Value::String(value.into()));
@@ -70,8 +70,8 @@ impl ConfigFile {
         let mut table = self.table();
         for setting in settings {
             put(&mut table, setting).ok_or_else(|| {
-                let hint = "sections that repeat are counted from 0, and must be there: nets[0].forward";
-                vec![Problem::error(&setting.key, "there is no such place", hint)]
+                let hint = "repeated sections count from 0 and must exist, for example nets[0].forward";
+                vec![Problem::error(&setting.key, "no such section", hint)]
             })?;
         }
         Self::parse(&toml::to_string(&table).expect("a table can be written"))
@@ -193,7 +193,7 @@ mod tests {
             let problems = set(&[setting]).unwrap_err();
             assert!(problems[0].to_string().contains(expect), "{problems:?}");
         };
-        refused("nets[1].forward=[]", "there is no such place");
+        refused("nets[1].forward=[]", "no such section");
         refused("cpuz=3", "did you mean cpus?");
         refused("cpus=many", "is not an integer");
         for wrong in ["cpus", "=3", "nets[x].forward=1", "Nets=1", "a..b=1"] {

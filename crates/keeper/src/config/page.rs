@@ -7,14 +7,14 @@ const HEAD: &str = "# Configuration
 *Generated from the table of fields in `crates/keeper/src/config/fields.rs`. Do not edit: `UPDATE=1 cargo test -p hearth
 generated` rewrites it.*
 
-One machine is one TOML file; `hearth check FILE` says everything that is wrong with it, `hearth config FILE` shows what
-it means with all defaults filled in, in the keeper's own form (sizes in bytes, paths absolute), which is no machine.toml. Unknown keys are refused. Relative paths start in the folder of the file. Sizes are
-written with units of 1024: `512MiB`, `2GiB`.
+A machine is one TOML file. `hearth check FILE` reports everything that is wrong with it. `hearth config FILE` shows it with
+all defaults filled in, sizes in bytes and absolute paths; that output is not a machine.toml. Unknown keys are refused.
+Relative paths start in the file's folder. Sizes have units of 1024: `512MiB`, `2GiB`.
 
-The keeper reads the file when it starts. If it takes over a guest that lives, the last column of the tables says when a
-changed key counts: *next keeper* (at once, for this guest too), *next guest* (from its next reboot or crash on) or *next start*
-(when the machine has stopped and is started again). Until then the guest is saved, dumped and parked as what it was started
-with, and `hearth status` shows the key as pending.
+The keeper reads the file when it starts. If it takes over a running guest, the last column of the tables says when a changed
+key takes effect: *next keeper* (at once, also for this guest), *next guest* (from its next reboot or crash) or *next start*
+(after stopping and starting the machine). Until then Hearth saves, dumps and parks the guest with the configuration that it
+started with, and `hearth status` shows the key as pending.
 
 ```toml
 name = \"web\"
@@ -45,9 +45,7 @@ pub fn page() -> String {
             other => format!("`{}`", other.heading()),
         };
         page.push_str(&format!("\n## {heading}\n\n{}\n\n", section.meaning()));
-        page.push_str(
-            "| Key | Takes | Default | Meaning | Example | Change counts from |\n|---|---|---|---|---|---|\n",
-        );
+        page.push_str("| Key | Takes | Default | Meaning | Example | Takes effect |\n|---|---|---|---|---|---|\n");
         for field in Field::of_section(section) {
             page.push_str(&row(field));
         }
@@ -56,7 +54,7 @@ pub fn page() -> String {
 }
 
 fn row(field: &Field) -> String {
-    let default = if field.default.is_empty() { "**must be given**" } else { field.default };
+    let default = if field.default.is_empty() { "**required**" } else { field.default };
     let (key, takes, meaning, example) = (field.key, field.takes(), field.meaning, field.example);
     let from = field.effect.words();
     format!("| `{key}` | {takes} | {default} | {meaning} | `{example}` | {from} |\n")

@@ -32,7 +32,7 @@ pub fn slack_bytes(text: &str, ram_bytes: u64) -> Result<u64, String> {
     };
     match percent.trim().parse::<f64>() {
         Ok(percent) if (0.0..=100.0).contains(&percent) => Ok((ram_bytes as f64 * percent / 100.0) as u64),
-        _ => Err("percent of the RAM goes from \"0%\" to \"100%\"".to_owned()),
+        _ => Err("write a percentage from \"0%\" to \"100%\"".to_owned()),
     }
 }
 

@@ -48,18 +48,20 @@ fn not_toml(text: &str, error: &toml::de::Error) -> Problem {
         (message, _) if message.starts_with("duplicate key") => {
             let heading = line.trim().strip_prefix('[').and_then(|line| line.strip_suffix(']'));
             let repeats = Section::ALL.into_iter().find(|one| one.repeats() && one.table() == heading);
-            let hint = repeats.map(|section| format!("write {}, each time", section.heading()));
-            (message.to_owned(), hint.unwrap_or_else(|| "leave one of them out".to_owned()))
+            let hint = repeats.map(|section| format!("write {} each time", section.heading()));
+            (message.to_owned(), hint.unwrap_or_else(|| "remove one of them".to_owned()))
         }
         (message, Some("")) if message.starts_with(UNQUOTED) => {
-            (format!("{key} has no value"), example.unwrap_or_else(|| "write one, or remove the line".to_owned()))
+            (format!("{key} has no value"), example.unwrap_or_else(|| "write a value, or remove the line".to_owned()))
         }
-        (message, Some(value)) if message.starts_with(UNQUOTED) => {
-            (format!("{value} is not a value"), example.unwrap_or_else(|| "a text stands in \"quotes\"".to_owned()))
-        }
-        (message, _) => {
-            (message.replace('\n', ", "), example.unwrap_or_else(|| "docs/config.md shows a whole file".to_owned()))
-        }
+        (message, Some(value)) if message.starts_with(UNQUOTED) => (
+            format!("{value} is not a TOML value"),
+            example.unwrap_or_else(|| "write strings in \"quotes\"".to_owned()),
+        ),
+        (message, _) => (
+            message.replace('\n', ", "),
+            example.unwrap_or_else(|| "see docs/config.md for a complete file".to_owned()),
+        ),
     };
     Problem::error(format!("line {number}"), message, hint)
 }
@@ -120,8 +122,8 @@ impl Look<'_> {
     }
 
     fn wrong_heading(&mut self, section: Section, name: &str, subject: &str) -> Option<Value> {
-        let hint = format!("write {} on a line of its own, and the fields below it", section.heading());
-        self.problems.push(Problem::error(subject, "is not written as a section", hint));
+        let hint = format!("write {} on its own line, with its keys below it", section.heading());
+        self.problems.push(Problem::error(subject, "is not a section", hint));
         self.blamed.insert(name.to_owned());
         None
     }
@@ -197,12 +199,12 @@ fn fitting(value: &DeValue<'_>, kind: Kind) -> Result<Value, String> {
             Ok(Value::String(text.to_string()))
         }
         (Kind::Choice(words), DeValue::String(text)) => {
-            Err(format!("\"{text}\" is none of \"{}\"", words.join("\", \"")))
+            Err(format!("\"{text}\" is not one of \"{}\"", words.join("\", \"")))
         }
         (Kind::TextList, DeValue::Array(items)) => {
             let texts = items.iter().map(|item| match item.get_ref() {
                 DeValue::String(text) => Ok(Value::String(text.to_string())),
-                _ => Err("is not a list of texts".to_owned()),
+                _ => Err("is not a list of strings".to_owned()),
             });
             texts.collect::<Result<Vec<_>, _>>().map(Value::Array)
         }
@@ -213,14 +215,14 @@ fn fitting(value: &DeValue<'_>, kind: Kind) -> Result<Value, String> {
 
 fn wanted(kind: Kind) -> &'static str {
     match kind {
-        Kind::Text | Kind::Choice(_) => "a text in quotes",
+        Kind::Text | Kind::Choice(_) => "a string in quotes",
         Kind::Path => "a path in quotes",
         Kind::Size => "a size in quotes",
         Kind::SizeOrPercent => "a size or percentage in quotes",
         Kind::Time => "a time in quotes",
         Kind::Integer { .. } => "an integer",
         Kind::Boolean => "true or false",
-        Kind::TextList => "a list of texts",
+        Kind::TextList => "a list of strings",
     }
 }
 
@@ -233,9 +235,9 @@ fn unknown_key_hint(section: Section, name: &str, nearest: Option<&str>) -> Stri
         .into_iter()
         .find(|other| *other != section && Field::of_section(*other).any(|field| field.key == name));
     match elsewhere {
-        Some(Section::Machine) => "it belongs to the top of the file, before any [heading]".to_owned(),
+        Some(Section::Machine) => "it belongs at the top of the file, before any [heading]".to_owned(),
         Some(other) => format!("it belongs below {}", other.heading()),
-        None => "docs/config.md lists all keys".to_owned(),
+        None => "see docs/config.md for all keys".to_owned(),
     }
 }
 
@@ -302,18 +304,18 @@ mod tests {
             let problems = read(text).err().expect("it is no TOML");
             assert_eq!(problems[0].to_string(), format!("error: {expect}"), "{text:?}");
         };
-        let end = "docs/config.md shows a whole file";
+        let end = "see docs/config.md for a complete file";
         for text in ["cpus =", "cpus = # none", "cpus =\nname = \"web\"", "cpus =   "] {
             check(text, "line 1: cpus has no value; for example cpus = 2");
         }
-        check("frobs =", "line 1: frobs has no value; write one, or remove the line");
-        check("name = web", "line 1: web is not a value; for example name = \"web\"");
-        check("sandbox = yes", "line 1: yes is not a value; for example sandbox = true");
-        check("memory = 1GiB # small", "line 1: 1GiB is not a value; for example memory = \"2GiB\"");
-        check("cpus = 2 3", "line 1: 2 3 is not a value; for example cpus = 2");
-        check("frobs = yes", "line 1: yes is not a value; a text stands in \"quotes\"");
-        check("cpus = 2\ncpus = 3", "line 2: duplicate key; leave one of them out");
-        check("[disks]\n[disks]", "line 2: duplicate key; write [[disks]], each time");
+        check("frobs =", "line 1: frobs has no value; write a value, or remove the line");
+        check("name = web", "line 1: web is not a TOML value; for example name = \"web\"");
+        check("sandbox = yes", "line 1: yes is not a TOML value; for example sandbox = true");
+        check("memory = 1GiB # small", "line 1: 1GiB is not a TOML value; for example memory = \"2GiB\"");
+        check("cpus = 2 3", "line 1: 2 3 is not a TOML value; for example cpus = 2");
+        check("frobs = yes", "line 1: yes is not a TOML value; write strings in \"quotes\"");
+        check("cpus = 2\ncpus = 3", "line 2: duplicate key; remove one of them");
+        check("[disks]\n[disks]", "line 2: duplicate key; write [[disks]] each time");
         check("cpus", "line 1: key with no value, expected `=`; for example cpus = 2");
         check("[boot", &format!("line 1: unclosed table, expected `]`; {end}"));
     }

@@ -13,7 +13,7 @@ impl ConfigFile {
     /// What was typed; the error lists everything that is wrong with it.
     pub fn load(path: &Path) -> Result<Self, Vec<Problem>> {
         let unreadable = |error: std::io::Error| {
-            vec![Problem::error(path.display().to_string(), error.to_string(), "is it still where it was?")]
+            vec![Problem::error(path.display().to_string(), error.to_string(), "check that the file still exists")]
         };
         Self::parse(&std::fs::read_to_string(path).map_err(unreadable)?)
     }

@@ -200,9 +200,9 @@ fn all_problems_are_told_at_once() {
         &[
             "error: cpus (line 3): 0 is not between 1 and 255; for example cpus = 2",
             "error: disks[0].read_only (line 6): is not true or false; for example read_only = false",
-            "error: ember (line 4): \"maybe\" is none of \"on\", \"off\"; for example ember = \"on\"",
+            "error: ember (line 4): \"maybe\" is not one of \"on\", \"off\"; for example ember = \"on\"",
             "error: memroy (line 2): no such key; did you mean memory?",
-            "error: name: \"../web\" is not a name; use 1 to 32 letters, digits, \"-\", \"_\" or \".\", beginning with a letter or digit",
+            "error: name: \"../web\" is not a valid name; use 1 to 32 letters, digits, \"-\", \"_\" or \".\", beginning with a letter or digit",
             "error: disks[0].path: is missing; for example path = \"root.img\"",
             "error: nets[0].forward: \"80\" is not a forward; write HOSTIP:PORT:GUESTPORT, for example \"127.0.0.1:8080:80\", with /udp for UDP",
         ],
@@ -220,14 +220,14 @@ fn what_is_no_toml_is_told_by_line() {
 fn keys_below_the_wrong_heading_are_told_where_they_belong() {
     check_with(
         "ember = \"off\"\n",
-        &["error: boot.ember (line 5): no such key; it belongs to the top of the file, before any [heading]"],
+        &["error: boot.ember (line 5): no such key; it belongs at the top of the file, before any [heading]"],
     );
-    check_with("banana = 1\n", &["error: boot.banana (line 5): no such key; docs/config.md lists all keys"]);
+    check_with("banana = 1\n", &["error: boot.banana (line 5): no such key; see docs/config.md for all keys"]);
     check(
         "iops = 3\nname = \"web\"\nmemory = \"1GiB\"\n[boot]\nkernel = \"k\"\n",
         &["error: iops (line 1): no such key; it belongs below [[disks]]"],
     );
-    let heading = "is not written as a section; write [[disks]] on a line of its own, and the fields below it";
+    let heading = "is not a section; write [[disks]] on its own line, with its keys below it";
     check(
         "name = \"web\"\nmemory = \"1GiB\"\n[disks]\npath = \"a\"\n",
         &[&format!("error: disks (line 3): {heading}")],
@@ -239,13 +239,13 @@ fn keys_below_the_wrong_heading_are_told_where_they_belong() {
 fn a_policy_says_when() {
     check_with(
         "[rejuvenate]\nwindow = \"02:00-05:00\"\n",
-        &["error: rejuvenate: does not say when; set every, for example \"30d\", or rss_growth_mib"],
+        &["error: rejuvenate: has neither every nor rss_growth_mib; set every, for example \"30d\", or rss_growth_mib"],
     );
     check_with(
         "[rejuvenate]\nevery = \"monthly\"\nwindow = \"night\"\n",
         &[
             "error: rejuvenate.every: \"monthly\" is not a time; write a number with s, m, h or d: \"12h\", \"30d\"",
-            "error: rejuvenate.window: \"night\" is not a part of a day; write from and to, for example \"02:00-05:00\"",
+            "error: rejuvenate.window: \"night\" is not a time range; write FROM-TO, for example \"02:00-05:00\"",
         ],
     );
     check_with(
@@ -268,7 +268,7 @@ fn memory_and_slack() {
     check(&with("\"33MiB\""), &["error: memory: 33MiB is not a multiple of 2 MiB; round it"]);
     check(
         &with("\"64MiB\"\nbudget_slack = \"200%\""),
-        &["error: budget_slack: \"200%\" is not a size or percentage; percent of the RAM goes from \"0%\" to \"100%\""],
+        &["error: budget_slack: \"200%\" is not a size or percentage; write a percentage from \"0%\" to \"100%\""],
     );
     check(
         "[boot]\nkernel = \"k\"\n",
@@ -285,7 +285,7 @@ fn boot_is_by_kernel_or_by_firmware() {
     check(
         &with(""),
         &[
-            "error: boot: there is nothing to boot from; add a [boot] section with a kernel, or a [[disks]] section to boot from",
+            "error: boot: has nothing to boot from; add a [boot] section with a kernel, or a [[disks]] section to boot from",
         ],
     );
     check(
@@ -294,7 +294,7 @@ fn boot_is_by_kernel_or_by_firmware() {
     );
     check(
         &with("[boot]\ninitrd = \"i\"\n[[disks]]\npath = \"a\"\n"),
-        &["error: boot.initrd: is of no use without a kernel; add boot.kernel"],
+        &["error: boot.initrd: works only with boot.kernel; add boot.kernel"],
     );
     check(
         &with("[boot]\nfirmware = \"uefi\"\n[[disks]]\npath = \"a\"\n"),
@@ -304,7 +304,7 @@ fn boot_is_by_kernel_or_by_firmware() {
     );
     check(
         &with("[boot]\nfirmware = \"bios\"\nfirmware_vars = \"v\"\n[[disks]]\npath = \"a\"\n"),
-        &["error: boot.firmware_vars: is of no use without UEFI firmware; set firmware = \"uefi\""],
+        &["error: boot.firmware_vars: works only with UEFI firmware; set firmware = \"uefi\""],
     );
 }
 
@@ -312,15 +312,17 @@ fn boot_is_by_kernel_or_by_firmware() {
 fn disks_have_names_and_serials_of_their_own() {
     check_with(
         "[[disks]]\nname = \"a\"\npath = \"1\"\n[[disks]]\nname = \"a\"\npath = \"2\"\n",
-        &["error: disks: two are named a; give each a name of its own"],
+        &["error: disks: two disks are named a; give each a name of its own"],
     );
     check_with(
         "[[disks]]\npath = \"1\"\nserial = \"123456789012345678901\"\n",
-        &["error: disks[0].serial: \"123456789012345678901\" does not fit; use at most 20 printable ASCII characters"],
+        &[
+            "error: disks[0].serial: \"123456789012345678901\" is not a valid serial number; use at most 20 printable ASCII characters",
+        ],
     );
     check_with(
         "[[disks]]\npath = \"1\"\nformat = \"vmdk\"\n",
-        &["error: disks[0].format (line 7): \"vmdk\" is none of \"raw\", \"qcow2\"; for example format = \"raw\""],
+        &["error: disks[0].format (line 7): \"vmdk\" is not one of \"raw\", \"qcow2\"; for example format = \"raw\""],
     );
 }
 
@@ -333,8 +335,8 @@ fn devices_have_places() {
     check_with(
         &format!("{}{nvram}{}", disks(15), nets(8)),
         &[
-            "error: disks: are 15, and 2 nvram: a machine has places for 16; make fewer and larger ones, in parts",
-            "error: nets: are 8: a machine has places for 7; remove some",
+            "error: disks: 15 disks and 2 NVRAM devices exceed the limit of 16; use fewer, larger ones with partitions",
+            "error: nets: 8 networks exceed the limit of 7; remove some",
         ],
     );
 }
@@ -344,7 +346,7 @@ fn nets_are_consistent() {
     check_with(
         "[[nets]]\nkind = \"tap\"\nforward = [\"80:80\"]\n",
         &[
-            "error: nets[0].forward: is of no use with a tap; remove it: the host's own network decides",
+            "error: nets[0].forward: does not work with kind = \"tap\"; remove it: the host's own network decides",
             "error: nets[0].ifname: is missing; for example ifname = \"tap0\"",
         ],
     );
@@ -352,7 +354,7 @@ fn nets_are_consistent() {
         "[[nets]]\nifname = \"tap0\"\nmac = \"1\"\n",
         &[
             "error: nets[0].mac: \"1\" is not a hardware address; for example \"52:54:00:12:34:56\"; the first pair must be even",
-            "error: nets[0].ifname: is of no use without a tap; remove it, or set kind = \"tap\"",
+            "error: nets[0].ifname: works only with kind = \"tap\"; remove it, or set kind = \"tap\"",
         ],
     );
     check_with(
@@ -387,6 +389,6 @@ fn a_file_that_is_not_there_is_named() {
     let problems = Config::load(Path::new("/nowhere/web.toml"), &RuntimeRoot::new("/run/hearth")).unwrap_err();
     assert_eq!(
         problems[0].to_string(),
-        "error: /nowhere/web.toml: No such file or directory (os error 2); name the machine's configuration file, for example web.toml"
+        "error: /nowhere/web.toml: No such file or directory (os error 2); give the machine's configuration file, for example web.toml"
     );
 }

@@ -130,10 +130,10 @@ fn answer(context: &Context, request: &Request) -> Result<Reply, ApiError> {
 
 fn no_route(request: &Request, mismatch: Mismatch) -> ApiError {
     match mismatch {
-        Mismatch::NoSuchPath => ApiError::new(ErrorWord::NoSuchRoute, format!("there is no route {}", request.path))
+        Mismatch::NoSuchPath => ApiError::new(ErrorWord::NoSuchRoute, format!("no such route: {}", request.path))
             .hint("docs/api.md lists all routes"),
         Mismatch::Method(method) => {
-            ApiError::new(ErrorWord::WrongMethod, format!("{} does not take {}", request.path, request.method))
+            ApiError::new(ErrorWord::WrongMethod, format!("{} does not accept {}", request.path, request.method))
                 .hint(format!("use {}", method.name()))
         }
     }
@@ -163,7 +163,7 @@ fn age(context: &Context) -> Result<Reply, ApiError> {
 }
 
 fn unexpected(answer: &Answer) -> ApiError {
-    ApiError::new(ErrorWord::Failed, format!("the machine gave an answer to another question: {answer:?}"))
+    ApiError::new(ErrorWord::Failed, format!("internal error: the machine answered another request: {answer:?}"))
 }
 
 fn explanation(context: &Context) -> Result<Reply, ApiError> {

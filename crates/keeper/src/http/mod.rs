@@ -109,7 +109,7 @@ impl Server {
         // Wakes `accept`; fails only if the socket is not a listening one.
         let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
         if thread.join().is_err() {
-            tracing::error!("the API's thread panicked");
+            tracing::error!("the API thread panicked");
         }
         // Gone already if somebody cleaned up behind us.
         let _ = std::fs::remove_file(&self.socket);
@@ -134,7 +134,7 @@ fn accept_all(shared: &Arc<Shared>, listener: &UnixListener) {
             Ok((stream, _)) => serve(shared, stream),
             Err(error) if is_final(&error) => return,
             Err(error) => {
-                tracing::warn!(%error, "a client of the API was lost while it connected");
+                tracing::warn!(%error, "an API client disconnected while connecting");
                 // Too many open files, most likely: asking again at once would only burn a processor.
                 std::thread::sleep(ACCEPT_PAUSE);
             }
@@ -150,7 +150,7 @@ fn is_final(error: &std::io::Error) -> bool {
 /// Gives the client a thread of its own, or turns it away.
 fn serve(shared: &Arc<Shared>, mut stream: UnixStream) {
     let Some(seat) = Seat::take(shared) else {
-        let error = ApiError::new(ErrorWord::TooManyClients, format!("{CLIENTS_MAX} clients are connected"))
+        let error = ApiError::new(ErrorWord::TooManyClients, format!("too many clients: {CLIENTS_MAX} are connected"))
             .hint("close some of them, or try again");
         // The answer fits into the socket's buffer; a client that is gone does not need it.
         let _ = answer::refuse(&mut stream, &error);
@@ -158,13 +158,13 @@ fn serve(shared: &Arc<Shared>, mut stream: UnixStream) {
     };
     let spawned = std::thread::Builder::new().name("api-client".to_owned()).spawn(move || {
         if let Err(error) = answer::serve(&seat, &mut stream) {
-            tracing::debug!(%error, "a client of the API went away");
+            tracing::debug!(%error, "an API client disconnected");
         }
         // Lets the client see the end even while a clone of the socket lives.
         let _ = stream.shutdown(Shutdown::Both);
     });
     if let Err(error) = spawned {
-        tracing::warn!(%error, "no thread for a client of the API");
+        tracing::warn!(%error, "cannot start a thread for an API client");
     }
 }
 
@@ -188,8 +188,11 @@ impl Seat {
     fn follow(&self) -> Result<(), ApiError> {
         let mut clients = self.shared.clients();
         if clients.followers == FOLLOWERS_MAX {
-            return Err(ApiError::new(ErrorWord::TooManyClients, format!("{FOLLOWERS_MAX} clients follow the events"))
-                .hint("close some of them, or ask without follow"));
+            return Err(ApiError::new(
+                ErrorWord::TooManyClients,
+                format!("too many clients: {FOLLOWERS_MAX} follow the events"),
+            )
+            .hint("close some of them, or request events without follow"));
         }
         clients.followers += 1;
         self.follows.set(true);

@@ -55,15 +55,12 @@ impl Request {
                 break head;
             }
             if bytes.len() >= HEAD_BYTES_MAX {
-                return Err(too_large(format!("the request's head has more than {HEAD_BYTES_MAX} bytes")));
+                return Err(too_large(format!("the request's head exceeds {HEAD_BYTES_MAX} bytes")));
             }
             read_some(stream, &mut bytes, deadline)?;
         };
         if head.body_bytes > BODY_BYTES_MAX {
-            return Err(too_large(format!(
-                "the body has {} bytes, at most {BODY_BYTES_MAX} are taken",
-                head.body_bytes
-            )));
+            return Err(too_large(format!("the body has {} bytes; the limit is {BODY_BYTES_MAX}", head.body_bytes)));
         }
         while bytes.len() < head.bytes + head.body_bytes {
             read_some(stream, &mut bytes, deadline)?;
@@ -94,7 +91,7 @@ impl Request {
     pub fn body<T: DeserializeOwned>(&self) -> Result<T, ApiError> {
         let body = if self.body.is_empty() { b"{}" } else { &self.body[..] };
         serde_json::from_slice(body)
-            .map_err(|error| bad_request(format!("the body cannot be understood: {error}")).hint("see docs/api.md"))
+            .map_err(|error| bad_request(format!("cannot understand the body: {error}")).hint("see docs/api.md"))
     }
 }
 
@@ -144,7 +141,7 @@ fn parse_head(bytes: &[u8]) -> Result<Option<Head>, ReadError> {
         str::from_utf8(found.value).ok().map(str::trim)
     };
     if header("transfer-encoding").is_some() {
-        return Err(refuse("a body in chunks is not taken; send it with Content-Length"));
+        return Err(refuse("chunked bodies are not supported; send Content-Length"));
     }
     let body_bytes = match header("content-length").map(str::parse) {
         None => 0,

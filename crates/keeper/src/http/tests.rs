@@ -130,14 +130,14 @@ fn orders_reach_the_machine_as_they_were_given() {
 fn refusals_carry_their_word_and_status() {
     let fixture = fixture();
     let check = |method, path, body, word, message| fixture.check_error(method, path, body, word, message);
-    check("GET", "/v2/status", "", ErrorWord::NoSuchRoute, "there is no route /v2/status");
-    check("GET", "/v1/reboot", "", ErrorWord::WrongMethod, "/v1/reboot does not take GET");
+    check("GET", "/v2/status", "", ErrorWord::NoSuchRoute, "no such route: /v2/status");
+    check("GET", "/v1/reboot", "", ErrorWord::WrongMethod, "/v1/reboot does not accept GET");
     check("POST", "/v1/stop", "{\"force\": true}", ErrorWord::WrongState, "web is stopping already");
     check("POST", "/v1/disks/data/resize", "", ErrorWord::NoSuchDisk, "web has no disk data");
     check("GET", "/v1/events?since=x", "", ErrorWord::BadRequest, "since=x is not a number");
-    let unknown = "the body cannot be understood: unknown field `warm`, expected `cold` or `force` at line 1 column 7";
+    let unknown = "cannot understand the body: unknown field `warm`, expected `cold` or `force` at line 1 column 7";
     check("POST", "/v1/reboot", "{\"warm\": true}", ErrorWord::BadRequest, unknown);
-    let torn = "the body cannot be understood: EOF while parsing an object at line 1 column 1";
+    let torn = "cannot understand the body: EOF while parsing an object at line 1 column 1";
     check("POST", "/v1/reboot", "{", ErrorWord::BadRequest, torn);
     assert_eq!(
         fixture.asked.try_iter().collect::<Vec<_>>(),

@@ -58,9 +58,9 @@ impl Findings {
         let mut findings = Self { verdicts: vec![Verdict { machine: None, problems, note: None }] };
         for name in root.names() {
             let looked = match life::orphaned_qemu(&root.machine(&name)) {
-                Some(pid) => {
-                    Err(format!("its keeper has died and its QEMU (pid {pid}) runs on; `hearth run` takes it over"))
-                }
+                Some(pid) => Err(format!(
+                    "its keeper has died but its QEMU (pid {pid}) still runs; take it over with `hearth run`"
+                )),
                 None if life::has_keeper(&root.machine(&name)) => look(root, &name),
                 None => continue,
             };
@@ -134,10 +134,10 @@ fn host_problems(ground: &Ground, record: &Path) -> Vec<String> {
 fn kexec_problem() -> Option<String> {
     match std::fs::read_to_string(KEXEC_LOADED) {
         Ok(text) if text.trim() == "1" => None,
-        Ok(_) => {
-            Some("no kernel is loaded that kexec could start: `kexec -l KERNEL --initrd=INITRD --reuse-cmdline`".into())
-        }
-        Err(error) => Some(format!("this kernel does not do kexec: {KEXEC_LOADED}: {error}")),
+        Ok(_) => Some(
+            "no kernel is loaded for kexec; load one with `kexec -l KERNEL --initrd=INITRD --reuse-cmdline`".into(),
+        ),
+        Err(error) => Some(format!("this kernel does not support kexec: {KEXEC_LOADED}: {error}")),
     }
 }
 
@@ -147,7 +147,7 @@ fn look(root: &RuntimeRoot, name: &str) -> Result<Seen, String> {
     let config = client.config().map_err(|error| crate::chain(&error))?;
     let path = |key: &str| {
         let path = config[key].as_str().map(PathBuf::from);
-        path.ok_or_else(|| format!("its keeper is of a version that does not say its {key}"))
+        path.ok_or_else(|| format!("its keeper is of a version that does not report its {key}"))
     };
     let note = MachineNote {
         name: name.to_owned(),
@@ -169,7 +169,7 @@ fn machine_problems(root: &RuntimeRoot, Seen { note, config }: &Seen, ground: Op
         problems.extend(needed_files(config).iter().filter_map(|(what, path)| ground.file_problem(what, path)));
     }
     if !note.file.exists() {
-        problems.push(format!("{} is gone: no keeper could be started for it", note.file.display()));
+        problems.push(format!("{} is missing, so no keeper can be started for it", note.file.display()));
     }
     let asked = Client::new(root.api_socket(&note.name)).park(ParkRequest { check: true });
     problems.extend(asked.err().map(|error| crate::chain(&error)));

@@ -43,26 +43,26 @@ impl Ground {
     /// Why a folder of guest memory would not outlive the kernel. `maps_directly`: what its file system says of files in it.
     pub fn memory_problem(&self, folder: &Path, maps_directly: bool) -> Option<String> {
         let lost = |why: String| {
-            let advice = "the guest's memory would be lost with this kernel; set memory_folder to a folder of a DAX file \
-                          system on reserved memory (memmap=, NVDIMM, CXL)";
+            let advice = "the guest's memory would be lost with this kernel; set memory_folder to a folder on a DAX file system \
+                 on reserved memory (memmap=, NVDIMM, CXL)";
             Some(format!("{}: {why}: {advice}", folder.display()))
         };
-        let Some(mount) = self.mount_of(folder) else { return lost("it is not seen where it is mounted".to_owned()) };
+        let Some(mount) = self.mount_of(folder) else { return lost("its mount point cannot be found".to_owned()) };
         let Mount { device, point, kind, source } = &mount;
         if mount.is_fleeting() {
             return lost(format!("is on {kind} (mounted at {})", point.display()));
         }
         if !self.is_persistent_memory(device, DEPTH_MAX) {
-            return lost(format!("is on {kind} of {source}, which is no reserved or persistent memory"));
+            return lost(format!("is on {kind} of {source}, which is not reserved or persistent memory"));
         }
         let reserved = fs::read_to_string(self.at("proc/iomem")).unwrap_or_default();
         if !RESERVED.iter().any(|name| reserved.contains(name)) {
-            return lost(format!("is on {source}, but /proc/iomem knows of no persistent memory"));
+            return lost(format!("is on {source}, but /proc/iomem lists no persistent memory"));
         }
         (!maps_directly).then(|| {
             format!(
-                "{}: is on {source}, but not mapped directly (DAX): what the guest has written may be in this kernel's cache \
-                 only; unmount {}, mount it with `-o dax=always`, and start the machine again",
+                "{} is on {source}, but not mapped directly (DAX), so the guest's writes may be only in this kernel's \
+                 cache; unmount {}, mount it with `-o dax=always`, and start the machine again",
                 folder.display(),
                 point.display()
             )
@@ -81,8 +81,8 @@ impl Ground {
     pub fn resume_problem(&self) -> Option<String> {
         let has_systemd = self.at("run/systemd/system").exists();
         (has_systemd && !self.is_enabled(UNIT)).then(|| {
-            let nobody = "nobody would let the guests go on under the next kernel";
-            format!("{UNIT} is not enabled: {nobody}: `systemctl enable {UNIT}`")
+            let nobody = "nothing would resume the guests under the next kernel";
+            format!("{UNIT} is not enabled, so {nobody}: run `systemctl enable {UNIT}`")
         })
     }
 
@@ -167,7 +167,7 @@ pub fn files_through_cache(folder: &Path) -> Vec<String> {
     let is_ram = |path: &PathBuf| path.file_name().and_then(OsStr::to_str).is_some_and(|name| name.starts_with("ram-"));
     let files = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).filter(is_ram);
     let through_cache = files.filter(|path| File::open(path).is_ok_and(|file| !maps_directly(&file)));
-    let advice = "is not mapped directly, as new files there are; `hearth reboot`: the next guest has another one";
+    let advice = "is not mapped directly, but new files there are: run `hearth reboot` to get a new one";
     through_cache.map(|path| format!("{}: {advice}", path.display())).collect()
 }
 
@@ -233,12 +233,12 @@ mod tests {
             true,
             Some("/dev/shm/x: is on tmpfs (mounted at /dev/shm): the guest's memory would be lost"),
         );
-        check("/srv/web", false, Some("is on ext4 of /dev/sda1, which is no reserved or persistent memory"));
+        check("/srv/web", false, Some("is on ext4 of /dev/sda1, which is not reserved or persistent memory"));
         check("/mixed/web", true, Some("is on xfs of /dev/mapper/mixed, which is no reserved"));
         fs::write(ground.at("proc/iomem"), "00100000-3fffffff : System RAM\n").unwrap();
         check("/pmem/web", true, Some("/proc/iomem knows of no persistent memory"));
         fs::remove_file(ground.at("proc/self/mountinfo")).unwrap();
-        check("/pmem/web", true, Some("it is not seen where it is mounted"));
+        check("/pmem/web", true, Some("its mount point cannot be found"));
     }
 
     #[test]

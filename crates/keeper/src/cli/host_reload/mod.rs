@@ -22,12 +22,12 @@ use crate::host_reload::{PLACE, PLACE_VARIABLE};
 
 #[derive(Debug, Subcommand)]
 pub enum Verb {
-    /// Leave the guests of all machines that run in memory, and end their QEMUs and keepers.
+    /// Park all running guests and end their QEMUs and keepers.
     Prepare(PrepareArguments),
-    /// Let the guests go on.
+    /// Resume the parked guests.
     ///
-    /// Starts a keeper for each machine that was prepared, unless it has one: with systemd, if the machine ran under a unit
-    /// hearth@NAME. A guest whose memory is not as it was left is not let go on; its machine boots.
+    /// Starts a keeper for each prepared machine that has none, through systemd if the machine ran under a unit
+    /// hearth@NAME. If a guest's memory has changed since it was parked, its machine boots instead.
     Resume(ResumeArguments),
     /// Show what became of each machine.
     Status(RecordArgument),
@@ -35,7 +35,7 @@ pub enum Verb {
 
 #[derive(Debug, Args)]
 pub struct RecordArgument {
-    /// What was prepared; must outlive the host's kernel.
+    /// File that lists the prepared machines; must survive the kernel change.
     #[arg(long, value_name = "PATH", env = PLACE_VARIABLE, default_value = PLACE)]
     record: PathBuf,
 }
@@ -44,19 +44,23 @@ pub struct RecordArgument {
 pub struct PrepareArguments {
     #[command(flatten)]
     record: RecordArgument,
-    /// Only say, machine by machine, whether it could be done.
+    /// Only report, for each machine, whether it could be parked.
     #[arg(long)]
     check: bool,
-    /// For drills on a host that keeps its kernel: the memory may lie on any file system, and no kernel need be loaded.
+    /// Practise on a host that keeps its kernel.
+    ///
+    /// The memory may lie on any file system, and no kernel need be loaded.
     #[arg(long)]
     drill: bool,
-    /// So many at a time.
+    /// Maximum number of machines handled in parallel.
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=256))]
     parallel: u16,
-    /// A machine that cannot be parked is left as it is, and named. It will be lost with the host's kernel.
+    /// Leave machines that cannot be parked running, and report them.
+    ///
+    /// They are lost with the host's kernel.
     #[arg(long)]
     keep_going: bool,
-    /// Ends with `systemctl kexec`.
+    /// Run `systemctl kexec` at the end.
     #[arg(long, conflicts_with = "drill")]
     kexec: bool,
     #[command(flatten)]
@@ -65,16 +69,16 @@ pub struct PrepareArguments {
 
 #[derive(Debug, Args)]
 struct FleetArguments {
-    /// Base address of a FleetLock server, which is asked before anything is stopped.
+    /// Base URL of a FleetLock server to ask before stopping anything.
     #[arg(long, value_name = "URL")]
     fleet_lock: Option<String>,
-    /// Group of hosts of which only so many may reload at a time.
+    /// FleetLock group, which limits how many hosts reload at once.
     #[arg(long, value_name = "GROUP", default_value = "default", requires = "fleet_lock")]
     fleet_group: String,
-    /// What the server knows this host by. /etc/machine-id if not given.
+    /// This host's id at the server (default: from /etc/machine-id).
     #[arg(long, value_name = "ID", requires = "fleet_lock")]
     fleet_id: Option<String>,
-    /// How long to wait for the lock: 30s, 10m, 1h.
+    /// How long to wait for the lock, such as 30s or 10m.
     #[arg(long, value_name = "TIME", default_value = "10m", value_parser = time, requires = "fleet_lock")]
     fleet_wait: Duration,
 }
@@ -83,7 +87,7 @@ struct FleetArguments {
 pub struct ResumeArguments {
     #[command(flatten)]
     record: RecordArgument,
-    /// How long a machine may take to run.
+    /// How long each machine may take to run.
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = time)]
     patience: Duration,
 }

@@ -61,7 +61,7 @@ pub fn prepare(context: &mut Context<'_>, arguments: &PrepareArguments) -> Resul
 fn must_be_fit(context: &Context<'_>, arguments: &PrepareArguments) -> Result<Findings, CliError> {
     let findings = Findings::of(&context.root, arguments);
     if !findings.host_can() || !findings.can() && !arguments.keep_going {
-        return Err(CliError::HostReload(format!("nothing is stopped: {}", findings.problems())));
+        return Err(CliError::HostReload(format!("cannot prepare, and nothing was stopped: {}", findings.problems())));
     }
     Ok(findings)
 }
@@ -95,13 +95,13 @@ fn conclude(
     called_off: &AtomicBool,
 ) -> Result<usize, CliError> {
     if called_off.load(Ordering::Relaxed) {
-        return Err(CliError::HostReload("it was called off".to_owned()));
+        return Err(CliError::HostReload("it was cancelled".to_owned()));
     }
     if failed > 0 && !arguments.keep_going {
         return Err(CliError::HostReload(why_not_parked(record)));
     }
     let parked = record.machines.iter().filter(|machine| machine.outcome == Outcome::Parked).count();
-    say(context, &format!("{parked} parked, {failed} not; `hearth host-reload resume` lets them go on"))?;
+    say(context, &format!("{parked} parked, {failed} not parked; `hearth host-reload resume` resumes them"))?;
     if !arguments.kexec && !arguments.drill {
         say(context, "now start the next kernel: `systemctl kexec`")?;
     }
@@ -119,7 +119,7 @@ fn must_be_free(path: &Path) -> Result<(), CliError> {
     match Record::load(path) {
         Ok(record) if record.machines.iter().any(|machine| machine.outcome.is_open()) => {
             let what = format!(
-                "{}: machines are prepared already; `hearth host-reload resume` first, or remove it",
+                "{} lists machines that are still prepared; run `hearth host-reload resume` first, or remove the file",
                 path.display()
             );
             Err(CliError::HostReload(what))
@@ -192,7 +192,10 @@ fn park_all(
     });
     for name in queue.left() {
         if let Some(machine) = record.machine(&name) {
-            machine.decide(Outcome::NotParked, Some("another machine failed before, or it was called off".to_owned()));
+            machine.decide(
+                Outcome::NotParked,
+                Some("another machine failed earlier, or the command was cancelled".to_owned()),
+            );
         }
     }
     told.map(|()| failed)
@@ -275,7 +278,7 @@ fn decide(client: &Client) -> Result<Option<EventKind>, ClientError> {
 fn take_back(context: &mut Context<'_>, mut record: Record, path: &Path, why: &CliError) -> Result<Exit, CliError> {
     let why = crate::chain(why);
     // Perhaps nobody hears it.
-    let _ = say(context, "the machines that were parked go on");
+    let _ = say(context, "resuming the parked machines");
     // Also one whose keeper died over it.
     let has_keeper = |machine: &MachineNote| life::has_keeper(&context.root.machine(&machine.name));
     for machine in record.machines.iter_mut().filter(|machine| machine.outcome == Outcome::NotParked) {
@@ -287,17 +290,19 @@ fn take_back(context: &mut Context<'_>, mut record: Record, path: &Path, why: &C
     if let Err(CliError::FleetLock(error)) = back {
         tracing::error!(
             why = crate::chain(&error),
-            "the fleet's lock is still held; `hearth host-reload resume` gives it back"
+            "the fleet lock is still held; `hearth host-reload resume` releases it"
         );
     }
     let down: Vec<_> = record.machines.iter().filter(|machine| machine.outcome.is_open()).collect();
-    let down: String = down.iter().map(|machine| format!("; {} does not run again", machine.name)).collect();
-    Err(CliError::HostReload(format!("the host stays as it is: {why}{down}")))
+    let down: String = down.iter().map(|machine| format!("; {} is not running", machine.name)).collect();
+    Err(CliError::HostReload(format!("host reload failed, the host keeps its kernel: {why}{down}")))
 }
 
 fn kexec() -> Result<(), CliError> {
     let failed = |what: String| {
-        CliError::HostReload(format!("`systemctl kexec` {what}; `hearth host-reload resume` goes on here"))
+        CliError::HostReload(format!(
+            "`systemctl kexec` {what}; resume the guests under this kernel with `hearth host-reload resume`"
+        ))
     };
     match Command::new("systemctl").arg("kexec").status() {
         Ok(status) if status.success() => Ok(()),

@@ -110,9 +110,9 @@ fn sentence(machine: &MachineNote) -> String {
     let name = &machine.name;
     match (machine.outcome, &machine.why) {
         (Outcome::Resumed, _) => {
-            format!("{name}: goes on, stood still for {}", milliseconds(machine.stood_ms.unwrap_or_default() as f64))
+            format!("{name}: resumed, paused for {}", milliseconds(machine.stood_ms.unwrap_or_default() as f64))
         }
-        (Outcome::Booted, Some(why)) => format!("{name}: booted, its guest could not go on: {why}"),
+        (Outcome::Booted, Some(why)) => format!("{name}: booted, because its guest could not resume: {why}"),
         (outcome, Some(why)) => format!("{name}: {}: {why}", outcome.words()),
         (outcome, None) => format!("{name}: {}", outcome.words()),
     }
@@ -125,7 +125,7 @@ fn start(root: &RuntimeRoot, record: &Path, machine: &MachineNote) -> Result<Opt
     }
     match &machine.unit {
         Some(unit) => start_unit(unit).map(|()| None),
-        None => spawn(root, record, machine).map(Some).map_err(|error| format!("no keeper can be started: {error}")),
+        None => spawn(root, record, machine).map(Some).map_err(|error| format!("cannot start a keeper: {error}")),
     }
 }
 
@@ -168,14 +168,14 @@ fn await_running(
         match client.status() {
             Ok(status) if matches!(status.state, MachineState::Running | MachineState::Paused) => return Ok(status),
             Ok(status) if status.state == MachineState::Failed => {
-                return Err(format!("it has failed; `hearth events {name}` tells why"));
+                return Err(format!("it has failed; `hearth events {name}` shows why"));
             }
             // It starts, or another one does.
             _ if has_keeper || may_come => {}
-            _ => return Err("its keeper ended, or did not start; its log says why".to_owned()),
+            _ => return Err("its keeper ended or did not start; its log shows why".to_owned()),
         }
         if Instant::now() > deadline {
-            return Err("it does not run yet".to_owned());
+            return Err("it is not running yet".to_owned());
         }
         std::thread::sleep(LOOK_EVERY);
     }

@@ -28,13 +28,16 @@ pub fn show(context: &mut Context<'_>, path: &Path) -> Result<Exit, CliError> {
         shown.iter().try_for_each(|shown| context.write_json(shown))?;
         return Ok(Exit::Done);
     }
-    let host =
-        if record.host_reloaded() { "the host has another kernel since" } else { "the host has the same kernel still" };
+    let host = if record.host_reloaded() {
+        "the host has changed its kernel since"
+    } else {
+        "the host still has the same kernel"
+    };
     context.write_line(&format!("prepared {}; {host}", record.prepared_at))?;
     if let Some(fleet) = &record.fleet {
-        context.write_line(&format!("{} holds a place of group {} at {}", fleet.id, fleet.group, fleet.shown()))?;
+        context.write_line(&format!("{} holds a slot of group {} at {}", fleet.id, fleet.group, fleet.shown()))?;
     }
-    let head = ["NAME", "OUTCOME", "RUNS", "STOOD STILL", "WHY"].map(str::to_owned).to_vec();
+    let head = ["NAME", "OUTCOME", "RUNS", "PAUSE", "WHY"].map(str::to_owned).to_vec();
     let rows: Vec<_> = std::iter::once(head).chain(shown.iter().map(row)).collect();
     let sides = [Side::Left, Side::Left, Side::Left, Side::Right, Side::Left];
     table(&sides, &rows).iter().try_for_each(|line| context.write_line(line))?;

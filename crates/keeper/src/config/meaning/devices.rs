@@ -29,7 +29,7 @@ impl Resolver<'_> {
             }
             (Some(kernel), None) => {
                 if typed.firmware_vars.is_some() {
-                    self.problem("boot.firmware_vars", "is of no use with a kernel", "remove it");
+                    self.problem("boot.firmware_vars", "works only with firmware, not with a kernel", "remove it");
                 }
                 Some(Boot::Kernel {
                     kernel: self.path(&kernel),
@@ -40,7 +40,7 @@ impl Resolver<'_> {
             (None, firmware) => {
                 for (key, given) in [("initrd", typed.initrd.is_some()), ("cmdline", typed.cmdline.is_some())] {
                     if given && !self.blamed.contains("boot.kernel") {
-                        self.problem(format!("boot.{key}"), "is of no use without a kernel", "add boot.kernel");
+                        self.problem(format!("boot.{key}"), "works only with boot.kernel", "add boot.kernel");
                     }
                 }
                 self.firmware(firmware, typed.firmware_vars, has_disks)
@@ -52,7 +52,7 @@ impl Resolver<'_> {
         let blamed = ["boot.kernel", "disks"].iter().any(|key| self.blamed.contains(*key));
         if !has_disks && !blamed {
             let hint = "add a [boot] section with a kernel, or a [[disks]] section to boot from";
-            self.problem("boot", "there is nothing to boot from", hint);
+            self.problem("boot", "has nothing to boot from", hint);
         }
         let code = match firmware.as_deref() {
             None | Some("bios") => None,
@@ -63,7 +63,7 @@ impl Resolver<'_> {
             Some(path) => Some(self.path(path)),
         };
         if code.is_none() && vars.is_some() {
-            self.problem("boot.firmware_vars", "is of no use without UEFI firmware", "set firmware = \"uefi\"");
+            self.problem("boot.firmware_vars", "works only with UEFI firmware", "set firmware = \"uefi\"");
         }
         if firmware.as_deref() == Some("uefi") {
             let example = "copy /usr/share/OVMF/OVMF_VARS_4M.fd and set firmware_vars to the copy";
@@ -77,7 +77,7 @@ impl Resolver<'_> {
         let mut names = HashSet::new();
         for disk in &disks {
             if !names.insert(&disk.name) {
-                self.problem("disks", format!("two are named {}", disk.name), "give each a name of its own");
+                self.problem("disks", format!("two disks are named {}", disk.name), "give each a name of its own");
             }
         }
         disks
@@ -86,11 +86,11 @@ impl Resolver<'_> {
     /// A machine's bus has so many places for each.
     pub(super) fn must_fit(&mut self, disks: usize, nvram: usize, nets: usize) {
         if disks + nvram > DISKS_MAX {
-            let why = format!("are {disks}, and {nvram} nvram: a machine has places for {DISKS_MAX}");
-            self.problem("disks", why, "make fewer and larger ones, in parts");
+            let why = format!("{disks} disks and {nvram} NVRAM devices exceed the limit of {DISKS_MAX}");
+            self.problem("disks", why, "use fewer, larger ones with partitions");
         }
         if nets > NETS_MAX {
-            self.problem("nets", format!("are {nets}: a machine has places for {NETS_MAX}"), "remove some");
+            self.problem("nets", format!("{nets} networks exceed the limit of {NETS_MAX}"), "remove some");
         }
     }
 
@@ -119,7 +119,7 @@ impl Resolver<'_> {
         let printable = serial.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ');
         if serial.len() > SERIAL_BYTES_MAX || !printable {
             let hint = format!("use at most {SERIAL_BYTES_MAX} printable ASCII characters");
-            self.problem(subject, format!("\"{serial}\" does not fit"), hint);
+            self.problem(subject, format!("\"{serial}\" is not a valid serial number"), hint);
         }
         serial
     }
@@ -131,7 +131,11 @@ impl Resolver<'_> {
         let mut ports = HashSet::new();
         for net in &nets {
             if !macs.insert(&net.mac) {
-                self.problem("nets", format!("two have the address {}", net.mac), "give each a mac of its own");
+                self.problem(
+                    "nets",
+                    format!("two networks have the address {}", net.mac),
+                    "give each a mac of its own",
+                );
             }
             for forward in net.backend.forward() {
                 if !ports.insert((forward.protocol as u8, forward.host, forward.host_port)) {
@@ -157,13 +161,17 @@ impl Resolver<'_> {
         };
         let is_tap = typed.kind.as_deref() == Some("tap");
         if is_tap && typed.forward.is_some() {
-            self.problem(subject("forward"), "is of no use with a tap", "remove it: the host's own network decides");
+            self.problem(
+                subject("forward"),
+                "does not work with kind = \"tap\"",
+                "remove it: the host's own network decides",
+            );
         }
         if !is_tap && typed.ifname.is_some() {
-            self.problem(subject("ifname"), "is of no use without a tap", "remove it, or set kind = \"tap\"");
+            self.problem(subject("ifname"), "works only with kind = \"tap\"", "remove it, or set kind = \"tap\"");
         }
         if matches!(typed.kind.as_deref(), Some("tap" | "passt")) && typed.isolated.is_some() {
-            self.problem(subject("isolated"), "is of no use there", "remove it, or set kind = \"user\"");
+            self.problem(subject("isolated"), "works only with kind = \"user\"", "remove it, or set kind = \"user\"");
         }
         let backend = match typed.kind.as_deref() {
             Some("tap") => {

@@ -29,13 +29,13 @@ impl Resolver<'_> {
         ready_sign: Option<ReadySign>,
     ) -> Option<RemountConfig> {
         if ember == EmberMode::Off {
-            self.problem("remount", "needs what `ember = \"off\"` turns off", "remove one of them");
+            self.problem("remount", "does not work with `ember = \"off\"`", "remove one of them");
         }
         let limit = typed.limit.as_deref().unwrap_or(DEFAULT_REMOUNT_LIMIT);
         let limit_bytes = match slack_bytes(limit, memory_bytes.unwrap_or(MEMORY_BYTES_MIN)) {
             Ok(bytes) if bytes >= REMOUNT_BYTES_MIN => Some(bytes),
             Ok(_) => {
-                self.problem("remount.limit", format!("{limit} is too little"), "give it 64KiB or more");
+                self.problem("remount.limit", format!("{limit} is too small"), "give it 64KiB or more");
                 None
             }
             Err(hint) => {
@@ -51,7 +51,7 @@ impl Resolver<'_> {
         }
         let persist = typed.persist.unwrap_or(false);
         if !persist && typed.persist_file.is_some() {
-            self.problem("remount.persist_file", "is of no use without persist = true", "remove it, or set that");
+            self.problem("remount.persist_file", "works only with persist = true", "remove it, or set persist = true");
         }
         let persist_file = persist.then(|| self.path_or(typed.persist_file, || state_folder(machine).join("boot-set")));
         Some(RemountConfig {
@@ -71,7 +71,7 @@ impl Resolver<'_> {
     ) -> Option<ReadySign> {
         match (typed.port, typed.unit) {
             (Some(_), Some(_)) => {
-                self.problem("remount.ready", "has a port and a unit", "remove one of them");
+                self.problem("remount.ready", "has both a port and a unit", "remove one of them");
                 None
             }
             (None, Some(unit)) => self.ready_unit(unit, guest_agent),
@@ -87,8 +87,8 @@ impl Resolver<'_> {
         let mut forwards = nets.iter().flat_map(|net| net.backend.forward().iter().copied());
         let found = forwards.find(|forward| forward.protocol == Protocol::Tcp && forward.host_port == port);
         if found.is_none() {
-            let hint = "forward it to the guest's port: forward = [\"127.0.0.1:8080:80\"] below [[nets]]";
-            self.problem("remount.ready.port", format!("{port} leads nowhere"), hint);
+            let hint = "forward it to a guest port: forward = [\"127.0.0.1:8080:80\"] below [[nets]]";
+            self.problem("remount.ready.port", format!("port {port} is not forwarded into the guest"), hint);
         }
         found.map(ReadySign::Port)
     }
@@ -96,13 +96,13 @@ impl Resolver<'_> {
     fn ready_unit(&mut self, unit: String, guest_agent: bool) -> Option<ReadySign> {
         let plain = |letter: char| letter.is_ascii_alphanumeric() || ":-_.\\@".contains(letter);
         if unit.is_empty() || unit.len() > UNIT_BYTES_MAX || unit.starts_with('-') || !unit.chars().all(plain) {
-            let hint = "write it as systemctl does: \"web.service\"";
-            self.problem("remount.ready.unit", format!("\"{unit}\" is not the name of a unit"), hint);
+            let hint = "write it as systemctl does, for example \"web.service\"";
+            self.problem("remount.ready.unit", format!("\"{unit}\" is not a systemd unit name"), hint);
             return None;
         }
         if !guest_agent {
             let hint = "add guest_agent = true at the top of the file; qemu-guest-agent must run in the guest";
-            self.problem("remount.ready.unit", "needs the guest's agent, to which there is no channel", hint);
+            self.problem("remount.ready.unit", "needs a channel to the guest agent", hint);
             return None;
         }
         Some(ReadySign::Unit(unit))
@@ -141,7 +141,7 @@ impl Resolver<'_> {
     fn pmem_device(&mut self, index: usize, typed: NvramSection) -> Option<PmemConfig> {
         let subject = |key: &str| format!("nvram[{index}].{key}");
         if typed.serial.is_some() {
-            self.problem(subject("serial"), "is of no use with device = \"pmem\"", "remove it");
+            self.problem(subject("serial"), "does not work with device = \"pmem\"", "remove it");
         }
         if typed.mirror.as_deref() == Some("async") {
             let hint = "use \"sync\", or device = \"disk\"";
@@ -151,7 +151,7 @@ impl Resolver<'_> {
         let NvramConfig { name, bytes, mirror, .. } =
             self.nvram_device(index, NvramSection { serial: None, ..typed })?;
         if !bytes.is_multiple_of(ALIGN_BYTES) {
-            self.problem(subject("size"), "is not a multiple of 2 MiB, which pmem comes in", "round it");
+            self.problem(subject("size"), "is not a multiple of 2 MiB, as pmem requires", "round it");
         }
         Some(PmemConfig { name, bytes, mirror_file: mirror.map(|mirror| mirror.file) })
     }
@@ -184,7 +184,7 @@ impl Resolver<'_> {
             None => {
                 if typed.mirror_file.is_some() {
                     let hint = "set mirror = \"async\" or \"sync\", or remove it";
-                    self.problem(subject("mirror_file"), "is of no use without a mirror", hint);
+                    self.problem(subject("mirror_file"), "works only with a mirror", hint);
                 }
                 None
             }

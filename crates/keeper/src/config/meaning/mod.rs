@@ -102,7 +102,11 @@ pub fn resolve(
     let (nvram, pmem) = resolver.nvram(typed.nvram, &disks);
     if rejuvenate.is_some() && !pmem.is_empty() {
         let hint = "remove it, or set device = \"disk\"";
-        resolver.problem("rejuvenate", "is of no use with persistent memory: no other QEMU can have it", hint);
+        resolver.problem(
+            "rejuvenate",
+            "does not work with persistent memory, which another QEMU cannot take over",
+            hint,
+        );
     }
     let nets = resolver.nets(typed.nets, &machine);
     resolver.must_fit(disks.len(), nvram.len() + pmem.len(), nets.len());
@@ -188,7 +192,7 @@ impl Resolver<'_> {
     fn machine_name(&mut self, name: Option<String>) -> Option<String> {
         let name = self.required(name, "name", "name = \"web\"")?;
         if name == HOPS_LOCK {
-            self.problem("name", format!("{name} is a file beside the machines' folders"), "choose another name");
+            self.problem("name", format!("{name} is reserved for a file of Hearth"), "choose another name");
             return None;
         }
         self.checked_name("name", name)
@@ -204,7 +208,7 @@ impl Resolver<'_> {
             let hint = format!(
                 "use 1 to {NAME_BYTES_MAX} letters, digits, \"-\", \"_\" or \".\", beginning with a letter or digit"
             );
-            self.problem(subject, format!("\"{name}\" is not a name"), hint);
+            self.problem(subject, format!("\"{name}\" is not a valid name"), hint);
         }
         good.then_some(name)
     }

@@ -29,7 +29,7 @@ impl Resolver<'_> {
             Some(text) => {
                 let bytes = self.size(subject, &text)?;
                 if bytes < CACHE_BYTES_MIN {
-                    self.problem(subject, format!("{text} is too little"), "choose 64MiB or more");
+                    self.problem(subject, format!("{text} is too small"), "choose 64MiB or more");
                     return None;
                 }
                 bytes

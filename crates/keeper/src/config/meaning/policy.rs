@@ -77,7 +77,11 @@ impl Resolver<'_> {
         let is_ever_due =
             typed.every.is_some() || typed.rss_growth_mib.is_some() || given("every") || given("rss_growth_mib");
         if !is_ever_due {
-            self.problem("rejuvenate", "does not say when", "set every, for example \"30d\", or rss_growth_mib");
+            self.problem(
+                "rejuvenate",
+                "has neither every nor rss_growth_mib",
+                "set every, for example \"30d\", or rss_growth_mib",
+            );
         }
         let every_s = typed.every.and_then(|text| {
             let time = seconds(&text).filter(|&seconds| seconds > 0);
@@ -90,8 +94,8 @@ impl Resolver<'_> {
         let window = typed.window.and_then(|text| {
             let window = daily_window(&text);
             if window.is_none() {
-                let hint = "write from and to, for example \"02:00-05:00\"";
-                self.problem("rejuvenate.window", format!("\"{text}\" is not a part of a day"), hint);
+                let hint = "write FROM-TO, for example \"02:00-05:00\"";
+                self.problem("rejuvenate.window", format!("\"{text}\" is not a time range"), hint);
             }
             window
         });

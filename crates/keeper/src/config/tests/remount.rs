@@ -20,14 +20,14 @@ fn a_boot_set_has_a_limit_and_an_end() {
     check_with(
         "[remount]\nlimit = \"4KiB\"\nready_after = \"soon\"\n",
         &[
-            "error: remount.limit: 4KiB is too little; give it 64KiB or more",
+            "error: remount.limit: 4KiB is too small; give it 64KiB or more",
             "error: remount.ready_after: \"soon\" is not a time; write a number with s, m, h or d: \"30s\", \"5m\"",
         ],
     );
     let without_ember = SMALL.replace("memory =", "ember = \"off\"\nmemory =");
     check(
         &format!("{without_ember}[remount]\n"),
-        &["error: remount: needs what `ember = \"off\"` turns off; remove one of them"],
+        &["error: remount: does not work with `ember = \"off\"`; remove one of them"],
     );
 }
 
@@ -41,13 +41,13 @@ fn a_boot_is_over_when_a_port_answers_that_leads_into_the_guest() {
     check(
         &with("port = 81", "8080:80"),
         &[
-            "error: remount.ready.port: 81 leads nowhere; forward it to the guest's port: forward = [\"127.0.0.1:8080:80\"] below [[nets]]",
+            "error: remount.ready.port: port 81 is not forwarded into the guest; forward it to a guest port: forward = [\"127.0.0.1:8080:80\"] below [[nets]]",
         ],
     );
     check(
         &with("port = 8080", "8080:80/udp"),
         &[
-            "error: remount.ready.port: 8080 leads nowhere; forward it to the guest's port: forward = [\"127.0.0.1:8080:80\"] below [[nets]]",
+            "error: remount.ready.port: port 8080 is not forwarded into the guest; forward it to a guest port: forward = [\"127.0.0.1:8080:80\"] below [[nets]]",
         ],
     );
     check(
@@ -74,22 +74,22 @@ fn a_boot_is_over_when_a_unit_is_active_that_the_guests_agent_is_asked_for() {
     check(
         &with("unit = \"web.service\"").replace("guest_agent = true\n", ""),
         &[
-            "error: remount.ready.unit: needs the guest's agent, to which there is no channel; add guest_agent = true at the top of the file; qemu-guest-agent must run in the guest",
+            "error: remount.ready.unit: needs a channel to the guest agent; add guest_agent = true at the top of the file; qemu-guest-agent must run in the guest",
         ],
     );
     for name in ["", "-x", "web.service; reboot", "web*"] {
         let expect = format!(
-            "error: remount.ready.unit: \"{name}\" is not the name of a unit; write it as systemctl does: \"web.service\""
+            "error: remount.ready.unit: \"{name}\" is not a systemd unit name; write it as systemctl does, for example \"web.service\""
         );
         check(&with(&format!("unit = \"{name}\"")), &[&expect]);
     }
     check(
         &with("unit = \"web.service\", port = 8080"),
-        &["error: remount.ready: has a port and a unit; remove one of them"],
+        &["error: remount.ready: has both a port and a unit; remove one of them"],
     );
     check(
         &with("unit = 80"),
-        &["error: remount.ready.unit (line 7): is not a text in quotes; for example unit = \"web.service\""],
+        &["error: remount.ready.unit (line 7): is not a string in quotes; for example unit = \"web.service\""],
     );
 }
 
@@ -101,7 +101,7 @@ fn a_boot_set_is_saved_where_it_is_said() {
     assert_eq!(saved("persist = true\npersist_file = \"kept/set\"\n"), Some("/machines/kept/set".into()));
     check_with(
         "[remount]\npersist_file = \"kept\"\n",
-        &["error: remount.persist_file: is of no use without persist = true; remove it, or set that"],
+        &["error: remount.persist_file: works only with persist = true; remove it, or set persist = true"],
     );
     check_with(
         "[remount]\npersist = \"yes\"\nready_after = \"0s\"\n",
@@ -138,13 +138,13 @@ fn nvram_has_a_size_and_perhaps_a_mirror() {
         "[[nvram]]\nsize = \"4KiB\"\nmirror = \"async\"\n[[nvram]]\nsize = \"4KiB\"\nmirror_file = \"m\"\n",
         &[
             "error: nvram[0].mirror_file: is missing; for example mirror_file = \"/srv/journal\"",
-            "error: nvram[1].mirror_file: is of no use without a mirror; set mirror = \"async\" or \"sync\", or remove it",
+            "error: nvram[1].mirror_file: works only with a mirror; set mirror = \"async\" or \"sync\", or remove it",
         ],
     );
     check_with(
         "[[nvram]]\nsize = \"4KiB\"\nmirror = \"often\"\nsise = 1\n",
         &[
-            "error: nvram[0].mirror (line 7): \"often\" is none of \"none\", \"async\", \"sync\"; for example mirror = \"sync\"",
+            "error: nvram[0].mirror (line 7): \"often\" is not one of \"none\", \"async\", \"sync\"; for example mirror = \"sync\"",
             "error: nvram[0].sise (line 8): no such key; did you mean size?",
         ],
     );
@@ -164,7 +164,7 @@ fn nvram_shares_neither_names_nor_mirrors() {
     check_with(
         "[[nvram]]\nname = \"../log\"\nsize = \"4KiB\"\n",
         &[
-            "error: nvram[0].name: \"../log\" is not a name; use 1 to 32 letters, digits, \"-\", \"_\" or \".\", beginning with a letter or digit",
+            "error: nvram[0].name: \"../log\" is not a valid name; use 1 to 32 letters, digits, \"-\", \"_\" or \".\", beginning with a letter or digit",
         ],
     );
 }
@@ -187,8 +187,8 @@ fn nvram_may_be_persistent_memory() {
         "[[nvram]]\ndevice = \"pmem\"\nsize = \"3MiB\"\nserial = \"L1\"\n\
          [[nvram]]\ndevice = \"pmem\"\nsize = \"2MiB\"\nmirror = \"async\"\nmirror_file = \"m\"\n",
         &[
-            "error: nvram[0].serial: is of no use with device = \"pmem\"; remove it",
-            "error: nvram[0].size: is not a multiple of 2 MiB, which pmem comes in; round it",
+            "error: nvram[0].serial: does not work with device = \"pmem\"; remove it",
+            "error: nvram[0].size: is not a multiple of 2 MiB, as pmem requires; round it",
             "error: nvram[1].mirror: cannot be \"async\" with device = \"pmem\"; use \"sync\", or device = \"disk\"",
         ],
     );
@@ -200,7 +200,7 @@ fn nvram_may_be_persistent_memory() {
     check_with(
         "[rejuvenate]\nevery = \"30d\"\n[[nvram]]\ndevice = \"pmem\"\nsize = \"2MiB\"\n",
         &[
-            "error: rejuvenate: is of no use with persistent memory: no other QEMU can have it; remove it, or set device = \"disk\"",
+            "error: rejuvenate: does not work with persistent memory, which another QEMU cannot take over; remove it, or set device = \"disk\"",
         ],
     );
 }
