@@ -15,6 +15,7 @@ pub enum DumpFormat {
 }
 
 impl DumpFormat {
+    /// The word used in JSON and on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Kdump => "kdump",
@@ -35,6 +36,7 @@ pub enum DumpCompression {
 }
 
 impl DumpCompression {
+    /// The word used in JSON and on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Zstd => "zstd",
@@ -61,10 +63,15 @@ pub struct DumpRequest {
     pub output: Option<String>,
 }
 
-/// Resume a waiting dump, or discard what it has not written.
+/// Resume a waiting dump.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct DumpOrder {}
+pub struct DumpResume {}
+
+/// Discard what dumps have not written yet.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct DumpDiscard {}
 
 /// Progress of a dump.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
@@ -84,6 +91,7 @@ pub enum DumpState {
 }
 
 impl DumpState {
+    /// The word used in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Queued => "queued",

@@ -17,7 +17,9 @@ mod status;
 mod time;
 
 pub use age::{Age, Growth, QemuAge};
-pub use dump::{DumpCompression, DumpExcluded, DumpFormat, DumpOrder, DumpRequest, DumpState, DumpStatus};
+pub use dump::{
+    DumpCompression, DumpDiscard, DumpExcluded, DumpFormat, DumpRequest, DumpResume, DumpState, DumpStatus,
+};
 pub use error::{ApiError, ErrorWord};
 pub use event::{EventKind, EventRecord};
 pub use openapi::openapi;
@@ -27,7 +29,7 @@ pub use request::{
     Accepted, CrashMethod, CrashRequest, DiskSize, FreezeRequest, ParkRequest, RebootRequest, RejuvenateRequest,
     ResizeRequest, SaveCancel, SaveRequest, SaveThen, ScanRequest, StopRequest, UpgradeRequest,
 };
-pub use routes::{Body, Method, Mismatch, Parameter, ROUTES, Route, RouteId};
+pub use routes::{Body, Call, Method, Mismatch, Parameter, ROUTES, Resource, Route, RouteId};
 pub use status::{
     AdmissionStatus, ArrivalStatus, DiskStatus, EmberMode, EmberStatus, EndCause, Explanation, FrozenStatus,
     KeeperStatus, MachineState, MachineStatus, MemoryStatus, NetStatus, NvramDevice, NvramStatus, PendingChange,

@@ -1,17 +1,21 @@
-//! The table of routes.
+//! The table of routes. One row makes the route's id, its documents, and what the client may call.
 //!
-//! A path is matched segment by segment; `{name}` stands for one segment. A dozen routes need no router crate.
+//! A path is matched segment by segment; `{name}` stands for one segment. Twenty routes need no router crate.
 
 use std::borrow::Cow;
 
 use schemars::{JsonSchema, Schema, SchemaGenerator};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
+use crate::ErrorWord::{self, Failed, NoSuchDisk, NotPossible, WrongState};
 use crate::{
-    Accepted, Age, CrashRequest, DiskSize, DumpOrder, DumpRequest, ErrorWord, EventRecord, Explanation, MachineStatus,
-    ParkRequest, ReadyRequest, RebootRequest, RejuvenateRequest, RemountPlan, ResizeRequest, SaveCancel, SaveRequest,
-    StopRequest, UpgradeRequest,
+    Accepted, Age, CrashRequest, DiskSize, DumpDiscard, DumpRequest, DumpResume, EventRecord, Explanation,
+    MachineStatus, ParkRequest, ReadyRequest, RebootRequest, RejuvenateRequest, RemountPlan, ResizeRequest, SaveCancel,
+    SaveRequest, StopRequest, UpgradeRequest,
 };
 
+/// An HTTP method.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
     Get,
@@ -19,6 +23,7 @@ pub enum Method {
 }
 
 impl Method {
+    /// As it stands in a request.
     pub fn name(self) -> &'static str {
         match self {
             Self::Get => "GET",
@@ -27,29 +32,18 @@ impl Method {
     }
 }
 
-/// Every route by name: the server answers through one `match` over these.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum RouteId {
-    Status,
-    Reboot,
-    Stop,
-    Crash,
-    Dump,
-    DumpResume,
-    DumpDiscard,
-    Rejuvenate,
-    UpgradeKeeper,
-    Park,
-    Age,
-    Save,
-    SaveCancel,
-    Ready,
-    RemountPlan,
-    Events,
-    Explain,
-    Resize,
-    Config,
-    Metrics,
+/// A request with a route of its own.
+pub trait Call: Serialize {
+    /// What the route answers.
+    type Answer: DeserializeOwned;
+    /// The route that takes it.
+    const ROUTE: RouteId;
+}
+
+/// An answer that one route gives to a request without a body.
+pub trait Resource: DeserializeOwned {
+    /// The route that gives it.
+    const ROUTE: RouteId;
 }
 
 /// One route: all that server, client and documents need to know.
@@ -98,267 +92,199 @@ const fn shape<T: JsonSchema>() -> Shape {
     Shape { name: T::schema_name, schema: |generator| generator.subschema_for::<T>() }
 }
 
-pub static ROUTES: &[Route] = &[
-    Route {
-        id: RouteId::Status,
-        method: Method::Get,
-        path: "/v1/status",
+macro_rules! request_body {
+    () => {
+        None
+    };
+    ($request:ident) => {
+        Some(Body::Json(shape::<$request>()))
+    };
+}
+
+macro_rules! response_body {
+    ([$item:ident]) => {
+        Body::JsonList(shape::<$item>())
+    };
+    (object $meaning:literal) => {
+        Body::JsonObject($meaning)
+    };
+    (text $media_type:literal) => {
+        Body::Text($media_type)
+    };
+    ($answer:ident) => {
+        Body::Json(shape::<$answer>())
+    };
+}
+
+macro_rules! call {
+    ($id:ident ($request:ident) ($answer:ident)) => {
+        impl Call for $request {
+            type Answer = $answer;
+            const ROUTE: RouteId = RouteId::$id;
+        }
+    };
+    ($id:ident () ($answer:ident)) => {
+        impl Resource for $answer {
+            const ROUTE: RouteId = RouteId::$id;
+        }
+    };
+    ($($other:tt)*) => {};
+}
+
+/// The table of routes: `Id: Method "path" (request) -> (answer) { what else there is to say }`.
+macro_rules! routes {
+    ($($id:ident: $method:ident $path:literal ($($request:ident)?) -> ($($answer:tt)*) {
+        $($field:ident: $value:expr,)*
+    })*) => {
+        /// Every route by name: the server answers through one `match` over these.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum RouteId {
+            $($id),*
+        }
+
+        /// All routes, in the order of the page.
+        pub static ROUTES: &[Route] = &[$(Route {
+            request: request_body!($($request)?),
+            response: response_body!($($answer)*),
+            $($field: $value,)*
+            ..Route::new(RouteId::$id, Method::$method, $path)
+        }),*];
+
+        $(call!($id ($($request)?) ($($answer)*));)*
+    };
+}
+
+routes! {
+    Status: Get "/v1/status" () -> (MachineStatus) {
         summary: "Show the machine's state",
-        details: "",
-        parameters: &[],
-        request: None,
-        response: Body::Json(shape::<MachineStatus>()),
         cli: "hearth status NAME",
-        errors: &[],
-    },
-    Route {
-        id: RouteId::Reboot,
-        method: Method::Post,
-        path: "/v1/reboot",
+    }
+    Reboot: Post "/v1/reboot" (RebootRequest) -> (Accepted) {
         summary: "Reboot the guest into a new incarnation",
-        details: "The reboot is warm unless `cold` is true. The guest gets an ACPI power-button event and has a minute to \
-             shut down. With `force` its power is cut instead.",
-        parameters: &[],
-        request: Some(Body::Json(shape::<RebootRequest>())),
-        response: Body::Json(shape::<Accepted>()),
+        details: "The reboot is warm unless `cold` is true. The guest gets an ACPI power-button event and has a minute \
+         to shut down. With `force` its power is cut instead.",
         cli: "hearth reboot NAME [--cold] [--force]",
-        errors: &[ErrorWord::WrongState],
-    },
-    Route {
-        id: RouteId::Stop,
-        method: Method::Post,
-        path: "/v1/stop",
+        errors: &[WrongState],
+    }
+    Stop: Post "/v1/stop" (StopRequest) -> (Accepted) {
         summary: "Power the machine off and end its keeper",
-        details: "The guest gets an ACPI power-button event and has a minute to shut down. With `force` QEMU ends at once. \
-             Its memory is not kept.",
-        parameters: &[],
-        request: Some(Body::Json(shape::<StopRequest>())),
-        response: Body::Json(shape::<Accepted>()),
+        details: "The guest gets an ACPI power-button event and has a minute to shut down. With `force` QEMU ends at \
+         once. Its memory is not kept.",
         cli: "hearth stop NAME [--force]",
-        errors: &[ErrorWord::WrongState],
-    },
-    Route {
-        id: RouteId::Crash,
-        method: Method::Post,
-        path: "/v1/crash",
+        errors: &[WrongState],
+    }
+    Crash: Post "/v1/crash" (CrashRequest) -> (Accepted) {
         summary: "Make the guest's kernel panic, for drills",
         details: "The guest must be prepared for it: see the field `method`.",
-        parameters: &[],
-        request: Some(Body::Json(shape::<CrashRequest>())),
-        response: Body::Json(shape::<Accepted>()),
         cli: "hearth crash NAME",
-        errors: &[ErrorWord::WrongState],
-    },
-    Route {
-        id: RouteId::Dump,
-        method: Method::Post,
-        path: "/v1/dump",
+        errors: &[WrongState],
+    }
+    Dump: Post "/v1/dump" (DumpRequest) -> (Accepted) {
         summary: "Dump the memory of a running or paused guest",
-        details: "The guest keeps running unless `pause` is true. The events, and `dumps` of the status, show progress.",
-        parameters: &[],
-        request: Some(Body::Json(shape::<DumpRequest>())),
-        response: Body::Json(shape::<Accepted>()),
+        details: "The guest keeps running unless `pause` is true. The events, and `dumps` of the status, show \
+         progress.",
         cli: "hearth dump NAME [--pause] [--level N] [--format F] [--compress C] [-o FILE]",
-        errors: &[ErrorWord::WrongState],
-    },
-    Route {
-        id: RouteId::DumpResume,
-        method: Method::Post,
-        path: "/v1/dump/resume",
+        errors: &[WrongState],
+    }
+    DumpResume: Post "/v1/dump/resume" (DumpResume) -> (Accepted) {
         summary: "Resume a waiting dump",
         details: "First remove the reason for its wait, for example by freeing disk space.",
-        parameters: &[],
-        request: Some(Body::Json(shape::<DumpOrder>())),
-        response: Body::Json(shape::<Accepted>()),
         cli: "hearth dump NAME --resume",
-        errors: &[ErrorWord::WrongState],
-    },
-    Route {
-        id: RouteId::DumpDiscard,
-        method: Method::Post,
-        path: "/v1/dump/discard",
+        errors: &[WrongState],
+    }
+    DumpDiscard: Post "/v1/dump/discard" (DumpDiscard) -> (Accepted) {
         summary: "Discard what dumps have not written yet, and release its memory",
         details: "The files stay, marked incomplete, and can be read as far as they go.",
-        parameters: &[],
-        request: Some(Body::Json(shape::<DumpOrder>())),
-        response: Body::Json(shape::<Accepted>()),
         cli: "hearth dump NAME --discard",
-        errors: &[ErrorWord::WrongState],
-    },
-    Route {
-        id: RouteId::Rejuvenate,
-        method: Method::Post,
-        path: "/v1/rejuvenate",
+        errors: &[WrongState],
+    }
+    Rejuvenate: Post "/v1/rejuvenate" (RejuvenateRequest) -> (Accepted) {
         summary: "Replace QEMU under the running guest",
-        details: "The guest pauses for some milliseconds. The event `rejuvenated` reports success. `rejuvenation_failed` \
-             means that the guest continues on the old QEMU, and says why.",
-        parameters: &[],
-        request: Some(Body::Json(shape::<RejuvenateRequest>())),
-        response: Body::Json(shape::<Accepted>()),
+        details: "The guest pauses for some milliseconds. The event `rejuvenated` reports success. \
+         `rejuvenation_failed` means that the guest continues on the old QEMU, and says why.",
         cli: "hearth rejuvenate NAME [--qemu PATH]",
-        errors: &[ErrorWord::WrongState, ErrorWord::NotPossible],
-    },
-    Route {
-        id: RouteId::UpgradeKeeper,
-        method: Method::Post,
-        path: "/v1/upgrade-keeper",
+        errors: &[WrongState, NotPossible],
+    }
+    UpgradeKeeper: Post "/v1/upgrade-keeper" (UpgradeRequest) -> (Accepted) {
         summary: "Replace the machine's keeper with another program",
         details: "The guest keeps running; its disks pause for about a second. If the new program cannot take over the \
-             machine, nothing happens. Otherwise this keeper becomes the new one in the same process, and the API is \
-             unavailable for a moment. `keeper_took_over` reports success. `keeper_upgrade_failed` means that the old \
-             program continues, and says why.",
-        parameters: &[],
-        request: Some(Body::Json(shape::<UpgradeRequest>())),
-        response: Body::Json(shape::<Accepted>()),
+         machine, nothing happens. Otherwise this keeper becomes the new one in the same process, and the API is \
+         unavailable for a moment. `keeper_took_over` reports success. `keeper_upgrade_failed` means that the old \
+         program continues, and says why.",
         cli: "hearth upgrade-keeper NAME [--program PATH]",
-        errors: &[ErrorWord::WrongState, ErrorWord::Failed],
-    },
-    Route {
-        id: RouteId::Park,
-        method: Method::Post,
-        path: "/v1/park",
+        errors: &[WrongState, Failed],
+    }
+    Park: Post "/v1/park" (ParkRequest) -> (Accepted) {
         summary: "Park the guest: leave it in memory, and end QEMU and keeper",
-        details: "`parked` reports success, and the API ends. `park_failed` means that the guest continues, and says why. \
-             The next keeper, perhaps under another host kernel, resumes the guest. With `check` nothing happens; an \
-             error says why the guest cannot be parked now.",
-        parameters: &[],
-        request: Some(Body::Json(shape::<ParkRequest>())),
-        response: Body::Json(shape::<Accepted>()),
+        details: "`parked` reports success, and the API ends. `park_failed` means that the guest continues, and says \
+         why. The next keeper, perhaps under another host kernel, resumes the guest. With `check` nothing happens; an \
+         error says why the guest cannot be parked now.",
         cli: "hearth host-reload prepare",
-        errors: &[ErrorWord::WrongState, ErrorWord::NotPossible, ErrorWord::Failed],
-    },
-    Route {
-        id: RouteId::Age,
-        method: Method::Get,
-        path: "/v1/age",
+        errors: &[WrongState, NotPossible, Failed],
+    }
+    Age: Get "/v1/age" () -> (Age) {
         summary: "Show QEMU's age and whether it should be replaced",
-        details: "",
-        parameters: &[],
-        request: None,
-        response: Body::Json(shape::<Age>()),
         cli: "hearth age NAME",
-        errors: &[ErrorWord::WrongState],
-    },
-    Route {
-        id: RouteId::Save,
-        method: Method::Post,
-        path: "/v1/save",
+        errors: &[WrongState],
+    }
+    Save: Post "/v1/save" (SaveRequest) -> (Accepted) {
         summary: "Save the guest, its memory and its disks to a folder",
         details: "The guest keeps running and pauses only for the moment that is saved. The events, and `save` of the \
-             status, show progress. `saved` means that the folder can be restored. `save_failed` means that there is \
-             no folder, and says why. The guest continues, unless the save succeeds and `then` is `stop`.",
-        parameters: &[],
-        request: Some(Body::Json(shape::<SaveRequest>())),
-        response: Body::Json(shape::<Accepted>()),
+         status, show progress. `saved` means that the folder can be restored. `save_failed` means that there is no \
+         folder, and says why. The guest continues, unless the save succeeds and `then` is `stop`.",
         cli: "hearth save NAME -o FOLDER [--stop] [--compress] [--dedup-disk] [--scan [PERIOD,ROUNDS]] [--freeze [PATIENCE]]",
-        errors: &[ErrorWord::WrongState, ErrorWord::Failed],
-    },
-    Route {
-        id: RouteId::SaveCancel,
-        method: Method::Post,
-        path: "/v1/save/cancel",
+        errors: &[WrongState, Failed],
+    }
+    SaveCancel: Post "/v1/save/cancel" (SaveCancel) -> (Accepted) {
         summary: "Cancel the running save",
         details: "The save's folder is removed, and the guest continues.",
-        parameters: &[],
-        request: Some(Body::Json(shape::<SaveCancel>())),
-        response: Body::Json(shape::<Accepted>()),
         cli: "hearth save NAME --cancel",
-        errors: &[ErrorWord::WrongState],
-    },
-    Route {
-        id: RouteId::Ready,
-        method: Method::Post,
-        path: "/v1/ready",
+        errors: &[WrongState],
+    }
+    Ready: Post "/v1/ready" (ReadyRequest) -> (Accepted) {
         summary: "Mark the machine's boot as finished",
-        details: "For scripts. The blocks that the machine has read from its disks since its reset stay in memory for its \
-             next boot. Repeating the request changes nothing.",
-        parameters: &[],
-        request: Some(Body::Json(shape::<ReadyRequest>())),
-        response: Body::Json(shape::<Accepted>()),
+        details: "For scripts. The blocks that the machine has read from its disks since its reset stay in memory for \
+         its next boot. Repeating the request changes nothing.",
         cli: "hearth ready NAME",
-        errors: &[ErrorWord::WrongState],
-    },
-    Route {
-        id: RouteId::RemountPlan,
-        method: Method::Get,
-        path: "/v1/remount-plan",
+        errors: &[WrongState],
+    }
+    RemountPlan: Get "/v1/remount-plan" () -> (RemountPlan) {
         summary: "Show what the next boot will read, what memory holds, and how the last boot went",
-        details: "",
-        parameters: &[],
-        request: None,
-        response: Body::Json(shape::<RemountPlan>()),
         cli: "hearth remount-plan NAME",
-        errors: &[ErrorWord::WrongState],
-    },
-    Route {
-        id: RouteId::Events,
-        method: Method::Get,
-        path: "/v1/events",
+        errors: &[WrongState],
+    }
+    Events: Get "/v1/events" () -> ([EventRecord]) {
         summary: "Show the machine's events",
-        details: "A JSON list, oldest first. With `follow=1`, or with `Accept: text/event-stream`, the answer is an endless \
-             stream of server-sent events: `id` is the sequence number, `event` the kind, `data` the record. A comment \
-             line every 15 seconds keeps it alive. A reader that is too slow gets a `gap` record with the number of \
-             missed events. `Last-Event-ID` works like `since`.",
+        details: "A JSON list, oldest first. With `follow=1`, or with `Accept: text/event-stream`, the answer is an \
+         endless stream of server-sent events: `id` is the sequence number, `event` the kind, `data` the record. A \
+         comment line every 15 seconds keeps it alive. A reader that is too slow gets a `gap` record with the number \
+         of missed events. `Last-Event-ID` works like `since`.",
         parameters: &[
             Parameter { name: "since", in_path: false, meaning: "only events with a greater sequence number" },
             Parameter { name: "follow", in_path: false, meaning: "1: stream instead of list" },
         ],
-        request: None,
-        response: Body::JsonList(shape::<EventRecord>()),
         cli: "hearth events NAME [--follow]",
-        errors: &[],
-    },
-    Route {
-        id: RouteId::Explain,
-        method: Method::Get,
-        path: "/v1/explain",
+    }
+    Explain: Get "/v1/explain" () -> (Explanation) {
         summary: "Show the phases of the last recovery",
-        details: "",
-        parameters: &[],
-        request: None,
-        response: Body::Json(shape::<Explanation>()),
         cli: "hearth explain NAME",
-        errors: &[],
-    },
-    Route {
-        id: RouteId::Resize,
-        method: Method::Post,
-        path: "/v1/disks/{name}/resize",
+    }
+    Resize: Post "/v1/disks/{name}/resize" (ResizeRequest) -> (DiskSize) {
         summary: "Tell the guest that a disk's image was resized",
         details: "Resize the image first, for example with `truncate`.",
         parameters: &[Parameter { name: "name", in_path: true, meaning: "name of the disk" }],
-        request: Some(Body::Json(shape::<ResizeRequest>())),
-        response: Body::Json(shape::<DiskSize>()),
         cli: "hearth resize NAME DISK",
-        errors: &[ErrorWord::NoSuchDisk, ErrorWord::WrongState],
-    },
-    Route {
-        id: RouteId::Config,
-        method: Method::Get,
-        path: "/v1/config",
+        errors: &[NoSuchDisk, WrongState],
+    }
+    Config: Get "/v1/config" () -> (object "the configuration in the keeper's own form, with sizes in bytes and absolute paths; not a machine.toml") {
         summary: "Show the configuration with all defaults filled in",
-        details: "",
-        parameters: &[],
-        request: None,
-        response: Body::JsonObject(
-            "the configuration in the keeper's own form, with sizes in bytes and absolute paths; not a machine.toml",
-        ),
         cli: "hearth config NAME",
-        errors: &[],
-    },
-    Route {
-        id: RouteId::Metrics,
-        method: Method::Get,
-        path: "/metrics",
+    }
+    Metrics: Get "/metrics" () -> (text "text/plain; version=0.0.4") {
         summary: "Show metrics in Prometheus' text format",
         details: "metrics.md lists all metrics.",
-        parameters: &[],
-        request: None,
-        response: Body::Text("text/plain; version=0.0.4"),
-        cli: "",
-        errors: &[],
-    },
-];
+    }
+}
 
 /// Why a request fits no route.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -369,8 +295,14 @@ pub enum Mismatch {
 }
 
 impl Route {
+    const fn new(id: RouteId, method: Method, path: &'static str) -> Self {
+        let (request, response) = (None, Body::Text(""));
+        Self { id, method, path, summary: "", details: "", parameters: &[], request, response, cli: "", errors: &[] }
+    }
+
+    /// The route with this id.
     pub fn of(id: RouteId) -> &'static Self {
-        ROUTES.iter().find(|route| route.id == id).expect("every id stands in the table: a test looks")
+        ROUTES.iter().find(|route| route.id == id).expect("each id is made from a row of the table")
     }
 
     /// The route for a request, and what stood in the place of `{name}`.

@@ -1,27 +1,22 @@
-//! Talking to a machine's keeper: typed calls, one connection each, over its unix socket.
+//! Client of a machine's keeper: typed calls over its unix socket, one connection each.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
-use hearth_api::{
-    Accepted, Age, ApiError, CrashRequest, DiskSize, DumpOrder, DumpRequest, EventRecord, Explanation, MachineStatus,
-    ParkRequest, ReadyRequest, RebootRequest, RejuvenateRequest, RemountPlan, ResizeRequest, Route, RouteId,
-    SaveCancel, SaveRequest, StopRequest, UpgradeRequest,
-};
-use serde::Serialize;
+use hearth_api::{ApiError, Call, DiskSize, EventRecord, MachineStatus, ResizeRequest, Resource, Route, RouteId};
 use serde::de::DeserializeOwned;
 
-/// Longer than the keeper waits for its machine: whatever happens, the keeper says so first.
+/// Longer than the keeper waits for its machine, so that the keeper reports a timeout first.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(40);
 /// Four heartbeats of the keeper.
 const STREAM_PATIENCE: Duration = Duration::from_secs(60);
 const HEAD_BYTES_MAX: usize = 16 << 10;
-/// A list of all events a keeper keeps has some 2 MB.
+/// A list of all events that a keeper holds has some 2 MB.
 const BODY_BYTES_MAX: u64 = 64 << 20;
 
-/// One machine's keeper.
+/// Client of one machine's keeper.
 #[derive(Clone, Debug)]
 pub struct Client {
     socket: PathBuf,
@@ -47,96 +42,42 @@ impl Client {
         Self { socket: socket.into(), patience: ANSWER_PATIENCE }
     }
 
-    /// For questions that are not worth waiting for.
+    /// Sets a shorter timeout, for queries that are not worth a long wait.
     #[must_use]
     pub fn with_patience(mut self, patience: Duration) -> Self {
         self.patience = patience;
         self
     }
 
-    pub fn socket(&self) -> &Path {
-        &self.socket
-    }
-
     pub fn status(&self) -> Result<MachineStatus, ClientError> {
-        self.get(RouteId::Status)
+        self.get()
     }
 
-    pub fn explain(&self) -> Result<Explanation, ClientError> {
-        self.get(RouteId::Explain)
+    /// The answer of the type's route.
+    pub fn get<T: Resource>(&self) -> Result<T, ClientError> {
+        self.understand(&self.call(T::ROUTE, None, "", "")?)
+    }
+
+    /// Sends a request to the type's route.
+    pub fn send<R: Call>(&self, request: &R) -> Result<R::Answer, ClientError> {
+        self.post(None, request)
     }
 
     pub fn config(&self) -> Result<serde_json::Value, ClientError> {
-        self.get(RouteId::Config)
-    }
-
-    pub fn reboot(&self, request: RebootRequest) -> Result<Accepted, ClientError> {
-        self.post(RouteId::Reboot, None, &request)
-    }
-
-    pub fn stop(&self, request: StopRequest) -> Result<Accepted, ClientError> {
-        self.post(RouteId::Stop, None, &request)
-    }
-
-    pub fn crash(&self, request: CrashRequest) -> Result<Accepted, ClientError> {
-        self.post(RouteId::Crash, None, &request)
-    }
-
-    pub fn dump(&self, request: &DumpRequest) -> Result<Accepted, ClientError> {
-        self.post(RouteId::Dump, None, request)
-    }
-
-    pub fn resume_dump(&self) -> Result<Accepted, ClientError> {
-        self.post(RouteId::DumpResume, None, &DumpOrder {})
-    }
-
-    pub fn discard_dump(&self) -> Result<Accepted, ClientError> {
-        self.post(RouteId::DumpDiscard, None, &DumpOrder {})
-    }
-
-    pub fn rejuvenate(&self, request: &RejuvenateRequest) -> Result<Accepted, ClientError> {
-        self.post(RouteId::Rejuvenate, None, request)
-    }
-
-    pub fn upgrade_keeper(&self, request: &UpgradeRequest) -> Result<Accepted, ClientError> {
-        self.post(RouteId::UpgradeKeeper, None, request)
-    }
-
-    pub fn park(&self, request: ParkRequest) -> Result<Accepted, ClientError> {
-        self.post(RouteId::Park, None, &request)
-    }
-
-    pub fn age(&self) -> Result<Age, ClientError> {
-        self.get(RouteId::Age)
-    }
-
-    pub fn save(&self, request: &SaveRequest) -> Result<Accepted, ClientError> {
-        self.post(RouteId::Save, None, request)
-    }
-
-    pub fn cancel_save(&self) -> Result<Accepted, ClientError> {
-        self.post(RouteId::SaveCancel, None, &SaveCancel {})
-    }
-
-    pub fn ready(&self, request: ReadyRequest) -> Result<Accepted, ClientError> {
-        self.post(RouteId::Ready, None, &request)
-    }
-
-    pub fn remount_plan(&self) -> Result<RemountPlan, ClientError> {
-        self.get(RouteId::RemountPlan)
+        self.understand(&self.call(RouteId::Config, None, "", "")?)
     }
 
     pub fn resize(&self, disk: &str) -> Result<DiskSize, ClientError> {
-        self.post(RouteId::Resize, Some(disk), &ResizeRequest {})
+        self.post(Some(disk), &ResizeRequest {})
     }
 
-    /// Events with a greater sequence than `since`.
+    /// Events with a greater sequence number than `since`.
     pub fn events(&self, since: u64) -> Result<Vec<EventRecord>, ClientError> {
         let body = self.call(RouteId::Events, None, &format!("?since={since}"), "")?;
         self.understand(&body)
     }
 
-    /// The same, and all that come later; ends when the keeper does.
+    /// These events and all later ones; ends when the keeper ends.
     pub fn follow(&self, since: u64) -> Result<EventStream, ClientError> {
         let (status, mut reader) = self.open(RouteId::Events, None, &format!("?follow=1&since={since}"), "")?;
         if status != 200 {
@@ -146,20 +87,9 @@ impl Client {
         Ok(EventStream { client: self.clone(), reader })
     }
 
-    fn get<T: DeserializeOwned>(&self, route: RouteId) -> Result<T, ClientError> {
-        let body = self.call(route, None, "", "")?;
-        self.understand(&body)
-    }
-
-    fn post<T: DeserializeOwned>(
-        &self,
-        route: RouteId,
-        parameter: Option<&str>,
-        request: &impl Serialize,
-    ) -> Result<T, ClientError> {
+    fn post<R: Call>(&self, parameter: Option<&str>, request: &R) -> Result<R::Answer, ClientError> {
         let request = serde_json::to_string(request).expect("requests are plain data");
-        let body = self.call(route, parameter, "", &request)?;
-        self.understand(&body)
+        self.understand(&self.call(R::ROUTE, parameter, "", &request)?)
     }
 
     /// The body of a successful answer.
@@ -169,7 +99,7 @@ impl Client {
         if status == 200 { Ok(body) } else { Err(self.refusal(&body)) }
     }
 
-    /// Sends a request; the reader stands at the answer's body.
+    /// Sends a request and reads the answer's head; the reader continues with the body.
     fn open(
         &self,
         route: RouteId,
@@ -187,7 +117,7 @@ impl Client {
             route.path_with(parameter),
             body.len()
         );
-        // A keeper that turns clients away answers without reading: its answer says more than this error.
+        // A keeper that refuses clients answers without reading the request. Its answer says more than this error.
         let written = stream.write_all(request.as_bytes());
         let mut reader = BufReader::new(stream);
         let status = self.status_number(&mut reader).map_err(|error| match (written, error) {
@@ -219,7 +149,7 @@ impl Client {
         }
     }
 
-    /// Until the keeper closes: it does after each answer.
+    /// Reads until the keeper closes the connection, as it does after each answer.
     fn body(&self, reader: &mut BufReader<UnixStream>) -> Result<Vec<u8>, ClientError> {
         let mut body = Vec::new();
         reader.take(BODY_BYTES_MAX).read_to_end(&mut body).map_err(|source| self.silent(source))?;
@@ -237,7 +167,7 @@ impl Client {
     fn no_connection(&self, source: io::Error) -> ClientError {
         let socket = self.socket.clone();
         match source.kind() {
-            // A missing folder, a missing socket, a socket nobody listens on.
+            // The folder or socket is missing, or nobody listens on it.
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused | io::ErrorKind::NotADirectory => {
                 ClientError::NotRunning { socket }
             }
@@ -269,12 +199,12 @@ impl Iterator for EventStream {
             let mut line = String::new();
             match self.reader.by_ref().take(BODY_BYTES_MAX).read_line(&mut line) {
                 Ok(0) => return None,
-                // A keeper that is killed resets the connection: for a reader that is an end like any other.
+                // A killed keeper resets the connection, which is a normal end for a reader.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return None,
                 Err(error) => return Some(Err(self.client.silent(error))),
                 Ok(_) => {}
             }
-            // `id` and `event` repeat what stands in the data; other lines are heartbeats.
+            // `id` and `event` repeat the data; other lines are heartbeats.
             if let Some(data) = line.strip_prefix("data: ") {
                 return Some(self.client.understand(data.as_bytes()));
             }
@@ -285,8 +215,12 @@ impl Iterator for EventStream {
 #[cfg(test)]
 mod tests {
     use std::os::unix::net::UnixListener;
+    use std::path::Path;
 
-    use hearth_api::{ErrorWord, EventKind};
+    use hearth_api::{
+        Accepted, Age, CrashRequest, ErrorWord, EventKind, Explanation, ReadyRequest, RebootRequest, RemountPlan,
+        StopRequest,
+    };
     use serde_json::json;
 
     use super::*;
@@ -330,23 +264,23 @@ mod tests {
         let (_server, events) = keeper(&socket);
         let client = Client::new(&socket);
         assert_eq!(client.status().unwrap(), sample::status());
-        assert_eq!(client.explain().unwrap().recovery, sample::status().last_recovery);
+        assert_eq!(client.get::<Explanation>().unwrap().recovery, sample::status().last_recovery);
         assert_eq!(client.config().unwrap(), json!({"cpus": 2}));
         assert_eq!(client.resize("data").unwrap(), DiskSize { disk: "data".into(), bytes: 7 });
-        assert_eq!(client.age().unwrap(), sample::signs().weigh());
-        assert_eq!(client.remount_plan().unwrap(), sample::remount_plan());
+        assert_eq!(client.get::<Age>().unwrap(), sample::signs().weigh());
+        assert_eq!(client.get::<RemountPlan>().unwrap(), sample::remount_plan());
         events.record(EventKind::GuestPanicked);
-        assert_eq!(client.reboot(RebootRequest::default()).unwrap(), Accepted { since: 1 });
-        assert_eq!(client.ready(ReadyRequest {}).unwrap(), Accepted { since: 1 });
-        assert_eq!(client.crash(CrashRequest::default()).unwrap(), Accepted { since: 1 });
+        assert_eq!(client.send(&RebootRequest::default()).unwrap(), Accepted { since: 1 });
+        assert_eq!(client.send(&ReadyRequest {}).unwrap(), Accepted { since: 1 });
+        assert_eq!(client.send(&CrashRequest::default()).unwrap(), Accepted { since: 1 });
         assert_eq!(client.events(0).unwrap()[0].event, EventKind::GuestPanicked);
-        let refusal = client.stop(StopRequest::default()).unwrap_err();
+        let refusal = client.send(&StopRequest::default()).unwrap_err();
         assert!(matches!(&refusal, ClientError::Refused(error) if error.error == ErrorWord::WrongState));
         assert_eq!(refusal.to_string(), "web is stopping already");
     }
 
     #[test]
-    fn a_stream_brings_events_and_ends_with_the_keeper() {
+    fn stream_ends_with_the_keeper() {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("api.sock");
         let (_server, events) = keeper(&socket);
@@ -360,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn no_keeper_is_told_from_a_silent_one_and_from_a_stranger() {
+    fn missing_silent_and_foreign_keepers_differ() {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("api.sock");
         let client = Client::new(&socket).with_patience(Duration::from_millis(20));
@@ -372,7 +306,7 @@ mod tests {
         assert!(matches!(silent, ClientError::Silent { .. }), "{silent}");
 
         let stranger = std::thread::spawn(move || {
-            // The first connection is the silent one's.
+            // The first connection is from the silent case.
             for stream in listener.incoming().take(2) {
                 let mut stream = stream.unwrap();
                 let _ = stream.read(&mut [0; 4096]);
@@ -383,7 +317,7 @@ mod tests {
         let error = client.status().unwrap_err();
         assert!(matches!(error, ClientError::NotUnderstood { .. }), "{error}");
         stranger.join().unwrap();
-        // Nobody listens any more, the file is still there.
+        // Nobody listens any more, but the file still exists.
         assert!(matches!(client.status().unwrap_err(), ClientError::NotRunning { .. }));
     }
 }

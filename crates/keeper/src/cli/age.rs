@@ -1,12 +1,13 @@
-//! `hearth age`: how old a machine's QEMU is, and what speaks for another one.
+//! `hearth age`: how old a machine's QEMU is, and whether it should be replaced.
 
 use hearth_api::{Age, Growth};
 
 use super::text::{Side, bytes, table, uptime};
 use super::{CliError, Context, Exit};
+use crate::client::Client;
 
 pub fn show(context: &mut Context<'_>, name: &str) -> Result<Exit, CliError> {
-    let age = context.ask(name, |client| client.age())?;
+    let age = context.ask(name, Client::get::<Age>)?;
     if context.json {
         context.write_json(&age)?;
     } else {

@@ -1,15 +1,16 @@
-//! `hearth explain`: where the time of the last recovery went.
+//! `hearth explain`: where the last recovery spent its time.
 
 use hearth_api::{DumpStatus, Explanation, PhaseTime, Recovery};
 
 use super::text::{Side, bytes, milliseconds, table};
 use super::{CliError, Context, Exit};
+use crate::client::Client;
 
 /// Columns of the timeline.
 const WIDTH: usize = 48;
 
 pub fn show(context: &mut Context<'_>, name: &str) -> Result<Exit, CliError> {
-    let explanation = context.ask(name, |client| client.explain())?;
+    let explanation = context.ask(name, Client::get::<Explanation>)?;
     if context.json {
         context.write_json(&explanation)?;
     } else {
@@ -75,7 +76,7 @@ fn timeline(recovery: &Recovery) -> Vec<String> {
     table(&[Side::Left, Side::Right, Side::Right, Side::Left], &rows)
 }
 
-/// The phase's place in time. A phase too short to be seen still gets one column.
+/// A bar for the phase on the time axis, at least one column wide.
 fn bar(phase: &PhaseTime, end_ms: f64) -> String {
     let column = |ms: f64| if end_ms > 0.0 { (ms / end_ms * WIDTH as f64).round() as usize } else { 0 };
     let from = column(phase.started_ms).min(WIDTH - 1);

@@ -1,11 +1,12 @@
-//! Orders: reboot, stop, crash, dump, rejuvenate, save, resize. Unless told otherwise they wait for the end, and say how it goes.
+//! Requests: reboot, stop, crash, dump, rejuvenate, save, resize. By default they wait for completion and print
+//! progress.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use hearth_api::{
-    Accepted, CrashMethod, CrashRequest, DumpRequest, EndCause, EventKind, EventRecord, MachineState, RebootRequest,
-    RejuvenateRequest, SaveRequest, SaveThen, StopRequest,
+    Accepted, CrashMethod, CrashRequest, DumpDiscard, DumpRequest, DumpResume, EndCause, EventKind, EventRecord,
+    MachineState, RebootRequest, RejuvenateRequest, SaveCancel, SaveRequest, SaveThen, StopRequest,
 };
 
 use signal_hook::consts::SIGINT;
@@ -17,14 +18,14 @@ use crate::machine::GUEST_DIED_WITH_QEMU;
 use super::text::bytes;
 use super::{CliError, Context, Exit, events, words};
 
-/// A guest that crashes shows it within this time. Under emulation on a busy host a panic takes seconds.
+/// A crash shows within this time. Under emulation on a busy host a panic takes seconds.
 const CRASH_PATIENCE: Duration = Duration::from_secs(60);
-/// A keeper gives its clients two seconds to hear its last words.
+/// A keeper gives its clients two seconds to receive its last events.
 const FAREWELL_PATIENCE: Duration = Duration::from_secs(5);
 const CRASH_LOOK: Duration = Duration::from_millis(200);
 const FAREWELL_STEP: Duration = Duration::from_millis(5);
 
-/// What an order waits for.
+/// What a request waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Goal {
     /// An incarnation with a greater number runs.
@@ -36,40 +37,40 @@ enum Goal {
     DumpOver,
     Rejuvenated,
     Saved,
-    /// There is no save under way any more.
+    /// No save is running any more.
     SaveOver,
 }
 
-/// How an event bears on a goal.
+/// What an event means for a goal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Bearing {
     Reached,
-    /// It can no longer be reached.
+    /// The goal can no longer be reached.
     Lost,
     Open,
 }
 
 pub fn reboot(context: &mut Context<'_>, name: &str, request: RebootRequest, wait: bool) -> Result<Exit, CliError> {
     let goal = next_incarnation(context, name, wait)?;
-    let accepted = context.ask(name, |client| client.reboot(request))?;
+    let accepted = context.ask(name, |client| client.send(&request))?;
     conclude(context, name, accepted, goal)
 }
 
 pub fn stop(context: &mut Context<'_>, name: &str, request: StopRequest, wait: bool) -> Result<Exit, CliError> {
-    let accepted = context.ask(name, |client| client.stop(request))?;
+    let accepted = context.ask(name, |client| client.send(&request))?;
     conclude(context, name, accepted, wait.then_some(Goal::Stopped))
 }
 
 pub fn crash(context: &mut Context<'_>, name: &str, request: CrashRequest, wait: bool) -> Result<Exit, CliError> {
     let goal = next_incarnation(context, name, wait)?;
-    let accepted = context.ask(name, |client| client.crash(request))?;
+    let accepted = context.ask(name, |client| client.send(&request))?;
     if goal.is_some() {
         must_crash(context, name, accepted.since, (request.method, CRASH_PATIENCE))?;
     }
     conclude(context, name, accepted, goal)
 }
 
-/// Waits for the first sign of a crash: a guest that ignores the order shows none, ever.
+/// Waits for the first sign of a crash. A guest that ignores the request never shows one.
 pub(super) fn must_crash(
     context: &Context<'_>,
     name: &str,
@@ -107,17 +108,17 @@ fn shows_a_crash(event: &EventKind) -> bool {
 }
 
 pub fn dump(context: &mut Context<'_>, name: &str, request: &DumpRequest, wait: bool) -> Result<Exit, CliError> {
-    let accepted = context.ask(name, |client| client.dump(request))?;
+    let accepted = context.ask(name, |client| client.send(request))?;
     conclude(context, name, accepted, wait.then_some(Goal::Dumped))
 }
 
 pub fn resume_dump(context: &mut Context<'_>, name: &str, wait: bool) -> Result<Exit, CliError> {
-    let accepted = context.ask(name, |client| client.resume_dump())?;
+    let accepted = context.ask(name, |client| client.send(&DumpResume {}))?;
     conclude(context, name, accepted, wait.then_some(Goal::Dumped))
 }
 
 pub fn discard_dump(context: &mut Context<'_>, name: &str, wait: bool) -> Result<Exit, CliError> {
-    let accepted = context.ask(name, |client| client.discard_dump())?;
+    let accepted = context.ask(name, |client| client.send(&DumpDiscard {}))?;
     conclude(context, name, accepted, wait.then_some(Goal::DumpOver))
 }
 
@@ -127,12 +128,12 @@ pub fn rejuvenate(
     request: RejuvenateRequest,
     wait: bool,
 ) -> Result<Exit, CliError> {
-    let accepted = context.ask(name, |client| client.rejuvenate(&request))?;
+    let accepted = context.ask(name, |client| client.send(&request))?;
     conclude(context, name, accepted, wait.then_some(Goal::Rejuvenated))
 }
 
 pub fn save(context: &mut Context<'_>, name: &str, request: &SaveRequest, wait: bool) -> Result<Exit, CliError> {
-    let accepted = context.ask(name, |client| client.save(request))?;
+    let accepted = context.ask(name, |client| client.send(request))?;
     let goal = if request.then == SaveThen::Stop { Goal::Stopped } else { Goal::Saved };
     if wait {
         call_off_when_interrupted(context, name)?;
@@ -140,14 +141,14 @@ pub fn save(context: &mut Context<'_>, name: &str, request: &SaveRequest, wait: 
     conclude(context, name, accepted, wait.then_some(goal))
 }
 
-/// Ctrl-C calls the save off, which is seen as its end; a second one leaves without waiting for that.
+/// Ctrl-C cancels the save and waits for its end; a second Ctrl-C exits at once.
 fn call_off_when_interrupted(context: &Context<'_>, name: &str) -> Result<(), CliError> {
     let client = context.client(name);
     let mut signals = Signals::new([SIGINT]).map_err(CliError::Signals)?;
     let listen = move || {
         for (nth, signal) in signals.forever().enumerate() {
-            // One that is over already cannot be called off, and need not be.
-            if nth > 0 || client.cancel_save().is_err() {
+            // A save that has ended cannot be cancelled, and need not be.
+            if nth > 0 || client.send(&SaveCancel {}).is_err() {
                 let _ = signal_hook::low_level::emulate_default_handler(signal);
             }
         }
@@ -157,7 +158,7 @@ fn call_off_when_interrupted(context: &Context<'_>, name: &str) -> Result<(), Cl
 }
 
 pub fn cancel_save(context: &mut Context<'_>, name: &str, wait: bool) -> Result<Exit, CliError> {
-    let accepted = context.ask(name, |client| client.cancel_save())?;
+    let accepted = context.ask(name, |client| client.send(&SaveCancel {}))?;
     conclude(context, name, accepted, wait.then_some(Goal::SaveOver))
 }
 
@@ -178,7 +179,7 @@ fn next_incarnation(context: &Context<'_>, name: &str, wait: bool) -> Result<Opt
     Ok(Some(Goal::NextAfter(context.ask(name, |client| client.status())?.incarnation)))
 }
 
-/// Tells that the order was taken, or waits for its goal. With JSON: every event on the way, one a line.
+/// Reports that the request was accepted, or waits for its goal. With JSON: prints every event meanwhile, one per line.
 fn conclude(context: &mut Context<'_>, name: &str, accepted: Accepted, goal: Option<Goal>) -> Result<Exit, CliError> {
     match goal {
         None if context.json => context.write_json(&accepted)?,
@@ -192,7 +193,7 @@ fn wait_for(context: &mut Context<'_>, name: &str, accepted: Accepted, goal: Goa
     let stream = match context.client(name).follow(accepted.since) {
         Ok(stream) => stream,
         Err(error) => {
-            // A machine that stops at once may be gone before it can be watched.
+            // A machine that stops at once may be gone before its events can be followed.
             let error = context.explained(name, error);
             let gone = goal == Goal::Stopped && matches!(error, CliError::NotRunning { .. });
             return if gone { must_have_stopped(context, name, accepted.since) } else { Err(error) };
@@ -216,7 +217,7 @@ fn wait_for(context: &mut Context<'_>, name: &str, accepted: Accepted, goal: Goa
             Bearing::Open => {}
         }
     }
-    // The keeper has ended, or is about to. Whoever starts the machine again must not meet it.
+    // The keeper has ended or is about to. The next start of the machine must not find it.
     if goal != Goal::Stopped {
         return Err(cut_off(context, name));
     }
@@ -224,7 +225,7 @@ fn wait_for(context: &mut Context<'_>, name: &str, accepted: Accepted, goal: Goa
     if stopped { Ok(()) } else { must_have_stopped(context, name, accepted.since) }
 }
 
-/// A keeper that is gone may have died, and its guest live on: its log tells whether the machine has stopped.
+/// A missing keeper may have died while its guest lives on. Its log shows whether the machine has stopped.
 fn must_have_stopped(context: &Context<'_>, name: &str, since: u64) -> Result<(), CliError> {
     let records = crate::event_log::read_file(&context.root.machine(name)).unwrap_or_default();
     let stopped = |record: &EventRecord| {
@@ -233,7 +234,7 @@ fn must_have_stopped(context: &Context<'_>, name: &str, since: u64) -> Result<()
     if records.iter().any(stopped) { Ok(()) } else { Err(cut_off(context, name)) }
 }
 
-/// The keeper ended before it was done.
+/// The keeper ended before the goal was reached.
 fn cut_off(context: &Context<'_>, name: &str) -> CliError {
     match context.not_running(name) {
         orphaned @ CliError::Orphaned { .. } => orphaned,
@@ -245,7 +246,7 @@ fn cut_off(context: &Context<'_>, name: &str) -> CliError {
     }
 }
 
-/// A keeper lets the machine's lock go with its process, which follows its last event within moments.
+/// A keeper releases the machine's lock when its process ends, moments after its last event.
 pub(super) fn wait_for_keepers_end(runtime_folder: &Path) {
     let deadline = Instant::now() + FAREWELL_PATIENCE;
     while life::has_keeper(runtime_folder) && Instant::now() < deadline {
@@ -343,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waited_for_a_hop_is_told_that_qemu_died() {
+    fn lost_goal_names_its_reason() {
         let failed =
             |guest_lost| EventKind::RejuvenationFailed { phase: "hand".into(), why: "it ended".into(), guest_lost };
         let ended = |cause| EventKind::IncarnationEnded { cause };

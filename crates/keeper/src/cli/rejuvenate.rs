@@ -1,8 +1,9 @@
 //! `hearth rejuvenate`: one machine, or all of them.
 //!
-//! all: machines with a living QEMU -> queue -> N workers, each: order, then events until it is decided -> progress -> table
+//! all: machines with a running QEMU -> queue -> N workers, each: request, then events until it is decided -> progress
+//! -> table
 //!
-//! The first failure stops the queue unless told otherwise; what is on its way then is seen to its end.
+//! The first failure stops the queue by default; machines already in progress are finished.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -78,9 +79,9 @@ fn share(text: &str) -> Result<f64, String> {
 enum Outcome {
     Rejuvenated,
     Failed,
-    /// It can never be done with this machine.
+    /// This machine does not support it.
     Skipped,
-    /// Another one had failed before.
+    /// Another machine had failed before.
     NotTried,
 }
 
@@ -94,13 +95,13 @@ struct Decided {
     why: Option<String>,
 }
 
-/// What a worker says.
+/// A worker's result.
 enum Word {
     Begins(String),
     Decided(Decided),
 }
 
-/// Machines that wait for their turn.
+/// Machines that wait for a worker.
 pub(super) struct Queue {
     waiting: Mutex<Waiting>,
     news: Condvar,
@@ -150,7 +151,7 @@ fn all(
         }
         drop(say);
         let told = words.into_iter().try_for_each(|word| progress.take(context, word));
-        // Nobody reads any more: what has not begun need not begin.
+        // The output is closed, so no further machine is started.
         if told.is_err() {
             queue.stop();
         }
@@ -164,7 +165,7 @@ fn all(
     progress.finish(context)
 }
 
-/// Whether it has a QEMU, with or without a keeper.
+/// Whether it has a running QEMU, with or without a keeper.
 fn lives(root: &RuntimeRoot, name: &str) -> bool {
     let folder = root.machine(name);
     life::has_keeper(&folder) || life::orphaned_qemu(&folder).is_some()
@@ -172,7 +173,7 @@ fn lives(root: &RuntimeRoot, name: &str) -> bool {
 
 fn work(queue: &Queue, root: &RuntimeRoot, request: &RejuvenateRequest, keep_going: bool, say: &Sender<Word>) {
     while let Some(name) = queue.next() {
-        // Who no longer listens has stopped the queue.
+        // A receiver that is gone has stopped the queue.
         let _ = say.send(Word::Begins(name.clone()));
         let decided = hop(root, &name, request);
         if decided.outcome == Outcome::Failed && !keep_going {
@@ -208,9 +209,9 @@ fn hop(root: &RuntimeRoot, name: &str, request: &RejuvenateRequest) -> Decided {
     }
 }
 
-/// The event that decides it; any other if there is none and the keeper has ended.
+/// The event that decides the outcome; another event if the keeper ended without one.
 fn decide(client: &Client, request: &RejuvenateRequest) -> Result<EventKind, ClientError> {
-    let accepted = client.rejuvenate(request)?;
+    let accepted = client.send(request)?;
     let mut last = EventKind::Gap { missed: 0 };
     for record in client.follow(accepted.since)? {
         last = record?.event;
@@ -231,7 +232,7 @@ impl Queue {
         Self { waiting: Mutex::new(waiting), news: Condvar::new(), stagger }
     }
 
-    /// The next machine, when its time has come; none if there is none or the queue was stopped.
+    /// The next machine, after the stagger time; none if the queue is empty or stopped.
     pub(super) fn next(&self) -> Option<String> {
         let mut waiting = self.waiting();
         loop {
@@ -290,7 +291,7 @@ struct Progress {
     begun: usize,
     decided: Vec<Decided>,
     at_a_time: usize,
-    /// How long each guest was expected to stand still; none if nothing was known.
+    /// Predicted pause of each guest; none if unknown.
     predicted_ms: Option<f64>,
 }
 
@@ -372,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_that_is_stopped_keeps_what_is_left() {
+    fn stopped_queue_keeps_remaining_names() {
         let queue = queue(&["a", "b", "c"], Duration::ZERO);
         assert_eq!(queue.next().as_deref(), Some("a"));
         queue.stop();

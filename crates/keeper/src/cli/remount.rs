@@ -1,4 +1,4 @@
-//! `hearth remount-plan`: what the next boot will read, and how much of it is held.
+//! `hearth remount-plan`: what the next boot will read, and how much of it memory holds.
 
 use std::cmp::Reverse;
 
@@ -6,14 +6,15 @@ use hearth_api::{MissedRun, PlannedRun, ReadyRequest, RemountDisk, RemountLater,
 
 use super::text::{Side, bytes, table};
 use super::{CliError, Context, Exit};
+use crate::client::Client;
 
-/// Runs that a person reads; `--json` has more.
+/// Maximum number of runs in the text; `--json` has all.
 const RUNS_SHOWN: usize = 20;
 const VOLUMES_SHOWN: usize = 20;
 
-/// `list`: of the next boot's reads each one.
+/// `list`: list each range that the next boot will read.
 pub fn show(context: &mut Context<'_>, name: &str, list: bool) -> Result<Exit, CliError> {
-    let plan = context.ask(name, |client| client.remount_plan())?;
+    let plan = context.ask(name, Client::get::<RemountPlan>)?;
     match (context.json, list) {
         (true, _) => context.write_json(&plan)?,
         (false, true) => reads(&plan).iter().try_for_each(|line| context.write_line(line))?,
@@ -38,7 +39,7 @@ fn reads(plan: &RemountPlan) -> Vec<String> {
 }
 
 pub fn ready(context: &mut Context<'_>, name: &str) -> Result<Exit, CliError> {
-    let accepted = context.ask(name, |client| client.ready(ReadyRequest {}))?;
+    let accepted = context.ask(name, |client| client.send(&ReadyRequest {}))?;
     if context.json {
         context.write_json(&accepted)?;
     }
@@ -106,7 +107,7 @@ pub fn page(plan: &RemountPlan) -> String {
     lines.join("\n")
 }
 
-/// Those that had to wait for an image, if there is anything to be told apart.
+/// Volumes that had misses, if there is more than one.
 fn volumes(volumes: &[RemountVolume], percent: &impl Fn(Option<f64>) -> String) -> Vec<String> {
     if volumes.iter().all(|volume| volume.partition.is_none()) {
         return Vec::new();

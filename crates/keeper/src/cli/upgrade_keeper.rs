@@ -1,4 +1,4 @@
-//! `hearth upgrade-keeper`: order, then events over the keeper's change until it is decided.
+//! `hearth upgrade-keeper`: sends the request, then follows events across both keepers until it is decided.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use hearth_api::{EventKind, UpgradeRequest};
 use super::{CliError, Context, Exit, WaitArgument, absolute, events};
 use crate::client::ClientError;
 
-/// Without a keeper: the old one has a few seconds for its farewell, the new one as many to be there.
+/// Time without a keeper: the old one has a few seconds to end, the new one a few to start.
 const PATIENCE: Duration = Duration::from_secs(60);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
@@ -27,7 +27,7 @@ pub struct UpgradeKeeperArguments {
 pub fn perform(context: &mut Context<'_>, arguments: UpgradeKeeperArguments) -> Result<Exit, CliError> {
     let UpgradeKeeperArguments { name, program, wait } = arguments;
     let request = UpgradeRequest { program: program.map(absolute) };
-    let accepted = context.ask(&name, |client| client.upgrade_keeper(&request))?;
+    let accepted = context.ask(&name, |client| client.send(&request))?;
     if !wait.no_wait {
         return follow(context, &name, accepted.since);
     }
@@ -39,7 +39,7 @@ pub fn perform(context: &mut Context<'_>, arguments: UpgradeKeeperArguments) -> 
     Ok(Exit::Done)
 }
 
-/// The old keeper's stream ends with it; its successor's goes on with the same numbers.
+/// The old keeper's stream ends with it; its successor's continues the sequence numbers.
 fn follow(context: &mut Context<'_>, name: &str, mut since: u64) -> Result<Exit, CliError> {
     let mut deadline = Instant::now() + PATIENCE;
     loop {

@@ -1,16 +1,16 @@
-//! Answering one request: the one `match` over all routes.
+//! Answers one request: the one `match` over all routes.
 
 use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
 use hearth_api::{
-    Accepted, ApiError, CrashRequest, DumpOrder, DumpRequest, ErrorWord, EventRecord, Explanation, Mismatch,
-    ParkRequest, ReadyRequest, RebootRequest, RejuvenateRequest, ResizeRequest, Route, RouteId, SaveCancel,
-    SaveRequest, StopRequest, UpgradeRequest,
+    Accepted, ApiError, DumpDiscard, DumpResume, ErrorWord, EventRecord, Explanation, Mismatch, ReadyRequest,
+    ResizeRequest, Route, RouteId, SaveCancel,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use super::request::{ReadError, Request, number};
 use super::{Context, HANGUP_PATIENCE, Seat};
@@ -20,13 +20,13 @@ use crate::metrics;
 
 const JSON: &str = "application/json";
 
-/// What a request comes to.
+/// The result of a request.
 enum Reply {
     Text {
         media_type: &'static str,
         text: String,
     },
-    /// Events from here on, without end.
+    /// An endless stream of events.
     Stream {
         since: u64,
     },
@@ -61,55 +61,19 @@ fn answer(context: &Context, request: &Request) -> Result<Reply, ApiError> {
         Route::find(&request.method, &request.path).map_err(|mismatch| no_route(request, mismatch))?;
     match route.id {
         RouteId::Status => Ok(json(&context.control.status()?)),
-        RouteId::Reboot => {
-            let order = request.body::<RebootRequest>()?;
-            accepted(context, Command::Reboot(order))
-        }
-        RouteId::Stop => {
-            let order = request.body::<StopRequest>()?;
-            accepted(context, Command::Stop(order))
-        }
-        RouteId::Crash => {
-            let order = request.body::<CrashRequest>()?;
-            accepted(context, Command::Crash(order))
-        }
-        RouteId::Dump => {
-            let order = request.body::<DumpRequest>()?;
-            accepted(context, Command::Dump(order))
-        }
-        RouteId::DumpResume => {
-            request.body::<DumpOrder>()?;
-            accepted(context, Command::ResumeDump)
-        }
-        RouteId::DumpDiscard => {
-            request.body::<DumpOrder>()?;
-            accepted(context, Command::DiscardDump)
-        }
-        RouteId::Rejuvenate => {
-            let order = request.body::<RejuvenateRequest>()?;
-            accepted(context, Command::Rejuvenate(order))
-        }
-        RouteId::UpgradeKeeper => {
-            let order = request.body::<UpgradeRequest>()?;
-            accepted(context, Command::UpgradeKeeper(order))
-        }
-        RouteId::Park => {
-            let order = request.body::<ParkRequest>()?;
-            accepted(context, Command::Park(order))
-        }
+        RouteId::Reboot => order(context, request, Command::Reboot),
+        RouteId::Stop => order(context, request, Command::Stop),
+        RouteId::Crash => order(context, request, Command::Crash),
+        RouteId::Dump => order(context, request, Command::Dump),
+        RouteId::DumpResume => order(context, request, |DumpResume {}| Command::ResumeDump),
+        RouteId::DumpDiscard => order(context, request, |DumpDiscard {}| Command::DiscardDump),
+        RouteId::Rejuvenate => order(context, request, Command::Rejuvenate),
+        RouteId::UpgradeKeeper => order(context, request, Command::UpgradeKeeper),
+        RouteId::Park => order(context, request, Command::Park),
         RouteId::Age => age(context),
-        RouteId::Save => {
-            let order = request.body::<SaveRequest>()?;
-            accepted(context, Command::Save(order))
-        }
-        RouteId::SaveCancel => {
-            request.body::<SaveCancel>()?;
-            accepted(context, Command::CancelSave)
-        }
-        RouteId::Ready => {
-            request.body::<ReadyRequest>()?;
-            accepted(context, Command::Ready)
-        }
+        RouteId::Save => order(context, request, Command::Save),
+        RouteId::SaveCancel => order(context, request, |SaveCancel {}| Command::CancelSave),
+        RouteId::Ready => order(context, request, |ReadyRequest {}| Command::Ready),
         RouteId::RemountPlan => match context.control.ask(Command::RemountPlan)? {
             Answer::RemountPlan(plan) => Ok(json(&plan)),
             other => Err(unexpected(&other)),
@@ -139,8 +103,13 @@ fn no_route(request: &Request, mismatch: Mismatch) -> ApiError {
     }
 }
 
-/// An order; the answer says from where on the events belong to it.
-fn accepted(context: &Context, command: Command) -> Result<Reply, ApiError> {
+/// Passes a request on; the answer says which events belong to it.
+fn order<T: DeserializeOwned>(
+    context: &Context,
+    request: &Request,
+    command: impl FnOnce(T) -> Command,
+) -> Result<Reply, ApiError> {
+    let command = command(request.body()?);
     let since = context.events.last_sequence();
     match context.control.ask(command)? {
         Answer::Accepted => Ok(json(&Accepted { since })),
@@ -215,8 +184,8 @@ fn reason(status: u16) -> &'static str {
     }
 }
 
-/// Each event is written at once. A client that takes nothing for as long as a write may last is dropped; what it holds
-/// up is only its own thread.
+/// Each event is written at once. A client that does not read within the write timeout is dropped; it blocks only its
+/// own thread.
 fn stream_events(seat: &Seat, stream: &mut UnixStream, since: u64) -> io::Result<()> {
     stream.write_all(
         b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n",

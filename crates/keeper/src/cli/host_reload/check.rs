@@ -1,4 +1,4 @@
-//! Check: whether this host, and each machine on it, can be reloaded now. Nothing is stopped.
+//! Check whether this host and each machine on it can be reloaded now. Nothing is stopped.
 
 use std::path::{Path, PathBuf};
 
@@ -22,16 +22,16 @@ const KEXEC_LOADED: &str = "/sys/kernel/kexec_loaded";
 /// One line of the answer.
 #[derive(Debug, Serialize)]
 pub struct Verdict {
-    /// None: the host itself.
+    /// None for the host itself.
     pub machine: Option<String>,
-    /// Nothing: it can.
+    /// Empty if it can.
     pub problems: Vec<String>,
-    /// None: the host, or a machine whose keeper says nothing of it.
+    /// None for the host, and for a machine whose keeper does not answer.
     #[serde(skip)]
     note: Option<MachineNote>,
 }
 
-/// What a machine's keeper says of it.
+/// A machine as its keeper reports it.
 struct Seen {
     note: MachineNote,
     /// The configuration as resolved.
@@ -44,14 +44,14 @@ impl Verdict {
     }
 }
 
-/// What was looked at: the host first.
+/// Verdicts on the host, which comes first, and on its machines.
 pub struct Findings {
     pub verdicts: Vec<Verdict>,
 }
 
 impl Findings {
     pub fn of(root: &RuntimeRoot, arguments: &PrepareArguments) -> Self {
-        // A drill's host keeps its kernel, and all that would end with it.
+        // In a drill the host keeps its kernel and everything in its memory.
         let ground = (!arguments.drill).then(Ground::host);
         let problems =
             ground.as_ref().map(|ground| host_problems(ground, &arguments.record.record)).unwrap_or_default();
@@ -77,12 +77,12 @@ impl Findings {
         self.verdicts.iter().all(Verdict::can)
     }
 
-    /// Whether the host itself could: else no machine can.
+    /// Whether the host itself can reload; if not, no machine can.
     pub fn host_can(&self) -> bool {
         self.verdicts.iter().filter(|verdict| verdict.machine.is_none()).all(Verdict::can)
     }
 
-    /// Machines of which more is known than that they cannot be parked: those that cannot are noted as such.
+    /// The machines whose keepers answered. Those that cannot be parked are noted as such.
     pub fn machines(&self) -> Vec<MachineNote> {
         let notes = self.verdicts.iter().filter_map(|verdict| {
             let mut note = verdict.note.clone()?;
@@ -161,7 +161,7 @@ fn look(root: &RuntimeRoot, name: &str) -> Result<Seen, String> {
     Ok(Seen { note, config })
 }
 
-/// `ground`: none if all of the host stays.
+/// `ground` is none if the host keeps its kernel.
 fn machine_problems(root: &RuntimeRoot, Seen { note, config }: &Seen, ground: Option<&Ground>) -> Vec<String> {
     let mut problems = Vec::new();
     if let Some(ground) = ground {
@@ -171,7 +171,7 @@ fn machine_problems(root: &RuntimeRoot, Seen { note, config }: &Seen, ground: Op
     if !note.file.exists() {
         problems.push(format!("{} is missing, so no keeper can be started for it", note.file.display()));
     }
-    let asked = Client::new(root.api_socket(&note.name)).park(ParkRequest { check: true });
+    let asked = Client::new(root.api_socket(&note.name)).send(&ParkRequest { check: true });
     problems.extend(asked.err().map(|error| crate::chain(&error)));
     problems
 }
@@ -187,7 +187,7 @@ fn memory_problems(ground: &Ground, folder: &Path) -> Vec<String> {
     }
 }
 
-/// What the next keeper and QEMU cannot do without, and is not memory.
+/// Files, apart from memory, that the next keeper and QEMU need.
 fn needed_files(config: &Value) -> Vec<(String, PathBuf)> {
     let path = |value: &Value| value.as_str().map(PathBuf::from);
     let each = |key: &str| config[key].as_array().cloned().unwrap_or_default();
@@ -206,7 +206,7 @@ fn needed_files(config: &Value) -> Vec<(String, PathBuf)> {
     files.into_iter().filter_map(|(what, path)| Some((what, path?))).collect()
 }
 
-/// `0::/system.slice/system-hearth.slice/hearth@web.service`: whoever starts that starts the keeper again.
+/// Finds the unit in `0::/system.slice/system-hearth.slice/hearth@web.service`; starting it starts the keeper again.
 fn unit_of(pid: u32) -> Option<String> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
     unit_in(&text)
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_needed_afterwards_is_found_in_a_configuration() {
+    fn needed_files_come_from_the_configuration() {
         let check = |text: &str, expect: &[&str]| {
             let (file, root) = (Path::new("/etc/hearth/web.toml"), RuntimeRoot::new("/run/hearth"));
             let text = format!("name = \"web\"\nmemory = \"1GiB\"\n{text}");

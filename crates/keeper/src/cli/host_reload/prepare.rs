@@ -24,14 +24,14 @@ use crate::fleet_lock::FleetLock;
 use crate::host_reload::{MachineNote, Outcome, Record, RecordError};
 use crate::runtime_root::RuntimeRoot;
 
-/// Machines that ran before run again within this time, or the operator has to look.
+/// Time for machines to resume after a failed prepare, before the operator has to check.
 const BACK_WITHIN: Duration = Duration::from_secs(120);
 const MACHINE_ID: &str = "/etc/machine-id";
 
-/// What a worker says.
+/// A worker's result.
 struct Decided {
     name: String,
-    /// How long that took; or why not.
+    /// How long parking took, or why it failed.
     parked: Result<f64, String>,
 }
 
@@ -66,15 +66,15 @@ fn must_be_fit(context: &Context<'_>, arguments: &PrepareArguments) -> Result<Fi
     Ok(findings)
 }
 
-/// All that comes before the first guest stands still: the record, how many machines will not even be tried, and what tells
-/// that all of it is called off.
+/// Everything before the first guest is paused. Returns the record, the number of machines that are not tried, and the
+/// flag that cancels it all.
 fn begin(
     context: &mut Context<'_>,
     arguments: &PrepareArguments,
     fleet: Option<&FleetLock>,
     seen: Findings,
 ) -> Result<(Record, usize, Arc<AtomicBool>), CliError> {
-    // The lock may have come hours after that.
+    // The lock may have been granted hours later.
     let findings = if fleet.is_some() { must_be_fit(context, arguments)? } else { seen };
     let unfit = tell_unfit(context, &findings)?;
     let called_off = Arc::new(AtomicBool::new(false));
@@ -86,7 +86,8 @@ fn begin(
     Ok((record, unfit, called_off))
 }
 
-/// How many are not parked, if the host may go. Who asked must have heard that it may: else nobody starts the next kernel.
+/// The number of machines not parked, if the host may reload. The operator must have seen that it may, or nobody starts
+/// the next kernel.
 fn conclude(
     context: &mut Context<'_>,
     record: &Record,
@@ -114,7 +115,7 @@ fn why_not_parked(record: &Record) -> String {
     why.collect::<Vec<_>>().join("; ")
 }
 
-/// Another record would be the end of what it tells of.
+/// A new record would overwrite the old one, and with it all trace of its parked machines.
 fn must_be_free(path: &Path) -> Result<(), CliError> {
     match Record::load(path) {
         Ok(record) if record.machines.iter().any(|machine| machine.outcome.is_open()) => {
@@ -144,7 +145,7 @@ fn lock_fleet(context: &mut Context<'_>, arguments: &FleetArguments) -> Result<O
     Ok(Some(lock))
 }
 
-/// How many machines will not even be tried.
+/// The number of machines that are not tried.
 fn tell_unfit(context: &mut Context<'_>, findings: &Findings) -> Result<usize, CliError> {
     let mut unfit = 0;
     for verdict in findings.verdicts.iter().filter(|verdict| !verdict.can()) {
@@ -159,7 +160,7 @@ fn tell_unfit(context: &mut Context<'_>, findings: &Findings) -> Result<usize, C
     Ok(unfit)
 }
 
-/// How many of those that are to be are not parked.
+/// The number of machines that could not be parked.
 fn park_all(
     context: &mut Context<'_>,
     record: &mut Record,
@@ -184,7 +185,7 @@ fn park_all(
             failed += usize::from(decided.parked.is_err());
             take(context, record, path, decided)
         });
-        // Nobody writes it down any more: what has not begun need not begin.
+        // Results can no longer be recorded, so no further machine is parked.
         if told.is_err() {
             queue.stop();
         }
@@ -214,7 +215,7 @@ fn work(
         if parked.is_err() && !keep_going || called_off.load(Ordering::Relaxed) {
             queue.stop();
         }
-        // Who no longer listens has stopped the queue.
+        // A receiver that is gone has stopped the queue.
         let _ = say.send(Decided { name, parked });
     }
 }
@@ -237,7 +238,7 @@ fn take(context: &mut Context<'_>, record: &mut Record, path: &Path, decided: De
     if context.json { context.write_json(&machine) } else { context.write_line(&line) }
 }
 
-/// How long it took, in milliseconds, and its keeper has ended; or why not.
+/// The time it took, in milliseconds, once its keeper has ended; or why it failed.
 fn park(root: &RuntimeRoot, machine: &MachineNote) -> Result<f64, String> {
     let client = Client::new(root.api_socket(&machine.name));
     let decided = decide(&client).map_err(|error| crate::chain(&error))?;
@@ -252,7 +253,8 @@ fn park(root: &RuntimeRoot, machine: &MachineNote) -> Result<f64, String> {
     }
 }
 
-/// The keeper has died. Without QEMU the guest is parked if that was noted; with it, it stands still there.
+/// The keeper has died. If QEMU is gone and a parked guest is recorded, it is parked; otherwise it is still paused in
+/// QEMU.
 fn ended_on_its_way(root: &RuntimeRoot, machine: &MachineNote) -> Result<f64, String> {
     let folder = root.machine(&machine.name);
     wait_for_keepers_end(&folder);
@@ -263,23 +265,24 @@ fn ended_on_its_way(root: &RuntimeRoot, machine: &MachineNote) -> Result<f64, St
     }
 }
 
-/// The event that decides it; none if there is none and the keeper has ended.
+/// The event that decides the outcome; none if the keeper ended without one.
 fn decide(client: &Client) -> Result<Option<EventKind>, ClientError> {
-    let accepted = client.park(ParkRequest { check: false })?;
+    let accepted = client.send(&ParkRequest { check: false })?;
     let decides = |event: &EventKind| {
         matches!(event, EventKind::Parked { .. } | EventKind::ParkFailed { .. } | EventKind::IncarnationEnded { .. })
     };
-    // A stream that breaks off, or cannot be had, is of a keeper that ended.
+    // If the stream breaks or cannot be opened, the keeper has ended.
     let Ok(stream) = client.follow(accepted.since) else { return Ok(None) };
     Ok(stream.map_while(Result::ok).map(|record| record.event).find(decides))
 }
 
-/// One could not be parked, nobody listens, nothing can be written down, it was called off: all run again.
+/// Resumes all machines after a failure: one could not be parked, output or record cannot be written, or it was
+/// cancelled.
 fn take_back(context: &mut Context<'_>, mut record: Record, path: &Path, why: &CliError) -> Result<Exit, CliError> {
     let why = crate::chain(why);
-    // Perhaps nobody hears it.
+    // The output may be closed.
     let _ = say(context, "resuming the parked machines");
-    // Also one whose keeper died over it.
+    // This includes a machine whose keeper died meanwhile.
     let has_keeper = |machine: &MachineNote| life::has_keeper(&context.root.machine(&machine.name));
     for machine in record.machines.iter_mut().filter(|machine| machine.outcome == Outcome::NotParked) {
         if !has_keeper(machine) {
@@ -311,7 +314,7 @@ fn kexec() -> Result<(), CliError> {
     }
 }
 
-/// With `--json` there are no sentences.
+/// With `--json` no sentences are printed.
 fn say(context: &mut Context<'_>, line: &str) -> Result<(), CliError> {
     if context.json { Ok(()) } else { context.write_line(line) }
 }
