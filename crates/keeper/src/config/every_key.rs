@@ -1,4 +1,4 @@
-//! Every key of the table changed, one at a time, in files that are good before and after: for tests of what a change does.
+//! Changes every key of the table, one at a time, in files that are valid before and after: for tests of changes.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use super::fields::{Field, Kind, Section};
 use super::{Config, ConfigFile, Configured};
 use crate::runtime_root::RuntimeRoot;
 
-/// No file can have every key at once.
+/// No single file can contain every key.
 const FILES: [&str; 4] = [
     r#"
         name = "web"
@@ -120,7 +120,7 @@ const FILES: [&str; 4] = [
     "#,
 ];
 
-/// One key, changed.
+/// A configuration before and after a change of one key.
 pub struct Changed {
     pub field: &'static Field,
     pub before: Configured,
@@ -136,7 +136,7 @@ pub fn configured(text: &str) -> Option<Configured> {
     Some(Configured { config, typed: ConfigFile::parse(text).ok()? })
 }
 
-/// All changes of all keys that leave a good file and mean something.
+/// All changes of all keys that leave a valid file and have an effect.
 pub fn changes() -> Vec<Changed> {
     let mut changes = Vec::new();
     for text in FILES {
@@ -155,7 +155,7 @@ pub fn changes() -> Vec<Changed> {
     changes
 }
 
-/// The file with another value of the key in its section's first table; none: without it.
+/// The file with another value of the key in its section's first table, or without the key.
 fn with(table: &Table, field: &Field, value: Option<Value>) -> Option<Table> {
     let mut changed = table.clone();
     let entries = match field.section.table() {
@@ -172,7 +172,7 @@ fn with(table: &Table, field: &Field, value: Option<Value>) -> Option<Table> {
     Some(changed)
 }
 
-/// Some of a kind; which of them fit a key, its file tells.
+/// Sample values of a kind. Those that do not fit a key make an invalid file, which is skipped.
 fn values(kind: Kind) -> Vec<Value> {
     let texts = |words: &[&str]| words.iter().map(|&word| Value::from(word)).collect::<Vec<_>>();
     match kind {

@@ -1,4 +1,4 @@
-//! The configuration of a living guest: what its QEMU was started with, and what of today's file counts for it.
+//! The configuration of a running guest: what its QEMU was started with, merged with today's file.
 //!
 //! ```text
 //! journal: what the guest was started with --+--> in force        keys that are `AtTakeOver` come from the file
@@ -20,28 +20,28 @@ use super::{Config, ConfigFile};
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 
-/// The one key that is kept although the file does not have it.
+/// The one key that is kept although the file does not set it.
 const MACHINE_TYPE: &str = "machine_type";
-/// Firmware that is a word and no path.
+/// Firmware given by name rather than path.
 const FIRMWARE_WORDS: [&str; 2] = ["bios", "uefi"];
 
-/// A configuration, as it was typed and as it is understood.
+/// A configuration, as typed and as resolved.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Configured {
     pub config: Config,
     pub typed: ConfigFile,
 }
 
-/// What a keeper begins with.
+/// The configurations that a keeper starts with.
 #[derive(Clone, Debug, PartialEq)]
 pub struct InForce {
-    /// Describes the living guest, if there is one.
+    /// The configuration of the running guest, if there is one.
     pub now: Configured,
-    /// The configuration of the next guest; none: the same.
+    /// The configuration of the next guest; none if it is the same.
     pub next: Option<Box<Configured>>,
-    /// Keys of the file that do not count yet.
+    /// Keys of the file that are not in effect yet.
     pub pending: Vec<PendingChange>,
-    /// Why the file as a whole does not count: it cannot be understood.
+    /// Why the whole file is ignored: it cannot be understood.
     pub misread: Option<String>,
 }
 
@@ -55,7 +55,7 @@ impl Configured {
     /// Reads a machine's file. The error lists everything that is wrong with it.
     pub fn load(path: &Path, root: &RuntimeRoot) -> Result<Self, Vec<Problem>> {
         let config = Config::load(path, root)?;
-        // Read again, a moment later: what it says then must mean the same.
+        // The file is read twice; both must mean the same.
         let typed = ConfigFile::load(path)?;
         match Config::parse(&typed.to_text(), &config.file, root)? {
             again if again == config => Ok(Self { config, typed }),
@@ -63,19 +63,19 @@ impl Configured {
         }
     }
 
-    /// Settles the machine's type, if its file names none.
+    /// Sets the machine type, if the file does not.
     pub fn or_machine_type(&mut self, machine_type: String) {
         let machine_type = self.config.machine_type.get_or_insert(machine_type);
         self.typed.machine_type = Some(machine_type.clone());
     }
 
-    /// The text for the journal. It means the same wherever it is read. Folders that were not typed follow from name and user again:
-    /// a snapshot must not name what its machine's file does not.
+    /// The text for the journal, which means the same wherever it is read. Default folders are left out, because a
+    /// snapshot must not name what its machine's file does not.
     pub fn for_journal(&self) -> String {
         toml::to_string(&self.table()).expect("what was typed in TOML can be written so")
     }
 
-    /// What was typed, with absolute paths and with names for what is told apart by name.
+    /// The typed keys, with absolute paths and a name for each disk and NVRAM.
     fn table(&self) -> Table {
         let mut table = Table::try_from(&self.typed).expect("what was typed is a table");
         let folder = self.config.file.parent().unwrap_or(Path::new("/"));
@@ -104,7 +104,7 @@ impl Configured {
 }
 
 impl Configured {
-    /// What a guest was started with, by its journal.
+    /// The configuration that a guest was started with, from its journal.
     pub fn of_journal(started_with: &str, file: &Path, root: &RuntimeRoot) -> Result<Self, Vec<Problem>> {
         let table: Table = toml::from_str(started_with)
             .map_err(|error| vec![Problem::error("journal", error.message().to_owned(), "end the guest's QEMU")])?;
@@ -113,8 +113,8 @@ impl Configured {
 }
 
 impl InForce {
-    /// Puts today's file and the journal of a living guest together. The error lists what this program does not understand
-    /// of what the guest was started with.
+    /// Merges today's file with the journal of a running guest. The error lists what this program does not understand
+    /// in the journal.
     pub fn of_living(today: &Configured, started_with: &str, root: &RuntimeRoot) -> Result<Self, Vec<Problem>> {
         let file = &today.config.file;
         let unreadable = |error: toml::de::Error| {
@@ -126,10 +126,10 @@ impl InForce {
             )]
         };
         let mut living: Table = toml::from_str(started_with).map_err(unreadable)?;
-        // Earlier keepers noted none, and always took the same one.
+        // Earlier keepers recorded none, and always used the same one.
         let machine_type = living.entry(MACHINE_TYPE).or_insert_with(|| EARLIER_MACHINE_TYPE.into()).clone();
         let mut asked = today.table();
-        // Kept where the file names none.
+        // Kept if the file sets none.
         asked.entry(MACHINE_TYPE).or_insert(machine_type);
         let read = |table: &Table| Configured::parse(table, file, root);
         let mixed = merge(&living, &asked, |effect| effect == Effect::AtTakeOver);
@@ -140,7 +140,7 @@ impl InForce {
         let next = read(&merge(&living, &asked, |effect| effect != Effect::WithNextStart)).ok();
         let next_differs = next.is_some();
         let next = next.filter(|next| next.config != now.config).map(|mut next| {
-            // The boot set is as large as the keeper made it.
+            // The keeper does not resize its boot set.
             next.config.remount.clone_from(&now.config.remount);
             Box::new(next)
         });
@@ -156,7 +156,7 @@ impl InForce {
     }
 }
 
-/// What tells the tables of a repeated section apart, and what one without a name is called.
+/// Prefix of default names in a repeated section whose tables are told apart by name.
 fn name_prefix(section: Section) -> Option<&'static str> {
     match section {
         Section::Disk => Some("disk"),
@@ -165,7 +165,7 @@ fn name_prefix(section: Section) -> Option<&'static str> {
     }
 }
 
-/// The table, or the tables, of a section.
+/// The tables of a section.
 fn tables_of(table: &mut Table, section: Section) -> Vec<&mut Table> {
     let Some(path) = section.table() else { return vec![table] };
     let mut parts = path.split('.');
@@ -177,7 +177,7 @@ fn tables_of(table: &mut Table, section: Section) -> Vec<&mut Table> {
     }
 }
 
-/// `living`, with `asked`'s values of the keys whose effect is taken.
+/// `living`, with `asked`'s values for keys of the given effects.
 fn merge(living: &Table, asked: &Table, takes: impl Fn(Effect) -> bool + Copy) -> Table {
     let mut merged = living.clone();
     for section in Section::ALL {
@@ -222,7 +222,7 @@ fn replace(into: &mut Table, from: &Table, key: &str) {
     };
 }
 
-/// A section that is there or not changes as a whole, so all its keys have one effect (a test says so).
+/// An optional section changes as a whole, so all its keys have the same effect (a test checks this).
 fn effect_of(section: Section) -> Effect {
     Field::of_section(section).map(|field| field.effect).max().expect("a section has fields")
 }
@@ -231,7 +231,7 @@ fn items<'a>(table: &'a Table, key: &str) -> Vec<&'a Table> {
     table.get(key).and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_table).collect()
 }
 
-/// One key, or one section, in which two files differ.
+/// A key or section in which two files differ.
 struct Change {
     key: String,
     effect: Effect,
@@ -239,7 +239,7 @@ struct Change {
     applied: Table,
 }
 
-/// The keys of `asked` that wait and are written otherwise than in `has`.
+/// The keys that differ between `has` and `asked` and wait.
 fn changes(has: &Table, asked: &Table, waits: impl Fn(Effect) -> bool) -> Vec<Change> {
     let mut changes = Vec::new();
     for section in Section::ALL {

@@ -3,8 +3,8 @@
 //! machine.toml -> shape (keys and types, against the table of fields) -> `ConfigFile` (what was typed)
 //! -> meaning -> `Config` (what it means, defaults filled in)
 //!
-//! Every step goes on after a problem, so that an operator reads all of them at once. Nothing here looks at the
-//! surroundings (files, ports, QEMU): that is `check`.
+//! Every step continues after a problem, so that an operator sees all of them at once. Nothing here examines the host
+//! (files, ports, QEMU): `check` does.
 
 use std::fs;
 use std::net::IpAddr;
@@ -17,6 +17,7 @@ use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 
 #[cfg(test)]
+#[cfg(test)]
 pub mod every_key;
 mod fields;
 mod file;
@@ -28,17 +29,20 @@ mod quantity;
 mod shape;
 mod snapshot;
 
-pub use fields::{Effect, FIELDS, Field, Kind, Section};
+#[cfg(test)]
+pub use fields::{Effect, Field, Section};
+#[cfg(test)]
+pub use file::FIELDS;
 pub use file::{ConfigFile, ObjectStoreSection};
 pub use living::{Configured, InForce};
 pub use origin::{HostKey, Setting};
 pub use page::page;
 pub use quantity::{SECONDS_MAX, seconds, size_bytes};
 
-/// The value of `qemu_user` for a user of the machine's own.
+/// The value of `qemu_user` for a separate user of the machine.
 pub const AUTO_USER: &str = "auto";
 
-/// A machine as its owner wants it: complete, consistent, paths absolute.
+/// A machine's resolved configuration: complete, consistent, with absolute paths.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Config {
     pub name: String,
@@ -49,7 +53,7 @@ pub struct Config {
     /// None: what suits the accelerator.
     pub cpu_model: Option<String>,
     pub accelerator: AcceleratorWish,
-    /// None: the one with which the machine last ran, or the newest of the QEMU that starts its first guest.
+    /// None: the type that the machine last ran with, or the newest one of its first QEMU.
     pub machine_type: Option<String>,
     /// None: the first one on PATH.
     pub qemu: Option<PathBuf>,
@@ -62,15 +66,15 @@ pub struct Config {
     pub crash: CrashConfig,
     /// None: the guest has no watchdog.
     pub watchdog: Option<WatchdogAction>,
-    /// None: only when it is asked for.
+    /// None: only on request.
     pub rejuvenate: Option<RejuvenateConfig>,
-    /// None: nothing is held over a reboot but the ember.
+    /// None: only the ember outlives a reboot.
     pub remount: Option<RemountConfig>,
     pub object_store: ObjectStoreConfig,
     pub budget_slack_bytes: u64,
     pub admission: AdmissionMode,
     pub sandbox: bool,
-    /// The guest has a channel to an agent of its own.
+    /// Whether the guest has a channel to its agent.
     pub guest_agent: bool,
     pub boot: Boot,
     pub disks: Vec<DiskConfig>,
@@ -99,7 +103,7 @@ impl From<AcceleratorWish> for hearth_qemu::Wanted {
     }
 }
 
-/// How snapshots in object stores are reached, and what of them is kept on this host.
+/// Access to object stores, and their cache on this host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ObjectStoreConfig {
     /// None: the keeper's environment.
@@ -108,13 +112,13 @@ pub struct ObjectStoreConfig {
     pub cache_bytes: u64,
 }
 
-/// When the guest gets its memory by page faults.
+/// When page faults limit the guest's memory growth.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AdmissionMode {
     /// While a dump holds dead memory.
     Dump,
-    /// Whenever dead memory lies beside its own.
+    /// While there is any dead memory.
     Always,
 }
 
@@ -127,11 +131,11 @@ pub enum OnPanic {
     Pause,
 }
 
-/// What becomes of a guest that crashed, and of its memory.
+/// Crash handling and dumps.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct CrashConfig {
     pub dump_folder: PathBuf,
-    /// As makedumpfile counts it.
+    /// makedumpfile's level.
     pub level: u8,
     pub format: DumpFormat,
     pub compression: DumpCompression,
@@ -139,7 +143,7 @@ pub struct CrashConfig {
     pub min_free_bytes: u64,
     pub chunk_bytes: u64,
     pub threads: u32,
-    /// Beyond the budget, while a dump is written.
+    /// Memory allowed beyond the budget while a dump is written.
     pub headroom_bytes: u64,
     pub disk_time: DiskTime,
     pub mib_per_second: Option<u64>,
@@ -149,7 +153,7 @@ pub struct CrashConfig {
     pub loop_delay_max_s: u64,
 }
 
-/// Who waits when dump and guest need the same disk.
+/// Priority when dump and guest use the same disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DiskTime {
@@ -158,7 +162,7 @@ pub enum DiskTime {
     DumpFirst,
 }
 
-/// What happens when the guest stops feeding its watchdog.
+/// Action when the guest stops feeding its watchdog.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WatchdogAction {
@@ -167,7 +171,7 @@ pub enum WatchdogAction {
     Reset,
 }
 
-/// When QEMU is replaced without being asked for. At least one of the first two is there.
+/// When QEMU is replaced automatically. At least one of the first two is set.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct RejuvenateConfig {
     pub every_s: Option<u64>,
@@ -176,25 +180,25 @@ pub struct RejuvenateConfig {
     pub window: Option<DailyWindow>,
 }
 
-/// What of the disks is held for the next boot.
+/// Settings of the boot set.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct RemountConfig {
     pub limit_bytes: u64,
-    /// After the reset, if nobody has said so before.
+    /// Time after reset when the machine counts as ready at the latest.
     pub ready_after_s: u64,
-    /// None: nobody asks the guest.
+    /// None: there is no readiness probe.
     pub ready_sign: Option<ReadySign>,
-    /// Where it is kept while the machine is stopped. None: nowhere.
+    /// File that keeps the boot set while the machine is stopped. None: it is dropped.
     pub persist_file: Option<PathBuf>,
-    /// While it boots, what it writes is made fewer operations.
+    /// Whether waiting writes are merged during boot.
     pub join_writes: bool,
 }
 
-/// What shows that a guest has done what it boots for.
+/// Readiness probe: what shows that a boot has finished.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ReadySign {
-    /// It answers at this forward.
+    /// The guest answers at this forwarded port.
     Port(Forward),
     /// This unit of its systemd is active.
     Unit(String),
@@ -214,7 +218,7 @@ pub struct NvramConfig {
 pub struct PmemConfig {
     pub name: String,
     pub bytes: u64,
-    /// The file itself is on a disk, and is flushed with the guest's flushes.
+    /// The file is on a disk, and guest flushes flush it.
     pub mirror_file: Option<PathBuf>,
 }
 
@@ -232,7 +236,7 @@ pub enum MirrorPolicy {
 }
 
 impl MirrorPolicy {
-    /// As the configuration spells it.
+    /// As spelled in the configuration.
     pub fn name(self) -> &'static str {
         match self {
             Self::Async => "async",
@@ -241,7 +245,7 @@ impl MirrorPolicy {
     }
 }
 
-/// A part of each day; over midnight if it ends before it begins.
+/// A daily time range, which spans midnight if it ends before it begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct DailyWindow {
     pub from_minute: u32,
@@ -269,12 +273,12 @@ pub struct DiskConfig {
     pub path: PathBuf,
     pub format: DiskFormat,
     pub read_only: bool,
-    /// What the guest sees as serial number; at most 20 bytes.
+    /// Serial number shown to the guest; at most 20 bytes.
     pub serial: String,
     pub queues: u16,
     pub mib_per_second: Option<u64>,
     pub iops: Option<u64>,
-    /// Around the host's page cache.
+    /// Whether to bypass the host's page cache.
     pub direct: bool,
 }
 
@@ -286,7 +290,7 @@ pub enum DiskFormat {
 }
 
 impl DiskFormat {
-    /// As the configuration spells it.
+    /// As spelled in the configuration.
     pub fn name(self) -> &'static str {
         match self {
             Self::Raw => "raw",
@@ -330,7 +334,7 @@ impl NetBackend {
     }
 }
 
-/// A port of the host that leads into the guest.
+/// A host port forwarded into the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Forward {
     pub protocol: Protocol,
@@ -358,31 +362,31 @@ impl Config {
         Self::parse(&text, &file, root)
     }
 
-    /// The most that the machine's memory files may ever hold.
+    /// Maximum size of the machine's memory files.
     pub fn most_memory_bytes(&self) -> u64 {
         let headroom_bytes = if self.on_panic == OnPanic::DumpAndRecover { self.crash.headroom_bytes } else { 0 };
         self.memory_bytes + self.budget_slack_bytes + headroom_bytes + self.remount_bytes() + self.nvram_bytes()
     }
 
-    /// Of these, for NVRAM: all of it from the start on.
+    /// The part of that for NVRAM, which is allocated at start.
     pub fn nvram_bytes(&self) -> u64 {
         self.nvram_in_memory().map(|(_, bytes)| bytes).sum()
     }
 
-    /// NVRAM that is a file in host memory, by name, and its bytes. The host's page cache of one that is a file elsewhere can be
-    /// had back by the host, and is not counted.
+    /// Names and sizes of NVRAM devices whose file is in host memory. Others use page cache, which the host can
+    /// reclaim, and are not counted.
     pub fn nvram_in_memory(&self) -> impl Iterator<Item = (&str, u64)> {
         let pmem = self.pmem.iter().filter(|device| device.mirror_file.is_none());
         let pmem = pmem.map(|device| (device.name.as_str(), device.bytes));
         self.nvram.iter().map(|device| (device.name.as_str(), device.bytes)).chain(pmem)
     }
 
-    /// Of these, for the boot set.
+    /// The part of that for the boot set.
     pub fn remount_bytes(&self) -> u64 {
         self.remount.as_ref().map_or(0, |remount| remount.limit_bytes)
     }
 
-    /// Of a machine whose file says nothing of it.
+    /// The default object store settings.
     pub fn default_object_store() -> ObjectStoreConfig {
         ObjectStoreConfig {
             credentials: None,
@@ -391,7 +395,7 @@ impl Config {
         }
     }
 
-    /// `file` is where the text came from: relative paths start in its folder.
+    /// Parses a file's text. Relative paths start in the folder of `file`.
     pub fn parse(text: &str, file: &Path, root: &RuntimeRoot) -> Result<Self, Vec<Problem>> {
         let shape::Shaped { typed, mut problems, blamed } = shape::read(text)?;
         let config = meaning::resolve(typed, file, root, &blamed, &mut problems);

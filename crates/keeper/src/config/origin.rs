@@ -1,7 +1,7 @@
-//! Origin: what in a machine.toml is the host operator's to say, and what `--set` says instead.
+//! Origin: which keys of a machine.toml only the host's operator may set, and how `--set` overrides them.
 //!
-//! A snapshot's machine.toml is the word of whoever made the snapshot. The table of fields tells which of its keys name programs, files,
-//! users or ports of the host that restores it (`Trust`).
+//! Whoever made a snapshot controls its machine.toml. The table of keys marks those that name programs, files, users or
+//! ports of the restoring host (`Trust`).
 
 use toml::{Table, Value};
 
@@ -13,7 +13,7 @@ use crate::problem::Problem;
 /// A key that names something of the host, with its value.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HostKey {
-    /// As messages name it: `boot.kernel`, `nets[0].forward`.
+    /// The key as shown in messages: `boot.kernel`, `nets[0].forward`.
     pub key: String,
     pub value: Value,
 }
@@ -30,7 +30,7 @@ impl Setting {
         Self { key: key.to_owned(), value }
     }
 
-    /// A value is written as in machine.toml; the quotes around a text may be left out.
+    /// Values are written as in machine.toml; quotes around a string are optional.
     pub fn parse(text: &str) -> Result<Self, String> {
         let (key, value) = text.split_once('=').ok_or("write KEY=VALUE, for example memory_folder=/dev/shm/web2")?;
         let (key, value) = (key.trim(), value.trim());
@@ -43,7 +43,7 @@ impl Setting {
     }
 }
 
-/// Names, some with a position behind them.
+/// The key's path: names, some with an index.
 fn steps(key: &str) -> Option<Vec<(&str, Option<usize>)>> {
     let is_name = |name: &str| !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_');
     let step = |step| match str::split_once(step, '[') {
@@ -55,14 +55,14 @@ fn steps(key: &str) -> Option<Vec<(&str, Option<usize>)>> {
 }
 
 impl ConfigFile {
-    /// Everything in it that only the operator of the host may say.
+    /// All keys that only the host's operator may set.
     pub fn host_keys(&self) -> Vec<HostKey> {
         let mut found = Vec::new();
         visit(&self.table(), Section::Machine, "", &mut found);
         found
     }
 
-    /// With what was typed on the command line in place of what stands there. The error lists everything that is wrong with it.
+    /// The file with the command line's settings applied. The error lists everything that is wrong with them.
     pub fn with_settings(self, settings: &[Setting]) -> Result<Self, Vec<Problem>> {
         if settings.is_empty() {
             return Ok(self);
@@ -106,7 +106,7 @@ fn is_of_host(section: Section, name: &str, value: &Value) -> bool {
     }
 }
 
-/// None: there is no such place.
+/// None if the section does not exist.
 fn put(table: &mut Table, setting: &Setting) -> Option<()> {
     let steps = steps(&setting.key)?;
     let (last, path) = steps.split_last()?;
@@ -125,10 +125,11 @@ fn put(table: &mut Table, setting: &Setting) -> Option<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::fields::{FIELDS, Kind};
+    use super::super::fields::Kind;
+    use super::super::file::FIELDS;
     use super::*;
 
-    /// One field, as an example shows it, in a file.
+    /// A file with one key, set to its example.
     fn with(field: &Field) -> ConfigFile {
         let line = format!("{} = {}\n", field.key, field.example);
         let heading = match field.section {
@@ -138,7 +139,7 @@ mod tests {
         ConfigFile::parse(&format!("{heading}{line}")).unwrap()
     }
 
-    /// What names something of the host by its kind must not be taken for the guest's.
+    /// Keys whose type names something of the host must not be marked as the guest's.
     #[test]
     fn every_path_of_the_table_is_the_operators() {
         for field in FIELDS {
@@ -199,7 +200,7 @@ mod tests {
         for wrong in ["cpus", "=3", "nets[x].forward=1", "Nets=1", "a..b=1"] {
             assert!(Setting::parse(wrong).is_err(), "{wrong}");
         }
-        // A text that looks like the end of the line and more is a text.
+        // A string that contains a line break and more stays a string.
         let sly = Setting::parse("name=1\nqemu=\"/x\"").unwrap();
         assert_eq!(sly.value, Value::String("1\nqemu=\"/x\"".into()));
     }

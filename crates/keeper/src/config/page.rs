@@ -4,7 +4,7 @@ use super::fields::{Field, Section};
 
 const HEAD: &str = "# Configuration
 
-*Generated from the table of fields in `crates/keeper/src/config/fields.rs`. Do not edit: `UPDATE=1 cargo test -p hearth
+*Generated from the table of fields in `crates/keeper/src/config/file.rs`. Do not edit: `UPDATE=1 cargo test -p hearth
 generated` rewrites it.*
 
 A machine is one TOML file. `hearth check FILE` reports everything that is wrong with it. `hearth config FILE` shows it with

@@ -6,7 +6,7 @@ use super::{DailyWindow, Forward, Protocol};
 
 const SIZE_HINT: &str = "write a number with a unit of 1024: \"512MiB\", \"2GiB\"";
 
-/// Bytes of "512MiB"; K, M, G, T and the forms with "iB" mean the same.
+/// Bytes of "512MiB"; K, M, G, T mean the same as the forms with "iB".
 pub fn size_bytes(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let digits = text.find(|letter: char| !letter.is_ascii_digit()).unwrap_or(text.len());
@@ -36,7 +36,7 @@ pub fn slack_bytes(text: &str, ram_bytes: u64) -> Result<u64, String> {
     }
 }
 
-/// A century: a moment that is further away than the clock can count cannot be waited for.
+/// A century, so that a deadline always fits into the clock.
 pub const SECONDS_MAX: u64 = 36_525 * 86_400;
 
 /// Seconds of "90s", "15m", "12h", "30d".
@@ -54,7 +54,7 @@ pub fn seconds(text: &str) -> Option<u64> {
     number.parse::<u64>().ok()?.checked_mul(factor).filter(|seconds| *seconds <= SECONDS_MAX)
 }
 
-/// "02:00-05:00". From and to must differ: a whole day is said by saying nothing.
+/// Parses "02:00-05:00". Start and end must differ; for the whole day, omit the key.
 pub fn daily_window(text: &str) -> Option<DailyWindow> {
     let (from, to) = text.split_once('-')?;
     let (from_minute, to_minute) = (minute_of_day(from)?, minute_of_day(to)?);
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn slack_is_a_size_or_a_part_of_the_ram() {
+    fn slack_is_a_size_or_percentage() {
         assert_eq!(slack_bytes("3%", 1000), Ok(30));
         assert_eq!(slack_bytes("0.5%", 1000), Ok(5));
         assert_eq!(slack_bytes("16MiB", 1000), Ok(16 << 20));

@@ -9,7 +9,8 @@ use toml::de::{DeTable, DeValue};
 use toml::{Spanned, Table, Value};
 
 use super::ConfigFile;
-use super::fields::{FIELDS, Field, Kind, Section};
+use super::fields::{Field, Kind, Section};
+use super::file::FIELDS;
 use crate::problem::Problem;
 
 /// How the parser begins what it says of anything that is no value, as of none at all.
@@ -299,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_toml_is_told_with_what_helps() {
+    fn toml_errors_come_with_hints() {
         let check = |text: &str, expect: &str| {
             let problems = read(text).err().expect("it is no TOML");
             assert_eq!(problems[0].to_string(), format!("error: {expect}"), "{text:?}");
@@ -322,7 +323,7 @@ mod tests {
 
     /// Each kind of value in the place of each other.
     #[test]
-    fn value_of_another_kind_is_told_with_an_example_that_fits() {
+    fn wrong_type_is_reported_with_an_example() {
         let values = ["\"\"", "\"x\"", "7", "true", "[]", "[1]", "{}", "1.5"];
         for field in FIELDS {
             let prefix = if field.section == Section::Machine { "" } else { field.section.heading() };

@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restored_machine_has_the_saved_ones_qemu_or_another() {
+    fn restore_keeps_or_overrides_the_saved_qemu() {
         let check = |asked: Option<&str>, expect: &str| {
             let typed = ConfigFile::parse(&format!("qemu = \"/saved/qemu\"\n{TEXT}")).unwrap();
             let restored = meaning(&typed.with_qemu(asked.map(PathBuf::from)).to_text(), "/clones/two/machine.toml");
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restored_machine_has_the_devices_of_the_saved_one() {
+    fn restore_keeps_the_saved_devices() {
         let saved = meaning(TEXT, "/machines/web.toml");
         let along = ConfigFile::parse(TEXT).unwrap().for_snapshot(&saved, "tcg").to_text();
         let disks = [PathBuf::from("/clones/two/disk-root.qcow2")];

@@ -80,7 +80,7 @@ fn the_smallest_file_gets_every_default() {
 }
 
 #[test]
-fn headroom_is_for_machines_that_dump_beside_the_next_guest() {
+fn headroom_needs_dump_and_recover() {
     let most_mib = |on_panic: &str| {
         let text = SMALL.replace("memory =", &format!("on_panic = \"{on_panic}\"\nbudget_slack = \"0%\"\nmemory ="));
         parse(&format!("{text}\n[crash]\nheadroom = \"64MiB\"\n")).unwrap().most_memory_bytes() >> 20
@@ -217,7 +217,7 @@ fn what_is_no_toml_is_told_by_line() {
 }
 
 #[test]
-fn keys_below_the_wrong_heading_are_told_where_they_belong() {
+fn misplaced_keys_are_told_their_section() {
     check_with(
         "ember = \"off\"\n",
         &["error: boot.ember (line 5): no such key; it belongs at the top of the file, before any [heading]"],

@@ -1,4 +1,4 @@
-//! What the guest is started from, its disks and its networks.
+//! The guest's boot files, disks and networks.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -10,9 +10,9 @@ use crate::config::file::{BootSection, DiskSection, NetSection};
 use crate::config::quantity::{derived_mac, forward, mac};
 use crate::config::{Boot, DiskConfig, DiskFormat, Forward, NetBackend, NetConfig};
 
-/// virtio-blk's field for it.
+/// Size of virtio-blk's serial field.
 const SERIAL_BYTES_MAX: usize = 20;
-/// Where distributions put UEFI firmware, 4 MiB form first.
+/// Paths of UEFI firmware in distributions, 4 MiB images first.
 const UEFI_CODE: [&str; 4] = [
     "/usr/share/OVMF/OVMF_CODE_4M.fd",
     "/usr/share/OVMF/OVMF_CODE.fd",
@@ -83,7 +83,7 @@ impl Resolver<'_> {
         disks
     }
 
-    /// A machine's bus has so many places for each.
+    /// Checks the limits of a machine's bus.
     pub(super) fn must_fit(&mut self, disks: usize, nvram: usize, nets: usize) {
         if disks + nvram > DISKS_MAX {
             let why = format!("{disks} disks and {nvram} NVRAM devices exceed the limit of {DISKS_MAX}");

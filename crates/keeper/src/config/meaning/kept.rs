@@ -1,4 +1,4 @@
-//! What is kept from one incarnation to the next besides the ember: boot set and NVRAM.
+//! Boot set and NVRAM, which outlive an incarnation as the ember does.
 
 use std::collections::HashSet;
 
@@ -15,7 +15,7 @@ use crate::config::{
 const DEFAULT_REMOUNT_LIMIT: &str = "5%";
 const REMOUNT_BYTES_MIN: u64 = 64 << 10;
 const DEFAULT_READY_AFTER: &str = "2m";
-/// As systemd has it.
+/// systemd's limit.
 const UNIT_BYTES_MAX: usize = 255;
 const NVRAM_BYTES_STEP: u64 = 4096;
 
@@ -75,7 +75,7 @@ impl Resolver<'_> {
                 None
             }
             (None, Some(unit)) => self.ready_unit(unit, guest_agent),
-            // What is wrong with the unit was said.
+            // The unit's error was already reported.
             (None, None) if self.blamed.contains("remount.ready.unit") => None,
             (port, None) => self.ready_port(port, nets),
         }
@@ -108,7 +108,7 @@ impl Resolver<'_> {
         Some(ReadySign::Unit(unit))
     }
 
-    /// As disks, and as persistent memory.
+    /// NVRAM devices, as disks and as persistent memory.
     pub(super) fn nvram(
         &mut self,
         typed: Vec<NvramSection>,

@@ -1,4 +1,4 @@
-//! Second look at a file: what it means. Defaults are filled in, texts become values, fields are held against each other.
+//! Second step of reading a file: fills in defaults, parses texts and checks keys against each other.
 
 mod devices;
 mod kept;
@@ -22,30 +22,29 @@ pub(super) use object_store::{DEFAULT_CACHE_BYTES, default_object_folder};
 
 const MEMORY_BYTES_MIN: u64 = 32 << 20;
 const MEMORY_BYTES_MAX: u64 = 16 << 40;
-/// Huge pages are this large: a RAM of whole ones is never rounded.
+/// The size of a huge page, so that RAM is never rounded.
 const MEMORY_BYTES_STEP: u64 = 2 << 20;
 const NAME_BYTES_MAX: usize = 32;
 const DEFAULT_SLACK: &str = "3%";
 /// More threads only wait for the disk.
 const DUMP_THREADS_MAX: usize = 4;
-/// For root; with the user's number for others: a folder made by one user is closed to the next.
+/// For root; other users get their user id appended, because one user's folder is closed to another.
 const DEFAULT_MEMORY_FOLDER: &str = "/dev/shm/hearth";
 
-/// None only together with problems that leave nothing to go on with.
 pub(super) fn default_memory_folder(machine: &str) -> PathBuf {
     let user = rustix::process::geteuid();
     let of_user = if user.is_root() { String::new() } else { format!("-{}", user.as_raw()) };
     Path::new(&format!("{DEFAULT_MEMORY_FOLDER}{of_user}")).join(machine)
 }
 
-/// A folder for this machine alone: the one that was typed if it has the machine's name, else one of that name below it, for
-/// it may be everybody's (/dev/shm).
+/// A folder for this machine alone: the given one if it has the machine's name, else a subfolder of that name, because
+/// the given one may be shared (/dev/shm).
 fn own_folder(typed: PathBuf, machine: &str) -> PathBuf {
     let is_own = typed.file_name().is_some_and(|name| name == machine) || is_of_earlier_keeper(&typed);
     if is_own { typed } else { typed.join(machine) }
 }
 
-/// Earlier keepers used any folder as it was. A guest that one of them started there goes on there.
+/// Earlier keepers used any folder unchanged. A guest that one of them started there continues there.
 fn is_of_earlier_keeper(folder: &Path) -> bool {
     let us = rustix::process::geteuid().as_raw();
     let is_private = |path: &Path| fs::symlink_metadata(path).is_ok_and(|it| it.uid() == us && it.mode() & 0o077 == 0);
@@ -56,7 +55,7 @@ pub(super) fn default_dump_folder(machine: &str) -> PathBuf {
     state_folder(machine).join("dumps")
 }
 
-/// Of root; of others below their own state.
+/// The state folder: /var/lib for root, the user's state folder for others.
 fn state_folder(machine: &str) -> PathBuf {
     let state = if rustix::process::geteuid().is_root() {
         PathBuf::from("/var/lib")
@@ -80,6 +79,7 @@ fn watchdog_action(typed: WatchdogSection) -> WatchdogAction {
     }
 }
 
+/// Resolves a file; none only together with problems.
 pub fn resolve(
     typed: ConfigFile,
     file: &Path,
@@ -173,7 +173,7 @@ impl Resolver<'_> {
         self.problems.push(Problem::error(subject, message, hint));
     }
 
-    /// A field that must be given. Says nothing if something bad was given for it: that was said already.
+    /// A required key. If its value was already reported as wrong, it is not also reported as missing.
     fn required<T>(&mut self, value: Option<T>, subject: &str, example: &str) -> Option<T> {
         if value.is_none() && !self.blamed.contains(subject) {
             self.problem(subject, "is missing", format!("for example {example}"));

@@ -1,4 +1,4 @@
-//! How snapshots in object stores are reached, and what of them is kept on this host.
+//! Access to object stores, and their cache on this host.
 
 use std::path::PathBuf;
 
@@ -10,7 +10,7 @@ use crate::config::file::ObjectStoreSection;
 
 pub const DEFAULT_CACHE_BYTES: u64 = 8 << 30;
 
-/// One for all machines: clones of one snapshot share what came of it.
+/// One for all machines, so that clones of one snapshot share the cache.
 pub fn default_object_folder() -> PathBuf {
     let caches = if rustix::process::geteuid().is_root() {
         PathBuf::from("/var/cache")

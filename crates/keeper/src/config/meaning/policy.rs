@@ -1,4 +1,4 @@
-//! What becomes of a guest that crashed, and when its QEMU is replaced.
+//! Crash handling, and when QEMU is replaced.
 
 use hearth_api::{DumpCompression, DumpFormat};
 
@@ -11,9 +11,9 @@ const DEFAULT_DUMP_LEVEL: u8 = 31;
 const DEFAULT_KEEP_LAST: u32 = 5;
 const DEFAULT_MIN_FREE: &str = "1GiB";
 const DEFAULT_HEADROOM: &str = "0%";
-/// Memory comes free in steps of this: as soon as it is written.
+/// Memory is released in steps of this size, as soon as it is written.
 const DEFAULT_CHUNK: &str = "4MiB";
-/// Whole huge pages are released.
+/// Only whole huge pages are released.
 const CHUNK_BYTES_MIN: u64 = 2 << 20;
 const CHUNK_BYTES_MAX: u64 = 4 << 30;
 const DEFAULT_LOOP_COUNT: u32 = 5;

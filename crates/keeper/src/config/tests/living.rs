@@ -141,7 +141,7 @@ fn another_spelling_changes_nothing() {
 
 /// The probe is the keeper's, the forward the guest's: what they make together is no configuration.
 #[test]
-fn a_mixture_that_contradicts_itself_waits_as_a_whole() {
+fn contradictory_merge_waits_as_a_whole() {
     let with = |port: u16| {
         format!("{SMALL}[remount]\nready = {{ port = {port} }}\n[[nets]]\nforward = [\"127.0.0.1:{port}:80\"]\n")
     };
