@@ -2,37 +2,52 @@
 //!
 //! command line -> `cli` -> run: config -> check -> the machine's event loop, with `http`, `console`, `event_log` beside it
 //!                       -> any other: `client` -> unix socket -> `http` -> `control` -> event loop
+//!
+//! Only what the program and this crate's tests need is public; all modules are private.
 
-pub mod age;
-pub mod check;
-pub mod cli;
-pub mod client;
-pub mod config;
-pub mod console;
-pub mod control;
+use std::process::ExitCode;
+
+mod age;
+mod check;
+mod cli;
+mod client;
+mod config;
+mod console;
+mod control;
 mod drill;
-pub mod event;
-pub mod event_log;
-pub mod fleet_lock;
-pub mod folders;
-pub mod host_reload;
-pub mod http;
-pub mod in_force;
-pub mod machine;
-pub mod metrics;
-pub mod notify;
+mod event;
+mod event_log;
+mod fleet_lock;
+mod folders;
+mod host_reload;
+mod http;
+mod in_force;
+mod machine;
+mod metrics;
+mod notify;
 mod object_store;
 mod parked_guest;
-pub mod problem;
-pub mod run;
-pub mod runtime_root;
+mod problem;
+mod run;
+mod runtime_root;
 #[cfg(test)]
 mod sample;
-pub mod unix_socket;
-pub mod upgrade;
-pub mod watchdog;
+mod unix_socket;
+mod upgrade;
+mod watchdog;
+
+pub use config::page as config_page;
+pub use console::{Hub, Place};
+pub use event_log::{EventLog, read_file as read_events};
+pub use host_reload::Record;
+pub use metrics::page as metrics_page;
+
+/// The program `hearth`: the commands, and behind `hearth run` the keeper.
+pub fn main() -> ExitCode {
+    cli::main(run::run)
+}
 
 /// An error with all its causes, on one line: `what: why: why that`.
-pub fn chain(error: &dyn std::error::Error) -> String {
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     std::iter::successors(Some(error), |error| error.source()).map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }

@@ -3,5 +3,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    hearth_keeper::cli::main(hearth_keeper::run::run)
+    hearth_keeper::main()
 }

@@ -63,14 +63,14 @@ fn host_reload(root: &Path, trusted: &str, arguments: &[&str]) -> Output {
 }
 
 #[test]
-fn a_place_is_asked_for_and_given_back_where_the_host_trusts_the_server() {
+fn slot_is_acquired_and_released_over_trusted_tls() {
     let root = tempfile::tempdir().unwrap();
     let (url, asked) = server();
     let prepare = ["prepare", "--drill", "--fleet-lock", &url, "--fleet-id", "this-host", "--fleet-wait", "0s"];
     // Who is trusted is another one: here the server itself, which is no CA.
     let refused = host_reload(root.path(), "server.pem", &prepare);
     let told = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(refused.status.code() == Some(1) && told.contains("cannot be asked"), "{told}");
+    assert!(refused.status.code() == Some(1) && told.contains("cannot reach FleetLock server"), "{told}");
     assert!(told.contains("certificate"), "{told}");
     assert_eq!(*asked.lock().unwrap(), [""; 0]);
 

@@ -31,10 +31,10 @@ fn generated_openapi_file_is_current() {
 
 #[test]
 fn generated_config_page_is_current() {
-    check("config.md", &hearth_keeper::config::page());
+    check("config.md", &hearth_keeper::config_page());
 }
 
 #[test]
 fn generated_metrics_page_is_current() {
-    check("metrics.md", &hearth_keeper::metrics::page());
+    check("metrics.md", &hearth_keeper::metrics_page());
 }

@@ -10,7 +10,7 @@ use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::BootSet;
 use hearth_disk::image::ImageFile;
 use hearth_disk::tag::Tagger;
-use hearth_keeper::console::{Hub, Place};
+use hearth_keeper::{Hub, Place};
 use hearth_qemu::Endpoint;
 use hearth_recovery::boot_set::saved;
 use hearth_recovery::images::{DiskNote, at_rest};
@@ -33,7 +33,7 @@ fn check(root: &Path, arguments: &[&str], code: i32, stdout: &str, stderr: &str)
 }
 
 #[test]
-fn a_machine_that_does_not_run_is_exit_code_3() {
+fn stopped_machine_gives_exit_code_3() {
     let root = tempfile::tempdir().unwrap();
     let error = format!(
         "hearth: web is not running; no machine runs in {}; start one with `hearth run FILE`\n",
@@ -48,7 +48,7 @@ fn a_machine_that_does_not_run_is_exit_code_3() {
 }
 
 #[test]
-fn a_wrong_configuration_is_exit_code_2_and_told_whole() {
+fn wrong_configuration_lists_all_errors_with_code_2() {
     let root = tempfile::tempdir().unwrap();
     let file = root.path().join("web.toml");
     fs::write(&file, "memory = \"1GiB\"\nember = \"maybe\"\n").unwrap();
@@ -128,7 +128,7 @@ fn a_pipe_that_closes_early_is_no_error() {
 
 /// On a terminal of its own, which `script` makes: keys that a terminal would act on reach the guest, and Ctrl-] leaves.
 #[test]
-fn the_console_is_the_guests_until_it_is_left() {
+fn console_relays_until_detach() {
     let root = tempfile::tempdir().unwrap();
     fs::create_dir(root.path().join("web")).unwrap();
     let serial = root.path().join("serial");
@@ -163,6 +163,9 @@ fn the_console_is_the_guests_until_it_is_left() {
     assert_eq!(&typed, b"a\x03b\r");
     keys.write_all(b"\x1d").unwrap();
     screen.read_to_string(&mut seen).unwrap();
-    assert!(seen.contains("connected to web; Ctrl-] disconnects") && seen.contains("left; web goes on"), "{seen}");
+    assert!(
+        seen.contains("connected to web; Ctrl-] disconnects") && seen.contains("disconnected; web keeps running"),
+        "{seen}"
+    );
     assert!(script.wait().unwrap().success());
 }

@@ -21,8 +21,7 @@ use hearth_disk::image::ImageFile;
 use hearth_disk::nvram::{MirrorPolicy, Nvram, NvramOptions};
 use hearth_disk::tag::Tagger;
 use hearth_disk::warm::{AfterServing, WarmSource};
-use hearth_keeper::event_log::{self, EventLog};
-use hearth_keeper::host_reload::Record;
+use hearth_keeper::{EventLog, Record, read_events};
 use hearth_recovery::boot_set::saved;
 use hearth_recovery::images::{self, DiskNote, Notes};
 use hearth_recovery::journal::Journal;
@@ -142,8 +141,7 @@ const CASES: &[Case] = &[
             let Ok(log) = EventLog::open("web", folder) else { return false };
             log.record(event("first"));
             log.record(event("new"));
-            event_log::read_file(folder)
-                .is_ok_and(|records| records.last().is_some_and(|last| last.event == event("new")))
+            read_events(folder).is_ok_and(|records| records.last().is_some_and(|last| last.event == event("new")))
         },
         content: event_log_content,
     },
@@ -284,7 +282,7 @@ fn event(message: &str) -> EventKind {
 }
 
 fn event_log_content(folder: &Path) -> Content {
-    let messages: Vec<_> = event_log::read_file(folder).unwrap().into_iter().map(|record| record.event).collect();
+    let messages: Vec<_> = read_events(folder).unwrap().into_iter().map(|record| record.event).collect();
     assert_eq!(messages[0], event("old"));
     if messages.last() == Some(&event("new")) { New } else { Old }
 }
@@ -402,7 +400,7 @@ fn each_call_may_be_the_last(case: &Case) -> usize {
 }
 
 #[test]
-fn each_system_call_of_each_write_may_fail_or_be_the_last() {
+fn files_survive_any_failed_or_last_system_call() {
     let begun = SystemTime::now();
     for case in CASES {
         let tried = each_call_may_be_the_last(case);
