@@ -43,6 +43,7 @@ pub enum ErrorWord {
 }
 
 impl ErrorWord {
+    /// All reasons.
     pub const ALL: [Self; 10] = [
         Self::BadRequest,
         Self::NoSuchRoute,
@@ -70,6 +71,7 @@ impl ErrorWord {
         }
     }
 
+    /// The word used in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::BadRequest => "bad_request",
@@ -87,10 +89,12 @@ impl ErrorWord {
 }
 
 impl ApiError {
+    /// An error without a hint.
     pub fn new(error: ErrorWord, message: impl Into<String>) -> Self {
         Self { error, message: message.into(), hint: None }
     }
 
+    /// Adds what to do about the error.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());

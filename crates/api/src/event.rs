@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn what_another_version_wrote_is_read_as_far_as_it_is_known() {
+    fn unknown_events_are_read_as_unknown() {
         let check = |event: &str, expect: EventKind| {
             let text = format!(
                 r#"{{"sequence":7,"time":"2026-03-01T12:00:00.123Z","machine":"web","incarnation":2,"future":[1],{event}}}"#

@@ -99,8 +99,10 @@ pub struct FreezeRequest {
 }
 
 impl FreezeRequest {
+    /// Range of `patience_ms`.
     pub const PATIENCE_MS: std::ops::RangeInclusive<u64> = 1000..=600_000;
 
+    /// Whether `patience_ms` is in range.
     pub fn is_sane(&self) -> bool {
         Self::PATIENCE_MS.contains(&self.patience_ms)
     }
@@ -117,9 +119,12 @@ pub struct ScanRequest {
 }
 
 impl ScanRequest {
+    /// Range of `period_ms`.
     pub const PERIOD_MS: std::ops::RangeInclusive<u64> = 50..=600_000;
+    /// Range of `rounds`.
     pub const ROUNDS: std::ops::RangeInclusive<u32> = 1..=1000;
 
+    /// Whether period and rounds are in range.
     pub fn is_sane(&self) -> bool {
         Self::PERIOD_MS.contains(&self.period_ms) && Self::ROUNDS.contains(&self.rounds)
     }

@@ -208,9 +208,11 @@ pub enum MachineState {
 }
 
 impl MachineState {
+    /// All states.
     pub const ALL: [Self; 7] =
         [Self::Starting, Self::Running, Self::Paused, Self::Recovering, Self::Stopping, Self::Stopped, Self::Failed];
 
+    /// The word used in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Starting => "starting",
@@ -441,6 +443,7 @@ pub struct Refused {
 }
 
 impl Refused {
+    /// Sum of all reasons.
     pub fn total(self) -> u64 {
         self.tag_mismatch + self.overwritten + self.trimmed
     }

@@ -1,4 +1,4 @@
-//! What the API may ask of the machine's event loop, and how the answer comes back.
+//! Commands from the API to the machine's event loop, and how the answers come back.
 //!
 //! HTTP thread -> Control -> event loop (one at a time, in order) -> answer over a channel made for this one question.
 
@@ -16,7 +16,7 @@ use crate::age::Signs;
 /// The loop answers within milliseconds except while it waits for QEMU's start or for a disk to drain, or has an `Occupation`.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A question or an order.
+/// A query or a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
     Status,
@@ -25,30 +25,30 @@ pub enum Command {
     Crash(CrashRequest),
     /// Dump the memory of a living guest.
     Dump(DumpRequest),
-    /// Go on with a dump that waits.
+    /// Resume a waiting dump.
     ResumeDump,
-    /// Give up what is not yet written of all dumps.
+    /// Discard what all dumps have not written yet.
     DiscardDump,
     Rejuvenate(RejuvenateRequest),
     Park(ParkRequest),
-    /// Another program is to go on with the machine.
+    /// Replace the keeper with another program.
     UpgradeKeeper(UpgradeRequest),
     Age,
     Save(SaveRequest),
     CancelSave,
     Ready,
     RemountPlan,
-    /// Look again how large this disk's image is.
+    /// Read this disk's image size again.
     Resize {
         disk: String,
     },
 }
 
-/// What the loop says to a command that it took.
+/// The loop's answer to a command.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Answer {
     Status(Box<MachineStatus>),
-    /// The order is taken; events tell what becomes of it.
+    /// The request was accepted; events report its progress.
     Accepted,
     Resized(DiskSize),
     Age(Box<Signs>),
@@ -57,12 +57,12 @@ pub enum Answer {
 
 pub type Reply = Sender<Result<Answer, ApiError>>;
 
-/// What the loop is at that takes long, if anything: it answers nobody meanwhile. Clones are the same.
+/// A long task that keeps the loop from answering, if there is one. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct Occupation(Arc<Mutex<Option<ApiError>>>);
 
 impl Occupation {
-    /// From now on it is this, and who asks is told so.
+    /// Starts a task; commands are refused with this text from now on.
     pub fn begin(&self, what: String, hint: &str) {
         self.set(Some(ApiError::new(ErrorWord::WrongState, what).hint(hint)));
     }
@@ -84,7 +84,7 @@ impl Occupation {
     }
 }
 
-/// The way into the event loop. `send` must not block; a loop that has ended may drop what it is given.
+/// Sends commands to the event loop. `send` must not block; a loop that has ended may drop them.
 pub struct Control {
     send: Box<dyn Fn(Command, Reply) + Send + Sync>,
     patience: Duration,
@@ -96,7 +96,7 @@ impl Control {
         Self { send: Box::new(send), patience: PATIENCE, occupation: Occupation::default() }
     }
 
-    /// Asks nothing while the loop has this occupation.
+    /// Refuses commands while the loop has this occupation.
     pub fn while_not(mut self, occupation: Occupation) -> Self {
         self.occupation = occupation;
         self
@@ -115,7 +115,7 @@ impl Control {
         answer.recv_timeout(self.patience).unwrap_or_else(|error| Err(self.no_answer(error)))
     }
 
-    /// The status alone, which the machine gives in any state.
+    /// The machine's status, which is available in any state.
     pub fn status(&self) -> Result<Box<MachineStatus>, ApiError> {
         match self.ask(Command::Status)? {
             Answer::Status(status) => Ok(status),
@@ -143,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_loop_that_has_ended_is_told_from_one_that_is_slow() {
+    fn ended_and_slow_loops_give_different_errors() {
         let ended = Control::new(|_, reply| drop(reply));
         assert_eq!(ended.ask(Command::Status).unwrap_err().error, ErrorWord::WrongState);
 
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_a_loop_that_has_an_occupation_is_told_which() {
+    fn busy_loop_refuses_with_reason() {
         let occupation = Occupation::default();
         let control = Control::new(|_, reply| drop(reply.send(Ok(Answer::Accepted)))).while_not(occupation.clone());
         assert_eq!(control.ask(Command::Ready), Ok(Answer::Accepted));

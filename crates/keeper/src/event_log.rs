@@ -1,8 +1,8 @@
-//! The machine's events: the last ones in memory for readers that follow, and all of them in a file of bounded size
-//! that is still there when the keeper is not.
+//! The machine's events: the latest in memory for followers, and all of them in a bounded file that outlives the
+//! keeper.
 //!
-//! Readers hold a cursor, not a queue: one ring serves all of them, a slow one costs nothing and loses only its own
-//! place (it is told how many records it missed).
+//! Readers hold a cursor, not a queue: one ring serves all of them. A slow reader costs nothing and only misses records
+//! itself; it gets their number.
 
 use std::collections::VecDeque;
 use std::fs::{self, File, OpenOptions};
@@ -15,9 +15,9 @@ use std::time::{Duration, SystemTime};
 
 use hearth_api::{EventKind, EventRecord};
 
-/// Records kept in memory: some hundred recoveries.
+/// Number of records in memory, enough for some hundred recoveries.
 const RING_RECORDS: usize = 4096;
-/// Size at which the file becomes the old file, and a new one is begun: at most twice this is kept.
+/// Size at which a new file starts. At most twice this is kept.
 const FILE_BYTES_MAX: u64 = 4 << 20;
 pub const FILE_NAME: &str = "events.jsonl";
 const OLD_FILE_NAME: &str = "events.old.jsonl";
@@ -38,24 +38,24 @@ struct Inner {
 struct Ring {
     records: VecDeque<Arc<EventRecord>>,
     records_max: usize,
-    /// Sequence of the last record; 0 before the first.
+    /// Sequence number of the last record; 0 before the first.
     last: u64,
     closed: bool,
     journal: Option<Journal>,
 }
 
-/// What a reader gets next.
+/// Result of a read.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Received {
     Record(Arc<EventRecord>),
-    /// Nothing happened for as long as the reader wanted to wait.
+    /// No event arrived in time.
     Quiet,
-    /// The machine has ended, and every record was read.
+    /// The log was closed, and every record was read.
     Closed,
 }
 
 impl EventLog {
-    /// Goes on where a former keeper's file ends, so that a reader's `since` holds over a restart.
+    /// Continues an earlier keeper's file, so that a reader's `since` stays valid over a restart.
     pub fn open(machine: &str, runtime_folder: &Path) -> io::Result<Self> {
         let records: VecDeque<_> = read_file(runtime_folder)?.into_iter().map(Arc::new).collect();
         let last = records.back().map_or(0, |record| record.sequence);
@@ -63,7 +63,7 @@ impl EventLog {
         Ok(Self::with(machine, records, RING_RECORDS, Some(journal)))
     }
 
-    /// Without a file.
+    /// A log without a file.
     pub fn in_memory(machine: &str) -> Self {
         Self::with(machine, VecDeque::new(), RING_RECORDS, None)
     }
@@ -87,13 +87,13 @@ impl EventLog {
         Self { inner: Arc::new(inner) }
     }
 
-    /// Records from now on belong to this incarnation.
+    /// Later records belong to this incarnation.
     pub fn set_incarnation(&self, incarnation: u32) {
         self.inner.incarnation.store(incarnation, Relaxed);
     }
 
-    /// Adds a record and wakes the readers. Never fails: what a full disk keeps out of the file is written when there is space,
-    /// as far as it is still in memory.
+    /// Adds a record and wakes the readers. Never fails: if the disk is full, records are written once there is space,
+    /// as far as they are still in memory.
     pub fn record(&self, event: EventKind) -> u64 {
         let mut ring = self.ring();
         ring.last += 1;
@@ -113,12 +113,12 @@ impl EventLog {
         ring.last
     }
 
-    /// Sequence of the last record; 0 before the first.
+    /// Sequence number of the last record; 0 before the first.
     pub fn last_sequence(&self) -> u64 {
         self.ring().last
     }
 
-    /// What is kept of the records after `since`, oldest first; begins with a gap record if some are gone.
+    /// The records after `since` that are still in memory, oldest first; starts with a gap record if some are missing.
     pub fn since(&self, since: u64) -> Vec<Arc<EventRecord>> {
         let mut subscription = self.subscribe(since);
         let mut records = Vec::new();
@@ -130,7 +130,7 @@ impl EventLog {
 
     /// A reader of everything after `since`.
     pub fn subscribe(&self, since: u64) -> Subscription {
-        // A sequence from the future is a former life's (the file was removed): begin with what there is.
+        // A sequence number from the future belongs to a removed file: start with the oldest record.
         let since = if since > self.last_sequence() { 0 } else { since };
         Subscription { log: self.clone(), read: since }
     }
@@ -146,15 +146,15 @@ impl EventLog {
     }
 }
 
-/// A place in the log.
+/// A reader's position in the log.
 pub struct Subscription {
     log: EventLog,
-    /// Sequence of the last record this reader got.
+    /// Sequence number of the last record that this reader got.
     read: u64,
 }
 
 impl Subscription {
-    /// The next record, waiting for it at most so long.
+    /// The next record; waits at most this long.
     pub fn next(&mut self, patience: Duration) -> Received {
         let ring = self.log.ring();
         let read = self.read;
@@ -177,20 +177,20 @@ impl Subscription {
     }
 }
 
-/// Stands for the records before `next` that are gone.
+/// The record that replaces missing records before `next`.
 fn gap(next: &EventRecord, missed: u64) -> EventRecord {
     EventRecord { sequence: next.sequence - 1, event: EventKind::Gap { missed }, ..next.clone() }
 }
 
 impl Ring {
-    /// The first kept record with a greater sequence. Sequences in the ring have no holes: it is an index.
+    /// The first record with a greater sequence number. The ring has no gaps, so this is an index.
     fn after(&self, sequence: u64) -> Option<Arc<EventRecord>> {
         let first = self.records.front()?.sequence;
         let index = (sequence + 1).saturating_sub(first);
         self.records.get(usize::try_from(index).ok()?).cloned()
     }
 
-    /// Everything that the file lacks: the newest record, and those before it for which there was no space.
+    /// Writes what the file lacks: the newest record, and earlier ones for which there was no space.
     fn write_file(&mut self) {
         let Some(mut journal) = self.journal.take() else { return };
         let written = self.write_missing(&mut journal);
@@ -220,25 +220,25 @@ impl Ring {
     }
 }
 
-/// The file: one JSON object a line, unbuffered, so that a killed keeper leaves every record it made.
+/// The file: one JSON object per line, unbuffered, so that a killed keeper loses no record.
 struct Journal {
     path: PathBuf,
     file: File,
     bytes: u64,
     bytes_max: u64,
-    /// Sequence of the last record in it.
+    /// Sequence number of the last record in the file.
     written: u64,
-    /// The last attempt to write left something out.
+    /// Whether the last write failed.
     fails: bool,
 }
 
 impl Journal {
-    /// `written`: sequence of the last record in the files.
+    /// `written`: sequence number of the last record in the files.
     fn open(folder: &Path, bytes_max: u64, written: u64) -> io::Result<Self> {
         let path = folder.join(FILE_NAME);
         let mut file = OpenOptions::new().create(true).append(true).read(true).mode(0o600).open(&path)?;
         let bytes = file.metadata()?.len();
-        // The last line of a killed keeper may be torn: what follows must not be glued to it.
+        // A killed keeper's last line may be torn, so the next record must start a new line.
         let mut bytes = bytes;
         if bytes > 0 && !ends_with_newline(&file, bytes)? {
             file.write_all(b"\n")?;
@@ -256,7 +256,7 @@ impl Journal {
             *self = Self { fails: self.fails, ..Self::open(folder, self.bytes_max, self.written)? };
         }
         if let Err(error) = self.file.write_all(&line) {
-            // Nothing may follow on half a line.
+            // Removes half a line.
             let _ = self.file.set_len(self.bytes);
             return Err(error);
         }
@@ -272,8 +272,8 @@ fn ends_with_newline(file: &File, bytes: u64) -> io::Result<bool> {
     Ok(last == *b"\n")
 }
 
-/// All records that the files of a runtime folder hold, oldest first. Lines that are torn, or from before a hole, are
-/// left out, so that sequences have no holes.
+/// All records in the files of a runtime folder, oldest first. Torn lines, and records before a gap, are left out, so
+/// that sequence numbers have no gaps.
 pub fn read_file(runtime_folder: &Path) -> io::Result<Vec<EventRecord>> {
     let mut records: Vec<EventRecord> = Vec::new();
     for name in [OLD_FILE_NAME, FILE_NAME] {
@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_gets_everything_in_order_and_then_the_end() {
+    fn reader_gets_all_events_then_the_end() {
         let log = EventLog::in_memory("web");
         log.set_incarnation(3);
         let mut reader = log.subscribe(0);
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_reader_is_told_what_it_missed_and_goes_on() {
+    fn slow_reader_gets_a_gap_and_continues() {
         let log = EventLog::with("web", VecDeque::new(), 4, None);
         numbered(&log, 10);
         let records = log.since(2);
@@ -340,14 +340,14 @@ mod tests {
     }
 
     #[test]
-    fn a_sequence_from_the_future_begins_with_what_there_is() {
+    fn future_sequence_restarts_at_the_oldest_event() {
         let log = EventLog::in_memory("web");
         numbered(&log, 2);
         assert_eq!(sequences(&log.since(77)), [1, 2]);
     }
 
     #[test]
-    fn a_new_keeper_goes_on_counting_even_after_a_torn_line() {
+    fn sequence_continues_after_a_torn_line() {
         let folder = tempfile::tempdir().unwrap();
         let log = EventLog::open("web", folder.path()).unwrap();
         log.set_incarnation(5);
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn a_keeper_goes_on_counting_behind_what_another_version_wrote() {
+    fn sequence_continues_after_another_versions_events() {
         let folder = tempfile::tempdir().unwrap();
         numbered(&EventLog::open("web", folder.path()).unwrap(), 2);
         let path = folder.path().join(FILE_NAME);
@@ -378,12 +378,12 @@ mod tests {
         assert_eq!(sequences(&records), [1, 2, 3, 4]);
         assert_eq!(records[2].event, EventKind::Unknown { what: "guest_teleported".into() });
         assert_eq!(records[3].incarnation, 4);
-        // Nothing of it was touched, for the version that knows it.
+        // The unknown record is unchanged, for the version that knows it.
         assert!(fs::read_to_string(&path).unwrap().contains(&later));
     }
 
     #[test]
-    fn the_files_stay_within_their_bounds_and_keep_the_newest() {
+    fn log_files_stay_bounded_with_newest_events() {
         let folder = tempfile::tempdir().unwrap();
         let journal = Journal::open(folder.path(), 2000, 0).unwrap();
         let log = EventLog::with("web", VecDeque::new(), 16, Some(journal));
@@ -395,7 +395,7 @@ mod tests {
         assert!(records.len() > 10, "{}", records.len());
     }
 
-    /// A log whose file takes nothing.
+    /// A log whose file is full.
     fn full(folder: &Path) -> EventLog {
         let mut journal = Journal::open(folder, FILE_BYTES_MAX, 0).unwrap();
         journal.file = OpenOptions::new().write(true).open("/dev/full").unwrap();
@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn events_that_no_longer_fit_leave_a_gap_that_is_told() {
+    fn dropped_events_leave_a_gap_record() {
         let folder = tempfile::tempdir().unwrap();
         let log = full(folder.path());
         numbered(&log, 20);
@@ -432,11 +432,11 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_cannot_be_written_does_not_stop_the_log() {
+    fn unwritable_file_does_not_stop_the_log() {
         let folder = tempfile::tempdir().unwrap();
         let journal = Journal::open(folder.path(), 300, 0).unwrap();
         let log = EventLog::with("web", VecDeque::new(), 16, Some(journal));
-        // Turning the file over fails: a folder stands where the old one belongs.
+        // Starting a new file fails, because a folder has the old file's name.
         fs::create_dir(folder.path().join(OLD_FILE_NAME)).unwrap();
         numbered(&log, 10);
         assert_eq!(log.last_sequence(), 10);

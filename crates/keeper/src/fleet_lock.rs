@@ -1,9 +1,8 @@
-//! FleetLock: asks a server of the fleet for leave to take this host away, and says when it is back.
+//! FleetLock: asks the fleet's server for permission to reload this host, and reports when it is back.
 //!
 //! acquire: POST URL/v1/pre-reboot until 200, or the time is over; release: POST URL/v1/steady-state
 //!
-//! The protocol is Zincati's; airlock and others serve it. Both calls may be repeated: a place that is held is given
-//! again, and giving back what is not held is fine.
+//! The protocol is Zincati's; airlock and others implement it. Both calls are idempotent.
 
 use std::time::{Duration, Instant};
 
@@ -11,21 +10,21 @@ use hearth_store::shown;
 use serde::{Deserialize, Serialize};
 use ureq::Agent;
 
-/// Of one exchange.
+/// Timeout of one exchange.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(20);
-/// Until a server that refused, or was not there, is asked again.
+/// Interval of retries after a refusal or a failed connection.
 const ASK_EVERY: Duration = Duration::from_secs(5);
-/// An error is two short texts.
+/// An error consists of two short texts.
 const BODY_BYTES_MAX: u64 = 64 << 10;
 const HEADER: &str = "fleet-lock-protocol";
 
-/// Who asks whom, and as what.
+/// The server, and this host's group and id.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FleetLock {
-    /// Base address of the server; there may be a password in it, so `shown` is what is printed.
+    /// Base URL of the server. It may contain a password, so print `shown` instead.
     pub url: String,
     pub group: String,
-    /// What the server knows this host by.
+    /// This host's id at the server.
     pub id: String,
 }
 
@@ -68,17 +67,17 @@ impl std::fmt::Debug for FleetLock {
 }
 
 impl FleetLock {
-    /// The server's address without the password that may be in it.
+    /// The server's URL without its password.
     pub fn shown(&self) -> String {
         shown(&self.url)
     }
 
-    /// Waits until the server gives this host a place.
+    /// Waits until the server grants this host a slot.
     pub fn acquire(&self, wait: Duration) -> Result<(), FleetLockError> {
         self.insist("v1/pre-reboot", wait)
     }
 
-    /// This host is back. A server that cannot be reached yet, as by a host that has just booted, is asked again.
+    /// Releases the slot. Retries a server that cannot be reached yet, as after a boot.
     pub fn release(&self, wait: Duration) -> Result<(), FleetLockError> {
         self.insist("v1/steady-state", wait)
     }
@@ -115,13 +114,13 @@ impl FleetLock {
         let sent = agent.post(&url).header(HEADER, "true").content_type("application/json").send(&body[..]);
         let mut answer = match sent {
             Ok(answer) => answer,
-            // It may repeat the address.
+            // The error may contain the URL.
             Err(error) => {
                 let why = crate::chain(&error).replace(&url, &shown(&url));
                 return Err(FleetLockError::Unreachable { url: shown(&url), why });
             }
         };
-        // 200 and nothing else, says the protocol.
+        // The protocol requires status 200.
         if answer.status() == 200 {
             return Ok(());
         }
@@ -134,12 +133,12 @@ impl FleetLock {
     }
 }
 
-/// Trusts whom the host trusts: a fleet's server has often a certificate of its own house.
+/// TLS uses the host's trust store, because a fleet's server often has a certificate of its own CA.
 fn agent() -> Agent {
     Agent::config_builder()
         .tls_config(hearth_store::trusting_the_host())
         .timeout_global(Some(ANSWER_PATIENCE))
-        // Errors have a body; and whoever redirects is not the server that was meant.
+        // Errors have a body. A server that redirects is not the right one.
         .http_status_as_error(false)
         .max_redirects(0)
         .build()
@@ -154,13 +153,13 @@ mod tests {
 
     use super::*;
 
-    /// What the protocol's page shows for a fleet whose places are all taken.
+    /// The protocol's example of a fleet whose slots are all taken.
     const FULL: &str = r#"{
   "kind": "failed_lock_semaphore_full",
   "value": "semaphore currently full, all slots are locked already"
 }"#;
 
-    /// Answers one connection after the other, and returns what was asked: head and body.
+    /// Answers one connection after the other, and returns the requests: heads and bodies.
     fn server(answers: Vec<(u16, &'static str)>) -> (String, JoinHandle<Vec<(String, String)>>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}/base/", listener.local_addr().unwrap());
@@ -215,7 +214,7 @@ mod tests {
         let error = lock(url).acquire(Duration::ZERO).unwrap_err().to_string();
         assert!(
             error.ends_with(
-                "refuses: semaphore currently full, all slots are locked already (failed_lock_semaphore_full)"
+                "refused: semaphore currently full, all slots are locked already (failed_lock_semaphore_full)"
             ),
             "{error}"
         );
@@ -230,18 +229,18 @@ mod tests {
     }
 
     #[test]
-    fn a_place_is_given_back_to_a_server_that_comes_late() {
+    fn slot_release_waits_for_a_late_server() {
         let (url, served) = server(vec![(500, "starting"), (200, "")]);
         lock(url).release(Duration::from_millis(100)).unwrap();
         assert_eq!(served.join().unwrap().len(), 2);
     }
 
     #[test]
-    fn what_is_no_server_of_this_protocol_gives_no_leave() {
+    fn foreign_server_grants_no_lock() {
         for (status, body) in [(204, ""), (302, ""), (500, "<html>"), (404, r#"{"error": "no"}"#)] {
             let (url, served) = server(vec![(status, body)]);
             let error = lock(url).acquire(Duration::ZERO).unwrap_err().to_string();
-            assert!(error.ends_with(&format!("answers {status}, and not as a FleetLock server does")), "{error}");
+            assert!(error.ends_with(&format!("it answers with HTTP status {status}")), "{error}");
             served.join().unwrap();
         }
         let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
@@ -276,6 +275,6 @@ mod tests {
         };
         check("", "a", "fleet group");
         check("a b", "a", "fleet group");
-        check("workers", "", "the id of this host");
+        check("workers", "", "this host's fleet id");
     }
 }

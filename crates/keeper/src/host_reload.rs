@@ -1,5 +1,5 @@
-//! The record of a host reload: what was prepared, in a file that outlives the host's kernel, and what became of it. Its
-//! commands are in `cli::host_reload`.
+//! The record of a host reload: a file that outlives the host's kernel and lists the prepared machines and their
+//! outcome. Its commands are in `cli::host_reload`.
 
 use std::fs;
 use std::io::{self, Write};
@@ -12,7 +12,7 @@ use crate::fleet_lock::FleetLock;
 
 /// Raised when a field changes its meaning.
 const VERSION: u32 = 1;
-/// Where it is unless somebody chose another place.
+/// Default path of the record.
 pub const PLACE: &str = "/var/lib/hearth/host-reload.json";
 pub const PLACE_VARIABLE: &str = "HEARTH_HOST_RELOAD_RECORD";
 
@@ -33,10 +33,10 @@ pub struct Record {
     pub version: u32,
     /// RFC 3339.
     pub prepared_at: String,
-    /// Of the host's kernel that was left.
+    /// Boot id of the kernel before the reload.
     pub boot_id: String,
     pub runtime_root: PathBuf,
-    /// Held until all machines go on.
+    /// The fleet lock, held until all machines run again.
     pub fleet: Option<FleetLock>,
     pub machines: Vec<MachineNote>,
 }
@@ -44,10 +44,10 @@ pub struct Record {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MachineNote {
     pub name: String,
-    /// Its configuration.
+    /// Its configuration file.
     pub file: PathBuf,
     pub memory_folder: PathBuf,
-    /// Under which systemd looked after its keeper.
+    /// The systemd unit of its keeper.
     pub unit: Option<String>,
     pub outcome: Outcome,
     pub why: Option<String>,
@@ -57,16 +57,16 @@ pub struct MachineNote {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// It is about to be parked.
+    /// It is being parked.
     Begun,
     Parked,
-    /// It could not be, and runs on, as far as it does.
+    /// It could not be parked and keeps running, if it still runs.
     NotParked,
-    /// Its guest goes on.
+    /// Its guest was resumed.
     Resumed,
-    /// Its guest could not, and the machine booted.
+    /// Its guest could not resume, so the machine booted.
     Booted,
-    /// It does not run, and why is told.
+    /// It does not run; `why` says why.
     Down,
 }
 
@@ -82,7 +82,7 @@ impl Outcome {
         }
     }
 
-    /// Whether `resume` has to see to it.
+    /// Whether `resume` still has to handle it.
     pub fn is_open(self) -> bool {
         matches!(self, Self::Begun | Self::Parked | Self::Down)
     }
@@ -114,13 +114,13 @@ impl Record {
         serde_json::from_slice(&text).map_err(malformed)
     }
 
-    /// What was prepared on this host; none also if it cannot be read, as by users who did not prepare it.
+    /// This host's record; none also if it cannot be read, as by other users.
     pub fn of_this_host() -> Option<Self> {
         let place = std::env::var_os(PLACE_VARIABLE).map_or_else(|| PathBuf::from(PLACE), PathBuf::from);
         Self::load(&place).ok()
     }
 
-    /// Whether this host has another kernel than when it was prepared.
+    /// Whether this host has changed its kernel since it was prepared.
     pub fn host_reloaded(&self) -> bool {
         self.boot_id != hearth_qemu::accelerator::host_boot()
     }
@@ -130,17 +130,18 @@ impl Record {
         self.machines.iter().filter(move |machine| here && machine.outcome.is_open())
     }
 
-    /// Machines of a runtime root whose guests may wait in memory.
+    /// Machines of a runtime root whose guests may be parked in memory.
     pub fn names_parked_in(&self, root: &Path) -> Vec<String> {
         self.open_machines(root).map(|machine| machine.name.clone()).collect()
     }
 
-    /// In which folder a machine's guest may.
+    /// The folder in which a machine's guest may be parked.
     pub fn parked_in(&self, root: &Path, name: &str) -> Option<PathBuf> {
         self.open_machine(root, name).map(|machine| machine.memory_folder.clone())
     }
 
-    /// In which folder a machine's guest was left. One whose parking was only begun may have been left nowhere.
+    /// The folder in which a machine's guest was left, if any. A guest whose parking was interrupted may have been left
+    /// nowhere.
     pub fn left_in(&self, root: &Path, name: &str) -> Option<PathBuf> {
         let left = self.open_machine(root, name).filter(|machine| machine.outcome != Outcome::Begun);
         left.map(|machine| machine.memory_folder.clone())
@@ -150,7 +151,7 @@ impl Record {
         self.open_machines(root).find(|machine| machine.name == name)
     }
 
-    /// Whole or not at all, and on the disk.
+    /// Writes the record atomically and durably.
     pub fn save(&self, path: &Path) -> Result<(), RecordError> {
         self.write(path).map_err(|source| RecordError::Io { path: path.to_owned(), source })
     }
@@ -158,7 +159,7 @@ impl Record {
     fn write(&self, path: &Path) -> io::Result<()> {
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         fs::create_dir_all(folder)?;
-        // Only root reads it: the address of a FleetLock server may have a password in it.
+        // Only root may read it, because the FleetLock URL may contain a password.
         let text = serde_json::to_vec_pretty(self)?;
         replace_file(path, Lasting::PowerCut, |file| file.write_all(&text))
     }
@@ -179,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_record_reads_back_as_written_and_others_are_refused_by_name() {
+    fn record_round_trips_and_bad_ones_are_named() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new/host-reload.json");
         let refusal = || Record::load(&path).unwrap_err().to_string();
@@ -209,9 +210,9 @@ mod tests {
         let text = fs::read_to_string(&path).unwrap();
         for length in 0..text.len() {
             fs::write(&path, &text[..length]).unwrap();
-            assert!(refusal().contains("not understood"), "cut at {length}");
+            assert!(refusal().contains("cannot understand"), "cut at {length}");
         }
         fs::write(&path, r#"{"version": 9}"#).unwrap();
-        assert!(refusal().ends_with("version 9, this Hearth knows 1"));
+        assert!(refusal().ends_with("has format version 9, but this Hearth reads only version 1"));
     }
 }

@@ -1,7 +1,7 @@
 //! The machine's status as metrics in Prometheus' text format.
 //!
-//! One table of metrics; the text and `docs/metrics.md` come from it. The format is written by hand: it is three lines
-//! a metric, and a registry would have to be told every value again that the status holds already.
+//! The text and `docs/metrics.md` come from one table. The format is written by hand: it has three lines per metric,
+//! and a registry would need a copy of every value that the status holds already.
 
 use std::fmt::Write;
 
@@ -9,7 +9,7 @@ use hearth_api::{ArrivalStatus, DiskStatus, DumpState, DumpStatus, MachineState,
 
 pub const MEDIA_TYPE: &str = "text/plain; version=0.0.4";
 
-/// One metric: name, meaning, and its values in a status.
+/// A metric: name, meaning, and its values in a status.
 pub struct Metric {
     pub name: &'static str,
     pub kind: Kind,
@@ -19,7 +19,7 @@ pub struct Metric {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Only grows, except when the keeper starts anew.
+    /// Only grows, except when the keeper restarts.
     Counter,
     Gauge,
 }
@@ -33,23 +33,23 @@ impl Kind {
     }
 }
 
-/// Where a metric's values come from, and so its labels. Every metric has the label `machine`.
+/// Source of a metric's values, which also determines its labels. Every metric has the label `machine`.
 enum Values {
     Machine(fn(&MachineStatus) -> f64),
-    /// None: the value does not exist now, and no line is written.
+    /// None if the value does not exist now; then no line is written.
     Sometimes(fn(&MachineStatus) -> Option<f64>),
     LastDump(fn(&DumpStatus) -> f64),
-    /// Of a guest that came out of a snapshot.
+    /// From a restored guest.
     Restore(fn(&RestoreStatus) -> f64),
     /// Label `quantile`.
     Faults,
-    /// One value a state, 1 for the present one.
+    /// One value per state, 1 for the current one.
     States,
     /// Label `reason`.
     Refused,
     /// Label `disk`.
     Disks(fn(&DiskStatus) -> u64),
-    /// Label `disk`; of disks that are on their way.
+    /// Label `disk`; only for disks that are being fetched.
     Arrivals(fn(&ArrivalStatus) -> u64),
     /// Label `phase`.
     Phases,
@@ -75,12 +75,12 @@ const fn gauge(name: &'static str, meaning: &'static str, value: fn(&MachineStat
     Metric { name, kind: Kind::Gauge, meaning, values: Values::Machine(value) }
 }
 
-/// Of the last dump.
+/// A metric of the last dump.
 const fn dump(name: &'static str, meaning: &'static str, value: fn(&DumpStatus) -> f64) -> Metric {
     Metric { name, kind: Kind::Gauge, meaning, values: Values::LastDump(value) }
 }
 
-/// Of the living incarnation, if it came out of a snapshot.
+/// A metric of the current incarnation, if it was restored from a snapshot.
 const fn restore(name: &'static str, meaning: &'static str, value: fn(&RestoreStatus) -> f64) -> Metric {
     Metric { name, kind: Kind::Gauge, meaning, values: Values::Restore(value) }
 }

@@ -1,4 +1,7 @@
-//! Telling systemd how the keeper is: one datagram to the socket that `Type=notify` names. Without systemd: nothing.
+//! Notifies systemd of the keeper's state: one datagram to the socket of a `Type=notify` unit. Without systemd: nothing.
+//!
+//! Not the crate `sd-notify` (0.5): it cannot reach the abstract sockets that systemd in containers uses, and a line break in a
+//! status would begin another message.
 
 use std::ffi::OsStr;
 use std::io;
@@ -6,12 +9,12 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
-/// What systemd may know.
+/// A message to systemd.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Notice {
-    /// The guest runs: units that depend on this one may start.
+    /// The guest runs, so units that depend on this one may start.
     Ready,
-    /// The keeper is on its way out, and this is no fault.
+    /// The keeper is stopping on purpose.
     Stopping,
     /// The keeper answers (`WatchdogSec=`).
     Alive,
@@ -19,7 +22,7 @@ pub enum Notice {
     Status(String),
 }
 
-/// Tells systemd, if it asked to be told.
+/// Notifies systemd, if it has asked for it.
 pub fn notify(notice: &Notice) {
     let Some(address) = std::env::var_os("NOTIFY_SOCKET") else { return };
     if let Err(error) = send(&address, notice) {

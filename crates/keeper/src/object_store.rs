@@ -17,20 +17,20 @@ use hearth_store::{Address, Cache, Settings, Store, StoreError, Turns};
 
 use crate::config::ObjectStoreConfig;
 
-/// Beside the file of a machine that came out of a store: the disks of its snapshot.
+/// Folder beside a restored machine's file, with its snapshot's disks.
 const SAVED_DISKS: &str = "saved-disks";
 
-/// Whether this is no path of this host.
+/// Whether this is an address rather than a path of this host.
 pub fn is_address(path: &Path) -> bool {
     path.to_str().is_some_and(Address::is_meant)
 }
 
-/// The folder of a machine's snapshot disks, by the machine's own folder.
+/// The folder of a machine's snapshot disks, inside the machine's own folder.
 pub fn saved_disks(machine_folder: &Path) -> PathBuf {
     machine_folder.join(SAVED_DISKS)
 }
 
-/// Asks nobody yet.
+/// Sends no request yet.
 pub fn store(address: &Path, config: &ObjectStoreConfig) -> Result<Store, StoreError> {
     let address = Address::parse(&address.to_string_lossy())?;
     let settings = match &config.credentials {
@@ -40,14 +40,14 @@ pub fn store(address: &Path, config: &ObjectStoreConfig) -> Result<Store, StoreE
     Store::open(address, &settings)
 }
 
-/// Asks nobody yet. All that one guest is fetched from has the same turns.
+/// Sends no request yet. All stores of one guest share a scheduler.
 pub fn far(address: &Path, config: &ObjectStoreConfig, turns: &Arc<Turns>) -> Result<Far, StoreError> {
     let store = Arc::new(store(address, config)?);
     let cache = Cache::open(&config.folder.join("cache"), config.cache_bytes)?;
     Ok(Far { store, cache, turns: turns.clone(), scratch: config.folder.clone() })
 }
 
-/// A snapshot in a folder, or in an object store; of that one this folder holds the disks, if there is one.
+/// Opens a snapshot in a folder or in an object store. For the latter, `disks` is the folder of its disks, if any.
 pub fn open_snapshot(
     path: &Path,
     config: &ObjectStoreConfig,
@@ -61,7 +61,7 @@ pub fn open_snapshot(
     Snapshot::open_far(far(path, config, turns)?, disks.as_ref())
 }
 
-/// A folder for a save on its way up. Dropped, it is removed, with all that is in it.
+/// A staging folder for a save. Dropping it removes it with its content.
 #[derive(Debug)]
 pub struct Staging(PathBuf);
 
@@ -76,7 +76,7 @@ impl Staging {
         Ok(Self(path))
     }
 
-    /// Of the snapshot, which is still to be made.
+    /// The snapshot's folder, which is created later.
     pub fn snapshot(&self) -> PathBuf {
         self.0.join("snapshot")
     }

@@ -1,14 +1,14 @@
-//! A problem with a machine's configuration or its surroundings, as the operator reads it.
+//! A problem with a machine's configuration or its host, as the operator reads it.
 
 use std::fmt;
 
 use serde::Serialize;
 
-/// One thing that is wrong. Text form: `error: SUBJECT: MESSAGE; HINT`.
+/// A problem. Text form: `error: SUBJECT: MESSAGE; HINT`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Problem {
     pub severity: Severity,
-    /// The thing: a key of the file, a path, a program.
+    /// The thing concerned: a key of the file, a path, a program.
     pub subject: String,
     pub message: String,
     /// What to do.

@@ -32,7 +32,7 @@ use crate::unix_socket::ListenError;
 use crate::upgrade::{Inheritance, Successor};
 use crate::watchdog::{Surroundings, Watchdog, end_with_any_thread};
 
-/// Clients that still wait for an answer when the machine has stopped.
+/// Time for clients that still wait for an answer when the machine has stopped.
 const FAREWELL_PATIENCE: Duration = Duration::from_secs(2);
 
 #[derive(Debug, thiserror::Error)]
@@ -55,17 +55,17 @@ pub enum RunError {
     Machine(#[from] MachineError),
 }
 
-/// What a keeper begins with.
+/// The configurations that a keeper starts with.
 pub struct Start {
     /// Checked.
     pub in_force: InForce,
     pub root: RuntimeRoot,
-    /// A snapshot to begin with, instead of a boot.
+    /// A snapshot to restore instead of booting.
     pub restore: Option<RestoreOrder>,
     pub inheritance: Inheritance,
 }
 
-/// Looks after a machine until it has stopped, or this process has become another keeper.
+/// Supervises a machine until it has stopped, or until this process becomes another keeper.
 pub fn run(start: Start) -> ExitCode {
     end_with_any_thread();
     let name = start.in_force.now.config.name.clone();
@@ -85,7 +85,7 @@ pub fn run(start: Start) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Who goes on with the machine, if it has not stopped.
+/// The program that takes the machine over, if it has not stopped.
 fn keep(
     in_force: InForce,
     root: RuntimeRoot,
@@ -94,14 +94,15 @@ fn keep(
 ) -> Result<Option<Successor>, RunError> {
     let InForce { mut now, next, pending, misread } = in_force;
     let folders = Folders::prepare(&now.config.name, &now.config.runtime_folder, &now.config.memory_folder)?;
-    // Whatever is made from here on is for this user alone, also in the runtime folder, which QEMU's user may pass through.
+    // All files created from here on are for this user alone, also in the runtime folder, which QEMU's user may
+    // traverse.
     rustix::process::umask(Mode::RWXG | Mode::RWXO);
     let (binary, chosen) = find_qemu(next.as_ref().map_or(&now.config, |next| &next.config), &folders)?;
     if let (None, Some(binary)) = (&now.config.machine_type, &binary) {
         now.or_machine_type(binary.newest_machine_type()?);
     }
     let Configured { config, typed } = now;
-    // A guest that lives has what it was started with.
+    // A running guest keeps what it was started with.
     let accelerator = life::living_guest(&folders.runtime).and_then(|journal| journal.qemu);
     let accelerator = accelerator.map_or_else(|| chosen.clone(), |living| choice_of(&living));
     tracing::info!(
@@ -165,7 +166,7 @@ fn keep(
         notify(&Notice::Status("its guest is running".to_owned()));
         machine.run(&events)
     });
-    // Nobody answers what was asked too late: the askers learn that now, and not when the patience with them is over.
+    // Requests that arrive too late are refused now, not after their timeout.
     drop(events);
     if !matches!(ended, Ok(End::HandsOver { .. })) {
         notify(&Notice::Stopping);
@@ -181,7 +182,7 @@ fn keep(
     }
 }
 
-/// The QEMU to be started, and how it runs guests. Where one lives that is to be taken over, none need be there to start.
+/// The QEMU to start, and its accelerator. If a running QEMU is taken over, none needs to be installed.
 fn find_qemu(config: &Config, folders: &Folders) -> Result<(Option<Binary>, AcceleratorChoice), RunError> {
     let find = || {
         let binary = Binary::find(config.qemu.as_deref())?;
@@ -207,7 +208,7 @@ fn control(tell: Sender<Event>, occupation: Occupation, watchdog: Watchdog) -> C
         if let Command::Stop(request) = &command {
             watchdog.ordered_to_stop(request.force);
         }
-        // A loop that has ended drops the question, and the asker learns that.
+        // A loop that has ended drops the command, and the client gets an error.
         let _ = tell.send(Event::Request { command, answer });
     });
     control.while_not(occupation)

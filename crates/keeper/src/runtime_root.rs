@@ -1,14 +1,14 @@
-//! The folder that holds one folder per machine: how the commands find a machine by its name.
+//! The folder with one subfolder per machine, in which commands find a machine by its name.
 //!
 //! ROOT/NAME/api.sock    the keeper's API
 //! ROOT/NAME/console.sock  the guest's serial console
 //!
-//! A machine that keeps its runtime folder elsewhere is entered here as a symbolic link.
+//! A machine with another runtime folder has a symbolic link here.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The one file beside the machines' folders (see `machine/turn.rs`): no machine may have its name.
+/// The one file beside the machines' folders (see `machine/turn.rs`); no machine may have this name.
 pub const HOPS_LOCK: &str = "hops.lock";
 
 /// Names are looked up in this folder.
@@ -47,7 +47,7 @@ impl RuntimeRoot {
         self.machine(name).join("console.sock")
     }
 
-    /// Names of all machines that have, or had, a keeper; sorted. A root that does not exist has none.
+    /// Sorted names of all machines that have or had a keeper. A missing root has none.
     pub fn names(&self) -> Vec<String> {
         let Ok(entries) = std::fs::read_dir(&self.0) else { return Vec::new() };
         let mut names: Vec<String> = entries
@@ -59,8 +59,8 @@ impl RuntimeRoot {
         names
     }
 
-    /// Makes a machine with a runtime folder elsewhere known by name. A link of the same name is replaced: the lock in
-    /// the folder, not the link, says whether the machine runs.
+    /// Registers a machine with another runtime folder by name. An existing link is replaced, because the lock in the
+    /// folder, not the link, shows whether the machine runs.
     pub fn enter(&self, name: &str, runtime_folder: &Path) -> io::Result<()> {
         let link = self.machine(name);
         if link == runtime_folder {

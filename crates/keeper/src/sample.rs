@@ -1,4 +1,4 @@
-//! A machine's status, and the signs of its age, with something in every field: for tests of what is made of them.
+//! A machine's status and age with a value in every field, for tests.
 
 use std::time::{Duration, SystemTime};
 
@@ -86,7 +86,7 @@ pub fn status() -> MachineStatus {
     }
 }
 
-/// On its way, with a damaged place.
+/// A restore with a damaged part.
 fn restore() -> RestoreStatus {
     RestoreStatus {
         snapshot: "/srv/snapshots/web-1".into(),
@@ -285,7 +285,7 @@ pub fn dump() -> DumpStatus {
     }
 }
 
-/// As a journal names it.
+/// QEMU as a journal describes it.
 pub fn qemu_identity(pid: u32) -> QemuIdentity {
     QemuIdentity {
         pid,

@@ -1,7 +1,7 @@
 //! Listening on a unix socket that nobody else may open.
 //!
-//! The mode is set between `bind` and `listen`: until then every connection is refused, so there is no moment in which
-//! the socket is open to others. (A umask would do the same, but it belongs to the whole process.)
+//! The mode is set between `bind` and `listen`. Until then every connection is refused, so the socket is never open to
+//! others. (A umask would do the same, but affects the whole process.)
 
 use std::fs::{self, Permissions};
 use std::io;
@@ -13,7 +13,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 /// `sockaddr_un` holds 108 bytes, the last of which is a zero.
 pub const PATH_BYTES_MAX: usize = 107;
-/// Connections that may wait to be accepted.
+/// Maximum number of connections that wait to be accepted.
 const BACKLOG: i32 = 64;
 
 #[derive(Debug, thiserror::Error)]
@@ -24,7 +24,7 @@ pub enum ListenError {
     Unusable { path: PathBuf, source: io::Error },
 }
 
-/// Listens at `path`, mode 0600. A socket that a dead keeper left there is replaced: callers hold the machine's lock.
+/// Listens at `path`, mode 0600. A dead keeper's socket is replaced, because callers hold the machine's lock.
 pub fn listen(path: &Path) -> Result<UnixListener, ListenError> {
     let bytes = path.as_os_str().len();
     if bytes > PATH_BYTES_MAX {
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_socket_is_private_and_replaces_a_dead_one() {
+    fn socket_is_private_and_replaces_stale_one() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("api.sock");
         drop(listen(&path).unwrap());
@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_does_not_fit_is_told_before_anything_is_made() {
+    fn too_long_socket_path_is_refused_first() {
         let path = PathBuf::from(format!("/tmp/{}/api.sock", "x".repeat(120)));
         assert_eq!(
             listen(&path).unwrap_err().to_string(),

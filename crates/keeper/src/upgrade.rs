@@ -11,7 +11,7 @@
 //! not know it says so when it is asked. What it must know of the upgrade comes in its environment: the old program, as an
 //! open descriptor, because most upgrades replace the file.
 //!
-//! A new program that has taken the machine over and dies later is a dead keeper like any other.
+//! A new program that dies after the take-over is an ordinary dead keeper.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -31,15 +31,15 @@ use crate::runtime_root::RuntimeRoot;
 
 /// Holds a `Word`.
 const VARIABLE: &str = "HEARTH_UPGRADE";
-/// The new program reads two small files; on a host that swaps that may take a second.
+/// The new program reads two small files, which may take a second on a swapping host.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
-/// What Linux adds to the path of a program whose file was replaced.
+/// Suffix that Linux adds to the path of a replaced program.
 const REPLACED: &str = " (deleted)";
 
-/// What one program tells the next one in the same process.
+/// A message from one program to the next one in the same process.
 #[derive(Debug, Serialize, Deserialize)]
 struct Word {
-    /// The process that is meant; its children have the variable, too.
+    /// The addressed process; its children inherit the variable too.
     pid: u32,
     what: What,
 }
@@ -47,17 +47,17 @@ struct Word {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum What {
-    /// If you cannot have the machine, start this program again.
+    /// If you cannot take over the machine, start this program again.
     TakeOver { program: RawFd, arguments: Vec<OsString> },
-    /// The other program could not.
+    /// The other program could not take over.
     GoOn { why: String },
 }
 
-/// What a program says that can go on with a machine: `hearth check FILE --take-over --json`.
+/// The answer of a program that can take over a machine: `hearth check FILE --take-over --json`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Consent {
     pub machine: String,
-    /// Of Hearth.
+    /// Version of Hearth.
     pub version: String,
 }
 
@@ -75,18 +75,18 @@ pub enum UpgradeError {
     OwnProgram(#[source] io::Error),
 }
 
-/// A program that said it can go on with the machine.
+/// A program that has confirmed that it can take over the machine.
 #[derive(Debug)]
 pub struct Successor {
     pub program: PathBuf,
     pub version: String,
     arguments: Vec<OsString>,
-    /// The one that runs.
+    /// The running program.
     own: File,
 }
 
 impl Successor {
-    /// Asks `program`, or whatever is now where this keeper's own program was started from.
+    /// Asks `program`, or the program that is now at this keeper's own path.
     pub fn ask(program: Option<&Path>, config: &Config, root: &RuntimeRoot) -> Result<Self, UpgradeError> {
         let program = match program {
             Some(program) => program.to_owned(),
@@ -101,9 +101,9 @@ impl Successor {
         Ok(Self { program, version: consent.version, arguments, own })
     }
 
-    /// Returns only if neither this program nor the one that runs can be started.
+    /// Returns only if neither the new program nor the running one can be started.
     pub fn start(self) -> io::Error {
-        // Closed by the exec otherwise; a descriptor that is open has flags.
+        // Without this, exec would close the descriptor.
         if let Err(error) = fcntl_setfd(&self.own, FdFlags::empty()) {
             tracing::warn!(%error, "if the new keeper fails, the old one cannot be started again");
         }
@@ -114,11 +114,11 @@ impl Successor {
     }
 }
 
-/// What this process was told by the program that it ran before.
+/// The message that the previous program of this process left.
 #[derive(Debug, Default)]
 pub struct Inheritance {
     predecessor: Option<Predecessor>,
-    /// Why the program that was to follow this one did not.
+    /// Why the next program did not take over.
     failure: Option<String>,
 }
 
@@ -129,7 +129,7 @@ struct Predecessor {
 }
 
 impl Inheritance {
-    /// To be asked once, before anything is opened.
+    /// Must be called once, before anything is opened.
     pub fn of_this_process() -> Self {
         let text = std::env::var(VARIABLE).unwrap_or_default();
         let word = serde_json::from_str::<Word>(&text).ok().filter(|word| word.pid == std::process::id());
@@ -137,26 +137,26 @@ impl Inheritance {
             None => Self::default(),
             Some(What::GoOn { why }) => Self { predecessor: None, failure: Some(why) },
             Some(What::TakeOver { program, arguments }) => {
-                // SAFETY: the program before this one left the descriptor open for this, and nobody else knows of it.
+                // SAFETY: the previous program left the descriptor open for this, and nothing else uses it.
                 let program = unsafe { OwnedFd::from_raw_fd(program) };
-                // QEMU has no use for it.
+                // QEMU must not inherit it.
                 let own = fcntl_setfd(&program, FdFlags::CLOEXEC).is_ok();
                 Self { predecessor: own.then_some(Predecessor { program, arguments }), failure: None }
             }
         }
     }
 
-    /// Why an upgrade of this keeper came to nothing; told once.
+    /// Why an upgrade of this keeper failed; returned once.
     pub fn take_failure(&mut self) -> Option<String> {
         self.failure.take()
     }
 
-    /// The machine is this program's.
+    /// This program has taken over the machine.
     pub fn settle(&mut self) {
         self.predecessor = None;
     }
 
-    /// The machine is not this program's: the one before goes on. Returns if there is none.
+    /// This program cannot take over the machine, so the previous one starts again. Returns if there is none.
     pub fn give_back(&mut self, why: &str) {
         if let Some(predecessor) = self.predecessor.take() {
             let error = exec_descriptor(&predecessor.program, &predecessor.arguments, why.to_owned());
@@ -176,7 +176,7 @@ fn exec_descriptor(program: &impl AsFd, arguments: &[OsString], why: String) -> 
     exec(Path::new(&path), arguments, What::GoOn { why })
 }
 
-/// Where this program was started from; by now that may be another one.
+/// The path that this program was started from; its file may have been replaced.
 fn installed() -> io::Result<PathBuf> {
     let path = std::env::current_exe()?;
     let text = path.to_string_lossy();

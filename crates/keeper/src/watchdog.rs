@@ -25,22 +25,22 @@ use crate::notify::{Notice, notify};
 
 /// EX_SOFTWARE of sysexits.h.
 pub const EXIT_CODE: i32 = 70;
-/// Each wait of the main loop has a limit of its own (QMP 20 s, a disk that drains 60 s), and an event has a few of them.
+/// Each wait of the main loop has its own limit (QMP 20 s, draining a disk 60 s), and an event has a few of them.
 const MAIN_LIMIT: Duration = Duration::from_secs(600);
-/// A disk's thread waits for no storage, but writes to a file system that does not know O_DIRECT.
+/// A disk's thread does not wait for storage, except for writes to a file system without O_DIRECT.
 const DISK_LIMIT: Duration = Duration::from_secs(120);
-/// An order to stop waits this long for a main loop that hangs: one that is forced, and one that is not.
+/// Time that a stop request waits for a hung main loop: with force, and without.
 const FORCED_STOP_PATIENCE: Duration = Duration::from_secs(10);
 const STOP_PATIENCE: Duration = Duration::from_secs(80);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// For the last words in the event log, whose lock the thread that hangs may hold.
+/// Time to write the last events; the hung thread may hold the log's lock.
 const FAREWELL: Duration = Duration::from_millis(500);
 
-/// Threads of disks: the end of one that serves is an event of the machine, and what an image's worker performs is caught and
-/// fails the image alone (`hearth_disk`).
+/// Disk threads handle their own panics: the end of a server thread is an event, and a panic in an image's worker fails
+/// only that image (`hearth_disk`).
 const CONTAINED: &str = "disk-";
 
-/// From now on a thread of this process that panics ends it.
+/// From now on a panic in any thread ends this process.
 pub fn end_with_any_thread() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -58,7 +58,7 @@ fn die(thread: &str, what: &str) -> ! {
     std::process::exit(EXIT_CODE);
 }
 
-/// Watches over one machine's keeper. Clones are the same.
+/// Watches one machine's keeper. Clones share it.
 #[derive(Clone, Default)]
 pub struct Watchdog {
     shared: Arc<Shared>,
@@ -78,7 +78,7 @@ struct StopOrder {
     forced: bool,
 }
 
-/// What the thread needs beside the pulses.
+/// What the thread needs apart from the pulses.
 pub struct Surroundings {
     pub machine: String,
     pub runtime_folder: PathBuf,
@@ -105,17 +105,17 @@ impl Watchdog {
         self.shared.disks.lock().expect("nobody panics with it").push((name.to_owned(), pulse));
     }
 
-    /// The disks may wait for the guest's memory, for as long as it takes; or not any more.
+    /// Sets whether the disks may wait for the guest's memory without limit.
     pub fn excuse_disks(&self, excused: bool) {
         self.shared.disks_excused.store(excused, Relaxed);
     }
 
-    /// The machine is to stop. If the main loop does not take this order, the watchdog sees to it.
+    /// Announces a stop request. If the main loop does not handle it, the watchdog ends the machine.
     pub fn ordered_to_stop(&self, forced: bool) {
         let mut stop = self.shared.stop.lock().expect("nobody panics with it");
         let busy_for = self.shared.main.busy_for();
         match stop.as_mut() {
-            // Not taken yet either.
+            // An earlier stop request is not handled yet either.
             Some(stop) if busy_for > stop.since.elapsed() => stop.forced |= forced,
             _ => *stop = Some(StopOrder { since: Instant::now(), forced }),
         }
@@ -155,7 +155,7 @@ impl Watchdog {
         stuck.find(|(_, busy_for)| *busy_for > DISK_LIMIT)
     }
 
-    /// The main loop has been at one piece of work since before it was to stop, and for long.
+    /// Whether the main loop has been in one task since before the stop request, and for too long.
     fn must_cut(&self) -> Option<String> {
         let stop = (*self.shared.stop.lock().expect("nobody panics with it"))?;
         let waited = stop.since.elapsed();
@@ -185,7 +185,7 @@ fn cut(surroundings: &Surroundings, why: &str) -> ! {
     std::process::exit(0)
 }
 
-/// How often systemd wants to hear of this process, if it does (sd_watchdog_enabled(3)); twice as often it is told.
+/// Half of systemd's watchdog interval, if it watches this process (sd_watchdog_enabled(3)).
 fn systemd_interval() -> Option<Duration> {
     let microseconds: u64 = std::env::var("WATCHDOG_USEC").ok()?.parse().ok()?;
     let meant = std::env::var("WATCHDOG_PID").map_or(true, |pid| pid == std::process::id().to_string());
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_main_loop_that_hangs_has_its_stop_taken_over() {
+    fn watchdog_stops_only_a_hung_main_loop() {
         let watchdog = Watchdog::default();
         let order = |seconds, forced| {
             let since = Instant::now() - Duration::from_secs(seconds);
@@ -227,7 +227,7 @@ mod tests {
         assert!(watchdog.must_cut().is_none(), "it has some time");
     }
 
-    /// In a process of its own, by way of this test binary.
+    /// Runs in its own process, through this test binary.
     fn end_of(child: &str) -> (Option<i32>, String) {
         let mut command = std::process::Command::new(std::env::current_exe().unwrap());
         command.args(["--ignored", "--exact", "--nocapture", &format!("watchdog::tests::{child}")]);

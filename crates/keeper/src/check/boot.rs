@@ -1,6 +1,7 @@
-//! What a guest boots from: there, readable, and something that QEMU starts.
+//! Checks that a guest's boot files exist, are readable and can be booted.
 //!
-//! QEMU loads any file as a kernel: a guest without one hangs, and says nothing. Of an image of firmware it only minds the size.
+//! QEMU loads any file as a kernel, and a guest with a wrong one hangs silently. Of a firmware image QEMU checks only
+//! the size.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
@@ -9,9 +10,9 @@ use std::path::Path;
 use crate::config::Boot;
 use crate::problem::Problem;
 
-/// Where Linux's boot protocol has its magic (Documentation/arch/x86/boot.rst).
+/// Offset and magic of Linux's boot protocol (Documentation/arch/x86/boot.rst).
 const BOOT_PROTOCOL: (usize, &[u8]) = (0x202, b"HdrS");
-/// ELF's magic, and where it has the processor: i386 or x86-64.
+/// ELF's magic, and the offset of its machine field: i386 or x86-64.
 const ELF: (usize, &[u8]) = (0, b"\x7fELF");
 const ELF_MACHINE: usize = 0x12;
 const ELF_MACHINES: [[u8; 2]; 2] = [[3, 0], [62, 0]];
@@ -58,7 +59,7 @@ pub fn check(boot: &Boot, problems: &mut Vec<Problem>) {
     }
 }
 
-/// A regular file that can be opened so.
+/// Opens a regular file, or reports why that fails.
 fn file(how: &OpenOptions, subject: &str, path: &Path, hint: &str, problems: &mut Vec<Problem>) -> Option<File> {
     let message = match how.open(path).and_then(|file| Ok((file.metadata()?.is_file(), file))) {
         Ok((true, file)) => return Some(file),
@@ -118,7 +119,7 @@ mod tests {
             b"text\n".to_vec(),
             Vec::new(),
             at(0x200, b"HdrS"),
-            // Of another processor: AArch64.
+            // A kernel for AArch64.
             elf(183),
             at(2, &MULTIBOOT),
             at(8192, &MULTIBOOT),
@@ -130,7 +131,7 @@ mod tests {
             std::fs::write(&kernel, bytes).unwrap();
             let found = told(&boot);
             assert_eq!(found.is_empty(), is_kernel, "{bytes:?}: {found:?}");
-            assert!(is_kernel || found[0].contains("is not a kernel for x86"), "{found:?}");
+            assert!(is_kernel || found[0].contains("is not an x86 kernel"), "{found:?}");
         }
     }
 
@@ -148,11 +149,7 @@ mod tests {
         };
         check(3 << 20, 1 << 20, &[]);
         check(4 << 20, 4 << 20, &[]);
-        check(4 << 20, 5 << 20, &["boot.firmware: has 4194304 bytes, and its variables 5242880"]);
-        check(
-            0,
-            5,
-            &["code.fd is not a firmware image: it has 0 bytes", "vars.fd is not an image of firmware: it has 5 "],
-        );
+        check(4 << 20, 5 << 20, &["boot.firmware: is too large: 4194304 bytes plus 5242880"]);
+        check(0, 5, &["code.fd is not a firmware image: it has 0 bytes", "vars.fd is not a firmware image: it has 5 "]);
     }
 }

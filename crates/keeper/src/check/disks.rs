@@ -1,4 +1,4 @@
-//! Disk images: there, of the right format, and not in use.
+//! Checks that disk images exist, have the right format and are not in use.
 
 use std::collections::HashMap;
 use std::fs;
@@ -12,12 +12,13 @@ use crate::config::{Config, DiskConfig, DiskFormat};
 use crate::folders::lock_owner;
 use crate::problem::Problem;
 
-/// The last writes of a killed keeper hold the lock until the storage has taken them. As long as `LOCK_PATIENCE` of the machine.
+/// The last writes of a killed keeper hold the lock until the storage completes them. Same as the machine's
+/// `LOCK_PATIENCE`.
 const RUN_PATIENCE: Duration = Duration::from_secs(30);
 
 pub fn check(config: &Config, life: Life, purpose: Purpose, problems: &mut Vec<Problem>) {
     shared_images(config, problems);
-    // A living keeper does not give its images up: who would be the second one is told so at once.
+    // A living keeper keeps its images, so a second keeper is refused at once.
     let waits = purpose == Purpose::Run && life != Life::Kept;
     let lock_patience = if waits { RUN_PATIENCE } else { Duration::ZERO };
     let owner = lock_owner(&config.runtime_folder).map(|owner| owner.with_living_qemu(life == Life::Orphaned));
@@ -50,17 +51,17 @@ fn problem(disk: &DiskConfig, error: &ImageError) -> Problem {
     let hint = match error {
         ImageError::Missing { .. } => "correct its path, or make the image with qemu-img create",
         ImageError::InUse { .. } => "stop the program that uses it, or set read_only = true on both sides",
-        // The others say themselves what to do.
+        // The other errors include a hint.
         _ => "",
     };
     Problem::error(format!("disk {}", disk.name), crate::chain(error), hint)
 }
 
-/// Two disks on one image destroy each other's file systems. By identity: paths may differ.
+/// Two disks on one image destroy each other's file systems. Images are compared by identity, because paths may differ.
 fn shared_images(config: &Config, problems: &mut Vec<Problem>) {
     let mut owners = HashMap::new();
     for disk in &config.disks {
-        // A missing image is told elsewhere.
+        // Another check reports a missing image.
         let Ok(metadata) = fs::metadata(&disk.path) else { continue };
         let Some(other) = owners.insert((metadata.dev(), metadata.ino()), disk) else { continue };
         if !(disk.read_only && other.read_only) {

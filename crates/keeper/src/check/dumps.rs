@@ -1,4 +1,4 @@
-//! Dumps: is there a folder for them, on a disk, with room?
+//! Checks that the dump folder is usable, on a disk and has space.
 
 use std::path::Path;
 
@@ -19,7 +19,7 @@ pub fn check(config: &Config, problems: &mut Vec<Problem>) {
         .extend(unusable(folder, existing).or_else(|| in_memory(folder, existing)).or_else(|| full(config, existing)));
 }
 
-/// A warning: a crash is then recovered from without a dump.
+/// Only a warning, because the machine then recovers without a dump.
 fn unusable(folder: &Path, existing: &Path) -> Option<Problem> {
     let why = if !existing.is_dir() {
         format!("{} is not a folder", existing.display())
@@ -71,13 +71,13 @@ mod tests {
     fn folders_are_judged_before_the_crash() {
         let told = |folder: &str, more: &str| check_with(Path::new(folder), more).join("\n");
         assert!(told("/proc/version/dumps", "").starts_with(
-            "warning: crash.dump_folder: /proc/version/dumps cannot be used: /proc/version is not a folder;"
+            "warning: crash.dump_folder: /proc/version/dumps cannot be used, so crashes would not be dumped: /proc/version is not a folder;"
         ));
         assert!(told("/dev/shm/dumps/web", "").contains("/dev/shm/dumps/web is in host memory"));
         let folder = tempfile::tempdir().unwrap();
         let disk = folder.path().join("a/b");
-        let expect = "min_free wants 1073741824 MiB left";
-        // A temporary folder may be in memory, too; then that is said.
+        let expect = "min_free requires 1073741824 MiB";
+        // The temporary folder may be in memory too, which is then reported.
         let told_of_disk = told(disk.to_str().unwrap(), "");
         assert!(told_of_disk.contains(expect) || told_of_disk.contains("is in host memory"), "{told_of_disk}");
         assert_eq!(told("/proc/version/dumps", "on_panic = \"recover\""), "");

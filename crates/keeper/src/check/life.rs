@@ -1,4 +1,4 @@
-//! Whether a machine lives already, and with or without its keeper.
+//! Whether a machine is running, and with or without its keeper.
 
 use std::fs::File;
 use std::path::Path;
@@ -11,14 +11,14 @@ use rustix::fs::FlockOperation;
 use crate::config::Config;
 use crate::folders::memory_owner::qemus_of;
 
-/// A keeper killed while it starts a process leaves its lock to that one, until it runs its program.
+/// If a keeper is killed while it starts a process, that process holds its lock until it executes its program.
 const LOCK_PATIENCE: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Life {
     /// Nothing of it runs.
     None,
-    /// Its QEMU runs, its keeper is dead: `hearth run` takes it over, or ends it if it was not yet the machine's.
+    /// Its QEMU runs without a keeper: `hearth run` takes it over, or ends it if it was not yet in the journal.
     Orphaned,
     /// Its keeper runs.
     Kept,
@@ -31,13 +31,13 @@ impl Life {
         }
         match orphaned_qemu(&config.runtime_folder) {
             Some(_) => Self::Orphaned,
-            // Its keeper died before it could write it down.
+            // Its keeper died before it could record it in the journal.
             None if !qemus_of(&config.runtime_folder, &config.memory_folder).is_empty() => Self::Orphaned,
             None => Self::None,
         }
     }
 
-    /// For who means to be its keeper: a lock that is about to be free is waited for.
+    /// For a new keeper: waits for a lock that is about to be released.
     pub fn settled(config: &Config) -> Self {
         let deadline = Instant::now() + LOCK_PATIENCE;
         while has_keeper(&config.runtime_folder) && Instant::now() < deadline {
@@ -62,21 +62,21 @@ pub fn orphaned_qemu(runtime_folder: &Path) -> Option<u32> {
 
 /// The QEMU that the journal names, if it lives.
 pub fn living_qemu(runtime_folder: &Path) -> Option<QemuIdentity> {
-    // A journal that cannot be read is a problem that `run` tells better: it knows what it would have done with it.
+    // `run` reports an unreadable journal better, because it knows what it needed it for.
     let journal = Journal::load(&runtime_folder.join("journal.json")).ok().flatten()?;
     journal.qemu.filter(is_alive)
 }
 
 /// The journal of the machine in this folder, if a QEMU that it names lives.
 pub fn living_guest(runtime_folder: &Path) -> Option<Journal> {
-    // As above.
+    // As above, `run` reports an unreadable journal.
     let journal = Journal::load(&runtime_folder.join("journal.json")).ok().flatten()?;
     let successor = journal.hop.as_ref().map(|hop| &hop.successor);
     let lives = journal.qemu.iter().chain(successor).any(is_alive);
     lives.then_some(journal)
 }
 
-/// Looks at the keeper's lock through a shared one, held for this moment only.
+/// Tests the keeper's lock with a shared lock that is held only for a moment.
 pub fn has_keeper(runtime_folder: &Path) -> bool {
     let Ok(file) = File::open(runtime_folder.join("keeper.lock")) else { return false };
     rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared) == Err(rustix::io::Errno::WOULDBLOCK)
@@ -91,6 +91,6 @@ pub fn kill(qemu: &QemuIdentity) {
 }
 
 fn is_alive(qemu: &QemuIdentity) -> bool {
-    // Its log is of no interest: it is asked for nothing else.
+    // Its log is not needed, because it is only killed.
     Process::adopt(ProcessId { pid: qemu.pid, start_ticks: qemu.start_ticks }, Path::new("/dev/null")).is_ok()
 }

@@ -1,4 +1,4 @@
-//! Memory: does the folder hold the RAM, and does the host, with what the other machines may still take?
+//! Checks that the memory folder and the host have enough memory, including what other machines may still use.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -16,7 +16,7 @@ use crate::folders::{existing, memory_owner};
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 
-/// A machine that does not say what it may take within this time is left out: it must not keep others from starting.
+/// A machine that does not respond within this time is left out, because it must not keep others from starting.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 pub fn check(config: &Config, root: &RuntimeRoot, life: Life, problems: &mut Vec<Problem>) {
@@ -48,7 +48,7 @@ pub fn owner(config: &Config, problems: &mut Vec<Problem>) {
     }
 }
 
-/// A guest that is larger than the last one.
+/// Checks memory for a guest that is larger than the last one.
 pub fn check_growth(last: &Config, next: &Config, problems: &mut Vec<Problem>) {
     let more_bytes = next.most_memory_bytes().saturating_sub(last.most_memory_bytes());
     if more_bytes > 0
@@ -59,7 +59,7 @@ pub fn check_growth(last: &Config, next: &Config, problems: &mut Vec<Problem>) {
     }
 }
 
-/// What is still to be taken: NVRAM whose memory outlived the machine's last stop is there.
+/// Memory still to be allocated. NVRAM whose memory outlived the machine's last stop exists already.
 pub(super) fn needs(config: &Config) -> Needs {
     let there = |(name, bytes): (&str, u64)| resident_bytes(&config.memory_folder, name).min(bytes);
     let there_bytes = config.nvram_in_memory().map(there).sum::<u64>();
@@ -78,7 +78,7 @@ pub(super) fn suitable(config: &Config, room: Room, problems: &mut Vec<Problem>)
     }
 }
 
-/// What other machines may still take, although they have not yet.
+/// Memory that other machines may still use, but have not yet.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Promised {
     machines: Vec<Machine>,
@@ -118,11 +118,12 @@ fn machine(root: &RuntimeRoot, name: String, beside: &Path) -> Option<Machine> {
     })
 }
 
-/// Memory that is free now but promised to others: each machine would start, and the first to grow would kill another.
+/// Free memory may be promised to other machines. Without this check every machine would start, and the first to grow
+/// would kill another.
 fn shared(config: &Config, room: &Room, needs: Needs, host: HostMemory, promised: &Promised) -> Option<Problem> {
     let of_host = |machine: &Machine| machine.needs.host_bytes(machine.kind);
     let in_folder = |machine: &Machine| if machine.is_beside { machine.needs.folder_bytes } else { 0 };
-    // The host first: where that is too small a larger folder is no remedy.
+    // The host first, because a larger folder does not help a host that is too small.
     let lacking = promised.lack(needs.host_bytes(room.kind), host.available_bytes, of_host);
     if let Some(lacking) = lacking {
         let message = format!("too little host memory: {} {lacking}", config.name);
@@ -136,7 +137,7 @@ fn shared(config: &Config, room: &Room, needs: Needs, host: HostMemory, promised
 }
 
 impl Promised {
-    /// Whether others leave too little of what is free, in words.
+    /// Whether other machines leave too little free memory, in words.
     fn lack(&self, needed_bytes: u64, free_bytes: u64, of: impl Fn(&Machine) -> u64) -> Option<String> {
         let promised_bytes: u64 = self.machines.iter().map(&of).sum();
         if promised_bytes == 0 || needed_bytes + promised_bytes <= free_bytes {
@@ -166,7 +167,7 @@ mod tests {
         Config::parse(text, Path::new("/web.toml"), &RuntimeRoot::new("/run/hearth")).unwrap()
     }
 
-    /// Beside one machine in the same tmpfs, and one in another.
+    /// One other machine is in the same tmpfs, and one in another.
     fn check(wanted_mib: u64, beside_mib: u64, elsewhere_mib: u64, room: &Room) -> Option<String> {
         let needs = |mib: u64| Needs { folder_bytes: mib << 20, keeper_bytes: 0 };
         let machine = |name: &str, is_beside, mib: u64| Machine {
@@ -181,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_promised_to_other_machines_is_not_given_twice() {
+    fn promised_memory_is_not_counted_as_free() {
         assert_eq!(check(60, 40, 50, &ROOM), None);
         assert_eq!(
             check(60, 40, 51, &ROOM).unwrap(),
@@ -204,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn the_folder_that_will_be_made_is_judged_by_its_parent() {
+    fn missing_folder_is_judged_by_its_parent() {
         assert_eq!(existing(Path::new("/proc/nowhere/at/all")), Path::new("/proc"));
         assert_eq!(existing(Path::new("/")), Path::new("/"));
     }

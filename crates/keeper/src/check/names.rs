@@ -1,4 +1,4 @@
-//! Names of disks and NVRAM: what is derived from one must not be another one's.
+//! Checks that file names derived from disk and NVRAM names do not collide.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -27,8 +27,8 @@ pub fn check(config: &Config, problems: &mut Vec<Problem>) {
     }
 }
 
-/// All files of a disk or NVRAM of this name, in all folders that it shares with others: also where the machine has none of them
-/// yet, for it may be saved, and restored elsewhere.
+/// All file names that a disk or NVRAM of this name may use in shared folders. This includes files that the machine
+/// does not have yet, because it may be saved and restored elsewhere.
 fn files(name: &str) -> Vec<PathBuf> {
     let [runtime, memory, store, saved, restored] =
         ["runtime", "memory", "store", "saved", "restored"].map(|folder| Path::new(folder).to_owned());
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn no_machine_has_the_name_of_the_lock_beside_it() {
+    fn reserved_file_names_are_refused() {
         let text = "name = \"hops.lock\"\nmemory = \"64MiB\"\n[boot]\nkernel = \"k\"\n";
         let problems = Config::parse(text, Path::new("/web.toml"), &RuntimeRoot::new("/run/hearth")).unwrap_err();
         assert_eq!(

@@ -1,4 +1,4 @@
-//! Network: ports free, interfaces there, helpers installed.
+//! Checks that ports are free, interfaces exist and helpers are installed.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, UdpSocket};
@@ -30,7 +30,7 @@ pub fn check(config: &Config, life: Life, problems: &mut Vec<Problem>) {
     }
 }
 
-/// Takes the port for a moment.
+/// Binds the port for a moment.
 fn port(subject: &str, forward: &Forward) -> Option<Problem> {
     let address = SocketAddr::new(forward.host, forward.host_port);
     let bound = match forward.protocol {
@@ -53,7 +53,7 @@ fn port(subject: &str, forward: &Forward) -> Option<Problem> {
 }
 
 fn tap(subject: &str, ifname: &str) -> Option<Problem> {
-    // A slash would lead elsewhere.
+    // A slash would lead to another path.
     let is_name =
         ifname.len() <= IFNAME_BYTES_MAX && !ifname.contains(|letter: char| letter == '/' || letter.is_whitespace());
     if !is_name || matches!(ifname, "" | "." | "..") {
@@ -100,7 +100,7 @@ mod tests {
         assert_eq!(
             problem.to_string(),
             format!(
-                "error: nets[0].forward: TCP port 127.0.0.1:{taken} is taken; choose another port, or stop the program that uses it (see `ss -lnp`)"
+                "error: nets[0].forward: TCP port 127.0.0.1:{taken} is already in use; choose another port, or stop the program that uses it (see `ss -lnp`)"
             )
         );
         drop(listener);
@@ -109,7 +109,7 @@ mod tests {
         let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
         let taken = forward(Protocol::Udp, [127, 0, 0, 1], socket.local_addr().unwrap().port());
         assert!(port("x", &taken).unwrap().message.starts_with("UDP port "));
-        // TEST-NET-1 belongs to nobody.
+        // TEST-NET-1 is never assigned.
         let problem = port("x", &forward(Protocol::Tcp, [192, 0, 2, 1], 8080)).unwrap();
         assert_eq!(problem.message, "TCP port 192.0.2.1:8080 is not an address of this host");
     }
@@ -126,12 +126,14 @@ mod tests {
     }
 
     #[test]
-    fn no_interface_is_to_be_made_of_what_is_no_name() {
+    fn invalid_interface_name_is_not_created() {
         for name in ["", ".", "..", "a/b", "../net", "a b", "sixteen-letters-", "tap0\n"] {
             let problem = tap("nets[0].ifname", name).unwrap().to_string();
             assert!(problem.contains("is not the name of an interface") && !problem.contains("ip tuntap"), "{problem}");
         }
-        assert!(tap("nets[0].ifname", "hearth-none0").unwrap().hint.starts_with("make it: ip tuntap add hearth-none0"));
+        assert!(
+            tap("nets[0].ifname", "hearth-none0").unwrap().hint.starts_with("create it: ip tuntap add hearth-none0")
+        );
         assert_eq!(tap("nets[0].ifname", "lo"), None);
     }
 

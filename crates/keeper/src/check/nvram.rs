@@ -1,4 +1,4 @@
-//! NVRAM: do memory and mirror fit the device?
+//! Checks that an NVRAM device's memory and mirror match it.
 
 use super::Life;
 use crate::config::Config;

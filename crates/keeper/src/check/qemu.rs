@@ -1,4 +1,4 @@
-//! QEMU: there, new enough, with the accelerator that was asked for, and one that takes the machine's type and processors.
+//! Checks that QEMU exists, is new enough, has the accelerator, and supports the machine's type and processors.
 
 use hearth_qemu::{Binary, BinaryError, Hardware, Wanted, accelerator};
 
@@ -9,16 +9,16 @@ use crate::problem::Problem;
 pub fn check(config: &Config, purpose: Purpose, problems: &mut Vec<Problem>) {
     let found = Binary::find(config.qemu.as_deref()).and_then(|binary| {
         problems.extend(kvm(config, &binary));
-        // A start does not wait for these answers: QEMU itself says what it does not take.
+        // A start does not wait for these checks, because QEMU itself reports what it does not support.
         if purpose == Purpose::Run { Ok(()) } else { hardware(config, &binary, problems) }
     });
     if let Err(error) = found {
-        // The errors of this crate say themselves what to do.
+        // This crate's errors include a hint.
         problems.push(Problem::error("qemu", crate::chain(&error), ""));
     }
 }
 
-/// Type and processors of a machine, as its QEMU judges them.
+/// Whether QEMU supports the machine's type and processors.
 pub fn hardware(config: &Config, binary: &Binary, problems: &mut Vec<Problem>) -> Result<(), BinaryError> {
     let (types, newest) = (binary.machine_types()?, binary.newest_machine_type()?);
     let machine_type = config.machine_type.as_deref().unwrap_or(&newest);
@@ -33,7 +33,7 @@ pub fn hardware(config: &Config, binary: &Binary, problems: &mut Vec<Problem>) -
         let hint = format!("set machine_type = \"{newest}\": the next guest gets slightly newer devices");
         problems.push(Problem::warning("machine_type", message, hint));
     }
-    // What keeps KVM from working is told already.
+    // Another check reports why KVM does not work.
     let chosen = accelerator::choose(binary, config.accelerator.into(), config.cpu_model.as_deref());
     let Ok(chosen) = chosen else { return Ok(()) };
     let cpu_model = config.cpu_model.as_deref();
@@ -51,7 +51,7 @@ pub fn hardware(config: &Config, binary: &Binary, problems: &mut Vec<Problem>) -
     Ok(())
 }
 
-/// Only KVM can be asked for in vain. Whether it works is tried: that /dev/kvm can be opened says little.
+/// Only KVM can be unavailable. It is tried with a guest, because being able to open /dev/kvm proves little.
 fn kvm(config: &Config, binary: &Binary) -> Option<Problem> {
     let wanted = Wanted::from(config.accelerator);
     if wanted != Wanted::Kvm {
@@ -69,8 +69,8 @@ mod tests {
     use super::*;
     use crate::runtime_root::RuntimeRoot;
 
-    /// A program with this text. A child writes it: had this process had it open for writing, a child of another test could
-    /// still hold it open, and it could not be run ("Text file busy").
+    /// Creates a program with this text. A child process writes it: if this process had it open, a child of another
+    /// test could inherit the descriptor, and running it would fail ("Text file busy").
     fn program(folder: &Path, text: &str) -> PathBuf {
         let path = folder.join("qemu");
         let write = ["-c", "printf %s \"$1\" >\"$2\" && chmod 755 \"$2\"", "sh", text];
@@ -78,11 +78,11 @@ mod tests {
         path
     }
 
-    /// As a QEMU lists them that has deprecated one.
+    /// The list of a QEMU that has deprecated one machine type.
     const LIST: &str = r#"{"return": {}}
 {"return": [{"name": "pc-q35-7.2", "deprecated": true}, {"name": "pc-q35-10.2", "alias": "q35", "deprecated": false}]}"#;
 
-    /// A program that answers `--version` like this, lists its machine types, and does `more` with what else it is asked for.
+    /// A program that answers `--version` like this, lists its machine types, and handles other arguments with `more`.
     fn answering(folder: &Path, version: &str, more: &str) -> PathBuf {
         let list = format!(
             "case \"$*\" in *--version*) echo '{version}';; *'-machine none,accel=kvm:tcg') echo '{LIST}';; *) {more};; esac"
@@ -90,7 +90,7 @@ mod tests {
         program(folder, &format!("#!/bin/sh\n{list}\n"))
     }
 
-    /// What is said of a program that answers `--version` like this.
+    /// Problems reported for a program that answers `--version` like this.
     fn problems(answer: &str) -> Vec<String> {
         let folder = tempfile::tempdir().unwrap();
         let program = answering(folder.path(), answer, "exit 0");
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_is_missing_a_stranger_or_too_old_is_named() {
+    fn unusable_qemu_program_is_named() {
         assert_eq!(problems("QEMU emulator version 7.2.0"), [] as [&str; 0]);
         assert_eq!(
             problems("QEMU emulator version 6.2.0 (Debian 1:6.2)"),
@@ -124,9 +124,9 @@ mod tests {
         );
     }
 
-    /// The program says that it is QEMU and runs no guest: KVM does not work with it, whatever the host has.
+    /// The program claims to be QEMU but runs no guest, so KVM does not work with it on any host.
     #[test]
-    fn kvm_that_does_not_work_is_a_problem_only_where_it_was_asked_for() {
+    fn broken_kvm_is_reported_only_when_requested() {
         let folder = tempfile::tempdir().unwrap();
         let more = "case \"$*\" in *kvm*) echo 'no KVM today' >&2; exit 1; esac";
         let program = answering(folder.path(), "QEMU emulator version 7.2.0", more);
@@ -149,7 +149,7 @@ mod tests {
         };
         check("pc-q35-10.2", &[]);
         check("q35", &[]);
-        let deprecated = "warning: machine_type: QEMU 10.2.0 pc-q35-7.2 is deprecated in (PROGRAM); a later QEMU will not start the machine; set machine_type = \"pc-q35-10.2\": the next guest gets slightly newer devices";
+        let deprecated = "warning: machine_type: pc-q35-7.2 is deprecated in QEMU 10.2.0 (PROGRAM); a later QEMU will not start the machine; set machine_type = \"pc-q35-10.2\": the next guest gets slightly newer devices";
         check("pc-q35-7.2", &[deprecated]);
         let unknown = "error: machine_type: QEMU 10.2.0 (PROGRAM) has no q35 machine type pc-q35-99; set machine_type = \
                        \"pc-q35-10.2\"";
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_installed_qemu_does_not_take_is_told() {
+    fn unsupported_machine_type_or_cpu_is_reported() {
         let qemu = Binary::find(None).expect("these tests need QEMU: apt-get install qemu-system-x86");
         let check = |more: &str, expect: &str| {
             let found = with_program(qemu.path(), &format!("accelerator = \"tcg\"\n{more}"));

@@ -1,4 +1,4 @@
-//! What is left: the length of socket paths, and the user QEMU runs as.
+//! Checks the length of socket paths and the user that QEMU runs as.
 
 use crate::config::{AUTO_USER, Config, NetBackend};
 use crate::folders::own_user;
@@ -6,7 +6,7 @@ use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 use crate::unix_socket::PATH_BYTES_MAX;
 
-/// Generations are counted; a machine with more than 9999 QEMUs in its life is a strange one.
+/// Digits of a generation's number. More than 9999 QEMUs in a machine's life are not expected.
 const GENERATION_DIGITS: &str = "9999";
 
 pub fn check(config: &Config, root: &RuntimeRoot, problems: &mut Vec<Problem>) {
@@ -15,7 +15,7 @@ pub fn check(config: &Config, root: &RuntimeRoot, problems: &mut Vec<Problem>) {
     problems.extend(user(config, rustix::process::geteuid().is_root()));
 }
 
-/// The longest of them is enough: its remedy mends all.
+/// Checking the longest path is enough: shortening it shortens all.
 fn socket_paths(config: &Config) -> Option<Problem> {
     let mut names: Vec<String> =
         ["userfault", "qmp", "serial"].map(|kind| format!("{kind}-{GENERATION_DIGITS}.sock")).into();
@@ -35,7 +35,7 @@ fn socket_paths(config: &Config) -> Option<Problem> {
     Some(Problem::error("runtime_folder", message, format!("choose a folder whose path is {excess} bytes shorter")))
 }
 
-/// A machine with a runtime folder elsewhere is known by a link: where it had a folder before there is no place for that.
+/// A machine with another runtime folder is known by a link, which an earlier folder of that name would block.
 fn earlier_folder(config: &Config, root: &RuntimeRoot) -> Option<Problem> {
     let place = root.machine(&config.name);
     let in_the_way = place != config.runtime_folder && place.exists() && !place.is_symlink();
@@ -73,7 +73,7 @@ fn user(config: &Config, is_root: bool) -> Option<Problem> {
     }
 }
 
-/// Local users only: a QEMU that must run when the network does not should not depend on a directory service.
+/// Only local users, so that QEMU does not depend on a directory service that needs the network.
 fn is_known(user: &str) -> bool {
     let passwd = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
     passwd.lines().any(|line| line.split(':').next() == Some(user))
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn a_runtime_folder_whose_sockets_do_not_fit_is_told() {
+    fn too_long_runtime_folder_is_reported() {
         assert_eq!(socket_paths(&config("")), None);
         let long = config(&format!("runtime_folder = \"/{}\"", "x".repeat(90)));
         let problem = socket_paths(&long).unwrap();

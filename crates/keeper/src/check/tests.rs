@@ -1,4 +1,4 @@
-//! Checks of whole configurations on this host, each with one thing wrong.
+//! Checks of whole configurations on this host, each with one error.
 
 use std::fs::{self, File};
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use tempfile::TempDir;
 
 use super::*;
 
-/// A folder with a machine that could run, as far as this host allows.
+/// A folder with a machine that can run, as far as this host allows.
 struct Fixture {
     folder: TempDir,
     root: RuntimeRoot,
@@ -41,7 +41,7 @@ impl Fixture {
         Config::parse(text, &self.path("web.toml"), &self.root).unwrap()
     }
 
-    /// Problems other than QEMU's: this host may have any, and any user may run the tests.
+    /// Problems other than QEMU's, which depend on the host and the user.
     fn problems(&self, text: &str, purpose: Purpose) -> Vec<String> {
         let mut problems = check(&self.config(text), &self.root, purpose);
         problems.retain(|problem| !problem.subject.starts_with("qemu") && problem.subject != "accelerator");
@@ -101,7 +101,7 @@ fn an_image_may_not_serve_two_disks() {
 }
 
 #[test]
-fn an_image_in_use_is_named_with_its_user() {
+fn image_in_use_names_its_user() {
     let fixture = fixture();
     let path = fixture.path("root.img");
     let options = hearth_disk::image::ImageOptions {
@@ -121,7 +121,7 @@ fn an_image_in_use_is_named_with_its_user() {
         "{problems:?}"
     );
     drop(holder);
-    // A process that another test forks has the lock too, until it runs its program.
+    // A process forked by another test shares the lock until it executes its program.
     let deadline = Instant::now() + Duration::from_secs(30);
     while !fixture.problems(GOOD, Purpose::Check).is_empty() && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(10));
@@ -130,7 +130,7 @@ fn an_image_in_use_is_named_with_its_user() {
 }
 
 #[test]
-fn a_qcow2_image_that_is_called_raw_is_noticed() {
+fn qcow2_image_configured_as_raw_is_reported() {
     let fixture = fixture();
     let mut image = vec![0; 1 << 20];
     image[..4].copy_from_slice(b"QFI\xfb");
@@ -149,7 +149,7 @@ fn memory_that_nobody_has_is_refused() {
 }
 
 #[test]
-fn a_machine_that_runs_is_told_so_and_not_of_what_it_holds_itself() {
+fn running_machine_is_not_blamed_for_its_own_resources() {
     let fixture = fixture();
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -170,7 +170,7 @@ fn a_machine_that_runs_is_told_so_and_not_of_what_it_holds_itself() {
 }
 
 #[test]
-fn a_folder_from_before_is_in_the_way_of_a_runtime_folder_elsewhere() {
+fn earlier_folder_blocks_another_runtime_folder() {
     let fixture = fixture();
     let elsewhere = fixture.root.path().join("elsewhere");
     let text = format!("runtime_folder = \"{}\"\n{GOOD}", elsewhere.display());
@@ -246,7 +246,7 @@ fn nvram_that_could_not_be_opened_is_told() {
 }
 
 #[test]
-fn nvram_that_is_there_already_is_not_asked_for_twice() {
+fn existing_nvram_needs_no_more_memory() {
     let fixture = fixture();
     let memory = tempfile::tempdir_in("/dev/shm").unwrap();
     let folder = memory.path().display().to_string();

@@ -1,9 +1,9 @@
 //! Clones: machines that `hearth rehearse` makes and throws away, and what is left of one whose keeper was killed.
 //!
-//! ROOT/NAME.clone     locked by the rehearsal as long as it lives; holds the path of the clone's folder
+//! ROOT/NAME.clone holds the path of the clone's folder, and is locked while the rehearsal lives.
 //!
-//! The note is there before anything else of the clone, and goes last. So whoever finds one that is not locked removes what is
-//! left: QEMU, memory folder, runtime folder, the clone's own folder.
+//! The note is created before anything else of the clone and removed last. An unlocked note therefore marks a dead
+//! rehearsal, whose QEMU, memory folder, runtime folder and own folder are removed by the next command.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -24,7 +24,7 @@ use crate::runtime_root::RuntimeRoot;
 const EXTENSION: &str = "clone";
 const PATH_BYTES_MAX: u64 = 4096;
 
-/// The note of a clone that this process makes. Dropping it removes the clone.
+/// The note of this process's clone. Dropping it removes the clone.
 pub struct CloneNote {
     note: PathBuf,
     folder: PathBuf,
@@ -33,10 +33,11 @@ pub struct CloneNote {
 }
 
 impl CloneNote {
-    /// Before anything of the clone is made.
+    /// Called before anything else of the clone is created.
     pub fn write(name: &str, folder: &Path, root: &RuntimeRoot) -> Result<Self, CliError> {
         let note = root.path().join(format!("{name}.{EXTENSION}"));
-        // Locked and complete before it has its name: others take a note that is not locked for a dead rehearsal's.
+        // The note gets its name only when locked and complete, because others take an unlocked note for a dead
+        // rehearsal's.
         let noted = fs::create_dir_all(root.path()).and_then(|()| {
             replace_file(&note, Lasting::Process, |file| {
                 flock(&*file, FlockOperation::NonBlockingLockExclusive)?;
@@ -59,7 +60,7 @@ impl Drop for CloneNote {
 pub fn remove_leftovers(root: &RuntimeRoot) {
     let entries = fs::read_dir(root.path()).into_iter().flatten().flatten().map(|entry| entry.path());
     for note in entries.filter(|path| path.extension().is_some_and(|end| end == EXTENSION)) {
-        // One that is locked is alive, and one that is gone was removed meanwhile.
+        // A locked note belongs to a living rehearsal; a missing one was removed meanwhile.
         if let Ok((folder, _lock)) = dead(&note) {
             tracing::warn!(folder = %folder.display(), "removing what a killed rehearsal left behind");
             remove(&note, &folder, root);
@@ -71,7 +72,7 @@ fn dead(note: &Path) -> io::Result<(PathBuf, File)> {
     let mut file = File::open(note)?;
     flock(&file, FlockOperation::NonBlockingLockExclusive)?;
     if fs::metadata(note)?.ino() != file.metadata()?.ino() {
-        // It was removed before it was locked here, and there is another one.
+        // The note was replaced before it was locked here.
         return Err(io::ErrorKind::NotFound.into());
     }
     let mut folder = Vec::new();
@@ -81,7 +82,7 @@ fn dead(note: &Path) -> io::Result<(PathBuf, File)> {
 
 fn remove(note: &Path, folder: &Path, root: &RuntimeRoot) {
     let name = note.file_stem().unwrap_or_default();
-    // Without a configuration nothing else was made. Its folders have its name, or were not made for it alone.
+    // Without a configuration nothing else was created. Only folders with the clone's name belong to it.
     if let Ok(config) = Config::load(&folder.join("machine.toml"), root)
         && folder.is_absolute()
         && name == config.name.as_str()
@@ -119,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_killed_rehearsals_clone_is_removed_and_a_living_ones_stays() {
+    fn only_dead_clones_are_removed() {
         let folder = tempfile::tempdir().unwrap();
         let root = RuntimeRoot::new(folder.path().join("run"));
         let make = |name: &str| {
@@ -138,7 +139,7 @@ mod tests {
         };
         let (living, its) = make("rehearsal-1");
         let (killed, left) = make("rehearsal-2");
-        // What a process leaves that is killed: all but its lock.
+        // A killed process leaves everything except its lock.
         let note = fs::read(&killed.note).unwrap();
         fs::write(root.path().join("rehearsal-2.copy"), note).unwrap();
         fs::rename(root.path().join("rehearsal-2.copy"), &killed.note).unwrap();
@@ -146,7 +147,7 @@ mod tests {
         fs::create_dir_all(folder.path().join("mine")).unwrap();
         let odd = |name: &str, folder: &[u8]| fs::write(root.path().join(name), folder).unwrap();
         odd("odd.clone", folder.path().join("mine").as_os_str().as_bytes());
-        // Neither a note of nothing nor one of another machine's folder costs that machine anything.
+        // An empty note, or one that names another machine's folder, must not harm that machine.
         odd("empty.clone", b"");
         odd("other.clone", folder.path().join("hearth-rehearsal-1").as_os_str().as_bytes());
         remove_leftovers(&root);

@@ -14,7 +14,7 @@ use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 use crate::upgrade::Consent;
 
-/// The checked configuration, of a guest that lives as well; the error holds everything that keeps the machine from running.
+/// The checked configuration, also for a running guest. The error lists everything that keeps the machine from running.
 pub fn for_run(file: &Path, root: &RuntimeRoot) -> Result<InForce, CliError> {
     let configured = match Configured::load(file, root) {
         Ok(today) => in_force(today, root),
@@ -28,8 +28,8 @@ pub fn for_run(file: &Path, root: &RuntimeRoot) -> Result<InForce, CliError> {
     Ok(in_force)
 }
 
-/// A living guest is what it was started with, whatever its file says: one that cannot be understood does not keep it from its
-/// keeper. As a whole the file waits for the next start.
+/// A running guest keeps the configuration that it was started with. A file that cannot be understood must not keep a
+/// keeper from taking the guest over, so the whole file waits for the next start.
 fn without_file(file: &Path, root: &RuntimeRoot, problems: &[Problem]) -> Option<InForce> {
     let name = probable_name(file);
     let started_with = life::living_guest(&root.machine(&name))?.started_with?;
@@ -46,7 +46,7 @@ fn without_file(file: &Path, root: &RuntimeRoot, problems: &[Problem]) -> Option
     (now.config.name == name).then_some(InForce { now, next: None, pending, misread: Some(misread) })
 }
 
-/// The same of a file that was made a moment ago, for a guest that does not live yet.
+/// The checked configuration of a file that was just created, for a guest that does not run yet.
 pub fn for_new(file: &Path, root: &RuntimeRoot) -> Result<InForce, CliError> {
     let configured = Configured::load(file, root).map_err(|problems| wrong(file, root, problems))?;
     let problems: Vec<_> = check::guest_in_the_way(&configured.config, root).into_iter().collect();
@@ -70,7 +70,8 @@ fn must_run(in_force: InForce, file: &Path, root: &RuntimeRoot) -> Result<InForc
     Ok(in_force)
 }
 
-/// A file that is wrong. A service manager gives up on such a machine, and must not while its guest lives.
+/// The error for a wrong file. A service manager gives up on the exit code for a wrong file, and must not while the
+/// guest lives.
 fn wrong(file: &Path, root: &RuntimeRoot, problems: Vec<Problem>) -> CliError {
     let file = file.to_owned();
     match life::living_qemu(&root.machine(&probable_name(&file))) {
@@ -79,7 +80,7 @@ fn wrong(file: &Path, root: &RuntimeRoot, problems: Vec<Problem>) -> CliError {
     }
 }
 
-/// The machine's name in a file that may not be understood; without one, the file's own name.
+/// The machine's name in a file that may be unparsable, or the file's own name.
 fn probable_name(file: &Path) -> String {
     let text = std::fs::read_to_string(file).unwrap_or_default();
     let named = text.lines().map_while(|line| (!line.trim_start().starts_with('[')).then_some(line)).find_map(|line| {
@@ -109,7 +110,7 @@ pub fn check(context: &mut Context<'_>, file: &Path) -> Result<Exit, CliError> {
     Ok(if errors == 0 { Exit::Done } else { exit })
 }
 
-/// Whether this program could go on with the machine, as far as that can be told beforehand.
+/// Whether this program could take over the machine, as far as can be known beforehand.
 pub fn check_take_over(context: &mut Context<'_>, file: &Path) -> Result<Exit, CliError> {
     let wrong = |problems| CliError::Configuration { file: file.to_owned(), problems };
     let today = Configured::load(file, &context.root);
@@ -161,7 +162,7 @@ pub fn show(context: &mut Context<'_>, of: &str) -> Result<Exit, CliError> {
     Ok(Exit::Done)
 }
 
-/// TOML has no word for nothing.
+/// TOML has no null.
 fn without_nulls(value: Value) -> Value {
     match value {
         Value::Object(fields) => fields

@@ -9,7 +9,7 @@ use rustix::termios::{OptionalActions, Termios, isatty, tcgetattr, tcsetattr};
 
 use super::{CliError, Context, Exit};
 
-/// Ctrl-], as telnet and virsh have it.
+/// Ctrl-], as in telnet and virsh.
 const DETACH: u8 = 0x1d;
 
 pub fn connect(context: &mut Context<'_>, name: &str) -> Result<Exit, CliError> {
@@ -54,7 +54,7 @@ impl End {
     }
 }
 
-/// The terminal without echo, lines and signals; as it was before when this is dropped.
+/// The terminal in raw mode: no echo, line editing or signals. Dropping this restores it.
 struct Raw<'a> {
     terminal: BorrowedFd<'a>,
     before: Termios,
@@ -73,7 +73,7 @@ impl<'a> Raw<'a> {
 
 impl Drop for Raw<'_> {
     fn drop(&mut self) {
-        // The terminal may be gone; nobody sees it then.
+        // If the terminal is gone, nobody sees its mode.
         let _ = tcsetattr(self.terminal, OptionalActions::Flush, &self.before);
     }
 }

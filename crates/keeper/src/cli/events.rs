@@ -19,7 +19,7 @@ pub fn show(context: &mut Context<'_>, name: &str, since: u64, follow: bool) -> 
             Err(ClientError::NotRunning { .. }) => {}
             Err(error) => return Err(error.into()),
         }
-        // What there is, and then the word that nothing more will come.
+        // Prints the events that exist, then reports that the keeper has ended.
         write_all(context, &left_behind(context, name, since)?)?;
         return Err(context.not_running(name));
     }
@@ -31,7 +31,7 @@ pub fn show(context: &mut Context<'_>, name: &str, since: u64, follow: bool) -> 
     Ok(Exit::Done)
 }
 
-/// Events of a machine whose keeper is gone; an unknown machine has left none.
+/// Events of a machine without a keeper. An unknown machine has none.
 fn left_behind(context: &Context<'_>, name: &str, since: u64) -> Result<Vec<EventRecord>, CliError> {
     let folder = context.root.machine(name);
     let mut records = read_file(&folder).map_err(|source| CliError::File { path: folder, source })?;

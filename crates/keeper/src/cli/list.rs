@@ -23,9 +23,9 @@ struct Listed {
     status: Option<MachineStatus>,
     /// Why there is no status.
     why: Option<String>,
-    /// The guest runs, and waits for `hearth run` to take it over.
+    /// The guest runs without a keeper; `hearth run` takes it over.
     orphaned: bool,
-    /// The guest waits in memory, without QEMU and keeper.
+    /// The guest is parked in memory, without QEMU and keeper.
     parked: Option<ParkedGuest>,
 }
 
@@ -59,7 +59,7 @@ fn look(context: &Context<'_>, record: Option<&Record>, name: String) -> Listed 
         Err(error) => {
             let folder = context.root.machine(&name);
             let orphaned = life::orphaned_qemu(&folder).is_some();
-            // A keeper that does not answer may be about to let it go on.
+            // A keeper that does not answer yet may be about to resume it.
             let waits = !orphaned && !life::has_keeper(&folder);
             let parked = if waits { parked::find(&context.root, record, &name) } else { None };
             Listed { name, status: None, why: Some(error.to_string()), orphaned, parked }

@@ -8,7 +8,7 @@ use crate::client::{Client, ClientError};
 use crate::host_reload::Record;
 use crate::runtime_root::RuntimeRoot;
 
-/// A keeper that is asked whether it is there.
+/// Time for a keeper to show that it is there.
 const PRESENCE_PATIENCE: Duration = Duration::from_secs(2);
 
 impl Context<'_> {
@@ -16,7 +16,7 @@ impl Context<'_> {
         Client::new(self.root.api_socket(name))
     }
 
-    /// An answer of the machine; if its keeper is not there, the error says which are.
+    /// Asks a machine's keeper. If it does not run, the error names the machines that do.
     pub fn ask<T>(&self, name: &str, question: impl FnOnce(&Client) -> Result<T, ClientError>) -> Result<T, CliError> {
         question(&self.client(name)).map_err(|error| self.explained(name, error))
     }

@@ -2,9 +2,8 @@
 //!
 //! parse -> one function a verb -> exit code
 //!
-//! Verbs that name a machine go through its API like any other client; only `run` and `check` look at the host. What a
-//! verb has to say goes to standard output, in words or, with `--json`, as JSON; what went wrong goes to standard error,
-//! once, as a chain.
+//! Verbs that name a machine use its API like any other client; only `run` and `check` look at the host. Results go to
+//! standard output, as text or, with `--json`, as JSON. An error goes to standard error, once, as a chain.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -58,17 +57,17 @@ mod words;
 
 pub use words::describe;
 
-/// What the process ends with.
+/// Exit code of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
     Done = 0,
-    /// It was tried and failed.
+    /// The operation failed.
     Failed = 1,
-    /// The command line or the configuration file is wrong, and must be changed.
+    /// The command line or the configuration file is wrong.
     Wrong = 2,
-    /// The machine does not run.
+    /// The machine is not running.
     NotRunning = 3,
-    /// The configuration file is in order, its surroundings are not, or not yet. sysexits.h calls this EX_TEMPFAIL.
+    /// The configuration file is correct, but the host cannot run the machine now. sysexits.h calls this EX_TEMPFAIL.
     Later = 75,
 }
 
@@ -372,7 +371,7 @@ enum Method {
     Sysrq,
 }
 
-/// What a verb can fail with.
+/// Errors of all verbs.
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
     #[error("{name} is not running; {}", words::others(others, root))]
@@ -440,27 +439,27 @@ impl CliError {
             Self::NotRunning { .. } | Self::Orphaned { .. } | Self::Parked { .. } => Exit::NotRunning,
             Self::Configuration { .. } => Exit::Wrong,
             Self::Surroundings { .. } | Self::CannotTakeOver { .. } => Exit::Later,
-            // `hearth events web | head` is no failure.
+            // `hearth events web | head` is not a failure.
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => Exit::Done,
             _ => Exit::Failed,
         }
     }
 }
 
-/// What every verb needs.
+/// Context of every verb.
 struct Context<'a> {
     root: RuntimeRoot,
     json: bool,
     out: &'a mut dyn Write,
 }
 
-/// The whole program. `run` looks after a machine until it has stopped.
+/// The whole program. `run` supervises a machine until it has stopped.
 pub fn main(run: fn(Start) -> ExitCode) -> ExitCode {
     let cli = Cli::parse();
     log_to_stderr();
     let mut out = io::stdout().lock();
     let done = match cli.verb {
-        // The machine may run for years: the lock on standard output is not taken along.
+        // The machine may run for years, so the lock on standard output is released.
         Verb::Run(FileArgument { file }) => {
             drop(out);
             let (root, mut inheritance) = (root_of(cli.runtime_root), Inheritance::of_this_process());
@@ -494,7 +493,7 @@ fn root_of(given: Option<PathBuf>) -> RuntimeRoot {
     given.map_or_else(RuntimeRoot::for_this_user, RuntimeRoot::new)
 }
 
-/// To standard error: one line an event, as systemd's journal likes it. HEARTH_LOG takes what `tracing` takes.
+/// Logs to standard error, one line per event for systemd's journal. HEARTH_LOG has the syntax of `tracing` filters.
 fn log_to_stderr() {
     let filter = tracing_subscriber::EnvFilter::try_from_env("HEARTH_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
@@ -555,7 +554,7 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
     }
 }
 
-/// The keeper may have been started in another folder.
+/// The keeper may run in another folder.
 fn absolute(path: PathBuf) -> PathBuf {
     std::path::absolute(&path).unwrap_or(path)
 }

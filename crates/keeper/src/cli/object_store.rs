@@ -1,4 +1,4 @@
-//! What the commands for snapshots say of object stores.
+//! Object store arguments of the snapshot commands.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -33,7 +33,7 @@ fn is_size(text: &str) -> Result<String, String> {
 }
 
 impl StoreArguments {
-    /// For the file of the new machine, which may be saved to a store wherever it came from.
+    /// The section for the new machine's file. That machine may later be saved to a store, wherever it came from.
     pub fn section(&self) -> Option<ObjectStoreSection> {
         let said = self.credentials.is_some() || self.cache.is_some() || self.cache_size.is_some();
         let text = |path: &PathBuf| absolute(path.clone()).display().to_string();
@@ -57,13 +57,13 @@ impl StoreArguments {
         }
     }
 
-    /// Its disks are still in the store.
+    /// Opens a snapshot whose disks are still in the store.
     pub fn open(&self, snapshot: &Path) -> Result<Snapshot, SnapshotError> {
         open_snapshot(snapshot, &self.config(), &Arc::default(), None)
     }
 }
 
-/// As a keeper in another folder understands it.
+/// The path or address, as a keeper in another folder understands it.
 pub fn place(path: PathBuf) -> PathBuf {
     if is_address(&path) { path } else { absolute(path) }
 }

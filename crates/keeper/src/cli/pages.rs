@@ -1,4 +1,4 @@
-//! Completion scripts and manual pages, made from the definition of the command line.
+//! Completion scripts and manual pages, generated from the command line's definition.
 
 use std::fs::{self, File};
 use std::path::Path;

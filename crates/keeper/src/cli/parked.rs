@@ -1,5 +1,5 @@
-//! A machine whose guest is parked. No keeper answers for it: its files tell, and after a host reload, when the runtime folder is
-//! gone, the record of that.
+//! A machine whose guest is parked. It has no keeper, so its state is read from its files, or from the record of a host
+//! reload once the runtime folder is gone.
 
 use std::path::{Path, PathBuf};
 
@@ -14,7 +14,7 @@ use super::text::{bytes, uptime};
 use crate::host_reload::Record;
 use crate::runtime_root::RuntimeRoot;
 
-/// What is known of it without a keeper.
+/// What its files say about it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ParkedGuest {
     /// RFC 3339: when its last instruction ran.
@@ -22,20 +22,20 @@ pub struct ParkedGuest {
     pub stands_ms: u64,
     pub incarnation: u32,
     pub ram_bytes: u64,
-    /// Of it, what takes host memory.
+    /// The part of it that uses host memory.
     pub resident_bytes: u64,
     pub memory_folder: PathBuf,
     pub qemu_version: String,
     pub accelerator: String,
-    /// The host has got another kernel since.
+    /// Whether the host has changed its kernel since.
     pub host_reloaded: bool,
-    /// What lets it go on.
+    /// The command that resumes it.
     pub next: &'static str,
 }
 
 const NEXT: &str = "hearth host-reload resume";
 
-/// None: no guest is parked there, or its note cannot be read. `record`: of the host reload, if there was one.
+/// None if no guest is parked there, or its note cannot be read. `record`: the record of the host reload, if any.
 pub fn find(root: &RuntimeRoot, record: Option<&Record>, name: &str) -> Option<ParkedGuest> {
     let folder = in_journal(root, name).or_else(|| record?.parked_in(root.path(), name))?;
     let parked = parked::find(&folder).ok().flatten().filter(|parked| parked.machine == name)?;
@@ -59,7 +59,7 @@ fn in_journal(root: &RuntimeRoot, name: &str) -> Option<PathBuf> {
 }
 
 impl ParkedGuest {
-    /// `hearth status` of it.
+    /// The page of `hearth status`.
     pub fn page(&self, name: &str) -> String {
         let stands = uptime(self.stands_ms as f64 / 1e3);
         let host = if self.host_reloaded { "has changed its kernel since" } else { "the same kernel as before" };
@@ -76,7 +76,7 @@ impl ParkedGuest {
         .join("\n")
     }
 
-    /// Row of `hearth ls`.
+    /// The row of `hearth ls`.
     pub fn row(&self, name: &str) -> Vec<String> {
         let stands = format!("for {}", uptime(self.stands_ms as f64 / 1e3));
         let (ram, resident) = (bytes(self.ram_bytes), bytes(self.resident_bytes));
@@ -84,7 +84,7 @@ impl ParkedGuest {
         vec![name.to_owned(), "parked".to_owned(), self.incarnation.to_string(), stands, ram, resident, accelerator]
     }
 
-    /// Why it cannot be asked for anything.
+    /// Why requests to it fail.
     pub fn sentence(&self, name: &str) -> String {
         format!(
             "{name} has been parked since {}, in {}; resume it with `{}`",
@@ -106,7 +106,7 @@ mod tests {
     use crate::sample;
 
     #[test]
-    fn a_guest_is_found_by_the_journal_and_after_a_reload_by_the_record() {
+    fn parked_guest_is_found_by_journal_or_record() {
         let folder = tempfile::tempdir().unwrap();
         let (memory, root) = (folder.path().join("pmem"), RuntimeRoot::new(folder.path().join("run")));
         std::fs::create_dir_all(root.machine("web")).unwrap();
@@ -133,7 +133,7 @@ mod tests {
         journal.save(&root.machine("web").join("journal.json")).unwrap();
         let page = find(&root, None, "web").unwrap().page("web");
         assert!(page.starts_with("web  parked since 2026-03-01T12:00:00.123Z, for "), "{page}");
-        assert!(page.contains(&format!("64.0 MiB, of which 0 are in use, in {}", memory.display())), "{page}");
+        assert!(page.contains(&format!("64.0 MiB, 0 in use, in {}", memory.display())), "{page}");
         assert!(page.contains("`hearth host-reload resume`, or `hearth run FILE`"), "{page}");
         sample::parked("db").commit(&memory).unwrap();
         assert_eq!(find(&root, None, "web"), None, "it is another machine's");

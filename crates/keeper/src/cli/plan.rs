@@ -1,10 +1,10 @@
-//! `hearth rejuvenate --plan`: what it will cost to rejuvenate n machines at a time, from what hops and reboots have cost here.
+//! `hearth rejuvenate --plan`: predicts the cost of rejuvenating n machines at a time from earlier hops and reboots on
+//! this host.
 //!
-//! events of all machines -> hops and reboots, each with how many were under way -> terms of the model -> prediction beside
-//! measurement
+//! events of all machines -> hops and reboots, each with the number that ran in parallel -> terms of the model ->
+//! prediction and measurement
 //!
-//! A keeper does not know when a guest serves again after a reboot, only when it begins to boot: how long that takes the
-//! operator says.
+//! A keeper knows when a guest starts to boot, but not when it serves again. The operator gives the boot time.
 
 use std::num::NonZero;
 use std::time::Duration;
@@ -18,7 +18,7 @@ use super::{CliError, Context, Exit};
 use crate::event_log::read_file;
 use crate::runtime_root::RuntimeRoot;
 
-/// Downtimes of hops and of reboots on this host, each with how many were under way.
+/// Downtimes of hops and reboots on this host, each with the number that ran in parallel.
 #[derive(Debug, Default)]
 pub struct History {
     hops: Vec<(f64, f64)>,
@@ -31,7 +31,7 @@ struct Plan {
     reboots: usize,
     boot_ms: f64,
     alpha: f64,
-    /// So many guests boot without competing; `reboot_os` is level up to there.
+    /// Number of guests that boot without competing; `reboot_os` is constant up to it.
     processors: usize,
     resume: Term,
     reboot_os: Option<Term>,
@@ -56,18 +56,18 @@ struct Prediction {
 }
 
 impl History {
-    /// `boot`: from a guest's first instruction to its service.
+    /// `boot`: time from a guest's first instruction to its service.
     pub fn of(root: &RuntimeRoot, boot: Duration) -> Self {
         let (mut hops, mut reboots) = (Vec::new(), Vec::new());
         for name in root.names() {
-            // A machine whose events cannot be read adds nothing.
+            // A machine whose events cannot be read is skipped.
             let records = read_file(&root.machine(&name)).unwrap_or_default();
             add(&records, boot.as_secs_f64() * 1e3, &mut hops, &mut reboots);
         }
         Self { hops: by_company(&hops), reboots: by_company(&reboots) }
     }
 
-    /// How long each guest will stand still if n hop at a time; none if nothing is known.
+    /// Predicted pause of each guest if n hop at a time; none if unknown.
     pub fn warm_ms(&self, n: usize) -> Option<f64> {
         Line::through(&self.hops).map(|resume| resume.at(n as f64))
     }
@@ -111,7 +111,7 @@ fn counts(machines: usize) -> Vec<usize> {
     counts
 }
 
-/// The median of those that had as much company.
+/// The median of those with the same number in parallel.
 fn measured(points: &[(f64, f64)], n: usize) -> Option<f64> {
     median(points.iter().filter(|point| point.0 == n as f64).map(|point| point.1).collect())
 }
@@ -123,7 +123,7 @@ pub fn median(mut values: Vec<f64>) -> Option<f64> {
     Some(if values.len() % 2 == 1 { upper } else { (values[middle - 1] + upper) / 2.0 })
 }
 
-/// What one machine's events tell.
+/// The history in one machine's events.
 fn add(records: &[EventRecord], boot_ms: f64, hops: &mut Vec<Span>, reboots: &mut Vec<Span>) {
     let (mut phases_ms, mut ended_ms) = (0.0, None);
     for record in records {
@@ -138,7 +138,7 @@ fn add(records: &[EventRecord], boot_ms: f64, hops: &mut Vec<Span>, reboots: &mu
                 phases_ms = 0.0;
             }
             EventKind::IncarnationEnded { .. } => ended_ms = Some(at_ms),
-            // What follows is not how long a reboot takes.
+            // What follows is not part of a reboot's duration.
             EventKind::Started { .. } | EventKind::CrashLoop { .. } => ended_ms = None,
             EventKind::IncarnationStarted { .. } => {
                 phases_ms = 0.0;
@@ -194,7 +194,7 @@ fn page(plan: &Plan) -> String {
     lines.join("\n")
 }
 
-/// A run that is over, beside what was expected of it.
+/// A finished run, compared with its prediction.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Verdict {
     at_a_time: usize,
@@ -205,7 +205,7 @@ pub struct Verdict {
 }
 
 impl Verdict {
-    /// None: no guest stood still, or nothing was expected.
+    /// None if no guest was paused, or there was no prediction.
     pub fn of(at_a_time: usize, predicted_ms: Option<f64>, pauses_ms: Vec<f64>) -> Option<Self> {
         let (predicted_ms, measured_ms) = (predicted_ms?, median(pauses_ms)?);
         Some(Self { at_a_time, predicted_ms, measured_ms, error_pct: error_pct(predicted_ms, measured_ms) })
@@ -270,10 +270,10 @@ mod tests {
   resume(n)     4.0 ms +0.0 ms * n
   reboot_os(n)  7000.0 ms +0.0 ms * n, n at least 2 (processors)
 
-N  PAUSE  MEASURED  IF REBOOTED  MEASURED   GAINED
-1        4.0 ms    4.0 ms      3.500 s   7.000 s  3.496 s
-2        4.0 ms         -      3.500 s         -  3.496 s
-4        4.0 ms         -      3.500 s         -  3.496 s";
+N   PAUSE  MEASURED  IF REBOOTED  MEASURED   GAINED
+1  4.0 ms    4.0 ms      3.500 s   7.000 s  3.496 s
+2  4.0 ms         -      3.500 s         -  3.496 s
+4  4.0 ms         -      3.500 s         -  3.496 s";
         assert_eq!(page(&plan), words, "\n{}", page(&plan));
     }
 

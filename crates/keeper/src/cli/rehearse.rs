@@ -1,7 +1,7 @@
-//! `hearth rehearse`: a clone that is thrown away, so that what a restored guest uses first is known before it matters.
+//! `hearth rehearse`: runs a throwaway clone to record what a restored guest uses first.
 //!
-//! snapshot -> a folder: disks over those of the snapshot, networks that lead nowhere -> a traced restore, until the time is
-//! over or the probe succeeds -> the working set is noted -> the clone is ended, its folder removed
+//! snapshot -> a folder with overlay disks and isolated networks -> a traced restore, until time is up or the probe
+//! succeeds -> the working set is recorded -> the clone is ended and its folder removed
 
 use std::net::{Ipv4Addr, TcpListener};
 use std::path::PathBuf;
@@ -52,7 +52,7 @@ pub struct RehearseArguments {
     store: StoreArguments,
 }
 
-/// `run` looks after a machine until it has stopped.
+/// `run` supervises a machine until it has stopped.
 pub fn rehearse(
     arguments: RehearseArguments,
     root: RuntimeRoot,
@@ -69,7 +69,7 @@ pub fn rehearse(
         return Err(CliError::Machine { name: snapshot.manifest.machine, what: what.to_owned() });
     }
     let trust = Trust::of(&snapshot, &root, trust_config);
-    // It gets networks of its own.
+    // The clone gets its own networks.
     trust.check(&snapshot, &typed, |key| key.starts_with("nets["))?;
     let typed = typed.with_object_store(store.section());
     let until = match until_port {
@@ -91,7 +91,7 @@ pub fn rehearse(
     let before = snapshot.working_set_version()?;
     drop(snapshot);
     let ended = run(Start { in_force, root, restore: Some(order), inheritance: Inheritance::default() });
-    // With its events; what was of interest was said.
+    // This also removes its events, which were already printed.
     drop(clone);
     if ended != ExitCode::SUCCESS {
         return Ok(ended);
@@ -106,7 +106,7 @@ pub fn rehearse(
     Ok(ended)
 }
 
-/// One that nobody has at the moment; the clone's QEMU takes it within seconds.
+/// A port that is free now; the clone's QEMU binds it within seconds.
 fn free_port() -> std::io::Result<u16> {
     Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port())
 }

@@ -56,7 +56,7 @@ pub struct SaveArguments {
 pub fn save(context: &mut Context<'_>, arguments: SaveArguments) -> Result<Exit, CliError> {
     let SaveArguments { machine, output, go_on, stop, compress, dedup_disk, scan, freeze, cancel, wait } = arguments;
     match output.filter(|_| !cancel) {
-        // Calling it off is the one thing that needs no folder.
+        // Only cancelling needs no folder.
         None => order::cancel_save(context, &machine.name, !wait.no_wait),
         Some(folder) => {
             let then = if stop && !go_on { SaveThen::Stop } else { SaveThen::Continue };
@@ -66,7 +66,7 @@ pub fn save(context: &mut Context<'_>, arguments: SaveArguments) -> Result<Exit,
     }
 }
 
-/// `1s,5`: how long a round is, and how many there are.
+/// Parses `1s,5`: duration and number of rounds.
 fn scan_plan(text: &str) -> Result<ScanRequest, String> {
     let hint = || "write PERIOD,ROUNDS, such as 1s,5 or 500ms,10: 50ms to 10m, 1 to 1000 rounds".to_owned();
     let (period, rounds) = text.split_once(',').ok_or_else(hint)?;
@@ -76,13 +76,13 @@ fn scan_plan(text: &str) -> Result<ScanRequest, String> {
     plan.filter(ScanRequest::is_sane).ok_or_else(hint)
 }
 
-/// `10s`.
+/// Parses `10s`.
 fn freeze_patience(text: &str) -> Result<FreezeRequest, String> {
     let patience = milliseconds(text).map(|patience_ms| FreezeRequest { patience_ms });
     patience.filter(FreezeRequest::is_sane).ok_or_else(|| "write a time from 1s to 10m".to_owned())
 }
 
-/// `50ms`, or seconds and more.
+/// Parses `50ms`, or seconds and larger units.
 fn milliseconds(text: &str) -> Option<u64> {
     match text.trim().strip_suffix("ms") {
         Some(number) => number.trim().parse().ok(),

@@ -1,4 +1,4 @@
-//! `hearth status`: one page on how a machine is.
+//! `hearth status`: one page on a machine's state.
 
 use std::fmt::Display;
 use std::path::Path;
@@ -13,7 +13,7 @@ use super::parked::ParkedGuest;
 use super::text::{bytes, milliseconds, percent, uptime};
 use super::{CliError, Context, Exit};
 
-/// With its heading a line of 100 columns.
+/// Makes a line of 100 columns with its heading.
 const BRIEF_CHARS: usize = 78;
 
 pub fn show(context: &mut Context<'_>, name: &str) -> Result<Exit, CliError> {
@@ -29,7 +29,7 @@ pub fn show(context: &mut Context<'_>, name: &str) -> Result<Exit, CliError> {
     Ok(Exit::Done)
 }
 
-/// It does not run, and that is not all there is to tell.
+/// The machine does not run, but its guest may be parked.
 fn show_parked(context: &mut Context<'_>, name: &str, parked: &ParkedGuest) -> Result<Exit, CliError> {
     #[derive(Serialize)]
     struct Shown<'a> {
@@ -76,12 +76,12 @@ fn section(heading: &str, rows: &[String]) -> Vec<String> {
     lines
 }
 
-/// A row that is a sentence.
+/// A row with a text.
 fn words(name: &str, text: impl Display) -> String {
     format!("{name:<12}  {text}")
 }
 
-/// A row of numbers. The columns have one width on the whole page: the largest amount is `1023.9 MiB`.
+/// A row with numbers. Columns have the same width on the whole page; the largest amount is `1023.9 MiB`.
 fn row(name: &str, amount: String, share: String, remark: String) -> String {
     format!("{name:<12}  {amount:>10}  {share:>8}  {remark}")
 }
@@ -179,13 +179,13 @@ fn machine(status: &MachineStatus) -> Vec<String> {
     rows
 }
 
-/// QEMU quotes whole assertions, with source files and lines; in full they are in the events and with `--json`.
+/// QEMU prints whole assertions, with source files and lines. The full text is in the events and with `--json`.
 fn brief(why: &str) -> String {
     if why.chars().count() <= BRIEF_CHARS {
         return why.to_owned();
     }
     let cut: String = why.chars().take(BRIEF_CHARS).collect();
-    // At the end of a word, unless that would leave nothing.
+    // Cut at the end of a word, unless that would leave nothing.
     let cut = cut.rsplit_once(' ').map_or(cut.as_str(), |(head, _)| head);
     format!("{cut} ...")
 }
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn before_the_first_death_there_is_no_ember_to_tell_of() {
+    fn status_shows_no_ember_before_first_death() {
         let mut status = crate::sample::status();
         status.ember.pages_kept = 0;
         assert!(page(&status).contains("ember\n  none          no memory of an earlier incarnation is kept\n"));

@@ -1,4 +1,4 @@
-//! The command line, as operators type it, against a keeper that is real up to its machine.
+//! The command line, as operators type it, against a real keeper with a simulated machine.
 
 use std::path::Path;
 
@@ -39,7 +39,7 @@ fn fixture() -> Fixture {
     Fixture { folder, events, server: Some(server) }
 }
 
-/// Does at once what a machine would do in time.
+/// Does at once what a machine would do over time.
 fn obey(command: &Command, events: &EventLog) -> Result<Answer, ApiError> {
     let entered = |from, to| events.record(EventKind::StateChanged { from, to });
     match command {
@@ -208,7 +208,7 @@ fn every_verb_is_parsed_as_documented() {
     }
 }
 
-/// The routes' page names commands: they must exist.
+/// The commands named in the route table must exist.
 #[test]
 fn every_command_that_the_api_page_names_exists() {
     let cli = Cli::command();
@@ -310,10 +310,10 @@ launch  11.0 ms  120.0 ms  |    ████████████████
 }
 
 #[test]
-fn a_remount_plan_says_what_is_held_and_what_was_missed() {
+fn remount_plan_shows_held_and_missed_blocks() {
     let fixture = fixture();
     let page = fixture.output(&["remount-plan", "web"]);
-    let expect = "web  ready; holds 24.0 MiB of 64.0 MiB
+    let expect = "web  ready; memory 24.0 MiB of 64.0 MiB
   next boot  6000 of 6100 blocks held, 98.2 % hits expected
   last boot  hits 97.5 %
              2100 reads from memory, 100.0 % in line, median 4.5 us
@@ -323,7 +323,7 @@ fn a_remount_plan_says_what_is_held_and_what_was_missed() {
   10 blocks not held: `remount.limit` is reached
 
   disk  blocks  held  hits  from ember  misses  hit rate
-  root    6100  6000  5850            10     150    97.5 %
+  root    6100  6000  5850          10     150    97.5 %
 
   volume               size  blocks  held  hits  misses  hit rate  since ready: hits  misses
   root 6 (mail)    10.0 MiB    3000  2900  3000     129    95.2 %                870      90
@@ -357,7 +357,7 @@ reasons to rejuvenate (`hearth rejuvenate web`)
   QEMU is 2700000 s old, and rejuvenate.every is 2592000 s
   the QEMU program was replaced or removed since it started, perhaps by an update
   QEMU's own memory has grown by 350 MiB since its start
-against it
+obstacles
   /nowhere/qemu: there is no such program; set `qemu` to a qemu-system-x86_64
 ";
     let page = fixture.output(&["age", "web"]);
@@ -405,18 +405,18 @@ fn stop_fails_when_the_keeper_dies_first() {
 }
 
 #[test]
-fn a_guest_that_does_not_crash_is_not_waited_for() {
+fn crash_wait_ends_if_guest_does_not_crash() {
     let fixture = fixture();
     let mut out = Vec::new();
     let context = Context { root: RuntimeRoot::new(fixture.folder.path()), json: false, out: &mut out };
     let must_crash = |method| order::must_crash(&context, "web", 0, (method, std::time::Duration::ZERO));
     let error = must_crash(CrashMethod::Nmi).unwrap_err().to_string();
-    assert!(error.contains("has not crashed within 0 s") && error.contains("unknown_nmi_panic"), "{error}");
+    assert!(error.contains("did not crash within 0 s") && error.contains("unknown_nmi_panic"), "{error}");
     fixture.events.record(EventKind::GuestPanicked);
     must_crash(CrashMethod::Nmi).unwrap();
 }
 
-/// Holds a machine's lock as its keeper does.
+/// Holds a machine's lock, as its keeper would.
 fn keepers_lock(folder: &Path) -> std::fs::File {
     std::fs::create_dir_all(folder).unwrap();
     let lock = std::fs::File::create(folder.join("keeper.lock")).unwrap();
@@ -451,7 +451,7 @@ web   not tried                   another machine failed earlier
 }
 
 #[test]
-fn an_order_that_comes_to_nothing_is_an_error() {
+fn failed_requests_return_the_reason() {
     let fixture = fixture();
     let expect = "web: the machine is now failed; `hearth events web` shows why";
     fixture.check_error(&["crash", "web", "--wait"], Exit::Failed, expect);
@@ -462,7 +462,7 @@ fn an_order_that_comes_to_nothing_is_an_error() {
 }
 
 #[test]
-fn a_machine_that_does_not_run_is_told_with_those_that_do() {
+fn error_names_the_machines_that_run() {
     let mut fixture = fixture();
     for verb in [&["status", "db"][..], &["reboot", "db"], &["console", "db"], &["events", "db"], &["config", "db"]] {
         fixture.check_error(verb, Exit::NotRunning, "db is not running; web is");
@@ -475,7 +475,7 @@ fn a_machine_that_does_not_run_is_told_with_those_that_do() {
     fixture.check_error(&["status", "web"], Exit::NotRunning, &expect);
 }
 
-/// This process stands for the QEMU that a dead keeper wrote down.
+/// This process stands for the QEMU in a dead keeper's journal.
 fn this_process() -> QemuIdentity {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
     let start_ticks = stat.rsplit(')').next().unwrap().split_whitespace().nth(19).unwrap().parse().unwrap();
@@ -483,7 +483,7 @@ fn this_process() -> QemuIdentity {
 }
 
 #[test]
-fn a_dead_keeper_is_told_from_a_dead_machine() {
+fn dead_keeper_differs_from_dead_machine() {
     let mut fixture = fixture();
     fixture.server = None;
     let mut journal = Journal::new("web", 1 << 30);
@@ -493,8 +493,8 @@ fn a_dead_keeper_is_told_from_a_dead_machine() {
     let expect =
         format!("the keeper of web has died but its QEMU (pid {pid}) still runs; take it over with `hearth run FILE`");
     fixture.check_error(&["status", "web"], Exit::NotRunning, &expect);
-    assert!(fixture.output(&["ls"]).contains("web   keeper dead"));
-    // Another process under the same number is not it.
+    assert!(fixture.output(&["ls"]).contains("web   keeper died"));
+    // Another process with the same pid is not it.
     journal.qemu.as_mut().unwrap().start_ticks += 1;
     journal.save(&fixture.folder.path().join("web/journal.json")).unwrap();
     assert!(fixture.output(&["ls"]).contains("web   not running"));
@@ -526,7 +526,7 @@ fn events_are_followed_until_the_keeper_ends() {
 }
 
 #[test]
-fn a_configuration_is_shown_resolved_from_a_file_or_a_machine() {
+fn config_shows_files_and_running_machines() {
     let fixture = fixture();
     assert_eq!(fixture.output(&["config", "web"]), "cpus = 2\n");
     let file = fixture.folder.path().join("db.toml");
@@ -558,7 +558,7 @@ fn a_wrong_configuration_ends_with_its_problems() {
 }
 
 #[test]
-fn the_give_up_code_is_for_a_wrong_file_without_a_guest() {
+fn exit_code_2_only_without_a_living_guest() {
     let fixture = fixture();
     let root = RuntimeRoot::new(fixture.folder.path());
     let file = fixture.folder.path().join("db.toml");
@@ -580,7 +580,7 @@ fn the_give_up_code_is_for_a_wrong_file_without_a_guest() {
         let qemu = QemuIdentity { start_ticks, ..crate::sample::qemu_identity(pid) };
         let journal = Journal { qemu: Some(qemu), ..Journal::new(machine, 64 << 20) };
         journal.save(&folder.join("journal.json")).unwrap();
-        // Without a name that can be read, the file's own name counts.
+        // Without a readable name, the file's own name counts.
         assert_eq!(exit("nonsense"), Exit::Later, "{machine}");
         assert_eq!(exit(named), if machine == "db2" { Exit::Later } else { Exit::Wrong }, "{machine}");
     }
@@ -604,7 +604,7 @@ fn completions_and_manual_pages_know_every_verb() {
     fixture.check_error(
         &["man", "/nowhere"],
         Exit::Failed,
-        &format!("{}: cannot be used: No such file or directory (os error 2)", nowhere.display()),
+        &format!("cannot use {}: No such file or directory (os error 2)", nowhere.display()),
     );
 }
 
@@ -615,7 +615,7 @@ fn a_reader_that_goes_away_is_no_failure() {
     assert_eq!(CliError::Output(io::ErrorKind::StorageFull.into()).exit(), Exit::Failed);
 }
 
-/// The unit file's commands are ones that this program takes.
+/// This program must accept the commands in the unit files.
 #[test]
 fn the_systemd_unit_uses_verbs_that_exist() {
     let unit = include_str!("../../../../packaging/hearth@.service");
@@ -647,7 +647,7 @@ fn the_systemd_units_wait_for_parked_guests() {
 }
 
 #[test]
-fn a_save_is_waited_for_and_can_be_called_off() {
+fn save_waits_and_can_be_cancelled() {
     let fixture = fixture();
     let output = fixture.output(&["save", "web", "-o", "/s"]);
     assert!(output.ends_with("saved, 256 pages in 1.0 MiB; the guest paused for 700.0 ms; /s\n"), "{output}");
@@ -672,7 +672,7 @@ fn what_is_no_dump_is_refused_by_name() {
 }
 
 #[test]
-fn a_dump_without_a_kernel_shows_what_it_is() {
+fn dump_without_kernel_info_is_shown() {
     use hearth_recovery::vmcore::linux::Utsname;
     use hearth_recovery::vmcore::{Bitmap, Compression, Dump, DumpLevel, Format, Notes, Plan};
     let fixture = fixture();

@@ -1,6 +1,6 @@
-//! Numbers as people read them, and columns that line up.
+//! Readable numbers, and aligned columns.
 
-/// `300.0 MiB`; below a MiB in KiB. Two digits of a GiB: a budget of 1.03 GiB is not 1 GiB.
+/// `300.0 MiB`; below a MiB in KiB. GiB have two digits, because a budget of 1.03 GiB is not 1 GiB.
 pub fn bytes(bytes: u64) -> String {
     const KIB: f64 = 1024.0;
     let value = bytes as f64;
@@ -35,14 +35,14 @@ pub fn uptime(seconds: f64) -> String {
     }
 }
 
-/// Which side of its column a cell stands at.
+/// Alignment of a column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     Left,
     Right,
 }
 
-/// Rows as lines whose columns line up, two spaces apart, without spaces at the end.
+/// Rows as lines with aligned columns, two spaces apart, without trailing spaces.
 pub fn table(sides: &[Side], rows: &[Vec<String>]) -> Vec<String> {
     let width = |column: usize| {
         rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0)

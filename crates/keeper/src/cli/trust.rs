@@ -1,9 +1,9 @@
-//! Trust: what a snapshot may say about the host that restores it. Whoever made the snapshot may be a stranger, and what it says is
-//! done with the rights of whoever restores it.
+//! Trust: which keys of a snapshot a restore accepts. Whoever made the snapshot may be a stranger, but its
+//! configuration acts with the rights of the restoring user.
 //!
-//! A key of the host (`Trust` in the table of fields), and an image of the host under a snapshot's disk, count only if the operator has
-//! said the same: in the file that the saved machine was run from, if that is still there and nobody else's; on the command line; or with
-//! `--trust-config`.
+//! Keys of the host (`Trust` in the table of keys), and host images below a snapshot's disks, count only if the
+//! operator confirms them: in the saved machine's own file, if it still exists and only the operator can write it; on
+//! the command line; or with `--trust-config`.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -17,11 +17,11 @@ use crate::runtime_root::RuntimeRoot;
 const MACHINE: &str = "machine.toml";
 const OTHERS_MAY_WRITE: u32 = 0o002;
 
-/// Whose word counts.
+/// Whose values count.
 pub enum Trust {
     /// The snapshot's.
     Snapshot,
-    /// The operator's, who may have a file of the saved machine.
+    /// The operator's, who may still have the saved machine's file.
     Operator(Option<Box<OwnFile>>),
 }
 
@@ -32,7 +32,7 @@ pub struct OwnFile {
 }
 
 impl OwnFile {
-    /// None: it is not there, cannot be read, or others could have written it.
+    /// None if it does not exist, cannot be read, or others could have written it.
     fn find(snapshot: &Snapshot, root: &RuntimeRoot) -> Option<Self> {
         let path = snapshot.manifest.configuration.as_deref()?;
         let found = std::fs::metadata(path).ok()?;
@@ -48,7 +48,7 @@ impl OwnFile {
         self.keys.contains(key)
     }
 
-    /// Its disk of this name lies over this image.
+    /// Whether its disk of this name has this backing image.
     fn lies_over(&self, disk: &str, backing: &str) -> bool {
         let own = self.config.disks.iter().find(|own| own.name == disk);
         own.and_then(|own| backing_image(&own.path, own.format.name()).ok().flatten()).is_some_and(|own| own == backing)
@@ -56,12 +56,12 @@ impl OwnFile {
 }
 
 impl Trust {
-    /// `snapshot_too`: the operator trusts whoever made it.
+    /// `snapshot_too`: whether the operator trusts the snapshot's maker.
     pub fn of(snapshot: &Snapshot, root: &RuntimeRoot, snapshot_too: bool) -> Self {
         if snapshot_too { Self::Snapshot } else { Self::Operator(OwnFile::find(snapshot, root).map(Box::new)) }
     }
 
-    /// `is_said`: the operator has said another value for a key.
+    /// `is_said`: whether the operator has set another value for a key.
     pub fn check(
         &self,
         snapshot: &Snapshot,
@@ -79,7 +79,7 @@ impl Trust {
         Err(CliError::Untrusted { file: snapshot.path(MACHINE), what: what.join(", ") })
     }
 
-    /// A disk that lies over another image shows its guest what that holds.
+    /// A disk with a backing image shows that image's content to its guest.
     pub fn check_disk(&self, disk: &DiskPart, image: &Path) -> Result<(), CliError> {
         let Self::Operator(own) = self else { return Ok(()) };
         let backing = backing_image(image, &disk.format)?;
@@ -92,7 +92,7 @@ impl Trust {
     }
 }
 
-/// One that the snapshot does not have would be an image of this host.
+/// A disk that is not in the snapshot would be an image of this host.
 fn must_have_the_saved_disks(snapshot: &Snapshot, typed: &ConfigFile) -> Result<(), CliError> {
     let name = |(position, name): (usize, Option<String>)| name.unwrap_or_else(|| format!("disk{position}"));
     let configured: Vec<_> = typed.disks.iter().map(|disk| disk.name.clone()).enumerate().map(name).collect();
@@ -134,7 +134,7 @@ mod tests {
             RuntimeRoot::new(self.path("run"))
         }
 
-        /// With this machine.toml, these disks, and the configuration file `web.toml`.
+        /// A snapshot with this machine.toml and these disks, of the configuration file `web.toml`.
         fn snapshot(&self, machine: &str, disks: &[&str]) -> Snapshot {
             let folder = self.path("snapshot");
             let _ = fs::remove_dir_all(&folder);
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn every_key_of_the_host_is_refused_by_name() {
+    fn host_keys_are_refused_by_name() {
         let stand = Stand::new();
         let mut refused = 0;
         for field in FIELDS {
@@ -226,13 +226,13 @@ mod tests {
         stand.check(&stand.snapshot(&machine(&kernel), &[]), false, "").unwrap();
         let refusal = stand.check(&stand.snapshot(&machine(Path::new("/etc/shadow")), &[]), false, "").unwrap_err();
         assert!(refusal.contains("boot.kernel = \"/etc/shadow\""), "{refusal}");
-        // A file that anybody can write says nothing.
+        // A world-writable file confirms nothing.
         fs::set_permissions(stand.path("web.toml"), fs::Permissions::from_mode(0o666)).unwrap();
         assert!(stand.check(&stand.snapshot(&machine(&kernel), &[]), false, "").is_err());
     }
 
     #[test]
-    fn a_machine_with_other_disks_than_its_snapshot_is_refused() {
+    fn snapshot_with_other_disks_is_refused() {
         let stand = Stand::new();
         let disk = |name: &str| format!("[[disks]]\nname = \"{name}\"\npath = \"/srv/{name}.img\"\n");
         for (machine, saved, good) in [
@@ -243,15 +243,15 @@ mod tests {
             (vec!["root", "data"], vec!["data", "root"], false),
         ] {
             let text = format!("{SMALL}{}", machine.iter().map(|name| disk(name)).collect::<String>());
-            // Whoever is trusted.
+            // Refused whether the snapshot is trusted or not.
             let checked = stand.check(&stand.snapshot(&text, &saved), true, "");
             assert_eq!(checked.is_ok(), good, "{machine:?} {saved:?}");
-            assert!(checked.err().is_none_or(|refusal| refusal.contains("has other disks than the snapshot")));
+            assert!(checked.err().is_none_or(|refusal| refusal.contains("names other disks than the snapshot holds")));
         }
     }
 
     #[test]
-    fn an_image_of_the_host_under_a_disk_is_refused() {
+    fn host_backing_image_is_refused() {
         let stand = Stand::new();
         let [base, other, own, saved] = ["base", "other", "own", "saved"].map(|name| stand.path(name));
         [&base, &other].into_iter().for_each(|image| fs::write(image, vec![0; 1 << 20]).unwrap());
@@ -270,7 +270,10 @@ mod tests {
         fs::remove_file(&saved).unwrap();
         create_overlay(&saved, &other, "raw").unwrap();
         let refusal = check(false).unwrap_err();
-        assert!(refusal.contains("saved: names what only the operator") && refusal.contains("/other"), "{refusal}");
+        assert!(
+            refusal.contains("saved sets keys that only this host's operator") && refusal.contains("/other"),
+            "{refusal}"
+        );
         check(true).unwrap();
     }
 }

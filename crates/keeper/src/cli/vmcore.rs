@@ -1,9 +1,9 @@
-//! `hearth vmcore`: what a dump holds, without a debugger.
+//! `hearth vmcore`: shows what a dump contains, without a debugger.
 //!
 //! file -> headers and notes -> the kernel found in its memory -> classes of pages, panic, log
 //!
-//! Dumps of any maker are read. The file is not trusted, nor is the guest that speaks out of it: what a terminal might
-//! take for a command is not passed on.
+//! Dumps of any program are read. Neither the file nor the guest's text in it is trusted: characters that could control
+//! a terminal are not printed.
 
 use std::path::Path;
 use std::time::{Duration, UNIX_EPOCH};
@@ -17,7 +17,7 @@ use super::{CliError, Context, Exit};
 
 /// Lines of the kernel log in `info`: a panic with its backtrace is about as long.
 const TAIL_LINES: usize = 30;
-/// The end of the year 9999; a file may say anything.
+/// The end of the year 9999, because a file may contain any time.
 const SECONDS_MAX: i64 = 253_402_300_799;
 
 #[derive(Debug, Serialize)]
@@ -25,35 +25,35 @@ struct Info {
     file: String,
     format: &'static str,
     flattened: bool,
-    /// None: each page has its place in the file, or the compression is unknown.
+    /// None if pages are not compressed, or the compression is unknown.
     compression: Option<&'static str>,
-    /// What was left out, by makedumpfile's numbers; ELF files do not tell.
+    /// Pages left out, as makedumpfile's level; unknown for ELF files.
     level: Option<u32>,
     begun_at: Option<String>,
-    /// Its maker finished it and no page is missing.
+    /// Whether it was finished and no page is missing.
     complete: bool,
     file_bytes: u64,
     pages: Pages,
-    /// All of the guest's pages by class, judged anew from the kernel's descriptors in the dump.
+    /// All of the guest's pages by class, classified again from the kernel's descriptors in the dump.
     classes: Option<Classes>,
     kernel: Option<Kernel>,
-    /// Why the kernel was not found, or not understood.
+    /// Why the kernel was not found or understood.
     not_understood: Option<String>,
     panic: Option<String>,
     cpus: Vec<Cpu>,
-    /// The kernel's last words.
+    /// The kernel's panic message.
     log: Vec<String>,
 }
 
 #[derive(Debug, Serialize)]
 struct Pages {
-    /// That are the guest's RAM, as far as the file tells.
+    /// Pages of the guest's RAM, as far as the file says.
     ram: u64,
-    /// That the dump was made to keep.
+    /// Pages that the dump should contain.
     kept: u64,
-    /// Of these, not in the file.
+    /// Pages of these that are missing from the file.
     missing: u64,
-    /// Of these, zero and without data of their own; ELF files do not tell.
+    /// Zero pages of these, which have no data; unknown for ELF files.
     zero: Option<u64>,
     stored_bytes: u64,
 }
@@ -66,9 +66,9 @@ struct Classes {
     free: u64,
     poisoned: u64,
     offline: u64,
-    /// Of no class, because their descriptors make no sense or are not in the dump.
+    /// Pages without a class, because their descriptors are invalid or missing from the dump.
     unjudged: u64,
-    /// Memory that the guest's kernel does not use: it has no descriptors for it.
+    /// Memory that the guest's kernel does not use, and has no descriptors for.
     undescribed: u64,
     /// All others.
     kernel: u64,
@@ -148,7 +148,7 @@ impl Info {
         info
     }
 
-    /// What can be told goes in even if more cannot.
+    /// Shows what can be read, even if other parts cannot.
     fn ask_kernel(&mut self, file: &VmcoreFile) -> Result<(), NotUnderstood> {
         let notes = file.notes().to_bytes();
         let linux = Linux::find(file, &notes)?;
@@ -162,7 +162,7 @@ impl Info {
         self.panic = log::panic_reason(&lines).map(printable);
         let tail = lines.len().saturating_sub(TAIL_LINES);
         self.log = lines[tail..].iter().map(ToString::to_string).collect();
-        // ELF files tell of no RAM but what they hold: classes of that part only would mislead.
+        // ELF files describe only the RAM that they contain, and classes of that part would mislead.
         if file.level().is_some() {
             let judged = linux.classify(DumpLevel::KERNEL)?;
             self.classes = Some(Classes::of(&judged.counts, file.ram_pages()));

@@ -6,7 +6,7 @@ use hearth_api::{EventKind, UserfaultStatus};
 
 use super::text::{bytes, milliseconds};
 
-/// An event in words; its time, machine and incarnation stand elsewhere.
+/// An event in words, without its time, machine and incarnation.
 pub fn describe(event: &EventKind) -> String {
     match event {
         EventKind::Started { pid, version } => format!("keeper {version} started, pid {pid}"),
@@ -179,7 +179,7 @@ fn progress(percent: f64, mib_per_s: f64, eta_s: Option<f64>) -> String {
     format!("at {percent:.0} %, {mib_per_s:.1} MiB/s{eta}")
 }
 
-/// Which machines run instead of the one that was asked for.
+/// Which machines run, for an error about one that does not.
 pub fn others(others: &[String], root: &Path) -> String {
     match others {
         [] => format!("no machine runs in {}; start one with `hearth run FILE`", root.display()),

@@ -1,11 +1,11 @@
-//! The guest's serial console for any number of people, over the lives of many QEMUs.
+//! The guest's serial console for any number of clients, across many QEMUs.
 //!
 //! QEMU's serial socket <-> hub (one thread, `poll`) <-> clients of NAME/console.sock
 //!
-//! QEMU serves one client of its serial socket and would make the guest wait if that client did not read. The hub is
-//! that client: it always reads, keeps the last output for those who come later, and passes it on. What a guest says while
-//! no keeper lives the next one finds in QEMU's transcript. Everything is bounded: a client that does not read is dropped,
-//! and what is typed while there is no QEMU is forgotten.
+//! QEMU serves one client of its serial socket, and the guest would wait if that client did not read. The hub is that
+//! client: it always reads, keeps recent output for later clients, and passes output on. Output from a time without a
+//! keeper is in QEMU's transcript. Everything is bounded: a client that does not read is dropped, and input without a
+//! QEMU is discarded.
 
 use std::io;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -27,15 +27,15 @@ mod typed;
 
 /// Output that a new client sees first: some 800 lines, a Linux boot.
 const SCROLLBACK_BYTES: usize = 64 << 10;
-/// Output that may wait for one client. One that is so far behind does not read at all.
+/// Maximum output that waits for one client. A client that is further behind does not read at all.
 const CLIENT_BYTES_MAX: usize = 256 << 10;
-/// Typed bytes that may wait for QEMU; beyond this, clients are not read.
+/// Maximum input that waits for QEMU; beyond this, clients are not read.
 const TYPED_BYTES_MAX: usize = 16 << 10;
-/// The thread is at most one round away.
+/// The thread needs at most one round to respond.
 const SETTLE_PATIENCE: Duration = Duration::from_secs(2);
 const CLIENTS_MAX: usize = 16;
 
-/// The hub of one machine. Dropping it ends its thread and disconnects everybody.
+/// The hub of one machine. Dropping it ends its thread and disconnects all clients.
 pub struct Hub {
     orders: Option<Sender<Order>>,
     wake: UnixStream,
@@ -43,23 +43,23 @@ pub struct Hub {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the thread is told.
+/// Requests to the thread.
 enum Order {
     /// A QEMU listens here, or soon will.
     Attach(Place),
     /// There is no QEMU.
     Detach,
-    /// Another QEMU is going to take over from the one that is there. Answered when it is reached, and all that was typed
-    /// has been taken by the old one; what is typed from now on waits.
+    /// Another QEMU is about to take over. Answered when it is connected and the old QEMU has taken all earlier input;
+    /// later input waits.
     Expect(Place, Sender<()>),
-    /// It has taken over (answered when it is the one that is read), or has not.
+    /// The other QEMU has taken over (answered once its output is read), or has not.
     Settle { taken_over: bool, done: Sender<()> },
 }
 
-/// Where a QEMU's serial console is found.
+/// Address of a QEMU's serial console.
 pub struct Place {
     pub qemu: Endpoint,
-    /// None: what it says before it is reached is lost.
+    /// None: output from before the connection is lost.
     pub transcript: Option<Arc<Transcript>>,
 }
 
@@ -81,30 +81,30 @@ impl Hub {
         Ok(Self { orders: Some(orders), wake, socket: socket.to_owned(), thread: Some(thread) })
     }
 
-    /// Goes on with the QEMU whose serial console this is; waits for it if it does not listen yet.
+    /// Connects to this QEMU; waits if it does not listen yet.
     pub fn attach(&self, qemu: Place) {
         self.order(Order::Attach(qemu));
     }
 
-    /// Lets go of QEMU and does not look for it any more. What it had said is passed on first.
+    /// Disconnects from QEMU, after passing on its last output.
     pub fn detach(&self) {
         self.order(Order::Detach);
     }
 
-    /// Reaches the QEMU that is going to take over, and holds back what is typed. Returns when all that was typed before was
-    /// taken, or after `patience`: then the other QEMU is given the rest.
+    /// Connects to the QEMU that is about to take over, and holds back new input. Returns when the old QEMU has taken
+    /// all earlier input, or after `patience`; then the other QEMU gets the rest.
     pub fn expect(&self, qemu: Place, patience: Duration) {
         let (ready, answer) = channel();
         self.order(Order::Expect(qemu, ready));
-        // A guest that does not read its console.
+        // A guest that does not read its console is not waited for.
         let _ = answer.recv_timeout(patience);
     }
 
-    /// Goes on with the QEMU that was expected, or with the one from before. Returns when it is so.
+    /// Continues with the expected QEMU or with the old one. Returns when that is done.
     pub fn settle(&self, taken_over: bool) {
         let (done, answer) = channel();
         self.order(Order::Settle { taken_over, done });
-        // Fails only if the thread has ended, which was said.
+        // Fails only if the thread has ended, which it reports itself.
         let _ = answer.recv_timeout(SETTLE_PATIENCE);
     }
 
@@ -118,7 +118,7 @@ impl Hub {
     }
 
     fn wake(&self) {
-        // A full buffer means that enough wake-ups wait already.
+        // A full buffer already holds enough wake-ups.
         let _ = io::Write::write(&mut &self.wake, &[0]);
     }
 }
@@ -132,7 +132,7 @@ impl Drop for Hub {
         {
             tracing::error!("the console's thread panicked");
         }
-        // Gone already if somebody cleaned up behind us.
+        // It may already have been removed.
         let _ = std::fs::remove_file(&self.socket);
     }
 }

@@ -1,4 +1,4 @@
-//! Recall: what a guest said on its console while nobody listened is passed on from its transcript.
+//! Recall: passes on console output from a time without a reader, taken from the transcript.
 
 use std::io;
 use std::sync::Arc;
@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use hearth_qemu::Transcript;
 
-/// QEMU writes to the transcript right after it has written to the socket.
+/// QEMU writes to the transcript right after the socket.
 const WRITE_TIME: Duration = Duration::from_millis(1);
-/// A guest that talks all the time is caught between two words.
+/// Attempts to join both streams of a guest that prints all the time.
 const JOIN_ATTEMPTS: u32 = 50;
 
-/// One QEMU's transcript, and how much of it is known.
+/// One QEMU's transcript, and how much of it was passed on.
 pub struct Recall {
     transcript: Arc<Transcript>,
     /// Bytes of the transcript that were passed on.
@@ -20,12 +20,12 @@ pub struct Recall {
 }
 
 impl Recall {
-    /// Of a QEMU that is reached only now, which may have said something before.
+    /// For a QEMU that is connected only now and may have printed something before.
     pub fn new(transcript: Arc<Transcript>) -> Self {
         Self { transcript, known: 0, joined: false }
     }
 
-    /// Of one that has said nothing before it was reached.
+    /// For a QEMU that printed nothing before it was connected.
     pub fn from_its_first_word(transcript: Arc<Transcript>) -> Self {
         Self { transcript, known: 0, joined: true }
     }
@@ -34,7 +34,7 @@ impl Recall {
         self.joined
     }
 
-    /// What was said, and is not known yet.
+    /// Output that was not passed on yet.
     pub fn news(&mut self) -> Vec<u8> {
         let said = self.said();
         let news = said.get(self.known..).unwrap_or_default().to_vec();
@@ -42,7 +42,7 @@ impl Recall {
         news
     }
 
-    /// The first that came over the socket: all that came before it, and itself. `more` reads what else has come.
+    /// Joins the first output from the socket with all earlier output. `more` reads what else has arrived.
     pub fn join(&mut self, mut came: Vec<u8>, mut more: impl FnMut(&mut Vec<u8>)) -> Vec<u8> {
         self.joined = true;
         for _ in 0..JOIN_ATTEMPTS {
@@ -53,19 +53,19 @@ impl Recall {
             }
             std::thread::sleep(WRITE_TIME);
         }
-        // More was said than it holds.
+        // More was printed than the transcript holds.
         let mut all = self.news();
         all.append(&mut came);
         all
     }
 
-    /// The next keeper is to know as much as this one, whose guest has said something before it had this transcript.
+    /// Starts the transcript with output from before it, so that the next keeper knows as much as this one.
     pub fn begin_with(&mut self, last_said: &[u8]) {
         told(self.transcript.begin_with(last_said));
         self.known = last_said.len();
     }
 
-    /// It is to begin anew before it is full.
+    /// Whether the transcript must start anew before it is full.
     pub fn needs_room(&self) -> bool {
         told(self.transcript.is_half_full())
     }
@@ -75,7 +75,7 @@ impl Recall {
     }
 }
 
-/// It is memory: what fails here has no cause that anybody could mend.
+/// The transcript is memory, so an error here has no cause that anyone could fix.
 fn told<T: Default>(result: io::Result<T>) -> T {
     result.unwrap_or_else(|error| {
         tracing::warn!(%error, "the console's transcript is lost");

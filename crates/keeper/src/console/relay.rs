@@ -1,4 +1,4 @@
-//! The hub's thread: one `poll` over QEMU, the clients, the listener and the hub's orders.
+//! The hub's thread: one `poll` over QEMU, the clients, the listener and the hub's requests.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -14,9 +14,9 @@ use super::recall::Recall;
 use super::typed::{Typed, unread_cost};
 use super::{CLIENT_BYTES_MAX, CLIENTS_MAX, Order, Place, SCROLLBACK_BYTES, TYPED_BYTES_MAX};
 
-/// Between two attempts to reach a QEMU that does not listen yet: it takes some 50 ms to start.
+/// Interval of connection attempts. A QEMU takes some 50 ms to start.
 const CONNECT_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-/// Between two looks whether a QEMU has taken what was typed.
+/// Interval of checks whether QEMU has taken all input.
 const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
 const READ_BYTES: usize = 16 << 10;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
@@ -25,7 +25,7 @@ pub struct Relay {
     listener: UnixListener,
     woken: UnixStream,
     orders: Receiver<Order>,
-    /// Where QEMU will listen; none once it is reached.
+    /// Address of the QEMU to connect to; none once connected.
     wanted: Option<Place>,
     qemu: Option<UnixStream>,
     recall: Option<Recall>,
@@ -35,25 +35,25 @@ pub struct Relay {
     clients: Vec<Client>,
 }
 
-/// The QEMU that is going to take over. While there is one nothing is typed into either.
+/// The QEMU that is about to take over. Meanwhile neither QEMU gets input.
 struct Successor {
     place: Place,
-    /// None until it is reached.
+    /// None until connected.
     stream: Option<UnixStream>,
-    /// Wants to know when it may take over.
+    /// Gets a message when the QEMU may take over.
     ready: Option<Sender<()>>,
 }
 
 struct Client {
     stream: UnixStream,
-    /// Output this client has not yet taken.
+    /// Output that this client has not read yet.
     pending: VecDeque<u8>,
-    /// It will type nothing any more, but may still read.
+    /// Whether it has closed its input; it may still read.
     mute: bool,
     gone: bool,
 }
 
-/// What `poll` said of each.
+/// The events that `poll` returned.
 struct Ready {
     woken: PollFlags,
     listener: PollFlags,
@@ -77,12 +77,12 @@ impl Relay {
         }
     }
 
-    /// Until the hub is dropped.
+    /// Runs until the hub is dropped.
     pub fn run(mut self) {
         while self.round() {}
     }
 
-    /// Waits, and does what there is to do. False when the hub is gone.
+    /// One wait and its work. False when the hub was dropped.
     pub(super) fn round(&mut self) -> bool {
         let ready = match self.wait() {
             Ok(ready) => ready,
@@ -91,7 +91,7 @@ impl Relay {
                 return false;
             }
         };
-        // Before clients: one that was told that its guest runs types into that guest.
+        // Before clients, because a client that was told that its guest runs types into that guest.
         if !ready.woken.is_empty() && !self.take_orders() {
             return false;
         }
@@ -135,9 +135,9 @@ impl Relay {
         Ok(Ready { woken: flags[0], listener: flags[1], qemu, clients })
     }
 
-    /// False when the hub is gone.
+    /// False when the hub was dropped.
     fn take_orders(&mut self) -> bool {
-        // Only the fact of being woken matters.
+        // The bytes only wake the thread.
         let _ = self.woken.read(&mut [0; 64]);
         loop {
             match self.orders.try_recv() {
@@ -155,7 +155,7 @@ impl Relay {
                 }
                 Ok(Order::Settle { taken_over, done }) => {
                     self.settle(taken_over);
-                    // Who no longer waits need not know.
+                    // The sender may no longer wait.
                     let _ = done.send(());
                 }
                 Err(TryRecvError::Empty) => return true,
@@ -164,7 +164,7 @@ impl Relay {
         }
     }
 
-    /// What a QEMU had said before it went is output like any other: a panic's last lines most of all.
+    /// The last output of a QEMU matters, above all a panic's last lines.
     fn let_go(&mut self) {
         while self.qemu.is_some() && self.read_qemu() {}
         self.lose_qemu();
@@ -182,11 +182,11 @@ impl Relay {
 
     fn reach_qemu(&mut self) {
         let Some(place) = &self.wanted else { return };
-        // Not there yet, or its one place is still taken by a dead keeper: the next round tries again.
+        // QEMU does not listen yet, or a dead keeper's connection still blocks it: the next round tries again.
         if let Ok(stream) = connect_now(&place.qemu) {
             self.qemu = Some(stream);
             self.recall = self.wanted.take().and_then(|place| place.transcript).map(Recall::new);
-            // It may have nothing more to say.
+            // It may have no more output.
             let news = self.recall.as_mut().map(Recall::news).unwrap_or_default();
             let before = self.scrollback.len();
             self.spread(&news);
@@ -210,7 +210,7 @@ impl Relay {
         }
     }
 
-    /// The old QEMU's last words, then the new one; what was typed and not read is for whoever it is.
+    /// Reads the old QEMU's last output, then switches. Unread input goes to whichever QEMU continues.
     fn settle(&mut self, taken_over: bool) {
         let Some(successor) = self.successor.take() else { return };
         if taken_over {
@@ -234,7 +234,7 @@ impl Relay {
         }
     }
 
-    /// One piece of output to everybody. False if there was none.
+    /// Passes one piece of output to all clients. False if there was none.
     fn read_qemu(&mut self) -> bool {
         let Some(qemu) = &mut self.qemu else { return false };
         let mut buffer = [0; READ_BYTES];
@@ -293,7 +293,7 @@ impl Relay {
                 client.gone = true;
             }
         }
-        // One that is about to be reached gets it: its guest may be running, and told to be so.
+        // A QEMU that is about to be connected gets the input, because its guest may already be reported as running.
         if self.qemu.is_none() && self.wanted.is_none() {
             self.typed.forget();
         }
@@ -301,7 +301,7 @@ impl Relay {
 
     fn move_input(&mut self, ready: PollFlags) {
         let Some(qemu) = &mut self.qemu else { return };
-        // Typed just now, or waiting since QEMU last took something.
+        // There is new input, or input that waits for QEMU.
         let wants = ready.contains(PollFlags::OUT) || !self.typed.is_empty();
         if wants && self.successor.is_none() && !self.typed.send(qemu) {
             self.lose_qemu();
@@ -315,7 +315,7 @@ impl Relay {
                 Err(error) if is_passing(&error) => return,
                 Err(error) => {
                     tracing::warn!(%error, "a client of the console was lost while it connected");
-                    // Too many open files, most likely: asking again at once would only burn a processor.
+                    // Most likely too many open files; retrying at once would only use up a processor.
                     std::thread::sleep(ACCEPT_PAUSE);
                     return;
                 }
@@ -349,7 +349,7 @@ impl Client {
     }
 }
 
-/// Reads all that is there now. The end of the other side is for the next who reads.
+/// Reads all available bytes. The next read reports the end of the stream.
 fn read_more(stream: &mut UnixStream, came: &mut Vec<u8>) {
     let mut buffer = [0; READ_BYTES];
     while let Ok(length @ 1..) = stream.read(&mut buffer) {
@@ -357,7 +357,7 @@ fn read_more(stream: &mut UnixStream, came: &mut Vec<u8>) {
     }
 }
 
-/// Writes as much as is taken now. False if the other side is gone.
+/// Writes as much as possible without waiting. False if the other side is gone.
 fn drain_into(bytes: &mut VecDeque<u8>, stream: &mut UnixStream) -> bool {
     while !bytes.is_empty() {
         match stream.write(bytes.as_slices().0) {
@@ -373,7 +373,7 @@ fn is_passing(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
 
-/// Connects without waiting: a QEMU whose queue is full would hold up the thread.
+/// Connects without waiting, because a QEMU with a full queue would block the thread.
 fn connect_now(qemu: &Endpoint) -> io::Result<UnixStream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;

@@ -50,7 +50,7 @@ fn check_next(stream: &mut UnixStream, expect: &str) {
 }
 
 #[test]
-fn output_goes_to_everybody_and_input_to_the_guest() {
+fn output_reaches_all_clients() {
     let fixture = fixture();
     let mut qemu = fixture.qemu("serial-1");
     let (mut one, mut other) = (fixture.client(), fixture.client());
@@ -87,19 +87,19 @@ fn clients_stay_over_the_death_of_a_qemu() {
 }
 
 #[test]
-fn last_words_are_heard_even_when_the_hub_is_told_to_let_go() {
+fn last_output_is_read_before_detach() {
     let fixture = fixture();
     let mut client = fixture.client();
     let mut qemu = fixture.qemu("serial-1");
     qemu.write_all(b"reboot: Power down").unwrap();
     fixture.hub.detach();
     check_next(&mut client, "reboot: Power down");
-    // The hub has let go.
+    // The hub has disconnected.
     assert_eq!(qemu.read(&mut [0; 1]).unwrap(), 0);
 }
 
 #[test]
-fn what_a_qemu_did_not_read_its_successor_gets() {
+fn unread_input_goes_to_the_next_qemu() {
     let fixture = fixture();
     let mut old = fixture.qemu("serial-1");
     let mut client = fixture.client();
@@ -114,7 +114,7 @@ fn what_a_qemu_did_not_read_its_successor_gets() {
 }
 
 #[test]
-fn a_qemu_that_is_not_there_yet_is_waited_for() {
+fn hub_waits_for_a_late_qemu() {
     let fixture = fixture();
     fixture.hub.attach(fixture.place("late"));
     let mut client = fixture.client();
@@ -138,7 +138,7 @@ fn say(qemu: Option<&mut UnixStream>, transcript: &Transcript, words: &str) {
 }
 
 #[test]
-fn what_a_guest_said_while_nobody_listened_is_heard_once() {
+fn unread_console_output_is_shown_once() {
     let fixture = fixture();
     let transcript = Arc::new(Transcript::create().unwrap());
     transcript.fix_size().unwrap();
@@ -148,7 +148,7 @@ fn what_a_guest_said_while_nobody_listened_is_heard_once() {
     let place = Place { transcript: Some(transcript.clone()), ..fixture.place("serial-1") };
     fixture.hub.attach(place);
     check_next(&mut client, "Kernel panic");
-    // The hub has called, and is not answered yet.
+    // The hub has connected, and is not accepted yet.
     say(None, &transcript, " - not syncing");
     let (mut qemu, _) = listener.accept().unwrap();
     say(Some(&mut qemu), &transcript, ": dead");
@@ -161,7 +161,7 @@ fn what_a_guest_said_while_nobody_listened_is_heard_once() {
 }
 
 #[test]
-fn the_next_keeper_knows_what_was_said_in_earlier_lives() {
+fn console_history_outlives_the_keeper() {
     let fixture = fixture();
     let mut client = fixture.client();
     let mut first = fixture.qemu("serial-1");
@@ -174,7 +174,7 @@ fn the_next_keeper_knows_what_was_said_in_earlier_lives() {
     fixture.hub.attach(Place { transcript: Some(transcript.clone()), ..fixture.place("serial-2") });
     let (mut second, _) = listener.accept().unwrap();
     client.write_all(b"x").unwrap();
-    // Typed into it: the hub is through with what it does when it has reached a QEMU.
+    // Input arrived, so the hub has finished connecting.
     check_next(&mut second, "x");
     say(Some(&mut second), &transcript, ", Linux version 6");
     check_next(&mut client, ", Linux version 6");
@@ -202,13 +202,13 @@ fn a_transcript_never_fills_while_somebody_listens() {
 }
 
 #[test]
-fn a_client_that_does_not_read_is_dropped_and_the_guest_goes_on() {
+fn slow_console_client_is_dropped() {
     let fixture = fixture();
     let mut qemu = fixture.qemu("serial-1");
     let mut sleeper = fixture.client();
     sleeper.write_all(b"!").unwrap();
     check_next(&mut qemu, "!");
-    // More than every buffer on the way to the sleeper holds. That all of it is taken is the point.
+    // More than all buffers on the way to the sleeping client hold. The hub must take all of it.
     for _ in 0..64 {
         qemu.write_all(&[b'x'; CLIENT_BYTES_MAX / 16]).unwrap();
     }
@@ -221,14 +221,14 @@ fn a_client_that_does_not_read_is_dropped_and_the_guest_goes_on() {
         assert_ne!(length, 0);
         seen.push_str(str::from_utf8(&buffer[..length]).unwrap());
     }
-    // The sleeper gets what lay in its socket, not all, and then the end.
+    // The sleeping client gets what its socket held, then the end.
     let mut rest = Vec::new();
     let _ = sleeper.read_to_end(&mut rest);
     assert!(rest.len() < 4 * CLIENT_BYTES_MAX, "{}", rest.len());
 }
 
 #[test]
-fn who_has_nothing_more_to_type_may_still_read() {
+fn half_closed_client_still_reads() {
     let fixture = fixture();
     let mut qemu = fixture.qemu("serial-1");
     let mut client = fixture.client();
@@ -248,25 +248,25 @@ fn clients_beyond_the_bound_are_turned_away() {
     clients.iter_mut().for_each(|client| check_next(client, "x"));
     assert_eq!(fixture.client().read(&mut [0; 1]).unwrap(), 0);
     clients.pop();
-    // The place is free as soon as the hub has noticed: typing makes it look.
+    // The slot is free once the hub notices; input makes it check.
     clients[0].write_all(b"y").unwrap();
     check_next(&mut qemu, "y");
     check_next(&mut fixture.client(), "x");
 }
 
 #[test]
-fn the_end_of_the_hub_is_the_end_for_everybody() {
+fn closing_the_hub_closes_all_clients() {
     let Fixture { folder, hub } = fixture();
     let mut client = UnixStream::connect(folder.path().join("console.sock")).unwrap();
     drop(hub);
-    // Never accepted, or closed: either way it is over.
+    // Never accepted or closed; either way it has ended.
     assert!(matches!(client.read(&mut [0; 1]), Ok(0) | Err(_)));
     assert!(!folder.path().join("console.sock").exists());
 }
 
-/// The thread is late: order and input are there together.
+/// The thread is late: request and input arrive together.
 #[test]
-fn what_is_typed_after_the_order_to_reach_a_qemu_is_for_that_qemu() {
+fn later_input_goes_to_the_next_qemu() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name);
     let listener = listen(&path("console.sock")).unwrap();

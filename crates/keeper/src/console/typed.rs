@@ -1,22 +1,22 @@
-//! Typed: what goes to QEMU, and how much of it QEMU has not read yet, so that the next QEMU can be given it.
+//! Typed: input for QEMU, and how much of it QEMU has not read yet, so that the next QEMU can get it.
 //!
-//! The kernel tells how much memory the unread data of a socket takes, and not how many bytes it has. So each byte is sent on
-//! its own: then all take the same. People type, and what programs paste is bounded: 16 KiB take 10 ms.
+//! The kernel reports how much memory a socket's unread data uses, not how many bytes it has. So each byte is sent
+//! separately, and all use the same amount. Typing is slow, and pasted text is bounded: 16 KiB take 10 ms.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 
-/// More bytes than a socket takes one by one before somebody reads: a socket's buffer of 208 KiB holds some 300.
+/// More bytes than a socket takes one by one without a reader: a socket's buffer of 208 KiB holds some 300.
 const SENT_BYTES_MAX: usize = 4096;
 
 pub struct Typed {
     /// Not yet sent.
     waiting: VecDeque<u8>,
-    /// The last bytes that were sent to the QEMU that is there.
+    /// The last bytes sent to the current QEMU.
     sent: VecDeque<u8>,
-    /// What one unread byte takes; none if that cannot be known.
+    /// Memory that one unread byte uses; none if unknown.
     byte_cost: Option<usize>,
 }
 
@@ -37,13 +37,13 @@ impl Typed {
         self.waiting.is_empty()
     }
 
-    /// Nobody is there to read it.
+    /// Discards the input, because there is no QEMU.
     pub fn forget(&mut self) {
         self.waiting.clear();
         self.sent.clear();
     }
 
-    /// Sends as much as is taken now. False if the other side is gone.
+    /// Sends as much as possible without waiting. False if the other side is gone.
     pub fn send(&mut self, qemu: &mut UnixStream) -> bool {
         while let Some(&byte) = self.waiting.front() {
             match qemu.write(&[byte]) {
@@ -61,7 +61,7 @@ impl Typed {
         true
     }
 
-    /// What `old` has not read is sent again, to whoever comes after it.
+    /// Takes back what `old` has not read, to send it to the next QEMU.
     pub fn take_back(&mut self, old: &UnixStream) {
         let unread = self.byte_cost.map_or(0, |cost| unread_cost(old) / cost).min(self.sent.len());
         for byte in self.sent.drain(..).rev().take(unread) {
@@ -70,7 +70,7 @@ impl Typed {
     }
 }
 
-/// Memory of what was sent and not read. If that cannot be known: none.
+/// Memory that sent and unread bytes use; 0 if unknown.
 pub fn unread_cost(stream: &UnixStream) -> usize {
     let mut bytes: libc::c_int = 0;
     // SAFETY: TIOCOUTQ writes one int, and the descriptor is open.

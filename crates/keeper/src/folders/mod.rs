@@ -281,7 +281,10 @@ mod tests {
         let memory = folder.path().join("memory");
         let check = |runtime: &Path, expect: &str| {
             let refusal = Folders::prepare("web", runtime, &memory).unwrap_err().to_string();
-            assert_eq!(refusal, format!("{}: {expect}; remove it, or choose another folder", runtime.display()));
+            assert_eq!(
+                refusal,
+                format!("cannot use {}, which {expect}; remove it, or choose another folder", runtime.display())
+            );
         };
         check(&open.join("web"), "is inside a world-writable folder");
         let elsewhere = folder.path().join("elsewhere");

@@ -1,10 +1,11 @@
 //! The API's server: HTTP/1.1 on a unix socket.
 //!
-//! accept -> one thread a connection -> read one request -> answer -> close
+//! accept -> one thread per connection -> read one request -> answer -> close
 //!
-//! No server library: the small ones have no time limits and no bounds on heads and threads, and a keeper must not be
-//! hurt by a client that hangs. One request a connection keeps that simple: every read and write has a deadline, and
-//! the number of connections is bounded, with some kept free of followers so that orders always get through.
+//! This uses no server library: the small ones have no timeouts and do not limit heads and threads, and a client that
+//! hangs must not harm a keeper. One request per connection keeps that simple: every read and write has a deadline, and
+//! the number of connections is bounded. Some are reserved for clients that do not follow events, so that requests
+//! always get through.
 
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -24,28 +25,28 @@ mod request;
 #[cfg(test)]
 mod tests;
 
-/// Clients served at a time.
+/// Maximum number of clients.
 const CLIENTS_MAX: usize = 32;
-/// Of these, clients that follow the events.
+/// Maximum number of clients that follow events.
 const FOLLOWERS_MAX: usize = 24;
-/// Time for a client to send its request, and for it to take each piece of the answer.
+/// Time for a client to send its request, and to read each piece of the answer.
 const CLIENT_PATIENCE: Duration = Duration::from_secs(10);
-/// A follower hears at least this often, so that it can tell a quiet machine from a dead keeper.
+/// Interval of heartbeats, so that a follower can tell a quiet machine from a dead keeper.
 const HEARTBEAT: Duration = Duration::from_secs(15);
 
-/// A follower that went away is noticed within this time, although nothing happens.
+/// Time within which a disconnected follower is noticed.
 const HANGUP_PATIENCE: Duration = Duration::from_secs(1);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// What requests are answered from.
+/// What the server needs to answer requests.
 pub struct Context {
     pub control: Control,
     pub events: EventLog,
-    /// The configuration of the living guest, as resolved.
+    /// The resolved configuration of the current guest.
     pub config: Arc<Mutex<serde_json::Value>>,
 }
 
-/// The running server; dropping it stops it.
+/// The running server. Dropping it stops it.
 pub struct Server {
     shared: Arc<Shared>,
     listener: Arc<UnixListener>,
@@ -91,12 +92,12 @@ impl Server {
         Ok(Self { shared, listener, socket: socket.to_owned(), thread: Some(thread) })
     }
 
-    /// Takes no more clients and waits, at most so long, until those that are there got their answers. Followers end
-    /// when the event log is closed: close it first.
+    /// Accepts no more clients, and waits up to `patience` until the connected ones have their answers. Followers end
+    /// when the event log is closed, so close it first.
     pub fn finish(mut self, patience: Duration) {
         self.stop_accepting();
         let clients = self.shared.clients();
-        // Whoever is still there after this loses its connection with the process.
+        // Clients that remain lose their connection when the process ends.
         let _ = self
             .shared
             .fewer
@@ -106,12 +107,12 @@ impl Server {
 
     fn stop_accepting(&mut self) {
         let Some(thread) = self.thread.take() else { return };
-        // Wakes `accept`; fails only if the socket is not a listening one.
+        // Wakes `accept`; fails only if the socket is not listening.
         let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
         if thread.join().is_err() {
             tracing::error!("the API thread panicked");
         }
-        // Gone already if somebody cleaned up behind us.
+        // It may already have been removed.
         let _ = std::fs::remove_file(&self.socket);
     }
 }
@@ -135,24 +136,24 @@ fn accept_all(shared: &Arc<Shared>, listener: &UnixListener) {
             Err(error) if is_final(&error) => return,
             Err(error) => {
                 tracing::warn!(%error, "an API client disconnected while connecting");
-                // Too many open files, most likely: asking again at once would only burn a processor.
+                // Most likely too many open files; retrying at once would only use up a processor.
                 std::thread::sleep(ACCEPT_PAUSE);
             }
         }
     }
 }
 
-/// A listener that was shut down says "invalid argument".
+/// A listener that was shut down returns "invalid argument".
 fn is_final(error: &std::io::Error) -> bool {
     error.kind() == std::io::ErrorKind::InvalidInput
 }
 
-/// Gives the client a thread of its own, or turns it away.
+/// Serves the client in its own thread, or refuses it.
 fn serve(shared: &Arc<Shared>, mut stream: UnixStream) {
     let Some(seat) = Seat::take(shared) else {
         let error = ApiError::new(ErrorWord::TooManyClients, format!("too many clients: {CLIENTS_MAX} are connected"))
             .hint("close some of them, or try again");
-        // The answer fits into the socket's buffer; a client that is gone does not need it.
+        // The answer fits into the socket's buffer, and a client that is gone does not need it.
         let _ = answer::refuse(&mut stream, &error);
         return;
     };
@@ -168,7 +169,7 @@ fn serve(shared: &Arc<Shared>, mut stream: UnixStream) {
     }
 }
 
-/// A client's place among those served.
+/// A client's slot.
 struct Seat {
     shared: Arc<Shared>,
     follows: std::cell::Cell<bool>,
@@ -184,7 +185,7 @@ impl Seat {
         Some(Self { shared: shared.clone(), follows: std::cell::Cell::new(false) })
     }
 
-    /// From now on this client stays.
+    /// Counts this client as a follower.
     fn follow(&self) -> Result<(), ApiError> {
         let mut clients = self.shared.clients();
         if clients.followers == FOLLOWERS_MAX {

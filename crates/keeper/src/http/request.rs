@@ -1,4 +1,4 @@
-//! Reading one request, bounded in size and time.
+//! Reads one request, with limits on size and time.
 
 use std::io::{self, Read};
 use std::os::unix::net::UnixStream;
@@ -23,10 +23,10 @@ pub struct Request {
     body: Vec<u8>,
 }
 
-/// Why there is no request.
+/// Why no request was read.
 #[derive(Debug)]
 pub enum ReadError {
-    /// The client gets an answer.
+    /// The client gets this error as answer.
     Refused(ApiError),
     /// The client is gone or too slow.
     Lost(io::Error),
@@ -46,7 +46,7 @@ struct Head {
 }
 
 impl Request {
-    /// Reads until the end of the body. The deadline is for all of it: a byte now and then does not prolong it.
+    /// Reads to the end of the body. The deadline covers all of it, so a slow client cannot extend it byte by byte.
     pub fn read(stream: &mut UnixStream, patience: Duration) -> Result<Self, ReadError> {
         let deadline = Instant::now() + patience;
         let mut bytes = Vec::with_capacity(1024);
@@ -70,12 +70,12 @@ impl Request {
         Ok(request)
     }
 
-    /// A number given in the query.
+    /// A number in the query.
     pub fn query_number(&self, name: &str) -> Result<Option<u64>, ApiError> {
         self.query_value(name).map(|value| number(name, value)).transpose()
     }
 
-    /// Whether `name=1` (or `name=true`, or `name` alone) stands in the query.
+    /// Whether the query contains `name=1`, `name=true` or `name` alone.
     pub fn query_flag(&self, name: &str) -> bool {
         matches!(self.query_value(name), Some("" | "1" | "true"))
     }

@@ -1,4 +1,4 @@
-//! The server over a real socket, with a machine that only says what it was asked.
+//! The server over a real socket, with a machine that only records its commands.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -61,15 +61,15 @@ fn machine_answer(command: &Command, ask: &Sender<Command>) -> Result<Answer, Ap
 impl Fixture {
     fn connect(&self, text: &str) -> UnixStream {
         let mut stream = UnixStream::connect(&self.socket).unwrap();
-        // A refused request may be answered before it was read to its end.
+        // A refused request may be answered before it was fully read.
         let _ = stream.write_all(text.as_bytes());
         stream
     }
 
-    /// Status line's number and body of the answer to these bytes.
+    /// Status code and body of the answer to these bytes.
     fn raw(&self, text: &str) -> (u16, String) {
         let mut answer = Vec::new();
-        // Whoever sends more than was read sees a reset after the answer.
+        // A client that sends more than was read sees a reset after the answer.
         let _ = self.connect(text).read_to_end(&mut answer);
         let answer = String::from_utf8(answer).unwrap();
         let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no head in {answer:?}"));
@@ -146,7 +146,7 @@ fn refusals_carry_their_word_and_status() {
 }
 
 #[test]
-fn what_is_no_request_is_refused_and_the_server_lives() {
+fn malformed_requests_are_refused() {
     let fixture = fixture();
     for (text, status) in [
         ("hello\r\n\r\n".to_owned(), 400),
@@ -165,18 +165,18 @@ fn what_is_no_request_is_refused_and_the_server_lives() {
 }
 
 #[test]
-fn a_client_that_hangs_loses_its_place_and_nobody_else_does() {
+fn hung_client_loses_only_its_own_slot() {
     let fixture = fixture_with(Duration::from_millis(50), Duration::from_secs(60));
     let mut silent = fixture.connect("");
     let mut half = fixture.connect("POST /v1/reboot HTTP/1.1\r\nContent-Length: 10\r\n\r\n{");
     assert_eq!(fixture.request("GET", "/v1/status", "").0, 200);
-    // Both are closed by the server: these reads end.
+    // The server closes both, so these reads end.
     assert_eq!(silent.read(&mut [0; 1]).unwrap(), 0);
     assert_eq!(half.read(&mut [0; 1]).unwrap(), 0);
 }
 
 #[test]
-fn too_many_clients_are_turned_away_and_orders_get_past_followers() {
+fn client_limit_leaves_room_for_requests() {
     let fixture = fixture();
     let follow = || {
         let mut stream = fixture.connect("GET /v1/events?follow=1 HTTP/1.1\r\n\r\n");
@@ -202,12 +202,12 @@ fn too_many_clients_are_turned_away_and_orders_get_past_followers() {
 
     drop(silent);
     wait_for(&fixture, FOLLOWERS_MAX);
-    // Their places are free again although no event and no heartbeat told the server.
+    // Their slots are free again, although no event or heartbeat was written.
     drop(followers);
     wait_for(&fixture, 0);
 }
 
-/// Until so many clients are connected.
+/// Waits until this many clients are connected.
 fn wait_for(fixture: &Fixture, clients: usize) {
     let deadline = std::time::Instant::now() + Duration::from_secs(60);
     while fixture.server.shared.clients().all != clients {
@@ -217,7 +217,7 @@ fn wait_for(fixture: &Fixture, clients: usize) {
 }
 
 #[test]
-fn events_come_as_a_list_or_as_a_stream_that_ends_with_the_machine() {
+fn events_are_listed_or_streamed() {
     let fixture = fixture();
     for pages in 1..=3 {
         fixture.events.record(EventKind::EmberTrimmed { pages, bytes: 0 });

@@ -158,6 +158,6 @@ mod tests {
     fn an_interface_that_cannot_be_had_is_an_error() {
         assert!(open_tap("a-name-of-too-many-bytes").is_err());
         let text = WireError::Tap { ifname: "tap0".into(), source: io::ErrorKind::ResourceBusy.into() }.to_string();
-        assert!(text.starts_with("tap tap0 cannot be opened"), "{text}");
+        assert!(text.starts_with("cannot open tap tap0"), "{text}");
     }
 }

@@ -1,9 +1,9 @@
-//! Ground: whether what a parked guest is left in, and what its next QEMU needs, outlives the host's kernel.
+//! Ground: whether a parked guest's memory, and the files that its next QEMU needs, outlive the host's kernel.
 //!
 //! path -> its mount (/proc/self/mountinfo) -> kind of file system -> block device (/sys/dev/block) -> bus of persistent memory
 //!
-//! Looked up and not tried: a file system says of itself that it maps its files directly (DAX), but not what lies below it; what
-//! lies below it does not know whether it is mounted so. Memory that only looks as if it stayed is found out when it is gone.
+//! This is looked up, not tried. A file system knows whether it maps files directly (DAX), but not what device is below
+//! it; the device does not know how it is mounted. A wrong answer would only show once the memory is lost.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -11,14 +11,14 @@ use std::path::{Component, Path, PathBuf};
 
 use hearth_memory::room::maps_directly;
 
-/// File systems that end with their kernel.
+/// File systems whose content ends with the kernel.
 const FLEETING: [&str; 5] = ["tmpfs", "ramfs", "rootfs", "devtmpfs", "hugetlbfs"];
-/// What /proc/iomem calls memory that the kernel was told to leave alone, and what it makes of it.
+/// Names in /proc/iomem for reserved memory and for what the kernel makes of it.
 const RESERVED: [&str; 3] = ["Persistent Memory", "CXL Window", "namespace"];
 const UNIT: &str = "hearth-host-reload.service";
 /// Where units are enabled for longer than a boot.
 const UNIT_FOLDERS: [&str; 3] = ["etc/systemd/system", "usr/lib/systemd/system", "lib/systemd/system"];
-/// Of block devices on block devices; nobody stacks more.
+/// Maximum depth of stacked block devices.
 const DEPTH_MAX: u32 = 8;
 
 /// This host, or in tests a folder that looks like one.
@@ -40,7 +40,7 @@ impl Ground {
         Self { root: PathBuf::from("/") }
     }
 
-    /// Why a folder of guest memory would not outlive the kernel. `maps_directly`: what its file system says of files in it.
+    /// Why a folder of guest memory would not outlive the kernel. `maps_directly`: whether its file system uses DAX.
     pub fn memory_problem(&self, folder: &Path, maps_directly: bool) -> Option<String> {
         let lost = |why: String| {
             let advice = "the guest's memory would be lost with this kernel; set memory_folder to a folder on a DAX file system \
@@ -69,7 +69,7 @@ impl Ground {
         })
     }
 
-    /// Why something that is needed afterwards would not be there.
+    /// Why a file that is needed after the reload would be missing.
     pub fn file_problem(&self, what: &str, path: &Path) -> Option<String> {
         let mount = self.mount_of(path).filter(Mount::is_fleeting)?;
         let (path, point) = (path.display(), mount.point.display());
@@ -77,7 +77,7 @@ impl Ground {
         Some(format!("{what} {path} is on {kind} (mounted at {point}), which ends with this kernel: put it on a disk"))
     }
 
-    /// Why nobody would let the guests go on. A host without systemd has ways of its own.
+    /// Why nothing would resume the guests. Hosts without systemd use their own means.
     pub fn resume_problem(&self) -> Option<String> {
         let has_systemd = self.at("run/systemd/system").exists();
         (has_systemd && !self.is_enabled(UNIT)).then(|| {
@@ -93,19 +93,19 @@ impl Ground {
         };
         let folders = UNIT_FOLDERS.iter().filter_map(|folder| fs::read_dir(self.at(folder)).ok());
         let folders = folders.flat_map(|folder| folder.flatten().map(|entry| entry.path()));
-        // Not `exists`: what it leads to is as seen from the host's root.
+        // Not `exists`, because the link's target is relative to the host's root.
         folders.filter(|folder| asks_for_units(folder)).any(|folder| folder.join(unit).symlink_metadata().is_ok())
     }
 
-    /// Also of what is still to be made.
+    /// Works for paths that do not exist yet.
     fn mount_of(&self, path: &Path) -> Option<Mount> {
         let (path, mounts) = (self.real(path)?, fs::read_to_string(self.at("proc/self/mountinfo")).ok()?);
-        // Of two at one place the later one is seen.
+        // Of two mounts at one place the later one is visible.
         let mounts = mounts.lines().filter_map(Mount::parse).filter(|mount| path.starts_with(&mount.point));
         mounts.max_by_key(|mount| mount.point.components().count())
     }
 
-    /// Where links lead to, as far as the path is there.
+    /// Resolves links, as far as the path exists.
     fn real(&self, path: &Path) -> Option<PathBuf> {
         let path = std::path::absolute(path).ok()?;
         let path = self.root.join(path.strip_prefix("/").ok()?);
@@ -114,8 +114,8 @@ impl Ground {
         Some(Path::new("/").join(real.strip_prefix(fs::canonicalize(&self.root).ok()?).ok()?))
     }
 
-    /// Whether a block device lies on the bus of persistent memory, as its devices do whatever their memory is reserved by; or
-    /// all that it is made of does.
+    /// Whether a block device, or every device that it consists of, is on the bus of persistent memory. Devices are on
+    /// it however their memory was reserved.
     fn is_persistent_memory(&self, device: &str, depth: u32) -> bool {
         let Ok(place) = fs::canonicalize(self.at("sys/dev/block").join(device)) else { return false };
         let is_bus = |part: Component<'_>| part.as_os_str().to_str().is_some_and(|part| part.starts_with("ndbus"));
@@ -162,7 +162,7 @@ fn unescaped(text: &str) -> String {
     plain
 }
 
-/// Memory of guests that began before their file system was mounted as it is now.
+/// Memory files of guests that started before their file system was mounted with DAX.
 pub fn files_through_cache(folder: &Path) -> Vec<String> {
     let is_ram = |path: &PathBuf| path.file_name().and_then(OsStr::to_str).is_some_and(|name| name.starts_with("ram-"));
     let files = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).filter(is_ram);
@@ -189,7 +189,7 @@ mod tests {
 ";
     const PMEM: &str = "sys/devices/platform/e820_pmem/ndbus0/region0/namespace0.0/block/pmem0";
 
-    /// With a disk, reserved memory, and two volumes: one of that memory alone, one of both.
+    /// A host with a disk, reserved memory and two volumes: one on that memory alone, one on both.
     fn host() -> (tempfile::TempDir, Ground) {
         let folder = tempfile::tempdir().unwrap();
         let ground = Ground { root: folder.path().to_owned() };
@@ -227,22 +227,22 @@ mod tests {
         };
         check("/pmem/web", true, None);
         check("/striped/web", true, None);
-        check("/pmem/web", false, Some("/pmem/web: is on /dev/pmem0, but not mapped directly (DAX)"));
+        check("/pmem/web", false, Some("/pmem/web is on /dev/pmem0, but not mapped directly (DAX)"));
         check(
             "/dev/shm/x",
             true,
             Some("/dev/shm/x: is on tmpfs (mounted at /dev/shm): the guest's memory would be lost"),
         );
         check("/srv/web", false, Some("is on ext4 of /dev/sda1, which is not reserved or persistent memory"));
-        check("/mixed/web", true, Some("is on xfs of /dev/mapper/mixed, which is no reserved"));
+        check("/mixed/web", true, Some("is on xfs of /dev/mapper/mixed, which is not reserved"));
         fs::write(ground.at("proc/iomem"), "00100000-3fffffff : System RAM\n").unwrap();
-        check("/pmem/web", true, Some("/proc/iomem knows of no persistent memory"));
+        check("/pmem/web", true, Some("/proc/iomem lists no persistent memory"));
         fs::remove_file(ground.at("proc/self/mountinfo")).unwrap();
         check("/pmem/web", true, Some("its mount point cannot be found"));
     }
 
     #[test]
-    fn what_the_next_qemu_needs_must_not_end_with_the_kernel() {
+    fn files_for_the_next_qemu_outlive_the_kernel() {
         let (_folder, ground) = host();
         let check = |path: &str, expect: Option<&str>| {
             let expect = expect.map(|expect| format!("{expect}, which ends with this kernel: put it on a disk"));
@@ -266,7 +266,7 @@ mod tests {
         assert!(problem.ends_with("`systemctl enable hearth-host-reload.service`"), "{problem}");
         let wants = ground.at("etc/systemd/system/multi-user.target.wants");
         fs::create_dir_all(&wants).unwrap();
-        // It is there, and nobody asks for it.
+        // The unit exists, but is not enabled.
         fs::write(ground.at("etc/systemd/system").join(UNIT), "").unwrap();
         assert!(ground.resume_problem().is_some());
         symlink(Path::new("/etc/systemd/system").join(UNIT), wants.join(UNIT)).unwrap();

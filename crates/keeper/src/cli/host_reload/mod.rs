@@ -1,9 +1,9 @@
-//! `hearth host-reload`: all machines of the runtime root over the change of the host's kernel.
+//! `hearth host-reload`: keeps all machines of the runtime root while the host changes its kernel.
 //!
 //! prepare: check -> lock of the fleet -> record -> every machine is parked -> kexec, by the operator
 //! resume:  record -> a keeper for every machine, which finds the guest parked -> all run -> lock of the fleet is given back
 //!
-//! If one machine cannot be parked, those that are go on, and the host stays as it is.
+//! If one machine cannot be parked, the parked ones resume and the host keeps its kernel.
 
 mod check;
 mod ground;

@@ -1,4 +1,4 @@
-//! Resume: a keeper for every machine that was prepared, until all run.
+//! Resume: starts a keeper for every prepared machine and waits until all run.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::OpenOptionsExt;
@@ -19,10 +19,10 @@ use crate::host_reload::{MachineNote, Outcome, PLACE_VARIABLE, Record};
 use crate::runtime_root::RuntimeRoot;
 
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// A keeper that is started takes its lock at once; on a busy host, where many start, it took more than ten seconds.
+/// A new keeper takes its lock at once; on a busy host with many of them it took more than ten seconds.
 const LOCK_WITHIN: Duration = Duration::from_secs(60);
 const ANSWER_PATIENCE: Duration = Duration::from_secs(2);
-/// After a boot the network is there before the names are.
+/// After a boot the network works before name resolution does.
 const FLEET_PATIENCE: Duration = Duration::from_secs(60);
 
 pub fn resume(context: &mut Context<'_>, path: &Path, patience: Duration) -> Result<Exit, CliError> {
@@ -31,8 +31,8 @@ pub fn resume(context: &mut Context<'_>, path: &Path, patience: Duration) -> Res
     Ok(if down > 0 { Exit::Failed } else { Exit::Done })
 }
 
-/// How many do not run. The fleet's lock is given back when all do. That nobody hears of it, or that it cannot be written down,
-/// keeps no machine from going on.
+/// The number of machines that do not run. The fleet lock is released when all do. Errors of output or record keep no
+/// machine from resuming.
 pub fn bring_back(
     context: &mut Context<'_>,
     record: &mut Record,
@@ -43,7 +43,7 @@ pub fn bring_back(
     let deadline = Instant::now() + patience;
     let open: Vec<usize> =
         (0..record.machines.len()).filter(|&index| record.machines[index].outcome.is_open()).collect();
-    // All first: they start side by side.
+    // All keepers are started first, so that they start in parallel.
     let started: Vec<Result<Option<Child>, String>> =
         open.iter().map(|&index| start(&root, path, &record.machines[index])).collect();
     let mut told = Ok(());
@@ -72,16 +72,16 @@ pub fn bring_back(
     told.map(|()| down)
 }
 
-/// The place of this host among those that are away.
+/// Releases this host's slot of the fleet lock.
 pub fn give_back(fleet: &FleetLock) -> Result<(), CliError> {
     Ok(fleet.release(FLEET_PATIENCE)?)
 }
 
-/// What became of a guest: how long it stood still, or why it was lost.
+/// What became of a guest: how long it was paused, or why it was lost.
 type Fate = Result<Option<f64>, String>;
 
-/// What the machine's events tell of that, from the time on when it was prepared. A keeper that was replaced since says nothing
-/// of it any more.
+/// The fate that the machine's events show since it was prepared. A keeper that was replaced since no longer reports
+/// it.
 fn told_since(prepared_at: &str, records: &[EventRecord]) -> Option<Fate> {
     let prepared_ms = milliseconds_of(prepared_at)?;
     let since = records.iter().rev().take_while(|record| milliseconds_of(&record.time) >= Some(prepared_ms));
@@ -100,7 +100,7 @@ fn found(machine: &mut MachineNote, status: &MachineStatus, told: Option<Fate>) 
             machine.stood_ms = stood_ms.map(|ms| ms as u64);
         }
         Some(Err(why)) => machine.decide(Outcome::Booted, Some(why)),
-        // Its keeper died on the way, and the next one found the guest in its QEMU.
+        // Its keeper died before it was parked, and the next one found the guest in its QEMU.
         None if machine.outcome == Outcome::Begun => machine.outcome = Outcome::NotParked,
         None => machine.decide(Outcome::Booted, Some("its keeper found no parked guest".to_owned())),
     }
@@ -118,7 +118,7 @@ fn sentence(machine: &MachineNote) -> String {
     }
 }
 
-/// Fine if it has a keeper. One of no unit is this command's child.
+/// Starts a keeper, unless the machine has one. Without a unit it is a child of this command.
 fn start(root: &RuntimeRoot, record: &Path, machine: &MachineNote) -> Result<Option<Child>, String> {
     if life::has_keeper(&root.machine(&machine.name)) {
         return Ok(None);
@@ -137,7 +137,7 @@ fn start_unit(unit: &str) -> Result<(), String> {
     }
 }
 
-/// It outlives this command. What it says is in `keeper.log` of its runtime folder.
+/// The keeper outlives this command and logs to `keeper.log` in its runtime folder.
 fn spawn(root: &RuntimeRoot, record: &Path, machine: &MachineNote) -> std::io::Result<Child> {
     let folder = root.machine(&machine.name);
     std::fs::create_dir_all(&folder)?;
@@ -146,7 +146,7 @@ fn spawn(root: &RuntimeRoot, record: &Path, machine: &MachineNote) -> std::io::R
     command.arg("--runtime-root").arg(root.path()).arg("run").arg(&machine.file);
     command.env(PLACE_VARIABLE, record);
     command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
-    // Ctrl-C is for this command.
+    // Ctrl-C must not reach the keeper.
     command.process_group(0).spawn()
 }
 
@@ -170,7 +170,7 @@ fn await_running(
             Ok(status) if status.state == MachineState::Failed => {
                 return Err(format!("it has failed; `hearth events {name}` shows why"));
             }
-            // It starts, or another one does.
+            // This keeper, or another one, is starting.
             _ if has_keeper || may_come => {}
             _ => return Err("its keeper ended or did not start; its log shows why".to_owned()),
         }
@@ -186,7 +186,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_events_tell_what_a_replaced_keeper_no_longer_says() {
+    fn events_tell_a_replaced_keepers_outcome() {
         let record = |second: u32, event| EventRecord {
             sequence: 1,
             time: format!("2026-03-01T12:00:{second:02}.500Z"),

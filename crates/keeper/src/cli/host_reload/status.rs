@@ -15,7 +15,7 @@ use crate::runtime_root::RuntimeRoot;
 struct Shown<'a> {
     #[serde(flatten)]
     note: &'a MachineNote,
-    /// How long it has stood still by now, if it still does.
+    /// How long it has been paused so far, if it still is.
     stands_ms: Option<u64>,
     runs: bool,
 }

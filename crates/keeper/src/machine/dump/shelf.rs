@@ -25,7 +25,7 @@ pub struct Shelf {
 pub enum ShelfError {
     #[error("cannot use dump folder {folder}")]
     Unusable { folder: PathBuf, source: io::Error },
-    #[error("{folder} has {free_mib} MiB free, but `crash.min_free` requires {min_mib} MiB: free space there")]
+    #[error("{folder} has {free_mib} MiB free, of which `crash.min_free` reserves {min_mib} MiB: free space there")]
     Full { folder: PathBuf, free_mib: u64, min_mib: u64 },
 }
 
@@ -118,7 +118,7 @@ mod tests {
         shelf.prepare().unwrap();
         shelf.must_hold(1 << 20).unwrap();
         let refusal = shelf.must_hold(u64::MAX).unwrap_err().to_string();
-        assert!(refusal.contains("`min_free` wants 0 MiB left"), "{refusal}");
+        assert!(refusal.contains("`crash.min_free` reserves 0 MiB"), "{refusal}");
         shelf.min_free_bytes = u64::MAX;
         shelf.must_hold(0).unwrap_err();
     }
