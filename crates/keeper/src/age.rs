@@ -52,10 +52,10 @@ fn reasons(qemu: &QemuAge, policy: Option<&RejuvenateConfig>) -> Vec<String> {
     let mut reasons: Vec<String> = overdue(qemu, policy).into_iter().collect();
     match &qemu.installed_version {
         Some(installed) if *installed != qemu.version => {
-            reasons.push(format!("QEMU {installed} is installed, and the guest runs on {}", qemu.version));
+            reasons.push(format!("QEMU {installed} is installed, but the guest runs on {}", qemu.version));
         }
         _ if qemu.program_is_gone => {
-            let what = "the program that the guest runs on was replaced or removed since: by an update, perhaps";
+            let what = "the QEMU program was replaced or removed since it started, perhaps by an update";
             reasons.push(what.to_owned());
         }
         _ => {}
@@ -139,13 +139,9 @@ mod tests {
     fn what_speaks_for_another_qemu_is_said() {
         check(young(), None, &[]);
         let newer = QemuAge { installed_version: Some("10.0.2".into()), program_is_gone: true, ..young() };
-        check(newer, None, &["QEMU 10.0.2 is installed, and the guest runs on 7.2.22"]);
+        check(newer, None, &["QEMU 10.0.2 is installed, but the guest runs on 7.2.22"]);
         let replaced = QemuAge { program_is_gone: true, ..young() };
-        check(
-            replaced,
-            None,
-            &["the program that the guest runs on was replaced or removed since: by an update, perhaps"],
-        );
+        check(replaced, None, &["the QEMU program was replaced or removed since it started, perhaps by an update"]);
         let grown = || QemuAge { own_bytes: growth(50 << 20, 400 << 20), ..young() };
         check(grown(), None, &["QEMU's own memory has grown by 350 MiB since its start"]);
         let descriptors = QemuAge { descriptors: growth(30, 500), ..young() };

@@ -1,9 +1,9 @@
-//! Everything that can be said about a machine without starting it.
+//! Everything that can be checked about a machine without starting it.
 //!
 //! life (does it run already?) -> boot files -> names -> disks -> memory -> NVRAM -> dumps -> QEMU -> network -> sockets -> user
 //!
-//! Every check goes on after a problem: an operator mends all of them in one go. What a machine that runs holds itself
-//! (its ports, its memory, its image locks) is no problem of its configuration and is not looked at then.
+//! Every check continues after a problem, so that an operator can fix all of them at once. Ports, memory and image
+//! locks that the running machine itself holds are not checked.
 
 use crate::config::Config;
 use crate::parked_guest::find_parked;
@@ -28,11 +28,11 @@ use life::Life;
 /// What the check is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
-    /// `hearth check`: look only.
+    /// `hearth check`: only report.
     Check,
-    /// `hearth check --take-over`: it runs, and another keeper is about to go on with it.
+    /// `hearth check --take-over`: the machine runs, and another keeper is about to take it over.
     TakeOver,
-    /// `hearth run`: the machine is about to start, or its living QEMU to be taken over.
+    /// `hearth run`: the machine is about to start, or its running QEMU to be taken over.
     Run,
 }
 
@@ -60,8 +60,8 @@ pub fn check(config: &Config, root: &RuntimeRoot, purpose: Purpose) -> Vec<Probl
     problems
 }
 
-/// Problems that would keep the machine's next guest from starting, of what differs from the last one's configuration. The
-/// keeper holds all else that it needs.
+/// Problems that would keep the next guest from starting, among the keys that have changed. The keeper already holds
+/// everything else.
 pub fn of_next_guest(last: &Config, next: &Config) -> Vec<Problem> {
     let mut problems = Vec::new();
     boot::check(&next.boot, &mut problems);
@@ -70,7 +70,8 @@ pub fn of_next_guest(last: &Config, next: &Config) -> Vec<Problem> {
     problems
 }
 
-/// A guest of this name that lives without a keeper, or is parked: it would go on instead of a new machine's, or be lost.
+/// A guest of this name that runs without a keeper or is parked. It would continue in place of a new machine's guest,
+/// or be lost.
 pub fn guest_in_the_way(config: &Config, root: &RuntimeRoot) -> Option<Problem> {
     let message = match life::orphaned_qemu(&config.runtime_folder) {
         Some(pid) => format!("already has a guest, in a QEMU (pid {pid}) without a keeper"),
@@ -79,7 +80,7 @@ pub fn guest_in_the_way(config: &Config, root: &RuntimeRoot) -> Option<Problem> 
     Some(Problem::error(&config.name, message, "continue it with `hearth run`, or choose another name (`--as`)"))
 }
 
-/// What only the next QEMU is started from. A guest that goes on in the one it has is not kept from its keeper by that: its disks
+/// Problems of what only the next QEMU needs. They must not keep a running guest from its keeper, because its disks
 /// would hang.
 fn of_next_start(goes_on: bool, problems: &mut Vec<Problem>, look: impl FnOnce(&mut Vec<Problem>)) {
     let known = problems.len();

@@ -83,7 +83,7 @@ Exit codes:
   1  the operation failed
   2  wrong command line or configuration file: correct it
   3  the machine is not running
-  75 the machine cannot run now (an image in use, a missing file, too little memory): try again later";
+  75 the machine cannot run now (an image in use, a missing file, too little memory): try again";
 
 const EXAMPLES: &str = "\
 Examples:

@@ -132,7 +132,7 @@ mod tests {
         journal.guest = GuestNote::Parked { folder: memory.clone() };
         journal.save(&root.machine("web").join("journal.json")).unwrap();
         let page = find(&root, None, "web").unwrap().page("web");
-        assert!(page.starts_with("web  parked since 2026-03-01T12:00:00.123Z, for "), "{page}");
+        assert!(page.starts_with("web  parked since 2026-03-01T12:00:00.123Z ("), "{page}");
         assert!(page.contains(&format!("64.0 MiB, 0 in use, in {}", memory.display())), "{page}");
         assert!(page.contains("`hearth host-reload resume`, or `hearth run FILE`"), "{page}");
         sample::parked("db").commit(&memory).unwrap();

@@ -1,7 +1,7 @@
-//! `hearth restore` and `hearth working-set`: machines out of snapshots.
+//! `hearth restore` and `hearth working-set`: machines from snapshots.
 //!
-//! snapshot -> a folder for the new machine: machine.toml, and disks over those of the snapshot -> `hearth run`, with the
-//! order to begin with the snapshot
+//! snapshot -> a folder for the new machine: machine.toml and overlay disks -> `hearth run`, with the order to start
+//! from the snapshot
 
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, OpenOptions};
@@ -30,16 +30,16 @@ use crate::machine::restore::{Probe, RestoreOrder, Trace};
 use crate::object_store::saved_disks;
 use crate::runtime_root::RuntimeRoot;
 
-/// Between two words on how much of a disk has come.
+/// Interval of progress messages on a disk.
 const SAY_EVERY: Duration = Duration::from_secs(2);
-/// What `--forward` sets.
+/// The key that `--forward` sets.
 const FORWARD: &str = "nets[0].forward";
-/// Each line of the picture of memory.
+/// Width of the picture of memory.
 const COLUMNS: usize = 64;
 const LINES: usize = 16;
-/// From nothing to everything.
+/// From empty to full.
 const SHADES: [char; 5] = ['.', '-', '+', '#', '@'];
-/// How pages of a set came to be known.
+/// Names of a working set's sources.
 const TRACE: &str = "trace";
 const SCAN: &str = "scan";
 
@@ -101,14 +101,14 @@ impl RestoreArguments {
         match (self.eager, self.lazy, self.working_set) {
             (true, _, _) => Mode::Eager,
             (_, true, _) => Mode::Lazy,
-            // What was prefetched would not be seen to be used.
+            // A trace cannot see the use of prefetched pages.
             (_, _, false) if self.trace.is_some() => Mode::Lazy,
             _ => Mode::WorkingSet,
         }
     }
 }
 
-/// What there is to begin with.
+/// Creates the machine, and returns what `hearth run` needs to start it.
 pub fn prepare(arguments: RestoreArguments, root: &RuntimeRoot) -> Result<(InForce, RestoreOrder), CliError> {
     let mode = arguments.mode();
     let until = arguments.until.map(Probe::Command);
@@ -134,13 +134,13 @@ pub fn prepare(arguments: RestoreArguments, root: &RuntimeRoot) -> Result<(InFor
     Ok((in_force, order))
 }
 
-/// The configuration that was saved.
+/// The snapshot's configuration.
 pub fn typed(snapshot: &Snapshot) -> Result<ConfigFile, CliError> {
     let file = || snapshot.path("machine.toml");
     ConfigFile::parse(&snapshot.machine).map_err(|problems| CliError::Configuration { file: file(), problems })
 }
 
-/// A machine that is to be made.
+/// A machine to create.
 pub struct Draft<'a> {
     pub snapshot: &'a Snapshot,
     /// Checked.
@@ -149,7 +149,7 @@ pub struct Draft<'a> {
     pub trust: Trust,
 }
 
-/// Makes the machine, and checks it as `hearth run` does. If it cannot run nothing of it is left.
+/// Creates the machine, and checks it as `hearth run` does. If it cannot run, it is removed again.
 pub fn make_machine(
     draft: Draft<'_>,
     name: &str,
@@ -160,7 +160,7 @@ pub fn make_machine(
     let folder = folder.to_owned();
     DirBuilder::new().mode(0o700).create(&folder).map_err(|source| CliError::File { path: folder.clone(), source })?;
     let made = furnish(draft, name, &folder, order).and_then(|file| configuration::for_new(&file, root));
-    // Made a moment ago, by us.
+    // This command has just created the folder.
     made.inspect_err(|_| remove_machine(&folder))
 }
 
@@ -170,7 +170,8 @@ fn remove_machine(folder: &Path) {
     }
 }
 
-/// Disks, the order to begin with the snapshot, and last `machine.toml`: whoever finds that finds the others.
+/// Creates disks, the order to start from the snapshot, and last `machine.toml`, so that whoever finds it finds the
+/// others.
 fn furnish(draft: Draft<'_>, name: &str, folder: &Path, order: &RestoreOrder) -> Result<PathBuf, CliError> {
     let Draft { snapshot, typed, settings, trust } = draft;
     let (mut disks, saved) = (Vec::new(), saved_disks(folder));
@@ -188,7 +189,7 @@ fn furnish(draft: Draft<'_>, name: &str, folder: &Path, order: &RestoreOrder) ->
             }
         })?;
         trust.check_disk(disk, &image)?;
-        // One that comes from afar changes until all of it is there.
+        // An image from a store changes until it is complete.
         let create = if snapshot.is_far() { create_overlay_over_arriving } else { create_overlay };
         create(&path, &image, &disk.format)?;
         disks.push(path);
@@ -211,10 +212,10 @@ fn furnish(draft: Draft<'_>, name: &str, folder: &Path, order: &RestoreOrder) ->
 #[derive(Debug, Serialize)]
 struct WorkingSet {
     snapshot: String,
-    /// Of the guest's memory, without those of zeroes.
+    /// Stored pages of the guest's memory, without zero pages.
     stored_pages: u64,
     stored_bytes: u64,
-    /// None: not noted so far.
+    /// None if not recorded yet.
     working_set: Option<Noted>,
 }
 
@@ -224,15 +225,16 @@ struct Noted {
     noted_at: String,
     pages: u64,
     bytes: u64,
-    /// Stretches of memory without a gap, in the order of use.
+    /// Number of contiguous ranges, in the order of use.
     runs: u64,
-    /// Youngest first, without those that no page has.
+    /// Youngest first; ages without pages are left out.
     ages: Vec<Age>,
 }
 
 #[derive(Debug, Serialize)]
 struct Age {
-    /// Traces since these pages were seen to be used: 0 for the last one, or for a scan that no trace has followed.
+    /// Number of traces since these pages were last used: 0 for the last trace, or for a scan that no trace has
+    /// followed.
     age: u32,
     /// `trace`: by a restored guest; `scan`: before the save.
     source: &'static str,
@@ -313,7 +315,7 @@ pub fn working_set(context: &mut Context<'_>, folder: &Path, store: &StoreArgume
     Ok(Exit::Done)
 }
 
-/// Traces know the order of use and come first among pages of one age.
+/// Traces record the order of use, so they come first among pages of one age.
 fn ages(set: &PageReader) -> Vec<Age> {
     let mut counts = BTreeMap::new();
     for aged in aged_pages(set) {
@@ -332,7 +334,7 @@ fn sources(ages: &[Age]) -> &'static str {
     }
 }
 
-/// The address space from left to right and top to bottom; the darker, the more of it is in the set.
+/// The address space from left to right and top to bottom; darker cells have more pages in the set.
 fn picture(pages: &[u32], ram_pages: u64) -> String {
     let cells = COLUMNS * LINES;
     let mut counts = vec![0_u64; cells];

@@ -46,7 +46,7 @@ pub enum FolderError {
     Running { name: String, path: PathBuf },
 }
 
-/// The folder itself, or the one it will be made in.
+/// The folder itself, or its closest parent that exists.
 pub fn existing(folder: &Path) -> &Path {
     folder.ancestors().find(|folder| folder.exists()).unwrap_or(Path::new("/"))
 }

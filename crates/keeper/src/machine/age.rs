@@ -25,7 +25,7 @@ impl Schedule {
 
 impl Machine {
     pub(super) fn age(&self) -> Result<Signs, ApiError> {
-        let life = self.must_live("tell the age of QEMU")?;
+        let life = self.must_live("show the age of QEMU")?;
         let (generation, identity) = (&life.generation, life.generation.identity());
         let now = generation.footprint();
         let qemu = QemuAge {

@@ -94,7 +94,7 @@ impl Machine {
         let work = move || try_to_thaw(&channel, &PACE, &|| stopped.load(Relaxed), &say);
         match std::thread::Builder::new().name(format!("thaw-{}", self.parts.config.name)).spawn(work) {
             Ok(_) => frozen.thaw = Some(Thaw { generation, stop }),
-            Err(error) => self.not_thawed(&format!("no thread: {error}")),
+            Err(error) => self.not_thawed(&format!("cannot start a thread: {error}")),
         }
     }
 
@@ -108,7 +108,7 @@ impl Machine {
                 self.record(EventKind::Thawed { file_systems, frozen_ms });
             }
             ThawMessage::Failed { why } => {
-                let message = format!("the guest's file systems may be frozen still, which is tried again: {why}");
+                let message = format!("the guest's file systems may still be frozen, thawing them is retried: {why}");
                 if frozen.problem.replace(why).is_none() {
                     self.record(EventKind::Error { message });
                 }
@@ -123,7 +123,8 @@ impl Machine {
 
     fn not_thawed(&self, why: &str) {
         let message = format!(
-            "the guest's file systems may stay frozen: {why}; thaw them in the guest (`fsfreeze --unfreeze`), or reboot it"
+            "the guest's file systems may stay frozen: {why}; thaw them in the guest with `fsfreeze --unfreeze`, or \
+             reboot it"
         );
         self.record(EventKind::Error { message });
     }

@@ -30,7 +30,7 @@ pub(super) fn open(parts: &Parts, tagger: &Tagger) -> Result<Option<Arc<BootSet>
     let folder = &parts.folders.memory;
     let Some(remount) = &parts.config.remount else {
         if let Err(error) = BootSet::discard(folder) {
-            tracing::warn!(%error, "a boot set that is not wanted any more is left behind");
+            tracing::warn!(%error, "cannot remove an unused boot set");
         }
         return Ok(None);
     };
@@ -96,12 +96,12 @@ impl Machine {
             }
             match disks.iter().any(|disk| disk.rest.is_some()) {
                 true => saved::save(path, boot_set, &disks).map_err(|error| crate::chain(&error)),
-                false => Err("every image is a block device, or somebody else writes to it".to_owned()),
+                false => Err("every image is a block device or is written by another program".to_owned()),
             }
         });
         match saved {
             Ok(blocks) => self.record(EventKind::BootSetSaved { blocks }),
-            Err(why) => self.record(EventKind::Error { message: format!("the boot set is not saved: {why}") }),
+            Err(why) => self.record(EventKind::Error { message: format!("cannot save the boot set: {why}") }),
         }
     }
 
@@ -111,7 +111,7 @@ impl Machine {
 
     pub(super) fn clear_boot_set(&self) {
         if let Some(Err(error)) = self.boot_set().map(|boot_set| boot_set.clear()) {
-            tracing::warn!(error = crate::chain(&error), "the memory of the boot set is not given back");
+            tracing::warn!(error = crate::chain(&error), "cannot release the boot set's memory");
         }
     }
 
@@ -136,7 +136,7 @@ impl Machine {
             // It fails only when the loop is gone, and then nobody wants to know.
             let say = move |message| drop(tell.send(Event::Readiness { incarnation, message }));
             let watch = ReadyWatch::start(&self.parts.config.name, question, say);
-            watch.inspect_err(|error| tracing::warn!(%error, "nobody asks whether the guest is ready")).ok()
+            watch.inspect_err(|error| tracing::warn!(%error, "cannot ask whether the guest is ready")).ok()
         });
     }
 
@@ -144,7 +144,7 @@ impl Machine {
         match message {
             ReadinessMessage::Ready { why } => self.ready(why),
             ReadinessMessage::Unknown { why } => {
-                let message = format!("whether the guest is ready is not known: {why}; `hearth ready` can say it");
+                let message = format!("cannot find out whether the guest is ready: {why}; mark it with `hearth ready`");
                 self.record(EventKind::Error { message });
             }
         }
@@ -158,8 +158,8 @@ impl Machine {
 
     pub(super) fn ready_ordered(&mut self) -> Result<(), ApiError> {
         self.must_have_boot_set()?;
-        self.must_live("be ready")?;
-        self.ready("it was said");
+        self.must_live("mark the boot as finished")?;
+        self.ready("marked by the operator");
         Ok(())
     }
 
@@ -188,7 +188,8 @@ impl Machine {
     fn must_have_boot_set(&self) -> Result<&Arc<BootSet>, ApiError> {
         self.boot_set().ok_or_else(|| {
             let message = format!("{} has no boot set", self.parts.config.name);
-            ApiError::new(ErrorWord::WrongState, message).hint("add [remount] to its configuration and start it again")
+            ApiError::new(ErrorWord::WrongState, message)
+                .hint("add [remount] to its configuration, then stop and start it")
         })
     }
 

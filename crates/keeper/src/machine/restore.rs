@@ -62,30 +62,28 @@ pub struct RestoreOrder {
 pub enum RestoreFailure {
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
-    #[error("{snapshot}: has {saved} bytes of memory, and the machine {configured}")]
+    #[error("snapshot {snapshot} has {saved} bytes of memory, but the machine has {configured}")]
     Memory { snapshot: PathBuf, saved: u64, configured: u64 },
     #[error(
-        "{snapshot}: is another snapshot than the one that this machine is on its way out of; put that one back, and run the keeper \
-         again"
+        "{snapshot} is not the snapshot that this machine is being restored from; put that one back, then run the \
+         keeper again"
     )]
     AnotherSnapshot { snapshot: PathBuf },
-    #[error("called off before its guest ran; `hearth run {file}` begins anew")]
+    #[error("cancelled before the guest ran; start again with `hearth run {file}`")]
     CalledOff { file: PathBuf },
     #[error(transparent)]
     Restore(#[from] RestoreError),
     #[error(transparent)]
     Launch(#[from] LaunchError),
-    #[error("page faults cannot be served: {why}; `hearth restore --eager` does without")]
+    #[error("cannot serve page faults: {why}; use `hearth restore --eager`, which needs none")]
     Userfault { why: String },
-    #[error(
-        "a part of the guest's memory that QEMU needs cannot be read: {what}; put the snapshot right and run it again"
-    )]
+    #[error("cannot read guest memory that QEMU needs: {what}; repair the snapshot and run it again")]
     Damaged { what: String, source: Box<RestoreFailure> },
-    #[error("QEMU's last words: {}", .last_words.as_deref().unwrap_or("(none)"))]
+    #[error("QEMU's last message: {}", .last_words.as_deref().unwrap_or("(none)"))]
     State { last_words: Option<String>, source: StateError },
     #[error(transparent)]
     Disk(#[from] ServerError),
-    #[error("no thread")]
+    #[error("cannot start a thread")]
     Thread(#[source] std::io::Error),
 }
 
@@ -104,7 +102,7 @@ impl Teller {
 
     fn say_end(&self, error: &AdmissionError) {
         if !matches!(error, AdmissionError::Gone { .. }) {
-            let message = format!("the guest's memory cannot be brought any more: {}", crate::chain(error));
+            let message = format!("cannot load the guest's memory any more: {}", crate::chain(error));
             self.say(RestoreMessage::Failed { message });
         }
     }
@@ -122,7 +120,8 @@ impl Machine {
             if let Some(RestoreNote { snapshot, begun: false, .. }) = left {
                 let snapshot = snapshot.display();
                 let message = format!(
-                    "an earlier Hearth began to restore {snapshot} under this name and did not say for which configuration; the machine boots"
+                    "an earlier Hearth began to restore {snapshot} under this name without recording its \
+                     configuration; the machine boots instead"
                 );
                 self.record(EventKind::Error { message });
             }
@@ -131,7 +130,7 @@ impl Machine {
         let disks: Vec<&Path> = config.disks.iter().map(|disk| disk.path.as_path()).collect();
         if let Some(why) = noted.void_for(&config.file, &disks) {
             let order = Order::path(&config.file);
-            let message = format!("{} is void and the machine boots: {why}", order.display());
+            let message = format!("{} is not valid for this machine, which boots instead: {why}", order.display());
             self.record(EventKind::Error { message });
             return Ok(None);
         }
@@ -156,7 +155,7 @@ impl Machine {
             return Err(failed(RestoreFailure::Memory { snapshot: order.snapshot.clone(), saved, configured }));
         }
         if let Err(error) = &snapshot.working_set {
-            let message = format!("the working set cannot be used: {}", crate::chain(error));
+            let message = format!("cannot use the working set: {}", crate::chain(error));
             self.record(EventKind::Error { message });
         }
         let (path, mode) = (order.snapshot.display().to_string(), order.mode.name().to_owned());
@@ -223,7 +222,10 @@ impl Machine {
         let again = order.filter(|_| !wrote).map_or(Ok(()), |order| order.write());
         if let Err(error) = again {
             let error = crate::chain(&error);
-            tracing::warn!(error, "the next keeper will boot the machine instead of restoring it");
+            tracing::warn!(
+                error,
+                "cannot write the restore order: the next keeper will boot the machine instead of restoring it"
+            );
         }
         self.save_journal();
     }
@@ -265,7 +267,7 @@ impl Machine {
                 }
                 // What is missing of it comes when it is touched.
                 Err(error) if mode == Mode::WorkingSet => {
-                    let message = format!("the working set cannot be used: {}", crate::chain(&error));
+                    let message = format!("cannot use the working set: {}", crate::chain(&error));
                     self.record(EventKind::Error { message });
                 }
                 Err(error) => return Err(error.into()),
@@ -375,8 +377,8 @@ impl Machine {
         if self.restoring.as_ref().is_none_or(Restoring::is_complete) {
             return Ok(());
         }
-        let message = format!("cannot {what}: the guest's memory has not all come out of its snapshot");
-        Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` tells how much is missing"))
+        let message = format!("cannot {what}: the guest's memory is still being loaded from its snapshot");
+        Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows how much is missing"))
     }
 
     /// Its QEMU is gone.
@@ -400,8 +402,8 @@ impl Machine {
         let failed = |source: RestoreFailure| MachineError::Restore { name: name.clone(), source: Box::new(source) };
         let no_userfault = |why: String| RestoreFailure::Userfault { why };
         let userfault = match (note.mode, identity.userfault_fd) {
-            (Mode::Eager, None) => return Ok(Err("a keeper that died had none".to_owned())),
-            (_, None) => return Err(failed(no_userfault("a keeper that died had none".to_owned()))),
+            (Mode::Eager, None) => return Ok(Err("a previous keeper had none".to_owned())),
+            (_, None) => return Err(failed(no_userfault("a previous keeper had none".to_owned()))),
             (_, Some(fd)) => Userfault::fetch(identity.pid, fd, identity.helper_fd),
         };
         let userfault = userfault.map_err(|error| failed(no_userfault(crate::chain(&error))))?;

@@ -70,7 +70,7 @@ impl Machine {
         let userfault = match resumed {
             UserfaultOr::Userfault(userfault) => userfault,
             UserfaultOr::Stuck(why) => {
-                tracing::error!(why, "nobody can grant memory to the guest any more: it is ended");
+                tracing::error!(why, "cannot grant memory to the guest any more; ending it");
                 return self.give_up_on(identity.pid);
             }
         };
@@ -105,7 +105,7 @@ impl Machine {
         self.record(EventKind::KeeperTookOver { qemu_pid: pid, generation: number });
         self.enter(MachineState::Running);
         if let GuestNote::PausedForDump { file } = noted {
-            let why = "its keeper died; the guest, which stood still for it, goes on: dump it again";
+            let why = "its keeper died; the paused guest continues: dump it again";
             let file = incomplete_path(&file).display().to_string();
             self.record(EventKind::DumpIncomplete { file, why: why.to_owned() });
         }
@@ -125,17 +125,17 @@ impl Machine {
             Ok("watchdog") => self.watchdog_expired("pause".to_owned()),
             Ok("running") => {}
             Ok(_) => self.enter(MachineState::Paused),
-            Err(error) => tracing::warn!(%error, "QEMU does not say what the guest does"),
+            Err(error) => tracing::warn!(%error, "QEMU does not report the guest's state"),
         }
         Ok(true)
     }
 
     /// The QEMU was found while it died, and has said no more: a cold start, once it is gone.
     fn give_up_on(&mut self, pid: u32) -> Result<bool, MachineError> {
-        let why = format!("its QEMU (pid {pid}) does not answer its next keeper{}", stopped_by_whom(pid));
+        let why = format!("its QEMU (pid {pid}) does not respond to its new keeper{}", stopped_by_whom(pid));
         self.record(EventKind::PowerCut { why });
         if !hearth_qemu::kill_stray(pid) {
-            tracing::error!(pid, "it does not end; the machine may not come to run");
+            tracing::error!(pid, "QEMU does not exit; the machine may not start");
         }
         self.drop_gate();
         self.arrivals.set_conduct(Conduct::Refuse);
@@ -155,7 +155,7 @@ impl Machine {
         self.parts.event_log.set_incarnation(number);
         for dead in self.journal.ember.clone() {
             if let Err(why) = self.rebank(dead) {
-                tracing::debug!(dead, why, "no longer part of the ember");
+                tracing::debug!(dead, why, "dropped from the ember");
                 discard_files(&self.parts.folders.memory, dead);
             }
         }
@@ -182,9 +182,9 @@ impl Machine {
     fn end_strays(&self, ours: Option<u32>) {
         for pid in memory_owner::qemus_of(&self.parts.folders.runtime, &self.parts.folders.memory) {
             if Some(pid) != ours {
-                tracing::warn!(pid, "a QEMU of a dead keeper that never came to run is ended");
+                tracing::warn!(pid, "ending a QEMU that a dead keeper never finished starting");
                 if !hearth_qemu::kill_stray(pid) {
-                    tracing::error!(pid, "it does not end; the machine may not come to run");
+                    tracing::error!(pid, "QEMU does not exit; the machine may not start");
                 }
             }
         }
@@ -231,7 +231,7 @@ impl Machine {
             numbers.remove(&number);
         }
         if !numbers.is_empty() {
-            let message = "no keeper guarded the disks since QEMU ended: what was in memory is dropped".to_owned();
+            let message = "no keeper guarded the disks after QEMU ended: dropped the blocks held in memory".to_owned();
             self.record(EventKind::Error { message });
         }
         numbers.into_iter().for_each(|number| discard_files(folder, number));
@@ -243,7 +243,7 @@ fn stopped_by_whom(pid: u32) -> &'static str {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let state = status.lines().find_map(|line| line.strip_prefix("State:"));
     match state.and_then(|state| state.trim_start().chars().next()) {
-        Some('T' | 't') => ": it is stopped (SIGSTOP, or a debugger)",
+        Some('T' | 't') => ": it is stopped by SIGSTOP or a debugger",
         _ => "",
     }
 }
@@ -267,7 +267,7 @@ fn must_find_the_same_files(
 /// The first difference between the disks a QEMU has and those it would get, in words.
 fn difference(has: &[DiskIdentity], gets: &[DiskIdentity]) -> Option<String> {
     if has.len() != gets.len() {
-        return Some(format!("it has {}, configured are {}", has.len(), gets.len()));
+        return Some(format!("it has {}, but {} are configured", has.len(), gets.len()));
     }
     let (has, gets) = has.iter().zip(gets).find(|(has, gets)| has != gets)?;
     let words = |disk: &DiskIdentity| {
@@ -305,7 +305,7 @@ mod tests {
         journal.disks.clear();
         journal.save(&path).unwrap();
         let error = could_take_over(&config).unwrap_err().to_string();
-        assert!(error.contains("with other disks than configured now: it has 0, configured are 1"), "{error}");
+        assert!(error.contains("with other disks than now configured: it has 0, but 1 are configured"), "{error}");
         fs::write(&path, r#"{"version": 9}"#).unwrap();
         let error = could_take_over(&config).unwrap_err().to_string();
         assert!(error.ends_with("version 9, this keeper knows 1; use the keeper that wrote it"), "{error}");
@@ -318,7 +318,7 @@ mod tests {
         let check = |gets: &[DiskIdentity], expect: &str| assert_eq!(difference(&has, gets).unwrap(), expect);
         check(&[disk("root", "/a"), disk("data", "/c")], "data is /b (raw); configured: data is /c (raw)");
         check(&[disk("data", "/b"), disk("root", "/a")], "root is /a (raw); configured: data is /b (raw)");
-        check(&[disk("root", "/a")], "it has 2, configured are 1");
+        check(&[disk("root", "/a")], "it has 2, but 1 are configured");
         let read_only = DiskIdentity { read_only: true, ..disk("root", "/a") };
         check(&[read_only, has[1].clone()], "root is /a (raw); configured: root is /a (raw, read-only)");
     }

@@ -92,7 +92,7 @@ pub(super) fn note_first_touches(lazy: &LazyRam, trace: &Trace, teller: &Teller)
     match lazy.snapshot().add_trace(&used) {
         Ok(pages) => teller.say(RestoreMessage::Traced { pages }),
         Err(error) => {
-            let message = format!("the working set is not noted: {}", crate::chain(&error));
+            let message = format!("cannot record the working set: {}", crate::chain(&error));
             teller.say(RestoreMessage::Failed { message });
         }
     }
