@@ -215,7 +215,7 @@ enum Verb {
     /// Keep all guests in memory while the host changes kernels.
     ///
     /// Guest memory must lie on a DAX file system on persistent or reserved memory, and the next kernel must be started
-    /// with kexec. docs/rejuvenation.md describes the set-up.
+    /// with kexec. docs/host-reload.md describes the set-up.
     #[command(after_help = "Examples: hearth host-reload prepare --check
           hearth host-reload prepare --fleet-lock https://airlock.example --fleet-id $(hostname) && systemctl kexec
           hearth host-reload resume")]
@@ -253,7 +253,7 @@ enum Verb {
     WorkingSet {
         /// Snapshot folder, or an address such as s3://BUCKET/PREFIX.
         ///
-        /// Addresses of gs, az, abfs and https work too; see docs/lazy-restore.md.
+        /// Addresses of gs, az, abfs and https work too; see docs/object-store.md.
         snapshot: PathBuf,
         #[command(flatten)]
         store: object_store::StoreArguments,

@@ -47,7 +47,7 @@ const SCAN: &str = "scan";
 pub struct RestoreArguments {
     /// Snapshot folder, or an address such as s3://BUCKET/PREFIX.
     ///
-    /// Addresses of gs, az, abfs and https work too; see docs/lazy-restore.md.
+    /// Addresses of gs, az, abfs and https work too; see docs/object-store.md.
     snapshot: PathBuf,
     /// Name of the new machine (default: the saved machine's).
     #[arg(long = "as", value_name = "NAME")]

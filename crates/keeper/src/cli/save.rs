@@ -15,7 +15,7 @@ pub struct SaveArguments {
     machine: NameArgument,
     /// Folder or address to save to; must not exist.
     ///
-    /// An address is s3://BUCKET/PREFIX; gs, az and abfs work too, see docs/lazy-restore.md. The keeper needs the
+    /// An address is s3://BUCKET/PREFIX; gs, az and abfs work too, see docs/object-store.md. The keeper needs the
     /// store's credentials.
     #[arg(long, short, value_name = "FOLDER", required_unless_present = "cancel")]
     output: Option<PathBuf>,

@@ -86,7 +86,7 @@ impl Section {
             }
             Self::ObjectStore => {
                 "Access to object stores, and their cache on this host, for snapshots at an `s3://`, `gs://`, `az://` \
-                 or `https://` address. Snapshots do not include this section. See lazy-restore.md."
+                 or `https://` address. Snapshots do not include this section. See object-store.md."
             }
             Self::Nvram => {
                 "One disk backed by host memory, for journals and logs; repeat the heading for each. The guest sees \

@@ -201,7 +201,7 @@ fields! {
         credentials: String = Host, AtTakeOver, Path, "the keeper's environment", r#""/etc/hearth/s3.env""#,
             "File with one setting per line, named as in AWS tools: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, \
              `AWS_SESSION_TOKEN`, `AWS_REGION`, `AWS_ENDPOINT_URL` for a store of another provider, \
-             `AWS_ALLOW_HTTP=true` for one without TLS. For Google and Azure see lazy-restore.md.";
+             `AWS_ALLOW_HTTP=true` for one without TLS. For Google and Azure see object-store.md.";
         folder: String = Host, AtTakeOver, Path, "`/var/cache/hearth/objects`", r#""/srv/cache/hearth""#,
             "Cache folder for store data, on a disk; several machines may share it. A save is staged there completely \
              before it is uploaded. Default without root: `$XDG_CACHE_HOME/hearth/objects`.";
