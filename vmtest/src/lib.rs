@@ -15,7 +15,7 @@
 //! Two kinds of machines: [`TestVm`] under a keeper, [`PlainVm`] under QEMU alone (what benches compare with). Both give
 //! commands to the guest through its serial console, by the protocol that `guest/README.md` describes.
 //!
-//! Every machine has folders of its own, so tests run side by side, as many as there are processors. Waits are for events
+//! Every machine has folders of its own, so tests run side by side. Waits are for events
 //! and console lines, with generous limits that only a hang reaches. When a machine is dropped everything that it started
 //! is killed, also a QEMU that outlived its keeper; if its test failed, its logs are printed.
 

@@ -1,5 +1,6 @@
 //! How many machines run at once: a machine under emulation keeps a processor busy, and more of them than processors only
-//! make each other's waits longer. `HEARTH_VM_SLOTS` changes the number.
+//! make each other's waits longer. `HEARTH_VM_SLOTS` changes the number. `make test` runs each test as a process, and limits
+//! those itself; this limit is for `cargo test`.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -11,7 +12,7 @@ pub struct Slot {
     free: Arc<Watched<usize>>,
 }
 
-/// Waits for a slot of this process. Test binaries run one after the other, so no wider count is needed.
+/// Waits for a slot of this process.
 pub fn take() -> Slot {
     static SLOTS: OnceLock<Arc<Watched<usize>>> = OnceLock::new();
     take_from(SLOTS.get_or_init(|| Arc::new(Watched::new(count()))))

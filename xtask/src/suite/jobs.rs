@@ -57,27 +57,30 @@ impl Job {
             said.push('\n');
         }
         let success = child.wait().is_ok_and(|status| status.success());
-        if let Some(test) = &self.test {
-            report.times.push((format!("{} {test}", self.name), began.elapsed()));
+        if self.test.is_some() {
+            report.times.push((self.full_name(), began.elapsed()));
         }
         self.tell(report, &said, success, began.elapsed())
     }
 
     /// One line for a job that went well.
     fn tell(self, report: Report, said: &str, success: bool, took: Duration) -> Report {
-        let (name, test) = (&self.name, self.test.as_deref().unwrap_or_default());
         let Summary { passed, failed } = report.summary;
         if success && failed == 0 && (passed == 1 || self.test.is_none()) {
-            println!("{name} {test}: {passed} passed, {:.1} s", took.as_secs_f64());
+            println!("{}: {passed} passed, {:.1} s", self.full_name(), took.as_secs_f64());
             return report;
         }
         print!("{said}");
         if failed == 0 { self.died(report, "reported no failure, but did not end well") } else { report }
     }
 
+    fn full_name(&self) -> String {
+        self.test.as_ref().map_or_else(|| self.name.clone(), |test| format!("{} {test}", self.name))
+    }
+
     /// A job without a report counts as one failed test.
     fn died(&self, mut report: Report, how: &str) -> Report {
-        println!("{} {}: {how}", self.name, self.test.as_deref().unwrap_or_default());
+        println!("{}: {how}", self.full_name());
         report.summary.failed += 1;
         report
     }
