@@ -1,7 +1,7 @@
 //! Crash loop: a machine that crashes again and again waits before its next start, longer each time.
 //!
-//! crash -> too many within the window? -> no: the next guest at once | yes: back off -> the time is over, or
-//! `hearth reboot` -> the next guest
+//! crash, or a QEMU that does not start -> too many within the window? -> no: the next guest at once | yes: back off -> the time
+//! is over, or `hearth reboot` -> the next guest
 //!
 //! The window counts the time in which guests lived: a machine does not get well by waiting. Dumps go on meanwhile. The
 //! keeper's memory of crashes dies with it: its successor starts at once.
@@ -73,7 +73,7 @@ impl Machine {
         self.back_off = Some(BackOff { began: now, until: now + delay, next_start });
     }
 
-    /// As `back_off`, for want of something that the next guest needs.
+    /// As `back_off`, when the next guest could not be started.
     pub(super) fn wait_to_start(&mut self, delay: Duration, why: String) {
         self.note_idle_images();
         let now = Instant::now();
@@ -86,6 +86,15 @@ impl Machine {
             self.state_why = Some(state_why);
         }
         self.back_off = Some(BackOff { began: now, until: now + delay, next_start });
+    }
+
+    /// A next guest that QEMU did not start counts as a crash. Between two tries the machine takes orders.
+    pub(super) fn or_try_again(&mut self, tried: Result<(), MachineError>) -> Result<(), MachineError> {
+        let Err(error @ MachineError::Launch(_)) = tried else { return tried };
+        self.discard_unused();
+        let delay = self.crashes.ended(Duration::ZERO, EndCause::QemuDied, &self.parts.config.crash);
+        self.wait_to_start(delay.unwrap_or_default(), crate::chain(&error));
+        Ok(())
     }
 
     pub(super) fn backs_off_until(&self) -> Option<Instant> {

@@ -1,6 +1,6 @@
 //! Generation: one QEMU process and the ways in which the keeper holds it.
 //!
-//! launch: listen for the userfaultfd -> spawn -> take the userfaultfd -> QMP -> watch
+//! launch: listen for the userfaultfd -> spawn -> take the userfaultfd -> QMP -> watch -> run
 //! launch as a successor: the same, and it waits for the guest that another QEMU has
 //! adopt (a dead keeper's QEMU): find the process -> QMP -> watch
 
@@ -31,10 +31,8 @@ const USERFAULT_PATIENCE: Duration = Duration::from_secs(10);
 /// What a QEMU is started for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Role {
-    /// To boot a guest.
+    /// To boot a guest, which waits for a word.
     First,
-    /// The same, and the guest waits for a word.
-    Held,
     /// To take over from the QEMU beside it, and go on with its guest.
     Successor,
     /// To take a guest that was saved, which waits for a word as well.
@@ -87,19 +85,18 @@ pub enum LaunchError {
 }
 
 impl Generation {
-    /// Starts QEMU with this incarnation's RAM.
-    /// With `hold_still` the guest does nothing until `run`.
+    /// Starts QEMU with this incarnation's RAM. The guest does nothing until `run`: before QMP is connected a reset or a panic
+    /// would be seen only as QEMU's end, or not at all.
     pub fn launch(
         parts: &Parts,
         disks: &[DiskServer],
         incarnation: &Incarnation,
         number: u32,
         devices: Devices,
-        hold_still: bool,
     ) -> Result<Self, LaunchError> {
         let wires = Wires::lay(&parts.config, &parts.folders, number)?;
-        let role = if hold_still { Role::Held } else { Role::First };
-        Door { disks, living: None }.let_in(|door| Self::start(parts, door, incarnation, number, wires, devices, role))
+        Door { disks, living: None }
+            .let_in(|door| Self::start(parts, door, incarnation, number, wires, devices, Role::First))
     }
 
     /// Starts a QEMU that waits for this incarnation's guest, beside the one that has it.
@@ -144,7 +141,7 @@ impl Generation {
         let listener = HandoverListener::bind(&folders.userfault_socket(number))?;
         let successor = role == Role::Successor;
         let launch = Launch {
-            hold_still: matches!(role, Role::Held | Role::Restored),
+            hold_still: !successor,
             incoming: successor || role == Role::Restored,
             agent_socket: devices.guest_agent.then(|| folders.agent_socket(number)),
             vmgenid: devices.vmgenid.clone(),
@@ -245,7 +242,7 @@ impl Generation {
         peer(self.process.id())
     }
 
-    /// Lets a guest run that was started to hold still.
+    /// Lets a guest run that holds still.
     pub fn run(&self) -> Result<(), LaunchError> {
         self.qmp.resume().map_err(LaunchError::Run)
     }

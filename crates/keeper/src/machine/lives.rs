@@ -96,11 +96,20 @@ impl Machine {
         Ok(())
     }
 
-    /// The next incarnation starts from what the dead one left; from less, or later, if there is no space for it.
+    /// The next incarnation starts from what the dead one left; from less, or later, if that fails.
     pub(super) fn start_next(&mut self) -> Result<(), MachineError> {
         match self.try_next() {
             Err(error) if self.may_wait_for_space(&error) => self.wait_for_space(&error),
-            Err(error @ MachineError::Launch(_)) if self.life.is_none() && self.take_back_configuration(&error) => {
+            tried => self.or_try_again(tried),
+        }
+    }
+
+    pub(super) fn try_next(&mut self) -> Result<(), MachineError> {
+        self.take_next_configuration();
+        match self.try_as_configured() {
+            Err(error @ MachineError::Launch(_))
+                if !self.may_wait_for_space(&error) && self.take_back_configuration(&error) =>
+            {
                 self.discard_unused();
                 self.try_as_configured()
             }
@@ -108,9 +117,15 @@ impl Machine {
         }
     }
 
-    pub(super) fn try_next(&mut self) -> Result<(), MachineError> {
-        self.take_next_configuration();
-        self.try_as_configured()
+    /// The incarnation that did not begin: the next one has its number.
+    pub(super) fn discard_unused(&mut self) {
+        self.boot_cut_off();
+        self.drop_gate();
+        self.expect_nobody();
+        self.warden.watch(None);
+        self.parts.folders.discard_generation(self.journal.generation);
+        discard_files(&self.parts.folders.memory, self.journal.incarnation);
+        self.journal.incarnation -= 1;
     }
 
     fn try_as_configured(&mut self) -> Result<(), MachineError> {
@@ -287,13 +302,12 @@ impl Machine {
         self.boot_begins();
         let devices = Devices { vmgenid: self.vmgenid_of_boot(), guest_agent: self.parts.config.guest_agent };
         let number = self.next_generation(&incarnation)?;
-        let hold_still = self.gate_wanted();
-        let generation = Generation::launch(&self.parts, &self.disks, &incarnation, number, devices, hold_still)?;
+        let generation = Generation::launch(&self.parts, &self.disks, &incarnation, number, devices)?;
         self.record_qemu(&generation);
-        if hold_still {
+        if self.gate_wanted() {
             self.shut_gate(&incarnation, &generation);
-            generation.run()?;
         }
+        generation.run()?;
         self.admit(generation.identity().pid);
         self.adopt(incarnation, generation)?;
         self.watch_ready();

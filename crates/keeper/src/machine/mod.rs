@@ -3,21 +3,22 @@
 //! ```text
 //!                     start                 found alive after a keeper's death
 //!   (nothing) ------------------> Starting ----------------------------------+
-//!                                    | QEMU runs                             |
-//!                                    v                                       v
+//!               QEMU does not start |  | QEMU runs                           |
+//!      Failed <---------------------+  v                                     v
 //!        +-----------------------> Running <------------------------------ Running
 //!        |                        |   |   \ crash, on_panic = "pause" or "dump"
 //!        | QEMU runs    guest     |   |    +-----------> Paused --+
 //!        |              reset,    |   | stop                      | reboot, stop
 //!        |              crash,    v   v                           |
 //!     Recovering <------- reboot, |  Stopping <-------------------+
-//!        |                QEMU    |   | QEMU has ended
-//!        | QEMU does      died    |   v
-//!        v not start              |  Stopped
-//!      Failed                     +--> Recovering
+//!       | ^               QEMU    |   | QEMU has ended
+//!       | | QEMU does     died    |   v
+//!       +-+ not start             |  Stopped
+//!                                 +--> Recovering
 //! ```
 //!
-//! A machine that crashes again and again waits in Recovering before its next start (`crash_loop`).
+//! A machine that crashes again and again, or whose next QEMU does not start, waits in Recovering before its next start
+//! (`crash_loop`).
 //!
 //! A rejuvenation happens within Running: the incarnation stays, the QEMU changes (see `rejuvenate`). A guest that is parked
 //! (`park`) goes from Running to Stopped, and with the next keeper from Starting to Running.
@@ -209,7 +210,7 @@ pub struct Machine {
     crashes: Crashes,
     /// There is no guest, and the next one is waited for.
     back_off: Option<BackOff>,
-    /// When the first start failed for want of something that the machine waits for.
+    /// Since when the next guest could not be started.
     waits_since: Option<Instant>,
     /// The way of the living incarnation out of a snapshot.
     restoring: Option<restore::Restoring>,

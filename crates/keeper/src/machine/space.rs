@@ -16,8 +16,6 @@ use std::time::Duration;
 use hearth_api::{ApiError, ErrorWord, EventKind};
 use hearth_disk::server::{Notice, Tell};
 
-use hearth_recovery::incarnation::discard_files;
-
 use super::{Machine, MachineError};
 use crate::event::Event;
 
@@ -43,19 +41,12 @@ impl Machine {
             }
             match self.try_next() {
                 Err(error) if self.may_wait_for_space(&error) => why = crate::chain(&error),
-                tried => return tried,
+                tried => return self.or_try_again(tried),
             }
             self.discard_unused();
         }
         self.wait_to_start(START_EVERY, why);
         Ok(())
-    }
-
-    /// The incarnation that did not begin: the next one has its number.
-    pub(super) fn discard_unused(&mut self) {
-        self.warden.watch(None);
-        discard_files(&self.parts.folders.memory, self.journal.incarnation);
-        self.journal.incarnation -= 1;
     }
 
     /// Leads a disk's notices into the machine's loop.
