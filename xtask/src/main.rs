@@ -189,11 +189,12 @@ fn told(summary: &suite::Summary) -> ExitCode {
     if summary.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// The slowest tests, then the summary.
+/// The slowest tests and those that failed, then the summary.
 fn reported(report: &suite::Report) -> ExitCode {
     println!("\nslowest tests:");
     report.slowest().iter().for_each(|line| println!("{line}"));
     println!();
+    report.failed.iter().for_each(|name| println!("failed: {name}"));
     told(&report.summary)
 }
 

@@ -55,6 +55,8 @@ impl Summary {
 #[derive(Default)]
 pub struct Report {
     pub summary: Summary,
+    /// Names of tests, and how a process without a report ended.
+    pub failed: Vec<String>,
     times: Vec<(String, Duration)>,
 }
 
@@ -67,6 +69,7 @@ impl Report {
 
     fn add(&mut self, other: Self) {
         self.summary = self.summary.and(other.summary);
+        self.failed.extend(other.failed);
         self.times.extend(other.times);
     }
 
@@ -177,6 +180,22 @@ mod tests {
              echo 'noise 7 passed; 7 failed'
              echo 'test result: FAILED. 12 passed; 3 failed; 0 ignored; 0 measured; 0 filtered out'; exit 101";
         check(script, 17, 3);
+    }
+
+    #[test]
+    fn each_test_has_a_time_and_failed_ones_are_named() {
+        let script =
+            "echo 'test a ... ok'; echo 'test b ... FAILED'; echo 'test c ... ignored'; echo 'no test d ... ok'
+                      echo 'test result: FAILED. 1 passed; 1 failed; 1 ignored'; exit 101";
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        let report = jobs::run([Job { name: "sh".to_owned(), test: None, command }], 1);
+        assert_eq!(report.failed, ["sh b"]);
+        assert_eq!(report.times.iter().map(|(name, _)| name).collect::<Vec<_>>(), ["sh a", "sh b"]);
+        let mut command = Command::new("sh");
+        command.args(["-c", "exit 3"]);
+        let report = jobs::run([Job { name: "sh".to_owned(), test: Some("dies".to_owned()), command }], 2);
+        assert_eq!(report.failed, ["sh dies: reported no failure, but did not end well"]);
     }
 
     #[test]

@@ -49,16 +49,22 @@ impl Job {
         for line in output.split(b'\n').map_while(Result::ok) {
             let line = String::from_utf8_lossy(&line);
             report.summary.add(&line);
-            if let (None, Some(test)) = (&self.test, ended_test(&line)) {
-                report.times.push((format!("{} {test}", self.name), since.elapsed()));
+            if let (None, Some((test, result))) = (&self.test, ended_test(&line)) {
+                let name = format!("{} {test}", self.name);
+                if result == "FAILED" {
+                    report.failed.push(name.clone());
+                }
+                report.times.push((name, since.elapsed()));
                 since = Instant::now();
             }
             said.push_str(&line);
             said.push('\n');
         }
         let success = child.wait().is_ok_and(|status| status.success());
+        // A program that its test runs may have written into its line: the only test is known without that.
         if self.test.is_some() {
             report.times.push((self.full_name(), began.elapsed()));
+            report.failed.extend((report.summary.failed > 0).then(|| self.full_name()));
         }
         self.tell(report, &said, success, began.elapsed())
     }
@@ -80,14 +86,14 @@ impl Job {
 
     /// A job without a report counts as one failed test.
     fn died(&self, mut report: Report, how: &str) -> Report {
-        println!("{}: {how}", self.full_name());
+        report.failed.push(format!("{}: {how}", self.full_name()));
         report.summary.failed += 1;
         report
     }
 }
 
-/// The name in `test NAME ... ok`.
-fn ended_test(line: &str) -> Option<&str> {
+/// Name and result in `test NAME ... ok`.
+fn ended_test(line: &str) -> Option<(&str, &str)> {
     let (name, result) = line.strip_prefix("test ")?.split_once(" ... ")?;
-    (result == "ok" || result == "FAILED").then_some(name)
+    ["ok", "FAILED"].contains(&result).then_some((name, result))
 }
