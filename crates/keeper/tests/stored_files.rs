@@ -6,11 +6,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, exit};
+use std::process::{Output, exit};
 use std::time::SystemTime;
 
 use hearth_api::EventKind;
@@ -26,6 +27,7 @@ use hearth_recovery::boot_set::saved;
 use hearth_recovery::images::{self, DiskNote, Notes};
 use hearth_recovery::journal::Journal;
 use hearth_recovery::lazy_restore::{Mode, Order};
+use strace_faults::{Injection, Strace};
 
 /// Calls by which a file is written or gets its name.
 const CALLS: &[&str] = &[
@@ -297,31 +299,10 @@ fn names(folder: &Path) -> BTreeSet<PathBuf> {
     entries.flat_map(|path| if path.is_dir() { names(&path) } else { [path].into() }).collect()
 }
 
-/// What the child does with the call that was chosen.
-struct Injection<'a> {
-    call: &'a str,
-    number: usize,
-    what: &'a str,
-}
-
-/// A child that writes, under strace; with the paths that it may touch, only calls on these are seen.
-fn child(
-    case: &Case,
-    folder: &Path,
-    paths: &BTreeSet<String>,
-    injection: Option<&Injection<'_>>,
-    log: &Path,
-) -> Output {
-    let mut strace = Command::new("strace");
-    strace.args(["-f", "-qq", "-y", "-e", "signal=none", "-e"]).arg(format!("trace={}", CALLS.join(",")));
-    strace.arg("-o").arg(log);
-    strace.args(paths.iter().flat_map(|path| ["-P", path]));
-    if let Some(Injection { call, number, what }) = injection {
-        strace.args(["-e", &format!("inject={call}:{what}:when={number}")]);
-    }
-    strace.arg(std::env::current_exe().unwrap()).args(["--exact", "the_child_writes", "--ignored", "--nocapture"]);
-    strace.env(CASE_VARIABLE, case.name).env(FOLDER_VARIABLE, folder);
-    strace.output().expect("strace is installed: `cargo xtask setup` does that")
+/// The write of a case in a child process.
+fn child(case: &Case, folder: &Path, strace: &Strace<'_>, injection: Option<&Injection<'_>>) -> Output {
+    let environment = [(CASE_VARIABLE, OsStr::new(case.name)), (FOLDER_VARIABLE, folder.as_os_str())];
+    strace.run_test("the_child_writes", &environment, injection)
 }
 
 #[test]
@@ -343,34 +324,21 @@ fn fresh(case: &Case, home: &Path) -> PathBuf {
     folder
 }
 
-/// Paths below the folder that stand in a trace, and how often each call is in it.
-fn traced(log: &Path, folder: &Path) -> (BTreeSet<String>, BTreeMap<String, usize>) {
-    let (mut paths, mut calls) = (BTreeSet::new(), BTreeMap::new());
-    let folder = folder.display().to_string();
-    for line in fs::read_to_string(log).unwrap().lines() {
-        let found = line.split(['"', '<', '>']).filter(|text| text.starts_with(&folder));
-        paths.extend(found.map(str::to_owned));
-        if let Some(call) = line.split_whitespace().nth(1).and_then(|text| text.split('(').next()) {
-            *calls.entry(call.to_owned()).or_default() += 1;
-        }
-    }
-    (paths, calls)
-}
-
 fn each_call_may_be_the_last(case: &Case) -> usize {
     let home = tempfile::tempdir().unwrap();
     let log = home.path().join("log");
     let folder = fresh(case, home.path());
-    let whole = child(case, &folder, &BTreeSet::new(), None, &log);
+    let everywhere = Strace { calls: CALLS, paths: &BTreeSet::new(), log: &log };
+    let whole = child(case, &folder, &everywhere, None);
     assert!(whole.status.success(), "{}: {whole:?}", case.name);
     assert_eq!((case.content)(&folder), New, "{}", case.name);
     let at_rest = names(&folder);
-    let (paths, _) = traced(&log, &folder);
+    let paths = everywhere.paths_below(&folder);
+    let strace = Strace { paths: &paths, ..everywhere };
     let folder = fresh(case, home.path());
-    child(case, &folder, &paths, None, &log);
-    let (_, calls) = traced(&log, &folder);
+    child(case, &folder, &strace, None);
     let mut tried = 0;
-    for (call, count) in &calls {
+    for (call, count) in &strace.calls_made() {
         for number in 1..=*count {
             for what in ["error=ENOSPC", "error=EIO", "signal=KILL"] {
                 if what != "signal=KILL" && NEVER_FAIL.contains(&call.as_str()) {
@@ -378,7 +346,7 @@ fn each_call_may_be_the_last(case: &Case) -> usize {
                 }
                 let folder = fresh(case, home.path());
                 let before = names(&folder);
-                let ended = child(case, &folder, &paths, Some(&Injection { call, number, what }), &log);
+                let ended = child(case, &folder, &strace, Some(&Injection { call, number, what }));
                 let at = format!("{}: {call} {number} {what}: {ended:?}", case.name);
                 let content = (case.content)(&folder);
                 match ended.status.code() {
@@ -416,10 +384,11 @@ fn what_is_noted_of_an_arriving_disk_is_on_the_disk() {
     let home = tempfile::tempdir().unwrap();
     let log = home.path().join("log");
     let folder = fresh(case, home.path());
-    assert!(child(case, &folder, &BTreeSet::new(), None, &log).status.success());
+    let strace = Strace { calls: CALLS, paths: &BTreeSet::new(), log: &log };
+    assert!(child(case, &folder, &strace, None).status.success());
     let (mut unsynced, mut written, mut noted) = (0, 0, 0);
-    for line in fs::read_to_string(&log).unwrap().lines() {
-        let is_call = |call: &str, of: &str| line.contains(&format!(" {call}(")) && line.contains(of);
+    for line in strace.lines() {
+        let is_call = |call: &str, of: &str| line.starts_with(&format!("{call}(")) && line.contains(of);
         if is_call("pwrite64", "/disk>") {
             (unsynced, written) = (unsynced + 1, written + 1);
         } else if is_call("fdatasync", "/disk>") {

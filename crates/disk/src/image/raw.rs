@@ -24,7 +24,7 @@ use crate::engine::uring::{self, UringEngine};
 
 #[derive(Debug)]
 pub(super) struct RawImage {
-    target: Arc<Target>,
+    pub target: Arc<Target>,
     bytes: u64,
     optimal_io_bytes: u32,
     path: PathBuf,

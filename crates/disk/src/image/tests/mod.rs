@@ -16,6 +16,7 @@ use crate::engine::{Operation, Submission};
 mod crash;
 mod damage;
 mod devices;
+mod kills;
 mod locks;
 mod qcow2;
 
