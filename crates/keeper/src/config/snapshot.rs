@@ -103,8 +103,12 @@ impl ConfigFile {
         self
     }
 
-    /// Its networks lead nowhere, and these forwards of the host into the guest.
+    /// With networks that lead nowhere, and only these forwards of the host into the guest. Nobody asks a clone whether it
+    /// is ready: its forwards are not those that `remount.ready` names.
     pub fn isolated(mut self, forward: &[String]) -> Self {
+        if let Some(remount) = &mut self.remount {
+            remount.ready = None;
+        }
         for (position, net) in self.nets.iter_mut().enumerate() {
             let forward = (position == 0 && !forward.is_empty()).then(|| forward.to_vec());
             let (kind, mac) = (Some("user".to_owned()), net.mac.take());
@@ -145,6 +149,15 @@ mod tests {
         let isolated = meaning(&typed.to_text(), "/machines/web.toml");
         let NetBackend::User { forward, isolated } = &isolated.nets[0].backend else { panic!("{:?}", isolated.nets) };
         assert!(*isolated && forward.len() == 1);
+    }
+
+    #[test]
+    fn rehearsed_machine_needs_no_ready_port() {
+        let text = TEXT.replace("kind = \"user\"", "kind = \"user\"\nforward = [\"127.0.0.1:8080:80\"]");
+        let text = format!("{text}[remount]\nready = {{ port = 8080 }}\n");
+        let typed = ConfigFile::parse(&text).unwrap().isolated(&["127.0.0.1:8081:80".to_owned()]);
+        let isolated = meaning(&typed.to_text(), "/machines/web.toml");
+        assert!(isolated.remount.is_some());
     }
 
     #[test]
