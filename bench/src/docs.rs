@@ -68,8 +68,10 @@ fn section(record: &Record) -> String {
         remount::NAME => remount::table(record),
         _ => disk::table(record),
     };
+    let formats = (record.bench == disk::NAME).then(|| disk::formats_table(record).markdown());
+    let formats = formats.map_or_else(String::new, |table| format!("\nImage formats, in microseconds:\n\n{table}"));
     let left_out: String = record.left_out.iter().map(|why| format!("\nLeft out: {why}\n")).collect();
-    format!("{head}{}\n{}{left_out}", summary(record).markdown(), rows.markdown())
+    format!("{head}{}\n{}{formats}{left_out}", summary(record).markdown(), rows.markdown())
 }
 
 fn summary(record: &Record) -> Table {

@@ -196,7 +196,9 @@ fn run(chore: Chore) -> Result<(), Box<dyn Error>> {
             let options = disk::Options { quick: common.is_quick(), folder: common.folder.clone() };
             let mut record = new_record(disk::NAME, &common);
             disk::run(&options, &mut record)?;
-            finish(&record, &common.folder, &disk::table(&record))
+            finish(&record, &common.folder, &disk::table(&record))?;
+            println!("\nimage formats, microseconds\n\n{}", disk::formats_table(&record).text());
+            Ok(())
         }
         Chore::Rejuvenate { common, parts } => {
             let options = rejuvenation::Options {

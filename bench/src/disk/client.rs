@@ -11,6 +11,8 @@ use blkio::{Blkio, Blkioq, Completion, MemoryRegion, ReqFlags};
 use hearth_disk::block::BLOCK_BYTES;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
+/// A flush takes longer, and needs the processors for the kernel's own threads.
+const SPIN: Duration = Duration::from_micros(500);
 const PATIENCE: Duration = Duration::from_secs(30);
 
 #[derive(Debug, thiserror::Error)]
@@ -19,8 +21,16 @@ pub enum ClientError {
     Map { path: PathBuf, source: io::Error },
     #[error("cannot {what}: {reason}")]
     Protocol { what: &'static str, reason: String },
-    #[error("read of block {block} ended with {result}")]
-    Read { block: u64, result: i32 },
+    #[error("{request:?} ended with {result}")]
+    Request { request: Request, result: i32 },
+}
+
+/// `page` is the first page of the client's memory that data goes to or comes from.
+#[derive(Clone, Copy, Debug)]
+pub enum Request {
+    Read { block: u64, page: usize },
+    Write { block: u64, blocks: usize, page: usize },
+    Flush,
 }
 
 pub struct Client {
@@ -31,7 +41,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to a disk server, with a RAM file as the memory that reads go to.
+    /// Connects to a disk server, with a RAM file as the memory that requests use.
     pub fn connect(socket: &Path, ram: &Path) -> Result<Self, ClientError> {
         let memory = Memory::map(ram).map_err(|source| ClientError::Map { path: ram.to_owned(), source })?;
         let failed = |what: &'static str| {
@@ -48,18 +58,31 @@ impl Client {
         Ok(Client { queue, _driver: driver, memory })
     }
 
-    /// Reads one block into a page of the memory; returns the microseconds it took.
-    pub fn read_block(&mut self, block: u64, page: usize) -> Result<f64, ClientError> {
+    /// One request and its answer; returns the microseconds it took.
+    pub fn run(&mut self, request: Request) -> Result<f64, ClientError> {
         let mut completion = [const { MaybeUninit::<Completion>::uninit() }];
-        let target = self.memory.page(page);
+        let none = ReqFlags::empty();
         let begun = Instant::now();
-        self.queue.read(block * BLOCK_BYTES as u64, target, BLOCK_BYTES, 0, ReqFlags::empty());
-        // Without sleeping: the time it takes to wake this process up is not the disk's.
+        match request {
+            Request::Read { block, page } => {
+                let target = self.memory.pages(page, 1);
+                self.queue.read(block * BLOCK_BYTES as u64, target, BLOCK_BYTES, 0, none);
+            }
+            Request::Write { block, blocks, page } => {
+                let source = self.memory.pages(page, blocks);
+                self.queue.write(block * BLOCK_BYTES as u64, source, blocks * BLOCK_BYTES, 0, none);
+            }
+            Request::Flush => self.queue.flush(0, none),
+        }
         let (done, took) = loop {
-            let done = self.queue.do_io(&mut completion, 0, None, None);
-            let took = begun.elapsed();
-            if !matches!(done, Ok(0)) || took > PATIENCE {
-                break (done, took);
+            let spent = begun.elapsed();
+            // Without sleeping at first: the time it takes to wake this process up is not the disk's.
+            let done = match spent < SPIN {
+                true => self.queue.do_io(&mut completion, 0, None, None),
+                false => self.queue.do_io(&mut completion, 1, Some(&mut { PATIENCE }), None),
+            };
+            if !matches!(done, Ok(0)) || spent >= SPIN {
+                break (done, begun.elapsed());
             }
             std::hint::spin_loop();
         };
@@ -67,17 +90,24 @@ impl Client {
             // SAFETY: do_io filled as many completions as it says.
             Ok(1) => match unsafe { completion[0].assume_init_ref() }.ret {
                 0 => Ok(took.as_secs_f64() * 1e6),
-                result => Err(ClientError::Read { block, result }),
+                result => Err(ClientError::Request { request, result }),
             },
-            Ok(_) => Err(ClientError::Protocol { what: "read", reason: "no completion came".to_owned() }),
-            Err(error) => Err(ClientError::Protocol { what: "read", reason: error.message().to_owned() }),
+            Ok(_) => Err(ClientError::Protocol { what: "send a request", reason: "no completion came".to_owned() }),
+            Err(error) => Err(ClientError::Protocol { what: "send a request", reason: error.message().to_owned() }),
         }
+    }
+
+    /// Fills a page of the memory.
+    pub fn put(&mut self, page: usize, bytes: &[u8; BLOCK_BYTES]) {
+        let target = self.memory.pages(page, 1);
+        // SAFETY: the page lies within the mapping and no request is in flight: run waits.
+        unsafe { target.copy_from_nonoverlapping(bytes.as_ptr(), BLOCK_BYTES) };
     }
 
     /// The first eight bytes of a page.
     pub fn first_word(&self, page: usize) -> u64 {
-        // SAFETY: the page lies within the mapping and no request towards it is in flight: read_block waits.
-        u64::from_le(unsafe { self.memory.page(page).cast::<u64>().read_volatile() })
+        // SAFETY: the page lies within the mapping and no request is in flight: run waits.
+        u64::from_le(unsafe { self.memory.pages(page, 1).cast::<u64>().read_volatile() })
     }
 }
 
@@ -100,8 +130,8 @@ impl Memory {
         Ok(Memory { file, address: address.cast(), bytes })
     }
 
-    fn page(&self, page: usize) -> *mut u8 {
-        assert!((page + 1) * BLOCK_BYTES <= self.bytes, "page {page} is outside the client's memory");
+    fn pages(&self, page: usize, count: usize) -> *mut u8 {
+        assert!((page + count) * BLOCK_BYTES <= self.bytes, "{count} pages from {page} exceed the client's memory");
         self.address.wrapping_add(page * BLOCK_BYTES)
     }
 

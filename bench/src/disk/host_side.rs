@@ -16,11 +16,12 @@ use hearth_disk::image::{Format, Image, ImageOptions};
 use hearth_disk::limit::Limits;
 use hearth_disk::server::{DiskOptions, DiskServer, Expected, Tracking};
 use hearth_disk::tag::Tagger;
+use hearth_disk::warm::WarmSource;
 use hearth_recovery::ember::Ember;
 use hearth_recovery::incarnation::{Incarnation, ram_path};
 
 use super::Options;
-use super::client::{Client, ClientError};
+use super::client::{Client, ClientError, Request};
 use super::image;
 use crate::host::profile::Profile;
 use crate::host::scratch::Scratch;
@@ -46,6 +47,10 @@ pub enum HostSideError {
     Image(#[from] hearth_disk::image::ImageError),
     #[error("disk server")]
     Server(#[from] hearth_disk::server::ServerError),
+    #[error("overlay image")]
+    Overlay(#[from] hearth_disk::image::OverlayError),
+    #[error("cannot run {tool} (Debian package {package})")]
+    Tool { tool: &'static str, package: &'static str, source: io::Error },
     #[error("client of the disk server")]
     Client(#[from] ClientError),
     #[error("block {block} came back with other bytes than the image holds")]
@@ -129,16 +134,16 @@ impl Bench {
             _ => None,
         };
         let living = Incarnation::create(self.memory.path(), 2, IMAGE_BYTES, way != Way::MissUntracked)?;
-        let (ram_device, ram_inode) = living.ram.identity();
-        let tracking = living.ledger.clone().map(|ledger| {
-            let warm = ember.map(|ember| ember as Arc<dyn hearth_disk::warm::WarmSource>);
-            Tracking { ram_device, ram_inode, tagger: self.tagger.clone(), ledger, warm }
-        });
-        let server = DiskServer::start(self.disk(), self.open_image()?, tracking)?;
+        let warm = ember.map(|ember| ember as Arc<dyn WarmSource>);
+        let server = DiskServer::start(
+            disk_options(&self.work.path().join("disk.sock")),
+            open_image(&self.image(), Format::Raw)?,
+            tracking(&living, &self.tagger, warm),
+        )?;
         let mut client = Client::connect(server.socket(), &ram_path(self.memory.path(), 2))?;
         let mut latencies_us = Vec::with_capacity(BLOCKS as usize);
         for (page, block) in shuffled(BLOCKS).into_iter().enumerate() {
-            latencies_us.push(client.read_block(block, page)?);
+            latencies_us.push(client.run(Request::Read { block, page })?);
             if client.first_word(page) != block {
                 return Err(HostSideError::Wrong { block });
             }
@@ -176,44 +181,52 @@ impl Bench {
         ember.settle()?;
         Ok(Arc::new(ember))
     }
-
-    fn open_image(&self) -> Result<Image, HostSideError> {
-        let options = ImageOptions {
-            path: self.image(),
-            format: Format::Raw,
-            read_only: false,
-            direct: true,
-            lock_patience: Duration::from_secs(5),
-            owner: None,
-        };
-        Ok(Image::open(&options)?)
-    }
-
-    fn disk(&self) -> DiskOptions {
-        DiskOptions {
-            id: DISK,
-            name: "bench".to_owned(),
-            serial: "bench".to_owned(),
-            socket: self.work.path().join("disk.sock"),
-            queues: 1,
-            queue_size: 256,
-            read_only: false,
-            memory_slots: true,
-            tracked: true,
-            limits: Limits::default(),
-            gate: None,
-            tell: None,
-            expected: Expected::anyone(),
-        }
-    }
 }
 
 fn open_both(image: &Path, ram: &Path) -> io::Result<(File, File)> {
     Ok((File::open(image)?, File::options().write(true).open(ram)?))
 }
 
+/// As the keeper opens a machine's image.
+pub fn open_image(path: &Path, format: Format) -> Result<Image, HostSideError> {
+    let options = ImageOptions {
+        path: path.to_owned(),
+        format,
+        read_only: false,
+        direct: true,
+        lock_patience: Duration::from_secs(5),
+        owner: None,
+    };
+    Ok(Image::open(&options)?)
+}
+
+/// None: the incarnation has no ledger.
+pub fn tracking(living: &Incarnation, tagger: &Tagger, warm: Option<Arc<dyn WarmSource>>) -> Option<Tracking> {
+    let (ram_device, ram_inode) = living.ram.identity();
+    let ledger = living.ledger.clone()?;
+    Some(Tracking { ram_device, ram_inode, tagger: tagger.clone(), ledger, warm })
+}
+
+pub fn disk_options(socket: &Path) -> DiskOptions {
+    DiskOptions {
+        id: DISK,
+        name: "bench".to_owned(),
+        serial: "bench".to_owned(),
+        socket: socket.to_owned(),
+        queues: 1,
+        queue_size: 256,
+        read_only: false,
+        memory_slots: true,
+        tracked: true,
+        limits: Limits::default(),
+        gate: None,
+        tell: None,
+        expected: Expected::anyone(),
+    }
+}
+
 /// The same order in every pass, so that passes can be compared.
-fn shuffled(count: u64) -> Vec<u64> {
+pub fn shuffled(count: u64) -> Vec<u64> {
     let mut order: Vec<u64> = (0..count).collect();
     let mut random = 0x2545_f491_4f6c_dd1d_u64;
     for last in (1..order.len()).rev() {

@@ -6,17 +6,24 @@ use std::path::Path;
 
 use hearth_disk::block::BLOCK_BYTES;
 
-/// Every block begins with its number; the rest differs from word to word.
+/// Writes an image that is made of [`block`]s.
 pub fn write(path: &Path, bytes: u64) -> io::Result<()> {
     let mut file = BufWriter::with_capacity(1 << 20, File::create(path)?);
-    let words = BLOCK_BYTES as u64 / 8;
-    for block in 0..bytes / BLOCK_BYTES as u64 {
-        file.write_all(&block.to_le_bytes())?;
-        for word in 1..words {
-            file.write_all(&(block * words + word).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes())?;
-        }
+    for number in 0..bytes / BLOCK_BYTES as u64 {
+        file.write_all(&block(number))?;
     }
     file.into_inner()?.sync_all()
+}
+
+/// Every block begins with its number; the rest differs from word to word.
+pub fn block(number: u64) -> [u8; BLOCK_BYTES] {
+    let mut bytes = [0; BLOCK_BYTES];
+    let words = BLOCK_BYTES as u64 / 8;
+    for (word, target) in (number * words..).zip(bytes.chunks_exact_mut(8)) {
+        target.copy_from_slice(&word.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
+    }
+    bytes[..8].copy_from_slice(&number.to_le_bytes());
+    bytes
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use std::time::Duration;
 use hearth_vmtest::{Disk, Drives, TestVm};
 
 use super::image;
-use super::{NAME, Options};
+use super::{NAME, Options, Server};
 use crate::host::facts::Accelerator;
 use crate::host::profile::Profile;
 use crate::host::scratch::Scratch;
@@ -35,16 +35,8 @@ pub enum InGuestError {
     NoFigure { command: String, figure: &'static str },
 }
 
-/// Who serves a disk of the guest; the serial number tells the guest.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Server {
-    Hearth,
-    Qemu,
-}
-
 impl Server {
-    const BOTH: [Server; 2] = [Server::Hearth, Server::Qemu];
-
+    /// By it the guest tells the disks apart.
     fn serial(self) -> &'static str {
         match self {
             Server::Hearth => "hearth-side",

@@ -1,19 +1,23 @@
 //! Bench `disk`: what a request costs, hit and miss, and what following every block costs.
 //!
 //! host side: the disk server alone, with a client in this process and no guest: what a hit really costs.
+//! formats: the same client and no guest, images of all formats, served by Hearth and by QEMU's storage daemon.
 //! in guest: two disks of the same machine and the same content, one served by Hearth, one by QEMU itself (io_uring,
 //! cache=none, a thread of its own), read in turn: what a miss costs compared with what one would use otherwise.
 
 mod client;
+mod formats;
 mod host_side;
 mod image;
 mod in_guest;
+mod storage_daemon;
 
 use std::path::PathBuf;
 
 use crate::record::Record;
 use crate::table::{Table, figure, figure_or_dash};
 
+pub use formats::table as formats_table;
 pub use host_side::HostSideError;
 pub use in_guest::InGuestError;
 
@@ -33,14 +37,34 @@ pub struct Options {
     pub folder: PathBuf,
 }
 
+/// Who serves a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Server {
+    Hearth,
+    Qemu,
+}
+
+impl Server {
+    const BOTH: [Server; 2] = [Server::Hearth, Server::Qemu];
+
+    fn name(self) -> &'static str {
+        match self {
+            Server::Hearth => "hearth",
+            Server::Qemu => "qemu",
+        }
+    }
+}
+
 pub fn run(options: &Options, record: &mut Record) -> Result<(), DiskBenchError> {
     host_side::measure(options, record)?;
+    formats::measure(options, record)?;
     Ok(in_guest::measure(options, record)?)
 }
 
+/// Without image formats, which have a table of their own.
 pub fn table(record: &Record) -> Table {
     let mut table = Table::new(["case", "metric", "unit", "median", "least", "most", "values"]);
-    for row in &record.rows {
+    for row in record.rows.iter().filter(|row| !formats::is_case(&row.case)) {
         let least = row.values.iter().copied().reduce(f64::min);
         let most = row.values.iter().copied().reduce(f64::max);
         table.row([
