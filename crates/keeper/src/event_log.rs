@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn events_are_written_when_there_is_space_again() {
+    fn events_are_written_once_space_is_free() {
         let folder = tempfile::tempdir().unwrap();
         let log = full(folder.path());
         numbered(&log, 5);

@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn the_exchange_is_that_of_the_protocols_page() {
+    fn exchange_follows_the_protocol() {
         let (url, served) = server(vec![(200, ""), (200, "")]);
         let lock = lock(url);
         lock.acquire(Duration::ZERO).unwrap();
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_is_told_in_the_servers_words() {
+    fn refusal_shows_the_servers_reason() {
         let (url, served) = server(vec![(403, FULL)]);
         let error = lock(url).acquire(Duration::ZERO).unwrap_err().to_string();
         assert!(
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_no_server_takes_are_refused_here() {
+    fn invalid_group_or_id_is_refused() {
         let check = |group: &str, id: &str, expect: &str| {
             let lock = FleetLock { url: "http://127.0.0.1:1".into(), group: group.into(), id: id.into() };
             let error = lock.acquire(Duration::ZERO).unwrap_err().to_string();

@@ -62,7 +62,7 @@ error: boot: has nothing to boot from; add a [boot] section with a kernel, or a 
 }
 
 #[test]
-fn a_start_that_fails_leaves_the_saved_boot_set_for_the_next_one() {
+fn failed_start_keeps_the_saved_boot_set() {
     let root = tempfile::tempdir().unwrap();
     let [image, saved_set, memory, file] =
         ["disk.raw", "boot-set", "memory", "web.toml"].map(|name| root.path().join(name));
@@ -90,7 +90,7 @@ fn a_start_that_fails_leaves_the_saved_boot_set_for_the_next_one() {
 }
 
 #[test]
-fn a_wrong_command_line_is_exit_code_2() {
+fn wrong_command_line_gives_exit_code_2() {
     let root = tempfile::tempdir().unwrap();
     for arguments in [&[][..], &["frobnicate"], &["status"], &["reboot", "web", "--warm"]] {
         let output = hearth(root.path(), arguments);
@@ -113,7 +113,7 @@ fn help_and_version_are_no_errors() {
 }
 
 #[test]
-fn a_pipe_that_closes_early_is_no_error() {
+fn closed_pipe_is_not_an_error() {
     let root = tempfile::tempdir().unwrap();
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);

@@ -379,7 +379,7 @@ fn files_survive_any_failed_or_last_system_call() {
 
 /// A power cut costs what was not synced: of a disk on its way nothing may be noted as there before it is.
 #[test]
-fn what_is_noted_of_an_arriving_disk_is_on_the_disk() {
+fn fetched_blocks_are_durable_before_their_note() {
     let case = CASES.iter().find(|case| case.name == "disk on its way").unwrap();
     let home = tempfile::tempdir().unwrap();
     let log = home.path().join("log");

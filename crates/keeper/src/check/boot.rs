@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn firmware_has_the_size_that_qemu_asks_for() {
+    fn firmware_size_is_checked() {
         let folder = tempfile::tempdir().unwrap();
         let (code, vars) = (folder.path().join("code.fd"), folder.path().join("vars.fd"));
         let boot = Boot::Firmware { code: Some(code.clone()), vars: Some(vars.clone()) };

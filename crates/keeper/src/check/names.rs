@@ -64,7 +64,7 @@ mod tests {
 
     /// All names that end as a derived one does, beside all others.
     #[test]
-    fn no_two_disks_have_a_file_in_common() {
+    fn disks_share_no_files() {
         let derived = files("a");
         let ends = derived.iter().filter_map(|file| file.file_name()?.to_str()?.split_once("-a").map(|(_, end)| end));
         let ends: HashSet<&str> = ends.collect();

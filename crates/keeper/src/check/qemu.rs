@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn machine_type_is_told_before_it_is_gone() {
+    fn deprecated_machine_type_is_a_warning() {
         let folder = tempfile::tempdir().unwrap();
         let program = answering(folder.path(), "QEMU emulator version 10.2.0", "exit 0");
         let check = |machine_type: &str, expect: &[&str]| {

@@ -60,7 +60,7 @@ fn a_good_machine_has_no_problems() {
 }
 
 #[test]
-fn everything_that_is_missing_is_told_at_once() {
+fn all_missing_files_are_reported_at_once() {
     let fixture = fixture();
     fs::remove_file(fixture.path("vmlinuz")).unwrap();
     fs::remove_file(fixture.path("root.img")).unwrap();
@@ -149,7 +149,7 @@ fn memory_that_nobody_has_is_refused() {
 }
 
 #[test]
-fn running_machine_is_not_blamed_for_its_own_resources() {
+fn running_machine_keeps_its_own_resources() {
     let fixture = fixture();
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -224,7 +224,7 @@ fn a_qemu_without_a_keeper_keeps_its_ports() {
 }
 
 #[test]
-fn nvram_that_could_not_be_opened_is_told() {
+fn unusable_nvram_is_reported() {
     let fixture = fixture();
     let memory = tempfile::tempdir_in("/dev/shm").unwrap();
     let device = |name: &str, mirror: &str| {

@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn the_detach_key_leaves_and_is_not_sent() {
+    fn detach_key_disconnects_and_is_not_sent() {
         check(b"ls\n\x1drest", b"login: ", true, false, (b"ls\n", b"login: ", End::Detached));
     }
 

@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn reboots_last_from_end_to_service_and_those_of_a_crash_loop_do_not_count() {
+    fn plan_counts_reboots_outside_crash_loops() {
         let ended = |second| record(second, EventKind::IncarnationEnded { cause: EndCause::Panic });
         let started = |second| record(second, EventKind::IncarnationStarted { generation: 2, warm: true });
         let waits = record(21, EventKind::CrashLoop { delay_s: 9, next_start: String::new() });

@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stop_reaches_who_waits_for_the_next_turn() {
+    fn stop_ends_a_worker_that_waits() {
         let queue = queue(&["a", "b"], Duration::from_secs(3600));
         assert!(queue.next().is_some());
         std::thread::scope(|scope| {

@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_plan_is_a_period_and_a_count() {
+    fn scan_plan_is_period_and_count() {
         let check = |text: &str, expect: Option<(u64, u32)>| {
             let plan = scan_plan(text).ok().map(|plan| (plan.period_ms, plan.rounds));
             assert_eq!(plan, expect, "{text}");

@@ -148,7 +148,7 @@ impl Fixture {
 }
 
 #[test]
-fn the_definition_of_the_command_line_is_sound() {
+fn command_line_definition_is_valid() {
     Cli::command().debug_assert();
 }
 
@@ -609,7 +609,7 @@ fn completions_and_manual_pages_know_every_verb() {
 }
 
 #[test]
-fn a_reader_that_goes_away_is_no_failure() {
+fn closed_output_is_not_a_failure() {
     let error = CliError::Output(io::ErrorKind::BrokenPipe.into());
     assert_eq!(error.exit(), Exit::Done);
     assert_eq!(CliError::Output(io::ErrorKind::StorageFull.into()).exit(), Exit::Failed);
@@ -659,7 +659,7 @@ fn save_waits_and_can_be_cancelled() {
 }
 
 #[test]
-fn what_is_no_dump_is_refused_by_name() {
+fn non_dump_file_is_refused_by_name() {
     let fixture = fixture();
     let path = fixture.folder.path().join("notes.txt");
     std::fs::write(&path, "no dump at all").unwrap();

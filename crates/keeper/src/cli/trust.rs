@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn the_operators_own_file_may_say_it_too() {
+    fn operators_own_file_confirms_keys() {
         let stand = Stand::new();
         let own = format!("{SMALL}[boot]\nkernel = \"vmlinuz\"\n");
         fs::write(stand.path("web.toml"), &own).unwrap();

@@ -141,7 +141,7 @@ mod tests {
 
     /// Keys whose type names something of the host must not be marked as the guest's.
     #[test]
-    fn every_path_of_the_table_is_the_operators() {
+    fn path_keys_belong_to_the_host() {
         for field in FIELDS {
             let keys = with(field).host_keys();
             let is_replaced = matches!(field.trust, Trust::Replaced);
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_take_the_place_of_what_stands_there() {
+    fn settings_override_keys() {
         let typed = "name = \"web\"\ncpus = 2\n[[nets]]\nforward = [\"127.0.0.1:8080:80\"]\n";
         let set = |settings: &[&str]| {
             let settings: Vec<_> = settings.iter().map(|setting| Setting::parse(setting).unwrap()).collect();

@@ -210,7 +210,7 @@ fn all_problems_are_told_at_once() {
 }
 
 #[test]
-fn what_is_no_toml_is_told_by_line() {
+fn toml_errors_name_the_line() {
     let problems = parse("name = \"web\"\nmemory = 1GiB\n").unwrap_err();
     assert_eq!(problems.len(), 1);
     assert!(problems[0].to_string().starts_with("error: line 2: "), "{}", problems[0]);
@@ -309,7 +309,7 @@ fn boot_is_by_kernel_or_by_firmware() {
 }
 
 #[test]
-fn disks_have_names_and_serials_of_their_own() {
+fn disks_get_unique_names_and_serials() {
     check_with(
         "[[disks]]\nname = \"a\"\npath = \"1\"\n[[disks]]\nname = \"a\"\npath = \"2\"\n",
         &["error: disks: two disks are named a; give each a name of its own"],
@@ -385,7 +385,7 @@ fn the_table_of_fields_is_the_file() {
 }
 
 #[test]
-fn a_file_that_is_not_there_is_named() {
+fn missing_file_is_named() {
     let problems = Config::load(Path::new("/nowhere/web.toml"), &RuntimeRoot::new("/run/hearth")).unwrap_err();
     assert_eq!(
         problems[0].to_string(),

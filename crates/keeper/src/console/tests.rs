@@ -62,7 +62,7 @@ fn output_reaches_all_clients() {
 }
 
 #[test]
-fn who_comes_later_sees_the_last_output_first() {
+fn new_client_sees_recent_output_first() {
     let fixture = fixture();
     let mut qemu = fixture.qemu("serial-1");
     let mut witness = fixture.client();

@@ -107,7 +107,7 @@ fn status_config_and_metrics_are_answered() {
 }
 
 #[test]
-fn orders_reach_the_machine_as_they_were_given() {
+fn requests_reach_the_machine_unchanged() {
     let fixture = fixture();
     fixture.events.record(EventKind::GuestPanicked);
     assert_eq!(fixture.request("POST", "/v1/reboot", "{\"cold\": true, \"force\": true}"), (200, json!({"since": 1})));

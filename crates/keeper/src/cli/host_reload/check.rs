@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_ends_with_the_kernel_is_told() {
+    fn memory_lost_with_the_kernel_is_reported() {
         let problems = memory_problems(&Ground::host(), Path::new("/dev/shm"));
         assert!(problems.len() == 1 && problems[0].starts_with("/dev/shm: is on tmpfs"), "{problems:?}");
         assert_eq!(memory_problems(&Ground::host(), Path::new("/nowhere")).len(), 1);

@@ -111,7 +111,7 @@ fn check(before: &str, after: &str, guest: &[&str], start: &[&str]) -> InForce {
 const SMALL: &str = "name = \"web\"\nmemory = \"64MiB\"\nboot.kernel = \"k\"\n";
 
 #[test]
-fn several_changes_wait_each_for_its_own_time() {
+fn changes_wait_each_for_its_own_effect() {
     let disk =
         |queues, iops| format!("{SMALL}[[disks]]\nname = \"d\"\npath = \"d.img\"\nqueues = {queues}\niops = {iops}\n");
     let after = disk(1, 70).replace("64MiB", "96MiB");

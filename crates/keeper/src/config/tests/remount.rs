@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_boot_set_has_a_limit_and_an_end() {
+fn boot_set_has_limit_and_ready_time() {
     let remount = |more: &str| parse(&format!("{SMALL}[remount]\n{more}")).unwrap();
     let plain = |limit_bytes, ready_after_s| RemountConfig {
         limit_bytes,
@@ -32,7 +32,7 @@ fn a_boot_set_has_a_limit_and_an_end() {
 }
 
 #[test]
-fn a_boot_is_over_when_a_port_answers_that_leads_into_the_guest() {
+fn ready_port_needs_a_forward() {
     let with = |port: &str, forward: &str| {
         format!("{SMALL}[remount]\nready = {{ {port} }}\n[[nets]]\nforward = [\"{forward}\"]\n")
     };
@@ -64,7 +64,7 @@ fn a_boot_is_over_when_a_port_answers_that_leads_into_the_guest() {
 }
 
 #[test]
-fn a_boot_is_over_when_a_unit_is_active_that_the_guests_agent_is_asked_for() {
+fn ready_unit_needs_a_guest_agent() {
     let with = |unit: &str| {
         let text = SMALL.replace("memory =", "guest_agent = true\nmemory =");
         format!("{text}[remount]\nready = {{ {unit} }}\n")
@@ -94,7 +94,7 @@ fn a_boot_is_over_when_a_unit_is_active_that_the_guests_agent_is_asked_for() {
 }
 
 #[test]
-fn a_boot_set_is_saved_where_it_is_said() {
+fn boot_set_is_saved_to_the_given_file() {
     let saved = |more: &str| parse(&format!("{SMALL}[remount]\n{more}")).unwrap().remount.unwrap().persist_file;
     assert_eq!(saved("persist = false\n"), None);
     assert!(saved("persist = true\n").unwrap().ends_with("web/boot-set"));
@@ -114,7 +114,7 @@ fn a_boot_set_is_saved_where_it_is_said() {
 }
 
 #[test]
-fn nvram_has_a_size_and_perhaps_a_mirror() {
+fn nvram_has_size_and_optional_mirror() {
     let nvram = |more: &str| parse(&format!("{SMALL}[[nvram]]\nsize = \"8KiB\"\n{more}")).unwrap();
     let plain = NvramConfig { name: "nvram0".into(), bytes: 8192, serial: "nvram0".into(), mirror: None };
     assert_eq!(nvram("").nvram, std::slice::from_ref(&plain));
