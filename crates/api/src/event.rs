@@ -32,72 +32,39 @@ fn known_or_not<'de, D: Deserializer<'de>>(deserializer: D) -> Result<EventKind,
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum EventKind {
     /// A keeper started.
-    Started {
-        pid: u32,
-        version: String,
-    },
+    Started { pid: u32, version: String },
     /// A new keeper took over the machine's running QEMU.
-    KeeperTookOver {
-        qemu_pid: u32,
-        generation: u32,
-    },
+    KeeperTookOver { qemu_pid: u32, generation: u32 },
     /// The keeper hands over to another program.
-    KeeperHandsOver {
-        program: String,
-        version: String,
-    },
+    KeeperHandsOver { program: String, version: String },
     /// The other program did not take over; the previous keeper continues.
-    KeeperUpgradeFailed {
-        why: String,
-    },
-    StateChanged {
-        from: MachineState,
-        to: MachineState,
-    },
+    KeeperUpgradeFailed { why: String },
+    /// The machine entered another state.
+    StateChanged { from: MachineState, to: MachineState },
     /// The operator made a request.
-    Request {
-        verb: String,
-    },
+    Request { verb: String },
     /// QEMU is ended because the guest did not shut down in time, or because QEMU does not respond.
-    PowerCut {
-        why: String,
-    },
+    PowerCut { why: String },
     /// The next guest cannot be started yet; the keeper tries again at `next_start`.
     StartWaits {
         why: String,
         /// RFC 3339, UTC.
         next_start: String,
     },
-    QemuStarted {
-        pid: u32,
-        generation: u32,
-        version: String,
-        accelerator: String,
-        accelerator_why: String,
-    },
+    /// A QEMU process started.
+    QemuStarted { pid: u32, generation: u32, version: String, accelerator: String, accelerator_why: String },
     /// Whether QEMU handed over its userfaultfd.
-    Userfault {
-        generation: u32,
-        userfault: UserfaultStatus,
-    },
+    Userfault { generation: u32, userfault: UserfaultStatus },
     /// QEMU has exited; `how` is its exit code or signal in words.
-    QemuExited {
-        generation: u32,
-        how: String,
-    },
+    QemuExited { generation: u32, how: String },
     /// The guest has started to run.
-    IncarnationStarted {
-        generation: u32,
-        warm: bool,
-    },
-    IncarnationEnded {
-        cause: EndCause,
-    },
+    IncarnationStarted { generation: u32, warm: bool },
+    /// An incarnation has ended.
+    IncarnationEnded { cause: EndCause },
+    /// The guest's kernel panicked.
     GuestPanicked,
     /// The guest stopped feeding its watchdog; `action` is what QEMU did.
-    WatchdogExpired {
-        action: String,
-    },
+    WatchdogExpired { action: String },
     /// The machine crashed too often and waits before it starts its next guest.
     CrashLoop {
         delay_s: u64,
@@ -105,56 +72,25 @@ pub enum EventKind {
         next_start: String,
     },
     /// The guest's registers and notes were read for its dump.
-    RegistersTaken {
-        bytes: u64,
-        duration_ms: f64,
-    },
+    RegistersTaken { bytes: u64, duration_ms: f64 },
     /// A dump has started. `ram_pages` counts all pages, `pages` those in the dump.
-    DumpStarted {
-        file: String,
-        level: u8,
-        ram_pages: u64,
-        pages: u64,
-    },
+    DumpStarted { file: String, level: u8, ram_pages: u64, pages: u64 },
     /// The kernel's panic message.
-    CrashReason {
-        message: String,
-    },
+    CrashReason { message: String },
     /// A limitation of the dump.
-    DumpWarning {
-        message: String,
-    },
+    DumpWarning { message: String },
     /// Progress of a dump, from time to time.
-    DumpProgress {
-        file: String,
-        percent: f64,
-        mib_per_s: f64,
-        eta_s: Option<f64>,
-    },
+    DumpProgress { file: String, percent: f64, mib_per_s: f64, eta_s: Option<f64> },
     /// A dump cannot continue and waits for `hearth dump --resume` or `--discard`.
-    DumpWaits {
-        file: String,
-        why: String,
-    },
-    DumpComplete {
-        file: String,
-        pages: u64,
-        bytes: u64,
-        duration_ms: f64,
-    },
+    DumpWaits { file: String, why: String },
+    /// A dump is complete.
+    DumpComplete { file: String, pages: u64, bytes: u64, duration_ms: f64 },
     /// A dump ended early; its file can be read as far as it goes.
-    DumpIncomplete {
-        file: String,
-        why: String,
-    },
+    DumpIncomplete { file: String, why: String },
     /// A crash is not dumped.
-    DumpSkipped {
-        why: String,
-    },
+    DumpSkipped { why: String },
     /// The machine's policy requires QEMU to be replaced now.
-    RejuvenationDue {
-        why: String,
-    },
+    RejuvenationDue { why: String },
     /// The guest has moved to another QEMU.
     Rejuvenated {
         generation: u32,
@@ -164,11 +100,7 @@ pub enum EventKind {
         pause_ms: f64,
     },
     /// A rejuvenation failed. The guest continues on the old QEMU, unless `guest_lost`.
-    RejuvenationFailed {
-        phase: String,
-        why: String,
-        guest_lost: bool,
-    },
+    RejuvenationFailed { phase: String, why: String, guest_lost: bool },
     /// The guest is parked in memory, without QEMU. The keeper ends, and the next one resumes the guest.
     Parked {
         /// Time since its last instruction.
@@ -176,10 +108,7 @@ pub enum EventKind {
         state_bytes: u64,
     },
     /// Parking failed, and the guest continues.
-    ParkFailed {
-        phase: String,
-        why: String,
-    },
+    ParkFailed { phase: String, why: String },
     /// A parked guest was resumed.
     Unparked {
         generation: u32,
@@ -190,9 +119,7 @@ pub enum EventKind {
         duration_ms: f64,
     },
     /// The parked guest cannot resume; the machine boots instead.
-    ParkedLost {
-        why: String,
-    },
+    ParkedLost { why: String },
     /// A save has started. The guest keeps running, unless `held_why` says why it is paused.
     SaveStarted {
         folder: String,
@@ -200,12 +127,7 @@ pub enum EventKind {
         held_why: Option<String>,
     },
     /// The scan of the pages that the guest uses is complete; the copy follows.
-    SaveScanned {
-        folder: String,
-        pages: u64,
-        rounds: u32,
-        duration_ms: f64,
-    },
+    SaveScanned { folder: String, pages: u64, rounds: u32, duration_ms: f64 },
     /// The guest's agent has frozen its file systems for the save.
     SaveFrozen {
         folder: String,
@@ -221,12 +143,7 @@ pub enum EventKind {
         frozen_ms: Option<f64>,
     },
     /// Progress of a save, from time to time.
-    SaveProgress {
-        folder: String,
-        percent: f64,
-        mib_per_s: f64,
-        eta_s: Option<f64>,
-    },
+    SaveProgress { folder: String, percent: f64, mib_per_s: f64, eta_s: Option<f64> },
     /// A save is complete, and its folder can be restored.
     Saved {
         folder: String,
@@ -253,21 +170,11 @@ pub enum EventKind {
         pages_on_disks: u64,
     },
     /// A save failed. There is no folder, and the guest continues.
-    SaveFailed {
-        folder: String,
-        why: String,
-    },
+    SaveFailed { folder: String, why: String },
     /// A restore has started.
-    RestoreStarted {
-        snapshot: String,
-        mode: String,
-    },
+    RestoreStarted { snapshot: String, mode: String },
     /// Progress of what is loaded before the guest runs, from time to time.
-    RestoreProgress {
-        percent: f64,
-        mib_per_s: f64,
-        eta_s: Option<f64>,
-    },
+    RestoreProgress { percent: f64, mib_per_s: f64, eta_s: Option<f64> },
     /// The restored guest runs.
     Restored {
         pages: u64,
@@ -276,16 +183,9 @@ pub enum EventKind {
         duration_ms: f64,
     },
     /// A part of the memory or of a disk cannot be loaded; accesses to it wait.
-    RestoreWaits {
-        why: String,
-    },
+    RestoreWaits { why: String },
     /// All memory is loaded.
-    RestoreComplete {
-        pages: u64,
-        pages_prefetched: u64,
-        pages_lazy: u64,
-        duration_ms: f64,
-    },
+    RestoreComplete { pages: u64, pages_prefetched: u64, pages_lazy: u64, duration_ms: f64 },
     /// A disk was completely fetched from its object store.
     DiskComplete {
         disk: String,
@@ -294,34 +194,17 @@ pub enum EventKind {
         duration_ms: f64,
     },
     /// The pages that the guest used first were added to the snapshot's working set.
-    WorkingSetTraced {
-        pages: u64,
-    },
+    WorkingSetTraced { pages: u64 },
     /// A phase of a recovery or rejuvenation has ended.
-    Phase {
-        phase: String,
-        duration_ms: f64,
-    },
+    Phase { phase: String, duration_ms: f64 },
     /// A dead incarnation's memory was kept as ember.
-    EmberKept {
-        pages: u64,
-        bytes: u64,
-    },
+    EmberKept { pages: u64, bytes: u64 },
     /// The ember's unusable memory was released to the host.
-    EmberSettled {
-        released_bytes: u64,
-        remaining_pages: u64,
-    },
+    EmberSettled { released_bytes: u64, remaining_pages: u64 },
     /// Ember pages were dropped to stay within the budget.
-    EmberTrimmed {
-        pages: u64,
-        bytes: u64,
-    },
+    EmberTrimmed { pages: u64, bytes: u64 },
     /// Nothing is left of the ember.
-    EmberEmpty {
-        pages_served: u64,
-        pages_refused: u64,
-    },
+    EmberEmpty { pages_served: u64, pages_refused: u64 },
     /// The guest has finished its boot. The next boot is expected to read the same blocks.
     Ready {
         why: String,
@@ -333,17 +216,11 @@ pub enum EventKind {
         hit_pct: Option<f64>,
     },
     /// The boot set's limit was lowered; `left_out` blocks no longer fit.
-    BootSetReduced {
-        left_out: u64,
-    },
+    BootSetReduced { left_out: u64 },
     /// The saved boot set was loaded.
-    BootSetLoaded {
-        blocks: u64,
-    },
+    BootSetLoaded { blocks: u64 },
     /// The boot set was saved for the machine's next start.
-    BootSetSaved {
-        blocks: u64,
-    },
+    BootSetSaved { blocks: u64 },
     /// An NVRAM device was opened.
     NvramOpened {
         nvram: String,
@@ -351,9 +228,7 @@ pub enum EventKind {
         from: String,
     },
     /// The boot set was dropped.
-    BootSetDropped {
-        why: String,
-    },
+    BootSetDropped { why: String },
     /// The file system of a disk's image is full, or a quota is reached. The guest's requests wait for space.
     DiskFull {
         disk: String,
@@ -362,37 +237,19 @@ pub enum EventKind {
         why: String,
     },
     /// A disk has space again, and its waiting requests are done.
-    DiskSpaceAgain {
-        disk: String,
-        waited_ms: f64,
-    },
+    DiskSpaceAgain { disk: String, waited_ms: f64 },
     /// Blocks of a disk held in memory were dropped, because its image may have changed.
-    DiskForgotten {
-        disk: String,
-        why: String,
-        blocks: u64,
-    },
-    DiskResized {
-        disk: String,
-        bytes: u64,
-    },
+    DiskForgotten { disk: String, why: String, blocks: u64 },
+    /// A disk has a new size.
+    DiskResized { disk: String, bytes: u64 },
     /// The machine's files use more host memory than the budget allows.
-    BudgetWarning {
-        used_bytes: u64,
-        budget_bytes: u64,
-    },
+    BudgetWarning { used_bytes: u64, budget_bytes: u64 },
     /// The guest waits for memory, and none has become free for a while. Check whether the dump's disk is full.
-    GuestWaits {
-        threads: u64,
-    },
+    GuestWaits { threads: u64 },
     /// An error; the message describes it.
-    Error {
-        message: String,
-    },
+    Error { message: String },
     /// Events are missing: the reader was too slow, or asked for events that are no longer kept.
-    Gap {
-        missed: u64,
-    },
+    Gap { missed: u64 },
     /// An event written by another version of Hearth, unknown to this one.
     Unknown {
         /// Its kind.

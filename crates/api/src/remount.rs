@@ -42,12 +42,14 @@ pub struct RemountPlan {
     /// How many reads from memory were served during writes to the same disk.
     #[serde(default)]
     pub memory_reads_beside_writes: u64,
-    /// Duration of a read from memory, from its arrival to its answer.
+    /// Median duration of a read from memory, from its arrival to its answer, in µs.
     pub memory_read_us_p50: Option<f64>,
+    /// 99th percentile of that, in µs.
     pub memory_read_us_p99: Option<f64>,
-    /// Duration of a read from memory during writes to the same disk.
+    /// Median duration of a read from memory during writes to the same disk, in µs.
     #[serde(default)]
     pub memory_read_beside_writes_us_p50: Option<f64>,
+    /// 99th percentile of that, in µs.
     #[serde(default)]
     pub memory_read_beside_writes_us_p99: Option<f64>,
     pub disks: Vec<RemountDisk>,

@@ -129,11 +129,13 @@ pub struct RestoreStatus {
     /// Median time of guest page faults, in µs since the keeper received them. None: there was no fault.
     #[serde(default)]
     pub fault_us_p50: Option<u64>,
+    /// 99th percentile, in µs.
     #[serde(default)]
     pub fault_us_p99: Option<u64>,
     /// Median for stored pages, in µs; zero pages need no read.
     #[serde(default)]
     pub fault_us_p50_stored: Option<u64>,
+    /// 99th percentile for stored pages, in µs.
     #[serde(default)]
     pub fault_us_p99_stored: Option<u64>,
     /// Total time of the guest's served page faults, in µs.

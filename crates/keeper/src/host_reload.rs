@@ -28,6 +28,7 @@ pub enum RecordError {
     Version { path: PathBuf, found: u32 },
 }
 
+/// The record of a host reload.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Record {
     pub version: u32,
@@ -41,6 +42,7 @@ pub struct Record {
     pub machines: Vec<MachineNote>,
 }
 
+/// A prepared machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MachineNote {
     pub name: String,
@@ -89,11 +91,13 @@ impl Outcome {
 }
 
 impl Record {
+    /// A record of machines that are about to be parked.
     pub fn new(prepared_at: String, runtime_root: &Path, fleet: Option<FleetLock>, machines: Vec<MachineNote>) -> Self {
         let boot_id = hearth_qemu::accelerator::host_boot();
         Self { version: VERSION, prepared_at, boot_id, runtime_root: runtime_root.to_owned(), fleet, machines }
     }
 
+    /// Reads a record; a missing file is an error of its own.
     pub fn load(path: &Path) -> Result<Self, RecordError> {
         let text = match fs::read(path) {
             Ok(text) => text,
