@@ -65,7 +65,7 @@ fn what_keeps_a_machine_from_starting_is_named_with_a_remedy() -> Result<()> {
     let port = listener.local_addr().expect("it is bound").port();
     let net =
         || [("kind", "user".into()), ("forward", toml::Value::Array(vec![format!("127.0.0.1:{port}:80").into()]))];
-    check(|| machine().net(net()), &format!("error: nets[0].forward: TCP port 127.0.0.1:{port} is taken"))
+    check(|| machine().net(net()), &format!("error: nets[0].forward: TCP port 127.0.0.1:{port} is already in use"))
 }
 
 #[test]

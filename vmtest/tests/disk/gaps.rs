@@ -215,7 +215,7 @@ fn images_changed_under_a_living_qemu_are_read_anew() -> Result<()> {
     fill(&image, MIB, 7);
     vm.restart_keeper()?;
     assert!(!vm.wait_keeper_end()?.success());
-    let why = format!("with another file as disk disk2: {} was exchanged", image.display());
+    let why = format!("with another file as disk disk2: {} was replaced", image.display());
     assert!(vm.keeper_log().contains(&why), "{}", vm.keeper_log());
     fs::rename(&aside, &image).expect("our own image");
 

@@ -91,7 +91,7 @@ fn a_keeper_told_to_stop_while_it_reads_all_memory_stops_and_the_next_one_begins
     assert!(told["percent"].as_f64().is_some_and(|percent| percent < 100.0), "{told}");
     let asked = clone.cli_output(&["status", clone.name()])?;
     assert!(
-        asked.status == 1 && asked.text().contains("slow: its memory is read before the guest runs"),
+        asked.status == 1 && asked.text().contains("slow is loading its memory before the guest runs"),
         "{}",
         asked.text()
     );

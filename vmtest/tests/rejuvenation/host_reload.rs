@@ -521,7 +521,7 @@ fn machines_that_cannot_be_parked_are_left_and_named_if_the_rest_is_to_go_on() -
     let prepared = host_reload(&first, "prepare", &["--drill", "--keep-going"])?;
     let text = prepared.text();
     assert_eq!(prepared.status, 1, "{text}");
-    for says in ["parks: parked in", "cannot: not parked: ", "is gone", "orphan: not parked: its keeper has died"] {
+    for says in ["parks: parked in", "cannot: not parked: ", "is missing", "orphan: not parked: its keeper has died"] {
         assert!(text.contains(says), "{says}: {text}");
     }
     assert!(text.contains("1 parked, 2 not"), "{text}");
@@ -569,7 +569,7 @@ fn the_fleet_is_asked_before_anything_stops_and_told_when_all_go_on() -> Result<
     };
     let refused = host_reload(&vm, "prepare", &options(full.url()))?;
     let text = refused.text();
-    assert!(refused.status == 1 && text.contains("refuses: semaphore currently full"), "{text}");
+    assert!(refused.status == 1 && text.contains("refused: semaphore currently full"), "{text}");
     assert_eq!(full.asked(), ["/v1/pre-reboot workers/host-1"]);
     assert_eq!((vm.nonce()?, vm.qemu_pid()?), before, "nothing was stopped");
 

@@ -43,7 +43,7 @@ fn a_failure_stops_the_rest_unless_they_are_to_go_on() -> Result<()> {
     let run = first.cli_output(&["rejuvenate", "--all"])?;
     let text = run.text();
     assert_eq!(run.status, 1, "{text}");
-    assert!(text.contains("1/3  first: begins"), "{text}");
+    assert!(text.contains("1/3  first: started"), "{text}");
     let rows: Vec<_> = text.lines().skip_while(|line| !line.starts_with("NAME ")).collect();
     assert!(rows[1].starts_with("first ") && rows[1].contains("rejuvenated"), "{text}");
     assert!(rows[2].starts_with("second ") && rows[2].contains("failed") && rows[2].contains("no successor"), "{text}");
