@@ -52,6 +52,10 @@ fn a_full_runtime_folder_makes_a_reboot_wait() -> Result<()> {
     let waits = vm.wait_status("it waits", |status| status["next_start"].is_string())?;
     let why = waits["state_why"].as_str().unwrap_or_default();
     assert!(why.contains("journal.json") && why.contains("No space left on device"), "{why}");
+    // Events come on a connection of their own, and the dead guest's memory is given back by a thread of its own.
+    for kind in ["start_waits", "ember_settled"] {
+        vm.wait_event(kind, |event| event["kind"] == kind)?;
+    }
     // Some more tries, of which nobody hears.
     let (first, told) = (waits["next_start"].clone(), vm.events().len());
     vm.wait_status("another try", |status| status["next_start"].is_string() && status["next_start"] != first)?;
