@@ -7,7 +7,7 @@ mod message;
 
 use std::sync::mpsc::Sender;
 
-use hearth_api::{ApiError, RejuvenateRequest};
+use hearth_api::ApiError;
 use hearth_qemu::QmpEvent;
 
 use crate::control::{Answer, Command};
@@ -39,10 +39,6 @@ pub enum Event {
     Disk { disk: String, notice: hearth_disk::server::Notice },
     /// Check that the adopted QEMU uses its disks; `attempt` counts the checks.
     CheckDisksInUse { generation: u32, attempt: u32 },
-    /// Begin a rejuvenation that was accepted for the guest of this incarnation.
-    Rejuvenate { incarnation: u32, request: RejuvenateRequest },
-    /// Begin to park the guest, which was accepted.
-    Park,
     /// Message from the save with this number.
     Save { number: u64, message: SaveMessage },
     /// Message from the thread that thaws the guest's file systems.

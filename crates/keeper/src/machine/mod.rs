@@ -412,12 +412,7 @@ impl Machine {
 
     fn handle(&mut self, event: Event) -> Result<(), MachineError> {
         match event {
-            Event::Request { command, answer } => {
-                let reply = self.obey(command);
-                // The asker may have hung up.
-                let _ = answer.send(reply);
-                Ok(())
-            }
+            Event::Request { command, answer } => self.requested(command, &answer),
             Event::Terminate => {
                 let force = matches!(self.wanted, Wanted::Stop { .. });
                 if let Err(refusal) = self.stop(force) {
@@ -446,11 +441,6 @@ impl Machine {
                 Ok(())
             }
             Event::Readiness { .. } => Ok(()),
-            Event::Park => self.park(),
-            Event::Rejuvenate { incarnation, request } if incarnation == self.journal.incarnation => {
-                self.rejuvenate(&request)
-            }
-            Event::Rejuvenate { .. } => Ok(()),
             Event::Restore { generation, message } if self.is_current(generation) => {
                 self.restore_says(message);
                 Ok(())

@@ -1,16 +1,54 @@
 //! Orders: what the operator asks of a machine, and what becomes of it until QEMU has ended.
 
+use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-use hearth_api::{ApiError, CrashMethod, DiskSize, EndCause, ErrorWord, EventKind, MachineState, RebootRequest};
+use hearth_api::{
+    ApiError, CrashMethod, DiskSize, EndCause, ErrorWord, EventKind, MachineState, ParkRequest, RebootRequest,
+    RejuvenateRequest,
+};
 
 use hearth_recovery::journal::OrderNote;
 
 use super::{DRAIN_PATIENCE, Life, Machine, MachineError, SHUTDOWN_PATIENCE, Wanted};
 use crate::control::{Answer, Command};
 
+/// Work of an accepted request that begins when the operator has the answer: it keeps the loop busy.
+enum Work {
+    Rejuvenate(RejuvenateRequest),
+    Park,
+}
+
+impl Work {
+    fn of(command: &Command) -> Option<Self> {
+        match command {
+            Command::Rejuvenate(request) => Some(Self::Rejuvenate(request.clone())),
+            Command::Park(ParkRequest { check: false }) => Some(Self::Park),
+            _ => None,
+        }
+    }
+}
+
 impl Machine {
-    pub(super) fn obey(&mut self, command: Command) -> Result<Answer, ApiError> {
+    /// Obeys, answers, and then does the work that takes long.
+    pub(super) fn requested(
+        &mut self,
+        command: Command,
+        answer: &Sender<Result<Answer, ApiError>>,
+    ) -> Result<(), MachineError> {
+        let work = Work::of(&command);
+        let reply = self.obey(command);
+        let is_accepted = reply.is_ok();
+        // The client may have hung up.
+        let _ = answer.send(reply);
+        match work.filter(|_| is_accepted) {
+            Some(Work::Rejuvenate(request)) => self.rejuvenate(&request),
+            Some(Work::Park) => self.park(),
+            None => Ok(()),
+        }
+    }
+
+    fn obey(&mut self, command: Command) -> Result<Answer, ApiError> {
         match command {
             Command::Status => Ok(Answer::Status(Box::new(self.status()))),
             Command::Reboot(request) => self.accept("reboot", |machine| machine.reboot(request)),
@@ -19,11 +57,11 @@ impl Machine {
             Command::Dump(request) => self.accept("dump", |machine| machine.dump_ordered(request)),
             Command::ResumeDump => self.accept("resume the dump", Self::resume_dump),
             Command::DiscardDump => self.accept("discard the dump", Self::discard_dumps),
-            Command::Rejuvenate(request) => self.accept("rejuvenate", |machine| machine.begin_rejuvenation(request)),
+            Command::Rejuvenate(_) => self.accept("rejuvenate", |machine| machine.may_rejuvenate()),
             Command::UpgradeKeeper(request) => {
                 self.accept("upgrade the keeper", |machine| machine.begin_upgrade(&request))
             }
-            Command::Park(request) => self.accept("park", |machine| machine.begin_park(request)),
+            Command::Park(_) => self.accept("park", |machine| machine.may_park()),
             Command::Age => self.age().map(|signs| Answer::Age(Box::new(signs))),
             Command::Save(request) => self.accept("save", |machine| machine.begin_save(request)),
             Command::CancelSave => self.accept("cancel the save", Self::call_save_off),

@@ -12,7 +12,7 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
-use hearth_api::{ApiError, ErrorWord, EventKind, MachineState, ParkRequest, Unparked};
+use hearth_api::{ApiError, ErrorWord, EventKind, MachineState, Unparked};
 use hearth_disk::image::Unwritten;
 use hearth_disk::server::DiskServer;
 use hearth_memory::{MemoryError, RamFile};
@@ -31,7 +31,6 @@ use super::rejuvenate::END_PATIENCE;
 use super::{Life, Machine, MachineError, Parts, Wanted};
 use crate::config::{Boot, NvramConfig};
 use crate::drill::drill;
-use crate::event::Event;
 use crate::host_reload::Record;
 use crate::notify::{Notice, notify};
 
@@ -119,16 +118,8 @@ pub(super) fn journal(parts: &Parts) -> Result<Journal, JournalError> {
 }
 
 impl Machine {
-    pub(super) fn begin_park(&mut self, request: ParkRequest) -> Result<(), ApiError> {
-        self.may_park()?;
-        if !request.check {
-            // The loop holds the other end, so it arrives.
-            let _ = self.parts.tell.send(Event::Park);
-        }
-        Ok(())
-    }
-
-    fn may_park(&self) -> Result<(), ApiError> {
+    /// Whether the guest can be parked now.
+    pub(super) fn may_park(&self) -> Result<(), ApiError> {
         let life = self.must_live(WHAT)?;
         let refuse = |why: String, hint: &str| Err(ApiError::new(ErrorWord::WrongState, why).hint(hint));
         if self.state != MachineState::Running || self.wanted != Wanted::Run {
@@ -186,7 +177,7 @@ impl Machine {
         self.parts.config.nvram.iter().map(note).collect()
     }
 
-    /// What was accepted. Between the order and now the guest may have ended.
+    /// Parks the guest.
     pub(super) fn park(&mut self) -> Result<(), MachineError> {
         self.cancel_save("the guest was told to park");
         let began = Instant::now();

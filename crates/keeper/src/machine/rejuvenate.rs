@@ -24,7 +24,6 @@ use super::turn::Turn;
 use super::{Life, Machine, MachineError, Wanted};
 use crate::config::NetBackend;
 use crate::drill::drill;
-use crate::event::Event;
 
 /// A hop keeps the guest still for milliseconds; on a host that swaps it may be a second. One that takes longer is given
 /// up, and the old QEMU goes on.
@@ -74,14 +73,6 @@ struct Progress {
 }
 
 impl Machine {
-    /// The work comes when the asker has its answer.
-    pub(super) fn begin_rejuvenation(&mut self, request: RejuvenateRequest) -> Result<(), ApiError> {
-        self.may_rejuvenate()?;
-        // The loop holds the other end, so it arrives.
-        let _ = self.parts.tell.send(Event::Rejuvenate { incarnation: self.journal.incarnation, request });
-        Ok(())
-    }
-
     /// Whether it can be begun at all.
     pub(super) fn may_rejuvenate(&self) -> Result<(), ApiError> {
         self.may_replace_qemu()?;
@@ -142,7 +133,7 @@ impl Machine {
     }
 
     pub(super) fn rejuvenate(&mut self, request: &RejuvenateRequest) -> Result<(), MachineError> {
-        // Between the order and now the guest may have ended, or a save have begun.
+        // A save may be under way where the keeper begins this by itself.
         self.cancel_save("its QEMU was told to be replaced");
         if let Err(refusal) = self.may_replace_qemu() {
             // A dump may hold the guest by now; a hop that fails would let it go on.
