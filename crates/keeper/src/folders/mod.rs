@@ -319,7 +319,7 @@ mod tests {
         fs::set_permissions(&memory, Permissions::from_mode(0o755)).unwrap();
         std::os::unix::fs::chown(&memory, Some(65534), None).unwrap();
         let refusal = Folders::prepare("web", &runtime, &memory).unwrap_err().to_string();
-        assert!(refusal.contains("memory: is not a folder of user 0"), "{refusal}");
+        assert!(refusal.contains("memory, which is not a folder of user 0"), "{refusal}");
         let untouched = fs::metadata(&memory).unwrap();
         assert_eq!((untouched.permissions().mode() & 0o777, fs::read_dir(&memory).unwrap().count()), (0o755, 0));
     }
