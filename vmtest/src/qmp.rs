@@ -1,15 +1,16 @@
-//! QEMU's machine protocol for plain machines: commands with their answers, events in order.
+//! QEMU's machine protocol, for plain machines and as a second monitor of others: commands with their answers, events in order.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, at};
 use crate::wait::{Watched, patience};
 
 #[derive(Default)]
@@ -20,7 +21,7 @@ struct Heard {
     closed: bool,
 }
 
-/// A connection that QEMU makes to us when it starts.
+/// A connection with QEMU.
 pub struct Qmp {
     heard: Arc<Watched<Heard>>,
     next_id: AtomicU64,
@@ -29,10 +30,20 @@ pub struct Qmp {
 impl Qmp {
     /// Waits in a thread for QEMU's call. The thread ends with the connection; QEMU's end is the connection's.
     pub(crate) fn listen(name: &str, listener: UnixListener) -> std::io::Result<Self> {
+        Self::over(name, move || listener.accept().map(|(stream, _)| stream))
+    }
+
+    /// Calls a QEMU that listens on a socket of its own (`-qmp unix:PATH,server=on,wait=off`).
+    pub fn connect(socket: &Path) -> Result<Self> {
+        let stream = at("connect to", socket, UnixStream::connect(socket))?;
+        at("listen to", socket, Self::over("second", || Ok(stream)))
+    }
+
+    fn over(name: &str, open: impl FnOnce() -> std::io::Result<UnixStream> + Send + 'static) -> std::io::Result<Self> {
         let heard = Arc::new(Watched::<Heard>::default());
         let ours = Arc::clone(&heard);
         std::thread::Builder::new().name(format!("qmp-{name}")).spawn(move || {
-            if let Ok((stream, _)) = listener.accept() {
+            if let Ok(stream) = open() {
                 listen(&ours, stream);
             }
             ours.change(|heard| heard.closed = true);

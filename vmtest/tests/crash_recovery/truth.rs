@@ -3,11 +3,10 @@
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::time::Duration;
 
 use hearth_recovery::vmcore::VmcoreFile;
-use hearth_vmtest::{Drives, Result, TestVm, patience};
+use hearth_vmtest::{Drives, Qmp, Result, TestVm, patience};
+use serde_json::json;
 
 use crate::dump::{dumping, file_of, wait_complete};
 
@@ -15,38 +14,18 @@ const PAGE: usize = 4096;
 const PAGES_COMPARED: usize = 1000;
 /// With 256 MiB guest-physical addresses are offsets in the file.
 const RAM_PAGES: u64 = (256 << 20) / PAGE as u64;
-const LAST_WORDS: &str = "Kernel panic - not syncing: sysrq triggered crash";
 
-/// The guest panics while its keeper cannot look: its QEMU holds it still, and its memory can be copied.
-fn crash_and_copy_memory(vm: &TestVm) -> Result<PathBuf> {
-    vm.sh("(sleep 2; echo c >/proc/sysrq-trigger) </dev/null >/dev/null 2>&1 &")?;
+/// The guest panics while its keeper is frozen, and so cannot look: its QEMU holds it still, and its memory can be copied.
+fn crash_and_copy_memory(vm: &TestVm, qmp: &Qmp) -> Result<PathBuf> {
     vm.freeze_keeper()?;
+    qmp.execute("inject-nmi", json!({}))?;
+    qmp.wait_event("GUEST_PANICKED", patience(20))?;
+    // Its processors have stopped.
+    qmp.wait_event("STOP", patience(20))?;
     let copy = vm.folder().join("dead-ram");
-    let deadline = std::time::Instant::now() + patience(20);
-    let mut before = Vec::new();
-    loop {
-        let is_dead = holds(&vm.ram_file(1), LAST_WORDS);
-        if is_dead {
-            let memory = fs::read(vm.ram_file(1)).expect("the guest's memory is a file");
-            // A kernel that runs counts its ticks somewhere.
-            if memory == before {
-                fs::write(&copy, memory).expect("the test's folder has room");
-                break;
-            }
-            before = memory;
-        }
-        assert!(std::time::Instant::now() < deadline, "the guest does not die: {is_dead}");
-        std::thread::sleep(Duration::from_millis(300));
-    }
+    fs::copy(vm.ram_file(1), &copy).expect("the test's folder has space");
     vm.thaw_keeper()?;
     Ok(copy)
-}
-
-/// grep reads a guest's memory in a tenth of a second; window by window it took a minute a test. The memory's "lines" end
-/// in zeroes, so that none is as long as the memory.
-fn holds(memory: &Path, words: &str) -> bool {
-    let grep = Command::new("grep").args(["-qzaF", words]).arg(memory).env("LC_ALL", "C").status();
-    grep.expect("every system has grep").success()
 }
 
 /// Page frames all over the memory, the same in every run.
@@ -82,9 +61,16 @@ fn compare(vmcore: &Path, memory: &Path) -> usize {
 }
 
 fn dump_holds_the_dead_memory(name: &str, level: i64, format: &str) -> Result<()> {
-    let vm = dumping(name).crash_setting("level", level).crash_setting("format", format).boot()?;
-    vm.sh("echo 1 >/proc/sys/kernel/sysrq; dd if=/dev/urandom of=/tmp/noise bs=1M count=40")?;
-    let memory = crash_and_copy_memory(&vm)?;
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("qmp.sock");
+    let monitor = ["-qmp".to_owned(), format!("unix:{},server=on,wait=off", socket.display())];
+    let builder = dumping(name).crash_setting("level", level).crash_setting("format", format);
+    let vm = builder.setting("extra_qemu_args", monitor.to_vec()).boot()?;
+    let qmp = Qmp::connect(&socket)?;
+    vm.sh("echo 1 >/proc/sys/kernel/unknown_nmi_panic; dd if=/dev/urandom of=/tmp/noise bs=1M count=40")?;
+    // A frozen keeper reads no console: after some 300 characters the kernel would wait 10 ms for each.
+    vm.sh("echo N >/sys/class/tty/ttyS0/console")?;
+    let memory = crash_and_copy_memory(&vm, &qmp)?;
     vm.wait_incarnation(2)?;
     let complete = wait_complete(&vm, 1)?;
     assert_eq!(compare(&file_of(&complete), &memory), PAGES_COMPARED);
