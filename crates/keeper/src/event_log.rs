@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -38,6 +38,8 @@ struct Inner {
 struct Ring {
     records: VecDeque<Arc<EventRecord>>,
     records_max: usize,
+    /// Folder with the records of earlier keepers, until a reader asks for them: full files take 50 ms to parse.
+    earlier: Option<PathBuf>,
     /// Sequence number of the last record; 0 before the first.
     last: u64,
     closed: bool,
@@ -57,30 +59,29 @@ pub enum Received {
 impl EventLog {
     /// Continues an earlier keeper's file, so that a reader's `since` stays valid over a restart.
     pub fn open(machine: &str, runtime_folder: &Path) -> io::Result<Self> {
-        let records: VecDeque<_> = read_file(runtime_folder)?.into_iter().map(Arc::new).collect();
-        let last = records.back().map_or(0, |record| record.sequence);
+        let last_of = |name| Ok::<_, io::Error>(text_of(runtime_folder, name)?.rsplit(is_newline).find_map(parse));
+        let last = last_of(FILE_NAME)?.map_or_else(|| last_of(OLD_FILE_NAME), |last| Ok(Some(last)))?;
+        let (last, incarnation) = last.map_or((0, 0), |last| (last.sequence, last.incarnation));
         let journal = Journal::open(runtime_folder, FILE_BYTES_MAX, last)?;
-        Ok(Self::with(machine, records, RING_RECORDS, Some(journal)))
+        let log = Self::with(machine, RING_RECORDS, Some(journal));
+        log.set_incarnation(incarnation);
+        let mut ring = log.ring();
+        (ring.last, ring.earlier) = (last, Some(runtime_folder.to_owned()));
+        drop(ring);
+        Ok(log)
     }
 
     /// A log without a file.
     pub fn in_memory(machine: &str) -> Self {
-        Self::with(machine, VecDeque::new(), RING_RECORDS, None)
+        Self::with(machine, RING_RECORDS, None)
     }
 
-    fn with(
-        machine: &str,
-        mut records: VecDeque<Arc<EventRecord>>,
-        records_max: usize,
-        journal: Option<Journal>,
-    ) -> Self {
-        records.drain(..records.len().saturating_sub(records_max));
-        let last = records.back().map_or(0, |record| record.sequence);
-        let incarnation = records.back().map_or(0, |record| record.incarnation);
-        let ring = Ring { records, records_max, last, closed: false, journal };
+    fn with(machine: &str, records_max: usize, journal: Option<Journal>) -> Self {
+        let records = VecDeque::new();
+        let ring = Ring { records, records_max, earlier: None, last: 0, closed: false, journal };
         let inner = Inner {
             machine: machine.to_owned(),
-            incarnation: AtomicU32::new(incarnation),
+            incarnation: AtomicU32::new(0),
             ring: Mutex::new(ring),
             news: Condvar::new(),
         };
@@ -156,8 +157,9 @@ pub struct Subscription {
 impl Subscription {
     /// The next record; waits at most this long.
     pub fn next(&mut self, patience: Duration) -> Received {
-        let ring = self.log.ring();
         let read = self.read;
+        let mut ring = self.log.ring();
+        ring.read_earlier(read);
         let (ring, _) = self
             .log
             .inner
@@ -183,6 +185,29 @@ fn gap(next: &EventRecord, missed: u64) -> EventRecord {
 }
 
 impl Ring {
+    /// Reads the records of earlier keepers, if a reader of everything after `since` needs them.
+    fn read_earlier(&mut self, since: u64) {
+        let first = self.records.front().map_or(self.last + 1, |record| record.sequence);
+        if since + 1 >= first {
+            return;
+        }
+        let Some(folder) = self.earlier.take() else { return };
+        let text = text_of_both(&folder).unwrap_or_else(|error| {
+            tracing::warn!(folder = %folder.display(), %error, "earlier events cannot be read");
+            Vec::new()
+        });
+        // The ring's own records are in the files too.
+        let mut lines: Vec<&[u8]> =
+            text.rsplit(is_newline).filter(|line| !line.is_empty()).take(self.records_max).collect();
+        lines.reverse();
+        let records = records_in(lines.into_iter());
+        let mut records: VecDeque<_> = records.into_iter().filter(|record| record.sequence < first).collect();
+        if records.back().is_some_and(|last| last.sequence + 1 == first) {
+            records.drain(..(records.len() + self.records.len()).saturating_sub(self.records_max));
+            records.into_iter().rev().for_each(|record| self.records.push_front(Arc::new(record)));
+        }
+    }
+
     /// The first record with a greater sequence number. The ring has no gaps, so this is an index.
     fn after(&self, sequence: u64) -> Option<Arc<EventRecord>> {
         let first = self.records.front()?.sequence;
@@ -275,22 +300,40 @@ fn ends_with_newline(file: &File, bytes: u64) -> io::Result<bool> {
 /// All records in the files of a runtime folder, oldest first. Torn lines, and records before a gap, are left out, so
 /// that sequence numbers have no gaps.
 pub fn read_file(runtime_folder: &Path) -> io::Result<Vec<EventRecord>> {
-    let mut records: Vec<EventRecord> = Vec::new();
-    for name in [OLD_FILE_NAME, FILE_NAME] {
-        let file = match File::open(runtime_folder.join(name)) {
-            Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            Err(error) => return Err(error),
-        };
-        for line in BufReader::new(file).split(b'\n') {
-            let Ok(record) = serde_json::from_slice::<EventRecord>(&line?) else { continue };
-            if records.last().is_some_and(|last| last.sequence + 1 != record.sequence) {
-                records.clear();
-            }
-            records.push(record);
-        }
+    Ok(records_in(text_of_both(runtime_folder)?.split(is_newline)))
+}
+
+/// Nothing if there is no such file.
+fn text_of(runtime_folder: &Path, name: &str) -> io::Result<Vec<u8>> {
+    match fs::read(runtime_folder.join(name)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+        read => read,
     }
-    Ok(records)
+}
+
+/// The old file first. Its last line may be torn.
+fn text_of_both(runtime_folder: &Path) -> io::Result<Vec<u8>> {
+    let [old, new] = [text_of(runtime_folder, OLD_FILE_NAME)?, text_of(runtime_folder, FILE_NAME)?];
+    Ok([old, new].join(&b'\n'))
+}
+
+fn records_in<'a>(lines: impl Iterator<Item = &'a [u8]>) -> Vec<EventRecord> {
+    let mut records: Vec<EventRecord> = Vec::new();
+    for record in lines.filter_map(parse) {
+        if records.last().is_some_and(|last| last.sequence + 1 != record.sequence) {
+            records.clear();
+        }
+        records.push(record);
+    }
+    records
+}
+
+fn parse(line: &[u8]) -> Option<EventRecord> {
+    serde_json::from_slice(line).ok()
+}
+
+fn is_newline(byte: &u8) -> bool {
+    *byte == b'\n'
 }
 
 #[cfg(test)]
@@ -330,7 +373,7 @@ mod tests {
 
     #[test]
     fn slow_reader_gets_a_gap_and_continues() {
-        let log = EventLog::with("web", VecDeque::new(), 4, None);
+        let log = EventLog::with("web", 4, None);
         numbered(&log, 10);
         let records = log.since(2);
         assert_eq!(records[0].event, EventKind::Gap { missed: 4 });
@@ -365,6 +408,35 @@ mod tests {
     }
 
     #[test]
+    fn earlier_records_are_read_on_demand() {
+        let folder = tempfile::tempdir().unwrap();
+        let earlier = EventLog::open("web", folder.path()).unwrap();
+        earlier.set_incarnation(7);
+        numbered(&earlier, 5);
+        let log = EventLog::open("web", folder.path()).unwrap();
+        assert_eq!(log.last_sequence(), 5);
+        numbered(&log, 2);
+        assert_eq!(sequences(&log.since(5)), [6, 7]);
+        assert_eq!(log.ring().records.len(), 2, "nothing else was read");
+        assert_eq!(log.since(5)[0].incarnation, 7);
+        assert_eq!(sequences(&log.since(2)), [3, 4, 5, 6, 7]);
+        assert_eq!(sequences(&log.since(0)), [1, 2, 3, 4, 5, 6, 7]);
+    }
+
+    /// Only as many as the ring has room for; the reader gets a gap record.
+    #[test]
+    fn earlier_records_keep_the_ring_bounded() {
+        let folder = tempfile::tempdir().unwrap();
+        numbered(&EventLog::open("web", folder.path()).unwrap(), 10);
+        let log = EventLog::open("web", folder.path()).unwrap();
+        log.ring().records_max = 4;
+        numbered(&log, 1);
+        let records = log.since(0);
+        assert_eq!(records[0].event, EventKind::Gap { missed: 7 });
+        assert_eq!(sequences(&records), [7, 8, 9, 10, 11]);
+    }
+
+    #[test]
     fn sequence_continues_after_another_versions_events() {
         let folder = tempfile::tempdir().unwrap();
         numbered(&EventLog::open("web", folder.path()).unwrap(), 2);
@@ -386,7 +458,7 @@ mod tests {
     fn log_files_stay_bounded_with_newest_events() {
         let folder = tempfile::tempdir().unwrap();
         let journal = Journal::open(folder.path(), 2000, 0).unwrap();
-        let log = EventLog::with("web", VecDeque::new(), 16, Some(journal));
+        let log = EventLog::with("web", 16, Some(journal));
         numbered(&log, 200);
         let bytes = |name| fs::metadata(folder.path().join(name)).unwrap().len();
         assert!(bytes(FILE_NAME) <= 2000 && bytes(OLD_FILE_NAME) <= 2000);
@@ -399,7 +471,7 @@ mod tests {
     fn full(folder: &Path) -> EventLog {
         let mut journal = Journal::open(folder, FILE_BYTES_MAX, 0).unwrap();
         journal.file = OpenOptions::new().write(true).open("/dev/full").unwrap();
-        EventLog::with("web", VecDeque::new(), 8, Some(journal))
+        EventLog::with("web", 8, Some(journal))
     }
 
     fn make_space(log: &EventLog, folder: &Path) {
@@ -435,7 +507,7 @@ mod tests {
     fn unwritable_file_does_not_stop_the_log() {
         let folder = tempfile::tempdir().unwrap();
         let journal = Journal::open(folder.path(), 300, 0).unwrap();
-        let log = EventLog::with("web", VecDeque::new(), 16, Some(journal));
+        let log = EventLog::with("web", 16, Some(journal));
         // Starting a new file fails, because a folder has the old file's name.
         fs::create_dir(folder.path().join(OLD_FILE_NAME)).unwrap();
         numbered(&log, 10);
