@@ -5,7 +5,7 @@
 
 use std::ffi::OsStr;
 use std::fs;
-use std::io;
+use std::io::{self, Read};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
@@ -27,6 +27,8 @@ use crate::{Binary, Launch, Transcript, environment};
 
 /// Lines of QEMU's log that go into an error message.
 const LAST_WORDS_LINES: usize = 5;
+/// A machine with hundreds of disks has a quarter of that.
+const COMMAND_LINE_BYTES_MAX: usize = 256 << 10;
 /// To free the memory of a large guest takes the kernel a second or two.
 const END_PATIENCE: Duration = Duration::from_secs(30);
 
@@ -267,13 +269,19 @@ pub fn processes_naming(path: &Path) -> Vec<u32> {
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
     let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
     let option = format!(",{}", ram_file_option(path));
+    let mut space = vec![0; COMMAND_LINE_BYTES_MAX];
     let is_qemu_with_it = |pid: &u32| {
-        // One that ends meanwhile cannot be read, and need not be found.
-        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        let mut arguments = line.split(|&byte| byte == 0).map(String::from_utf8_lossy);
+        let mut arguments = command_line(*pid, &mut space).split(|&byte| byte == 0).map(String::from_utf8_lossy);
         arguments.any(|argument| argument.starts_with("memory-backend-file,") && argument.contains(&option))
     };
     pids.filter(is_qemu_with_it).collect()
+}
+
+/// A process's command line; empty if it has ended. Read in one call, because a host may have thousands of processes and a
+/// machine's start looks at all of them.
+fn command_line(pid: u32, space: &mut [u8]) -> &[u8] {
+    let read = fs::File::open(format!("/proc/{pid}/cmdline")).and_then(|mut file| file.read(space));
+    &space[..read.unwrap_or(0)]
 }
 
 /// The runtime folder of the machine that a QEMU was started for; none if that cannot be told.
