@@ -92,12 +92,15 @@ fn keep(
     restore: Option<RestoreOrder>,
     inheritance: &mut Inheritance,
 ) -> Result<Option<Successor>, RunError> {
-    let InForce { mut now, next, pending, misread } = in_force;
+    let InForce { mut now, next, pending, misread, qemu } = in_force;
     let folders = Folders::prepare(&now.config.name, &now.config.runtime_folder, &now.config.memory_folder)?;
     // All files created from here on are for this user alone, also in the runtime folder, which QEMU's user may
     // traverse.
     rustix::process::umask(Mode::RWXG | Mode::RWXO);
-    let (binary, chosen) = find_qemu(next.as_ref().map_or(&now.config, |next| &next.config), &folders)?;
+    let (binary, chosen) = match &next {
+        Some(next) => find_qemu(&next.config, None, &folders)?,
+        None => find_qemu(&now.config, qemu, &folders)?,
+    };
     if let (None, Some(binary)) = (&now.config.machine_type, &binary) {
         now.or_machine_type(binary.newest_machine_type()?);
     }
@@ -182,10 +185,15 @@ fn keep(
     }
 }
 
-/// The QEMU to start, and its accelerator. If a running QEMU is taken over, none needs to be installed.
-fn find_qemu(config: &Config, folders: &Folders) -> Result<(Option<Binary>, AcceleratorChoice), RunError> {
+/// The QEMU to start, and its accelerator. If a running QEMU is taken over, none needs to be installed. `found`: the check
+/// before the start found it.
+fn find_qemu(
+    config: &Config,
+    found: Option<Binary>,
+    folders: &Folders,
+) -> Result<(Option<Binary>, AcceleratorChoice), RunError> {
     let find = || {
-        let binary = Binary::find(config.qemu.as_deref())?;
+        let binary = found.map_or_else(|| Binary::find(config.qemu.as_deref()), Ok)?;
         let (wanted, cpu_model) = (config.accelerator.into(), config.cpu_model.as_deref());
         let accelerator = accelerator::choose_once(&binary, wanted, cpu_model, &folders.runtime)?;
         Ok((Some(binary), accelerator))

@@ -5,6 +5,8 @@
 //! Every check continues after a problem, so that an operator can fix all of them at once. Ports, memory and image
 //! locks that the running machine itself holds are not checked.
 
+use hearth_qemu::Binary;
+
 use crate::config::Config;
 use crate::parked_guest::find_parked;
 use crate::problem::{Problem, Severity};
@@ -38,7 +40,12 @@ pub enum Purpose {
 
 /// All problems, in the order in which they would come up.
 pub fn check(config: &Config, root: &RuntimeRoot, purpose: Purpose) -> Vec<Problem> {
-    let mut problems = Vec::new();
+    check_and_find_qemu(config, root, purpose).0
+}
+
+/// All problems, and the QEMU that was found, so that a start need not ask it for its version again.
+pub fn check_and_find_qemu(config: &Config, root: &RuntimeRoot, purpose: Purpose) -> (Vec<Problem>, Option<Binary>) {
+    let (mut problems, mut found) = (Vec::new(), None);
     let life = match purpose {
         Purpose::Check | Purpose::TakeOver => Life::of(config),
         Purpose::Run => Life::settled(config),
@@ -54,10 +61,10 @@ pub fn check(config: &Config, root: &RuntimeRoot, purpose: Purpose) -> Vec<Probl
     memory::check(config, root, life, &mut problems);
     nvram::check(config, life, &mut problems);
     dumps::check(config, &mut problems);
-    of_next_start(goes_on, &mut problems, |problems| qemu::check(config, purpose, problems));
+    of_next_start(goes_on, &mut problems, |problems| found = qemu::check(config, purpose, problems));
     network::check(config, life, &mut problems);
     surroundings::check(config, root, &mut problems);
-    problems
+    (problems, found)
 }
 
 /// Problems that would keep the next guest from starting, among the keys that have changed. The keeper already holds

@@ -6,16 +6,17 @@ use super::Purpose;
 use crate::config::Config;
 use crate::problem::Problem;
 
-pub fn check(config: &Config, purpose: Purpose, problems: &mut Vec<Problem>) {
+pub fn check(config: &Config, purpose: Purpose, problems: &mut Vec<Problem>) -> Option<Binary> {
     let found = Binary::find(config.qemu.as_deref()).and_then(|binary| {
         problems.extend(kvm(config, &binary));
         // A start does not wait for these checks, because QEMU itself reports what it does not support.
-        if purpose == Purpose::Run { Ok(()) } else { hardware(config, &binary, problems) }
+        if purpose != Purpose::Run {
+            hardware(config, &binary, problems)?;
+        }
+        Ok(binary)
     });
-    if let Err(error) = found {
-        // This crate's errors include a hint.
-        problems.push(Problem::error("qemu", crate::chain(&error), ""));
-    }
+    // This crate's errors include a hint.
+    found.inspect_err(|error| problems.push(Problem::error("qemu", crate::chain(error), ""))).ok()
 }
 
 /// Whether QEMU supports the machine's type and processors.

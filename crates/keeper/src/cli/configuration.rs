@@ -43,7 +43,7 @@ fn without_file(file: &Path, root: &RuntimeRoot, problems: &[Problem]) -> Option
         file.display(),
         problems.join("; ")
     );
-    (now.config.name == name).then_some(InForce { now, next: None, pending, misread: Some(misread) })
+    (now.config.name == name).then_some(InForce { pending, misread: Some(misread), ..now.into() })
 }
 
 /// The checked configuration of a file that was just created, for a guest that does not run yet.
@@ -58,7 +58,7 @@ pub fn for_new(file: &Path, root: &RuntimeRoot) -> Result<InForce, CliError> {
 
 fn must_run(in_force: InForce, file: &Path, root: &RuntimeRoot) -> Result<InForce, CliError> {
     let config = &in_force.now.config;
-    let problems = check::check(config, root, Purpose::Run);
+    let (problems, qemu) = check::check_and_find_qemu(config, root, Purpose::Run);
     if problems.iter().any(Problem::is_error) {
         return Err(CliError::Surroundings { file: file.to_owned(), problems });
     }
@@ -67,7 +67,7 @@ fn must_run(in_force: InForce, file: &Path, root: &RuntimeRoot) -> Result<InForc
     }
     root.enter(&config.name, &config.runtime_folder)
         .map_err(|source| CliError::File { path: root.machine(&config.name), source })?;
-    Ok(in_force)
+    Ok(InForce { qemu, ..in_force })
 }
 
 /// The error for a wrong file. A service manager gives up on the exit code for a wrong file, and must not while the

@@ -12,7 +12,7 @@
 use std::path::Path;
 
 use hearth_api::{PendingChange, PendingUntil};
-use hearth_qemu::EARLIER_MACHINE_TYPE;
+use hearth_qemu::{Binary, EARLIER_MACHINE_TYPE};
 use toml::{Table, Value};
 
 use super::fields::{Effect, Field, Kind, Section};
@@ -43,11 +43,13 @@ pub struct InForce {
     pub pending: Vec<PendingChange>,
     /// Why the whole file is ignored: it cannot be understood.
     pub misread: Option<String>,
+    /// The QEMU of `now`, if the check before the start found it.
+    pub qemu: Option<Binary>,
 }
 
 impl From<Configured> for InForce {
     fn from(now: Configured) -> Self {
-        Self { now, next: None, pending: Vec::new(), misread: None }
+        Self { now, next: None, pending: Vec::new(), misread: None, qemu: None }
     }
 }
 
@@ -152,7 +154,7 @@ impl InForce {
             let until = if with_guest { PendingUntil::NextGuest } else { PendingUntil::NextStart };
             PendingChange { key: change.key, until }
         });
-        Ok(Self { pending: pending.collect(), now, next, misread: None })
+        Ok(Self { pending: pending.collect(), next, ..now.into() })
     }
 }
 
