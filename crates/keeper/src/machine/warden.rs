@@ -1,7 +1,7 @@
 //! Warden: the thread that keeps a machine's memory within its budget and does the ember's housekeeping.
 //!
-//! settle (once a death) -> look (how much do the files hold?) -> trim (before the limit), or sweep (punch what was
-//! served) -> assay
+//! settle (once a death) -> sweep (punch what was served) -> look (how much do the files hold?) -> trim (before the limit)
+//! -> assay
 //!
 //! While memory is granted page fault by page fault (`gate`) the warden looks all the same: a guest whose fault finds the
 //! ember trimmed already waits microseconds, and one that does not waits for the punch, about a millisecond.
@@ -56,6 +56,22 @@ struct Shared {
 }
 
 impl Shared {
+    fn new(budget: Budget, ember: Arc<Ember>, boot_set: Option<Arc<BootSet>>) -> Self {
+        Self {
+            budget: Mutex::new(budget),
+            ember,
+            boot_set,
+            notes: Mutex::new(None),
+            live: Mutex::new(None),
+            admission: Mutex::new(None),
+            settle_wanted: AtomicBool::new(false),
+            live_bytes: AtomicU64::new(0),
+            ember_bytes: AtomicU64::new(0),
+            peak_bytes: AtomicU64::new(0),
+            dump_buffer_bytes: Arc::default(),
+        }
+    }
+
     fn budget(&self) -> Budget {
         *self.budget.lock().expect("holders only copy and assign")
     }
@@ -69,19 +85,7 @@ impl Warden {
         boot_set: Option<Arc<BootSet>>,
         tell: impl Fn(MemoryMessage) + Send + 'static,
     ) -> std::io::Result<Self> {
-        let shared = Arc::new(Shared {
-            budget: Mutex::new(budget),
-            ember,
-            boot_set,
-            notes: Mutex::new(None),
-            live: Mutex::new(None),
-            admission: Mutex::new(None),
-            settle_wanted: AtomicBool::new(false),
-            live_bytes: AtomicU64::new(0),
-            ember_bytes: AtomicU64::new(0),
-            peak_bytes: AtomicU64::new(0),
-            dump_buffer_bytes: Arc::default(),
-        });
+        let shared = Arc::new(Shared::new(budget, ember, boot_set));
         let (wake, woken) = channel();
         let work = shared.clone();
         let thread = std::thread::Builder::new()
@@ -217,8 +221,10 @@ impl<'a> Round<'a> {
     }
 
     fn look(&mut self) -> Result<(), hearth_memory::MemoryError> {
-        // First: as long as memory is there that nobody can use, trimming would take good pages in its place.
+        // First: as long as memory is there that nobody can use, trimming would take good pages in its place. A guest that
+        // reads from the ember while this thread waits for a processor leaves such memory too.
         let settled = if self.shared.settle_wanted.swap(false, Relaxed) { Some(self.settle()?) } else { None };
+        self.shared.ember.sweep()?;
         let looked = Instant::now();
         let usage = self.measure()?;
         let growth = usage.live_bytes.saturating_sub(self.growth_from);
@@ -229,8 +235,6 @@ impl<'a> Round<'a> {
         let to_trim = self.shared.budget().to_trim(self.promised(usage), growth, since);
         if to_trim > 0 {
             self.trimmed_bytes += self.shared.ember.trim(to_trim)?;
-        } else if usage.ember_bytes > 0 {
-            self.shared.ember.sweep()?;
         }
         self.review_admission();
         self.warn_if_over(usage);
@@ -321,6 +325,7 @@ mod tests {
 
     use hearth_disk::block::{BLOCK_BYTES, DiskId, RamPage};
     use hearth_disk::tag::Tagger;
+    use hearth_disk::warm::{AfterServing, WarmSource};
     use hearth_memory::PAGE_BYTES;
 
     use super::*;
@@ -397,6 +402,28 @@ mod tests {
         ward.ember.bank(dead).unwrap();
         ward.wait_settled();
         assert_eq!((ward.ember.counts().trimmed, ward.ember.counts().remaining), (0, PAGES));
+    }
+
+    /// A guest reads a quarter of its RAM from the ember between two looks, which are far apart on a busy host.
+    #[test]
+    fn served_pages_do_not_count_as_ember() {
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let tagger = Tagger::new(b"a key like noise");
+        let ember = Arc::new(Ember::new(folder.path(), tagger.clone()));
+        ember.bank(half_full(folder.path(), 1, &tagger)).unwrap();
+        let live = Incarnation::create(folder.path(), 2, BUDGET.ram_bytes, true).unwrap();
+        let shared = Shared::new(BUDGET, ember.clone(), None);
+        *shared.live.lock().unwrap() = Some(live.clone());
+        let mut round = Round::new(&shared, &|_| {});
+        round.look().unwrap();
+        let ram = File::options().write(true).open(live.ram.path()).unwrap();
+        for page in 0..PAGES / 2 {
+            ember.serve(DiskId(0), page, AfterServing::Release, &mut |_| {}).unwrap();
+            ram.write_all_at(&BYTES, page * PAGE_BYTES).unwrap();
+        }
+        round.looked = Instant::now().checked_sub(Duration::from_secs(10)).unwrap();
+        round.look().unwrap();
+        assert_eq!((ember.counts().trimmed, ember.counts().remaining), (0, PAGES / 2));
     }
 
     #[test]
