@@ -128,10 +128,12 @@ fn damaged_memory_is_never_served() -> Result<()> {
         read_all(&vm, shelf)?;
         let ember = Ember::of(&vm)?;
         println!("round {round}, HEARTH_FAULT_SEED={seed}: {damage:?}, {ember:?}");
-        // Of the damaged pages about as large a part held disk blocks as of all pages.
+        // Of the damaged pages about as large a part held disk blocks as of all pages. On a busy host, where the keeper's looks
+        // are far apart, the budget may take some before they are tested, damaged or not.
         let expected = pages * ledger_pages / damage.resident_pages;
+        let expected = expected * (ember.kept - ember.trimmed) / ember.kept;
         assert!(ember.tag_mismatch >= expected * 8 / 10, "expected {expected}, {ember:?}");
-        assert!(ember.served >= shelf.pages() / 2, "{ember:?}");
+        assert!(ember.served >= shelf.pages().saturating_sub(ember.trimmed) / 2, "{ember:?}");
     }
     assert_disk_reads_as_its_image(&vm)
 }
