@@ -25,6 +25,9 @@ use std::time::Duration;
 use note::Note;
 pub use note::path_of as note_file;
 
+#[cfg(test)]
+use crate::image::tape::{Event, note as note_event};
+
 /// What is brought at once, checked, and noted.
 pub const UNIT_BYTES: u64 = 1 << 20;
 /// First bytes of a unit's BLAKE3.
@@ -98,6 +101,8 @@ pub struct Arrival {
     changed: Condvar,
     missing_bytes: AtomicU64,
     note: Mutex<Note>,
+    #[cfg(test)]
+    tape: Option<crate::image::tape::Tape>,
 }
 
 impl Arrival {
@@ -147,6 +152,8 @@ impl Arrival {
             changed: Condvar::new(),
             missing_bytes: AtomicU64::new(missing_bytes),
             note: Mutex::new(note),
+            #[cfg(test)]
+            tape: None,
         }))
     }
 
@@ -282,6 +289,8 @@ impl Arrival {
         // Of what a disk refuses a file is told once: one at a time, and it is known whose that is.
         let _note = self.note.lock().unwrap_or_else(PoisonError::into_inner);
         self.file.write_all_at(bytes, offset)?;
+        #[cfg(test)]
+        note_event(&self.tape, || Event::Write { offset, bytes: bytes.to_vec() });
         let flags = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
         // SAFETY: no memory is passed, and the file is open.
         match unsafe { libc::sync_file_range(self.file.as_raw_fd(), offset as i64, bytes.len() as i64, flags) } {
@@ -297,17 +306,28 @@ impl Arrival {
             let mut state = self.state();
             (std::mem::take(&mut state.landed), state.missing.is_empty())
         };
+        #[cfg(test)]
+        let before = crate::image::tape::length(&self.tape);
         if let Err(error) = self.file.sync_data() {
             // Nobody knows what the disk has of them.
             self.miss_again(landed);
             return Err(error);
         }
+        #[cfg(test)]
+        note_event(&self.tape, || Event::Sync { before });
         if is_complete {
+            #[cfg(test)]
+            note_event(&self.tape, || Event::LogEnds { length: 0 });
             return note.remove(&self.path);
         }
         for unit in landed {
             if let Ok(position) = self.units.binary_search_by_key(&unit, |(unit, _)| *unit) {
                 note.add(position, &self.units[position].1)?;
+                #[cfg(test)]
+                note_event(&self.tape, || {
+                    let bytes = std::fs::read(note_file(&self.path)).expect("it was just written to");
+                    Event::Log { offset: 0, bytes }
+                });
             }
         }
         note.sync()

@@ -5,8 +5,9 @@ use std::sync::mpsc;
 use std::thread;
 
 use super::*;
-use crate::engine::tests::{bytes_of, pool_of, slot_at};
+use crate::engine::tests::{Noise, bytes_of, pool_of, slot_at};
 use crate::engine::{Operation, Submission};
+use crate::image::tape::{Played, Tape};
 use crate::image::{Format, Image, ImageOptions, ImageReader, create_overlay_over_arriving};
 
 const UNIT: usize = UNIT_BYTES as usize;
@@ -92,6 +93,44 @@ fn what_has_landed_is_known_to_the_next_and_a_complete_file_is_like_any_other() 
     assert!(arrival.is_complete() && Arrival::open(&stand.path()).unwrap().is_none());
     assert!(std::fs::read(stand.path()).unwrap() == stand.content);
     assert_eq!(std::fs::read_dir(stand.folder.path()).unwrap().count(), 1);
+}
+
+/// In every state that a power cut can leave of the file, with the note as it was last written.
+#[test]
+fn noted_units_survive_a_power_cut() {
+    let (stand, cut) = (Stand::new(), Stand::new());
+    let tape = Tape::default();
+    let mut arrival = Arrival::open(&stand.path()).unwrap().expect("it is not complete");
+    arrival.tape = Some(tape.clone());
+    for units in [&[4, COUNT as u64][..], &[0, 5, 6]] {
+        units.iter().for_each(|unit| stand.land(&arrival, *unit));
+        arrival.note_landed().unwrap();
+    }
+    stand.land_all(&arrival);
+    let (mut noise, mut noted) = (Noise(1), 0);
+    let mut played = Played::new(&vec![0; cut.content.len()]);
+    for (number, event) in tape.take().iter().enumerate() {
+        played.play(number, event);
+        match event {
+            Event::Log { bytes, .. } => std::fs::write(note::path_of(&cut.path()), bytes).unwrap(),
+            Event::LogEnds { .. } => std::fs::remove_file(note::path_of(&cut.path())).unwrap(),
+            _ => {}
+        }
+        for state in played.cut(&mut noise) {
+            std::fs::write(cut.path(), &state).unwrap();
+            let left = Arrival::open(&cut.path()).unwrap();
+            for unit in UNITS {
+                let start = unit * UNIT_BYTES;
+                // Nothing fetches units here, so a unit that is missing is refused.
+                if left.as_ref().is_none_or(|left| left.wait(start..start + 1).is_ok()) {
+                    let place = &state[start as usize..][..cut.unit(unit).len()];
+                    assert!(place == cut.unit(unit), "event {number}: unit {unit} is noted and not there");
+                    noted += 1;
+                }
+            }
+        }
+    }
+    assert!(noted >= UNITS.len(), "{noted} units were noted");
 }
 
 #[test]

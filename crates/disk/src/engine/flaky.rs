@@ -390,8 +390,13 @@ mod tests {
     fn rig() -> Rig {
         let file = tempfile::tempfile().unwrap();
         file.set_len(1 << 20).unwrap();
-        let target =
-            Target { file: file.try_clone().unwrap(), device_sector_bytes: None, read_only: false, alignment: 1 };
+        let target = Target {
+            file: file.try_clone().unwrap(),
+            device_sector_bytes: None,
+            read_only: false,
+            alignment: 1,
+            tape: None,
+        };
         let pool = pool_of(8);
         let plan = Plan::new(1);
         let inner = FileEngine::start(Arc::new(target), pool.clone()).unwrap();
@@ -523,6 +528,7 @@ mod tests {
                     device_sector_bytes: None,
                     read_only: false,
                     alignment: 1,
+                    tape: None,
                 }),
                 rig.pool.clone(),
             );

@@ -14,9 +14,31 @@ pub struct Target {
     pub read_only: bool,
     /// Offsets and lengths must be multiples of this: 1 through the page cache, the device's unit with O_DIRECT.
     pub alignment: u64,
+    #[cfg(test)]
+    pub(crate) tape: Option<crate::image::tape::Tape>,
 }
 
 impl Target {
+    /// Records a call that succeeded. `begun`: number of recorded events when its operation began.
+    #[cfg(test)]
+    pub(super) fn note(&self, call: super::transfer::Call, count: usize, begun: usize) {
+        use super::transfer::Call;
+        use crate::image::tape::Event;
+        let Some(tape) = &self.tape else { return };
+        match call {
+            Call::Read { .. } => {}
+            Call::Write { memory, offset, .. } => {
+                // SAFETY: the kernel wrote `count` bytes from this memory, and the transfer still owns it.
+                let bytes = unsafe { std::slice::from_raw_parts(memory.as_ptr(), count) }.to_vec();
+                tape.push(Event::Write { offset, bytes });
+            }
+            Call::Allocate { offset, bytes, .. } | Call::DiscardDevice { offset, bytes } => {
+                tape.push(Event::Zero { offset, length: bytes, grows: false });
+            }
+            Call::SyncData => tape.push(Event::Sync { before: begun }),
+        }
+    }
+
     pub(super) fn fd(&self) -> RawFd {
         self.file.as_raw_fd()
     }

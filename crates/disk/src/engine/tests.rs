@@ -74,7 +74,7 @@ pub(crate) fn bytes_of(pool: &BufferPool, slot: Slot, bytes: usize) -> &[u8] {
 fn target(path: &Path, alignment: u64) -> Arc<Target> {
     let direct = if alignment > 1 { libc::O_DIRECT } else { 0 };
     let file = File::options().read(true).write(true).custom_flags(direct).open(path).unwrap();
-    Arc::new(Target { file, device_sector_bytes: None, read_only: false, alignment })
+    Arc::new(Target { file, device_sector_bytes: None, read_only: false, alignment, tape: None })
 }
 
 struct Rig {
@@ -215,8 +215,15 @@ fn a_read_only_image_is_never_changed() {
     let file = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
     file.as_file().set_len(8192).unwrap();
     let pool = pool_of(1);
-    let target =
-        || Arc::new(Target { file: file.reopen().unwrap(), device_sector_bytes: None, read_only: true, alignment: 1 });
+    let target = || {
+        Arc::new(Target {
+            file: file.reopen().unwrap(),
+            device_sector_bytes: None,
+            read_only: true,
+            alignment: 1,
+            tape: None,
+        })
+    };
     let engines: [Box<dyn Engine>; 2] = [
         Box::new(UringEngine::new(target(), pool.clone(), 4).unwrap()),
         FileEngine::start(target(), pool.clone()).unwrap(),
@@ -238,7 +245,7 @@ fn an_error_of_the_kernel_reaches_the_caller_and_nothing_else() {
     // Believed to be writable, and is not: the kernel says so.
     let target = || {
         let file = File::open(file.path()).unwrap();
-        Arc::new(Target { file, device_sector_bytes: None, read_only: false, alignment: 1 })
+        Arc::new(Target { file, device_sector_bytes: None, read_only: false, alignment: 1, tape: None })
     };
     let engines: [Box<dyn Engine>; 2] = [
         Box::new(UringEngine::new(target(), pool.clone(), 4).unwrap()),

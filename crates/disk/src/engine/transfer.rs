@@ -124,6 +124,9 @@ pub(super) struct Transfer {
     /// Bytes of the piece under way.
     piece: u64,
     run: Run,
+    /// Number of events on the target's tape when it began.
+    #[cfg(test)]
+    begun: usize,
 }
 
 // SAFETY: the pointers go to the pool and the scratch of the engine that owns the transfer and keeps both alive; the
@@ -134,7 +137,14 @@ impl Transfer {
     /// The transfer and its first call.
     pub(super) fn start(job: Job, target: &Target, pool: &BufferPool, scratch: &Scratch) -> (Self, Next) {
         let run = Run { purpose: Purpose::Plain, memory: scratch.zeroes.pointer(), offset: 0, bytes: 0, done: 0 };
-        let mut transfer = Self { job, finished: 0, piece: 0, run };
+        let mut transfer = Self {
+            job,
+            finished: 0,
+            piece: 0,
+            run,
+            #[cfg(test)]
+            begun: crate::image::tape::length(&target.tape),
+        };
         let next = match transfer.check(target) {
             Ok(()) => transfer.next_piece(target, pool, scratch),
             Err(error) => Next::Done(Err(error)),
@@ -150,6 +160,10 @@ impl Transfer {
         pool: &BufferPool,
         scratch: &Scratch,
     ) -> Next {
+        #[cfg(test)]
+        if let (Ok(count), Next::Call(call)) = (&result, self.current_call(target)) {
+            target.note(call, *count, self.begun);
+        }
         match result {
             Err(error) if is_transient(&error) => self.current_call(target),
             Err(error) => self.failed(error, target),
@@ -405,7 +419,7 @@ mod tests {
 
     fn rig(alignment: u64) -> Rig {
         let file = tempfile::tempfile().unwrap();
-        let target = Target { file, device_sector_bytes: None, read_only: false, alignment };
+        let target = Target { file, device_sector_bytes: None, read_only: false, alignment, tape: None };
         let kernel = Kernel { file: Vec::new(), alignment: alignment as usize, noise: Noise(alignment), calls: 0 };
         Rig { kernel, scratch: Scratch::new(&target).unwrap(), pool: pool_of(1), target }
     }

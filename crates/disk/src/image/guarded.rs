@@ -134,9 +134,11 @@ impl GuardedFile {
 
     /// All that was written to the file is on the disk.
     pub(super) fn sync_data(&self) -> io::Result<()> {
+        #[cfg(test)]
+        let before = super::tape::length(&self.tape);
         self.descriptor.sync_data()?;
         #[cfg(test)]
-        super::tape::note(&self.tape, || super::tape::Event::Sync);
+        super::tape::note(&self.tape, || super::tape::Event::Sync { before });
         Ok(())
     }
 

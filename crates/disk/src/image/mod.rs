@@ -31,7 +31,7 @@ mod raw;
 mod reader;
 mod tables;
 #[cfg(test)]
-mod tape;
+pub(crate) mod tape;
 #[cfg(test)]
 mod tests;
 

@@ -50,7 +50,14 @@ impl RawImage {
         let kind = file.metadata().map_err(|error| access_error(path, "look at", error))?.file_type();
         let is_device = kind.is_block_device();
         let device_sector_bytes = is_device.then(|| queue_limit(&file, "logical_block_size").max(SECTOR_BYTES));
-        let target = Target { file, device_sector_bytes, read_only: options.read_only, alignment };
+        let target = Target {
+            file,
+            device_sector_bytes,
+            read_only: options.read_only,
+            alignment,
+            #[cfg(test)]
+            tape: None,
+        };
         let bytes = disk_bytes(&target).map_err(|error| access_error(path, "measure", error))?;
         if bytes == 0 {
             return Err(ImageError::Empty { path: path.clone() });

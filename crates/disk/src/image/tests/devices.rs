@@ -128,9 +128,8 @@ fn a_killed_keepers_last_write_keeps_the_next_one_out() {
     // The write now waits inside the kernel for the file system.
     holder.ask("write", "started");
     holder.0.kill().unwrap();
-    let next = Image::open(&ImageOptions { read_only: true, ..options(&path, Format::Raw) });
+    let next = Image::open(&ImageOptions { read_only: true, ..options_at_once(&path, Format::Raw) });
     mount.thaw();
     assert!(matches!(next, Err(ImageError::InUse { .. })), "{next:?}");
-    let patient = ImageOptions { lock_patience: Duration::from_secs(60), ..options(&path, Format::Raw) };
-    Image::open(&patient).unwrap();
+    Image::open(&options(&path, Format::Raw)).unwrap();
 }

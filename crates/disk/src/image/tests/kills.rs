@@ -1,12 +1,13 @@
-//! A process that serves an image is killed at each system call by which its engine touches the image, and the image is looked
-//! at afterwards. (`crash` has the states that a power cut leaves.)
+//! Kills a process that serves an image at each system call of its engine on the image, and checks the image afterwards.
+//! (`crash` checks the states that a power cut can leave.)
 //!
 //! ```text
-//! child: open -> steps of SCRIPT, each operation that ends is reported -> close        killed at one call of one stage
-//! parent: qemu-img check -> opened as the next keeper does: what was reported is there | as after a reboot: what was flushed is
+//! child:  open -> the steps of SCRIPT, reporting each completed operation -> close      killed at one call of one stage
+//! parent: qemu-img check -> open with the log of tables, as the next keeper does: completed operations are there
+//!                        -> open without it, as after a reboot of the host: flushed operations are there
 //! ```
-//! strace counts the calls of each thread by itself, and workers take operations as they come. So only one stage of a child's
-//! life is armed: then its files have other paths, which are the ones that strace looks for.
+//! strace counts calls per thread, and which worker takes an operation differs from run to run. So one stage at a time is armed:
+//! during that stage the files have different paths, and strace looks only for those.
 
 use std::collections::BTreeSet;
 use std::env;
@@ -16,21 +17,20 @@ use std::os::unix::process::ExitStatusExt;
 use strace_faults::{Injection, Strace};
 
 use super::crash::check_with_qemu;
+use super::served::Served;
 use super::*;
-use crate::engine::file::FileEngine;
-use crate::image::Contents;
+use crate::image::tape::SECTOR;
 
-/// Calls on an image's file, or on the log of its tables.
+/// Calls on an image's file and on the log of its tables.
 const FILE_CALLS: &[&str] =
     &["pread64", "preadv", "pwrite64", "pwritev", "fallocate", "fdatasync", "fsync", "ftruncate", "sync_file_range"];
-/// All that a ring does for its engine goes through this one, and no other ring is made.
+/// The only call of the io_uring engine. No other ring exists in the child.
 const RING_CALL: &str = "io_uring_enter";
-/// The child's working folder, and its other name while a stage is armed.
+/// The child's working folder, and its name while a stage is armed.
 const QUIET: &str = "quiet";
 const ARMED: &str = "armed";
 const LOG: &str = "tables";
 
-const SECTOR: usize = 512;
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
@@ -42,11 +42,10 @@ enum What {
     Zero { unmap: bool },
 }
 
-/// What, where, and how many bytes.
+/// Operations that are in flight together and do not overlap: what to do, at which offset, with how many bytes.
 type Step = &'static [(What, usize, usize)];
 
-/// Operations of one step are in flight together, and do not overlap. At first the disk has data in `FULL`; an L2 table of the
-/// qcow2 image is for 2 MiB.
+/// The disk has data in `FULL` before the first step. An L2 table of the qcow2 image covers 2 MiB.
 const SCRIPT: [Step; 12] = [
     &[(What::Write, 0, 8 * KIB)],
     &[(What::Write, 3 * SECTOR, SECTOR)],
@@ -62,11 +61,11 @@ const SCRIPT: [Step; 12] = [
     &[(What::Write, 7 * MIB - SECTOR, 4 * KIB)],
 ];
 const FULL: std::ops::Range<usize> = 64 * KIB..128 * KIB;
-/// Stages of a child's life: it opens the image, takes the steps one by one, and closes the image.
+/// Stages of a child: opening the image, the steps from 1 on, closing the image.
 const OPEN: usize = 0;
 const CLOSE: usize = SCRIPT.len() + 1;
 
-/// What an operation writes.
+/// The bytes that an operation writes.
 fn data(step: usize, number: usize, bytes: usize) -> Vec<u8> {
     let mut noise = Noise((step * 16 + number) as u64);
     (0..bytes).map(|_| noise.next() as u8).collect()
@@ -82,7 +81,7 @@ fn apply(disk: &mut [u8], step: usize, number: usize) {
     }
 }
 
-/// The disk at first, and after each step.
+/// The disk's content before the first step and after each step.
 fn disks() -> Vec<Vec<u8>> {
     let mut disk = vec![0; DISK_BYTES];
     disk[FULL].copy_from_slice(&data(0, 0, FULL.len()));
@@ -95,70 +94,30 @@ fn disks() -> Vec<Vec<u8>> {
     disks
 }
 
-/// An image and the engine that serves it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Served {
-    RawByRing,
-    RawByWorkers,
-    Qcow2,
+/// Makes an image with this content.
+fn make(served: Served, path: &Path, disk: &[u8]) {
+    let file = File::create(path).unwrap();
+    file.set_len(DISK_BYTES as u64).unwrap();
+    file.write_all_at(&disk[FULL], FULL.start as u64).unwrap();
+    if served == Served::Qcow2 {
+        let raw = path.with_extension("raw");
+        fs::rename(path, &raw).unwrap();
+        let names = [as_str(&raw), as_str(path)];
+        qemu_img(&[&["convert", "-q", "-O", "qcow2", "-o", "cluster_size=4k"], &names[..]].concat()).unwrap();
+    }
 }
 
-impl Served {
-    const ALL: [Self; 3] = [Self::RawByRing, Self::RawByWorkers, Self::Qcow2];
-
-    fn named(name: &str) -> Self {
-        Self::ALL.into_iter().find(|served| format!("{served:?}") == name).unwrap()
+/// Opens an image, reads the whole disk and closes the image.
+fn read(served: Served, path: &Path, log: &Path, unwritten: Unwritten) -> Vec<u8> {
+    let image = served.open(path, log, unwritten).unwrap();
+    let pool = pool_of(1);
+    let mut engine = served.engine(&image, pool.clone()).unwrap();
+    let mut disk = Vec::new();
+    for start in (0..DISK_BYTES).step_by(SLOT_BYTES) {
+        run(&mut *engine, Operation::Read(slot_at(0)), start, SLOT_BYTES).unwrap();
+        disk.extend(bytes_of(&pool, slot_at(0), SLOT_BYTES));
     }
-
-    fn format(self) -> Format {
-        if self == Self::Qcow2 { Format::Qcow2 } else { Format::Raw }
-    }
-
-    fn make(self, path: &Path, disk: &[u8]) {
-        let file = File::create(path).unwrap();
-        file.set_len(DISK_BYTES as u64).unwrap();
-        file.write_all_at(&disk[FULL], FULL.start as u64).unwrap();
-        if self == Self::Qcow2 {
-            let raw = path.with_extension("raw");
-            fs::rename(path, &raw).unwrap();
-            let names = [as_str(&raw), as_str(path)];
-            qemu_img(&[&["convert", "-q", "-O", "qcow2", "-o", "cluster_size=4k"], &names[..]].concat()).unwrap();
-        }
-    }
-
-    fn open(self, path: &Path, log: &Path, unwritten: Unwritten) -> Image {
-        // The kernel lets go of a dead process's ring a moment after its end.
-        let lock_patience = Duration::from_secs(60);
-        let mut image = Image::open(&ImageOptions { lock_patience, ..options(path, self.format()) }).unwrap();
-        image.note_changes_in(log, unwritten);
-        if let Contents::Raw(raw) = &mut image.contents {
-            // As on a disk with blocks of this size: a write of less is one of a whole block.
-            Arc::get_mut(&mut raw.target).unwrap().alignment = BLOCK_BYTES as u64;
-        }
-        image
-    }
-
-    fn engine(self, image: &Image, pool: Arc<BufferPool>) -> Box<dyn Engine> {
-        match &image.contents {
-            Contents::Raw(raw) if self == Self::RawByWorkers => {
-                image.guard(FileEngine::start(raw.target.clone(), pool).unwrap())
-            }
-            _ => image.engine(pool, 8).unwrap(),
-        }
-    }
-
-    /// All of the disk, to whoever opens it next. It is closed again.
-    fn read(self, path: &Path, log: &Path, unwritten: Unwritten) -> Vec<u8> {
-        let image = self.open(path, log, unwritten);
-        let pool = pool_of(1);
-        let mut engine = self.engine(&image, pool.clone());
-        let mut disk = Vec::new();
-        for start in (0..DISK_BYTES).step_by(SLOT_BYTES) {
-            run(&mut *engine, Operation::Read(slot_at(0)), start, SLOT_BYTES).unwrap();
-            disk.extend(bytes_of(&pool, slot_at(0), SLOT_BYTES));
-        }
-        disk
-    }
+    disk
 }
 
 const CHILD: &str = "image::tests::kills::the_child_serves_an_image";
@@ -179,13 +138,13 @@ fn the_child_serves_an_image() {
         }
     };
     rename(OPEN, QUIET, ARMED);
-    let image = served.open(Path::new("disk"), Path::new(LOG), Unwritten::Keep);
+    let image = served.open(Path::new("disk"), Path::new(LOG), Unwritten::Keep).unwrap();
     let pool = pool_of(4);
-    let mut engine = served.engine(&image, pool.clone());
+    let mut engine = served.engine(&image, pool.clone()).unwrap();
     rename(OPEN, ARMED, QUIET);
     for (step, operations) in (1..).zip(SCRIPT) {
         rename(step, QUIET, ARMED);
-        take(&mut *engine, &pool, step, operations);
+        perform(&mut *engine, &pool, step, operations);
         rename(step, ARMED, QUIET);
     }
     rename(CLOSE, QUIET, ARMED);
@@ -193,8 +152,8 @@ fn the_child_serves_an_image() {
     rename(CLOSE, ARMED, QUIET);
 }
 
-/// Says of each operation that it has ended.
-fn take(engine: &mut dyn Engine, pool: &Arc<BufferPool>, step: usize, operations: Step) {
+/// Performs a step and reports each operation that completes.
+fn perform(engine: &mut dyn Engine, pool: &Arc<BufferPool>, step: usize, operations: Step) {
     for (number, &(what, offset, bytes)) in operations.iter().enumerate() {
         let slot = slot_at(number as u16);
         let operation = match what {
@@ -225,10 +184,10 @@ fn take(engine: &mut dyn Engine, pool: &Arc<BufferPool>, step: usize, operations
 
 const ENDED: &str = "ended";
 
-/// Operations that a child said had ended.
+/// Step and number of each operation that a child reported as completed.
 fn reported(said: &[u8]) -> BTreeSet<(usize, usize)> {
     let lines = std::str::from_utf8(said).unwrap().lines();
-    // What the test harness says stands on the first one's line.
+    // The test harness may write its own text before the first report, on the same line.
     let numbers = lines.filter_map(|line| line.split_once(ENDED)?.1.trim().split_once(' '));
     numbers.map(|(step, number)| (step.parse().unwrap(), number.parse().unwrap())).collect()
 }
@@ -237,7 +196,7 @@ struct Bed {
     served: Served,
     home: TempDir,
     disks: Vec<Vec<u8>>,
-    /// The image's file at first.
+    /// The image's file before the first step.
     image: Vec<u8>,
 }
 
@@ -245,11 +204,11 @@ impl Bed {
     fn make(served: Served) -> Self {
         let (home, disks) = (folder(), disks());
         let path = home.path().join("made");
-        served.make(&path, &disks[0]);
+        make(served, &path, &disks[0]);
         Self { served, image: fs::read(&path).unwrap(), home, disks }
     }
 
-    /// Where the child's files are when it has ended.
+    /// The folder with the child's files after its end.
     fn found(&self) -> PathBuf {
         let [quiet, armed] = [QUIET, ARMED].map(|name| self.home.path().join(name));
         if armed.exists() { armed } else { quiet }
@@ -261,7 +220,7 @@ impl Bed {
         fs::create_dir(&quiet).unwrap();
         let file = File::create(quiet.join("disk")).unwrap();
         file.set_len(self.image.len() as u64).unwrap();
-        // A hole stays a hole.
+        // Holes stay holes.
         for (at, bytes) in (0..).step_by(4 * KIB).zip(self.image.chunks(4 * KIB)) {
             if bytes.iter().any(|byte| *byte != 0) {
                 file.write_all_at(bytes, at).unwrap();
@@ -285,7 +244,7 @@ impl Bed {
         strace.run_test(CHILD, &environment, injection)
     }
 
-    /// A child is killed at each call that strace sees. How many were.
+    /// Runs a child for each call that strace sees, and kills it there. Returns the number of killed children.
     fn each_call_is_the_last(&self, armed: Option<usize>, calls: &[&str], paths: &[String]) -> usize {
         let (log, paths) = (self.home.path().join("log"), paths.iter().cloned().collect());
         let strace = Strace { calls, paths: &paths, log: &log };
@@ -299,7 +258,7 @@ impl Bed {
                 let ended = self.child(armed, &strace, Some(&injection));
                 let place = format!("{:?}, stage {armed:?}, {call} {number}", self.served);
                 let is_killed = ended.status.signal() == Some(9);
-                // How often a ring is waited for, and which worker takes which operation of a step, differs from run to run.
+                // The number of waits for a ring, and which worker takes which operation, differ from run to run.
                 assert!(is_killed || ended.status.success() && number > 1, "{place}: {ended:?}");
                 self.judge(&place, &reported(&ended.stdout));
                 killed += usize::from(is_killed);
@@ -308,7 +267,7 @@ impl Bed {
         killed
     }
 
-    /// What the child left, after it said that these operations had ended.
+    /// Checks the files that the child left after it had reported these operations.
     fn judge(&self, place: &str, reported: &BTreeSet<(usize, usize)>) {
         let is_whole = |step: usize| (0..SCRIPT[step - 1].len()).all(|number| reported.contains(&(step, number)));
         let done = (1..=SCRIPT.len()).take_while(|step| is_whole(*step)).count();
@@ -322,15 +281,15 @@ impl Bed {
         let [disk, log] = ["disk", LOG].map(|name| found.join(name));
         if self.served == Served::Qcow2 {
             check_with_qemu(place, &disk);
-            // The host's next boot knows no log: the image alone counts.
+            // After a reboot of the host there is no log.
             let copy = found.join("copy");
             fs::copy(&disk, &copy).unwrap();
-            let after_boot = self.served.read(&copy, &found.join("no-tables"), Unwritten::Drop);
+            let after_boot = read(self.served, &copy, &found.join("no-tables"), Unwritten::Drop);
             let flushed = (1..=done).rev().find(|step| SCRIPT[step - 1][0].0 == What::Flush).unwrap_or(0);
             let since: Vec<_> = self.disks[flushed..=next].iter().chain([&least]).collect();
             compare(&format!("{place}, after a boot"), &after_boot, &since);
         }
-        let now = self.served.read(&disk, &log, Unwritten::Keep);
+        let now = read(self.served, &disk, &log, Unwritten::Keep);
         compare(place, &now, &[&least, &self.disks[next]]);
         if self.served == Served::Qcow2 {
             check_with_qemu(&format!("{place}, closed"), &disk);
@@ -338,7 +297,7 @@ impl Bed {
     }
 }
 
-/// Each sector is as on one of these disks.
+/// Checks that each sector is equal to that of one of these disks.
 fn compare(place: &str, found: &[u8], disks: &[&Vec<u8>]) {
     for start in (0..DISK_BYTES).step_by(SECTOR) {
         let range = start..start + SECTOR;
@@ -363,18 +322,18 @@ fn each_call_of_each_stage_is_the_last(served: Served) {
 }
 
 #[test]
-fn a_kill_at_any_call_of_io_uring_loses_nothing_that_was_reported() {
+fn kill_at_any_io_uring_call_keeps_completed_writes() {
     let killed = Bed::make(Served::RawByRing).each_call_is_the_last(None, &[RING_CALL], &[]);
     assert!(killed >= SCRIPT.len(), "{killed} calls on the ring");
     eprintln!("{:?}: {killed} kills", Served::RawByRing);
 }
 
 #[test]
-fn a_kill_at_any_call_of_the_file_engine_loses_nothing_that_was_reported() {
+fn kill_at_any_file_engine_call_keeps_completed_writes() {
     each_call_of_each_stage_is_the_last(Served::RawByWorkers);
 }
 
 #[test]
-fn a_kill_at_any_call_of_the_qcow2_engine_loses_nothing_that_was_reported() {
+fn kill_at_any_qcow2_engine_call_keeps_completed_writes() {
     each_call_of_each_stage_is_the_last(Served::Qcow2);
 }

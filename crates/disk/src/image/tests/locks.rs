@@ -30,21 +30,17 @@ impl Case {
     }
 
     fn open(&self, owner: Option<LockOwner>) -> Result<Image, ImageError> {
-        Image::open(&ImageOptions { owner, ..options(&self.path, self.format) })
+        Image::open(&ImageOptions { owner, ..options_at_once(&self.path, self.format) })
     }
 
     #[track_caller]
     fn is_in_use_by_us(&self, owner: Option<LockOwner>, who: &str) {
         let error = self.open(owner).expect_err(who).to_string();
-        assert!(error.contains(&format!("is in use by process {} (", std::process::id())), "{who}: {error}");
+        assert!(names_holder(&error, std::process::id()), "{who}: {error}");
     }
 
     fn check_survival(&self) {
-        // A process that another test is starting may hold a description for a moment.
-        let patience = Duration::from_secs(60);
-        let patient = |owner| {
-            Image::open(&ImageOptions { owner, lock_patience: patience, ..options(&self.path, self.format) }).unwrap()
-        };
+        let patient = |owner| Image::open(&ImageOptions { owner, ..options(&self.path, self.format) }).unwrap();
         let first = self.open(self.owner("web", false)).unwrap();
         let inherited = first.inheritable_locks().unwrap();
         assert_eq!(inherited.len(), 1 + usize::from(self.base.is_some()));
@@ -63,7 +59,7 @@ impl Case {
         let error = qemu_img(&["resize", "-q", "-f", format, as_str(&self.path), "2M"]).unwrap_err();
         assert!(error.contains("Is another process using the image"), "{error}");
         if let Some(base) = &self.base {
-            assert!(matches!(Image::open(&options(base, Format::Raw)), Err(ImageError::InUse { .. })));
+            assert!(matches!(Image::open(&options_at_once(base, Format::Raw)), Err(ImageError::InUse { .. })));
             Image::open(&ImageOptions { read_only: true, ..options(base, Format::Raw) }).unwrap();
         }
         // The next keeper hands its own to the next QEMU, beside the first one.
@@ -99,6 +95,6 @@ fn an_inherited_lock_is_on_the_file_that_is_open() {
     fs::write(&case.path, [0; 4096]).unwrap();
     let _inherited = image.inheritable_locks().unwrap();
     Image::open(&options(&case.path, Format::Raw)).unwrap();
-    let moved = options(&case.folder.path().join("moved"), Format::Raw);
+    let moved = options_at_once(&case.folder.path().join("moved"), Format::Raw);
     assert!(matches!(Image::open(&moved), Err(ImageError::InUse { .. })));
 }

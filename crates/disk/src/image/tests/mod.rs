@@ -19,6 +19,7 @@ mod devices;
 mod kills;
 mod locks;
 mod qcow2;
+mod served;
 
 const DISK_BYTES: usize = 8 << 20;
 
@@ -27,15 +28,15 @@ fn folder() -> TempDir {
     tempfile::tempdir_in("/var/tmp").unwrap()
 }
 
+/// Waits for the lock: another test's child may hold the file between its fork and its exec.
 fn options(path: &Path, format: Format) -> ImageOptions {
-    ImageOptions {
-        path: path.into(),
-        format,
-        read_only: false,
-        direct: true,
-        lock_patience: Duration::ZERO,
-        owner: None,
-    }
+    let lock_patience = Duration::from_secs(60);
+    ImageOptions { path: path.into(), format, read_only: false, direct: true, lock_patience, owner: None }
+}
+
+/// Does not wait for the lock.
+fn options_at_once(path: &Path, format: Format) -> ImageOptions {
+    ImageOptions { lock_patience: Duration::ZERO, ..options(path, format) }
 }
 
 fn raw_image(folder: &TempDir, bytes: u64) -> PathBuf {
@@ -119,9 +120,7 @@ fn raw_images_say_how_they_are_served() {
     drop(image);
 
     fs::File::options().write(true).open(&path).unwrap().set_len(1000).unwrap();
-    // A process that another test is starting may hold our descriptors, and the lock, for a moment.
-    let patient = ImageOptions { lock_patience: Duration::from_secs(30), ..options(&path, Format::Raw) };
-    let image = Image::open(&patient).unwrap();
+    let image = Image::open(&options(&path, Format::Raw)).unwrap();
     assert_eq!(image.bytes(), 1024);
     let told = image.describe();
     assert!(told.contains("through the page cache (the image is not a multiple of"), "{told}");
@@ -143,8 +142,7 @@ fn the_host_reads_no_more_than_the_guest_asks_for() {
     assert!(cached_pages(&raw).len() > 1, "the host does not read ahead here: nothing can be shown");
     for (image, format) in [(&raw, Format::Raw), (&top, Format::Qcow2)] {
         drop_cache(&raw);
-        let through_cache =
-            ImageOptions { direct: false, lock_patience: Duration::from_secs(30), ..options(image, format) };
+        let through_cache = ImageOptions { direct: false, ..options(image, format) };
         let image = Image::open(&through_cache).unwrap();
         let pool = pool_of(1);
         let mut engine = image.engine(pool, 4).unwrap();
@@ -189,6 +187,11 @@ fn a_last_partial_sector_is_part_of_the_disk() {
     run(&mut *engine, Operation::Read(slot_at(0)), 0, 1024).unwrap();
     let (data, rest) = bytes_of(&pool, slot_at(0), 1024).split_at(700);
     assert!(data.iter().all(|&byte| byte == 7) && rest.iter().all(|&byte| byte == 0));
+}
+
+/// Whether an error names this process as a holder of the image. Another test's child may be named too.
+fn names_holder(error: &str, pid: u32) -> bool {
+    error.contains("is in use by process") && error.contains(&format!("process {pid} ("))
 }
 
 /// Another process that holds the image until told to go.
@@ -265,12 +268,11 @@ fn writers_and_readers_of_any_maker_refuse_each_other() {
                 continue;
             }
             let holder = start(&path, holder_reads);
-            let opened = Image::open(&ImageOptions { read_only: we_read, ..options(&path, Format::Raw) });
+            let opened = Image::open(&ImageOptions { read_only: we_read, ..options_at_once(&path, Format::Raw) });
             let place = format!("{maker}, holder reads: {holder_reads}, we read: {we_read}");
             assert_eq!(opened.is_err(), refused, "{place}: {opened:?}");
             if let Err(error) = opened {
-                let process = format!("is in use by process {} (", holder.0.id());
-                assert!(error.to_string().contains(&process), "{place}: {error}");
+                assert!(names_holder(&error.to_string(), holder.0.id()), "{place}: {error}");
             }
         }
     }
@@ -285,15 +287,13 @@ fn qemu_img_refuses_an_image_that_we_hold() {
     let error = resize().unwrap_err();
     assert!(error.contains("Is another process using the image"), "{error}");
     drop(image);
-    // A process that another test is starting may hold our descriptors, and the lock, for a moment.
-    let patience = Duration::from_secs(60);
-    let options = ImageOptions { read_only: true, lock_patience: patience, ..options(&path, Format::Raw) };
+    let options = ImageOptions { read_only: true, ..options(&path, Format::Raw) };
     let reader = Image::open(&options).unwrap();
     qemu_img(&["info", "-f", "raw", as_str(&path)]).unwrap();
     let error = resize().unwrap_err();
     assert!(error.contains("Is another process using the image"), "{error}");
     drop(reader);
-    let deadline = Instant::now() + patience;
+    let deadline = Instant::now() + options.lock_patience;
     while let Err(error) = resize() {
         assert!(Instant::now() < deadline, "{error}");
     }
@@ -304,9 +304,8 @@ fn the_next_keeper_waits_for_a_dying_one() {
     let folder = folder();
     let path = raw_image(&folder, 1 << 20);
     let mut holder = Holder::hearth(&path, false);
-    let patient = ImageOptions { lock_patience: Duration::from_secs(60), ..options(&path, Format::Raw) };
     std::thread::scope(|scope| {
-        let next = scope.spawn(|| Image::open(&patient).map(drop));
+        let next = scope.spawn(|| Image::open(&options(&path, Format::Raw)).map(drop));
         holder.kill();
         next.join().unwrap().unwrap();
     });
@@ -319,9 +318,8 @@ fn the_lock_lives_as_long_as_the_last_engine() {
     let image = Image::open(&options(&path, Format::Raw)).unwrap();
     let engine = image.engine(pool_of(1), 4).unwrap();
     drop(image);
-    assert!(matches!(Image::open(&options(&path, Format::Raw)), Err(ImageError::InUse { .. })));
+    assert!(matches!(Image::open(&options_at_once(&path, Format::Raw)), Err(ImageError::InUse { .. })));
     drop(engine);
     // The kernel lets go of a ring's registered file a moment after the ring is closed.
-    let patient = ImageOptions { lock_patience: Duration::from_secs(60), ..options(&path, Format::Raw) };
-    Image::open(&patient).unwrap();
+    Image::open(&options(&path, Format::Raw)).unwrap();
 }
