@@ -140,9 +140,15 @@ impl Process {
 
     /// Ends the process at once. Fine if it has ended.
     pub fn kill(&self) {
-        match pidfd_send_signal(&*self.pidfd, Signal::KILL) {
+        self.killer()();
+    }
+
+    /// Does what `kill` does, from any thread.
+    pub fn killer(&self) -> impl Fn() + Send + Sync + use<> {
+        let (pidfd, pid) = (self.pidfd.clone(), self.id.pid);
+        move || match pidfd_send_signal(&*pidfd, Signal::KILL) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => {}
-            Err(error) => tracing::error!(pid = self.id.pid, %error, "QEMU cannot be killed"),
+            Err(error) => tracing::error!(pid, %error, "QEMU cannot be killed"),
         }
     }
 

@@ -133,6 +133,14 @@ struct Room {
     found: u64,
 }
 
+/// A reason why pages cannot be brought now.
+#[derive(Clone, Debug)]
+pub struct Trouble {
+    pub why: String,
+    /// True if only a repair of the snapshot helps. Otherwise it may pass by itself.
+    pub is_damage: bool,
+}
+
 /// Why a chunk cannot be brought now.
 struct Stuck {
     why: String,
@@ -164,7 +172,7 @@ pub struct LazyRam {
     /// Chunks that cannot be brought now, and why.
     stuck: Mutex<BTreeMap<u32, Stuck>>,
     room: Mutex<Room>,
-    tell: Box<dyn Fn(String) + Send + Sync>,
+    tell: Box<dyn Fn(Trouble) + Send + Sync>,
     stopped: AtomicBool,
     /// Nothing is missing: who finds its memory not registered any more is right to go on.
     finished: AtomicBool,
@@ -180,7 +188,7 @@ impl LazyRam {
         userfault: &Userfault,
         prefetched: Option<&PageReader>,
         tracing: bool,
-        tell: impl Fn(String) + Send + Sync + 'static,
+        tell: impl Fn(Trouble) + Send + Sync + 'static,
     ) -> Result<Self, RestoreError> {
         let supplied = SuppliedRam::register(userfault, ram)?;
         let is_zeroes = |page: u64| {
@@ -198,7 +206,7 @@ impl LazyRam {
         snapshot: Arc<Snapshot>,
         ram: &RamFile,
         userfault: &Userfault,
-        tell: impl Fn(String) + Send + Sync + 'static,
+        tell: impl Fn(Trouble) + Send + Sync + 'static,
     ) -> Result<Option<Self>, RestoreError> {
         let Some(supplied) = SuppliedRam::resume(userfault, ram)? else { return Ok(None) };
         Ok(Some(Self::new(supplied, snapshot, ram, false, Box::new(tell))?))
@@ -209,7 +217,7 @@ impl LazyRam {
         snapshot: Arc<Snapshot>,
         ram: &RamFile,
         tracing: bool,
-        tell: Box<dyn Fn(String) + Send + Sync>,
+        tell: Box<dyn Fn(Trouble) + Send + Sync>,
     ) -> Result<Self, MemoryError> {
         let stored = snapshot.ram.pages().len() as u64;
         snapshot.ram.expect_random();
@@ -300,7 +308,7 @@ impl LazyRam {
             Some(why) if room.lacks.is_none() && room.found == found_before => {
                 room.lacks = Some(why.clone());
                 drop(room);
-                (self.tell)(why);
+                (self.tell)(Trouble { why, is_damage: false });
             }
             Some(_) => {}
         }
@@ -319,7 +327,7 @@ impl LazyRam {
                 // Another reason is news: a file was put in its place, and it is not the one.
                 let is_new = before.is_none_or(|before| before.why != why);
                 if is_new && !is_told && stuck.len() <= TOLD_MAX {
-                    (self.tell)(why);
+                    (self.tell)(Trouble { why, is_damage: !away });
                 }
             }
         }

@@ -106,6 +106,7 @@ fn a_restore_from_damage_alone_names_it_leaves_nothing_and_works_once_that_is_me
     let clone = vm.restore(&snapshot, "from-damage", &["--lazy"])?;
     assert_eq!(clone.wait_keeper_end()?.code(), Some(1), "{}", clone.keeper_log());
     assert!(clone.keeper_log().contains("are damaged"), "{}", clone.keeper_log());
+    assert!(!clone.keeper_log().contains("no answer within"), "a hanging QEMU was waited for: {}", clone.keeper_log());
     assert!(processes::mentioning(clone.memory_folder()).is_empty(), "a QEMU without a keeper");
     image.write_all_at(&whole, 0).expect("it can be written");
     clone.restart_keeper()?;

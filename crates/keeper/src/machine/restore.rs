@@ -15,6 +15,7 @@ mod trace;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
@@ -26,7 +27,7 @@ use hearth_memory::faults::Userfault;
 use hearth_memory::faults::admission::AdmissionError;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::{QemuIdentity, RestoreNote};
-use hearth_recovery::lazy_restore::{LazyRam, Mode, Order, RestoreError, Step};
+use hearth_recovery::lazy_restore::{LazyRam, Mode, Order, RestoreError, Step, Trouble};
 use hearth_recovery::snapshot::state::{self, StateError};
 use hearth_recovery::snapshot::{Snapshot, SnapshotError};
 
@@ -78,7 +79,7 @@ pub enum RestoreFailure {
     #[error("cannot serve page faults: {why}; use `hearth restore --eager`, which needs none")]
     Userfault { why: String },
     #[error("cannot read guest memory that QEMU needs: {what}; repair the snapshot and run it again")]
-    Damaged { what: String, source: Box<RestoreFailure> },
+    Damaged { what: String, source: Option<Box<RestoreFailure>> },
     #[error("QEMU's last message: {}", .last_words.as_deref().unwrap_or("(none)"))]
     State { last_words: Option<String>, source: StateError },
     #[error(transparent)]
@@ -208,10 +209,15 @@ impl Machine {
 
     /// QEMU itself waits for pages while it lets a guest in or run, and then says nothing: what it waits for is the cause.
     fn with_damage(&self, failure: RestoreFailure) -> RestoreFailure {
-        match self.restore_status().map(|status| status.waits).unwrap_or_default() {
-            waits if waits.is_empty() => failure,
-            waits => RestoreFailure::Damaged { what: waits.join("; "), source: Box::new(failure) },
+        match self.unreadable() {
+            what if what.is_empty() || matches!(failure, RestoreFailure::Damaged { .. }) => failure,
+            what => RestoreFailure::Damaged { what, source: Some(Box::new(failure)) },
         }
+    }
+
+    /// Why pages cannot be brought now; empty if there is no reason.
+    fn unreadable(&self) -> String {
+        self.restore_status().map(|status| status.waits.join("; ")).unwrap_or_default()
     }
 
     /// The guest did not come to run, and its QEMU has ended. If it has changed nothing on its disks it can be begun with again.
@@ -285,13 +291,21 @@ impl Machine {
         generation: &Generation,
         began: Instant,
     ) -> Result<(), RestoreFailure> {
+        // The guest does not run yet, so only QEMU itself touches memory. At a damaged page it would hang, and its QMP with it.
+        let is_over = Arc::new(AtomicBool::new(false));
         let lazy = match order.mode {
             Mode::Eager => None,
             Mode::Lazy | Mode::WorkingSet => {
                 let userfault =
                     generation.userfault().map_err(|why| RestoreFailure::Userfault { why: why.to_owned() })?;
-                let teller = self.teller(generation.number);
-                let tell = move |why| teller.say(RestoreMessage::Waits { why });
+                let (teller, is_over) = (self.teller(generation.number), is_over.clone());
+                let end = generation.process.killer();
+                let tell = move |Trouble { why, is_damage }| {
+                    if is_damage && !is_over.swap(true, Relaxed) {
+                        end();
+                    }
+                    teller.say(RestoreMessage::Waits { why });
+                };
                 let (tracing, prefetched) = (order.trace.is_some(), ahead(&snapshot, order.mode));
                 let (of, ram) = (snapshot.clone(), &incarnation.ram);
                 Some(LazyRam::register(of, ram, userfault, prefetched, tracing, tell)?)
@@ -302,7 +316,12 @@ impl Machine {
         self.serve_faults(restoring, generation.number)?;
         // One that did not ask would see zeroes where memory is missing, and leave them there.
         self.try_gate_disks()?;
-        state::give(&generation.qmp, &snapshot.state, STATE_PATIENCE).map_err(|source| {
+        let given = state::give(&generation.qmp, &snapshot.state, STATE_PATIENCE);
+        let met_damage = is_over.swap(true, Relaxed);
+        given.map_err(|source| {
+            if met_damage {
+                return RestoreFailure::Damaged { what: self.unreadable(), source: None };
+            }
             // One that refuses the state ends, and says why first.
             generation.process.ends_within(Duration::from_secs(1));
             RestoreFailure::State { last_words: generation.process.last_words(), source }
@@ -409,7 +428,7 @@ impl Machine {
         let userfault = userfault.map_err(|error| failed(no_userfault(crate::chain(&error))))?;
         let snapshot = self.open_snapshot(&note.snapshot, note.seal.as_deref()).map_err(&failed)?;
         let (teller, pages) = (self.teller(identity.generation), snapshot.ram.pages().len() as u64);
-        let tell = move |why| teller.say(RestoreMessage::Waits { why });
+        let tell = move |Trouble { why, .. }| teller.say(RestoreMessage::Waits { why });
         let lazy = LazyRam::resume(Arc::new(snapshot), &incarnation.ram, &userfault, tell);
         let lazy = lazy.map_err(|error| failed(error.into()))?;
         let restoring = Restoring::new(&note.snapshot, note.mode, Instant::now(), pages, lazy);

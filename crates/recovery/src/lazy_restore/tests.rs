@@ -240,7 +240,7 @@ fn who_touches_a_damaged_page_waits_until_the_image_is_mended() {
     let whole = fs::read(&path).unwrap();
     let told = Arc::new(Mutex::new(Vec::new()));
     let heard = told.clone();
-    let tell = move |why| lock(&heard).push(why);
+    let tell = move |trouble| lock(&heard).push(trouble);
     let lazy = LazyRam::register(stand.snapshot(), &stand.ram, &stand.userfault, None, false, tell).unwrap();
     let image = File::options().write(true).open(&path).unwrap();
     // The second chunk: pages 26 to 41.
@@ -266,7 +266,8 @@ fn who_touches_a_damaged_page_waits_until_the_image_is_mended() {
     });
     let told = lock(&told);
     assert_eq!(told.len(), 1, "told once: {told:?}");
-    assert!(told[0].contains("pages 26 to 41 of the guest's memory are damaged"), "{told:?}");
+    assert!(told[0].why.contains("pages 26 to 41 of the guest's memory are damaged"), "{told:?}");
+    assert!(told[0].is_damage);
 }
 
 #[test]
@@ -277,7 +278,7 @@ fn an_image_that_is_put_back_as_another_file_is_taken_up_and_another_snapshots_i
     save_of(&other, |page| !(page as u8));
     let told = Arc::new(Mutex::new(Vec::new()));
     let heard = told.clone();
-    let tell = move |why| lock(&heard).push(why);
+    let tell = move |trouble| lock(&heard).push(trouble);
     let lazy = LazyRam::register(stand.snapshot(), &stand.ram, &stand.userfault, None, false, tell).unwrap();
     let image = File::options().write(true).open(&path).unwrap();
     image.write_all_at(&[0xee], 4096 + 16 * PAGE_BYTES + 9).unwrap();
@@ -300,7 +301,7 @@ fn an_image_that_is_put_back_as_another_file_is_taken_up_and_another_snapshots_i
     });
     let told = lock(&told);
     assert_eq!(told.len(), 2, "once for each reason: {told:?}");
-    assert!(told[0].contains("their checksum is wrong"), "{told:?}");
+    assert!(told[0].why.contains("their checksum is wrong"), "{told:?}");
 }
 
 #[test]
@@ -377,7 +378,7 @@ fn a_guest_whose_memory_has_no_room_waits_until_there_is_some() {
     let Some((small, stand)) = Small::stand() else { return };
     let told = Arc::new(Mutex::new(Vec::new()));
     let heard = told.clone();
-    let tell = move |why| lock(&heard).push(why);
+    let tell = move |trouble| lock(&heard).push(trouble);
     let lazy = LazyRam::register(stand.snapshot(), &stand.ram, &stand.userfault, None, false, tell).unwrap();
     served(&lazy, || {
         assert!(!lazy.fill(|_, _| 0).unwrap(), "there is room for 64 pages, and 80 are stored");
@@ -396,7 +397,8 @@ fn a_guest_whose_memory_has_no_room_waits_until_there_is_some() {
         assert!(lazy.fill(|_, _| 0).unwrap());
         assert_eq!(lazy.stuck(), Vec::<String>::new());
     });
-    assert_eq!(lock(&told).len(), 1);
+    let told = lock(&told);
+    assert!(told.len() == 1 && !told[0].is_damage, "{told:?}");
 }
 
 #[test]
