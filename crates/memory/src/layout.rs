@@ -1,22 +1,22 @@
-//! Layout: how QEMU spreads the one RAM file over guest-physical addresses.
+//! Layout: how QEMU maps the one RAM file to guest-physical addresses.
 //!
 //! ```text
 //! file    |0 ............ low_bytes|low_bytes ............ ram_bytes|
 //! guest   |0 ............ low_bytes|  hole (PCI)  |4 GiB ......... |
 //! ```
-//! The split follows QEMU's hw/i386/pc_q35.c. QEMU moves the upper part to 1 TiB for AMD guests of about 1000 GiB and
-//! more (HyperTransport hole); such a machine is out of what `q35` describes.
+//! The split follows QEMU's hw/i386/pc_q35.c. For AMD guests of about 1000 GiB and more, QEMU moves the upper part to 1
+//! TiB (HyperTransport hole); `q35` does not describe such machines.
 
 use std::ops::Range;
 
 use crate::{FileOffset, GuestPhysicalAddress};
 
 const FOUR_GIB: u64 = 1 << 32;
-/// pc_q35.c: the MMCONFIG window starts here, and RAM that does not fit below gets a rounder 2 GiB split instead.
+/// pc_q35.c: start of the MMCONFIG window. RAM of this size or more is split at 2 GiB instead.
 const Q35_LOW_LIMIT: u64 = 0xb000_0000;
 const Q35_LOW_WHEN_SPLIT: u64 = 0x8000_0000;
 
-/// The map between guest-physical addresses and offsets in the RAM file, for one RAM size.
+/// Converts between guest-physical addresses and offsets in the RAM file, for one RAM size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     low_bytes: u64,
@@ -24,19 +24,20 @@ pub struct Layout {
 }
 
 impl Layout {
+    /// Layout of QEMU's q35 machine with `ram_bytes` of RAM.
     pub fn q35(ram_bytes: u64) -> Self {
         let low_bytes = if ram_bytes >= Q35_LOW_LIMIT { Q35_LOW_WHEN_SPLIT } else { ram_bytes };
         Self { low_bytes, ram_bytes }
     }
 
-    /// What of the guest's addresses is RAM, ascending. Empty ranges do not occur.
+    /// The guest-physical ranges that are RAM, in ascending order and never empty.
     pub fn ranges(&self) -> Vec<Range<GuestPhysicalAddress>> {
         let low = GuestPhysicalAddress(0)..GuestPhysicalAddress(self.low_bytes);
         let high = GuestPhysicalAddress(FOUR_GIB)..GuestPhysicalAddress(FOUR_GIB + self.ram_bytes - self.low_bytes);
         [low, high].into_iter().filter(|range| range.start < range.end).collect()
     }
 
-    /// None for holes, devices and addresses past the end of RAM.
+    /// Offset in the RAM file. None for holes, devices and addresses past the end of RAM.
     pub fn offset_of(&self, address: GuestPhysicalAddress) -> Option<FileOffset> {
         if address.0 < self.low_bytes {
             return Some(FileOffset(address.0));
@@ -45,7 +46,7 @@ impl Layout {
         (above < self.ram_bytes - self.low_bytes).then_some(FileOffset(self.low_bytes + above))
     }
 
-    /// None past the end of the file.
+    /// Guest-physical address. None past the end of the file.
     pub fn address_of(&self, offset: FileOffset) -> Option<GuestPhysicalAddress> {
         if offset.0 >= self.ram_bytes {
             return None;
@@ -73,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn small_ram_lies_flat() {
+    fn small_ram_is_contiguous() {
         check(512 * MIB, 0, Some(0));
         check(512 * MIB, 512 * MIB - 1, Some(512 * MIB - 1));
         check(512 * MIB, 512 * MIB, None);
@@ -82,13 +83,13 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_flat_ram_ends_below_mmconfig() {
+    fn largest_contiguous_ram_ends_below_mmconfig() {
         check(0xb000_0000 - 4096, 0xb000_0000 - 4097, Some(0xb000_0000 - 4097));
         check(0xb000_0000 - 4096, 4 * GIB, None);
     }
 
     #[test]
-    fn ram_from_2816_mib_is_split_at_2_gib() {
+    fn ram_of_2816_mib_splits_at_2_gib() {
         check(0xb000_0000, 2 * GIB - 1, Some(2 * GIB - 1));
         check(0xb000_0000, 2 * GIB, None);
         check(0xb000_0000, 4 * GIB - 1, None);
@@ -98,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ranges_are_what_has_an_offset() {
+    fn ranges_list_all_ram() {
         let bytes =
             |ram_bytes| Layout::q35(ram_bytes).ranges().iter().map(|r| (r.start.0, r.end.0)).collect::<Vec<_>>();
         assert_eq!(bytes(512 * MIB), [(0, 512 * MIB)]);

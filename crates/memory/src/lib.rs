@@ -1,9 +1,10 @@
-//! Memory: guest RAM as files of the host that outlive both QEMU and the keeper.
+//! Memory: guest RAM in files of the host that outlive both QEMU and the keeper.
 //!
-//! create -> QEMU maps it (share=on) -> measure residency -> QEMU dies -> view its pages -> release them -> remove
+//! create -> QEMU maps the file (share=on) -> measure residency -> QEMU dies -> view its pages -> release them ->
+//! remove
 //!
-//! A file and not anonymous memory, because what a dead guest leaves behind is the point of it all. Nothing here knows
-//! what the pages mean: that is the ledger's and the ember's business.
+//! RAM is in files and not in anonymous memory, because Hearth reuses the memory of dead guests. This crate does not
+//! know what the pages mean: that is the job of the ledger and the ember.
 
 mod address;
 pub mod faults;
@@ -19,5 +20,5 @@ pub use ram::{MemoryError, RamFile};
 pub use replace::{Lasting, fresh_file, replace_file, sync_folder_of};
 pub use view::RamView;
 
-/// The page of x86, and the unit in which RAM is kept, tagged and released.
+/// Page size of x86 in bytes, and the unit in which RAM is kept, tagged and released.
 pub const PAGE_BYTES: u64 = 4096;

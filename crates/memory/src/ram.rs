@@ -1,7 +1,7 @@
 //! RamFile: the RAM of one incarnation.
 //!
-//! Sparse: what the guest has not touched costs nothing, and what was punched is given back to the host at once. How much
-//! it holds is read from the file itself (`st_blocks`), so no count of ours can drift from the truth.
+//! The file is sparse: untouched memory costs nothing, and a punched hole returns to the host at once. Its size in host
+//! memory comes from the file itself (`st_blocks`), so no counter of Hearth can be wrong.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -14,10 +14,10 @@ use rustix::io::Errno;
 
 use crate::{FileOffset, PAGE_BYTES, RamView};
 
-/// `st_blocks` counts in these, whatever the file system's own block size.
+/// Unit of `st_blocks` in bytes, independent of the file system's block size.
 const STAT_BLOCK_BYTES: u64 = 512;
 
-/// An open RAM file. Dropping it leaves the file where it is: it is meant to outlive its keeper.
+/// An open RAM file. Dropping it keeps the file, which must outlive its keeper.
 #[derive(Debug)]
 pub struct RamFile {
     file: File,
@@ -26,6 +26,7 @@ pub struct RamFile {
     identity: (u64, u64),
 }
 
+/// Errors of RAM files; each names the file.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
     #[error("{path}: cannot be created as RAM file")]
@@ -51,7 +52,7 @@ pub enum MemoryError {
 }
 
 impl RamFile {
-    /// A new, empty file that only its owner can read. It must not exist yet: an old one could be somebody's RAM.
+    /// Creates an empty file with mode 0600. Fails if the path exists: an old file may be another guest's RAM.
     pub fn create(path: &Path, bytes: u64) -> Result<Self, MemoryError> {
         check_size(path, bytes)?;
         let failed = |source| MemoryError::Create { path: path.to_owned(), source };
@@ -64,14 +65,14 @@ impl RamFile {
             .open(path)
             .map_err(failed)?;
         if let Err(source) = file.set_len(bytes) {
-            // It is ours, empty and useless; the error that matters is the first.
+            // The new file is empty and useless; the first error is the one to report.
             let _ = fs::remove_file(path);
             return Err(failed(source));
         }
         Self::wrap(file, path)
     }
 
-    /// A file that a dead keeper left behind.
+    /// Opens a file that a dead keeper left behind.
     pub fn open(path: &Path) -> Result<Self, MemoryError> {
         let failed = |source| MemoryError::Open { path: path.to_owned(), source };
         let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path);
@@ -84,31 +85,34 @@ impl RamFile {
         Ok(Self { file, path: path.to_owned(), bytes: metadata.len(), identity: (metadata.dev(), metadata.ino()) })
     }
 
+    /// Path under which the file was created or opened.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
+    /// Size of the RAM in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
+    /// Size of the RAM in pages.
     pub fn pages(&self) -> u64 {
         self.bytes / PAGE_BYTES
     }
 
-    /// Device and inode: how a file is recognised in another process's maps or behind a descriptor it sent.
+    /// Device and inode, which identify the file in another process's mappings and behind a received descriptor.
     pub fn identity(&self) -> (u64, u64) {
         self.identity
     }
 
-    /// Host memory that the file holds now.
+    /// Host memory that the file holds now, in bytes.
     pub fn residency_bytes(&self) -> Result<u64, MemoryError> {
         let measured = self.file.metadata().map_err(|source| self.unmeasured(source))?;
         Ok(measured.blocks() * STAT_BLOCK_BYTES)
     }
 
-    /// Gives pages back to the host; they read as zeroes from now on. On a file system with huge pages only whole ones
-    /// are given back, parts of one are zeroed and stay.
+    /// Returns pages to the host; they read as zeroes from now on. On a file system with huge pages, only whole huge
+    /// pages return to the host; the rest is zeroed and stays.
     pub fn release(&self, pages: Range<u64>) -> Result<(), MemoryError> {
         if pages.is_empty() {
             return Ok(());
@@ -125,8 +129,8 @@ impl RamFile {
         })
     }
 
-    /// Releases single pages, given in ascending order, in runs as long as can be had: punching 2 MiB at once is 6 times
-    /// faster than page by page. Returns how many pages were released.
+    /// Releases pages, given in ascending order, in the longest possible runs: punching 2 MiB at once is 6 times faster
+    /// than page by page. Returns the number of pages released.
     pub fn release_pages(&self, sorted: impl Iterator<Item = u64>) -> Result<u64, MemoryError> {
         let mut released = 0;
         let mut run = 0..0;
@@ -143,7 +147,7 @@ impl RamFile {
         Ok(released + run.end - run.start)
     }
 
-    /// The pages that hold memory, as ascending runs.
+    /// The pages that hold memory, as ascending runs of page numbers.
     pub fn resident_ranges(&self) -> Result<Vec<Range<u64>>, MemoryError> {
         let mut ranges = Vec::new();
         let mut offset = 0;
@@ -160,8 +164,8 @@ impl RamFile {
         Ok(ranges)
     }
 
-    /// Copies bytes out. Unlike a look through a `RamView`, this costs no memory where the file has holes: they read as
-    /// zeroes and stay holes. Right also for pages that are being released by another thread.
+    /// Reads bytes from the file. Unlike a read through a `RamView`, this fills no holes: they read as zeroes and stay
+    /// holes. Safe while another thread releases the pages.
     pub fn read(&self, offset: FileOffset, into: &mut [u8]) -> Result<(), MemoryError> {
         self.file.read_exact_at(into, offset.0).map_err(|source| MemoryError::Read {
             path: self.path.clone(),
@@ -181,13 +185,13 @@ impl RamFile {
         })
     }
 
-    /// A read-only look at the file. It stays valid when the file is removed.
+    /// Maps the file read-only. The mapping stays valid when the file is removed.
     pub fn map(&self) -> Result<RamView, MemoryError> {
         RamView::of(&self.file, self.bytes)
             .map_err(|errno| MemoryError::Map { path: self.path.clone(), source: errno.into() })
     }
 
-    /// Removes the file. Its memory goes when the last process that has it mapped does.
+    /// Removes the file. Its memory is freed when the last process unmaps it.
     pub fn remove(self) -> Result<(), MemoryError> {
         fs::remove_file(&self.path).map_err(|source| MemoryError::Remove { path: self.path.clone(), source })
     }
@@ -213,7 +217,7 @@ mod tests {
 
     const PAGES: u64 = 1024;
 
-    /// Real tmpfs: `/dev/shm` is one on every Linux system, `/tmp` is not.
+    /// A folder on tmpfs: `/dev/shm` is tmpfs on every Linux system, `/tmp` may not be.
     fn folder() -> tempfile::TempDir {
         tempfile::tempdir_in("/dev/shm").unwrap()
     }
@@ -233,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn untouched_ram_holds_no_memory_and_belongs_to_its_owner_only() {
+    fn untouched_ram_uses_no_memory_and_is_private() {
         let folder = folder();
         let ram = ram(&folder);
         assert_eq!(ram.residency_bytes().unwrap(), 0);
@@ -255,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn single_pages_are_released_in_runs_and_counted_once() {
+    fn pages_are_released_in_runs_and_counted_once() {
         let folder = folder();
         let ram = ram(&folder);
         touch(&ram, 0..8);
@@ -266,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn a_view_shows_the_page_as_it_is_now_and_outlives_the_file() {
+    fn view_shows_current_pages_and_outlives_file() {
         let folder = folder();
         let ram = ram(&folder);
         touch(&ram, 3..5);
@@ -284,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn reading_leaves_holes_as_they_are() {
+    fn reading_fills_no_holes() {
         let folder = folder();
         let ram = ram(&folder);
         touch(&ram, 3..4);
@@ -303,13 +307,13 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "page 1024 of 1024")]
-    fn a_view_ends_with_the_ram() {
+    fn view_panics_past_end_of_ram() {
         let folder = folder();
         ram(&folder).map().unwrap().copy_page(PAGES, &mut [0; PAGE_BYTES as usize]);
     }
 
     #[test]
-    fn a_file_left_by_a_dead_keeper_is_the_same_file() {
+    fn reopened_file_keeps_identity_and_contents() {
         let folder = folder();
         let first = ram(&folder);
         touch(&first, 7..8);
@@ -319,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn ram_that_exists_is_never_taken_for_new() {
+    fn create_refuses_existing_file() {
         let folder = folder();
         let first = ram(&folder);
         touch(&first, 0..1);
@@ -329,21 +333,21 @@ mod tests {
     }
 
     #[test]
-    fn absurd_sizes_are_refused_and_leave_no_file() {
+    fn invalid_sizes_are_refused_and_leave_no_file() {
         let folder = folder();
         let path = folder.path().join("ram-1");
         for bytes in [0, 4095, PAGE_BYTES + 1] {
             let refusal = RamFile::create(&path, bytes).unwrap_err().to_string();
             assert!(refusal.contains(&format!("{bytes} bytes are no size for RAM")), "{refusal}");
         }
-        // Larger than any file may be: the error comes from the host.
+        // Larger than the largest possible file: the host reports the error.
         let refusal = RamFile::create(&path, u64::MAX - PAGE_BYTES + 1).unwrap_err().to_string();
         assert!(refusal.contains("cannot be created"), "{refusal}");
         assert!(!path.exists());
     }
 
     #[test]
-    fn a_damaged_file_is_refused() {
+    fn damaged_or_missing_file_is_refused() {
         let folder = folder();
         let path = folder.path().join("ram-1");
         fs::write(&path, b"torn").unwrap();
@@ -354,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_symbolic_link_is_not_followed() {
+    fn symlink_is_not_followed() {
         let folder = folder();
         let target = ram(&folder);
         let link = folder.path().join("ram-2");
@@ -373,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_gone_already_cannot_be_removed_twice() {
+    fn missing_file_cannot_be_removed() {
         let folder = folder();
         let ram = ram(&folder);
         let again = RamFile::open(ram.path()).unwrap();

@@ -1,30 +1,30 @@
-//! A small file that takes the place of another one, whole or not at all.
+//! Replacing a file with a complete new one, or not at all.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// What a new file is to outlive.
+/// What a new file must survive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lasting {
-    /// This process. Waits for no disk.
+    /// The end of this process. Does not wait for the disk.
     Process,
-    /// A power cut: its content is on the disk before it has its name, and its name before this returns.
+    /// A power cut: the content is on the disk before the rename, and the name is on the disk before the call returns.
     PowerCut,
 }
 
-/// What a file is called until it is whole.
+/// Temporary name of a file until it is complete: `NAME.new`.
 pub fn fresh_file(path: &Path) -> PathBuf {
     let mut fresh = path.as_os_str().to_owned();
     fresh.push(".new");
     fresh.into()
 }
 
-/// Makes the file under another name in its folder (`NAME.new`), lets `write` fill it, and gives it its name. Only its owner
-/// may read it.
+/// Creates `NAME.new` in the file's folder with mode 0600, lets `write` fill it, and renames it to `NAME`.
 ///
-/// After an error nothing new is in the folder, but for a file that has its name and could not be made to last.
+/// If this fails, the temporary file is removed. Only if the last sync of the folder fails, the file has its new name
+/// already.
 pub fn replace_file<T>(path: &Path, lasting: Lasting, write: impl FnOnce(&mut File) -> io::Result<T>) -> io::Result<T> {
     let fresh = fresh_file(path);
     let mut file = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(&fresh)?;
@@ -43,7 +43,7 @@ pub fn replace_file<T>(path: &Path, lasting: Lasting, write: impl FnOnce(&mut Fi
     Ok(written)
 }
 
-/// Makes the names in the folder of this file last.
+/// Syncs the folder of this file, so that its names survive a power cut.
 pub fn sync_folder_of(path: &Path) -> io::Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     File::open(folder)?.sync_all()

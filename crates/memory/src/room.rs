@@ -1,8 +1,8 @@
-//! Room: how much guest RAM a folder and its host can still hold.
+//! Room: the space for guest RAM in a folder and on its host.
 //!
-//! tmpfs has a limit of its own (half of the host's memory unless said otherwise), and a guest that runs into it gets its
-//! QEMU killed by SIGBUS. tmpfs also promises more than the host may have. So both are asked before a machine starts, and
-//! a refusal names the one that is short and what to do about it.
+//! tmpfs has a size limit (half of the host's memory by default), and a guest that exceeds it gets its QEMU killed by
+//! SIGBUS. tmpfs may also promise more than the host has. So both limits are checked before a machine starts, and a
+//! refusal names the limit and the remedy.
 
 use std::fs::{self, File};
 use std::io;
@@ -14,30 +14,33 @@ const TMPFS_MAGIC: u64 = 0x0102_1994;
 const RAMFS_MAGIC: u64 = 0x8584_58f6;
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 
-/// What a folder's file system keeps its files in.
+/// Kind of a file system, by where it keeps its files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileSystemKind {
-    /// Host memory, up to the file system's own size.
+    /// Host memory, up to the size of the file system.
     Tmpfs,
-    /// Host memory without a limit.
+    /// Host memory, without a limit.
     Ramfs,
-    /// Huge pages reserved by the host.
+    /// Huge pages that the host has reserved; the size of one in bytes.
     Hugetlbfs { huge_page_bytes: u64 },
-    /// Persistent or reserved memory, mapped without a page cache.
+    /// Persistent or reserved memory, mapped without the page cache.
     Dax,
-    /// A disk or a network: guest RAM there would be written back all the time.
+    /// A disk or a network, which would write guest RAM back all the time; `magic` is the `f_type` of statfs(2).
     Other { magic: u64 },
 }
 
-/// What a folder can still hold.
+/// Free space of a folder's file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
+    /// Kind of the file system.
     pub kind: FileSystemKind,
-    /// The file system's own word; None if it has no limit.
+    /// Free space in bytes as the file system reports it. None if it has no limit.
     pub free_bytes: Option<u64>,
+    /// Size in bytes. None if the file system has no limit.
     pub total_bytes: Option<u64>,
 }
 
+/// Reasons why a folder or host cannot hold a machine, or why that is unknown.
 #[derive(Debug, thiserror::Error)]
 pub enum RoomError {
     #[error("{folder}: cannot be asked for its free space")]
@@ -57,30 +60,31 @@ pub enum RoomError {
     MoreThanHost { wanted_mib: u64, total_mib: u64 },
 }
 
-/// What a machine takes.
+/// Memory that a machine needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Needs {
-    /// Files in its memory folder.
+    /// Size of the files in its memory folder, in bytes.
     pub folder_bytes: u64,
-    /// The keeper's own memory.
+    /// Memory of the keeper itself, in bytes.
     pub keeper_bytes: u64,
 }
 
-/// What the host has.
+/// Memory of the host, from /proc/meminfo.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostMemory {
+    /// MemTotal, in bytes.
     pub total_bytes: u64,
-    /// What it can hand out without swapping, by its own estimate.
+    /// MemAvailable, in bytes: the kernel's estimate of what it can hand out without swapping.
     pub available_bytes: u64,
 }
 
 impl FileSystemKind {
-    /// Its files take the memory that `host_available_bytes` counts.
+    /// Whether its files use the memory that `HostMemory` counts.
     pub fn is_host_memory(self) -> bool {
         matches!(self, Self::Tmpfs | Self::Ramfs)
     }
 
-    /// Of one that is too small, on a host that has the memory.
+    /// Advice for a folder of this kind that is too small, on a host that has enough memory.
     pub fn remedy(self) -> &'static str {
         match self {
             Self::Tmpfs | Self::Ramfs => "enlarge that tmpfs (mount -o remount,size=...) or choose another folder",
@@ -91,6 +95,7 @@ impl FileSystemKind {
 }
 
 impl Room {
+    /// Reads the free space of a folder's file system.
     pub fn of(folder: &Path) -> Result<Self, RoomError> {
         let failed = |errno: rustix::io::Errno| RoomError::Folder { folder: folder.to_owned(), source: errno.into() };
         let told = statfs(folder).map_err(failed)?;
@@ -99,7 +104,7 @@ impl Room {
 
     fn from_statfs(told: &StatFs, dax: bool) -> Self {
         let block_bytes = told.f_bsize as u64;
-        // The kernel's type is signed; the magic numbers are not.
+        // The kernel's type is signed; the magic numbers are unsigned.
         let kind = match u64::from(told.f_type as u32) {
             TMPFS_MAGIC => FileSystemKind::Tmpfs,
             RAMFS_MAGIC => FileSystemKind::Ramfs,
@@ -107,7 +112,7 @@ impl Room {
             _ if dax => FileSystemKind::Dax,
             magic => FileSystemKind::Other { magic },
         };
-        // Memory file systems without a limit say 0 blocks in all.
+        // A memory file system without a limit reports 0 blocks in total.
         let limited = told.f_blocks != 0;
         Self {
             kind,
@@ -118,20 +123,20 @@ impl Room {
 }
 
 impl Needs {
-    /// How much of it the host has to have, where the folder is of this kind.
+    /// Host memory that the machine needs with a folder of this kind, in bytes.
     pub fn host_bytes(self, kind: FileSystemKind) -> u64 {
         self.keeper_bytes + if kind.is_host_memory() { self.folder_bytes } else { 0 }
     }
 }
 
-/// Refuses what the host or the folder cannot hold. Returns what the folder is, for the log.
+/// Fails if the host or the folder has too little space. Returns the folder's space for the log.
 pub fn must_hold(folder: &Path, needs: Needs) -> Result<Room, RoomError> {
     let room = Room::of(folder)?;
     check(folder, &room, needs, HostMemory::now()?)?;
     Ok(room)
 }
 
-/// The host first: where that is too small a larger folder is no remedy.
+/// Checks the host first: if the host has too little memory, a larger folder does not help.
 fn check(folder: &Path, room: &Room, needs: Needs, host: HostMemory) -> Result<(), RoomError> {
     let (needed, free) = (|bytes: u64| bytes.div_ceil(1 << 20), |bytes: u64| bytes >> 20);
     let host_bytes = needs.host_bytes(room.kind);
@@ -154,6 +159,7 @@ fn check(folder: &Path, room: &Room, needs: Needs, host: HostMemory) -> Result<(
 }
 
 impl HostMemory {
+    /// Reads /proc/meminfo.
     pub fn now() -> Result<Self, RoomError> {
         const PATH: &str = "/proc/meminfo";
         let unreadable = |why: String| RoomError::HostMemory { path: PATH, why };
@@ -169,14 +175,14 @@ fn line_of(meminfo: &str, name: &str) -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// DAX is a property of files, not of folders: so a nameless file is made and asked. A file system that cannot make one is
-/// no place for RAM anyway.
+/// DAX is a property of files, not of folders: so this makes an unnamed file and reads its attributes. A file system
+/// that cannot make one is unsuitable for RAM anyway.
 fn maps_files_directly(folder: &Path) -> bool {
     let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
     open(folder, flags, Mode::RUSR | Mode::WUSR).is_ok_and(|nameless| maps_directly(&File::from(nameless)))
 }
 
-/// Whether a file is mapped past the page cache.
+/// Whether mappings of this file bypass the page cache (DAX).
 pub fn maps_directly(file: &File) -> bool {
     statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)
         .is_ok_and(|told| told.stx_attributes.contains(StatxAttributes::DAX))
@@ -190,25 +196,25 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn shared_memory_is_tmpfs_and_shrinks_as_it_is_filled() {
+    fn dev_shm_is_tmpfs_and_holes_are_free() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let room = Room::of(folder.path()).unwrap();
         assert_eq!(room.kind, FileSystemKind::Tmpfs);
         let (free, total) = (room.free_bytes.unwrap(), room.total_bytes.unwrap());
         assert!(0 < free && free <= total, "{room:?}");
-        // A sparse file takes no room: that is why wanted RAM must be added up, not read from the file system.
+        // A sparse file uses no space; so RAM sizes must be added up, not read from the file system.
         RamFile::create(&folder.path().join("ram-1"), total * 2).unwrap();
         assert!(Room::of(folder.path()).unwrap().free_bytes.unwrap() > free / 2);
     }
 
     #[test]
-    fn proc_is_no_place_for_ram() {
+    fn proc_is_of_another_kind() {
         let room = Room::of(Path::new("/proc")).unwrap();
         assert!(matches!(room.kind, FileSystemKind::Other { .. }), "{room:?}");
     }
 
     #[test]
-    fn a_missing_folder_is_named() {
+    fn missing_folder_is_named_in_error() {
         let refusal = must_hold(Path::new("/no/such/folder"), in_folder(MIB)).unwrap_err().to_string();
         assert_eq!(refusal, "/no/such/folder: cannot be asked for its free space");
     }
@@ -218,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn more_than_the_host_has_is_refused() {
+    fn more_than_host_memory_is_refused() {
         let refusal = must_hold(Path::new("/dev/shm"), in_folder(1 << 60)).unwrap_err().to_string();
         assert!(
             refusal.starts_with("too little host memory: 1099511627776 MiB are needed and the host has "),
@@ -227,9 +233,9 @@ mod tests {
         assert!(must_hold(Path::new("/dev/shm"), in_folder(MIB)).is_ok());
     }
 
-    /// All sizes of host, folder and machine, in each kind of folder: what a refusal advises is what helps.
+    /// All combinations of host, folder and machine sizes in each kind of folder: the suggested remedy works.
     #[test]
-    fn each_remedy_helps() {
+    fn each_suggested_remedy_works() {
         let folder = Path::new("/ram");
         let sizes = [1, 2, 3, 5].map(|mib| mib * MIB);
         let kinds = [
@@ -257,11 +263,11 @@ mod tests {
                         assert!(folder_bytes <= room_bytes && needs.host_bytes(kind) <= host.available_bytes);
                         held += 1;
                     }
-                    // A larger folder.
+                    // Remedy: a larger folder.
                     Err(RoomError::FolderTooSmall { .. }) => check(folder, &roomy, needs, host).unwrap(),
-                    // Memory that others give back.
+                    // Remedy: memory that other processes free.
                     Err(RoomError::HostTooSmall { .. }) => check(folder, &roomy, needs, idle).unwrap(),
-                    // No one's.
+                    // No remedy.
                     Err(RoomError::MoreThanHost { .. }) => assert!(check(folder, &roomy, needs, idle).is_err()),
                     Err(error) => panic!("{error}"),
                 }
@@ -272,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn the_host_is_asked_where_the_file_system_promises_more_than_there_is() {
+    fn host_memory_limits_an_oversized_tmpfs() {
         let promising = Room { kind: FileSystemKind::Tmpfs, free_bytes: Some(64 * MIB), total_bytes: Some(64 * MIB) };
         let folder = Path::new("/ram");
         let host = |mib| HostMemory { total_bytes: 64 * MIB, available_bytes: mib * MIB };
@@ -288,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hosts_memory_is_read() {
+    fn host_memory_is_read_from_meminfo() {
         let host = HostMemory::now().unwrap();
         assert!(host.total_bytes > host.available_bytes && host.available_bytes > MIB);
         assert_eq!(line_of("MemFree: 1 kB\nMemAvailable:   2048 kB\n", "MemAvailable"), Some(2 * MIB));

@@ -1,8 +1,7 @@
 //! RamView: a read-only mapping of a RAM file.
 //!
-//! Mind the holes: reading a page of tmpfs that holds no memory makes it hold a page of zeroes, which counts against the
-//! budget. Look only at pages that something (ledger, `resident_ranges`) names. And mind a tmpfs that is full: such a read
-//! ends in SIGBUS.
+//! On tmpfs, reading a hole through the mapping fills it with a page of zeroes, which counts against the budget. So
+//! read only pages that the ledger or `resident_ranges` names. On a full tmpfs, reading a hole ends in SIGBUS.
 
 use std::fs::File;
 use std::ptr::{self, NonNull};
@@ -14,19 +13,20 @@ use crate::PAGE_BYTES;
 
 const WORDS_PER_PAGE: usize = PAGE_BYTES as usize / size_of::<u64>();
 
-/// The RAM as it is now. The mapping stays valid when the file is removed.
+/// A read-only mapping that shows the RAM as it is now. It stays valid when the file is removed.
 #[derive(Debug)]
 pub struct RamView {
     start: NonNull<u8>,
     bytes: usize,
 }
 
-// SAFETY: the mapping is read-only and belongs to no thread; it is unmapped once, by `drop`.
+// SAFETY: the mapping is read-only and not tied to a thread; only `drop` unmaps it.
 unsafe impl Send for RamView {}
-// SAFETY: as above: nothing is ever written through it.
+// SAFETY: as for `Send`; nothing writes through the mapping.
 unsafe impl Sync for RamView {}
 
 impl RamView {
+    /// Maps the first `bytes` bytes of a file.
     pub(crate) fn of(file: &File, bytes: u64) -> Result<Self, Errno> {
         let bytes = usize::try_from(bytes).map_err(|_| Errno::OVERFLOW)?;
         // SAFETY: a new mapping at an address of the kernel's choice touches no other memory.
@@ -38,17 +38,18 @@ impl RamView {
         Ok(view)
     }
 
+    /// Number of pages.
     pub fn pages(&self) -> u64 {
         self.bytes as u64 / PAGE_BYTES
     }
 
-    /// Copies a page out while others may be writing to it. The copy may mix old and new words. There is no view of a page in
-    /// place: what is looked at twice there may be two things.
+    /// Copies a page, while other processes may write to it; the copy may mix old and new words. There is no in-place
+    /// access, because two reads of one word may differ. Panics if the page is past the end.
     pub fn copy_page(&self, page: u64, copy: &mut [u8; PAGE_BYTES as usize]) {
         let words: *const u64 = self.page_pointer(page).cast();
         for (position, target) in copy.chunks_exact_mut(size_of::<u64>()).enumerate().take(WORDS_PER_PAGE) {
-            // SAFETY: `page_pointer` checks the bounds of the page and gives a page-aligned address; the volatile read makes
-            // no assumption about who else writes.
+            // SAFETY: `page_pointer` checks the bounds of the page and gives a page-aligned address; the volatile read
+            // makes no assumption about who else writes.
             let word = unsafe { words.add(position).read_volatile() };
             target.copy_from_slice(&word.to_ne_bytes());
         }

@@ -1,18 +1,20 @@
 //! Access: which pages of its RAM a running QEMU uses, reads included.
 //!
-//! forget (a thread of QEMU's own drops its page tables; the memory stays) -> a while -> touched (what is mapped again)
+//! forget (a thread in QEMU drops QEMU's page tables; the memory stays) -> some time passes -> touched (the pages that
+//! are mapped again)
 //!
-//! A page that is touched again is mapped again by the kernel, which costs the guest a microsecond; no fault comes to this
-//! process. What others touch through mappings of their own is not seen.
+//! When the guest touches such a page again, the kernel maps it again, which costs a microsecond; no fault reaches this
+//! process. Accesses through mappings of other processes are not seen.
 //!
-//! Not with MADV_PAGEOUT, which needs no thread in QEMU: on a host with swap that writes the memory out, and it passes by
-//! pages that a disk's server has mapped.
+//! MADV_PAGEOUT would need no thread in QEMU. But on a host with swap it writes the memory out, and it skips pages that
+//! a disk's server has mapped.
 //!
 //! ```text
 //! request, 24 bytes, to the thread    u64 sequence, address, bytes
 //! answer, 16 bytes                    u64 sequence, i32 errno or 0, i32 0
 //! ```
-//! In the host's byte order. The thread is `helper.c` of the preload library; the channel comes with the userfaultfd.
+//! All fields are in the host's byte order. The thread is in `helper.c` of the preload library; its channel arrives
+//! with the userfaultfd.
 
 use std::io;
 use std::ops::Range;
@@ -29,12 +31,13 @@ use super::tables::{Look, Tables, WatchError};
 use super::writes::WriteWatch;
 use crate::{PAGE_BYTES, RamFile};
 
-/// Dropped at once: 2 to 7 ms for pages that are all in use.
+/// Bytes dropped per request: 2 to 7 ms if all pages are in use.
 const FORGET_BYTES: u64 = 64 << 20;
-/// A QEMU that is stopped does not answer.
+/// How long to wait for an answer. A stopped QEMU does not answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 const ANSWER_BYTES: usize = 16;
 
+/// Errors of watching accesses.
 #[derive(Debug, thiserror::Error)]
 pub enum AccessError {
     #[error(transparent)]
@@ -52,17 +55,19 @@ pub enum AccessError {
     Silent { pid: u32 },
 }
 
-/// The RAM of a running QEMU, of which one can see what is used.
+/// Watches the accesses to the RAM of a running QEMU.
 #[derive(Debug)]
 pub struct AccessWatch {
     tables: Tables,
     helper: OwnedFd,
-    /// Of the next request. An answer to a keeper that died may still come.
+    /// Sequence number of the next request. It starts at the current time, because an answer to a dead keeper may still
+    /// arrive.
     sequence: AtomicU64,
 }
 
 impl AccessWatch {
-    /// Nobody else has registered this memory.
+    /// Starts watching. Nothing else may have registered this memory: neither `admission` nor `supply` nor another
+    /// watch.
     pub fn start(userfault: &Userfault, ram: &RamFile) -> Result<Self, AccessError> {
         let pid = userfault.qemu_pid;
         let helper = userfault.helper.as_ref().ok_or(AccessError::NoHelper { pid })?;
@@ -76,7 +81,7 @@ impl AccessWatch {
         Ok(watch)
     }
 
-    /// Nothing counts as touched any more.
+    /// Marks all pages as untouched.
     pub fn forget(&self) -> Result<(), AccessError> {
         for piece in self.tables.pieces() {
             let end = piece.address + piece.bytes;
@@ -87,16 +92,17 @@ impl AccessWatch {
         Ok(())
     }
 
-    /// Pages of the file that were touched since `forget`, as ascending runs.
+    /// Reports the pages of the file that were touched since `forget`, as ascending runs of page numbers.
     pub fn touched(&self, found: impl FnMut(Range<u64>)) -> Result<(), AccessError> {
         Ok(self.tables.look(Look::Present, found)?)
     }
 
-    /// From now on it is writes that are seen.
+    /// Ends the watch of accesses and starts a watch of writes.
     pub fn then_writes(self) -> Result<WriteWatch, WatchError> {
         WriteWatch::over(self.tables)
     }
 
+    /// Asks the helper to drop the page tables of a range in QEMU, and waits for its answer.
     fn drop_tables(&self, address: u64, bytes: u64) -> Result<(), AccessError> {
         let pid = self.tables.pid();
         let failed = |errno: Errno| AccessError::Channel { pid, source: errno.into() };
@@ -127,6 +133,7 @@ impl AccessWatch {
         }
     }
 
+    /// Waits for readable data. Returns false if the deadline passes first.
     fn hears_by(&self, deadline: Instant) -> Result<bool, Errno> {
         let left = deadline.saturating_duration_since(Instant::now());
         let timeout = Timespec::try_from(left).expect("patience is seconds");
@@ -151,10 +158,10 @@ mod tests {
     use super::*;
     use crate::FileOffset;
 
-    /// Its QEMU has a helper.
+    /// A stand-in QEMU with a helper.
     struct Helped {
         stand: Stand,
-        /// The helper's end.
+        /// The helper's end of the channel.
         channel: OwnedFd,
     }
 
@@ -171,7 +178,7 @@ mod tests {
             AccessWatch::start(&self.stand.userfault, &self.stand.ram)
         }
 
-        /// As the preload library's, until its channel is shut.
+        /// Answers requests as the preload library does, until the channel is shut down.
         fn help(&self) -> JoinHandle<()> {
             let channel = self.channel.try_clone().unwrap();
             std::thread::spawn(move || {
@@ -179,7 +186,8 @@ mod tests {
                 while let Ok((24, _)) = recv(&channel, &mut request, RecvFlags::empty()) {
                     let word = |at: usize| u64::from_ne_bytes(request[at..at + 8].try_into().unwrap());
                     let address = word(8) as *mut std::ffi::c_void;
-                    // SAFETY: a range of the mapping above: its pages are the file's, and come back when they are touched.
+                    // SAFETY: the range is in the mapping above; its pages belong to the file and return at the next
+                    // touch.
                     let done = unsafe { madvise(address, word(16) as usize, Advice::LinuxDontNeed) };
                     let errno = done.err().map_or(0, |errno| errno.raw_os_error());
                     answer(&channel, word(0), errno);
@@ -208,13 +216,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_read_or_written_is_told_and_nothing_around_it_and_memory_stays_as_it_is() {
+    fn accesses_are_reported_exactly_and_memory_stays() {
         let helped = Helped::new();
         helped.help();
         let stand = &helped.stand;
         stand.write(0..300);
         let watch = match helped.watch() {
-            // Nothing can be promised on an older kernel but that it is said.
+            // An older kernel can only report that it lacks the feature.
             Err(AccessError::Watch(error @ WatchError::Kernel { .. })) => {
                 return assert!(error.to_string().contains("6.7"));
             }
@@ -224,7 +232,7 @@ mod tests {
         assert_eq!(touched(&watch), BTreeSet::new());
         assert_eq!((stand.read(5), stand.read(299)), (5, 43));
         stand.write([17, 400]);
-        // What others do with the file is not QEMU's doing.
+        // A write through the file is not an access by QEMU.
         stand.ram.write(FileOffset(2 * PAGE_BYTES), &[9; 4096]).unwrap();
         assert_eq!(touched(&watch), [5, 17, 299, 400].into());
         assert_eq!(touched(&watch), [5, 17, 299, 400].into(), "looking changes nothing");
@@ -235,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn writes_can_be_watched_from_where_it_ends() {
+    fn watch_of_accesses_becomes_watch_of_writes() {
         let helped = Helped::new();
         helped.help();
         let stand = &helped.stand;
@@ -251,10 +259,10 @@ mod tests {
     }
 
     #[test]
-    fn a_helper_that_is_not_there_refuses_or_answers_somebody_else_is_told() {
+    fn missing_refusing_and_misaddressed_helpers_are_told_apart() {
         let mut helped = Helped::new();
         let refusal = |helped: &Helped| helped.watch().unwrap_err();
-        // An answer that a dead keeper was waiting for, and then one's own.
+        // First an answer to a dead keeper's request, then the answer to this one.
         let channel = helped.channel.try_clone().unwrap();
         let helper = std::thread::spawn(move || {
             let mut request = [0; 24];

@@ -1,13 +1,14 @@
-//! Hand-over: how the userfaultfd that was made inside QEMU comes to the keeper.
+//! Hand-over: how the keeper gets the userfaultfd that was made inside QEMU.
 //!
-//! bind -> QEMU starts, its preload library connects -> check who it is -> take message and descriptor -> acknowledge
+//! bind -> QEMU starts, its preload library connects -> check the peer -> receive message and descriptors ->
+//! acknowledge
 //!
-//! The descriptor must be made by QEMU itself, because it acts on the memory of the process that made it; and QEMU keeps a
-//! copy, because if the keeper held the only one and died, the guest would silently get pages of zeroes. With it comes one end
-//! of the channel to a thread of the library's (`access`), of which QEMU keeps a copy too, for the next keeper.
+//! QEMU itself must make the descriptor, because it acts on the memory of the process that made it. QEMU keeps a copy:
+//! if the keeper held the only one and died, the guest would silently read zeroes. With it comes one end of the channel
+//! to a thread of the preload library (`access`). QEMU keeps a copy of that end too, for the next keeper.
 //!
 //! ```text
-//! message, one, 128 bytes, native byte order        answer, 1 byte
+//! one message, 128 bytes, native byte order         answer, 1 byte
 //! |  0 magic "HRTHUFFD"                             | 'K' the keeper has the descriptor
 //! |  8 u32 version = 2
 //! | 12 i32 descriptor's number in QEMU, -1 if there is none
@@ -15,8 +16,8 @@
 //! | 20 i32 number of the channel's end in QEMU, -1 if there is none
 //! | 24 104 bytes of text: why there is no descriptor, padded with zeroes
 //! ```
-//! With the message come the descriptor and the channel's end (SCM_RIGHTS), those that there are. Everything is bounded: a QEMU that says nothing
-//! costs the time it is given, and one that ends costs nothing.
+//! The descriptor and the channel's end, where they exist, come with the message (SCM_RIGHTS). Every wait is bounded: a
+//! silent QEMU costs at most the given time, and one that ends is noticed at once.
 
 use std::io::{self, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -34,35 +35,39 @@ const VERSION: u32 = 2;
 const MESSAGE_BYTES: usize = 128;
 const WHY_OFFSET: usize = 24;
 const ACKNOWLEDGED: &[u8] = b"K";
-/// After as many connections of others the wait is given up: each of them is reported.
+/// Maximum number of connections from other processes; each one is logged. After that, the wait fails.
 const STRANGERS_MAX: u32 = 16;
 
-/// The socket that a QEMU about to start will connect to.
+/// Listening socket for a QEMU that is about to start.
 #[derive(Debug)]
 pub struct HandoverListener {
     socket: UnixListener,
     path: PathBuf,
 }
 
-/// A userfaultfd made by QEMU; its ioctls act on QEMU's memory.
+/// A userfaultfd that QEMU made; its ioctls act on QEMU's memory.
 #[derive(Debug)]
 pub struct Userfault {
+    /// The keeper's copy of the descriptor.
     pub fd: OwnedFd,
-    /// QEMU's own copy: with its pidfd, a new keeper can fetch it after this one died.
+    /// Number of QEMU's own copy. If this keeper dies, the next one fetches the copy by this number (pidfd_getfd).
     pub fd_in_qemu: i32,
+    /// Process ID of QEMU.
     pub qemu_pid: u32,
-    /// None: its preload library is of an older keeper, or it could have no thread more.
+    /// Channel to the helper thread. None if an older preload library is loaded or QEMU could not start the thread.
     pub helper: Option<Helper>,
 }
 
-/// Our end of the channel to a thread in QEMU that does what only QEMU itself can: see `access`.
+/// The keeper's end of the channel to a thread in QEMU, which does what only QEMU itself can do: see `access`.
 #[derive(Debug)]
 pub struct Helper {
+    /// The keeper's copy of the descriptor.
     pub fd: OwnedFd,
-    /// As above.
+    /// Number of QEMU's own copy.
     pub fd_in_qemu: i32,
 }
 
+/// Errors of the hand-over.
 #[derive(Debug, thiserror::Error)]
 pub enum HandoverError {
     #[error("{path}: cannot be listened on")]
@@ -84,13 +89,13 @@ pub enum HandoverError {
 }
 
 impl Userfault {
-    /// QEMU's copies, after the keeper that they were handed to has died. Who may trace QEMU may do this.
+    /// Fetches QEMU's copies after the keeper that received the descriptors has died. Needs the right to trace QEMU.
     pub fn fetch(qemu_pid: u32, fd_in_qemu: i32, helper_in_qemu: Option<i32>) -> Result<Self, HandoverError> {
         let qemu = watch_process(qemu_pid)?;
         let fetch = |number: i32, kind: &str| {
             let failed = |source| HandoverError::Fetch { pid: qemu_pid, fd: number, source };
             let fd = pidfd_getfd(&qemu, number, PidfdGetfdFlags::empty()).map_err(|errno| failed(errno.into()))?;
-            // The number comes from a file, and QEMU may use it for something else by now.
+            // The number comes from a file, and QEMU may use it for another file by now.
             let target = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).map_err(failed)?;
             if !target.as_os_str().as_encoded_bytes().starts_with(kind.as_bytes()) {
                 return Err(failed(io::Error::other(format!("it is {} now", target.display()))));
@@ -105,8 +110,8 @@ impl Userfault {
 }
 
 impl HandoverListener {
-    /// Listens; a socket that a dead keeper left under this name is replaced. Who may connect is the folder's business,
-    /// and whoever does must have the pid that `accept` expects.
+    /// Listens on `path` and replaces the stale socket of a dead keeper. The folder's permissions decide who may
+    /// connect, and `accept` checks the peer's pid.
     pub fn bind(path: &Path) -> Result<Self, HandoverError> {
         let failed = |source| HandoverError::Bind { path: path.to_owned(), source };
         match std::fs::remove_file(path) {
@@ -119,11 +124,12 @@ impl HandoverListener {
         Ok(Self { socket, path: path.to_owned() })
     }
 
+    /// Path of the socket.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Waits for the QEMU with this pid. Other processes that connect are turned away.
+    /// Waits for the QEMU with this pid. Closes connections of other processes.
     pub fn accept(&self, expected_pid: u32, at_most: Duration) -> Result<Userfault, HandoverError> {
         let io_failed = |source| HandoverError::Io { pid: expected_pid, source };
         let deadline = Instant::now() + at_most;
@@ -140,7 +146,7 @@ impl HandoverListener {
             }
             let connection = match self.socket.accept() {
                 Ok((connection, _)) => connection,
-                // The one that knocked has hung up already.
+                // The peer has closed its connection already.
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
                 Err(error) => return Err(io_failed(error)),
             };
@@ -190,7 +196,7 @@ impl HandoverListener {
 
 impl Drop for HandoverListener {
     fn drop(&mut self) {
-        // It served one QEMU; left behind it would only be clutter, and the next bind would replace it.
+        // The socket serves one QEMU. If this fails, the next `bind` replaces the file.
         let _ = std::fs::remove_file(&self.path);
     }
 }
@@ -224,7 +230,7 @@ impl Told {
     }
 }
 
-/// Reads the message; the descriptors come with its first byte.
+/// Reads the message; the descriptors arrive with its first byte.
 fn receive(connection: &mut UnixStream) -> io::Result<([u8; MESSAGE_BYTES], Vec<OwnedFd>)> {
     let mut message = [0; MESSAGE_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
@@ -241,6 +247,7 @@ fn receive(connection: &mut UnixStream) -> io::Result<([u8; MESSAGE_BYTES], Vec<
     Ok((message, descriptors))
 }
 
+/// Opens a pidfd, which becomes readable when the process ends.
 pub(super) fn watch_process(pid: u32) -> Result<OwnedFd, HandoverError> {
     let known = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(HandoverError::Ended { pid })?;
     match pidfd_open(known, PidfdFlags::empty()) {
@@ -255,8 +262,8 @@ fn peer_pid(connection: &UnixStream) -> io::Result<u32> {
     Ok(peer.pid.as_raw_nonzero().get().unsigned_abs())
 }
 
-/// False if the process that connected has ended: its pid may be QEMU's by now. Kernels before 6.5 cannot tell; there this
-/// takes a pid to come round between the binding of the socket and the start of QEMU.
+/// Whether the process that connected still lives; if not, its pid may be QEMU's by now. Kernels before 6.5 do not
+/// tell, so the answer is true there. A mix-up then needs a reuse of the pid between `bind` and the start of QEMU.
 fn has_living_peer(connection: &UnixStream) -> bool {
     let mut number: libc::c_int = -1;
     let mut bytes = size_of::<libc::c_int>() as libc::socklen_t;
@@ -284,8 +291,8 @@ enum Heard {
     Nothing,
 }
 
-/// Waits until the socket has something, the process has ended, or time is up. Words come before the end: a QEMU that
-/// spoke and ended has still spoken.
+/// Waits until the socket is readable, the process has ended or the deadline has passed. Data wins over the end: a QEMU
+/// that sent its message and then ended has still sent it.
 fn wait_for(socket: BorrowedFd<'_>, process: BorrowedFd<'_>, deadline: Instant) -> io::Result<Heard> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -335,7 +342,7 @@ mod tests {
         message
     }
 
-    /// Speaks for QEMU from a thread of this very process, and returns the answer it got.
+    /// Sends a message from a thread of this process in QEMU's place. The thread returns the answer.
     fn speak(path: &Path, bytes: Vec<u8>, descriptors: Vec<File>) -> std::thread::JoinHandle<Vec<u8>> {
         let mut connection = UnixStream::connect(path).unwrap();
         std::thread::spawn(move || {
@@ -346,7 +353,7 @@ mod tests {
                 assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)));
             }
             let mut answer = Vec::new();
-            // A listener that hangs up early makes any of these fail: no answer, either way.
+            // If the listener closes early, any of these calls may fail; either way there is no answer.
             let _ = sendmsg(&connection, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL)
                 .map_err(io::Error::from)
                 .and_then(|_| connection.shutdown(std::net::Shutdown::Write))
@@ -375,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn qemus_reason_for_having_none_is_passed_on() {
+    fn qemus_reason_for_no_userfaultfd_is_reported() {
         let place = place();
         let bytes = message(-1, libc::EPERM, -1, "userfaultfd is not allowed").to_vec();
         let speaker = speak(place.listener.path(), bytes, Vec::new());
@@ -396,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_handover_is_refused() {
+    fn invalid_messages_are_refused() {
         check_garbled(vec![7; MESSAGE_BYTES], "the magic is wrong");
         let mut newer = message(3, 0, -1, "");
         newer[8] = 3;
@@ -406,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_are_turned_away() {
+    fn connections_of_other_processes_are_closed() {
         let place = place();
         let mut bystander = sleeper();
         let speaker = speak(place.listener.path(), message(0, 0, -1, "").to_vec(), vec![tempfile::tempfile().unwrap()]);
@@ -418,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn a_qemu_that_ends_is_not_waited_for() {
+    fn ended_qemu_is_noticed_at_once() {
         let place = place();
         let mut child = sleeper();
         child.kill().unwrap();
@@ -430,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stale_socket_is_replaced_and_an_impossible_place_is_named() {
+    fn stale_socket_is_replaced_and_bad_path_named() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("userfault.sock");
         drop(UnixListener::bind(&path).unwrap());
@@ -441,7 +448,7 @@ mod tests {
         assert!(refusal.ends_with("userfault.sock/deeper: cannot be listened on"), "{refusal}");
     }
 
-    /// Lives until it is killed or this test ends, whichever way: then its input is closed.
+    /// A process that lives until it is killed or this test ends, which closes its input.
     fn sleeper() -> Child {
         Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap()
     }

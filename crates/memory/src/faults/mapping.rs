@@ -1,24 +1,25 @@
-//! Where a file is mapped in another process, and which parts of that are registered with a userfaultfd.
+//! Where another process maps a file, and which parts of the mapping are registered with a userfaultfd.
 //!
-//! Both are read from the kernel's own lists (/proc/PID/maps and smaps), so nothing of it has to be remembered by a
-//! keeper that may die.
+//! Both come from the kernel (/proc/PID/maps and smaps), so a keeper that dies takes no information with it.
 
 use std::fs;
 use std::io;
 use std::ops::Range;
 
-/// A part of a file as another process has it mapped.
+/// One mapping of a part of a file in another process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// In that process.
+    /// Address in that process.
     pub address: u64,
+    /// Offset in the file, in bytes.
     pub file_offset: u64,
+    /// Length in bytes.
     pub bytes: u64,
-    /// A fault on a page that is missing is reported to a userfaultfd. Only `find_registered` knows.
+    /// Whether a fault on a missing page is reported to a userfaultfd. Only `find_registered` fills this in.
     pub registered: bool,
 }
 
-/// Where the process has each part of a range of the file: address, and part.
+/// Each mapping of a byte range of the file: the address in the process, and the part of the range.
 pub fn places(pieces: &[Piece], file: Range<u64>) -> impl Iterator<Item = (u64, Range<u64>)> {
     pieces.iter().filter_map(move |piece| {
         let start = file.start.max(piece.file_offset);
@@ -27,18 +28,18 @@ pub fn places(pieces: &[Piece], file: Range<u64>) -> impl Iterator<Item = (u64, 
     })
 }
 
-/// What the process has at an address, as an offset into the file.
+/// Converts an address in the process to an offset in the file.
 pub fn file_offset(pieces: &[Piece], address: u64) -> Option<u64> {
     let piece = pieces.iter().find(|piece| address >= piece.address && address - piece.address < piece.bytes)?;
     Some(piece.file_offset + (address - piece.address))
 }
 
-/// All mappings of a file (device and inode), by file offset.
+/// Lists all mappings of a file (device and inode), sorted by file offset.
 pub fn find(pid: u32, file: (u64, u64)) -> io::Result<Vec<Piece>> {
     Ok(parse(&fs::read_to_string(format!("/proc/{pid}/maps"))?, file))
 }
 
-/// The same, with what is registered. The kernel looks at every page for this list: milliseconds a GiB.
+/// Lists the mappings with `registered` filled in. The kernel walks all page tables for smaps: milliseconds per GiB.
 pub fn find_registered(pid: u32, file: (u64, u64)) -> io::Result<Vec<Piece>> {
     Ok(parse(&fs::read_to_string(format!("/proc/{pid}/smaps"))?, file))
 }
@@ -62,7 +63,7 @@ fn parse(text: &str, file: (u64, u64)) -> Vec<Piece> {
     pieces
 }
 
-/// `start-end permissions offset major:minor inode path`
+/// Parses one line: `start-end permissions offset major:minor inode path`.
 fn mapping(line: &str) -> Option<(Piece, (u64, u64))> {
     let hex = |text: &str| u64::from_str_radix(text, 16).ok();
     let mut fields = line.split_whitespace();
@@ -81,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernels_lists_are_understood() {
+    fn maps_and_smaps_are_parsed() {
         let text = "\
             7f0000400000-7f0000600000 rw-s 00200000 00:1b 77                         /dev/shm/a b/ram-1\n\
             Size:               2048 kB\n\
@@ -97,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_mapped_here_is_found_by_its_identity() {
+    fn mapped_file_is_found_by_identity() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let ram = crate::RamFile::create(&folder.path().join("ram-1"), 1 << 20).unwrap();
         assert_eq!(find(std::process::id(), ram.identity()).unwrap(), []);

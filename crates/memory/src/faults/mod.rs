@@ -1,7 +1,7 @@
 //! Faults: what a keeper does through QEMU's page faults.
 //!
-//! hand-over (QEMU's userfaultfd comes to the keeper) -> admission (guest memory is granted unit by unit), or supply (its
-//! contents are brought page by page); beside them `writes` and `access`: which pages a running QEMU has written to, or used
+//! hand-over (the keeper gets QEMU's userfaultfd) -> admission (memory is granted unit by unit) or supply (pages are
+//! brought one by one). Beside them, `writes` and `access` find the pages that a running QEMU has written or used.
 
 pub mod access;
 pub mod admission;

@@ -1,35 +1,39 @@
-//! Processor: who serves the faults of a QEMU stays on the processor of the thread that last waited.
+//! Processor: the thread that serves QEMU's faults moves to the processor of the thread that waited last.
 //!
-//! Whoever waits has just left that processor, so it is free; on another one, which sleeps, both the server and then the thread that
-//! waited are woken by an interrupt between processors. Under a hypervisor each takes some 50 us, ten times what a page takes.
+//! A thread that waits for a page has just left its processor, so that processor is free. From another, sleeping
+//! processor, two wake-ups need an interrupt between processors: that of the server, and then that of the thread. Under
+//! a hypervisor each costs about 50 us, ten times as much as the page itself.
 //!
-//! Not for a thread that starts others: they would stay there too, for good.
+//! Not for a thread that starts other threads: they inherit the affinity and keep it.
 
 use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-/// Between two looks where the waiting thread is, each of which takes 10 us: the scheduler moves threads no faster than this. So two
-/// threads that wait in turn do not have the server move for each, which takes longer than it spares.
+/// Minimum time between two lookups of the waiting thread's processor. A lookup takes 10 us, and the scheduler moves
+/// threads no faster than this. So the server does not move back and forth between two threads that wait in turn, which
+/// costs more than it saves.
 const LOOK_EVERY: Duration = Duration::from_millis(4);
-/// In /proc/PID/task/TID/stat, counted from the field behind the name (proc_pid_stat(5): 39, and 3).
+/// Index of the processor in /proc/PID/task/TID/stat, counted from the field after the name (proc_pid_stat(5): field
+/// 39; counting starts at field 3).
 const PROCESSOR_FIELD: usize = 36;
 
-/// Of the thread that made it, which is back where it may be when this is dropped.
+/// Moves the thread that created it. Dropping it restores that thread's affinity.
 pub struct Follower {
     qemu_pid: u32,
-    /// Where this thread may be. None: it cannot be told, and it stays where the scheduler has it.
+    /// Original affinity of this thread. None if the kernel did not report it; then the thread never moves.
     allowed: Option<CpuSet>,
     at: Option<usize>,
     looked: Option<Instant>,
 }
 
 impl Follower {
+    /// Reads the calling thread's affinity; the thread does not move yet.
     pub fn new(qemu_pid: u32) -> Self {
         Self { qemu_pid, allowed: sched_getaffinity(None).ok(), at: None, looked: None }
     }
 
-    /// This thread of QEMU's waited, and goes on. Where it cannot be followed nothing happens.
+    /// Moves to the processor of this thread of QEMU, which has just waited. Does nothing if that is not possible.
     pub fn follow(&mut self, thread: u32) {
         let Some(allowed) = self.allowed else { return };
         if self.looked.is_some_and(|looked| looked.elapsed() < LOOK_EVERY) {
@@ -48,16 +52,17 @@ impl Follower {
 impl Drop for Follower {
     fn drop(&mut self) {
         if let Some(allowed) = self.allowed.filter(|_| self.at.is_some()) {
-            // It was there before. If the host has taken those processors away since, the kernel has moved it.
+            // The thread was allowed there before. If the host has taken those processors away since, the kernel has
+            // moved it.
             let _ = sched_setaffinity(None, &allowed);
         }
     }
 }
 
-/// On which it runs, or last did.
+/// The processor on which a thread runs or last ran.
 fn processor_of(pid: u32, thread: u32) -> Option<usize> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/stat")).ok()?;
-    // The name may hold anything.
+    // The name may contain any character, parentheses included.
     let (_, fields) = stat.rsplit_once(") ")?;
     let processor = fields.split_ascii_whitespace().nth(PROCESSOR_FIELD)?.parse().ok()?;
     (processor < CpuSet::MAX_CPU).then_some(processor)
@@ -72,7 +77,7 @@ mod tests {
 
     use super::*;
 
-    /// A thread that stays on a processor until it is dropped.
+    /// A thread that is pinned to a processor until it is dropped.
     struct Waiter {
         id: u32,
         stays: Option<Sender<()>>,
@@ -110,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_is_where_the_thread_is_and_afterwards_where_it_may_be() {
+    fn server_follows_the_thread_and_restores_its_affinity() {
         let before = processors();
         for &there in &before {
             let waiter = Waiter::on(there);
@@ -123,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn two_threads_that_wait_in_turn_do_not_have_it_move_for_each() {
+    fn server_does_not_alternate_between_two_threads() {
         let allowed = processors();
         let [one, other] = [allowed[0], *allowed.last().unwrap()];
         let waiters = [one, other].map(Waiter::on);
@@ -138,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_not_there_or_where_the_server_may_not_be_is_not_followed() {
+    fn unknown_threads_and_forbidden_processors_are_not_followed() {
         let allowed = processors();
         let mut follower = Follower::new(std::process::id());
         follower.follow(0);

@@ -1,4 +1,4 @@
-//! For tests: a machine whose QEMU is this very process.
+//! For tests: this very process in QEMU's place.
 
 use std::fs::File;
 
@@ -7,17 +7,20 @@ use rustix::mm::{MapFlags, ProtFlags, UserfaultfdFlags, mmap, munmap, userfaultf
 use super::Userfault;
 use crate::{PAGE_BYTES, RamFile};
 
+/// Size of the test RAM in pages.
 pub const PAGES: u64 = 600;
 
-/// Its RAM, mapped as QEMU maps it.
+/// A RAM file, mapped as QEMU maps it.
 pub struct Stand {
     _folder: tempfile::TempDir,
+    /// The RAM file.
     pub ram: RamFile,
     pub userfault: Userfault,
     start: *mut u8,
 }
 
 impl Stand {
+    /// Makes a RAM file in `/dev/shm`, maps it and opens a userfaultfd.
     pub fn new() -> Self {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let path = folder.path().join("ram-1");
@@ -32,7 +35,7 @@ impl Stand {
         Self { _folder: folder, ram, userfault, start: start.cast() }
     }
 
-    /// A byte of each page, which tells whose it is.
+    /// Writes one byte into each page, which identifies the page.
     pub fn write(&self, pages: impl IntoIterator<Item = u64>) {
         for page in pages {
             // SAFETY: inside the mapping, which nobody else uses.
@@ -40,6 +43,7 @@ impl Stand {
         }
     }
 
+    /// Reads the byte that `write` writes.
     pub fn read(&self, page: u64) -> u8 {
         // SAFETY: as above.
         unsafe { self.start.add((page * PAGE_BYTES + 9) as usize).read_volatile() }

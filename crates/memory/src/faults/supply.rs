@@ -1,15 +1,16 @@
-//! Supply: a QEMU's RAM file is empty at first, and its pages are brought as the guest touches them, or before.
+//! Supply: QEMU's RAM file is empty at first; its pages are brought when the guest touches them, or before.
 //!
-//! register (QEMU has no guest yet) -> a thread touches a page that is missing -> it is brought | it cannot be brought
-//! now: the thread waits, and it is tried again -> nothing is missing -> finish: the kernel serves the memory by itself
+//! register (the guest has not run) -> a thread touches a missing page -> the page is brought | it cannot be brought
+//! now: the thread waits, and the caller is asked again -> no page is missing -> finish: the kernel alone serves the
+//! memory
 //!
-//! A page is put whole and only where none is (UFFDIO_COPY): whoever comes second changes nothing. So the guest, its disks
-//! and whoever fills ahead may all bring the same page.
+//! A page is installed whole and only where none is (UFFDIO_COPY): a second copy changes nothing. So the guest, its
+//! disks and the background fill may all bring the same page.
 //!
-//! As with `admission`, a keeper that dies leaves a guest that waits: the next one fetches QEMU's copy of the descriptor,
-//! and which pages are there the file itself says.
+//! As with `admission`, the guest waits if the keeper dies: the next keeper fetches QEMU's copy of the descriptor, and
+//! the file itself shows which pages are there.
 //!
-//! Needs Linux 4.14, and a RAM file of ordinary pages: a huge page would have to be brought whole.
+//! Needs Linux 4.14 and a RAM file of ordinary pages: a huge page could only be brought whole.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
@@ -28,10 +29,10 @@ pub use super::userfault::Wake;
 use super::userfault::{self, Waiter};
 use crate::{PAGE_BYTES, RamFile};
 
-/// Between two attempts to bring a page that could not be brought.
+/// Interval between attempts to bring a page.
 const TRY_AGAIN: Duration = Duration::from_millis(250);
 
-/// The RAM of a QEMU whose missing pages are brought by this process.
+/// The RAM of one QEMU, whose missing pages this process brings.
 #[derive(Debug)]
 pub struct SuppliedRam {
     fd: OwnedFd,
@@ -43,7 +44,7 @@ pub struct SuppliedRam {
 }
 
 impl SuppliedRam {
-    /// Takes charge of a QEMU that waits for its guest: nothing of its memory has been touched.
+    /// Registers the RAM of a QEMU whose guest has not run and has touched no memory yet.
     pub fn register(userfault: &Userfault, ram: &RamFile) -> Result<Self, AdmissionError> {
         let pid = userfault.qemu_pid;
         let page_bytes = std::fs::metadata(ram.path()).map_or(PAGE_BYTES, |file| file.blksize());
@@ -60,8 +61,8 @@ impl SuppliedRam {
         Ok(supplied)
     }
 
-    /// Takes charge after the keeper that did it has died. None if nothing is registered any more. Whoever waits reports
-    /// again.
+    /// Takes over from a dead keeper and makes waiting threads report again. Returns None if nothing is registered any
+    /// more.
     pub fn resume(userfault: &Userfault, ram: &RamFile) -> Result<Option<Self>, AdmissionError> {
         let pid = userfault.qemu_pid;
         let found = mapping::find_registered(pid, ram.identity());
@@ -88,7 +89,8 @@ impl SuppliedRam {
         })
     }
 
-    /// Puts pages, from this one on, where they are missing. How many were missing.
+    /// Installs whole pages from `first_page` on, where they are missing. Returns the number of pages that were
+    /// missing.
     pub fn supply(&self, first_page: u64, bytes: &[u8], wake: Wake) -> Result<u64, AdmissionError> {
         let start = first_page * PAGE_BYTES;
         let put = |(address, part): (u64, Range<u64>)| {
@@ -97,7 +99,7 @@ impl SuppliedRam {
         mapping::places(&self.pieces, start..start + bytes.len() as u64).map(put).sum()
     }
 
-    /// Who waits for this page looks again whether it is there.
+    /// Wakes the threads that wait for this page; they continue if the page is there.
     pub fn wake(&self, page: u64) -> Result<(), AdmissionError> {
         let start = page * PAGE_BYTES;
         mapping::places(&self.pieces, start..start + PAGE_BYTES).try_for_each(|(address, _)| self.wake_at(address))
@@ -112,7 +114,7 @@ impl SuppliedRam {
             match ended {
                 Ok(()) | Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(Errno::EXIST) if copied == 0 => {
-                    // Somebody was faster; who waits for it may not have been woken.
+                    // Another thread was faster, and the waiting thread may not have been woken.
                     if wake == Wake::AtOnce {
                         self.wake_at(address + done as u64)?;
                     }
@@ -129,7 +131,7 @@ impl SuppliedRam {
         userfault::wake(&self.fd, address, PAGE_BYTES).map_err(|errno| self.failure("waking", errno))
     }
 
-    /// A file system that is full says "no memory", as a QEMU that has ended does.
+    /// Tells a full file system from an ended QEMU: for both, the kernel may return ENOMEM.
     fn not_put(&self, errno: Errno) -> AdmissionError {
         match (self.failure("filling", errno), errno) {
             (AdmissionError::Userfault { .. }, Errno::NOMEM | Errno::NOSPC) => {
@@ -139,9 +141,10 @@ impl SuppliedRam {
         }
     }
 
-    /// Serves QEMU's faults until `finish`, `stop` or QEMU's end. `bring` puts the page that was touched, and hears when that was
-    /// heard of; or says that it cannot now, and is asked again. `follows`: this thread stays on the processor of whoever waited, until
-    /// it is over; not if `bring` starts threads.
+    /// Serves QEMU's faults until `finish`, `stop` or an error, such as the end of QEMU. `bring` gets a page and the
+    /// time of its fault. It installs the page and returns true, or returns false and is called again later. With
+    /// `follows`, the calling thread stays on the processor of the thread that waited last; not suitable if `bring`
+    /// starts threads.
     pub fn serve(
         &self,
         follows: bool,
@@ -175,12 +178,12 @@ impl SuppliedRam {
         Ok(())
     }
 
-    /// Ends `serve` and leaves everything as it is: QEMU is gone, or another keeper comes.
+    /// Ends `serve` and changes nothing else: QEMU has ended, or another keeper takes over.
     pub fn stop(&self) {
         self.bell.ring();
     }
 
-    /// Nothing is missing any more, but pages of zeroes: from now on the kernel alone serves this memory. Ends `serve`.
+    /// Ends `serve` when only pages of zeroes are missing: from now on the kernel alone serves this memory.
     pub fn finish(&self) -> Result<(), AdmissionError> {
         for piece in &self.pieces {
             userfault::unregister(&self.fd, piece.address, piece.bytes)
@@ -190,6 +193,7 @@ impl SuppliedRam {
         Ok(())
     }
 
+    /// Size of the RAM in pages.
     pub fn pages(&self) -> u64 {
         self.ram_bytes / PAGE_BYTES
     }
@@ -215,7 +219,7 @@ mod tests {
 
     const PAGES: u64 = 64;
 
-    /// A machine whose QEMU is this very process.
+    /// A RAM file, mapped by this very process in QEMU's place.
     struct Stand {
         _folder: tempfile::TempDir,
         ram: RamFile,
@@ -229,18 +233,18 @@ mod tests {
             let ram = RamFile::create(&folder.path().join("ram-1"), PAGES * PAGE_BYTES).unwrap();
             let file = File::options().read(true).write(true).open(ram.path()).unwrap();
             let (protection, bytes) = (ProtFlags::READ | ProtFlags::WRITE, (PAGES * PAGE_BYTES) as usize);
-            // SAFETY: a new mapping at an address of the kernel's choice touches no other memory. It stays for good.
+            // SAFETY: a new mapping at an address of the kernel's choice touches no other memory. It is never unmapped.
             let start = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, &file, 0) }.unwrap();
-            // SAFETY: a descriptor that acts on the mapping above only, as nothing else is registered with it.
+            // SAFETY: the descriptor acts on the mapping above only, because nothing else is registered with it.
             let fd = unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }.unwrap();
             let userfault = Userfault { fd, fd_in_qemu: 0, qemu_pid: std::process::id(), helper: None };
             Self { _folder: folder, ram, userfault, start: start as usize }
         }
 
-        /// As a processor of the guest's does.
+        /// Reads a page as a guest's processor does.
         fn touch(&self, page: u64) -> u8 {
             let address = (self.start + (page * PAGE_BYTES) as usize) as *const u8;
-            // SAFETY: within the mapping, which stays; any byte is a valid one.
+            // SAFETY: the address is within the mapping, which stays; any byte is valid.
             unsafe { address.read_volatile() }
         }
     }
@@ -250,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_touched_is_brought_and_nothing_is_put_twice() {
+    fn touched_pages_are_brought_and_never_overwritten() {
         let stand = Stand::new();
         let supplied = SuppliedRam::register(&stand.userfault, &stand.ram).unwrap();
         let (asked, refused) = (AtomicU64::new(0), AtomicU64::new(0));
@@ -279,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn another_keeper_goes_on_with_what_is_missing() {
+    fn next_keeper_brings_the_missing_pages() {
         let stand = Stand::new();
         stand.ram.write(FileOffset(PAGE_BYTES), &pages([1])).unwrap();
         SuppliedRam::register(&stand.userfault, &stand.ram).unwrap();
@@ -295,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_a_page_that_was_put_quietly_goes_on_when_it_is_woken() {
+    fn page_put_without_wake_wakes_its_thread_later() {
         let stand = Stand::new();
         let supplied = SuppliedRam::register(&stand.userfault, &stand.ram).unwrap();
         let woken = AtomicU64::new(0);

@@ -1,9 +1,9 @@
-//! Tables: QEMU's page tables of its RAM, looked at from outside.
+//! Tables: reading and changing QEMU's page tables of its RAM from outside.
 //!
-//! The memory is registered for write protection first, also by who protects nothing: in such memory the kernel maps the page
-//! that is touched and none around it, so what is mapped is what was touched.
+//! The memory is registered for write protection even if nothing gets protected. In such memory the kernel maps only
+//! the page that is touched and no neighbours (`uffd_disable_fault_around`); so the mapped pages are the touched ones.
 //!
-//! Needs Linux 6.7 (asynchronous write protection, PAGEMAP_SCAN), and a RAM file of ordinary pages.
+//! Needs Linux 6.7 (asynchronous write protection, PAGEMAP_SCAN) and a RAM file of ordinary pages.
 
 use std::fs::File;
 use std::io;
@@ -24,12 +24,12 @@ const PAGEMAP_SCAN: libc::Ioctl = 0xc060_6610_u32 as libc::Ioctl;
 const PAGE_IS_WRITTEN: u64 = 1 << 1;
 const PAGE_IS_PRESENT: u64 = 1 << 3;
 const SCAN_PROTECT_MATCHING: u64 = 1 << 0;
-/// Fails where a write to a protected page would wait for this process.
+/// PM_SCAN_CHECK_WPASYNC: the scan fails if a write to a protected page would wait for this process.
 const SCAN_CHECK_ASYNC: u64 = 1 << 1;
-/// Runs of pages that are told at once: 24 KiB.
+/// Maximum number of runs that one scan returns: 24 KiB.
 const RUNS: usize = 1024;
 
-/// struct pm_scan_arg.
+/// `struct pm_scan_arg` of linux/fs.h.
 #[repr(C)]
 #[derive(Default)]
 struct Scan {
@@ -37,7 +37,7 @@ struct Scan {
     flags: u64,
     start: u64,
     end: u64,
-    /// Where it stopped: told by the kernel.
+    /// Address at which the scan ended; written by the kernel.
     walk_end: u64,
     runs: u64,
     runs_len: u64,
@@ -49,7 +49,7 @@ struct Scan {
 }
 const _: () = assert!(size_of::<Scan>() == 96);
 
-/// struct page_region.
+/// `struct page_region` of linux/fs.h.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Run {
@@ -58,15 +58,16 @@ struct Run {
     categories: u64,
 }
 
-/// What is looked for.
+/// Which pages to look for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Look {
-    /// Not protected any more; protected again with that.
+    /// Pages written to since they were last protected; they are protected again.
     Written,
-    /// Mapped.
+    /// Pages that are mapped.
     Present,
 }
 
+/// Errors of `access` and `writes`.
 #[derive(Debug, thiserror::Error)]
 pub enum WatchError {
     #[error(transparent)]
@@ -81,7 +82,7 @@ pub enum WatchError {
     Descriptor(#[source] io::Error),
 }
 
-/// Those of one QEMU, registered until this is dropped.
+/// Page tables of one QEMU, registered for write protection until this is dropped.
 #[derive(Debug)]
 pub(super) struct Tables {
     fd: OwnedFd,
@@ -91,7 +92,7 @@ pub(super) struct Tables {
 }
 
 impl Tables {
-    /// Nobody else has registered this memory.
+    /// Registers the RAM. Nothing else may have registered this memory.
     pub fn register(userfault: &Userfault, ram: &RamFile) -> Result<Self, WatchError> {
         let pid = userfault.qemu_pid;
         let page_bytes = std::fs::metadata(ram.path()).map_or(PAGE_BYTES, |file| file.blksize());
@@ -107,7 +108,7 @@ impl Tables {
             pieces: whole(found, pid, ram)?,
         };
         match userfault::enable(&tables.fd) {
-            // It is enabled already, or cannot be; the next call tells.
+            // EINVAL: it is enabled already, or cannot be enabled; the next call tells.
             Ok(()) | Err(Errno::INVAL) => {}
             Err(errno) => return Err(unsupported(errno)),
         }
@@ -117,15 +118,17 @@ impl Tables {
         Ok(tables)
     }
 
+    /// Process ID of QEMU.
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
+    /// Mappings of the RAM file in QEMU.
     pub fn pieces(&self) -> &[Piece] {
         &self.pieces
     }
 
-    /// Does the kernel know how to look at all?
+    /// Checks that the kernel supports this scan.
     pub fn try_look(&self, look: Look) -> Result<(), WatchError> {
         self.look(look, |_| {}).map_err(|error| match error {
             WatchError::Scan { pid, source } => WatchError::Kernel { pid, source },
@@ -133,7 +136,7 @@ impl Tables {
         })
     }
 
-    /// Pages of the file, as ascending runs.
+    /// Reports matching pages of the file as ascending runs of page numbers.
     pub fn look(&self, look: Look, mut found: impl FnMut(Range<u64>)) -> Result<(), WatchError> {
         let mut runs = [Run::default(); RUNS];
         for piece in &self.pieces {
@@ -167,9 +170,9 @@ impl Tables {
             ..Scan::default()
         };
         loop {
-            // SAFETY: the ioctl reads and writes one `struct pm_scan_arg`, which `Scan` is, and writes at most `runs_len`
-            // of `struct page_region`, which `Run` is, to `runs`, borrowed for that. It changes the page tables of another
-            // process, and no memory of this one.
+            // SAFETY: the ioctl reads and writes one `struct pm_scan_arg`, which `Scan` is. It writes at most
+            // `runs_len` of `struct page_region`, which `Run` is, to `runs`, which is borrowed here. It changes the
+            // page tables of another process and no memory of this one.
             let told = unsafe { libc::ioctl(self.pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut scan) };
             match usize::try_from(told) {
                 Ok(told) if scan.walk_end > range.start => return Ok((told, scan.walk_end)),
@@ -189,7 +192,7 @@ impl Tables {
 impl Drop for Tables {
     fn drop(&mut self) {
         for piece in &self.pieces {
-            // A QEMU that is gone has taken its page tables along.
+            // This fails if QEMU has ended; its page tables went with it.
             let _ = userfault::unregister(&self.fd, piece.address, piece.bytes);
         }
     }

@@ -1,7 +1,7 @@
-//! The ioctls of a userfaultfd, as types. All of them act on the memory of the process that made it.
+//! The ioctls of a userfaultfd as functions. They act on the memory of the process that made the descriptor.
 //!
-//! Our own and not a crate's: these are five calls of a stable interface (linux/userfaultfd.h), and the crate for them
-//! brings a C binding generator into every build.
+//! No crate is used: these are five calls of a stable interface (linux/userfaultfd.h), and the available crate adds a C
+//! binding generator to every build.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -19,15 +19,15 @@ const FEATURE_MISSING_HUGETLBFS: u64 = 1 << 4;
 const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
 const FEATURE_THREAD_ID: u64 = 1 << 8;
 const FEATURES: u64 = FEATURE_MISSING_SHMEM | FEATURE_MISSING_HUGETLBFS | FEATURE_THREAD_ID;
-/// Write protection of files' pages, of those that are not there too, lifted by the kernel itself at the first write:
-/// Linux 6.7.
+/// WP_HUGETLBFS_SHMEM, WP_UNPOPULATED and WP_ASYNC: write protection of file pages, missing ones included, which the
+/// kernel lifts at the first write. Needs Linux 6.7.
 const FEATURES_OF_WRITES: u64 = 1 << 12 | 1 << 13 | 1 << 15;
 const MODE_MISSING: u64 = 1;
 const MODE_WRITE_PROTECT: u64 = 2;
 const COPY_WAKES_NOBODY: u64 = 1;
 const EVENT_PAGEFAULT: u8 = 0x12;
 
-/// struct uffdio_api.
+/// `struct uffdio_api`.
 #[repr(C)]
 struct Api {
     api: u64,
@@ -35,7 +35,7 @@ struct Api {
     ioctls: u64,
 }
 
-/// struct uffdio_range: addresses in QEMU.
+/// `struct uffdio_range`; addresses are in QEMU.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Range {
@@ -43,7 +43,7 @@ struct Range {
     bytes: u64,
 }
 
-/// struct uffdio_register.
+/// `struct uffdio_register`.
 #[repr(C)]
 struct Register {
     range: Range,
@@ -51,7 +51,7 @@ struct Register {
     ioctls: u64,
 }
 
-/// struct uffdio_copy. `copied` is a length, or an error as a negative number.
+/// `struct uffdio_copy`. `copied` is a length in bytes or a negative errno.
 #[repr(C)]
 struct Copy {
     target: u64,
@@ -61,7 +61,7 @@ struct Copy {
     copied: i64,
 }
 
-/// struct uffd_msg, as it is for a page fault.
+/// `struct uffd_msg` of a page fault.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Message {
@@ -78,19 +78,22 @@ const MESSAGES: usize = 16;
 /// A thread of QEMU that waits for a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Waiter {
+    /// Address of the fault, in QEMU.
     pub address: u64,
+    /// Thread ID (UFFD_FEATURE_THREAD_ID).
     pub thread: u32,
 }
 
-/// When those go on who wait for a page that is put.
+/// When to wake the threads that wait for an installed page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wake {
+    /// As soon as the page is installed.
     AtOnce,
-    /// When `SuppliedRam::wake` is called.
+    /// At the call of `SuppliedRam::wake`.
     Later,
 }
 
-/// Agrees on features: once in the life of a userfaultfd, and before anything else. A second time is invalid.
+/// Agrees on features with the kernel: once per userfaultfd, before any other call. A second call returns EINVAL.
 pub fn enable(fd: impl AsFd) -> Result<(), Errno> {
     match agree(fd.as_fd(), FEATURES | FEATURES_OF_WRITES) {
         Err(Errno::INVAL) => agree(fd.as_fd(), FEATURES),
@@ -104,12 +107,12 @@ fn agree(fd: BorrowedFd<'_>, features: u64) -> Result<(), Errno> {
     unsafe { ioctl(fd, Updater::<API, Api>::new(&mut api)) }
 }
 
-/// From now on a thread that touches a page of the range which the file does not hold waits.
+/// Registers a range: a thread that touches a page which the file does not hold waits from now on.
 pub fn register_missing(fd: impl AsFd, start: u64, bytes: u64) -> Result<(), Errno> {
     register(fd, start, bytes, MODE_MISSING)
 }
 
-/// From now on pages of the range can be write-protected.
+/// Registers a range for write protection.
 pub fn register_writes(fd: impl AsFd, start: u64, bytes: u64) -> Result<(), Errno> {
     register(fd, start, bytes, MODE_WRITE_PROTECT)
 }
@@ -117,26 +120,27 @@ pub fn register_writes(fd: impl AsFd, start: u64, bytes: u64) -> Result<(), Errn
 fn register(fd: impl AsFd, start: u64, bytes: u64, mode: u64) -> Result<(), Errno> {
     let mut register = Register { range: Range { start, bytes }, mode, ioctls: 0 };
     // SAFETY: UFFDIO_REGISTER reads and writes one `struct uffdio_register`, which `Register` is. It changes who serves
-    // faults in another process, and no memory of this one.
+    // faults in another process and no memory of this one.
     unsafe { ioctl(fd, Updater::<REGISTER, Register>::new(&mut register)) }
 }
 
-/// The kernel serves the range by itself again, and those who wait in it go on.
+/// Unregisters a range: the kernel serves it from now on, and threads that wait in it continue.
 pub fn unregister(fd: impl AsFd, start: u64, bytes: u64) -> Result<(), Errno> {
     let mut range = Range { start, bytes };
-    // SAFETY: UFFDIO_UNREGISTER reads one `struct uffdio_range`, which `Range` is; otherwise as above.
+    // SAFETY: UFFDIO_UNREGISTER reads one `struct uffdio_range`, which `Range` is. It changes no memory of this
+    // process.
     unsafe { ioctl(fd, Updater::<UNREGISTER, Range>::new(&mut range)) }
 }
 
-/// Those who wait in the range look again: they go on if the page is there by now, and report themselves if not.
+/// Wakes the threads that wait in a range. They continue if the page is there by now, and report again if not.
 pub fn wake(fd: impl AsFd, start: u64, bytes: u64) -> Result<(), Errno> {
     let mut range = Range { start, bytes };
     // SAFETY: UFFDIO_WAKE reads one `struct uffdio_range`, which `Range` is; it changes no memory.
     unsafe { ioctl(fd, Updater::<WAKE, Range>::new(&mut range)) }
 }
 
-/// Puts whole pages where none are. How many bytes were put before it ended: with an error if not all were, `EXIST` where there
-/// is a page already.
+/// Installs whole pages where none are. Returns the number of bytes installed, and an error unless that is all; `EXIST`
+/// if a page is there already.
 pub fn copy(fd: impl AsFd, target: u64, pages: &[u8], wake: Wake) -> (u64, Result<(), Errno>) {
     let bytes = pages.len() as u64;
     let mode = match wake {
@@ -144,18 +148,18 @@ pub fn copy(fd: impl AsFd, target: u64, pages: &[u8], wake: Wake) -> (u64, Resul
         Wake::Later => COPY_WAKES_NOBODY,
     };
     let mut copy = Copy { target, source: pages.as_ptr() as u64, bytes, mode, copied: 0 };
-    // SAFETY: UFFDIO_COPY reads and writes one `struct uffdio_copy`, which `Copy` is. It reads `bytes` bytes at `source`,
-    // which are borrowed here, and puts them only where the process that made the descriptor has no page.
+    // SAFETY: UFFDIO_COPY reads and writes one `struct uffdio_copy`, which `Copy` is. It reads `bytes` bytes at
+    // `source`, which are borrowed here, and installs them only where the process that made the descriptor has no page.
     let done = unsafe { ioctl(fd, Updater::<COPY, Copy>::new(&mut copy)) };
-    // A copy that was cut short says "again", and how far it came.
+    // A copy that ends early returns EAGAIN and the number of bytes copied.
     (u64::try_from(copy.copied).unwrap_or(0), done)
 }
 
-/// Takes the faults that nobody has taken yet; none is no error.
+/// Reads all faults that are pending, if any.
 pub fn read(fd: BorrowedFd<'_>, found: &mut Vec<Waiter>) -> Result<(), Errno> {
     loop {
         let mut messages = [Message::default(); MESSAGES];
-        // SAFETY: `Message` is plain data without padding of the compiler's: its bytes may be written in any way.
+        // SAFETY: `Message` is plain data without compiler padding: any byte values are valid.
         let bytes =
             unsafe { std::slice::from_raw_parts_mut(messages.as_mut_ptr().cast::<u8>(), size_of_val(&messages)) };
         let got = match rustix::io::read(fd, bytes) {

@@ -1,10 +1,10 @@
-//! Writes: which pages of its RAM a running QEMU has written to, without a word from it.
+//! Writes: which pages of its RAM a running QEMU has written to, without its help.
 //!
-//! watch (its memory is write-protected) -> a first write: the kernel lifts the protection of that page by itself -> take
-//! (what is not protected any more was written, and is protected again) -> ... -> drop
+//! start (the memory is write-protected) -> a first write: the kernel lifts the protection of that page -> take
+//! (unprotected pages were written; they are reported and protected again) -> ... -> drop
 //!
-//! No fault comes to this process and none waits for it: if it dies, a first write goes on costing a microsecond. What
-//! others write through mappings of their own is not seen.
+//! No fault reaches this process and no thread waits for it. If it dies, a first write still costs a microsecond.
+//! Writes through mappings of other processes are not seen.
 
 use std::ops::Range;
 
@@ -13,27 +13,30 @@ pub use super::tables::WatchError;
 use super::tables::{Look, Tables};
 use crate::RamFile;
 
-/// The RAM of a running QEMU, write-protected.
+/// Watches the writes to the RAM of a running QEMU.
 #[derive(Debug)]
 pub struct WriteWatch(Tables);
 
 impl WriteWatch {
-    /// From now on writes are seen. Nobody else has registered this memory.
+    /// Starts watching. Nothing else may have registered this memory.
     pub fn start(userfault: &Userfault, ram: &RamFile) -> Result<Self, WatchError> {
         Self::over(Tables::register(userfault, ram)?)
     }
 
+    /// Watches writes with page tables that are registered already.
     pub(super) fn over(tables: Tables) -> Result<Self, WatchError> {
         tables.try_look(Look::Written)?;
         Ok(Self(tables))
     }
 
-    /// Pages of the file that may have been written to since the last time, as ascending runs.
+    /// Reports the pages of the file that may have been written to since the last call, as ascending runs of page
+    /// numbers.
     pub fn take(&self, found: impl FnMut(Range<u64>)) -> Result<(), WatchError> {
         self.0.look(Look::Written, found)
     }
 
-    /// Pages of the file that QEMU has mapped, as ascending runs: used since its page tables were last dropped, if ever.
+    /// Reports the pages of the file that QEMU has mapped, as ascending runs: used since its page tables were last
+    /// dropped, if ever.
     pub fn mapped(&self, found: impl FnMut(Range<u64>)) -> Result<(), WatchError> {
         self.0.look(Look::Present, found)
     }
@@ -54,17 +57,17 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_told_once_and_reading_is_not_writing() {
+    fn writes_are_reported_once_and_reads_never() {
         let stand = Stand::new();
         stand.write(0..300);
         let watch = match WriteWatch::start(&stand.userfault, &stand.ram) {
-            // Nothing can be promised on an older kernel but that it is said.
+            // An older kernel can only report that it lacks the feature.
             Err(error @ WatchError::Kernel { .. }) => return assert!(error.to_string().contains("6.7"), "{error}"),
             watch => watch.unwrap(),
         };
         stand.write([3, 4, 5, 299]);
         stand.write([400]);
-        // Around a page that was never touched before, others may be told along with it.
+        // Neighbours of a page that was never touched before may be reported with it.
         let mut first = taken(&watch);
         assert!(first.contains(&400), "{first:?}");
         first.retain(|page| *page < 300);
@@ -80,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn it_can_begin_again_and_what_others_write_to_the_file_is_not_seen() {
+    fn watch_restarts_and_ignores_writes_by_others() {
         let stand = Stand::new();
         stand.write(0..10);
         for _ in 0..3 {

@@ -1,18 +1,19 @@
-//! Admission: a QEMU gets its guest's memory unit by unit, and its threads wait where none is to be had.
+//! Admission: guest memory is granted to QEMU unit by unit; QEMU's threads wait for units that are not granted yet.
 //!
-//! register (QEMU holds still) -> a thread touches a unit for the first time -> may it be had? -> granted: the unit is
-//! unregistered, the kernel serves the rest of it by itself | not now: the thread waits, and is asked for again -> finish
+//! register (QEMU is stopped) -> a thread first touches a unit -> the caller decides -> granted: the unit is
+//! unregistered and the kernel serves the rest of it | refused for now: the thread waits, and the caller is asked again
+//! -> finish
 //!
-//! One fault a unit of 2 MiB comes here, not one a page: what is granted is a right to memory and not the memory. The
-//! price is that a unit counts whole from its first page on. Looking often at what the guest has taken cannot replace
-//! this: between two looks a guest takes what it likes.
+//! One fault arrives per unit of 2 MiB, not per page: a grant gives the right to use memory, not the memory itself. The
+//! price: a unit counts in full from its first page on. Periodic measurement cannot replace admission, because between
+//! two measurements a guest can take any amount.
 //!
-//! A keeper that dies leaves its guest waiting, not harmed: QEMU's own copy of the userfaultfd keeps the registration. The
-//! next keeper fetches that copy and reads from the kernel what is still registered; the rest was granted.
+//! If the keeper dies, the guest waits and is not harmed: QEMU's own copy of the userfaultfd keeps the registration.
+//! The next keeper fetches that copy and reads from the kernel which parts are still registered; the rest was granted.
 //!
-//! Every granted unit may cut a mapping of QEMU in two, and the kernel allows 65530 mappings: so units grow with the RAM.
-//! Huge pages: a unit is never smaller than the file's own page, so that one fault never takes more than was granted.
-//! Holes that were punched into a granted unit are filled again without a fault: what is granted stays granted.
+//! Each granted unit may split a mapping of QEMU, and the kernel allows 65530 mappings per process; so the unit size
+//! grows with the RAM. With huge pages, a unit is at least as large as a page of the file, so that no fault takes more
+//! than was granted. Holes punched into a granted unit are refilled without a fault: a grant is permanent.
 //!
 //! Needs Linux 4.14.
 
@@ -37,23 +38,24 @@ use super::userfault;
 use crate::{PAGE_BYTES, RamFile};
 use queue::Queue;
 
-/// What is granted at a time unless the caller or the RAM's size want more: one fault costs about 10 us, so a guest that
-/// takes memory at 2 GiB/s loses 1 % of its time.
+/// Default unit size in bytes; the caller or a large RAM may need larger units. A fault costs about 10 us, so a guest
+/// that takes memory at 2 GiB/s loses 1 % of its time.
 pub const UNIT_BYTES: u64 = 2 << 20;
-/// A quarter of the mappings that the kernel allows a process by default.
+/// Maximum number of units: a quarter of the mappings that the kernel allows a process by default.
 const UNITS_MAX: u64 = 1 << 14;
-/// How often those who wait are asked for again. Only while somebody waits.
+/// Interval between two requests for the units that threads wait for.
 const ASK_EVERY: Duration = Duration::from_millis(2);
 
-/// May this unit be had?
+/// The caller's decision about a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// `GatedRam::grant` has been called for it.
+    /// The caller has called `GatedRam::grant` for the unit.
     Granted,
+    /// No memory is available now; the thread waits and the caller is asked again.
     Wait,
 }
 
-/// The RAM of a QEMU whose memory is granted by this process.
+/// The RAM of one QEMU, whose memory this process grants unit by unit.
 #[derive(Debug)]
 pub struct GatedRam {
     fd: OwnedFd,
@@ -61,9 +63,9 @@ pub struct GatedRam {
     pieces: Vec<Piece>,
     ram_bytes: u64,
     unit_bytes: u64,
-    /// One bit a unit.
+    /// One bit per unit.
     granted: Vec<AtomicU64>,
-    /// Pages of each unit that the file held before anything could be granted.
+    /// Pages of each unit that the file held at the time of registration.
     early_pages: Vec<u32>,
     committed_bytes: AtomicU64,
     granted_bytes: AtomicU64,
@@ -74,17 +76,18 @@ pub struct GatedRam {
     waited_us: AtomicU64,
 }
 
-/// What admission has cost the guest.
+/// Cost of admission for the guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Waits {
-    /// Times that a thread of QEMU touched a unit for the first time.
+    /// Number of faults, counted once for each thread and unit that it waited for.
     pub faults: u64,
-    /// Threads that wait now.
+    /// Number of threads that wait now.
     pub waiting: u64,
-    /// All waiting together; two threads that wait one second are two seconds.
+    /// Sum of the waiting times of all threads.
     pub waited: Duration,
 }
 
+/// Errors of `admission` and `supply`.
 #[derive(Debug, thiserror::Error)]
 pub enum AdmissionError {
     #[error("the mappings of QEMU (pid {pid}) cannot be read")]
@@ -109,7 +112,7 @@ pub enum AdmissionError {
 }
 
 impl GatedRam {
-    /// Takes charge of a QEMU that holds still: started with `-S`, and its guest has not run yet.
+    /// Registers the RAM of a QEMU that was started with `-S` and whose guest has not run yet.
     pub fn register(userfault: &Userfault, ram: &RamFile, unit_bytes: u64) -> Result<Self, AdmissionError> {
         let pid = userfault.qemu_pid;
         let pieces = mapping::find(pid, ram.identity()).map_err(|source| AdmissionError::Maps { pid, source })?;
@@ -122,7 +125,7 @@ impl GatedRam {
         Self::new(userfault, ram, unit_bytes, pieces, |_| false)
     }
 
-    /// Takes charge after the keeper that did it has died. None if nothing is registered any more.
+    /// Takes over from a dead keeper. Returns None if nothing is registered any more.
     pub fn resume(userfault: &Userfault, ram: &RamFile, unit_bytes: u64) -> Result<Option<Self>, AdmissionError> {
         let pid = userfault.qemu_pid;
         let found = mapping::find_registered(pid, ram.identity());
@@ -137,7 +140,7 @@ impl GatedRam {
         };
         let granted = |unit: Range<u64>| !registered.iter().any(|piece| overlaps(piece, &unit));
         let gated = Self::new(userfault, ram, unit_bytes, pieces, granted)?;
-        // The dead keeper may have taken reports that it did not answer: whoever waits is to report again.
+        // The dead keeper may have read faults and not answered them: wake the threads so that they report again.
         for piece in &gated.pieces {
             userfault::wake(&gated.fd, piece.address, piece.bytes).map_err(|errno| gated.failure("waking", errno))?;
         }
@@ -179,11 +182,11 @@ impl GatedRam {
         Ok(gated)
     }
 
-    /// Memory that QEMU took before its memory was registered: a few pages of firmware.
+    /// Counts the memory that QEMU took before the registration: a few pages of firmware.
     fn count_early(&mut self, ram: &RamFile) -> Result<(), AdmissionError> {
         let resident = ram.residency_bytes()?;
         let ranges = if resident == 0 { Vec::new() } else { ram.resident_ranges()? };
-        // hugetlbfs says that everything is there. Then what is there counts beside the units that it lies in.
+        // hugetlbfs reports all pages as resident. Then the resident bytes are counted beside the units.
         if ranges.iter().map(|range| range.end - range.start).sum::<u64>() * PAGE_BYTES == resident {
             let unit_pages = self.unit_bytes / PAGE_BYTES;
             for page in ranges.into_iter().flatten() {
@@ -194,35 +197,38 @@ impl GatedRam {
         Ok(())
     }
 
+    /// Process ID of QEMU.
     pub fn qemu_pid(&self) -> u32 {
         self.qemu_pid
     }
 
+    /// Size of a unit in bytes; the last unit may be shorter.
     pub fn unit_bytes(&self) -> u64 {
         self.unit_bytes
     }
 
-    /// The units that a part of the file lies in.
+    /// The units that overlap a byte range of the file.
     pub fn units_of(&self, file: Range<u64>) -> Range<usize> {
         let end = file.end.min(self.ram_bytes).div_ceil(self.unit_bytes);
         (file.start / self.unit_bytes) as usize..end as usize
     }
 
-    /// May QEMU and the keeper take memory in this unit? One load: this is asked for every disk request.
+    /// Whether QEMU and the keeper may take memory in this unit. One atomic load, because each disk request asks.
     pub fn is_granted(&self, unit: usize) -> bool {
         self.granted[unit / 64].load(Acquire) & 1 << (unit % 64) != 0
     }
 
-    /// The most that the file can hold as things stand: what is granted, and what was there before.
+    /// Upper limit of what the file can hold now, in bytes: the granted units and the pages that were there before.
     pub fn committed_bytes(&self) -> u64 {
         self.committed_bytes.load(Relaxed)
     }
 
+    /// Size of all granted units in bytes.
     pub fn granted_bytes(&self) -> u64 {
         self.granted_bytes.load(Relaxed)
     }
 
-    /// What granting this unit would add to `committed_bytes`.
+    /// Bytes that a grant of this unit would add to `committed_bytes`.
     pub fn charge_bytes(&self, unit: usize) -> u64 {
         if self.is_granted(unit) {
             return 0;
@@ -231,12 +237,13 @@ impl GatedRam {
         range.end - range.start - u64::from(self.early_pages[unit]) * PAGE_BYTES
     }
 
-    /// Hands a unit over to the kernel; who waits in it goes on. Granting twice does no harm. One caller at a time.
+    /// Grants a unit: the kernel serves it from now on, and threads that wait in it continue. A second grant is
+    /// harmless. Only one thread may call this at a time.
     pub fn grant(&self, unit: usize) -> Result<(), AdmissionError> {
         let act = if self.is_granted(unit) {
             userfault::wake
         } else {
-            // In the books before anybody can act on it.
+            // Update the counters before any thread can use the memory.
             self.note_granted(unit);
             userfault::unregister
         };
@@ -251,8 +258,8 @@ impl GatedRam {
         self.granted[unit / 64].fetch_or(1 << (unit % 64), Release);
     }
 
-    /// Serves the faults of QEMU until `finish`, `stop` or QEMU's end. `admit` grants or says that there is nothing now;
-    /// it is asked in the order in which the threads came, and again every 2 ms.
+    /// Serves QEMU's faults until `finish`, `stop` or an error, such as the end of QEMU. `admit` grants a unit or
+    /// answers `Wait`. It is called for the waiting threads in order of arrival, and again every 2 ms.
     pub fn serve(&self, mut admit: impl FnMut(usize) -> Result<Verdict, AdmissionError>) -> Result<(), AdmissionError> {
         let mut queue = Queue::default();
         let mut found = Vec::new();
@@ -276,12 +283,12 @@ impl GatedRam {
         Ok(())
     }
 
-    /// Ends `serve` and leaves everything as it is: QEMU is gone, or another keeper comes.
+    /// Ends `serve` and changes nothing else: QEMU has ended, or another keeper takes over.
     pub fn stop(&self) {
         self.bell.ring();
     }
 
-    /// Grants all there is, wakes everybody, and ends `serve`: from now on the kernel alone serves this QEMU's memory.
+    /// Grants all units, wakes all threads and ends `serve`: from now on the kernel alone serves this QEMU's memory.
     pub fn finish(&self) -> Result<(), AdmissionError> {
         let ended =
             self.each_piece(0..self.ram_bytes, |start, bytes| userfault::unregister(self.fd.as_fd(), start, bytes));
@@ -296,10 +303,12 @@ impl GatedRam {
         Ok(())
     }
 
+    /// Whether `finish` has succeeded.
     pub fn is_finished(&self) -> bool {
         self.finished.load(Relaxed)
     }
 
+    /// Number of faults and waiting threads, and the time they waited.
     pub fn waits(&self) -> Waits {
         Waits {
             faults: self.faults.load(Relaxed),
@@ -308,7 +317,7 @@ impl GatedRam {
         }
     }
 
-    /// The bytes of the file that a unit is.
+    /// The byte range of a unit in the file.
     fn range(&self, unit: usize) -> Range<u64> {
         let start = unit as u64 * self.unit_bytes;
         start..(start + self.unit_bytes).min(self.ram_bytes)
@@ -318,7 +327,7 @@ impl GatedRam {
         Some((mapping::file_offset(&self.pieces, address)? / self.unit_bytes) as usize)
     }
 
-    /// Every place at which QEMU has a part of the file mapped.
+    /// Calls `act` with address and length in QEMU of each mapping of this part of the file.
     fn each_piece(&self, file: Range<u64>, mut act: impl FnMut(u64, u64) -> Result<(), Errno>) -> Result<(), Errno> {
         mapping::places(&self.pieces, file).try_for_each(|(address, part)| act(address, part.end - part.start))
     }
@@ -328,18 +337,19 @@ impl GatedRam {
     }
 }
 
-/// Does this QEMU wait for somebody to grant it memory?
+/// Whether any part of this QEMU's RAM is registered for missing pages.
 pub fn is_registered(qemu_pid: u32, ram: &RamFile) -> io::Result<bool> {
     Ok(mapping::find_registered(qemu_pid, ram.identity())?.iter().any(|piece| piece.registered))
 }
 
-/// The kernel says "no memory" where the memory's owner has ended.
+/// Tells an ended QEMU from other failures: the kernel returns ENOMEM or ESRCH when the process that owns the memory
+/// has ended.
 pub(super) fn failure(pid: u32, what: &'static str, errno: Errno) -> AdmissionError {
     let ended = matches!(errno, Errno::NOMEM | Errno::SRCH) && has_ended(pid);
     if ended { AdmissionError::Gone { pid } } else { AdmissionError::Userfault { pid, what, source: errno.into() } }
 }
 
-/// Its memory goes a moment before the process is seen to end.
+/// Waits up to 100 ms, because a process loses its memory shortly before its pidfd reports the end.
 fn has_ended(pid: u32) -> bool {
     let Ok(process) = watch_process(pid) else { return true };
     let mut watched = [PollFd::new(&process, PollFlags::IN)];
@@ -347,7 +357,7 @@ fn has_ended(pid: u32) -> bool {
     matches!(poll(&mut watched, Some(&moment)), Ok(1..))
 }
 
-/// The mappings as few pieces as can be; refused unless they are the whole file, each byte once.
+/// Merges adjacent mappings. Refuses mappings that do not cover the whole file, each byte once.
 pub(super) fn whole(found: Vec<Piece>, pid: u32, ram: &RamFile) -> Result<Vec<Piece>, AdmissionError> {
     let mut pieces: Vec<Piece> = Vec::new();
     let mut mapped = 0;
@@ -366,7 +376,7 @@ pub(super) fn whole(found: Vec<Piece>, pid: u32, ram: &RamFile) -> Result<Vec<Pi
     Err(AdmissionError::Mapping { path: ram.path().to_owned(), pid, mapped, bytes: ram.bytes() })
 }
 
-/// At least what is wanted and what one page of the file takes, and so large that there are not too many.
+/// Unit size in bytes: at least the requested size and one page of the file, and large enough for `UNITS_MAX`.
 fn fitting_unit(wanted_bytes: u64, page_bytes: u64, ram_bytes: u64) -> u64 {
     let mut unit_bytes = wanted_bytes.max(page_bytes).max(PAGE_BYTES).next_power_of_two();
     while ram_bytes.div_ceil(unit_bytes) > UNITS_MAX {

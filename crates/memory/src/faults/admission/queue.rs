@@ -1,32 +1,35 @@
-//! Who waits for memory, in what order, and for how long in all.
+//! The threads that wait for memory, in order of arrival, and how long they have waited.
 
 use std::time::{Duration, Instant};
 
 use super::{AdmissionError, Verdict};
 
-/// Threads of QEMU that wait, in the order they came. There are never more than QEMU has threads.
+/// Threads of QEMU that wait, in order of arrival. At most as many as QEMU has threads.
 #[derive(Default)]
 pub struct Queue(Vec<Waiting>);
 
 struct Waiting {
     unit: usize,
     thread: u32,
-    /// Up to when its waiting is counted.
+    /// The waiting time is counted up to this moment.
     counted: Instant,
     admitted: bool,
     waited: Duration,
 }
 
 impl Queue {
+    /// Number of waiting threads.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
+    /// Whether no thread waits.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// False: it waits there already. (A signal interrupts a thread that waits, and then it reports again.)
+    /// Adds a thread. Returns false if it waits for this unit already: a signal interrupts a waiting thread, which then
+    /// reports again.
     pub fn join(&mut self, unit: usize, thread: u32) -> bool {
         let known = self.0.iter().any(|waiting| (waiting.unit, waiting.thread) == (unit, thread));
         if !known {
@@ -36,6 +39,7 @@ impl Queue {
         !known
     }
 
+    /// Calls `admit` for the unit of each thread and notes which threads are admitted.
     pub fn ask(
         &mut self,
         admit: &mut impl FnMut(usize) -> Result<Verdict, AdmissionError>,
@@ -49,7 +53,7 @@ impl Queue {
         Ok(())
     }
 
-    /// The time waited since the last such call. Who was admitted leaves.
+    /// Returns the time waited since the last call, and removes admitted threads.
     pub fn take_waited(&mut self) -> Duration {
         let waited = self.0.iter_mut().map(|waiting| std::mem::take(&mut waiting.waited)).sum();
         self.0.retain(|waiting| !waiting.admitted);

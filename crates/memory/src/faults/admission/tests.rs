@@ -1,5 +1,5 @@
-//! What is promised of admission, with a real process in QEMU's place: this test program, started again as a child that
-//! maps the RAM file, hands over its userfaultfd and touches what it is told to.
+//! Admission against a real process in QEMU's place: the test program starts itself as a child, which maps the RAM
+//! file, hands over its userfaultfd and touches pages on request.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsRawFd;
@@ -15,10 +15,10 @@ const MIB: u64 = 1 << 20;
 const UNITS: u64 = 8;
 const RAM_BYTES: u64 = UNITS * UNIT_BYTES;
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Set for the child, to the path of the RAM file.
+/// Environment variable of the child: path of the RAM file.
 const CHILD: &str = "HEARTH_TEST_ADMISSION_CHILD";
 
-/// A process that stands for QEMU.
+/// The child process in QEMU's place.
 struct Guest {
     process: Child,
     orders: ChildStdin,
@@ -42,12 +42,12 @@ impl Guest {
         Self { process, orders, answers, userfault }
     }
 
-    /// Writes into these bytes of the RAM, a pattern in every page; does not wait.
+    /// Asks the child to write a pattern into each page of these bytes. Does not wait.
     fn touch(&mut self, bytes: Range<u64>) {
         writeln!(self.orders, "touch {} {}", bytes.start, bytes.end).unwrap();
     }
 
-    /// Waits until what was ordered is done: the sum of the pattern, as the guest reads it.
+    /// Waits for the end of the last request. Returns the sum of the pattern as the child reads it.
     fn done(&mut self) -> u64 {
         answer(&mut self.answers).parse().unwrap()
     }
@@ -55,13 +55,13 @@ impl Guest {
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        // It may be dead already.
+        // The child may have died already.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-/// Words of the child begin with an @; the rest is the test program's own.
+/// Reads the child's next answer. Answers begin with an @; other output comes from the test harness.
 fn answer(answers: &mut impl BufRead) -> String {
     answers.lines().find_map(|line| line.unwrap().split_once('@').map(|(_, answer)| answer.to_owned())).unwrap()
 }
@@ -74,7 +74,7 @@ fn sum(bytes: Range<u64>) -> u64 {
     (bytes.start / PAGE_BYTES..bytes.end / PAGE_BYTES).map(pattern).fold(0, u64::wrapping_add)
 }
 
-/// Not a test: what the child does. In the test program itself it does nothing.
+/// Not a test: the body of the child. Without the environment variable it does nothing.
 #[test]
 fn child() {
     let Some(path) = std::env::var_os(CHILD) else { return };
@@ -85,7 +85,7 @@ fn child() {
     let start =
         unsafe { libc::mmap(std::ptr::null_mut(), ram.bytes() as usize, protection, flags, file.as_raw_fd(), 0) };
     assert_ne!(start, libc::MAP_FAILED);
-    // SAFETY: a system call that makes a descriptor.
+    // SAFETY: the system call only creates a descriptor.
     let userfault = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
     println!("@{userfault}");
     for line in std::io::stdin().lines() {
@@ -113,7 +113,7 @@ fn place() -> Place {
     Place { _folder: folder, ram }
 }
 
-/// Serves with so many units to give away; more come by `credit`.
+/// Serves faults and grants `credit` units. The caller adds units through the returned counter.
 fn serve(
     gated: &Arc<GatedRam>,
     credit: usize,
@@ -141,7 +141,7 @@ fn wait_until(what: &str, mut look: impl FnMut() -> bool) {
 }
 
 #[test]
-fn a_guest_takes_no_more_than_is_granted_and_waits_for_the_rest() {
+fn guest_waits_for_memory_beyond_its_grant() {
     let place = place();
     let mut guest = Guest::start(&place.ram);
     let gated = Arc::new(GatedRam::register(&guest.userfault, &place.ram, UNIT_BYTES).unwrap());
@@ -160,7 +160,7 @@ fn a_guest_takes_no_more_than_is_granted_and_waits_for_the_rest() {
         }
     }
     assert_eq!(guest.done(), sum(0..RAM_BYTES));
-    // One fault a unit, not one a page.
+    // One fault per unit, not per page.
     assert_eq!(gated.waits().faults, UNITS);
     wait_until("nobody waits any more", || gated.waits().waiting == 0);
     assert!(gated.waits().waited > Duration::ZERO);
@@ -169,7 +169,7 @@ fn a_guest_takes_no_more_than_is_granted_and_waits_for_the_rest() {
 }
 
 #[test]
-fn what_was_there_before_counts_once_and_needs_no_fault() {
+fn resident_pages_count_once_and_need_no_fault() {
     let place = place();
     let mut guest = Guest::start(&place.ram);
     guest.touch(4096..12288);
@@ -189,7 +189,7 @@ fn what_was_there_before_counts_once_and_needs_no_fault() {
 }
 
 #[test]
-fn the_end_of_admission_lets_everybody_go_on() {
+fn finish_wakes_all_waiting_threads() {
     let place = place();
     let mut guest = Guest::start(&place.ram);
     let gated = Arc::new(GatedRam::register(&guest.userfault, &place.ram, UNIT_BYTES).unwrap());
@@ -204,9 +204,9 @@ fn the_end_of_admission_lets_everybody_go_on() {
     assert!(left.is_none(), "something is still registered");
 }
 
-/// The keeper's descriptor goes, its reports unread or read and not answered; QEMU's own copy is all that is left.
+/// The first keeper closes its descriptor with faults unread or unanswered; only QEMU's own copy is left.
 #[test]
-fn a_guest_outlives_the_keeper_and_the_next_one_goes_on() {
+fn next_keeper_resumes_admission() {
     let place = place();
     let mut guest = Guest::start(&place.ram);
     let number = guest.userfault.fd_in_qemu;
@@ -230,7 +230,7 @@ fn a_guest_outlives_the_keeper_and_the_next_one_goes_on() {
 }
 
 #[test]
-fn a_guest_that_dies_while_it_waits_is_told_apart_from_a_failure() {
+fn dead_guest_is_reported_as_gone() {
     let place = place();
     let mut guest = Guest::start(&place.ram);
     let gated = Arc::new(GatedRam::register(&guest.userfault, &place.ram, UNIT_BYTES).unwrap());
@@ -246,7 +246,7 @@ fn a_guest_that_dies_while_it_waits_is_told_apart_from_a_failure() {
 }
 
 #[test]
-fn memory_that_is_not_mapped_is_refused_by_name() {
+fn unmapped_ram_file_is_refused() {
     let (place, other) = (place(), place());
     let guest = Guest::start(&place.ram);
     let refusal = GatedRam::register(&guest.userfault, &other.ram, UNIT_BYTES).unwrap_err().to_string();
@@ -254,7 +254,7 @@ fn memory_that_is_not_mapped_is_refused_by_name() {
 }
 
 #[test]
-fn a_descriptor_that_is_no_userfaultfd_any_more_is_refused() {
+fn reused_userfaultfd_number_is_refused() {
     let place = place();
     let guest = Guest::start(&place.ram);
     let refusal = Userfault::fetch(guest.process.id(), 0, None).unwrap_err();
@@ -263,7 +263,7 @@ fn a_descriptor_that_is_no_userfaultfd_any_more_is_refused() {
 }
 
 #[test]
-fn units_fit_the_page_of_the_file_and_the_kernels_limit_of_mappings() {
+fn units_fit_page_size_and_mapping_limit() {
     assert_eq!(fitting_unit(UNIT_BYTES, PAGE_BYTES, 512 * MIB), UNIT_BYTES);
     assert_eq!(fitting_unit(64 << 10, 2 * MIB, 512 * MIB), 2 * MIB);
     assert_eq!(fitting_unit(UNIT_BYTES, 1 << 30, 1 << 40), 1 << 30);
@@ -273,9 +273,9 @@ fn units_fit_the_page_of_the_file_and_the_kernels_limit_of_mappings() {
     assert_eq!(fitting_unit(UNIT_BYTES, PAGE_BYTES, 32 << 30), UNIT_BYTES);
 }
 
-/// Every second unit granted is the worst that can happen to the number of mappings.
+/// Granting every second unit creates the largest number of mappings.
 #[test]
-fn granting_here_and_there_cuts_the_mapping_no_more_than_the_units_are() {
+fn scattered_grants_create_one_mapping_per_unit() {
     let place = place();
     let guest = Guest::start(&place.ram);
     let gated = GatedRam::register(&guest.userfault, &place.ram, UNIT_BYTES).unwrap();
@@ -287,10 +287,11 @@ fn granting_here_and_there_cuts_the_mapping_no_more_than_the_units_are() {
     assert_eq!(mapping::find(guest.process.id(), place.ram.identity()).unwrap().len(), 1);
 }
 
-/// `cargo test -p hearth-memory -- --ignored --nocapture measures`: what admission costs a guest that never has to wait.
+/// `cargo test -p hearth-memory -- --ignored --nocapture measures`: the cost of admission for a guest that never waits
+/// for memory.
 #[test]
 #[ignore = "a measurement"]
-fn measures_a_touch_of_1_gib_with_and_without() {
+fn measures_touching_1_gib_with_and_without_admission() {
     const BYTES: u64 = 1 << 30;
     for round in 0..5 {
         for gate in [false, true] {
