@@ -1,21 +1,21 @@
-//! Address: `s3://BUCKET/PREFIX`, and what the other houses call it.
+//! Address: `s3://BUCKET/PREFIX`, and the equivalents of the other providers.
 
 use std::fmt;
 
 use crate::StoreError;
 
-/// Of a host; a bucket or container has 63 at most, which its store says.
+/// Maximum length of a host name. Buckets and containers have 63 bytes at most; their store checks that.
 const BUCKET_BYTES_MAX: usize = 253;
-/// An object's name may have 1024 bytes, and something follows the prefix.
+/// An object's name may have 1024 bytes; the rest is for what follows the prefix.
 const PREFIX_BYTES_MAX: usize = 768;
 
-/// Whose store it is, and so who knows its protocol.
+/// Provider of a store, which decides the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum House {
     Amazon,
     Google,
     Azure,
-    /// Any web server that knows ranges: it is read, and never written to.
+    /// Any web server that supports ranges; read-only.
     Web,
 }
 
@@ -30,7 +30,7 @@ const SCHEMES: [(&str, House); 7] = [
 ];
 const KNOWN: &str = "it must begin with s3://, gs://, az://, abfs://, abfss://, https:// or http://";
 
-/// An address of the web as it may be shown: without the user and password that may stand before its host.
+/// Hides user and password in a URL, so that it can be shown.
 pub fn shown(url: &str) -> String {
     let Some((scheme, rest)) = url.split_once("://") else { return url.to_owned() };
     let host_ends = rest.find(['/', '?', '#']).unwrap_or(rest.len());
@@ -40,22 +40,23 @@ pub fn shown(url: &str) -> String {
     }
 }
 
-/// A folder of an object store, so to speak: what its objects' names begin with.
+/// A prefix in an object store: the common beginning of its objects' names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Address {
     pub(crate) house: House,
     scheme: &'static str,
-    /// Of Azure a container, with `@ACCOUNT.dfs.core.windows.net` where `abfs` has it; of a web server its host and port.
+    /// Azure: container, for `abfs` with `@ACCOUNT.dfs.core.windows.net`. Web server: host and port.
     pub(crate) bucket: String,
     pub(crate) prefix: String,
 }
 
 impl Address {
-    /// It is meant as one; whether it is right `parse` says. A path of this host has no such mark.
+    /// Whether a text is meant as an address and not as a path of this host. `parse` tells whether it is valid.
     pub fn is_meant(text: &str) -> bool {
         text.contains("://")
     }
 
+    /// Parses an address. An error shows neither user nor password.
     pub fn parse(text: &str) -> Result<Self, StoreError> {
         let refused = |what| StoreError::Address { text: shown(text), what };
         let (scheme, rest) = text.split_once("://").ok_or_else(|| refused(KNOWN))?;
@@ -87,7 +88,7 @@ impl Address {
         Ok(Self { house, scheme, bucket: bucket.to_owned(), prefix: prefix.to_owned() })
     }
 
-    /// Without the place in it.
+    /// The address without its prefix.
     pub(crate) fn root(&self) -> String {
         format!("{}://{}", self.scheme, self.bucket)
     }
@@ -121,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_is_a_bucket_and_a_place_in_it() {
+    fn address_is_a_bucket_and_a_prefix() {
         let check = |text: &str, expect: Option<&str>| {
             let parsed = Address::parse(text).ok().map(|address| address.to_string());
             assert_eq!(parsed.as_deref(), expect, "{text}");
@@ -154,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn each_house_has_its_schemes_and_an_unknown_one_is_told_all_of_them() {
+    fn schemes_select_providers_and_errors_list_them() {
         let check = |text: &str, house| assert_eq!(Address::parse(text).expect(text).house, house, "{text}");
         check("s3://b/p", House::Amazon);
         check("gs://b/p", House::Google);

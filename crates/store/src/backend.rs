@@ -1,7 +1,7 @@
-//! Backend: who knows the protocol of an address's house, with whose settings.
+//! Backend: the client for the protocol of an address's provider, with its settings.
 //!
-//! Each is one of `object_store`'s own, whose requests go the same way (`http`). What differs between them ends here, and where an
-//! upload is completed (`parts`).
+//! Each client is one of `object_store`, and all send their requests through `http`. Providers differ only here and at
+//! the completion of an upload (`parts`).
 
 use std::str::FromStr;
 use std::sync::Arc;
@@ -17,20 +17,21 @@ use crate::address::House;
 use crate::http::Connector;
 use crate::{Address, Settings};
 
-/// Reads objects, and takes them, whole and in parts.
+/// A client that reads objects and writes them, whole and in parts.
 pub(crate) trait Writer: ObjectStore + MultipartStore {}
 
 impl<T: ObjectStore + MultipartStore> Writer for T {}
 
+/// The client of a store.
 #[derive(Debug)]
 pub(crate) enum Backend {
     Whole(Arc<dyn Writer>),
-    /// It is read only.
+    /// Read-only.
     Readable(Arc<dyn ObjectStore>),
 }
 
 impl Backend {
-    /// Asks nobody yet. A key of the settings that says nothing to this house is another one's, or for other tools.
+    /// Builds the client; sends no request. Settings for other providers or tools are ignored.
     pub fn build(address: &Address, settings: &Settings, retry: RetryConfig) -> Result<Self> {
         let Address { house, bucket, .. } = address;
         let writer: Arc<dyn Writer> = match house {
@@ -47,7 +48,7 @@ impl Backend {
             House::Azure => {
                 let builder = MicrosoftAzureBuilder::new();
                 let builder = known(settings).fold(builder, |all, (key, value)| all.with_config(key, value));
-                // Of `abfs` it has the account, too.
+                // An `abfs` address contains the account, too.
                 let builder = builder.with_url(address.root());
                 Arc::new(builder.with_retry(retry).with_http_connector(Connector).build()?)
             }
@@ -69,6 +70,7 @@ impl Backend {
         }
     }
 
+    /// The client for writing. None if the store is read-only.
     pub fn writer(&self) -> Option<&Arc<dyn Writer>> {
         match self {
             Self::Whole(writer) => Some(writer),
@@ -77,6 +79,7 @@ impl Backend {
     }
 }
 
+/// The settings that this provider knows.
 fn known<K: FromStr>(settings: &Settings) -> impl Iterator<Item = (K, &str)> {
     settings.0.iter().filter_map(|(key, value)| Some((key.to_ascii_lowercase().parse().ok()?, value.as_str())))
 }
@@ -97,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn each_house_is_built_of_its_own_settings_and_none_of_others() {
+    fn each_provider_uses_only_its_own_settings() {
         let azure = [("AZURE_STORAGE_ACCOUNT_NAME", "me"), ("AZURE_STORAGE_ACCOUNT_KEY", "aGVhcnRo")];
         let all = [&azure[..], &[("AWS_REGION", "eu-central-1"), ("GOOGLE_SKIP_SIGNATURE", "true")]].concat();
         check("s3://b/p", &all, Ok(true));

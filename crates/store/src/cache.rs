@@ -1,13 +1,14 @@
-//! Cache: blocks of objects in a folder, up to a limit; what was not used for longest goes first.
+//! Cache: blocks of objects in a folder with a size limit; the least recently used blocks are removed first.
 //!
 //! ```text
 //! FOLDER/
-//!   usage             how many bytes there are; locked (flock) by whoever adds or removes
-//!   new               a block on its way
+//!   usage             bytes in the cache; locked (flock) while a process adds or removes blocks
+//!   new               a block that is being written
 //!   objects/KEY/N     block N of the object with this key: a hash of its address and version
 //! ```
-//! Any number of processes may share it: a block is there whole or not at all (rename), and one that is removed while it is read
-//! stays readable to whoever has it open. It holds what the guests held: it is its owner's alone (0700).
+//! Any number of processes may share the folder: a block is complete or absent (rename), and a block that is removed
+//! while a process reads it stays readable there. The folder is private to its owner (0700), because it holds contents
+//! of guests.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
@@ -20,20 +21,21 @@ use rustix::fs::{FlockOperation, flock};
 
 use crate::StoreError;
 
-/// Less would be overrun by what is read ahead.
+/// Minimum size limit in bytes. With a smaller one, blocks read ahead would be removed before their use.
 pub const CACHE_BYTES_MIN: u64 = 64 << 20;
-/// Making room is a walk over all blocks: then for more than one.
+/// Fill level after a clean-up, in percent of the limit. A clean-up walks over all blocks, so it makes space for many.
 const ROOM_PERCENT: u64 = 90;
-/// A use is noted no more often than that.
+/// Minimum time between two updates of a block's time of use.
 const USED_EVERY: Duration = Duration::from_secs(5);
 
+/// A cache folder with its size limit.
 #[derive(Debug)]
 pub struct Cache {
     folder: PathBuf,
     bytes_max: u64,
 }
 
-/// The blocks of one object, of one version.
+/// The cached blocks of one version of one object.
 #[derive(Debug)]
 pub struct CachedObject {
     cache: Arc<Cache>,
@@ -47,13 +49,14 @@ struct Block {
 }
 
 impl Cache {
-    /// Makes the folder. The limit is `CACHE_BYTES_MIN` at least.
+    /// Opens the cache and creates its folder. The limit is at least `CACHE_BYTES_MIN`.
     pub fn open(folder: &Path, bytes_max: u64) -> Result<Arc<Self>, StoreError> {
         let failed = |source| StoreError::Cache { path: folder.to_owned(), source };
         make_folder(&folder.join("objects")).map_err(failed)?;
         Ok(Arc::new(Self { folder: folder.to_owned(), bytes_max: bytes_max.max(CACHE_BYTES_MIN) }))
     }
 
+    /// The blocks of the object with this URL and version.
     pub fn object(self: &Arc<Self>, url: &str, version: &str) -> CachedObject {
         let mut hasher = blake3::Hasher::new();
         hasher.update(url.as_bytes()).update(&[0]).update(version.as_bytes());
@@ -61,7 +64,7 @@ impl Cache {
         CachedObject { cache: self.clone(), folder: self.folder.join("objects").join(key) }
     }
 
-    /// Whoever holds it alone changes what there is.
+    /// Locks the cache for changes. Returns the lock and the bytes in the cache.
     fn lock(&self) -> io::Result<(File, u64)> {
         let path = self.folder.join("usage");
         let mut usage =
@@ -69,7 +72,7 @@ impl Cache {
         flock(&usage, FlockOperation::LockExclusive)?;
         let mut text = String::new();
         (&mut usage).take(32).read_to_string(&mut text)?;
-        // One that was not written to the end is counted anew.
+        // A count that was not written completely is calculated again.
         let bytes = match text.trim().parse() {
             Ok(bytes) => bytes,
             Err(_) => self.blocks()?.iter().map(|block| block.bytes).sum(),
@@ -85,7 +88,7 @@ impl Cache {
         if used_bytes + bytes.len() as u64 > self.bytes_max {
             used_bytes = self.make_room(bytes.len() as u64)?;
         }
-        // Counted first: whoever dies in between leaves the count too high, and the next walk mends it.
+        // The count comes first: a process that dies in between leaves it too high, and the next clean-up corrects it.
         write_usage(&mut usage, used_bytes + bytes.len() as u64)?;
         let new = self.folder.join("new");
         let file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new);
@@ -107,7 +110,7 @@ impl Cache {
         write_usage(&mut usage, used_bytes.saturating_sub(found.len()))
     }
 
-    /// How many bytes are left in it.
+    /// Removes old blocks until `bytes` more fit. Returns the number of bytes that are left in the cache.
     fn make_room(&self, bytes: u64) -> io::Result<u64> {
         let mut blocks = self.blocks()?;
         blocks.sort_by_key(|block| block.used);
@@ -118,7 +121,7 @@ impl Cache {
             }
             fs::remove_file(&block.path)?;
             left -= block.bytes;
-            // It goes only when it is empty.
+            // Fails unless the folder is empty.
             let _ = block.path.parent().map(fs::remove_dir);
         }
         Ok(left)
@@ -142,11 +145,12 @@ impl CachedObject {
         self.folder.join(block.to_string())
     }
 
+    /// Whether the block is in the cache.
     pub fn has(&self, block: u64) -> bool {
         self.path(block).exists()
     }
 
-    /// Fills `into` from this offset in the block on. False: it is not here.
+    /// Fills `into` from this offset in the block on. Returns false if the block is absent or too short.
     pub fn read(&self, block: u64, offset: u64, into: &mut [u8]) -> bool {
         let Ok(file) = File::open(self.path(block)) else { return false };
         if file.read_exact_at(into, offset).is_err() {
@@ -158,20 +162,20 @@ impl CachedObject {
                 .write(true)
                 .open(self.path(block))
                 .and_then(|file| file.set_modified(SystemTime::now()));
-            // It is removed earlier than it might be.
+            // On failure the block is only removed earlier.
             let _ = now;
         }
         true
     }
 
-    /// A full disk, or whatever else is in the way, costs the next reader another request.
+    /// Adds a block. On failure, such as a full disk, the block is requested again at the next read.
     pub fn add(&self, block: u64, bytes: &[u8]) {
         if let Err(error) = self.cache.add(&self.path(block), bytes) {
             tracing::debug!(folder = %self.cache.folder.display(), %error, "a block is not kept");
         }
     }
 
-    /// It is not what it should be.
+    /// Removes a block whose contents are wrong.
     pub fn remove(&self, block: u64) {
         if let Err(error) = self.cache.remove(&self.path(block)) {
             tracing::warn!(folder = %self.cache.folder.display(), %error, "a block cannot be removed");
@@ -204,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_holds_and_what_was_not_used_for_longest_goes_first() {
+    fn limit_holds_and_lru_blocks_go_first() {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache::open(folder.path(), 0).unwrap();
         let (one, other) = (cache.object("s3://b/p/ram", "1"), cache.object("s3://b/p/ram", "2"));
@@ -234,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_count_that_was_lost_is_made_again() {
+    fn lost_count_is_calculated_anew() {
         let folder = tempfile::tempdir().unwrap();
         let object = Cache::open(folder.path(), 0).unwrap().object("a", "1");
         object.add(0, &[1; 1000]);

@@ -1,11 +1,11 @@
-//! HTTP: carries the requests of `object_store` with ureq, which is blocking: each on a thread of the runtime's.
+//! HTTP: sends the requests of `object_store` with ureq. ureq blocks, so each request runs on a thread of the runtime.
 //!
-//! Bodies are taken whole, in both directions: whoever asks, asks for ranges. So a connection that breaks in the middle of one is a
-//! request that failed, and is tried again as any other.
+//! Bodies are transferred whole in both directions, because callers ask for ranges. So a connection that breaks inside
+//! a body is a failed request, and is retried like any other.
 //!
-//! A request that is dropped does not end: its thread goes on, and an object that nobody wants arrives behind whoever removed it. So
-//! what may be given up is on a `Leash`: called off, a request breaks off in the middle of its body, of which a store makes no object;
-//! once all of that has gone out, its answer has to be waited for.
+//! Dropping a request does not end it: its thread continues, and an unwanted object may arrive after its removal. So a
+//! request that may be cancelled runs under a `Leash`. When it is called off, a request ends inside its body, and the
+//! store makes no object of it. Once the whole body has been sent, the answer must be awaited.
 
 use std::io::{self, Read};
 use std::sync::Arc;
@@ -23,21 +23,22 @@ use ureq::http::header::CONTENT_LENGTH;
 use ureq::tls::{RootCerts, TlsConfig, TlsProvider};
 use ureq::{Agent, SendBody};
 
+/// Timeout of a connection attempt.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(5);
-/// For a whole exchange: a request of some MiB at 100 KiB/s.
+/// Timeout of a whole exchange: a request of some MiB at 100 KiB/s.
 const EXCHANGE_PATIENCE: Duration = Duration::from_secs(60);
-/// A store that says nothing for so long will not.
+/// Timeout of the answer's head.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(15);
-/// No range that is asked for is longer; nor is an error or a list.
+/// Maximum size of an answer's body: more than any range, error or list has.
 const BODY_BYTES_MAX: u64 = 64 << 20;
-/// In flight at once, and kept.
+/// Maximum number of idle connections.
 const CONNECTIONS: usize = 16;
 
 tokio::task_local! {
     static LEASH: Leash;
 }
 
-/// Holds the requests of one piece of work.
+/// Cancels the requests of one piece of work.
 #[derive(Clone, Debug, Default)]
 pub struct Leash(Arc<Held>);
 
@@ -48,22 +49,23 @@ struct Held {
 }
 
 impl Leash {
+    /// Runs `work` with its requests under this leash.
     pub async fn hold<T>(&self, work: impl Future<Output = T>) -> T {
         LEASH.scope(self.clone(), work).await
     }
 
-    /// No other request begins.
+    /// Cancels the requests: none begins any more, and bodies that are being sent end.
     pub fn call_off(&self) {
         self.0.called_off.store(true, SeqCst);
     }
 
-    /// Until the work knows what came of it.
+    /// Whether a request is in flight whose result the work does not know yet.
     pub fn is_under_way(&self) -> bool {
         self.0.under_way.load(SeqCst) > 0
     }
 }
 
-/// One that is under way.
+/// A request in flight.
 #[derive(Debug)]
 struct Leashed(Arc<Held>);
 
@@ -72,7 +74,7 @@ impl Leashed {
         let Leash(held) = LEASH.try_with(Leash::clone).unwrap_or_default();
         held.under_way.fetch_add(1, SeqCst);
         let leashed = Self(held);
-        // A kind that is not tried again.
+        // `object_store` does not retry errors of this kind.
         leashed.must_go_on().map_err(|error| HttpError::new(HttpErrorKind::Unknown, error))?;
         Ok(leashed)
     }
@@ -88,7 +90,7 @@ impl Drop for Leashed {
     }
 }
 
-/// What is still to be sent.
+/// The part of the body that is still to be sent.
 struct Rest<'a> {
     bytes: &'a [u8],
     leashed: &'a Leashed,
@@ -103,7 +105,7 @@ impl Read for Rest<'_> {
     }
 }
 
-/// TLS with the host's own list of whom to trust, and the one implementation of its ciphers that is linked.
+/// TLS with the host's trust store and the only implementation of the ciphers that is linked.
 pub fn trusting_the_host() -> TlsConfig {
     TlsConfig::builder()
         .provider(TlsProvider::Rustls)
@@ -112,6 +114,7 @@ pub fn trusting_the_host() -> TlsConfig {
         .build()
 }
 
+/// Makes ureq clients for `object_store`.
 #[derive(Debug)]
 pub struct Connector;
 
@@ -145,7 +148,7 @@ impl HttpService for Service {
         let body = body.collect().await?.to_bytes();
         let agent = self.0.clone();
         let leashed = Leashed::begin()?;
-        // It ends where its answer is taken, not before.
+        // The request counts as in flight until its answer is taken here.
         let exchange = tokio::task::spawn_blocking(move || (exchange(&agent, head, &body, &leashed), leashed));
         let (answer, _leashed) = exchange.await.map_err(|error| HttpError::new(HttpErrorKind::Unknown, error))?;
         answer
@@ -158,7 +161,7 @@ fn exchange(
     body: &Bytes,
     leashed: &Leashed,
 ) -> Result<HttpResponse, HttpError> {
-    // Given as none, a body of nothing is not announced either, which GET and HEAD must not do.
+    // An empty body is passed as no body, because GET and HEAD must not announce one.
     let answer = if body.is_empty() && head.method != "PUT" && head.method != "POST" {
         agent.run(ureq::http::Request::from_parts(head, ()))
     } else {
@@ -171,7 +174,7 @@ fn exchange(
     Ok(HttpResponse::from_parts(head, bytes.into()))
 }
 
-/// The kind says whether it is worth another attempt.
+/// Converts an error; its kind decides whether `object_store` retries.
 fn failure(error: ureq::Error) -> HttpError {
     let kind = match &error {
         ureq::Error::HostNotFound | ureq::Error::ConnectionFailed => HttpErrorKind::Connect,

@@ -1,15 +1,15 @@
-//! Object stores: files that lie far away, read and written with blocking calls.
+//! Object stores: remote files, read and written with blocking calls.
 //!
 //! ```text
-//! Store    one prefix of a bucket: what is there, put, upload in parts, replacement if nobody was faster, removal
-//! Parts    an object on its way up, in pieces that may be sent again until it is complete
-//! Object   one of its objects, read by position: blocks of 256 KiB that come once, from there on out of the cache
-//! Cache    a folder with a limit, shared by all processes that are given it
-//! Turns    which request goes first, of a guest that waits and of others that fetch behind its back
+//! Store    one prefix of a bucket: metadata, put, upload in parts, conditional replacement, removal
+//! Parts    an upload in parts, each of which can be sent again until the upload is complete
+//! Object   an object that is read by position: blocks of 256 KiB, each fetched once and then read from the cache
+//! Cache    a folder with a size limit, shared by all processes that use it
+//! Turns    the order of requests: those that a guest waits for, and those in the background
 //! ```
-//! The crate `object_store` knows the protocols of the houses (`backend`); its requests are carried by `ureq` (`http`), on threads of a runtime that nobody
-//! outside sees. Nothing here decides how long to wait for a store that is gone: a call gives up after some seconds, and whoever
-//! called says whether it is worth another.
+//! The crate `object_store` knows the providers' protocols (`backend`). `ureq` sends its requests (`http`) on threads
+//! of a runtime that stays private. A call to a store that does not answer fails after some seconds, or minutes for an
+//! upload; the caller decides whether to try again.
 
 mod address;
 mod backend;
@@ -34,6 +34,7 @@ pub use store::{Meta, Store};
 pub use turns::{Turn, Turns, Urgency};
 pub use upload::UploadError;
 
+/// Errors of object stores; each names the URL or path.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     #[error("{text:?} is no address of an object store: {what}")]

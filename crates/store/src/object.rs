@@ -1,7 +1,9 @@
-//! Object: bytes at a position of an object. Each block comes once, however many ask for it, and is in the cache from then on.
+//! Object: reads an object by position. Each block is fetched once, however many readers ask for it, and then comes
+//! from the cache.
 //!
-//! read_at: in the cache | on its way: wait for it | ask for it, and for its neighbours that are wanted too.
-//! read_ahead: asks for what will be wanted, when its turn comes, and returns at once. A read is behind none that has not begun.
+//! read_at: in the cache | being fetched: wait for it | fetch it, with those of its neighbours that are needed too.
+//! read_ahead: queues requests for blocks that will be needed, and returns at once. A demand never waits for queued
+//! requests.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -12,30 +14,30 @@ use crate::cache::CachedObject;
 use crate::store::{run, runtime};
 use crate::{Cache, Meta, Store, StoreError, Turn, Turns, Urgency};
 
-/// What is asked for at least, and kept. A page fault wants 64 KiB: more costs 2 ms at 125 MiB/s, and less is no faster behind a
-/// round trip.
+/// Size of a block: the smallest request, and the unit of the cache. A page fault needs 64 KiB; a block takes 2 ms at
+/// 125 MiB/s, and after a round trip a smaller one is no faster.
 const BLOCK_BYTES: u64 = 256 << 10;
-/// Asked for at once.
+/// Maximum number of blocks in one request.
 const REQUEST_BLOCKS: u64 = 8;
-/// The same behind a guest that runs: it may wait for all of it.
+/// Maximum for requests ahead while a guest runs, which may have to wait for all of it.
 const REQUEST_BLOCKS_BEHIND: u64 = 4;
 
-/// One object as it was when it was opened: all reads are of that length.
+/// One object, in the version that was opened; its length does not change.
 #[derive(Debug)]
 pub struct Object {
     store: Arc<Store>,
     name: String,
     meta: Meta,
     cached: CachedObject,
-    /// Blocks that are on their way.
+    /// Blocks that are being fetched.
     under_way: Mutex<HashSet<u64>>,
     landed: Condvar,
     turns: Arc<Turns>,
-    /// Of requests ahead.
+    /// Number of failed requests ahead.
     failures: AtomicU64,
 }
 
-/// Blocks that are on their way as long as this lives.
+/// Blocks that are being fetched while this lives.
 struct Flight<'a> {
     object: &'a Object,
     blocks: Range<u64>,
@@ -50,7 +52,7 @@ impl Drop for Flight<'_> {
 }
 
 impl Object {
-    /// None: it is not there.
+    /// Opens an object. Returns None if it does not exist.
     pub fn open(
         store: &Arc<Store>,
         cache: &Arc<Cache>,
@@ -71,20 +73,22 @@ impl Object {
         })))
     }
 
+    /// Metadata of the object when it was opened.
     pub fn meta(&self) -> &Meta {
         &self.meta
     }
 
+    /// URL of the object, for messages.
     pub fn url(&self) -> String {
         self.store.url(&self.name)
     }
 
-    /// Fills `into` from this offset on; all of it must be in the object.
+    /// Fills `into` from this offset on. Fails if the range ends behind the object.
     pub fn read_at(&self, into: &mut [u8], offset: u64, urgency: Urgency) -> Result<(), StoreError> {
         self.read(into, offset, urgency, None)
     }
 
-    /// By somebody whose turn it is.
+    /// Reads as `read_at` does, within a turn that the caller has taken.
     pub fn read_in_turn(&self, into: &mut [u8], offset: u64, turn: &Turn) -> Result<(), StoreError> {
         self.read(into, offset, turn.urgency(), Some(turn))
     }
@@ -105,7 +109,8 @@ impl Object {
                 continue;
             }
             if turn.is_none() && taken.is_none() {
-                // Others begin behind a demand's back unless it has its turn. Whatever it is, the block may come meanwhile.
+                // A demand takes its turn before it waits, so that no background request begins. Others may find the
+                // block fetched meanwhile.
                 if urgency == Urgency::Demand || !self.await_landing(block) {
                     taken = Some(self.turns.take(urgency));
                 }
@@ -122,7 +127,7 @@ impl Object {
         Ok(())
     }
 
-    /// Asks for these bytes, if they are not here. Whether they come nobody hears: a read asks again.
+    /// Queues requests for these bytes unless they are cached. Failures are not reported: a read asks again.
     pub fn read_ahead(self: &Arc<Self>, bytes: Range<u64>, urgency: Urgency) {
         let blocks = bytes.start / BLOCK_BYTES..bytes.end.min(self.meta.bytes).div_ceil(BLOCK_BYTES);
         let request_blocks = if urgency > Urgency::WorkingSet { REQUEST_BLOCKS_BEHIND } else { REQUEST_BLOCKS };
@@ -136,13 +141,14 @@ impl Object {
             }
             let (object, failures) = (self.clone(), self.failures.load(Relaxed));
             runtime().spawn(async move {
-                // Nothing is under way before: whoever needs it sooner does not wait for this turn.
+                // The blocks are not marked as being fetched yet: a read that needs them sooner does not wait for this
+                // turn.
                 let _turn = object.turns.wait(urgency).await;
                 if object.failures.load(Relaxed) != failures {
-                    // It would take as long to fail as the one before it, and others would wait behind it.
+                    // A request failed since: this one would take as long to fail, and others would wait behind it.
                     return;
                 }
-                // What a read asked for meanwhile is not asked for twice.
+                // Blocks that a read has fetched meanwhile are skipped.
                 let mut rest = request;
                 while let Some(first) = rest.find(|block| !object.cached.has(*block)) {
                     let Some(flight) = object.take_off(first..rest.end, false) else { continue };
@@ -159,13 +165,13 @@ impl Object {
         }
     }
 
-    /// These bytes were not what they should be: they are asked for again.
+    /// Removes these bytes from the cache because they are wrong; the next read fetches them again.
     pub fn forget(&self, bytes: Range<u64>) {
         (bytes.start / BLOCK_BYTES..bytes.end.div_ceil(BLOCK_BYTES)).for_each(|block| self.cached.remove(block));
     }
 
-    /// The first of these blocks, and those behind it that nobody has asked for. None: the first is on its way already, or,
-    /// after waiting for it, was.
+    /// Marks the first block, and those behind it that are neither cached nor being fetched, as being fetched. Returns
+    /// None if the first one is being fetched already, with `wait` after the end of that fetch.
     fn take_off(&self, blocks: Range<u64>, wait: bool) -> Option<Flight<'_>> {
         let mut under_way = self.under_way();
         if under_way.contains(&blocks.start) {
@@ -182,7 +188,7 @@ impl Object {
         Some(Flight { object: self, blocks })
     }
 
-    /// False: it is not on its way.
+    /// Waits while a block is being fetched. Returns false if it is not.
     fn await_landing(&self, block: u64) -> bool {
         let under_way = self.under_way();
         let is_under_way = under_way.contains(&block);

@@ -1,11 +1,12 @@
-//! Parts: an object that is sent in pieces, some of them under way at once, in any order; and again, if one has changed meanwhile.
+//! Parts: an upload in parts. Several are in flight at once, in any order, and a part that has changed can be sent
+//! again.
 //!
-//! begin -> parts -> complete: the object is there. Whatever stops it before that gives the parts up (abort, a moment later), and there
-//! is no object.
-//! Only a process that is killed leaves parts behind; a bucket's lifecycle rule removes those.
+//! begin -> send parts -> complete: the object exists. An upload that stops before that removes its parts a moment
+//! later (abort), and no object exists.
+//! Parts stay only if the process is killed or the abort fails; a lifecycle rule of the bucket removes those.
 //!
-//! A store that has completed an upload knows it no more. So if its answer is lost it refuses the next attempt, and only the object
-//! itself tells what came of it; if it is called what S3 calls it, which Google's and Azure's are not.
+//! A store forgets a completed upload. So if its answer is lost, it refuses the next attempt, and only the object
+//! itself shows whether the upload succeeded. That works only with S3's ETags, which Google and Azure do not use.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,21 +22,22 @@ use crate::store::{run, runtime};
 use crate::upload::{UploadError, watched};
 use crate::{Store, StoreError};
 
-/// 5 MiB at least, says the protocol.
+/// Minimum size of a part in bytes. The protocol requires at least 5 MiB.
 const PART_BYTES: u64 = 8 << 20;
 const PARTS_MAX: u64 = 10_000;
 const PARTS_AT_ONCE: usize = 4;
-/// How often whoever watches is asked, though nothing has come to pass.
+/// Interval between calls of `go_on` while nothing happens.
 pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// How long each part of an object of at most so many bytes is, but for its last one.
+/// Size of each part but the last one, for an object of at most `bytes_max` bytes.
 pub fn part_bytes(bytes_max: u64) -> u64 {
     PART_BYTES.max(bytes_max.div_ceil(PARTS_MAX).next_multiple_of(1 << 20))
 }
 
+/// Where an upload goes.
 #[derive(Debug)]
 struct Place {
-    /// Which gives up sooner.
+    /// Client with few retries.
     reader: Arc<dyn Writer>,
     writer: Arc<dyn Writer>,
     path: Path,
@@ -43,6 +45,7 @@ struct Place {
     url: String,
 }
 
+/// A part that has arrived.
 #[derive(Debug)]
 struct Landed {
     number: usize,
@@ -50,19 +53,19 @@ struct Landed {
     part: PartId,
 }
 
-/// Dropped before it is complete, it is given up.
+/// An upload in parts. Dropping it before `complete` aborts it.
 #[derive(Debug)]
 pub struct Parts {
     place: Arc<Place>,
     landed: Vec<Option<Landed>>,
-    /// Their numbers.
+    /// Numbers of the parts in flight.
     flying: Vec<usize>,
     under_way: JoinSet<object_store::Result<Landed>>,
     is_complete: bool,
 }
 
 impl Parts {
-    /// Of this object. `go_on` is asked meanwhile, and says false to stop, here and in all that follows.
+    /// Begins an upload. `go_on` is called now and then, here and in the other methods; false stops the upload.
     pub fn begin(store: &Store, name: &str, go_on: &mut dyn FnMut(u64) -> bool) -> Result<Self, UploadError> {
         let (reader, writer) = (store.hasty_writer()?.clone(), store.writer()?.clone());
         let path = store.path(name);
@@ -77,8 +80,9 @@ impl Parts {
         })
     }
 
-    /// Puts it under way as soon as there is room for it there, and it is not under way itself: the last of two with the same number
-    /// is the one that counts, and a store says no if it is not. `go_on` hears how many bytes have arrived meanwhile.
+    /// Sends a part, after waiting until fewer than four parts are in flight and none of them has this number. Of two
+    /// parts with one number, the later one counts; if not, the store refuses the upload. `go_on` is told how many
+    /// bytes have arrived.
     pub fn send(
         &mut self,
         number: usize,
@@ -98,7 +102,7 @@ impl Parts {
         Ok(())
     }
 
-    /// Waits for one that is under way, if any is, but no longer than that.
+    /// Waits for a part in flight, if any, for at most this time.
     pub fn land(&mut self, at_most: Duration, go_on: &mut dyn FnMut(u64) -> bool) -> Result<(), UploadError> {
         let next = run(async { tokio::time::timeout(at_most, self.under_way.join_next()).await });
         let arrived = match next {
@@ -117,7 +121,7 @@ impl Parts {
         if go_on(arrived) { Ok(()) } else { Err(UploadError::Stopped) }
     }
 
-    /// The object is these parts, one after the other; none may be missing.
+    /// Completes the object from all parts in order. Panics if one is missing.
     pub fn complete(mut self, go_on: &mut dyn FnMut(u64) -> bool) -> Result<(), UploadError> {
         while !self.flying.is_empty() {
             self.land(LOOK_EVERY, go_on)?;
@@ -149,8 +153,8 @@ impl Drop for Parts {
     }
 }
 
-/// It is these parts, one after the other: so long, and called what S3 calls such an object, the MD5 of the MD5s of its parts. A store
-/// that calls its objects otherwise is not believed.
+/// Whether the object consists of these parts: it has their length and S3's ETag, the MD5 of the parts' MD5s. Other
+/// ETags count as no.
 fn is_made_of(object: &ObjectMeta, parts: &[&Landed]) -> bool {
     let mut hasher = Md5::new();
     for landed in parts {
@@ -162,13 +166,14 @@ fn is_made_of(object: &ObjectMeta, parts: &[&Landed]) -> bool {
     object.size == bytes && object.e_tag.as_deref().is_some_and(|e_tag| e_tag.trim_matches('"') == expected)
 }
 
-/// Of a part, by what the store calls it.
+/// MD5 of a part, from its ETag.
 fn md5_of(e_tag: &str) -> Option<u128> {
     let digits = e_tag.trim_matches('"');
     u128::from_str_radix(digits, 16).ok().filter(|_| digits.len() == 32)
 }
 
-/// Behind whoever gave it up. A part that arrives after that would stay for good, so those that are under way are waited for.
+/// Aborts an upload in the background. It first waits for the parts in flight, because a part that arrives later would
+/// never be removed.
 async fn give_up(place: Arc<Place>, mut under_way: JoinSet<object_store::Result<Landed>>) {
     while under_way.join_next().await.is_some() {}
     if let Err(error) = place.writer.abort_multipart(&place.path, &place.id).await {

@@ -1,24 +1,25 @@
-//! Replace: a small object takes the place of the one that it was made from, unless somebody was faster.
+//! Replace: writes a small object only if the store still holds the version that it was made from.
 //!
-//! The store is asked to take it only if what is there is still what it was (`If-Match`, `If-None-Match`; Google's by generation).
+//! The request carries a condition (`If-Match` or `If-None-Match`; for Google the generation).
 
 use object_store::{Error, PutMode, PutOptions};
 
 use crate::store::run;
 use crate::{Meta, Store, StoreError};
 
-/// What became of it.
+/// Result of a conditional replacement.
 #[derive(Debug)]
 pub enum Replaced {
+    /// The object is written.
     Done,
-    /// Something else is there by now.
+    /// The store holds another version by now; nothing is written.
     Changed,
-    /// The store knows no such conditions, or has not said what came of it.
+    /// The store does not support conditions, or the result is unknown.
     Unknown(StoreError),
 }
 
 impl Store {
-    /// `over`: what was there, if anything was. The bytes are sent in one request.
+    /// Writes the object in one request. `over` is the version to replace; None if the object must not exist.
     pub fn replace(&self, name: &str, bytes: Vec<u8>, over: Option<&Meta>) -> Replaced {
         let mode = match over {
             None => PutMode::Create,

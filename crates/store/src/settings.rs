@@ -1,4 +1,4 @@
-//! Settings: which endpoint, with which credentials, as the tools of each house name them.
+//! Settings: endpoint and credentials, under the names that the providers' tools use.
 
 use std::fmt;
 use std::io::Read;
@@ -6,16 +6,18 @@ use std::path::Path;
 
 use crate::StoreError;
 
+/// Maximum size of a settings file.
 const FILE_BYTES_MAX: u64 = 64 << 10;
-/// What the keys of each house begin with.
+/// Prefixes of the providers' keys.
 const HOUSES: [&str; 3] = ["AWS_", "AZURE_", "GOOGLE_"];
 
-/// `AWS_ENDPOINT_URL`, `AZURE_STORAGE_ACCOUNT_NAME`, `GOOGLE_APPLICATION_CREDENTIALS` and so on. Never shown: there are secrets among them.
+/// Settings such as `AWS_ENDPOINT_URL`, `AZURE_STORAGE_ACCOUNT_NAME` or `GOOGLE_APPLICATION_CREDENTIALS`. `Debug` shows
+/// the keys only, because values may be secret.
 #[derive(Clone, Default)]
 pub struct Settings(pub(crate) Vec<(String, String)>);
 
 impl Settings {
-    /// Of this process.
+    /// Settings from the environment of this process.
     pub fn from_environment() -> Self {
         let named = |(key, value): (std::ffi::OsString, std::ffi::OsString)| {
             Some((key.into_string().ok()?, value.into_string().ok()?)).filter(|(key, _)| is_one(key))
@@ -23,8 +25,8 @@ impl Settings {
         Self(std::env::vars_os().filter_map(named).collect())
     }
 
-    /// Lines of `AWS_KEY=value`, or of another house; `export` before one, quotes around the value, and comments may be there. A key that is not for
-    /// this is refused by name, and no value is ever told.
+    /// Reads a file with lines of `AWS_KEY=value`, or of another provider. Comments, `export` before a key and quotes
+    /// around a value are allowed. An invalid line is reported by its number, without its text.
     pub fn from_file(path: &Path) -> Result<Self, StoreError> {
         let refused = |what: String| StoreError::Settings { path: path.to_owned(), what };
         let mut text = String::new();
@@ -50,6 +52,7 @@ impl Settings {
     }
 }
 
+/// Whether a key belongs to a provider.
 fn is_one(key: &str) -> bool {
     HOUSES.iter().any(|house| key.starts_with(house))
 }
@@ -65,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_of_settings_is_read_and_never_shown() {
+    fn settings_file_is_read_and_never_shown() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s3.env");
         let read = |text: &str| {

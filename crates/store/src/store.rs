@@ -13,58 +13,64 @@ use tokio::runtime::{Builder, Runtime};
 use crate::backend::{Backend, Writer};
 use crate::{Address, Settings, StoreError};
 
-/// What a store says of an error may be a page.
+/// Maximum length of an error text from a store, which may be a whole page.
 const WHY_BYTES_MAX: usize = 300;
-/// Requests at once; each takes a thread while it is under way.
+/// Maximum number of requests in flight; each takes a thread.
 const THREADS: usize = 24;
-/// Whoever reads has somebody waiting, who is told after that; and asks again.
+/// Retries of a read: a caller waits for it, gets an error soon and asks again.
 const READ_RETRIES: usize = 6;
 const READ_PATIENCE: Duration = Duration::from_secs(10);
-/// A save is worth some minutes.
+/// Retries of a write: a save may take some minutes.
 const WRITE_RETRIES: usize = 40;
 const WRITE_PATIENCE: Duration = Duration::from_secs(180);
 const BACKOFF_FIRST: Duration = Duration::from_millis(100);
 const BACKOFF_MAX: Duration = Duration::from_secs(5);
 
-/// It is never taken down: that would wait for requests that nobody wants any more.
+/// Runtime of all requests. It is never shut down, because that would wait for requests that nobody needs any more.
 static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| {
     let mut builder = Builder::new_multi_thread();
     builder.worker_threads(1).max_blocking_threads(THREADS).thread_name("object-store").enable_time();
     builder.build().expect("a thread can be started")
 });
 
+/// The runtime of all requests.
 pub(crate) fn runtime() -> &'static Runtime {
     &RUNTIME
 }
 
-/// What is known of an object.
+/// Metadata of an object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Meta {
+    /// Size in bytes.
     pub bytes: u64,
-    /// Changes with its content.
+    /// Version of the contents: the ETag, or the time of the last change if the store has none.
     pub version: String,
-    /// The same as the store calls it, if it does: by one name, the other, or both.
+    /// The store's own names of the version, for conditions: ETag, generation or both.
     e_tag: Option<String>,
     generation: Option<String>,
+    /// Time of the last change.
     pub modified: SystemTime,
 }
 
 impl Meta {
+    /// The condition that the store still holds this version.
     pub(crate) fn condition(&self) -> UpdateVersion {
         UpdateVersion { e_tag: self.e_tag.clone(), version: self.generation.clone() }
     }
 }
 
+/// A prefix of an object store, and the clients to reach it.
 #[derive(Debug)]
 pub struct Store {
     address: Address,
-    /// The same, of which one gives up sooner.
+    /// Client with few retries, for requests that somebody waits for.
     hasty: Backend,
+    /// Client with many retries, for uploads.
     patient: Backend,
 }
 
 impl Store {
-    /// Asks nobody yet.
+    /// Builds the clients. Sends no request.
     pub fn open(address: Address, settings: &Settings) -> Result<Self, StoreError> {
         let build = |retries, patience| {
             let backend = Backend::build(&address, settings, retry(retries, patience));
@@ -74,21 +80,22 @@ impl Store {
         Ok(Self { address, hasty, patient })
     }
 
+    /// The client for reads.
     pub(crate) fn reader(&self) -> &dyn ObjectStore {
         self.hasty.reader()
     }
 
-    /// Whoever sends much has time.
+    /// The client for uploads.
     pub(crate) fn writer(&self) -> Result<&Arc<dyn Writer>, StoreError> {
         self.patient.writer().ok_or_else(|| self.read_only())
     }
 
-    /// Of what somebody waits for.
+    /// The client for writes that somebody waits for.
     pub(crate) fn hasty_writer(&self) -> Result<&Arc<dyn Writer>, StoreError> {
         self.hasty.writer().ok_or_else(|| self.read_only())
     }
 
-    /// Before anything is made that is to be sent.
+    /// Fails if the store is read-only. Call this before the work for an upload begins.
     pub fn must_be_writable(&self) -> Result<(), StoreError> {
         self.writer().map(drop)
     }
@@ -97,20 +104,22 @@ impl Store {
         StoreError::ReadOnly { url: self.address.to_string() }
     }
 
+    /// Address of the prefix.
     pub fn address(&self) -> &Address {
         &self.address
     }
 
-    /// How an object is called in messages.
+    /// URL of an object, for messages.
     pub fn url(&self, name: &str) -> String {
         format!("{}/{name}", self.address)
     }
 
+    /// Path of an object in the bucket.
     pub(crate) fn path(&self, name: &str) -> Path {
         Path::from(format!("{}/{name}", self.address.prefix))
     }
 
-    /// None: it is not there.
+    /// Metadata of an object. Returns None if it does not exist.
     pub fn meta(&self, name: &str) -> Result<Option<Meta>, StoreError> {
         match run(self.reader().head(&self.path(name))) {
             Ok(meta) => Ok(Some(Meta {
@@ -125,7 +134,7 @@ impl Store {
         }
     }
 
-    /// A small object whole. None: it is not there. One of more than `bytes_max` is refused.
+    /// Reads a whole small object. Returns None if it does not exist. Fails if it is larger than `bytes_max`.
     pub fn read(&self, name: &str, bytes_max: u64) -> Result<Option<Vec<u8>>, StoreError> {
         let Some(meta) = self.meta(name)? else { return Ok(None) };
         if meta.bytes > bytes_max {
@@ -135,7 +144,7 @@ impl Store {
         if meta.bytes == 0 {
             return Ok(Some(Vec::new()));
         }
-        // Of what comes, and not of what is said to come.
+        // The buffer grows with the bytes received, not with the announced size.
         let mut bytes = Vec::new();
         while (bytes.len() as u64) < meta.bytes {
             let from = bytes.len() as u64;
@@ -144,7 +153,7 @@ impl Store {
         Ok(Some(bytes))
     }
 
-    /// All of the range, or an error.
+    /// Fetches the whole range, or fails.
     pub(crate) async fn fetch(&self, name: &str, range: Range<u64>) -> Result<Bytes, StoreError> {
         let length = range.end - range.start;
         let bytes =
@@ -156,7 +165,7 @@ impl Store {
         Ok(bytes)
     }
 
-    /// Fine if it is not there.
+    /// Removes an object. Succeeds if it does not exist.
     pub fn remove(&self, name: &str) -> Result<(), StoreError> {
         match run(self.hasty_writer()?.delete(&self.path(name))) {
             Ok(()) | Err(Error::NotFound { .. }) => Ok(()),
@@ -164,12 +173,14 @@ impl Store {
         }
     }
 
+    /// Converts an error of a request for an object.
     pub(crate) fn failure(&self, name: &str, error: &Error) -> StoreError {
         StoreError::of(&self.url(name), error)
     }
 }
 
 impl StoreError {
+    /// Converts an error of `object_store`.
     pub(crate) fn of(url: &str, error: &Error) -> Self {
         let url = url.to_owned();
         match error {
@@ -180,6 +191,7 @@ impl StoreError {
     }
 }
 
+/// Waits for async work on the calling thread.
 pub(crate) fn run<T>(work: impl Future<Output = T>) -> T {
     runtime().block_on(work)
 }
@@ -192,7 +204,7 @@ fn retry(retries: usize, patience: Duration) -> RetryConfig {
     }
 }
 
-/// The innermost reason: the ones around it repeat it, and the address.
+/// The innermost error: the outer ones repeat it and the address.
 fn why(error: &dyn std::error::Error) -> String {
     let mut innermost = error;
     while let Some(source) = innermost.source() {

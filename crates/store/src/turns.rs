@@ -1,13 +1,16 @@
-//! Turns: in which order requests go to a store, of a guest that waits for some of them while others fetch what will be wanted.
+//! Turns: the order of requests to a store, while a guest waits for some of them and others fetch ahead.
 //!
 //! ```text
 //! demand        at once
-//! working set   up to 6 at once            \  none while there is a demand, but one at a time, a tenth of a second apart, so that
-//! memory        up to 2 at once             > they come to their end; for a tenth of a second behind a demand one at a time.
-//! disks         the same, behind all others /  The slower the wire, the further apart, and the longer none behind a demand
+//! working set   up to 6 at once
+//! memory        up to 2 at once
+//! disks         up to 2 at once, after all others
 //! ```
-//! A request that is under way is not called back, and all share one wire: whoever begins to wait finds two of 1 MiB ahead of what it
-//! needs, at most. One wire, one `Turns`: all that a restore fetches has to go by it.
+//! During a demand, the others start one at a time, a tenth of a second apart, so that they still make progress. For a
+//! tenth of a second after a demand, they run one at a time. On a slow wire, they start further apart and wait longer.
+//!
+//! A request in flight is not cancelled, and all requests share one wire. So while the guest runs, a demand finds at
+//! most two requests of 1 MiB ahead of it. A restore must use one `Turns` for all its requests.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,56 +20,59 @@ use tokio::sync::Notify;
 
 use crate::store::run;
 
-/// At a round trip of 10 ms two of 1 MiB use 110 of 125 MiB/s.
+/// Background requests at once while the guest runs. At a round trip of 10 ms, two of 1 MiB use 110 of 125 MiB/s.
 const BEHIND_MAX: usize = 2;
-/// When nobody runs who could wait.
+/// Requests at once before the guest runs.
 const WORKING_SET_MAX: usize = 6;
-/// So long after a demand others are likely: a guest that touches one page touches more.
+/// Time after a demand in which more are likely: a guest that touches one page touches more.
 const CALM_AFTER: Duration = Duration::from_millis(100);
-/// Beside demands that never end: 10 MiB/s of requests of 1 MiB, or of a slow wire about a tenth.
+/// Interval between background requests during demands: 10 MiB/s with requests of 1 MiB, or about a tenth of a slow
+/// wire.
 const SHARE_EVERY: Duration = Duration::from_millis(100);
 const SHARE: u32 = 10;
-/// A demand may well wait for a request that takes so long, as on any fast wire.
+/// Duration of a request that a demand may wait for, as on any fast wire.
 const SHORT: Duration = Duration::from_millis(50);
-/// One that waits for a store to come back says nothing about the wire.
+/// Maximum duration that counts. A request that waits for a store to come back says nothing about the wire.
 const LASTED_MAX: Duration = Duration::from_secs(1);
-/// Time passes without anybody telling.
+/// Interval between checks, because no event announces that time has passed.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
-/// Who needs what is asked for, the most urgent first.
+/// Who needs a request, most urgent first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Urgency {
-    /// Somebody who waits.
+    /// A caller that waits, such as a guest's page fault.
     Demand,
     /// A guest that is about to run.
     WorkingSet,
-    /// Nobody yet, and memory is likelier to be.
+    /// Memory that nobody needs yet.
     Memory,
+    /// Disk blocks that nobody needs yet; less likely to be needed than memory.
     Disks,
 }
 
 #[derive(Debug, Default)]
 struct State {
     demands: usize,
-    /// When the last one ended.
+    /// When the last demand ended.
     demanded: Option<Instant>,
-    /// Those under way that are no demands, and when one last began.
+    /// Other requests in flight, and when the last of them began.
     behind: usize,
     begun: Option<Instant>,
-    /// So long the last of them was under way, and a demand that came meanwhile waited.
+    /// How long the last of them was in flight; a demand that came meanwhile had to wait.
     lasted: Duration,
-    /// By urgency, and then in the order in which they came.
+    /// Ordered by urgency, then by arrival.
     waiting: BTreeSet<(Urgency, u64)>,
     tickets: u64,
 }
 
+/// Scheduler of the requests over one wire.
 #[derive(Debug, Default)]
 pub struct Turns {
     state: Mutex<State>,
     changed: Notify,
 }
 
-/// A request's, as long as it is under way.
+/// The right to one request, until it is dropped.
 #[derive(Debug)]
 pub struct Turn {
     turns: Arc<Turns>,
@@ -95,7 +101,7 @@ impl Drop for Turn {
     }
 }
 
-/// A place among those who wait, as long as it is waited in.
+/// A place in the queue, until it is dropped.
 struct Ticket<'a> {
     turns: &'a Arc<Turns>,
     place: (Urgency, u64),
@@ -109,18 +115,19 @@ impl Drop for Ticket<'_> {
 }
 
 impl Turns {
-    /// Waits for it; a demand does not.
+    /// Waits for a turn; a demand gets it at once.
     pub fn take(self: &Arc<Self>, urgency: Urgency) -> Turn {
         run(self.wait(urgency))
     }
 
-    /// None: it is somebody else's.
+    /// Takes a turn. Returns None if an equally or more urgent request waits or too many are in flight.
     pub fn try_take(self: &Arc<Self>, urgency: Urgency) -> Option<Turn> {
         let mut state = self.state();
         let is_first = state.waiting.first().is_none_or(|first| first.0 > urgency);
         (is_first && state.begin(urgency)).then(|| self.turn(urgency))
     }
 
+    /// Waits for a turn.
     pub(crate) async fn wait(self: &Arc<Self>, urgency: Urgency) -> Turn {
         let ticket = self.ticket(urgency);
         loop {
@@ -129,7 +136,7 @@ impl Turns {
             if self.begin(&ticket) {
                 return self.turn(urgency);
             }
-            // Looks again in both cases.
+            // After a change and after the timeout, the loop checks again.
             let _ = tokio::time::timeout(LOOK_AGAIN, changed).await;
         }
     }
@@ -157,7 +164,7 @@ impl Turns {
 }
 
 impl State {
-    /// False: not now.
+    /// Counts a request as begun. Returns false if it must wait.
     fn begin(&mut self, urgency: Urgency) -> bool {
         if urgency == Urgency::Demand {
             self.demands += 1;
@@ -171,6 +178,7 @@ impl State {
         may
     }
 
+    /// Maximum number of background requests in flight now.
     fn most(&self, urgency: Urgency) -> usize {
         let is_ago = |at: Option<Instant>, time| at.is_none_or(|at| at.elapsed() >= time);
         let too_long = self.lasted.saturating_sub(SHORT);
@@ -192,13 +200,13 @@ mod tests {
 
     use super::*;
 
-    /// As if it had just been, for as long as a test takes.
+    /// A time that counts as just passed for the whole test.
     fn just_now() -> Option<Instant> {
         Some(Instant::now() + Duration::from_secs(3600))
     }
 
     #[test]
-    fn nothing_keeps_a_demand_waiting_and_it_keeps_all_others() {
+    fn demands_never_wait_and_hold_back_others() {
         let turns: Arc<Turns> = Arc::default();
         let behind = [(); BEHIND_MAX].map(|()| turns.take(Urgency::Memory));
         assert!(turns.try_take(Urgency::Memory).is_none() && turns.try_take(Urgency::Disks).is_none());
@@ -207,7 +215,7 @@ mod tests {
         turns.state().begun = just_now();
         assert!(turns.try_take(Urgency::WorkingSet).is_none(), "there are demands");
         drop(demands);
-        // Another one may follow.
+        // Another demand may follow.
         turns.state().demanded = just_now();
         let one = turns.try_take(Urgency::Memory);
         assert!(one.is_some() && turns.try_take(Urgency::Memory).is_none());
@@ -216,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn demands_that_never_end_leave_the_others_a_share() {
+    fn endless_demands_leave_others_a_share() {
         let turns: Arc<Turns> = Arc::default();
         let _demand = turns.take(Urgency::Demand);
         for _ in 0..3 {
@@ -228,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn on_a_slow_wire_who_has_waited_may_wait_again_before_others_go_on() {
+    fn slow_wire_delays_others_after_a_demand() {
         let turns: Arc<Turns> = Arc::default();
         drop(turns.take(Urgency::Memory));
         turns.state().lasted = LASTED_MAX;
@@ -243,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn the_more_urgent_come_first_and_of_these_who_came_first() {
+    fn urgency_decides_first_and_arrival_second() {
         let turns: Arc<Turns> = Arc::default();
         turns.state().demanded = just_now();
         let under_way = turns.take(Urgency::Disks);

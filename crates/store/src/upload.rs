@@ -1,4 +1,4 @@
-//! Upload: an object out of a source that is read from its beginning to its end; in parts, if it is more than one.
+//! Upload: writes an object from a sequential source, in parts if it is longer than one part.
 
 use std::io::{self, ErrorKind, Read};
 
@@ -9,21 +9,23 @@ use crate::parts::{LOOK_EVERY, Parts, part_bytes};
 use crate::store::run;
 use crate::{Store, StoreError};
 
+/// Errors of uploads.
 #[derive(Debug, thiserror::Error)]
 pub enum UploadError {
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error("what was to be sent cannot be read")]
     Read(#[source] io::Error),
-    /// Whoever watched had it stopped.
+    /// `go_on` returned false.
     #[error("the upload was stopped")]
     Stopped,
 }
 
 impl Store {
-    /// Sends what `source` has, at most `bytes_max` bytes; how many it was. A source that says `WouldBlock` has nothing yet, and is
-    /// asked again. `go_on` hears how many more have arrived, and says false to stop, from then on. If it does that at the very end
-    /// the object may be there all the same, whatever is returned; but nothing more arrives afterwards.
+    /// Uploads `source`, which holds at most `bytes_max` bytes, and returns its length. A source that returns
+    /// `WouldBlock` is read again. `go_on` is told how many more bytes have arrived, and stops the upload by returning
+    /// false, from then on. After a stop at the very end, the object may exist in spite of the error; but nothing
+    /// arrives after the return.
     pub fn upload(
         &self,
         name: &str,
@@ -50,7 +52,7 @@ impl Store {
         Ok(bytes)
     }
 
-    /// The same, of bytes that are in memory.
+    /// Uploads bytes in one request. Otherwise as `upload`.
     pub fn put(&self, name: &str, bytes: Vec<u8>, go_on: &mut dyn FnMut(u64) -> bool) -> Result<u64, UploadError> {
         let (path, length) = (self.path(name), bytes.len() as u64);
         let put = run(watched(self.writer()?.put(&path, bytes.into()), go_on))?;
@@ -59,7 +61,8 @@ impl Store {
     }
 }
 
-/// Until it is done, or whoever watches has it stopped: then what is under way breaks off, or comes to pass before this returns.
+/// Runs `work` until it ends or `go_on` returns false. After a stop, its requests are cancelled or have ended when this
+/// returns.
 pub(crate) async fn watched<T>(
     work: impl Future<Output = object_store::Result<T>>,
     go_on: &mut dyn FnMut(u64) -> bool,
@@ -80,7 +83,7 @@ pub(crate) async fn watched<T>(
     Err(UploadError::Stopped)
 }
 
-/// As much as there is, if that is less.
+/// Reads the next part; shorter at the end of the source.
 fn next_part(source: &mut dyn Read, length: usize, go_on: &mut dyn FnMut(u64) -> bool) -> Result<Vec<u8>, UploadError> {
     let (mut part, mut filled) = (vec![0; length], 0);
     while filled < length {

@@ -1,6 +1,7 @@
-//! A store that is real and a wire that is not to be relied on: what was sent is what comes back, once, or an error says why not.
+//! A real store behind an unreliable wire: the bytes sent come back, each block is fetched once, and errors name their
+//! reason.
 //!
-//! `houses`: what is asked of a store of any house. `web`: a web server, which is only read.
+//! `houses`: what every provider must support. `web`: a web server, which is read-only.
 
 #[path = "store/houses.rs"]
 mod houses;
@@ -51,7 +52,7 @@ fn open(address: &str, settings: &Settings) -> Arc<Store> {
     Arc::new(Store::open(Address::parse(address).expect("it is one"), settings).expect("it asks nobody"))
 }
 
-/// Has nothing at every other time.
+/// A reader that returns `WouldBlock` at every other call.
 struct Halting<'a>(&'a [u8], bool);
 
 impl Read for Halting<'_> {
@@ -61,7 +62,7 @@ impl Read for Halting<'_> {
     }
 }
 
-/// What comes in pieces of these, and then cannot be read.
+/// A reader of this many bytes, which then fails.
 struct Torn(usize);
 
 impl Read for Torn {
@@ -71,19 +72,19 @@ impl Read for Torn {
     }
 }
 
-/// No two blocks are alike.
+/// Bytes in which no two blocks are alike.
 fn pattern(bytes: usize) -> Vec<u8> {
     (0..bytes as u64 / 8).flat_map(|word| (word.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 5).to_le_bytes()).collect()
 }
 
 #[test]
-fn what_was_sent_comes_back_in_pieces_and_each_block_once() {
+fn sent_bytes_return_and_blocks_are_fetched_once() {
     let stand = Stand::new();
     let sent = pattern(21 * MIB);
     stand.send("ram", &sent).unwrap();
     stand.send("small", b"little").unwrap();
     stand.send("empty", b"").unwrap();
-    // It is shorter than it might have been, and has nothing now and then.
+    // The source is shorter than announced and returns `WouldBlock` at times.
     let halting = stand.store.upload("halting", 90 << 20, &mut Halting(&sent, false), &mut |_| true);
     assert_eq!(halting.unwrap(), sent.len() as u64);
     assert!(std::fs::read(stand.server.file("place/halting")).unwrap() == sent);
@@ -123,7 +124,7 @@ fn what_was_sent_comes_back_in_pieces_and_each_block_once() {
     let all = stand.server.answer_bytes() - before;
     assert!(all < sent.len() as u64 * 102 / 100, "{all} bytes came of {}", sent.len());
 
-    // Another reader finds it in the cache, until it is told not to trust it.
+    // Another reader finds the block in the cache until it is forgotten.
     let (again, before) = (stand.object("ram"), stand.server.answer_bytes());
     let mut bytes = vec![0; MIB];
     again.read_at(&mut bytes, 0, Urgency::Demand).unwrap();
@@ -134,11 +135,11 @@ fn what_was_sent_comes_back_in_pieces_and_each_block_once() {
 }
 
 #[test]
-fn a_wire_that_fails_now_and_then_is_only_slower() {
+fn broken_and_slow_connections_only_delay_reads() {
     let stand = Stand::new();
     let sent = pattern(20 * MIB);
     stand.send("ram", &sent).unwrap();
-    // Each connection ends in the middle of an answer.
+    // Each connection breaks inside an answer.
     stand.server.set_wire(Wire::Cut(700 << 10));
     let object = stand.object("ram");
     let mut bytes = vec![0; 3 * MIB / 2];
@@ -152,7 +153,7 @@ fn a_wire_that_fails_now_and_then_is_only_slower() {
 }
 
 #[test]
-fn a_store_that_is_gone_is_told_by_name_and_is_read_when_it_is_back() {
+fn missing_store_is_named_until_it_returns() {
     let stand = Stand::new();
     let sent = pattern(MIB);
     stand.send("ram", &sent).unwrap();
@@ -170,14 +171,14 @@ fn a_store_that_is_gone_is_told_by_name_and_is_read_when_it_is_back() {
 }
 
 #[test]
-fn who_waits_is_behind_nothing_that_has_not_begun_and_memory_comes_before_disks() {
+fn demand_overtakes_queued_requests_and_memory_precedes_disks() {
     let stand = Stand::new();
     let sent = pattern(12 * MIB);
     for name in ["ram", "disk"] {
         stand.send(name, &sent).unwrap();
     }
     let (ram, disk) = (stand.object("ram"), stand.object("disk"));
-    // Nothing arrives before this is over.
+    // So slow that no answer arrives before the end of the test's first half.
     stand.server.set_wire(Wire::Slow(64 << 10));
     let asked = |count: usize| {
         for _ in 0..2000 {
@@ -206,7 +207,7 @@ fn who_waits_is_behind_nothing_that_has_not_begun_and_memory_comes_before_disks(
         assert_eq!(stand.server.asked().len(), 4);
         stand.server.set_wire(Wire::Whole);
     });
-    // What is behind comes to its end as well.
+    // Background requests end as well.
     let mut bytes = vec![0; 6 * MIB];
     for object in [&ram, &disk] {
         object.read_at(&mut bytes, 0, Urgency::Disks).unwrap();
@@ -214,14 +215,14 @@ fn who_waits_is_behind_nothing_that_has_not_begun_and_memory_comes_before_disks(
     }
     let all = stand.server.asked();
     let first_of = |name: &str, at: usize| all.iter().position(|asked| *asked == (name.to_owned(), (at * MIB) as u64));
-    // Those of the disk that had begun, memory, and then the rest of the disk.
+    // Expected: the disk requests in flight, memory, then the rest of the disk.
     for (before, after) in [(1, 2), (3, 2), (4, 3)] {
         assert!(first_of("ram", before) < first_of("disk", after), "{all:?}");
     }
 }
 
 #[test]
-fn an_upload_that_is_stopped_leaves_nothing() {
+fn stopped_upload_leaves_nothing() {
     let stand = Stand::new();
     let sent = pattern(40 * MIB);
     let (mut arrived, stopped) = (0, AtomicBool::new(false));
@@ -242,14 +243,14 @@ fn an_upload_that_is_stopped_leaves_nothing() {
 }
 
 #[test]
-fn nothing_arrives_behind_the_removal_of_an_upload_that_was_stopped() {
+fn stopped_upload_never_arrives_after_its_removal() {
     let stand = Stand::new();
     let is_gone = || {
         stand.store.remove("ram").unwrap();
         stand.server.await_quiet();
         stand.server.await_empty();
     };
-    // In the middle of its only request; and when all of that has gone out.
+    // A stop inside the only request, and a stop after its body has been sent.
     for bytes in [6 * MIB, 100] {
         let sent = pattern(bytes);
         stand.server.set_wire(Wire::Line { bytes_per_s: 2 << 20, request: Duration::from_millis(500) });
@@ -261,7 +262,7 @@ fn nothing_arrives_behind_the_removal_of_an_upload_that_was_stopped() {
         assert!(matches!(ended, Err(UploadError::Stopped)), "{ended:?}");
         is_gone();
     }
-    // While its parts become one.
+    // A stop during the completion.
     let (sent, mut arrived, mut is_stopped) = (pattern(9 * MIB), 0, false);
     stand.server.set_wire(Wire::Line { bytes_per_s: 100 << 20, request: Duration::from_millis(500) });
     let ended = stand.store.upload("ram", sent.len() as u64, &mut Cursor::new(&sent), &mut |bytes| {
@@ -274,7 +275,7 @@ fn nothing_arrives_behind_the_removal_of_an_upload_that_was_stopped() {
 }
 
 #[test]
-fn parts_come_in_any_order_and_the_last_of_each_counts() {
+fn parts_come_in_any_order_and_last_counts() {
     let stand = Stand::new();
     let (sent, part) = (pattern(21 * MIB), part_bytes(0) as usize);
     let mut arrived = 0;
@@ -283,7 +284,7 @@ fn parts_come_in_any_order_and_the_last_of_each_counts() {
         true
     };
     let mut parts = Parts::begin(&stand.store, "ram", &mut go_on).unwrap();
-    // What they were before they changed.
+    // Old contents of parts that change later.
     parts.send(1, vec![7; part], &mut go_on).unwrap();
     parts.send(0, vec![8; part], &mut go_on).unwrap();
     for number in [2, 0, 1] {
@@ -301,7 +302,7 @@ fn parts_come_in_any_order_and_the_last_of_each_counts() {
 }
 
 #[test]
-fn an_upload_whose_last_answer_is_lost_has_arrived_all_the_same() {
+fn upload_succeeds_when_the_last_answer_is_lost() {
     let stand = Stand::new();
     let sent = pattern(20 * MIB);
     stand.server.set_wire(Wire::LosesCompletions);
@@ -310,7 +311,7 @@ fn an_upload_whose_last_answer_is_lost_has_arrived_all_the_same() {
 }
 
 #[test]
-fn what_lay_there_before_is_not_taken_for_what_was_sent() {
+fn older_object_is_not_mistaken_for_the_upload() {
     let stand = Stand::new();
     let (old, part) = (pattern(9 * MIB), part_bytes(0) as usize);
     stand.send("ram", &old).unwrap();
@@ -330,7 +331,7 @@ fn what_lay_there_before_is_not_taken_for_what_was_sent() {
         stand.server.forget_uploads();
         parts.complete(&mut |_| true)
     };
-    // As long, and in as many parts.
+    // The same length and number of parts.
     let mut new = old.clone();
     new[part + 5] ^= 1;
     let refused = send_unknown(&new).unwrap_err();
@@ -340,7 +341,7 @@ fn what_lay_there_before_is_not_taken_for_what_was_sent() {
 }
 
 #[test]
-fn who_is_not_known_is_refused_and_plain_http_has_to_be_allowed() {
+fn wrong_credentials_and_unallowed_http_are_refused() {
     let stand = Stand::new();
     stand.send("ram", b"secret").unwrap();
     let open = |pairs: Vec<(String, String)>| {

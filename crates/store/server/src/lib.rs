@@ -1,5 +1,5 @@
-//! An S3 server for tests and benches: `s3s-fs` over a folder, on loopback, with a wire in front of it that can be as slow as one
-//! to a real store, answer 500, break off in the middle of an answer, or be dead. Beside it a web server (`web`).
+//! An S3 server for tests and benches: `s3s-fs` over a folder, on loopback. The wire in front of it can be slow, answer
+//! 500, break inside an answer, or be dead. Beside it a web server (`web`).
 
 pub mod web;
 
@@ -16,40 +16,39 @@ use hyper_util::server::conn::auto::Builder;
 use s3s::auth::SimpleAuth;
 use s3s::service::S3ServiceBuilder;
 
+/// Name of the only bucket.
 pub const BUCKET: &str = "bucket";
 const KEY_ID: &str = "tester";
 const SECRET: &str = "known to tests only";
-/// A connection looks so often whether the wire has changed.
+/// Interval at which a connection checks whether the wire has changed.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// What a line that had nothing to carry may carry at once, as time: a sleep is so inexact.
+/// Traffic that an idle line may carry at once, as time: a sleep is about this inexact.
 const SLACK: Duration = Duration::from_millis(2);
 
-/// What the wire does to connections.
+/// Behaviour of the connections to the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wire {
+    /// Connections work normally.
     Whole,
-    /// No connection is answered, and those that are there break.
+    /// New connections are closed without an answer, and existing ones break.
     Dead,
     /// Each request is answered with 500.
     Failing,
     /// Each request is answered with 403.
     Refusing,
-    /// So many bytes pass each second, on each connection.
+    /// Bytes per second in each direction, for each connection.
     Slow(u64),
-    /// Connections break after so many bytes of answers.
+    /// Connections break after this number of bytes of answers.
     Cut(u64),
-    /// Conditions are answered with 501, as by a store that does not know them.
+    /// Conditional requests are answered with 501, as by a store without support for them.
     Unconditional,
-    /// Answers that an upload in parts is complete are lost.
+    /// Answers to the completion of an upload in parts are lost.
     LosesCompletions,
-    /// So many bytes pass each second in each direction, on all connections together, and each request is on its way so long.
-    Line {
-        bytes_per_s: u64,
-        request: Duration,
-    },
+    /// All connections share this rate in each direction, and each request is delayed by `request`.
+    Line { bytes_per_s: u64, request: Duration },
 }
 
-/// Dropped, it is gone, with all it held.
+/// A running server. Dropping it removes its objects.
 pub struct S3Server {
     folder: tempfile::TempDir,
     address: SocketAddr,
@@ -60,13 +59,14 @@ pub struct S3Server {
 struct State {
     wire: Mutex<(Wire, u64)>,
     answer_bytes: AtomicU64,
-    /// Ranges of objects, in the order in which they were asked for.
+    /// Ranges of objects in the order of the requests.
     asked: Mutex<Vec<(String, u64)>>,
-    /// Requests that have begun, and have not been answered.
+    /// Number of requests that have begun and are not answered.
     requests: AtomicUsize,
-    /// Requests and answers: until when the line is taken.
+    /// When the line for requests and the line for answers become free.
     lines: [Mutex<Instant>; 2],
-    /// Somebody puts an object on a condition. Others wait: the server looks first and writes then, which a real one does at once.
+    /// Whether a conditional PUT is in flight. Others wait for it: unlike a real store, this server checks and writes
+    /// in two steps.
     conditional: Mutex<bool>,
     unconditional: Condvar,
 }
@@ -78,7 +78,7 @@ enum Way {
 }
 
 impl State {
-    /// With how often it has changed.
+    /// The wire, and the number of its changes.
     fn wire(&self) -> (Wire, u64) {
         *self.wire.lock().expect("nobody panics with it")
     }
@@ -93,7 +93,7 @@ impl State {
         self.unconditional.notify_one();
     }
 
-    /// Waits until a line of this rate has carried so much more.
+    /// Waits until a line of this rate has carried `bytes` more.
     fn carry(&self, way: Way, bytes: u64, bytes_per_s: u64) {
         let until = {
             let mut taken = self.lines[way as usize].lock().expect("nobody panics with it");
@@ -106,12 +106,12 @@ impl State {
 }
 
 impl S3Server {
-    /// With its objects in a folder for temporary files.
+    /// Starts a server with its objects in a temporary folder.
     pub fn start() -> Self {
         Self::start_in(&std::env::temp_dir())
     }
 
-    /// With its objects in a folder of its own in this one.
+    /// Starts a server with its objects in a new folder below `parent`.
     pub fn start_in(parent: &Path) -> Self {
         let folder = tempfile::tempdir_in(parent).expect("a folder");
         fs::create_dir(folder.path().join(BUCKET)).expect("a bucket");
@@ -124,11 +124,11 @@ impl S3Server {
         let behind = listener.local_addr().expect("it is bound");
         runtime.spawn(async move {
             while let Ok((socket, _)) = listener.accept().await {
-                // Else the last part of an answer waits for an acknowledgement, which may take 40 ms.
+                // Without this, the last part of an answer waits for an acknowledgement, up to 40 ms.
                 let _ = socket.set_nodelay(true);
                 let service = service.clone();
                 tokio::spawn(async move {
-                    // A client that hangs up is what is tested.
+                    // Tests break connections on purpose.
                     let _ = Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(socket), service).await;
                 });
             }
@@ -155,7 +155,7 @@ impl S3Server {
         Self { folder, address, state, _runtime: runtime }
     }
 
-    /// What whoever uses it has to have in the environment.
+    /// Environment variables for clients of this server.
     pub fn environment(&self) -> Vec<(String, String)> {
         let endpoint = format!("http://{}", self.address);
         let pairs = [
@@ -168,38 +168,39 @@ impl S3Server {
         pairs.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec()
     }
 
+    /// Changes the wire; existing connections break.
     pub fn set_wire(&self, wire: Wire) {
         let mut set = self.state.wire.lock().expect("nobody panics with it");
         *set = (wire, set.1 + 1);
     }
 
-    /// Since it was started.
+    /// Bytes of all answers since the start.
     pub fn answer_bytes(&self) -> u64 {
         self.state.answer_bytes.load(Relaxed)
     }
 
-    /// Of each range of an object that was asked for since it was started, in that order: the last part of the object's name and the
-    /// range's first byte.
+    /// Ranges requested since the start, in order: the last component of the object's name, and the first byte of the
+    /// range.
     pub fn asked(&self) -> Vec<(String, u64)> {
         self.state.asked.lock().expect("nobody panics with it").clone()
     }
 
-    /// How many are under way, or break off just now.
+    /// Number of requests in flight, including those that are breaking off.
     pub fn requests(&self) -> usize {
         self.state.requests.load(Relaxed)
     }
 
-    /// The file behind an object.
+    /// File behind an object.
     pub fn file(&self, key: &str) -> PathBuf {
         self.folder.path().join(BUCKET).join(key)
     }
 
-    /// Nothing is there any more; parts that were under way when they were given up may take a while to go.
+    /// Waits until the server holds no files. Parts of aborted uploads may take a while to go.
     pub fn await_empty(&self) {
         self.wait_until(|server| server.files().is_empty());
     }
 
-    /// Nothing is under way.
+    /// Waits until no request is in flight.
     pub fn await_quiet(&self) {
         self.wait_until(|server| server.requests() == 0);
     }
@@ -212,7 +213,7 @@ impl S3Server {
         }
     }
 
-    /// Uploads in parts that have not ended are not known any more.
+    /// Forgets all unfinished uploads in parts.
     pub fn forget_uploads(&self) {
         for entry in fs::read_dir(self.folder.path()).expect("a folder").flatten() {
             let name = entry.file_name().into_string().unwrap_or_default();
@@ -222,7 +223,7 @@ impl S3Server {
         }
     }
 
-    /// All files, objects or parts of uploads that have not ended, but what the server notes for itself.
+    /// All files: objects and parts of unfinished uploads, without the server's metadata.
     pub fn files(&self) -> Vec<String> {
         let (mut found, mut folders) = (Vec::new(), vec![self.folder.path().to_owned()]);
         while let Some(folder) = folders.pop() {
@@ -235,14 +236,14 @@ impl S3Server {
                 }
             }
         }
-        // Of an object's metadata, which are beside it.
+        // The metadata of objects, which lie beside them.
         found.retain(|name| !name.ends_with(".json"));
         found.sort();
         found
     }
 }
 
-/// Both ways, until one side hangs up or the wire changes.
+/// Passes bytes in both directions until one side closes or the wire changes.
 fn carry(client: TcpStream, behind: SocketAddr, state: &State) {
     let (wire, number) = state.wire();
     match wire {
@@ -261,7 +262,7 @@ fn carry(client: TcpStream, behind: SocketAddr, state: &State) {
         let _ = end.set_nodelay(true);
     }
     let (Ok(from_client), Ok(to_server)) = (client.try_clone(), server.try_clone()) else { return };
-    // What comes next from the client begins a request.
+    // The next bytes from the client begin a request.
     let (answered, conditional, completes) = (AtomicBool::new(true), AtomicBool::new(false), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let slow = |way: Way, bytes: u64| match wire {
@@ -316,7 +317,7 @@ fn carry(client: TcpStream, behind: SocketAddr, state: &State) {
             }
         });
     });
-    // It broke before there was an answer.
+    // The connection broke before there was an answer.
     if !answered.load(Relaxed) {
         state.requests.fetch_sub(1, Relaxed);
     }
@@ -350,7 +351,7 @@ fn refuse(mut client: TcpStream, status: &str) {
         }
     }
     let _ = client.write_all(&refusal(status));
-    // Hung up on in the middle of what it sends, a client would not read the answer.
+    // If the connection closed while the client still sends, the client would not read the answer.
     let _ = client.shutdown(Shutdown::Write);
     while client.read(&mut buffer).is_ok_and(|length| length > 0) {}
 }
@@ -359,7 +360,7 @@ fn refusal(status: &str) -> Vec<u8> {
     format!("HTTP/1.1 {status}\r\nContent-Length: 4\r\nConnection: close\r\n\r\noops").into_bytes()
 }
 
-/// What a request asks for, if that is a range of an object.
+/// The name and first byte of a request for a range of an object.
 fn range_of(request: &[u8]) -> Option<(String, u64)> {
     let head = String::from_utf8_lossy(request);
     let name = head.strip_prefix("GET ")?.split([' ', '?']).next()?.rsplit('/').next()?;
@@ -367,7 +368,7 @@ fn range_of(request: &[u8]) -> Option<(String, u64)> {
     Some((name.to_owned(), range.split('-').next()?.parse().ok()?))
 }
 
-/// The head of a request comes in one piece.
+/// Whether a request is a conditional PUT. The head of a request arrives in one piece.
 fn has_condition(request: &[u8]) -> bool {
     if !request.starts_with(b"PUT ") {
         return false;
@@ -377,7 +378,7 @@ fn has_condition(request: &[u8]) -> bool {
     head.contains("\r\nif-match:") || head.contains("\r\nif-none-match:")
 }
 
-/// Of an upload in parts.
+/// Whether a request completes an upload in parts.
 fn is_completion(request: &[u8]) -> bool {
     let line = request.split(|byte| *byte == b'\r').next().unwrap_or_default();
     line.starts_with(b"POST ") && line.windows(9).any(|word| word == b"uploadId=")

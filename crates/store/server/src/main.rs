@@ -1,7 +1,7 @@
-//! `loopback-s3 FOLDER`: the server as a program, for who does not want to be built with it. It ends with its input.
+//! `loopback-s3 FOLDER`: the server as a program, for users that do not link it. It ends with its standard input.
 //!
-//! What to put into the environment, a line each, and an empty line; then a line in, a line out:
-//! `line BYTES_PER_S REQUEST_MS` (the wire from now on) -> `ok`; `answer-bytes` -> their number so far.
+//! It prints the environment for clients, one variable per line, and an empty line. Then it answers each line with a
+//! line: `line BYTES_PER_S REQUEST_MS` (the wire from now on) -> `ok`; `answer-bytes` -> bytes of all answers so far.
 
 use std::io::{self, BufRead, Write};
 use std::process::ExitCode;

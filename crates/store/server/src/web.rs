@@ -1,11 +1,12 @@
-//! Web: a folder behind a web server that knows ranges, busybox's, on loopback, for as long as this process lives.
+//! Web: serves a folder over HTTP with ranges (busybox), on loopback, until this process ends.
 
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::Command;
 
-/// Each connection has a server of its own, so that no port is taken that another process wants.
+/// Starts the server and returns its address. Each connection gets its own busybox process, whose socket is inherited,
+/// so no other port is needed.
 pub fn serve(folder: &Path) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let (address, folder) = (listener.local_addr().expect("it is bound"), folder.to_owned());

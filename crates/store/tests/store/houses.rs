@@ -1,7 +1,7 @@
-//! What Hearth asks of a store, whosever it is: parts in any order, ranges, conditions, removal.
+//! What Hearth requires of the store of any provider: parts in any order, ranges, conditions, removal.
 //!
-//! Asked of the one on loopback in every run, and by hand of any other one, or of an emulator of it:
-//! `HEARTH_STORE=az://container/place cargo test --workspace --test store -- --ignored any_house`, with its settings in the environment.
+//! Every run tests the store on loopback. Any other store, or an emulator of it, is tested by hand, with its settings
+//! in the environment: `HEARTH_STORE=az://container/place cargo test --workspace --test store -- --ignored any_house`.
 
 use std::sync::Arc;
 
@@ -10,13 +10,13 @@ use hearth_store::{Cache, Object, Parts, Replaced, Settings, Store, Urgency, par
 use super::{MIB, Stand, open, pattern};
 
 #[test]
-fn the_store_on_loopback_keeps_its_word() {
+fn loopback_store_meets_all_requirements() {
     keeps_its_word(&Stand::new().store);
 }
 
 #[test]
 #[ignore = "needs a store: HEARTH_STORE=az://container/place, and its settings in the environment"]
-fn a_store_of_any_house_keeps_its_word() {
+fn store_of_any_house_meets_all_requirements() {
     let address = std::env::var("HEARTH_STORE").expect("HEARTH_STORE names a place in a store, as gs://bucket/place");
     keeps_its_word(&open(&address, &Settings::from_environment()));
 }
@@ -40,7 +40,7 @@ fn keeps_its_word(store: &Arc<Store>) {
     }
 }
 
-/// Some of which change while they are on their way.
+/// An upload in which parts change while it is in flight.
 fn in_parts(store: &Arc<Store>, name: &str) {
     let (sent, part) = (pattern(21 * MIB), part_bytes(0) as usize);
     let mut parts = Parts::begin(store, name, &mut |_| true).expect("the store answers");

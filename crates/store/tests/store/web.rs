@@ -1,4 +1,4 @@
-//! A folder on a web server: it is read as a store is, and nothing is sent there.
+//! A folder on a web server: it is read like a store and never written to.
 
 use std::fs;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use hearth_store::{Cache, Object, Parts, Replaced, Settings, StoreError, UploadE
 use super::{MIB, open, pattern};
 
 #[test]
-fn a_web_server_is_read_in_ranges_and_never_written_to() {
+fn web_server_is_readable_but_never_written() {
     let folder = tempfile::tempdir().unwrap();
     let (place, sent) = (folder.path().join("place"), pattern(3 * MIB));
     fs::create_dir(&place).unwrap();
