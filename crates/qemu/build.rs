@@ -1,4 +1,4 @@
-//! Builds the preload library with the system's C compiler, to be embedded in the keeper.
+//! Builds the preload library with the system's C compiler; the keeper embeds it.
 
 use std::path::PathBuf;
 use std::process::Command;

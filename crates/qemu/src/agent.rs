@@ -1,9 +1,9 @@
-//! The guest's agent (qemu-guest-agent, or what speaks like it), over the channel that QEMU has for it.
+//! The guest's agent (qemu-guest-agent or a compatible one), over QEMU's channel for it.
 //!
-//! connect -> sync: what was said to others is passed over -> a question, an answer, a line each
+//! connect -> synchronise: skip answers to others -> command and answer, one line each
 //!
-//! The guest is not trusted. It may say nothing, anything, late, or without end: whatever is asked has a time, and a number of
-//! bytes in which it must be answered; and its words are made plain before anybody reads them.
+//! The guest is not trusted. It may be silent, answer nonsense, answer late or without end. So every answer has a limit
+//! of time and of bytes, and text from the guest is cleaned before anyone reads it.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -20,17 +20,19 @@ use serde_json::Value;
 
 use crate::Endpoint;
 
-/// Begins a conversation anew: no byte of JSON.
+/// Starts a new conversation; this byte never occurs in JSON.
 const DELIMITER: u8 = 0xff;
-/// Heard until an answer is there. Answers have less than a hundred; what comes before may be left of others' answers.
+/// Maximum number of bytes received until an answer is complete. An answer has less than a hundred; answers to others
+/// may precede it.
 const HEARD_BYTES_MAX: usize = 64 << 10;
-/// Whoever waits is asked so often whether to go on.
+/// Interval at which a wait checks whether to stop.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// A socket that was just opened has room for all that is ever sent.
+/// Time limit of a write. The buffer of a new socket holds everything that is ever sent.
 const SEND_PATIENCE: Duration = Duration::from_secs(1);
-/// Of what the guest says in an error.
+/// Maximum length of the guest's text in an error.
 const QUOTED_CHARS: usize = 200;
 
+/// Errors of the guest agent.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
     #[error("{socket}: no connection to the guest agent's channel")]
@@ -53,20 +55,22 @@ pub enum AgentError {
     Stopped,
 }
 
-/// How long is waited for an agent, and what ends it sooner.
+/// How long to wait for an agent, and when to stop sooner.
 pub struct Patience<'a> {
+    /// Maximum time for an answer, and for the end of a program.
     pub time: Duration,
+    /// Whether to stop waiting now.
     pub stop: &'a dyn Fn() -> bool,
 }
 
-/// A conversation with an agent that listens. QEMU has one at a time; it ends when this is dropped.
+/// A conversation with an agent. QEMU accepts one at a time; dropping this ends it.
 #[derive(Debug)]
 pub struct Agent {
     stream: UnixStream,
     heard: Vec<u8>,
 }
 
-/// A line that the agent says.
+/// A line from the agent.
 #[derive(Deserialize)]
 struct Line {
     #[serde(rename = "return")]
@@ -75,7 +79,7 @@ struct Line {
 }
 
 impl Agent {
-    /// Whether there is an agent that answers, at this channel.
+    /// Connects to the channel and synchronises with the agent, which proves that it answers.
     pub fn reach(channel: &Endpoint, patience: &Patience<'_>) -> Result<Self, AgentError> {
         let failed = |source| AgentError::Connect { socket: channel.socket.clone(), source };
         let stream = channel.connect().map_err(failed)?;
@@ -90,17 +94,17 @@ impl Agent {
         Ok(agent)
     }
 
-    /// All file systems stand still once it has answered. How many.
+    /// Freezes all file systems. Returns their number.
     pub fn freeze(&mut self, patience: &Patience<'_>) -> Result<u64, AgentError> {
         self.answer(&guest_fsfreeze_freeze {}, patience)
     }
 
-    /// They go on. How many stood still.
+    /// Thaws all file systems. Returns the number of those that were frozen.
     pub fn thaw(&mut self, patience: &Patience<'_>) -> Result<u64, AgentError> {
         self.answer(&guest_fsfreeze_thaw {}, patience)
     }
 
-    /// Runs a program in the guest, and waits for its end. True: it says that all is well (exit code 0).
+    /// Runs a program in the guest and waits for its end. Returns whether its exit code is 0.
     pub fn succeeds(&mut self, program: &str, arguments: &[&str], patience: &Patience<'_>) -> Result<bool, AgentError> {
         let command = guest_exec {
             path: program.to_owned(),
@@ -123,11 +127,11 @@ impl Agent {
         }
     }
 
-    /// Passes over what an agent has to say to somebody who is gone, until it has seen that somebody else is here.
+    /// Skips the agent's answers to others until it answers this connection.
     fn sync(&mut self, patience: &Patience<'_>) -> Result<(), AgentError> {
         const NAME: &str = "guest-sync-delimited";
         let id = now_id();
-        // The agent throws away half of a command, if it was left with one.
+        // Makes the agent discard a partial command of an earlier connection.
         self.send(&[DELIMITER])?;
         self.ask(NAME, &guest_sync_delimited { id })?;
         let mut listening = Listening::begin(NAME, patience);
@@ -169,7 +173,7 @@ impl Agent {
         self.stream.write_all(bytes).map_err(AgentError::Broken)
     }
 
-    /// The next line that is not empty, without its end.
+    /// The next line that is not empty, without its newline.
     fn line(&mut self, listening: &mut Listening<'_>) -> Result<Vec<u8>, AgentError> {
         loop {
             if let Some(end) = self.heard.iter().position(|&byte| byte == b'\n') {
@@ -197,7 +201,7 @@ impl Agent {
     }
 }
 
-/// What is left of time and bytes until an answer must be there.
+/// Time and bytes that are left until an answer must be complete.
 struct Listening<'a> {
     command: &'static str,
     patience: &'a Patience<'a>,
@@ -229,13 +233,13 @@ impl<'a> Listening<'a> {
     }
 }
 
-/// Another one each time, and positive in 32 bits, which is what agents surely know.
+/// A number that differs each time. It fits in 31 bits, which every agent supports.
 fn now_id() -> i64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     i64::from(since.subsec_nanos() ^ std::process::id() << 8) & 0x7fff_ffff
 }
 
-/// What a guest says, as it may stand in a terminal: short, and letters only.
+/// Text from a guest, made safe for a terminal: truncated and without control characters.
 fn plain(text: &str) -> String {
     let letter = |letter: char| if letter.is_control() || letter == '\u{fffd}' { '?' } else { letter };
     text.chars().take(QUOTED_CHARS).map(letter).collect()

@@ -12,15 +12,16 @@ use crate::environment;
 
 const PROGRAM: &str = "qemu-system-x86_64";
 
-/// `--version` takes 20 ms, or a second on a host that swaps.
+/// Time limit: `--version` takes 20 ms, or a second on a host that swaps.
 const VERSION_PATIENCE: Duration = Duration::from_secs(20);
-/// What a sandboxed QEMU may not do any more: old system calls, becoming another user, starting programs, changing its
-/// own scheduling.
+/// Value of `-sandbox`: QEMU may not use obsolete system calls, change its user, start programs or change its
+/// scheduling.
 pub(crate) const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
 
-/// The oldest QEMU that Hearth works with: Debian 12's. Older ones lack in-flight tracking for vhost-user-blk hand-over.
+/// The oldest QEMU that Hearth supports: Debian 12's. Older ones lack in-flight tracking for vhost-user-blk.
 pub const VERSION_MIN: Version = Version { major: 7, minor: 2, micro: 0 };
 
+/// Version of QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Version {
     pub major: u32,
@@ -34,16 +35,17 @@ impl fmt::Display for Version {
     }
 }
 
-/// A QEMU that answered.
+/// A QEMU program that has told its version.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Binary {
     path: PathBuf,
     version: Version,
-    /// Firmware folders of a QEMU that was unpacked rather than installed.
+    /// Firmware folders of a QEMU that was unpacked and not installed.
     data_folders: Vec<PathBuf>,
     has_sandbox: bool,
 }
 
+/// Errors of a QEMU program; each names its path.
 #[derive(Debug, thiserror::Error)]
 pub enum BinaryError {
     #[error("{PROGRAM} is not on PATH; install QEMU (Debian: apt-get install qemu-system-x86) or set `qemu`")]
@@ -70,14 +72,14 @@ impl Binary {
         Self { path: PROGRAM.into(), version, data_folders: Vec::new(), has_sandbox }
     }
 
-    /// `wanted`, or the first one on PATH.
+    /// Checks the program `wanted`, or the first QEMU on PATH.
     pub fn find(wanted: Option<&Path>) -> Result<Self, BinaryError> {
         let path = match wanted {
             Some(path) if !path.exists() => return Err(BinaryError::Missing { path: path.to_owned() }),
             Some(path) => path.to_owned(),
             None => on_path(PROGRAM).ok_or(BinaryError::NotFound)?,
         };
-        // QEMU reads its options in order: it stops at the first if it was built without seccomp, else at the second.
+        // QEMU reads its options in order: without seccomp it fails at the first one, else the second one ends it.
         let sandboxed = ask(&path, &["-sandbox", SANDBOX, "--version"])?;
         let has_sandbox = sandboxed.succeeded();
         let answer = if has_sandbox { sandboxed } else { ask(&path, &["--version"])? };
@@ -93,19 +95,22 @@ impl Binary {
         Ok(Self { path, version: found, data_folders, has_sandbox })
     }
 
+    /// Path of the program.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
+    /// Version that the program tells.
     pub fn version(&self) -> Version {
         self.version
     }
 
+    /// Firmware folders for `-L`; empty for an installed QEMU.
     pub fn data_folders(&self) -> &[PathBuf] {
         &self.data_folders
     }
 
-    /// Built with seccomp.
+    /// Whether QEMU was built with seccomp.
     pub fn has_sandbox(&self) -> bool {
         self.has_sandbox
     }
@@ -125,7 +130,7 @@ fn is_executable(path: &Path) -> bool {
     path.metadata().is_ok_and(|metadata| metadata.is_file() && metadata.permissions().mode() & 0o111 != 0)
 }
 
-/// `QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18)`
+/// Parses `QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18)`.
 fn parse_version(said: &str) -> Option<Version> {
     let (_, rest) = said.split_once("QEMU emulator version ")?;
     let mut numbers = rest.split([' ', '.']).map(|number| number.parse().ok());
@@ -133,7 +138,8 @@ fn parse_version(said: &str) -> Option<Version> {
     Some(Version { major: next()?, minor: next()?, micro: next().unwrap_or(0) })
 }
 
-/// `X/usr/bin/qemu-system-x86_64` with `X/usr/share/qemu` beside it was unpacked there: its own paths point elsewhere.
+/// Firmware folders beside a program outside /usr and /usr/local: such a QEMU was unpacked, so its built-in paths are
+/// wrong.
 fn unpacked_data_folders(program: &Path) -> Vec<PathBuf> {
     let Some(usr) = program.parent().and_then(Path::parent) else { return Vec::new() };
     if usr == Path::new("/usr") || usr == Path::new("/usr/local") {
@@ -153,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn versions_are_read_from_what_qemu_says() {
+    fn versions_are_parsed() {
         check("QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18+b3)", Some((7, 2, 22)));
         check("QEMU emulator version 10.0.2 (Debian 1:10.0.2+ds-2~bpo12+1)", Some((10, 0, 2)));
         check("QEMU emulator version 9.0", Some((9, 0, 0)));
@@ -161,14 +167,14 @@ mod tests {
         check("", None);
     }
 
-    /// A stand-in for QEMU, in a tree of its own.
+    /// A script in QEMU's place, in its own folder tree.
     fn script(text: &str) -> (tempfile::TempDir, PathBuf) {
         let folder = tempfile::tempdir().unwrap();
         let (draft, path) = (folder.path().join("draft"), folder.path().join("bin/qemu"));
         std::fs::create_dir(folder.path().join("bin")).unwrap();
         std::fs::write(&draft, format!("#!/bin/sh\n{text}\n")).unwrap();
-        // Written by a process of its own: a file that this one had open for writing could still be open in a child that
-        // another test is just starting, and then it cannot be executed.
+        // Another process writes the script. If this one did, another test's new child could inherit the open file, and
+        // then it could not be executed.
         assert!(Command::new("install").args(["-m", "755"]).args([&draft, &path]).status().unwrap().success());
         (folder, path)
     }
@@ -181,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_usable_qemu_is_named_with_the_reason() {
+    fn unusable_qemu_is_named_with_reason() {
         check_refused("echo QEMU emulator version 5.2.0", "QEMU: QEMU 5.2.0 is too old; Hearth needs 7.2.0 or later");
         check_refused("echo hello", r#"QEMU: does not say that it is QEMU, but "hello""#);
         check_refused("kill -11 $$", "QEMU: does not answer --version: it was ended by signal 11");
@@ -192,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn the_installed_qemu_is_found_and_has_a_sandbox() {
+    fn installed_qemu_is_found_with_sandbox() {
         let binary = Binary::find(None).expect("these tests need QEMU: apt-get install qemu-system-x86");
         assert!(binary.version() >= VERSION_MIN);
         assert!(binary.has_sandbox(), "Debian builds QEMU with seccomp");

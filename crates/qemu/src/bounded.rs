@@ -1,7 +1,7 @@
-//! Bounded: runs a short-lived program, keeps what it said, and never waits longer than told.
+//! Bounded: runs a short-lived program with a time limit and keeps its output.
 //!
-//! Its output goes to nameless files in memory rather than pipes: no threads are needed to drain it, and a child of the
-//! child that keeps them open cannot hold us up.
+//! The output goes to unnamed files in memory and not to pipes. So no thread has to read it, and a grandchild that
+//! keeps it open cannot block the caller.
 
 use std::fs::File;
 use std::io;
@@ -15,24 +15,27 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use std::os::fd::AsFd;
 
-/// More than any version text or last words; what is beyond is not read.
+/// Maximum size of the output that is read: more than any version text or error message.
 const OUTPUT_LIMIT_BYTES: usize = 64 << 10;
 
-/// What became of the program.
+/// Result of the program.
 #[derive(Debug)]
 pub struct Finished {
-    /// None: the time was up, and it was killed.
+    /// None if the program was killed at the time limit.
     pub status: Option<ExitStatus>,
+    /// Standard output, at most 64 KiB; invalid UTF-8 is replaced.
     pub stdout: String,
+    /// Standard error, likewise.
     pub stderr: String,
 }
 
 impl Finished {
+    /// Whether the program ended with code 0.
     pub fn succeeded(&self) -> bool {
         self.status.is_some_and(|status| status.success())
     }
 
-    /// How it ended, in words.
+    /// How the program ended, as text for an error message.
     pub fn how(&self) -> String {
         match self.status {
             None => "it did not end in time".to_owned(),
@@ -44,14 +47,15 @@ impl Finished {
     }
 }
 
+/// Runs a program without input and kills it after `at_most`.
 pub fn run(command: &mut Command, at_most: Duration) -> io::Result<Finished> {
     run_with(command, Stdio::null(), at_most)
 }
 
-/// The same of a program that reads this.
+/// As `run`, with `input` as the standard input.
 pub fn run_with_input(command: &mut Command, input: &str, at_most: Duration) -> io::Result<Finished> {
     let stdin = capture()?;
-    // Does not move to where the program begins to read.
+    // This write does not move the position from which the program reads.
     stdin.write_all_at(input.as_bytes(), 0)?;
     run_with(command, stdin.into(), at_most)
 }
@@ -79,13 +83,13 @@ fn read(file: &File) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// True if the child ended in time. It is not collected here, so the pid stays its own.
+/// Whether the child ended in time. It is not reaped here, so its pid stays valid.
 fn wait(pid: u32, at_most: Duration) -> io::Result<bool> {
     let pid = Pid::from_raw(pid.cast_signed()).expect("a child's pid is positive");
     wait_pidfd(&pidfd_open(pid, PidfdFlags::empty())?, Some(at_most))
 }
 
-/// Waits until the process behind the pidfd has ended; true if it has. None waits for ever.
+/// Waits until the process behind the pidfd has ended. Returns false at the time limit; None waits for ever.
 pub fn wait_pidfd(pidfd: &impl AsFd, at_most: Option<Duration>) -> io::Result<bool> {
     let deadline = at_most.map(|at_most| Instant::now() + at_most);
     loop {
@@ -106,7 +110,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(60);
 
     #[test]
-    fn what_it_said_and_how_it_ended_are_kept() {
+    fn output_and_exit_status_are_kept() {
         let finished = run(Command::new("sh").args(["-c", "echo out; echo err >&2; exit 3"]), LONG).unwrap();
         assert_eq!((finished.stdout.as_str(), finished.stderr.as_str()), ("out\n", "err\n"));
         assert_eq!(finished.how(), "it ended with code 3");
@@ -115,19 +119,19 @@ mod tests {
     }
 
     #[test]
-    fn what_is_given_to_it_is_read() {
+    fn input_reaches_the_program() {
         let finished = run_with_input(&mut Command::new("cat"), "one\ntwo\n", LONG).unwrap();
         assert_eq!(finished.stdout, "one\ntwo\n");
     }
 
     #[test]
-    fn what_hangs_is_killed() {
+    fn hanging_program_is_killed() {
         let finished = run(Command::new("sleep").arg("1000"), Duration::from_millis(1)).unwrap();
         assert_eq!(finished.how(), "it did not end in time");
     }
 
     #[test]
-    fn what_cannot_start_says_so() {
+    fn failed_start_is_an_error() {
         assert_eq!(run(&mut Command::new("/no/such"), LONG).unwrap_err().kind(), io::ErrorKind::NotFound);
     }
 }

@@ -1,8 +1,8 @@
-//! Endpoint: a socket that a QEMU listens at, and the check that it is that QEMU who listens.
+//! Endpoint: a socket on which a QEMU listens, with a check that the listener is that QEMU.
 //!
-//! The keeper makes these sockets, and QEMU calls `listen` on them once more (`socket_listen` in QEMU's
-//! util/qemu-sockets.c), with which the kernel notes QEMU as the process at the other end of later connections. Until then
-//! it is the keeper that made them.
+//! The keeper creates these sockets, and QEMU calls `listen` on them again (`socket_listen` in QEMU's
+//! util/qemu-sockets.c). From then on, the kernel reports QEMU as the peer of new connections; before that, it reports
+//! the keeper.
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -15,32 +15,33 @@ use rustix::net::sockopt::socket_peercred;
 use crate::ProcessId;
 use crate::process::start_ticks;
 
-/// Refusals are reported at most this often: some callers try again several times a second.
+/// Minimum interval between two warnings, in seconds: some callers retry several times a second.
 const WARN_EVERY_S: u64 = 10;
 static WARNED_S: AtomicU64 = AtomicU64::new(0);
 
-/// A socket, and who must be at it.
+/// A socket and its expected listener.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Endpoint {
+    /// Path of the socket.
     pub socket: PathBuf,
-    /// None: whoever it is. For tests and tools that are not a machine's.
+    /// The expected QEMU. None accepts any listener, for tests and tools that belong to no machine.
     pub qemu: Option<ProcessId>,
 }
 
 impl Endpoint {
-    /// Of whoever listens there.
+    /// An endpoint that accepts any listener.
     pub fn unchecked(socket: impl Into<PathBuf>) -> Self {
         Self { socket: socket.into(), qemu: None }
     }
 
-    /// A connection to that QEMU.
+    /// Connects, and fails if another process listens.
     pub fn connect(&self) -> io::Result<UnixStream> {
         let stream = UnixStream::connect(&self.socket)?;
         self.check(&stream)?;
         Ok(stream)
     }
 
-    /// An error if it is another process that listens.
+    /// Fails if another process than the expected QEMU or this process listens.
     pub fn check(&self, stream: &UnixStream) -> io::Result<()> {
         let Some(qemu) = self.qemu else { return Ok(()) };
         let pid = socket_peercred(stream)?.pid.as_raw_nonzero().get().unsigned_abs();
@@ -71,10 +72,10 @@ mod tests {
         let socket = folder.path().join("qmp.sock");
         let _listener = UnixListener::bind(&socket).unwrap();
         Endpoint::unchecked(&socket).connect().unwrap();
-        // Nobody has called `listen` since this process did: QEMU is not there yet.
+        // QEMU has not called `listen` yet: this process is still the listener.
         let nobody = ProcessId { pid: 1, start_ticks: 0 };
         Endpoint { socket, qemu: Some(nobody) }.connect().unwrap();
-        // A process that listens by itself.
+        // Another process that listens.
         let other = folder.path().join("other.sock");
         let script = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); print(flush=True); sys.stdin.read()";
         let mut python = Command::new("python3");

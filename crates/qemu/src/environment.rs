@@ -1,8 +1,9 @@
-//! Environment: the variables that QEMU and other helpers get. The keeper's own may hold credentials of object stores.
+//! Environment: the variables that QEMU and other child programs get. The keeper's own variables may contain
+//! credentials.
 
 use std::process::Command;
 
-/// All that is passed on: where programs, libraries and temporary files are, and how people read and count time.
+/// All variables that are passed on: paths of programs, libraries and temporary files, language and time zone.
 const PASSED_ON: [&str; 10] = [
     "PATH",
     "HOME",
@@ -12,12 +13,12 @@ const PASSED_ON: [&str; 10] = [
     "LC_CTYPE",
     "TZ",
     "TMPDIR",
-    // Of a QEMU that was unpacked rather than installed.
+    // For a QEMU that was unpacked and not installed.
     "LD_LIBRARY_PATH",
     "QEMU_MODULE_DIR",
 ];
 
-/// The program that `command` starts gets none of this process's variables but those that are harmless.
+/// Clears the environment of `command`, except for the variables in `PASSED_ON`.
 pub fn confine(command: &mut Command) -> &mut Command {
     command.env_clear();
     for name in PASSED_ON {
@@ -34,7 +35,7 @@ mod tests {
 
     #[test]
     fn only_listed_variables_are_passed_on() {
-        // Cargo sets many more for its tests.
+        // Cargo sets many more variables for its tests.
         assert!(std::env::vars_os().count() > PASSED_ON.len());
         let output = confine(Command::new("env").env("GIVEN_BEFORE", "1")).output().unwrap();
         let said = String::from_utf8(output.stdout).unwrap();

@@ -1,8 +1,8 @@
-//! What a QEMU holds for itself, from `/proc`: memory beside its guest's RAM, descriptors, and whether the file it was
-//! started from is still there.
+//! Resources of a QEMU, from `/proc`: its own memory without the guest's RAM, its descriptors, and whether its program
+//! file still exists.
 //!
-//! Its own memory is the anonymous part of what is resident: guest RAM is a mapped file and never in it. Summing up
-//! `smaps` would say the same more exactly, and hold up a QEMU that has many GiB mapped.
+//! Its own memory is the anonymous resident memory: guest RAM is a mapped file and never part of it. Adding up `smaps`
+//! would be more exact, but would delay a QEMU that maps many GiB.
 
 use std::fs;
 use std::io;
@@ -11,19 +11,22 @@ use std::time::{Duration, Instant};
 
 use crate::Process;
 
-/// What a QEMU holds for itself at one moment.
+/// Resources that a QEMU uses at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Footprint {
+    /// Anonymous resident memory in bytes.
     pub own_bytes: u64,
+    /// Number of open descriptors.
     pub descriptors: u64,
 }
 
 impl Process {
+    /// Reads the footprint. Fails if the process has ended.
     pub fn footprint(&self) -> io::Result<Footprint> {
         let folder = self.proc_folder();
         let own_bytes = own_bytes(&fs::read_to_string(folder.join("status"))?);
         let descriptors = fs::read_dir(folder.join("fd"))?.count() as u64;
-        // The number is this process's as long as that has not ended.
+        // The pid belongs to this process as long as it has not ended.
         if self.has_ended() {
             return Err(io::ErrorKind::NotFound.into());
         }
@@ -31,12 +34,12 @@ impl Process {
         Ok(Footprint { own_bytes, descriptors })
     }
 
-    /// When it began. None where the host's clocks cannot tell.
+    /// When the process started. None if the host's clocks do not tell.
     pub fn began(&self) -> Option<Instant> {
         began(self.id().start_ticks)
     }
 
-    /// The file that it runs from was removed or replaced: by an update, say. The version may be the same all the same.
+    /// Whether the program file was removed or replaced, for example by an update. The version may still be the same.
     pub fn program_is_gone(&self) -> bool {
         let program = fs::read_link(self.proc_folder().join("exe"));
         program.is_ok_and(|path| path.as_os_str().as_encoded_bytes().ends_with(b" (deleted)"))
@@ -53,7 +56,7 @@ fn own_bytes(status: &str) -> Option<u64> {
     Some(kib << 10)
 }
 
-/// When a process began, from its start in ticks since the host's boot.
+/// When a process started, from its start in clock ticks since the host's boot.
 fn began(start_ticks: u64) -> Option<Instant> {
     let uptime: f64 = fs::read_to_string("/proc/uptime").ok()?.split(' ').next()?.parse().ok()?;
     let start = start_ticks as f64 / rustix::param::clock_ticks_per_second() as f64;
@@ -69,7 +72,7 @@ mod tests {
     use crate::process::start_ticks;
 
     #[test]
-    fn a_process_started_at_boot_is_as_old_as_the_host() {
+    fn start_at_boot_means_uptime_as_age() {
         let text = fs::read_to_string("/proc/uptime").unwrap();
         let uptime = Duration::from_secs_f64(text.split(' ').next().unwrap().parse().unwrap());
         assert!(began(0).unwrap().elapsed() >= uptime);
@@ -77,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_of_a_file_is_not_its_own() {
+    fn file_memory_is_not_own_memory() {
         let status = "VmRSS:\t  700000 kB\nRssAnon:\t   81920 kB\nRssFile:\t   20480 kB\nRssShmem:\t  524288 kB\n";
         assert_eq!(own_bytes(status), Some(80 << 20));
         assert_eq!(own_bytes("VmRSS:\t1 kB\n"), None);
@@ -85,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_seen_with_what_it_holds_and_not_after_its_end() {
+    fn footprint_ends_with_the_process() {
         let folder = tempfile::tempdir().unwrap();
         let program = folder.path().join("program");
         assert!(Command::new("cp").arg("/bin/sleep").arg(&program).status().unwrap().success());

@@ -1,6 +1,7 @@
-//! QEMU's command line, from what a machine is.
+//! Launch: QEMU's command line for a machine.
 //!
-//! Every device has a fixed PCI address and the machine type a version, so that any QEMU generation matches the last.
+//! Each device has a fixed PCI address and the machine type has a version, so that each QEMU generation fits its
+//! predecessor.
 
 use std::ffi::OsString;
 use std::net::IpAddr;
@@ -15,81 +16,93 @@ use crate::{Binary, Version};
 
 const WATCHDOG_SLOT: usize = 0x4;
 const AGENT_SLOT: usize = 0x5;
-/// First PCI slot of disks; 16 of them, then the networks. Slots below hold what every machine has.
+/// First PCI slot of the disks. There are 16 of them, then the networks; the slots below are for devices that every
+/// machine has.
 const DISK_SLOT: usize = 0x8;
 const NET_SLOT: usize = 0x18;
-/// As many as there are slots.
+/// Maximum number of disks and pmem devices together: the number of their slots.
 pub const DISKS_MAX: usize = NET_SLOT - DISK_SLOT;
+/// Maximum number of networks.
 pub const NETS_MAX: usize = 7;
-/// The set of descriptors in which the console's transcript is.
+/// Number of the descriptor set that contains the console's transcript.
 const TRANSCRIPT_SET: u32 = 1;
-/// `reconnect` became `reconnect-ms` in 9.2.
+/// QEMU 9.2 replaced `reconnect` with `reconnect-ms`.
 const RECONNECT_MS_SINCE: Version = Version { major: 9, minor: 2, micro: 0 };
 
-/// `-runas` became `-run-with user=` in 9.1.
+/// QEMU 9.1 replaced `-runas` with `-run-with user=`.
 const RUN_WITH_USER_SINCE: Version = Version { major: 9, minor: 1, micro: 0 };
 
-/// What one QEMU is started with.
+/// Everything that one QEMU is started with.
 #[derive(Clone, Debug)]
 pub struct Launch {
+    /// Name of the machine.
     pub name: String,
+    /// RAM file, mapped with share=on.
     pub ram_file: PathBuf,
+    /// Size of the RAM in bytes.
     pub ram_bytes: u64,
+    /// Number of virtual processors.
     pub cpus: u32,
-    /// None: `host` under KVM, `max` under TCG without what TCG does slowly or wrongly.
+    /// QEMU's `-cpu` value. None: `Accelerator::default_cpu_model`.
     pub cpu_model: Option<String>,
+    /// The accelerator to use.
     pub accelerator: Accelerator,
-    /// One with a version, so that any newer QEMU can take over.
+    /// A machine type with a version, so that any newer QEMU can take over.
     pub machine_type: String,
+    /// What the guest boots from.
     pub boot: Boot,
+    /// Disks, in PCI slot order.
     pub disks: Vec<DiskDevice>,
+    /// Persistent memory; its slots follow those of the disks.
     pub pmem: Vec<PmemDevice>,
+    /// Networks, in PCI slot order.
     pub nets: Vec<NetDevice>,
+    /// Path of the serial console's socket.
     pub serial_socket: PathBuf,
+    /// Path of the QMP socket.
     pub qmp_socket: PathBuf,
-    /// None: no channel to a guest agent.
+    /// Path of the guest agent's socket. None: no channel to an agent.
     pub agent_socket: Option<PathBuf>,
+    /// The preload library. None: QEMU starts without it.
     pub preload: Option<Preload>,
-    /// The guest waits for a word (`Qmp::resume`) before it does anything.
+    /// Keeps the guest stopped until `Qmp::resume` (`-S`).
     pub hold_still: bool,
-    /// Wait for a guest that another QEMU gives away, instead of starting one. When all of it is there it goes on by itself, if
-    /// it ran and need not hold still.
+    /// Waits for a guest from another QEMU and starts none. A guest that was running continues once its state has
+    /// arrived, unless `hold_still` is set.
     pub incoming: bool,
+    /// Turns QEMU's seccomp sandbox on, if it has one.
     pub sandbox: bool,
-    /// A user to become after the start.
+    /// User that QEMU changes to after its start.
     pub run_as: Option<String>,
-    /// None: no watchdog device.
+    /// What to do when the watchdog expires. None: no watchdog device.
     pub watchdog: Option<WatchdogAction>,
-    /// None: no device that tells the guest its VM generation ID, a GUID.
+    /// VM generation ID for the guest, a GUID. None: no such device.
     pub vmgenid: Option<String>,
-    /// Descriptors that it only keeps open: locks, which end with it.
+    /// Descriptors that QEMU only keeps open: locks, which end with it.
     pub inherited: Vec<RawFd>,
-    /// No file that QEMU writes may grow beyond this; none: only what the host allows counts.
+    /// Maximum size of the files that QEMU writes, in bytes (RLIMIT_FSIZE). None: the host's limit.
     pub file_bytes_max: Option<u64>,
+    /// Arguments that are added at the end.
     pub extra_args: Vec<String>,
 }
 
+/// What the guest boots from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Boot {
-    Kernel {
-        kernel: PathBuf,
-        initrd: Option<PathBuf>,
-        cmdline: String,
-    },
-    /// `code` none: SeaBIOS.
-    Firmware {
-        code: Option<PathBuf>,
-        vars: Option<PathBuf>,
-    },
+    /// A kernel that QEMU loads directly.
+    Kernel { kernel: PathBuf, initrd: Option<PathBuf>, cmdline: String },
+    /// Firmware in flash memory; SeaBIOS if `code` is None.
+    Firmware { code: Option<PathBuf>, vars: Option<PathBuf> },
 }
 
-/// What QEMU does when the guest no longer feeds its watchdog.
+/// What QEMU does when the watchdog expires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WatchdogAction {
-    /// Holds the guest still: its keeper does the rest.
+    /// Stops the guest; its keeper does the rest.
     Pause,
-    /// Makes a guest that is set up for it panic by itself.
+    /// Injects an NMI, on which a suitably configured guest panics.
     InjectNmi,
+    /// Resets the guest.
     Reset,
 }
 
@@ -103,42 +116,54 @@ impl WatchdogAction {
     }
 }
 
-/// A disk served over vhost-user-blk.
+/// A disk that is served over vhost-user-blk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskDevice {
+    /// ID of the device.
     pub id: String,
+    /// Socket of the disk's server.
     pub socket: PathBuf,
+    /// Number of virtqueues.
     pub queues: u16,
+    /// Number of entries of each virtqueue.
     pub queue_size: u16,
 }
 
-/// A file that the guest has in its address space, as persistent memory.
+/// A virtio-pmem device: a file in the guest's address space as persistent memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PmemDevice {
+    /// ID of the device.
     pub id: String,
+    /// File with the contents, mapped with share=on.
     pub file: PathBuf,
+    /// Size in bytes.
     pub bytes: u64,
+    /// Alignment of the mapping in bytes.
     pub align_bytes: u64,
 }
 
+/// A virtio-net device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NetDevice {
+    /// MAC address, such as `52:54:00:00:00:01`.
     pub mac: String,
+    /// The host's side of the network.
     pub backend: NetBackend,
 }
 
+/// The host's side of a network.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NetBackend {
-    /// Isolated: nothing goes through it but what is forwarded.
+    /// QEMU's user-mode network. If isolated, only forwarded ports work.
     User { forward: Vec<Forward>, isolated: bool },
-    /// The number of a socket that is connected to passt.
+    /// passt; `number` is the descriptor of a socket that is connected to it.
     Passt { number: RawFd },
-    /// The number of an open tap.
+    /// A tap device; `number` is its open descriptor.
     Tap { number: RawFd },
 }
 
 impl NetBackend {
-    /// What it inherits open, if anything.
+    /// The descriptor that QEMU inherits, if any.
     pub fn number(&self) -> Option<RawFd> {
         match self {
             Self::User { .. } => None,
@@ -147,17 +172,21 @@ impl NetBackend {
     }
 }
 
+/// A host port that is forwarded to the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Forward {
     /// `tcp` or `udp`.
     pub protocol: &'static str,
+    /// Host address to listen on.
     pub host: IpAddr,
+    /// Port on the host.
     pub host_port: u16,
+    /// Port in the guest.
     pub guest_port: u16,
 }
 
 impl Launch {
-    /// The whole command line but for the program's name.
+    /// The command line without the program's name.
     pub fn arguments(&self, binary: &Binary, sockets: SocketNumbers) -> Vec<OsString> {
         let mut arguments = Arguments::default();
         for folder in binary.data_folders() {
@@ -196,6 +225,7 @@ impl Launch {
         arguments.0
     }
 
+    /// Variables to add to QEMU's environment.
     pub fn environment(&self) -> Vec<(&'static str, OsString)> {
         self.preload.iter().flat_map(Preload::environment).collect()
     }
@@ -214,10 +244,10 @@ impl Launch {
         arguments.option("-m", format!("{}B{room}", self.ram_bytes));
         let ram_file = ram_file_option(&self.ram_file);
         arguments.option("-object", format!("memory-backend-file,id=ram,size={},{ram_file},share=on", self.ram_bytes));
-        // A description of the guest's state behind it, for tools that read one, would be written while the guest stands still.
+        // A description of the state (vmdesc), for tools that read one, would be written while the guest stands still.
         arguments.option("-machine", format!("{machine_type},memory-backend=ram,suppress-vmdesc=on"));
-        // A guest's reset ends this QEMU (SHUTDOWN, reason guest-reset): the next incarnation gets a new one. A panic holds
-        // the guest still. A triple fault is a reset to QEMU, and QMP does not tell the two apart.
+        // A guest's reset ends this QEMU (SHUTDOWN, reason guest-reset): the next incarnation gets a new one. A panic
+        // stops the guest. For QEMU a triple fault is a reset, and QMP does not distinguish the two.
         let watchdog = self.watchdog.unwrap_or(WatchdogAction::Reset).name();
         arguments.option("-action", format!("reboot=shutdown,shutdown=poweroff,panic=pause,watchdog={watchdog}"));
     }
@@ -251,15 +281,15 @@ impl Launch {
             }
         }
         if self.sandbox && binary.has_sandbox() {
-            // The filter is there before QEMU becomes another user, and would kill it for that. What is left open is closed
-            // all the same: a user without privileges, under no_new_privs, which comes with the filter, gains none.
+            // The filter is active before QEMU changes its user, and would kill it for that. The exception is harmless:
+            // with the filter comes no_new_privs, so a user without privileges cannot gain any.
             let elevate = if self.run_as.is_some() { "elevateprivileges=allow" } else { "elevateprivileges=deny" };
             arguments.option("-sandbox", SANDBOX.replace("elevateprivileges=deny", elevate));
         }
     }
 }
 
-/// QEMU inherits the sockets it listens on (see `sockets`).
+/// Control sockets and the transcript, which QEMU inherits (see `sockets`).
 fn control(arguments: &mut Arguments, sockets: SocketNumbers) {
     arguments.option("-chardev", listen("qmp", sockets.qmp));
     arguments.option("-mon", "chardev=qmp,mode=control");
@@ -273,7 +303,7 @@ fn listen(id: &str, number: RawFd) -> String {
     format!("socket,id={id},fd={number},server=on,wait=off")
 }
 
-/// By the name of its port the guest knows whom it is for. No ids: a disk may have any name.
+/// The guest finds the port by its name. The devices have no ids, because a disk may have any id.
 fn agent_arguments(arguments: &mut Arguments, number: RawFd) {
     arguments.option("-chardev", listen("agent", number));
     arguments.option("-device", format!("virtio-serial-pci,max_ports=2,addr={AGENT_SLOT:#x}"));
@@ -281,14 +311,14 @@ fn agent_arguments(arguments: &mut Arguments, number: RawFd) {
         .option("-device", "virtserialport,bus=virtio-serial-bus.0,nr=1,chardev=agent,name=org.qemu.guest_agent.0");
 }
 
-/// What every machine has.
+/// Devices that every machine has.
 fn fixed_devices(arguments: &mut Arguments) {
     arguments.option("-device", "pvpanic-pci,addr=2");
     arguments.option("-device", "virtio-rng-pci,addr=3");
     arguments.option("-device", "vmcoreinfo");
 }
 
-/// The part of the command line by which the QEMU of a RAM file is known.
+/// The part of the command line that identifies the QEMU of a RAM file.
 pub(crate) fn ram_file_option(path: &Path) -> String {
     format!("mem-path={}", escape_path(path))
 }
@@ -308,7 +338,7 @@ fn disk_arguments(arguments: &mut Arguments, position: usize, disk: &DiskDevice,
     );
 }
 
-/// Behind the disks.
+/// `position` counts the disks as well.
 fn pmem_arguments(arguments: &mut Arguments, position: usize, pmem: &PmemDevice) {
     let PmemDevice { id, file, bytes, align_bytes } = pmem;
     let file = escape_path(file);
@@ -333,16 +363,17 @@ fn net_arguments(arguments: &mut Arguments, position: usize, net: &NetDevice) {
     };
     arguments.option("-netdev", backend);
     let slot = NET_SLOT + position;
-    // Without a boot ROM: nothing to match between QEMU versions, and no seconds lost to network boot.
+    // No boot ROM: it would have to match between QEMU versions, and network boot would cost seconds.
     arguments.option("-device", format!("virtio-net-pci,netdev={id},mac={},addr={slot:#x},romfile=", net.mac));
 }
 
-/// What a network is called in QEMU.
+/// ID of a network in QEMU.
 pub fn net_id(position: usize) -> String {
     format!("net{position}")
 }
 
 impl Forward {
+    /// Value of QEMU's `hostfwd` option and `hostfwd_add` command.
     pub fn hostfwd(self) -> String {
         let host = match self.host {
             IpAddr::V4(address) => address.to_string(),
@@ -352,7 +383,7 @@ impl Forward {
     }
 }
 
-/// QEMU's option parser takes a comma as the end of a value unless it is doubled.
+/// Doubles commas: in QEMU's options, a single comma ends a value.
 fn escape(value: &str) -> String {
     value.replace(',', ",,")
 }
@@ -425,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_reads_like_this() {
+    fn basic_command_line_is_exact() {
         let expect = "-nodefaults -no-user-config -name guest=web,debug-threads=on -display none -vga none -accel tcg \
             -cpu max,-erms,-fsrm,-cx16 -smp 2 -m 536870912B \
             -object memory-backend-file,id=ram,size=536870912,mem-path=/ram/web,,1/ram-1,share=on \
@@ -448,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn persistent_memory_is_behind_the_disks_and_on_top_of_the_ram() {
+    fn pmem_follows_disks_and_adds_to_maxmem() {
         let pmem = |id: &str| PmemDevice { id: id.into(), file: "/m,1".into(), bytes: 4 << 20, align_bytes: 2 << 20 };
         let disk = DiskDevice { id: "root".into(), socket: "/s".into(), queues: 1, queue_size: 8 };
         let launch = Launch { disks: vec![disk], pmem: vec![pmem("a"), pmem("b")], ..launch() };
@@ -466,7 +497,7 @@ mod tests {
     }
 
     #[test]
-    fn a_channel_to_an_agent_is_a_device_behind_a_socket() {
+    fn agent_channel_is_a_device_and_a_socket() {
         let binary = Binary::stand_in(VERSION_MIN, true);
         let arguments = launch().arguments(&binary, SocketNumbers { agent: Some(9), ..SOCKETS });
         let words: Vec<_> = arguments.iter().map(|argument| argument.to_str().unwrap()).collect();
@@ -487,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_comes_back_when_its_server_does() {
+    fn disk_reconnects_when_its_server_returns() {
         let mut launch = launch();
         launch.disks = vec![DiskDevice { id: "root".into(), socket: "/d,e".into(), queues: 1, queue_size: 128 }];
         check(&launch, (9, 1), "socket,id=chardev-root,path=/d,,e,reconnect=1 ");
@@ -522,7 +553,7 @@ mod tests {
     }
 
     #[test]
-    fn becoming_another_user_is_left_possible() {
+    fn sandbox_allows_user_change_for_run_as() {
         let launch = Launch { run_as: Some("hearth".into()), ..launch() };
         check(&launch, (9, 0), "-runas hearth -sandbox on,obsolete=deny,elevateprivileges=allow,spawn=deny");
         check(&launch, (9, 1), "-run-with user=hearth -sandbox on,obsolete=deny,elevateprivileges=allow,spawn=deny");
@@ -536,7 +567,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_chosen_replaces_what_suits() {
+    fn explicit_choices_replace_defaults() {
         let launch = Launch {
             cpu_model: Some("EPYC".into()),
             machine_type: "pc-q35-10.0".into(),
@@ -551,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn the_preload_library_is_asked_for_in_the_environment() {
+    fn preload_library_is_set_in_environment() {
         let preload = Preload {
             library: "/run/preload.so".into(),
             socket: "/run/userfault.sock".into(),

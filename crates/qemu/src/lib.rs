@@ -1,4 +1,4 @@
-//! QEMU: which program, which command line, which process, and how it is talked to.
+//! QEMU: its program, command line, process and protocols.
 //!
 //! binary -> accelerator -> launch -> process (preload hands over its userfaultfd) -> qmp
 

@@ -1,7 +1,7 @@
-//! Log: what a QEMU writes to its standard output and error.
+//! Log: QEMU's standard output and error.
 //!
-//! It goes to a file in memory of a fixed size, so that a QEMU cannot fill the host's file systems with it. The keeper
-//! copies it to a file in the machine's folder when QEMU has ended, where people look for it.
+//! They go to a memory file of fixed size, so that a QEMU cannot fill the host's file systems. When QEMU has ended, the
+//! keeper copies the log to a file in the machine's folder for the operator.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -12,29 +12,29 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
 const NAME: &str = "hearth-qemu-log";
-/// QEMU writes a few lines at most; debug output that was asked for in `extra_qemu_args` is cut off here.
+/// Size of the log. QEMU writes a few lines at most; debug output requested in `extra_qemu_args` is cut off here.
 const LOG_BYTES: u64 = 256 << 10;
 
-/// What one QEMU writes.
+/// The log of one QEMU.
 #[derive(Debug)]
 pub struct Log {
-    /// None: its QEMU was started by a keeper that let it write to the file itself.
+    /// None if an earlier keeper let this QEMU write to the file directly.
     memory: Option<File>,
     path: PathBuf,
 }
 
 impl Log {
-    /// An empty one, to be kept at `path` in the end; and what QEMU writes to.
+    /// Makes an empty log, and the descriptor that QEMU writes to. `keep` saves the log at `path`.
     pub fn create(path: &Path) -> io::Result<(Self, OwnedFd)> {
         let memory = File::from(memfd_create(NAME, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
         memory.set_len(LOG_BYTES)?;
         fcntl_add_seals(&memory, SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL)?;
-        // One that reads must not move the position at which QEMU writes.
+        // A second open file, so that reading does not move the position at which QEMU writes.
         let output = OpenOptions::new().write(true).open(format!("/proc/self/fd/{}", memory.as_raw_fd()))?;
         Ok((Self { memory: Some(memory), path: path.to_owned() }, output.into()))
     }
 
-    /// That of a QEMU which another keeper started.
+    /// Finds the log of a QEMU that another keeper started.
     pub fn find(qemu_pid: u32, path: &Path) -> Self {
         let output = format!("/proc/{qemu_pid}/fd/2");
         let is_log = fs::read_link(&output)
@@ -43,12 +43,12 @@ impl Log {
         Self { memory, path: path.to_owned() }
     }
 
-    /// All that was written.
+    /// Everything written so far.
     pub fn text(&self) -> String {
         let bytes = match &self.memory {
             Some(memory) => {
                 let mut bytes = vec![0; LOG_BYTES as usize];
-                // What cannot be read is as good as not written.
+                // An unreadable log counts as empty.
                 let read = memory.read_at(&mut bytes, 0).unwrap_or(0);
                 bytes.truncate(read);
                 let written = bytes.iter().rposition(|&byte| byte != 0).map_or(0, |last| last + 1);
@@ -60,7 +60,7 @@ impl Log {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// QEMU has ended: what it wrote, if anything, is kept in the file.
+    /// Saves the log in its file, unless it is empty. Call this when QEMU has ended.
     pub fn keep(&self) {
         let text = self.text();
         if self.memory.is_none() || text.is_empty() {
@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_log_cannot_grow_and_is_kept_at_the_end() {
+    fn log_has_fixed_size_and_is_kept() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("qemu-1.log");
         let (log, output) = Log::create(&path).unwrap();
@@ -88,7 +88,7 @@ mod tests {
         log.keep();
         assert!(!path.exists());
         let noise = "echo started; head -c 1000000 /dev/zero | tr '\\0' x";
-        // It fails at the end of the file, as any write does where there is no room.
+        // At the end of the file, a write fails as on a full disk.
         Command::new("sh").args(["-c", noise]).stdout(output).status().unwrap();
         assert!(log.text().starts_with("started\nxxx"));
         assert!(log.text().len() as u64 <= LOG_BYTES);
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn another_keeper_finds_the_log_by_the_process() {
+    fn next_keeper_finds_log_by_process() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("qemu-1.log");
         let (log, output) = Log::create(&path).unwrap();

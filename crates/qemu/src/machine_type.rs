@@ -1,7 +1,7 @@
-//! Machine types: which ones a QEMU offers, and whether it takes a machine of this type with these processors.
+//! Machine types: which ones a QEMU offers, and whether it supports a machine of some type with some processors.
 //!
-//! Both are asked of QEMU itself, over QMP on its standard input: 20 ms for the list, up to 80 ms for a trial under TCG.
-//! So the keeper asks only for a machine that has no type yet, and `hearth check` for every machine.
+//! QEMU itself answers both, over QMP on its standard input: in 20 ms for the list, in up to 80 ms for a trial under
+//! TCG. So the keeper asks only for a machine without a type, and `hearth check` asks for every machine.
 
 use std::process::Command;
 use std::time::Duration;
@@ -12,42 +12,43 @@ use crate::accelerator::{Accelerator, telling_line};
 use crate::bounded::{self, Finished};
 use crate::{Binary, BinaryError, environment};
 
-/// The type of machines whose file names none and that an earlier keeper started: it always took this one.
+/// Machine type of a machine whose file names none and which an earlier version of Hearth started.
 pub const EARLIER_MACHINE_TYPE: &str = "pc-q35-7.2";
-/// How a type with a version begins. Vendors have versions of their own: `pc-q35-rhel9.4.0`.
+/// Prefix of types with a version. Vendors have versions of their own: `pc-q35-rhel9.4.0`.
 const VERSIONED: &str = "pc-q35-";
-/// What QEMU calls the one that it would take itself.
+/// Alias of QEMU's default q35 type.
 const Q35: &str = "q35";
 
 const LIST: &str = "{\"execute\":\"qmp_capabilities\"}\n{\"execute\":\"query-machines\"}\n{\"execute\":\"quit\"}\n";
 const QUIT: &str = "{\"execute\":\"qmp_capabilities\"}\n{\"execute\":\"quit\"}\n";
-/// As for `--version`: a host that swaps is slow.
+/// Time limit, as for `--version`: a host that swaps is slow.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A machine type, as `query-machines` tells of it.
+/// A machine type, as `query-machines` describes it.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 pub struct MachineType {
+    /// Name, such as `pc-q35-7.2`.
     pub name: String,
     #[serde(default)]
     alias: Option<String>,
-    /// A later QEMU will not have it.
+    /// Whether a later QEMU will drop this type.
     #[serde(default)]
     pub deprecated: bool,
 }
 
-/// All that one QEMU offers.
+/// All machine types of one QEMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MachineTypes(Vec<MachineType>);
 
 impl MachineTypes {
-    /// The type for a machine that has none yet: the newest with a version that is not deprecated.
+    /// The type for a machine without one: the newest q35 with a version that is not deprecated.
     pub fn newest(&self) -> Option<&str> {
         let lasting = self.0.iter().filter(|one| one.name.starts_with(VERSIONED) && !one.deprecated);
         let newest = lasting.max_by_key(|one| (one.alias.as_deref() == Some(Q35), version(&one.name)));
         newest.map(|one| one.name.as_str())
     }
 
-    /// The q35 that `machine_type` names, which may have options behind a comma.
+    /// The q35 type that `machine_type` names or aliases; options after a comma are ignored.
     pub fn q35(&self, machine_type: &str) -> Option<&MachineType> {
         let name = machine_type.split(',').next().unwrap_or_default();
         let named = self.0.iter().find(|one| one.name == name || one.alias.as_deref() == Some(name));
@@ -60,19 +61,23 @@ fn version(name: &str) -> Vec<u32> {
     numbers.collect::<Result<_, _>>().unwrap_or_default()
 }
 
-/// What QEMU builds a machine of.
+/// The hardware of a trial machine.
 #[derive(Clone, Copy, Debug)]
 pub struct Hardware<'a> {
+    /// Machine type, possibly with options after a comma.
     pub machine_type: &'a str,
-    /// None: the accelerator's default.
+    /// QEMU's `-cpu` value. None: the accelerator's default.
     pub cpu_model: Option<&'a str>,
+    /// The accelerator to use.
     pub accelerator: Accelerator,
+    /// Number of virtual processors.
     pub cpus: u32,
 }
 
 impl Binary {
+    /// Asks QEMU for its machine types.
     pub fn machine_types(&self) -> Result<MachineTypes, BinaryError> {
-        // TCG may be a module that is not installed, and KVM may be missing: QEMU takes the first that it can.
+        // TCG may be a module that is not installed, and KVM may be missing: QEMU uses the first that works.
         let finished = self.over_qmp(&["-machine", "none,accel=kvm:tcg"], LIST)?;
         let mut lines = finished.stdout.lines().filter_map(|line| serde_json::from_str::<Answer>(line).ok());
         let types = lines.next_back().ok_or_else(|| BinaryError::NoMachineTypes {
@@ -82,13 +87,13 @@ impl Binary {
         Ok(MachineTypes(types.list))
     }
 
-    /// The type for a machine that has none yet.
+    /// The type for a machine without one. Fails if QEMU has none.
     pub fn newest_machine_type(&self) -> Result<String, BinaryError> {
         let newest = self.machine_types()?.newest().map(str::to_owned);
         newest.ok_or_else(|| BinaryError::NoQ35 { path: self.path().to_owned() })
     }
 
-    /// Builds such a machine without a guest. The inner error is QEMU's reason for not doing it.
+    /// Makes QEMU build such a machine without a guest. The inner error is QEMU's reason for refusing it.
     pub fn try_hardware(&self, hardware: Hardware<'_>) -> Result<Result<(), String>, BinaryError> {
         let Hardware { machine_type, cpu_model, accelerator, cpus } = hardware;
         let cpu_model = cpu_model.unwrap_or(accelerator.default_cpu_model());
@@ -132,9 +137,9 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_type_that_is_not_deprecated_is_taken() {
+    fn newest_supported_type_is_chosen() {
         let check = |list, expect: Option<&str>| assert_eq!(types(list).newest(), expect, "{list:?}");
-        // QEMU 10.2, in the order in which a QEMU lists them: none.
+        // QEMU 10.2, in no particular order, as QEMU lists them.
         check(
             &[
                 ("pc-q35-9.2", "", false),
@@ -155,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_type_is_found_by_name_or_alias_and_must_be_a_q35() {
+    fn q35_type_is_found_by_name_or_alias() {
         let types = types(&[("pc-q35-7.2", "q35", true), ("pc-i440fx-7.2", "pc", false), ("none", "", false)]);
         for name in ["q35", "pc-q35-7.2", "pc-q35-7.2,smm=off"] {
             assert!(types.q35(name).is_some_and(|one| one.deprecated), "{name}");
@@ -179,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn qemu_says_what_it_does_not_take() {
+    fn unsupported_hardware_is_refused_with_qemus_reason() {
         let binary = binary();
         let good = Hardware { machine_type: Q35, cpu_model: None, accelerator: Accelerator::Tcg, cpus: 2 };
         let check = |hardware, expect: &str| {

@@ -1,14 +1,14 @@
-//! Migration in QMP: a QEMU gives its guest's state away, or takes one.
+//! Migration over QMP: a QEMU sends its guest's state, or receives one.
 //!
 //! ```text
 //! target: offer -> incoming    source: offer -> outgoing -> STOP -> completed        target: RESUME -> completed
 //! ```
-//! A target that was started to hold still says `completed` alone, and goes on after a `cont`. RESUME is said, and written to
-//! the socket, before anything of the guest runs (`vm_prepare_start` in QEMU's `softmmu/cpus.c`).
-//! RAM stays where it is (`x-ignore-shared`). The stream goes through descriptors that both are handed, so that no socket
-//! lies in a folder and a QEMU of another user needs no right to one. That capability is called experimental; QEMU has had
-//! it since 4.0, and of the two modes that would do without it one is not in 7.2, and the other has the guest stand still
-//! while QEMU starts.
+//! A target that was started with `hold_still` reports `completed` alone, and continues after `cont`. RESUME is written
+//! to the socket before the guest runs (`vm_prepare_start` in QEMU's `softmmu/cpus.c`). RAM stays in place
+//! (`x-ignore-shared`). The stream goes through descriptors that both QEMUs receive. So there is no socket in a folder,
+//! and a QEMU under another user needs no right to one. QEMU calls that capability experimental, but has had it since
+//! 4.0. Of the two modes that need no such capability, QEMU 7.2 lacks one; the other stops the guest while the next
+//! QEMU starts.
 
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
@@ -17,27 +17,28 @@ use serde_json::json;
 
 use crate::qmp::{ANSWER_PATIENCE, Qmp, QmpError};
 
-/// The name by which a QEMU knows the descriptor it was handed.
+/// Name of the migration descriptor in QEMU.
 const CHANNEL: &str = "hearth-handover";
-/// By which it knows the end that it keeps open.
+/// Name of the descriptor that QEMU keeps open.
 const KEPT_OPEN: &str = "hearth-handover-kept";
-/// More than any memory moves: the state is sent without a pause.
+/// Bandwidth limit far above any memory's, so that the state is sent without pauses.
 const UNLIMITED_BYTES_PER_SECOND: u64 = 1 << 40;
 
-/// Where a migration is, in the words that matter here.
+/// State of a migration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Migration {
+    /// No migration has begun.
     None,
-    /// In QEMU's own word.
+    /// The migration runs; the text is QEMU's own state name.
     UnderWay(String),
+    /// The migration has succeeded.
     Completed,
-    /// `why` may be empty: QEMU 7.2 says it in its log only.
-    Failed {
-        why: String,
-    },
+    /// The migration failed or was cancelled. `why` may be empty: QEMU 7.2 writes the reason only to its log.
+    Failed { why: String },
 }
 
 impl Migration {
+    /// Converts `status` and `error-desc` of `query-migrate`.
     pub(crate) fn of(status: &str, why: &str) -> Self {
         match status {
             "" | "none" => Self::None,
@@ -49,7 +50,7 @@ impl Migration {
 }
 
 impl Qmp {
-    /// What both sides have to agree on before a migration. `patience` is for each command.
+    /// Sets capabilities and parameters that source and target need. `patience` limits each command.
     pub fn prepare_migration(&self, patience: Duration) -> Result<(), QmpError> {
         let on = |name| json!({ "capability": name, "state": true });
         let capabilities = json!({ "capabilities": [on("x-ignore-shared"), on("events")] });
@@ -58,33 +59,34 @@ impl Qmp {
         self.ask("migrate-set-parameters", parameters, patience).map(drop)
     }
 
-    /// Takes the guest that comes through this descriptor. QEMU was started with `incoming`.
+    /// Starts receiving a guest through this descriptor. QEMU must have been started with `incoming`.
     pub fn migrate_incoming(&self, channel: BorrowedFd<'_>, patience: Duration) -> Result<(), QmpError> {
         self.hand(CHANNEL, channel, patience)?;
         self.ask("migrate-incoming", json!({ "uri": format!("fd:{CHANNEL}") }), patience).map(drop)
     }
 
-    /// Gives the guest away through this descriptor. The answer comes before anything has happened.
+    /// Starts sending the guest through this descriptor. The call returns before the migration begins.
     pub fn migrate(&self, channel: BorrowedFd<'_>, patience: Duration) -> Result<(), QmpError> {
         self.hand(CHANNEL, channel, patience)?;
         self.ask("migrate", json!({ "uri": format!("fd:{CHANNEL}") }), patience).map(drop)
     }
 
-    /// Has QEMU keep this open, too: whoever is at the other end does not learn of the end of this process by it.
+    /// Makes QEMU keep this descriptor open too, so that the peer does not notice the end of this process.
     pub fn keep_open(&self, channel: BorrowedFd<'_>, patience: Duration) -> Result<(), QmpError> {
         self.hand(KEPT_OPEN, channel, patience)
     }
 
-    /// QEMU may close it now.
+    /// Makes QEMU close the descriptor of `keep_open`.
     pub fn close_kept(&self) -> Result<(), QmpError> {
         self.ask("closefd", json!({ "fdname": KEPT_OPEN }), ANSWER_PATIENCE).map(drop)
     }
 
-    /// Fine if there is nothing to cancel.
+    /// Cancels a migration. Succeeds if there is none.
     pub fn migrate_cancel(&self) -> Result<(), QmpError> {
         self.ask("migrate_cancel", json!({}), ANSWER_PATIENCE).map(drop)
     }
 
+    /// Asks for the state of the migration.
     pub fn migration(&self) -> Result<Migration, QmpError> {
         let said = self.ask("query-migrate", json!({}), ANSWER_PATIENCE)?;
         let text = |key: &str| said[key].as_str().unwrap_or_default();
@@ -97,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_qemu_calls_it_is_one_of_four() {
+    fn qemus_states_map_to_ours() {
         let check = |status, expect| assert_eq!(Migration::of(status, "why"), expect, "{status}");
         check("none", Migration::None);
         check("", Migration::None);

@@ -1,8 +1,9 @@
-//! Pinned: files that stay in the host's memory, so that a QEMU can be started from them while the disk is slow or busy.
+//! Pinned: files that are locked in the host's memory (mlock), so that a QEMU starts quickly while the disk is slow or
+//! busy.
 //!
-//! A host that is short of memory, or looks for idle pages, drops what only a start needs. The next start then reads it
-//! back piece by piece, in the middle of an outage: beside a dump on a disk of 200 operations a second QEMU took 2 to 4 s
-//! to start instead of 0.2 s. The pages are those of the page cache: machines that use the same files share them.
+//! A host that is short of memory, or reclaims idle pages, drops pages that only a start needs. The next start then
+//! reads them piece by piece during an outage: beside a dump on a disk of 200 operations a second, QEMU took 2 to 4 s
+//! to start instead of 0.2 s. The pages are in the page cache, so machines that use the same files share them.
 
 use std::collections::BTreeSet;
 use std::ffi::c_void;
@@ -14,7 +15,7 @@ use std::ptr::{self, NonNull};
 
 use rustix::mm::{MapFlags, ProtFlags, mlock, mmap, munmap};
 
-/// Files that are pinned as long as this lives.
+/// Files that stay locked until this is dropped.
 #[derive(Debug, Default)]
 pub struct Pinned {
     files: Vec<PinnedFile>,
@@ -28,12 +29,12 @@ struct PinnedFile {
     bytes: usize,
 }
 
-// SAFETY: the mapping is read-only, never looked at, and belongs to no thread; it is unmapped once, by `drop`.
+// SAFETY: the mapping is read-only, never accessed, and not tied to a thread; only `drop` unmaps it.
 unsafe impl Send for PinnedFile {}
 
 impl Pinned {
-    /// Reads in what of these files is not in memory yet, so it may take a second. Files that cannot be read are left
-    /// out: whoever needs them will say so. An error: this process may not pin so much (`RLIMIT_MEMLOCK`).
+    /// Locks these files and reads what is not in memory yet, which may take a second. Skips files that cannot be read,
+    /// since QEMU reports them. Fails if this process may not lock so much memory (`RLIMIT_MEMLOCK`).
     pub fn pin(paths: &BTreeSet<PathBuf>) -> io::Result<Self> {
         let mut pinned = Self::default();
         for path in paths {
@@ -47,6 +48,7 @@ impl Pinned {
         Ok(pinned)
     }
 
+    /// Size of the locked files in bytes.
     pub fn bytes(&self) -> u64 {
         self.files.iter().map(|file| file.bytes as u64).sum()
     }
@@ -59,7 +61,7 @@ impl PinnedFile {
         let start = unsafe { mmap(ptr::null_mut(), bytes, ProtFlags::READ, MapFlags::SHARED, file, 0)? };
         let start = NonNull::new(start).expect("mmap never succeeds with a null address");
         let pinned = Self { device: metadata.dev(), inode: metadata.ino(), start, bytes };
-        // SAFETY: the range is the mapping just made; to lock it changes no content.
+        // SAFETY: the range is the mapping just made; locking changes no content.
         unsafe { mlock(start.as_ptr(), bytes)? };
         Ok(pinned)
     }
@@ -78,13 +80,13 @@ impl Drop for PinnedFile {
     }
 }
 
-/// The files whose code a process runs: its program and its libraries. `process`: its number, or `self`.
+/// The files that a process executes: its program and libraries. `process` is a pid or `self`.
 pub fn program_files(process: &str) -> io::Result<BTreeSet<PathBuf>> {
     let maps = fs::read_to_string(Path::new("/proc").join(process).join("maps"))?;
     Ok(maps.lines().filter_map(program_file).collect())
 }
 
-/// `7f3c2e000000-7f3c2e0a0000 r-xp 00002000 fe:00 131    /usr/lib/libc.so.6`
+/// Path in a line such as `7f3c2e000000-7f3c2e0a0000 r-xp 00002000 fe:00 131    /usr/lib/libc.so.6`.
 fn program_file(line: &str) -> Option<PathBuf> {
     let mut fields = line.splitn(6, ' ');
     let rights = fields.nth(1)?;
@@ -104,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn files_are_pinned_once_each_and_let_go() {
+    fn files_are_pinned_once_and_released() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         fs::write(path("kernel"), vec![1; 10_000]).unwrap();
@@ -118,14 +120,14 @@ mod tests {
     }
 
     #[test]
-    fn a_process_runs_its_program_and_libraries() {
+    fn program_files_include_program_and_libraries() {
         let files = program_files("self").unwrap();
         assert!(files.contains(&std::env::current_exe().unwrap()), "{files:?}");
         assert!(files.iter().any(|file| file.to_string_lossy().contains("/libc")), "{files:?}");
     }
 
     #[test]
-    fn data_that_is_mapped_is_no_program() {
+    fn mapped_data_is_not_a_program_file() {
         let check =
             |line: &str, expect: Option<&str>| assert_eq!(program_file(line), expect.map(PathBuf::from), "{line}");
         check("7f3c-7f3d r-xp 00002000 fe:00 131      /usr/lib/a b.so", Some("/usr/lib/a b.so"));

@@ -1,7 +1,7 @@
-//! Process: one QEMU, started by this keeper or by one that died.
+//! Process: one QEMU, started by this keeper or by a dead one.
 //!
-//! QEMU runs in a session of its own: neither a terminal's ^C nor the keeper's death may take it along. Its end is seen
-//! through a pidfd, which never means another process, unlike a number that may be given out again.
+//! QEMU runs in its own session, so that neither ^C in a terminal nor the keeper's death ends it. A pidfd reports its
+//! end: unlike a pid, it never refers to another process.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -25,41 +25,43 @@ use crate::log::Log;
 use crate::sockets::Sockets;
 use crate::{Binary, Launch, Transcript, environment};
 
-/// Lines of QEMU's log that go into an error message.
+/// Number of lines of QEMU's log in an error message.
 const LAST_WORDS_LINES: usize = 5;
 /// A machine with hundreds of disks has a quarter of that.
 const COMMAND_LINE_BYTES_MAX: usize = 256 << 10;
-/// To free the memory of a large guest takes the kernel a second or two.
+/// Time limit for the end of a process: the kernel needs a second or two to free the memory of a large guest.
 const END_PATIENCE: Duration = Duration::from_secs(30);
 
-/// Tells one process from all others since the host's boot.
+/// Identifies a process among all since the host's boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessId {
+    /// Process ID.
     pub pid: u32,
-    /// Field 22 of /proc/PID/stat.
+    /// Start time in clock ticks since the host's boot (field 22 of /proc/PID/stat).
     pub start_ticks: u64,
 }
 
 impl ProcessId {
-    /// A process keeps it when it becomes another program.
+    /// Identity of this process. It stays the same after an exec.
     pub fn of_this_process() -> io::Result<Self> {
         let pid = std::process::id();
         Ok(Self { pid, start_ticks: start_ticks(pid)? })
     }
 }
 
-/// A running or ended QEMU. Dropping it ends a process that this keeper started, unless `let_live` was said before; so
-/// no early return leaves one behind that nobody knows. One that was adopted is left alone.
+/// A running or ended QEMU. Dropping it ends a QEMU that this keeper started, unless `let_live` was called; so no early
+/// return leaves an unknown QEMU behind. An adopted QEMU is left alone.
 #[derive(Debug)]
 pub struct Process {
     id: ProcessId,
     pidfd: Arc<OwnedFd>,
     log: Arc<Log>,
     ends_when_dropped: bool,
-    /// None if the keeper that started it knew of none.
+    /// None if the keeper that started this QEMU made no transcript.
     transcript: Option<Arc<Transcript>>,
 }
 
+/// Errors of starting and adopting a QEMU.
 #[derive(Debug, thiserror::Error)]
 pub enum ProcessError {
     #[error("{path}: no file in memory for what QEMU writes")]
@@ -73,7 +75,7 @@ pub enum ProcessError {
 }
 
 impl Process {
-    /// Starts QEMU. What is wrong with its arguments it says in its log, and hangs up on QMP.
+    /// Starts QEMU. If an argument is wrong, QEMU writes that to its log and closes QMP.
     pub fn spawn(binary: &Binary, launch: &Launch, log: &Path) -> Result<Self, ProcessError> {
         let log_failed = |source| ProcessError::Log { path: log.to_owned(), source };
         let (log, output) = Log::create(log).map_err(log_failed)?;
@@ -92,7 +94,7 @@ impl Process {
         sockets.hand_to(&mut command);
         let spawn_failed = |source| ProcessError::Spawn { path: binary.path().to_owned(), source };
         let mut child = command.spawn().map_err(spawn_failed)?;
-        // Not yet waited for, so the number still means this process.
+        // The child is not reaped yet, so its pid is still valid.
         match identify(child.id()) {
             Ok((id, pidfd)) => {
                 let transcript = Some(Arc::new(sockets.into_transcript()));
@@ -100,18 +102,18 @@ impl Process {
                 Ok(Self { id, pidfd, log, ends_when_dropped: true, transcript })
             }
             Err(error) => {
-                // A QEMU that nobody could watch must not run; it is our child, so both are certain to work.
+                // A QEMU that cannot be watched must not run. It is our child, so both calls succeed.
                 let _ = child.kill().and_then(|()| child.wait());
                 Err(spawn_failed(error))
             }
         }
     }
 
-    /// A QEMU that another keeper started.
+    /// Adopts a QEMU that another keeper started. Fails if it has ended or its pid is reused.
     pub fn adopt(id: ProcessId, log: &Path) -> Result<Self, ProcessError> {
         let gone = |_| ProcessError::Gone { pid: id.pid };
         let pidfd = open_pidfd(id.pid).map_err(gone)?;
-        // Asked after the pidfd was opened: if the answer is right, the pidfd is of that process.
+        // The order matters: if the start time is right after the pidfd was opened, the pidfd refers to that process.
         if start_ticks(id.pid).map_err(gone)? != id.start_ticks || has_ended(&pidfd) {
             return Err(ProcessError::Gone { pid: id.pid });
         }
@@ -120,25 +122,27 @@ impl Process {
         Ok(Self { id, pidfd: Arc::new(pidfd), log, ends_when_dropped: false, transcript })
     }
 
-    /// It has become a machine's: from now on it outlives this value, and its keeper.
+    /// Lets QEMU outlive this value and its keeper from now on: it belongs to a machine.
     pub fn let_live(&mut self) {
         self.ends_when_dropped = false;
     }
 
+    /// Identity of the process.
     pub fn id(&self) -> ProcessId {
         self.id
     }
 
-    /// What its guest says on the console.
+    /// Output of the guest's serial console.
     pub fn transcript(&self) -> Option<&Arc<Transcript>> {
         self.transcript.as_ref()
     }
 
+    /// Whether the process has ended.
     pub fn has_ended(&self) -> bool {
         has_ended(&self.pidfd)
     }
 
-    /// Ends the process at once. Fine if it has ended.
+    /// Kills the process. Does nothing if it has ended.
     pub fn kill(&self) {
         self.killer()();
     }
@@ -152,7 +156,7 @@ impl Process {
         }
     }
 
-    /// Waits for its end; false after `patience`.
+    /// Waits for the end of the process. Returns false after `patience`.
     pub fn ends_within(&self, patience: Duration) -> bool {
         ends_within(
             &self.pidfd,
@@ -160,7 +164,7 @@ impl Process {
         )
     }
 
-    /// Calls `ended` once, from a thread of its own, when the process has ended: `how` says by what.
+    /// Calls `ended` once, from its own thread, when the process has ended. The text is the exit status.
     pub fn watch(&self, ended: impl FnOnce(String) + Send + 'static) -> io::Result<()> {
         let (pidfd, log) = (self.pidfd.clone(), self.log.clone());
         std::thread::Builder::new().name(format!("qemu-watch-{}", self.id.pid)).spawn(move || {
@@ -173,7 +177,7 @@ impl Process {
         Ok(())
     }
 
-    /// The tail of what QEMU wrote, on one line; none if it wrote nothing.
+    /// The last lines of QEMU's log, joined into one. None if the log is empty.
     pub fn last_words(&self) -> Option<String> {
         let text = self.log.text();
         let lines: Vec<_> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
@@ -189,7 +193,7 @@ impl Drop for Process {
         }
         self.kill();
         if self.ends_within(END_PATIENCE) {
-            // Off the process table, unless the thread that watches it was faster.
+            // Reaps the child, unless the watching thread was faster.
             collect(&self.pidfd);
             self.log.keep();
         } else {
@@ -198,7 +202,7 @@ impl Drop for Process {
     }
 }
 
-/// No file that QEMU has open, or makes, can grow beyond this: a RAM file on a tmpfs is as good as the host's memory.
+/// Limits the size of all files that QEMU writes (RLIMIT_FSIZE): a file on tmpfs uses the host's memory.
 fn limit_files(command: &mut Command, bytes: u64) {
     let limit = Rlimit { current: Some(bytes), maximum: Some(bytes) };
     // SAFETY: setrlimit is a plain system call and touches nothing of the parent.
@@ -219,18 +223,19 @@ fn identify(pid: u32) -> io::Result<(ProcessId, OwnedFd)> {
     Ok((ProcessId { pid, start_ticks: start_ticks(pid)? }, pidfd))
 }
 
+/// Opens a pidfd for a pid.
 pub(crate) fn open_pidfd(pid: u32) -> io::Result<OwnedFd> {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
     Ok(pidfd_open(pid, PidfdFlags::empty())?)
 }
 
-/// Copies of the descriptors that a process has of the memory files (memfd) of this name. Who may trace it may do this.
+/// Copies a process's descriptors of the memory files (memfd) with this name. Needs the right to trace the process.
 pub fn memory_of(pid: u32, name: &str) -> io::Result<Vec<OwnedFd>> {
     let (process, link) = (open_pidfd(pid)?, format!("/memfd:{name} (deleted)"));
     let mut found = Vec::new();
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
         let entry = entry?;
-        // It may be closed meanwhile.
+        // Another thread may close it meanwhile.
         if fs::read_link(entry.path()).is_ok_and(|target| target.as_os_str() == link.as_str())
             && let Some(number) = entry.file_name().to_str().and_then(|name| name.parse().ok())
         {
@@ -243,9 +248,10 @@ pub fn memory_of(pid: u32, name: &str) -> io::Result<Vec<OwnedFd>> {
     Ok(found)
 }
 
+/// Start time of a process, in clock ticks since the host's boot.
 pub(crate) fn start_ticks(pid: u32) -> io::Result<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // The name in parentheses may hold anything: count fields after its end.
+    // The name in parentheses may contain anything: count the fields after its end.
     let after_name = stat.rsplit_once(')').map(|(_, rest)| rest);
     let field = after_name.and_then(|rest| rest.split_ascii_whitespace().nth(19));
     field.and_then(|ticks| ticks.parse().ok()).ok_or_else(|| io::ErrorKind::InvalidData.into())
@@ -260,7 +266,7 @@ fn ends_within(pidfd: &impl AsFd, patience: Timespec) -> bool {
     matches!(poll(&mut poll_fds, Some(&patience)), Ok(ready) if ready > 0)
 }
 
-/// Takes the end of a child off the process table and says how it came. Another keeper's child belongs to init.
+/// Reaps a child and returns its exit status as text. A child of another keeper belongs to init.
 fn collect(pidfd: &OwnedFd) -> String {
     match waitid(rustix::process::WaitId::PidFd(pidfd.as_fd()), WaitIdOptions::EXITED) {
         Ok(Some(status)) if status.exited() => format!("exit code {}", status.exit_status().unwrap_or_default()),
@@ -269,8 +275,8 @@ fn collect(pidfd: &OwnedFd) -> String {
     }
 }
 
-/// QEMUs whose RAM file has a path that starts like this: those of a keeper that died before it could write them down.
-/// Other programs may name such a file as well, to look at it; they are left in peace.
+/// Pids of the QEMUs whose RAM file's path starts with `path`: their keeper died before it recorded them. Other
+/// programs with this path in their arguments are not included.
 pub fn processes_naming(path: &Path) -> Vec<u32> {
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
     let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
@@ -290,17 +296,17 @@ fn command_line(pid: u32, space: &mut [u8]) -> &[u8] {
     &space[..read.unwrap_or(0)]
 }
 
-/// The runtime folder of the machine that a QEMU was started for; none if that cannot be told.
+/// Runtime folder of the machine that a QEMU belongs to. None if that is unknown.
 pub fn runtime_folder_of(pid: u32) -> Option<PathBuf> {
     let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
     let library = environment.split(|&byte| byte == 0).find_map(|variable| variable.strip_prefix(b"LD_PRELOAD="))?;
     Path::new(OsStr::from_bytes(library)).parent().map(Path::to_owned)
 }
 
-/// Ends a process that `processes_naming` found, and waits until it has given back what it held: ports, memory, disks.
-/// False if it does not end.
+/// Kills a process that `processes_naming` found, and waits until it has released its ports, memory and disks. Returns
+/// false if it does not end.
 pub fn kill_stray(pid: u32) -> bool {
-    // If it has ended meanwhile all is well.
+    // If it has ended meanwhile, there is nothing to do.
     let Ok(pidfd) = open_pidfd(pid) else { return true };
     let _ = pidfd_send_signal(&pidfd, Signal::KILL);
     ends_within(&pidfd, Timespec { tv_sec: END_PATIENCE.as_secs() as i64, tv_nsec: 0 })
@@ -311,7 +317,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_is_told_by_when_it_started() {
+    fn start_time_identifies_a_process() {
         let ticks = start_ticks(std::process::id()).unwrap();
         assert_ne!(ticks, 0);
         assert_eq!(start_ticks(std::process::id()).unwrap(), ticks);
@@ -319,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_last_words_count() {
+    fn last_words_are_the_last_five_lines() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("qemu.log");
         let (id, pidfd) = identify(std::process::id()).unwrap();

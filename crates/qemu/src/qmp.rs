@@ -1,10 +1,12 @@
-//! QMP: commands to a QEMU, and what it says by itself.
+//! QMP: commands to a QEMU, and its events.
 //!
-//! A reader thread takes every line: answers go to whoever asked, events to the callback. Commands and answers are the
-//! types of `qapi-qmp`; events are read leniently, because a newer QEMU may say more than the types know.
+//! A reader thread reads every line: answers go to the caller that asked, events to the callback. Commands and answers
+//! are types of `qapi-qmp`. Events are parsed leniently, because a newer QEMU may send fields that the types do not
+//! know.
 //!
-//! QEMU is not trusted: a guest may have taken it over. What it says is bounded in length, in number and in what is kept of
-//! it (`reader`). A QEMU that passes a bound is reported (`QmpEvent::Misbehaves`) and not listened to any more.
+//! QEMU is not trusted, because a guest may have taken it over. The length and number of its messages and what is kept
+//! of them are bounded (`reader`). A QEMU that exceeds a bound is reported (`QmpEvent::Misbehaves`) and no longer
+//! listened to.
 
 use std::fs::File;
 use std::io::{self, BufReader, IoSlice, Read, Seek, SeekFrom, Write};
@@ -24,47 +26,47 @@ use serde_json::{Value, json};
 use crate::migration::Migration;
 use crate::{Endpoint, Process};
 
-/// QEMU answers in milliseconds; it may hold its lock while it flushes a disk.
+/// Time limit of an answer. QEMU answers in milliseconds, but may hold its lock while it flushes a disk.
 pub(crate) const ANSWER_PATIENCE: Duration = Duration::from_secs(20);
 
-/// What a dump of one byte may take: 255 processors have some 400 KiB of notes, the guest's own note has at most 64 KiB.
+/// Maximum size of a dump of one byte: 255 processors have about 400 KiB of notes, and the guest's own note at most 64
+/// KiB.
 const REGISTERS_BYTES_MAX: u64 = 4 << 20;
 
-/// Longer than any word that QEMU has.
+/// Maximum length of a name from QEMU; longer than any that it has.
 const WORD_CHARS_MAX: usize = 100;
 
-/// What QEMU says by itself.
+/// An event from QEMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum QmpEvent {
-    /// It is about to end. `reason` is QEMU's word: `guest-reset`, `guest-shutdown`, `host-qmp-quit`, ...
-    Shutdown {
-        guest: bool,
-        reason: String,
-    },
+    /// QEMU is about to end. `reason` is QEMU's own: `guest-reset`, `guest-shutdown`, `host-qmp-quit`, ...
+    Shutdown { guest: bool, reason: String },
+    /// The guest has panicked.
     GuestPanicked,
-    /// The watchdog device was not fed in time; QEMU is doing this (`pause`, `reset`, `inject-nmi`, ...).
-    Watchdog {
-        action: String,
-    },
+    /// The guest did not reset the watchdog in time. `action` is QEMU's: `pause`, `reset`, `inject-nmi`, ...
+    Watchdog { action: String },
+    /// The guest has stopped.
     Stopped,
+    /// The guest runs again.
     Resumed,
-    /// A migration went on.
+    /// The state of a migration has changed.
     Migration(Migration),
-    /// It breaks the protocol, or says too much: nothing more is heard of it, and it is to be ended.
+    /// QEMU breaks the protocol or sends too much. No further message is read, and QEMU should be ended.
     Misbehaves(String),
-    /// It has hung up: the last thing that is heard of it.
+    /// QEMU has closed the connection: the last event.
     HungUp,
     /// Any other event, by name.
     Other(String),
 }
 
 impl QmpEvent {
-    /// Whether it tells what becomes of the guest, and not how QEMU goes about something it was told to do.
+    /// Whether the event concerns the guest itself, and not how QEMU carries out a command.
     pub fn is_of_the_guest(&self) -> bool {
         matches!(self, Self::Shutdown { .. } | Self::GuestPanicked | Self::Watchdog { .. } | Self::Misbehaves(_))
     }
 }
 
+/// Errors of QMP commands.
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
     #[error("QMP: {socket}: no connection")]
@@ -83,10 +85,12 @@ pub enum QmpError {
     MemoryFile(#[source] io::Error),
 }
 
-/// An event, and when it was for QEMU: time since 1970.
+/// An event and its time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Said {
+    /// The event.
     pub event: QmpEvent,
+    /// When the event happened, by QEMU's clock: time since 1970.
     pub at: Duration,
 }
 
@@ -113,8 +117,8 @@ struct Session {
 }
 
 impl Qmp {
-    /// Waits until QEMU talks, which is when its devices are made; gives up early if it ends. The socket was there before
-    /// QEMU was (see `sockets`): so a refusal means that nobody listens any more.
+    /// Connects and waits for QEMU's greeting, which comes when its devices exist. Fails early if QEMU ends. The socket
+    /// exists before QEMU (see `sockets`), so a refused connection means that QEMU has ended.
     pub fn connect(
         socket: &Path,
         patience: Duration,
@@ -127,7 +131,7 @@ impl Qmp {
             io::ErrorKind::ConnectionRefused => QmpError::Ended,
             _ => failed(error),
         })?;
-        // A QEMU that does not read what it is told must not hold up whoever tells it.
+        // A QEMU that reads no commands must not block the caller.
         stream.set_write_timeout(Some(ANSWER_PATIENCE)).map_err(failed)?;
         let (answered, answers) = sync_channel(reader::ANSWERS_MAX);
         let listeners = Listeners::default();
@@ -153,11 +157,12 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// Hears every event from now on, besides whoever was told of at first, until it returns false.
+    /// Adds a callback for all further events, besides that of `connect`, until it returns false.
     pub fn listen(&self, listener: impl Fn(Said) -> bool + Send + 'static) {
         self.listeners.lock().expect("listeners do not panic").push(Box::new(listener));
     }
 
+    /// Sends a command and waits up to 20 s for its answer.
     pub fn execute<C: QmpCommand>(&self, command: C) -> Result<C::Ok, QmpError> {
         self.execute_within(command, ANSWER_PATIENCE)
     }
@@ -168,16 +173,17 @@ impl Qmp {
         serde_json::from_value(self.ask(C::NAME, arguments, patience)?).map_err(answer_error)
     }
 
+    /// Sends a command without types and waits for its answer.
     pub(crate) fn ask(&self, command: &'static str, arguments: Value, patience: Duration) -> Result<Value, QmpError> {
         self.ask_with(command, arguments, None, patience)
     }
 
-    /// Gives QEMU a copy of a descriptor, which it then knows by this name.
+    /// Sends QEMU a copy of a descriptor, which QEMU stores under this name.
     pub(crate) fn hand(&self, name: &str, descriptor: BorrowedFd<'_>, patience: Duration) -> Result<(), QmpError> {
         self.ask_with("getfd", json!({ "fdname": name }), Some(descriptor), patience).map(drop)
     }
 
-    /// With a descriptor that QEMU gets a copy of.
+    /// Sends a command, possibly with a copy of a descriptor, and waits for its answer.
     fn ask_with(
         &self,
         command: &'static str,
@@ -194,7 +200,7 @@ impl Qmp {
         }
         let line = format!("{line}\n");
         session.send(line.as_bytes(), descriptor).map_err(|source| {
-            // Half a line may have gone: nothing can follow on it.
+            // A part of the line may have been sent: nothing can follow it.
             let _ = session.stream.shutdown(std::net::Shutdown::Both);
             match source.kind() {
                 io::ErrorKind::BrokenPipe => QmpError::Ended,
@@ -212,7 +218,7 @@ impl Qmp {
         }
     }
 
-    /// The first message, which has no id. A QEMU that ends hangs up, which ends the wait.
+    /// Waits for the first message, which has no id. If QEMU ends, the closed connection ends the wait.
     fn await_greeting(&self, patience: Duration) -> Result<(), QmpError> {
         let session = self.session.lock().expect("no holder of this lock panics");
         match session.answers.recv_timeout(patience) {
@@ -227,7 +233,7 @@ impl Qmp {
         self.execute(qapi_qmp::system_powerdown {}).map(|_| ())
     }
 
-    /// A non-maskable interrupt. Linux panics on it if `kernel.unknown_nmi_panic` is 1.
+    /// Injects a non-maskable interrupt. Linux panics on it if `kernel.unknown_nmi_panic` is 1.
     pub fn inject_nmi(&self) -> Result<(), QmpError> {
         self.execute(qapi_qmp::inject_nmi {}).map(|_| ())
     }
@@ -240,9 +246,9 @@ impl Qmp {
         self.execute(send_key { keys, hold_time: None }).map(|_| ())
     }
 
-    /// Registers of all processors and the notes of the guest, as the ELF file of a dump of one byte: 1 ms, against
-    /// seconds for all memory. A guest that runs stands still meanwhile, and goes on. The answer is QEMU's, so not to be
-    /// trusted; a QEMU that says more than `REGISTERS_BYTES_MAX` is cut off.
+    /// Registers of all processors and the guest's notes, as the ELF file of a dump of one byte: 1 ms, against seconds
+    /// for all memory. A running guest stops meanwhile. The file comes from QEMU, so it is not trusted; it is truncated
+    /// at `REGISTERS_BYTES_MAX`.
     pub fn registers(&self, patience: Duration) -> Result<Vec<u8>, QmpError> {
         let deadline = Instant::now() + patience;
         let memory_file = memfd_create("hearth-registers", MemfdFlags::CLOEXEC);
@@ -259,34 +265,37 @@ impl Qmp {
         Ok(bytes)
     }
 
+    /// Stops the guest.
     pub fn pause(&self) -> Result<(), QmpError> {
         self.execute(qapi_qmp::stop {}).map(|_| ())
     }
 
-    /// Lets a guest run that holds still.
+    /// Lets a stopped guest run.
     pub fn resume(&self) -> Result<(), QmpError> {
         self.execute(qapi_qmp::cont {}).map(|_| ())
     }
 
-    /// Leads a port of the host into the guest (`-netdev user` only). QMP itself has no word for it.
+    /// Forwards a host port to the guest (`-netdev user` only), through the human monitor, because QMP has no command
+    /// for it.
     pub fn add_forward(&self, net: &str, forward: &str) -> Result<(), QmpError> {
         self.monitor(&format!("hostfwd_add {net} {forward}"))
     }
 
-    /// Under emulation the guest's code is read when it is translated, and not when it runs. From now on it is translated
-    /// anew, once more, into blocks that are not chained, which run slower; or run as ever. QMP itself has no word for it.
+    /// With `anew`, makes TCG translate all guest code again, into blocks that are not chained and run slower. Without
+    /// it, translation is back to normal. Under TCG, code is read when it is translated, not when it runs. Uses the
+    /// human monitor, because QMP has no command for it.
     pub fn translate_anew(&self, anew: bool) -> Result<(), QmpError> {
         self.monitor(if anew { "log nochain" } else { "log none" })
     }
 
-    /// The guest tells its networks where it is, once, as it does after a migration.
+    /// Makes the guest announce itself once on its networks, as after a migration.
     pub fn announce(&self) -> Result<(), QmpError> {
         let once =
             qapi_qmp::AnnounceParameters { rounds: 1, initial: 50, max: 50, step: 0, id: None, interfaces: None };
         self.execute(qapi_qmp::announce_self(once)).map(|_| ())
     }
 
-    /// A word for people, that says nothing if it succeeds.
+    /// Runs a command of the human monitor that prints nothing on success.
     fn monitor(&self, line: &str) -> Result<(), QmpError> {
         let line = json!({ "command-line": line });
         let said = self.ask("human-monitor-command", line, ANSWER_PATIENCE)?;
@@ -298,7 +307,7 @@ impl Qmp {
         }
     }
 
-    /// QEMU's word for what the guest does: `running`, `paused`, `guest-panicked`, ... A newer QEMU may have words that
+    /// QEMU's name for the guest's state: `running`, `paused`, `guest-panicked`, ... A newer QEMU may have names that
     /// the types do not know.
     pub fn run_state(&self) -> Result<String, QmpError> {
         let status = self.ask("query-status", json!({}), ANSWER_PATIENCE)?;
@@ -314,11 +323,11 @@ impl Session {
         let descriptors = [descriptor];
         assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)), "the buffer has room for one");
         let sent = sendmsg(&self.stream, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::NOSIGNAL)?;
-        // The descriptor goes with the first byte; the rest of a line is ordinary.
+        // The descriptor goes with the first bytes; the rest of the line is sent as usual.
         self.stream.write_all(&bytes[sent..])
     }
 
-    /// Late answers to commands that nobody waits for any more are passed over.
+    /// Waits for the answer with this id. Skips late answers to commands that timed out.
     fn answer(&self, id: u64, command: &'static str, patience: Duration) -> Result<Value, QmpError> {
         let deadline = Instant::now() + patience;
         loop {
@@ -336,7 +345,7 @@ impl Session {
 impl Drop for Qmp {
     fn drop(&mut self) {
         let session = self.session.get_mut().expect("no holder of this lock panics");
-        // Ends the reader thread; fails only if QEMU hung up first.
+        // Ends the reader thread. Fails only if QEMU closed the connection first.
         let _ = session.stream.shutdown(std::net::Shutdown::Both);
     }
 }
@@ -361,7 +370,7 @@ fn event(message: &Value) -> Option<QmpEvent> {
     })
 }
 
-/// A word of QEMU's, which may be kept and shown.
+/// A name from QEMU, truncated so that it can be kept and shown.
 fn word(value: &Value) -> String {
     value.as_str().unwrap_or_default().chars().take(WORD_CHARS_MAX).collect()
 }
@@ -377,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn events_are_told_from_answers_and_unknown_ones_pass() {
+    fn events_are_parsed_and_answers_ignored() {
         let reset = QmpEvent::Shutdown { guest: true, reason: "guest-reset".into() };
         check(
             r#"{"event": "SHUTDOWN", "data": {"guest": true, "reason": "guest-reset"}, "timestamp": {}}"#,

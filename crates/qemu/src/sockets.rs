@@ -1,7 +1,7 @@
-//! Sockets: what QEMU listens on is made by the keeper and handed to it open, and with it what QEMU logs its console to.
+//! Sockets: the keeper makes QEMU's listening sockets and the console's transcript, and QEMU inherits them.
 //!
-//! So they are there before QEMU is, are private from the first moment, and nobody polls for them; and a QEMU that dies
-//! during its start hangs up at once on whoever connected.
+//! So they exist before QEMU, are private from the start, and nobody polls for them. If QEMU dies during its start, a
+//! client's connection is closed at once.
 
 use std::fs::{self, Permissions};
 use std::io;
@@ -17,29 +17,32 @@ use rustix::io::{FdFlags, fcntl_setfd};
 
 use crate::{Launch, Transcript};
 
-/// Listening sockets on their way to QEMU.
+/// Listening sockets for a QEMU that is about to start.
 #[derive(Debug)]
 pub struct Sockets {
     qmp: UnixListener,
     serial: UnixListener,
     transcript: Transcript,
     agent: Option<UnixListener>,
-    /// Of networks, and locks; whoever made the launch holds them open.
+    /// Descriptors of networks and locks; the maker of the launch keeps them open.
     others: Vec<RawFd>,
 }
 
-/// Their numbers in QEMU.
+/// Descriptor numbers in QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SocketNumbers {
+    /// QMP socket.
     pub qmp: RawFd,
+    /// Socket of the serial console.
     pub serial: RawFd,
-    /// Where what comes over the serial console is logged.
+    /// Log of the serial console.
     pub transcript: RawFd,
+    /// Socket of the guest agent, if there is one.
     pub agent: Option<RawFd>,
 }
 
 impl Sockets {
-    /// The error names the socket that cannot be made.
+    /// Makes the sockets and the transcript. An error names the socket.
     pub fn bind(launch: &Launch) -> Result<Self, (PathBuf, io::Error)> {
         let bind = |path: &Path| bind(path).map_err(|error| (path.to_owned(), error));
         let networks = launch.nets.iter().filter_map(|net| net.backend.number());
@@ -49,37 +52,40 @@ impl Sockets {
         Ok(Self { qmp: bind(&launch.qmp_socket)?, serial: bind(&launch.serial_socket)?, transcript, agent, others })
     }
 
+    /// Numbers of the descriptors, the same here and in QEMU.
     pub fn numbers(&self) -> SocketNumbers {
         let agent = self.agent.as_ref().map(AsRawFd::as_raw_fd);
         let transcript = self.transcript.log().as_raw_fd();
         SocketNumbers { qmp: self.qmp.as_raw_fd(), serial: self.serial.as_raw_fd(), transcript, agent }
     }
 
-    /// Leaves them open in the program that `command` starts, and only there. They must live until then.
+    /// Lets the program of `command` inherit the descriptors, and no other program. They must stay open until it
+    /// starts.
     pub fn hand_to(&self, command: &mut Command) {
         let SocketNumbers { qmp, serial, transcript, agent } = self.numbers();
         let numbers = [&[qmp, serial, transcript], agent.as_slice(), &*self.others].concat();
         let keep_open = move || {
             for &number in &numbers {
-                // SAFETY: the child has a copy of each descriptor under the number it has in the parent, where it is kept
-                // open until the program is started.
+                // SAFETY: the child has a copy of each descriptor under the same number as the parent, which keeps it
+                // open until the program starts.
                 let socket = unsafe { BorrowedFd::borrow_raw(number) };
                 fcntl_setfd(socket, FdFlags::empty())?;
             }
             Ok(())
         };
-        // SAFETY: between fork and exec only a system call is made, and nothing is allocated.
+        // SAFETY: between fork and exec this only makes system calls and allocates nothing.
         unsafe {
             command.pre_exec(keep_open);
         }
     }
 
+    /// Closes the sockets and returns the transcript.
     pub fn into_transcript(self) -> Transcript {
         self.transcript
     }
 }
 
-/// One that a dead QEMU left behind is replaced.
+/// Makes a listening socket; replaces the stale one of a dead QEMU.
 fn bind(path: &Path) -> io::Result<UnixListener> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),

@@ -1,9 +1,9 @@
-//! Transcript: what a guest says on its serial console, in memory that QEMU itself writes to. So nothing is lost while no
+//! Transcript: output of the guest's serial console, in memory that QEMU itself writes to. So nothing is lost while no
 //! keeper reads.
 //!
-//! QEMU logs the console to a descriptor that it inherits. Where it writes next is the descriptor's position, which the keeper
-//! shares, and sets back. The memory file behind it has a fixed size: at its end QEMU's log stops without a word
-//! (`qemu_chr_write_log` in QEMU's chardev/char.c), however much the guest says.
+//! QEMU logs the console to a descriptor that it inherits. The descriptor's position is where QEMU writes next; the
+//! keeper shares the position and resets it. The memory file has a fixed size: at its end, QEMU's log stops silently
+//! (`qemu_chr_write_log` in QEMU's chardev/char.c), however much the guest prints.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -16,27 +16,29 @@ use rustix::fs::{
 
 use crate::process::memory_of;
 
-/// So much can be said before a keeper comes.
+/// Size of the transcript in bytes: the output that fits while there is no keeper.
 const TRANSCRIPT_BYTES: u64 = 256 << 10;
 const NAME: &str = "hearth-console";
 const FIXED: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
+/// The transcript of one QEMU.
 #[derive(Debug)]
 pub struct Transcript {
-    /// Open for writing only: QEMU wants it so (`monitor_fdset_dup_fd_add` in monitor/fds.c). Its position is QEMU's.
+    /// Open for writing only, as QEMU requires (`monitor_fdset_dup_fd_add` in monitor/fds.c). It shares its position
+    /// with QEMU.
     log: OwnedFd,
     memory: File,
 }
 
 impl Transcript {
-    /// An empty one, for a QEMU that is going to be started.
+    /// Makes an empty transcript for a QEMU that is about to start.
     pub fn create() -> io::Result<Self> {
         let memory = File::from(memfd_create(NAME, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
         let log = OpenOptions::new().write(true).open(path_of(memory.as_raw_fd()))?.into();
         Ok(Self { log, memory })
     }
 
-    /// That of a QEMU which another keeper started. Who may trace QEMU may do this.
+    /// Finds the transcript of a QEMU that another keeper started. Needs the right to trace QEMU.
     pub fn find(qemu_pid: u32) -> io::Result<Self> {
         for log in memory_of(qemu_pid, NAME)? {
             if fcntl_getfl(&log)?.contains(OFlags::WRONLY) {
@@ -47,12 +49,12 @@ impl Transcript {
         Err(io::ErrorKind::NotFound.into())
     }
 
-    /// What QEMU is to write to.
+    /// The descriptor that QEMU writes to.
     pub fn log(&self) -> BorrowedFd<'_> {
         self.log.as_fd()
     }
 
-    /// Gives it its size for good. QEMU, which makes a log empty when it opens it, must have done so.
+    /// Fixes the size permanently. Call this after QEMU has opened the log, because QEMU truncates it then.
     pub fn fix_size(&self) -> io::Result<()> {
         if !fcntl_get_seals(&self.memory)?.contains(FIXED) {
             self.memory.set_len(TRANSCRIPT_BYTES)?;
@@ -61,18 +63,19 @@ impl Transcript {
         Ok(())
     }
 
-    /// Everything that was said since it began.
+    /// All output since the transcript began.
     pub fn said(&self) -> io::Result<Vec<u8>> {
         let mut said = vec![0; self.length()? as usize];
         self.memory.read_exact_at(&mut said, 0)?;
         Ok(said)
     }
 
+    /// Whether more than half of the space is used.
     pub fn is_half_full(&self) -> io::Result<bool> {
         Ok(self.length()? > TRANSCRIPT_BYTES / 2)
     }
 
-    /// Begins anew with the last that was said. What QEMU writes at this very moment may be among it or not.
+    /// Restarts the transcript with its last output. Bytes that QEMU writes at the same moment may be lost.
     pub fn begin_with(&self, last_said: &[u8]) -> io::Result<()> {
         seek(&self.log, SeekFrom::Start(0))?;
         rustix::io::write(&self.log, last_said)?;
@@ -93,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_guest_that_never_stops_talking_fills_it_and_no_more() {
+    fn talkative_guest_cannot_grow_the_transcript() {
         let transcript = Transcript::create().unwrap();
         transcript.fix_size().unwrap();
         let words = [b'x'; 1000];
@@ -110,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_found_again_by_who_has_only_the_process() {
+    fn transcript_is_found_by_process() {
         let transcript = Transcript::create().unwrap();
         let log = transcript.log().try_clone_to_owned().unwrap();
         let mut other = std::process::Command::new("sleep").arg("600").stdout(log).spawn().unwrap();

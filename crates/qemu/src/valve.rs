@@ -1,18 +1,21 @@
-//! Valves: between a QEMU and its networks, one for each. While one is shut, packets wait where they are.
+//! Valves: packet gates between a QEMU and its networks, one per network. While a valve is shut, packets wait where
+//! they are.
 //!
-//! Two QEMUs of a hop have one and the same open tap, or one connection to passt. Each of them would read as soon as something
-//! arrives, whether its guest runs or not: what is read by one whose guest stands still is lost, and a guest with one packet
-//! under way learns of that from its timer, 200 ms later. And a QEMU that starts sets a tap to what no guest has agreed on yet,
-//! the length of the header before each packet with it, so that those of the other one are garbage from then on.
+//! During a hop, two QEMUs have the same open tap or the same connection to passt. Each would read a packet as soon as
+//! it arrives, whether its guest runs or not. A packet that the QEMU of a stopped guest reads is lost, and its sender
+//! notices only by a timer, 200 ms later. Also, a QEMU that starts resets a tap to settings that no guest has agreed
+//! on. One of them is the length of the header before each packet: from then on, the other QEMU reads garbage.
 //!
-//! So the preload library stands between (`preload/valve.c`), and this file, mapped by both, says what may pass:
+//! So the preload library intercepts QEMU's system calls (`preload/valve.c`), and this file, which both sides map,
+//! tells what may pass:
 //!
 //! ```text
-//! 0 "HRTHVALV" | 8 version u32 | 12 count u32 | 16 worked u32 | 20 unused 12 | 32 + 16 n: number i32, kind u32, shut u32, part u32
+//! 0 "HRTHVALV" | 8 version u32 | 12 count u32 | 16 worked u32 | 20 unused 12
+//! 32 + 16 n: number i32, kind u32, shut u32, part u32
 //! ```
-//! In the host's byte order, for its reader is on the same host. `number` is the descriptor's in QEMU, by which a keeper that
-//! takes QEMU over gets at it. `worked` is set by the library when it has found the file, `part` while QEMU has read a part of
-//! a packet.
+//! All fields are in the host's byte order, because the reader is on the same host. `number` is the number of the
+//! descriptor in QEMU, by which the next keeper fetches it. The library sets `worked` when it has found the file, and
+//! `part` while QEMU has read a part of a packet.
 
 use std::fs::OpenOptions;
 use std::io::{self, ErrorKind};
@@ -29,7 +32,7 @@ use crate::process::open_pidfd;
 
 const MAGIC: [u8; 8] = *b"HRTHVALV";
 const VERSION: u32 = 1;
-/// Machines have at most seven networks.
+/// Maximum number of valves; machines have at most seven networks.
 const VALVES_MAX: usize = 8;
 
 #[repr(C)]
@@ -51,12 +54,12 @@ struct Shared {
 }
 const _: () = assert!(size_of::<Shared>() == 160);
 
-/// How packets are told from each other.
+/// How packets are separated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Each is read alone.
+    /// Each read returns one packet.
     Tap = 1,
-    /// Each has its length before it.
+    /// Each packet follows its length.
     Stream = 2,
 }
 
@@ -67,13 +70,13 @@ pub struct Valves {
     count: usize,
 }
 
-// SAFETY: the mapping lives as long as this, belongs to no thread, and what changes in it is atomic.
+// SAFETY: the mapping lives as long as this and is not tied to a thread; its changing fields are atomic.
 unsafe impl Send for Valves {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Valves {}
 
 impl Valves {
-    /// For a QEMU that is about to be started with these descriptors.
+    /// Creates the file for a QEMU that is about to start with these descriptors.
     pub fn make(path: &Path, nets: &[(RawFd, Kind)], shut: bool) -> io::Result<Self> {
         assert!(nets.len() <= VALVES_MAX, "a machine has no more networks than that");
         let mut bytes = Vec::with_capacity(size_of::<Shared>());
@@ -94,7 +97,7 @@ impl Valves {
         Self::open(path)
     }
 
-    /// Those of a QEMU that runs.
+    /// Opens the file of a running QEMU.
     pub fn open(path: &Path) -> io::Result<Self> {
         let file = OpenOptions::new().read(true).write(true).open(path)?;
         let garbled = || io::Error::new(ErrorKind::InvalidData, format!("{} is no file of valves", path.display()));
@@ -116,7 +119,8 @@ impl Valves {
     }
 
     fn shared(&self) -> &Shared {
-        // SAFETY: mapped as long as `self` lives; any bytes are a `Shared`, and others change only its atomic fields.
+        // SAFETY: the mapping lives as long as `self`. Any bytes are a valid `Shared`, and others change only its
+        // atomic fields.
         unsafe { self.shared.as_ref() }
     }
 
@@ -124,26 +128,27 @@ impl Valves {
         &self.shared().valves[..self.count]
     }
 
-    /// Packets wait from now on. QEMU may still be reading one.
+    /// Shuts all valves: packets wait from now on. QEMU may still be reading one.
     pub fn shut(&self) {
         self.each().iter().for_each(|valve| valve.shut.store(1, Ordering::Release));
     }
 
+    /// Opens all valves.
     pub fn open_up(&self) {
         self.each().iter().for_each(|valve| valve.shut.store(0, Ordering::Release));
     }
 
-    /// There is somebody in QEMU who heeds them, or nobody need.
+    /// Whether QEMU's preload library obeys the valves, or there are none.
     pub fn are_worked(&self) -> bool {
         self.count == 0 || self.shared().worked.load(Ordering::Acquire) != 0
     }
 
-    /// A shut valve has all of the last packet on one side.
+    /// Whether QEMU has read each packet that it has begun.
     pub fn are_between_packets(&self) -> bool {
         self.each().iter().all(|valve| valve.part.load(Ordering::Acquire) == 0)
     }
 
-    /// Copies of the descriptors behind them, of a QEMU that another keeper started. Who may trace QEMU may do this.
+    /// Copies the descriptors behind the valves from a QEMU that another keeper started. Needs the right to trace QEMU.
     pub fn fetch(&self, qemu_pid: u32) -> io::Result<Vec<OwnedFd>> {
         let qemu = open_pidfd(qemu_pid)?;
         let fetch = |valve: &Valve| Ok(pidfd_getfd(&qemu, valve.number, PidfdGetfdFlags::empty())?);
@@ -153,7 +158,7 @@ impl Valves {
 
 impl Drop for Valves {
     fn drop(&mut self) {
-        // SAFETY: mapped by `open`, and nothing of it is borrowed any more.
+        // SAFETY: `open` made the mapping, and nothing of it is borrowed any more.
         let _ = unsafe { munmap(self.shared.as_ptr().cast(), size_of::<Shared>()) };
     }
 }
@@ -163,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_one_says_the_other_reads() {
+    fn both_sides_see_valve_changes() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("valves");
         let ours = Valves::make(&path, &[(7, Kind::Tap), (9, Kind::Stream)], true).unwrap();
@@ -182,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_file_of_valves_is_refused() {
+    fn invalid_valve_file_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("valves");
         std::fs::write(&path, [0; 160]).unwrap();

@@ -1,4 +1,4 @@
-//! What is promised of a real QEMU, of every version at hand: it is started, talked to, seen to end, adopted.
+//! A real QEMU of each available version: starting, QMP, its end, and adoption.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -32,7 +32,7 @@ fn qemu_answers_and_keeps_its_sockets_private() {
 }
 
 #[test]
-fn the_sandbox_is_on() {
+fn sandbox_is_on() {
     let _alone = alone();
     for binary in binaries() {
         let rig = Rig::new();
@@ -44,10 +44,10 @@ fn the_sandbox_is_on() {
 }
 
 #[test]
-fn qemu_becomes_the_user_it_is_told_to() {
+fn qemu_becomes_the_configured_user() {
     let _alone = alone();
     if !rustix::process::geteuid().is_root() {
-        // Only root can become somebody else; what is asked of QEMU then is a unit test of `launch`.
+        // Only root can change the user; the command line has a unit test in `launch`.
         return;
     }
     for binary in binaries() {
@@ -62,7 +62,7 @@ fn qemu_becomes_the_user_it_is_told_to() {
 }
 
 #[test]
-fn qemu_runs_in_a_session_of_its_own() {
+fn qemu_runs_in_its_own_session() {
     let _alone = alone();
     let rig = Rig::new();
     let living = rig.start(&binaries()[0]);
@@ -70,9 +70,9 @@ fn qemu_runs_in_a_session_of_its_own() {
     assert_eq!(rustix::process::getsid(Some(pid)).unwrap(), pid);
 }
 
-/// SeaBIOS finds nothing to boot and halts; the reset comes from QMP, but goes the way of a guest's: QEMU ends.
+/// SeaBIOS finds nothing to boot and halts. The reset comes from QMP, but has the effect of a guest's: QEMU ends.
 #[test]
-fn a_reset_ends_qemu_and_is_told_before() {
+fn reset_is_reported_and_ends_qemu() {
     let _alone = alone();
     for binary in binaries() {
         let rig = Rig::new();
@@ -86,7 +86,7 @@ fn a_reset_ends_qemu_and_is_told_before() {
 }
 
 #[test]
-fn quitting_is_told_and_later_commands_fail() {
+fn quit_is_reported_and_later_commands_fail() {
     let _alone = alone();
     for binary in binaries() {
         let rig = Rig::new();
@@ -101,7 +101,7 @@ fn quitting_is_told_and_later_commands_fail() {
 }
 
 #[test]
-fn stopping_and_going_on_are_told() {
+fn stop_and_resume_are_reported() {
     let _alone = alone();
     for binary in binaries() {
         let rig = Rig::new();
@@ -131,9 +131,9 @@ fn registers_come_without_the_memory() {
     }
 }
 
-/// A QEMU that does not run any more (SIGSTOP) must not keep anybody waiting for its registers.
+/// A stopped QEMU (SIGSTOP) must not block a caller that asks for registers.
 #[test]
-fn registers_are_not_waited_for_without_end() {
+fn stopped_qemu_does_not_block_registers() {
     let _alone = alone();
     let rig = Rig::new();
     let living = rig.start(&binaries()[0]);
@@ -144,7 +144,7 @@ fn registers_are_not_waited_for_without_end() {
 }
 
 #[test]
-fn drills_reach_the_guest() {
+fn qemu_accepts_nmi_sysrq_and_power_button() {
     let _alone = alone();
     for binary in binaries() {
         let rig = Rig::new();
@@ -156,7 +156,7 @@ fn drills_reach_the_guest() {
 }
 
 #[test]
-fn what_qemu_refuses_is_told_in_its_own_words() {
+fn refusals_carry_qemus_own_words() {
     let _alone = alone();
     for binary in binaries() {
         let rig = Rig::new();
@@ -169,13 +169,13 @@ fn what_qemu_refuses_is_told_in_its_own_words() {
         let device = qapi_qmp::device_del { id: "nothing".into() };
         let refusal = living.qmp.execute(device).unwrap_err().to_string();
         assert!(refusal.starts_with("QMP: device_del: Device 'nothing' not found"), "{refusal}");
-        // The session is still good.
+        // The session still works.
         assert_eq!(living.qmp.run_state().unwrap(), "prelaunch");
     }
 }
 
 #[test]
-fn a_killed_qemu_is_seen_to_end() {
+fn killed_qemu_is_reported_as_ended() {
     let _alone = alone();
     let rig = Rig::new();
     let living = rig.start(&binaries()[0]);
@@ -187,7 +187,7 @@ fn a_killed_qemu_is_seen_to_end() {
 }
 
 #[test]
-fn a_wrong_argument_is_told_in_qemus_own_words_and_at_once() {
+fn invalid_argument_is_reported_at_once() {
     let _alone = alone();
     for binary in binaries() {
         let mut rig = Rig::new();
@@ -202,26 +202,26 @@ fn a_wrong_argument_is_told_in_qemus_own_words_and_at_once() {
 }
 
 #[test]
-fn a_disk_without_a_server_is_named() {
+fn qemu_without_disk_server_does_not_answer() {
     let _alone = alone();
     let mut rig = Rig::new();
     let socket = rig.path("disk.sock");
     rig.launch.disks = vec![DiskDevice { id: "root".into(), socket, queues: 1, queue_size: 128 }];
     let process = rig.spawn(&binaries()[0]);
-    // QEMU waits for the server to come: what is told here is that it does not talk yet.
+    // QEMU waits for the disk's server before it answers.
     let patience = std::time::Duration::from_millis(50);
     let refusal = Qmp::connect(&rig.launch.qmp_socket, patience, &process.0, |_| {}).unwrap_err().to_string();
     assert!(refusal.contains("no answer within 50ms") || refusal.contains("QEMU has ended"), "{refusal}");
 }
 
 #[test]
-fn a_qemu_of_a_dead_keeper_is_adopted() {
+fn qemu_of_dead_keeper_is_adopted() {
     let _alone = alone();
     for binary in binaries() {
         let rig = Rig::new();
         let first = rig.start(&binary);
         let id = first.process.0.id();
-        // The dead keeper's session hangs up with it.
+        // The dead keeper's session is closed with it.
         drop(first.qmp);
         let adopted = Process::adopt(id, &rig.log()).unwrap();
         let (qmp, _events) = connect(&rig.launch.qmp_socket, &adopted);
@@ -234,18 +234,18 @@ fn a_qemu_of_a_dead_keeper_is_adopted() {
 }
 
 #[test]
-fn another_process_under_the_number_is_not_adopted() {
+fn reused_pid_is_not_adopted() {
     let mut other = Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
     let id = ProcessId { pid: other.id(), start_ticks: 1 };
     assert!(matches!(Process::adopt(id, Path::new("/no/log")), Err(ProcessError::Gone { .. })));
-    // Not ended, not collected: it lives.
+    // The other process is alive, neither killed nor reaped.
     assert!(other.try_wait().unwrap().is_none());
     other.kill().unwrap();
     other.wait().unwrap();
 }
 
 #[test]
-fn places_that_cannot_be_used_are_named() {
+fn unusable_socket_path_is_named() {
     let _alone = alone();
     let binary = &binaries()[0];
     let mut rig = Rig::new();
@@ -255,7 +255,7 @@ fn places_that_cannot_be_used_are_named() {
 }
 
 #[test]
-fn the_qemu_of_a_ram_file_is_found_and_who_only_looks_at_it_is_not() {
+fn qemu_is_found_by_its_ram_file() {
     let _alone = alone();
     let rig = Rig::new();
     let living = rig.start(&binaries()[0]);
@@ -272,7 +272,7 @@ fn the_qemu_of_a_ram_file_is_found_and_who_only_looks_at_it_is_not() {
 }
 
 #[test]
-fn answers_reach_whoever_asked() {
+fn answers_reach_the_caller_that_asked() {
     let _alone = alone();
     let rig = Rig::new();
     let living = rig.start(&binaries()[0]);

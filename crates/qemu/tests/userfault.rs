@@ -1,7 +1,7 @@
-//! What is promised of the userfaultfd hand-over with a real QEMU: it arrives, it works, QEMU keeps its copy, and without
-//! it QEMU goes on.
+//! The userfaultfd hand-over with a real QEMU: it arrives, works and stays in QEMU, and QEMU runs without it.
 //!
-//! The keeper's end is played by this file, from the message's drawing alone: so each end is tested against the drawing.
+//! This file plays the keeper's part, written from the drawing of the message alone: so each end is tested against the
+//! drawing.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -25,7 +25,7 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlag
 struct Handover {
     message: [u8; 128],
     descriptor: Option<OwnedFd>,
-    /// The keeper's end.
+    /// The keeper's end of the helper's channel.
     channel: Option<OwnedFd>,
     connection: UnixStream,
 }
@@ -54,7 +54,7 @@ fn word(message: &[u8; 128], at: usize) -> i32 {
     i32::from_ne_bytes(message[at..at + 4].try_into().unwrap())
 }
 
-/// struct uffdio_api: api, features, ioctls.
+/// `struct uffdio_api` of linux/userfaultfd.h.
 #[repr(C)]
 struct Api {
     api: u64,
@@ -62,7 +62,7 @@ struct Api {
     ioctls: u64,
 }
 
-/// UFFDIO_API with the features that lazy restore needs: it fails on what is no userfaultfd, and a second time.
+/// UFFDIO_API with missing and minor faults on shared memory. It fails for other descriptors and at a second call.
 fn enable(userfault: &OwnedFd) -> rustix::io::Result<u64> {
     const MISSING_SHMEM: u64 = 1 << 5;
     const MINOR_SHMEM: u64 = 1 << 10;
@@ -84,7 +84,7 @@ fn rig_with_preload() -> (Rig, UnixListener) {
 }
 
 #[test]
-fn the_userfaultfd_arrives_works_and_qemu_keeps_its_copy() {
+fn userfaultfd_arrives_works_and_stays_in_qemu() {
     let _alone = alone();
     for binary in binaries() {
         let (rig, listener) = rig_with_preload();
@@ -103,14 +103,14 @@ fn the_userfaultfd_arrives_works_and_qemu_keeps_its_copy() {
         let copy = format!("/proc/{}/fd/{number}", process.0.id().pid);
         assert_eq!(fs::read_link(&copy).unwrap().to_str(), Some("anon_inode:[userfaultfd]"));
         let environment = fs::read(format!("/proc/{}/environ", process.0.id().pid)).unwrap();
-        // What the kernel keeps is the environment QEMU was started with: the proof that the library was asked for.
+        // The kernel shows the environment that QEMU was started with: proof that the library was preloaded.
         assert!(environment.split(|&byte| byte == 0).any(|entry| entry.starts_with(b"LD_PRELOAD=")));
     }
 }
 
-/// The memory is QEMU's: a range of this process cannot be registered with it, QEMU's RAM can.
+/// The userfaultfd acts on QEMU's memory: QEMU's RAM can be registered with it.
 #[test]
-fn it_acts_on_the_memory_of_qemu() {
+fn userfaultfd_acts_on_qemus_memory() {
     let _alone = alone();
     let (rig, listener) = rig_with_preload();
     let process = rig.spawn(&binaries()[0]);
@@ -124,7 +124,7 @@ fn it_acts_on_the_memory_of_qemu() {
     register(&userfault, start, bytes).unwrap();
 }
 
-/// Asks the helper, and waits for its answer: sequence and errno.
+/// Sends a request to the helper. Returns sequence and errno of its answer.
 fn ask(channel: &OwnedFd, sequence: u64, address: u64, bytes: u64) -> (u64, i32) {
     let request: Vec<u8> = [sequence, address, bytes].into_iter().flat_map(u64::to_ne_bytes).collect();
     assert_eq!(rustix::net::send(channel, &request, SendFlags::NOSIGNAL).unwrap(), 24);
@@ -135,7 +135,7 @@ fn ask(channel: &OwnedFd, sequence: u64, address: u64, bytes: u64) -> (u64, i32)
 }
 
 #[test]
-fn the_helper_drops_page_tables_and_no_memory_and_says_what_it_cannot() {
+fn helper_drops_page_tables_but_no_memory() {
     let _alone = alone();
     for binary in binaries() {
         let (rig, listener) = rig_with_preload();
@@ -170,7 +170,7 @@ fn the_helper_drops_page_tables_and_no_memory_and_says_what_it_cannot() {
     }
 }
 
-/// Where QEMU has its memory.
+/// Address and length of QEMU's mapping of a file.
 fn ram(pid: u32, file: &Path) -> (u64, u64) {
     let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
     let ram = maps.lines().find(|line| line.ends_with(file.to_str().unwrap())).unwrap();
@@ -179,7 +179,7 @@ fn ram(pid: u32, file: &Path) -> (u64, u64) {
     (address(start), address(end) - address(start))
 }
 
-/// What of it is in QEMU's page tables.
+/// How much of the mapping is in QEMU's page tables, in KiB.
 fn mapped_kib(pid: u32, file: &Path) -> u64 {
     let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
     let after = smaps.lines().skip_while(|line| !line.ends_with(file.to_str().unwrap()));
@@ -189,7 +189,7 @@ fn mapped_kib(pid: u32, file: &Path) -> u64 {
 
 fn register(userfault: &OwnedFd, start: u64, bytes: u64) -> rustix::io::Result<()> {
     const MODE_MISSING: u64 = 1;
-    /// struct uffdio_register: range, mode, ioctls.
+    /// `struct uffdio_register` of linux/userfaultfd.h.
     #[repr(C)]
     struct Register {
         start: u64,
@@ -208,10 +208,10 @@ fn register(userfault: &OwnedFd, start: u64, bytes: u64) -> rustix::io::Result<(
 }
 
 #[test]
-fn qemu_goes_on_without_a_keeper() {
+fn qemu_starts_without_a_keeper() {
     let _alone = alone();
     let (rig, listener) = rig_with_preload();
-    // Nobody listens any more; the socket's name is still there.
+    // The socket's name still exists, but no process listens.
     drop(listener);
     let living = rig.start(&binaries()[0]);
     assert_eq!(living.qmp.run_state().unwrap(), "prelaunch");
@@ -220,7 +220,7 @@ fn qemu_goes_on_without_a_keeper() {
 }
 
 #[test]
-fn qemu_goes_on_when_the_keeper_hangs_up() {
+fn qemu_starts_when_the_keeper_hangs_up() {
     let _alone = alone();
     let (rig, listener) = rig_with_preload();
     let process = rig.spawn(&binaries()[0]);
@@ -233,26 +233,26 @@ fn qemu_goes_on_when_the_keeper_hangs_up() {
 }
 
 #[test]
-fn programs_that_qemu_starts_do_not_inherit_the_library() {
+fn child_programs_do_not_inherit_the_library() {
     let (rig, listener) = rig_with_preload();
     let preload = rig.launch.preload.as_ref().unwrap();
-    // `env` stands for QEMU: what it prints is what a program that it starts would get.
+    // `env` takes QEMU's place: it prints the environment that a program started by QEMU would get.
     let child = std::process::Command::new("env")
         .env("LD_PRELOAD", &preload.library)
         .env("HEARTH_USERFAULT_SOCKET", &preload.socket)
         .stdout(std::process::Stdio::piped())
         .spawn()
         .unwrap();
-    // The connection tells that the library was loaded.
+    // The connection proves that the library was loaded.
     drop(take(&listener));
     let environment = String::from_utf8(child.wait_with_output().unwrap().stdout).unwrap();
     assert!(environment.contains("PATH="), "{environment}");
     assert!(!environment.contains("LD_PRELOAD=") && !environment.contains("HEARTH_USERFAULT_SOCKET="), "{environment}");
 }
 
-/// A host that allows userfaultfd to nobody but root, and a QEMU that is not root.
+/// A host on which only root may use userfaultfd, and a QEMU that is not root.
 #[test]
-fn qemu_goes_on_where_userfaultfd_is_not_allowed_and_says_why() {
+fn qemu_reports_why_it_has_no_userfaultfd() {
     let _alone = alone();
     let allowed = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
     if !rustix::process::geteuid().is_root() || allowed.trim() != "0" {
@@ -262,7 +262,7 @@ fn qemu_goes_on_where_userfaultfd_is_not_allowed_and_says_why() {
     fs::set_permissions(rig.log().parent().unwrap(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     let preload = rig.launch.preload.as_ref().unwrap();
     fs::set_permissions(&preload.socket, std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
-    // Any program will do: the library works before `main`.
+    // Any program works here: the library runs before `main`.
     let mut child = std::process::Command::new("setpriv")
         .args(["--reuid=65534", "--regid=65534", "--clear-groups", "env"])
         .arg(format!("LD_PRELOAD={}", preload.library.display()))

@@ -1,4 +1,4 @@
-//! Cache of the accelerator probe: its answer holds until QEMU, the CPU model, the user or the host's kernel changes.
+//! Cache of the KVM trial: a verdict is valid until QEMU, the CPU model or the user changes or the host boots.
 
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -10,14 +10,14 @@ use serde::{Deserialize, Serialize};
 use super::Verdict;
 use crate::Binary;
 
-/// All that the answer depends on.
+/// Everything that the verdict depends on.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Question {
     binary: PathBuf,
     binary_modified: (i64, i64),
     cpu_model: String,
     user: u32,
-    /// Another kernel, or the same with other module options, may well answer differently.
+    /// Another kernel, or other module options, may lead to another verdict.
     host_boot: String,
 }
 
@@ -28,6 +28,7 @@ struct Record {
 }
 
 impl Question {
+    /// The question whether KVM works for this QEMU, this CPU model and the current user.
     pub fn about(binary: &Binary, cpu_model: &str) -> Self {
         let metadata = fs::metadata(binary.path());
         Self {
@@ -39,7 +40,7 @@ impl Question {
         }
     }
 
-    /// One file a question: machines with different CPU models may share a folder.
+    /// Name of the cache file. Machines with different CPU models may share a folder.
     fn file(&self, folder: &Path) -> PathBuf {
         let mut hasher = DefaultHasher::new();
         (&self.binary, &self.cpu_model, self.user).hash(&mut hasher);
@@ -47,18 +48,18 @@ impl Question {
     }
 }
 
-/// Tells this run of the host's kernel from all others.
+/// Identifies this boot of the host. Empty if the kernel does not tell.
 pub fn host_boot() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }
 
-/// What was found before. Anything unreadable counts as not known.
+/// The cached verdict. None if there is none or the file is unreadable.
 pub fn recall(folder: &Path, question: &Question) -> Option<Verdict> {
     let record: Record = serde_json::from_slice(&fs::read(question.file(folder)).ok()?).ok()?;
     (record.question == *question).then_some(record.verdict)
 }
 
-/// Failing to remember costs another probe, no more.
+/// Caches a verdict. After a failure, the next start tries KVM again.
 pub fn remember(folder: &Path, question: &Question, verdict: &Verdict) {
     let record = Record { question: question.clone(), verdict: verdict.clone() };
     let file = question.file(folder);
@@ -88,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_is_kept_until_something_changes() {
+    fn verdict_is_kept_until_something_changes() {
         let folder = tempfile::tempdir().unwrap();
         assert_eq!(recall(folder.path(), &question()), None);
         remember(folder.path(), &question(), &verdict());
@@ -105,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn a_torn_answer_is_no_answer() {
+    fn truncated_verdict_is_ignored() {
         let folder = tempfile::tempdir().unwrap();
         remember(folder.path(), &question(), &verdict());
         let file = question().file(folder.path());
@@ -115,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_is_gone_is_no_harm() {
+    fn missing_folder_does_no_harm() {
         remember(Path::new("/no/such"), &question(), &verdict());
         assert_eq!(recall(Path::new("/no/such"), &question()), None);
     }

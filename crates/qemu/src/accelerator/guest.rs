@@ -1,11 +1,12 @@
-//! The trial guest: a firmware image of a few instructions, put together by hand, so that it needs neither BIOS nor kernel.
+//! The trial guest: a firmware image of a few instructions, assembled by hand, so that it needs neither BIOS nor
+//! kernel.
 //!
-//! reset vector -> real mode -> protected mode -> page tables -> long mode -> write, read back -> count, on the clock ->
-//! `out 0xf4` (exit code)
+//! reset vector -> real mode -> protected mode -> page tables -> long mode -> write, read back -> count against the
+//! clock -> `out 0xf4` (exit code)
 //!
-//! That is the way every x86-64 kernel takes, and where a KVM that does not really work stops. It counts because there is a
-//! KVM (that of PVM, for hosts that are virtual themselves) which takes stock kernels all the way, one emulated instruction at a
-//! time: a kernel that TCG boots in seconds did not get through its decompression in minutes.
+//! Every x86-64 kernel takes these steps, and a KVM that does not really work fails in one of them. The counting
+//! detects a KVM (that of PVM, for hosts that are virtual themselves) which passes all steps, but emulates one
+//! instruction at a time. On it, a kernel that TCG boots in seconds was still decompressing itself after minutes.
 
 use std::fs::File;
 use std::io;
@@ -15,25 +16,26 @@ use std::path::PathBuf;
 
 use rustix::fs::{MemfdFlags, memfd_create};
 
-/// Ends QEMU with `2 * value + 1` when the guest writes to its port.
+/// QEMU device that ends QEMU with `2 * value + 1` when the guest writes to its port.
 pub const EXIT_DEVICE: &str = "isa-debug-exit,iobase=0xf4,iosize=0x04";
 const EXIT_VALUE: i32 = 0x2a;
-/// What QEMU ends with if, and only if, the guest got through: its own codes are 0 and 1.
+/// Exit code of QEMU if the guest passed all steps. QEMU's own codes are 0 and 1.
 pub const EXIT_CODE: i32 = 2 * EXIT_VALUE + 1;
-/// The same if it got through, but never counted to 10,000 within a million cycles. A processor takes 10 to 20 thousand, TCG
-/// some 50 thousand, an emulator of single instructions 100 million. It may try 16 times: it need not be alone on the host.
+/// Exit code if the guest passed all steps, but never counted to 10,000 within a million cycles. A processor takes 10
+/// to 20 thousand, TCG about 50 thousand, an emulator of single instructions 100 million. The guest tries 16 times,
+/// because other processes may use the host.
 pub const EXIT_CODE_SLOW: i32 = 2 * (EXIT_VALUE + 1) + 1;
 
-/// QEMU wants firmware in multiples of this, and maps it so that it ends at 4 GiB.
+/// Size of the image. QEMU requires a multiple of 64 KiB and maps the firmware so that it ends at 4 GiB.
 const IMAGE_BYTES: usize = 64 << 10;
-/// Where the code lies: the last 1024 bytes, 0xfffffc00 and up.
+/// Position of the code: the last 1024 bytes, at 0xfffffc00.
 const CODE_OFFSET: usize = IMAGE_BYTES - 1024;
 const SEGMENTS_OFFSET: usize = IMAGE_BYTES - 0x140;
 const RESET_VECTOR_OFFSET: usize = IMAGE_BYTES - 16;
 
 #[rustfmt::skip]
 const CODE: &[u8] = &[
-    // Real mode, at F000:FC00: on to protected mode, with flat segments.
+    // Real mode, at F000:FC00: enter protected mode, with flat segments.
     0xfa, // cli
     0x2e, 0x66, 0x0f, 0x01, 0x16, 0xe0, 0xfe, // lgdtd cs:0xfee0
     0x0f, 0x20, 0xc0, // mov eax,cr0
@@ -67,14 +69,14 @@ const CODE: &[u8] = &[
     0x0d, 0x00, 0x00, 0x00, 0x80, // or eax,0x80000000
     0x0f, 0x22, 0xc0, // mov cr0,eax
     0xea, 0x99, 0xfc, 0xff, 0xff, 0x18, 0x00, // jmp 0x18:0xfffffc99
-    // Long mode: a value that needs all 64 bits goes through memory.
+    // Long mode: write and read back a value that needs all 64 bits.
     0x48, 0xb8, 0x00, 0x00, 0x00, 0x00, 0x2a, 0x00, 0x00, 0x00, // movabs rax,0x2a00000000
     0x48, 0x89, 0x04, 0x25, 0x00, 0x00, 0x02, 0x00, // mov QWORD PTR ds:0x20000,rax
     0x31, 0xc0, // xor eax,eax
     0x48, 0x8b, 0x04, 0x25, 0x00, 0x00, 0x02, 0x00, // mov rax,QWORD PTR ds:0x20000
     0x48, 0xc1, 0xe8, 0x20, // shr rax,0x20
     0x89, 0xc3, // mov ebx,eax
-    // Counting, 16 times at most.
+    // Count, at most 16 times.
     0xbe, 0x10, 0x00, 0x00, 0x00, // mov esi,0x10
     0x0f, 0x31, // rdtsc
     0x89, 0xc7, // mov edi,eax
@@ -88,14 +90,14 @@ const CODE: &[u8] = &[
     0xff, 0xce, // dec esi
     0x75, 0xe4, // jne 0xc0
     0xff, 0xc3, // inc ebx
-    // Out of the port.
+    // Write the result to the port.
     0x89, 0xd8, // mov eax,ebx
     0xe6, 0xf4, // out 0xf4,al
     0xf4, // hlt
     0xeb, 0xfd, // jmp 0xe2
 ];
 
-/// Null, 32-bit code, data, 64-bit code; then what `lgdt` reads: limit and address.
+/// Null, 32-bit code, data and 64-bit code descriptors; then the operand of `lgdt`: limit and address.
 #[rustfmt::skip]
 const SEGMENTS: &[u8] = &[
     0, 0, 0, 0, 0, 0, 0, 0,
@@ -105,26 +107,26 @@ const SEGMENTS: &[u8] = &[
     0x1f, 0, 0xc0, 0xfe, 0xff, 0xff,
 ];
 
-/// jmp near 0xfc00
+/// `jmp near 0xfc00`
 const RESET_VECTOR: &[u8] = &[0xe9, 0x0d, 0xfc];
 
 const _: () = assert!(CODE_OFFSET + CODE.len() <= SEGMENTS_OFFSET);
 const _: () = assert!(SEGMENTS_OFFSET + SEGMENTS.len() <= RESET_VECTOR_OFFSET);
 
-/// The image as a file, for as long as QEMU needs it.
+/// The image as a file, until this is dropped.
 pub struct Image {
     file: File,
 }
 
 impl Image {
-    /// A nameless file: there is no folder to be found for it, and nothing to be left behind.
+    /// Writes the image to an unnamed file in memory, which needs no folder and leaves nothing behind.
     pub fn write() -> io::Result<Self> {
         let file = File::from(memfd_create("trial-guest", MemfdFlags::CLOEXEC)?);
         file.write_all_at(&bytes(), 0)?;
         Ok(Self { file })
     }
 
-    /// Where QEMU, a child of this process, can open it.
+    /// Path under which QEMU, a child of this process, can open the image.
     pub fn path(&self) -> PathBuf {
         format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd()).into()
     }

@@ -1,10 +1,11 @@
 //! Accelerator: KVM if it works, else TCG.
 //!
-//! /dev/kvm there? -> may it be opened? -> does a guest run on it? (asked once per QEMU, CPU model and host boot)
+//! /dev/kvm exists? -> can it be opened? -> does a guest run on it? (tried once per QEMU, CPU model, user and host
+//! boot)
 //!
-//! That /dev/kvm opens says little. There are hosts, themselves virtual, where QEMU then aborts ("failed to set MSR 0x10a")
-//! or the guest never gets anywhere, or nowhere within minutes. So a tiny guest is really run: real mode, protected mode, long
-//! mode with paging on, some counting against the clock, and a code out of a debug port. Anything else than that code means no.
+//! An open /dev/kvm proves little. On some hosts, themselves virtual, QEMU then aborts ("failed to set MSR 0x10a") or
+//! the guest hangs or takes minutes. So a tiny guest is run: real mode, protected mode, long mode with paging, some
+//! counting against the clock, and an exit code through a debug port. Any other exit code means that KVM does not work.
 
 mod cache;
 pub use cache::host_boot;
@@ -21,18 +22,18 @@ use crate::bounded::{self, Finished};
 use crate::environment;
 
 const DEVICE: &str = "/dev/kvm";
-/// The guest takes 0.1 to 0.3 s, and more than 3 s where the host itself is emulated and busy; a KVM that hangs must not hold up
-/// the machine's start for long.
+/// Time limit of the trial guest. It takes 0.1 to 0.3 s, or more than 3 s on a busy host that is itself emulated. A KVM
+/// that hangs must not delay the machine's start for long.
 const PROBE_PATIENCE: Duration = Duration::from_secs(20);
 
-/// What runs the guest's instructions.
+/// What executes the guest's instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Accelerator {
     Kvm,
     Tcg,
 }
 
-/// What the operator wants.
+/// The accelerator that the operator requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wanted {
     /// KVM if it works, else TCG.
@@ -41,13 +42,16 @@ pub enum Wanted {
     Tcg,
 }
 
-/// What it will be, and why, in words for the operator.
+/// The accelerator that is used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AcceleratorChoice {
+    /// The accelerator to use.
     pub accelerator: Accelerator,
+    /// Reason for the choice, for the operator.
     pub why: String,
 }
 
+/// Errors of the choice.
 #[derive(Debug, thiserror::Error)]
 pub enum AcceleratorError {
     #[error("KVM does not work here: {why}; use accelerator = \"auto\" or \"tcg\"")]
@@ -55,7 +59,7 @@ pub enum AcceleratorError {
 }
 
 impl Accelerator {
-    /// As QEMU spells it.
+    /// Name of the accelerator in QEMU's options.
     pub fn name(self) -> &'static str {
         match self {
             Self::Kvm => "kvm",
@@ -63,8 +67,9 @@ impl Accelerator {
         }
     }
 
-    /// TCG runs `rep movsb` bytewise (page-cache reads are 3.6 times faster without it), and QEMU 7.2's cmpxchg16b
-    /// crashes Linux 6.12.
+    /// QEMU's `-cpu` value if the machine names none. Under TCG, `erms` and `fsrm` are off, because TCG executes
+    /// `rep movsb` bytewise (page-cache reads are 3.6 times faster without them). `cx16` is off, because QEMU 7.2's
+    /// cmpxchg16b crashes Linux 6.12.
     pub fn default_cpu_model(self) -> &'static str {
         match self {
             Self::Kvm => "host",
@@ -73,12 +78,12 @@ impl Accelerator {
     }
 }
 
-/// Tries KVM with the machine's CPU model where it is wanted.
+/// Chooses the accelerator. Tries KVM with the machine's CPU model unless TCG is requested.
 pub fn choose(binary: &Binary, wanted: Wanted, cpu_model: Option<&str>) -> Result<AcceleratorChoice, AcceleratorError> {
     decide(wanted, || try_kvm(binary, cpu_model, None))
 }
 
-/// As `choose`, but a trial's answer is kept in `folder` and not asked for again until something has changed.
+/// As `choose`, but caches the trial's verdict in `folder`.
 pub fn choose_once(
     binary: &Binary,
     wanted: Wanted,
@@ -102,7 +107,7 @@ fn decide(wanted: Wanted, kvm: impl FnOnce() -> Verdict) -> Result<AcceleratorCh
     }
 }
 
-/// The answer of one trial.
+/// The verdict of one trial.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 struct Verdict {
     works: bool,
@@ -116,7 +121,7 @@ impl Verdict {
 }
 
 fn try_kvm(binary: &Binary, cpu_model: Option<&str>, folder: Option<&Path>) -> Verdict {
-    // Permissions change while a host is up, so this is asked every time; it costs nothing.
+    // Permissions may change while the host is up, so this is checked every time; it costs nothing.
     if let Err(error) = OpenOptions::new().read(true).write(true).open(DEVICE) {
         return Verdict::no(cannot_open(&error));
     }
@@ -130,7 +135,7 @@ fn try_kvm(binary: &Binary, cpu_model: Option<&str>, folder: Option<&Path>) -> V
         Err(error) => return Verdict::no(format!("the trial cannot be made: {error}")),
     };
     let verdict = judge(&finished);
-    // A guest that did not end in time may only have met a busy host: ask again next time.
+    // A guest that did not end in time may only have met a busy host: do not cache that.
     if let Some(folder) = folder.filter(|_| finished.status.is_some()) {
         cache::remember(folder, &question, &verdict);
     }
@@ -176,7 +181,7 @@ fn judge(finished: &Finished) -> Verdict {
     Verdict::no(why)
 }
 
-/// The last line that speaks of an error, else the last line: an assertion often follows the words that explain it.
+/// The last line that contains an error, else the last line. The explanation often precedes a failed assertion.
 pub(crate) fn telling_line(stderr: &str) -> Option<&str> {
     let lines = || stderr.lines().map(str::trim).filter(|line| !line.is_empty());
     lines().rfind(|line| line.contains("error:")).or_else(|| lines().next_back())
@@ -186,7 +191,7 @@ pub(crate) fn telling_line(stderr: &str) -> Option<&str> {
 mod tests {
     use super::*;
 
-    /// Not the keeper's 20 s: this runs beside a whole test suite.
+    /// Longer than the keeper's 20 s, because this runs beside a whole test suite.
     const LONG: Duration = Duration::from_secs(60);
     const TCG: &[&str] = &["-accel", "tcg"];
 
@@ -199,13 +204,13 @@ mod tests {
     }
 
     #[test]
-    fn the_trial_guest_gets_through_where_guests_run() {
+    fn trial_guest_succeeds_under_tcg() {
         let verdict = try_tcg(Accelerator::Tcg.default_cpu_model());
         assert_eq!(verdict, Verdict { works: true, why: "it works".to_owned() });
     }
 
     #[test]
-    fn a_guest_that_takes_a_microsecond_an_instruction_does_not_work() {
+    fn too_slow_trial_guest_is_refused() {
         let slow = [TCG, &["-icount", "shift=10"]].concat();
         let verdict = judge(&run_guest(&binary(), &slow, "max", LONG).unwrap());
         assert_eq!(
@@ -215,26 +220,26 @@ mod tests {
     }
 
     #[test]
-    fn the_trial_guest_fails_on_a_cpu_without_long_mode() {
+    fn trial_guest_fails_without_long_mode() {
         let verdict = try_tcg("max,-lm");
         assert!(!verdict.works, "{verdict:?}");
         assert!(verdict.why.starts_with("the trial guest did not get through: it ended with code 0"), "{verdict:?}");
     }
 
     #[test]
-    fn qemus_own_words_are_the_reason() {
+    fn qemus_error_is_the_reason() {
         let verdict = try_tcg("no-such-cpu");
         assert!(!verdict.works && verdict.why.contains("unable to find CPU model 'no-such-cpu'"), "{verdict:?}");
     }
 
     #[test]
-    fn a_guest_that_hangs_does_not_work() {
+    fn hanging_trial_guest_is_refused() {
         let finished = run_guest(&binary(), TCG, "max", Duration::ZERO).unwrap();
         assert_eq!(judge(&finished).why, "the trial guest did not get through: it did not end in time");
     }
 
     #[test]
-    fn kvm_is_judged_by_what_happens_on_this_host() {
+    fn kvm_verdict_matches_this_host() {
         let choice = choose(&binary(), Wanted::Auto, None).unwrap();
         let forced = choose(&binary(), Wanted::Kvm, None);
         match choice.accelerator {
@@ -251,9 +256,9 @@ mod tests {
     }
 
     #[test]
-    fn what_was_tried_once_is_not_tried_again() {
+    fn verdict_is_cached() {
         if !Path::new(DEVICE).exists() {
-            // Nothing is tried where there is no KVM; the cache has tests of its own.
+            // Without KVM there is no trial; the cache has tests of its own.
             return;
         }
         let folder = tempfile::tempdir().unwrap();
@@ -265,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wanted_and_what_works_decide() {
+    fn choice_follows_request_and_verdict() {
         let verdict = |works| move || Verdict { works, why: "because".to_owned() };
         let why = |wanted, works| decide(wanted, verdict(works)).map(|choice| (choice.accelerator, choice.why));
         assert_eq!(why(Wanted::Tcg, true).unwrap(), (Accelerator::Tcg, "it is configured".to_owned()));
@@ -277,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn the_line_that_explains_is_quoted() {
+    fn explaining_line_is_quoted() {
         let stderr = "qemu: warning: a\nqemu: error: failed to set MSR 0x10a\nqemu: kvm.c:3183: Assertion failed.\n\n";
         assert_eq!(telling_line(stderr), Some("qemu: error: failed to set MSR 0x10a"));
         assert_eq!(
@@ -288,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_cannot_be_opened_says_what_to_do() {
+    fn unusable_device_error_says_what_to_do() {
         let why = |kind: io::ErrorKind| cannot_open(&io::Error::from(kind));
         assert_eq!(why(io::ErrorKind::PermissionDenied), "no access to /dev/kvm; join the group kvm");
         assert_eq!(why(io::ErrorKind::NotFound), "there is no /dev/kvm");

@@ -1,4 +1,4 @@
-//! Agents of all kinds at the other end of a socket.
+//! Good and bad agents at the other end of a socket.
 
 use std::io::{BufRead, BufReader};
 use std::thread::JoinHandle;
@@ -6,10 +6,10 @@ use std::thread::JoinHandle;
 use super::*;
 
 const SHORT: Patience<'_> = Patience { time: Duration::from_millis(300), stop: &|| false };
-/// Bounds what should happen at once.
+/// Limit for what should happen at once.
 const LONG: Patience<'_> = Patience { time: Duration::from_secs(60), stop: &|| false };
 
-/// An agent that says something to each command: `says` is given the command and the number in its arguments.
+/// Starts an agent that answers each command with `says`, given the command and the `id` in its arguments.
 fn agent(mut says: impl FnMut(&str, i64) -> Vec<u8> + Send + 'static) -> (UnixStream, JoinHandle<Vec<String>>) {
     let (ours, mut theirs) = UnixStream::pair().unwrap();
     let work = move || {
@@ -21,7 +21,7 @@ fn agent(mut says: impl FnMut(&str, i64) -> Vec<u8> + Send + 'static) -> (UnixSt
             let name = command["execute"].as_str().unwrap().to_owned();
             let said = says(&name, command["arguments"]["id"].as_i64().unwrap_or(0));
             asked.push(name);
-            // The other side may have heard enough.
+            // The other side may have closed the connection.
             if theirs.write_all(&said).is_err() {
                 break;
             }
@@ -35,7 +35,7 @@ fn synced(id: i64) -> Vec<u8> {
     [&[DELIMITER][..], format!("{{\"return\": {id}}}\n").as_bytes()].concat()
 }
 
-/// What becomes of a freeze by an agent that listens, and then says this.
+/// Result of a freeze by an agent that synchronises and then answers `says`.
 #[track_caller]
 fn check_freeze(says: &'static [u8], expect: &str) {
     let (stream, agent) =
@@ -51,7 +51,7 @@ fn check_freeze(says: &'static [u8], expect: &str) {
 }
 
 #[test]
-fn an_agent_answers_or_what_it_says_instead_is_told() {
+fn answers_and_wrong_answers_are_reported() {
     let odd = "the guest agent's answer is not understood (guest-fsfreeze-freeze): ";
     check_freeze(b"{\"return\": 2}\n", "2");
     check_freeze(b"\r\n\n{\"return\": 0}\r\n", "0");
@@ -68,7 +68,7 @@ fn an_agent_answers_or_what_it_says_instead_is_told() {
     check_freeze(b"{\"return\": 2}", "the guest agent did not answer within 300ms (guest-fsfreeze-freeze)");
 }
 
-/// What becomes of a program in the guest of an agent that listens, starts it, and then says this of it, again and again at last.
+/// Result of a program in the guest, whose agent synchronises and then gives these answers, repeating the last one.
 #[track_caller]
 fn check_program(says: &'static [&str], patience: &Patience<'_>, expect: &str, asked: usize) {
     let mut next = says.iter();
@@ -93,7 +93,7 @@ fn check_program(says: &'static [&str], patience: &Patience<'_>, expect: &str, a
 }
 
 #[test]
-fn a_program_in_the_guest_is_waited_for() {
+fn guest_program_is_awaited() {
     const PID: &str = r#"{"return": {"pid": 71}}"#;
     const RUNS: &str = r#"{"return": {"exited": false}}"#;
     check_program(&[PID, RUNS, RUNS, r#"{"return": {"exited": true, "exitcode": 0}}"#], &LONG, "true", 4);
@@ -122,9 +122,9 @@ fn a_program_in_the_guest_is_waited_for() {
 }
 
 #[test]
-fn what_was_said_to_others_is_passed_over() {
+fn answers_to_others_are_skipped() {
     let (stream, agent) = agent(|name, id| match name {
-        // An answer that came too late, rubbish, and what another one who synchronised was told.
+        // A late answer, nonsense, and the synchronisation of another connection.
         "guest-sync-delimited" => {
             [&b"{\"return\": 7}\n{\"retu"[..], &synced(id ^ 1), &[0, 1, DELIMITER, b'\n'], &synced(id)].concat()
         }
@@ -139,7 +139,7 @@ fn what_was_said_to_others_is_passed_over() {
 }
 
 #[test]
-fn one_that_is_not_there_talks_without_end_or_is_waited_for_no_more_is_told_apart() {
+fn silent_endless_and_closed_channels_are_told_apart() {
     let fails = |says: Vec<u8>, patience: &Patience<'_>| {
         let (stream, _agent) = agent(move |_, _| says.clone());
         Agent::begin(stream, patience).unwrap_err()

@@ -1,8 +1,8 @@
-/* Heap for the load of a guest's state: a QEMU that is to take a guest does not give any back before it has.
+/* Heap: a QEMU that is about to receive a guest returns no heap memory to the kernel until it has the guest.
  *
- * With every device that it loads QEMU makes its map of memory anew, and what was before comes free only when all is over (RCU):
- * 3.5 MiB in some 4 ms. It had as much while it made its devices, but gives what is free back to the kernel (malloc_trim in
- * QEMU's util/rcu.c, and free() by itself what is at the heap's end), and would get it page by page, some 870 faults, while the
+ * For each device that it loads, QEMU rebuilds its memory map, and the old maps are freed only at the end (RCU): 3.5 MiB in
+ * about 4 ms. QEMU needed as much while it created its devices, but has returned it to the kernel: by malloc_trim in QEMU's
+ * util/rcu.c, and by free() at the heap's end. It would get that memory back page by page, with about 870 faults, while the
  * guest stands still. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -15,7 +15,7 @@
 
 enum { KEPT_BYTES_MAX = 32 << 20 };
 
-/* 0: it was given back all the time. */
+/* Until then no memory is returned, in seconds of CLOCK_MONOTONIC. 0: memory is always returned. */
 static time_t kept_until;
 
 static time_t now(void) {

@@ -1,11 +1,11 @@
-/* Part of the preload library: a thread that drops QEMU's page tables of a range of memory when the keeper asks for it, so that
- * what QEMU touches from then on can be seen (crates/memory/src/faults/access.rs).
+/* Part of the preload library: a thread that drops QEMU's page tables of a memory range on request. So the keeper can see
+ * which pages QEMU touches from then on (crates/memory/src/faults/access.rs).
  *
- * The memory stays: it is a file's, mapped shared, and a page that is touched again is mapped again. Nobody but the process
- * itself may do this; what others may (MADV_PAGEOUT) writes the memory to swap where there is any.
+ * The memory stays: it belongs to a file, mapped shared, and a page that is touched is mapped again. Only the process itself
+ * can do this. What another process can do (MADV_PAGEOUT) writes the memory to swap, if there is any.
  *
  * Request, 24 bytes: u64 sequence, address, bytes. Answer, 16 bytes: u64 sequence, i32 errno or 0, i32 0. Host byte order.
- * QEMU keeps both ends of the channel: a keeper that follows one that died fetches the keeper's. */
+ * QEMU keeps both ends of the channel: the next keeper fetches the keeper's end after its predecessor has died. */
 #define _GNU_SOURCE
 #include "helper.h"
 
@@ -61,7 +61,7 @@ int hearth_start_helper(void) {
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    /* QEMU's signals are for QEMU's threads: one that is not blocked in all of them would end the process. */
+    /* QEMU blocks some signals in all of its threads and reads them elsewhere. In this thread, one would end the process. */
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);

@@ -1,4 +1,4 @@
-//! The preload library: embedded in the keeper, written where QEMU can load it.
+//! The preload library: embedded in the keeper, and written to a file that QEMU loads.
 
 use std::ffi::OsString;
 use std::fs;
@@ -7,22 +7,24 @@ use std::path::{Path, PathBuf};
 
 const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/preload.so"));
 
-/// For so long a QEMU that is to take a guest gives no heap back (see `heap.c`): longer than a hop may take.
+/// Seconds for which a QEMU that receives a guest keeps its heap (see `heap.c`): longer than a hop may take.
 const KEEP_HEAP_S: &str = "30";
 
-/// What QEMU needs in its environment to hand over its userfaultfd, to heed its valves, and to have heap at hand.
+/// What QEMU needs in its environment to hand over its userfaultfd, to obey its valves and to keep its heap.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Preload {
+    /// Path of the library.
     pub library: PathBuf,
-    /// Where the keeper waits for it.
+    /// Socket on which the keeper waits for the userfaultfd.
     pub socket: PathBuf,
-    /// The file of its valves; none without networks that have any.
+    /// File of the valves. None without networks that have valves.
     pub valves: Option<PathBuf>,
-    /// A guest will stand still while QEMU takes it.
+    /// Whether QEMU keeps free heap memory, because a guest stands still while QEMU receives it.
     pub keeps_heap: bool,
 }
 
 impl Preload {
+    /// Variables to add to QEMU's environment.
     pub fn environment(&self) -> impl Iterator<Item = (&'static str, OsString)> {
         let always = [("LD_PRELOAD", &self.library), ("HEARTH_USERFAULT_SOCKET", &self.socket)];
         let valves = self.valves.as_ref().map(|valves| ("HEARTH_VALVES", valves));
@@ -31,7 +33,8 @@ impl Preload {
     }
 }
 
-/// Writes the library into a folder; one of an older keeper is replaced as a whole, for a QEMU may be loading it.
+/// Writes the library into a folder and returns its path. The old file of an earlier keeper is replaced by a rename,
+/// because a QEMU may be loading it.
 pub fn install(folder: &Path) -> io::Result<PathBuf> {
     let path = folder.join("preload.so");
     if fs::read(&path).is_ok_and(|present| present == LIBRARY) {

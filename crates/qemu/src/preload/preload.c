@@ -1,13 +1,13 @@
 /* Preload library for stock QEMU: makes a userfaultfd inside QEMU and hands it to the keeper.
  *
- * A userfaultfd acts on the memory of the process that made it, so it must be made here. QEMU keeps a copy: if the keeper
- * held the only one and died, the kernel would unregister the memory and the guest would silently read pages of zeroes.
- * The keeper's end of the helper's channel goes with it (helper.c).
+ * A userfaultfd acts on the memory of the process that made it, so QEMU must make it. QEMU keeps a copy: if the keeper held
+ * the only one and died, the kernel would unregister the memory and the guest would silently read pages of zeroes.
+ * The keeper's end of the helper's channel comes with it (helper.c).
  *
  * Message (128 bytes, host byte order; see crates/memory/src/faults/handover.rs):
  *   magic "HRTHUFFD" | u32 version | i32 number of the descriptor here, or -1 | i32 errno | i32 number of the channel's end
  *   here, or -1 | 104 bytes: why there is no descriptor
- * Answer: one byte. Whatever fails, QEMU goes on: the machine then runs without what needs page faults. */
+ * Answer: one byte. QEMU starts even if any step fails: the machine then runs without the features that need page faults. */
 #define _GNU_SOURCE
 #include "helper.h"
 
@@ -25,7 +25,7 @@
 #include <unistd.h>
 
 #define SOCKET_VARIABLE "HEARTH_USERFAULT_SOCKET"
-/* linux/userfaultfd.h: absent from the headers of older distributions. */
+/* From linux/userfaultfd.h; missing in the headers of older distributions. */
 #define HEARTH_USERFAULTFD_IOC_NEW _IO(0xAA, 0x00)
 #define ANSWER_PATIENCE_S 2
 
@@ -71,7 +71,7 @@ static int connect_to_keeper(const char *path) {
     if (keeper < 0) {
         return -1;
     }
-    /* A keeper that is stopped must not keep QEMU from starting: every step is bounded, connecting too. */
+    /* A stopped keeper must not keep QEMU from starting: each step has a time limit, connecting included. */
     struct timeval patience = {.tv_sec = ANSWER_PATIENCE_S};
     setsockopt(keeper, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
     setsockopt(keeper, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
@@ -128,7 +128,7 @@ __attribute__((constructor)) static void hearth_preload(void) {
             fprintf(stderr, "hearth: no keeper at %s: %s\n", path, strerror(errno));
         }
     }
-    /* What QEMU starts must not inherit this. */
+    /* Programs that QEMU starts must not inherit these. */
     unsetenv("LD_PRELOAD");
     unsetenv(SOCKET_VARIABLE);
 }

@@ -1,12 +1,12 @@
-/* Part of the preload library: valves, by which the keeper keeps QEMU from its networks while another QEMU has them.
+/* Part of the preload library: valves (packet gates) that keep QEMU from its networks while another QEMU uses them.
  *
- * The file is drawn in crates/qemu/src/valve.rs, which tells why. While a valve is shut QEMU does not learn that something has
- * arrived (ppoll), and it waits in the kernel. A stream is shut between two packets: one that was begun with is still read.
- * What QEMU would set on a tap is put off until its valve opens: it is set for everybody who has the tap, and a QEMU that
- * starts would set it back to what no guest has agreed on yet.
+ * crates/qemu/src/valve.rs describes the file and the reason. While a valve is shut, QEMU does not learn that a packet has
+ * arrived (ppoll), and the packet waits in the kernel. A stream is shut between two packets: QEMU still reads the rest of a
+ * packet that it has begun. QEMU's settings of a tap are delayed until its valve opens, because they apply to every process
+ * that has the tap open. A QEMU that starts would reset them to values that no guest has agreed on.
  *
- * QEMU does not wait for a valve: whoever opens one has something else for QEMU to wake up for. And it is never told EAGAIN of a
- * stream, for it knows no better than to abort (10.0: net_fill_rstate). */
+ * QEMU does not wait for a valve: the keeper wakes QEMU in another way after it opens one. On a stream QEMU never gets EAGAIN,
+ * because it would abort (10.0: net_fill_rstate). */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -37,7 +37,7 @@ struct valve {
     int32_t number;
     uint32_t kind;
     _Atomic uint32_t shut;
-    /* Of a stream: QEMU has read a part of a packet. */
+    /* Stream only: QEMU has read a part of a packet. */
     _Atomic uint32_t part;
 };
 
@@ -45,20 +45,20 @@ struct valves {
     char magic[8];
     uint32_t version;
     uint32_t count;
-    /* This library knows of them. */
+    /* The library has found this file and obeys it. */
     _Atomic uint32_t worked;
     uint32_t unused[3];
     struct valve valve[VALVES_MAX];
 };
 _Static_assert(sizeof(struct valves) == 32 + 16 * VALVES_MAX, "the keeper writes 160 bytes");
 
-/* Known to this process alone, and touched by the one thread of QEMU that reads from networks. */
+/* Private to this process, and used only by the one thread of QEMU that reads from networks. */
 struct network {
-    /* Of a stream: the packet that is being read. Each has its length before it: four bytes, most significant first. */
+    /* Stream only: the packet that is being read. Its length comes first: four bytes, big-endian. */
     unsigned char length[4];
     uint32_t length_bytes;
     uint32_t left;
-    /* Of a tap: what was put off. */
+    /* Tap only: settings that are delayed. */
     int has_offload, has_header;
     unsigned long offload;
     int header;
@@ -149,7 +149,7 @@ EXPORTED int ioctl(int number, unsigned long request, ...) {
     return (int)syscall(SYS_ioctl, number, request, argument);
 }
 
-/* What is missing of the packet that was begun with. */
+/* Bytes that are missing of the packet that is being read. */
 static size_t missing(const struct network *network) {
     return network->length_bytes != 0 ? 4 - network->length_bytes : network->left;
 }
@@ -183,7 +183,7 @@ EXPORTED ssize_t recvmsg(int number, struct msghdr *message, int flags) {
     }
     struct iovec part = message->msg_iov[0];
     if (is_shut(i)) {
-        /* It was told that something is there before the valve was shut: one more packet, beginning with its length. */
+        /* QEMU saw data before the valve was shut: let it read one packet, beginning with its length. */
         size_t rest = missing(&networks[i]) != 0 ? missing(&networks[i]) : 4;
         part.iov_len = part.iov_len < rest ? part.iov_len : rest;
     }
@@ -205,7 +205,7 @@ struct hidden {
     int number;
 };
 
-/* Each network is waited for once; more would only be noticed too early. */
+/* QEMU waits for each network once. If it waited more often, it would only learn of packets too early. */
 static size_t hide(struct pollfd *waited, nfds_t count, struct hidden *hidden) {
     size_t found = 0;
     for (nfds_t at = 0; at < count && found < VALVES_MAX; at++) {
@@ -228,7 +228,7 @@ static void show(struct pollfd *waited, const struct hidden *hidden, size_t foun
 EXPORTED int ppoll(struct pollfd *waited, nfds_t count, const struct timespec *timeout, const sigset_t *mask) {
     struct hidden hidden[VALVES_MAX];
     size_t found = valves != NULL ? hide(waited, count, hidden) : 0;
-    /* The kernel writes to it. */
+    /* The kernel changes it. */
     struct timespec left, *limit = NULL;
     if (timeout != NULL) {
         left = *timeout;
@@ -247,7 +247,7 @@ EXPORTED int poll(struct pollfd *waited, nfds_t count, int timeout_ms) {
     return ready;
 }
 
-/* What a compiler that looks after the lengths of arrays calls instead. */
+/* Called instead of ppoll and poll by a compiler that checks array lengths (_FORTIFY_SOURCE). */
 EXPORTED int __ppoll_chk(
     struct pollfd *waited, nfds_t count, const struct timespec *timeout, const sigset_t *mask, size_t bytes) {
     if (bytes / sizeof *waited < count) {
@@ -263,7 +263,7 @@ EXPORTED int __poll_chk(struct pollfd *waited, nfds_t count, int timeout_ms, siz
     return poll(waited, count, timeout_ms);
 }
 
-/* To a stream a packet goes whole, or the next QEMU would begin in the middle of one. */
+/* A packet is sent to a stream completely; otherwise the next QEMU would begin inside a packet. */
 #define SEND_PATIENCE_MS 100
 #define PARTS_MAX 16
 
@@ -302,6 +302,6 @@ __attribute__((constructor)) static void hearth_valves(void) {
     if (path != NULL) {
         find_valves(path);
     }
-    /* What QEMU starts must not inherit this. */
+    /* Programs that QEMU starts must not inherit this. */
     unsetenv(VALVES_VARIABLE);
 }

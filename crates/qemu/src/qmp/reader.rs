@@ -1,9 +1,9 @@
-//! Reads what QEMU says on QMP, within bounds.
+//! Reads QEMU's messages on QMP, within bounds.
 //!
-//! line -> too long, or too much of late? -> JSON? -> an answer, kept for whoever asked | an event, told
+//! line -> too long or too frequent? -> JSON? -> an answer: queued for the caller | an event: reported
 //!
-//! A stock QEMU stays far below all of these bounds: it limits the rate of the events that a guest can cause, and answers only
-//! what it was asked.
+//! A stock QEMU stays far below all bounds: it limits the rate of events that a guest can cause, and sends only answers
+//! to commands.
 
 use std::io::{self, BufRead, BufReader, Read};
 use std::os::unix::net::UnixStream;
@@ -14,20 +14,20 @@ use serde_json::Value;
 
 use super::{QmpEvent, Said, event, now};
 
-/// The longest answer to anything that is asked here has some 50 KiB.
+/// Maximum length of a line. The longest answer to Hearth's commands has about 50 KiB.
 const LINE_BYTES_MAX: usize = 256 << 10;
-/// Answers that nobody has taken: those to commands that were no longer waited for. Parsed, one takes up to 16 times as much
-/// memory as its line (`[0,0,...]`), so that these take 64 MiB at most.
+/// Maximum number of queued answers, which belong to commands that timed out. A parsed answer takes up to 16 times the
+/// memory of its line (`[0,0,...]`), so the queue takes at most 64 MiB.
 pub(super) const ANSWERS_MAX: usize = 16;
 const _: () = assert!(ANSWERS_MAX * LINE_BYTES_MAX * 16 <= 64 << 20);
-/// What may come at once, and what may come in each second after that.
+/// Limits of messages and bytes: a burst, and a rate after that.
 const MESSAGES: Allowance = Allowance { at_once: 10_000, per_second: 1000 };
 const BYTES: Allowance = Allowance { at_once: 8 << 20, per_second: 1 << 20 };
-/// An event that is older has waited for a reader that long, or has another date than the host.
+/// Maximum difference between an event's time and now. A larger one means a slow reader or a wrong clock.
 const TIME_OFF_MAX: Duration = Duration::from_secs(24 * 60 * 60);
-/// Lines that are not JSON, in all.
+/// Maximum number of lines that are not JSON, per session.
 const NONSENSE_MAX: u32 = 8;
-/// Of such a line, in the log.
+/// Maximum length of such a line in the log.
 const QUOTED_CHARS: usize = 200;
 
 #[derive(Clone, Copy)]
@@ -36,7 +36,7 @@ struct Allowance {
     per_second: u64,
 }
 
-/// What is left of an allowance, in millionths.
+/// The rest of an allowance, in millionths.
 struct Budget {
     allowance: Allowance,
     left: u128,
@@ -50,7 +50,7 @@ impl Budget {
         Self { allowance, left: u128::from(allowance.at_once) * MILLION, counted: now }
     }
 
-    /// False: more than is allowed.
+    /// Spends a part of the budget. Returns false if that is more than is left.
     fn spend(&mut self, amount: u64, now: Instant) -> bool {
         let passed = now.saturating_duration_since(self.counted).as_micros();
         self.counted = now;
@@ -62,7 +62,7 @@ impl Budget {
     }
 }
 
-/// Why a QEMU is no longer listened to.
+/// Why QEMU's messages are no longer read.
 #[derive(Debug, thiserror::Error)]
 enum Fault {
     #[error("its QMP says a line of more than {LINE_BYTES_MAX} bytes")]
@@ -75,10 +75,10 @@ enum Fault {
     Nonsense(String),
 }
 
-/// Until QEMU hangs up, or passes a bound, which is told.
+/// Reads until QEMU closes the connection or exceeds a bound, which is reported.
 pub(super) fn read_all(mut lines: BufReader<UnixStream>, answered: &SyncSender<Value>, hears: &dyn Fn(Said)) {
     let Err(fault) = read_within_bounds(&mut lines, answered, hears) else { return };
-    // It may wait until all of its words are taken, and hears now that they are not.
+    // QEMU may be blocked in a write; this ends it.
     let _ = lines.get_ref().shutdown(std::net::Shutdown::Both);
     hears(Said { event: QmpEvent::Misbehaves(fault.to_string()), at: now() });
 }
@@ -120,7 +120,7 @@ fn read_within_bounds(
     Ok(())
 }
 
-/// False: it has hung up. A line that is too long is cut off behind the bound.
+/// Reads a line. Returns false if QEMU has closed the connection. A line is cut off behind the bound.
 fn next_line(lines: &mut BufReader<UnixStream>, line: &mut Vec<u8>) -> io::Result<bool> {
     line.clear();
     line.shrink_to(LINE_BYTES_MAX / 16);
@@ -128,7 +128,7 @@ fn next_line(lines: &mut BufReader<UnixStream>, line: &mut Vec<u8>) -> io::Resul
     Ok(!line.is_empty())
 }
 
-/// When an event was, by QEMU's own clock, which is the host's. A time that is none, or far from now, is now.
+/// Time of an event by QEMU's clock, which is the host's. An invalid time, or one far from now, counts as now.
 fn time(message: &Value) -> Duration {
     let part = |key: &str| message["timestamp"][key].as_u64();
     let told = part("seconds").zip(part("microseconds"));
@@ -146,7 +146,7 @@ mod tests {
 
     use super::*;
 
-    /// What is heard of a QEMU that says this and then nothing: events, and how many answers are kept.
+    /// The events and the number of queued answers after QEMU has sent these bytes and closed the connection.
     fn hear(say: impl FnOnce(&mut UnixStream) + Send + 'static) -> (Vec<QmpEvent>, usize) {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let speaker = std::thread::spawn(move || say(&mut theirs));
@@ -164,7 +164,7 @@ mod tests {
         assert!(matches!(last, QmpEvent::Misbehaves(why) if why.contains(expect)), "{last:?}");
     }
 
-    /// As much as is taken.
+    /// Sends the same bytes until the connection breaks.
     fn endlessly(bytes: &'static [u8]) -> impl FnOnce(&mut UnixStream) + Send {
         move |theirs| while theirs.write_all(bytes).is_ok() {}
     }
@@ -181,14 +181,14 @@ mod tests {
     }
 
     #[test]
-    fn words_are_kept_to_their_length() {
+    fn long_names_are_truncated() {
         let line = format!("{{\"event\": \"{}\"}}\n", "N".repeat(200_000));
         let (heard, _) = hear(move |theirs| theirs.write_all(line.as_bytes()).unwrap());
         assert_eq!(heard, [QmpEvent::Other("N".repeat(100))]);
     }
 
     #[test]
-    fn a_time_that_is_none_is_now() {
+    fn invalid_time_counts_as_now() {
         let check = |seconds: &str, microseconds: &str| {
             let text = format!(r#"{{"timestamp": {{"seconds": {seconds}, "microseconds": {microseconds}}}}}"#);
             let told = time(&serde_json::from_str(&text).unwrap());
@@ -202,9 +202,9 @@ mod tests {
         assert_eq!(time(&serde_json::json!({"timestamp": {"seconds": told.as_secs(), "microseconds": 5}})), told);
     }
 
-    /// Sequences of what a QEMU may say and of what it must not, by a seed: each ends, and within bounds.
+    /// Random sequences of valid and invalid messages, by seed: each ends, and within bounds.
     #[test]
-    fn any_sequence_of_messages_is_heard_within_bounds() {
+    fn any_message_sequence_is_read_within_bounds() {
         const SAID: [&[u8]; 12] = [
             b"{\"QMP\": {}}\n",
             b"{\"return\": {}, \"id\": 1}\n",
