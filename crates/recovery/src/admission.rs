@@ -1,21 +1,21 @@
-//! Admission: while dead memory cannot be given up fast enough, the living guest gets memory only as the budget allows.
+//! Admission: grants the living guest memory only as the budget allows, while dead memory cannot be freed fast enough.
 //!
-//! a unit is touched for the first time (page fault of QEMU, request of a disk) -> does it fit into the budget? -> trim the
-//! ember for it -> granted, or the one who asked waits -> everything would fit, or the dump has let go: admission is over
+//! first touch of a unit (page fault of QEMU, request of a disk) -> does it fit the budget? -> trim the ember -> grant
+//! it, or make the requester wait -> all memory fits, or the dump has let go: admission ends
 //!
-//! That it is over is found by whoever asks, and by the warden's look (`review`): a guest that asks for nothing more would
-//! keep it up for ever.
+//! Each request checks for that end, and so does the memory monitor (`review`): a guest that asks for nothing more
+//! would otherwise never end admission.
 //!
-//! The warden's look is not enough here: between two looks a guest takes what it likes, and what a dump has not written
-//! yet cannot be trimmed in its place. Nor is admission enough for the ember: the warden makes room ahead of the guest,
-//! so that it does not have to wait for a punch.
+//! The memory monitor alone is not enough: between two checks a guest takes any amount, and pages not yet dumped cannot
+//! be trimmed. Admission alone is not enough either: the monitor trims the ember ahead of the guest, so that the guest
+//! does not wait for a hole punch.
 //!
-//! What is charged: a granted unit whole, for the guest may fill it without a word; the ledger whole; what the other
-//! memory files of the machine hold now, which can only become less; and what others of the keeper have reserved.
+//! The charge includes each granted unit as a whole, because the guest may fill it without asking. It also includes the
+//! whole ledger, what the machine's other memory files hold now, and what other parts of the keeper have reserved.
 //!
-//! Nobody who waits here holds what memory's coming free depends on: the dump reads dead memory and writes to a file of
-//! the host's. A grant is never taken back, and all grants together fit once the dead memory is gone. So a wait ends,
-//! unless the dump stands still; then the operator is told (`stalled_for`).
+//! No thread that waits here holds up what frees memory: the dump reads dead memory and writes to a file of the host. A
+//! grant is never taken back, and all grants fit once the dead memory is gone, as long as the machine's other memory
+//! files fit into the slack. Then every wait ends unless the dump stalls, which the operator is told (`stalled_for`).
 
 use std::fs;
 use std::io;
@@ -35,17 +35,17 @@ use crate::budget::Budget;
 use crate::ember::Ember;
 use crate::incarnation::{Incarnation, ledger_path, lock};
 
-/// An ember that has nothing to trim may have looked at each of its pages for that.
+/// Pause before the ember is asked again. One with nothing to trim may have visited each of its pages.
 const TRIM_AGAIN: Duration = Duration::from_millis(50);
 
-/// What admission is decided by.
+/// Facts on which admission decides.
 #[derive(Clone)]
 pub struct Terms {
-    /// All memory files of the machine are here.
+    /// Folder of all memory files of the machine.
     pub folder: PathBuf,
     pub budget: Budget,
     pub ember: Arc<Ember>,
-    /// Memory is granted only while a dump holds dead memory. Otherwise an ember alone is enough.
+    /// If set, admission ends as soon as no dump holds dead memory. If not, it also lasts while an ember does not fit.
     pub only_for_dumps: bool,
 }
 
@@ -55,43 +55,43 @@ pub struct Admission {
     live: Incarnation,
     ram: GatedRam,
     ledger_bytes: u64,
-    /// Memory outside of the folder that counts as well.
+    /// Memory outside of the folder that counts as well, in bytes.
     reserved_bytes: AtomicU64,
-    /// Held while a unit is decided on: what is free is counted by one at a time.
+    /// Locked while a unit is decided, so that one thread at a time counts free memory.
     shortage: Mutex<Shortage>,
 }
 
 #[derive(Default)]
 struct Shortage {
-    /// Since when nothing was to be had.
+    /// When the first request was refused since the last grant.
     since: Option<Instant>,
-    /// When the ember had nothing to trim.
+    /// When the ember last had nothing to trim.
     trimmed_in_vain: Option<Instant>,
 }
 
 impl Admission {
-    /// From now on the guest asks. QEMU must hold still.
+    /// Starts admission: from now on each first touch of a unit needs a grant. QEMU must be stopped.
     pub fn register(terms: Terms, live: &Incarnation, userfault: &Userfault) -> Result<Self, AdmissionError> {
         let ram = GatedRam::register(userfault, &live.ram, UNIT_BYTES)?;
         Ok(Self::new(terms, live, ram))
     }
 
-    /// Goes on where a keeper that died left off; none if nothing is left to be granted.
+    /// Continues the admission of a keeper that died. Returns `None` if everything has been granted.
     pub fn resume(terms: Terms, live: &Incarnation, userfault: &Userfault) -> Result<Option<Self>, AdmissionError> {
         let ram = GatedRam::resume(userfault, &live.ram, UNIT_BYTES)?;
         Ok(ram.map(|ram| Self::new(terms, live, ram)))
     }
 
     fn new(terms: Terms, live: &Incarnation, ram: GatedRam) -> Self {
-        // Its length: it fills as the guest reads, without asking.
+        // Its length counts, because it fills without asking as the guest reads.
         let ledger = fs::metadata(ledger_path(&terms.folder, live.number));
         let ledger_bytes = ledger.map_or(0, |ledger| ledger.len());
         let reserved_bytes = AtomicU64::new(0);
         Self { terms, live: live.clone(), ram, ledger_bytes, reserved_bytes, shortage: Mutex::default() }
     }
 
-    /// Serves QEMU's page faults until `stop`, QEMU's end, or until nothing is left to be granted. `waits` is told each
-    /// time that somebody has to wait.
+    /// Serves QEMU's page faults until `stop`, until QEMU ends, or until everything is granted. Calls `waits` each time
+    /// that a fault has to wait.
     pub fn serve(&self, mut waits: impl FnMut(&Self)) -> Result<(), AdmissionError> {
         self.ram.serve(|unit| {
             let verdict = self.ask(unit)?;
@@ -102,21 +102,24 @@ impl Admission {
         })
     }
 
+    /// Makes `serve` return.
     pub fn stop(&self) {
         self.ram.stop();
     }
 
-    /// Grants everything, whatever the budget says.
+    /// Grants all memory, whatever the budget says.
     pub fn finish(&self) -> Result<(), AdmissionError> {
         let _deciding = lock(&self.shortage);
         self.ram.finish()
     }
 
+    /// Whether all memory is granted.
     pub fn is_over(&self) -> bool {
         self.ram.is_finished()
     }
 
-    /// Ends admission if it has become needless. To be called now and then: the guest may never ask again.
+    /// Ends admission if it is no longer needed. The memory monitor calls this regularly, because the guest may never
+    /// ask again.
     pub fn review(&self) -> Result<(), AdmissionError> {
         let mut shortage = lock(&self.shortage);
         if self.is_over() {
@@ -130,8 +133,8 @@ impl Admission {
         Ok(())
     }
 
-    /// Ends admission at the cost of the ember, for an operation that needs all memory granted. False: a dump, or another
-    /// file of the folder, holds what is missing.
+    /// Ends admission by trimming the ember, for an operation that needs all memory granted. Returns false if a dump or
+    /// another file of the folder holds what is missing.
     pub fn end_for_ember(&self) -> Result<bool, AdmissionError> {
         self.review()?;
         let shortage = lock(&self.shortage);
@@ -144,41 +147,43 @@ impl Admission {
         Ok(self.is_over())
     }
 
-    /// Memory of the keeper's that is to count: buffers of a dump.
+    /// Sets how many bytes of the keeper's own memory count, such as a dump's buffers.
     pub fn reserve(&self, bytes: u64) {
         self.reserved_bytes.store(bytes, Relaxed);
     }
 
-    /// The most that the living incarnation's files can hold as things stand.
+    /// Maximum that the living incarnation's files can hold under the present grants, in bytes.
     pub fn committed_bytes(&self) -> u64 {
         self.ram.committed_bytes() + self.ledger_bytes
     }
 
+    /// Bytes granted so far.
     pub fn granted_bytes(&self) -> u64 {
         self.ram.granted_bytes()
     }
 
+    /// Numbers of requests that wait or have waited for a grant.
     pub fn waits(&self) -> Waits {
         self.ram.waits()
     }
 
-    /// Is there somebody who asked and has not got it?
+    /// Whether a request still waits for its grant.
     pub fn is_waited_for(&self) -> bool {
         !self.is_over() && (self.waits().waiting > 0 || !self.stalled_for().is_zero())
     }
 
-    /// How long nothing has been granted although it was asked for.
+    /// Time since the first refusal after the last grant; zero if there was none.
     pub fn stalled_for(&self) -> Duration {
         lock(&self.shortage).since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
-    /// What the disks of the machine have to ask.
+    /// Gate that the machine's disks ask before they touch guest memory.
     pub fn gate(self: &Arc<Self>) -> Gate {
         let (ram_device, ram_inode) = self.live.ram.identity();
         Gate { ram_device, ram_inode, keeper: self.clone() }
     }
 
-    /// Grants the unit if the budget has it, now or after trimming.
+    /// Grants the unit if it fits the budget, at once or after trimming.
     fn ask(&self, unit: usize) -> Result<Verdict, AdmissionError> {
         let mut shortage = lock(&self.shortage);
         let charge = self.ram.charge_bytes(unit);
@@ -200,7 +205,7 @@ impl Admission {
         Ok(Verdict::Granted)
     }
 
-    /// Has the ember given up anything?
+    /// Trims the ember. Returns whether it gave up anything.
     fn trim(&self, bytes: u64, shortage: &mut Shortage) -> Result<bool, MemoryError> {
         if shortage.trimmed_in_vain.is_some_and(|then| then.elapsed() < TRIM_AGAIN) {
             return Ok(false);
@@ -218,12 +223,12 @@ impl Admission {
         (self.committed_bytes() + charge + others).saturating_sub(self.limit_bytes())
     }
 
-    /// Then there is nothing left to decide.
+    /// Whether all memory fits: then nothing is left to decide.
     fn could_hold_all(&self, others: u64) -> bool {
         self.all_bytes(others) <= self.limit_bytes()
     }
 
-    /// What the machine's files hold when the guest has all its memory.
+    /// Bytes that the machine's files hold when the guest has all its memory.
     fn all_bytes(&self, others: u64) -> u64 {
         self.live.ram.bytes() + self.ledger_bytes + others
     }
@@ -232,7 +237,7 @@ impl Admission {
         self.terms.budget.limit_bytes(self.terms.ember.is_held())
     }
 
-    /// What everything but the living incarnation's files holds.
+    /// Bytes held by everything except the living incarnation's files.
     fn others_bytes(&self) -> Result<u64, MemoryError> {
         let folder = &self.terms.folder;
         let ours = [self.live.ram.path().to_owned(), ledger_path(folder, self.live.number)];
@@ -249,13 +254,13 @@ impl RamGate for Admission {
     }
 
     fn admit(&self, file: Range<u64>) -> bool {
-        // An error is QEMU's end: its requests end with it. What else it can be the faults' own thread meets too, and
-        // tells.
+        // An error that means QEMU's end needs no report, because its requests end with it. The faults' own thread
+        // meets and reports every other error.
         self.ram.units_of(file).all(|unit| self.ram.is_granted(unit) || matches!(self.ask(unit), Ok(Verdict::Granted)))
     }
 }
 
-/// Host memory that a folder's files hold, but for those named. Files come and go meanwhile.
+/// Bytes of host memory that a folder's files hold, except the named ones. Files come and go meanwhile.
 fn files_bytes(folder: &Path, but: &[PathBuf]) -> io::Result<u64> {
     let mut total = 0;
     for entry in fs::read_dir(folder)? {
@@ -288,7 +293,7 @@ mod tests {
         Budget { ram_bytes: 16 * MIB, slack_bytes: MIB, headroom_bytes: 5 * MIB, dump_buffer_bytes: MIB };
     const BYTES: [u8; BLOCK_BYTES] = [7; BLOCK_BYTES];
 
-    /// A machine whose QEMU is this very process.
+    /// A machine whose QEMU is this test process.
     struct Machine {
         admission: Admission,
         ember: Arc<Ember>,
@@ -297,12 +302,12 @@ mod tests {
     }
 
     impl Machine {
-        /// `dead_mib` of disk blocks in the memory of a dead incarnation, `ballast_mib` that nobody gives up.
+        /// An ember with `dead_mib` of disk blocks, and `ballast_mib` in a file that nobody frees.
         fn new(dead_mib: u64, ballast_mib: u64) -> Self {
             Self::held(dead_mib, ballast_mib, None)
         }
 
-        /// The same, while a dump holds the dead incarnation.
+        /// As `new`, while a dump holds the dead incarnation.
         fn held(dead_mib: u64, ballast_mib: u64, hold: Option<Arc<Hold>>) -> Self {
             Self::with(dead_mib, ballast_mib, hold, false)
         }
@@ -345,7 +350,7 @@ mod tests {
         }
     }
 
-    /// Maps the RAM for good: nothing of it is touched.
+    /// Maps the RAM for the rest of the test, without touching it.
     fn map_here(live: &Incarnation) -> Userfault {
         let file = File::options().read(true).write(true).open(live.ram.path()).unwrap();
         let (protection, bytes) = (ProtFlags::READ | ProtFlags::WRITE, BUDGET.ram_bytes as usize);
@@ -357,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ember_gives_way_and_nobody_waits() {
+    fn ember_is_trimmed_before_anyone_waits() {
         let machine = Machine::new(12, 0);
         let kept = machine.ember.counts().remaining;
         assert!((0..2).all(|unit| machine.admit(unit)));
@@ -368,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_given_up_is_waited_for() {
+    fn guest_waits_for_memory_that_cannot_be_freed() {
         let machine = Machine::new(0, 12);
         assert_eq!((0..8).map(|unit| machine.admit(unit)).filter(|&admitted| admitted).count(), 2);
         assert!(machine.admit(1), "what was granted stays granted");
@@ -385,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dump_that_holds_dead_memory_gives_headroom_until_it_lets_go() {
+    fn headroom_lasts_while_a_dump_holds_memory() {
         let hold = Arc::new(Hold::everything(BUDGET.ram_bytes / PAGE_BYTES));
         let machine = Machine::held(12, 0, Some(hold.clone()));
         let admitted = || (0..8).filter(|&unit| machine.admit(unit)).count();
@@ -393,7 +398,7 @@ mod tests {
         hold.let_go(0..MIB / PAGE_BYTES);
         assert_eq!(admitted(), 4, "less than a unit came free");
         hold.end();
-        // The ember that had nothing to trim is not asked again at once.
+        // An ember that had nothing to trim is not asked again at once.
         let deadline = Instant::now() + Duration::from_secs(60);
         while admitted() < 8 {
             assert!(Instant::now() < deadline, "what came free is not granted");
@@ -402,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn admission_ends_with_the_dump_though_nobody_asks() {
+    fn admission_ends_with_the_dump_without_a_request() {
         let hold = Arc::new(Hold::everything(BUDGET.ram_bytes / PAGE_BYTES));
         let machine = Machine::with(12, 0, Some(hold.clone()), true);
         machine.admission.review().unwrap();
@@ -415,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn admission_for_the_ember_ends_when_it_fits_or_is_given_up() {
+    fn admission_ends_when_ember_fits_or_is_trimmed() {
         for (dead_mib, ballast_mib) in [(12, 0), (0, 12)] {
             let machine = Machine::new(dead_mib, ballast_mib);
             machine.admission.review().unwrap();
@@ -430,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn admission_can_be_ended_whatever_the_budget_says() {
+    fn finish_ends_admission_despite_the_budget() {
         let machine = Machine::new(0, 16);
         assert!(!machine.admission.admit(0..1));
         machine.admission.finish().unwrap();

@@ -1,72 +1,75 @@
-//! Budget: the host memory a machine may use, its RAM size plus a small fixed slack; while a dump holds dead memory, its
-//! headroom as well.
+//! Budget: the host memory that a machine may use: its RAM size plus a small fixed slack, and a headroom while a dump
+//! holds dead memory.
 //!
-//! While an ember exists, the dead RAM and the new RAM share the budget: as the new one grows, the ember is trimmed
+//! While an ember exists, the dead RAM and the new RAM share the budget. As the new RAM grows, the ember is trimmed
 //! ahead of it. How far ahead depends on how fast the guest has just grown.
 
 use std::time::Duration;
 
-/// Bytes always kept free below the limit while an ember exists, unless the slack is smaller than this.
+/// Bytes kept free on top of the slack, while an ember exists and the guest has not grown fully.
 const HEADROOM_BYTES_MIN: u64 = 16 << 20;
-/// The growth of this long a time is made room for: a guest may double its pace, and a look may come late.
+/// The ember makes room for this much time of growth: a guest may double its pace, and a check may come late.
 const AHEAD: Duration = Duration::from_millis(16);
-/// A look that came late may be followed by another one, so room is made for at least this many times the growth just seen.
-/// Eight times, whatever the time that had passed, cost a quarter of the ember on a host with five busy processes.
+/// Minimum room, as a multiple of the growth just seen, because one late check may follow another. A factor of eight,
+/// whatever time had passed, cost a quarter of the ember on a host with five busy processes.
 const GROWTH_AHEAD_MIN: u64 = 2;
 
-/// This part of the slack is never planned with: it is for what comes between two looks. Without it a guest of 512 MiB
+/// The slack divided by this is never planned with: it covers growth between two checks. Without it a guest of 512 MiB
 /// that filled its memory came within 0.5 MiB of the limit.
 const RESERVE_OF_SLACK: u64 = 4;
 
-/// What a machine's memory files may hold, in bytes.
+/// Limits for a machine's memory files, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {
+    /// Size of the guest's RAM.
     pub ram_bytes: u64,
+    /// Allowed on top of the RAM.
     pub slack_bytes: u64,
-    /// On top of both, while a dump holds dead memory.
+    /// Allowed on top of both while a dump holds dead memory.
     pub headroom_bytes: u64,
-    /// The most that a dump has in its hands. Set aside as long as one holds dead memory: what the guest was granted
-    /// cannot be taken back when the dump needs it.
+    /// Maximum size of a dump's buffers. It is reserved while a dump holds dead memory, because memory granted to the
+    /// guest cannot be taken back when the dump needs it.
     pub dump_buffer_bytes: u64,
 }
 
-/// What the memory files hold at one moment.
+/// Bytes that the memory files hold at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// RAM file and ledger of the living incarnation.
     pub live_bytes: u64,
     /// RAM files and ledgers of the dead ones.
     pub ember_bytes: u64,
-    /// What dumps have in their hands.
+    /// Buffers of dumps.
     pub buffer_bytes: u64,
-    /// A dump holds dead memory.
+    /// Whether a dump holds dead memory.
     pub is_held: bool,
 }
 
 impl Usage {
+    /// Sum of all parts, in bytes.
     pub fn total_bytes(self) -> u64 {
         self.live_bytes + self.ember_bytes + self.buffer_bytes
     }
 }
 
 impl Budget {
-    /// What counts now: `is_held` while a dump holds dead memory.
+    /// Limit that applies now, in bytes. `is_held` tells whether a dump holds dead memory.
     pub fn limit_bytes(self, is_held: bool) -> u64 {
         self.ram_bytes + self.slack_bytes + if is_held { self.headroom_bytes } else { 0 }
     }
 
-    /// What counts for dumps now that have `in_hand_bytes` in their hands.
+    /// Bytes that count for dumps whose buffers now hold `in_hand_bytes`.
     pub fn buffer_bytes(self, in_hand_bytes: u64, is_held: bool) -> u64 {
         if is_held { in_hand_bytes.max(self.dump_buffer_bytes) } else { in_hand_bytes }
     }
 
-    /// Bytes to trim from the ember now, given how much the living incarnation has grown since the last look, and how
-    /// long ago that was.
+    /// Bytes to trim from the ember now. The living incarnation has grown by `growth_bytes` since the last check,
+    /// `since` ago.
     pub fn to_trim(self, usage: Usage, growth_bytes: u64, since: Duration) -> u64 {
         let usage = Usage { buffer_bytes: self.buffer_bytes(usage.buffer_bytes, usage.is_held), ..usage };
         let reserve = self.slack_bytes / RESERVE_OF_SLACK;
-        // Once the new incarnation is fully grown there is nothing left to run ahead of. Its ledger comes on top of its
-        // RAM: at most 0.6 %, which the reserve covers.
+        // A fully grown incarnation needs no room ahead. Its ledger comes on top of its RAM: at most 0.6 %, which the
+        // reserve covers.
         let still_to_come = (self.ram_bytes + reserve).saturating_sub(usage.live_bytes);
         let headroom =
             (HEADROOM_BYTES_MIN + self.slack_bytes).max(growth_ahead_bytes(growth_bytes, since)).min(still_to_come);
@@ -75,7 +78,7 @@ impl Budget {
     }
 }
 
-/// What a guest that grew by `growth_bytes` in the time `since` may grow until the next look.
+/// Bytes that a guest may grow until the next check, if it grew by `growth_bytes` in the time `since`.
 fn growth_ahead_bytes(growth_bytes: u64, since: Duration) -> u64 {
     let in_time = u128::from(growth_bytes) * AHEAD.as_micros() / since.as_micros().max(1);
     growth_bytes.saturating_mul(GROWTH_AHEAD_MIN).max(u64::try_from(in_time).unwrap_or(u64::MAX))
@@ -89,7 +92,7 @@ mod tests {
     const BUDGET: Budget =
         Budget { ram_bytes: 1024 * MIB, slack_bytes: 32 * MIB, headroom_bytes: 40 * MIB, dump_buffer_bytes: 8 * MIB };
 
-    /// A dump that holds dead memory lets the ember keep what the headroom is, but for its buffers.
+    /// While a dump holds dead memory, the ember keeps more: the headroom less the dump's buffers.
     fn check(live_mib: u64, ember_mib: u64, growth_mib: u64, trim_mib: u64) {
         let usage = Usage { live_bytes: live_mib * MIB, ember_bytes: ember_mib * MIB, ..Usage::default() };
         let trim = |usage| BUDGET.to_trim(usage, growth_mib * MIB, Duration::from_millis(2)) / MIB;
@@ -111,19 +114,19 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_grows_fast_is_given_more_room() {
+    fn fast_guest_gets_more_room_ahead() {
         check(300, 700, 50, 352);
     }
 
     #[test]
-    fn a_look_that_comes_late_does_not_make_a_slow_guest_a_fast_one() {
+    fn late_check_does_not_exaggerate_growth() {
         assert_eq!(growth_ahead_bytes(50 * MIB, Duration::from_millis(2)), 400 * MIB);
         assert_eq!(growth_ahead_bytes(50 * MIB, Duration::from_millis(200)), 100 * MIB);
         assert_eq!(growth_ahead_bytes(1, Duration::ZERO), 16_000);
     }
 
     #[test]
-    fn a_full_grown_guest_leaves_the_slack_to_the_ember_but_for_a_reserve() {
+    fn full_grown_guest_leaves_slack_to_the_ember() {
         check(1000, 16, 0, 0);
         check(1000, 80, 0, 64);
         check(1024, 40, 100, 24);

@@ -1,20 +1,20 @@
-//! Crash recovery: the dump is written while the next guest already serves.
+//! Crash recovery: writes the dump of a crashed guest while the next guest already runs.
 //!
 //! ```text
 //!   guest crashed
-//!        | harvest: registers and notes, 1 ms, from the QEMU that holds the guest still
+//!       | harvest: registers and notes, 1 ms, from the QEMU that keeps the guest stopped
 //!        v
 //!   QEMU ends ----> drain, bank, attach, launch, settle (as in warm reboot): the next guest boots
 //!        |
-//!        +--------> plan: what is each page? what the dump leaves out comes free
+//!       +--------> plan: classify each page; what the dump leaves out comes free
 //!                     | write, chunk by chunk: what is in the file comes free
 //!                     v
 //!                   finish: the file is complete, nothing is held
 //! ```
-//! Point of no return: the end of QEMU, after which there are no registers; without them the dump is made all the same.
-//! Nothing here waits for the dump but memory: the dead RAM has two claimants, the ledger (clean disk blocks) and the dump
-//! (`Hold`), and a page goes back to the host when neither wants it. A fault in `plan` makes the dump larger, a fault in
-//! `write` or `finish` makes it wait for a person; none touches the next guest.
+//! Point of no return: the end of QEMU, after which there are no registers. A dump is made without them too. Only
+//! memory waits for the dump. The dead RAM has two claimants: the ledger (clean disk blocks) and the dump (`Hold`). A
+//! page goes back to the host when neither claims it. A failure in `plan` makes the dump larger. A failure in `write`
+//! or `finish` leaves the dump to the operator. None affects the next guest.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,28 +27,30 @@ use crate::hold::Hold;
 use crate::vmcore::linux::{ClassCounts, Classification, Linux, NotUnderstood, Utsname, log};
 use crate::vmcore::{Bitmap, DumpLevel, PhysicalMemory};
 
-/// How long a QEMU may take to say its guest's registers. It takes 1 ms, and 5 ms at worst; one that hangs must not keep
-/// the next guest waiting.
+/// Time that QEMU may take to report its guest's registers. It takes 1 ms, and 5 ms at worst; a hung QEMU must not
+/// delay the next guest.
 pub const HARVEST_PATIENCE: Duration = Duration::from_secs(2);
-/// Of a panic message, which the guest wrote.
+/// Maximum length of a panic message, in characters. The guest wrote it.
 const PANIC_CHARS_MAX: usize = 300;
 
 /// Steps of a dump, in order; the same words in events, metrics and `hearth explain`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// Registers and notes are taken from QEMU.
+    /// Take registers and notes from QEMU.
     Harvest,
-    /// The guest's own page descriptors say what the dump leaves out.
+    /// Decide by the guest's own page descriptors what the dump leaves out.
     Plan,
-    /// Memory goes into the file and back to the host.
+    /// Write memory to the file and return it to the host.
     Write,
-    /// The file becomes complete.
+    /// Complete the file.
     Finish,
 }
 
 impl Phase {
+    /// All phases, in order.
     pub const ALL: [Self; 4] = [Self::Harvest, Self::Plan, Self::Write, Self::Finish];
 
+    /// Name of the phase in events, metrics and `hearth explain`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Harvest => "harvest",
@@ -59,23 +61,25 @@ impl Phase {
     }
 }
 
-/// What is to be said of a dead guest's memory before it is dumped.
+/// What is known of a dead guest's memory before it is dumped.
 #[derive(Clone, Debug)]
 pub struct Judgement {
-    /// What the dump keeps, and why not the rest.
+    /// Pages that the dump keeps, and counts of the pages it leaves out.
     pub pages: Classification,
-    /// As asked, or less where the guest's kernel was not understood.
+    /// The requested level, or a lower one if the guest's kernel was not understood.
     pub level: DumpLevel,
+    /// Name and release of the guest's kernel.
     pub utsname: Option<Utsname>,
     /// Text of the kernel's VMCOREINFO, wherever it was found.
     pub vmcoreinfo: Option<Vec<u8>>,
-    /// The guest's own last words.
+    /// Panic message from the guest's kernel log.
     pub panic: Option<String>,
-    /// Why more is kept than was asked, or less is known.
+    /// Why more is kept than requested, or what could not be read.
     pub warnings: Vec<String>,
 }
 
-/// Asks a dead guest's kernel. `notes` are what QEMU gave; none are fine. Never fails: what is not understood is kept.
+/// Classifies a dead guest's memory by the data of its own kernel. `notes` come from QEMU and may be empty. Never
+/// fails: pages that are not understood are kept.
 pub fn judge(memory: &impl PhysicalMemory, notes: &[u8], level: DumpLevel) -> Judgement {
     let linux = match Linux::find(memory, notes) {
         Ok(linux) => linux,
@@ -120,12 +124,12 @@ fn not_understood(memory: &impl PhysicalMemory, level: DumpLevel, error: &NotUnd
     judgement
 }
 
-/// Of what a guest says only what a terminal can show.
+/// Shortens a guest's text and replaces what a terminal cannot show.
 fn printable(text: &str) -> String {
     text.chars().map(|letter| if letter.is_control() { ' ' } else { letter }).take(PANIC_CHARS_MAX).collect()
 }
 
-/// A dump's claim on dead memory, given up as the dump goes on. Page frames are the guest's.
+/// A dump's claim on dead memory, given up as the dump proceeds. Page frames are the guest's.
 #[derive(Clone)]
 pub struct Claim {
     ember: Arc<Ember>,
@@ -136,12 +140,12 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// On an incarnation that was banked with this hold.
+    /// Claims an incarnation that was banked with this `hold`.
     pub fn new(ember: Arc<Ember>, hold: Arc<Hold>, incarnation: u32, layout: Layout, ram_pages: u64) -> Self {
         Self { ember, hold, incarnation, layout, ram_pages }
     }
 
-    /// Nothing but these page frames is needed. Returns the bytes that come free at once.
+    /// Gives up all page frames except `kept`. Returns the bytes that come free at once.
     pub fn narrow(&self, kept: &Bitmap) -> Result<u64, MemoryError> {
         let mut pages = Bitmap::new(self.ram_pages);
         for run in kept.runs() {
@@ -151,7 +155,7 @@ impl Claim {
         self.ember.let_go(self.incarnation, 0..self.ram_pages)
     }
 
-    /// These page frames are in the file, or are left out.
+    /// Gives up page frames that are in the file or left out. Returns the bytes that come free.
     pub fn written(&self, pfns: Range<u64>) -> Result<u64, MemoryError> {
         let mut released_bytes = 0;
         for run in file_pages(&self.layout, pfns) {
@@ -161,22 +165,22 @@ impl Claim {
         Ok(released_bytes)
     }
 
-    /// Nothing is needed any more, dumped or not.
+    /// Gives up everything, dumped or not. Returns the bytes that come free.
     pub fn end(&self) -> Result<u64, MemoryError> {
         self.hold.end();
         let released_bytes = self.ember.let_go(self.incarnation, 0..self.ram_pages)?;
-        // Its files, too, if it is no ember.
+        // Removes its files too, unless they still are ember.
         self.ember.sweep()?;
         Ok(released_bytes)
     }
 
-    /// Host memory that is not released yet.
+    /// Bytes of host memory that are still claimed.
     pub fn held_bytes(&self) -> u64 {
         self.ember.held_bytes_of(self.incarnation)
     }
 }
 
-/// The pages of the RAM file that hold these page frames. What is no RAM has none.
+/// RAM file pages that hold these page frames. Page frames outside of RAM have none.
 fn file_pages(layout: &Layout, pfns: Range<u64>) -> Vec<Range<u64>> {
     let pfn = |address: GuestPhysicalAddress| address.0 / PAGE_BYTES;
     let inside = |range: Range<GuestPhysicalAddress>| {
@@ -199,14 +203,14 @@ mod tests {
     const GIB_PAGES: u64 = (1 << 30) / PAGE_BYTES;
 
     #[test]
-    fn page_frames_above_4_gib_lie_lower_in_the_file() {
+    fn high_page_frames_lie_lower_in_the_file() {
         let layout = Layout::q35(3 << 30);
         assert_eq!(file_pages(&layout, 10..20), [Range { start: 10, end: 20 }]);
         assert_eq!(file_pages(&layout, 3 * GIB_PAGES..4 * GIB_PAGES), []);
         assert_eq!(file_pages(&layout, GIB_PAGES..u64::MAX), [GIB_PAGES..2 * GIB_PAGES, 2 * GIB_PAGES..3 * GIB_PAGES]);
     }
 
-    /// 3 GiB, in two parts; one page in each holds something.
+    /// RAM of 3 GiB in two parts, with data in one page of each.
     fn dead(folder: &tempfile::TempDir) -> (Incarnation, [u64; 2]) {
         use std::os::unix::fs::FileExt;
         let dead = Incarnation::create(folder.path(), 1, 3 << 30, true).unwrap();
@@ -217,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_comes_free_as_it_is_written_in_both_parts_of_ram() {
+    fn both_parts_of_ram_are_freed_as_written() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let (dead, pages) = dead(&folder);
         let (ram, hold) = (dead.ram.clone(), Arc::new(Hold::everything(dead.ram.pages())));
@@ -230,7 +234,7 @@ mod tests {
         assert_eq!(claim.held_bytes(), 2 * PAGE_BYTES, "of 20 pages two hold something");
         assert_eq!(claim.written(above..above + 512).unwrap(), PAGE_BYTES);
         assert_eq!(ram.resident_ranges().unwrap(), [Range { start: pages[0], end: pages[0] + 1 }]);
-        // All that is left is to give the file its name: a keeper that dies now is followed by one that looks for this.
+        // The dump file still lacks its final name. If the keeper died now, the next one would need the RAM file.
         assert_eq!(claim.written(0..10).unwrap(), PAGE_BYTES);
         ember.sweep().unwrap();
         assert!(ram.path().exists() && !ember.is_held());
@@ -239,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_without_a_linux_is_kept_whole_and_says_why() {
+    fn memory_without_linux_is_kept_with_reason() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let (dead, _) = dead(&folder);
         let memory = DeadRam::new(dead.ram, Layout::q35(3 << 30));
@@ -255,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_guest_says_is_cut_and_cleaned() {
+    fn guest_text_is_shortened_and_cleaned() {
         assert_eq!(printable("a\x1b[2Jb\nc"), "a [2Jb c");
         assert_eq!(printable(&"x".repeat(1000)).len(), PANIC_CHARS_MAX);
     }

@@ -1,16 +1,16 @@
-//! Hold: the pages of a dead incarnation that must not be released yet, because no dump has them.
+//! Hold: the pages of a dead incarnation that its dump still needs, and that must not be released yet.
 //!
-//! everything (the guest has just died) -> what the dump keeps (`narrow`) -> what is not yet written (`let_go`) -> nothing
-//! -> over: the dump is complete, or given up
+//! all pages (the guest has just died) -> the pages that the dump keeps (`narrow`) -> those not yet written (`let_go`)
+//! -> none -> over: the dump is complete or given up
 //!
-//! Between those last two the dump gets its name. It needs no memory for that, but its incarnation's files have to be
-//! there: a new keeper goes on only with a dump whose incarnation it finds.
+//! Between the last two steps the dump file gets its name. That needs no memory, but the incarnation's files must
+//! exist: a new keeper continues a dump only if it finds its incarnation.
 //!
-//! A page of dead RAM has two claimants: the ledger (it may be a clean disk block) and the hold. The ember punches a page
-//! only when neither claims it. Both may give a page up at the same moment in two threads; so whoever does so gives it up
-//! first and asks the other one after that: one of the two then sees that nobody claims it.
+//! A page of dead RAM has two claimants: the ledger (it may be a clean disk block) and the hold. The ember punches a
+//! page only when neither claims it. Two threads may give up the two claims at the same moment. So each thread first
+//! gives up its own claim and then checks the other one: one of them sees that nobody claims the page.
 //!
-//! Pages are those of the RAM file, as in the ledger, and not page frames of the guest.
+//! Page numbers are those of the RAM file, as in the ledger, and not page frames of the guest.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -18,7 +18,7 @@ use std::sync::{Mutex, MutexGuard};
 
 use crate::vmcore::Bitmap;
 
-/// What a dump of one incarnation still needs. Shared by its dump and its ember.
+/// Pages that the dump of one incarnation still needs. Its dump and its ember share it.
 #[derive(Debug)]
 pub struct Hold {
     pages: Mutex<Bitmap>,
@@ -26,39 +26,41 @@ pub struct Hold {
 }
 
 impl Hold {
-    /// Holds everything: nothing is known of the pages yet.
+    /// Holds all pages, because nothing is known of them yet.
     pub fn everything(ram_pages: u64) -> Self {
         let everything = 0..ram_pages;
         Self { pages: Mutex::new(Bitmap::of(ram_pages, &[everything])), over: AtomicBool::new(false) }
     }
 
-    /// Lets go of all pages but these. Never holds more than before.
+    /// Lets go of all pages except `kept`. Never holds more than before.
     pub fn narrow(&self, kept: &Bitmap) {
         let mut pages = self.pages();
         let gone: Vec<_> = complement(kept, pages.pages()).collect();
         gone.into_iter().for_each(|range| pages.clear_range(range));
     }
 
-    /// These pages were written, or nobody wants them any more.
+    /// Lets go of pages that are written or that nobody needs any more.
     pub fn let_go(&self, range: Range<u64>) {
         self.pages().clear_range(range);
     }
 
-    /// There is no dump any more that could need anything.
+    /// Ends the hold: no dump needs anything any more.
     pub fn end(&self) {
         self.let_go(0..u64::MAX);
         self.over.store(true, Relaxed);
     }
 
+    /// Whether the dump is complete or given up.
     pub fn is_over(&self) -> bool {
         self.over.load(Relaxed)
     }
 
+    /// Whether this page is held.
     pub fn holds(&self, page: u64) -> bool {
         self.pages().contains(page)
     }
 
-    /// The pages of a range that are not held, in runs.
+    /// Runs of pages in `range` that are not held.
     pub fn free_in(&self, range: Range<u64>) -> Vec<Range<u64>> {
         let pages = self.pages();
         let (mut free, end) = (Vec::new(), range.end.min(pages.pages()));
@@ -70,11 +72,12 @@ impl Hold {
         free
     }
 
-    /// How many pages are held.
+    /// Number of held pages.
     pub fn count(&self) -> u64 {
         self.pages().count()
     }
 
+    /// Whether no page is held.
     pub fn is_empty(&self) -> bool {
         self.pages().next(0, true).is_none()
     }
@@ -84,11 +87,11 @@ impl Hold {
     }
 }
 
-/// The runs below `end` that are not in the set.
+/// Runs below `end` that are not in the set.
 fn complement(set: &Bitmap, end: u64) -> impl Iterator<Item = Range<u64>> {
     let mut from = 0;
     std::iter::from_fn(move || {
-        // Numbers past the set's own end are not in it.
+        // Numbers past the end of the set are not in it.
         let start = (from < end).then(|| set.next(from, false).unwrap_or(set.pages().max(from)))?;
         from = set.next(start, true).unwrap_or(end);
         (start < end).then_some(start..from.min(end))
@@ -117,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a_set_that_ends_early_keeps_nothing_past_its_end() {
+    fn pages_past_a_short_set_are_released() {
         let hold = Hold::everything(100);
         hold.narrow(&Bitmap::of(30, &[10..20, 20..30]));
         assert_eq!((hold.count(), hold.holds(29), hold.holds(30)), (20, true, false));

@@ -1,16 +1,17 @@
-//! Images: which files a machine's disks are, and what they were when they were last known to be the machine's own.
+//! Images: the files of a machine's disks, and notes of what they were while the machine guarded them.
 //!
-//! noted (while a guest runs, and when a wait begins) -> a gap, in which nobody guards the images -> compared: what memory
-//! holds of a disk is as good as ever, or is forgotten
+//! note (while a guest runs, and when a wait begins) -> a gap, in which nobody guards the images -> compare: what
+//! memory holds of a disk stays valid, or is forgotten
 //!
-//! A gap is any time in which an operator may take the machine for one that is down: its keeper is dead, or it waits
-//! without a guest, or its crashed guest stands still. Each disk is judged by itself, with all files below its image. A
-//! block device cannot be noted, so any gap voids it.
+//! A gap is any time in which an operator may think that the machine is down: its keeper is dead, it waits without a
+//! guest, or its crashed guest stands still. Each disk is compared by itself, with all files below its image. A block
+//! device cannot be noted, so any gap voids it.
 //!
-//! The notes are one file in the memory folder. A keeper renews them several times a second and at the beginning of a
-//! wait. It notes an image only if a later write would change its times; one that is written to all the time keeps an old
-//! note, which no longer fits. So the last writes of a keeper that was killed void what was learned of that disk, too:
-//! nobody can tell them from a stranger's. A keeper that was replaced by exec leaves no gap: the process is the same.
+//! The notes are one file in the memory folder. A keeper renews them several times a second, and when a wait begins. It
+//! notes an image only if a later write would change the image's times. An image that is written all the time keeps an
+//! old note, which no longer fits. So the last writes of a killed keeper also void what memory holds of that disk,
+//! because nobody can tell them from a stranger's. A keeper that was replaced by exec leaves no gap, because the
+//! process is the same.
 
 use std::fs;
 use std::io::{self, Write};
@@ -22,43 +23,44 @@ use hearth_memory::{Lasting, replace_file};
 use hearth_qemu::ProcessId;
 use serde::{Deserialize, Serialize};
 
-/// In the memory folder; other files that begin so are on their way to be it.
+/// Name of the notes' file in the memory folder. Other files with this prefix are to be renamed to it.
 pub const NOTES_FILE: &str = "image-notes";
-/// The less often, the more writes a killed keeper has not noted. A look takes microseconds.
+/// Interval between two renewals. The longer it is, the more writes of a killed keeper are not noted. A check takes
+/// microseconds.
 const RENEW_EVERY: Duration = Duration::from_millis(250);
-/// For images that nobody of us writes to any more.
+/// Maximum wait for images that this machine no longer writes to.
 const REST_PATIENCE: Duration = Duration::from_secs(1);
 
 /// One disk and the files of its image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskNote {
     pub disk: String,
-    /// The image, and what it is based on.
+    /// The image and its backing files.
     pub files: Vec<ImageFile>,
-    /// What the files were at rest. None: one is a block device, or was being written to.
+    /// Notes of the files at rest. `None` if one is a block device or was being written to.
     pub rest: Option<Vec<ImageNote>>,
 }
 
 impl DiskNote {
-    /// Of files that are open, and may be written to at this moment.
+    /// A disk with open files, which may be written to at this moment. It has no notes yet.
     pub fn of_open(disk: &str, files: Vec<ImageFile>) -> Self {
         Self { disk: disk.to_owned(), files, rest: None }
     }
 
-    /// A file in whose place there is another one now. One that is gone is not among them.
+    /// A file that was replaced by another one. A missing file does not count.
     pub fn exchanged(&self) -> Option<&Path> {
         let other = |file: &&ImageFile| ImageFile::of(&file.path).is_ok_and(|found| found != **file);
         self.files.iter().find(other).map(|file| file.path.as_path())
     }
 
-    /// A file that is not there any more.
+    /// A file that no longer exists.
     pub fn missing(&self) -> Option<&Path> {
         let gone =
             |file: &&ImageFile| ImageFile::of(&file.path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
         self.files.iter().find(gone).map(|file| file.path.as_path())
     }
 
-    /// Why the disk may hold other bytes than when it was noted; none if it holds the same.
+    /// Why the disk may have changed since it was noted; `None` if it has not.
     pub fn doubt(&self) -> Option<String> {
         if let Some(other) = self.exchanged() {
             return Some(format!("{} is another file than before", other.display()));
@@ -66,7 +68,7 @@ impl DiskNote {
         self.changed()
     }
 
-    /// The same, also after the host has booted and counts its devices anew.
+    /// As `doubt`, but also after the host has rebooted and numbered its devices anew.
     pub fn changed(&self) -> Option<String> {
         if let Some(device) = self.files.iter().find(|file| file.is_device) {
             let path = device.path.display();
@@ -87,17 +89,17 @@ impl DiskNote {
         self.files.iter().map(|file| file.path.as_path())
     }
 
-    /// Whether both are of the same disk, by the paths of its files.
+    /// Whether both describe the same disk, by the paths of its files.
     pub fn is_of_disk(&self, other: &Self) -> bool {
         self.paths().eq(other.paths())
     }
 
-    /// The notes of all files. None: it has none, or not of these files.
+    /// Notes of all files. `None` if a file cannot be noted or was replaced.
     fn look(&self) -> io::Result<Option<Vec<ImageNote>>> {
         self.files.iter().map(ImageFile::note).collect()
     }
 
-    /// This disk as it is now, if a later write to it would be seen.
+    /// This disk with its present notes, if a later write would change them.
     fn settled(&self) -> io::Result<Option<Self>> {
         let Some(rest) = self.look()? else { return Ok(None) };
         let now = SystemTime::now();
@@ -106,14 +108,14 @@ impl DiskNote {
     }
 }
 
-/// What these disks are now, whether or not they are at rest.
+/// These disks with their present notes, whether or not they are at rest.
 pub fn look(disks: &[DiskNote]) -> Vec<DiskNote> {
     let found = |disk: &DiskNote| DiskNote { rest: disk.look().ok().flatten(), ..disk.clone() };
     disks.iter().map(found).collect()
 }
 
-/// What these disks are now that nobody of us writes to them; waits until a later write would be seen. One that somebody
-/// goes on writing to has no note.
+/// These disks with notes at rest, when this machine no longer writes to them. Waits, for a limited time, until a later
+/// write would be seen. A disk that somebody still writes to gets no note.
 pub fn at_rest(disks: &[DiskNote]) -> Vec<DiskNote> {
     let deadline = Instant::now() + REST_PATIENCE;
     let mut found: Vec<_> = disks.iter().map(|disk| DiskNote { rest: None, ..disk.clone() }).collect();
@@ -122,7 +124,7 @@ pub fn at_rest(disks: &[DiskNote]) -> Vec<DiskNote> {
         for disk in found.iter_mut().filter(|disk| disk.rest.is_none()) {
             match disk.settled() {
                 Ok(Some(settled)) => *disk = settled,
-                // A block device never is, nor a file that is gone.
+                // A block device never settles, nor does a missing file.
                 Ok(None) => is_moving |= disk.look().is_ok_and(|found| found.is_some()),
                 Err(_) => {}
             }
@@ -134,7 +136,7 @@ pub fn at_rest(disks: &[DiskNote]) -> Vec<DiskNote> {
     }
 }
 
-/// What a keeper leaves for the next one.
+/// Notes that a keeper leaves for the next one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Notes {
     keeper_pid: u32,
@@ -144,7 +146,7 @@ pub struct Notes {
 }
 
 impl Notes {
-    /// None: there are none that can be read.
+    /// Loads the notes; `None` if there are none that can be read.
     pub fn load(folder: &Path) -> Option<Self> {
         serde_json::from_slice(&fs::read(folder.join(NOTES_FILE)).ok()?).ok()
     }
@@ -154,18 +156,18 @@ impl Notes {
         Ok(Self { keeper_pid: pid, keeper_start_ticks: start_ticks, disks: disks.to_vec() })
     }
 
-    /// The keeper that wrote them has become this one, without a gap.
+    /// Whether this process wrote the notes, so that there was no gap.
     pub fn are_of_this_process(&self) -> bool {
         let noted = ProcessId { pid: self.keeper_pid, start_ticks: self.keeper_start_ticks };
         ProcessId::of_this_process().is_ok_and(|this| this == noted)
     }
 
-    /// A file in whose place there is another one now, with the name of its disk.
+    /// A file that was replaced by another one, with the name of its disk.
     pub fn exchanged(&self) -> Option<(&str, &Path)> {
         self.disks.iter().find_map(|disk| Some((disk.disk.as_str(), disk.exchanged()?)))
     }
 
-    /// Why memory may hold other bytes than this disk, which is at this place in the configuration and open.
+    /// Why memory may not match this open disk, which is at `position` in the configuration; `None` if it matches.
     pub fn doubt(&self, position: usize, open: &DiskNote) -> Option<String> {
         match self.disks.get(position) {
             Some(noted) if noted.disk == open.disk && noted.is_of_disk(open) => noted.doubt(),
@@ -179,7 +181,7 @@ impl Notes {
     }
 }
 
-/// Writes down what the images are at rest, and says it.
+/// Notes the images at rest, writes the notes and returns them.
 pub fn write_at_rest(folder: &Path, disks: &[DiskNote]) -> io::Result<Vec<DiskNote>> {
     let found = at_rest(disks);
     Notes::new(&found)?.write(folder)?;
@@ -195,18 +197,20 @@ pub struct Watch {
 }
 
 impl Watch {
+    /// Starts with no disk noted; `renew` writes the first notes.
     pub fn new(folder: &Path, disks: &[DiskNote]) -> io::Result<Self> {
         Ok(Self { folder: folder.to_owned(), notes: Notes::new(disks)?, is_written: false, looked: None })
     }
 
-    /// Renews the notes, if it is time and an image has changed. Only while what is held of the images is kept current.
+    /// Renews the notes, if that is due and an image has changed. Call it only while memory is updated with every write
+    /// to the images.
     pub fn renew(&mut self) -> io::Result<()> {
         if self.looked.is_some_and(|looked| looked.elapsed() < RENEW_EVERY) {
             return Ok(());
         }
         self.looked = Some(Instant::now());
         for disk in &mut self.notes.disks {
-            // What cannot be looked at keeps its note, which then fits or does not.
+            // An image that cannot be read keeps its note, which then fits or does not.
             if let Ok(Some(settled)) = disk.settled()
                 && settled != *disk
             {
@@ -253,7 +257,7 @@ mod tests {
             self.folder.path().join(name)
         }
 
-        /// As a keeper that lives notes them.
+        /// Notes as a running keeper takes them.
         fn watched(&self) -> Notes {
             let mut watch = Watch::new(self.folder.path(), &self.disks).unwrap();
             at_rest(&self.disks);
@@ -261,7 +265,7 @@ mod tests {
             Notes::load(self.folder.path()).unwrap()
         }
 
-        /// Which disks are doubted, with their reasons.
+        /// The reason to doubt each disk, if any.
         fn doubts(&self, notes: &Notes) -> Vec<Option<String>> {
             let doubt = |(position, open): (usize, &DiskNote)| notes.doubt(position, open);
             let short = |why: String| why.replace(&format!("{}/", self.folder.path().display()), "");
@@ -269,7 +273,7 @@ mod tests {
         }
     }
 
-    /// What a stranger does to one file, and how that is told.
+    /// A change to one file, and the reason it causes.
     type Deed = (fn(&Path), &'static str);
 
     const DEEDS: [Deed; 6] = [
@@ -279,7 +283,7 @@ mod tests {
             |path| {
                 let found = fs::metadata(path).unwrap();
                 fs::write(path, [2; 4096]).unwrap();
-                // ctime tells.
+                // ctime shows the change.
                 File::options().write(true).open(path).unwrap().set_modified(found.modified().unwrap()).unwrap();
             },
             "CHANGED",
@@ -303,7 +307,7 @@ mod tests {
     ];
 
     #[test]
-    fn whatever_is_done_to_a_file_voids_its_disk_alone() {
+    fn changed_file_voids_its_disk_alone() {
         for (deed, told) in DEEDS {
             for (name, disk) in [("top", 0), ("base", 0), ("data", 1)] {
                 let machine = Machine::new();
@@ -319,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_being_written_to_has_no_note() {
+    fn file_being_written_has_no_note() {
         let machine = Machine::new();
         let mut watch = Watch::new(machine.folder.path(), &machine.disks).unwrap();
         at_rest(&machine.disks);
@@ -329,7 +333,7 @@ mod tests {
         let expect = "data was being written to when it was last noted what it is";
         assert_eq!(machine.doubts(&notes), [None, Some(expect.to_owned())]);
         assert!(notes.are_of_this_process());
-        // It comes to rest, and is noted then.
+        // It is noted once it is at rest.
         at_rest(&machine.disks);
         watch.looked = None;
         watch.renew().unwrap();
@@ -337,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn another_file_in_place_of_the_open_one_is_not_noted() {
+    fn replaced_or_missing_files_are_not_noted() {
         let machine = Machine::new();
         fs::rename(machine.path("base"), machine.path("data")).unwrap();
         let found = at_rest(&machine.disks);
@@ -347,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_with_other_disks_is_told() {
+    fn other_disks_void_the_notes() {
         let machine = Machine::new();
         let notes = machine.watched();
         let swapped: Vec<_> = machine.disks.iter().rev().cloned().collect();
@@ -358,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn notes_that_are_damaged_are_none() {
+    fn damaged_notes_are_ignored() {
         let machine = Machine::new();
         assert_eq!(Notes::load(machine.folder.path()), None);
         let notes = machine.watched();

@@ -1,4 +1,4 @@
-//! Incarnation: one life of the guest OS, and the two files that outlive it: its RAM and its ledger.
+//! Incarnation: one life of the guest OS, and the two files that outlive it, its RAM and its ledger.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -14,10 +14,11 @@ use hearth_memory::{MemoryError, PAGE_BYTES, RamFile};
 pub struct Incarnation {
     pub number: u32,
     pub ram: Arc<RamFile>,
-    /// None with `ember = "off"`: nothing of this incarnation will be reused.
+    /// `None` with `ember = "off"`: nothing of this incarnation is reused.
     pub ledger: Option<Arc<Mutex<Ledger>>>,
 }
 
+/// Why an incarnation's files could not be created or opened.
 #[derive(Debug, thiserror::Error)]
 pub enum IncarnationError {
     #[error("RAM of incarnation {number}")]
@@ -27,7 +28,7 @@ pub enum IncarnationError {
 }
 
 impl Incarnation {
-    /// Fresh, empty files; files a dead keeper left under this number are replaced.
+    /// Creates empty files, in place of those that a dead keeper left under this number. `tracked` asks for a ledger.
     pub fn create(folder: &Path, number: u32, ram_bytes: u64, tracked: bool) -> Result<Self, IncarnationError> {
         let ram_path = ram_path(folder, number);
         let ledger_path = ledger_path(folder, number);
@@ -41,7 +42,7 @@ impl Incarnation {
         Ok(Self { number, ram: Arc::new(ram), ledger: ledger.map(|ledger| Arc::new(Mutex::new(ledger))) })
     }
 
-    /// The files as a dead keeper left them.
+    /// Opens the files that a dead keeper left.
     pub fn open(folder: &Path, number: u32) -> Result<Self, IncarnationError> {
         let ram =
             RamFile::open(&ram_path(folder, number)).map_err(|source| IncarnationError::Ram { number, source })?;
@@ -54,24 +55,24 @@ impl Incarnation {
         Ok(Self { number, ram: Arc::new(ram), ledger: ledger.map(|ledger| Arc::new(Mutex::new(ledger))) })
     }
 
-    /// Pages of which it is known which disk block they hold.
+    /// Number of pages whose disk block is known.
     pub fn ledger_pages(&self) -> u64 {
         self.ledger.as_ref().map_or(0, |ledger| lock(ledger).len() as u64)
     }
 
-    /// It holds nothing of this disk that may be served. Says of how many pages that was not known before.
+    /// Forgets all blocks of this disk. Returns the number of pages forgotten.
     pub fn forget_disk(&self, disk: DiskId) -> u64 {
         self.ledger.as_ref().map_or(0, |ledger| lock(ledger).forget_disk(disk))
     }
 
-    /// Host memory the two files hold now, in bytes.
+    /// Host memory that the two files hold now, in bytes.
     pub fn resident_bytes(&self) -> Result<u64, MemoryError> {
         let ledger_bytes = self.ledger.as_ref().map_or(0, |ledger| file_residency_bytes(lock(ledger).path()));
         Ok(self.ram.residency_bytes()? + ledger_bytes)
     }
 }
 
-/// Host memory a file in a memory file system holds; a file that is gone holds none.
+/// Host memory that a file in a memory file system holds, in bytes; zero if the file is gone.
 pub fn file_residency_bytes(path: &Path) -> u64 {
     fs::metadata(path).map_or(0, |metadata| metadata.blocks() * 512)
 }
@@ -80,15 +81,17 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().expect("no thread panics while it holds a lock of the disk path")
 }
 
+/// Path of an incarnation's RAM file.
 pub fn ram_path(folder: &Path, number: u32) -> PathBuf {
     folder.join(format!("ram-{number}"))
 }
 
+/// Path of an incarnation's ledger.
 pub fn ledger_path(folder: &Path, number: u32) -> PathBuf {
     folder.join(format!("ledger-{number}"))
 }
 
-/// Removes an incarnation's files; missing ones are fine.
+/// Removes an incarnation's files, if they exist.
 pub fn discard_files(folder: &Path, number: u32) {
     for path in [ram_path(folder, number), ledger_path(folder, number)] {
         match fs::remove_file(&path) {

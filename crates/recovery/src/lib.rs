@@ -1,7 +1,7 @@
 //! The capabilities: what Hearth does when a guest, a QEMU or a host kernel dies.
 //!
-//! This crate composes the ground crates (memory, disk, qemu). It starts no threads and reads no configuration: it is
-//! handed what it needs and says what it did.
+//! This crate composes the ground crates (memory, disk, store, qemu). It reads no configuration, and no thread that it
+//! starts outlives the call: its callers pass in what it needs, and it returns what it did.
 
 pub mod admission;
 pub mod boot_set;

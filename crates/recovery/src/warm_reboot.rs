@@ -1,12 +1,13 @@
-//! Warm reboot: the guest OS starts again; what its dead memory still holds of the disks is served from there.
+//! Warm reboot: the guest OS starts again, and blocks of the disks that its dead memory still holds are served from
+//! there.
 //!
 //! drain -> bank -> attach -> launch (the caller's) -> settle
 //!
-//! Point of no return: none. Until `bank` the dead incarnation is untouched; after it every block is still on the disk,
-//! the ember only saves reading it. A fault in any phase makes the reboot colder, never wrong.
+//! There is no point of no return. Until `bank` the dead incarnation is untouched. After it every block is still on the
+//! disk; the ember only saves reading it. A failure in any phase makes the reboot colder, never wrong.
 //!
-//! The index is not built: the dead incarnation's ledger *is* the index, kept current while it lived. What takes time
-//! (releasing what cannot be reused, the order of trimming) is `settle`, beside the guest's boot.
+//! No index is built: the dead incarnation's ledger is the index, and was kept current during its life. What takes
+//! time, releasing unusable pages and deciding the order of trimming, is done in `settle`, beside the guest's boot.
 
 use std::time::{Duration, Instant};
 
@@ -21,21 +22,23 @@ use crate::incarnation::{Incarnation, discard_files};
 /// Steps of a warm reboot, in order; the same words in events, metrics and `hearth explain`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// I/O of the dead incarnation that is still in flight ends.
+    /// Wait for the I/O of the dead incarnation that is still in flight.
     Drain,
-    /// Its RAM becomes the ember.
+    /// Make its RAM the ember.
     Bank,
-    /// The disks are told to track the next incarnation.
+    /// Make the disks track the next incarnation.
     Attach,
-    /// A new QEMU starts.
+    /// Start a new QEMU.
     Launch,
-    /// What cannot be reused goes back to the host.
+    /// Return to the host what cannot be reused.
     Settle,
 }
 
 impl Phase {
+    /// All phases, in order.
     pub const ALL: [Self; 5] = [Self::Drain, Self::Bank, Self::Attach, Self::Launch, Self::Settle];
 
+    /// Name of the phase in events, metrics and `hearth explain`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Drain => "drain",
@@ -47,6 +50,7 @@ impl Phase {
     }
 }
 
+/// Why a warm reboot failed.
 #[derive(Debug, thiserror::Error)]
 pub enum WarmRebootError {
     #[error("disk {disk}: I/O of the dead incarnation does not end; its host storage may hang")]
@@ -55,17 +59,17 @@ pub enum WarmRebootError {
     Attach { disk: String, source: ServerError },
 }
 
-/// What the next incarnation starts from.
+/// What the next incarnation needs to start.
 pub struct Succession<'a> {
     pub disks: &'a [DiskServer],
     pub warm: &'a Arc<WarmSources>,
     pub tagger: &'a Tagger,
-    /// How long I/O in flight may take to end.
+    /// Maximum time for the I/O in flight to end.
     pub patience: Duration,
 }
 
 impl Succession<'_> {
-    /// Waits until nothing of the dead incarnation moves any more: before that its pages cannot be judged.
+    /// Waits until the I/O of the dead incarnation has ended: before that its pages can still change.
     pub fn drain(&self) -> Result<(), WarmRebootError> {
         let deadline = Instant::now() + self.patience;
         for disk in self.disks {
@@ -75,14 +79,15 @@ impl Succession<'_> {
         Ok(())
     }
 
-    /// Keeps the dead incarnation as ember, without what the boot set holds. Only after `drain`. If it cannot be kept its files go: a cold reboot then.
+    /// Keeps the dead incarnation as ember, without the blocks that the boot set holds. Call `drain` before. If the
+    /// incarnation cannot be kept, its files are removed, and the reboot is a cold one.
     pub fn bank(&self, folder: &std::path::Path, dead: Incarnation) -> Result<(), EmberError> {
         let number = dead.number;
         self.warm.part(&dead);
         self.warm.ember.bank(dead).inspect_err(|_| discard_files(folder, number))
     }
 
-    /// Lets the disks track the next incarnation and answer from memory.
+    /// Makes the disks track the next incarnation and answer from memory.
     pub fn attach(&self, next: &Incarnation) -> Result<(), WarmRebootError> {
         for disk in self.disks {
             disk.attach(tracking(next, self.tagger, self.warm))
@@ -92,7 +97,7 @@ impl Succession<'_> {
     }
 }
 
-/// What the disks need to know of an incarnation; none if it is not tracked.
+/// What the disks need to know of an incarnation; `None` if it is not tracked.
 pub fn tracking(incarnation: &Incarnation, tagger: &Tagger, warm: &Arc<WarmSources>) -> Option<Tracking> {
     let ledger = incarnation.ledger.clone()?;
     let (ram_device, ram_inode) = incarnation.ram.identity();

@@ -1,10 +1,10 @@
-//! Boot set: what answers a guest's reads from memory, and in which order.
+//! Boot set: the memory that answers a guest's reads, and in which order.
 //!
-//! a read: boot set -> ember -> image. No block is in both: what the boot set takes leaves the ember, and what it holds
-//! when an incarnation dies is not kept a second time.
+//! a read: boot set -> ember -> image. No block is in both boot set and ember: a block that the boot set takes leaves
+//! the ember, and a dead incarnation's ledger loses the blocks that the boot set holds.
 //!
-//! What is held is only as good as the guard over the images: after a gap in it a disk is as it was noted (`images`), or
-//! nothing of it is held any more.
+//! Held blocks are valid only while the images are guarded. After a gap in the guard a disk must match its note
+//! (`images`); otherwise everything held of it is dropped.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,14 +22,14 @@ pub mod saved;
 /// All memory that answers reads of a machine's disks.
 pub struct WarmSources {
     pub ember: Arc<Ember>,
-    /// None: the machine has no `[remount]`.
+    /// `None` if the machine has no `[remount]`.
     pub boot_set: Option<Arc<BootSet>>,
-    /// While it boots, what it writes is made fewer operations.
+    /// Merge the guest's writes into fewer operations while it boots.
     pub join_writes: bool,
 }
 
 impl WarmSources {
-    /// An incarnation has died and is about to become ember: what the boot set holds is not kept twice.
+    /// Removes the boot set's blocks from a dead incarnation that is about to become ember, so that none is kept twice.
     pub fn part(&self, dead: &Incarnation) {
         if let (Some(boot_set), Some(ledger)) = (&self.boot_set, &dead.ledger) {
             boot_set.take_over_from(&mut lock(ledger));
@@ -38,7 +38,7 @@ impl WarmSources {
 }
 
 impl WarmSources {
-    /// Serves nothing of this disk any more. Says how many blocks it gave up.
+    /// Drops everything held of this disk. Returns the number of blocks dropped.
     pub fn forget_disk(&self, disk: DiskId) -> u64 {
         self.boot_set.as_ref().map_or(0, |boot_set| boot_set.forget_disk(disk)) + self.ember.forget_disk(disk)
     }
@@ -152,7 +152,7 @@ mod tests {
     const DISK: DiskId = DiskId(0);
     const RAM_BYTES: u64 = 1 << 20;
 
-    /// A dead incarnation that held blocks 0 to 9, banked.
+    /// Sources whose ember holds blocks 0 to 9 of a dead incarnation.
     fn sources(folder: &Path) -> WarmSources {
         let tagger = Tagger::new(b"a key like noise");
         let ember = Arc::new(Ember::new(folder, tagger.clone()));
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fills_gaps_is_not_held_twice_either() {
+    fn gap_fill_holds_no_block_twice() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let sources = sources(folder.path());
         sources.take_up(DISK, 4);
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_forgotten_disk_is_forgotten_everywhere_and_alone() {
+    fn forget_disk_drops_only_that_disk_everywhere() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let sources = sources(folder.path());
         let boot_set = sources.boot_set.clone().unwrap();
@@ -221,13 +221,13 @@ mod tests {
         assert_eq!(sources.forget_disk(DISK), 10);
         assert_eq!([0, 3, 4].map(|block| read(&sources, block)), [None; 3]);
         assert!(boot_set.is_empty() && sources.ember.counts().remaining == 0);
-        // What the image holds now is held again.
+        // Blocks of the present image can be held afterwards.
         boot_set.read_from_image(DISK, 3, Some(&[9; BLOCK_BYTES]));
         assert_eq!(read(&sources, 3), Some(9));
     }
 
     #[test]
-    fn what_is_forgotten_is_forgotten_everywhere() {
+    fn forget_drops_blocks_from_every_source() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let sources = sources(folder.path());
         sources.boot_set.as_ref().unwrap().begin();

@@ -1,15 +1,16 @@
-//! A boot set on a disk, while its machine is stopped.
+//! A boot set on a disk, saved while its machine is stopped.
 //!
-//! stop: images closed -> noted -> blocks written -> fsync -> renamed; start: images as noted? -> every block checked -> held
+//! stop: close images -> note them -> write blocks -> fsync -> rename; start: images as noted? -> check every block ->
+//! hold
 //!
 //! ```text
 //! magic 8 | version 4 | bytes of the notes 4 | key 16 | blocks 8 | notes (JSON) | per block: disk 8, number 8, tag 8, 4096
 //! ```
 //!
-//! The notes say of each disk what its image was. Of one without a note, a block device, nothing is saved.
+//! The notes describe each disk's image. Blocks of a disk without a note, a block device, are not saved.
 //!
-//! It is good for one start: whoever has taken it removes it, and the next stop writes another. The tags are there for
-//! damage, not against malice: the key stands beside them.
+//! A saved boot set is good for one start: `load` removes it, and the next stop writes another. The tags detect damage,
+//! not malice, because their key is in the same file.
 
 use std::fs::{self, File};
 use std::io::{self, BufReader, BufWriter, Read, Write};
@@ -25,9 +26,10 @@ use crate::random;
 
 const MAGIC: [u8; 8] = *b"HEARTHBS";
 const VERSION: u32 = 2;
-/// A machine has few disks.
+/// Maximum size of the notes. A machine has few disks.
 const NOTES_BYTES_MAX: u32 = 1 << 20;
 
+/// Why a boot set could not be saved or loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum SavedError {
     #[error("cannot write {path}")]
@@ -38,7 +40,7 @@ pub enum SavedError {
     Void { path: PathBuf, what: String },
 }
 
-/// Whole or not at all. Says how many blocks.
+/// Saves the boot set, whole or not at all. Returns the number of blocks saved.
 pub fn save(path: &Path, boot_set: &BootSet, disks: &[DiskNote]) -> Result<u64, SavedError> {
     let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
     folder
@@ -60,7 +62,7 @@ fn write(file: &mut File, boot_set: &BootSet, disks: &[DiskNote]) -> io::Result<
     file.write_all(&(blocks.len() as u64).to_le_bytes())?;
     file.write_all(&notes)?;
     for &(disk, block) in &blocks {
-        // One that was damaged in memory is written as nothing that could be believed.
+        // A block that was damaged in memory is written as zeroes with a tag that does not fit.
         let (bytes, tag) = match boot_set.copy_of(disk, block) {
             Some(bytes) => (bytes, tagger.tag(&bytes)),
             None => ([0; BLOCK_BYTES], Tag(0)),
@@ -74,16 +76,17 @@ fn write(file: &mut File, boot_set: &BootSet, disks: &[DiskNote]) -> io::Result<
     Ok(blocks.len() as u64)
 }
 
-/// What came of a saved boot set.
+/// Result of loading a saved boot set.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Loaded {
+    /// Number of blocks held again.
     pub blocks: u64,
-    /// Disks of which there were blocks, and why those are not held again.
+    /// Disks whose saved blocks are not held again, and why.
     pub void: Vec<(DiskId, String)>,
 }
 
-/// Puts what was saved into an empty boot set, disk by disk, as far as the images are what they were. `disks` are open. None:
-/// nothing was saved.
+/// Puts the saved blocks into an empty boot set, for each disk whose image is still as noted. `disks` are the opened
+/// disks. Returns `None` if nothing was saved.
 pub fn load(path: &Path, boot_set: &BootSet, disks: &[DiskNote]) -> Result<Option<Loaded>, SavedError> {
     let unreadable = |source| SavedError::Read { path: path.to_owned(), source };
     let void = |what: String| SavedError::Void { path: path.to_owned(), what };
@@ -92,7 +95,7 @@ pub fn load(path: &Path, boot_set: &BootSet, disks: &[DiskNote]) -> Result<Optio
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(unreadable(error)),
     };
-    // Whatever comes of it: it is good for one start, also if the host loses power during that.
+    // Removed whatever the outcome: it is good for one start, even if the host loses power meanwhile.
     fs::remove_file(path).and_then(|()| sync_folder_of(path)).map_err(unreadable)?;
     let mut file = BufReader::with_capacity(1 << 20, file);
     let mut head = [0; 8 + 4 + 4];
@@ -169,7 +172,7 @@ mod tests {
     }
 
     impl Stopped {
-        /// With blocks 7 and 3 of one disk, read in this order, and block 5 of the other.
+        /// Saves blocks 7 and 3 of one disk, read in this order, and block 5 of the other.
         fn new() -> Self {
             let folder = tempfile::tempdir().unwrap();
             let note = |name: &str| {
@@ -197,7 +200,7 @@ mod tests {
             self.folder.path().join("state/boot-set")
         }
 
-        /// Of another incarnation of the host, so with another key.
+        /// An empty boot set with a key and a folder of its own.
         fn empty(&self) -> BootSet {
             let memory = tempfile::tempdir_in(self.folder.path()).unwrap().keep();
             BootSet::open(&memory, 1 << 20, Tagger::new(b"a key like noise")).unwrap()
@@ -211,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_held_at_the_stop_is_held_at_the_start() {
+    fn saved_blocks_are_held_after_the_start() {
         let stopped = Stopped::new();
         let started = stopped.empty();
         assert_eq!(stopped.load(&started).unwrap(), Some(Loaded { blocks: 3, void: Vec::new() }));
@@ -221,10 +224,10 @@ mod tests {
     }
 
     #[test]
-    fn machines_that_save_beside_each_other_do_not_meet() {
+    fn machines_saving_to_one_folder_do_not_collide() {
         let stopped = Stopped::new();
         let folder = stopped.folder.path();
-        // Where `web` would be written to if it shared a name with `db`.
+        // The temporary name of `boot.web`, if it were shared with `boot.db`.
         fs::create_dir(folder.join("boot.new")).unwrap();
         for name in ["boot.web", "boot.db"] {
             save(&folder.join(name), &stopped.empty(), &stopped.disks).unwrap();
@@ -232,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_of_an_image_that_was_changed_are_not_held() {
+    fn blocks_of_a_changed_image_are_not_held() {
         let stopped = Stopped::new();
         let started = stopped.empty();
         let image = &stopped.disks[1].files[0].path;
@@ -247,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_saved_of_a_disk_that_cannot_be_noted() {
+    fn disks_without_a_note_are_not_saved() {
         let mut stopped = Stopped::new();
         let held = stopped.empty();
         stopped.load(&held).unwrap();
@@ -259,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_block_is_not_held_and_a_torn_file_is_refused() {
+    fn damaged_blocks_are_dropped_torn_files_refused() {
         let stopped = Stopped::new();
         let file = File::options().write(true).open(stopped.path()).unwrap();
         let bytes = file.metadata().unwrap().len();

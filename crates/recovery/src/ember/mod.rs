@@ -2,15 +2,15 @@
 //!
 //! bank -> serve / forget / trim (disk threads, budget) -> sweep (memory goes back to the host) -> empty
 //!
-//! A dead incarnation may be claimed by a dump as well (`hold`): what the dump has not written yet is not released, not
-//! even for the budget, and its files stay until the dump lets go.
+//! A dump may claim a dead incarnation as well (`hold`): pages that it has not written are not released, not even for
+//! the budget, and the files stay until the dump is over.
 //!
-//! The ember believes nobody. A block is handed out only if its bytes, in a copy that nobody else can reach, carry the tag
-//! of what the disk holds; pages that were dirty, reused or corrupted fail that test. A page always leaves its ledger before it
-//! leaves the RAM file, so a keeper killed in between finds a ledger that promises too little, never too much.
+//! The ember trusts no page. It serves a block only if its bytes, in a private copy, have the tag of what the disk
+//! holds. Pages that were dirty, reused or corrupted fail that test. A page always leaves its ledger before it leaves
+//! the RAM file. So a keeper that is killed in between leaves a ledger that promises too little, never too much.
 //!
-//! Serving is two memory copies a page. Mapping the old page into the new RAM instead would save it, but the new RAM is a
-//! file that QEMU has mapped already, and no system call moves a page between two tmpfs files.
+//! Serving takes two memory copies a page. Mapping the old page into the new RAM would avoid them. But QEMU has already
+//! mapped the new RAM file, and no system call moves a page between two tmpfs files.
 
 use std::fs;
 use std::ops::Range;
@@ -31,18 +31,20 @@ mod source;
 
 use source::{Claims, Source, release_strangers, trim_order};
 
-/// Pages handled under one hold of the lock by background work: 64 tags take 50 us, so a disk thread never waits longer.
+/// Pages that background work handles each time it takes the lock: 64 tags take 50 us, so a disk thread never waits
+/// longer.
 const PAGES_PER_HOLD: u32 = 64;
 
-/// Dead incarnations kept at a time. Every read asks all of them, and what three reboots did not read is rarely read.
-/// One that waits to be dumped is kept beyond that.
+/// Maximum number of dead incarnations kept. Every read asks all of them, and blocks that three reboots did not read
+/// are rarely read. One that waits for its dump is kept beyond that.
 const SOURCES_MAX: usize = 4;
 
-/// All that is left of the dead incarnations of one machine.
+/// What is left of the dead incarnations of one machine.
 pub struct Ember {
     folder: PathBuf,
     tagger: Tagger,
-    /// Oldest incarnation first. No block is in two of them: what the guest reads moves, what it writes is forgotten.
+    /// Oldest incarnation first. No block is in two of them: a block that the guest reads moves, one that it writes is
+    /// forgotten.
     sources: Mutex<Vec<Source>>,
     counters: Counters,
 }
@@ -57,23 +59,26 @@ struct Counters {
     trimmed: AtomicU64,
 }
 
-/// What became of the pages, since the last `bank`: kept = served + tag_mismatch + overwritten + trimmed + remaining.
+/// Page counts since the last `bank`: kept = served + tag_mismatch + overwritten + trimmed + remaining.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EmberCounts {
+    /// Pages in the ember right after the last `bank`.
     pub kept: u64,
-    /// Moved to the living incarnation.
+    /// Served whole and released.
     pub served: u64,
     /// Reads answered in part or into untracked memory; the page stays.
     pub served_in_part: u64,
-    /// Refused: the bytes are not what the disk holds (dirty, reused or corrupted).
+    /// Refused because the bytes are not what the disk holds (dirty, reused or corrupted).
     pub tag_mismatch: u64,
-    /// Void because the guest wrote or discarded the block.
+    /// Forgotten because the guest wrote or discarded the block, or because its disk was forgotten.
     pub overwritten: u64,
     /// Given up for the budget, oldest first.
     pub trimmed: u64,
+    /// Pages still in the ember.
     pub remaining: u64,
 }
 
+/// Why a dead incarnation could not be banked.
 #[derive(Debug, thiserror::Error)]
 pub enum EmberError {
     #[error("RAM of incarnation {incarnation} cannot be kept as ember")]
@@ -83,12 +88,13 @@ pub enum EmberError {
 }
 
 impl Ember {
+    /// An empty ember in the memory folder `folder`. `tagger` has the key of the ledgers' tags.
     pub fn new(folder: &Path, tagger: Tagger) -> Self {
         Self { folder: folder.to_owned(), tagger, sources: Mutex::default(), counters: Counters::default() }
     }
 
-    /// Takes over a dead incarnation. Nothing may run in its RAM and no I/O towards it may be in flight any more.
-    /// Quick: what takes time is left to `settle`. Without a ledger there is nothing to keep, and the files go.
+    /// Takes over a dead incarnation. Nothing may run in its RAM, and no I/O to it may be in flight. Returns quickly:
+    /// `settle` does what takes time. Without a ledger nothing is kept, and the files are removed.
     pub fn bank(&self, dead: Incarnation) -> Result<(), EmberError> {
         match dead.ledger.clone() {
             Some(ledger) => self.keep(dead, ledger, None),
@@ -99,7 +105,7 @@ impl Ember {
         }
     }
 
-    /// The same for one that is to be dumped. One without a ledger is kept for the dump alone.
+    /// Takes over a dead incarnation that is to be dumped. One without a ledger is kept for the dump alone.
     pub fn bank_held(&self, dead: Incarnation, hold: Arc<Hold>) -> Result<(), EmberError> {
         let ledger = match dead.ledger.clone() {
             Some(ledger) => ledger,
@@ -108,10 +114,10 @@ impl Ember {
         self.keep(dead, ledger, Some(hold))
     }
 
-    /// An empty one, in the place of one that is not to be trusted.
+    /// An empty ledger in place of one that cannot be trusted.
     fn no_ledger(&self, dead: &Incarnation) -> Result<Arc<Mutex<Ledger>>, EmberError> {
         let path = ledger_path(&self.folder, dead.number);
-        // Fails if there is none; and if there is one that cannot be removed, creating it fails and says so.
+        // Fails if there is none. If one cannot be removed, creating the new one fails and reports why.
         let _ = fs::remove_file(&path);
         let pages = u32::try_from(dead.ram.pages()).unwrap_or(u32::MAX);
         Ledger::create(&path, pages)
@@ -145,8 +151,8 @@ impl Ember {
         Ok(())
     }
 
-    /// Gives back at once what is no clean candidate, and decides the order of trimming. Runs beside the guest's boot.
-    /// Returns the bytes released.
+    /// Releases pages that neither the ledger nor a dump claims, and decides the order of trimming. Runs beside the
+    /// guest's boot. Returns the bytes released.
     pub fn settle(&self) -> Result<u64, MemoryError> {
         let mut released_bytes = 0;
         while let Some((ram, ledger, hold)) = self.unsettled() {
@@ -164,8 +170,8 @@ impl Ember {
         sources.iter().find(|source| source.trim_order.is_none()).map(Source::claims)
     }
 
-    /// Gives back what nobody claims any more of these pages, after the hold on an incarnation has become smaller.
-    /// Returns the bytes released.
+    /// Releases those of the pages that nobody claims any more, after the hold on an incarnation has shrunk. Returns
+    /// the bytes released.
     pub fn let_go(&self, incarnation: u32, pages: Range<u64>) -> Result<u64, MemoryError> {
         let claims = lock(&self.sources).iter().find(|source| source.incarnation == incarnation).map(Source::claims);
         let Some((ram, ledger, hold)) = claims else { return Ok(0) };
@@ -173,23 +179,23 @@ impl Ember {
         release_strangers(&ram, &ledger, hold.as_deref(), pages.start..end)
     }
 
-    /// Host memory that waits to be dumped.
+    /// Bytes of host memory that wait to be dumped.
     pub fn held_bytes(&self) -> u64 {
         lock(&self.sources).iter().map(Source::held_bytes).sum()
     }
 
-    /// The same of one incarnation.
+    /// Bytes of one incarnation's host memory that wait to be dumped.
     pub fn held_bytes_of(&self, incarnation: u32) -> u64 {
         lock(&self.sources).iter().filter(|source| source.incarnation == incarnation).map(Source::held_bytes).sum()
     }
 
-    /// Whether any dead incarnation waits to be dumped.
+    /// Whether memory of any dead incarnation waits to be dumped.
     pub fn is_held(&self) -> bool {
         lock(&self.sources).iter().any(Source::is_held)
     }
 
-    /// Tests up to `pages` pages ahead of any read and drops those that fail, so that rubbish neither holds memory nor
-    /// pushes good pages out. Returns false once every page has been looked at.
+    /// Tests up to `pages` pages ahead of any read and drops those that fail, so that bad pages neither hold memory nor
+    /// push out good ones. Returns false once every page has been tested.
     pub fn assay(&self, pages: u32) -> bool {
         let mut left = pages;
         while left > 0 {
@@ -201,8 +207,8 @@ impl Ember {
         true
     }
 
-    /// Gives up at least `bytes`, oldest pages first, and releases them. Returns the bytes given up; less only if the
-    /// ember has no more.
+    /// Gives up at least `bytes`, oldest pages first, and releases them. Returns the bytes given up, which are fewer
+    /// only if the ember can give up no more.
     pub fn trim(&self, bytes: u64) -> Result<u64, MemoryError> {
         let wanted = bytes.div_ceil(PAGE_BYTES);
         let mut given_up = 0;
@@ -217,8 +223,8 @@ impl Ember {
         Ok(given_up * PAGE_BYTES)
     }
 
-    /// Gives released pages back to the host, in runs as long as can be had, and drops sources that are empty.
-    /// Returns the bytes released.
+    /// Returns released pages to the host, in runs as long as possible, and drops empty sources. Returns the bytes
+    /// released.
     pub fn sweep(&self) -> Result<u64, MemoryError> {
         let mut swept = 0;
         for (ram, mut pages) in self.take_released() {
@@ -241,14 +247,14 @@ impl Ember {
         taken.filter(|(_, pages)| !pages.is_empty()).collect()
     }
 
-    /// Serves nothing of this disk any more. Says how many pages it gave up.
+    /// Drops everything held of this disk. Returns the number of pages dropped.
     pub fn forget_disk(&self, disk: DiskId) -> u64 {
         let forgotten = lock(&self.sources).iter_mut().map(|source| source.forget(disk, 0..u64::MAX)).sum();
         self.counters.overwritten.fetch_add(forgotten, Relaxed);
         forgotten
     }
 
-    /// Serves nothing any more, for a cold start. What is held stays for its dump, and nothing else of it.
+    /// Drops everything, for a cold start. Memory that waits for its dump stays.
     pub fn extinguish(&self) {
         lock(&self.sources).retain_mut(|source| {
             let keep = source.is_dumped();
@@ -262,16 +268,17 @@ impl Ember {
         self.counters.restart(0);
     }
 
-    /// The dead incarnations that still hold something, oldest first.
+    /// Numbers of the dead incarnations that still hold something, oldest first.
     pub fn incarnations(&self) -> Vec<u32> {
         lock(&self.sources).iter().map(|source| source.incarnation).collect()
     }
 
-    /// Host memory held by the dead incarnations' files, in bytes.
+    /// Host memory that the dead incarnations' files hold, in bytes.
     pub fn resident_bytes(&self) -> Result<u64, MemoryError> {
         lock(&self.sources).iter().map(Source::resident_bytes).sum()
     }
 
+    /// Page counts since the last `bank`.
     pub fn counts(&self) -> EmberCounts {
         let remaining = lock(&self.sources).iter().map(Source::remaining).sum();
         self.counters.snapshot(remaining)

@@ -1,4 +1,5 @@
-//! Source: one dead incarnation in the ember: its RAM, who claims which page of it, and the order in which it is given up.
+//! Source: one dead incarnation in the ember: its RAM, the claims on its pages, and the order in which they are given
+//! up.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
@@ -19,19 +20,19 @@ pub(super) struct Source {
     pub(super) ram: Arc<RamFile>,
     pub(super) view: RamView,
     pub(super) ledger: Arc<Mutex<Ledger>>,
-    /// What a dump still needs of it.
+    /// Pages that a dump still needs.
     pub(super) hold: Option<Arc<Hold>>,
     /// Pages in the order they are given up, oldest first; None until `settle`.
     pub(super) trim_order: Option<Vec<u32>>,
-    /// How far `trim` has come in `trim_order`.
+    /// How many entries of `trim_order` `trim` has handled.
     pub(super) trimmed: usize,
     /// Pages that `trim` passed over because they were held: the next `trim_order`.
     pub(super) passed_over: Vec<u32>,
-    /// How many pages were held when all that was left was held: until that changes there is nothing to trim.
+    /// Number of held pages when only held ones were left: until it changes there is nothing to trim.
     pub(super) stuck_at: Option<u64>,
-    /// How far `assay` has come, in pages.
+    /// How many pages `assay` has handled.
     pub(super) assayed: u32,
-    /// Pages that left the ledger and still wait to be released.
+    /// Pages that left the ledger and are not released yet.
     pub(super) released: Vec<u32>,
 }
 
@@ -48,12 +49,12 @@ impl Source {
         self.hold.as_ref().is_some_and(|hold| !hold.is_empty())
     }
 
-    /// A dump of it is not over: its files are needed.
+    /// Whether its dump is not over yet, so that its files are needed.
     pub(super) fn is_dumped(&self) -> bool {
         self.hold.as_ref().is_some_and(|hold| !hold.is_over())
     }
 
-    /// What the guest never touched is held as well, and holds no memory.
+    /// Bytes that wait to be dumped. Pages that the guest never touched are held as well, but take no memory.
     pub(super) fn held_bytes(&self) -> u64 {
         let held_bytes = self.hold.as_ref().map_or(0, |hold| hold.count() * PAGE_BYTES);
         self.ram.residency_bytes().map_or(held_bytes, |resident_bytes| held_bytes.min(resident_bytes))
@@ -67,7 +68,8 @@ impl Source {
         (self.ram.clone(), self.ledger.clone(), self.hold.clone())
     }
 
-    /// Those of the released pages that no dump needs. The others go when the dump lets go of them (`Ember::let_go`).
+    /// Takes those of the released pages that no dump needs. The others go when the dump lets go of them
+    /// (`Ember::let_go`).
     pub(super) fn take_released(&mut self) -> Vec<u32> {
         let mut released = std::mem::take(&mut self.released);
         released.retain(|&page| !self.holds(page));
@@ -122,7 +124,7 @@ impl Source {
     pub(super) fn forget(&mut self, disk: DiskId, blocks: Range<u64>) -> u64 {
         let mut ledger = lock(&self.ledger);
         let count = blocks.end.saturating_sub(blocks.start);
-        // A discard may cover the whole disk: then the table is shorter than the range.
+        // A discard may cover the whole disk: then the ledger is shorter than the range.
         let pages: Vec<RamPage> = if count > ledger.len() as u64 {
             let inside = |entry: &hearth_disk::ledger::Entry| entry.disk == disk && blocks.contains(&entry.block);
             ledger.entries().filter(inside).map(|entry| entry.page).collect()
@@ -153,12 +155,12 @@ impl Source {
         tested
     }
 
-    /// Gives up pages that are claimed by the ledger alone: one that is held would free no memory.
+    /// Gives up pages that only the ledger claims: a held page would free no memory.
     pub(super) fn trim(&mut self, pages: u64) -> u64 {
         if self.is_stuck() {
             return 0;
         }
-        // Before `settle` has run the order is not known; then the lowest pages go, which is as good as any.
+        // Before `settle` has run the order is unknown; then the lowest pages go, which is as good as any.
         let order = match self.trim_order.take() {
             Some(order) => order,
             None => return self.trim_unsettled(pages),
@@ -184,7 +186,7 @@ impl Source {
         given_up
     }
 
-    /// The warden asks every 2 ms: going through all pages each time would keep the disks waiting.
+    /// The memory monitor asks every 2 ms: visiting all pages each time would hold up the disks.
     fn is_stuck(&self) -> bool {
         self.stuck_at.is_some() && self.stuck_at == self.hold.as_ref().map(|hold| hold.count())
     }
@@ -198,7 +200,7 @@ impl Source {
         unsorted.into_iter().map(|page| self.give_up(page)).sum()
     }
 
-    /// 1 if the ledger named the page.
+    /// Returns 1 if the ledger named the page, else 0.
     fn give_up(&mut self, page: u32) -> u64 {
         let mut ledger = lock(&self.ledger);
         if ledger.entry(RamPage(page)).is_none() {
@@ -210,19 +212,19 @@ impl Source {
     }
 }
 
-/// The page as it was at one moment: what is tested is what is served. Its QEMU is gone, but a process that this QEMU gave
-/// the file to may live on and write to it.
+/// Copy of the page at one moment: the bytes that are tested are the bytes that are served. Its QEMU is gone, but a
+/// process to which that QEMU gave the file may still write to it.
 fn copy_of(view: &RamView, page: RamPage) -> [u8; BLOCK_BYTES] {
     let mut bytes = [0; BLOCK_BYTES];
     view.copy_page(u64::from(page.0), &mut bytes);
     bytes
 }
 
-/// All that may want a page of a dead incarnation.
+/// Everything that may claim a page of a dead incarnation.
 pub(super) type Claims = (Arc<RamFile>, Arc<Mutex<Ledger>>, Option<Arc<Hold>>);
 
-/// Punches what of these pages neither the ledger names nor a dump needs, in runs. Returns the bytes released: what the
-/// guest never touched held nothing, so pages punched say nothing about them.
+/// Punches those of the pages that neither the ledger names nor a dump needs, in runs. Returns the bytes released. They
+/// are measured, because punching a page that the guest never touched frees nothing.
 pub(super) fn release_strangers(
     ram: &RamFile,
     ledger: &Mutex<Ledger>,
@@ -237,7 +239,7 @@ pub(super) fn release_strangers(
     Ok(before.saturating_sub(ram.residency_bytes()?))
 }
 
-/// Punches everything the ledger does not name, in runs.
+/// Punches every page that the ledger does not name, in runs.
 fn release_unnamed(ram: &RamFile, ledger: &Mutex<Ledger>, pages: Range<u32>) -> Result<(), MemoryError> {
     let (mut next, end) = (pages.start, pages.end);
     while next < end {
@@ -255,7 +257,7 @@ fn release_unnamed(ram: &RamFile, ledger: &Mutex<Ledger>, pages: Range<u32>) -> 
     Ok(())
 }
 
-/// Oldest first; within one age by page, so that punches come in runs.
+/// Pages oldest first; pages of one age by number, so that punches come in runs.
 pub(super) fn trim_order(ledger: &Ledger) -> Vec<u32> {
     let mut pages: Vec<_> = ledger.entries().map(|entry| (entry.age, entry.page.0)).collect();
     pages.sort_unstable_by(|one, other| ledger.older_first(one.0, other.0).then(one.1.cmp(&other.1)));

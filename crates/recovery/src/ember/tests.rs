@@ -1,4 +1,4 @@
-//! Ember: what is served, released, trimmed and held.
+//! Tests of what the ember serves, releases, trims and holds.
 
 use hearth_disk::block::RamPage;
 
@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 const PAGES: u32 = 64;
 const DISK: DiskId = DiskId(0);
 
-/// A memory folder with dead incarnations in it; page p of each holds block p, filled with a byte of its own.
+/// A memory folder with dead incarnations; page p of each holds block p, filled with a byte of its own.
 struct Folder {
     folder: tempfile::TempDir,
     tagger: Tagger,
@@ -43,7 +43,7 @@ fn fill(page: u32) -> u8 {
     page as u8 + 1
 }
 
-/// The byte a served block is filled with.
+/// Reads a block and returns the byte that it is filled with.
 fn read(ember: &Ember, block: u64, after: AfterServing) -> Option<u8> {
     let mut served = None;
     let tag = ember.serve(DISK, block, after, &mut |bytes| served = Some(bytes[BLOCK_BYTES - 1]));
@@ -52,7 +52,7 @@ fn read(ember: &Ember, block: u64, after: AfterServing) -> Option<u8> {
 }
 
 #[test]
-fn a_clean_block_is_served_once_and_its_memory_released() {
+fn clean_block_is_served_once_and_released() {
     let folder = Folder::new();
     let ember = folder.ember();
     ember.bank(folder.dead(1, 0..PAGES)).unwrap();
@@ -78,7 +78,7 @@ fn a_page_that_changed_is_never_served() {
     assert_eq!(ember.counts().tag_mismatch, 1);
 }
 
-/// A process that QEMU gave its memory to may outlive it.
+/// A process to which QEMU gave its memory may outlive QEMU.
 #[test]
 fn served_bytes_are_the_ones_that_were_tested() {
     let folder = Folder::new();
@@ -95,7 +95,7 @@ fn served_bytes_are_the_ones_that_were_tested() {
 }
 
 #[test]
-fn a_block_that_was_overwritten_is_never_served() {
+fn overwritten_blocks_are_never_served() {
     let folder = Folder::new();
     let ember = folder.ember();
     ember.bank(folder.dead(1, 0..PAGES)).unwrap();
@@ -107,7 +107,7 @@ fn a_block_that_was_overwritten_is_never_served() {
 }
 
 #[test]
-fn settling_releases_what_the_ledger_does_not_name() {
+fn settle_releases_pages_outside_the_ledger() {
     let folder = Folder::new();
     let ember = folder.ember();
     let dead = folder.dead(1, 10..20);
@@ -119,7 +119,7 @@ fn settling_releases_what_the_ledger_does_not_name() {
 }
 
 #[test]
-fn memory_that_was_never_touched_is_not_counted_as_released() {
+fn untouched_memory_does_not_count_as_released() {
     let folder = Folder::new();
     let ember = folder.ember();
     ember.bank(folder.dead(1, 10..20)).unwrap();
@@ -127,7 +127,7 @@ fn memory_that_was_never_touched_is_not_counted_as_released() {
 }
 
 #[test]
-fn trimming_gives_up_the_oldest_and_spares_the_rest() {
+fn trim_gives_up_oldest_pages_first() {
     let folder = Folder::new();
     let ember = folder.ember();
     ember.bank(folder.dead(1, 0..32)).unwrap();
@@ -156,7 +156,7 @@ fn only_the_last_incarnations_are_kept() {
 }
 
 #[test]
-fn the_assay_drops_what_would_fail_later_and_ends() {
+fn assay_drops_bad_pages_and_ends() {
     let folder = Folder::new();
     let ember = folder.ember();
     let dead = folder.dead(1, 0..PAGES);
@@ -166,7 +166,7 @@ fn the_assay_drops_what_would_fail_later_and_ends() {
     assert_eq!((ember.counts().tag_mismatch, ember.counts().remaining), (8, 56));
 }
 
-/// A dead incarnation whose first half the ledger knows, and whose every page holds something.
+/// An ember with one held incarnation. Its ledger knows the first half, and every page holds data.
 fn banked_held(folder: &Folder) -> (Ember, Arc<Hold>) {
     let ember = folder.ember();
     let dead = folder.dead(1, 0..PAGES / 2);
@@ -181,7 +181,7 @@ fn resident_pages(ember: &Ember) -> Vec<Range<u64>> {
 }
 
 #[test]
-fn what_is_not_dumped_is_not_released_by_anyone() {
+fn undumped_pages_are_never_released() {
     let folder = Folder::new();
     let (ember, _hold) = banked_held(&folder);
     assert_eq!(ember.settle().unwrap(), 0);
@@ -196,7 +196,7 @@ fn what_is_not_dumped_is_not_released_by_anyone() {
 }
 
 #[test]
-fn what_the_dump_does_not_want_goes_at_once_unless_it_is_a_disk_block() {
+fn unwanted_pages_go_unless_they_hold_blocks() {
     let folder = Folder::new();
     let (ember, hold) = banked_held(&folder);
     ember.settle().unwrap();
@@ -208,7 +208,7 @@ fn what_the_dump_does_not_want_goes_at_once_unless_it_is_a_disk_block() {
 }
 
 #[test]
-fn what_was_written_goes_or_becomes_trimmable() {
+fn dumped_pages_are_released_or_become_trimmable() {
     let folder = Folder::new();
     let (ember, hold) = banked_held(&folder);
     ember.settle().unwrap();
@@ -226,7 +226,7 @@ fn what_was_written_goes_or_becomes_trimmable() {
 }
 
 #[test]
-fn a_dump_may_hold_an_incarnation_that_has_no_ledger() {
+fn incarnation_without_ledger_can_be_dumped() {
     let folder = Folder::new();
     let ember = folder.ember();
     let mut dead = folder.dead(1, 0..PAGES);
@@ -240,7 +240,7 @@ fn a_dump_may_hold_an_incarnation_that_has_no_ledger() {
 }
 
 #[test]
-fn dumps_that_wait_are_not_pushed_out_by_later_deaths() {
+fn waiting_dumps_survive_later_deaths() {
     let folder = Folder::new();
     let (ember, hold) = banked_held(&folder);
     for number in 2..=6 {
@@ -253,13 +253,13 @@ fn dumps_that_wait_are_not_pushed_out_by_later_deaths() {
 }
 
 #[test]
-fn what_a_killed_keeper_leaves_can_be_opened_and_served() {
+fn ember_of_a_killed_keeper_is_served() {
     let folder = Folder::new();
     {
         let ember = folder.ember();
         ember.bank(folder.dead(4, 0..PAGES)).unwrap();
         assert_eq!(read(&ember, 1, AfterServing::Release), Some(fill(1)));
-        // The keeper dies here: nothing is swept, nothing is told to anyone.
+        // The keeper dies here, before it sweeps.
     }
     let ember = folder.ember();
     ember.bank(Incarnation::open(folder.folder.path(), 4).unwrap()).unwrap();
