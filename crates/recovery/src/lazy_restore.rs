@@ -1,15 +1,15 @@
-//! Lazy restore: a saved guest goes on before its memory is there.
+//! Lazy restore: a saved guest runs before its memory has been loaded.
 //!
 //! ```text
-//! working set -> RAM file (one sequential read) ... QEMU waits for a guest -> its memory is registered -> devices' state
-//!   -> THE GUEST RUNS -> what it touches and is missing is brought | the rest is filled in behind -> nothing is missing
+//! working set -> RAM file (one sequential read) ... QEMU waits for its guest -> register its memory -> load device state
+//!   -> THE GUEST RUNS -> load what it touches and is missing | fill in the rest in the background -> nothing is missing
 //! ```
-//! Who touches memory: QEMU's threads (page faults), and the disks of the machine, which have mappings of their own and are
-//! told apart from nobody: an unguarded look at a missing page would plant a page of zeroes for good. So they ask first
-//! (`RamGate::bring`).
+//! QEMU's threads and the machine's disks touch memory. A missing page causes a page fault in QEMU's threads. The disks
+//! have mappings of their own, which cause none: an unguarded access would leave a page of zeroes there for good. So
+//! the disks ask first (`RamGate::bring`).
 //!
-//! A page that cannot be brought (the image is damaged, or gone) holds up whoever touched it, and is tried again: the guest
-//! waits, and never sees anything but what was saved.
+//! A page that cannot be loaded, because the image is damaged or gone, holds up whoever touched it, and is tried again.
+//! The guest waits and never sees anything but what was saved.
 
 mod figures;
 mod gate;
@@ -39,13 +39,14 @@ use crate::incarnation::lock;
 use crate::snapshot::pages::{PageReader, Reading};
 use crate::snapshot::{Snapshot, SnapshotError};
 
-/// So many chunks that cannot be brought are told one by one: of a file that was cut off, all that are missing are such.
+/// Maximum number of unavailable chunks reported one by one. In a file that was cut off every missing chunk is one.
 const TOLD_MAX: usize = 16;
-/// Of zeroes: so many around one that is touched come with it, where they are missing. A process that is started takes hundreds of
-/// pages that were free, most of them side by side, and waits for each as long as the keeper takes to hear of it.
+/// Size of the block of zero pages installed around a faulting one, where they are missing. A new process takes
+/// hundreds of pages that were free, most of them adjacent, and would wait for the keeper at each.
 const ZEROES_PAGES: usize = 16;
 static ZEROES: [u8; ZEROES_PAGES * PAGE_BYTES as usize] = [0; ZEROES_PAGES * PAGE_BYTES as usize];
 
+/// Why a restore failed.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreError {
     #[error(transparent)]
@@ -63,7 +64,7 @@ pub enum RestoreError {
     CalledOff,
 }
 
-/// Why a page that was touched does not come.
+/// Why a touched page could not be loaded.
 #[derive(Debug, thiserror::Error)]
 enum BringError {
     #[error(transparent)]
@@ -72,19 +73,20 @@ enum BringError {
     Ram(#[from] AdmissionError),
 }
 
-/// What is there before the guest runs.
+/// What is loaded before the guest runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
-    /// Everything.
+    /// All memory.
     Eager,
     /// Nothing.
     Lazy,
-    /// What a restored guest used first, if that was noted.
+    /// Pages that a restored guest used first, if they were recorded.
     WorkingSet,
 }
 
 impl Mode {
+    /// Name of the mode, as in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Eager => "eager",
@@ -94,7 +96,8 @@ impl Mode {
     }
 }
 
-/// Writes these pages into RAM that nobody uses yet. How many there are. `go_on` is asked before each chunk.
+/// Writes these pages into RAM that nobody uses yet. Returns their number. Calls `go_on` before each chunk; false
+/// cancels.
 pub fn prefetch(pages: &PageReader, ram: &RamFile, mut go_on: impl FnMut(u32) -> bool) -> Result<u64, RestoreError> {
     let (mut reading, mut asked_to) = (pages.reading_for(Urgency::WorkingSet), 0);
     for chunk in 0..pages.chunks() {
@@ -112,24 +115,24 @@ pub fn prefetch(pages: &PageReader, ram: &RamFile, mut go_on: impl FnMut(u32) ->
     Ok(pages.pages().len() as u64)
 }
 
-/// What comes with a page that was touched.
+/// What to load beside a page that was touched.
 enum Beside<'a> {
     Nothing,
-    /// Those around it that are missing.
+    /// The missing zero pages around it.
     Zeroes,
-    /// The rest of what was read for it.
+    /// The other pages of the chunk that was read for it.
     Chunk {
         chunk: u32,
         raw: &'a [u8],
     },
 }
 
-/// Of the file of a guest's RAM.
+/// Whether the RAM file can grow.
 #[derive(Default)]
 struct Room {
-    /// Why there is none, in words.
+    /// Why there is no space for it, in words.
     lacks: Option<String>,
-    /// How often there was some again: who began before that and found none says nothing new.
+    /// How often space was found again. A request that began before that and found none reports nothing new.
     found: u64,
 }
 
@@ -141,47 +144,47 @@ pub struct Trouble {
     pub is_damage: bool,
 }
 
-/// Why a chunk cannot be brought now.
+/// Why a chunk cannot be loaded now.
 struct Stuck {
     why: String,
-    /// The store that has it does not answer; then it has none of the others either.
+    /// Its store does not answer, so no other chunk can be read from it either.
     away: bool,
 }
 
-/// The memory of one incarnation under one QEMU, on its way out of a snapshot.
+/// The memory of one incarnation under one QEMU while it is loaded from a snapshot.
 pub struct LazyRam {
     ram: SuppliedRam,
     identity: (u64, u64),
     snapshot: Arc<Snapshot>,
-    /// One bit a page: it is certainly there.
+    /// One bit a page, set once the page is certainly present.
     there: Vec<AtomicU64>,
     prefetched: u64,
     lazy: AtomicU64,
     filled: AtomicU64,
     missing: AtomicU64,
-    /// Of QEMU's threads, from when it was heard of until the page was there: for any page, and for one that is stored.
+    /// Waits of QEMU's threads, from receiving the fault until the page is present: for all pages, and for stored ones.
     waits: Waits,
     waits_stored: Waits,
-    /// While set, a touch brings one page and no more, so that every first touch is seen.
+    /// While set, a touch loads one page and no more, so that every first touch is seen.
     tracing: AtomicBool,
     touched: Mutex<Vec<u32>>,
-    /// Those who wait for a page at this moment, and when one last did, in microseconds since `began`.
+    /// Number of threads that wait for a page now, and when such a wait last ended, in microseconds since `began`.
     asking: AtomicU64,
     asked_us: AtomicU64,
     began: Instant,
-    /// Chunks that cannot be brought now, and why.
+    /// Chunks that cannot be loaded now, and why.
     stuck: Mutex<BTreeMap<u32, Stuck>>,
     room: Mutex<Room>,
     tell: Box<dyn Fn(Trouble) + Send + Sync>,
     stopped: AtomicBool,
-    /// Nothing is missing: who finds its memory not registered any more is right to go on.
+    /// Nothing is missing, so that memory which is no longer registered is no error.
     finished: AtomicBool,
 }
 
 impl LazyRam {
-    /// From now on pages come when they are touched. QEMU waits for its guest; what was prefetched is in the file, and nothing else.
-    /// `tell` hears, once a reason, of each chunk that cannot be brought, if there are not too many; of a store that does not answer, of
-    /// the first one.
+    /// Starts the restore: from now on pages are loaded when they are touched. QEMU waits for its guest, and of the
+    /// stored pages only the prefetched ones may be in the file. Calls `tell` once a reason for each chunk that cannot
+    /// be loaded, up to a limit. Of a store that does not answer, it tells the first chunk only.
     pub fn register(
         snapshot: Arc<Snapshot>,
         ram: &RamFile,
@@ -201,7 +204,7 @@ impl LazyRam {
         Ok(Self::new(supplied, snapshot, ram, tracing, Box::new(tell))?)
     }
 
-    /// Goes on where a keeper that died left off; none if nothing was missing any more. What was traced is lost.
+    /// Continues the restore of a keeper that died. Returns `None` if nothing was missing any more. The trace is lost.
     pub fn resume(
         snapshot: Arc<Snapshot>,
         ram: &RamFile,
@@ -255,7 +258,7 @@ impl LazyRam {
         word.is_none_or(|word| word.load(Acquire) >> (page % 64) & 1 == 1)
     }
 
-    /// True the first time.
+    /// Marks a page as present. Returns true if it is a stored page that was missing.
     fn arrived(&self, page: u32) -> bool {
         let Some(word) = self.there.get(page as usize / 64) else { return false };
         let new = word.fetch_or(1 << (page % 64), Release) >> (page % 64) & 1 == 0;
@@ -266,22 +269,23 @@ impl LazyRam {
         new && is_stored
     }
 
-    /// It comes from an object store: a page may be long on its way, and another one must not wait behind it.
+    /// Whether the snapshot is in an object store: a page may take long, and another one must not wait behind it.
     pub fn is_far(&self) -> bool {
         self.snapshot.is_far()
     }
 
-    /// Serves QEMU's page faults until `stop`, QEMU's end, or until nothing is missing. Several threads may do so at once.
+    /// Serves QEMU's page faults until `stop`, until QEMU ends, or until nothing is missing. Several threads may call
+    /// it at once.
     pub fn serve(&self) -> Result<(), AdmissionError> {
         let mut reading = self.snapshot.ram.reading();
-        // What fetches from afar starts threads.
+        // A read from an object store starts threads.
         self.ram.serve(!self.is_far(), |page, heard| self.answer(page as u32, heard, &mut reading))
     }
 
-    /// A thread of QEMU's waits for this page. False: it cannot be brought now.
+    /// Answers a page fault of one of QEMU's threads. Returns false if the page cannot be loaded now.
     fn answer(&self, page: u32, heard: Instant, reading: &mut Reading) -> Result<bool, AdmissionError> {
         match passing(self.bring_touched(page, Some(heard), reading)) {
-            // It was heard of before, and goes on by now.
+            // The fault came before the end, and its thread runs again by now.
             Err(_) if self.is_finished() => Ok(true),
             answered => Ok(answered?.is_some()),
         }
@@ -294,12 +298,12 @@ impl LazyRam {
         }
     }
 
-    /// Puts pages where they are missing, and notes whether there is room for them.
+    /// Puts pages where they are missing, and notes whether there is space for them.
     fn supply(&self, first_page: u32, bytes: &[u8], wake: Wake) -> Result<(), BringError> {
         let found_before = lock(&self.room).found;
         let put = self.ram.supply(first_page.into(), bytes, wake);
         if matches!(put, Ok(0)) {
-            // All were there, which says nothing of room.
+            // All were present, which says nothing about space.
             return Ok(());
         }
         let mut room = lock(&self.room);
@@ -315,7 +319,7 @@ impl LazyRam {
         Ok(put.map(drop)?)
     }
 
-    /// Notes whether this chunk could be brought.
+    /// Notes whether this chunk could be read.
     fn note<T>(&self, chunk: u32, result: Result<T, SnapshotError>) -> Result<T, BringError> {
         let mut stuck = lock(&self.stuck);
         match &result {
@@ -324,7 +328,7 @@ impl LazyRam {
                 let (why, away) = (words(error), error.is_away());
                 let is_told = away && stuck.values().any(|other| other.away);
                 let before = stuck.insert(chunk, Stuck { why: why.clone(), away });
-                // Another reason is news: a file was put in its place, and it is not the one.
+                // Another reason is news, for example that the file was replaced by a wrong one.
                 let is_new = before.is_none_or(|before| before.why != why);
                 if is_new && !is_told && stuck.len() <= TOLD_MAX {
                     (self.tell)(Trouble { why, is_damage: !away });
@@ -334,8 +338,8 @@ impl LazyRam {
         Ok(result?)
     }
 
-    /// Somebody has touched this page: it comes first, and what comes with it when whoever waits goes on. `heard`: of a thread of
-    /// QEMU's, when.
+    /// Loads a touched page first, and what comes with it once the waiting thread runs again. `heard` is when a fault
+    /// of QEMU's was received; `None` for a disk.
     fn bring_touched(&self, page: u32, heard: Option<Instant>, reading: &mut Reading) -> Result<(), BringError> {
         self.asking.fetch_add(1, Relaxed);
         let put = self.put_touched(page, reading);
@@ -343,17 +347,17 @@ impl LazyRam {
         self.asking.fetch_sub(1, Relaxed);
         let beside = put?;
         if let Some(heard) = heard {
-            // Before the wake: who is woken may take this thread's processor.
+            // Before the wake, because the woken thread may take this thread's processor.
             self.count_wait(page, heard.elapsed());
         }
         self.ram.wake(page.into())?;
         Ok(passing(self.bring_beside(page, beside)).map(drop)?)
     }
 
-    /// And no more; who waits for it is not woken. What is to come with it.
+    /// Puts this page alone, and wakes nobody. Returns what to load beside it.
     fn put_touched<'a>(&self, page: u32, reading: &'a mut Reading) -> Result<Beside<'a>, BringError> {
         if self.is_there(page) {
-            // It came meanwhile; or the guest has given it back since (a balloon), and what is given back reads as zeroes.
+            // It came meanwhile, or the guest has given it back since (a balloon): a page given back reads as zeroes.
             self.supply(page, zeroes(1), Wake::Later)?;
             return Ok(Beside::Nothing);
         }
@@ -365,7 +369,7 @@ impl LazyRam {
             Some(chunk) => {
                 let raw = self.note(chunk, pages.read(chunk, reading))?;
                 if tracing {
-                    // Before whoever waits goes on and touches the next.
+                    // Before the waiting thread goes on and touches the next page.
                     lock(&self.touched).push(page);
                 }
                 let beside = if tracing { Beside::Nothing } else { Beside::Chunk { chunk, raw } };
@@ -403,7 +407,7 @@ impl LazyRam {
         Ok(())
     }
 
-    /// How many of its pages were missing.
+    /// Loads a chunk. Returns how many of its pages were missing.
     fn bring_chunk(&self, chunk: u32, reading: &mut Reading) -> Result<u64, BringError> {
         let pages = &self.snapshot.ram;
         if pages.pages_of(chunk).iter().all(|page| self.is_there(*page)) {
@@ -412,7 +416,7 @@ impl LazyRam {
         self.put_chunk(chunk, self.note(chunk, pages.read(chunk, reading))?, None)
     }
 
-    /// How many of its pages were missing. `but`: this one is there.
+    /// Puts a chunk's pages, except `but`, which is present. Returns how many were missing.
     fn put_chunk(&self, chunk: u32, raw: &[u8], but: Option<u32>) -> Result<u64, BringError> {
         let mut new = 0;
         for (first, bytes) in runs(self.snapshot.ram.pages_of(chunk), raw, but) {
@@ -423,8 +427,9 @@ impl LazyRam {
         Ok(new)
     }
 
-    /// Brings everything, in the order of the file. `ahead_bytes` is asked before each chunk that is missing, of so many bytes: so
-    /// much may be asked of the disk at once. False: it was told to stop, or something cannot be brought now.
+    /// Loads everything, in the order of the file. Calls `ahead_bytes` before each missing chunk with its size in
+    /// bytes; the answer limits how many bytes are read ahead. Returns false if it was stopped, or if something cannot
+    /// be loaded now.
     pub fn fill(&self, mut ahead_bytes: impl FnMut(&Self, u64) -> u64) -> Result<bool, AdmissionError> {
         let pages = &self.snapshot.ram;
         let (mut reading, mut asked_to) = (pages.reading_for(Urgency::Memory), 0);
@@ -441,7 +446,7 @@ impl LazyRam {
             }
             let brought = self.bring_chunk(chunk, &mut reading);
             match &brought {
-                // The next one would take as long to fail, or fail as well.
+                // The next chunk would fail as well, or take as long to fail.
                 Err(BringError::Snapshot(error)) if error.is_away() => return Ok(false),
                 Err(BringError::Ram(error)) if is_no_room(error) => return Ok(false),
                 _ => {}
@@ -452,7 +457,7 @@ impl LazyRam {
         Ok(self.missing.load(Relaxed) == 0)
     }
 
-    /// Nothing is missing: the kernel serves this memory by itself from now on, and `serve` ends.
+    /// Ends the restore when nothing is missing: the kernel serves this memory from now on, and `serve` returns.
     pub fn finish(&self) -> Result<(), AdmissionError> {
         self.finished.store(true, Release);
         self.stopped.store(true, Relaxed);
@@ -463,12 +468,12 @@ impl LazyRam {
         self.finished.load(Acquire)
     }
 
-    /// Somebody waits for a page.
+    /// Whether somebody waits for a page.
     pub fn is_asked(&self) -> bool {
         self.asking.load(Relaxed) > 0
     }
 
-    /// Since somebody last waited for one.
+    /// Time since somebody last waited for a page; `Duration::MAX` if nobody has.
     pub fn calm_for(&self) -> Duration {
         match self.asked_us.load(Relaxed) {
             0 => Duration::MAX,
@@ -476,31 +481,34 @@ impl LazyRam {
         }
     }
 
+    /// Whether `stop` or `finish` was called.
     pub fn is_stopped(&self) -> bool {
         self.stopped.load(Relaxed)
     }
 
-    /// Ends `serve` and whoever waits, and leaves everything as it is.
+    /// Ends `serve` and all waits, and leaves everything else as it is.
     pub fn stop(&self) {
         self.stopped.store(true, Relaxed);
         self.ram.stop();
     }
 
-    /// Pages in the order in which they were touched; from now on nothing is noted any more.
+    /// Ends the trace. Returns its pages in the order in which they were touched.
     pub fn end_trace(&self) -> Vec<u32> {
         self.tracing.store(false, Relaxed);
         let mut touched = std::mem::take(&mut *lock(&self.touched));
-        // Two who touched a page at once are both in it.
+        // A page that two threads touched at once is in it twice.
         let mut seen = HashSet::new();
         touched.retain(|page| seen.insert(*page));
         touched
     }
 
+    /// The snapshot that the memory is loaded from.
     pub fn snapshot(&self) -> &Snapshot {
         &self.snapshot
     }
 
-    /// What cannot be brought now, and how much more; whoever touches it waits.
+    /// Why memory cannot be loaded now: the first reasons, and the number of the others. Whoever touches that memory
+    /// waits.
     pub fn stuck(&self) -> Vec<String> {
         let stuck = lock(&self.stuck);
         let more = stuck.len().saturating_sub(TOLD_MAX);
@@ -510,12 +518,12 @@ impl LazyRam {
     }
 }
 
-/// At most as many pages as there are of them.
+/// Bytes of `pages` zero pages, of which there are at most `ZEROES_PAGES`.
 fn zeroes(pages: usize) -> &'static [u8] {
     &ZEROES[..pages * PAGE_BYTES as usize]
 }
 
-/// With what is behind it.
+/// The error, with its source if the store does not answer.
 fn words(error: &SnapshotError) -> String {
     match std::error::Error::source(error) {
         Some(source) if error.is_away() => format!("{error}: {source}"),
@@ -527,7 +535,7 @@ fn is_no_room(error: &AdmissionError) -> bool {
     matches!(error, AdmissionError::NoRoom { .. })
 }
 
-/// What is wrong with the image may be mended, and room be made; all else is the end. None: not now.
+/// Maps errors that may pass to `None`: a bad image may be mended, and space be made. All others end the restore.
 fn passing<T>(result: Result<T, BringError>) -> Result<Option<T>, AdmissionError> {
     match result {
         Ok(done) => Ok(Some(done)),
@@ -537,7 +545,7 @@ fn passing<T>(result: Result<T, BringError>) -> Result<Option<T>, AdmissionError
     }
 }
 
-/// Pages that follow each other in RAM and in the file, with their bytes; without one of them.
+/// Runs of pages that are adjacent in RAM and in the file, with their bytes, without the page `but`.
 fn runs<'a>(pages: &'a [u32], raw: &'a [u8], but: Option<u32>) -> impl Iterator<Item = (u32, &'a [u8])> {
     let (mut at, is_it) = (0, move |page: u32| Some(page) == but);
     let runs = pages.chunk_by(move |one, next| one + 1 == *next && !is_it(*one) && !is_it(*next));

@@ -1,24 +1,26 @@
-//! Figures: how far a lazy restore is, and what its guest has waited.
+//! Figures: the progress of a lazy restore, and how long its guest has waited.
 
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::LazyRam;
 
-/// What became of the pages, counted since the guest went on.
+/// Page counts of a lazy restore.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Of the snapshot, without those of zeroes.
+    /// Pages of the snapshot, without zero pages.
     pub stored: u64,
-    /// Before the guest ran.
+    /// Present when the restore was registered or resumed.
     pub prefetched: u64,
-    /// Because somebody touched them.
+    /// Loaded because somebody touched them.
     pub lazy: u64,
-    /// With one that was touched, or behind the guest's back.
+    /// Loaded beside a touched page, or in the background.
     pub filled: u64,
+    /// Stored pages that are not loaded yet.
     pub missing: u64,
 }
 
 impl LazyRam {
+    /// The present page counts.
     pub fn counts(&self) -> Counts {
         Counts {
             stored: self.snapshot.ram.pages().len() as u64,
@@ -29,22 +31,22 @@ impl LazyRam {
         }
     }
 
-    /// How long so many of a hundred page faults took at most, in us. None: there was none.
+    /// The given percentile of fault waits, in us; `None` if there was none.
     pub fn wait_us(&self, percent: u64) -> Option<u64> {
         self.waits.percentile_us(percent)
     }
 
-    /// The same of pages that are stored: those of zeroes take no read.
+    /// As `wait_us`, for stored pages only: a zero page needs no read.
     pub fn wait_us_stored(&self, percent: u64) -> Option<u64> {
         self.waits_stored.percentile_us(percent)
     }
 
-    /// Page faults that are over.
+    /// Number of page faults that were served.
     pub fn waits(&self) -> u64 {
         self.waits.count()
     }
 
-    /// All page faults together, in us.
+    /// Sum of all fault waits, in us.
     pub fn waited_us(&self) -> u64 {
         self.waits.total_us()
     }

@@ -1,4 +1,4 @@
-//! Gate: what the disks of the machine ask before they look at its memory.
+//! Gate: what a machine's disks ask before they touch its memory.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,11 +9,11 @@ use hearth_memory::PAGE_BYTES;
 
 use super::{LazyRam, passing};
 
-/// Between two attempts of a disk to get at memory that cannot be brought.
+/// Pause between a disk's attempts to reach memory that cannot be loaded.
 const TRY_AGAIN: Duration = Duration::from_millis(250);
 
 impl LazyRam {
-    /// What the disks of the machine have to ask.
+    /// Gate that the machine's disks ask before they touch guest memory.
     pub fn gate(self: &Arc<Self>) -> Gate {
         let (ram_device, ram_inode) = self.identity;
         Gate { ram_device, ram_inode, keeper: self.clone() }
@@ -32,13 +32,13 @@ impl RamGate for LazyRam {
     fn bring(&self, file: Range<u64>) -> bool {
         let pages = file.start / PAGE_BYTES..file.end.div_ceil(PAGE_BYTES);
         for page in pages.map(|page| page as u32) {
-            // What nobody had touched by the end is zeroes, and the kernel sees to that.
+            // A page that is not there at the end holds zeroes, and the kernel supplies it.
             while !self.is_there(page) && !self.is_finished() {
                 match passing(self.bring_touched(page, None, &mut self.snapshot.ram.reading())) {
                     Ok(Some(())) => {}
                     Ok(None) if !self.is_stopped() => std::thread::sleep(TRY_AGAIN),
                     Ok(None) | Err(_) if self.is_finished() => {}
-                    // QEMU's end: its requests end with it.
+                    // QEMU has ended, or the restore was stopped: its requests end with it.
                     Ok(None) | Err(_) => return false,
                 }
             }

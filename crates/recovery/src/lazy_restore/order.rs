@@ -1,13 +1,14 @@
-//! Order: what a machine that `hearth restore` made is to begin with, in a file beside its machine.toml.
+//! Order: tells a machine that `hearth restore` made how to begin, in a file beside its machine.toml.
 //!
 //! ```text
 //! disks -> order -> machine.toml -> (killed, refused or cancelled: the next keeper reads the order and begins anew)
-//!   -> devices' state is loaded -> order removed -> THE GUEST RUNS
+//!   -> load device state -> remove the order -> THE GUEST RUNS
 //! ```
-//! The order comes before machine.toml and is synced, so a keeper that finds the one finds the other: it never boots from the
-//! snapshot's disks because somebody was killed too early. It is removed, and that is synced, before the guest can write to its
-//! disks: the snapshot's memory never comes back over newer disks, not after a power cut either. It lies in the machine's own folder
-//! and not under the machine's name in the runtime folder, where another machine of that name would find it.
+//! The order is written and synced before machine.toml, so a keeper that finds machine.toml finds the order too. It
+//! never boots from the snapshot's disks because a restore was killed too early. The order is removed, and the removal
+//! is synced, before the guest can write to its disks. So the snapshot's memory is never loaded over newer disks, not
+//! even after a power cut. The file is in the machine's own folder: in the runtime folder another machine of the same
+//! name would find it.
 
 use std::fs;
 use std::io::{self, Write};
@@ -22,23 +23,24 @@ use super::Mode;
 /// Raised when a field changes its meaning.
 const VERSION: u32 = 1;
 
-/// What a machine begins with, and which machine that is.
+/// What a machine begins with, and which machine the order is for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Order {
     version: u32,
     /// The configuration file that this order is for.
     configuration: PathBuf,
-    /// Folder or address of the snapshot.
+    /// Folder or store address of the snapshot.
     pub snapshot: PathBuf,
-    /// Seal of the snapshot's memory: another snapshot in that place is another guest.
+    /// Seal of the snapshot's memory, because another snapshot in that location is another guest.
     pub seal: String,
+    /// What is loaded before the guest runs.
     pub mode: Mode,
     /// The machine's disks as they were made, in the machine's order.
     disks: Vec<DiskMark>,
 }
 
-/// A disk that no guest has written to. Not by its time: a keeper that opens it for a guest that never runs changes that. The first
-/// write of a guest makes it longer.
+/// Mark of a disk that no guest has written to. Its time is not part of it, because a keeper that opens the disk for a
+/// guest that never runs changes it. A guest's first write makes the file longer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct DiskMark {
     path: PathBuf,
@@ -46,6 +48,7 @@ struct DiskMark {
     bytes: u64,
 }
 
+/// Why an order could not be read, written or removed.
 #[derive(Debug, thiserror::Error)]
 pub enum OrderError {
     #[error("{path}: cannot be {what}")]
@@ -70,7 +73,7 @@ impl DiskMark {
 }
 
 impl Order {
-    /// For the machine with this configuration file, whose disks were made just now.
+    /// An order for the machine with this configuration file, whose disks were made just now.
     pub fn new(
         configuration: &Path,
         snapshot: &Path,
@@ -89,19 +92,19 @@ impl Order {
         })
     }
 
-    /// Where the order for a configuration file lies.
+    /// Path of the order for a configuration file.
     pub fn path(configuration: &Path) -> PathBuf {
         configuration.with_extension("restore.json")
     }
 
-    /// Whole or not at all, and on the disk.
+    /// Writes the order, whole or not at all, and syncs it.
     pub fn write(&self) -> Result<(), OrderError> {
         let path = Self::path(&self.configuration);
         let text = serde_json::to_vec_pretty(self).expect("an order is plain data");
         replace_file(&path, Lasting::PowerCut, |file| file.write_all(&text)).map_err(OrderError::io(&path, "written"))
     }
 
-    /// None: the machine was not made by a restore, or its guest has run.
+    /// Loads the order; `None` if the machine was not made by a restore, or its guest has run.
     pub fn load(configuration: &Path) -> Result<Option<Self>, OrderError> {
         let path = Self::path(configuration);
         let text = match fs::read(&path) {
@@ -121,7 +124,7 @@ impl Order {
         serde_json::from_slice(&text).map(Some).map_err(malformed)
     }
 
-    /// Why it is not for a machine with this configuration file and these disks. None: it is.
+    /// Why the order does not hold for a machine with this configuration file and these disks; `None` if it holds.
     pub fn void_for(&self, configuration: &Path, disks: &[&Path]) -> Option<String> {
         if self.configuration != configuration {
             return Some(format!("it is for {}", self.configuration.display()));
@@ -136,7 +139,8 @@ impl Order {
         })
     }
 
-    /// For good, also after a power cut: the guest of this configuration may write to its disks from here on. Fine without one.
+    /// Removes the order so that it stays removed after a power cut: the guest may write to its disks from here on. It
+    /// is no error if there is no order.
     pub fn remove(configuration: &Path) -> Result<(), OrderError> {
         let path = Self::path(configuration);
         match fs::remove_file(&path).and_then(|()| sync_folder_of(&path)) {
@@ -151,7 +155,7 @@ mod tests {
     use super::*;
     use std::fs::File;
 
-    /// A machine's folder with two disks, and the order for it.
+    /// A machine's folder with two disks, and its order.
     struct Stand {
         home: tempfile::TempDir,
         order: Order,
@@ -182,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn an_order_holds_for_its_own_configuration_and_unwritten_disks() {
+    fn order_is_void_for_other_configurations_and_disks() {
         let stand = Stand::new();
         let (configuration, disks) = (stand.configuration(), ["root", "data"]);
         assert_eq!(stand.why_void(&configuration, &disks), None);
@@ -198,13 +202,13 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_was_written_to_or_exchanged_voids_the_order() {
+    fn written_or_replaced_disk_voids_the_order() {
         type Change = fn(&Path);
         let changes: [Change; 3] = [
             |disk| fs::write(disk, "longer than it was").unwrap(),
             |disk| fs::remove_file(disk).unwrap(),
             |disk| {
-                // As long and as old, as by `cp -a`.
+                // As long and as old, as after `cp -a`.
                 let (copy, of) = (disk.with_extension("copy"), File::open(disk).unwrap().metadata().unwrap());
                 fs::write(&copy, "other").unwrap();
                 let times = fs::FileTimes::new().set_modified(of.modified().unwrap());
@@ -223,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn a_removed_order_is_gone_and_a_torn_one_is_refused() {
+    fn removed_order_is_gone_torn_one_refused() {
         let stand = Stand::new();
         let path = Order::path(&stand.configuration());
         let text = fs::read_to_string(&path).unwrap();

@@ -1,60 +1,64 @@
-//! Pace: how fast the rest of a guest's memory is read behind its back, so that a page that it touches does not wait for it.
+//! Pace: limits how fast the rest of a guest's memory is read in the background, so that a touched page does not wait
+//! for it.
 //!
-//! learn: faster and faster, while reads are quick -> a read takes far longer than they do: it may have met the disk's limit ->
-//! a step back, and after a moment forward again, less boldly -> a second such read: that is the limit -> a step back, and from
-//! there on very slowly forward, until the next
+//! learn: speed up while reads are quick -> a read takes far longer than they do: it may have met the disk's limit ->
+//! step back, and after a moment speed up again, less boldly -> a second long read: that is the limit -> step back, and
+//! speed up very slowly until the next one
 //!
-//! The first may have been another's doing: the working set is read at full speed just before. At the pace that is right behind
-//! a limit, taken for one at once, 2 GiB took 33 s instead of 17.
+//! The first long read may have another cause, because the working set is read at full speed just before. When it was
+//! taken for the limit at once, 2 GiB took 33 s instead of 17.
 //!
-//! A rented disk is a bucket: within a tenth of a second or so it gives what that time is worth as fast as it can, and then
-//! nothing until that time is over. Whoever empties the bucket has everybody wait for its next filling, however little he has
-//! asked for himself: pages that a guest touched waited 106 ms at a limit of 125 MiB/s, behind a fill that never had more than 256 KiB
-//! under way. So what counts is the rate, and something must be left in the bucket.
+//! A rented disk limits its rate by a bucket: in each slice of about a tenth of a second it delivers what that slice is
+//! worth as fast as it can. Then it delivers nothing until the slice is over. Whoever empties the bucket makes all
+//! readers wait for its next filling, however little they ask for. Pages that a guest touched waited 106 ms at a limit
+//! of 125 MiB/s, behind a fill that never had more than 256 KiB in flight. So the rate counts, and something must be
+//! left in the bucket.
 //!
-//! Time is handed in, from any beginning.
+//! The caller passes the time, counted from any origin.
 
 use std::time::Duration;
 
-/// Bytes a second to begin with.
+/// First rate, in bytes a second.
 const FIRST: f64 = (64 << 20) as f64;
+/// Lowest rate, in bytes a second.
 const LOWEST: f64 = (8 << 20) as f64;
-/// How much faster after each `STEP`: before any long read, after the first, and after more.
+/// Factor of the rate after each `STEP`: before any long read, after the first, and after more.
 const FASTER: [f64; 3] = [1.5, 1.05, 1.002];
-/// After a long read, the first and others, it does not go forward for so long.
+/// Time after a long read in which the rate does not rise: after the first one, and after others.
 const HOLD: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(5)];
 const STEP: Duration = Duration::from_millis(100);
-/// After a long read.
+/// Factor of the rate after a long read.
 const STEP_BACK: f64 = 0.85;
-/// One emptied bucket is one long read, or two where two readers waited for it.
+/// Minimum time between two steps back. One emptied bucket is one long read, or two where two readers waited for it.
 const STEP_BACK_EVERY: Duration = Duration::from_millis(250);
-/// A read that takes longer, and so many times longer than the quickest, has met a limit. A thread that had to wait for a processor
-/// has waited less.
+/// A read that takes longer than this, and `LONG_TIMES` longer than the quickest, has met a limit. A thread that waits
+/// for a processor waits less.
 const LONG: Duration = Duration::from_millis(30);
 const LONG_TIMES: u32 = 8;
-/// A guest that has its working set answers again as before within a second or two, and needs its processors for that: the rest of
-/// its memory can wait so long. After one second of it a new client's first request took 150 to 210 ms instead of 90 (two guest
-/// processors on two of the host's, a disk of 125 MiB/s). At a lower rate it touches more that is still
-/// missing, and answers as before no sooner.
+/// Time for which a guest with a working set gets the rate `GENTLE`. It answers as before within a second or two, and
+/// needs its processors for that; the rest of its memory can wait. With one second, a new client's first request took
+/// 150 to 210 ms instead of 90. The guest had two processors on two of the host's, and a disk of 125 MiB/s. At a lower
+/// rate the guest touches more missing pages, and answers as before no sooner.
 const GENTLE_FOR: Duration = Duration::from_secs(3);
 const GENTLE: f64 = (32 << 20) as f64;
-/// Beside a guest that has just waited for a page: so much of the rate.
+/// Fraction of the rate beside a guest that has just waited for a page.
 const BESIDE: f64 = 0.5;
-/// What it is late may be made good, as far as a sleep may be too long.
+/// Delay that may be made up for: as much as a sleep may be too long.
 const CREDIT: Duration = Duration::from_millis(2);
-/// Shorter sleeps take longer than they are.
+/// Shortest sleep: a shorter one takes longer than asked.
 const SLEEP_MIN: Duration = Duration::from_millis(1);
 
+/// Rate of the background fill, learned from the duration of its reads.
 #[derive(Clone, Debug)]
 pub struct Pace {
     /// Bytes a second.
     rate: f64,
-    /// Reads that were so long that they may have met a limit.
+    /// Number of reads so long that they may have met a limit.
     long_reads: usize,
     gentle_until: Duration,
-    /// The next bytes are due then.
+    /// When the next bytes are due.
     due: Duration,
-    /// The rate was last looked at then, and has held somebody up since.
+    /// When the rate was last reviewed, and whether it has held up a read since.
     looked: Duration,
     was_limit: bool,
     stepped_back: Option<Duration>,
@@ -62,6 +66,7 @@ pub struct Pace {
 }
 
 impl Pace {
+    /// Begins at the first rate; gently, if there is a working set.
     #[must_use]
     pub fn begin(now: Duration, has_working_set: bool) -> Self {
         Self {
@@ -76,7 +81,7 @@ impl Pace {
         }
     }
 
-    /// How long to wait before so many bytes are read. `is_calm`: nobody waits for a page, or has a moment ago.
+    /// How long to wait before `bytes` are read. `is_calm` says that nobody waits for a page, or has a moment ago.
     pub fn wait(&mut self, now: Duration, bytes: u64, is_calm: bool) -> Duration {
         self.go_forward(now);
         let is_gentle = now < self.gentle_until;
@@ -92,7 +97,7 @@ impl Pace {
         wait
     }
 
-    /// A read took so long, up to now.
+    /// Records a read that took `took` and ended at `now`.
     pub fn took(&mut self, now: Duration, took: Duration) {
         self.quickest = self.quickest.min(took);
         let is_long = took > LONG && took > self.quickest * LONG_TIMES;
@@ -104,7 +109,7 @@ impl Pace {
         }
     }
 
-    /// Faster only where the rate was what held it up: else it would say nothing of the disk.
+    /// Raises the rate, but only if it held up a read: otherwise it says nothing about the disk.
     fn go_forward(&mut self, now: Duration) {
         if now.saturating_sub(self.looked) < STEP {
             return;
@@ -125,7 +130,7 @@ mod tests {
     const CHUNK: u64 = 64 << 10;
     const MIB: f64 = 1048576.0;
 
-    /// Gives so many bytes in each slice of time, quickly, and then none until the next one.
+    /// Delivers `slice_bytes` in each slice of time, quickly, and then nothing until the next one.
     struct Disk {
         slice_bytes: u64,
         left: u64,
@@ -145,7 +150,7 @@ mod tests {
             Self { slice_bytes: u64::MAX, left: u64::MAX, ..Self::limited_to(0) }
         }
 
-        /// When a read that begins now has ended.
+        /// End of a read that begins at `now`.
         fn read(&mut self, now: Duration, bytes: u64) -> Duration {
             let slice = (now.as_nanos() / SLICE.as_nanos()) as u32;
             if slice > self.slice {
@@ -165,7 +170,8 @@ mod tests {
         }
     }
 
-    /// Fills, and has a guest touch a page now and then. When the fill has ended, and how long the guest waited each time.
+    /// Fills memory while a guest touches a page now and then. Returns the end of the fill, and when and how long the
+    /// guest waited each time.
     fn fill(disk: &mut Disk, mib: u64, touch_every: Duration) -> (Duration, Vec<(Duration, Duration)>) {
         fill_at(disk, Pace::begin(Duration::ZERO, false), mib, touch_every)
     }
@@ -194,10 +200,10 @@ mod tests {
     }
 
     #[test]
-    fn something_is_left_in_the_bucket_for_who_touches_a_page() {
+    fn fill_leaves_disk_bandwidth_for_touched_pages() {
         for limit in [60, 125, 250] {
             let (ended, touches) = fill(&mut Disk::limited_to(limit), 16 * limit, Duration::from_millis(173));
-            // The first seconds it learns; a probe that goes too far is a long read now and then.
+            // It learns in the first seconds. Later a probe that goes too far causes a long read now and then.
             let later = touches.iter().filter(|(at, _)| *at > Duration::from_secs(3)).map(|(_, waited)| *waited);
             let (long, short): (Vec<_>, Vec<_>) = later.partition(|waited| *waited > Duration::from_millis(5));
             assert!(long.len() * 50 <= short.len(), "{limit}: {} of {} touches waited", long.len(), touches.len());
@@ -206,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limited_disk_is_made_use_of_where_nobody_touches_anything() {
+    fn fill_uses_most_of_a_limited_disk() {
         for limit in [60, 125, 250] {
             let (ended, _) = fill(&mut Disk::limited_to(limit), 16 * limit, Duration::MAX / 2);
             assert!(ended < Duration::from_secs_f64(16.0 / 0.75), "{limit}: of 16 s: {ended:?}");
@@ -214,13 +220,13 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_without_a_limit_is_read_as_fast_as_it_can_after_a_moment() {
+    fn fill_soon_reads_an_unlimited_disk_fast() {
         let (ended, _) = fill(&mut Disk::unlimited(), 4096, Duration::MAX / 2);
         assert!(ended < Duration::from_secs_f64(4096.0 / 1500.0 + 1.5), "{ended:?}");
     }
 
     #[test]
-    fn a_read_that_is_long_for_want_of_a_processor_is_none_that_met_a_limit() {
+    fn wait_for_a_processor_is_no_limit() {
         let mut pace = Pace::begin(Duration::ZERO, false);
         pace.took(Duration::from_millis(1), Duration::from_micros(100));
         pace.took(Duration::from_millis(20), Duration::from_millis(19));
@@ -230,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_has_its_working_set_is_left_in_peace_for_a_while() {
+    fn fill_is_gentle_beside_a_working_set() {
         let mut disk = Disk::unlimited();
         let quiet = fill_at(&mut disk, Pace::begin(Duration::ZERO, true), 95, Duration::MAX / 2).0;
         assert!(quiet > GENTLE_FOR * 9 / 10 && quiet < GENTLE_FOR, "{quiet:?}");
@@ -239,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bucket_that_another_has_emptied_is_not_taken_for_the_limit() {
+    fn bucket_emptied_by_others_is_no_limit() {
         let mut disk = Disk { left: 0, ..Disk::limited_to(125) };
         let mut pace = Pace::begin(Duration::ZERO, false);
         pace.took(Duration::ZERO, Duration::from_micros(50));

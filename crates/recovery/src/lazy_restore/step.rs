@@ -1,29 +1,30 @@
-//! Steps of a restore, in order. A drill names one of them, after which the keeper dies.
+//! Step: the steps of a restore, in order. A drill names one of them, after which the keeper dies.
 
-/// What has been done. Until `Begin` the next keeper begins anew; from then on it goes on with the guest that is there.
+/// A completed step. Before `Begin` the next keeper begins anew; from then on it continues with the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// The new machine's folder is there, with the order to restore it.
+    /// The new machine's folder exists, with the order to restore it.
     Make,
     /// A keeper has read the order and the snapshot.
     Note,
-    /// Half of what is read before the guest runs, beside QEMU's start.
+    /// Half of what is read before the guest runs has been read, beside QEMU's start.
     Prefetch,
     /// QEMU waits for its guest.
     Launch,
-    /// It has the guest, which stands still.
+    /// QEMU has the guest, which stands still.
     LetIn,
-    /// The journal says so.
+    /// The journal records the guest.
     Begin,
-    /// The guest goes on.
+    /// The guest runs.
     Run,
-    /// Half of all memory is there.
+    /// Half of all memory is loaded.
     Fill,
-    /// Nothing is missing, which nobody has noted.
+    /// Nothing is missing, but that is not recorded yet.
     Finish,
 }
 
 impl Step {
+    /// All steps, in order.
     pub const ALL: [Self; 9] = [
         Self::Make,
         Self::Note,
@@ -36,6 +37,7 @@ impl Step {
         Self::Finish,
     ];
 
+    /// Name of the step, as a drill gives it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Make => "restore-make",

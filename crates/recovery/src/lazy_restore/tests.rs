@@ -1,4 +1,4 @@
-//! Lazy restore in one process: this one is QEMU, guest and keeper at once.
+//! Tests of lazy restore in one process, which is QEMU, guest and keeper at once.
 
 use std::fs::{self, File};
 use std::ops::Range;
@@ -13,10 +13,10 @@ use crate::snapshot::pages::{Compression, PageWriter, Sealed};
 use crate::snapshot::{Draft, Manifest, RamPart, SNAPSHOT_VERSION};
 
 const PAGES: u64 = 128;
-/// 10 to 90 are stored, the others zero.
+/// Pages 10 to 89 are stored, the others are zero.
 const STORED: Range<u32> = 10..90;
 
-/// A machine whose QEMU is this very process.
+/// A machine whose QEMU is this test process.
 struct Stand {
     home: tempfile::TempDir,
     ram: RamFile,
@@ -28,7 +28,7 @@ fn save(folder: &std::path::Path) {
     save_of(folder, |page| page as u8);
 }
 
-/// Each of its pages is full of one byte.
+/// Saves a snapshot in which each stored page is full of one byte.
 fn save_of(folder: &std::path::Path, byte: impl Fn(u32) -> u8) {
     let mut draft = Draft::create(folder).unwrap();
     let mut writer = PageWriter::create(&draft.ram_path(), PAGES, Compression::None).unwrap();
@@ -84,7 +84,7 @@ impl Stand {
         Arc::new(LazyRam::register(self.snapshot(), &self.ram, &self.userfault, None, tracing, |_| ()).unwrap())
     }
 
-    /// As a processor of the guest's does.
+    /// Touches a page as a processor of the guest does.
     fn touch(&self, page: u32) -> u8 {
         let address = (self.start + page as usize * PAGE_BYTES as usize) as *const u8;
         // SAFETY: within the mapping, which stays; any byte is a valid one.
@@ -96,7 +96,7 @@ impl Stand {
     }
 }
 
-/// Whoever waited for a page goes on a moment before the page is counted.
+/// Waits for these counts: a thread that waited for a page runs again a moment before the page is counted.
 fn await_counts(lazy: &LazyRam, expect: Counts) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while lazy.counts() != expect && Instant::now() < deadline {
@@ -110,7 +110,7 @@ fn saved() -> Vec<u8> {
 }
 
 fn served<T>(lazy: &LazyRam, work: impl FnOnce() -> T) -> T {
-    /// Also when the work fails.
+    /// Stops even if the work fails.
     struct Stops<'a>(&'a LazyRam);
     impl Drop for Stops<'_> {
         fn drop(&mut self) {
@@ -125,7 +125,7 @@ fn served<T>(lazy: &LazyRam, work: impl FnOnce() -> T) -> T {
 }
 
 #[test]
-fn a_guest_sees_what_was_saved_and_in_the_end_nothing_is_missing() {
+fn guest_sees_saved_memory_until_nothing_is_missing() {
     let stand = Stand::new();
     let lazy = stand.lazy(false);
     served(&lazy, || {
@@ -141,7 +141,7 @@ fn a_guest_sees_what_was_saved_and_in_the_end_nothing_is_missing() {
 }
 
 #[test]
-fn what_was_prefetched_is_not_asked_for() {
+fn prefetched_pages_cause_no_fault() {
     let stand = Stand::new();
     stand.snapshot().add_trace(&[70, 12, 11, 3]).unwrap();
     let set = stand.snapshot();
@@ -160,7 +160,7 @@ fn what_was_prefetched_is_not_asked_for() {
 }
 
 #[test]
-fn what_is_called_off_goes_no_further() {
+fn cancelled_prefetch_stops() {
     let stand = Stand::new();
     let called_off = prefetch(&stand.snapshot().ram, &stand.ram, |chunk| chunk < 2);
     assert!(matches!(called_off, Err(RestoreError::CalledOff)));
@@ -169,10 +169,10 @@ fn what_is_called_off_goes_no_further() {
 }
 
 #[test]
-fn memory_that_was_touched_before_it_could_be_served_is_told() {
+fn memory_touched_too_early_is_refused() {
     let stand = Stand::new();
     let register = || LazyRam::register(stand.snapshot(), &stand.ram, &stand.userfault, None, false, |_| ());
-    // Of these there is nothing to be found but zeroes.
+    // In the snapshot these pages are zero too.
     assert_eq!((stand.touch(3), stand.touch(120)), (0, 0));
     assert_eq!(stand.touch(33), 0);
     let refused = register().err().map(|error| error.to_string());
@@ -180,7 +180,7 @@ fn memory_that_was_touched_before_it_could_be_served_is_told() {
 }
 
 #[test]
-fn a_fault_counts_from_when_it_was_heard_of_and_one_of_zeroes_apart() {
+fn fault_waits_count_from_receipt_zeroes_apart() {
     let stand = Stand::new();
     let lazy = stand.lazy(false);
     let mut reading = lazy.snapshot.ram.reading();
@@ -193,11 +193,11 @@ fn a_fault_counts_from_when_it_was_heard_of_and_one_of_zeroes_apart() {
 }
 
 #[test]
-fn a_page_of_zeroes_brings_those_beside_it_and_none_that_is_stored() {
+fn zero_page_brings_only_zero_neighbours() {
     let stand = Stand::new();
     let there = |lazy: &LazyRam| (0..PAGES as u32).filter(|page| lazy.is_there(*page)).collect::<Vec<_>>();
     let lazy = stand.lazy(false);
-    // 80 to 89 are stored.
+    // Pages 80 to 89 are stored.
     served(&lazy, || assert_eq!(stand.touch(92), 0));
     assert_eq!(there(&lazy), (90..96).collect::<Vec<_>>());
     let resident = |stand: &Stand| stand.ram.resident_ranges().unwrap().into_iter().flatten().collect::<Vec<_>>();
@@ -209,7 +209,7 @@ fn a_page_of_zeroes_brings_those_beside_it_and_none_that_is_stored() {
 }
 
 #[test]
-fn a_trace_notes_each_page_once_in_order_of_use() {
+fn trace_lists_each_page_once_in_order() {
     let stand = Stand::new();
     let lazy = stand.lazy(true);
     served(&lazy, || {
@@ -234,7 +234,7 @@ fn disks_never_see_a_missing_page() {
 }
 
 #[test]
-fn who_touches_a_damaged_page_waits_until_the_image_is_mended() {
+fn touched_damaged_page_waits_until_image_is_mended() {
     let stand = Stand::new();
     let path = stand.home.path().join("snapshot/ram");
     let whole = fs::read(&path).unwrap();
@@ -243,7 +243,7 @@ fn who_touches_a_damaged_page_waits_until_the_image_is_mended() {
     let tell = move |trouble| lock(&heard).push(trouble);
     let lazy = LazyRam::register(stand.snapshot(), &stand.ram, &stand.userfault, None, false, tell).unwrap();
     let image = File::options().write(true).open(&path).unwrap();
-    // The second chunk: pages 26 to 41.
+    // The second chunk holds pages 26 to 41.
     image.write_all_at(&[0xee], 4096 + 16 * PAGE_BYTES + 9).unwrap();
     served(&lazy, || {
         assert!(!lazy.fill(|_, _| 0).unwrap(), "something is missing");
@@ -271,7 +271,7 @@ fn who_touches_a_damaged_page_waits_until_the_image_is_mended() {
 }
 
 #[test]
-fn an_image_that_is_put_back_as_another_file_is_taken_up_and_another_snapshots_is_not() {
+fn replaced_image_is_used_only_if_it_matches() {
     let stand = Stand::new();
     let [path, away, copy, other] = ["snapshot/ram", "away", "copy", "other"].map(|name| stand.home.path().join(name));
     let whole = fs::read(&path).unwrap();
@@ -282,7 +282,7 @@ fn an_image_that_is_put_back_as_another_file_is_taken_up_and_another_snapshots_i
     let lazy = LazyRam::register(stand.snapshot(), &stand.ram, &stand.userfault, None, false, tell).unwrap();
     let image = File::options().write(true).open(&path).unwrap();
     image.write_all_at(&[0xee], 4096 + 16 * PAGE_BYTES + 9).unwrap();
-    // The file that is open stays what it is.
+    // The open file stays the damaged one.
     fs::rename(&path, &away).unwrap();
     served(&lazy, || {
         assert!(!lazy.fill(|_, _| 0).unwrap());
@@ -305,7 +305,7 @@ fn an_image_that_is_put_back_as_another_file_is_taken_up_and_another_snapshots_i
 }
 
 #[test]
-fn another_keeper_goes_on_with_what_is_missing() {
+fn next_keeper_loads_what_is_missing() {
     let stand = Stand::new();
     let first = stand.lazy(false);
     served(&first, || assert_eq!(stand.touch(50), 50));
@@ -320,19 +320,19 @@ fn another_keeper_goes_on_with_what_is_missing() {
 }
 
 #[test]
-fn a_look_at_memory_that_nobody_touched_until_all_was_there_is_no_failure() {
+fn late_request_after_finish_is_no_failure() {
     let stand = Stand::new();
     let lazy = stand.lazy(false);
     assert!(lazy.fill(|_, _| 0).unwrap());
     lazy.finish().unwrap();
-    // Both come from before, when it was still registered.
+    // Both requests come from before the end, when the memory was still registered.
     assert!(lazy.bring(100 * PAGE_BYTES..101 * PAGE_BYTES));
     assert!(lazy.answer(101, Instant::now(), &mut lazy.snapshot.ram.reading()).unwrap());
     assert_eq!(stand.see(), saved());
 }
 
 #[test]
-fn what_the_guest_gave_back_is_zeroes_when_it_is_touched_again() {
+fn page_given_back_reads_as_zeroes() {
     let stand = Arc::new(Stand::new());
     let lazy = stand.lazy(false);
     served(&lazy, || {
@@ -345,11 +345,11 @@ fn what_the_guest_gave_back_is_zeroes_when_it_is_touched_again() {
     });
 }
 
-/// A file system for 64 pages, and its folder.
+/// A file system with space for 64 pages, and its folder.
 struct Small(tempfile::TempDir);
 
 impl Small {
-    /// With a machine whose RAM is in it.
+    /// Makes a machine whose RAM is in that file system; `None` without root.
     fn stand() -> Option<(Self, Stand)> {
         if !rustix::process::geteuid().is_root() {
             eprintln!("not tried: only root can make a file system that is full");
@@ -374,7 +374,7 @@ impl Drop for Small {
 }
 
 #[test]
-fn a_guest_whose_memory_has_no_room_waits_until_there_is_some() {
+fn guest_without_space_waits_until_there_is_some() {
     let Some((small, stand)) = Small::stand() else { return };
     let told = Arc::new(Mutex::new(Vec::new()));
     let heard = told.clone();
@@ -402,16 +402,16 @@ fn a_guest_whose_memory_has_no_room_waits_until_there_is_some() {
 }
 
 #[test]
-fn room_for_the_page_that_is_touched_is_enough_for_whoever_waits() {
+fn space_for_the_touched_page_is_enough() {
     let Some((_small, stand)) = Small::stand() else { return };
     let lazy = stand.lazy(false);
     served(&lazy, || {
-        // Three chunks and ten pages of zeroes leave six of 64.
+        // Three chunks and ten pages of zeroes leave six of 64 pages.
         assert!(lazy.bring(10 * PAGE_BYTES..58 * PAGE_BYTES) && lazy.bring(0..PAGE_BYTES));
         let counts = |lazy, filled, missing| Counts { stored: 80, prefetched: 0, lazy, filled, missing };
         assert_eq!(lazy.counts(), counts(3, 45, 32));
         assert_eq!(stand.touch(70), 70);
-        // What does not come with it is told afterwards.
+        // It is reported afterwards that the rest of the chunk finds no space.
         while lazy.stuck().is_empty() {
             std::thread::yield_now();
         }

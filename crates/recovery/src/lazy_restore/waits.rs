@@ -1,12 +1,13 @@
-//! How long guests waited for pages: counts in classes that widen with the wait, an eighth of an octave each. So a percentile
-//! is at most an eighth too high, and millions of waits take as much room as one.
+//! Waits: how long guests waited for pages, counted in classes that widen with the wait, an eighth of an octave each.
+//! So a percentile is at most an eighth too high, and millions of waits take no more memory than one.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Up to 2 s; what takes longer is in the last one.
+/// Number of classes. They reach up to 2 s, and the last one holds all longer waits.
 const CLASSES: usize = 152;
 
+/// Histogram of waits.
 pub struct Waits {
     counts: [AtomicU64; CLASSES],
     total_us: AtomicU64,
@@ -17,22 +18,24 @@ impl Waits {
         Self { counts: std::array::from_fn(|_| AtomicU64::new(0)), total_us: AtomicU64::new(0) }
     }
 
+    /// Counts one wait.
     pub fn add(&self, waited: Duration) {
         let us = waited.as_micros() as u64;
         self.counts[class_of(us)].fetch_add(1, Relaxed);
         self.total_us.fetch_add(us, Relaxed);
     }
 
+    /// Number of waits.
     pub fn count(&self) -> u64 {
         self.counts.iter().map(|count| count.load(Relaxed)).sum()
     }
 
-    /// All waits together, in us.
+    /// Sum of all waits, in us.
     pub fn total_us(&self) -> u64 {
         self.total_us.load(Relaxed)
     }
 
-    /// So many of a hundred waits took no longer, in us. None: nobody waited.
+    /// The given percentile of the waits, in us, as the upper end of its class; `None` if nobody waited.
     pub fn percentile_us(&self, percent: u64) -> Option<u64> {
         let counts = self.counts.each_ref().map(|count| count.load(Relaxed));
         let rank = (counts.iter().sum::<u64>() * percent).div_ceil(100);
@@ -45,7 +48,7 @@ impl Waits {
     }
 }
 
-/// One a microsecond up to 7, then eight an octave.
+/// Class of a wait: one a microsecond up to 7, then eight an octave.
 fn class_of(us: u64) -> usize {
     match us {
         0..8 => us as usize,
@@ -57,6 +60,7 @@ fn class_of(us: u64) -> usize {
     }
 }
 
+/// Longest wait in a class, in us.
 fn longest_us(class: usize) -> u64 {
     match class {
         0..8 => class as u64,
