@@ -1,25 +1,27 @@
-//! Rejuvenation: a new QEMU takes over a living guest. Its RAM stays where it is; what goes over is the devices' state.
+//! Rejuvenation: a new QEMU takes over a running guest. Its RAM stays where it is; only the device state is
+//! transferred.
 //!
 //! ```text
 //!            guest runs on the old QEMU              |   guest stands still    |  guest runs on the new one
 //!   launch ---> admit ---> prepare ---> hand --------|------------> resume ----|---> retire
 //!   a new QEMU  both are   both know    old stops,   |  the new one gets the   |  the old one is ended
-//!   waits       at each    how          its state    |  last bytes, goes on    |
-//!               disk                    goes over    |  by itself: point of no return
+//!   waits       connected  how          sends its    |  last bytes and runs:   |
+//!               to disks                state        |  point of no return     |
 //! ```
-//! The stream does not go from QEMU to QEMU but through here. So neither can hold up the other, the guest's clock in it can be
-//! set as it passes (see `clock`), and the target gets the last bytes of it, without which it does nothing, when the source has
-//! said that all is well and it is noted whose the guest is. Then it goes on by itself, without a word to wait for: 0.5 ms less
-//! of a pause.
+//! The stream does not go from QEMU to QEMU but through this process. So neither can hold up the other, and the guest's
+//! clock can be set in the stream (see `clock`). The new QEMU does nothing without the last bytes. It gets them once
+//! the old one has reported success and the journal says that the guest is the new one's. Then it runs the guest by
+//! itself, without waiting for a command, which shortens the pause by 0.5 ms.
 //!
-//! Up to `resume` nothing is lost by any failure: the new QEMU is ended and the old one goes on, with the guest's RAM as it
-//! left it, for a QEMU that waits for a guest writes nothing into its RAM. In `resume` the guest is the new one's, and the old
-//! one must never run again: unless the new one has ended and had not said RESUME, which it does before its guest runs
-//! (`has_run`). A keeper that dies between the note and the last bytes leaves a new QEMU that waits for them, since the old one
-//! keeps the channel open; so the next keeper finds out that it has not begun (`has_begun`).
+//! Up to `resume` no failure loses anything: the new QEMU is ended and the old one continues. The guest's RAM is as the
+//! old one left it, because a QEMU that waits for a guest writes nothing to its RAM. In `resume` the guest becomes the
+//! new one's, and the old one must never run it again. The exception is a new QEMU that ended without RESUME, which it
+//! sends before its guest runs (`has_run`). If a keeper dies between the journal's entry and the last bytes, the new
+//! QEMU waits for them, because the old one keeps the channel open. So the next keeper finds out that it has not begun
+//! (`has_begun`).
 //!
-//! Not `cpr-transfer`: it needs QEMU 10 on both sides and memory that was made for it. Not `exec` into the new program: a
-//! new QEMU that does not start would be the end of the guest.
+//! `cpr-transfer` is no alternative: it needs QEMU 10 on both sides and memory that was made for it. Nor is `exec` into
+//! the new program: a new QEMU that does not start would be the end of the guest.
 
 mod clock;
 pub mod downtime;
@@ -43,15 +45,15 @@ use relay::{Bell, Passage};
 pub use standstill::Standstill;
 use standstill::{first_stop, stops_of};
 
-/// From when the clock is set to the guest's next instruction, as measured.
+/// Time from setting the clock to the guest's next instruction, as measured.
 const LOAD_ALLOWANCE: Duration = Duration::from_micros(3000);
-/// A QEMU that has all of a state has loaded it within milliseconds.
+/// A QEMU that has the whole state has loaded it within milliseconds.
 const LOADED_WITHIN: Duration = Duration::from_secs(2);
-/// Between two looks at an old QEMU that is on its way back to its guest.
+/// Pause between two checks of a QEMU's run state.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
-/// From the end of a QEMU's first connection to that of its last.
+/// Maximum time from the end of a QEMU's first connection to that of its last.
 const GOODBYE_WITHIN: Duration = Duration::from_secs(1);
-/// Between two looks for the rest of a packet.
+/// Pause between two checks for the rest of a packet.
 const PACKET_EVERY: Duration = Duration::from_micros(50);
 
 /// Steps of a rejuvenation, in order; the same words in events, journal, errors and `hearth explain`.
@@ -59,21 +61,23 @@ const PACKET_EVERY: Duration = Duration::from_micros(50);
 pub enum Phase {
     /// The new QEMU starts beside the old one, on the same RAM, and waits.
     Launch,
-    /// Both are at each disk; the old one serves.
+    /// Both are connected to each disk; the disks serve the old one.
     Admit,
-    /// Both are told how the state will go over.
+    /// Both are told how the state is transferred.
     Prepare,
     /// The old one stops; its state goes to the new one.
     Hand,
-    /// The point of no return: the guest goes on, on the new one.
+    /// The point of no return: the guest runs on the new one.
     Resume,
     /// The old one is ended.
     Retire,
 }
 
 impl Phase {
+    /// All phases, in order.
     pub const ALL: [Self; 6] = [Self::Launch, Self::Admit, Self::Prepare, Self::Hand, Self::Resume, Self::Retire];
 
+    /// Name of the phase in events, journal, errors and `hearth explain`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Launch => "launch",
@@ -86,6 +90,7 @@ impl Phase {
     }
 }
 
+/// Why a hop failed.
 #[derive(Debug, thiserror::Error)]
 pub enum RejuvenationError {
     #[error("disk {disk}: {what}")]
@@ -117,52 +122,52 @@ pub struct Hop<'a> {
     pub old: &'a Qmp,
     pub new: &'a Qmp,
     pub disks: &'a [DiskServer],
-    /// Of the old one and of the new one; none without networks that have any.
+    /// Packet gates of the old and of the new QEMU; `None` if no network has any.
     pub valves: Option<(&'a Valves, &'a Valves)>,
-    /// The guest has a VM generation ID, which stays what it is.
+    /// Whether the guest has a VM generation ID. A hop does not change it.
     pub has_generation_id: bool,
-    /// How long the guest may stand still before the old QEMU goes on.
+    /// Maximum time that the guest may stand still before the old QEMU continues.
     pub patience: Duration,
 }
 
-/// Both QEMUs at each disk.
+/// Both QEMUs are connected to each disk.
 pub struct Admitted {
-    /// How often anybody had connected to each.
+    /// How often a QEMU had connected to each disk.
     connections: Vec<u64>,
-    /// When its queues were last stopped, before this hop.
+    /// When each disk's queues were last stopped before this hop.
     stops: Vec<u64>,
 }
 
-/// Both QEMUs are ready; what they say comes here.
+/// Both QEMUs are ready; their messages arrive here.
 pub struct Prepared {
     passage: Passage,
     heard: Receiver<Heard>,
 }
 
-/// How far a state is on its way.
+/// Progress of the state's transfer.
 #[derive(Default)]
 struct Way {
     stopped_at: Option<Duration>,
-    /// The old QEMU says that it has given all.
+    /// When the old QEMU reported that it has sent everything.
     given_at: Option<Duration>,
     set_forward: Option<Duration>,
 }
 
-/// The new QEMU has all of the guest but the last bytes.
+/// The new QEMU has the whole guest except the last bytes.
 pub struct Handed {
-    /// When it stopped: time since 1970.
+    /// When the guest stopped: time since 1970.
     pub stopped_at: Duration,
     pub state_bytes: u64,
     passage: Passage,
-    /// The guest has run on the new QEMU, or certainly has not; none while that is not known.
+    /// Whether the guest has run on the new QEMU; `None` while that is not known.
     ran: Option<bool>,
-    /// By how much its clock was set forward, and by how much it should have been before this hop; none if it was not set.
+    /// How far its clock was set forward, and the debt before this hop; `None` if it was not set.
     set_forward: Option<(Duration, ClockDebt)>,
     heard: Receiver<Heard>,
 }
 
 impl Handed {
-    /// Whether the guest may have run on the new QEMU, which has been ended.
+    /// Whether the guest may have run on the new QEMU. That QEMU must have been ended.
     pub fn has_run(&self) -> bool {
         let of_new = |heard| match heard {
             Heard::New(said) => Some(said.event),
@@ -171,7 +176,7 @@ impl Handed {
         self.ran.unwrap_or_else(|| has_said_resume(&self.heard, of_new))
     }
 
-    /// What the next hop owes, if the guest stood still for `pause`.
+    /// Debt for the next hop, if the guest stood still for `pause`.
     pub fn debt_after(&self, pause: Duration) -> ClockDebt {
         self.set_forward.map_or_else(ClockDebt::default, |(by, debt)| debt.after(pause, by))
     }
@@ -182,13 +187,14 @@ enum Heard {
     New(Said),
 }
 
-/// Lets a second QEMU connect to the disks, or no more.
+/// Allows a second QEMU to connect to the disks, or forbids it.
 pub fn set_handover(disks: &[DiskServer], allowed: bool) -> Result<(), ServerError> {
     disks.iter().try_for_each(|disk| disk.set_handover(allowed))
 }
 
 impl Hop<'_> {
-    /// A new QEMU talks when its devices are made, so by now it has connected to every disk.
+    /// Checks that both QEMUs are connected to every disk. A new QEMU answers once its devices exist, so it has
+    /// connected by now.
     pub fn admit(&self) -> Result<Admitted, RejuvenationError> {
         self.must_run()?;
         Ok(Admitted { connections: self.connections()?, stops: stops_of(self.disks) })
@@ -214,12 +220,13 @@ impl Hop<'_> {
         self.disks.iter().map(look).collect()
     }
 
+    /// Opens the channels for the state and starts the old QEMU's migration. After that the guest may stop at any time.
     pub fn prepare(&self) -> Result<Prepared, RejuvenationError> {
         let (speaks, heard) = channel();
         let bell = Bell::new().map_err(RejuvenationError::Channel)?;
         self.old.listen(listener(speaks.clone(), bell.clone(), Heard::Old));
         self.new.listen(listener(speaks, bell.clone(), Heard::New));
-        // From now on each change of it is heard.
+        // From now on each change of the run state is received.
         self.must_run()?;
         self.old.prepare_migration(self.patience).map_err(RejuvenationError::Old)?;
         self.new.prepare_migration(self.patience).map_err(RejuvenationError::New)?;
@@ -232,7 +239,7 @@ impl Hop<'_> {
         if let Some((old, _)) = self.valves {
             old.shut();
         }
-        // From here on the old one may stop its guest. Both steps have limits of their own.
+        // From here on the old QEMU may stop its guest. Both steps have limits of their own.
         let (begun, taken) = passage.take_while(Instant::now() + 3 * self.patience, || {
             self.old.migrate(OwnedFd::from(theirs).as_fd(), self.patience).map_err(RejuvenationError::Old)?;
             self.await_begun(&heard)
@@ -242,8 +249,8 @@ impl Hop<'_> {
         Ok(Prepared { passage, heard })
     }
 
-    /// Until the old one keeps a log of written pages with its disks' servers. Were this process to die before that, a
-    /// QEMU before 9.1 would abort, and its guest with it (`vhost_log_global_start` in QEMU's `hw/virtio/vhost.c`).
+    /// Waits until the old QEMU logs written pages with its disks' servers. If this process died before that, a QEMU
+    /// before 9.1 would abort, and its guest with it (`vhost_log_global_start` in QEMU's `hw/virtio/vhost.c`).
     fn await_begun(&self, heard: &Receiver<Heard>) -> Result<(), RejuvenationError> {
         let deadline = Instant::now() + self.patience;
         loop {
@@ -259,7 +266,8 @@ impl Hop<'_> {
         }
     }
 
-    /// All but the last bytes. `ticker`: what the guest counts time with besides QEMU's clock. `debt`: what the hop before left.
+    /// Transfers everything except the last bytes. `ticker` counts what the guest keeps time with besides QEMU's clock.
+    /// `debt` is left from the hop before.
     pub fn hand(
         &self,
         admitted: &Admitted,
@@ -271,7 +279,8 @@ impl Hop<'_> {
         let deadline = Instant::now() + self.patience;
         let (mut way, mut order) = (Way::default(), Order::of(self.has_generation_id));
         loop {
-            // Asked before it is looked at what has come: when the old one says that it has given all, all has come.
+            // Messages are handled before the stream is read: when the old QEMU reports that it has sent everything,
+            // all has arrived.
             self.hear(&heard, &mut way)?;
             passage.take().map_err(RejuvenationError::Channel)?;
             if way.set_forward.is_none() {
@@ -301,7 +310,7 @@ impl Hop<'_> {
         })
     }
 
-    /// What both have said by now.
+    /// Handles what both QEMUs have reported so far.
     fn hear(&self, heard: &Receiver<Heard>, way: &mut Way) -> Result<(), RejuvenationError> {
         for said in heard.try_iter() {
             match said {
@@ -312,7 +321,7 @@ impl Hop<'_> {
                 Heard::Old(Said { event: QmpEvent::Migration(Migration::Failed { .. }), .. }) => {
                     return Err(self.why_old_failed());
                 }
-                // That it has all cannot be.
+                // It cannot have everything yet.
                 Heard::New(Said {
                     event: QmpEvent::Migration(Migration::Failed { .. } | Migration::Completed) | QmpEvent::Resumed,
                     ..
@@ -328,7 +337,7 @@ impl Hop<'_> {
         asked.into_iter().chain(way.stopped_at).chain(way.given_at).min().unwrap_or_else(now)
     }
 
-    /// Requests in flight are answered before a queue stops: if a disk's connection was lost meanwhile they were not.
+    /// Requests in flight are answered before a queue stops, unless a disk's connection was lost meanwhile.
     fn must_be_undisturbed(&self, admitted: &Admitted) -> Result<(), RejuvenationError> {
         if admitted.connections == self.connections()? {
             return Ok(());
@@ -338,7 +347,7 @@ impl Hop<'_> {
         Err(RejuvenationError::Disk { disk, what })
     }
 
-    /// A QEMU that ends loses its disks, and may say goodbye after that: its end is the reason then.
+    /// A QEMU that ends loses its disks, and its end may be reported after that: then its end is the reason.
     fn ended_or(&self, error: RejuvenationError, heard: &Receiver<Heard>) -> RejuvenationError {
         let deadline = Instant::now() + GOODBYE_WITHIN;
         loop {
@@ -350,7 +359,8 @@ impl Hop<'_> {
         }
     }
 
-    /// Until the old one has the rest of a packet that it had begun to read. Whoever sent the one part has sent the other.
+    /// Waits until the old QEMU has the rest of a packet that it began to read. Whoever sent the one part has sent the
+    /// other.
     fn await_packets(&self, deadline: Instant) -> Result<(), RejuvenationError> {
         while self.valves.is_some_and(|(old, _)| !old.are_between_packets()) {
             if Instant::now() > deadline {
@@ -387,9 +397,9 @@ impl Hop<'_> {
         }
     }
 
-    /// The point of no return. How long the guest stood still, as far as its QEMUs tell.
+    /// Passes the last bytes: the point of no return. Returns how long the guest stood still, as its QEMUs report it.
     ///
-    /// After an error the new QEMU is to be ended; then `Handed::has_run` tells whose the guest is.
+    /// After an error the caller ends the new QEMU; then `Handed::has_run` tells which QEMU the guest belongs to.
     pub fn resume(&self, handed: &mut Handed) -> Result<Duration, RejuvenationError> {
         let deadline = Instant::now() + self.patience;
         handed.passage.release();
@@ -403,8 +413,9 @@ impl Hop<'_> {
                         let set_forward = handed.set_forward.map(|(by, _)| by);
                         tracing::debug!(?pause, ?set_forward, "the guest goes on");
                         handed.ran = Some(true);
-                        // Not before: it would read packets as it did before it had the guest's network. The question wakes it
-                        // up, and is answered when it has started its disks, for which it is still a successor.
+                        // Not before: the new QEMU would read packets without the guest's network state. The query
+                        // wakes it up. It is answered when QEMU has started its disks, for which it is still a
+                        // successor.
                         if let Some((_, new)) = self.valves {
                             new.open_up();
                         }
@@ -415,7 +426,7 @@ impl Hop<'_> {
                         return Err(RejuvenationError::NewEnded);
                     }
                     QmpEvent::Migration(Migration::Failed { .. }) => return Err(RejuvenationError::NewFailed),
-                    // It says that it goes on before that: the guest has panicked, or was stopped by another hand.
+                    // It reports RESUME before this. So the guest has panicked, or something else stopped it.
                     QmpEvent::Migration(Migration::Completed) => {
                         let state = self.new.run_state().map_err(RejuvenationError::New)?;
                         return Err(RejuvenationError::NotRunning { state });
@@ -428,8 +439,8 @@ impl Hop<'_> {
     }
 }
 
-/// Whether a QEMU that a dead keeper noted as the guest's has begun with it: one that never got the last bytes still waits.
-/// If it has not, it has been ended.
+/// Whether a QEMU that a dead keeper recorded as the guest's has begun to run it. A QEMU that never got the last bytes
+/// still waits, and is ended with `end`.
 pub fn has_begun(new: &Qmp, end: impl FnOnce()) -> Result<bool, QmpError> {
     let (speaks, heard) = channel();
     new.listen(move |said| speaks.send(said.event).is_ok());
@@ -444,7 +455,7 @@ pub fn has_begun(new: &Qmp, end: impl FnOnce()) -> Result<bool, QmpError> {
     Ok(true)
 }
 
-/// All that a QEMU that has been ended said; if its end is not heard, nobody knows.
+/// Whether a QEMU that was ended has sent RESUME. Returns true if its end is not reported, because then nobody knows.
 fn has_said_resume<T>(heard: &Receiver<T>, of_it: impl Fn(T) -> Option<QmpEvent>) -> bool {
     let deadline = Instant::now() + GOODBYE_WITHIN;
     while let Ok(said) = heard.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
@@ -457,7 +468,7 @@ fn has_said_resume<T>(heard: &Receiver<T>, of_it: impl Fn(T) -> Option<QmpEvent>
     true
 }
 
-/// Lets the old QEMU go on. The new one must have been ended before: both would run the guest otherwise.
+/// Lets the old QEMU continue. The new one must have been ended before; otherwise both would run the guest.
 pub fn roll_back(old: &Qmp, patience: Duration) -> Result<(), QmpError> {
     let deadline = Instant::now() + patience;
     loop {
@@ -465,7 +476,7 @@ pub fn roll_back(old: &Qmp, patience: Duration) -> Result<(), QmpError> {
         match state.as_str() {
             "postmigrate" | "paused" => old.resume()?,
             "finish-migrate" if Instant::now() < deadline => {
-                // Its stream is gone, and it will notice; this makes it sooner.
+                // Its stream is gone, which it will notice; this makes it sooner.
                 let _ = old.migrate_cancel();
                 std::thread::sleep(LOOK_EVERY);
             }
@@ -477,7 +488,7 @@ pub fn roll_back(old: &Qmp, patience: Duration) -> Result<(), QmpError> {
                 let _ = old.migrate_cancel();
                 std::thread::sleep(LOOK_EVERY);
             }
-            // Also what the guest came to by itself: it panicked, or is being shut down.
+            // Also the states that the guest reached by itself: it panicked, or is shutting down.
             _ => return Ok(()),
         }
     }

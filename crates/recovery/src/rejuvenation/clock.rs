@@ -1,23 +1,24 @@
-//! The guest's clock: a hop stops it, and this sets it forward by as much as it stood still.
+//! The guest's clock: a hop stops it, and this module sets it forward by as long as it stood still.
 //!
-//! QEMU keeps the guest's time in a section of its state of its own, in the same place since 2009:
+//! QEMU keeps the guest's time in a section of its own in the device state, with the same layout since 2009:
 //!
 //! ```text
 //! 0x04 | section id u32 | 5 "timer" | instance u32 = 0 | version u32 = 2 | ticks i64 | unused i64 | nanoseconds i64
 //!      | subsections | 0x7e | section id u32
 //! ```
-//! All big-endian. KVM keeps the time of a guest's `kvm-clock` itself, and QEMU sets it from another section when a guest runs:
+//! All numbers are big-endian. KVM itself keeps the time of a guest's `kvm-clock`, and QEMU sets it from another
+//! section when a guest runs:
 //!
 //! ```text
 //! 0x04 | section id u32 | 8 "kvmclock" | instance u32 = 0 | version u32 = 1 | nanoseconds u64
 //!      | 0x05 | 26 "kvmclock/clock_is_reliable" | version u32 = 1 | 1 | 0x7e | section id u32
 //! ```
-//! Timers of the guest's that fell due meanwhile are late, as they are for any machine that had no
-//! processor for a while; but its clocks are right, and nothing in the guest has to know.
+//! Timers of the guest that fell due meanwhile are late, as on any machine that had no processor for a while. Its
+//! clocks are right, and nothing in the guest has to know.
 //!
-//! Under emulation `ticks` is the guest's TSC. Under KVM each processor has its own TSC elsewhere in the state, which is left
-//! alone: a guest whose clock is the TSC itself stays behind until NTP has it. In a hop under KVM nothing is set: QEMU counts
-//! part of the pause itself then. It does not for a guest that was parked, which was paused first.
+//! Under emulation `ticks` is the guest's TSC. Under KVM each processor's TSC is elsewhere in the state and is left
+//! alone: a guest whose clock is the TSC itself stays behind until NTP corrects it. In a hop under KVM nothing is set,
+//! because QEMU itself counts part of the pause. It does not for a guest that was parked, which was paused first.
 
 use std::time::{Duration, Instant};
 
@@ -31,12 +32,12 @@ pub(super) const SECTION_FULL: u8 = 0x04;
 pub(super) const SECTION_FOOTER: u8 = 0x7e;
 /// Ticks, unused, nanoseconds.
 const BODY_BYTES: usize = 24;
-/// With its ids before and after.
+/// Size of the section, with its ids at both ends.
 pub const SECTION_BYTES: usize = 5 + HEAD.len() + BODY_BYTES + 5;
-/// A ticker that was watched for less is too coarse: 1 us of 10 ms.
+/// Minimum time to watch a ticker: a shorter one is too coarse. The error is then 1 us in 10 ms.
 const WATCHED_MIN: Duration = Duration::from_millis(10);
 
-/// Counts the host's TSC against its clock.
+/// Measures the host's TSC against its clock.
 #[derive(Clone, Copy, Debug)]
 pub struct Ticker {
     ticks: u64,
@@ -44,13 +45,13 @@ pub struct Ticker {
 }
 
 impl Ticker {
-    /// Starts to watch.
+    /// Starts to measure.
     #[must_use]
     pub fn watch() -> Self {
         Self { ticks: host_ticks(), began: Instant::now() }
     }
 
-    /// Ticks in `duration`; none if it was watched for too short.
+    /// Ticks in `duration`; `None` if it has not been watched long enough.
     fn in_duration(self, duration: Duration) -> Option<i64> {
         let watched = self.began.elapsed();
         let ticks = host_ticks().wrapping_sub(self.ticks);
@@ -64,30 +65,31 @@ fn host_ticks() -> u64 {
     unsafe { std::arch::x86_64::_rdtsc() }
 }
 
-/// By how many nanoseconds a guest's clock is behind, or, if negative, ahead. What a hop sets it forward by is decided before
-/// the new QEMU has it; what that was off by is left to the next hop, so that many hops add up to no more than one.
+/// Nanoseconds by which a guest's clock is behind, or ahead if negative. A hop decides how far to set the clock forward
+/// before the new QEMU has it. The next hop corrects the error of that estimate, so that many hops add up to no more
+/// than one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct ClockDebt(i64);
 
 impl ClockDebt {
-    /// Of a guest that stood still for `pause` and whose clock was set forward by less, or by more.
+    /// Debt of a guest that stood still for `pause` and whose clock was set forward by `set_forward`.
     pub fn of(pause: Duration, set_forward: Duration) -> Self {
         Self::default().after(pause, set_forward)
     }
 
-    /// What to set the clock forward by when the guest has lost `lost` on top of this. A clock is never set back.
+    /// How far to set the clock forward when the guest has lost `lost` on top of this debt. A clock is never set back.
     pub(super) fn with(self, lost: Duration) -> Duration {
         Duration::from_nanos((nanoseconds(lost) + self.0).max(0).unsigned_abs())
     }
 
-    /// What it is after the guest stood still for `pause` and nobody could set its clock.
+    /// The debt after the guest stood still for `pause` and nobody could set its clock.
     #[must_use]
     pub fn after_standing(self, pause: Duration) -> Self {
         self.after(pause, Duration::ZERO)
     }
 
-    /// What is left of it after the clock stood still for `pause` and was set forward.
+    /// The debt after the clock stood still for `pause` and was set forward by `set_forward`.
     pub(super) fn after(self, pause: Duration, set_forward: Duration) -> Self {
         Self(self.0 + nanoseconds(pause) - nanoseconds(set_forward))
     }
@@ -97,8 +99,8 @@ fn nanoseconds(duration: Duration) -> i64 {
     i64::try_from(duration.as_nanos()).unwrap_or(i64::MAX / 4)
 }
 
-/// Sets the clock in a guest's state forward. False if it is not where it should be: then nothing is changed.
-/// `ticker` is none where ticks are kept elsewhere.
+/// Sets the clock in a guest's state forward. Returns false and changes nothing without a ticker, or if the section is
+/// not where it should be. There is no ticker where ticks are kept elsewhere.
 pub fn advance(state: &mut [u8], by: Duration, ticker: Option<Ticker>) -> bool {
     let Some(ticks) = ticker.and_then(|ticker| ticker.in_duration(by)) else { return false };
     let Some(at) = find(state) else { return false };
@@ -108,7 +110,7 @@ pub fn advance(state: &mut [u8], by: Duration, ticker: Option<Ticker>) -> bool {
     true
 }
 
-/// The same for a guest under KVM that was paused before its state was taken.
+/// As `advance`, for a guest under KVM that was paused before its state was taken.
 pub fn advance_kvm(state: &mut [u8], by: Duration) -> bool {
     let (Some(kvm), Some(timers)) = (find_kvm(state), find(state)) else { return false };
     let nanoseconds = i64::try_from(by.as_nanos()).unwrap_or(0);
@@ -127,13 +129,13 @@ fn find(state: &[u8]) -> Option<usize> {
     find_section(state, HEAD, BODY_BYTES)
 }
 
-/// Only of a KVM that says the clock itself: what an older one says QEMU does not believe.
+/// Finds KVM's clock only if KVM vouches for it: QEMU ignores the clock of an older KVM.
 fn find_kvm(state: &[u8]) -> Option<usize> {
     let body = find_section(state, KVM_HEAD, KVM_CLOCK_BYTES + KVM_RELIABLE.len())?;
     (state[body + KVM_CLOCK_BYTES..].starts_with(KVM_RELIABLE)).then_some(body)
 }
 
-/// Where a section's body begins. The one place that looks like the section, with the same id at both ends.
+/// Start of a section's body: the only place that looks like the section, with the same id at both ends.
 fn find_section(state: &[u8], head: &[u8], body_bytes: usize) -> Option<usize> {
     let mut found = None;
     for at in state
@@ -179,14 +181,14 @@ mod tests {
         let field = |state: &[u8], at: usize| i64::from_be_bytes(state[at..at + 8].try_into().unwrap());
         assert_eq!(field(&state, at + 16), 3_000_040);
         let ticks = field(&state, at) - field(&before, at);
-        // 0.5 to 10 GHz.
+        // At 0.5 to 10 GHz.
         assert!((1_500_000..30_000_000).contains(&ticks), "{ticks}");
         state[at..at + BODY_BYTES].copy_from_slice(&before[at..at + BODY_BYTES]);
         assert!(state == before);
     }
 
     #[test]
-    fn a_state_that_is_not_understood_is_left_alone() {
+    fn unknown_state_is_left_alone() {
         let check = |state: Vec<u8>| {
             let mut changed = state.clone();
             assert!(!advance(&mut changed, Duration::from_millis(3), Some(ticker())));
@@ -210,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn under_kvm_its_clock_and_qemu_s_go_forward_and_no_ticks() {
+    fn kvm_clocks_go_forward_without_ticks() {
         let mut state = [section(7, 5, 40), kvm_section(1000, 1)].concat();
         assert!(advance_kvm(&mut state, Duration::from_millis(3)));
         assert_eq!(state, [section(7, 5, 3_000_040), kvm_section(3_001_000, 1)].concat());
@@ -222,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_hop_misjudges_the_next_one_makes_good() {
+    fn next_hop_corrects_a_wrong_estimate() {
         let ms = Duration::from_millis;
         let mut debt = ClockDebt::default();
         let mut behind = 0;
@@ -236,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_failed_hop_costs_the_next_one_makes_good() {
+    fn next_hop_corrects_for_a_failed_one() {
         let ms = Duration::from_millis;
         let debt = ClockDebt::default().after_standing(ms(5000)).after_standing(ms(20));
         assert_eq!(debt.with(ms(3)), ms(5023));

@@ -1,4 +1,4 @@
-//! Downtime: what a rejuvenation of n machines at a time costs each of them, and what reboots would have cost.
+//! Downtime: what a rejuvenation of n machines at a time costs each of them, and what reboots would cost.
 //!
 //! The model is that of Kourai and Chiba ("A Fast Rejuvenation Technique for Server Consolidation with Virtual Machines",
 //! DSN 2007):
@@ -6,16 +6,17 @@
 //! ```text
 //! d_w(n) = reboot_vmm(n) + resume(n)                                               guests live on
 //! d_c(n) = reset_hw + reboot_vmm(0) + reboot_os(n) - reboot_os(1) * alpha          guests boot again
-//! r(n)   = d_c(n) - d_w(n)                                                         what is gained
+//! r(n)   = d_c(n) - d_w(n)                                                         gain
 //! ```
-//! What is rebooted here is each guest's QEMU and not the host. The new one starts beside the old one while the guest runs, so
-//! reboot_vmm(n) is no downtime, and no hardware is reset. With reboot_os(n) from a guest's end to its service, the start of
-//! its QEMU included, there remain d_w(n) = resume(n) and d_c(n) = reboot_os(n) - reboot_os(1) * alpha.
+//! Here each guest's QEMU is rebooted and not the host. The new one starts beside the old one while the guest runs, so
+//! reboot_vmm(n) is no downtime, and no hardware is reset. reboot_os(n) runs from a guest's end to its service, the
+//! start of its QEMU included. So d_w(n) = resume(n) and d_c(n) = reboot_os(n) - reboot_os(1) * alpha remain.
 //!
-//! `alpha` is how much of the interval between the guest's own reboots has passed: a reboot now saves so much of the next one.
+//! `alpha` is the fraction of the interval between the guest's own reboots that has passed: a reboot now saves that
+//! part of the next one.
 //!
-//! As in the paper, both terms are straight lines in n, through what was measured. But guests that boot do not compete for
-//! processors before there are more of them than processors, so up to there reboot_os(n) is level.
+//! As in the paper, both terms are straight lines in n, fitted to measurements. But booting guests do not compete for
+//! processors until they outnumber them, so up to there reboot_os(n) is level.
 
 /// A straight line: `start` + `slope` * n.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -25,7 +26,8 @@ pub struct Line {
 }
 
 impl Line {
-    /// With the least squared error. Through a single n it is level, for of its slope nothing is known; none through nothing.
+    /// Fit with the least squared error. Through a single n it is level, because nothing is known of its slope. `None`
+    /// without points.
     pub fn through(points: &[(f64, f64)]) -> Option<Self> {
         if points.is_empty() {
             return None;
@@ -38,6 +40,7 @@ impl Line {
         Some(Self { start: y - slope * x, slope })
     }
 
+    /// Value at n.
     pub fn at(self, n: f64) -> f64 {
         self.start + self.slope * n
     }
@@ -47,17 +50,18 @@ impl Line {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Contended {
     pub line: Line,
-    /// How many do not compete: the host's processors.
+    /// Number of guests that do not compete: the host's processors.
     pub free: f64,
 }
 
 impl Contended {
-    /// None through nothing, as [`Line::through`].
+    /// Fit as by [`Line::through`], with every n below `free` taken as `free`. `None` without points.
     pub fn through(points: &[(f64, f64)], free: f64) -> Option<Self> {
         let competing: Vec<_> = points.iter().map(|&(n, value)| (n.max(free), value)).collect();
         Some(Self { line: Line::through(&competing)?, free })
     }
 
+    /// Value at n.
     pub fn at(self, n: f64) -> f64 {
         self.line.at(n.max(self.free))
     }
@@ -68,27 +72,28 @@ impl Contended {
 pub struct Model {
     pub resume: Line,
     pub reboot_os: Contended,
-    /// From 0, just rebooted, to 1.
+    /// Fraction of the reboot interval that has passed: from 0, just rebooted, to 1.
     pub alpha: f64,
 }
 
 impl Model {
-    /// Of each guest, when n hop at a time.
+    /// Downtime of each guest when n hop at a time: d_w(n).
     pub fn warm_ms(&self, n: f64) -> f64 {
         self.resume.at(n)
     }
 
-    /// Of each guest, when n reboot at a time.
+    /// Downtime of each guest when n reboot at a time: d_c(n).
     pub fn cold_ms(&self, n: f64) -> f64 {
         self.reboot_os.at(n) - self.reboot_os.at(1.0) * self.alpha
     }
 
+    /// What a hop gains over a reboot, for each guest: r(n).
     pub fn gained_ms(&self, n: f64) -> f64 {
         self.cold_ms(n) - self.warm_ms(n)
     }
 }
 
-/// One thing that was done to a machine, among others: from when to when, and the downtime that it cost.
+/// One operation on a machine among others: its begin and end, and the downtime that it cost.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Span {
     pub from_ms: f64,
@@ -96,13 +101,13 @@ pub struct Span {
     pub downtime_ms: f64,
 }
 
-/// For each span how many were under way when it was over, itself among them, and its downtime.
+/// For each span: how many were under way at its end, itself included, and its downtime.
 pub fn by_company(spans: &[Span]) -> Vec<(f64, f64)> {
     let under_way = |at_ms: f64| spans.iter().filter(|span| span.from_ms <= at_ms && at_ms <= span.to_ms).count();
     spans.iter().map(|span| (under_way(span.to_ms) as f64, span.downtime_ms)).collect()
 }
 
-/// How far a prediction was off, in percent of what was measured.
+/// Error of a prediction, in percent of the measured value.
 pub fn error_pct(predicted: f64, measured: f64) -> f64 {
     ((predicted - measured) / measured).abs() * 100.0
 }
@@ -127,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_grows_before_processors_are_contended_for() {
+    fn boots_are_level_until_processors_are_contended() {
         let boots = [(1.0, 3000.0), (2.0, 4000.0), (4.0, 7500.0)];
         let contended = Contended::through(&boots, 2.0).unwrap();
         assert_eq!([1.0, 2.0, 4.0, 8.0].map(|n| contended.at(n).round()), [3500.0, 3500.0, 7500.0, 15500.0]);
@@ -137,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reboot_costs_less_if_it_was_due_anyway() {
+    fn due_reboot_costs_less() {
         let resume = Line { start: 2.0, slope: 0.5 };
         let reboot_os = Contended { line: Line { start: 3000.0, slope: 500.0 }, free: 1.0 };
         let just_rebooted = Model { resume, reboot_os, alpha: 0.0 };
@@ -150,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn company_is_who_is_under_way_at_the_end() {
+    fn company_counts_spans_under_way_at_end() {
         let span = |from_ms, to_ms, downtime_ms| Span { from_ms, to_ms, downtime_ms };
         assert_eq!(by_company(&[]), []);
         let spans = [span(0.0, 100.0, 3.0), span(50.0, 120.0, 4.0), span(110.0, 130.0, 5.0), span(500.0, 600.0, 2.0)];
@@ -158,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_are_relative_to_what_was_measured() {
+    fn errors_are_relative_to_measurements() {
         assert_eq!(error_pct(12.0, 10.0), 20.0);
         assert_eq!(error_pct(8.0, 10.0), 20.0);
     }

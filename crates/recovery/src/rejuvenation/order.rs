@@ -1,52 +1,54 @@
-//! The order of two devices in a guest's state: its VM generation ID goes ahead of its power management.
+//! Order of two devices in a guest's state: moves the VM generation ID ahead of power management.
 //!
 //! ```text
-//! ... | power management | devices between | generation ID | ...   as the old QEMU says it
-//! ... | generation ID | power management | devices between | ...   as the new one hears it
+//! ... | power management | devices between | generation ID | ...   as the old QEMU sends it
+//! ... | generation ID | power management | devices between | ...   as the new one receives it
 //! ```
-//! A QEMU that takes a guest tells it so by an ACPI event, also where the ID is what it was (`vmgenid_post_load` in QEMU's
-//! `hw/acpi/vmgenid.c`). The guest finds nothing new; but to find that out its interpreter of ACPI's byte code runs, and under emulation
-//! all of that must be translated first, which is what a connection into the guest then waits for. The event is raised where the
-//! guest has enabled it, which the registers of power management say: before these are loaded nothing is enabled, and when
-//! they are, what is pending in them is what was pending.
+//! A QEMU that loads a guest notifies it by an ACPI event even if the ID is unchanged (`vmgenid_post_load` in QEMU's
+//! `hw/acpi/vmgenid.c`). The guest finds nothing new. But to find that out it runs its interpreter of ACPI byte code.
+//! Under emulation all of that must be translated first, while a connection into the guest waits. The event is raised
+//! only if the guest has enabled it, which the registers of power management say. Before these are loaded nothing is
+//! enabled; when they are, what is pending in them is what was pending.
 //!
-//! Sections are found by their heads, as `clock` does it. The loader asks for no order of those that say all of a device at once.
+//! Sections are found by their heads, as in `clock`. QEMU's loader needs no order among sections that hold a whole
+//! device.
 
 use super::clock::{SECTION_FOOTER, SECTION_FULL};
 
-/// Power management of the two boards, where QEMU puts it; instance and version of these vary.
+/// Heads of the power management of the two boards, at QEMU's PCI addresses; their instance and version vary.
 const POWER_HEADS: [&[u8]; 2] = [b"\x140000:00:1f.0/ICH9LPC", b"\x150000:00:01.3/piix4_pm"];
 const ID_HEAD: &[u8] = b"\x07vmgenid\0\0\0\0\0\0\0\x01";
-/// Where in the guest's memory the ID is.
+/// The body is the ID's address in guest memory.
 const ID_BODY_BYTES: usize = 8;
-/// Section's kind and number, before its head and, for the kind of its end, behind its body.
+/// Kind and number of a section before its head, and of its end behind its body.
 const ENDS_BYTES: usize = 5;
 const ID_BYTES: usize = ENDS_BYTES + ID_HEAD.len() + ID_BODY_BYTES + ENDS_BYTES;
 
-/// How far the order of a state is put right, which comes piece by piece.
+/// How far the order is corrected in a state that arrives in pieces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// Neither of the two has come.
+    /// Neither of the two has arrived.
     Awaited,
     /// Power management waits for the ID.
     Held,
-    /// Nothing more to be done.
+    /// Nothing more to do.
     Right,
 }
 
 impl Order {
-    /// Of a guest that has such an ID, or not.
+    /// The beginning, for a guest with or without such an ID.
     pub fn of(has_generation_id: bool) -> Self {
         if has_generation_id { Self::Awaited } else { Self::Right }
     }
 
-    /// Looks at what has come and was not passed on yet, and puts it in order. How many of its last bytes must stay.
+    /// Corrects the order in the bytes that have arrived and were not passed on. Returns how many of the last ones must
+    /// stay.
     pub fn arrange(&mut self, between: &mut [u8]) -> usize {
         if *self == Self::Right {
             return 0;
         }
         let Some(power) = POWER_HEADS.iter().find_map(|head| section(between, head)) else {
-            // A head may have come in part.
+            // Part of a head may have arrived.
             return ENDS_BYTES + POWER_HEADS[1].len();
         };
         *self = Self::Held;
@@ -63,7 +65,7 @@ impl Order {
     }
 }
 
-/// Where a section with this head begins.
+/// Start of the section with this head.
 fn section(state: &[u8], head: &[u8]) -> Option<usize> {
     let mut heads = state.windows(head.len()).enumerate().filter(|(_, window)| window[0] == head[0] && *window == head);
     heads.find_map(|(at, _)| at.checked_sub(ENDS_BYTES).filter(|&start| state[start] == SECTION_FULL))
@@ -85,7 +87,7 @@ mod tests {
         device(9, ID_HEAD, b"\0\x10\0\0\0\0\0\0")
     }
 
-    /// What goes out of a state that comes in pieces of so many bytes.
+    /// What is passed on of a state that arrives in pieces of `piece` bytes.
     fn passed(state: &[u8], piece: usize) -> (Vec<u8>, Order) {
         let (mut order, mut between, mut out) = (Order::of(true), Vec::new(), Vec::new());
         for piece in state.chunks(piece) {
@@ -98,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn the_id_goes_ahead_however_the_state_comes() {
+    fn id_goes_first_whatever_the_pieces() {
         for board in [0, 1] {
             let (before, middle, after) = (vec![7; 300], device(4, b"\x05other", b"words"), vec![8; 200]);
             let state = [&before[..], &power(board), &middle, &id(), &after].concat();
@@ -110,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_that_is_not_understood_stays_as_it_is() {
+    fn unknown_state_passes_unchanged() {
         let mut torn = id();
         *torn.last_mut().unwrap() = 8;
         for (state, order) in [
@@ -124,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_without_an_id_waits_for_nothing() {
+    fn guest_without_id_holds_nothing_back() {
         let mut state = [power(0), id()].concat();
         let before = state.clone();
         assert_eq!(Order::of(false).arrange(&mut state), 0);

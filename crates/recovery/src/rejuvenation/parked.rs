@@ -1,24 +1,27 @@
-//! Parked: QEMU and keeper of a guest have ended, and its memory has not. Meanwhile the host may get another kernel.
+//! Parked: a guest whose QEMU and keeper have ended, and whose memory remains. Meanwhile the host may boot another
+//! kernel.
 //!
 //! ```text
 //! park    hold ---> state ---> sum ---> settle ---> note ------------------> leave
 //!         guest     devices    RAM is   images      parked.json:             QEMU and keeper end
-//!         stands    to a file  summed   at rest     it is parked from here
+//!         stands    to a file  hashed   at rest     it is parked from here
 //! resume  verify ----------> wake ----------> consume -----------------> go-on
-//!         is all as noted?   QEMU has both    parked.json is used up:    guest runs
-//!                            RAM and state    the point of no return
+//!         compare with       QEMU has RAM     parked.json is used up:    guest runs
+//!         the note           and state        the point of no return
 //! ```
 //! ```text
 //! parked.json     JSON, and a last line with its checksum: `blake3 HEX`
-//! parked-state    what QEMU gave away of its devices
+//! parked-state    QEMU's device state
 //! ram-N ledger-N  as the guest left them
-//! nvram-NAME      the same
+//! nvram-NAME      as the guest left it
 //! ```
-//! All of it lies in the machine's memory folder, so that what loses the one loses the other. A keeper that dies before
-//! `note` leaves a guest that stands still, and the next one lets it go on; one that dies before `consume` leaves all as it
-//! was, and the next one begins anew. A note is good for one resume: a guest that went on has changed RAM and disks.
+//! All files are in the machine's memory folder, so that what loses one loses the others. If a keeper dies before
+//! `note`, the guest stands still, and the next keeper lets it continue. If one dies before `consume`, everything stays
+//! as it was, and the next one begins anew. A note is good for one resume, because a guest that runs again changes RAM
+//! and disks.
 //!
-//! RAM is summed whole, not in samples: memory that lost its power for a moment comes back with a few bits changed.
+//! The checksums cover the whole RAM and not samples: memory that lost its power for a moment comes back with a few
+//! bits changed.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -41,15 +44,15 @@ pub use sums::ChunkSums;
 
 /// Raised when a field changes its meaning.
 pub const PARKED_VERSION: u32 = 1;
-/// All files of a parked guest that are not its memory begin so.
+/// Prefix of a parked guest's files, other than its memory.
 pub const FILE_PREFIX: &str = "parked";
 const NOTE: &str = "parked.json";
 const STATE: &str = "parked-state";
 const USED: &str = "parked.used";
-/// A note of a machine with all the disks it can have takes some KiB.
+/// Maximum size of a note. With all the disks that a machine can have it takes some KiB.
 const NOTE_BYTES_MAX: u64 = 1 << 20;
 
-/// From when the clock is set to the guest's next instruction.
+/// Time from setting the clock to the guest's next instruction.
 const GO_ON_ALLOWANCE: Duration = Duration::from_millis(15);
 
 /// Steps of parking, in order; the same words in events, errors and drills.
@@ -64,8 +67,10 @@ pub enum ParkPhase {
 }
 
 impl ParkPhase {
+    /// All phases, in order.
     pub const ALL: [Self; 6] = [Self::Hold, Self::State, Self::Sum, Self::Settle, Self::Note, Self::Leave];
 
+    /// Name of the phase in events, errors and drills.
     pub fn name(self) -> &'static str {
         match self {
             Self::Hold => "hold",
@@ -88,8 +93,10 @@ pub enum ResumePhase {
 }
 
 impl ResumePhase {
+    /// All phases, in order.
     pub const ALL: [Self; 4] = [Self::Verify, Self::Wake, Self::Consume, Self::GoOn];
 
+    /// Name of the phase in events, errors and drills.
     pub fn name(self) -> &'static str {
         match self {
             Self::Verify => "verify",
@@ -100,6 +107,7 @@ impl ResumePhase {
     }
 }
 
+/// Why a guest could not be parked or resumed.
 #[derive(Debug, thiserror::Error)]
 pub enum ParkedError {
     #[error(transparent)]
@@ -131,21 +139,21 @@ pub enum ParkedError {
     GivenUp { folder: PathBuf },
 }
 
-/// What a resume needs, and what must be as it was for that.
+/// What a resume needs, and what must not have changed for it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Parked {
     pub version: u32,
     pub machine: String,
-    /// When the guest's last instruction ran.
+    /// Time of the guest's last instruction.
     pub stopped_at: SystemTime,
-    /// Of the host's kernel then: it tells a resume after a reload from a drill.
+    /// Boot ID of the host's kernel then: it tells a resume after a reload from a drill.
     pub boot_id: String,
     pub qemu_version: String,
     pub accelerator: String,
     pub incarnation: u32,
-    /// Of QEMU.
+    /// Generation of its QEMU.
     pub generation: u32,
-    /// What else the guest has seen of its machine, in words. QEMU itself would not miss a processor.
+    /// What else the guest has seen of its machine, in words. QEMU itself would not notice a missing processor.
     pub hardware: Vec<String>,
     pub ram_bytes: u64,
     pub ram_sum: String,
@@ -153,41 +161,42 @@ pub struct Parked {
     #[serde(default)]
     pub nvram: Vec<NvramNote>,
     pub state: Part,
-    /// What the guest was told, and must find again; none: its QEMU had no such device.
+    /// VM generation ID that the guest was given and must find again; `None` if its QEMU had no such device.
     #[serde(default)]
     pub vmgenid: Option<String>,
-    /// Its QEMU had a channel to a guest agent.
+    /// Whether its QEMU had a channel to a guest agent.
     #[serde(default)]
     pub guest_agent: bool,
-    /// The configuration that the guest was started with, as in the journal. None: an earlier keeper parked the guest.
+    /// The configuration that the guest was started with, as in the journal. `None` if an earlier keeper parked the
+    /// guest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub started_with: Option<String>,
-    /// Its file systems may be frozen: for a save, and their thaw was not seen.
+    /// Whether its file systems may be frozen, for a save whose thaw was not seen.
     #[serde(default)]
     pub frozen: bool,
     pub disks: Vec<DiskIdentity>,
     pub images: Vec<ImageNote>,
 }
 
-/// What an NVRAM device holds.
+/// Checksum of an NVRAM device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NvramNote {
     pub file: PathBuf,
     pub sum: String,
 }
 
-/// Whether a guest may be parked here. Whether it is, only `find` tells.
+/// Whether a guest may be parked here. Only `find` tells whether one is.
 pub fn is_there(folder: &Path) -> bool {
     folder.join(NOTE).exists()
 }
 
-/// None: no guest is parked here.
+/// Reads the note; `None` if no guest is parked here.
 pub fn find(folder: &Path) -> Result<Option<Parked>, ParkedError> {
     let path = folder.join(NOTE);
     match read_note(&path) {
         Ok(text) => Parked::parse(&text, &path).map(Some),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        // Not text any more.
+        // It is no longer text.
         Err(error) if error.kind() == io::ErrorKind::InvalidData => {
             Err(SnapshotError::damaged(&path, error.to_string()).into())
         }
@@ -195,7 +204,7 @@ pub fn find(folder: &Path) -> Result<Option<Parked>, ParkedError> {
     }
 }
 
-/// Why a guest that was left in one folder is not found in the machine's memory folder.
+/// Why a guest that was parked in `left_in` is not found in the machine's memory folder `folder`.
 pub fn why_not_in(left_in: &Path, folder: &Path) -> ParkedError {
     if left_in != folder && is_there(left_in) {
         let what = format!("its memory folder is {}, and was {}", folder.display(), left_in.display());
@@ -211,12 +220,12 @@ fn read_note(path: &Path) -> io::Result<String> {
     Ok(text)
 }
 
-/// The devices of the guest that is about to be parked.
+/// Writes the device state of a guest that is about to be parked.
 pub fn write_state(folder: &Path, state: &[u8]) -> Result<Part, ParkedError> {
     Ok(crate::snapshot::write_part(&folder.join(STATE), state)?)
 }
 
-/// Removes all but the memory itself; fine if there is nothing.
+/// Removes all files except the memory itself, if they exist.
 pub fn discard(folder: &Path) {
     for name in [NOTE, STATE, USED] {
         let path = folder.join(name);
@@ -229,8 +238,8 @@ pub fn discard(folder: &Path) {
     }
 }
 
-/// What the files of the images are now that nobody writes to them any more. Of a block device nobody can tell whether it was
-/// written to: it is not noted.
+/// Notes of the image files at rest, when nobody writes to them any more. A block device is not noted, because nobody
+/// can tell whether it was written to.
 pub fn note_images(files: &[PathBuf]) -> Result<Vec<ImageNote>, ParkedError> {
     let mut notes = Vec::new();
     for path in regular(files) {
@@ -241,12 +250,12 @@ pub fn note_images(files: &[PathBuf]) -> Result<Vec<ImageNote>, ParkedError> {
     Ok(notes)
 }
 
-/// One that is gone is looked for, and missed.
+/// All files that are no block devices. A missing file stays in the list, so that it is reported.
 fn regular(files: &[PathBuf]) -> Vec<PathBuf> {
     files.iter().filter(|file| !fs::metadata(file).is_ok_and(|found| is_device(&found))).cloned().collect()
 }
 
-/// Earlier keepers noted no machine type where machine.toml named none, and always took the same one.
+/// Earlier keepers noted no machine type where machine.toml named none, and always used the same one.
 fn without_default(words: &str) -> String {
     match words {
         "machine_type default" => format!("machine_type {EARLIER_MACHINE_TYPE}"),
@@ -259,9 +268,10 @@ fn is_device(found: &fs::Metadata) -> bool {
 }
 
 impl Parked {
-    /// From here on the guest is parked.
+    /// Writes the note: from here on the guest is parked.
     pub fn commit(&self, folder: &Path) -> Result<(), ParkedError> {
-        // RAM, ledger and state first, and that they are there: on a DAX file system, also out of the processors' caches.
+        // RAM, ledger and state are synced first, with their names: on a DAX file system also out of the processors'
+        // caches.
         let synced = File::open(folder).and_then(|folder| Ok(rustix::fs::syncfs(folder)?));
         synced.map_err(SnapshotError::io(folder, "written"))?;
         let (path, text) = (folder.join(NOTE), self.to_text());
@@ -269,14 +279,14 @@ impl Parked {
         Ok(written.map_err(SnapshotError::io(&path, "written"))?)
     }
 
-    /// From here on nobody resumes from it again.
+    /// Uses up the note: from here on nobody resumes from it again.
     pub fn consume(folder: &Path) -> Result<(), ParkedError> {
         let path = folder.join(NOTE);
         fs::rename(&path, folder.join(USED)).map_err(SnapshotError::io(&path, "used up"))?;
         Ok(crate::snapshot::sync_folder(folder)?)
     }
 
-    /// Whether this machine could have left it.
+    /// Fails unless this machine could have left the guest.
     pub fn must_be_of(
         &self,
         machine: &str,
@@ -304,7 +314,8 @@ impl Parked {
         Ok(())
     }
 
-    /// `images` are those that the configuration names. What they are based on was noted as well.
+    /// Fails if an image has changed. `images` are those that the configuration names. Their backing images were noted
+    /// as well.
     pub fn must_find_images(&self, images: &[PathBuf]) -> Result<(), ParkedError> {
         let changed = |path: &Path| Err(ParkedError::Images { what: format!("{} was changed since", path.display()) });
         for noted in &self.images {
@@ -321,12 +332,12 @@ impl Parked {
         }
     }
 
-    /// `sums` are of all its chunks.
+    /// Fails unless `sums`, which cover all chunks, match the note.
     pub fn must_match(&self, ram: &RamFile, sums: &ChunkSums) -> Result<(), ParkedError> {
         if sums.seal() == self.ram_sum { Ok(()) } else { Err(ParkedError::Altered { path: ram.path().to_owned() }) }
     }
 
-    /// `found`: the same devices as they are now.
+    /// Fails unless `found`, the NVRAM devices as they are now, match the note.
     pub fn must_find_nvram(&self, found: &[NvramNote]) -> Result<(), ParkedError> {
         match found.iter().find(|device| !self.nvram.contains(device)) {
             Some(other) => Err(ParkedError::AlteredNvram { path: other.file.clone() }),
@@ -334,18 +345,19 @@ impl Parked {
         }
     }
 
-    /// Told before its bytes are looked at.
+    /// Fails unless the RAM file has the noted size. This is checked before its bytes are read.
     pub fn must_have_size(&self, ram: &RamFile) -> Result<(), ParkedError> {
         let (found, noted) = (ram.bytes(), self.ram_bytes);
         if found == noted { Ok(()) } else { Err(ParkedError::Cut { path: ram.path().to_owned(), found, noted }) }
     }
 
+    /// Reads the device state.
     pub fn state(&self, folder: &Path) -> Result<Vec<u8>, ParkedError> {
         Ok(crate::snapshot::read_part(&folder.join(STATE), &self.state, crate::snapshot::STATE_BYTES_MAX)?)
     }
 
-    /// Sets the guest's clock in the state of its devices to what it would be by now, and says by how much; none if the clock is
-    /// not found there. `ticker` is none under KVM.
+    /// Sets the guest's clock in its device state to the time that it would show now. Returns by how much; `None` if
+    /// the clock is not found there. `ticker` is `None` under KVM.
     pub fn set_clock(&self, state: &mut [u8], ticker: Option<Ticker>) -> Option<Duration> {
         let by = self.stands_for() + GO_ON_ALLOWANCE;
         let is_set = match ticker {
@@ -367,7 +379,7 @@ impl Parked {
     fn parse(text: &str, path: &Path) -> Result<Self, ParkedError> {
         let damaged = |what: &str| ParkedError::from(SnapshotError::damaged(path, what));
         let body = seal::open(text).map_err(damaged)?;
-        // Of another version no more is understood than that.
+        // Of another version only this field is understood.
         #[derive(Deserialize)]
         struct Version {
             version: u32,
@@ -414,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn a_note_reads_back_as_written_and_is_good_once() {
+    fn note_reads_back_and_is_good_once() {
         let folder = tempfile::tempdir().unwrap();
         assert_eq!(find(folder.path()).unwrap(), None);
         parked().commit(folder.path()).unwrap();
@@ -427,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn a_note_that_is_cut_off_or_altered_anywhere_is_refused_by_name() {
+    fn torn_or_altered_note_is_refused_by_name() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(NOTE);
         let text = parked().to_text().into_bytes();
@@ -449,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn a_note_of_another_version_is_told_as_that() {
+    fn other_version_of_note_is_named() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(NOTE);
         fs::write(&path, seal::close(r#"{"version": 9, "future": true}"#.to_owned())).unwrap();
@@ -458,7 +470,7 @@ mod tests {
     }
 
     #[test]
-    fn another_machine_does_not_take_it() {
+    fn other_machine_cannot_resume_the_guest() {
         let (parked, disks) = (parked(), parked().disks);
         let hardware = ["1 cpus".to_owned()];
         let refusal = |machine: &str, ram_bytes: u64, disks: &[DiskIdentity]| {
@@ -477,7 +489,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_that_was_altered_is_refused() {
+    fn altered_state_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let state = write_state(folder.path(), b"devices").unwrap();
         let parked = Parked { state, ..parked() };
@@ -488,7 +500,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_that_was_written_to_is_not_as_the_guest_left_it() {
+    fn changed_or_missing_image_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let images = [folder.path().join("root.img")];
         fs::write(&images[0], [1; 4096]).unwrap();
@@ -498,12 +510,12 @@ mod tests {
         let error = parked.must_find_images(&images).unwrap_err().to_string();
         assert!(error.ends_with("root.img was changed since"), "{error}");
         fs::remove_file(&images[0]).unwrap();
-        // Its file system may be mounted yet.
+        // Its file system may still be mounted later.
         assert!(matches!(parked.must_find_images(&images), Err(ParkedError::Look(_))));
     }
 
     #[test]
-    fn nvram_that_holds_anything_else_is_told_by_its_file() {
+    fn altered_nvram_is_refused_by_its_file() {
         let parked = parked();
         parked.must_find_nvram(&parked.nvram).unwrap();
         let other = NvramNote { sum: "23".into(), ..parked.nvram[0].clone() };
@@ -512,7 +524,7 @@ mod tests {
     }
 
     #[test]
-    fn words_of_phases_are_all_different() {
+    fn phase_names_are_all_different() {
         let park = ParkPhase::ALL.map(ParkPhase::name);
         let resume = ResumePhase::ALL.map(ResumePhase::name);
         let hop = super::super::Phase::ALL.map(super::super::Phase::name);

@@ -1,7 +1,7 @@
-//! The guest's state on its way: taken from one QEMU, given to another, with a time limit.
+//! Relay: takes a guest's state from one QEMU and gives it to another, with a time limit.
 //!
-//! Whole (`receive` until it hangs up, then `send`), or while it comes (`Passage`): the new QEMU then loads what the old one
-//! has saved already, and neither can hold up the other.
+//! The state is relayed whole (`receive_while` until its QEMU hangs up, then `send`), or as it arrives (`Passage`): the
+//! new QEMU then loads what the old one has saved already, and neither can hold up the other.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::Shutdown;
@@ -14,12 +14,12 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-/// State is some 300 KiB, and 17 MiB with a graphics card. More than this is not a state without RAM.
+/// Maximum size of a state. It has some 300 KiB, and 17 MiB with a graphics card; a larger one includes RAM.
 const STATE_BYTES_MAX: usize = 1 << 30;
 const PIECE_BYTES: usize = 256 << 10;
 
-/// What `ask` brings a QEMU to send, until it hangs up. It may hold the lock that its answer takes while its state waits for
-/// room: so the state is received while it is asked. An error of `ask` ends both.
+/// Receives what `ask` makes a QEMU send, until it hangs up. QEMU may hold the lock that its answer needs while its
+/// state waits for space. So the state is received while `ask` runs. An error of `ask` ends both.
 pub fn receive_while<E>(
     source: UnixStream,
     deadline: Instant,
@@ -30,7 +30,7 @@ pub fn receive_while<E>(
         let receiving = scope.spawn(|| receive(source, deadline));
         let asked = ask();
         if asked.is_err() {
-            // Fails only if the other side has hung up: then it is at its end anyway.
+            // Fails only if the other side has hung up, and then receiving ends anyway.
             let _ = ours.shutdown(Shutdown::Both);
         }
         let received = receiving.join().unwrap_or_else(|panic| resume_unwind(panic));
@@ -41,7 +41,7 @@ pub fn receive_while<E>(
     })
 }
 
-/// Everything until the other side hangs up. `TimedOut` at the deadline.
+/// Receives everything until the other side hangs up. Fails with `TimedOut` at the deadline.
 fn receive(mut source: UnixStream, deadline: Instant) -> io::Result<Vec<u8>> {
     let mut state = Vec::with_capacity(2 * PIECE_BYTES);
     let mut piece = vec![0; PIECE_BYTES];
@@ -58,7 +58,7 @@ fn receive(mut source: UnixStream, deadline: Instant) -> io::Result<Vec<u8>> {
     }
 }
 
-/// All of it, and the end of it.
+/// Sends all of the state, and then its end.
 pub fn send(mut target: UnixStream, mut state: &[u8], deadline: Instant) -> io::Result<()> {
     while !state.is_empty() {
         target.set_write_timeout(Some(left(deadline)?))?;
@@ -70,7 +70,7 @@ pub fn send(mut target: UnixStream, mut state: &[u8], deadline: Instant) -> io::
     Ok(())
 }
 
-/// Wakes whoever waits at a passage.
+/// Wakes the thread that waits at a passage.
 #[derive(Clone)]
 pub struct Bell(Arc<OwnedFd>);
 
@@ -79,8 +79,9 @@ impl Bell {
         Ok(Self(Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)))
     }
 
+    /// Wakes that thread, now or when it next waits.
     pub fn ring(&self) {
-        // A counter that is full has rung.
+        // A full counter has rung already.
         let _ = rustix::io::write(&*self.0, &1u64.to_ne_bytes());
     }
 
@@ -89,35 +90,37 @@ impl Bell {
     }
 }
 
-/// Both ends of the way, and what is between them.
+/// Both ends of a transfer, and the bytes between them.
 pub struct Passage {
-    /// None when nothing more comes.
+    /// `None` when nothing more comes.
     source: Option<UnixStream>,
-    /// None when it takes nothing more.
+    /// `None` when it takes nothing more.
     target: Option<UnixStream>,
     bell: Bell,
     piece: Vec<u8>,
     between: Vec<u8>,
-    /// The last bytes that have come are kept back until the state is known to be whole.
+    /// Number of the last bytes received that are kept back until the state is known to be whole.
     kept_back: usize,
     received: u64,
 }
 
 impl Passage {
+    /// A passage that keeps back the last `keep_back` bytes received.
     pub fn open(source: UnixStream, target: UnixStream, bell: Bell, keep_back: usize) -> io::Result<Self> {
         source.set_nonblocking(true)?;
         target.set_nonblocking(true)?;
-        // Written to: memory that nobody has written to comes page by page, while the guest stands still.
+        // The buffers are written to once: fresh memory would be faulted in page by page while the guest stands still.
         let (piece, mut between) = (vec![1; PIECE_BYTES], vec![1; 2 * PIECE_BYTES]);
         between.clear();
         Ok(Self { source: Some(source), target: Some(target), bell, piece, between, kept_back: keep_back, received: 0 })
     }
 
+    /// Number of bytes received so far.
     pub fn received(&self) -> u64 {
         self.received
     }
 
-    /// Takes what comes while `ask` makes the old one send: as with `receive_while`, it may answer nothing meanwhile.
+    /// Receives while `ask` makes the old QEMU send: as with `receive_while`, QEMU may not answer before that.
     pub fn take_while<T>(&mut self, deadline: Instant, ask: impl FnOnce() -> T) -> (T, io::Result<()>) {
         let (bell, answered) = (self.bell.clone(), AtomicBool::new(false));
         std::thread::scope(|scope| {
@@ -135,7 +138,7 @@ impl Passage {
         })
     }
 
-    /// Sleeps until there is something to take, or room for what may be given, or the bell rings.
+    /// Sleeps until there are bytes to take, or space for bytes that may be given, or the bell rings.
     pub fn wait(&self, deadline: Instant) -> io::Result<()> {
         self.sleep(self.target.as_ref().filter(|_| self.between.len() > self.kept_back), deadline)
     }
@@ -153,7 +156,7 @@ impl Passage {
         Ok(())
     }
 
-    /// All that has come by now.
+    /// Takes everything that has arrived by now.
     pub fn take(&mut self) -> io::Result<()> {
         let Some(source) = &mut self.source else { return Ok(()) };
         loop {
@@ -175,22 +178,22 @@ impl Passage {
         }
     }
 
-    /// What is not given yet.
+    /// The bytes that are not given yet.
     pub fn between(&mut self) -> &mut [u8] {
         &mut self.between
     }
 
-    /// So many of the last bytes that have come stay for now.
+    /// Sets how many of the last bytes received are kept back for now.
     pub fn keep_back(&mut self, bytes: usize) {
         self.kept_back = bytes;
     }
 
-    /// The state is whole: all of it may go, and its end with it.
+    /// Lets all bytes go, and the end after them: the state is whole.
     pub fn release(&mut self) {
         (self.source, self.kept_back) = (None, 0);
     }
 
-    /// As much as may go and is taken. A target that hangs up has said why, or will, elsewhere.
+    /// Gives as many bytes as may go and are taken. A target that hangs up reports the reason elsewhere.
     pub fn give(&mut self) {
         let Some(target) = &mut self.target else { return };
         let mut gone = 0;
@@ -208,7 +211,7 @@ impl Passage {
         }
         self.between.drain(..gone);
         if self.between.is_empty() && self.source.is_none() {
-            // Others may keep it open.
+            // Closing would not do, because others may keep the socket open.
             let _ = target.shutdown(Shutdown::Write);
             self.target = None;
         }
@@ -224,7 +227,7 @@ fn left(deadline: Instant) -> io::Result<Duration> {
     if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(left) }
 }
 
-/// The deadline itself is looked at in the next round.
+/// Passes over errors that are no failure. The next round checks the deadline.
 fn passing(error: io::Error) -> io::Result<()> {
     match error.kind() {
         ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted => Ok(()),
@@ -239,7 +242,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(20);
 
     #[test]
-    fn all_of_it_arrives_and_its_end() {
+    fn whole_state_arrives_with_its_end() {
         let state: Vec<u8> = (0..3_000_000u32).map(|byte| byte as u8).collect();
         let (ours, theirs) = UnixStream::pair().unwrap();
         let sent = state.clone();
@@ -248,14 +251,14 @@ mod tests {
         sender.join().unwrap().unwrap();
     }
 
-    /// More than a socket holds, before the answer. False: it had no room.
+    /// Sends more than a socket holds, before the answer. Returns false if there was no space.
     fn send_before_answering(mut stream: UnixStream, state: &[u8]) -> bool {
         stream.set_write_timeout(Some(LONG)).unwrap();
         stream.write_all(state).is_ok()
     }
 
     #[test]
-    fn a_state_is_received_while_its_qemu_cannot_answer() {
+    fn state_is_received_before_qemu_answers() {
         let state = vec![7; 3_000_000];
         let deadline = || Instant::now() + 2 * LONG;
         let (old, ours) = UnixStream::pair().unwrap();
@@ -279,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_is_passed_on_but_its_end_is_kept_back() {
+    fn state_passes_but_its_end_is_kept_back() {
         let (mut old, source) = UnixStream::pair().unwrap();
         let (target, mut new) = UnixStream::pair().unwrap();
         let bell = Bell::new().unwrap();
@@ -302,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_side_that_hangs_or_is_gone_is_told_apart() {
+    fn hung_and_closed_sides_are_told_apart() {
         let soon = || Instant::now() + Duration::from_millis(10);
         let (ours, theirs) = UnixStream::pair().unwrap();
         assert_eq!(receive(ours.try_clone().unwrap(), soon()).unwrap_err().kind(), ErrorKind::TimedOut);

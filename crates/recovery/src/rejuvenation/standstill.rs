@@ -1,7 +1,7 @@
-//! Standstill: how long a guest stood still on a QEMU that kept it, because a hop failed.
+//! Standstill: how long a guest stood still on a QEMU that kept it because a hop failed.
 //!
-//! Nobody can set that guest's clock: QEMU takes the time from a state that it loads, and has no word for it otherwise. So the
-//! next hop owes it (see `clock`).
+//! Nobody can set that guest's clock: QEMU takes the time from a state that it loads, and has no command for it. So the
+//! next hop makes up for it (see `clock`).
 
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
@@ -16,13 +16,14 @@ pub struct Standstill {
 }
 
 impl Standstill {
+    /// Starts to watch.
     pub fn watch(old: &Qmp, disks: &[DiskServer]) -> Self {
         let (speaks, heard) = channel();
         old.listen(move |said| speaks.send(said).is_ok());
         Self { heard, before: stops_of(disks) }
     }
 
-    /// Until it went on; zero if it never stopped, or has not gone on.
+    /// How long the guest stood still; zero if it never stopped, or does not run again.
     pub fn over(&self, disks: &[DiskServer]) -> Duration {
         stood(self.heard.try_iter(), first_stop(&self.before, &stops_of(disks)))
     }
@@ -33,8 +34,8 @@ pub fn stops_of(disks: &[DiskServer]) -> Vec<u64> {
     disks.iter().map(|disk| disk.counters().stop_asked_us).collect()
 }
 
-/// When a guest stopped, as its disks know it; none if it did not, or has none. QEMU itself speaks of it only when all of them
-/// have drained.
+/// When a guest stopped, as its disks know it; `None` if it did not stop or has no disks. QEMU itself reports it only
+/// when all of them have drained.
 pub fn first_stop(before: &[u64], now: &[u64]) -> Option<Duration> {
     let stopped = before.iter().zip(now).filter(|(before, now)| before != now);
     stopped.map(|(_, now)| Duration::from_micros(*now)).min()
@@ -63,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_went_on_stood_still_from_when_its_disks_did() {
+    fn standstill_begins_when_the_disks_stop() {
         use QmpEvent::{HungUp, Resumed, Stopped};
         check(&[], None, 0);
         check(&[(Stopped, 100), (Resumed, 5100)], None, 5000);

@@ -1,22 +1,22 @@
-//! Checksums of memory that lies in a file: of all of it, by as many threads as there are.
+//! Checksums of memory in a file, computed by several threads.
 
 use std::num::NonZero;
 use std::thread::available_parallelism;
 
 use hearth_memory::{FileOffset, MemoryError, RamFile};
 
-/// One checksum covers so much.
+/// Bytes that one checksum covers.
 const CHUNK_BYTES: u64 = 1 << 20;
-/// Memory is summed at 1 to 3 GiB/s by one thread; more than these wait for the same memory.
+/// Maximum number of threads. One sums memory at 1 to 3 GiB/s; more than these wait for the same memory.
 const THREADS_MAX: usize = 8;
 
-/// Checksums of RAM, chunk by chunk, so that several threads can share the work. A hole is as good as zeroes: which of the
-/// two a file system shows may change with its next mount.
+/// Checksums of RAM, chunk by chunk, so that several threads can share the work. A hole counts as zeroes, because a
+/// file system may show either after its next mount.
 #[derive(Clone, Debug, Default)]
 pub struct ChunkSums(Vec<(u64, [u8; 32])>);
 
 impl ChunkSums {
-    /// Of all of it, while nobody writes to it.
+    /// Checksums of the whole memory. Nobody may write to it meanwhile.
     pub fn of_all(memory: &RamFile) -> Result<Self, MemoryError> {
         let threads = available_parallelism().map_or(1, NonZero::get).min(THREADS_MAX) as u64;
         std::thread::scope(|scope| {
@@ -30,7 +30,7 @@ impl ChunkSums {
         })
     }
 
-    /// Of every `step`th chunk, from `first` on.
+    /// Checksums of every `step`th chunk, from `first` on.
     fn of(ram: &RamFile, first: u64, step: u64) -> Result<Self, MemoryError> {
         let resident = ram.resident_ranges()?;
         let chunk_pages = CHUNK_BYTES / hearth_memory::PAGE_BYTES;
@@ -60,6 +60,7 @@ impl ChunkSums {
         self.0.extend(other.0);
     }
 
+    /// BLAKE3 over all checksums and the numbers of their chunks, in hex.
     pub fn seal(&self) -> String {
         let mut sums = self.0.clone();
         sums.sort_unstable();
@@ -82,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn any_bit_of_ram_counts_and_a_hole_is_zeroes() {
+    fn every_bit_counts_and_holes_are_zeroes() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let ram = RamFile::create(&folder.path().join("ram-1"), 5 * CHUNK_BYTES + 8192).unwrap();
         let write = |at: u64, bytes: &[u8]| ram.write(FileOffset(at), bytes).unwrap();
