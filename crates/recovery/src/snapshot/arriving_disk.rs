@@ -1,10 +1,10 @@
-//! A disk of a snapshot in an object store on its way to this host, block by block.
+//! Arriving disk: a disk of a snapshot in an object store, fetched to this host block by block.
 //!
 //! ```text
-//! (stored_disk::expect) -> the file, full of holes, and what it is to be -> what somebody waits for | the rest -> complete
+//! (stored_disk::expect) -> a file full of holes, and the sums of its blocks -> what somebody waits for | the rest -> complete
 //! ```
-//! Each block is checked against what was saved. So an object that was replaced meanwhile is noticed, and never mixed with what has
-//! come: who needs a block of it waits, as for a store that does not answer.
+//! Each block is checked against what was saved. So an object that was replaced meanwhile is noticed, and never mixed
+//! with the blocks that have arrived. A reader that needs a block of it waits, as for a store that does not answer.
 
 use std::io;
 use std::sync::{Arc, Mutex};
@@ -18,39 +18,41 @@ use super::place::Far;
 use super::{DiskPart, SnapshotError};
 use crate::incarnation::lock;
 
-/// Before a store that does not answer is asked again; it was asked for ten seconds.
+/// Pause before a store that did not answer is asked again. It had ten seconds to answer.
 const AWAY_PAUSE: Duration = Duration::from_millis(500);
-/// Before what was wrong is fetched again.
+/// Pause before wrong bytes are fetched again.
 const WRONG_PAUSE: Duration = Duration::from_secs(5);
-/// Asked for ahead of what is written, by whoever brings all of it.
+/// How far `bring_all` reads ahead, in bytes.
 const AHEAD_BYTES: u64 = 32 << 20;
 
+/// A disk on its way from an object store.
 pub struct ArrivingDisk {
     pub arrival: Arc<Arrival>,
     far: Far,
-    /// How the object is called in its store.
+    /// Name of the object in its store.
     name: String,
-    /// As it was when it was last looked at.
+    /// The object as it was last found.
     object: Mutex<Option<Arc<Object>>>,
 }
 
 impl ArrivingDisk {
-    /// `far`: where `Arrival::source` says; by the name that comes last there.
+    /// `far` is where `Arrival::source` says. The object's name is the last part of that source.
     pub fn new(arrival: Arc<Arrival>, far: Far) -> Self {
         let name = arrival.source().rsplit('/').next().unwrap_or_default().to_owned();
         Self { arrival, far, name, object: Mutex::default() }
     }
 
-    /// Where the object of this name lies: what is before it in the source.
+    /// Address of the folder that holds the object: the source without its last part.
     pub fn folder_of(arrival: &Arrival) -> &str {
         arrival.source().rsplit_once('/').map_or("", |(folder, _)| folder)
     }
 
-    /// Brings what is wanted, and what is not when its turn comes. Several threads may do so at once. `tell` hears, once, of each
-    /// block that cannot be brought; of a store that does not answer, of the first one. True: nothing is missing any more.
+    /// Fetches the blocks that somebody waits for, and the others in their slot. Several threads may call it at once.
+    /// Calls `tell` once for each block that cannot be fetched; of a store that does not answer, for the first one
+    /// only. Returns true if nothing is missing any more.
     pub fn bring(&self, tell: impl Fn(String)) -> bool {
         let turns = &self.far.turns;
-        // Not waited for: a block whose turn has yet to come would be under way when somebody wants it.
+        // Does not wait for a slot: a block that waits for its own would be in flight when somebody wants it.
         while let Some((order, turn)) = self.arrival.next(|| turns.try_take(Urgency::Disks)) {
             let turn = turn.unwrap_or_else(|| turns.take(Urgency::Demand));
             let fetched = self.fetch(order, Some(&turn));
@@ -69,7 +71,7 @@ impl ArrivingDisk {
         self.arrival.is_complete()
     }
 
-    /// Brings everything now; `progress` hears how many bytes are there, and of how many.
+    /// Fetches everything now. Calls `progress` with the bytes that are present and the total.
     pub fn bring_all(&self, progress: &mut dyn FnMut(u64, u64)) -> Result<(), SnapshotError> {
         self.arrival.set_conduct(Conduct::Wait);
         let mut asked_to = 0;
@@ -86,7 +88,7 @@ impl ArrivingDisk {
         Ok(())
     }
 
-    /// Brings what must be there for an image over it to be opened: its tables.
+    /// Fetches the image's tables, without which no image over it can be opened.
     pub fn bring_tables(&self, disk: &DiskPart) -> Result<(), SnapshotError> {
         let options = ImageOptions {
             path: self.arrival.path().to_owned(),
@@ -97,7 +99,7 @@ impl ArrivingDisk {
             owner: None,
         };
         let arrivals = Arrivals(vec![self.arrival.clone()]);
-        // What it lacks it says by wanting it.
+        // An open that fails requests the block that it lacks.
         while let Err(error) = Image::open_over(&options, &arrivals) {
             let order = self.arrival.take_wanted().ok_or(error)?;
             self.fetch(order, None)?;
@@ -105,7 +107,7 @@ impl ArrivingDisk {
         self.arrival.note_landed().map_err(SnapshotError::io(self.arrival.path(), "written"))
     }
 
-    /// Without a turn: before the guest runs, as everything is fetched then.
+    /// Fetches one unit. `turn` is `None` before the guest runs, when everything is fetched without one.
     fn fetch(&self, order: Order, turn: Option<&Turn>) -> Result<(), SnapshotError> {
         self.try_fetch(order, turn).inspect_err(|_| *lock(&self.object) = None)
     }
@@ -121,7 +123,7 @@ impl ArrivingDisk {
         if self.arrival.is_stopped() || self.land(order, &bytes)? {
             return Ok(());
         }
-        // What of it is kept on this host must not be what is wrong with it.
+        // A copy kept on this host may be what is wrong.
         object.forget(place.clone());
         read(&mut bytes)?;
         if self.land(order, &bytes)? {

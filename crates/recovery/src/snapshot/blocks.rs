@@ -1,4 +1,4 @@
-//! Blocks: a snapshot's disks, as far as they hold pages of its memory.
+//! Blocks: the blocks of a snapshot's disks that hold pages of its memory.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -14,19 +14,19 @@ use crate::incarnation::lock;
 /// A block of one of the disks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct BlockRef {
-    /// By its position in the manifest.
+    /// Position of the disk in the manifest.
     pub disk: u32,
     pub block: u64,
 }
 
 impl BlockRef {
-    /// It begins where this one ends.
+    /// Whether `next` begins where this block ends.
     pub(super) fn is_followed_by(&self, next: &Self) -> bool {
         self.disk == next.disk && self.block.checked_add(1) == Some(next.block)
     }
 }
 
-/// The disks of one snapshot. Nobody writes to them as long as this lives.
+/// The disks of one snapshot. Nobody writes to them while this value exists.
 #[derive(Debug)]
 pub struct DiskBlocks(Vec<OneDisk>);
 
@@ -35,7 +35,7 @@ struct OneDisk {
     path: PathBuf,
     format: Format,
     arrivals: Arrivals,
-    /// What had the name when it was last looked for.
+    /// Reader of the file that had this name when it was last opened.
     reader: Mutex<Arc<ImageReader>>,
 }
 
@@ -47,6 +47,7 @@ impl OneDisk {
 }
 
 impl DiskBlocks {
+    /// Opens the disks of a snapshot on this host.
     pub fn open(local: &LocalDisks<'_>, disks: &[DiskPart]) -> Result<Self, SnapshotError> {
         let open = |disk: &DiskPart| {
             let format = if disk.format == "qcow2" { Format::Qcow2 } else { Format::Raw };
@@ -55,11 +56,13 @@ impl DiskBlocks {
         disks.iter().map(open).collect::<Result<_, _>>().map(Self)
     }
 
+    /// Path of a disk's image; `None` if there is no such disk.
     pub fn path(&self, disk: u32) -> Option<&Path> {
         Some(&self.0.get(disk as usize)?.path)
     }
 
-    /// What has the disk's name by now is read from now on, if it is an image: what its blocks hold is for the reader to check.
+    /// Reads from now on the file that has the disk's name now, if it is an image. The reader must check what its
+    /// blocks hold.
     pub fn look_again(&self, disk: u32) {
         let Some(disk) = self.0.get(disk as usize) else { return };
         if let Ok(found) = ImageReader::open_over(&disk.path, disk.format, &disk.arrivals) {
@@ -67,7 +70,7 @@ impl DiskBlocks {
         }
     }
 
-    /// Fills `pages`, one after the other, with what these blocks hold.
+    /// Fills `pages`, one after the other, with the contents of these blocks.
     pub fn read(&self, blocks: &[BlockRef], pages: &mut [u8]) -> io::Result<()> {
         let mut rest = pages;
         for run in blocks.chunk_by(BlockRef::is_followed_by) {

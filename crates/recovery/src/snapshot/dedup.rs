@@ -1,9 +1,10 @@
-//! Dedup: pages of memory that a snapshot's disks hold too, to be stored as where that is.
+//! Dedup: finds pages of memory that are also on a snapshot's disks, so that only their location is stored.
 //!
-//! ledger -> candidates -> each block is read from the snapshot's own disk and compared with the page, byte by byte -> those that
-//! are equal, in the order of the disks
+//! ledger -> candidates -> read each block from the snapshot's own disk and compare it with the page, byte by byte ->
+//! equal pages, in the order of the disks
 //!
-//! The ledger only says where to look, and may be of another moment than the snapshot: what has changed since is not equal.
+//! The ledger only says where to look, and may be of another moment than the snapshot: a page that has changed since is
+//! not equal.
 
 use std::sync::Mutex;
 
@@ -16,19 +17,19 @@ use super::pages::{CHUNK_PAGES, Elsewhere, PageReader};
 use super::save::{SaveError, Watcher};
 use crate::incarnation::lock;
 
-/// Looked up at once, while the machine's disks wait: some 10 us.
+/// Pages looked up under one lock, while the machine's disks wait: some 10 us.
 const LOOK_PAGES: u32 = 4096;
-/// Blocks further apart than this are not brought by one page fault.
+/// Blocks further apart than this do not share a chunk, because one page fault reads a whole chunk.
 const GAP_BLOCKS: u64 = 16;
 
-/// A page that may be a block.
+/// A page that may equal a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Candidate {
     pub at: BlockRef,
     pub page: u32,
 }
 
-/// All pages of which the ledger knows the block, in the order of the disks.
+/// All pages whose block the ledger knows, in the order of the disks.
 pub fn candidates(ledger: &Mutex<Ledger>) -> Vec<Candidate> {
     let mut found = Vec::new();
     let ram_pages = lock(ledger).ram_pages();
@@ -44,7 +45,7 @@ pub fn candidates(ledger: &Mutex<Ledger>) -> Vec<Candidate> {
     found
 }
 
-/// Those whose bytes in `memory` are those on the disks, chunk by chunk.
+/// Candidates whose bytes in `memory` equal those on the disks, chunk by chunk.
 pub fn compare(
     candidates: &[Candidate],
     memory: &PageReader,
@@ -59,7 +60,7 @@ pub fn compare(
     for run in candidates.chunk_by(is_next).flat_map(|run| run.chunks(CHUNK_PAGES)) {
         let places: Vec<_> = run.iter().map(|candidate| candidate.at).collect();
         let blocks = &mut blocks[..run.len() * PAGE];
-        // What cannot be read is stored.
+        // A page whose block cannot be read is stored in the file.
         if disks.read(&places, blocks).is_ok() {
             for (candidate, bytes) in run.iter().zip(blocks.chunks_exact(PAGE)) {
                 if memory.holds(candidate.page, bytes.try_into().expect("a page"))? {
@@ -114,8 +115,8 @@ mod tests {
         bytes
     }
 
-    /// A folder with a disk whose block B holds the bytes of B, and memory whose page P holds those of block P + 10: up to page
-    /// 100, and others behind it.
+    /// A folder with a disk whose block B holds the bytes of B. In its memory page P holds the bytes of block P + 10,
+    /// up to page 100; later pages hold others.
     struct Stand {
         home: tempfile::TempDir,
         parts: Vec<DiskPart>,
@@ -155,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_ledger_knows_is_looked_for_in_the_order_of_the_disks() {
+    fn candidates_are_in_the_order_of_the_disks() {
         let home = tempfile::tempdir().unwrap();
         let mut ledger = Ledger::create(&home.path().join("ledger"), 10_000).unwrap();
         for (page, disk, block) in [(9000, 0, 7), (3, 1, 2), (4, 0, 9)] {
@@ -167,11 +168,11 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_are_blocks_come_back_from_the_disk_and_all_others_from_the_file() {
+    fn shared_pages_come_from_disk_others_from_file() {
         let stand = Stand::new();
         let at = |block| BlockRef { disk: 0, block };
         let mut candidates: Vec<_> = (0..150).map(|page| Candidate { at: at(u64::from(page) + 10), page }).collect();
-        // Where there is nothing to be read, and of a page that is not stored.
+        // A block past the end of the disk, and a page that is not stored.
         candidates.extend([(BLOCKS + 5, 160), (180, 250)].map(|(block, page)| Candidate { at: at(block), page }));
         candidates.push(Candidate { at: BlockRef { disk: 7, block: 1 }, page: 170 });
         candidates.sort_unstable();
@@ -195,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_that_was_altered_is_told_with_its_disk_and_spoils_no_others() {
+    fn altered_block_is_named_and_spoils_no_others() {
         let stand = Stand::new();
         let candidates: Vec<_> =
             (0..40).map(|page| Candidate { at: BlockRef { disk: 0, block: u64::from(page) + 10 }, page }).collect();
@@ -228,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chunk_has_blocks_of_one_neighbourhood() {
+    fn chunk_has_only_nearby_blocks() {
         let mut chunk = Elsewhere::default();
         chunk.add(1, BlockRef { disk: 0, block: 100 }, &[1; PAGE]);
         let check =

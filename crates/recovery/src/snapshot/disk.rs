@@ -1,5 +1,5 @@
-//! A disk of a snapshot: a clone of the image that shares its blocks where the file system can (FICLONE). Where it cannot the
-//! disk's server copies it while the guest goes on (`hearth_disk::image::FrozenImage`).
+//! Disk of a snapshot: a clone of the image that shares its blocks where the file system can (FICLONE). Elsewhere the
+//! disk's server copies it while the guest runs (`hearth_disk::image::FrozenImage`).
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -12,10 +12,11 @@ use rustix::io::Errno;
 use super::{SnapshotError, create_file};
 
 const QCOW2_MAGIC: &[u8; 4] = b"QFI\xfb";
-/// Longest name of a backing image that the format knows.
+/// Maximum length of a backing image's name in the qcow2 format.
 const BACKING_NAME_BYTES_MAX: u32 = 1023;
 
-/// Makes `target`, which is new, a clone of an image that nobody writes to at the moment. False: it cannot share its blocks.
+/// Clones an image that nobody writes to at the moment to `target`, a new file. Returns false if they cannot share
+/// blocks.
 pub fn share_image(disk: &str, source: &Path, target: &File) -> Result<bool, SnapshotError> {
     let failed = |error| refused(disk, source, format!("cannot be cloned: {error}"));
     let from = File::open(source).map_err(failed)?;
@@ -26,7 +27,8 @@ pub fn share_image(disk: &str, source: &Path, target: &File) -> Result<bool, Sna
     }
 }
 
-/// Can this image be saved to this folder, and if so, would it share its blocks there? Cloning is tried for that.
+/// Checks that this image can be saved to this folder. Returns whether it would share its blocks there, by cloning it
+/// once.
 pub fn can_share(disk: &str, source: &Path, format: &str, folder: &Path) -> Result<bool, SnapshotError> {
     let failed = |error| refused(disk, source, format!("cannot be looked at: {error}"));
     let image = File::open(source).map_err(failed)?;
@@ -46,7 +48,7 @@ pub fn can_share(disk: &str, source: &Path, format: &str, folder: &Path) -> Resu
     let path = folder.join(".hearth-share");
     let target = create_file(&path).map_err(SnapshotError::io(&path, "made"))?;
     let shares = share_image(disk, source, &target);
-    // It was made here.
+    // The file was made here.
     let _ = fs::remove_file(&path);
     shares
 }
@@ -55,12 +57,12 @@ fn refused(disk: &str, path: &Path, what: String) -> SnapshotError {
     SnapshotError::Disk { disk: disk.to_owned(), path: path.to_owned(), what }
 }
 
-/// The name of the image that a disk lies over, if it does.
+/// Name of the backing image that a disk lies over, if any.
 pub fn backing_image(path: &Path, format: &str) -> Result<Option<String>, SnapshotError> {
     File::open(path).and_then(|image| backing(&image, format)).map_err(SnapshotError::io(path, "read"))
 }
 
-/// The name of a qcow2 image's backing image. A raw one has none, whatever its guest has written into it.
+/// Name of a qcow2 image's backing image. A raw image has none, whatever its guest has written into it.
 pub(super) fn backing(image: &File, format: &str) -> io::Result<Option<String>> {
     if format != "qcow2" {
         return Ok(None);
@@ -85,8 +87,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn where_blocks_cannot_be_shared_it_is_told_and_nothing_is_left() {
-        // A tmpfs on every Linux system, and that cannot share blocks.
+    fn missing_block_sharing_is_told_and_leaves_nothing() {
+        // Every Linux system has this tmpfs, which cannot share blocks.
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let (source, snapshot) = (folder.path().join("a.img"), folder.path().join("snapshot"));
         fs::write(&source, [7; 5000]).unwrap();
@@ -96,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_not_be_found_again_is_refused() {
+    fn images_that_would_not_be_found_are_refused() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let source = folder.path().join("a.qcow2");
         let mut header = vec![0; 512];
@@ -112,7 +114,7 @@ mod tests {
         };
         check(b"/base.im", "qcow2", None);
         check(b"base.img", "qcow2", Some("\"base.img\" without its folder"));
-        // What a guest wrote into its raw disk.
+        // A guest wrote this into its raw disk.
         check(b"base.img", "raw", None);
         let device = can_share("root", Path::new("/dev/null"), "raw", folder.path());
         assert!(device.unwrap_err().to_string().contains("is no file"));

@@ -1,8 +1,8 @@
-//! Faults: a test fails the n-th write of a save, and all that follow. Outside of tests nothing fails here.
+//! Faults: a test fails the n-th write of a save and all later ones. Outside of tests nothing fails here.
 
 use std::io;
 
-/// Asked before each write, sync and rename of a file of a snapshot.
+/// Called before each write, sync and rename of a file of a snapshot.
 #[cfg(not(test))]
 pub fn may_write() -> io::Result<()> {
     Ok(())
@@ -18,10 +18,11 @@ pub mod tests {
     use super::*;
 
     thread_local! {
-        /// Writes of this thread that succeed, and what the others fail with.
+        /// Number of this thread's writes that still succeed, and the error of the later ones.
         static PLAN: Cell<Option<(u64, i32)>> = const { Cell::new(None) };
     }
 
+    /// Fails according to the plan of this thread.
     pub fn may_write() -> io::Result<()> {
         match PLAN.get() {
             Some((0, errno)) => Err(io::Error::from_raw_os_error(errno)),

@@ -1,8 +1,8 @@
-//! What whoever can write to a snapshot may have put there: manifests, files of pages, indexes of stored disks, some bytes of which
-//! are another's. Checksums are made anew, so that what lies behind them is reached.
+//! Fuzz tests of files that anybody who can write to a snapshot may have altered: manifests, files of pages, indexes of
+//! stored disks. Some bytes are changed, and the checksums are computed anew, so that the code behind them is reached.
 //!
-//! Whatever it is, it is opened, or refused by its name; and what it says of its size takes no memory. `PROPTEST_CASES=100000` goes on
-//! for longer.
+//! Each file is opened, or refused by its name, and the sizes that it claims take no memory. `PROPTEST_CASES=100000`
+//! runs for longer.
 
 use std::fs;
 use std::path::Path;
@@ -16,7 +16,7 @@ use super::pages::{self, Compression, PageReader, PageWriter};
 use super::tests::Stand;
 use super::{DiskPart, Part, Snapshot, seal, stored_disk};
 
-/// Of 24 bytes.
+/// Number of index entries, of 24 bytes each.
 const INDEX_ENTRIES: u64 = 9;
 
 #[derive(Clone, Debug)]
@@ -25,7 +25,7 @@ struct Edit {
     value: Vec<u8>,
 }
 
-/// To anything, to the borders of numbers, to what looks like another number in JSON.
+/// Changes to any bytes, to boundary numbers, and to text that is another number or token in JSON.
 fn edits() -> impl Strategy<Value = Vec<Edit>> {
     let borders = [0, 1, 15, 16, 17, u64::from(u32::MAX), 1 << 40, u64::MAX - 4095, u64::MAX];
     let binary = select(borders.map(|border| border.to_le_bytes().to_vec()).to_vec());
@@ -52,7 +52,7 @@ pub(super) fn kib_resident() -> u64 {
     line.split_whitespace().nth(1).unwrap().parse().unwrap()
 }
 
-/// What other tests take meanwhile is far less than the sizes that are made up.
+/// Other tests take far less memory meanwhile than the sizes that are made up.
 fn must_take_little(before: u64) -> Result<(), TestCaseError> {
     let now = kib_resident();
     prop_assert!(now < before + (2 << 20), "{before} KiB, and then {now}");
@@ -87,7 +87,7 @@ proptest! {
         }
         match Snapshot::open(&stand.folder()) {
             Ok(snapshot) => read_all(&snapshot.ram),
-            // By the manifest, or by the part that is not what that says.
+            // By the name of the manifest, or of the part that does not match it.
             Err(refusal) => must_name(&refusal, &stand.folder())?,
         }
         must_take_little(before)?;
@@ -102,7 +102,7 @@ proptest! {
         (0..40).for_each(|page| writer.add(page * 3, &[page as u8 + 1; 4096]).unwrap());
         writer.finish().unwrap();
         let mut bytes = fs::read(&path).unwrap();
-        // Where the numbers are: the first bytes, or index and trailer.
+        // The numbers are in the first bytes, or in index and trailer.
         let range = if head { 0..32 } else { pages::tests::index_of(&bytes)..bytes.len() };
         let changed = edited(bytes[range.clone()].to_vec(), &edits);
         bytes[range].copy_from_slice(&changed);
@@ -122,7 +122,7 @@ proptest! {
         index.truncate(index.len() - if cut > 24 { cut } else { 0 });
         let part = StoredDisk { bytes: INDEX_ENTRIES << 20, index: Part { bytes: 0, blake3: String::new() } };
         let disk = DiskPart { name: "root".into(), format: "raw".into(), bytes, modified: None, stored: None };
-        // What makes sense lies within the disk, in order, and is as long as it is said to be.
+        // An index that is accepted is in order, within the disk, and as long as stated.
         if let Some(blocks) = stored_disk::parse(&index, &disk, &part) {
             prop_assert!(blocks.len() * 24 == index.len() && blocks.is_sorted_by(|one, next| one.0 < next.0));
             prop_assert!(blocks.iter().all(|(block, _)| *block < bytes.div_ceil(1 << 20)));

@@ -1,4 +1,4 @@
-//! Manifest: what belongs to a snapshot. JSON, and a last line with its checksum: `blake3 HEX`.
+//! Manifest: the list of what belongs to a snapshot. JSON, and a last line with its checksum: `blake3 HEX`.
 
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
@@ -12,27 +12,28 @@ use super::{SnapshotError, seal};
 /// Raised when a field changes its meaning, or a file its format.
 pub const SNAPSHOT_VERSION: u32 = 2;
 
+/// What was saved, by which software, and in which files.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
     pub version: u32,
     /// Name of the machine that was saved.
     pub machine: String,
-    /// RFC 3339.
+    /// Time of the save (RFC 3339).
     pub saved_at: String,
     pub hearth_version: String,
     pub qemu_version: String,
     pub accelerator: String,
-    /// Where the machine's own configuration file lay. Earlier versions did not say.
+    /// Path of the machine's own configuration file. Earlier versions did not store it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub configuration: Option<PathBuf>,
     pub ram_bytes: u64,
-    /// QEMU had the device that tells a guest its VM generation ID: one that takes the guest needs it too.
+    /// Whether QEMU had the device that tells a guest its VM generation ID. A QEMU that loads the guest needs it too.
     #[serde(default)]
     pub vmgenid: bool,
-    /// The same of the channel to a guest agent.
+    /// Whether QEMU had a channel to a guest agent. A QEMU that loads the guest needs it too.
     #[serde(default)]
     pub guest_agent: bool,
-    /// The guest's agent had frozen its file systems: who lets it go on must have them thawed.
+    /// Whether the guest's agent had frozen its file systems. Whoever restores the guest must have them thawed.
     #[serde(default)]
     pub frozen: bool,
     pub machine_file: Part,
@@ -41,14 +42,14 @@ pub struct Manifest {
     pub disks: Vec<DiskPart>,
 }
 
-/// A file that is read whole.
+/// A file that is read whole, with its length and checksum.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
     pub bytes: u64,
     pub blake3: String,
 }
 
-/// The file of memory; its own seal covers its index, and the index each chunk.
+/// The file of memory. Its seal covers its index, and the index covers each chunk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RamPart {
     pub bytes: u64,
@@ -56,22 +57,24 @@ pub struct RamPart {
     pub seal: String,
 }
 
+/// One disk of a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskPart {
     pub name: String,
     /// `raw` or `qcow2`.
     pub format: String,
-    /// Length of the file.
+    /// Length of the file, in bytes.
     pub bytes: u64,
-    /// When the file was changed last, in a folder. A disk has no place for a seal, and is too large to be read for a checksum.
+    /// When the file was last changed, for a snapshot in a folder. A disk has no place for a seal, and is too large to
+    /// be read for a checksum.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub modified: Option<Modified>,
-    /// How it lies in an object store.
+    /// How it is stored in an object store.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stored: Option<StoredDisk>,
 }
 
-/// When a file was changed last, since 1970.
+/// Modification time of a file, since 1970.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Modified {
     seconds: i64,
@@ -79,37 +82,39 @@ pub struct Modified {
 }
 
 impl Modified {
+    /// Modification time in these metadata.
     pub fn of(metadata: &Metadata) -> Self {
         Self { seconds: metadata.mtime(), nanoseconds: metadata.mtime_nsec() }
     }
 
-    /// File systems and archives may drop parts of a second.
+    /// Whether a file's time is still this one. File systems and archives may drop the fraction of a second.
     pub(super) fn is_still(self, now: Self) -> bool {
         now.seconds == self.seconds && [0, self.nanoseconds].contains(&now.nanoseconds)
     }
 }
 
-/// As `touch -d` takes it.
+/// In the form that `touch -d` takes.
 impl std::fmt::Display for Modified {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "@{}.{:09}", self.seconds, self.nanoseconds)
     }
 }
 
-/// A disk's blocks that are not zeroes, one after the other in one object, and another that says which they are.
+/// A disk's blocks that are not zeroes, one after the other in one object, and a second object that lists them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoredDisk {
-    /// Length of the object.
+    /// Length of the object, in bytes.
     pub bytes: u64,
     pub index: Part,
 }
 
-/// Names of disks are checked where they are read.
+/// Name of a disk's file. Names of disks are checked when the manifest is read.
 pub(super) fn disk_file(name: &str) -> String {
     format!("disk-{name}")
 }
 
 impl Manifest {
+    /// Size of the guest's RAM, in pages.
     pub fn ram_pages(&self) -> u64 {
         self.ram_bytes / PAGE_BYTES
     }
@@ -121,7 +126,7 @@ impl Manifest {
     pub(super) fn parse(text: &str, path: &Path) -> Result<Self, SnapshotError> {
         let damaged = |what: &str| SnapshotError::damaged(path, what);
         let body = seal::open(text).map_err(damaged)?;
-        // Of another version no more is understood than that.
+        // Of another version only this field is understood.
         #[derive(Deserialize)]
         struct Version {
             version: u32,

@@ -1,20 +1,21 @@
-//! Snapshot: a machine on disk, from which any number of machines can go on.
+//! Snapshot: a machine on disk, from which any number of machines can be restored.
 //!
 //! ```text
 //! folder/
 //!   machine.toml   its configuration, with absolute paths
-//!   disk-NAME      each disk as it was at that moment; the manifest has its length and when it was changed last
-//!   state          its devices, as QEMU writes them
+//!   disk-NAME      each disk as it was at that moment; the manifest has its length and modification time
+//!   state          its device state, as QEMU writes it
 //!   ram            its memory (`pages`)
-//!   manifest       what belongs together, with sizes and checksums; comes last
-//!   working-set    pages that the guest used before it was saved, and restored guests first (`pages`); may come later, or never
+//!   manifest       lists the files above with sizes and checksums; comes last
+//!   working-set    pages that the guest used before the save, and restored guests first (`pages`); may come later, or never
 //! ```
-//! Whatever is cut off, altered, missing or of another moment is refused by name before a guest runs from it; a chunk of memory when
-//! it is read. Each file is tied to the others by the manifest (checksums, the seal of the memory, for a disk its length and time), and
-//! the working set, which comes and goes by itself, by the seal of the memory that it carries. Disks are the one thing that is not
-//! checked byte by byte, but for blocks that hold pages of memory: to read them whole would take longer than all the rest.
+//! A file that is cut off, altered, missing or of another moment is refused by name before a guest runs from it; a
+//! chunk of memory is refused when it is read. The manifest ties each file to the others: by checksums, by the seal of
+//! the memory, and for a disk by its length and time. The working set comes and goes by itself, and carries the seal of
+//! its memory. Only disks are not checked byte by byte, except for blocks that hold pages of memory: reading them whole
+//! would take longer than all the rest.
 //!
-//! It may lie in an object store as well (`place`): whoever restores it there fetches what it needs.
+//! A snapshot may also be in an object store (`place`): whoever restores it fetches what is needed.
 
 mod arriving_disk;
 pub mod blocks;
@@ -61,11 +62,12 @@ const MACHINE: &str = "machine.toml";
 const STATE: &str = "state";
 const RAM: &str = "ram";
 const WORKING_SET: &str = "working-set";
-/// Device state is some 300 KiB, and 17 MiB with a graphics card.
+/// Maximum size of device state. It has some 300 KiB, and 17 MiB with a graphics card.
 pub(crate) const STATE_BYTES_MAX: u64 = 1 << 30;
 const MACHINE_BYTES_MAX: u64 = 1 << 20;
 const MANIFEST_BYTES_MAX: u64 = 1 << 20;
 
+/// Why a snapshot could not be made or read.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotError {
     #[error("{path}: cannot be {what}")]
@@ -121,13 +123,13 @@ impl SnapshotError {
         Self::Damaged { path: path.to_owned(), what: what.into() }
     }
 
-    /// It is not the snapshot that is wrong: the store that has it does not answer.
+    /// Whether a store does not answer; then nothing is wrong with the snapshot.
     pub fn is_away(&self) -> bool {
         matches!(self, Self::Store(_) | Self::AwayPages { .. })
     }
 }
 
-/// A snapshot that is being made. Dropped before `finish`, it is removed again.
+/// A snapshot that is being made. If it is dropped before `finish`, it is removed again.
 #[derive(Debug)]
 pub struct Draft {
     folder: PathBuf,
@@ -136,7 +138,7 @@ pub struct Draft {
 }
 
 impl Draft {
-    /// A new folder that only its owner can read: the guest's secrets are in it.
+    /// Makes a new folder that only its owner can read, because the guest's secrets are in it.
     pub fn create(folder: &Path) -> Result<Self, SnapshotError> {
         match DirBuilder::new().mode(0o700).create(folder) {
             Ok(()) => Ok(Self { folder: folder.to_owned(), files: Vec::new(), finished: false }),
@@ -147,53 +149,60 @@ impl Draft {
         }
     }
 
+    /// Folder of the snapshot.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// The path of a file that is about to be made here.
+    /// Path of a file that is about to be made here, and is removed with the draft.
     fn claim(&mut self, name: &str) -> PathBuf {
         let path = self.folder.join(name);
         self.files.push(path.clone());
         path
     }
 
+    /// Path of the memory's file.
     pub fn ram_path(&mut self) -> PathBuf {
         self.claim(RAM)
     }
 
-    /// Of memory that is still to be compressed.
+    /// Path of memory that is still to be compressed.
     pub fn plain_ram_path(&mut self) -> PathBuf {
         self.claim("ram.plain")
     }
 
+    /// Removes the file at `plain_ram_path`.
     pub fn remove_plain_ram(&mut self) -> Result<(), SnapshotError> {
         let path = self.plain_ram_path();
         fs::remove_file(&path).map_err(SnapshotError::io(&path, "removed"))
     }
 
+    /// Makes the empty file of a disk.
     pub fn make_disk(&mut self, disk: &str) -> Result<File, SnapshotError> {
         let path = self.claim(&manifest::disk_file(disk));
         create_file(&path).map_err(SnapshotError::io(&path, "made"))
     }
 
-    /// When a disk that is complete was changed last.
+    /// Modification time of a disk that is complete.
     pub fn disk_modified(&self, disk: &str) -> Result<Modified, SnapshotError> {
         let path = self.folder.join(manifest::disk_file(disk));
         Ok(Modified::of(&fs::metadata(&path).map_err(SnapshotError::io(&path, "read"))?))
     }
 
+    /// Writes the machine's configuration.
     pub fn write_machine(&mut self, text: &str) -> Result<Part, SnapshotError> {
         let path = self.claim(MACHINE);
         write_part(&path, text.as_bytes())
     }
 
+    /// Writes the device state.
     pub fn write_state(&mut self, state: &[u8]) -> Result<Part, SnapshotError> {
         let path = self.claim(STATE);
         write_part(&path, state)
     }
 
-    /// What the guest used before it was saved, best first; after its memory. How many pages of that are not zeroes.
+    /// Writes the pages that the guest used before the save, best first. The memory must have been written before.
+    /// Returns how many of these pages are not zeroes.
     pub fn write_working_set(&mut self, used: &[u32], disks: &[DiskPart]) -> Result<u64, SnapshotError> {
         let local = LocalDisks::complete(&self.folder);
         let ram = open_ram(&Place::Folder(self.folder.clone()), disks, Some(&local), &PagesExpected::default())?;
@@ -201,7 +210,7 @@ impl Draft {
         Ok(working_set::write(&self.claim(WORKING_SET), scanned, &ram)?.pages)
     }
 
-    /// From here on it is a snapshot.
+    /// Writes the manifest: from here on the folder is a snapshot.
     pub fn finish(mut self, manifest: &Manifest) -> Result<(), SnapshotError> {
         let (path, temporary) = (self.claim(MANIFEST), self.claim("manifest.new"));
         write_part(&temporary, manifest.to_text().as_bytes())?;
@@ -218,7 +227,7 @@ impl Drop for Draft {
         if self.finished {
             return;
         }
-        // The manifest first, if it is there: without it there is no snapshot.
+        // The manifest goes first, if it exists: without it there is no snapshot.
         for file in self.files.iter().rev() {
             match fs::remove_file(file) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -233,7 +242,7 @@ impl Drop for Draft {
     }
 }
 
-/// Where the disks of a snapshot are on this host, and which of them are on their way.
+/// Where the disks of a snapshot are on this host, and which of them are still arriving.
 #[derive(Clone, Debug)]
 pub struct LocalDisks<'a> {
     pub folder: &'a Path,
@@ -241,31 +250,34 @@ pub struct LocalDisks<'a> {
 }
 
 impl<'a> LocalDisks<'a> {
-    /// All of them are there.
+    /// Disks that have all arrived.
     pub fn complete(folder: &'a Path) -> Self {
         Self { folder, arrivals: Arrivals::default() }
     }
 }
 
-/// A snapshot whose parts are there and belong together. Its memory is checked chunk by chunk, as it is read.
+/// A snapshot whose files exist and belong together. Its memory is checked chunk by chunk, as it is read.
 #[derive(Debug)]
 pub struct Snapshot {
     place: Place,
     pub manifest: Manifest,
+    /// The machine's configuration, in TOML.
     pub machine: String,
+    /// Device state, as QEMU wrote it.
     pub state: Vec<u8>,
     pub ram: PageReader,
-    /// One that cannot be read is no reason to do without the snapshot.
+    /// A working set that cannot be read does not prevent a restore.
     pub working_set: Result<Option<PageReader>, SnapshotError>,
 }
 
 impl Snapshot {
+    /// Opens a snapshot in a folder.
     pub fn open(folder: &Path) -> Result<Self, SnapshotError> {
         Self::open_at(Place::Folder(folder.to_owned()), Some(&LocalDisks::complete(folder)))
     }
 
-    /// One in an object store. Its disks are where `expect_disk` has put them, if that has been done: a snapshot that leaves pages to
-    /// its disks needs them there to be read.
+    /// Opens a snapshot in an object store. `disks` tells where `expect_disk` has put its disks, if it has. They are
+    /// needed to read a snapshot whose pages are partly on its disks.
     pub fn open_far(far: Far, disks: Option<&LocalDisks<'_>>) -> Result<Self, SnapshotError> {
         Self::open_at(Place::Far(far), disks)
     }
@@ -289,7 +301,7 @@ impl Snapshot {
         Ok(Self { place, manifest, machine, state, ram, working_set })
     }
 
-    /// What it holds goes into the guest as it is: it must be of the same moment as this memory.
+    /// Its pages go into the guest unchanged, so they must be of the same moment as this memory.
     fn open_working_set(place: &Place, ram: &PageReader) -> Result<Option<PageReader>, SnapshotError> {
         let expected = PagesExpected { bytes: None, ram_pages: Some(ram.ram_pages()) };
         let Some(found) = place.pages(WORKING_SET, &expected)? else { return Ok(None) };
@@ -301,7 +313,7 @@ impl Snapshot {
         }
     }
 
-    /// What lies there is still this snapshot.
+    /// Fails unless this snapshot is still in its location.
     fn must_be_there(&self) -> Result<(), SnapshotError> {
         match read_manifest(&self.place) {
             Ok(manifest) if manifest.ram.seal == self.manifest.ram.seal => Ok(()),
@@ -310,27 +322,29 @@ impl Snapshot {
         }
     }
 
-    /// What tells it from all others.
+    /// Seal of the memory, which no other snapshot has.
     pub fn seal(&self) -> &str {
         &self.manifest.ram.seal
     }
 
-    /// How one of its files is called.
+    /// Path or address of one of its files.
     pub fn path(&self, name: &str) -> PathBuf {
         self.place.path(name)
     }
 
-    /// It lies in an object store.
+    /// Whether it is in an object store.
     pub fn is_far(&self) -> bool {
         self.place.far().is_some()
     }
 
+    /// Path or address of one of its disks.
     pub fn disk_path(&self, disk: &str) -> PathBuf {
         self.place.path(&manifest::disk_file(disk))
     }
 
-    /// Has a disk out of a store come to this folder; where it is then. Of a snapshot in a folder, where it lies. All of it comes now
-    /// if `whole` says so, and `progress` hears how many bytes have, and of how many; else what images over it cannot be made without.
+    /// Makes a disk arrive from a store in this folder, and returns its path there. A disk of a snapshot in a folder
+    /// stays where it is. With `whole` the whole disk is fetched now, and `progress` is called with the bytes that are
+    /// present and the total. Otherwise only what images over it need is fetched.
     pub fn expect_disk(
         &self,
         disk: &DiskPart,
@@ -351,7 +365,7 @@ impl Snapshot {
         Ok(path)
     }
 
-    /// When the working set was noted, and what changes whenever it is. None: there is none.
+    /// When the working set was recorded, and a string that changes whenever it is; `None` if there is none.
     pub fn working_set_version(&self) -> Result<Option<(SystemTime, String)>, SnapshotError> {
         self.place.version(WORKING_SET)
     }
@@ -368,7 +382,7 @@ fn read_manifest(place: &Place) -> Result<Manifest, SnapshotError> {
     Manifest::parse(&text, &path)
 }
 
-/// The file of memory, with the disks that hold pages of it; these are in `disks`, if anywhere.
+/// Opens the file of memory with the disks in `disks`, if any, that hold pages of it.
 fn open_ram(
     place: &Place,
     parts: &[DiskPart],
@@ -388,7 +402,7 @@ pub(crate) fn sync_folder(folder: &Path) -> Result<(), SnapshotError> {
     synced.map_err(SnapshotError::io(folder, "written"))
 }
 
-/// A new file that only its owner can read.
+/// Makes a file that only its owner can read.
 fn create_file(path: &Path) -> io::Result<File> {
     faults::may_write()?;
     OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(path)

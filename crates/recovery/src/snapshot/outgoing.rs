@@ -1,9 +1,9 @@
-//! Outgoing: a file that goes to an object store in parts while it is written. Who writes says what is there, and what of it has
-//! changed; who sends is told which part is due.
+//! Outgoing: a file that is sent to an object store in parts while it is written. The writer reports what is present
+//! and what has changed; the sender asks which part is due.
 //!
 //! written -> sent, in order -> changed meanwhile, perhaps -> the file is finished -> sent again, if it has changed
 //!
-//! What has been sent is not sent again before the file is finished: it may change any number of times.
+//! A part that was sent is not sent again before the file is finished, because it may change any number of times.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -12,9 +12,10 @@ use std::sync::{Mutex, MutexGuard};
 use hearth_memory::PAGE_BYTES;
 use hearth_store::part_bytes;
 
-/// In a file of pages, beside the page itself: its number, its share of an entry of the index, and then some.
+/// Bytes beside each page in a file of pages: its number, its share of an index entry, and some to spare.
 const BESIDE_PAGE_BYTES: u64 = 16;
 
+/// Tracks which parts of the file are due.
 #[derive(Debug)]
 pub struct Outgoing {
     part_bytes: u64,
@@ -23,16 +24,16 @@ pub struct Outgoing {
 
 #[derive(Debug, Default)]
 struct State {
-    /// There so far.
+    /// Bytes that are present so far.
     bytes: u64,
     finished: bool,
     /// Parts below this one have been taken.
     next: u64,
-    /// Of these, what the file holds now is not what it held then.
+    /// Taken parts that have changed since.
     changed: BTreeSet<u64>,
 }
 
-/// A part that is due.
+/// A part of the file that is due.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Due {
     pub number: usize,
@@ -40,17 +41,18 @@ pub struct Due {
 }
 
 impl Outgoing {
-    /// A file of pages of a machine with so many.
+    /// A file of pages of a machine with `ram_pages` pages of RAM.
     pub fn of_pages(ram_pages: u64) -> Self {
         Self { part_bytes: part_bytes(ram_pages * (PAGE_BYTES + BESIDE_PAGE_BYTES)), state: Mutex::default() }
     }
 
-    /// All that comes before this is in the file.
+    /// Reports that everything below offset `bytes` is in the file.
     pub(super) fn wrote(&self, bytes: u64) {
         self.lock().bytes = bytes;
     }
 
-    /// What was there has been replaced: told afterwards, so that nobody takes what is half of it for the last word.
+    /// Reports a replacement at `offset`. This comes after it, so that nobody takes a half of it for the final
+    /// contents.
     pub(super) fn changed(&self, offset: u64) {
         let part = offset / self.part_bytes;
         let mut state = self.lock();
@@ -59,13 +61,13 @@ impl Outgoing {
         }
     }
 
-    /// It has so many bytes, and nobody changes them any more.
+    /// Reports that the file has `bytes` bytes and does not change any more.
     pub(super) fn finish(&self, bytes: u64) {
         let mut state = self.lock();
         (state.bytes, state.finished) = (bytes, true);
     }
 
-    /// To be read after that.
+    /// Takes the next part that is due. Its bytes must be read after that.
     pub fn take_due(&self) -> Option<Due> {
         let mut state = self.lock();
         let next = self.bytes_of(state.next, state.bytes);
@@ -80,7 +82,7 @@ impl Outgoing {
         Some(Due { number: number as usize, bytes: self.bytes_of(number, state.bytes) })
     }
 
-    /// Of all parts that are due, or will be.
+    /// Bytes of all parts that are due, or will be.
     pub fn bytes_left(&self) -> u64 {
         let state = self.lock();
         state.bytes.saturating_sub(state.next * self.part_bytes) + state.changed.len() as u64 * self.part_bytes
@@ -105,13 +107,13 @@ mod tests {
     }
 
     #[test]
-    fn parts_are_due_once_they_are_whole_and_again_at_the_end_if_they_have_changed() {
+    fn parts_are_due_when_whole_again_if_changed() {
         let outgoing = Outgoing::of_pages(10);
         let part = outgoing.part_bytes;
         outgoing.wrote(part - 1);
         assert!(taken(&outgoing).is_empty());
         outgoing.wrote(2 * part + 5);
-        // Nobody has taken it yet.
+        // Nobody has taken this part yet.
         outgoing.changed(part + 3);
         assert_eq!(taken(&outgoing), [(0, part), (1, part)]);
         for offset in [part - 1, 7, 2 * part + 1] {
@@ -128,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_ends_with_a_part_has_no_empty_one() {
+    fn no_empty_part_follows_a_full_one() {
         for parts in 0..3 {
             let outgoing = Outgoing::of_pages(10);
             outgoing.finish(parts * outgoing.part_bytes);

@@ -1,5 +1,5 @@
-//! Place: where a snapshot lies, a folder of this host or a prefix of an object store. The files are the same, but for disks
-//! (`stored_disk`).
+//! Place: the location of a snapshot, a folder on this host or a prefix of an object store. The files are the same,
+//! except for disks (`stored_disk`).
 
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
@@ -13,17 +13,18 @@ use super::manifest::{Modified, disk_file};
 use super::pages::{PageReader, PageSource, PagesExpected};
 use super::{DiskPart, Part, SnapshotError, stored_disk};
 
-/// A snapshot in an object store: who is asked, and where on this host what came of it is kept.
+/// A snapshot in an object store: the store, and where this host keeps what was fetched from it.
 #[derive(Clone, Debug)]
 pub struct Far {
     pub store: Arc<Store>,
     pub cache: Arc<Cache>,
-    /// Of all that is fetched for the same guest.
+    /// Slots for everything that is fetched for the same guest.
     pub turns: Arc<Turns>,
-    /// A folder for a file on its way up.
+    /// Folder for a file that is being uploaded.
     pub scratch: PathBuf,
 }
 
+/// Location of a snapshot.
 #[derive(Debug)]
 pub enum Place {
     Folder(PathBuf),
@@ -31,7 +32,7 @@ pub enum Place {
 }
 
 impl Place {
-    /// How a file is called; what opens it, if the place is a folder.
+    /// Path or address of a file. In a folder this path opens it.
     pub fn path(&self, name: &str) -> PathBuf {
         match self {
             Self::Folder(folder) => folder.join(name),
@@ -39,6 +40,7 @@ impl Place {
         }
     }
 
+    /// Path or address of the snapshot.
     pub fn name(&self) -> PathBuf {
         match self {
             Self::Folder(folder) => folder.clone(),
@@ -46,7 +48,7 @@ impl Place {
         }
     }
 
-    /// A small file whole. None: it is not there. One of more than `bytes_max` is refused, and not read.
+    /// Reads a small file whole; `None` if it does not exist. A file of more than `bytes_max` is refused unread.
     pub fn read(&self, name: &str, bytes_max: u64) -> Result<Option<Vec<u8>>, SnapshotError> {
         match self {
             Self::Folder(folder) => {
@@ -68,15 +70,15 @@ impl Place {
         }
     }
 
-    /// One that belongs to the snapshot, and is what it was.
+    /// Reads a part of the snapshot and checks it against the manifest.
     pub fn part(&self, name: &str, part: &Part, bytes_max: u64) -> Result<Vec<u8>, SnapshotError> {
         let missing = || SnapshotError::Io { path: self.path(name), what: "read", source: ErrorKind::NotFound.into() };
-        // The manifest's word is sealed; what a store says of the length is not.
+        // The length in the manifest is sealed; the length that a store reports is not.
         let bytes = self.read(name, bytes_max.min(part.bytes))?.ok_or_else(missing)?;
         super::check_part(&self.path(name), part, bytes)
     }
 
-    /// A file of pages. None: it is not there.
+    /// Opens a file of pages; `None` if it does not exist.
     pub fn pages(&self, name: &str, expected: &PagesExpected) -> Result<Option<PageReader>, SnapshotError> {
         let path = self.path(name);
         let source = match self {
@@ -90,7 +92,7 @@ impl Place {
         PageReader::of(source, &path, expected).map(Some)
     }
 
-    /// When a file was written, and what changes whenever it is replaced. None: it is not there.
+    /// When a file was written, and a string that changes whenever it is replaced; `None` if it does not exist.
     pub fn version(&self, name: &str) -> Result<Option<(SystemTime, String)>, SnapshotError> {
         match self {
             Self::Folder(folder) => {
@@ -103,7 +105,7 @@ impl Place {
         }
     }
 
-    /// A disk is there, as long as it was, and in a folder as old. Its content is not looked at.
+    /// Checks that a disk exists with its noted length and, in a folder, its noted time. Its content is not read.
     pub fn check_disk(&self, disk: &DiskPart) -> Result<(), SnapshotError> {
         let name = disk_file(&disk.name);
         let path = self.path(&name);
@@ -133,6 +135,7 @@ impl Place {
         }
     }
 
+    /// The store, if the snapshot is in one.
     pub fn far(&self) -> Option<&Far> {
         match self {
             Self::Folder(_) => None,
@@ -140,6 +143,7 @@ impl Place {
         }
     }
 
+    /// The folder, if the snapshot is in one.
     pub fn folder(&self) -> Option<&Path> {
         match self {
             Self::Folder(folder) => Some(folder),

@@ -1,11 +1,11 @@
-//! Memory of a guest, into a file of pages.
+//! Save: copies a guest's memory into a file of pages.
 //!
 //! ```text
 //! all of it -> what was written meanwhile -> ... -> little, or no less than before -> THE GUEST STANDS STILL -> the last of
-//!   it, into memory of ours -> THE GUEST GOES ON -> and from there into the file -> checksums, index
+//!   it, into the keeper's memory -> THE GUEST RUNS AGAIN -> and from there into the file -> checksums, index
 //! ```
-//! Each page has one place in the file, so what is copied twice takes no more room. Where writes cannot be seen the guest
-//! stands still from the beginning.
+//! Each page has one slot in the file, so a page that is copied twice takes no more space. Where writes cannot be seen
+//! the guest stands still from the beginning.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,18 +22,19 @@ use super::outgoing::Outgoing;
 use super::pages::{Compression, Elsewhere, PageReader, PageWriter, Sealed};
 use crate::vmcore::Bitmap;
 
-/// Read at a time; and so often whoever waits for it is asked.
+/// Pages read at a time. The watcher is asked after each such step.
 const STEP_PAGES: u64 = 256;
-/// So much is copied into memory in 5 ms, while the guest stands still.
+/// Few enough pages to be copied while the guest stands still, into memory in 5 ms.
 const FEW_PAGES: u64 = 2048;
-/// Rounds that leave more than this part of what the one before left come to nothing.
+/// A round is in vain if it finds more than this part of what the one before found.
 const PROGRESS_PERCENT: u64 = 75;
-/// So many of them are waited out: what a guest does in one moment it may not do in the next.
+/// Number of rounds in vain before the approach ends: a guest may write less in the next moment.
 const VAIN_ROUNDS_MAX: u32 = 3;
 const ROUNDS_MAX: u32 = 30;
-/// What is kept in memory until the guest goes on: a file may be waited for.
+/// Maximum number of pages kept in memory until the guest runs again, because a write to the file may block.
 const KEPT_PAGES_MAX: usize = 4096;
 
+/// Why a save failed.
 #[derive(Debug, thiserror::Error)]
 pub enum SaveError {
     #[error(transparent)]
@@ -56,24 +57,24 @@ pub enum SaveError {
     CalledOff { why: String },
 }
 
-/// Pages that hold memory: what there is to read.
+/// Number of pages that hold memory, which are the pages to read.
 pub fn resident_pages(ram: &RamFile) -> Result<u64, MemoryError> {
     Ok(ram.resident_ranges()?.iter().map(|range| range.end - range.start).sum())
 }
 
-/// Whoever writes to the memory of a guest that runs: QEMU, by its page tables, and the disks of the machine.
+/// All that write to the memory of a running guest: QEMU, seen by its page tables, and the machine's disks.
 pub struct Writers {
     pub(super) watch: WriteWatch,
     pub(super) log: Arc<WriteLog>,
 }
 
 impl Writers {
-    /// From now on QEMU's writes are seen. The disks' are in `log`, which they were given before.
+    /// Sees QEMU's writes from now on. The disks' writes are in `log`, which they were given before.
     pub fn watch(userfault: &Userfault, ram: &RamFile, log: Arc<WriteLog>) -> Result<Self, WatchError> {
         Ok(Self { watch: WriteWatch::start(userfault, ram)?, log })
     }
 
-    /// What was written to since the last time.
+    /// Pages written to since the last call.
     fn take(&self, ram_pages: u64) -> Result<Bitmap, WatchError> {
         let mut written = Bitmap::new(ram_pages);
         self.watch.take(|run| written.set_range(run))?;
@@ -82,25 +83,27 @@ impl Writers {
     }
 }
 
-/// What the approach to the last pass has come to.
+/// How the approach to the last pass ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Approach {
-    /// Beside the first, over all memory.
+    /// Number of rounds after the first copy of all memory.
     pub rounds: u32,
-    /// The guest writes no faster than it is copied.
+    /// Whether the guest writes no faster than it is copied.
     pub settled: bool,
 }
 
 impl Approach {
-    /// Another one came after it.
+    /// Adds an approach that came after this one.
     pub fn add(&mut self, other: Self) {
         *self = Self { rounds: self.rounds + other.rounds, settled: other.settled };
     }
 }
 
-/// Is told of pages that are to be copied besides, and of those that were; says whether to go on.
+/// Follows the progress of a save, and decides whether it continues.
 pub trait Watcher {
+    /// That many more pages are to be copied.
     fn more(&mut self, pages: u64);
+    /// That many pages were copied. An error ends the save.
     fn done(&mut self, pages: u64) -> Result<(), SaveError>;
 }
 
@@ -114,6 +117,7 @@ pub struct RamCopy {
 }
 
 impl RamCopy {
+    /// Begins a copy in a new file.
     pub fn begin(ram: Arc<RamFile>, path: &Path) -> Result<Self, SaveError> {
         Ok(Self {
             writer: PageWriter::create_changeable(path, ram.pages())?,
@@ -124,12 +128,12 @@ impl RamCopy {
         })
     }
 
-    /// To whoever sends it while it is made.
+    /// Reports to whoever sends the file while it is made.
     pub fn going_out(self, outgoing: Option<Arc<Outgoing>>) -> Self {
         Self { writer: self.writer.going_out(outgoing), ..self }
     }
 
-    /// All pages, in the order of their addresses. How many.
+    /// Copies all pages in the order of their addresses. Returns their number.
     pub fn copy_all(&mut self, watcher: &mut dyn Watcher) -> Result<u64, SaveError> {
         let mut pages = 0;
         for range in self.ram.resident_ranges()? {
@@ -139,7 +143,7 @@ impl RamCopy {
         Ok(pages)
     }
 
-    /// Until what is written meanwhile is little, or does not become less.
+    /// Copies what is written meanwhile, until that is little or does not become less.
     pub fn approach(&mut self, writers: &Writers, watcher: &mut dyn Watcher) -> Result<Approach, SaveError> {
         let (mut before, mut vain) = (u64::MAX, 0);
         for rounds in 1..=ROUNDS_MAX {
@@ -161,7 +165,8 @@ impl RamCopy {
         Ok(Approach { rounds: ROUNDS_MAX, settled: false })
     }
 
-    /// What was written since, of a guest that stands still, into memory as far as it has room there. How much it was.
+    /// Copies what was written since, into memory as far as it has space there. The guest must stand still. Returns the
+    /// number of pages.
     pub fn keep_rest(&mut self, writers: &Writers, watcher: &mut dyn Watcher) -> Result<u64, SaveError> {
         let written = writers.take(self.ram.pages())?;
         let pages = written.count();
@@ -180,7 +185,7 @@ impl RamCopy {
         Ok(pages)
     }
 
-    /// The guest may go on: the copy is of the moment when it stood still.
+    /// Completes the file, which is of the moment when the guest stood still. The guest may run meanwhile.
     pub fn finish(mut self) -> Result<Sealed, SaveError> {
         self.write_kept()?;
         Ok(self.writer.finish()?)
@@ -196,7 +201,7 @@ impl RamCopy {
         Ok(())
     }
 
-    /// As much of these pages as is read at a time. How many.
+    /// Reads as many of these pages as are read at a time. Returns their number.
     fn read(&mut self, pages: std::ops::Range<u64>) -> Result<u64, MemoryError> {
         let count = STEP_PAGES.min(pages.end - pages.start);
         self.ram.read(FileOffset(pages.start * PAGE_BYTES), &mut self.step[..(count * PAGE_BYTES) as usize])?;
@@ -217,8 +222,8 @@ fn put_all(writer: &mut PageWriter, pages: impl Iterator<Item = u32>, bytes: &[u
     Ok(())
 }
 
-/// Another file of the same pages, compressed, or without those that are on disks. Not at once: what takes another number of
-/// bytes has no place to be put again.
+/// Writes another file of the same pages, compressed, or without those that are on disks. The copy itself cannot be
+/// compressed, because a page of another length has no slot to be put again.
 pub fn pack(
     pages: &PageReader,
     target: &Path,
@@ -281,7 +286,7 @@ mod tests {
         }
     }
 
-    /// A machine whose QEMU is this very process.
+    /// A machine whose QEMU is this test process.
     struct Stand {
         home: tempfile::TempDir,
         ram: Arc<RamFile>,
@@ -332,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn the_copy_is_of_the_last_moment_whoever_wrote() {
+    fn copy_is_of_the_last_moment() {
         let stand = Stand::new();
         (0..2500).for_each(|page| stand.write(page, 1));
         let log = Arc::new(WriteLog::new(stand.ram.identity(), PAGES));
@@ -340,7 +345,7 @@ mod tests {
         let mut watcher = Counting::default();
         let mut copy = RamCopy::begin(stand.ram.clone(), &stand.path("ram")).unwrap();
         copy.copy_all(&mut watcher).unwrap();
-        // More than one pass: written again, never used before.
+        // More than `FEW_PAGES`, so that another round follows.
         (0..2400).for_each(|page| stand.write(page, 2));
         let approach = copy.approach(&writers, &mut watcher).unwrap();
         assert!(approach.settled && approach.rounds >= 2, "{approach:?}");
@@ -360,11 +365,11 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_never_rests_is_not_waited_for_for_ever_and_more_is_left_than_memory_has_room_for() {
+    fn restless_guest_is_not_waited_for_forever() {
         let stand = Stand::new();
         let log = Arc::new(WriteLog::new(stand.ram.identity(), PAGES));
         let Ok(writers) = Writers::watch(&stand.userfault, &stand.ram, log) else { return };
-        /// All of it is written to again while it is copied.
+        /// Writes to all memory again while it is copied.
         struct Restless<'a>(&'a Stand, u8);
         impl Watcher for Restless<'_> {
             fn more(&mut self, _pages: u64) {
@@ -389,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_used_while_it_is_copied_is_in_the_working_set_unless_that_took_longer_than_the_scan() {
+    fn use_during_the_copy_counts_unless_too_late() {
         let stand = Stand::new();
         let log = Arc::new(WriteLog::new(stand.ram.identity(), PAGES));
         let Ok(writers) = Writers::watch(&stand.userfault, &stand.ram, log) else { return };
@@ -402,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn it_can_be_called_off_at_each_step() {
+    fn save_can_be_cancelled_at_each_step() {
         let stand = Stand::new();
         (0..1000).for_each(|page| stand.write(page, 1));
         let mut copy = RamCopy::begin(stand.ram.clone(), &stand.path("ram")).unwrap();

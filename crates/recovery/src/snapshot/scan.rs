@@ -1,11 +1,11 @@
-//! Access scan: which pages a guest uses, found while it runs and before it is saved.
+//! Access scan: finds the pages that a guest uses, while it runs and before it is saved.
 //!
-//! QEMU's page tables are dropped -> a period -> what is mapped again, or was written to by a disk, was used -> ... rounds
-//! -> THE MEMORY IS COPIED -> what is mapped by then was used since the last round began; unless that was longer ago than all
-//! rounds together take: what a guest uses in minutes is no working set
+//! drop QEMU's page tables -> wait for a period -> pages that are mapped again, or were written to by a disk, were used
+//! -> ... rounds -> THE MEMORY IS COPIED -> pages that are mapped by then were used since the last round began; unless
+//! that was longer ago than all rounds together take: what a guest uses in minutes is no working set
 //!
-//! What is used in many rounds comes first, and of that what was used last: the order of use itself is not seen. What a disk
-//! only reads of the guest's memory is not counted; the guest put it there, or looks at it, itself.
+//! Pages used in many rounds come first, and among these the ones used last: the order of use itself is not visible. A
+//! disk's reads of guest memory do not count, because the guest itself writes or reads that memory.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,14 +18,14 @@ use hearth_memory::faults::writes::WatchError;
 
 use super::save::{SaveError, Writers};
 
-/// How long is looked, and how often.
+/// Length of a round, and number of rounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScanPlan {
     pub period: Duration,
     pub rounds: u32,
 }
 
-/// Whoever uses the memory of a guest that runs: QEMU, by its page tables, and the disks of the machine as far as they write.
+/// Sees who uses the memory of a running guest: QEMU, by its page tables, and the machine's disks as far as they write.
 pub struct AccessScan {
     watch: AccessWatch,
     log: Arc<WriteLog>,
@@ -36,26 +36,26 @@ pub struct AccessScan {
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 struct Uses {
     rounds: u32,
-    /// 1 for the first round; 0: in none.
+    /// Last round in which it was used, from 1; 0 if it was used in none.
     last: u32,
 }
 
-/// What was seen of all pages, round by round.
+/// Use of all pages, round by round.
 pub struct Used {
     pages: Vec<Uses>,
     round: u32,
     plan: ScanPlan,
-    /// The last round.
+    /// When the last round began.
     began: Instant,
 }
 
 impl AccessScan {
-    /// The error says why it cannot be seen here. The disks were given `log` before.
+    /// Starts a scan. An error says why accesses cannot be seen here. The disks were given `log` before.
     pub fn begin(userfault: &Userfault, ram: &RamFile, log: Arc<WriteLog>) -> Result<Self, AccessError> {
         Ok(Self { watch: AccessWatch::start(userfault, ram)?, log, ram_pages: ram.pages() })
     }
 
-    /// `wait` waits for a period, and is told how many rounds are over.
+    /// Runs all rounds. `wait` waits for a period; it is given the number of rounds that are over.
     pub fn run(
         &self,
         plan: ScanPlan,
@@ -74,7 +74,7 @@ impl AccessScan {
         Ok(used)
     }
 
-    /// From now on it is writes that are seen.
+    /// Sees writes instead, from now on.
     pub fn then_writes(self) -> Result<Writers, WatchError> {
         Ok(Writers { watch: self.watch.then_writes()?, log: self.log })
     }
@@ -85,7 +85,7 @@ impl Used {
         Self { pages: vec![Uses::default(); pages as usize], round: 0, plan, began: Instant::now() }
     }
 
-    /// One more round: whatever QEMU has used since the last one began, if that is not too long ago.
+    /// Adds one more round: what QEMU has used since the last one began, unless that is too long ago.
     pub fn add_mapped(&mut self, writers: &Writers) -> Result<(), WatchError> {
         if self.began.elapsed() > self.plan.period * self.plan.rounds {
             return Ok(());
@@ -101,16 +101,16 @@ impl Used {
         }
     }
 
-    /// How many.
+    /// Number of pages that were used.
     pub fn count(&self) -> u64 {
         self.pages.iter().filter(|uses| uses.rounds > 0).count() as u64
     }
 
-    /// Pages that were used.
+    /// Pages that were used, in the order of the module head.
     pub fn best_first(&self) -> Vec<u32> {
         let of = |page: &u32| self.pages[*page as usize];
         let mut pages: Vec<u32> = (0..self.pages.len() as u32).filter(|page| of(page).rounds > 0).collect();
-        // Stable: neighbours of the same use stay neighbours.
+        // The sort is stable: neighbours with the same use stay neighbours.
         pages.sort_by_key(|page| std::cmp::Reverse(of(page)));
         pages
     }
@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_used_often_comes_first_and_then_what_was_used_last() {
+    fn most_used_pages_come_first_then_latest() {
         let plan = ScanPlan { period: Duration::from_secs(1), rounds: 5 };
         let mut used = Used::of(7, plan);
         for seen in [vec![2, 5, 6], vec![2, 3, 5], vec![2, 3, 5], vec![2, 4, 5], vec![0, 2, 2, 4, 5, 7]] {

@@ -1,6 +1,6 @@
-//! The state of a guest's devices, taken from a QEMU whose guest stands still, or given to one that waits for a guest.
+//! Device state of a guest: taken from a QEMU whose guest stands still, or given to one that waits for a guest.
 //!
-//! RAM is not in it: that is a file beside (`x-ignore-shared`).
+//! RAM is not part of it, but a file of its own (`x-ignore-shared`).
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -10,9 +10,10 @@ use hearth_qemu::{Migration, Qmp, QmpError};
 
 use crate::rejuvenation::relay;
 
-/// Between two looks at how far QEMU is. It takes 10 to 20 ms in all.
+/// Pause between two checks of QEMU's progress. It takes 10 to 20 ms in all.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
+/// Why a device state could not be taken or given.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
     #[error("no channel for the guest's state")]
@@ -29,12 +30,12 @@ pub enum StateError {
     Hangs { patience: Duration },
 }
 
-/// What can be done before the guest stands still.
+/// Does what can be done before the guest stands still.
 pub fn prepare(qmp: &Qmp, patience: Duration) -> Result<(), StateError> {
     qmp.prepare_migration(patience).map_err(StateError::Take)
 }
 
-/// After `prepare`. The guest must stand still (`Qmp::pause`); it can go on afterwards.
+/// Takes the state, after `prepare`. The guest must stand still (`Qmp::pause`), and can run again afterwards.
 pub fn take(qmp: &Qmp, patience: Duration) -> Result<Vec<u8>, StateError> {
     let deadline = Instant::now() + patience;
     let (ours, theirs) = UnixStream::pair().map_err(StateError::Channel)?;
@@ -45,7 +46,7 @@ pub fn take(qmp: &Qmp, patience: Duration) -> Result<Vec<u8>, StateError> {
     Ok(state)
 }
 
-/// The guest is there afterwards, and stands still.
+/// Gives the state to a QEMU that waits for a guest. Afterwards QEMU has the guest, which stands still.
 pub fn give(qmp: &Qmp, state: &[u8], patience: Duration) -> Result<(), StateError> {
     let deadline = Instant::now() + patience;
     qmp.prepare_migration(patience).map_err(StateError::Give)?;
@@ -53,7 +54,7 @@ pub fn give(qmp: &Qmp, state: &[u8], patience: Duration) -> Result<(), StateErro
     qmp.migrate_incoming(OwnedFd::from(theirs).as_fd(), patience).map_err(StateError::Give)?;
     match relay::send(ours, state, deadline) {
         Err(error) if error.kind() == std::io::ErrorKind::TimedOut => return Err(StateError::Hangs { patience }),
-        // It hung up on us: whether it has all it needs it says itself.
+        // QEMU may have hung up. Whether it has all it needs it reports itself.
         _ => await_end(qmp, deadline, patience, StateError::Give)?,
     }
     let state = qmp.run_state().map_err(StateError::Give)?;

@@ -1,12 +1,15 @@
-//! A disk as it lies in an object store: its blocks of 1 MiB that are not all zeroes, one after the other; and an index.
+//! Stored disk: a disk in an object store, as its blocks of 1 MiB that are not all zeroes, one after the other, and an
+//! index.
 //!
 //! ```text
 //! disk-NAME          blocks, in their order; the last one may be shorter
-//! disk-NAME.index    24 a block: 0 u64 which block of the disk | 8 first 16 bytes of its BLAKE3
+//! disk-NAME.index    24 a block: 0 u64 number of the block in the disk | 8 first 16 bytes of its BLAKE3
 //! ```
-//! Little endian. The manifest has the checksum of the index. So holes cost nothing, and what comes back is checked block by block.
+//! All numbers are little-endian. The manifest has the checksum of the index. So holes cost nothing, and each block is
+//! checked when it is fetched.
 //!
-//! It is the disk's file, or, of one that lies over a backing image, what its guest sees: a raw disk that needs nothing else.
+//! The disk is the disk's file. If it lies over a backing image, it is what its guest sees: a raw disk that needs no
+//! other file.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -21,34 +24,36 @@ use super::place::Far;
 use super::{SnapshotError, check_part, disk as image};
 
 const ENTRY_BYTES: usize = 24;
-/// Of an index: for 2.8 TiB that are not zeroes.
+/// Maximum size of an index: enough for 2.6 TiB that are not zeroes.
 pub const INDEX_BYTES_MAX: u64 = 64 << 20;
 
-/// What the disk of this name is called in an object store: its blocks, and their index.
+/// Names of a disk's objects in a store: its blocks and their index.
 pub fn disk_objects(disk: &str) -> [String; 2] {
     [disk_file(disk), index_file(disk)]
 }
 
+/// Name of the object with a disk's index.
 pub fn index_file(disk: &str) -> String {
     format!("{}.index", disk_file(disk))
 }
 
-/// How it is stored. A snapshot in a folder does not say: a copy of one has no checksums of its disks, and nothing of what they
-/// lie over.
+/// How the disk is stored. A snapshot in a folder does not say. A copy of one in a store is refused, because it has no
+/// checksums of its disks and lacks their backing images.
 pub fn of<'a>(disk: &'a DiskPart, path: &Path) -> Result<&'a StoredDisk, SnapshotError> {
     disk.stored.as_ref().ok_or_else(|| SnapshotError::CopiedFolder { path: path.to_owned() })
 }
 
 /// What is sent of a disk.
 pub enum Content {
-    /// The file.
+    /// The disk's file.
     Alone(File),
-    /// What it shows together with those below it.
+    /// The contents of the disk's file together with its backing images.
     Over(Box<ImageReader>),
 }
 
 impl Content {
-    /// A guest can write into a raw disk what looks like another format: `disk` says which it is.
+    /// Opens a disk to be sent. `disk` tells its format, because a guest can write into a raw disk what looks like
+    /// another one.
     pub fn open(path: &Path, disk: &DiskPart) -> Result<Self, SnapshotError> {
         let opened = File::open(path).and_then(|file| Ok((image::backing(&file, &disk.format)?, file)));
         match opened.map_err(SnapshotError::io(path, "read"))? {
@@ -57,7 +62,7 @@ impl Content {
         }
     }
 
-    /// As it will be told in the store.
+    /// The disk's entry in the manifest that goes to the store.
     pub fn part(&self, disk: &DiskPart) -> io::Result<DiskPart> {
         let format = match self {
             Self::Alone(_) => disk.format.clone(),
@@ -73,7 +78,8 @@ impl Content {
         }
     }
 
-    /// None: there are only zeroes left. What is known to be zeroes without being read is passed over.
+    /// Offset of the next data from `from` on; `None` if only zeroes are left. It skips what is known to be zeroes
+    /// without being read.
     fn next_data(&self, from: u64) -> io::Result<Option<u64>> {
         match self {
             Self::Alone(file) => next_data(file, from),
@@ -89,25 +95,27 @@ impl Content {
     }
 }
 
-/// A disk's blocks that are not all zeroes, one after the other. It is read once: which blocks they are is known at the end.
+/// A disk's blocks that are not all zeroes, one after the other. The disk is read once, so its index is known at the
+/// end.
 pub struct Blocks<'a> {
     content: &'a Content,
     disk_bytes: u64,
-    /// Of those so far.
+    /// Index of the blocks so far.
     index: Vec<u8>,
     next: u64,
     block: Vec<u8>,
-    /// Of `block`, that have been passed on.
+    /// Bytes of `block` that have been passed on.
     passed: usize,
 }
 
 impl<'a> Blocks<'a> {
+    /// Starts at the disk's beginning.
     pub fn of(content: &'a Content) -> io::Result<Self> {
         let disk_bytes = content.bytes()?;
         Ok(Self { content, disk_bytes, index: Vec::new(), next: 0, block: Vec::new(), passed: 0 })
     }
 
-    /// How many bytes will come at most: all that is not known to be zeroes without being read.
+    /// Maximum number of bytes to come: all that is not known to be zeroes without being read.
     pub fn bytes_max(&self) -> io::Result<u64> {
         let (mut bytes, mut from) = (0, 0);
         while let Some(number) = self.find(from)? {
@@ -117,11 +125,12 @@ impl<'a> Blocks<'a> {
         Ok(bytes)
     }
 
+    /// Index of the blocks that were read.
     pub fn into_index(self) -> Vec<u8> {
         self.index
     }
 
-    /// The first block from this one on that may be no zeroes.
+    /// First block from `from` on that may hold data.
     fn find(&self, from: u64) -> io::Result<Option<u64>> {
         if from * BLOCK_BYTES >= self.disk_bytes {
             return Ok(None);
@@ -131,7 +140,7 @@ impl<'a> Blocks<'a> {
         Ok(data.map(|data| from.max(data / BLOCK_BYTES)))
     }
 
-    /// False: there is none.
+    /// Reads the next block. Returns false if there is none.
     fn read_next(&mut self) -> io::Result<bool> {
         let Some(number) = self.find(self.next)? else { return Ok(false) };
         self.next = number + 1;
@@ -152,7 +161,7 @@ impl<'a> Blocks<'a> {
 }
 
 impl Read for Blocks<'_> {
-    /// `WouldBlock` after a block of zeroes: there is nothing yet.
+    /// Fails with `WouldBlock` after a block of zeroes, because there are no bytes yet.
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         if self.passed == self.block.len() {
             match self.read_next()? {
@@ -172,7 +181,7 @@ fn length_of(block: u64, disk_bytes: u64) -> usize {
     BLOCK_BYTES.min(disk_bytes - block * BLOCK_BYTES) as usize
 }
 
-/// What a store's index says, if it makes sense.
+/// Parses a store's index; `None` if it makes no sense.
 pub(super) fn parse(index: &[u8], disk: &DiskPart, stored: &StoredDisk) -> Option<Vec<(u64, Checksum)>> {
     let entries = index.chunks_exact(ENTRY_BYTES);
     if !entries.remainder().is_empty() {
@@ -195,7 +204,7 @@ pub(super) fn parse(index: &[u8], disk: &DiskPart, stored: &StoredDisk) -> Optio
     (bytes == stored.bytes).then_some(blocks)
 }
 
-/// Makes `target` the disk of a snapshot in a store, all of which is still to come (`arriving_disk`).
+/// Makes `target` the disk of a snapshot in a store. All of its data is still to come (`arriving_disk`).
 pub fn expect(far: &Far, disk: &DiskPart, target: &Path) -> Result<(), SnapshotError> {
     let (name, index_name) = (disk_file(&disk.name), index_file(&disk.name));
     let url = |name: &str| std::path::PathBuf::from(far.store.url(name));
@@ -215,7 +224,7 @@ pub(super) mod tests {
     use super::*;
     use crate::snapshot::Part;
 
-    /// Which blocks go, what they hold, and the index.
+    /// Numbers of the blocks that are sent, their bytes, and the index.
     pub fn sent(content: &Content) -> (Vec<u64>, Vec<u8>, Vec<u8>) {
         let (mut blocks, mut sent, mut piece) = (Blocks::of(content).unwrap(), Vec::new(), vec![0; 300_000]);
         let bytes_max = blocks.bytes_max().unwrap();
@@ -233,7 +242,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn of_a_disk_over_another_one_goes_what_the_guest_sees() {
+    fn disk_over_a_base_is_sent_as_seen() {
         let folder = tempfile::tempdir().unwrap();
         let (base, top) = (folder.path().join("base"), folder.path().join("top"));
         let mut bytes = vec![0; 5 * BLOCK_BYTES as usize + 512];
@@ -255,7 +264,7 @@ pub(super) mod tests {
             [&bytes[BLOCK_BYTES as usize..2 * BLOCK_BYTES as usize], &bytes[5 * BLOCK_BYTES as usize..]].concat();
         let (numbers, bytes, _) = sent(&content);
         assert!(numbers == [1, 5] && bytes == whole);
-        // What only looks like one is what its guest wrote.
+        // A raw disk that looks like qcow2 is what its guest wrote.
         let header = std::fs::read(&top).unwrap();
         let content = Content::open(&top, &part("raw")).unwrap();
         assert_eq!(content.part(&part("raw")).unwrap().format, "raw");
@@ -266,7 +275,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn holes_and_zeroes_are_not_sent_and_what_is_comes_in_order() {
+    fn only_blocks_with_data_are_sent_in_order() {
         let folder = tempfile::tempdir().unwrap();
         let image = File::options().read(true).write(true).create_new(true).open(folder.path().join("disk")).unwrap();
         let content = Content::Alone(image.try_clone().unwrap());

@@ -1,4 +1,4 @@
-//! A snapshot is found as it was saved, or refused by the name of the part that is not as it was.
+//! Tests that a snapshot is read as it was saved, or refused by the name of the part that was changed.
 
 use std::time::{Duration, UNIX_EPOCH};
 
@@ -21,12 +21,12 @@ impl Stand {
         Self::scanned(&[])
     }
 
-    /// The same of a guest that was seen to use these pages.
+    /// A snapshot of a guest that was seen to use these pages.
     fn scanned(used: &[u32]) -> Self {
         Self::of_moment(0, used)
     }
 
-    /// Snapshots of one machine at several moments: each file is as long in all of them, and holds something else.
+    /// Snapshots of one machine at several moments: each file has the same length in all of them, and other contents.
     pub fn of_moment(moment: u8, used: &[u32]) -> Self {
         let stand = Self { home: tempfile::tempdir().unwrap() };
         let mut draft = Draft::create(&stand.folder()).unwrap();
@@ -35,7 +35,7 @@ impl Stand {
         stand
     }
 
-    /// All that comes before the manifest, as a save with `--compress` writes it.
+    /// Writes everything except the manifest, as a save with `--compress` does.
     fn write(draft: &mut Draft, moment: u8, used: &[u32]) -> Result<(Manifest, Sealed), SnapshotError> {
         let mut plain = PageWriter::create_changeable(&draft.plain_ram_path(), RAM_PAGES)?;
         (10..30).try_for_each(|page| plain.put(page, &[page as u8 + moment; 4096]))?;
@@ -50,7 +50,7 @@ impl Stand {
         faults::may_write()
             .and_then(|()| disk.write_all(&[1 + moment; 1024]))
             .map_err(SnapshotError::io(&draft.folder().join("disk-root"), "written"))?;
-        // Two that are written within one tick of the kernel's clock would have the same time.
+        // Two files written within one tick of the kernel's clock would have the same time.
         let time = UNIX_EPOCH + Duration::new(1_800_000_000 + u64::from(moment), 123_456_789);
         disk.set_modified(time).unwrap();
         let manifest = Manifest {
@@ -95,7 +95,7 @@ fn names(folder: &Path) -> Vec<String> {
 }
 
 #[test]
-fn what_was_saved_is_found() {
+fn saved_snapshot_opens() {
     let stand = Stand::new();
     assert_eq!(names(&stand.folder()), ["disk-root", "machine.toml", "manifest", "ram", "state"]);
     let snapshot = Snapshot::open(&stand.folder()).unwrap();
@@ -107,7 +107,7 @@ fn what_was_saved_is_found() {
 }
 
 #[test]
-fn a_draft_that_is_given_up_leaves_nothing() {
+fn abandoned_draft_leaves_nothing() {
     let home = tempfile::tempdir().unwrap();
     let mut draft = Draft::create(&home.path().join("snapshot")).unwrap();
     draft.write_state(&[1]).unwrap();
@@ -120,7 +120,7 @@ fn a_draft_that_is_given_up_leaves_nothing() {
 }
 
 #[test]
-fn each_part_that_is_missing_cut_off_or_altered_is_named() {
+fn missing_cut_or_altered_part_is_named() {
     for name in ["machine.toml", "state", "ram", "manifest", "disk-root"] {
         let stand = Stand::new();
         let path = stand.folder().join(name);
@@ -134,7 +134,7 @@ fn each_part_that_is_missing_cut_off_or_altered_is_named() {
                 altered[at] ^= 4;
                 fs::write(&path, &altered).unwrap();
                 let opened = Snapshot::open(&stand.folder());
-                // The middle of the memory is a chunk's, and seen when that is read.
+                // The middle of the memory is in a chunk, which is checked when it is read.
                 let read =
                     opened.and_then(|snapshot| snapshot.ram.read(0, &mut snapshot.ram.reading()).map(<[u8]>::len));
                 if at != whole.len() / 2 || name != "ram" {
@@ -162,7 +162,7 @@ fn parts_of_two_snapshots_do_not_go_together() {
 }
 
 #[test]
-fn a_version_from_the_future_is_told() {
+fn newer_version_is_named() {
     let stand = Stand::new();
     let path = stand.folder().join(MANIFEST);
     let text = fs::read_to_string(&path).unwrap();
@@ -172,7 +172,7 @@ fn a_version_from_the_future_is_told() {
 }
 
 #[test]
-fn a_working_set_is_kept_in_order_of_use_over_several_traces() {
+fn working_set_orders_pages_over_several_traces() {
     let stand = Stand::new();
     let snapshot = Snapshot::open(&stand.folder()).unwrap();
     assert_eq!(snapshot.add_trace(&[29, 11, 63, 12]).unwrap(), 3, "zeroes need no note");
@@ -194,7 +194,7 @@ pub(super) fn aged(set: &PageReader) -> Vec<(u32, u32, Source)> {
 }
 
 #[test]
-fn what_a_scan_saw_comes_with_the_snapshot_and_gives_way_to_what_traces_see() {
+fn traces_replace_pages_seen_by_a_scan() {
     let stand = Stand::scanned(&[25, 10, 63, 28]);
     assert_eq!(names(&stand.folder()), ["disk-root", "machine.toml", "manifest", "ram", "state", "working-set"]);
     let set = || Snapshot::open(&stand.folder()).unwrap().working_set.unwrap().unwrap();
@@ -215,7 +215,7 @@ fn what_a_scan_saw_comes_with_the_snapshot_and_gives_way_to_what_traces_see() {
 }
 
 #[test]
-fn a_snapshot_of_version_1_is_read_as_it_was_written_and_can_be_traced() {
+fn version_1_snapshot_is_read_and_traced() {
     let home = tempfile::tempdir().unwrap();
     let folder = home.path().join("snapshot");
     fs::create_dir(&folder).unwrap();
@@ -241,7 +241,7 @@ fn a_snapshot_of_version_1_is_read_as_it_was_written_and_can_be_traced() {
     assert_eq!(aged(set), [&expect[..], &[(25, 2, Source::Scan), (28, 2, Source::Scan)]].concat());
 }
 
-/// Puts a file in the place of another one; with its times, as `cp -a` does, or as a new one.
+/// Puts a file in the place of another one, with its times as `cp -a` does, or as a new file.
 fn put(from: &Path, to: &Path, with_times: bool) {
     fs::copy(from, to).unwrap();
     if with_times {
@@ -251,7 +251,7 @@ fn put(from: &Path, to: &Path, with_times: bool) {
 }
 
 #[test]
-fn every_file_of_another_moment_is_refused_by_name() {
+fn file_of_another_moment_is_refused_by_name() {
     let (one, other) = (Stand::of_moment(1, &[25, 12]), Stand::of_moment(2, &[25, 12]));
     let files = names(&one.folder());
     assert_eq!(files, names(&other.folder()));
@@ -264,13 +264,13 @@ fn every_file_of_another_moment_is_refused_by_name() {
             put(&theirs, &path, with_times);
             let refusal = match Snapshot::open(&one.folder()) {
                 Err(refusal) => refusal.to_string(),
-                // The guest is restored without it, and an event says so.
+                // The guest is restored without the working set, and an event says so.
                 Ok(snapshot) => {
                     assert_eq!(name, WORKING_SET, "with its times: {with_times}");
                     snapshot.working_set.unwrap_err().to_string()
                 }
             };
-            // Beside another manifest, the first file that is read is the wrong one.
+            // With another manifest, the first file that is read is the wrong one.
             let named = if name == MANIFEST { MACHINE } else { name };
             assert!(refusal.contains(named), "{name}: {refusal}");
         }
@@ -280,7 +280,7 @@ fn every_file_of_another_moment_is_refused_by_name() {
 }
 
 #[test]
-fn a_copied_disk_without_its_time_says_what_to_do() {
+fn disk_copied_without_time_says_what_to_do() {
     let stand = Stand::of_moment(1, &[]);
     let path = stand.folder().join("disk-root");
     let copy = stand.folder().join("copy");
@@ -292,14 +292,14 @@ fn a_copied_disk_without_its_time_says_what_to_do() {
     let touched = std::process::Command::new("touch").args(["-d", &saved.to_string()]).arg(&path).status().unwrap();
     assert!(touched.success());
     Snapshot::open(&stand.folder()).unwrap();
-    // Parts of a second are lost in some archives.
+    // Some archives lose the fraction of a second.
     let whole = saved.to_string().split('.').next().unwrap().to_owned();
     assert!(std::process::Command::new("touch").args(["-d", &whole]).arg(&path).status().unwrap().success());
     Snapshot::open(&stand.folder()).unwrap();
 }
 
 #[test]
-fn a_link_in_place_of_a_disk_is_refused() {
+fn link_in_place_of_a_disk_is_refused() {
     let stand = Stand::new();
     let path = stand.folder().join("disk-root");
     let away = stand.folder().with_file_name("secret");
@@ -323,7 +323,7 @@ fn manifests_with_odd_disks_are_refused() {
 }
 
 #[test]
-fn a_trace_of_a_replaced_snapshot_is_not_noted() {
+fn trace_of_a_replaced_snapshot_is_dropped() {
     let (one, other) = (Stand::of_moment(1, &[]), Stand::of_moment(2, &[25]));
     let snapshot = Snapshot::open(&one.folder()).unwrap();
     fs::rename(one.folder(), one.folder().with_file_name("away")).unwrap();
@@ -340,7 +340,7 @@ fn a_trace_of_a_replaced_snapshot_is_not_noted() {
 }
 
 #[test]
-fn a_save_that_fails_at_any_write_leaves_no_snapshot() {
+fn failed_write_leaves_no_snapshot() {
     let save = |folder: &Path, killed: bool| -> Result<(), SnapshotError> {
         let mut draft = Draft::create(folder)?;
         match Stand::write(&mut draft, 1, &[25, 12]) {
@@ -375,7 +375,7 @@ fn a_save_that_fails_at_any_write_leaves_no_snapshot() {
 }
 
 #[test]
-fn a_trace_that_fails_at_any_write_leaves_the_set_as_it_was() {
+fn failed_write_leaves_the_working_set() {
     let stand = Stand::of_moment(1, &[25]);
     let set = || aged(&Snapshot::open(&stand.folder()).unwrap().working_set.unwrap().unwrap());
     let before = set();

@@ -1,10 +1,10 @@
-//! Trace: what one more restored guest used is added to the working set of its snapshot.
+//! Trace: adds what one more restored guest used to the working set of its snapshot.
 //!
-//! folder: locked -> merged with what is there -> the snapshot is still there? -> renamed into its place
-//! store:  what is there -> merged with it -> the snapshot is still there? -> put, if what was merged with is still there | once more,
-//!         with what is there by now
+//! folder: lock -> merge with the present set -> is the snapshot still there? -> rename into its place
+//! store:  read the present set -> merge with it -> is the snapshot still there? -> put, if the present set is still that one | once
+//!         more, with the new set
 //!
-//! So traces that end at the same moment are all in it. A store that knows no conditions takes what comes last.
+//! So traces that end at the same moment are all in the set. In a store without conditional requests the last one wins.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -18,17 +18,18 @@ use super::place::Far;
 use super::working_set::{aged_pages, merge, write};
 use super::{Snapshot, SnapshotError, WORKING_SET, faults};
 
-/// Others may be faster so often.
+/// Maximum number of attempts, because others may be faster.
 const ATTEMPTS: u32 = 50;
-/// Sent in one request, and held in memory for it. A larger set, which no guest has shown so far, takes the place of what is there.
+/// Maximum size of a set that is sent in one request, and held in memory for it. A larger set, which no guest has had
+/// so far, replaces the present one.
 const REPLACED_BYTES_MAX: u64 = 256 << 20;
 
-/// Of this process.
+/// Number of temporary files of this process.
 static FILES: AtomicU64 = AtomicU64::new(0);
 
 impl Snapshot {
-    /// Adds what one more restored guest used first, in order of use, to what was noted before. A page that is not in the
-    /// snapshot is one of zeroes, and needs no note. How many are in the set now.
+    /// Adds the pages that one more restored guest used first, in order of use. A page that is not in the snapshot
+    /// holds zeroes, and is left out. Returns the number of pages in the set.
     pub fn add_trace(&self, used: &[u32]) -> Result<u64, SnapshotError> {
         match self.place.far() {
             None => self.add_trace_near(used),
@@ -65,7 +66,7 @@ impl Snapshot {
     fn add_trace_far(&self, far: &Far, used: &[u32], temporary: &Path) -> Result<u64, SnapshotError> {
         let mut sent: Option<Sealed> = None;
         for _ in 0..ATTEMPTS {
-            // Asked first: what is read is that, or something newer, and then it is not replaced.
+            // Asked first: what is read afterwards is this set or a newer one, and a newer one is not replaced.
             let over = far.store.meta(WORKING_SET)?;
             let Some(merged) = self.write_merged(used, temporary, sent.as_ref())? else {
                 return Ok(sent.map_or(0, |sent| sent.pages));
@@ -96,12 +97,12 @@ impl Snapshot {
         }
     }
 
-    /// None: what is there is what was sent, though nobody said that it had arrived.
+    /// Writes the merged set. Returns `None` if the present set is the one that was sent, although nobody confirmed it.
     fn write_merged(&self, used: &[u32], path: &Path, sent: Option<&Sealed>) -> Result<Option<Sealed>, SnapshotError> {
-        // One that cannot be read is begun anew; one that cannot be reached is not.
+        // A set that cannot be read is begun anew, but not one that cannot be reached.
         let before = match Self::open_working_set(&self.place, &self.ram) {
             Err(error) if error.is_away() => return Err(error),
-            // Which pages it names is as good as ever, whatever they held: what they hold is read anew.
+            // Its page numbers are still good, and their contents are read anew.
             Err(SnapshotError::UnsealedWorkingSet { .. }) => {
                 self.place.pages(WORKING_SET, &PagesExpected::default())?
             }
@@ -165,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn traces_that_end_at_the_same_moment_are_all_in_the_set() {
+    fn simultaneous_traces_are_all_in_the_set() {
         const TRACES: u32 = 6;
         let stand = FarStand::new();
         let together = Barrier::new(TRACES as usize);
@@ -180,7 +181,7 @@ mod tests {
             }
         });
         let set = stand.set();
-        // As if they had come one after the other.
+        // As if the traces had come one after the other.
         assert!(set.iter().map(|page| page.1).eq(0..TRACES), "{set:?}");
         let mut pages: Vec<u32> = set.iter().map(|page| page.0).collect();
         pages.sort_unstable();
@@ -191,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_without_conditions_takes_what_comes_last() {
+    fn store_without_conditions_takes_the_last_set() {
         let stand = FarStand::new();
         let snapshot = stand.open();
         assert_eq!(snapshot.add_trace(&[11]).unwrap(), 1);
@@ -201,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trace_that_a_store_does_not_take_is_an_error_and_what_was_noted_stays() {
+    fn refused_trace_is_an_error_and_changes_nothing() {
         let stand = FarStand::new();
         let snapshot = stand.open();
         snapshot.add_trace(&[11]).unwrap();

@@ -1,10 +1,11 @@
-//! Upload: a snapshot goes to an object store while it is saved to a folder.
+//! Upload: sends a snapshot to an object store while it is saved to a folder.
 //!
 //! ```text
-//! save     memory, again what was written to ... | guest stands still | disks, memory's index, all that is small | whole
-//! upload   parts of memory, as they are there    |                    | disks, as they are there | parts that have changed | manifest
+//! save     memory, again what was written to ... | guest stands still | disks, memory's index, small files | complete
+//! upload   parts of memory, as they are written  |                    | disks, as they are complete | parts that changed | manifest
 //! ```
-//! With the manifest it is a snapshot. What fails or is stopped before that is removed again. What has arrived goes from the folder.
+//! The manifest makes it a snapshot. If the upload fails or is stopped before that, the objects are removed again.
+//! Files that have arrived are removed from the folder.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -23,35 +24,37 @@ use super::stored_disk::{Blocks, Content, index_file};
 use super::{MACHINE, MANIFEST, MANIFEST_BYTES_MAX, RAM, STATE, SnapshotError, WORKING_SET};
 use crate::snapshot::save::SaveError;
 
-/// While there is nothing to be sent it is looked so often whether there is.
+/// Pause between two checks for something to send.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// Hears how many bytes have arrived, and of how many, as far as that is known; its error ends the upload.
+/// Gets the number of bytes that have arrived and the total, as far as it is known. Its error ends the upload.
 pub type Watch<'a> = dyn FnMut(u64, u64) -> Result<(), SaveError> + 'a;
 
-/// What there is to be sent, told by whoever saves.
+/// What the save tells the upload to do.
 #[derive(Debug)]
 pub enum Order {
-    /// The file of memory, from its beginning.
+    /// Send the file of memory, from its beginning.
     Ram(Arc<Outgoing>),
-    /// The guest stands still: nothing more is begun.
+    /// The guest stands still: begin nothing new.
     Hold,
+    /// The guest runs again.
     GoOn,
-    /// The disk's file is whole.
+    /// Send this disk, whose file is complete.
     Disk(DiskPart),
-    /// All files are, and so is the manifest, but for how disks are stored.
+    /// All files are complete. So is the manifest, except for how disks are stored.
     Finish(Box<Manifest>),
 }
 
-/// Bytes that will have to be sent, about: it is not known before they are there.
+/// Estimate of the bytes to send, because they are not known before they exist.
 #[derive(Clone, Debug, Default)]
 pub struct Expected {
     pub ram_bytes: u64,
-    /// By name.
+    /// Name and bytes of each disk.
     pub disks: Vec<(String, u64)>,
 }
 
 impl Expected {
+    /// Sum of all estimates.
     pub fn bytes(&self) -> u64 {
         self.ram_bytes + self.disks.iter().map(|(_, bytes)| bytes).sum::<u64>()
     }
@@ -63,7 +66,7 @@ impl From<StoreError> for SaveError {
     }
 }
 
-/// A place in a store where there is no snapshot.
+/// Fails if this location of a store holds a snapshot.
 pub fn must_be_free(store: &Store) -> Result<(), SnapshotError> {
     match store.meta(MANIFEST)? {
         None => Ok(()),
@@ -71,13 +74,13 @@ pub fn must_be_free(store: &Store) -> Result<(), SnapshotError> {
     }
 }
 
-/// How far it is, and whether it goes on.
+/// Progress of an upload, and whether it continues.
 struct Account<'a> {
-    /// Bytes of each object, as far as is known.
+    /// Bytes of each object, as far as they are known.
     planned: BTreeMap<String, u64>,
     arrived: u64,
     watch: &'a mut Watch<'a>,
-    /// By whoever watches.
+    /// Why the watcher ended the upload.
     stopped: Option<SaveError>,
 }
 
@@ -92,7 +95,7 @@ impl Account<'_> {
         self.stopped.is_none()
     }
 
-    /// What came of sending a file.
+    /// Turns the result of sending a file into one that tells why it was stopped.
     fn settle<T>(&mut self, sent: Result<T, UploadError>, path: &Path) -> Result<T, SaveError> {
         sent.map_err(|error| match (self.stopped.take(), error) {
             (Some(why), _) => why,
@@ -103,31 +106,33 @@ impl Account<'_> {
     }
 }
 
-/// Memory that is written to its file.
+/// The file of memory while it is written.
 struct Ram {
     outgoing: Arc<Outgoing>,
     parts: Option<Parts>,
-    /// Of parts that were sent, all times.
+    /// Bytes of all parts that were sent, repeated ones included.
     bytes: u64,
 }
 
+/// A snapshot on its way to an object store.
 pub struct Upload<'a> {
     folder: &'a Path,
     store: &'a Store,
     account: Account<'a>,
-    /// Whoever saves reads its disks until all is there.
+    /// Whether the save reads the disks until everything has arrived.
     keeps_disks: bool,
-    /// Files that have arrived, and are still read.
+    /// Files that have arrived but are still read.
     kept: Vec<PathBuf>,
-    /// Objects that are there, or may be.
+    /// Objects that are in the store, or may be.
     sent: Vec<String>,
     ram: Option<Ram>,
     holds: bool,
-    /// That have arrived.
+    /// Disks that have arrived.
     disks: Vec<DiskPart>,
 }
 
 impl<'a> Upload<'a> {
+    /// An upload of the snapshot that is being saved to `folder`. For `keeps_disks` see the field.
     pub fn new(
         folder: &'a Path,
         store: &'a Store,
@@ -150,7 +155,7 @@ impl<'a> Upload<'a> {
         }
     }
 
-    /// Until it is a snapshot. It is given up if nobody gives orders any more.
+    /// Runs until the store holds a snapshot. Gives up if nobody can send orders any more.
     pub fn run(mut self, orders: &Receiver<Order>) -> Result<(), SaveError> {
         let sent = self.obey(orders);
         if sent.is_err() {
@@ -171,7 +176,8 @@ impl<'a> Upload<'a> {
         }
     }
 
-    /// Until there is one, parts of memory are sent: a disk that is whole goes first, because it will not change.
+    /// The next order. Until there is one, parts of memory are sent. A complete disk goes first, because it does not
+    /// change any more.
     fn next(&mut self, orders: &Receiver<Order>) -> Result<Order, SaveError> {
         loop {
             match orders.try_recv() {
@@ -191,7 +197,7 @@ impl<'a> Upload<'a> {
         }
     }
 
-    /// What is under way may have arrived, and nobody may want the rest.
+    /// Collects what has arrived, and asks whether to continue.
     fn look(&mut self) -> Result<(), SaveError> {
         let (path, account) = (self.folder.join(RAM), &mut self.account);
         let looked = match self.ram.as_mut().and_then(|ram| ram.parts.as_mut()) {
@@ -202,7 +208,7 @@ impl<'a> Upload<'a> {
         account.settle(looked, &path)
     }
 
-    /// A part of memory. False: none is due.
+    /// Sends a part of memory. Returns false if none is due.
     fn send_due(&mut self) -> Result<bool, SaveError> {
         let Some(ram) = &mut self.ram else { return Ok(false) };
         let Some(Due { number, bytes }) = ram.outgoing.take_due() else { return Ok(false) };
@@ -263,7 +269,7 @@ impl<'a> Upload<'a> {
         account.settle(completed, &self.folder.join(RAM))
     }
 
-    /// One that is there.
+    /// Sends a file, if it exists.
     fn send_file(&mut self, name: &str) -> Result<(), SaveError> {
         let path = self.folder.join(name);
         if !path.exists() {
@@ -274,7 +280,7 @@ impl<'a> Upload<'a> {
         self.send(name, bytes, &mut file).map(drop)
     }
 
-    /// How many bytes it was.
+    /// Sends an object. Returns its number of bytes.
     fn send(&mut self, name: &str, bytes_max: u64, source: &mut dyn Read) -> Result<u64, SaveError> {
         self.must_be_free_at_first()?;
         self.sent.push(name.to_owned());
@@ -286,20 +292,21 @@ impl<'a> Upload<'a> {
         Ok(bytes)
     }
 
-    /// Before anything of ours is there that could be taken for a part of another snapshot.
+    /// Checked before the first object is sent, so that nothing can be taken for a part of another snapshot.
     fn must_be_free_at_first(&self) -> Result<(), SnapshotError> {
         if !self.sent.is_empty() {
             return Ok(());
         }
         must_be_free(self.store)?;
-        // Of a save that was killed. All else that such a one left is replaced, but this a snapshot may do without.
+        // It is of a save that was killed. All else that such a save left is replaced, but a snapshot may lack this
+        // object.
         if self.store.meta(WORKING_SET)?.is_some() {
             self.store.remove(WORKING_SET)?;
         }
         Ok(())
     }
 
-    /// Files that have arrived and that nobody reads any more.
+    /// Removes files that have arrived and that nobody reads any more.
     fn remove_kept(&mut self) {
         for path in self.kept.drain(..) {
             if let Err(error) = fs::remove_file(&path) {
@@ -309,11 +316,11 @@ impl<'a> Upload<'a> {
     }
 
     fn remove_sent(&self) {
-        // The manifest first, if it is there: without it there is no snapshot.
+        // The manifest goes first, if it is there: without it there is no snapshot.
         for name in self.sent.iter().rev() {
             if let Err(error) = self.store.remove(name) {
                 tracing::warn!(%error, "left behind: cannot be removed");
-                // The others would take as long.
+                // The others would take as long to fail.
                 break;
             }
         }

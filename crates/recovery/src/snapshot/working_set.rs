@@ -1,9 +1,9 @@
-//! Working set: the pages that the guest used before it was saved, and those that restored guests used first, over several
-//! traces.
+//! Working set: the pages that the guest used before it was saved, and those that restored guests used first, over
+//! several traces.
 //!
-//! Each trace makes the pages that it saw young, and all others a trace older; what stayed unseen too long leaves. So the set
-//! follows what the machine is asked for, and does not grow for ever. What a scan saw is as young as the save, and a trace that
-//! sees it too makes it its own: it knows the order of use.
+//! Each trace gives the pages that it saw the age 0, and makes all others one trace older; a page that stays unseen too
+//! long leaves. So the set follows what the machine is used for, and does not grow for ever. Pages that a scan saw have
+//! age 0 at the save. A trace that sees such a page too takes it over, because a trace knows the order of use.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -13,16 +13,17 @@ use hearth_store::Urgency;
 use super::SnapshotError;
 use super::pages::{Compression, PageReader, PageWriter, Sealed};
 
-/// A page that so many traces in a row did not see leaves. A page read ahead in vain costs 4 KiB of a sequential read; a page
-/// that is missed costs a read of a whole chunk, 64 KiB, while the guest waits: one that is used in every eighth run is worth it.
+/// A page leaves after this many traces in a row that did not see it. A page read ahead in vain costs 4 KiB of a
+/// sequential read. A page that is missed costs a read of a whole chunk, 64 KiB, while the guest waits. So a page that
+/// every eighth run uses is worth it.
 pub const AGE_END: u32 = 8;
 
-/// How a page came to be known.
+/// How the use of a page was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
     /// A restored guest used it.
     Trace,
-    /// The guest used it before it was saved.
+    /// The guest used it before the save.
     Scan,
 }
 
@@ -30,7 +31,7 @@ pub enum Source {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AgedPage {
     pub page: u32,
-    /// Traces since it was seen to be used: 0 for the last one.
+    /// Number of traces since it was seen to be used: 0 for the last one.
     pub age: u32,
     pub source: Source,
 }
@@ -43,9 +44,9 @@ pub fn aged_pages(set: &PageReader) -> impl Iterator<Item = AgedPage> {
     })
 }
 
-/// Writes a set, with what these pages hold, compressed: a guest that is restored waits for all of it, and it takes less time to
-/// unpack than to read. Those that the snapshot does not have, which are zeroes, are left out; those that it has and that became
-/// zeroes while it was saved are not, for a guest waits for them as for any other.
+/// Writes a set with the contents of its pages, compressed: a restored guest waits for all of it, and unpacking takes
+/// less time than reading. Pages that the snapshot does not have are zeroes, and are left out. Pages that it has and
+/// that became zeroes during the save are kept, because a guest waits for them as for any other.
 pub(super) fn write(
     path: &Path,
     set: impl IntoIterator<Item = AgedPage>,
@@ -62,7 +63,8 @@ pub(super) fn write(
     writer.finish()
 }
 
-/// The set after one more trace: youngest first, each age in order of use. No page is twice in `used`, or in `before`.
+/// The set after one more trace: youngest first, the pages of one age in order of use. No page is twice in `used` or in
+/// `before`.
 pub(super) fn merge(used: &[u32], before: impl IntoIterator<Item = AgedPage>) -> Vec<AgedPage> {
     let seen: HashSet<u32> = used.iter().copied().collect();
     let mut merged: Vec<_> = used.iter().map(|&page| AgedPage { page, age: 0, source: Source::Trace }).collect();
@@ -84,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_trace_comes_first_in_its_order_and_the_others_behind_it_in_theirs() {
+    fn last_trace_comes_first_each_in_order() {
         check(&[&[5, 3, 9]], &[(5, 0), (3, 0), (9, 0)]);
         check(&[&[5, 3, 9], &[9, 1]], &[(9, 0), (1, 0), (5, 1), (3, 1)]);
         check(&[&[5, 3, 9], &[9, 1], &[3]], &[(3, 0), (9, 1), (1, 1), (5, 2)]);
@@ -92,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_leaves_when_it_was_not_seen_for_long_and_comes_back_young() {
+    fn long_unseen_page_leaves_and_returns_young() {
         let mut traces: Vec<&[u32]> = vec![&[7, 1]];
         traces.resize(AGE_END as usize, &[7]);
         check(&traces, &[(7, 0), (1, AGE_END - 1)]);
@@ -103,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_became_zeroes_while_it_was_saved_is_in_the_set_as_any_other() {
+    fn page_that_became_zero_stays_in_the_set() {
         let home = tempfile::tempdir().unwrap();
         let [ram, set] = ["ram", "working-set"].map(|name| home.path().join(name));
         let mut writer = PageWriter::create_changeable(&ram, 64).unwrap();
@@ -119,7 +121,7 @@ mod tests {
     }
 
     proptest! {
-        /// However often it is traced: what was seen in one of the last traces is there, once, and nothing else is.
+        /// After any number of traces, the set holds what the last ones saw, each page once, and nothing else.
         #[test]
         fn the_set_is_what_the_last_traces_saw(
             traces in proptest::collection::vec(proptest::collection::hash_set(0..40_u32, 0..12), 0..20)

@@ -1,4 +1,5 @@
-//! A disk comes out of a store as it was saved, whatever becomes of the store meanwhile, and never anything else.
+//! Tests that a disk arrives from a store as it was saved, and never otherwise, whatever happens to the store
+//! meanwhile.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -52,7 +53,7 @@ impl Stand {
         stand
     }
 
-    /// With a cache of its own.
+    /// The store, with a cache of its own.
     fn far(&self, cache: &str) -> Far {
         let settings = Settings::from_file(&self.folder.path().join("s3.env")).unwrap();
         let address = Address::parse(&format!("s3://{BUCKET}/one")).unwrap();
@@ -69,7 +70,7 @@ impl Stand {
         self.folder.path().join("disk-root")
     }
 
-    /// Nothing of it is there.
+    /// A disk of which nothing has arrived.
     fn expected(&self) -> ArrivingDisk {
         stored_disk::expect(&self.far("cache"), &self.disk, &self.target()).unwrap();
         self.reopened()
@@ -86,7 +87,7 @@ impl Stand {
         assert!(fs::read(self.target()).unwrap() == self.content);
     }
 
-    /// Alters the object where this unit is.
+    /// Alters the object within this unit.
     fn flip(&self, arriving: &ArrivingDisk, unit: u64) {
         let place = arriving.arrival.place_of(unit).unwrap().start + 100;
         let file = fs::File::options().read(true).write(true).open(self.server.file("one/disk-root")).unwrap();
@@ -97,7 +98,7 @@ impl Stand {
 }
 
 #[test]
-fn all_of_it_comes_at_once_and_what_is_not_what_was_saved_is_refused() {
+fn whole_disk_arrives_and_damage_is_refused() {
     let stand = Stand::new();
     let arriving = stand.expected();
     stand.flip(&arriving, 6);
@@ -114,7 +115,7 @@ fn all_of_it_comes_at_once_and_what_is_not_what_was_saved_is_refused() {
 }
 
 #[test]
-fn readers_wait_for_a_store_that_is_gone_and_the_rest_comes_when_it_is_back() {
+fn readers_wait_until_the_store_is_back() {
     let stand = Stand::new();
     let arriving = stand.expected();
     stand.server.set_wire(Wire::Failing);
@@ -141,7 +142,7 @@ fn readers_wait_for_a_store_that_is_gone_and_the_rest_comes_when_it_is_back() {
 }
 
 #[test]
-fn what_a_guest_reads_is_asked_for_at_once_and_the_rest_when_nothing_else_is_fetched() {
+fn read_blocks_come_first_the_rest_when_idle() {
     let stand = Stand::new();
     let arriving = stand.expected();
     let memory = std::iter::from_fn(|| arriving.far.turns.try_take(Urgency::Memory));
@@ -164,10 +165,10 @@ fn what_a_guest_reads_is_asked_for_at_once_and_the_rest_when_nothing_else_is_fet
 }
 
 #[test]
-fn another_object_in_its_place_is_told_and_waited_out_and_never_mixed_with_it() {
+fn replaced_object_is_refused_and_never_mixed() {
     let stand = Stand::new();
     let arriving = stand.expected();
-    // The first one has come of what was saved.
+    // The first unit arrives from the saved object.
     arriving.arrival.wait(0..1).unwrap_err();
     arriving.fetch(arriving.arrival.take_wanted().unwrap(), None).unwrap();
     arriving.arrival.note_landed().unwrap();
@@ -195,12 +196,12 @@ fn another_object_in_its_place_is_told_and_waited_out_and_never_mixed_with_it() 
 }
 
 #[test]
-fn the_tables_of_an_image_come_first_and_nothing_else() {
+fn image_tables_come_first_and_nothing_else() {
     let stand = Stand::new();
     let (base, top) = (stand.folder.path().join("base"), stand.folder.path().join("top"));
     fs::write(&base, &stand.content).unwrap();
     hearth_disk::image::create_overlay(&top, &base, "raw").unwrap();
-    // One that a disk could be, with a lot behind its tables.
+    // An image that a disk could be, with much data behind its tables.
     let mut image = fs::read(&top).unwrap();
     image[8..20].fill(0);
     image.resize(7 * MIB, 9);

@@ -1,26 +1,25 @@
-//! Pages: a file of memory pages, of all of a guest's or of its working set, in any order.
+//! Pages: a file of memory pages, of a guest's whole memory or of its working set, in any order.
 //!
 //! ```text
 //! header    4096 bytes  |  0 magic "HRTHPAGE" |  8 u32 version = 2 | 12 u32 pages a chunk, at most | 16 u64 pages of RAM
-//!                       | 24 16 random bytes | 40 32 bytes: of a working set the seal of its memory, of memory 0
-//! chunks                | up to 16 pages each, one after the other, zstd or as they are; whole pages, so aligned, if so;
-//!           16 a page   | or where they are: 0 u64 block | 8 u32 disk, as the manifest counts them | 12 u32 0; these chunks come last
+//!                       | 24 16 random bytes | 40 32 bytes: seal of its memory for a working set, 0 for memory
+//! chunks                | up to 16 pages each, one after the other: whole pages, so aligned, or zstd
+//!           16 a page   | or their locations: 0 u64 block | 8 u32 disk, its position in the manifest | 12 u32 0; these chunks come last
 //! index     40 a chunk  |  0 u64 offset |  8 u32 bytes stored | 12 u16 pages | 14 u16 1: zstd, 2: on a disk | 16 checksum | 32 u32 age | 36 u32 source
 //!            4 a page   | u32 number of the page in RAM, in the order of the chunks
 //! trailer   64 bytes    |  0 magic "HRTHPEND" |  8 u32 version | 12 u32 chunks | 16 u64 offset of the index
 //!                       | 24 u64 pages | 32 BLAKE3 of header, index and the trailer up to here
 //! ```
-//! Little endian. Age and source (0: traces, 1: a scan) are those of the chunk's pages in a working set, and 0 otherwise. Pages
-//! of zeroes are left out, but for those that became so while they were saved. A checksum is the first 16 bytes of the BLAKE3 of what is stored, or of the pages that are on a disk.
-//! The random bytes are for the seal (the trailer's BLAKE3): a guest that sleeps may be saved twice with the same memory, and a
-//! machine that is on its way out of one file must not take another for it.
-//! The index comes last, so a file is
-//! written in one go, and one that was cut off has no trailer.
+//! All numbers are little-endian. Age and source (0: traces, 1: a scan) are those of the chunk's pages in a working
+//! set, and 0 otherwise. Pages of zeroes are left out, except those that became zero during the save. A checksum is the
+//! first 16 bytes of the BLAKE3 of the stored bytes, or of the pages if these are on a disk. The random bytes make each
+//! seal (the trailer's BLAKE3) unique: a sleeping guest may be saved twice with the same memory, and a machine that is
+//! loaded from one file must not take another for it. The index comes last. So a file is written in one go, and a file
+//! that was cut off has no trailer.
 //!
-//! Version 1 had no pages on disks. Earlier versions of Hearth left 0 for a working set's seal.
+//! Version 1 had no pages on disks. Earlier versions of Hearth stored 0 as a working set's seal.
 //!
-//! A chunk is what one page fault reads. Larger ones would bring more pages than the guest asked for, and compress
-//! better.
+//! One page fault reads one chunk. Larger chunks would bring more pages than the guest asked for, and compress better.
 
 mod reader;
 mod source;
@@ -44,7 +43,7 @@ const HEADER_BYTES: usize = 4096;
 const ENTRY_BYTES: usize = 40;
 const TRAILER_BYTES: usize = 64;
 const TRAILER_SEALED_BYTES: usize = 32;
-/// In the header.
+/// Where the header has the seal of a working set's memory.
 const BELONGS_TO: std::ops::Range<usize> = 40..72;
 const CHECKSUM_BYTES: usize = 16;
 const FLAG_ZSTD: u16 = 1;
@@ -52,18 +51,19 @@ const FLAG_ELSEWHERE: u16 = 2;
 const PLACE_BYTES: usize = 16;
 const SOURCE_TRACE: u32 = 0;
 const SOURCE_SCAN: u32 = 1;
-/// No chunk has this number, and no page.
+/// No chunk and no page has this number.
 const NOWHERE: u32 = u32::MAX;
 
 /// How chunks are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compression {
+    /// As they are.
     None,
-    /// At its fastest level. A chunk that does not become smaller is stored as it is.
+    /// Zstd at level 1. A chunk that does not become smaller is stored as it is.
     Zstd,
 }
 
-/// A finished file, as it is recognised.
+/// What identifies a finished file: its length, its number of pages and its seal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sealed {
     pub bytes: u64,
@@ -71,7 +71,7 @@ pub struct Sealed {
     pub seal: String,
 }
 
-/// Pages of a chunk that are stored as where they are.
+/// Pages of a chunk that are stored as their locations on a disk.
 #[derive(Debug, Default)]
 pub struct Elsewhere {
     pages: Vec<u32>,
@@ -90,11 +90,12 @@ impl Elsewhere {
         &self.blocks
     }
 
+    /// Numbers of these pages in RAM.
     pub fn pages(&self) -> &[u32] {
         &self.pages
     }
 
-    /// None without pages.
+    /// `None` without pages.
     pub(super) fn sealed(self) -> Option<Self> {
         (!self.pages.is_empty()).then_some(self)
     }

@@ -1,4 +1,4 @@
-//! Reads a file of pages: the index at once, chunks as they are asked for, from any thread.
+//! Reader of a file of pages. It reads the index at once and chunks as they are asked for, from any thread.
 
 use std::fs::File;
 use std::io;
@@ -13,27 +13,27 @@ use super::*;
 use crate::snapshot::blocks::DiskBlocks;
 use crate::snapshot::{SnapshotError, Source as SeenBy};
 
-/// Page numbers are 32 bits wide: 16 TiB of RAM.
+/// Page numbers have 32 bits, which is enough for 16 TiB of RAM.
 const RAM_PAGES_MAX: u64 = NOWHERE as u64;
 
-/// A file of pages whose index is whole and makes sense.
+/// A file of pages whose index is whole and consistent.
 #[derive(Debug)]
 pub struct PageReader {
     source: Source,
     path: PathBuf,
     ram_pages: u64,
     pub(super) entries: Vec<Chunk>,
-    /// For each chunk, and one past the last: where its pages begin in `pages`.
+    /// Start of each chunk's pages in `pages`, and one past the last.
     firsts: Vec<u32>,
     pages: Vec<u32>,
     places: Places,
     sealed: Sealed,
     belongs_to: Option<String>,
-    /// Where chunks are that are not in the file.
+    /// Disks with the chunks that are not in the file.
     disks: Option<Arc<DiskBlocks>>,
 }
 
-/// A reader's own buffers, and the chunk that is in them.
+/// Buffers of one reading thread, and the chunk that is in them.
 #[derive(Debug)]
 pub struct Reading {
     stored: Vec<u8>,
@@ -42,7 +42,7 @@ pub struct Reading {
     urgency: Urgency,
 }
 
-/// What is known of a file of pages before it is opened. A file that says something else is refused before it takes memory.
+/// What is known of a file of pages before it is opened. A file that contradicts it is refused before it takes memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PagesExpected {
     pub bytes: Option<u64>,
@@ -50,11 +50,12 @@ pub struct PagesExpected {
 }
 
 impl PageReader {
+    /// Opens a file on this host.
     pub fn open(path: &Path) -> Result<Self, SnapshotError> {
         Self::of(Source::open(path)?, path, &PagesExpected::default())
     }
 
-    /// `path` is how it is called in messages.
+    /// `path` names the file in messages.
     pub(in crate::snapshot) fn of(
         source: Source,
         path: &Path,
@@ -98,7 +99,7 @@ impl PageReader {
         if expected.ram_pages.is_some_and(|expected| expected != ram_pages) {
             return Err(damaged("it is of a machine with another amount of memory"));
         }
-        // In pieces, each looked at before the next is read: a file with a hole for an index takes no memory.
+        // Read in pieces, each checked before the next one is read: a file with a hole for an index takes no memory.
         let mut hasher = blake3::Hasher::new();
         hasher.update(&header);
         let mut chunks = Chunks::default();
@@ -132,43 +133,47 @@ impl PageReader {
         Ok(Self { source, path, ram_pages, entries, firsts, pages, places, sealed, belongs_to, disks })
     }
 
-    /// The seal of the memory of which this is the working set. None: it is memory, or an earlier Hearth noted it.
+    /// Seal of the memory whose working set this is; `None` if it is memory, or if an earlier Hearth wrote it.
     pub fn belongs_to(&self) -> Option<&str> {
         self.belongs_to.as_deref()
     }
 
-    /// Some of its pages are on the snapshot's disks.
+    /// Whether some of its pages are on the snapshot's disks.
     pub fn needs_disks(&self) -> bool {
         self.entries.iter().any(|chunk| chunk.flags == FLAG_ELSEWHERE)
     }
 
+    /// Reads such pages from these disks.
     pub fn with_disks(self, disks: Arc<DiskBlocks>) -> Self {
         Self { disks: Some(disks), ..self }
     }
 
+    /// Name of the file in messages.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
+    /// What identifies this file.
     pub fn sealed(&self) -> &Sealed {
         &self.sealed
     }
 
-    /// Of the whole guest.
+    /// Number of pages of the guest's whole RAM.
     pub fn ram_pages(&self) -> u64 {
         self.ram_pages
     }
 
+    /// Number of chunks.
     pub fn chunks(&self) -> u32 {
         self.entries.len() as u32
     }
 
-    /// All pages that are stored, in the order of the file.
+    /// Numbers of all stored pages, in the order of the file.
     pub fn pages(&self) -> &[u32] {
         &self.pages
     }
 
-    /// The pages of a chunk.
+    /// Numbers of a chunk's pages.
     pub fn pages_of(&self, chunk: u32) -> &[u32] {
         let chunk = chunk as usize;
         &self.pages[self.firsts[chunk] as usize..self.firsts[chunk + 1] as usize]
@@ -180,36 +185,38 @@ impl PageReader {
         (entry.age, if entry.source == SOURCE_SCAN { SeenBy::Scan } else { SeenBy::Trace })
     }
 
-    /// None: a page of zeroes.
+    /// The chunk that holds a page; `None` for a page of zeroes.
     pub fn chunk_of(&self, page: u32) -> Option<u32> {
         self.places.chunk_of(page)
     }
 
-    /// It lies in an object store.
+    /// Whether it is in an object store.
     pub fn is_far(&self) -> bool {
         matches!(self.source, Source::Object(_))
     }
 
-    /// Chunks are read as they are asked for, and nothing besides.
+    /// Announces that chunks are read in no order: the host should read nothing ahead.
     pub fn expect_random(&self) {
         self.source.expect_random(&self.path);
     }
 
-    /// So many bytes from this chunk on may be asked of the disk at once; of a store it is more. Where in the file to ask again.
+    /// Starts reading ahead from this chunk on: `bytes` of a local file, more of an object. Returns the file offset at
+    /// which to call it again.
     pub fn fill_ahead(&self, chunk: u32, bytes: u64) -> u64 {
         self.source.fill_ahead(&self.path, self.offset_of(chunk), bytes)
     }
 
-    /// All chunks from this one on will be wanted. Where in the file to ask again.
+    /// Starts reading ahead all chunks from this one on. Returns the file offset at which to call it again.
     pub fn prefetch_ahead(&self, chunk: u32) -> u64 {
         self.source.prefetch_ahead(self.offset_of(chunk))
     }
 
+    /// Offset of a chunk in the file.
     pub fn offset_of(&self, chunk: u32) -> u64 {
         self.entries[chunk as usize].offset
     }
 
-    /// What is read for a chunk, wherever it is.
+    /// Bytes that are read for a chunk, from the file or from a disk.
     pub fn read_bytes_of(&self, chunk: u32) -> u64 {
         let entry = &self.entries[chunk as usize];
         if entry.flags == FLAG_ELSEWHERE {
@@ -219,16 +226,17 @@ impl PageReader {
         }
     }
 
-    /// Of somebody who waits for it.
+    /// Buffers of a thread that waits for what it reads.
     pub fn reading(&self) -> Reading {
         self.reading_for(Urgency::Demand)
     }
 
+    /// Buffers of a thread that reads with this urgency.
     pub fn reading_for(&self, urgency: Urgency) -> Reading {
         Reading { stored: Vec::new(), raw: Vec::new(), chunk: NOWHERE, urgency }
     }
 
-    /// The bytes of a chunk's pages, checked.
+    /// Reads a chunk and checks it. Returns the bytes of its pages.
     pub fn read<'a>(&self, number: u32, reading: &'a mut Reading) -> Result<&'a [u8], SnapshotError> {
         if reading.chunk != number {
             reading.chunk = NOWHERE;
@@ -256,7 +264,7 @@ impl PageReader {
         }
     }
 
-    /// What is in the file of a chunk, checked; from another file, if the snapshot's was put back by that.
+    /// Reads and checks the stored bytes of a chunk; from another file, if the snapshot's was replaced by a copy.
     fn fetch_stored(&self, number: u32, reading: &mut Reading) -> Result<(), SnapshotError> {
         let Err(error) = self.try_fetch_stored(number, reading) else { return Ok(()) };
         match self.source.look_again(&self.path, |file| self.is_sealed_as(file)) {
@@ -269,7 +277,7 @@ impl PageReader {
         }
     }
 
-    /// As long as the file that was opened, and sealed as that. What its chunks hold is checked by the index that is known.
+    /// Whether a file has the length and the seal of the opened one. Its chunks are checked by the known index.
     fn is_sealed_as(&self, file: &File) -> io::Result<bool> {
         let Some(trailer_at) = self.sealed.bytes.checked_sub(TRAILER_BYTES as u64) else { return Ok(false) };
         let mut trailer = [0; TRAILER_BYTES];
@@ -283,11 +291,11 @@ impl PageReader {
     fn try_fetch_stored(&self, number: u32, reading: &mut Reading) -> Result<(), SnapshotError> {
         let chunk = &self.entries[number as usize];
         self.read_stored(number, reading)?;
-        // The checksum of one that is elsewhere is that of its pages.
+        // The checksum of a chunk on a disk is that of its pages.
         if chunk.flags == FLAG_ELSEWHERE || checksum(&reading.stored) == chunk.checksum {
             return Ok(());
         }
-        // What of it is kept on this host must not be what is wrong with it.
+        // A copy kept on this host may be what is wrong.
         if self.source.forget(chunk.offset, chunk.stored_bytes.into()) {
             self.read_stored(number, reading)?;
         }
@@ -311,7 +319,7 @@ impl PageReader {
         })
     }
 
-    /// From the disk that has the chunk, which `reading` says.
+    /// Reads a chunk from the disk and blocks that `reading` names.
     fn fetch_elsewhere(&self, number: u32, reading: &mut Reading) -> Result<(), SnapshotError> {
         let Some(disks) = &self.disks else {
             return Err(self.damaged(number, "the disks that hold them are not known"));
@@ -324,7 +332,7 @@ impl PageReader {
         };
         let mut found = read();
         if !matches!(found, Ok(true)) {
-            // It may have been put back by another file, as may those that it lies over.
+            // The disk may have been replaced by another file, as may its backing images.
             blocks.first().into_iter().for_each(|block| disks.look_again(block.disk));
             found = read();
         }
@@ -344,7 +352,7 @@ impl PageReader {
         })
     }
 
-    /// Does the file have the page as it is, with these bytes? Its checksum is not looked at.
+    /// Whether the file stores this page uncompressed and with these bytes. Its checksum is not tested.
     pub fn holds(&self, page: u32, bytes: &Page) -> Result<bool, SnapshotError> {
         let Some(number) = self.chunk_of(page) else { return Ok(false) };
         let chunk = &self.entries[number as usize];
@@ -356,19 +364,19 @@ impl PageReader {
         Ok(found == *bytes)
     }
 
-    /// One page, checked with its chunk. None: zeroes.
+    /// One page, checked with its chunk; `None` if it is zero.
     pub fn page<'a>(&self, page: u32, reading: &'a mut Reading) -> Result<Option<&'a Page>, SnapshotError> {
         let Some(chunk) = self.chunk_of(page) else { return Ok(None) };
         let raw = self.read(chunk, reading)?;
         Ok(Some(self.page_of(chunk, raw, page)))
     }
 
-    /// One page of a chunk that was read, in which it is.
+    /// One page of a chunk that was read. The page must be in that chunk.
     pub fn page_of<'a>(&self, chunk: u32, raw: &'a [u8], page: u32) -> &'a Page {
         raw[self.place_in(chunk, page)..][..PAGE_BYTES].try_into().expect("a page")
     }
 
-    /// In bytes from the chunk's beginning.
+    /// Offset of a page in its chunk, in bytes.
     fn place_in(&self, chunk: u32, page: u32) -> usize {
         let at = self.pages_of(chunk).iter().position(|&other| other == page).expect("it is in this chunk");
         at * PAGE_BYTES
@@ -379,7 +387,7 @@ impl PageReader {
         SnapshotError::DamagedPages { path: self.path.clone(), first, last, what: what.to_owned() }
     }
 
-    /// The lowest and the highest of its pages.
+    /// Lowest and highest page of a chunk.
     fn bounds(&self, chunk: u32) -> (u32, u32) {
         let pages = self.pages_of(chunk);
         let [first, last] = [pages.iter().min(), pages.iter().max()].map(|page| page.copied().unwrap_or_default());
@@ -387,15 +395,15 @@ impl PageReader {
     }
 }
 
-/// Read of an index at a time, in whole entries.
+/// Bytes of an index that are read at a time: whole entries.
 const INDEX_PIECE_BYTES: usize = ENTRY_BYTES << 14;
 
-/// Chunks as a writer writes them, so far.
+/// Chunks of an index, as far as they have been read and are as a writer writes them.
 struct Chunks {
     entries: Vec<Chunk>,
-    /// Where each chunk's pages begin, and the next one's.
+    /// Start of each chunk's pages, and of the next one's.
     firsts: Vec<u32>,
-    /// Where the next chunk begins in the file.
+    /// Offset of the next chunk in the file.
     offset: u64,
 }
 
@@ -406,7 +414,7 @@ impl Default for Chunks {
 }
 
 impl Chunks {
-    /// None: no writer writes such a chunk.
+    /// Returns `None` for a chunk that no writer writes.
     fn push(&mut self, chunk: Chunk) -> Option<()> {
         let pages = usize::from(chunk.pages);
         let raw_bytes = (pages * PAGE_BYTES) as u32;
@@ -427,19 +435,19 @@ impl Chunks {
     }
 }
 
-/// The chunk of each page of RAM that is stored, by page: 8 bytes each, wherever in RAM they lie and however large a file says that
-/// its RAM is.
+/// The chunk of each stored page, sorted by page: 8 bytes each, wherever in RAM the pages are and however large a RAM
+/// the file claims.
 #[derive(Debug)]
 struct Places(Vec<(u32, u32)>);
 
 impl Places {
-    /// None if a page is not of this RAM, or stands twice.
+    /// `None` if a page is outside of this RAM, or occurs twice.
     fn of(firsts: &[u32], pages: &[u32], ram_pages: u64) -> Option<Self> {
         let mut places = Vec::with_capacity(pages.len());
         for (chunk, bounds) in firsts.windows(2).enumerate() {
             places.extend(pages[bounds[0] as usize..bounds[1] as usize].iter().map(|&page| (page, chunk as u32)));
         }
-        // Nearly sorted already, in runs: memory is copied in the order of its addresses.
+        // Nearly sorted already, in runs, because memory is copied in the order of its addresses.
         places.sort();
         let is_of_ram = places.last().is_none_or(|last| u64::from(last.0) < ram_pages);
         (is_of_ram && places.is_sorted_by(|one, next| one.0 < next.0)).then_some(Self(places))

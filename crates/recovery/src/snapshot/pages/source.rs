@@ -1,4 +1,4 @@
-//! Source: where the bytes of a file of pages come from, a file of this host or an object of a store.
+//! Source: where the bytes of a file of pages come from: a file on this host or an object in a store.
 
 use std::fs::File;
 use std::io;
@@ -13,34 +13,39 @@ use rustix::fs::{Advice, fadvise};
 use crate::incarnation::lock;
 use crate::snapshot::SnapshotError;
 
-/// Of an object, asked for ahead by whoever fills memory behind a guest: when and how many at once its turns say
-/// (`hearth_store::Turns`), and there is always one that waits for its turn.
+/// Bytes of an object to read ahead while memory is filled in the background. Its slots (`hearth_store::Turns`) say
+/// when, and how many at once; one request always waits for its slot.
 const FILL_BYTES: u64 = 4 << 20;
-/// And by whoever reads it all before the guest runs.
+/// Bytes of an object to read ahead when all of it is read before the guest runs.
 const PREFETCH_BYTES: u64 = 32 << 20;
 
+/// Where to read a file of pages.
 #[derive(Debug)]
 pub enum Source {
-    /// The one that had the name when it was last looked for.
+    /// The file that had the name when it was last opened.
     File(Mutex<Arc<File>>),
     Object(Arc<Object>),
 }
 
-/// What is found when a file is looked for again.
+/// What is found when a file is opened again by its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
-    /// It is read from now on.
+    /// A copy of it, which is read from now on.
     Ours,
+    /// Another file.
     Another,
+    /// No file, or the same one as before.
     Nothing,
 }
 
 impl Source {
+    /// Opens a file on this host.
     pub fn open(path: &Path) -> Result<Self, SnapshotError> {
         let file = File::open(path).map_err(SnapshotError::io(path, "read"))?;
         Ok(Self::File(Mutex::new(Arc::new(file))))
     }
 
+    /// Length in bytes. `path` names the file in messages.
     pub fn bytes(&self, path: &Path) -> Result<u64, SnapshotError> {
         match self {
             Self::File(file) => Ok(lock(file).metadata().map_err(SnapshotError::io(path, "read"))?.len()),
@@ -48,6 +53,7 @@ impl Source {
         }
     }
 
+    /// Fills `into` with the bytes at `offset`.
     pub fn read(&self, path: &Path, into: &mut [u8], offset: u64, urgency: Urgency) -> Result<(), SnapshotError> {
         match self {
             Self::File(file) => {
@@ -58,7 +64,7 @@ impl Source {
         }
     }
 
-    /// What was read from there is not what it should be. True: it may be another time.
+    /// Drops kept copies of bytes that were found to be wrong. Returns true if another read may give other bytes.
     pub fn forget(&self, offset: u64, bytes: u64) -> bool {
         match self {
             Self::File(_) => false,
@@ -69,7 +75,7 @@ impl Source {
         }
     }
 
-    /// A file that cannot be read may have been replaced by a whole one, which only its name leads to.
+    /// Opens a file again by its name, because one that cannot be read may have been replaced by a whole one.
     pub fn look_again(&self, path: &Path, is_ours: impl FnOnce(&File) -> io::Result<bool>) -> Found {
         let Self::File(known) = self else { return Found::Nothing };
         let Ok(found) = File::open(path) else { return Found::Nothing };
@@ -82,15 +88,16 @@ impl Source {
         if identity(&found) == identity(&lock(known)) { Found::Nothing } else { Found::Another }
     }
 
-    /// Chunks are read as they are asked for, and nothing besides: what the host reads ahead of its own accord may be
-    /// megabytes, and whoever needs a page waits behind them.
+    /// Announces that chunks are read in no order. What the host reads ahead by itself may be megabytes, and a thread
+    /// that needs a page waits behind them.
     pub fn expect_random(&self, path: &Path) {
         if let Self::File(file) = self {
             advise(&lock(file), path, 0, 0, Advice::Random);
         }
     }
 
-    /// So many bytes will be wanted behind the guest's back, on a local disk; of an object it is more. Where to ask again.
+    /// Starts reading ahead for the background fill: `bytes` of a local file, more of an object. Returns the offset at
+    /// which to call it again.
     pub fn fill_ahead(&self, path: &Path, from: u64, bytes: u64) -> u64 {
         match self {
             _ if bytes == 0 => from,
@@ -103,7 +110,8 @@ impl Source {
         }
     }
 
-    /// All will be wanted, one after the other. Where to ask again. The host does that for files by itself.
+    /// Starts reading ahead everything from `from` on. Returns the offset at which to call it again. For files the host
+    /// does that by itself.
     pub fn prefetch_ahead(&self, from: u64) -> u64 {
         match self {
             Self::File(_) => u64::MAX,
@@ -112,7 +120,7 @@ impl Source {
     }
 }
 
-/// Asked again at half of it, so that there is always something under way.
+/// Returns half of the range as the next offset, so that something is always in flight.
 fn ask(object: &Arc<Object>, from: u64, bytes: u64, urgency: Urgency) -> u64 {
     object.read_ahead(from..from + bytes, urgency);
     from + bytes / 2

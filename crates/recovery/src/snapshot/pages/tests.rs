@@ -1,4 +1,4 @@
-//! What a file of pages promises: all of it comes back, and nothing else does.
+//! Tests of files of pages: everything comes back, and nothing else does.
 
 use std::fs;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use crate::snapshot::fuzz::kib_resident;
 const RAM_PAGES: u64 = 200;
 
 fn page_of(seed: u32) -> Page {
-    // Halves differ in how well they compress.
+    // The halves differ in how well they compress.
     let mut word = u64::from(seed) << 32 | 1;
     let mut page = [seed as u8; PAGE_BYTES];
     for bytes in page[PAGE_BYTES / 2..].chunks_exact_mut(8) {
@@ -57,7 +57,7 @@ fn no_two_files_have_the_same_seal() {
 }
 
 #[test]
-fn pages_come_back_in_their_order_and_zeroes_cost_nothing() {
+fn pages_come_back_in_order_without_zeroes() {
     let folder = tempfile::tempdir().unwrap();
     for compression in [Compression::None, Compression::Zstd] {
         let path = folder.path().join("ram");
@@ -82,7 +82,7 @@ fn pages_come_back_in_their_order_and_zeroes_cost_nothing() {
 }
 
 #[test]
-fn what_is_put_again_takes_the_place_of_what_was_there() {
+fn later_put_replaces_the_earlier_one() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("ram");
     let mut writer = PageWriter::create_changeable(&path, RAM_PAGES).unwrap();
@@ -108,14 +108,14 @@ fn what_is_put_again_takes_the_place_of_what_was_there() {
 }
 
 #[test]
-fn a_file_without_pages_is_one_too() {
+fn file_without_pages_is_valid() {
     let (stand, sealed) = written(&[], Compression::None);
     let reader = PageReader::open(&stand.path).unwrap();
     assert_eq!((reader.chunks(), sealed.bytes), (0, (HEADER_BYTES + TRAILER_BYTES) as u64));
 }
 
 #[test]
-fn a_damaged_chunk_is_named_when_it_is_read_and_spoils_no_other() {
+fn damaged_chunk_is_named_and_spoils_no_other() {
     for compression in [Compression::None, Compression::Zstd] {
         let (stand, _) = written(&(20..60).collect::<Vec<_>>(), compression);
         let mut bytes = fs::read(&stand.path).unwrap();
@@ -132,7 +132,7 @@ fn a_damaged_chunk_is_named_when_it_is_read_and_spoils_no_other() {
 }
 
 #[test]
-fn a_file_that_was_cut_off_anywhere_is_refused() {
+fn file_cut_off_anywhere_is_refused() {
     let (stand, sealed) = written(&(0..40).collect::<Vec<_>>(), Compression::Zstd);
     let bytes = fs::read(&stand.path).unwrap();
     for length in (0..sealed.bytes).step_by(41).chain([sealed.bytes - 1]) {
@@ -143,7 +143,7 @@ fn a_file_that_was_cut_off_anywhere_is_refused() {
 }
 
 #[test]
-fn a_file_cut_off_after_it_was_opened_is_no_worse() {
+fn file_cut_off_after_opening_is_named() {
     let (stand, _) = written(&(0..40).collect::<Vec<_>>(), Compression::None);
     let reader = PageReader::open(&stand.path).unwrap();
     fs::File::options().write(true).open(&stand.path).unwrap().set_len(HEADER_BYTES as u64 + 70_000).unwrap();
@@ -154,7 +154,7 @@ fn a_file_cut_off_after_it_was_opened_is_no_worse() {
 }
 
 #[test]
-fn another_version_is_told() {
+fn other_version_is_named() {
     let (stand, _) = written(&[1], Compression::None);
     let mut bytes = fs::read(&stand.path).unwrap();
     bytes[8] = 3;
@@ -163,12 +163,12 @@ fn another_version_is_told() {
     assert!(refusal.contains("version 3, this Hearth knows 1 to 2"), "{refusal}");
 }
 
-/// Where a whole file has its index.
+/// Offset of the index in a whole file.
 pub fn index_of(bytes: &[u8]) -> usize {
     u64_at(bytes, bytes.len() - TRAILER_BYTES + 16) as usize
 }
 
-/// As a forger would: the seal is made anew.
+/// Renews the seal, as a forger would.
 pub fn resealed(bytes: &mut [u8]) {
     let trailer_at = bytes.len() - TRAILER_BYTES;
     let (body, trailer) = bytes.split_at_mut(trailer_at);
@@ -202,26 +202,26 @@ fn a_forged_index_is_refused() {
 }
 
 #[test]
-fn a_ram_that_is_said_to_be_huge_takes_no_memory() {
+fn huge_claimed_ram_takes_no_memory() {
     let resident_pages = || -> u64 {
         let statm = fs::read_to_string("/proc/self/statm").unwrap();
         statm.split(' ').nth(1).unwrap().parse().unwrap()
     };
     let (stand, _) = written(&[1], Compression::None);
     let mut bytes = fs::read(&stand.path).unwrap();
-    // 4 TiB.
+    // Page frames of 4 TiB.
     bytes[16..24].copy_from_slice(&(1u64 << 30).to_le_bytes());
     resealed(&mut bytes);
     fs::write(&stand.path, &bytes).unwrap();
     let before = resident_pages();
     let reader = PageReader::open(&stand.path).unwrap();
     assert_eq!((reader.ram_pages(), reader.chunk_of(1), reader.chunk_of(9)), (1 << 30, Some(0), None));
-    // What other tests take meanwhile is far less than 4 bytes a page would be.
+    // Other tests take far less memory meanwhile than 4 bytes a page would be.
     assert!(resident_pages() < before + (1 << 18));
 }
 
 proptest! {
-    /// Whatever is altered is refused or, at the latest, seen when its chunk is read; nothing panics.
+    /// An altered byte is refused at opening, or noticed when its chunk is read at the latest. Nothing panics.
     #[test]
     fn no_altered_byte_goes_unseen(at in 0.0..1.0f64, flip in 1..=255u8, zstd: bool) {
         let compression = if zstd { Compression::Zstd } else { Compression::None };
@@ -233,7 +233,7 @@ proptest! {
         prop_assert!(seen.is_err());
     }
 
-    /// Nor does a forged index, whatever it holds.
+    /// A forged index does not panic either, whatever it holds.
     #[test]
     fn no_forged_byte_panics(at in 0.0..1.0f64, value: u8) {
         let (stand, _) = written(&(0..20).collect::<Vec<_>>(), Compression::Zstd);
@@ -250,9 +250,9 @@ proptest! {
     }
 }
 
-/// Page numbers far apart, each in a chunk of its own: the most that a small file can say.
+/// Page numbers far apart, each in a chunk of its own, are the most that a small file can claim.
 #[test]
-fn a_small_file_with_pages_all_over_memory_takes_little_memory() {
+fn small_file_with_scattered_pages_takes_little_memory() {
     const CHUNKS: u32 = 100_000;
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("ram");
@@ -282,12 +282,12 @@ fn a_small_file_with_pages_all_over_memory_takes_little_memory() {
     let reader = PageReader::open(&path).unwrap();
     assert_eq!(reader.chunk_of(4096 * 77), Some(77));
     let grown = kib_resident().saturating_sub(before);
-    // It was 1.6 GiB. Other tests take some memory meanwhile.
+    // It took 1.6 GiB once. Other tests take some memory meanwhile.
     assert!(grown < 300 << 10, "{grown} KiB for a file of {} KiB", bytes.len() >> 10);
 }
 
 #[test]
-fn an_index_that_is_a_hole_takes_no_memory() {
+fn index_that_is_a_hole_takes_no_memory() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("ram");
     let file = fs::File::create(&path).unwrap();

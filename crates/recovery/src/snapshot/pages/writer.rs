@@ -1,5 +1,5 @@
-//! Writes a file of pages: in one go; or, while the guest goes on, pages that were written to since are put in place of what
-//! is there of them.
+//! Writer of a file of pages: in one go, or while the guest runs. In that case pages that were written to since replace
+//! their copies in place.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -27,23 +27,24 @@ pub struct PageWriter {
     pages: Vec<u32>,
     /// Pages of the next chunk.
     pending: Vec<u8>,
-    /// Of the next chunk.
+    /// Age and source of the next chunk.
     age: u32,
     source: u32,
-    /// Where in `pages` each page of RAM is, if pages may be put again.
+    /// Position of each page of RAM in `pages`, if pages may be put again.
     places: Vec<u32>,
-    /// Chunks that are not what their checksum was taken of.
+    /// Chunks that have changed since their checksum was taken.
     stale: BTreeSet<u32>,
-    /// Of a file that goes to a store meanwhile.
+    /// Set if the file is sent to a store meanwhile.
     outgoing: Option<Arc<Outgoing>>,
 }
 
 impl PageWriter {
+    /// Begins a file of memory, of a guest with `ram_pages` pages of RAM.
     pub fn create(path: &Path, ram_pages: u64, compression: Compression) -> Result<Self, SnapshotError> {
         Self::begin(path, ram_pages, compression, [0; 32])
     }
 
-    /// A working set of this memory.
+    /// Begins a file with a working set of this memory.
     pub fn create_for(path: &Path, memory: &PageReader, compression: Compression) -> Result<Self, SnapshotError> {
         let seal = blake3::Hash::from_hex(&memory.sealed().seal).expect("a seal is one");
         Self::begin(path, memory.ram_pages(), compression, *seal.as_bytes())
@@ -82,18 +83,20 @@ impl PageWriter {
         Ok(writer)
     }
 
-    /// Of pages that may be put again; as they are, because what takes another number of bytes has no place.
+    /// Begins a file whose pages may be put again. They are not compressed, because a page of another length would not
+    /// fit.
     pub fn create_changeable(path: &Path, ram_pages: u64) -> Result<Self, SnapshotError> {
         let writer = Self::create(path, ram_pages, Compression::None)?;
         Ok(Self { places: vec![NOWHERE; ram_pages as usize], ..writer })
     }
 
-    /// Who sends it while it is written, if anybody does, hears what there is to be sent. It need not outlast this host then.
+    /// Reports to the sender, if any, what there is to be sent. Such a file need not outlast this host, so it is not
+    /// synced.
     pub fn going_out(self, outgoing: Option<Arc<Outgoing>>) -> Self {
         Self { outgoing, ..self }
     }
 
-    /// Adds a page, or replaces what was put of it before. One that has become zeroes keeps its place.
+    /// Adds a page, or replaces it if it was put before. A page that has become zero keeps its slot.
     pub fn put(&mut self, page: u32, bytes: &Page) -> Result<(), SnapshotError> {
         let place = &mut self.places[page as usize];
         if *place == NOWHERE {
@@ -131,19 +134,19 @@ impl PageWriter {
         Ok(())
     }
 
-    /// Adds a page that was not added before; one of zeroes is none.
+    /// Adds a page that was not added before. A page of zeroes is left out.
     pub fn add(&mut self, page: u32, bytes: &Page) -> Result<(), SnapshotError> {
         if is_zero(bytes) { Ok(()) } else { self.add_any(page, bytes) }
     }
 
-    /// Adds a page that was not added before, also one of zeroes.
+    /// Adds a page that was not added before, even one of zeroes.
     pub fn add_any(&mut self, page: u32, bytes: &Page) -> Result<(), SnapshotError> {
         self.pages.push(page);
         self.pending.extend_from_slice(bytes);
         if self.pending.len() == CHUNK_PAGES * PAGE_BYTES { self.end_chunk() } else { Ok(()) }
     }
 
-    /// Adds pages that were not added before, as where they are.
+    /// Adds pages that were not added before, as their locations.
     pub fn add_elsewhere(&mut self, chunk: &Elsewhere) -> Result<(), SnapshotError> {
         self.end_chunk()?;
         let stored = chunk.encode();
@@ -160,7 +163,7 @@ impl PageWriter {
         self.write(&stored)
     }
 
-    /// Of the pages that come from now on.
+    /// Sets the age and source of the pages that are added from now on.
     pub fn set_mark(&mut self, age: u32, source: Source) -> Result<(), SnapshotError> {
         let source = match source {
             Source::Trace => SOURCE_TRACE,
@@ -173,6 +176,7 @@ impl PageWriter {
         Ok(())
     }
 
+    /// Number of pages added so far.
     pub fn pages(&self) -> u64 {
         self.pages.len() as u64
     }
@@ -184,7 +188,7 @@ impl PageWriter {
         let raw = std::mem::take(&mut self.pending);
         let packed = match self.compression {
             Compression::None => None,
-            // It fails only without memory, and then the bytes themselves will do.
+            // It fails only without memory; then the chunk is stored as it is.
             Compression::Zstd => zstd::bulk::compress(&raw, ZSTD_LEVEL).ok().filter(|packed| packed.len() < raw.len()),
         };
         let flags = if packed.is_some() { FLAG_ZSTD } else { 0 };
@@ -204,7 +208,7 @@ impl PageWriter {
         Ok(())
     }
 
-    /// Writes the index and sees to it that everything is on the disk, unless it goes elsewhere.
+    /// Writes the index and syncs the file, unless it goes to a store.
     pub fn finish(mut self) -> Result<Sealed, SnapshotError> {
         self.end_chunk()?;
         self.renew_checksums()?;

@@ -1,4 +1,4 @@
-//! What goes up is what was saved, as soon as it can; and what is stopped leaves nothing.
+//! Tests that an upload sends what was saved, as soon as it can, and leaves nothing if it is stopped.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc;
@@ -11,7 +11,7 @@ use super::super::tests::Stand as Near;
 use super::super::{Far, RamPart, Sealed, Snapshot};
 use super::*;
 
-/// What is ordered of a snapshot that is whole in a folder.
+/// The orders for a snapshot that is complete in a folder.
 fn orders_of(folder: &Path) -> Vec<Order> {
     let text = fs::read_to_string(folder.join(MANIFEST)).unwrap();
     let manifest = Manifest::parse(&text, folder).unwrap();
@@ -23,7 +23,7 @@ fn orders_of(folder: &Path) -> Vec<Order> {
     orders
 }
 
-/// Its disks are not in the folder any more then.
+/// Sends a snapshot's folder. Afterwards its disks are no longer in the folder.
 pub fn send_folder(folder: &Path, store: &Store, watch: &mut Watch<'_>) -> Result<(), SaveError> {
     let (orders, heard) = mpsc::channel();
     orders_of(folder).into_iter().for_each(|order| orders.send(order).unwrap());
@@ -86,7 +86,7 @@ fn wait_until(what: &str, is_so: impl Fn() -> bool) {
 }
 
 #[test]
-fn memory_goes_up_while_it_is_written_and_what_has_changed_of_it_once_more() {
+fn memory_is_sent_while_written_again_if_changed() {
     const PAGES: u32 = 5000;
     let (stand, home) = (Stand::new(), tempfile::tempdir().unwrap());
     let folder = home.path();
@@ -117,7 +117,7 @@ fn memory_goes_up_while_it_is_written_and_what_has_changed_of_it_once_more() {
             writer.put(number, &page(number, 1)).unwrap();
         }
         wait_until("two parts are there", || arrived.load(Relaxed) == 2 * part);
-        // One that has gone, and one that has not.
+        // Pages of a part that was sent, and a page of one that was not.
         for number in [7, 8, PAGES - 1] {
             writer.put(number, &page(number, 2)).unwrap();
         }
@@ -132,7 +132,7 @@ fn memory_goes_up_while_it_is_written_and_what_has_changed_of_it_once_more() {
             .map(|name| fs::metadata(stand.server.file(&format!("one/{name}"))).unwrap().len())
             .iter()
             .sum();
-        // The first part went twice, the last one only when it was whole.
+        // The first part was sent twice, and the last one only when it was complete.
         assert_eq!((arrived.load(Relaxed), of.load(Relaxed)), (bytes + part + others, bytes + part + others));
     });
     assert!(fs::read(folder.join(RAM)).unwrap() == fs::read(stand.server.file("one/ram")).unwrap());
@@ -177,7 +177,7 @@ fn nothing_is_begun_while_the_guest_stands_still() {
 }
 
 #[test]
-fn an_upload_that_is_stopped_anywhere_leaves_nothing() {
+fn upload_stopped_anywhere_leaves_nothing() {
     let stand = Stand::new();
     let folder = stand.near.folder();
     let whole: Vec<_> = ["disk-root", RAM].map(|name| (name, fs::read(folder.join(name)).unwrap())).into();
@@ -198,7 +198,7 @@ fn an_upload_that_is_stopped_anywhere_leaves_nothing() {
     }
     assert!(stopped_at > 10, "it was stopped {stopped_at} times");
     stand.open().unwrap();
-    // Whoever saves is gone.
+    // The saving thread is gone.
     let (orders, heard) = mpsc::channel();
     drop(orders);
     let abandoned = stand.upload(&folder, true, &mut |_, _| Ok(())).run(&heard);
@@ -207,7 +207,7 @@ fn an_upload_that_is_stopped_anywhere_leaves_nothing() {
 }
 
 #[test]
-fn what_is_there_already_stays_as_it_is() {
+fn existing_snapshot_is_not_replaced() {
     let stand = Stand::new();
     let (folder, file) = (stand.near.folder(), stand.server.file("one/manifest"));
     fs::create_dir_all(file.parent().unwrap()).unwrap();
@@ -219,15 +219,15 @@ fn what_is_there_already_stays_as_it_is() {
 }
 
 #[test]
-fn a_wire_that_breaks_is_only_slower() {
+fn broken_connections_only_slow_the_upload() {
     let stand = Stand::new();
     let folder = stand.near.folder();
     let asked = AtomicU64::new(0);
-    // It is back before anybody gives up.
+    // The store is back before anybody gives up.
     let turns = [Wire::Failing, Wire::Dead, Wire::LosesCompletions];
     send_folder(&folder, &stand.store, &mut |_, _| {
         let (turn, ask) = (asked.load(Relaxed) / 4, asked.fetch_add(1, Relaxed) % 4);
-        // Each time it is set it breaks the connections that there are.
+        // Each setting breaks the present connections.
         if ask == 0 {
             turns.get(turn as usize).into_iter().for_each(|wire| stand.server.set_wire(*wire));
         }
@@ -238,7 +238,7 @@ fn a_wire_that_breaks_is_only_slower() {
 }
 
 #[test]
-fn a_folder_that_was_copied_to_a_store_is_refused_and_it_is_said_what_to_do() {
+fn folder_copied_to_a_store_is_refused() {
     let stand = Stand::new();
     let folder = stand.near.folder();
     for file in fs::read_dir(&folder).unwrap().flatten() {
@@ -252,7 +252,7 @@ fn a_folder_that_was_copied_to_a_store_is_refused_and_it_is_said_what_to_do() {
 }
 
 #[test]
-fn compressed_memory_goes_up_behind_whoever_writes_it() {
+fn compressed_memory_is_sent_once_written() {
     let home = tempfile::tempdir().unwrap();
     let outgoing = Arc::new(Outgoing::of_pages(64));
     let writer = PageWriter::create(&home.path().join(RAM), 64, Compression::Zstd).unwrap();
@@ -265,7 +265,7 @@ fn compressed_memory_goes_up_behind_whoever_writes_it() {
 }
 
 #[test]
-fn every_object_of_another_moment_is_refused_by_name() {
+fn object_of_another_moment_is_refused_by_name() {
     let stand = Stand::of(Near::of_moment(1, &[25, 12]));
     let other = Near::of_moment(2, &[25, 12]);
     let two = Stand::store(&stand.server, &other, "two");
@@ -275,9 +275,9 @@ fn every_object_of_another_moment_is_refused_by_name() {
     let objects = fs::read_dir(manifest.parent().unwrap()).unwrap().flatten();
     let names: Vec<_> = objects.map(|object| object.file_name().into_string().unwrap()).collect();
     assert!(names.len() >= 7, "{names:?}");
-    // Opened, and its disks brought whole.
+    // Opens the snapshot and fetches its disks whole.
     let bring = || -> Result<Snapshot, SnapshotError> {
-        // The server names an object that was exchanged behind its back as before.
+        // The server reports an object that was exchanged behind its back as unchanged.
         let _ = fs::remove_dir_all(stand.near.folder().with_file_name("cache"));
         let (snapshot, home) = (stand.open()?, tempfile::tempdir().unwrap());
         for disk in &snapshot.manifest.disks {
@@ -296,7 +296,7 @@ fn every_object_of_another_moment_is_refused_by_name() {
                 snapshot.working_set.unwrap_err().to_string()
             }
         };
-        // Beside another manifest, the first object that is read is the wrong one.
+        // With another manifest, the first object that is read is the wrong one.
         let named = if name == MANIFEST { MACHINE } else { name };
         assert!(refusal.contains(named), "{name}: {refusal}");
         fs::write(&path, &ours).unwrap();
@@ -305,10 +305,10 @@ fn every_object_of_another_moment_is_refused_by_name() {
 }
 
 #[test]
-fn a_working_set_that_a_killed_save_left_is_removed() {
+fn working_set_of_a_killed_save_is_removed() {
     let stand = Stand::new();
     let killed = Near::of_moment(2, &[25, 12]);
-    // What had gone up when it was killed.
+    // These objects had been sent when it was killed.
     send_folder(&killed.folder(), &stand.store, &mut |_, _| Ok(())).unwrap();
     stand.store.remove(MANIFEST).unwrap();
     assert!(stand.server.file("one/working-set").exists());
