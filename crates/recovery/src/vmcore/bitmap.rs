@@ -1,7 +1,7 @@
-//! Bitmap: a set of page frames, in memory and as kdump files hold it (one bit a page frame, lowest bit first).
+//! Bitmap: a set of page frames, in memory and as kdump files store it (one bit a page frame, lowest bit first).
 //!
-//! Bounded by construction: page frames past its end are in no set and cannot be put into one, so that numbers read from
-//! a guest or a file need no check of their own.
+//! The set is bounded: page frames past its end are in no set and cannot be added. So numbers read from a guest or a
+//! file need no check of their own.
 
 use std::ops::Range;
 
@@ -29,7 +29,7 @@ impl Bitmap {
         bitmap
     }
 
-    /// What a kdump file holds. Bytes that are missing count as empty, bits past `pages` are ignored.
+    /// Reads the bitmap of a kdump file. Missing bytes count as empty, and bits past `pages` are ignored.
     pub fn from_kdump(bytes: &[u8], pages: u64) -> Self {
         let mut bitmap = Self::new(pages);
         for (word, bytes) in bitmap.words.iter_mut().zip(bytes.chunks(size_of::<u64>())) {
@@ -43,7 +43,7 @@ impl Bitmap {
         bitmap
     }
 
-    /// As a kdump file holds it: as many bytes as are needed for `pages()`.
+    /// The set as a kdump file stores it, in as many bytes as `pages()` needs.
     pub fn to_kdump(&self) -> Vec<u8> {
         let mut bytes: Vec<u8> = self.words.iter().flat_map(|word| word.to_le_bytes()).collect();
         bytes.truncate(self.pages.div_ceil(8) as usize);
@@ -55,46 +55,51 @@ impl Bitmap {
         self.pages
     }
 
+    /// Whether this page frame is in the set.
     pub fn contains(&self, pfn: u64) -> bool {
         pfn < self.pages && self.words[(pfn / BITS) as usize] & (1 << (pfn % BITS)) != 0
     }
 
+    /// Adds a page frame.
     pub fn set(&mut self, pfn: u64) {
         if pfn < self.pages {
             self.words[(pfn / BITS) as usize] |= 1 << (pfn % BITS);
         }
     }
 
+    /// Removes a page frame.
     pub fn clear(&mut self, pfn: u64) {
         if pfn < self.pages {
             self.words[(pfn / BITS) as usize] &= !(1 << (pfn % BITS));
         }
     }
 
+    /// Adds these page frames.
     pub fn set_range(&mut self, pfns: Range<u64>) {
         self.for_each_word(pfns, |word, mask| *word |= mask);
     }
 
+    /// Removes these page frames.
     pub fn clear_range(&mut self, pfns: Range<u64>) {
         self.for_each_word(pfns, |word, mask| *word &= !mask);
     }
 
-    /// How many page frames are in the set.
+    /// Number of page frames in the set.
     pub fn count(&self) -> u64 {
         self.words.iter().map(|word| u64::from(word.count_ones())).sum()
     }
 
-    /// How many of these page frames are in the set.
+    /// Number of these page frames that are in the set.
     pub fn count_in(&self, pfns: Range<u64>) -> u64 {
         words_of(pfns, self.pages).map(|(at, mask)| u64::from((self.words[at] & mask).count_ones())).sum()
     }
 
-    /// The page frames in the set, ascending.
+    /// The page frames in the set, in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = u64> + '_ {
         self.iter_in(0..self.pages)
     }
 
-    /// Those of them within a range.
+    /// The page frames in the set that are within a range.
     pub fn iter_in(&self, pfns: Range<u64>) -> impl Iterator<Item = u64> + '_ {
         words_of(pfns, self.pages).flat_map(|(at, mask)| {
             let mut left = self.words[at] & mask;
@@ -106,7 +111,7 @@ impl Bitmap {
         })
     }
 
-    /// The set as runs, ascending and as long as can be.
+    /// The set as ascending runs, each as long as possible.
     pub fn runs(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         let mut from = 0;
         std::iter::from_fn(move || {
@@ -116,7 +121,7 @@ impl Bitmap {
         })
     }
 
-    /// The first page frame at or after this one that is in the set, or that is not.
+    /// The first page frame at or after `from` that is in the set, or that is not.
     pub fn next(&self, from: u64, in_set: bool) -> Option<u64> {
         let flip = if in_set { 0 } else { u64::MAX };
         let (at, bits) = words_of(from..self.pages, self.pages)
@@ -142,7 +147,7 @@ fn words_of(pfns: Range<u64>, pages: u64) -> impl Iterator<Item = (usize, u64)> 
     })
 }
 
-/// Ones at these bits, of which there is at least one.
+/// A mask of these bits, of which there is at least one.
 fn mask(bits: Range<u64>) -> u64 {
     (u64::MAX >> (BITS - (bits.end - bits.start))) << bits.start
 }
@@ -176,7 +181,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_is_a_set_like_any_other(pages in 1_u64..300, changes in prop::collection::vec((0_u64..320, 0_u64..320, any::<bool>()), 0..12)) {
+        fn bitmap_behaves_as_a_set(pages in 1_u64..300, changes in prop::collection::vec((0_u64..320, 0_u64..320, any::<bool>()), 0..12)) {
             let mut bitmap = Bitmap::new(pages);
             let mut model = vec![false; pages as usize];
             for (one, other, set) in changes {

@@ -1,16 +1,18 @@
-//! Bytes: little-endian numbers at fixed places of headers, and files that are read by place.
+//! Bytes: little-endian numbers at fixed offsets of headers, and sources that are read by offset.
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// Something that is read at any place, like a file.
+/// A source that is read at any offset, like a file.
 pub trait ReadAt {
+    /// Fills `into` with the bytes at offset `at`.
     fn read_exact_at(&self, into: &mut [u8], at: u64) -> io::Result<()>;
 
+    /// Length of the source, in bytes.
     fn file_bytes(&self) -> io::Result<u64>;
 
-    /// A part as long as asked for. Its length is checked against the whole before memory is taken for it.
+    /// Reads `bytes` bytes at offset `at`. This length is checked against the source before memory is taken for it.
     fn read_part(&self, at: u64, bytes: u64) -> io::Result<Vec<u8>> {
         if at.checked_add(bytes).is_none_or(|end| self.file_bytes().is_ok_and(|whole| end > whole)) {
             return Err(io::ErrorKind::UnexpectedEof.into());
@@ -43,19 +45,22 @@ impl ReadAt for [u8] {
     }
 }
 
-/// The number at a place of a header. The caller has made sure that the header is that long.
+/// The 16-bit number at an offset of a header. The caller has checked that the header is that long.
 pub fn u16_at(header: &[u8], at: usize) -> u16 {
     u16::from_le_bytes(array_at(header, at))
 }
 
+/// The 32-bit number at an offset, as in `u16_at`.
 pub fn u32_at(header: &[u8], at: usize) -> u32 {
     u32::from_le_bytes(array_at(header, at))
 }
 
+/// The 64-bit number at an offset, as in `u16_at`.
 pub fn u64_at(header: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(array_at(header, at))
 }
 
+/// Writes `bytes` at an offset of a header that is long enough.
 pub fn put(header: &mut [u8], at: usize, bytes: &[u8]) {
     header[at..at + bytes.len()].copy_from_slice(bytes);
 }

@@ -2,9 +2,9 @@
 //!
 //! chunk -> `Packer::pack` (any thread: read, zero test, compress) -> `Packed` -> one writer
 //!
-//! A chunk is a run of page frames in whole 2 MiB blocks, so that what is released afterwards is released in the largest
-//! steps (six times as fast as page by page). Blocks without kept pages cost nothing; pages that an earlier life of the
-//! dump wrote are left alone: their memory may be gone.
+//! A chunk is a run of page frames in whole 2 MiB blocks. So its memory is released in the largest steps, six times as
+//! fast as page by page. Blocks without kept pages cost nothing. Pages that were written before a resume are left
+//! alone, because their memory may be gone.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,21 +15,22 @@ use super::bitmap::Bitmap;
 use super::compress::{Compression, Compressor, PAGE};
 use super::memory::{PhysicalMemory, address_of_pfn};
 
-/// Release goes in these steps: a huge page of x86.
+/// Memory is released in steps of this size: a huge page of x86.
 const BLOCK_PAGES: u64 = (2 << 20) / PAGE_BYTES;
-/// Pages read at once: 256 KiB stay in a core's cache until they are compressed.
+/// Pages read at once: 256 KiB, which stay in a core's cache until they are compressed.
 const READ_PAGES: u64 = 64;
-/// Fewer zero pages in a row are written out in files where a page's place is fixed: a hole would cut the write in two.
+/// Shorter runs of zero pages are written to files where each page has a fixed offset, because a hole would cut the
+/// write in two.
 const HOLE_PAGES_MIN: usize = 16;
 
 /// A piece of a dump.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chunk {
-    /// Whole 2 MiB blocks; of them only the pages that are kept and not yet written belong to the chunk.
+    /// Whole 2 MiB blocks. Of their pages only those that are kept and not yet written belong to the chunk.
     pub pfns: Range<u64>,
-    /// How many pages that is.
+    /// Number of these pages.
     pub pages: u64,
-    /// Rank of the first kept page: how many kept pages come before.
+    /// Rank of the first kept page: the number of kept pages before it.
     pub(super) first_rank: u64,
 }
 
@@ -43,13 +44,13 @@ pub struct Packed {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PackedPage {
-    /// In the file already.
+    /// Already in the file.
     Before,
     Zero,
     /// Could not be read.
     Lost,
     Data {
-        /// Where in the blob.
+        /// Offset in the blob.
         at: u32,
         bytes: u32,
         flags: u32,
@@ -57,25 +58,26 @@ pub(super) enum PackedPage {
 }
 
 impl Packed {
+    /// The chunk that was packed.
     pub fn chunk(&self) -> &Chunk {
         &self.chunk
     }
 
-    /// What it adds to the file.
+    /// Number of bytes that it adds to the file.
     pub fn bytes(&self) -> u64 {
         self.blob.padded().len() as u64
     }
 }
 
-/// Page-aligned bytes, as O_DIRECT wants them.
+/// Page-aligned bytes, as O_DIRECT requires.
 pub(super) struct Blob {
-    /// The first ones only fill up to a page's start.
+    /// The first bytes only fill up to the start of a page.
     bytes: Vec<u8>,
     start: usize,
 }
 
 impl Blob {
-    /// Memory is taken as it is filled.
+    /// Host memory is taken only as the blob is filled.
     fn new(capacity: usize) -> Self {
         let mut bytes = Vec::with_capacity(capacity + 2 * PAGE);
         let start = (bytes.as_ptr() as usize).next_multiple_of(PAGE) - bytes.as_ptr() as usize;
@@ -95,13 +97,13 @@ impl Blob {
         self.bytes.resize(self.start + used.next_multiple_of(PAGE), 0);
     }
 
-    /// In whole pages.
+    /// The bytes in whole pages.
     pub fn padded(&self) -> &[u8] {
         &self.bytes[self.start..]
     }
 }
 
-/// The chunks of what is kept and not written, in ascending order.
+/// The chunks of all pages that are kept and not written, in ascending order.
 pub(super) fn chunks(kept: &Bitmap, written: &Bitmap, chunk_bytes: u64) -> Vec<Chunk> {
     let pages_max = (chunk_bytes / PAGE_BYTES).max(BLOCK_PAGES);
     let mut chunks: Vec<Chunk> = Vec::new();
@@ -126,19 +128,19 @@ pub(super) fn chunks(kept: &Bitmap, written: &Bitmap, chunk_bytes: u64) -> Vec<C
     chunks
 }
 
-/// Packs chunks; one for each thread that does.
+/// Packs chunks. Each packing thread needs its own.
 pub struct Packer {
     kept: Arc<Bitmap>,
     written: Arc<Bitmap>,
     flags: u32,
-    /// Pages have their place in the file: data is as long as memory, and only long stretches of zeroes are left out.
+    /// Each page has a fixed offset in the file: its data is not compressed, and only long runs of zeroes are left out.
     in_place: bool,
     compressor: Compressor,
     pages: Vec<u8>,
 }
 
 impl Packer {
-    /// `compression` is none for files where each page has its place.
+    /// `compression` is `None` for files where each page has a fixed offset.
     pub(super) fn new(kept: Arc<Bitmap>, written: Arc<Bitmap>, compression: Option<Compression>) -> Self {
         let method = compression.unwrap_or(Compression::None);
         Self {
@@ -151,7 +153,7 @@ impl Packer {
         }
     }
 
-    /// Reads and compresses. Nothing else happens: the same chunk may be packed again.
+    /// Reads and compresses a chunk. It changes nothing else, so the same chunk may be packed again.
     pub fn pack(&mut self, chunk: &Chunk, memory: &(impl PhysicalMemory + ?Sized)) -> Packed {
         let kept = self.kept.clone();
         let blob = Blob::new(chunk.pages as usize * PAGE);
@@ -212,6 +214,6 @@ impl Packer {
 }
 
 fn is_zero(page: &[u8]) -> bool {
-    // By 64 bytes: the compiler makes vectors of it, and most pages fail at once.
+    // In pieces of 64 bytes: the compiler vectorises this, and most pages fail at once.
     page.chunks_exact(64).all(|part| part.iter().fold(0, |all, byte| all | byte) == 0)
 }

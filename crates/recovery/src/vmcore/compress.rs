@@ -1,31 +1,35 @@
-//! Compression of single pages, as kdump files have them: each page a frame of its own.
+//! Compression of single pages, as kdump files store them: each page is a frame of its own.
 //!
-//! One `Compressor` a thread: its context and buffers are made once. Measured on one busy core, on all that a Debian guest
-//! of 2 GiB had in use (level 17): zstd 255 MiB/s to 29 %, lzo 187 MiB/s to 33 %, reading alone 3.5 GiB/s; at level 31,
-//! whose pages are harder, 110 MiB/s each, to 21, 31 and (zlib) 29 %.
+//! Each thread has one `Compressor`, whose context and buffers are made once. Measured on one busy core, over all
+//! memory that a Debian guest of 2 GiB had in use (level 17): zstd 255 MiB/s to 29 %, lzo 187 MiB/s to 33 %, reading
+//! alone 3.5 GiB/s. At level 31, whose pages are harder to compress, 110 MiB/s each, to 21, 31 and (zlib) 29 %.
 
 use hearth_memory::PAGE_BYTES;
 
 use super::lzo;
 
+/// Size of a page, in bytes.
 pub const PAGE: usize = PAGE_BYTES as usize;
 
 /// How the pages of a dump are compressed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Compression {
-    /// Small and fast. Needs crash 8, makedumpfile 1.7 built with it (Debian's is not) or drgn.
+    /// Small and fast. Readers: crash 8, drgn, and makedumpfile 1.7 if built with it (Debian's is not).
     #[default]
     Zstd,
-    /// Every tool reads it.
+    /// Every tool can read it.
     Lzo,
-    /// Every tool reads it; the slowest of all.
+    /// Every tool can read it. It is the slowest of all.
     Zlib,
+    /// Pages are stored as they are.
     None,
 }
 
 impl Compression {
+    /// All methods.
     pub const ALL: [Self; 4] = [Self::Zstd, Self::Lzo, Self::Zlib, Self::None];
 
+    /// Name of the method.
     pub fn name(self) -> &'static str {
         match self {
             Self::Zstd => "zstd",
@@ -35,11 +39,12 @@ impl Compression {
         }
     }
 
+    /// The method of this name.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|known| known.name() == name)
     }
 
-    /// Its bit in kdump headers and page descriptors.
+    /// Its bit in kdump headers and page descriptors (`DUMP_DH_COMPRESSED_*` in makedumpfile's `diskdump_mod.h`).
     pub fn flag(self) -> u32 {
         match self {
             Self::Zstd => ZSTD,
@@ -49,7 +54,7 @@ impl Compression {
         }
     }
 
-    /// None for what we do not write.
+    /// The method of these flags; `None` if this module does not write it.
     pub fn of_flags(flags: u32) -> Option<Self> {
         Self::ALL.into_iter().find(|known| known.flag() == flags & (ZLIB | LZO | SNAPPY | ZSTD))
     }
@@ -60,7 +65,7 @@ const LZO: u32 = 0x2;
 const SNAPPY: u32 = 0x4;
 const ZSTD: u32 = 0x20;
 
-/// Most of the gain for a third of the time of the next level.
+/// Most of the gain, for a third of the time of the next level.
 const LEVEL: i32 = 1;
 
 /// Compresses page after page.
@@ -77,6 +82,7 @@ enum Method {
 }
 
 impl Compressor {
+    /// A compressor of this method. Its context is reused for every page.
     pub fn new(compression: Compression) -> Self {
         let method = match compression {
             Compression::Zstd => {
@@ -91,7 +97,7 @@ impl Compressor {
         Self { method, output: Vec::with_capacity(bound) }
     }
 
-    /// None where compression does not pay: then the page is stored as it is.
+    /// Compresses a page. Returns `None` where that does not pay: the page is then stored as it is.
     pub fn compress(&mut self, page: &[u8]) -> Option<&[u8]> {
         self.output.clear();
         match &mut self.method {
@@ -101,7 +107,7 @@ impl Compressor {
             Method::Lzo(compressor) => compressor.compress(page, &mut self.output),
             Method::Zlib(compressor) => {
                 compressor.reset();
-                // Room for a whole page: what ends without its end does not pay.
+                // There is space for a whole page: a stream that does not end within it does not pay.
                 let end = compressor.compress_vec(page, &mut self.output, flate2::FlushCompress::Finish);
                 end.ok().filter(|end| *end == flate2::Status::StreamEnd)?;
             }
@@ -111,14 +117,14 @@ impl Compressor {
     }
 }
 
-/// Decompresses page after page, whatever they were compressed with.
+/// Decompresses page after page, whatever method was used.
 #[derive(Default)]
 pub struct Decompressor {
     zstd: Option<zstd::bulk::Decompressor<'static>>,
     zlib: Option<Box<flate2::Decompress>>,
 }
 
-/// A page that cannot be decompressed.
+/// Why a page cannot be decompressed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Damaged {
     #[error("the page's data is damaged")]
@@ -130,7 +136,7 @@ pub enum Damaged {
 }
 
 impl Decompressor {
-    /// Fills `page` with what was compressed to `packed`, exactly.
+    /// Decompresses `packed`, which must fill `page` exactly.
     pub fn decompress(&mut self, flags: u32, packed: &[u8], page: &mut [u8]) -> Result<(), Damaged> {
         let done = match flags {
             0 => {
@@ -179,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_come_out_of_every_method_as_they_went_in() {
+    fn every_method_gives_pages_back() {
         let mut decompressor = Decompressor::default();
         for method in Compression::ALL {
             let mut compressor = Compressor::new(method);
@@ -201,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn damaged_pages_are_refused_and_harm_no_later_one() {
+    fn damaged_pages_are_refused_and_harm_no_others() {
         let mut decompressor = Decompressor::default();
         let [text, ..] = pages();
         for method in [Compression::Zstd, Compression::Lzo, Compression::Zlib] {

@@ -1,8 +1,8 @@
-//! DeadRam: the RAM file of a dead incarnation as physical memory.
+//! Dead RAM: the RAM file of a dead incarnation as physical memory.
 //!
-//! It is read and not mapped: a hole of the file reads as zeroes and stays a hole, also one that another thread is
-//! punching at this moment. A look through a mapping would make the hole hold a page again, against the budget, and no
-//! check beforehand could rule that out.
+//! The file is read and not mapped: a hole reads as zeroes and stays a hole, even if another thread is punching it at
+//! this moment. An access through a mapping would give the hole a page again, against the budget, and no check
+//! beforehand could rule that out.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,13 +20,14 @@ pub struct DeadRam {
 }
 
 impl DeadRam {
+    /// RAM whose page frames are where `layout` says.
     pub fn new(ram: Arc<RamFile>, layout: Layout) -> Self {
         let pfns = |range: Range<GuestPhysicalAddress>| range.start.0 / PAGE_BYTES..range.end.0 / PAGE_BYTES;
         let ranges = layout.ranges().into_iter().map(pfns).collect();
         Self { ram, layout, ranges }
     }
 
-    /// How many of these bytes lie in one piece of the file.
+    /// How many of these bytes are contiguous in the file.
     fn contiguous(&self, address: u64, bytes: usize) -> usize {
         let pfn = address / PAGE_BYTES;
         let range = self.ranges.iter().find(|range| range.contains(&pfn));
@@ -67,8 +68,8 @@ mod tests {
     const LOW_PAGES: u64 = (2 << 30) / PAGE_BYTES;
     const HIGH_PFN: u64 = (4 << 30) / PAGE_BYTES;
 
-    /// 3 GiB, so that RAM is split; the last low page and the first high one hold something, and they are neighbours in
-    /// the file.
+    /// RAM of 3 GiB, which is split. The last low page and the first high one hold data, and they are neighbours in the
+    /// file.
     fn split_ram(folder: &tempfile::TempDir) -> DeadRam {
         let bytes = 3 << 30;
         let ram = RamFile::create(&folder.path().join("ram-1"), bytes).unwrap();
@@ -101,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn what_crosses_the_end_of_ram_is_unreadable_from_there() {
+    fn read_past_the_end_of_ram_fails_there() {
         let folder = folder();
         let ram = split_ram(&folder);
         check(&ram, (2 << 30) - 8, 16, Err(Unreadable::at(2 << 30)));
@@ -110,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn reading_takes_no_memory_before_or_after_a_release() {
+    fn reading_takes_no_memory_around_a_release() {
         let folder = folder();
         let ram = split_ram(&folder);
         check(&ram, 0, 1 << 20, Ok((0, 0)));

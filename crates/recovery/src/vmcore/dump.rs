@@ -3,13 +3,14 @@
 //! create -> chunks -> pack (any threads) -> write (one) -> .. -> finish
 //! resume -> the chunks that are left -> ..
 //!
-//! The caller owns the threads and the memory: it packs chunks wherever it likes, hands them to one writer in any order,
-//! and may release the pages that `write` names. Until `finish` the file is called NAME.incomplete and says so itself; it
-//! opens all the same, and the pages that are not there are told apart from those that are. A writer that is killed at
-//! any moment leaves a file that says what is missing: a page counts as written only once its data was.
+//! The caller owns the threads and the memory. It packs chunks wherever it likes, passes them to one writer in any
+//! order, and may release the pages that `write` returns. Until `finish` the file is called NAME.incomplete and is
+//! marked as incomplete. It can be opened all the same, and its missing pages are told apart from those that are there.
+//! A writer that is killed at any moment leaves a file that tells what is missing: a page counts as written only once
+//! its data was.
 //!
-//! The point of no return is the first release by the caller: from then on the file holds what memory no longer does, and
-//! it is resumed or given up, never begun anew.
+//! The point of no return is the first release by the caller. From then on the file holds what memory no longer does,
+//! so it is resumed or given up, but never begun anew.
 
 use std::fs::File;
 use std::io;
@@ -30,15 +31,15 @@ use super::linux::Utsname;
 use super::notes::Notes;
 use super::storage::{DumpFile, Storage};
 
-/// Behind the name of a file that is not finished.
+/// Suffix of the name of an unfinished file.
 const SUFFIX: &str = ".incomplete";
 
-/// What a dump is to hold.
+/// Contents of a dump.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// The page frames that are RAM.
+    /// Page frames that are RAM.
     pub ranges: Vec<Range<u64>>,
-    /// Those of them that the dump keeps. Pages of zeroes among them take no room.
+    /// Page frames of RAM that the dump keeps. Pages of zeroes among them take no space.
     pub kept: Bitmap,
     pub level: DumpLevel,
     pub notes: Notes,
@@ -46,7 +47,7 @@ pub struct Plan {
     pub utsname: Utsname,
 }
 
-/// How it is written.
+/// File format of a dump.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     Kdump(Compression),
@@ -54,6 +55,7 @@ pub enum Format {
 }
 
 impl Format {
+    /// Name of the format.
     pub fn name(self) -> &'static str {
         match self {
             Self::Kdump(_) => "kdump",
@@ -62,61 +64,62 @@ impl Format {
     }
 }
 
-/// What both formats do in their own way.
+/// Operations that differ between the two formats.
 pub(super) trait Form: Send {
-    /// First the data, then what makes it part of the file.
+    /// Writes the data first, and then what makes it part of the file.
     fn write(&mut self, storage: &mut dyn Storage, packed: &Packed) -> io::Result<()>;
 
-    /// Makes all of it last; takes the incomplete mark away if no page is missing.
+    /// Syncs everything. Removes the incomplete mark if no page is missing.
     fn seal(&mut self, storage: &mut dyn Storage, complete: bool) -> io::Result<()>;
 }
 
-/// What an unfinished file says of itself.
+/// What an unfinished file says about itself.
 pub(super) struct Resumed {
     pub kept: Bitmap,
     pub written: Bitmap,
-    /// None for ELF.
+    /// `None` for ELF.
     pub compression: Option<Compression>,
     pub complete: bool,
 }
 
-/// A vmcore that is being written.
+/// A vmcore that is being written; see the module head.
 pub struct Dump {
-    /// What the file is called in the end.
+    /// Path of the finished file.
     path: PathBuf,
     storage: Box<dyn Storage>,
     form: Box<dyn Form>,
     format: Format,
     kept: Arc<Bitmap>,
-    /// When this `Dump` began: what chunks leave alone.
+    /// Pages that were written before this `Dump` began. Chunks leave them alone.
     before: Arc<Bitmap>,
     written: Bitmap,
     lost: u64,
 }
 
-/// What one `write` did.
+/// Result of one `write`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Written {
-    /// In the file from now on; their memory may go. Ascending.
+    /// Pages that are in the file from now on, ascending. Their memory may be released.
     pub pages: Vec<Range<u64>>,
     pub page_count: u64,
-    /// Those of them that were zero and took no room.
+    /// Number of these pages that were zero and took no space.
     pub zero: u64,
-    /// Pages that could not be read. They stay missing.
+    /// Number of pages that could not be read. They stay missing.
     pub lost: u64,
-    /// Bytes of data that went to the file.
+    /// Bytes of data written to the file.
     pub bytes: u64,
 }
 
-/// What a finished dump is like.
+/// Result of a finished dump.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finished {
     pub path: PathBuf,
     pub file_bytes: u64,
-    /// Pages that could not be read; if any, the file stays marked as incomplete.
+    /// Number of pages that could not be read. If there are any, the file stays marked as incomplete.
     pub lost: u64,
 }
 
+/// Why a dump could not be written or resumed.
 #[derive(Debug, thiserror::Error)]
 pub enum DumpError {
     #[error("{path}: exists already; move it away or choose another name")]
@@ -134,7 +137,7 @@ pub enum DumpError {
 }
 
 impl DumpError {
-    /// Whether room on the disk is all that is missing.
+    /// Whether space for the file is all that is missing.
     pub fn is_disk_full(&self) -> bool {
         let Self::Io { source, .. } = self else { return false };
         matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge)
@@ -142,7 +145,8 @@ impl DumpError {
 }
 
 impl Dump {
-    /// Begins a dump that will be called `path`; until then it is `incomplete_path(path)`. Refuses to replace either.
+    /// Begins a dump that will be called `path`; until it is finished it is `incomplete_path(path)`. Refuses to replace
+    /// either.
     pub fn create(path: &Path, plan: Plan, format: Format) -> Result<Self, DumpError> {
         let incomplete = incomplete_path(path);
         if path.exists() {
@@ -153,7 +157,7 @@ impl Dump {
             _ => DumpError::Io { path: incomplete.clone(), what: "created", source },
         })?;
         Self::begin(path, Box::new(storage), plan, format).inspect_err(|_| {
-            // Nothing is in it yet; what cannot be removed is told apart from a dump by its missing header.
+            // Nothing is in it yet. If it cannot be removed, its missing header tells it from a dump.
             let _ = std::fs::remove_file(&incomplete);
         })
     }
@@ -176,7 +180,8 @@ impl Dump {
         Ok(Self { path: path.to_owned(), storage, form, format, kept: Arc::new(plan.kept), before, written, lost: 0 })
     }
 
-    /// Goes on with an unfinished dump, given by its final name. What is not certainly in the file is written again.
+    /// Continues an unfinished dump, given by its final path. Pages that are not certainly in the file are written
+    /// again.
     pub fn resume(path: &Path) -> Result<Self, DumpError> {
         let incomplete = incomplete_path(path);
         let storage =
@@ -200,7 +205,7 @@ impl Dump {
             _ => return Err(DumpError::NotOurs { path: incomplete }),
         };
         let Resumed { kept, written, compression, complete } = resumed;
-        // Killed between the last two steps of `finish`: all is there but the name.
+        // A writer that was killed between the last two steps of `finish` left everything except the name.
         if complete && written != kept {
             return Err(DumpError::NotOurs { path: incomplete });
         }
@@ -209,13 +214,13 @@ impl Dump {
         Ok(Self { path: path.to_owned(), storage, form, format, kept, before, written, lost: 0 })
     }
 
-    /// What is left to do, piece by piece, ascending. Each holds as many pages as `chunk_bytes` are (2 MiB at least), so
-    /// a packed chunk never needs more memory than that and a page.
+    /// Chunks that are left to write, ascending. Each has at most as many pages as fit `chunk_bytes` (2 MiB at least).
+    /// So a packed chunk needs no more memory than that and a page.
     pub fn chunks(&self, chunk_bytes: u64) -> Vec<Chunk> {
         chunk::chunks(&self.kept, &self.written, chunk_bytes)
     }
 
-    /// Packs this dump's chunks; one for each thread.
+    /// A packer for this dump's chunks. Each thread needs its own.
     pub fn packer(&self) -> Packer {
         let compression = match self.format {
             Format::Kdump(compression) => Some(compression),
@@ -224,8 +229,8 @@ impl Dump {
         Packer::new(self.kept.clone(), self.before.clone(), compression)
     }
 
-    /// Puts a chunk into the file. After a failure (a full disk) nothing of it counts as written, and it may be tried
-    /// again.
+    /// Writes a chunk to the file. After an error, such as a full disk, nothing of it counts as written, and it may be
+    /// tried again.
     pub fn write(&mut self, packed: &Packed) -> Result<Written, DumpError> {
         self.form.write(&mut *self.storage, packed).map_err(|source| self.io("written", source))?;
         let mut done = Written { bytes: packed.bytes(), ..Written::default() };
@@ -250,7 +255,7 @@ impl Dump {
         Ok(done)
     }
 
-    /// Makes the dump last and gives it its name.
+    /// Syncs the dump and gives it its final name.
     pub fn finish(mut self) -> Result<Finished, DumpError> {
         let left = self.kept.count() - self.written.count() - self.lost;
         if left > 0 {
@@ -262,21 +267,22 @@ impl Dump {
         Ok(Finished { path: self.path, file_bytes, lost: self.lost })
     }
 
+    /// Format of the file.
     pub fn format(&self) -> Format {
         self.format
     }
 
-    /// All pages the dump is to hold.
+    /// All pages that the dump keeps.
     pub fn kept(&self) -> &Bitmap {
         &self.kept
     }
 
-    /// Those that are in the file: after `resume`, their memory may go at once.
+    /// Pages that are in the file. After `resume` their memory may be released at once.
     pub fn written(&self) -> &Bitmap {
         &self.written
     }
 
-    /// Where the dump is now.
+    /// Path of the unfinished file.
     pub fn incomplete_path(&self) -> PathBuf {
         incomplete_path(&self.path)
     }
@@ -286,7 +292,7 @@ impl Dump {
     }
 }
 
-/// What a dump is called until it is finished.
+/// Path of a dump until it is finished.
 pub fn incomplete_path(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(SUFFIX);
@@ -296,7 +302,7 @@ pub fn incomplete_path(path: &Path) -> PathBuf {
 fn give_name(path: &Path) -> io::Result<()> {
     let incomplete = incomplete_path(path);
     match renameat_with(CWD, &incomplete, CWD, path, RenameFlags::NOREPLACE) {
-        // The file system cannot refuse to replace; whether there is something was looked at in the beginning.
+        // The file system cannot refuse to replace a file. `create` has checked that there is none.
         Err(Errno::INVAL | Errno::NOSYS) => std::fs::rename(&incomplete, path)?,
         done => done?,
     }

@@ -1,7 +1,7 @@
-//! VmcoreFile: a vmcore of any maker as physical memory: kdump or ELF, plain or flattened, whole or left unfinished.
+//! Vmcore file: a vmcore from any tool as physical memory: kdump or ELF, plain or flattened, finished or not.
 //!
-//! The file is not trusted: what it says is checked against its size before it is used, and a page that cannot be had is
-//! said to be unreadable and nothing worse.
+//! The file is not trusted. What it says is checked against its size before it is used. A page that cannot be read is
+//! reported as unreadable, and nothing worse happens.
 
 use std::fs::File;
 use std::io;
@@ -21,10 +21,10 @@ use super::linux::Utsname;
 use super::memory::{PhysicalMemory, Unreadable};
 use super::notes::{NOTES_BYTES_MAX, Notes, NotesError};
 
-/// Pages kept decompressed: introspection reads page tables and descriptors word by word.
+/// Number of pages kept decompressed, because introspection reads page tables and descriptors word by word.
 const CACHED_PAGES: usize = 512;
 
-/// A vmcore that is read.
+/// A vmcore that was opened for reading.
 pub struct VmcoreFile {
     source: Source,
     content: Content,
@@ -46,12 +46,12 @@ enum Content {
 
 struct Cache {
     decompressor: Decompressor,
-    /// The page that is in each slot; a page has one slot it can be in.
+    /// The page that is in each slot. Each page has one slot that it can be in.
     pfns: Vec<Option<u64>>,
     bytes: Vec<u8>,
 }
 
-/// Why a page cannot be had.
+/// Why a page cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum PageError {
     #[error("the page is not in the dump")]
@@ -64,19 +64,20 @@ pub enum PageError {
     Io(#[from] io::Error),
 }
 
-/// How many pages a file has.
+/// Page counts of a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Survey {
-    /// That the dump was made to keep.
+    /// Pages that the dump was made to keep.
     pub pages: u64,
-    /// Of these, not in the file.
+    /// Kept pages that are not in the file.
     pub missing: u64,
-    /// Of these, zero and without data of their own; not known of ELF files.
+    /// Kept pages that are zero and have no data of their own; not known for ELF files.
     pub zero: u64,
-    /// All pages' data.
+    /// Bytes of all pages' data.
     pub stored_bytes: u64,
 }
 
+/// Why a vmcore cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
     #[error("{path}: cannot be opened")]
@@ -94,6 +95,7 @@ pub enum FileError {
 }
 
 impl VmcoreFile {
+    /// Opens a vmcore, and checks its headers and notes.
     pub fn open(path: &Path) -> Result<Self, FileError> {
         let open = |source| FileError::Open { path: path.to_owned(), source };
         let file = File::open(path).map_err(open)?;
@@ -122,6 +124,7 @@ impl VmcoreFile {
         }
     }
 
+    /// Whether it is a flattened dump.
     pub fn is_flattened(&self) -> bool {
         matches!(self.source, Source::Flattened(_))
     }
@@ -134,33 +137,37 @@ impl VmcoreFile {
         }
     }
 
-    /// makedumpfile's number for what was left out, which ELF files do not tell.
+    /// What was left out, as makedumpfile's number; `None` for ELF files, which do not tell it.
     pub fn level(&self) -> Option<u32> {
         self.kdump().map(|kdump| kdump.header.level)
     }
 
+    /// Its method of compression; `None` for ELF files, and for a method that is not known here.
     pub fn compression(&self) -> Option<Compression> {
         self.kdump().and_then(|kdump| Compression::of_flags(kdump.header.status))
     }
 
-    /// As the file's header has it, which may have been filled without knowing.
+    /// The kernel's name in the file's header, which may have been filled without knowledge; `None` for ELF files.
     pub fn utsname(&self) -> Option<&Utsname> {
         self.kdump().map(|kdump| &kdump.header.utsname)
     }
 
-    /// When the dump was begun, if its maker said so.
+    /// When the dump was begun, in seconds since 1970, if its maker recorded it.
     pub fn unix_seconds(&self) -> Option<i64> {
         self.kdump().map(|kdump| kdump.header.unix_seconds).filter(|seconds| *seconds != 0)
     }
 
+    /// The ELF notes of the file.
     pub fn notes(&self) -> &Notes {
         &self.notes
     }
 
+    /// Length of the file, in bytes.
     pub fn file_bytes(&self) -> u64 {
         self.file_bytes
     }
 
+    /// Counts the pages of the file.
     pub fn survey(&self) -> Survey {
         match &self.content {
             Content::Kdump(kdump) => kdump.survey(&self.source),
@@ -168,12 +175,12 @@ impl VmcoreFile {
         }
     }
 
-    /// The pages the dump was made to keep; none for ELF files, whose segments are all there is.
+    /// The pages that the dump was made to keep; `None` for ELF files, which have nothing but segments.
     pub fn kept(&self) -> Option<&Bitmap> {
         self.kdump().map(|kdump| &kdump.kept)
     }
 
-    /// Fills `page` with the bytes of a page frame, past the cache.
+    /// Fills `page` with the bytes of a page frame, without the cache.
     pub fn read_page(&self, pfn: u64, page: &mut [u8; PAGE]) -> Result<(), PageError> {
         let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
         self.content.read_page(&self.source, pfn, &mut cache.decompressor, page)
@@ -253,7 +260,7 @@ impl Content {
         Notes::parse(&blob)
     }
 
-    /// RAM as far as the file tells, in whole pages.
+    /// Page frames of RAM, as far as the file tells.
     fn ranges(&self) -> Vec<Range<u64>> {
         match self {
             Self::Kdump(kdump) => kdump.existing.runs().collect(),

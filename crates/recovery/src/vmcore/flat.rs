@@ -1,4 +1,4 @@
-//! Flattened dumps: what makedumpfile -F and QEMU's kdump formats write into a pipe, where no one can go back.
+//! Flattened dumps: what makedumpfile -F and QEMU's kdump formats write to a pipe, where no writer can seek back.
 //!
 //! ```text
 //! 0     "makedumpfile", type 1, version 1 (big endian), filled up to 4096 bytes
@@ -15,9 +15,11 @@ use super::bytes::ReadAt;
 const SIGNATURE: &[u8; 16] = b"makedumpfile\0\0\0\0";
 const HEADER_BYTES: u64 = 4096;
 const END: i64 = -1;
-/// 8 million pieces: QEMU writes one a page at most, so 32 GiB of a guest; 400 MB of memory.
+/// Maximum number of pieces, 8 million. QEMU writes one a page at most, so they cover 32 GiB of a guest; they take 400
+/// MB of memory.
 const PIECES_MAX: usize = 8 << 20;
 
+/// Why a flattened dump cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum FlatError {
     #[error("version {version} of type {kind} is not known")]
@@ -30,10 +32,10 @@ pub enum FlatError {
     Unreadable(#[from] io::Error),
 }
 
-/// A flattened dump, read as the plain one that it stands for.
+/// A flattened dump, read as the plain one that it represents.
 pub struct Flattened {
     file: File,
-    /// By where they begin in the plain file, apart from each other.
+    /// By their offset in the plain file, without overlap.
     pieces: BTreeMap<u64, Piece>,
     bytes: u64,
 }
@@ -41,16 +43,18 @@ pub struct Flattened {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Piece {
     bytes: u64,
-    /// Where in the flattened file.
+    /// Offset in the flattened file.
     at: u64,
 }
 
+/// Whether the file begins as a flattened dump does.
 pub fn is_flattened(file: &File) -> bool {
     let mut signature = [0; SIGNATURE.len()];
     ReadAt::read_exact_at(file, &mut signature, 0).is_ok() && signature == *SIGNATURE
 }
 
 impl Flattened {
+    /// Reads the headers of all pieces.
     pub fn open(file: File) -> Result<Self, FlatError> {
         let file_bytes = file.file_bytes()?;
         let mut reader = BufReader::with_capacity(1 << 16, file);
@@ -92,7 +96,7 @@ fn pair(reader: &mut impl Read) -> io::Result<(u64, u64)> {
     Ok((number(0), number(8)))
 }
 
-/// What the new piece covers of earlier ones is cut out of them.
+/// Adds a piece, and cuts what it covers out of earlier ones.
 fn insert(pieces: &mut BTreeMap<u64, Piece>, offset: u64, piece: Piece) {
     let end = offset + piece.bytes;
     while let Some((&start, &old)) = pieces.range(..end).next_back().filter(|(start, old)| *start + old.bytes > offset)
@@ -110,7 +114,7 @@ fn insert(pieces: &mut BTreeMap<u64, Piece>, offset: u64, piece: Piece) {
 }
 
 impl ReadAt for Flattened {
-    /// What no piece covers reads as zeroes, as in a file with holes.
+    /// Bytes that no piece covers read as zeroes, as in a file with holes.
     fn read_exact_at(&self, into: &mut [u8], at: u64) -> io::Result<()> {
         let end = at.checked_add(into.len() as u64).filter(|end| *end <= self.bytes);
         let end = end.ok_or(io::ErrorKind::UnexpectedEof)?;

@@ -1,47 +1,53 @@
-//! DumpLevel: what a dump leaves out, by makedumpfile's numbers, which are what people know.
+//! Dump level: what a dump leaves out, in makedumpfile's numbers, which people know.
 
-/// A sum of what is left out: 1 zero pages, 2 cache, 4 cache with private data, 8 user data, 16 free pages.
+/// Sum of what is left out: 1 zero pages, 2 cache, 4 cache with private data, 8 user data, 16 free pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct DumpLevel(u8);
 
 impl DumpLevel {
-    /// Everything is in the dump.
+    /// Leaves nothing out.
     pub const ALL: Self = Self(0);
-    /// Everything but pages of zeroes, for which nothing has to be known of the guest.
+    /// Leaves out only pages of zeroes, for which nothing has to be known of the guest.
     pub const NOT_ZERO: Self = Self(1);
-    /// What the kernel's own data needs, and no more.
+    /// Leaves out all that the kernel's own data does not need.
     pub const KERNEL: Self = Self(31);
 
-    /// 0 to 31.
+    /// A level from 0 to 31; `None` for any other number.
     pub fn new(level: u8) -> Option<Self> {
         (level <= 31).then_some(Self(level))
     }
 
+    /// The level as makedumpfile's number.
     pub fn number(self) -> u8 {
         self.0
     }
 
+    /// Whether pages of zeroes are left out.
     pub fn excludes_zero(self) -> bool {
         self.0 & 1 != 0
     }
 
+    /// Whether page cache without private data is left out.
     pub fn excludes_cache(self) -> bool {
         self.0 & 2 != 0
     }
 
+    /// Whether page cache with private data is left out.
     pub fn excludes_private_cache(self) -> bool {
         self.0 & 4 != 0
     }
 
+    /// Whether memory of programs is left out.
     pub fn excludes_user(self) -> bool {
         self.0 & 8 != 0
     }
 
+    /// Whether free pages are left out.
     pub fn excludes_free(self) -> bool {
         self.0 & 16 != 0
     }
 
-    /// Whether the kernel has to be asked at all.
+    /// Whether the guest's page descriptors are needed.
     pub fn needs_classification(self) -> bool {
         self.0 & !1 != 0
     }

@@ -1,7 +1,7 @@
 //! LZO1X-1: the compression that every build of makedumpfile and crash knows, for one page at a time.
 //!
-//! A compressed page is a sequence of literals and copies from up to 16 KiB back; a page is 4 KiB, so that of the
-//! format's four kinds of copy the two farthest are enough (M2 near and short, M3 any length), and the rest is only read.
+//! A compressed page is a sequence of literals and copies of earlier bytes. A page has 4 KiB, so it is written with two
+//! of the format's four kinds of copy (M2 near and short, M3 of any length). The others are only read.
 //!
 //! | first byte | meaning |
 //! |---|---|
@@ -11,24 +11,24 @@
 //! | 32..=63 | M3: copy of 2 + value, or (0) 33 + extension, from up to 16 KiB |
 //! | 64..=255 | M2: copy of 3 to 8 from up to 2 KiB |
 //!
-//! The low two bits of a copy's last distance byte count the literals that follow it. An extension is 255 for each zero
-//! byte and then the next byte. The first byte of all, if above 17, is a run of literals of value - 17.
+//! The low two bits of a copy's last byte but one count the literals that follow it. An extension is 255 for each zero
+//! byte, and then the next byte. The first byte of all, if above 17, begins a run of value - 17 literals.
 //!
-//! Our own, because the crates are under the GPL or compress 8 MiB/s.
+//! This is our own implementation, because the crates are under the GPL or compress 8 MiB/s.
 
 /// Longest distance of a copy that is written as M2.
 const NEAR: usize = 0x800;
 const HASH_BITS: u32 = 12;
-/// Copies of less than this cost what they save.
+/// Shorter copies cost as much as they save.
 const MATCH_MIN: usize = 4;
 const END: [u8; 3] = [0x11, 0, 0];
 
-/// The most that compression can make of `bytes`.
+/// Maximum compressed length of `bytes` bytes.
 pub const fn bound(bytes: usize) -> usize {
     bytes + bytes / 255 + 16
 }
 
-/// Compresses pages of at most 16 KiB. Holds a table of where things were seen last.
+/// Compresses pages of at most 16 KiB. It remembers where each word was seen last.
 pub struct Compressor {
     seen: Box<[u16; 1 << HASH_BITS]>,
 }
@@ -40,19 +40,19 @@ impl Default for Compressor {
 }
 
 impl Compressor {
-    /// Appends to `output` what `input` compresses to.
+    /// Appends the compressed `input` to `output`.
     pub fn compress(&mut self, input: &[u8], output: &mut Vec<u8>) {
         debug_assert!(input.len() <= 16 << 10, "distances are at most 16 KiB");
         self.seen.fill(0);
         let begin = output.len();
         let (mut at, mut literals_from) = (0, 0);
-        // What is seen is kept as position plus one: nothing is zero.
+        // A position is stored plus one: zero means none.
         while at + MATCH_MIN <= input.len() {
             let word = word_at(input, at);
             let slot = &mut self.seen[(word.wrapping_mul(0x9e37_79b1) >> (u32::BITS - HASH_BITS)) as usize];
             let candidate = usize::from(std::mem::replace(slot, at as u16 + 1));
             if candidate == 0 || word_at(input, candidate - 1) != word {
-                // The longer nothing is found, the larger the steps: bytes without pattern cost little.
+                // The longer nothing is found, the larger the steps, so that bytes without a pattern cost little.
                 at += 1 + ((at - literals_from) >> 5);
                 continue;
             }
@@ -72,7 +72,7 @@ fn word_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
 }
 
-/// How many first bytes of both are the same.
+/// Number of first bytes that are equal in both.
 fn equal(one: &[u8], other: &[u8]) -> usize {
     let mut count = 0;
     for (one, other) in one.chunks_exact(8).zip(other.chunks_exact(8)) {
@@ -91,7 +91,7 @@ fn put_literals(literals: &[u8], output: &mut Vec<u8>, begin: usize) {
     match count {
         0 => return,
         _ if output.len() == begin && count <= 238 => output.push(count as u8 + 17),
-        // Up to three ride in the copy before them.
+        // Up to three are counted in the copy before them.
         1..=3 => *output.iter_mut().nth_back(1).expect("a copy went before") |= count as u8,
         4..=18 => output.push(count as u8 - 3),
         _ => {
@@ -126,10 +126,10 @@ fn put_extension(mut value: usize, output: &mut Vec<u8>) {
     output.push(value as u8);
 }
 
-/// Fills `output` with what `input` was compressed from. None if that is not exactly as long, or `input` is damaged.
+/// Decompresses `input`, which must fill `output` exactly; `None` if it does not, or is damaged.
 pub fn decompress(input: &[u8], output: &mut [u8]) -> Option<()> {
     let mut reader = Reader { input, output, written: 0 };
-    // Literals since the last copy, as far as they matter: 0, 1 to 3, 4 or more.
+    // Literals since the last copy: 0, 1 to 3, or 4 for any more.
     let mut literals = 0;
     if let Some(first @ 18..) = input.first() {
         reader.byte()?;
@@ -190,7 +190,7 @@ impl Reader<'_> {
         Some(*first)
     }
 
-    /// The value itself, or if it is zero what the extension adds to the largest value.
+    /// The value itself or, if it is zero, the extension plus the largest value.
     fn extended(&mut self, value: usize, largest: usize) -> Option<usize> {
         if value != 0 {
             return Some(value);
@@ -204,7 +204,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Of M3 and M4: 14 bits of distance, 2 bits of literals.
+    /// Reads the distance of M3 and M4: 14 bits, and 2 bits of literals.
     fn distance(&mut self) -> Option<(usize, usize)> {
         let word = usize::from(u16::from_le_bytes([self.byte()?, self.byte()?]));
         Some((word >> 2, word & 3))
@@ -218,7 +218,7 @@ impl Reader<'_> {
         Some(())
     }
 
-    /// Source and target may overlap: then what was just written is repeated.
+    /// Source and target may overlap; then the bytes just written are repeated.
     fn copy(&mut self, distance: usize, length: usize) -> Option<()> {
         let source = self.written.checked_sub(distance)?;
         let end = self.written.checked_add(length).filter(|end| *end <= self.output.len())?;
@@ -240,7 +240,7 @@ mod tests {
 
     use super::*;
 
-    /// Compressed bytes that came out right again.
+    /// Compresses `input` and checks that it decompresses again. Returns the compressed bytes.
     #[track_caller]
     fn round_trip(input: &[u8]) -> Vec<u8> {
         let mut packed = Vec::new();
@@ -255,7 +255,7 @@ mod tests {
         packed
     }
 
-    /// Bytes without pattern.
+    /// Bytes without a pattern.
     fn noise(bytes: usize) -> Vec<u8> {
         let mut state = 1_u64;
         let mut next = || {
@@ -276,7 +276,7 @@ mod tests {
         }
     }
 
-    /// Every length of literals and of copies around the places where their encoding changes.
+    /// Lengths of literals and of copies around the places where their encoding changes.
     #[test]
     fn all_lengths_are_right() {
         let noise = noise(1200);
@@ -289,9 +289,9 @@ mod tests {
         }
     }
 
-    /// Made by liblzo2's lzo1x_1 and documented in the format's description: literals first, then the end.
+    /// Made by liblzo2's lzo1x_1, and documented in the format's description: literals first, then the end.
     #[test]
-    fn a_stream_of_the_original_is_read() {
+    fn stream_of_liblzo2_is_read() {
         let mut text = [0; 17];
         let stream = b"\x22hello, lzo world!\x11\0\0";
         assert_eq!(decompress(stream, &mut text), Some(()));
@@ -300,12 +300,12 @@ mod tests {
         assert_eq!(decompress(stream, &mut [0; 18]), None);
     }
 
-    /// Kinds of copy that we read and never write.
+    /// Kinds of copy that are read but never written.
     #[test]
     fn copies_of_all_kinds_are_read() {
-        // Four literals, M1 after a run reaches back 2 KiB and more: nothing is there.
+        // Four literals, then M1 after a run, which reaches back 2 KiB and more, where nothing is.
         assert_eq!(decompress(b"\x15abcd\x00\x00\x11\0\0", &mut [0; 7]), None);
-        // One literal rides in an M2 copy, then M1 copies the two bytes before.
+        // One literal belongs to an M2 copy, then M1 copies the two bytes before.
         let mut bytes = [0; 10];
         let stream = b"\x15abcd\x4d\x00e\x04\x00\x11\0\0";
         assert_eq!(decompress(stream, &mut bytes), Some(()));
@@ -326,7 +326,7 @@ mod tests {
         }
 
         #[test]
-        fn damaged_streams_are_refused_or_read_but_never_harm(damage in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8), cut in any::<prop::sample::Index>()) {
+        fn damaged_streams_never_harm(damage in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8), cut in any::<prop::sample::Index>()) {
             let mut packed = Vec::new();
             Compressor::default().compress(&[noise(500), vec![0; 100], noise(300)].concat(), &mut packed);
             for (at, byte) in damage {

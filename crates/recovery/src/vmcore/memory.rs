@@ -6,10 +6,11 @@ use hearth_memory::{GuestPhysicalAddress, PAGE_BYTES};
 
 /// Guest memory by guest-physical address.
 pub trait PhysicalMemory {
-    /// Fills `into` with what stands at `address`, across pages if need be. On failure `into` holds anything.
+    /// Fills `into` with the bytes at `address`, across pages if need be. After an error the contents of `into` do not
+    /// count.
     fn read(&self, address: GuestPhysicalAddress, into: &mut [u8]) -> Result<(), Unreadable>;
 
-    /// The page frames that are RAM: ascending, apart from each other, none empty. A dump may lack pages of them.
+    /// Page frames that are RAM: in ascending order, without overlap, none empty. A dump may lack some of these pages.
     fn ranges(&self) -> &[Range<u64>];
 
     /// One past the last page frame.
@@ -17,23 +18,25 @@ pub trait PhysicalMemory {
         self.ranges().last().map_or(0, |range| range.end)
     }
 
-    /// How many page frames are RAM.
+    /// Number of page frames that are RAM.
     fn ram_pages(&self) -> u64 {
         self.ranges().iter().map(|range| range.end - range.start).sum()
     }
 
+    /// The 32-bit number at an address.
     fn read_u32(&self, address: GuestPhysicalAddress) -> Result<u32, Unreadable> {
         let mut bytes = [0; 4];
         self.read(address, &mut bytes).map(|()| u32::from_le_bytes(bytes))
     }
 
+    /// The 64-bit number at an address.
     fn read_u64(&self, address: GuestPhysicalAddress) -> Result<u64, Unreadable> {
         let mut bytes = [0; 8];
         self.read(address, &mut bytes).map(|()| u64::from_le_bytes(bytes))
     }
 }
 
-/// These bytes are not there: no RAM, or not in this dump.
+/// These bytes cannot be read: they are not RAM, or not in this dump.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("physical memory at {:#x} is not readable", .address.0)]
 pub struct Unreadable {
@@ -41,12 +44,13 @@ pub struct Unreadable {
 }
 
 impl Unreadable {
+    /// The error for this guest-physical address.
     pub fn at(address: u64) -> Self {
         Self { address: GuestPhysicalAddress(address) }
     }
 }
 
-/// Where a page frame begins.
+/// Address of the first byte of a page frame.
 pub fn address_of_pfn(pfn: u64) -> GuestPhysicalAddress {
     GuestPhysicalAddress(pfn * PAGE_BYTES)
 }

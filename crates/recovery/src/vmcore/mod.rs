@@ -1,11 +1,11 @@
 //! Vmcore: a dead guest's memory as a dump that the usual tools read.
 //!
-//! RAM (`memory`, `dead_ram`) -> what its kernel says of each page (`linux`) -> pages worth keeping (`bitmap`) -> file
+//! RAM (`memory`, `dead_ram`) -> class of each page, by its kernel's data (`linux`) -> pages to keep (`bitmap`) -> file
 //!
-//! A dump is made of the registers and notes that QEMU gives in a millisecond, of two bitmaps over page frames (which
-//! exist, which are kept), and of the kept pages. Everything is read from outside, out of memory that the guest wrote and
-//! may have damaged: each table, list, order and count is checked or bounded, and where one makes no sense the pages it
-//! would have judged are kept.
+//! A dump consists of the registers and notes that QEMU gives in a millisecond, two bitmaps over page frames (which
+//! exist, which are kept), and the kept pages. Everything is read from outside, from memory that the guest wrote and
+//! may have damaged. So each table, list, order and count is checked or bounded. Where one makes no sense, the pages
+//! that it would have excluded are kept.
 
 pub mod bitmap;
 mod bytes;

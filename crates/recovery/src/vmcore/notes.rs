@@ -1,18 +1,18 @@
 //! Notes: registers and VMCOREINFO of a dead guest, as ELF notes.
 //!
-//! QEMU's dump of one byte -> its note segment -> checked, note by note -> the blob that both file formats hold
+//! QEMU's dump of one byte -> its note segment -> check each note -> the bytes that both file formats contain
 //!
-//! The blob keeps QEMU's order (all NT_PRSTATUS, then all QEMU, then VMCOREINFO): readers number CPUs by it. The text of
-//! VMCOREINFO comes from the guest, and everything that is read here is bounded. A dump without any note is a dump too:
-//! it has memory and no registers.
+//! The bytes keep QEMU's order (all NT_PRSTATUS, then all QEMU, then VMCOREINFO), because readers number CPUs by it.
+//! The text of VMCOREINFO comes from the guest, so everything that is read here is bounded. A dump without any note is
+//! valid too: it has memory but no registers.
 
 use std::ops::Range;
 
 use super::elf::{ElfError, Headers};
 
-/// 4096 CPUs have 3.3 MiB of notes, and QEMU takes at most 1 MiB of VMCOREINFO from a guest.
+/// Maximum size of all notes. 4096 CPUs have 3.3 MiB of them, and QEMU takes at most 1 MiB of VMCOREINFO from a guest.
 pub const NOTES_BYTES_MAX: usize = 8 << 20;
-/// A dump of one byte holds headers, notes and that byte.
+/// Maximum size of a dump of one byte: headers, notes and that byte.
 pub const TINY_DUMP_BYTES_MAX: usize = NOTES_BYTES_MAX + (1 << 20);
 
 const NOTE_HEAD_BYTES: usize = 12;
@@ -20,13 +20,13 @@ const NT_PRSTATUS: u32 = 1;
 const CORE: &[u8] = b"CORE\0";
 const VMCOREINFO: &[u8] = b"VMCOREINFO\0";
 const QEMU: &[u8] = b"QEMU\0";
-/// Where elf_prstatus of x86-64 has its registers.
+/// Offset of the registers in elf_prstatus of x86-64.
 const PRSTATUS_REGISTERS: usize = 112;
-/// Where QEMU's own note of a CPU has cr0 to cr4 (`QEMUCPUState`, QEMU's `target/i386/arch_dump.c`).
+/// Offset of cr0 to cr4 in QEMU's own note of a CPU (`QEMUCPUState`, QEMU's `target/i386/arch_dump.c`).
 const QEMU_CONTROL_REGISTERS: usize = 392;
 const CR0_PAGING: u64 = 1 << 31;
 const CR4_LA57: u64 = 1 << 12;
-/// The address in CR3; below it are flags or a PCID, above it no-flush bits.
+/// The address in CR3. Flags or a PCID are below it, no-flush bits above it.
 const CR3_FRAME: u64 = 0x000f_ffff_ffff_f000;
 
 /// The notes of one guest, in order.
@@ -35,15 +35,16 @@ pub struct Notes {
     notes: Vec<Note>,
 }
 
-/// One note: whose it is, what it is, what it says.
+/// One note: its owner, its type and its contents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Note {
-    /// With its terminating zero.
+    /// Includes the terminating zero.
     name: Vec<u8>,
     kind: u32,
     description: Vec<u8>,
 }
 
+/// Why notes cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum NotesError {
     #[error("QEMU's dump is not understood")]
@@ -57,7 +58,7 @@ pub enum NotesError {
 }
 
 impl Notes {
-    /// What `dump-guest-memory` of a single byte says of all CPUs.
+    /// Notes of all CPUs, from QEMU's `dump-guest-memory` of a single byte.
     pub fn of_tiny_dump(bytes: &[u8]) -> Result<Self, NotesError> {
         if bytes.len() > TINY_DUMP_BYTES_MAX {
             return Err(NotesError::TooLong(bytes.len()));
@@ -69,7 +70,7 @@ impl Notes {
         Self::parse(part)
     }
 
-    /// A blob of notes as dumps hold it.
+    /// Parses notes as dumps hold them.
     pub fn parse(blob: &[u8]) -> Result<Self, NotesError> {
         if blob.len() > NOTES_BYTES_MAX {
             return Err(NotesError::TooLong(blob.len()));
@@ -78,7 +79,7 @@ impl Notes {
         let mut at = 0;
         while blob.len() - at >= NOTE_HEAD_BYTES {
             let (note, next) = Note::parse(blob, at).ok_or(NotesError::CutOff(at))?;
-            // Room at the end of the notes is filled with zeroes.
+            // Space after the last note is filled with zeroes.
             if !note.name.is_empty() || !note.description.is_empty() {
                 notes.push(note);
             }
@@ -87,7 +88,7 @@ impl Notes {
         Ok(Self { notes })
     }
 
-    /// Makes this text the VMCOREINFO, in the place of another that QEMU was told. False if there is no room for it.
+    /// Makes this text the VMCOREINFO, in place of one that QEMU was given. Returns false if there is no space for it.
     pub fn set_vmcoreinfo(&mut self, text: &[u8]) -> bool {
         let ends = |note: &[u8]| note.iter().position(|byte| *byte == 0).unwrap_or(note.len());
         if self.vmcoreinfo().is_some_and(|told| &told[..ends(told)] == text) {
@@ -115,40 +116,41 @@ impl Notes {
         std::str::from_utf8(&line[line.len() - bytes..]).ok()
     }
 
-    /// Where the guest's kernel text lies in physical memory, relative to where it was linked for. Signed: KASLR may
-    /// move it below.
+    /// Difference between where the guest's kernel text is in physical memory and where it was linked for. KASLR may
+    /// make it negative.
     pub fn phys_base(&self) -> Option<i64> {
         self.vmcoreinfo_value("NUMBER(phys_base)")?.parse().ok()
     }
 
-    /// Registers, one set a CPU, in the order of CPUs.
+    /// Registers, one set for each CPU, in the order of CPUs.
     pub fn registers(&self) -> impl Iterator<Item = Registers> + '_ {
         self.notes.iter().filter(|note| note.is_registers()).filter_map(|note| Registers::parse(&note.description))
     }
 
-    /// The page tables that the CPUs used, without those of CPUs whose paging was off. Only QEMU's own notes have them.
+    /// Page tables that the CPUs used, without those of CPUs whose paging was off. Only QEMU's own notes have them.
     pub fn page_tables(&self) -> Vec<PageTables> {
         let notes = self.notes.iter().filter(|note| note.name == QEMU);
         notes.filter_map(|note| PageTables::parse(&note.description)).collect()
     }
 
-    /// How many CPUs have registers here.
+    /// Number of CPUs whose registers are here.
     pub fn cpus(&self) -> usize {
         self.notes.iter().filter(|note| note.is_registers()).count()
     }
 
+    /// Whether there are no notes at all.
     pub fn is_empty(&self) -> bool {
         self.notes.is_empty()
     }
 
-    /// The blob.
+    /// The notes as dumps hold them.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(self.bytes());
         self.notes.iter().for_each(|note| note.append_to(&mut bytes));
         bytes
     }
 
-    /// Where in the blob the text of VMCOREINFO stands.
+    /// Where the text of VMCOREINFO is in `to_bytes`.
     pub fn vmcoreinfo_range(&self) -> Option<Range<usize>> {
         let before = self.notes.iter().take_while(|note| !note.is_vmcoreinfo());
         let at = before.map(Note::bytes).sum::<usize>() + NOTE_HEAD_BYTES + padded(VMCOREINFO.len());
@@ -161,7 +163,7 @@ impl Notes {
 }
 
 impl Note {
-    /// The note at this place and where the next one begins.
+    /// The note at this offset, and the offset of the next one.
     fn parse(blob: &[u8], at: usize) -> Option<(Self, usize)> {
         let word = |index: usize| {
             let bytes = blob.get(at + 4 * index..at + 4 * index + 4)?;
@@ -208,7 +210,7 @@ fn padded(bytes: usize) -> usize {
     bytes.next_multiple_of(4)
 }
 
-/// Where a CPU looked up virtual addresses.
+/// The page tables by which a CPU translated virtual addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageTables {
     /// Guest-physical address of the top table (CR3).
@@ -218,7 +220,7 @@ pub struct PageTables {
 }
 
 impl PageTables {
-    /// None if paging was off, or the note is too short.
+    /// `None` if paging was off, or if the note is too short.
     fn parse(cpu: &[u8]) -> Option<Self> {
         let control = cpu.get(QEMU_CONTROL_REGISTERS..)?;
         let register = |number: usize| {
@@ -234,13 +236,13 @@ impl PageTables {
 /// Registers of one x86-64 CPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Registers {
-    /// What QEMU calls the CPU, plus one.
+    /// QEMU's number of the CPU, plus one.
     pub pid: u32,
     values: [u64; Self::NAMES.len()],
 }
 
 impl Registers {
-    /// In the order of user_regs_struct.
+    /// In the order of the kernel's `user_regs_struct`.
     pub const NAMES: [&'static str; 27] = [
         "r15", "r14", "r13", "r12", "rbp", "rbx", "r11", "r10", "r9", "r8", "rax", "rcx", "rdx", "rsi", "rdi",
         "orig_rax", "rip", "cs", "rflags", "rsp", "ss", "fs_base", "gs_base", "ds", "es", "fs", "gs",
@@ -259,10 +261,12 @@ impl Registers {
         Some(Self { pid, values })
     }
 
+    /// The value of the register with this name.
     pub fn get(&self, name: &str) -> Option<u64> {
         self.iter().find(|(known, _)| *known == name).map(|(_, value)| value)
     }
 
+    /// Names and values of all registers.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
         Self::NAMES.into_iter().zip(self.values)
     }
@@ -297,7 +301,7 @@ mod tests {
         }
     }
 
-    /// As QEMU 7.2 lays it out: program headers behind a section header.
+    /// A dump as QEMU 7.2 lays it out: program headers behind a section header.
     fn tiny_dump(notes: &[u8]) -> Vec<u8> {
         let mut elf = vec![0; 192];
         elf[..18].copy_from_slice(b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x04\0");
@@ -318,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn qemus_words_are_understood_and_kept_as_they_are() {
+    fn qemu_notes_are_parsed_and_kept_unchanged() {
         let blob = two_cpus().to_bytes();
         let notes = Notes::of_tiny_dump(&tiny_dump(&blob)).unwrap();
         assert_eq!(notes, two_cpus());
@@ -345,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn a_found_vmcoreinfo_takes_the_place_of_another() {
+    fn found_vmcoreinfo_replaces_another() {
         let mut notes = two_cpus();
         let told = notes.vmcoreinfo().unwrap().to_vec();
         assert!(notes.set_vmcoreinfo(&told));
@@ -360,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn without_registers_there_is_an_empty_blob() {
+    fn notes_without_registers_are_empty() {
         assert!(Notes::default().to_bytes().is_empty());
         assert_eq!(Notes::parse(&[]).unwrap(), Notes::default());
         assert_eq!(Notes::parse(&[0; 64]).unwrap(), Notes::default());

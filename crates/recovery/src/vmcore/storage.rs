@@ -1,8 +1,8 @@
-//! Storage: the file a dump is written to.
+//! Storage: the file that a dump is written to.
 //!
-//! Page data goes past the page cache where the file system can (O_DIRECT): the host's memory is what a dump is written
-//! to free, and a failing disk is heard of before a page is released. Where it cannot, data is synced before it counts
-//! as written. Tables are small and rewritten: they go through the page cache and are synced at the end.
+//! Page data bypasses the page cache where the file system allows it (O_DIRECT): a dump is written to free the host's
+//! memory, and a failing disk is noticed before a page is released. Elsewhere data is synced before it counts as
+//! written. Tables are small and rewritten. They go through the page cache and are synced at the end.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -15,35 +15,38 @@ use rustix::io::Errno;
 
 use super::bytes::ReadAt;
 
-/// What dumps need of a file. In tests there is one that fails.
+/// What a dump needs of a file. Tests have an implementation that fails.
 pub(super) trait Storage: ReadAt + Send {
-    /// Headers, bitmaps, descriptors.
+    /// Writes headers, bitmaps or descriptors.
     fn write_table(&mut self, bytes: &[u8], at: u64) -> io::Result<()>;
 
-    /// Page data: place and length in whole pages. Later failures of the disk cannot undo it.
+    /// Writes page data, whose offset and length are whole pages. Later failures of the disk cannot undo it.
     fn write_data(&mut self, bytes: &[u8], at: u64) -> io::Result<()>;
 
-    /// Takes disk space, so that writing there later finds it.
+    /// Reserves disk space, so that later writes there find it.
     fn reserve(&mut self, at: u64, bytes: u64) -> io::Result<()>;
 
+    /// Sets the length of the file.
     fn set_bytes(&mut self, bytes: u64) -> io::Result<()>;
 
+    /// Syncs the whole file.
     fn sync(&mut self) -> io::Result<()>;
 }
 
-/// A file of the host.
+/// A file on the host.
 pub(super) struct DumpFile {
     file: File,
     direct: Option<File>,
 }
 
 impl DumpFile {
-    /// A new file, for its owner's eyes only: a guest's memory is in it.
+    /// Makes a new file that only its owner can read, because it holds a guest's memory.
     pub fn create(path: &Path) -> io::Result<Self> {
         let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)?;
         Ok(Self { file, direct: direct(path) })
     }
 
+    /// Opens an existing file for reading and writing.
     pub fn open(path: &Path) -> io::Result<Self> {
         let file = OpenOptions::new().read(true).write(true).open(path)?;
         Ok(Self { file, direct: direct(path) })
@@ -73,7 +76,7 @@ impl Storage for DumpFile {
         debug_assert!(at.is_multiple_of(PAGE_BYTES) && (bytes.len() as u64).is_multiple_of(PAGE_BYTES));
         if let Some(direct) = &self.direct {
             match direct.write_all_at(bytes, at) {
-                // The file system takes O_DIRECT, but not this way: some want larger units than a page.
+                // The file system accepts O_DIRECT but not these writes: some require larger units than a page.
                 Err(error) if error.raw_os_error() == Some(Errno::INVAL.raw_os_error()) => self.direct = None,
                 done => return done,
             }
@@ -84,7 +87,7 @@ impl Storage for DumpFile {
 
     fn reserve(&mut self, at: u64, bytes: u64) -> io::Result<()> {
         match fallocate(&self.file, FallocateFlags::empty(), at, bytes) {
-            // Then a full disk shows when the table is written.
+            // A full disk then shows when the table is written.
             Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
             done => Ok(done?),
         }

@@ -1,6 +1,6 @@
-//! Dumps written and read back, whole and in both formats.
+//! Tests of dumps that are written and read back, whole and in both formats.
 //!
-//! `faults`: torn at every write, on full disks. `damage`: files that somebody else has cut off or written to.
+//! `faults` has writers killed at every write, and full disks. `damage` has files that were cut off or altered.
 
 mod damage;
 mod faults;
@@ -21,7 +21,7 @@ use super::{Bitmap, Compression, DumpLevel, Notes, PhysicalMemory, Unreadable};
 const CHUNK_BYTES: u64 = 2 << 20;
 const RANGES: [Range<u64>; 2] = [0..700, 2048..2600];
 
-/// Memory whose every page is known by its number. Some pages are zero.
+/// Memory in which each page's contents follow from its number. Some pages are zero.
 #[derive(Clone)]
 struct Ram {
     ranges: Vec<Range<u64>>,
@@ -36,7 +36,7 @@ impl Ram {
         Self { ranges: ranges.to_vec(), unreadable: BTreeSet::new(), released: Bitmap::new(end) }
     }
 
-    /// Text, noise, zeroes in long and in short stretches.
+    /// Text, noise, and zeroes in long and in short runs.
     fn content(pfn: u64) -> Vec<u8> {
         let mut state = pfn as u32 + 1;
         let mut noise = || {
@@ -93,7 +93,7 @@ fn plan() -> Plan {
     Plan { ranges: RANGES.to_vec(), kept, level: DumpLevel::KERNEL, notes, utsname }
 }
 
-/// Writes all chunks and releases what is written, as the keeper does.
+/// Writes all chunks and releases what was written, as the keeper does.
 fn write_all(dump: &mut Dump, ram: &mut Ram) -> Result<(), DumpError> {
     let mut packer = dump.packer();
     for chunk in dump.chunks(CHUNK_BYTES).into_iter().rev() {
@@ -110,7 +110,7 @@ fn write_file(path: &Path, plan: &Plan, format: Format) {
     assert_eq!(dump.finish().unwrap().lost, 0);
 }
 
-/// Every page of the file is what memory held; the others are excluded.
+/// Checks that every kept page of the file is what memory held, and that the others are excluded.
 #[track_caller]
 fn assert_whole(path: &Path, plan: &Plan) {
     let file = VmcoreFile::open(path).unwrap();
@@ -156,7 +156,7 @@ fn a_dump_reads_back_as_memory() {
 }
 
 #[test]
-fn long_stretches_of_zeroes_take_no_room_in_elf_files() {
+fn long_zero_runs_are_holes_in_elf_files() {
     use std::os::unix::fs::MetadataExt;
     let folder = folder();
     let path = folder.path().join("vmcore");
@@ -179,9 +179,9 @@ fn chunks_are_whole_blocks_and_bounded() {
     assert!(packed.bytes() <= CHUNK_BYTES);
 }
 
-/// More program headers than the field for their number holds.
+/// There are more program headers than the header's field can count.
 #[test]
-fn an_elf_file_may_have_any_number_of_segments() {
+fn elf_files_may_have_many_segments() {
     let folder = folder();
     let path = folder.path().join("vmcore");
     let end = 2 * 66_000;
@@ -232,7 +232,7 @@ fn a_flattened_dump_reads_as_the_plain_one() {
     let plain = fs::read(&path).unwrap();
     let mut bytes = b"makedumpfile\0\0\0\0\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0\x01".to_vec();
     bytes.resize(4096, 0);
-    // Backwards, and the header first as rubbish.
+    // Backwards, and with garbage for a header first.
     let mut pieces: Vec<_> = (0_u64..).step_by(10_000).zip(plain.chunks(10_000)).collect();
     pieces.push((0, &[0xaa; 4096]));
     for (offset, piece) in pieces.into_iter().rev() {

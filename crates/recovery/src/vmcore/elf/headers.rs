@@ -1,4 +1,4 @@
-//! Headers of an ELF64 core of an x86-64 machine: written as makedumpfile wants them, read as they come.
+//! Headers of an ELF64 core of an x86-64 machine: written as makedumpfile requires them, read as any tool writes them.
 
 use std::io;
 use std::ops::Range;
@@ -18,30 +18,31 @@ const EM_X86_64: u16 = 62;
 const PT_LOAD: u32 = 1;
 const PT_NOTE: u32 = 4;
 const READ_WRITE_EXECUTE: u32 = 7;
-/// As many program headers or more do not fit the header's field; section header 0 counts them then.
+/// This many program headers or more do not fit the header's field; section header 0 then has their number.
 const PN_XNUM: u64 = 0xffff;
-/// 229 MiB of program headers: a 16 TiB guest of which every second 2 MiB are kept.
+/// Maximum number of program headers, 224 MiB of them: a 16 TiB guest of which every second 2 MiB are kept.
 const PROGRAM_HEADERS_MAX: u64 = 4 << 20;
 
-/// What the headers say is in the file.
+/// What is in a file, according to its headers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Headers {
-    /// Ascending by address and apart from each other.
+    /// In ascending order of addresses, without overlap.
     pub loads: Vec<Load>,
-    /// Where in the file notes are.
+    /// Ranges of the file that are notes.
     pub notes: Vec<Range<u64>>,
 }
 
 /// Memory that is in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Load {
-    /// Guest-physical.
+    /// Guest-physical address.
     pub address: u64,
     pub bytes: u64,
-    /// Where in the file.
+    /// Offset in the file.
     pub offset: u64,
 }
 
+/// Why an ELF file cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum ElfError {
     #[error("the file is no ELF core of an x86-64 machine")]
@@ -57,11 +58,12 @@ pub enum ElfError {
 }
 
 impl Load {
+    /// First address after it.
     pub fn end(&self) -> u64 {
         self.address + self.bytes
     }
 
-    /// The page frames that are wholly in it.
+    /// Page frames that lie wholly in it.
     pub fn pfns(&self) -> Range<u64> {
         let start = self.address.div_ceil(PAGE_BYTES);
         start..(self.end() / PAGE_BYTES).max(start)
@@ -69,6 +71,7 @@ impl Load {
 }
 
 impl Headers {
+    /// Reads and checks the headers of a file.
     pub fn read(source: &(impl ReadAt + ?Sized)) -> Result<Self, ElfError> {
         let mut header = [0; HEADER_BYTES as usize];
         source.read_exact_at(&mut header, 0).map_err(|_| ElfError::NotACore)?;
@@ -101,7 +104,7 @@ impl Headers {
         }
         match kind {
             PT_NOTE => self.notes.push(offset..offset + bytes),
-            // Of what a program header names beyond its bytes in the file nothing was kept.
+            // Memory that a program header names beyond its bytes in the file was not kept.
             PT_LOAD if bytes > 0 => self.loads.push(Load { address, bytes, offset }),
             _ => {}
         }
@@ -122,7 +125,7 @@ fn program_headers(source: &(impl ReadAt + ?Sized), header: &[u8]) -> Result<u64
     Ok(count)
 }
 
-/// Where the parts of a file lie that is to be written.
+/// Number of runs in a file that is to be written, and the offsets of its parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Places {
     pub runs: u64,
@@ -132,7 +135,7 @@ pub(super) struct Places {
 }
 
 impl Places {
-    /// Of a file with these pages and as many bytes of notes.
+    /// Offsets in a file with these pages and `notes_bytes` bytes of notes.
     pub fn of(kept: &Bitmap, notes_bytes: u64) -> Self {
         let runs = kept.runs().count() as u64;
         let headers = HEADER_BYTES + (1 + runs) * PROGRAM_HEADER_BYTES;
@@ -146,7 +149,7 @@ fn has_section(runs: u64) -> bool {
     runs + 1 >= PN_XNUM
 }
 
-/// The very first bytes: without them nothing else in the file means anything.
+/// The first bytes of a file: without them nothing else in it means anything.
 pub(super) fn file_header(places: &Places) -> Vec<u8> {
     let mut header = vec![0; HEADER_BYTES as usize];
     let count = places.runs + 1;
@@ -185,13 +188,14 @@ pub(super) fn tables(kept: &Bitmap, notes: &[u8], places: &Places) -> Vec<u8> {
     bytes
 }
 
-/// Where `tables` go.
+/// Offset of `tables`.
 pub(super) const TABLES_AT: u64 = HEADER_BYTES;
 
 fn put_program_header(bytes: &mut Vec<u8>, kind: u32, flags: u32, load: Load) {
     bytes.extend(kind.to_le_bytes());
     bytes.extend(flags.to_le_bytes());
-    // No alignment: with one, and data at a page's start, crash takes the file for a netdump and never asks for KASLR.
+    // No alignment: with one, and with data at the start of a page, crash takes the file for a netdump and never asks
+    // for KASLR.
     for word in [load.offset, 0, load.address, load.bytes, load.bytes, 0] {
         bytes.extend(word.to_le_bytes());
     }

@@ -2,13 +2,13 @@
 //!
 //! ```text
 //! 0      Ehdr | 64 program headers (PT_NOTE, PT_LOAD..) | one section header if they are 65535 or more | notes
-//! data   every kept page, 4096 bytes, in order of page frames: its place is its rank
+//! data   every kept page, 4096 bytes, in order of page frames: its rank gives its offset
 //! end    while incomplete: one page of `Trailer`, then a bitmap of the page frames that are written
 //! ```
 //!
-//! The program headers stand at 64 because makedumpfile looks for them nowhere else. Stretches of zero pages stay holes
-//! of the file. What is written is told by a bitmap at the file's end and not by a file beside it: one file to name, to
-//! resume, to throw away, and no tool looks behind the last segment. `finish` cuts it off.
+//! The program headers are at offset 64 because makedumpfile looks for them nowhere else. Long runs of zero pages stay
+//! holes of the file. A bitmap at the file's end tells what is written, and not a file beside it. So there is one file
+//! to name, to resume and to remove, and no tool looks behind the last segment. `finish` cuts the bitmap off.
 
 mod headers;
 mod reader;

@@ -1,4 +1,4 @@
-//! Reads ELF vmcores, of ours and of other makers.
+//! Reader of ELF vmcores, from Hearth and from other tools.
 
 use hearth_memory::PAGE_BYTES;
 
@@ -8,17 +8,19 @@ use super::super::file::{PageError, Survey};
 use super::trailer::Trailer;
 use super::{ElfError, Headers};
 
-/// 4 TiB of guest memory: a bitmap of 128 MiB.
+/// 4 TiB of guest memory, whose bitmap has 128 MiB.
 const PAGES_MAX: u64 = (4 << 40) / PAGE_BYTES;
 
+/// An ELF vmcore that was opened.
 pub(in super::super) struct ElfReader {
     pub headers: Headers,
-    /// Of a file that is not finished: the pages that are there.
+    /// Pages that are in the file, if it is not finished.
     written: Option<Bitmap>,
     file_bytes: u64,
 }
 
 impl ElfReader {
+    /// Reads the headers and, if there is one, the trailer.
     pub fn open(source: &(impl ReadAt + ?Sized)) -> Result<Self, ElfError> {
         let headers = Headers::read(source)?;
         let file_bytes = source.file_bytes().map_err(ElfError::Unreadable)?;
@@ -26,10 +28,12 @@ impl ElfReader {
         Ok(Self { headers, written, file_bytes })
     }
 
+    /// Whether the file has the trailer of an unfinished dump.
     pub fn is_incomplete(&self) -> bool {
         self.written.is_some()
     }
 
+    /// Fills `page` with the bytes of a page frame.
     pub fn read_page(&self, source: &(impl ReadAt + ?Sized), pfn: u64, page: &mut [u8]) -> Result<(), PageError> {
         let address = pfn * PAGE_BYTES;
         let after = self.headers.loads.partition_point(|load| load.address <= address);
@@ -45,6 +49,7 @@ impl ElfReader {
         Ok(source.read_exact_at(page, offset)?)
     }
 
+    /// Counts the pages of all segments.
     pub fn survey(&self) -> Survey {
         let pages: u64 = self.headers.loads.iter().map(|load| load.pfns().end - load.pfns().start).sum();
         let cut_off = |load: &super::Load| {
@@ -69,13 +74,13 @@ pub(super) fn pages_of(headers: &Headers) -> Result<Bitmap, ElfError> {
     Ok(Bitmap::of(end, &ranges))
 }
 
-/// What the trailer says is written, if there is one.
+/// Pages that are written according to the trailer; `None` without one.
 fn trailer_of(headers: &Headers, source: &(impl ReadAt + ?Sized)) -> Result<Option<Bitmap>, ElfError> {
     let Some(end) = headers.loads.iter().map(|load| load.offset + load.bytes).max() else { return Ok(None) };
     if !Trailer::begins_at(source, end) {
         return Ok(None);
     }
-    // Looked at before memory is taken: a bitmap as long must stand in the file.
+    // Checked before memory is taken: the file must have a trailer for this number of pages.
     let pages = headers.loads.last().map_or(0, |load| load.pfns().end);
     let trailer = Trailer::new(end, pages);
     if !trailer.is_in(source) {

@@ -1,4 +1,4 @@
-//! Writes an ELF vmcore, from its headers on or from where an earlier keeper was killed.
+//! Writer of an ELF vmcore: from its headers on, or from where an earlier keeper was killed.
 
 use std::io;
 use std::ops::Range;
@@ -18,13 +18,13 @@ pub(in super::super) struct ElfWriter {
     data_at: u64,
     end: u64,
     trailer: Trailer,
-    /// What the trailer's bitmap says.
+    /// Contents of the trailer's bitmap.
     written: Bitmap,
     kept: Bitmap,
 }
 
 impl ElfWriter {
-    /// Writes everything but pages. The file's header comes last: a file without it never had a page.
+    /// Writes everything except pages. The file's header comes last: a file without it never had a page.
     pub fn begin(plan: &Plan, storage: &mut dyn Storage) -> io::Result<Self> {
         let kept = plan.kept.clone();
         let notes = plan.notes.to_bytes();
@@ -41,12 +41,13 @@ impl ElfWriter {
         Ok(Self { data_at: places.data, end: places.end, trailer, written: Bitmap::new(kept.pages()), kept })
     }
 
+    /// Continues an unfinished file.
     pub fn resume(storage: &dyn Storage) -> Result<(Self, Resumed), ElfError> {
         let headers = Headers::read(storage)?;
         let kept = pages_of(&headers)?;
         let data_at = headers.loads.first().map_or(0, |load| load.offset);
         let end = data_at + kept.count() * PAGE_BYTES;
-        // Each page has its place by rank, in the files that we write.
+        // In the files that we write, each page's rank gives its offset.
         let mut expected = data_at;
         for load in &headers.loads {
             if load.offset != expected || !load.address.is_multiple_of(PAGE_BYTES) {
@@ -64,7 +65,7 @@ impl ElfWriter {
         Ok((Self { data_at, end, trailer, written, kept }, resumed))
     }
 
-    /// Runs of pages that have data, as places in file and blob.
+    /// Writes runs of pages that have data and are adjacent in file and blob.
     fn write_pages(&self, storage: &mut dyn Storage, packed: &Packed) -> io::Result<()> {
         let place = |index: usize| self.data_at + (packed.chunk.first_rank + index as u64) * PAGE_BYTES;
         let mut run: Option<(u64, Range<usize>)> = None;
@@ -96,7 +97,7 @@ impl Form for ElfWriter {
                 self.written.set(pfn);
             }
         }
-        // A chunk's first page frame begins a byte: chunks are whole blocks of 512.
+        // A chunk's first page frame begins a byte: chunks are whole blocks of 512 pages.
         let mut bits = vec![0_u8; (pfns.end - pfns.start).div_ceil(8) as usize];
         for pfn in self.written.iter_in(pfns.clone()) {
             let at = pfn - pfns.start;

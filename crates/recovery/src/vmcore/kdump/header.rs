@@ -1,4 +1,4 @@
-//! Header and sub-header of a kdump file: encoded for writing, decoded and checked for reading.
+//! Headers of a kdump file, encoded for writing, and decoded and checked for reading (makedumpfile's `diskdump_mod.h`).
 
 use std::io;
 use std::ops::Range;
@@ -13,22 +13,22 @@ use super::{BLOCK_BYTES, DESCRIPTOR_BYTES};
 
 const SIGNATURE: &[u8; 8] = b"KDUMP   ";
 const VERSION: u32 = 6;
-/// Since version 3 the sub-header names the VMCOREINFO, since 4 the notes, since 6 page frames have 64 bits.
+/// The sub-header has the VMCOREINFO since version 3, the notes since 4, and page frames of 64 bits since 6.
 const VERSION_MIN: u32 = 4;
 const UTSNAME_FIELD_BYTES: usize = 65;
 const STATUS_AT: usize = 424;
 const SUB_HEADER_BYTES: u64 = 104;
-/// 4 TiB of guest memory: two bitmaps of 128 MiB.
+/// 4 TiB of guest memory, which takes two bitmaps of 128 MiB.
 const PAGES_MAX: u64 = (4 << 40) / PAGE_BYTES;
 
-/// In the header's status: not all pages are there.
+/// Flag in the header's status: not all pages are in the file.
 pub(super) const INCOMPLETE: u32 = 0x8;
 
-/// What the two headers say.
+/// Contents of the two headers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in super::super) struct Header {
     pub utsname: Utsname,
-    /// When the file was begun; makedumpfile leaves 0.
+    /// When the file was begun, in seconds since 1970; makedumpfile leaves 0.
     pub unix_seconds: i64,
     pub status: u32,
     /// One past the last page frame.
@@ -42,6 +42,7 @@ pub(in super::super) struct Header {
     pub vmcoreinfo: Range<u64>,
 }
 
+/// Why a kdump file cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum KdumpError {
     #[error("the file is no kdump file, or was left before it was one")]
@@ -61,7 +62,7 @@ pub enum KdumpError {
 }
 
 impl Header {
-    /// Of a file that is to be written.
+    /// Headers of a file that is to be written.
     pub fn new(utsname: Utsname, notes: &Notes, notes_bytes: u64, pages: u64, level: u32, status: u32) -> Self {
         let bitmap_blocks = 2 * pages.div_ceil(8).div_ceil(BLOCK_BYTES);
         let notes_at = BLOCK_BYTES + SUB_HEADER_BYTES;
@@ -83,13 +84,13 @@ impl Header {
         }
     }
 
-    /// Block 0, without which the file is nothing.
+    /// Block 0, without which the file is no dump.
     pub fn encode(&self) -> Vec<u8> {
         let mut block = vec![0; BLOCK_BYTES as usize];
         put(&mut block, 0, SIGNATURE);
         put(&mut block, 8, &VERSION.to_le_bytes());
         for (field, at) in utsname_fields(&self.utsname).into_iter().zip((12..).step_by(UTSNAME_FIELD_BYTES)) {
-            // libkdumpfile, and with it drgn, knows no machine of a file with an empty field.
+            // libkdumpfile, and with it drgn, does not recognise the machine of a file with an empty field.
             let text = if field.is_empty() { "(none)" } else { field };
             put(&mut block, at, &text.as_bytes()[..text.len().min(UTSNAME_FIELD_BYTES - 1)]);
         }
@@ -104,7 +105,7 @@ impl Header {
         block
     }
 
-    /// Block 1, up to where the notes follow.
+    /// Block 1, up to the notes.
     pub fn encode_sub(&self) -> Vec<u8> {
         let mut block = vec![0; SUB_HEADER_BYTES as usize];
         put(&mut block, 0, &self.phys_base.to_le_bytes());
@@ -117,6 +118,7 @@ impl Header {
         block
     }
 
+    /// Reads both headers, and checks them against the file.
     pub fn decode(source: &(impl ReadAt + ?Sized)) -> Result<Self, KdumpError> {
         let mut block = vec![0; BLOCK_BYTES as usize];
         source.read_exact_at(&mut block, 0).map_err(|_| KdumpError::NotKdump)?;
@@ -161,27 +163,29 @@ impl Header {
         Ok(header)
     }
 
-    /// Where the bitmap begins: 1 for what exists, 2 for what is in the file.
+    /// Offset of a bitmap: 1 is for page frames that exist, 2 for those in the file.
     pub fn bitmap_at(&self, number: u64) -> u64 {
         (1 + self.sub_blocks + (number - 1) * (self.bitmap_blocks / 2)) * BLOCK_BYTES
     }
 
+    /// Reads the bitmap of this number.
     pub fn read_bitmap(&self, source: &(impl ReadAt + ?Sized), number: u64) -> Result<Bitmap, KdumpError> {
         let bytes = source.read_part(self.bitmap_at(number), self.pages.div_ceil(8));
         let bytes = bytes.map_err(|_| KdumpError::OutOfFile { what: "bitmaps" })?;
         Ok(Bitmap::from_kdump(&bytes, self.pages))
     }
 
-    /// Where the descriptors begin.
+    /// Offset of the descriptors.
     pub fn table_at(&self) -> u64 {
         (1 + self.sub_blocks + self.bitmap_blocks) * BLOCK_BYTES
     }
 
-    /// Where, in the files we write, data begins.
+    /// Offset of the data, in the files that we write.
     pub fn data_at(&self, kept: u64) -> u64 {
         (self.table_at() + kept * DESCRIPTOR_BYTES).next_multiple_of(BLOCK_BYTES)
     }
 
+    /// Whether the header marks the file as incomplete.
     pub fn is_incomplete(&self) -> bool {
         self.status & INCOMPLETE != 0
     }

@@ -1,16 +1,16 @@
-//! kdump-compressed vmcores, version 6: the format of makedumpfile, page by page compressed.
+//! kdump-compressed vmcores, version 6: makedumpfile's format, in which each page is compressed by itself.
 //!
 //! ```text
 //! block 0      disk_dump_header: "KDUMP   ", utsname, status, sizes
 //! block 1..    kdump_sub_header, then the notes
 //! ..           1st bitmap: page frames that exist; 2nd bitmap: page frames that are in the file
-//! ..           a descriptor of 24 bytes for each bit of the 2nd bitmap: where its data is
-//! data         one page of zeroes for all zero pages, then data in any order, each chunk's from a page's start
+//! ..           a descriptor of 24 bytes for each bit of the 2nd bitmap: location of its data
+//! data         one page of zeroes for all zero pages, then data in any order, each chunk's at the start of a page
 //! ```
 //!
-//! The bitmaps are known before the first page is read, so descriptors have their places from the start. They are zero
-//! until their pages' data is in the file, and that is all the bookkeeping there is: a descriptor of zero is a page that
-//! is missing, for us when we resume and for crash when it reads a file whose header says INCOMPLETE.
+//! The bitmaps are known before the first page is read, so each descriptor has its offset from the start. It is zero
+//! until its page's data is in the file, and no other bookkeeping is needed. A zero descriptor is a missing page: for a
+//! resume, and for crash when it reads a file whose header says INCOMPLETE.
 
 mod header;
 mod reader;
@@ -23,11 +23,11 @@ pub(super) use writer::KdumpWriter;
 use super::bytes::{put, u32_at, u64_at};
 use super::compress::PAGE;
 
-/// The unit in which the header counts.
+/// Unit of the header's sizes.
 const BLOCK_BYTES: u64 = PAGE as u64;
 const DESCRIPTOR_BYTES: u64 = 24;
 
-/// Where a page's data is.
+/// Location of a page's data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Descriptor {
     offset: u64,
@@ -48,7 +48,7 @@ impl Descriptor {
         bytes
     }
 
-    /// Whether it names data that can be there: a torn one, whose length was not written, does not.
+    /// Whether it names data that can exist. A torn one, whose length was not written, does not.
     fn is_filled(self, data_from: u64, file_bytes: u64) -> bool {
         let ends_in_file = self.offset.checked_add(self.bytes.into()).is_some_and(|end| end <= file_bytes);
         let whole_if_raw = self.flags != 0 || self.bytes == PAGE as u32;

@@ -1,4 +1,4 @@
-//! Reads kdump files, of ours and of other makers. Nothing a file says is believed without a check.
+//! Reader of kdump files, from Hearth and from other tools. It checks everything that a file says.
 
 use super::super::bitmap::Bitmap;
 use super::super::bytes::ReadAt;
@@ -7,11 +7,11 @@ use super::super::file::{PageError, Survey};
 use super::header::Header;
 use super::{DESCRIPTOR_BYTES, Descriptor, KdumpError};
 
-/// The ranks of page frames are counted ahead in steps of this.
+/// Ranks of page frames are counted ahead in steps of this size.
 const STEP_PAGES: u64 = 4096;
 const READ_DESCRIPTORS: u64 = 1 << 16;
 
-/// Raw pages that are looked at in search of the shared page of zeroes.
+/// Maximum number of raw pages that are read in search of the shared page of zeroes.
 const ZEROES_TRIES_MAX: u32 = 64;
 
 #[derive(Default)]
@@ -20,17 +20,19 @@ struct Zeroes {
     tries: u32,
 }
 
+/// A kdump file that was opened.
 pub(in super::super) struct KdumpReader {
     pub header: Header,
     pub existing: Bitmap,
     pub kept: Bitmap,
-    /// How many kept pages come before each step.
+    /// Number of kept pages before each step.
     ranks: Vec<u64>,
-    /// Of the whole file; as rearranged, if it is flattened.
+    /// Length of the whole file, as rearranged if it is flattened.
     file_bytes: u64,
 }
 
 impl KdumpReader {
+    /// Reads the headers and both bitmaps.
     pub fn open(source: &(impl ReadAt + ?Sized)) -> Result<Self, KdumpError> {
         let header = Header::decode(source)?;
         let existing = header.read_bitmap(source, 1)?;
@@ -69,7 +71,7 @@ impl KdumpReader {
         Ok(decompressor.decompress(descriptor.flags, packed, page)?)
     }
 
-    /// Looks at all descriptors.
+    /// Counts pages by all descriptors.
     pub fn survey(&self, source: &(impl ReadAt + ?Sized)) -> Survey {
         let mut survey = Survey { pages: self.kept.count(), ..Survey::default() };
         let mut zeroes = Zeroes::default();
@@ -94,7 +96,7 @@ impl KdumpReader {
         survey
     }
 
-    /// All zero pages share one raw page, which is the first of the data.
+    /// Whether this is the data of zero pages. They share one raw page, which is the first of the data.
     fn shares_data(&self, source: &(impl ReadAt + ?Sized), offset: u64, zeroes: &mut Zeroes) -> bool {
         if zeroes.at.is_none() && zeroes.tries < ZEROES_TRIES_MAX {
             let mut page = [1; PAGE];

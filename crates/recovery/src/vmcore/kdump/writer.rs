@@ -1,4 +1,4 @@
-//! Writes a kdump file, from its headers on or from where an earlier keeper was killed.
+//! Writer of a kdump file: from its headers on, or from where an earlier keeper was killed.
 
 use std::io;
 
@@ -15,14 +15,14 @@ const READ_DESCRIPTORS: u64 = 1 << 16;
 
 pub(in super::super) struct KdumpWriter {
     header: Header,
-    /// All zero pages are here.
+    /// Offset of the page that all zero pages share.
     zeroes_at: u64,
-    /// Where the next data goes: past everything that any descriptor may name.
+    /// Offset of the next data: behind everything that any descriptor may name.
     end: u64,
 }
 
 impl KdumpWriter {
-    /// Writes everything but pages. The header comes last: a file without it never had a page.
+    /// Writes everything except pages. The header comes last: a file without it never had a page.
     pub fn begin(plan: &Plan, compression: Compression, storage: &mut dyn Storage) -> io::Result<Self> {
         let notes = plan.notes.to_bytes();
         let status = compression.flag() | INCOMPLETE;
@@ -41,8 +41,8 @@ impl KdumpWriter {
         Ok(Self { header, zeroes_at, end })
     }
 
-    /// Reads from the file what is to be done and what was done: a page counts as written if its descriptor names data
-    /// within the file. Data went there before its descriptor did.
+    /// Continues an unfinished file. A page counts as written if its descriptor names data within the file, because
+    /// data is written before its descriptor.
     pub fn resume(storage: &dyn Storage) -> Result<(Self, Resumed), KdumpError> {
         let header = Header::decode(storage)?;
         let kept = header.read_bitmap(storage, 2)?;
@@ -87,7 +87,7 @@ impl Form for KdumpWriter {
     fn write(&mut self, storage: &mut dyn Storage, packed: &Packed) -> io::Result<()> {
         let data_at = self.end;
         storage.write_data(packed.blob.padded(), data_at)?;
-        // Moved on even if the descriptors now fail: some of them may have been written.
+        // Advanced even if the descriptors fail now, because some of them may have been written.
         self.end += packed.bytes();
         let mut rank = packed.chunk.first_rank;
         for run in packed.pages.chunk_by(|one, other| (*one == PackedPage::Before) == (*other == PackedPage::Before)) {

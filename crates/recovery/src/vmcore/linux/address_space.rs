@@ -1,10 +1,10 @@
-//! The kernel's address space: from its virtual addresses to guest-physical ones.
+//! Address space of the kernel: from its virtual addresses to guest-physical ones.
 //!
 //! init_top_pgt -> 4 or 5 levels -> page of 4 KiB, 2 MiB or 1 GiB
 //!
-//! The kernel's own image needs no tables: it lies in one piece, at an address that VMCOREINFO tells (`phys_base` has
-//! KASLR in it). Everything else is looked up in the guest's tables, as the processor would. What a table says is only
-//! believed as far as reading goes: an address that is no RAM is unreadable, like one that is not mapped.
+//! The kernel's own image needs no tables: it is contiguous, at an address that VMCOREINFO gives (`phys_base` includes
+//! KASLR). Everything else is looked up in the guest's tables, as the processor does it. A wrong table can only make a
+//! read fail or find wrong bytes: an address outside of RAM is unreadable, like one that is not mapped.
 
 use std::cell::RefCell;
 
@@ -15,7 +15,7 @@ use super::super::notes::PageTables;
 use super::{NotUnderstood, Vmcoreinfo, required};
 
 const KERNEL_IMAGE: u64 = 0xffff_ffff_8000_0000;
-/// Without KASLR; with it twice as much. Modules follow, which are mapped page by page.
+/// Size of the image without KASLR; with it, it is twice as large. Modules follow, which are mapped page by page.
 const KERNEL_IMAGE_BYTES: u64 = 512 << 20;
 
 const PRESENT: u64 = 1;
@@ -25,7 +25,7 @@ const ENTRIES: usize = 512;
 const INDEX_BITS: u32 = 9;
 const PAGE_BITS: u32 = PAGE_BYTES.trailing_zeros();
 
-/// The upper half belongs to the kernel, with 5 levels and with 4.
+/// Whether this address is in the upper half, which is the kernel's with 5 levels and with 4.
 pub fn is_kernel_address(address: u64) -> bool {
     address >> 56 == 0xff
 }
@@ -38,11 +38,11 @@ pub struct AddressSpace<'m, M> {
     phys_base: u64,
     image_bytes: u64,
     frame: u64,
-    /// The last-level table used last, by its address: descriptors and sections are read in order.
+    /// The last-level table used last, with its address: descriptors and sections are read in order.
     table: RefCell<Option<(u64, Box<[u64; ENTRIES]>)>>,
 }
 
-/// Where a virtual address lies, and how many bytes from there are in one piece.
+/// Physical address of a virtual one, and how many bytes are contiguous from there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
     pub address: GuestPhysicalAddress,
@@ -50,6 +50,7 @@ pub struct Piece {
 }
 
 impl<'m, M: PhysicalMemory> AddressSpace<'m, M> {
+    /// Finds the kernel's page tables by its VMCOREINFO.
     pub fn new(memory: &'m M, vmcoreinfo: &Vmcoreinfo) -> Result<Self, NotUnderstood> {
         let phys_base = required(vmcoreinfo.number("phys_base"), "NUMBER(phys_base)")?.cast_unsigned();
         let tables = vmcoreinfo.symbol("init_top_pgt").or(vmcoreinfo.symbol("init_level4_pgt"));
@@ -62,7 +63,7 @@ impl<'m, M: PhysicalMemory> AddressSpace<'m, M> {
         Ok(Self { memory, root, levels, phys_base, image_bytes, frame, table: RefCell::default() })
     }
 
-    /// None if nothing is mapped there, or a table is not readable.
+    /// Translates a virtual address; `None` if nothing is mapped there, or a table is not readable.
     pub fn translate(&self, address: u64) -> Option<Piece> {
         if let Some(offset) = address.checked_sub(KERNEL_IMAGE).filter(|offset| *offset < self.image_bytes) {
             let physical = GuestPhysicalAddress(offset.wrapping_add(self.phys_base));
@@ -71,7 +72,7 @@ impl<'m, M: PhysicalMemory> AddressSpace<'m, M> {
         self.walk(PageTables { root: self.root, levels: self.levels }, address)
     }
 
-    /// Where these tables, a CPU's own, have a virtual address.
+    /// Translates a virtual address by these tables, which are a CPU's own.
     pub fn walk(&self, tables: PageTables, address: u64) -> Option<Piece> {
         let mut table = tables.root;
         for level in (1..tables.levels).rev() {
@@ -109,14 +110,15 @@ impl<'m, M: PhysicalMemory> AddressSpace<'m, M> {
         }
     }
 
-    /// Fills `into` from a virtual address; all of it or nothing that counts.
+    /// Fills `into` from a virtual address. After an error the contents of `into` do not count.
     pub fn read(&self, address: u64, into: &mut [u8]) -> Result<(), Unreadable> {
         let mut whole = Ok(());
         self.read_pieces(address, into, |_, piece| whole = whole.and(Err(piece)));
         whole
     }
 
-    /// Fills what can be filled, the rest with zeroes, and tells of each piece that is not readable by its range in `into`.
+    /// Fills what can be read, and the rest with zeroes. Calls `unreadable` with the range in `into` of each piece that
+    /// cannot be read.
     pub fn read_pieces(
         &self,
         address: u64,
@@ -136,7 +138,7 @@ impl<'m, M: PhysicalMemory> AddressSpace<'m, M> {
                 Some(piece) => {
                     let bytes = left.min(usize::try_from(piece.bytes).unwrap_or(usize::MAX));
                     match self.memory.read(piece.address, &mut into[done..done + bytes]) {
-                        // A large page may lie in RAM in part.
+                        // A large page may be in RAM only in part.
                         Err(_) if bytes > to_page_end => {
                             let bytes = to_page_end;
                             (bytes, self.memory.read(piece.address, &mut into[done..done + bytes]))
@@ -153,18 +155,20 @@ impl<'m, M: PhysicalMemory> AddressSpace<'m, M> {
         }
     }
 
+    /// The 32-bit number at a virtual address.
     pub fn read_u32(&self, address: u64) -> Result<u32, Unreadable> {
         let mut bytes = [0; 4];
         self.read(address, &mut bytes).map(|()| u32::from_le_bytes(bytes))
     }
 
+    /// The 64-bit number at a virtual address.
     pub fn read_u64(&self, address: u64) -> Result<u64, Unreadable> {
         let mut bytes = [0; 8];
         self.read(address, &mut bytes).map(|()| u64::from_le_bytes(bytes))
     }
 }
 
-/// The bytes of a page of this size from an address to its end.
+/// The bytes from an address to the end of its page of this size.
 fn piece(frame: u64, address: u64, page_bytes: u64) -> Piece {
     let within = address % page_bytes;
     let start = frame & !(page_bytes - 1);
@@ -179,7 +183,7 @@ mod tests {
     const TABLE: u64 = 0x63;
     const HIGH: u64 = 0xff11_0000_0000_0000;
 
-    /// Five levels whose tables follow each other from `TOP_TABLE`, down to an entry at `level`.
+    /// Five levels of tables that follow each other, down to an entry at `level`.
     fn five_levels(address: u64, level: u32, entry: u64) -> (Ram, Vmcoreinfo) {
         let mut linux = Synthetic::new(Kind::Linux6_1);
         let index = |level: u32| (address >> (PAGE_BITS + INDEX_BITS * level)) % ENTRIES as u64 * 8;
@@ -203,26 +207,26 @@ mod tests {
     }
 
     #[test]
-    fn pages_of_every_size_are_found_through_five_levels() {
+    fn all_page_sizes_are_found_through_five_levels() {
         check(0, 0x7000 | TABLE, Some((0x7678, 0x988)));
         check(1, 0x60_0000 | TABLE | LARGE, Some((0x74_5678, 0xb_a988)));
         check(2, 0x4000_0000 | TABLE | LARGE, Some((0x5234_5678, 0x2dcb_a988)));
-        // Bits that are no part of the address: protection keys, no-execute.
+        // Bits that are not part of the address: protection keys, no-execute.
         check(0, 0x8ff0_0000_0000_7000 | TABLE, Some((0x7678, 0x988)));
     }
 
     #[test]
-    fn what_is_not_mapped_is_not_found() {
+    fn unmapped_addresses_are_not_found() {
         for level in 0..5 {
             check(level, 0x7000, None);
         }
-        // A table that is no RAM; a page that would be larger than any.
+        // A table outside of RAM, and a page that would be larger than any.
         check(3, 0xf_f000_0000_0000 | TABLE, None);
         check(4, TABLE | LARGE, None);
     }
 
     #[test]
-    fn the_kernels_image_needs_no_tables_and_moves_with_its_base() {
+    fn kernel_image_is_found_by_its_base_alone() {
         let linux = Synthetic::new(Kind::Linux6_1);
         let text = String::from_utf8(linux.vmcoreinfo.text().to_vec()).unwrap();
         let told = Vmcoreinfo::parse(text.replace("phys_base)=0", "phys_base)=-4096").as_bytes()).unwrap();
@@ -232,11 +236,11 @@ mod tests {
     }
 
     #[test]
-    fn what_can_be_read_is_read_and_the_rest_is_named() {
+    fn readable_pieces_are_read_others_are_named() {
         let linux = Synthetic::new(Kind::Linux6_1);
         let ram_end = linux.ram.bytes.len() as u64;
         let space = AddressSpace::new(&linux.ram, &linux.vmcoreinfo).unwrap();
-        // The large page of the descriptors lies in RAM, the one after it nowhere.
+        // The large page with the descriptors is in RAM, the one after it is not.
         let mut bytes = vec![7; 3 * PAGE_BYTES as usize];
         let mut lost = Vec::new();
         space.read_pieces(VMEMMAP + (2 << 20) - PAGE_BYTES, &mut bytes, |range, error| lost.push((range, error)));

@@ -1,10 +1,10 @@
-//! Which pages a dump can do without, by the kernel's own page descriptors.
+//! Classification: which pages a dump can do without, by the kernel's own page descriptors.
 //!
 //! section -> block of descriptors -> verdict on each -> run of pages excluded, or kept
 //!
-//! Never all or nothing. Descriptors that cannot be read, or that no kernel could have written, leave their pages in the
-//! dump, and these are counted: a dump is then larger than it had to be, and says so. A page within a run (a free block, a
-//! huge page) is looked at itself as well: if its own descriptor denies that it belongs there, it stays.
+//! It is never all or nothing. Descriptors that cannot be read, or that no kernel could have written, leave their pages
+//! in the dump, and these pages are counted. The dump is then larger than it had to be, and says so. Each page within a
+//! run (a free block, a huge page) is tested as well: if its own descriptor denies that it belongs there, it stays.
 
 use std::ops::Range;
 
@@ -15,20 +15,20 @@ use super::descriptor::{Class, Rules, Verdict};
 use super::sections::{Map, Section, sections};
 use super::{AddressSpace, NotUnderstood, Vmcoreinfo};
 
-/// Descriptors read at a time: 64 KiB of them, which stay in the processor's cache.
+/// Descriptors read at a time: 64 KiB, which stay in the processor's cache.
 const BLOCK_PAGES: u64 = 1024;
-/// So far to each side a page has a neighbour in its own zone and node.
+/// Distance to each side within which a page has a neighbour in its own zone and node.
 const NEIGHBOURS: u64 = 2;
 
-/// What a dump of some level keeps.
+/// Pages that a dump of some level keeps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Classification {
-    /// Subset of the RAM's page frames. Pages of zeroes are among them.
+    /// Subset of the RAM's page frames. It includes pages of zeroes.
     pub kept: Bitmap,
     pub counts: ClassCounts,
 }
 
-/// Pages by what became of them. Those that are in none of these are kept because they are the kernel's.
+/// Page counts by class. Pages in none of these classes are kept because they are the kernel's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClassCounts {
     /// Excluded: page cache.
@@ -39,9 +39,9 @@ pub struct ClassCounts {
     pub user: u64,
     /// Excluded: free.
     pub free: u64,
-    /// Excluded at any level that asks the kernel: broken memory.
+    /// Excluded at any level that needs descriptors: memory with broken hardware.
     pub poisoned: u64,
-    /// Excluded at any level that asks the kernel: given back to the host.
+    /// Excluded at any level that needs descriptors: memory given back to the host.
     pub offline: u64,
     /// Kept because their descriptors cannot be read or make no sense.
     pub unjudged: u64,
@@ -50,6 +50,7 @@ pub struct ClassCounts {
 }
 
 impl ClassCounts {
+    /// Number of all excluded pages.
     pub fn excluded(&self) -> u64 {
         self.cache + self.private_cache + self.user + self.free + self.poisoned + self.offline
     }
@@ -67,12 +68,13 @@ impl ClassCounts {
 }
 
 impl Classification {
-    /// What a level that asks nothing of the guest keeps: all RAM.
+    /// All RAM: what a level that needs no descriptors keeps.
     pub fn everything(memory: &impl PhysicalMemory) -> Self {
         Self { kept: Bitmap::of(memory.end_pfn(), memory.ranges()), counts: ClassCounts::default() }
     }
 }
 
+/// Decides what a dump of this level keeps.
 pub fn classify<M: PhysicalMemory>(
     memory: &M,
     space: &AddressSpace<'_, M>,
@@ -100,11 +102,11 @@ struct Judge<'a, 'm, M> {
     rules: Rules,
     result: Classification,
     block: Block,
-    /// The run being excluded; it may reach into blocks to come.
+    /// The run that is being excluded. It may reach into later blocks.
     run: Option<Run>,
 }
 
-/// Pages that the descriptor of the first said to leave out.
+/// Pages that the descriptor of the first one excludes.
 #[derive(Clone, Copy)]
 struct Run {
     class: Class,
@@ -113,7 +115,7 @@ struct Run {
 }
 
 impl<M: PhysicalMemory> Judge<'_, '_, M> {
-    /// Judges the page frames of a section that are RAM.
+    /// Judges those page frames of a section that are RAM.
     fn section(&mut self, section: &Section, ram: Range<u64>) {
         let counts = &mut self.result.counts;
         let map = match section.map {
@@ -162,7 +164,7 @@ impl<M: PhysicalMemory> Judge<'_, '_, M> {
         }
     }
 
-    /// Does a page nearby name the same zone and node? Where descriptors are overwritten, none does.
+    /// Whether a page nearby has the same zone and node. Where descriptors are overwritten, none has.
     fn has_neighbour(&self, pfn: u64, page: &[u8]) -> bool {
         let near = pfn.saturating_sub(NEIGHBOURS)..=pfn + NEIGHBOURS;
         let mut others = near.filter(|near| *near != pfn).filter_map(|near| self.block.descriptor(near));
@@ -175,12 +177,12 @@ impl<M: PhysicalMemory> Judge<'_, '_, M> {
     }
 }
 
-/// Descriptors of neighbouring page frames, as far as they are readable.
+/// Descriptors of adjacent page frames, as far as they are readable.
 struct Block {
     descriptor_bytes: usize,
     pfns: Range<u64>,
     bytes: Vec<u8>,
-    /// Those that are not, by their number in the block.
+    /// Numbers, in the block, of descriptors that are not readable.
     unreadable: Bitmap,
 }
 
@@ -202,7 +204,7 @@ impl Block {
         self.pfns = pfns;
     }
 
-    /// None past the block and where nothing could be read.
+    /// `None` outside of the block, and for descriptors that could not be read.
     fn descriptor(&self, pfn: u64) -> Option<&[u8]> {
         let number = pfn.checked_sub(self.pfns.start).filter(|_| pfn < self.pfns.end)?;
         if self.unreadable.contains(number) {

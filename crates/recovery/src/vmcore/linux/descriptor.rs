@@ -1,8 +1,8 @@
-//! Page descriptors (`struct page`): what the kernel knows of each page frame, and what of it says that a dump can do
-//! without the page.
+//! Page descriptors (`struct page`): what the kernel knows of each page frame, and when that allows a dump to leave the
+//! page out.
 //!
-//! The tests and their order are makedumpfile's, because its numbers are what people compare with. Kernels differ in where
-//! they say the same thing, and VMCOREINFO tells which way they do:
+//! The tests and their order are makedumpfile's, because people compare with its numbers. Kernels keep the same facts
+//! in different fields, and VMCOREINFO tells which:
 //! ```text
 //!                         until 6.2            6.3 - 6.5            6.6 - 6.8        from 6.9
 //! order of a compound     page.compound_order  folio._folio_order   low byte of the second descriptor's flags
@@ -10,36 +10,36 @@
 //! slab                    flag                 flag                 flag             page type from 6.10
 //! page type               32 bits, all set but one for each type; from 6.12 a number in the top byte
 //! ```
-//! On top of makedumpfile's tests a descriptor that would have its page left out must be one that a kernel can write.
-//! Random bytes in place of descriptors made makedumpfile leave out half of the pages; here they are kept.
+//! In addition to makedumpfile's tests, a descriptor that excludes its page must be one that a kernel can write. With
+//! random bytes in place of descriptors makedumpfile left out half of the pages; here they are kept.
 
 use super::super::level::DumpLevel;
 use super::address_space::is_kernel_address;
 use super::{NotUnderstood, Vmcoreinfo, required};
 
-/// The kernel has it at 64, or a little less or more.
+/// Accepted sizes of a descriptor. The kernel's has 64 bytes, or a little less or more.
 const DESCRIPTOR_BYTES: std::ops::RangeInclusive<u64> = 32..=256;
-/// 1 GiB, the largest compound of x86.
+/// Largest order: 1 GiB, the largest compound page of x86.
 const ORDER_MAX: u32 = 18;
-/// Orders of free blocks, where the kernel does not tell: up to 4 MiB.
+/// Number of orders of free blocks, where the kernel does not tell it: up to 4 MiB.
 const FREE_ORDERS: u64 = 11;
-/// No page has so many users: 16 million. A pinned page counts 1024 for each pin.
+/// Limit for a page's number of users: 16 million. A pinned page counts 1024 for each pin.
 const USERS_MAX: u32 = 1 << 24;
 const ANONYMOUS: u64 = 1;
 const TAIL: u64 = 1;
-/// The bits that say that there is a type at all, before 6.12.
+/// Bits that say that there is a type at all, before 6.12.
 const TYPED: u32 = 0xf000_0000;
 
-/// Why a page can be left out.
+/// Why a page is left out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Class {
     Cache,
     PrivateCache,
     User,
     Free,
-    /// Broken hardware under it: reading it is dangerous.
+    /// Its hardware is broken: reading it is dangerous.
     Poisoned,
-    /// Given back to the host by a balloon or the like.
+    /// Given back to the host, by a balloon for example.
     Offline,
 }
 
@@ -47,13 +47,13 @@ pub enum Class {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     Keep,
-    /// This page and those after it, 2^order in all.
+    /// Leave out this page and those after it, 2^order in all.
     Exclude(Class, u32),
-    /// No kernel writes such a descriptor.
+    /// No kernel writes such a descriptor, so the page is kept.
     Implausible,
 }
 
-/// How this kernel's descriptors are read, and what a dump level leaves out.
+/// How to read this kernel's descriptors, and what a dump level leaves out.
 #[derive(Debug)]
 pub struct Rules {
     level: DumpLevel,
@@ -64,7 +64,7 @@ pub struct Rules {
     mapcount: usize,
     private: usize,
     compound_head: usize,
-    /// Whether a tail names its head's address; later kernels have a mask there.
+    /// Whether a tail has the address of its head; later kernels have a mask there.
     tail_names_head: bool,
     lru: u64,
     private_flag: u64,
@@ -78,23 +78,23 @@ pub struct Rules {
     offline: Option<u32>,
     unaccepted: Option<u32>,
     free_orders: u64,
-    /// The top bits of the flags: node and zone of the page.
+    /// Top bits of the flags: node and zone of the page.
     place: u64,
     compound: Compound,
 }
 
-/// Where the second descriptor of a compound says its order, and which of them are hugetlb.
+/// Where the second descriptor of a compound page has its order, and how hugetlb pages are told.
 #[derive(Debug)]
 enum Compound {
-    /// Each at an offset; 2 bytes before 4.16, 1 since.
+    /// In fields at these offsets, of 2 bytes before 4.16 and of 1 byte since.
     Fields { order: Option<usize>, kind: Option<usize>, wide: bool, hugetlb: Option<u64> },
-    /// Order in the low byte of the flags, hugetlb a flag.
+    /// Order in the low byte of the flags; hugetlb is a flag.
     Flag(u64),
-    /// Order as there, hugetlb a type of the first page.
+    /// Order as in `Flag`; hugetlb is a type of the first page.
     Type(PageType),
 }
 
-/// A value of the field that counts mappings in pages that can be mapped.
+/// A value of `_mapcount`, the field that counts mappings in pages that can be mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct PageType {
     mask: u32,
@@ -103,7 +103,7 @@ struct PageType {
 
 impl PageType {
     fn new(number: i64) -> Self {
-        // Before 6.12 a type is one bit that is not set, and the field may count in its lower bits.
+        // Before 6.12 a type is one bit that is cleared, and the field may count in its lower bits.
         let value = number as u32;
         if value << 8 == 0 { Self { mask: 0xff00_0000, value } } else { Self { mask: TYPED | !value, value: TYPED } }
     }
@@ -114,6 +114,7 @@ impl PageType {
 }
 
 impl Rules {
+    /// Rules for the kernel with this VMCOREINFO.
     pub fn new(vmcoreinfo: &Vmcoreinfo, level: DumpLevel) -> Result<Self, NotUnderstood> {
         let bytes = required(vmcoreinfo.size("page"), "SIZE(page)")?;
         if !DESCRIPTOR_BYTES.contains(&bytes) {
@@ -155,7 +156,7 @@ impl Rules {
         })
     }
 
-    /// What a descriptor that is no tail says, given the one after it where there is one.
+    /// Verdict on a descriptor that is no tail, given the one after it, if there is one.
     pub fn judge(&self, page: &[u8], next: Option<&[u8]>, pfn: u64) -> Verdict {
         let flags = u64_at(page, self.flags);
         let mapcount = u32_at(page, self.mapcount);
@@ -207,8 +208,8 @@ impl Rules {
         (self.offline == Some(mapcount) && !slab).then_some(Class::Offline)
     }
 
-    /// The order of a compound that begins here (0 for a page of its own, None for one that cannot be), and whether it is
-    /// hugetlb.
+    /// Order of the compound page that begins here, and whether it is hugetlb. The order is 0 for a single page, and
+    /// `None` for a compound page that cannot exist.
     fn compound(&self, flags: u64, mapcount: u32, next: Option<&[u8]>) -> (Option<u32>, bool) {
         if flags & self.head == 0 {
             return (Some(0), false);
@@ -224,7 +225,7 @@ impl Rules {
             Compound::Fields { order, kind, wide, hugetlb } => {
                 let field = |offset| if *wide { u16_at(next, offset) } else { u64::from(next[offset]) };
                 let kind = kind.map(field);
-                // Without a field for it the order is not known, and only the first page is spoken of.
+                // Without such a field the order is not known, and the verdict is on the first page alone.
                 let Some(order) = order else { return (Some(0), kind.is_some() && kind == *hugetlb) };
                 (field(*order), kind.is_some() && kind == *hugetlb)
             }
@@ -233,7 +234,7 @@ impl Rules {
         (order, hugetlb)
     }
 
-    /// Could a kernel have written this of a page of this class?
+    /// Whether a kernel could have written this descriptor for a page of this class.
     fn is_plausible(&self, class: Class, page: &[u8], mapcount: u32, hugetlb: bool) -> bool {
         let mapping = u64_at(page, self.mapping);
         let mapped = mapcount.wrapping_add(1) <= USERS_MAX;
@@ -248,22 +249,23 @@ impl Rules {
         u64_at(page, self.flags) & self.place
     }
 
-    /// Whether anybody uses the page, be it as a count that cannot be.
+    /// Whether the page has users, even an impossible number of them.
     pub fn is_used(&self, page: &[u8]) -> bool {
         u32_at(page, self.users) != 0
     }
 
+    /// Whether the page is part of a compound page and not its first.
     pub fn is_tail(&self, page: &[u8]) -> bool {
         u64_at(page, self.compound_head) & TAIL != 0
     }
 
-    /// Does this tail name a descriptor before its own as its head? `map` is where that of page frame 0 would be.
+    /// Whether this tail's head is before it. `map` is where the descriptor of page frame 0 would be.
     pub fn is_plausible_tail(&self, page: &[u8], pfn: u64, map: u64) -> bool {
         !self.tail_names_head || self.head_of(page, map).is_some_and(|head| head < pfn)
     }
 
-    /// Does this descriptor belong to the compound that begins at `head`? Descriptors of hugetlb pages may be shared, a
-    /// first page's among them: then it looks like another first page.
+    /// Whether this descriptor belongs to the compound page that begins at `head`. Hugetlb pages may share descriptors,
+    /// even that of a first page, which then looks like another first page.
     pub fn belongs(&self, page: &[u8], head: u64, map: u64) -> bool {
         if self.is_tail(page) {
             return !self.tail_names_head || self.head_of(page, map) == Some(head);
@@ -277,7 +279,7 @@ impl Rules {
     }
 }
 
-/// VMCOREINFO, asked about descriptors.
+/// Looks up facts about descriptors in VMCOREINFO.
 struct Telling<'a> {
     vmcoreinfo: &'a Vmcoreinfo,
     bytes: u64,
@@ -304,7 +306,8 @@ impl Telling<'_> {
         1_u64.checked_shl(bit)
     }
 
-    /// Node numbers stand on top if there are any, zones below them: of those there are at least three.
+    /// Mask of node and zone. Node numbers are in the top bits, if there are any, and zones below them; there are at
+    /// least three zones.
     fn place(&self) -> u64 {
         const ZONE_BITS: u32 = 2;
         let nodes = self.vmcoreinfo.length("node_data").unwrap_or(1).clamp(1, 1 << 10);
@@ -322,7 +325,7 @@ impl Telling<'_> {
         let wide = self.vmcoreinfo.version().is_some_and(|version| version < (4, 16));
         let width = if wide { 2 } else { 1 };
         let field = |page: &str, folio: &str| match self.vmcoreinfo.offset(folio) {
-            // In a folio, the second descriptor begins where the first ends.
+            // The second descriptor of a folio begins where the first one ends.
             Some(offset) => self.within(offset.wrapping_sub(self.bytes), width).map(Some),
             None => self.offset_if_told(page, width),
         };

@@ -1,10 +1,10 @@
-//! The kernel log of a dead guest: the last thing it said, read from its ring buffer.
+//! Kernel log of a dead guest: its last messages, read from the kernel's ring buffer.
 //!
 //! prb -> ring of descriptors -> each: record's text and time -> lines
 //!
-//! The kernel's buffer of records (5.10 and later) is read as it stands; a record that was being written, or that another
-//! has overwritten, is left out. Numbers out of the guest are bounded: no log has more records than 2^20 or more than
-//! 32 MiB of text.
+//! The kernel's buffer of records (5.10 and later) is read as it stands. A record that was being written, or that
+//! another one has overwritten, is left out. Numbers from the guest are bounded: no log has more than 2^20 records or
+//! more than 32 MiB of text.
 
 use std::fmt::{self, Write};
 
@@ -15,12 +15,12 @@ use super::{AddressSpace, NotUnderstood, Vmcoreinfo, required};
 const TEXT_BITS_MAX: u32 = 25;
 const RECORD_BITS_MAX: u32 = 20;
 
-/// The two top bits of a descriptor's state.
+/// The state is in the two top bits of a descriptor's `state_var`.
 const STATE_SHIFT: u32 = 62;
 const ID: u64 = (1 << STATE_SHIFT) - 1;
 const COMMITTED: u64 = 1;
 const FINALIZED: u64 = 2;
-/// A position with this bit set stands for a record without text.
+/// A position with this bit set is that of a record without text.
 const NO_TEXT: u64 = 1;
 /// Each text is preceded by the id of its descriptor.
 const TEXT_HEADER_BYTES: u64 = 8;
@@ -28,9 +28,9 @@ const TEXT_HEADER_BYTES: u64 = 8;
 /// One record of the kernel log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line {
-    /// Since boot.
+    /// Time since boot.
     pub nanoseconds: u64,
-    /// May hold newlines: a record is what one call of the kernel printed.
+    /// It may contain newlines: a record is what one call of the kernel printed.
     pub text: String,
 }
 
@@ -47,16 +47,16 @@ impl fmt::Display for Line {
     }
 }
 
-/// What a terminal might take for a command is shown as its number.
+/// Shows control characters as their numbers, because a terminal might take them for commands.
 fn escaped(c: char, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let harmless = c == '\t' || !c.is_control();
     if harmless { f.write_char(c) } else { write!(f, "\\x{:02x}", u32::from(c)) }
 }
 
-/// Lines between what an oops is and its number.
+/// How many lines before an `Oops:` line its `BUG:` line is looked for.
 const OOPS_LINES: usize = 6;
 
-/// Why the kernel died, as it said itself: its last words that begin like a reason.
+/// Why the kernel died, in its own words: the last line that begins like a reason.
 pub fn panic_reason(lines: &[Line]) -> Option<&str> {
     const PANIC: &str = "Kernel panic - not syncing: ";
     const LESS: [&str; 6] =
@@ -70,13 +70,14 @@ pub fn panic_reason(lines: &[Line]) -> Option<&str> {
         named.or(Some(last))
     };
     let reason = match panic {
-        // An oops that was not to be survived: that it is fatal is no reason.
+        // An oops that was made fatal: the panic line only says that it was, so the oops is the reason.
         Some(panic) if panic.starts_with("Fatal exception") => less().or(Some(panic)),
         panic => panic.or_else(less),
     };
     reason.map(str::trim_end)
 }
 
+/// Reads all records that are there in whole, oldest first.
 pub fn read<M: PhysicalMemory>(
     space: &AddressSpace<'_, M>,
     vmcoreinfo: &Vmcoreinfo,
@@ -87,7 +88,7 @@ pub fn read<M: PhysicalMemory>(
     Ok((0..records).filter_map(|record| ring.line(first.wrapping_add(record) & ID)).collect())
 }
 
-/// The ring buffer, its fixed parts read.
+/// The ring buffer, with its fixed parts read.
 struct Ring<'a, 'm, M> {
     space: &'a AddressSpace<'m, M>,
     record_bits: u32,
@@ -101,7 +102,7 @@ struct Ring<'a, 'm, M> {
     texts: u64,
 }
 
-/// Offsets in a descriptor.
+/// Offsets in a descriptor (`struct prb_desc`).
 struct Descriptor {
     bytes: u64,
     state: u64,
@@ -109,7 +110,7 @@ struct Descriptor {
     next: u64,
 }
 
-/// Offsets in what is known of a record.
+/// Offsets in a record's metadata (`struct printk_info`).
 struct Info {
     bytes: u64,
     nanoseconds: u64,
@@ -156,7 +157,7 @@ impl<'a, 'm, M: PhysicalMemory> Ring<'a, 'm, M> {
         })
     }
 
-    /// None for a record that is not there in whole.
+    /// `None` for a record that is not there in whole.
     fn line(&self, id: u64) -> Option<Line> {
         let place = id % (1 << self.record_bits);
         let descriptor = self.descriptors.wrapping_add(place * self.descriptor.bytes);
@@ -181,7 +182,7 @@ impl<'a, 'm, M: PhysicalMemory> Ring<'a, 'm, M> {
         let size = 1 << self.text_bits;
         let (start, end) = (begin % size, next % size);
         let whole = next.wrapping_sub(begin);
-        // A block that would have reached past the end was put at the beginning instead.
+        // A block that would have crossed the end is at the beginning instead.
         let (start, block_bytes) = if whole <= size - start { (start, whole) } else { (0, end) };
         let room = block_bytes.checked_sub(TEXT_HEADER_BYTES)?;
         if self.number(self.texts, start)? != id {
@@ -211,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn records_come_in_order_over_the_ends_of_both_rings() {
+    fn records_come_in_order_across_ring_ends() {
         let mut linux = Synthetic::new(Kind::Linux6_1);
         linux.put_ids(6, 9);
         linux.put_record(6, FINALIZED, 0x1f0, 0x218, "put at the start");
@@ -224,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn records_that_are_not_there_in_whole_are_left_out() {
+    fn incomplete_records_are_left_out() {
         let mut linux = Synthetic::new(Kind::Linux6_1);
         linux.put_ids(1, 4);
         linux.put_record(1, FINALIZED, 0, 0x20, "one");
@@ -232,13 +233,13 @@ mod tests {
         linux.put_record(3, 3, 0x40, 0x60, "given up");
         linux.put_record(12, FINALIZED, 0x60, 0x80, "in the place of four");
         assert_eq!(lines(&linux).unwrap(), ["[    1.000000] one"]);
-        // Its text now belongs to another.
+        // Its text now belongs to another record.
         linux.put_record(4, FINALIZED, 0, 0x20, "four");
         assert_eq!(lines(&linux).unwrap(), ["[    4.000000] four"]);
     }
 
     #[test]
-    fn ids_from_the_guest_are_bounded_by_the_ring() {
+    fn guest_ids_are_bounded_by_the_ring() {
         let mut linux = Synthetic::new(Kind::Linux6_1);
         linux.put_record(5, FINALIZED, 0, 0x20, "five");
         for (tail, head) in [(0, u64::MAX), (u64::MAX, 0), (6, 5), (5, 5), (0, 1 << 61)] {
@@ -266,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn the_reason_is_the_kernels_own() {
+    fn panic_reason_is_the_kernels_own() {
         check(&[], None);
         check(&["all is well"], None);
         let panic = "Kernel panic - not syncing: sysrq triggered crash";

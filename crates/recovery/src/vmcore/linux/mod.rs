@@ -1,11 +1,11 @@
-//! Linux: what a dead Linux says of its memory, read from outside without a symbol file or an agent.
+//! Linux: reads the memory of a dead Linux guest from outside, without a symbol file or an agent.
 //!
 //! VMCOREINFO -> address space -> sections -> page descriptors -> class of each page (`classify`)
 //! VMCOREINFO -> address space -> kernel log, `uname`
 //!
-//! Nothing here fails for damage in part: what cannot be read or makes no sense leaves its pages in the dump. Only a
-//! memory that shows no Linux at all, or one whose layout is unknown, is refused, with the reason; the dump then keeps
-//! everything but zeroes.
+//! Partial damage makes nothing fail here: what cannot be read or makes no sense leaves its pages in the dump. Only a
+//! memory without any Linux, or one whose layout is unknown, is refused, with the reason; the dump then keeps
+//! everything except zeroes.
 
 mod address_space;
 mod classify;
@@ -31,7 +31,7 @@ use super::level::DumpLevel;
 use super::memory::PhysicalMemory;
 use super::notes::{Notes, PageTables};
 
-/// Why a memory's pages cannot be told apart.
+/// Why the pages of a memory cannot be classified.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotUnderstood {
     #[error("no Linux kernel was found in the guest's memory")]
@@ -61,11 +61,13 @@ pub struct Linux<'m, M> {
 }
 
 impl<'m, M: PhysicalMemory> Linux<'m, M> {
-    /// `notes` are the ELF notes that QEMU or a dump file has; without a VMCOREINFO in them RAM is searched for it.
+    /// Finds the kernel that ran. `notes` are the ELF notes from QEMU or a dump file; without a VMCOREINFO in them RAM
+    /// is searched for it.
     ///
-    /// A kernel that a guest left by kexec stays in memory, note and name intact, and its page descriptors say of memory
-    /// what is no longer true. So a kernel counts only if a CPU's page tables have it where it says that it is. Notes
-    /// without page tables (a dump by another program, a QEMU that died) cannot tell; then only one kernel may be there.
+    /// A kernel that a guest left by kexec stays in memory, with note and name intact, but its page descriptors are out
+    /// of date. So a kernel counts only if a CPU's page tables map it where it says that it is. Notes without page
+    /// tables (a dump by another program, a QEMU that died) cannot show that. Then the kernel in the notes counts, and
+    /// without one RAM must hold a single kernel.
     pub fn find(memory: &'m M, notes: &[u8]) -> Result<Self, NotUnderstood> {
         let cpus = Notes::parse(notes).map(|notes| notes.page_tables()).unwrap_or_default();
         let mut others: Vec<Self> = Vec::new();
@@ -92,22 +94,22 @@ impl<'m, M: PhysicalMemory> Linux<'m, M> {
         }
     }
 
-    /// Takes the VMCOREINFO as it is.
+    /// Trusts this VMCOREINFO.
     pub fn with(memory: &'m M, vmcoreinfo: Vmcoreinfo) -> Result<Self, NotUnderstood> {
         let space = AddressSpace::new(memory, &vmcoreinfo)?;
         Ok(Self { memory, vmcoreinfo, space })
     }
 
-    /// Is this the kernel whose name stands where the text says it stands?
+    /// The kernel of this VMCOREINFO, if its name is where the text says.
     fn checked(memory: &'m M, vmcoreinfo: Vmcoreinfo) -> Option<Self> {
         let linux = Self::with(memory, vmcoreinfo).ok()?;
         let genuine = linux.utsname().is_some_and(|name| name.release == linux.vmcoreinfo.release());
         genuine.then_some(linux)
     }
 
-    /// Do a CPU's page tables have this kernel's name where the kernel says it is?
+    /// Whether a CPU's page tables map this kernel's name where the kernel says that it is.
     fn is_run_by(&self, cpus: &[PageTables]) -> bool {
-        /// With page table isolation a process's own tables lie one page above those with the kernel in them.
+        /// With page table isolation a process's own tables are one page above those that map the kernel.
         const USER_TABLES: u64 = PAGE_BYTES;
         let Some(address) = self.vmcoreinfo.symbol("init_uts_ns") else { return false };
         let said = self.space.translate(address).map(|piece| piece.address);
@@ -121,16 +123,18 @@ impl<'m, M: PhysicalMemory> Linux<'m, M> {
         &self.space
     }
 
+    /// The kernel's own description of its layout.
     pub fn vmcoreinfo(&self) -> &Vmcoreinfo {
         &self.vmcoreinfo
     }
 
-    /// What `uname -a` said.
+    /// The kernel's names, as `uname -a` prints them; `None` if they cannot be read.
     pub fn utsname(&self) -> Option<Utsname> {
         utsname::read(&self.space, &self.vmcoreinfo)
     }
 
-    /// Which pages a dump of this level keeps. Pages of zeroes are not looked for: they show when pages are copied.
+    /// Decides which pages a dump of this level keeps. It does not look for pages of zeroes, because they show when
+    /// pages are copied.
     pub fn classify(&self, level: DumpLevel) -> Result<Classification, NotUnderstood> {
         classify::classify(self.memory, &self.space, &self.vmcoreinfo, level)
     }

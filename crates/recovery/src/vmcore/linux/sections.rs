@@ -1,8 +1,8 @@
-//! Sections: where the descriptors of each stretch of page frames are (SPARSEMEM, the only memory model of x86-64).
+//! Sections: where the descriptors of each range of page frames are (SPARSEMEM, the only memory model of x86-64).
 //!
 //! mem_section -> root -> section -> `section_mem_map` -> descriptors of 128 MiB
 //!
-//! Each link is read on its own: a damaged one costs its section, not the dump.
+//! Each link is read by itself: a damaged one costs its section, not the dump.
 
 use std::ops::Range;
 
@@ -12,15 +12,16 @@ use super::super::memory::PhysicalMemory;
 use super::address_space::is_kernel_address;
 use super::{AddressSpace, NotUnderstood, Vmcoreinfo, required};
 
-/// The descriptors' address has more flags in it with every other release; they never reach a page's size.
+/// Flags in the low bits of the descriptors' address. Newer kernels have more of them, but they stay below a page's
+/// size.
 const FLAGS: u64 = PAGE_BYTES - 1;
 const MARKED_PRESENT: u64 = 1;
 const HAS_MEM_MAP: u64 = 2;
-/// A section holds from 16 MiB to 64 GiB.
+/// A section covers from 16 MiB to 64 GiB.
 const SECTION_SIZE_BITS: Range<i64> = 24..37;
 const SECTION_BYTES: Range<u64> = 16..PAGE_BYTES + 1;
 
-/// A stretch of page frames and what is known of it.
+/// A range of page frames, and where its descriptors are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Section {
     pub pfns: Range<u64>,
@@ -30,9 +31,9 @@ pub struct Section {
 /// Where the descriptors of a section are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Map {
-    /// The virtual address at which the descriptor of page frame 0 would be.
+    /// Virtual address at which the descriptor of page frame 0 would be.
     OfPfn0(u64),
-    /// The kernel has none: it does not use this memory (`mem=`, or taken offline).
+    /// The kernel has none, because it does not use this memory (`mem=`, or taken offline).
     Absent,
     /// The table cannot be read, or makes no sense.
     Unknown,
@@ -44,7 +45,7 @@ impl Map {
     }
 }
 
-/// All sections up to a page frame.
+/// All sections below `end_pfn`.
 pub fn sections<M: PhysicalMemory>(
     space: &AddressSpace<'_, M>,
     vmcoreinfo: &Vmcoreinfo,
@@ -56,7 +57,7 @@ pub fn sections<M: PhysicalMemory>(
     if found.iter().any(|section| section.map.is_known()) {
         return Ok(found);
     }
-    // Linux 4.14 tells not where the table is but where that is told.
+    // Linux 4.14 gives the address of a pointer to the table.
     let pointed = space.read_u64(told).map_err(|_| NotUnderstood::NoSections)?;
     let found = table.sections(pointed, end_pfn);
     let any = found.iter().any(|section| section.map.is_known());
@@ -102,7 +103,7 @@ impl<'a, 'm, M: PhysicalMemory> Table<'a, 'm, M> {
             .collect()
     }
 
-    /// None if the table cannot be read so far.
+    /// `None` if the table cannot be read there, or makes no sense.
     fn map(&self, roots: u64, number: u64) -> Option<Map> {
         let sections_per_root = PAGE_BYTES / self.section_bytes;
         let root = self.space.read_u64(roots.checked_add(number / sections_per_root * 8)?).ok()?;
@@ -118,7 +119,7 @@ impl<'a, 'm, M: PhysicalMemory> Table<'a, 'm, M> {
             return Some(Map::Absent);
         }
         let there = map & MARKED_PRESENT != 0 && map & HAS_MEM_MAP != 0;
-        // The kernel has already subtracted the page frames before the section, so this may be no kernel address.
+        // The kernel has already subtracted the page frames before the section, so this may not be a kernel address.
         there.then_some(Map::OfPfn0(map & !FLAGS))
     }
 }

@@ -1,4 +1,5 @@
-//! A small made-up Linux for tests: 16 MiB of RAM with tables, descriptors, names and log where a kernel would have them.
+//! Synthetic: a small made-up Linux for tests: 16 MiB of RAM with tables, descriptors, names and log where a kernel has
+//! them.
 
 use std::ops::Range;
 
@@ -12,7 +13,7 @@ pub const DESCRIPTOR_BYTES: u64 = 64;
 pub const KERNEL_IMAGE: u64 = 0xffff_ffff_8000_0000;
 pub const VMEMMAP: u64 = 0xffff_ea00_0000_0000;
 
-/// Where things lie in RAM. Kernel virtual addresses of the image are these plus `KERNEL_IMAGE`.
+/// Offsets in RAM. Virtual addresses of the kernel's image are these plus `KERNEL_IMAGE`.
 pub const TOP_TABLE: u64 = 0x10_0000;
 const TABLE_3: u64 = 0x10_1000;
 pub const TABLE_2: u64 = 0x10_2000;
@@ -29,13 +30,13 @@ const IMAGE_TABLE_3: u64 = 0x10_c000;
 const IMAGE_TABLE_2: u64 = 0x10_d000;
 pub const DESCRIPTORS: u64 = 0x20_0000;
 
-/// As few as show the ring at work.
+/// Small, so that both rings wrap.
 pub const RECORD_BITS: u32 = 3;
 pub const TEXT_BITS: u32 = 8;
 
 pub const RELEASE: &str = "6.1.0-made-up";
 
-/// Pages at a time, by guest-physical address; the rest is not there.
+/// RAM from address 0 on; all other addresses are unreadable.
 #[derive(Clone)]
 pub struct Ram {
     pub bytes: Vec<u8>,
@@ -70,7 +71,7 @@ impl PhysicalMemory for Ram {
     }
 }
 
-/// A descriptor's fields, as far as they matter.
+/// The fields of a descriptor that matter here.
 #[derive(Clone, Copy)]
 pub struct Page {
     pub flags: u64,
@@ -84,7 +85,7 @@ pub struct Page {
 /// A page that the kernel uses for itself.
 pub const KERNELS: Page = Page { flags: 0, compound_head: 0, mapping: 0, private: 0, mapcount: u32::MAX, users: 1 };
 
-/// Which generation of descriptors.
+/// Generation of a kernel's descriptors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Linux6_1,
@@ -140,7 +141,7 @@ impl Kind {
     }
 }
 
-/// A made-up Linux with all pages its own and nothing in its log.
+/// A made-up Linux that uses all pages itself and has an empty log.
 pub struct Synthetic {
     pub ram: Ram,
     pub kind: Kind,
@@ -173,7 +174,7 @@ impl Synthetic {
         self.ram.write_u64(IMAGE_TABLE_3 + 510 * 8, IMAGE_TABLE_2 | TABLE);
         self.ram.write_u64(IMAGE_TABLE_2, LARGE);
         self.ram.write_u64(ROOTS, KERNEL_IMAGE + SECTIONS);
-        // Present, with a map, online.
+        // Present, with a map, and online.
         self.ram.write_u64(SECTIONS, VMEMMAP | 7);
     }
 
@@ -193,13 +194,13 @@ impl Synthetic {
         self.ram.write_u64(RING + 56, image(TEXTS));
     }
 
-    /// The first and the last id of the ring.
+    /// Sets the first and the last id of the ring.
     pub fn put_ids(&mut self, tail: u64, head: u64) {
         self.ram.write_u64(RING + 24, head);
         self.ram.write_u64(RING + 32, tail);
     }
 
-    /// A record whose text begins at this position of the ring and, if it would cross its end, stands at its start.
+    /// Writes a record whose text begins at this position of the ring or, if it would cross the end, at its start.
     pub fn put_record(&mut self, id: u64, state: u64, begin: u64, next: u64, text: &str) {
         let place = id % (1 << RECORD_BITS);
         self.ram.write_u64(RECORDS + place * 24, id | state << 62);
@@ -225,7 +226,7 @@ impl Synthetic {
         self.ram.write(descriptor + 52, &page.users.to_le_bytes());
     }
 
-    /// A free block of 2^order pages.
+    /// Makes a free block of 2^order pages.
     pub fn put_free(&mut self, first: u64, order: u64) {
         let free = Page { users: 0, ..KERNELS };
         for pfn in first..first + (1 << order) {
@@ -234,7 +235,7 @@ impl Synthetic {
         self.put(first, Page { private: order, mapcount: self.kind.buddy(), ..free });
     }
 
-    /// A compound of 2^order pages that begins with this one.
+    /// Makes a compound page of 2^order pages that begins with this one.
     pub fn put_compound(&mut self, first: u64, order: u8, page: Page, hugetlb: bool) {
         let tail = Page { compound_head: VMEMMAP + first * DESCRIPTOR_BYTES + 1, users: 0, ..KERNELS };
         for pfn in first + 1..first + (1 << order) {
@@ -255,7 +256,7 @@ impl Synthetic {
     }
 }
 
-/// QEMU's note of a CPU that looks up addresses in these tables of four levels.
+/// QEMU's note of a CPU that uses these page tables of four levels.
 pub fn cpu_note(root: u64) -> Vec<u8> {
     let control = [0x8005_0033, 0, 0, root, 0x6f0].map(u64::to_le_bytes).concat();
     let mut note = [5_u32, 440, 0].map(u32::to_le_bytes).concat();
@@ -266,7 +267,7 @@ pub fn cpu_note(root: u64) -> Vec<u8> {
     note
 }
 
-/// The text as an ELF note.
+/// A VMCOREINFO text as an ELF note.
 pub fn note(text: &[u8]) -> Vec<u8> {
     let mut note = [11_u32, text.len() as u32, 0].map(u32::to_le_bytes).concat();
     note.extend(b"VMCOREINFO\0\0");

@@ -1,4 +1,4 @@
-//! A made-up Linux, healthy and damaged in every way that came to mind.
+//! Tests with a made-up Linux, healthy and damaged in many ways.
 
 use proptest::prelude::*;
 
@@ -31,7 +31,7 @@ fn counts(linux: &Synthetic, level: u8) -> ClassCounts {
     classify(linux, level).unwrap().counts
 }
 
-/// At which levels one page with this descriptor is left out, as a bitmap of levels.
+/// Checks at which levels a page with this descriptor is left out.
 #[track_caller]
 fn check_levels(kinds: &[Kind], page: Page, expect: fn(u8) -> bool) {
     for kind in kinds {
@@ -46,13 +46,13 @@ fn check_levels(kinds: &[Kind], page: Page, expect: fn(u8) -> bool) {
 }
 
 #[test]
-fn a_page_is_left_out_at_the_levels_at_which_makedumpfile_does() {
+fn pages_are_left_out_at_makedumpfiles_levels() {
     let all = &Kind::ALL;
     check_levels(all, KERNELS, |_| false);
     check_levels(all, CACHED, |level| level & 6 != 0);
     check_levels(all, Page { flags: LRU | PRIVATE, ..CACHED }, |level| level & 4 != 0);
     check_levels(all, Page { flags: SWAP_CACHE | SWAP_BACKED, ..CACHED }, |level| level & 6 != 0);
-    // That flag alone means something else.
+    // This flag alone has another meaning.
     check_levels(all, Page { flags: SWAP_CACHE, ..CACHED }, |_| false);
     check_levels(all, PROGRAMS, |level| level & 8 != 0);
     let free = |kind: Kind| Page { users: 0, mapcount: kind.buddy(), ..KERNELS };
@@ -64,7 +64,7 @@ fn a_page_is_left_out_at_the_levels_at_which_makedumpfile_does() {
 }
 
 #[test]
-fn kernels_say_differently_what_is_slab_or_poisoned() {
+fn slab_and_poison_are_read_for_each_kernel() {
     let slab = Page { mapping: ANONYMOUS, ..KERNELS };
     check_levels(&[Kind::Linux6_1], Page { flags: SLAB_6_1, ..slab }, |_| false);
     check_levels(&[Kind::Linux6_12], Page { mapcount: 0xf500_0000, ..slab }, |_| false);
@@ -75,7 +75,7 @@ fn kernels_say_differently_what_is_slab_or_poisoned() {
 }
 
 #[test]
-fn blocks_and_compounds_go_as_a_whole() {
+fn blocks_and_compounds_are_left_out_whole() {
     for kind in Kind::ALL {
         let mut linux = Synthetic::new(kind);
         linux.put_free(1024, 10);
@@ -95,7 +95,7 @@ fn blocks_and_compounds_go_as_a_whole() {
 fn shared_descriptors_of_huge_pages_are_understood() {
     let mut linux = Synthetic::new(Kind::Linux6_12);
     linux.put_compound(2560, 9, Page { users: 0, ..KERNELS }, true);
-    // The kernel gave back all but the first page of descriptors: each 64 look like the first.
+    // The kernel gave back all pages of descriptors except the first, so every 64 descriptors look like the first ones.
     let first: Vec<u8> = linux.ram.bytes[(DESCRIPTORS + 2560 * 64) as usize..][..4096].to_vec();
     for page in 1..8 {
         linux.ram.write(DESCRIPTORS + 2560 * 64 + page * 4096, &first);
@@ -103,7 +103,7 @@ fn shared_descriptors_of_huge_pages_are_understood() {
     assert_eq!(counts(&linux, 31), ClassCounts { user: 512, ..ClassCounts::default() });
 }
 
-/// This page is kept and counted, whatever its descriptor says.
+/// Checks that a page with this descriptor is kept and counted.
 #[track_caller]
 fn check_implausible(page: fn(Kind) -> Page) {
     for kind in Kind::ALL {
@@ -116,7 +116,7 @@ fn check_implausible(page: fn(Kind) -> Page) {
 }
 
 #[test]
-fn descriptors_that_no_kernel_writes_leave_their_pages_in_the_dump() {
+fn implausible_descriptors_keep_their_pages() {
     check_implausible(|kind| Page { users: 0, mapcount: kind.buddy(), private: 11, ..KERNELS });
     check_implausible(|kind| Page { users: 0, mapcount: kind.buddy(), private: 60, ..KERNELS });
     check_implausible(|kind| Page { users: 0, mapcount: kind.buddy(), private: u64::MAX, ..KERNELS });
@@ -127,17 +127,17 @@ fn descriptors_that_no_kernel_writes_leave_their_pages_in_the_dump() {
     check_implausible(|_| Page { users: 0xdead_beef, ..CACHED });
     check_implausible(|_| Page { mapcount: 0xdead_beef, ..CACHED });
     check_implausible(|_| Page { mapping: 0xdead_0001, ..PROGRAMS });
-    // In another zone than all around it.
+    // In another zone than its neighbours.
     check_implausible(|_| Page { flags: LRU | 1 << 63, ..CACHED });
-    // A compound begins where no compound can.
+    // A compound page begins where none can.
     check_implausible(|_| Page { flags: LRU | 1 << 16, ..CACHED });
-    // Tails of nothing.
+    // Tails without a head.
     check_implausible(|_| Page { compound_head: u64::MAX, ..KERNELS });
     check_implausible(|_| Page { compound_head: VMEMMAP + 2000 * DESCRIPTOR_BYTES + 1, ..KERNELS });
 }
 
 #[test]
-fn a_page_that_denies_its_block_stays() {
+fn page_that_denies_its_block_is_kept() {
     for kind in Kind::ALL {
         let mut linux = Synthetic::new(kind);
         linux.put_free(1024, 10);
@@ -152,7 +152,7 @@ fn a_page_that_denies_its_block_stays() {
 }
 
 #[test]
-fn an_order_that_cannot_be_is_not_followed() {
+fn impossible_order_is_not_followed() {
     for kind in Kind::ALL {
         for order in [0, 19, 63, 64, 255] {
             let mut linux = Synthetic::new(kind);
@@ -167,11 +167,11 @@ fn an_order_that_cannot_be_is_not_followed() {
 }
 
 #[test]
-fn descriptors_that_cannot_be_read_cost_their_own_pages_only() {
+fn unreadable_descriptors_cost_only_their_pages() {
     let mut linux = Synthetic::new(Kind::Linux6_1);
     linux.put_free(1024, 10);
     linux.put_free(2048, 10);
-    // Descriptors by pages of 4 KiB, one of them missing, one where no RAM is.
+    // Descriptors in pages of 4 KiB, one of which is missing and one of which is outside of RAM.
     let table = 0x10_f000;
     linux.ram.write_u64(TABLE_2, table | 0x63);
     for page in (0..64).filter(|page| *page != 20) {
@@ -185,7 +185,7 @@ fn descriptors_that_cannot_be_read_cost_their_own_pages_only() {
 }
 
 #[test]
-fn tables_that_are_damaged_keep_everything() {
+fn damaged_tables_keep_everything() {
     let damaged = |address, number| {
         let mut linux = Synthetic::new(Kind::Linux6_1);
         linux.put_free(1024, 10);
@@ -205,9 +205,9 @@ fn tables_that_are_damaged_keep_everything() {
     }
 }
 
-/// 32 MiB of RAM, of which the kernel was told to use 16.
+/// RAM of 32 MiB, of which the kernel was told to use 16.
 #[test]
-fn memory_that_the_kernel_does_not_use_is_not_called_damaged() {
+fn memory_unused_by_the_kernel_is_not_damaged() {
     let linux = Synthetic::new(Kind::Linux6_1);
     let mut ram = Ram::new(2 * PAGES);
     ram.write(0, &linux.ram.bytes);
@@ -231,7 +231,7 @@ fn a_table_that_maps_itself_ends_the_walk() {
 }
 
 #[test]
-fn the_kernel_is_found_by_note_and_without_one() {
+fn kernel_is_found_with_and_without_note() {
     let linux = Synthetic::new(Kind::Linux6_1);
     let text = linux.vmcoreinfo.text();
     let cpu = [&[5_u32, 8, 1].map(u32::to_le_bytes).concat()[..], b"CORE\0\0\0\0", &[0; 8]].concat();
@@ -250,7 +250,7 @@ fn a_forged_note_does_not_hide_the_kernels() {
     assert_eq!(Linux::find(&linux.ram, &[]).unwrap().vmcoreinfo().release(), RELEASE);
 }
 
-/// A kernel that the guest left by kexec: another phys_base, its name still where it says. Page 0x80 of RAM and up.
+/// Adds a kernel that the guest left by kexec: it has another phys_base, and its name is still where it says.
 fn left_by_kexec(linux: &mut Synthetic) -> Vmcoreinfo {
     const MOVED: u64 = 0x8_0000;
     let text = String::from_utf8(linux.vmcoreinfo.text().to_vec()).unwrap();
@@ -263,17 +263,17 @@ fn left_by_kexec(linux: &mut Synthetic) -> Vmcoreinfo {
 }
 
 #[test]
-fn a_kernel_left_by_kexec_is_not_the_guests() {
+fn kernel_left_by_kexec_is_not_used() {
     let mut linux = Synthetic::new(Kind::Linux6_1);
     let left = left_by_kexec(&mut linux);
     assert!(Linux::with(&linux.ram, left.clone()).unwrap().utsname().is_some(), "it looks alive");
     let cpu = cpu_note(TOP_TABLE);
-    // Whether QEMU was told of the one that is gone, of the one that runs, or of none.
+    // QEMU may have the note of the kernel that is gone, of the one that runs, or none.
     for told in [note(left.text()), note(linux.vmcoreinfo.text()), Vec::new()] {
         let found = Linux::find(&linux.ram, &[&cpu[..], &told].concat()).unwrap();
         assert_eq!(found.vmcoreinfo().release(), RELEASE);
     }
-    // One of the processors was in a process, whose tables are a page above.
+    // One of the processors was in a process, whose tables are one page above.
     let user = [cpu_note(0x20_0000), cpu_note(TOP_TABLE + 0x1000), note(left.text())].concat();
     assert_eq!(Linux::find(&linux.ram, &user).unwrap().vmcoreinfo().release(), RELEASE);
 }
@@ -283,17 +283,17 @@ fn without_proof_no_kernel_is_believed() {
     let mut linux = Synthetic::new(Kind::Linux6_1);
     let left = left_by_kexec(&mut linux);
     let both = format!("5.10.0-left, {RELEASE}");
-    // The guest went on to a system that tells nothing of itself.
+    // The guest went on to a system without a VMCOREINFO.
     let elsewhere = [cpu_note(0x30_0000), note(left.text())].concat();
     let refused = Linux::find(&linux.ram, &elsewhere).map(drop);
     assert_eq!(refused, Err(NotUnderstood::NotRunning { releases: both.clone() }));
-    // No registers at all, as of a QEMU that was killed.
+    // There are no registers at all, as after a QEMU that was killed.
     let refused = Linux::find(&linux.ram, &[]).map(drop);
     assert_eq!(refused, Err(NotUnderstood::Ambiguous { releases: both }));
 }
 
 #[test]
-fn what_is_no_linux_is_refused_by_name() {
+fn other_memory_is_refused_with_reason() {
     assert_eq!(Linux::find(&Ram::new(256), &[]).map(drop), Err(NotUnderstood::NoVmcoreinfo));
     let linux = Synthetic::new(Kind::Linux6_1);
     let text = String::from_utf8(linux.vmcoreinfo.text().to_vec()).unwrap();
@@ -322,7 +322,7 @@ proptest! {
 
     /// Random bytes in random places: over tables, descriptors, log and the kernel's own text.
     #[test]
-    fn damage_never_costs_more_than_the_size_of_the_dump(
+    fn damage_only_makes_the_dump_larger(
         patches in prop::collection::vec((0_u64..0x30_0000, prop::collection::vec(any::<u8>(), 1..200)), 1..40),
         kind in prop::sample::select(&Kind::ALL[..]),
     ) {
@@ -336,13 +336,13 @@ proptest! {
             let _ = found.log();
             if let Ok(found) = found.classify(DumpLevel::KERNEL) {
                 prop_assert_eq!(PAGES - found.kept.count(), found.counts.excluded());
-                // The kernel's own pages, judged by descriptors that say so or by none.
+                // Hardly any of the kernel's own pages are excluded by random bytes.
                 prop_assert!(found.counts.excluded() - found.counts.free.min(1024) < 16, "{:?}", found.counts);
             }
         }
     }
 
-    /// Numbers of VMCOREINFO changed at random.
+    /// Changes the numbers of VMCOREINFO at random.
     #[test]
     fn any_vmcoreinfo_is_safe(line in 0_usize..60, number in any::<u64>(), kind in prop::sample::select(&Kind::ALL[..])) {
         let linux = Synthetic::new(kind);

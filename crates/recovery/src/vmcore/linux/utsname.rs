@@ -1,13 +1,13 @@
-//! The kernel's names for itself and its machine, as `uname` tells them; a dump's header carries them.
+//! Utsname: names of the kernel and its machine, as `uname` prints them. A dump's header contains them.
 
 use super::super::memory::PhysicalMemory;
 use super::{AddressSpace, Vmcoreinfo};
 
-/// `__NEW_UTS_LEN` and the zero byte.
+/// `__NEW_UTS_LEN` and the terminating zero.
 const FIELD_BYTES: usize = 65;
 const FIELDS: usize = 6;
 
-/// What `uname -a` said.
+/// What `uname -a` prints (`struct new_utsname`).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Utsname {
     pub sysname: String,
@@ -18,9 +18,10 @@ pub struct Utsname {
     pub domainname: String,
 }
 
+/// Reads the names; `None` if they cannot be read or are not those of Linux.
 pub fn read(space: &AddressSpace<'_, impl PhysicalMemory>, vmcoreinfo: &Vmcoreinfo) -> Option<Utsname> {
     let namespace = vmcoreinfo.symbol("init_uts_ns")?;
-    // Before 5.11 the offset was not told; a reference count of 4 bytes stood first.
+    // Before 5.11 VMCOREINFO had no offset for it; a reference count of 4 bytes came first.
     let offset = vmcoreinfo.offset("uts_namespace.name").unwrap_or(4);
     let mut bytes = [0; FIELD_BYTES * FIELDS];
     space.read(namespace.checked_add(offset)?, &mut bytes).ok()?;

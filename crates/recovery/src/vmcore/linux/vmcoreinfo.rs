@@ -1,9 +1,9 @@
-//! VMCOREINFO: what the kernel itself says of its layout, for whoever has to read its memory from outside.
+//! VMCOREINFO: the kernel's description of its own layout, for tools that read its memory from outside.
 //!
-//! QEMU's notes -> or RAM, page by page -> text -> fields
+//! QEMU's notes, or RAM page by page -> text -> fields
 //!
 //! The kernel keeps the text as an ELF note at the start of a page. QEMU has it too if the guest loaded the driver of
-//! `-device vmcoreinfo`; where it did not, the note is still found in RAM, in 0.2 s for 2 GiB.
+//! `-device vmcoreinfo`. Otherwise the note is still found in RAM, in 0.2 s for 2 GiB.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -12,12 +12,12 @@ use hearth_memory::PAGE_BYTES;
 
 use super::super::memory::{PhysicalMemory, address_of_pfn};
 
-/// The kernel keeps it in one page; kernels with larger pages are not x86.
+/// Maximum length of the text. The kernel keeps it in one page, and kernels with larger pages are not x86.
 const TEXT_BYTES_MAX: usize = 2 * PAGE_BYTES as usize;
-/// Read at a time when RAM is searched: a system call for each page took ten times as long.
+/// Pages read at a time when RAM is searched: a system call for each page took ten times as long.
 const CHUNK_PAGES: u64 = 64;
 const NAME: &[u8] = b"VMCOREINFO\0";
-/// Sizes of name and text, type.
+/// Sizes of name and text, and the type.
 const NOTE_HEADER_BYTES: usize = 12;
 const NAME_PADDED_BYTES: usize = 12;
 const FIRST_FIELD: &[u8] = b"OSRELEASE=";
@@ -30,7 +30,7 @@ pub struct Vmcoreinfo {
 }
 
 impl Vmcoreinfo {
-    /// None for what is no VMCOREINFO of any kernel.
+    /// Parses the text; `None` if it is not the VMCOREINFO of any kernel.
     pub fn parse(text: &[u8]) -> Option<Self> {
         let end = text.iter().position(|byte| *byte == 0).unwrap_or(text.len());
         let text = &text[..end];
@@ -43,7 +43,7 @@ impl Vmcoreinfo {
         Some(Self { text: text.to_vec(), fields })
     }
 
-    /// Looks through ELF notes as QEMU or a dump file has them.
+    /// The VMCOREINFO among ELF notes, as QEMU or a dump file has them.
     pub fn in_notes(notes: &[u8]) -> Option<Self> {
         let mut rest = notes;
         while let Some((name, text, after)) = split_note(rest) {
@@ -55,7 +55,7 @@ impl Vmcoreinfo {
         None
     }
 
-    /// What looks like one at the start of a page of RAM, in order. Anyone in the guest can write such a page.
+    /// What looks like a VMCOREINFO at the start of a page of RAM, in order. Anyone in the guest can write such a page.
     pub fn in_memory(memory: &impl PhysicalMemory) -> impl Iterator<Item = Self> {
         let starts = |range: &Range<u64>| {
             let end = range.end;
@@ -76,7 +76,7 @@ impl Vmcoreinfo {
         &self.text
     }
 
-    /// The kernel's release, as `uname -r` has it.
+    /// Release of the kernel, as `uname -r` prints it.
     pub fn release(&self) -> &str {
         self.field("OSRELEASE").unwrap_or_default()
     }
@@ -87,26 +87,30 @@ impl Vmcoreinfo {
         Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
     }
 
+    /// Address of a symbol.
     pub fn symbol(&self, name: &str) -> Option<u64> {
         u64::from_str_radix(self.field(&format!("SYMBOL({name})"))?, 16).ok()
     }
 
+    /// Size of a structure, in bytes.
     pub fn size(&self, name: &str) -> Option<u64> {
         self.field(&format!("SIZE({name})"))?.parse().ok()
     }
 
-    /// `structure.member`.
+    /// Offset of `structure.member`, in bytes.
     pub fn offset(&self, name: &str) -> Option<u64> {
         self.field(&format!("OFFSET({name})"))?.parse().ok()
     }
 
+    /// Length of an array.
     pub fn length(&self, name: &str) -> Option<u64> {
         self.field(&format!("LENGTH({name})"))?.parse().ok()
     }
 
+    /// Value of a constant or variable.
     pub fn number(&self, name: &str) -> Option<i64> {
         let text = self.field(&format!("NUMBER({name})"))?;
-        // The few numbers that are masks are printed as hexadecimal ones.
+        // A few numbers are masks, which are printed in hexadecimal.
         match text.strip_prefix("0x") {
             Some(hexadecimal) => u64::from_str_radix(hexadecimal, 16).ok().map(u64::cast_signed),
             None => text.parse().ok(),
@@ -118,7 +122,7 @@ impl Vmcoreinfo {
     }
 }
 
-/// Fills a buffer with pages; those that are not readable come as zeroes.
+/// Fills a buffer with pages. Pages that are not readable become zeroes.
 fn read_pages(memory: &impl PhysicalMemory, first: u64, pages: &mut [u8]) {
     if memory.read(address_of_pfn(first), pages).is_ok() {
         return;
@@ -130,7 +134,7 @@ fn read_pages(memory: &impl PhysicalMemory, first: u64, pages: &mut [u8]) {
     }
 }
 
-/// The note that begins with this page.
+/// The VMCOREINFO whose note begins with this page.
 fn note_at(memory: &impl PhysicalMemory, pfn: u64) -> Option<Vmcoreinfo> {
     let mut note = vec![0; TEXT_BYTES_MAX + PAGE_BYTES as usize];
     read_pages(memory, pfn, &mut note);
@@ -144,7 +148,7 @@ fn starts_note(start: &[u8]) -> bool {
         && name[NAME_PADDED_BYTES..].starts_with(FIRST_FIELD)
 }
 
-/// Name and contents of the first note, and what follows it.
+/// Name and contents of the first note, and the bytes after it.
 fn split_note(notes: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
     let number = |at: usize| {
         let bytes = notes.get(at..at + 4)?;
@@ -188,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_something_else_is_not_taken_for_it() {
+    fn other_text_is_not_taken_for_vmcoreinfo() {
         assert_eq!(Vmcoreinfo::parse(b"BUILD-ID=1"), None);
         assert_eq!(Vmcoreinfo::parse(&[FIRST_FIELD, &[b'x'; TEXT_BYTES_MAX]].concat()), None);
         for notes in [&[][..], &[1; 11], &[0xff; 64], &[11, 0, 0, 0, 0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0]] {

@@ -1,4 +1,4 @@
-//! Files that are cut off or damaged are refused, or lack pages.
+//! Tests that files which are cut off or damaged are refused, or lack pages.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::vmcore::file::Survey;
 
-/// One small file of each kind; damage is done to copies.
+/// One small file of each kind, to be damaged in copies.
 fn samples() -> Vec<Vec<u8>> {
     let folder = folder();
     let write = |name: String, format, finish| {
@@ -25,7 +25,7 @@ fn samples() -> Vec<Vec<u8>> {
     kinds.map(|(number, (format, finish))| write(number.to_string(), format, finish)).collect()
 }
 
-/// Reads all there is to read, and resumes it if that is offered.
+/// Reads everything that can be read, and resumes the file if that is possible.
 fn exercise(path: &Path) -> Option<Survey> {
     if let Ok(mut dump) = Dump::resume(path) {
         let ram = Zeroes::new(100);
@@ -45,7 +45,7 @@ fn exercise(path: &Path) -> Option<Survey> {
 }
 
 #[test]
-fn files_cut_off_anywhere_are_refused_or_lack_pages() {
+fn cut_files_are_refused_or_lack_pages() {
     let folder = folder();
     let path = folder.path().join("vmcore");
     for sample in samples() {
@@ -66,12 +66,12 @@ proptest! {
         let path = folder.path().join("vmcore");
         for mut sample in SAMPLES.with(Clone::clone) {
             let signature = sample[..20].to_vec();
-            // Mostly the headers, of which each byte means something.
+            // Mostly the headers, in which every byte has a meaning.
             for (at, byte) in &damage {
                 let second = if at % 3 == 0 { 4096.min(sample.len() - 464) } else { 0 };
                 sample[at % 464 + second] = *byte;
             }
-            // With its signature damaged a file is nothing at all, which is soon tested.
+            // A file with a damaged signature is refused at once, so keep it in most cases.
             if damage.len() % 8 != 0 {
                 sample[..20].copy_from_slice(&signature);
             }

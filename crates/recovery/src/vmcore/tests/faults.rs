@@ -1,5 +1,5 @@
-//! Writers that are killed, disks that are full, memory that cannot be read: what is in the file is right, and what is not
-//! there is told.
+//! Tests with killed writers, full disks and unreadable memory: what is in the file is right, and what is missing is
+//! reported.
 
 use std::io;
 
@@ -7,24 +7,24 @@ use super::*;
 use crate::vmcore::bytes::ReadAt;
 use crate::vmcore::storage::{DumpFile, Storage};
 
-/// A disk that fails.
+/// A disk that fails at a chosen change.
 struct Flaky {
     file: DumpFile,
-    /// Changes that still succeed. The one after them is torn.
+    /// Number of changes that still succeed. The next one is torn.
     left: u32,
     fault: Fault,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum Fault {
-    /// No room, once; after that there is.
+    /// There is no space, once; after that there is.
     Full,
-    /// The writer is killed: of that change, one part in `of` was done, and nothing happens any more.
+    /// The writer is killed: of that change one part in `of` was made, and nothing happens any more.
     Killed { part: usize, of: usize },
 }
 
 impl Flaky {
-    /// How much of this change is done.
+    /// How many bytes of this change are made, and its result.
     fn change(&mut self, bytes: usize) -> (usize, io::Result<()>) {
         let Some(left) = self.left.checked_sub(1) else {
             return match self.fault {
@@ -81,8 +81,8 @@ impl Storage for Flaky {
     }
 }
 
-/// Killed after every single change of the file, in the middle of it too: memory that was released is in the file, the
-/// file opens, what is resumed reads no released page, and in the end nothing is missing.
+/// The writer is killed at every single change of the file, also in the middle of one. Released memory is in the file,
+/// the file opens, a resumed dump reads no released page, and in the end nothing is missing.
 #[test]
 fn a_writer_may_be_killed_at_any_moment() {
     for format in [Format::Kdump(Compression::Lzo), Format::Elf] {
@@ -96,7 +96,7 @@ fn a_writer_may_be_killed_at_any_moment() {
     }
 }
 
-/// False once the writer came to its end before it was killed.
+/// Returns false once the writer finishes before it is killed.
 fn killed_and_resumed(format: Format, after: u32, fault: Fault, resumed: &mut u32) -> bool {
     let folder = folder();
     let path = folder.path().join("vmcore");
@@ -106,7 +106,7 @@ fn killed_and_resumed(format: Format, after: u32, fault: Fault, resumed: &mut u3
     let storage = Box::new(Flaky { file, left: after, fault });
     let begun = Dump::begin(&path, storage, plan.clone(), format);
     let Ok(mut dump) = begun else {
-        // Nothing was released, so that it may be begun anew; or it had come far enough.
+        // Nothing was released, so the dump may be begun anew, unless it had come far enough to be resumed.
         if let Ok(dump) = Dump::resume(&path) {
             assert_eq!((dump.kept(), dump.written().count()), (&plan.kept, 0));
         }
@@ -123,7 +123,7 @@ fn killed_and_resumed(format: Format, after: u32, fault: Fault, resumed: &mut u3
     let mut dump = Dump::resume(&path).unwrap();
     assert!(ram.released.iter().all(|pfn| dump.written().contains(pfn)));
     assert_eq!((dump.kept(), dump.written().count()), (&plan.kept, pages - missing));
-    // As a keeper does first of all.
+    // A keeper does this first.
     ram.released = dump.written().clone();
     write_all(&mut dump, &mut ram).unwrap();
     dump.finish().unwrap();
@@ -133,7 +133,7 @@ fn killed_and_resumed(format: Format, after: u32, fault: Fault, resumed: &mut u3
 }
 
 #[test]
-fn a_full_disk_is_waited_out() {
+fn writing_continues_after_a_full_disk() {
     for format in [Format::Kdump(Compression::Lzo), Format::Elf] {
         let mut after = 0;
         while full_once(format, after) {
@@ -143,7 +143,7 @@ fn a_full_disk_is_waited_out() {
     }
 }
 
-/// The disk is full at one moment, and later it is not. False once there is no such moment any more.
+/// The disk is full once. Returns false if the dump ends before that.
 fn full_once(format: Format, after: u32) -> bool {
     let folder = folder();
     let path = folder.path().join("vmcore");
@@ -169,7 +169,7 @@ fn full_once(format: Format, after: u32) -> bool {
     if let Err(error) = finished {
         assert!(error.is_disk_full(), "{error}");
         failed = true;
-        // All that is left to do is to finish.
+        // Only `finish` is left to do.
         Dump::resume(&path).unwrap().finish().unwrap();
     }
     assert_whole(&path, &plan);
@@ -177,7 +177,7 @@ fn full_once(format: Format, after: u32) -> bool {
 }
 
 #[test]
-fn pages_that_cannot_be_read_are_missing_and_the_file_says_so() {
+fn unreadable_pages_are_missing_and_file_says_so() {
     for format in [Format::Kdump(Compression::Zstd), Format::Elf] {
         let folder = folder();
         let path = folder.path().join("vmcore");
@@ -197,7 +197,7 @@ fn pages_that_cannot_be_read_are_missing_and_the_file_says_so() {
 }
 
 #[test]
-fn nothing_is_replaced_and_nothing_unfinished_gets_the_name() {
+fn no_file_is_replaced_or_named_too_early() {
     let folder = folder();
     let path = folder.path().join("vmcore");
     let dump = Dump::create(&path, plan(), Format::Elf).unwrap();
@@ -217,7 +217,7 @@ fn nothing_is_replaced_and_nothing_unfinished_gets_the_name() {
 }
 
 #[test]
-fn what_cannot_be_resumed_is_said() {
+fn unresumable_files_are_refused() {
     let folder = folder();
     let path = folder.path().join("vmcore");
     let refusal = |bytes: &[u8]| {
