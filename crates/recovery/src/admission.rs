@@ -307,7 +307,7 @@ mod tests {
             Self::held(dead_mib, ballast_mib, None)
         }
 
-        /// As `new`, while a dump holds the dead incarnation.
+        /// Same as `new`, but a dump holds the dead incarnation.
         fn held(dead_mib: u64, ballast_mib: u64, hold: Option<Arc<Hold>>) -> Self {
             Self::with(dead_mib, ballast_mib, hold, false)
         }

@@ -10,7 +10,7 @@ use std::time::Duration;
 const HEADROOM_BYTES_MIN: u64 = 16 << 20;
 /// The ember makes room for this much time of growth: a guest may double its pace, and a check may come late.
 const AHEAD: Duration = Duration::from_millis(16);
-/// Minimum room, as a multiple of the growth just seen, because one late check may follow another. A factor of eight,
+/// Minimum to keep free, in multiples of the growth just seen: one late check may follow another. A factor of eight,
 /// whatever time had passed, cost a quarter of the ember on a host with five busy processes.
 const GROWTH_AHEAD_MIN: u64 = 2;
 
@@ -53,7 +53,7 @@ impl Usage {
 }
 
 impl Budget {
-    /// Limit that applies now, in bytes. `is_held` tells whether a dump holds dead memory.
+    /// Limit that applies now, in bytes. `is_held` means that a dump holds dead memory.
     pub fn limit_bytes(self, is_held: bool) -> u64 {
         self.ram_bytes + self.slack_bytes + if is_held { self.headroom_bytes } else { 0 }
     }

@@ -61,7 +61,7 @@ impl Phase {
     }
 }
 
-/// What is known of a dead guest's memory before it is dumped.
+/// Facts about a dead guest's memory that are known before it is dumped.
 #[derive(Clone, Debug)]
 pub struct Judgement {
     /// Pages that the dump keeps, and counts of the pages it leaves out.

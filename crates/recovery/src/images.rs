@@ -68,7 +68,7 @@ impl DiskNote {
         self.changed()
     }
 
-    /// As `doubt`, but also after the host has rebooted and numbered its devices anew.
+    /// Same as `doubt`, but valid even after a reboot of the host, which may number its devices differently.
     pub fn changed(&self) -> Option<String> {
         if let Some(device) = self.files.iter().find(|file| file.is_device) {
             let path = device.path.display();
@@ -141,7 +141,7 @@ pub fn at_rest(disks: &[DiskNote]) -> Vec<DiskNote> {
 pub struct Notes {
     keeper_pid: u32,
     keeper_start_ticks: u64,
-    /// In the order of the configuration.
+    /// One note for each disk, in the order of the configuration.
     pub disks: Vec<DiskNote>,
 }
 

@@ -73,7 +73,7 @@ enum BringError {
     Ram(#[from] AdmissionError),
 }
 
-/// What is loaded before the guest runs.
+/// Memory that is loaded before the guest runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
@@ -115,7 +115,7 @@ pub fn prefetch(pages: &PageReader, ram: &RamFile, mut go_on: impl FnMut(u32) ->
     Ok(pages.pages().len() as u64)
 }
 
-/// What to load beside a page that was touched.
+/// Pages to load beside one that was touched.
 enum Beside<'a> {
     Nothing,
     /// The missing zero pages around it.

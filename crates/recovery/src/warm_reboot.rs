@@ -59,7 +59,7 @@ pub enum WarmRebootError {
     Attach { disk: String, source: ServerError },
 }
 
-/// What the next incarnation needs to start.
+/// The means to start the next incarnation.
 pub struct Succession<'a> {
     pub disks: &'a [DiskServer],
     pub warm: &'a Arc<WarmSources>,
@@ -97,7 +97,7 @@ impl Succession<'_> {
     }
 }
 
-/// What the disks need to know of an incarnation; `None` if it is not tracked.
+/// Tracking of an incarnation by the disks; `None` if it is not tracked.
 pub fn tracking(incarnation: &Incarnation, tagger: &Tagger, warm: &Arc<WarmSources>) -> Option<Tracking> {
     let ledger = incarnation.ledger.clone()?;
     let (ram_device, ram_inode) = incarnation.ram.identity();

@@ -39,7 +39,7 @@ const PAGES_PER_HOLD: u32 = 64;
 /// are rarely read. One that waits for its dump is kept beyond that.
 const SOURCES_MAX: usize = 4;
 
-/// What is left of the dead incarnations of one machine.
+/// Remains of the dead incarnations of one machine.
 pub struct Ember {
     folder: PathBuf,
     tagger: Tagger,

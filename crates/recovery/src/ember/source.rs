@@ -22,7 +22,7 @@ pub(super) struct Source {
     pub(super) ledger: Arc<Mutex<Ledger>>,
     /// Pages that a dump still needs.
     pub(super) hold: Option<Arc<Hold>>,
-    /// Pages in the order they are given up, oldest first; None until `settle`.
+    /// Pages in the order they are given up, oldest first; `None` until `settle`.
     pub(super) trim_order: Option<Vec<u32>>,
     /// How many entries of `trim_order` `trim` has handled.
     pub(super) trimmed: usize,

@@ -36,7 +36,7 @@ impl LazyRam {
         self.waits.percentile_us(percent)
     }
 
-    /// As `wait_us`, for stored pages only: a zero page needs no read.
+    /// Same as `wait_us`, for stored pages only: a zero page needs no read.
     pub fn wait_us_stored(&self, percent: u64) -> Option<u64> {
         self.waits_stored.percentile_us(percent)
     }

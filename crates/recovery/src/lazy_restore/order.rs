@@ -1,4 +1,4 @@
-//! Order: tells a machine that `hearth restore` made how to begin, in a file beside its machine.toml.
+//! Order: a file beside machine.toml with the snapshot that a machine made by `hearth restore` begins with.
 //!
 //! ```text
 //! disks -> order -> machine.toml -> (killed, refused or cancelled: the next keeper reads the order and begins anew)
@@ -23,7 +23,7 @@ use super::Mode;
 /// Raised when a field changes its meaning.
 const VERSION: u32 = 1;
 
-/// What a machine begins with, and which machine the order is for.
+/// The snapshot that a machine begins with, and the machine that the order is for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Order {
     version: u32,
@@ -33,7 +33,7 @@ pub struct Order {
     pub snapshot: PathBuf,
     /// Seal of the snapshot's memory, because another snapshot in that location is another guest.
     pub seal: String,
-    /// What is loaded before the guest runs.
+    /// Memory that is loaded before the guest runs.
     pub mode: Mode,
     /// The machine's disks as they were made, in the machine's order.
     disks: Vec<DiskMark>,

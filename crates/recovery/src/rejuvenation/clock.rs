@@ -110,7 +110,7 @@ pub fn advance(state: &mut [u8], by: Duration, ticker: Option<Ticker>) -> bool {
     true
 }
 
-/// As `advance`, for a guest under KVM that was paused before its state was taken.
+/// Same as `advance`, for a guest under KVM that was paused before its state was taken.
 pub fn advance_kvm(state: &mut [u8], by: Duration) -> bool {
     let (Some(kvm), Some(timers)) = (find_kvm(state), find(state)) else { return false };
     let nanoseconds = i64::try_from(by.as_nanos()).unwrap_or(0);

@@ -87,7 +87,7 @@ impl Model {
         self.reboot_os.at(n) - self.reboot_os.at(1.0) * self.alpha
     }
 
-    /// What a hop gains over a reboot, for each guest: r(n).
+    /// Downtime that a hop saves over a reboot, for each guest: r(n).
     pub fn gained_ms(&self, n: f64) -> f64 {
         self.cold_ms(n) - self.warm_ms(n)
     }
@@ -101,7 +101,7 @@ pub struct Span {
     pub downtime_ms: f64,
 }
 
-/// For each span: how many were under way at its end, itself included, and its downtime.
+/// Two numbers for each span: the spans under way at its end, itself included, and its downtime.
 pub fn by_company(spans: &[Span]) -> Vec<(f64, f64)> {
     let under_way = |at_ms: f64| spans.iter().filter(|span| span.from_ms <= at_ms && at_ms <= span.to_ms).count();
     spans.iter().map(|span| (under_way(span.to_ms) as f64, span.downtime_ms)).collect()

@@ -87,7 +87,7 @@ mod tests {
         device(9, ID_HEAD, b"\0\x10\0\0\0\0\0\0")
     }
 
-    /// What is passed on of a state that arrives in pieces of `piece` bytes.
+    /// Output for a state that arrives in pieces of `piece` bytes, and the final order.
     fn passed(state: &[u8], piece: usize) -> (Vec<u8>, Order) {
         let (mut order, mut between, mut out) = (Order::of(true), Vec::new(), Vec::new());
         for piece in state.chunks(piece) {

@@ -139,21 +139,21 @@ pub enum ParkedError {
     GivenUp { folder: PathBuf },
 }
 
-/// What a resume needs, and what must not have changed for it.
+/// Note of a parked guest: the facts that its resume needs, and that must not have changed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Parked {
     pub version: u32,
     pub machine: String,
     /// Time of the guest's last instruction.
     pub stopped_at: SystemTime,
-    /// Boot ID of the host's kernel then: it tells a resume after a reload from a drill.
+    /// Boot ID of the host's kernel then. It distinguishes a resume after a reload from a drill.
     pub boot_id: String,
     pub qemu_version: String,
     pub accelerator: String,
     pub incarnation: u32,
     /// Generation of its QEMU.
     pub generation: u32,
-    /// What else the guest has seen of its machine, in words. QEMU itself would not notice a missing processor.
+    /// Other hardware that the guest has seen, in words. QEMU itself would not notice a missing processor.
     pub hardware: Vec<String>,
     pub ram_bytes: u64,
     pub ram_sum: String,
@@ -185,7 +185,7 @@ pub struct NvramNote {
     pub sum: String,
 }
 
-/// Whether a guest may be parked here. Only `find` tells whether one is.
+/// Whether there is a note of a parked guest. `find` also checks it.
 pub fn is_there(folder: &Path) -> bool {
     folder.join(NOTE).exists()
 }
@@ -379,7 +379,7 @@ impl Parked {
     fn parse(text: &str, path: &Path) -> Result<Self, ParkedError> {
         let damaged = |what: &str| ParkedError::from(SnapshotError::damaged(path, what));
         let body = seal::open(text).map_err(damaged)?;
-        // Of another version only this field is understood.
+        // Only this field is understood in a note of another version.
         #[derive(Deserialize)]
         struct Version {
             version: u32,

@@ -25,7 +25,7 @@ const WRONG_PAUSE: Duration = Duration::from_secs(5);
 /// How far `bring_all` reads ahead, in bytes.
 const AHEAD_BYTES: u64 = 32 << 20;
 
-/// A disk on its way from an object store.
+/// A disk that is being fetched from an object store.
 pub struct ArrivingDisk {
     pub arrival: Arc<Arrival>,
     far: Far,

@@ -87,7 +87,7 @@ proptest! {
         }
         match Snapshot::open(&stand.folder()) {
             Ok(snapshot) => read_all(&snapshot.ram),
-            // By the name of the manifest, or of the part that does not match it.
+            // The refusal names the manifest, or the part that does not match it.
             Err(refusal) => must_name(&refusal, &stand.folder())?,
         }
         must_take_little(before)?;

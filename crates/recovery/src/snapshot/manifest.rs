@@ -12,7 +12,7 @@ use super::{SnapshotError, seal};
 /// Raised when a field changes its meaning, or a file its format.
 pub const SNAPSHOT_VERSION: u32 = 2;
 
-/// What was saved, by which software, and in which files.
+/// Description of a snapshot: the machine, the software that saved it, and the files.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
     pub version: u32,
@@ -93,7 +93,7 @@ impl Modified {
     }
 }
 
-/// In the form that `touch -d` takes.
+/// Prints the form that `touch -d` takes.
 impl std::fmt::Display for Modified {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "@{}.{:09}", self.seconds, self.nanoseconds)
@@ -126,7 +126,7 @@ impl Manifest {
     pub(super) fn parse(text: &str, path: &Path) -> Result<Self, SnapshotError> {
         let damaged = |what: &str| SnapshotError::damaged(path, what);
         let body = seal::open(text).map_err(damaged)?;
-        // Of another version only this field is understood.
+        // Only this field is understood in a manifest of another version.
         #[derive(Deserialize)]
         struct Version {
             version: u32,

@@ -101,9 +101,9 @@ impl Approach {
 
 /// Follows the progress of a save, and decides whether it continues.
 pub trait Watcher {
-    /// That many more pages are to be copied.
+    /// Adds to the number of pages to be copied.
     fn more(&mut self, pages: u64);
-    /// That many pages were copied. An error ends the save.
+    /// Adds to the number of copied pages. An error ends the save.
     fn done(&mut self, pages: u64) -> Result<(), SaveError>;
 }
 
@@ -128,7 +128,7 @@ impl RamCopy {
         })
     }
 
-    /// Reports to whoever sends the file while it is made.
+    /// Reports to `outgoing`, by which the file is sent while it is written.
     pub fn going_out(self, outgoing: Option<Arc<Outgoing>>) -> Self {
         Self { writer: self.writer.going_out(outgoing), ..self }
     }

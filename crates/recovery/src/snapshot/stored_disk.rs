@@ -43,7 +43,7 @@ pub fn of<'a>(disk: &'a DiskPart, path: &Path) -> Result<&'a StoredDisk, Snapsho
     disk.stored.as_ref().ok_or_else(|| SnapshotError::CopiedFolder { path: path.to_owned() })
 }
 
-/// What is sent of a disk.
+/// Bytes of a disk that are sent.
 pub enum Content {
     /// The disk's file.
     Alone(File),

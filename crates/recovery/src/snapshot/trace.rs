@@ -99,7 +99,7 @@ impl Snapshot {
 
     /// Writes the merged set. Returns `None` if the present set is the one that was sent, although nobody confirmed it.
     fn write_merged(&self, used: &[u32], path: &Path, sent: Option<&Sealed>) -> Result<Option<Sealed>, SnapshotError> {
-        // A set that cannot be read is begun anew, but not one that cannot be reached.
+        // An unreadable set is started over. An unreachable one is an error.
         let before = match Self::open_working_set(&self.place, &self.ram) {
             Err(error) if error.is_away() => return Err(error),
             // Its page numbers are still good, and their contents are read anew.
@@ -181,7 +181,7 @@ mod tests {
             }
         });
         let set = stand.set();
-        // As if the traces had come one after the other.
+        // The result is as if the traces had come one after the other.
         assert!(set.iter().map(|page| page.1).eq(0..TRACES), "{set:?}");
         let mut pages: Vec<u32> = set.iter().map(|page| page.0).collect();
         pages.sort_unstable();

@@ -30,7 +30,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// Gets the number of bytes that have arrived and the total, as far as it is known. Its error ends the upload.
 pub type Watch<'a> = dyn FnMut(u64, u64) -> Result<(), SaveError> + 'a;
 
-/// What the save tells the upload to do.
+/// Order of the saving thread to the upload.
 #[derive(Debug)]
 pub enum Order {
     /// Send the file of memory, from its beginning.
@@ -95,7 +95,7 @@ impl Account<'_> {
         self.stopped.is_none()
     }
 
-    /// Turns the result of sending a file into one that tells why it was stopped.
+    /// Maps the result of sending a file to the reason why it was stopped, if it was.
     fn settle<T>(&mut self, sent: Result<T, UploadError>, path: &Path) -> Result<T, SaveError> {
         sent.map_err(|error| match (self.stopped.take(), error) {
             (Some(why), _) => why,
@@ -114,7 +114,7 @@ struct Ram {
     bytes: u64,
 }
 
-/// A snapshot on its way to an object store.
+/// Upload of one snapshot to an object store.
 pub struct Upload<'a> {
     folder: &'a Path,
     store: &'a Store,

@@ -73,7 +73,7 @@ pub(super) trait Form: Send {
     fn seal(&mut self, storage: &mut dyn Storage, complete: bool) -> io::Result<()>;
 }
 
-/// What an unfinished file says about itself.
+/// State of an unfinished dump, as read from its file.
 pub(super) struct Resumed {
     pub kept: Bitmap,
     pub written: Bitmap,
@@ -157,7 +157,7 @@ impl Dump {
             _ => DumpError::Io { path: incomplete.clone(), what: "created", source },
         })?;
         Self::begin(path, Box::new(storage), plan, format).inspect_err(|_| {
-            // Nothing is in it yet. If it cannot be removed, its missing header tells it from a dump.
+            // Nothing is in it yet. If it cannot be removed, its missing header distinguishes it from a dump.
             let _ = std::fs::remove_file(&incomplete);
         })
     }

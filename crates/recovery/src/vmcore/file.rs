@@ -137,7 +137,7 @@ impl VmcoreFile {
         }
     }
 
-    /// What was left out, as makedumpfile's number; `None` for ELF files, which do not tell it.
+    /// Dump level, as makedumpfile's number; `None` for ELF files, which do not contain it.
     pub fn level(&self) -> Option<u32> {
         self.kdump().map(|kdump| kdump.header.level)
     }
@@ -260,7 +260,7 @@ impl Content {
         Notes::parse(&blob)
     }
 
-    /// Page frames of RAM, as far as the file tells.
+    /// Page frames of RAM, as far as the file shows them.
     fn ranges(&self) -> Vec<Range<u64>> {
         match self {
             Self::Kdump(kdump) => kdump.existing.runs().collect(),

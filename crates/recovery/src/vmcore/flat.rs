@@ -35,7 +35,7 @@ pub enum FlatError {
 /// A flattened dump, read as the plain one that it represents.
 pub struct Flattened {
     file: File,
-    /// By their offset in the plain file, without overlap.
+    /// Sorted by their offset in the plain file, without overlap.
     pieces: BTreeMap<u64, Piece>,
     bytes: u64,
 }

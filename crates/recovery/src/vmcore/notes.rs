@@ -242,7 +242,7 @@ pub struct Registers {
 }
 
 impl Registers {
-    /// In the order of the kernel's `user_regs_struct`.
+    /// Names of the registers, in the order of the kernel's `user_regs_struct`.
     pub const NAMES: [&'static str; 27] = [
         "r15", "r14", "r13", "r12", "rbp", "rbx", "r11", "r10", "r9", "r8", "rax", "rcx", "rdx", "rsi", "rdi",
         "orig_rax", "rip", "cs", "rflags", "rsp", "ss", "fs_base", "gs_base", "ds", "es", "fs", "gs",

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 
 use super::bytes::ReadAt;
 
-/// What a dump needs of a file. Tests have an implementation that fails.
+/// File operations that a dump needs. Tests have an implementation that fails.
 pub(super) trait Storage: ReadAt + Send {
     /// Writes headers, bitmaps or descriptors.
     fn write_table(&mut self, bytes: &[u8], at: u64) -> io::Result<()>;

@@ -57,13 +57,13 @@ const NOWHERE: u32 = u32::MAX;
 /// How chunks are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compression {
-    /// As they are.
+    /// Chunks are stored as they are.
     None,
     /// Zstd at level 1. A chunk that does not become smaller is stored as it is.
     Zstd,
 }
 
-/// What identifies a finished file: its length, its number of pages and its seal.
+/// Identity of a finished file: its length, its number of pages and its seal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sealed {
     pub bytes: u64,

@@ -42,7 +42,7 @@ pub struct Reading {
     urgency: Urgency,
 }
 
-/// What is known of a file of pages before it is opened. A file that contradicts it is refused before it takes memory.
+/// Facts known of a file of pages before it is opened. A file that contradicts them is refused before it takes memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PagesExpected {
     pub bytes: Option<u64>,
@@ -153,7 +153,7 @@ impl PageReader {
         &self.path
     }
 
-    /// What identifies this file.
+    /// Length, number of pages and seal, which identify this file.
     pub fn sealed(&self) -> &Sealed {
         &self.sealed
     }

@@ -27,7 +27,7 @@ pub enum Source {
     Object(Arc<Object>),
 }
 
-/// What is found when a file is opened again by its name.
+/// Result of opening a file again by its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
     /// A copy of it, which is read from now on.

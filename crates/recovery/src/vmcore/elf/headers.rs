@@ -23,10 +23,10 @@ const PN_XNUM: u64 = 0xffff;
 /// Maximum number of program headers, 224 MiB of them: a 16 TiB guest of which every second 2 MiB are kept.
 const PROGRAM_HEADERS_MAX: u64 = 4 << 20;
 
-/// What is in a file, according to its headers.
+/// Contents of a file, according to its headers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Headers {
-    /// In ascending order of addresses, without overlap.
+    /// Sorted by address, without overlap.
     pub loads: Vec<Load>,
     /// Ranges of the file that are notes.
     pub notes: Vec<Range<u64>>,

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! The program headers are at offset 64 because makedumpfile looks for them nowhere else. Long runs of zero pages stay
-//! holes of the file. A bitmap at the file's end tells what is written, and not a file beside it. So there is one file
+//! holes of the file. A bitmap at the file's end, and not a file beside it, shows what is written. So there is one file
 //! to name, to resume and to remove, and no tool looks behind the last segment. `finish` cuts the bitmap off.
 
 mod headers;

@@ -1,4 +1,4 @@
-//! Trailer of an ELF file that is being written: it tells which of its pages are there.
+//! Trailer of an ELF file that is being written: it lists the pages that are in the file.
 
 use std::io;
 

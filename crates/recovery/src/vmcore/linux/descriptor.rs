@@ -43,7 +43,7 @@ pub enum Class {
     Offline,
 }
 
-/// What a descriptor says of its page.
+/// Judgement on a page by its descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     Keep,
@@ -83,10 +83,10 @@ pub struct Rules {
     compound: Compound,
 }
 
-/// Where the second descriptor of a compound page has its order, and how hugetlb pages are told.
+/// Where the second descriptor of a compound page has its order, and how hugetlb pages are marked.
 #[derive(Debug)]
 enum Compound {
-    /// In fields at these offsets, of 2 bytes before 4.16 and of 1 byte since.
+    /// Both are fields at these offsets, of 2 bytes before 4.16 and of 1 byte since.
     Fields { order: Option<usize>, kind: Option<usize>, wide: bool, hugetlb: Option<u64> },
     /// Order in the low byte of the flags; hugetlb is a flag.
     Flag(u64),

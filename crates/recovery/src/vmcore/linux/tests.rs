@@ -205,7 +205,7 @@ fn damaged_tables_keep_everything() {
     }
 }
 
-/// RAM of 32 MiB, of which the kernel was told to use 16.
+/// RAM of 32 MiB, of which the kernel uses 16 (`mem=`).
 #[test]
 fn memory_unused_by_the_kernel_is_not_damaged() {
     let linux = Synthetic::new(Kind::Linux6_1);

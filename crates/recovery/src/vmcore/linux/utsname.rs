@@ -7,7 +7,7 @@ use super::{AddressSpace, Vmcoreinfo};
 const FIELD_BYTES: usize = 65;
 const FIELDS: usize = 6;
 
-/// What `uname -a` prints (`struct new_utsname`).
+/// Names that `uname -a` prints (`struct new_utsname`).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Utsname {
     pub sysname: String,

@@ -55,7 +55,7 @@ impl Vmcoreinfo {
         None
     }
 
-    /// What looks like a VMCOREINFO at the start of a page of RAM, in order. Anyone in the guest can write such a page.
+    /// Candidates for a VMCOREINFO at page starts in RAM, in order. Anyone in the guest can write such a page.
     pub fn in_memory(memory: &impl PhysicalMemory) -> impl Iterator<Item = Self> {
         let starts = |range: &Range<u64>| {
             let end = range.end;
