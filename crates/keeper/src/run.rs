@@ -25,7 +25,7 @@ use crate::folders::{FolderError, Folders};
 use crate::http::{Context, Server};
 use crate::machine::images::InheritedLocks;
 use crate::machine::restore::RestoreOrder;
-use crate::machine::{End, Machine, MachineError, Next, Parts};
+use crate::machine::{self, ConfigurationFile, End, Machine, MachineError, Next, Outside, QemuChoice, load_journal};
 use crate::notify::{Notice, notify};
 use crate::runtime_root::RuntimeRoot;
 use crate::unix_socket::ListenError;
@@ -143,27 +143,19 @@ fn keep(
     let terminated = Arc::new(AtomicBool::new(false));
     listen_to_signals(tell.clone(), terminated.clone(), watchdog.clone())?;
     let rehearses = restore.as_ref().and_then(|order| order.trace.as_ref()).is_some_and(|trace| trace.then_stop);
-    let parts = Parts {
-        rehearses,
+    let next = Next { configured: next, accelerator: chosen, last: None };
+    let context = machine::Context {
+        journal: load_journal(&config, &folders, &root).map_err(MachineError::from)?,
         config,
-        typed,
-        next: Next { configured: next, accelerator: chosen, last: None },
-        pending,
-        shown_config,
-        restore,
+        file: ConfigurationFile { typed, next, pending, shown: shown_config },
         folders,
-        binary,
-        accelerator,
-        event_log: event_log.clone(),
-        watchdog,
-        console,
-        tell,
-        locks: InheritedLocks::default(),
-        terminated,
-        occupation,
         root,
+        qemu: QemuChoice { binary, accelerator, locks: InheritedLocks::default() },
+        restore,
+        rehearses,
+        outside: Outside { event_log: event_log.clone(), watchdog, console, tell, terminated, occupation },
     };
-    let ended = Machine::start(parts).and_then(|machine| {
+    let ended = Machine::start(context).and_then(|machine| {
         inheritance.settle();
         notify(&Notice::Ready);
         notify(&Notice::Status("its guest is running".to_owned()));

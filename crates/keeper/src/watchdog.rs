@@ -239,7 +239,7 @@ mod tests {
     fn a_thread_that_panics_ends_the_process() {
         let (code, said) = end_of("child_with_a_thread_that_panics");
         assert_eq!(code, Some(EXIT_CODE), "{said}");
-        assert!(said.contains("warden-web") && said.contains("provoked"), "{said}");
+        assert!(said.contains("memory-web") && said.contains("provoked"), "{said}");
         assert_eq!(end_of("child_with_a_contained_panic").0, Some(0));
     }
 
@@ -247,7 +247,7 @@ mod tests {
     #[ignore = "run by another test, in a process of its own"]
     fn child_with_a_thread_that_panics() {
         end_with_any_thread();
-        let thread = std::thread::Builder::new().name("warden-web".into()).spawn(|| panic!("provoked")).unwrap();
+        let thread = std::thread::Builder::new().name("memory-web".into()).spawn(|| panic!("provoked")).unwrap();
         let _ = thread.join();
         std::process::exit(0);
     }

@@ -416,7 +416,7 @@ mod tests {
         hold.end();
         machine.admission.review().unwrap();
         assert!(machine.admission.is_over());
-        assert_eq!(machine.ember.counts().remaining, kept, "the ember is the warden's to trim");
+        assert_eq!(machine.ember.counts().remaining, kept, "only the memory monitor trims the ember");
     }
 
     #[test]

@@ -7,19 +7,27 @@ use hearth_api::{ApiError, EventKind, Growth, MachineState, QemuAge, RejuvenateR
 
 use super::{Machine, MachineError, Wanted};
 use crate::age::{Signs, is_open, minute_of_day, overdue};
+use crate::config::Config;
 
 /// Time between two checks whether a rejuvenation is due. A check is two reads in `/proc`.
 const LOOK_EVERY: Duration = Duration::from_secs(10);
 
 /// When the keeper checks again, and when it last began a rejuvenation by itself.
-pub(super) struct Schedule {
+pub struct Schedule {
     next_look: Instant,
     last_attempt: Option<Instant>,
 }
 
-impl Schedule {
-    pub fn new() -> Self {
+impl Default for Schedule {
+    fn default() -> Self {
         Self { next_look: Instant::now() + LOOK_EVERY, last_attempt: None }
+    }
+}
+
+impl Schedule {
+    /// When to check whether a rejuvenation is due.
+    pub fn next_look(&self, config: &Config) -> Option<Instant> {
+        config.rejuvenate.as_ref().map(|_| self.next_look)
     }
 }
 
@@ -45,37 +53,32 @@ impl Machine {
             },
         };
         Ok(Signs {
-            machine: self.parts.config.name.clone(),
+            machine: self.context.config.name.clone(),
             qemu,
-            program: self.parts.config.qemu.clone(),
+            program: self.context.config.qemu.clone(),
             hindrance: self.may_rejuvenate().err().map(|error| error.to_string()),
-            policy: self.parts.config.rejuvenate.clone(),
+            policy: self.context.config.rejuvenate.clone(),
         })
-    }
-
-    /// When to look whether a rejuvenation is due.
-    pub(super) fn next_look(&self) -> Option<Instant> {
-        self.parts.config.rejuvenate.as_ref().map(|_| self.schedule.next_look)
     }
 
     /// Does it by itself, if the policy says so now.
     pub(super) fn look_at_age(&mut self) -> Result<(), MachineError> {
-        self.schedule.next_look = Instant::now() + LOOK_EVERY;
-        let Some(policy) = &self.parts.config.rejuvenate else { return Ok(()) };
-        let since_attempt = self.schedule.last_attempt.map(|at| at.elapsed());
-        let runs = self.state == MachineState::Running && self.wanted == Wanted::Run;
+        self.rejuvenation.schedule.next_look = Instant::now() + LOOK_EVERY;
+        let Some(policy) = &self.context.config.rejuvenate else { return Ok(()) };
+        let since_attempt = self.rejuvenation.schedule.last_attempt.map(|at| at.elapsed());
+        let runs = self.stand.state == MachineState::Running && self.stand.wanted == Wanted::Run;
         if !runs || !is_open(policy.window, minute_of_day(), since_attempt) {
             return Ok(());
         }
         let Ok(signs) = self.age() else { return Ok(()) };
         let Some(why) = overdue(&signs.qemu, Some(policy)) else { return Ok(()) };
-        self.schedule.last_attempt = Some(Instant::now());
-        self.record(EventKind::RejuvenationDue { why });
+        self.rejuvenation.schedule.last_attempt = Some(Instant::now());
+        self.context.record(EventKind::RejuvenationDue { why });
         match self.may_rejuvenate() {
             Ok(()) => self.rejuvenate(&RejuvenateRequest::default()),
             Err(error) => {
                 let (phase, why) = ("launch".to_owned(), error.to_string());
-                self.record(EventKind::RejuvenationFailed { phase, why, guest_lost: false });
+                self.context.record(EventKind::RejuvenationFailed { phase, why, guest_lost: false });
                 Ok(())
             }
         }

@@ -45,10 +45,10 @@ impl Crashes {
 
 /// A machine that waits before its next start.
 pub struct BackOff {
-    began: Instant,
-    until: Instant,
+    pub began: Instant,
+    pub until: Instant,
     /// `until` for people.
-    next_start: String,
+    pub next_start: String,
 }
 
 impl BackOff {
@@ -60,68 +60,58 @@ impl BackOff {
 impl Machine {
     /// The dead guest is banked; there is no other yet.
     pub(super) fn back_off(&mut self, delay: Duration) {
-        self.warden.watch(None);
-        self.note_idle_images();
-        let (now, crash) = (Instant::now(), &self.parts.config.crash);
+        self.warm_reboot.monitor.watch(None);
+        self.disks.note_idle(&self.context, &self.warm_reboot);
+        let (now, crash) = (Instant::now(), &self.context.config.crash);
         let next_start = rfc3339(SystemTime::now() + delay);
         let (crashes, window_s) = (crash.loop_count, crash.loop_window_s);
-        self.state_why = Some(format!(
+        self.stand.why = Some(format!(
             "crash loop: at least {crashes} crashes within {window_s} s; the next guest starts at {next_start}, or now \
              with `hearth reboot`"
         ));
-        self.record(EventKind::CrashLoop { delay_s: delay.as_secs(), next_start: next_start.clone() });
-        self.back_off = Some(BackOff { began: now, until: now + delay, next_start });
+        self.context.record(EventKind::CrashLoop { delay_s: delay.as_secs(), next_start: next_start.clone() });
+        self.recovery.back_off = Some(BackOff { began: now, until: now + delay, next_start });
     }
 
     /// As `back_off`, when the next guest could not be started.
     pub(super) fn wait_to_start(&mut self, delay: Duration, why: String) {
-        self.note_idle_images();
+        self.disks.note_idle(&self.context, &self.warm_reboot);
         let now = Instant::now();
-        self.waits_since.get_or_insert(now);
+        self.recovery.waits_since.get_or_insert(now);
         let next_start = rfc3339(SystemTime::now() + delay);
         let state_why = format!("cannot start the next guest yet: {why}");
         // Told once, and not at every try.
-        if self.state_why.as_ref() != Some(&state_why) {
-            self.record(EventKind::StartWaits { why, next_start: next_start.clone() });
-            self.state_why = Some(state_why);
+        if self.stand.why.as_ref() != Some(&state_why) {
+            self.context.record(EventKind::StartWaits { why, next_start: next_start.clone() });
+            self.stand.why = Some(state_why);
         }
-        self.back_off = Some(BackOff { began: now, until: now + delay, next_start });
+        self.recovery.back_off = Some(BackOff { began: now, until: now + delay, next_start });
     }
 
     /// A next guest that QEMU did not start counts as a crash. Between two tries the machine takes orders.
     pub(super) fn or_try_again(&mut self, tried: Result<(), MachineError>) -> Result<(), MachineError> {
         let Err(error @ MachineError::Launch(_)) = tried else { return tried };
         self.discard_unused();
-        let delay = self.crashes.ended(Duration::ZERO, EndCause::QemuDied, &self.parts.config.crash);
+        let delay = self.crash_recovery.crashes.ended(Duration::ZERO, EndCause::QemuDied, &self.context.config.crash);
         self.wait_to_start(delay.unwrap_or_default(), crate::chain(&error));
         Ok(())
     }
 
-    pub(super) fn backs_off_until(&self) -> Option<Instant> {
-        self.back_off.as_ref().map(|back_off| back_off.until)
-    }
-
-    pub(super) fn next_start(&self) -> Option<String> {
-        self.back_off.as_ref().map(|back_off| back_off.next_start.clone())
-    }
-
     /// False: it does not back off.
     pub(super) fn cut_back_off_short(&mut self, wanted: Wanted) -> bool {
-        let Some(back_off) = &mut self.back_off else { return false };
+        let Some(back_off) = &mut self.recovery.back_off else { return false };
         back_off.until = Instant::now();
-        self.wanted = wanted;
+        self.stand.wanted = wanted;
         true
     }
 
     pub(super) fn end_back_off(&mut self, back_off: &BackOff) -> Result<(), MachineError> {
-        self.phase_ended("back-off", back_off.began, back_off.began.elapsed());
-        match self.wanted {
+        self.recovery.phase_ended(&self.context, "back-off", back_off.began, back_off.began.elapsed());
+        match self.stand.wanted {
             Wanted::Stop { .. } => return self.stop_when_dumped(),
             Wanted::Reboot { cold: true, .. } => {
-                self.forget_disks();
-                if let Some(timeline) = &mut self.timeline {
-                    timeline.turned_cold("requested by the operator".to_owned());
-                }
+                self.warm_reboot.forget_disks();
+                self.recovery.turned_cold("requested by the operator".to_owned());
             }
             Wanted::Reboot { .. } | Wanted::Run => {}
         }

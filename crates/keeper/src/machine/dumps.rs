@@ -10,6 +10,7 @@ use hearth_api::{
     MachineState, rfc3339,
 };
 use hearth_disk::device::Devices;
+use hearth_memory::{Layout, RamFile};
 use hearth_qemu::QmpError;
 use hearth_recovery::crash_recovery::{Claim, HARVEST_PATIENCE};
 use hearth_recovery::journal::GuestNote;
@@ -19,6 +20,7 @@ use hearth_recovery::vmcore::{Compression, DeadRam, DumpLevel, Format};
 use super::dump::{Job, Order, Pace, Progress, Shelf, Suffers, Task, piece_bytes};
 use super::rejuvenate::PAUSE_PATIENCE;
 use super::{Machine, Wanted};
+use crate::config::Config;
 use crate::folders::existing;
 
 /// Dumps that are over and still told of.
@@ -42,7 +44,7 @@ struct Queued {
     progress: Arc<Progress>,
 }
 
-/// What differs from the configuration.
+/// A requested dump, where it differs from the configuration.
 #[derive(Clone, Debug, Default)]
 pub struct Request {
     pub pause: bool,
@@ -131,17 +133,23 @@ impl Dumps {
     }
 }
 
-impl Machine {
-    pub(super) fn shelf(&self) -> Shelf {
-        let crash = &self.parts.config.crash;
-        Shelf {
-            folder: crash.dump_folder.clone(),
-            machine: self.parts.config.name.clone(),
-            keep_last: crash.keep_last as usize,
-            min_free_bytes: crash.min_free_bytes,
-        }
-    }
+/// The memory of a dead guest, or of one that is dumped while it lives. The next guest may have another size.
+pub(super) fn dead_ram(ram: &Arc<RamFile>) -> DeadRam {
+    DeadRam::new(ram.clone(), Layout::q35(ram.bytes()))
+}
 
+/// The folder of the machine's dumps.
+pub(super) fn shelf(config: &Config) -> Shelf {
+    let crash = &config.crash;
+    Shelf {
+        folder: crash.dump_folder.clone(),
+        machine: config.name.clone(),
+        keep_last: crash.keep_last as usize,
+        min_free_bytes: crash.min_free_bytes,
+    }
+}
+
+impl Machine {
     pub(super) fn task(
         &self,
         request: Request,
@@ -150,8 +158,8 @@ impl Machine {
         claim: Option<Claim>,
         registers: Result<Vec<u8>, String>,
     ) -> (Task, Arc<Progress>) {
-        let crash = &self.parts.config.crash;
-        let shelf = self.shelf();
+        let crash = &self.context.config.crash;
+        let shelf = shelf(&self.context.config);
         let configured = DumpLevel::new(crash.level).unwrap_or(DumpLevel::NOT_ZERO);
         let level = request.level.unwrap_or(configured);
         let (format, compression) =
@@ -179,12 +187,12 @@ impl Machine {
             mib_per_s: 0.0,
             eta_s: None,
         };
-        let progress = Arc::new(Progress::new(status, claim.clone(), self.warden.dump_buffers()));
+        let progress = Arc::new(Progress::new(status, claim.clone(), self.warm_reboot.monitor.dump_buffers()));
         // A dump of a guest that lives frees no memory.
-        let guest_waits = if claim.is_some() { self.warden.guest_waits() } else { Arc::new(|| false) };
+        let guest_waits = if claim.is_some() { self.warm_reboot.monitor.guest_waits() } else { Arc::new(|| false) };
         let pace = Pace::new(crash.mib_per_second, crash.disk_time, self.suffers(), guest_waits.clone());
         let task = Task {
-            machine: self.parts.config.name.clone(),
+            machine: self.context.config.name.clone(),
             memory,
             claim,
             registers,
@@ -194,7 +202,7 @@ impl Machine {
                 DumpFormat::Kdump => Format::Kdump(method(compression)),
             },
             chunk_bytes: crash.chunk_bytes,
-            piece_bytes: piece_bytes(self.parts.config.budget_slack_bytes, crash.threads),
+            piece_bytes: piece_bytes(self.context.config.budget_slack_bytes, crash.threads),
             threads: crash.threads,
             shelf,
             pace,
@@ -207,9 +215,9 @@ impl Machine {
 
     /// Whether a disk of the guest that the dump is written to, too, makes the guest wait.
     fn suffers(&self) -> Suffers {
-        let dump = Devices::of(existing(&self.parts.config.crash.dump_folder)).unwrap_or(Devices::Unknown);
+        let dump = Devices::of(existing(&self.context.config.crash.dump_folder)).unwrap_or(Devices::Unknown);
         let shares = |path: &PathBuf| Devices::of(path).unwrap_or(Devices::Unknown).may_share(&dump);
-        let disks = self.parts.config.disks.iter().zip(&self.disks);
+        let disks = self.context.config.disks.iter().zip(&self.disks.servers);
         let shared: Vec<_> =
             disks.filter(|(config, _)| shares(&config.path)).map(|(_, disk)| disk.pressure()).collect();
         Box::new(move || {
@@ -220,28 +228,29 @@ impl Machine {
 
     /// Dumps a guest that runs, or is paused.
     pub(super) fn dump_living(&mut self, mut request: Request) -> Result<(), ApiError> {
-        if let Some(status) = self.dumps.current() {
+        if let Some(status) = self.crash_recovery.dumps.current() {
             let message = format!("cannot dump: another dump is {}: {}", status.state.name(), status.file);
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("wait until it is complete"));
         }
-        if self.saving.is_some() {
+        if self.saves.current.is_some() {
             let message = "cannot dump: the guest is being saved";
             return Err(ApiError::new(ErrorWord::WrongState, message)
                 .hint("wait until it has ended, or cancel it with `hearth save --cancel`"));
         }
-        self.must_be_complete("dump")?;
-        let runs = self.state == MachineState::Running;
+        self.memory.must_be_complete("dump")?;
+        let runs = self.stand.state == MachineState::Running;
         let number = self.must_live("dump")?.incarnation.number;
         if request.pause && runs {
-            let file = request.file.get_or_insert_with(|| self.shelf().name(number, SystemTime::now())).clone();
+            let file =
+                request.file.get_or_insert_with(|| shelf(&self.context.config).name(number, SystemTime::now())).clone();
             self.hold_for_dump(file)?;
         }
         let life = self.must_live("dump")?;
         let registers = life.generation.qmp.registers(HARVEST_PATIENCE).map_err(|error| crate::chain(&error));
-        let memory = self.dead_ram(&life.incarnation.ram);
+        let memory = dead_ram(&life.incarnation.ram);
         let task = self.task(request, number, memory, None, registers);
-        self.dumps.queue(number, task);
-        self.start_next_dump();
+        self.crash_recovery.dumps.queue(number, task);
+        self.crash_recovery.start_next_dump(&self.context);
         Ok(())
     }
 
@@ -250,23 +259,23 @@ impl Machine {
         let failed = |error: &dyn std::error::Error| {
             ApiError::new(ErrorWord::Failed, format!("cannot dump: {}", crate::chain(error)))
         };
-        if self.wanted != Wanted::Run {
+        if self.stand.wanted != Wanted::Run {
             let message = "cannot pause the guest for a dump: the machine is stopping or rebooting";
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("dump without --pause"));
         }
-        self.disks_must_have_space("dump")?;
-        self.disks_must_be_in_use("dump")?;
+        self.disks.must_have_space(&self.context, "dump")?;
+        self.disks.must_be_in_use("dump")?;
         // Before the guest stands still: a keeper that comes now must know what for.
-        self.journal.guest = GuestNote::PausedForDump { file };
-        let held = self.journal.save(&self.parts.folders.journal()).map_err(|error| failed(&error));
+        self.context.journal.guest = GuestNote::PausedForDump { file };
+        let held = self.context.must_save_journal().map_err(|error| failed(&error));
         let held = held.and_then(|()| self.must_live("dump")?.generation.qmp.pause().map_err(|error| failed(&error)));
         if held.is_err() {
             self.let_go_from_dump();
             return held;
         }
         self.enter(MachineState::Paused);
-        let name = &self.parts.config.name;
-        self.state_why = Some(format!("the guest is being dumped; `hearth dump {name} --discard` ends the dump"));
+        let name = &self.context.config.name;
+        self.stand.why = Some(format!("the guest is being dumped; `hearth dump {name} --discard` ends the dump"));
         Ok(())
     }
 
@@ -275,31 +284,29 @@ impl Machine {
         if !self.is_paused_for_dump() {
             return;
         }
-        self.journal.guest = GuestNote::Runs;
-        if let Some(life) = &self.life {
+        self.context.journal.guest = GuestNote::Runs;
+        if let Some(life) = &self.stand.life {
             match rejuvenation::roll_back(&life.generation.qmp, PAUSE_PATIENCE) {
-                Ok(()) if self.state == MachineState::Paused => self.enter(MachineState::Running),
+                Ok(()) if self.stand.state == MachineState::Paused => self.enter(MachineState::Running),
                 // One that ended is seen elsewhere.
                 Ok(()) | Err(QmpError::Ended) => {}
                 Err(error) => {
                     let message = format!("the guest was paused for its dump and cannot continue: {error}");
-                    self.record(EventKind::Error { message });
+                    self.context.record(EventKind::Error { message });
                 }
             }
         }
-        self.save_journal();
+        self.context.save_journal();
     }
 
     fn is_paused_for_dump(&self) -> bool {
-        matches!(self.journal.guest, GuestNote::PausedForDump { .. })
+        matches!(self.context.journal.guest, GuestNote::PausedForDump { .. })
     }
 
     /// Something else is to become of the guest that stands still for a dump. Fine if none does.
     pub(super) fn end_held_dump(&mut self, why: &str) {
         if self.is_paused_for_dump() {
-            self.dumps.end_living(why);
-            // It ends also where there was no thread for it.
-            self.start_next_dump();
+            self.crash_recovery.end_living_dump(&self.context, why);
             self.let_go_from_dump();
         }
     }
@@ -318,16 +325,16 @@ impl Machine {
             return Err(wrong(format!("{}: the path must be absolute", file.display())));
         }
         let DumpRequest { pause, format, compression, .. } = request;
-        must_compress(format.unwrap_or(self.parts.config.crash.format), compression)?;
+        must_compress(format.unwrap_or(self.context.config.crash.format), compression)?;
         self.dump_living(Request { pause, level, format, compression, file })
     }
 
     pub(super) fn resume_dump(&mut self) -> Result<(), ApiError> {
-        match self.dumps.current() {
+        match self.crash_recovery.dumps.current() {
             Some(status) if status.state == DumpState::Waiting => {
-                self.dumps.tell(Order::Resume);
+                self.crash_recovery.dumps.tell(Order::Resume);
                 // If there was no thread for it.
-                self.start_next_dump();
+                self.crash_recovery.start_next_dump(&self.context);
                 Ok(())
             }
             _ => {
@@ -337,12 +344,12 @@ impl Machine {
     }
 
     pub(super) fn discard_dumps(&mut self) -> Result<(), ApiError> {
-        if !self.dumps.is_busy() {
+        if !self.crash_recovery.dumps.is_busy() {
             return Err(ApiError::new(ErrorWord::WrongState, "no dump is running or waiting"));
         }
-        self.dumps.give_up_all();
-        // As above: it ends all the same.
-        self.start_next_dump();
+        self.crash_recovery.dumps.give_up_all();
+        // A dump without a thread ends, too.
+        self.crash_recovery.start_next_dump(&self.context);
         Ok(())
     }
 }

@@ -53,5 +53,5 @@ pub enum MachineError {
     #[error("cannot restore {name}")]
     Restore { name: String, source: Box<RestoreFailure> },
     #[error("cannot start the memory monitor's thread")]
-    Warden(#[source] std::io::Error),
+    MemoryMonitor(#[source] std::io::Error),
 }

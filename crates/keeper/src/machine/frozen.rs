@@ -13,7 +13,9 @@ use hearth_api::{EventKind, FrozenStatus};
 use hearth_qemu::Endpoint;
 use hearth_qemu::agent::{Agent, AgentError, Patience};
 
-use super::Machine;
+use super::Context;
+use super::generation::Generation;
+use super::save::Saves;
 use crate::event::{Event, ThawMessage};
 
 /// An agent that is there answers within milliseconds; in a guest that comes out of a snapshot it waits for its memory. One that
@@ -22,7 +24,7 @@ const PACE: Pace =
     Pace { answer: Duration::from_secs(10), every: Duration::from_secs(1), at_most: Duration::from_secs(600) };
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// What is known of it.
+/// State of file systems that are, or may be, frozen.
 #[derive(Default)]
 pub struct Frozen {
     began: Option<(Instant, u64)>,
@@ -52,24 +54,24 @@ impl Drop for Thaw {
     }
 }
 
-impl Machine {
-    /// They may be frozen from now on. The journal is not saved.
-    pub(super) fn note_frozen(&mut self) {
-        self.journal.frozen = true;
+impl Saves {
+    /// Notes that the file systems may be frozen from now on. The journal is not saved.
+    pub fn note_frozen(&mut self, context: &mut Context) {
+        context.journal.frozen = true;
         self.frozen = Some(Frozen::default());
     }
 
-    /// They are not, or the guest is gone. The journal is not saved.
-    pub(super) fn forget_frozen(&mut self) {
-        self.journal.frozen = false;
+    /// Notes that they are not, or that the guest is gone. The journal is not saved.
+    pub fn forget_frozen(&mut self, context: &mut Context) {
+        context.journal.frozen = false;
         self.frozen = None;
     }
 
-    pub(super) fn is_being_thawed(&self) -> bool {
+    pub fn is_being_thawed(&self) -> bool {
         self.frozen.as_ref().is_some_and(|frozen| frozen.thaw.is_some())
     }
 
-    pub(super) fn frozen_status(&self) -> Option<FrozenStatus> {
+    pub fn frozen_status(&self) -> Option<FrozenStatus> {
         self.frozen.as_ref().map(|frozen| FrozenStatus {
             file_systems: frozen.began.map(|(_, file_systems)| file_systems),
             for_ms: frozen.for_ms(),
@@ -77,57 +79,57 @@ impl Machine {
         })
     }
 
-    /// The guest runs. Fine if nothing is frozen, or is being thawed.
-    pub(super) fn thaw(&mut self) {
-        let (Some(frozen), Some(life)) = (&mut self.frozen, &self.life) else { return };
-        let generation = life.generation.number;
-        if frozen.thaw.as_ref().is_some_and(|thaw| thaw.generation == generation) {
+    /// Has the file systems of a guest that runs thawed. Does nothing if none is frozen, or they are being thawed.
+    pub fn thaw(&mut self, context: &Context, generation: &Generation) {
+        let Some(frozen) = &mut self.frozen else { return };
+        let number = generation.number;
+        if frozen.thaw.as_ref().is_some_and(|thaw| thaw.generation == number) {
             return;
         }
         let stop = Arc::new(AtomicBool::new(false));
-        let channel = life.generation.agent(&self.parts.folders);
-        let (stopped, tell) = (stop.clone(), self.parts.tell.clone());
+        let channel = generation.agent(&context.folders);
+        let (stopped, tell) = (stop.clone(), context.outside.tell.clone());
         let say = move |message| {
             // Fails only when the loop is gone, and then nobody wants to know.
-            let _ = tell.send(Event::Thaw { generation, message });
+            let _ = tell.send(Event::Thaw { generation: number, message });
         };
         let work = move || try_to_thaw(&channel, &PACE, &|| stopped.load(Relaxed), &say);
-        match std::thread::Builder::new().name(format!("thaw-{}", self.parts.config.name)).spawn(work) {
-            Ok(_) => frozen.thaw = Some(Thaw { generation, stop }),
-            Err(error) => self.not_thawed(&format!("cannot start a thread: {error}")),
+        match std::thread::Builder::new().name(format!("thaw-{}", context.config.name)).spawn(work) {
+            Ok(_) => frozen.thaw = Some(Thaw { generation: number, stop }),
+            Err(error) => not_thawed(context, &format!("cannot start a thread: {error}")),
         }
     }
 
-    pub(super) fn thaw_says(&mut self, message: ThawMessage) {
+    pub fn thaw_says(&mut self, context: &mut Context, message: ThawMessage) {
         let Some(frozen) = &mut self.frozen else { return };
         match message {
             ThawMessage::Thawed { file_systems } => {
                 let frozen_ms = frozen.for_ms();
-                self.forget_frozen();
-                self.save_journal();
-                self.record(EventKind::Thawed { file_systems, frozen_ms });
+                self.forget_frozen(context);
+                context.save_journal();
+                context.record(EventKind::Thawed { file_systems, frozen_ms });
             }
             ThawMessage::Failed { why } => {
                 let message = format!("the guest's file systems may still be frozen, thawing them is retried: {why}");
                 if frozen.problem.replace(why).is_none() {
-                    self.record(EventKind::Error { message });
+                    context.record(EventKind::Error { message });
                 }
             }
             ThawMessage::GaveUp => {
                 frozen.thaw = None;
                 let why = frozen.problem.clone().unwrap_or_default();
-                self.not_thawed(&why);
+                not_thawed(context, &why);
             }
         }
     }
+}
 
-    fn not_thawed(&self, why: &str) {
-        let message = format!(
-            "the guest's file systems may stay frozen: {why}; thaw them in the guest with `fsfreeze --unfreeze`, or \
+fn not_thawed(context: &Context, why: &str) {
+    let message = format!(
+        "the guest's file systems may stay frozen: {why}; thaw them in the guest with `fsfreeze --unfreeze`, or \
              reboot it"
-        );
-        self.record(EventKind::Error { message });
-    }
+    );
+    context.record(EventKind::Error { message });
 }
 
 /// How patiently it is tried.

@@ -4,7 +4,7 @@
 //! QEMU is started with `-S` -> its memory is registered -> the disks get the gate -> the guest runs -> everything would
 //! fit, or QEMU ends -> the gate is gone
 //!
-//! A guest that cannot be gated runs all the same: the warden trims for it, and the events say that the budget is not
+//! A guest that cannot be gated runs all the same: the memory monitor trims for it, and the events say that the budget is not
 //! certain.
 
 use std::sync::Arc;
@@ -12,19 +12,19 @@ use std::sync::mpsc::Sender;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use hearth_api::{AdmissionStatus, EventKind};
+use hearth_api::{AdmissionStatus, ApiError, ErrorWord, EventKind, RestoreStatus};
 use hearth_disk::gate::Gate;
-use hearth_disk::server::ServerError;
 use hearth_memory::faults::Userfault;
 use hearth_memory::faults::admission::{AdmissionError, is_registered};
-use hearth_recovery::admission::{Admission, Terms};
+use hearth_recovery::admission::Admission;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::QemuIdentity;
 
-use super::Machine;
+use super::Context;
+use super::disks::Disks;
 use super::generation::Generation;
 use super::restore::Restoring;
-use crate::config::AdmissionMode;
+use super::warm_reboot::WarmReboot;
 use crate::event::{AdmissionMessage, Event};
 
 /// A guest that waits for so long is worth a word: the dump writes tens of MiB a second even to a slow disk.
@@ -102,36 +102,51 @@ fn serve(admission: &Admission, tell: &dyn Fn(AdmissionMessage)) {
     }
 }
 
-impl Machine {
-    /// Memory is granted unit by unit while dead memory cannot be given up for it, or whenever there is any.
-    pub(super) fn gate_wanted(&self) -> bool {
-        let always = self.parts.config.admission == AdmissionMode::Always;
-        self.ember.is_held() || always && !self.ember.incarnations().is_empty()
-    }
+/// How the guest gets its memory. Both fields may be set before this keeper holds the guest's QEMU.
+#[derive(Default)]
+pub struct GuestMemory {
+    /// Before the memory of the living QEMU, while that is granted unit by unit.
+    pub gate: Option<MemoryGate>,
+    /// The living incarnation comes out of a snapshot.
+    pub restoring: Option<Restoring>,
+}
 
+impl GuestMemory {
     /// Puts the gate before the memory of a QEMU that holds still.
-    pub(super) fn shut_gate(&mut self, incarnation: &Incarnation, generation: &Generation) {
+    pub fn shut(
+        &mut self,
+        context: &Context,
+        warm: &WarmReboot,
+        disks: &Disks,
+        incarnation: &Incarnation,
+        generation: &Generation,
+    ) {
         let userfault = generation.userfault().map_err(str::to_owned);
         let shut = userfault.and_then(|userfault| {
-            let admission = Admission::register(self.terms(), incarnation, userfault);
-            self.hold_gate(admission.map_err(|error| crate::chain(&error))?)
+            let admission = Admission::register(warm.terms(context), incarnation, userfault);
+            self.hold_gate(context, warm, admission.map_err(|error| crate::chain(&error))?)
         });
         match shut {
-            Ok(()) => self.gate_disks(),
-            Err(why) => self.not_gated(&why),
+            Ok(()) => disks.set_gate(self.disk_gate()),
+            Err(why) => not_gated(context, &why),
         }
     }
 
-    /// Takes over the gate of a keeper that died, if it left one; before anything else touches the guest's memory. An
-    /// error is a guest that would wait for ever.
-    pub(super) fn resume_gate(&mut self, incarnation: &Incarnation, identity: &QemuIdentity) -> UserfaultOr {
+    /// Takes over the gate of a keeper that died, if it left one; before anything else touches the guest's memory.
+    pub fn resume_gate(
+        &mut self,
+        context: &Context,
+        warm: &WarmReboot,
+        incarnation: &Incarnation,
+        identity: &QemuIdentity,
+    ) -> UserfaultOr {
         let fetched = identity.userfault_fd.ok_or_else(|| "a previous keeper had none".to_owned());
         let fetched = fetched.and_then(|fd| {
             Userfault::fetch(identity.pid, fd, identity.helper_fd).map_err(|error| crate::chain(&error))
         });
         let resumed = match &fetched {
             Ok(userfault) => {
-                Admission::resume(self.terms(), incarnation, userfault).map_err(|error| crate::chain(&error))
+                Admission::resume(warm.terms(context), incarnation, userfault).map_err(|error| crate::chain(&error))
             }
             Err(why) => match is_registered(identity.pid, &incarnation.ram) {
                 Ok(false) => Ok(None),
@@ -139,50 +154,28 @@ impl Machine {
                 Err(error) => Err(error.to_string()),
             },
         };
-        match resumed.and_then(|admission| admission.map_or(Ok(()), |admission| self.hold_gate(admission))) {
+        match resumed.and_then(|it| it.map_or(Ok(()), |admission| self.hold_gate(context, warm, admission))) {
             Ok(()) => UserfaultOr::Userfault(fetched),
             Err(why) => UserfaultOr::Stuck(why),
         }
     }
 
-    fn terms(&self) -> Terms {
-        Terms {
-            folder: self.parts.folders.memory.clone(),
-            budget: self.budget,
-            ember: self.ember.clone(),
-            only_for_dumps: self.parts.config.admission == AdmissionMode::Dump,
-        }
-    }
-
-    fn hold_gate(&mut self, admission: Admission) -> Result<(), String> {
-        let gate = MemoryGate::start(&self.parts.config.name, admission, self.parts.tell.clone());
+    fn hold_gate(&mut self, context: &Context, warm: &WarmReboot, admission: Admission) -> Result<(), String> {
+        let gate = MemoryGate::start(&context.config.name, admission, context.outside.tell.clone());
         let gate = gate.map_err(|error| format!("cannot start the page-fault thread: {error}"))?;
-        self.warden.consider(Some(gate.admission().clone()));
+        warm.monitor.consider(Some(gate.admission().clone()));
         self.gate = Some(gate);
         Ok(())
     }
 
-    /// What disks have to ask now.
-    pub(super) fn disk_gate(&self) -> Option<Gate> {
+    /// The gate that disks must ask now before they touch the guest's memory.
+    pub fn disk_gate(&self) -> Option<Gate> {
         let restored = self.restoring.as_ref().and_then(Restoring::gate);
         restored.or_else(|| self.gate.as_ref().filter(|gate| gate.is_shut()).map(|gate| gate.admission().gate()))
     }
 
-    /// The disks ask, or need not ask any more.
-    pub(super) fn gate_disks(&self) {
-        if let Err(error) = self.try_gate_disks() {
-            tracing::warn!(error = crate::chain(&error), "a disk may use memory that was not granted");
-        }
-    }
-
-    /// One that does not answer keeps none of the others from it.
-    pub(super) fn try_gate_disks(&self) -> Result<(), ServerError> {
-        let gated: Vec<_> = self.disks.iter().map(|disk| disk.set_gate(self.disk_gate())).collect();
-        gated.into_iter().collect()
-    }
-
-    /// All of the guest's memory is granted; where only the ember stands against that, it gives way.
-    pub(super) fn memory_is_granted(&self) -> bool {
+    /// Whether all of the guest's memory is granted. Where only the ember stands against that, it gives way.
+    pub fn is_granted(&self) -> bool {
         self.gate.as_ref().is_none_or(|gate| match gate.admission().end_for_ember() {
             Ok(ended) => ended,
             Err(error) => {
@@ -195,32 +188,59 @@ impl Machine {
         })
     }
 
-    /// Its QEMU is gone.
-    pub(super) fn drop_gate(&mut self) {
+    /// Removes the gate of a QEMU that is gone.
+    pub fn drop_gate(&mut self, warm: &WarmReboot, disks: &Disks) {
         if self.gate.take().is_some() {
-            self.warden.consider(None);
-            self.gate_disks();
+            warm.monitor.consider(None);
+            disks.set_gate(self.disk_gate());
         }
     }
 
-    pub(super) fn admission_says(&mut self, message: AdmissionMessage) {
+    pub fn admission_says(&self, context: &Context, disks: &Disks, message: AdmissionMessage) {
         match message {
-            AdmissionMessage::Stalled { waiting } => self.record(EventKind::GuestWaits { threads: waiting }),
-            AdmissionMessage::Open => self.gate_disks(),
+            AdmissionMessage::Stalled { waiting } => context.record(EventKind::GuestWaits { threads: waiting }),
+            AdmissionMessage::Open => disks.set_gate(self.disk_gate()),
             AdmissionMessage::Failed { why } => {
-                self.gate_disks();
-                self.not_gated(&why);
+                disks.set_gate(self.disk_gate());
+                not_gated(context, &why);
             }
         }
     }
 
-    fn not_gated(&self, why: &str) {
-        let message = format!("cannot control memory by page faults, so the machine may exceed its budget: {why}");
-        self.record(EventKind::Error { message });
+    /// Whether all of the guest's memory has come out of its snapshot.
+    pub fn is_complete(&self) -> bool {
+        self.restoring.as_ref().is_none_or(Restoring::is_complete)
+    }
+
+    /// Refuses while memory is missing: what reads a guest's memory, or moves it to another QEMU, needs all of it.
+    pub fn must_be_complete(&self, what: &str) -> Result<(), ApiError> {
+        if self.is_complete() {
+            return Ok(());
+        }
+        let message = format!("cannot {what}: the guest's memory is still being loaded from its snapshot");
+        Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows how much is missing"))
+    }
+
+    pub fn restore_status(&self) -> Option<RestoreStatus> {
+        self.restoring.as_ref().map(Restoring::status)
+    }
+
+    /// Ends the restore of a QEMU that is gone.
+    pub fn drop_restore(&mut self, context: &mut Context, disks: &Disks) {
+        if let Some(restoring) = self.restoring.take() {
+            drop(restoring);
+            disks.set_gate(self.disk_gate());
+            context.journal.restore = None;
+        }
     }
 }
 
-/// What is left of a dead keeper's hold on its QEMU's memory.
+fn not_gated(context: &Context, why: &str) {
+    let message = format!("cannot control memory by page faults, so the machine may exceed its budget: {why}");
+    context.record(EventKind::Error { message });
+}
+
+/// The userfaultfd that a dead keeper left in its QEMU.
 pub enum UserfaultOr {
     Userfault(Result<Userfault, String>),
     /// The guest waits for memory that nobody can grant any more.

@@ -16,7 +16,7 @@ use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::{FootprintNote, QemuIdentity};
 
 use super::wires::{WireError, Wires};
-use super::{Parts, launch};
+use super::{Context, launch};
 use crate::console::Place;
 use crate::event::Event;
 use crate::folders::{Folders, own_user};
@@ -88,47 +88,47 @@ impl Generation {
     /// Starts QEMU with this incarnation's RAM. The guest does nothing until `run`: before QMP is connected a reset or a panic
     /// would be seen only as QEMU's end, or not at all.
     pub fn launch(
-        parts: &Parts,
+        context: &Context,
         disks: &[DiskServer],
         incarnation: &Incarnation,
         number: u32,
         devices: Devices,
     ) -> Result<Self, LaunchError> {
-        let wires = Wires::lay(&parts.config, &parts.folders, number)?;
+        let wires = Wires::lay(&context.config, &context.folders, number)?;
         Door { disks, living: None }
-            .let_in(|door| Self::start(parts, door, incarnation, number, wires, devices, Role::First))
+            .let_in(|door| Self::start(context, door, incarnation, number, wires, devices, Role::First))
     }
 
     /// Starts a QEMU that waits for this incarnation's guest, beside the one that has it.
     pub fn launch_successor(
-        parts: &Parts,
+        context: &Context,
         disks: &[DiskServer],
         incarnation: &Incarnation,
         number: u32,
         old: &Self,
         wires: &Wires,
     ) -> Result<Self, LaunchError> {
-        let wires = wires.share(&parts.folders, number)?;
+        let wires = wires.share(&context.folders, number)?;
         let (living, devices) = (Some(old.peer()), old.devices());
         Door { disks, living }
-            .let_in(|door| Self::start(parts, door, incarnation, number, wires, devices, Role::Successor))
+            .let_in(|door| Self::start(context, door, incarnation, number, wires, devices, Role::Successor))
     }
 
     /// Starts a QEMU that waits for a guest that was saved, with these devices. Its memory is not touched before that.
     pub fn launch_restored(
-        parts: &Parts,
+        context: &Context,
         disks: &[DiskServer],
         incarnation: &Incarnation,
         number: u32,
         devices: Devices,
     ) -> Result<Self, LaunchError> {
-        let wires = Wires::lay(&parts.config, &parts.folders, number)?;
+        let wires = Wires::lay(&context.config, &context.folders, number)?;
         Door { disks, living: None }
-            .let_in(|door| Self::start(parts, door, incarnation, number, wires, devices, Role::Restored))
+            .let_in(|door| Self::start(context, door, incarnation, number, wires, devices, Role::Restored))
     }
 
     fn start(
-        parts: &Parts,
+        context: &Context,
         door: &Door<'_>,
         incarnation: &Incarnation,
         number: u32,
@@ -136,7 +136,7 @@ impl Generation {
         devices: Devices,
         role: Role,
     ) -> Result<Self, LaunchError> {
-        let folders = &parts.folders;
+        let folders = &context.folders;
         let library = preload::install(&folders.runtime).map_err(LaunchError::Preload)?;
         let listener = HandoverListener::bind(&folders.userfault_socket(number))?;
         let successor = role == Role::Successor;
@@ -145,11 +145,12 @@ impl Generation {
             incoming: successor || role == Role::Restored,
             agent_socket: devices.guest_agent.then(|| folders.agent_socket(number)),
             vmgenid: devices.vmgenid.clone(),
-            inherited: parts.locks.numbers(),
-            run_as: own_user::run_as(parts.config.qemu_user.as_deref(), &folders.runtime).map_err(LaunchError::User)?,
-            ..launch::launch(parts.into(), incarnation, number, &library, &wires, successor)
+            inherited: context.qemu.locks.numbers(),
+            run_as: own_user::run_as(context.config.qemu_user.as_deref(), &folders.runtime)
+                .map_err(LaunchError::User)?,
+            ..launch::launch(context.into(), incarnation, number, &library, &wires, successor)
         };
-        let binary = parts.binary()?;
+        let binary = context.binary()?;
         let process = Process::spawn(&binary, &launch, &folders.qemu_log(number))?;
         door.expect(peer(process.id()))?;
         let userfault = listener.accept(process.id().pid, USERFAULT_PATIENCE).map_err(|error| crate::chain(&error));
@@ -159,8 +160,8 @@ impl Generation {
             start_ticks: id.start_ticks,
             generation: number,
             version: binary.version().to_string(),
-            accelerator: parts.accelerator.accelerator.name().to_owned(),
-            accelerator_why: parts.accelerator.why.clone(),
+            accelerator: context.qemu.accelerator.accelerator.name().to_owned(),
+            accelerator_why: context.qemu.accelerator.why.clone(),
             userfault_fd: userfault.as_ref().ok().map(|userfault| userfault.fd_in_qemu),
             helper_fd: userfault.as_ref().ok().and_then(|userfault| Some(userfault.helper.as_ref()?.fd_in_qemu)),
             deaf: false,
@@ -169,7 +170,8 @@ impl Generation {
             guest_agent: devices.guest_agent,
         };
         let patience = if successor { SUCCESSOR_PATIENCE } else { START_PATIENCE };
-        let mut generation = Self::hold(folders, &parts.tell, process, identity, userfault, Ok(wires), patience)?;
+        let mut generation =
+            Self::hold(folders, &context.outside.tell, process, identity, userfault, Ok(wires), patience)?;
         generation.identity.at_start = generation.footprint();
         Ok(generation)
     }
@@ -182,13 +184,13 @@ impl Generation {
 
     /// Goes on with it.
     pub fn adopt(
-        parts: &Parts,
+        context: &Context,
         process: Process,
         identity: QemuIdentity,
         userfault: Result<Userfault, String>,
     ) -> Result<Self, LaunchError> {
-        let wires = Wires::find(&parts.config, &parts.folders, identity.generation, identity.pid);
-        Self::hold(&parts.folders, &parts.tell, process, identity, userfault, wires, START_PATIENCE)
+        let wires = Wires::find(&context.config, &context.folders, identity.generation, identity.pid);
+        Self::hold(&context.folders, &context.outside.tell, process, identity, userfault, wires, START_PATIENCE)
     }
 
     fn hold(

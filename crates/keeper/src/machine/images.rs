@@ -12,14 +12,17 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 
 use hearth_api::EventKind;
-use hearth_disk::block::DiskId;
+use hearth_disk::gate::Gate;
 use hearth_disk::image::{Image, ImageOptions, LockOwner, Unwritten};
 use hearth_disk::server::{DiskOptions, DiskServer};
 use hearth_recovery::images::{self, DiskNote, Notes, Watch};
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::warm_reboot;
 
-use super::{Machine, MachineError, launch};
+use super::disks::Disks;
+use super::timeline::Recovering;
+use super::warm_reboot::WarmReboot;
+use super::{Context, MachineError, launch};
 use crate::folders::lock_owner;
 
 /// Locks on the images, by disk, and on the mirrors of NVRAM: a QEMU inherits them, so that they outlive the keeper.
@@ -37,14 +40,14 @@ impl InheritedLocks {
     }
 }
 
-/// What is known of the images.
+/// The images of the machine's disks.
 #[derive(Default)]
-pub(super) struct Images {
+pub struct Images {
     /// The files that are open, by disk.
     open: Vec<DiskNote>,
     /// None: the images were compared with what the last keeper noted, or are its own.
     gap: Option<Gap>,
-    /// What they were when a wait began that is not over.
+    /// Notes of the images from the beginning of the wait that is under way.
     idle: Option<Vec<DiskNote>>,
     /// A QEMU is being taken over, and has inherited locks.
     qemu_lives: bool,
@@ -54,7 +57,7 @@ pub(super) struct Images {
 struct Gap {
     /// None: it was not noted what the images were.
     noted: Option<Notes>,
-    /// What a stop has saved may be held again.
+    /// The boot set that a stop saved may be loaded.
     is_start: bool,
 }
 
@@ -100,86 +103,94 @@ impl Images {
         self.open.iter().find_map(DiskNote::exchanged)
     }
 
-    /// What they are at this moment.
+    /// Notes of the images at this moment.
     pub fn look(&self) -> Vec<DiskNote> {
         images::look(&self.open)
     }
 
-    /// What they are now that nobody of us writes to them.
+    /// Notes of the images while neither keeper nor guest writes to them.
     pub fn at_rest(&self) -> Vec<DiskNote> {
         images::at_rest(&self.open)
     }
 }
 
-impl Machine {
+impl Disks {
     /// Opens all images, and serves them once it is known what memory may answer. `unwritten` says whether the guest that a
     /// killed keeper left lives on.
-    pub(super) fn open_disks(&mut self, incarnation: &Incarnation, unwritten: Unwritten) -> Result<(), MachineError> {
+    pub fn open(
+        &mut self,
+        context: &mut Context,
+        warm: &WarmReboot,
+        gate: Option<&Gate>,
+        incarnation: &Incarnation,
+        unwritten: Unwritten,
+    ) -> Result<(), MachineError> {
         self.images.open.clear();
-        self.parts.locks.0.clear();
+        context.qemu.locks.0.clear();
         let opened: Result<Vec<Image>, _> =
-            (0..self.parts.config.disks.len()).map(|position| self.open_image(position)).collect();
+            (0..context.config.disks.len()).map(|position| self.open_image(context, position)).collect();
         // Also after a failure: the locks of those that were opened end with them.
-        let opened = opened.inspect_err(|_| self.parts.locks.0.clear())?;
-        self.judge_images(incarnation, unwritten);
+        let opened = opened.inspect_err(|_| context.qemu.locks.0.clear())?;
+        self.judge(context, warm, incarnation, unwritten);
         for (position, image) in opened.into_iter().enumerate() {
-            let server = self.serve(position, image, incarnation, unwritten)?;
-            self.disks.push(server);
+            let server = Self::serve(context, warm, gate, (position, image), incarnation, unwritten)?;
+            self.servers.push(server);
         }
-        self.note_images();
-        self.open_nvram()?;
+        self.note(context, warm);
+        self.open_nvram(context, gate)?;
         self.images.qemu_lives = false;
         Ok(())
     }
 
-    /// Who holds the locks of images and mirrors.
-    pub(super) fn lock_owner(&self) -> Option<LockOwner> {
-        let owner = lock_owner(&self.parts.folders.runtime);
+    /// Owner of the locks of images and mirrors.
+    pub fn lock_owner(&self, context: &Context) -> Option<LockOwner> {
+        let owner = lock_owner(&context.folders.runtime);
         owner.map(|owner| owner.with_living_qemu(self.images.qemu_lives))
     }
 
-    fn open_image(&mut self, position: usize) -> Result<Image, MachineError> {
-        let disk = &self.parts.config.disks[position];
+    fn open_image(&mut self, context: &mut Context, position: usize) -> Result<Image, MachineError> {
+        let disk = &context.config.disks[position];
         let failed = |source| MachineError::Image { disk: disk.name.clone(), source };
-        let options = ImageOptions { owner: self.lock_owner(), ..launch::image_options(disk) };
-        let image = Image::open_over(&options, &self.arrivals.images()).map_err(failed)?;
+        let options = ImageOptions { owner: self.lock_owner(context), ..launch::image_options(disk) };
+        let image = Image::open_over(&options, &self.backfill.images()).map_err(failed)?;
         let locks = image.inheritable_locks().map_err(failed)?;
         let files = image.files().map_err(|source| MachineError::ImageFiles { disk: disk.name.clone(), source })?;
         let note = DiskNote::of_open(&disk.name, files);
         if position < self.images.open.len() {
-            (self.images.open[position], self.parts.locks.0[position]) = (note, locks);
+            (self.images.open[position], context.qemu.locks.0[position]) = (note, locks);
         } else {
             self.images.open.push(note);
-            self.parts.locks.0.push(locks);
+            context.qemu.locks.0.push(locks);
         }
         Ok(image)
     }
 
     fn serve(
-        &self,
-        position: usize,
-        mut image: Image,
+        context: &Context,
+        warm: &WarmReboot,
+        gate: Option<&Gate>,
+        (position, mut image): (usize, Image),
         incarnation: &Incarnation,
         unwritten: Unwritten,
     ) -> Result<DiskServer, MachineError> {
-        let disk = &self.parts.config.disks[position];
-        image.note_changes_in(&self.parts.folders.disk_tables(&disk.name), unwritten);
-        let socket = self.parts.folders.disk_socket(&disk.name);
-        let tell = Some(self.disk_notices(&disk.name));
-        let options = DiskOptions { gate: self.disk_gate(), tell, ..launch::disk_options(position, disk, socket) };
-        let tracking = warm_reboot::tracking(incarnation, &self.tagger, &self.warm);
+        let disk = &context.config.disks[position];
+        image.note_changes_in(&context.folders.disk_tables(&disk.name), unwritten);
+        let socket = context.folders.disk_socket(&disk.name);
+        let tell = Some(Self::notices(context, &disk.name));
+        let options = DiskOptions { gate: gate.cloned(), tell, ..launch::disk_options(position, disk, socket) };
+        let tracking = warm_reboot::tracking(incarnation, &warm.tagger, &warm.sources);
         let server = DiskServer::start(options, image, tracking)
             .map_err(|source| MachineError::Server { disk: disk.name.clone(), source })?;
-        self.watch_disk(&server);
+        Self::watch(context, &server);
         Ok(server)
     }
 
     /// All images are locked: from now on nobody else changes them. `incarnation` may have learned of them before.
-    fn judge_images(&mut self, incarnation: &Incarnation, unwritten: Unwritten) {
+    fn judge(&mut self, context: &Context, warm: &WarmReboot, incarnation: &Incarnation, unwritten: Unwritten) {
         let Some(Gap { noted, is_start }) = self.images.gap.take() else { return };
         if !noted.as_ref().is_some_and(Notes::are_of_this_process) {
             for (position, open) in self.images.open.iter().enumerate() {
-                let tables = self.parts.folders.disk_tables(&open.disk);
+                let tables = context.folders.disk_tables(&open.disk);
                 let drops = unwritten == Unwritten::Drop && tables.metadata().is_ok_and(|file| file.len() > 0);
                 let doubt = match &noted {
                     _ if drops => Some("its guest died with unflushed writes".to_owned()),
@@ -187,41 +198,30 @@ impl Machine {
                     None => Some("there is no note of the image's earlier state".to_owned()),
                 };
                 if let Some(why) = doubt {
-                    self.forget_disk(position, why, Some(incarnation));
+                    warm.forget_disk(context, position, why, Some(incarnation));
                 }
             }
         }
         if is_start {
-            self.load_boot_set(&self.images.open);
-        }
-    }
-
-    /// What memory holds of this disk is not served any more.
-    pub(super) fn forget_disk(&self, position: usize, why: String, living: Option<&Incarnation>) {
-        let Ok(id) = u8::try_from(position).map(DiskId) else { return };
-        let blocks = self.warm.forget_disk(id) + living.map_or(0, |living| living.forget_disk(id));
-        if blocks > 0 {
-            let disk = self.parts.config.disks[position].name.clone();
-            tracing::warn!(disk, why, "dropped the blocks of this disk held in memory");
-            self.record(EventKind::DiskForgotten { disk, why, blocks });
+            warm.load_boot_set(context, &self.images.open);
         }
     }
 
     /// The images are in use: what they are is noted from now on, for the next keeper.
-    pub(super) fn note_images(&self) {
-        let watch = Watch::new(&self.parts.folders.memory, &self.images.open);
+    pub fn note(&self, context: &Context, warm: &WarmReboot) {
+        let watch = Watch::new(&context.folders.memory, &self.images.open);
         let watch = watch.and_then(|mut watch| watch.renew().map(|()| watch));
-        self.warden.note_images(watch.inspect_err(unnoted).ok());
+        warm.monitor.note_images(watch.inspect_err(unnoted).ok());
     }
 
     /// Nobody of us writes to the images from now on, until the next guest does.
-    pub(super) fn note_idle_images(&mut self) {
+    pub fn note_idle(&mut self, context: &Context, warm: &WarmReboot) {
         if self.images.idle.is_some() {
             return;
         }
         // From now on a change is a stranger's.
-        self.warden.note_images(None);
-        let noted = images::write_at_rest(&self.parts.folders.memory, &self.images.open);
+        warm.monitor.note_images(None);
+        let noted = images::write_at_rest(&context.folders.memory, &self.images.open);
         self.images.idle = Some(noted.unwrap_or_else(|error| {
             unnoted(&error);
             self.images.at_rest()
@@ -229,28 +229,35 @@ impl Machine {
     }
 
     /// The wait is over: before what is held of the images is used, or saved. Says which of them are doubted.
-    pub(super) fn judge_idle_images(&mut self) -> Vec<usize> {
+    pub fn judge_idle(&mut self, context: &Context, warm: &WarmReboot, recovery: &mut Recovering) -> Vec<usize> {
         let Some(idle) = self.images.idle.take() else { return Vec::new() };
         let doubts: Vec<_> = idle.iter().map(DiskNote::doubt).collect();
         if let (true, Some(Some(why)), Some(timeline)) =
-            (doubts.iter().all(Option::is_some), doubts.first(), &mut self.timeline)
+            (doubts.iter().all(Option::is_some), doubts.first(), &mut recovery.timeline)
         {
             timeline.turned_cold(why.clone());
         }
         let doubts = doubts.into_iter().enumerate().filter_map(|(position, why)| Some((position, why?)));
         let doubted = doubts.map(|(position, why)| {
-            self.forget_disk(position, why, None);
+            warm.forget_disk(context, position, why, None);
             position
         });
         let doubted = doubted.collect();
-        self.note_images();
+        self.note(context, warm);
         doubted
     }
 
     /// The next guest gets the images as they are now. One that a stranger changed may have another size, or other tables: it is
     /// opened again, and so is one that is another file now. One that is gone is served as long as it is open.
-    pub(super) fn renew_images(&mut self, next: &Incarnation) -> Result<(), MachineError> {
-        let doubted = self.judge_idle_images();
+    pub fn renew(
+        &mut self,
+        context: &mut Context,
+        warm: &WarmReboot,
+        recovery: &mut Recovering,
+        gate: Option<&Gate>,
+        next: &Incarnation,
+    ) -> Result<(), MachineError> {
+        let doubted = self.judge_idle(context, warm, recovery);
         for position in 0..self.images.open.len() {
             let open = &self.images.open[position];
             if let Some(gone) = open.missing() {
@@ -260,30 +267,37 @@ impl Machine {
                     open.disk,
                     gone.display()
                 );
-                self.record(EventKind::Error { message });
+                context.record(EventKind::Error { message });
                 continue;
             }
             if let Some(other) = open.exchanged() {
                 let why = format!("{} was replaced by another file", other.display());
-                self.forget_disk(position, why, None);
+                warm.forget_disk(context, position, why, None);
             } else if !doubted.contains(&position) {
                 continue;
             }
-            self.open_again(position, next)?;
-            self.note_images();
+            self.open_again(context, warm, gate, position, next)?;
+            self.note(context, warm);
         }
         Ok(())
     }
 
-    fn open_again(&mut self, position: usize, next: &Incarnation) -> Result<(), MachineError> {
+    fn open_again(
+        &mut self,
+        context: &mut Context,
+        warm: &WarmReboot,
+        gate: Option<&Gate>,
+        position: usize,
+        next: &Incarnation,
+    ) -> Result<(), MachineError> {
         // A qcow2 image over another base is still locked by the server it has.
-        let after = self.disks.split_off(position + 1);
-        self.disks.pop().into_iter().for_each(DiskServer::stop);
-        self.parts.locks.0[position].clear();
-        let image = self.open_image(position)?;
-        let server = self.serve(position, image, next, Unwritten::Drop)?;
-        self.disks.push(server);
-        self.disks.extend(after);
+        let after = self.servers.split_off(position + 1);
+        self.servers.pop().into_iter().for_each(DiskServer::stop);
+        context.qemu.locks.0[position].clear();
+        let image = self.open_image(context, position)?;
+        let server = Self::serve(context, warm, gate, (position, image), next, Unwritten::Drop)?;
+        self.servers.push(server);
+        self.servers.extend(after);
         Ok(())
     }
 }

@@ -12,9 +12,9 @@ use crate::config::Configured;
 pub struct Next {
     /// None: the same configuration.
     pub configured: Option<Box<Configured>>,
-    /// What the next guest runs under. A living guest keeps what it has.
+    /// Accelerator of the next guest. A living guest keeps its own.
     pub accelerator: AcceleratorChoice,
-    /// What counted before, until a QEMU has been started with what counts now.
+    /// The last guest's configuration, until a QEMU has been started with the new one.
     pub last: Option<Box<Last>>,
 }
 
@@ -28,28 +28,28 @@ pub struct Last {
 impl Machine {
     /// There is no guest, and one is about to be started: what waited for that counts from now on, if it can.
     pub(super) fn take_next_configuration(&mut self) {
-        if let Some(next) = self.parts.next.configured.take() {
-            let problems = check::of_next_guest(&self.parts.config, &next.config);
+        if let Some(next) = self.context.file.next.configured.take() {
+            let problems = check::of_next_guest(&self.context.config, &next.config);
             if let Some(problem) = problems.first() {
                 let message = format!("the next guest starts with the previous configuration: {problem}");
-                self.record(EventKind::Error { message });
-                self.parts.next.configured = Some(next);
+                self.context.record(EventKind::Error { message });
+                self.context.file.next.configured = Some(next);
                 return;
             }
-            let pending = self.parts.pending.clone();
+            let pending = self.context.file.pending.clone();
             let configured = self.exchange_configuration(*next);
-            let accelerator = self.parts.accelerator.clone();
-            self.parts.next.last = Some(Box::new(Last { configured, pending, accelerator }));
-            self.parts.pending.retain(|change| change.until == PendingUntil::NextStart);
-            self.parts.show_config();
+            let accelerator = self.context.qemu.accelerator.clone();
+            self.context.file.next.last = Some(Box::new(Last { configured, pending, accelerator }));
+            self.context.file.pending.retain(|change| change.until == PendingUntil::NextStart);
+            self.context.show_config();
         }
-        self.parts.accelerator = self.parts.next.accelerator.clone();
+        self.context.qemu.accelerator = self.context.file.next.accelerator.clone();
     }
 
     /// No QEMU could be started with what has just begun to count: the last guest's configuration counts again, and the other one
     /// waits for the guest after the next. False: nothing had changed.
     pub(super) fn take_back_configuration(&mut self, error: &MachineError) -> bool {
-        let Some(last) = self.parts.next.last.take() else { return false };
+        let Some(last) = self.context.file.next.last.take() else { return false };
         let Last { configured, pending, accelerator } = *last;
         let keys: Vec<_> = pending.iter().filter(|change| change.until == PendingUntil::NextGuest).collect();
         let keys: Vec<_> = keys.iter().map(|change| change.key.as_str()).collect();
@@ -58,25 +58,19 @@ impl Machine {
             keys.join(", "),
             crate::chain(error)
         );
-        self.record(EventKind::Error { message });
-        self.parts.next.configured = Some(Box::new(self.exchange_configuration(configured)));
-        (self.parts.pending, self.parts.accelerator) = (pending, accelerator);
-        self.parts.show_config();
+        self.context.record(EventKind::Error { message });
+        self.context.file.next.configured = Some(Box::new(self.exchange_configuration(configured)));
+        (self.context.file.pending, self.context.qemu.accelerator) = (pending, accelerator);
+        self.context.show_config();
         true
     }
 
     /// Returns what counted before.
     fn exchange_configuration(&mut self, configured: Configured) -> Configured {
         let Configured { config, typed } = configured;
-        let config = std::mem::replace(&mut self.parts.config, config);
-        let typed = std::mem::replace(&mut self.parts.typed, typed);
-        self.set_budget();
+        let config = std::mem::replace(&mut self.context.config, config);
+        let typed = std::mem::replace(&mut self.context.file.typed, typed);
+        self.warm_reboot.set_budget(&self.context.config);
         Configured { config, typed }
-    }
-
-    /// What the machine may hold depends on the size of its guest.
-    fn set_budget(&mut self) {
-        self.budget = super::budget(&self.parts.config);
-        self.warden.set_budget(self.budget);
     }
 }

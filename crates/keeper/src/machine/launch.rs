@@ -15,7 +15,7 @@ use hearth_qemu::{Accelerator, EARLIER_MACHINE_TYPE, Launch};
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::DiskIdentity;
 
-use super::Parts;
+use super::Context;
 use super::wires::Wires;
 use crate::config::{
     Boot, Config, DiskConfig, DiskFormat, Forward, NetBackend, NetConfig, NvramConfig, PmemConfig, Protocol,
@@ -39,9 +39,9 @@ pub struct Base<'a> {
     pub accelerator: Accelerator,
 }
 
-impl<'a> From<&'a Parts> for Base<'a> {
-    fn from(parts: &'a Parts) -> Self {
-        Self { config: &parts.config, folders: &parts.folders, accelerator: parts.accelerator.accelerator }
+impl<'a> From<&'a Context> for Base<'a> {
+    fn from(context: &'a Context) -> Self {
+        Self { config: &context.config, folders: &context.folders, accelerator: context.qemu.accelerator.accelerator }
     }
 }
 

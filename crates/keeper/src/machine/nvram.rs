@@ -5,11 +5,13 @@ use std::path::Path;
 
 use hearth_api::{EventKind, NvramDevice, NvramStatus};
 use hearth_disk::block::DiskId;
+use hearth_disk::gate::Gate;
 use hearth_disk::nvram::pmem::Pmem;
 use hearth_disk::nvram::{MirrorPolicy, Nvram, NvramOptions, Origin, resident_bytes};
 use hearth_disk::server::{DiskOptions, DiskServer};
 
-use super::{Machine, MachineError, launch};
+use super::disks::Disks;
+use super::{Context, MachineError, launch};
 use crate::config::{self, NvramConfig, PmemConfig};
 
 impl NvramConfig {
@@ -38,62 +40,62 @@ impl PmemConfig {
     }
 }
 
-impl Machine {
-    /// After the disks: the guest sees them behind these.
-    pub(super) fn open_nvram(&mut self) -> Result<(), MachineError> {
+impl Disks {
+    /// Opens and serves NVRAM and persistent memory. Call it after the disks are served: the guest sees them behind these.
+    pub fn open_nvram(&mut self, context: &mut Context, gate: Option<&Gate>) -> Result<(), MachineError> {
         let mut locks = Vec::new();
-        let disks = self.parts.config.disks.len();
-        let (memory, owner) = (self.parts.folders.memory.clone(), self.lock_owner());
-        for (position, device) in self.parts.config.nvram.iter().enumerate() {
+        let disks = context.config.disks.len();
+        let (memory, owner) = (context.folders.memory.clone(), self.lock_owner(context));
+        for (position, device) in context.config.nvram.iter().enumerate() {
             let (nvram, backing) = Nvram::open(&NvramOptions { owner, ..device.options(&memory) })?;
             locks.extend(nvram.inheritable_lock().map_err(|source| unlocked(&device.name, source))?);
-            self.record(opened(&device.name, nvram.origin));
-            let socket = self.parts.folders.disk_socket(&device.name);
+            context.record(opened(&device.name, nvram.origin));
+            let socket = context.folders.disk_socket(&device.name);
             let id = DiskId(u8::try_from(disks + position).expect("a machine has fewer disks than PCI slots"));
-            let tell = Some(self.disk_notices(&device.name));
-            let options = DiskOptions { gate: self.disk_gate(), tell, ..launch::nvram_options(id, device, socket) };
+            let tell = Some(Self::notices(context, &device.name));
+            let options = DiskOptions { gate: gate.cloned(), tell, ..launch::nvram_options(id, device, socket) };
             let server = DiskServer::start_with(options, backing, None)
                 .map_err(|source| MachineError::Server { disk: device.name.clone(), source })?;
-            self.watch_disk(&server);
-            self.disks.push(server);
+            Self::watch(context, &server);
+            self.servers.push(server);
             self.nvram.push(nvram);
         }
-        for device in &self.parts.config.pmem {
+        for device in &context.config.pmem {
             let pmem = Pmem::open(&NvramOptions { owner, ..device.options(&memory) })?;
             locks.extend(pmem.inheritable_lock().map_err(|source| unlocked(&device.name, source))?);
-            self.record(opened(&device.name, pmem.origin));
+            context.record(opened(&device.name, pmem.origin));
             self.pmem.push(pmem);
         }
-        self.parts.locks.of_mirrors(locks);
+        context.qemu.locks.of_mirrors(locks);
         Ok(())
     }
 
-    /// The machine has stopped, and its disks' servers have ended: memory that is mirrored is given back.
-    pub(super) fn give_back_nvram(&mut self) {
+    /// Gives mirrored memory back. Call it when the machine has stopped and the disks' servers have ended.
+    pub fn give_back_nvram(&mut self, context: &Context) {
         self.pmem.clear();
-        for (device, nvram) in self.parts.config.nvram.iter().zip(std::mem::take(&mut self.nvram)) {
+        for (device, nvram) in context.config.nvram.iter().zip(std::mem::take(&mut self.nvram)) {
             let problem = nvram.problem();
             if let (Ok(false), Some(problem)) = (nvram.give_back(), problem) {
                 let message =
                     format!("nvram {} stays in memory because its mirror cannot be written: {problem}", device.name);
-                self.record(EventKind::Error { message });
+                context.record(EventKind::Error { message });
             }
         }
     }
 
-    /// Host memory that the devices take.
-    pub(super) fn nvram_bytes(&self) -> u64 {
-        let folder = &self.parts.folders.memory;
-        self.parts.config.nvram_in_memory().map(|(name, _)| resident_bytes(folder, name)).sum()
-    }
-
-    pub(super) fn nvram_statuses(&self) -> Vec<NvramStatus> {
-        let servers = self.disks.iter().skip(self.parts.config.disks.len());
-        let devices = self.parts.config.nvram.iter().zip(&self.nvram).zip(servers);
+    /// `is_mapped`: a QEMU lives, which maps the persistent memory.
+    pub fn nvram_statuses(&self, context: &Context, is_mapped: bool) -> Vec<NvramStatus> {
+        let servers = self.servers.iter().skip(context.config.disks.len());
+        let devices = context.config.nvram.iter().zip(&self.nvram).zip(servers);
         let disks = devices.map(|((device, nvram), server)| nvram_status(device, nvram, server));
-        let is_mapped = self.life.is_some();
-        disks.chain(self.parts.config.pmem.iter().map(|device| pmem_status(device, is_mapped))).collect()
+        disks.chain(context.config.pmem.iter().map(|device| pmem_status(device, is_mapped))).collect()
     }
+}
+
+/// Host memory that the devices take.
+pub fn nvram_bytes(context: &Context) -> u64 {
+    let folder = &context.folders.memory;
+    context.config.nvram_in_memory().map(|(name, _)| resident_bytes(folder, name)).sum()
 }
 
 fn unlocked(nvram: &str, source: std::io::Error) -> MachineError {
@@ -109,7 +111,7 @@ fn opened(name: &str, origin: Origin) -> EventKind {
     EventKind::NvramOpened { nvram: name.to_owned(), from: from.to_owned() }
 }
 
-/// What the guest does with it nobody sees.
+/// The keeper does not see the guest's reads and writes of persistent memory.
 fn pmem_status(device: &PmemConfig, is_mapped: bool) -> NvramStatus {
     NvramStatus {
         name: device.name.clone(),

@@ -8,13 +8,11 @@
 //! Memory that lost its power has no note. That there was one the journal says, or, if that ended with the host, the record of
 //! its reload.
 
-use std::fs::File;
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
 use hearth_api::{ApiError, ErrorWord, EventKind, MachineState, Unparked};
 use hearth_disk::image::Unwritten;
-use hearth_disk::server::DiskServer;
 use hearth_memory::{MemoryError, RamFile};
 use hearth_qemu::{Accelerator, QmpError, accelerator};
 use hearth_recovery::incarnation::{Incarnation, IncarnationError, discard_files};
@@ -25,11 +23,12 @@ use hearth_recovery::rejuvenation::parked::{
 use hearth_recovery::rejuvenation::{self, ClockDebt, Ticker};
 use hearth_recovery::snapshot::state::{self, StateError};
 
+use super::disks::{FlushError, firmware_vars};
 use super::generation::{Devices, Generation, LaunchError};
 use super::launch;
-use super::rejuvenate::END_PATIENCE;
-use super::{Life, Machine, MachineError, Parts, Wanted};
-use crate::config::{Boot, NvramConfig};
+use super::rejuvenate::{END_PATIENCE, must_have_all_state};
+use super::{Context, Life, Machine, MachineError, Wanted};
+use crate::config::{Config, NvramConfig};
 use crate::drill::drill;
 use crate::host_reload::Record;
 use crate::notify::{Notice, notify};
@@ -47,8 +46,8 @@ pub(super) enum Failure {
     Hold(#[source] QmpError),
     #[error("a disk lost its connection to QEMU meanwhile")]
     Disk,
-    #[error("cannot flush disk {disk}")]
-    Flush { disk: String, source: std::io::Error },
+    #[error(transparent)]
+    Flush(#[from] FlushError),
     #[error(transparent)]
     Parked(#[from] ParkedError),
     #[error(transparent)]
@@ -72,7 +71,7 @@ enum Lost {
     Run(#[from] LaunchError),
 }
 
-/// What a resume can end with but the guest that goes on.
+/// Why a resume ends without a running guest.
 enum Obstacle {
     /// The machine boots.
     Lost(Lost),
@@ -83,7 +82,7 @@ enum Obstacle {
 impl From<Lost> for Obstacle {
     fn from(lost: Lost) -> Self {
         match lost {
-            // What an operator can put right, or the host's start is about to.
+            // The operator can put these right, or the host's start is about to.
             Lost::Parked(error @ (ParkedError::OtherMachine { .. } | ParkedError::Look(_))) => {
                 Self::Keeper(error.into())
             }
@@ -107,31 +106,35 @@ impl Progress {
     }
 }
 
-/// What a dead keeper left. Without it the machine has not run since the host started; but its guest may have been parked before.
-pub(super) fn journal(parts: &Parts) -> Result<Journal, JournalError> {
-    let name = &parts.config.name;
-    Ok(Journal::load(&parts.folders.journal())?.unwrap_or_else(|| {
-        let left_in = Record::of_this_host().and_then(|record| record.left_in(parts.root.path(), name));
-        let guest = left_in.map_or(GuestNote::Runs, |folder| GuestNote::Parked { folder });
-        Journal { guest, ..Journal::new(name, parts.config.memory_bytes) }
-    }))
+fn image_paths(config: &Config) -> Vec<PathBuf> {
+    config.disks.iter().map(|disk| &disk.path).chain(firmware_vars(config)).cloned().collect()
+}
+
+/// Notes each NVRAM device as it is now, while nobody writes to it.
+fn note_nvram(context: &Context) -> Result<Vec<NvramNote>, MemoryError> {
+    let note = |device: &NvramConfig| {
+        let file = device.options(&context.folders.memory).memory_file();
+        let sum = ChunkSums::of_all(&RamFile::open(&file)?)?.seal();
+        Ok(NvramNote { file, sum })
+    };
+    context.config.nvram.iter().map(note).collect()
 }
 
 impl Machine {
-    /// Whether the guest can be parked now.
+    /// Whether the guest can be parked. Its disks are flushed, so that little is left to flush while it stands still.
     pub(super) fn may_park(&self) -> Result<(), ApiError> {
         let life = self.must_live(WHAT)?;
         let refuse = |why: String, hint: &str| Err(ApiError::new(ErrorWord::WrongState, why).hint(hint));
-        if self.state != MachineState::Running || self.wanted != Wanted::Run {
-            let why = format!("cannot {WHAT}: the machine is {}, or is stopping or rebooting", self.state.name());
+        if self.stand.state != MachineState::Running || self.stand.wanted != Wanted::Run {
+            let why = format!("cannot {WHAT}: the machine is {}, or is stopping or rebooting", self.stand.state.name());
             return refuse(why, "only a running guest can be parked");
         }
-        self.must_have_all_state(WHAT)?;
+        must_have_all_state(&self.context.config, WHAT)?;
         self.must_be_at_rest(WHAT)?;
-        if self.dumps.is_busy() {
+        if self.crash_recovery.dumps.is_busy() {
             return refuse(format!("cannot {WHAT}: a dump is running"), "`hearth status` shows its progress");
         }
-        if let Some(other) = self.images.exchanged() {
+        if let Some(other) = self.disks.images.exchanged() {
             let why = format!("cannot {WHAT}: {} was replaced while the guest has the old file open", other.display());
             return refuse(why, "put the old file back, or reboot the guest to use the new one");
         }
@@ -143,38 +146,7 @@ impl Machine {
             );
         }
         // Also so that there is little left to flush while the guest stands still.
-        self.flush_images().map_err(|error| ApiError::new(ErrorWord::Failed, crate::chain(&error)))
-    }
-
-    pub(super) fn flush_images(&self) -> Result<(), Failure> {
-        // Tables of a qcow2 image may be held outside of its file.
-        for disk in &self.disks {
-            disk.commit().map_err(|source| Failure::Flush { disk: disk.name().to_owned(), source })?;
-        }
-        let written = self.parts.config.disks.iter().filter(|disk| !disk.read_only);
-        let written = written.map(|disk| (disk.name.as_str(), &disk.path));
-        written.chain(self.firmware_vars().map(|vars| ("firmware_vars", vars))).try_for_each(|(name, path)| {
-            let flushed = File::open(path).and_then(|image| image.sync_all());
-            flushed.map_err(|source| Failure::Flush { disk: name.to_owned(), source })
-        })
-    }
-
-    /// Flash that QEMU itself writes to.
-    fn firmware_vars(&self) -> Option<&PathBuf> {
-        match &self.parts.config.boot {
-            Boot::Firmware { vars, .. } => vars.as_ref(),
-            Boot::Kernel { .. } => None,
-        }
-    }
-
-    /// Each device as it is now, while nobody writes to it.
-    fn note_nvram(&self) -> Result<Vec<NvramNote>, MemoryError> {
-        let note = |device: &NvramConfig| {
-            let file = device.options(&self.parts.folders.memory).memory_file();
-            let sum = ChunkSums::of_all(&RamFile::open(&file)?)?.seal();
-            Ok(NvramNote { file, sum })
-        };
-        self.parts.config.nvram.iter().map(note).collect()
+        self.disks.flush(&self.context).map_err(|error| ApiError::new(ErrorWord::Failed, crate::chain(&error)))
     }
 
     /// Parks the guest.
@@ -186,18 +158,18 @@ impl Machine {
             self.not_parked(&progress, refusal.to_string());
             return Ok(());
         }
-        let Some(life) = self.life.take() else { return Ok(()) };
+        let Some(life) = self.stand.life.take() else { return Ok(()) };
         match self.note_guest(&life, &mut progress) {
             Ok(state_bytes) => {
                 let duration_ms = began.elapsed().as_secs_f64() * 1e3;
                 self.leave(life)?;
                 drill(ParkPhase::Leave.name());
-                self.record(EventKind::Parked { duration_ms, state_bytes });
+                self.context.record(EventKind::Parked { duration_ms, state_bytes });
                 self.enter(MachineState::Stopped);
             }
             Err(failure) => {
                 self.go_on_unparked(&life);
-                self.life = Some(life);
+                self.stand.life = Some(life);
                 self.not_parked(&progress, crate::chain(&failure));
             }
         }
@@ -205,15 +177,15 @@ impl Machine {
     }
 
     fn not_parked(&self, progress: &Progress, why: String) {
-        self.record(EventKind::ParkFailed { phase: progress.0.name().to_owned(), why });
+        self.context.record(EventKind::ParkFailed { phase: progress.0.name().to_owned(), why });
     }
 
     /// All that can fail. The guest stands still afterwards, or may.
     fn note_guest(&mut self, life: &Life, progress: &mut Progress) -> Result<u64, Failure> {
-        let (qmp, folder) = (&life.generation.qmp, self.parts.folders.memory.clone());
-        let connections = self.disk_connections();
-        self.journal.guest = GuestNote::Parking { folder: folder.clone() };
-        self.journal.save(&self.parts.folders.journal())?;
+        let (qmp, folder) = (&life.generation.qmp, self.context.folders.memory.clone());
+        let connections = self.disks.connections();
+        self.context.journal.guest = GuestNote::Parking { folder: folder.clone() };
+        self.context.must_save_journal()?;
         let stopped_at = progress.run(ParkPhase::Hold, || {
             state::prepare(qmp, STATE_PATIENCE)?;
             qmp.pause().map_err(Failure::Hold)?;
@@ -221,21 +193,22 @@ impl Machine {
         })?;
         let state = progress.run(ParkPhase::State, || {
             let state = state::take(qmp, STATE_PATIENCE)?;
-            // What was in flight is answered before a guest stands still, unless a connection was lost.
-            if connections.is_none() || connections != self.disk_connections() {
+            // Requests in flight are answered before a guest stands still, unless a connection was lost.
+            if connections.is_none() || connections != self.disks.connections() {
                 return Err(Failure::Disk);
             }
             Ok(parked::write_state(&folder, &state)?)
         })?;
         let (ram_sum, nvram) = progress.run(ParkPhase::Sum, || {
-            Ok::<_, Failure>((ChunkSums::of_all(&life.incarnation.ram)?.seal(), self.note_nvram()?))
+            Ok::<_, Failure>((ChunkSums::of_all(&life.incarnation.ram)?.seal(), note_nvram(&self.context)?))
         })?;
         let images = progress.run(ParkPhase::Settle, || {
-            self.flush_images()?;
-            let files: Vec<PathBuf> = self.images.paths().chain(self.firmware_vars()).cloned().collect();
+            self.disks.flush(&self.context)?;
+            let files: Vec<PathBuf> =
+                self.disks.images.paths().chain(firmware_vars(&self.context.config)).cloned().collect();
             Ok::<_, Failure>(parked::note_images(&files)?)
         })?;
-        let (config, identity, state_bytes) = (&self.parts.config, life.generation.identity(), state.bytes);
+        let (config, identity, state_bytes) = (&self.context.config, life.generation.identity(), state.bytes);
         let note = Parked {
             version: PARKED_VERSION,
             machine: config.name.clone(),
@@ -243,17 +216,17 @@ impl Machine {
             boot_id: accelerator::host_boot(),
             qemu_version: identity.version,
             accelerator: identity.accelerator,
-            hardware: self.hardware(),
+            hardware: launch::hardware(&self.context.config, self.context.qemu.accelerator.accelerator),
             incarnation: life.incarnation.number,
-            generation: self.journal.generation,
+            generation: self.context.journal.generation,
             ram_bytes: config.memory_bytes,
             ram_sum,
             nvram,
             state,
             vmgenid: identity.vmgenid,
             guest_agent: identity.guest_agent,
-            started_with: Some(self.started_with()),
-            frozen: self.journal.frozen,
+            started_with: Some(self.context.started_with()),
+            frozen: self.context.journal.frozen,
             disks: launch::disk_identities(config),
             images,
         };
@@ -261,29 +234,20 @@ impl Machine {
         Ok(state_bytes)
     }
 
-    fn hardware(&self) -> Vec<String> {
-        launch::hardware(&self.parts.config, self.parts.accelerator.accelerator)
-    }
-
-    fn image_paths(&self) -> Vec<PathBuf> {
-        let disks = self.parts.config.disks.iter().map(|disk| &disk.path);
-        disks.chain(self.firmware_vars()).cloned().collect()
-    }
-
     /// The guest goes on, in the QEMU it has.
     fn go_on_unparked(&mut self, life: &Life) {
-        parked::discard(&self.parts.folders.memory);
+        parked::discard(&self.context.folders.memory);
         match rejuvenation::roll_back(&life.generation.qmp, STATE_PATIENCE) {
             // One that ended is seen elsewhere.
             Ok(()) | Err(QmpError::Ended) => {}
             Err(error) => {
                 let message = format!("the guest was not parked and cannot continue; ending its QEMU: {error}");
-                self.record(EventKind::Error { message });
+                self.context.record(EventKind::Error { message });
                 life.generation.process.kill();
             }
         }
-        self.journal.guest = GuestNote::Runs;
-        self.save_journal();
+        self.context.journal.guest = GuestNote::Runs;
+        self.context.save_journal();
     }
 
     /// It is parked: what is left of it here goes, but for its files.
@@ -296,40 +260,33 @@ impl Machine {
                 "QEMU does not exit after SIGKILL; it can no longer run the guest"
             );
         }
-        self.parts.folders.discard_generation(generation.number);
+        self.context.folders.discard_generation(generation.number);
         drop(generation);
-        self.boot_cut_off();
-        self.drop_gate();
-        self.warden.watch(None);
+        self.fast_remount.boot_cut_off();
+        self.memory.drop_gate(&self.warm_reboot, &self.disks);
+        self.warm_reboot.monitor.watch(None);
         // For what was learned of them, which the next keeper may find as well.
-        self.note_idle_images();
-        self.close_servers();
+        self.disks.note_idle(&self.context, &self.warm_reboot);
+        self.disks.close(&self.context);
         // Dead guests' memory is only as good as a keeper's guard over the images.
-        self.ember.extinguish();
-        self.journal = Journal {
-            incarnation: self.journal.incarnation,
-            generation: self.journal.generation,
-            guest: GuestNote::Parked { folder: self.parts.folders.memory.clone() },
-            ..self.journal.without_guest(self.parts.config.memory_bytes)
+        self.warm_reboot.ember.extinguish();
+        self.context.journal = Journal {
+            incarnation: self.context.journal.incarnation,
+            generation: self.context.journal.generation,
+            guest: GuestNote::Parked { folder: self.context.folders.memory.clone() },
+            ..self.context.journal.without_guest(self.context.config.memory_bytes)
         };
-        Ok(self.journal.save(&self.parts.folders.journal())?)
-    }
-
-    /// What NVRAM holds is in its mirror then, and stays in memory.
-    fn close_servers(&mut self) {
-        std::mem::take(&mut self.disks).into_iter().for_each(DiskServer::stop);
-        self.nvram.clear();
-        self.images.closed(&self.parts.folders.memory);
+        Ok(self.context.must_save_journal()?)
     }
 
     /// The memory that must not be taken for a dead guest's.
     pub(super) fn parked_incarnation(&self) -> Option<u32> {
-        parked::find(&self.parts.folders.memory).ok().flatten().map(|parked| parked.incarnation)
+        parked::find(&self.context.folders.memory).ok().flatten().map(|parked| parked.incarnation)
     }
 
     /// No QEMU was found alive.
     pub(super) fn resume_or_boot(&mut self) -> Result<(), MachineError> {
-        let folder = self.parts.folders.memory.clone();
+        let folder = self.context.folders.memory.clone();
         let found = match parked::find(&folder) {
             Ok(Some(parked)) => Ok(parked),
             Ok(None) => match self.missed() {
@@ -354,11 +311,11 @@ impl Machine {
         };
         let why = crate::chain(&lost);
         tracing::error!(why, "the parked guest cannot resume; the machine boots instead");
-        self.record(EventKind::ParkedLost { why: why.clone() });
-        self.journal.guest = GuestNote::Runs;
-        self.journal.qemu = None;
-        self.unparked = Some(Unparked { lost: Some(why), stood_ms: None, host_reloaded });
-        self.close_servers();
+        self.context.record(EventKind::ParkedLost { why: why.clone() });
+        self.context.journal.guest = GuestNote::Runs;
+        self.context.journal.qemu = None;
+        self.rejuvenation.unparked = Some(Unparked { lost: Some(why), stood_ms: None, host_reloaded });
+        self.disks.close(&self.context);
         parked::discard(&folder);
         if let Some(number) = incarnation {
             discard_files(&folder, number);
@@ -369,17 +326,17 @@ impl Machine {
     /// A guest that should be parked here, and is not.
     fn missed(&self) -> Option<ParkedError> {
         // A guest that was only about to be parked died with its QEMU.
-        let GuestNote::Parked { folder } = &self.journal.guest else { return None };
-        Some(parked::why_not_in(folder, &self.parts.folders.memory))
+        let GuestNote::Parked { folder } = &self.context.journal.guest else { return None };
+        Some(parked::why_not_in(folder, &self.context.folders.memory))
     }
 
     fn resume_parked(&mut self, parked: &Parked, host_reloaded: bool) -> Result<(), Obstacle> {
-        let (began, folder) = (Instant::now(), self.parts.folders.memory.clone());
+        let (began, folder) = (Instant::now(), self.context.folders.memory.clone());
         // The longer it is watched the better.
-        let ticker = (self.parts.accelerator.accelerator == Accelerator::Tcg).then(Ticker::watch);
-        self.journal.incarnation = parked.incarnation;
-        self.journal.generation = self.journal.generation.max(parked.generation);
-        self.parts.event_log.set_incarnation(parked.incarnation);
+        let ticker = (self.context.qemu.accelerator.accelerator == Accelerator::Tcg).then(Ticker::watch);
+        self.context.journal.incarnation = parked.incarnation;
+        self.context.journal.generation = self.context.journal.generation.max(parked.generation);
+        self.context.outside.event_log.set_incarnation(parked.incarnation);
         let mib = parked.ram_bytes >> 20;
         notify(&Notice::Status(format!("checks the {mib} MiB of its parked guest")));
         let (incarnation, state) = self.verify(parked)?;
@@ -394,9 +351,9 @@ impl Machine {
             return Err(obstacle);
         }
         let stood = parked.stands_for();
-        self.journal.guest = GuestNote::Runs;
+        self.context.journal.guest = GuestNote::Runs;
         match set_forward {
-            Some(by) => self.journal.clock_debt = ClockDebt::of(stood, by),
+            Some(by) => self.context.journal.clock_debt = ClockDebt::of(stood, by),
             None => {
                 tracing::warn!("cannot find the guest's clock in its state; the clock is behind until NTP corrects it")
             }
@@ -407,22 +364,27 @@ impl Machine {
         drill(ResumePhase::GoOn.name());
         parked::discard(&folder);
         let (stood_ms, duration_ms) = (stood.as_secs_f64() * 1e3, began.elapsed().as_secs_f64() * 1e3);
-        self.unparked = Some(Unparked { lost: None, stood_ms: Some(stood_ms), host_reloaded });
-        self.record(EventKind::Unparked { generation: number, version, stood_ms, duration_ms });
+        self.rejuvenation.unparked = Some(Unparked { lost: None, stood_ms: Some(stood_ms), host_reloaded });
+        self.context.record(EventKind::Unparked { generation: number, version, stood_ms, duration_ms });
         Ok(())
     }
 
     /// Is all as it was noted?
     fn verify(&self, parked: &Parked) -> Result<(Incarnation, Vec<u8>), Lost> {
-        let (config, folder) = (&self.parts.config, &self.parts.folders.memory);
+        let (config, folder) = (&self.context.config, &self.context.folders.memory);
         let disks = launch::disk_identities(config);
-        parked.must_be_of(&config.name, config.memory_bytes, &disks, &self.hardware())?;
-        parked.must_find_images(&self.image_paths())?;
+        parked.must_be_of(
+            &config.name,
+            config.memory_bytes,
+            &disks,
+            &launch::hardware(&self.context.config, self.context.qemu.accelerator.accelerator),
+        )?;
+        parked.must_find_images(&image_paths(&self.context.config))?;
         let state = parked.state(folder)?;
         let incarnation = Incarnation::open(folder, parked.incarnation)?;
         parked.must_have_size(&incarnation.ram)?;
         parked.must_match(&incarnation.ram, &ChunkSums::of_all(&incarnation.ram)?)?;
-        parked.must_find_nvram(&self.note_nvram()?)?;
+        parked.must_find_nvram(&note_nvram(&self.context)?)?;
         Ok((incarnation, state))
     }
 
@@ -434,17 +396,17 @@ impl Machine {
         mut state: Vec<u8>,
         ticker: Option<Ticker>,
     ) -> Result<(Generation, Option<Duration>), Obstacle> {
-        self.journal.vmgenid.clone_from(&parked.vmgenid);
+        self.context.journal.vmgenid.clone_from(&parked.vmgenid);
         if parked.frozen {
-            self.note_frozen();
+            self.saves.note_frozen(&mut self.context);
         }
         self.open_disks(incarnation, Unwritten::Keep).map_err(Obstacle::Keeper)?;
         let number = self.next_generation(incarnation).map_err(Obstacle::Keeper)?;
         let devices = Devices { vmgenid: parked.vmgenid.clone(), guest_agent: parked.guest_agent };
-        let generation = Generation::launch_restored(&self.parts, &self.disks, incarnation, number, devices);
+        let generation = Generation::launch_restored(&self.context, &self.disks.servers, incarnation, number, devices);
         let generation = generation.map_err(|error| Obstacle::Keeper(error.into()))?;
         self.record_qemu(&generation);
-        // As late as can be: QEMU is there to take it.
+        // As late as possible: QEMU is there to take the state.
         let set_forward = parked.set_clock(&mut state, ticker);
         match state::give(&generation.qmp, &state, STATE_PATIENCE) {
             Ok(()) => Ok((generation, set_forward)),
@@ -461,12 +423,12 @@ impl Machine {
     /// The point of no return is passed in here.
     fn let_go_on(&mut self, generation: &Generation) -> Result<(), Obstacle> {
         // For a keeper that comes from here on the guest is this QEMU's, and stands still.
-        self.journal.qemu = Some(generation.identity());
-        self.journal.guest = GuestNote::Paused;
-        self.journal.save(&self.parts.folders.journal()).map_err(|error| Obstacle::Keeper(error.into()))?;
-        Parked::consume(&self.parts.folders.memory).map_err(|error| Obstacle::Keeper(error.into()))?;
+        self.context.journal.qemu = Some(generation.identity());
+        self.context.journal.guest = GuestNote::Paused;
+        self.context.must_save_journal().map_err(|error| Obstacle::Keeper(error.into()))?;
+        Parked::consume(&self.context.folders.memory).map_err(|error| Obstacle::Keeper(error.into()))?;
         drill(ResumePhase::Consume.name());
-        self.admit(generation.identity().pid);
+        self.disks.admit(&self.context, generation.identity().pid);
         Ok(generation.run().map_err(Lost::from)?)
     }
 }

@@ -10,20 +10,24 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
 use hearth_api::{
-    ApiError, EndCause, ErrorWord, EventKind, MachineState, PhaseTime, RejuvenateRequest, Rejuvenation, rfc3339,
+    ApiError, EndCause, ErrorWord, EventKind, MachineState, PhaseTime, RejuvenateRequest, Rejuvenation, Unparked,
+    rfc3339,
 };
 use hearth_disk::server::inflight_name;
 use hearth_qemu::{Accelerator, Binary, BinaryError, Qmp, QmpError, Version, memory_of};
 use hearth_recovery::journal::{HopNote, Journal, JournalError, QemuIdentity, Staged};
 use hearth_recovery::rejuvenation::{self, Handed, Hop, Phase, RejuvenationError, Standstill, Ticker};
 
+use super::age::Schedule;
+use super::disks::{Disks, is_silent};
 use super::generation::{Generation, LaunchError};
+use super::hop_lock::HopLock;
 use super::launch;
-use super::stale_session::is_silent;
-use super::turn::Turn;
-use super::{Life, Machine, MachineError, Wanted};
-use crate::config::NetBackend;
+use super::{Context, Life, Machine, MachineError, Wanted};
+use crate::config::{Config, NetBackend};
 use crate::drill::drill;
+use crate::folders::Folders;
+use crate::upgrade::Successor;
 
 /// A hop keeps the guest still for milliseconds; on a host that swaps it may be a second. One that takes longer is given
 /// up, and the old QEMU goes on.
@@ -37,8 +41,20 @@ const FIRST_STEPS: Duration = Duration::from_millis(200);
 /// A killed QEMU frees the memory that it had of its own; guest RAM stays.
 pub(super) const END_PATIENCE: Duration = Duration::from_secs(10);
 
-/// What is told to whom it was to be replaced for.
+/// Shown when QEMU died before it could be replaced.
 pub const GUEST_DIED_WITH_QEMU: &str = "QEMU has died, so its guest cannot continue in another one; it reboots warm";
+
+/// Rejuvenations of the machine: of its QEMU, and of its keeper.
+#[derive(Default)]
+pub struct Rejuvenations {
+    /// The last hop.
+    pub last: Option<Rejuvenation>,
+    /// Result of the resume of a parked guest, if this keeper found one.
+    pub unparked: Option<Unparked>,
+    pub schedule: Schedule,
+    /// Goes on instead of this keeper, above the guest of this incarnation.
+    pub successor: Option<(Successor, u32)>,
+}
 
 #[derive(Debug, thiserror::Error)]
 enum Failure {
@@ -72,204 +88,70 @@ struct Progress {
     report: Rejuvenation,
 }
 
-impl Machine {
-    /// Whether it can be begun at all.
-    pub(super) fn may_rejuvenate(&self) -> Result<(), ApiError> {
-        self.may_replace_qemu()?;
-        self.disks_must_be_in_use("rejuvenate")
+/// QEMU itself says of a type that it does not have only that it does not have it, not which one.
+fn must_have_machine_type(config: &Config, binary: &Binary) -> Result<(), Failure> {
+    let machine_type = launch::machine_type(config);
+    // A QEMU that cannot list its types is tried all the same.
+    match binary.machine_types() {
+        Ok(types) if types.q35(machine_type).is_none() => {
+            let (program, machine_type) = (binary.path().to_owned(), machine_type.to_owned());
+            Err(Failure::MachineType { version: binary.version(), program, machine_type })
+        }
+        _ => Ok(()),
     }
+}
 
-    /// Whether another QEMU can have the guest, also from one that does not speak to its disks.
-    pub(super) fn may_replace_qemu(&self) -> Result<(), ApiError> {
-        if self.state == MachineState::Recovering && self.last_end == Some(EndCause::QemuDied) {
-            let message = format!("cannot rejuvenate: {GUEST_DIED_WITH_QEMU}");
-            return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows what it waits for"));
-        }
-        self.must_live("rejuvenate")?;
-        if self.state != MachineState::Running || self.wanted != Wanted::Run {
-            let message =
-                format!("cannot rejuvenate: the machine is {}, or is stopping or rebooting", self.state.name());
-            return Err(ApiError::new(ErrorWord::WrongState, message).hint("only a running guest can be rejuvenated"));
-        }
-        if let Some(why) = self.life.as_ref().and_then(|life| life.generation.wires().err()) {
-            let message = format!("cannot rejuvenate: another QEMU cannot take over the guest's networks: {why}");
-            return Err(ApiError::new(ErrorWord::WrongState, message).hint("reboot the guest; after that it can"));
-        }
-        self.must_have_all_state("rejuvenate")?;
-        self.nothing_must_be_on_its_way("rejuvenate")
-    }
+fn has_forwards(config: &Config) -> bool {
+    config.nets.iter().any(|net| matches!(&net.backend, NetBackend::User { forward, .. } if !forward.is_empty()))
+}
 
-    /// Every device of the guest's tells another QEMU what it is about. A virtio-pmem device does not: QEMU keeps the place in its
-    /// queue of flushes to itself (its `hw/virtio/virtio-pmem.c` describes no state).
-    pub(super) fn must_have_all_state(&self, what: &str) -> Result<(), ApiError> {
-        let Some(device) = self.parts.config.pmem.first() else { return Ok(()) };
-        let message =
-            format!("cannot {what}: another QEMU cannot take over nvram {}, which is persistent memory", device.name);
-        Err(ApiError::new(ErrorWord::NotPossible, message)
-            .hint("set device = \"disk\", then stop and start the machine"))
-    }
-
-    /// No part of the guest's memory or of its disks is on its way, and QEMU may be stopped and continued.
-    pub(super) fn must_be_at_rest(&self, what: &str) -> Result<(), ApiError> {
-        self.disks_must_be_in_use(what)?;
-        self.nothing_must_be_on_its_way(what)
-    }
-
-    fn nothing_must_be_on_its_way(&self, what: &str) -> Result<(), ApiError> {
-        if !self.memory_is_granted() {
-            let message =
-                format!("cannot {what}: the guest's memory is still being granted step by step through its QEMU");
-            return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows when that has ended"));
-        }
-        self.must_be_complete(what)?;
-        self.disks_must_be_complete(what)?;
-        self.disks_must_have_space(what)?;
-        if self.saving.is_some() {
-            let message = format!("cannot {what}: the guest is being saved");
-            return Err(ApiError::new(ErrorWord::WrongState, message)
-                .hint("wait until it has ended, or cancel it with `hearth save --cancel`"));
-        }
-        Ok(())
-    }
-
-    pub(super) fn rejuvenate(&mut self, request: &RejuvenateRequest) -> Result<(), MachineError> {
-        // A save may be under way where the keeper begins this by itself.
-        self.cancel_save("its QEMU was told to be replaced");
-        if let Err(refusal) = self.may_replace_qemu() {
-            // A dump may hold the guest by now; a hop that fails would let it go on.
-            let (phase, why) = (Phase::Launch.name().to_owned(), refusal.to_string());
-            self.record(EventKind::RejuvenationFailed { phase, why, guest_lost: false });
-            return Ok(());
-        }
-        let Some(life) = self.life.take() else { return Ok(()) };
-        let mut progress = Progress::begin(&life.generation);
-        let binary = self.parts.binary.clone();
-        let (life, ended) = self.replace_qemu(life, request, &mut progress);
-        for phase in &progress.report.phases {
-            self.record(EventKind::Phase { phase: phase.phase.clone(), duration_ms: phase.duration_ms });
-        }
-        match ended {
-            Ok(()) => {
-                self.record_qemu(&life.generation);
-                self.record(EventKind::Rejuvenated {
-                    generation: life.generation.number,
-                    from_version: progress.report.from_version.clone(),
-                    version: life.generation.identity().version,
-                    pause_ms: progress.report.pause_ms.unwrap_or_default(),
-                });
-            }
-            Err(failure) => {
-                self.parts.binary = binary;
-                let (phase, why) = (progress.phase.name().to_owned(), crate::chain(&failure));
-                progress.report.failure = Some(format!("{phase}: {why}"));
-                let guest_lost = matches!(failure, Failure::Resume(_)) || life.generation.process.has_ended();
-                self.record(EventKind::RejuvenationFailed { phase, why, guest_lost });
-            }
-        }
-        self.life = Some(life);
-        // Through the channel that it has now.
-        self.thaw();
-        self.watch_ready();
-        self.last_rejuvenation = Some(progress.report);
-        Ok(())
-    }
-
-    /// The life with the QEMU that it has in the end.
-    fn replace_qemu(
-        &mut self,
-        mut life: Life,
-        request: &RejuvenateRequest,
-        progress: &mut Progress,
-    ) -> (Life, Result<(), Failure>) {
-        // The longer it is watched the better.
-        let ticker = (self.parts.accelerator.accelerator == Accelerator::Tcg).then(Ticker::watch);
-        let launched = progress.run(Phase::Launch, |report| {
-            let _turn = Turn::to_start(&self.parts.root);
-            self.launch_successor(&life, request, report)
-        });
-        let new = match launched {
-            Ok(new) => new,
-            Err(failure) => {
-                self.close_disks(&life.generation);
-                if self.journal.generation != life.generation.number {
-                    self.parts.folders.discard_generation(self.journal.generation);
-                }
-                return (life, Err(failure));
-            }
-        };
-        let turn = Turn::to_stand_still(&self.parts.root);
-        let standstill = Standstill::watch(&life.generation.qmp, &self.disks);
-        let resumed = match self.hand_over(&life.generation, &new, ticker, progress) {
-            Ok((mut handed, committed)) => self
-                .resume(&life.generation, &new, (&mut handed, committed), progress)
-                .map(|pause| handed.debt_after(pause)),
-            Err(failure) => Err(self.go_back(&life.generation, &new, failure)),
-        };
-        match resumed {
-            Ok(debt) => self.journal.clock_debt = debt,
-            Err(failure) => {
-                let stood = standstill.over(&self.disks);
-                // A guest that is lost owes nothing, and a keeper that came now would look for its old QEMU.
-                if !matches!(failure, Failure::Resume(_)) {
-                    self.journal.clock_debt = self.journal.clock_debt.after_standing(stood);
-                    self.save_journal();
-                }
-                progress.report.pause_ms = (!stood.is_zero()).then_some(stood.as_secs_f64() * 1e3);
-                return (life, Err(failure));
-            }
-        }
-        drop(turn);
-        let mut old = std::mem::replace(&mut life.generation, new);
-        life.generation.settle();
-        life.generation.inherit(&mut old);
-        let retired = progress.run(Phase::Retire, |_| {
-            self.retire(&old, &life.generation);
-            Ok(())
-        });
-        (life, retired)
-    }
-
-    fn launch_successor(
-        &mut self,
-        life: &Life,
-        request: &RejuvenateRequest,
-        report: &mut Rejuvenation,
-    ) -> Result<Generation, Failure> {
-        let path = request.qemu.as_deref().or(self.parts.config.qemu.as_deref());
-        let binary = Binary::find(path)?;
-        report.version = Some(binary.version().to_string());
-        self.must_have_machine_type(&binary)?;
-        self.parts.binary = Some(binary);
-        self.allow_successor(life.generation.identity().pid)?;
-        self.journal.generation += 1;
-        let wires = life.generation.wires().map_err(|why| Failure::Wires(why.to_owned()))?;
-        Ok(Generation::launch_successor(
-            &self.parts,
-            &self.disks,
-            &life.incarnation,
-            self.journal.generation,
-            &life.generation,
-            wires,
-        )?)
-    }
-
-    /// QEMU itself says of a type that it does not have only that it does not have it, not which one.
-    fn must_have_machine_type(&self, binary: &Binary) -> Result<(), Failure> {
-        let machine_type = launch::machine_type(&self.parts.config);
-        // What cannot list its types is tried all the same.
-        match binary.machine_types() {
-            Ok(types) if types.q35(machine_type).is_none() => {
-                let (program, machine_type) = (binary.path().to_owned(), machine_type.to_owned());
-                Err(Failure::MachineType { version: binary.version(), program, machine_type })
-            }
-            _ => Ok(()),
+/// A QEMU that takes over is started without the ports that the one before it still had.
+fn open_forwards(context: &Context, generation: &Generation) {
+    for (net, forward) in launch::user_forwards(&context.config) {
+        if let Err(error) = generation.qmp.add_forward(&net, &forward) {
+            let message = format!("{net}: {forward} no longer reaches the guest: {error}");
+            context.record(EventKind::Error { message });
         }
     }
+}
 
+/// Whether the QEMU that is noted as the guest's has begun with it, or may have. The keeper may have died before it gave the
+/// last bytes; that QEMU is ended then.
+fn has_begun(folders: &Folders, successor: &QemuIdentity) -> bool {
+    let Some(process) = Generation::find(folders, successor) else { return true };
+    let socket = folders.qmp_socket(successor.generation);
+    let end = || {
+        process.kill();
+        process.ends_within(END_PATIENCE);
+    };
+    Qmp::connect(&socket, PAUSE_PATIENCE, &process, |_| {})
+        .and_then(|new| rejuvenation::has_begun(&new, end))
+        .unwrap_or(true)
+}
+
+/// Every device of the guest's tells another QEMU what it is about. A virtio-pmem device does not: QEMU keeps the place in its
+/// queue of flushes to itself (its `hw/virtio/virtio-pmem.c` describes no state).
+pub(super) fn must_have_all_state(config: &Config, what: &str) -> Result<(), ApiError> {
+    let Some(device) = config.pmem.first() else { return Ok(()) };
+    let message =
+        format!("cannot {what}: another QEMU cannot take over nvram {}, which is persistent memory", device.name);
+    Err(ApiError::new(ErrorWord::NotPossible, message).hint("set device = \"disk\", then stop and start the machine"))
+}
+
+impl Context {
+    fn note_hop(&mut self, hop: impl Into<Option<HopNote>>) {
+        self.journal.hop = hop.into();
+        if let Err(error) = self.must_save_journal() {
+            tracing::error!(%error, "journal cannot be written: a new keeper would look for a QEMU that has ended");
+        }
+    }
+}
+
+impl Disks {
     /// The new QEMU may connect to the disks. Requests to a disk that the old one does not speak to are in its inflight region
     /// only, which it has not given to this keeper.
     fn allow_successor(&self, old_pid: u32) -> Result<(), Failure> {
-        for disk in &self.disks {
+        for disk in &self.servers {
             let result = if is_silent(disk) {
                 let unanswered = |why: String| Failure::Unanswered { disk: disk.name().to_owned(), why };
                 let mut found = memory_of(old_pid, &inflight_name(disk.name()))
@@ -286,6 +168,197 @@ impl Machine {
         Ok(())
     }
 
+    /// The disks are for the QEMU that has the guest again, and for no other.
+    fn close_to_others(&self, living: &Generation) {
+        self.expect_only(&living.identity());
+        if let Err(error) = rejuvenation::set_handover(&self.servers, false) {
+            tracing::error!(%error, "lost a disk");
+        }
+    }
+
+    fn hop<'a>(&'a self, old: &'a Generation, new: &'a Generation) -> Hop<'a> {
+        Hop {
+            old: &old.qmp,
+            new: &new.qmp,
+            disks: &self.servers,
+            valves: old.valves().zip(new.valves()),
+            has_generation_id: old.identity().vmgenid.is_some(),
+            patience: PAUSE_PATIENCE,
+        }
+    }
+}
+
+impl Machine {
+    /// Whether it can be begun at all.
+    pub(super) fn may_rejuvenate(&self) -> Result<(), ApiError> {
+        self.may_replace_qemu()?;
+        self.disks.must_be_in_use("rejuvenate")
+    }
+
+    /// Whether another QEMU can have the guest, also from one that does not speak to its disks.
+    pub(super) fn may_replace_qemu(&self) -> Result<(), ApiError> {
+        if self.stand.state == MachineState::Recovering && self.crash_recovery.last_end == Some(EndCause::QemuDied) {
+            let message = format!("cannot rejuvenate: {GUEST_DIED_WITH_QEMU}");
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows what it waits for"));
+        }
+        self.must_live("rejuvenate")?;
+        if self.stand.state != MachineState::Running || self.stand.wanted != Wanted::Run {
+            let message =
+                format!("cannot rejuvenate: the machine is {}, or is stopping or rebooting", self.stand.state.name());
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("only a running guest can be rejuvenated"));
+        }
+        if let Some(why) = self.stand.life.as_ref().and_then(|life| life.generation.wires().err()) {
+            let message = format!("cannot rejuvenate: another QEMU cannot take over the guest's networks: {why}");
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("reboot the guest; after that it can"));
+        }
+        must_have_all_state(&self.context.config, "rejuvenate")?;
+        self.nothing_must_be_on_its_way("rejuvenate")
+    }
+
+    /// No part of the guest's memory or of its disks is on its way, and QEMU may be stopped and continued.
+    pub(super) fn must_be_at_rest(&self, what: &str) -> Result<(), ApiError> {
+        self.disks.must_be_in_use(what)?;
+        self.nothing_must_be_on_its_way(what)
+    }
+
+    fn nothing_must_be_on_its_way(&self, what: &str) -> Result<(), ApiError> {
+        if !self.memory.is_granted() {
+            let message =
+                format!("cannot {what}: the guest's memory is still being granted step by step through its QEMU");
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows when that has ended"));
+        }
+        self.memory.must_be_complete(what)?;
+        self.disks.must_be_complete(what)?;
+        self.disks.must_have_space(&self.context, what)?;
+        if self.saves.current.is_some() {
+            let message = format!("cannot {what}: the guest is being saved");
+            return Err(ApiError::new(ErrorWord::WrongState, message)
+                .hint("wait until it has ended, or cancel it with `hearth save --cancel`"));
+        }
+        Ok(())
+    }
+
+    pub(super) fn rejuvenate(&mut self, request: &RejuvenateRequest) -> Result<(), MachineError> {
+        // The keeper may begin this by itself, while a save is under way.
+        self.cancel_save("its QEMU was told to be replaced");
+        if let Err(refusal) = self.may_replace_qemu() {
+            // A dump may hold the guest by now; a hop that fails would let it go on.
+            let (phase, why) = (Phase::Launch.name().to_owned(), refusal.to_string());
+            self.context.record(EventKind::RejuvenationFailed { phase, why, guest_lost: false });
+            return Ok(());
+        }
+        let Some(life) = self.stand.life.take() else { return Ok(()) };
+        let mut progress = Progress::begin(&life.generation);
+        let binary = self.context.qemu.binary.clone();
+        let (life, ended) = self.replace_qemu(life, request, &mut progress);
+        for phase in &progress.report.phases {
+            self.context.record(EventKind::Phase { phase: phase.phase.clone(), duration_ms: phase.duration_ms });
+        }
+        match ended {
+            Ok(()) => {
+                self.record_qemu(&life.generation);
+                self.context.record(EventKind::Rejuvenated {
+                    generation: life.generation.number,
+                    from_version: progress.report.from_version.clone(),
+                    version: life.generation.identity().version,
+                    pause_ms: progress.report.pause_ms.unwrap_or_default(),
+                });
+            }
+            Err(failure) => {
+                self.context.qemu.binary = binary;
+                let (phase, why) = (progress.phase.name().to_owned(), crate::chain(&failure));
+                progress.report.failure = Some(format!("{phase}: {why}"));
+                let guest_lost = matches!(failure, Failure::Resume(_)) || life.generation.process.has_ended();
+                self.context.record(EventKind::RejuvenationFailed { phase, why, guest_lost });
+            }
+        }
+        self.stand.life = Some(life);
+        // Through the channel that it has now.
+        self.thaw();
+        self.watch_ready();
+        self.rejuvenation.last = Some(progress.report);
+        Ok(())
+    }
+
+    /// The life with the QEMU that it has in the end.
+    fn replace_qemu(
+        &mut self,
+        mut life: Life,
+        request: &RejuvenateRequest,
+        progress: &mut Progress,
+    ) -> (Life, Result<(), Failure>) {
+        // The longer it is watched the better.
+        let ticker = (self.context.qemu.accelerator.accelerator == Accelerator::Tcg).then(Ticker::watch);
+        let launched = progress.run(Phase::Launch, |report| {
+            let _lock = HopLock::to_start(&self.context.root);
+            self.launch_successor(&life, request, report)
+        });
+        let new = match launched {
+            Ok(new) => new,
+            Err(failure) => {
+                self.disks.close_to_others(&life.generation);
+                if self.context.journal.generation != life.generation.number {
+                    self.context.folders.discard_generation(self.context.journal.generation);
+                }
+                return (life, Err(failure));
+            }
+        };
+        let lock = HopLock::to_stand_still(&self.context.root);
+        let standstill = Standstill::watch(&life.generation.qmp, &self.disks.servers);
+        let resumed = match self.hand_over(&life.generation, &new, ticker, progress) {
+            Ok((mut handed, committed)) => self
+                .resume(&life.generation, &new, (&mut handed, committed), progress)
+                .map(|pause| handed.debt_after(pause)),
+            Err(failure) => Err(self.go_back(&life.generation, &new, failure)),
+        };
+        match resumed {
+            Ok(debt) => self.context.journal.clock_debt = debt,
+            Err(failure) => {
+                let stood = standstill.over(&self.disks.servers);
+                // A guest that is lost owes nothing, and a keeper that came now would look for its old QEMU.
+                if !matches!(failure, Failure::Resume(_)) {
+                    self.context.journal.clock_debt = self.context.journal.clock_debt.after_standing(stood);
+                    self.context.save_journal();
+                }
+                progress.report.pause_ms = (!stood.is_zero()).then_some(stood.as_secs_f64() * 1e3);
+                return (life, Err(failure));
+            }
+        }
+        drop(lock);
+        let mut old = std::mem::replace(&mut life.generation, new);
+        life.generation.settle();
+        life.generation.inherit(&mut old);
+        let retired = progress.run(Phase::Retire, |_| {
+            self.retire(&old, &life.generation);
+            Ok(())
+        });
+        (life, retired)
+    }
+
+    fn launch_successor(
+        &mut self,
+        life: &Life,
+        request: &RejuvenateRequest,
+        report: &mut Rejuvenation,
+    ) -> Result<Generation, Failure> {
+        let path = request.qemu.as_deref().or(self.context.config.qemu.as_deref());
+        let binary = Binary::find(path)?;
+        report.version = Some(binary.version().to_string());
+        must_have_machine_type(&self.context.config, &binary)?;
+        self.context.qemu.binary = Some(binary);
+        self.disks.allow_successor(life.generation.identity().pid)?;
+        self.context.journal.generation += 1;
+        let wires = life.generation.wires().map_err(|why| Failure::Wires(why.to_owned()))?;
+        Ok(Generation::launch_successor(
+            &self.context,
+            &self.disks.servers,
+            &life.incarnation,
+            self.context.journal.generation,
+            &life.generation,
+            wires,
+        )?)
+    }
+
     /// Everything up to the point of no return.
     fn hand_over(
         &mut self,
@@ -294,31 +367,21 @@ impl Machine {
         ticker: Option<Ticker>,
         progress: &mut Progress,
     ) -> Result<(Handed, Staged), Failure> {
-        self.admit(new.identity().pid);
-        self.parts.console.expect(new.console(&self.parts.folders), TYPED_PATIENCE);
-        self.end_greeting();
-        self.journal.hop = Some(HopNote { successor: new.identity(), committed: false });
-        let path = self.parts.folders.journal();
-        self.journal.save(&path)?;
+        self.disks.admit(&self.context, new.identity().pid);
+        self.context.outside.console.expect(new.console(&self.context.folders), TYPED_PATIENCE);
+        self.disks.end_greeting(&mut self.context);
+        self.context.journal.hop = Some(HopNote { successor: new.identity(), committed: false });
+        let path = self.context.folders.journal();
+        self.context.journal.save(&path)?;
         let committed = Some(HopNote { successor: new.identity(), committed: true });
-        let committed = Journal { hop: committed, ..self.journal.clone() }.stage(&path)?;
-        let hop = self.hop(old, new);
+        let committed = Journal { hop: committed, ..self.context.journal.clone() }.stage(&path)?;
+        let hop = self.disks.hop(old, new);
         let admitted = progress.run(Phase::Admit, |_| hop.admit())?;
         let prepared = progress.run(Phase::Prepare, |_| hop.prepare())?;
-        let handed = progress.run(Phase::Hand, |_| hop.hand(&admitted, prepared, ticker, self.journal.clock_debt))?;
+        let handed =
+            progress.run(Phase::Hand, |_| hop.hand(&admitted, prepared, ticker, self.context.journal.clock_debt))?;
         progress.report.state_bytes = Some(handed.state_bytes);
         Ok((handed, committed))
-    }
-
-    fn hop<'a>(&'a self, old: &'a Generation, new: &'a Generation) -> Hop<'a> {
-        Hop {
-            old: &old.qmp,
-            new: &new.qmp,
-            disks: &self.disks,
-            valves: old.valves().zip(new.valves()),
-            has_generation_id: old.identity().vmgenid.is_some(),
-            patience: PAUSE_PATIENCE,
-        }
     }
 
     /// The new QEMU is ended, and the old one goes on as if nothing had been.
@@ -334,10 +397,10 @@ impl Machine {
             );
         }
         let last_words = ended.then(|| new.process.last_words()).flatten();
-        self.close_disks(old);
-        self.parts.console.settle(false);
+        self.disks.close_to_others(old);
+        self.context.outside.console.settle(false);
         // From now on a keeper that comes has to let the old one go on.
-        self.note_hop(HopNote { successor: new.identity(), committed: false });
+        self.context.note_hop(HopNote { successor: new.identity(), committed: false });
         // Before its guest goes on: that is what wakes it up.
         if let Some(valves) = old.valves() {
             valves.open_up();
@@ -346,7 +409,7 @@ impl Machine {
             // Otherwise it has hung up, and is about to end.
             if !matches!(error, QmpError::Ended) {
                 let message = format!("the old QEMU cannot continue its guest; ending it: {error}");
-                self.record(EventKind::Error { message });
+                self.context.record(EventKind::Error { message });
                 old.process.kill();
             }
             // Whoever asks now whether the guest is lost asks the process.
@@ -356,17 +419,10 @@ impl Machine {
         }
         // It may have ended.
         let _ = old.qmp.close_kept();
-        self.note_hop(None);
+        self.context.note_hop(None);
         match (failure, last_words) {
             (Failure::Hand(source), Some(last_words)) => Failure::Hop { last_words, source },
             (failure, _) => failure,
-        }
-    }
-
-    fn note_hop(&mut self, hop: impl Into<Option<HopNote>>) {
-        self.journal.hop = hop.into();
-        if let Err(error) = self.journal.save(&self.parts.folders.journal()) {
-            tracing::error!(%error, "journal cannot be written: a new keeper would look for a QEMU that has ended");
         }
     }
 
@@ -379,17 +435,17 @@ impl Machine {
         (handed, committed): (&mut Handed, Staged),
         progress: &mut Progress,
     ) -> Result<Duration, Failure> {
-        self.journal.hop = Some(HopNote { successor: new.identity(), committed: true });
+        self.context.journal.hop = Some(HopNote { successor: new.identity(), committed: true });
         if let Err(error) = committed.enact() {
             progress.phase = Phase::Resume;
             return Err(self.go_back(old, new, error.into()));
         }
         drill("commit");
-        let hop = self.hop(old, new);
+        let hop = self.disks.hop(old, new);
         match progress.run(Phase::Resume, |_| hop.resume(handed)) {
             Ok(pause) => {
                 // The guest need not wait for it: what it says meanwhile is read when the old one's last words have been.
-                self.parts.console.settle(true);
+                self.context.outside.console.settle(true);
                 progress.report.pause_ms = Some(pause.as_secs_f64() * 1e3);
                 Ok(pause)
             }
@@ -399,11 +455,11 @@ impl Machine {
                 if !handed.has_run() {
                     return Err(self.go_back(old, new, error.into()));
                 }
-                self.parts.console.settle(true);
+                self.context.outside.console.settle(true);
                 old.process.kill();
-                self.close_disks(old);
+                self.disks.close_to_others(old);
                 // The next guest's keeper must look for neither.
-                self.journal.hop = None;
+                self.context.journal.hop = None;
                 Err(Failure::Resume(error))
             }
         }
@@ -412,86 +468,48 @@ impl Machine {
     /// The guest is the new one's, whatever happens here. A journal that cannot be written says that as well, by the hop in it.
     fn retire(&mut self, old: &Generation, new: &Generation) {
         // The old one still has the ports that lead into the guest: who comes anew waits for its end.
-        if !self.has_forwards() {
+        if !has_forwards(&self.context.config) {
             std::thread::sleep(FIRST_STEPS);
         }
         old.process.kill();
-        self.close_disks(new);
-        self.journal.qemu = Some(new.identity());
-        self.forget_greeting();
-        self.note_hop(None);
+        self.disks.close_to_others(new);
+        self.context.journal.qemu = Some(new.identity());
+        self.disks.forget_greeting(&mut self.context);
+        self.context.note_hop(None);
         self.pin(new);
-        if self.has_forwards() {
+        if has_forwards(&self.context.config) {
             old.process.ends_within(END_PATIENCE);
-            self.open_forwards(new);
-        }
-    }
-
-    /// The disks are for the QEMU that has the guest again, and for no other.
-    fn close_disks(&self, living: &Generation) {
-        self.expect_only(&living.identity());
-        if let Err(error) = rejuvenation::set_handover(&self.disks, false) {
-            tracing::error!(%error, "lost a disk");
-        }
-    }
-
-    fn has_forwards(&self) -> bool {
-        self.parts
-            .config
-            .nets
-            .iter()
-            .any(|net| matches!(&net.backend, NetBackend::User { forward, .. } if !forward.is_empty()))
-    }
-
-    /// A QEMU that takes over is started without the ports that the one before it still had.
-    fn open_forwards(&self, generation: &Generation) {
-        for (net, forward) in launch::user_forwards(&self.parts.config) {
-            if let Err(error) = generation.qmp.add_forward(&net, &forward) {
-                let message = format!("{net}: {forward} no longer reaches the guest: {error}");
-                self.record(EventKind::Error { message });
-            }
+            open_forwards(&self.context, new);
         }
     }
 
     /// The QEMU that a rejuvenation replaced, or that was to replace it, has ended.
     pub(super) fn retired(&self, generation: u32) {
-        self.parts.folders.discard_generation(generation);
+        self.context.folders.discard_generation(generation);
     }
 
-    /// Whom the journal of a dead keeper names as the guest's QEMU, and whether a hop was cut off. The other one, if there
+    /// The QEMU that a dead keeper's journal names as the guest's, and whether a hop was cut off. The other one, if there
     /// is one, is a stray and ended before anything else happens.
     pub(super) fn whose_guest_is_it(&mut self) -> (Option<QemuIdentity>, bool) {
-        match self.journal.hop.take() {
-            None => (self.journal.qemu.take(), false),
-            Some(HopNote { successor, committed: true }) if self.has_begun(&successor) => (Some(successor), true),
+        match self.context.journal.hop.take() {
+            None => (self.context.journal.qemu.take(), false),
+            Some(HopNote { successor, committed: true }) if has_begun(&self.context.folders, &successor) => {
+                (Some(successor), true)
+            }
             Some(HopNote { successor, .. }) => {
-                self.note_hop(HopNote { successor, committed: false });
-                self.journal.hop = None;
-                (self.journal.qemu.take(), true)
+                self.context.note_hop(HopNote { successor, committed: false });
+                self.context.journal.hop = None;
+                (self.context.journal.qemu.take(), true)
             }
         }
-    }
-
-    /// Whether the QEMU that is noted as the guest's has begun with it, or may have. The keeper may have died before it gave the
-    /// last bytes; that QEMU is ended then.
-    fn has_begun(&self, successor: &QemuIdentity) -> bool {
-        let Some(process) = Generation::find(&self.parts.folders, successor) else { return true };
-        let socket = self.parts.folders.qmp_socket(successor.generation);
-        let end = || {
-            process.kill();
-            process.ends_within(END_PATIENCE);
-        };
-        Qmp::connect(&socket, PAUSE_PATIENCE, &process, |_| {})
-            .and_then(|new| rejuvenation::has_begun(&new, end))
-            .unwrap_or(true)
     }
 
     /// After a hop that was cut off: its one QEMU goes on with the guest.
     pub(super) fn finish_hop(&self, generation: &mut Generation) {
         generation.set_deaf();
-        self.wake_disks(generation);
-        if self.has_forwards() {
-            self.open_forwards(generation);
+        self.disks.wake(&self.context, generation);
+        if has_forwards(&self.context.config) {
+            open_forwards(&self.context, generation);
         }
     }
 }

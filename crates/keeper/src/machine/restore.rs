@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-use hearth_api::{ApiError, ErrorWord, EventKind, MachineState, RestoreStatus};
+use hearth_api::{EventKind, MachineState, RestoreStatus};
 use hearth_disk::arrival::Conduct;
 use hearth_disk::image::Unwritten;
 use hearth_disk::server::ServerError;
@@ -112,11 +112,11 @@ impl Teller {
 impl Machine {
     /// What this keeper was told, or an earlier one that did not get as far as to let the guest run.
     pub(super) fn order_to_restore(&mut self) -> Result<Option<RestoreOrder>, MachineError> {
-        let left = self.journal.restore.take();
-        if let Some(order) = self.parts.restore.take() {
+        let left = self.context.journal.restore.take();
+        if let Some(order) = self.context.restore.take() {
             return Ok(Some(order));
         }
-        let config = &self.parts.config;
+        let config = &self.context.config;
         let Some(noted) = Order::load(&config.file)? else {
             if let Some(RestoreNote { snapshot, begun: false, .. }) = left {
                 let snapshot = snapshot.display();
@@ -124,7 +124,7 @@ impl Machine {
                     "an earlier Hearth began to restore {snapshot} under this name without recording its \
                      configuration; the machine boots instead"
                 );
-                self.record(EventKind::Error { message });
+                self.context.record(EventKind::Error { message });
             }
             return Ok(None);
         };
@@ -132,7 +132,7 @@ impl Machine {
         if let Some(why) = noted.void_for(&config.file, &disks) {
             let order = Order::path(&config.file);
             let message = format!("{} is not valid for this machine, which boots instead: {why}", order.display());
-            self.record(EventKind::Error { message });
+            self.context.record(EventKind::Error { message });
             return Ok(None);
         }
         let Order { snapshot, seal, mode, .. } = noted;
@@ -141,32 +141,32 @@ impl Machine {
 
     /// A guest of this machine is about to run, and to write to its disks: from here on no snapshot is begun with.
     pub(super) fn forget_order(&self) -> Result<(), MachineError> {
-        Ok(Order::remove(&self.parts.config.file)?)
+        Ok(Order::remove(&self.context.config.file)?)
     }
 
     pub(super) fn restore(&mut self, order: &RestoreOrder) -> Result<(), MachineError> {
-        let name = self.parts.config.name.clone();
+        let name = self.context.config.name.clone();
         let failed = |source: RestoreFailure| MachineError::Restore { name: name.clone(), source: Box::new(source) };
         let began = Instant::now();
         // Nobody would be told what the guest, which does not run yet, waits for.
-        self.arrivals.set_conduct(Conduct::Urge);
+        self.disks.backfill.set_conduct(Conduct::Urge);
         let snapshot = Arc::new(self.open_snapshot(&order.snapshot, order.seal.as_deref()).map_err(&failed)?);
-        let (saved, configured) = (snapshot.manifest.ram_bytes, self.parts.config.memory_bytes);
+        let (saved, configured) = (snapshot.manifest.ram_bytes, self.context.config.memory_bytes);
         if saved != configured {
             return Err(failed(RestoreFailure::Memory { snapshot: order.snapshot.clone(), saved, configured }));
         }
         if let Err(error) = &snapshot.working_set {
             let message = format!("cannot use the working set: {}", crate::chain(error));
-            self.record(EventKind::Error { message });
+            self.context.record(EventKind::Error { message });
         }
         let (path, mode) = (order.snapshot.display().to_string(), order.mode.name().to_owned());
-        self.record(EventKind::RestoreStarted { snapshot: path, mode });
+        self.context.record(EventKind::RestoreStarted { snapshot: path, mode });
         let (from, seal) = (order.snapshot.clone(), Some(snapshot.seal().to_owned()));
         drill(Step::Note.name());
         let incarnation = self.next_incarnation()?;
         self.open_disks(&incarnation, Unwritten::Drop)?;
         let manifest = &snapshot.manifest;
-        let vmgenid = self.vmgenid_of_restore(manifest.vmgenid);
+        let vmgenid = self.context.vmgenid_of_restore(manifest.vmgenid);
         let (devices, frozen) = (Devices { vmgenid, guest_agent: manifest.guest_agent }, manifest.frozen);
         let number = self.next_generation(&incarnation)?;
         let generation = self.launch_and_prefetch(&snapshot, order.mode, &incarnation, number, devices);
@@ -176,18 +176,18 @@ impl Machine {
         let let_in = self.let_in(snapshot, order, &incarnation, &generation, began);
         let_in.map_err(|failure| failed(self.with_damage(failure)))?;
         drill(Step::LetIn.name());
-        self.journal.restore = Some(RestoreNote { snapshot: from, seal, mode: order.mode, begun: true });
+        self.context.journal.restore = Some(RestoreNote { snapshot: from, seal, mode: order.mode, begun: true });
         if frozen {
-            self.note_frozen();
+            self.saves.note_frozen(&mut self.context);
         }
-        self.journal.qemu = Some(generation.identity());
-        self.journal.save(&self.parts.folders.journal())?;
-        let noted = Order::load(&self.parts.config.file)?;
+        self.context.journal.qemu = Some(generation.identity());
+        self.context.must_save_journal()?;
+        let noted = Order::load(&self.context.config.file)?;
         // After the journal: whoever is killed in between leaves a guest that stands still, and the next keeper forgets the order.
         self.forget_order()?;
         drill(Step::Begin.name());
-        self.admit(generation.identity().pid);
-        self.arrivals.set_conduct(Conduct::Wait);
+        self.disks.admit(&self.context, generation.identity().pid);
+        self.disks.backfill.set_conduct(Conduct::Wait);
         if let Err(error) = generation.run() {
             let failure = self.with_damage(error.into());
             drop(generation);
@@ -197,12 +197,12 @@ impl Machine {
         drill(Step::Run.name());
         self.hold(incarnation, generation);
         self.enter(MachineState::Running);
-        self.record(EventKind::IncarnationStarted { generation: number, warm: false });
+        self.context.record(EventKind::IncarnationStarted { generation: number, warm: false });
         self.thaw();
-        if let Some(status) = self.restore_status() {
+        if let Some(status) = self.memory.restore_status() {
             let (pages, pages_prefetched) = (status.pages, status.pages_prefetched);
             let duration_ms = began.elapsed().as_secs_f64() * 1e3;
-            self.record(EventKind::Restored { pages, pages_prefetched, duration_ms });
+            self.context.record(EventKind::Restored { pages, pages_prefetched, duration_ms });
         }
         self.fill_behind(number, order.trace.clone()).map_err(failed)
     }
@@ -217,13 +217,13 @@ impl Machine {
 
     /// Why pages cannot be brought now; empty if there is no reason.
     fn unreadable(&self) -> String {
-        self.restore_status().map(|status| status.waits.join("; ")).unwrap_or_default()
+        self.memory.restore_status().map(|status| status.waits.join("; ")).unwrap_or_default()
     }
 
     /// The guest did not come to run, and its QEMU has ended. If it has changed nothing on its disks it can be begun with again.
     fn take_back_begin(&mut self, order: Option<Order>) {
-        (self.journal.qemu, self.journal.restore) = (None, None);
-        let counters = self.disks.iter().map(|disk| disk.counters());
+        (self.context.journal.qemu, self.context.journal.restore) = (None, None);
+        let counters = self.disks.servers.iter().map(|disk| disk.counters());
         let wrote = counters.map(|counters| counters.writes + counters.discards).sum::<u64>() > 0;
         let again = order.filter(|_| !wrote).map_or(Ok(()), |order| order.write());
         if let Err(error) = again {
@@ -233,15 +233,15 @@ impl Machine {
                 "cannot write the restore order: the next keeper will boot the machine instead of restoring it"
             );
         }
-        self.save_journal();
+        self.context.save_journal();
     }
 
     /// The disks of one from afar are in the machine's folder, or come there.
     fn open_snapshot(&self, path: &Path, seal: Option<&str>) -> Result<Snapshot, RestoreFailure> {
-        let config = &self.parts.config;
+        let config = &self.context.config;
         let disks = config.file.parent().map(saved_disks).filter(|folder| folder.exists());
-        let disks = disks.as_deref().map(|folder| (folder, self.arrivals.images()));
-        let snapshot = open_snapshot(path, &config.object_store, self.arrivals.turns(), disks)?;
+        let disks = disks.as_deref().map(|folder| (folder, self.disks.backfill.images()));
+        let snapshot = open_snapshot(path, &config.object_store, self.disks.backfill.turns(), disks)?;
         match seal.is_none_or(|seal| seal == snapshot.seal()) {
             true => Ok(snapshot),
             false => Err(RestoreFailure::AnotherSnapshot { snapshot: path.to_owned() }),
@@ -257,24 +257,25 @@ impl Machine {
         number: u32,
         devices: Devices,
     ) -> Result<Generation, RestoreFailure> {
-        let (ahead, parts) = (ahead(snapshot, mode), &self.parts);
+        let (ahead, context) = (ahead(snapshot, mode), &self.context);
         std::thread::scope(|scope| {
-            let builder = std::thread::Builder::new().name(format!("prefetch-{}", self.parts.config.name));
-            let read = || ahead.map_or(Ok(0), |pages| read_ahead(pages, &incarnation.ram, parts));
+            let builder = std::thread::Builder::new().name(format!("prefetch-{}", self.context.config.name));
+            let read = || ahead.map_or(Ok(0), |pages| read_ahead(pages, &incarnation.ram, context));
             let reader = builder.spawn_scoped(scope, read);
             let reader = reader.map_err(RestoreFailure::Thread)?;
-            let generation = Generation::launch_restored(&self.parts, &self.disks, incarnation, number, devices);
+            let generation =
+                Generation::launch_restored(&self.context, &self.disks.servers, incarnation, number, devices);
             let read = reader.join().expect("reading pages does not panic");
             let generation = generation?;
             match read {
                 Ok(_) => {}
                 Err(RestoreError::CalledOff) => {
-                    return Err(RestoreFailure::CalledOff { file: self.parts.config.file.clone() });
+                    return Err(RestoreFailure::CalledOff { file: self.context.config.file.clone() });
                 }
                 // What is missing of it comes when it is touched.
                 Err(error) if mode == Mode::WorkingSet => {
                     let message = format!("cannot use the working set: {}", crate::chain(&error));
-                    self.record(EventKind::Error { message });
+                    self.context.record(EventKind::Error { message });
                 }
                 Err(error) => return Err(error.into()),
             }
@@ -315,7 +316,7 @@ impl Machine {
         let restoring = Restoring::new(&order.snapshot, order.mode, began, pages, lazy);
         self.serve_faults(restoring, generation.number)?;
         // One that did not ask would see zeroes where memory is missing, and leave them there.
-        self.try_gate_disks()?;
+        self.disks.try_set_gate(self.memory.disk_gate())?;
         let given = state::give(&generation.qmp, &snapshot.state, STATE_PATIENCE);
         let met_damage = is_over.swap(true, Relaxed);
         given.map_err(|source| {
@@ -331,19 +332,19 @@ impl Machine {
     fn serve_faults(&mut self, mut restoring: Restoring, generation: u32) -> Result<(), RestoreFailure> {
         for _ in 0..if restoring.is_far() { SERVERS_FROM_AFAR } else { 1 } {
             let teller = self.teller(generation);
-            restoring.start(format!("faults-{}", self.parts.config.name), move |lazy| {
+            restoring.start(format!("faults-{}", self.context.config.name), move |lazy| {
                 if let Err(error) = lazy.serve() {
                     teller.say_end(&error);
                 }
             })?;
         }
-        self.restoring = Some(restoring);
+        self.memory.restoring = Some(restoring);
         Ok(())
     }
 
     fn fill_behind(&mut self, generation: u32, trace: Option<Trace>) -> Result<(), RestoreFailure> {
-        let (teller, name) = (self.teller(generation), format!("fill-{}", self.parts.config.name));
-        let Some(restoring) = &mut self.restoring else { return Ok(()) };
+        let (teller, name) = (self.teller(generation), format!("fill-{}", self.context.config.name));
+        let Some(restoring) = &mut self.memory.restoring else { return Ok(()) };
         if restoring.is_complete() {
             self.restore_complete();
             return Ok(());
@@ -360,53 +361,31 @@ impl Machine {
     }
 
     fn teller(&self, generation: u32) -> Teller {
-        Teller { tell: self.parts.tell.clone(), generation }
+        Teller { tell: self.context.outside.tell.clone(), generation }
     }
 
     pub(super) fn restore_says(&mut self, message: RestoreMessage) {
         match message {
-            RestoreMessage::Waits { why } => self.record(EventKind::RestoreWaits { why }),
-            RestoreMessage::Traced { pages } => self.record(EventKind::WorkingSetTraced { pages }),
+            RestoreMessage::Waits { why } => self.context.record(EventKind::RestoreWaits { why }),
+            RestoreMessage::Traced { pages } => self.context.record(EventKind::WorkingSetTraced { pages }),
             RestoreMessage::Rehearsed => {
                 // It can only be stopping already.
                 let _ = self.stop(true);
             }
             RestoreMessage::Complete => self.restore_complete(),
-            RestoreMessage::Failed { message } => self.record(EventKind::Error { message }),
+            RestoreMessage::Failed { message } => self.context.record(EventKind::Error { message }),
         }
     }
 
     fn restore_complete(&mut self) {
-        let Some(restoring) = &mut self.restoring else { return };
+        let Some(restoring) = &mut self.memory.restoring else { return };
         restoring.complete();
         let duration_ms = restoring.elapsed().as_secs_f64() * 1e3;
         let RestoreStatus { pages, pages_prefetched, pages_lazy, .. } = restoring.status();
-        self.gate_disks();
-        self.journal.restore = None;
-        self.save_journal();
-        self.record(EventKind::RestoreComplete { pages, pages_prefetched, pages_lazy, duration_ms });
-    }
-
-    pub(super) fn restore_status(&self) -> Option<RestoreStatus> {
-        self.restoring.as_ref().map(Restoring::status)
-    }
-
-    /// What reads a guest's memory, or moves it to another QEMU, needs all of it.
-    pub(super) fn must_be_complete(&self, what: &str) -> Result<(), ApiError> {
-        if self.restoring.as_ref().is_none_or(Restoring::is_complete) {
-            return Ok(());
-        }
-        let message = format!("cannot {what}: the guest's memory is still being loaded from its snapshot");
-        Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows how much is missing"))
-    }
-
-    /// Its QEMU is gone.
-    pub(super) fn drop_restore(&mut self) {
-        if let Some(restoring) = self.restoring.take() {
-            drop(restoring);
-            self.gate_disks();
-            self.journal.restore = None;
-        }
+        self.disks.set_gate(self.memory.disk_gate());
+        self.context.journal.restore = None;
+        self.context.save_journal();
+        self.context.record(EventKind::RestoreComplete { pages, pages_prefetched, pages_lazy, duration_ms });
     }
 
     /// Goes on where a keeper that died left off; before anything else touches the guest's memory. If the snapshot cannot
@@ -416,8 +395,10 @@ impl Machine {
         incarnation: &Incarnation,
         identity: &QemuIdentity,
     ) -> Result<Result<Userfault, String>, MachineError> {
-        let Some(note) = self.journal.restore.clone() else { return Ok(Err("there is no snapshot".to_owned())) };
-        let name = self.parts.config.name.clone();
+        let Some(note) = self.context.journal.restore.clone() else {
+            return Ok(Err("there is no snapshot".to_owned()));
+        };
+        let name = self.context.config.name.clone();
         let failed = |source: RestoreFailure| MachineError::Restore { name: name.clone(), source: Box::new(source) };
         let no_userfault = |why: String| RestoreFailure::Userfault { why };
         let userfault = match (note.mode, identity.userfault_fd) {
@@ -438,8 +419,8 @@ impl Machine {
 
     /// And fills in the rest, once this keeper has the guest.
     pub(super) fn go_on_filling(&mut self) -> Result<(), MachineError> {
-        let Some(life) = &self.life else { return Ok(()) };
-        let (number, name) = (life.generation.number, self.parts.config.name.clone());
+        let Some(life) = &self.stand.life else { return Ok(()) };
+        let (number, name) = (life.generation.number, self.context.config.name.clone());
         self.fill_behind(number, None).map_err(|source| MachineError::Restore { name, source: Box::new(source) })
     }
 }

@@ -10,14 +10,9 @@ use std::error::Error;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
-use hearth_api::{ApiError, ErrorWord, EventKind};
-use hearth_disk::server::{Notice, Tell};
-
 use super::{Machine, MachineError};
-use crate::event::Event;
 
 /// Between two tries to start a guest for which there was no space.
 const START_EVERY: Duration = Duration::from_secs(5);
@@ -25,20 +20,20 @@ const START_EVERY: Duration = Duration::from_secs(5);
 impl Machine {
     /// Whether space is all that is missing: nothing has been started.
     pub(super) fn may_wait_for_space(&self, error: &MachineError) -> bool {
-        self.life.is_none() && is_out_of_space(error)
+        self.stand.life.is_none() && is_out_of_space(error)
     }
 
     /// Tries once more without an ember, if that is where space is missing: it takes as much memory as a guest. Then later.
     pub(super) fn wait_for_space(&mut self, error: &MachineError) -> Result<(), MachineError> {
         let mut why = crate::chain(error);
         self.discard_unused();
-        let folders = &self.parts.folders;
-        if self.ember.counts().remaining > 0 && ember_is_in_the_way(error, &folders.runtime, &folders.memory) {
-            self.ember.extinguish();
+        let folders = &self.context.folders;
+        if self.warm_reboot.ember.counts().remaining > 0
+            && ember_is_in_the_way(error, &folders.runtime, &folders.memory)
+        {
+            self.warm_reboot.ember.extinguish();
             tracing::warn!(why, "the reboot will be cold");
-            if let Some(timeline) = &mut self.timeline {
-                timeline.turned_cold(why.clone());
-            }
+            self.recovery.turned_cold(why.clone());
             match self.try_next() {
                 Err(error) if self.may_wait_for_space(&error) => why = crate::chain(&error),
                 tried => return self.or_try_again(tried),
@@ -47,41 +42,6 @@ impl Machine {
         }
         self.wait_to_start(START_EVERY, why);
         Ok(())
-    }
-
-    /// Leads a disk's notices into the machine's loop.
-    pub(super) fn disk_notices(&self, disk: &str) -> Tell {
-        let (tell, disk) = (self.parts.tell.clone(), disk.to_owned());
-        // Fails only when the loop is gone, and then nobody wants to know.
-        Arc::new(move |notice| drop(tell.send(Event::Disk { disk: disk.clone(), notice })))
-    }
-
-    pub(super) fn disk_says(&self, disk: String, notice: Notice) {
-        match notice {
-            Notice::OutOfSpace { why } => {
-                let folder = self.folder_of_disk(&disk);
-                self.record(EventKind::DiskFull { disk, folder, why });
-            }
-            Notice::SpaceAgain { waited } => {
-                self.record(EventKind::DiskSpaceAgain { disk, waited_ms: waited.as_secs_f64() * 1e3 });
-            }
-        }
-    }
-
-    fn folder_of_disk(&self, name: &str) -> String {
-        let config = &self.parts.config;
-        let image = config.disks.iter().find(|disk| disk.name == name).map(|disk| disk.path.as_path());
-        let folder =
-            image.map_or(self.parts.folders.memory.as_path(), |image| image.parent().unwrap_or(Path::new("/")));
-        folder.display().to_string()
-    }
-
-    /// No request of the guest waits until an image can grow: it would get an error when the guest is stopped.
-    pub(super) fn disks_must_have_space(&self, what: &str) -> Result<(), ApiError> {
-        let Some(disk) = self.disks.iter().find(|disk| disk.counters().waiting_for_space > 0) else { return Ok(()) };
-        let (name, folder) = (disk.name(), self.folder_of_disk(disk.name()));
-        let message = format!("cannot {what}: requests to disk {name} are waiting for space in {folder}");
-        Err(ApiError::new(ErrorWord::WrongState, message).hint("free space there; the guest then continues by itself"))
     }
 }
 

@@ -18,13 +18,13 @@
 
 use std::time::{Duration, Instant};
 
-use hearth_api::{ApiError, ErrorWord, EventKind, RejuvenateRequest};
-use hearth_disk::server::DiskServer;
+use hearth_api::{EventKind, RejuvenateRequest};
 use hearth_recovery::rejuvenation;
 
-use super::Machine;
+use super::disks::Disks;
 use super::generation::Generation;
 use super::rejuvenate::PAUSE_PATIENCE;
+use super::{Context, Machine};
 use crate::event::Event;
 
 /// A QEMU whose keeper died connects again within a second, also on a busy host within a few.
@@ -35,36 +35,58 @@ const LISTEN_EVERY: Duration = Duration::from_millis(200);
 const ATTEMPTS_A_TRY: u32 = 20;
 const TRIES: u32 = 5;
 
-/// QEMU is connected, and has sent nothing.
-pub(super) fn is_silent(disk: &DiskServer) -> bool {
-    let counters = disk.counters();
-    counters.connected && !counters.spoken
-}
-
-impl Machine {
+impl Disks {
     /// Before the disks are served to a QEMU that another keeper left: from now on it may greet them.
-    pub(super) fn note_greeting(&mut self) {
-        if self.journal.qemu.is_some() {
-            self.greeting_cut_off = std::mem::replace(&mut self.journal.greeting, true);
-            self.save_journal();
+    pub fn note_greeting(&mut self, context: &mut Context) {
+        if context.journal.qemu.is_some() {
+            self.greeting_cut_off = std::mem::replace(&mut context.journal.greeting, true);
+            context.save_journal();
         }
     }
 
     /// QEMU is another one now, or there is none, or its greeting has ended. Whoever calls this saves the journal.
-    pub(super) fn forget_greeting(&mut self) {
-        (self.greeting_cut_off, self.journal.greeting) = (false, false);
+    pub fn forget_greeting(&mut self, context: &mut Context) {
+        (self.greeting_cut_off, context.journal.greeting) = (false, false);
     }
 
-    /// As `forget_greeting`, if QEMU has spoken to all of its disks.
-    pub(super) fn end_greeting(&mut self) {
-        if self.disks.iter().all(|disk| disk.counters().spoken) {
-            self.forget_greeting();
+    /// Forgets the greeting if QEMU has used all of its disks.
+    pub fn end_greeting(&mut self, context: &mut Context) {
+        if self.servers.iter().all(|disk| disk.counters().spoken) {
+            self.forget_greeting(context);
         }
     }
 
+    /// A QEMU tries to reach its disks once a second.
+    fn await_disks(&self) {
+        let deadline = Instant::now() + RECONNECT_PATIENCE;
+        while !self.servers.iter().all(|disk| disk.counters().connected) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// QEMU 7.2 does not see that its disk's server is another one if that happened while the guest stood still, and never
+    /// will again; the guest would wait for its disk for ever. When the guest goes on, QEMU tells the server everything.
+    pub fn wake(&self, context: &Context, generation: &Generation) {
+        let qmp = &generation.qmp;
+        self.await_disks();
+        let stopped = match qmp.run_state().as_deref() {
+            // It may be one that must not be continued; `must_have_spoken` finds out.
+            Ok("running") if self.greeting_cut_off => return,
+            Ok("running") => qmp.pause(),
+            _ => Ok(()),
+        };
+        self.await_disks();
+        if let Err(error) = stopped.and_then(|()| rejuvenation::roll_back(qmp, PAUSE_PATIENCE)) {
+            let message = format!("the guest was paused for its hand-over and cannot continue: {error}");
+            context.record(EventKind::Error { message });
+        }
+    }
+}
+
+impl Machine {
     /// Checks, in a moment, whether the adopted QEMU uses its disks; `attempt` counts the checks.
     pub(super) fn listen(&self, generation: u32, attempt: u32) {
-        let (tell, name) = (self.parts.tell.clone(), format!("listen-{}", self.parts.config.name));
+        let (tell, name) = (self.context.outside.tell.clone(), format!("listen-{}", self.context.config.name));
         let wait = move || {
             std::thread::sleep(LISTEN_EVERY);
             // Fails only when the loop is gone.
@@ -77,13 +99,13 @@ impl Machine {
 
     /// Notes that it does, or has it do so.
     pub(super) fn must_have_spoken(&mut self, attempt: u32) {
-        let silent: Vec<_> = self.disks.iter().filter(|disk| !disk.counters().spoken).collect();
+        let silent: Vec<_> = self.disks.servers.iter().filter(|disk| !disk.counters().spoken).collect();
         let Some(first) = silent.first() else {
-            self.forget_greeting();
-            return self.save_journal();
+            self.disks.forget_greeting(&mut self.context);
+            return self.context.save_journal();
         };
         let name = first.name().to_owned();
-        let Some(life) = &mut self.life else { return };
+        let Some(life) = &mut self.stand.life else { return };
         let number = life.generation.number;
         if !attempt.is_multiple_of(ATTEMPTS_A_TRY) {
             return self.listen(number, attempt + 1);
@@ -96,22 +118,22 @@ impl Machine {
             // It tells everything when it goes on, whenever that is.
             return self.listen(number, attempt - ATTEMPTS_A_TRY + 1);
         }
-        if is_connected && self.greeting_cut_off {
+        if is_connected && self.disks.greeting_cut_off {
             if let Err(refusal) = self.may_replace_qemu() {
                 if attempt == ATTEMPTS_A_TRY {
                     self.tell_silent(&name, &format!(" ({refusal})"));
                 }
-                // What stands in the way may pass.
+                // The obstacle may pass.
                 return self.listen(number, ATTEMPTS_A_TRY + 1);
             }
             self.replace_silent(&name);
         } else if is_connected {
             tracing::warn!(disk = name, "QEMU does not use its disk: pausing the guest briefly to make it reconnect");
             life.generation.set_deaf();
-            self.journal.qemu = Some(life.generation.identity());
-            self.save_journal();
-            if let Some(life) = &self.life {
-                self.wake_disks(&life.generation);
+            self.context.journal.qemu = Some(life.generation.identity());
+            self.context.save_journal();
+            if let Some(life) = &self.stand.life {
+                self.disks.wake(&self.context, &life.generation);
             }
         }
         if self.is_current(number) {
@@ -123,9 +145,9 @@ impl Machine {
         let message = format!(
             "QEMU does not use disk {disk}, so the guest may hang{why}; `hearth reboot {} --force` restarts the guest \
              warm",
-            self.parts.config.name
+            self.context.config.name
         );
-        self.record(EventKind::Error { message });
+        self.context.record(EventKind::Error { message });
     }
 
     /// Gives the guest of a QEMU that must not be continued to another one.
@@ -136,40 +158,6 @@ impl Machine {
         );
         if let Err(error) = self.rejuvenate(&RejuvenateRequest::default()) {
             tracing::error!(error = crate::chain(&error), "QEMU was not replaced");
-        }
-    }
-
-    /// QEMU may be stopped and continued: it speaks to its disks.
-    pub(super) fn disks_must_be_in_use(&self, what: &str) -> Result<(), ApiError> {
-        let Some(disk) = self.disks.iter().find(|disk| is_silent(disk)) else { return Ok(()) };
-        let message = format!("cannot {what}: QEMU has not used disk {} since a keeper died", disk.name());
-        Err(ApiError::new(ErrorWord::WrongState, message)
-            .hint("Hearth repairs this within seconds: see `hearth events`"))
-    }
-
-    /// A QEMU tries to reach its disks once a second.
-    fn await_disks(&self) {
-        let deadline = Instant::now() + RECONNECT_PATIENCE;
-        while !self.disks.iter().all(|disk| disk.counters().connected) && Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-
-    /// QEMU 7.2 does not see that its disk's server is another one if that happened while the guest stood still, and never
-    /// will again; the guest would wait for its disk for ever. When the guest goes on, QEMU tells the server everything.
-    pub(super) fn wake_disks(&self, generation: &Generation) {
-        let qmp = &generation.qmp;
-        self.await_disks();
-        let stopped = match qmp.run_state().as_deref() {
-            // It may be one that must not be continued; `must_have_spoken` finds out.
-            Ok("running") if self.greeting_cut_off => return,
-            Ok("running") => qmp.pause(),
-            _ => Ok(()),
-        };
-        self.await_disks();
-        if let Err(error) = stopped.and_then(|()| rejuvenation::roll_back(qmp, PAUSE_PATIENCE)) {
-            let message = format!("the guest was paused for its hand-over and cannot continue: {error}");
-            self.record(EventKind::Error { message });
         }
     }
 }

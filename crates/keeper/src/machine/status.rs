@@ -7,22 +7,23 @@ use hearth_disk::server::DiskServer;
 use hearth_memory::PAGE_BYTES;
 
 use super::gate::MemoryGate;
+use super::nvram::nvram_bytes;
 use super::{Machine, save};
 use crate::config::{DiskConfig, NetConfig};
 
 impl Machine {
     pub(super) fn status(&self) -> MachineStatus {
-        let config = &self.parts.config;
-        let life = self.life.as_ref();
-        let disks = config.disks.iter().zip(&self.disks);
-        let dumps = self.dump_statuses();
+        let config = &self.context.config;
+        let life = self.stand.life.as_ref();
+        let disks = config.disks.iter().zip(&self.disks.servers);
+        let dumps = self.crash_recovery.dumps.statuses();
         MachineStatus {
             name: config.name.clone(),
-            state: self.state,
-            state_why: self.state_why.clone(),
-            next_start: self.next_start(),
-            incarnation: self.journal.incarnation,
-            cause_of_last_end: self.last_end,
+            state: self.stand.state,
+            state_why: self.stand.why.clone(),
+            next_start: self.recovery.next_start(),
+            incarnation: self.context.journal.incarnation,
+            cause_of_last_end: self.crash_recovery.last_end,
             uptime_s: life.map_or(0.0, |life| life.began.elapsed().as_secs_f64()),
             keeper: KeeperStatus {
                 pid: std::process::id(),
@@ -33,20 +34,20 @@ impl Machine {
             memory: self.memory_status(),
             disks: disks
                 .map(|(config, server)| DiskStatus {
-                    arrival: self.arrivals.status(&config.name),
+                    arrival: self.disks.backfill.status(&config.name),
                     ..disk_status(config, server)
                 })
                 .collect(),
-            nvram: self.nvram_statuses(),
+            nvram: self.disks.nvram_statuses(&self.context, life.is_some()),
             nets: config.nets.iter().map(net_status).collect(),
             ledger_pages: life.map_or(0, |life| life.incarnation.ledger_pages()),
             ember: self.ember_status(),
-            last_rejuvenation: self.last_rejuvenation.clone(),
-            unparked: self.unparked.clone(),
-            restore: self.restore_status(),
-            pending: self.parts.pending.clone(),
-            frozen: self.frozen_status(),
-            save: self.saving.as_ref().map(save::Saving::status),
+            last_rejuvenation: self.rejuvenation.last.clone(),
+            unparked: self.rejuvenation.unparked.clone(),
+            restore: self.memory.restore_status(),
+            pending: self.context.file.pending.clone(),
+            frozen: self.saves.frozen_status(),
+            save: self.saves.current.as_ref().map(save::Saving::status),
             last_recovery: self.recovery(&dumps),
             dumps,
         }
@@ -54,36 +55,36 @@ impl Machine {
 
     /// With the dump of the guest that was recovered from.
     fn recovery(&self, dumps: &[DumpStatus]) -> Option<Recovery> {
-        let mut recovery = self.timeline.as_ref()?.recovery().clone();
+        let mut recovery = self.recovery.timeline.as_ref()?.recovery().clone();
         recovery.dump = dumps.iter().find(|dump| !dump.live && dump.incarnation + 1 == recovery.incarnation).cloned();
         Some(recovery)
     }
 
     fn memory_status(&self) -> MemoryStatus {
-        let usage = self.warden.usage();
-        let nvram_bytes = self.nvram_bytes();
+        let usage = self.warm_reboot.monitor.usage();
+        let nvram_bytes = nvram_bytes(&self.context);
         MemoryStatus {
-            ram_bytes: self.parts.config.memory_bytes,
+            ram_bytes: self.context.config.memory_bytes,
             resident_bytes: usage.live_bytes,
             ember_bytes: usage.ember_bytes,
-            held_bytes: self.ember.held_bytes(),
+            held_bytes: self.warm_reboot.ember.held_bytes(),
             dump_buffer_bytes: usage.buffer_bytes,
-            boot_set_bytes: self.warm.boot_set.as_ref().map_or(0, |boot_set| boot_set.resident_bytes()),
+            boot_set_bytes: self.warm_reboot.sources.boot_set.as_ref().map_or(0, |boot_set| boot_set.resident_bytes()),
             nvram_bytes,
-            budget_bytes: self.budget.limit_bytes(false)
-                + self.parts.config.remount_bytes()
-                + self.parts.config.nvram_bytes(),
-            headroom_bytes: self.budget.headroom_bytes,
+            budget_bytes: self.warm_reboot.budget.limit_bytes(false)
+                + self.context.config.remount_bytes()
+                + self.context.config.nvram_bytes(),
+            headroom_bytes: self.warm_reboot.budget.headroom_bytes,
             // What NVRAM takes it takes before the first guest, and gives back after the last one.
-            peak_bytes: self.warden.peak_bytes() + nvram_bytes,
-            admission: self.gate.as_ref().map(MemoryGate::status),
+            peak_bytes: self.warm_reboot.monitor.peak_bytes() + nvram_bytes,
+            admission: self.memory.gate.as_ref().map(MemoryGate::status),
         }
     }
 
     fn ember_status(&self) -> EmberStatus {
-        let counts = self.ember.counts();
+        let counts = self.warm_reboot.ember.counts();
         EmberStatus {
-            mode: self.parts.config.ember,
+            mode: self.context.config.ember,
             pages_kept: counts.kept,
             kept_bytes: counts.kept * PAGE_BYTES,
             pages_served: counts.served,

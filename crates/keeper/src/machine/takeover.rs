@@ -48,24 +48,24 @@ pub fn could_take_over(config: &Config) -> Result<bool, MachineError> {
 impl Machine {
     /// True if a living QEMU of this machine was found, and is this keeper's now.
     pub(super) fn take_over(&mut self) -> Result<bool, MachineError> {
-        self.note_greeting();
+        self.disks.note_greeting(&mut self.context);
         let (identity, hop_cut_off) = self.whose_guest_is_it();
         self.end_strays(identity.as_ref().map(|identity| identity.pid));
-        let Some(process) = identity.as_ref().and_then(|identity| Generation::find(&self.parts.folders, identity))
+        let Some(process) = identity.as_ref().and_then(|identity| Generation::find(&self.context.folders, identity))
         else {
             self.discard_all_incarnations();
             return Ok(false);
         };
         let identity = identity.expect("a process was found by it");
-        must_serve_the_same_disks(&self.journal, &self.parts.config, identity.pid)?;
-        must_find_the_same_files(&self.parts.config, identity.pid, self.images.begin_take_over())?;
+        must_serve_the_same_disks(&self.context.journal, &self.context.config, identity.pid)?;
+        must_find_the_same_files(&self.context.config, identity.pid, self.disks.images.begin_take_over())?;
         self.forget_order()?;
         let began = process.began();
         let incarnation = self.reopen()?;
-        let restored = self.journal.restore.is_some();
+        let restored = self.context.journal.restore.is_some();
         let resumed = match restored {
             true => UserfaultOr::Userfault(self.resume_restore(&incarnation, &identity)?),
-            false => self.resume_gate(&incarnation, &identity),
+            false => self.memory.resume_gate(&self.context, &self.warm_reboot, &incarnation, &identity),
         };
         let userfault = match resumed {
             UserfaultOr::Userfault(userfault) => userfault,
@@ -76,47 +76,47 @@ impl Machine {
         };
         // The disks first: QEMU, and with it QMP, may be waiting for them.
         self.open_disks(&incarnation, Unwritten::Keep)?;
-        self.expect_only(&identity);
-        self.admit(identity.pid);
+        self.disks.expect_only(&identity);
+        self.disks.admit(&self.context, identity.pid);
         let pid = identity.pid;
-        let mut generation = match Generation::adopt(&self.parts, process, identity, userfault) {
+        let mut generation = match Generation::adopt(&self.context, process, identity, userfault) {
             Err(LaunchError::Silent { .. }) => return self.give_up_on(pid),
             adopted => adopted?,
         };
         // Its QEMU lives: whatever was noted of the guest, it goes on here.
-        parked::discard(&self.parts.folders.memory);
+        parked::discard(&self.context.folders.memory);
         if hop_cut_off {
             self.finish_hop(&mut generation);
         } else if generation.identity().deaf {
-            self.wake_disks(&generation);
+            self.disks.wake(&self.context, &generation);
         }
         // A restored guest may not have been told yet that it may go on.
         let stands = restored && generation.qmp.run_state().is_ok_and(|state| state == "paused");
-        let noted = self.journal.guest.clone();
+        let noted = self.context.journal.guest.clone();
         if noted.is_paused() || stands {
-            self.journal.guest = GuestNote::Runs;
+            self.context.journal.guest = GuestNote::Runs;
             self.go_on_where_it_stood(&mut generation);
         }
         let run_state = generation.qmp.run_state();
-        self.warden.watch(Some(incarnation.clone()));
+        self.warm_reboot.monitor.watch(Some(incarnation.clone()));
         let number = generation.number;
         self.hold(incarnation, generation);
         // Not before: who waits for this may type into the guest.
-        self.record(EventKind::KeeperTookOver { qemu_pid: pid, generation: number });
+        self.context.record(EventKind::KeeperTookOver { qemu_pid: pid, generation: number });
         self.enter(MachineState::Running);
         if let GuestNote::PausedForDump { file } = noted {
             let why = "its keeper died; the paused guest continues: dump it again";
             let file = incomplete_path(&file).display().to_string();
-            self.record(EventKind::DumpIncomplete { file, why: why.to_owned() });
+            self.context.record(EventKind::DumpIncomplete { file, why: why.to_owned() });
         }
         self.must_have_spoken(1);
-        if self.journal.frozen {
-            self.note_frozen();
+        if self.context.journal.frozen {
+            self.saves.note_frozen(&mut self.context);
             self.thaw();
         }
         self.translate_as_ever();
         self.go_on_filling()?;
-        if let (Some(life), Some(began)) = (&mut self.life, began) {
+        if let (Some(life), Some(began)) = (&mut self.stand.life, began) {
             life.began = began;
         }
         self.go_on_with_order();
@@ -133,54 +133,54 @@ impl Machine {
     /// The QEMU was found while it died, and has said no more: a cold start, once it is gone.
     fn give_up_on(&mut self, pid: u32) -> Result<bool, MachineError> {
         let why = format!("its QEMU (pid {pid}) does not respond to its new keeper{}", stopped_by_whom(pid));
-        self.record(EventKind::PowerCut { why });
+        self.context.record(EventKind::PowerCut { why });
         if !hearth_qemu::kill_stray(pid) {
             tracing::error!(pid, "QEMU does not exit; the machine may not start");
         }
-        self.drop_gate();
-        self.arrivals.set_conduct(Conduct::Refuse);
-        std::mem::take(&mut self.disks).into_iter().for_each(DiskServer::stop);
-        self.arrivals.set_conduct(Conduct::Wait);
-        self.nvram.clear();
-        self.pmem.clear();
-        self.ember.extinguish();
-        self.images.closed(&self.parts.folders.memory);
+        self.memory.drop_gate(&self.warm_reboot, &self.disks);
+        self.disks.backfill.set_conduct(Conduct::Refuse);
+        std::mem::take(&mut self.disks.servers).into_iter().for_each(DiskServer::stop);
+        self.disks.backfill.set_conduct(Conduct::Wait);
+        self.disks.nvram.clear();
+        self.disks.pmem.clear();
+        self.warm_reboot.ember.extinguish();
+        self.disks.images.closed(&self.context.folders.memory);
         self.discard_all_incarnations();
         Ok(false)
     }
 
     /// The living incarnation and the ember, from their files.
     fn reopen(&mut self) -> Result<Incarnation, MachineError> {
-        let number = self.journal.incarnation;
-        self.parts.event_log.set_incarnation(number);
-        for dead in self.journal.ember.clone() {
+        let number = self.context.journal.incarnation;
+        self.context.outside.event_log.set_incarnation(number);
+        for dead in self.context.journal.ember.clone() {
             if let Err(why) = self.rebank(dead) {
                 tracing::debug!(dead, why, "dropped from the ember");
-                discard_files(&self.parts.folders.memory, dead);
+                discard_files(&self.context.folders.memory, dead);
             }
         }
-        self.warden.settle();
-        Ok(Incarnation::open(&self.parts.folders.memory, number)?)
+        self.warm_reboot.monitor.settle();
+        Ok(Incarnation::open(&self.context.folders.memory, number)?)
     }
 
     fn rebank(&mut self, number: u32) -> Result<(), String> {
-        let is_dumped = self.journal.dumps.iter().any(|note| note.incarnation == number);
-        let dead = Incarnation::open(&self.parts.folders.memory, number).map_err(|error| crate::chain(&error))?;
-        let banked = if is_dumped { self.bank_for_dump(dead) } else { self.ember.bank(dead) };
+        let is_dumped = self.context.journal.dumps.iter().any(|note| note.incarnation == number);
+        let dead = Incarnation::open(&self.context.folders.memory, number).map_err(|error| crate::chain(&error))?;
+        let banked = if is_dumped { self.bank_for_dump(dead) } else { self.warm_reboot.ember.bank(dead) };
         banked.map_err(|error| crate::chain(&error))
     }
 
     /// Its dump goes on, or begins, once the disks are served.
     fn bank_for_dump(&mut self, dead: Incarnation) -> Result<(), EmberError> {
         let hold = Arc::new(Hold::everything(dead.ram.pages()));
-        self.ember.bank_held(dead.clone(), hold.clone())?;
-        self.unfinished_dumps.push((dead, hold));
+        self.warm_reboot.ember.bank_held(dead.clone(), hold.clone())?;
+        self.crash_recovery.unfinished.push((dead, hold));
         Ok(())
     }
 
     /// QEMUs that a dead keeper started and could not write down any more: two on one disk would destroy it.
     fn end_strays(&self, ours: Option<u32>) {
-        for pid in memory_owner::qemus_of(&self.parts.folders.runtime, &self.parts.folders.memory) {
+        for pid in memory_owner::qemus_of(&self.context.folders.runtime, &self.context.folders.memory) {
             if Some(pid) != ours {
                 tracing::warn!(pid, "ending a QEMU that a dead keeper never finished starting");
                 if !hearth_qemu::kill_stray(pid) {
@@ -192,37 +192,37 @@ impl Machine {
 
     /// A dump needs no guard: of what is to be dumped only the ledger, and so the ember, is not to be trusted.
     fn keep_for_dumps(&mut self) -> Vec<u32> {
-        let noted: Vec<u32> = self.journal.dumps.iter().map(|note| note.incarnation).collect();
+        let noted: Vec<u32> = self.context.journal.dumps.iter().map(|note| note.incarnation).collect();
         noted.into_iter().filter(|number| self.keep_for_dump(*number)).collect()
     }
 
     fn keep_for_dump(&mut self, number: u32) -> bool {
-        if self.unfinished_dumps.iter().any(|(dead, _)| dead.number == number) {
+        if self.crash_recovery.unfinished.iter().any(|(dead, _)| dead.number == number) {
             return true;
         }
-        let opened = RamFile::open(&ram_path(&self.parts.folders.memory, number));
+        let opened = RamFile::open(&ram_path(&self.context.folders.memory, number));
         let Ok(ram) = opened else { return false };
         let dead = Incarnation { number, ram: Arc::new(ram), ledger: None };
         if let Err(error) = self.bank_for_dump(dead) {
-            self.record(EventKind::DumpSkipped { why: crate::chain(&error) });
+            self.context.record(EventKind::DumpSkipped { why: crate::chain(&error) });
         }
-        self.ember.incarnations().contains(&number)
+        self.warm_reboot.ember.incarnations().contains(&number)
     }
 
     /// What a dead keeper had begun, or was about to. Once the disks are served: a dump makes way for them.
     pub(super) fn go_on_with_dumps(&mut self) {
-        for (dead, hold) in std::mem::take(&mut self.unfinished_dumps) {
+        for (dead, hold) in std::mem::take(&mut self.crash_recovery.unfinished) {
             self.queue_dump(&dead, hold);
         }
         // Memory that is gone needs no note.
-        let (living, dumps) = (self.journal.incarnation, self.dumps.statuses());
+        let (living, dumps) = (self.context.journal.incarnation, self.crash_recovery.dumps.statuses());
         let known = |number: u32| number == living || dumps.iter().any(|dump| dump.incarnation == number);
-        self.journal.dumps.retain(|note| known(note.incarnation));
-        self.save_journal();
+        self.context.journal.dumps.retain(|note| known(note.incarnation));
+        self.context.save_journal();
     }
 
     fn discard_all_incarnations(&mut self) {
-        let folder = &self.parts.folders.memory.clone();
+        let folder = &self.context.folders.memory.clone();
         let Ok(entries) = fs::read_dir(folder) else { return };
         let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
         let mut numbers: BTreeSet<u32> =
@@ -232,7 +232,7 @@ impl Machine {
         }
         if !numbers.is_empty() {
             let message = "no keeper guarded the disks after QEMU ended: dropped the blocks held in memory".to_owned();
-            self.record(EventKind::Error { message });
+            self.context.record(EventKind::Error { message });
         }
         numbers.into_iter().for_each(|number| discard_files(folder, number));
     }

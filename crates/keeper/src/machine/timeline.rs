@@ -1,8 +1,64 @@
-//! Timeline: how long each phase of the last recovery took; what `hearth explain` shows.
+//! Recovering: what exists between the end of one guest and the start of the next, and how long each phase took. `hearth explain`
+//! shows the timeline of the last recovery.
 
 use std::time::{Duration, Instant, SystemTime};
 
-use hearth_api::{EndCause, PhaseTime, Recovery, rfc3339};
+use hearth_api::{EndCause, EventKind, PhaseTime, Recovery, rfc3339};
+use hearth_memory::PAGE_BYTES;
+use hearth_recovery::ember::Ember;
+
+use super::Context;
+use super::crash_loop::BackOff;
+
+/// The recovery under way, or the last one.
+#[derive(Default)]
+pub struct Recovering {
+    /// Timeline of the last recovery.
+    pub timeline: Option<Timeline>,
+    /// There is no guest, and the next one is waited for.
+    pub back_off: Option<BackOff>,
+    /// When the first start failed for want of something that the machine waits for.
+    pub waits_since: Option<Instant>,
+}
+
+impl Recovering {
+    /// Notes a phase that has ended. Nothing is noted of the attempts of a machine that waits: there may be thousands.
+    pub fn phase_ended(&mut self, context: &Context, phase: &str, began: Instant, took: Duration) {
+        if self.waits_since.is_some() {
+            return;
+        }
+        if let Some(timeline) = &mut self.timeline {
+            timeline.ended(phase, began, took);
+        }
+        context.record(EventKind::Phase { phase: phase.to_owned(), duration_ms: ms(took) });
+    }
+
+    /// The memory of the dead guest cannot be kept after all.
+    pub fn turned_cold(&mut self, why: String) {
+        if let Some(timeline) = &mut self.timeline {
+            timeline.turned_cold(why);
+        }
+    }
+
+    /// Notes how much of the dead guest's memory is kept.
+    pub fn kept(&mut self, context: &Context, ember: &Ember) {
+        let counts = ember.counts();
+        let bytes = counts.kept * PAGE_BYTES;
+        if let Some(timeline) = &mut self.timeline {
+            timeline.kept(counts.kept, bytes);
+        }
+        context.record(EventKind::EmberKept { pages: counts.kept, bytes });
+    }
+
+    pub fn backs_off_until(&self) -> Option<Instant> {
+        self.back_off.as_ref().map(|back_off| back_off.until)
+    }
+
+    /// When the next guest starts, for people.
+    pub fn next_start(&self) -> Option<String> {
+        self.back_off.as_ref().map(|back_off| back_off.next_start.clone())
+    }
+}
 
 /// Clock of one recovery, started at the end of the dead incarnation.
 pub struct Timeline {
@@ -35,7 +91,7 @@ impl Timeline {
         self.start = start;
     }
 
-    /// What the dead guest said of its end.
+    /// Notes the dead guest's own message about its crash.
     pub fn crash_reason(&mut self, dead: u32, message: &str) {
         if dead + 1 == self.recovery.incarnation {
             self.recovery.panic = Some(message.to_owned());

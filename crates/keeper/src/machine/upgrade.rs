@@ -12,29 +12,30 @@ impl Machine {
     /// Once the successor has said that it can the loop ends.
     pub(super) fn begin_upgrade(&mut self, request: &UpgradeRequest) -> Result<(), ApiError> {
         let incarnation = self.may_hand_over()?;
-        let successor = Successor::ask(request.program.as_deref(), &self.parts.config, &self.parts.root);
+        let successor = Successor::ask(request.program.as_deref(), &self.context.config, &self.context.root);
         let successor = successor.map_err(|error| {
             ApiError::new(ErrorWord::Failed, format!("the keeper was not replaced: {}", crate::chain(&error)))
                 .hint("nothing was changed")
         })?;
         let (program, version) = (successor.program.display().to_string(), successor.version.clone());
-        self.record(EventKind::KeeperHandsOver { program, version });
-        self.successor = Some((successor, incarnation));
+        self.context.record(EventKind::KeeperHandsOver { program, version });
+        self.rejuvenation.successor = Some((successor, incarnation));
         Ok(())
     }
 
     /// Of which incarnation.
     fn may_hand_over(&self) -> Result<u32, ApiError> {
         let life = self.must_live(WHAT)?;
-        let ends = self.state == MachineState::Running && life.cause.is_some() || life.generation.process.has_ended();
-        if self.wanted != Wanted::Run || ends {
+        let ends =
+            self.stand.state == MachineState::Running && life.cause.is_some() || life.generation.process.has_ended();
+        if self.stand.wanted != Wanted::Run || ends {
             let message = format!("cannot {WHAT}: the machine is stopping or rebooting");
             return Err(
                 ApiError::new(ErrorWord::WrongState, message).hint("start its next keeper with the new program")
             );
         }
         self.must_be_at_rest(WHAT)?;
-        if self.dumps.is_busy() {
+        if self.crash_recovery.dumps.is_busy() {
             let message = format!("cannot {WHAT}: a dump is running");
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows its progress"));
         }
@@ -43,20 +44,20 @@ impl Machine {
 
     /// Who goes on, if it still may: it took its time to say that it can, and a guest that ends is seen by who has its QEMU.
     pub(super) fn ready_successor(&mut self) -> Option<Successor> {
-        let (successor, incarnation) = self.successor.take()?;
+        let (successor, incarnation) = self.rejuvenation.successor.take()?;
         let why = match self.may_hand_over() {
             Ok(living) if living == incarnation => return Some(successor),
             // The next guest's QEMU is still making itself known to its disks.
             Ok(_) => "the guest ended meanwhile".to_owned(),
             Err(refusal) => refusal.to_string(),
         };
-        self.record(EventKind::KeeperUpgradeFailed { why });
+        self.context.record(EventKind::KeeperUpgradeFailed { why });
         None
     }
 
     /// Leaves the machine as a keeper that dies would, but for the disks: what is in flight there comes to its end.
     pub fn let_go(mut self) {
-        DiskServer::leave(std::mem::take(&mut self.disks));
+        DiskServer::leave(std::mem::take(&mut self.disks.servers));
         // Its parts would put things in order for a guest that has ended.
         std::mem::forget(self);
     }

@@ -8,7 +8,7 @@
 
 use hearth_recovery::random;
 
-use super::Machine;
+use super::Context;
 use crate::config::Config;
 
 /// What QEMU calls the device.
@@ -33,17 +33,17 @@ fn has_its_own(config: &Config) -> bool {
     config.extra_qemu_args.iter().any(|word| word.contains(DEVICE))
 }
 
-impl Machine {
+impl Context {
     /// For a guest that boots.
-    pub(super) fn vmgenid_of_boot(&mut self) -> Option<String> {
-        if has_its_own(&self.parts.config) {
+    pub fn vmgenid_of_boot(&mut self) -> Option<String> {
+        if has_its_own(&self.config) {
             return None;
         }
         Some(self.journal.vmgenid.get_or_insert_with(fresh).clone())
     }
 
     /// For a guest that comes out of a snapshot, with or without the device.
-    pub(super) fn vmgenid_of_restore(&mut self, has_device: bool) -> Option<String> {
+    pub fn vmgenid_of_restore(&mut self, has_device: bool) -> Option<String> {
         self.journal.vmgenid = has_device.then(fresh);
         self.journal.vmgenid.clone()
     }

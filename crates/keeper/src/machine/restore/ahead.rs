@@ -10,7 +10,7 @@ use hearth_recovery::lazy_restore::{Mode, RestoreError, Step, prefetch};
 use hearth_recovery::snapshot::Snapshot;
 use hearth_recovery::snapshot::pages::PageReader;
 
-use super::super::Parts;
+use super::super::Context;
 use super::super::work::{TELL_EVERY, Work};
 use crate::drill::drill;
 
@@ -26,7 +26,7 @@ pub(super) fn ahead(snapshot: &Snapshot, mode: Mode) -> Option<&PageReader> {
 }
 
 /// Unless a signal ends it: all of a guest's memory takes as long as its disk does, and the loop waits for it.
-pub(super) fn read_ahead(pages: &PageReader, ram: &RamFile, parts: &Parts) -> Result<u64, RestoreError> {
+pub(super) fn read_ahead(pages: &PageReader, ram: &RamFile, context: &Context) -> Result<u64, RestoreError> {
     let (began, mut told, mut done) = (Instant::now(), Duration::ZERO, 0);
     let read = prefetch(pages, ram, |chunk| {
         if chunk >= pages.chunks() / 2 {
@@ -35,22 +35,22 @@ pub(super) fn read_ahead(pages: &PageReader, ram: &RamFile, parts: &Parts) -> Re
         let took = began.elapsed();
         if took - told >= TELL_EVERY {
             told = took;
-            tell(parts, &Work::of(done, pages.pages().len() as u64, Some((took, 0))));
+            tell(context, &Work::of(done, pages.pages().len() as u64, Some((took, 0))));
         }
         done += pages.pages_of(chunk).len() as u64;
-        !parts.terminated.load(Relaxed)
+        !context.outside.terminated.load(Relaxed)
     });
-    parts.occupation.end();
+    context.outside.occupation.end();
     read
 }
 
 /// `work`: in pages.
-fn tell(parts: &Parts, work: &Work) {
+fn tell(context: &Context, work: &Work) {
     let (percent, eta_s) = (work.percent(), work.left_s());
     let mib_per_s = work.per_s.unwrap_or(0.0) * PAGE_BYTES as f64 / MIB;
     let eta = eta_s.map_or_else(String::new, |eta_s| format!(", {eta_s:.0} s to go"));
-    let what = format!("{} is loading its memory before the guest runs: {percent:.0} %{eta}", parts.config.name);
+    let what = format!("{} is loading its memory before the guest runs: {percent:.0} %{eta}", context.config.name);
     let hint = "try again later, or cancel with Ctrl-C or SIGTERM to its keeper";
-    parts.occupation.begin(what, hint);
-    parts.event_log.record(EventKind::RestoreProgress { percent, mib_per_s, eta_s });
+    context.outside.occupation.begin(what, hint);
+    context.outside.event_log.record(EventKind::RestoreProgress { percent, mib_per_s, eta_s });
 }

@@ -14,7 +14,7 @@ use super::super::{DRAIN_PATIENCE, Machine, Wanted};
 use super::task::Written;
 use super::{Held, STATE_PATIENCE, Saving};
 
-/// What comes next need not deal with the rest of a save that ends in this time.
+/// A save that is called off is given this long to end before the loop goes on without it.
 const CALL_OFF_PATIENCE: Duration = Duration::from_secs(2);
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
@@ -31,7 +31,7 @@ impl Saving {
 
 impl Machine {
     pub(in crate::machine) fn call_save_off(&mut self) -> Result<(), ApiError> {
-        if self.saving.as_ref().is_none_or(Saving::is_called_off) {
+        if self.saves.current.as_ref().is_none_or(Saving::is_called_off) {
             return Err(ApiError::new(ErrorWord::WrongState, "there is no save to cancel"));
         }
         self.cancel_save("cancelled by the operator");
@@ -40,7 +40,7 @@ impl Machine {
 
     /// From here on it touches the guest no more. Fine if there is none.
     pub(in crate::machine) fn cancel_save(&mut self, why: &str) {
-        let Some(saving) = self.saving.as_mut().filter(|saving| !saving.is_called_off()) else { return };
+        let Some(saving) = self.saves.current.as_mut().filter(|saving| !saving.is_called_off()) else { return };
         saving.progress.call_off(why);
         // It may be waiting for one.
         saving.cues = None;
@@ -51,25 +51,25 @@ impl Machine {
         saving.then = SaveThen::Continue;
         let (generation, held) = (saving.generation, matches!(saving.held, Held::Since(_)));
         tracing::warn!(why, "a cancelled save waits for its disk to finish writing");
-        self.log_no_writes();
+        self.disks.log_no_writes();
         self.translate_as_ever();
         self.let_guest_go(generation, held);
     }
 
     /// The keeper ends.
     pub(in crate::machine) fn abandon_save(&mut self) {
-        let Some(Saving { folder, .. }) = self.saving.take() else { return };
+        let Some(Saving { folder, .. }) = self.saves.current.take() else { return };
         let why = "the disk had not finished writing when the machine stopped; the incomplete folder has no manifest and may \
              be removed";
-        self.record(EventKind::SaveFailed { folder: folder.display().to_string(), why: why.to_owned() });
+        self.context.record(EventKind::SaveFailed { folder: folder.display().to_string(), why: why.to_owned() });
     }
 
     /// Its thread has ended, or is about to.
     pub(super) fn conclude_save(&mut self) {
-        let Some(saving) = self.saving.take() else { return };
+        let Some(saving) = self.saves.current.take() else { return };
         let Saving { folder, then, generation, held, progress, thread, .. } = saving;
         let written = thread.join().map_err(|_| "its thread panicked".to_owned());
-        self.log_no_writes();
+        self.disks.log_no_writes();
         self.translate_as_ever();
         let folder = folder.display().to_string();
         let lives = self.is_current(generation);
@@ -80,7 +80,7 @@ impl Machine {
         };
         match written.and_then(|written| written.map_err(|error| crate::chain(&error))) {
             Ok(Written { ram, approach, pages_held, pages_on_disks }) => {
-                self.record(EventKind::Saved {
+                self.context.record(EventKind::Saved {
                     folder,
                     pages: ram.pages,
                     bytes: ram.bytes,
@@ -92,13 +92,13 @@ impl Machine {
                     pages_on_disks,
                 });
                 if then == SaveThen::Stop && lives {
-                    self.journal.guest = GuestNote::Runs;
-                    self.wanted = Wanted::Stop { power_off_at: Instant::now() + DRAIN_PATIENCE };
+                    self.context.journal.guest = GuestNote::Runs;
+                    self.stand.wanted = Wanted::Stop { power_off_at: Instant::now() + DRAIN_PATIENCE };
                     self.enter(MachineState::Stopping);
                     return self.end_qemu(EndCause::OperatorStop);
                 }
             }
-            Err(why) => self.record(EventKind::SaveFailed { folder, why }),
+            Err(why) => self.context.record(EventKind::SaveFailed { folder, why }),
         }
         self.let_guest_go(generation, matches!(held, Held::Since(_)));
     }
@@ -116,26 +116,26 @@ impl Machine {
 
     /// The guest goes on, if it stands still; and then its file systems.
     pub(super) fn go_on_from_save(&mut self) {
-        let Some(life) = &self.life else { return };
+        let Some(life) = &self.stand.life else { return };
         if let Err(error) = rejuvenation::roll_back(&life.generation.qmp, STATE_PATIENCE) {
             let message = format!("the guest was paused for its save and cannot continue: {error}");
-            self.record(EventKind::Error { message });
-        } else if self.state == MachineState::Paused {
-            if let Some(Saving { held, .. }) = &mut self.saving
+            self.context.record(EventKind::Error { message });
+        } else if self.stand.state == MachineState::Paused {
+            if let Some(Saving { held, .. }) = &mut self.saves.current
                 && let Held::Since(paused) = held
             {
                 *held = Held::Was(paused.elapsed());
             }
             self.enter(MachineState::Running);
         }
-        self.journal.guest = GuestNote::Runs;
-        self.save_journal();
+        self.context.journal.guest = GuestNote::Runs;
+        self.context.save_journal();
         self.thaw();
     }
 
     /// A keeper that died had it stand still: for a save, which is of no use now, or at the end of a restore.
     pub(in crate::machine) fn go_on_where_it_stood(&mut self, generation: &mut Generation) {
         generation.set_deaf();
-        self.wake_disks(generation);
+        self.disks.wake(&self.context, generation);
     }
 }

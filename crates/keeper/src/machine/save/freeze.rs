@@ -65,8 +65,8 @@ impl Freezer {
 
 impl Machine {
     pub(super) fn freezer(&self, request: Option<FreezeRequest>) -> Option<Freezer> {
-        let (request, life) = (request?, self.life.as_ref()?);
-        let channel = life.generation.agent(&self.parts.folders);
+        let (request, life) = (request?, self.stand.life.as_ref()?);
+        let channel = life.generation.agent(&self.context.folders);
         Some(Freezer { channel, patience: Duration::from_millis(request.patience_ms) })
     }
 
@@ -75,18 +75,18 @@ impl Machine {
         if !self.may_go_on_saving() {
             return;
         }
-        self.note_frozen();
-        self.save_journal();
-        if let Some(saving) = &self.saving {
+        self.saves.note_frozen(&mut self.context);
+        self.context.save_journal();
+        if let Some(saving) = &self.saves.current {
             saving.cue(Cue::Noted);
         }
     }
 
     pub(super) fn frozen(&mut self, event: EventKind) {
         drill("freeze");
-        if let (EventKind::SaveFrozen { file_systems, .. }, Some(frozen)) = (&event, &mut self.frozen) {
+        if let (EventKind::SaveFrozen { file_systems, .. }, Some(frozen)) = (&event, &mut self.saves.frozen) {
             frozen.began(*file_systems);
         }
-        self.record(event);
+        self.context.record(event);
     }
 }

@@ -42,9 +42,11 @@ use hearth_recovery::snapshot::{
     DiskPart, Draft, Manifest, Part, RamPart, SNAPSHOT_VERSION, SnapshotError, can_share, share_image, state,
 };
 
+use super::disks::Disks;
+use super::frozen::Frozen;
 use super::generation::Generation;
-use super::{Life, Machine, Wanted};
-use crate::config::DiskConfig;
+use super::{Context, Life, Machine, Wanted};
+use crate::config::{Config, DiskConfig};
 use crate::event::{Event, SaveMessage};
 use crate::object_store::{self, Staging, is_address};
 use progress::Progress;
@@ -66,6 +68,17 @@ impl Tell {
         // Fails only when the loop is gone, and then nobody wants to know.
         let _ = self.tell.send(Event::Save { number: self.number, message });
     }
+}
+
+/// Saves of the machine's guests.
+#[derive(Default)]
+pub struct Saves {
+    /// The save that is under way.
+    pub current: Option<Saving>,
+    /// State of the guest's file systems, as long as the journal says that they may be frozen.
+    pub frozen: Option<Frozen>,
+    /// Number of saves that were begun.
+    pub begun: u64,
 }
 
 /// A save that is under way.
@@ -116,19 +129,93 @@ impl Saving {
     }
 }
 
+/// If that is where the snapshot is to go.
+fn upload_to(context: &Context, folder: &Path) -> Result<Option<Upload>, ApiError> {
+    if !is_address(folder) {
+        return Ok(None);
+    }
+    let config = &context.config.object_store;
+    let store = object_store::store(folder, config).and_then(|store| store.must_be_writable().map(|()| store));
+    let store = store.map_err(|error| ApiError::new(ErrorWord::BadRequest, crate::chain(&error)))?;
+    let staging = Staging::make(config, &context.config.name).map_err(|error| {
+        let why = format!("cannot stage a save for the object store in {}: {error}", config.folder.display());
+        ApiError::new(ErrorWord::Failed, why).hint("choose another folder with `folder` in [object_store]")
+    })?;
+    let (machine, expected) = (context.config.name.clone(), Expected::default());
+    Ok(Some(Upload { staging, store, machine, expected }))
+}
+
+fn save_targets(config: &Config, draft: &mut Draft) -> Result<Vec<Target>, SnapshotError> {
+    let target = |disk: &DiskConfig| {
+        let shares = can_share(&disk.name, &disk.path, disk.format.name(), draft.folder())?;
+        let file = draft.make_disk(&disk.name)?;
+        let (name, image) = (disk.name.clone(), disk.path.clone());
+        Ok(Target { disk: name, image, format: disk.format.name(), file, shares })
+    };
+    config.disks.iter().map(target).collect()
+}
+
+impl Disks {
+    /// First the disks: what they write from here on is in the log, or in memory before it is read.
+    pub(super) fn log_disks(&self, life: &Life) -> Result<Arc<WriteLog>, ServerError> {
+        let ram = &life.incarnation.ram;
+        let log = Arc::new(WriteLog::new(ram.identity(), ram.pages()));
+        self.log_disk_writes(Some(&log)).inspect_err(|_| self.log_no_writes())?;
+        Ok(log)
+    }
+
+    /// The error says why the guest has to stand still instead.
+    pub(super) fn watch_writers(&self, life: &Life, log: Arc<WriteLog>) -> Result<Writers, String> {
+        let watch =
+            |userfault| Writers::watch(userfault, &life.incarnation.ram, log).map_err(|error| crate::chain(&error));
+        let watched = life.generation.userfault().map_err(str::to_owned).and_then(watch);
+        watched.inspect_err(|_| self.log_no_writes())
+    }
+
+    pub(super) fn begin_scan(&self, life: &Life, plan: ScanRequest, log: Arc<WriteLog>) -> Result<Sight, ApiError> {
+        let begin =
+            |userfault| AccessScan::begin(userfault, &life.incarnation.ram, log).map_err(|error| crate::chain(&error));
+        let begun = life.generation.userfault().map_err(str::to_owned).and_then(begin);
+        let plan = ScanPlan { period: Duration::from_millis(plan.period_ms), rounds: plan.rounds };
+        begun.map(|scan| Sight::Uses(scan, plan)).map_err(|why| {
+            self.log_no_writes();
+            let hint = "save without --scan; `hearth rehearse` can record a working set later";
+            ApiError::new(ErrorWord::WrongState, format!("cannot scan which pages the guest uses: {why}")).hint(hint)
+        })
+    }
+
+    pub(super) fn log_disk_writes(&self, log: Option<&Arc<WriteLog>>) -> Result<(), ServerError> {
+        for disk in &self.servers {
+            match disk.set_write_log(log.cloned()) {
+                // One that is gone writes nothing.
+                Ok(()) | Err(ServerError::Gone { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// One that cannot be told so goes on, and harms nothing.
+    pub(super) fn log_no_writes(&self) {
+        if let Err(error) = self.log_disk_writes(None) {
+            tracing::warn!(error = crate::chain(&error), "cannot stop logging the disks' writes");
+        }
+    }
+}
+
 impl Machine {
     pub(super) fn begin_save(&mut self, request: SaveRequest) -> Result<(), ApiError> {
         self.must_be_savable(&request)?;
-        let Some(life) = &self.life else { return Ok(()) };
+        let Some(life) = &self.stand.life else { return Ok(()) };
         let failed = |error: &dyn std::error::Error| ApiError::new(ErrorWord::Failed, crate::chain(error));
-        let mut upload = self.upload_to(&request.folder)?;
+        let mut upload = upload_to(&self.context, &request.folder)?;
         let folder = upload.as_ref().map_or_else(|| request.folder.clone(), Upload::folder);
         let mut draft = Draft::create(&folder).map_err(|error| failed(&error))?;
-        let targets = self.save_targets(&mut draft).map_err(|error| failed(&error))?;
-        let log = self.log_disks(life).map_err(|error| failed(&error))?;
+        let targets = save_targets(&self.context.config, &mut draft).map_err(|error| failed(&error))?;
+        let log = self.disks.log_disks(life).map_err(|error| failed(&error))?;
         let (sight, held_why) = match (request.scan, log) {
-            (Some(plan), log) => (self.begin_scan(life, plan, log)?, None),
-            (None, log) => match self.watch_writers(life, log) {
+            (Some(plan), log) => (self.disks.begin_scan(life, plan, log)?, None),
+            (None, log) => match self.disks.watch_writers(life, log) {
                 Ok(writers) => (Sight::Writes(writers), None),
                 Err(why) => (Sight::Nothing, Some(why)),
             },
@@ -142,8 +229,8 @@ impl Machine {
             upload.expected.bytes()
         });
         let progress = Arc::new(Progress::begin(folder.clone(), pages, to_copy, to_upload));
-        self.saves += 1;
-        let tell = Tell { tell: self.parts.tell.clone(), number: self.saves };
+        self.saves.begun += 1;
+        let tell = Tell { tell: self.context.outside.tell.clone(), number: self.saves.begun };
         let (cues, heard) = mpsc::channel();
         let task = Task {
             draft,
@@ -155,7 +242,7 @@ impl Machine {
             cues: heard,
             progress: progress.clone(),
             tell: tell.clone(),
-            disks: self.disks.iter().map(DiskServer::pressure).collect(),
+            disks: self.disks.servers.iter().map(DiskServer::pressure).collect(),
             upload,
         };
         let generation = life.generation.number;
@@ -164,14 +251,14 @@ impl Machine {
             tell.say(SaveMessage::Over);
             written
         };
-        let thread = std::thread::Builder::new().name(format!("save-{}", self.parts.config.name)).spawn(work);
+        let thread = std::thread::Builder::new().name(format!("save-{}", self.context.config.name)).spawn(work);
         let thread = thread.map_err(|error| {
-            self.log_no_writes();
+            self.disks.log_no_writes();
             ApiError::new(ErrorWord::Failed, format!("cannot start the save thread: {error}"))
         })?;
-        let (number, then, held) = (self.saves, request.then, Held::NotYet);
+        let (number, then, held) = (self.saves.begun, request.then, Held::NotYet);
         let folder_path = request.folder;
-        self.saving = Some(Saving {
+        self.saves.current = Some(Saving {
             number,
             folder: folder_path,
             then,
@@ -182,90 +269,18 @@ impl Machine {
             cues: Some(cues),
             thread,
         });
-        self.record(EventKind::SaveStarted { folder, held_why });
+        self.context.record(EventKind::SaveStarted { folder, held_why });
         Ok(())
-    }
-
-    /// If that is where the snapshot is to go.
-    fn upload_to(&self, folder: &Path) -> Result<Option<Upload>, ApiError> {
-        if !is_address(folder) {
-            return Ok(None);
-        }
-        let config = &self.parts.config.object_store;
-        let store = object_store::store(folder, config).and_then(|store| store.must_be_writable().map(|()| store));
-        let store = store.map_err(|error| ApiError::new(ErrorWord::BadRequest, crate::chain(&error)))?;
-        let staging = Staging::make(config, &self.parts.config.name).map_err(|error| {
-            let why = format!("cannot stage a save for the object store in {}: {error}", config.folder.display());
-            ApiError::new(ErrorWord::Failed, why).hint("choose another folder with `folder` in [object_store]")
-        })?;
-        let (machine, expected) = (self.parts.config.name.clone(), Expected::default());
-        Ok(Some(Upload { staging, store, machine, expected }))
-    }
-
-    fn save_targets(&self, draft: &mut Draft) -> Result<Vec<Target>, SnapshotError> {
-        let target = |disk: &DiskConfig| {
-            let shares = can_share(&disk.name, &disk.path, disk.format.name(), draft.folder())?;
-            let file = draft.make_disk(&disk.name)?;
-            let (name, image) = (disk.name.clone(), disk.path.clone());
-            Ok(Target { disk: name, image, format: disk.format.name(), file, shares })
-        };
-        self.parts.config.disks.iter().map(target).collect()
-    }
-
-    /// First the disks: what they write from here on is in the log, or in memory before it is read.
-    fn log_disks(&self, life: &Life) -> Result<Arc<WriteLog>, ServerError> {
-        let ram = &life.incarnation.ram;
-        let log = Arc::new(WriteLog::new(ram.identity(), ram.pages()));
-        self.log_disk_writes(Some(&log)).inspect_err(|_| self.log_no_writes())?;
-        Ok(log)
-    }
-
-    /// The error says why the guest has to stand still instead.
-    fn watch_writers(&self, life: &Life, log: Arc<WriteLog>) -> Result<Writers, String> {
-        let watch =
-            |userfault| Writers::watch(userfault, &life.incarnation.ram, log).map_err(|error| crate::chain(&error));
-        let watched = life.generation.userfault().map_err(str::to_owned).and_then(watch);
-        watched.inspect_err(|_| self.log_no_writes())
-    }
-
-    fn begin_scan(&self, life: &Life, plan: ScanRequest, log: Arc<WriteLog>) -> Result<Sight, ApiError> {
-        let begin =
-            |userfault| AccessScan::begin(userfault, &life.incarnation.ram, log).map_err(|error| crate::chain(&error));
-        let begun = life.generation.userfault().map_err(str::to_owned).and_then(begin);
-        let plan = ScanPlan { period: Duration::from_millis(plan.period_ms), rounds: plan.rounds };
-        begun.map(|scan| Sight::Uses(scan, plan)).map_err(|why| {
-            self.log_no_writes();
-            let hint = "save without --scan; `hearth rehearse` can record a working set later";
-            ApiError::new(ErrorWord::WrongState, format!("cannot scan which pages the guest uses: {why}")).hint(hint)
-        })
-    }
-
-    fn log_disk_writes(&self, log: Option<&Arc<WriteLog>>) -> Result<(), ServerError> {
-        for disk in &self.disks {
-            match disk.set_write_log(log.cloned()) {
-                // One that is gone writes nothing.
-                Ok(()) | Err(ServerError::Gone { .. }) => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
-
-    /// One that cannot be told so goes on, and harms nothing.
-    fn log_no_writes(&self) {
-        if let Err(error) = self.log_disk_writes(None) {
-            tracing::warn!(error = crate::chain(&error), "cannot stop logging the disks' writes");
-        }
     }
 
     pub(super) fn save_says(&mut self, number: u64, message: SaveMessage) {
-        if self.saving.as_ref().is_none_or(|saving| saving.number != number) {
+        if self.saves.current.as_ref().is_none_or(|saving| saving.number != number) {
             return;
         }
-        let is_called_off = self.saving.as_ref().is_some_and(Saving::is_called_off);
+        let is_called_off = self.saves.current.as_ref().is_some_and(Saving::is_called_off);
         match message {
             SaveMessage::Over => self.conclude_save(),
-            SaveMessage::Event(event) => self.record(event),
+            SaveMessage::Event(event) => self.context.record(event),
             _ if is_called_off => {}
             SaveMessage::Scanning => {
                 self.translate_anew();
@@ -273,14 +288,14 @@ impl Machine {
             }
             SaveMessage::Scanned(event) => {
                 self.translate_as_ever();
-                self.record(event);
+                self.context.record(event);
             }
             SaveMessage::Freezing => self.note_freezing(),
             SaveMessage::Frozen(event) => self.frozen(event),
             SaveMessage::Settled => self.hold_for_save(),
             SaveMessage::Taken => {
-                self.log_no_writes();
-                if self.saving.as_ref().is_some_and(|saving| saving.then == SaveThen::Continue) {
+                self.disks.log_no_writes();
+                if self.saves.current.as_ref().is_some_and(|saving| saving.then == SaveThen::Continue) {
                     self.go_on_from_save();
                 }
             }
@@ -289,13 +304,13 @@ impl Machine {
 
     /// Emulated code that was translated before is not read again, and a scan would not see that it is used.
     fn translate_anew(&mut self) {
-        let Some(generation) = self.life.as_ref().map(|life| &life.generation) else { return };
+        let Some(generation) = self.stand.life.as_ref().map(|life| &life.generation) else { return };
         if generation.identity().accelerator != Accelerator::Tcg.name() {
             return;
         }
-        self.journal.guest = GuestNote::Scanned;
-        self.save_journal();
-        let told = self.life.as_ref().map(|life| life.generation.qmp.translate_anew(true));
+        self.context.journal.guest = GuestNote::Scanned;
+        self.context.save_journal();
+        let told = self.stand.life.as_ref().map(|life| life.generation.qmp.translate_anew(true));
         if let Some(Err(error)) = told {
             tracing::warn!(%error, "the scan misses code that QEMU translated earlier");
         }
@@ -303,28 +318,28 @@ impl Machine {
 
     /// A restored guest announces itself on its networks, which wakes who watches its links: a scan shall see what that uses.
     fn announce_as_restored(&self) {
-        if let Some(Err(error)) = self.life.as_ref().map(|life| life.generation.qmp.announce()) {
+        if let Some(Err(error)) = self.stand.life.as_ref().map(|life| life.generation.qmp.announce()) {
             tracing::warn!(%error, "the scan misses pages that a guest uses to announce itself");
         }
     }
 
     /// If it does not already.
     pub(super) fn translate_as_ever(&mut self) {
-        if self.journal.guest != GuestNote::Scanned {
+        if self.context.journal.guest != GuestNote::Scanned {
             return;
         }
-        self.journal.guest = GuestNote::Runs;
-        let told = self.life.as_ref().map(|life| life.generation.qmp.translate_anew(false));
+        self.context.journal.guest = GuestNote::Runs;
+        let told = self.stand.life.as_ref().map(|life| life.generation.qmp.translate_anew(false));
         if let Some(Err(error)) = told {
             tracing::warn!(%error, "cannot restore QEMU's translation mode; the guest runs slower until the next QEMU");
         }
-        self.save_journal();
+        self.context.save_journal();
     }
 
     /// If not, that is the save's end.
     fn may_go_on_saving(&mut self) -> bool {
-        let Some(saving) = &self.saving else { return false };
-        let runs = self.state == MachineState::Running && self.wanted == Wanted::Run;
+        let Some(saving) = &self.saves.current else { return false };
+        let runs = self.stand.state == MachineState::Running && self.stand.wanted == Wanted::Run;
         let may = runs && self.is_current(saving.generation);
         if !may {
             self.cancel_save("the guest was stopping or rebooting");
@@ -336,14 +351,14 @@ impl Machine {
         if !self.may_go_on_saving() {
             return;
         }
-        let Some(life) = self.life.take() else { return };
-        self.journal.guest = GuestNote::Paused;
-        self.save_journal();
+        let Some(life) = self.stand.life.take() else { return };
+        self.context.journal.guest = GuestNote::Paused;
+        self.context.save_journal();
         let taken = self.take_moment(&life.generation);
-        self.life = Some(life);
-        if self.saving.as_ref().is_some_and(|saving| matches!(saving.held, Held::Since(_))) {
+        self.stand.life = Some(life);
+        if self.saves.current.as_ref().is_some_and(|saving| matches!(saving.held, Held::Since(_))) {
             self.enter(MachineState::Paused);
-            self.state_why = Some("the guest is being saved; `hearth save --cancel` cancels the save".to_owned());
+            self.stand.why = Some("the guest is being saved; `hearth save --cancel` cancels the save".to_owned());
         }
         if let Err(why) = taken {
             self.cancel_save(&why);
@@ -354,31 +369,31 @@ impl Machine {
     fn take_moment(&mut self, generation: &Generation) -> Result<(), String> {
         let failed = |error: &dyn std::error::Error| crate::chain(error);
         // A disk may have become full since the save was begun.
-        self.disks_must_have_space("save").map_err(|error| error.message)?;
-        let connections = self.disk_connections();
+        self.disks.must_have_space(&self.context, "save").map_err(|error| error.message)?;
+        let connections = self.disks.connections();
         state::prepare(&generation.qmp, STATE_PATIENCE).map_err(|error| failed(&error))?;
-        let Some(saving) = &mut self.saving else { return Ok(()) };
+        let Some(saving) = &mut self.saves.current else { return Ok(()) };
         saving.held = Held::Since(Instant::now());
         generation.qmp.pause().map_err(|error| failed(&error))?;
         saving.cue(Cue::Held);
         let state = state::take(&generation.qmp, STATE_PATIENCE).map_err(|error| failed(&error))?;
-        // What was in flight is answered before a guest stands still, unless a connection was lost.
-        if connections.is_none() || connections != self.disk_connections() {
+        // Requests in flight are answered before a guest stands still, unless a connection was lost.
+        if connections.is_none() || connections != self.disks.connections() {
             return Err("a disk lost its connection to QEMU meanwhile; try again".to_owned());
         }
-        let Some(saving) = &mut self.saving else { return Ok(()) };
+        let Some(saving) = &mut self.saves.current else { return Ok(()) };
         let targets = std::mem::take(&mut saving.targets);
         let parts = targets.iter().map(|target| {
             let (name, format) = (target.disk.clone(), target.format.to_owned());
             DiskPart { name, format, bytes: 0, modified: None, stored: None }
         });
         let parts = parts.collect();
-        let images = targets.into_iter().map(|target| copy_image(target, &self.disks));
+        let images = targets.into_iter().map(|target| copy_image(target, &self.disks.servers));
         let images = images.collect::<Result<_, _>>()?;
-        let (config, identity) = (&self.parts.config, generation.identity());
+        let (config, identity) = (&self.context.config, generation.identity());
         let nothing = || Part { bytes: 0, blake3: String::new() };
         let moment = Moment {
-            machine: self.parts.typed.clone().for_snapshot(config, &identity.accelerator).to_text(),
+            machine: self.context.file.typed.clone().for_snapshot(config, &identity.accelerator).to_text(),
             state,
             manifest: Manifest {
                 version: SNAPSHOT_VERSION,
@@ -391,7 +406,7 @@ impl Machine {
                 ram_bytes: config.memory_bytes,
                 vmgenid: identity.vmgenid.is_some(),
                 guest_agent: identity.guest_agent,
-                frozen: self.journal.frozen,
+                frozen: self.context.journal.frozen,
                 machine_file: nothing(),
                 state: nothing(),
                 ram: RamPart { bytes: 0, pages: 0, seal: String::new() },
@@ -401,15 +416,6 @@ impl Machine {
         };
         saving.cue(Cue::Moment(Box::new(moment)));
         Ok(())
-    }
-
-    /// How often QEMU has connected to each disk; none if to one of them it is not.
-    pub(in crate::machine) fn disk_connections(&self) -> Option<Vec<u64>> {
-        let look = |disk: &DiskServer| {
-            let counters = disk.counters();
-            counters.connected.then_some(counters.connections)
-        };
-        self.disks.iter().map(look).collect()
     }
 }
 
@@ -425,7 +431,7 @@ fn copy_image(target: Target, disks: &[DiskServer]) -> Result<ImageCopy, String>
     Ok(ImageCopy { path: image, way: CopyWay::Frozen(frozen) })
 }
 
-/// What an image takes on its disk: holes are not copied.
+/// Bytes that an image occupies on its disk: holes are not copied.
 fn allocated_bytes(image: &Path) -> u64 {
     std::fs::metadata(image).map_or(0, |file| std::os::unix::fs::MetadataExt::blocks(&file) * 512)
 }

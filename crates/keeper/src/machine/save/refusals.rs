@@ -22,28 +22,28 @@ impl Machine {
             let why = format!("freeze patience out of range: use {:?} ms", FreezeRequest::PATIENCE_MS);
             return Err(ApiError::new(ErrorWord::BadRequest, why));
         }
-        if !self.parts.config.nvram.is_empty() || !self.parts.config.pmem.is_empty() {
+        if !self.context.config.nvram.is_empty() || !self.context.config.pmem.is_empty() {
             return refuse(
                 "cannot save: snapshots do not include NVRAM",
                 "only a machine without [[nvram]] can be saved",
             );
         }
-        if self.saving.as_ref().is_some_and(Saving::is_called_off) {
+        if self.saves.current.as_ref().is_some_and(Saving::is_called_off) {
             let why = "cannot save: a cancelled save still waits for its disk to finish writing";
             return refuse(why, "`hearth status` shows it until it has ended; check the disk it was writing to");
         }
-        if self.saving.is_some() {
+        if self.saves.current.is_some() {
             return refuse("cannot save: another save is running", "`hearth status` shows its progress");
         }
-        if self.state != MachineState::Running || self.wanted != Wanted::Run {
-            let why = format!("cannot save: the machine is {}, or is stopping or rebooting", self.state.name());
+        if self.stand.state != MachineState::Running || self.stand.wanted != Wanted::Run {
+            let why = format!("cannot save: the machine is {}, or is stopping or rebooting", self.stand.state.name());
             return refuse(&why, "only a running guest can be saved");
         }
-        if !self.memory_is_granted() {
+        if !self.memory.is_granted() {
             let why = "cannot save: the guest's memory is still being granted step by step";
             return refuse(why, "`hearth status` shows when that has ended");
         }
-        if request.dedup_disk && self.life.as_ref().is_some_and(|life| life.incarnation.ledger.is_none()) {
+        if request.dedup_disk && self.stand.life.as_ref().is_some_and(|life| life.incarnation.ledger.is_none()) {
             let why = "cannot save with --dedup-disk: with `ember = \"off\"` Hearth does not know which pages are on the \
                  disks";
             return refuse(why, "save without --dedup-disk");
@@ -51,11 +51,11 @@ impl Machine {
         if request.freeze.is_some() {
             self.may_freeze()?;
         }
-        self.must_be_complete("save")?;
-        self.disks_must_be_complete("save")?;
-        self.disks_must_have_space("save")?;
-        self.disks_must_be_in_use("save")?;
-        if self.dumps.current().is_some_and(|dump| dump.live) {
+        self.memory.must_be_complete("save")?;
+        self.disks.must_be_complete("save")?;
+        self.disks.must_have_space(&self.context, "save")?;
+        self.disks.must_be_in_use("save")?;
+        if self.crash_recovery.dumps.current().is_some_and(|dump| dump.live) {
             return refuse(
                 "cannot save: the guest is being dumped",
                 "wait for the dump, or end it with `hearth dump --discard`",
@@ -66,19 +66,19 @@ impl Machine {
 
     fn may_freeze(&self) -> Result<(), ApiError> {
         let refuse = |why: &str, hint: String| Err(ApiError::new(ErrorWord::WrongState, why).hint(hint));
-        if self.is_being_thawed() {
+        if self.saves.is_being_thawed() {
             let why = "cannot freeze: the guest's file systems are still frozen for an earlier save";
             return refuse(why, "`hearth status` shows when they are thawed".to_owned());
         }
-        let next_guest = self.parts.next.configured.as_ref().map_or(&self.parts.config, |next| &next.config);
-        match self.life.as_ref().is_some_and(|life| life.generation.identity().guest_agent) {
+        let next_guest = self.context.file.next.configured.as_ref().map_or(&self.context.config, |next| &next.config);
+        match self.stand.life.as_ref().is_some_and(|life| life.generation.identity().guest_agent) {
             true => Ok(()),
             false if next_guest.guest_agent => {
                 let why = "cannot freeze: the guest was started without a channel to its agent";
                 refuse(why, "run `hearth reboot`: the next guest has one".to_owned())
             }
             false => {
-                let file = self.parts.config.file.display();
+                let file = self.context.config.file.display();
                 let hint = format!(
                     "add `guest_agent = true` at the top of {file}, then stop and run the machine; qemu-guest-agent \
                      must run in the guest"

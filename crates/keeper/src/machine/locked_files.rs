@@ -1,5 +1,5 @@
-//! Pins: what the next QEMU is started from stays in the host's memory: the program and the libraries of the living one,
-//! the guest's kernel or firmware, and the keeper's own program, which has to act meanwhile.
+//! Locked files (mlock): what the next QEMU is started from stays in the host's memory. That is the program and the libraries of
+//! the living QEMU, the guest's kernel or firmware, and the keeper's own program, which has to act meanwhile.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -10,14 +10,14 @@ use hearth_qemu::pinned::{Pinned, program_files};
 
 use crate::config::Boot;
 
-/// What is pinned now. Whoever comes after a keeper that died pins it anew.
+/// The files that are locked now. The next keeper locks them again.
 #[derive(Default)]
-pub struct Pins {
+pub struct LockedFiles {
     pinned: Arc<Mutex<Pinned>>,
 }
 
-impl Pins {
-    /// Pins what this QEMU runs from in place of what another one did. In a thread of its own: it may have to read files.
+impl LockedFiles {
+    /// Locks the files of this QEMU instead of those of the last one. Runs in its own thread: the files may have to be read.
     pub fn renew(&self, machine: &str, pid: u32, boot: &Boot) {
         let (pinned, boot_files) = (self.pinned.clone(), boot_files(boot));
         let renew = move || match pin(pid, boot_files) {

@@ -1,9 +1,9 @@
-//! Warden: the thread that keeps a machine's memory within its budget and does the ember's housekeeping.
+//! Memory monitor: the thread that keeps a machine's memory within its budget and does the ember's housekeeping.
 //!
 //! settle (once a death) -> sweep (punch what was served) -> look (how much do the files hold?) -> trim (before the limit)
 //! -> assay
 //!
-//! While memory is granted page fault by page fault (`gate`) the warden looks all the same: a guest whose fault finds the
+//! While memory is granted page fault by page fault (`gate`) the monitor looks all the same: a guest whose fault finds the
 //! ember trimmed already waits microseconds, and one that does not waits for the punch, about a millisecond.
 //!
 //! It runs apart from the machine's event loop because a guest can fill memory at gigabytes a second while the loop
@@ -35,7 +35,7 @@ const TRIMMED_EVERY: Duration = Duration::from_secs(1);
 const ASSAY_PAGES: u32 = 512;
 
 /// Handle of the thread; dropping it ends the thread.
-pub struct Warden {
+pub struct MemoryMonitor {
     shared: Arc<Shared>,
     wake: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -77,7 +77,7 @@ impl Shared {
     }
 }
 
-impl Warden {
+impl MemoryMonitor {
     pub fn start(
         machine: &str,
         budget: Budget,
@@ -89,14 +89,14 @@ impl Warden {
         let (wake, woken) = channel();
         let work = shared.clone();
         let thread = std::thread::Builder::new()
-            .name(format!("warden-{machine}"))
+            .name(format!("memory-{machine}"))
             .spawn(move || Round::new(&work, &tell).run(&woken))?;
         Ok(Self { shared, wake: Some(wake), thread: Some(thread) })
     }
 
     /// The incarnation that lives from now on.
     pub fn watch(&self, live: Option<Incarnation>) {
-        *self.shared.live.lock().expect("the warden never panics") = live;
+        *self.shared.live.lock().expect("the monitor never panics") = live;
         self.nudge();
     }
 
@@ -113,7 +113,7 @@ impl Warden {
 
     /// From now on it is noted what the images of the disks are, or not any more.
     pub fn note_images(&self, notes: Option<Watch>) {
-        *self.shared.notes.lock().expect("the warden never panics") = notes;
+        *self.shared.notes.lock().expect("the monitor never panics") = notes;
     }
 
     /// Asks for `settle` after a new dead incarnation was banked.
@@ -157,7 +157,7 @@ impl Warden {
     }
 }
 
-impl Drop for Warden {
+impl Drop for MemoryMonitor {
     fn drop(&mut self) {
         self.wake = None;
         if let Some(thread) = self.thread.take()
@@ -348,35 +348,35 @@ mod tests {
         incarnation
     }
 
-    struct Ward {
-        warden: Warden,
+    struct Watched {
+        monitor: MemoryMonitor,
         told: Receiver<MemoryMessage>,
         ember: Arc<Ember>,
         tagger: Tagger,
         folder: tempfile::TempDir,
     }
 
-    impl Ward {
+    impl Watched {
         fn new() -> Self {
             let folder = tempfile::tempdir_in("/dev/shm").unwrap();
             let tagger = Tagger::new(b"a key like noise");
             let ember = Arc::new(Ember::new(folder.path(), tagger.clone()));
             let (tell, told) = channel();
-            let tell = move |word| tell.send(word).expect("the test outlives its warden");
-            let warden = Warden::start("ward", BUDGET, ember.clone(), None, tell).unwrap();
-            Self { warden, told, ember, tagger, folder }
+            let tell = move |word| tell.send(word).expect("the test outlives its monitor");
+            let monitor = MemoryMonitor::start("web", BUDGET, ember.clone(), None, tell).unwrap();
+            Self { monitor, told, ember, tagger, folder }
         }
 
         fn half_full(&self, number: u32) -> Incarnation {
             half_full(self.folder.path(), number, &self.tagger)
         }
 
-        /// Until the warden has looked at what is there now, and trimmed it.
+        /// Until the monitor has looked at what is there now, and trimmed it.
         fn wait_settled(&self) {
-            self.warden.settle();
+            self.monitor.settle();
             let patience = Duration::from_secs(60);
             while !matches!(
-                self.told.recv_timeout(patience).expect("the warden settles"),
+                self.told.recv_timeout(patience).expect("the monitor settles"),
                 MemoryMessage::Settled { .. }
             ) {}
         }
@@ -384,24 +384,24 @@ mod tests {
 
     #[test]
     fn a_dead_guest_counts_once_and_loses_nothing() {
-        let ward = Ward::new();
-        let dead = ward.half_full(1);
-        ward.warden.watch(Some(dead.clone()));
-        ward.ember.bank(dead).unwrap();
-        ward.wait_settled();
-        assert_eq!((ward.ember.counts().trimmed, ward.ember.counts().remaining), (0, PAGES));
-        assert!(ward.warden.peak_bytes() <= BUDGET.limit_bytes(false), "{}", ward.warden.peak_bytes());
+        let machine = Watched::new();
+        let dead = machine.half_full(1);
+        machine.monitor.watch(Some(dead.clone()));
+        machine.ember.bank(dead).unwrap();
+        machine.wait_settled();
+        assert_eq!((machine.ember.counts().trimmed, machine.ember.counts().remaining), (0, PAGES));
+        assert!(machine.monitor.peak_bytes() <= BUDGET.limit_bytes(false), "{}", machine.monitor.peak_bytes());
     }
 
     #[test]
     fn memory_that_nobody_can_use_goes_before_the_ember() {
-        let ward = Ward::new();
-        let dead = ward.half_full(1);
+        let machine = Watched::new();
+        let dead = machine.half_full(1);
         let ram = File::options().write(true).open(dead.ram.path()).unwrap();
         (PAGES..2 * PAGES).for_each(|page| ram.write_all_at(&BYTES, page * PAGE_BYTES).unwrap());
-        ward.ember.bank(dead).unwrap();
-        ward.wait_settled();
-        assert_eq!((ward.ember.counts().trimmed, ward.ember.counts().remaining), (0, PAGES));
+        machine.ember.bank(dead).unwrap();
+        machine.wait_settled();
+        assert_eq!((machine.ember.counts().trimmed, machine.ember.counts().remaining), (0, PAGES));
     }
 
     /// A guest reads a quarter of its RAM from the ember between two looks, which are far apart on a busy host.
@@ -428,12 +428,12 @@ mod tests {
 
     #[test]
     fn the_ember_goes_as_the_next_guest_grows() {
-        let ward = Ward::new();
-        ward.ember.bank(ward.half_full(1)).unwrap();
-        ward.warden.watch(Some(ward.half_full(2)));
-        ward.wait_settled();
-        let used_bytes = (PAGES * PAGE_BYTES) + ward.ember.resident_bytes().unwrap();
-        assert!(ward.ember.counts().trimmed > 0, "{:?}", ward.ember.counts());
+        let machine = Watched::new();
+        machine.ember.bank(machine.half_full(1)).unwrap();
+        machine.monitor.watch(Some(machine.half_full(2)));
+        machine.wait_settled();
+        let used_bytes = (PAGES * PAGE_BYTES) + machine.ember.resident_bytes().unwrap();
+        assert!(machine.ember.counts().trimmed > 0, "{:?}", machine.ember.counts());
         assert!(used_bytes <= BUDGET.limit_bytes(false), "{used_bytes}");
     }
 }

@@ -1,4 +1,4 @@
-//! Arrivals: disks of a snapshot that are still on their way out of its object store, under a machine that runs.
+//! Backfill: disks of a snapshot that are still in its object store, under a machine that runs.
 //!
 //! notes of what is missing -> threads that bring what the guest reads, and the rest behind it -> nothing is missing
 //!
@@ -13,55 +13,56 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Instant;
 
-use hearth_api::{ApiError, ArrivalStatus, ErrorWord, EventKind};
+use hearth_api::{ArrivalStatus, EventKind};
 use hearth_disk::arrival::{Arrival, Conduct};
 use hearth_recovery::snapshot::{ArrivingDisk, SnapshotError};
 use hearth_store::Turns;
 
-use super::{Machine, MachineError};
+use super::Context;
 use crate::config::ObjectStoreConfig;
 use crate::event::{BackfillMessage, Event};
 use crate::object_store::{far, saved_disks};
 
-/// Of each disk: more than bring what nobody waits for at a time (`hearth_store::Turns`), so that some are left for the guest.
+/// Threads for each disk: more than may fetch in the background at a time (`hearth_store::Turns`), so that some are left for the
+/// guest's own reads.
 const THREADS: usize = 4;
 
-/// The disks of a machine that are on their way. Dropped, nobody brings anything any more; the threads end by themselves: a
-/// request to a store that is gone takes seconds to fail, and what it brings then is not used.
+/// The disks of a machine that are still in an object store. When this is dropped the threads end by themselves, which takes
+/// seconds where the store is gone; what they fetch after that is not used.
 #[derive(Default)]
-pub struct Arrivals {
+pub struct Backfill {
     disks: Vec<ArrivingOne>,
     /// With the memory of the guest that was restored: what it waits for goes first.
     turns: Arc<Turns>,
 }
 
 struct ArrivingOne {
-    /// As the snapshot calls it.
+    /// Name of the disk in the snapshot.
     name: String,
     disk: Arc<ArrivingDisk>,
 }
 
-impl Drop for Arrivals {
+impl Drop for Backfill {
     fn drop(&mut self) {
         self.disks.iter().for_each(|one| one.disk.arrival.stop());
     }
 }
 
-impl Arrivals {
-    /// What is noted in the machine's folder.
-    fn find(folder: &Path, config: &ObjectStoreConfig) -> Result<Self, SnapshotError> {
-        let mut arrivals = Self::default();
-        let Ok(entries) = std::fs::read_dir(saved_disks(folder)) else { return Ok(arrivals) };
+impl Backfill {
+    /// Finds the disks that the notes in the machine's folder name.
+    pub fn find(folder: &Path, config: &ObjectStoreConfig) -> Result<Self, SnapshotError> {
+        let mut backfill = Self::default();
+        let Ok(entries) = std::fs::read_dir(saved_disks(folder)) else { return Ok(backfill) };
         for path in entries.flatten().map(|entry| entry.path()) {
             let name = path.file_name().and_then(|name| name.to_str()?.strip_prefix("disk-"));
             let Some(name) = name.filter(|name| !name.ends_with(".arrival")) else { continue };
             let failed = |source| SnapshotError::Io { path: path.clone(), what: "read", source };
             let Some(arrival) = Arrival::open(&path).map_err(failed)? else { continue };
-            let far = far(ArrivingDisk::folder_of(&arrival).as_ref(), config, &arrivals.turns)?;
+            let far = far(ArrivingDisk::folder_of(&arrival).as_ref(), config, &backfill.turns)?;
             let disk = Arc::new(ArrivingDisk::new(Arc::new(arrival), far));
-            arrivals.disks.push(ArrivingOne { name: name.to_owned(), disk });
+            backfill.disks.push(ArrivingOne { name: name.to_owned(), disk });
         }
-        Ok(arrivals)
+        Ok(backfill)
     }
 
     /// For whoever opens images over them.
@@ -85,7 +86,7 @@ impl Arrivals {
         })
     }
 
-    /// What becomes of whoever reads what is missing.
+    /// Sets what a read of a missing block does: wait, or fail.
     pub fn set_conduct(&self, conduct: Conduct) {
         self.disks.iter().for_each(|one| one.disk.arrival.set_conduct(conduct));
     }
@@ -95,7 +96,7 @@ impl Arrivals {
         &self.turns
     }
 
-    fn start(&self, tell: &std::sync::mpsc::Sender<Event>) -> std::io::Result<()> {
+    pub fn start(&self, tell: &std::sync::mpsc::Sender<Event>) -> std::io::Result<()> {
         for one in &self.disks {
             let (began, running) = (Instant::now(), Arc::new(AtomicUsize::new(THREADS)));
             for _ in 0..THREADS {
@@ -117,31 +118,10 @@ impl Arrivals {
     }
 }
 
-impl Machine {
-    /// Before anything opens the disks. Nothing is asked of a store yet.
-    pub(super) fn expect_disks(&mut self) -> Result<(), MachineError> {
-        let config = &self.parts.config;
-        let Some(folder) = config.file.parent() else { return Ok(()) };
-        self.arrivals = Arrivals::find(folder, &config.object_store).map_err(MachineError::Arrival)?;
-        self.arrivals.set_conduct(Conduct::Wait);
-        self.arrivals.start(&self.parts.tell).map_err(MachineError::ArrivalThread)
-    }
-
-    pub(super) fn backfill_says(&mut self, message: BackfillMessage) {
-        match message {
-            BackfillMessage::Waits { why } => self.record(EventKind::RestoreWaits { why }),
-            BackfillMessage::Complete { disk, bytes, duration_ms } => {
-                self.record(EventKind::DiskComplete { disk, bytes, duration_ms });
-            }
-        }
-    }
-
-    /// What copies the disks, or lets go of them, needs all of them.
-    pub(super) fn disks_must_be_complete(&self, what: &str) -> Result<(), ApiError> {
-        if self.arrivals.is_complete() {
-            return Ok(());
-        }
-        let message = format!("cannot {what}: the guest's disks are still being fetched from the object store");
-        Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows how much is missing"))
-    }
+/// Records a message from the backfill.
+pub fn backfill_says(context: &Context, message: BackfillMessage) {
+    context.record(match message {
+        BackfillMessage::Waits { why } => EventKind::RestoreWaits { why },
+        BackfillMessage::Complete { disk, bytes, duration_ms } => EventKind::DiskComplete { disk, bytes, duration_ms },
+    });
 }

@@ -1,9 +1,10 @@
-//! Turns: of the machines of one host that hop together one stands still at a time, and only while none of them starts a QEMU.
+//! Hop lock: of the machines of one host that hop at the same time, one stands still at a time, and only while none of them starts
+//! a QEMU.
 //!
 //! One lock file in the runtime root: shared by those who start a QEMU to hop to, exclusive for whose guest stands still. With
 //! more of them than processors each would otherwise stand still for as long as the others take the processors from it.
 //!
-//! It is a courtesy: who cannot have it in time goes without.
+//! A machine that does not get the lock in time hops without it.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
@@ -20,9 +21,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
 /// Held until it is dropped, or its keeper dies.
-pub struct Turn(#[expect(dead_code, reason = "it is open, and so locked")] Option<File>);
+pub struct HopLock(#[expect(dead_code, reason = "it is open, and so locked")] Option<File>);
 
-impl Turn {
+impl HopLock {
     /// Others may start as well; nobody stands still.
     pub fn to_start(root: &RuntimeRoot) -> Self {
         Self(take(root.path(), FlockOperation::NonBlockingLockShared, PATIENCE))

@@ -1,0 +1,121 @@
+//! Context: what every part of a machine works with. A part borrows it, and owns its own fields beside it.
+
+use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex};
+
+use hearth_api::{EventKind, PendingChange};
+use hearth_qemu::{AcceleratorChoice, Binary, BinaryError};
+use hearth_recovery::journal::{GuestNote, Journal, JournalError};
+
+use super::images::InheritedLocks;
+use super::in_force::Next;
+use super::restore::RestoreOrder;
+use crate::config::{Config, ConfigFile, Configured};
+use crate::console::Hub;
+use crate::control::Occupation;
+use crate::event::Event;
+use crate::event_log::EventLog;
+use crate::folders::Folders;
+use crate::host_reload::Record;
+use crate::runtime_root::RuntimeRoot;
+use crate::watchdog::Watchdog;
+
+/// What a machine is made from, and what its parts share. All of it is checked.
+pub struct Context {
+    /// Configuration of the living guest, whatever the file says by now.
+    pub config: Config,
+    pub file: ConfigurationFile,
+    pub folders: Folders,
+    /// Where the machine is entered by its name.
+    pub root: RuntimeRoot,
+    pub qemu: QemuChoice,
+    /// A snapshot to begin with, instead of a boot.
+    pub restore: Option<RestoreOrder>,
+    /// The machine is a rehearsal's: its first guest is the only one.
+    pub rehearses: bool,
+    pub outside: Outside,
+    /// What the next keeper must know.
+    pub journal: Journal,
+}
+
+/// The configuration file, as far as it differs from the configuration of the living guest.
+pub struct ConfigurationFile {
+    /// The text that `Context::config` was made from; it goes along with a snapshot.
+    pub typed: ConfigFile,
+    /// The configuration of the next guest.
+    pub next: Next,
+    /// Keys of the file that do not count yet.
+    pub pending: Vec<PendingChange>,
+    /// `Context::config`, for the API.
+    pub shown: Arc<Mutex<serde_json::Value>>,
+}
+
+/// How QEMU is started.
+pub struct QemuChoice {
+    /// None: no program was found when this keeper took over a living QEMU.
+    pub binary: Option<Binary>,
+    pub accelerator: AcceleratorChoice,
+    /// Locks of the images, which each QEMU inherits.
+    pub locks: InheritedLocks,
+}
+
+/// The keeper around the machine's loop.
+pub struct Outside {
+    pub event_log: EventLog,
+    pub watchdog: Watchdog,
+    pub console: Hub,
+    /// Into the machine's loop.
+    pub tell: Sender<Event>,
+    /// A signal has asked the keeper to stop. The loop gets it as an event, too: this is for work that keeps the loop busy.
+    pub terminated: Arc<AtomicBool>,
+    /// Says what keeps the loop from answering for long.
+    pub occupation: Occupation,
+}
+
+/// The journal that a dead keeper left. Without one the machine has not run since the host started; but the record of a host
+/// reload may name a parked guest.
+pub fn load_journal(config: &Config, folders: &Folders, root: &RuntimeRoot) -> Result<Journal, JournalError> {
+    let name = &config.name;
+    Ok(Journal::load(&folders.journal())?.unwrap_or_else(|| {
+        let left_in = Record::of_this_host().and_then(|record| record.left_in(root.path(), name));
+        let guest = left_in.map_or(GuestNote::Runs, |folder| GuestNote::Parked { folder });
+        Journal { guest, ..Journal::new(name, config.memory_bytes) }
+    }))
+}
+
+impl Context {
+    /// The program that the next QEMU is started from.
+    pub fn binary(&self) -> Result<Binary, BinaryError> {
+        self.qemu.binary.clone().map_or_else(|| Binary::find(self.config.qemu.as_deref()), Ok)
+    }
+
+    /// Shows the configuration that counts now in the API.
+    pub fn show_config(&self) {
+        let shown = serde_json::to_value(&self.config).expect("a configuration is plain data");
+        *self.file.shown.lock().expect("holders only copy and assign") = shown;
+    }
+
+    /// The configuration of the living guest, as the journal has it.
+    pub fn started_with(&self) -> String {
+        Configured { config: self.config.clone(), typed: self.file.typed.clone() }.for_journal()
+    }
+
+    pub fn record(&self, kind: EventKind) {
+        self.outside.event_log.record(kind);
+    }
+
+    /// Writes the journal where the machine can go on without it; a failure is logged.
+    pub fn save_journal(&self) {
+        if let Err(error) = self.must_save_journal() {
+            tracing::warn!(
+                error = crate::chain(&error),
+                "journal cannot be written: a new keeper would not know the machine's state"
+            );
+        }
+    }
+
+    pub fn must_save_journal(&self) -> Result<(), JournalError> {
+        self.journal.save(&self.folders.journal())
+    }
+}

@@ -1,0 +1,217 @@
+//! Disks of a machine: their servers, what is known of their images, NVRAM, and the backfill of disks out of an object store.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use hearth_api::{ApiError, DiskSize, ErrorWord, EventKind};
+use hearth_disk::arrival::Conduct;
+use hearth_disk::gate::Gate;
+use hearth_disk::nvram::Nvram;
+use hearth_disk::nvram::pmem::Pmem;
+use hearth_disk::server::{DiskServer, Expected, Notice, Peer, Tell};
+use hearth_recovery::journal::QemuIdentity;
+
+use super::backfill::Backfill;
+use super::images::Images;
+use super::{Context, MachineError, access};
+use crate::config::{Boot, Config};
+use crate::event::Event;
+
+/// Everything that serves the guest's disks. The fields are dropped in this order: the servers' reads may wait for the backfill.
+pub struct Disks {
+    pub images: Images,
+    pub backfill: Backfill,
+    /// Servers of the configuration's disks, and behind them of its NVRAM.
+    pub servers: Vec<DiskServer>,
+    pub nvram: Vec<Nvram>,
+    /// Open as long as a QEMU may have them.
+    pub pmem: Vec<Pmem>,
+    /// The keeper before this one may have died while its QEMU greeted the disks. That QEMU must not be stopped and continued.
+    pub greeting_cut_off: bool,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("cannot flush disk {disk}")]
+pub struct FlushError {
+    disk: String,
+    source: std::io::Error,
+}
+
+impl Disks {
+    /// No keeper has guarded the images for some time. Notes of an earlier keeper in `folder` may tell what they were.
+    pub fn after_gap(folder: &Path) -> Self {
+        Self {
+            images: Images::after_gap(folder),
+            backfill: Backfill::default(),
+            servers: Vec::new(),
+            nvram: Vec::new(),
+            pmem: Vec::new(),
+            greeting_cut_off: false,
+        }
+    }
+
+    /// Finds the disks that are still in an object store. No request is sent yet. Call it before anything opens the disks.
+    pub fn find_backfill(&mut self, context: &Context) -> Result<(), MachineError> {
+        let config = &context.config;
+        let Some(folder) = config.file.parent() else { return Ok(()) };
+        self.backfill = Backfill::find(folder, &config.object_store).map_err(MachineError::Arrival)?;
+        self.backfill.set_conduct(Conduct::Wait);
+        self.backfill.start(&context.outside.tell).map_err(MachineError::ArrivalThread)
+    }
+
+    /// Lets a QEMU of another user connect to its disks again later.
+    pub fn admit(&self, context: &Context, pid: u32) {
+        if let Err(error) = access::admit(pid, &context.folders.runtime, &self.servers) {
+            let message = format!("QEMU (pid {pid}) cannot reconnect to its disks: {error}");
+            context.record(EventKind::Error { message });
+        }
+    }
+
+    /// The QEMU has ended. A connection that it gave to another process ends too.
+    pub fn expect_nobody(&self) {
+        self.servers.iter().for_each(|disk| disk.tell_expected(Expected::and_another([])));
+    }
+
+    /// From now on only this QEMU, which was found or went on, may connect to the disks.
+    pub fn expect_only(&self, qemu: &QemuIdentity) {
+        let peer = Peer { pid: qemu.pid, start_ticks: qemu.start_ticks };
+        self.servers.iter().for_each(|disk| disk.tell_expected(Expected::these([peer])));
+    }
+
+    /// How often QEMU has connected to each disk. None if it is not connected to one of them.
+    pub fn connections(&self) -> Option<Vec<u64>> {
+        let look = |disk: &DiskServer| {
+            let counters = disk.counters();
+            counters.connected.then_some(counters.connections)
+        };
+        self.servers.iter().map(look).collect()
+    }
+
+    /// A disk without a server ends this keeper: the next one serves it.
+    pub fn watch(context: &Context, server: &DiskServer) {
+        context.outside.watchdog.watch_disk(server.name(), server.pulse());
+        let (tell, disk) = (context.outside.tell.clone(), server.name().to_owned());
+        server.watch(move |why| {
+            // Fails only when the loop is gone, and the keeper with it.
+            let _ = tell.send(Event::DiskEnded { disk, why });
+        });
+    }
+
+    /// Leads a disk's notices into the machine's loop.
+    pub fn notices(context: &Context, disk: &str) -> Tell {
+        let (tell, disk) = (context.outside.tell.clone(), disk.to_owned());
+        // Fails only when the loop is gone, and then nobody wants to know.
+        Arc::new(move |notice| drop(tell.send(Event::Disk { disk: disk.clone(), notice })))
+    }
+
+    /// Gives the servers this gate, which they ask before they touch the guest's memory.
+    pub fn set_gate(&self, gate: Option<Gate>) {
+        if let Err(error) = self.try_set_gate(gate) {
+            tracing::warn!(error = crate::chain(&error), "a disk may use memory that was not granted");
+        }
+    }
+
+    /// Gives the servers this gate. A server that does not answer does not keep the others from getting it.
+    pub fn try_set_gate(&self, gate: Option<Gate>) -> Result<(), hearth_disk::server::ServerError> {
+        let gated: Vec<_> = self.servers.iter().map(|disk| disk.set_gate(gate.clone())).collect();
+        gated.into_iter().collect()
+    }
+
+    /// Writes all that the guest has flushed to the images' files, and syncs these.
+    pub fn flush(&self, context: &Context) -> Result<(), FlushError> {
+        // Tables of a qcow2 image may be held outside of its file.
+        for disk in &self.servers {
+            disk.commit().map_err(|source| FlushError { disk: disk.name().to_owned(), source })?;
+        }
+        let written = context.config.disks.iter().filter(|disk| !disk.read_only);
+        let written = written.map(|disk| (disk.name.as_str(), &disk.path));
+        written.chain(firmware_vars(&context.config).map(|vars| ("firmware_vars", vars))).try_for_each(
+            |(name, path)| {
+                let flushed = File::open(path).and_then(|image| image.sync_all());
+                flushed.map_err(|source| FlushError { disk: name.to_owned(), source })
+            },
+        )
+    }
+
+    /// Stops the servers. The NVRAM's content is in its mirror then, and stays in memory.
+    pub fn close(&mut self, context: &Context) {
+        std::mem::take(&mut self.servers).into_iter().for_each(DiskServer::stop);
+        self.nvram.clear();
+        self.images.closed(&context.folders.memory);
+    }
+
+    /// Reads the size of this disk's image again.
+    pub fn resize(&self, context: &Context, name: &str) -> Result<DiskSize, ApiError> {
+        // NVRAM is served behind them, and stays as large as it is.
+        let disks = &self.servers[..self.servers.len().min(context.config.disks.len())];
+        let Some(disk) = disks.iter().find(|disk| disk.name() == name) else {
+            let names: Vec<_> = disks.iter().map(|disk| disk.name()).collect();
+            let message = format!("{} has no disk {name}", context.config.name);
+            return Err(
+                ApiError::new(ErrorWord::NoSuchDisk, message).hint(format!("its disks are: {}", names.join(", ")))
+            );
+        };
+        let bytes = disk.resize().map_err(|error| ApiError::new(ErrorWord::Failed, crate::chain(&error)))?;
+        context.record(EventKind::DiskResized { disk: name.to_owned(), bytes });
+        Ok(DiskSize { disk: name.to_owned(), bytes })
+    }
+
+    pub fn disk_says(context: &Context, disk: String, notice: Notice) {
+        match notice {
+            Notice::OutOfSpace { why } => {
+                let folder = folder_of_disk(context, &disk);
+                context.record(EventKind::DiskFull { disk, folder, why });
+            }
+            Notice::SpaceAgain { waited } => {
+                context.record(EventKind::DiskSpaceAgain { disk, waited_ms: waited.as_secs_f64() * 1e3 });
+            }
+        }
+    }
+
+    /// Refuses while a request waits until an image can grow: the guest would get an error for it when it is stopped.
+    pub fn must_have_space(&self, context: &Context, what: &str) -> Result<(), ApiError> {
+        let Some(disk) = self.servers.iter().find(|disk| disk.counters().waiting_for_space > 0) else { return Ok(()) };
+        let (name, folder) = (disk.name(), folder_of_disk(context, disk.name()));
+        let message = format!("cannot {what}: requests to disk {name} are waiting for space in {folder}");
+        Err(ApiError::new(ErrorWord::WrongState, message).hint("free space there; the guest then continues by itself"))
+    }
+
+    /// Refuses while a disk is still in its object store: what copies the disks, or leaves them, needs all of them.
+    pub fn must_be_complete(&self, what: &str) -> Result<(), ApiError> {
+        if self.backfill.is_complete() {
+            return Ok(());
+        }
+        let message = format!("cannot {what}: the guest's disks are still being fetched from the object store");
+        Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows how much is missing"))
+    }
+
+    /// Refuses while QEMU does not use a disk: stopped and continued, it would never use it again.
+    pub fn must_be_in_use(&self, what: &str) -> Result<(), ApiError> {
+        let Some(disk) = self.servers.iter().find(|disk| is_silent(disk)) else { return Ok(()) };
+        let message = format!("cannot {what}: QEMU has not used disk {} since a keeper died", disk.name());
+        Err(ApiError::new(ErrorWord::WrongState, message)
+            .hint("Hearth repairs this within seconds: see `hearth events`"))
+    }
+}
+
+/// QEMU is connected, and has sent nothing.
+pub fn is_silent(disk: &DiskServer) -> bool {
+    let counters = disk.counters();
+    counters.connected && !counters.spoken
+}
+
+/// Flash that QEMU itself writes to.
+pub fn firmware_vars(config: &Config) -> Option<&PathBuf> {
+    match &config.boot {
+        Boot::Firmware { vars, .. } => vars.as_ref(),
+        Boot::Kernel { .. } => None,
+    }
+}
+
+fn folder_of_disk(context: &Context, name: &str) -> String {
+    let config = &context.config;
+    let image = config.disks.iter().find(|disk| disk.name == name).map(|disk| disk.path.as_path());
+    let folder = image.map_or(context.folders.memory.as_path(), |image| image.parent().unwrap_or(Path::new("/")));
+    folder.display().to_string()
+}

@@ -1,0 +1,161 @@
+//! Warm reboot of a machine: what is kept of dead guests' memory, and the budget that bounds it.
+
+use std::sync::Arc;
+
+use hearth_api::EventKind;
+use hearth_disk::block::DiskId;
+use hearth_disk::boot_set::BootSet;
+use hearth_disk::server::DiskServer;
+use hearth_disk::tag::Tagger;
+use hearth_memory::PAGE_BYTES;
+use hearth_recovery::admission::Terms;
+use hearth_recovery::boot_set::WarmSources;
+use hearth_recovery::budget::Budget;
+use hearth_recovery::ember::Ember;
+use hearth_recovery::incarnation::Incarnation;
+use hearth_recovery::warm_reboot::{Phase, Succession};
+
+use super::memory_monitor::MemoryMonitor;
+use super::timeline::Recovering;
+use super::{Context, DRAIN_PATIENCE, MachineError, dump};
+use crate::config::{AdmissionMode, Config};
+use crate::event::{Event, MemoryMessage};
+
+/// Memory of dead guests that is kept, and its bounds.
+pub struct WarmReboot {
+    pub tagger: Tagger,
+    pub ember: Arc<Ember>,
+    /// The ember, and the boot set if there is one.
+    pub sources: Arc<WarmSources>,
+    pub budget: Budget,
+    pub monitor: MemoryMonitor,
+}
+
+impl WarmReboot {
+    pub fn start(context: &Context) -> Result<Self, MachineError> {
+        let (config, folder) = (&context.config, &context.folders.memory);
+        let tagger = context.folders.tagger()?;
+        let ember = Arc::new(Ember::new(folder, tagger.clone()));
+        let boot_set = open_boot_set(context, &tagger)?;
+        let join_writes = config.remount.as_ref().is_some_and(|remount| remount.join_writes);
+        let sources = Arc::new(WarmSources { ember: ember.clone(), boot_set: boot_set.clone(), join_writes });
+        let budget = budget(config);
+        let tell = context.outside.tell.clone();
+        let monitor = MemoryMonitor::start(&config.name, budget, ember.clone(), boot_set, move |message| {
+            // Fails only when the loop is gone, and then nobody wants to know.
+            let _ = tell.send(Event::Memory(message));
+        })
+        .map_err(MachineError::MemoryMonitor)?;
+        Ok(Self { tagger, ember, sources, budget, monitor })
+    }
+
+    pub fn memory_says(&self, context: &Context, recovery: &mut Recovering, message: MemoryMessage) {
+        let counts = self.ember.counts();
+        match message {
+            MemoryMessage::Settled { released_bytes, began, took } => {
+                if let Some(timeline) = &mut recovery.timeline {
+                    timeline.released(released_bytes);
+                }
+                recovery.phase_ended(context, Phase::Settle.name(), began, took);
+                context.record(EventKind::EmberSettled { released_bytes, remaining_pages: counts.remaining });
+            }
+            MemoryMessage::Trimmed { bytes } => {
+                context.record(EventKind::EmberTrimmed { pages: bytes / PAGE_BYTES, bytes });
+            }
+            MemoryMessage::EmberEmpty => {
+                let pages_refused = counts.tag_mismatch + counts.overwritten + counts.trimmed;
+                context.record(EventKind::EmberEmpty { pages_served: counts.served, pages_refused });
+            }
+            MemoryMessage::OverBudget { used_bytes, limit_bytes } => {
+                context.record(EventKind::BudgetWarning { used_bytes, budget_bytes: limit_bytes });
+            }
+        }
+    }
+
+    /// Ends what the keeper holds of the disks' blocks.
+    pub fn forget_disks(&self) {
+        self.ember.extinguish();
+        self.clear_boot_set();
+    }
+
+    pub fn clear_boot_set(&self) {
+        if let Some(Err(error)) = self.boot_set().map(|boot_set| boot_set.clear()) {
+            tracing::warn!(error = crate::chain(&error), "cannot release the boot set's memory");
+        }
+    }
+
+    pub fn boot_set(&self) -> Option<&Arc<BootSet>> {
+        self.sources.boot_set.as_ref()
+    }
+
+    /// Drains the disks of a dead guest and prepares what is kept of it for the next one.
+    pub fn succession<'a>(&'a self, disks: &'a [DiskServer]) -> Succession<'a> {
+        Succession { disks, warm: &self.sources, tagger: &self.tagger, patience: DRAIN_PATIENCE }
+    }
+
+    /// Drops what is held of this disk. `living`: the incarnation whose ledger may name it.
+    pub fn forget_disk(&self, context: &Context, position: usize, why: String, living: Option<&Incarnation>) {
+        let Ok(id) = u8::try_from(position).map(DiskId) else { return };
+        let blocks = self.sources.forget_disk(id) + living.map_or(0, |living| living.forget_disk(id));
+        if blocks > 0 {
+            let disk = context.config.disks[position].name.clone();
+            tracing::warn!(disk, why, "dropped the blocks of this disk held in memory");
+            context.record(EventKind::DiskForgotten { disk, why, blocks });
+        }
+    }
+
+    /// Whether memory is to be granted unit by unit: dead memory cannot be given up for it, or there is any.
+    pub fn wants_gate(&self, config: &Config) -> bool {
+        let always = config.admission == AdmissionMode::Always;
+        self.ember.is_held() || always && !self.ember.incarnations().is_empty()
+    }
+
+    /// By what memory is granted to the next guest.
+    pub fn terms(&self, context: &Context) -> Terms {
+        Terms {
+            folder: context.folders.memory.clone(),
+            budget: self.budget,
+            ember: self.ember.clone(),
+            only_for_dumps: context.config.admission == AdmissionMode::Dump,
+        }
+    }
+
+    /// Removes the memory files.
+    pub fn discard_memory(&self, context: &Context) {
+        self.monitor.note_images(None);
+        self.ember.extinguish();
+        if let Err(error) = context.folders.discard_memory() {
+            tracing::warn!(%error, folder = %context.folders.memory.display(), "cannot remove memory files");
+        }
+    }
+
+    /// Sets the budget again: it depends on the size of the guest.
+    pub fn set_budget(&mut self, config: &Config) {
+        self.budget = budget(config);
+        self.monitor.set_budget(self.budget);
+    }
+}
+
+/// Opens the boot set that an earlier keeper left, or a new one. None if the configuration has none.
+fn open_boot_set(context: &Context, tagger: &Tagger) -> Result<Option<Arc<BootSet>>, MachineError> {
+    let folder = &context.folders.memory;
+    let Some(remount) = &context.config.remount else {
+        if let Err(error) = BootSet::discard(folder) {
+            tracing::warn!(%error, "cannot remove an unused boot set");
+        }
+        return Ok(None);
+    };
+    let boot_set = BootSet::open(folder, remount.limit_bytes, tagger.clone()).map_err(MachineError::BootSet)?;
+    Ok(Some(Arc::new(boot_set)))
+}
+
+/// The host memory that a machine may use.
+fn budget(config: &Config) -> Budget {
+    let slack_bytes = config.budget_slack_bytes;
+    Budget {
+        ram_bytes: config.memory_bytes,
+        slack_bytes,
+        headroom_bytes: config.crash.headroom_bytes,
+        dump_buffer_bytes: dump::buffer_bytes(slack_bytes, config.crash.threads),
+    }
+}
