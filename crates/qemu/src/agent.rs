@@ -6,7 +6,6 @@
 //! of time and of bytes, and text from the guest is cleaned before anyone reads it.
 
 use std::io::{self, ErrorKind, Read, Write};
-use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -18,7 +17,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use crate::Endpoint;
+use crate::{Endpoint, Stream};
 
 /// Starts a new conversation; this byte never occurs in JSON.
 const DELIMITER: u8 = 0xff;
@@ -66,7 +65,7 @@ pub struct Patience<'a> {
 /// A conversation with an agent. QEMU accepts one at a time; dropping this ends it.
 #[derive(Debug)]
 pub struct Agent {
-    stream: UnixStream,
+    stream: Stream,
     heard: Vec<u8>,
 }
 
@@ -86,7 +85,7 @@ impl Agent {
         Self::begin(stream, patience)
     }
 
-    fn begin(stream: UnixStream, patience: &Patience<'_>) -> Result<Self, AgentError> {
+    fn begin(stream: Stream, patience: &Patience<'_>) -> Result<Self, AgentError> {
         stream.set_read_timeout(Some(LOOK_EVERY)).map_err(AgentError::Broken)?;
         stream.set_write_timeout(Some(SEND_PATIENCE)).map_err(AgentError::Broken)?;
         let mut agent = Self { stream, heard: Vec::new() };

@@ -12,8 +12,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::net::sockopt::socket_peercred;
 
-use crate::ProcessId;
 use crate::process::start_ticks;
+use crate::{ProcessId, Stream};
 
 /// Minimum interval between two warnings, in seconds: some callers retry several times a second.
 const WARN_EVERY_S: u64 = 10;
@@ -35,10 +35,10 @@ impl Endpoint {
     }
 
     /// Connects, and fails if another process listens.
-    pub fn connect(&self) -> io::Result<UnixStream> {
+    pub fn connect(&self) -> io::Result<Stream> {
         let stream = UnixStream::connect(&self.socket)?;
         self.check(&stream)?;
-        Ok(stream)
+        Ok(stream.into())
     }
 
     /// Fails if another process than the expected QEMU or this process listens.

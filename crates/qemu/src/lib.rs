@@ -18,6 +18,7 @@ pub mod preload;
 mod process;
 mod qmp;
 mod sockets;
+mod stream;
 mod transcript;
 pub mod valve;
 
@@ -30,4 +31,5 @@ pub use machine_type::{EARLIER_MACHINE_TYPE, Hardware, MachineType, MachineTypes
 pub use migration::Migration;
 pub use process::{Process, ProcessError, ProcessId, kill_stray, memory_of, processes_naming, runtime_folder_of};
 pub use qmp::{Qmp, QmpError, QmpEvent, Said};
+pub use stream::Stream;
 pub use transcript::Transcript;

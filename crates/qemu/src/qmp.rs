@@ -12,7 +12,6 @@ use std::fs::File;
 use std::io::{self, BufReader, IoSlice, Read, Seek, SeekFrom, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex};
@@ -24,7 +23,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 use serde_json::{Value, json};
 
 use crate::migration::Migration;
-use crate::{Endpoint, Process};
+use crate::{Endpoint, Process, Stream};
 
 /// Time limit of an answer. QEMU answers in milliseconds, but may hold its lock while it flushes a disk.
 pub(crate) const ANSWER_PATIENCE: Duration = Duration::from_secs(20);
@@ -111,7 +110,7 @@ impl std::fmt::Debug for Qmp {
 
 #[derive(Debug)]
 struct Session {
-    stream: UnixStream,
+    stream: Stream,
     answers: Receiver<Value>,
     next_id: u64,
 }

@@ -37,7 +37,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use hearth_disk::server::{DiskServer, ServerError};
 use hearth_qemu::valve::Valves;
-use hearth_qemu::{Migration, Qmp, QmpError, QmpEvent, Said};
+use hearth_qemu::{Migration, Qmp, QmpError, QmpEvent, Said, Stream};
 
 pub use clock::{ClockDebt, Ticker};
 use order::Order;
@@ -233,7 +233,7 @@ impl Hop<'_> {
         let (target, theirs) = UnixStream::pair().map_err(RejuvenationError::Channel)?;
         self.new.migrate_incoming(OwnedFd::from(theirs).as_fd(), self.patience).map_err(RejuvenationError::New)?;
         self.old.keep_open(target.as_fd(), self.patience).map_err(RejuvenationError::Old)?;
-        let (source, theirs) = UnixStream::pair().map_err(RejuvenationError::Channel)?;
+        let (source, theirs) = Stream::pair().map_err(RejuvenationError::Channel)?;
         let passage = Passage::open(source, target, bell, clock::SECTION_BYTES);
         let mut passage = passage.map_err(RejuvenationError::Channel)?;
         if let Some((old, _)) = self.valves {

@@ -8,14 +8,16 @@
 //!                refuse                answer with an error
 //!                silent                do not answer
 //!                say TIMES JSON-STRING write this text so many times (0: until nobody reads it any more), then do it
+//!                hand KIND             send events with descriptors of this kind (see `handed`), then do it
 //! test -> fake   guest reset|panic|off|watchdog        at any time: what the guest does
 //! ```
 //! Without a test it does everything at once. It ends when the test does.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, IoSliceMut, Read, Write};
+use std::io::{BufRead, BufReader, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -24,7 +26,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap};
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    recvmsg, sendmsg,
+};
 use serde_json::{Value, json};
 
 /// What the devices are about.
@@ -340,6 +345,9 @@ fn serve(machine: &Arc<Machine>, control: Option<&Control>, client: UnixStream) 
             if let Some(order) = order.strip_prefix("say ") {
                 say_often(&client, order);
             }
+            if let Some(kind) = order.strip_prefix("hand ") {
+                hand_over(&client, kind);
+            }
             let answer = match order.as_str() {
                 "refuse" => Err("it was told to refuse this".to_owned()),
                 _ => machine.perform(command, &message["arguments"], descriptor),
@@ -365,6 +373,59 @@ fn say_often(mut client: &UnixStream, order: &str) {
     while (times == 0 || said < times) && client.write_all(text.as_bytes()).is_ok() {
         said += 1;
     }
+}
+
+/// Number of messages with descriptors, and of descriptors in each (SCM_MAX_FD in Linux).
+const HANDED_MESSAGES: usize = 8;
+const HANDED_AT_ONCE: usize = 253;
+/// How long closing a socket blocks while nobody reads its data.
+const LINGERS: Duration = Duration::from_secs(3600);
+
+/// A descriptor of this kind, and others that must stay open beside it.
+fn handed(kind: &str) -> std::io::Result<(OwnedFd, Vec<OwnedFd>)> {
+    Ok(match kind {
+        "sockets" => {
+            let (given, other) = UnixStream::pair()?;
+            (given.into(), vec![other.into()])
+        }
+        "folders" => (File::open("/")?.into(), Vec::new()),
+        "pipe" => {
+            let (unread, given) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::NONBLOCK)?;
+            while rustix::io::write(&given, &[0; 4096]).is_ok() {}
+            (given, vec![unread])
+        }
+        "counter" => {
+            let given = rustix::event::eventfd(0, rustix::event::EventfdFlags::empty())?;
+            rustix::io::write(&given, &(u64::MAX - 1).to_ne_bytes())?;
+            (given, Vec::new())
+        }
+        "lingering" => {
+            let listener = TcpListener::bind("127.0.0.1:0")?;
+            let mut given = TcpStream::connect(listener.local_addr()?)?;
+            given.set_nonblocking(true)?;
+            while given.write(&[0; 65536]).is_ok() {}
+            given.set_nonblocking(false)?;
+            rustix::net::sockopt::set_socket_linger(&given, Some(LINGERS))?;
+            (given.into(), vec![listener.into()])
+        }
+        other => return Err(std::io::Error::other(format!("{other}: unknown kind of descriptor"))),
+    })
+}
+
+/// Sends copies of a descriptor to the client, and keeps none.
+fn hand_over(client: &UnixStream, kind: &str) {
+    let (given, beside) = handed(kind).expect("it can be made");
+    let line = format!("{}\r\n", json!({ "event": "NEWS", "data": {} }));
+    let descriptors = [given.as_fd(); HANDED_AT_ONCE];
+    for _ in 0..HANDED_MESSAGES {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(HANDED_AT_ONCE))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)), "there is space for them");
+        // Fails once the client has closed the connection.
+        let _ = sendmsg(client, &[IoSlice::new(line.as_bytes())], &mut ancillary, SendFlags::NOSIGNAL);
+    }
+    // They stay open until this process ends.
+    std::mem::forget(beside);
 }
 
 /// More of what the client says, and the descriptors that came along. False: it has hung up.

@@ -18,6 +18,9 @@ const ANSWERS_WITHIN: Duration = Duration::from_secs(60);
 /// Another machine's keeper is not concerned.
 const NEIGHBOUR_ANSWERS_WITHIN: Duration = Duration::from_secs(10);
 
+/// Kinds of descriptors that the stand-in can send.
+const KINDS: [&str; 5] = ["sockets", "folders", "pipe", "counter", "lingering"];
+
 /// Something that QEMU should not say now, or ever.
 fn message(random: &mut Random) -> String {
     let event = |name: &str, data| format!("{}\r\n", json!({ "event": name, "data": data }));
@@ -63,6 +66,7 @@ fn order(random: &mut Random, silences: &AtomicU64) -> String {
         13 if silences.fetch_add(1, Relaxed) == 0 => "silent".to_owned(),
         14 => format!("say 0 {}", json!("A".repeat(65_536))),
         15 => format!("say 0 {}", json!(message(random))),
+        16 => format!("hand {}", random.of(&KINDS)),
         _ => format!("say {times} {}", json!(message(random))),
     }
 }

@@ -6,7 +6,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 use std::time::Duration;
 
-use hearth_qemu::Endpoint;
+use hearth_qemu::{Endpoint, Stream};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -27,7 +27,7 @@ pub struct Relay {
     orders: Receiver<Order>,
     /// Address of the QEMU to connect to; none once connected.
     wanted: Option<Place>,
-    qemu: Option<UnixStream>,
+    qemu: Option<Stream>,
     recall: Option<Recall>,
     successor: Option<Successor>,
     typed: Typed,
@@ -39,7 +39,7 @@ pub struct Relay {
 struct Successor {
     place: Place,
     /// None until connected.
-    stream: Option<UnixStream>,
+    stream: Option<Stream>,
     /// Gets a message when the QEMU may take over.
     ready: Option<Sender<()>>,
 }
@@ -350,7 +350,7 @@ impl Client {
 }
 
 /// Reads all available bytes. The next read reports the end of the stream.
-fn read_more(stream: &mut UnixStream, came: &mut Vec<u8>) {
+fn read_more(stream: &mut Stream, came: &mut Vec<u8>) {
     let mut buffer = [0; READ_BYTES];
     while let Ok(length @ 1..) = stream.read(&mut buffer) {
         came.extend(&buffer[..length]);
@@ -374,11 +374,11 @@ fn is_passing(error: &io::Error) -> bool {
 }
 
 /// Connects without waiting, because a QEMU with a full queue would block the thread.
-fn connect_now(qemu: &Endpoint) -> io::Result<UnixStream> {
+fn connect_now(qemu: &Endpoint) -> io::Result<Stream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     rustix::net::connect(&socket, &SocketAddrUnix::new(&qemu.socket)?)?;
     let stream = UnixStream::from(socket);
     qemu.check(&stream)?;
-    Ok(stream)
+    Ok(stream.into())
 }

@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
 
 /// More bytes than a socket takes one by one without a reader: a socket's buffer of 208 KiB holds some 300.
@@ -44,7 +44,7 @@ impl Typed {
     }
 
     /// Sends as much as possible without waiting. False if the other side is gone.
-    pub fn send(&mut self, qemu: &mut UnixStream) -> bool {
+    pub fn send(&mut self, qemu: &mut impl Write) -> bool {
         while let Some(&byte) = self.waiting.front() {
             match qemu.write(&[byte]) {
                 Ok(_) => {
@@ -62,7 +62,7 @@ impl Typed {
     }
 
     /// Takes back what `old` has not read, to send it to the next QEMU.
-    pub fn take_back(&mut self, old: &UnixStream) {
+    pub fn take_back(&mut self, old: &impl AsFd) {
         let unread = self.byte_cost.map_or(0, |cost| unread_cost(old) / cost).min(self.sent.len());
         for byte in self.sent.drain(..).rev().take(unread) {
             self.waiting.push_front(byte);
@@ -71,10 +71,10 @@ impl Typed {
 }
 
 /// Memory that sent and unread bytes use; 0 if unknown.
-pub fn unread_cost(stream: &UnixStream) -> usize {
+pub fn unread_cost(stream: &impl AsFd) -> usize {
     let mut bytes: libc::c_int = 0;
     // SAFETY: TIOCOUTQ writes one int, and the descriptor is open.
-    let asked = unsafe { libc::ioctl(stream.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    let asked = unsafe { libc::ioctl(stream.as_fd().as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
     if asked == 0 { usize::try_from(bytes).unwrap_or(0) } else { 0 }
 }
 

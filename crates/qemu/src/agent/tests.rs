@@ -1,6 +1,7 @@
 //! Good and bad agents at the other end of a socket.
 
 use std::io::{BufRead, BufReader};
+use std::os::unix::net::UnixStream;
 use std::thread::JoinHandle;
 
 use super::*;
@@ -40,7 +41,7 @@ fn synced(id: i64) -> Vec<u8> {
 fn check_freeze(says: &'static [u8], expect: &str) {
     let (stream, agent) =
         agent(move |name, id| if name == "guest-sync-delimited" { synced(id) } else { says.to_vec() });
-    let mut reached = Agent::begin(stream, &LONG).unwrap();
+    let mut reached = Agent::begin(stream.into(), &LONG).unwrap();
     let frozen = match reached.freeze(&SHORT) {
         Ok(count) => count.to_string(),
         Err(error) => error.to_string(),
@@ -80,7 +81,7 @@ fn check_program(says: &'static [&str], patience: &Patience<'_>, expect: &str, a
         last = next.next().copied().unwrap_or(last);
         format!("{last}\n").into_bytes()
     });
-    let mut reached = Agent::begin(stream, &LONG).unwrap();
+    let mut reached = Agent::begin(stream.into(), &LONG).unwrap();
     let ended = match reached.succeeds("systemctl", &["is-active", "web.service"], patience) {
         Ok(is_well) => is_well.to_string(),
         Err(error) => error.to_string(),
@@ -131,7 +132,7 @@ fn answers_to_others_are_skipped() {
         "guest-fsfreeze-freeze" => b"{\"return\": 3}\n".to_vec(),
         _ => b"{\"return\": 4}\n".to_vec(),
     });
-    let mut reached = Agent::begin(stream, &LONG).unwrap();
+    let mut reached = Agent::begin(stream.into(), &LONG).unwrap();
     assert_eq!(reached.freeze(&LONG).unwrap(), 3);
     assert_eq!(reached.thaw(&LONG).unwrap(), 4);
     drop(reached);
@@ -142,7 +143,7 @@ fn answers_to_others_are_skipped() {
 fn silent_endless_and_closed_channels_are_told_apart() {
     let fails = |says: Vec<u8>, patience: &Patience<'_>| {
         let (stream, _agent) = agent(move |_, _| says.clone());
-        Agent::begin(stream, patience).unwrap_err()
+        Agent::begin(stream.into(), patience).unwrap_err()
     };
     assert!(matches!(fails(Vec::new(), &SHORT), AgentError::Silent { .. }));
     assert!(matches!(fails(vec![b'x'; HEARD_BYTES_MAX + 1], &LONG), AgentError::Endless { .. }));
@@ -151,7 +152,7 @@ fn silent_endless_and_closed_channels_are_told_apart() {
     assert!(matches!(fails(Vec::new(), &stopped), AgentError::Stopped));
     let (stream, other) = UnixStream::pair().unwrap();
     drop(other);
-    assert!(matches!(Agent::begin(stream, &LONG), Err(AgentError::Broken(_) | AgentError::Closed)));
+    assert!(matches!(Agent::begin(stream.into(), &LONG), Err(AgentError::Broken(_) | AgentError::Closed)));
     let error = Agent::reach(&Endpoint::unchecked("/no/such.sock"), &LONG).unwrap_err().to_string();
     assert_eq!(error, "/no/such.sock: no connection to the guest agent's channel");
 }

@@ -6,13 +6,13 @@
 //! to commands.
 
 use std::io::{self, BufRead, BufReader, Read};
-use std::os::unix::net::UnixStream;
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
 use super::{QmpEvent, Said, event, now};
+use crate::Stream;
 
 /// Maximum length of a line. The longest answer to Hearth's commands has about 50 KiB.
 const LINE_BYTES_MAX: usize = 256 << 10;
@@ -73,10 +73,12 @@ enum Fault {
     Unasked,
     #[error("its QMP says what is not QMP: {0}")]
     Nonsense(String),
+    #[error("its QMP sends descriptors")]
+    Descriptors,
 }
 
 /// Reads until QEMU closes the connection or exceeds a bound, which is reported.
-pub(super) fn read_all(mut lines: BufReader<UnixStream>, answered: &SyncSender<Value>, hears: &dyn Fn(Said)) {
+pub(super) fn read_all(mut lines: BufReader<Stream>, answered: &SyncSender<Value>, hears: &dyn Fn(Said)) {
     let Err(fault) = read_within_bounds(&mut lines, answered, hears) else { return };
     // QEMU may be blocked in a write; this ends it.
     let _ = lines.get_ref().shutdown(std::net::Shutdown::Both);
@@ -84,14 +86,19 @@ pub(super) fn read_all(mut lines: BufReader<UnixStream>, answered: &SyncSender<V
 }
 
 fn read_within_bounds(
-    lines: &mut BufReader<UnixStream>,
+    lines: &mut BufReader<Stream>,
     answered: &SyncSender<Value>,
     hears: &dyn Fn(Said),
 ) -> Result<(), Fault> {
     let begun = Instant::now();
     let (mut messages, mut bytes) = (Budget::new(MESSAGES, begun), Budget::new(BYTES, begun));
     let (mut line, mut nonsense) = (Vec::new(), 0);
-    while let Ok(true) = next_line(lines, &mut line) {
+    loop {
+        match next_line(lines, &mut line) {
+            Ok(true) => {}
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => return Err(Fault::Descriptors),
+            Ok(false) | Err(_) => return Ok(()),
+        }
         if line.len() > LINE_BYTES_MAX {
             return Err(Fault::Line);
         }
@@ -117,11 +124,10 @@ fn read_within_bounds(
             },
         }
     }
-    Ok(())
 }
 
 /// Reads a line. Returns false if QEMU has closed the connection. A line is cut off behind the bound.
-fn next_line(lines: &mut BufReader<UnixStream>, line: &mut Vec<u8>) -> io::Result<bool> {
+fn next_line(lines: &mut BufReader<Stream>, line: &mut Vec<u8>) -> io::Result<bool> {
     line.clear();
     line.shrink_to(LINE_BYTES_MAX / 16);
     lines.by_ref().take(LINE_BYTES_MAX as u64 + 1).read_until(b'\n', line)?;
@@ -141,6 +147,7 @@ fn time(message: &Value) -> Duration {
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::os::unix::net::UnixStream;
     use std::sync::Mutex;
     use std::sync::mpsc::sync_channel;
 
@@ -152,7 +159,7 @@ mod tests {
         let speaker = std::thread::spawn(move || say(&mut theirs));
         let (answered, answers) = sync_channel(ANSWERS_MAX);
         let heard = Mutex::new(Vec::new());
-        read_all(BufReader::new(ours), &answered, &|said| heard.lock().unwrap().push(said.event));
+        read_all(BufReader::new(ours.into()), &answered, &|said| heard.lock().unwrap().push(said.event));
         speaker.join().unwrap();
         (heard.into_inner().unwrap(), answers.try_iter().count())
     }

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use hearth_qemu::Stream;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 /// Maximum size of a state. It has some 300 KiB, and 17 MiB with a graphics card; a larger one includes RAM.
@@ -21,7 +22,7 @@ const PIECE_BYTES: usize = 256 << 10;
 /// Receives what `ask` makes a QEMU send, until it hangs up. QEMU may hold the lock that its answer needs while its
 /// state waits for space. So the state is received while `ask` runs. An error of `ask` ends both.
 pub fn receive_while<E>(
-    source: UnixStream,
+    source: Stream,
     deadline: Instant,
     ask: impl FnOnce() -> Result<(), E>,
 ) -> io::Result<Result<Vec<u8>, E>> {
@@ -42,7 +43,7 @@ pub fn receive_while<E>(
 }
 
 /// Receives everything until the other side hangs up. Fails with `TimedOut` at the deadline.
-fn receive(mut source: UnixStream, deadline: Instant) -> io::Result<Vec<u8>> {
+fn receive(mut source: Stream, deadline: Instant) -> io::Result<Vec<u8>> {
     let mut state = Vec::with_capacity(2 * PIECE_BYTES);
     let mut piece = vec![0; PIECE_BYTES];
     loop {
@@ -59,7 +60,7 @@ fn receive(mut source: UnixStream, deadline: Instant) -> io::Result<Vec<u8>> {
 }
 
 /// Sends all of the state, and then its end.
-pub fn send(mut target: UnixStream, mut state: &[u8], deadline: Instant) -> io::Result<()> {
+pub fn send(mut target: Stream, mut state: &[u8], deadline: Instant) -> io::Result<()> {
     while !state.is_empty() {
         target.set_write_timeout(Some(left(deadline)?))?;
         match target.write(state) {
@@ -93,7 +94,7 @@ impl Bell {
 /// Both ends of a transfer, and the bytes between them.
 pub struct Passage {
     /// `None` when nothing more comes.
-    source: Option<UnixStream>,
+    source: Option<Stream>,
     /// `None` when it takes nothing more.
     target: Option<UnixStream>,
     bell: Bell,
@@ -106,7 +107,7 @@ pub struct Passage {
 
 impl Passage {
     /// A passage that keeps back the last `keep_back` bytes received.
-    pub fn open(source: UnixStream, target: UnixStream, bell: Bell, keep_back: usize) -> io::Result<Self> {
+    pub fn open(source: Stream, target: UnixStream, bell: Bell, keep_back: usize) -> io::Result<Self> {
         source.set_nonblocking(true)?;
         target.set_nonblocking(true)?;
         // The buffers are written to once: fresh memory would be faulted in page by page while the guest stands still.
@@ -246,8 +247,8 @@ mod tests {
         let state: Vec<u8> = (0..3_000_000u32).map(|byte| byte as u8).collect();
         let (ours, theirs) = UnixStream::pair().unwrap();
         let sent = state.clone();
-        let sender = std::thread::spawn(move || send(ours, &sent, Instant::now() + LONG));
-        assert!(receive(theirs, Instant::now() + LONG).unwrap() == state);
+        let sender = std::thread::spawn(move || send(ours.into(), &sent, Instant::now() + LONG));
+        assert!(receive(theirs.into(), Instant::now() + LONG).unwrap() == state);
         sender.join().unwrap().unwrap();
     }
 
@@ -263,11 +264,11 @@ mod tests {
         let deadline = || Instant::now() + 2 * LONG;
         let (old, ours) = UnixStream::pair().unwrap();
         let ask = || if send_before_answering(old, &state) { Ok(()) } else { Err("no room") };
-        assert!(receive_while(ours, deadline(), ask).unwrap() == Ok(state.clone()));
+        assert!(receive_while(ours.into(), deadline(), ask).unwrap() == Ok(state.clone()));
 
         let (old, source) = UnixStream::pair().unwrap();
         let (target, _new) = UnixStream::pair().unwrap();
-        let mut passage = Passage::open(source, target, Bell::new().unwrap(), 4).unwrap();
+        let mut passage = Passage::open(source.into(), target, Bell::new().unwrap(), 4).unwrap();
         let (had_room, taken) = passage.take_while(deadline(), || send_before_answering(old, &state));
         assert!(had_room && taken.is_ok());
         passage.take().unwrap();
@@ -277,7 +278,7 @@ mod tests {
     #[test]
     fn a_refusal_does_not_wait_for_a_state() {
         let (_old, ours) = UnixStream::pair().unwrap();
-        let refused = receive_while(ours, Instant::now() + Duration::from_secs(3600), || Err("no"));
+        let refused = receive_while(ours.into(), Instant::now() + Duration::from_secs(3600), || Err("no"));
         assert_eq!(refused.unwrap(), Err("no"));
     }
 
@@ -286,7 +287,7 @@ mod tests {
         let (mut old, source) = UnixStream::pair().unwrap();
         let (target, mut new) = UnixStream::pair().unwrap();
         let bell = Bell::new().unwrap();
-        let mut passage = Passage::open(source, target, bell.clone(), 4).unwrap();
+        let mut passage = Passage::open(source.into(), target, bell.clone(), 4).unwrap();
         old.write_all(b"the whole state").unwrap();
         passage.take().unwrap();
         passage.give();
@@ -307,7 +308,7 @@ mod tests {
     #[test]
     fn hung_and_closed_sides_are_told_apart() {
         let soon = || Instant::now() + Duration::from_millis(10);
-        let (ours, theirs) = UnixStream::pair().unwrap();
+        let (ours, theirs) = Stream::pair().unwrap();
         assert_eq!(receive(ours.try_clone().unwrap(), soon()).unwrap_err().kind(), ErrorKind::TimedOut);
         assert_eq!(send(ours.try_clone().unwrap(), &vec![0; 8 << 20], soon()).unwrap_err().kind(), ErrorKind::TimedOut);
         drop(theirs);

@@ -3,10 +3,9 @@
 //! RAM is not part of it, but a file of its own (`x-ignore-shared`).
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use hearth_qemu::{Migration, Qmp, QmpError};
+use hearth_qemu::{Migration, Qmp, QmpError, Stream};
 
 use crate::rejuvenation::relay;
 
@@ -38,7 +37,7 @@ pub fn prepare(qmp: &Qmp, patience: Duration) -> Result<(), StateError> {
 /// Takes the state, after `prepare`. The guest must stand still (`Qmp::pause`), and can run again afterwards.
 pub fn take(qmp: &Qmp, patience: Duration) -> Result<Vec<u8>, StateError> {
     let deadline = Instant::now() + patience;
-    let (ours, theirs) = UnixStream::pair().map_err(StateError::Channel)?;
+    let (ours, theirs) = Stream::pair().map_err(StateError::Channel)?;
     let ask = || qmp.migrate(OwnedFd::from(theirs).as_fd(), patience);
     let received = relay::receive_while(ours, deadline, ask).map_err(|_| StateError::Hangs { patience })?;
     let state = received.map_err(StateError::Take)?;
@@ -50,7 +49,7 @@ pub fn take(qmp: &Qmp, patience: Duration) -> Result<Vec<u8>, StateError> {
 pub fn give(qmp: &Qmp, state: &[u8], patience: Duration) -> Result<(), StateError> {
     let deadline = Instant::now() + patience;
     qmp.prepare_migration(patience).map_err(StateError::Give)?;
-    let (ours, theirs) = UnixStream::pair().map_err(StateError::Channel)?;
+    let (ours, theirs) = Stream::pair().map_err(StateError::Channel)?;
     qmp.migrate_incoming(OwnedFd::from(theirs).as_fd(), patience).map_err(StateError::Give)?;
     match relay::send(ours, state, deadline) {
         Err(error) if error.kind() == std::io::ErrorKind::TimedOut => return Err(StateError::Hangs { patience }),
