@@ -10,6 +10,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod counts;
 mod guest;
 mod memory;
 mod model;
@@ -24,8 +25,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, Once};
 use std::time::Instant;
 
+use counts::Counts;
 use storage::Killed;
-use world::{Counts, World};
+use world::World;
 
 /// Things that happen in a run before it comes to its end.
 const STEPS: u32 = 400;

@@ -1,0 +1,247 @@
+//! Keeper: the process that serves the disk, from its start to its death, and what it does beside serving.
+
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use hearth_disk::boot_set::BootSet;
+use hearth_disk::buffer::BufferPool;
+use hearth_disk::image::{Format, Image, ImageOptions};
+use hearth_disk::server::{Backing, DiskOptions, Expected, Pause, Tracking, Worker};
+use hearth_disk::tag::Tagger;
+use hearth_disk::warm::WarmSource;
+use hearth_recovery::boot_set::WarmSources;
+use hearth_recovery::ember::Ember;
+use hearth_recovery::incarnation::{Incarnation, discard_files};
+use hearth_recovery::warm_reboot;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::settings::Settings;
+use super::{BLOCKS_MAX, BLOCKS_MIN, DISK, Then, World, log};
+use crate::guest::QUEUES;
+use crate::memory::{Dead, Memory};
+use crate::storage::{BLOCK, Killed, SECTOR, SECTORS_A_BLOCK, Storage, lock};
+
+pub(super) struct Keeper {
+    pub(super) worker: Worker,
+    pub(super) at_once: bool,
+    pub(super) alarm: Option<Instant>,
+}
+
+impl World {
+    pub(super) fn open_keeper(&mut self) {
+        log!(self, "a keeper starts");
+        if self.guest.is_some() {
+            self.take_over();
+        } else {
+            self.start_cold();
+        }
+        let file = lock(&self.storage).file().try_clone().unwrap();
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd()).into();
+        let lock_patience = Duration::ZERO;
+        let image =
+            ImageOptions { path, format: Format::Raw, read_only: false, direct: false, lock_patience, owner: None };
+        let image = Image::open(&image).unwrap();
+        let bytes = image.bytes();
+        let pool = BufferPool::new(self.settings.pool_bytes).unwrap();
+        let engine = image.guard(Storage::engine(&self.storage, &pool));
+        let Settings { depth, hold_back, limits, .. } = self.settings;
+        let backing = Backing { image, pool, engine, depth, hold_back };
+        lock(&self.storage).meter.restart();
+        let options = DiskOptions {
+            id: DISK,
+            name: "simulated".into(),
+            serial: "serial".into(),
+            socket: self.socket(),
+            queues: QUEUES as u16,
+            queue_size: 64,
+            read_only: false,
+            memory_slots: false,
+            limits,
+            tracked: true,
+            gate: None,
+            tell: None,
+            expected: Expected::anyone(),
+        };
+        let tracking = self.tracking();
+        let (worker, _) = Worker::open(options, backing, tracking, self.clock.clone()).unwrap();
+        self.keeper = Some(Keeper { worker, at_once: false, alarm: None });
+        // A write that was late may have made the file longer than it was told to be.
+        self.adopt_length(bytes / SECTOR);
+    }
+
+    pub(super) fn socket(&self) -> PathBuf {
+        self.folder.path().join("disk.sock")
+    }
+
+    /// The guest lives: what was kept for it in files is good.
+    pub(super) fn take_over(&mut self) {
+        let numbers = self.warm.ember.incarnations();
+        self.dead.lock().unwrap().clear();
+        self.incarnation = Some(Incarnation::open(self.folder.path(), self.number).unwrap());
+        // The old one's mappings go first, as those of a process that is gone.
+        self.warm = open_warm(self.folder.path(), &self.settings, &self.tagger);
+        for number in numbers {
+            self.bank(Incarnation::open(self.folder.path(), number).unwrap());
+        }
+    }
+
+    /// Nobody guarded the image.
+    pub(super) fn start_cold(&mut self) {
+        for number in self.warm.ember.incarnations().into_iter().chain([self.number]) {
+            discard_files(self.folder.path(), number);
+        }
+        self.dead.lock().unwrap().clear();
+        self.incarnation = None;
+        BootSet::discard(self.folder.path()).unwrap();
+        self.warm = open_warm(self.folder.path(), &self.settings, &self.tagger);
+    }
+
+    pub(super) fn bank(&mut self, dead: Incarnation) {
+        let ram = File::options().write(true).open(dead.ram.path()).unwrap();
+        let ledger = dead.ledger.clone().unwrap();
+        self.dead.lock().unwrap().push(Dead { number: dead.number, ram, ledger });
+        self.warm.ember.bank(dead).unwrap();
+        self.forget_dropped();
+    }
+
+    /// Nobody keeps a ledger current that the ember has dropped.
+    pub(super) fn forget_dropped(&mut self) {
+        let kept = self.warm.ember.incarnations();
+        self.dead.lock().unwrap().retain(|dead| kept.contains(&dead.number));
+    }
+
+    pub(super) fn tracking(&self) -> Option<Tracking> {
+        let tracking = warm_reboot::tracking(self.incarnation.as_ref()?, &self.tagger, &self.warm)?;
+        let memory: Arc<dyn WarmSource> = Arc::new(Memory {
+            inner: Arc::clone(&self.warm),
+            storage: Arc::clone(&self.storage),
+            dead: Arc::clone(&self.dead),
+            haunted: self.settings.haunted,
+        });
+        Some(Tracking { warm: Some(memory), ..tracking })
+    }
+
+    /// The keeper's loop goes on, if anything wakes it.
+    pub(super) fn turn(&mut self) {
+        let Some(keeper) = &mut self.keeper else { return };
+        let is_due = keeper.alarm.is_some_and(|alarm| alarm <= self.clock.now());
+        if !keeper.at_once && !is_due && !is_readable(&keeper.worker) {
+            return;
+        }
+        keeper.alarm = keeper.alarm.filter(|_| !is_due);
+        lock(&self.storage).meter.is_stopping =
+            self.qemu.waits_for_stop() || std::mem::take(&mut self.last_word_was_stop);
+        let worker = &mut keeper.worker;
+        match catch_unwind(AssertUnwindSafe(|| worker.turn(Some(Duration::ZERO)))) {
+            Ok(Ok(pause)) => {
+                keeper.at_once = pause == Pause::None;
+                if let Pause::AtMost(wait) = pause {
+                    keeper.alarm = Some(self.clock.now() + wait);
+                }
+                self.hear();
+            }
+            Ok(Err(error)) => self.fault(format!("the loop failed: {error}")),
+            Err(payload) if payload.is::<Killed>() => {
+                log!(self, "the keeper dies in the middle of its work");
+                self.killed();
+            }
+            Err(payload) => resume_unwind(payload),
+        }
+    }
+
+    pub(super) fn kill(&mut self) {
+        if self.keeper.is_some() {
+            log!(self, "the keeper is killed");
+            self.killed();
+        }
+    }
+
+    pub(super) fn light_fuse(&mut self) {
+        if self.keeper.is_some() {
+            lock(&self.storage).fuse = Some(self.random.below(40));
+        }
+    }
+
+    pub(super) fn killed(&mut self) {
+        self.counts.kills += 1;
+        drop(self.keeper.take());
+        lock(&self.storage).abandon(&mut self.random);
+        let was_connected = self.qemu.is_connected();
+        self.qemu.hang_up();
+        self.successor = None;
+        if let Some(mut old) = self.leaving.take()
+            && was_connected
+            && !self.qemu.has_kicked
+            && self.random.one_in(2)
+        {
+            log!(self, "the old QEMU goes on");
+            old.hang_up();
+            old.bases = vec![None; QUEUES];
+            self.qemu = old;
+        }
+        // A known limitation: a successor that has no region yet cannot tell that the write cache is off, and nobody else does.
+        self.is_through &= self.qemu.has_region();
+        // Its processors go on: the hop has failed, or is over.
+        if self.then.take() == Some(Then::Reset) {
+            self.reset_driver();
+        }
+        if self.guest.is_none() {
+            self.model.end_all(&lock(&self.storage));
+        }
+    }
+
+    pub(super) fn resize(&mut self) {
+        let Some(keeper) = self.keeper.as_mut().filter(|_| !self.is_saving) else { return };
+        let blocks = BLOCKS_MIN + self.random.below(BLOCKS_MAX - BLOCKS_MIN);
+        log!(self, "the disk gets {blocks} blocks");
+        self.counts.resizes += 1;
+        let mut storage = lock(&self.storage);
+        storage.set_blocks(blocks);
+        storage.fuse = None;
+        drop(storage);
+        let bytes = keeper.worker.resize().unwrap();
+        assert_eq!(bytes, blocks * BLOCK);
+        self.adopt_length(blocks * SECTORS_A_BLOCK);
+    }
+
+    pub(super) fn adopt_length(&mut self, sectors: u64) {
+        self.model.resize(sectors);
+        if let Some(guest) = &mut self.guest {
+            guest.shrink_to(sectors);
+        }
+    }
+
+    pub(super) fn ready(&mut self) {
+        if let Some(set) = &self.warm.boot_set {
+            set.ready();
+        }
+    }
+
+    /// What the keeper does about an ember beside the disks.
+    pub(super) fn tend(&mut self) {
+        let ember = &self.warm.ember;
+        match self.random.below(4) {
+            0 => drop(ember.settle().unwrap()),
+            1 => drop(ember.assay(20)),
+            2 => drop(ember.trim(self.random.below(6) * BLOCK).unwrap()),
+            _ => drop(ember.sweep().unwrap()),
+        }
+        self.forget_dropped();
+    }
+}
+
+pub(super) fn open_warm(folder: &Path, settings: &Settings, tagger: &Tagger) -> Arc<WarmSources> {
+    let ember = Arc::new(Ember::new(folder, tagger.clone()));
+    let open = |bytes| Arc::new(BootSet::open(folder, bytes, tagger.clone()).unwrap());
+    Arc::new(WarmSources { ember, boot_set: settings.boot_set_bytes.map(open), join_writes: settings.join_writes })
+}
+
+fn is_readable(worker: &Worker) -> bool {
+    let fd = worker.as_fd();
+    let mut polled = [PollFd::new(&fd, PollFlags::IN)];
+    poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).unwrap() > 0
+}
