@@ -125,6 +125,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         gate: None,
         tell: None,
         expected: Expected::anyone(),
+        write_through: false,
     };
     let tracking = if has("warm") { Some(warm(&image)?) } else { None };
     let server = DiskServer::start_with(options, backing, tracking)?;

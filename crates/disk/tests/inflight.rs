@@ -14,7 +14,7 @@ use std::process::{Child, Command, Stdio};
 
 use common::*;
 use hearth_disk::engine::flaky::{Fault, Plan};
-use hearth_disk::server::{DiskServer, Expected, Peer, ServerError, inflight_name};
+use hearth_disk::server::{DiskOptions, DiskServer, Expected, Peer, ServerError, inflight_name};
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserInflight};
 
@@ -204,6 +204,34 @@ fn a_new_region_tells_that_the_write_cache_is_off() {
     successor.set_inflight_fd(&region, file.as_raw_fd()).unwrap();
     let (_, space) = successor.get_config(0, 60, VhostUserConfigFlags::empty(), &[0; 60]).unwrap();
     assert_eq!(space[WRITEBACK as usize], 0);
+}
+
+fn writeback(guest: &mut Guest) -> u8 {
+    let (_, space) = guest.frontend.get_config(0, 60, VhostUserConfigFlags::empty(), &[0; 60]).unwrap();
+    space[WRITEBACK as usize]
+}
+
+/// The keeper notes it for a guest that comes to another QEMU, which has no region yet.
+#[test]
+fn write_cache_state_that_the_keeper_noted_is_kept() {
+    let place = Place::new(DISK_BYTES);
+    let options = DiskOptions { write_through: true, ..place.options() };
+    let server = DiskServer::start(options, place.open(), None).unwrap();
+    let mut guest = Guest::connect(&place.socket(), 1);
+    assert_eq!((writeback(&mut guest), server.counters().write_through), (0, true));
+    // The region that it got remembers it.
+    drop(server);
+    let server = place.serve(None);
+    guest.reconnect(&place.socket());
+    assert_eq!((writeback(&mut guest), server.counters().write_through), (0, true));
+    // The next guest has a write cache.
+    drop(guest);
+    server.drain(PATIENCE).unwrap();
+    server.attach(None).unwrap();
+    let mut next = Guest::connect(&place.socket(), 1);
+    assert_eq!((writeback(&mut next), server.counters().write_through), (1, false));
+    next.frontend.set_config(WRITEBACK, VhostUserConfigFlags::WRITABLE, &[0]).unwrap();
+    assert_eq!((writeback(&mut next), server.counters().write_through), (0, true));
 }
 
 #[test]

@@ -322,6 +322,7 @@ pub fn parked(machine: &str) -> Parked {
         vmgenid: None,
         guest_agent: false,
         started_with: None,
+        write_through: Vec::new(),
         frozen: false,
         disks: Vec::new(),
         images: Vec::new(),

@@ -49,6 +49,10 @@ pub struct Journal {
     /// What the living guest's clock is off by since its last hop, in nanoseconds.
     #[serde(default)]
     pub clock_debt: ClockDebt,
+    /// Disks whose write cache the living guest had switched off when it came to the QEMU that it has. QEMU does not tell the
+    /// disks' next server before it has an inflight region.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub write_through: Vec<String>,
     /// What the operator ordered and the guest is about to do: the next keeper sees to it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ordered: Option<OrderNote>,
@@ -270,6 +274,7 @@ impl Journal {
             greeting: false,
             hop: None,
             clock_debt: ClockDebt::default(),
+            write_through: Vec::new(),
             ordered: None,
             guest: GuestNote::Runs,
             frozen: false,
@@ -391,6 +396,7 @@ mod tests {
         assert_eq!(Journal::load(&path).unwrap(), None);
         let mut journal = Journal::new("web", 1 << 30);
         journal.ember = vec![1, 2];
+        journal.write_through = vec!["root".to_owned()];
         journal.clock_debt = ClockDebt::of(Duration::from_millis(1), Duration::from_millis(3));
         journal.save(&path).unwrap();
         assert_eq!(Journal::load(&path).unwrap().as_ref(), Some(&journal));

@@ -103,8 +103,8 @@ pub struct Connection {
     pub left: Option<MemoryFile>,
     features: u64,
     protocol: u64,
-    /// Of the guest, not of its QEMU: two at one disk share it.
-    writeback: Rc<Cell<bool>>,
+    /// The guest has switched its write cache off. All connections of the guest share it.
+    pub write_through: Rc<Cell<bool>>,
     /// Set before each message: whether queues may be started now.
     pub may_start: bool,
     /// The frontend began to stop its queues, the first one before all others; taken by whoever notes it.
@@ -144,7 +144,7 @@ impl Connection {
             left: None,
             features: 0,
             protocol: 0,
-            writeback: Rc::new(Cell::new(true)),
+            write_through: Rc::default(),
             may_start: true,
             stop_asked: None,
             waiting: None,
@@ -152,16 +152,6 @@ impl Connection {
             heard: Instant::now(),
             has_spoken: false,
         })
-    }
-
-    /// The guest switched its write cache off, as an earlier server was told.
-    pub fn write_through(&self) {
-        self.writeback.set(false);
-    }
-
-    /// What the guest said to the other about its write cache holds here, too.
-    pub fn share_write_cache(&mut self, other: &Self) {
-        self.writeback = Rc::clone(&other.writeback);
     }
 
     /// Has any queue been started and not been stopped and drained since?
@@ -197,7 +187,11 @@ impl Connection {
 
     /// Must a write be durable before it is answered? (virtio 1.2, 5.2.6.2)
     pub fn writes_through(&self) -> bool {
-        if self.features & config::CONFIG_WCE != 0 { !self.writeback.get() } else { self.features & config::FLUSH == 0 }
+        if self.features & config::CONFIG_WCE != 0 {
+            self.write_through.get()
+        } else {
+            self.features & config::FLUSH == 0
+        }
     }
 
     /// Handles the next message, if there is one. An error ends the connection.
@@ -248,8 +242,8 @@ impl Connection {
                 }
                 let region = Inflight::open(spec, file)?;
                 // A server before this one may have been told, or this one while there was another region.
-                self.writeback.set(self.writeback.get() && !region.is_write_through());
-                region.set_write_through(!self.writeback.get());
+                self.write_through.set(self.write_through.get() || region.is_write_through());
+                region.set_write_through(self.write_through.get());
                 self.inflight = Some(region);
                 Ok(Answer::Done)
             }
@@ -358,7 +352,7 @@ impl Connection {
     fn get_config(&self, offset: u32, bytes: u32, flags: u32) -> Answer {
         let mut space = [0; super::wire::CONFIG_BYTES_MAX as usize];
         space[..self.device.space.len()].copy_from_slice(&self.device.space);
-        space[WRITEBACK_OFFSET] = u8::from(self.writeback.get());
+        space[WRITEBACK_OFFSET] = u8::from(!self.write_through.get());
         let mut reply = Vec::with_capacity(12 + bytes as usize);
         for field in [offset, bytes, flags] {
             reply.extend_from_slice(&field.to_ne_bytes());
@@ -369,11 +363,11 @@ impl Connection {
 
     fn set_config(&mut self, offset: u32, data: &[u8]) -> Result<Answer, ConnectionError> {
         match (offset as usize, data) {
-            (WRITEBACK_OFFSET, [writeback]) => self.writeback.set(*writeback != 0),
+            (WRITEBACK_OFFSET, [writeback]) => self.write_through.set(*writeback == 0),
             _ => return Err(ConnectionError::Config { offset, bytes: data.len() }),
         }
         if let Some(region) = &self.inflight {
-            region.set_write_through(!self.writeback.get());
+            region.set_write_through(self.write_through.get());
         }
         Ok(Answer::Done)
     }
@@ -397,7 +391,7 @@ impl Connection {
             }
             None => inflight::create(&self.disk, queues, asked.queue_size)?,
         };
-        if !self.writeback.get() {
+        if self.write_through.get() {
             inflight::note_write_through(&file)?;
         }
         let mut reply = Vec::with_capacity(reply_bytes);
@@ -438,7 +432,7 @@ impl Connection {
     fn reset(&mut self) {
         self.queues = new_queues(self.device, &self.poller);
         self.inflight = None;
-        self.writeback.set(true);
+        self.write_through.set(false);
     }
 
     fn acknowledge(&self, request: u32, need_reply: bool, failed: u64) -> Result<(), WireError> {

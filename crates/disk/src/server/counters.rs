@@ -12,6 +12,8 @@ pub struct DiskCounters {
     pub spoken: bool,
     /// A second QEMU is connected and waits to take over.
     pub successor: bool,
+    /// The guest has switched its write cache off.
+    pub write_through: bool,
     pub connections: u64,
     pub reads: u64,
     pub writes: u64,
@@ -55,6 +57,7 @@ macro_rules! counters {
             pub connected: AtomicBool,
             pub spoken: AtomicBool,
             pub successor: AtomicBool,
+            pub write_through: AtomicBool,
             $(pub $name: AtomicU64,)*
         }
 
@@ -64,6 +67,7 @@ macro_rules! counters {
                     connected: self.connected.load(Ordering::Relaxed),
                     spoken: self.spoken.load(Ordering::Relaxed),
                     successor: self.successor.load(Ordering::Relaxed),
+                    write_through: self.write_through.load(Ordering::Relaxed),
                     $($name: self.$name.load(Ordering::Relaxed),)*
                 }
             }

@@ -106,6 +106,8 @@ pub struct DiskOptions {
     pub tell: Option<Tell>,
     /// Who may connect, until `expect` says otherwise.
     pub expected: Expected,
+    /// The guest has switched its write cache off, as was noted while another server had it. QEMU does not tell.
+    pub write_through: bool,
 }
 
 /// What a disk tells its keeper unasked.

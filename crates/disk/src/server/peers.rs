@@ -8,6 +8,9 @@
 //! Who starts queues serves. That is allowed to the one in waiting only while the other has none and no request is in
 //! flight: two QEMUs would otherwise answer one guest. A QEMU that tries is cut off.
 
+use std::cell::Cell;
+use std::rc::Rc;
+
 use super::connection::Connection;
 
 #[derive(Default)]
@@ -16,6 +19,8 @@ pub struct Peers {
     waiting: Option<Connection>,
     /// A second one may connect.
     pub handover: bool,
+    /// The guest has switched its write cache off. This is the guest's state: its QEMUs do not tell it to each other.
+    pub write_through: Rc<Cell<bool>>,
 }
 
 impl Peers {
@@ -55,14 +60,12 @@ impl Peers {
         }
     }
 
-    /// One more has connected. The guest's word about its write cache was said to the other.
+    /// One more has connected.
     pub fn add(&mut self, mut connection: Connection) {
-        match &self.serving {
+        connection.write_through = Rc::clone(&self.write_through);
+        match self.serving {
             None => self.serving = Some(connection),
-            Some(serving) => {
-                connection.share_write_cache(serving);
-                self.waiting = Some(connection);
-            }
+            Some(_) => self.waiting = Some(connection),
         }
     }
 

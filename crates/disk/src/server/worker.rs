@@ -197,7 +197,9 @@ impl Worker {
         let disk = Disk::new(&options, backing, tracking, counters, pressure, clock);
         let door = (listener, options.expected.clone());
         let worker = Self::new(options.name.clone(), disk, door, command_wake, inbox);
-        Ok((worker.map_err(fail("set up its loop"))?, handle))
+        let worker = worker.map_err(fail("set up its loop"))?;
+        worker.set_write_through(options.write_through);
+        Ok((worker, handle))
     }
 
     fn new(
@@ -482,11 +484,17 @@ impl Worker {
         }
     }
 
+    fn set_write_through(&self, on: bool) {
+        self.peers.write_through.set(on);
+        self.disk.counters.write_through.store(on, Ordering::Relaxed);
+    }
+
     fn count_peers(&mut self) {
         let has_spoken = !self.peers.is_empty() && self.peers.iter_mut().all(|connection| connection.has_spoken);
         self.disk.counters.spoken.store(has_spoken, Ordering::Relaxed);
         self.disk.counters.connected.store(!self.peers.is_empty(), Ordering::Relaxed);
         self.disk.counters.successor.store(self.peers.has_waiting(), Ordering::Relaxed);
+        self.disk.counters.write_through.store(self.peers.write_through.get(), Ordering::Relaxed);
     }
 
     /// As [`DiskServer::attach`](super::DiskServer::attach). False: somebody is served.
@@ -494,6 +502,7 @@ impl Worker {
         let is_free = self.is_drained();
         if is_free {
             self.disk.attach(tracking);
+            self.set_write_through(false);
         }
         is_free
     }
@@ -517,13 +526,17 @@ impl Worker {
         }
     }
 
+    /// As [`DiskServer::set_write_log`](super::DiskServer::set_write_log).
+    pub fn set_write_log(&mut self, log: Option<Arc<WriteLog>>) {
+        self.peers.iter_mut().for_each(|connection| connection.memory.set_write_log(log.clone()));
+        self.disk.write_log = log;
+    }
+
     /// As [`DiskServer::set_handover_from_silent`](super::DiskServer::set_handover_from_silent).
     pub fn set_handover_from_silent(&mut self, left: OwnedFd) -> Result<(), String> {
         let left = ForeignFd::from(left).sealed_memory()?;
-        if inflight::is_write_through(&left).map_err(|error| error.to_string())?
-            && let Some(silent) = self.peers.serving()
-        {
-            silent.write_through();
+        if inflight::is_write_through(&left).map_err(|error| error.to_string())? {
+            self.set_write_through(true);
         }
         self.set_handover(true);
         self.left = Some(left);
@@ -552,8 +565,7 @@ impl Worker {
                     let _ = reply.send(());
                 }
                 Command::WriteLog(log, reply) => {
-                    self.peers.iter_mut().for_each(|connection| connection.memory.set_write_log(log.clone()));
-                    self.disk.write_log = log;
+                    self.set_write_log(log);
                     let _ = reply.send(());
                 }
                 Command::Freeze(target, reply) => drop(reply.send(self.freeze(target))),

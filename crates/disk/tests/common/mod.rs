@@ -114,6 +114,7 @@ impl Place {
             gate: None,
             tell: None,
             expected: Expected::these([Peer::this_process().unwrap()]),
+            write_through: false,
         }
     }
 

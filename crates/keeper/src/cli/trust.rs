@@ -159,6 +159,7 @@ mod tests {
                 ram_bytes: 64 * 4096,
                 vmgenid: false,
                 guest_agent: false,
+                write_through: Vec::new(),
                 frozen: false,
                 machine_file: draft.write_machine(machine).unwrap(),
                 state: draft.write_state(b"state").unwrap(),

@@ -142,6 +142,12 @@ impl Disks {
         Ok(())
     }
 
+    /// Disks whose write cache the living guest has switched off.
+    pub fn write_through(&self) -> Vec<String> {
+        let disks = self.servers.iter().filter(|disk| disk.counters().write_through);
+        disks.map(|disk| disk.name().to_owned()).collect()
+    }
+
     /// Owner of the locks of images and mirrors.
     pub fn lock_owner(&self, context: &Context) -> Option<LockOwner> {
         let owner = lock_owner(&context.folders.runtime);
@@ -177,7 +183,8 @@ impl Disks {
         image.note_changes_in(&context.folders.disk_tables(&disk.name), unwritten);
         let socket = context.folders.disk_socket(&disk.name);
         let tell = Some(Self::notices(context, &disk.name));
-        let options = DiskOptions { gate: gate.cloned(), tell, ..launch::disk_options(position, disk, socket) };
+        let (gate, write_through) = (gate.cloned(), context.journal.write_through.contains(&disk.name));
+        let options = DiskOptions { gate, tell, write_through, ..launch::disk_options(position, disk, socket) };
         let tracking = warm_reboot::tracking(incarnation, &warm.tagger, &warm.sources);
         let server = DiskServer::start(options, image, tracking)
             .map_err(|source| MachineError::Server { disk: disk.name.clone(), source })?;

@@ -247,6 +247,7 @@ pub fn nvram_options(id: DiskId, device: &NvramConfig, socket: PathBuf) -> DiskO
         gate: None,
         tell: None,
         expected: nobody_yet(),
+        write_through: false,
     }
 }
 
@@ -269,6 +270,7 @@ pub fn disk_options(position: usize, disk: &DiskConfig, socket: PathBuf) -> Disk
         gate: None,
         tell: None,
         expected: nobody_yet(),
+        write_through: false,
     }
 }
 

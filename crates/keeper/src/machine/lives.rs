@@ -250,6 +250,7 @@ impl Machine {
         self.context.journal.incarnation += 1;
         (self.context.journal.ordered, self.stand.asked_to_shut_down) = (None, false);
         self.context.journal.clock_debt = ClockDebt::default();
+        self.context.journal.write_through.clear();
         self.saves.forget_frozen(&mut self.context);
         self.context.outside.event_log.set_incarnation(self.context.journal.incarnation);
         let tracked = self.context.config.ember == EmberMode::On;

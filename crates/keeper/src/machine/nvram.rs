@@ -53,7 +53,8 @@ impl Disks {
             let socket = context.folders.disk_socket(&device.name);
             let id = DiskId(u8::try_from(disks + position).expect("a machine has fewer disks than PCI slots"));
             let tell = Some(Self::notices(context, &device.name));
-            let options = DiskOptions { gate: gate.cloned(), tell, ..launch::nvram_options(id, device, socket) };
+            let (gate, write_through) = (gate.cloned(), context.journal.write_through.contains(&device.name));
+            let options = DiskOptions { gate, tell, write_through, ..launch::nvram_options(id, device, socket) };
             let server = DiskServer::start_with(options, backing, None)
                 .map_err(|source| MachineError::Server { disk: device.name.clone(), source })?;
             Self::watch(context, &server);

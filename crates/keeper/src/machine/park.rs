@@ -226,6 +226,7 @@ impl Machine {
             vmgenid: identity.vmgenid,
             guest_agent: identity.guest_agent,
             started_with: Some(self.context.started_with()),
+            write_through: self.disks.write_through(),
             frozen: self.context.journal.frozen,
             disks: launch::disk_identities(config),
             images,
@@ -397,6 +398,7 @@ impl Machine {
         ticker: Option<Ticker>,
     ) -> Result<(Generation, Option<Duration>), Obstacle> {
         self.context.journal.vmgenid.clone_from(&parked.vmgenid);
+        self.context.journal.write_through.clone_from(&parked.write_through);
         if parked.frozen {
             self.saves.note_frozen(&mut self.context);
         }

@@ -371,17 +371,29 @@ impl Machine {
         self.context.outside.console.expect(new.console(&self.context.folders), TYPED_PATIENCE);
         self.disks.end_greeting(&mut self.context);
         self.context.journal.hop = Some(HopNote { successor: new.identity(), committed: false });
-        let path = self.context.folders.journal();
-        self.context.journal.save(&path)?;
-        let committed = Some(HopNote { successor: new.identity(), committed: true });
-        let committed = Journal { hop: committed, ..self.context.journal.clone() }.stage(&path)?;
+        self.context.journal.write_through = self.disks.write_through();
+        self.context.journal.save(&self.context.folders.journal())?;
+        let committed = self.stage_commit(new)?;
         let hop = self.disks.hop(old, new);
         let admitted = progress.run(Phase::Admit, |_| hop.admit())?;
         let prepared = progress.run(Phase::Prepare, |_| hop.prepare())?;
         let handed =
             progress.run(Phase::Hand, |_| hop.hand(&admitted, prepared, ticker, self.context.journal.clock_debt))?;
         progress.report.state_bytes = Some(handed.state_bytes);
-        Ok((handed, committed))
+        let write_through = self.disks.write_through();
+        if self.context.journal.write_through == write_through {
+            return Ok((handed, committed));
+        }
+        // The guest has switched a write cache since.
+        drop(committed);
+        self.context.journal.write_through = write_through;
+        Ok((handed, self.stage_commit(new)?))
+    }
+
+    /// What is to be the journal from the point of no return on.
+    fn stage_commit(&self, new: &Generation) -> Result<Staged, JournalError> {
+        let committed = Some(HopNote { successor: new.identity(), committed: true });
+        Journal { hop: committed, ..self.context.journal.clone() }.stage(&self.context.folders.journal())
     }
 
     /// The new QEMU is ended, and the old one goes on as if nothing had been.

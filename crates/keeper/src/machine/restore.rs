@@ -164,8 +164,9 @@ impl Machine {
         let (from, seal) = (order.snapshot.clone(), Some(snapshot.seal().to_owned()));
         drill(Step::Note.name());
         let incarnation = self.next_incarnation()?;
-        self.open_disks(&incarnation, Unwritten::Drop)?;
         let manifest = &snapshot.manifest;
+        self.context.journal.write_through.clone_from(&manifest.write_through);
+        self.open_disks(&incarnation, Unwritten::Drop)?;
         let vmgenid = self.context.vmgenid_of_restore(manifest.vmgenid);
         let (devices, frozen) = (Devices { vmgenid, guest_agent: manifest.guest_agent }, manifest.frozen);
         let number = self.next_generation(&incarnation)?;

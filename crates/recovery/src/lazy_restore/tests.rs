@@ -47,6 +47,7 @@ fn save_of(folder: &std::path::Path, byte: impl Fn(u32) -> u8) {
         ram_bytes: PAGES * PAGE_BYTES,
         vmgenid: true,
         guest_agent: false,
+        write_through: Vec::new(),
         frozen: false,
         machine_file: draft.write_machine("").unwrap(),
         state: draft.write_state(&[]).unwrap(),

@@ -171,6 +171,9 @@ pub struct Parked {
     /// guest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub started_with: Option<String>,
+    /// Disks whose write cache the guest has switched off.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub write_through: Vec<String>,
     /// Whether its file systems may be frozen, for a save whose thaw was not seen.
     #[serde(default)]
     pub frozen: bool,
@@ -414,6 +417,7 @@ mod tests {
             vmgenid: None,
             guest_agent: true,
             started_with: None,
+            write_through: vec!["root".into()],
             frozen: false,
             disks: vec![DiskIdentity {
                 name: "root".into(),

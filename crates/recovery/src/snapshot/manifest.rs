@@ -36,6 +36,9 @@ pub struct Manifest {
     /// Whether the guest's agent had frozen its file systems. Whoever restores the guest must have them thawed.
     #[serde(default)]
     pub frozen: bool,
+    /// Disks whose write cache the guest has switched off.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub write_through: Vec<String>,
     pub machine_file: Part,
     pub state: Part,
     pub ram: RamPart,

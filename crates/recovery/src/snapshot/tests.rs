@@ -64,6 +64,7 @@ impl Stand {
             ram_bytes: RAM_PAGES * 4096,
             vmgenid: true,
             guest_agent: true,
+            write_through: vec!["root".to_owned()],
             frozen: true,
             machine_file: draft.write_machine(&format!("name = \"web\"\n# {moment}\n"))?,
             state: draft.write_state(&[3 + moment; 5000])?,

@@ -381,6 +381,7 @@ impl Machine {
         if connections.is_none() || connections != self.disks.connections() {
             return Err("a disk lost its connection to QEMU meanwhile; try again".to_owned());
         }
+        let write_through = self.disks.write_through();
         let Some(saving) = &mut self.saves.current else { return Ok(()) };
         let targets = std::mem::take(&mut saving.targets);
         let parts = targets.iter().map(|target| {
@@ -406,6 +407,7 @@ impl Machine {
                 ram_bytes: config.memory_bytes,
                 vmgenid: identity.vmgenid.is_some(),
                 guest_agent: identity.guest_agent,
+                write_through,
                 frozen: self.context.journal.frozen,
                 machine_file: nothing(),
                 state: nothing(),
