@@ -12,7 +12,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
+use std::sync::mpsc::{Sender, channel};
 
 use rustix::fs::{AtFlags, FileType, SealFlags, StatxFlags, fcntl_get_seals, fstatfs, statx};
 use rustix::io::ReadWriteFlags;
@@ -157,7 +157,8 @@ impl MemoryFile {
 
 static CLOSING: AtomicUsize = AtomicUsize::new(0);
 
-/// Are descriptors waiting to be closed that their owner does not let go? Whoever gave them gets no more connections.
+/// Do many descriptors wait to be closed, because their owner does not let them go? No connection is accepted then, at any disk of
+/// this process.
 pub fn closing_is_held_up() -> bool {
     CLOSING.load(Ordering::Relaxed) >= CLOSING_MAX
 }
@@ -165,9 +166,9 @@ pub fn closing_is_held_up() -> bool {
 /// Closes what may hold up whoever closes it.
 pub fn close_apart<T: Send + 'static>(fd: T) {
     type Closable = Box<dyn Send>;
-    static CLOSER: OnceLock<Option<SyncSender<Closable>>> = OnceLock::new();
+    static CLOSER: OnceLock<Option<Sender<Closable>>> = OnceLock::new();
     let closer = CLOSER.get_or_init(|| {
-        let (closer, closable) = sync_channel::<Closable>(CLOSING_MAX);
+        let (closer, closable) = channel::<Closable>();
         let close = move || {
             for fd in closable {
                 drop(fd);
@@ -178,10 +179,7 @@ pub fn close_apart<T: Send + 'static>(fd: T) {
     });
     let Some(closer) = closer else { return std::mem::forget(fd) };
     CLOSING.fetch_add(1, Ordering::Relaxed);
-    if let Err(TrySendError::Full(fd) | TrySendError::Disconnected(fd)) = closer.try_send(Box::new(fd)) {
-        // It stays open; there are few of them, since whoever gave it is cut off, and not let in again.
-        std::mem::forget(fd);
-    }
+    closer.send(Box::new(fd)).expect("the thread lives as long as the process");
 }
 
 #[cfg(test)]
@@ -189,9 +187,17 @@ mod tests {
     use std::fs::File;
 
     use rustix::event::{EventfdFlags, eventfd};
+    use std::sync::{Arc, Mutex};
+    use std::time::{Duration, Instant};
+
     use rustix::fs::{MemfdFlags, fcntl_add_seals, memfd_create};
 
     use super::*;
+    use crate::block::DiskId;
+    use crate::clock::Clock;
+    use crate::image::{Format, Image, ImageOptions};
+    use crate::limit::Limits;
+    use crate::server::{Backing, DiskOptions, Expected, Handle, Pause, Worker};
 
     fn memory(seals: SealFlags) -> OwnedFd {
         let fd = memfd_create("memory", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
@@ -235,6 +241,65 @@ mod tests {
         let named = folder.path().join("anon_inode:[eventfd]");
         File::create(&named).unwrap();
         check(|| open(named.to_str().unwrap()), [false, true, false, false]);
+    }
+
+    fn worker(folder: &std::path::Path) -> (Worker, Handle) {
+        let path = folder.join("image");
+        std::fs::write(&path, [0; 4096]).unwrap();
+        let lock_patience = Duration::ZERO;
+        let image =
+            ImageOptions { path, format: Format::Raw, read_only: false, direct: false, lock_patience, owner: None };
+        let options = DiskOptions {
+            id: DiskId(0),
+            name: "test".into(),
+            serial: String::new(),
+            socket: folder.join("socket"),
+            queues: 1,
+            queue_size: 64,
+            read_only: false,
+            memory_slots: false,
+            limits: Limits::default(),
+            tracked: false,
+            gate: None,
+            tell: None,
+            expected: Expected::anyone(),
+            write_through: false,
+        };
+        Worker::open(options, Backing::of(Image::open(&image).unwrap()).unwrap(), None, Clock::default()).unwrap()
+    }
+
+    /// Closing it takes until the lock is free.
+    struct Held(Arc<Mutex<()>>);
+
+    impl Drop for Held {
+        fn drop(&mut self) {
+            drop(self.0.lock());
+        }
+    }
+
+    #[test]
+    fn connections_wait_for_descriptors_to_be_closed_and_no_longer() {
+        let folder = tempfile::tempdir().unwrap();
+        let (mut worker, handle) = worker(folder.path());
+        let mut turn = || worker.turn(Some(Duration::ZERO)).unwrap();
+        let lock = Arc::new(Mutex::new(()));
+        let held = lock.lock().unwrap();
+        // Twice as many, to see that none is forgotten.
+        (0..2 * CLOSING_MAX).for_each(|_| close_apart(Held(lock.clone())));
+        let _connection = UnixStream::connect(folder.path().join("socket")).unwrap();
+        let pause = turn();
+        assert_eq!(handle.counters().connections, 0);
+        assert!(matches!(pause, Pause::AtMost(_)), "nothing else wakes it: {pause:?}");
+        drop(held);
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while closing_is_held_up() {
+            assert!(Instant::now() < deadline, "some are never closed");
+            std::thread::yield_now();
+        }
+        while handle.counters().connections == 0 {
+            assert!(Instant::now() < deadline, "the connection is never accepted");
+            turn();
+        }
     }
 
     #[test]

@@ -23,6 +23,7 @@ mod foreign;
 #[cfg(test)]
 mod fuzz;
 mod inflight;
+mod listener;
 mod memory;
 mod overlap;
 mod parked;
@@ -53,6 +54,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 pub use counters::DiskCounters;
+pub use foreign::closing_is_held_up;
 pub use inflight::memory_name as inflight_name;
 pub use recorder::Tracking;
 pub use visitors::{Expected, Peer};

@@ -125,6 +125,10 @@ impl Visitors {
         }
     }
 
+    pub fn has_some(&self) -> bool {
+        !self.lobby.is_empty()
+    }
+
     /// The one that has waited longest.
     pub fn next(&mut self) -> Option<Visitor> {
         self.lobby.pop_front()

@@ -5,12 +5,9 @@
 //!
 //! Nothing is done from inside an event: events only note what is ready, and the round after them works in one order.
 
-use std::fs::{File, Permissions};
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,10 +19,11 @@ use rustix::time::{
 };
 
 use super::connection::{Connection, ConnectionError};
-use super::counters::{Counters, add};
+use super::counters::{Counters, DiskCounters, add};
 use super::disk::Disk;
 use super::foreign::{ForeignFd, MemoryFile, closing_is_held_up};
 use super::inflight;
+use super::listener::{SocketFile, listen};
 use super::memory::MemoryError;
 use super::peers::Peers;
 use super::poller::{self, Event, Poller, Source, Watched, clear};
@@ -56,6 +54,9 @@ const VISITORS_A_LOOK: usize = 16;
 const BACKLOG_MAX: usize = 1 << 16;
 /// It looks this often meanwhile.
 const LEAVE_LOOK: Duration = Duration::from_millis(5);
+/// While descriptors wait to be closed, no connection is accepted. The thread that closes them wakes no other: the disk's
+/// thread looks again after this time.
+const CLOSING_LOOK: Duration = Duration::from_millis(10);
 /// A stop does not wait longer than this for the image.
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -84,49 +85,11 @@ pub struct Handle {
     pub(super) wake: OwnedFd,
 }
 
-/// The socket of a disk, removed when its server ends.
-struct SocketFile {
-    listener: UnixListener,
-    path: PathBuf,
-}
-
-impl AsFd for SocketFile {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.listener.as_fd()
+impl Handle {
+    /// What the disk has done so far.
+    pub fn counters(&self) -> DiskCounters {
+        self.counters.read()
     }
-}
-
-impl Drop for SocketFile {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path);
-    }
-}
-
-/// Listens at `path`, for this user only. A socket that nobody listens at is replaced, a living one is not.
-fn listen(disk: &str, path: &Path) -> Result<SocketFile, ServerError> {
-    if UnixStream::connect(path).is_ok() {
-        return Err(ServerError::SocketInUse { disk: disk.to_owned(), socket: path.to_owned() });
-    }
-    let make = || -> io::Result<UnixListener> {
-        // Renamed into place with its mode set, so that there is no moment at which others could connect.
-        let mut fresh = path.as_os_str().to_owned();
-        fresh.push(".new");
-        let fresh = PathBuf::from(fresh);
-        match std::fs::remove_file(&fresh) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => (),
-        }
-        let listener = UnixListener::bind(&fresh)?;
-        std::fs::set_permissions(&fresh, Permissions::from_mode(0o600))?;
-        std::fs::rename(&fresh, path)?;
-        listener.set_nonblocking(true)?;
-        Ok(listener)
-    };
-    let listener = make().map_err(|source| {
-        let (disk, socket) = (disk.to_owned(), path.to_owned());
-        ServerError::Listen { disk, socket, source }
-    })?;
-    Ok(SocketFile { listener, path: path.to_owned() })
 }
 
 /// How long a disk may sleep if nothing happens.
@@ -137,6 +100,16 @@ pub enum Pause {
     /// Something that waits by itself is due after this time.
     AtMost(Duration),
     Endless,
+}
+
+impl Pause {
+    fn at_most(self, limit: Duration) -> Self {
+        match self {
+            Self::None => Self::None,
+            Self::AtMost(wait) => Self::AtMost(wait.min(limit)),
+            Self::Endless => Self::AtMost(limit),
+        }
+    }
 }
 
 /// A disk and its socket, without the thread: whoever calls `turn` serves it. A [`DiskServer`](super::DiskServer) does so on
@@ -273,7 +246,13 @@ impl Worker {
         let pause = self.work();
         self.settle();
         self.disk.counters.pulse.end();
-        Ok(pause)
+        Ok(if self.is_held_up() { pause.at_most(CLOSING_LOOK) } else { pause })
+    }
+
+    /// Does a connection wait only for descriptors to be closed?
+    fn is_held_up(&self) -> bool {
+        let in_backlog = !self.listening && !self.visitors.expected.undecided;
+        in_backlog || self.visitors.has_some() && self.peers.has_room(self.disk.is_idle())
     }
 
     fn note(&mut self, event: Event) {

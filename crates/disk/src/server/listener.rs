@@ -1,0 +1,55 @@
+//! The listener: the socket at which a disk waits for QEMU.
+
+use std::fs::Permissions;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use super::ServerError;
+
+/// The socket of a disk, removed when its server ends.
+pub struct SocketFile {
+    pub listener: UnixListener,
+    pub path: PathBuf,
+}
+
+impl AsFd for SocketFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.listener.as_fd()
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Listens at `path`, for this user only. A socket that nobody listens at is replaced, a living one is not.
+pub fn listen(disk: &str, path: &Path) -> Result<SocketFile, ServerError> {
+    if UnixStream::connect(path).is_ok() {
+        return Err(ServerError::SocketInUse { disk: disk.to_owned(), socket: path.to_owned() });
+    }
+    let make = || -> io::Result<UnixListener> {
+        // Renamed into place with its mode set, so that there is no moment at which others could connect.
+        let mut fresh = path.as_os_str().to_owned();
+        fresh.push(".new");
+        let fresh = PathBuf::from(fresh);
+        match std::fs::remove_file(&fresh) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => (),
+        }
+        let listener = UnixListener::bind(&fresh)?;
+        std::fs::set_permissions(&fresh, Permissions::from_mode(0o600))?;
+        std::fs::rename(&fresh, path)?;
+        listener.set_nonblocking(true)?;
+        Ok(listener)
+    };
+    let listener = make().map_err(|source| {
+        let (disk, socket) = (disk.to_owned(), path.to_owned());
+        ServerError::Listen { disk, socket, source }
+    })?;
+    Ok(SocketFile { listener, path: path.to_owned() })
+}
