@@ -1,32 +1,38 @@
-//! Counts: how often something happened in the runs.
+//! Counts: how often each thing happened in the runs, to see that they are about all of them.
 
-/// How often what happened, to see that a run is about something.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Counts {
-    pub answers: u64,
-    pub kills: u64,
-    pub crashes: u64,
-    pub hops: u64,
-    pub stops: u64,
-    pub resizes: u64,
-    pub saves: u64,
-    pub out_of_space: u64,
+macro_rules! counts {
+    ($($name:ident),*) => {
+        #[derive(Clone, Copy, Debug, Default)]
+        pub struct Counts {
+            $(pub $name: u64,)*
+        }
+
+        impl Counts {
+            pub fn add(&mut self, other: Self) {
+                $(self.$name += other.$name;)*
+            }
+
+            pub fn has_all(&self) -> bool {
+                [$(self.$name),*].iter().all(|count| *count > 0)
+            }
+        }
+    };
 }
 
-impl Counts {
-    pub fn add(&mut self, other: Self) {
-        self.answers += other.answers;
-        self.kills += other.kills;
-        self.crashes += other.crashes;
-        self.hops += other.hops;
-        self.stops += other.stops;
-        self.resizes += other.resizes;
-        self.saves += other.saves;
-        self.out_of_space += other.out_of_space;
-    }
-
-    pub fn has_all(&self) -> bool {
-        let Self { answers, kills, crashes, hops, stops, resizes, saves, out_of_space } = *self;
-        [answers, kills, crashes, hops, stops, resizes, saves, out_of_space].iter().all(|count| *count > 0)
-    }
-}
+counts!(
+    answers,
+    kills,
+    power_cuts,
+    crashes,
+    hops,
+    stops,
+    resizes,
+    image_copies,
+    failed_image_copies,
+    // Live copies of guest memory: the keeper's own, and QEMU's by its log.
+    saved_memories,
+    migrated_memories,
+    // Pages in the logs that the guest had not written to itself.
+    logged_pages,
+    out_of_space
+);

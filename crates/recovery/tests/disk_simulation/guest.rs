@@ -4,6 +4,7 @@
 //! page of a queue: 0 descriptors | 0x200 available | 0x400 used | 0x800 header and status of each request
 //! ```
 
+use std::cell::Cell;
 use std::fs::File;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -28,7 +29,10 @@ const SLIPS: u64 = 0x800;
 const SLIP_BYTES: u64 = 64;
 pub const RAM_BYTES: u64 = 128 * BLOCK;
 const FIRST_DATA_PAGE: u64 = 8;
-const PAGES: u64 = RAM_BYTES / BLOCK;
+pub const PAGES: u64 = RAM_BYTES / BLOCK;
+/// A bit for each page of RAM.
+pub type Pages = u128;
+const _: () = assert!(PAGES == Pages::BITS as u64);
 pub const BLOCKS_A_REQUEST: u64 = 6;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,8 +70,9 @@ pub struct Request {
     pub sectors: Range<u64>,
     /// Guest addresses and lengths of its data.
     pieces: Vec<(u64, u64)>,
-    /// What had been answered when a flush was submitted.
+    /// What had been answered when a flush was submitted, and when that was.
     pub answered: Vec<u64>,
+    pub submitted: u64,
     /// It was submitted without a write cache.
     pub is_through: bool,
     /// The disk became too short for it.
@@ -105,6 +110,8 @@ pub struct Guest {
     pub rings: Vec<Ring>,
     /// By page: whose data it holds.
     owners: Vec<Option<Id>>,
+    /// Pages that the guest has written to itself.
+    written: Cell<Pages>,
     pub event_index: bool,
 }
 
@@ -116,7 +123,18 @@ impl Guest {
     pub fn new(incarnation: &Incarnation) -> Self {
         let ram = File::options().read(true).write(true).open(incarnation.ram.path()).unwrap();
         let rings = (0..QUEUES).map(|_| Ring::new()).collect();
-        Self { ram, rings, owners: vec![None; PAGES as usize], event_index: true }
+        Self { ram, rings, owners: vec![None; PAGES as usize], written: Cell::new(0), event_index: true }
+    }
+
+    fn write(&self, bytes: &[u8], address: u64) {
+        self.ram.write_all_at(bytes, address).unwrap();
+        let end = (address + bytes.len() as u64).div_ceil(BLOCK);
+        (address / BLOCK..end).for_each(|page| self.written.set(self.written.get() | 1 << page));
+    }
+
+    /// Pages that the guest has written to since the last call.
+    pub fn take_written(&self) -> Pages {
+        self.written.take()
     }
 
     pub fn is_waiting(&self) -> bool {
@@ -127,7 +145,13 @@ impl Guest {
         self.rings.iter().flat_map(|ring| ring.slots.iter().flatten())
     }
 
-    /// The disk has so many sectors now.
+    /// The write cache is on again: also requests in flight may be answered before they are durable.
+    pub fn rely_on_flushes(&mut self) {
+        let waiting = self.rings.iter_mut().flat_map(|ring| ring.slots.iter_mut().flatten());
+        waiting.for_each(|request| request.is_through = false);
+    }
+
+    /// The disk has this many sectors now.
     pub fn shrink_to(&mut self, sectors: u64) {
         let waiting = self.rings.iter_mut().flat_map(|ring| ring.slots.iter_mut().flatten());
         waiting.for_each(|request| request.is_gone |= request.sectors.end > sectors);
@@ -135,9 +159,9 @@ impl Guest {
 
     /// The driver starts anew: what was in flight is forgotten.
     pub fn reset(&mut self) {
-        for (queue, ring) in self.rings.iter_mut().enumerate() {
-            *ring = Ring::new();
-            self.ram.write_all_at(&[0; BLOCK as usize], page_of(queue)).unwrap();
+        for queue in 0..QUEUES {
+            self.rings[queue] = Ring::new();
+            self.write(&[0; BLOCK as usize], page_of(queue));
         }
         self.owners.fill(None);
     }
@@ -159,7 +183,7 @@ impl Guest {
         Some(first * BLOCK + within)
     }
 
-    /// Puts a request into a queue. False: there is no room.
+    /// Puts a request into a queue. None: there is no room.
     pub fn submit(
         &mut self,
         queue: usize,
@@ -196,6 +220,7 @@ impl Guest {
             sectors: sectors.clone(),
             pieces,
             answered: Vec::new(),
+            submitted: 0,
             is_through: false,
             is_gone: false,
         };
@@ -204,7 +229,7 @@ impl Guest {
             Kind::Discard | Kind::WriteZeroes => {
                 let count = (sectors.end - sectors.start) as u32;
                 let range = [&sectors.start.to_le_bytes()[..], &count.to_le_bytes(), &[0; 4]].concat();
-                self.ram.write_all_at(&range, request.pieces[0].0).unwrap();
+                self.write(&range, request.pieces[0].0);
             }
             _ => {}
         }
@@ -220,8 +245,8 @@ impl Guest {
         let slip = base + SLIPS + slot as u64 * SLIP_BYTES;
         let sector = if matches!(request.kind, Kind::Read | Kind::Write) { request.sectors.start } else { 0 };
         let header = [&request.kind.number().to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();
-        self.ram.write_all_at(&header, slip).unwrap();
-        self.ram.write_all_at(&[255], slip + 16).unwrap();
+        self.write(&header, slip);
+        self.write(&[255], slip + 16);
         let into_guest = matches!(request.kind, Kind::Read | Kind::Identify);
         let mut chain = vec![(slip, 16, false)];
         chain.extend(request.pieces.iter().map(|&(address, bytes)| (address, bytes, into_guest)));
@@ -236,14 +261,14 @@ impl Guest {
             table.extend_from_slice(&flags.to_le_bytes());
             table.extend_from_slice(&next.to_le_bytes());
         }
-        self.ram.write_all_at(&table, base + u64::from(head) * 16).unwrap();
+        self.write(&table, base + u64::from(head) * 16);
         let ring = &mut self.rings[queue];
         let place = u64::from(ring.next_available % QUEUE_SIZE);
         let before = ring.next_available;
         ring.next_available = before.wrapping_add(1);
         let after = ring.next_available;
-        self.ram.write_all_at(&head.to_le_bytes(), base + AVAILABLE + 4 + place * 2).unwrap();
-        self.ram.write_all_at(&after.to_le_bytes(), base + AVAILABLE + 2).unwrap();
+        self.write(&head.to_le_bytes(), base + AVAILABLE + 4 + place * 2);
+        self.write(&after.to_le_bytes(), base + AVAILABLE + 2);
         if self.wants_kick(queue, before, after) {
             rustix::io::write(&self.rings[queue].kick, &1u64.to_ne_bytes()).unwrap();
         }
@@ -268,7 +293,7 @@ impl Guest {
         let mut rest = &bytes[..];
         for &(address, length) in &request.pieces {
             let (now, later) = rest.split_at(length as usize);
-            self.ram.write_all_at(now, address).unwrap();
+            self.write(now, address);
             rest = later;
         }
     }
@@ -286,7 +311,7 @@ impl Guest {
         let page = FIRST_DATA_PAGE + random.below(PAGES - FIRST_DATA_PAGE);
         if self.owners[page as usize].is_none() {
             let start = page * BLOCK + random.below(BLOCK / 8) * 8;
-            self.ram.write_all_at(&random.next().to_le_bytes(), start).unwrap();
+            self.write(&random.next().to_le_bytes(), start);
         }
     }
 
@@ -297,7 +322,7 @@ impl Guest {
         if self.load(used + 2) == next_used {
             // The next answer shall wake the driver.
             let wish = page_of(queue) + AVAILABLE + 4 + u64::from(QUEUE_SIZE) * 2;
-            self.ram.write_all_at(&next_used.to_le_bytes(), wish).unwrap();
+            self.write(&next_used.to_le_bytes(), wish);
             return None;
         }
         let mut entry = [0; 8];

@@ -1,18 +1,25 @@
 //! A deterministic simulation of the disk server: one seed is one schedule of everything that can happen to a disk.
 //!
-//! The server is the real one, with the real ledger, boot set and ember; its loop is called turn by turn on the only thread, by a clock
-//! that is moved by hand. Around it a guest, its QEMU, the storage and the keeper's death are simulated. Between any two steps
-//! anything may happen: requests of all kinds on several queues, the start or end of an operation, well or not, words of QEMU,
-//! stops, hops, a kill, a crash of the guest, another length of the disk, a copy of it. After each step it is compared with a
-//! model what was answered, what is durable, what memory holds, and what passed a limit.
+//! The server is the real one, with the real ledger, boot set and ember. Its loop is called turn by turn on the only thread, and a
+//! clock is moved by hand. A guest, its QEMU and the storage are simulated around it. Between any two steps anything may happen:
 //!
-//! A seed that fails is printed. `SEED=n cargo test -p hearth-recovery --test disk_simulation one` runs it again and tells what happens.
+//! - requests of all kinds on several queues; the start or end of an operation, well or not; a full file system;
+//! - messages of QEMU, some of them hostile; stops and hops; the guest switches its write cache;
+//! - a kill of the keeper, also in the middle of its work; a crash of the guest; a power cut, after which any subset of the
+//!   changes that were not synced is on the disk;
+//! - another length of the disk; a copy of the image to a disk that may fail; a save or a migration of guest memory, with a log of
+//!   the pages that the disk's server writes to.
+//!
+//! A model says whether it is right what was answered, is durable, is held in memory, was logged, and passed a limit.
+//!
+//! A seed that fails is printed. `SEED=n cargo test -p hearth-recovery --test disk_simulation one` runs it again and prints what happens.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod counts;
 mod guest;
 mod memory;
+mod memory_copy;
 mod model;
 mod qemu;
 mod random;
@@ -29,7 +36,7 @@ use counts::Counts;
 use storage::Killed;
 use world::World;
 
-/// Things that happen in a run before it comes to its end.
+/// Steps of a run before it comes to its end.
 const STEPS: u32 = 400;
 /// Seeds of each test run.
 const SEEDS: u64 = 2000;
@@ -38,14 +45,14 @@ fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name} is a number")))
 }
 
-/// Deaths of keepers are no failures, and are not to be told of.
-fn say_nothing_of_kills() {
+/// A panic that ends a keeper is no failure, and is not printed.
+fn hide_kills() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        let tell = std::panic::take_hook();
+        let print = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
             if !info.payload().is::<Killed>() {
-                tell(info);
+                print(info);
             }
         }));
     });
@@ -71,9 +78,9 @@ fn no_schedule_shows_a_wrong_byte_or_loses_a_request() {
     run_seeds(number("SEEDS").unwrap_or(SEEDS));
 }
 
-/// On all processors. Seeds know nothing of each other.
+/// On all processors: no seed depends on another.
 fn run_seeds(seeds: u64) {
-    say_nothing_of_kills();
+    hide_kills();
     let (first, began) = (number("FIRST").unwrap_or(1), Instant::now());
     let (next, is_over) = (AtomicU64::new(first), AtomicBool::new(false));
     let counts = Mutex::new(Counts::default());
@@ -99,12 +106,12 @@ fn run_seeds(seeds: u64) {
     let counts = *counts.lock().unwrap();
     println!("{seeds} seeds from {first} on in {:?}: {counts:?}", began.elapsed());
     assert!(!is_over.into_inner(), "a seed failed: see SEED= above");
-    assert!(seeds < 100 || counts.has_all(), "the runs are about everything: {counts:?}");
+    assert!(seeds < 100 || counts.has_all(), "something never happened: {counts:?}");
 }
 
 #[test]
 fn one_seed_is_one_run() {
-    say_nothing_of_kills();
+    hide_kills();
     if let Some(seed) = number("SEED") {
         run(seed, true).unwrap();
     }

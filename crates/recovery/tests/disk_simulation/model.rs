@@ -3,6 +3,9 @@
 //! A write may take effect at any moment between its submission and its answer. So a sector may hold what any write in flight
 //! puts there, and what had ended and was not surely replaced: a write that was answered replaces everything that had ended
 //! before it began. One that failed replaces nothing, and may have taken effect all the same.
+//!
+//! A value that was replaced may come back with a power cut, until what replaced it is durable: a flush was submitted after
+//! that had been answered, and was answered as well; or the write was submitted without a write cache.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -18,6 +21,19 @@ struct Value {
     writer: Id,
     /// None: the write is in flight.
     ended: Option<u64>,
+    /// Since when only a power cut can bring it back.
+    replaced: Option<u64>,
+}
+
+impl Value {
+    fn zeroes(now: u64) -> Self {
+        Self { stamp: 0, writer: 0, ended: Some(now), replaced: None }
+    }
+
+    /// It was written, or may have been, before a write that began at this time.
+    fn is_before(&self, began: u64) -> bool {
+        self.ended.is_some_and(|ended| ended < began)
+    }
 }
 
 #[derive(Clone, Default)]
@@ -26,6 +42,20 @@ struct Cell {
     writers: u32,
     /// What was answered is of this turn of the storage, or a later one.
     turn: u64,
+}
+
+impl Cell {
+    /// What a read may find.
+    fn found(&self) -> impl Iterator<Item = Stamp> {
+        self.values.iter().filter(|value| value.replaced.is_none()).map(|value| value.stamp)
+    }
+
+    /// A read found this, and no write was in flight.
+    fn must_be(&mut self, stamp: Stamp, now: u64) {
+        for other in self.values.iter_mut().filter(|value| value.stamp != stamp) {
+            other.replaced.get_or_insert(now);
+        }
+    }
 }
 
 struct Read {
@@ -56,14 +86,17 @@ pub struct Model {
 /// How a write ended.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum End {
+    /// The bytes are on the disk; they may be in its write cache.
     Well,
+    /// They survive a power cut.
+    Durable,
     /// Its bytes may be there, or not: it failed, was a hint, or nobody was left to be answered.
     Unknown,
 }
 
 impl Model {
     pub fn new(blocks: u64) -> Self {
-        let first = Value { stamp: FIRST_STAMP, writer: 0, ended: Some(0) };
+        let first = Value { stamp: FIRST_STAMP, ..Value::zeroes(0) };
         let cell = Cell { values: vec![first], ..Cell::default() };
         let sectors = blocks * SECTORS_A_BLOCK;
         let (reads, writes) = (BTreeMap::new(), BTreeMap::new());
@@ -76,7 +109,7 @@ impl Model {
 
     pub fn begin_read(&mut self, id: Id, sectors: Range<u64>) {
         let cells = || self.cells[sectors.start as usize..sectors.end as usize].iter();
-        let allowed = cells().map(|cell| cell.values.iter().map(|value| value.stamp).collect()).collect();
+        let allowed = cells().map(|cell| cell.found().collect()).collect();
         let quiet = cells().map(|cell| cell.writers == 0).collect();
         self.reads.insert(id, Read { sectors, allowed, quiet, gone: false });
     }
@@ -94,7 +127,7 @@ impl Model {
     pub fn may_write(&mut self, id: Id, stamp: Stamp) {
         let Some(write) = self.writes.get(&id) else { return };
         for sector in write.sectors.clone() {
-            self.cells[sector as usize].values.push(Value { stamp, writer: id, ended: None });
+            self.cells[sector as usize].values.push(Value { stamp, writer: id, ended: None, replaced: None });
             for read in self.reads.values_mut().filter(|read| read.sectors.contains(&sector)) {
                 let at = (sector - read.sectors.start) as usize;
                 read.allowed[at].push(stamp);
@@ -111,12 +144,18 @@ impl Model {
             cell.writers -= 1;
             for value in cell.values.iter_mut().filter(|value| value.writer == id) {
                 value.ended = Some(self.time);
-                if end == End::Well {
+                if end != End::Unknown {
                     cell.turn = cell.turn.max(storage.turn_of(sector, value.stamp, write.turn).unwrap_or(0));
                 }
             }
-            if end == End::Well {
-                cell.values.retain(|value| value.ended.is_none_or(|ended| ended >= write.began));
+            match end {
+                End::Unknown => {}
+                End::Durable => cell.values.retain(|value| !value.is_before(write.began)),
+                End::Well => {
+                    for value in cell.values.iter_mut().filter(|value| value.is_before(write.began)) {
+                        value.replaced.get_or_insert(self.time);
+                    }
+                }
             }
         }
     }
@@ -134,6 +173,7 @@ impl Model {
 
     /// A read was answered with these sectors.
     pub fn end_read(&mut self, id: Id, found: &[Option<Stamp>], storage: &Storage) -> Result<(), String> {
+        self.time += 1;
         let Some(read) = self.reads.remove(&id) else { return Ok(()) };
         if read.gone {
             return Ok(());
@@ -151,10 +191,38 @@ impl Model {
                     let is = storage.now(sector);
                     return Err(format!("read {id}: sector {sector} is {stamp}, and {is} on the disk"));
                 }
-                self.cells[sector as usize].values.retain(|value| value.stamp == stamp);
+                self.cells[sector as usize].must_be(stamp, self.time);
             }
         }
         Ok(())
+    }
+
+    /// When a flush is submitted, for `end_flush`.
+    pub fn begin_flush(&mut self) -> u64 {
+        self.time += 1;
+        self.time
+    }
+
+    /// A flush was answered that was submitted then: what had been replaced by that time does not come back.
+    pub fn end_flush(&mut self, submitted: u64) {
+        for cell in &mut self.cells {
+            cell.values.retain(|value| value.replaced.is_none_or(|replaced| replaced > submitted));
+        }
+    }
+
+    /// Power was cut, and nobody is left to be answered: the disk holds what it may hold, and keeps it.
+    pub fn lose_power(&mut self, storage: &Storage) -> Result<(), String> {
+        self.time += 1;
+        let mut wrong = Ok(());
+        for (sector, cell) in (0..).zip(&mut self.cells) {
+            let found = storage.now(sector);
+            if wrong.is_ok() && !cell.values.iter().any(|value| value.stamp == found) {
+                let allowed: Vec<Stamp> = cell.values.iter().map(|value| value.stamp).collect();
+                wrong = Err(format!("after a power cut sector {sector} is {found}, may be {allowed:?}"));
+            }
+            cell.values = vec![Value { stamp: found, ..Value::zeroes(self.time) }];
+        }
+        wrong
     }
 
     /// All that was answered before now, by the turn of the storage that it is of.
@@ -177,7 +245,7 @@ impl Model {
     /// The disk has another length.
     pub fn resize(&mut self, sectors: u64) {
         self.time += 1;
-        let zeroes = Value { stamp: 0, writer: 0, ended: Some(self.time) };
+        let zeroes = Value::zeroes(self.time);
         let fresh = Cell { values: vec![zeroes.clone()], ..Cell::default() };
         if self.cells.len() < sectors as usize {
             self.cells.resize(sectors as usize, fresh);

@@ -1,20 +1,26 @@
-//! QEMU: what one says to its disk over vhost-user, word by word, in the order of QEMU's own code.
+//! QEMU: the vhost-user messages that one sends to its disk, in the order of QEMU's own code.
 //!
-//! Words wait in a script and are said one at a time; between two of them anything else may happen.
+//! Messages wait in a script and are sent one at a time; between two of them anything else may happen.
+//!
+//! While it logs (for a migration) QEMU sends its features and the addresses of its rings with the log's flags, and waits for an
+//! answer. A device that is started gets the log after its queues and before they are enabled, and a new log each time.
 
 use std::collections::VecDeque;
+use std::fs::File;
 use std::io::{IoSlice, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
     recvmsg, sendmsg,
 };
 
-use crate::guest::{AVAILABLE, Guest, QUEUE_SIZE, QUEUES, RAM_BYTES, USED, page_of};
+use crate::guest::{AVAILABLE, Guest, Pages, QUEUE_SIZE, QUEUES, RAM_BYTES, USED, page_of};
 
 /// Where QEMU has guest memory mapped.
 const USER_BASE: u64 = 0x7f00_0000_0000;
@@ -25,11 +31,14 @@ pub const EVENT_INDEX: u64 = 1 << 29;
 pub const INDIRECT: u64 = 1 << 28;
 pub const CONFIG_WCE: u64 = 1 << 11;
 pub const FLUSH: u64 = 1 << 9;
-/// Replies, configuration, inflight regions.
+/// Log all writes to guest memory.
+const LOG_ALL: u64 = 1 << 26;
+const LOG_BYTES: u64 = 4096;
+/// Logs, replies, configuration, inflight regions.
 const PROTOCOL: u64 = 1 << 0 | 1 << 1 | 1 << 3 | 1 << 9 | 1 << 12;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Word {
+pub enum Message {
     Owner,
     GetFeatures,
     GetProtocol,
@@ -39,6 +48,7 @@ pub enum Word {
     GetInflight,
     SetInflight,
     MemTable,
+    LogBase,
     Size(usize),
     Base(usize),
     Addresses(usize),
@@ -48,12 +58,12 @@ pub enum Word {
     Stop(usize),
     WriteCache(bool),
     Reset,
-    /// What a QEMU never says: another region, of fewer queues, or of smaller ones.
+    /// What a QEMU never sends: another region, of fewer queues, or of smaller ones.
     SmallInflight {
         queues: u16,
         size: u16,
     },
-    /// The region that was got for that.
+    /// With the region that was got for that.
     SetSmallInflight {
         queues: u16,
         size: u16,
@@ -63,10 +73,10 @@ pub enum Word {
 
 /// What comes back.
 #[derive(Debug)]
-pub enum Heard {
+pub enum Received {
     Nothing,
-    /// A word was answered.
-    Answer(Word),
+    /// The answer to a message.
+    Answer(Message),
     HungUp,
 }
 
@@ -78,8 +88,8 @@ struct Region {
 
 pub struct Qemu {
     stream: Option<UnixStream>,
-    pub script: VecDeque<Word>,
-    awaited: Option<Word>,
+    pub script: VecDeque<Message>,
+    awaited: Option<Message>,
     pub features: u64,
     inflight: Option<Region>,
     small: Option<Region>,
@@ -89,6 +99,11 @@ pub struct Qemu {
     pub is_started: bool,
     /// A queue was started at this connection.
     pub has_kicked: bool,
+    /// It wants to know which pages its devices write to.
+    pub is_logging: bool,
+    log: Option<File>,
+    /// Pages out of earlier logs.
+    logged: Pages,
 }
 
 impl Qemu {
@@ -103,6 +118,9 @@ impl Qemu {
             bases: vec![Some(0); QUEUES],
             is_started: false,
             has_kicked: false,
+            is_logging: false,
+            log: None,
+            logged: 0,
         }
     }
 
@@ -110,28 +128,23 @@ impl Qemu {
         self.stream.is_some()
     }
 
-    /// It has an inflight region, which it gives to each server.
-    pub fn has_region(&self) -> bool {
-        self.inflight.is_some()
-    }
-
-    /// Nothing more is to be said or heard.
+    /// It has nothing to send, and waits for no answer.
     pub fn is_silent(&self) -> bool {
         self.script.is_empty() && self.awaited.is_none()
     }
 
     /// Waits for a queue to be stopped.
     pub fn waits_for_stop(&self) -> bool {
-        matches!(self.awaited, Some(Word::Stop(_) | Word::Reset))
+        matches!(self.awaited, Some(Message::Stop(_) | Message::Reset))
     }
 
-    /// Connects, and is about to say who it is. False: nobody listens.
+    /// Connects, and is about to negotiate. False: nobody listens.
     pub fn connect(&mut self, socket: &Path) -> bool {
         let Ok(stream) = UnixStream::connect(socket) else { return false };
         stream.set_nonblocking(true).unwrap();
         self.stream = Some(stream);
         self.has_kicked = false;
-        self.script = [Word::Owner, Word::GetFeatures, Word::GetProtocol, Word::SetProtocol].into();
+        self.script = [Message::Owner, Message::GetFeatures, Message::GetProtocol, Message::SetProtocol].into();
         true
     }
 
@@ -144,18 +157,19 @@ impl Qemu {
     /// Starts all queues.
     pub fn start(&mut self) {
         self.is_started = true;
-        self.script.extend([Word::GetInflight, Word::SetInflight, Word::SetFeatures, Word::MemTable]);
+        self.script.extend([Message::GetInflight, Message::SetInflight, Message::SetFeatures, Message::MemTable]);
         for queue in 0..QUEUES {
-            let words = [Word::Size, Word::Base, Word::Addresses, Word::Kick, Word::Call];
-            self.script.extend(words.map(|word| word(queue)));
+            let messages = [Message::Size, Message::Base, Message::Addresses, Message::Kick, Message::Call];
+            self.script.extend(messages.map(|message| message(queue)));
         }
-        self.script.extend((0..QUEUES).map(Word::Enable));
+        self.script.extend(self.is_logging.then_some(Message::LogBase));
+        self.script.extend((0..QUEUES).map(Message::Enable));
     }
 
     /// Stops all queues, one after the other.
     pub fn stop(&mut self) {
         self.is_started = false;
-        self.script.extend((0..QUEUES).map(Word::Stop));
+        self.script.extend((0..QUEUES).map(Message::Stop));
     }
 
     /// The guest's driver starts anew, so that QEMU wants another region.
@@ -164,70 +178,109 @@ impl Qemu {
         self.bases = vec![Some(0); QUEUES];
     }
 
-    /// Says the next word, if it may.
-    pub fn speak(&mut self, guest: &Guest) -> Option<Word> {
+    /// Begins or ends a log. A device that does not run hears of it when it is started.
+    pub fn set_logging(&mut self, on: bool) {
+        self.is_logging = on;
+        if self.is_connected() && self.is_started {
+            self.script.extend(on.then_some(Message::LogBase));
+            self.script.push_back(Message::SetFeatures);
+            self.script.extend((0..QUEUES).map(Message::Addresses));
+        }
+    }
+
+    /// Pages that are in the log since the last call.
+    pub fn take_log(&mut self) -> Pages {
+        if let Some(log) = &self.log {
+            let mut bits = [0; size_of::<Pages>()];
+            log.read_exact_at(&mut bits, 0).unwrap();
+            log.write_all_at(&[0; size_of::<Pages>()], 0).unwrap();
+            self.logged |= Pages::from_le_bytes(bits);
+        }
+        std::mem::take(&mut self.logged)
+    }
+
+    fn new_log(&mut self) -> &File {
+        self.logged = self.take_log();
+        let log: File = memfd_create("log", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap().into();
+        log.set_len(LOG_BYTES).unwrap();
+        fcntl_add_seals(&log, SealFlags::SHRINK).unwrap();
+        self.log.insert(log)
+    }
+
+    /// Sends the next message, if it may.
+    pub fn send_next(&mut self, guest: &Guest) -> Option<Message> {
         if self.awaited.is_some() || self.stream.is_none() {
             return None;
         }
-        let word = self.script.pop_front()?;
-        self.say(word, guest);
-        Some(word)
+        let message = self.script.pop_front()?;
+        self.send_message(message, guest);
+        Some(message)
     }
 
-    fn say(&mut self, word: Word, guest: &Guest) {
+    fn send_message(&mut self, message: Message, guest: &Guest) {
         let words = |values: &[u32]| values.iter().flat_map(|value| value.to_ne_bytes()).collect::<Vec<u8>>();
         let longs = |values: &[u64]| values.iter().flat_map(|value| value.to_ne_bytes()).collect::<Vec<u8>>();
         let ring = |queue: usize| &guest.rings[queue];
         let inflight = |queues: u16, size: u16| {
             [&longs(&[0, 0])[..], &queues.to_ne_bytes(), &size.to_ne_bytes(), &[0; 4]].concat()
         };
-        match word {
-            Word::Owner => self.send(3, false, &[], None),
-            Word::GetFeatures => self.ask(word, 1, &[]),
-            Word::GetProtocol => self.ask(word, 15, &[]),
-            Word::SetProtocol => self.send(16, false, &longs(&[PROTOCOL]), None),
-            Word::SetFeatures => self.send(2, false, &longs(&[self.features]), None),
-            Word::GetInflight if self.inflight.is_some() => {}
-            Word::GetInflight => self.ask(word, 31, &inflight(QUEUES as u16, QUEUE_SIZE)),
-            Word::SmallInflight { queues, size } => self.ask(word, 31, &inflight(queues, size)),
-            Word::SetInflight => self.set_inflight(self.inflight.as_ref().expect("it was asked for")),
-            Word::SetSmallInflight { .. } => {
+        match message {
+            Message::Owner => self.send(3, false, &[], None),
+            Message::GetFeatures => self.ask(message, 1, &[]),
+            Message::GetProtocol => self.ask(message, 15, &[]),
+            Message::SetProtocol => self.send(16, false, &longs(&[PROTOCOL]), None),
+            Message::SetFeatures => {
+                let features = self.features | if self.is_logging { LOG_ALL } else { 0 };
+                self.send_logged(message, 2, &longs(&[features]));
+            }
+            Message::LogBase => {
+                let log = self.new_log().try_clone().unwrap();
+                self.send(6, false, &longs(&[LOG_BYTES, 0]), Some(log.as_fd()));
+                self.awaited = Some(message);
+            }
+            Message::GetInflight if self.inflight.is_some() => {}
+            Message::GetInflight => self.ask(message, 31, &inflight(QUEUES as u16, QUEUE_SIZE)),
+            Message::SmallInflight { queues, size } => self.ask(message, 31, &inflight(queues, size)),
+            Message::SetInflight => self.set_inflight(self.inflight.as_ref().expect("it was asked for")),
+            Message::SetSmallInflight { .. } => {
                 if let Some(region) = &self.small {
                     self.set_inflight(region);
                 }
             }
-            Word::MemTable => {
+            Message::MemTable => {
                 let region = [&words(&[1, 0])[..], &longs(&[0, RAM_BYTES, USER_BASE, 0])].concat();
                 self.send(5, true, &region, Some(guest.ram.as_fd()));
-                self.awaited = Some(word);
+                self.awaited = Some(message);
             }
-            Word::Size(queue) => self.send(8, false, &words(&[queue as u32, u32::from(QUEUE_SIZE)]), None),
-            Word::OddSize(queue, size) => self.send(8, false, &words(&[queue as u32, size]), None),
-            Word::Base(queue) => {
+            Message::Size(queue) => self.send(8, false, &words(&[queue as u32, u32::from(QUEUE_SIZE)]), None),
+            Message::OddSize(queue, size) => self.send(8, false, &words(&[queue as u32, size]), None),
+            Message::Base(queue) => {
                 // As QEMU does when no server could tell it.
                 let base = self.bases[queue].unwrap_or_else(|| guest.used_index(queue));
                 self.send(10, false, &words(&[queue as u32, u32::from(base)]), None);
             }
-            Word::Addresses(queue) => {
+            Message::Addresses(queue) => {
                 let base = USER_BASE + page_of(queue);
-                let addresses = longs(&[base, base + USED, base + AVAILABLE, 0]);
-                self.send(9, false, &[words(&[queue as u32, 0]), addresses].concat(), None);
+                let addresses = longs(&[base, base + USED, base + AVAILABLE, page_of(queue) + USED]);
+                let payload = [words(&[queue as u32, u32::from(self.is_logging)]), addresses].concat();
+                self.send_logged(message, 9, &payload);
             }
-            Word::Kick(queue) => {
+            Message::Kick(queue) => {
                 self.has_kicked = true;
                 self.bases[queue] = None;
                 self.send(12, false, &longs(&[queue as u64]), Some(ring(queue).kick.as_fd()));
             }
-            Word::Call(queue) => self.send(13, false, &longs(&[queue as u64]), Some(ring(queue).call.as_fd())),
-            Word::Enable(queue) => self.send(18, false, &words(&[queue as u32, 1]), None),
-            Word::Stop(queue) => self.ask(word, 11, &words(&[queue as u32, 0])),
-            Word::Reset => {
+            Message::Call(queue) => self.send(13, false, &longs(&[queue as u64]), Some(ring(queue).call.as_fd())),
+            Message::Enable(queue) => self.send(18, false, &words(&[queue as u32, 1]), None),
+            Message::Stop(queue) => self.ask(message, 11, &words(&[queue as u32, 0])),
+            Message::Reset => {
                 self.send(34, true, &[], None);
-                self.awaited = Some(word);
+                self.awaited = Some(message);
             }
-            Word::WriteCache(on) => {
+            Message::WriteCache(on) => {
                 let config = [&words(&[32, 1, 0])[..], &[u8::from(on)]].concat();
-                self.send(25, false, &config, None);
+                self.send(25, true, &config, None);
+                self.awaited = Some(message);
             }
         }
     }
@@ -236,9 +289,15 @@ impl Qemu {
         self.send(32, false, &region.spec, Some(region.file.as_fd()));
     }
 
-    fn ask(&mut self, word: Word, request: u32, payload: &[u8]) {
+    /// Waits for an answer while it logs: it must know since when all is in the log.
+    fn send_logged(&mut self, message: Message, request: u32, payload: &[u8]) {
+        self.send(request, self.is_logging, payload, None);
+        self.awaited = self.is_logging.then_some(message);
+    }
+
+    fn ask(&mut self, message: Message, request: u32, payload: &[u8]) {
         self.send(request, false, payload, None);
-        self.awaited = Some(word);
+        self.awaited = Some(message);
     }
 
     fn send(&self, request: u32, need_reply: bool, payload: &[u8], file: Option<BorrowedFd<'_>>) {
@@ -251,21 +310,21 @@ impl Qemu {
         if !files.is_empty() {
             ancillary.push(SendAncillaryMessage::ScmRights(&files));
         }
-        // Whoever has hung up is heard of at the next look.
+        // A server that has hung up is noticed when something is received.
         let _ = sendmsg(stream, &[IoSlice::new(&head), IoSlice::new(payload)], &mut ancillary, SendFlags::NOSIGNAL);
     }
 
     /// Looks whether something has come.
-    pub fn hear(&mut self) -> Heard {
-        let Some(stream) = &self.stream else { return Heard::Nothing };
+    pub fn receive(&mut self) -> Received {
+        let Some(stream) = &self.stream else { return Received::Nothing };
         let mut head = [0; 12];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let mut vectors = [std::io::IoSliceMut::new(&mut head)];
         match recvmsg(stream, &mut vectors, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
             Ok(received) if received.bytes == 12 => {}
-            Err(rustix::io::Errno::AGAIN) => return Heard::Nothing,
-            _ => return Heard::HungUp,
+            Err(rustix::io::Errno::AGAIN) => return Received::Nothing,
+            _ => return Received::HungUp,
         }
         let file = ancillary.drain().find_map(|message| match message {
             RecvAncillaryMessage::ScmRights(mut files) => files.next(),
@@ -274,19 +333,19 @@ impl Qemu {
         let mut payload = vec![0; u32::from_ne_bytes(head[8..].try_into().unwrap()) as usize];
         let mut stream = stream;
         stream.read_exact(&mut payload).unwrap();
-        let Some(word) = self.awaited.take() else { return Heard::Nothing };
-        match word {
-            Word::GetFeatures => {
+        let Some(message) = self.awaited.take() else { return Received::Nothing };
+        match message {
+            Message::GetFeatures => {
                 let offered = u64::from_ne_bytes(payload[..8].try_into().unwrap());
                 assert_eq!(self.features & !offered, 0, "the disk does not offer what it offered before");
             }
-            Word::GetInflight => self.inflight = file.map(|file| Region { spec: payload, file }),
-            Word::SmallInflight { .. } => self.small = file.map(|file| Region { spec: payload, file }),
-            Word::Stop(queue) => {
+            Message::GetInflight => self.inflight = file.map(|file| Region { spec: payload, file }),
+            Message::SmallInflight { .. } => self.small = file.map(|file| Region { spec: payload, file }),
+            Message::Stop(queue) => {
                 self.bases[queue] = Some(u32::from_ne_bytes(payload[4..8].try_into().unwrap()) as u16);
             }
             _ => {}
         }
-        Heard::Answer(word)
+        Received::Answer(message)
     }
 }

@@ -1,8 +1,9 @@
-//! Storage: what the disk holds, what of it is durable, and the engine that brings operations to it, each when the schedule says so.
+//! Storage: what the disk holds, what of it is durable, and the engine that carries out operations when the schedule says so.
 //!
 //! push -> submit -> apply (reaches the image, wholly, in part or not) -> report -> reap
 //!
-//! Each sector holds a stamp: the number of the write that it is of, so that a look at it tells where its bytes came from.
+//! Each sector holds a stamp: the number of the write that put it there, so that its bytes tell where they came from. A sector
+//! remembers everything it has held, because a power cut may bring back any of it that is not older than what is durable.
 
 use std::fs::File;
 use std::io;
@@ -209,13 +210,14 @@ impl Storage {
         self.sectors.get(sector as usize).map_or(u64::MAX, |sector| sector.durable_turn)
     }
 
-    /// The operator gives the file another length.
+    /// The operator gives the file another length, and syncs it.
     pub fn set_blocks(&mut self, blocks: u64) {
         let sectors = blocks * SECTORS_A_BLOCK;
         self.file.set_len(sectors * SECTOR).unwrap();
         self.turn += 1;
         for at in sectors..self.sectors.len() as u64 {
             self.change(at, 0, 0);
+            self.sectors[at as usize].durable_turn = self.turn;
         }
         self.reach(sectors);
     }
@@ -347,7 +349,8 @@ impl Storage {
         }
     }
 
-    /// The keeper is dead. What was on its way reaches the image, or a part of it, or not.
+    /// The keeper is dead. Each operation in flight reaches the image, or a part of it does, or nothing. All of them have ended
+    /// when the next keeper starts, so that its flushes cover them.
     pub fn abandon(&mut self, random: &mut Random) {
         for pending in std::mem::take(&mut self.pending) {
             let sectors = pending.submission.bytes / SECTOR;
@@ -358,9 +361,41 @@ impl Storage {
             };
             let _ = self.carry_out(&pending, outcome, random);
         }
+        self.turn += 1;
+        self.reported.iter_mut().filter(|reported| **reported == 0).for_each(|reported| *reported = self.turn);
         self.applied.clear();
         self.ended.clear();
         (self.bell, self.pool, self.fuse) = (None, None, None);
+    }
+
+    /// Power is cut, and with it the keeper is gone. Of the changes that no flush has made durable any subset survives, drawn
+    /// block by block or sector by sector. What the disk holds then is durable.
+    pub fn lose_power(&mut self, random: &mut Random) {
+        self.abandon(random);
+        let on_disk = self.file.metadata().unwrap().len() / SECTOR;
+        let unit = random.pick(&[1, SECTORS_A_BLOCK]);
+        let is_mixed = random.one_in(2);
+        // Of the changes since the last durable one, the sectors of a unit keep so many eighths.
+        let mut eighths = random.pick(&[0, 8]);
+        self.turn += 1;
+        for (sector, found) in (0..).zip(&mut self.sectors) {
+            if is_mixed && sector % unit == 0 {
+                let some = random.below(9) as usize;
+                eighths = random.pick(&[0, 8, some]);
+            }
+            let durable = found.history.partition_point(|change| change.turn <= found.durable_turn).saturating_sub(1);
+            let newer = found.history.len() - 1 - durable;
+            let stamp = match sector < on_disk {
+                true => found.history[durable + (newer * eighths + 4) / 8].stamp,
+                false => 0,
+            };
+            if sector < on_disk && stamp != found.last().stamp {
+                let mut bytes = [0; SECTOR as usize];
+                fill(sector, stamp, &mut bytes);
+                self.file.write_all_at(&bytes, sector * SECTOR).unwrap();
+            }
+            *found = Sector { durable_turn: self.turn, history: vec![Change { stamp, turn: self.turn, operation: 0 }] };
+        }
     }
 
     pub fn fault(&mut self, what: String) {

@@ -13,12 +13,14 @@ use std::time::Duration;
 use hearth_disk::block::DiskId;
 use hearth_disk::clock::Clock;
 use hearth_disk::tag::Tagger;
+use hearth_disk::write_log::WriteLog;
 use hearth_recovery::boot_set::WarmSources;
 use hearth_recovery::incarnation::Incarnation;
 
 use crate::counts::Counts;
 use crate::guest::{BLOCKS_A_REQUEST, Guest, QUEUES, SLOTS};
 use crate::memory::Dead;
+use crate::memory_copy::MemoryCopy;
 use crate::model::{Id, Model};
 use crate::qemu::Qemu;
 use crate::random::Random;
@@ -37,6 +39,11 @@ enum Then {
     /// The guest's driver starts anew.
     Reset,
     Hop,
+}
+
+/// In host memory.
+fn new_folder() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").unwrap()
 }
 
 pub struct World {
@@ -58,13 +65,22 @@ pub struct World {
     /// It has handed its guest over, and is still connected.
     leaving: Option<Qemu>,
     then: Option<Then>,
-    /// The server knows that the write cache is off.
+    /// The guest has switched its write cache off.
     is_through: bool,
-    /// It has said what it should not. What it is answered says nothing.
+    /// The same, as the keeper noted it when the guest came to the QEMU that it has.
+    noted_through: bool,
+    /// QEMU has sent what it must not. Its answers prove nothing.
     is_hostile: bool,
-    /// Of a QEMU that has died since.
-    last_word_was_stop: bool,
+    /// The last message of a QEMU that has died since.
+    last_message_was_stop: bool,
+    /// The image is being copied.
     is_saving: bool,
+    /// Guest memory that the keeper copies, and its log of what the disk writes there.
+    saved: Option<(MemoryCopy, Arc<WriteLog>)>,
+    /// Guest memory that QEMU copies.
+    migrated: Option<MemoryCopy>,
+    /// When the fuse has burnt down, the host loses its power, and not just its keeper.
+    fuse_cuts_power: bool,
     /// There is no space for writes.
     is_full: bool,
     /// QEMU has stopped queues: what waits for space then gets its error.
@@ -98,7 +114,7 @@ impl World {
         let slots = QUEUES as u64 * u64::from(SLOTS);
         let meter = Meter::new(settings.limits, clock.clone(), (slots * (BLOCKS_A_REQUEST + 2) * BLOCK, slots));
         let storage = Storage::new(blocks, meter);
-        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let folder = new_folder();
         let tagger = Tagger::new(b"a key like noise");
         let warm = open_warm(folder.path(), &settings, &tagger);
         let qemu = Qemu::new(settings.features);
@@ -120,9 +136,13 @@ impl World {
             leaving: None,
             then: None,
             is_through: false,
+            noted_through: false,
             is_hostile: false,
-            last_word_was_stop: false,
+            last_message_was_stop: false,
             is_saving: false,
+            saved: None,
+            migrated: None,
+            fuse_cuts_power: false,
             is_full: false,
             was_stopped: false,
             is_ending: false,
@@ -138,12 +158,13 @@ impl World {
         world
     }
 
-    /// So many things happen, and then everything comes to its end.
+    /// Takes this many steps, and then lets everything come to its end.
     pub fn run(&mut self, steps: u32) -> Result<(), String> {
         for step in 0..steps {
             self.step();
             if step % 32 == 0 {
                 self.check_memory();
+                self.check_copies();
             }
             self.problem()?;
         }
@@ -151,6 +172,7 @@ impl World {
         self.read_all()?;
         self.read_all()?;
         self.check_memory();
+        self.check_copies();
         self.check_ember();
         self.problem()
     }
@@ -184,6 +206,7 @@ impl World {
 
     /// What keeper and QEMU do by themselves, sooner or later.
     fn go_on(&mut self) {
+        self.begin_migration();
         if self.keeper.is_none() {
             // A copy dies with its keeper, and with it the image's lock.
             if !self.is_saving && self.random.one_in(8) {
@@ -218,10 +241,11 @@ impl World {
 
     /// What happens now and then.
     fn trouble(&mut self) {
-        match self.random.below(5) {
+        match self.random.below(6) {
             0 => lock(&self.storage).refusals = 1,
-            1 => self.say_what_is_odd(),
+            1 => self.send_odd_messages(),
             2 => drop(self.leaving.take()),
+            3 => self.switch_write_cache(),
             _ => self.is_full = self.settings.fills && !self.is_full,
         }
     }

@@ -1,7 +1,6 @@
 //! Checks: memory against the disk, and the end of a run, at which every request is answered and the whole disk is read.
 
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use hearth_disk::ledger::Ledger;
 use hearth_disk::warm::{AfterServing, WarmSource};
@@ -57,17 +56,13 @@ impl World {
         if self.is_hostile {
             self.crash();
         }
-        for round in 0..ROUNDS_TO_REST {
-            // Another thread closes foreign descriptors. On a busy host nobody is let in until it has.
-            if round > ROUNDS_TO_REST / 4 {
-                std::thread::sleep(Duration::from_micros(100));
-            }
+        for _ in 0..ROUNDS_TO_REST {
             self.problem()?;
             if self.is_at_rest() {
                 return Ok(());
             }
             self.go_on();
-            self.speak();
+            self.send_messages();
             self.apply();
             self.report();
             self.turn();
@@ -77,8 +72,9 @@ impl World {
                 self.clock.advance(wait);
             }
         }
-        let waiting: Vec<_> = self.guest.iter().flat_map(Guest::waiting).collect();
-        Err(format!("it does not come to rest: {waiting:?} are not answered, {:?} is to be said", self.qemu.script))
+        let waiting = self.guest.iter().flat_map(Guest::waiting);
+        let waiting: Vec<_> = waiting.map(|request| (request.id, request.kind, &request.sectors)).collect();
+        Err(format!("it does not come to rest: {waiting:?} are not answered, {:?} are not sent", self.qemu.script))
     }
 
     pub(super) fn is_at_rest(&self) -> bool {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use hearth_disk::boot_set::BootSet;
 use hearth_disk::buffer::BufferPool;
 use hearth_disk::image::{Format, Image, ImageOptions};
-use hearth_disk::server::{Backing, DiskOptions, Expected, Pause, Tracking, Worker};
+use hearth_disk::server::{Backing, DiskOptions, Expected, Handle, Pause, Tracking, Worker, closing_is_held_up};
 use hearth_disk::tag::Tagger;
 use hearth_disk::warm::WarmSource;
 use hearth_recovery::boot_set::WarmSources;
@@ -20,15 +20,23 @@ use hearth_recovery::warm_reboot;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::settings::Settings;
-use super::{BLOCKS_MAX, BLOCKS_MIN, DISK, Then, World, log};
+use super::{BLOCKS_MAX, BLOCKS_MIN, DISK, Then, World, log, new_folder};
 use crate::guest::QUEUES;
 use crate::memory::{Dead, Memory};
 use crate::storage::{BLOCK, Killed, SECTOR, SECTORS_A_BLOCK, Storage, lock};
 
 pub(super) struct Keeper {
     pub(super) worker: Worker,
-    pub(super) at_once: bool,
+    handle: Handle,
+    at_once: bool,
     pub(super) alarm: Option<Instant>,
+}
+
+impl Keeper {
+    /// The guest has switched its write cache off, as far as the disk's server knows.
+    pub(super) fn is_write_through(&self) -> bool {
+        self.handle.counters().write_through
+    }
 }
 
 impl World {
@@ -65,11 +73,12 @@ impl World {
             gate: None,
             tell: None,
             expected: Expected::anyone(),
+            write_through: self.guest.is_some() && self.noted_through,
         };
         let tracking = self.tracking();
-        let (worker, _) = Worker::open(options, backing, tracking, self.clock.clone()).unwrap();
-        self.keeper = Some(Keeper { worker, at_once: false, alarm: None });
-        // A write that was late may have made the file longer than it was told to be.
+        let (worker, handle) = Worker::open(options, backing, tracking, self.clock.clone()).unwrap();
+        self.keeper = Some(Keeper { worker, handle, at_once: false, alarm: None });
+        // A late write may have made the file longer than the operator did.
         self.adopt_length(bytes / SECTOR);
     }
 
@@ -77,12 +86,12 @@ impl World {
         self.folder.path().join("disk.sock")
     }
 
-    /// The guest lives: what was kept for it in files is good.
+    /// The guest lives: what the files hold of its memory is good.
     pub(super) fn take_over(&mut self) {
         let numbers = self.warm.ember.incarnations();
         self.dead.lock().unwrap().clear();
         self.incarnation = Some(Incarnation::open(self.folder.path(), self.number).unwrap());
-        // The old one's mappings go first, as those of a process that is gone.
+        // The old keeper's mappings go first, as those of a dead process do.
         self.warm = open_warm(self.folder.path(), &self.settings, &self.tagger);
         for number in numbers {
             self.bank(Incarnation::open(self.folder.path(), number).unwrap());
@@ -127,6 +136,10 @@ impl World {
 
     /// The keeper's loop goes on, if anything wakes it.
     pub(super) fn turn(&mut self) {
+        // How fast another thread closes descriptors must not matter.
+        while closing_is_held_up() {
+            std::thread::yield_now();
+        }
         let Some(keeper) = &mut self.keeper else { return };
         let is_due = keeper.alarm.is_some_and(|alarm| alarm <= self.clock.now());
         if !keeper.at_once && !is_due && !is_readable(&keeper.worker) {
@@ -134,7 +147,7 @@ impl World {
         }
         keeper.alarm = keeper.alarm.filter(|_| !is_due);
         lock(&self.storage).meter.is_stopping =
-            self.qemu.waits_for_stop() || std::mem::take(&mut self.last_word_was_stop);
+            self.qemu.waits_for_stop() || std::mem::take(&mut self.last_message_was_stop);
         let worker = &mut keeper.worker;
         match catch_unwind(AssertUnwindSafe(|| worker.turn(Some(Duration::ZERO)))) {
             Ok(Ok(pause)) => {
@@ -142,12 +155,15 @@ impl World {
                 if let Pause::AtMost(wait) = pause {
                     keeper.alarm = Some(self.clock.now() + wait);
                 }
-                self.hear();
+                self.receive();
             }
             Ok(Err(error)) => self.fault(format!("the loop failed: {error}")),
             Err(payload) if payload.is::<Killed>() => {
                 log!(self, "the keeper dies in the middle of its work");
-                self.killed();
+                match self.fuse_cuts_power {
+                    true => self.cut_power(),
+                    false => self.killed(),
+                }
             }
             Err(payload) => resume_unwind(payload),
         }
@@ -163,6 +179,25 @@ impl World {
     pub(super) fn light_fuse(&mut self) {
         if self.keeper.is_some() {
             lock(&self.storage).fuse = Some(self.random.below(40));
+            self.fuse_cuts_power = self.random.one_in(3);
+        }
+    }
+
+    /// The host loses its power: keeper, QEMU and guest are gone, and everything that was in memory.
+    pub(super) fn cut_power(&mut self) {
+        log!(self, "power is cut");
+        self.counts.power_cuts += 1;
+        drop(self.keeper.take());
+        self.lose_guest();
+        self.folder = new_folder();
+        self.start_cold();
+        let mut storage = lock(&self.storage);
+        storage.lose_power(&mut self.random);
+        self.model.end_all(&storage);
+        let lost = self.model.lose_power(&storage);
+        drop(storage);
+        if let Err(what) = lost {
+            self.fault(what);
         }
     }
 
@@ -172,7 +207,7 @@ impl World {
         lock(&self.storage).abandon(&mut self.random);
         let was_connected = self.qemu.is_connected();
         self.qemu.hang_up();
-        self.successor = None;
+        (self.successor, self.saved) = (None, None);
         if let Some(mut old) = self.leaving.take()
             && was_connected
             && !self.qemu.has_kicked
@@ -182,9 +217,8 @@ impl World {
             old.hang_up();
             old.bases = vec![None; QUEUES];
             self.qemu = old;
+            self.migrated = None;
         }
-        // A known limitation: a successor that has no region yet cannot tell that the write cache is off, and nobody else does.
-        self.is_through &= self.qemu.has_region();
         // Its processors go on: the hop has failed, or is over.
         if self.then.take() == Some(Then::Reset) {
             self.reset_driver();

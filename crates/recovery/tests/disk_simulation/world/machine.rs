@@ -2,10 +2,11 @@
 
 use hearth_recovery::incarnation::Incarnation;
 
+use super::keeper::Keeper;
 use super::settings::HOP;
 use super::{Then, World, log};
 use crate::guest::{Guest, QUEUE_SIZE, QUEUES, RAM_BYTES};
-use crate::qemu::{self, Heard, Qemu, Word};
+use crate::qemu::{self, Message, Qemu, Received};
 use crate::storage::lock;
 
 impl World {
@@ -32,11 +33,11 @@ impl World {
         let keeper = self.keeper.as_mut().expect("it was there");
         assert!(keeper.worker.attach(tracking), "it was drained");
         self.qemu = Qemu::new(self.settings.features);
-        (self.is_through, self.is_hostile, self.then) = (false, false, None);
+        (self.is_through, self.noted_through, self.is_hostile, self.then) = (false, false, false, None);
         self.connect();
     }
 
-    /// Something that a drain waits for goes on.
+    /// What a drain waits for goes on.
     pub(super) fn settle_one(&mut self) {
         self.apply();
         self.report();
@@ -57,53 +58,65 @@ impl World {
 
     pub(super) fn start(&mut self) {
         self.qemu.start();
-        if self.settings.without_cache && !self.is_through {
-            let at = self.qemu.script.iter().position(|word| *word == Word::MemTable).expect("a start has one");
-            self.qemu.script.insert(at, Word::WriteCache(false));
+        if self.settings.switches_cache && !self.is_through {
+            let script = &mut self.qemu.script;
+            let at = script.iter().position(|message| *message == Message::MemTable).expect("a start has one");
+            script.insert(at, Message::WriteCache(false));
         }
         if let Some(guest) = &mut self.guest {
             guest.event_index = self.qemu.features & qemu::EVENT_INDEX != 0;
         }
     }
 
-    pub(super) fn hear(&mut self) {
+    /// The guest switches its write cache on or off.
+    pub(super) fn switch_write_cache(&mut self) {
+        let runs = self.guest.is_some() && self.then.is_none() && self.qemu.is_connected() && self.qemu.is_started;
+        if !self.settings.switches_cache || !runs || !self.qemu.is_silent() {
+            return;
+        }
+        let on = self.is_through;
+        log!(self, "the guest switches its write cache: {on}");
+        if let Some(guest) = self.guest.as_mut().filter(|_| on) {
+            guest.rely_on_flushes();
+            self.is_through = false;
+        }
+        self.qemu.script.push_back(Message::WriteCache(on));
+    }
+
+    pub(super) fn receive(&mut self) {
         loop {
-            match self.qemu.hear() {
-                Heard::Nothing => break,
-                Heard::HungUp if self.is_hostile => {
+            match self.qemu.receive() {
+                Received::Nothing => break,
+                Received::HungUp if self.is_hostile => {
                     self.crash();
                     break;
                 }
-                Heard::HungUp => {
+                Received::HungUp => {
                     self.fault("QEMU is cut off".into());
                     self.qemu.hang_up();
                     break;
                 }
-                Heard::Answer(word) => {
-                    log!(self, "answered: {word:?}");
+                Received::Answer(message) => {
+                    log!(self, "answered: {message:?}");
                     self.note(0x1000);
-                    if word == Word::MemTable && self.settings.without_cache {
-                        self.is_through = true;
-                    }
+                    self.is_through |= message == Message::WriteCache(false);
                 }
             }
         }
         for qemu in [&mut self.successor, &mut self.leaving].into_iter().flatten() {
-            while let Heard::Answer(_) = qemu.hear() {}
+            while let Received::Answer(_) = qemu.receive() {}
         }
     }
 
-    pub(super) fn speak(&mut self) {
+    pub(super) fn send_messages(&mut self) {
         let Some(guest) = &self.guest else { return };
-        // Several words are heard at once more often than not.
+        // The server mostly finds several at a time.
         for _ in 0..=self.random.below(6) {
-            let Some(word) = self.qemu.speak(guest) else { break };
-            if self.verbose {
-                eprintln!("says {word:?}");
-            }
+            let Some(message) = self.qemu.send_next(guest) else { break };
+            log!(self, "sends {message:?}");
         }
         if let Some(successor) = &mut self.successor {
-            successor.speak(guest);
+            successor.send_next(guest);
         }
     }
 
@@ -122,7 +135,7 @@ impl World {
 
     /// A QEMU may be told to stop before it has enabled all of its queues.
     pub(super) fn stop_half_started(&mut self, then: Then) {
-        let is_half_started = self.qemu.script.iter().all(|word| matches!(word, Word::Enable(_)));
+        let is_half_started = self.qemu.script.iter().all(|message| matches!(message, Message::Enable(_)));
         if is_half_started && self.qemu.is_started {
             log!(self, "stop before all is enabled, then {then:?}");
             self.then = Some(then);
@@ -151,10 +164,17 @@ impl World {
                 }
                 log!(self, "the successor takes the guest");
                 self.counts.hops += 1;
+                self.noted_through = self.keeper.as_ref().is_some_and(Keeper::is_write_through);
+                self.end_migration();
                 let mut old = std::mem::replace(&mut self.qemu, successor);
+                old.is_logging = false;
                 self.qemu.bases = std::mem::take(&mut old.bases);
                 self.leaving = Some(old);
                 self.start();
+                // The successor has nothing of the old one's yet.
+                if self.random.one_in(6) {
+                    self.kill();
+                }
             }
             Some(Then::Restart) | None => self.start(),
         }
@@ -185,30 +205,40 @@ impl World {
 
     /// The guest dies, and its QEMU.
     pub(super) fn crash(&mut self) {
-        if self.guest.take().is_none() {
+        if self.guest.is_none() {
             return;
         }
         log!(self, "the guest dies");
         self.counts.crashes += 1;
-        self.last_word_was_stop = self.qemu.waits_for_stop();
-        self.qemu.hang_up();
-        (self.successor, self.leaving, self.then, self.is_hostile) = (None, None, None, false);
+        self.last_message_was_stop = self.qemu.waits_for_stop();
+        self.lose_guest();
+        if let Some(keeper) = &mut self.keeper {
+            keeper.worker.set_write_log(None);
+        }
     }
 
-    /// A QEMU that was taken over by somebody.
-    pub(super) fn say_what_is_odd(&mut self) {
+    pub(super) fn lose_guest(&mut self) {
+        self.qemu.hang_up();
+        (self.guest, self.successor, self.leaving) = (None, None, None);
+        (self.saved, self.migrated) = (None, None);
+        (self.then, self.is_hostile) = (None, false);
+    }
+
+    /// A QEMU that its guest has taken over.
+    pub(super) fn send_odd_messages(&mut self) {
         if !self.settings.hostile || self.guest.is_none() || !self.qemu.is_connected() || self.successor.is_some() {
             return;
         }
         self.is_hostile = true;
         let queues = 1 + self.random.below(QUEUES as u64) as u16;
         let size = self.random.pick(&[1, 8, QUEUE_SIZE]);
-        log!(self, "QEMU says what it should not");
-        let words = match self.random.below(3) {
-            0 => vec![Word::SmallInflight { queues, size }, Word::SetSmallInflight { queues, size }],
-            1 => vec![Word::OddSize(self.random.below(QUEUES as u64 + 1) as usize, self.random.next() as u32 % 70_000)],
-            _ => vec![Word::Reset],
+        log!(self, "QEMU sends what it must not");
+        let (queue, odd) = (self.random.below(QUEUES as u64 + 1) as usize, self.random.next() as u32 % 70_000);
+        let messages = match self.random.below(3) {
+            0 => vec![Message::SmallInflight { queues, size }, Message::SetSmallInflight { queues, size }],
+            1 => vec![Message::OddSize(queue, odd)],
+            _ => vec![Message::Reset],
         };
-        words.into_iter().rev().for_each(|word| self.qemu.script.push_front(word));
+        messages.into_iter().rev().for_each(|message| self.qemu.script.push_front(message));
     }
 }

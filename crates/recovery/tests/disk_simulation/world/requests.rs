@@ -45,7 +45,9 @@ impl World {
             Kind::Read => self.model.begin_read(id, sectors.clone()),
             Kind::Write => self.model.begin_write(id, sectors.clone(), stamp, &storage),
             Kind::Discard | Kind::WriteZeroes => self.model.begin_write(id, sectors.clone(), 0, &storage),
-            Kind::Flush => request.answered = self.model.answered(),
+            Kind::Flush => {
+                (request.answered, request.submitted) = (self.model.answered(), self.model.begin_flush());
+            }
             Kind::Identify | Kind::Odd => {}
         }
         request.is_through = self.is_through || self.settings.features & (qemu::FLUSH | qemu::CONFIG_WCE) == 0;
@@ -101,6 +103,7 @@ impl World {
 
     /// The guest looks at its rings.
     pub(super) fn look(&mut self) {
+        let before = self.counts.answers;
         for queue in 0..QUEUES {
             while let Some(found) = self.guest.as_mut().and_then(|guest| guest.look(queue)) {
                 match found {
@@ -109,6 +112,9 @@ impl World {
                     Err(what) => self.fault(what),
                 }
             }
+        }
+        if self.counts.answers > before {
+            self.check_copies();
         }
     }
 
@@ -136,18 +142,20 @@ impl World {
             (Kind::Odd, 2) => Ok(()),
             (_, 0) if bytes != expected => Err(format!("{}: {bytes} bytes instead of {expected}", request.id)),
             (Kind::Read, 0) => self.model.end_read(request.id, &found, &storage),
+            (Kind::Write | Kind::WriteZeroes, 0) if request.is_through => {
+                self.model.end_write(request.id, End::Durable, &storage);
+                self.model.check_durable(request.sectors.clone(), &self.model.answered(), &storage)
+            }
             (Kind::Write | Kind::WriteZeroes, 0) => {
                 self.model.end_write(request.id, End::Well, &storage);
-                match request.is_through {
-                    true => self.model.check_durable(request.sectors.clone(), &self.model.answered(), &storage),
-                    false => Ok(()),
-                }
+                Ok(())
             }
             (Kind::Discard, 0) => {
                 self.model.end_write(request.id, End::Unknown, &storage);
                 Ok(())
             }
             (Kind::Flush, 0) => {
+                self.model.end_flush(request.submitted);
                 let all = 0..self.model.sectors().min(request.answered.len() as u64);
                 self.model.check_durable(all, &request.answered, &storage)
             }

@@ -8,12 +8,12 @@ use super::World;
 use crate::qemu;
 use crate::random::Random;
 
-/// What may happen in a step, how often, and whether a seed may decide that it never happens, or often: runs that are
-/// about few things come further with them.
+/// What may happen in a step, how often, and whether a seed may decide that it happens never, or often: a run that is about
+/// few things gets further with them.
 pub(super) type Action = (u64, bool, fn(&mut World));
-pub(super) const ACTIONS: [Action; 18] = [
+pub(super) const ACTIONS: [Action; 20] = [
     (230, false, World::turn),
-    (130, false, World::speak),
+    (130, false, World::send_messages),
     (180, false, World::submit),
     (150, false, World::apply),
     (130, false, World::report),
@@ -24,18 +24,20 @@ pub(super) const ACTIONS: [Action; 18] = [
     (6, true, World::begin_hop),
     (3, true, World::kill),
     (3, true, World::light_fuse),
+    (1, true, World::cut_power),
     (3, true, World::crash),
     (3, true, World::resize),
-    (4, true, World::save),
+    (4, true, World::copy_image),
+    (12, true, World::copy_memory),
     (3, true, World::ready),
     (4, true, World::tend),
     (4, true, World::trouble),
 ];
 
-/// Where `begin_hop` is among them.
+/// The index of `begin_hop`.
 pub(super) const HOP: usize = 9;
 
-/// What a seed decides beforehand.
+/// What a seed decides before its run begins.
 pub(super) struct Settings {
     pub(super) weights: [u64; ACTIONS.len()],
     pub(super) limits: Limits,
@@ -45,15 +47,15 @@ pub(super) struct Settings {
     pub(super) boot_set_bytes: Option<u64>,
     pub(super) join_writes: bool,
     pub(super) features: u64,
-    /// The guest switches its write cache off.
-    pub(super) without_cache: bool,
-    /// One operation of so many fails.
+    /// The guest switches its write cache off, and on and off again.
+    pub(super) switches_cache: bool,
+    /// One operation in this many fails.
     pub(super) failing: Option<u64>,
     /// The image's file system is full at times. Not with limits: what is tried again is not paid for again.
     pub(super) fills: bool,
     /// A process that a dead QEMU left behind writes to its memory.
     pub(super) haunted: bool,
-    /// A QEMU says what it should not.
+    /// A QEMU sends what it must not.
     pub(super) hostile: bool,
 }
 
@@ -84,7 +86,7 @@ impl Settings {
             hold_back: random.pick(&[Duration::ZERO, Duration::from_micros(250)]),
             join_writes: random.one_in(2),
             boot_set_bytes,
-            without_cache: features & qemu::CONFIG_WCE != 0 && random.one_in(4),
+            switches_cache: features & qemu::CONFIG_WCE != 0 && random.one_in(4),
             features,
             failing: random.one_in(3).then(|| random.pick(&[5, 30])),
             haunted: random.one_in(4),
