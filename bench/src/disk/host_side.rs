@@ -222,6 +222,7 @@ pub fn disk_options(socket: &Path) -> DiskOptions {
         gate: None,
         tell: None,
         expected: Expected::anyone(),
+        write_through: false,
     }
 }
 
