@@ -54,7 +54,7 @@ fn a_dump_that_is_given_up_leaves_what_it_has_and_its_memory() -> Result<()> {
     vm.wait_incarnation(2)?;
     vm.wait_event("a full disk", |event| event["kind"] == "dump_waits")?;
     let refused = vm.cli_output(&["dump", vm.name()])?;
-    assert!(refused.status != 0 && refused.text().contains("a dump is waiting"), "{}", refused.text());
+    assert!(refused.status != 0 && refused.text().contains("another dump is waiting"), "{}", refused.text());
     vm.cli(&["dump", vm.name(), "--discard"])?;
     assert_nothing_held(&vm)?;
     let [file] = &dump::files(folder.path())[..] else { panic!("{:?}", dump::files(folder.path())) };

@@ -230,7 +230,11 @@ impl Machine {
     pub(super) fn dump_living(&mut self, mut request: Request) -> Result<(), ApiError> {
         if let Some(status) = self.crash_recovery.dumps.current() {
             let message = format!("cannot dump: another dump is {}: {}", status.state.name(), status.file);
-            return Err(ApiError::new(ErrorWord::WrongState, message).hint("wait until it is complete"));
+            let hint = match status.state {
+                DumpState::Waiting => "continue it with `hearth dump --resume`, or give it up with `--discard`",
+                _ => "wait until it is complete",
+            };
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint(hint));
         }
         if self.saves.current.is_some() {
             let message = "cannot dump: the guest is being saved";
