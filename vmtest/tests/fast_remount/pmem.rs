@@ -98,7 +98,7 @@ fn is_told(vm: &TestVm) -> Result<()> {
 fn persistent_memory_stays_with_its_qemu() -> Result<()> {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let vm = machine("stays", &[]).boot()?;
-    let why = "another QEMU cannot have nvram plain, which is persistent memory";
+    let why = "another QEMU cannot take over nvram plain, which is persistent memory";
     let snapshot = folder.path().join("snapshot").display().to_string();
     let refused = [
         (vec!["rejuvenate", vm.name()], why),
