@@ -117,7 +117,7 @@ fn the_end_of_qemu_is_dumped_without_registers() -> Result<()> {
     let vm = dumping("killed").boot()?;
     let dumped = is_dumped(&vm, TestVm::kill_qemu, ("qemu_died", ""))?;
     let warnings = dumped["warnings"].to_string();
-    assert!(warnings.contains("no registers: QEMU was gone"), "{dumped}");
+    assert!(warnings.contains("no registers: QEMU had exited"), "{dumped}");
     assert_eq!((&dumped["level"], &dumped["excluded"]["unjudged"]), (&31.into(), &0.into()), "{dumped}");
     Ok(())
 }
