@@ -5,16 +5,12 @@
 mod common;
 
 use std::collections::BTreeSet;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::Arc;
 
 use common::*;
 use hearth_disk::write_log::WriteLog;
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
-use vhost::{VhostBackend, VhostUserDirtyLogRegion};
 
-const LOG_BYTES: u64 = 4096;
 const RAM_PAGES: u64 = 8192;
 
 /// Pages of RAM by content, to find those that changed.
@@ -24,23 +20,6 @@ fn pages(guest: &Guest) -> Vec<Vec<u8>> {
 
 fn changed(before: &[Vec<u8>], after: &[Vec<u8>]) -> BTreeSet<u64> {
     (0..RAM_PAGES).filter(|page| before[*page as usize] != after[*page as usize]).collect()
-}
-
-fn take_log(log: &std::fs::File) -> BTreeSet<u64> {
-    let mut bits = vec![0; LOG_BYTES as usize];
-    log.read_exact_at(&mut bits, 0).unwrap();
-    log.write_all_at(&vec![0; LOG_BYTES as usize], 0).unwrap();
-    (0..LOG_BYTES * 8).filter(|page| bits[(page / 8) as usize] >> (page % 8) & 1 == 1).collect()
-}
-
-fn attach_log(guest: &Guest) -> std::fs::File {
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    let log: std::fs::File = memfd_create("log", flags).unwrap().into();
-    log.set_len(LOG_BYTES).unwrap();
-    fcntl_add_seals(&log, SealFlags::SHRINK).unwrap();
-    let region = VhostUserDirtyLogRegion { mmap_size: LOG_BYTES, mmap_offset: 0, mmap_handle: log.as_raw_fd() };
-    guest.frontend.set_log_base(0, Some(region)).unwrap();
-    log
 }
 
 #[test]

@@ -37,6 +37,9 @@ pub enum ConnectionError {
     /// was answered, and the inflight region has the rest.
     #[error("QEMU stops queue {queue}, which it has not started here")]
     NotStarted { queue: u32 },
+    /// A stopped queue finishes the requests of the server before this one, and a migration would miss what they write.
+    #[error("QEMU stops queue {queue}, whose requests it wants logged, before it has given the log")]
+    LogMissing { queue: u16 },
     #[error("QEMU gives another inflight region while queues that use the old one are served")]
     InflightOfRunning,
     #[error(
@@ -248,7 +251,7 @@ impl Connection {
                 Ok(Answer::Done)
             }
             Message::ResetDevice => {
-                self.queues.iter_mut().for_each(Queue::stop);
+                (0..self.device.queues).try_for_each(|queue| self.stop_queue(queue))?;
                 Ok(Answer::Later(Pending::Reset))
             }
             memory @ (Message::SetMemTable(_)
@@ -296,11 +299,10 @@ impl Connection {
             Message::SetVringErr { queue, fd } => self.queue(queue)?.set_error(fd),
             Message::SetVringEnable { queue, on } => self.queue(queue)?.set_enabled(on),
             Message::GetVringBase { queue } => {
-                let found = self.queue(queue)?;
-                if !found.is_started() {
+                if !self.queue(queue)?.is_started() {
                     return Err(ConnectionError::NotStarted { queue });
                 }
-                found.stop();
+                self.stop_queue(queue as u16)?;
                 if queue == 0 {
                     self.stop_asked = Some(SystemTime::now());
                 }
@@ -327,6 +329,15 @@ impl Connection {
         self.starts += 1;
         self.left = None;
         Ok(found.start(kick, &self.memory, self.inflight.as_mut(), agreed)?)
+    }
+
+    fn stop_queue(&mut self, queue: u16) -> Result<(), ConnectionError> {
+        let found = &mut self.queues[usize::from(queue)];
+        if self.memory.lacks_log() && found.can_resume() {
+            return Err(ConnectionError::LogMissing { queue });
+        }
+        found.stop();
+        Ok(())
     }
 
     fn set_features(&mut self, features: u64) -> Result<Answer, ConnectionError> {

@@ -198,6 +198,12 @@ impl GuestMap {
         self.log_all = on;
     }
 
+    /// Are writes to be marked in a log that has not come yet? QEMU gives it after the queues are started, and before they are
+    /// enabled.
+    pub fn lacks_log(&self) -> bool {
+        self.log_all && self.log.is_none()
+    }
+
     /// Marks pages whether or not all writes are logged: the used ring has a switch of its own.
     pub fn mark(&self, address: u64, bytes: u64) {
         if let Some(log) = &self.log {

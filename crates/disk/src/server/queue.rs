@@ -218,7 +218,7 @@ impl Queue {
     }
 
     /// Do requests of the server before us wait to be taken from a ring that can be used?
-    fn can_resume(&self) -> bool {
+    pub fn can_resume(&self) -> bool {
         !self.resume.is_empty() && self.is_usable()
     }
 

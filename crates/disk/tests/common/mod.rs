@@ -4,6 +4,7 @@
 #![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -20,9 +21,10 @@ use hearth_disk::limit::Limits;
 use hearth_disk::server::{Backing, DiskOptions, DiskServer, Expected, Peer, Tracking};
 use hearth_disk::tag::Tagger;
 use hearth_disk::warm::WarmSource;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserInflight, VhostUserProtocolFeatures};
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
-use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+use vhost::{VhostBackend, VhostUserDirtyLogRegion, VhostUserMemoryRegionInfo, VringConfigData};
 use vmm_sys_util::eventfd::EventFd;
 
 /// Long enough for a busy machine; only failing tests wait this long.
@@ -46,6 +48,7 @@ pub const CONFIG_WCE: u64 = 1 << 11;
 pub const FLUSH_FEATURE: u64 = 1 << 9;
 
 const RAM_BYTES: u64 = 32 << 20;
+const LOG_BYTES: u64 = 4096;
 /// Where the frontend claims to have RAM mapped: not where the guest sees it.
 const USER_BASE: u64 = 0x7000_0000_0000;
 /// Rings of a queue, then its headers and status bytes.
@@ -520,7 +523,7 @@ pub fn wait_readable(fd: &impl AsRawFd, until: Instant) -> bool {
 }
 
 pub fn ram_file() -> File {
-    let fd = rustix::fs::memfd_create("guest-ram", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let fd = memfd_create("guest-ram", MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(fd.as_fd(), RAM_BYTES).unwrap();
     fd.into()
 }
@@ -536,6 +539,25 @@ fn negotiate(socket: &Path, queues: usize, features: u64) -> Frontend {
     frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
     assert!(protocol.contains(VhostUserProtocolFeatures::REPLY_ACK | VhostUserProtocolFeatures::INFLIGHT_SHMFD));
     frontend
+}
+
+/// The pages that are marked in the log; it is empty afterwards.
+pub fn take_log(log: &File) -> BTreeSet<u64> {
+    let mut bits = vec![0; LOG_BYTES as usize];
+    log.read_exact_at(&mut bits, 0).unwrap();
+    log.write_all_at(&vec![0; LOG_BYTES as usize], 0).unwrap();
+    (0..LOG_BYTES * 8).filter(|page| bits[(page / 8) as usize] >> (page % 8) & 1 == 1).collect()
+}
+
+/// Gives the server a log of the pages that it writes.
+pub fn attach_log(guest: &Guest) -> File {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let log: File = memfd_create("log", flags).unwrap().into();
+    log.set_len(LOG_BYTES).unwrap();
+    fcntl_add_seals(&log, SealFlags::SHRINK).unwrap();
+    let region = VhostUserDirtyLogRegion { mmap_size: LOG_BYTES, mmap_offset: 0, mmap_handle: log.as_raw_fd() };
+    guest.frontend.set_log_base(0, Some(region)).unwrap();
+    log
 }
 
 /// Waits until it holds, looking again each time the machine lets us; for states that nothing announces.
