@@ -2,10 +2,13 @@
 //! nothing is left that belongs to nobody, and the machine's next start works.
 //!
 //! `every`: all pairs, on a stand-in for QEMU (src/bin/fake-qemu.rs). `hostile`: that stand-in, taken over by its guest.
-//! `real`: a sample on real guests. `machine`: how the stand-in is held and watched.
+//! `hand_over`: a stop at the moment of a keeper's upgrade. `real`: a sample on real guests. `machine`: how the stand-in is held and
+//! watched.
 
 #[path = "pairs/every.rs"]
 mod every;
+#[path = "pairs/hand_over.rs"]
+mod hand_over;
 #[path = "pairs/hostile.rs"]
 mod hostile;
 #[path = "pairs/machine.rs"]

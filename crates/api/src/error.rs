@@ -38,13 +38,15 @@ pub enum ErrorWord {
     Timeout,
     /// Too many clients are connected.
     TooManyClients,
+    /// Another keeper takes the machine over and did not get the request; send it again.
+    KeeperReplaced,
     /// The operation failed.
     Failed,
 }
 
 impl ErrorWord {
     /// All reasons.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::BadRequest,
         Self::NoSuchRoute,
         Self::WrongMethod,
@@ -54,6 +56,7 @@ impl ErrorWord {
         Self::NotPossible,
         Self::Timeout,
         Self::TooManyClients,
+        Self::KeeperReplaced,
         Self::Failed,
     ];
 
@@ -66,7 +69,7 @@ impl ErrorWord {
             Self::WrongState | Self::NotPossible => 409,
             Self::TooLarge => 413,
             Self::Failed => 500,
-            Self::TooManyClients => 503,
+            Self::TooManyClients | Self::KeeperReplaced => 503,
             Self::Timeout => 504,
         }
     }
@@ -83,6 +86,7 @@ impl ErrorWord {
             Self::NotPossible => "not_possible",
             Self::Timeout => "timeout",
             Self::TooManyClients => "too_many_clients",
+            Self::KeeperReplaced => "keeper_replaced",
             Self::Failed => "failed",
         }
     }

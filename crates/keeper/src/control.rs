@@ -67,6 +67,12 @@ impl Occupation {
         self.set(Some(ApiError::new(ErrorWord::WrongState, what).hint(hint)));
     }
 
+    /// The loop ends because another keeper takes the machine over.
+    pub fn hand_over(&self, machine: &str) {
+        let what = format!("the keeper of {machine} is being replaced");
+        self.set(Some(ApiError::new(ErrorWord::KeeperReplaced, what).hint("send the request again in a second")));
+    }
+
     pub fn end(&self) {
         self.set(None);
     }
@@ -131,7 +137,11 @@ impl Control {
                 ApiError::new(ErrorWord::Timeout, format!("the machine did not respond within {:?}", self.patience))
                     .hint("the request may still take effect; see the events")
             }
-            RecvTimeoutError::Disconnected => ApiError::new(ErrorWord::WrongState, "the machine has ended"),
+            // The loop ended before it took the command.
+            RecvTimeoutError::Disconnected => match self.occupation.refusal() {
+                Err(refusal) => refusal,
+                Ok(()) => ApiError::new(ErrorWord::WrongState, "the machine has ended"),
+            },
         }
     }
 }
@@ -162,5 +172,17 @@ mod tests {
         assert_eq!(control.ask(Command::Ready), Err(refused));
         occupation.end();
         assert_eq!(control.ask(Command::Ready), Ok(Answer::Accepted));
+    }
+
+    #[test]
+    fn request_that_a_hand_over_drops_may_be_sent_again() {
+        let occupation = Occupation::default();
+        let hands_over = occupation.clone();
+        let control = Control::new(move |_, reply| {
+            hands_over.hand_over("web");
+            drop(reply);
+        });
+        let refused = control.while_not(occupation).ask(Command::Ready).unwrap_err();
+        assert_eq!(refused.error, ErrorWord::KeeperReplaced);
     }
 }

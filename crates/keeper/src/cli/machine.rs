@@ -1,6 +1,8 @@
 //! From a machine's name to its keeper.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+use hearth_api::ErrorWord;
 
 use super::{CliError, Context, parked};
 use crate::check::life;
@@ -10,15 +12,33 @@ use crate::runtime_root::RuntimeRoot;
 
 /// Time for a keeper to show that it is there.
 const PRESENCE_PATIENCE: Duration = Duration::from_secs(2);
+/// The old keeper has a few seconds to end, the new one a few to start.
+const REPLACEMENT_PATIENCE: Duration = Duration::from_secs(20);
+const REPLACEMENT_STEP: Duration = Duration::from_millis(20);
 
 impl Context<'_> {
     pub fn client(&self, name: &str) -> Client {
         Client::new(self.root.api_socket(name))
     }
 
-    /// Asks a machine's keeper. If it does not run, the error names the machines that do.
-    pub fn ask<T>(&self, name: &str, question: impl FnOnce(&Client) -> Result<T, ClientError>) -> Result<T, CliError> {
-        question(&self.client(name)).map_err(|error| self.explained(name, error))
+    /// Asks a machine's keeper, and the next one if it is being replaced. If none runs, the error names the machines that do.
+    pub fn ask<T>(&self, name: &str, question: impl Fn(&Client) -> Result<T, ClientError>) -> Result<T, CliError> {
+        let (client, deadline) = (self.client(name), Instant::now() + REPLACEMENT_PATIENCE);
+        let mut is_replaced = false;
+        loop {
+            let error = match question(&client) {
+                Ok(answer) => return Ok(answer),
+                Err(error) => error,
+            };
+            let refused = matches!(&error, ClientError::Refused(error) if error.error == ErrorWord::KeeperReplaced);
+            is_replaced |= refused;
+            // Between the two keepers there is none.
+            let comes_yet = is_replaced && (refused || matches!(error, ClientError::NotRunning { .. }));
+            if !comes_yet || Instant::now() > deadline {
+                return Err(self.explained(name, error));
+            }
+            std::thread::sleep(REPLACEMENT_STEP);
+        }
     }
 
     pub fn explained(&self, name: &str, error: ClientError) -> CliError {

@@ -112,7 +112,7 @@ impl Machine {
     }
 
     /// For a keeper that comes after this one: the guest may yet take its minute.
-    fn note_order(&mut self, order: Option<OrderNote>) {
+    pub(super) fn note_order(&mut self, order: Option<OrderNote>) {
         self.context.journal.ordered = order;
         self.context.save_journal();
     }

@@ -1,7 +1,10 @@
 //! Upgrade of the keeper, as far as the machine is concerned: whether it may be, and what is left behind.
 
+use std::sync::atomic::Ordering::Relaxed;
+
 use hearth_api::{ApiError, ErrorWord, EventKind, MachineState, UpgradeRequest};
 use hearth_disk::server::DiskServer;
+use hearth_recovery::journal::OrderNote;
 
 use super::{Machine, Wanted};
 use crate::upgrade::Successor;
@@ -46,7 +49,10 @@ impl Machine {
     pub(super) fn ready_successor(&mut self) -> Option<Successor> {
         let (successor, incarnation) = self.rejuvenation.successor.take()?;
         let why = match self.may_hand_over() {
-            Ok(living) if living == incarnation => return Some(successor),
+            Ok(living) if living == incarnation => {
+                self.context.outside.occupation.hand_over(&self.context.config.name);
+                return Some(successor);
+            }
             // The next guest's QEMU is still making itself known to its disks.
             Ok(_) => "the guest ended meanwhile".to_owned(),
             Err(refusal) => refusal.to_string(),
@@ -57,6 +63,10 @@ impl Machine {
 
     /// Leaves the machine as a keeper that dies would, but for the disks: what is in flight there comes to its end.
     pub fn let_go(mut self) {
+        if self.context.outside.terminated.load(Relaxed) {
+            // The signal came too late for the loop.
+            self.note_order(Some(OrderNote::Stop));
+        }
         DiskServer::leave(std::mem::take(&mut self.disks.servers));
         // Its parts would put things in order for a guest that has ended.
         std::mem::forget(self);

@@ -1,0 +1,42 @@
+//! A request that meets the moment in which one keeper hands its machine to the next: it is carried out, by either.
+
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+use hearth_vmtest::{artifacts, patience};
+
+use crate::machine::{Bed, NAMES, wait};
+
+/// A hand-over takes some 30 ms, of which the first keeper's loop is gone for one or two.
+const ROUNDS: u64 = 40;
+const NOT_RUNNING: i32 = 3;
+const STEP: Duration = Duration::from_millis(1);
+
+fn stop(bed: &Bed) -> Output {
+    let mut command = Command::new(artifacts::hearth().expect("hearth is built"));
+    command.args(["stop", NAMES[0], "--force"]).env("HEARTH_RUNTIME_ROOT", bed.path("run")).stdin(Stdio::null());
+    command.output().expect("hearth can be run")
+}
+
+#[test]
+fn a_stop_during_an_upgrade_reaches_a_keeper() {
+    let bed = Bed::make();
+    for round in 0..ROUNDS {
+        let mut keeper = bed.keeper(NAMES[0], &["run", "machine.toml"]);
+        keeper.settled(Duration::ZERO).unwrap().expect("it starts");
+        let api = keeper.api();
+        let upgrade = std::thread::spawn(move || api.ask("POST", "/v1/upgrade-keeper", "{}"));
+        std::thread::sleep(STEP * round as u32);
+        let mut told = String::new();
+        let stopped = wait(patience(1), || {
+            let output = stop(&bed);
+            told = String::from_utf8_lossy(&output.stderr).into_owned();
+            // Between the two keepers there is none, and that is what the command says.
+            output.status.code() != Some(NOT_RUNNING)
+        });
+        assert!(stopped && told.is_empty(), "round {round}: {told}");
+        assert!(wait(patience(1), || keeper.ended().is_some()), "round {round}: it still runs");
+        upgrade.join().unwrap();
+        assert_eq!(bed.left_behind(), Vec::<String>::new(), "round {round}");
+    }
+}
