@@ -17,6 +17,7 @@ mod record;
 mod rejuvenation;
 mod remount;
 mod report;
+mod responsiveness;
 mod sides;
 mod stats;
 mod table;

@@ -22,6 +22,7 @@ use serde_json::{Value, json};
 
 use crate::host::facts::Accelerator;
 use crate::record::Record;
+use crate::responsiveness::{self, Responsiveness};
 use crate::stats;
 use crate::table::{Table, figure_or_dash};
 
@@ -156,6 +157,7 @@ fn hearth(
     vm.sh(LOAD).map_err(failed)?;
     let clocks = Reading::take(&vm).map_err(failed)?;
     let silence = Silence::listen(vm.guest()).map_err(failed)?;
+    let responsiveness = Responsiveness::watch(vm.api_socket());
     for _ in 0..hops {
         let began = Instant::now();
         vm.rejuvenate().map_err(failed)?;
@@ -171,6 +173,7 @@ fn hearth(
         record.add(&case(side, memory_mib), "pause_ms", "ms", figure("pause_ms"));
         record.add(&case(side, memory_mib), "state_kib", "KiB", figure("state_bytes") / 1024.0);
     }
+    responsiveness.end(&case(side, memory_mib), record);
     silence.end(&vm).map_err(failed)?;
     let behind_s = Reading::take(&vm).map_err(failed)?.behind_s(&clocks);
     let behind = (behind_s.start() + behind_s.end()) / 2.0 * 1e3 / f64::from(hops);
@@ -369,6 +372,7 @@ fn summarise(record: &mut Record, sizes: &[u64]) {
     {
         record.summarise(metric, value);
     }
+    responsiveness::summarise(record);
 }
 
 pub fn table(record: &Record) -> Table {

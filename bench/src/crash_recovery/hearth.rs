@@ -14,6 +14,7 @@ use crate::host::scratch::Scratch;
 use crate::load;
 use crate::record::Record;
 use crate::report::Held;
+use crate::responsiveness::Responsiveness;
 use crate::sides::{self, copy_root};
 use hearth_vmtest::page_cache;
 
@@ -84,9 +85,11 @@ impl<'a> Machine<'a> {
             guest::make_boot_copy(&self.vm, self.bench.shape).map_err(|error| self.error(error))?;
         }
         let mut life = None;
+        let responsiveness = Responsiveness::watch(self.vm.api_socket());
         for _ in 0..crashes {
             life = Some(self.crash(&watch, record)?);
         }
+        responsiveness.end(&format!("{}@{}", self.case.side(), self.profile.name()), record);
         let peak_bytes = watch.end().map_err(|error| self.error(error))?.peak_bytes;
         self.budget(peak_bytes, record)?;
         // Room for the next case's: what cannot be removed now goes with the folder.

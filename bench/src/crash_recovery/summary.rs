@@ -3,6 +3,7 @@
 use super::{CHUNK_MIB, Shape};
 use crate::host::profile::Profile;
 use crate::record::Record;
+use crate::responsiveness;
 use crate::table::{Table, figure_or_dash};
 
 const SELECTIVE: &str = "hearth-level-31-chunk-128";
@@ -18,6 +19,7 @@ pub fn summarise(record: &mut Record, profiles: &[Profile]) {
     let peaks = ["budget_peak_pct", "keeper_peak_pct"].into_iter().filter_map(|metric| record.highest(metric));
     let peak = peaks.reduce(f64::max);
     record.summarise("budget_peak_pct", peak);
+    responsiveness::summarise(record);
 }
 
 fn summarise_profile(record: &mut Record, profile: Profile) {

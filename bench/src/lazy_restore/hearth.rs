@@ -17,6 +17,7 @@ use super::{
 use crate::host::profile::Profile;
 use crate::load::Load;
 use crate::record::Record;
+use crate::responsiveness::Responsiveness;
 
 const HEARTH: &str = "hearth";
 
@@ -75,6 +76,7 @@ pub fn measure_pause(bench: &Bench<'_>, record: &mut Record) -> Result<(), Resto
     vm.sh(&format!("dd if=/dev/urandom of=/dev/vda bs=1M count={} conv=fsync 2>&1", bench.shape.pause_disk_mib / 4))
         .map_err(machine)?;
     guest::start_writer(&vm).map_err(machine)?;
+    let responsiveness = Responsiveness::watch(vm.api_socket());
     for round in 0..bench.shape.pause_rounds {
         let folder = bench.rig.folder().join(format!("pause-{round}"));
         let (began, before) = (Instant::now(), guest::written_mib(&vm).map_err(machine)?);
@@ -93,6 +95,7 @@ pub fn measure_pause(bench: &Bench<'_>, record: &mut Record) -> Result<(), Resto
         let removed = std::fs::remove_dir_all(&folder);
         removed.map_err(|source| RestoreError::File { path: folder, source })?;
     }
+    responsiveness.end("save", record);
     Ok(())
 }
 
@@ -393,6 +396,8 @@ impl<'a> Saved<'a> {
             }
         }
         let over = await_complete(clone)?;
+        let status = clone.status().map_err(machine)?;
+        record.add(case, "loop_stall_ms_max", "ms", figure(&status["keeper"], "loop_stall_ms_max")?);
         record.add(case, "complete_s", "s", figure(&over, "duration_ms")? / 1e3);
         record.add(case, "pages_prefetched", "", figure(&over, "pages_prefetched")?);
         if order.place == STORE {

@@ -4,6 +4,7 @@ use super::{WINDOW_REQUESTS, case, hearth, places, plain, store, touch};
 use crate::host::profile::Profile;
 use crate::load::trace::{Sample, Trace};
 use crate::record::Record;
+use crate::responsiveness;
 use crate::stats;
 use crate::table::{Table, figure_or_dash};
 
@@ -118,6 +119,7 @@ pub fn summarise(record: &mut Record, profiles: &[Profile]) {
     for (metric, value) in figures {
         record.summarise(&metric, value);
     }
+    responsiveness::summarise(record);
 }
 
 pub fn table(record: &Record) -> Table {

@@ -267,6 +267,9 @@ pub struct KeeperStatus {
     pub pid: u32,
     pub version: String,
     pub uptime_s: f64,
+    /// The longest time in which its main loop handled one event, and took no other request.
+    #[serde(default)]
+    pub loop_stall_ms_max: f64,
 }
 
 /// The current QEMU process.

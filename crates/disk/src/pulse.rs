@@ -1,4 +1,4 @@
-//! Pulse: how long a loop has been at one piece of work, for whoever watches over it.
+//! Pulse: how long a loop has been at one piece of work, for whoever watches over it, and the longest that it ever was.
 //!
 //! begin -> work -> end -> the loop waits for the next piece, for as long as it likes
 
@@ -8,33 +8,46 @@ use std::time::{Duration, Instant};
 
 static EPOCH: LazyLock<Instant> = LazyLock::new(Instant::now);
 
-/// Of one loop. Clones are the same.
+/// The pulse of one loop. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct Pulse {
-    /// Milliseconds since `EPOCH`, and one more, at which the work began; 0: the loop waits.
-    since: Arc<AtomicU64>,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    /// Nanoseconds since `EPOCH`, plus one, at which the work began; 0: the loop waits.
+    since: AtomicU64,
+    /// Nanoseconds that the longest piece of work took.
+    longest: AtomicU64,
 }
 
 impl Pulse {
     pub fn begin(&self) {
-        self.since.store(EPOCH.elapsed().as_millis() as u64 + 1, Relaxed);
+        self.shared.since.store(EPOCH.elapsed().as_nanos() as u64 + 1, Relaxed);
     }
 
     pub fn end(&self) {
-        self.since.store(0, Relaxed);
+        self.shared.longest.fetch_max(self.busy_for().as_nanos() as u64, Relaxed);
+        self.shared.since.store(0, Relaxed);
     }
 
     /// Zero for a loop that waits.
     pub fn busy_for(&self) -> Duration {
-        match self.since.load(Relaxed) {
+        match self.shared.since.load(Relaxed) {
             0 => Duration::ZERO,
-            since => EPOCH.elapsed().saturating_sub(Duration::from_millis(since - 1)),
+            since => EPOCH.elapsed().saturating_sub(Duration::from_nanos(since - 1)),
         }
     }
 
-    /// The loop is gone: nobody else has this pulse.
+    /// How long the longest piece of work took; one that has not ended does not count yet.
+    pub fn longest(&self) -> Duration {
+        Duration::from_nanos(self.shared.longest.load(Relaxed))
+    }
+
+    /// Whether the loop is gone: nobody else has this pulse.
     pub fn is_alone(&self) -> bool {
-        Arc::strong_count(&self.since) == 1
+        Arc::strong_count(&self.shared) == 1
     }
 }
 
@@ -50,7 +63,11 @@ mod tests {
         of_the_loop.begin();
         std::thread::sleep(Duration::from_millis(20));
         assert!(pulse.busy_for() >= Duration::from_millis(19) && !pulse.is_alone());
+        assert_eq!(pulse.longest(), Duration::ZERO);
         of_the_loop.end();
         assert_eq!(pulse.busy_for(), Duration::ZERO);
+        of_the_loop.begin();
+        of_the_loop.end();
+        assert!(pulse.longest() >= Duration::from_millis(20));
     }
 }

@@ -106,6 +106,11 @@ pub static METRICS: &[Metric] = &[
     gauge("hearth_incarnation", "Number of the current incarnation", |status| f64::from(status.incarnation)),
     gauge("hearth_uptime_seconds", "Time since the current incarnation started", |status| status.uptime_s),
     gauge("hearth_keeper_uptime_seconds", "Time since the keeper started", |status| status.keeper.uptime_s),
+    gauge(
+        "hearth_keeper_loop_stall_seconds_max",
+        "Longest time in which the keeper's main loop handled one event",
+        |status| status.keeper.loop_stall_ms_max / 1e3,
+    ),
     Metric {
         name: "hearth_qemu_generation",
         kind: Kind::Gauge,

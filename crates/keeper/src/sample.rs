@@ -25,7 +25,7 @@ pub fn status() -> MachineStatus {
         incarnation: 2,
         cause_of_last_end: Some(EndCause::Panic),
         uptime_s: 75.5,
-        keeper: KeeperStatus { pid: 4711, version: "0.1.0".into(), uptime_s: 3700.0 },
+        keeper: KeeperStatus { pid: 4711, version: "0.1.0".into(), uptime_s: 3700.0, loop_stall_ms_max: 2.5 },
         qemu: Some(QemuStatus {
             pid: 4712,
             version: "7.2.9".into(),

@@ -123,9 +123,14 @@ impl TestVm {
         Ok(())
     }
 
+    /// The keeper's API.
+    pub fn api_socket(&self) -> PathBuf {
+        self.files.api_socket(&self.name)
+    }
+
     /// One of `GET /metrics`, as Prometheus asks for it. None: it has no value now.
     pub fn metric(&self, name: &str) -> Result<Option<f64>> {
-        let (socket, mut text) = (self.files.api_socket(&self.name), String::new());
+        let (socket, mut text) = (self.api_socket(), String::new());
         let asked = UnixStream::connect(&socket).and_then(|mut stream| {
             stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n")?;
             stream.read_to_string(&mut text)

@@ -29,6 +29,7 @@ impl Machine {
                 pid: std::process::id(),
                 version: env!("CARGO_PKG_VERSION").to_owned(),
                 uptime_s: self.started.elapsed().as_secs_f64(),
+                loop_stall_ms_max: self.context.outside.watchdog.main().longest().as_secs_f64() * 1e3,
             },
             qemu: life.map(|life| life.generation.status()),
             memory: self.memory_status(),

@@ -1,0 +1,84 @@
+//! How a keeper answers while it works: its status is asked for every 10 ms, as a dashboard might, and the keeper itself says how
+//! long its main loop was busy with one event.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use hearth_api::MachineStatus;
+
+use crate::record::Record;
+use crate::stats;
+
+const ASK_EVERY: Duration = Duration::from_millis(10);
+/// Longer than the keeper lets a client wait.
+const ANSWER_PATIENCE: Duration = Duration::from_secs(40);
+
+/// The poll of one keeper, until `end`.
+pub struct Responsiveness {
+    over: Arc<AtomicBool>,
+    thread: JoinHandle<Answers>,
+}
+
+#[derive(Default)]
+struct Answers {
+    status_ms: Vec<f64>,
+    last: Option<MachineStatus>,
+}
+
+impl Responsiveness {
+    /// Starts to ask the keeper behind this socket.
+    pub fn watch(socket: PathBuf) -> Self {
+        let over = Arc::new(AtomicBool::new(false));
+        let is_over = over.clone();
+        let poll = move || {
+            let mut answers = Answers::default();
+            while !is_over.load(Relaxed) {
+                let asked = Instant::now();
+                if let Some(status) = ask(&socket) {
+                    answers.status_ms.push(asked.elapsed().as_secs_f64() * 1e3);
+                    answers.last = Some(status);
+                }
+                std::thread::sleep(ASK_EVERY);
+            }
+            // What the last event took is in an answer that comes after it.
+            answers.last = ask(&socket).or(answers.last);
+            answers
+        };
+        Self { over, thread: std::thread::spawn(poll) }
+    }
+
+    /// Adds what was seen to the case's rows.
+    pub fn end(self, case: &str, record: &mut Record) {
+        self.over.store(true, Relaxed);
+        let answers = self.thread.join().expect("a panic was printed when it happened");
+        if let Some(p99) = stats::percentile(&answers.status_ms, 99.0) {
+            record.add(case, "status_ms_p99", "ms", p99);
+        }
+        if let Some(status) = answers.last {
+            record.add(case, "loop_stall_ms_max", "ms", status.keeper.loop_stall_ms_max);
+        }
+    }
+}
+
+fn ask(socket: &Path) -> Option<MachineStatus> {
+    let mut stream = UnixStream::connect(socket).ok()?;
+    stream.set_read_timeout(Some(ANSWER_PATIENCE)).ok()?;
+    stream.write_all(b"GET /v1/status HTTP/1.0\r\n\r\n").ok()?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).ok()?;
+    serde_json::from_str(answer.split_once("\r\n\r\n")?.1).ok()
+}
+
+/// The highest stall and the median of the answers, over all cases.
+pub fn summarise(record: &mut Record) {
+    let stall = record.highest("loop_stall_ms_max");
+    record.summarise("loop_stall_ms_max", stall);
+    let rows = record.rows.iter().filter(|row| row.metric == "status_ms_p99");
+    let answers: Vec<f64> = rows.flat_map(|row| row.values.iter().copied()).collect();
+    record.summarise("status_ms_p99", stats::median(&answers));
+}
