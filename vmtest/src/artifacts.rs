@@ -1,10 +1,10 @@
-//! The things that tests drive and boot: found, or an error that says how to make them.
+//! Programs that tests drive and images that guests boot: their paths, or an error that says how to make them.
 
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 
-/// A kernel and what it boots from.
+/// A kernel, its initial RAM disk and its command line.
 #[derive(Clone, Debug)]
 pub struct Boot {
     pub kernel: PathBuf,
@@ -12,21 +12,21 @@ pub struct Boot {
     pub cmdline: String,
 }
 
-/// Console to the serial line, errors of the kernel shown, and a panic is left to QEMU. Without the check the timer must tick ten
-/// times while the kernel counts: on a host so busy that QEMU does not come to it the kernel panics ("IO-APIC + timer doesn't
-/// work"). Under KVM Linux leaves it out by itself.
+/// The console goes to the serial line. The kernel shows its errors, and QEMU handles its panic. `no_timer_check`: the timer has
+/// to tick ten times while the kernel counts, and on a host so busy that QEMU gets no processor time the kernel would panic
+/// ("IO-APIC + timer doesn't work"). Under KVM Linux skips this check by itself.
 const CMDLINE: &str = "console=ttyS0 quiet no_timer_check";
 
-/// The busybox guest leaves out its kernel's own tests of ciphers, which are half of the instructions of a boot.
+/// The busybox guest skips its kernel's cipher self-tests, which are half of the instructions of a boot.
 const BUSYBOX_CMDLINE: &str = "console=ttyS0 quiet no_timer_check cryptomgr.notests";
 
-/// The busybox guest; with fio if asked for, which takes 90 MiB more of the guest's memory.
+/// The busybox guest. `with_fio` adds fio, which takes 90 MiB more of the guest's memory.
 pub fn busybox(with_fio: bool) -> Result<Boot> {
     let initrd = if with_fio { "initrd-fio" } else { "initrd" };
     boot("busybox", initrd, BUSYBOX_CMDLINE.into())
 }
 
-/// The busybox guest with qemu-guest-agent, which nobody has started.
+/// The busybox guest with qemu-guest-agent installed but not started.
 pub fn busybox_with_agent() -> Result<Boot> {
     boot("busybox", "initrd-agent", BUSYBOX_CMDLINE.into())
 }
@@ -39,14 +39,14 @@ pub fn busybox_on_linux_6_12() -> Result<Boot> {
 /// The kernels that guests run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Linux {
-    /// Debian 12's own, 6.1.
+    /// 6.1, from Debian 12.
     Stable,
     /// 6.12, from Debian 12's backports.
     Newer,
 }
 
 impl Linux {
-    /// What `make test-vmcore` made for this kernel: `vmlinux` with debug symbols, `hearth_fault.ko`.
+    /// A file that `make test-vmcore` made for this kernel: `vmlinux` with debug symbols, or `hearth_fault.ko`.
     pub fn vmcore_kernel(self, file: &str) -> PathBuf {
         vmcore(&format!("kernel{}/{file}", self.suffix()))
     }
@@ -59,28 +59,28 @@ impl Linux {
     }
 }
 
-/// The busybox guest on a kernel of choice.
+/// The busybox guest on the given kernel.
 pub fn busybox_on(linux: Linux) -> Result<Boot> {
     boot(&format!("busybox{}", linux.suffix()), "initrd", BUSYBOX_CMDLINE.into())
 }
 
-/// What `make test-vmcore` made.
+/// A file that `make test-vmcore` made.
 pub fn vmcore(file: &str) -> PathBuf {
     root().join("target/vmcore").join(file)
 }
 
-/// The image in which the busybox guest becomes a host with KVM; `make test-nested` makes it.
+/// The disk image of a busybox guest that is itself a host with KVM. `make test-nested` makes it.
 pub fn nested_host() -> Result<PathBuf> {
     let path = root().join("target/nested/host.img");
     if path.is_file() { Ok(path) } else { Err(Error::NoNestedHost { path }) }
 }
 
-/// The Debian guest, its agent on the serial console. The root disk is the first disk.
+/// The Debian guest, with its agent on the serial console and its root on the first disk.
 pub fn debian() -> Result<Boot> {
     debian_in("debian")
 }
 
-/// The Debian guest's root disk. To be copied, not used.
+/// The Debian guest's root disk. Copy it: tests share it.
 pub fn debian_root() -> Result<PathBuf> {
     existing(guest().join("debian/root.img"))
 }
@@ -90,7 +90,7 @@ pub fn debian_database() -> Result<Boot> {
     debian_in("debian-database")
 }
 
-/// Its root disk. To be copied, not used.
+/// The root disk of the Debian guest with PostgreSQL. Copy it: benches share it.
 pub fn debian_database_root() -> Result<PathBuf> {
     existing(guest().join("debian-database/root.img"))
 }
@@ -99,7 +99,7 @@ fn debian_in(folder: &str) -> Result<Boot> {
     boot(folder, "initrd", format!("{CMDLINE} root=/dev/vda rw systemd.show_status=false hearth.agent"))
 }
 
-/// The probe, for the host.
+/// The guest's `probe`, which also runs on the host.
 pub fn probe() -> Result<PathBuf> {
     existing(guest().join("probe/probe"))
 }
@@ -113,7 +113,7 @@ pub fn hearth() -> Result<PathBuf> {
     if path.is_file() { Ok(path) } else { Err(Error::NoHearth { path }) }
 }
 
-/// QEMU: `HEARTH_QEMU`, or with `QEMU=10` the unpacked newer one, or the installed one.
+/// QEMU's program: `HEARTH_QEMU` if set, the unpacked newer one with `QEMU=10`, otherwise the installed one.
 pub fn qemu() -> Result<PathBuf> {
     if let Some(path) = std::env::var_os("HEARTH_QEMU") {
         return Ok(path.into());
@@ -141,7 +141,7 @@ pub fn qemu_10() -> Result<PathBuf> {
     }
 }
 
-/// The installed QEMU, by its whole path.
+/// The absolute path of the installed QEMU.
 pub fn installed_qemu() -> Result<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let found =
@@ -149,8 +149,8 @@ pub fn installed_qemu() -> Result<PathBuf> {
     found.ok_or(Error::NoArtifact { path: "qemu-system-x86_64".into() })
 }
 
-/// What all guests are run with: emulated `rep movsb` copies page-cache reads 3.6 times slower than real processors make
-/// them, and QEMU 7.2's emulation of cmpxchg16b crashes Linux 6.12.
+/// The CPU model of all guests. Emulated `rep movsb` copies page-cache reads 3.6 times slower than real processors do, and
+/// QEMU 7.2's emulation of cmpxchg16b crashes Linux 6.12.
 pub const CPU_MODEL: &str = "max,-erms,-fsrm,-cx16";
 
 fn boot(folder: &str, initrd: &str, cmdline: String) -> Result<Boot> {
@@ -169,7 +169,7 @@ fn existing(path: PathBuf) -> Result<PathBuf> {
     if path.is_file() { Ok(path) } else { Err(Error::NoArtifact { path }) }
 }
 
-/// Test binaries stand in `PROFILE/deps/`, the binaries of the workspace in `PROFILE/`.
+/// Finds a binary of the workspace, in `PROFILE/`; test binaries are in `PROFILE/deps/`.
 fn beside_this_binary(name: &str) -> PathBuf {
     let this = std::env::current_exe().unwrap_or_default();
     let profile = this.ancestors().skip(1).find(|folder| folder.file_name().is_some_and(|name| name != "deps"));

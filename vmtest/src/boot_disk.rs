@@ -1,11 +1,11 @@
-//! Disks that a machine without a `kernel` boots Linux from, as each firmware finds it.
+//! Disks with Linux for machines without a `kernel`, one layout for each firmware.
 //!
 //! ```text
 //! UEFI   FAT: the shell's script, Linux as a program, initrd
-//! BIOS   boot code and table | GRUB | 1 MiB: FAT with Linux and initrd | 48 MiB for what a test writes: /dev/vda2
+//! BIOS   boot code and table | GRUB | 1 MiB: FAT with Linux and initrd | 48 MiB that a test may write: /dev/vda2
 //! ```
-//! GRUB copies what the firmware has read to where it runs. SYSLINUX lets the firmware read over code that has just run, and
-//! QEMU's emulator, which does not see what another process writes to the guest's memory, runs the old code again.
+//! GRUB copies code to where it runs. SYSLINUX lets the firmware read new code over code that has just run, and QEMU's emulator,
+//! which does not notice when another process writes to the guest's memory, runs the old code again.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -16,10 +16,10 @@ use crate::artifacts::Boot;
 use crate::error::{Result, at};
 use crate::{fat, images};
 
-/// Loads what lies behind it; in Debian's package `grub-pc-bin`.
+/// GRUB's boot sector, which loads GRUB from the sectors behind it. Debian's package `grub-pc-bin` has it.
 const BOOT_CODE: &str = "/usr/lib/grub/i386-pc/boot.img";
 const TABLE_AT: u64 = 446;
-/// Where the disk's signature is, which is not code.
+/// Bytes of the boot sector that are code; the disk's signature follows.
 const BOOT_CODE_BYTES: usize = 440;
 const SECTOR_BYTES: u64 = 512;
 const FIRST_AT: u64 = 1 << 20;
@@ -28,14 +28,14 @@ const SECOND_BYTES: u64 = 48 << 20;
 const FAT16_LBA: u8 = 0x0e;
 const LINUX: u8 = 0x83;
 
-/// The firmware's shell runs what such a disk says.
+/// A disk for UEFI: the firmware's shell runs its `STARTUP.NSH`.
 pub fn uefi(image: &Path, linux: &Boot) -> Result<()> {
     let script = format!("fs0:\r\nlinux.efi initrd=\\initrd {}\r\n", linux.cmdline);
     let (kernel, initrd) = (read(&linux.kernel)?, read(&linux.initrd)?);
     fat::image(image, &[("STARTUP.NSH", script.as_bytes()), ("LINUX.EFI", &kernel), ("INITRD", &initrd)])
 }
 
-/// SeaBIOS starts GRUB from such a disk, and reads Linux for it.
+/// A disk for BIOS: SeaBIOS starts GRUB from it, and reads Linux for GRUB.
 pub fn bios(image: &Path, linux: &Boot) -> Result<()> {
     let volume = image.with_extension("fat");
     let (kernel, initrd) = (read(&linux.kernel)?, read(&linux.initrd)?);
@@ -60,22 +60,22 @@ pub fn bios(image: &Path, linux: &Boot) -> Result<()> {
     parts.into_iter().try_for_each(|(place, bytes)| at("write to", image, disk.write_all_at(bytes, place)))
 }
 
-/// With what it is to do built in: it needs no folder of modules.
+/// GRUB with its modules and configuration built in, so that it needs no folder of modules.
 fn grub(image: &Path, cmdline: &str) -> Result<Vec<u8>> {
-    let (orders, core) = (image.with_extension("cfg"), image.with_extension("grub"));
+    let (config, core) = (image.with_extension("cfg"), image.with_extension("grub"));
     let text = format!("linux (hd0,msdos1)/linux {cmdline}\ninitrd (hd0,msdos1)/initrd\nboot\n");
-    at("write", &orders, fs::write(&orders, text))?;
+    at("write", &config, fs::write(&config, text))?;
     let mut command = Command::new("grub-mkimage");
-    command.args(["-O", "i386-pc", "-p", "/", "-c"]).arg(&orders).arg("-o").arg(&core);
+    command.args(["-O", "i386-pc", "-p", "/", "-c"]).arg(&config).arg("-o").arg(&core);
     images::tool(command.args(["biosdisk", "part_msdos", "fat", "linux"]))?;
     let grub = read(&core)?;
-    for file in [orders, core] {
+    for file in [config, core] {
         at("remove", &file, fs::remove_file(&file))?;
     }
     Ok(grub)
 }
 
-/// Cylinders and heads are left out: nothing that reads larger disks looks at them.
+/// An entry of the partition table. Cylinders and heads stay zero: nothing that reads larger disks uses them.
 fn partition(kind: u8, first_byte: u64, bytes: u64) -> [u8; 16] {
     let sectors = |bytes: u64| ((bytes / SECTOR_BYTES) as u32).to_le_bytes();
     let mut entry = [0; 16];

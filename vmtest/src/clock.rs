@@ -1,4 +1,4 @@
-//! A guest's clock beside the host's.
+//! Comparison of a guest's clock with the host's.
 
 use std::ops::RangeInclusive;
 use std::time::SystemTime;
@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 use crate::error::Result;
 use crate::guest::Drives;
 
-/// Both, read at one moment: that of the guest between two looks at that of the host. In seconds; the guest's since its boot, to
-/// 10 ms, the host's since 1970.
+/// Both clocks, in seconds: the guest's, read between two readings of the host's. The guest's counts from its boot, to 10 ms; the
+/// host's counts from 1970.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Reading {
     host_before: f64,
@@ -25,7 +25,7 @@ impl Reading {
         Ok(Self { host_before, guest, host_after: now() })
     }
 
-    /// By how many seconds, at least and at most, the guest's clock has fallen behind the host's since `earlier`.
+    /// The number of seconds, at least and at most, by which the guest's clock has fallen behind the host's since `earlier`.
     pub fn behind_s(&self, earlier: &Self) -> RangeInclusive<f64> {
         let guest = self.guest - earlier.guest;
         self.host_before - earlier.host_after - guest..=self.host_after - earlier.host_before - guest
@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_reading_takes_is_no_lag() {
+    fn reading_time_is_not_counted_as_lag() {
         let earlier = Reading { host_before: 100.0, guest: 7.0, host_after: 100.5 };
         let later = Reading { host_before: 110.0, guest: 15.0, host_after: 110.25 };
         assert_eq!(later.behind_s(&earlier), 1.5..=2.25);

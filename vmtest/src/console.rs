@@ -1,7 +1,8 @@
-//! The connection to a guest's serial console: one thread that listens into a transcript, and a way to write.
+//! The connection to a guest's serial console: a thread that reads it into a transcript, and a way to write to it.
 //!
-//! Two ways to be connected: to wait for QEMU's call on a listening socket (a plain machine), or to call the keeper's
-//! console socket and call again whenever it is lost (a keeper dies and another takes over).
+//! There are two ways to connect. For a plain machine, QEMU connects to a listening socket. For a machine under Hearth, the
+//! thread
+//! connects to the keeper's console socket, and again whenever the connection is lost (a keeper dies and another takes over).
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -14,16 +15,16 @@ use std::time::{Duration, Instant};
 use crate::transcript::Transcript;
 use crate::wait::Watched;
 
-/// Between two attempts to call a socket that is not there yet. Nothing announces a socket, so one has to look.
+/// Pause between two attempts to connect. Nothing announces a new socket, so the thread polls.
 const REDIAL: Duration = Duration::from_millis(20);
 
-/// Where the console is found.
+/// How to connect to the console.
 pub enum Line {
     Listen(UnixListener),
     Call(PathBuf),
 }
 
-/// What the listening thread and the test share.
+/// State that the listening thread and the test share.
 #[derive(Default)]
 struct Shared {
     transcript: Watched<Transcript>,
@@ -49,14 +50,14 @@ impl Console {
         &self.shared.transcript
     }
 
-    /// Writes when there is a connection, waiting for one at most `limit`.
+    /// Writes to the console, waiting at most `limit` for a connection.
     pub fn write(&self, bytes: &[u8], limit: Duration) -> io::Result<()> {
         let deadline = Instant::now() + limit;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             let stream = self.shared.stream.wait(left, |stream| stream.as_ref().map(UnixStream::try_clone));
             match stream.unwrap_or_else(|| Err(io::ErrorKind::TimedOut.into()))?.write_all(bytes) {
-                // The other side has ended a moment ago, and the listening thread has not noticed yet.
+                // The other side has just ended, and the listening thread has not noticed yet.
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => std::thread::sleep(REDIAL),
                 written => return written,
             }
@@ -68,7 +69,7 @@ impl Drop for Console {
     fn drop(&mut self) {
         self.shared.over.store(true, Ordering::Release);
         if let Some(stream) = self.shared.stream.lock().as_ref() {
-            // Fails only if the other side is gone already, which is as good.
+            // Fails only if the other side is gone already.
             let _ = stream.shutdown(std::net::Shutdown::Both);
         }
         if let Some(listener) = self.listener.take() {
@@ -91,10 +92,10 @@ fn listen(shared: &Shared, line: Line) {
     }
 }
 
-/// The next connection, or `None` when the machine is over.
+/// The next connection, or `None` when the console was dropped.
 fn connect(shared: &Shared, line: &Line) -> Option<UnixStream> {
     if let Line::Listen(listener) = line {
-        // Never blocks for good: a machine that ends before it calls is noticed by whoever waits for it.
+        // It must not block for ever: a machine may end before it connects, and the caller's own wait notices that.
         listener.set_nonblocking(true).ok()?;
     }
     while !shared.over.load(Ordering::Acquire) {
@@ -116,7 +117,7 @@ mod tests {
     use crate::wait::patience;
 
     #[test]
-    fn a_lost_connection_is_made_again_and_nothing_counts_twice() {
+    fn lost_connection_is_reopened_without_duplicates() {
         let home = tempfile::tempdir().unwrap();
         let path = home.path().join("console.sock");
         let console = Console::open("test", Line::Call(path.clone())).unwrap();
@@ -138,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_reaches_the_guest() {
+    fn written_bytes_reach_the_guest() {
         let home = tempfile::tempdir().unwrap();
         let path = home.path().join("serial.sock");
         let console = Console::open("test", Line::Listen(UnixListener::bind(&path).unwrap())).unwrap();

@@ -1,4 +1,4 @@
-//! A machine's disk as a test wants it: made when the machine is, in the machine's own folder.
+//! A machine's disk as a test describes it. The image is made with the machine, in the machine's own folder.
 
 use std::path::{Path, PathBuf};
 
@@ -20,7 +20,7 @@ enum Contents {
     },
     CopyOf(PathBuf),
     Script(String),
-    /// Used where it is: for tests of what happens to an image.
+    /// Used where it is, for tests that look at the image file.
     InPlace(PathBuf),
 }
 
@@ -37,7 +37,7 @@ impl Disk {
         Self { contents, files: Vec::new(), settings: toml::Table::new() }
     }
 
-    /// Zeros.
+    /// A disk full of zeros.
     pub fn empty(mib: u64) -> Self {
         Self::of(Contents::Empty { mib })
     }
@@ -46,7 +46,7 @@ impl Disk {
         Self::of(Contents::Ext4 { mib })
     }
 
-    /// At least 300 MiB, whatever is asked for.
+    /// An XFS disk of at least 300 MiB, even if less is asked for.
     pub fn xfs(mib: u64) -> Self {
         Self::of(Contents::Xfs { mib })
     }
@@ -55,23 +55,23 @@ impl Disk {
         Self::of(Contents::CopyOf(image.to_owned()))
     }
 
-    /// A shell script and nothing else.
+    /// A disk that holds only a shell script.
     pub(crate) fn script(text: &str) -> Self {
         Self::of(Contents::Script(text.to_owned()))
     }
 
-    /// An image that stays where it is, and is written to.
+    /// An image that the machine uses and changes where it is.
     pub fn in_place(image: &Path) -> Self {
         Self::of(Contents::InPlace(image.to_owned()))
     }
 
-    /// Files that the file system holds from the start.
+    /// Puts files into the new file system.
     pub fn with_files(mut self, files: impl IntoIterator<Item = File>) -> Self {
         self.files.extend(files);
         self
     }
 
-    /// Bytes and operations per second, as a slower disk has them.
+    /// Limits throughput and operations per second, to act like a slower disk.
     pub fn limited(self, mib_per_second: i64, iops: i64) -> Self {
         self.setting("mib_per_second", mib_per_second).setting("iops", iops)
     }
@@ -80,13 +80,13 @@ impl Disk {
         self.setting("read_only", true)
     }
 
-    /// Any other key of `[[disks]]` in `machine.toml`.
+    /// Sets any other key of `[[disks]]` in `machine.toml`.
     pub fn setting(mut self, key: &str, value: impl Into<toml::Value>) -> Self {
         self.settings.insert(key.into(), value.into());
         self
     }
 
-    /// Makes the image, as `diskN.img` in `folder`, and returns where it is.
+    /// Makes the image `diskN.img` in `folder`, and returns its path.
     pub(crate) fn make(&self, folder: &Path, index: usize) -> Result<PathBuf> {
         let image = folder.join(format!("disk{index}.img"));
         match &self.contents {

@@ -1,4 +1,4 @@
-//! A TCP connection into the guest that is never silent: each word comes back, or it is known for how long it did not.
+//! A TCP connection into the guest that sends one word after another and expects each back, so that the longest silence is known.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -10,18 +10,18 @@ use crate::error::Result;
 use crate::guest::Drives;
 use crate::wait::patience;
 
-/// Where the guest says everything again.
+/// The guest's port that echoes.
 pub const PORT: u16 = 7;
-/// Between an answer and the next word.
+/// Pause between an answer and the next word.
 const EVERY: Duration = Duration::from_millis(2);
 
-/// Has the guest answer on `PORT`.
+/// Starts an echo server in the guest, on `PORT`.
 pub fn serve(vm: &impl Drives) -> Result<()> {
     vm.sh(&format!("nc -ll -p {PORT} -e cat </dev/null >/dev/null 2>&1 &"))?;
     vm.sh(&format!("while ! netstat -ltn | grep -q ':{PORT} '; do usleep 20000; done")).map(drop)
 }
 
-/// One connection; another in its place whenever it is lost.
+/// A connection that is made again whenever it is lost.
 pub struct Echo {
     told: Arc<Mutex<Told>>,
     speaker: Option<JoinHandle<()>>,
@@ -35,7 +35,7 @@ struct Told {
 }
 
 impl Echo {
-    /// Returns when the first word has come back.
+    /// Connects, and returns when the first word has come back.
     pub fn begin(address: SocketAddr) -> Self {
         let told = Arc::new(Mutex::new(Told::default()));
         let tells = Arc::clone(&told);
@@ -52,17 +52,17 @@ impl Echo {
         echo
     }
 
-    /// A word comes back that does so after this was called.
+    /// Waits until a word comes back after this call.
     pub fn goes_on(&self) {
         self.wait_after(Instant::now());
     }
 
-    /// Why each connection that was lost was.
+    /// The reason of each lost connection.
     pub fn lost(&self) -> Vec<String> {
         lock(&self.told).lost.clone()
     }
 
-    /// The longest time between two answers that touches the time from `from` to `to`.
+    /// The longest time between two answers that overlaps the time from `from` to `to`.
     pub fn longest(&self, from: Instant, to: Instant) -> Duration {
         self.wait_after(to);
         let told = lock(&self.told);
@@ -73,7 +73,7 @@ impl Echo {
     fn wait_after(&self, moment: Instant) {
         let deadline = Instant::now() + patience(20);
         while lock(&self.told).answers.last().is_none_or(|&last| last <= moment) {
-            assert!(Instant::now() < deadline, "no word comes back; lost: {:?}", self.lost());
+            assert!(Instant::now() < deadline, "no word comes back; lost connections: {:?}", self.lost());
             std::thread::sleep(EVERY);
         }
     }
@@ -107,7 +107,7 @@ impl Drop for Echo {
     fn drop(&mut self) {
         lock(&self.told).over = true;
         if let Some(speaker) = self.speaker.take() {
-            // It panics nowhere, and is through within its last word's time.
+            // It does not panic, and ends within the time limit of its last word.
             let _ = speaker.join();
         }
     }

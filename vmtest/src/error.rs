@@ -1,5 +1,5 @@
-//! What can go wrong when machines are driven. A test that fails should need no second run to be understood, so errors
-//! carry the last lines of what the guest said.
+//! Errors of driving a machine. A failed test should need no second run to be understood, so errors carry the last lines of the
+//! guest's console.
 
 use std::path::PathBuf;
 use std::process::ExitStatus;
@@ -22,29 +22,29 @@ pub enum Error {
     Start { program: String, source: std::io::Error },
     #[error("`{command}` failed with {status}:\n{said}")]
     Command { command: String, status: ExitStatus, said: String },
-    #[error("no {what} within {seconds} s; the console's last lines:\n{console}")]
+    #[error("no {what} within {seconds} s; last lines of the console:\n{console}")]
     Timeout { what: String, seconds: u64, console: String },
-    #[error("{what} ended with {how} while waiting for {waited}; the console's last lines:\n{console}")]
+    #[error("{what} ended with {how} while waiting for {waited}; last lines of the console:\n{console}")]
     Ended { what: String, how: String, waited: String, console: String },
-    #[error("the machine has no QEMU now: {status}")]
+    #[error("the machine has no QEMU process: {status}")]
     NoQemu { status: serde_json::Value },
     #[error("`{command}` ended with status {status}:\n{output}")]
     Cli { command: String, status: i32, output: String },
     #[error("in the guest, `{command}` ended with status {status}:\n{output}")]
     GuestCommand { command: String, status: i32, output: String },
-    #[error("a command of {bytes} bytes is too long for the console: put it into a file on a disk")]
+    #[error("the command has {bytes} bytes, too many for the console: put it into a file on a disk")]
     CommandTooLong { bytes: usize },
-    #[error("the console cannot be written")]
+    #[error("cannot write to the console")]
     Console(#[source] std::io::Error),
     #[error("`{command}` printed no JSON: {text:?}")]
     NotJson { command: String, text: String, source: serde_json::Error },
-    #[error("{path} holds {has} pages of memory, {asked} were to be damaged")]
+    #[error("cannot damage {asked} pages of {path}: it holds only {has}")]
     TooFewPages { path: PathBuf, has: u64, asked: u64 },
     #[error("QMP {command}: {message}")]
     Qmp { command: String, message: String },
 }
 
-/// Attaches what was done and the path to an I/O error.
+/// Attaches the operation and the path to an I/O error.
 pub fn at<T>(what: &'static str, path: &std::path::Path, result: std::io::Result<T>) -> Result<T> {
     result.map_err(|source| Error::File { what, path: path.to_owned(), source })
 }

@@ -1,9 +1,9 @@
-//! FAT: the one file system that every UEFI firmware reads, made without a tool.
+//! A writer of FAT, the one file system that every UEFI firmware reads; it needs no tool.
 //!
 //! ```text
 //! boot sector | table | table | root folder | clusters from number 2 on
 //! ```
-//! FAT16 over the whole image, files one behind the other in the root folder, by names of eight letters and three.
+//! The image is FAT16 as a whole. Its files follow each other, and all are in the root folder with names of 8 + 3 characters.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -15,11 +15,11 @@ const SECTOR_BYTES: usize = 512;
 const CLUSTER_BYTES: usize = 4096;
 const ROOT_ENTRIES: usize = 512;
 const ENTRY_BYTES: usize = 32;
-/// With fewer clusters it would be FAT12, with more FAT32.
+/// Fewer clusters would make it FAT12, more FAT32.
 const CLUSTERS: std::ops::Range<usize> = 4085..65525;
 const END_OF_FILE: u16 = 0xffff;
 
-/// `name`: `STARTUP.NSH`.
+/// Writes an image with these files. A file's name is like `STARTUP.NSH`.
 pub fn image(path: &Path, files: &[(&str, &[u8])]) -> Result<()> {
     let used: usize = files.iter().map(|(_, contents)| clusters_of(contents)).sum();
     let clusters = used.max(CLUSTERS.start);
@@ -45,7 +45,7 @@ pub fn image(path: &Path, files: &[(&str, &[u8])]) -> Result<()> {
     (0..2).try_for_each(|copy| put((1 + copy * table_sectors) * SECTOR_BYTES, &table))
 }
 
-/// An empty file has one, too.
+/// The number of clusters of a file. Even an empty file has one.
 fn clusters_of(contents: &[u8]) -> usize {
     contents.len().div_ceil(CLUSTER_BYTES).max(1)
 }
@@ -57,7 +57,7 @@ fn boot_sector(table_sectors: u16, sectors: u32) -> [u8; SECTOR_BYTES] {
     put(11, &(SECTOR_BYTES as u16).to_le_bytes());
     put(13, &[(CLUSTER_BYTES / SECTOR_BYTES) as u8, 1, 0, 2]);
     put(17, &(ROOT_ENTRIES as u16).to_le_bytes());
-    // A medium that is not removed.
+    // The media descriptor of a fixed disk.
     put(21, &[0xf8]);
     put(22, &table_sectors.to_le_bytes());
     put(24, &[63, 0, 255, 0]);
@@ -71,7 +71,7 @@ fn entry(name: &str, cluster: u16, bytes: u32) -> [u8; ENTRY_BYTES] {
     let (stem, ending) = name.split_once('.').unwrap_or((name, ""));
     let mut entry = [0; ENTRY_BYTES];
     entry[..11].copy_from_slice(format!("{stem:<8}{ending:<3}").as_bytes());
-    // As an archiver would find it.
+    // The archive attribute.
     entry[11] = 0x20;
     entry[26..28].copy_from_slice(&cluster.to_le_bytes());
     entry[28..].copy_from_slice(&bytes.to_le_bytes());
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn files_are_found_and_whole() {
+    fn files_read_back_unchanged() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("fat.img");
         let long = crate::pattern::bytes("long", 3 * CLUSTER_BYTES + 7, 1);
@@ -114,6 +114,6 @@ mod tests {
         check("EMPTY      ", b"");
         check("LAST    EFI", b"last");
         let tables = image[512..].split_at(usize::from(image[22]) * SECTOR_BYTES);
-        assert!(tables.1.starts_with(tables.0), "both tables say the same");
+        assert!(tables.1.starts_with(tables.0), "both tables are equal");
     }
 }

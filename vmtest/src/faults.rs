@@ -1,6 +1,6 @@
-//! Faults: damage to a guest's memory from outside, in its RAM file, as bad hardware or a mad driver would do it.
+//! Fault injection: damages a guest's memory from outside, in its RAM file, as bad hardware or a broken driver would.
 //!
-//! Only pages that hold memory are hit, each once, and the same ones for the same seed: a failed round can be repeated.
+//! Only pages that hold memory are damaged, each once. The same seed damages the same pages, so a failed round can be repeated.
 
 use std::fs::File;
 use std::ops::Range;
@@ -15,15 +15,15 @@ use crate::error::{Error, Result, at};
 const PAGE_BYTES: usize = 4096;
 type Page = [u8; PAGE_BYTES];
 
-/// What was done to a RAM file.
+/// The damage done to a RAM file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Damage {
     pub pages: u64,
-    /// Pages that held memory, damaged or not: what a damaged page was drawn from.
+    /// Pages that held memory, from which the damaged ones were drawn.
     pub resident_pages: u64,
 }
 
-/// Overwrites `pages` pages drawn at random: with noise, in one single bit, with zeros, or with another page's bytes.
+/// Overwrites `pages` pages drawn at random: with noise, zeros or another page's bytes, or by flipping one bit.
 pub fn overwrite_pages(ram: &Path, pages: u64, seed: u64) -> Result<Damage> {
     let file = at("open", ram, File::options().read(true).write(true).open(ram))?;
     let mut targets = resident_pages(&file, ram)?;
@@ -45,7 +45,7 @@ pub fn overwrite_pages(ram: &Path, pages: u64, seed: u64) -> Result<Damage> {
     Ok(Damage { pages, resident_pages })
 }
 
-/// Always different from `page`.
+/// A damaged copy of `page`, always different from it.
 fn damaged(page: Page, donor: Page, random: &mut Random) -> Page {
     let mut result = page;
     match random.below(4) {
@@ -66,7 +66,7 @@ fn read_page(file: &File, number: u64) -> std::io::Result<Page> {
     Ok(page)
 }
 
-/// Bytes of a sparse file between two offsets that hold memory.
+/// The number of bytes that hold memory between two offsets of a sparse file.
 pub fn resident_bytes(path: &Path, within: Range<u64>) -> Result<u64> {
     let file = at("open", path, File::open(path))?;
     let pages = resident_pages(&file, path)?;
@@ -88,7 +88,7 @@ fn resident_pages(file: &File, path: &Path) -> Result<Vec<u64>> {
     }
 }
 
-/// xorshift64: the same faults for the same seed.
+/// xorshift64: the same seed gives the same faults.
 struct Random(u64);
 
 impl Random {
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn so_many_pages_are_damaged_and_the_same_for_the_same_seed() {
+    fn same_seed_damages_the_same_pages() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let [sound, one, same, other] = ["sound", "one", "same", "other"].map(|name| ram(folder.path(), name));
         for (path, seed) in [(&one, 7), (&same, 7), (&other, 8)] {
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn holes_are_not_hit() {
+    fn holes_are_not_damaged() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let path = ram(folder.path(), "ram");
         let half = 64 * PAGE_BYTES as u64;
@@ -145,6 +145,6 @@ mod tests {
             (0, half)
         );
         let error = overwrite_pages(&path, 65, 3).unwrap_err().to_string();
-        assert!(error.ends_with("holds 64 pages of memory, 65 were to be damaged"), "{error}");
+        assert!(error.ends_with("it holds only 64"), "{error}");
     }
 }

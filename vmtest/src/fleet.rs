@@ -1,4 +1,4 @@
-//! A FleetLock server by the protocol's page: so many hosts of a group may hold a place, and each knows its own.
+//! A FleetLock server, written from the protocol's page: a limited number of hosts of a group may hold a slot.
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -7,38 +7,38 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use serde_json::{Value, json};
 
-/// Serves for as long as the test's process lives.
+/// A server that runs until the test's process ends.
 pub struct FleetServer {
     url: String,
     fleet: Arc<Mutex<Fleet>>,
 }
 
 struct Fleet {
-    places: usize,
-    /// `group/id` of each.
+    slots: usize,
+    /// `group/id` of each host that holds a slot.
     holders: BTreeSet<String>,
     /// Route and `group/id` of each request.
     asked: Vec<String>,
 }
 
 impl FleetServer {
-    pub fn start(places: usize) -> std::io::Result<Self> {
+    pub fn start(slots: usize) -> std::io::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let url = format!("http://{}", listener.local_addr()?);
-        let fleet = Arc::new(Mutex::new(Fleet { places, holders: BTreeSet::new(), asked: Vec::new() }));
+        let fleet = Arc::new(Mutex::new(Fleet { slots, holders: BTreeSet::new(), asked: Vec::new() }));
         let ours = Arc::clone(&fleet);
         std::thread::Builder::new().name("fleet".into()).spawn(move || {
             for stream in listener.incoming().flatten() {
-                // A client that hangs up has its reason.
+                // The client may hang up early.
                 let _ = ours.lock().unwrap_or_else(PoisonError::into_inner).answer(&stream);
             }
         })?;
         Ok(Self { url, fleet })
     }
 
-    /// For one more host.
-    pub fn open_place(&self) {
-        self.fleet.lock().unwrap_or_else(PoisonError::into_inner).places += 1;
+    /// Adds a slot for one more host.
+    pub fn add_slot(&self) {
+        self.fleet.lock().unwrap_or_else(PoisonError::into_inner).slots += 1;
     }
 
     pub fn url(&self) -> &str {
@@ -82,7 +82,7 @@ impl Fleet {
         let who = format!("{group}/{id}");
         self.asked.push(format!("{route} {who}"));
         match route.as_str() {
-            "/v1/pre-reboot" if self.holders.contains(&who) || self.holders.len() < self.places => {
+            "/v1/pre-reboot" if self.holders.contains(&who) || self.holders.len() < self.slots => {
                 self.holders.insert(who);
                 Ok(())
             }

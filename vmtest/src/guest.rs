@@ -1,4 +1,4 @@
-//! The guest as seen over its serial console: commands and their output, readiness, panics.
+//! A guest, seen through its serial console: commands and their output, readiness, panics.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -11,23 +11,25 @@ use crate::error::{Error, Result};
 use crate::transcript::{Ready, Transcript};
 use crate::wait::patience;
 
-/// What the line discipline of a serial console surely takes at once.
+/// The length of a line that a serial console's line discipline takes at once (Linux: 4095 bytes).
 const COMMAND_BYTES_MAX: usize = 4000;
-/// What an error shows of the console.
+/// Number of console lines that an error shows.
 const LINES_SHOWN: usize = 40;
 
-/// Starts the agent of a guest that has one ([`crate::TestVm::busybox_with_agent`]). It answers once its port is open.
+/// Command that starts the agent of a guest that has one ([`crate::TestVm::busybox_with_agent`]). Once it has returned, the
+/// agent's
+/// port is open.
 pub const START_AGENT: &str =
     "qemu-ga -d -m virtio-serial -p /dev/vport*p1 -t /run -f /run/qemu-ga.pid -l /tmp/qemu-ga.log";
 
-/// How often the machine's processes are looked at while its console is waited on.
+/// Time between two checks of the machine's processes during a wait for its console.
 pub(crate) const LOOK_AFTER: Duration = Duration::from_millis(500);
 
-/// How a command in the guest ended.
+/// Status and output of a command that ended in the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Output {
     pub status: i32,
-    /// Standard output and standard error as they came.
+    /// Standard output and standard error, interleaved as they came.
     pub bytes: Vec<u8>,
 }
 
@@ -55,10 +57,10 @@ impl Guest {
         Ok(Self { console, next_id: AtomicU64::new(1), failed: AtomicBool::new(false) })
     }
 
-    /// Sends a shell command without waiting: for those that end the guest.
+    /// Sends a shell command without waiting for its end, for commands that end the guest.
     pub fn start(&self, command: &str) -> Result<u64> {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        // The first newline ends whatever another writer left unfinished on the line.
+        // The first newline ends a line that another writer left unfinished.
         let line = format!("\n{id} {}\n", BASE64.encode(command));
         if line.len() > COMMAND_BYTES_MAX {
             return Err(Error::CommandTooLong { bytes: line.len() });
@@ -67,19 +69,19 @@ impl Guest {
         Ok(id)
     }
 
-    /// Types what a command that runs there reads.
+    /// Types a line for a running command to read.
     pub fn type_line(&self, line: &str) -> Result<()> {
         let typed = self.console.write(format!("{line}\n").as_bytes(), patience(20));
         typed.map_err(|source| self.fail(Error::Console(source)))
     }
 
-    /// How a command that was started has ended; waits half a second for that.
+    /// Status and output of a command that was started, if it ends within half a second.
     pub fn take_answer(&self, id: u64) -> Option<Output> {
         let answer = self.console.transcript().wait(LOOK_AFTER, |heard| heard.take_answer(id))?;
         Some(Output { status: answer.status, bytes: answer.output })
     }
 
-    /// Readiness lines so far, one for each boot.
+    /// The readiness lines so far, one for each boot.
     pub fn ready(&self) -> Vec<Ready> {
         self.console.transcript().lock().ready().to_vec()
     }
@@ -89,7 +91,7 @@ impl Guest {
         self.console.transcript().lock().kernel().to_vec()
     }
 
-    /// Notes from now on when something comes over the console.
+    /// Begins to record the times at which bytes come over the console.
     pub fn watch_arrivals(&self) {
         self.console.transcript().change(Transcript::watch_arrivals);
     }
@@ -98,17 +100,17 @@ impl Guest {
         self.console.transcript().lock().arrivals().to_vec()
     }
 
-    /// What else was said on the console, line by line.
+    /// The console's other lines.
     pub fn lines(&self) -> Vec<String> {
         self.console.transcript().lock().lines().to_vec()
     }
 
-    /// The same from the `first` on, with the moment at which each was heard.
+    /// The console's other lines from number `first` on, each with the time at which it came.
     pub fn heard_from(&self, first: usize) -> Vec<(Instant, String)> {
         self.console.transcript().lock().heard_from(first)
     }
 
-    /// The last lines of the console as they came.
+    /// The last lines of the console, unfiltered.
     pub fn console_tail(&self) -> String {
         self.console.transcript().lock().tail(LINES_SHOWN)
     }
@@ -118,7 +120,7 @@ impl Guest {
         self.fail(Error::Timeout { what, seconds, console: self.console_tail() })
     }
 
-    /// Remembers that something failed: the logs are printed when the machine is dropped.
+    /// Notes that a step failed, so that the logs are printed when the machine is dropped.
     pub(crate) fn fail(&self, error: Error) -> Error {
         self.failed.store(true, Ordering::Relaxed);
         error
@@ -129,26 +131,26 @@ impl Guest {
     }
 }
 
-/// What one can do with any machine that has a guest.
+/// Operations on any machine that has a guest.
 pub trait Drives {
     fn guest(&self) -> &Guest;
 
-    /// Fails if the machine can no longer give what is waited for: its process is gone.
+    /// Fails if the machine's process is gone, so that what is waited for cannot happen.
     fn check_alive(&self, waited: &str) -> Result<()>;
 
-    /// Runs a shell command in the guest; any status is fine.
+    /// Runs a shell command in the guest, and accepts any exit status.
     fn run(&self, command: &str) -> Result<Output> {
         self.run_within(command, patience(20))
     }
 
-    /// The same for commands that take long.
+    /// Like [`Drives::run`], with a time limit.
     fn run_within(&self, command: &str, limit: Duration) -> Result<Output> {
         let id = self.guest().start(command)?;
         let answer = self.wait_console(&format!("answer to `{command}`"), limit, |heard| heard.take_answer(id))?;
         Ok(Output { status: answer.status, bytes: answer.output })
     }
 
-    /// Waits until the console shows what `look` looks for, as long as the machine lives.
+    /// Waits until `look` finds something in the console's transcript. Fails when the machine ends first.
     fn wait_console<T>(
         &self,
         what: &str,
@@ -157,7 +159,7 @@ pub trait Drives {
     ) -> Result<T> {
         let deadline = Instant::now() + limit;
         loop {
-            // What was said last still counts, so a machine's end is looked at after its console.
+            // The machine's last lines still count, so its state is read before the console and used after it.
             let alive = self.check_alive(what);
             if let Some(found) = self.guest().console.transcript().wait(LOOK_AFTER, &mut look) {
                 return Ok(found);
@@ -169,12 +171,12 @@ pub trait Drives {
         }
     }
 
-    /// Runs a shell command in the guest that must succeed, and returns what it printed.
+    /// Runs a shell command in the guest, which must succeed, and returns its output.
     fn sh(&self, command: &str) -> Result<String> {
         self.sh_within(command, patience(20))
     }
 
-    /// The same for commands that take long.
+    /// Like [`Drives::sh`], with a time limit.
     fn sh_within(&self, command: &str, limit: Duration) -> Result<String> {
         let output = self.run_within(command, limit)?;
         let text = output.text();
@@ -185,17 +187,17 @@ pub trait Drives {
         Err(self.guest().fail(Error::GuestCommand { command, status, output: text }))
     }
 
-    /// Asks the guest for its nonce: the one of the last readiness line if it is still the same incarnation.
+    /// Asks the guest for its nonce. It equals that of the last readiness line if this is still the same incarnation.
     fn nonce(&self) -> Result<String> {
         self.sh("printf %s \"$HEARTH_NONCE\"")
     }
 
-    /// The guest's kernel panics. Does not wait.
+    /// Makes the guest's kernel panic. Does not wait.
     fn panic(&self) -> Result<()> {
         self.guest().start("echo 1 >/proc/sys/kernel/sysrq; echo c >/proc/sysrq-trigger").map(drop)
     }
 
-    /// The guest resets itself without going down properly: dirty pages and the journal stay as they are. Does not wait.
+    /// Makes the guest reset without shutting down: dirty pages and the journal stay as they are. Does not wait.
     fn reset(&self) -> Result<()> {
         self.guest().start("echo 1 >/proc/sys/kernel/sysrq; echo b >/proc/sysrq-trigger").map(drop)
     }

@@ -1,4 +1,4 @@
-//! What a host reload came to, machine by machine: said on a console by whoever saw it, and kept for a bench.
+//! The result of a host reload for each machine: printed on a console by the test that saw it, and kept in a file for a bench.
 
 use std::path::Path;
 
@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Result, at};
 
-/// What a line with figures begins with.
+/// First words of a line with figures.
 const MARK: &str = "host-reload-figures ";
-/// In the environment of the test that is to keep its figures: the file.
+/// Environment variable with the path of the file in which the test keeps its figures.
 pub const KEEP_IN: &str = "HEARTH_HOST_RELOAD_FIGURES";
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -19,9 +19,9 @@ pub struct Figures {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reloaded {
     pub name: String,
-    /// The same guest goes on.
+    /// The same guest continued.
     pub resumed: bool,
-    /// All of its memory is as it was, seen from outside; and what it knows of it itself.
+    /// Its memory did not change: neither what was compared from outside, nor what the guest itself checked.
     pub ram_same: bool,
     pub stood_ms: Option<u64>,
 }
@@ -31,12 +31,12 @@ impl Figures {
         self.machines.iter().all(|machine| machine.resumed && machine.ram_same)
     }
 
-    /// For a console on which others speak, too.
+    /// The figures as one line, to be found among the other lines of a console.
     pub fn line(&self) -> String {
         format!("{MARK}{}", serde_json::to_string(self).expect("figures are plain data"))
     }
 
-    /// Out of what was said there.
+    /// Finds the line in a console's text.
     pub fn find(said: &str) -> Option<Self> {
         said.lines().find_map(|line| serde_json::from_str(line.split_once(MARK)?.1.trim()).ok())
     }
@@ -45,7 +45,7 @@ impl Figures {
         at("write", path, std::fs::write(path, serde_json::to_vec(self).expect("figures are plain data")))
     }
 
-    /// None: there are none, or they are not understood.
+    /// Reads the file. `None` if it is missing or invalid.
     pub fn load(path: &Path) -> Option<Self> {
         serde_json::from_slice(&std::fs::read(path).ok()?).ok()
     }
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_are_found_among_other_words_and_kept() {
+    fn figures_are_found_in_console_text_and_saved() {
         let machine = |name: &str, resumed| Reloaded { name: name.into(), resumed, ram_same: true, stood_ms: None };
         let figures = Figures { machines: vec![machine("a", true), machine("b", true)] };
         let said = format!("running 1 test\r\n[ 3.1] {}\r\ntest ok\r\n", figures.line());

@@ -1,5 +1,4 @@
-//! Disk images made on the host, without mounting anything: `mke2fs -d` and `mkfs.xfs -p` fill a file system while they
-//! make it.
+//! Disk images, made on the host without mounting anything: `mke2fs -d` and `mkfs.xfs -p` fill a file system as they make it.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -8,27 +7,27 @@ use std::process::Command;
 
 use crate::error::{Error, Result, at};
 
-/// A file that an image holds from the start.
+/// A file to put into a new image.
 #[derive(Clone, Debug)]
 pub struct File {
-    /// Without a leading slash; folders are made.
+    /// The path without a leading slash; missing folders are made.
     pub path: String,
     pub contents: Vec<u8>,
 }
 
 impl File {
-    /// A file whose every block is unlike any other; the guest checks it with `probe verify PATH SEED`.
+    /// A file in which all blocks differ. The guest checks it with `probe verify PATH SEED`.
     pub fn pattern(path: &str, bytes: usize, seed: u64) -> Self {
         Self { path: path.into(), contents: crate::pattern::bytes(path, bytes, seed) }
     }
 }
 
-/// The smallest journal apart of an ext4 with blocks of 4 KiB: 1024 of them, behind two that say what it is.
+/// The smallest external journal of an ext4 with 4 KiB blocks: 1024 blocks, behind two that describe it.
 const JOURNAL_BYTES: u64 = 1026 * 4096;
 const JOURNAL_UUID: &str = "3c0f9a52-6d0b-4b0e-9e55-6a5d1f0e7a11";
 const FILE_SYSTEM_UUID: &str = "b7c41d1e-2f55-4a0c-8f3b-0f4f3a9d6c22";
 
-/// XFS refuses to be smaller, and so does its log on a device of its own.
+/// The smallest XFS that mkfs.xfs makes, and its smallest external log.
 pub const XFS_MIB_MIN: u64 = 300;
 pub const XFS_LOG_MIB_MIN: u64 = 64;
 
@@ -43,7 +42,7 @@ pub fn ext4(image: &Path, mib: u64, files: &[File]) -> Result<()> {
     ext4_with(image, mib, files, &[])
 }
 
-/// The same, with nothing left for the guest to initialise behind its users' back, or to keep for root.
+/// An ext4 image that the guest does not initialise further in the background, and that reserves no blocks for root.
 pub fn ext4_for_good(image: &Path, mib: u64, files: &[File]) -> Result<()> {
     ext4_with(image, mib, files, &["-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0"])
 }
@@ -62,7 +61,7 @@ fn ext4_with(image: &Path, mib: u64, files: &[File], options: &[&str]) -> Result
     tool(command.arg(image))
 }
 
-/// The same with its journal in an image of its own. It is mounted with `journal_path=`.
+/// An ext4 image with its journal in a second image. Mount it with `journal_path=`.
 pub fn ext4_with_journal_apart(image: &Path, journal: &Path, mib: u64, files: &[File]) -> Result<()> {
     let options = ["-m", "0", "-O", "^has_journal", "-U", FILE_SYSTEM_UUID, "-E", "lazy_itable_init=0"];
     ext4_with(image, mib, files, &options)?;
@@ -71,10 +70,10 @@ pub fn ext4_with_journal_apart(image: &Path, journal: &Path, mib: u64, files: &[
     let mut command = Command::new(program("mke2fs"));
     tool(command.args(["-q", "-F", "-b", "4096", "-O", "journal_dev", "-U", JOURNAL_UUID]).arg(journal))?;
     // `mke2fs -J device=` does both of these, but only for block devices.
-    for order in ["feature has_journal", "ssv journal_inum 0", &format!("ssv journal_uuid {JOURNAL_UUID}")] {
-        tool(Command::new(program("debugfs")).args(["-w", "-R", order]).arg(image))?;
+    for request in ["feature has_journal", "ssv journal_inum 0", &format!("ssv journal_uuid {JOURNAL_UUID}")] {
+        tool(Command::new(program("debugfs")).args(["-w", "-R", request]).arg(image))?;
     }
-    // The journal's own superblock is block 1: the number of its users, and who they are.
+    // The journal's own superblock is block 1. It holds the number of its users, and their UUIDs.
     let put = |at_byte: u64, bytes: &[u8]| at("write to", journal, journal_file.write_all_at(bytes, 4096 + at_byte));
     put(0x40, &1u32.to_be_bytes())?;
     let user = u128::from_str_radix(&FILE_SYSTEM_UUID.replace('-', ""), 16).expect("a constant of hexadecimal digits");
@@ -86,7 +85,7 @@ pub fn xfs(image: &Path, mib: u64, files: &[File]) -> Result<()> {
     empty(image, mib.max(XFS_MIB_MIN))?;
     let contents =
         tempfile::tempdir().map_err(|source| Error::Start { program: "a temporary folder".into(), source })?;
-    // The oldest configuration format still in use: a boot block, sizes, then the root folder and what is in it.
+    // A prototype file: a boot block, sizes, then the root folder and its contents.
     let mut prototype = String::from("/\n0 0\nd--755 0 0\n");
     for (index, file) in files.iter().enumerate() {
         let path = contents.path().join(index.to_string());
@@ -99,7 +98,7 @@ pub fn xfs(image: &Path, mib: u64, files: &[File]) -> Result<()> {
     tool(Command::new(program("mkfs.xfs")).args(["-q", "-f", "-p"]).arg(list).arg(image))
 }
 
-/// An empty XFS image of the smallest size with its log in an image of its own. It is mounted with `logdev=`.
+/// An empty XFS image of the smallest size with its log in a second image. Mount it with `logdev=`.
 pub fn xfs_with_log_apart(image: &Path, log: &Path) -> Result<()> {
     empty(image, XFS_MIB_MIN)?;
     empty(log, XFS_LOG_MIB_MIN)?;
@@ -107,13 +106,13 @@ pub fn xfs_with_log_apart(image: &Path, log: &Path) -> Result<()> {
     tool(Command::new(program("mkfs.xfs")).args(["-q", "-f", "-l", &log]).arg(image))
 }
 
-/// Fails unless the ext4 file system that begins so many bytes into an image is clean. Nobody has it mounted.
+/// Fails unless the ext4 file system that begins `offset` bytes into an image is clean. It must not be mounted.
 pub fn check_ext4(image: &Path, offset: u64) -> Result<()> {
     let place = format!("{}?offset={offset}", image.display());
     tool(Command::new(program("e2fsck")).args(["-f", "-n"]).arg(place))
 }
 
-/// Whether the ext4 file system that fills a raw image has a journal that whoever mounts it must replay first.
+/// Whether the ext4 file system of a raw image has a journal that must be replayed at the next mount.
 pub fn ext4_needs_recovery(image: &Path) -> Result<bool> {
     // `s_feature_incompat` of the superblock, and its bit `RECOVER`.
     let mut features = [0; 4];
@@ -122,17 +121,17 @@ pub fn ext4_needs_recovery(image: &Path) -> Result<bool> {
     Ok(u32::from_le_bytes(features) & 0x4 != 0)
 }
 
-/// Fails unless the XFS file system that fills an image is clean. Nobody has it mounted.
+/// Fails unless the XFS file system of an image is clean. It must not be mounted.
 pub fn check_xfs(image: &Path) -> Result<()> {
     tool(Command::new(program("xfs_repair")).arg("-n").arg(image))
 }
 
-/// The same of one whose log is elsewhere.
+/// Fails unless an XFS file system with an external log is clean. It must not be mounted.
 pub fn check_xfs_with_log_apart(image: &Path, log: &Path) -> Result<()> {
     tool(Command::new(program("xfs_repair")).args(["-n", "-l"]).arg(log).arg(image))
 }
 
-/// What lies in a part of an image, as an image of its own; both bounds are whole MiB.
+/// Copies a part of an image into a new image. Both bounds must be whole MiB.
 pub fn cut_out(image: &Path, bytes: std::ops::Range<u64>, part: &Path) -> Result<()> {
     let mib = |bytes: u64| bytes >> 20;
     let mut command = Command::new("dd");
@@ -141,7 +140,8 @@ pub fn cut_out(image: &Path, bytes: std::ops::Range<u64>, part: &Path) -> Result
     tool(command.args(["bs=1M", "conv=sparse"]).args(count.map(|(key, mib)| format!("{key}={mib}"))))
 }
 
-/// A store for the variables of UEFI firmware, at `vars`, and what it was copied from. Where the host has none it says so.
+/// Makes a store for the variables of UEFI firmware at `vars`, and returns the template that it was copied from. Prints a message
+/// and returns `None` on a host that has no template.
 pub fn firmware_vars(vars: &Path) -> Option<&'static Path> {
     let template = Path::new("/usr/share/OVMF/OVMF_VARS_4M.fd");
     if !template.is_file() {
@@ -152,18 +152,18 @@ pub fn firmware_vars(vars: &Path) -> Option<&'static Path> {
     Some(template)
 }
 
-/// A copy that stays sparse, and is none at all where the file system can share blocks.
+/// Copies an image. The copy stays sparse, and shares blocks with the original where the file system can.
 pub fn copy(from: &Path, image: &Path) -> Result<()> {
     tool(Command::new("cp").args(["--reflink=auto", "--sparse=always"]).arg(from).arg(image))
 }
 
-/// Where two files first differ.
+/// The offset at which two files first differ.
 pub fn first_difference(one: &Path, other: &Path) -> Result<Option<usize>> {
     let (one, other) = (at("read", one, fs::read(one))?, at("read", other, fs::read(other))?);
     Ok(crate::pattern::first_difference(&one, &other))
 }
 
-/// Tools of file systems live where an ordinary user's `PATH` does not look.
+/// The path of a file-system tool, which may not be in an ordinary user's `PATH`.
 fn program(name: &str) -> std::path::PathBuf {
     let system = Path::new("/usr/sbin").join(name);
     if system.is_file() { system } else { name.into() }
@@ -214,7 +214,7 @@ mod tests {
         let volume = fs::read(&volume).unwrap();
         fs::write(&image, [vec![0; 4096], volume.clone()].concat()).unwrap();
         check_ext4(&image, 4096).unwrap();
-        // The bitmap of blocks: what is in use is said to be free.
+        // Marks blocks in use as free in the block bitmap.
         let damaged = fs::File::options().write(true).open(&image).unwrap();
         let bitmap = u32::from_le_bytes(volume[4096..4100].try_into().unwrap());
         damaged.write_all_at(&[0; 64], 4096 + u64::from(bitmap) * 4096).unwrap();
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tool_that_fails_says_why() {
+    fn failed_tool_reports_its_reason() {
         let home = tempfile::tempdir().unwrap();
         let image = home.path().join("small.img");
         let error = ext4(&image, 1, &[File::pattern("big", 4 << 20, 1)]).unwrap_err().to_string();

@@ -12,12 +12,14 @@
 //! # }
 //! ```
 //!
-//! Two kinds of machines: [`TestVm`] under a keeper, [`PlainVm`] under QEMU alone (what benches compare with). Both give
-//! commands to the guest through its serial console, by the protocol that `guest/README.md` describes.
+//! There are two kinds of machines: [`TestVm`] under a keeper, and [`PlainVm`] under QEMU alone, for benches to compare with.
+//! Both
+//! run commands in the guest through its serial console, by the protocol in `guest/README.md`.
 //!
-//! Every machine has folders of its own, so tests run side by side. Waits are for events
-//! and console lines, with generous limits that only a hang reaches. When a machine is dropped everything that it started
-//! is killed, also a QEMU that outlived its keeper; if its test failed, its logs are printed.
+//! Every machine has its own folders, so tests run in parallel. Tests wait for events and console lines, with limits that only a
+//! hang reaches. Dropping a machine kills every process that it started, even a QEMU that outlived its keeper. If its test
+//! failed,
+//! its logs are printed.
 
 pub mod artifacts;
 pub mod boot_disk;

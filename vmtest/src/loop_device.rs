@@ -1,4 +1,4 @@
-//! A block device of the host: a loop over an image, where whoever runs the tests may make one.
+//! A loop device of the host over an image, where the user may make one.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,7 +8,7 @@ pub struct LoopDevice {
 }
 
 impl LoopDevice {
-    /// None, with a word, without the rights to it.
+    /// Makes the device. Without permission it prints a message and returns `None`.
     pub fn over(image: &Path) -> Option<Self> {
         let made = Command::new("/usr/sbin/losetup").args(["--find", "--show"]).arg(image).output();
         match made {
@@ -16,7 +16,7 @@ impl LoopDevice {
                 Some(Self { path: String::from_utf8_lossy(&made.stdout).trim().into() })
             }
             refused => {
-                eprintln!("skipped: no loop device can be made here: {refused:?}");
+                eprintln!("skipped: cannot make a loop device: {refused:?}");
                 None
             }
         }

@@ -1,4 +1,4 @@
-//! A file system of a test's own: for what that of temporary folders may not be able to do, and to be filled.
+//! A mounted file system for one test, to be filled, or with features that the temporary folder's file system may lack.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,15 +9,15 @@ use tempfile::TempDir;
 use crate::error::{Result, at};
 use crate::images;
 
-/// Dropped, it is taken down, with all that is in it.
+/// A mounted file system. Dropping it unmounts it and removes its contents.
 pub struct Mounted {
-    /// Of the image, and of where it is mounted.
+    /// The folder of the image and of the mount point.
     _folder: TempDir,
     path: PathBuf,
 }
 
 impl Mounted {
-    /// XFS, whose files can share blocks. None, and a word, where nothing can be mounted: that takes root, and a loop device.
+    /// Mounts an XFS, whose files can share blocks. Without root and a loop device it prints a message and returns `None`.
     pub fn xfs(mib: u64) -> Result<Option<Self>> {
         let image = |folder: &Path| {
             let image = folder.join("image");
@@ -26,7 +26,7 @@ impl Mounted {
         Self::mount(&["-o", "loop"], image)
     }
 
-    /// Host memory, so much of it.
+    /// Mounts a tmpfs of this size.
     pub fn tmpfs(mib: u64) -> Result<Option<Self>> {
         Self::mount(&["-t", "tmpfs", "-o", &format!("size={mib}m")], |_| Ok("tmpfs".into()))
     }
@@ -51,7 +51,7 @@ impl Mounted {
         &self.path
     }
 
-    /// When all that was written has its place.
+    /// Bytes in use, after a sync.
     pub fn used_bytes(&self) -> Result<u64> {
         let folder = at("open", &self.path, std::fs::File::open(&self.path))?;
         at("sync", &self.path, syncfs(folder).map_err(Into::into))?;
@@ -62,7 +62,7 @@ impl Mounted {
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        // Whoever still has a file open keeps it for as long.
+        // A process with an open file keeps the file system until it closes the file.
         let _ = Command::new("umount").arg("--lazy").arg(&self.path).status();
     }
 }

@@ -1,22 +1,22 @@
-//! Networks of the host that a guest can be on, where this user can make them.
+//! Host networks for guests, where the user may make them.
 
 use std::net::{Ipv4Addr, TcpListener};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// A tap interface with a network of four addresses, which no other process of these tests has; gone with this.
+/// A tap interface with a network of four addresses that no other process of these tests uses. Dropping it removes it.
 pub struct Tap {
     name: String,
     network: u32,
 }
 
 impl Tap {
-    /// None where interfaces cannot be made.
+    /// Makes the interface, or returns `None` without permission.
     pub fn make() -> Option<Self> {
         static MADE: AtomicU32 = AtomicU32::new(0);
         let (pid, number) = (std::process::id(), MADE.fetch_add(1, Ordering::Relaxed));
         let name = format!("hrth{pid}-{number}");
-        // 198.18.0.0/15 is for tests of networks, and routed nowhere.
+        // 198.18.0.0/15 is reserved for network tests and not routed.
         let network = u32::from(Ipv4Addr::new(198, 18, 0, 0)) + (pid * 4 + number) % (1 << 15) * 4;
         let ip = |arguments: &[&str]| Command::new("ip").args(arguments).output().is_ok_and(|it| it.status.success());
         let tap = ip(&["tuntap", "add", &name, "mode", "tap"]).then(|| Self { name: name.clone(), network })?;
@@ -32,7 +32,7 @@ impl Tap {
         Ipv4Addr::from(self.network + 2)
     }
 
-    /// What the guest has to do to be there.
+    /// Command that configures the guest's interface.
     pub fn guest_set_up(&self) -> String {
         format!("ip link set eth0 up && ip addr add {}/30 dev eth0", self.guest_address())
     }
@@ -44,19 +44,18 @@ impl Drop for Tap {
     }
 }
 
-/// Whether passt can run here: some sandboxes forbid the name spaces that it makes for itself.
+/// Whether passt can run here: some sandboxes forbid the name spaces that it creates.
 pub fn passt_works() -> bool {
     let Ok(home) = tempfile::tempdir() else { return false };
-    // Or it would become nobody, who cannot make a socket in our folder.
+    // Otherwise passt would become `nobody`, who cannot make a socket in this folder.
     let as_root: &[&str] = if rustix::process::geteuid().is_root() { &["--runas", "0"] } else { &[] };
     let mut command = Command::new("timeout");
     command.args(["1", "passt", "--foreground", "--one-off", "--socket"]).arg(home.path().join("try.sock"));
-    // 124: it was still there when its time was over.
+    // 124: passt still ran when the time limit ended.
     command.args(as_root).output().is_ok_and(|output| output.status.code() == Some(124))
 }
 
-/// A port that nobody listens on at the moment. Another process could take it before QEMU does; the machine then fails to
-/// start and says so.
+/// A port that is free at the moment. Another process could take it before QEMU does; then QEMU fails to start and says so.
 pub fn free_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
     listener.map(|address| address.port()).expect("the loopback interface has a free port")

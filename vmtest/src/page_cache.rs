@@ -1,7 +1,8 @@
-//! The host's page cache of a file: emptied before a cold run, counted where something lives off it.
+//! The host's page cache of a file: evicted before a cold run, and measured.
 //!
-//! `posix_fadvise(DONTNEED)` empties it for one file and needs no root, unlike `drop_caches`; dirty pages are not
-//! dropped, hence the sync first.
+//! `posix_fadvise(DONTNEED)` evicts one file and needs no root, unlike `drop_caches`. It does not drop dirty pages, hence the
+//! sync
+//! before it.
 
 use std::fs::File;
 use std::io;
@@ -18,7 +19,7 @@ pub fn evict(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The same with each file of a folder.
+/// Evicts each file of a folder.
 pub fn evict_all(folder: &Path) -> io::Result<()> {
     std::fs::read_dir(folder)?.try_for_each(|entry| evict(&entry?.path()))
 }
@@ -32,7 +33,7 @@ pub fn resident_bytes(path: &Path) -> io::Result<u64> {
     }
     let page_bytes = rustix::param::page_size();
     let mut resident = vec![0u8; bytes.div_ceil(page_bytes)];
-    // SAFETY: a fresh shared mapping at an address the kernel chooses; nothing ever reads through it.
+    // SAFETY: a new shared mapping at an address that the kernel chooses; nothing reads through it.
     let map = unsafe { mmap(std::ptr::null_mut(), bytes, ProtFlags::READ, MapFlags::SHARED, &file, 0)? };
     // SAFETY: `map` covers `bytes`, and `resident` has one byte for each page of it.
     let asked = match unsafe { libc::mincore(map, bytes, resident.as_mut_ptr()) } {
@@ -46,11 +47,11 @@ pub fn resident_bytes(path: &Path) -> io::Result<u64> {
     Ok((pages * page_bytes) as u64)
 }
 
-/// Bytes that disks had to read for a process: what was in the page cache is none of them.
+/// Bytes that a process read from disks rather than from the page cache.
 pub fn disk_read_bytes(pid: u64) -> io::Result<u64> {
     let counts = std::fs::read_to_string(format!("/proc/{pid}/io"))?;
     let bytes = counts.lines().find_map(|line| line.strip_prefix("read_bytes: ")?.trim().parse().ok());
-    bytes.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "a count without bytes read"))
+    bytes.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no read_bytes in the process's I/O counters"))
 }
 
 #[cfg(test)]
@@ -60,8 +61,8 @@ mod tests {
     const MIB: usize = 1 << 20;
 
     #[test]
-    fn a_file_just_written_is_resident_and_eviction_drops_it() {
-        // Beside the build products: the system's temporary folder may be a tmpfs, which never drops a page.
+    fn eviction_drops_a_newly_written_file() {
+        // In the checkout: the system's temporary folder may be a tmpfs, which never drops a page.
         let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let path = folder.path().join("image");
         std::fs::write(&path, vec![7u8; 4 * MIB]).unwrap();
@@ -71,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_file_holds_nothing_and_a_missing_one_is_an_error() {
+    fn empty_file_has_no_pages_missing_is_error() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("image");
         std::fs::write(&path, "").unwrap();

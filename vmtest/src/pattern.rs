@@ -1,5 +1,6 @@
-//! File contents in which every misplaced block is seen: the same bytes as `probe fill` writes in the guest, so that a
-//! file made on the host can be checked there with `probe verify NAME SEED`.
+//! File contents that reveal any misplaced block. They are the bytes that `probe fill` writes in the guest, so the guest can
+//! check a
+//! file made on the host with `probe verify NAME SEED`.
 
 use std::path::Path;
 
@@ -16,7 +17,7 @@ fn name_hash(name: &str) -> u64 {
     name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
 }
 
-/// The contents of a pattern file: they depend on the file's name without its folder, the place in the file and the seed.
+/// The contents of a pattern file. They depend on the file's name without its folder, the offset and the seed.
 pub fn bytes(path: &str, length: usize, seed: u64) -> Vec<u8> {
     let name = Path::new(path).file_name().and_then(|name| name.to_str()).unwrap_or(path);
     let key = seed ^ mix(name_hash(name));
@@ -26,7 +27,7 @@ pub fn bytes(path: &str, length: usize, seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// Where two contents first differ: the comparison that tests print.
+/// The offset at which two contents first differ.
 pub fn first_difference(one: &[u8], other: &[u8]) -> Option<usize> {
     let differ = one.iter().zip(other).position(|(a, b)| a != b);
     differ.or_else(|| (one.len() != other.len()).then(|| one.len().min(other.len())))
@@ -37,11 +38,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_probe_writes_the_same_bytes() {
+    fn probe_writes_the_same_bytes() {
         let probe = crate::artifacts::probe().unwrap();
         let home = tempfile::tempdir().unwrap();
         let file = home.path().join("some name.bin");
-        // Longer than the probe's buffer, and no multiple of a word.
+        // The length exceeds the probe's buffer, and is not a multiple of a word.
         let (length, seed) = ((2 << 20) + 13, u64::MAX - 5);
         let arguments = [file.to_str().unwrap(), &length.to_string(), &seed.to_string()];
         let filled = std::process::Command::new(probe).arg("fill").args(arguments).output().unwrap();
@@ -51,7 +52,7 @@ mod tests {
     }
 
     #[test]
-    fn name_place_and_seed_all_matter() {
+    fn name_offset_and_seed_change_the_pattern() {
         let block = |name, seed, index: usize| bytes(name, 8192, seed)[index * 4096..][..4096].to_vec();
         let base = block("a", 1, 0);
         for other in [block("b", 1, 0), block("a", 2, 0), block("a", 1, 1)] {
@@ -60,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn differences_are_found_in_contents_and_length() {
+    fn first_difference_sees_contents_and_length() {
         assert_eq!(first_difference(b"abc", b"abc"), None);
         assert_eq!(first_difference(b"abc", b"axc"), Some(1));
         assert_eq!(first_difference(b"abc", b"ab"), Some(2));

@@ -1,5 +1,6 @@
-//! A machine under QEMU alone, without Hearth: what benches compare with, and the proof that guest images and console
-//! protocol work by themselves.
+//! A machine under QEMU alone, without Hearth: the baseline of benches, and the check that guest images and the console protocol
+//! work
+//! without Hearth.
 
 use std::ffi::OsString;
 use std::os::unix::net::UnixListener;
@@ -17,7 +18,7 @@ use crate::processes;
 use crate::qmp::Qmp;
 use crate::slots::{self, Slot};
 
-/// What a plain machine is made of; [`PlainVmBuilder::boot`] starts it.
+/// The builder of a plain machine; [`PlainVmBuilder::boot`] starts it.
 pub struct PlainVmBuilder {
     name: String,
     boot: Result<Boot>,
@@ -66,7 +67,7 @@ impl PlainVmBuilder {
         self
     }
 
-    /// QEMU's `-accel`; emulation unless said otherwise.
+    /// QEMU's `-accel`; emulation by default.
     pub fn accelerator(mut self, accelerator: &str) -> Self {
         self.accelerator = accelerator.into();
         self
@@ -77,20 +78,19 @@ impl PlainVmBuilder {
         self
     }
 
-    /// Words for the kernel's command line, after those that are always there.
+    /// Adds words at the end of the kernel's command line.
     pub fn cmdline(mut self, words: &str) -> Self {
         self.boot = self.boot.map(|boot| Boot { cmdline: format!("{} {words}", boot.cmdline), ..boot });
         self
     }
 
-    /// Any QEMU arguments.
+    /// Adds any QEMU arguments.
     pub fn args<I: IntoIterator<Item: Into<OsString>>>(mut self, arguments: I) -> Self {
         self.arguments.extend(arguments.into_iter().map(Into::into));
         self
     }
 
-    /// A raw image as a virtio disk, with more properties of `-blockdev`'s file driver or none:
-    /// `cache.direct=on,aio=io_uring`.
+    /// Adds a raw image as a virtio disk, with further properties of `-drive`: `cache.direct=on,aio=io_uring`.
     pub fn drive(self, image: &Path, properties: &str) -> Self {
         let id = format!("drive{}", self.arguments.len());
         let comma = if properties.is_empty() { "" } else { "," };
@@ -138,14 +138,14 @@ impl PlainVmBuilder {
         command.args(["-serial", "chardev:serial"]);
         command.args(["-chardev", &format!("socket,id=qmp,path={}/qmp.sock", folder.display())]);
         command.args(["-mon", "chardev=qmp,mode=control"]);
-        // Randomness for a quick boot, and a way for a panic to be heard.
+        // A random source for a quick boot, and a device that reports panics.
         command.args(["-device", "virtio-rng-pci", "-device", "pvpanic-pci"]);
         command.args(self.arguments);
         Ok(command)
     }
 }
 
-/// Firmware of a QEMU that was unpacked rather than installed.
+/// Folders with the firmware of a QEMU that was unpacked rather than installed.
 fn data_folders(qemu: &Path) -> Vec<PathBuf> {
     let Some(usr) = qemu.parent().and_then(Path::parent) else { return Vec::new() };
     let folders = ["share/seabios", "share/qemu", "lib/ipxe/qemu"].map(|folder| usr.join(folder));
@@ -179,7 +179,7 @@ impl PlainVm {
         PlainVmBuilder::new(name, artifacts::debian())
     }
 
-    /// The same with [`artifacts::debian_database_root`].
+    /// Needs a copy of [`artifacts::debian_database_root`] as its first [`PlainVmBuilder::drive`].
     pub fn debian_database(name: &str) -> PlainVmBuilder {
         PlainVmBuilder::new(name, artifacts::debian_database())
     }
@@ -192,14 +192,14 @@ impl PlainVm {
         self.child().id()
     }
 
-    /// A folder of this machine's own, gone with it.
+    /// The machine's own folder, removed when the machine is dropped.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
 
-    /// Waits for QEMU's own end, after a power-off or, with `-no-reboot`, a reboot.
+    /// Waits until QEMU exits, after a power-off or, with `-no-reboot`, a reboot.
     pub fn wait_end(&self) -> Result<ExitStatus> {
-        // QMP says when QEMU goes, so this wait is short.
+        // QEMU exits soon after this event, so the wait below is short.
         self.qmp.wait_event("SHUTDOWN", crate::wait::patience(20))?;
         at("wait for", self.folder.path(), self.child().wait())
     }

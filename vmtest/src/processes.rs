@@ -1,7 +1,8 @@
-//! Ending what a machine started, also what its parent no longer knows.
+//! Ends all processes of a machine, including those whose parent is gone.
 //!
-//! A QEMU outlives its keeper by design, so killing children is not enough. Every process of a machine has one of the
-//! machine's own folders in its command line (sockets, RAM file, configuration), and no other process has.
+//! A QEMU outlives its keeper by design, so killing children is not enough. Every process of a machine has one of the machine's
+//! own
+//! folders in its command line (sockets, RAM file, configuration), and no other process has.
 
 use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
@@ -25,9 +26,9 @@ fn mentions(pid: Pid, wanted: &[u8]) -> bool {
     command_line.windows(wanted.len()).any(|window| window == wanted)
 }
 
-/// Kills processes that mention `folder`, until none is left.
+/// Kills all processes that mention `folder`.
 pub fn end_all(folder: &Path) {
-    // A process that is being started may turn up after the first look; three rounds without a find is the end.
+    // A process that is just being started may appear after the first round, so there are three.
     for _ in 0..3 {
         for pid in mentioning(folder) {
             end(pid, folder);
@@ -35,7 +36,7 @@ pub fn end_all(folder: &Path) {
     }
 }
 
-/// Kills one process, and no other that was given its number in the meantime.
+/// Kills one process, and never another that has got its number meanwhile.
 fn end(pid: Pid, folder: &Path) {
     let Ok(handle) = pidfd_open(pid, PidfdFlags::empty()) else { return };
     if !mentions(pid, folder.as_os_str().as_encoded_bytes()) {
@@ -43,17 +44,17 @@ fn end(pid: Pid, folder: &Path) {
     }
     let _already_dead = pidfd_send_signal(&handle, Signal::KILL);
     is_over(&handle, Duration::from_secs(10));
-    // A child of ours stays as a zombie until somebody asks for its status.
+    // A child of this process stays a zombie until its status is collected.
     let _not_a_child = rustix::process::waitid(WaitId::PidFd(handle.as_fd()), WaitIdOptions::EXITED);
 }
 
-/// Waits for the end of a child, without asking for its status. False after `limit`.
+/// Waits until a process ends, without collecting its status. Returns false after `limit`.
 pub fn wait_end(pid: Pid, limit: Duration) -> bool {
     let Ok(handle) = pidfd_open(pid, PidfdFlags::empty()) else { return true };
     is_over(&handle, limit)
 }
 
-/// The handle becomes readable when the process is dead, whoever its parent is.
+/// Waits until the process is dead, which makes its handle readable, whoever its parent is.
 fn is_over(handle: &OwnedFd, limit: Duration) -> bool {
     let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: 0 };
     let mut wait = [PollFd::new(handle, PollFlags::IN)];
@@ -70,14 +71,14 @@ pub fn terminate(pid: Pid) -> std::io::Result<()> {
     Ok(kill_process(pid, Signal::TERM)?)
 }
 
-/// What a process has open: paths, and what the kernel calls the rest.
+/// The open files of a process: paths, and the kernel's names for the rest.
 pub fn open_files(pid: Pid) -> std::io::Result<Vec<PathBuf>> {
     let open = fs::read_dir(format!("/proc/{}/fd", pid.as_raw_nonzero()))?;
-    // One that was closed meanwhile is none.
+    // A file that was closed meanwhile has no link any more.
     Ok(open.flatten().filter_map(|entry| fs::read_link(entry.path()).ok()).collect())
 }
 
-/// The names of a process's threads, of which Linux keeps 15 bytes.
+/// The names of a process's threads. Linux keeps 15 bytes of each.
 pub fn threads(pid: Pid) -> std::io::Result<Vec<String>> {
     let tasks = fs::read_dir(format!("/proc/{}/task", pid.as_raw_nonzero()))?;
     let names = tasks.flatten().filter_map(|task| fs::read_to_string(task.path().join("comm")).ok());
@@ -93,16 +94,16 @@ pub fn freeze(pid: Pid) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Lets a frozen process go on.
+/// Continues a frozen process.
 pub fn thaw(pid: Pid) -> std::io::Result<()> {
     Ok(kill_process(pid, Signal::CONT)?)
 }
 
-/// Whether any thread of a process is not stopped yet. The signal is delivered to each when it next leaves the kernel.
+/// Whether any thread of a process still runs. Each thread stops when it next leaves the kernel.
 fn runs(pid: Pid) -> std::io::Result<bool> {
     for task in fs::read_dir(format!("/proc/{}/task", pid.as_raw_nonzero()))? {
         let stat = fs::read_to_string(task?.path().join("stat"))?;
-        // The state follows the name, which stands in brackets and may hold anything.
+        // The state follows the name, which is in parentheses and may hold any bytes.
         let state = stat.rsplit(") ").next().and_then(|rest| rest.chars().next());
         if state != Some('T') {
             return Ok(true);
@@ -117,7 +118,7 @@ mod tests {
     use std::process::{Command, Stdio};
 
     #[test]
-    fn what_mentions_the_folder_is_ended_and_nothing_else() {
+    fn only_processes_that_mention_the_folder_end() {
         let (mine, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let start = |folder: &Path| {
             let script = format!("read forever # {}", folder.display());
@@ -129,7 +130,7 @@ mod tests {
         assert!(kept.try_wait().unwrap().is_none());
         kept.kill().unwrap();
         kept.wait().unwrap();
-        // Reaped by end_all, so there is no status left to see; the handle must not hang either.
+        // `end_all` has collected the status, so this fails, but it must not hang.
         let _ = ended.wait();
     }
 }

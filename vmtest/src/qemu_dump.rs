@@ -1,7 +1,7 @@
-//! ELF dumps of QEMU's own `dump-guest-memory`, made readable for makedumpfile.
+//! Makes ELF dumps from QEMU's `dump-guest-memory` readable for makedumpfile.
 //!
-//! QEMU puts section headers where makedumpfile looks for the program headers, and says that its header has 8 bytes: as
-//! it is, makedumpfile finds no memory in the file.
+//! QEMU puts section headers where makedumpfile expects the program headers, and gives its ELF header's size as 8 bytes. So
+//! makedumpfile finds no memory in the unchanged file.
 
 use std::fs::{self, File};
 use std::io;
@@ -13,10 +13,10 @@ use crate::error::{Result, at};
 const EHDR_BYTES: u64 = 64;
 const PHDR_BYTES: usize = 56;
 
-/// Moves the program headers down to the end of the header, and forgets the sections.
+/// Moves the program headers to the end of the ELF header, and drops the section headers.
 pub fn move_program_headers(dump: &Path) -> Result<()> {
     let moved = (|| {
-        // QEMU lets nobody write to it.
+        // QEMU makes the file read-only.
         fs::set_permissions(dump, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
         let file = File::options().read(true).write(true).open(dump)?;
         let mut head = [0; EHDR_BYTES as usize];
@@ -24,7 +24,7 @@ pub fn move_program_headers(dump: &Path) -> Result<()> {
         let table = u64::from_le_bytes(head[32..40].try_into().expect("a slice of eight"));
         let count = u16::from_le_bytes(head[56..58].try_into().expect("a slice of two"));
         if !head.starts_with(b"\x7fELF") || table < EHDR_BYTES {
-            return Err(io::Error::other("not an ELF dump of QEMU"));
+            return Err(io::Error::other("not an ELF dump by QEMU"));
         }
         let mut headers = vec![0; usize::from(count) * PHDR_BYTES];
         file.read_exact_at(&mut headers, table)?;
@@ -35,7 +35,7 @@ pub fn move_program_headers(dump: &Path) -> Result<()> {
         head[58..64].fill(0);
         file.write_all_at(&head, 0)
     })();
-    at("mend the headers of", dump, moved)
+    at("move the program headers of", dump, moved)
 }
 
 #[cfg(test)]
@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn program_headers_stand_behind_the_header() {
+    fn program_headers_follow_the_elf_header() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("dump");
         let mut dump = vec![0u8; 512];
@@ -55,17 +55,17 @@ mod tests {
         dump[192..192 + 112].fill(7);
         fs::write(&path, dump).unwrap();
         move_program_headers(&path).unwrap();
-        let mended = fs::read(&path).unwrap();
-        assert_eq!((mended[32], mended[40], mended[52], mended[56]), (64, 0, 64, 2));
-        assert_eq!(mended[64..64 + 112], [7; 112]);
+        let moved = fs::read(&path).unwrap();
+        assert_eq!((moved[32], moved[40], moved[52], moved[56]), (64, 0, 64, 2));
+        assert_eq!(moved[64..64 + 112], [7; 112]);
     }
 
     #[test]
-    fn another_file_is_left_alone() {
+    fn other_files_are_left_unchanged() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("dump");
         fs::write(&path, [1u8; 256]).unwrap();
-        assert!(move_program_headers(&path).unwrap_err().to_string().starts_with("mend the headers of"));
+        assert!(move_program_headers(&path).unwrap_err().to_string().starts_with("move the program headers of"));
         assert_eq!(fs::read(&path).unwrap(), [1u8; 256]);
     }
 }

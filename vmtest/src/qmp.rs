@@ -1,4 +1,4 @@
-//! QEMU's machine protocol, for plain machines and as a second monitor of others: commands with their answers, events in order.
+//! A client of QMP, for plain machines and as a second monitor of others: commands with their answers, events in order.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -28,12 +28,12 @@ pub struct Qmp {
 }
 
 impl Qmp {
-    /// Waits in a thread for QEMU's call. The thread ends with the connection; QEMU's end is the connection's.
+    /// Waits in a thread for QEMU to connect. The thread ends when QEMU does, since that closes the connection.
     pub(crate) fn listen(name: &str, listener: UnixListener) -> std::io::Result<Self> {
         Self::over(name, move || listener.accept().map(|(stream, _)| stream))
     }
 
-    /// Calls a QEMU that listens on a socket of its own (`-qmp unix:PATH,server=on,wait=off`).
+    /// Connects to a QEMU that listens on a second socket (`-qmp unix:PATH,server=on,wait=off`).
     pub fn connect(socket: &Path) -> Result<Self> {
         let stream = at("connect to", socket, UnixStream::connect(socket))?;
         at("listen to", socket, Self::over("second", || Ok(stream)))
@@ -51,7 +51,7 @@ impl Qmp {
         Ok(Self { heard, next_id: AtomicU64::new(1) })
     }
 
-    /// Executes a command and returns what it returns.
+    /// Executes a command, and returns its result.
     pub fn execute(&self, command: &str, arguments: Value) -> Result<Value> {
         let failed = |message: String| Error::Qmp { command: command.into(), message };
         let limit = patience(20);
@@ -72,28 +72,28 @@ impl Qmp {
         }
     }
 
-    /// Waits for an event by its name, and returns its data. Events from before the call count.
+    /// Waits for an event by its name, and returns its data. Events before the call count.
     pub fn wait_event(&self, name: &str, limit: Duration) -> Result<Value> {
         self.wait_nth_event(name, 1, limit)
     }
 
-    /// The same for an event that comes again and again: its `nth` time, counted from 1.
+    /// Waits for the `nth` event of a name, counted from 1, and returns its data.
     pub fn wait_nth_event(&self, name: &str, nth: usize, limit: Duration) -> Result<Value> {
         let found = self.heard.wait(limit, |heard| {
             let event = heard.events.iter().filter(|event| event["event"] == name).nth(nth - 1);
             event.map(|event| Some(event["data"].clone())).or_else(|| heard.closed.then_some(None))
         });
-        let missing = || Error::Qmp { command: name.into(), message: "the event did not come".into() };
+        let missing = || Error::Qmp { command: name.into(), message: "no such event came".into() };
         found.flatten().ok_or_else(missing)
     }
 
-    /// Waits for an event, past or future, that `look` accepts: with its name, data and timestamp.
+    /// Waits for an event, past or future, that `look` accepts, and returns it with name, data and timestamp.
     pub fn find_event(&self, what: &str, limit: Duration, look: impl Fn(&Value) -> bool) -> Result<Value> {
         let found = self.heard.wait(limit, |heard| {
             let event = heard.events.iter().find(|event| look(event));
             event.map(|event| Some(event.clone())).or_else(|| heard.closed.then_some(None))
         });
-        let missing = || Error::Qmp { command: what.into(), message: "the event did not come".into() };
+        let missing = || Error::Qmp { command: what.into(), message: "no such event came".into() };
         found.flatten().ok_or_else(missing)
     }
 

@@ -1,16 +1,16 @@
-//! Random choices of a test, which its seed repeats.
+//! Random choices of a test, repeatable by their seed.
 
 /// Splitmix64.
 pub struct Random(pub u64);
 
 impl Random {
-    /// From `HEARTH_SEED`, or a new one each time; printed.
+    /// A generator with the seed `HEARTH_SEED`, or a new one each time. Prints the seed.
     pub fn seeded() -> Self {
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         Self::seeded_or(now.map_or(1, |since| since.as_nanos() as u64))
     }
 
-    /// From `HEARTH_SEED`, or this one; printed.
+    /// A generator with the seed `HEARTH_SEED`, or the given one. Prints the seed.
     pub fn seeded_or(seed: u64) -> Self {
         let seed = std::env::var("HEARTH_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or(seed);
         eprintln!("HEARTH_SEED={seed}");

@@ -1,7 +1,8 @@
-//! Residency: what a machine's memory files really occupy, watched from outside every 10 ms.
+//! Residency: the memory that a machine's memory files occupy, measured from outside every 10 ms.
 //!
-//! The keeper reports a peak of its own; a promise is better checked from outside. What counts is the memory that is
-//! taken (`st_blocks`), not the length of the sparse files. A file that is unlinked while it is still mapped is not seen.
+//! The keeper reports a peak too, but a promise is better checked from outside. Allocated memory (`st_blocks`) counts, not the
+//! length
+//! of the sparse files. A file that was unlinked while it is still mapped is not seen.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -18,19 +19,19 @@ use crate::error::{Error, Result, at};
 use crate::wait::Watched;
 
 const INTERVAL: Duration = Duration::from_millis(10);
-/// One look in so many is kept with each file's share, for plots.
+/// Every tenth measurement is kept with each file's share, for plots.
 const LOOKS_A_SAMPLE: u64 = 10;
-/// `st_blocks` counts these, whatever the file system's own block size.
+/// Unit of `st_blocks`, whatever the file system's block size.
 const STAT_BLOCK_BYTES: u64 = 512;
 
-/// What was seen of a folder's files.
+/// Measurements of a folder's files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Seen {
     pub samples: u64,
     pub peak_bytes: u64,
 }
 
-/// What each file occupied at one moment.
+/// Memory that each file occupied at one moment.
 #[derive(Clone, Debug)]
 pub struct Sample {
     pub at: Instant,
@@ -43,7 +44,7 @@ struct Notes {
     samples: Vec<Sample>,
 }
 
-/// A thread that looks until it is asked what it saw, or dropped.
+/// A thread that measures until it is ended or dropped.
 pub struct Watch {
     stop: Sender<()>,
     thread: JoinHandle<io::Result<()>>,
@@ -62,19 +63,19 @@ impl Watch {
         Ok(Self { stop, thread, notes, folder: folder.to_owned() })
     }
 
-    /// What was seen until now.
+    /// The measurements so far.
     pub fn so_far(&self) -> Seen {
         self.notes.lock().seen
     }
 
-    /// The files over time, from `since` on.
+    /// The kept samples from `since` on.
     pub fn samples(&self, since: Instant) -> Vec<Sample> {
         self.notes.lock().samples.iter().filter(|sample| sample.at >= since).cloned().collect()
     }
 
     /// Ends the watch.
     pub fn end(self) -> Result<Seen> {
-        // Fails only if the thread has ended already, and then it says why.
+        // Fails only if the thread has ended already; its result then says why.
         let _ = self.stop.send(());
         let ended = self.thread.join().unwrap_or_else(|_| Err(io::Error::other("the watching thread panicked")));
         at("watch", &self.folder, ended)?;
@@ -105,7 +106,7 @@ impl Notes {
 
 fn occupied_bytes(folder: &Path) -> io::Result<BTreeMap<String, u64>> {
     let mut entries = fs::read_dir(folder)?.collect::<io::Result<Vec<_>>>()?;
-    // The living incarnation first: what a dead one gives up for it while we look must not count twice.
+    // The living incarnation comes first: memory that a dead one releases for it during the measurement must not count twice.
     entries.sort_by_key(|entry| Reverse(entry.file_name()));
     let mut files = BTreeMap::new();
     for entry in entries {
@@ -114,7 +115,7 @@ fn occupied_bytes(folder: &Path) -> io::Result<BTreeMap<String, u64>> {
                 let name = entry.file_name().to_string_lossy().into_owned();
                 files.insert(name, metadata.blocks() * STAT_BLOCK_BYTES);
             }
-            // Files come and go while we look.
+            // Files may appear and disappear during the measurement.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(error),
         }
@@ -128,7 +129,7 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     #[test]
-    fn holes_cost_nothing() {
+    fn holes_count_as_no_memory() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let watch = Watch::start(folder.path()).unwrap();
         let sparse = fs::File::create(folder.path().join("ram-1")).unwrap();
@@ -138,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn the_peak_outlives_the_file_that_made_it() {
+    fn peak_survives_removal_of_its_file() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let begun = Instant::now();
         let watch = Watch::start(folder.path()).unwrap();
@@ -153,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_is_gone_is_an_error_and_not_a_quiet_zero() {
+    fn missing_folder_is_an_error() {
         let error = Watch::start(Path::new("/no/such/folder")).unwrap().end().unwrap_err().to_string();
         assert_eq!(error, "watch /no/such/folder");
     }

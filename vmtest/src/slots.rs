@@ -1,13 +1,15 @@
-//! How many machines run at once: a machine under emulation keeps a processor busy, and more of them than processors only
-//! make each other's waits longer. `HEARTH_VM_SLOTS` changes the number. `make test` runs each test as a process, and limits
-//! those itself; this limit is for `cargo test`.
+//! Limits the number of machines that run at once. A machine under emulation keeps a processor busy, so more machines than
+//! processors
+//! only make every wait longer. `HEARTH_VM_SLOTS` changes the number. `make test` runs each test as a process and has its own
+//! limit;
+//! this one is for `cargo test`.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::wait::Watched;
 
-/// The right to run one machine; given back when dropped.
+/// Permission to run one machine, returned when dropped.
 pub struct Slot {
     free: Arc<Watched<usize>>,
 }
@@ -25,7 +27,7 @@ fn count() -> usize {
 }
 
 fn take_from(free: &Arc<Watched<usize>>) -> Slot {
-    // Every holder gives its slot back, also when its test fails: there is no end to wait for.
+    // Every slot is returned, even when its test fails, so this wait needs no limit.
     let forever = Duration::from_secs(u32::MAX.into());
     free.wait(forever, |free| {
         *free = free.checked_sub(1)?;
@@ -46,7 +48,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     #[test]
-    fn never_more_than_the_slots_and_all_get_their_turn() {
+    fn slots_limit_machines_and_all_get_one() {
         let free = Arc::new(Watched::new(2));
         let (inside, most, done) = (AtomicUsize::new(0), AtomicUsize::new(0), AtomicUsize::new(0));
         std::thread::scope(|scope| {

@@ -1,10 +1,11 @@
-//! What came over the serial console, taken apart.
+//! Parser of a serial console's bytes.
 //!
 //! bytes -> [kernel messages cut out] -> lines -> readiness, answers
 //!
-//! The kernel writes its messages between any two bytes of what the guest's processes write. Its messages begin with a
-//! time stamp in brackets and end with a newline; neither the agent's lines nor base64 contain a bracket. So a message is
-//! known wherever it begins, and what stands before and after it belongs together.
+//! The kernel may write its messages between any two bytes of other output. Each begins with a time stamp in brackets and ends
+//! with a
+//! newline. Neither the agent's lines nor base64 contain a bracket, so a message is recognised wherever it begins, and the text
+//! before and after it belongs together.
 
 use std::collections::BTreeMap;
 use std::time::{Instant, SystemTime};
@@ -12,37 +13,37 @@ use std::time::{Instant, SystemTime};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD as BASE64;
 
-/// One readiness line of the guest's agent.
+/// A readiness line of the guest's agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ready {
-    /// Drawn at boot, kept in the guest's memory only: it tells a restored guest from a rebooted one.
+    /// A random number drawn at boot and kept only in the guest's memory: it tells a restored guest from a rebooted one.
     pub nonce: String,
     pub at: SystemTime,
 }
 
-/// How a command ended.
+/// Status and output of a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
     pub status: i32,
     pub output: Vec<u8>,
 }
 
-/// Everything known from the console so far.
+/// Everything parsed from the console so far.
 #[derive(Debug, Default)]
 pub struct Transcript {
     ready: Vec<Ready>,
     answers: BTreeMap<u64, Answer>,
     kernel: Vec<String>,
-    /// Lines of the guest that are neither readiness nor part of an answer.
+    /// Lines that are neither readiness nor part of an answer.
     other: Vec<String>,
-    /// When each of them was complete.
+    /// The time at which each of these lines was complete.
     other_at: Vec<Instant>,
-    /// The end of all that came, as it came, for people.
+    /// The last bytes, unfiltered, for error messages.
     tail: Vec<u8>,
     cut: Cut,
     line: Vec<u8>,
     open: Option<(u64, String)>,
-    /// When something came, if that is of interest.
+    /// The times at which bytes came, once recording has begun.
     arrivals: Option<Vec<Instant>>,
 }
 
@@ -66,14 +67,14 @@ impl Transcript {
         }
     }
 
-    /// The connection was lost: what was half received will not be completed.
+    /// Drops half-received output after the connection was lost: its end will not come.
     pub fn interrupted(&mut self) {
         self.cut = Cut::default();
         self.line.clear();
         self.open = None;
     }
 
-    /// Readiness lines in order; one that is seen again, because a new connection repeats recent output, counts once.
+    /// Readiness lines in order. A new connection repeats recent output; a repeated line counts once.
     pub fn ready(&self) -> &[Ready] {
         &self.ready
     }
@@ -82,7 +83,7 @@ impl Transcript {
         self.answers.remove(&id)
     }
 
-    /// Notes from now on when something comes.
+    /// Begins to record the times at which bytes come.
     pub fn watch_arrivals(&mut self) {
         self.arrivals = Some(Vec::new());
     }
@@ -99,12 +100,12 @@ impl Transcript {
         &self.other
     }
 
-    /// The same from the `first` on, with the moment at which each was heard.
+    /// Other lines from number `first` on, each with the time at which it came.
     pub fn heard_from(&self, first: usize) -> Vec<(Instant, String)> {
         self.other_at.iter().copied().zip(self.other.iter().cloned()).skip(first).collect()
     }
 
-    /// The last lines as they came.
+    /// The last lines, unfiltered.
     pub fn tail(&self, lines: usize) -> String {
         let text = String::from_utf8_lossy(&self.tail);
         let all: Vec<_> = text.lines().collect();
@@ -152,7 +153,7 @@ impl Transcript {
         if end_id != id as i64 {
             return;
         }
-        // What does not decode was damaged on the way; the waiting test then times out and shows the console.
+        // Output that does not decode was damaged on the way; the waiting test times out and shows the console.
         if let Ok(output) = BASE64.decode(encoded) {
             self.answers.insert(id, Answer { status: status as i32, output });
         }
@@ -237,13 +238,13 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_carries_any_bytes_and_the_status() {
+    fn answer_carries_any_bytes_and_status() {
         let mut transcript = heard(b"\n<<<BEGIN 4\nAP8KWyAgMS4w\nMDAwMDBd\n>>>END 4 3\n");
         assert_eq!(transcript.take_answer(4), answer(3, b"\x00\xff\n[  1.000000]"));
     }
 
     #[test]
-    fn kernel_messages_are_cut_out_wherever_they_land() {
+    fn kernel_messages_are_cut_out_anywhere() {
         let whole = b"<<<BEGIN 12\naGVsbG8gd29ybGQK\n>>>END 12 0\n";
         let message = b"[   11.234567] EXT4-fs error (device vda): [bad] block\r\n";
         for place in 0..=whole.len() {
@@ -255,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_of_any_size_give_the_same() {
+    fn single_bytes_parse_like_one_piece() {
         let stream = b"[    0.000001] a\n<<<BEGIN 1\nYQ==\n>>>END 1 0\n[  OK  ] Started\n";
         let mut transcript = Transcript::default();
         stream.iter().for_each(|&byte| transcript.push(&[byte]));
@@ -264,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn readiness_that_is_repeated_counts_once() {
+    fn repeated_readiness_counts_once() {
         let line = format!("HEARTH-GUEST-READY nonce={NONCE} boot=1.9\n");
         let other = line.replace('0', "f");
         let transcript = heard([line.as_str(), &line, &other].concat().as_bytes());
@@ -273,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn a_half_answer_is_not_completed_by_the_next() {
+    fn half_an_answer_is_dropped_on_reconnect() {
         let mut transcript = heard(b"<<<BEGIN 1\nYWFh\n");
         transcript.interrupted();
         transcript.push(b"YmJi\n>>>END 1 0\n<<<BEGIN 2\nYg==\n>>>END 2 0\n");
@@ -281,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_a_crash_cut_off_is_no_answer() {
+    fn answer_cut_off_by_crash_is_dropped() {
         let stream = format!("<<<BEGIN 1\nYWFh\nHEARTH-GUEST-READY nonce={NONCE} boot=2\n>>>END 1 0\n");
         assert_eq!(heard(stream.as_bytes()).take_answer(1), None);
     }

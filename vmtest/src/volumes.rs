@@ -1,4 +1,4 @@
-//! Volumes: disk images with many small ext4 file systems, each in a partition of its own.
+//! Volumes: disk images with many small file systems, each in a partition of its own.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -15,25 +15,24 @@ mod table;
 pub use table::Blocks;
 use table::Layout;
 
-/// Enough for ext4 to make a journal.
+/// Size at which ext4 makes a journal.
 const VOLUME_MIB: u64 = 10;
-/// Linux counts 256 partitions of a disk, and logical ones from 5.
+/// Linux allows 256 partitions on a disk, and logical ones begin at number 5.
 const DISK_VOLUMES_MAX: usize = 240;
-/// So many volumes at a time are mounted or written to, unless told otherwise: an init system does not wait for one before the
-/// next either.
+/// Default number of volumes that are mounted or written to in parallel, as an init system does.
 const AT_ONCE: NonZeroUsize = NonZeroUsize::new(4).unwrap();
 
-/// Volumes that are all alike, on as many disks as they need: the first ones of a machine.
+/// Identical volumes on as many disks as they need, which are the first disks of a machine.
 pub struct Volumes {
     images: Vec<PathBuf>,
-    /// `a5`, `b5`: the letter of the disk and the number of the partition.
+    /// The disk's letter and the partition's number: `a5`, `b5`.
     names: Vec<String>,
     journals: Option<Journals>,
     at_once: NonZeroUsize,
     _folder: tempfile::TempDir,
 }
 
-/// Journals on devices of their own, one for each disk of volumes, each in the partition with the number of its volume.
+/// External journals: one device for each disk of volumes, on which a journal has the partition number of its volume.
 struct Journals {
     images: Vec<PathBuf>,
     /// The letter of the first device.
@@ -41,31 +40,31 @@ struct Journals {
 }
 
 impl Volumes {
-    /// How many disks so many volumes need.
+    /// The number of disks that `count` volumes need.
     pub fn disks(count: usize) -> usize {
         count.div_ceil(DISK_VOLUMES_MAX).max(1)
     }
 
-    /// Sparse images, for as long as this is.
+    /// Makes sparse images, which are removed when this is dropped.
     pub fn make(count: usize) -> Result<Self> {
         Self::make_in(&std::env::temp_dir(), count, &[], Blocks::Needed)
     }
 
-    /// The same below a folder of choice, with files in each volume.
+    /// Makes the images in a folder, with files in each volume.
     pub fn make_in(folder: &Path, count: usize, files: &[images::File], blocks: Blocks) -> Result<Self> {
         Self::from_template(folder, count, blocks, None, |template, _| {
             images::ext4_for_good(template, VOLUME_MIB, files)
         })
     }
 
-    /// XFS instead, each as small as it can be, for a guest that mounts them by itself: with `nouuid`, since they are all the same one.
+    /// Makes XFS volumes of the smallest size. The guest mounts them itself, with `nouuid`: all have the same UUID.
     pub fn make_xfs(count: usize) -> Result<Self> {
         Self::from_template(&std::env::temp_dir(), count, Blocks::Needed, None, |template, _| {
             images::xfs(template, 0, &[])
         })
     }
 
-    /// The same with all journals on other devices (`journals`), of which the guest names the first `/dev/vd{first}`.
+    /// Makes volumes with all journals on other devices (`journals`). The guest's name of the first is `/dev/vd{first}`.
     pub fn make_with_journals_apart(
         folder: &Path,
         count: usize,
@@ -78,7 +77,7 @@ impl Volumes {
         })
     }
 
-    /// `make`: one volume, and one journal if they have some of their own.
+    /// Makes images from a template. `make` writes one volume and, with external journals, one journal.
     fn from_template(
         folder: &Path,
         count: usize,
@@ -111,7 +110,7 @@ impl Volumes {
         Ok(Self { images, names, journals, at_once: AT_ONCE, _folder: folder })
     }
 
-    /// So many of them at a time from now on.
+    /// Sets the number of volumes that are used in parallel.
     pub fn at_once(self, at_once: NonZeroUsize) -> Self {
         Self { at_once, ..self }
     }
@@ -120,12 +119,12 @@ impl Volumes {
         &self.images
     }
 
-    /// What the devices for the journals hold from the start; none, if each volume holds its own.
+    /// Initial contents of the devices for the journals; empty if the volumes have internal ones.
     pub fn journals(&self) -> &[PathBuf] {
         self.journals.as_ref().map_or(&[], |journals| &journals.images)
     }
 
-    /// `nvram` of machine.toml: the devices for the journals, with the images as their mirrors.
+    /// The key `nvram` of machine.toml: devices for the journals, with the images as their mirrors.
     pub fn nvram(&self, policy: &str) -> Result<Value> {
         let device = |(image, number): (&PathBuf, usize)| {
             let bytes = at("find the size of", image, std::fs::metadata(image))?.len();
@@ -140,38 +139,38 @@ impl Volumes {
         self.journals().iter().zip(0..).map(device).collect::<Result<Vec<Value>>>().map(Value::from)
     }
 
-    /// Copies of the images, as a machine's first disks.
+    /// Copies of the images, to be a machine's first disks.
     pub fn copies(&self) -> Vec<Disk> {
         self.images.iter().map(|image| Disk::copy_of(image)).collect()
     }
 
-    /// All of them, some at a time.
+    /// Mounts all volumes, some in parallel.
     pub fn mount(&self, vm: &impl Drives) -> Result<()> {
         vm.sh_within(&self.mount_script(), crate::patience(60)).map(drop)
     }
 
-    /// What `mount` has the guest do.
+    /// Script that the guest runs for `mount`.
     pub fn mount_script(&self) -> String {
         let journal = if self.journals.is_some() { "-o journal_path=/dev/vd$j " } else { "" };
         self.for_each(&format!("mkdir -p /v/$v && mount -t ext4 {journal}/dev/vd$v /v/$v"))
     }
 
-    /// A line in a file of each volume, and back when it is on the disk.
+    /// Appends a line to a file of each volume, and syncs it.
     pub fn append(&self, vm: &impl Drives, line: &str) -> Result<()> {
         self.run_for_each(vm, &format!("echo {line} $v >>/v/$v/lines && sync /v/$v/lines"))
     }
 
-    /// A new file in each volume, and back when it is on the disk.
+    /// Makes a new file in each volume, and syncs it.
     pub fn touch(&self, vm: &impl Drives, name: &str) -> Result<()> {
         self.run_for_each(vm, &format!("echo $v >/v/$v/{name} && sync /v/$v/{name}"))
     }
 
-    /// What `append` has put into all volumes, as one text.
+    /// The lines that `append` has written to all volumes, as one text.
     pub fn read(&self, vm: &impl Drives) -> Result<String> {
         vm.sh("cat /v/*/lines")
     }
 
-    /// What `read` gives after these lines.
+    /// The text that `read` returns after these lines were appended.
     pub fn expected(&self, lines: &[&str]) -> String {
         let mut names: Vec<&String> = self.names.iter().collect();
         names.sort();
@@ -188,7 +187,7 @@ impl Volumes {
         vm.sh_within(&self.for_each(command), crate::patience(60)).map(drop)
     }
 
-    /// The command, with `$v` for the volume and `$j` for its journal, if that is elsewhere; some volumes at a time.
+    /// A script that runs `command` for each volume, some in parallel. `$v` is the volume; `$j` is its external journal, if any.
     fn for_each(&self, command: &str) -> String {
         let share = self.names.len().div_ceil(self.at_once.get()).max(1);
         let first = self.journals.as_ref().map(|journals| journals.first);
@@ -201,7 +200,7 @@ impl Volumes {
     }
 }
 
-/// Shell loops over volumes that follow each other. `journals_from`: the letter of the first device with journals.
+/// Shell loops over consecutive volumes. `journals_from` is the letter of the first device with journals.
 fn loops(names: &[String], journals_from: Option<char>, command: &str) -> String {
     let runs = names.chunk_by(|one, next| one[..1] == next[..1]);
     let of_disk = |run: &[String]| {
@@ -219,7 +218,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_volume_is_named_with_its_journal() {
+    fn each_volume_gets_its_own_journal() {
         let names = ["a5", "a6", "b5"].map(str::to_owned);
         let apart = "for n in $(seq 5 6); do v=a$n; j=d$n; c || exit; done; for n in $(seq 5 5); do v=b$n; j=e$n; c || exit; done; ";
         assert_eq!(loops(&names, Some('d'), "c"), apart);

@@ -1,12 +1,12 @@
-//! Waiting: a value under a lock that some thread changes, and how long a test is patient.
+//! Waiting: a value under a lock that threads change, and the time limits of tests.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long to wait for something that takes `seconds` on a quiet machine with emulated processors.
+/// Time limit for something that takes `seconds` on a quiet machine with emulated processors.
 ///
-/// A limit is there for hangs only, so it is far off: the same guest boots ten times slower when every processor is
-/// busy. `HEARTH_PATIENCE` multiplies it for machines that are slower still.
+/// A limit exists only for hangs, so it is generous: the same guest boots ten times slower when every processor is busy.
+/// `HEARTH_PATIENCE` multiplies it, for even slower machines.
 pub fn patience(seconds: u64) -> Duration {
     let factor = std::env::var("HEARTH_PATIENCE").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
     Duration::from_secs(seconds * 12 * factor)
@@ -24,7 +24,7 @@ impl<T> Watched<T> {
         Self { value: Mutex::new(value), changed: Condvar::new() }
     }
 
-    /// A panic of one test thread must not hide its cause behind poisoned locks in others.
+    /// Locks the value, even after a panic: a panic of one test thread must not hide its cause behind poisoned locks in others.
     pub fn lock(&self) -> MutexGuard<'_, T> {
         self.value.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -35,7 +35,7 @@ impl<T> Watched<T> {
         result
     }
 
-    /// Waits until `look` sees what it looks for; `None` after `limit`.
+    /// Waits until `look` returns a value; returns `None` after `limit`.
     pub fn wait<R>(&self, limit: Duration, mut look: impl FnMut(&mut T) -> Option<R>) -> Option<R> {
         let deadline = Instant::now() + limit;
         let mut value = self.lock();

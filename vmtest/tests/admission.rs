@@ -1,6 +1,6 @@
-//! Admission: while memory is short a guest gets it as it comes free, and the machine's files never hold more than the
-//! budget. What is held back here is a file of the test's in the machine's memory folder: it counts like dead memory that
-//! nothing may give up yet.
+//! Admission: while memory is short, a guest gets it as it becomes free, and the machine's files never hold more than the budget.
+//! These
+//! tests hold memory back with a file in the machine's memory folder. It counts like dead memory that must not be released yet.
 
 use std::fs::File;
 use std::io::Write;
@@ -11,15 +11,15 @@ use hearth_vmtest::{Disk, Drives, Result, TestVm, images, patience};
 use serde_json::Value;
 
 const RAM_MIB: u64 = 512;
-/// What `budget_slack` is if nobody says otherwise.
+/// Default of `budget_slack`.
 const SLACK_PERCENT: u64 = 3;
-/// The rest is enough to boot, and not enough for what the tests do then.
+/// Memory held back. The rest is enough to boot, but not for what the tests do then.
 const BALLAST_MIB: u64 = 360;
-/// Memory given back at a time.
+/// Memory released in one step.
 const STEP_MIB: u64 = 24;
 const FILL_MIB: u64 = 340;
 
-/// Memory that nobody but the test gives up.
+/// Memory that only the test releases.
 struct Ballast {
     file: File,
     mib: u64,
@@ -27,20 +27,21 @@ struct Ballast {
 
 impl Ballast {
     fn new(vm: &TestVm) -> Self {
-        let mut file = File::create(vm.memory_folder().join("ballast")).expect("the folder is there");
-        (0..BALLAST_MIB).for_each(|_| file.write_all(&vec![1; 1 << 20]).expect("the folder has room"));
+        let mut file =
+            File::create(vm.memory_folder().join("ballast")).expect("the machine has made its memory folder");
+        (0..BALLAST_MIB).for_each(|_| file.write_all(&vec![1; 1 << 20]).expect("the host has enough memory"));
         Self { file, mib: BALLAST_MIB }
     }
 
-    /// False: there is no more.
-    fn give_back(&mut self) -> bool {
+    /// Releases a step. Returns false when nothing is left.
+    fn release_step(&mut self) -> bool {
         let left = self.mib.saturating_sub(STEP_MIB);
         self.file.set_len(left << 20).expect("a file can be made shorter");
         std::mem::replace(&mut self.mib, left) > 0
     }
 }
 
-/// A second incarnation with too little memory, and the watch over all of it.
+/// A machine in its second incarnation with too little memory, and the measurement of its memory folder.
 struct Short {
     vm: TestVm,
     ballast: Ballast,
@@ -60,7 +61,7 @@ impl Short {
         Ok(Self { vm, ballast, watch })
     }
 
-    fn wait_for_waiting(&self) -> Result<Value> {
+    fn wait_until_guest_waits(&self) -> Result<Value> {
         let deadline = Instant::now() + patience(20);
         loop {
             let admission = admission(&self.vm)?;
@@ -71,16 +72,16 @@ impl Short {
         }
     }
 
-    /// Gives memory back step by step, as a slow dump would, until the guest has answered.
+    /// Releases memory step by step, as a slow dump would, until the guest has answered.
     fn release_until_answered(&mut self, id: u64) -> Result<()> {
         let deadline = Instant::now() + patience(60);
         loop {
-            let more = self.ballast.give_back();
+            let more = self.ballast.release_step();
             if let Some(answer) = self.vm.guest().take_answer(id) {
                 assert_eq!(answer.status, 0, "{}", answer.text());
                 return Ok(());
             }
-            assert!(more || Instant::now() < deadline, "the guest does not go on: {}", admission(&self.vm)?);
+            assert!(more || Instant::now() < deadline, "the guest does not continue: {}", admission(&self.vm)?);
         }
     }
 }
@@ -96,17 +97,17 @@ fn assert_within_budget(seen: Seen) {
     assert!(seen.peak_bytes >= (RAM_MIB << 20) * 9 / 10, "the memory was never short: {seen:?}");
 }
 
-/// Fills memory that the guest's kernel believes to be free, and reads all of it again.
+/// A command that fills memory that the guest's kernel considers free, and reads all of it again.
 fn fill() -> String {
     let bytes = FILL_MIB << 20;
     format!("mkdir /m && mount -t tmpfs -o size=100% m /m && probe fill /m/f {bytes} 7 && probe verify /m/f 7")
 }
 
 #[test]
-fn a_guest_that_wants_all_its_memory_waits_and_nothing_is_lost() -> Result<()> {
+fn guest_waits_for_memory_without_data_loss() -> Result<()> {
     let mut short = Short::new("admission", Disk::empty(64))?;
     let id = short.vm.guest().start(&fill())?;
-    let before = short.wait_for_waiting()?;
+    let before = short.wait_until_guest_waits()?;
     short.release_until_answered(id)?;
     let after = admission(&short.vm)?;
     println!("while it waited {before}, afterwards {after}");
@@ -116,28 +117,28 @@ fn a_guest_that_wants_all_its_memory_waits_and_nothing_is_lost() -> Result<()> {
 }
 
 #[test]
-fn a_keeper_killed_while_the_guest_waits_is_replaced() -> Result<()> {
+fn next_keeper_serves_a_guest_waiting_for_memory() -> Result<()> {
     let mut short = Short::new("admission-keeper", Disk::empty(64))?;
     let nonce = short.vm.nonce()?;
     let id = short.vm.guest().start(&fill())?;
-    short.wait_for_waiting()?;
+    short.wait_until_guest_waits()?;
     short.vm.restart_keeper()?;
     short.vm.wait_event("the take-over", |event| event["kind"] == "keeper_took_over")?;
-    let resumed = short.wait_for_waiting()?;
+    let resumed = short.wait_until_guest_waits()?;
     assert_eq!(resumed["on"], true, "{resumed}");
     short.release_until_answered(id)?;
-    assert_eq!(short.vm.nonce()?, nonce, "another guest answers");
+    assert_eq!(short.vm.nonce()?, nonce, "the same guest answers");
     assert_within_budget(short.watch.end()?);
     Ok(())
 }
 
 #[test]
-fn a_qemu_that_dies_while_it_waits_is_followed_by_the_next() -> Result<()> {
+fn next_qemu_follows_one_killed_waiting_for_memory() -> Result<()> {
     let short = Short::new("admission-qemu", Disk::empty(64))?;
-    // Blocks that its dead memory keeps: without dead memory beside it the next guest needs no admission.
+    // Blocks for its dead memory to keep: without dead memory beside it, the next guest needs no admission.
     short.vm.sh("head -c 8388608 /dev/vda >/dev/null")?;
     short.vm.guest().start(&fill())?;
-    short.wait_for_waiting()?;
+    short.wait_until_guest_waits()?;
     short.vm.kill_qemu()?;
     short.vm.wait_incarnation(3)?;
     assert_eq!(admission(&short.vm)?["on"], true);
@@ -145,7 +146,7 @@ fn a_qemu_that_dies_while_it_waits_is_followed_by_the_next() -> Result<()> {
     Ok(())
 }
 
-/// What the disks write into memory that the guest never touched takes memory like a touch.
+/// A disk's write into memory that the guest never touched takes memory like the guest's own access.
 #[test]
 fn disks_wait_for_memory_like_the_guest() -> Result<()> {
     let big = images::File::pattern("big", (FILL_MIB as usize) << 20, 5);
@@ -158,15 +159,15 @@ fn disks_wait_for_memory_like_the_guest() -> Result<()> {
     Ok(())
 }
 
-/// A guest that asks for no more memory after its predecessor's dump is granted all of it nevertheless.
+/// A guest that asks for no more memory after its predecessor's dump still gets all of it.
 #[test]
 fn idle_guest_is_admitted_when_the_dump_ends() -> Result<()> {
     let vm = TestVm::busybox("admission-idle").memory_mib(256).dumps().disk(Disk::empty(64)).boot()?;
-    // Of disk blocks, which the dump leaves and the ember keeps.
+    // These are disk blocks, which the dump skips and the ember keeps.
     vm.sh("head -c 67108864 /dev/vda >/dev/null")?;
     vm.panic()?;
     vm.wait_incarnation(2)?;
-    assert!(admission(&vm)?.is_object(), "the guest was admitted unit by unit");
+    assert!(admission(&vm)?.is_object(), "the guest gets memory unit by unit");
     vm.wait_event("the dump's end", |event| event["kind"] == "dump_complete")?;
     vm.wait_status("admission's end", |status| status["memory"]["admission"]["on"] == false)?;
     vm.rejuvenate()?;

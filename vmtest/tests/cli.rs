@@ -1,5 +1,4 @@
-//! The command line against machines that run, do not run, and cannot run: what is printed where, in words and as JSON,
-//! and with which exit code.
+//! The command line with machines that run, do not run, and cannot run: its output as text and as JSON, and its exit codes.
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
@@ -10,7 +9,7 @@ use hearth_vmtest::images::File;
 use hearth_vmtest::{Disk, Drives, Output, PlainVm, Result, TestVm, TestVmBuilder, artifacts, images, write_program};
 use serde_json::Value;
 
-/// Tried and failed; wrong; not running.
+/// Exit codes: the request failed, it was invalid, it may succeed later, the machine does not run.
 const FAILED: i32 = 1;
 const WRONG: i32 = 2;
 const LATER: i32 = 75;
@@ -20,7 +19,7 @@ fn json(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|error| panic!("{error} in {text:?}"))
 }
 
-/// What `check` says in words holds `expect`, and as JSON too; `run` refuses with the same.
+/// Asserts that `check` and `run` refuse the machine, and that both print `expect`.
 fn check(builder: impl Fn() -> TestVmBuilder, expect: &str) -> Result<()> {
     check_code(LATER, builder, expect)
 }
@@ -40,7 +39,7 @@ fn machine() -> TestVmBuilder {
 }
 
 #[test]
-fn what_keeps_a_machine_from_starting_is_named_with_a_remedy() -> Result<()> {
+fn check_names_each_problem_and_its_remedy() -> Result<()> {
     let home = tempfile::tempdir().expect("a folder");
     let folder = home.path().display();
     check_code(WRONG, || machine().setting("memroy", "1GiB"), "memroy (line ")?;
@@ -69,7 +68,7 @@ fn what_keeps_a_machine_from_starting_is_named_with_a_remedy() -> Result<()> {
 }
 
 #[test]
-fn all_problems_are_told_at_once_and_as_json() -> Result<()> {
+fn check_lists_all_problems_also_as_json() -> Result<()> {
     let home = tempfile::tempdir().expect("a folder");
     let file = home.path().join("web.toml");
     let text = "name = \"web\"\nmemory = \"64MiB\"\nqemu = \"/nowhere/qemu\"\n[boot]\nkernel = \"no-kernel\"\n\
@@ -97,9 +96,9 @@ fn all_problems_are_told_at_once_and_as_json() -> Result<()> {
     Ok(())
 }
 
-/// What `lsof` would tell: the image belongs to another QEMU, which knows nothing of Hearth.
+/// The image belongs to another QEMU, which knows nothing of Hearth; only `/proc` shows that.
 #[test]
-fn an_image_in_use_by_a_plain_qemu_is_not_touched() -> Result<()> {
+fn image_in_use_by_plain_qemu_is_refused() -> Result<()> {
     let home = tempfile::tempdir().expect("a folder");
     let image = home.path().join("shared.img");
     images::empty(&image, 8)?;
@@ -114,7 +113,7 @@ fn an_image_in_use_by_a_plain_qemu_is_not_touched() -> Result<()> {
 }
 
 #[test]
-fn a_running_machine_answers_every_verb() -> Result<()> {
+fn running_machine_answers_every_command() -> Result<()> {
     let disk = Disk::ext4(64).with_files([File::pattern("kept.bin", 2 << 20, 3)]).setting("name", "data");
     let vm = TestVm::busybox("web").disk(disk).boot()?;
     vm.sh("mkdir -p /d && mount /dev/vda /d && probe verify /d/kept.bin 3")?;
@@ -128,7 +127,7 @@ fn a_running_machine_answers_every_verb() -> Result<()> {
     assert_eq!(vm.status()?["disks"][0]["name"], "data");
 
     let explained = vm.cli(&["explain", "web"])?;
-    assert!(!explained.trim().is_empty(), "there was no recovery yet, and that is said");
+    assert!(!explained.trim().is_empty(), "it says that there was no recovery yet");
     assert_eq!(vm.explain()?["recovery"], Value::Null);
     let config = json(&vm.cli(&["config", "web", "--json"])?);
     assert_eq!((&config["name"], &config["on_panic"]), (&"web".into(), &"recover".into()));
@@ -137,7 +136,7 @@ fn a_running_machine_answers_every_verb() -> Result<()> {
     assert_eq!(unknown.status, FAILED);
     assert!(unknown.text().contains("web has no disk root; its disks are: data"), "{}", unknown.text());
 
-    // After a recovery there is something to explain.
+    // After a recovery there is one to explain.
     vm.cli(&["reboot", "web", "--json"])?;
     vm.wait_incarnation(2)?;
     let recovery = &vm.explain()?["recovery"];
@@ -147,13 +146,13 @@ fn a_running_machine_answers_every_verb() -> Result<()> {
     let explained = vm.cli(&["explain", "web"])?;
     assert!(["drain", "bank", "attach", "launch"].iter().all(|phase| explained.contains(phase)), "{explained}");
 
-    events_are_told_once_and_in_order(&vm)?;
-    the_console_is_shared(&vm)?;
+    check_events_come_once_in_order(&vm)?;
+    check_console_is_shared(&vm)?;
     Ok(())
 }
 
-/// In words, as JSON, since a sequence, and by a follower that ends with the machine.
-fn events_are_told_once_and_in_order(vm: &TestVm) -> Result<()> {
+/// Events come as text, as JSON, since a sequence number, and to a follower.
+fn check_events_come_once_in_order(vm: &TestVm) -> Result<()> {
     let text = vm.cli(&["events", "web", "--json"])?;
     let events: Vec<Value> = text.lines().map(json).collect();
     let sequences: Vec<_> = events.iter().filter_map(|event| event["sequence"].as_u64()).collect();
@@ -165,12 +164,12 @@ fn events_are_told_once_and_in_order(vm: &TestVm) -> Result<()> {
     assert_eq!(vm.cli(&["events", "web", "--since", &before_last])?.lines().count(), 1);
     assert_eq!(vm.cli(&["events", "web", "--since", &last])?, "");
     assert_eq!(vm.cli(&["events", "web"])?.lines().count(), sequences.len());
-    assert_eq!(vm.events().len(), sequences.len(), "a follower has heard the same");
+    assert_eq!(vm.events().len(), sequences.len(), "the follower got the same events");
     Ok(())
 }
 
-/// A second console sees the recent output and what comes, and its end is not the guest's.
-fn the_console_is_shared(vm: &TestVm) -> Result<()> {
+/// A second console shows recent and new output, and closing it does not affect the guest.
+fn check_console_is_shared(vm: &TestVm) -> Result<()> {
     let mut command = Command::new(artifacts::hearth()?);
     command.args(["console", "web"]).env("HEARTH_RUNTIME_ROOT", vm.folder().join("run"));
     let mut console =
@@ -181,29 +180,29 @@ fn the_console_is_shared(vm: &TestVm) -> Result<()> {
     let ready = vm.guest().ready().last().map(|ready| ready.nonce.clone()).unwrap_or_default();
     while !String::from_utf8_lossy(&seen).contains(&ready) {
         let length = out.read(&mut buffer).expect("the console is open");
-        assert_ne!(length, 0, "the console closed; it had shown {:?}", String::from_utf8_lossy(&seen));
+        assert_ne!(length, 0, "the console closed after {:?}", String::from_utf8_lossy(&seen));
         seen.extend_from_slice(&buffer[..length]);
     }
-    // Typed there, it reaches the guest: number 999999 is nobody else's.
+    // Input from there reaches the guest. No other command has the number 999999.
     let mut keyboard = console.stdin.take().expect("it is piped");
     keyboard.write_all(b"\n999999 ZWNobyB0eXBlZA==\n").expect("the console is open");
     while !String::from_utf8_lossy(&seen).contains(">>>END 999999 0") {
         let length = out.read(&mut buffer).expect("the console is open");
-        assert_ne!(length, 0, "the console closed; it had shown {:?}", String::from_utf8_lossy(&seen));
+        assert_ne!(length, 0, "the console closed after {:?}", String::from_utf8_lossy(&seen));
         seen.extend_from_slice(&buffer[..length]);
     }
     console.kill().expect("it runs");
-    console.wait().expect("it is our child");
-    assert_eq!(vm.sh("echo goes on")?.trim(), "goes on");
+    console.wait().expect("it is a child of this process");
+    assert_eq!(vm.sh("echo alive")?.trim(), "alive");
     Ok(())
 }
 
-/// On a real terminal: Ctrl-] leaves, the terminal is as before, the guest goes on.
+/// On a real terminal, Ctrl-] leaves the console, the terminal's modes are restored, and the guest continues.
 #[test]
 fn ctrl_bracket_leaves_the_console() -> Result<()> {
     let vm = TestVm::busybox("web").boot()?;
     let (hearth, root) = (artifacts::hearth()?.display().to_string(), vm.folder().join("run").display().to_string());
-    // `script` gives it a terminal; the last line tells that its modes are as before.
+    // `script` provides a terminal; the last command saves its modes for the comparison.
     let inner =
         format!("stty -g >before; HEARTH_RUNTIME_ROOT={root} {hearth} console web; echo code $?; stty -g >after");
     let mut script = Command::new("script")
@@ -219,23 +218,23 @@ fn ctrl_bracket_leaves_the_console() -> Result<()> {
     let mut buffer = [0; 4096];
     while !String::from_utf8_lossy(&seen).contains("HEARTH-GUEST-READY") {
         let length = out.read(&mut buffer).expect("the terminal is open");
-        assert_ne!(length, 0, "closed; it had shown {:?}", String::from_utf8_lossy(&seen));
+        assert_ne!(length, 0, "the terminal closed after {:?}", String::from_utf8_lossy(&seen));
         seen.extend_from_slice(&buffer[..length]);
     }
     keyboard.write_all(b"\x1d").expect("the terminal is open");
     out.read_to_end(&mut seen).expect("the terminal is open");
-    assert!(script.wait().expect("it is our child").success());
+    assert!(script.wait().expect("it is a child of this process").success());
     let seen = String::from_utf8_lossy(&seen);
     assert!(seen.contains("connected to web; Ctrl-] disconnects"), "{seen}");
     assert!(seen.contains("disconnected; web keeps running") && seen.contains("code 0"), "{seen}");
     let modes = |name: &str| std::fs::read_to_string(vm.folder().join(name)).expect("stty wrote it");
     assert_eq!(modes("before"), modes("after"));
-    assert_eq!(vm.sh("echo goes on")?.trim(), "goes on");
+    assert_eq!(vm.sh("echo alive")?.trim(), "alive");
     Ok(())
 }
 
 #[test]
-fn verbs_of_a_machine_that_does_not_run_end_with_3() {
+fn commands_for_a_stopped_machine_exit_3() {
     let root = tempfile::tempdir().expect("a folder");
     let hearth = |arguments: &[&str], root: &Path| -> Output {
         let mut command = Command::new(artifacts::hearth().expect("hearth is built"));

@@ -1,9 +1,13 @@
-//! Crash recovery, as a guest and its operator see it: a guest crashes in a real way, the next one serves at once, and the
-//! dump beside it holds what the dead memory held.
+//! Crash recovery, as a guest and its operator see it: a guest crashes in a real way, the next one serves at once, and the dump
+//! holds
+//! what the dead memory held.
 //!
-//! `ways`: crashes of all kinds are dumped, and what each dump says. `truth`: a dump's pages are the dead guest's.
-//! `faults`: full disks, killed keepers, crashes in a row. `memory`: a guest that outruns the dump. `living`: dumps of
-//! guests that live on. `dump`, `small_folder`: what all of them ask and use.
+//! - `ways`: crashes of all kinds are dumped, and each dump gives the reason.
+//! - `truth`: a dump's pages equal the dead guest's memory.
+//! - `faults`: full disks, killed keepers, crashes in a row.
+//! - `memory`: a guest that needs memory faster than the dump releases it.
+//! - `living`: dumps of guests that continue.
+//! - `dump`, `small_folder`: shared helpers.
 
 #[path = "crash_recovery/dump.rs"]
 mod dump;

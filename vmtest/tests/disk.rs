@@ -1,6 +1,6 @@
-//! Disks as a guest sees them: formats, limits, queues, discards, sizes, caches; and requests that outlive a server.
+//! Disks as a guest sees them: formats, limits, queues, discards, sizes, caches, and requests in flight when their server dies.
 //!
-//! `gaps`: images that somebody changes while nobody guards them.
+//! `gaps`: images that change while no keeper guards them. `full`: a full file system of the host.
 
 #[path = "disk/gaps.rs"]
 mod gaps;
@@ -18,7 +18,7 @@ use serde_json::Value;
 #[path = "disk/full.rs"]
 mod full;
 
-/// One number of one disk in `hearth status`.
+/// A number of a disk in `hearth status`.
 fn count(vm: &TestVm, disk: usize, key: &str) -> Result<u64> {
     let status = vm.status()?;
     Ok(status["disks"][disk][key].as_u64().unwrap_or_else(|| panic!("no {key} in {status}")))
@@ -28,7 +28,7 @@ fn text(vm: &TestVm, disk: usize, key: &str) -> Result<String> {
     Ok(vm.status()?["disks"][disk][key].as_str().unwrap_or_default().to_owned())
 }
 
-/// What the image takes of the host's storage.
+/// Storage that the image occupies on the host.
 fn held_bytes(image: &Path) -> u64 {
     fs::metadata(image).expect("the image").blocks() * 512
 }
@@ -53,9 +53,9 @@ fn sum(bytes: &[u8]) -> String {
 
 const MIB: usize = 1 << 20;
 
-/// Without a flush: the changed tables of the image are only in memory then.
+/// Without a flush, the image's changed tables are only in the keeper's memory.
 #[test]
-fn a_qcow2_write_outlives_its_keeper_unflushed() -> Result<()> {
+fn unflushed_qcow2_write_survives_the_keeper() -> Result<()> {
     let home = tempfile::tempdir().expect("a folder");
     let (base, overlay) = (home.path().join("base.img"), home.path().join("overlay.qcow2"));
     fill(&base, 8 * MIB, 6);
@@ -78,7 +78,7 @@ fn a_qcow2_write_outlives_its_keeper_unflushed() -> Result<()> {
 }
 
 #[test]
-fn formats_settings_and_counters() -> Result<()> {
+fn guest_sees_formats_settings_and_counters() -> Result<()> {
     let home = tempfile::tempdir().expect("a folder");
     let (base, overlay) = (home.path().join("base.img"), home.path().join("overlay.qcow2"));
     fill(&base, 16 * MIB, 5);
@@ -98,38 +98,38 @@ fn formats_settings_and_counters() -> Result<()> {
     assert_eq!(vm.sh("ls /sys/block/vda/mq | wc -l; ls /sys/block/vdb/mq | wc -l")?, "2\n1\n");
     assert_eq!(vm.sh("cat /sys/block/vda/queue/physical_block_size")?, "4096\n");
 
-    // A layer over another image: what was there is read from it, what is written stays in the layer.
+    // An overlay reads old blocks from its base image, and keeps written ones itself.
     let base_sum = sum(&fs::read(&base).expect("the image"));
     assert_eq!(vm.sh("md5sum </dev/vdb | cut -d' ' -f1")?.trim(), base_sum);
     vm.sh("tr '\\0' x </dev/zero | dd of=/dev/vdb bs=64k seek=1 count=3 iflag=fullblock conv=fsync")?;
     let layered = vm.sh("echo 3 >/proc/sys/vm/drop_caches; md5sum </dev/vdb | cut -d' ' -f1")?;
 
-    // Read-only is so for the device, not only for a polite driver.
+    // The device itself refuses writes; it does not rely on the driver.
     assert_eq!(vm.sh("cat /sys/block/vdc/ro")?, "1\n");
     vm.sh("mkdir -p /a /c /d && mount -o ro,noload /dev/vdc /c && probe verify /c/kept.bin 3")?;
     assert_ne!(vm.run("dd if=/dev/zero of=/dev/vdc bs=4k count=1")?.status, 0);
     assert_eq!(count(&vm, 2, "writes")?, 0);
 
-    // Limits: the requests wait, and the bytes are all counted.
+    // A limit makes requests wait, and all bytes are counted.
     vm.sh("mount /dev/vdd /d && probe verify /d/slow.bin 9")?;
     assert!(count(&vm, 3, "read_image_bytes")? >= 8 * MIB as u64);
     assert!(count(&vm, 3, "throttled_ms")? > 0);
     assert_eq!(count(&vm, 0, "throttled_ms")?, 0);
 
-    // A flush is the guest's word that it relies on the disk.
+    // Each fsync of the guest arrives as a flush.
     vm.sh("mount /dev/vda /a && probe fill /a/first 3000000 1")?;
     let before = count(&vm, 0, "flushes")?;
     vm.sh("for i in 1 2 3; do dd if=/dev/urandom of=/a/note bs=4k count=1 conv=fsync; done")?;
     assert!(count(&vm, 0, "flushes")? >= before + 3);
 
-    // The guest switches its write cache, and still gets all its data after it.
+    // The guest switches its write cache, and still reads all its data after that.
     assert_eq!(vm.sh("cat /sys/block/vda/queue/write_cache")?, "write back\n");
     vm.sh("echo 'write through' >/sys/block/vda/queue/write_cache && probe fill /a/through 2000000 2 && sync")?;
     assert_eq!(vm.sh("cat /sys/block/vda/queue/write_cache")?, "write through\n");
     vm.sh("echo 'write back' >/sys/block/vda/queue/write_cache")?;
     assert_eq!(vm.sh("cat /sys/block/vda/queue/write_cache")?, "write back\n");
 
-    // Two disks and both processors at once.
+    // Two disks and both processors at the same time.
     vm.sh("probe fill /a/both 8000000 11 & probe fill /d/both 4000000 12 & wait; sync; probe drop-caches")?;
     vm.sh("(probe verify /a/both 11 || echo bad >/run/bad) & (probe verify /d/both 12 || echo bad >/run/bad) & wait; [ ! -e /run/bad ]")?;
     for disk in 0..4 {
@@ -143,14 +143,14 @@ fn formats_settings_and_counters() -> Result<()> {
     let flat = home.path().join("flat.img");
     tool("qemu-img", &["convert", "-O", "raw", overlay.to_str().expect("ours"), flat.to_str().expect("ours")]);
     assert_eq!(sum(&fs::read(&flat).expect("the copy")), layered.trim());
-    assert_eq!(sum(&fs::read(&base).expect("the image")), base_sum, "the lower layer is not written to");
+    assert_eq!(sum(&fs::read(&base).expect("the image")), base_sum, "the base image is unchanged");
     for image in ["disk0.img", "disk3.img"] {
         tool("/usr/sbin/e2fsck", &["-fn", vm.folder().join(image).to_str().expect("ours")]);
     }
     Ok(())
 }
 
-/// What the guest gives up goes back to the host; what it wants to read as zeroes does, wherever the image is.
+/// Discarded blocks are freed on the host, and zeroed ones read as zeros, on any file system of the image.
 #[test]
 fn discards_and_zeroes_reach_the_image() -> Result<()> {
     let shared_memory = tempfile::tempdir_in("/dev/shm").expect("a tmpfs");
@@ -171,12 +171,12 @@ fn discards_and_zeroes_reach_the_image() -> Result<()> {
         let left = [&expect[..8 * MIB], &vec![0; 16 * MIB], &expect[24 * MIB..]].concat();
         assert_eq!(vm.sh(&format!("md5sum </dev/{device} | cut -d' ' -f1"))?.trim(), sum(&left), "{device}");
     }
-    // mke2fs zeroes its inode tables by the device's own means: WRITE_ZEROES, no data. tmpfs has none, and falls back.
+    // mke2fs zeroes its inode tables with WRITE_ZEROES, which carries no data. tmpfs lacks it, so the server falls back.
     for (disk, device) in [(0, "vda"), (1, "vdb")] {
         vm.sh(&format!("yes x | dd of=/dev/{device} bs=1M count=32 iflag=fullblock oflag=direct"))?;
         let (before, written) = (count(&vm, disk, "discards")?, count(&vm, disk, "written_bytes")?);
         vm.sh(&format!("mkfs.ext4 -q -F -N 65536 -E nodiscard,lazy_itable_init=0 /dev/{device}"))?;
-        assert!(count(&vm, disk, "discards")? > before, "{device}: no zeroes by request");
+        assert!(count(&vm, disk, "discards")? > before, "{device}: no WRITE_ZEROES arrived");
         assert!(
             count(&vm, disk, "written_bytes")? - written < 8 << 20,
             "{device}: 16 MiB of inode tables were written"
@@ -187,7 +187,7 @@ fn discards_and_zeroes_reach_the_image() -> Result<()> {
     assert!(text(&vm, 1, "engine")?.contains("page cache"), "{}", text(&vm, 1, "engine")?);
     assert!(text(&vm, 0, "engine")?.contains("O_DIRECT"), "{}", text(&vm, 0, "engine")?);
 
-    // A file system that was told to give up what it does not use.
+    // fstrim discards what the file system does not use.
     vm.sh("mkdir -p /f && mount /dev/vdc /f && probe fill /f/large 30000000 1 && sync")?;
     let filled = held_bytes(&fs_image);
     vm.sh("rm /f/large && sync && fstrim /f")?;
@@ -199,11 +199,11 @@ fn discards_and_zeroes_reach_the_image() -> Result<()> {
 }
 
 #[test]
-fn an_image_grows_under_a_running_guest() -> Result<()> {
+fn image_grows_under_a_running_guest() -> Result<()> {
     let vm = TestVm::busybox("grow").disk(Disk::empty(16)).disk(Disk::ext4(32).setting("name", "data")).boot()?;
     let images: Vec<PathBuf> = (0..2).map(|disk| vm.folder().join(format!("disk{disk}.img"))).collect();
     fs::OpenOptions::new().write(true).open(&images[1]).and_then(|file| file.set_len(48 << 20)).expect("the image");
-    assert_eq!(vm.sh("blockdev --getsize64 /dev/vdb")?.trim(), (32 << 20).to_string(), "nobody was told yet");
+    assert_eq!(vm.sh("blockdev --getsize64 /dev/vdb")?.trim(), (32 << 20).to_string(), "there was no resize yet");
     let told = vm.cli(&["resize", "grow", "data", "--json"])?;
     assert_eq!(serde_json::from_str::<Value>(&told).expect("JSON")["bytes"], 48 << 20);
     vm.sh("while [ $(blockdev --getsize64 /dev/vdb) -ne 50331648 ]; do usleep 20000; done")?;
@@ -213,7 +213,7 @@ fn an_image_grows_under_a_running_guest() -> Result<()> {
     assert_eq!(tail, [b'y'; 4096]);
     assert_eq!(count(&vm, 1, "bytes")?, 48 << 20);
     vm.wait_event("resize", |event| event["kind"] == "disk_resized" && event["disk"] == "data")?;
-    // The other disk is as it was, and the next incarnation sees what this one saw.
+    // The other disk is unchanged, and the next incarnation sees the same sizes.
     assert_eq!(vm.sh("blockdev --getsize64 /dev/vda")?.trim(), (16 << 20).to_string());
     vm.reset()?;
     vm.wait_incarnation(2)?;
@@ -221,13 +221,13 @@ fn an_image_grows_under_a_running_guest() -> Result<()> {
     Ok(())
 }
 
-/// The disk server alone, in a process of its own that can be killed.
+/// The disk server alone, in a process that can be killed.
 struct Server {
     child: Child,
 }
 
 impl Server {
-    /// Serves `image`; the end of operation `held` is kept back.
+    /// Serves `image`, and holds back the completion of operation `held`.
     fn start(socket: &Path, image: &Path, held: Option<u64>) -> Self {
         let program = artifacts::hearth().expect("hearth is built").with_file_name("examples").join("serve");
         let mut command = Command::new(&program);
@@ -238,14 +238,14 @@ impl Server {
         let mut lines =
             BufReader::new(child.stdout.take().expect("it is piped")).lines().map_while(std::io::Result::ok);
         assert!(lines.any(|line| line.starts_with("serving ")), "the server ended");
-        // It says its counters every second; nobody reads them, and the pipe must not fill.
+        // The server prints its counters every second; they must be read, or the pipe would fill.
         std::thread::spawn(move || lines.for_each(drop));
         Self { child }
     }
 }
 
 impl Drop for Server {
-    /// As a crash would end it.
+    /// Kills the server, as a crash would.
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -255,10 +255,11 @@ impl Drop for Server {
 const READERS: usize = 8;
 const PART: usize = 2 * MIB;
 
-/// Requests that were taken and not answered are carried out by the next server, although later ones were answered.
-/// QEMU's own resumption would skip or repeat some of them: it assumes that requests end in order.
+/// Requests that the server took and did not answer are carried out by the next server, even if later ones were answered. QEMU's
+/// own
+/// resumption would skip or repeat some, since it assumes that requests end in order.
 #[test]
-fn a_request_held_back_outlives_its_server() -> Result<()> {
+fn next_server_completes_held_back_requests() -> Result<()> {
     let home = tempfile::tempdir().expect("a folder");
     let (socket, image) = (home.path().join("disk.sock"), home.path().join("disk.img"));
     fill(&image, READERS * PART, 8);
@@ -272,13 +273,13 @@ fn a_request_held_back_outlives_its_server() -> Result<()> {
         .args(["-chardev", &chardev, "-device", "vhost-user-blk-pci,chardev=disk,num-queues=1"])
         .boot()?;
 
-    // One of the readers meets the request that is held back; the others go on to their ends.
+    // One reader has the request that is held back; the others finish.
     vm.sh(&format!(
         "for i in $(seq 0 7); do (dd if=/dev/vda bs=4k skip=$((i*512)) count=512 iflag=direct 2>/dev/null | md5sum >/run/part.$i; echo >/run/end.$i) & done; \
          while [ $(ls /run/end.* 2>/dev/null | wc -l) -lt {} ]; do usleep 20000; done",
         READERS - 1
     ))?;
-    assert_eq!(vm.sh("ls /run/end.* | wc -l")?, "7\n", "none was held back");
+    assert_eq!(vm.sh("ls /run/end.* | wc -l")?, "7\n", "no request was held back");
     drop(server.take());
     server = Some(Server::start(&socket, &image, Some(900)));
     vm.sh("while [ $(ls /run/end.* | wc -l) -lt 8 ]; do usleep 20000; done")?;
@@ -287,26 +288,26 @@ fn a_request_held_back_outlives_its_server() -> Result<()> {
     let expect: Vec<_> = contents.chunks(PART).map(sum).collect();
     assert_eq!(seen, expect);
 
-    // The same with writers: each block carries its writer's number.
+    // Writers instead of readers: each block carries its writer's number.
     vm.sh(
         "rm /run/end.*; for i in $(seq 0 7); do (tr '\\0' $i </dev/zero | dd of=/dev/vda bs=4k seek=$((i*512)) count=512 iflag=fullblock oflag=direct 2>/dev/null || echo >/run/bad; echo >/run/end.$i) & done; \
          while [ $(ls /run/end.* 2>/dev/null | wc -l) -lt 7 ]; do usleep 20000; done",
     )?;
-    assert_eq!(vm.sh("ls /run/end.* | wc -l")?, "7\n", "none was held back");
+    assert_eq!(vm.sh("ls /run/end.* | wc -l")?, "7\n", "no request was held back");
     drop(server.take());
     let _server = Server::start(&socket, &image, None);
     vm.sh("while [ $(ls /run/end.* | wc -l) -lt 8 ]; do usleep 20000; done; [ ! -e /run/bad ]")?;
     let written = fs::read(&image).expect("our own image");
     for (writer, part) in written.chunks(PART).enumerate() {
         let digit = b'0' + writer as u8;
-        assert_eq!(part.iter().position(|&byte| byte != digit), None, "of writer {writer}");
+        assert_eq!(part.iter().position(|&byte| byte != digit), None, "blocks of writer {writer}");
     }
     let complaints: Vec<_> = vm.guest().kernel_log().into_iter().filter(|line| line.contains("error")).collect();
     assert!(complaints.is_empty(), "{complaints:?}");
     Ok(())
 }
 
-/// `reconnect` of a socket was given another name then.
+/// Whether QEMU is older than 9.2, which renamed a socket's `reconnect`.
 fn is_before_9_2() -> Result<bool> {
     let output = Command::new(artifacts::qemu()?).arg("--version").output().expect("QEMU is installed");
     let text = String::from_utf8_lossy(&output.stdout).into_owned();

@@ -1,9 +1,12 @@
-//! Fast remount, as a guest and its operator see it: what a machine reads until it is ready, its next boot finds in memory,
-//! and it is what the disk holds. Guests mount many small volumes, crash, and mount them again.
+//! Fast remount, as a guest and its operator see it: the next boot finds in memory what this boot reads until it is ready, and it
+//! equals
+//! what the disk holds. Guests mount many small volumes, crash, and mount them again.
 //!
-//! `many`: a hundred volumes that are all written to when their guest crashes. `journals`: volumes whose journals are NVRAM.
-//! `nvram`: what such a device holds, whoever dies and when; `pmem`: the same as persistent memory. `strangers`: images that somebody
-//! else writes to while there is no guest.
+//! - `many`: a hundred volumes that are all being written to when their guest crashes.
+//! - `journals`: volumes whose journals are NVRAM.
+//! - `nvram`: contents of such a device after the death of any process.
+//! - `pmem`: the same as persistent memory.
+//! - `strangers`: images that another program changes while there is no guest.
 
 #[path = "fast_remount/journals.rs"]
 mod journals;
@@ -24,16 +27,16 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use toml::Table;
 
-/// A boot that ends when the test says so.
+/// A boot that ends only when the test says so.
 const LONG: [(&str, &str); 2] = [("limit", "32MiB"), ("ready_after", "1d")];
 
-/// `[remount]`, with more keys than those.
+/// `[remount]` with these keys and more.
 fn remount<const N: usize>(more: [(&str, toml::Value); N]) -> Table {
     let long = LONG.map(|(key, value)| (key, toml::Value::from(value)));
     long.into_iter().chain(more).map(|(key, value)| (key.to_owned(), value)).collect()
 }
 
-/// `ready` of it.
+/// The key `ready` of `[remount]`.
 fn sign(key: &str, value: impl Into<toml::Value>) -> (&'static str, toml::Value) {
     ("ready", Table::from_iter([(key.to_owned(), value.into())]).into())
 }
@@ -53,7 +56,7 @@ fn number(plan: &Value, key: &str) -> u64 {
     plan.pointer(key).and_then(Value::as_u64).unwrap_or_else(|| panic!("no {key} in {plan}"))
 }
 
-/// The boot is over; what came of it.
+/// Ends the boot with `hearth ready`, and returns the plan.
 fn ready(vm: &TestVm) -> Result<Value> {
     vm.cli(&["ready", vm.name()])?;
     let plan = plan(vm)?;
@@ -68,12 +71,12 @@ fn every_volume_comes_back_from_memory() -> Result<()> {
     volumes.mount(&vm)?;
     let first = ready(&vm)?;
     assert!(number(&first, "/disks/0/misses") >= 24 * 4, "a cold boot reads from the image: {first}");
-    // But for what is being written at this moment.
+    // Blocks that are being written at this moment are not held.
     assert!(number(&first, "/held_blocks") >= number(&first, "/blocks") * 9 / 10, "{first}");
     volumes.append(&vm, "one")?;
     vm.panic()?;
 
-    // The journals are replayed, of which the first boot had none to read: they were written since.
+    // Now the journals are replayed. They were empty at the first boot, which read none of them.
     vm.wait_incarnation(2)?;
     volumes.mount(&vm)?;
     assert_eq!(volumes.read(&vm)?, volumes.expected(&["one"]));
@@ -82,7 +85,7 @@ fn every_volume_comes_back_from_memory() -> Result<()> {
     volumes.append(&vm, "two")?;
     vm.panic()?;
 
-    // What the second boot took from the ember, or read, is held as well now.
+    // Now blocks that the second boot took from the ember or read are held as well.
     vm.wait_incarnation(3)?;
     volumes.mount(&vm)?;
     assert_eq!(volumes.read(&vm)?, volumes.expected(&["one", "two"]));
@@ -93,25 +96,25 @@ fn every_volume_comes_back_from_memory() -> Result<()> {
     assert!(number(memory, "/boot_set_bytes") > 0 && number(memory, "/boot_set_bytes") <= 32 << 20, "{memory}");
     assert!(number(memory, "/peak_bytes") <= number(memory, "/budget_bytes"), "{memory}");
 
-    // What the guest reads around its own cache is what was on the disk all the time.
+    // Reads past the guest's own cache return what was on the disk all the time.
     vm.sh("echo 3 >/proc/sys/vm/drop_caches")?;
     assert_eq!(volumes.read(&vm)?, volumes.expected(&["one", "two"]));
     compare_late_reads(&plan(&vm)?);
     volumes.unmount_and_check(&vm)
 }
 
-/// What was read after ready is counted by volume as well.
+/// Reads after ready are counted by volume, too.
 fn compare_late_reads(plan: &Value) {
     let volumes = plan["volumes"].as_array().expect("a plan has volumes");
     for who in ["hits", "ember_hits", "misses"] {
-        let of_volumes: u64 = volumes.iter().map(|volume| number(volume, &format!("/later/{who}"))).sum();
-        assert_eq!(of_volumes, number(plan, &format!("/later/{who}")), "{who}: {plan}");
+        let volumes_sum: u64 = volumes.iter().map(|volume| number(volume, &format!("/later/{who}"))).sum();
+        assert_eq!(volumes_sum, number(plan, &format!("/later/{who}")), "{who}: {plan}");
     }
     let is_read = |volume: &&Value| ["hits", "ember_hits", "misses"].iter().any(|who| volume["later"][who] != 0);
-    assert!(volumes.iter().filter(is_read).count() >= 24, "each of them was read: {plan}");
+    assert!(volumes.iter().filter(is_read).count() >= 24, "each volume was read: {plan}");
 }
 
-/// The plan's partitions are those that the guest's kernel has found, and every read is in one of them or beside them.
+/// The plan's partitions are those that the guest's kernel found, and every read is in one of them or outside of all.
 fn compare_volumes(vm: &TestVm, plan: &Value) -> Result<()> {
     let said =
         vm.sh("for p in /sys/block/vda/vda*; do cat $p/partition $p/start $p/size | tr '\\n' ' '; echo; done")?;
@@ -123,11 +126,11 @@ fn compare_volumes(vm: &TestVm, plan: &Value) -> Result<()> {
     let volumes = plan["volumes"].as_array().expect("a plan has volumes");
     let of = |volume: &Value, key: &str| volume[key].as_u64().unwrap_or_else(|| panic!("no {key} in {volume}"));
     let partitions = volumes.iter().filter(|volume| volume["partition"].is_u64());
-    let mut told: Vec<_> = partitions
+    let mut planned: Vec<_> = partitions
         .map(|volume| vec![of(volume, "partition"), of(volume, "offset") / 512, of(volume, "bytes") / 512])
         .collect();
-    told.sort_unstable();
-    assert_eq!(told, found);
+    planned.sort_unstable();
+    assert_eq!(planned, found);
     let sum = |key: &str| volumes.iter().map(|volume| of(volume, key)).sum::<u64>();
     let all = [sum("blocks"), sum("hits"), sum("misses")];
     let hits = number(plan, "/disks/0/hits") + number(plan, "/disks/0/ember_hits");
@@ -145,10 +148,11 @@ fn compare_volumes(vm: &TestVm, plan: &Value) -> Result<()> {
     Ok(())
 }
 
-/// A guest that has read enough else leaves an ember with nothing in it of what it wrote. Its next boot finds that all the
-/// same: the journals that are replayed, and what the replay before has put in its places.
+/// A guest that has read much else leaves an ember without the blocks that it wrote. Its next boot finds them in memory all the
+/// same:
+/// the journals that are replayed, and the blocks that the earlier replay wrote.
 #[test]
-fn what_was_written_lately_is_there_though_the_guest_has_dropped_it() -> Result<()> {
+fn recently_written_blocks_are_held_for_next_boot() -> Result<()> {
     let volumes = Volumes::make(24)?;
     let vm = machine("written", &volumes).disk(Disk::empty(320)).boot()?;
     let mount_and_look = || -> Result<()> {
@@ -159,12 +163,13 @@ fn what_was_written_lately_is_there_though_the_guest_has_dropped_it() -> Result<
     for (life, line) in (1..).zip(["one", "two"]) {
         mount_and_look()?;
         let plan = ready(&vm)?;
-        // Until then no boot has read a journal. Without what was written it finds 24 % in memory, with it 61 %: the rest is
-        // what the kernel reads ahead, behind the end of the journals.
+        // Until then no boot has read a journal. Without the written blocks it finds 24 % in memory, with them 61 %. The rest is
+        // the kernel's
+        // read-ahead behind the end of the journals.
         assert!(life == 1 || plan["hit_pct"].as_f64() >= Some(50.0), "{plan}");
         volumes.append(&vm, line)?;
         lines.push(line);
-        // In another file, which takes an inode, a block and a place in the folder.
+        // A new file takes an inode, a block and an entry in the folder.
         volumes.touch(&vm, line)?;
         vm.sh_within("cat /dev/vdb >/dev/null", patience(60))?;
         vm.panic()?;
@@ -178,7 +183,7 @@ fn what_was_written_lately_is_there_though_the_guest_has_dropped_it() -> Result<
 }
 
 #[test]
-fn what_is_held_outlives_everybody_unless_the_image_was_changed() -> Result<()> {
+fn boot_set_survives_unless_the_image_changed() -> Result<()> {
     let volumes = Volumes::make(4)?;
     let vm = machine("outlived", &volumes).boot()?;
     volumes.mount(&vm)?;
@@ -196,13 +201,13 @@ fn what_is_held_outlives_everybody_unless_the_image_was_changed() -> Result<()> 
     assert!(held > 0 && number(&again, "/disks/0/hits") >= held / 2, "{held} blocks were held: {again}");
     assert!(dropped(&vm).is_none(), "{:#?}", vm.events());
 
-    // Somebody writes to the image while nobody guards it: into the gap between two partitions, and no file system sees it.
+    // Another program writes to the unguarded image, into the gap between two partitions, which no file system reads.
     end_all(&vm)?;
     let image = std::fs::File::options().write(true).open(vm.folder().join("disk0.img")).expect("our own image");
     image.write_all_at(b"a stranger", 4096).expect("our own image");
     vm.restart_keeper()?;
     vm.wait_incarnation(3)?;
-    let why = dropped(&vm).expect("what was held is dropped, with a word");
+    let why = dropped(&vm).expect("an event names the dropped disk");
     assert!(why.contains("disk0.img was changed while nobody guarded it"), "{why}");
     volumes.mount(&vm)?;
     assert_eq!(volumes.read(&vm)?, volumes.expected(&["one"]));
@@ -213,7 +218,7 @@ fn what_is_held_outlives_everybody_unless_the_image_was_changed() -> Result<()> 
 }
 
 #[test]
-fn another_limit_costs_what_has_no_room_and_no_more() -> Result<()> {
+fn smaller_limit_drops_only_what_does_not_fit() -> Result<()> {
     let volumes = Volumes::make(4)?;
     let vm = machine("limit", &volumes).boot()?;
     let give = |old: &str, new: &str| -> Result<Value> {
@@ -238,11 +243,11 @@ fn another_limit_costs_what_has_no_room_and_no_more() -> Result<()> {
     assert!(held > 0 && number(&larger, "/held_blocks") >= held, "{first} {larger}");
 
     let smaller = give("48MiB", "128KiB")?;
-    let event = reduced().expect("what has no room is told");
+    let event = reduced().expect("an event counts the blocks that do not fit");
     assert!(event["left_out"].as_u64() > Some(0), "{event}");
     let kept = number(&smaller, "/held_blocks");
     assert!(kept > 0 && kept < held && number(&smaller, "/resident_bytes") <= 128 << 10, "{smaller}");
-    assert!(smaller["expected_hit_pct"].as_f64() < Some(100.0), "the plan knows what is left out: {smaller}");
+    assert!(smaller["expected_hit_pct"].as_f64() < Some(100.0), "the plan counts the blocks left out: {smaller}");
     vm.panic()?;
     vm.wait_incarnation(2)?;
     volumes.mount(&vm)?;
@@ -254,28 +259,28 @@ fn another_limit_costs_what_has_no_room_and_no_more() -> Result<()> {
 }
 
 #[test]
-fn a_port_tells_that_a_boot_is_over_and_a_stop_keeps_what_it_read() -> Result<()> {
+fn open_port_ends_boot_stop_saves_boot_set() -> Result<()> {
     let volumes = Volumes::make(4)?;
     let state = tempfile::tempdir().expect("a temporary folder");
     let builder = machine("stopped", &volumes).http();
-    let port = builder.http_port().expect("it was asked for");
+    let port = builder.http_port().expect("the builder has a forwarded port");
     let file = state.path().join("boot-set");
     let file_name = file.display().to_string();
     let kept = remount([("persist", true.into()), ("persist_file", file_name.into()), sign("port", i64::from(port))]);
     let vm = builder.setting("remount", kept).boot()?;
     volumes.mount(&vm)?;
     volumes.append(&vm, "one")?;
-    assert_eq!(plan(&vm)?["ready"], false, "nobody answers there");
+    assert_eq!(plan(&vm)?["ready"], false, "nothing answers at the port");
     vm.sh("net-up")?;
     web::serve(&vm, "up")?;
-    vm.wait_event("it is ready", |event| event["kind"] == "ready" && event["why"] == "its port answers")?;
+    vm.wait_event("readiness by port", |event| event["kind"] == "ready" && event["why"] == "its port answers")?;
     vm.sh("umount /v/*")?;
     let held = number(&plan(&vm)?, "/held_blocks");
     vm.stop()?;
     assert!(file.is_file() && !vm.memory_folder().join("boot-set-pages").exists(), "{:#?}", vm.events());
     vm.restart_keeper()?;
     vm.wait_boots(2)?;
-    let loaded = vm.wait_event("what was saved is held", |event| event["kind"] == "boot_set_loaded")?;
+    let loaded = vm.wait_event("the saved boot set is loaded", |event| event["kind"] == "boot_set_loaded")?;
     assert!(held > 0 && loaded["blocks"].as_u64() >= Some(held), "{held} blocks were held: {loaded}");
     volumes.mount(&vm)?;
     assert_eq!(volumes.read(&vm)?, volumes.expected(&["one"]));
@@ -286,7 +291,7 @@ fn a_port_tells_that_a_boot_is_over_and_a_stop_keeps_what_it_read() -> Result<()
 
 /// The small guest has no systemd: a script stands in for `systemctl`.
 #[test]
-fn an_active_unit_tells_that_a_boot_is_over() -> Result<()> {
+fn active_unit_ends_the_boot() -> Result<()> {
     const SYSTEMCTL: &str = r#"cat >/usr/bin/systemctl <<'END'
 #!/bin/sh
 echo "$@" >>/run/asked
@@ -300,15 +305,15 @@ touch /run/asked"#;
     let twice = "while [ $(grep -cx 'is-active --quiet web.service' /run/asked) -lt 2 ]; do sleep 0.1; done";
     begin(START_AGENT)?;
     vm.sh_within(twice, patience(60))?;
-    assert_eq!(plan(&vm)?["ready"], false, "it is not active");
-    // Another QEMU has another channel.
+    assert_eq!(plan(&vm)?["ready"], false, "the unit is not active");
+    // The next QEMU has a new channel to the agent.
     vm.rejuvenate()?;
     vm.sh_within(&format!(": >/run/asked; {twice}"), patience(60))?;
     vm.sh("touch /run/web.service")?;
-    vm.wait_event("it is ready", |event| event["kind"] == "ready" && event["why"] == "its unit is active")?;
+    vm.wait_event("readiness by unit", |event| event["kind"] == "ready" && event["why"] == "its unit is active")?;
     assert!(number(&plan(&vm)?, "/blocks") > 0, "{}", plan(&vm)?);
 
-    // An agent that runs no programs: that is told, and the boot goes on until somebody else says that it is over.
+    // An agent that refuses to run programs is reported once, and the boot lasts until it is ended another way.
     vm.panic()?;
     vm.wait_incarnation(2)?;
     begin(&format!("{START_AGENT} -b guest-exec"))?;
@@ -321,13 +326,13 @@ touch /run/asked"#;
     Ok(())
 }
 
-/// Keeper and QEMU die, once it is noted what the image is.
+/// Kills keeper and QEMU, once the image's state is noted.
 fn end_all(vm: &TestVm) -> Result<()> {
     wait_noted(vm);
     kill_all(vm)
 }
 
-/// Until it is noted what the image is.
+/// Waits until the keeper has noted the image's present state.
 fn wait_noted(vm: &TestVm) {
     let (note, image) = (vm.memory_folder().join("image-notes"), vm.folder().join("disk0.img"));
     let deadline = Instant::now() + patience(20);
@@ -339,7 +344,7 @@ fn wait_noted(vm: &TestVm) {
         if noted["disks"][0]["rest"][0]["changed"] == changed {
             break;
         }
-        assert!(Instant::now() < deadline, "it is not noted what the image is: {noted}");
+        assert!(Instant::now() < deadline, "the note does not match the image: {noted}");
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
 }
@@ -361,7 +366,7 @@ fn is_over(pid: Pid) -> bool {
     stat.map_or(true, |stat| stat.contains(") Z "))
 }
 
-/// The word that was said when what was held was dropped.
+/// The reason in the event that reports a dropped disk.
 fn dropped(vm: &TestVm) -> Option<String> {
     let event = vm.events().into_iter().find(|event| event["kind"] == "disk_forgotten")?;
     Some(event["why"].as_str().unwrap_or_default().to_owned())

@@ -1,13 +1,14 @@
-//! The guests themselves, under plain QEMU: images, console protocol, probe. When a test of Hearth fails and these pass,
-//! it is not the harness.
+//! The guests themselves, under plain QEMU: images, console protocol, probe. If these pass, a failed test of Hearth is not the
+//! harness's
+//! fault.
 
 use hearth_vmtest::images::File;
 use hearth_vmtest::{Drives, PlainVm, Result, artifacts, images, patience};
 
 #[test]
-fn command_output_of_any_bytes_comes_back_whole() -> Result<()> {
+fn command_output_with_any_bytes_is_complete() -> Result<()> {
     let vm = PlainVm::busybox("bytes").boot()?;
-    // Kernel messages at every level land in the middle of the output.
+    // Kernel messages of every level appear in the middle of the output.
     vm.sh("echo 8 >/proc/sys/kernel/printk")?;
     let noise = "i=0; while [ $i -lt 50 ]; do echo \"[bracket] message $i\" >/dev/kmsg; i=$((i+1)); done";
     let output = vm.run(&format!("({noise}) & head -c 100000 /bin/busybox; exit 7"))?;
@@ -39,7 +40,7 @@ fn an_injected_interrupt_makes_the_kernel_panic() -> Result<()> {
 }
 
 #[test]
-fn the_power_button_shuts_the_small_guest_down() -> Result<()> {
+fn power_button_shuts_down_the_small_guest() -> Result<()> {
     let home = tempfile::tempdir().unwrap();
     let image = home.path().join("disk.img");
     images::ext4(&image, 32, &[])?;
@@ -47,7 +48,7 @@ fn the_power_button_shuts_the_small_guest_down() -> Result<()> {
     vm.sh("mount -t ext4 /dev/vda /mnt && echo kept >/mnt/file")?;
     vm.qmp().execute("system_powerdown", serde_json::json!({}))?;
     assert!(vm.wait_end()?.success());
-    // The journal is empty: nothing is left to be replayed.
+    // The journal is empty.
     let header = std::process::Command::new("/usr/sbin/dumpe2fs").arg("-h").arg(&image).output().unwrap();
     let header = String::from_utf8_lossy(&header.stdout);
     assert!(header.contains("Filesystem state:         clean") && !header.contains("needs_recovery"), "{header}");
@@ -55,7 +56,7 @@ fn the_power_button_shuts_the_small_guest_down() -> Result<()> {
 }
 
 #[test]
-fn a_reset_is_a_new_boot_with_a_new_nonce() -> Result<()> {
+fn reset_boots_with_a_new_nonce() -> Result<()> {
     let vm = PlainVm::busybox("reset").boot()?;
     let first = vm.nonce()?;
     assert_eq!(vm.guest().ready()[0].nonce, first);
@@ -67,7 +68,7 @@ fn a_reset_is_a_new_boot_with_a_new_nonce() -> Result<()> {
 }
 
 #[test]
-fn files_made_on_the_host_are_verified_in_the_guest() -> Result<()> {
+fn files_made_on_host_verify_in_guest() -> Result<()> {
     let home = tempfile::tempdir().unwrap();
     let (ext4, xfs) = (home.path().join("ext4.img"), home.path().join("xfs.img"));
     let file = || File::pattern("data.bin", (3 << 20) + 5, 42);
@@ -78,7 +79,7 @@ fn files_made_on_the_host_are_verified_in_the_guest() -> Result<()> {
         vm.sh(&format!("mkdir /{kind} && mount -t {kind} /dev/{device} /{kind}"))?;
         let verified = vm.run(&format!("probe verify /{kind}/data.bin 42"))?;
         assert_eq!(verified.number("verified"), Some(((3 << 20) + 5) as f64), "{}", verified.text());
-        // One changed byte is found, and where it is.
+        // A changed byte is found, with its offset.
         vm.sh(&format!("printf x | dd of=/{kind}/data.bin bs=1 seek=1000001 conv=notrunc"))?;
         let broken = vm.run(&format!("probe verify /{kind}/data.bin 42"))?;
         assert_eq!((broken.status, broken.number("bad_offset")), (1, Some(1_000_000.0)), "{}", broken.text());
@@ -89,7 +90,7 @@ fn files_made_on_the_host_are_verified_in_the_guest() -> Result<()> {
 }
 
 #[test]
-fn fio_and_the_network_work_in_the_small_guest() -> Result<()> {
+fn small_guest_has_fio_and_network() -> Result<()> {
     let home = tempfile::tempdir().unwrap();
     let image = home.path().join("disk.img");
     images::empty(&image, 32)?;
@@ -118,7 +119,7 @@ fn debian_serves_its_files() -> Result<()> {
 }
 
 #[test]
-fn a_machine_that_cannot_start_says_why() {
+fn failed_start_reports_the_reason() {
     let error =
         PlainVm::busybox("broken").args(["-device", "no-such-device"]).boot().map(drop).unwrap_err().to_string();
     assert!(error.contains("QEMU ended") && error.contains("no-such-device"), "{error}");

@@ -1,5 +1,6 @@
-//! The keeper's own life and death: killed under load, killed between two QEMUs, stopped in every way there is. The guest
-//! and its disks must not notice more than a pause.
+//! The keeper's own life and death: killed under load, killed between two QEMUs, stopped in every possible way. The guest and its
+//! disks
+//! must not notice more than a pause.
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -27,19 +28,21 @@ mod users;
 
 /// Keepers killed in one run under load.
 const KILLS: u64 = 5;
-/// Writes a keeper serves before it is killed: a number up to this one.
+/// Largest number of writes that a keeper serves before it is killed.
 const WRITES_BEFORE_KILL_MAX: u64 = 1200;
 
-/// About as long as a guest boots on a quiet host.
+/// A guest's boot time on a quiet host, roughly.
 const BOOT_MS: u64 = 3000;
-/// In which firmware and kernel start the disk. A QEMU before 9.1 that loses it just then does not see that it comes back.
+/// The time in which firmware and kernel start the disk. A QEMU before 9.1 that loses its disk's server then does not notice the
+/// next
+/// server.
 const START_MS: u64 = 160;
 
-/// Each block is read again and compared.
+/// fio reads each written block back and verifies it.
 const FIO: &str = "fio --name=load --rw=randwrite --bsrange=4k-16k --ioengine=io_uring --iodepth=16 --direct=1 --thread \
     --verify=crc32c --verify_backlog=64 --verify_fatal=1";
 
-/// Asks `hearth status` until it says what `look` looks for.
+/// Polls `hearth status` until `look` accepts it.
 fn wait_status(vm: &TestVm, what: &str, look: impl Fn(&Value) -> bool) -> Result<Value> {
     let deadline = Instant::now() + patience(20);
     loop {
@@ -55,7 +58,7 @@ fn last_sequence(vm: &TestVm) -> u64 {
     vm.events().last().and_then(|event| event["sequence"].as_u64()).unwrap_or(0)
 }
 
-/// `hearth run` again, and the word that it goes on with the living QEMU.
+/// Runs `hearth run` again, and waits until the new keeper has taken over the living QEMU.
 fn take_over(vm: &TestVm) -> Result<()> {
     let before = last_sequence(vm);
     vm.restart_keeper()?;
@@ -70,23 +73,23 @@ fn take_over(vm: &TestVm) -> Result<()> {
 
 fn signal(vm: &TestVm) {
     let pid = vm.keeper_pid().and_then(|pid| Pid::from_raw(pid as i32)).expect("the keeper runs");
-    kill_process(pid, Signal::TERM).expect("the keeper is our child");
+    kill_process(pid, Signal::TERM).expect("the keeper is a child of this process");
 }
 
-/// Files that hold guest memory, or what is known of it.
+/// Files in the memory folder.
 fn memory_files(vm: &TestVm) -> Vec<String> {
     let entries = std::fs::read_dir(vm.memory_folder()).expect("the memory folder outlives the machine");
     entries.map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned()).collect()
 }
 
 #[test]
-fn a_guest_under_load_outlives_its_keepers() -> Result<()> {
+fn guest_under_load_survives_killed_keepers() -> Result<()> {
     let mut random = Random::seeded();
     let files = Disk::ext4(64).with_files([File::pattern("kept.bin", 20 << 20, 7)]);
     let vm = TestVm::busybox_with_fio("kills").disk(Disk::empty(48)).disk(files).boot()?;
     let nonce = vm.nonce()?;
     let qemu = vm.qemu_pid()?;
-    // What a keeper that is killed has just written is not trusted; so nothing is written there.
+    // The last writes of a killed keeper make memory of their disk invalid, so this disk is only read.
     vm.sh("mkdir -p /d && mount -o ro /dev/vdb /d && probe verify /d/kept.bin 7")?;
     // Long enough for all the kills.
     start_fio(&vm, "/dev/vda", "--size=32m --loops=3")?;
@@ -107,8 +110,8 @@ fn a_guest_under_load_outlives_its_keepers() -> Result<()> {
     assert!(complaints.is_empty(), "{complaints:?}");
     vm.has_no_disk_errors()?;
     let beginnings = vm.events().iter().filter(|event| event["kind"] == "incarnation_started").count();
-    assert_eq!(beginnings, 1, "a take-over is no beginning");
-    // What earlier keepers wrote into the ledger is as good as what this one would have.
+    assert_eq!(beginnings, 1, "a take-over starts no incarnation");
+    // This keeper's ledger includes what earlier keepers recorded.
     vm.sh("umount /d; sync")?;
     vm.reset()?;
     vm.wait_incarnation(2)?;
@@ -118,11 +121,11 @@ fn a_guest_under_load_outlives_its_keepers() -> Result<()> {
     Ok(())
 }
 
-/// All that a guest says on its console is heard, also what it says while no keeper lives.
+/// The console shows all that the guest prints, even while no keeper lives.
 #[test]
-fn no_word_of_a_guest_is_lost_between_two_keepers() -> Result<()> {
+fn no_console_output_is_lost_between_keepers() -> Result<()> {
     let vm = TestVm::busybox("talks").boot()?;
-    // It begins when the answer to this command has come: its words would be in between.
+    // The guest waits a second, so that this command's answer does not mix with its words.
     let talk = "sleep 1; word=0; while true; do echo \"word $word.\"; word=$((word + 1)); usleep 5000; done";
     vm.sh(&format!("({talk}) </dev/null >/dev/console 2>&1 &"))?;
     let words = || -> BTreeSet<usize> {
@@ -136,7 +139,7 @@ fn no_word_of_a_guest_is_lost_between_two_keepers() -> Result<()> {
         take_over(&vm)?;
         let deadline = Instant::now() + patience(5);
         while words().last().copied().unwrap_or_default() < heard + 50 {
-            assert!(Instant::now() < deadline, "nothing is heard any more after word {heard}");
+            assert!(Instant::now() < deadline, "the console is silent after word {heard}");
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -146,9 +149,9 @@ fn no_word_of_a_guest_is_lost_between_two_keepers() -> Result<()> {
     Ok(())
 }
 
-/// Whatever a booting guest is about when its keeper dies, it comes to its end. `ROUNDS=100` for a longer look.
+/// Whatever a booting guest is doing when its keeper dies, the boot completes. Set `ROUNDS=100` for a longer test.
 #[test]
-fn a_boot_outlives_its_keeper_at_any_moment() -> Result<()> {
+fn boot_survives_a_keeper_killed_anytime() -> Result<()> {
     let rounds: u32 = std::env::var("ROUNDS").ok().and_then(|text| text.parse().ok()).unwrap_or(4);
     let mut random = Random::seeded();
     let vm = TestVm::busybox("boots").disk(Disk::empty(16)).boot()?;
@@ -173,7 +176,7 @@ fn start_fio(vm: &TestVm, device: &str, length: &str) -> Result<()> {
     vm.sh(&load).map(drop)
 }
 
-/// Waits until somebody listens at a socket.
+/// Waits until a process listens at a socket.
 fn wait_listener(path: &Path) {
     let deadline = Instant::now() + patience(20);
     while UnixStream::connect(path).is_err() {
@@ -182,35 +185,36 @@ fn wait_listener(path: &Path) {
     }
 }
 
-/// A keeper that dies at the very first word that QEMU says to the server of this disk.
-fn lose_keeper_at_first_word(vm: &TestVm, disk: &str) -> Result<()> {
+/// Makes the keeper die just when QEMU sends the first message to this disk's server.
+fn lose_keeper_at_first_message(vm: &TestVm, disk: &str) -> Result<()> {
     let socket = vm.runtime_root().join(vm.name()).join(format!("disk-{disk}.sock"));
     let qemu = vm.qemu_pid()?;
     vm.freeze_qemu()?;
-    // Not with take_over: this keeper waits for QEMU, which does not answer it before it dies.
+    // `take_over` would not do: this keeper waits for the frozen QEMU, which does not answer before the keeper dies.
     vm.restart_keeper()?;
     wait_listener(&socket);
     vm.kill_keeper()?;
-    // Its server in this place, since the moment cannot be met from outside.
+    // The test plays the keeper's server, since the moment cannot be hit from outside.
     std::fs::remove_file(&socket).expect("its keeper was killed");
-    let listener = UnixListener::bind(&socket).expect("nobody else listens there");
+    let listener = UnixListener::bind(&socket).expect("the socket was removed");
     processes::thaw(qemu).expect("QEMU lives");
     let (mut server, _) = listener.accept().expect("QEMU connects again");
-    // GET_FEATURES of vhost-user: a head of three words.
-    server.read_exact(&mut [0; 12]).expect("it greets its disk's server");
+    // GET_FEATURES of vhost-user is a header of three words.
+    server.read_exact(&mut [0; 12]).expect("QEMU sends its first message");
     std::fs::remove_file(&socket).expect("it was made above");
     Ok(())
 }
 
-/// A QEMU before 9.1 that loses its disk's server in the middle of its greeting does not speak to the next one, and crashes if
-/// its guest is stopped and continued.
+/// A QEMU before 9.1 that loses its disk's server in the middle of the first messages does not use the next server, and crashes
+/// if its
+/// guest is stopped and continued.
 #[test]
-fn a_disk_whose_server_died_during_the_greeting_goes_on() -> Result<()> {
+fn disk_survives_server_death_during_first_messages() -> Result<()> {
     let vm = TestVm::busybox_with_fio("greeting").disk(Disk::empty(16)).disk(Disk::empty(48)).boot()?;
     let nonce = vm.nonce()?;
     start_fio(&vm, "/dev/vdb", "--size=8m --loops=2")?;
     wait_status(&vm, "the load", |status| status["disks"][1]["writes"].as_u64() >= Some(100))?;
-    lose_keeper_at_first_word(&vm, "disk1")?;
+    lose_keeper_at_first_message(&vm, "disk1")?;
     vm.restart_keeper()?;
     vm.wait_event("another QEMU", |event| {
         ["rejuvenated", "incarnation_ended"].iter().any(|kind| event["kind"] == *kind)
@@ -221,27 +225,27 @@ fn a_disk_whose_server_died_during_the_greeting_goes_on() -> Result<()> {
     vm.rejuvenate()
 }
 
-/// No other QEMU can have its guest, and the operator decides when that starts again.
+/// No other QEMU can take over this guest, so the operator decides when to restart it.
 #[test]
-fn a_silent_disk_is_named_where_qemu_cannot_be_replaced() -> Result<()> {
+fn unusable_disk_is_named_if_qemu_must_stay() -> Result<()> {
     let keys = [("device", "pmem"), ("name", "log"), ("size", "16MiB")];
     let nvram: toml::Table = keys.into_iter().map(|(key, value)| (key.to_owned(), value.into())).collect();
     let vm = TestVm::busybox("named").setting("nvram", vec![nvram]).disk(Disk::empty(16)).boot()?;
     let (nonce, qemu) = (vm.nonce()?, vm.qemu_pid()?);
-    lose_keeper_at_first_word(&vm, "disk0")?;
+    lose_keeper_at_first_message(&vm, "disk0")?;
     vm.restart_keeper()?;
-    let told = vm.wait_event("the silent disk", |event| event["kind"] == "error")?["message"].to_string();
-    assert!(told.contains("QEMU does not use disk disk0") && told.contains("nvram log"), "{told}");
-    assert!(told.contains("`hearth reboot named --force`"), "{told}");
+    let message = vm.wait_event("the silent disk", |event| event["kind"] == "error")?["message"].to_string();
+    assert!(message.contains("QEMU does not use disk disk0") && message.contains("nvram log"), "{message}");
+    assert!(message.contains("`hearth reboot named --force`"), "{message}");
     assert_eq!((vm.nonce()?, vm.qemu_pid()?), (nonce, qemu), "it is the same guest");
     vm.reboot_forced()?;
     vm.wait_incarnation(2)?;
     vm.sh("dd if=/dev/vda of=/dev/null bs=1M count=1 iflag=direct").map(drop)
 }
 
-/// A guest that panicked and waits to be looked at waits for a new keeper, too.
+/// A new keeper takes over a panicked guest that waits for the operator.
 #[test]
-fn a_paused_guest_is_taken_over_and_reboots_warm() -> Result<()> {
+fn paused_guest_is_taken_over_and_reboots_warm() -> Result<()> {
     let disk = Disk::ext4(64).with_files([File::pattern("kept.bin", 8 << 20, 3)]);
     let vm = TestVm::busybox("paused").setting("on_panic", "pause").disk(disk).boot()?;
     vm.sh("mkdir -p /d && mount /dev/vda /d && probe verify /d/kept.bin 3")?;
@@ -261,15 +265,15 @@ fn a_paused_guest_is_taken_over_and_reboots_warm() -> Result<()> {
     Ok(())
 }
 
-/// A QEMU as another user, which cannot reach what only the keeper's user can.
+/// QEMU runs as another user, which can reach only a few of the keeper's files.
 #[test]
-fn a_qemu_without_rights_finds_its_next_keeper() -> Result<()> {
+fn unprivileged_qemu_reconnects_to_next_keeper() -> Result<()> {
     if !rustix::process::geteuid().is_root() {
         eprintln!("skipped: only root can make QEMU become another user");
         return Ok(());
     }
     let vm = TestVm::busybox("nobody").setting("qemu_user", "nobody").disk(Disk::empty(8)).boot()?;
-    // The way to the runtime folder is the operator's matter; the folder itself is the keeper's.
+    // The operator gives access to the parent of the runtime folder; the keeper to the folder itself.
     std::fs::set_permissions(vm.folder(), std::fs::Permissions::from_mode(0o711)).expect("our own folder");
     let qemu = vm.qemu_pid()?.as_raw_nonzero();
     let status = std::fs::read_to_string(format!("/proc/{qemu}/status")).expect("QEMU runs");
@@ -295,7 +299,7 @@ fn a_qemu_without_rights_finds_its_next_keeper() -> Result<()> {
     }
     vm.reset()?;
     vm.wait_incarnation(2)?;
-    // A QEMU gets nothing of its keeper's secrets, and no file of it can outgrow the guest's memory.
+    // QEMU does not get its keeper's secrets, and its files cannot grow beyond the guest's memory.
     let qemu = vm.qemu_pid()?.as_raw_nonzero();
     let of_qemu = |what: &str| std::fs::read(format!("/proc/{qemu}/{what}")).expect("QEMU runs");
     let (environment, limits) = (of_qemu("environ"), of_qemu("limits"));
@@ -306,28 +310,28 @@ fn a_qemu_without_rights_finds_its_next_keeper() -> Result<()> {
     Ok(())
 }
 
-/// Whether a server hangs up on us instead of answering, with the pid that it sees being another than QEMU's.
-fn is_turned_away(socket: &Path) -> bool {
+/// Whether a disk's server hangs up instead of answering. This process's pid is not QEMU's.
+fn is_refused(socket: &Path) -> bool {
     let get_features = [1u32, 1, 0].map(u32::to_ne_bytes).concat();
     let Ok(mut connection) = UnixStream::connect(socket) else { return true };
     connection.set_read_timeout(Some(patience(20))).expect("it is not zero");
-    // Fails if it has been closed already.
+    // Fails if the server has already closed the connection.
     let asked = connection.write_all(&get_features);
     asked.is_err() || !matches!(connection.read(&mut [0; 20]), Ok(bytes) if bytes > 0)
 }
 
-/// A process that may open a disk's socket, as any with `qemu_user` may: before, between and after two guests.
+/// A foreign process can open a disk's socket, as any with `qemu_user` may. It tries before, between and after two guests.
 #[test]
-fn strangers_at_a_disks_socket_are_turned_away() -> Result<()> {
+fn foreign_processes_at_disk_sockets_are_refused() -> Result<()> {
     let vm = TestVm::busybox("strangers").disk(Disk::empty(8)).boot()?;
     let socket = vm.folder().join("run/strangers/disk-disk0.sock");
-    assert!(is_turned_away(&socket));
+    assert!(is_refused(&socket));
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let knocking = scope.spawn(|| {
             let mut knocks = 0;
             while !over.load(Relaxed) {
-                assert!(is_turned_away(&socket), "a foreign process was served");
+                assert!(is_refused(&socket), "a foreign process was served");
                 knocks += 1;
             }
             knocks
@@ -337,7 +341,7 @@ fn strangers_at_a_disks_socket_are_turned_away() -> Result<()> {
         vm.kill_keeper()?;
         let taken_over = take_over(&vm);
         over.store(true, Relaxed);
-        assert!(knocking.join().expect("it was never served") > 1);
+        assert!(knocking.join().expect("no attempt was served") > 1);
         read.and(taken_over)
     })?;
     vm.sh("dd if=/dev/zero of=/dev/vda bs=1M count=4 conv=fsync")?;
@@ -348,7 +352,7 @@ fn strangers_at_a_disks_socket_are_turned_away() -> Result<()> {
 }
 
 #[test]
-fn a_running_machine_is_refused_a_second_keeper_and_stops_when_told() -> Result<()> {
+fn second_keeper_is_refused_and_sigterm_stops() -> Result<()> {
     let vm = TestVm::busybox("told").disk(Disk::empty(8)).boot()?;
     let config = vm.folder().join("machine.toml").display().to_string();
     let second = vm.cli_output(&["run", &config])?;
@@ -360,12 +364,12 @@ fn a_running_machine_is_refused_a_second_keeper_and_stops_when_told() -> Result<
     let cause = |event: &Value| event["kind"] == "incarnation_ended" && event["cause"] == "operator_stop";
     assert!(vm.events().iter().any(cause), "{:#?}", vm.events());
     assert_eq!(memory_files(&vm), [] as [&str; 0]);
-    // Its events outlive it.
-    let told = vm.cli(&["events", "told"])?;
-    assert!(told.contains("[1]  incarnation ended: stop was ordered"), "{told}");
+    // The machine's events survive its end.
+    let events = vm.cli(&["events", "told"])?;
+    assert!(events.contains("[1]  incarnation ended: stop was ordered"), "{events}");
     assert_eq!(vm.cli_output(&["status", "told"])?.status, 3);
 
-    // The same machine once more; this time the guest powers itself off.
+    // Start the machine again; this time the guest powers itself off.
     vm.restart_keeper()?;
     vm.wait_boots(2)?;
     vm.guest().start("poweroff -f")?;
@@ -376,14 +380,14 @@ fn a_running_machine_is_refused_a_second_keeper_and_stops_when_told() -> Result<
     Ok(())
 }
 
-/// A guest that does not react to its power button is not waited for when the operator insists.
+/// A guest that ignores its power button is not waited for when the operator insists.
 #[test]
-fn a_second_signal_and_a_forced_stop_do_not_ask_the_guest() -> Result<()> {
+fn second_signal_or_force_skips_the_guest() -> Result<()> {
     let vm = TestVm::busybox("deaf").boot()?;
     vm.sh("killall acpid")?;
     signal(&vm);
     vm.wait_event("stopping", |event| event["kind"] == "state_changed" && event["to"] == "stopping")?;
-    // A deaf guest goes on for as long as it may.
+    // A guest that ignores the button continues until its time limit.
     vm.sh("true")?;
     signal(&vm);
     assert_eq!(vm.wait_keeper_end()?.code(), Some(0));
@@ -399,19 +403,19 @@ fn a_second_signal_and_a_forced_stop_do_not_ask_the_guest() -> Result<()> {
     Ok(())
 }
 
-/// A stand-in for QEMU that waits for a word before it becomes QEMU: the keeper can be killed just then.
+/// A stand-in for QEMU that waits for input before it becomes QEMU, so that the keeper can be killed just then.
 struct Gate {
     began: std::fs::File,
 }
 
 impl Gate {
-    /// From now on `program` is the stand-in.
+    /// Replaces `program` by the stand-in.
     fn close(program: &Path) -> Self {
         let folder = program.parent().expect("a program is in a folder");
         let fifo = folder.join("began");
         let made = std::process::Command::new("mkfifo").arg(&fifo).status().expect("mkfifo is everywhere");
         assert!(made.success());
-        // Open for both, so that neither side waits for the other.
+        // Opened for reading and writing, so that neither side waits for the other.
         let began = std::fs::OpenOptions::new().read(true).write(true).open(&fifo).expect("a pipe of our own");
         let qemu = artifacts::qemu().expect("it ran before").display().to_string();
         let (fifo, never) = (fifo.display(), folder.join("never").display().to_string());
@@ -424,7 +428,7 @@ impl Gate {
         Self { began }
     }
 
-    /// The process that waits.
+    /// Waits for the stand-in to start, and returns its pid.
     fn wait(&mut self) -> Pid {
         let mut line = Vec::new();
         let mut byte = [0];
@@ -433,11 +437,11 @@ impl Gate {
             line.extend(byte);
         }
         let pid = String::from_utf8_lossy(&line).trim().parse().ok().and_then(Pid::from_raw);
-        pid.expect("the stand-in says its number")
+        pid.expect("the stand-in prints its pid")
     }
 }
 
-/// Gone, or dead with nobody left to ask for its status.
+/// Whether a process is gone or a zombie.
 fn is_over(pid: Pid) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
     stat.map_or(true, |stat| stat.contains(") Z "))
@@ -455,10 +459,11 @@ fn real_qemu() -> std::path::PathBuf {
         .expect("QEMU is installed")
 }
 
-/// Killed between two QEMUs: nobody guarded the disk since, so the memory is not trusted; and the QEMU that was being
+/// The keeper is killed between two QEMUs. Nothing has guarded the disk since, so its memory is not used, and the QEMU that was
+/// being
 /// started must not reach the disk.
 #[test]
-fn a_keeper_that_dies_between_two_qemus_is_followed_by_a_cold_start() -> Result<()> {
+fn keeper_killed_between_qemus_causes_cold_start() -> Result<()> {
     let home = tempfile::tempdir().expect("a folder");
     let program = home.path().join("qemu");
     std::os::unix::fs::symlink(real_qemu(), &program).expect("a link of our own");
@@ -477,7 +482,7 @@ fn a_keeper_that_dies_between_two_qemus_is_followed_by_a_cold_start() -> Result<
         event["kind"] == "incarnation_started" && event["incarnation"].as_u64() >= Some(2)
     })?;
     assert_eq!(started["warm"], false, "{started}");
-    assert!(is_over(stray), "the stray is ended");
+    assert!(is_over(stray), "the keeper ends the stray process");
     let said =
         |event: &Value| event["message"].as_str().is_some_and(|text| text.contains("no keeper guarded the disks"));
     assert!(vm.events().iter().any(said), "{:#?}", vm.events());
@@ -485,12 +490,12 @@ fn a_keeper_that_dies_between_two_qemus_is_followed_by_a_cold_start() -> Result<
     vm.sh("mkdir -p /d && mount /dev/vda /d && probe verify /d/kept.bin 3")?;
     assert_eq!(vm.status()?["ember"]["pages_kept"], 0);
 
-    // A stray that is a QEMU already holds the machine's port: it must not be taken for somebody else's.
+    // A stray QEMU already holds the machine's port; the keeper must recognise it as its own.
     let status = vm.status()?;
     vm.kill_keeper()?;
     let journal = vm.folder().join("run/between/journal.json");
     let mut text: Value = serde_json::from_slice(&std::fs::read(&journal).expect("the journal")).expect("JSON");
-    // As it is until the moment at which a started QEMU is written down.
+    // The journal as it is before a started QEMU is recorded.
     text["qemu"] = Value::Null;
     let mut file = std::fs::File::create(&journal).expect("the journal");
     file.write_all(text.to_string().as_bytes()).expect("the journal");
@@ -504,16 +509,16 @@ fn a_keeper_that_dies_between_two_qemus_is_followed_by_a_cold_start() -> Result<
     vm.sh("mkdir -p /d && mount /dev/vda /d && probe verify /d/kept.bin 3").map(drop)
 }
 
-/// While QEMU ends by itself no keeper may be there to see it.
+/// QEMU may end while no keeper is there to see it.
 #[test]
-fn a_guest_that_ended_while_no_keeper_lived_starts_cold() -> Result<()> {
+fn guest_that_ended_without_keeper_starts_cold() -> Result<()> {
     let disk = Disk::ext4(64).with_files([File::pattern("kept.bin", 8 << 20, 3)]);
     let vm = TestVm::busybox("alone").disk(disk).boot()?;
     vm.sh("mkdir -p /d && mount /dev/vda /d && probe verify /d/kept.bin 3")?;
     let qemu = vm.qemu_pid()?;
     vm.kill_keeper()?;
     kill_process(qemu, Signal::KILL).expect("QEMU runs");
-    // The kernel takes a while to free a guest's memory; a keeper that comes meanwhile finds it alive.
+    // The kernel needs time to free a guest's memory; until then a new keeper would find QEMU alive.
     let deadline = Instant::now() + patience(5);
     while !is_over(qemu) {
         assert!(Instant::now() < deadline, "QEMU does not end");

@@ -1,11 +1,12 @@
-//! Hearth under KVM, where there need be none: a host with KVM is itself emulated, and the real `hearth` runs guests in it.
+//! Hearth under KVM, on hosts without KVM too: a host with KVM is emulated, and the real `hearth` runs guests in it.
 //!
-//! `outside`: makes that host out of the busybox guest and has the tests of `inside` run in it; on a host with KVM those can be
-//! run directly. `reload`: what is done there before and after another kernel takes its place.
+//! - `outside`: makes that host from the busybox guest, and runs the tests of `inside` in it.
+//! - `inside`: the tests under KVM, which a host with KVM can also run directly.
+//! - `reload`: tests before and after that host's kernel is replaced.
 //!
 //! Ignored by default: `make test-nested` makes what the emulated host needs, and runs `outside`.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 #[path = "nested/host.rs"]
 mod host;

@@ -1,4 +1,4 @@
-//! What surrounds a machine: QEMU's versions, its userfaultfd and sandbox, firmware, networks, guest kernels.
+//! A machine's surroundings: QEMU's versions, its userfaultfd and sandbox, firmware, networks, guest kernels.
 
 use std::path::{Path, PathBuf};
 
@@ -15,7 +15,7 @@ fn has_userfaultfd(pid: u32) -> bool {
     links.into_iter().any(|link| link == Path::new("anon_inode:[userfaultfd]"))
 }
 
-/// The QEMU that `QEMU=10` would take, if it is there.
+/// The QEMU that `QEMU=10` selects, if it was unpacked.
 fn newer_qemu() -> Option<PathBuf> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/qemu10/usr/bin/qemu-system-x86_64");
     path.canonicalize().ok().filter(|path| path.is_file())
@@ -30,7 +30,7 @@ fn with_file(builder: TestVmBuilder) -> TestVmBuilder {
 
 const VERIFY: &str = "mkdir -p /d && mount /dev/vda /d && probe verify /d/kept.bin 3";
 
-/// Boots, reads, crashes, and reads again: from memory.
+/// Reads a file, crashes the guest, and reads the file again, from memory.
 fn reboots_warm(vm: &TestVm) -> Result<()> {
     vm.sh(VERIFY)?;
     vm.panic()?;
@@ -42,8 +42,8 @@ fn reboots_warm(vm: &TestVm) -> Result<()> {
     Ok(())
 }
 
-/// The keeper has the userfaultfd, and QEMU has its copy: without it, faults of a guest whose keeper died would be
-/// answered with zeroes.
+/// Asserts that keeper and QEMU each hold the userfaultfd. Without QEMU's copy, page faults of a guest whose keeper died would be
+/// answered with zeros.
 fn userfaultfd_is_shared(vm: &TestVm) -> Result<()> {
     let status = vm.status()?;
     assert_eq!(status["qemu"]["userfault"]["state"], "handed_over", "{status}");
@@ -54,7 +54,7 @@ fn userfaultfd_is_shared(vm: &TestVm) -> Result<()> {
 }
 
 #[test]
-fn the_userfaultfd_arrives_and_the_sandbox_is_on() -> Result<()> {
+fn qemu_has_userfaultfd_and_sandbox() -> Result<()> {
     let vm = with_file(TestVm::busybox("userfault")).boot()?;
     userfaultfd_is_shared(&vm)?;
     let qemu = vm.qemu_pid()?.as_raw_nonzero();
@@ -63,7 +63,7 @@ fn the_userfaultfd_arrives_and_the_sandbox_is_on() -> Result<()> {
     assert!(status.lines().any(|line| line == "NoNewPrivs:\t1"), "{status}");
     reboots_warm(&vm)?;
     userfaultfd_is_shared(&vm)?;
-    // Its keeper's end does not close QEMU's copy.
+    // The keeper's end does not close QEMU's copy.
     let qemu = vm.qemu_pid()?.as_raw_nonzero().get() as u32;
     vm.kill_keeper()?;
     assert!(has_userfaultfd(qemu));
@@ -71,7 +71,7 @@ fn the_userfaultfd_arrives_and_the_sandbox_is_on() -> Result<()> {
 }
 
 #[test]
-fn a_newer_qemu_does_the_same() -> Result<()> {
+fn newer_qemu_has_userfaultfd_and_reboots_warm() -> Result<()> {
     let Some(qemu) = newer_qemu() else {
         eprintln!("skipped: no second QEMU; `cargo xtask qemu10` unpacks one");
         return Ok(());
@@ -85,14 +85,15 @@ fn a_newer_qemu_does_the_same() -> Result<()> {
 }
 
 #[test]
-fn a_newer_linux_reboots_warm() -> Result<()> {
+fn newer_linux_reboots_warm() -> Result<()> {
     let vm = with_file(TestVm::busybox_on_linux_6_12("linux")).boot()?;
     assert!(vm.sh("uname -r")?.starts_with("6.12."));
     reboots_warm(&vm)
 }
 
-/// A boot sector that says on the first serial port that it is ready, with a number that is another one at each boot.
-/// Kept as it is assembled: 16-bit code of 89 bytes, and the text.
+/// A boot sector that prints a readiness line to the first serial port, with another number at each boot. It holds 89 bytes of
+/// assembled
+/// 16-bit code, and the text.
 fn boot_sector() -> Vec<u8> {
     #[rustfmt::skip]
     const CODE: [u8; 89] = [
@@ -122,7 +123,7 @@ fn boot_from(firmware: &str, vars: Option<&Path>) -> Value {
 }
 
 #[test]
-fn the_bios_boots_from_the_first_disk() -> Result<()> {
+fn bios_boots_from_the_first_disk() -> Result<()> {
     let home = tempfile::tempdir().expect("a folder");
     let image = home.path().join("boot.img");
     let mut contents = boot_sector();
@@ -136,7 +137,7 @@ fn the_bios_boots_from_the_first_disk() -> Result<()> {
     Ok(())
 }
 
-/// Firmware in flash, with a store for its variables: it runs and looks for something to boot.
+/// Firmware in flash with a store for its variables runs, and looks for something to boot.
 #[test]
 fn uefi_starts_and_writes_its_variables() -> Result<()> {
     let home = tempfile::tempdir().expect("a folder");
@@ -153,13 +154,13 @@ fn uefi_starts_and_writes_its_variables() -> Result<()> {
 }
 
 #[test]
-fn a_port_of_the_host_leads_into_the_guest() -> Result<()> {
+fn forwarded_host_port_reaches_the_guest() -> Result<()> {
     let vm = with_file(TestVm::busybox("user")).http().boot()?;
-    let address = format!("127.0.0.1:{}", vm.http_port().expect("it was asked for"));
+    let address = format!("127.0.0.1:{}", vm.http_port().expect("the builder has a forwarded port"));
     vm.sh("net-up")?;
     serve(&vm, "user")?;
     assert!(fetch(&address).ends_with("\r\n\r\nuser\n"), "{}", fetch(&address));
-    // The next QEMU takes the same port.
+    // The next QEMU forwards the same port.
     vm.panic()?;
     vm.wait_incarnation(2)?;
     vm.sh("net-up")?;
@@ -170,7 +171,7 @@ fn a_port_of_the_host_leads_into_the_guest() -> Result<()> {
 }
 
 #[test]
-fn passt_leads_into_the_guest() -> Result<()> {
+fn passt_port_reaches_the_guest() -> Result<()> {
     if !passt_works() {
         eprintln!("skipped: passt does not run here");
         return Ok(());
@@ -190,7 +191,7 @@ fn passt_leads_into_the_guest() -> Result<()> {
 }
 
 #[test]
-fn a_tap_leads_into_the_guest() -> Result<()> {
+fn tap_reaches_the_guest() -> Result<()> {
     let Some(tap) = Tap::make() else {
         eprintln!("skipped: this user cannot make network interfaces here");
         return Ok(());

@@ -1,11 +1,16 @@
 //! Rejuvenation, as a guest and its operator see it: another QEMU, and nothing else changes.
 //!
-//! `hops`: what goes on over a hop. `failures`: each way in which it can fail leaves the guest where it was. `deaths`: the
-//! keeper is killed after each phase, and the next one finds a way. `age`: what speaks for a hop, and hops that nobody
-//! asked for. `networks`: connections over hops. `firmware`: a guest before its system. `many`: several machines with one
-//! command. `keeper`: another keeper, under the same guest. `host_reload`: guests in memory, without QEMU and keeper.
-//! `host_check`: a host that could not keep them.
-//! `soak`: hundreds of hops, by hand.
+//! - `hops`: what survives a hop.
+//! - `failures`: each failure leaves the guest where it was.
+//! - `deaths`: the keeper is killed after each phase, and the next one recovers.
+//! - `age`: reasons for a hop, and hops by the keeper's own policy.
+//! - `networks`: connections over hops.
+//! - `firmware`: a guest before its operating system starts.
+//! - `many`: several machines with one command.
+//! - `keeper`: another keeper for the same guest.
+//! - `host_reload`: guests in memory, without QEMU and keeper.
+//! - `host_check`: a host that would lose them.
+//! - `soak`: hundreds of hops, run by hand.
 
 #[path = "rejuvenation/age.rs"]
 mod age;

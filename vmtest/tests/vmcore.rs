@@ -1,10 +1,12 @@
-//! Memory of real guests that died, looked at from outside.
+//! Memory of real guests that died, read from outside.
 //!
-//! `kernels`: what is found in it, on each kernel. `damage`: what is found when the guest's own tables are broken.
-//! `dead`: guests that die with their memory kept. How the pages are told apart is compared with makedumpfile's way in
-//! `vmcore_tools`.
+//! - `kernels`: information found in it, on each kernel.
+//! - `damage`: information found when the guest's own tables are damaged.
+//! - `dead`: guests that die with their memory kept.
+//!
+//! `vmcore_tools` compares the classes of pages with makedumpfile's.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 #[path = "vmcore/damage.rs"]
 mod damage;

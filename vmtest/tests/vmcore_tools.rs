@@ -1,12 +1,15 @@
-//! Crash dumps, as other people's tools read them: `crash`, `drgn` and `makedumpfile` are given what Hearth wrote.
+//! Crash dumps as `crash`, `drgn` and `makedumpfile` read them.
 //!
-//! `reference`: dumps that QEMU made, for the tools and this harness themselves. `dumps`: those of Hearth. `panics`: the
-//! ways a kernel dies. `classes`: pages told apart as makedumpfile does it, on guests that died in `dead`. `tools`: running
-//! the readers and understanding what they print. `elf`: cores page by page.
+//! - `reference`: dumps by QEMU, which test the tools and this harness.
+//! - `dumps`: dumps by Hearth.
+//! - `panics`: the ways in which a kernel dies.
+//! - `classes`: classes of pages compared with makedumpfile's, on guests from `dead`.
+//! - `tools`: running the tools and parsing their output.
+//! - `elf`: ELF cores, page by page.
 //!
-//! Ignored by default: `make test-vmcore` makes the tools, the symbols and the breaking module, and runs all of it.
+//! Ignored by default: `make test-vmcore` makes the tools, the symbols and the faulty module, and runs all of it.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 #[path = "vmcore_tools/classes.rs"]
 mod classes;

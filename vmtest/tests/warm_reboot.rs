@@ -1,8 +1,11 @@
-//! Warm reboot, as a guest and its operator see it: each way in which an incarnation can end, and the next one reads what
-//! the disk holds, from memory where that is the same.
+//! Warm reboot, as a guest and its operator see it: however an incarnation ends, the next one reads what the disk holds, from
+//! memory
+//! where that equals it.
 //!
-//! `ways`: what keeps the cache and what does not. `truth`: memory that is not what the disk holds is never served.
-//! `budget`: memory never grows beyond what the machine may have. `shelf`: the files all of them read.
+//! - `ways`: reboots that keep the cache, and those that do not.
+//! - `truth`: memory that differs from the disk is never served.
+//! - `budget`: memory never exceeds the machine's budget.
+//! - `shelf`: the files that these tests read.
 
 #[path = "warm_reboot/budget.rs"]
 mod budget;

@@ -1,17 +1,17 @@
-//! A stand-in for QEMU without a guest: on the command line, on QMP and at its disks' sockets it behaves as QEMU 7.2 does, as far
-//! as a keeper looks. So a keeper leads a machine through a whole life in milliseconds.
+//! A stand-in for QEMU without a guest. Its command line, QMP and vhost-user connections behave as those of QEMU 7.2, as far as a
+//! keeper uses them. So a keeper can lead a machine through a whole life in milliseconds.
 //!
-//! A test that listens at `control.sock`, beside the folder of the machine's memory, is in charge of it:
+//! A test controls it by listening at `control.sock`, beside the folder of the machine's memory:
 //! ```text
-//! fake -> test   command NAME          before each QMP command; nothing is done until the test answers
-//! test -> fake   go                    do it
+//! fake -> test   command NAME          before each QMP command; nothing happens until the test answers
+//! test -> fake   go                    carry out the command
 //!                refuse                answer with an error
 //!                silent                do not answer
-//!                say TIMES JSON-STRING write this text so many times (0: until nobody reads it any more), then do it
-//!                hand KIND             send events with descriptors of this kind (see `handed`), then do it
+//!                say TIMES JSON-STRING send this text TIMES times (0: until the connection closes), then carry out the command
+//!                hand KIND             send events with descriptors of this kind (see `handed`), then carry out the command
 //! test -> fake   guest reset|panic|off|watchdog        at any time: what the guest does
 //! ```
-//! Without a test it does everything at once. It ends when the test does.
+//! Without a test it carries out everything at once. It exits when the test does.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::{File, OpenOptions};
@@ -32,11 +32,11 @@ use rustix::net::{
 };
 use serde_json::{Value, json};
 
-/// What the devices are about.
+/// State of the devices, as it is sent in a migration.
 const STATE: [u8; 4096] = [b'S'; 4096];
 const GUEST_PAGES: usize = 64;
 const GUEST_WRITES_EVERY: Duration = Duration::from_millis(10);
-/// Between two attempts to connect to a disk.
+/// Pause between two attempts to connect to a disk.
 const RECONNECT_EVERY: Duration = Duration::from_millis(20);
 
 fn main() {
@@ -46,7 +46,7 @@ fn main() {
         return;
     }
     if arguments.iter().any(|argument| argument == "stdio") {
-        // It is asked which machines it knows.
+        // A query for the machine types that it knows.
         let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
         println!("{}", json!({ "return": [{ "name": "pc-q35-7.2", "alias": "q35" }] }));
         return;
@@ -54,7 +54,7 @@ fn main() {
     let line = CommandLine::parse(&arguments);
     let ram = map_ram(&line.ram_file);
     for &number in line.sockets.values() {
-        // SAFETY: the number of an open descriptor that this process inherited for itself.
+        // SAFETY: an open descriptor that this process inherited for its own use.
         let socket = unsafe { BorrowedFd::borrow_raw(number) };
         rustix::net::listen(socket, 1).expect("it is a socket");
     }
@@ -74,9 +74,9 @@ fn main() {
     }
     let guest = Arc::clone(&machine);
     std::thread::spawn(move || guest.run_guest(ram));
-    // SAFETY: as above, and nobody else uses this one.
+    // SAFETY: an open descriptor that this process inherited for its own use, and no other code uses this one.
     let qmp = unsafe { UnixListener::from_raw_fd(line.sockets["qmp"]) };
-    // As QEMU, it talks to one client at a time.
+    // Like QEMU, it serves one client at a time.
     while let Ok((client, _)) = qmp.accept() {
         serve(&machine, orders.as_ref(), client);
         machine.lock().client = None;
@@ -85,7 +85,7 @@ fn main() {
 
 struct CommandLine {
     ram_file: PathBuf,
-    /// Sockets it listens at, by the name of their character device.
+    /// Listening sockets, by the name of their character device.
     sockets: BTreeMap<String, i32>,
     disks: Vec<PathBuf>,
     starts_held: bool,
@@ -112,16 +112,16 @@ impl CommandLine {
     }
 }
 
-/// The keeper looks for guest memory among QEMU's mappings.
+/// Maps the guest's memory, which the keeper looks for among QEMU's mappings.
 fn map_ram(path: &Path) -> usize {
     let file = OpenOptions::new().read(true).write(true).open(path).expect("the keeper made it");
     let bytes = file.metadata().expect("it is open").len() as usize;
-    // SAFETY: a new mapping at an address of the kernel's choice, which nobody looks at.
+    // SAFETY: a new mapping at an address that the kernel chooses; no reference into it exists.
     unsafe { mmap(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0) }
         .expect("a shared mapping of a regular file") as usize
 }
 
-/// Says as much to a disk's server as tells it that QEMU is there, and connects again whenever it is gone.
+/// Sends a disk's server the first message that QEMU sends, and connects again whenever the server is gone.
 fn stay_connected(disk: &Path, connected: &std::sync::mpsc::Sender<()>) {
     /// VHOST_USER_GET_FEATURES, version 1, no payload.
     const GET_FEATURES: [u8; 12] = [1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0];
@@ -143,12 +143,12 @@ struct Machine {
 }
 
 struct Shared {
-    /// In QEMU's words.
+    /// QEMU's name of the run state.
     run_state: &'static str,
     migration: &'static str,
-    /// Who hears of events.
+    /// The client that gets events.
     client: Option<UnixStream>,
-    /// Descriptors by the names that they were handed with.
+    /// Descriptors from `getfd`, by name.
     handed: BTreeMap<String, OwnedFd>,
 }
 
@@ -162,7 +162,7 @@ impl Machine {
         let timestamp = json!({ "seconds": now.as_secs(), "microseconds": now.subsec_micros() });
         let line = format!("{}\r\n", json!({ "event": name, "data": data, "timestamp": timestamp }));
         let client = self.lock().client.as_ref().and_then(|client| client.try_clone().ok());
-        // Nobody may listen any more.
+        // Fails once the client has hung up.
         let _ = client.map(|mut client| client.write_all(line.as_bytes()));
     }
 
@@ -211,7 +211,7 @@ impl Machine {
         std::process::exit(0);
     }
 
-    /// What QEMU answers to a command.
+    /// Carries out a command, and returns QEMU's answer to it.
     fn perform(
         self: &Arc<Self>,
         command: &str,
@@ -290,7 +290,7 @@ impl Machine {
     }
 }
 
-/// The test that is in charge: it hears each command.
+/// The connection to the test in control, which is asked before each command.
 struct Control {
     test: Mutex<UnixStream>,
     orders: Mutex<Receiver<String>>,
@@ -317,13 +317,14 @@ impl Control {
 
     fn ask(&self, command: &str) -> String {
         let line = format!("command {command}\n");
-        let told = self.test.lock().expect("nobody panics with it").write_all(line.as_bytes());
-        let order = told.ok().and_then(|()| self.orders.lock().expect("nobody panics with it").recv().ok());
+        let sent = self.test.lock().expect("no thread panics while it holds the lock").write_all(line.as_bytes());
+        let order =
+            sent.ok().and_then(|()| self.orders.lock().expect("no thread panics while it holds the lock").recv().ok());
         order.unwrap_or_else(|| std::process::exit(0))
     }
 }
 
-/// Until the client hangs up.
+/// Serves a client until it hangs up.
 fn serve(machine: &Arc<Machine>, control: Option<&Control>, client: UnixStream) {
     let Ok(mut input) = client.try_clone() else { return };
     let version = json!({ "qemu": { "micro": 99, "minor": 2, "major": 7 }, "package": "" });
@@ -349,7 +350,7 @@ fn serve(machine: &Arc<Machine>, control: Option<&Control>, client: UnixStream) 
                 hand_over(&client, kind);
             }
             let answer = match order.as_str() {
-                "refuse" => Err("it was told to refuse this".to_owned()),
+                "refuse" => Err("the test told this QEMU to refuse".to_owned()),
                 _ => machine.perform(command, &message["arguments"], descriptor),
             };
             let answer = match answer {
@@ -375,13 +376,14 @@ fn say_often(mut client: &UnixStream, order: &str) {
     }
 }
 
-/// Number of messages with descriptors, and of descriptors in each (SCM_MAX_FD in Linux).
+/// Number of messages with descriptors that `hand` sends.
 const HANDED_MESSAGES: usize = 8;
+/// Number of descriptors in each of them (SCM_MAX_FD in Linux).
 const HANDED_AT_ONCE: usize = 253;
 /// How long closing a socket blocks while nobody reads its data.
 const LINGERS: Duration = Duration::from_secs(3600);
 
-/// A descriptor of this kind, and others that must stay open beside it.
+/// A descriptor of the given kind, and those that must stay open beside it.
 fn handed(kind: &str) -> std::io::Result<(OwnedFd, Vec<OwnedFd>)> {
     Ok(match kind {
         "sockets" => {
@@ -412,23 +414,23 @@ fn handed(kind: &str) -> std::io::Result<(OwnedFd, Vec<OwnedFd>)> {
     })
 }
 
-/// Sends copies of a descriptor to the client, and keeps none.
+/// Sends the client many copies of a descriptor, and keeps none open.
 fn hand_over(client: &UnixStream, kind: &str) {
-    let (given, beside) = handed(kind).expect("it can be made");
+    let (given, beside) = handed(kind).expect("descriptors of this kind can be made");
     let line = format!("{}\r\n", json!({ "event": "NEWS", "data": {} }));
     let descriptors = [given.as_fd(); HANDED_AT_ONCE];
     for _ in 0..HANDED_MESSAGES {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(HANDED_AT_ONCE))];
         let mut ancillary = SendAncillaryBuffer::new(&mut space);
-        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)), "there is space for them");
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)), "the buffer has space for them");
         // Fails once the client has closed the connection.
         let _ = sendmsg(client, &[IoSlice::new(line.as_bytes())], &mut ancillary, SendFlags::NOSIGNAL);
     }
-    // They stay open until this process ends.
+    // These stay open until the process exits.
     std::mem::forget(beside);
 }
 
-/// More of what the client says, and the descriptors that came along. False: it has hung up.
+/// Reads more of the client's text and descriptors. Returns false once the client has hung up.
 fn receive(client: &mut UnixStream, text: &mut Vec<u8>, descriptors: &mut VecDeque<OwnedFd>) -> bool {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
     let (mut ancillary, mut piece) = (RecvAncillaryBuffer::new(&mut space), [0; 4096]);

@@ -1,4 +1,4 @@
-//! What a machine under test is made of, and the `machine.toml` that says so.
+//! The builder of a machine under test, and of its `machine.toml`.
 
 use std::path::{Path, PathBuf};
 
@@ -21,7 +21,7 @@ pub struct TestVmBuilder {
     disks: Vec<Result<Disk>>,
     nets: Vec<Table>,
     http_port: Option<u16>,
-    /// Of the machine that this one stands beside.
+    /// The runtime root of the machine that this one is beside.
     runtime_root: Option<PathBuf>,
 }
 
@@ -37,7 +37,7 @@ impl TestVmBuilder {
             http_port: None,
             runtime_root: None,
         };
-        // Emulation is what is everywhere; a test of KVM says so itself.
+        // Emulation works everywhere; a test of KVM asks for it.
         builder.memory_mib(512).setting("cpu_model", CPU_MODEL).setting("accelerator", "tcg")
     }
 
@@ -61,13 +61,13 @@ impl TestVmBuilder {
         self.setting("cpus", cpus)
     }
 
-    /// Adds a disk: the guest sees them in order as vda, vdb, ...
+    /// Adds a disk. The guest numbers them in order: vda, vdb, ...
     pub fn disk(mut self, disk: Disk) -> Self {
         self.disks.push(Ok(disk));
         self
     }
 
-    /// Gives the Debian guest's own disk, the first one, a setting of `[[disks]]`.
+    /// Sets a key of `[[disks]]` on the Debian guest's own disk, the first one.
     pub fn root_setting(mut self, key: &str, value: impl Into<Value>) -> Self {
         if let Some(root) = self.disks.first_mut() {
             let made = std::mem::replace(root, Ok(Disk::empty(0)));
@@ -76,7 +76,7 @@ impl TestVmBuilder {
         self
     }
 
-    /// Gives the Debian guest another disk as its own, the first one: a copy of the root that stays where it is.
+    /// Replaces the Debian guest's own disk, the first one, with another copy of its root.
     pub fn root(mut self, disk: Disk) -> Self {
         match self.disks.first_mut() {
             Some(root) => *root = Ok(disk),
@@ -85,12 +85,12 @@ impl TestVmBuilder {
         self
     }
 
-    /// No ember: every incarnation starts cold.
+    /// Turns the ember off, so that every incarnation starts cold.
     pub fn without_ember(self) -> Self {
         self.setting("ember", "off")
     }
 
-    /// A network device whose host port [`TestVm::http_port`] leads to the guest's port 80.
+    /// Adds a network device that forwards the host's port [`TestVm::http_port`] to the guest's port 80.
     pub fn http(mut self) -> Self {
         let port = free_port();
         self.http_port = Some(port);
@@ -98,56 +98,57 @@ impl TestVmBuilder {
         self.net([("kind", Value::from("user")), ("forward", forward)])
     }
 
-    /// The host's port of [`Self::http`].
+    /// The host's port that [`Self::http`] chose.
     pub fn http_port(&self) -> Option<u16> {
         self.http_port
     }
 
-    /// In the same runtime root as another machine, so that one command reaches both. It must not outlive that one, and
-    /// takes no slot of its own: a test that waited for a second slot could wait for ever.
+    /// Puts the machine into the runtime root of another machine, so that one command reaches both. The other must outlive it. It
+    /// takes no slot of its own: a test that waits for a second slot could wait for ever.
     pub fn beside(mut self, other: &TestVm) -> Self {
         self.runtime_root = Some(other.files.runtime_root());
         self
     }
 
-    /// One `[[nets]]` entry.
+    /// Adds a `[[nets]]` entry.
     pub fn net<'a>(mut self, entry: impl IntoIterator<Item = (&'a str, Value)>) -> Self {
         self.nets.push(entry.into_iter().map(|(key, value)| (key.to_owned(), value)).collect());
         self
     }
 
-    /// Words for the kernel's command line, after those that are always there.
+    /// Adds words at the end of the kernel's command line.
     pub fn cmdline(mut self, words: &str) -> Self {
         self.boot = self.boot.map(|boot| Boot { cmdline: format!("{} {words}", boot.cmdline), ..boot });
         self
     }
 
-    /// What the busybox guest runs before it is ready, as an init system does. It lies on a disk behind those that were added.
+    /// A script that the busybox guest runs before it is ready, as an init system would. It is on a disk behind those added so
+    /// far.
     pub fn boot_script(self, script: &str) -> Self {
         let letter = char::from(b'a' + self.disks.len() as u8);
         self.disk(Disk::script(script)).cmdline(&format!("boot_script=vd{letter}"))
     }
 
-    /// Crashes are dumped into the machine's own folder ([`TestVm::dump_folder`]) beside the recovery. Without this they
-    /// are not dumped, but only recovered from.
+    /// Dumps crashes into the machine's own folder ([`TestVm::dump_folder`]) and recovers from them. The default is to recover
+    /// only.
     pub fn dumps(self) -> Self {
         self.setting("on_panic", "dump+recover")
     }
 
-    /// A key of `[crash]`.
+    /// Sets a key of `[crash]`.
     pub fn crash_setting(mut self, key: &str, value: impl Into<Value>) -> Self {
         self.crash.insert(key.into(), value.into());
         self
     }
 
-    /// Any other key at the top of `machine.toml`.
+    /// Sets any other top-level key of `machine.toml`.
     pub fn setting(mut self, key: &str, value: impl Into<Value>) -> Self {
-        assert_ne!(key, "crash", "`crash_setting` is for that: this one would be overwritten without a word");
+        assert_ne!(key, "crash", "use `crash_setting`: `prepare` overwrites this key");
         self.settings.insert(key.into(), value.into());
         self
     }
 
-    /// A machine type that both of the tests' QEMUs have, whichever of them starts the machine.
+    /// Sets a machine type that both QEMUs of the tests have.
     pub fn for_both_qemus(self) -> Self {
         self.setting("machine_type", "pc-q35-7.2")
     }
@@ -167,13 +168,13 @@ impl TestVmBuilder {
         TestVm::launch(&name, files, http_port, slot)
     }
 
-    /// `hearth check` of the configuration, without starting anything.
+    /// Runs `hearth check` on the configuration without starting a machine.
     pub fn check(self) -> Result<Output> {
         let files = self.prepare()?;
         files.cli(&["check", &files.config().display().to_string()])
     }
 
-    /// `hearth run` of a machine that is expected to be refused: waits for the keeper's end.
+    /// Runs `hearth run` for a machine that Hearth should refuse, and waits until the keeper ends.
     pub fn run_to_the_end(self) -> Result<Output> {
         let files = self.prepare()?;
         let output = files.cli(&["run", &files.config().display().to_string()]);
@@ -181,7 +182,7 @@ impl TestVmBuilder {
         output
     }
 
-    /// Makes images and `machine.toml`.
+    /// Makes the images and `machine.toml`.
     fn prepare(self) -> Result<Files> {
         let files = Files::make(&self.name, self.runtime_root)?;
         let mut config = Table::new();
@@ -198,7 +199,7 @@ impl TestVmBuilder {
         crash.insert("min_free".into(), "1MiB".into());
         crash.extend(self.crash);
         config.insert("crash".into(), crash.into());
-        // A test of firmware has said itself what to boot from.
+        // A test of firmware has already set what to boot from.
         if !config.contains_key("boot") {
             config.insert("boot".into(), boot_section(self.boot?).into());
         }
@@ -231,7 +232,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_configuration_says_what_was_asked_for() {
+    fn configuration_holds_the_requested_settings() {
         let builder = TestVm::busybox("t").disk(Disk::empty(1).limited(70, 200).setting("serial", "s"));
         let files = builder.setting("on_panic", "pause").http().prepare().unwrap();
         let config: Table = std::fs::read_to_string(files.config()).unwrap().parse().unwrap();

@@ -1,5 +1,4 @@
-//! The machine's events, followed with `hearth events NAME --follow --json` for as long as the machine lives, over every
-//! keeper that it sees.
+//! The machine's events, followed with `hearth events NAME --follow --json` over all keepers of the machine.
 
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
@@ -13,7 +12,7 @@ use serde_json::Value;
 use crate::error::{Error, Result};
 use crate::wait::Watched;
 
-/// Between two attempts where no keeper answers: nothing announces one, so one has to look.
+/// Pause between two attempts while no keeper answers. Nothing announces a keeper, so the thread polls.
 const REDIAL: Duration = Duration::from_millis(50);
 
 #[derive(Default)]
@@ -24,7 +23,7 @@ struct Followed {
     over: bool,
 }
 
-/// Collects events in a thread.
+/// A thread that collects events.
 pub struct Follower {
     followed: Arc<Watched<Followed>>,
     thread: Option<JoinHandle<()>>,
@@ -37,7 +36,7 @@ impl Follower {
         let follow = move || {
             let mut command = Command::new(hearth);
             command.args(["events", &machine, "--follow", "--json"]).env("HEARTH_RUNTIME_ROOT", runtime_root);
-            // Refusals while no keeper is there yet are not worth a line.
+            // While there is no keeper yet the command only prints that it was refused.
             command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
             while follow_once(&ours, &mut command) {
                 std::thread::sleep(REDIAL);
@@ -73,7 +72,7 @@ impl Drop for Follower {
     }
 }
 
-/// Follows until the keeper or the machine is gone; false when it is the machine.
+/// Follows one keeper until it ends. Returns false once the follower was dropped.
 fn follow_once(followed: &Watched<Followed>, command: &mut Command) -> bool {
     let output = followed.change(|followed| {
         if followed.over {
@@ -98,7 +97,7 @@ fn follow_once(followed: &Watched<Followed>, command: &mut Command) -> bool {
 }
 
 impl Followed {
-    /// A new connection tells old events again: each counts once.
+    /// Adds an event once: a new connection repeats old events.
     fn add(&mut self, event: Value) {
         match event["sequence"].as_u64() {
             Some(sequence) if sequence <= self.last_sequence => return,
@@ -116,7 +115,7 @@ pub fn time_of(event: &Value) -> Option<SystemTime> {
     let [year, month, day] = numbers(date, '-')?;
     let (time, fraction) = time.split_once('.').unwrap_or((time, "0"));
     let [hour, minute, second] = numbers(time, ':')?;
-    // Days since 1970 by the proleptic calendar, years beginning in March so that leap days come last.
+    // Days since 1970 in the proleptic Gregorian calendar. Years begin in March here, so that leap days come last.
     let (shifted, index) = if month > 2 { (year, month - 3) } else { (year - 1, month + 9) };
     let days = 365 * shifted + shifted / 4 - shifted / 100 + shifted / 400 + (153 * index + 2) / 5 + day - 1 - 719_468;
     let seconds = u64::try_from(((days * 24 + hour) * 60 + minute) * 60 + second).ok()?;
@@ -135,7 +134,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn times_are_understood() {
+    fn event_times_are_parsed() {
         let check = |text: &str, millis: u64| {
             let expect = SystemTime::UNIX_EPOCH + Duration::from_millis(millis);
             assert_eq!(time_of(&json!({ "time": text })), Some(expect), "{text}");
@@ -147,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn events_that_are_told_again_count_once() {
+    fn repeated_events_count_once() {
         let mut followed = Followed::default();
         for sequence in [1, 2, 1, 2, 3] {
             followed.add(json!({ "sequence": sequence }));

@@ -1,4 +1,4 @@
-//! The folders of one machine under test: its images and configuration, its own runtime root, its memory, its logs.
+//! The folders of one machine under test: images and configuration, runtime root, memory, logs.
 
 use std::fs::{self, File, OpenOptions};
 use std::path::{Path, PathBuf};
@@ -12,12 +12,12 @@ use crate::error::{Error, Result, at};
 use crate::guest::Output;
 use crate::processes;
 
-/// What a failed test shows of each log.
+/// Number of lines of each log that a failed test shows.
 const LINES_SHOWN: usize = 80;
 
 pub struct Files {
     folder: TempDir,
-    /// None: the memory folder lies beside that of another machine.
+    /// `None` for a restored machine, whose memory folder is beside that of the saved machine.
     _memory: Option<TempDir>,
     memory_folder: PathBuf,
     config: PathBuf,
@@ -25,7 +25,7 @@ pub struct Files {
 }
 
 impl Files {
-    /// `runtime_root`: none for one of its own.
+    /// Makes the folders. Without a `runtime_root` the machine gets one of its own.
     pub fn make(name: &str, runtime_root: Option<PathBuf>) -> Result<Self> {
         let make = |parent: &Path| {
             let made = tempfile::Builder::new().prefix(&format!("hearth-{name}-")).tempdir_in(parent);
@@ -37,7 +37,7 @@ impl Files {
         Self { config, folder, _memory: Some(memory), memory_folder, runtime_root }.with_root()
     }
 
-    /// For a machine that is restored from a snapshot of the one with these files.
+    /// Makes the folders of a machine that is restored from a snapshot of the machine with the files `saved`.
     pub fn make_beside(name: &str, saved: &Self) -> Result<Self> {
         let parent = std::env::temp_dir();
         let made = tempfile::Builder::new().prefix(&format!("hearth-{name}-")).tempdir_in(&parent);
@@ -62,8 +62,8 @@ impl Files {
         &self.memory_folder
     }
 
-    /// Of its own, unless it stands beside another machine: those of the same name in two tests know nothing of each
-    /// other.
+    /// The machine's own runtime root, unless it was put beside another machine. Machines of the same name in two tests are
+    /// apart.
     pub fn runtime_root(&self) -> PathBuf {
         self.runtime_root.clone()
     }
@@ -76,7 +76,7 @@ impl Files {
         self.runtime_root().join(name).join("api.sock")
     }
 
-    /// Made by the keeper that has something to put there.
+    /// The folder for dumps, which the keeper makes when it writes the first one.
     pub fn dump_folder(&self) -> PathBuf {
         self.folder().join("dumps")
     }
@@ -90,7 +90,7 @@ impl Files {
         at("write", self.config(), fs::write(self.config(), config.to_string()))
     }
 
-    /// Standard output and standard error of a keeper, appended: a machine may see several.
+    /// Files for a keeper's standard output and standard error. They are appended to, since a machine may have several keepers.
     pub fn keeper_output(&self) -> Result<(File, File)> {
         let path = self.folder().join("keeper.log");
         let file = at("open", &path, OpenOptions::new().create(true).append(true).open(&path))?;
@@ -102,7 +102,7 @@ impl Files {
         fs::read_to_string(self.folder().join("keeper.log")).unwrap_or_default()
     }
 
-    /// A `hearth` command for this runtime root.
+    /// Runs a `hearth` command with this runtime root.
     pub fn cli(&self, arguments: &[&str]) -> Result<Output> {
         cli(&self.runtime_root, arguments)
     }
@@ -113,7 +113,7 @@ impl Files {
         }
     }
 
-    /// Everything that helps to understand a failure from a distance.
+    /// Prints the logs that help to understand a failure in CI.
     pub fn print_logs(&self, name: &str, console: &str, events: &[Value]) {
         eprintln!("--- {name}: console\n{console}");
         eprintln!("--- {name}: events");
@@ -129,13 +129,13 @@ impl Files {
     }
 }
 
-/// Any `hearth` command; standard output, then standard error.
+/// Runs any `hearth` command. Returns its standard output, followed by its standard error.
 pub fn cli(runtime_root: &Path, arguments: &[&str]) -> Result<Output> {
     let mut command = Command::new(artifacts::hearth()?);
     command.args(arguments).env("HEARTH_RUNTIME_ROOT", runtime_root).stdin(Stdio::null());
     let output = command.output().map_err(|source| Error::Start { program: "hearth".into(), source })?;
     let bytes = [output.stdout, output.stderr].concat();
-    // A command that a signal ended has no status; no command uses this one.
+    // A command that was ended by a signal has no status; no command returns -1.
     Ok(Output { status: output.status.code().unwrap_or(-1), bytes })
 }
 

@@ -29,7 +29,7 @@ use crate::slots::Slot;
 use crate::transcript::Ready;
 use crate::wait::patience;
 
-/// A machine with its keeper; everything of it is ended when it is dropped.
+/// A machine with its keeper. Dropping it ends all of its processes.
 pub struct TestVm {
     name: String,
     keeper: Mutex<Option<Child>>,
@@ -37,7 +37,7 @@ pub struct TestVm {
     events: Follower,
     http_port: Option<u16>,
     files: Files,
-    /// None: it runs on the slot of another machine.
+    /// `None`: the machine uses the slot of another machine.
     _slot: Option<Slot>,
 }
 
@@ -52,7 +52,7 @@ impl TestVm {
         TestVmBuilder::new(name, artifacts::busybox(true))
     }
 
-    /// The small guest with qemu-guest-agent, which nobody has started, and a channel to it.
+    /// The small guest with qemu-guest-agent installed but not started, and a channel to it.
     pub fn busybox_with_agent(name: &str) -> TestVmBuilder {
         TestVmBuilder::new(name, artifacts::busybox_with_agent()).setting("guest_agent", true)
     }
@@ -67,7 +67,7 @@ impl TestVm {
         TestVmBuilder::debian(name)
     }
 
-    /// The same with PostgreSQL.
+    /// The Debian guest with PostgreSQL.
     pub fn debian_database(name: &str) -> TestVmBuilder {
         TestVmBuilder::debian_database(name)
     }
@@ -84,12 +84,12 @@ impl TestVm {
         Ok(Self { name: name.into(), keeper: Mutex::new(None), guest, events, http_port, files, _slot: slot })
     }
 
-    /// `hearth restore SNAPSHOT --as NAME`, without waiting. `self` was saved to it, and must outlive the new machine.
+    /// `hearth restore SNAPSHOT --as NAME`, without waiting. The snapshot is of `self`, which must outlive the new machine.
     pub fn restore(&self, snapshot: &Path, name: &str, options: &[&str]) -> Result<Self> {
         self.restore_with(snapshot, name, options, &[])
     }
 
-    /// The same, with variables in the keeper's environment.
+    /// Like [`Self::restore`], with variables in the keeper's environment.
     pub fn restore_with(
         &self,
         snapshot: &Path,
@@ -113,7 +113,7 @@ impl TestVm {
         self.cli_json(&["status", &self.name, "--json"])
     }
 
-    /// Every request of the guest to its disks was a good one, and came to a good end.
+    /// Asserts that the guest's disk requests were all valid and succeeded.
     pub fn has_no_disk_errors(&self) -> Result<()> {
         let status = self.status()?;
         let disks = status["disks"].as_array().filter(|disks| !disks.is_empty()).expect("it has disks");
@@ -123,12 +123,12 @@ impl TestVm {
         Ok(())
     }
 
-    /// The keeper's API.
+    /// The socket of the keeper's API.
     pub fn api_socket(&self) -> PathBuf {
         self.files.api_socket(&self.name)
     }
 
-    /// One of `GET /metrics`, as Prometheus asks for it. None: it has no value now.
+    /// A metric from `GET /metrics`. `None` if it has no value now.
     pub fn metric(&self, name: &str) -> Result<Option<f64>> {
         let (socket, mut text) = (self.api_socket(), String::new());
         let asked = UnixStream::connect(&socket).and_then(|mut stream| {
@@ -155,7 +155,7 @@ impl TestVm {
         self.cli(&["reboot", &self.name, "--cold"]).map(drop)
     }
 
-    /// `hearth reboot NAME --force`: the guest is not asked.
+    /// `hearth reboot NAME --force`, which does not ask the guest.
     pub fn reboot_forced(&self) -> Result<()> {
         self.cli(&["reboot", &self.name, "--force"]).map(drop)
     }
@@ -170,7 +170,7 @@ impl TestVm {
         self.cli(&["rejuvenate", &self.name]).map(drop)
     }
 
-    /// `hearth rejuvenate NAME --qemu PATH`, however it ends.
+    /// `hearth rejuvenate NAME --qemu PATH`, whether it succeeds or not.
     pub fn rejuvenate_to(&self, qemu: &Path) -> Result<Output> {
         self.cli_output(&["rejuvenate", &self.name, "--qemu", &qemu.display().to_string()])
     }
@@ -180,31 +180,31 @@ impl TestVm {
         self.save_with(folder, &[])
     }
 
-    /// The same with options.
+    /// `hearth save NAME -o FOLDER OPTIONS`, which must succeed.
     pub fn save_with(&self, folder: &Path, options: &[&str]) -> Result<()> {
         let folder = folder.display().to_string();
         self.cli(&[&["save", &self.name, "-o", &folder], options].concat()).map(drop)
     }
 
-    /// `hearth save NAME -o FOLDER --stop`, which must succeed, and the keeper's own end.
+    /// `hearth save NAME -o FOLDER --stop`, which must succeed; waits until the keeper ends.
     pub fn save_and_stop(&self, folder: &Path) -> Result<ExitStatus> {
         self.cli(&["save", &self.name, "-o", &folder.display().to_string(), "--stop"])?;
         self.wait_keeper_end()
     }
 
-    /// `hearth stop NAME`, and the keeper's own end.
+    /// `hearth stop NAME`; waits until the keeper ends.
     pub fn stop(&self) -> Result<ExitStatus> {
         self.cli(&["stop", &self.name])?;
         self.wait_keeper_end()
     }
 
-    /// `hearth stop NAME --force`, and the keeper's own end.
+    /// `hearth stop NAME --force`; waits until the keeper ends.
     pub fn stop_at_once(&self) -> Result<ExitStatus> {
         self.cli(&["stop", &self.name, "--force"])?;
         self.wait_keeper_end()
     }
 
-    /// Any `hearth` command, which must succeed; returns what it printed.
+    /// Any `hearth` command, which must succeed. Returns its output.
     pub fn cli(&self, arguments: &[&str]) -> Result<String> {
         let output = self.cli_output(arguments)?;
         if output.status == 0 {
@@ -214,7 +214,7 @@ impl TestVm {
         Err(self.guest.fail(Error::Cli { command, status, output: output.text() }))
     }
 
-    /// Any `hearth` command; standard output, then standard error.
+    /// Any `hearth` command. Returns its standard output, followed by its standard error.
     pub fn cli_output(&self, arguments: &[&str]) -> Result<Output> {
         self.files.cli(arguments)
     }
@@ -230,18 +230,18 @@ impl TestVm {
         serde_json::from_str(&text).map_err(|source| Error::NotJson { command: command(), text: text.clone(), source })
     }
 
-    /// Another `machine.toml` in the place of the one there.
+    /// Changes `machine.toml`.
     pub fn edit(&self, change: impl FnOnce(&mut toml::Table)) -> Result<()> {
         let path = self.files.config();
         let text = at("read", path, std::fs::read_to_string(path))?;
-        let mut config = text.parse().expect("the file that we wrote is TOML");
+        let mut config = text.parse().expect("the harness wrote this file as TOML");
         change(&mut config);
         self.files.write_config(&config)
     }
 
     // --- what happens to a machine
 
-    /// Ends the keeper as a crash would (SIGKILL); QEMU and the guest are left as they are.
+    /// Kills the keeper (SIGKILL), as a crash would. QEMU and the guest stay as they are.
     pub fn kill_keeper(&self) -> Result<()> {
         let mut keeper = self.keeper();
         let Some(mut child) = keeper.take() else { return Ok(()) };
@@ -249,7 +249,7 @@ impl TestVm {
         at("wait for the keeper of", self.files.config(), child.wait()).map(drop)
     }
 
-    /// The same for a keeper that a command started.
+    /// Kills a keeper that another command started.
     pub fn kill_foreign_keeper(&self) -> Result<()> {
         let status = self.status()?;
         let pid = status["keeper"]["pid"].as_i64().and_then(|pid| Pid::from_raw(pid as i32));
@@ -262,35 +262,35 @@ impl TestVm {
         }
     }
 
-    /// `hearth run` again, for the same machine.
+    /// Kills the keeper and runs `hearth run` again for the same machine.
     pub fn restart_keeper(&self) -> Result<()> {
         self.restart_keeper_with(&[])
     }
 
-    /// The same, with variables in the keeper's environment.
+    /// Like [`Self::restart_keeper`], with variables in the keeper's environment.
     pub fn restart_keeper_with(&self, variables: &[(&str, &str)]) -> Result<()> {
         self.kill_keeper()?;
         self.start_keeper(variables)
     }
 
-    /// Ends QEMU as a crash would (SIGKILL). The keeper is left to see it.
+    /// Kills QEMU (SIGKILL), as a crash would. The keeper has to notice.
     pub fn kill_qemu(&self) -> Result<()> {
         let pid = self.qemu_pid()?;
         at("kill the QEMU of", self.files.config(), processes::kill(pid))
     }
 
-    /// Stops QEMU where it stands (SIGSTOP), as a host without processor time would: the guest does nothing any more.
+    /// Freezes QEMU (SIGSTOP), as on a host without processor time: the guest stops too.
     pub fn freeze_qemu(&self) -> Result<()> {
         let pid = self.qemu_pid()?;
         at("freeze the QEMU of", self.files.config(), processes::freeze(pid))
     }
 
-    /// Stops the keeper where it stands (SIGSTOP): QEMU and the guest go on without it.
+    /// Freezes the keeper (SIGSTOP): QEMU and the guest continue without it.
     pub fn freeze_keeper(&self) -> Result<()> {
         self.signal_keeper(processes::freeze)
     }
 
-    /// Lets a frozen keeper go on.
+    /// Continues a frozen keeper.
     pub fn thaw_keeper(&self) -> Result<()> {
         self.signal_keeper(processes::thaw)
     }
@@ -306,7 +306,7 @@ impl TestVm {
         at("signal the keeper of", self.files.config(), signal(pid))
     }
 
-    /// QEMU's process, as `hearth status` gives it.
+    /// QEMU's process ID from `hearth status`.
     pub fn qemu_pid(&self) -> Result<Pid> {
         let status = self.status()?;
         let pid = status["qemu"]["pid"].as_i64().and_then(|pid| Pid::from_raw(pid as i32));
@@ -325,13 +325,13 @@ impl TestVm {
             event["kind"] == "incarnation_started" && event["incarnation"] == number
         })?;
         let what = format!("readiness of incarnation {number}");
-        // Only a guest that became ready after this incarnation's start is it: earlier ones may never have been waited for.
+        // Only readiness after this incarnation's start counts: the test may not have waited for that of earlier ones.
         let since = events::time_of(&started);
         let look = |ready: &Ready| since.is_none_or(|since| ready.at > since);
         self.wait_console(&what, patience(20), |heard| heard.ready().iter().find(|ready| look(ready)).cloned())
     }
 
-    /// Waits until `hearth status` says that the machine runs with all its disks: for a keeper that was just started.
+    /// Waits until `hearth status` shows a running machine with all disks connected, for a keeper that was just started.
     pub fn wait_running(&self) -> Result<Value> {
         let connected = |disk: &Value| disk["connected"] == true;
         self.wait_status("the machine runs", |status| {
@@ -339,7 +339,8 @@ impl TestVm {
         })
     }
 
-    /// What is typed while the console changes hands, or a guest boots, may be lost: until something is answered.
+    /// Waits until the guest answers on its console. What is typed while the console changes hands, or a guest boots, may be
+    /// lost.
     pub fn await_console(&self) -> Result<()> {
         for _ in 0..20 {
             let asked = self.guest().start("true")?;
@@ -351,7 +352,7 @@ impl TestVm {
         self.sh("true").map(drop)
     }
 
-    /// Waits until `hearth status` says what `look` accepts.
+    /// Waits until `look` accepts the output of `hearth status`.
     pub fn wait_status(&self, what: &str, look: impl Fn(&Value) -> bool) -> Result<Value> {
         let deadline = Instant::now() + patience(20);
         loop {
@@ -410,27 +411,27 @@ impl TestVm {
         &self.name
     }
 
-    /// The port on 127.0.0.1 that leads to the guest's port 80, if the builder was asked for one.
+    /// The port on 127.0.0.1 that is forwarded to the guest's port 80, if the builder was asked for one.
     pub fn http_port(&self) -> Option<u16> {
         self.http_port
     }
 
-    /// The machine's folder for its images: `diskN.img`.
+    /// The folder of the machine's images, `diskN.img`.
     pub fn folder(&self) -> &Path {
         self.files.folder()
     }
 
-    /// Where the machine's RAM files are.
+    /// The folder of the machine's RAM files.
     pub fn memory_folder(&self) -> &Path {
         self.files.memory_folder()
     }
 
-    /// Where the machine's dumps go, if nothing else was set.
+    /// The folder for the machine's dumps, unless the test sets another.
     pub fn dump_folder(&self) -> PathBuf {
         self.files.dump_folder()
     }
 
-    /// Where machines are found by name.
+    /// The runtime root, with one folder for each machine's name.
     pub fn runtime_root(&self) -> PathBuf {
         self.files.runtime_root()
     }
@@ -440,12 +441,12 @@ impl TestVm {
         self.memory_folder().join(format!("ram-{number}"))
     }
 
-    /// What the keeper has said.
+    /// The log of the machine's keepers.
     pub fn keeper_log(&self) -> String {
         self.files.keeper_log()
     }
 
-    /// `hearth run` of another machine of this name, in the place of the keeper that was there.
+    /// Kills the keeper and runs `hearth run` with another configuration of the same machine.
     pub fn run_configuration(&self, file: &Path) -> Result<()> {
         self.kill_keeper()?;
         let mut command = Command::new(artifacts::hearth()?);
@@ -488,7 +489,7 @@ impl Drives for TestVm {
 
     fn check_alive(&self, waited: &str) -> Result<()> {
         let status = match self.keeper().as_mut() {
-            // A test that killed its keeper may still talk to the guest, as far as that goes.
+            // A test that killed its keeper may still use the guest, as far as that works.
             None => return Ok(()),
             Some(child) => at("look after the keeper of", self.files.config(), child.try_wait())?,
         };
@@ -501,7 +502,7 @@ impl Drop for TestVm {
         if std::thread::panicking() || self.guest.has_failed() {
             self.files.print_logs(&self.name, &self.guest.console_tail(), &self.events.all());
         }
-        // The keeper first: it would take QEMU's end for a crash and start the next incarnation.
+        // The keeper is killed first: it would take QEMU's end for a crash and start the next incarnation.
         let _already_dead = self.kill_keeper();
         self.files.end_processes();
     }

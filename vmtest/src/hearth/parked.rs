@@ -1,4 +1,4 @@
-//! A machine whose keeper and files are somebody else's: of a test that ran before the host's kernel was replaced.
+//! A machine whose keeper and files belong to a test that ran before the host's kernel was replaced.
 
 use std::path::{Path, PathBuf};
 
@@ -18,12 +18,12 @@ impl Parked {
         Ok(Self { guest, runtime_root: runtime_root.to_owned() })
     }
 
-    /// Any `hearth` command.
+    /// Any `hearth` command. Returns its standard output, followed by its standard error.
     pub fn cli_output(&self, arguments: &[&str]) -> Result<Output> {
         files::cli(&self.runtime_root, arguments)
     }
 
-    /// Any `hearth` command, which must succeed; returns what it printed.
+    /// Any `hearth` command, which must succeed. Returns its output.
     pub fn cli(&self, arguments: &[&str]) -> Result<String> {
         let output = self.cli_output(arguments)?;
         if output.status == 0 {
@@ -39,7 +39,7 @@ impl Drives for Parked {
         &self.guest
     }
 
-    /// Nobody here knows its keeper.
+    /// Does nothing: this test does not know the machine's keeper.
     fn check_alive(&self, _waited: &str) -> Result<()> {
         Ok(())
     }

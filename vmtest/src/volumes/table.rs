@@ -1,4 +1,4 @@
-//! Images of many partitions, all with the same content: logical ones, behind a DOS partition table.
+//! Images of many logical partitions with the same contents, behind a DOS partition table.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -11,31 +11,31 @@ const SECTOR: u64 = 512;
 const EXTENDED: u64 = (1 << 20) / SECTOR;
 const LINUX: u8 = 0x83;
 const CHAINED: u8 = 0x05;
-/// The content is copied in pieces of this.
+/// The contents are copied in pieces of this size.
 const PIECE_BYTES: usize = 64 << 10;
 
-/// What of an image lies on the disk that holds it.
+/// Which blocks of an image are allocated on the host's disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Blocks {
-    /// What is not zero.
+    /// Only those that are not zero.
     Needed,
-    /// All: whatever is read is read from the disk.
+    /// All of them, so that every read reaches the disk.
     All,
 }
 
-/// How far partitions lie apart.
+/// Distance between partitions.
 pub(super) struct Layout {
-    /// Before each, beginning with its table.
+    /// Sectors before each partition; its table is in the first.
     gap_sectors: u64,
 }
 
 impl Layout {
-    /// As partitioning tools do it.
+    /// The gap that partitioning tools leave.
     pub(super) const OF_VOLUMES: Self = Self { gap_sectors: (1 << 20) / SECTOR };
-    /// For devices that are host memory.
+    /// A small gap, for devices that are host memory.
     pub(super) const CLOSE: Self = Self { gap_sectors: 4096 / SECTOR };
 
-    /// An image with so many partitions that hold `template`, whose length is whole sectors.
+    /// Writes an image with `count` partitions that hold `template`, whose length must be whole sectors.
     pub(super) fn write(&self, image: &Path, count: usize, template: &[u8], blocks: Blocks) -> Result<()> {
         let file = at("create", image, File::create(image))?;
         let (gap, long) = (self.gap_sectors, template.len() as u64 / SECTOR);
@@ -49,7 +49,7 @@ impl Layout {
         for volume in 0..count as u64 {
             let start = EXTENDED + volume * step;
             let is_last = volume + 1 == count as u64;
-            // The second entry leads to the next table, counted from the start of the extended partition.
+            // The second entry points to the next table, counted from the start of the extended partition.
             let next = if is_last { (0, 0, 0) } else { (CHAINED, (volume + 1) * step, step) };
             put(start, &table([(LINUX, gap, long), next]))?;
             for (piece, number) in &pieces {

@@ -1,4 +1,4 @@
-//! Dumps as `hearth status` and the events show them.
+//! Helpers: machines that dump, and their dumps as `hearth status` and the events show them.
 
 use std::path::{Path, PathBuf};
 
@@ -7,17 +7,17 @@ use hearth_recovery::vmcore::linux::{Linux, log};
 use hearth_vmtest::{Result, TestVm, TestVmBuilder, patience};
 use serde_json::Value;
 
-/// Small, so that its memory is soon copied, and dumping.
+/// A machine that dumps its crashes. It is small, so that its dump is short.
 pub fn dumping(name: &str) -> TestVmBuilder {
     TestVm::busybox(name).memory_mib(256).dumps()
 }
 
-/// A dump that takes as long as the test wants: everything that was ever touched, uncompressed, slowly.
+/// A machine whose dumps are slow: every page that was ever touched, uncompressed, with a limited rate.
 pub fn slow(name: &str) -> TestVmBuilder {
     dumping(name).crash_setting("level", 1).crash_setting("compression", "none").crash_setting("mib_per_second", 4)
 }
 
-/// Waits until the dump of an incarnation is complete, and returns what the event says.
+/// Waits until the dump of an incarnation is complete, and returns the event.
 pub fn wait_complete(vm: &TestVm, incarnation: u64) -> Result<Value> {
     wait_event(vm, "dump_complete", incarnation)
 }
@@ -49,18 +49,18 @@ pub fn file_of(event: &Value) -> PathBuf {
     event["file"].as_str().map(PathBuf::from).unwrap_or_default()
 }
 
-/// The last words of the guest, out of a dump alone; none if the dump is not whole.
+/// The guest's panic message, read from the dump file alone. `None` if the dump is incomplete.
 pub fn last_words(file: &Path) -> Option<String> {
     let vmcore = VmcoreFile::open(file).expect("the dump can be read");
     if !vmcore.is_complete() {
         return None;
     }
-    let linux = Linux::find(&vmcore, &vmcore.notes().to_bytes()).expect("a Linux is found in it");
-    let lines = linux.log().expect("it has its kernel log");
+    let linux = Linux::find(&vmcore, &vmcore.notes().to_bytes()).expect("the dump holds a Linux kernel");
+    let lines = linux.log().expect("the kernel log is in the dump");
     log::panic_reason(&lines).map(str::to_owned)
 }
 
-/// Once a dump is over nothing is held for it any more.
+/// Asserts that a finished dump holds no memory any more.
 pub fn assert_nothing_held(vm: &TestVm) -> Result<()> {
     let status = vm.status()?;
     assert_eq!(status["memory"]["held_bytes"], 0, "{status}");

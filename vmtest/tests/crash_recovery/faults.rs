@@ -1,4 +1,4 @@
-//! Faults: whatever goes wrong with a dump, the next guest serves, and nothing that is not in the file is lost.
+//! Faults: whatever goes wrong with a dump, the next guest serves, and memory is kept until it is in the file.
 
 use hearth_vmtest::{Disk, Drives, Result, TestVm};
 use rustix::process::{Signal, kill_process};
@@ -10,9 +10,9 @@ use crate::small_folder;
 
 const REASON: Option<&str> = Some("sysrq triggered crash");
 
-/// The disk is full: at first there is not even room for the headers, then in the middle of the pages.
+/// The disk is full: at first there is no space even for the headers, then in the middle of the pages.
 #[test]
-fn a_full_disk_stops_the_dump_and_not_the_recovery() -> Result<()> {
+fn full_disk_stops_the_dump_not_the_recovery() -> Result<()> {
     let Some((vm, folder)) = small_folder::boot(dumping("full"), "full", "64K")? else { return Ok(()) };
     vm.panic()?;
     vm.wait_incarnation(2)?;
@@ -33,7 +33,7 @@ fn a_full_disk_stops_the_dump_and_not_the_recovery() -> Result<()> {
     assert_nothing_held(&vm)
 }
 
-/// An event of this kind, once it has come so often.
+/// Accepts an event of this kind once `count` of them have come.
 fn count_of(kind: &'static str, count: usize) -> impl Fn(&Value) -> bool {
     let seen = std::cell::Cell::new(std::collections::BTreeSet::new());
     move |event| {
@@ -48,7 +48,7 @@ fn count_of(kind: &'static str, count: usize) -> impl Fn(&Value) -> bool {
 }
 
 #[test]
-fn a_dump_that_is_given_up_leaves_what_it_has_and_its_memory() -> Result<()> {
+fn discarded_dump_leaves_partial_file_and_frees_memory() -> Result<()> {
     let Some((vm, folder)) = small_folder::boot(dumping("given-up"), "given-up", "3M")? else { return Ok(()) };
     vm.panic()?;
     vm.wait_incarnation(2)?;
@@ -64,10 +64,10 @@ fn a_dump_that_is_given_up_leaves_what_it_has_and_its_memory() -> Result<()> {
     vm.sh("true").map(drop)
 }
 
-/// Kills the keeper when the dump has come so far; the next keeper carries guest and dump on.
-fn survives_the_keeper(vm: &TestVm, moment: impl Fn(&Value) -> bool) -> Result<()> {
+/// Kills the keeper at the given event, and asserts that the next keeper continues guest and dump.
+fn dump_survives_keeper_killed_at(vm: &TestVm, moment: impl Fn(&Value) -> bool) -> Result<()> {
     vm.panic()?;
-    vm.wait_event("the moment", moment)?;
+    vm.wait_event("the event to kill the keeper at", moment)?;
     vm.kill_keeper()?;
     vm.restart_keeper()?;
     assert_eq!(last_words(&file_of(&wait_complete(vm, 1)?)).as_deref(), REASON);
@@ -76,10 +76,10 @@ fn survives_the_keeper(vm: &TestVm, moment: impl Fn(&Value) -> bool) -> Result<(
 }
 
 #[test]
-fn a_keeper_killed_in_the_middle_of_a_dump_is_carried_on() -> Result<()> {
+fn dump_continues_after_keeper_is_killed() -> Result<()> {
     let vm = slow("killed-writing").boot()?;
     vm.panic()?;
-    vm.wait_event("the next life", |event| event["kind"] == "incarnation_started" && event["incarnation"] == 2)?;
+    vm.wait_event("the next incarnation", |event| event["kind"] == "incarnation_started" && event["incarnation"] == 2)?;
     let progress = vm.wait_event("some of the dump", |event| {
         event["kind"] == "dump_progress" && event["percent"].as_f64() > Some(5.0)
     })?;
@@ -87,7 +87,7 @@ fn a_keeper_killed_in_the_middle_of_a_dump_is_carried_on() -> Result<()> {
     vm.kill_keeper()?;
     vm.restart_keeper()?;
     vm.wait_event("the new keeper", |event| event["kind"] == "keeper_took_over")?;
-    assert_ne!(dump::status(&vm, 1)?["state"], "complete", "nothing was left to be carried on");
+    assert_ne!(dump::status(&vm, 1)?["state"], "complete", "the dump was complete before the keeper died");
     vm.wait_incarnation(2)?;
     let complete = wait_complete(&vm, 1)?;
     assert_eq!(last_words(&file_of(&complete)).as_deref(), REASON);
@@ -96,25 +96,25 @@ fn a_keeper_killed_in_the_middle_of_a_dump_is_carried_on() -> Result<()> {
 }
 
 #[test]
-fn a_keeper_killed_as_soon_as_it_has_the_registers_dumps_all_the_same() -> Result<()> {
-    survives_the_keeper(&slow("killed-harvest").boot()?, |event| event["kind"] == "registers_taken")
+fn dump_survives_keeper_killed_after_registers() -> Result<()> {
+    dump_survives_keeper_killed_at(&slow("killed-harvest").boot()?, |event| event["kind"] == "registers_taken")
 }
 
 #[test]
-fn a_keeper_killed_as_soon_as_qemu_has_ended_dumps_all_the_same() -> Result<()> {
-    survives_the_keeper(&slow("killed-ended").boot()?, |event| event["kind"] == "qemu_exited")
+fn dump_survives_keeper_killed_after_qemu_exit() -> Result<()> {
+    dump_survives_keeper_killed_at(&slow("killed-ended").boot()?, |event| event["kind"] == "qemu_exited")
 }
 
 #[test]
-fn a_keeper_killed_while_the_next_guest_starts_dumps_all_the_same() -> Result<()> {
-    survives_the_keeper(&slow("killed-launch").boot()?, |event| {
+fn dump_survives_keeper_killed_at_next_start() -> Result<()> {
+    dump_survives_keeper_killed_at(&slow("killed-launch").boot()?, |event| {
         event["kind"] == "dump_started" || event["kind"] == "qemu_started" && event["generation"] == 2
     })
 }
 
-/// All is in the file but its name, which is taken; the keeper dies at that point.
+/// The dump is written except for its name, which another file has; the keeper dies at that point.
 #[test]
-fn a_keeper_killed_while_the_dump_gets_its_name_is_carried_on() -> Result<()> {
+fn dump_survives_keeper_killed_before_rename() -> Result<()> {
     let vm = slow("killed-finish").boot()?;
     vm.panic()?;
     let file = file_of(&wait_event(&vm, "dump_progress", 1)?);
@@ -123,7 +123,7 @@ fn a_keeper_killed_while_the_dump_gets_its_name_is_carried_on() -> Result<()> {
     assert!(waits["why"].to_string().contains("cannot be renamed"), "{waits}");
     assert_nothing_held(&vm)?;
     vm.kill_keeper()?;
-    std::fs::remove_file(&file).expect("it was left alone");
+    std::fs::remove_file(&file).expect("the dump has not replaced this file");
     vm.restart_keeper()?;
     assert_eq!(file_of(&wait_complete(&vm, 1)?), file);
     assert_eq!(last_words(&file).as_deref(), REASON);
@@ -131,9 +131,9 @@ fn a_keeper_killed_while_the_dump_gets_its_name_is_carried_on() -> Result<()> {
     assert_nothing_held(&vm)
 }
 
-/// Keeper and QEMU die together in the middle of a dump: nothing guards the disks, but the dump needs no guard.
+/// Keeper and QEMU die together in the middle of a dump. Then nothing guards the disks, but a dump needs no guard.
 #[test]
-fn a_dump_outlives_both_keeper_and_qemu() -> Result<()> {
+fn dump_survives_death_of_keeper_and_qemu() -> Result<()> {
     let vm = slow("both").boot()?;
     vm.panic()?;
     vm.wait_event("some of the dump", |event| event["kind"] == "dump_progress")?;
@@ -143,16 +143,16 @@ fn a_dump_outlives_both_keeper_and_qemu() -> Result<()> {
     vm.restart_keeper()?;
     vm.wait_incarnation(3)?;
     assert_eq!(last_words(&file_of(&wait_complete(&vm, 1)?)).as_deref(), REASON);
-    assert_eq!(vm.status()?["ember"]["pages_kept"], 0, "an ember would not be trusted");
+    assert_eq!(vm.status()?["ember"]["pages_kept"], 0, "memory of unguarded disks must not be used");
     assert_nothing_held(&vm)
 }
 
-/// The second guest crashes while the first one's dump is written: both are dumped, one after the other.
+/// The second guest crashes during the first one's dump. Both are dumped, one after the other.
 #[test]
-fn a_second_crash_during_the_dump_is_dumped_too() -> Result<()> {
+fn second_crash_during_a_dump_is_dumped() -> Result<()> {
     let vm = slow("twice").boot()?;
     vm.panic()?;
-    vm.wait_event("the next life", |event| event["kind"] == "incarnation_started" && event["incarnation"] == 2)?;
+    vm.wait_event("the next incarnation", |event| event["kind"] == "incarnation_started" && event["incarnation"] == 2)?;
     vm.kill_qemu()?;
     vm.wait_incarnation(3)?;
     let first = wait_complete(&vm, 1)?;
@@ -166,9 +166,9 @@ fn a_second_crash_during_the_dump_is_dumped_too() -> Result<()> {
     assert_nothing_held(&vm)
 }
 
-/// With too little memory for two dead guests and a living one the second crash is recovered from without a dump.
+/// With too little memory for two dead guests and a living one, the second crash is recovered from without a dump.
 #[test]
-fn a_second_crash_without_room_is_recovered_from_and_says_so() -> Result<()> {
+fn second_crash_without_memory_skips_its_dump() -> Result<()> {
     let builder = dumping("no-room").crash_setting("level", 1).crash_setting("headroom", "20%");
     let Some((vm, folder)) = small_folder::boot(builder, "no-room", "8M")? else { return Ok(()) };
     vm.panic()?;
@@ -176,7 +176,7 @@ fn a_second_crash_without_room_is_recovered_from_and_says_so() -> Result<()> {
     vm.wait_incarnation(2)?;
     fill_until_it_waits(&vm)?;
     vm.kill_qemu()?;
-    let skipped = vm.wait_event("word of it", |event| event["kind"] == "dump_skipped")?;
+    let skipped = vm.wait_event("a skipped dump", |event| event["kind"] == "dump_skipped")?;
     assert!(skipped["why"].to_string().contains("an earlier dump is still being written"), "{skipped}");
     vm.wait_incarnation(3)?;
     folder.grow("512M");
@@ -186,9 +186,9 @@ fn a_second_crash_without_room_is_recovered_from_and_says_so() -> Result<()> {
     Ok(())
 }
 
-/// The machine waits before its next start, and its dump does not.
+/// The machine waits before its next start, but its dump starts at once.
 #[test]
-fn the_crash_that_closes_a_crash_loop_is_dumped_too() -> Result<()> {
+fn crash_that_starts_a_crash_loop_is_dumped() -> Result<()> {
     let builder = dumping("looped").crash_setting("loop_count", 2).crash_setting("loop_window_s", 86_400);
     let builder = builder.crash_setting("loop_delay_s", 3600).crash_setting("loop_delay_max_s", 86_400);
     let vm = builder.disk(Disk::empty(8)).boot()?;
@@ -210,7 +210,7 @@ fn the_crash_that_closes_a_crash_loop_is_dumped_too() -> Result<()> {
 }
 
 #[test]
-fn a_machine_that_is_stopped_ends_after_its_dump() -> Result<()> {
+fn stopped_machine_ends_after_its_dump() -> Result<()> {
     let vm = slow("stopped").boot()?;
     vm.panic()?;
     vm.wait_incarnation(2)?;

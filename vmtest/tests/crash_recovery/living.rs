@@ -1,4 +1,4 @@
-//! Dumps of guests that live on, and of one that is held still to be looked at.
+//! Dumps of guests that continue, and of one that stays paused after its dump.
 
 use hearth_recovery::vmcore::VmcoreFile;
 use hearth_vmtest::{Drives, Result, TestVm};
@@ -10,7 +10,7 @@ fn living(name: &str) -> Result<TestVm> {
 }
 
 #[test]
-fn a_living_guest_is_dumped_and_lives_on() -> Result<()> {
+fn living_guest_continues_after_its_dump() -> Result<()> {
     let vm = living("living")?;
     let nonce = vm.nonce()?;
     let file = vm.folder().join("x.vmcore");
@@ -28,7 +28,7 @@ fn a_living_guest_is_dumped_and_lives_on() -> Result<()> {
 }
 
 #[test]
-fn a_guest_that_was_paused_for_its_dump_goes_on() -> Result<()> {
+fn guest_paused_for_its_dump_continues() -> Result<()> {
     let vm = living("paused")?;
     vm.cli(&["dump", vm.name(), "--pause", "--format", "elf"])?;
     vm.sh("true")?;
@@ -36,38 +36,39 @@ fn a_guest_that_was_paused_for_its_dump_goes_on() -> Result<()> {
     Ok(())
 }
 
-/// A dump that lasts, of a guest that stands still for it.
+/// Starts a long dump for which the guest is paused.
 fn begin_held_dump(vm: &TestVm) -> Result<()> {
     vm.cli(&["dump", vm.name(), "--pause", "--level", "0", "--no-wait"])?;
-    vm.wait_status("the guest held", |status| status["state"] == "paused").map(drop)
+    vm.wait_status("the guest paused for the dump", |status| status["state"] == "paused").map(drop)
 }
 
-fn wait_let_go(vm: &TestVm) -> Result<()> {
+fn wait_continued(vm: &TestVm) -> Result<()> {
     vm.wait_event("the dump's end", |event| event["kind"] == "dump_incomplete")?;
-    vm.wait_status("the guest let go", |status| status["state"] == "running").map(drop)
+    vm.wait_status("the guest continued", |status| status["state"] == "running").map(drop)
 }
 
-/// Whatever would let the guest go on while it is dumped is refused; a keeper that dies lets it go on, and so does an order that
-/// wants something else of it.
+/// Requests that would continue the guest during its dump are refused. A keeper's death continues it, and so do a discarded dump
+/// and a
+/// forced reboot.
 #[test]
-fn guest_held_for_its_dump_is_never_forgotten() -> Result<()> {
+fn guest_paused_for_its_dump_always_continues() -> Result<()> {
     let vm = TestVm::busybox("held").memory_mib(256).crash_setting("mib_per_second", 1).boot()?;
     vm.sh("probe fill /tmp/memory 33554432 1")?;
     let nonce = vm.nonce()?;
     begin_held_dump(&vm)?;
     let snapshot = vm.folder().join("snapshot").display().to_string();
-    for order in [vec!["rejuvenate", vm.name()], vec!["save", vm.name(), "-o", &snapshot]] {
-        let said = vm.cli_output(&order)?;
+    for request in [vec!["rejuvenate", vm.name()], vec!["save", vm.name(), "-o", &snapshot]] {
+        let said = vm.cli_output(&request)?;
         assert!(said.status == 1 && said.text().contains("the machine is paused"), "{}", said.text());
     }
-    assert_eq!(vm.status()?["state"], "paused", "a refused order does not let it go on");
+    assert_eq!(vm.status()?["state"], "paused", "a refused request does not continue the guest");
     vm.kill_keeper()?;
     vm.restart_keeper()?;
-    wait_let_go(&vm)?;
+    wait_continued(&vm)?;
     assert_eq!(vm.nonce()?, nonce, "it is the same guest");
     begin_held_dump(&vm)?;
     vm.cli(&["dump", vm.name(), "--discard"])?;
-    vm.wait_status("the guest let go", |status| status["state"] == "running")?;
+    vm.wait_status("the guest continued", |status| status["state"] == "running")?;
     assert_eq!(vm.nonce()?, nonce);
     begin_held_dump(&vm)?;
     vm.reboot_forced()?;
@@ -75,7 +76,7 @@ fn guest_held_for_its_dump_is_never_forgotten() -> Result<()> {
 }
 
 #[test]
-fn a_crash_may_be_dumped_and_left_to_be_looked_at() -> Result<()> {
+fn on_panic_dump_leaves_the_guest_paused() -> Result<()> {
     let vm = dumping("looked-at").setting("on_panic", "dump").boot()?;
     vm.panic()?;
     let complete = wait_complete(&vm, 1)?;

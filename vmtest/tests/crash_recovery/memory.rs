@@ -1,5 +1,6 @@
-//! Memory: the next guest wants all of its RAM, and the dead one's is not in the file yet: the dump's disk is full. So it
-//! waits, within the budget, until the dump goes on.
+//! Memory: the next guest wants all of its RAM while the dead one's is not yet in the dump, because the dump's disk is full. The
+//! guest
+//! waits within the budget until the dump continues.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Instant;
@@ -13,18 +14,19 @@ use crate::dump::{assert_nothing_held, dumping, wait_complete};
 use crate::small_folder;
 
 const RAM_MIB: u64 = 256;
-/// What `budget_slack` is if nobody says otherwise.
+/// Default of `budget_slack`.
 const SLACK_PERCENT: u64 = 3;
 const HEADROOM_PERCENT: u64 = 20;
-/// What a guest can fill of its RAM, with all that it has touched before. The dead one left 100 MiB or so, more than is
-/// then to spare, and less than would keep the next one from booting.
+/// Memory that a guest can fill beside what it touched during its boot. The dead guest left about 100 MiB: more than the spare
+/// memory
+/// then, but not so much that the next guest could not boot.
 const FILL_MIB: u64 = 140;
 
 fn admission(vm: &TestVm) -> Result<Value> {
     Ok(vm.status()?["memory"]["admission"].clone())
 }
 
-/// The guest fills its memory, and then looks at it, with a command that goes on.
+/// Makes the guest fill and verify memory. Returns once it waits for memory; its command continues.
 pub fn fill_until_it_waits(vm: &TestVm) -> Result<u64> {
     let fill = format!("probe fill /m/f {} 7 && probe verify /m/f 7", FILL_MIB << 20);
     let id = vm.guest().start(&format!("mkdir /m && mount -t tmpfs -o size=100% m /m && {fill}"))?;
@@ -38,14 +40,14 @@ pub fn fill_until_it_waits(vm: &TestVm) -> Result<u64> {
     }
 }
 
-/// Memory that a dump of level 1 keeps, and that no method compresses.
+/// Fills memory that a dump of level 1 keeps and no method compresses.
 fn make_noise(vm: &TestVm, mib: u64) -> Result<()> {
     let noise = format!("dd if=/dev/urandom of=/noise/a bs=1M count={mib}");
     vm.sh(&format!("mkdir -p /noise && mount -t tmpfs -o size=95% t /noise && {noise}")).map(drop)
 }
 
 #[test]
-fn a_guest_that_fills_its_memory_during_a_dump_uses_the_headroom_and_then_waits() -> Result<()> {
+fn guest_uses_headroom_during_a_dump_then_waits() -> Result<()> {
     let builder =
         dumping("headroom").crash_setting("level", 1).crash_setting("headroom", format!("{HEADROOM_PERCENT}%"));
     let Some((vm, folder)) = small_folder::boot(builder, "headroom", "8M")? else { return Ok(()) };
@@ -71,12 +73,12 @@ fn a_guest_that_fills_its_memory_during_a_dump_uses_the_headroom_and_then_waits(
     Ok(())
 }
 
-/// `HEARTH_BIN=... cargo test -p hearth-vmtest --test crash_recovery -- --ignored --nocapture measures`: how long a guest waits
-/// for memory that a dump holds, on a host whose processors are all busy, and when what it wants is read from a disk that
-/// the dump is written to.
+/// `HEARTH_BIN=... cargo test -p hearth-vmtest --test crash_recovery -- --ignored --nocapture measures`: the time that a guest
+/// waits for
+/// memory that a dump holds, on a host with all processors busy, and when it reads from the disk that the dump is written to.
 #[test]
 #[ignore = "a measurement"]
-fn measures_how_long_a_guest_waits_for_a_dump() -> Result<()> {
+fn measures_a_guests_wait_for_a_dump() -> Result<()> {
     const MIB: u64 = 300;
     let fill = format!("mkdir /m && mount -t tmpfs -o size=100% m /m && probe fill /m/f {} 7", MIB << 20);
     let read = "mount -t ext4 -o ro,noload /dev/vda /mnt && probe verify /mnt/big 5".to_owned();

@@ -1,15 +1,15 @@
-//! A dump folder that can be full, and be made larger.
+//! A dump folder of limited size that can grow.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use hearth_vmtest::{Disk, Result, TestVm, TestVmBuilder};
 
-/// A file system of its own; it is gone with the test.
+/// A tmpfs. Dropping it unmounts it.
 pub struct SmallFolder(PathBuf);
 
 impl SmallFolder {
-    /// None where the test may not mount.
+    /// Mounts it, or returns `None` without permission.
     fn mount(path: PathBuf, size: &str) -> Option<Self> {
         std::fs::create_dir_all(&path).expect("the folder is the test's");
         let mounted = run("mount", &["-t", "tmpfs", "-o", &format!("size={size}"), "tmpfs"], &path);
@@ -35,7 +35,7 @@ fn run(program: &str, arguments: &[&str], path: &Path) -> bool {
     Command::new(program).args(arguments).arg(path).status().is_ok_and(|status| status.success())
 }
 
-/// A machine whose dumps meet the end of their disk after so much.
+/// Boots a machine whose dump folder has this size.
 pub fn boot(builder: TestVmBuilder, name: &str, size: &str) -> Result<Option<(TestVm, SmallFolder)>> {
     let path = std::env::temp_dir().join(format!("hearth-full-{name}-{}", std::process::id()));
     let Some(folder) = SmallFolder::mount(path, size) else {

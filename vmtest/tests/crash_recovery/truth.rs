@@ -1,4 +1,4 @@
-//! Truth: what a dump holds is what the dead guest's memory held.
+//! Truth: a dump's pages equal the dead guest's memory.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -15,12 +15,13 @@ const PAGES_COMPARED: usize = 1000;
 /// With 256 MiB guest-physical addresses are offsets in the file.
 const RAM_PAGES: u64 = (256 << 20) / PAGE as u64;
 
-/// The guest panics while its keeper is frozen, and so cannot look: its QEMU holds it still, and its memory can be copied.
+/// Makes the guest panic while its keeper is frozen and so does not react. QEMU keeps the guest stopped, and its memory is
+/// copied.
 fn crash_and_copy_memory(vm: &TestVm, qmp: &Qmp) -> Result<PathBuf> {
     vm.freeze_keeper()?;
     qmp.execute("inject-nmi", json!({}))?;
     qmp.wait_event("GUEST_PANICKED", patience(20))?;
-    // Its processors have stopped.
+    // The guest's processors have stopped.
     qmp.wait_event("STOP", patience(20))?;
     let copy = vm.folder().join("dead-ram");
     fs::copy(vm.ram_file(1), &copy).expect("the test's folder has space");
@@ -28,7 +29,7 @@ fn crash_and_copy_memory(vm: &TestVm, qmp: &Qmp) -> Result<PathBuf> {
     Ok(copy)
 }
 
-/// Page frames all over the memory, the same in every run.
+/// Page frames spread over the memory, the same in every run.
 fn scattered(count: usize) -> impl Iterator<Item = u64> {
     let mut state = 88_172_645_463_325_252_u64;
     std::iter::repeat_with(move || {
@@ -40,7 +41,7 @@ fn scattered(count: usize) -> impl Iterator<Item = u64> {
     .take(count)
 }
 
-/// How many pages were compared; all were equal.
+/// Compares pages of dump and memory, which must be equal. Returns the number of pages compared.
 fn compare(vmcore: &Path, memory: &Path) -> usize {
     let vmcore = VmcoreFile::open(vmcore).expect("the dump can be read");
     let memory = File::open(memory).expect("the copy is there");
@@ -68,7 +69,7 @@ fn dump_holds_the_dead_memory(name: &str, level: i64, format: &str) -> Result<()
     let vm = builder.setting("extra_qemu_args", monitor.to_vec()).boot()?;
     let qmp = Qmp::connect(&socket)?;
     vm.sh("echo 1 >/proc/sys/kernel/unknown_nmi_panic; dd if=/dev/urandom of=/tmp/noise bs=1M count=40")?;
-    // A frozen keeper reads no console: after some 300 characters the kernel would wait 10 ms for each.
+    // A frozen keeper reads no console: after about 300 characters the kernel would wait 10 ms for each.
     vm.sh("echo N >/sys/class/tty/ttyS0/console")?;
     let memory = crash_and_copy_memory(&vm, &qmp)?;
     vm.wait_incarnation(2)?;
@@ -78,16 +79,16 @@ fn dump_holds_the_dead_memory(name: &str, level: i64, format: &str) -> Result<()
 }
 
 #[test]
-fn pages_that_are_kept_are_the_dead_guests() -> Result<()> {
+fn dumped_pages_equal_the_dead_memory() -> Result<()> {
     dump_holds_the_dead_memory("kept", 31, "kdump")
 }
 
 #[test]
-fn all_pages_are_the_dead_guests() -> Result<()> {
+fn all_dumped_pages_equal_the_dead_memory() -> Result<()> {
     dump_holds_the_dead_memory("all", 1, "kdump")
 }
 
 #[test]
-fn all_pages_of_an_elf_dump_are_the_dead_guests() -> Result<()> {
+fn all_elf_pages_equal_the_dead_memory() -> Result<()> {
     dump_holds_the_dead_memory("all-elf", 0, "elf")
 }

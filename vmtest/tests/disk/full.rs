@@ -1,4 +1,4 @@
-//! A file system of the host that is full: the guest waits for space and sees no error.
+//! A full file system of the host: the guest waits for space and sees no error.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,21 +8,21 @@ use hearth_vmtest::{Disk, Drives, Result, TestVm};
 
 use super::MIB;
 
-/// A tmpfs of a test's own; unmounted with it.
+/// A small tmpfs. Dropping it unmounts it.
 struct Small(tempfile::TempDir);
 
 impl Small {
-    /// None where the test may not mount.
+    /// Mounts it, or returns `None` without permission.
     fn mount(mib: u64) -> Option<Self> {
         let small = Self(tempfile::tempdir().expect("a folder"));
-        small.mounts(&["-t", "tmpfs", "-o", &format!("size={mib}m"), "tmpfs"]).then_some(small)
+        small.run_mount(&["-t", "tmpfs", "-o", &format!("size={mib}m"), "tmpfs"]).then_some(small)
     }
 
     fn grow(&self, mib: u64) {
-        assert!(self.mounts(&["-o", &format!("remount,size={mib}m")]));
+        assert!(self.run_mount(&["-o", &format!("remount,size={mib}m")]));
     }
 
-    fn mounts(&self, arguments: &[&str]) -> bool {
+    fn run_mount(&self, arguments: &[&str]) -> bool {
         Command::new("mount").args(arguments).arg(self.0.path()).status().is_ok_and(|status| status.success())
     }
 
@@ -43,11 +43,11 @@ impl Drop for Small {
     }
 }
 
-/// Fills the disk, and does not wait for that.
+/// Command that fills the disk in the background.
 const FILL: &str = "(yes hearth | dd of=/dev/vda bs=64k count=256 iflag=fullblock oflag=direct) >/dev/null 2>&1 &";
 
 #[test]
-fn a_full_file_system_makes_the_guest_wait() -> Result<()> {
+fn full_file_system_makes_the_guest_wait() -> Result<()> {
     let Some(small) = Small::mount(8) else {
         eprintln!("skipped: only root can mount a small file system");
         return Ok(());
@@ -56,29 +56,29 @@ fn a_full_file_system_makes_the_guest_wait() -> Result<()> {
     let vm = TestVm::busybox("full").disk(Disk::in_place(&image).setting("name", "data")).boot()?;
     let write = vm.guest().start("yes hearth | dd of=/dev/vda bs=64k count=256 iflag=fullblock oflag=direct")?;
     let is_full = |event: &serde_json::Value| event["kind"] == "disk_full" && event["disk"] == "data";
-    let full = vm.wait_event("the disk is full", is_full)?;
+    let full = vm.wait_event("a full disk", is_full)?;
     assert_eq!(full["folder"].as_str(), small.path().to_str());
     assert_ne!(vm.status()?["disks"][0]["waiting_for_space"], 0);
     let refused = vm.cli_output(&["save", "full", "-o", "/nowhere"])?.text();
     assert!(refused.contains("cannot save: requests to disk data are waiting for space in"), "{refused}");
 
-    // The request that waits is the next keeper's.
+    // The next keeper inherits the waiting request.
     let since = full["sequence"].as_u64();
     vm.kill_keeper()?;
     vm.restart_keeper()?;
-    vm.wait_event("it is full for the next keeper", |event| is_full(event) && event["sequence"].as_u64() > since)?;
+    vm.wait_event("a full disk under the next keeper", |event| is_full(event) && event["sequence"].as_u64() > since)?;
 
     small.grow(64);
-    vm.wait_event("there is space", |event| event["kind"] == "disk_space_again" && event["disk"] == "data")?;
+    vm.wait_event("space again", |event| event["kind"] == "disk_space_again" && event["disk"] == "data")?;
     let written = std::iter::repeat_with(|| vm.guest().take_answer(write)).take(120).flatten().next();
-    assert_eq!(written.expect("the guest goes on").status, 0);
+    assert_eq!(written.expect("the guest's command ends").status, 0);
     vm.has_no_disk_errors()?;
     assert_eq!(vm.sh("yes hearth | head -c 16777216 | cmp -n 16777216 - /dev/vda && echo same")?, "same\n");
     Ok(())
 }
 
 #[test]
-fn a_machine_whose_disk_is_full_can_be_stopped() -> Result<()> {
+fn machine_with_full_disk_can_be_stopped() -> Result<()> {
     let Some(small) = Small::mount(4) else {
         eprintln!("skipped: only root can mount a small file system");
         return Ok(());
@@ -86,12 +86,12 @@ fn a_machine_whose_disk_is_full_can_be_stopped() -> Result<()> {
     let image = small.image(32 * MIB as u64);
     let vm = TestVm::busybox("filled").disk(Disk::in_place(&image)).boot()?;
     vm.sh(FILL)?;
-    vm.wait_event_within("the disk is full", Duration::from_secs(120), |event| event["kind"] == "disk_full")?;
-    // QEMU stops the queues of a guest that has panicked, and not those of one whose power is cut.
+    vm.wait_event_within("a full disk", Duration::from_secs(120), |event| event["kind"] == "disk_full")?;
+    // QEMU stops the queues of a panicked guest, but not of one whose power is cut.
     vm.panic()?;
     vm.wait_incarnation(2)?;
     vm.sh(FILL)?;
-    vm.wait_event_within("it is full again", Duration::from_secs(120), |event| {
+    vm.wait_event_within("a full disk again", Duration::from_secs(120), |event| {
         event["kind"] == "disk_full" && event["incarnation"] == 2
     })?;
     assert_eq!(vm.stop_at_once()?.code(), Some(0));

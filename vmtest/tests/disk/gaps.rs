@@ -1,5 +1,6 @@
-//! Gaps: times in which nobody guards a machine's images. Whatever a stranger does to one of them meanwhile, the next guest reads
-//! what the image holds, and what memory holds of the others is as good as before.
+//! Gaps: times in which no keeper guards a machine's images. Another program changes one of them then; the next guest reads what
+//! that
+//! image holds, and memory of the other images stays valid.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,32 +15,33 @@ use toml::Table;
 
 use super::{MIB, count, fill, tool};
 
-/// What a stranger does to the image of a disk.
+/// A change to a disk's image from outside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Deed {
+enum Change {
     Nothing,
     Edit,
-    /// Another file takes its name.
+    /// Another file takes the image's name.
     Exchange,
     Grow,
     EditBase,
     EditDevice,
 }
 
-/// A disk for each deed, by its place.
-const DEEDS: [Deed; 6] = [Deed::Nothing, Deed::Edit, Deed::Exchange, Deed::Grow, Deed::EditBase, Deed::EditDevice];
+/// The change to each disk, by its position.
+const CHANGES: [Change; 6] =
+    [Change::Nothing, Change::Edit, Change::Exchange, Change::Grow, Change::EditBase, Change::EditDevice];
 
-/// Images of which a stranger gets hold.
+/// Images that the test changes from outside.
 struct Images {
     home: tempfile::TempDir,
-    /// None: this host has no loop devices for us.
+    /// `None` without permission to make a loop device.
     device: Option<LoopDevice>,
 }
 
 impl Images {
     fn make() -> Self {
         let home = tempfile::tempdir_in("/var/tmp").expect("a folder");
-        for place in 0..DEEDS.len() {
+        for place in 0..CHANGES.len() {
             fill(&home.path().join(format!("{place}.img")), MIB, place as u64);
         }
         let (base, overlay) = (home.path().join("4.img"), home.path().join("4.qcow2"));
@@ -53,15 +55,15 @@ impl Images {
         self.home.path().join(format!("{place}.img"))
     }
 
-    /// Which of the disks there are.
+    /// Positions of the disks that exist.
     fn places(&self) -> std::ops::Range<usize> {
         0..if self.device.is_some() { 6 } else { 5 }
     }
 
     fn disk(&self, place: usize) -> Disk {
-        match (DEEDS[place], &self.device) {
-            (Deed::EditBase, _) => Disk::in_place(&self.home.path().join("4.qcow2")).setting("format", "qcow2"),
-            (Deed::EditDevice, Some(device)) => Disk::in_place(device.path()),
+        match (CHANGES[place], &self.device) {
+            (Change::EditBase, _) => Disk::in_place(&self.home.path().join("4.qcow2")).setting("format", "qcow2"),
+            (Change::EditDevice, Some(device)) => Disk::in_place(device.path()),
             _ => Disk::in_place(&self.file(place)),
         }
     }
@@ -70,19 +72,19 @@ impl Images {
         self.places().map(|place| self.disk(place)).fold(builder, TestVmBuilder::disk)
     }
 
-    fn strike(&self, place: usize) {
+    fn change(&self, place: usize) {
         let file = self.file(place);
-        match (DEEDS[place], &self.device) {
-            (Deed::Nothing, _) => {}
-            (Deed::Edit | Deed::EditBase, _) => edit(&file),
-            (Deed::EditDevice, Some(device)) => edit(device.path()),
-            (Deed::EditDevice, None) => {}
-            (Deed::Exchange, _) => {
+        match (CHANGES[place], &self.device) {
+            (Change::Nothing, _) => {}
+            (Change::Edit | Change::EditBase, _) => edit(&file),
+            (Change::EditDevice, Some(device)) => edit(device.path()),
+            (Change::EditDevice, None) => {}
+            (Change::Exchange, _) => {
                 let other = self.home.path().join("other.img");
                 fill(&other, MIB, 99);
                 fs::rename(&other, &file).expect("our own image");
             }
-            (Deed::Grow, _) => {
+            (Change::Grow, _) => {
                 edit(&file);
                 let grown = fs::File::options().write(true).open(&file).expect("our own image");
                 grown.set_len(2 * MIB as u64).expect("our own image");
@@ -90,10 +92,10 @@ impl Images {
         }
     }
 
-    /// What the image holds now, as a sum of its first MiB.
+    /// Checksum of the image's first MiB.
     fn sum(&self, place: usize) -> String {
-        let path = match (DEEDS[place], &self.device) {
-            (Deed::EditDevice, Some(device)) => device.path().to_owned(),
+        let path = match (CHANGES[place], &self.device) {
+            (Change::EditDevice, Some(device)) => device.path().to_owned(),
             _ => self.file(place),
         };
         sum_with(&format!("dd if={} bs=64k count=16 2>/dev/null | md5sum", path.display()))
@@ -115,7 +117,9 @@ fn first_word(text: &str) -> String {
     text.split_whitespace().next().unwrap_or_default().to_owned()
 }
 
-/// Reads each disk as the guest has it, which keeps what it has read: it drops that when nobody has the device open any more.
+/// Checksums of the disks as the guest reads them. A process keeps each device open, since the guest drops its cache of a device
+/// that
+/// nobody has open.
 fn guest_sums(vm: &TestVm, images: &Images) -> Result<Vec<String>> {
     let read = |place: usize| {
         let letter = char::from(b'a' + place as u8);
@@ -126,17 +130,18 @@ fn guest_sums(vm: &TestVm, images: &Images) -> Result<Vec<String>> {
     images.places().map(read).collect()
 }
 
-/// The next guest reads what the images hold. Each deed was done to its own disk, and costs what was held of that one alone.
-fn check(vm: &TestVm, images: &Images, deeds: &[Deed]) -> Result<()> {
+/// Asserts that the guest reads what the images hold, and that exactly the disks with these changes lost their memory.
+fn check(vm: &TestVm, images: &Images, changes: &[Change]) -> Result<()> {
     let sums = guest_sums(vm, images)?;
     for place in images.places() {
-        assert_eq!(sums[place], images.sum(place), "{:?} of disk {place}: {:#?}", DEEDS[place], vm.events());
+        assert_eq!(sums[place], images.sum(place), "{:?} of disk {place}: {:#?}", CHANGES[place], vm.events());
     }
     let warm_bytes = count(vm, 0, "read_warm_bytes")?;
-    assert!(warm_bytes >= MIB as u64 * 9 / 10, "the disk that nobody touched is read from memory: {warm_bytes}");
+    assert!(warm_bytes >= MIB as u64 * 9 / 10, "the unchanged disk must be read from memory: {warm_bytes}");
     let forgotten: BTreeSet<String> = forgotten(vm).into_iter().map(|event| text(&event["disk"])).collect();
-    let struck = images.places().filter(|place| DEEDS[*place] != Deed::Nothing && deeds.contains(&DEEDS[*place]));
-    assert_eq!(forgotten, struck.map(|place| format!("disk{place}")).collect(), "{:#?}", vm.events());
+    let changed =
+        images.places().filter(|place| CHANGES[*place] != Change::Nothing && changes.contains(&CHANGES[*place]));
+    assert_eq!(forgotten, changed.map(|place| format!("disk{place}")).collect(), "{:#?}", vm.events());
     Ok(())
 }
 
@@ -155,61 +160,61 @@ fn machine(name: &str) -> TestVmBuilder {
         .fold(builder, |builder, (key, value)| builder.crash_setting(key, value))
 }
 
-/// What outlives keeper and QEMU together.
+/// Adds a boot set, which survives keeper and QEMU together.
 fn with_boot_set(builder: TestVmBuilder) -> TestVmBuilder {
     let remount = [("limit", "32MiB"), ("ready_after", "1d")].map(|(key, value)| (key.to_owned(), value.into()));
     builder.setting("remount", Table::from_iter(remount))
 }
 
 #[test]
-fn images_changed_in_a_crash_loop_are_read_anew() -> Result<()> {
+fn images_changed_in_a_crash_loop_are_reread() -> Result<()> {
     let images = Images::make();
     let vm = images.attach(machine("gap-loop")).boot()?;
     vm.kill_qemu()?;
     vm.wait_incarnation(2)?;
     guest_sums(&vm, &images)?;
     vm.kill_qemu()?;
-    vm.wait_event("it waits for its next start", |event| event["kind"] == "crash_loop")?;
-    images.places().for_each(|place| images.strike(place));
+    vm.wait_event("a crash loop", |event| event["kind"] == "crash_loop")?;
+    images.places().for_each(|place| images.change(place));
     vm.reboot()?;
     vm.wait_incarnation(3)?;
-    check(&vm, &images, &DEEDS)?;
-    assert_eq!(vm.sh("blockdev --getsize64 /dev/vdd")?.trim(), (2 * MIB).to_string(), "it has grown");
+    check(&vm, &images, &CHANGES)?;
+    assert_eq!(vm.sh("blockdev --getsize64 /dev/vdd")?.trim(), (2 * MIB).to_string(), "the disk has grown");
     vm.sh("echo from the guest | dd of=/dev/vdc seek=9 conv=fsync,notrunc 2>/dev/null")?;
     let exchanged = fs::read(images.file(2)).expect("our own image");
-    assert!(exchanged[9 * 512..].starts_with(b"from the guest"), "it is the file that the path leads to");
+    assert!(exchanged[9 * 512..].starts_with(b"from the guest"), "the guest uses the file at the path");
     Ok(())
 }
 
 #[test]
-fn images_changed_under_a_paused_guest_are_read_anew() -> Result<()> {
+fn images_changed_under_a_paused_guest_are_reread() -> Result<()> {
     let images = Images::make();
     let vm = images.attach(machine("gap-pause")).setting("on_panic", "pause").boot()?;
     guest_sums(&vm, &images)?;
     vm.panic()?;
     vm.wait_event("pause", |event| event["kind"] == "state_changed" && event["to"] == "paused")?;
-    images.places().for_each(|place| images.strike(place));
+    images.places().for_each(|place| images.change(place));
     vm.reboot()?;
     vm.wait_incarnation(2)?;
-    check(&vm, &images, &DEEDS)
+    check(&vm, &images, &CHANGES)
 }
 
-/// The guest keeps the file that it has, which the next keeper insists on.
+/// The guest keeps its file, so the next keeper refuses another one at the path.
 #[test]
-fn images_changed_under_a_living_qemu_are_read_anew() -> Result<()> {
+fn images_changed_under_a_living_qemu_are_reread() -> Result<()> {
     let images = Images::make();
     let vm = images.attach(machine("gap-keeper")).boot()?;
     guest_sums(&vm, &images)?;
     let (nonce, qemu) = (vm.nonce()?, vm.qemu_pid()?.as_raw_nonzero());
     vm.kill_keeper()?;
 
-    // Nobody else gets an image that a guest has.
+    // No other machine gets an image that a guest uses.
     let holder = format!("is in use by process {qemu} (qemu");
     for place in images.places() {
         let said = TestVm::busybox("gap-other").disk(images.disk(place)).check()?;
-        assert!(said.status != 0 && said.text().contains(&holder), "{:?}: {}", DEEDS[place], said.text());
+        assert!(said.status != 0 && said.text().contains(&holder), "{:?}: {}", CHANGES[place], said.text());
     }
-    images.places().filter(|place| DEEDS[*place] != Deed::Exchange).for_each(|place| images.strike(place));
+    images.places().filter(|place| CHANGES[*place] != Change::Exchange).for_each(|place| images.change(place));
     let (image, aside) = (images.file(2), images.home.path().join("aside"));
     fs::rename(&image, &aside).expect("our own image");
     fill(&image, MIB, 7);
@@ -225,10 +230,10 @@ fn images_changed_under_a_living_qemu_are_read_anew() -> Result<()> {
     assert_eq!(vm.nonce()?, nonce, "it is the same guest");
     vm.reboot_forced()?;
     vm.wait_incarnation(2)?;
-    // That it was put back has changed it, too.
-    check(&vm, &images, &DEEDS)?;
+    // Moving the file back has changed it, too.
+    check(&vm, &images, &CHANGES)?;
     vm.stop_at_once()?;
-    // The kernel lets go of what io_uring had open a moment after the keeper's end.
+    // The kernel closes what io_uring had open shortly after the keeper's end.
     let deadline = Instant::now() + patience(10);
     loop {
         let said = TestVm::busybox("gap-other").disk(images.disk(1)).check()?;
@@ -240,9 +245,9 @@ fn images_changed_under_a_living_qemu_are_read_anew() -> Result<()> {
     Ok(())
 }
 
-/// A hop gives the lock to the second QEMU, and a keeper that is exchanged in its process leaves no gap.
+/// A hop passes the lock to the second QEMU, and a keeper that is upgraded in its process leaves no gap.
 #[test]
-fn a_replaced_qemu_or_keeper_leaves_no_gap() -> Result<()> {
+fn replaced_qemu_or_keeper_leaves_no_gap() -> Result<()> {
     let images = Images::make();
     let vm = images.attach(machine("gap-none")).boot()?;
     guest_sums(&vm, &images)?;
@@ -258,11 +263,11 @@ fn a_replaced_qemu_or_keeper_leaves_no_gap() -> Result<()> {
     vm.wait_running()?;
     vm.reboot_forced()?;
     vm.wait_incarnation(2)?;
-    check(&vm, &images, &[Deed::EditDevice])
+    check(&vm, &images, &[Change::EditDevice])
 }
 
 #[test]
-fn images_changed_while_all_is_dead_are_read_anew() -> Result<()> {
+fn images_changed_while_all_is_dead_are_reread() -> Result<()> {
     let images = Images::make();
     let vm = with_boot_set(images.attach(machine("gap-dead"))).boot()?;
     guest_sums(&vm, &images)?;
@@ -270,25 +275,25 @@ fn images_changed_while_all_is_dead_are_read_anew() -> Result<()> {
     vm.kill_keeper()?;
     processes::kill(qemu).expect("QEMU runs");
     assert!(processes::wait_end(qemu, patience(20)));
-    images.places().for_each(|place| images.strike(place));
+    images.places().for_each(|place| images.change(place));
     vm.restart_keeper()?;
     vm.wait_incarnation(2)?;
-    check(&vm, &images, &DEEDS)
+    check(&vm, &images, &CHANGES)
 }
 
-/// The guest that was parked is given up for that.
+/// The parked guest is discarded because of the changes.
 #[test]
-fn images_changed_under_a_parked_guest_are_read_anew() -> Result<()> {
+fn images_changed_under_a_parked_guest_are_reread() -> Result<()> {
     let images = Images::make();
     let vm = with_boot_set(images.attach(machine("gap-parked"))).boot()?;
     guest_sums(&vm, &images)?;
     let record = vm.folder().join("record.json").display().to_string();
     vm.cli(&["host-reload", "prepare", "--drill", "--record", &record])?;
     assert!(vm.wait_keeper_end()?.success());
-    images.places().for_each(|place| images.strike(place));
+    images.places().for_each(|place| images.change(place));
     vm.restart_keeper()?;
-    let lost = vm.wait_event("the guest is given up", |event| event["kind"] == "parked_lost")?;
+    let lost = vm.wait_event("a lost parked guest", |event| event["kind"] == "parked_lost")?;
     assert!(text(&lost["why"]).contains("was changed since"), "{lost}");
     vm.wait_incarnation(2)?;
-    check(&vm, &images, &DEEDS)
+    check(&vm, &images, &CHANGES)
 }

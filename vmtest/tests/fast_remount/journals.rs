@@ -1,11 +1,11 @@
-//! Journals in NVRAM: what ext4 and XFS were told is durable is replayed from host memory, and from the mirror once that is lost.
+//! Journals in NVRAM: what ext4 and XFS were told is durable is replayed from host memory, and from the mirror if that is lost.
 
 use hearth_vmtest::{Blocks, Disk, Drives, Result, TestVm, Volumes, images, patience};
 use toml::{Table, Value};
 
 use super::{kill_all, machine, ready, remount};
 
-/// Behind one disk of volumes.
+/// Letter of the first NVRAM device, behind one disk of volumes.
 const DEVICE: char = 'b';
 
 #[test]
@@ -23,9 +23,9 @@ fn journals_in_nvram_are_replayed() -> Result<()> {
     assert_eq!((replayed()?.trim(), volumes.read(&vm)?), ("6", volumes.expected(&["one"])));
     ready(&vm)?;
     volumes.append(&vm, "two")?;
-    // The journals' memory goes with keeper and QEMU: what was flushed to them is in the mirror.
+    // The journals' memory is lost with keeper and QEMU; flushed data is in the mirror.
     kill_all(&vm)?;
-    std::fs::remove_file(vm.memory_folder().join("nvram-journals-0")).expect("its memory is a file");
+    std::fs::remove_file(vm.memory_folder().join("nvram-journals-0")).expect("the device's memory is a file");
     vm.restart_keeper()?;
 
     vm.wait_incarnation(3)?;
@@ -34,7 +34,7 @@ fn journals_in_nvram_are_replayed() -> Result<()> {
     volumes.unmount_and_check(&vm)
 }
 
-/// The same of XFS, whose log is a device.
+/// XFS with external logs in NVRAM.
 #[test]
 fn logs_of_xfs_in_nvram_are_replayed() -> Result<()> {
     const VOLUMES: [(&str, &str); 2] = [("vda", "vdc"), ("vdb", "vdd")];
@@ -56,7 +56,7 @@ fn logs_of_xfs_in_nvram_are_replayed() -> Result<()> {
         vm.sh_within(&all.join("\n"), patience(60))
     };
     let mount = || each("mkdir -p /v/$v && mount -t xfs -o logdev=/dev/$l /dev/$v /v/$v");
-    // A folder and a file of its own each time: what is replayed is more than one inode.
+    // A new folder and file each time, so that the replay covers more than one inode.
     let write = |what: &str| {
         each(&format!("mkdir /v/$v/{what} && echo {what} $v >/v/$v/{what}/line && sync /v/$v/{what}/line"))
     };
@@ -74,7 +74,7 @@ fn logs_of_xfs_in_nvram_are_replayed() -> Result<()> {
     write("two")?;
     kill_all(&vm)?;
     for (_, log) in VOLUMES {
-        std::fs::remove_file(vm.memory_folder().join(format!("nvram-{log}"))).expect("its memory is a file");
+        std::fs::remove_file(vm.memory_folder().join(format!("nvram-{log}"))).expect("the device's memory is a file");
     }
     vm.restart_keeper()?;
 

@@ -1,5 +1,6 @@
-//! Many volumes, mounted at boot: all of them are written to when their guest crashes, and again when the next one does. What was
-//! acknowledged is there, no file system is damaged, and the last boot finds nearly all that it reads in memory.
+//! Many volumes, mounted at boot. All are being written to when their guest crashes, and again when the next one does.
+//! Acknowledged data
+//! is there, no file system is damaged, and the last boot finds nearly all that it reads in memory.
 
 use std::collections::BTreeMap;
 use std::iter::repeat_n;
@@ -10,11 +11,11 @@ use serde_json::Value;
 
 use super::{machine, number, ready};
 
-/// So many at a time write, each to a share of the volumes.
+/// Number of parallel writers, each with a share of the volumes.
 const WRITERS: usize = 4;
-/// Crashes come when each volume has acknowledged so many lines.
+/// Lines that each volume acknowledges before a crash.
 const LINES: usize = 2;
-/// Of what the last boot reads, in percent.
+/// Share of the last boot's reads that memory must answer, in percent.
 const HIT_PCT: f64 = 98.0;
 
 #[test]
@@ -27,19 +28,19 @@ fn volumes_of_xfs_come_back_whole_beside_others() -> Result<()> {
     come_back_whole(Kinds { ext4: 20, xfs_disks: 0, xfs_partitions: 20 })
 }
 
-/// Minutes: `make soak NAME=volumes`.
+/// Takes minutes; run by `make soak NAME=volumes`.
 #[test]
 #[ignore = "takes minutes under emulation"]
 fn four_hundred_volumes_come_back_whole() -> Result<()> {
     come_back_whole(Kinds { ext4: 400, xfs_disks: 4, xfs_partitions: 0 })
 }
 
-/// So many volumes of each.
+/// Numbers of volumes.
 struct Kinds {
     ext4: usize,
-    /// A disk each, behind those of the others.
+    /// Whole disks with XFS, behind the other disks.
     xfs_disks: usize,
-    /// Of one disk, behind those of ext4.
+    /// Partitions of one disk with XFS, behind the disks with ext4.
     xfs_partitions: usize,
 }
 
@@ -48,7 +49,7 @@ impl Kinds {
         self.ext4 + self.xfs_disks + self.xfs_partitions
     }
 
-    /// As the guest names them. `first`: the number of the first disk of XFS.
+    /// The guest's names of the XFS volumes. `first` is the number of the first disk with XFS.
     fn xfs_names(&self, first: usize) -> Vec<String> {
         let letter = |disk: usize| char::from(b'a' + disk as u8);
         let partitions = (5..5 + self.xfs_partitions).map(|partition| format!("{}{partition}", letter(first)));
@@ -94,7 +95,7 @@ fn come_back_whole(kinds: Kinds) -> Result<()> {
         .try_for_each(|disk| images::check_xfs(&vm.folder().join(format!("disk{disk}.img"))))
 }
 
-/// All partitions that the plan tells of are sound.
+/// Checks the file systems of all partitions in the plan.
 fn check_partitions(vm: &TestVm, plan: &Value, kinds: &Kinds, first_xfs: usize) -> Result<()> {
     let (mut ext4, mut xfs) = (0, 0);
     for volume in plan["volumes"].as_array().into_iter().flatten().filter(|volume| volume["partition"].is_u64()) {
@@ -116,13 +117,14 @@ fn check_partitions(vm: &TestVm, plan: &Value, kinds: &Kinds, first_xfs: usize) 
     Ok(())
 }
 
-/// By volume, in order.
+/// Lines by volume, in order.
 type Lines = BTreeMap<String, Vec<String>>;
 
-/// Lines `LIFE-1`, `LIFE-2` and so on to every volume, each acknowledged when it is on the disk, until all volumes have some.
-/// Then the guest crashes, and its writers know nothing of that.
+/// Appends lines `LIFE-1`, `LIFE-2` and so on to every volume and acknowledges each once it is on the disk. When every volume has
+/// some,
+/// crashes the guest in the middle of writing.
 fn write_until_crash(vm: &TestVm, life: u64, volumes: usize) -> Result<Lines> {
-    // What a process says is told from what the kernel says by its priority only, and comes over the console at once.
+    // A process's line in the kernel log differs from the kernel's own by its priority only, and reaches the console at once.
     let line = format!(
         "echo {life}-$i >>$d/lines && sync $d/lines && echo \"<3>acknowledged ${{d#/v/}} {life}-$i\" >/dev/kmsg"
     );
@@ -138,7 +140,7 @@ fn write_until_crash(vm: &TestVm, life: u64, volumes: usize) -> Result<Lines> {
         is_enough.then_some(())
     })?;
     vm.crash()?;
-    // What the guest said before it died counts too.
+    // Lines that the guest acknowledged just before it died count too.
     vm.wait_event("the next incarnation", |event| {
         event["kind"] == "incarnation_started" && event["incarnation"] == life + 1
     })?;
@@ -169,14 +171,14 @@ fn read(vm: &TestVm) -> Result<Lines> {
     Ok(lines)
 }
 
-/// What was there before, then all that was acknowledged, and perhaps lines that were not any more; nothing else.
+/// Asserts that each volume holds the earlier lines, then all acknowledged ones, and perhaps further ones, but nothing else.
 fn compare(life: u64, before: &Lines, acknowledged: &Lines, found: &Lines) {
     for (volume, acknowledged) in acknowledged {
         let found = found.get(volume).map_or(&[][..], Vec::as_slice);
         let old = before.get(volume).map_or(&[][..], Vec::as_slice);
-        let new = found.strip_prefix(old).unwrap_or_else(|| panic!("{volume} holds {found:?} and did hold {old:?}"));
+        let new = found.strip_prefix(old).unwrap_or_else(|| panic!("{volume} held {old:?} and now holds {found:?}"));
         let expected: Vec<String> = (1..=new.len()).map(|number| format!("{life}-{number}")).collect();
         assert_eq!(new, expected, "{volume}");
-        assert!(new.starts_with(acknowledged), "{volume} holds {new:?} and acknowledged {acknowledged:?}");
+        assert!(new.starts_with(acknowledged), "{volume} acknowledged {acknowledged:?} and holds {new:?}");
     }
 }

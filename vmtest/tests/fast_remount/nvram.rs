@@ -1,5 +1,6 @@
-//! NVRAM: what was flushed to it is there again, whoever dies (QEMU, keeper, both, the host's memory with them), and whether or
-//! not they die in the middle of writing.
+//! NVRAM: flushed data survives the death of QEMU, of the keeper, of both, and of the host's memory with them, also in the middle
+//! of
+//! writing.
 
 use std::iter::repeat_n;
 use std::path::Path;
@@ -10,19 +11,20 @@ use toml::Table;
 
 use super::{kill_all, number};
 
-/// One device each, named after its policy.
+/// Mirror policies. Each has a device that is named after it.
 const POLICIES: [&str; 3] = ["none", "async", "sync"];
-/// Behind one disk.
+/// The guest's names of the devices, which come after one disk.
 const DEVICES: [&str; 3] = ["vdb", "vdc", "vdd"];
 
-/// A record is its number in each of its lines, flushed as a whole. Records go round in a ring at the device's start.
+/// Every line of a record holds the record's number, and a record is flushed as a whole. Records fill a ring at the device's
+/// start.
 const LINE_BYTES: usize = 16;
 const BLOCK_BYTES: usize = 4096;
 const BLOCK_LINES: usize = BLOCK_BYTES / LINE_BYTES;
 const RECORD_BLOCKS: usize = 8;
 const RECORDS: usize = 8;
 const RING_BLOCKS: usize = RECORDS * RECORD_BLOCKS;
-/// Between two kills: more than the ring holds, so that every place in it was written since.
+/// Records between two kills: more than the ring holds, so that all of it is rewritten.
 const RECORDS_BETWEEN: u64 = 12;
 
 fn machine(name: &str, mirrors: &Path) -> TestVmBuilder {
@@ -41,10 +43,9 @@ fn machine(name: &str, mirrors: &Path) -> TestVmBuilder {
     TestVm::busybox(name).memory_mib(256).disk(Disk::empty(4)).setting("nvram", nvram)
 }
 
-/// What was flushed to NVRAM is there again: after the end of its QEMU, of keeper and QEMU together, and, with a mirror,
-/// of the host's memory.
+/// Flushed data is there after the end of QEMU, of keeper and QEMU together, and, with a mirror, of the host's memory.
 #[test]
-fn nvram_is_what_its_last_flush_promised() -> Result<()> {
+fn flushed_nvram_survives_every_death() -> Result<()> {
     let files = tempfile::tempdir().expect("a temporary folder");
     let vm = machine("nvram", files.path()).boot()?;
     let write = |what: &str| {
@@ -83,14 +84,14 @@ fn nvram_is_what_its_last_flush_promised() -> Result<()> {
     vm.wait_incarnation(3)?;
     assert_eq!(read()?, expected("two"));
 
-    // The host has lost its memory. An asynchronous mirror is waited for, a synchronous one need not be.
+    // The host loses its memory. The test must wait for an asynchronous mirror, but not for a synchronous one.
     write("three")?;
     let in_mirror =
         |policy: &str| std::fs::read(files.path().join(policy)).is_ok_and(|bytes| bytes[51200..].starts_with(b"three"));
     assert!(in_mirror("sync"));
     let deadline = Instant::now() + patience(20);
     while !in_mirror("async") {
-        assert!(Instant::now() < deadline, "nothing comes to the mirror: {}", vm.status()?);
+        assert!(Instant::now() < deadline, "nothing reaches the mirror: {}", vm.status()?);
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
     kill_all(&vm)?;
@@ -103,17 +104,18 @@ fn nvram_is_what_its_last_flush_promised() -> Result<()> {
     Ok(())
 }
 
-/// All the time numbered records are written to each device and flushed, and acknowledged then. Whoever is killed meanwhile, the
-/// next one finds all that were acknowledged, each of them whole.
+/// Numbered records are written to each device, flushed, and then acknowledged. Whatever is killed meanwhile, all acknowledged
+/// records
+/// are found, each of them whole.
 #[test]
-fn kills_in_the_middle_of_writing_take_nothing_that_was_flushed() -> Result<()> {
+fn kills_during_writes_lose_no_flushed_data() -> Result<()> {
     let files = tempfile::tempdir().expect("a temporary folder");
     let vm = machine("torn", files.path()).boot()?;
     let memory_file = |policy: &str| vm.memory_folder().join(format!("nvram-{policy}"));
     let mirror = files.path().join("sync");
     write_after(&vm, [0; 3])?;
 
-    // The keeper: the guest and its writers wait for the next one, and go on.
+    // Kill the keeper: the guest and its writers wait for the next one, and continue.
     for _ in 0..3 {
         await_records(&vm)?;
         vm.kill_keeper()?;
@@ -125,7 +127,7 @@ fn kills_in_the_middle_of_writing_take_nothing_that_was_flushed() -> Result<()> 
         vm.wait_running()?;
     }
 
-    // QEMU: the next guest reads what the last one wrote.
+    // Kill QEMU: the next guest reads what the last one wrote.
     await_records(&vm)?;
     vm.kill_qemu()?;
     vm.wait_incarnation(2)?;
@@ -137,7 +139,7 @@ fn kills_in_the_middle_of_writing_take_nothing_that_was_flushed() -> Result<()> 
     }
     write_after(&vm, found)?;
 
-    // Both: the memory is there, whatever the mirror's policy, and so the next guest finds it.
+    // Kill both: the memory survives whatever the mirror's policy, so the next guest finds it.
     await_records(&vm)?;
     kill_all(&vm)?;
     let promised = acknowledged(&vm);
@@ -152,7 +154,7 @@ fn kills_in_the_middle_of_writing_take_nothing_that_was_flushed() -> Result<()> 
     }
     write_after(&vm, found)?;
 
-    // Both, and the host's memory with them: what there is then is in the mirrors.
+    // Kill both and lose the host's memory: only the mirrors are left.
     await_records(&vm)?;
     kill_all(&vm)?;
     let promised = acknowledged(&vm);
@@ -163,7 +165,7 @@ fn kills_in_the_middle_of_writing_take_nothing_that_was_flushed() -> Result<()> 
         std::fs::remove_dir_all(folder).expect("the machine's own folder");
     }
     check(&in_file(&mirror), promised[2], "the mirror");
-    // When which of its blocks comes to an asynchronous mirror nobody says, but it comes whole.
+    // Blocks may reach an asynchronous mirror at any time and in any order, but each arrives whole.
     blocks(&in_file(&files.path().join("async")), "the asynchronous mirror");
     vm.restart_keeper()?;
     vm.wait_boots(4)?;
@@ -171,12 +173,12 @@ fn kills_in_the_middle_of_writing_take_nothing_that_was_flushed() -> Result<()> 
     Ok(())
 }
 
-/// Writers in the guest, one for each device, that go on after these numbers as long as the guest lives.
+/// Starts a writer in the guest for each device. It continues after these numbers for as long as the guest lives.
 fn write_after(vm: &TestVm, last: [u64; 3]) -> Result<()> {
     let writer = |(device, last): (&str, u64)| {
         let place = format!("of=/dev/{device} bs={BLOCK_BYTES} seek=$((i % {RECORDS} * {RECORD_BLOCKS}))");
         let write = format!("yes $n | dd {place} count={RECORD_BLOCKS} iflag=fullblock conv=fsync,notrunc");
-        // What a process says is told from what the kernel says by its priority only, and comes over the console at once.
+        // A process's line in the kernel log differs from the kernel's own by its priority only, and reaches the console at once.
         let say = format!("echo \"<3>acknowledged {device} $n\" >/dev/kmsg");
         format!(
             "(i={last}; while :; do i=$((i+1)); n=$(printf %015d $i); {write} || exit; {say}; done) >/dev/null 2>&1 &\n"
@@ -186,7 +188,7 @@ fn write_after(vm: &TestVm, last: [u64; 3]) -> Result<()> {
     vm.sh(&format!("echo on >/proc/sys/kernel/printk_devkmsg\n{writers}")).map(drop)
 }
 
-/// The last number that was heard of each device.
+/// The last acknowledged number of each device.
 fn acknowledged(vm: &TestVm) -> [u64; 3] {
     last_acknowledged(&vm.guest().kernel_log())
 }
@@ -208,7 +210,7 @@ fn await_records(vm: &TestVm) -> Result<()> {
     })
 }
 
-/// The ring's lines in a file that nobody is writing. What was never written counts as 0.
+/// The ring's lines in a file that is not being written. Unwritten lines count as 0.
 fn in_file(path: &Path) -> Vec<u64> {
     let bytes = std::fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     let line = |line: &[u8]| match line.strip_suffix(b"\n").map(str::from_utf8) {
@@ -219,7 +221,7 @@ fn in_file(path: &Path) -> Vec<u64> {
     bytes[..RING_BLOCKS * BLOCK_BYTES].chunks(LINE_BYTES).map(line).collect()
 }
 
-/// The same as the guest reads them.
+/// The ring's lines as the guest reads them.
 fn in_guest(vm: &TestVm, device: &str) -> Result<Vec<u64>> {
     let said = vm.sh(&format!("dd if=/dev/{device} bs={BLOCK_BYTES} count={RING_BLOCKS} 2>/dev/null | uniq -c"))?;
     let lines = |run: &str| {
@@ -230,19 +232,20 @@ fn in_guest(vm: &TestVm, device: &str) -> Result<Vec<u64>> {
     Ok(said.lines().flat_map(lines).collect())
 }
 
-/// The number that each block holds in all its lines.
+/// The number of each block, which all its lines must hold.
 #[track_caller]
 fn blocks(lines: &[u64], place: &str) -> Vec<u64> {
     assert_eq!(lines.len(), RING_BLOCKS * BLOCK_LINES, "{place}");
     let number = |(at, block): (usize, &[u64])| {
-        assert!(block.iter().all(|line| *line == block[0]), "{place}: block {at} is of two records: {block:?}");
+        assert!(block.iter().all(|line| *line == block[0]), "{place}: block {at} mixes two records: {block:?}");
         block[0]
     };
     lines.chunks(BLOCK_LINES).enumerate().map(number).collect()
 }
 
-/// The number of the last whole record, which was acknowledged or came after it. Before it the ring holds all records that have a
-/// place in it; only of the one after it some blocks may be there.
+/// Returns the number of the last whole record, which must be acknowledged or later. All older records that fit into the ring
+/// must be
+/// whole; only the record after it may be partly there.
 #[track_caller]
 fn check(lines: &[u64], acknowledged: u64, place: &str) -> u64 {
     let blocks = blocks(lines, place);
@@ -253,12 +256,12 @@ fn check(lines: &[u64], acknowledged: u64, place: &str) -> u64 {
     let last = if is_whole { newest } else { newest - 1 };
     assert!(
         acknowledged > 0 && last >= acknowledged,
-        "{place}: {acknowledged} was flushed, {last} is there: {blocks:?}"
+        "{place}: record {acknowledged} was flushed, but the last one found is {last}: {blocks:?}"
     );
     for record in last + 1 - RECORDS as u64..=last {
         let begun = |number: u64| number == record + RECORDS as u64 && number == last + 1;
         let is_there = places[place_of(record)].iter().all(|&number| number == record || begun(number));
-        assert!(is_there, "{place}: {record} is not there, {last} is: {blocks:?}");
+        assert!(is_there, "{place}: record {record} is missing, record {last} is there: {blocks:?}");
     }
     last
 }

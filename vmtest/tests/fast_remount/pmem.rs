@@ -1,5 +1,6 @@
-//! Persistent memory: NVRAM in the guest's address space, as a block device, as another file system's journal, and mounted with
-//! DAX, is there again, whoever dies. QEMU cannot be replaced under it, and that is said.
+//! Persistent memory: NVRAM in the guest's address space. As a block device, as another file system's journal and mounted with
+//! DAX it
+//! survives every death. Another QEMU cannot take it over, and Hearth says so.
 
 use std::path::Path;
 
@@ -10,7 +11,7 @@ use super::{kill_all, number};
 
 const MIB: u64 = 1 << 20;
 
-/// One without a mirror, and one with each of these files.
+/// A machine with one device without a mirror, and one for each of these mirrors.
 fn machine(name: &str, mirrors: &[(&str, &Path)]) -> TestVmBuilder {
     let device = |name: &str, mib: u64| {
         let keys = [("device", "pmem".to_owned()), ("name", name.to_owned()), ("size", format!("{mib}MiB"))];
@@ -27,7 +28,7 @@ fn machine(name: &str, mirrors: &[(&str, &Path)]) -> TestVmBuilder {
 }
 
 #[test]
-fn persistent_memory_is_what_its_last_flush_promised() -> Result<()> {
+fn flushed_persistent_memory_survives_every_death() -> Result<()> {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let [volume, journal, data] = ["volume", "journal", "data"].map(|name| folder.path().join(name));
     images::ext4_with_journal_apart(&volume, &journal, 16, &[])?;
@@ -45,11 +46,7 @@ fn persistent_memory_is_what_its_last_flush_promised() -> Result<()> {
     let read = || vm.sh("dd if=/dev/pmem0 bs=512 skip=100 count=1 2>/dev/null | head -n 1; cat /v/f; cat /d/f");
     let replayed = || vm.sh("dmesg | grep -c 'recovery complete'; true");
     mount()?;
-    assert_eq!(
-        vm.sh("grep -c ' /d ext4 .*dax' /proc/mounts")?.trim(),
-        "1",
-        "nothing is between the guest and its file"
-    );
+    assert_eq!(vm.sh("grep -c ' /d ext4 .*dax' /proc/mounts")?.trim(), "1", "the file system is mounted with DAX");
     write("one")?;
     vm.panic()?;
 
@@ -68,9 +65,9 @@ fn persistent_memory_is_what_its_last_flush_promised() -> Result<()> {
     write("three")?;
     assert_eq!(read()?, "three\none\ntwo\nthree\none\ntwo\nthree\n");
     vm.cli(&["upgrade-keeper", vm.name()])?;
-    is_told(&vm)?;
+    check_status(&vm)?;
 
-    // The host's memory goes with both, and what has no mirror with it.
+    // The host's memory is lost with both, and with it the device without a mirror.
     kill_all(&vm)?;
     std::fs::remove_file(vm.memory_folder().join("nvram-plain")).expect("its memory is a file");
     vm.restart_keeper()?;
@@ -79,15 +76,15 @@ fn persistent_memory_is_what_its_last_flush_promised() -> Result<()> {
     assert_eq!(read()?.trim_start_matches('\0'), "one\ntwo\nthree\none\ntwo\nthree\n");
     vm.sh("umount /v /d")?;
     vm.stop()?;
-    assert!(vm.memory_folder().join("nvram-plain").is_file(), "it is the only place");
+    assert!(vm.memory_folder().join("nvram-plain").is_file(), "this file is the only copy");
     images::check_ext4(&data, 0)
 }
 
-fn is_told(vm: &TestVm) -> Result<()> {
+fn check_status(vm: &TestVm) -> Result<()> {
     let status = vm.status()?;
-    let devices = status["nvram"].as_array().expect("it has three");
-    let told: Vec<_> = devices.iter().map(|nvram| [&nvram["name"], &nvram["device"], &nvram["mirror"]]).collect();
-    assert_eq!(told, [["plain", "pmem", "none"], ["log", "pmem", "sync"], ["data", "pmem", "sync"]], "{status}");
+    let devices = status["nvram"].as_array().expect("the machine has NVRAM");
+    let shown: Vec<_> = devices.iter().map(|nvram| [&nvram["name"], &nvram["device"], &nvram["mirror"]]).collect();
+    assert_eq!(shown, [["plain", "pmem", "none"], ["log", "pmem", "sync"], ["data", "pmem", "sync"]], "{status}");
     assert_eq!(number(&status, "/memory/nvram_bytes"), 4 * MIB, "{status}");
     let text = vm.cli(&["status", vm.name()])?;
     assert!(text.contains("pmem, in the guest's address space"), "{text}");
@@ -111,6 +108,6 @@ fn persistent_memory_stays_with_its_qemu() -> Result<()> {
         assert!(output.status != 0 && output.text().contains(why), "{arguments:?}: {}", output.text());
     }
     assert_eq!(vm.status()?["state"], "running");
-    assert_eq!(vm.sh("head -n 1 /dev/pmem0")?, "mine\n", "the guest goes on");
+    assert_eq!(vm.sh("head -n 1 /dev/pmem0")?, "mine\n", "the guest continues");
     Ok(())
 }

@@ -1,5 +1,6 @@
-//! Keys of machine.toml that were changed while no keeper lived: the guest goes on as what it was started with, through all that
-//! can be done with it, and the next one gets what waited.
+//! Keys of machine.toml that change while no keeper lives. The guest keeps its configuration through everything that can be done
+//! with
+//! it, and the next one gets the changes.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -10,10 +11,10 @@ use toml::{Table, Value};
 
 use super::take_over;
 
-/// Keys changed at once by the test that always runs.
+/// Number of keys that the regular test changes together.
 const KEYS: usize = 12;
 
-/// Waits for the next guest, or for the next start.
+/// A key, and its change to the file. The lists below say when each change takes effect.
 type Change = (&'static str, fn(&mut Table));
 
 const NEXT_GUEST: &[Change] = &[
@@ -47,9 +48,9 @@ const NEXT_START: &[Change] = &[
     }),
 ];
 
-/// Keys that are changed in no guest of this test, and why.
+/// Keys that this test does not change, with the reason.
 const LEFT_OUT: &[&str] = &[
-    // Another name is another machine, and another disk is another list of disks.
+    // Another name makes another machine, or another list of disks.
     "name",
     "disks.name",
     // Needs root.
@@ -57,11 +58,11 @@ const LEFT_OUT: &[&str] = &[
     // The guest boots from a kernel.
     "boot.firmware",
     "boot.firmware_vars",
-    // Needs passt, a tap, and a port that two machines cannot have at once.
+    // These need passt, a tap, or a port that two machines cannot share.
     "nets.kind",
     "nets.ifname",
     "nets.forward",
-    // They come and go with their device.
+    // These exist only with their device.
     "nvram.name",
     "nvram.device",
     "nvram.mirror",
@@ -78,7 +79,7 @@ fn append(table: &mut Table, key: &str, more: &str) {
     put(table, key, text.expect("the file has the key"));
 }
 
-/// The same file in another place: beside the machine's disk.
+/// Copies the file that a key names to the folder of the machine's disk, and changes the key.
 fn copy(file: &mut Table, key: &str, of: fn(&mut Table) -> &mut Table) {
     let text =
         |table: &Table, key: &str| table.get(key).and_then(Value::as_str).expect("the file has the key").to_owned();
@@ -97,7 +98,7 @@ fn item<'a>(file: &'a mut Table, key: &str) -> &'a mut Table {
     first.and_then(Value::as_table_mut).expect("the machine has one")
 }
 
-/// The keys that wait by the table of fields, as docs/config.md shows it.
+/// Keys that wait, from the table of fields as docs/config.md shows it.
 fn keys_that_wait() -> BTreeSet<String> {
     let page = include_str!("../../../docs/config.md");
     let mut section = String::new();
@@ -115,7 +116,7 @@ fn keys_that_wait() -> BTreeSet<String> {
     keys
 }
 
-/// `disks.disk0.queues` and `nets[0].mac`, as the page has them.
+/// A key as the page writes it: without the disk's name or the position in a list.
 fn on_the_page(key: &str) -> String {
     match key {
         "nvram" => "nvram.size".to_owned(),
@@ -130,7 +131,7 @@ fn every_key_that_waits_has_a_change() {
     assert_eq!(known, keys_that_wait());
 }
 
-/// Keys that status says wait, and for what.
+/// Keys that wait according to `hearth status`, and what each waits for.
 fn pending(vm: &TestVm) -> Result<BTreeSet<(String, String)>> {
     let status = vm.status()?;
     let pending = status["pending"].as_array().cloned().unwrap_or_default();
@@ -140,15 +141,15 @@ fn pending(vm: &TestVm) -> Result<BTreeSet<(String, String)>> {
 
 fn edited(vm: &TestVm, changes: &[&Change]) -> Result<()> {
     vm.edit(|file| {
-        // What is there by default cannot be added to.
+        // A key with a default must be written out before it can be appended to.
         let root = vm.runtime_root().join(vm.name()).display().to_string();
         file.entry("runtime_folder").or_insert(root.into());
         changes.iter().for_each(|(_, change)| change(file));
     })
 }
 
-/// All that can be done with a guest, after its file was changed under it.
-fn goes_on_as_it_was_started(name: &str, changes: &[&Change]) -> Result<()> {
+/// Does everything that can be done with a guest, after its file was changed.
+fn keeps_its_configuration(name: &str, changes: &[&Change]) -> Result<()> {
     let keys: Vec<_> = changes.iter().map(|(key, _)| *key).collect();
     eprintln!("changed: {}", keys.join(", "));
     let disk = Disk::empty(16).setting("queues", 2).setting("serial", "first");
@@ -163,7 +164,7 @@ fn goes_on_as_it_was_started(name: &str, changes: &[&Change]) -> Result<()> {
     let next_start = waits(NEXT_START, "next_start");
     let mut all = waits(NEXT_GUEST, "next_guest");
     all.extend(next_start.clone());
-    // A section that comes is one key.
+    // A new section counts as one key.
     let all: BTreeSet<_> =
         all.into_iter().map(|(key, until)| (key.replace("watchdog.action", "watchdog"), until)).collect();
 
@@ -172,7 +173,7 @@ fn goes_on_as_it_was_started(name: &str, changes: &[&Change]) -> Result<()> {
     take_over(&vm)?;
     assert_eq!(pending(&vm)?, all);
     let same_guest = |vm: &TestVm, after: &str| -> Result<()> {
-        assert_eq!(vm.nonce()?, nonce, "another guest after {after}");
+        assert_eq!(vm.nonce()?, nonce, "the same guest after {after}");
         known::verify(vm)?;
         vm.sh("dd if=/dev/vda of=/dev/null bs=1M count=4 iflag=direct 2>&1").map(drop)
     };
@@ -185,7 +186,7 @@ fn goes_on_as_it_was_started(name: &str, changes: &[&Change]) -> Result<()> {
 
     let snapshot = vm.folder().join("snapshot");
     vm.save(&snapshot)?;
-    // The snapshot names what the operator's file, by now another one, does not.
+    // The snapshot holds the guest's configuration, which differs from the operator's file by now.
     let restored = vm.restore(&snapshot, &format!("{name}-b"), &["--trust-config"])?;
     restored.wait_running()?;
     same_guest(&restored, "the restore")?;
@@ -204,7 +205,7 @@ fn goes_on_as_it_was_started(name: &str, changes: &[&Change]) -> Result<()> {
     let complete = vm.wait_event_within("the dump", patience(60), |event| event["kind"] == "dump_complete")?;
     assert!(complete["pages"].as_u64() > Some((16 << 20) / 4096), "{complete}");
     vm.wait_incarnation(2)?;
-    assert_eq!(pending(&vm)?, next_start, "the next guest has what waited for it");
+    assert_eq!(pending(&vm)?, next_start, "the next guest got its changes");
     for (key, command, expect) in [
         ("cpus", "nproc", "1"),
         (
@@ -222,9 +223,9 @@ fn goes_on_as_it_was_started(name: &str, changes: &[&Change]) -> Result<()> {
     vm.has_no_disk_errors()
 }
 
-/// Some keys at once, others each time, and always both folders in which a guest is looked for.
+/// Changes some keys together, random ones in each run, and always both folders in which a guest is looked for.
 #[test]
-fn edited_guest_goes_on_as_it_was_started() -> Result<()> {
+fn guest_keeps_its_configuration_after_an_edit() -> Result<()> {
     let mut random = Random::seeded();
     let mut left: Vec<&Change> = NEXT_GUEST.iter().chain(NEXT_START).collect();
     let is_folder = |(key, _): &Change| matches!(*key, "runtime_folder" | "memory_folder");
@@ -233,26 +234,26 @@ fn edited_guest_goes_on_as_it_was_started() -> Result<()> {
         let at = random.below(left.len());
         chosen.push(left.swap_remove(at));
     }
-    goes_on_as_it_was_started("edited", &chosen)
+    keeps_its_configuration("edited", &chosen)
 }
 
-/// Each key alone: `make soak NAME=keys`.
+/// Changes each key alone. Run by `make soak NAME=keys`.
 #[test]
 #[ignore = "takes minutes"]
 fn each_key_alone_waits_for_its_time() -> Result<()> {
     for (number, change) in NEXT_GUEST.iter().chain(NEXT_START).enumerate() {
-        goes_on_as_it_was_started(&format!("edited-{number}"), &[change])?;
+        keeps_its_configuration(&format!("edited-{number}"), &[change])?;
     }
     Ok(())
 }
 
-/// Errors among the machine's events.
+/// Error messages among the machine's events.
 fn errors(vm: &TestVm) -> Vec<String> {
     let events = vm.events();
     events.iter().filter_map(|event| event["message"].as_str().map(str::to_owned)).collect()
 }
 
-/// Which file is there when the next keeper comes.
+/// Starts the next keeper with this text in machine.toml.
 fn exchange_file(vm: &TestVm, text: &str) -> Result<()> {
     vm.kill_keeper()?;
     std::fs::write(vm.folder().join("machine.toml"), text).expect("it can be written");
@@ -261,7 +262,7 @@ fn exchange_file(vm: &TestVm, text: &str) -> Result<()> {
 }
 
 #[test]
-fn broken_file_does_not_cost_the_guest() -> Result<()> {
+fn guest_survives_a_broken_machine_file() -> Result<()> {
     let vm = TestVm::busybox("broken").disk(Disk::empty(16)).boot()?;
     let (nonce, path) = (vm.nonce()?, vm.folder().join("machine.toml"));
     let good = std::fs::read_to_string(&path).expect("it is there");
@@ -270,7 +271,7 @@ fn broken_file_does_not_cost_the_guest() -> Result<()> {
     let incomplete = "name = \"broken\"\n".to_owned();
     for (broken, expect) in [(without_value, "cpus has no value"), (unknown, "memroy"), (incomplete, "is missing")] {
         exchange_file(&vm, &broken)?;
-        assert_eq!(vm.nonce()?, nonce, "the guest goes on");
+        assert_eq!(vm.nonce()?, nonce, "the guest continues");
         assert_eq!(pending(&vm)?, [("machine.toml".to_owned(), "next_start".to_owned())].into());
         assert!(errors(&vm).iter().any(|error| error.contains(expect)), "{expect}: {:?}", errors(&vm));
     }
@@ -298,7 +299,7 @@ fn next_guest_falls_back_if_qemu_refuses_it() -> Result<()> {
     for boots in 2..4 {
         vm.reboot_forced()?;
         vm.wait_boots(boots)?;
-        assert_eq!(pending(&vm)?, waits, "the guest is what it was");
+        assert_eq!(pending(&vm)?, waits, "the guest has the old configuration");
         let named = |error: &String| error.contains("(extra_qemu_args)") && error.contains("no-such-device");
         assert_eq!(errors(&vm).into_iter().filter(named).count(), boots - 1);
     }

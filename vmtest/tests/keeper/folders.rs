@@ -1,4 +1,4 @@
-//! Memory folders: one that several machines name, one that belongs to everybody, one of a machine with the same name.
+//! Memory folders: shared by several machines, writable by everybody, used by a machine of the same name.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -10,7 +10,7 @@ use toml::Value;
 
 use super::take_over;
 
-/// `hearth ARGUMENTS` for another runtime root: it must refuse. Without the refusal a keeper would run until it is ended.
+/// Runs `hearth ARGUMENTS` with another runtime root, which must be refused. If it is not, the time limit ends the keeper.
 fn refused(root: &Path, arguments: &[&Path], says: &str) -> Result<()> {
     let mut command = Command::new("timeout");
     command.args(["-k", "1", "40"]).arg(artifacts::hearth()?).arg("--runtime-root").arg(root).args(arguments);
@@ -21,7 +21,7 @@ fn refused(root: &Path, arguments: &[&Path], says: &str) -> Result<()> {
 }
 
 #[test]
-fn machines_share_a_memory_folder_without_harm() -> Result<()> {
+fn machines_can_share_a_memory_folder() -> Result<()> {
     let folder = tempfile::tempdir_in("/dev/shm").expect("a folder in memory");
     let shared = folder.path();
     fs::set_permissions(shared, Permissions::from_mode(0o1777)).expect("it is ours");
@@ -34,7 +34,7 @@ fn machines_share_a_memory_folder_without_harm() -> Result<()> {
     two.reboot_forced()?;
     two.wait_incarnation(2)?;
     assert!(two.stop_at_once()?.success());
-    assert_eq!(one.nonce()?, nonce, "the other machine's life and end are nothing to it");
+    assert_eq!(one.nonce()?, nonce, "the other machine's end does not affect this one");
     one.kill_keeper()?;
     take_over(&one)?;
     assert_eq!(one.nonce()?, nonce, "it is the same guest");
@@ -45,7 +45,7 @@ fn machines_share_a_memory_folder_without_harm() -> Result<()> {
 }
 
 #[test]
-fn a_machine_of_the_same_name_is_kept_out() -> Result<()> {
+fn second_machine_of_a_name_is_refused() -> Result<()> {
     let vm = TestVm::busybox("twice").memory_mib(128).boot()?;
     let nonce = vm.nonce()?;
     let (elsewhere, snapshot, clone) =
@@ -58,7 +58,7 @@ fn a_machine_of_the_same_name_is_kept_out() -> Result<()> {
     refused(&elsewhere, &run, runs)?;
     refused(&elsewhere, &restore, runs)?;
     vm.kill_keeper()?;
-    // Its guest lives: there is nothing to be restored, and nobody else's guest to be begun.
+    // The guest lives, so neither another guest nor a restored one may start.
     let qemu = "belongs to another machine: its QEMU (pid ";
     refused(&elsewhere, &run, qemu)?;
     refused(&elsewhere, &restore, qemu)?;
@@ -79,7 +79,7 @@ fn files_in(folder: &Path) -> Vec<String> {
 }
 
 #[test]
-fn a_stopped_machine_leaves_only_the_listed_files() -> Result<()> {
+fn stopped_machine_leaves_only_listed_files() -> Result<()> {
     let nvram: Value =
         vec![Value::Table([("size".into(), "4MiB".into()), ("name".into(), "log".into())].into_iter().collect())]
             .into();
@@ -109,7 +109,7 @@ fn a_stopped_machine_leaves_only_the_listed_files() -> Result<()> {
     assert_eq!(files_in(&runtime).iter().filter(sockets).count(), 1, "{:?}", files_in(&runtime));
     assert!(vm.stop_at_once()?.success());
     let mut left = files_in(&runtime);
-    // Last words of QEMUs.
+    // Logs of QEMUs stay.
     left.retain(|name| !(name.starts_with("qemu-") && name.ends_with(".log")));
     assert_eq!(left, ["events.jsonl", "journal.json", "keeper.lock", "preload.so"]);
     assert_eq!(files_in(vm.memory_folder()), ["nvram-log", "owner"]);

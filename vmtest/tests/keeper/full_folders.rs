@@ -1,4 +1,4 @@
-//! Folders of the keeper that have no space left: the reboot is cold or waits, and goes on by itself when there is space again.
+//! Full folders of the keeper: the reboot is cold or waits, and continues by itself when there is space again.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use hearth_vmtest::images::File as DiskFile;
 use hearth_vmtest::{Disk, Drives, Mounted, Result, TestVm};
 
-/// Takes all that is left of a file system.
+/// Fills the file system.
 fn fill(folder: &Path) -> PathBuf {
     let path = folder.join("filler");
     let mut file = File::create(&path).expect("an inode is left");
@@ -19,7 +19,7 @@ fn fill(folder: &Path) -> PathBuf {
 
 const VERIFY: &str = "mkdir -p /d && mount -o ro /dev/vda /d && probe verify /d/kept.bin 3";
 
-/// Of a machine with a memory folder and a runtime folder on file systems of their own.
+/// A machine whose memory folder and runtime folder are small file systems.
 fn machine(name: &str) -> Result<Option<(TestVm, Mounted, Mounted)>> {
     let (Some(memory), Some(runtime)) = (Mounted::tmpfs(600)?, Mounted::tmpfs(4)?) else { return Ok(None) };
     let disk = Disk::ext4(64).with_files([DiskFile::pattern("kept.bin", 8 << 20, 3)]);
@@ -31,11 +31,11 @@ fn machine(name: &str) -> Result<Option<(TestVm, Mounted, Mounted)>> {
 }
 
 #[test]
-fn a_full_memory_folder_costs_a_reboot_no_more_than_what_it_kept() -> Result<()> {
+fn full_memory_folder_costs_only_kept_memory() -> Result<()> {
     let Some((vm, memory, _runtime)) = machine("full-memory")? else { return Ok(()) };
     let filler = fill(memory.path());
     vm.reset()?;
-    // What the dead guest had is given up for the next one. Should that need more, it dies, and another one follows.
+    // The dead guest's memory is released for the next one. If that needs more, it dies, and another one follows.
     vm.wait_event("the next guest", |event| event["kind"] == "incarnation_started" && event["incarnation"] == 2)?;
     fs::remove_file(filler).expect("it is there");
     vm.await_console()?;
@@ -45,21 +45,21 @@ fn a_full_memory_folder_costs_a_reboot_no_more_than_what_it_kept() -> Result<()>
 }
 
 #[test]
-fn a_full_runtime_folder_makes_a_reboot_wait() -> Result<()> {
+fn full_runtime_folder_makes_a_reboot_wait() -> Result<()> {
     let Some((vm, _memory, runtime)) = machine("full-runtime")? else { return Ok(()) };
     let filler = fill(runtime.path());
     vm.reset()?;
-    let waits = vm.wait_status("it waits", |status| status["next_start"].is_string())?;
+    let waits = vm.wait_status("a waiting start", |status| status["next_start"].is_string())?;
     let why = waits["state_why"].as_str().unwrap_or_default();
     assert!(why.contains("journal.json") && why.contains("No space left on device"), "{why}");
-    // Events come on a connection of their own, and the dead guest's memory is given back by a thread of its own.
+    // Events arrive over their own connection, and a thread releases the dead guest's memory, so both are waited for.
     for kind in ["start_waits", "ember_settled"] {
         vm.wait_event(kind, |event| event["kind"] == kind)?;
     }
-    // Some more tries, of which nobody hears.
-    let (first, told) = (waits["next_start"].clone(), vm.events().len());
-    vm.wait_status("another try", |status| status["next_start"].is_string() && status["next_start"] != first)?;
-    assert_eq!(vm.events().len(), told);
+    // Further attempts add no events.
+    let (first, events) = (waits["next_start"].clone(), vm.events().len());
+    vm.wait_status("another attempt", |status| status["next_start"].is_string() && status["next_start"] != first)?;
+    assert_eq!(vm.events().len(), events);
     fs::remove_file(filler).expect("it is there");
     vm.wait_incarnation(2)?;
     vm.sh(VERIFY)?;

@@ -1,4 +1,4 @@
-//! Starts that fail, and machines that crash again and again: the first start is an error, later ones are tried again.
+//! Failed starts, and machines that crash again and again: a failed first start is an error, later ones are tried again.
 
 use hearth_vmtest::images::File;
 use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, artifacts, processes, write_program};
@@ -6,13 +6,13 @@ use serde_json::Value;
 
 use super::{last_sequence, memory_files};
 
-/// A QEMU that was started ends with the start that fails, and the next one finds nothing in its way.
+/// A QEMU whose start fails later is ended, and does not disturb the next start.
 #[test]
-fn a_start_that_fails_leaves_no_qemu_and_the_next_one_works() -> Result<()> {
+fn failed_start_leaves_no_qemu_behind() -> Result<()> {
     let folder = tempfile::tempdir().expect("a folder");
     let (qemu, runtime) = (folder.path().join("qemu"), folder.path().join("run"));
     let (once, journal) = (folder.path().join("once"), runtime.join("journal.json.new"));
-    // When QEMU is started the journal cannot be written any more: a folder has its place.
+    // Once QEMU starts, the journal cannot be written: a folder has its name.
     let spoil = format!("(unset LD_PRELOAD; rm {} && mkdir {})", once.display(), journal.display());
     let guest_of = format!("case \"$*\" in *memory-backend-file*) {spoil};; esac");
     let program = artifacts::qemu()?.display().to_string();
@@ -29,9 +29,9 @@ fn a_start_that_fails_leaves_no_qemu_and_the_next_one_works() -> Result<()> {
     vm.wait_boots(1).map(drop)
 }
 
-/// A QEMU that refuses ends a keeper at its first start. After that it counts as a crash, and costs neither keeper nor memory.
+/// A QEMU that refuses at the first start ends the keeper. After that it counts as a crash, and costs neither keeper nor memory.
 #[test]
-fn refused_start_is_tried_again_once_a_guest_has_lived() -> Result<()> {
+fn refused_start_is_retried_after_a_first_guest() -> Result<()> {
     let folder = tempfile::tempdir().expect("a folder");
     let (qemu, refuses) = (folder.path().join("qemu"), folder.path().join("refuses"));
     let program = artifacts::qemu()?.display().to_string();
@@ -54,16 +54,16 @@ fn refused_start_is_tried_again_once_a_guest_has_lived() -> Result<()> {
     vm.wait_boots(1)?;
     vm.sh("mkdir -p /d && mount -o ro /dev/vda /d && probe verify /d/kept.bin 3")?;
     refuse();
-    // This crash and the start that fails after it are a loop.
+    // This crash and the failed start after it are a crash loop.
     vm.kill_qemu()?;
     let waits = vm.wait_event("the next start waits", |event| event["kind"] == "start_waits")?;
     assert!(waits["why"].as_str().is_some_and(|why| why.contains("no luck today")), "{waits}");
-    let status = vm.wait_status("it waits", |status| status["next_start"].is_string())?;
+    let status = vm.wait_status("a waiting start", |status| status["next_start"].is_string())?;
     assert_eq!((&status["state"], &status["next_start"]), (&"recovering".into(), &waits["next_start"]), "{status}");
     assert!(status["state_why"].as_str().is_some_and(|why| why.contains("no luck today")), "{status}");
     vm.cli(&["reboot", vm.name(), "--no-wait"])?;
     let longer = |status: &Value| status["next_start"].is_string() && status["next_start"] != waits["next_start"];
-    vm.wait_status("it waits longer", longer)?;
+    vm.wait_status("a later start", longer)?;
 
     relent();
     vm.reboot()?;
@@ -77,16 +77,18 @@ fn refused_start_is_tried_again_once_a_guest_has_lived() -> Result<()> {
     Ok(())
 }
 
-/// A loop is what the test makes of it, however slow the host: all guests together live less than a day.
+/// A machine whose crash loop depends on the number of crashes only, not on the host's speed: all its guests together live less
+/// than a
+/// day.
 fn crash_loop(name: &str, delay_s: i64) -> TestVmBuilder {
     let builder = TestVm::busybox(name).crash_setting("loop_count", 2).crash_setting("loop_window_s", 86_400);
     builder.crash_setting("loop_delay_s", delay_s).crash_setting("loop_delay_max_s", 86_400)
 }
 
-/// Crashes the incarnation that has just begun; returns the word of the loop that this closes.
+/// Crashes the incarnation that has just begun, and returns the event of the crash loop.
 fn crash_again(vm: &TestVm, incarnation: u64) -> Result<Value> {
     let began = |event: &Value| event["kind"] == "incarnation_started" && event["incarnation"] == incarnation;
-    vm.wait_event("the next life", began)?;
+    vm.wait_event("the next incarnation", began)?;
     vm.kill_qemu()?;
     if incarnation == 1 {
         return Ok(Value::Null);
@@ -95,14 +97,14 @@ fn crash_again(vm: &TestVm, incarnation: u64) -> Result<Value> {
 }
 
 #[test]
-fn a_machine_that_keeps_crashing_waits_longer_each_time_or_for_an_order() -> Result<()> {
+fn crash_loop_delay_doubles_until_a_reboot_request() -> Result<()> {
     let vm = crash_loop("loop", 3600).boot()?;
     crash_again(&vm, 1)?;
-    let told = crash_again(&vm, 2)?;
-    assert_eq!(told["delay_s"], 3600, "{told}");
+    let event = crash_again(&vm, 2)?;
+    assert_eq!(event["delay_s"], 3600, "{event}");
     let status = vm.status()?;
     assert_eq!((&status["state"], &status["qemu"]), (&"recovering".into(), &Value::Null), "{status}");
-    assert_eq!(status["next_start"], told["next_start"], "{status}");
+    assert_eq!(status["next_start"], event["next_start"], "{status}");
     let page = vm.cli(&["status", "loop"])?;
     assert!(page.contains("crash loop") && page.contains("`hearth reboot`"), "{page}");
     let refused = vm.cli_output(&["crash", "loop"])?;
@@ -111,7 +113,7 @@ fn a_machine_that_keeps_crashing_waits_longer_each_time_or_for_an_order() -> Res
     vm.reboot()?;
     let status = vm.status()?;
     assert_eq!((&status["state"], &status["next_start"]), (&"running".into(), &Value::Null), "{status}");
-    assert_eq!(crash_again(&vm, 3)?["delay_s"], 7200, "it is still the same loop");
+    assert_eq!(crash_again(&vm, 3)?["delay_s"], 7200, "the crash loop continues");
     assert_eq!(vm.stop()?.code(), Some(0));
     assert_eq!(memory_files(&vm), [] as [&str; 0]);
     let before = last_sequence(&vm);
@@ -123,7 +125,7 @@ fn a_machine_that_keeps_crashing_waits_longer_each_time_or_for_an_order() -> Res
 }
 
 #[test]
-fn a_machine_that_backed_off_starts_by_itself_when_its_time_has_come() -> Result<()> {
+fn machine_starts_by_itself_after_its_delay() -> Result<()> {
     let vm = crash_loop("loop-time", 1).boot()?;
     crash_again(&vm, 1)?;
     crash_again(&vm, 2)?;

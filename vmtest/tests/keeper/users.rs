@@ -1,4 +1,4 @@
-//! `qemu_user = "auto"`: machines whose QEMUs have nothing in common.
+//! `qemu_user = "auto"`: every machine's QEMU runs as a user of its own.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -10,7 +10,7 @@ use hearth_vmtest::{Disk, Drives, Result, TestVm};
 
 use super::take_over;
 
-/// User and group of a machine's QEMU, which are the same number.
+/// The user of a machine's QEMU, which has the same number as its group.
 fn user_of(vm: &TestVm) -> Result<u32> {
     let qemu = vm.qemu_pid()?.as_raw_nonzero();
     let status = fs::read_to_string(format!("/proc/{qemu}/status")).expect("QEMU runs");
@@ -20,15 +20,15 @@ fn user_of(vm: &TestVm) -> Result<u32> {
     };
     let users = ids("Uid:");
     let all = [&users[..], &ids("Gid:"), &ids("Groups:")].concat();
-    assert!(all.len() == 9 && all.iter().all(|id| *id == users[0]), "one user, one group: {status}");
+    assert!(all.len() == 9 && all.iter().all(|id| *id == users[0]), "QEMU has one user and one group: {status}");
     Ok(users[0])
 }
 
-/// Whether a process of this user can write to it.
+/// Whether a process of this user can write to the path.
 fn can_write(user: u32, path: &Path) -> bool {
     let mut command = Command::new("test");
     command.arg("-w").arg(path).uid(user).gid(user);
-    command.status().expect("every host has it").success()
+    command.status().expect("every host has test(1)").success()
 }
 
 #[test]
@@ -44,13 +44,13 @@ fn machines_have_users_of_their_own() -> Result<()> {
     assert_ne!(first, second);
     let runtime = |vm: &TestVm| vm.runtime_root().join(vm.name());
     let disk = |vm: &TestVm| runtime(vm).join("disk-disk0.sock");
-    // The way to a machine's folders is the operator's matter; the folders themselves are the keeper's.
+    // The operator gives access to the parents of a machine's folders; the keeper to the folders themselves.
     let open = |folder: &Path| fs::set_permissions(folder, Permissions::from_mode(0o711)).expect("our own folder");
     for vm in [&one, &two] {
         open(vm.folder());
         open(vm.memory_folder().parent().expect("a folder of this test"));
     }
-    assert!(can_write(first, &disk(&one)) && can_write(second, &disk(&two)), "to connect to its disk again");
+    assert!(can_write(first, &disk(&one)) && can_write(second, &disk(&two)), "each QEMU can reconnect to its disk");
     let files = |vm: &TestVm| -> Vec<PathBuf> {
         let folders = [runtime(vm), vm.memory_folder().to_owned()];
         let entries = folders.iter().flat_map(|folder| fs::read_dir(folder).expect("it is there"));
@@ -59,11 +59,11 @@ fn machines_have_users_of_their_own() -> Result<()> {
     for file in files(&two) {
         assert!(!can_write(first, &file), "{}", file.display());
     }
-    // A machine keeps its user: under its next keeper, in its next QEMU, and in its next life.
+    // A machine keeps its user under its next keeper, in its next QEMU and in its next incarnation.
     let nonce = one.nonce()?;
     one.kill_keeper()?;
     take_over(&one)?;
-    assert_eq!((one.nonce()?, user_of(&one)?), (nonce, first), "QEMU finds its disks again");
+    assert_eq!((one.nonce()?, user_of(&one)?), (nonce, first), "QEMU reconnects to its disks");
     one.sh("dd if=/dev/zero of=/dev/vda bs=1M count=4 conv=fsync")?;
     one.rejuvenate()?;
     assert_eq!(user_of(&one)?, first);

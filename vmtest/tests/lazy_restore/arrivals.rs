@@ -1,5 +1,6 @@
-//! Disks out of an object store: the guest reads what it needs before all is there, and never anything else; while the store fails, is
-//! gone, or comes back, while its keeper or its QEMU is killed, and while it is stopped.
+//! Disks fetched from an object store: the guest reads right blocks before all have arrived, even while the store fails, is gone
+//! or comes
+//! back, while its keeper or its QEMU is killed, and while it is stopped.
 
 use std::fs;
 use std::path::Path;
@@ -15,7 +16,7 @@ use super::object_store::{Stand, address};
 const MIB: u64 = 1 << 20;
 const FILE_MIB: u64 = 64;
 
-/// A machine with a file on its disk that nobody has in memory, saved to the store and gone; its nonce.
+/// A machine with a file on its disk that is in no memory, and its nonce. [`save`] saves it to the store and ends it.
 fn saved(stand: &Stand, name: &str, disks: impl IntoIterator<Item = Disk>) -> Result<(TestVm, String)> {
     let mut builder = TestVm::busybox(name).disk(Disk::ext4(128));
     for disk in disks {
@@ -37,14 +38,14 @@ fn verify_file(vm: &TestVm) -> Result<()> {
     vm.sh_within(&format!("probe verify /d/file {SEED}"), patience(90)).map(drop)
 }
 
-/// Behind the guest's shell, which answers while its disk does not.
+/// Verifies the file in the background, so that the guest's shell answers while its disk does not.
 fn begin_verifying(clone: &TestVm) -> Result<()> {
     let verify =
         format!("probe verify /d/file {SEED} >/tmp/said 2>&1; echo $? >/tmp/status; mv /tmp/status /tmp/verified");
     clone.sh(&format!("({verify}) >/dev/null 2>&1 </dev/null &")).map(drop)
 }
 
-/// It cannot have ended: not all of it is there.
+/// Asserts that the verification has not ended: a part of the file is missing.
 fn still_verifies(clone: &TestVm) -> Result<()> {
     clone.sh("[ ! -e /tmp/verified ]").map(drop)
 }
@@ -54,7 +55,7 @@ fn verified(clone: &TestVm) -> Result<()> {
     clone.sh_within(end, patience(90)).map(drop)
 }
 
-/// A guest that has all its memory, and reads a file of which most has not come when the store is gone.
+/// A guest with all its memory that reads a file of which most had not arrived when the store went away.
 fn waiting(stand: &Stand, vm: &TestVm, name: &str) -> Result<TestVm> {
     let (object, away) = (stand.object("disk-disk0"), stand.folder.path().join("away"));
     stand.server.set_wire(Wire::Slow(MIB));
@@ -65,17 +66,17 @@ fn waiting(stand: &Stand, vm: &TestVm, name: &str) -> Result<TestVm> {
     clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
     begin_verifying(&clone)?;
     stand.server.set_wire(Wire::Dead);
-    fs::rename(&away, &object).expect("nobody else has it");
+    fs::rename(&away, &object).expect("the object was moved away");
     await_waiting(&clone, "the store does not answer")?;
     still_verifies(&clone)?;
     Ok(clone)
 }
 
 fn await_waiting(clone: &TestVm, why: &str) -> Result<Value> {
-    clone.wait_status(&format!("its disk waits: {why}"), |status| waits(status).iter().any(|said| said.contains(why)))
+    clone.wait_status(&format!("a waiting disk: {why}"), |status| waits(status).iter().any(|said| said.contains(why)))
 }
 
-/// Of all disks; none if nothing is.
+/// Missing bytes of all disks; `None` if all have arrived.
 fn missing_bytes(status: &Value) -> Option<u64> {
     let disks = status["disks"].as_array()?;
     disks.iter().filter_map(|disk| disk["arrival"]["missing_bytes"].as_u64()).reduce(|one, other| one + other)
@@ -90,15 +91,15 @@ fn io_errors(status: &Value) -> Option<u64> {
     status["disks"].as_array()?.iter().map(|disk| disk["io_errors"].as_u64()).sum()
 }
 
-/// No read of a guest that lives has failed: so many have not been answered to one that had ended.
+/// Waits until the disks have arrived. Asserts that this many requests failed: those that a dead QEMU left unanswered.
 fn wait_disks(clone: &TestVm, unanswered: u64) -> Result<()> {
-    clone.wait_event_within("its disk is there", patience(60), |event| event["kind"] == "disk_complete")?;
-    let status = clone.wait_status("nothing is missing", |status| missing_bytes(status).is_none())?;
+    clone.wait_event_within("a complete disk", patience(60), |event| event["kind"] == "disk_complete")?;
+    let status = clone.wait_status("complete disks", |status| missing_bytes(status).is_none())?;
     assert_eq!(io_errors(&status), Some(unanswered), "{status}");
     Ok(())
 }
 
-/// What has come of the snapshot's disks, by their names.
+/// The snapshot's disks that have arrived, with their names.
 fn disks_of(clone: &TestVm) -> Vec<(String, Vec<u8>)> {
     let files = fs::read_dir(clone.folder().join("machine/saved-disks")).expect("a folder").flatten();
     let read = |file: fs::DirEntry| {
@@ -110,7 +111,7 @@ fn disks_of(clone: &TestVm) -> Vec<(String, Vec<u8>)> {
 }
 
 #[test]
-fn a_guest_runs_before_its_disks_are_there_and_reads_what_was_saved_over_a_bad_wire() -> Result<()> {
+fn guest_reads_saved_disks_while_they_arrive() -> Result<()> {
     let stand = Stand::new();
     let image = stand.path("second.qcow2");
     let made = Command::new("qemu-img").args(["create", "-q", "-f", "qcow2", &image, "64M"]).status();
@@ -123,7 +124,7 @@ fn a_guest_runs_before_its_disks_are_there_and_reads_what_was_saved_over_a_bad_w
     save(&vm)?;
     let whole = stand.clone(&vm, "whole", "first", &["--eager"])?;
     whole.wait_running()?;
-    assert_eq!(missing_bytes(&whole.status()?), None, "all is there before it runs");
+    assert_eq!(missing_bytes(&whole.status()?), None, "an eager restore has fetched everything before it runs");
     let disks = disks_of(&whole);
     assert_eq!(disks.len(), 2);
     verify_file(&whole)?;
@@ -138,14 +139,17 @@ fn a_guest_runs_before_its_disks_are_there_and_reads_what_was_saved_over_a_bad_w
         let clone = stand.clone(&vm, name, name, &[mode])?;
         clone.wait_running()?;
         if name == "slow" {
-            assert!(missing_bytes(&clone.status()?) > Some(FILE_MIB / 2 * MIB), "it came before");
+            assert!(
+                missing_bytes(&clone.status()?) > Some(FILE_MIB / 2 * MIB),
+                "the disk arrived too early for this test"
+            );
         }
         assert_eq!(clone.nonce()?, nonce);
         clone.sh("echo new >/d/written && sync")?;
         verify_file(&clone)?;
         assert_eq!(sum(&clone)?, expected, "{name}");
         wait_disks(&clone, 0)?;
-        assert!(disks_of(&clone) == disks, "{name}: nothing else has come, and nothing is noted any more");
+        assert!(disks_of(&clone) == disks, "{name}: the disks equal those of an eager restore");
         clone.sh("probe drop-caches")?;
         verify_file(&clone)?;
         assert_eq!(clone.sh("cat /d/written")?.trim(), "new");
@@ -155,23 +159,23 @@ fn a_guest_runs_before_its_disks_are_there_and_reads_what_was_saved_over_a_bad_w
 }
 
 #[test]
-fn a_disk_waits_for_a_store_that_is_gone_also_for_the_next_keeper_and_goes_on_when_it_is_back() -> Result<()> {
+fn disk_waits_for_a_lost_store_across_keepers() -> Result<()> {
     let stand = Stand::new();
     let (vm, nonce) = saved(&stand, "patient", [])?;
     save(&vm)?;
     let clone = waiting(&stand, &vm, "waits")?;
     let folder = stand.path("never");
-    for order in
+    for request in
         [&["save", clone.name(), "-o", &folder][..], &["rejuvenate", clone.name()], &["upgrade-keeper", clone.name()]]
     {
-        let refused = clone.cli_output(order)?;
+        let refused = clone.cli_output(request)?;
         let expect = "the guest's disks are still being fetched from the object store";
-        assert!(refused.status != 0 && refused.text().contains(expect), "{order:?}: {}", refused.text());
+        assert!(refused.status != 0 && refused.text().contains(expect), "{request:?}: {}", refused.text());
     }
-    let is_told = |event: &Value| {
+    let names_disk = |event: &Value| {
         event["kind"] == "restore_waits" && event["why"].as_str().is_some_and(|why| why.contains("one/disk-"))
     };
-    clone.wait_event("it is told", is_told)?;
+    clone.wait_event("an event about the waiting disk", names_disk)?;
     clone.restart_keeper()?;
     await_waiting(&clone, "the store does not answer")?;
     clone.await_console()?;
@@ -186,12 +190,12 @@ fn a_disk_waits_for_a_store_that_is_gone_also_for_the_next_keeper_and_goes_on_wh
     wait_disks(&clone, 0)?;
     clone.sh("probe drop-caches")?;
     verify_file(&clone)?;
-    // Now it can be.
+    // Now a rejuvenation works.
     clone.rejuvenate()
 }
 
 #[test]
-fn a_keeper_killed_while_disks_and_memory_come_is_followed_by_one_that_goes_on() -> Result<()> {
+fn arrival_continues_after_keeper_is_killed() -> Result<()> {
     let stand = Stand::new();
     let (vm, nonce) = saved(&stand, "followed", [])?;
     save(&vm)?;
@@ -201,7 +205,7 @@ fn a_keeper_killed_while_disks_and_memory_come_is_followed_by_one_that_goes_on()
     begin_verifying(&clone)?;
     for (missing_mib, wire) in [(FILE_MIB - 4, Wire::Slow(2 * MIB)), (FILE_MIB / 2, Wire::Whole)] {
         let has_come = |status: &Value| missing_bytes(status).is_some_and(|missing| missing < missing_mib * MIB);
-        clone.wait_status("some of it has come", has_come)?;
+        clone.wait_status("part of the disk", has_come)?;
         stand.server.set_wire(wire);
         clone.restart_keeper()?;
     }
@@ -212,14 +216,14 @@ fn a_keeper_killed_while_disks_and_memory_come_is_followed_by_one_that_goes_on()
 }
 
 #[test]
-fn a_guest_that_waits_for_a_store_that_is_gone_is_stopped_and_one_that_dies_is_followed_by_the_next() -> Result<()> {
+fn guest_waiting_for_lost_store_stops_or_reboots() -> Result<()> {
     let stand = Stand::new();
     let (vm, _) = saved(&stand, "stuck", [])?;
     save(&vm)?;
     assert!(waiting(&stand, &vm, "stopped")?.stop_at_once()?.success());
     let dies = waiting(&stand, &vm, "dies")?;
     dies.kill_qemu()?;
-    dies.wait_event("its disk is drained", |event| event["kind"] == "phase" && event["phase"] == "drain")?;
+    dies.wait_event("a drained disk", |event| event["kind"] == "phase" && event["phase"] == "drain")?;
     stand.server.set_wire(Wire::Whole);
     dies.wait_incarnation(2)?;
     let unanswered = io_errors(&dies.status()?).expect("it has disks");

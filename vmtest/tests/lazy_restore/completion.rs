@@ -1,4 +1,4 @@
-//! When all memory is there nothing is kept for it: no handler of page faults, no thread, no file of the snapshot.
+//! When all memory has arrived, nothing is kept for it: no handler of page faults, no thread, no file of the snapshot.
 
 use std::fs;
 use std::path::Path;
@@ -8,12 +8,12 @@ use rustix::process::Pid;
 
 use super::verify;
 
-/// What a machine's keeper has for the sake of guest memory that is on its way.
+/// What a machine keeps for guest memory that is still arriving.
 #[derive(Debug, PartialEq, Eq)]
 struct Kept {
     userfaultfds: usize,
     threads: Vec<String>,
-    /// Names of the snapshot's, its QEMU's too.
+    /// Names of the snapshot's files that keeper or QEMU have open.
     files: Vec<String>,
 }
 
@@ -32,7 +32,7 @@ fn kept(vm: &TestVm, snapshot: &Path) -> Result<Kept> {
 }
 
 #[test]
-fn when_nothing_is_missing_the_handler_is_gone_and_the_snapshot_can_be_removed() -> Result<()> {
+fn complete_restore_needs_no_handler_or_snapshot() -> Result<()> {
     let vm = TestVm::busybox("kept").boot()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     super::fill(&vm, 64)?;
@@ -46,7 +46,7 @@ fn when_nothing_is_missing_the_handler_is_gone_and_the_snapshot_can_be_removed()
     eager.stop_at_once()?;
     let over = vm.folder().join("over");
     let until = format!("test -e {}", over.display());
-    // Nothing is filled in until then, so that it is in the middle of it.
+    // The trace prevents the backfill until `over` exists, so that the restore stays unfinished.
     let clone = vm.restore(&snapshot, "lazy", &["--trace", "3600", "--until", &until])?;
     clone.wait_running()?;
     let during = kept(&clone, &snapshot)?;
@@ -57,15 +57,15 @@ fn when_nothing_is_missing_the_handler_is_gone_and_the_snapshot_can_be_removed()
     assert!(during.userfaultfds > nothing.userfaultfds, "{during:?}");
     fs::write(&over, "").expect("a file");
     clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
-    // Its threads were ending when that was told.
-    clone.wait_status("all is let go of", |_| kept(&clone, &snapshot).is_ok_and(|kept| kept == nothing))?;
-    fs::remove_dir_all(&snapshot).expect("nobody has it");
+    // Its threads were still ending at that event.
+    clone.wait_status("a restore that keeps nothing", |_| kept(&clone, &snapshot).is_ok_and(|kept| kept == nothing))?;
+    fs::remove_dir_all(&snapshot).expect("no process uses the snapshot");
     assert_eq!(clone.nonce()?, nonce);
     verify(&clone)?;
     let status = clone.status()?;
     let restore = &status["restore"];
     assert!(restore["complete"] == true && restore["fault_us_p50_stored"].as_u64() > Some(0), "{restore}");
-    // What the next save and the next keeper need of it is there.
+    // The next save and the next keeper need nothing of the old snapshot.
     clone.save(&snapshot)?;
     clone.restart_keeper()?;
     clone.wait_running()?;

@@ -1,5 +1,4 @@
-//! Keepers that are killed, or told to stop, on the way: the next one begins anew or goes on, and the guest is the one that was
-//! saved.
+//! Keepers killed or stopped during a restore: the next one starts over or continues, and the guest is the one that was saved.
 
 use std::fs;
 use std::path::Path;
@@ -14,8 +13,8 @@ use super::faults::saved;
 use super::object_store::Stand;
 use super::{SEED, comes_whole, fill, verify};
 
-/// From here on the guest may have run.
-fn is_begun(step: Step) -> bool {
+/// Whether the guest may have run after this step.
+fn may_have_run(step: Step) -> bool {
     match step {
         Step::Make | Step::Note | Step::Prefetch | Step::Launch | Step::LetIn => false,
         Step::Begin | Step::Run | Step::Fill | Step::Finish => true,
@@ -26,18 +25,18 @@ fn check(vm: &TestVm, snapshot: &Path, step: Step, mode: &str, nonce: &str) -> R
     let what = format!("{} {mode}", step.name());
     let clone = vm.restore_with(snapshot, step.name(), &[mode], &[("HEARTH_DRILL_DIE_AFTER", step.name())])?;
     let ended = clone.wait_keeper_end()?;
-    assert_eq!(ended.code(), None, "{what}: it should have been killed: {ended}");
+    assert_eq!(ended.code(), None, "{what}: the keeper should have killed itself: {ended}");
     if matches!(step, Step::Make | Step::Note) {
-        // As after a power cut: nothing that the order needs lies in the runtime folder.
+        // As after a power cut: the runtime folder holds nothing that the restore needs.
         let _ = fs::remove_file(clone.folder().join("run").join(clone.name()).join("journal.json"));
     }
     clone.restart_keeper()?;
     clone.wait_running()?;
-    // Told a moment after it runs.
-    let way = if is_begun(step) { "keeper_took_over" } else { "restored" };
+    // The event comes shortly after the machine runs.
+    let way = if may_have_run(step) { "keeper_took_over" } else { "restored" };
     clone.wait_event(way, |event| event["kind"] == way)?;
     let took_over = clone.events().iter().any(|event| event["kind"] == "keeper_took_over");
-    assert_eq!(took_over, is_begun(step), "{what}");
+    assert_eq!(took_over, may_have_run(step), "{what}");
     clone.await_console()?;
     assert_eq!(clone.nonce()?, nonce, "{what}: it is the same guest");
     verify(&clone)?;
@@ -59,36 +58,36 @@ fn check_all(name: &str, mode: &str, happens: impl Fn(Step) -> bool) -> Result<(
 }
 
 #[test]
-fn a_keeper_killed_at_any_step_of_a_lazy_restore_is_followed_by_one_that_has_the_whole_guest() -> Result<()> {
+fn lazy_restore_survives_keeper_killed_anytime() -> Result<()> {
     check_all("lazydeaths", "--lazy", |step| step != Step::Prefetch)
 }
 
 #[test]
-fn a_keeper_killed_at_any_step_of_an_eager_restore_is_followed_by_one_that_has_the_whole_guest() -> Result<()> {
+fn eager_restore_survives_keeper_killed_anytime() -> Result<()> {
     check_all("eagerdeaths", "--eager", |step| !matches!(step, Step::Fill | Step::Finish))
 }
 
 #[test]
-fn a_keeper_killed_while_memory_comes_is_followed_by_one_that_brings_the_rest() -> Result<()> {
+fn next_keeper_restores_the_missing_memory() -> Result<()> {
     let (vm, nonce, snapshot) = saved("killed")?;
-    // Nothing is filled in behind a guest that is traced: there is always something missing.
+    // A trace prevents the backfill, so that some memory is always missing.
     let clone = vm.restore(&snapshot, "orphan", &["--trace", "600"])?;
     clone.wait_running()?;
     let verifying = clone.guest().start(&format!("probe verify /tmp/memory {}", SEED))?;
-    clone.wait_status("some of it was touched", |status| status["restore"]["pages_lazy"].as_u64() > Some(2000))?;
+    clone.wait_status("touched pages", |status| status["restore"]["pages_lazy"].as_u64() > Some(2000))?;
     clone.restart_keeper()?;
     comes_whole(&clone, verifying, &nonce)
 }
 
 #[test]
-fn a_keeper_told_to_stop_while_it_reads_all_memory_stops_and_the_next_one_begins_anew() -> Result<()> {
+fn keeper_stops_while_it_loads_all_memory() -> Result<()> {
     let stand = Stand::new();
     let (vm, nonce) = stand.saved("stopped", 64)?;
-    // Half a minute or so.
+    // This takes about half a minute.
     stand.server.set_wire(Wire::Slow(2 << 20));
     let clone = stand.clone(&vm, "slow", "cache", &["--eager"])?;
-    let told = clone.wait_event("how far it is", |event| event["kind"] == "restore_progress")?;
-    assert!(told["percent"].as_f64().is_some_and(|percent| percent < 100.0), "{told}");
+    let progress = clone.wait_event("progress", |event| event["kind"] == "restore_progress")?;
+    assert!(progress["percent"].as_f64().is_some_and(|percent| percent < 100.0), "{progress}");
     let asked = clone.cli_output(&["status", clone.name()])?;
     assert!(
         asked.status == 1 && asked.text().contains("slow is loading its memory before the guest runs"),
@@ -108,7 +107,7 @@ fn a_keeper_told_to_stop_while_it_reads_all_memory_stops_and_the_next_one_begins
 }
 
 #[test]
-fn a_keeper_that_finds_another_snapshot_in_the_place_of_its_guests_leaves_that_alone() -> Result<()> {
+fn keeper_refuses_another_snapshot_in_its_place() -> Result<()> {
     let vm = TestVm::busybox("exchanged").boot()?;
     let nonce = vm.nonce()?;
     let [snapshot, other, away] = ["snapshot", "other", "away"].map(|name| vm.folder().join(name));
@@ -116,7 +115,7 @@ fn a_keeper_that_finds_another_snapshot_in_the_place_of_its_guests_leaves_that_a
     vm.save(&snapshot)?;
     vm.save(&other)?;
     vm.stop_at_once()?;
-    // Nothing is filled in behind a guest that is traced: there is always something missing.
+    // A trace prevents the backfill, so that some memory is always missing.
     let clone = vm.restore(&snapshot, "orphan", &["--trace", "600"])?;
     clone.wait_running()?;
     clone.kill_keeper()?;
@@ -137,7 +136,7 @@ fn a_keeper_that_finds_another_snapshot_in_the_place_of_its_guests_leaves_that_a
 }
 
 #[test]
-fn what_a_killed_rehearsal_leaves_is_removed_by_the_next() -> Result<()> {
+fn next_rehearsal_removes_what_a_killed_one_left() -> Result<()> {
     let vm = TestVm::busybox("rehearser").memory_mib(128).disk(Disk::empty(16)).boot()?;
     let (snapshot, scratch) = (vm.folder().join("snapshot"), vm.folder().join("scratch"));
     vm.save_and_stop(&snapshot)?;
@@ -148,11 +147,11 @@ fn what_a_killed_rehearsal_leaves_is_removed_by_the_next() -> Result<()> {
     let memory = vm.memory_folder().with_file_name(format!("rehearsal-{}", rehearsal.id()));
     let deadline = Instant::now() + patience(20);
     while processes::mentioning(&memory).is_empty() {
-        assert!(Instant::now() < deadline, "it starts no QEMU");
+        assert!(Instant::now() < deadline, "the rehearsal starts no QEMU");
         std::thread::sleep(Duration::from_millis(20));
     }
-    rehearsal.kill().and_then(|()| rehearsal.wait()).expect("it is our child");
-    assert!(!processes::mentioning(&memory).is_empty() && memory.exists(), "its QEMU outlives it");
+    rehearsal.kill().and_then(|()| rehearsal.wait()).expect("it is a child of this process");
+    assert!(!processes::mentioning(&memory).is_empty() && memory.exists(), "the QEMU of the killed rehearsal lives on");
     vm.cli(&["rehearse", &snapshot.display().to_string(), "--scratch", &scratch.display().to_string(), "--for", "1"])?;
     assert!(processes::mentioning(&memory).is_empty());
     for folder in [scratch, vm.runtime_root(), memory.parent().expect("the folder of all").to_owned()] {

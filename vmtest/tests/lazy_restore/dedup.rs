@@ -1,4 +1,4 @@
-//! `--dedup-disk`: pages that the disks hold too are not stored, and come back all the same.
+//! `--dedup-disk`: pages that are also on the disks are not stored, and are restored all the same.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -12,7 +12,7 @@ use super::{SEED, comes_whole, fill, verify};
 
 const FILE_BYTES: usize = 24 << 20;
 
-/// A file that the guest has read from its disk, and memory that no disk holds.
+/// Makes the guest read a file from its disk, and fill memory with contents that no disk holds.
 pub fn read_file(vm: &TestVm) -> Result<()> {
     fill(vm, 16)?;
     vm.sh(&format!("mkdir -p /d && mount /dev/vda /d && probe fill /d/file {FILE_BYTES} {SEED} && probe drop-caches"))?;
@@ -25,7 +25,7 @@ pub fn verify_file(vm: &TestVm) -> Result<()> {
 
 fn saved(vm: &TestVm, folder: &Path) -> Result<Value> {
     let path = folder.display().to_string();
-    vm.wait_event("it is saved", |event| event["kind"] == "saved" && event["folder"] == path.as_str())
+    vm.wait_event("the save's end", |event| event["kind"] == "saved" && event["folder"] == path.as_str())
 }
 
 fn read_all(folder: &Path) {
@@ -37,7 +37,7 @@ fn read_all(folder: &Path) {
 }
 
 #[test]
-fn what_the_disks_hold_is_not_stored_and_comes_back_also_from_a_clones_disk() -> Result<()> {
+fn pages_on_disks_are_restored_without_being_stored() -> Result<()> {
     let vm = TestVm::busybox("dedup").disk(Disk::ext4(64)).boot()?;
     let (nonce, plain, first) = (vm.nonce()?, vm.folder().join("plain"), vm.folder().join("first"));
     read_file(&vm)?;
@@ -60,7 +60,7 @@ fn what_the_disks_hold_is_not_stored_and_comes_back_also_from_a_clones_disk() ->
     verify_file(&clone)?;
     verify(&clone)?;
     clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
-    // Its disk is a qcow2 image over the snapshot's.
+    // The clone's disk is a qcow2 image over the snapshot's.
     clone.sh("probe drop-caches")?;
     verify_file(&clone)?;
     let second = vm.folder().join("second");
@@ -76,7 +76,7 @@ fn what_the_disks_hold_is_not_stored_and_comes_back_also_from_a_clones_disk() ->
 }
 
 #[test]
-fn a_page_whose_block_was_altered_is_waited_for_until_the_disk_is_mended() -> Result<()> {
+fn guest_waits_until_an_altered_block_is_repaired() -> Result<()> {
     let vm = TestVm::busybox("altered").disk(Disk::ext4(64)).boot()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     read_file(&vm)?;
@@ -89,27 +89,29 @@ fn a_page_whose_block_was_altered_is_waited_for_until_the_disk_is_mended() -> Re
     let whole = fs::read(&path).expect("it can be read");
     let place = whole.chunks_exact(4096).position(|block| block == first).expect("it is on the disk") * 4096;
     let disk = File::options().write(true).open(&path).expect("it is there");
-    // By the medium: a file that somebody wrote to is refused before.
+    // The file keeps its time, as when the medium fails: a file that was written to would be refused earlier.
     let times =
         fs::FileTimes::new().set_modified(disk.metadata().and_then(|file| file.modified()).expect("it has one"));
     disk.write_all_at(&[whole[place] ^ 1], place as u64).expect("it can be written");
     disk.set_times(times).expect("it is ours");
     let clone = vm.restore(&snapshot, "waits", &["--lazy"])?;
     clone.wait_running()?;
-    let told = clone.wait_event("the damage is told", |event| event["kind"] == "restore_waits")?;
-    let (why, block) = (told["why"].as_str().unwrap_or_default(), place / 4096);
+    let waits = clone.wait_event("an event about the damage", |event| event["kind"] == "restore_waits")?;
+    let (why, block) = (waits["why"].as_str().unwrap_or_default(), place / 4096);
     let named = format!("{}: pages ", path.display());
-    assert!(why.contains(&named) && why.contains("are not what they were when it was saved"), "{block}: {told}");
+    assert!(why.contains(&named) && why.contains("are not what they were when it was saved"), "{block}: {waits}");
     let verifying = clone.guest().start(&format!("probe verify /d/file {SEED}"))?;
-    clone.wait_status("nothing else is missing", |status| status["restore"]["pages_missing"].as_u64() <= Some(16))?;
-    assert!(clone.guest().take_answer(verifying).is_none(), "it cannot have been verified: a page of it is not there");
+    clone.wait_status("only the damaged pages missing", |status| {
+        status["restore"]["pages_missing"].as_u64() <= Some(16)
+    })?;
+    assert!(clone.guest().take_answer(verifying).is_none(), "the verification waits for the damaged page");
     disk.write_all_at(&[whole[place]], place as u64).expect("it can be written");
     disk.set_times(times).expect("it is ours");
     comes_whole(&clone, verifying, &nonce)
 }
 
 #[test]
-fn without_a_ledger_it_is_refused() -> Result<()> {
+fn dedup_without_a_ledger_is_refused() -> Result<()> {
     let vm = TestVm::busybox("noledger").without_ember().boot()?;
     let folder = vm.folder().join("snapshot").display().to_string();
     let refused = vm.cli_output(&["save", vm.name(), "-o", &folder, "--dedup-disk"])?;

@@ -1,4 +1,4 @@
-//! Damaged snapshots: a guest waits, or does not begin; it never sees what was not saved.
+//! Damaged snapshots: a guest waits or does not start; it never sees data that was not saved.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use super::{comes_whole, fill, verify};
 
-/// A guest with 64 MiB that are known, saved and gone; its nonce and its snapshot.
+/// A machine with 64 MiB of known memory that was saved and stopped, its nonce, and its snapshot.
 pub fn saved(name: &str) -> Result<(TestVm, String, PathBuf)> {
     let vm = TestVm::busybox(name).boot()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
@@ -21,7 +21,7 @@ pub fn saved(name: &str) -> Result<(TestVm, String, PathBuf)> {
 }
 
 #[test]
-fn a_snapshot_that_is_not_whole_is_refused_by_name_before_a_guest_runs() -> Result<()> {
+fn incomplete_snapshot_is_refused_by_name() -> Result<()> {
     let (vm, nonce, snapshot) = saved("refused")?;
     let refused = |what: &str, expect: &str| -> Result<()> {
         let clone = vm.restore(&snapshot, "never", &[])?;
@@ -50,7 +50,9 @@ fn a_snapshot_that_is_not_whole_is_refused_by_name_before_a_guest_runs() -> Resu
     verify(&clone)
 }
 
-/// One byte of the pattern's first page: not what a guest needs to answer. The image, what it held, and where that is.
+/// Damages a byte of the pattern's first page, which the guest does not need to answer. Returns the image, its old contents and
+/// the
+/// page's offset.
 fn damage(snapshot: &Path) -> (File, Vec<u8>, usize) {
     let ram = snapshot.join("ram");
     let bytes = Snapshot::open(snapshot).expect("it was saved").ram.sealed().bytes;
@@ -65,14 +67,14 @@ fn damage(snapshot: &Path) -> (File, Vec<u8>, usize) {
 }
 
 #[test]
-fn a_failed_restore_leaves_its_name_to_other_machines() -> Result<()> {
+fn failed_restore_leaves_its_name_free() -> Result<()> {
     let vm = TestVm::busybox("poison").disk(Disk::empty(16)).boot()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     fill(&vm, 64)?;
     vm.save_and_stop(&snapshot)?;
     let (image, whole, place) = damage(&snapshot);
     let folder = vm.folder().join("clone");
-    // Under the name, and in the runtime folder, of the machine that was saved.
+    // The restore has the name and the runtime folder of the machine that was saved.
     let text = |path: &Path| path.display().to_string();
     let refused = vm.cli_output(&["restore", &text(&snapshot), "--eager", "--folder", &text(&folder)])?;
     assert!(refused.status == 1 && refused.text().contains("are damaged"), "{}", refused.text());
@@ -81,7 +83,7 @@ fn a_failed_restore_leaves_its_name_to_other_machines() -> Result<()> {
     vm.wait_boots(2)?;
     assert_ne!(vm.nonce()?, nonce, "the machine boots from its own disk");
     vm.stop_at_once()?;
-    // And the machine that the restore made begins with the snapshot, now that it can be read.
+    // The machine that the restore made starts from the snapshot, which can be read now.
     vm.run_configuration(&folder.join("machine.toml"))?;
     vm.wait_running()?;
     vm.await_console()?;
@@ -89,9 +91,9 @@ fn a_failed_restore_leaves_its_name_to_other_machines() -> Result<()> {
     verify(&vm)
 }
 
-/// What a start touches, the rings of its disks and what QEMU loads, is damaged as well.
+/// Everything is damaged, also pages that a start touches: the rings of the disks and what QEMU loads.
 #[test]
-fn a_restore_from_damage_alone_names_it_leaves_nothing_and_works_once_that_is_mended() -> Result<()> {
+fn damaged_restore_leaves_nothing_and_works_after_repair() -> Result<()> {
     let vm = TestVm::busybox("nothing-left").disk(Disk::empty(16)).boot()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     fill(&vm, 16)?;
@@ -99,14 +101,18 @@ fn a_restore_from_damage_alone_names_it_leaves_nothing_and_works_once_that_is_me
     let bytes = Snapshot::open(&snapshot).expect("it was saved").ram.sealed().bytes;
     let image = File::options().read(true).write(true).open(snapshot.join("ram")).expect("it is there");
     let whole = fs::read(snapshot.join("ram")).expect("it can be read");
-    // Behind the pages is where they lie.
+    // The list of pages, behind the pages, stays whole.
     for at in (4096..bytes as usize / 100 * 98).step_by(4096) {
         image.write_all_at(&[!whole[at]], at as u64).expect("it can be written");
     }
     let clone = vm.restore(&snapshot, "from-damage", &["--lazy"])?;
     assert_eq!(clone.wait_keeper_end()?.code(), Some(1), "{}", clone.keeper_log());
     assert!(clone.keeper_log().contains("are damaged"), "{}", clone.keeper_log());
-    assert!(!clone.keeper_log().contains("no answer within"), "a hanging QEMU was waited for: {}", clone.keeper_log());
+    assert!(
+        !clone.keeper_log().contains("no answer within"),
+        "the restore must not wait for a hanging QEMU: {}",
+        clone.keeper_log()
+    );
     assert!(processes::mentioning(clone.memory_folder()).is_empty(), "a QEMU without a keeper");
     image.write_all_at(&whole, 0).expect("it can be written");
     clone.restart_keeper()?;
@@ -117,13 +123,13 @@ fn a_restore_from_damage_alone_names_it_leaves_nothing_and_works_once_that_is_me
 }
 
 #[test]
-fn a_guest_that_touches_a_damaged_page_waits_and_goes_on_when_the_image_is_mended() -> Result<()> {
+fn guest_waits_until_a_damaged_page_is_repaired() -> Result<()> {
     let (vm, nonce, snapshot) = saved("mended")?;
     let (image, whole, place) = damage(&snapshot);
     let clone = vm.restore(&snapshot, "waits", &["--lazy"])?;
     clone.wait_running()?;
-    let told = clone.wait_event("the damage is told", |event| event["kind"] == "restore_waits")?;
-    assert!(told["why"].as_str().is_some_and(|why| why.contains("of the guest's memory are damaged")), "{told}");
+    let waits = clone.wait_event("an event about the damage", |event| event["kind"] == "restore_waits")?;
+    assert!(waits["why"].as_str().is_some_and(|why| why.contains("of the guest's memory are damaged")), "{waits}");
     let status = clone.status()?;
     assert_eq!(
         (&status["restore"]["complete"], status["restore"]["waits"].as_array().map(Vec::len)),
@@ -139,49 +145,51 @@ fn a_guest_that_touches_a_damaged_page_waits_and_goes_on_when_the_image_is_mende
     let refused = clone.cli_output(&["resize", clone.name(), "data"])?;
     assert!(refused.status != 0 && refused.text().contains("cannot resize: the guest's memory"), "{}", refused.text());
     let verifying = clone.guest().start(&format!("probe verify /tmp/memory {}", super::SEED))?;
-    clone.wait_status("nothing else is missing", |status| status["restore"]["pages_missing"].as_u64() <= Some(16))?;
-    assert!(clone.guest().take_answer(verifying).is_none(), "it cannot have been verified: a page of it is not there");
+    clone.wait_status("only the damaged pages missing", |status| {
+        status["restore"]["pages_missing"].as_u64() <= Some(16)
+    })?;
+    assert!(clone.guest().take_answer(verifying).is_none(), "the verification waits for the damaged page");
     image.write_all_at(&[whole[place]], place as u64).expect("it can be written");
     comes_whole(&clone, verifying, &nonce)
 }
 
 #[test]
-fn a_guest_whose_image_is_cut_off_under_it_waits_and_goes_on_when_it_is_whole_again() -> Result<()> {
+fn guest_waits_until_a_truncated_image_is_whole() -> Result<()> {
     let (vm, nonce, snapshot) = saved("cut")?;
     let (ram, over) = (snapshot.join("ram"), vm.folder().join("over"));
     let whole = fs::read(&ram).expect("it can be read");
     let image = File::options().write(true).open(&ram).expect("it is there");
-    // Nothing is filled in behind a guest that is traced, so that it is in the middle of it.
+    // A trace prevents the backfill, so that the restore stays unfinished.
     let until = format!("test -e {}", over.display());
     let clone = vm.restore(&snapshot, "waits", &["--trace", "3600", "--until", &until])?;
     clone.wait_running()?;
     let verifying = clone.guest().start(&format!("probe verify /tmp/memory {}", super::SEED))?;
-    clone.wait_status("some of it was touched", |status| status["restore"]["pages_lazy"].as_u64() > Some(2000))?;
+    clone.wait_status("touched pages", |status| status["restore"]["pages_lazy"].as_u64() > Some(2000))?;
     image.set_len(0).expect("it can be cut off");
-    let is_told = |event: &Value| event["kind"] == "restore_waits";
-    let told = clone.wait_event("the guest waits", is_told)?;
-    let (why, named) = (told["why"].as_str().unwrap_or_default(), format!("{}: pages ", ram.display()));
-    assert!(why.starts_with(&named) && why.ends_with("the file cannot be read there"), "{told}");
+    let is_wait = |event: &Value| event["kind"] == "restore_waits";
+    let waits = clone.wait_event("a waiting guest", is_wait)?;
+    let (why, named) = (waits["why"].as_str().unwrap_or_default(), format!("{}: pages ", ram.display()));
+    assert!(why.starts_with(&named) && why.ends_with("the file cannot be read there"), "{waits}");
     fs::write(&over, "").expect("a file");
-    // From now on the rest is brought behind the guest, or would be.
+    // From now on the backfill runs, and meets the missing image.
     clone.wait_event("the trace is over", |event| event["kind"] == "error")?;
-    clone.wait_status("all that is missing is told", |status| {
+    clone.wait_status("a list of all that is missing", |status| {
         status["restore"]["waits"].as_array().is_some_and(|waits| waits.last().is_some_and(is_rest))
     })?;
     let events = clone.events();
-    let told = events.iter().filter(|event| is_told(event)).count();
-    assert!(told <= 16, "{told} events, and each chunk of the guest's memory is missing");
-    assert!(clone.guest().take_answer(verifying).is_none(), "it cannot have been verified: most of it is not there");
+    let count = events.iter().filter(|event| is_wait(event)).count();
+    assert!(count <= 16, "too many events about missing memory: {count}");
+    assert!(clone.guest().take_answer(verifying).is_none(), "the verification waits for the missing image");
     image.write_all_at(&whole, 0).expect("it can be written");
     comes_whole(&clone, verifying, &nonce)
 }
 
-fn is_rest(word: &Value) -> bool {
-    word.as_str().is_some_and(|word| word.starts_with("and ") && word.ends_with(" more"))
+fn is_rest(line: &Value) -> bool {
+    line.as_str().is_some_and(|line| line.starts_with("and ") && line.ends_with(" more"))
 }
 
 #[test]
-fn a_whole_copy_in_the_place_of_a_damaged_image_is_taken_up_and_another_snapshots_is_refused() -> Result<()> {
+fn whole_copy_replaces_damaged_image_another_is_refused() -> Result<()> {
     let vm = TestVm::busybox("replaced").boot()?;
     let (nonce, snapshot, other) = (vm.nonce()?, vm.folder().join("snapshot"), vm.folder().join("other"));
     fill(&vm, 64)?;
@@ -205,14 +213,16 @@ fn a_whole_copy_in_the_place_of_a_damaged_image_is_taken_up_and_another_snapshot
     let verifying = clone.guest().start(&format!("probe verify /tmp/memory {}", super::SEED))?;
     put(&fs::read(other.join("ram")).expect("it was saved"));
     waits_for("is not the file that was opened, nor a whole copy of it")?;
-    clone.wait_status("nothing else is missing", |status| status["restore"]["pages_missing"].as_u64() <= Some(16))?;
-    assert!(clone.guest().take_answer(verifying).is_none(), "it cannot have been verified: a page of it is not there");
+    clone.wait_status("only the damaged pages missing", |status| {
+        status["restore"]["pages_missing"].as_u64() <= Some(16)
+    })?;
+    assert!(clone.guest().take_answer(verifying).is_none(), "the verification waits for the damaged page");
     put(&whole);
     comes_whole(&clone, verifying, &nonce)
 }
 
 #[test]
-fn a_clone_whose_disk_lies_over_another_image_by_now_is_not_run_until_that_is_put_back() -> Result<()> {
+fn clone_waits_for_its_original_base_image() -> Result<()> {
     let vm = TestVm::busybox("lower").disk(Disk::ext4(64)).boot()?;
     let snapshot = vm.folder().join("snapshot");
     vm.save(&snapshot)?;

@@ -1,5 +1,6 @@
-//! `hearth save --freeze`: the guest's agent has its file systems stand still for the moment that is saved, and nobody leaves
-//! them so: not an agent that fails, not a keeper that is killed, not a snapshot that is restored.
+//! `hearth save --freeze`: the guest's agent freezes its file systems at the moment that is saved, and they never stay frozen:
+//! not when
+//! the agent fails, not when the keeper is killed, and not in a restored guest.
 
 use std::fs;
 use std::path::Path;
@@ -10,7 +11,7 @@ use serde_json::Value;
 
 use super::object_store::{Stand, address};
 
-/// Writes to the file system all the time, and says how often.
+/// Writes to the file system all the time, and counts its writes in a file.
 const WRITER: &str = r#"
 mount -t ext4 /dev/vda /mnt
 (i=0
@@ -23,7 +24,7 @@ while :; do
 done) >/dev/null 2>&1 &
 "#;
 
-/// The writer gets on.
+/// Waits until the writer has made progress.
 fn await_writer(vm: &TestVm) -> Result<()> {
     let wait = "while [ ! -s /tmp/written ]; do sleep 0.1; done; from=$(cat /tmp/written)
         while [ $(cat /tmp/written) -lt $((from + 10)) ]; do sleep 0.1; done";
@@ -50,7 +51,7 @@ fn count_of(vm: &TestVm, kind: &str) -> Result<usize> {
     Ok(events.lines().filter(|line| line.contains(&format!("\"{kind}\""))).count())
 }
 
-/// The disk of a snapshot, by itself: whole as it lies there, or a journal to be replayed.
+/// Whether the snapshot's disk has a journal to replay; if not, it must be clean.
 fn needs_recovery(snapshot: &Path) -> Result<bool> {
     let snapshot = Snapshot::open(snapshot).expect("it was saved");
     let disk = snapshot.disk_path(&snapshot.manifest.disks[0].name);
@@ -63,14 +64,14 @@ fn needs_recovery(snapshot: &Path) -> Result<bool> {
 }
 
 #[test]
-fn frozen_file_systems_are_whole_on_the_disk_and_go_on_in_the_guest_and_in_its_clone() -> Result<()> {
+fn frozen_file_systems_are_clean_and_thaw_everywhere() -> Result<()> {
     let vm = machine("frozen")?;
     let (nonce, as_it_ran, frozen) = (vm.nonce()?, vm.folder().join("as-it-ran"), vm.folder().join("frozen"));
     vm.save(&as_it_ran)?;
     vm.save_with(&frozen, &["--freeze"])?;
-    let said = vm.wait_event("it was frozen", |event| event["kind"] == "save_frozen")?;
+    let said = vm.wait_event("a frozen save", |event| event["kind"] == "save_frozen")?;
     assert_eq!(said["file_systems"], 1, "{said}");
-    let thawed = vm.wait_event("it is thawed", |event| event["kind"] == "thawed")?;
+    let thawed = vm.wait_event("thawed file systems", |event| event["kind"] == "thawed")?;
     assert!(thawed["file_systems"] == 1 && thawed["frozen_ms"].as_f64() > Some(0.0), "{thawed}");
     await_writer(&vm)?;
     assert!(needs_recovery(&as_it_ran)?, "a file system that is written to needs its journal");
@@ -79,7 +80,7 @@ fn frozen_file_systems_are_whole_on_the_disk_and_go_on_in_the_guest_and_in_its_c
     for (name, option) in [("lazily", "--lazy"), ("eagerly", "--eager")] {
         let clone = vm.restore(&frozen, name, &[option])?;
         clone.wait_running()?;
-        let thawed = clone.wait_event("it is thawed", |event| event["kind"] == "thawed")?;
+        let thawed = clone.wait_event("thawed file systems", |event| event["kind"] == "thawed")?;
         assert_eq!((&thawed["file_systems"], &thawed["frozen_ms"]), (&Value::from(1), &Value::Null), "{thawed}");
         clone.await_console()?;
         await_writer(&clone)?;
@@ -91,22 +92,22 @@ fn frozen_file_systems_are_whole_on_the_disk_and_go_on_in_the_guest_and_in_its_c
 }
 
 #[test]
-fn so_they_are_in_a_snapshot_in_an_object_store() -> Result<()> {
+fn frozen_file_systems_are_clean_in_a_store() -> Result<()> {
     let stand = Stand::new();
     let vm = at_work(stand.machine(TestVm::busybox_with_agent("farfrozen").disk(Disk::ext4(64)))?)?;
     let nonce = vm.nonce()?;
     vm.save_with(Path::new(&address("one")), &["--freeze"])?;
-    vm.wait_status("it is thawed", is_thawed)?;
+    vm.wait_status("thawed file systems", is_thawed)?;
     await_writer(&vm)?;
     vm.stop_at_once()?;
     let clone = stand.clone(&vm, "near", "cache", &["--lazy"])?;
     clone.wait_running()?;
-    let thawed = clone.wait_event("it is thawed", |event| event["kind"] == "thawed")?;
+    let thawed = clone.wait_event("thawed file systems", |event| event["kind"] == "thawed")?;
     assert_eq!(thawed["file_systems"], 1, "{thawed}");
     clone.await_console()?;
     await_writer(&clone)?;
     assert_eq!(clone.nonce()?, nonce);
-    clone.wait_event("its disk is there", |event| event["kind"] == "disk_complete")?;
+    clone.wait_event("a complete disk", |event| event["kind"] == "disk_complete")?;
     let disks: Vec<_> =
         fs::read_dir(clone.folder().join("machine/saved-disks")).expect("they were fetched").flatten().collect();
     assert_eq!(disks.len(), 1, "{disks:?}");
@@ -115,7 +116,7 @@ fn so_they_are_in_a_snapshot_in_an_object_store() -> Result<()> {
 }
 
 #[test]
-fn the_channel_is_there_after_hops_a_killed_keeper_and_a_park() -> Result<()> {
+fn agent_channel_survives_hops_keepers_and_parking() -> Result<()> {
     let vm = machine("channel")?;
     let mut saves = 0;
     let mut check = |what: &str| -> Result<()> {
@@ -145,9 +146,9 @@ fn the_channel_is_there_after_hops_a_killed_keeper_and_a_park() -> Result<()> {
     Ok(())
 }
 
-/// A keeper that dies with the guest's file systems frozen, before and while the guest itself stands still.
+/// The keeper dies with the guest's file systems frozen.
 #[test]
-fn a_keeper_killed_with_file_systems_frozen_is_followed_by_one_that_thaws_them() -> Result<()> {
+fn next_keeper_thaws_frozen_file_systems() -> Result<()> {
     let vm = machine("killedfrozen")?;
     let nonce = vm.nonce()?;
     vm.restart_keeper_with(&[("HEARTH_DRILL_DIE_AFTER", "freeze")])?;
@@ -159,22 +160,22 @@ fn a_keeper_killed_with_file_systems_frozen_is_followed_by_one_that_thaws_them()
     assert!(Snapshot::open(&folder).is_err());
     vm.restart_keeper()?;
     vm.wait_running()?;
-    let thawed = vm.wait_event("it is thawed", |event| event["kind"] == "thawed")?;
-    assert_eq!(thawed["file_systems"], 1, "they were frozen: {thawed}");
+    let thawed = vm.wait_event("thawed file systems", |event| event["kind"] == "thawed")?;
+    assert_eq!(thawed["file_systems"], 1, "the file system was frozen: {thawed}");
     vm.await_console()?;
     await_writer(&vm)?;
     assert_eq!(vm.nonce()?, nonce);
     vm.save_with(&vm.folder().join("another"), &["--freeze"])
 }
 
-/// An agent in a few lines: what it says to `freeze` is the argument. What it was asked is in /tmp/asked.
+/// A small agent. Its argument is its reaction to `freeze`; the requests that it got are in /tmp/asked.
 const FAKE_AGENT: &str = r#"
 cat >/tmp/agent <<'EOF'
 echo $$ >/tmp/agent.pid
 port=$(ls /dev/vport*p1)
 exec <>$port >&0
 while :; do
-  # Nobody is at the other end.
+  # The other end is not connected.
   read -r line || { sleep 0.1 <&- >&-; continue; }
   case "$line" in
   *guest-sync-delimited*) id=${line##*'"id":'}; printf '\377{"return": %s}\n' ${id%%[!0-9]*} ;;
@@ -191,9 +192,9 @@ struct Faulty<'a> {
 }
 
 impl Faulty<'_> {
-    /// With another agent than before. None: nobody listens.
+    /// Replaces the agent. `None`: no agent runs.
     fn agent(&self, says: Option<&str>) -> Result<()> {
-        // One at a time can have the port.
+        // Only one process at a time can open the port.
         self.vm
             .sh("[ ! -e /tmp/agent.pid ] || kill $(cat /tmp/agent.pid); rm -f /tmp/asked /tmp/agent.pid; sleep 0.5")?;
         match says {
@@ -204,7 +205,7 @@ impl Faulty<'_> {
         }
     }
 
-    /// A save that fails for this reason, and leaves nothing.
+    /// Asserts that a save fails for this reason, and leaves nothing.
     fn check(&mut self, says: Option<&str>, expect: &str) -> Result<()> {
         self.agent(says)?;
         self.saves += 1;
@@ -217,9 +218,9 @@ impl Faulty<'_> {
         self.settles(says.is_some())
     }
 
-    /// An agent that was asked to freeze is asked to thaw.
+    /// Waits until the guest runs with thawed file systems. An agent that was asked to freeze was also asked to thaw.
     fn settles(&self, is_asked: bool) -> Result<()> {
-        self.vm.wait_status("the guest goes on, thawed", is_thawed)?;
+        self.vm.wait_status("a running guest with thawed file systems", is_thawed)?;
         let asked = self.vm.sh("cat /tmp/asked 2>/dev/null; true")?;
         assert_eq!(asked, if is_asked { "freeze\nthaw\n" } else { "" });
         Ok(())
@@ -227,7 +228,7 @@ impl Faulty<'_> {
 }
 
 #[test]
-fn an_agent_that_fails_in_any_way_is_no_reason_to_leave_the_guest_otherwise_than_it_was() -> Result<()> {
+fn failing_agent_leaves_the_guest_as_it_was() -> Result<()> {
     let vm = TestVm::busybox_with_agent("faulty").disk(Disk::ext4(32)).boot()?;
     let nonce = vm.nonce()?;
     vm.sh(FAKE_AGENT)?;
@@ -241,24 +242,24 @@ fn an_agent_that_fails_in_any_way_is_no_reason_to_leave_the_guest_otherwise_than
     faulty.check(Some(late), "the guest agent did not answer within 2s (guest-fsfreeze-freeze)")?;
     assert_eq!(vm.nonce()?, nonce);
 
-    // Called off, and its keeper killed, while the agent is at work.
+    // A save is cancelled, and then a keeper killed, while the agent is busy.
     let slow = r#"sleep 6; echo "{\"return\": 1}""#;
     let begin = |name: &str| -> Result<()> {
         let folder = vm.folder().join(name).display().to_string();
         vm.cli(&["save", vm.name(), "-o", &folder, "--freeze", "1m", "--no-wait"])?;
-        vm.wait_status("the agent is asked", |status| !status["frozen"].is_null())?;
+        vm.wait_status("a request to the agent", |status| !status["frozen"].is_null())?;
         vm.sh("while [ ! -e /tmp/asked ]; do sleep 0.1; done").map(drop)
     };
     faulty.agent(Some(slow))?;
-    begin("called-off")?;
+    begin("cancelled")?;
     vm.cli(&["save", vm.name(), "--cancel"])?;
     let again =
         vm.cli_output(&["save", vm.name(), "-o", &vm.folder().join("again").display().to_string(), "--freeze"])?;
     assert!(again.status != 0 && again.text().contains("still frozen for an earlier save"), "{}", again.text());
-    // Its thaw is asked for through another QEMU.
+    // The request to thaw goes through the next QEMU.
     vm.rejuvenate()?;
     faulty.settles(true)?;
-    assert!(!vm.folder().join("called-off").exists());
+    assert!(!vm.folder().join("cancelled").exists());
     faulty.agent(Some(slow))?;
     begin("killed")?;
     vm.restart_keeper()?;
@@ -275,13 +276,13 @@ fn an_agent_that_fails_in_any_way_is_no_reason_to_leave_the_guest_otherwise_than
     let clone = vm.restore(&folder, "clone", &[])?;
     clone.wait_running()?;
     clone.await_console()?;
-    clone.wait_status("it is thawed", is_thawed)?;
+    clone.wait_status("thawed file systems", is_thawed)?;
     assert_eq!((clone.sh("cat /tmp/asked")?.as_str(), clone.nonce()?), ("freeze\nthaw\n", nonce));
     Ok(())
 }
 
 #[test]
-fn a_machine_without_a_channel_is_told_how_to_get_one() -> Result<()> {
+fn freeze_without_channel_names_the_remedy() -> Result<()> {
     let vm = TestVm::busybox("channelless").for_both_qemus().boot()?;
     let folder = vm.folder().join("snapshot");
     let save = || vm.cli_output(&["save", vm.name(), "-o", &folder.display().to_string(), "--freeze"]);
@@ -298,7 +299,7 @@ fn a_machine_without_a_channel_is_told_how_to_get_one() -> Result<()> {
     let refused = save()?.text();
     assert!(refused.contains("without a channel to its agent") && refused.contains("`hearth reboot`"), "{refused}");
     let hop = vm.rejuvenate_to(&artifacts::installed_qemu()?)?;
-    assert!(hop.status == 0, "its next QEMU has no such device either: {hop:?}");
+    assert!(hop.status == 0, "the next QEMU has no such device either: {hop:?}");
     vm.reboot_forced()?;
     vm.wait_boots(2)?;
     vm.sh("ls /dev/vport*p1")?;

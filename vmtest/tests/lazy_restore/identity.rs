@@ -1,14 +1,15 @@
-//! Clones know that they are clones: each is told a VM generation ID of its own, and draws new randomness. The same guest in
-//! another QEMU, or after a reboot, is told the one it had.
+//! Clones know that they are clones: each gets its own VM generation ID, and draws new randomness. The same guest in another
+//! QEMU, or
+//! after a reboot, keeps its ID.
 
 use std::fs;
 
 use hearth_vmtest::{Drives, Result, TestVm, artifacts, patience};
 
-/// What Linux says when it is told another ID than it had.
+/// Linux's message when its ID changes.
 const RESEEDED: &str = "crng reseeded due to virtual machine fork";
 
-/// Of its QEMU's command line.
+/// The ID on QEMU's command line.
 fn vmgenid(vm: &TestVm) -> Result<Option<String>> {
     let line = fs::read(format!("/proc/{}/cmdline", vm.qemu_pid()?.as_raw_nonzero())).unwrap_or_default();
     let words: Vec<_> = line.split(|&byte| byte == 0).map(String::from_utf8_lossy).collect();
@@ -24,7 +25,7 @@ fn await_reseed(vm: &TestVm) -> Result<()> {
     vm.sh(&format!("until dmesg | grep -q '{RESEEDED}'; do sleep 0.1; done")).map(drop)
 }
 
-/// How often its power management had something to say, as Linux counts it.
+/// Number of power management events, as Linux counts them.
 fn acpi_events(vm: &TestVm) -> Result<String> {
     vm.sh("cat /sys/firmware/acpi/interrupts/sci")
 }
@@ -34,7 +35,7 @@ fn draw(vm: &TestVm) -> Result<String> {
 }
 
 #[test]
-fn clones_of_one_snapshot_and_the_machine_gone_back_to_it_draw_randomness_of_their_own() -> Result<()> {
+fn clones_get_their_own_id_and_randomness() -> Result<()> {
     let vm = TestVm::busybox_on_linux_6_12("forked").boot()?;
     let (saved, snapshot) = (vmgenid(&vm)?.expect("every machine has one"), vm.folder().join("snapshot"));
     vm.save_and_stop(&snapshot)?;
@@ -60,7 +61,7 @@ fn clones_of_one_snapshot_and_the_machine_gone_back_to_it_draw_randomness_of_the
 }
 
 #[test]
-fn the_same_guest_in_another_qemu_and_after_a_reboot_is_told_what_it_was() -> Result<()> {
+fn guest_keeps_its_id_over_hops_and_reboot() -> Result<()> {
     let vm = TestVm::busybox_on_linux_6_12("same").for_both_qemus().boot()?;
     let (id, events) = (vmgenid(&vm)?, acpi_events(&vm)?);
     assert!(id.is_some());
@@ -68,7 +69,7 @@ fn the_same_guest_in_another_qemu_and_after_a_reboot_is_told_what_it_was() -> Re
         let hop = vm.rejuvenate_to(&qemu)?;
         assert!(hop.status == 0, "{hop:?}");
         assert_eq!((vmgenid(&vm)?, reseeds(&vm)?), (id.clone(), 0), "{}", qemu.display());
-        assert_eq!(acpi_events(&vm)?, events, "no news, no event: {}", qemu.display());
+        assert_eq!(acpi_events(&vm)?, events, "an unchanged ID must cause no event: {}", qemu.display());
     }
     vm.reboot()?;
     vm.wait_boots(2)?;
@@ -77,8 +78,8 @@ fn the_same_guest_in_another_qemu_and_after_a_reboot_is_told_what_it_was() -> Re
 }
 
 #[test]
-fn a_guest_that_was_saved_without_the_device_comes_back_without_it() -> Result<()> {
-    // A word for a device of that kind leaves the device to the operator, who has none here.
+fn guest_saved_without_vmgenid_is_restored_without_it() -> Result<()> {
+    // An argument for a device of this kind leaves the device to the operator, who adds none here.
     let setting = toml::Value::Array(vec!["-global".into(), "vmgenid.guid=auto".into()]);
     let vm = TestVm::busybox_on_linux_6_12("without").for_both_qemus().setting("extra_qemu_args", setting).boot()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));

@@ -1,4 +1,4 @@
-//! Snapshots in an object store: saved to it, restored out of it, over a wire that is slow, breaks, or is dead for a while.
+//! Snapshots in an object store: saved to it and restored from it, over a wire that is slow, breaks, or is dead for a while.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -13,7 +13,7 @@ use super::{SEED, comes_whole, fill, verify};
 
 const MIB: u64 = 1 << 20;
 
-/// A store, a machine that can save to it, and where clones keep what they fetch.
+/// A store, with folders for its credentials, for the saving machine's staging and for the clones' caches.
 pub(super) struct Stand {
     pub(super) server: S3Server,
     pub(super) folder: tempfile::TempDir,
@@ -55,7 +55,7 @@ impl Stand {
         vm.restore(Path::new(&address(saved)), name, &[&store, options].concat())
     }
 
-    /// A guest with so much memory that is known, saved to the store and gone; its nonce.
+    /// A machine with this much known memory that was saved to the store and stopped, and its nonce.
     pub(super) fn saved(&self, name: &str, mib: u64) -> Result<(TestVm, String)> {
         let vm = self.machine(TestVm::busybox(name).memory_mib(512))?;
         let nonce = vm.nonce()?;
@@ -69,7 +69,7 @@ impl Stand {
         self.server.file(&format!("one/{name}"))
     }
 
-    /// Of everything in a cache.
+    /// Bytes of everything in a cache.
     fn cached_bytes(&self, cache: &str) -> u64 {
         let objects = fs::read_dir(self.folder.path().join(cache).join("cache/objects")).expect("there is one");
         let blocks = objects.flatten().flat_map(|object| fs::read_dir(object.path()).expect("a folder"));
@@ -86,7 +86,7 @@ fn wait_complete(vm: &TestVm) -> Result<Value> {
 }
 
 #[test]
-fn a_guest_comes_back_out_of_a_store_in_each_way_and_over_a_bad_wire() -> Result<()> {
+fn guest_is_restored_from_store_in_each_mode() -> Result<()> {
     let stand = Stand::new();
     let vm = stand.machine(TestVm::busybox("far").disk(Disk::ext4(64)))?;
     let nonce = vm.nonce()?;
@@ -97,7 +97,7 @@ fn a_guest_comes_back_out_of_a_store_in_each_way_and_over_a_bad_wire() -> Result
     let refused = vm.cli_output(&["save", vm.name(), "-o", &address("one")])?;
     assert!(refused.status != 0 && refused.text().contains("exists already"), "{}", refused.text());
     vm.stop_at_once()?;
-    assert_eq!(fs::read_dir(stand.path("keeper")).expect("it was used").count(), 0, "nothing is left of its way up");
+    assert_eq!(fs::read_dir(stand.path("keeper")).expect("it was used").count(), 0, "the staging folder is empty");
 
     for (name, mode, wire, cache) in [
         ("cut", "--lazy", Wire::Cut(3 * MIB), "first"),
@@ -124,9 +124,9 @@ fn a_guest_comes_back_out_of_a_store_in_each_way_and_over_a_bad_wire() -> Result
     Ok(())
 }
 
-/// What lies in the store is copied behind a web server, or is what it has: the objects are files.
+/// The web server serves the store's files.
 #[test]
-fn a_guest_comes_back_from_a_web_server_which_is_never_written_to() -> Result<()> {
+fn guest_is_restored_from_a_web_server() -> Result<()> {
     let stand = Stand::new();
     let vm = stand.machine(TestVm::busybox("web").disk(Disk::ext4(64)))?;
     let nonce = vm.nonce()?;
@@ -152,10 +152,10 @@ fn a_guest_comes_back_from_a_web_server_which_is_never_written_to() -> Result<()
     Ok(())
 }
 
-/// By hand, as what is asked of any store itself (`houses`, of hearth-store's tests): with its settings in the environment.
+/// Run by hand with a real store's settings in the environment, like `houses` of hearth-store's tests.
 #[test]
 #[ignore = "needs a store: HEARTH_STORE=az://container/place, and its settings in the environment"]
-fn a_guest_comes_back_out_of_a_store_of_any_house() -> Result<()> {
+fn guest_is_restored_from_any_vendors_store() -> Result<()> {
     let place = std::env::var("HEARTH_STORE").expect("HEARTH_STORE names a place in a store, as gs://bucket/place");
     let (folder, one) = (tempfile::tempdir().expect("a folder"), format!("{place}/guest-{}", std::process::id()));
     let path = |name: &str| folder.path().join(name).display().to_string();
@@ -179,9 +179,9 @@ fn a_guest_comes_back_out_of_a_store_of_any_house() -> Result<()> {
     Ok(())
 }
 
-/// Of each clone the disk is an image over the one of its snapshot, in a folder or fetched out of the store.
+/// Each clone's disk is an image over its snapshot's, which is in a folder or fetched from the store.
 #[test]
-fn clones_of_clones_go_to_a_store_with_all_that_their_disks_lie_over() -> Result<()> {
+fn clones_of_clones_are_saved_with_all_base_images() -> Result<()> {
     let stand = Stand::new();
     let vm = stand.machine(TestVm::busybox("chain").disk(Disk::ext4(64)))?;
     let (nonce, folder) = (vm.nonce()?, vm.folder().join("snapshot"));
@@ -195,7 +195,7 @@ fn clones_of_clones_go_to_a_store_with_all_that_their_disks_lie_over() -> Result
         assert_eq!(clone.sh("cat /d/lines")?.trim(), lines);
         clone.sh("rm -r /d/old && mkdir /d/old").map(drop)
     };
-    // It comes out of a folder, and can go to a store all the same.
+    // A machine restored from a folder can be saved to a store.
     let (credentials, keeper) = (stand.path("s3.env"), stand.path("keeper"));
     let first = vm.restore(&folder, "first", &["--credentials", &credentials, "--cache", &keeper])?;
     first.wait_running()?;
@@ -203,7 +203,7 @@ fn clones_of_clones_go_to_a_store_with_all_that_their_disks_lie_over() -> Result
     first.sh("mkdir /d/old && echo one >/d/lines && sync")?;
     first.save_with(Path::new(&address("one")), &["--dedup-disk"])?;
     first.stop_at_once()?;
-    // What it came from is no more.
+    // Its own snapshot is removed.
     fs::remove_dir_all(&folder).expect("it was saved there");
     let second = stand.clone(&vm, "second", "cache", &["--eager"])?;
     second.wait_running()?;
@@ -219,40 +219,41 @@ fn clones_of_clones_go_to_a_store_with_all_that_their_disks_lie_over() -> Result
     verify(&third)
 }
 
-/// A command that needs all pages of the pattern, and some of these have come.
+/// Starts a command that reads all pages of the pattern, and waits until some have arrived.
 fn begin_verifying(clone: &TestVm) -> Result<u64> {
     let verifying = clone.guest().start(&format!("probe verify /tmp/memory {SEED}"))?;
-    clone.wait_status("some of it was touched", |status| status["restore"]["pages_lazy"].as_u64() > Some(1000))?;
+    clone.wait_status("touched pages", |status| status["restore"]["pages_lazy"].as_u64() > Some(1000))?;
     Ok(verifying)
 }
 
 #[test]
-fn a_guest_waits_for_a_store_that_is_gone_and_goes_on_when_it_is_back() -> Result<()> {
+fn guest_waits_for_a_lost_store_and_continues() -> Result<()> {
     let stand = Stand::new();
     let (vm, nonce) = stand.saved("gone", 64)?;
     stand.server.set_wire(Wire::Slow(4 * MIB));
-    // Nothing is filled in behind a guest that is traced: there is always something missing.
+    // A trace prevents the backfill, so that some memory is always missing.
     let clone = stand.clone(&vm, "waits", "cache", &["--trace", "600"])?;
     clone.wait_running()?;
     let verifying = begin_verifying(&clone)?;
     stand.server.set_wire(Wire::Dead);
     let waits = |status: &Value| status["restore"]["waits"].as_array().map_or(0, Vec::len) > 0;
-    let status = clone.wait_status("the guest waits", waits)?;
+    let status = clone.wait_status("a waiting guest", waits)?;
     let why = status["restore"]["waits"][0].as_str().unwrap_or_default();
     assert!(why.contains("of the guest's memory cannot be fetched") && why.contains(&address("one/ram")), "{why}");
-    clone.wait_event("it is told", |event| event["kind"] == "restore_waits")?;
-    assert!(clone.guest().take_answer(verifying).is_none(), "it cannot have been verified: pages of it are not there");
-    // A store that is back, but does not feel well.
+    clone.wait_event("an event about the waiting guest", |event| event["kind"] == "restore_waits")?;
+    assert!(clone.guest().take_answer(verifying).is_none(), "the verification waits for missing pages");
+    // The store is back, but answers with errors.
     stand.server.set_wire(Wire::Failing);
-    clone.wait_status("the guest still waits", waits)?;
+    clone.wait_status("a guest that still waits", waits)?;
     stand.server.set_wire(Wire::Whole);
-    let verified = clone.wait_console("it goes on", patience(60), |heard| heard.take_answer(verifying))?;
+    let verified =
+        clone.wait_console("the end of the verification", patience(60), |heard| heard.take_answer(verifying))?;
     assert_eq!((verified.status, clone.nonce()?), (0, nonce));
     Ok(())
 }
 
 #[test]
-fn a_keeper_killed_while_memory_comes_out_of_a_store_is_followed_by_one_that_brings_the_rest() -> Result<()> {
+fn next_keeper_fetches_missing_memory_from_a_store() -> Result<()> {
     let stand = Stand::new();
     let (vm, nonce) = stand.saved("orphaned", 64)?;
     let clone = stand.clone(&vm, "orphan", "cache", &["--trace", "600"])?;
@@ -263,7 +264,7 @@ fn a_keeper_killed_while_memory_comes_out_of_a_store_is_followed_by_one_that_bri
 }
 
 #[test]
-fn the_cache_keeps_to_its_limit_and_the_guest_comes_whole_all_the_same() -> Result<()> {
+fn cache_keeps_its_limit_and_the_restore_completes() -> Result<()> {
     let stand = Stand::new();
     let (vm, nonce) = stand.saved("limited", 150)?;
     let clone = stand.clone(&vm, "small", "cache", &["--lazy", "--cache-size", "64MiB"])?;
@@ -277,7 +278,7 @@ fn the_cache_keeps_to_its_limit_and_the_guest_comes_whole_all_the_same() -> Resu
 }
 
 #[test]
-fn what_is_not_whole_in_a_store_is_refused_or_waited_for_by_name() -> Result<()> {
+fn incomplete_objects_are_named_and_refused_or_awaited() -> Result<()> {
     let stand = Stand::new();
     let vm = stand.machine(TestVm::busybox("altered").memory_mib(512).disk(Disk::empty(16)))?;
     let nonce = vm.nonce()?;
@@ -328,20 +329,22 @@ fn what_is_not_whole_in_a_store_is_refused_or_waited_for_by_name() -> Result<()>
     flip("ram", place);
     let clone = stand.clone(&vm, "mended", "cache", &["--lazy"])?;
     clone.wait_running()?;
-    let told = clone.wait_event("the damage is told", |event| event["kind"] == "restore_waits")?;
-    let why = told["why"].as_str().unwrap_or_default();
+    let waits = clone.wait_event("an event about the damage", |event| event["kind"] == "restore_waits")?;
+    let why = waits["why"].as_str().unwrap_or_default();
     assert!(
         why.starts_with(&address("one/ram: pages ")) && why.contains("of the guest's memory are damaged"),
-        "{told}"
+        "{waits}"
     );
     let verifying = clone.guest().start(&format!("probe verify /tmp/memory {SEED}"))?;
-    clone.wait_status("nothing else is missing", |status| status["restore"]["pages_missing"].as_u64() <= Some(16))?;
-    assert!(clone.guest().take_answer(verifying).is_none(), "it cannot have been verified: a page of it is not there");
+    clone.wait_status("only the damaged pages missing", |status| {
+        status["restore"]["pages_missing"].as_u64() <= Some(16)
+    })?;
+    assert!(clone.guest().take_answer(verifying).is_none(), "the verification waits for the damaged page");
     flip("ram", place);
     comes_whole(&clone, verifying, &nonce)
 }
 
-/// Of the one that the snapshot has.
+/// The name of the snapshot's disk.
 fn disk_name(stand: &Stand) -> String {
     let names = fs::read_dir(stand.object("")).expect("a folder").flatten();
     let names = names.filter_map(|entry| Some(entry.file_name().to_str()?.strip_prefix("disk-")?.to_owned()));
@@ -349,7 +352,7 @@ fn disk_name(stand: &Stand) -> String {
 }
 
 #[test]
-fn a_save_that_does_not_arrive_leaves_the_guest_as_it_was_and_nothing_anywhere() -> Result<()> {
+fn failed_upload_leaves_guest_and_store_clean() -> Result<()> {
     let stand = Stand::new();
     let vm = stand.machine(TestVm::busybox("unsent").memory_mib(512))?;
     let nonce = vm.nonce()?;
@@ -363,10 +366,10 @@ fn a_save_that_does_not_arrive_leaves_the_guest_as_it_was_and_nothing_anywhere()
     };
     stand.server.set_wire(Wire::Slow(4 * MIB));
     vm.cli(&["save", vm.name(), "-o", &address("one"), "--stop", "--no-wait"])?;
-    vm.wait_status("it is on its way", |status| status["save"]["upload_bytes_done"].as_u64() > Some(8 * MIB))?;
+    vm.wait_status("part of the upload", |status| status["save"]["upload_bytes_done"].as_u64() > Some(8 * MIB))?;
     vm.cli_output(&["save", vm.name(), "--cancel"])?;
-    vm.wait_event("it was called off", |event| event["kind"] == "save_failed")?;
-    is_as_it_was("called off")?;
+    vm.wait_event("a cancelled save", |event| event["kind"] == "save_failed")?;
+    is_as_it_was("cancelled")?;
     stand.server.set_wire(Wire::Dead);
     let refused = vm.cli_output(&["save", vm.name(), "-o", &address("one")])?;
     assert!(
@@ -386,7 +389,7 @@ fn a_save_that_does_not_arrive_leaves_the_guest_as_it_was_and_nothing_anywhere()
 }
 
 #[test]
-fn a_rehearsal_out_of_a_store_notes_the_working_set_there() -> Result<()> {
+fn rehearsal_notes_the_working_set_in_the_store() -> Result<()> {
     let stand = Stand::new();
     let (vm, nonce) = stand.saved("rehearsed", 16)?;
     let [credentials, cache, scratch] = ["s3.env", "cache", "scratch"].map(|name| stand.path(name));

@@ -1,4 +1,4 @@
-//! The guest that comes back is the one that was saved: its memory, its processes, its files.
+//! The restored guest is the one that was saved: its memory, its processes, its files.
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
@@ -19,7 +19,7 @@ fn wait_complete(vm: &TestVm) -> Result<Value> {
 
 pub const WAYS: [(&str, &[&str]); 3] = [("lazy", &["--lazy"]), ("eager", &["--eager"]), ("set", &["--working-set"])];
 
-/// Metrics, and the fields of the status that they tell; none of them changes when all is there.
+/// Metrics, and the matching fields of the status. None of them changes once all memory has arrived.
 const METRICS: [(&str, &str); 5] = [
     ("hearth_restore_pages", "pages"),
     ("hearth_restore_prefetched_pages", "pages_prefetched"),
@@ -28,7 +28,7 @@ const METRICS: [(&str, &str); 5] = [
     ("hearth_restore_missing_pages", "pages_missing"),
 ];
 
-/// The clone, all its memory there. The snapshot is in the host's page cache before that, or not.
+/// Restores a clone and waits for all its memory. `warm`: the snapshot is in the host's page cache before that.
 pub fn comes_back(vm: &TestVm, snapshot: &Path, way: (&str, &[&str]), warm: bool, nonce: &str) -> Result<TestVm> {
     let name = format!("{}-{}", way.0, if warm { "warm" } else { "cold" });
     match warm {
@@ -53,7 +53,7 @@ pub fn comes_back(vm: &TestVm, snapshot: &Path, way: (&str, &[&str]), warm: bool
 }
 
 #[test]
-fn one_snapshot_brings_the_same_guest_back_in_each_way() -> Result<()> {
+fn each_restore_mode_returns_the_same_guest() -> Result<()> {
     let vm = boot_filled(TestVm::busybox("three"))?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     start_counter(&vm)?;
@@ -72,11 +72,11 @@ fn one_snapshot_brings_the_same_guest_back_in_each_way() -> Result<()> {
 }
 
 #[test]
-fn two_machines_go_on_from_one_snapshot_beside_each_other_with_disks_of_their_own() -> Result<()> {
+fn two_clones_run_side_by_side_on_own_disks() -> Result<()> {
     let vm = TestVm::busybox("two").disk(Disk::empty(32)).boot()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     fill(&vm, 16)?;
-    // Read again and again by a guest whose memory is on its way: through the disk server's own look at it.
+    // The clones read this from disk into memory that is still arriving, which the disk's server maps itself.
     vm.sh("dd if=/tmp/memory of=/dev/vda bs=64k conv=fsync 2>&1")?;
     vm.save_and_stop(&snapshot)?;
     let clones = [vm.restore(&snapshot, "one", &["--lazy"])?, vm.restore(&snapshot, "other", &["--lazy"])?];
@@ -92,10 +92,10 @@ fn two_machines_go_on_from_one_snapshot_beside_each_other_with_disks_of_their_ow
     for clone in &clones {
         wait_complete(clone)?;
         let mine = clone.sh("dd if=/dev/vda bs=512 skip=40000 count=1 iflag=direct 2>/dev/null | head -n 1")?;
-        assert_eq!(mine.trim(), clone.name(), "each writes to its own disk");
+        assert_eq!(mine.trim(), clone.name(), "each clone writes to its own disk");
         let status = clone.status()?;
         assert_eq!(status["disks"][0]["io_errors"], 0, "{status}");
-        // It is a machine like any other now.
+        // The clone is a normal machine now.
         clone.reboot_forced()?;
         clone.wait_incarnation(2)?;
         assert_ne!(clone.nonce()?, nonce);
@@ -104,7 +104,7 @@ fn two_machines_go_on_from_one_snapshot_beside_each_other_with_disks_of_their_ow
 }
 
 #[test]
-fn clones_that_come_at_once_have_what_they_share_read_from_the_disk_once() -> Result<()> {
+fn simultaneous_clones_read_shared_memory_once() -> Result<()> {
     let vm = boot_filled(TestVm::busybox("cached"))?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     vm.save_and_stop(&snapshot)?;
@@ -130,7 +130,7 @@ fn clones_that_come_at_once_have_what_they_share_read_from_the_disk_once() -> Re
 }
 
 #[test]
-fn what_a_restored_guest_used_first_is_there_the_next_time() -> Result<()> {
+fn traced_working_set_is_prefetched_next_time() -> Result<()> {
     let vm = TestVm::busybox("traced").boot()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     fill(&vm, 64)?;
@@ -142,9 +142,9 @@ fn what_a_restored_guest_used_first_is_there_the_next_time() -> Result<()> {
     traced.wait_running()?;
     verify(&traced)?;
     std::fs::write(&verified, "").expect("a file");
-    let noted = traced.wait_event("the working set is noted", |event| event["kind"] == "working_set_traced")?;
+    let noted = traced.wait_event("a noted working set", |event| event["kind"] == "working_set_traced")?;
     let pages = noted["pages"].as_u64().expect("a number");
-    assert!(pages > (64 << 20) / 4096, "not even what was verified: {noted}");
+    assert!(pages > (64 << 20) / 4096, "the working set lacks verified pages: {noted}");
     wait_complete(&traced)?;
     traced.stop_at_once()?;
     let shown: Value =
@@ -161,7 +161,7 @@ fn what_a_restored_guest_used_first_is_there_the_next_time() -> Result<()> {
 }
 
 #[test]
-fn a_rehearsal_notes_what_a_guest_uses_and_leaves_nothing_else() -> Result<()> {
+fn rehearsal_notes_the_working_set_leaving_nothing_else() -> Result<()> {
     let vm = TestVm::busybox("rehearsed").disk(Disk::empty(16)).boot()?;
     let (snapshot, scratch) = (vm.folder().join("snapshot"), vm.folder().join("scratch"));
     vm.save_and_stop(&snapshot)?;
@@ -179,10 +179,10 @@ fn a_rehearsal_notes_what_a_guest_uses_and_leaves_nothing_else() -> Result<()> {
 }
 
 #[test]
-fn a_restored_guest_can_be_saved_again_and_what_it_did_not_write_is_what_it_was() -> Result<()> {
+fn restored_guest_is_saved_again_with_unchanged_pages() -> Result<()> {
     let vm = boot_filled(TestVm::busybox("again").disk(Disk::empty(16)))?;
     let (nonce, first) = (vm.nonce()?, vm.folder().join("first"));
-    // No page changes places by itself.
+    // Without this the kernel would move pages by itself.
     vm.sh("echo 0 >/proc/sys/vm/compaction_proactiveness")?;
     vm.sh("echo kept | dd of=/dev/vda bs=512 seek=7 conv=notrunc,fsync,sync 2>&1")?;
     let disk = vm.sh("md5sum </dev/vda")?;
@@ -198,11 +198,12 @@ fn a_restored_guest_can_be_saved_again_and_what_it_did_not_write_is_what_it_was(
     assert_eq!(last.nonce()?, nonce);
     verify(&last)?;
     last.sh("probe drop-caches")?;
-    assert_eq!(last.sh("md5sum </dev/vda")?, disk, "through two overlays");
+    assert_eq!(last.sh("md5sum </dev/vda")?, disk, "the disk is unchanged through two overlays");
     Ok(())
 }
 
-/// The second was saved by a guest that had nothing to do between its restore and that. It ran, so some pages differ.
+/// Compares two snapshots. The guest of the second did nothing between its restore and the save, but it ran, so some pages
+/// differ.
 fn compare(first: &Path, second: &Path) {
     let [first, second] = [first, second].map(|folder| Snapshot::open(folder).expect("it was saved").ram);
     let pattern = first_words("memory", MOST_MIB as usize);
@@ -221,12 +222,12 @@ fn compare(first: &Path, second: &Path) {
         }
     }
     eprintln!("{same} pages are the same, {differing} differ");
-    assert_eq!(kept.len(), pattern.len(), "each page of the pattern lies where it lay");
+    assert_eq!(kept.len(), pattern.len(), "each page of the pattern is where it was");
     assert!(differing * 10 < same, "{differing} pages differ, {same} are the same");
 }
 
 #[test]
-fn another_version_of_qemu_takes_the_guest_and_the_first_one_takes_it_back() -> Result<()> {
+fn snapshot_moves_between_qemu_versions_and_back() -> Result<()> {
     let programs = [artifacts::installed_qemu()?, artifacts::qemu_10()?].map(|path| path.display().to_string());
     let [old, new] = &programs;
     let vm = TestVm::busybox("versions").disk(Disk::empty(16)).setting("qemu", old.as_str()).boot()?;
@@ -238,7 +239,7 @@ fn another_version_of_qemu_takes_the_guest_and_the_first_one_takes_it_back() -> 
     let (first, mut snapshot) = (version(&vm)?, vm.folder().join("first"));
     vm.save_and_stop(&snapshot)?;
     for (name, qemu, is_first) in [("newer", new, false), ("back", old, true)] {
-        // The second one has nobody's file to be held against: that of the clone went with it.
+        // The second has no configuration file to be compared with: the clone's was removed with it.
         let clone = vm.restore(&snapshot, name, &["--lazy", "--qemu", qemu, "--trust-config"])?;
         clone.wait_running()?;
         assert_eq!(clone.nonce()?, nonce, "{name}: it is the same guest");

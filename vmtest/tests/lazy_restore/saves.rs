@@ -1,4 +1,4 @@
-//! What saving does to the machine that is saved: nothing, or it stops.
+//! Effects of a save on the machine: none, or it stops.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use hearth_vmtest::{Disk, Drives, Result, TestVm, patience};
 use super::{count, fill, start_counter, verify};
 
 #[test]
-fn a_guest_that_is_saved_goes_on_and_what_is_saved_is_whole() -> Result<()> {
+fn saved_guest_continues_and_snapshot_is_whole() -> Result<()> {
     let vm = TestVm::busybox("saved").boot()?;
     let (nonce, folder) = (vm.nonce()?, vm.folder().join("snapshot"));
     fill(&vm, 32)?;
@@ -31,39 +31,39 @@ fn a_guest_that_is_saved_goes_on_and_what_is_saved_is_whole() -> Result<()> {
     assert!(again.status != 0 && again.text().contains("exists already"), "{}", again.text());
     assert_eq!(vm.status()?["state"], "running");
     vm.rejuvenate()?;
-    assert_eq!(vm.nonce()?, nonce, "and can be handed over");
+    assert_eq!(vm.nonce()?, nonce, "the guest can still hop");
     Ok(())
 }
 
-/// Some seconds of writing: a chance to break in.
+/// Starts a save that takes some seconds, so that it can be interrupted.
 fn begin_save(vm: &TestVm, folder: &Path) -> Result<()> {
     vm.cli(&["save", vm.name(), "-o", &folder.display().to_string(), "--compress", "--no-wait"]).map(drop)
 }
 
 #[test]
-fn a_save_that_is_called_off_leaves_the_guest_as_it_was_and_nothing_behind() -> Result<()> {
-    let vm = TestVm::busybox("calledoff").memory_mib(768).boot()?;
+fn cancelled_save_leaves_guest_unchanged_and_no_files() -> Result<()> {
+    let vm = TestVm::busybox("cancelled").memory_mib(768).boot()?;
     let nonce = vm.nonce()?;
     fill(&vm, 220)?;
-    // It may be over before it can be called off; then all of it is there.
-    let mut called_off = false;
+    // The save may complete before the cancellation; then the snapshot must be whole.
+    let mut cancelled = false;
     for attempt in 0..5 {
         let folder = vm.folder().join(format!("snapshot{attempt}"));
         begin_save(&vm, &folder)?;
         vm.cli_output(&["save", vm.name(), "--cancel"])?;
-        vm.wait_status("no save is under way", |status| status["save"].is_null() && status["state"] == "running")?;
+        vm.wait_status("the save's end", |status| status["save"].is_null() && status["state"] == "running")?;
         assert_eq!(vm.nonce()?, nonce);
         assert_eq!(folder.exists(), Snapshot::open(&folder).is_ok());
-        called_off |= !folder.exists();
-        if called_off {
+        cancelled |= !folder.exists();
+        if cancelled {
             break;
         }
     }
-    assert!(called_off, "each of five saves was over before it could be called off");
+    assert!(cancelled, "each of five saves completed before its cancellation");
     verify(&vm)
 }
 
-/// A file system whose disk can be made to hang: whoever writes to it waits.
+/// A file system that can be made to hang: processes that write to it wait.
 struct Volume(tempfile::TempDir);
 
 impl Volume {
@@ -86,7 +86,7 @@ impl Volume {
         self.run(&["fsfreeze", "--freeze"], &self.folder());
     }
 
-    fn go_on(&self) {
+    fn resume(&self) {
         self.run(&["fsfreeze", "--unfreeze"], &self.folder());
     }
 
@@ -98,30 +98,30 @@ impl Volume {
 
 impl Drop for Volume {
     fn drop(&mut self) {
-        // It may not hang.
+        // It may not be frozen.
         let _ = Command::new("fsfreeze").arg("--unfreeze").arg(self.folder()).output();
         let _ = Command::new("umount").arg("--lazy").arg(self.folder()).output();
     }
 }
 
 #[test]
-fn a_save_whose_disk_hangs_is_called_off_and_holds_up_neither_machine_nor_guest() -> Result<()> {
+fn hanging_disk_of_a_save_delays_nothing_else() -> Result<()> {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("not tried: only root can make a file system that hangs");
+        eprintln!("skipped: only root can make a file system that hangs");
         return Ok(());
     }
     let vm = TestVm::busybox("hangs").memory_mib(768).boot()?;
     fill(&vm, 220)?;
     let volume = Volume::mount(2048);
     let folder = volume.folder().join("snapshot");
-    // It may be over before its disk hangs.
+    // The save may complete before its disk hangs.
     for _ in 0..5 {
         begin_save(&vm, &folder)?;
         volume.hang();
         if !vm.status()?["save"].is_null() {
             break;
         }
-        volume.go_on();
+        volume.resume();
         fs::remove_dir_all(&folder).expect("it was saved");
     }
     vm.cli(&["save", vm.name(), "--cancel", "--no-wait"])?;
@@ -131,15 +131,15 @@ fn a_save_whose_disk_hangs_is_called_off_and_holds_up_neither_machine_nor_guest(
     assert!(refused.status != 0 && refused.text().contains("still waits for its disk"), "{}", refused.text());
     vm.reboot_forced()?;
     vm.wait_incarnation(2)?;
-    volume.go_on();
-    let failed = vm.wait_event("the save is over", |event| event["kind"] == "save_failed")?;
+    volume.resume();
+    let failed = vm.wait_event("the save's end", |event| event["kind"] == "save_failed")?;
     assert!(failed["why"].as_str().is_some_and(|why| why.contains("cancelled by the operator")), "{failed}");
-    assert!(!folder.exists(), "nothing is left of it");
+    assert!(!folder.exists(), "the cancelled save leaves nothing");
     vm.save(Path::new(&another))
 }
 
 #[test]
-fn a_keeper_killed_while_it_saves_is_followed_by_one_that_lets_the_guest_go_on() -> Result<()> {
+fn guest_continues_after_keeper_dies_in_save() -> Result<()> {
     let vm = TestVm::busybox("killedsave").memory_mib(768).boot()?;
     let (nonce, folder) = (vm.nonce()?, vm.folder().join("snapshot"));
     fill(&vm, 220)?;
@@ -152,8 +152,8 @@ fn a_keeper_killed_while_it_saves_is_followed_by_one_that_lets_the_guest_go_on()
     vm.save(&vm.folder().join("another"))
 }
 
-/// Four blocks, 8 MiB apart, are written in turn. What memory says was written
-/// last is on the disk, and what it does not know of is not; else it is noted.
+/// Writes four blocks, 8 MiB apart, in turn. The block that memory records as last must be on the disk, and a later one must not;
+/// otherwise the script notes it in /tmp/odd.
 pub(super) const TURNS: &str = r#"
 at() { dd if=/dev/vda bs=512 skip=$(( $1 % 4 * 16384 )) count=1 iflag=direct 2>/dev/null | head -n 1; }
 (i=0
@@ -166,7 +166,7 @@ while :; do
 done) >/dev/null 2>&1 &
 "#;
 
-/// Memory is written again and again, and read each time.
+/// Writes memory again and again, and verifies it each time.
 pub(super) const CHURN: &str = r#"
 (n=0
 while :; do
@@ -176,7 +176,7 @@ while :; do
 done) >/dev/null 2>&1 &
 "#;
 
-/// Both writers go on for a while, and find everything as they left it.
+/// Waits for more turns, and asserts that both scripts found nothing odd.
 pub(super) fn await_turns(vm: &TestVm, turns: u32) -> Result<()> {
     let wait = format!(
         "while [ ! -s /tmp/turn ]; do sleep 0.1; done; from=$(cat /tmp/turn)
@@ -188,7 +188,7 @@ pub(super) fn await_turns(vm: &TestVm, turns: u32) -> Result<()> {
 }
 
 #[test]
-fn a_guest_that_writes_all_the_time_is_saved_at_one_moment_and_so_is_its_clone() -> Result<()> {
+fn busy_guest_is_saved_at_one_moment() -> Result<()> {
     let vm = TestVm::busybox("busy").disk(Disk::empty(32)).boot()?;
     let (nonce, first, second) = (vm.nonce()?, vm.folder().join("first"), vm.folder().join("second"));
     fill(&vm, 16)?;
@@ -203,10 +203,10 @@ fn a_guest_that_writes_all_the_time_is_saved_at_one_moment_and_so_is_its_clone()
     assert_eq!(clone.nonce()?, nonce);
     await_turns(&clone, 3)?;
     clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
-    // Its disk is a qcow2 image.
+    // The clone's disk is a qcow2 image.
     clone.save(&second)?;
-    let saved = clone.wait_event("it is saved", |event| event["kind"] == "saved")?;
-    let held = clone.wait_event("a save began", |event| event["kind"] == "save_started")?["held_why"].clone();
+    let saved = clone.wait_event("the save's end", |event| event["kind"] == "saved")?;
+    let held = clone.wait_event("the save's start", |event| event["kind"] == "save_started")?["held_why"].clone();
     await_turns(&clone, 3)?;
     clone.stop_at_once()?;
     let last = vm.restore(&second, "last", &["--eager"])?;
@@ -219,13 +219,13 @@ fn a_guest_that_writes_all_the_time_is_saved_at_one_moment_and_so_is_its_clone()
 }
 
 #[test]
-fn a_load_that_verifies_its_disk_goes_through_a_save_and_to_its_end_in_the_clone_too() -> Result<()> {
+fn verifying_load_completes_in_guest_and_clone() -> Result<()> {
     let vm = TestVm::busybox_with_fio("verified").cpus(2).disk(Disk::empty(48)).boot()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     fill(&vm, 32)?;
     start_fio(&vm)?;
     vm.sh(CHURN)?;
-    vm.wait_status("the load is under way", |status| status["disks"][0]["written_bytes"].as_u64() > Some(1 << 20))?;
+    vm.wait_status("a running load", |status| status["disks"][0]["written_bytes"].as_u64() > Some(1 << 20))?;
     vm.save(&snapshot)?;
     fio_goes_on(&vm)?;
     loads_end_well(&vm)?;
@@ -245,9 +245,9 @@ fn loads_end_well(vm: &TestVm) -> Result<()> {
 }
 
 #[test]
-fn where_blocks_cannot_be_shared_images_are_copied_behind_the_guest() -> Result<()> {
+fn images_are_copied_if_blocks_cannot_be_shared() -> Result<()> {
     let vm = TestVm::busybox("unshared").disk(Disk::empty(16)).boot()?;
-    // Not the file system of the image: there nothing can be shared.
+    // A file system other than the image's, which cannot share blocks with it.
     let elsewhere = tempfile::tempdir_in("/dev/shm").expect("a folder");
     let folder = elsewhere.path().join("snapshot");
     let write = |word: &str| vm.sh(&format!("echo {word} | dd of=/dev/vda bs=512 seek=7 conv=notrunc,fsync,sync 2>&1"));

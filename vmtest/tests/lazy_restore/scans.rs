@@ -1,4 +1,4 @@
-//! A scan before the save: it finds what the guest uses, harms nothing, and can be broken off anywhere.
+//! A scan before the save: it finds the guest's working set, changes nothing, and can be interrupted at any time.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -14,7 +14,7 @@ const MIB: usize = 1 << 20;
 const ARENA_MIB: usize = 16;
 const IDLE_MIB: usize = 64;
 
-/// A process that reads the arena again and again, beside memory that nobody looks at.
+/// Starts a process that reads the arena again and again, beside memory that nothing uses.
 fn start_reader(vm: &TestVm) -> Result<()> {
     fill(vm, IDLE_MIB as u64)?;
     vm.sh(&format!("probe fill /tmp/arena {} {SEED}", ARENA_MIB * MIB))?;
@@ -26,7 +26,7 @@ fn verify_both(vm: &TestVm) -> Result<()> {
     vm.sh(&format!("probe verify /tmp/arena {SEED}")).map(drop)
 }
 
-/// How many different pages of this pattern are in a set.
+/// Number of different pages of this pattern in a set.
 fn count_of(set: &PageReader, pattern: &HashMap<u64, Vec<u8>>) -> usize {
     let (mut reading, mut found) = (set.reading(), HashSet::new());
     for page in set.pages() {
@@ -40,14 +40,14 @@ fn count_of(set: &PageReader, pattern: &HashMap<u64, Vec<u8>>) -> usize {
 }
 
 #[test]
-fn a_scan_finds_what_the_guest_uses_and_a_clone_has_it_ahead() -> Result<()> {
+fn scan_finds_the_working_set_that_clones_prefetch() -> Result<()> {
     let vm = TestVm::busybox("scanned").boot()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     start_reader(&vm)?;
     vm.save_with(&snapshot, &["--scan"])?;
     assert_eq!(vm.nonce()?, nonce);
     verify_both(&vm)?;
-    let scanned = vm.wait_event("the scan is over", |event| event["kind"] == "save_scanned")?;
+    let scanned = vm.wait_event("the scan's end", |event| event["kind"] == "save_scanned")?;
     assert_eq!(scanned["rounds"], 5, "{scanned}");
     vm.stop_at_once()?;
 
@@ -56,8 +56,8 @@ fn a_scan_finds_what_the_guest_uses_and_a_clone_has_it_ahead() -> Result<()> {
     let (used, unused, pages) = (count_of(&set, &arena), count_of(&set, &idle), set.pages().len());
     eprintln!("{used} of {} pages of the arena, {unused} idle ones, {pages} in all", arena.len());
     assert!(used * 100 >= arena.len() * 95, "{used} of {} pages", arena.len());
-    assert!(unused * 100 <= idle.len(), "{unused} of {} pages that nobody looked at", idle.len());
-    assert!(pages <= 2 * arena.len(), "{pages} pages, and the arena has {}", arena.len());
+    assert!(unused * 100 <= idle.len(), "{unused} of {} unused pages", idle.len());
+    assert!(pages <= 2 * arena.len(), "{pages} pages in the set, {} in the arena", arena.len());
     assert!(aged_pages(&set).all(|aged| (aged.age, aged.source) == (0, Source::Scan)));
     let shown: Value =
         serde_json::from_str(&vm.cli(&["working-set", &snapshot.display().to_string(), "--json"])?).expect("JSON");
@@ -72,15 +72,16 @@ fn a_scan_finds_what_the_guest_uses_and_a_clone_has_it_ahead() -> Result<()> {
     Ok(())
 }
 
-/// A save whose scan would last for hours, and has begun.
+/// Starts a save with a scan that would take hours, and waits for some rounds.
 fn begin_scan(vm: &TestVm, folder: &std::path::Path) -> Result<()> {
     let folder = folder.display().to_string();
     vm.cli(&["save", vm.name(), "-o", &folder, "--scan", "100ms,1000", "--no-wait"])?;
-    vm.wait_status("some rounds are over", |status| status["save"]["scan"]["rounds_done"].as_u64() > Some(2)).map(drop)
+    vm.wait_status("some rounds of the scan", |status| status["save"]["scan"]["rounds_done"].as_u64() > Some(2))
+        .map(drop)
 }
 
 #[test]
-fn a_scan_that_is_called_off_leaves_the_guest_as_it_was_and_nothing_behind() -> Result<()> {
+fn cancelled_scan_leaves_guest_unchanged_and_no_files() -> Result<()> {
     let vm = TestVm::busybox("scanoff").boot()?;
     let (nonce, folder) = (vm.nonce()?, vm.folder().join("snapshot"));
     start_reader(&vm)?;
@@ -90,7 +91,7 @@ fn a_scan_that_is_called_off_leaves_the_guest_as_it_was_and_nothing_behind() -> 
     let again = vm.cli_output(&["save", vm.name(), "-o", "/nowhere", "--scan"])?;
     assert!(again.status != 0 && again.text().contains("another save is running"), "{}", again.text());
     vm.cli_output(&["save", vm.name(), "--cancel"])?;
-    vm.wait_event("it was called off", |event| event["kind"] == "save_failed")?;
+    vm.wait_event("a cancelled save", |event| event["kind"] == "save_failed")?;
     assert!(!folder.exists());
     assert_eq!(vm.nonce()?, nonce);
     verify_both(&vm)?;
@@ -98,19 +99,19 @@ fn a_scan_that_is_called_off_leaves_the_guest_as_it_was_and_nothing_behind() -> 
 }
 
 #[test]
-fn a_guest_that_dies_while_it_is_scanned_ends_the_save_and_comes_back() -> Result<()> {
+fn guest_that_dies_in_a_scan_reboots() -> Result<()> {
     let vm = TestVm::busybox("scandeath").boot()?;
     let folder = vm.folder().join("snapshot");
     begin_scan(&vm, &folder)?;
     vm.kill_qemu()?;
     vm.wait_incarnation(2)?;
-    vm.wait_event("the save is over", |event| event["kind"] == "save_failed")?;
+    vm.wait_event("the save's end", |event| event["kind"] == "save_failed")?;
     assert!(!folder.exists());
     Ok(())
 }
 
 #[test]
-fn a_keeper_killed_while_it_scans_is_followed_by_one_that_can_scan() -> Result<()> {
+fn next_keeper_scans_after_one_dies_scanning() -> Result<()> {
     let vm = TestVm::busybox("scankill").boot()?;
     let nonce = vm.nonce()?;
     start_reader(&vm)?;
@@ -127,12 +128,12 @@ fn a_keeper_killed_while_it_scans_is_followed_by_one_that_can_scan() -> Result<(
     verify_both(&vm)
 }
 
-/// What it uses to announce itself is seen, for a restored guest will do it too.
+/// The scan includes the announcement that a restored guest sends, so that its pages are in the working set.
 #[test]
-fn a_guest_that_is_scanned_announces_itself_once_as_if_it_was_restored() -> Result<()> {
+fn scanned_guest_announces_itself_once() -> Result<()> {
     let vm = TestVm::busybox("announcing").net([("kind", "user".into())]).boot()?;
     vm.sh("echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6 2>/dev/null; net-up")?;
-    // A packet is counted when the next one is sent.
+    // A packet is counted only when the next one is sent.
     let sent = || -> Result<u32> {
         let text = vm.sh("ping -c 1 10.0.2.2 >/dev/null; cat /sys/class/net/eth0/statistics/tx_packets")?;
         Ok(text.trim().parse().expect("a number"))
@@ -144,34 +145,35 @@ fn a_guest_that_is_scanned_announces_itself_once_as_if_it_was_restored() -> Resu
     Ok(())
 }
 
-/// Pages of the set in the folder that this picks.
+/// Pages of a snapshot's working set that `picks` accepts.
 fn set(snapshot: &Path, picks: impl Fn(&AgedPage) -> bool) -> HashSet<u32> {
-    let snapshot = Snapshot::open(snapshot).expect("it was saved a moment ago");
+    let snapshot = Snapshot::open(snapshot).expect("it was just saved");
     let set = snapshot.working_set.expect("it is whole").expect("there is one");
     aged_pages(&set).filter(picks).map(|aged| aged.page).collect()
 }
 
 #[test]
-fn code_that_was_translated_long_ago_is_seen_to_be_used() -> Result<()> {
+fn scan_sees_code_translated_long_ago() -> Result<()> {
     let vm = TestVm::busybox("code").cmdline("nokaslr").boot()?;
     let snapshot = vm.folder().join("snapshot");
     let work =
         "(while :; do ls -la /bin /modules | md5sum; head -c 300000 /dev/urandom | md5sum; done) >/dev/null 2>&1 &";
     vm.sh(work)?;
-    // Long enough for QEMU to have translated all of it.
+    // Long enough for QEMU to have translated all of the code.
     vm.sh("for round in $(seq 40); do ls -la /bin /modules | md5sum; done")?;
     vm.save_with(&snapshot, &["--stop", "--scan", "1s,5"])?;
     vm.wait_keeper_end()?;
     let scanned = set(&snapshot, |_| true);
     let clone = vm.restore(&snapshot, "clone", &["--trace", "3"])?;
-    clone.wait_event_within("it is traced", patience(60), |event| event["kind"] == "working_set_traced")?;
+    clone.wait_event_within("a traced working set", patience(60), |event| event["kind"] == "working_set_traced")?;
     clone.stop_at_once()?;
-    // The kernel's own code lies from 16 MiB on, 14 MiB of it.
+    // The kernel's code begins at 16 MiB and takes 14 MiB.
     let traced = set(&snapshot, |aged| aged.age == 0 && (4096..7680).contains(&aged.page));
     let missed = traced.difference(&scanned).count();
-    eprintln!("of the kernel's code {} pages were used, {missed} of them not seen", traced.len());
-    // A scan that sees only what is translated meanwhile misses nearly all of it. A restore uses some code that nothing else
-    // does, and a slow host gets less done while it is scanned.
+    eprintln!("{} pages of the kernel's code were used; the scan missed {missed}", traced.len());
+    // A scan that sees only newly translated code misses nearly all of it. A restore uses some code that nothing else does, and a
+    // slow host
+    // gets less done during the scan.
     assert!(traced.len() > 100 && missed * 4 < traced.len(), "{missed} of {}", traced.len());
     Ok(())
 }

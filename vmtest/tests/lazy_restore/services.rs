@@ -1,5 +1,6 @@
-//! A real service comes back: Debian with a web server and a database, in each way, with the snapshot in the host's memory and
-//! without: `make soak NAME=services`.
+//! Restores of real services: Debian with a web server and a database, in each mode, with the snapshot in the host's page cache
+//! and
+//! without. Run by `make soak NAME=services`.
 
 use hearth_vmtest::{Drives, Result, TestVm};
 
@@ -8,7 +9,7 @@ use super::{count, fill, start_counter};
 
 const KNOWN_MIB: u64 = 192;
 
-/// Reads what the web server sends of a file and checks each byte of it, asks the database for sums that are known, and writes to it.
+/// Reads a file from the web server and checks each byte, asks the database for known sums, and writes to it.
 const ASK: &str = "set -e
 exec 3<>/dev/tcp/127.0.0.1/80
 printf 'GET /files/007.bin HTTP/1.0\\r\\n\\r\\n' >&3
@@ -20,7 +21,7 @@ ask 'update accounts set balance = balance + 1 where id = 7; update accounts set
 
 #[test]
 #[ignore = "takes minutes, and an image of its own: make soak NAME=services"]
-fn a_web_server_and_a_database_come_back_in_each_way() -> Result<()> {
+fn web_server_and_database_survive_each_restore_mode() -> Result<()> {
     let vm = TestVm::debian_database("services").boot()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     vm.sh("mount -t tmpfs -o size=60% tmp /tmp")?;

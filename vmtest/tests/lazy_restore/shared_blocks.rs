@@ -1,5 +1,4 @@
-//! Where the file system can share blocks a save copies no disk: what the guest writes next goes elsewhere, and both are what they
-//! should be.
+//! On a file system that can share blocks a save copies no disk: the guest's later writes go elsewhere, and both disks are right.
 
 use std::fs;
 
@@ -11,11 +10,11 @@ use super::{SEED, fill, verify};
 
 const MIB: usize = 1 << 20;
 const DISK_BYTES: usize = 96 * MIB;
-/// Of what the guest writes in turn, which is in front.
+/// The first part of the disk, which the guest writes.
 const WRITTEN_BYTES: usize = 32 * MIB;
 
 #[test]
-fn a_disk_whose_blocks_can_be_shared_is_saved_without_a_copy_while_its_guest_writes_on() -> Result<()> {
+fn disk_with_shared_blocks_is_saved_without_copy() -> Result<()> {
     let Some(xfs) = Mounted::xfs(1024)? else { return Ok(()) };
     let (image, snapshot) = (xfs.path().join("disk.img"), xfs.path().join("snapshot"));
     let content = pattern::bytes("disk", DISK_BYTES, SEED);
@@ -31,7 +30,7 @@ fn a_disk_whose_blocks_can_be_shared_is_saved_without_a_copy_while_its_guest_wri
     let grown = xfs.used_bytes()? - before;
     let written = |name: &str| fs::metadata(snapshot.join(name)).expect("it was saved").len();
     let memory = written("ram") + written("state");
-    assert!(grown < memory + (DISK_BYTES / 4) as u64, "{grown} bytes more are in use, {memory} of them memory's");
+    assert!(grown < memory + (DISK_BYTES / 4) as u64, "the save takes {grown} bytes, {memory} of them for memory");
     await_turns(&vm, 5)?;
     verify(&vm)?;
     vm.stop_at_once()?;
@@ -39,7 +38,7 @@ fn a_disk_whose_blocks_can_be_shared_is_saved_without_a_copy_while_its_guest_wri
     let opened = Snapshot::open(&snapshot).expect("it was saved");
     let saved = fs::read(opened.disk_path(&opened.manifest.disks[0].name)).expect("it was saved");
     assert!(saved.len() == DISK_BYTES && saved[WRITTEN_BYTES..] == content[WRITTEN_BYTES..]);
-    assert!(saved != fs::read(&image).expect("it is there"), "the guest wrote on");
+    assert!(saved != fs::read(&image).expect("it is there"), "the guest has continued to write");
     let clone = vm.restore(&snapshot, "clone", &["--lazy"])?;
     clone.wait_running()?;
     assert_eq!(clone.nonce()?, nonce);
@@ -47,6 +46,6 @@ fn a_disk_whose_blocks_can_be_shared_is_saved_without_a_copy_while_its_guest_wri
     verify(&clone)?;
     clone.stop_at_once()?;
     let saved_still = fs::read(opened.disk_path(&opened.manifest.disks[0].name)).expect("it was saved");
-    assert!(saved_still == saved, "the clone writes to an image of its own");
+    assert!(saved_still == saved, "the clone writes to its own image");
     Ok(())
 }

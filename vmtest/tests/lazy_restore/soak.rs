@@ -1,4 +1,4 @@
-//! Restores in a row out of one snapshot, under a verifying disk load: `make soak NAME=restores`.
+//! Many restores from one snapshot, under a verifying disk load: `make soak NAME=restores`.
 
 use std::path::Path;
 
@@ -9,66 +9,66 @@ use serde_json::Value;
 use super::{count, fill, start_counter, verify};
 
 const KNOWN_MIB: u64 = 96;
-/// The last one has ahead what the one before it used.
+/// Restore modes. The last prefetches what the one before it traced.
 const WAYS: [&[&str]; 4] = [&["--eager"], &["--lazy"], &["--trace", "2"], &["--working-set"]];
 
-/// In each way in turn. Each round that is odd is told.
+/// Uses each mode in turn, and lists each failed round.
 #[test]
 #[ignore = "takes minutes: ROUNDS=100, unless said otherwise"]
-fn a_hundred_restores_without_an_odd_one() -> Result<()> {
+fn a_hundred_restores_succeed() -> Result<()> {
     let rounds: usize = std::env::var("ROUNDS").ok().and_then(|text| text.parse().ok()).unwrap_or(100);
     let vm = TestVm::busybox_with_fio("soak").memory_mib(384).disk(Disk::empty(48)).boot()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     fill(&vm, KNOWN_MIB)?;
     start_counter(&vm)?;
     start_endless_fio(&vm)?;
-    vm.wait_status("the load is under way", |status| written(status) > 1 << 20)?;
+    vm.wait_status("a running load", |status| written(status) > 1 << 20)?;
     vm.save(&snapshot)?;
     vm.stop_at_once()?;
-    let (mut complete_ms, mut odd) = (Vec::new(), Vec::new());
+    let (mut complete_ms, mut failures) = (Vec::new(), Vec::new());
     for number in 0..rounds {
         let (name, way) = (format!("round{number}"), WAYS[number % WAYS.len()]);
         match round(&vm, &snapshot, &name, way, &nonce) {
             Ok(ms) => {
-                eprintln!("{name} of {rounds}, {way:?}: all memory was there after {ms:.0} ms");
+                eprintln!("{name} of {rounds}, {way:?}: complete after {ms:.0} ms");
                 complete_ms.push(ms);
             }
             Err(what) => {
                 let line = format!("{name}, {way:?}: {what}");
                 eprintln!("{line}");
-                odd.push(line);
+                failures.push(line);
             }
         }
     }
     complete_ms.sort_by(f64::total_cmp);
     let at = |part: usize| complete_ms.get((complete_ms.len().max(1) - 1) * part / 100).copied().unwrap_or(f64::NAN);
     eprintln!(
-        "{rounds} restores, {} odd; ms until all memory was there: median {:.0}, p99 {:.0}, max {:.0}",
-        odd.len(),
+        "{rounds} restores, {} failed; ms until complete: median {:.0}, p99 {:.0}, max {:.0}",
+        failures.len(),
         at(50),
         at(99),
         at(100)
     );
-    assert!(odd.is_empty(), "{odd:#?}");
+    assert!(failures.is_empty(), "{failures:#?}");
     Ok(())
 }
 
-/// How long it took until all memory was there, or what was odd.
+/// Returns the milliseconds until all memory had arrived, or the failure.
 fn round(vm: &TestVm, snapshot: &Path, name: &str, way: &[&str], nonce: &str) -> std::result::Result<f64, String> {
     let failed = |error: hearth_vmtest::Error| error.to_string();
     let clone = vm.restore(snapshot, name, way).map_err(failed)?;
     let status = clone.wait_running().map_err(failed)?;
     if clone.nonce().map_err(failed)? != nonce {
-        return Err("another guest".to_owned());
+        return Err("not the guest that was saved".to_owned());
     }
     let counted = count(&clone).map_err(failed)?;
     counts_beyond(&clone, counted).map_err(failed)?;
     verify(&clone).map_err(failed)?;
-    let goes_on = |now: &Value| written(now) > written(&status);
-    clone.wait_status("the load goes on", goes_on).map_err(failed)?;
+    let continues = |now: &Value| written(now) > written(&status);
+    clone.wait_status("a load that continues", continues).map_err(failed)?;
     let complete = |event: &Value| event["kind"] == "restore_complete";
     let complete = clone.wait_event_within("all memory is there", patience(60), complete).map_err(failed)?;
-    // Now that none of it is the snapshot's any more.
+    // Verify again: no page comes from the snapshot any more.
     verify(&clone).map_err(failed)?;
     if !fio_is_content(&clone).map_err(failed)? {
         return Err(clone.sh("cat /tmp/fio.log").map_err(failed)?);

@@ -1,5 +1,6 @@
-//! A snapshot goes to an object store while it is saved: what has arrived leaves the host, whatever the wire does on the way, and
-//! nothing else than what was saved comes back.
+//! Uploads to an object store during a save: what has arrived leaves the host, whatever the wire does, and exactly the saved
+//! guest is
+//! restored.
 
 use std::fs;
 use std::path::Path;
@@ -14,10 +15,10 @@ use super::saves::{TURNS, await_turns};
 use super::{fill, verify};
 
 const MIB: u64 = 1 << 20;
-/// On each connection, of which there are four at once: some ten seconds for the guest's memory.
+/// Rate of each of the four connections: the upload of the guest's memory takes about ten seconds.
 const SLOW: Wire = Wire::Slow(3 * MIB);
 
-/// Memory and a disk that are known.
+/// A machine with known memory and a known disk.
 fn machine(stand: &Stand, name: &str) -> Result<TestVm> {
     let vm = stand.machine(TestVm::busybox(name).memory_mib(512).disk(Disk::ext4(64)))?;
     fill(&vm, 100)?;
@@ -30,10 +31,10 @@ fn begin_save(vm: &TestVm, name: &str, options: &[&str]) -> Result<()> {
 }
 
 fn saved(vm: &TestVm, name: &str) -> Result<Value> {
-    vm.wait_event("it is saved", |event| event["kind"] == "saved" && event["folder"] == address(name))
+    vm.wait_event("the save's end", |event| event["kind"] == "saved" && event["folder"] == address(name))
 }
 
-/// The guest that comes out of the store is the one that was saved.
+/// Asserts that the guest restored from the store is the one that was saved.
 fn comes_back(stand: &Stand, vm: &TestVm, nonce: &str) -> Result<()> {
     let clone = stand.clone(vm, "clone", "cache", &["--eager"])?;
     clone.wait_running()?;
@@ -45,39 +46,39 @@ fn comes_back(stand: &Stand, vm: &TestVm, nonce: &str) -> Result<()> {
     clone.stop_at_once().map(drop)
 }
 
-/// Names in a folder that may not be there.
+/// Names in a folder, which may be missing.
 fn names(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().into_string().ok()).collect()
 }
 
 #[test]
-fn disks_leave_the_host_as_soon_as_they_have_arrived_and_a_bad_wire_only_takes_longer() -> Result<()> {
+fn uploaded_disks_are_unstaged_despite_a_bad_wire() -> Result<()> {
     let stand = Stand::new();
     let vm = machine(&stand, "stream")?;
     let (nonce, staged) = (vm.nonce()?, stand.folder.path().join("keeper/staging-stream/snapshot"));
     stand.server.set_wire(SLOW);
     begin_save(&vm, "one", &["--compress"])?;
     let has_disk = |folder: &Path| names(folder).iter().any(|name| name.starts_with("disk-"));
-    let status = vm.wait_status("the disk is there and gone from here", |status| {
-        assert!(!status["save"].is_null(), "it is over before it could be looked at: {status}");
+    let status = vm.wait_status("a disk that is in the store and no longer staged", |status| {
+        assert!(!status["save"].is_null(), "the save ended too early for this test: {status}");
         has_disk(&stand.object("")) && !has_disk(&staged) && staged.join("state").exists()
     })?;
     let save = &status["save"];
     assert!(save["upload_bytes_done"].as_u64() > Some(0) && save["percent"].as_f64() < Some(100.0), "{save}");
-    assert!(!stand.object("manifest").exists(), "its memory has not arrived");
+    assert!(!stand.object("manifest").exists(), "the manifest comes after the memory");
     for wire in [Wire::Failing, SLOW, Wire::Cut(1), SLOW, Wire::Dead, Wire::Whole] {
         stand.server.set_wire(wire);
         verify(&vm)?;
     }
     saved(&vm, "one")?;
-    assert!(names(&stand.folder.path().join("keeper")).is_empty(), "nothing is left of its way up");
+    assert!(names(&stand.folder.path().join("keeper")).is_empty(), "the staging folder is empty");
     vm.stop_at_once()?;
     comes_back(&stand, &vm, &nonce)
 }
 
 #[test]
-fn what_a_busy_guest_writes_while_its_memory_goes_up_is_of_one_moment() -> Result<()> {
+fn busy_guest_is_uploaded_as_of_one_moment() -> Result<()> {
     let stand = Stand::new();
     let vm = stand.machine(TestVm::busybox("restless").memory_mib(512).disk(Disk::empty(32)))?;
     let nonce = vm.nonce()?;
@@ -98,7 +99,7 @@ fn what_a_busy_guest_writes_while_its_memory_goes_up_is_of_one_moment() -> Resul
 }
 
 #[test]
-fn a_save_that_ends_in_the_middle_of_its_way_up_leaves_the_guest_as_it_was() -> Result<()> {
+fn interrupted_upload_leaves_the_guest_as_it_was() -> Result<()> {
     let stand = Stand::new();
     let vm = machine(&stand, "halfway")?;
     let nonce = vm.nonce()?;
@@ -108,37 +109,37 @@ fn a_save_that_ends_in_the_middle_of_its_way_up_leaves_the_guest_as_it_was() -> 
         verify(&vm)?;
         verify_file(&vm)
     };
-    let is_on_its_way = |options: &[&str]| -> Result<()> {
+    let begin_upload = |options: &[&str]| -> Result<()> {
         stand.server.set_wire(SLOW);
         begin_save(&vm, "one", options)?;
         let some = |status: &Value| status["save"]["upload_bytes_done"].as_u64() > Some(9 * MIB);
-        vm.wait_status("some of it has arrived", some).map(drop)
+        vm.wait_status("part of the upload", some).map(drop)
     };
     for options in [&[][..], &["--stop"], &["--compress"]] {
-        is_on_its_way(options)?;
+        begin_upload(options)?;
         vm.cli_output(&["save", vm.name(), "--cancel"])?;
-        is_as_it_was("called off")?;
+        is_as_it_was("cancelled")?;
         stand.server.set_wire(Wire::Whole);
         stand.server.await_empty();
         assert!(names(&stand.folder.path().join("keeper")).is_empty(), "{options:?}");
     }
-    is_on_its_way(&[])?;
+    begin_upload(&[])?;
     stand.server.set_wire(Wire::Refusing);
-    let refused = vm.wait_event("the store refuses", |event| {
+    let refused = vm.wait_event("a refusal by the store", |event| {
         let why = event["why"].as_str().unwrap_or_default();
         event["kind"] == "save_failed" && why.contains("the store refuses")
     })?;
     assert_eq!(refused["folder"], address("one"));
     is_as_it_was("refused")?;
-    is_on_its_way(&[])?;
+    begin_upload(&[])?;
     vm.restart_keeper()?;
     vm.wait_running()?;
     vm.await_console()?;
-    is_as_it_was("its keeper was killed")?;
+    is_as_it_was("after its keeper was killed")?;
     stand.server.set_wire(Wire::Whole);
-    // What its predecessors left in the store is in nobody's way.
+    // Leftovers of the earlier saves do not disturb the next.
     vm.save(Path::new(&address("one")))?;
-    assert!(names(&stand.folder.path().join("keeper")).is_empty(), "nothing is left of its way up");
+    assert!(names(&stand.folder.path().join("keeper")).is_empty(), "the staging folder is empty");
     vm.stop_at_once()?;
     comes_back(&stand, &vm, &nonce)
 }

@@ -1,23 +1,25 @@
-//! The emulated host: the busybox guest, which goes on in the image that `make test-nested` made.
+//! The emulated host: the busybox guest with the root image that `make test-nested` made.
 
 use hearth_vmtest::images::{self, File};
 use hearth_vmtest::{Drives, Output, PlainVm, Result, artifacts, patience};
 use serde_json::json;
 
-/// Mounts the image and what programs expect around it; nothing over `/tmp`, where the checkout, and so what its tests boot, may
-/// lie. QEMU's emulated processor has the virtualization of AMD's.
-const GO_ON_IN_THE_IMAGE: &str = "set -e; mkdir -p /host; mount -o ro /dev/vda /host; mount /dev/vdb /host/hearth
+/// Mounts the image, and in it the file systems that programs expect. `/tmp` is not covered, since the checkout, with the images
+/// that
+/// the tests boot, may be there. QEMU's emulated processor has AMD's virtualization.
+const ENTER_THE_IMAGE: &str = "set -e; mkdir -p /host; mount -o ro /dev/vda /host; mount /dev/vdb /host/hearth
 while read -r m; do grep -q \"^$m \" /proc/modules || insmod /host/modules/$m.ko; done </host/modules/order
 mount -t devtmpfs dev /host/dev; mkdir -p /dev/shm; mount -t tmpfs -o size=90% shm /host/dev/shm
 mount -t proc proc /host/proc; mount -t sysfs sys /host/sys
 mount -t tmpfs run /host/run; mkdir /host/run/tmp
 chmod 755 /host/hearth/hearth /host/hearth/nested; [ -c /dev/kvm ]";
 
-/// The emulated processor sets the bit of an interrupt without a lock when it enters a guest (QEMU `helper_vmrun`), as another
-/// thread may just then: a timer that rings once may be lost, and with it the host. One that ticks is late by a tick.
+/// When it enters a guest, the emulated processor sets an interrupt's bit without a lock (QEMU `helper_vmrun`), as another thread
+/// may at
+/// the same time. A one-shot timer may be lost that way, and the host with it. A periodic one is only late by a tick.
 const TICK: &str = "nohz=off highres=off";
 
-/// In the environment of tests that this host runs.
+/// Environment variable of tests that run on this host.
 pub const EMULATED: &str = "HEARTH_EMULATED_HOST";
 
 pub struct Host {
@@ -30,7 +32,7 @@ impl Host {
         Self::boot_with(name, "")
     }
 
-    /// With more words on its kernel's command line.
+    /// Boots with more words on the kernel's command line.
     pub fn boot_with(name: &str, words: &str) -> Result<Self> {
         let disk = tempfile::tempdir().unwrap();
         let image = disk.path().join("hearth.img");
@@ -41,34 +43,34 @@ impl Host {
         let tests = std::env::current_exe().unwrap();
         images::ext4(&image, 256, &[program("hearth", &artifacts::hearth()?), program("nested", &tests)])?;
         let vm = PlainVm::busybox(name).memory_mib(3072).cmdline(&format!("{TICK} {words}"));
-        // One that panics when asked to stays, and says the rest.
+        // A host that panics must continue, so that it can print the reason.
         let vm = vm.drive(&artifacts::nested_host()?, "readonly=on").drive(&image, "").args(["-action", "panic=none"]);
         let vm = vm.boot()?;
         let host = Self { vm, _disk: disk };
-        host.go_on_in_the_image()?;
+        host.enter_the_image()?;
         Ok(host)
     }
 
-    /// After each boot.
-    pub fn go_on_in_the_image(&self) -> Result<()> {
-        self.vm.sh(GO_ON_IN_THE_IMAGE).map(drop)
+    /// Enters the image, after each boot.
+    pub fn enter_the_image(&self) -> Result<()> {
+        self.vm.sh(ENTER_THE_IMAGE).map(drop)
     }
 
     pub fn vm(&self) -> &PlainVm {
         &self.vm
     }
 
-    /// Runs tests of this binary by the beginning of their names; what they said.
+    /// Runs the tests of this binary whose names begin so, and returns their output.
     pub fn run_tests(&self, names: &str) -> Result<Output> {
         self.answer(&command(names, "/run/tmp"))
     }
 
-    /// The same for one test whose files are to outlive this host's kernel.
+    /// Runs one test whose files must survive a change of this host's kernel.
     pub fn run_test(&self, name: &str) -> Result<Output> {
         self.answer(&command(name, "/hearth"))
     }
 
-    /// The same for a test that ends the host.
+    /// Starts a test that ends the host.
     pub fn start_test(&self, name: &str) -> Result<()> {
         self.vm.guest().start(&command(name, "/hearth")).map(drop)
     }
@@ -77,7 +79,7 @@ impl Host {
         self.vm.run_within(command, patience(50)).inspect_err(|_| self.show_processor())
     }
 
-    /// Of a host that says nothing.
+    /// Prints the processor's state of a host that does not answer.
     fn show_processor(&self) {
         for look in ["info registers", "info lapic", "info registers"] {
             let seen = self.vm.qmp().execute("human-monitor-command", json!({ "command-line": look }));
@@ -87,7 +89,7 @@ impl Host {
         eprintln!("--- its kernel, after an NMI ({panicked:?})\n{}", self.vm.guest().kernel_log().join("\n"));
     }
 
-    /// The kernel then tells what it was at.
+    /// Makes the kernel panic, so that it prints what it was doing.
     fn panic_by_nmi(&self) -> Result<()> {
         self.vm.qmp().execute("inject-nmi", json!({}))?;
         let over = |line: &String| line.contains("end Kernel panic");
@@ -95,7 +97,7 @@ impl Host {
     }
 }
 
-/// What tests are at that have not ended, each thread in the kernel, and what their machines have said.
+/// Script that shows hanging tests: the kernel stack of each thread, and the logs of their machines.
 const LOOK: &str = r#"echo "--- the tests have not ended"
 for process in /proc/[0-9]*; do
     readlink $process/exe >/dev/null || continue
@@ -113,7 +115,7 @@ echo "--- the host"
 echo w >/proc/sysrq-trigger; echo l >/proc/sysrq-trigger
 dmesg | tail -n 80"#;
 
-/// Ends before its answer is given up: a hang is looked at from inside then.
+/// A command that ends before the wait for it does, so that a hang is examined from inside.
 fn command(tests: &str, temporary: &str) -> String {
     let paths = format!("PATH=/usr/sbin:/usr/bin:/sbin:/bin TMPDIR={temporary} HEARTH_BIN=/hearth/hearth");
     let tests = format!("/hearth/nested --ignored --nocapture --test-threads=1 {tests}");

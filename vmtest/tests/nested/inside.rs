@@ -1,4 +1,4 @@
-//! Run on a host with KVM, by `outside` or by hand: what each capability does on real virtualization.
+//! Tests for a host with KVM, run by `outside` or by hand: each capability on real virtualization.
 
 use std::path::PathBuf;
 
@@ -30,7 +30,7 @@ fn verify_disk(vm: &TestVm) -> Result<()> {
     .map(drop)
 }
 
-/// Memory that is known page by page, and a process that counts.
+/// Fills memory with known contents, and starts a process that counts.
 fn fill_and_count(vm: &TestVm) -> Result<()> {
     vm.sh(&format!(
         "probe fill /tmp/memory {} {SEED}
@@ -41,7 +41,7 @@ fn fill_and_count(vm: &TestVm) -> Result<()> {
     .map(drop)
 }
 
-/// The same guest, from where it was.
+/// Asserts that the same guest continues from where it was.
 fn goes_on(vm: &TestVm, nonce: &str) -> Result<()> {
     assert_eq!(vm.nonce()?, nonce, "it is the same guest");
     let counted = vm.sh("cat /tmp/count")?;
@@ -84,7 +84,7 @@ fn a_panic_is_recovered_from_and_dumped() -> Result<()> {
 
 #[test]
 #[ignore = "needs KVM: make test-nested"]
-fn another_qemu_takes_the_guest_over_and_gives_it_back() -> Result<()> {
+fn guest_hops_between_qemu_versions_under_kvm() -> Result<()> {
     let vm = boot(machine("hops"))?;
     fill_and_count(&vm)?;
     let nonce = vm.nonce()?;
@@ -102,7 +102,7 @@ fn another_qemu_takes_the_guest_over_and_gives_it_back() -> Result<()> {
 
 #[test]
 #[ignore = "needs KVM: make test-nested"]
-fn a_saved_guest_comes_back_in_each_way() -> Result<()> {
+fn saved_guest_is_restored_in_each_mode() -> Result<()> {
     let vm = boot(machine("saved"))?;
     fill_and_count(&vm)?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));

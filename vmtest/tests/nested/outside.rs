@@ -1,4 +1,4 @@
-//! Run by `make test-nested`: the emulated host, and what the tests inside say.
+//! Run by `make test-nested`: starts the emulated host, and checks the tests inside.
 
 use std::path::PathBuf;
 
@@ -7,23 +7,23 @@ use hearth_vmtest::{Drives, Output, Result};
 
 use crate::host::Host;
 
-/// Tests in `inside`: one that is not found would not be missed.
+/// Number of tests in `inside`, so that a missing one is noticed.
 const INSIDE: usize = 4;
 
 #[test]
 #[ignore = "make test-nested"]
-fn hearth_does_under_kvm_what_it_does_under_emulation() -> Result<()> {
+fn tests_inside_pass_under_kvm() -> Result<()> {
     let host = Host::boot("kvm")?;
     let said = host.run_tests("inside::")?;
     eprintln!("{}", said.text());
     assert_eq!(said.status, 0);
-    assert!(said.text().contains(&format!("ok. {INSIDE} passed; 0 failed")), "not all of them were run");
+    assert!(said.text().contains(&format!("ok. {INSIDE} passed; 0 failed")), "not all tests ran");
     Ok(())
 }
 
-/// What of the host's memory its kernels are told to leave alone.
+/// Memory of the host that its kernels do not use.
 const RESERVED: &str = "memmap=512M!1G";
-/// It turns up some time after its driver.
+/// Mounts the reserved memory, whose device appears some time after its driver.
 const MOUNT: &str = "until [ -b /dev/pmem0 ]; do sleep 0.1; done; mkdir -p /host/run/pmem && mount -t ext4 -o dax \
 /dev/pmem0 /host/run/pmem && grep pmem /proc/mounts | grep dax";
 const MAKE: &str = "until [ -b /dev/pmem0 ]; do sleep 0.1; done; mkfs.ext4 -F -q -b 4096 -O ^has_journal /dev/pmem0";
@@ -42,7 +42,7 @@ fn must(said: &Output) {
 
 #[test]
 #[ignore = "make test-nested"]
-fn guests_go_on_under_another_host_kernel() -> Result<()> {
+fn guests_continue_under_another_host_kernel() -> Result<()> {
     let host = Host::boot_with("reload", RESERVED)?;
     host.vm().sh(MAKE)?;
     host.vm().sh(MOUNT)?;
@@ -50,7 +50,7 @@ fn guests_go_on_under_another_host_kernel() -> Result<()> {
     host.vm().sh(LEAVE)?;
     host.start_test("reload::kexec")?;
     host.vm().wait_boots(2)?;
-    host.go_on_in_the_image()?;
+    host.enter_the_image()?;
     host.vm().sh(MOUNT)?;
     let said = run(&host, "reload::after")?;
     let figures = Figures::find(&said.text());

@@ -1,8 +1,8 @@
-//! Run on a host with KVM whose kernel is about to be replaced, in three parts: before, the kexec itself, and after. What the
-//! second part ends with the third one, under another kernel, begins with.
+//! Tests for a host with KVM whose kernel is replaced, in three parts: before, the kexec itself, and after, under the new kernel.
 //!
-//! Memory is held against itself twice: in each guest, where a third of it is known byte by byte, and from outside, where all of a
-//! guest's RAM is summed up while it is parked, under the old kernel and under the new one.
+//! Memory is checked twice: in each guest, where a third of it has known contents, and from outside, where a checksum of all RAM
+//! of the
+//! parked guest is taken under the old kernel and under the new one.
 
 use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hasher};
@@ -19,16 +19,16 @@ use serde_json::Value;
 
 use crate::host::EMULATED;
 
-/// On a disk that outlives the kernel.
+/// Files on a disk, which survive the kernel.
 const RECORD: &str = "/hearth/host-reload.json";
 const EXPECTED: &str = "/hearth/expected.json";
-/// On memory that does; 512 MiB of it.
+/// A folder in 512 MiB of memory that survives the kernel.
 const MEMORY: &str = "/run/pmem";
 const MACHINES: [&str; 2] = ["reload-1", "reload-2"];
 const MACHINE_MIB: u64 = 192;
 const KNOWN_MIB: u64 = 64;
 
-/// What must be as it was.
+/// State that must be unchanged afterwards.
 #[derive(Serialize, Deserialize)]
 struct Expected {
     runtime_root: PathBuf,
@@ -43,7 +43,7 @@ struct Left {
     count: u64,
     clock: Reading,
     ram: PathBuf,
-    /// Of all of it.
+    /// Checksum of the whole RAM file.
     ram_sum: u64,
 }
 
@@ -78,12 +78,12 @@ fn before() -> Result<()> {
     }
     let expected = Expected { runtime_root: first.folder().join("run"), machines: left };
     fs::write(EXPECTED, serde_json::to_vec(&expected).unwrap()).unwrap();
-    // Their files are for `after`.
+    // `after` needs the machines' files.
     machines.into_iter().for_each(std::mem::forget);
     Ok(())
 }
 
-/// Of every byte of a file, by other code than Hearth's own.
+/// Checksum of a whole file, by code that is not Hearth's own.
 fn sum(file: &Path) -> u64 {
     let mut file = File::open(file).unwrap();
     let (mut piece, mut hasher) = (vec![0; 1 << 20], DefaultHasher::new());
@@ -95,12 +95,12 @@ fn sum(file: &Path) -> u64 {
     }
 }
 
-/// Somebody who runs all ignored tests does not mean to end a real host.
+/// Fails on a real host: a user who runs all ignored tests does not want to end it.
 fn must_be_emulated() {
-    assert!(std::env::var_os(EMULATED).is_some(), "this is for the host that `make test-nested` emulates");
+    assert!(std::env::var_os(EMULATED).is_some(), "this test is only for the host that `make test-nested` emulates");
 }
 
-/// The kernel that this host was started with, as it was.
+/// Loads the kernel that this host runs, with the same command line.
 fn load_kernel() {
     must_be_emulated();
     let boot = artifacts::busybox(false).unwrap();
@@ -108,7 +108,7 @@ fn load_kernel() {
     let (kernel, initrd) = (open(&boot.kernel), open(&boot.initrd));
     let mut cmdline = fs::read("/proc/cmdline").unwrap();
     *cmdline.last_mut().unwrap() = 0;
-    // SAFETY: two open files, and a text that ends with a zero byte, which is counted.
+    // SAFETY: two open files, and a text that ends with a zero byte, which is included in its length.
     let loaded = unsafe {
         libc::syscall(
             libc::SYS_kexec_file_load,
@@ -126,12 +126,12 @@ fn load_kernel() {
 #[ignore = "ends the host it runs on: make test-nested"]
 fn kexec() {
     must_be_emulated();
-    // SAFETY: the kernel that was loaded starts; nothing of this one goes on. File systems were looked after before.
+    // SAFETY: the loaded kernel starts and nothing of this one continues; `before` has synced the file systems.
     let error = unsafe { libc::reboot(libc::LINUX_REBOOT_CMD_KEXEC) };
     panic!("{error}: {}", std::io::Error::last_os_error());
 }
 
-/// The figures are said before anything is judged: what did not go on is a figure, too.
+/// Prints the figures before any assertion: a guest that did not continue is a figure, too.
 #[test]
 #[ignore = "needs KVM and reserved memory: make test-nested"]
 fn after() -> Result<()> {
@@ -159,7 +159,7 @@ fn after() -> Result<()> {
     for (vm, left) in machines.iter().zip(&expected.machines) {
         let behind_s = Reading::take(vm)?.behind_s(&left.clock);
         let stood_s = status_of(vm, &left.name)?["unparked"]["stood_ms"].as_f64().unwrap() / 1e3;
-        eprintln!("{}: stood still for {stood_s} s, its clock is behind by {behind_s:?} s", left.name);
+        eprintln!("{}: paused for {stood_s} s, its clock is behind by {behind_s:?} s", left.name);
         assert!(*behind_s.start() < stood_s / 2.0 && *behind_s.end() > -stood_s / 2.0);
         counts_beyond(vm, left.count)?;
         vm.sh("dd if=/dev/vda of=/tmp/back bs=64k count=64 iflag=direct 2>&1 && cmp /tmp/block /tmp/back")?;

@@ -1,4 +1,4 @@
-//! What speaks for a rejuvenation, and those that the keeper does by itself.
+//! Reasons for a rejuvenation, and rejuvenations that the keeper starts by its policy.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -14,16 +14,16 @@ fn number(age: &Value, what: &str, when: &str) -> u64 {
     age["qemu"][what][when].as_u64().unwrap_or_else(|| panic!("no {what} {when} in {age}"))
 }
 
-/// `link/bin/qemu-system-x86_64` is this QEMU from now on, with its firmware.
+/// Makes `link/bin/qemu-system-x86_64` lead to this QEMU and its firmware.
 fn install(link: &Path, qemu: &Path) {
     let usr = qemu.parent().and_then(Path::parent).expect("QEMU lies in a bin folder");
-    // Fails only the first time.
+    // Fails the first time, when there is no link.
     let _ = std::fs::remove_file(link);
     symlink(usr, link).expect("our own folder");
 }
 
 #[test]
-fn a_newer_installed_qemu_speaks_for_a_hop_until_it_is_done() -> Result<()> {
+fn newer_installed_qemu_is_a_reason_to_hop() -> Result<()> {
     let folder = tempfile::tempdir().expect("a folder");
     let link = folder.path().join("usr");
     install(&link, &artifacts::installed_qemu()?);
@@ -34,9 +34,9 @@ fn a_newer_installed_qemu_speaks_for_a_hop_until_it_is_done() -> Result<()> {
     let old = age["qemu"]["version"].clone();
     assert_eq!((&age["qemu"]["installed_version"], &age["reasons"]), (&old, &Value::Array(Vec::new())), "{age}");
     assert!(age["hindrance"].is_null(), "{age}");
-    // A guest that booted under emulation has filled QEMU's cache of translated code.
+    // The boot has filled the emulator's cache of translated code.
     assert!(number(&age, "own_bytes", "now") > number(&age, "own_bytes", "at_start"), "{age}");
-    assert!(number(&age, "own_bytes", "now") < 512 << 20, "the guest's RAM is not QEMU's own: {age}");
+    assert!(number(&age, "own_bytes", "now") < 512 << 20, "the guest's RAM must not count as QEMU's own: {age}");
     assert!(number(&age, "descriptors", "now") >= 10, "{age}");
 
     install(&link, &artifacts::qemu_10()?);
@@ -48,7 +48,7 @@ fn a_newer_installed_qemu_speaks_for_a_hop_until_it_is_done() -> Result<()> {
     let page = vm.cli(&["age", "age"])?;
     assert!(page.contains(reason), "{page}");
 
-    // Its start is remembered by the machine, not by its keeper.
+    // The machine remembers QEMU's size at its start, also under the next keeper.
     let at_start = number(&age, "own_bytes", "at_start");
     vm.restart_keeper()?;
     vm.wait_running()?;
@@ -62,16 +62,16 @@ fn a_newer_installed_qemu_speaks_for_a_hop_until_it_is_done() -> Result<()> {
     Ok(())
 }
 
-fn every_second() -> Table {
+fn hop_every_second() -> Table {
     Table::from_iter([("every".to_owned(), "1s".into())])
 }
 
 #[test]
-fn a_keeper_replaces_an_old_qemu_by_itself() -> Result<()> {
-    let vm = TestVm::busybox("policy").disk(Disk::empty(16)).setting("rejuvenate", every_second()).start()?;
+fn keeper_replaces_an_old_qemu_by_itself() -> Result<()> {
+    let vm = TestVm::busybox("policy").disk(Disk::empty(16)).setting("rejuvenate", hop_every_second()).start()?;
     vm.wait_boots(1)?;
-    vm.wait_event("a hop that nobody asked for", |event| event["kind"] == "rejuvenated")?;
-    let due = vm.wait_event("why", |event| event["kind"] == "rejuvenation_due")?;
+    vm.wait_event("a hop by policy", |event| event["kind"] == "rejuvenated")?;
+    let due = vm.wait_event("the hop's reason", |event| event["kind"] == "rejuvenation_due")?;
     assert!(due["why"].as_str().is_some_and(|why| why.ends_with("rejuvenate.every is 1 s")), "{due}");
     vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
     assert!(vm.events().iter().all(|event| event["kind"] != "request"), "{:?}", vm.events());
@@ -79,17 +79,17 @@ fn a_keeper_replaces_an_old_qemu_by_itself() -> Result<()> {
     Ok(())
 }
 
-/// A window of an hour or two, that begins so many hours from now by the host's local time.
+/// A time window that begins `hours_from_now`, in the host's local time.
 fn window(hours_from_now: i32, hours: i32) -> String {
-    let hour = Command::new("date").arg("+%H:%M").output().expect("it tells the time").stdout;
+    let hour = Command::new("date").arg("+%H:%M").output().expect("every host has date(1)").stdout;
     let (hour, minute) = std::str::from_utf8(&hour).ok().and_then(|time| time.trim().split_once(':')).expect("HH:MM");
     let from = hour.parse::<i32>().expect("an hour") + hours_from_now;
     format!("{:02}:{minute}-{:02}:{minute}", from.rem_euclid(24), (from + hours).rem_euclid(24))
 }
 
-/// Three machines whose QEMUs grow alike. The last one that is started looks last: when it has acted the others have looked.
+/// Three machines whose QEMUs grow alike. The last one started checks last: when it has acted, the others have checked.
 #[test]
-fn growth_brings_a_hop_where_the_policy_says_so_and_when() -> Result<()> {
+fn growth_causes_hop_within_policy_and_window() -> Result<()> {
     let policy = |grown_mib: i64, window: String| {
         Table::from_iter([("rss_growth_mib".to_owned(), grown_mib.into()), ("window".to_owned(), window.into())])
     };
@@ -99,9 +99,9 @@ fn growth_brings_a_hop_where_the_policy_says_so_and_when() -> Result<()> {
     let closed = machine("closed", policy(1, window(2, 1))).boot()?;
     let patient = machine("patient", policy(1_000_000, window(-1, 2))).beside(&closed).boot()?;
     let open = machine("open", policy(1, window(-1, 2))).beside(&closed).start()?;
-    let due = open.wait_event("why", |event| event["kind"] == "rejuvenation_due")?;
+    let due = open.wait_event("the hop's reason", |event| event["kind"] == "rejuvenation_due")?;
     assert!(due["why"].as_str().is_some_and(|why| why.ends_with("rejuvenate.rss_growth_mib is 1")), "{due}");
-    open.wait_event("a hop that nobody asked for", |event| event["kind"] == "rejuvenated")?;
+    open.wait_event("a hop by policy", |event| event["kind"] == "rejuvenated")?;
     for vm in [&closed, &patient] {
         assert!(
             vm.events().iter().all(|event| event["kind"] != "rejuvenation_due"),
@@ -110,7 +110,7 @@ fn growth_brings_a_hop_where_the_policy_says_so_and_when() -> Result<()> {
             vm.events()
         );
     }
-    // Of these one had reason to, and it was not the time.
+    // One of these had a reason, but its window was closed.
     let reasons = |vm: &TestVm| vm.age().map(|age| age["reasons"].to_string());
     assert!(reasons(&closed)?.contains("rejuvenate.rss_growth_mib is 1"), "{}", reasons(&closed)?);
     assert_eq!(reasons(&patient)?, "[]");
@@ -118,11 +118,11 @@ fn growth_brings_a_hop_where_the_policy_says_so_and_when() -> Result<()> {
 }
 
 #[test]
-fn a_keeper_whose_own_attempt_fails_says_so_and_leaves_the_guest() -> Result<()> {
+fn failed_hop_by_policy_is_reported() -> Result<()> {
     let folder = tempfile::tempdir().expect("a folder");
     let qemu = no_successor(folder.path()).display().to_string();
     let vm = TestVm::busybox("refused").disk(Disk::empty(16)).setting("qemu", qemu);
-    let vm = vm.setting("rejuvenate", every_second()).start()?;
+    let vm = vm.setting("rejuvenate", hop_every_second()).start()?;
     vm.wait_boots(1)?;
     let failed = vm.wait_event("a failure", |event| event["kind"] == "rejuvenation_failed")?;
     assert!(failed["why"].as_str().is_some_and(|why| why.contains("no successor")), "{failed}");

@@ -1,10 +1,11 @@
-//! The keeper is killed after each phase. Whose the guest is the journal says, or the new QEMU if it was to get the last of the
-//! guest; the next keeper ends the other QEMU, and the guest goes on.
+//! The keeper is killed after each phase. The journal says which QEMU has the guest; if the new QEMU was just getting the end of
+//! the
+//! guest's state, it knows itself. The next keeper ends the other QEMU, and the guest continues.
 
 use hearth_recovery::rejuvenation::Phase;
 use hearth_vmtest::{Disk, Drives, Result, TestVm};
 
-/// The guest's QEMU afterwards.
+/// The QEMU that has the guest afterwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Owner {
     Old,
@@ -22,8 +23,8 @@ fn check(vm: &TestVm, drill: &str, expect: Owner) -> Result<()> {
     let (nonce, before) = (vm.nonce()?, vm.qemu_pid()?);
     vm.restart_keeper_with(&[("HEARTH_DRILL_DIE_AFTER", drill)])?;
     vm.wait_running()?;
-    let order = vm.cli_output(&["rejuvenate", vm.name()])?;
-    assert_ne!(order.status, 0, "{drill}: the keeper should have died: {}", order.text());
+    let hop = vm.cli_output(&["rejuvenate", vm.name()])?;
+    assert_ne!(hop.status, 0, "{drill}: the keeper should have died: {}", hop.text());
     vm.wait_keeper_end()?;
     vm.restart_keeper()?;
     vm.wait_running()?;
@@ -35,12 +36,12 @@ fn check(vm: &TestVm, drill: &str, expect: Owner) -> Result<()> {
 }
 
 #[test]
-fn a_keeper_killed_after_any_phase_is_followed_by_one_that_finds_the_guest() -> Result<()> {
+fn next_keeper_finds_guest_after_any_phase() -> Result<()> {
     let vm = TestVm::busybox("deaths").disk(Disk::empty(16)).boot()?;
     for phase in Phase::ALL {
         check(&vm, phase.name(), owner_after(phase))?;
     }
-    // It is noted as the new QEMU's, which has not got all of it.
+    // The journal gives the guest to the new QEMU, which has not received all of it.
     check(&vm, "commit", Owner::Old)?;
     vm.rejuvenate()?;
     let status = vm.status()?;

@@ -1,5 +1,6 @@
-//! Each way in which a hop can fail. Before its point of no return the guest goes on where it was, and it is said why; after it,
-//! and where the guest's own QEMU has died, a warm reboot follows.
+//! Every way in which a hop can fail. Before its point of no return the guest continues where it was, with an error that says
+//! why. After
+//! it, and if the guest's own QEMU has died, a warm reboot follows.
 
 use std::io::{IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -19,11 +20,11 @@ use super::programs::instead_of_qemu;
 const ARGUMENTS: &str = "HEARTH_TEST_ARGUMENTS";
 const MANNER: &str = "HEARTH_TEST_MANNER";
 
-/// Of the load.
+/// The disk under load.
 const DEVICE: &str = "/dev/vdb";
 const DIED: &str = "QEMU has died, so its guest cannot continue in another one; it reboots warm";
 
-/// A machine whose QEMU is replaced by what cannot replace it.
+/// A machine with stand-ins for its next QEMU, all of which fail.
 struct Stand {
     vm: TestVm,
     folder: tempfile::TempDir,
@@ -51,7 +52,9 @@ impl Stand {
         check(&self.vm, qemu, phases, expect).map(drop)
     }
 
-    /// A hop to this QEMU that ends the guest in this phase, or in one of these: it is said plainly, and the next guest starts warm.
+    /// Asserts that a hop to this QEMU ends the guest in one of these phases (`a|b`), that the error says so, and that the next
+    /// guest starts
+    /// warm.
     #[track_caller]
     fn check_reboot(&self, qemu: &Path, phases: &str) -> Result<()> {
         let vm = &self.vm;
@@ -63,8 +66,8 @@ impl Stand {
         })?;
         let in_time = phases.split('|').any(|phase| failed["phase"] == phase);
         assert!(in_time && failed["guest_lost"] == true, "{failed}");
-        assert_ne!(vm.wait_incarnation(before + 1)?.nonce, nonce, "{phases}: it is another guest");
-        let started = vm.wait_event("its start", |event| {
+        assert_ne!(vm.wait_incarnation(before + 1)?.nonce, nonce, "{phases}: the machine has rebooted");
+        let started = vm.wait_event("the next start", |event| {
             event["kind"] == "incarnation_started" && event["incarnation"] == before + 1
         })?;
         assert_eq!(started["warm"], true, "{started}");
@@ -72,9 +75,9 @@ impl Stand {
     }
 }
 
-/// This test program in place of QEMU, to behave in this manner.
+/// A program that runs this test binary in place of QEMU, with this behaviour.
 pub fn impostor(folder: &Path, manner: &str) -> PathBuf {
-    let this = std::env::current_exe().expect("it runs");
+    let this = std::env::current_exe().expect("this process runs");
     let script = format!(
         "{ARGUMENTS}=\"$*\" {MANNER}={manner} exec {} --exact failures::be_a_qemu --ignored --nocapture",
         this.display()
@@ -82,8 +85,8 @@ pub fn impostor(folder: &Path, manner: &str) -> PathBuf {
     instead_of_qemu(folder, &script)
 }
 
-/// A hop that fails in this phase, or in one of these, with these words; the guest must not have noticed, and the next hop works.
-/// Why it failed.
+/// Asserts that a hop fails in one of these phases (`a|b`) with this message, and that the guest did not notice. Returns the
+/// failure.
 #[track_caller]
 pub fn check(vm: &TestVm, qemu: &Path, phases: &str, expect: &str) -> Result<String> {
     let (nonce, before) = (vm.nonce()?, vm.qemu_pid()?);
@@ -102,7 +105,7 @@ pub fn check(vm: &TestVm, qemu: &Path, phases: &str, expect: &str) -> Result<Str
 }
 
 #[test]
-fn a_new_qemu_that_is_not_one_is_named() -> Result<()> {
+fn unusable_new_qemu_is_named() -> Result<()> {
     let stand = Stand::boot("impossible")?;
     stand.check(Path::new("/nowhere/qemu"), "launch", "/nowhere/qemu: there is no such program")?;
     stand.check(&stand.program("echo no memory >&2; exit 1"), "launch", "no memory")?;
@@ -111,7 +114,7 @@ fn a_new_qemu_that_is_not_one_is_named() -> Result<()> {
 }
 
 #[test]
-fn a_new_qemu_that_differs_refuses_the_guest() -> Result<()> {
+fn different_new_qemu_refuses_the_guest() -> Result<()> {
     let stand = Stand::boot("different")?;
     let exchange = |from: &str, to: &str| {
         let script = format!(
@@ -125,7 +128,7 @@ fn a_new_qemu_that_differs_refuses_the_guest() -> Result<()> {
 }
 
 #[test]
-fn a_new_qemu_that_hangs_or_dies_on_the_way_is_ended() -> Result<()> {
+fn new_qemu_that_hangs_or_dies_is_ended() -> Result<()> {
     let stand = Stand::boot("hanging")?;
     stand.check(&stand.impostor("silent"), "launch", "no answer within 15s")?;
     stand.check(&stand.impostor("without-disks"), "admit", "disk disk0: one of the two QEMUs is not connected")?;
@@ -135,15 +138,15 @@ fn a_new_qemu_that_hangs_or_dies_on_the_way_is_ended() -> Result<()> {
     stand.vm.rejuvenate()
 }
 
-/// And another QEMU can have the guest then.
-fn the_load_ends_without_a_loss(vm: &TestVm) -> Result<()> {
+/// Waits for the end of the load, and asserts that another QEMU can take over then.
+fn load_ends_without_a_lost_write(vm: &TestVm) -> Result<()> {
     known::fio_ends_well(vm)?;
     vm.rejuvenate()?;
     vm.has_no_disk_errors()
 }
 
 #[test]
-fn a_disk_that_loses_the_new_qemu_loses_no_write() -> Result<()> {
+fn disconnected_new_qemu_loses_no_write() -> Result<()> {
     let builder = TestVm::busybox_with_fio("dropped").cpus(2).disk(Disk::empty(16)).disk(Disk::empty(48));
     let stand = Stand::around(builder.boot()?);
     let vm = &stand.vm;
@@ -152,13 +155,14 @@ fn a_disk_that_loses_the_new_qemu_loses_no_write() -> Result<()> {
         stand.check(&stand.impostor("drops-disks"), "hand", "one of the two QEMUs is not connected")?;
     }
     known::fio_goes_on(vm)?;
-    the_load_ends_without_a_loss(vm)
+    load_ends_without_a_lost_write(vm)
 }
 
-/// It is in the middle of its state then: its requests may not have been answered. How far it is nobody can tell, so it is tried
-/// until it was not too late, which on a busy host is most of the time.
+/// The old QEMU loses its disks while it sends its state, with requests in flight. The moment cannot be hit exactly, so the test
+/// repeats
+/// until one was early enough; on a busy host most are.
 #[test]
-fn an_old_qemu_that_loses_its_disks_on_the_way_keeps_its_guest_and_loses_no_write() -> Result<()> {
+fn disconnected_old_qemu_loses_no_write() -> Result<()> {
     const TRIES_MAX: u32 = 40;
     let builder = TestVm::busybox_with_fio("cut").cpus(2).disk(Disk::empty(16)).disk(Disk::empty(48));
     let stand = Stand::around(builder.boot()?);
@@ -175,12 +179,12 @@ fn an_old_qemu_that_loses_its_disks_on_the_way_keeps_its_guest_and_loses_no_writ
         assert!(failures.len() < TRIES_MAX as usize, "{failures:?}");
         failures.push(check(vm, &cuts, "hand|resume", "")?);
     }
-    the_load_ends_without_a_loss(vm)
+    load_ends_without_a_lost_write(vm)
 }
 
 #[test]
-fn a_qemu_that_has_died_is_not_replaced_but_its_guest_rebooted() -> Result<()> {
-    // The third death is the one after which the machine waits.
+fn dead_qemu_is_rebooted_instead_of_replaced() -> Result<()> {
+    // After the third death the machine waits.
     let builder = TestVm::busybox("died").disk(Disk::empty(16)).crash_setting("loop_count", 3);
     let builder = builder.crash_setting("loop_window_s", 86_400).crash_setting("loop_delay_s", 3600);
     let stand = Stand::around(builder.crash_setting("loop_delay_max_s", 3600).boot()?);
@@ -190,7 +194,7 @@ fn a_qemu_that_has_died_is_not_replaced_but_its_guest_rebooted() -> Result<()> {
     let while_it_gives = format!("kills-{}", vm.qemu_pid()?.as_raw_nonzero());
     stand.check_reboot(&stand.impostor(&while_it_gives), "hand|resume")?;
     vm.kill_qemu()?;
-    vm.wait_event("its rest", |event| event["kind"] == "crash_loop")?;
+    vm.wait_event("a crash loop", |event| event["kind"] == "crash_loop")?;
     let refused = vm.cli_output(&["rejuvenate", vm.name()])?;
     assert!(refused.status == 1 && refused.text().contains(DIED), "{}", refused.text());
     vm.reboot()?;
@@ -199,7 +203,7 @@ fn a_qemu_that_has_died_is_not_replaced_but_its_guest_rebooted() -> Result<()> {
 }
 
 #[test]
-fn a_new_qemu_that_has_all_and_does_not_let_the_guest_run_is_ended() -> Result<()> {
+fn new_qemu_not_running_the_guest_is_ended() -> Result<()> {
     let stand = Stand::boot("all-but-running")?;
     stand.check(&stand.impostor("dies-with-all"), "resume", "the new QEMU ended")?;
     stand.check(&stand.impostor("fails-with-all"), "resume", "the new QEMU refused the guest's state")?;
@@ -208,20 +212,20 @@ fn a_new_qemu_that_has_all_and_does_not_let_the_guest_run_is_ended() -> Result<(
     stand.vm.rejuvenate()
 }
 
-/// Nobody can set the clock of a guest that goes on where it was; the next QEMU can, and the hops after that leave it right.
+/// The clock of a guest that continues where it was cannot be set. The next QEMU can set it, and later hops keep it right.
 #[test]
-fn what_a_clock_lost_in_a_failed_hop_it_has_again_after_the_next() -> Result<()> {
+fn next_hop_restores_clock_after_failed_hop() -> Result<()> {
     let stand = Stand::boot("owed")?;
     let vm = &stand.vm;
     let earlier = Reading::take(vm)?;
     stand.check(&stand.impostor("hangs-with-all"), "resume", "the new QEMU hangs")?;
-    let stood_s = vm.status()?["last_rejuvenation"]["pause_ms"].as_f64().expect("it stood still") / 1e3;
+    let stood_s = vm.status()?["last_rejuvenation"]["pause_ms"].as_f64().expect("the hop had a pause") / 1e3;
     let behind_s = Reading::take(vm)?.behind_s(&earlier);
-    assert!(*behind_s.end() > stood_s / 2.0, "{behind_s:?} of {stood_s}: nothing was to be made good");
+    assert!(*behind_s.end() > stood_s / 2.0, "{behind_s:?} of {stood_s}: the clock was not behind");
     for qemu in [artifacts::qemu_10()?, artifacts::installed_qemu()?, artifacts::qemu_10()?] {
         let hop = vm.rejuvenate_to(&qemu)?;
         assert_eq!(hop.status, 0, "{}", hop.text());
-        // However long the reading took, the clock is nearer to the host's than to what it was.
+        // However long a reading takes, the clock must be nearer to the host's than it was.
         let behind_s = Reading::take(vm)?.behind_s(&earlier);
         let is_right = *behind_s.start() < stood_s / 2.0 && *behind_s.end() > -stood_s / 2.0;
         assert!(is_right, "{}: {behind_s:?} of {stood_s}", qemu.display());
@@ -230,12 +234,12 @@ fn what_a_clock_lost_in_a_failed_hop_it_has_again_after_the_next() -> Result<()>
 }
 
 #[test]
-fn a_new_qemu_that_fails_when_the_guest_may_have_run_is_followed_by_a_warm_reboot() -> Result<()> {
+fn failure_past_no_return_reboots_warm() -> Result<()> {
     let stand = Stand::boot("no-return")?;
     let vm = &stand.vm;
     stand.check_reboot(&stand.impostor("runs-but-fails"), "resume")?;
     let (nonce, pid) = (vm.nonce()?, vm.qemu_pid()?);
-    // A keeper that comes now looks for neither of the two.
+    // A keeper that starts now looks for neither QEMU.
     vm.restart_keeper()?;
     vm.wait_running()?;
     assert_eq!((vm.nonce()?, vm.qemu_pid()?), (nonce, pid), "it is the same guest");
@@ -243,12 +247,12 @@ fn a_new_qemu_that_fails_when_the_guest_may_have_run_is_followed_by_a_warm_reboo
 }
 
 #[test]
-#[ignore = "not a test: the keeper starts it as QEMU"]
+#[ignore = "not a test: the keeper starts this as QEMU"]
 fn be_a_qemu() {
     let Ok(arguments) = std::env::var(ARGUMENTS) else { return };
     let manner = std::env::var(MANNER).expect("it comes with the arguments");
     let number = arguments.split("socket,id=qmp,fd=").nth(1).and_then(|rest| rest.split(',').next()?.parse().ok());
-    // SAFETY: the keeper left this descriptor open for whoever is QEMU, which is this process.
+    // SAFETY: the keeper left this descriptor open for QEMU, which is this process.
     let listener = unsafe { UnixListener::from_raw_fd(number.expect("QEMU is given a socket")) };
     let (mut stream, _) = listener.accept().expect("the keeper connects");
     if manner == "silent" {
@@ -256,7 +260,8 @@ fn be_a_qemu() {
     }
     let connects = |path: &str| {
         let mut disk = UnixStream::connect(path).expect("the disk's server listens");
-        // Answered by whoever has taken the connection: GET_FEATURES of vhost-user, a head of three words, and eight bytes.
+        // A served connection is answered: GET_FEATURES of vhost-user is a header of three words, and its answer has eight more
+        // bytes.
         disk.write_all(&[1_u32, 1, 0].map(u32::to_le_bytes).concat()).expect("the disk's server reads");
         disk.read_exact(&mut [0; 20]).expect("the disk's server answers");
         disk
@@ -281,15 +286,15 @@ fn be_a_qemu() {
         }
         let mut state = std::fs::File::from(descriptors.pop().expect("a channel came before"));
         if manner == "dies" {
-            state.read_exact(&mut [0]).expect("a state comes");
+            state.read_exact(&mut [0]).expect("the old QEMU sends its state");
             return;
         }
         if let Some(pid) = manner.strip_prefix("kills-").and_then(|pid| Pid::from_raw(pid.parse().ok()?)) {
-            state.read_exact(&mut [0]).expect("a state comes");
+            state.read_exact(&mut [0]).expect("the old QEMU sends its state");
             kill_process(pid, Signal::KILL).expect("the old QEMU lives");
         }
         if let Some(pid) = manner.strip_prefix("cuts-").and_then(|pid| Pid::from_raw(pid.parse().ok()?)) {
-            state.read_exact(&mut [0]).expect("a state comes");
+            state.read_exact(&mut [0]).expect("the old QEMU sends its state");
             let signal = |signal| kill_process(pid, signal).expect("the old QEMU lives");
             signal(Signal::STOP);
             for disk in disks_of(pid) {
@@ -314,7 +319,7 @@ fn be_a_qemu() {
     }
 }
 
-/// A QEMU's connections to its disks' servers; none if it may not be traced.
+/// A QEMU's connections to its disks' servers; empty without permission to trace it.
 fn disks_of(qemu: Pid) -> Vec<UnixStream> {
     let process = pidfd_open(qemu, PidfdFlags::empty()).expect("it lives");
     let entries = std::fs::read_dir(format!("/proc/{}/fd", qemu.as_raw_nonzero())).into_iter().flatten().flatten();
@@ -326,7 +331,7 @@ fn disks_of(qemu: Pid) -> Vec<UnixStream> {
     fetched.map(UnixStream::from).filter(is_at_disk).collect()
 }
 
-/// Keeps the descriptors that come along: closing them would be an answer.
+/// Reads a line. The descriptors that come along are kept: closing them would be an answer.
 fn next_line(stream: &UnixStream, descriptors: &mut Vec<OwnedFd>) -> Option<String> {
     let mut line = Vec::new();
     loop {

@@ -1,5 +1,6 @@
-//! A guest that is still its firmware: what lies in flash goes over a hop with it. And guests that UEFI or SeaBIOS has booted from a
-//! disk. (In all other tests the kernel is given to QEMU.)
+//! Hops of a guest that is still in its firmware, whose flash goes along, and of guests that UEFI or SeaBIOS booted from a disk.
+//! (In all
+//! other tests QEMU loads the kernel.)
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +8,7 @@ use hearth_vmtest::known::{fio_ends_well, fio_goes_on, start_fio_on};
 use hearth_vmtest::{Disk, Drives, Ready, Result, TestVm, artifacts, boot_disk, images, patience};
 use toml::{Table, Value};
 
-/// Has the firmware's shell say what it knows, and waits until it has for the `nth` time.
+/// Makes the firmware's shell print its variable, and waits until it has for the `nth` time.
 fn knows(vm: &TestVm, nth: usize) -> Result<()> {
     vm.guest().type_line("set hearth\r")?;
     vm.wait_console("the variable of the shell", patience(20), |heard| {
@@ -16,7 +17,7 @@ fn knows(vm: &TestVm, nth: usize) -> Result<()> {
     })
 }
 
-/// What to boot from, and where its variables are kept; none where there is no such firmware.
+/// The section `boot`, and the file of the variables; `None` on a host without this firmware.
 fn uefi(home: &Path) -> Option<(Table, PathBuf)> {
     let vars = home.join("vars.fd");
     images::firmware_vars(&vars)?;
@@ -24,28 +25,28 @@ fn uefi(home: &Path) -> Option<(Table, PathBuf)> {
     Some((Table::from_iter(boot.map(|(key, value)| (key.to_owned(), Value::from(value)))), vars))
 }
 
-/// A guest that waits in the firmware's shell, and where its variables are kept; none where there is no such firmware.
+/// A guest that waits in the firmware's shell, and the file of its variables; `None` on a host without this firmware.
 fn in_its_firmware(home: &Path) -> Result<Option<(TestVm, PathBuf)>> {
     let Some((boot, vars)) = uefi(home) else { return Ok(None) };
     let vm = TestVm::busybox("firmware").for_both_qemus().setting("boot", boot).disk(Disk::empty(8)).start()?;
     vm.wait_console("the firmware's shell", patience(60), |heard| heard.tail(60).contains("Shell>").then_some(()))?;
-    // In memory only.
+    // This variable is in memory only.
     vm.guest().type_line("set -v hearth 4711\r")?;
     knows(&vm, 1)?;
     Ok(Some((vm, vars)))
 }
 
-/// In flash, which is the QEMU's to write that has the guest.
+/// Writes a variable to flash, which only the guest's current QEMU may write.
 fn writes_flash(vm: &TestVm, vars: &Path, nth: usize) -> Result<()> {
-    let before = std::fs::read(vars).expect("the store");
+    let before = std::fs::read(vars).expect("the test made this file");
     vm.guest().type_line(&format!("set kept {nth}\r"))?;
-    vm.wait_console("the store of variables is written", patience(20), |_| {
+    vm.wait_console("a changed store of variables", patience(20), |_| {
         (std::fs::read(vars).expect("the store") != before).then_some(())
     })
 }
 
 #[test]
-fn a_guest_in_its_firmware_goes_over_a_hop() -> Result<()> {
+fn guest_in_its_firmware_survives_a_hop() -> Result<()> {
     let home = tempfile::tempdir().expect("a folder");
     let Some((vm, vars)) = in_its_firmware(home.path())? else { return Ok(()) };
     for (nth, qemu) in [artifacts::qemu_10()?, artifacts::installed_qemu()?].into_iter().enumerate() {
@@ -58,7 +59,7 @@ fn a_guest_in_its_firmware_goes_over_a_hop() -> Result<()> {
 }
 
 #[test]
-fn a_guest_in_its_firmware_is_parked_and_goes_on() -> Result<()> {
+fn guest_in_its_firmware_survives_parking() -> Result<()> {
     let home = tempfile::tempdir().expect("a folder");
     let Some((vm, vars)) = in_its_firmware(home.path())? else { return Ok(()) };
     writes_flash(&vm, &vars, 0)?;
@@ -78,7 +79,7 @@ fn a_guest_in_its_firmware_is_parked_and_goes_on() -> Result<()> {
 }
 
 #[test]
-fn a_linux_that_uefi_booted_from_a_disk_goes_through_both_versions_and_back_under_load() -> Result<()> {
+fn uefi_booted_guest_hops_under_load() -> Result<()> {
     let home = tempfile::tempdir().expect("a folder");
     let Some((boot, _)) = uefi(home.path()) else { return Ok(()) };
     let image = home.path().join("boot.img");
@@ -86,14 +87,15 @@ fn a_linux_that_uefi_booted_from_a_disk_goes_through_both_versions_and_back_unde
     let vm = TestVm::busybox("booted").for_both_qemus().memory_mib(768).cpus(2).setting("boot", boot);
     let vm = vm.disk(Disk::empty(48)).disk(Disk::in_place(&image)).start()?;
     let booted = vm.wait_boots(1)?;
-    assert!(vm.sh("ls -d /sys/firmware/efi")?.contains("efi"), "it came by way of UEFI");
-    goes_through_both_versions_and_back(&vm, &booted, "/dev/vda")
+    assert!(vm.sh("ls -d /sys/firmware/efi")?.contains("efi"), "the guest was booted by UEFI");
+    hop_through_both_versions_and_back(&vm, &booted, "/dev/vda")
 }
 
-/// From the disk that is under load, by a boot loader that has the firmware read. After the hops it reboots, and crashes: the
-/// boot loader, too, is served from memory.
+/// A boot loader reads Linux through the firmware from the disk that is under load. After the hops the guest reboots and crashes;
+/// the
+/// boot loader's reads are served from memory, too.
 #[test]
-fn a_linux_that_seabios_booted_from_its_disk_goes_through_both_versions_and_back_under_load() -> Result<()> {
+fn seabios_booted_guest_hops_under_load() -> Result<()> {
     let home = tempfile::tempdir().expect("a folder");
     let (image, linux) = (home.path().join("boot.img"), artifacts::busybox(true)?);
     boot_disk::bios(&image, &linux)?;
@@ -101,7 +103,7 @@ fn a_linux_that_seabios_booted_from_its_disk_goes_through_both_versions_and_back
     let vm = TestVm::busybox("loaded").for_both_qemus().memory_mib(768).cpus(2).setting("boot", boot);
     let vm = vm.disk(Disk::in_place(&image)).start()?;
     let booted = vm.wait_boots(1)?;
-    goes_through_both_versions_and_back(&vm, &booted, "/dev/vda2")?;
+    hop_through_both_versions_and_back(&vm, &booted, "/dev/vda2")?;
     let whole_disk = "md5sum </dev/vda";
     let sum = vm.sh(whole_disk)?;
     let loaded_bytes: u64 =
@@ -110,10 +112,10 @@ fn a_linux_that_seabios_booted_from_its_disk_goes_through_both_versions_and_back
     for (end, incarnation) in [reboot, Drives::panic].into_iter().zip(2..) {
         let (nonce, before) = (vm.nonce()?, read_warm_bytes(&vm)?);
         end(&vm)?;
-        assert_ne!(vm.wait_incarnation(incarnation)?.nonce, nonce, "it rebooted");
+        assert_ne!(vm.wait_incarnation(incarnation)?.nonce, nonce, "the guest rebooted");
         let warm_bytes = read_warm_bytes(&vm)? - before;
         assert!(warm_bytes >= loaded_bytes * 9 / 10, "{warm_bytes} of {loaded_bytes} came from memory");
-        assert_eq!(vm.sh(whole_disk)?, sum, "the disk is as it was");
+        assert_eq!(vm.sh(whole_disk)?, sum, "the disk is unchanged");
     }
     vm.has_no_disk_errors()
 }
@@ -122,8 +124,8 @@ fn read_warm_bytes(vm: &TestVm) -> Result<u64> {
     Ok(vm.status()?["disks"][0]["read_warm_bytes"].as_u64().expect("a number"))
 }
 
-/// Under a load on `device`.
-fn goes_through_both_versions_and_back(vm: &TestVm, booted: &Ready, device: &str) -> Result<()> {
+/// Hops through both versions under a load on `device`.
+fn hop_through_both_versions_and_back(vm: &TestVm, booted: &Ready, device: &str) -> Result<()> {
     start_fio_on(vm, device)?;
     let (old, new) = (artifacts::installed_qemu()?, artifacts::qemu_10()?);
     for (round, qemu) in [&new, &old, &new, &new, &old].into_iter().enumerate() {

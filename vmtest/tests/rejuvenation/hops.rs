@@ -1,4 +1,4 @@
-//! What goes on over a hop: memory, processes, disks under load, console, clock, several processors, both QEMU versions.
+//! What survives a hop: memory, processes, disks under load, console, clock, several processors; with both QEMU versions.
 
 use std::time::Instant;
 
@@ -8,7 +8,7 @@ use hearth_vmtest::{Disk, Drives, Output, Result, TestVm, artifacts, patience};
 use serde_json::Value;
 
 #[test]
-fn a_guest_under_load_goes_through_both_versions_and_back() -> Result<()> {
+fn guest_under_load_hops_between_both_versions() -> Result<()> {
     let vm = TestVm::busybox_with_fio("hops").for_both_qemus().cpus(2).disk(Disk::empty(48)).boot()?;
     let nonce = vm.nonce()?;
     start_fio(&vm)?;
@@ -32,15 +32,17 @@ fn a_guest_under_load_goes_through_both_versions_and_back() -> Result<()> {
     Ok(())
 }
 
-/// Reads words from the console and says each, and counts lines on it meanwhile, until the word is `enough`. At the end: how
-/// far it counted, and the words.
+/// Reads words from the console and echoes each, and prints numbered lines meanwhile, until the word is `enough`. At the end it
+/// prints
+/// the last number, and the words.
 const TALKS: &str = "rm -f /tmp/typed; : >/tmp/typed
 while read -r word; do echo $word >>/tmp/typed; echo got $word >/dev/ttyS0; [ $word = enough ] && break; done </dev/ttyS0 &
 i=0; until grep -q enough /tmp/typed; do i=$((i+1)); echo line $i >/dev/ttyS0; usleep 2000; done
 wait; echo $i; cat /tmp/typed";
 
-/// Types `word` and waits until the guest has said that it read it: so there is never more on its way than the serial
-/// port's own 16 bytes, and nothing that a guest without processor time could leave behind.
+/// Types `word` and waits for its echo. So there are never more bytes in flight than the 16 of the serial port's buffer, and a
+/// guest
+/// without processor time cannot lose any.
 fn talk(vm: &TestVm, word: &str) -> Result<()> {
     vm.guest().type_line(word)?;
     let said = format!("got {word}");
@@ -48,7 +50,7 @@ fn talk(vm: &TestVm, word: &str) -> Result<()> {
 }
 
 #[test]
-fn a_console_loses_nothing_in_either_direction() -> Result<()> {
+fn console_loses_no_byte_over_hops() -> Result<()> {
     let vm = TestVm::busybox("console").for_both_qemus().boot()?;
     let talk_id = vm.guest().start(TALKS)?;
     let mut typed = Vec::new();
@@ -59,36 +61,40 @@ fn a_console_loses_nothing_in_either_direction() -> Result<()> {
                 typed.push(format!("word{}", typed.len()));
                 talk(&vm, &typed[typed.len() - 1])?;
             }
-            hop.join().expect("it does not panic")
+            hop.join().expect("the hop does not panic")
         })?;
         assert_eq!(hop.status, 0, "{}", hop.text());
     }
     typed.push("enough".to_owned());
     talk(&vm, "enough")?;
-    let said = vm.wait_console("its end", patience(20), |heard| heard.take_answer(talk_id))?;
+    let said = vm.wait_console("the end of the talk", patience(20), |heard| heard.take_answer(talk_id))?;
     let said = String::from_utf8_lossy(&said.output).into_owned();
     let mut words = said.lines();
-    let count: usize = words.next().and_then(|count| count.parse().ok()).expect("it counted");
+    let count: usize = words.next().and_then(|count| count.parse().ok()).expect("the guest prints its count");
     assert_eq!(words.collect::<Vec<_>>(), typed, "each word was read once");
     let lines = vm.guest().lines();
     let lines: Vec<_> = lines.iter().filter(|line| line.starts_with("line ")).collect();
     assert_eq!(lines.len(), count);
-    assert!(lines.iter().enumerate().all(|(index, line)| **line == format!("line {}", index + 1)), "in order");
+    assert!(
+        lines.iter().enumerate().all(|(index, line)| **line == format!("line {}", index + 1)),
+        "lines out of order"
+    );
     Ok(())
 }
 
-/// The guest says its own time, over and over, for a second or so.
+/// The guest prints its own time again and again for about a second.
 const SAYS_THE_TIME: &str =
     "i=0; while [ $i -lt 400 ]; do read -r up idle </proc/uptime; echo up $up >/dev/ttyS0; i=$((i+1)); done";
-/// What of a difference may be ours on a quiet host: the guest tells its time in steps of 10 ms, of which it says 400.
+/// Error of the measurement on a quiet host: the guest's time has steps of 10 ms, and it prints 400 of them.
 const NOISE_MS: f64 = 5.0;
 const READINGS: usize = 3;
 const HOPS_MAX: u32 = 100;
 
-/// By how much the time since `epoch` is ahead of the guest's, in ms. What the guest says is heard late or at once, and never
-/// early: the least of many readings is the truest.
+/// The number of ms by which the time since `epoch` is ahead of the guest's. A line may be heard late but never early, so the
+/// smallest of
+/// many readings is the most accurate.
 ///
-/// And how much one such reading differs from the next, which is what a busy host does to them.
+/// Also returns the spread of several readings, which is the effect of a busy host.
 fn ahead_ms(vm: &TestVm, epoch: Instant) -> Result<(f64, f64)> {
     let readings: Vec<f64> = (0..READINGS).map(|_| reading_ms(vm, epoch)).collect::<Result<_>>()?;
     let least = readings.iter().copied().fold(f64::INFINITY, f64::min);
@@ -106,13 +112,14 @@ fn reading_ms(vm: &TestVm, epoch: Instant) -> Result<f64> {
     Ok(vm.guest().heard_from(before).into_iter().filter_map(ahead).fold(f64::INFINITY, f64::min))
 }
 
-/// Hops until a clock that stood still in each of them would be behind by far more than can be mistaken. On a busy host a hop
-/// misjudges some of its pause: QEMU stops the clock first, and then waits for its processors.
+/// Hops until a clock that stopped in each hop would be behind by far more than the noise. On a busy host a hop misjudges some of
+/// its
+/// pause: QEMU stops the clock first, and then waits for its processors.
 #[test]
 #[ignore = "a measurement, for a host that does nothing else"]
-fn the_clock_of_a_guest_is_set_forward_in_each_hop() -> Result<()> {
+fn clock_is_set_forward_in_each_hop() -> Result<()> {
     let vm = TestVm::busybox("clock").for_both_qemus().disk(Disk::empty(16)).boot()?;
-    // Counts QEMU's own nanoseconds. What the processor counts (TSC) the guest has only measured, to a thousandth or so.
+    // This clock source counts QEMU's own nanoseconds. The guest has only measured the TSC's rate, to about a thousandth.
     vm.sh("cd /sys/devices/system/clocksource/clocksource0; echo acpi_pm >current_clocksource; grep acpi_pm current_clocksource")?;
     let programs = [artifacts::installed_qemu()?, artifacts::qemu_10()?];
     let epoch = Instant::now();
@@ -124,16 +131,16 @@ fn the_clock_of_a_guest_is_set_forward_in_each_hop() -> Result<()> {
         assert_eq!(hop.status, 0, "{}", hop.text());
         last_ms = vm.status()?["last_rejuvenation"]["pause_ms"].as_f64().expect("the hop had a pause");
         (stood_ms, hops) = (stood_ms + last_ms, hops + 1);
-        assert!(hops < HOPS_MAX, "{hops} hops of {stood_ms} ms together cannot be told from a noise of {noise_ms} ms");
+        assert!(hops < HOPS_MAX, "{hops} hops of {stood_ms} ms in all are within a noise of {noise_ms} ms");
     }
     let behind = ahead_ms(&vm, epoch)?.0 - before;
-    eprintln!("{hops} hops, {stood_ms:.1} ms together, the last {last_ms:.1} ms: the clock is {behind:.1} ms behind");
-    assert!(behind.abs() <= 0.75 * stood_ms, "behind by {behind} ms after {hops} hops of {stood_ms} ms together");
+    eprintln!("{hops} hops, {stood_ms:.1} ms in all, the last {last_ms:.1} ms: the clock is {behind:.1} ms behind");
+    assert!(behind.abs() <= 0.75 * stood_ms, "behind by {behind} ms after {hops} hops of {stood_ms} ms in all");
     Ok(())
 }
 
 #[test]
-fn a_forwarded_port_leads_into_the_guest_again_after_a_hop() -> Result<()> {
+fn forwarded_port_works_after_a_hop() -> Result<()> {
     let vm = TestVm::busybox("ports").for_both_qemus().http().boot()?;
     let address = format!("127.0.0.1:{}", vm.http_port().expect("it was asked for"));
     vm.sh("net-up")?;
@@ -144,11 +151,11 @@ fn a_forwarded_port_leads_into_the_guest_again_after_a_hop() -> Result<()> {
         assert_eq!(hop.status, 0, "{}", hop.text());
         assert!(fetch(&address).ends_with("\r\n\r\nbefore\n"), "{}", qemu.display());
     }
-    // The guest reaches the network through the new QEMU as well.
+    // The guest still reaches the network through the new QEMU.
     vm.sh("net-up").map(drop)
 }
 
-/// The type that the machine's QEMU was started with.
+/// The machine type of the machine's QEMU.
 fn machine_type(vm: &TestVm) -> Result<String> {
     let words = std::fs::read(format!("/proc/{}/cmdline", vm.qemu_pid()?)).expect("QEMU lives");
     let words = String::from_utf8_lossy(&words).into_owned();
@@ -156,7 +163,7 @@ fn machine_type(vm: &TestVm) -> Result<String> {
     Ok(found.expect("a machine has a type").to_owned())
 }
 
-/// A machine whose file names none.
+/// The machine's file does not name a type.
 #[test]
 fn machine_keeps_the_type_of_its_first_qemu() -> Result<()> {
     let (old, new) = (artifacts::installed_qemu()?, artifacts::qemu_10()?);
@@ -177,7 +184,7 @@ fn machine_keeps_the_type_of_its_first_qemu() -> Result<()> {
     vm.edit(|file| drop(file.insert("machine_type".into(), "pc-q35-7.2".into())))?;
     vm.restart_keeper()?;
     vm.wait_running()?;
-    assert_eq!(machine_type(&vm)?, "pc-q35-7.2", "the file comes first");
+    assert_eq!(machine_type(&vm)?, "pc-q35-7.2", "the file's type is used");
     vm.stop_at_once()?;
     vm.edit(|file| drop((file.remove("machine_type"), file.insert("qemu".into(), old.display().to_string().into()))))?;
     vm.restart_keeper()?;
@@ -186,6 +193,6 @@ fn machine_keeps_the_type_of_its_first_qemu() -> Result<()> {
     vm.stop_at_once()?;
     vm.restart_keeper()?;
     vm.wait_running()?;
-    assert_eq!(machine_type(&vm)?, "pc-q35-7.2", "kept with another QEMU, which would take a newer one");
+    assert_eq!(machine_type(&vm)?, "pc-q35-7.2", "the type stays with a QEMU whose default is newer");
     Ok(())
 }

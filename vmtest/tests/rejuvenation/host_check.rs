@@ -1,15 +1,15 @@
-//! What `host-reload prepare` says of a host whose kernel would take its guests along, as it would here.
+//! `host-reload prepare` on a host whose kernel would take its guests along, as this one would.
 
 use std::path::Path;
 
 use hearth_vmtest::{Disk, Drives, Result, TestVm};
 use serde_json::Value;
 
-/// Memory that every Linux has, and that ends with it.
+/// A folder in memory that every Linux has, and that is lost with the kernel.
 const FLEETING: &str = "/dev/shm";
 
 #[test]
-fn what_would_end_with_the_kernel_is_named_and_nothing_is_stopped() -> Result<()> {
+fn prepare_names_everything_the_reload_would_lose() -> Result<()> {
     let folder = tempfile::tempdir_in(FLEETING).expect("a folder");
     let image = folder.path().join("disk.img");
     std::fs::File::create(&image).and_then(|file| file.set_len(16 << 20)).expect("an image");
@@ -24,8 +24,8 @@ fn what_would_end_with_the_kernel_is_named_and_nothing_is_stopped() -> Result<()
     let says = |machine: &Value, path: &Path, what: &str| {
         let verdict = verdicts.iter().find(|verdict| verdict["machine"] == *machine).expect("its verdict");
         let problems = verdict["problems"].as_array().expect("a list").iter().filter_map(Value::as_str);
-        let told = problems.into_iter().any(|it| it.contains(&path.display().to_string()) && it.contains(what));
-        assert!(told, "{what}: {verdict}");
+        let is_named = problems.into_iter().any(|it| it.contains(&path.display().to_string()) && it.contains(what));
+        assert!(is_named, "{what}: {verdict}");
     };
     let ends = "is on tmpfs (mounted at /dev/shm), which ends with this kernel: put it on a disk";
     says(&Value::Null, &record, ends);

@@ -1,5 +1,6 @@
-//! The host's kernel changes, or so its machines are told (`--drill`): guests wait in memory without QEMU and keeper, and go
-//! on. What is not as they left it they do not go on with: then the machine boots, and says why.
+//! Host reloads, simulated with `--drill`: guests wait in memory without QEMU and keeper, and continue. A guest whose memory,
+//! devices or
+//! disks have changed meanwhile does not; its machine boots instead, and says why.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -33,7 +34,7 @@ fn must(output: Output) -> String {
     output.text()
 }
 
-/// All machines beside `vm` as well; only its own keeper is waited for.
+/// Parks all machines in the runtime root of `vm`, and waits for the end of its keeper only.
 fn park(vm: &TestVm) -> Result<String> {
     let said = must(host_reload(vm, "prepare", &["--drill"])?);
     assert!(vm.wait_keeper_end()?.success());
@@ -46,19 +47,19 @@ fn resume(vm: &TestVm) -> Result<String> {
     Ok(said)
 }
 
-/// What became of this machine: its part of the record.
+/// This machine's part of the record.
 fn outcome(vm: &TestVm) -> Result<Value> {
     Ok(outcomes(vm)?.into_iter().find(|line| line["name"] == vm.name()).expect("it was prepared"))
 }
 
-/// The record that this machine's commands name.
+/// The record that this machine's commands use.
 fn outcomes(vm: &TestVm) -> Result<Vec<Value>> {
     let said = must(host_reload(vm, "status", &["--json"])?);
     Ok(said.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect())
 }
 
 #[test]
-fn a_parked_guest_goes_on_with_its_memory_processes_and_disk() -> Result<()> {
+fn parked_guest_continues_with_memory_and_disk() -> Result<()> {
     let vm = machine("park").cpus(2).boot()?;
     fill(&vm, 64)?;
     start_counter(&vm)?;
@@ -68,13 +69,13 @@ fn a_parked_guest_goes_on_with_its_memory_processes_and_disk() -> Result<()> {
         let counted = count(&vm)?;
         let qemu = vm.qemu_pid()?;
         park(&vm)?;
-        // One that has ended and that nobody has asked for its status has no command line any more.
+        // An ended process whose status nobody has collected has an empty command line.
         let command_line = fs::read(format!("/proc/{}/cmdline", qemu.as_raw_nonzero())).unwrap_or_default();
-        assert!(command_line.is_empty(), "its QEMU has ended");
+        assert!(command_line.is_empty(), "the parked machine's QEMU has ended");
         let said = outcome(&vm)?;
         assert_eq!((&said["outcome"], &said["runs"]), (&"parked".into(), &false.into()), "{said}");
         assert!(said["stands_ms"].is_u64(), "{said}");
-        tells_that_it_is_parked(&vm)?;
+        check_commands_show_it_parked(&vm)?;
         let said = resume(&vm)?;
         assert!(said.contains("park: resumed, paused for"), "{said}");
         assert_eq!(vm.nonce()?, nonce, "reload {reload}: it is the same guest");
@@ -89,7 +90,7 @@ fn a_parked_guest_goes_on_with_its_memory_processes_and_disk() -> Result<()> {
         assert!(said["stood_ms"].as_u64() >= Some(1), "{said}");
         end_keeper(&vm)?;
     }
-    // What has gone on is not let go on again.
+    // A second resume does nothing.
     assert_eq!(must(host_reload(&vm, "resume", &[])?), "");
     let left: Vec<_> =
         fs::read_dir(vm.memory_folder()).expect("its folder").flatten().map(|file| file.file_name()).collect();
@@ -100,7 +101,7 @@ fn a_parked_guest_goes_on_with_its_memory_processes_and_disk() -> Result<()> {
 }
 
 #[test]
-fn a_restore_over_a_parked_guest_is_refused() -> Result<()> {
+fn restore_over_a_parked_guest_is_refused() -> Result<()> {
     let vm = machine("covered").boot()?;
     let nonce = vm.nonce()?;
     let snapshot = vm.folder().join("snapshot");
@@ -111,13 +112,13 @@ fn a_restore_over_a_parked_guest_is_refused() -> Result<()> {
     let text = refused.text();
     let says = format!("covered: already has a guest, parked in {}", vm.memory_folder().display());
     assert!(refused.status != 0 && text.contains(&says), "{text}");
-    assert!(!Path::new(&clone).exists(), "nothing is left of the new machine");
+    assert!(!Path::new(&clone).exists(), "the refused restore leaves no folder");
     resume(&vm)?;
     assert_eq!(vm.nonce()?, nonce, "it is the same guest");
     Ok(())
 }
 
-fn tells_that_it_is_parked(vm: &TestVm) -> Result<()> {
+fn check_commands_show_it_parked(vm: &TestVm) -> Result<()> {
     let told = vm.cli_output(&["status", vm.name(), "--json"])?;
     assert_eq!(told.status, 3, "{}", told.text());
     let told: Value = serde_json::from_str(&told.text()).expect("JSON");
@@ -135,16 +136,16 @@ fn tells_that_it_is_parked(vm: &TestVm) -> Result<()> {
     Ok(())
 }
 
-/// The keeper that `resume` started is killed, and one that the test can wait for takes over.
+/// Kills the keeper that `resume` started, and starts one that the test can wait for.
 fn end_keeper(vm: &TestVm) -> Result<()> {
     vm.kill_foreign_keeper()?;
     vm.restart_keeper()?;
     vm.wait_running().map(drop)
 }
 
-/// What may befall a parked guest, and what the machine says of it.
+/// A change to a parked guest, and the machine's message about it.
 struct Fault {
-    befalls: fn(&TestVm, PathBuf),
+    happens: fn(&TestVm, PathBuf),
     says: &'static str,
 }
 
@@ -154,12 +155,12 @@ fn edit(path: &Path, change: impl FnOnce(&File, u64)) {
     change(&file, length);
 }
 
-/// A QEMU that takes guests for a machine of another type.
+/// Script of a QEMU that expects incoming guests to have another machine type.
 const OTHER_MACHINE_TYPE: &str = "case \"$*\" in *-incoming*) for word; do shift
 case \"$word\" in pc-q35-7.2,*) word=pc-q35-7.1${word#pc-q35-7.2};; esac; set -- \"$@\" \"$word\"; done;; esac
 exec $qemu \"$@\"";
 
-/// Changes the machine's configuration, or puts back what is there by default.
+/// Sets a key of the machine's configuration, or removes it.
 fn configure(vm: &TestVm, key: &str, value: Option<toml::Value>) {
     let file = vm.folder().join("machine.toml");
     let mut table: toml::Table = fs::read_to_string(&file).expect("it is read").parse().expect("it is TOML");
@@ -170,7 +171,7 @@ fn configure(vm: &TestVm, key: &str, value: Option<toml::Value>) {
     fs::write(&file, table.to_string()).expect("it is written");
 }
 
-/// What is left of a folder in memory that had no power.
+/// Empties a folder in memory, as a power cut would.
 fn empty(folder: &Path) {
     for entry in fs::read_dir(folder).expect("it is there") {
         fs::remove_file(entry.expect("an entry").path()).expect("it is removed");
@@ -179,18 +180,18 @@ fn empty(folder: &Path) {
 
 const FAULTS: [Fault; 9] = [
     Fault {
-        befalls: |_, ram| {
+        happens: |_, ram| {
             faults::overwrite_pages(&ram, 1, 5).expect("a page is overwritten");
         },
         says: "its checksum is another one",
     },
-    Fault { befalls: |_, ram| fs::remove_file(ram).expect("it is removed"), says: "cannot be opened as RAM file" },
+    Fault { happens: |_, ram| fs::remove_file(ram).expect("it is removed"), says: "cannot be opened as RAM file" },
     Fault {
-        befalls: |_, ram| edit(&ram, |file, length| file.set_len(length - 4096).expect("it is cut")),
+        happens: |_, ram| edit(&ram, |file, length| file.set_len(length - 4096).expect("it is cut")),
         says: "bytes, and had",
     },
     Fault {
-        befalls: |vm, _| {
+        happens: |vm, _| {
             edit(&vm.memory_folder().join("parked-state"), |file, length| {
                 let mut byte = [0];
                 file.read_exact_at(&mut byte, length / 2).expect("it is read");
@@ -200,26 +201,26 @@ const FAULTS: [Fault; 9] = [
         says: "its checksum is wrong",
     },
     Fault {
-        befalls: |vm, _| {
+        happens: |vm, _| {
             edit(&vm.memory_folder().join("parked.json"), |file, length| file.set_len(length / 2).expect("it is cut"));
         },
         says: "ends without a checksum",
     },
     Fault {
-        befalls: |vm, _| {
+        happens: |vm, _| {
             edit(&vm.folder().join("disk0.img"), |file, length| {
                 file.write_all_at(b"x", length - 1).expect("it is written");
             });
         },
         says: "disk0.img was changed since",
     },
-    Fault { befalls: |vm, _| empty(vm.memory_folder()), says: "its memory is gone: nothing of it is in" },
+    Fault { happens: |vm, _| empty(vm.memory_folder()), says: "its memory is gone: nothing of it is in" },
     Fault {
-        befalls: |vm, _| fs::remove_file(vm.memory_folder().join("parked.json")).expect("it is removed"),
+        happens: |vm, _| fs::remove_file(vm.memory_folder().join("parked.json")).expect("it is removed"),
         says: "it was given up: parked.json was removed",
     },
     Fault {
-        befalls: |vm, _| {
+        happens: |vm, _| {
             let qemu = instead_of_qemu(vm.folder(), OTHER_MACHINE_TYPE);
             configure(vm, "qemu", Some(qemu.display().to_string().into()));
         },
@@ -228,14 +229,14 @@ const FAULTS: [Fault; 9] = [
 ];
 
 #[test]
-fn a_guest_that_finds_anything_changed_does_not_go_on_and_its_machine_boots() -> Result<()> {
+fn changed_parked_guest_boots_instead_of_resuming() -> Result<()> {
     let vm = machine("changed").boot()?;
     vm.sh("echo kept | dd of=/dev/vda bs=512 seek=7 conv=notrunc,fsync,sync 2>&1")?;
-    for Fault { befalls, says } in FAULTS {
+    for Fault { happens, says } in FAULTS {
         let status = vm.status()?;
         let (nonce, incarnation) = (vm.nonce()?, status["incarnation"].as_u64().expect("a number"));
         park(&vm)?;
-        befalls(&vm, vm.ram_file(incarnation));
+        happens(&vm, vm.ram_file(incarnation));
         resume(&vm)?;
         let said = outcome(&vm)?;
         let why = said["why"].as_str().unwrap_or_default();
@@ -246,17 +247,17 @@ fn a_guest_that_finds_anything_changed_does_not_go_on_and_its_machine_boots() ->
         assert!(lost["why"].is_string());
         let next = vm.status()?["incarnation"].as_u64().expect("a number");
         let ready = vm.wait_incarnation(next)?;
-        assert_ne!(ready.nonce, nonce, "{says}: it is another guest");
+        assert_ne!(ready.nonce, nonce, "{says}: the machine has booted");
         let kept = vm.sh("dd if=/dev/vda bs=512 skip=7 count=1 iflag=direct 2>/dev/null | head -n 1")?;
-        assert_eq!(kept.trim(), "kept", "{says}: the disk is as it was");
+        assert_eq!(kept.trim(), "kept", "{says}: the disk is unchanged");
         end_keeper(&vm)?;
     }
     Ok(())
 }
 
-/// Nothing is left then but the host's disks: the machine's images, and the record.
+/// After a power cut only the host's disks are left: the machine's images, and the record.
 #[test]
-fn a_host_that_lost_its_power_boots_its_machines_and_says_why() -> Result<()> {
+fn machines_boot_with_reason_after_power_loss() -> Result<()> {
     const WORDS: &str = "its memory is gone: nothing of it is in";
     let vm = machine("dark").boot()?;
     let nonce = vm.nonce()?;
@@ -267,7 +268,7 @@ fn a_host_that_lost_its_power_boots_its_machines_and_says_why() -> Result<()> {
     empty(&runtime_folder);
     let said = resume(&vm)?;
     assert!(said.contains(&format!("dark: booted, because its guest could not resume: {WORDS}")), "{said}");
-    assert_ne!(vm.wait_boots(2)?.nonce, nonce, "it is another guest");
+    assert_ne!(vm.wait_boots(2)?.nonce, nonce, "the machine has booted");
     let kept = vm.sh("dd if=/dev/vda bs=512 skip=7 count=1 iflag=direct 2>/dev/null | head -n 1")?;
     assert_eq!(kept.trim(), "kept");
     let status = vm.status()?;
@@ -277,7 +278,7 @@ fn a_host_that_lost_its_power_boots_its_machines_and_says_why() -> Result<()> {
     let log = fs::read_to_string(runtime_folder.join("keeper.log")).expect("its log");
     assert!(log.contains("the parked guest cannot resume"), "{log}");
     assert_eq!(outcome(&vm)?["outcome"], "booted");
-    // It is told once, for what was decided is in the record.
+    // The loss is reported once, since the record holds the outcome.
     end_keeper(&vm)?;
     assert!(vm.stop_at_once()?.success());
     empty(&runtime_folder);
@@ -288,7 +289,7 @@ fn a_host_that_lost_its_power_boots_its_machines_and_says_why() -> Result<()> {
 }
 
 #[test]
-fn the_clock_of_a_parked_guest_is_put_right() -> Result<()> {
+fn clock_of_a_parked_guest_is_corrected() -> Result<()> {
     let vm = machine("clock").boot()?;
     let earlier = Reading::take(&vm)?;
     park(&vm)?;
@@ -297,14 +298,14 @@ fn the_clock_of_a_parked_guest_is_put_right() -> Result<()> {
     let behind_s = Reading::take(&vm)?.behind_s(&earlier);
     let stood_s = vm.status()?["unparked"]["stood_ms"].as_f64().expect("a number") / 1e3;
     assert!(stood_s > 3.0, "{stood_s}");
-    // However long the reading took, the clock is nearer to the host's than to what it was.
+    // However long a reading takes, the clock must be nearer to the host's than it was.
     assert!(*behind_s.start() < stood_s / 2.0 && *behind_s.end() > -stood_s / 2.0, "{behind_s:?} of {stood_s}");
     vm.sh(WRITES).map(drop)
 }
 
-/// NVRAM is memory like the guest's own, with a mirror or without; and is not believed any more than that.
+/// NVRAM is kept like the guest's own memory, with a mirror or without, and is checked like it.
 #[test]
-fn nvram_waits_with_its_guest() -> Result<()> {
+fn nvram_is_parked_with_its_guest() -> Result<()> {
     let files = tempfile::tempdir().expect("a folder");
     let mirror = files.path().join("mirror").display().to_string();
     let device = |entries: &[(&str, &str)]| {
@@ -331,7 +332,7 @@ fn nvram_waits_with_its_guest() -> Result<()> {
     write("one")?;
     park(&vm)?;
     let mirrored = fs::read(&mirror).expect("the mirror");
-    assert!(mirrored[51200..].starts_with(b"one vdc"), "the mirror has all while nobody serves it");
+    assert!(mirrored[51200..].starts_with(b"one vdc"), "the mirror is complete while the machine is parked");
     resume(&vm)?;
     assert_eq!((vm.nonce()?, read()?), (nonce.clone(), "one vdb\none vdc\n".to_owned()));
     write("two")?;
@@ -343,12 +344,12 @@ fn nvram_waits_with_its_guest() -> Result<()> {
     let why = said["why"].as_str().unwrap_or_default();
     assert!(said["outcome"] == "booted" && why.contains("nvram-plain: is not what the guest left"), "{said}");
     assert_ne!(vm.wait_incarnation(2)?.nonce, nonce);
-    assert_eq!(read()?, "two vdb\ntwo vdc\n", "it is the next guest's as it was");
+    assert_eq!(read()?, "two vdb\ntwo vdc\n", "the next guest reads the flushed data");
     Ok(())
 }
 
 #[test]
-fn what_can_be_put_right_is_no_reason_to_give_the_guest_up() -> Result<()> {
+fn parked_guest_is_kept_until_problem_is_fixed() -> Result<()> {
     let vm = machine("patient").boot()?;
     let nonce = vm.nonce()?;
     park(&vm)?;
@@ -363,7 +364,7 @@ fn what_can_be_put_right_is_no_reason_to_give_the_guest_up() -> Result<()> {
     let says = "QEMU does not respond";
     vm.wait_event(says, |event| event["message"].as_str().is_some_and(|message| message.contains(says)))?;
     configure(&vm, "qemu", qemu);
-    // What only the next guest gets is in nobody's way.
+    // A change for the next guest does not stop the resume.
     configure(&vm, "cpus", Some(2.into()));
     resume(&vm)?;
     assert_eq!(outcome(&vm)?["outcome"], "resumed");
@@ -372,14 +373,15 @@ fn what_can_be_put_right_is_no_reason_to_give_the_guest_up() -> Result<()> {
 }
 
 #[test]
-fn a_keeper_killed_while_it_parks_leaves_a_guest_that_goes_on() -> Result<()> {
+fn guest_continues_after_keeper_dies_while_parking() -> Result<()> {
     let vm = machine("dies").boot()?;
     let nonce = vm.nonce()?;
     for phase in ParkPhase::ALL {
         let name = phase.name();
         vm.restart_keeper_with(&[("HEARTH_DRILL_DIE_AFTER", name)])?;
         vm.wait_running()?;
-        // Its QEMU has found its disk: one before 9.1 may end over a disk that it is just starting again, which is not asked here.
+        // QEMU has connected to its disk. One before 9.1 may end when a disk that is just starting loses its server, which is not
+        // tested here.
         vm.sh(WRITES)?;
         let prepared = host_reload(&vm, "prepare", &["--drill"])?;
         vm.wait_keeper_end()?;
@@ -400,7 +402,7 @@ fn a_keeper_killed_while_it_parks_leaves_a_guest_that_goes_on() -> Result<()> {
 }
 
 #[test]
-fn a_keeper_killed_while_it_resumes_leaves_a_guest_for_the_next_one() -> Result<()> {
+fn guest_is_kept_when_keeper_dies_resuming() -> Result<()> {
     let vm = machine("wakes").boot()?;
     let nonce = vm.nonce()?;
     for phase in ResumePhase::ALL {
@@ -418,19 +420,19 @@ fn a_keeper_killed_while_it_resumes_leaves_a_guest_for_the_next_one() -> Result<
     Ok(())
 }
 
-/// `prepare`, which says what it has to say to `out`.
-fn start_to_prepare(vm: &TestVm, out: impl Into<Stdio>, options: &[&str]) -> Result<Child> {
+/// Starts `prepare` with its output going to `out`.
+fn start_prepare(vm: &TestVm, out: impl Into<Stdio>, options: &[&str]) -> Result<Child> {
     let mut command = Command::new(artifacts::hearth()?);
     command.env("HEARTH_RUNTIME_ROOT", vm.folder().join("run")).args(["host-reload", "prepare", "--drill", "--record"]);
     command.arg(vm.folder().join("record.json")).args(options).stdout(out).stderr(Stdio::piped());
-    Ok(command.spawn().expect("it starts"))
+    Ok(command.spawn().expect("hearth can be started"))
 }
 
 #[test]
-fn guests_go_on_if_nobody_hears_that_they_are_parked_or_it_is_called_off() -> Result<()> {
+fn guests_resume_if_output_fails_or_cancelled() -> Result<()> {
     let vm = machine("unheard").boot()?;
     let (nonce, fleet) = (vm.nonce()?, FleetServer::start(1).expect("a server"));
-    let goes_on = |prepare: Child, why: &str| -> Result<()> {
+    let check_resumed = |prepare: Child, why: &str| -> Result<()> {
         let said = prepare.wait_with_output().expect("it ends");
         let text = String::from_utf8_lossy(&said.stderr).into_owned();
         assert_eq!(said.status.code(), Some(1), "{text}");
@@ -444,22 +446,22 @@ fn guests_go_on_if_nobody_hears_that_they_are_parked_or_it_is_called_off() -> Re
     };
     let options = ["--fleet-lock", fleet.url(), "--fleet-id", "host-1"];
     let full = OpenOptions::new().write(true).open("/dev/full").expect("it is there");
-    // What it says before the first guest stands still would fail as well.
-    goes_on(start_to_prepare(&vm, full, &[])?, "cannot write the output")?;
+    // Output before the first guest is paused would fail, too.
+    check_resumed(start_prepare(&vm, full, &[])?, "cannot write the output")?;
     let record = vm.folder().join("record.json");
     fs::remove_file(&record).expect("it is there");
-    let prepare = start_to_prepare(&vm, Stdio::piped(), &options)?;
+    let prepare = start_prepare(&vm, Stdio::piped(), &options)?;
     while !record.exists() {
         std::thread::sleep(Duration::from_millis(1));
     }
     kill_process(Pid::from_child(&prepare), Signal::INT).expect("it runs");
-    goes_on(prepare, "it was cancelled")?;
+    check_resumed(prepare, "it was cancelled")?;
     assert_eq!(vm.status()?["incarnation"], 1);
     Ok(())
 }
 
 #[test]
-fn a_host_that_is_unfit_when_its_turn_comes_gives_its_place_back() -> Result<()> {
+fn unfit_host_returns_its_fleet_slot() -> Result<()> {
     let vm = machine("late").boot()?;
     let (before, fleet) = (vm.qemu_pid()?, FleetServer::start(0).expect("a server"));
     let file = vm.folder().join("machine.toml");
@@ -471,8 +473,8 @@ fn a_host_that_is_unfit_when_its_turn_comes_gives_its_place_back() -> Result<()>
             std::thread::sleep(Duration::from_millis(1));
         }
         fs::rename(&file, file.with_extension("aside")).expect("its configuration");
-        fleet.open_place();
-        prepare.join().expect("it does not panic")
+        fleet.add_slot();
+        prepare.join().expect("prepare does not panic")
     })?;
     let text = prepared.text();
     assert!(prepared.status == 1 && text.contains("cannot prepare, and nothing was stopped: late: "), "{text}");
@@ -483,13 +485,13 @@ fn a_host_that_is_unfit_when_its_turn_comes_gives_its_place_back() -> Result<()>
 }
 
 #[test]
-fn if_one_machine_cannot_be_parked_the_others_go_on() -> Result<()> {
+fn one_failed_park_resumes_the_others() -> Result<()> {
     let first = machine("first").boot()?;
     let second = machine("second").beside(&first).boot()?;
     let third = machine("third").beside(&first).boot()?;
     let nonces = [first.nonce()?, third.nonce()?];
     let stays = third.qemu_pid()?;
-    // It is asked to hold its guest still, and does not answer.
+    // The frozen QEMU does not answer the request to pause its guest.
     second.freeze_qemu()?;
     let prepared = host_reload(&first, "prepare", &["--drill", "--parallel", "1"])?;
     let text = prepared.text();
@@ -500,20 +502,20 @@ fn if_one_machine_cannot_be_parked_the_others_go_on() -> Result<()> {
     assert!(first.wait_keeper_end()?.success());
     first.wait_running()?;
     assert_eq!([first.nonce()?, third.nonce()?], nonces);
-    assert_eq!(third.qemu_pid()?, stays, "it was not touched");
-    // Its QEMU hung for good, and was ended: that is a reboot.
+    assert_eq!(third.qemu_pid()?, stays, "the machine kept its QEMU");
+    // Its QEMU hung and was ended, which causes a reboot.
     second.wait_incarnation(2)?;
     Ok(())
 }
 
 #[test]
-fn machines_that_cannot_be_parked_are_left_and_named_if_the_rest_is_to_go_on() -> Result<()> {
+fn keep_going_names_machines_not_parked() -> Result<()> {
     let first = machine("parks").boot()?;
     let second = machine("cannot").beside(&first).boot()?;
     let third = machine("orphan").beside(&first).boot()?;
     let nonces = [first.nonce()?, second.nonce()?];
     let stays = second.qemu_pid()?;
-    // The configuration that its next keeper would read is gone; the third one has no keeper.
+    // The second machine's configuration is missing; the third machine has no keeper.
     let file = second.folder().join("machine.toml");
     let aside = file.with_extension("aside");
     fs::rename(&file, &aside).expect("its configuration");
@@ -531,13 +533,13 @@ fn machines_that_cannot_be_parked_are_left_and_named_if_the_rest_is_to_go_on() -
     assert_eq!(noted, [(Some("cannot"), Some("not_parked")), (Some("parks"), Some("parked"))]);
     resume(&first)?;
     assert_eq!([first.nonce()?, second.nonce()?], nonces);
-    assert_eq!(second.qemu_pid()?, stays, "it was not touched");
+    assert_eq!(second.qemu_pid()?, stays, "the machine kept its QEMU");
     fs::rename(&aside, &file).expect("its configuration");
     Ok(())
 }
 
 #[test]
-fn a_host_that_would_lose_the_guests_is_told_so_before_anything_stops() -> Result<()> {
+fn unfit_host_is_refused_before_anything_stops() -> Result<()> {
     let vm = machine("unfit").boot()?;
     let before = (vm.nonce()?, vm.qemu_pid()?);
     let checked = host_reload(&vm, "prepare", &["--check"])?;
@@ -560,7 +562,7 @@ fn a_host_that_would_lose_the_guests_is_told_so_before_anything_stops() -> Resul
 }
 
 #[test]
-fn the_fleet_is_asked_before_anything_stops_and_told_when_all_go_on() -> Result<()> {
+fn fleet_lock_is_held_from_prepare_to_resume() -> Result<()> {
     let vm = machine("fleet").boot()?;
     let before = (vm.nonce()?, vm.qemu_pid()?);
     let (full, free) = (FleetServer::start(0).expect("a server"), FleetServer::start(1).expect("a server"));

@@ -1,5 +1,6 @@
-//! Another program goes on as the keeper, in the same process: the guest notices a pause of its disks, and if the other
-//! program cannot go on not more than that.
+//! Upgrades of the keeper: another program takes over in the same process. The guest notices only a pause of its disks, also if
+//! the other
+//! program fails.
 
 use std::path::{Path, PathBuf};
 
@@ -8,15 +9,15 @@ use serde_json::Value;
 
 /// The guest, its QEMU and the process of its keeper.
 #[derive(Debug, PartialEq, Eq)]
-struct Who {
+struct Identity {
     nonce: String,
     qemu: Value,
     keeper: Value,
 }
 
-fn who(vm: &TestVm) -> Result<Who> {
+fn identity(vm: &TestVm) -> Result<Identity> {
     let status = vm.wait_running()?;
-    Ok(Who { nonce: vm.nonce()?, qemu: status["qemu"]["pid"].clone(), keeper: status["keeper"]["pid"].clone() })
+    Ok(Identity { nonce: vm.nonce()?, qemu: status["qemu"]["pid"].clone(), keeper: status["keeper"]["pid"].clone() })
 }
 
 /// The program that the keeper's process runs.
@@ -25,9 +26,9 @@ fn program_of(vm: &TestVm) -> PathBuf {
     std::fs::read_link(format!("/proc/{pid}/exe")).expect("the keeper runs")
 }
 
-/// Hearth once more, at this place. A link: nothing is written that is about to be run.
+/// Links Hearth to this path. A link avoids writing a file that is about to be run.
 fn install(place: &Path) {
-    // Fails the first time.
+    // Fails the first time, when there is none.
     let _ = std::fs::remove_file(place);
     std::fs::hard_link(artifacts::hearth().expect("it is built"), place).expect("a folder beside it");
 }
@@ -38,45 +39,45 @@ fn folder_beside_hearth() -> tempfile::TempDir {
 }
 
 #[test]
-fn a_guest_under_load_does_not_notice_that_its_keeper_is_another_program() -> Result<()> {
+fn guest_under_load_survives_keeper_upgrades() -> Result<()> {
     let folder = folder_beside_hearth();
     let place = folder.path().join("hearth");
     let vm = TestVm::busybox_with_fio("upgraded").disk(Disk::empty(48)).boot()?;
-    let before = who(&vm)?;
+    let before = identity(&vm)?;
     known::start_fio(&vm)?;
     install(&place);
     let named = place.display().to_string();
     vm.cli(&["upgrade-keeper", vm.name(), "--program", &named])?;
-    assert_eq!((who(&vm)?, program_of(&vm)), (before, place.clone()));
-    // As a package does it: the file is another one by now.
-    let before = who(&vm)?;
+    assert_eq!((identity(&vm)?, program_of(&vm)), (before, place.clone()));
+    // A package's upgrade replaces the file.
+    let before = identity(&vm)?;
     install(&place);
     vm.cli(&["upgrade-keeper", vm.name()])?;
-    assert_eq!((who(&vm)?, program_of(&vm)), (before, place));
+    assert_eq!((identity(&vm)?, program_of(&vm)), (before, place));
     known::fio_ends_well(&vm)?;
     vm.has_no_disk_errors()?;
-    // The end of a QEMU that another program started is seen.
+    // The keeper notices the end of a QEMU that the earlier program started.
     vm.reset()?;
     vm.wait_incarnation(2)?;
     assert_eq!(vm.stop()?.code(), Some(0));
     Ok(())
 }
 
-/// An attempt that fails with these words; the keeper is the same as before, and the guest has not noticed.
+/// Asserts that an upgrade to this program fails with this message; the keeper stays the same, and the guest does not notice.
 #[track_caller]
 fn check(vm: &TestVm, program: &Path, expect: &str) -> Result<()> {
-    let before = who(vm)?;
+    let before = identity(vm)?;
     let attempt = vm.cli_output(&["upgrade-keeper", vm.name(), "--program", &program.display().to_string()])?;
     assert!(attempt.status == 1 && attempt.text().contains(expect), "{}", attempt.text());
-    assert_eq!(who(vm)?, before);
+    assert_eq!(identity(vm)?, before);
     assert_eq!(program_of(vm), artifacts::hearth()?.canonicalize().expect("it is built"));
     vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1").map(drop)
 }
 
-/// What the first version of Hearth wrote.
+/// A journal by the first version of Hearth.
 const FIRST_JOURNAL: &str = include_str!("../../../crates/recovery/testdata/journal-1.json");
 
-/// Takes what `first` does not know out of `journal`.
+/// Removes the keys from `journal` that `first` does not have.
 fn make_first(first: &Value, journal: &mut Value) {
     if let (Some(first), Some(journal)) = (first.as_object(), journal.as_object_mut()) {
         journal.retain(|key, _| first.contains_key(key));
@@ -85,9 +86,9 @@ fn make_first(first: &Value, journal: &mut Value) {
 }
 
 #[test]
-fn a_guest_is_taken_over_from_a_keeper_of_the_first_version() -> Result<()> {
+fn keeper_takes_over_from_the_first_version() -> Result<()> {
     let vm = TestVm::busybox("first").disk(Disk::empty(16)).boot()?;
-    let before = who(&vm)?;
+    let before = identity(&vm)?;
     vm.kill_keeper()?;
     let path = vm.folder().join("run/first/journal.json");
     let written = std::fs::read_to_string(&path).expect("the journal");
@@ -97,7 +98,7 @@ fn a_guest_is_taken_over_from_a_keeper_of_the_first_version() -> Result<()> {
     assert!(journal.get("saving").is_none() && journal["qemu"].get("vmgenid").is_none(), "{journal}");
     std::fs::write(&path, journal.to_string()).expect("it is written");
     vm.restart_keeper()?;
-    let after = who(&vm)?;
+    let after = identity(&vm)?;
     assert_eq!((after.nonce, after.qemu), (before.nonce, before.qemu));
     vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
     vm.reboot()?;
@@ -105,7 +106,7 @@ fn a_guest_is_taken_over_from_a_keeper_of_the_first_version() -> Result<()> {
     vm.rejuvenate()
 }
 
-/// Adds what nobody knows to each table of `journal`.
+/// Adds an unknown key to each table of `journal`.
 fn make_later(journal: &mut Value) {
     match journal {
         Value::Object(fields) => {
@@ -117,11 +118,11 @@ fn make_later(journal: &mut Value) {
     }
 }
 
-/// As after an upgrade that is taken back.
+/// This happens when an upgrade is reverted.
 #[test]
-fn a_guest_is_taken_over_from_a_keeper_of_a_later_version() -> Result<()> {
+fn keeper_takes_over_from_a_later_version() -> Result<()> {
     let vm = TestVm::busybox("later").disk(Disk::empty(16)).boot()?;
-    let before = who(&vm)?;
+    let before = identity(&vm)?;
     vm.kill_keeper()?;
     let [journal, events] = ["journal.json", "events.jsonl"].map(|name| vm.folder().join("run/later").join(name));
     let written = std::fs::read_to_string(&journal).expect("the journal");
@@ -134,16 +135,17 @@ fn a_guest_is_taken_over_from_a_keeper_of_a_later_version() -> Result<()> {
     (unknown["sequence"], unknown["kind"]) = (sequence.into(), "guest_teleported".into());
     std::fs::write(&events, format!("{log}{unknown}\n")).expect("it is written");
     vm.restart_keeper()?;
-    let after = who(&vm)?;
+    let after = identity(&vm)?;
     assert_eq!((&after.nonce, &after.qemu), (&before.nonce, &before.qemu));
     vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
-    let told = vm.cli(&["events", vm.name()])?;
-    assert!(told.contains("guest_teleported: event from another version of Hearth"), "{told}");
-    let started =
-        vm.wait_event("its start", |event| event["kind"] == "started" && event["sequence"].as_u64() > Some(sequence))?;
-    assert_eq!(started["sequence"], sequence + 1, "the log goes on behind it");
+    let events_text = vm.cli(&["events", vm.name()])?;
+    assert!(events_text.contains("guest_teleported: event from another version of Hearth"), "{events_text}");
+    let started = vm.wait_event("the keeper's start", |event| {
+        event["kind"] == "started" && event["sequence"].as_u64() > Some(sequence)
+    })?;
+    assert_eq!(started["sequence"], sequence + 1, "the log continues after the unknown event");
 
-    // One whose meaning may be another is not guessed at; the guest lives on meanwhile.
+    // A journal of another version is refused, since its keys may mean something else; the guest lives on meanwhile.
     vm.kill_keeper()?;
     later["version"] = 2.into();
     std::fs::write(&journal, later.to_string()).expect("it is written");
@@ -153,10 +155,10 @@ fn a_guest_is_taken_over_from_a_keeper_of_a_later_version() -> Result<()> {
     assert!(log.contains("version 2, this keeper knows 1; use the keeper that wrote it"), "{log}");
     std::fs::write(&journal, written).expect("it is written");
     vm.restart_keeper()?;
-    let after = who(&vm)?;
+    let after = identity(&vm)?;
     assert_eq!((after.nonce, after.qemu), (before.nonce, before.qemu));
 
-    // What a hop left the guest's clock off by is for the next one, whose keeper it may not be.
+    // The clock error that a hop left is kept for the next hop, also under another keeper.
     vm.rejuvenate()?;
     let clock_debt = || {
         let written = std::fs::read(&journal).expect("the journal");
@@ -166,13 +168,13 @@ fn a_guest_is_taken_over_from_a_keeper_of_a_later_version() -> Result<()> {
     assert!(owed.is_some_and(|owed| owed != 0), "{owed:?}");
     vm.kill_keeper()?;
     vm.restart_keeper()?;
-    who(&vm)?;
+    identity(&vm)?;
     assert_eq!(clock_debt(), owed);
     Ok(())
 }
 
 #[test]
-fn a_program_that_cannot_be_the_keeper_is_refused_or_gives_the_machine_back() -> Result<()> {
+fn unusable_keeper_program_leaves_machine_unchanged() -> Result<()> {
     let folder = tempfile::tempdir().expect("a folder");
     let hearth = artifacts::hearth()?.display().to_string();
     let program = |name: &str, script: &str| {
@@ -184,8 +186,8 @@ fn a_program_that_cannot_be_the_keeper_is_refused_or_gives_the_machine_back() ->
     check(&vm, Path::new("/nowhere/hearth"), "program /nowhere/hearth does not exist")?;
     check(&vm, &program("other", "echo fine"), "is not hearth: it answers \"fine\"")?;
     check(&vm, &program("older", "echo journal: version 1, I know 0 >&2; exit 1"), "journal: version 1, I know 0")?;
-    assert!(vm.events().iter().all(|event| event["kind"] != "keeper_hands_over"), "nothing was touched");
-    // Both say that they can.
+    assert!(vm.events().iter().all(|event| event["kind"] != "keeper_hands_over"), "no hand-over began");
+    // Both of these claim to be usable.
     let vanishes = format!("rm $0; exec {hearth} \"$@\"");
     check(&vm, &program("vanishes", &vanishes), "cannot start ")?;
     let confused = format!("case \"$*\" in *--take-over) exec {hearth} \"$@\";; esac; exec {hearth} run /nowhere.toml");
@@ -194,11 +196,11 @@ fn a_program_that_cannot_be_the_keeper_is_refused_or_gives_the_machine_back() ->
     Ok(())
 }
 
-/// What a guest was started from may be gone while it runs, with a package or an unmounted file system.
+/// A guest's program and kernel may be removed while it runs, with a package or an unmounted file system.
 #[test]
-fn a_guest_is_taken_over_though_nothing_is_left_to_start_another_from() -> Result<()> {
+fn keeper_takes_over_without_program_and_kernel() -> Result<()> {
     let vm = TestVm::busybox("bereft").disk(Disk::empty(16)).boot()?;
-    let before = who(&vm)?;
+    let before = identity(&vm)?;
     let file = vm.folder().join("machine.toml");
     let text = std::fs::read_to_string(&file).expect("its configuration");
     let mut bereft: toml::Table = text.parse().expect("it is TOML");
@@ -207,35 +209,35 @@ fn a_guest_is_taken_over_though_nothing_is_left_to_start_another_from() -> Resul
     boot.insert("kernel".into(), "/nowhere/vmlinuz".into());
     std::fs::write(&file, bereft.to_string()).expect("it is written");
     vm.restart_keeper()?;
-    let after = who(&vm)?;
+    let after = identity(&vm)?;
     assert_eq!((&after.nonce, &after.qemu), (&before.nonce, &before.qemu));
     vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
-    // Another keeper may follow as well, but no QEMU.
+    // The keeper can be upgraded, but QEMU cannot be replaced.
     vm.cli(&["upgrade-keeper", vm.name()])?;
-    assert_eq!(who(&vm)?, after);
+    assert_eq!(identity(&vm)?, after);
     let hop = vm.cli_output(&["rejuvenate", vm.name()])?;
     assert!(hop.status == 1 && hop.text().contains("/nowhere/qemu: there is no such program"), "{}", hop.text());
     std::fs::write(&file, text).expect("it is written");
     vm.restart_keeper()?;
-    assert_eq!(who(&vm)?.nonce, before.nonce);
+    assert_eq!(identity(&vm)?.nonce, before.nonce);
     vm.rejuvenate()
 }
 
 #[test]
-fn a_guest_that_ends_while_the_next_keeper_is_asked_starts_again_warm() -> Result<()> {
+fn guest_that_dies_during_upgrade_reboots_warm() -> Result<()> {
     let vm = TestVm::busybox("between").disk(Disk::empty(16)).boot()?;
     let folder = tempfile::tempdir().expect("a folder");
     let program = folder.path().join("hearth");
     let hearth = artifacts::hearth()?;
     let qemu = vm.qemu_pid()?.as_raw_nonzero();
-    // Until its keeper has seen it end: a successor that was ready sooner would find a dead QEMU, and start cold.
+    // The script waits until the keeper has noticed: a successor that took over sooner would find a dead QEMU, and start cold.
     let kill = format!("kill -KILL {qemu}; while kill -0 {qemu} 2>/dev/null; do sleep 0.01; done");
     write_program(&program, &format!("#!/bin/sh\n{kill}\nexec {} \"$@\"\n", hearth.display()));
     let upgrade = vm.cli_output(&["upgrade-keeper", vm.name(), "--program", &program.display().to_string()])?;
     assert_eq!(upgrade.status, 1, "{}", upgrade.text());
     vm.wait_incarnation(2)?;
     let started =
-        vm.wait_event("its start", |event| event["kind"] == "incarnation_started" && event["incarnation"] == 2)?;
+        vm.wait_event("the next start", |event| event["kind"] == "incarnation_started" && event["incarnation"] == 2)?;
     assert_eq!(started["warm"], true, "{started}");
     Ok(())
 }

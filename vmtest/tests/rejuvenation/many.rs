@@ -1,4 +1,5 @@
-//! Several machines with one command: one has a QEMU that nothing can follow, one a device that stays with its QEMU.
+//! Several machines with one command, among them one whose QEMU has no usable successor and one with a device that ties it to its
+//! QEMU.
 
 use hearth_vmtest::{Disk, Drives, Output, Result, TestVm, TestVmBuilder};
 use serde_json::Value;
@@ -9,7 +10,7 @@ fn builder(name: &str) -> TestVmBuilder {
     TestVm::busybox(name).memory_mib(256).disk(Disk::empty(16))
 }
 
-/// `name outcome` of each, by name; and what is said of the plan in the end.
+/// `name outcome` of each machine, sorted by name, and the plan's verdict.
 fn outcomes(output: &Output) -> (Vec<String>, Option<Value>) {
     let text = output.text();
     let mut lines: Vec<_> =
@@ -27,7 +28,7 @@ fn figure(of: &Value, name: &str) -> f64 {
 }
 
 #[test]
-fn a_failure_stops_the_rest_unless_they_are_to_go_on() -> Result<()> {
+fn failure_stops_the_rest_without_keep_going() -> Result<()> {
     let folder = tempfile::tempdir().expect("a folder");
     let qemu = no_successor(folder.path()).display().to_string();
     let first = builder("first").start()?;
@@ -58,7 +59,7 @@ fn a_failure_stops_the_rest_unless_they_are_to_go_on() -> Result<()> {
     assert_eq!(run.status, 1, "{}", run.text());
     let (decided, verdict) = outcomes(&run);
     assert_eq!(decided, ["first rejuvenated", "second failed", "third rejuvenated"]);
-    // What the plan said beforehand of three at a time, and what was.
+    // Compare the plan's prediction for three at a time with the measurement.
     let verdict = verdict.expect("one hop was known");
     let predicted =
         plan["predictions"].as_array().and_then(|rows| rows.iter().find(|row| row["n"] == 3)).expect("a row");
@@ -76,9 +77,9 @@ fn a_failure_stops_the_rest_unless_they_are_to_go_on() -> Result<()> {
     Ok(())
 }
 
-/// It is no failure: nothing that comes after it is held up.
+/// A skipped machine is not a failure and does not delay those after it.
 #[test]
-fn a_machine_with_which_it_can_never_be_done_is_skipped_with_a_word() -> Result<()> {
+fn machine_tied_to_its_qemu_is_skipped() -> Result<()> {
     let nvram = [("device", "pmem"), ("name", "log"), ("size", "4MiB")];
     let nvram = toml::Table::from_iter(nvram.map(|(key, value)| (key.to_owned(), value.into())));
     let first = TestVm::busybox("bound").memory_mib(256).setting("nvram", vec![nvram]).start()?;

@@ -1,4 +1,4 @@
-//! Connections over hops: the same tap, and the same connection to passt, pass from one QEMU to the next.
+//! Connections over hops: a tap, or the connection to passt, passes from one QEMU to the next.
 
 use std::net::SocketAddr;
 
@@ -10,7 +10,7 @@ use toml::Value;
 use super::failures::{check, impostor};
 use super::programs::no_successor;
 
-/// In place of a new QEMU, when it has begun with the guest's state: its manner, in which phases the hop fails then, and why.
+/// Behaviours of a failing new QEMU, the phases in which the hop may fail (`a|b`), and the reason.
 const FAILURES: [(&str, &str, &str); 4] = [
     ("drops-disks", "hand", "one of the two QEMUs is not connected"),
     ("dies", "hand|resume", "the new QEMU ended"),
@@ -18,8 +18,9 @@ const FAILURES: [(&str, &str, &str); 4] = [
     ("hangs-with-all", "resume", "the new QEMU hangs"),
 ];
 
-/// Hops to and fro, those that fail before the guest stands still, while it does and when the new QEMU has all of it, one in whose
-/// middle the keeper is killed, and the next keeper's: one connection, which is never idle, outlives them all.
+/// Asserts that one busy connection survives everything: hops between versions, hops that fail before the pause, during it and
+/// after the
+/// new QEMU has all state, a keeper killed in the middle of a hop, and a hop by the next keeper.
 fn keeps_its_connection(vm: &TestVm, address: SocketAddr) -> Result<()> {
     echo::serve(vm)?;
     let nonce = vm.nonce()?;
@@ -39,8 +40,8 @@ fn keeps_its_connection(vm: &TestVm, address: SocketAddr) -> Result<()> {
     }
     vm.restart_keeper_with(&[("HEARTH_DRILL_DIE_AFTER", "hand")])?;
     vm.wait_running()?;
-    let order = vm.cli_output(&["rejuvenate", vm.name()])?;
-    assert_ne!(order.status, 0, "the keeper should have died: {}", order.text());
+    let hop = vm.cli_output(&["rejuvenate", vm.name()])?;
+    assert_ne!(hop.status, 0, "the keeper should have died: {}", hop.text());
     vm.wait_keeper_end()?;
     vm.restart_keeper()?;
     vm.wait_running()?;
@@ -53,7 +54,7 @@ fn keeps_its_connection(vm: &TestVm, address: SocketAddr) -> Result<()> {
 }
 
 #[test]
-fn a_connection_on_a_tap_goes_over_a_hop() -> Result<()> {
+fn tap_connection_survives_hops() -> Result<()> {
     let Some(tap) = Tap::make() else {
         eprintln!("skipped: this user cannot make network interfaces here");
         return Ok(());
@@ -67,14 +68,14 @@ fn a_connection_on_a_tap_goes_over_a_hop() -> Result<()> {
     keeps_its_connection(&vm, SocketAddr::from((tap.guest_address(), echo::PORT)))
 }
 
-/// Its networks are shut already when it is asked for its guest.
+/// The old QEMU refuses to give its guest away when its networks are already closed.
 #[test]
-fn an_old_qemu_that_does_not_give_its_guest_away_keeps_the_connection() -> Result<()> {
+fn connection_survives_refusal_by_the_old_qemu() -> Result<()> {
     let Some(tap) = Tap::make() else {
         eprintln!("skipped: this user cannot make network interfaces here");
         return Ok(());
     };
-    // Of the devices that QEMU hands over in no version.
+    // A device that no QEMU can migrate.
     let device = [
         "-object",
         "memory-backend-ram,id=shared,size=1M,share=on",
@@ -99,7 +100,7 @@ fn an_old_qemu_that_does_not_give_its_guest_away_keeps_the_connection() -> Resul
 }
 
 #[test]
-fn a_connection_through_passt_goes_over_a_hop() -> Result<()> {
+fn passt_connection_survives_hops() -> Result<()> {
     if !passt_works() {
         eprintln!("skipped: passt does not run here");
         return Ok(());

@@ -1,10 +1,10 @@
-//! Programs in the place of QEMU.
+//! Programs that stand in for QEMU.
 
 use std::path::{Path, PathBuf};
 
 use hearth_vmtest::{artifacts, write_program};
 
-/// A program that is QEMU when asked for its version, and else this script (`$qemu` is the real one).
+/// A program that runs QEMU when asked for its version, and otherwise this script (`$qemu` is the real one).
 pub fn instead_of_qemu(folder: &Path, script: &str) -> PathBuf {
     let path = folder.join("qemu");
     let qemu = artifacts::installed_qemu().expect("QEMU is installed");
@@ -14,7 +14,7 @@ pub fn instead_of_qemu(folder: &Path, script: &str) -> PathBuf {
     path
 }
 
-/// A QEMU that boots guests and takes over none.
+/// A QEMU that boots guests but refuses incoming ones.
 pub fn no_successor(folder: &Path) -> PathBuf {
     instead_of_qemu(folder, "case \"$*\" in *-incoming*) echo no successor >&2; exit 1;; esac; exec $qemu \"$@\"")
 }

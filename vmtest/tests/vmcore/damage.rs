@@ -1,4 +1,4 @@
-//! A dead guest's own tables are broken: the dump gets larger, and lacks nothing that it had without the damage.
+//! Damage to a dead guest's own tables: the dump gets larger, but still holds every page that it held without the damage.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -15,7 +15,7 @@ const DESCRIPTOR_BYTES: u64 = 64;
 const KERNEL_IMAGE: u64 = 0xffff_ffff_8000_0000;
 const HUGE_BYTES: u64 = 2 << 20;
 
-/// Dead RAM with other bytes in some places.
+/// Dead RAM with changed bytes.
 struct Damaged<'a> {
     ram: &'a DeadRam,
     pages: BTreeMap<u64, Vec<u8>>,
@@ -57,9 +57,9 @@ impl PhysicalMemory for Damaged<'_> {
     }
 }
 
-/// Where things are in a healthy guest.
+/// Addresses in a healthy guest.
 struct Places {
-    /// Of the entries that lead to the first descriptors: top level first.
+    /// Page table entries that lead to the first descriptors, top level first.
     table_entries: Vec<u64>,
     root: u64,
     section: u64,
@@ -68,14 +68,14 @@ struct Places {
 
 impl Places {
     fn of(linux: &Linux<'_, DeadRam>, ram: &DeadRam) -> Self {
-        let told = linux.vmcoreinfo();
+        let info = linux.vmcoreinfo();
         let physical = |address| linux.space().translate(address).unwrap().address.0;
-        let root = told.symbol("mem_section").unwrap();
+        let root = info.symbol("mem_section").unwrap();
         let section = linux.space().read_u64(root).unwrap();
         let map = linux.space().read_u64(section).unwrap() & !(PAGE_BYTES - 1);
-        let phys_base = told.number("phys_base").unwrap().cast_unsigned();
-        let mut table = (told.symbol("init_top_pgt").unwrap() - KERNEL_IMAGE).wrapping_add(phys_base);
-        let levels = if told.number("pgtable_l5_enabled") == Some(1) { 5 } else { 4 };
+        let phys_base = info.number("phys_base").unwrap().cast_unsigned();
+        let mut table = (info.symbol("init_top_pgt").unwrap() - KERNEL_IMAGE).wrapping_add(phys_base);
+        let levels = if info.number("pgtable_l5_enabled") == Some(1) { 5 } else { 4 };
         let table_entries = (1..levels).rev().map(|level| {
             let entry = table + (map >> (12 + 9 * level) & 511) * 8;
             table = ram.read_u64(GuestPhysicalAddress(entry)).unwrap() & 0x000f_ffff_ffff_f000;
@@ -92,7 +92,7 @@ fn classify(dead: &Dead, damaged: &Damaged<'_>) -> Classified {
     Linux::find(damaged, &dead.notes)?.classify(DumpLevel::KERNEL)
 }
 
-/// Whatever is kept of a healthy guest is kept of the damaged one, and so are the pages whose descriptors are `lost`.
+/// Asserts that every page kept of the healthy guest is kept of the damaged one, and also the pages whose descriptors are `lost`.
 fn check(dead: &Dead, healthy: &Classification, what: &str, damaged: Damaged<'_>, lost: Range<u64>) -> Classification {
     let found = classify(dead, &damaged).unwrap_or_else(|error| panic!("{what}: {error}"));
     let missing: Vec<u64> = healthy.kept.iter().filter(|pfn| !found.kept.contains(*pfn)).collect();
@@ -103,14 +103,14 @@ fn check(dead: &Dead, healthy: &Classification, what: &str, damaged: Damaged<'_>
     found
 }
 
-/// A hundred hits: half of them descriptors, the rest words of anything at all.
+/// A hundred random changes: half of them to descriptors, the rest to any words.
 fn random_hits<'a>(intact: Damaged<'a>, descriptors: u64, seed: u64) -> Damaged<'a> {
     let ram_bytes = intact.ram.end_pfn() * PAGE_BYTES;
     (seed * 1000..).take(100).fold(intact, |damaged, hit| {
         let numbers = pattern::bytes("where", 16, hit);
         let number = |at: usize| u64::from_le_bytes(numbers[at..at + 8].try_into().expect("eight bytes"));
         let (address, bytes) = if hit % 2 == 0 {
-            // Whole ones: of one in which only a flag was flipped nobody can tell.
+            // Whole descriptors: a single flipped flag could not be noticed.
             let count = number(8) % 30 + 1;
             let first = number(0) % (4 * HUGE_BYTES / DESCRIPTOR_BYTES - count);
             (descriptors + first * DESCRIPTOR_BYTES, count * DESCRIPTOR_BYTES)
@@ -122,7 +122,7 @@ fn random_hits<'a>(intact: Damaged<'a>, descriptors: u64, seed: u64) -> Damaged<
     })
 }
 
-fn damages_of(kernel: Kernel) -> Result<()> {
+fn check_damage_to(kernel: Kernel) -> Result<()> {
     let dead = Dead::of(PlainVm::busybox_on("damage", kernel), 512, work)?;
     let linux = Linux::find(&dead.ram, &dead.notes).unwrap();
     let healthy = linux.classify(DumpLevel::KERNEL).unwrap();
@@ -155,7 +155,7 @@ fn damages_of(kernel: Kernel) -> Result<()> {
 
     for seed in 0..20 {
         let damaged = random_hits(intact(), places.descriptors, seed);
-        // The kernel's own names may be hit, and then it is not known any more.
+        // The names by which the kernel is found may be hit; then it is not found.
         match classify(&dead, &damaged) {
             Ok(_) => drop(check(&format!("random hits, seed {seed}"), damaged, 0..0)),
             Err(error) => println!("random hits, seed {seed}: {error}"),
@@ -166,10 +166,10 @@ fn damages_of(kernel: Kernel) -> Result<()> {
 
 #[test]
 fn damage_to_linux_6_1_never_costs_a_page() -> Result<()> {
-    damages_of(Kernel::Stable)
+    check_damage_to(Kernel::Stable)
 }
 
 #[test]
 fn damage_to_linux_6_12_never_costs_a_page() -> Result<()> {
-    damages_of(Kernel::Newer)
+    check_damage_to(Kernel::Newer)
 }

@@ -1,4 +1,4 @@
-//! Guests that die with their memory kept: the RAM file and the notes that QEMU had.
+//! Guests that die with their memory kept: the RAM file, and QEMU's notes.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -8,23 +8,23 @@ use hearth_recovery::vmcore::DeadRam;
 use hearth_vmtest::{Drives, PlainVm, PlainVmBuilder, Result, patience};
 use serde_json::json;
 
-/// What is left of a guest.
+/// Memory and notes of a dead guest.
 pub struct Dead {
     pub ram: DeadRam,
-    /// ELF notes: registers, and VMCOREINFO if the guest handed it over.
+    /// ELF notes: the registers, and VMCOREINFO if the guest passed it to QEMU.
     pub notes: Vec<u8>,
     _folder: tempfile::TempDir,
 }
 
 impl Dead {
-    /// Boots, works, panics.
+    /// Boots a guest, runs `work` in it, and makes it panic.
     pub fn of(vm: PlainVmBuilder, mib: u64, work: impl FnOnce(&PlainVm) -> Result<()>) -> Result<Self> {
         Self::that_died(vm, mib, |vm| work(vm).and_then(|()| vm.panic()))
     }
 
-    /// Boots, and panics by what `die` does.
+    /// Boots a guest, and waits for the panic that `die` causes.
     pub fn that_died(vm: PlainVmBuilder, mib: u64, die: impl FnOnce(&PlainVm) -> Result<()>) -> Result<Self> {
-        // A tmpfs, as for real.
+        // A tmpfs, as a machine's memory folder is.
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let ram_path = folder.path().join("ram");
         let backend = format!("memory-backend-file,id=ram,share=on,size={mib}M,mem-path={}", ram_path.display());

@@ -1,4 +1,4 @@
-//! What is found in the memory of a guest that panicked, on each kernel.
+//! Information found in the memory of a guest that panicked, on each kernel.
 
 use hearth_recovery::vmcore::linux::{Linux, log};
 use hearth_recovery::vmcore::{DumpLevel, PhysicalMemory};
@@ -16,7 +16,7 @@ fn check(kernel: Kernel, release: &str) -> Result<()> {
     assert!(names.release.starts_with(release), "{names:?}");
     assert_eq!((names.sysname.as_str(), names.nodename.as_str(), names.machine.as_str()), ("Linux", "guest", "x86_64"));
 
-    // Guests without the driver for it hand no VMCOREINFO over.
+    // Guests without the driver pass no VMCOREINFO to QEMU.
     let found = Linux::find(&dead.ram, &[]).unwrap();
     assert_eq!(found.vmcoreinfo(), linux.vmcoreinfo());
 
@@ -38,19 +38,19 @@ fn check(kernel: Kernel, release: &str) -> Result<()> {
 }
 
 #[test]
-fn linux_6_1_is_understood_without_its_symbols() -> Result<()> {
+fn linux_6_1_is_parsed_without_symbols() -> Result<()> {
     check(Kernel::Stable, "6.1.")
 }
 
 #[test]
-fn linux_6_12_is_understood_without_its_symbols() -> Result<()> {
+fn linux_6_12_is_parsed_without_symbols() -> Result<()> {
     check(Kernel::Newer, "6.12.")
 }
 
-/// The kernel took them out of use, whatever they held: their descriptors are no damage.
+/// The kernel takes these pages out of use with their contents: their descriptors are not damage.
 #[test]
-fn soft_offlined_pages_are_known_for_what_they_are() -> Result<()> {
-    // One in each MiB: free pages, page cache, memory of programs; the kernel's own are refused.
+fn soft_offlined_pages_are_recognised() -> Result<()> {
+    // One page in each MiB: free pages, page cache, process memory. The kernel refuses its own.
     let offline = "for mib in $(seq 64 480); do \
                    echo $((mib * 1048576 + 409600)) >/sys/devices/system/memory/soft_offline_page; done 2>/dev/null; \
                    sed -n 's/HardwareCorrupted: *\\([0-9]*\\) kB/\\1/p' /proc/meminfo";
@@ -65,13 +65,13 @@ fn soft_offlined_pages_are_known_for_what_they_are() -> Result<()> {
     for bits in 2..32 {
         let found = linux.classify(DumpLevel::new(bits).unwrap()).unwrap().counts;
         assert_eq!(found.unjudged, 0, "{bits}: {found:?}");
-        // Some still look like what they were, which levels may leave out as well.
+        // Some still look like their old class, which levels may exclude as well.
         assert!(found.poisoned <= pages && found.excluded() >= pages, "{bits}: {pages} pages, {found:?}");
     }
     Ok(())
 }
 
-/// The first kernel's memory is as it left it, most of the time: only the processors tell that it runs no more.
+/// The first kernel's memory is mostly unchanged after kexec; only the processors' registers show that it no longer runs.
 #[test]
 fn kernel_left_by_kexec_is_not_mistaken_for_guest() -> Result<()> {
     let (home, next) = (tempfile::tempdir().unwrap(), artifacts::busybox_on(Kernel::Newer)?);
@@ -80,7 +80,7 @@ fn kernel_left_by_kexec_is_not_mistaken_for_guest() -> Result<()> {
     let (system, script) = (home.path().join("system.img"), home.path().join("script.img"));
     images::ext4(&system, 64, &[file("vmlinuz", &next.kernel), file("initrd", &next.initrd)])?;
     std::fs::write(&script, format!("{:512}", "echo c >/proc/sysrq-trigger; exit 0\n#")).unwrap();
-    // Without the driver that would hand its own note to QEMU.
+    // The driver that would pass its own note to QEMU is disabled.
     let cmdline = "console=ttyS0 module_blacklist=qemu_fw_cfg boot_script=vdb";
     let vm = PlainVm::busybox_on("kexec", Kernel::Stable).drive(&system, "").drive(&script, "");
     let dead = Dead::that_died(vm, 512, |vm| {

@@ -1,6 +1,6 @@
-//! Pages told apart as makedumpfile does it: class by class the same number, at every kind of level.
+//! Classes of pages compared with makedumpfile's: each class must have the same number of pages, at every kind of level.
 //!
-//! A dead guest's RAM is given to makedumpfile as an ELF file that is made here.
+//! makedumpfile gets the dead guest's RAM as an ELF file that is made here.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -16,7 +16,7 @@ use hearth_vmtest::{Drives, PlainVm, Result, images};
 use super::dead::{Dead, work};
 use super::tools;
 
-/// The counts as makedumpfile names them.
+/// Hearth's counts under makedumpfile's names.
 fn named(ram: &DeadRam, found: &Classification, level: DumpLevel) -> tools::Counts {
     let ClassCounts { cache, private_cache, user, free, poisoned, offline, unjudged, undescribed } = found.counts;
     assert_eq!((unjudged, undescribed), (0, 0));
@@ -61,7 +61,7 @@ fn check(kernel: Kernel, dead: &Dead, levels: &[u8]) {
     }
 }
 
-/// Notes and RAM, program headers right behind the ELF header, where makedumpfile looks for them.
+/// Writes an ELF file with notes and RAM. The program headers follow the ELF header, where makedumpfile expects them.
 fn write_elf(path: &Path, dead: &Dead) {
     const EHDR_BYTES: u64 = 64;
     const PHDR_BYTES: u64 = 56;
@@ -102,7 +102,7 @@ fn write_elf(path: &Path, dead: &Dead) {
     file.set_len(ram_start).unwrap();
 }
 
-/// File systems of the guest: what each of them keeps beside its pages differs, and xfs has large folios.
+/// Uses several file systems in the guest: each keeps other data beside its pages, and xfs has large folios.
 fn disks(vm: &PlainVm) -> Result<()> {
     for (device, kind) in [("vda", "ext4"), ("vdb", "xfs")] {
         let place = format!("mkdir /{kind} && mount -t {kind} /dev/{device} /{kind} && cd /{kind}");
@@ -126,25 +126,25 @@ fn check_busybox(kernel: Kernel, mib: u64, levels: &[u8]) -> Result<()> {
 
 #[test]
 #[ignore = "make test-vmcore"]
-fn linux_6_1_is_judged_as_makedumpfile_does_at_every_level() -> Result<()> {
+fn linux_6_1_classes_match_makedumpfile_at_every_level() -> Result<()> {
     check_busybox(Kernel::Stable, 512, &(0..32).collect::<Vec<_>>())
 }
 
 #[test]
 #[ignore = "make test-vmcore"]
-fn linux_6_12_is_judged_as_makedumpfile_does() -> Result<()> {
+fn linux_6_12_classes_match_makedumpfile() -> Result<()> {
     check_busybox(Kernel::Newer, 512, &[31, 30, 29, 27, 23, 17, 15, 8])
 }
 
 #[test]
 #[ignore = "make test-vmcore"]
-fn ram_above_4_gib_is_judged_as_makedumpfile_does() -> Result<()> {
+fn classes_above_4_gib_match_makedumpfile() -> Result<()> {
     check_busybox(Kernel::Stable, 3328, &[31])
 }
 
 #[test]
 #[ignore = "make test-vmcore"]
-fn a_whole_debian_is_judged_as_makedumpfile_does() -> Result<()> {
+fn debian_classes_match_makedumpfile() -> Result<()> {
     let home = tempfile::tempdir().unwrap();
     let root = home.path().join("root.img");
     images::copy(&artifacts::debian_root()?, &root)?;

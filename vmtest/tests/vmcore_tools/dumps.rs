@@ -1,4 +1,4 @@
-//! Dumps that Hearth made: of every kind of panic, and what they leave out compared with makedumpfile on the same memory.
+//! Dumps by Hearth: of every kind of panic, and with the same pages excluded as makedumpfile excludes from the same memory.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ use super::elf::{self, Core};
 use super::panics::{self, Panic};
 use super::tools;
 
-/// A guest whose memory is worth a filter.
+/// A guest with memory of every class.
 fn guest(linux: Linux, memory_mib: u64, on_panic: &str, dumps: &Path) -> Result<TestVm> {
     let builder = match linux {
         Linux::Stable => TestVm::busybox("vmcore"),
@@ -28,7 +28,7 @@ fn panic(vm: &TestVm, panic: Panic) -> Result<()> {
     if panic == Panic::Nmi { vm.crash() } else { Ok(()) }
 }
 
-/// Panics and is dumped while the next incarnation boots; then every tool reads the dump.
+/// Makes a guest panic and waits for its dump, while the next incarnation boots; then reads the dump with every tool.
 fn check_traces(linux: Linux, way: Panic) -> Result<()> {
     println!("{linux:?}, {way:?}");
     let (folder, _) = tools::scratch();
@@ -36,11 +36,11 @@ fn check_traces(linux: Linux, way: Panic) -> Result<()> {
     panic(&vm, way)?;
     let done = vm.wait_event_within("the dump", patience(60), |event| event["kind"] == "dump_complete")?;
     vm.wait_incarnation(2)?;
-    // Without the file and without any tool the operator is told, too.
+    // The status shows the reason, too, without any tool.
     let reason = way.traces().log.trim_start_matches("Kernel panic - not syncing: ");
     let status = vm.status()?;
-    for told in [&status["last_recovery"]["panic"], &status["dumps"][0]["panic"]] {
-        assert!(told.as_str().is_some_and(|told| told.contains(reason)), "{way:?}: {status}");
+    for shown in [&status["last_recovery"]["panic"], &status["dumps"][0]["panic"]] {
+        assert!(shown.as_str().is_some_and(|shown| shown.contains(reason)), "{way:?}: {status}");
     }
     let dump = PathBuf::from(done["file"].as_str().unwrap());
     let dump = if dump.is_absolute() { dump } else { folder.path().join(dump) };
@@ -48,8 +48,7 @@ fn check_traces(linux: Linux, way: Panic) -> Result<()> {
     Ok(())
 }
 
-/// The same memory through Hearth and through makedumpfile: what is left out, page for page, and what is kept, byte for
-/// byte.
+/// Dumps the same memory with Hearth and makedumpfile: the excluded pages must match in number, and the kept ones in every byte.
 fn check_classes(linux: Linux, memory_mib: u64) -> Result<()> {
     let (folder, file) = tools::scratch();
     let vm = guest(linux, memory_mib, "pause", folder.path())?;
@@ -64,15 +63,15 @@ fn check_classes(linux: Linux, memory_mib: u64) -> Result<()> {
     let ours = dump("lzo", &["--level", "31", "--compress", "lzo"])?;
     let excluded = vm.status()?["dumps"].as_array().and_then(|dumps| dumps.last().cloned()).unwrap();
     let as_elf = dump("elf", &["--level", "31", "--format", "elf"])?;
-    // Independent of what Hearth writes but for its notes: the RAM file itself, with a head.
+    // The reference is the RAM file itself with an ELF header; only its notes come from Hearth.
     let reference = file("reference");
     elf::from_ram(&vm.ram_file(1), &Core::open(&as_elf), &reference);
     let counts = tools::makedumpfile(linux, "-l", 31, &reference, &file("theirs"));
     println!("{linux:?}, {memory_mib} MiB: {counts:?}\nHearth: {excluded}");
     assert_counts(&excluded, &counts);
-    // Not what makedumpfile makes an ELF file of: short runs of excluded pages stay in those.
+    // makedumpfile's own ELF output would not do: it keeps short runs of excluded pages.
     let (ram, kept) = (Core::open(&reference), Core::open(&as_elf));
-    assert_eq!(ram.assert_holds(&kept), counts["Remaining pages"], "pages kept that are not zero");
+    assert_eq!(ram.assert_holds(&kept), counts["Remaining pages"], "kept pages that are not zero");
     let addresses = kept.some_addresses();
     assert!(addresses.len() >= 1000, "only {} pages to compare", addresses.len());
     for name in ["lzo", "zlib"] {
@@ -82,12 +81,12 @@ fn check_classes(linux: Linux, memory_mib: u64) -> Result<()> {
             assert_eq!(again[class], counts[class], "{name}, filtered again: {class}");
         }
         let pages = tools::read_pages(linux, &ours, &addresses);
-        assert!(pages == ram.pages(&addresses), "{name}: the pages that drgn reads are not those of the RAM file");
+        assert!(pages == ram.pages(&addresses), "{name}: drgn's pages differ from the RAM file");
     }
     tools::check_traces(linux, &as_elf, Panic::Sysrq, "probe");
     let whole = dump("zlib-1", &["--level", "1", "--compress", "zlib"])?;
     tools::check_traces(linux, &whole, Panic::Sysrq, "probe");
-    // What was left in at level 1 is what makedumpfile leaves out at level 31.
+    // makedumpfile excludes at level 31 what level 1 kept.
     let again = tools::makedumpfile(linux, "-l", 31, &whole, &file("whole-again"));
     for class in ["Non-private cache pages", "User process data pages", "Free pages", "Remaining pages"] {
         assert_eq!(again[class], counts[class], "level 1, filtered at 31: {class}");
@@ -125,18 +124,18 @@ fn a_panic_of_linux_6_12_is_found_in_its_dump() -> Result<()> {
 
 #[test]
 #[ignore = "make test-vmcore"]
-fn pages_are_classified_as_makedumpfile_does_it() -> Result<()> {
+fn excluded_pages_match_makedumpfile() -> Result<()> {
     check_classes(Linux::Stable, 1024)
 }
 
 #[test]
 #[ignore = "make test-vmcore"]
-fn pages_above_4_gib_are_classified_as_makedumpfile_does_it() -> Result<()> {
+fn excluded_pages_above_4_gib_match_makedumpfile() -> Result<()> {
     check_classes(Linux::Stable, 5120)
 }
 
 #[test]
 #[ignore = "make test-vmcore"]
-fn pages_of_linux_6_12_are_classified_as_makedumpfile_does_it() -> Result<()> {
+fn excluded_pages_of_linux_6_12_match_makedumpfile() -> Result<()> {
     check_classes(Linux::Newer, 3072)
 }

@@ -1,4 +1,4 @@
-//! ELF cores: one made of a RAM file as it is, and what others hold, page by page.
+//! ELF cores: a core made from a RAM file, and the pages of any core.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -14,11 +14,11 @@ const PT_NOTE: u32 = 4;
 const SPLIT_FROM: u64 = 0xb000_0000;
 const LOW_WHEN_SPLIT: u64 = 2 << 30;
 
-/// A core whose segments are known.
+/// An opened core, with its segments.
 pub struct Core {
     file: File,
     pub notes: Vec<u8>,
-    /// By guest-physical address: where in the file, bytes in the file.
+    /// Guest-physical address of each segment -> offset and bytes in the file.
     loads: BTreeMap<u64, (u64, u64)>,
 }
 
@@ -27,10 +27,10 @@ impl Core {
         let file = File::open(path).unwrap();
         let mut head = [0; 64];
         file.read_exact_at(&mut head, 0).unwrap();
-        assert!(head.starts_with(b"\x7fELF"), "{} is no ELF file", path.display());
+        assert!(head.starts_with(b"\x7fELF"), "{} is not an ELF file", path.display());
         let (table, mut count) = (u64_at(&head, 32), u64::from(u16_at(&head, 56)));
         if count == 0xffff {
-            // Too many for the field: the first section header has the number.
+            // The count does not fit the field, so the first section header has it.
             let mut section = [0; 64];
             file.read_exact_at(&mut section, u64_at(&head, 40)).unwrap();
             count = u64::from(u32_at(&section, 44));
@@ -52,7 +52,7 @@ impl Core {
         core
     }
 
-    /// Calls with every page that the file holds: address and bytes.
+    /// Calls `call` with the address and bytes of every page in the file.
     fn each_page(&self, mut call: impl FnMut(u64, &[u8])) {
         let mut page = [0; PAGE_BYTES as usize];
         for (address, (offset, bytes)) in &self.loads {
@@ -73,7 +73,7 @@ impl Core {
         Some(page)
     }
 
-    /// Every page of the other that is not zero is here with the same bytes; returns how many.
+    /// Asserts that every non-zero page of `other` is here with the same bytes. Returns their number.
     pub fn assert_holds(&self, other: &Core) -> u64 {
         let mut pages = 0u64;
         other.each_page(|address, bytes| {
@@ -86,7 +86,7 @@ impl Core {
         pages
     }
 
-    /// Addresses of 1000 pages and more, spread over all that are not zero.
+    /// Addresses of at least 1000 pages, if there are as many, spread over all non-zero ones.
     pub fn some_addresses(&self) -> Vec<u64> {
         let mut addresses = Vec::new();
         self.each_page(|address, bytes| {
@@ -103,7 +103,7 @@ impl Core {
     }
 }
 
-/// A core of the whole RAM file, with the notes of another core; holes stay holes.
+/// Writes a core of the whole RAM file, with the notes of another core. Holes stay holes.
 pub fn from_ram(ram: &Path, notes_of: &Core, path: &Path) {
     let source = File::open(ram).unwrap();
     let ram_bytes = source.metadata().unwrap().len();

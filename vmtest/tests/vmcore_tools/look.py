@@ -6,7 +6,7 @@ from drgn.helpers.linux.printk import get_printk_records
 
 crashed = prog.crashed_thread()
 tasks = [task.comm.string_().decode() for task in for_each_task(prog)]
-# Where the user's part of the stack begins, unwinding is guesswork.
+# Unwinding is guesswork beyond the kernel's part of the stack.
 stack = [frame.name or hex(frame.pc) for frame in crashed.stack_trace()][:64]
 print(json.dumps({
     "release": prog["init_uts_ns"].name.release.string_().decode(),

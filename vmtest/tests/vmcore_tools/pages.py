@@ -1,4 +1,4 @@
-# Run by drgn with a dump loaded: writes the pages at the physical addresses of one file to another.
+# Run by drgn with a dump loaded: reads physical addresses from one file and writes their pages to another.
 import sys
 
 with open(sys.argv[1]) as addresses, open(sys.argv[2], "wb") as pages:

@@ -1,4 +1,4 @@
-//! The ways in which a kernel is made to panic, and what a debugger must find afterwards.
+//! Ways to make a kernel panic, and what a debugger must find afterwards.
 
 use hearth_vmtest::artifacts::Linux;
 use hearth_vmtest::images::File;
@@ -7,21 +7,21 @@ use hearth_vmtest::{Drives, Result};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Panic {
     Sysrq,
-    /// A module that writes through a null pointer.
+    /// A module writes through a null pointer.
     NullPointer,
     OutOfMemory,
     HungTask,
-    /// Injected from outside by the machine's owner; the guest has no part in it.
+    /// The machine's owner injects it from outside.
     Nmi,
 }
 
-/// What is found in the dump.
+/// What the dump must show.
 pub struct Traces {
-    /// A line of the kernel's log.
+    /// Text of a line in the kernel's log.
     pub log: &'static str,
-    /// The name of the task that panicked; the NMI hits whoever runs.
+    /// The task that panicked; `None` for the NMI, which hits any task.
     pub task: Option<&'static str>,
-    /// A function on its stack.
+    /// A function on that task's stack.
     pub function: &'static str,
 }
 
@@ -41,31 +41,32 @@ impl Panic {
         Traces { log, task, function }
     }
 
-    /// The guest's orders. Does not wait for the end. For the NMI the guest is made ready: it is to hit a task that is in the
-    /// kernel, for the `crash` of Debian 12 cannot show the user's side of a stack of Linux 6.1, nor a task that is about to end.
+    /// Starts the panic in the guest, without waiting for its end. For the NMI it only prepares the guest: the NMI should hit a
+    /// task in the
+    /// kernel, since Debian 12's `crash` can show neither the user part of a Linux 6.1 stack nor a task that is about to end.
     pub fn start(self, guest: &impl Drives) -> Result<()> {
-        let orders = match self {
+        let commands = match self {
             Panic::Nmi => return guest.sh("dd if=/dev/urandom of=/dev/null bs=8M >/dev/null 2>&1 &").map(drop),
             Panic::Sysrq => return guest.panic(),
             Panic::NullPointer => "echo 1 >/proc/sys/kernel/panic_on_oops; insmod /mnt/hearth_fault.ko",
-            // More than any guest here has, which the kernel would refuse at once if it were asked to be careful.
+            // More memory than any guest here has; without overcommit the kernel would refuse it at once.
             Panic::OutOfMemory => "cd /proc/sys/vm; echo 1 >panic_on_oom; echo 1 >overcommit_memory; probe hog 100000",
             Panic::HungTask => {
                 "cd /proc/sys/kernel; echo 1 >hung_task_panic; echo 2 >hung_task_timeout_secs; \
                  fsfreeze --freeze /mnt; touch /mnt/never"
             }
         };
-        guest.guest().start(orders).map(drop)
+        guest.guest().start(commands).map(drop)
     }
 }
 
-/// The module that breaks the kernel, for the root folder of the guest's disk.
+/// The module that faults, for the root folder of the guest's disk.
 pub fn module(linux: Linux) -> File {
     let module = std::fs::read(linux.vmcore_kernel("hearth_fault.ko")).expect("`make test-vmcore` makes the module");
     File { path: "hearth_fault.ko".into(), contents: module }
 }
 
-/// Makes the guest's memory worth a filter: its own file cache, dirty and clean, anonymous memory, freed memory.
+/// Fills the guest's memory with every class of pages: clean and dirty file cache, anonymous memory, freed memory.
 pub fn fill(guest: &impl Drives, mib: u64) -> Result<()> {
     let files = format!(
         "mount -t ext4 /dev/vda /mnt && probe fill /mnt/cached {} 3 && cp /mnt/cached /tmp/copy && \

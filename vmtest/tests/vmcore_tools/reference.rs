@@ -1,4 +1,4 @@
-//! Dumps that QEMU made: when these fail, it is not Hearth.
+//! Dumps by QEMU: if these tests fail, the cause is not Hearth.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use serde_json::json;
 use super::panics::{self, Panic};
 use super::tools;
 
-/// Boots, fills, panics, and has QEMU write all of the guest's memory.
+/// Boots a guest, fills its memory, makes it panic, and has QEMU dump all of its memory.
 fn qemu_dump(linux: Linux, panic: Panic, dump: &Path) -> Result<()> {
     let home = tempfile::tempdir().unwrap();
     let image = home.path().join("disk.img");
@@ -35,10 +35,10 @@ fn check(linux: Linux, panic: Panic) -> Result<()> {
     tools::check_traces(linux, &dump, panic, "probe");
     let counts = tools::makedumpfile(linux, "-l", 31, &dump, &file("filtered"));
     if panic == Panic::OutOfMemory {
-        // Its memory is full of what `fill` did not put there.
+        // Most of its memory was filled by the process that ran out of it.
         return Ok(());
     }
-    // What `fill` made, in pages: file cache on disk and in memory, anonymous memory, freed memory.
+    // Pages that `fill` made: file cache on disk and in memory, anonymous memory, freed memory.
     let pages = |mib: u64| mib << 8;
     for (class, least) in
         [("Non-private cache pages", pages(32)), ("User process data pages", pages(64)), ("Free pages", pages(64))]
@@ -50,12 +50,12 @@ fn check(linux: Linux, panic: Panic) -> Result<()> {
 
 #[test]
 #[ignore = "make test-vmcore"]
-fn every_panic_leaves_its_traces() -> Result<()> {
+fn every_panic_is_found_in_qemus_dump() -> Result<()> {
     Panic::ALL.into_iter().try_for_each(|panic| check(Linux::Stable, panic))
 }
 
 #[test]
 #[ignore = "make test-vmcore"]
-fn a_panic_of_linux_6_12_leaves_its_traces() -> Result<()> {
+fn panic_of_linux_6_12_is_found_in_qemus_dump() -> Result<()> {
     check(Linux::Newer, Panic::NullPointer)
 }

@@ -1,4 +1,4 @@
-//! Running the readers of dumps, and understanding what they print.
+//! Runs the tools that read dumps, and parses their output.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -9,7 +9,7 @@ use hearth_vmtest::artifacts::{self, Linux};
 
 use super::panics::Panic;
 
-/// Debian 12's crash is older than Linux 6.12, and takes every dump of it for one of another kernel.
+/// Kernels that `crash` can read. Debian 12's is older than Linux 6.12, and thinks that its dumps belong to another kernel.
 const CRASH_READS: [Linux; 1] = [Linux::Stable];
 
 const LOOK: &str = include_str!("look.py");
@@ -18,19 +18,19 @@ const PAGES: &str = include_str!("pages.py");
 /// Pages of each class, as makedumpfile names them.
 pub type Counts = BTreeMap<String, u64>;
 
-/// What drgn sees of a dump.
+/// Output of drgn's script for a dump.
 #[derive(Debug, serde::Deserialize)]
 pub struct Seen {
     pub release: String,
     /// The task that panicked.
     pub crashed: String,
-    /// Its functions, innermost first.
+    /// That task's functions, innermost first.
     pub stack: Vec<String>,
     pub tasks: Vec<String>,
     pub log: Vec<String>,
 }
 
-/// Opens a dump in every reader, and finds what this panic leaves. `task` is one that ran besides.
+/// Opens a dump with every tool, and asserts that it shows this panic. `task` is another task that ran.
 pub fn check_traces(linux: Linux, dump: &Path, panic: Panic, task: &str) {
     let traces = panic.traces();
     let seen = drgn(linux, dump);
@@ -53,7 +53,7 @@ pub fn drgn(linux: Linux, dump: &Path) -> Seen {
     serde_json::from_str(said.trim()).unwrap_or_else(|error| panic!("{error}: {said}"))
 }
 
-/// The bytes of pages at these guest-physical addresses, one after the other.
+/// The contents of the pages at these guest-physical addresses.
 pub fn read_pages(linux: Linux, dump: &Path, addresses: &[u64]) -> Vec<u8> {
     let (_folder, file) = scratch();
     let (list, pages) = (file("addresses"), file("pages"));
@@ -78,11 +78,11 @@ fn run_drgn(linux: Linux, dump: &Path, script_text: &str, arguments: &[&Path]) -
     output(command.args(arguments))
 }
 
-/// What `crash` answers to each of the commands.
+/// Output of `crash` for these commands.
 pub fn crash(linux: Linux, dump: &Path, commands: &str) -> String {
     let mut command = Command::new("crash");
     command.args(["-s", "--no_crashrc"]).arg(linux.vmcore_kernel("vmlinux")).arg(dump);
-    // No pager, no line editing.
+    // This terminal has no pager and no line editing.
     command.env("TERM", "dumb").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().expect("`make test-vmcore` installs crash");
     let mut input = child.stdin.take().unwrap();
@@ -94,9 +94,9 @@ pub fn crash(linux: Linux, dump: &Path, commands: &str) -> String {
     said
 }
 
-/// Filters a dump at a level with `-c`, `-l` or no compression (`-E`: ELF); returns the pages it counted.
+/// Filters a dump at a level with compression `-c` or `-l`, or to ELF (`-E`). Returns its counts of pages.
 ///
-/// Debian 12's (1.7.2) knows Linux 6.1; large folios of 6.12 it takes for single pages.
+/// Debian 12's version (1.7.2) knows Linux 6.1; it takes large folios of 6.12 for single pages.
 pub fn makedumpfile(linux: Linux, compression: &str, level: u8, dump: &Path, filtered: &Path) -> Counts {
     let mut command = match linux {
         Linux::Stable => Command::new("makedumpfile"),
@@ -114,7 +114,7 @@ pub fn output(command: &mut Command) -> String {
     said.into_owned()
 }
 
-/// `    Pages filled with zero  : 0x0000000000000f42`
+/// Parses lines like `    Pages filled with zero  : 0x0000000000000f42`.
 pub fn counts(report: &str) -> Counts {
     let count = |line: &str| {
         let (name, value) = line.rsplit_once(':')?;
@@ -125,7 +125,7 @@ pub fn counts(report: &str) -> Counts {
 }
 
 #[test]
-fn counts_are_read_from_what_makedumpfile_prints() {
+fn counts_are_parsed_from_makedumpfiles_output() {
     let report = "Original pages  : 0x0000000000080000\n  Excluded pages   : 0x000000000007abfe\n\
                   \x20   Pages filled with zero  : 0x0000000000000f42\nMemory Hole     : 0x0\ntext: 12\n";
     let counts = counts(report);

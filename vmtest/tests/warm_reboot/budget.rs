@@ -1,5 +1,5 @@
-//! Budget: while the dead memory and the new one share the host's memory, together they never hold more than the machine
-//! may have, and what is given up for that is read from the disk again.
+//! Budget: dead and new memory together never exceed the machine's budget, and blocks released for that are read from the disk
+//! again.
 
 use hearth_vmtest::residency::Watch;
 use hearth_vmtest::{Disk, Drives, Result, TestVm, faults};
@@ -7,7 +7,7 @@ use hearth_vmtest::{Disk, Drives, Result, TestVm, faults};
 use crate::shelf::{self, Ember, Reads, SHELF, assert_disk_reads_as_its_image};
 
 const RAM_MIB: u64 = 512;
-/// What `budget_slack` is if nobody says otherwise.
+/// Default of `budget_slack`.
 const SLACK_PERCENT: u64 = 3;
 
 #[test]
@@ -19,13 +19,13 @@ fn memory_never_exceeds_the_budget() -> Result<()> {
     vm.sh("cat /dev/vdb >/dev/null")?;
     vm.panic()?;
     vm.wait_incarnation(2)?;
-    // Reads of what the guest read last move pages from the old memory to the new, then the new one outgrows them all.
+    // Reading the guest's last blocks moves pages from the old memory to the new; then the new memory outgrows the old.
     SHELF.verify(&vm)?;
     vm.sh(&format!("dd if=/dev/vdb of=/dev/null bs=1M skip={}", 2 * RAM_MIB - 100))?;
     shelf::hog(&vm)?;
     let ember = Ember::of(&vm)?;
     assert!(ember.served > 0 && ember.trimmed > 0, "{ember:?}");
-    // A second death at the worst moment: the memory is full, and part of it is still the first one's.
+    // A second death at the worst moment: memory is full, and partly still the first guest's.
     vm.kill_qemu()?;
     vm.wait_incarnation(3)?;
     SHELF.verify(&vm)?;
@@ -37,13 +37,13 @@ fn memory_never_exceeds_the_budget() -> Result<()> {
     Ok(())
 }
 
-/// With 3 GiB the RAM file's upper third is memory above 4 GiB to the guest, and Linux fills that first.
+/// With 3 GiB, the upper third of the RAM file is at guest addresses above 4 GiB, and Linux fills that first.
 #[test]
-fn memory_above_4_gib_is_kept_like_the_rest() -> Result<()> {
+fn memory_above_4_gib_is_kept_too() -> Result<()> {
     let vm = TestVm::busybox("large").memory_mib(3072).disk(SHELF.ext4()).boot()?;
     let first = SHELF.verify_counted(&vm, Reads::of(&vm)?)?;
     let high_bytes = faults::resident_bytes(&vm.ram_file(1), 2 << 30..3 << 30)?;
-    assert!(high_bytes >= SHELF.bytes(), "only {high_bytes} bytes are in high memory");
+    assert!(high_bytes >= SHELF.bytes(), "only {high_bytes} bytes above 4 GiB are in use");
     let before = Reads::of(&vm)?;
     vm.panic()?;
     vm.wait_incarnation(2)?;

@@ -1,6 +1,6 @@
-//! The shelf: pattern files on a machine's data disk, and what reading them cost.
+//! The shelf: pattern files on a machine's data disk, and the cost of reading them.
 //!
-//! Every block of every file is unlike any other, so a wrong block is seen whatever it is: stale, misplaced or damaged.
+//! All blocks of all files differ, so any wrong block is noticed, whether stale, misplaced or damaged.
 
 use std::ops::Range;
 use std::path::Path;
@@ -14,18 +14,18 @@ pub const PAGE_BYTES: u64 = 4096;
 const FILE_BYTES: usize = 1 << 20;
 pub const PAGES_PER_FILE: u64 = FILE_BYTES as u64 / PAGE_BYTES;
 
-/// What the files hold when the machine is made.
+/// Seed of the files' contents when the machine is made.
 pub const ORIGINAL: u64 = 1;
-/// What tests put in their place.
+/// Seed of the contents that tests write later.
 pub const CHANGED: u64 = 2;
 
-/// So many files of 1 MiB.
+/// A number of files of 1 MiB each.
 #[derive(Clone, Copy)]
 pub struct Shelf {
     pub files: usize,
 }
 
-/// Enough to be told from what a boot reads, little enough to be read in a second under emulation.
+/// Enough to stand out from a boot's reads, but small enough to be read in a second under emulation.
 pub const SHELF: Shelf = Shelf { files: 32 };
 
 impl Shelf {
@@ -37,7 +37,7 @@ impl Shelf {
         self.bytes() / PAGE_BYTES
     }
 
-    /// The disk as ext4, with room for what tests write. Smaller file systems have a journal of 4 MiB only.
+    /// The disk as ext4, with space for what tests write. Smaller file systems would have a journal of only 4 MiB.
     pub fn ext4(self) -> Disk {
         Disk::ext4(self.files as u64 + 128).with_files(self.contents())
     }
@@ -50,19 +50,19 @@ impl Shelf {
         (0..self.files).map(|number| File::pattern(&name(number), FILE_BYTES, ORIGINAL))
     }
 
-    /// Mounts the disk if need be, reads every file and compares it with what it should be.
+    /// Mounts the disk if necessary, reads every file and compares it with its expected contents.
     pub fn verify(self, vm: &TestVm) -> Result<()> {
         self.verify_changed(vm, 0)
     }
 
-    /// The same when the first `changed` files were replaced.
+    /// Like [`Self::verify`], after the first `changed` files were replaced.
     pub fn verify_changed(self, vm: &TestVm, changed: usize) -> Result<()> {
         mount(vm, "rw")?;
         verify(vm, 0..changed, CHANGED)?;
         verify(vm, changed..self.files, ORIGINAL)
     }
 
-    /// Verifies, and says what that cost since `before`.
+    /// Verifies all files, and returns the reads since `before`.
     pub fn verify_counted(self, vm: &TestVm, before: Reads) -> Result<Reads> {
         self.verify(vm)?;
         Ok(Reads::of(vm)?.since(before))
@@ -73,7 +73,7 @@ fn name(number: usize) -> String {
     format!("f{number:03}")
 }
 
-/// The names of files, for a shell.
+/// Names of files, for a shell.
 pub fn names(files: Range<usize>) -> String {
     files.map(name).collect::<Vec<_>>().join(" ")
 }
@@ -83,28 +83,28 @@ pub fn mount(vm: &TestVm, options: &str) -> Result<()> {
     vm.sh(&format!("grep -q ' /mnt ' /proc/mounts || mount -o noatime,{options} /dev/vda /mnt")).map(drop)
 }
 
-/// Puts new contents into files and onto the disk.
+/// Writes new contents to files and to the disk.
 pub fn change(vm: &TestVm, files: Range<usize>) -> Result<()> {
     vm.sh(&format!("cd /mnt && for f in {}; do probe fill $f {FILE_BYTES} {CHANGED} || exit; done", names(files)))
         .map(drop)
 }
 
-/// Reads files, which must all be there, and compares them with what they should hold.
+/// Reads files, which must all exist, and compares them with the contents of this seed.
 pub fn verify(vm: &TestVm, files: Range<usize>, seed: u64) -> Result<()> {
     let names = names(files);
     vm.sh(&format!("cd /mnt && for f in {names}; do probe verify $f {seed} || {{ echo in $f; exit 1; }}; done"))
         .map(drop)
 }
 
-/// A process of the guest takes nearly all memory that is to be had, and holds it.
+/// Starts a process in the guest that takes nearly all available memory and keeps it.
 pub fn hog(vm: &TestVm) -> Result<()> {
-    // The first line of the probe comes when it holds all of it.
+    // The probe prints its first line once it has all of the memory.
     let mib = "$(awk '/^MemAvailable/ { print int($2 / 1024) - 16 }' /proc/meminfo)";
     vm.sh(&format!("mkfifo /run/hog && {{ probe hog {mib} >/run/hog & }} && read line </run/hog && echo $line"))
         .map(drop)
 }
 
-/// The guest, with nothing mounted any more, reads its whole disk, and the host its whole image: they are the same.
+/// Asserts that the guest's whole disk, unmounted, equals the host's image.
 #[track_caller]
 pub fn assert_disk_reads_as_its_image(vm: &TestVm) -> Result<()> {
     let seen = vm.sh("umount /mnt && md5sum </dev/vda")?;
@@ -118,7 +118,7 @@ fn sum_of(image: &Path) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Bytes that the guest has read from all its disks, by where they came from.
+/// Bytes that the guest has read from all its disks, by source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reads {
     pub warm_bytes: u64,
@@ -138,7 +138,7 @@ impl Reads {
     }
 }
 
-/// What became of the ember's pages.
+/// Counts of the ember's pages.
 #[derive(Clone, Copy, Debug)]
 pub struct Ember {
     pub kept: u64,

@@ -1,6 +1,6 @@
-//! Truth: whatever is in the dead memory, the guest reads what the disk holds.
+//! Truth: whatever the dead memory holds, the guest reads what the disk holds.
 //!
-//! Each test also shows that it was on trial: that memory unlike the disk was there, and was refused.
+//! Each test also shows that there was memory that differed from the disk, and that it was refused.
 
 use std::hash::{BuildHasher, RandomState};
 
@@ -12,7 +12,7 @@ use crate::shelf::{self, Ember, ORIGINAL, PAGES_PER_FILE, SHELF, Shelf, assert_d
 fn dirty_pages_are_never_reused() -> Result<()> {
     let vm = ext4("dirty", SHELF).boot()?;
     SHELF.verify(&vm)?;
-    // From here on the guest writes nothing to the disk by itself.
+    // From here on the guest writes nothing back by itself.
     vm.sh("sync; echo 0 >/proc/sys/vm/dirty_writeback_centisecs; echo 90 >/proc/sys/vm/dirty_background_ratio")?;
     let dirty = shelf::names(0..4);
     vm.sh(&format!("cd /mnt && for f in {dirty}; do dd if=/dev/zero of=$f bs=1M count=1 conv=notrunc; done"))?;
@@ -24,7 +24,7 @@ fn dirty_pages_are_never_reused() -> Result<()> {
     assert_disk_reads_as_its_image(&vm)
 }
 
-/// The kernel drops clean pages without a word, and a process of the guest fills their frames.
+/// The kernel drops clean pages silently, and a process fills their frames.
 #[test]
 fn reused_page_frames_are_never_served() -> Result<()> {
     let shelf = Shelf { files: 64 };
@@ -39,8 +39,9 @@ fn reused_page_frames_are_never_served() -> Result<()> {
     assert_disk_reads_as_its_image(&vm)
 }
 
-/// Files whose new contents are in the journal only, while the guest also holds clean pages of where they belong, as
-/// the disk had them: the next mount replays the journal, and from then on those pages are wrong.
+/// Files whose new contents are only in the journal, while the guest also holds clean pages of their old blocks. The next mount
+/// replays
+/// the journal, which makes those pages stale.
 #[test]
 fn blocks_changed_by_a_journal_replay_are_served_new() -> Result<()> {
     let vm = ext4("replay", SHELF).memory_mib(512).boot()?;
@@ -68,7 +69,7 @@ fn discarded_blocks_are_not_served() -> Result<()> {
     remove(&vm, 0..8)?;
     vm.kill_qemu()?;
     vm.wait_incarnation(2)?;
-    // This time the ember holds what is discarded.
+    // This time the ember holds the discarded blocks.
     shelf::mount(&vm, "discard")?;
     remove(&vm, 8..16)?;
     let ember = Ember::of(&vm)?;
@@ -90,9 +91,9 @@ fn remove(vm: &TestVm, files: std::ops::Range<usize>) -> Result<()> {
     Ok(())
 }
 
-/// The second incarnation replaces files that it has not read: the third must not see what the first one knew of them.
+/// The second incarnation replaces files that it has not read. The third must not get the first one's contents.
 #[test]
-fn files_replaced_while_the_ember_glows_are_served_new() -> Result<()> {
+fn files_replaced_since_the_crash_are_served_new() -> Result<()> {
     let vm = TestVm::busybox("replaced").memory_mib(256).disk(SHELF.xfs()).boot()?;
     SHELF.verify(&vm)?;
     vm.kill_qemu()?;
@@ -104,13 +105,13 @@ fn files_replaced_while_the_ember_glows_are_served_new() -> Result<()> {
     vm.kill_qemu()?;
     vm.wait_incarnation(3)?;
     SHELF.verify_changed(&vm, 12)?;
-    // What the second one left alone comes from the first one's memory still.
+    // Files that the second one did not change still come from the first one's memory.
     let ember = Ember::of(&vm)?;
     assert!(ember.served >= (SHELF.files as u64 - 12) * PAGES_PER_FILE, "{ember:?}");
     assert_disk_reads_as_its_image(&vm)
 }
 
-/// Fault injection. `HEARTH_FAULT_ROUNDS` and `HEARTH_FAULT_PAGES` make it longer, `HEARTH_FAULT_SEED` repeats a run.
+/// Fault injection. `HEARTH_FAULT_ROUNDS` and `HEARTH_FAULT_PAGES` make it longer; `HEARTH_FAULT_SEED` repeats a run.
 #[test]
 fn damaged_memory_is_never_served() -> Result<()> {
     let (rounds, pages) = (from_environment("HEARTH_FAULT_ROUNDS", 3), from_environment("HEARTH_FAULT_PAGES", 4000));
@@ -120,7 +121,7 @@ fn damaged_memory_is_never_served() -> Result<()> {
     read_all(&vm, shelf)?;
     for round in 1..=rounds {
         let ledger_pages = number(&vm.status()?, "/ledger_pages");
-        // The guest must not act on its damage: a mad kernel may write anything to its disk.
+        // The guest must not run on with its damage: a damaged kernel may write anything to its disk.
         vm.freeze_qemu()?;
         let damage = faults::overwrite_pages(&vm.ram_file(round), pages, seed.wrapping_add(round))?;
         vm.reboot_forced()?;
@@ -128,8 +129,9 @@ fn damaged_memory_is_never_served() -> Result<()> {
         read_all(&vm, shelf)?;
         let ember = Ember::of(&vm)?;
         println!("round {round}, HEARTH_FAULT_SEED={seed}: {damage:?}, {ember:?}");
-        // Of the damaged pages about as large a part held disk blocks as of all pages. On a busy host, where the keeper's looks
-        // are far apart, the budget may take some before they are tested, damaged or not.
+        // Disk blocks are about as large a part of the damaged pages as of all pages. On a busy host, where the keeper tests
+        // pages rarely, the
+        // budget may trim some before they are tested, damaged or not.
         let expected = pages * ledger_pages / damage.resident_pages;
         let expected = expected * (ember.kept - ember.trimmed) / ember.kept;
         assert!(ember.tag_mismatch >= expected * 8 / 10, "expected {expected}, {ember:?}");
@@ -138,7 +140,7 @@ fn damaged_memory_is_never_served() -> Result<()> {
     assert_disk_reads_as_its_image(&vm)
 }
 
-/// Every file, from a disk that the guest cannot write to.
+/// Reads every file, from a disk mounted read-only.
 fn read_all(vm: &TestVm, shelf: Shelf) -> Result<()> {
     shelf::mount(vm, "ro")?;
     shelf::verify(vm, 0..shelf.files, ORIGINAL)
@@ -146,7 +148,7 @@ fn read_all(vm: &TestVm, shelf: Shelf) -> Result<()> {
 
 fn from_environment(name: &str, default: u64) -> u64 {
     match std::env::var(name) {
-        Ok(text) => text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")),
+        Ok(text) => text.parse().unwrap_or_else(|_| panic!("{name}={text} is not a number")),
         Err(_) => default,
     }
 }

@@ -1,4 +1,4 @@
-//! Ways: each way in which an incarnation ends keeps its cache for the next one, unless it was to be cold.
+//! Ways: however an incarnation ends, its cache is kept for the next one, unless a cold reboot was asked for.
 
 use hearth_vmtest::{Drives, Result, TestVm, TestVmBuilder};
 use serde_json::Value;
@@ -7,7 +7,7 @@ use crate::shelf::{Ember, Reads, SHELF, number};
 
 type Way = fn(&TestVm) -> Result<()>;
 
-/// Ends an incarnation, and what `hearth status` calls that.
+/// A way to end an incarnation, and its cause in `hearth status`.
 #[derive(Clone, Copy)]
 struct End {
     way: Way,
@@ -22,12 +22,12 @@ const NMI: End = End { way: TestVm::crash, cause: "panic" };
 const QEMU_KILLED: End = End { way: TestVm::kill_qemu, cause: "qemu_died" };
 
 #[test]
-fn a_reboot_from_inside_keeps_the_cache() -> Result<()> {
+fn reboot_from_inside_keeps_the_cache() -> Result<()> {
     keeps_the_cache(ext4("inside"), REBOOT_FROM_INSIDE)
 }
 
 #[test]
-fn a_reboot_asked_for_keeps_the_cache() -> Result<()> {
+fn requested_reboot_keeps_the_cache() -> Result<()> {
     keeps_the_cache(ext4("asked"), REBOOT_ASKED_FOR)
 }
 
@@ -47,18 +47,18 @@ fn a_crash_drill_keeps_the_cache() -> Result<()> {
 }
 
 #[test]
-fn the_end_of_qemu_keeps_the_cache() -> Result<()> {
+fn killed_qemu_keeps_the_cache() -> Result<()> {
     keeps_the_cache(ext4("killed"), QEMU_KILLED)
 }
 
-/// The kernel is told to reboot by triple fault. To QEMU that is a reset like any other: it does not say which it was.
+/// The kernel is configured to reboot by triple fault. QEMU reports it like any other reset.
 #[test]
 fn a_triple_fault_keeps_the_cache() -> Result<()> {
     keeps_the_cache(ext4("triple").cmdline("reboot=t"), REBOOT_FROM_INSIDE)
 }
 
 #[test]
-fn every_way_in_a_row_keeps_the_cache_on_xfs() -> Result<()> {
+fn cache_survives_every_end_in_turn_on_xfs() -> Result<()> {
     let vm = TestVm::busybox("xfs").memory_mib(256).disk(SHELF.xfs()).boot()?;
     let first = SHELF.verify_counted(&vm, Reads::of(&vm)?)?;
     let ways = [REBOOT_FROM_INSIDE, REBOOT_ASKED_FOR, REBOOT_FORCED, PANIC, NMI, QEMU_KILLED];
@@ -83,17 +83,17 @@ fn is_warm_after(vm: &TestVm, end: End, incarnation: u64, first: Reads) -> Resul
     let (before, nonce) = (Reads::of(vm)?, vm.nonce()?);
     (end.way)(vm)?;
     let ready = vm.wait_incarnation(incarnation)?;
-    assert_ne!(ready.nonce, nonce, "a new life, not the old one resumed");
+    assert_ne!(ready.nonce, nonce, "a new incarnation, not the old one resumed");
     assert_eq!(vm.nonce()?, ready.nonce);
     let again = SHELF.verify_counted(vm, before)?;
-    // The file system's own blocks change with every mount, so a little is always read anew.
+    // The file system's own blocks change with every mount, so a few are always reread.
     assert!(again.image_bytes <= first.image_bytes / 50, "first {first:?}, again {again:?}");
     let ember = Ember::of(vm)?;
     assert!(ember.kept >= ember.served && ember.served >= SHELF.pages() * 98 / 100, "{ember:?}");
     is_explained(vm, end, incarnation)
 }
 
-/// The recovery can be followed afterwards, phase by phase.
+/// Asserts that `hearth explain` lists the recovery's phases.
 fn is_explained(vm: &TestVm, end: End, incarnation: u64) -> Result<()> {
     vm.wait_event("the end of settling", |event| {
         event["kind"] == "ember_settled" && event["incarnation"] == incarnation
@@ -139,7 +139,7 @@ fn is_cold_after(vm: &TestVm, way: Way) -> Result<()> {
     Ok(())
 }
 
-/// Two incarnations die before their guests read anything: what the first one knew is still there for the fourth.
+/// Two incarnations die before their guests read anything; the fourth still gets the first one's blocks.
 #[test]
 fn crashes_during_boot_leave_the_older_ember() -> Result<()> {
     let vm = ext4("again").boot()?;
@@ -147,7 +147,7 @@ fn crashes_during_boot_leave_the_older_ember() -> Result<()> {
     let before = Reads::of(&vm)?;
     vm.kill_qemu()?;
     for incarnation in [2, 3] {
-        vm.wait_event("the next life", |event| {
+        vm.wait_event("the next incarnation", |event| {
             event["kind"] == "incarnation_started" && event["incarnation"] == incarnation
         })?;
         vm.kill_qemu()?;
