@@ -34,6 +34,7 @@ pub mod fleet;
 mod guest;
 mod hearth;
 pub mod host_reload;
+pub mod hung;
 pub mod images;
 pub mod known;
 mod loop_device;

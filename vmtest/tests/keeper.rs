@@ -23,6 +23,8 @@ mod folders;
 mod full_folders;
 #[path = "keeper/starts.rs"]
 mod starts;
+#[path = "keeper/stuck.rs"]
+mod stuck;
 #[path = "keeper/users.rs"]
 mod users;
 

@@ -128,6 +128,7 @@ fn keep(
     let watchdog = Watchdog::start(Surroundings {
         machine: config.name.clone(),
         runtime_folder: folders.runtime.clone(),
+        memory_folder: folders.memory.clone(),
         occupation: occupation.clone(),
         event_log: event_log.clone(),
     })

@@ -4,34 +4,33 @@
 //! ```text
 //! a thread panics                                    -> its name in the log -> exit
 //! a loop does not come back from one piece of work   -> its name in the log -> exit
-//! the main loop does not take an order to stop       -> QEMU is killed      -> exit
+//! the main loop does not take a stop request         -> QEMU is killed      -> exit
+//! a loop hangs when QEMU has ended for a stop        ->                     -> exit
 //! ```
 //! Loops that others wait for have a pulse: the main loop and each disk's thread. What legitimately takes long is excused: the
 //! main loop with an occupation (a parked guest's memory is summed up), and the disks of a restored guest, which wait for its
 //! memory. A thread that hangs in the kernel can hold up the end of the process; nothing can be done about that.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use hearth_api::{EventKind, MachineState};
 use hearth_disk::pulse::Pulse;
+use hearth_recovery::incarnation::{discard_files, numbers_in};
+use hearth_recovery::journal::{Journal, OrderNote};
+use hearth_recovery::rejuvenation::parked;
 
 use crate::check::life;
 use crate::control::Occupation;
+use crate::drill;
 use crate::event_log::EventLog;
+use crate::folders::memory_owner::qemus_of;
 use crate::notify::{Notice, notify};
 
 /// EX_SOFTWARE of sysexits.h.
 pub const EXIT_CODE: i32 = 70;
-/// Each wait of the main loop has its own limit (QMP 20 s, draining a disk 60 s), and an event has a few of them.
-const MAIN_LIMIT: Duration = Duration::from_secs(600);
-/// A disk's thread does not wait for storage, except for writes to a file system without O_DIRECT.
-const DISK_LIMIT: Duration = Duration::from_secs(120);
-/// Time that a stop request waits for a hung main loop: with force, and without.
-const FORCED_STOP_PATIENCE: Duration = Duration::from_secs(10);
-const STOP_PATIENCE: Duration = Duration::from_secs(80);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Time to write the last events; the hung thread may hold the log's lock.
 const FAREWELL: Duration = Duration::from_millis(500);
@@ -58,6 +57,36 @@ fn die(thread: &str, what: &str) -> ! {
     std::process::exit(EXIT_CODE);
 }
 
+/// How long a loop may be at one piece of work.
+#[derive(Clone, Copy)]
+struct Limits {
+    main: Duration,
+    disk: Duration,
+    /// The main loop, once a stop request waits for it.
+    stop: Duration,
+    forced_stop: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            // Each wait of the main loop has its own limit (QMP 20 s, draining a disk 60 s), and an event has a few of them.
+            main: Duration::from_secs(600),
+            // A disk's thread does not wait for storage, except for writes to a file system without O_DIRECT.
+            disk: Duration::from_secs(120),
+            stop: Duration::from_secs(80),
+            forced_stop: Duration::from_secs(10),
+        }
+    }
+}
+
+impl Limits {
+    fn divided_by(self, haste: u32) -> Self {
+        let Self { main, disk, stop, forced_stop } = self;
+        Self { main: main / haste, disk: disk / haste, stop: stop / haste, forced_stop: forced_stop / haste }
+    }
+}
+
 /// Watches one machine's keeper. Clones share it.
 #[derive(Clone, Default)]
 pub struct Watchdog {
@@ -66,6 +95,7 @@ pub struct Watchdog {
 
 #[derive(Default)]
 struct Shared {
+    limits: Limits,
     main: Pulse,
     disks: Mutex<Vec<(String, Pulse)>>,
     disks_excused: AtomicBool,
@@ -82,6 +112,7 @@ struct StopOrder {
 pub struct Surroundings {
     pub machine: String,
     pub runtime_folder: PathBuf,
+    pub memory_folder: PathBuf,
     pub occupation: Occupation,
     pub event_log: EventLog,
 }
@@ -89,7 +120,8 @@ pub struct Surroundings {
 impl Watchdog {
     /// Starts the thread, which lives as long as the process.
     pub fn start(surroundings: Surroundings) -> std::io::Result<Self> {
-        let watchdog = Self::default();
+        let limits = Limits::default().divided_by(drill::haste());
+        let watchdog = Self { shared: Arc::new(Shared { limits, ..Shared::default() }) };
         let watching = watchdog.clone();
         let name = format!("watchdog-{}", surroundings.machine);
         std::thread::Builder::new().name(name).spawn(move || watching.run(&surroundings))?;
@@ -131,7 +163,11 @@ impl Watchdog {
                 cut(surroundings, &why);
             }
             if let Some((thread, busy_for)) = self.stuck(is_occupied) {
-                die(&thread, &format!("has not responded for {} s", busy_for.as_secs()));
+                let what = format!("has not responded for {} s", busy_for.as_secs());
+                if is_stopping(surroundings) {
+                    cut(surroundings, &format!("cannot stop normally: the keeper's thread {thread} {what}"));
+                }
+                die(&thread, &what);
             }
             if alive_every.is_some_and(|every| told.elapsed() >= every) {
                 notify(&Notice::Alive);
@@ -142,8 +178,8 @@ impl Watchdog {
 
     /// A loop past its limit.
     fn stuck(&self, is_occupied: bool) -> Option<(String, Duration)> {
-        let main = self.shared.main.busy_for();
-        if main > MAIN_LIMIT && !is_occupied {
+        let (main, limits) = (self.shared.main.busy_for(), self.shared.limits);
+        if main > limits.main && !is_occupied {
             return Some(("main".to_owned(), main));
         }
         let mut disks = self.shared.disks.lock().expect("nobody panics with it");
@@ -152,28 +188,35 @@ impl Watchdog {
             return None;
         }
         let mut stuck = disks.iter().map(|(name, pulse)| (format!("disk-{name}"), pulse.busy_for()));
-        stuck.find(|(_, busy_for)| *busy_for > DISK_LIMIT)
+        stuck.find(|(_, busy_for)| *busy_for > limits.disk)
     }
 
     /// Whether the main loop has been in one task since before the stop request, and for too long.
     fn must_cut(&self) -> Option<String> {
         let stop = (*self.shared.stop.lock().expect("nobody panics with it"))?;
         let waited = stop.since.elapsed();
-        let patience = if stop.forced { FORCED_STOP_PATIENCE } else { STOP_PATIENCE };
-        let hangs = waited > patience && self.shared.main.busy_for() > waited;
+        let limits = self.shared.limits;
+        let limit = if stop.forced { limits.forced_stop } else { limits.stop };
+        let hangs = waited > limit && self.shared.main.busy_for() > waited;
         hangs.then(|| {
             format!("cannot stop normally: the keeper's main loop has not responded for {} s", waited.as_secs())
         })
     }
 }
 
-/// Ends QEMU and the keeper.
+/// Ends every QEMU of the machine, also one that a hop has just started, and the keeper.
 fn cut(surroundings: &Surroundings, why: &str) -> ! {
-    let Surroundings { machine, runtime_folder, event_log, .. } = surroundings;
+    let Surroundings { machine, runtime_folder, memory_folder, event_log, .. } = surroundings;
     tracing::error!(machine, why, "killing its QEMU and ending the keeper");
     if let Some(qemu) = life::living_qemu(runtime_folder) {
         life::kill(&qemu);
     }
+    for pid in qemus_of(runtime_folder, memory_folder) {
+        if !hearth_qemu::kill_stray(pid) {
+            tracing::error!(pid, "QEMU does not exit; the machine may not start");
+        }
+    }
+    give_memory_back(runtime_folder, memory_folder);
     let (event_log, why) = (event_log.clone(), why.to_owned());
     let farewell = move || {
         event_log.record(EventKind::PowerCut { why });
@@ -185,6 +228,25 @@ fn cut(surroundings: &Surroundings, why: &str) -> ! {
     std::process::exit(0)
 }
 
+/// A stop was requested and QEMU has ended. The next keeper has no guest to take over, and would start the machine.
+fn is_stopping(Surroundings { runtime_folder, .. }: &Surroundings) -> bool {
+    let journal = Journal::load(&runtime_folder.join("journal.json")).ok().flatten();
+    let is_stop_wanted = journal.is_some_and(|journal| journal.ordered == Some(OrderNote::Stop));
+    is_stop_wanted && life::living_guest(runtime_folder).is_none()
+}
+
+/// Removes the memory of guests that have ended, except what is still to be dumped. What else the machine keeps there, the
+/// next keeper needs.
+fn give_memory_back(runtime_folder: &Path, memory_folder: &Path) {
+    if parked::is_there(memory_folder) {
+        return;
+    }
+    let Ok(Some(journal)) = Journal::load(&runtime_folder.join("journal.json")) else { return };
+    let is_dumped = |number: &u32| journal.dumps.iter().any(|note| note.incarnation == *number);
+    let ended = numbers_in(memory_folder).into_iter().filter(|number| !is_dumped(number));
+    ended.for_each(|number| discard_files(memory_folder, number));
+}
+
 /// Half of systemd's watchdog interval, if it watches this process (sd_watchdog_enabled(3)).
 fn systemd_interval() -> Option<Duration> {
     let microseconds: u64 = std::env::var("WATCHDOG_USEC").ok()?.parse().ok()?;
@@ -194,6 +256,8 @@ fn systemd_interval() -> Option<Duration> {
 
 #[cfg(test)]
 mod tests {
+    use hearth_recovery::journal::DumpNote;
+
     use super::*;
 
     #[test]
@@ -225,6 +289,30 @@ mod tests {
         order(0, true);
         std::thread::sleep(Duration::from_millis(5));
         assert!(watchdog.must_cut().is_none(), "it has some time");
+    }
+
+    #[track_caller]
+    fn check_left(dumps: &[u32], parked: bool, left: &[u32]) {
+        let (runtime, memory) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        for name in ["ram-1", "ledger-1", "ram-2", "ledger-2", "nvram-log"] {
+            std::fs::write(memory.path().join(name), "").unwrap();
+        }
+        if parked {
+            std::fs::write(memory.path().join("parked.json"), "").unwrap();
+        }
+        let mut journal = Journal::new("web", 1 << 30);
+        journal.dumps = dumps.iter().map(|number| DumpNote { incarnation: *number, file: None }).collect();
+        journal.save(&runtime.path().join("journal.json")).unwrap();
+        give_memory_back(runtime.path(), memory.path());
+        assert_eq!(numbers_in(memory.path()).into_iter().collect::<Vec<_>>(), left);
+        assert!(memory.path().join("nvram-log").exists());
+    }
+
+    #[test]
+    fn memory_that_nobody_needs_is_given_back() {
+        check_left(&[], false, &[]);
+        check_left(&[1], false, &[1]);
+        check_left(&[], true, &[1, 2]);
     }
 
     /// Runs in its own process, through this test binary.

@@ -1,5 +1,6 @@
 //! Incarnation: one life of the guest OS, and the two files that outlive it, its RAM and its ledger.
 
+use std::collections::BTreeSet;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -89,6 +90,13 @@ pub fn ram_path(folder: &Path, number: u32) -> PathBuf {
 /// Path of an incarnation's ledger.
 pub fn ledger_path(folder: &Path, number: u32) -> PathBuf {
     folder.join(format!("ledger-{number}"))
+}
+
+/// Numbers of the incarnations that have files in a memory folder.
+pub fn numbers_in(folder: &Path) -> BTreeSet<u32> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+    names.filter_map(|name| name.strip_prefix("ram-").or(name.strip_prefix("ledger-"))?.parse().ok()).collect()
 }
 
 /// Removes an incarnation's files, if they exist.

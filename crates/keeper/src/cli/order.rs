@@ -13,6 +13,7 @@ use signal_hook::consts::SIGINT;
 use signal_hook::iterator::Signals;
 
 use crate::check::life;
+use crate::client::ClientError;
 use crate::machine::GUEST_DIED_WITH_QEMU;
 
 use super::text::bytes;
@@ -57,8 +58,33 @@ pub fn reboot(context: &mut Context<'_>, name: &str, request: RebootRequest, wai
 }
 
 pub fn stop(context: &mut Context<'_>, name: &str, request: StopRequest, wait: bool) -> Result<Exit, CliError> {
-    let accepted = context.ask(name, |client| client.send(&request))?;
-    conclude(context, name, accepted, wait.then_some(Goal::Stopped))
+    let before = recorded(context, name).last().map_or(0, |record| record.sequence);
+    match context.ask(name, |client| client.send(&request)) {
+        // The watchdog of a keeper that hangs ends the machine, and nobody is left to answer.
+        Err(error @ CliError::Client(ClientError::Silent { .. })) => {
+            wait_for_keepers_end(&context.root.machine(name));
+            let events: Vec<_> =
+                recorded(context, name).into_iter().filter(|record| record.sequence > before).collect();
+            if !events.iter().any(shows_stopped) {
+                return Err(error);
+            }
+            events.iter().try_for_each(|record| show(context, record))?;
+            Ok(Exit::Done)
+        }
+        accepted => conclude(context, name, accepted?, wait.then_some(Goal::Stopped)),
+    }
+}
+
+fn recorded(context: &Context<'_>, name: &str) -> Vec<EventRecord> {
+    crate::event_log::read_file(&context.root.machine(name)).unwrap_or_default()
+}
+
+fn shows_stopped(record: &EventRecord) -> bool {
+    matches!(record.event, EventKind::StateChanged { to: MachineState::Stopped, .. })
+}
+
+fn show(context: &mut Context<'_>, record: &EventRecord) -> Result<(), CliError> {
+    if context.json { context.write_json(record) } else { context.write_line(&events::line(record)) }
 }
 
 pub fn crash(context: &mut Context<'_>, name: &str, request: CrashRequest, wait: bool) -> Result<Exit, CliError> {
@@ -202,11 +228,7 @@ fn wait_for(context: &mut Context<'_>, name: &str, accepted: Accepted, goal: Goa
     let mut stopped = false;
     for record in stream {
         let record = record.map_err(|error| context.explained(name, error))?;
-        if context.json {
-            context.write_json(&record)?;
-        } else {
-            context.write_line(&events::line(&record))?;
-        }
+        show(context, &record)?;
         match goal.bearing(&record) {
             Bearing::Reached if goal == Goal::Stopped => {
                 stopped = true;
@@ -227,11 +249,8 @@ fn wait_for(context: &mut Context<'_>, name: &str, accepted: Accepted, goal: Goa
 
 /// A missing keeper may have died while its guest lives on. Its log shows whether the machine has stopped.
 fn must_have_stopped(context: &Context<'_>, name: &str, since: u64) -> Result<(), CliError> {
-    let records = crate::event_log::read_file(&context.root.machine(name)).unwrap_or_default();
-    let stopped = |record: &EventRecord| {
-        record.sequence > since && matches!(record.event, EventKind::StateChanged { to: MachineState::Stopped, .. })
-    };
-    if records.iter().any(stopped) { Ok(()) } else { Err(cut_off(context, name)) }
+    let stopped = recorded(context, name).iter().any(|record| record.sequence > since && shows_stopped(record));
+    if stopped { Ok(()) } else { Err(cut_off(context, name)) }
 }
 
 /// The keeper ended before the goal was reached.

@@ -8,7 +8,6 @@
 //! what the dead keeper noted, and what was learned of one that was changed is forgotten (`images`). With QEMU dead as well an
 //! ember is not to be trusted: nobody saw the end of the guest's last writes. The machine starts cold then.
 
-use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -20,7 +19,7 @@ use hearth_disk::server::DiskServer;
 use hearth_memory::RamFile;
 use hearth_recovery::ember::EmberError;
 use hearth_recovery::hold::Hold;
-use hearth_recovery::incarnation::{Incarnation, discard_files, ram_path};
+use hearth_recovery::incarnation::{Incarnation, discard_files, numbers_in, ram_path};
 use hearth_recovery::journal::{DiskIdentity, GuestNote, Journal};
 use hearth_recovery::rejuvenation::parked;
 use hearth_recovery::vmcore::dump::incomplete_path;
@@ -223,10 +222,7 @@ impl Machine {
 
     fn discard_all_incarnations(&mut self) {
         let folder = &self.context.folders.memory.clone();
-        let Ok(entries) = fs::read_dir(folder) else { return };
-        let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-        let mut numbers: BTreeSet<u32> =
-            names.filter_map(|name| name.strip_prefix("ram-").or(name.strip_prefix("ledger-"))?.parse().ok()).collect();
+        let mut numbers = numbers_in(folder);
         for number in self.keep_for_dumps().into_iter().chain(self.parked_incarnation()) {
             numbers.remove(&number);
         }
