@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use hearth_disk::block::BLOCK_BYTES;
-use hearth_disk::image::{self as images, Unwritten, create_overlay};
+use hearth_disk::image::{Format, Unwritten, create_overlay};
 use hearth_disk::server::DiskServer;
 use hearth_disk::tag::Tagger;
 use hearth_recovery::incarnation::{Incarnation, ram_path};
@@ -47,27 +47,23 @@ const FIRST_WRITE_64K_FLUSH: &str = "flush_after_first_write";
 const METRICS: [&str; 7] =
     [READ, OVERWRITE, OVERWRITE_FLUSH, FIRST_WRITE_4K, FIRST_WRITE_4K_FLUSH, FIRST_WRITE_64K, FIRST_WRITE_64K_FLUSH];
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Format {
-    Raw,
-    Qcow2,
-    /// qcow2 over a raw image that has data everywhere.
-    Overlay,
+/// A kind of image that is compared with the others.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Kind {
+    name: &'static str,
+    format: Format,
+    /// It lies over a raw image that has data everywhere.
+    has_base: bool,
 }
 
-impl Format {
-    const ALL: [Format; 3] = [Format::Raw, Format::Qcow2, Format::Overlay];
-
-    fn name(self) -> &'static str {
-        match self {
-            Format::Raw => "raw",
-            Format::Qcow2 => "qcow2",
-            Format::Overlay => "overlay",
-        }
-    }
+impl Kind {
+    const RAW: Kind = Kind { name: "raw", format: Format::Raw, has_base: false };
+    const QCOW2: Kind = Kind { name: "qcow2", format: Format::Qcow2, has_base: false };
+    const OVERLAY: Kind = Kind { name: "overlay", format: Format::Qcow2, has_base: true };
+    const ALL: [Kind; 3] = [Kind::RAW, Kind::QCOW2, Kind::OVERLAY];
 
     fn case(self, server: Server) -> String {
-        format!("{}@{}", self.name(), server.name())
+        format!("{}@{}", self.name, server.name())
     }
 }
 
@@ -132,6 +128,10 @@ fn turns(data: &[u64], empty: &[u64]) -> Vec<Turn> {
 }
 
 impl Target {
+    fn new(kind: Kind, server: Server, client: Client, running: Running) -> Self {
+        Target { case: kind.case(server), client, _server: running, latencies_us: BTreeMap::new() }
+    }
+
     fn take(&mut self, turn: &Turn) -> Result<(), HostSideError> {
         for &(metric, request) in turn {
             if let Request::Write { block, blocks, page } = request {
@@ -196,19 +196,19 @@ impl Bench {
         let disk_bytes = (DATA_BLOCKS + (rounds * 2 * WRITES) as u64 * CLUSTER_BLOCKS) * BLOCK_BYTES as u64;
         // A copy for each server: what one has read, the other would get out of the cache of the disk.
         for server in Server::BOTH {
-            let (raw, base) = (bench.path(Format::Raw, server), bench.base(server));
+            let (raw, base) = (bench.path(Kind::RAW, server), bench.base(server));
             image::write(&base, disk_bytes).map_err(at(&base))?;
-            create_overlay(&bench.path(Format::Overlay, server), &base, "raw")?;
+            create_overlay(&bench.path(Kind::OVERLAY, server), &base, "raw")?;
             image::write(&raw, DATA_BLOCKS * BLOCK_BYTES as u64).map_err(at(&raw))?;
             let lengthened = File::options().write(true).open(&raw).and_then(|file| file.set_len(disk_bytes));
             lengthened.map_err(at(&raw))?;
-            convert(&raw, &bench.path(Format::Qcow2, server))?;
+            convert(&raw, &bench.path(Kind::QCOW2, server))?;
         }
         Ok(bench)
     }
 
-    fn path(&self, format: Format, server: Server) -> PathBuf {
-        self.work.path().join(format.case(server))
+    fn path(&self, kind: Kind, server: Server) -> PathBuf {
+        self.work.path().join(kind.case(server))
     }
 
     fn base(&self, server: Server) -> PathBuf {
@@ -217,10 +217,10 @@ impl Bench {
 
     fn start(&self, record: &mut Record) -> Result<Vec<Target>, HostSideError> {
         let mut targets = Vec::new();
-        for (number, format) in (1..).zip(Format::ALL) {
-            targets.push(self.start_hearth(format, number)?);
+        for (number, kind) in (1..).zip(Kind::ALL) {
+            targets.push(self.start_hearth(kind, number)?);
         }
-        let qemu = (4..).zip(Format::ALL).map(|(number, format)| self.start_qemu(format, number));
+        let qemu = (4..).zip(Kind::ALL).map(|(number, kind)| self.start_qemu(kind, number));
         match qemu.collect::<Result<Vec<_>, _>>() {
             Err(HostSideError::Tool { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
                 record.left_out.push(format!("image formats with QEMU: no {TOOL} (Debian package {PACKAGE})"));
@@ -230,35 +230,28 @@ impl Bench {
         Ok(targets)
     }
 
-    fn start_hearth(&self, format: Format, number: u32) -> Result<Target, HostSideError> {
+    fn start_hearth(&self, kind: Kind, number: u32) -> Result<Target, HostSideError> {
         let living = Incarnation::create(self.memory.path(), number, RAM_BYTES, true)?;
-        let path = self.path(format, Server::Hearth);
-        let format_of_file = if format == Format::Raw { images::Format::Raw } else { images::Format::Qcow2 };
-        let mut image = open_image(&path, format_of_file)?;
+        let path = self.path(kind, Server::Hearth);
+        let mut image = open_image(&path, kind.format)?;
         image.note_changes_in(&self.memory.path().join(format!("tables-{number}")), Unwritten::Drop);
         let tracking = tracking(&living, &Tagger::new(b"key of the bench"), None);
         let server = DiskServer::start(disk_options(&path.with_extension("sock")), image, tracking)?;
         let client = Client::connect(server.socket(), &ram_path(self.memory.path(), number))?;
-        Ok(Target::new(format, Server::Hearth, client, Running::Hearth { _server: server }))
+        Ok(Target::new(kind, Server::Hearth, client, Running::Hearth { _server: server }))
     }
 
-    fn start_qemu(&self, format: Format, number: u32) -> Result<Target, HostSideError> {
+    fn start_qemu(&self, kind: Kind, number: u32) -> Result<Target, HostSideError> {
         // For its memory only.
         Incarnation::create(self.memory.path(), number, RAM_BYTES, false)?;
-        let path = self.path(format, Server::Qemu);
+        let path = self.path(kind, Server::Qemu);
         let socket = path.with_extension("sock");
-        let driver = if format == Format::Raw { "raw" } else { "qcow2" };
-        let base = (format == Format::Overlay).then(|| self.base(Server::Qemu));
+        let driver = if kind.format == Format::Raw { "raw" } else { "qcow2" };
+        let base = kind.has_base.then(|| self.base(Server::Qemu));
         let daemon = StorageDaemon::start(&socket, &path, driver, base.as_deref())
             .map_err(|source| HostSideError::Tool { tool: TOOL, package: PACKAGE, source })?;
         let client = Client::connect(&socket, &ram_path(self.memory.path(), number))?;
-        Ok(Target::new(format, Server::Qemu, client, Running::Qemu { _daemon: daemon }))
-    }
-}
-
-impl Target {
-    fn new(format: Format, server: Server, client: Client, running: Running) -> Self {
-        Target { case: format.case(server), client, _server: running, latencies_us: BTreeMap::new() }
+        Ok(Target::new(kind, Server::Qemu, client, Running::Qemu { _daemon: daemon }))
     }
 }
 
@@ -276,24 +269,24 @@ fn convert(raw: &Path, qcow2: &Path) -> Result<(), HostSideError> {
 }
 
 fn summarise(record: &mut Record) {
-    let median = |record: &Record, format: Format, server: Server, metric: &str| {
-        record.median(&format.case(server), &format!("{metric}_us_p50"))
+    let median = |record: &Record, kind: Kind, server: Server, metric: &str| {
+        record.median(&kind.case(server), &format!("{metric}_us_p50"))
     };
-    for format in [Format::Qcow2, Format::Overlay] {
+    for kind in [Kind::QCOW2, Kind::OVERLAY] {
         for metric in [READ, OVERWRITE, FIRST_WRITE_4K, FIRST_WRITE_64K, FIRST_WRITE_64K_FLUSH] {
-            let own = median(record, format, Server::Hearth, metric);
-            let raw = median(record, Format::Raw, Server::Hearth, metric);
-            let qemu = median(record, format, Server::Qemu, metric);
+            let own = median(record, kind, Server::Hearth, metric);
+            let raw = median(record, Kind::RAW, Server::Hearth, metric);
+            let qemu = median(record, kind, Server::Qemu, metric);
             for (other, value) in [("raw", raw), ("qemu", qemu)] {
                 let ratio = own.zip(value).map(|(own, other)| own / other);
-                record.summarise(&format!("{}_{metric}_vs_{other}_ratio", format.name()), ratio);
+                record.summarise(&format!("{}_{metric}_vs_{other}_ratio", kind.name), ratio);
             }
         }
     }
 }
 
 pub fn is_case(case: &str) -> bool {
-    Format::ALL.iter().any(|format| Server::BOTH.iter().any(|&server| format.case(server) == case))
+    Kind::ALL.iter().any(|kind| Server::BOTH.iter().any(|&server| kind.case(server) == case))
 }
 
 /// Microseconds, a line for each format and server.
@@ -309,8 +302,8 @@ pub fn table(record: &Record) -> Table {
         "flush after first 64K",
     ];
     let mut table = Table::new(head);
-    for format in Format::ALL {
-        for case in Server::BOTH.map(|server| format.case(server)) {
+    for kind in Kind::ALL {
+        for case in Server::BOTH.map(|server| kind.case(server)) {
             let medians = METRICS.map(|metric| figure_or_dash(record.median(&case, &format!("{metric}_us_p50"))));
             table.row([case.clone()].into_iter().chain(medians));
         }
