@@ -13,7 +13,6 @@ use std::time::Duration;
 
 use hearth_disk::block::{BLOCK_BYTES, DiskId, RamPage};
 use hearth_disk::image::{Format, Image, ImageOptions};
-use hearth_disk::limit::Limits;
 use hearth_disk::server::{DiskOptions, DiskServer, Expected, Tracking};
 use hearth_disk::tag::Tagger;
 use hearth_disk::warm::WarmSource;
@@ -208,22 +207,7 @@ pub fn tracking(living: &Incarnation, tagger: &Tagger, warm: Option<Arc<dyn Warm
 }
 
 pub fn disk_options(socket: &Path) -> DiskOptions {
-    DiskOptions {
-        id: DISK,
-        name: "bench".to_owned(),
-        serial: "bench".to_owned(),
-        socket: socket.to_owned(),
-        queues: 1,
-        queue_size: 256,
-        read_only: false,
-        memory_slots: true,
-        tracked: true,
-        limits: Limits::default(),
-        gate: None,
-        tell: None,
-        expected: Expected::anyone(),
-        write_through: false,
-    }
+    DiskOptions { memory_slots: true, expected: Expected::anyone(), ..DiskOptions::new(DISK, "bench", socket) }
 }
 
 /// The same order in every pass, so that passes can be compared.

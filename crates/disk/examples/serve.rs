@@ -21,7 +21,6 @@ use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::engine::flaky::{Fault, FlakyEngine, Plan};
 use hearth_disk::image::{Format, Image, ImageOptions};
 use hearth_disk::ledger::Ledger;
-use hearth_disk::limit::Limits;
 use hearth_disk::server::{Backing, DiskOptions, DiskServer, Expected, Tracking};
 use hearth_disk::tag::{Tag, Tagger};
 use hearth_disk::warm::{AfterServing, WarmSource};
@@ -112,20 +111,12 @@ fn main() -> Result<(), Box<dyn Error>> {
         Backing::of(opened)?
     };
     let options = DiskOptions {
-        id: DiskId(0),
-        name: "example".into(),
         serial: "hearth-example".into(),
-        socket: socket.into(),
         queues: 8,
-        queue_size: 256,
         read_only: has("read-only"),
         memory_slots: true,
-        tracked: true,
-        limits: Limits::default(),
-        gate: None,
-        tell: None,
         expected: Expected::anyone(),
-        write_through: false,
+        ..DiskOptions::new(DiskId(0), "example", socket)
     };
     let tracking = if has("warm") { Some(warm(&image)?) } else { None };
     let server = DiskServer::start_with(options, backing, tracking)?;

@@ -196,7 +196,6 @@ mod tests {
     use crate::block::DiskId;
     use crate::clock::Clock;
     use crate::image::{Format, Image, ImageOptions};
-    use crate::limit::Limits;
     use crate::server::{Backing, DiskOptions, Expected, Handle, Pause, Worker};
 
     fn memory(seals: SealFlags) -> OwnedFd {
@@ -249,22 +248,8 @@ mod tests {
         let lock_patience = Duration::ZERO;
         let image =
             ImageOptions { path, format: Format::Raw, read_only: false, direct: false, lock_patience, owner: None };
-        let options = DiskOptions {
-            id: DiskId(0),
-            name: "test".into(),
-            serial: String::new(),
-            socket: folder.join("socket"),
-            queues: 1,
-            queue_size: 64,
-            read_only: false,
-            memory_slots: false,
-            limits: Limits::default(),
-            tracked: false,
-            gate: None,
-            tell: None,
-            expected: Expected::anyone(),
-            write_through: false,
-        };
+        let options = DiskOptions::new(DiskId(0), "test", folder.join("socket"));
+        let options = DiskOptions { expected: Expected::anyone(), ..options };
         Worker::open(options, Backing::of(Image::open(&image).unwrap()).unwrap(), None, Clock::default()).unwrap()
     }
 

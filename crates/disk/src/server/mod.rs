@@ -112,6 +112,28 @@ pub struct DiskOptions {
     pub write_through: bool,
 }
 
+impl DiskOptions {
+    /// A disk with one queue that nobody may connect to, and that has no limits. What it reads and writes is followed.
+    pub fn new(id: DiskId, name: impl Into<String>, socket: impl Into<PathBuf>) -> Self {
+        Self {
+            id,
+            name: name.into(),
+            serial: String::new(),
+            socket: socket.into(),
+            queues: 1,
+            queue_size: 256,
+            read_only: false,
+            memory_slots: false,
+            limits: Limits::default(),
+            tracked: true,
+            gate: None,
+            tell: None,
+            expected: Expected::default(),
+            write_through: false,
+        }
+    }
+}
+
 /// What a disk tells its keeper unasked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Notice {

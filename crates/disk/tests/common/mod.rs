@@ -17,7 +17,6 @@ use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::engine::flaky::{FlakyEngine, Plan};
 use hearth_disk::image::{Format, Image, ImageOptions};
 use hearth_disk::ledger::Ledger;
-use hearth_disk::limit::Limits;
 use hearth_disk::server::{Backing, DiskOptions, DiskServer, Expected, Peer, Tracking};
 use hearth_disk::tag::Tagger;
 use hearth_disk::warm::WarmSource;
@@ -104,20 +103,12 @@ impl Place {
 
     pub fn options(&self) -> DiskOptions {
         DiskOptions {
-            id: DISK,
-            name: "test".into(),
             serial: "serial-of-test".into(),
-            socket: self.socket(),
             queues: 4,
             queue_size: QUEUE_SIZE,
-            read_only: false,
             memory_slots: true,
-            tracked: true,
-            limits: Limits::default(),
-            gate: None,
-            tell: None,
             expected: Expected::these([Peer::this_process().unwrap()]),
-            write_through: false,
+            ..DiskOptions::new(DISK, "test", self.socket())
         }
     }
 

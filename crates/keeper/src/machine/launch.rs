@@ -234,43 +234,29 @@ pub fn disk_identities(config: &Config) -> Vec<DiskIdentity> {
 
 pub fn nvram_options(id: DiskId, device: &NvramConfig, socket: PathBuf) -> DiskOptions {
     DiskOptions {
-        id,
-        name: device.name.clone(),
         serial: device.serial.clone(),
-        socket,
         queues: NVRAM_QUEUES,
         queue_size: QUEUE_SIZE,
-        read_only: false,
-        memory_slots: false,
-        limits: Limits { bytes_per_second: None, operations_per_second: None },
         tracked: false,
-        gate: None,
-        tell: None,
         expected: nobody_yet(),
-        write_through: false,
+        ..DiskOptions::new(id, &device.name, socket)
     }
 }
 
 /// `position` in the configuration is what the ledger knows the disk by.
 pub fn disk_options(position: usize, disk: &DiskConfig, socket: PathBuf) -> DiskOptions {
+    let id = DiskId(u8::try_from(position).expect("a machine has fewer disks than PCI slots"));
     DiskOptions {
-        id: DiskId(u8::try_from(position).expect("a machine has fewer disks than PCI slots")),
-        name: disk.name.clone(),
         serial: disk.serial.clone(),
-        socket,
         queues: disk.queues,
         queue_size: QUEUE_SIZE,
         read_only: disk.read_only,
-        memory_slots: false,
         limits: Limits {
             bytes_per_second: disk.mib_per_second.map(|rate| rate << 20),
             operations_per_second: disk.iops,
         },
-        tracked: true,
-        gate: None,
-        tell: None,
         expected: nobody_yet(),
-        write_through: false,
+        ..DiskOptions::new(id, &disk.name, socket)
     }
 }
 

@@ -60,20 +60,13 @@ impl World {
         let backing = Backing { image, pool, engine, depth, hold_back };
         lock(&self.storage).meter.restart();
         let options = DiskOptions {
-            id: DISK,
-            name: "simulated".into(),
             serial: "serial".into(),
-            socket: self.socket(),
             queues: QUEUES as u16,
             queue_size: 64,
-            read_only: false,
-            memory_slots: false,
             limits,
-            tracked: true,
-            gate: None,
-            tell: None,
             expected: Expected::anyone(),
             write_through: self.guest.is_some() && self.noted_through,
+            ..DiskOptions::new(DISK, "simulated", self.socket())
         };
         let tracking = self.tracking();
         let (worker, handle) = Worker::open(options, backing, tracking, self.clock.clone()).unwrap();
