@@ -3,10 +3,11 @@
 //! The disk outlives connections, and a hand-over between two QEMUs has two of these at once (see `peers`); so whatever
 //! dies with a QEMU (its memory map, queues, inflight region, dirty log) is here.
 
-use std::cell::Cell;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant, SystemTime};
 
 use super::config::{self, Device, WRITEBACK_OFFSET, protocol};
@@ -107,7 +108,7 @@ pub struct Connection {
     features: u64,
     protocol: u64,
     /// The guest has switched its write cache off. All connections of the guest share it.
-    pub write_through: Rc<Cell<bool>>,
+    pub write_through: Arc<AtomicBool>,
     /// Set before each message: whether queues may be started now.
     pub may_start: bool,
     /// The frontend began to stop its queues, the first one before all others; taken by whoever notes it.
@@ -147,7 +148,7 @@ impl Connection {
             left: None,
             features: 0,
             protocol: 0,
-            write_through: Rc::default(),
+            write_through: Arc::default(),
             may_start: true,
             stop_asked: None,
             waiting: None,
@@ -191,7 +192,7 @@ impl Connection {
     /// Must a write be durable before it is answered? (virtio 1.2, 5.2.6.2)
     pub fn writes_through(&self) -> bool {
         if self.features & config::CONFIG_WCE != 0 {
-            self.write_through.get()
+            self.write_through.load(Relaxed)
         } else {
             self.features & config::FLUSH == 0
         }
@@ -245,8 +246,9 @@ impl Connection {
                 }
                 let region = Inflight::open(spec, file)?;
                 // A server before this one may have been told, or this one while there was another region.
-                self.write_through.set(self.write_through.get() || region.is_write_through());
-                region.set_write_through(self.write_through.get());
+                let is_through = self.write_through.load(Relaxed) || region.is_write_through();
+                self.write_through.store(is_through, Relaxed);
+                region.set_write_through(is_through);
                 self.inflight = Some(region);
                 Ok(Answer::Done)
             }
@@ -363,7 +365,7 @@ impl Connection {
     fn get_config(&self, offset: u32, bytes: u32, flags: u32) -> Answer {
         let mut space = [0; super::wire::CONFIG_BYTES_MAX as usize];
         space[..self.device.space.len()].copy_from_slice(&self.device.space);
-        space[WRITEBACK_OFFSET] = u8::from(!self.write_through.get());
+        space[WRITEBACK_OFFSET] = u8::from(!self.write_through.load(Relaxed));
         let mut reply = Vec::with_capacity(12 + bytes as usize);
         for field in [offset, bytes, flags] {
             reply.extend_from_slice(&field.to_ne_bytes());
@@ -374,11 +376,11 @@ impl Connection {
 
     fn set_config(&mut self, offset: u32, data: &[u8]) -> Result<Answer, ConnectionError> {
         match (offset as usize, data) {
-            (WRITEBACK_OFFSET, [writeback]) => self.write_through.set(*writeback == 0),
+            (WRITEBACK_OFFSET, [writeback]) => self.write_through.store(*writeback == 0, Relaxed),
             _ => return Err(ConnectionError::Config { offset, bytes: data.len() }),
         }
         if let Some(region) = &self.inflight {
-            region.set_write_through(self.write_through.get());
+            region.set_write_through(self.write_through.load(Relaxed));
         }
         Ok(Answer::Done)
     }
@@ -402,7 +404,7 @@ impl Connection {
             }
             None => inflight::create(&self.disk, queues, asked.queue_size)?,
         };
-        if self.write_through.get() {
+        if self.write_through.load(Relaxed) {
             inflight::note_write_through(&file)?;
         }
         let mut reply = Vec::with_capacity(reply_bytes);
@@ -443,7 +445,7 @@ impl Connection {
     fn reset(&mut self) {
         self.queues = new_queues(self.device, &self.poller);
         self.inflight = None;
-        self.write_through.set(false);
+        self.write_through.store(false, Relaxed);
     }
 
     fn acknowledge(&self, request: u32, need_reply: bool, failed: u64) -> Result<(), WireError> {

@@ -1,5 +1,6 @@
 //! What a disk has done, in plain numbers. Written by the disk's thread alone, read by anybody.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::pulse::Pulse;
@@ -57,7 +58,8 @@ macro_rules! counters {
             pub connected: AtomicBool,
             pub spoken: AtomicBool,
             pub successor: AtomicBool,
-            pub write_through: AtomicBool,
+            /// Of the guest: its connections keep it current.
+            pub write_through: Arc<AtomicBool>,
             $(pub $name: AtomicU64,)*
         }
 

@@ -8,22 +8,26 @@
 //! Who starts queues serves. That is allowed to the one in waiting only while the other has none and no request is in
 //! flight: two QEMUs would otherwise answer one guest. A QEMU that tries is cut off.
 
-use std::cell::Cell;
-use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use super::connection::Connection;
 
-#[derive(Default)]
 pub struct Peers {
     serving: Option<Connection>,
     waiting: Option<Connection>,
     /// A second one may connect.
     pub handover: bool,
     /// The guest has switched its write cache off. This is the guest's state: its QEMUs do not tell it to each other.
-    pub write_through: Rc<Cell<bool>>,
+    write_through: Arc<AtomicBool>,
 }
 
 impl Peers {
+    /// `write_through`: whether the guest has switched its write cache off, from now on kept current here.
+    pub fn new(write_through: Arc<AtomicBool>) -> Self {
+        Self { serving: None, waiting: None, handover: false, write_through }
+    }
+
     pub fn serving(&mut self) -> Option<&mut Connection> {
         self.serving.as_mut()
     }
@@ -62,7 +66,7 @@ impl Peers {
 
     /// One more has connected.
     pub fn add(&mut self, mut connection: Connection) {
-        connection.write_through = Rc::clone(&self.write_through);
+        connection.write_through = Arc::clone(&self.write_through);
         match self.serving {
             None => self.serving = Some(connection),
             Some(_) => self.waiting = Some(connection),

@@ -187,7 +187,7 @@ impl Worker {
         let engine = disk.notifier().try_clone_to_owned()?;
         Ok(Self {
             name,
-            peers: Peers::default(),
+            peers: Peers::new(Arc::clone(&disk.counters.write_through)),
             listener: Watched::new(&poller, listener, Source::Listener)?,
             listening: true,
             visitors: Visitors::new(expected),
@@ -464,7 +464,6 @@ impl Worker {
     }
 
     fn set_write_through(&self, on: bool) {
-        self.peers.write_through.set(on);
         self.disk.counters.write_through.store(on, Ordering::Relaxed);
     }
 
@@ -473,7 +472,6 @@ impl Worker {
         self.disk.counters.spoken.store(has_spoken, Ordering::Relaxed);
         self.disk.counters.connected.store(!self.peers.is_empty(), Ordering::Relaxed);
         self.disk.counters.successor.store(self.peers.has_waiting(), Ordering::Relaxed);
-        self.disk.counters.write_through.store(self.peers.write_through.get(), Ordering::Relaxed);
     }
 
     /// As [`DiskServer::attach`](super::DiskServer::attach). False: somebody is served.
