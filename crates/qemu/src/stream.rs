@@ -2,17 +2,17 @@
 //!
 //! A QEMU that its guest has taken over may attach descriptors to its messages (SCM_RIGHTS). The kernel closes those that nobody
 //! receives, in the thread that reads the message, or in the one that closes the connection. Closing a socket can take as long as
-//! the sender likes: with SO_LINGER up to 68 years. So a stream receives descriptors, fails the read, and has a separate thread
-//! close them.
+//! the sender likes: with SO_LINGER up to 68 years. So a stream receives descriptors, fails the read, and has them closed in the
+//! background.
 
 use std::io::{self, ErrorKind, IoSliceMut, Read, Write};
-use std::mem::{ManuallyDrop, MaybeUninit};
+use std::mem::MaybeUninit;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg, sockopt};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
 /// Maximum number of descriptors in one message (SCM_MAX_FD in Linux).
 const HANDED_MAX: usize = 253;
@@ -76,7 +76,7 @@ impl Read for Stream {
         if handed.is_empty() {
             return Ok(bytes);
         }
-        close_apart(handed);
+        handed.into_iter().for_each(background_close::close_descriptor);
         Err(io::Error::new(ErrorKind::InvalidData, "QEMU sent descriptors that nobody asked for"))
     }
 }
@@ -104,25 +104,11 @@ impl Drop for Stream {
         let _ = self.0.shutdown(Shutdown::Read);
         let mut buffer = [0; 4096];
         while let Ok((bytes, handed)) = self.receive(&mut buffer, RecvFlags::DONTWAIT) {
-            match (bytes, handed.is_empty()) {
-                (0, true) => break,
-                (_, true) => {}
-                (_, false) => close_apart(handed),
+            if bytes == 0 && handed.is_empty() {
+                break;
             }
+            handed.into_iter().for_each(background_close::close_descriptor);
         }
-    }
-}
-
-fn close_apart(handed: Vec<OwnedFd>) {
-    for descriptor in &handed {
-        // Fails for anything but a socket.
-        let _ = sockopt::set_socket_linger(descriptor, None);
-    }
-    // Without a thread they stay open, which is better than blocking.
-    let handed = ManuallyDrop::new(handed);
-    let close = move || drop(ManuallyDrop::into_inner(handed));
-    if let Err(error) = std::thread::Builder::new().name("qemu-close".into()).spawn(close) {
-        tracing::warn!(%error, "descriptors that QEMU sent stay open");
     }
 }
 
@@ -132,7 +118,7 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
     use std::sync::mpsc::channel;
 
-    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg, sockopt};
 
     use super::*;
 

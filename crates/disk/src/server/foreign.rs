@@ -5,21 +5,16 @@
 //! QEMU may have been taken over by its guest, and shares every descriptor that it gives. So its flags prove nothing
 //! (`O_NONBLOCK` is gone a moment after it was set), and what it is decides what it may do to a thread that touches it: a file
 //! of FUSE holds up whoever reads its size, maps it or only closes it, for as long as its server likes. The checks here ask the
-//! kernel alone. What fails them is closed by a thread of its own.
+//! kernel alone. What fails them is closed in the background; while too much waits for that, no disk accepts a connection.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Sender, channel};
 
 use rustix::fs::{AtFlags, FileType, SealFlags, StatxFlags, fcntl_get_seals, fstatfs, statx};
 use rustix::io::ReadWriteFlags;
 use rustix::net::AddressFamily;
 
-/// Descriptors that may wait to be closed. More are those of a QEMU that is hostile, which loses its disks then.
-const CLOSING_MAX: usize = 64;
 /// `f_type` of memory that is no file system's and not made of huge pages.
 const SHARED_MEMORY: u64 = 0x0102_1994;
 
@@ -36,7 +31,7 @@ impl From<OwnedFd> for ForeignFd {
 impl Drop for ForeignFd {
     fn drop(&mut self) {
         if let Some(fd) = self.0.take() {
-            close_apart(fd);
+            background_close::close_descriptor(fd);
         }
     }
 }
@@ -155,33 +150,6 @@ impl MemoryFile {
     }
 }
 
-static CLOSING: AtomicUsize = AtomicUsize::new(0);
-
-/// Do many descriptors wait to be closed, because their owner does not let them go? No connection is accepted then, at any disk of
-/// this process.
-pub fn closing_is_held_up() -> bool {
-    CLOSING.load(Ordering::Relaxed) >= CLOSING_MAX
-}
-
-/// Closes what may hold up whoever closes it.
-pub fn close_apart<T: Send + 'static>(fd: T) {
-    type Closable = Box<dyn Send>;
-    static CLOSER: OnceLock<Option<Sender<Closable>>> = OnceLock::new();
-    let closer = CLOSER.get_or_init(|| {
-        let (closer, closable) = channel::<Closable>();
-        let close = move || {
-            for fd in closable {
-                drop(fd);
-                CLOSING.fetch_sub(1, Ordering::Relaxed);
-            }
-        };
-        std::thread::Builder::new().name("disk-close".into()).spawn(close).ok().map(|_| closer)
-    });
-    let Some(closer) = closer else { return std::mem::forget(fd) };
-    CLOSING.fetch_add(1, Ordering::Relaxed);
-    closer.send(Box::new(fd)).expect("the thread lives as long as the process");
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs::File;
@@ -190,6 +158,7 @@ mod tests {
     use std::sync::{Arc, Mutex};
     use std::time::{Duration, Instant};
 
+    use background_close::BACKLOG_MAX;
     use rustix::fs::{MemfdFlags, fcntl_add_seals, memfd_create};
 
     use super::*;
@@ -266,24 +235,18 @@ mod tests {
     fn connections_wait_for_descriptors_to_be_closed_and_no_longer() {
         let folder = tempfile::tempdir().unwrap();
         let (mut worker, handle) = worker(folder.path());
-        let mut turn = || worker.turn(Some(Duration::ZERO)).unwrap();
         let lock = Arc::new(Mutex::new(()));
         let held = lock.lock().unwrap();
-        // Twice as many, to see that none is forgotten.
-        (0..2 * CLOSING_MAX).for_each(|_| close_apart(Held(lock.clone())));
+        (0..BACKLOG_MAX).for_each(|_| background_close::close(Held(lock.clone())));
         let _connection = UnixStream::connect(folder.path().join("socket")).unwrap();
-        let pause = turn();
+        assert_eq!(worker.turn(Some(Duration::ZERO)).unwrap(), Pause::Endless, "it is woken");
         assert_eq!(handle.counters().connections, 0);
-        assert!(matches!(pause, Pause::AtMost(_)), "nothing else wakes it: {pause:?}");
         drop(held);
         let deadline = Instant::now() + Duration::from_secs(60);
-        while closing_is_held_up() {
-            assert!(Instant::now() < deadline, "some are never closed");
-            std::thread::yield_now();
-        }
         while handle.counters().connections == 0 {
-            assert!(Instant::now() < deadline, "the connection is never accepted");
-            turn();
+            let left = deadline.saturating_duration_since(Instant::now());
+            assert!(!left.is_zero(), "the connection is never accepted");
+            worker.turn(Some(left)).unwrap();
         }
     }
 

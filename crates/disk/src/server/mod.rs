@@ -54,7 +54,6 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 pub use counters::DiskCounters;
-pub use foreign::closing_is_held_up;
 pub use inflight::memory_name as inflight_name;
 pub use recorder::Tracking;
 pub use visitors::{Expected, Peer};

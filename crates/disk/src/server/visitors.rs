@@ -19,8 +19,6 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::foreign::close_apart;
-
 /// Two QEMUs at a disk at most, each of which may have connected again before its last connection was cleared away.
 const LOBBY_MAX: usize = 4;
 /// Visitors that are turned away are reported at most this often, so that nobody can fill the log.
@@ -103,7 +101,7 @@ impl Visitors {
             if self.expected.includes(visitor.pid) {
                 self.lobby.push_back(visitor);
             } else {
-                close_apart(visitor.stream);
+                background_close::close(visitor.stream);
             }
         }
     }
@@ -113,20 +111,16 @@ impl Visitors {
         match identify(&stream, &self.expected) {
             Ok(pid) => {
                 if self.lobby.len() == LOBBY_MAX {
-                    self.lobby.pop_front().into_iter().for_each(|oldest| close_apart(oldest.stream));
+                    self.lobby.pop_front().into_iter().for_each(|oldest| background_close::close(oldest.stream));
                 }
                 self.lobby.push_back(Visitor { pid, stream });
             }
             Err(pid) => {
                 // Descriptors may be on their way in it, and closing those may take its time.
-                close_apart(stream);
+                background_close::close(stream);
                 self.turn_away(disk, socket, pid);
             }
         }
-    }
-
-    pub fn has_some(&self) -> bool {
-        !self.lobby.is_empty()
     }
 
     /// The one that has waited longest.

@@ -17,7 +17,7 @@ use rustix::net::{
     SendFlags, recvmsg, sendmsg,
 };
 
-use super::foreign::{EventCounter, ForeignFd, MemoryFile, close_apart};
+use super::foreign::{EventCounter, ForeignFd, MemoryFile};
 
 const HEADER_BYTES: usize = 12;
 /// The longest message that exists: configuration space, or a table of 64 memory regions, with room to spare.
@@ -451,7 +451,7 @@ impl Drop for Channel {
         if let Some(stream) = self.stream.take() {
             // The other end sees it now.
             let _ = stream.shutdown(Shutdown::Both);
-            close_apart(stream);
+            background_close::close(stream);
         }
     }
 }

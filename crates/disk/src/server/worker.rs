@@ -21,7 +21,7 @@ use rustix::time::{
 use super::connection::{Connection, ConnectionError};
 use super::counters::{Counters, DiskCounters, add};
 use super::disk::Disk;
-use super::foreign::{ForeignFd, MemoryFile, closing_is_held_up};
+use super::foreign::{ForeignFd, MemoryFile};
 use super::inflight;
 use super::listener::{SocketFile, listen};
 use super::memory::MemoryError;
@@ -54,9 +54,6 @@ const VISITORS_A_LOOK: usize = 16;
 const BACKLOG_MAX: usize = 1 << 16;
 /// It looks this often meanwhile.
 const LEAVE_LOOK: Duration = Duration::from_millis(5);
-/// While descriptors wait to be closed, no connection is accepted. The thread that closes them wakes no other: the disk's
-/// thread looks again after this time.
-const CLOSING_LOOK: Duration = Duration::from_millis(10);
 /// A stop does not wait longer than this for the image.
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -102,16 +99,6 @@ pub enum Pause {
     Endless,
 }
 
-impl Pause {
-    fn at_most(self, limit: Duration) -> Self {
-        match self {
-            Self::None => Self::None,
-            Self::AtMost(wait) => Self::AtMost(wait.min(limit)),
-            Self::Endless => Self::AtMost(limit),
-        }
-    }
-}
-
 /// A disk and its socket, without the thread: whoever calls `turn` serves it. A [`DiskServer`](super::DiskServer) does so on
 /// a thread of its own, and a simulation on its only one.
 pub struct Worker {
@@ -122,7 +109,7 @@ pub struct Worker {
     listener: Watched<SocketFile>,
     listening: bool,
     visitors: Visitors,
-    command_wake: Watched<OwnedFd>,
+    command_wake: Watched<Arc<OwnedFd>>,
     commands: Receiver<Command>,
     timer: Watched<OwnedFd>,
     _engine: Watched<OwnedFd>,
@@ -191,7 +178,7 @@ impl Worker {
             listener: Watched::new(&poller, listener, Source::Listener)?,
             listening: true,
             visitors: Visitors::new(expected),
-            command_wake: Watched::new(&poller, command_wake, Source::Command)?,
+            command_wake: Watched::new(&poller, Arc::new(command_wake), Source::Command)?,
             commands,
             timer: Watched::new(&poller, timer, Source::Timer)?,
             _engine: Watched::new(&poller, engine, Source::Engine)?,
@@ -246,13 +233,13 @@ impl Worker {
         let pause = self.work();
         self.settle();
         self.disk.counters.pulse.end();
-        Ok(if self.is_held_up() { pause.at_most(CLOSING_LOOK) } else { pause })
+        Ok(pause)
     }
 
-    /// Does a connection wait only for descriptors to be closed?
+    /// Do many descriptors wait to be closed, because their owner does not let them go? No connection is accepted then, at any
+    /// disk of this process. This thread is woken when that is over.
     fn is_held_up(&self) -> bool {
-        let in_backlog = !self.listening && !self.visitors.expected.undecided;
-        in_backlog || self.visitors.has_some() && self.peers.has_room(self.disk.is_idle())
+        background_close::is_backed_up_for(self.command_wake.get())
     }
 
     fn note(&mut self, event: Event) {
@@ -336,7 +323,7 @@ impl Worker {
         failed.extend(without_memory.map(|connection| (connection.id, MemoryError::Lost.into())));
         failed.into_iter().for_each(|(id, error)| self.lost(id, error));
         self.welcome();
-        let decided = !self.visitors.expected.undecided && !closing_is_held_up();
+        let decided = !self.visitors.expected.undecided && !self.is_held_up();
         if decided != self.listening && self.listener.listen(decided).is_ok() {
             // Who connects while it is not known who is expected waits in the listener's queue.
             self.listening = decided;
@@ -359,7 +346,7 @@ impl Worker {
     }
 
     fn accept(&mut self) {
-        if self.visitors.expected.undecided || closing_is_held_up() {
+        if self.visitors.expected.undecided || self.is_held_up() {
             return;
         }
         self.judge_backlog(VISITORS_A_LOOK);
@@ -369,7 +356,7 @@ impl Worker {
     /// Strangers are turned away at once, also while nobody can be served: none is left to be served later.
     fn judge_backlog(&mut self, at_most: usize) {
         for _ in 0..at_most {
-            if closing_is_held_up() {
+            if self.is_held_up() {
                 return;
             }
             let socket = self.listener.get();
@@ -383,7 +370,7 @@ impl Worker {
 
     /// A new QEMU waits in the lobby until the last one's writes are on the disk.
     fn welcome(&mut self) {
-        while self.peers.has_room(self.disk.is_idle()) && !closing_is_held_up() {
+        while self.peers.has_room(self.disk.is_idle()) && !self.is_held_up() {
             match self.visitors.next() {
                 Some(visitor) => self.serve(visitor),
                 None => return,

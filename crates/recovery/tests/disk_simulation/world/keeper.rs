@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use hearth_disk::boot_set::BootSet;
 use hearth_disk::buffer::BufferPool;
 use hearth_disk::image::{Format, Image, ImageOptions};
-use hearth_disk::server::{Backing, DiskOptions, Expected, Handle, Pause, Tracking, Worker, closing_is_held_up};
+use hearth_disk::server::{Backing, DiskOptions, Expected, Handle, Pause, Tracking, Worker};
 use hearth_disk::tag::Tagger;
 use hearth_disk::warm::WarmSource;
 use hearth_recovery::boot_set::WarmSources;
@@ -130,7 +130,7 @@ impl World {
     /// The keeper's loop goes on, if anything wakes it.
     pub(super) fn turn(&mut self) {
         // How fast another thread closes descriptors must not matter.
-        while closing_is_held_up() {
+        while background_close::is_backed_up() {
             std::thread::yield_now();
         }
         let Some(keeper) = &mut self.keeper else { return };
