@@ -1,6 +1,7 @@
-//! The tables of `docs/benchmarks/NAME.md`, one page a bench, from the records: nobody copies figures by hand.
+//! The tables of `docs/benchmarks/NAME.md`, one page for each bench, generated from the records, so that no figure is copied by
+//! hand.
 //!
-//! A table stands between `<!-- bench:NAME -->` and `<!-- end -->`. A bench without a record keeps the table it has.
+//! A table is between `<!-- bench:NAME -->` and `<!-- end -->`. A bench without a record keeps its old table.
 
 use std::path::{Path, PathBuf};
 
@@ -27,7 +28,7 @@ pub fn rewrite(folder: &Path, pages: &Path) -> Result<(), DocsError> {
         [warm_reboot::NAME, crash_recovery::NAME, disk::NAME, rejuvenation::NAME, lazy_restore::NAME, remount::NAME]
     {
         if !Record::path(folder, bench).exists() {
-            eprintln!("{bench}: no record in {}, its table stays as it is", folder.display());
+            eprintln!("{bench}: no record in {}; its table is unchanged", folder.display());
             continue;
         }
         let record = Record::read(folder, bench)?;
@@ -42,7 +43,7 @@ pub fn rewrite(folder: &Path, pages: &Path) -> Result<(), DocsError> {
     Ok(())
 }
 
-/// The text with what stands between the marker and the next end exchanged.
+/// The text with the section between the marker and the next end replaced.
 fn replaced(text: &str, marker: &str, section: &str) -> Option<String> {
     let begin = text.find(marker)? + marker.len();
     let end = begin + text[begin..].find(END)?;
@@ -96,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_between_the_marks_changes() {
+    fn only_text_between_the_markers_changes() {
         let folder = tempfile::tempdir().unwrap();
         let page = folder.path().join("disk.md");
         record().write(folder.path()).unwrap();
@@ -110,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_without_the_mark_is_named() {
+    fn page_without_marker_is_named() {
         let folder = tempfile::tempdir().unwrap();
         let page = folder.path().join("disk.md");
         record().write(folder.path()).unwrap();

@@ -1,8 +1,9 @@
-//! `hearth-bench`: measures Hearth beside what one would use otherwise, shows it in a demo, and renders the figures.
+//! `hearth-bench`: measures Hearth beside the usual alternatives, shows it in a demo, and renders the figures.
 //!
-//! warm-reboot, crash, disk, rejuvenate, restore, remount: a bench each; record in `target/bench/<name>.json`, table on standard output
-//! demo: one machine, one crash, two ways back; report in `target/demo/report.html`
-//! docs: the tables of `docs/benchmarks/*.md` from the records
+//! - warm-reboot, crash, disk, rejuvenate, restore, remount: one bench each; record in `target/bench/<name>.json`,
+//!   table on standard output
+//! - demo: one machine, one crash, two ways back; report in `target/demo/report.html`
+//! - docs: the tables of `docs/benchmarks/*.md` from the records
 
 mod crash_recovery;
 mod demo;
@@ -39,7 +40,7 @@ use table::Table;
 #[derive(Parser)]
 #[command(about = "Side-by-side comparisons, the demo, and their figures")]
 struct Arguments {
-    /// Names the benches
+    /// List the benches
     #[arg(long, exclusive = true)]
     list: bool,
     #[command(subcommand)]
@@ -48,78 +49,79 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Chore {
-    /// A crash and what follows: reads, web load, boot, with Hearth and otherwise
+    /// Measure a crash: file reads, web load and boot, with Hearth and without
     WarmReboot {
         #[command(flatten)]
         common: Common,
-        /// Only these disk profiles
+        /// Disk profiles to measure (default: all)
         #[arg(long, env = "PROFILE", value_delimiter = ',')]
         profile: Vec<Profile>,
-        /// Only these sides: hearth, qemu-direct, qemu-host-cache, pmem-dax, ram
+        /// Sides to measure: hearth, qemu-direct, qemu-host-cache, pmem-dax, ram (default: all)
         #[arg(long, env = "CASES", value_delimiter = ',', value_parser = stack_by_name)]
         cases: Vec<Stack>,
     },
-    /// A panic whose memory is dumped: the dump beside the reboot, and before it
+    /// Measure a panic with a dump, beside the reboot and before it
     Crash {
         #[command(flatten)]
         common: Common,
-        /// Only these disk profiles
+        /// Disk profiles to measure (default: paper and cloud)
         #[arg(long, env = "PROFILE", value_delimiter = ',')]
         profile: Vec<Profile>,
-        /// Only these sides
+        /// Sides to measure (default: all)
         #[arg(long, env = "CASES", value_delimiter = ',')]
         sides: Vec<crash_recovery::Side>,
     },
-    /// What a disk request costs, hit and miss
+    /// Measure disk requests, hit and miss
     Disk {
         #[command(flatten)]
         common: Common,
     },
-    /// Another QEMU under a running guest: how long it stands still, with Hearth and otherwise
+    /// Measure the pause of a guest whose QEMU is replaced
     Rejuvenate {
         #[command(flatten)]
         common: Common,
-        /// Only these parts
+        /// Parts to run (default: all)
         #[arg(long, env = "CASES", value_delimiter = ',')]
         parts: Vec<rejuvenation::Part>,
     },
-    /// A guest comes out of a snapshot: how soon it answers, and how soon it works, with Hearth and otherwise
+    /// Measure a restore: time to the first answer and to full speed
     Restore {
         #[command(flatten)]
         common: Common,
-        /// Only these disk profiles
+        /// Disk profiles to measure (default: asis and cloud)
         #[arg(long, env = "PROFILE", value_delimiter = ',')]
         profile: Vec<Profile>,
     },
-    /// A storage appliance with hundreds of volumes crashes: how soon all are mounted again, with Hearth and otherwise
+    /// Measure a crashed storage appliance until all volumes are mounted
     Remount {
         #[command(flatten)]
         common: Common,
-        /// Only these disk profiles
+        /// Disk profiles to measure (default: all)
         #[arg(long, env = "PROFILE", value_delimiter = ',')]
         profile: Vec<Profile>,
-        /// Only these sides: hearth, hearth-nvram, hearth-without, qemu-direct, qemu-host-cache, qemu-host-cache-dropped
+        /// Sides to measure: hearth, hearth-nvram, hearth-without, qemu-direct, qemu-host-cache, qemu-host-cache-dropped
+        /// (default: all)
         #[arg(long, env = "CASES", value_delimiter = ',', value_parser = remount::Side::by_name)]
         cases: Vec<remount::Side>,
-        /// Only with so many volumes, and then on all sides
+        /// Numbers of volumes to measure, with all sides
         #[arg(long, env = "VOLUMES", value_delimiter = ',')]
         volumes: Vec<usize>,
-        /// So many volumes are mounted at a time, instead of four
+        /// Number of volumes mounted in parallel (default: 4)
         #[arg(long)]
         at_once: Option<NonZeroUsize>,
     },
-    /// A Debian machine panics and comes back, warm and cold
+    /// Show a Debian machine that panics and returns, warm and cold
     Demo {
-        /// Where the report goes
+        /// Folder for the report
         #[arg(long, default_value_os_t = target().join("demo"))]
         folder: PathBuf,
-        /// The disk that the machine gets
+        /// Disk profile of the machine
         #[arg(long, env = "PROFILE", default_value = "cloud")]
         profile: Profile,
     },
     /// Write the tables of docs/benchmarks/*.md from the records
     Docs {
-        /// Where the records are
+        /// Folder of the records
         #[arg(long, default_value_os_t = target().join("bench"))]
         folder: PathBuf,
     },
@@ -127,13 +129,13 @@ enum Chore {
 
 #[derive(clap::Args)]
 struct Common {
-    /// A minute or two: a look, not a result
+    /// Run for a minute or two, for a look rather than a result
     #[arg(long)]
     quick: bool,
-    /// Where images and records go; must be on the disk that is to be measured
+    /// Folder for images and records, on the disk to be measured
     #[arg(long, default_value_os_t = target().join("bench"))]
     folder: PathBuf,
-    /// What runs the guests; KVM must work here
+    /// Accelerator of the guests
     #[arg(long, default_value = "tcg")]
     accelerator: Accelerator,
 }
@@ -155,7 +157,7 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let Some(chore) = arguments.chore else {
-        eprintln!("error: say which bench; `hearth-bench --list` names them, `--help` tells the rest");
+        eprintln!("error: name a bench; `hearth-bench --list` lists them, `--help` shows the options");
         return ExitCode::from(2);
     };
     match run(chore) {
@@ -268,7 +270,7 @@ fn finish(record: &Record, folder: &Path, table: &Table) -> Result<(), Box<dyn E
     Ok(())
 }
 
-/// What was asked for, or all there is.
+/// The chosen items, or all if none were chosen.
 fn chosen<T: Copy>(asked: Vec<T>, all: &[T]) -> Vec<T> {
     if asked.is_empty() { all.to_vec() } else { asked }
 }
@@ -298,19 +300,19 @@ mod tests {
     use clap::CommandFactory;
 
     #[test]
-    fn the_command_line_is_sound() {
+    fn command_line_is_valid() {
         Arguments::command().debug_assert();
     }
 
     #[test]
-    fn sides_are_known_by_name() {
+    fn sides_are_found_by_name() {
         assert_eq!(stack_by_name("pmem-dax"), Ok(Stack::PmemDax));
         let error = stack_by_name("xen").unwrap_err();
         assert_eq!(error, "sides are hearth, qemu-direct, qemu-host-cache, pmem-dax, ram");
     }
 
     #[test]
-    fn an_error_is_told_with_its_causes() {
+    fn error_chain_includes_all_causes() {
         let source = std::io::Error::other("disk on fire");
         let error = sides::RigError::Prepare { path: "/images".into(), source };
         assert_eq!(chain(&error), "cannot prepare /images: disk on fire");

@@ -1,11 +1,11 @@
-//! `docs/benchmarks.md` quotes figures of the records' pages: each one is what its record says.
+//! Test of `docs/benchmarks.md`: each figure that it quotes equals the one on its record's page.
 //!
-//! The last column of its tables names them: a key of a record's summary, or `side@profile/column` of its rows.
+//! The last column of its tables names the figures: a key of a record's summary, or `side@profile/column` of its rows.
 
 use std::collections::HashMap;
 use std::path::Path;
 
-/// The figures of a record's page by their names.
+/// The figures on a record's page, by name.
 fn figures(page: &str) -> HashMap<String, String> {
     let mut columns: Vec<String> = Vec::new();
     let mut figures = HashMap::new();
@@ -30,7 +30,7 @@ fn figures(page: &str) -> HashMap<String, String> {
     figures
 }
 
-/// What a row of the overview quotes: the figures in its cells, and their names.
+/// The figures in a row of the overview, and their names.
 fn quoted(row: &str) -> Option<(Vec<&str>, Vec<&str>)> {
     let cells: Vec<&str> = row.strip_prefix("| ")?.split('|').map(str::trim).collect();
     let [_, ours, others, names, ""] = cells[..] else { return None };
@@ -40,12 +40,16 @@ fn quoted(row: &str) -> Option<(Vec<&str>, Vec<&str>)> {
 }
 
 #[test]
-fn quoted_figures_are_those_of_the_records() {
+fn quoted_figures_equal_the_records() {
     let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
     let overview = std::fs::read_to_string(docs.join("benchmarks.md")).unwrap();
     let mut quotes = 0;
     for section in overview.split("\n## ").skip(1) {
-        let record = section.split_once("[Record](").and_then(|(_, rest)| rest.split_once(')')).expect("its record").0;
+        let record = section
+            .split_once("[Record](")
+            .and_then(|(_, rest)| rest.split_once(')'))
+            .expect("each section links its record")
+            .0;
         let known = figures(&std::fs::read_to_string(docs.join(record)).unwrap());
         for row in section.lines() {
             let Some((numbers, names)) = quoted(row) else { continue };
@@ -56,5 +60,5 @@ fn quoted_figures_are_those_of_the_records() {
             }
         }
     }
-    assert!(quotes > 40, "the tables are read no more: {quotes}");
+    assert!(quotes > 40, "the test no longer reads the tables: {quotes} figures");
 }

@@ -1,10 +1,12 @@
-//! The record of a bench: every value that was measured, and the few numbers it comes down to.
+//! The record of a bench: every measured value, and the summary's figures.
 //!
-//! `target/bench/<name>.json`. A row keeps all values of one measure on one side at one disk profile, so that a median
-//! can be doubted; `summary` holds the figures that `docs/benchmarks/*.md` show. Written whole and renamed.
+//! `target/bench/<name>.json`: a row keeps all values of one metric on one side at one disk profile, so that a median can be
+//! checked;
+//! `summary` holds the figures that `docs/benchmarks/*.md` show. The file is written as a whole and renamed.
 //!
-//! `target/bench/<name>.partial.json`: the values so far, from the first one until the record is written. A bench that
-//! was broken off leaves its values there, and the last complete record as it was.
+//! `target/bench/<name>.partial.json`: the values so far, from the first one until the record is written. An interrupted bench
+//! leaves its
+//! values there, and the last complete record unchanged.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -27,7 +29,7 @@ pub enum RecordError {
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Row {
-    /// Which side, at which profile: `hearth-warm@paper`.
+    /// Side and profile: `hearth-warm@paper`.
     pub case: String,
     pub metric: String,
     pub unit: String,
@@ -39,19 +41,19 @@ pub struct Row {
 pub struct Record {
     pub bench: String,
     pub date: String,
-    /// A quick run has the same rows from fewer and shorter measurements: good to see that it works, not to quote.
+    /// A quick run has the same rows from fewer and shorter measurements: enough for a check, but not to quote.
     pub quick: bool,
     pub machine: HostFacts,
     pub qemu: String,
-    /// The guest's CPU model: under TCG it decides page-cache figures (up to 3.6 times).
+    /// The guest's CPU model, on which page-cache figures under TCG depend (up to 3.6 times).
     pub cpu_model: String,
-    /// What enforced the disk profile: a cgroup on the device, or each side's own limits.
+    /// How the disk profile was enforced: by a cgroup on the device, or by each side's own limits.
     pub profile_by: String,
     pub rows: Vec<Row>,
     pub summary: BTreeMap<String, f64>,
-    /// Sides that could not be measured, and why.
+    /// Sides that could not be measured, with the reason.
     pub left_out: Vec<String>,
-    /// Where values are kept as they are added.
+    /// Folder of the partial record.
     #[serde(skip)]
     kept_in: Option<PathBuf>,
 }
@@ -73,12 +75,12 @@ impl Record {
         }
     }
 
-    /// From now on each value is in the partial record once it was added.
+    /// Keeps each value in the partial record as soon as it is added.
     pub fn keep_in(self, folder: &Path) -> Self {
         Record { kept_in: Some(folder.to_owned()), ..self }
     }
 
-    /// Adds a value to the row of this case and metric, which it opens if need be.
+    /// Adds a value to the row of this case and metric, or to a new row.
     pub fn add(&mut self, case: &str, metric: &str, unit: &str, value: f64) {
         let row = match self.rows.iter().position(|row| row.case == case && row.metric == metric) {
             Some(position) => &mut self.rows[position],
@@ -101,7 +103,7 @@ impl Record {
     fn keep(&self) {
         let Some(folder) = &self.kept_in else { return };
         if let Err(error) = self.write_to(&self.partial_path(folder)) {
-            eprintln!("{}: values are not kept before the end: {}", self.bench, crate::chain(&error));
+            eprintln!("{}: cannot keep values before the end: {}", self.bench, crate::chain(&error));
         }
     }
 
@@ -115,19 +117,19 @@ impl Record {
         row.map_or(&[], |row| &row.values)
     }
 
-    /// The highest of all values of a metric, over every case.
+    /// The highest value of a metric over all cases.
     pub fn highest(&self, metric: &str) -> Option<f64> {
         let values = self.rows.iter().filter(|row| row.metric == metric).flat_map(|row| row.values.iter().copied());
         values.reduce(f64::max)
     }
 
-    /// The sum of all values of a metric, over every case.
+    /// The sum of all values of a metric over all cases.
     pub fn total(&self, metric: &str) -> Option<f64> {
         let values = self.rows.iter().filter(|row| row.metric == metric).flat_map(|row| row.values.iter().copied());
         values.reduce(|sum, value| sum + value)
     }
 
-    /// Puts a figure into the summary; a figure that was not measured stays out rather than becoming a zero.
+    /// Adds a figure to the summary. A figure that was not measured is left out, rather than added as zero.
     pub fn summarise(&mut self, metric: &str, value: Option<f64>) {
         if let Some(value) = value.filter(|value| value.is_finite()) {
             self.summary.insert(metric.to_owned(), round(value));
@@ -141,7 +143,7 @@ impl Record {
     pub fn write(&self, folder: &Path) -> Result<PathBuf, RecordError> {
         let path = Self::path(folder, &self.bench);
         self.write_to(&path)?;
-        // There is none if nothing was added; one that stays is older than the record beside it.
+        // There is no partial record if nothing was added. One that cannot be removed is older than the record.
         let _ = fs::remove_file(self.partial_path(folder));
         Ok(path)
     }
@@ -172,7 +174,7 @@ impl Record {
     }
 }
 
-/// Four significant digits: more would claim a precision that no shared machine gives.
+/// Rounds to four significant digits: more would claim a precision that no shared machine has.
 fn round(value: f64) -> f64 {
     if value == 0.0 {
         return 0.0;
@@ -191,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_keeps_its_values_and_their_median() {
+    fn row_keeps_its_values_and_median() {
         let mut record = record();
         for value in [3.0, 1.0, 2.0] {
             record.add("side@asis", "boot_s", "s", value);
@@ -202,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_measured_is_not_in_the_summary() {
+    fn unmeasured_figures_are_not_in_the_summary() {
         let mut record = record();
         record.summarise("missing", record.median("side@asis", "boot_s"));
         record.summarise("endless", Some(f64::INFINITY));
@@ -220,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_survives_the_file() {
+    fn record_survives_write_and_read() {
         let folder = tempfile::tempdir().unwrap();
         let mut record = record();
         record.add("a", "peak", "%", 101.0);
@@ -232,14 +234,14 @@ mod tests {
     }
 
     #[test]
-    fn a_bench_that_is_broken_off_leaves_its_values_and_the_last_record() {
+    fn interrupted_bench_keeps_values_and_last_record() {
         let folder = tempfile::tempdir().unwrap();
         let mut whole = record();
         whole.add("a", "peak", "%", 101.0);
         whole.write(folder.path()).unwrap();
-        let mut broken_off = record().keep_in(folder.path());
-        broken_off.add("a", "peak", "%", 102.0);
-        drop(broken_off);
+        let mut interrupted = record().keep_in(folder.path());
+        interrupted.add("a", "peak", "%", 102.0);
+        drop(interrupted);
         assert_eq!(Record::read(folder.path(), "trial").unwrap().values("a", "peak"), [101.0]);
         assert_eq!(Record::read(folder.path(), "trial.partial").unwrap().values("a", "peak"), [102.0]);
         let mut next = record().keep_in(folder.path());
@@ -250,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_record_says_how_to_make_it() {
+    fn missing_record_names_the_command() {
         let folder = tempfile::tempdir().unwrap();
         let text = Record::read(folder.path(), "disk").unwrap_err().to_string();
         assert!(text.ends_with("disk.json: run `make bench NAME=disk` first"), "{text}");

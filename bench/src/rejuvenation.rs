@@ -1,17 +1,21 @@
-//! Bench `rejuvenate`: how long a guest stands still when its QEMU is replaced, and what else one would do.
+//! Bench `rejuvenate`: the pause of a guest whose QEMU is replaced, and the alternatives.
 //!
-//! for each size of RAM, mostly filled: Hearth hops, and a cold reboot -> QEMU's own `cpr-transfer`; then once more; then all of RAM
-//! to a file and back. One side at a time. A pause is from the old QEMU's STOP to the new one's RESUME, by their own clocks, for all
-//! sides alike; for the reboot it is from the order to a guest that takes commands. All have a disk under the same load, as
-//! their QEMU has disks: Hearth's from the keeper, the others' as an image that QEMU opens itself. `cpr-transfer-bare` has none.
-//! `cpr-transfer` needs QEMU 10, so what it is held against is Hearth on that same QEMU, `hearth-qemu10`.
+//! for each size of RAM, mostly filled: Hearth hops, and a cold reboot -> QEMU's own `cpr-transfer`; then once more; then all of
+//! RAM to a
+//! file and back. One side runs at a time. A pause is from the old QEMU's STOP to the new one's RESUME, by their own clocks, for
+//! all
+//! sides; for the reboot it is from the request to a guest that takes commands. All have a disk under the same load, as is usual
+//! for
+//! their QEMU: Hearth's is served by the keeper, the others' is an image that QEMU opens. `cpr-transfer-bare` has no disk.
+//! `cpr-transfer` needs QEMU 10, so it is compared with Hearth on that same QEMU, `hearth-qemu10`.
 //!
-//! STOP comes when the disks have drained (Hearth's pause counts from when they are asked to), and RESUME before the guest
-//! has done anything. So there is a second measure: a process in the guest writes to the console without a break, and the
-//! gap is the longest silence around a hop, heard from outside. What is silent without a hop, for as long, stands beside it.
+//! STOP comes when the disks have drained (Hearth's pause begins when they are asked to), and RESUME before the guest has done
+//! anything. So there is a second measure: a process in the guest writes to the console all the time, and the gap is the longest
+//! silence around a hop, heard from outside. The longest silence without a hop, over the same time, is recorded beside it.
 //!
-//! Then `networks`: a TCP connection that is never idle, on each kind of network. Then `many`: machines that hop together, and reboot
-//! together. `host_reload`: what became of the guests of an emulated host whose kernel was replaced.
+//! Then `networks`: a busy TCP connection on each kind of network. Then `many`: machines that hop at the same time, and reboot at
+//! the
+//! same time. `host_reload`: the guests of an emulated host whose kernel was replaced.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -50,7 +54,7 @@ pub enum RejuvenationError {
     Odd { side: &'static str, memory_mib: u64, what: String },
 }
 
-/// What is measured, each by itself.
+/// Parts of the bench, which can be run separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Part {
     /// The pause, at several sizes of memory, and other ways to replace QEMU
@@ -103,7 +107,7 @@ fn sizes(options: &Options, record: &mut Record) -> Result<(), RejuvenationError
     Ok(())
 }
 
-/// What cannot be done here is a finding, not the end of the bench.
+/// Measures another side. One that does not run here is recorded as left out; it does not end the bench.
 fn other(options: &Options, side: &'static str, memory_mib: u64, hops: u32, record: &mut Record) {
     let measured = match side {
         HEARTH_10 => hearth(options, side, memory_mib, hops, record),
@@ -118,18 +122,18 @@ fn case(side: &str, memory_mib: u64) -> String {
     format!("{side}@{memory_mib}")
 }
 
-/// A file in the guest's memory, each word of which tells whether it is the right one.
+/// A file in the guest's memory whose contents can be checked word by word.
 const PATTERN: &str = "/tmp/pattern";
 const PATTERN_BYTES: u64 = 32 << 20;
 const SEED: u64 = 11;
 
-/// Writes to the disk without a break.
+/// Script that writes to the disk all the time.
 const LOAD: &str = "(while :; do dd if=/dev/urandom of=/dev/vda bs=64k count=64 oflag=direct || echo bad >>/tmp/bad; done) >/dev/null 2>&1 &";
 const DISK_MIB: u64 = 64;
-/// Of a hop: the old QEMU gives back what it had.
+/// Time after a hop in which the old QEMU releases its resources.
 const AFTERMATH: Duration = Duration::from_secs(1);
 
-/// Memory that the guest holds dirty: most of it.
+/// Fills most of the guest's memory with dirty pages.
 fn fill(vm: &impl Drives, memory_mib: u64) -> hearth_vmtest::Result<()> {
     let mib = memory_mib * 3 / 4 - 64;
     let command = format!("(probe hog {mib} >/tmp/hog &) ; while ! grep -q hogging /tmp/hog; do sleep 0.2; done");
@@ -163,7 +167,7 @@ fn hearth(
         vm.rejuvenate().map_err(failed)?;
         let ended = Instant::now();
         record.add(&case(side, memory_mib), "gap_ms", "ms", silence.longest(&[vm.guest()], began, ended));
-        // As long again, with nothing happening.
+        // Then measure as long again without a hop.
         std::thread::sleep(AFTERMATH + (ended - began));
         let quiet = silence.longest(&[vm.guest()], ended + AFTERMATH, Instant::now());
         record.add(&case(side, memory_mib), "gap_without_ms", "ms", quiet);
@@ -179,7 +183,7 @@ fn hearth(
     let behind = (behind_s.start() + behind_s.end()) / 2.0 * 1e3 / f64::from(hops);
     record.add(&case(side, memory_mib), "clock_behind_ms_per_hop", "ms", behind);
     if vm.nonce().map_err(failed)? != nonce {
-        return Err(RejuvenationError::Odd { side, memory_mib, what: "the guest was rebooted".into() });
+        return Err(RejuvenationError::Odd { side, memory_mib, what: "the guest has rebooted".into() });
     }
     let bad = vm.run("cat /tmp/bad 2>/dev/null | wc -l").map_err(failed)?.text();
     record.add(&case(side, memory_mib), "io_errors", "", bad.trim().parse().unwrap_or(f64::NAN));
@@ -195,7 +199,7 @@ fn hearth(
     Ok(())
 }
 
-/// QEMU alone: by `cpr-transfer`, or with its memory through a file.
+/// Measures QEMU alone: with `cpr-transfer`, or with its memory through a file.
 fn plain(
     options: &Options,
     side: &'static str,
@@ -211,7 +215,7 @@ fn plain(
     let image = image.map_err(|error| RejuvenationError::Odd { side, memory_mib, what: error.to_string() })?;
     let qemu = if side == FILE { artifacts::installed_qemu() } else { artifacts::qemu_10() }.map_err(failed)?;
     let boot = |number: u32, incoming: &[String]| {
-        // By `cpr-transfer` memory stays where it is; through a file it comes to another place.
+        // With `cpr-transfer` memory stays where it is; through a file it moves to another file.
         let (machine, ram) = match side {
             FILE => ("pc-q35-7.2,memory-backend=ram", number % 2),
             _ => ("pc-q35-10.0,memory-backend=ram,aux-ram-share=on", 0),
@@ -243,14 +247,14 @@ fn plain(
         record.add(&case(side, memory_mib), "gap_ms", "ms", gap);
         old = new;
         if side == FILE {
-            // Memory of the QEMU that has just ended.
+            // This was the memory of the QEMU that has just ended.
             let _ = std::fs::remove_file(folder.path().join(format!("ram-{}", (number + 1) % 2)));
         }
     }
     Ok(())
 }
 
-/// A hop that is over.
+/// A finished hop.
 struct Hop {
     new: PlainVm,
     pause: Duration,
@@ -271,7 +275,7 @@ fn through_file(old: &PlainVm, boot: Boot<'_>, folder: &Path) -> hearth_vmtest::
     old.qmp().execute("migrate", json!({ "uri": format!("exec:cat > {}", file.display()) }))?;
     wait_completed(old)?;
     new.qmp().execute("migrate-incoming", json!({ "uri": format!("exec:cat {}", file.display()) }))?;
-    // A guest that was stopped before it went comes as one that stands still.
+    // A guest that was stopped before it was sent arrives stopped.
     wait_completed(&new)?;
     new.qmp().execute("cont", json!({}))?;
     let pause = between(old, &new)?;
@@ -281,7 +285,7 @@ fn through_file(old: &PlainVm, boot: Boot<'_>, folder: &Path) -> hearth_vmtest::
 fn cpr(old: &PlainVm, boot: Boot<'_>, folder: &Path) -> hearth_vmtest::Result<Hop> {
     let (main, cpr) = (folder.join("main.sock"), folder.join("cpr.sock"));
     for socket in [&main, &cpr] {
-        // Of the hop before.
+        // The previous hop's socket may be left.
         let _ = std::fs::remove_file(socket);
     }
     let channel = |kind: &str, path: &PathBuf| json!({ "channel-type": kind, "addr": { "transport": "socket", "type": "unix", "path": path } });
@@ -300,7 +304,9 @@ fn cpr(old: &PlainVm, boot: Boot<'_>, folder: &Path) -> hearth_vmtest::Result<Ho
     Ok(Hop { new, pause, began })
 }
 
-/// Asked rather than heard: a QEMU that took its guest from another one has a completed migration behind it.
+/// Waits until the migration has completed. It polls, because a QEMU that took its guest from another one has an earlier
+/// migration's
+/// event.
 fn wait_completed(vm: &PlainVm) -> hearth_vmtest::Result<()> {
     let deadline = Instant::now() + patience(60);
     let failed = |message: &str| hearth_vmtest::Error::Qmp { command: "migrate".into(), message: message.into() };
@@ -308,8 +314,8 @@ fn wait_completed(vm: &PlainVm) -> hearth_vmtest::Result<()> {
         let said = vm.qmp().execute("query-migrate", json!({}))?;
         match said["status"].as_str() {
             Some("completed") => return Ok(()),
-            Some("failed" | "cancelled") => return Err(failed("it failed")),
-            _ if Instant::now() > deadline => return Err(failed("it does not end")),
+            Some("failed" | "cancelled") => return Err(failed("failed")),
+            _ if Instant::now() > deadline => return Err(failed("does not end")),
             _ => std::thread::sleep(Duration::from_millis(1)),
         }
     }

@@ -1,5 +1,6 @@
-//! How a keeper answers while it works: its status is asked for every 10 ms, as a dashboard might, and the keeper itself says how
-//! long its main loop was busy with one event.
+//! Response times of a keeper while it works: the bench requests its status every 10 ms, as a dashboard might, and the keeper
+//! reports the
+//! longest time that its main loop spent on one event.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -15,10 +16,10 @@ use crate::record::Record;
 use crate::stats;
 
 const ASK_EVERY: Duration = Duration::from_millis(10);
-/// Longer than the keeper lets a client wait.
+/// Time limit for an answer, longer than any wait of a keeper's client.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(40);
 
-/// The poll of one keeper, until `end`.
+/// A thread that polls one keeper until `end`.
 pub struct Responsiveness {
     over: Arc<AtomicBool>,
     thread: JoinHandle<Answers>,
@@ -31,7 +32,7 @@ struct Answers {
 }
 
 impl Responsiveness {
-    /// Starts to ask the keeper behind this socket.
+    /// Starts polling the keeper behind this socket.
     pub fn watch(socket: PathBuf) -> Self {
         let over = Arc::new(AtomicBool::new(false));
         let is_over = over.clone();
@@ -45,14 +46,14 @@ impl Responsiveness {
                 }
                 std::thread::sleep(ASK_EVERY);
             }
-            // What the last event took is in an answer that comes after it.
+            // One more request after the work, since an answer includes only earlier events.
             answers.last = ask(&socket).or(answers.last);
             answers
         };
         Self { over, thread: std::thread::spawn(poll) }
     }
 
-    /// Adds what was seen to the case's rows.
+    /// Adds the measurements to the case's rows.
     pub fn end(self, case: &str, record: &mut Record) {
         self.over.store(true, Relaxed);
         let answers = self.thread.join().expect("a panic was printed when it happened");
@@ -74,7 +75,7 @@ fn ask(socket: &Path) -> Option<MachineStatus> {
     serde_json::from_str(answer.split_once("\r\n\r\n")?.1).ok()
 }
 
-/// The highest stall and the median of the answers, over all cases.
+/// Adds the longest stall, and the median of the response times over all cases.
 pub fn summarise(record: &mut Record) {
     let stall = record.highest("loop_stall_ms_max");
     record.summarise("loop_stall_ms_max", stall);

@@ -1,4 +1,4 @@
-//! The two statistics the benches quote: medians and percentiles of values that are kept.
+//! The statistics that the benches quote: medians and percentiles.
 
 /// The middle value; the mean of the two middle ones for an even count.
 pub fn median(values: &[f64]) -> Option<f64> {
@@ -11,7 +11,7 @@ pub fn median(values: &[f64]) -> Option<f64> {
     }
 }
 
-/// The smallest value that at least `percent` of all values do not exceed (nearest rank).
+/// The percentile by nearest rank.
 pub fn percentile(values: &[f64], percent: f64) -> Option<f64> {
     let sorted = sorted(values);
     let rank = (percent / 100.0 * sorted.len() as f64).ceil().max(1.0) as usize;
@@ -24,7 +24,7 @@ fn sorted(values: &[f64]) -> Vec<f64> {
     sorted
 }
 
-/// How much less `after` is than `before`, in percent of `before`; negative if it grew.
+/// Decrease from `before` to `after`, in percent of `before`; negative if it grew.
 pub fn degradation_pct(before: f64, after: f64) -> f64 {
     (before - after) / before * 100.0
 }
@@ -34,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn medians() {
+    fn median_of_odd_and_even_counts() {
         for (values, expect) in
             [(&[][..], None), (&[4.0][..], Some(4.0)), (&[9.0, 1.0, 5.0][..], Some(5.0)), (&[1.0, 2.0][..], Some(1.5))]
         {
@@ -43,7 +43,7 @@ mod tests {
     }
 
     #[test]
-    fn percentiles_are_values_that_occurred() {
+    fn percentiles_are_measured_values() {
         let values: Vec<f64> = (1..=100).rev().map(f64::from).collect();
         for (percent, expect) in [(0.0, 1.0), (50.0, 50.0), (99.0, 99.0), (100.0, 100.0)] {
             assert_eq!(percentile(&values, percent), Some(expect));

@@ -1,4 +1,4 @@
-//! One table, two dresses: aligned text for the terminal, Markdown for the docs.
+//! A table as aligned text for the terminal, Markdown for the docs, and HTML for reports.
 
 pub struct Table {
     head: Vec<String>,
@@ -21,7 +21,7 @@ impl Table {
         self.rows.is_empty()
     }
 
-    /// First column to the left, the others (figures) to the right.
+    /// The table as text: the first column to the left, the others (figures) to the right.
     pub fn text(&self) -> String {
         let widths = self.widths();
         let line = |cells: &[String]| {
@@ -61,7 +61,7 @@ impl Table {
     }
 }
 
-/// A figure as a person would write it: no decimals from 100 up, one from 10 up, else two.
+/// A figure as text: no decimals from 100 up, one from 10 up, two below.
 pub fn figure(value: f64) -> String {
     match value.abs() {
         size if size >= 100.0 => format!("{value:.0}"),
@@ -70,12 +70,12 @@ pub fn figure(value: f64) -> String {
     }
 }
 
-/// The figure, or a dash for what was not measured.
+/// The figure, or a dash if it was not measured.
 pub fn figure_or_dash(value: Option<f64>) -> String {
     value.map_or_else(|| "–".to_owned(), figure)
 }
 
-/// Text as it may stand in HTML and in attributes.
+/// Escapes text for HTML and its attributes.
 pub fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_lose_decimals_as_they_grow() {
+    fn larger_figures_have_fewer_decimals() {
         for (value, text) in [(1234.5, "1234"), (99.95, "100.0"), (12.34, "12.3"), (0.126, "0.13"), (-45.67, "-45.7")] {
             assert_eq!(figure(value), text);
         }

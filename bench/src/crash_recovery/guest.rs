@@ -1,4 +1,4 @@
-//! The guest of every side: its memory in use as a busy server's is, half file cache, half anonymous.
+//! The guest of every side. Its memory is in use like a busy server's: half file cache, half anonymous.
 
 use std::time::Duration;
 
@@ -11,12 +11,12 @@ use crate::load::Targets;
 /// Filling 3 GiB under emulation takes a minute on a busy host.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// What the second disk holds: bytes that no compression makes smaller.
+/// The file on the second disk, which no compression makes smaller.
 pub fn data_file(shape: Shape) -> File {
     File::pattern("data.bin", (shape.data_mib << 20) as usize, 7)
 }
 
-/// Fills the file cache, and anonymous memory until the guest dies.
+/// Fills the file cache, and anonymous memory for as long as the guest lives.
 pub fn fill(guest: &impl Drives, shape: Shape) -> Result<()> {
     let files = format!(
         "mkdir -p /run/data && (mountpoint -q /run/data || mount -o ro /dev/vdb /run/data) && \
@@ -31,7 +31,7 @@ pub fn fill(guest: &impl Drives, shape: Shape) -> Result<()> {
     must(guest, &hog)
 }
 
-/// The next boot copies a large file before it serves: it needs the disk more than memory.
+/// Makes the next boot copy a large file before it serves, so that it needs the disk more than memory.
 pub fn make_boot_copy(guest: &impl Drives, shape: Shape) -> Result<()> {
     let unit = format!(
         "[Unit]\\nBefore=nginx.service\\n[Service]\\nType=oneshot\\n\
@@ -57,7 +57,7 @@ fn must(guest: &impl Drives, command: &str) -> Result<()> {
     Err(hearth_vmtest::Error::GuestCommand { command: command.into(), status: output.status, output: output.text() })
 }
 
-/// Where the service is probed.
+/// The service's address and probe.
 pub fn targets(port: u16) -> Targets {
     let address = (std::net::Ipv4Addr::LOCALHOST, port).into();
     Targets { address, probe: "/".into(), files: Vec::new(), database: None }

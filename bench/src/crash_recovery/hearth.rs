@@ -1,6 +1,6 @@
 //! Side (d): the machine under Hearth, which dumps the dead incarnation while the next one boots.
 //!
-//! panic -> first HTTP 200 -> the dump is complete; memory of both incarnations is watched from outside all the while.
+//! panic -> first HTTP 200 -> the dump is complete. Memory of both incarnations is measured from outside all the while.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -18,17 +18,17 @@ use crate::responsiveness::Responsiveness;
 use crate::sides::{self, copy_root};
 use hearth_vmtest::page_cache;
 
-/// How it is set up.
+/// The settings of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Case {
     pub level: u8,
     pub chunk_mib: u64,
-    /// Who gets the disk, in runs whose boot needs it.
+    /// Policy for the disk's time, in runs whose boot needs the disk.
     pub policy: Option<&'static str>,
 }
 
 impl Case {
-    /// As rows name it.
+    /// The side's name in the record's rows.
     pub fn side(self) -> String {
         match self.policy {
             Some(policy) => format!("hearth-{policy}"),
@@ -37,7 +37,7 @@ impl Case {
     }
 }
 
-/// One crash and what followed, for the plots; times in seconds from the panic.
+/// One crash and its recovery, for the plots. Times are in seconds from the panic.
 pub struct Life {
     pub case: Case,
     pub profile: Profile,
@@ -54,12 +54,12 @@ pub struct Machine<'a> {
     vm: TestVm,
     _dumps: Scratch,
     incarnation: u64,
-    /// The event that told of the last dump's end.
+    /// Sequence number of the event at the last dump's end.
     last_dump: u64,
 }
 
 impl<'a> Machine<'a> {
-    /// Starts it without waiting.
+    /// Starts the machine without waiting.
     pub fn launch(bench: &'a Bench<'a>, profile: Profile, case: Case) -> Result<Self, CrashError> {
         eprintln!("crash: [{}] {}: starting", profile.name(), case.side());
         let failed = |source| machine_error(case, source);
@@ -74,11 +74,11 @@ impl<'a> Machine<'a> {
         Ok(Machine { bench, profile, case, image, vm, _dumps: dumps, incarnation: 1, last_dump: 0 })
     }
 
-    /// Crashes so many times; the last crash is the one that is drawn.
+    /// Crashes `crashes` times, and returns the last crash for the plot.
     pub fn measure(mut self, crashes: u32, record: &mut Record) -> Result<Option<Life>, CrashError> {
-        // First what notices a keeper that refused to start, and tells why.
+        // This wait comes first, because it notices a keeper that refuses to start, and reports why.
         self.vm.wait_incarnation(1).map_err(|error| self.error(error))?;
-        // Not before: the keeper makes the folder.
+        // The keeper must have made the folder.
         let watch = residency::Watch::start(self.vm.memory_folder()).map_err(|error| self.error(error))?;
         self.wait_service()?;
         if self.case.policy.is_some() {
@@ -92,7 +92,7 @@ impl<'a> Machine<'a> {
         responsiveness.end(&format!("{}@{}", self.case.side(), self.profile.name()), record);
         let peak_bytes = watch.end().map_err(|error| self.error(error))?.peak_bytes;
         self.budget(peak_bytes, record)?;
-        // Room for the next case's: what cannot be removed now goes with the folder.
+        // Makes space for the next case. A file that cannot be removed now is removed with the folder.
         let _ = std::fs::remove_file(&self.image);
         Ok(life)
     }
@@ -135,7 +135,7 @@ impl<'a> Machine<'a> {
             record.add(&side, "guest_wait_ms", "ms", wait_ms);
         }
         let memory = memory(&watch.samples(crashed), crashed, dead);
-        // It begins with the incarnation's end; what is waited for here is the boot first.
+        // The dump begins at the incarnation's end, while the wait above begins with the boot.
         Ok(Life { case: self.case, profile: self.profile, back_s, dumped_s: ended_s + dump_s, memory })
     }
 
@@ -156,7 +156,7 @@ impl<'a> Machine<'a> {
         self.vm.wait_event(&what, look).map_err(|error| self.error(error))
     }
 
-    /// The end of the newest dump. One that cannot be completed is not waited for.
+    /// Waits for the end of the newest dump. A dump that cannot be completed is an error.
     fn wait_dump(&mut self) -> Result<Value, CrashError> {
         const ENDS: [&str; 4] = ["dump_complete", "dump_waits", "dump_incomplete", "dump_skipped"];
         let sequence = |event: &Value| event["sequence"].as_u64().unwrap_or(0);
@@ -176,7 +176,7 @@ impl<'a> Machine<'a> {
         Ok(number(&status["memory"]["admission"], "guest_wait_ms"))
     }
 
-    /// Processor time of the keeper so far: while a dump is written, nearly all of it is the dump's.
+    /// Processor time of the keeper so far. While a dump is written, nearly all of it is the dump's.
     fn keeper_cpu_s(&self) -> Result<f64, CrashError> {
         let path = PathBuf::from(format!("/proc/{}/stat", self.vm.keeper_pid().unwrap_or_default()));
         let text = std::fs::read_to_string(&path).map_err(|source| CrashError::File { path: path.clone(), source })?;
@@ -187,7 +187,7 @@ impl<'a> Machine<'a> {
         })
     }
 
-    /// When the service answered, which ends the boot.
+    /// Waits until the service answers, which ends the boot, and returns the time.
     fn wait_service(&self) -> Result<Instant, CrashError> {
         let port = self.vm.http_port().expect("started with a web port");
         load::wait_for_service(&guest::targets(port), patience(20))
@@ -254,7 +254,7 @@ fn number(value: &Value, key: &str) -> Option<f64> {
 
 /// User and system time of `/proc/PID/stat`, in seconds.
 fn cpu_s(stat: &str) -> Option<f64> {
-    // The name stands in brackets and may hold anything.
+    // The name is in parentheses and may hold any bytes.
     let mut fields = stat.rsplit(") ").next()?.split(' ').skip(11);
     let ticks = fields.next()?.parse::<u64>().ok()? + fields.next()?.parse::<u64>().ok()?;
     Some(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
@@ -265,14 +265,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn processor_time_is_that_of_user_and_kernel() {
+    fn processor_time_sums_user_and_kernel() {
         let ticks = rustix::param::clock_ticks_per_second();
         let stat = format!("7 (a b) c) S 1 2 3 4 5 6 7 8 9 10 {} {} 0 0 20", 3 * ticks, 2 * ticks);
         assert_eq!(cpu_s(&stat), Some(5.0));
     }
 
     #[test]
-    fn sides_tell_what_was_set() {
+    fn sides_are_named_after_their_settings() {
         let case = Case { level: 1, chunk_mib: 10, policy: None };
         assert_eq!(case.side(), "hearth-level-1-chunk-10");
         assert_eq!(Case { policy: Some("dump-first"), ..case }.side(), "hearth-dump-first");

@@ -1,17 +1,20 @@
-//! Bench `crash`: what a kernel panic costs when its memory is to be kept for a debugger.
+//! Bench `crash`: the cost of a kernel panic whose memory is kept for a debugger.
 //!
-//! Sides, each from the panic to the first HTTP 200, on a guest whose memory is in use (half file cache, half anonymous):
-//! (a) QEMU: pause, dump-guest-memory, cold reboot: what people do today
+//! Each side runs from the panic to the first HTTP 200, on a guest whose memory is in use (half file cache, half anonymous):
+//! (a) QEMU: pause, dump-guest-memory, cold reboot, as is usual today
 //! (b) QEMU: the same, with makedumpfile -d 31 before the reboot
 //! (c) QEMU: cold reboot, no dump
-//! (d) Hearth: dump and reboot at once, at level 31 and, with nothing but zero pages left out, at level 1
+//! (d) Hearth: dump and reboot at the same time, at level 31, and at level 1, which excludes only zero pages
 //!
-//! for each disk profile: plain machine: (c) twice, then (b), of which (a) is a part -> Hearth at level 31 twice -> Hearth
-//! at level 1 -> at `paper` also, as in the paper that first dumped beside the reboot (Vicover): chunk sizes (its Table 3),
-//! and who gets the disk while a boot needs it (its Table 6).
+//! for each disk profile: plain machine: (c) twice, then (b), which includes (a) -> Hearth at level 31 twice -> Hearth at level 1
+//! ->
+//! at `paper` also the comparisons of the paper that first dumped beside the reboot (Vicover): chunk sizes (its Table 3), and
+//! policies
+//! for the disk while a boot needs it (its Table 6).
 //!
-//! QEMU's dump goes through a pipe to a writer past the page cache, as `virsh dump --bypass-cache` does it: what the page
-//! cache swallows is not on the disk, and control groups (v1) would not slow it.
+//! QEMU's dump goes through a pipe to a writer that bypasses the page cache, like `virsh dump --bypass-cache`: data in the page
+//! cache
+//! is not on the disk, and control groups (v1) would not slow it.
 
 mod guest;
 mod hearth;
@@ -44,9 +47,9 @@ pub enum CrashError {
     Load { side: String, source: LoadError },
     #[error("cannot use {path}")]
     File { path: PathBuf, source: std::io::Error },
-    #[error("{what} of {side} ended with {how}")]
+    #[error("{what} of {side} failed: {how}")]
     Ended { what: &'static str, side: String, how: String },
-    #[error("{side} says no {figure}: {said}")]
+    #[error("{side} did not report {figure}: {said}")]
     NoFigure { side: String, figure: &'static str, said: String },
 }
 
@@ -54,7 +57,7 @@ pub struct Options {
     pub quick: bool,
     pub folder: PathBuf,
     pub profiles: Vec<Profile>,
-    /// Only these sides: plain, hearth.
+    /// The sides to measure.
     pub sides: Vec<Side>,
 }
 
@@ -68,20 +71,20 @@ impl Side {
     pub const ALL: [Side; 2] = [Side::Plain, Side::Hearth];
 }
 
-/// How large, and how often.
+/// Sizes and counts of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     pub memory_mib: u64,
-    /// Files of 1 MiB of the web server that are in the file cache.
+    /// Files of 1 MiB of the web server in the file cache.
     pub web_files: u64,
-    /// A file on a second disk, in the file cache as well.
+    /// Size of a file on a second disk, which is in the file cache as well.
     pub data_mib: u64,
     pub anonymous_mib: u64,
-    /// What the boot copies in the runs that compare who gets the disk.
+    /// Size of the file that the boot copies in runs that compare policies for the disk.
     pub copied_mib: u64,
-    /// Crashes of a kind whose figure is a median; none where a plain reboot is read off the crash that is dumped.
+    /// Crashes of the sides whose figure is a median. 0: the plain reboot's time is derived from the dumped crash.
     pub repeats: u32,
-    /// Chunk sizes, and policies for the disk's time.
+    /// Chunk sizes and disk policies to compare.
     pub chunks_mib: &'static [u64],
     pub policies: &'static [&'static str],
 }
@@ -111,7 +114,7 @@ impl Shape {
         if quick { quick_shape } else { full }
     }
 
-    /// Runs that differ from this one in one setting.
+    /// Runs that differ from this one in a single setting.
     fn comparisons(self, case: Case) -> impl Iterator<Item = Case> {
         let chunks = self.chunks_mib.iter().filter(move |chunk_mib| **chunk_mib != case.chunk_mib);
         let policies = self.policies.iter().map(move |&policy| Case { policy: Some(policy), ..case });
@@ -123,10 +126,10 @@ impl Shape {
     }
 }
 
-/// The chunk size of every run that does not compare them: the paper's.
+/// The chunk size, as in the paper, of every run that does not compare chunk sizes.
 const CHUNK_MIB: u64 = 128;
 
-/// What every side is started on.
+/// Resources that all sides share.
 struct Bench<'a> {
     rig: &'a Rig,
     shape: Shape,
@@ -136,7 +139,7 @@ struct Bench<'a> {
 pub fn run(options: &Options, record: &mut Record) -> Result<(), CrashError> {
     let shape = Shape::of(options.quick);
     let failed = |source| CrashError::File { path: options.folder.clone(), source };
-    // Relative paths in machine.toml start in its own folder.
+    // Relative paths in machine.toml are relative to its own folder.
     let folder = std::path::absolute(&options.folder).map_err(failed)?;
     let rig = Rig::prepare(&folder, record.machine.accelerator)?;
     record.profile_by = rig.profile_by();
@@ -164,7 +167,7 @@ fn measure(
     let whole = Case { level: 1, ..selective };
     let with = |side: Side| options.sides.contains(&side);
     let plain = with(Side::Plain).then(|| plain::Machine::launch(bench, profile));
-    // A quick run is to be quick: while one machine is measured, the other processor boots the next one.
+    // In a quick run, another processor boots the next machine while one is measured.
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let ahead = options.quick && with(Side::Hearth) && processors > 1;
     let first = ahead.then(|| hearth::Machine::launch(bench, profile, selective)).transpose()?;
@@ -187,7 +190,7 @@ fn measure(
     Ok(())
 }
 
-/// A side that does not run here is a finding, not the end of the bench.
+/// Records a side that does not run here as left out; it does not end the bench.
 fn leave_out<T>(measured: Result<T, CrashError>, record: &mut Record) -> Option<T> {
     let error = match measured {
         Ok(measured) => return Some(measured),

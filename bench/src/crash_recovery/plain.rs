@@ -1,8 +1,8 @@
-//! Sides (a), (b) and (c): the machine under QEMU alone, with what QEMU has.
+//! Sides (a), (b) and (c): the machine under QEMU alone, with QEMU's own features.
 //!
 //! panic -> paused -> [dump-guest-memory -> [makedumpfile]] -> system_reset, cont -> first HTTP 200
 //!
-//! The reset happens in the same QEMU process, the quickest way back it has. Its disk is `cache=none,aio=io_uring`.
+//! The same QEMU process resets the guest, which is QEMU's quickest way back. Its disk is `cache=none,aio=io_uring`.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -41,7 +41,7 @@ struct Dumped {
 }
 
 impl<'a> Machine<'a> {
-    /// Starts it without waiting.
+    /// Starts the machine without waiting.
     pub fn launch(bench: &'a Bench<'a>, profile: Profile) -> Result<Self, CrashError> {
         eprintln!("crash: [{}] {SIDE}: starting", profile.name());
         let image = bench.rig.folder().join("qemu.img");
@@ -55,7 +55,7 @@ impl<'a> Machine<'a> {
         Ok(Machine { bench, profile, vm, port, crashes: 0 })
     }
 
-    /// Crashes without a dump, so many times, and once with one.
+    /// Crashes without a dump `repeats` times, and once with one.
     pub fn measure(mut self, record: &mut Record) -> Result<(), CrashError> {
         self.wait_service()?;
         self.wait_agent()?;
@@ -64,7 +64,7 @@ impl<'a> Machine<'a> {
             eprintln!("crash: [{}] plain reboot: {:.1} s", self.profile.name(), outage.downtime_s);
             self.add("plain-reboot", "downtime_s", outage.downtime_s, record);
         }
-        // The writer of the dump and makedumpfile know no limits.
+        // The writer of the dump and makedumpfile have no limits of their own.
         self.bench.rig.must_limit_all(self.profile, "qemu-dump")?;
         guest::fill(&self.vm, self.bench.shape).map_err(machine_error)?;
         let files = DumpFiles::in_folder(self.bench.rig.folder());
@@ -84,7 +84,8 @@ impl<'a> Machine<'a> {
             outage.downtime_s
         );
         for (side, downtime_s, dump_s, dump_mib) in [
-            // Without the filter's share it is the outage of those who do not filter: the guest stands still meanwhile.
+            // Without the filter's share this is the outage of an operator who does not filter, since the guest is paused
+            // meanwhile.
             ("qemu-dump", outage.downtime_s - dumped.filter_s, dumped.dump_s, dumped.dump_mib),
             ("qemu-makedumpfile", outage.downtime_s, dumped.dump_s + dumped.filter_s, dumped.filtered_mib),
         ] {
@@ -93,7 +94,7 @@ impl<'a> Machine<'a> {
             self.add(side, "dump_mib", dump_mib, record);
         }
         if self.bench.shape.repeats == 0 {
-            // A quick run has no crash of its own for this: it is what is left of the outage.
+            // A quick run has no separate crash for this figure: it is the rest of this outage.
             let reboot_s = outage.downtime_s - dumped.dump_s - dumped.filter_s;
             self.add("plain-reboot", "downtime_s", reboot_s, record);
         }
@@ -104,7 +105,7 @@ impl<'a> Machine<'a> {
         record.add(&format!("{side}@{}", self.profile.name()), metric, unit, value);
     }
 
-    /// From the order to panic to the first answer.
+    /// Measures the time from the request to panic to the first answer.
     fn crash(&mut self, dump: Option<&DumpFiles>) -> Result<Outage, CrashError> {
         self.bench.rig.limit(self.profile)?;
         self.crashes += 1;
@@ -127,11 +128,11 @@ impl<'a> Machine<'a> {
         let begun = Instant::now();
         let mut writer = self.bench.rig.launch(self.profile, |_| files.start_writer())??;
         let protocol = format!("file:{}", files.pipe.display());
-        let ordered = self.vm.qmp().execute("dump-guest-memory", json!({ "paging": false, "protocol": protocol }));
-        ordered.map_err(machine_error)?;
+        let requested = self.vm.qmp().execute("dump-guest-memory", json!({ "paging": false, "protocol": protocol }));
+        requested.map_err(machine_error)?;
         wait(&mut writer, "the writer of the dump")?;
         let dump_s = begun.elapsed().as_secs_f64();
-        // Otherwise makedumpfile refuses it. Not counted: a fixed QEMU would not need it.
+        // makedumpfile refuses the file without this. It does not count: a fixed QEMU would not need it.
         qemu_dump::move_program_headers(&files.dump).map_err(machine_error)?;
         let begun = Instant::now();
         let mut filter = self.bench.rig.launch(self.profile, |_| files.start_filter())??;
@@ -180,7 +181,7 @@ impl DumpFiles {
         Self { pipe: folder.join("dump.pipe"), dump: folder.join("dump.elf"), filtered: folder.join("dump.filtered") }
     }
 
-    /// Reads the pipe that QEMU writes, and writes past the page cache.
+    /// Starts a program that reads QEMU's pipe and writes past the page cache.
     fn start_writer(&self) -> Result<Child, CrashError> {
         self.remove();
         let failed = |source| CrashError::File { path: self.pipe.clone(), source };
@@ -201,7 +202,7 @@ impl DumpFiles {
 
     fn remove(&self) {
         for file in [&self.pipe, &self.dump, &self.filtered] {
-            // What was never made cannot be removed; the rest goes with the folder.
+            // A file that was never made cannot be removed; the rest is removed with the folder.
             let _ = std::fs::remove_file(file);
         }
     }

@@ -1,4 +1,4 @@
-//! What the rows come down to: the summary's figures and the table a person reads.
+//! The summary's figures and the table, from the rows.
 
 use super::{CHUNK_MIB, Shape};
 use crate::host::profile::Profile;
@@ -15,7 +15,7 @@ pub fn summarise(record: &mut Record, profiles: &[Profile]) {
     for &profile in profiles {
         summarise_profile(record, profile);
     }
-    // Seen from outside, and by the keeper itself: whichever saw more.
+    // The higher of the peaks measured from outside and by the keeper.
     let peaks = ["budget_peak_pct", "keeper_peak_pct"].into_iter().filter_map(|metric| record.highest(metric));
     let peak = peaks.reduce(f64::max);
     record.summarise("budget_peak_pct", peak);
@@ -69,7 +69,7 @@ fn summarise_profile(record: &mut Record, profile: Profile) {
 
 type Columns = [(&'static str, &'static str)];
 
-/// Sides below each other, profiles as blocks of rows.
+/// One table: sides in rows, profiles as blocks of rows.
 pub fn table(record: &Record) -> Table {
     const COLUMNS: &Columns = &[
         ("downtime s", "downtime_s"),
@@ -89,7 +89,7 @@ pub fn table(record: &Record) -> Table {
     side_by_side(record, "side@profile", COLUMNS, cases.into_iter().map(|case| (case.to_owned(), case.to_owned())))
 }
 
-/// How much is released at once, as in the paper's Table 3.
+/// Chunk sizes compared, as in the paper's Table 3.
 pub fn chunk_table(record: &Record) -> Table {
     const COLUMNS: &Columns = &[
         ("downtime s", "downtime_s"),
@@ -101,14 +101,14 @@ pub fn chunk_table(record: &Record) -> Table {
     side_by_side(record, "chunk", COLUMNS, measured(record, Shape::of(false).chunks_mib.iter().map(line)))
 }
 
-/// Who gets the disk while a boot needs it, as in the paper's Table 6.
+/// Disk policies compared while a boot needs the disk, as in the paper's Table 6.
 pub fn policy_table(record: &Record) -> Table {
     const COLUMNS: &Columns = &[("downtime s", "downtime_s"), ("dump s", "dump_s")];
     let line = |policy: &&str| ((*policy).to_owned(), at_paper(&format!("hearth-{policy}")));
     side_by_side(record, "disk_time", COLUMNS, measured(record, Shape::of(false).policies.iter().map(line)))
 }
 
-/// Comparisons are made at this profile.
+/// The case of a side at the profile of the comparisons.
 fn at_paper(side: &str) -> String {
     format!("{side}@{}", Profile::Paper.name())
 }
@@ -117,7 +117,7 @@ fn measured(record: &Record, lines: impl Iterator<Item = (String, String)>) -> V
     lines.filter(|(_, case)| record.median(case, "downtime_s").is_some()).collect()
 }
 
-/// `lines`: what a row is called, and the case it is about.
+/// A table with a row for each of `lines`: its name, and its case.
 fn side_by_side(
     record: &Record,
     what: &str,
@@ -189,11 +189,11 @@ mod tests {
     }
 
     #[test]
-    fn tables_have_a_line_for_each_case() {
+    fn tables_have_a_row_for_each_case() {
         let record = record();
         assert_eq!(table(&record).text().lines().count(), 2 + 8);
         let chunks = chunk_table(&record).text();
-        assert_eq!(chunks.lines().count(), 2 + 1, "the others were not measured: {chunks}");
+        assert_eq!(chunks.lines().count(), 2 + 1, "only measured chunk sizes have a row: {chunks}");
         assert!(chunks.contains("128 MiB        9.00"), "{chunks}");
         let policies = policy_table(&record).text();
         assert!(policies.lines().count() == 2 + 1 && policies.contains("dump-first        20.0"), "{policies}");

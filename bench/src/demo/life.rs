@@ -19,7 +19,7 @@ pub const AFTER_S: f64 = 24.0;
 const PLOT_STEP_S: f64 = 0.5;
 const MIB: f64 = 1048576.0;
 
-/// What was seen of it.
+/// Measurements of one machine.
 pub struct Life {
     pub accelerator: String,
     pub accelerator_why: String,
@@ -32,10 +32,10 @@ pub struct Life {
     pub read_second: f64,
     pub from_disk_mib: f64,
     pub ember: EmberStatus,
-    /// How it came back from the second panic, and how long that took in all.
+    /// Recovery from the second panic, and its time until the first answer.
     pub recovery: Option<Recovery>,
     pub boot_again_s: f64,
-    /// Requests per second around the panic at zero.
+    /// Requests per second; the panic is at time zero.
     pub series: Vec<(f64, f64)>,
 }
 
@@ -49,7 +49,7 @@ pub fn live(image: &Path, warm: bool, profile: Profile, progress: &Progress) -> 
         rate: profile.rate(),
         warm,
     })?;
-    // First: of a guest that does not get there this shows the console.
+    // This wait comes first, because its error shows the console of a guest that does not boot.
     machine.wait_agent(1)?;
     load::wait_for_service(&targets(&machine), patience(20))?;
     machine.ready()?;
@@ -91,7 +91,7 @@ struct Served {
     series: Vec<(f64, f64)>,
 }
 
-/// Web load over a panic.
+/// Measures the web load over a panic.
 fn serve_and_panic(machine: &HearthMachine, word: &str, progress: &Progress) -> Result<Served, DemoError> {
     progress.tell(&format!("{word}: web load for {BEFORE_S:.0} s"));
     let load = Load::start(targets(machine))?;
@@ -138,7 +138,7 @@ fn panic_and_read(machine: &HearthMachine) -> Result<After, DemoError> {
     Ok(After { boot_s, first, second: read_all(machine)?, from_disk_mib: from_disk as f64 / MIB })
 }
 
-/// MiB/s of all files in order, as the guest sees it.
+/// Reads all files in order, and returns the guest's rate in MiB/s.
 fn read_all(machine: &HearthMachine) -> Result<f64, DemoError> {
     let command = format!("probe read-all {}", Guest::Debian.files());
     let output = machine.run_within(&command, Duration::from_secs(300))?;
@@ -152,7 +152,7 @@ mod tests {
     use crate::load::trace::Sample;
 
     #[test]
-    fn rates_are_those_of_the_windows_around_the_outage() {
+    fn rates_cover_the_windows_around_the_outage() {
         let ends = (0..20).map(f64::from).chain((30..60).map(f64::from));
         let trace = Trace { samples: ends.map(|end| Sample { begun_s: end, ended_s: end, bytes: 1 }).collect() };
         let served = served(&trace, 0.0, 20.0, 30.0);

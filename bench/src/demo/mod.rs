@@ -1,10 +1,12 @@
-//! The demo: a Debian web server under Hearth panics and comes back, once on its dead memory and once cold.
+//! The demo: a Debian web server under Hearth panics and comes back, once with its dead memory and once cold.
 //!
-//! boot -> fill the file cache -> serve -> panic -> serve -> panic -> read every file; the same again with
-//! `ember = "off"`. Then a table, and the report in `target/demo/report.html`.
+//! boot -> fill the file cache -> serve -> panic -> serve -> panic -> read every file; the same again with `ember = "off"`. Then
+//! a
+//! table, and the report in `target/demo/report.html`.
 //!
-//! The disk is slowed by Hearth's own limits, so that no root is needed; by default to the `cloud` profile, since an
-//! unlimited disk would show the demo machine's SSD, which few virtual machines have to themselves.
+//! Hearth's own limits slow the disk, which needs no root. The default is the `cloud` profile: an unlimited disk would show the
+//! demo
+//! host's SSD, which few virtual machines have to themselves.
 
 mod life;
 mod page;
@@ -30,13 +32,13 @@ pub enum DemoError {
     Machine(#[from] hearth_vmtest::Error),
     #[error("the demo's web load")]
     Load(#[from] LoadError),
-    #[error("in the guest, `{command}` gave no {figure}")]
+    #[error("in the guest, `{command}` did not report {figure}")]
     NoFigure { command: String, figure: &'static str },
     #[error("cannot write {path}")]
     Write { path: PathBuf, source: io::Error },
 }
 
-/// Tells what goes on, with the seconds since the start.
+/// Prints the demo's progress with the seconds since its start.
 struct Progress {
     begun: Instant,
 }
@@ -47,7 +49,7 @@ impl Progress {
     }
 }
 
-/// Runs the demo on a disk of this profile; `folder` gets the image while it runs, and the report.
+/// Runs the demo on a disk of this profile. `folder` gets the image while the demo runs, and the report.
 pub fn run(folder: &Path, profile: Profile) -> Result<(), DemoError> {
     let progress = Progress { begun: Instant::now() };
     let images =
@@ -68,7 +70,7 @@ pub fn run(folder: &Path, profile: Profile) -> Result<(), DemoError> {
     Ok(())
 }
 
-/// One machine on a fresh copy of the Debian image.
+/// Runs one machine on a fresh copy of the Debian image.
 fn live(folder: &Path, warm: bool, profile: Profile, progress: &Progress) -> Result<Life, DemoError> {
     let image = folder.join("root.img");
     images::copy(&artifacts::debian_root()?, &image)?;

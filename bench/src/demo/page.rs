@@ -1,4 +1,4 @@
-//! What the two lives of the demo come down to, as a report.
+//! The demo's report, from the measurements of both machines.
 
 use hearth_api::{EmberStatus, Recovery};
 

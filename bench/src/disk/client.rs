@@ -1,4 +1,4 @@
-//! A vhost-user-blk client in this process: one queue, one request at a time, its memory a RAM file.
+//! A vhost-user-blk client in this process, with one queue, one request at a time, and a RAM file as its memory.
 
 use std::fs::File;
 use std::io;
@@ -11,7 +11,7 @@ use blkio::{Blkio, Blkioq, Completion, MemoryRegion, ReqFlags};
 use hearth_disk::block::BLOCK_BYTES;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-/// A flush takes longer, and needs the processors for the kernel's own threads.
+/// How long a request is polled for. A flush takes longer, and needs the processors for the kernel's own threads.
 const SPIN: Duration = Duration::from_micros(500);
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -25,7 +25,7 @@ pub enum ClientError {
     Request { request: Request, result: i32 },
 }
 
-/// `page` is the first page of the client's memory that data goes to or comes from.
+/// A request. `page` is the first page of the client's memory that its data uses.
 #[derive(Clone, Copy, Debug)]
 pub enum Request {
     Read { block: u64, page: usize },
@@ -34,14 +34,14 @@ pub enum Request {
 }
 
 pub struct Client {
-    // Order matters: the driver goes before the memory it was told of.
+    // Order matters: the driver must be dropped before the memory that it uses.
     queue: Blkioq,
     _driver: Blkio,
     memory: Memory,
 }
 
 impl Client {
-    /// Connects to a disk server, with a RAM file as the memory that requests use.
+    /// Connects to a disk server. A RAM file is the memory that requests use.
     pub fn connect(socket: &Path, ram: &Path) -> Result<Self, ClientError> {
         let memory = Memory::map(ram).map_err(|source| ClientError::Map { path: ram.to_owned(), source })?;
         let failed = |what: &'static str| {
@@ -58,7 +58,7 @@ impl Client {
         Ok(Client { queue, _driver: driver, memory })
     }
 
-    /// One request and its answer; returns the microseconds it took.
+    /// Sends a request, waits for its answer, and returns the microseconds that it took.
     pub fn run(&mut self, request: Request) -> Result<f64, ClientError> {
         let mut completion = [const { MaybeUninit::<Completion>::uninit() }];
         let none = ReqFlags::empty();
@@ -76,7 +76,7 @@ impl Client {
         }
         let (done, took) = loop {
             let spent = begun.elapsed();
-            // Without sleeping at first: the time it takes to wake this process up is not the disk's.
+            // Polls at first: the time to wake this process up is not the disk's.
             let done = match spent < SPIN {
                 true => self.queue.do_io(&mut completion, 0, None, None),
                 false => self.queue.do_io(&mut completion, 1, Some(&mut { PATIENCE }), None),
@@ -100,13 +100,13 @@ impl Client {
     /// Fills a page of the memory.
     pub fn put(&mut self, page: usize, bytes: &[u8; BLOCK_BYTES]) {
         let target = self.memory.pages(page, 1);
-        // SAFETY: the page lies within the mapping and no request is in flight: run waits.
+        // SAFETY: the page is within the mapping, and no request is in flight, since `run` waits.
         unsafe { target.copy_from_nonoverlapping(bytes.as_ptr(), BLOCK_BYTES) };
     }
 
     /// The first eight bytes of a page.
     pub fn first_word(&self, page: usize) -> u64 {
-        // SAFETY: the page lies within the mapping and no request is in flight: run waits.
+        // SAFETY: the page is within the mapping, and no request is in flight, since `run` waits.
         u64::from_le(unsafe { self.memory.pages(page, 1).cast::<u64>().read_volatile() })
     }
 }
@@ -123,9 +123,9 @@ impl Memory {
         let file = File::options().read(true).write(true).open(path)?;
         let bytes = file.metadata()?.len() as usize;
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // Populated, as the RAM of a guest that has been up for a while: its first touch is not the disk's cost.
+        // Populated, like the RAM of a guest that has run for a while: its first touch must not count as the disk's cost.
         let flags = MapFlags::SHARED | MapFlags::POPULATE;
-        // SAFETY: a fresh shared mapping at an address the kernel chooses.
+        // SAFETY: a new shared mapping at an address that the kernel chooses.
         let address = unsafe { mmap(std::ptr::null_mut(), bytes, access, flags, &file, 0)? };
         Ok(Memory { file, address: address.cast(), bytes })
     }
@@ -149,7 +149,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: the mapping made in `map`; the driver that used it was dropped before.
+        // SAFETY: the mapping made in `map`; the driver that used it was dropped first.
         let _ = unsafe { munmap(self.address.cast(), self.bytes) };
     }
 }

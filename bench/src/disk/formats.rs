@@ -1,9 +1,11 @@
-//! What an image format costs: raw, qcow2, and qcow2 over a base image, as every restored machine has it. Hearth and QEMU
-//! each serve an image of every format, with the same content, to one client that sends one request at a time.
+//! The cost of image formats: raw, qcow2, and qcow2 over a base image, as every restored machine has it. Hearth and QEMU each
+//! serve an
+//! image of every format, with the same contents, to a client that sends one request at a time.
 //!
 //! read data -> write into empty clusters (64 KiB; 4 KiB) -> overwrite what was written; each write is followed by a flush
 //!
-//! All images are up at once and take turns, so that a slow moment of the host hits all alike. A write and its flush are
+//! All images are served at the same time and take turns, so that a slow moment of the host affects all alike. A write and its
+//! flush are
 //! one turn: the images share a file system, and a flush of one commits what others have allocated before it.
 
 use std::collections::BTreeMap;
@@ -28,13 +30,13 @@ use crate::stats;
 use crate::table::{Table, figure_or_dash};
 
 const CLUSTER_BLOCKS: u64 = 16;
-/// Blocks that hold data from the start; empty clusters follow.
+/// Blocks with data from the start; empty clusters follow.
 const DATA_BLOCKS: u64 = (32 << 20) / BLOCK_BYTES as u64;
 const READS: usize = 200;
-/// Empty clusters in a round for each size of write; as many blocks are overwritten.
+/// Empty clusters per round for each size of write. As many blocks are overwritten.
 const WRITES: usize = 32;
 const RAM_BYTES: u64 = 4 << 20;
-/// Where the client reads to; writes come from the pages before it.
+/// Page that the client reads to; writes come from the pages before it.
 const READ_PAGE: usize = CLUSTER_BLOCKS as usize;
 
 const READ: &str = "read4k";
@@ -70,7 +72,7 @@ impl Kind {
 /// A served image and its client.
 struct Target {
     case: String,
-    // Order matters: the client goes before its server.
+    // Order matters: the client must be dropped before its server.
     client: Client,
     _server: Running,
     latencies_us: BTreeMap<&'static str, Vec<f64>>,
@@ -81,7 +83,7 @@ enum Running {
     Qemu { _daemon: StorageDaemon },
 }
 
-/// The requests of a target before it is the next one's turn, each with its metric.
+/// The requests that a target gets before the next target's turn, each with its metric.
 type Turn = Vec<(&'static str, Request)>;
 
 pub fn measure(options: &Options, record: &mut Record) -> Result<(), HostSideError> {
@@ -95,7 +97,7 @@ pub fn measure(options: &Options, record: &mut Record) -> Result<(), HostSideErr
         eprintln!("{NAME}: image formats, round {round} of {rounds}");
         let turns = turns(&data.split_off(data.len() - READS), &empty.split_off(empty.len() - 2 * WRITES));
         for (number, turn) in turns.iter().enumerate() {
-            // Each is first in turn, and follows each of its neighbours.
+            // Each target is first in turn, and follows each of its neighbours.
             targets.rotate_left(1);
             if number % targets.len() == 0 {
                 targets.reverse();
@@ -113,7 +115,7 @@ pub fn measure(options: &Options, record: &mut Record) -> Result<(), HostSideErr
     Ok(())
 }
 
-/// One round: reads of these blocks of data, and writes into these empty clusters.
+/// The turns of one round: reads of these data blocks, and writes into these empty clusters.
 fn turns(data: &[u64], empty: &[u64]) -> Vec<Turn> {
     let read = |&block: &u64| vec![(READ, Request::Read { block, page: READ_PAGE })];
     let write = |metric, block, blocks: u64, flush_metric| {
@@ -154,7 +156,7 @@ impl Target {
         }
     }
 
-    /// What the turns wrote is there.
+    /// Checks that what the turns wrote is there.
     fn check(&mut self, turns: &[Turn]) -> Result<(), HostSideError> {
         for (_, request) in turns.iter().flatten() {
             if let Request::Write { block, .. } = request {
@@ -164,7 +166,7 @@ impl Target {
         Ok(())
     }
 
-    /// The medians of a round that ends.
+    /// Records the medians of a finished round.
     fn report(&mut self, record: &mut Record) {
         for (metric, latencies_us) in std::mem::take(&mut self.latencies_us) {
             let value = stats::median(&latencies_us).expect("a round has each request many times");
@@ -173,7 +175,7 @@ impl Target {
     }
 }
 
-/// The files of this part, removed with it.
+/// The files of this part of the bench, which are removed with it.
 struct Bench {
     memory: Scratch,
     work: Scratch,
@@ -194,7 +196,7 @@ impl Bench {
                 .map_err(at(folder))?,
         };
         let disk_bytes = (DATA_BLOCKS + (rounds * 2 * WRITES) as u64 * CLUSTER_BLOCKS) * BLOCK_BYTES as u64;
-        // A copy for each server: what one has read, the other would get out of the cache of the disk.
+        // Each server has its own copies: otherwise one would get from the disk's cache what the other has read.
         for server in Server::BOTH {
             let (raw, base) = (bench.path(Kind::RAW, server), bench.base(server));
             image::write(&base, disk_bytes).map_err(at(&base))?;
@@ -242,7 +244,7 @@ impl Bench {
     }
 
     fn start_qemu(&self, kind: Kind, number: u32) -> Result<Target, HostSideError> {
-        // For its memory only.
+        // Only its memory is used.
         Incarnation::create(self.memory.path(), number, RAM_BYTES, false)?;
         let path = self.path(kind, Server::Qemu);
         let socket = path.with_extension("sock");
@@ -255,7 +257,7 @@ impl Bench {
     }
 }
 
-/// To a qcow2 image whose clusters are allocated where the raw image has data.
+/// Converts a raw image to qcow2, with clusters allocated where the raw image has data.
 fn convert(raw: &Path, qcow2: &Path) -> Result<(), HostSideError> {
     let tool = "qemu-img";
     let failed = |source| HostSideError::Tool { tool, package: "qemu-utils", source };
@@ -289,7 +291,7 @@ pub fn is_case(case: &str) -> bool {
     Kind::ALL.iter().any(|kind| Server::BOTH.iter().any(|&server| kind.case(server) == case))
 }
 
-/// Microseconds, a line for each format and server.
+/// The table of medians in microseconds, with a row for each format and server.
 pub fn table(record: &Record) -> Table {
     let head = [
         "format@server",
@@ -338,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn a_format_is_compared_with_raw_and_with_qemu() {
+    fn formats_are_compared_with_raw_and_qemu() {
         let machine = HostFacts::gather(Accelerator::Tcg);
         let mut record = Record::new("disk", true, machine, "QEMU".into(), "max");
         for (case, us) in [("qcow2@hearth", 90.0), ("raw@hearth", 60.0), ("qcow2@qemu", 75.0)] {
@@ -347,7 +349,7 @@ mod tests {
         summarise(&mut record);
         assert_eq!(record.summary["qcow2_read4k_vs_raw_ratio"], 1.5);
         assert_eq!(record.summary["qcow2_read4k_vs_qemu_ratio"], 1.2);
-        assert_eq!(record.summary.len(), 2, "nothing was measured of the rest");
+        assert_eq!(record.summary.len(), 2, "ratios without a measurement are left out");
         assert!(is_case("qcow2@hearth") && !is_case("hearth@asis"));
     }
 }

@@ -1,8 +1,10 @@
 //! The disk server without a guest: a vhost-user client in this process reads 4 KiB blocks, one at a time.
 //!
-//! The ember is a real one: a RAM file full of disk blocks with its ledger, banked as a dead incarnation. The client's
-//! memory stands for the new incarnation's RAM and has a ledger of its own, so every hit does all that a hit in a
-//! machine does: find, check the tag, copy, record, give the old page up. Each block can be hit once, as in a machine.
+//! The ember is real: a RAM file full of disk blocks with its ledger, banked as a dead incarnation. The client's memory stands
+//! for the
+//! new incarnation's RAM and has its own ledger, so every hit does the same work as in a machine: find, check the tag, copy,
+//! record,
+//! release the old page. As in a machine, each block can be hit once.
 
 use std::fs::File;
 use std::io;
@@ -28,7 +30,7 @@ use crate::record::Record;
 use crate::stats;
 
 const DISK: DiskId = DiskId(0);
-/// Large enough that no CPU cache holds it: a hit on memory as cold as in a machine.
+/// Large enough that no CPU cache holds it, so memory is as cold as in a machine.
 const IMAGE_BYTES: u64 = 128 << 20;
 const BLOCKS: u64 = IMAGE_BYTES / BLOCK_BYTES as u64;
 
@@ -52,18 +54,18 @@ pub enum HostSideError {
     Tool { tool: &'static str, package: &'static str, source: io::Error },
     #[error("client of the disk server")]
     Client(#[from] ClientError),
-    #[error("block {block} came back with other bytes than the image holds")]
+    #[error("the server returned wrong bytes for block {block}")]
     Wrong { block: u64 },
 }
 
-/// Which way the blocks of a pass come.
+/// Source of a pass's blocks.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
-    /// From the ember; every block is moved.
+    /// The ember; every block is moved.
     Hit,
-    /// From the image, recorded in the ledger.
+    /// The image, with a record in the ledger.
     Miss,
-    /// From the image, as with `ember = "off"`.
+    /// The image, as with `ember = "off"`.
     MissUntracked,
 }
 
@@ -82,7 +84,7 @@ pub fn measure(options: &Options, record: &mut Record) -> Result<(), HostSideErr
     let bench = Bench::prepare(&options.folder)?;
     for round in 1..=rounds {
         eprintln!("disk: host side, round {round} of {rounds}");
-        // Ledger on and off in an order that alternates: a slow minute of the host hits both alike.
+        // The order of ledger on and off alternates, so that a slow minute of the host affects both alike.
         let misses = if round % 2 == 0 { [Way::Miss, Way::MissUntracked] } else { [Way::MissUntracked, Way::Miss] };
         for way in [Way::Hit].into_iter().chain(misses) {
             let latencies_us = bench.pass(way, record)?;
@@ -92,7 +94,7 @@ pub fn measure(options: &Options, record: &mut Record) -> Result<(), HostSideErr
             }
         }
     }
-    // Neither depends on the disk: the keys of all profiles have the same figure.
+    // Neither figure depends on the disk, so the keys of all profiles get the same one.
     for profile in Profile::ALL {
         let (hit, bytes) = (record.median(Way::Hit.case(), "rand4k_us_p50"), record.median("ledger", "bytes_per_page"));
         record.summarise(&profile.key("rand4k_hit_us_p50"), hit);
@@ -101,7 +103,7 @@ pub fn measure(options: &Options, record: &mut Record) -> Result<(), HostSideErr
     Ok(())
 }
 
-/// The files of this bench, removed with it.
+/// The files of this part of the bench, which are removed with it.
 struct Bench {
     memory: Scratch,
     work: Scratch,
@@ -126,7 +128,7 @@ impl Bench {
         self.work.path().join("image")
     }
 
-    /// Reads every block of the image once, in random order, one at a time; microseconds of each.
+    /// Reads every block of the image once, in random order, one at a time. Returns the microseconds of each read.
     fn pass(&self, way: Way, record: &mut Record) -> Result<Vec<f64>, HostSideError> {
         let ember = match way {
             Way::Hit => Some(self.ember()?),
@@ -167,7 +169,7 @@ impl Bench {
         let failed = |source| HostSideError::Prepare { path: path.clone(), source };
         let (image, ram) = open_both(&self.image(), &path).map_err(failed)?;
         let ledger = dead.ledger.clone().expect("created with a ledger");
-        let mut ledger = ledger.lock().expect("nobody else knows this ledger yet");
+        let mut ledger = ledger.lock().expect("no other thread uses this ledger");
         let mut block = [0; BLOCK_BYTES];
         for number in 0..BLOCKS {
             let offset = number * BLOCK_BYTES as u64;
@@ -186,7 +188,7 @@ fn open_both(image: &Path, ram: &Path) -> io::Result<(File, File)> {
     Ok((File::open(image)?, File::options().write(true).open(ram)?))
 }
 
-/// As the keeper opens a machine's image.
+/// Opens an image as the keeper does.
 pub fn open_image(path: &Path, format: Format) -> Result<Image, HostSideError> {
     let options = ImageOptions {
         path: path.to_owned(),
@@ -199,7 +201,7 @@ pub fn open_image(path: &Path, format: Format) -> Result<Image, HostSideError> {
     Ok(Image::open(&options)?)
 }
 
-/// None: the incarnation has no ledger.
+/// The tracking of an incarnation's disk. `None` if it has no ledger.
 pub fn tracking(living: &Incarnation, tagger: &Tagger, warm: Option<Arc<dyn WarmSource>>) -> Option<Tracking> {
     let (ram_device, ram_inode) = living.ram.identity();
     let ledger = living.ledger.clone()?;
@@ -210,7 +212,7 @@ pub fn disk_options(socket: &Path) -> DiskOptions {
     DiskOptions { memory_slots: true, expected: Expected::anyone(), ..DiskOptions::new(DISK, "bench", socket) }
 }
 
-/// The same order in every pass, so that passes can be compared.
+/// A random order that is the same in every pass, so that passes can be compared.
 pub fn shuffled(count: u64) -> Vec<u64> {
     let mut order: Vec<u64> = (0..count).collect();
     let mut random = 0x2545_f491_4f6c_dd1d_u64;
@@ -228,7 +230,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_shuffle_loses_nothing_and_is_not_in_order() {
+    fn shuffle_keeps_every_block_out_of_order() {
         let mut order = shuffled(1000);
         assert!(order.windows(2).filter(|pair| pair[0] + 1 == pair[1]).count() < 20);
         order.sort_unstable();

@@ -1,4 +1,4 @@
-//! Images with content: nothing in them is zero, sparse or alike, so no layer can cut a read short.
+//! Images with contents: no block is zero, sparse or like another, so that no layer can shorten a read.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -15,7 +15,7 @@ pub fn write(path: &Path, bytes: u64) -> io::Result<()> {
     file.into_inner()?.sync_all()
 }
 
-/// Every block begins with its number; the rest differs from word to word.
+/// The contents of a block: its number, and then words that all differ.
 pub fn block(number: u64) -> [u8; BLOCK_BYTES] {
     let mut bytes = [0; BLOCK_BYTES];
     let words = BLOCK_BYTES as u64 / 8;
@@ -29,7 +29,7 @@ pub fn block(number: u64) -> [u8; BLOCK_BYTES] {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn blocks_carry_their_numbers_and_differ() {
+    fn blocks_begin_with_their_numbers_and_differ() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("image");
         super::write(&path, 3 * 4096).unwrap();

@@ -1,8 +1,10 @@
-//! Misses in a guest: two disks of one machine with the same content, one served by Hearth, one by QEMU itself (io_uring,
-//! cache=none, a thread of its own), read in turn with the caches dropped before each.
+//! Misses in a guest: two disks of one machine with the same contents, one served by Hearth, one by QEMU itself (io_uring,
+//! cache=none,
+//! its own thread), are read in turn, with caches dropped before each read.
 //!
-//! QEMU's disk is also the yardstick for the ledger's cost: it is measured in machines with and without ember, and what
-//! counts is how Hearth's disk compares with it in each, so that a change of the host's load between them cancels out.
+//! QEMU's disk is also the baseline for the ledger's cost. It is measured in machines with and without ember, and the figure is
+//! how
+//! Hearth's disk compares with it in each, so that a change of the host's load between them cancels out.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -31,12 +33,12 @@ pub enum InGuestError {
     Throttle(#[from] ThrottleError),
     #[error("the guest has no disk with serial number {0}")]
     NoDisk(&'static str),
-    #[error("in the guest, `{command}` gave no {figure}")]
+    #[error("in the guest, `{command}` did not report {figure}")]
     NoFigure { command: String, figure: &'static str },
 }
 
 impl Server {
-    /// By it the guest tells the disks apart.
+    /// Serial number by which the guest finds the disk.
     fn serial(self) -> &'static str {
         match self {
             Server::Hearth => "hearth-side",
@@ -45,7 +47,7 @@ impl Server {
     }
 }
 
-/// The two ways to read that miss, with the figure each gives; more is better in both.
+/// Two ways of reading that miss, each with its figure. More is better in both.
 #[derive(Clone, Copy)]
 enum Read {
     Sequential,
@@ -139,12 +141,12 @@ fn measure_machine(
             measure_round(&vm, profile, ember, round, record)?;
         }
     }
-    // The machine's end is not to be throttled.
+    // The machine's end should not be throttled.
     throttle.as_ref().map_or(Ok(()), |throttle| throttle.limit(Profile::Asis))?;
     Ok(())
 }
 
-/// A throttled disk gives the same figure each time; the bare one needs many.
+/// Number of rounds. A throttled disk gives the same figure each time; an unlimited one needs many.
 fn rounds(profile: Profile, quick: bool) -> u32 {
     match profile {
         _ if quick => 1,
@@ -166,7 +168,7 @@ fn boot(images: &Images, ember: bool, accelerator: Accelerator) -> hearth_vmtest
     vm.setting("accelerator", accelerator.name()).boot()
 }
 
-/// Reads both disks both ways; who is first alternates.
+/// Reads both disks in both ways. The disk that goes first alternates.
 fn measure_round(
     vm: &TestVm,
     profile: Profile,
@@ -231,7 +233,7 @@ fn summarise(record: &mut Record, profile: Profile) {
         record.summarise(&profile.key(&format!("{}_miss_vs_qemu_ratio", read.word())), on);
         costs.extend(off.zip(on).map(|(off, on)| degradation_pct(off, on)));
     }
-    // The dearer of the two ways to read.
+    // The more expensive of the two ways of reading.
     record.summarise(&profile.key("ledger_cost_pct"), stats::percentile(&costs, 100.0));
 }
 
@@ -241,7 +243,7 @@ mod tests {
     use crate::host::facts::HostFacts;
 
     #[test]
-    fn the_ledgers_cost_is_that_of_the_dearer_read() {
+    fn ledger_cost_is_the_more_expensive_reads() {
         let machine = HostFacts::gather(Accelerator::Tcg);
         let mut record = Record::new("disk", true, machine, "QEMU".into(), "max");
         for (case, metric, ratio) in [

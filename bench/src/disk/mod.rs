@@ -1,9 +1,9 @@
-//! Bench `disk`: what a request costs, hit and miss, and what following every block costs.
+//! Bench `disk`: the cost of a request, hit and miss, and of tracking every block.
 //!
-//! host side: the disk server alone, with a client in this process and no guest: what a hit really costs.
-//! formats: the same client and no guest, images of all formats, served by Hearth and by QEMU's storage daemon.
-//! in guest: two disks of the same machine and the same content, one served by Hearth, one by QEMU itself (io_uring,
-//! cache=none, a thread of its own), read in turn: what a miss costs compared with what one would use otherwise.
+//! - host side: the disk server alone, with a client in this process and no guest: the cost of a hit.
+//! - formats: the same client and no guest; images of all formats, served by Hearth and by QEMU's storage daemon.
+//! - in guest: two disks of the same machine with the same contents, one served by Hearth, one by QEMU itself
+//!   (io_uring, cache=none, its own thread), read in turn: the cost of a miss, compared with the usual alternative.
 
 mod client;
 mod formats;
@@ -33,11 +33,11 @@ pub enum DiskBenchError {
 
 pub struct Options {
     pub quick: bool,
-    /// Where images and the record go: on the disk that is measured.
+    /// Folder for images and the record, on the disk that is measured.
     pub folder: PathBuf,
 }
 
-/// Who serves a disk.
+/// The server of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Server {
     Hearth,
@@ -61,7 +61,7 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), DiskBenchError>
     Ok(in_guest::measure(options, record)?)
 }
 
-/// Without image formats, which have a table of their own.
+/// The table without image formats, which have their own.
 pub fn table(record: &Record) -> Table {
     let mut table = Table::new(["case", "metric", "unit", "median", "least", "most", "values"]);
     for row in record.rows.iter().filter(|row| !formats::is_case(&row.case)) {

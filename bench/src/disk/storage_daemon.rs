@@ -1,5 +1,6 @@
-//! QEMU's block layer without a guest: `qemu-storage-daemon` exports one image as a vhost-user-blk disk, opened as a user
-//! would for a guest (`cache=none,aio=io_uring`, a thread of its own).
+//! QEMU's block layer without a guest: `qemu-storage-daemon` exports an image as a vhost-user-blk disk, opened as a user would
+//! for a
+//! guest (`cache=none,aio=io_uring`, its own thread).
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -10,12 +11,13 @@ use std::process::{Child, Command};
 pub const TOOL: &str = "qemu-storage-daemon";
 pub const PACKAGE: &str = "qemu-system-common";
 
-/// Ends with its owner.
+/// A running daemon, which is killed when dropped.
 pub struct StorageDaemon(Child);
 
 impl StorageDaemon {
-    /// `driver` is QEMU's name of the format; `base` the raw image below it. A client may connect at once: it waits in the
-    /// socket's queue until the daemon is ready, and is cut off if the daemon fails.
+    /// Starts the daemon. `driver` is QEMU's name of the format, and `base` the raw image below it. A client may connect at once:
+    /// it waits in
+    /// the socket's queue until the daemon is ready, and is disconnected if the daemon fails.
     pub fn start(socket: &Path, image: &Path, driver: &str, base: Option<&Path>) -> io::Result<Self> {
         let mut command = Command::new(TOOL);
         command.args(["--object", "iothread,id=io"]);
@@ -35,7 +37,7 @@ impl StorageDaemon {
 
 impl Drop for StorageDaemon {
     fn drop(&mut self) {
-        // An error means that it has ended already.
+        // Fails only if the daemon has ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

@@ -1,4 +1,4 @@
-//! The machine a figure was measured on, and the time of day. A figure without them is not quoted.
+//! The machine that a figure was measured on, and the date. A figure without them is not quoted.
 
 use std::fs;
 use std::path::Path;
@@ -7,12 +7,12 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-/// What runs the guests' instructions.
+/// The accelerator that runs the guests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Accelerator {
     Kvm,
-    /// QEMU's own emulation: works everywhere, and makes everything CPU-bound about ten times slower.
+    /// QEMU's own emulation, which works everywhere and makes everything CPU-bound about ten times slower.
     Tcg,
 }
 
@@ -31,9 +31,9 @@ pub struct HostFacts {
     pub cpus: usize,
     pub memory_mib: u64,
     pub kernel: String,
-    /// What the guests of this bench ran on.
+    /// Accelerator of this bench's guests.
     pub accelerator: Accelerator,
-    /// One-minute load average when the bench began: figures from a busy machine are not to be quoted.
+    /// One-minute load average when the bench began. Figures from a busy machine should not be quoted.
     pub load_average: f64,
 }
 
@@ -77,7 +77,7 @@ fn load_average() -> Option<f64> {
     fs::read_to_string("/proc/loadavg").ok()?.split_whitespace().next()?.parse().ok()
 }
 
-/// First line of `qemu-system-x86_64 --version`, or that there is none.
+/// First line of `qemu-system-x86_64 --version`, or a note that it does not run.
 pub fn qemu_version(binary: &Path) -> String {
     let output = Command::new(binary).arg("--version").output();
     let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
@@ -89,7 +89,7 @@ pub fn now_rfc3339() -> String {
     rfc3339(seconds)
 }
 
-/// Days to a date by the proleptic Gregorian calendar of 400-year eras that begin on 1 March.
+/// Converts a time to text, in the proleptic Gregorian calendar, by 400-year eras that begin on 1 March.
 fn rfc3339(unix_seconds: u64) -> String {
     let (days, second) = (unix_seconds / 86_400, unix_seconds % 86_400);
     let shifted = days + 719_468;
@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dates() {
+    fn unix_times_become_dates() {
         for (seconds, text) in [
             (0, "1970-01-01T00:00:00Z"),
             (951_827_696, "2000-02-29T12:34:56Z"),
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_qemu_is_named() {
+    fn missing_qemu_is_named() {
         assert_eq!(qemu_version(Path::new("no-such-qemu")), "no-such-qemu does not run");
     }
 }

@@ -1,9 +1,10 @@
-//! A file system of its own for what is measured: an ext4 as `mkfs.ext4` makes it, on a loop device.
+//! A separate file system for what is measured: a default ext4 from `mkfs.ext4`, on a loop device.
 //!
-//! What a flush costs depends on the host's file system, and the one that is there may be none that hosts have: an ext4 without a
-//! journal, as in many containers, writes an image's inode with each `fdatasync` after a write.
+//! The cost of a flush depends on the host's file system, which may be one that production hosts do not have: an ext4 without a
+//! journal,
+//! as in many containers, writes an image's inode with each `fdatasync` after a write.
 //!
-//! It is mounted where only this thread and what it starts see it: it is gone with them, however they end.
+//! Only this thread and the processes that it starts see the mount, so it disappears with them, however they end.
 
 use std::fs;
 use std::io;
@@ -14,14 +15,14 @@ use rustix::thread::{UnshareFlags, unshare_unsafe};
 
 use super::scratch::Scratch;
 
-/// What is not used takes no space.
+/// Size of the file system. Unused blocks take no space.
 const BYTES: u64 = 16 << 30;
 
 #[derive(Debug, thiserror::Error)]
 pub enum FileSystemError {
-    #[error("{path}: cannot hold a file system")]
+    #[error("cannot make a file system in {path}")]
     Prepare { path: PathBuf, source: io::Error },
-    #[error("no name space for mounts of its own")]
+    #[error("cannot make a mount name space")]
     Unshare(#[source] io::Error),
     #[error("{program} cannot be started")]
     Start { program: &'static str, source: io::Error },
@@ -29,13 +30,13 @@ pub enum FileSystemError {
     Failed { program: &'static str, said: String },
 }
 
-/// Dropped, it is gone with all that it holds.
+/// A mounted file system. Dropping it unmounts it and removes its contents.
 pub struct FileSystem {
     scratch: Scratch,
 }
 
 impl FileSystem {
-    /// Its bytes are in a file in `folder`. It takes root and loop devices. Only this thread, and those that it starts, find it.
+    /// Makes it in a file in `folder`, which needs root and loop devices. Only this thread, and those that it starts, see it.
     pub fn make(folder: &Path) -> Result<Self, FileSystemError> {
         let prepare = |source| FileSystemError::Prepare { path: folder.to_owned(), source };
         let made = FileSystem { scratch: Scratch::new(folder, "file-system").map_err(prepare)? };
@@ -45,11 +46,11 @@ impl FileSystem {
         // SAFETY: file descriptors stay shared.
         unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.map_err(|error| FileSystemError::Unshare(error.into()))?;
         run("mount", &["--make-rprivate", "/"])?;
-        // The host's cache holds what is measured once at most.
+        // Direct I/O keeps the host from caching the data twice.
         let device = run("losetup", &["--find", "--show", "--direct-io=on", &file.display().to_string()])?;
         let mounted = run("mkfs.ext4", &["-q", &device])
             .and_then(|_| run("mount", &[&device, &made.path().display().to_string()]));
-        // The device goes when it is mounted no more.
+        // The device is removed once it is unmounted.
         run("losetup", &["--detach", &device])?;
         mounted.map(|_| made)
     }
@@ -61,12 +62,12 @@ impl FileSystem {
 
 impl Drop for FileSystem {
     fn drop(&mut self) {
-        // What still uses it is on its way out. Of one that was never mounted this says so.
+        // Its last users are just ending. This fails if the file system was never mounted.
         let _ = run("umount", &["--lazy", &self.path().display().to_string()]);
     }
 }
 
-/// Returns its only line.
+/// Runs a program, and returns its output, which is one line.
 fn run(program: &'static str, arguments: &[&str]) -> Result<String, FileSystemError> {
     let output = Command::new(program).args(arguments).output();
     let output = output.map_err(|source| FileSystemError::Start { program, source })?;
@@ -83,14 +84,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_that_is_none_is_named() {
+    fn path_that_is_not_a_folder_is_named() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let error = FileSystem::make(file.path()).err().unwrap().to_string();
-        assert_eq!(error, format!("{}: cannot hold a file system", file.path().display()));
+        assert_eq!(error, format!("cannot make a file system in {}", file.path().display()));
     }
 
     #[test]
-    fn what_a_program_says_of_its_failure_is_told() {
+    fn failed_programs_message_is_reported() {
         let error = run("umount", &["/none"]).unwrap_err().to_string();
         assert!(error.starts_with("umount: ") && error.contains("/none"), "{error}");
     }

@@ -1,4 +1,4 @@
-//! What the benches ask of the host: its facts, a slower disk for all sides alike, a file system, and what it keeps in memory.
+//! The host of the benches: its facts, disk limits for all sides, a file system, and scratch folders.
 
 pub mod facts;
 pub mod file_system;

@@ -1,4 +1,4 @@
-//! Disk profiles: how fast the disk is, the same for every side of a comparison.
+//! Disk profiles: the speed of the disk, the same for every side of a comparison.
 
 use clap::ValueEnum;
 
@@ -12,7 +12,7 @@ pub enum Profile {
     Paper,
 }
 
-/// What a throttled disk can do in a second, reads and writes each.
+/// Limits of a throttled disk, for reads and writes each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskRate {
     pub mib_per_second: u64,
@@ -24,7 +24,7 @@ impl DiskRate {
         self.mib_per_second << 20
     }
 
-    /// QEMU's own limits, as properties of a drive, with a comma before each.
+    /// QEMU's own limits, as properties of a drive, each preceded by a comma.
     pub fn qemu_throttling(self) -> String {
         let (bps, iops) = (self.bytes_per_second(), self.iops);
         format!(
@@ -52,7 +52,7 @@ impl Profile {
         }
     }
 
-    /// The summary key of a metric: bare at `paper`, with the profile's name behind it elsewhere.
+    /// The summary key of a metric: without a suffix at `paper`, with the profile's name elsewhere.
     pub fn key(self, metric: &str) -> String {
         match self {
             Profile::Paper => metric.to_owned(),
@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_are_bare_at_paper_only() {
+    fn only_keys_at_paper_have_no_suffix() {
         let keys: Vec<String> = Profile::ALL.iter().map(|profile| profile.key("boot_warm_s")).collect();
         assert_eq!(keys, ["boot_warm_s_asis", "boot_warm_s_cloud", "boot_warm_s"]);
     }

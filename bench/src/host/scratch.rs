@@ -1,4 +1,4 @@
-//! Folders for images while a bench runs: removed with it, or by the next bench if it was broken off.
+//! Folders for images while a bench runs. They are removed with it, or by the next bench if it was interrupted.
 
 use std::fs;
 use std::io;
@@ -6,13 +6,13 @@ use std::path::{Path, PathBuf};
 
 const PREFIX: &str = "hearth-bench-";
 
-/// A folder that ends with its owner. Its name carries the owner's process number.
+/// A folder that is removed with its owner. Its name has the owner's process ID.
 pub struct Scratch {
     path: PathBuf,
 }
 
 impl Scratch {
-    /// Makes `folder` and one folder in it, and clears away those whose bench is no more.
+    /// Makes `folder` and a folder in it, and removes those of benches that no longer run.
     pub fn new(folder: &Path, purpose: &str) -> io::Result<Self> {
         fs::create_dir_all(folder)?;
         clear_leftovers(folder)?;
@@ -28,7 +28,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // What cannot be removed now is removed by the next bench.
+        // A folder that cannot be removed now is removed by the next bench.
         let _ = fs::remove_dir_all(&self.path);
     }
 }
@@ -53,9 +53,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_goes_with_its_owner_and_takes_dead_ones_along() {
+    fn scratch_is_removed_with_its_owner_and_leftovers() {
         let folder = tempfile::tempdir().unwrap();
-        // Process numbers end below 2^22 (PID_MAX_LIMIT).
+        // Process IDs are below 2^22 (PID_MAX_LIMIT).
         let dead = folder.path().join(format!("{PREFIX}4194305-images"));
         let strangers = folder.path().join("records");
         for path in [&dead, &strangers] {

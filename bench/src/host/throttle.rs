@@ -1,12 +1,15 @@
-//! A slower disk for everybody: a control group that limits the device below QEMU, keeper and host page cache alike.
+//! A slower disk for all sides: a control group that limits the device below QEMU, keeper and the host's page cache alike.
 //!
-//! It limits direct I/O and page-cache misses but no hits, so a side that lives off the host's page cache keeps its
-//! whole advantage. It also counts what was really read, by one meter for all sides. Both hierarchies are known:
-//! cgroup v1 (`blkio.throttle.*`) and v2 (`io.max`, `io.stat`). Making a group needs root; without it each side's own
-//! limits must do (`hearth`'s per disk, QEMU's `throttling.*`), and the record says so.
+//! It limits direct I/O and page-cache misses but no hits, so a side that uses the host's page cache keeps its whole advantage.
+//! It also
+//! counts the bytes that were read, in the same way for all sides. Both hierarchies are supported: cgroup v1 (`blkio.throttle.*`)
+//! and v2
+//! (`io.max`, `io.stat`). Making a group needs root; without it each side uses its own limits (`hearth`'s per disk, QEMU's
+//! `throttling.*`), and the record says so.
 //!
-//! Processes inherit the group of the process that started them, so the bench enters it while it starts a machine and
-//! leaves it again: moving QEMU in afterwards would miss its first reads.
+//! Processes inherit the group of their parent, so the bench enters the group while it starts a machine and leaves it again:
+//! moving QEMU
+//! into it later would miss QEMU's first reads.
 
 use std::fs;
 use std::io;
@@ -19,7 +22,7 @@ use super::profile::{DiskRate, Profile};
 pub enum ThrottleError {
     #[error("{folder} is on no block device that can be limited (device {major}:{minor})")]
     NoDevice { folder: PathBuf, major: u32, minor: u32 },
-    #[error("no control group hierarchy that limits block devices is mounted")]
+    #[error("no control group hierarchy with limits for block devices is mounted")]
     NoHierarchy,
     #[error("cannot use {path}")]
     Use { path: PathBuf, source: io::Error },
@@ -27,7 +30,7 @@ pub enum ThrottleError {
     NoCounter { path: PathBuf, device: Device },
 }
 
-/// A whole disk: limits on a partition are refused by the kernel.
+/// A whole disk: the kernel refuses limits on a partition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Device {
     pub major: u32,
@@ -46,7 +49,7 @@ enum Version {
     V2,
 }
 
-/// A control group of this bench on the device that holds the images; removed when dropped.
+/// This bench's control group on the device that holds the images. Dropping it removes the group.
 pub struct Throttle {
     version: Version,
     folder: PathBuf,
@@ -55,7 +58,7 @@ pub struct Throttle {
 }
 
 impl Throttle {
-    /// A group for the device below `images`, without a limit yet.
+    /// Makes a group for the device below `images`, without a limit at first.
     pub fn new(images: &Path) -> Result<Self, ThrottleError> {
         let device = device_of(images)?;
         let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
@@ -77,14 +80,14 @@ impl Throttle {
         format!("cgroup {version} on device {}", self.device)
     }
 
-    /// Takes effect at once, also for machines that already run.
+    /// Sets the limits, which take effect at once, also for running machines.
     pub fn limit(&self, profile: Profile) -> Result<(), ThrottleError> {
         limit_files(self.version, self.device, profile.rate())
             .iter()
             .try_for_each(|(file, value)| write(&self.folder.join(file), value))
     }
 
-    /// What `start` starts, it starts inside the group.
+    /// Calls `start` inside the group, so that the processes that it starts are in the group.
     pub fn within<T>(&self, start: impl FnOnce() -> T) -> Result<T, ThrottleError> {
         let own_pid = std::process::id().to_string();
         write(&self.folder.join("cgroup.procs"), &own_pid)?;
@@ -93,18 +96,18 @@ impl Throttle {
         Ok(started)
     }
 
-    /// Bytes read from the device by all that ever ran in the group.
+    /// Bytes read from the device by all processes that ever ran in the group.
     pub fn read_bytes(&self) -> Result<u64, ThrottleError> {
         self.counter("blkio.throttle.io_service_bytes", "Read", "rbytes")
     }
 
-    /// Operations on the device by all that ever ran in the group: reads, writes.
+    /// Reads and writes on the device by all processes that ever ran in the group.
     pub fn operations(&self) -> Result<(u64, u64), ThrottleError> {
         let of = |v1: &str, v2: &str| self.counter("blkio.throttle.io_serviced", v1, v2);
         Ok((of("Read", "rios")?, of("Write", "wios")?))
     }
 
-    /// A counter: of this file and name (v1), or of this name in `io.stat` (v2).
+    /// A counter: `v1` in this file, or `v2` in `io.stat`.
     fn counter(&self, v1_file: &str, v1: &str, v2: &str) -> Result<u64, ThrottleError> {
         let (file, name) = match self.version {
             Version::V1 => (v1_file, v1),
@@ -112,7 +115,7 @@ impl Throttle {
         };
         let path = self.folder.join(file);
         let text = fs::read_to_string(&path).map_err(|source| ThrottleError::Use { path: path.clone(), source })?;
-        // A device that was never used has no line yet.
+        // An unused device has no line yet.
         if !text.contains(&format!("{} ", self.device)) {
             return Ok(0);
         }
@@ -122,7 +125,7 @@ impl Throttle {
 
 impl Drop for Throttle {
     fn drop(&mut self) {
-        // A machine that is still going away keeps the group busy; an empty leftover group limits nobody.
+        // A machine that is still ending keeps the group busy; an empty leftover group does no harm.
         let _ = fs::remove_dir(&self.folder);
     }
 }
@@ -131,7 +134,7 @@ fn write(path: &Path, value: &str) -> Result<(), ThrottleError> {
     fs::write(path, value).map_err(|source| ThrottleError::Use { path: path.to_owned(), source })
 }
 
-/// The whole disk below a folder; a partition's disk is found through sysfs.
+/// The whole disk below a folder. sysfs gives a partition's disk.
 fn device_of(folder: &Path) -> Result<Device, ThrottleError> {
     let number = fs::metadata(folder).map_err(|source| ThrottleError::Use { path: folder.to_owned(), source })?.dev();
     let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
@@ -149,7 +152,7 @@ fn parse_device(text: &str) -> Option<Device> {
     Some(Device { major: major.parse().ok()?, minor: minor.parse().ok()? })
 }
 
-/// Where block devices are limited: a v1 `blkio` mount if there is one, since a controller is never in both.
+/// The hierarchy that limits block devices: a v1 `blkio` mount if there is one, since a controller is never in both.
 fn hierarchy(mounts: &str) -> Option<(Version, PathBuf)> {
     let fields = || mounts.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
     let v1 =
@@ -177,11 +180,11 @@ fn own_group(membership: &str, version: Version) -> &str {
     "/"
 }
 
-/// File names and values that set a rate, or lift all limits. Reads and writes are limited each, as on a real volume.
+/// File names and values that set a rate, or remove all limits. Reads and writes have separate limits, as on a real volume.
 fn limit_files(version: Version, device: Device, rate: Option<DiskRate>) -> Vec<(&'static str, String)> {
     match version {
         Version::V1 => {
-            // v1 knows 0 as "no limit".
+            // In v1, 0 means no limit.
             let (bps, iops) = rate.map_or((0, 0), |rate| (rate.bytes_per_second(), rate.iops));
             vec![
                 ("blkio.throttle.read_bps_device", format!("{device} {bps}")),
@@ -217,7 +220,7 @@ mod tests {
     const DISK: Device = Device { major: 254, minor: 0 };
 
     #[test]
-    fn a_v1_mount_goes_before_v2() {
+    fn v1_mount_is_preferred_to_v2() {
         let v1 = "cgroup /sys/fs/cgroup/blkio cgroup rw,relatime,blkio 0 0\n";
         let v2 = "cgroup2 /sys/fs/cgroup cgroup2 rw,relatime 0 0\n";
         assert_eq!(hierarchy(&format!("{v2}{v1}")), Some((Version::V1, "/sys/fs/cgroup/blkio".into())));
@@ -226,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn the_way_home_is_kept() {
+    fn own_group_is_found_in_both_versions() {
         let membership = "8:pids:/\n7:blkio:/user/a:b\n0::/user.slice\n";
         assert_eq!(own_group(membership, Version::V1), "/user/a:b");
         assert_eq!(own_group(membership, Version::V2), "/user.slice");
@@ -244,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn counters_are_those_of_the_device() {
+    fn counters_are_read_for_the_device() {
         let v1 = "8:0 Read 11\n254:0 Write 5\n254:0 Read 42\nTotal 58\n";
         assert_eq!(counter(Version::V1, DISK, v1, "Read"), Some(42));
         let v2 = "8:0 rbytes=11 wbytes=0\n254:0 rbytes=42 wbytes=7 rios=1\n";
@@ -254,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_without_a_disk_is_named() {
+    fn folder_without_a_disk_is_named() {
         let text = device_of(Path::new("/proc")).unwrap_err().to_string();
         assert!(text.starts_with("/proc is on no block device that can be limited"), "{text}");
     }

@@ -1,5 +1,6 @@
-//! The guest of every side: its memory in use by a large process, a file cache, of which its web server serves a part, and a
-//! database's buffers. Where there is no database it is busybox, with its web server.
+//! The guest of every side. Its memory is in use by a large process, a file cache, of which its web server serves a part, and a
+//! database's
+//! buffers. Without a database it is busybox with its web server.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
@@ -10,14 +11,15 @@ use hearth_vmtest::{Disk, Drives, PlainVm, PlainVmBuilder, Result, TestVm, TestV
 use super::{Ports, RestoreError, Shape, WINDOW_REQUESTS};
 use crate::load::{Database, Query, Targets};
 
-/// So often is each file asked for: more than in any run.
+/// Number of requests for each file, more than any run uses.
 const TURNS: usize = 1000;
-/// Of the database's table; `guest/debian/database` makes it.
+/// Rows of the database's table, which `guest/debian/database` makes.
 const ROWS: u64 = 1_600_000;
-/// Of each query: a third of a MiB of the table. No multiple of the thousand balances there are, so that the answers differ.
+/// Rows of each query: a third of a MiB of the table. It is not a multiple of the thousand different balances, so that answers
+/// differ.
 const QUERY_ROWS: u64 = 2900;
 
-/// What the web server has on its disk, and the database.
+/// Makes the disk image with the web server's files and the database.
 pub fn make_image(shape: Shape, image: &Path) -> std::result::Result<(), RestoreError> {
     let made = if shape.has_database() {
         artifacts::debian_database_root().and_then(|root| images::copy(&root, image))
@@ -36,7 +38,7 @@ pub fn machine(shape: Shape, name: &str, image: &Path) -> TestVmBuilder {
     if shape.has_database() { TestVm::debian_database(name).root(disk) } else { TestVm::busybox(name).disk(disk) }
 }
 
-/// Its image is its first drive.
+/// The plain machine; its image must be its first drive.
 pub fn plain(shape: Shape, name: &str) -> PlainVmBuilder {
     if shape.has_database() { PlainVm::debian_database(name) } else { PlainVm::busybox(name) }
 }
@@ -67,8 +69,9 @@ pub fn hog(guest: &impl Drives, shape: Shape) -> Result<()> {
     guest.sh(&hog).map(drop)
 }
 
-/// A process that writes to 160 MiB of memory, which it has when this returns, 5 MiB at a time: some 50 MiB/s, and how much it was
-/// is counted.
+/// Starts a process that writes to 160 MiB of memory, which it has when this returns, 5 MiB at a time: about 50 MiB/s. It counts
+/// what it
+/// has written.
 pub fn start_writer(guest: &impl Drives) -> Result<()> {
     let write = "probe fill /tmp/seed 5242880 1; for n in $(seq 0 31); do cp /tmp/seed /tmp/dirty.$n; done; echo 0 >/tmp/written; \
                  (n=0; while :; do n=$((n+1)); \
@@ -82,7 +85,7 @@ pub fn written_mib(guest: &impl Drives) -> Result<f64> {
     Ok(5.0 * count.trim().parse::<f64>().expect("the writer writes numbers"))
 }
 
-/// The same files and parts of the table for every seed, all of them in each turn, in an order that no other seed has.
+/// Targets that are the same files and parts of the table for every seed. Each turn has all of them, in an order of the seed's own.
 pub fn targets(ports: Ports, shape: Shape, seed: u64) -> Targets {
     let mut word = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut below = |bound: usize| {
@@ -101,7 +104,7 @@ pub fn targets(ports: Ports, shape: Shape, seed: u64) -> Targets {
         queries.extend(turn.iter().map(|&number| query(1 + number as u64 * shape.rows / shape.hot_files as u64)));
     }
     let here = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
-    // As many requests as are looked at at once, so that each look has a new client in it.
+    // A new client comes after as many requests as a window has, so that each window includes one.
     let database = Database { address: here(ports.database), queries, per_client: WINDOW_REQUESTS / 2 };
     let database = Some(database).filter(|_| shape.has_database());
     Targets { address: here(ports.web), probe: "/".to_owned(), files, database }
@@ -131,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_differ_in_their_order_and_not_in_what_they_ask_for() {
+    fn requests_of_two_seeds_differ_only_in_order() {
         let shape = Shape::of(false);
         let ports = Ports { web: 80, database: 5432 };
         let asked = |seed| {

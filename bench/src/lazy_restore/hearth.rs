@@ -1,4 +1,4 @@
-//! The sides under Hearth: one snapshot, restored with everything, nothing, or its working set read ahead.
+//! The sides under Hearth: one snapshot, restored with all memory, none, or its working set prefetched.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ use crate::responsiveness::Responsiveness;
 
 const HEARTH: &str = "hearth";
 
-/// A way to restore: its name here, the option of `hearth restore`, and the file of its working set beside the snapshot.
+/// A restore mode: its name here, the option of `hearth restore`, and the file of its working set beside the snapshot.
 #[derive(Clone, Copy)]
 pub struct Side {
     pub name: &'static str,
@@ -29,7 +29,7 @@ pub struct Side {
     set: Option<&'static str>,
 }
 
-/// Those that are measured out of an object store too.
+/// Sides that are also measured with an object store.
 pub const STORE_SIDES: [Side; 2] = [SIDES[1], SIDES[3]];
 
 const SCANNED: &str = "working-set.scan";
@@ -43,18 +43,18 @@ pub const SIDES: [Side; 4] = [
 ];
 
 impl Side {
-    pub fn comes_bit_by_bit(&self) -> bool {
+    pub fn is_lazy(&self) -> bool {
         self.name != SIDES[0].name
     }
 }
 
-/// Seeds of the requests: each scan and trace has its own, and each round.
+/// Seeds of the requests. Each scan, trace and round has its own.
 const TRACE_SEEDS: [u64; 2] = [1, 2];
 const SCAN_SEED: u64 = 3;
 const AFTER_SCAN_SEED: u64 = 4;
 const SLOWDOWN_SEED: u64 = 5;
 const ROUND_SEED: u64 = 100;
-/// Of a trace that is ended by the requests that were answered: longer than anybody waits for these.
+/// Time limit of a trace that ends after a number of answers: longer than those take.
 const COUNTED_TRACE_S: u64 = 3600;
 const SCAN_PERIOD: &str = "1s";
 
@@ -67,7 +67,7 @@ pub fn figure(said: &Value, figure: &'static str) -> Result<f64, RestoreError> {
     number.ok_or_else(|| RestoreError::NoFigure { side: HEARTH, figure, said: said.to_string() })
 }
 
-/// How long a guest stands still that is saved while it writes to its memory, and has a disk to be copied.
+/// Measures the pause of a guest that is saved while it writes to its memory, and that has a disk to be copied.
 pub fn measure_pause(bench: &Bench<'_>, record: &mut Record) -> Result<(), RestoreError> {
     let accelerator = record.machine.accelerator.name();
     let builder = TestVm::busybox("pause").memory_mib(bench.shape.memory_mib).setting("accelerator", accelerator);
@@ -85,7 +85,7 @@ pub fn measure_pause(bench: &Bench<'_>, record: &mut Record) -> Result<(), Resto
         record.add("save", "written_mib_s", "MiB/s", written / began.elapsed().as_secs_f64());
         let path = folder.display().to_string();
         let this = |event: &Value| event["kind"] == "saved" && event["folder"] == path.as_str();
-        let saved = vm.wait_event("it is saved", this).map_err(machine)?;
+        let saved = vm.wait_event("the save's end", this).map_err(machine)?;
         record.add("save", "pause_ms", "ms", figure(&saved, "pause_ms")?);
         record.add("save", "live_s", "s", figure(&saved, "duration_ms")? / 1e3);
         record.add("save", "rounds", "", figure(&saved, "rounds")?);
@@ -103,18 +103,18 @@ fn copy(from: &Path, to: &Path) -> Result<(), RestoreError> {
     fs::copy(from, to).map(drop).map_err(|source| RestoreError::File { path: from.to_owned(), source })
 }
 
-/// A machine that was saved, and is there no more.
+/// A machine that was saved and stopped.
 pub struct Saved<'a> {
     bench: &'a Bench<'a>,
     vm: TestVm,
     ports: Ports,
     snapshot: PathBuf,
-    /// Has a snapshot of a moment before.
+    /// The object store, with a slightly earlier snapshot.
     far: Far,
 }
 
-/// A restore that is to be measured.
-struct Order<'a> {
+/// A restore to measure.
+struct Measured<'a> {
     side: Side,
     place: &'static str,
     profile: Profile,
@@ -136,7 +136,7 @@ impl Shown {
         ages.filter(|entry| entry["age"] == age).filter_map(|entry| entry["pages"].as_f64()).sum()
     }
 
-    /// How many pages of a set before it the last trace used, and how many others.
+    /// The number of pages of the earlier set that the last trace used, and of others that it used.
     fn skipped_and_lazy(&self, before: f64) -> (f64, f64) {
         let skipped = before - self.pages_of_age(1);
         (skipped, self.pages_of_age(0) - skipped)
@@ -167,13 +167,13 @@ impl<'a> Saved<'a> {
         self.vm.save_with(&folder, &["--dedup-disk"]).map_err(machine)?;
         let path = folder.display().to_string();
         let this = |event: &Value| event["kind"] == "saved" && event["folder"] == path.as_str();
-        let saved = self.vm.wait_event("it is saved", this).map_err(machine)?;
+        let saved = self.vm.wait_event("the save's end", this).map_err(machine)?;
         record.add("save", "snapshot_mib_dedup", "MiB", figure(&saved, "bytes")? / MIB);
         record.add("save", "pages_on_disks", "", figure(&saved, "pages_on_disks")?);
         fs::remove_dir_all(&folder).map_err(|source| RestoreError::File { path: folder, source })
     }
 
-    /// The guest is asked for files while it is scanned.
+    /// Saves the guest while it gets requests, with a scan.
     fn save(&self, record: &mut Record) -> Result<(), RestoreError> {
         let load = self.load(SCAN_SEED)?;
         await_answers(&load, self.bench.shape.steady_requests, HEARTH)?;
@@ -181,10 +181,10 @@ impl<'a> Saved<'a> {
         self.vm.save_with(&self.snapshot, &["--stop", "--scan", &plan]).map_err(machine)?;
         self.vm.wait_keeper_end().map_err(machine)?;
         drop(load);
-        let scanned = self.vm.wait_event("it is scanned", |event| event["kind"] == "save_scanned").map_err(machine)?;
+        let scanned = self.vm.wait_event("the scan's end", |event| event["kind"] == "save_scanned").map_err(machine)?;
         let folder = self.snapshot.display().to_string();
         let this = |event: &Value| event["kind"] == "saved" && event["folder"] == folder.as_str();
-        let saved = self.vm.wait_event("it is saved", this).map_err(machine)?;
+        let saved = self.vm.wait_event("the save's end", this).map_err(machine)?;
         let scan_ms = figure(&scanned, "duration_ms")?;
         record.add("scan", "scan_s", "s", scan_ms / 1e3);
         record.add("save", "save_s", "s", (figure(&saved, "duration_ms")? - scan_ms) / 1e3);
@@ -198,8 +198,9 @@ impl<'a> Saved<'a> {
         Load::start(targets).map_err(|source| RestoreError::Load { side: HEARTH, source })
     }
 
-    /// What a guest uses that was saved after a scan; then two traces, each with other requests: what the second saw and the
-    /// first did not would have been waited for. Who is counted is traced until it has answered as many requests as count.
+    /// Traces what a guest uses after a scan; then traces it twice, each time with other requests: pages that only the second
+    /// trace saw would
+    /// have been waited for. A trace whose pages count lasts until the guest has given as many answers as the counts are for.
     pub fn trace(&self, record: &mut Record) -> Result<(), RestoreError> {
         self.keep_set(SCANNED)?;
         let scanned = self.shown()?.pages()?;
@@ -232,7 +233,7 @@ impl<'a> Saved<'a> {
         Ok(())
     }
 
-    /// Until the last request that counts is answered; then nothing more is asked for. Returns how many it were.
+    /// Traces until the last request that counts is answered, and no later ones are sent. Returns the number of answers.
     fn trace_counted(&self, seed: u64, name: &str, snapshot: &Path, options: &[String]) -> Result<usize, RestoreError> {
         let over = self.bench.rig.folder().join(name);
         let (seconds, until) = (COUNTED_TRACE_S.to_string(), format!("test -e '{}'", over.display()));
@@ -248,7 +249,7 @@ impl<'a> Saved<'a> {
         Ok(requests)
     }
 
-    /// The snapshot in the store, as the other one, before it is moved away.
+    /// Traces the snapshot in the store like the other one, and then adds the store's delay.
     pub fn trace_in_store(&self) -> Result<(), RestoreError> {
         for seed in TRACE_SEEDS {
             self.trace_counted(seed, &format!("far-{seed}"), &self.far.address(), &self.far.options("tracing"))?;
@@ -278,7 +279,7 @@ impl<'a> Saved<'a> {
         copy(&self.snapshot.join("working-set"), &self.bench.rig.folder().join(name))
     }
 
-    /// What a scan costs a guest that is asked for files: windows with and without one, in turn.
+    /// Measures how a scan slows a guest that gets requests: windows with and without a scan, in turn.
     pub fn measure_scan(&self, record: &mut Record) -> Result<(), RestoreError> {
         let load = self.load(SLOWDOWN_SEED)?;
         let clone = self.vm.restore(&self.snapshot, "slowed", &["--working-set"]).map_err(machine)?;
@@ -297,7 +298,7 @@ impl<'a> Saved<'a> {
             let plan = format!("{SCAN_PERIOD},1000");
             clone.cli(&["save", clone.name(), "-o", &folder, "--scan", &plan, "--no-wait"]).map_err(machine)?;
             let scanned = window();
-            // It ends as one that failed.
+            // The cancelled save exits with an error.
             clone.cli_output(&["save", clone.name(), "--cancel"]).map_err(machine)?;
             record.add("scan", "slowdown_pct", "%", (plain / scanned - 1.0) * 100.0);
             eprintln!("{}: {plain} requests answered without a scan, {scanned} with one", super::NAME);
@@ -319,41 +320,41 @@ impl<'a> Saved<'a> {
         page_cache::evict_all(&self.snapshot)
             .map_err(|source| RestoreError::File { path: self.snapshot.clone(), source })?;
         let (place, snapshot) = (profile.name(), &self.snapshot);
-        let order = Order { side, place, profile, round, snapshot, options: Vec::new() };
-        self.measure(&order, &|| Ok(self.bench.rig.group_read_bytes()?), record)
+        let measured = Measured { side, place, profile, round, snapshot, options: Vec::new() };
+        self.measure(&measured, &|| Ok(self.bench.rig.group_read_bytes()?), record)
     }
 
-    /// By somebody who has nothing of it yet. The disk is as it is: it gets what has come.
+    /// Restores from the store with an empty cache. The disk has no limit, since it only stores what has arrived.
     pub fn restore_from_store(&self, side: Side, round: u32, record: &mut Record) -> Result<Waits, RestoreError> {
         let (cache, snapshot) = (format!("{}-{round}", side.name), self.far.address());
         let options = self.far.options(&cache);
-        let order = Order { side, place: STORE, profile: Profile::Asis, round, snapshot: &snapshot, options };
-        let waits = self.measure(&order, &|| self.far.answer_bytes().map(Some), record)?;
+        let measured = Measured { side, place: STORE, profile: Profile::Asis, round, snapshot: &snapshot, options };
+        let waits = self.measure(&measured, &|| self.far.answer_bytes().map(Some), record)?;
         self.far.forget(&cache)?;
         Ok(waits)
     }
 
-    /// `read_bytes` counts what has been read of the snapshot.
+    /// Measures a restore. `read_bytes` returns the bytes read from the snapshot so far.
     fn measure(
         &self,
-        order: &Order<'_>,
+        measured: &Measured<'_>,
         read_bytes: &dyn Fn() -> Result<Option<u64>, RestoreError>,
         record: &mut Record,
     ) -> Result<Waits, RestoreError> {
-        let &Order { side, place, profile, round, snapshot, .. } = order;
+        let &Measured { side, place, profile, round, snapshot, .. } = measured;
         let (rig, case) = (self.bench.rig, case(side.name, place));
         rig.limit(profile)?;
         let read_before = read_bytes()?;
         let load = self.load(ROUND_SEED + u64::from(round))?;
-        // Events of an earlier machine of the same name would be taken for its own.
+        // The name must be new: events of an earlier machine of the same name would count as this one's.
         let name = format!("{}-{place}-{round}", side.name);
-        let options = [&[side.option], &words(&order.options)[..]].concat();
+        let options = [&[side.option], &words(&measured.options)[..]].concat();
         let restore = |_| self.vm.restore(snapshot, &name, &options);
         let clone = rig.launch(profile, restore)?.map_err(machine)?;
         let over = AtomicBool::new(false);
         let (outcome, looks) = std::thread::scope(|scope| {
             let looks = scope.spawn(|| waits::look(&clone, &load, &over));
-            let outcome = self.until_complete(order, &case, &clone, &load, record);
+            let outcome = self.until_complete(measured, &case, &clone, &load, record);
             over.store(true, Relaxed);
             (outcome, looks.join().expect("a panic was printed when it happened"))
         });
@@ -370,20 +371,20 @@ impl<'a> Saved<'a> {
         Ok(Waits::of(running_s, &looks))
     }
 
-    /// The guest is there, and is asked, until it has all its memory, and its disk if that is far away.
+    /// Sends requests until the guest has all its memory, and all of its disk if that comes from the store.
     fn until_complete(
         &self,
-        order: &Order<'_>,
+        measured: &Measured<'_>,
         case: &str,
         clone: &TestVm,
         load: &Load,
         record: &mut Record,
     ) -> Result<Restored, RestoreError> {
-        let side = order.side;
+        let side = measured.side;
         let first_answer_s =
             load.wait_back(patience(20)).map_err(|source| RestoreError::Load { side: side.name, source })?;
         let running = |event: &Value| event["kind"] == "restored";
-        let running = clone.wait_event("the guest runs", running).map_err(machine)?;
+        let running = clone.wait_event("a running guest", running).map_err(machine)?;
         let running_ms = figure(&running, "duration_ms")?;
         record.add(case, "running_ms", "ms", running_ms);
         await_answers(load, COUNTED_REQUESTS, side.name)?;
@@ -400,16 +401,16 @@ impl<'a> Saved<'a> {
         record.add(case, "loop_stall_ms_max", "ms", figure(&status["keeper"], "loop_stall_ms_max")?);
         record.add(case, "complete_s", "s", figure(&over, "duration_ms")? / 1e3);
         record.add(case, "pages_prefetched", "", figure(&over, "pages_prefetched")?);
-        if order.place == STORE {
+        if measured.place == STORE {
             let complete = |event: &Value| event["kind"] == "disk_complete";
-            let over = clone.wait_event_within("its disk is there", patience(60), complete).map_err(machine)?;
+            let over = clone.wait_event_within("a complete disk", patience(60), complete).map_err(machine)?;
             record.add(case, "disks_complete_s", "s", figure(&over, "duration_ms")? / 1e3);
         }
         Ok(Restored { running_s: running_ms / 1e3, first_answer_s })
     }
 }
 
-/// What is told when all memory is there.
+/// Waits for the event that all memory has arrived.
 pub fn await_complete(clone: &TestVm) -> Result<Value, RestoreError> {
     let complete = |event: &Value| event["kind"] == "restore_complete";
     clone.wait_event_within("all memory is there", patience(60), complete).map_err(machine)
@@ -417,14 +418,14 @@ pub fn await_complete(clone: &TestVm) -> Result<Value, RestoreError> {
 
 fn await_traced(traced: &TestVm) -> Result<(), RestoreError> {
     let noted = |event: &Value| event["kind"] == "working_set_traced";
-    traced.wait_event_within("the working set is noted", patience(60), noted).map_err(machine).map(drop)
+    traced.wait_event_within("a noted working set", patience(60), noted).map_err(machine).map(drop)
 }
 
 fn words(options: &[String]) -> Vec<&str> {
     options.iter().map(String::as_str).collect()
 }
 
-/// Seconds from the order.
+/// Seconds from the request to restore.
 struct Restored {
     running_s: f64,
     first_answer_s: f64,

@@ -1,14 +1,18 @@
-//! Bench `restore`: a web server and database with most of its memory in use comes out of a snapshot on disk, in each way.
+//! Bench `restore`: a web server and database with most of its memory in use is restored from a snapshot on disk, in each mode.
 //!
-//! a small guest reads its memory, by its own clock, while that is missing -> one guest under Hearth, one under QEMU alone, both filled
-//! and saved, Hearth's after a scan -> one more under a newer QEMU -> Hearth's is traced twice, with requests in one order and in another
-//! -> for each disk profile, each side in turn: the host's cache is dropped, the guest is restored and asked for files, in an order of its
-//! own, until all memory is there and some seconds longer -> the same out of an object store, which is traced as well
+//! a small guest reads its memory, timed by its own clock, while that is missing -> one guest under Hearth and one under QEMU
+//! alone are
+//! filled and saved, Hearth's after a scan -> another one under a newer QEMU -> Hearth's is traced twice, with requests in two
+//! orders ->
+//! for each disk profile, each side in turn: the host's cache is dropped, the guest is restored and gets requests, in an order of
+//! the
+//! round's own, until all memory has arrived and some seconds longer -> the same from an object store, which is traced as well
 //!
-//! A quick run has the same sides of a guest that boots in seconds, which has a web server and no database.
+//! A quick run has the same sides with a guest that boots in seconds and has a web server but no database.
 //!
-//! `qemu-file` is what QEMU alone does: all of memory through a file (`exec:`), and then the guest runs. `qemu-mapped-ram`: the same with
-//! a place in the file for each page, which QEMU has from 9 on.
+//! `qemu-file` is QEMU's own way: all memory goes through a file (`exec:`) before the guest runs. `qemu-mapped-ram` is the same
+//! with a
+//! fixed place in the file for each page, which QEMU has from version 9 on.
 
 mod guest;
 mod hearth;
@@ -34,9 +38,9 @@ pub use summary::table;
 pub const NAME: &str = "restore";
 const MIB: f64 = 1048576.0;
 
-/// Whose mean is looked at: one that waits long counts, also among many that do not.
+/// Requests of a window. Its mean shows one long wait even among many short ones.
 const WINDOW_REQUESTS: usize = 20;
-/// The paper's table, and this one, stop here.
+/// Requests that page and fault counts are for, as in the paper's table.
 const COUNTED_REQUESTS: usize = 100;
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
@@ -48,19 +52,19 @@ pub enum RestoreError {
     Machine { side: &'static str, source: hearth_vmtest::Error },
     #[error("web load on {side}")]
     Load { side: &'static str, source: LoadError },
-    #[error("{side} answered {answered} of {wanted} requests and then no more")]
+    #[error("{side} answered only {answered} of {wanted} requests")]
     Silent { side: &'static str, answered: usize, wanted: usize },
-    #[error("{path}: cannot be used, or dropped from the host's cache")]
+    #[error("cannot use {path}, or evict it from the host's cache")]
     File { path: PathBuf, source: std::io::Error },
-    #[error("{side} says no {figure}: {said}")]
+    #[error("{side} did not report {figure}: {said}")]
     NoFigure { side: &'static str, figure: &'static str, said: String },
-    #[error("the two guests are made at once, which takes two processors")]
+    #[error("the bench needs two processors: it prepares two guests at the same time")]
     OneProcessor,
 }
 
 pub struct Options {
     pub quick: bool,
-    /// On the disk that is to be measured.
+    /// A folder on the disk that is measured.
     pub folder: PathBuf,
     pub profiles: Vec<Profile>,
 }
@@ -69,29 +73,30 @@ pub struct Options {
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     memory_mib: u64,
-    /// Files of the web server that are in the file cache.
+    /// Files of the web server in the file cache.
     web_files: usize,
     file_kib: usize,
     anonymous_mib: u64,
-    /// Of the database's table, in its buffers. 0: there is no database.
+    /// Rows of the database's table in its buffers. 0: no database.
     rows: u64,
-    /// How many of the files are asked for, and parts of the table.
+    /// Number of files, and of parts of the table, that are requested.
     hot_files: usize,
     trace_s: u64,
-    /// What a request to the store takes before its answer begins, beside what the server takes.
+    /// Delay of each request to the store, beside the server's own time.
     store_request: Duration,
-    /// Of a second each. A guest that is scanned answers a third of the requests that it answers otherwise, and all that are measured have
-    /// to come up while it is looked at, on a slow host too.
+    /// Rounds of a scan, of a second each. A scanned guest answers a third of its usual requests, and all measured ones must come
+    /// during the
+    /// scan, on a slow host too.
     scan_rounds: u32,
     slowdown_window: Duration,
-    /// Windows with and without a scan, in turn.
+    /// Number of windows with and without a scan, in turn.
     slowdown_rounds: u32,
-    /// After all memory is there: what the steady state is measured by.
+    /// Requests after all memory has arrived, which give the steady state.
     steady_requests: usize,
     pause_rounds: u32,
-    /// To be copied in a save, a quarter of it in use.
+    /// Size of the disk that a save copies; a quarter of it is in use.
     pause_disk_mib: u64,
-    /// A file in the guest's memory, and how many of its pages are read one by one.
+    /// Size of a file in the guest's memory, and the number of its pages that are read one by one.
     touched_mib: u64,
     touch_reads: u32,
     touch_rounds: u32,
@@ -130,7 +135,7 @@ impl Shape {
                 rows: 1_600_000,
                 hot_files: 24,
                 trace_s: 12,
-                // Of the order of a store in the same region.
+                // About the delay of a store in the same region.
                 store_request: Duration::from_millis(10),
                 scan_rounds: 20,
                 slowdown_window: Duration::from_secs(10),
@@ -155,7 +160,7 @@ impl Shape {
     }
 }
 
-/// Of this host, that lead to the guest's services.
+/// Ports of this host that are forwarded to the guest's services.
 #[derive(Clone, Copy)]
 struct Ports {
     web: u16,
@@ -167,20 +172,20 @@ impl Ports {
         Ports { web: free_port(), database: free_port() }
     }
 
-    /// As (port of this host, port of the guest).
+    /// Pairs of a port of this host and a port of the guest.
     fn forwards(self) -> [(u16, u16); 2] {
         [(self.web, 80), (self.database, 5432)]
     }
 }
 
-/// What every side is started on.
+/// Resources that all sides share.
 struct Bench<'a> {
     rig: &'a Rig,
     shape: Shape,
 }
 
 impl Bench<'_> {
-    /// What every side has in common: from the order to restore, which is the load's time zero.
+    /// Adds the figures of every side. Times are from the request to restore, which is the load's time zero.
     fn add_service(&self, load: &Load, side: &str, place: &str, first_answer_s: f64, record: &mut Record) {
         let case = case(side, place);
         let service = summary::Service::of(&load.trace(), self.shape.steady_requests);
@@ -198,7 +203,7 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RestoreError> {
     if std::thread::available_parallelism().is_ok_and(|processors| processors.get() == 1) {
         return Err(RestoreError::OneProcessor);
     }
-    // Relative paths in machine.toml start in its own folder.
+    // Relative paths in machine.toml are relative to its own folder.
     let folder = std::path::absolute(&options.folder);
     let folder = folder.map_err(|source| RestoreError::File { path: options.folder.clone(), source })?;
     let rig = Rig::prepare(&folder, record.machine.accelerator)?;
@@ -211,7 +216,7 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RestoreError> {
         (hearth::Saved::make(&bench, record), plain.join().expect("a panic was printed when it happened"))
     });
     let hearth = hearth?;
-    // Beside traces, of which no time is measured, as it is of the saves above.
+    // This save may run beside the traces, which are not timed; the saves above are.
     let (traced, mapped) = std::thread::scope(|scope| {
         let mapped = scope.spawn(|| plain::Saved::make(&bench, plain::Format::Mapped));
         (hearth.trace(record), mapped.join().expect("a panic was printed when it happened"))
@@ -221,13 +226,13 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), RestoreError> {
     hearth.measure_scan(record)?;
     let mut lives = Vec::new();
     for &profile in &options.profiles {
-        // Whoever reads a snapshot has no limits of its own.
+        // Readers of a snapshot have no limits of their own.
         if let Err(error) = rig.must_limit_all(profile, NAME) {
             record.left_out.push(crate::chain(&error));
             continue;
         }
         for round in 0..bench.shape.rounds {
-            let sides = hearth::SIDES.into_iter().filter(|side| is_whole(round) || side.comes_bit_by_bit());
+            let sides = hearth::SIDES.into_iter().filter(|side| is_whole(round) || side.is_lazy());
             for side in sides {
                 let waits = hearth.restore(side, profile, round, record)?;
                 lives.push((round, page::Life { side: side.name, place: profile.name(), waits }));
@@ -268,29 +273,31 @@ fn restore_from_store(
     Ok(())
 }
 
-/// Every second round is of the sides alone that answer while memory is still on its way: how long that takes differs most.
+/// Whether a round includes all sides. Every second one has only the sides that answer while memory is still arriving, whose
+/// times vary
+/// most.
 fn is_whole(round: u32) -> bool {
     round.is_multiple_of(2)
 }
 
-/// A side that does not run here is a finding, not the end of the bench.
+/// Records a side that does not run here as left out; it does not end the bench.
 fn leave_out(error: &RestoreError, record: &mut Record) {
     let why = crate::chain(error);
     eprintln!("{NAME}: left out: {why}");
     record.left_out.push(why);
 }
 
-/// `place`: a profile of the disk, or the store.
+/// The case of a side at a place: a profile of the disk, or the store.
 fn case(side: &str, place: &str) -> String {
     format!("{side}@{place}")
 }
 
-/// In the order in which they are told.
+/// The places in the order of the report.
 fn places() -> impl Iterator<Item = &'static str> {
     Profile::ALL.into_iter().map(Profile::name).chain([store::STORE])
 }
 
-/// Waits until so many requests were answered, of a machine that lives.
+/// Waits until `wanted` requests were answered.
 fn await_answers(load: &Load, wanted: usize, side: &'static str) -> Result<(), RestoreError> {
     let deadline = Instant::now() + patience(20);
     loop {

@@ -1,4 +1,4 @@
-//! The report: the fraction of time that goes into restoring memory, over time, for each side, as the poster draws it.
+//! The report: the fraction of time that a guest waits for memory, over time, for each side, as in the paper's poster.
 
 use super::waits::Waits;
 use super::{COUNTED_REQUESTS, Shape, places, store, summary};
@@ -7,10 +7,10 @@ use crate::record::Record;
 use crate::report::share_plot::{self, ShareLine};
 use crate::report::{self, Page, figures, table};
 
-/// Drawn behind the last side that waits.
+/// Length of the plot, as a multiple of the longest restore.
 const MORE: f64 = 1.1;
 
-/// What one restore of a side looked like.
+/// One restore of a side.
 pub struct Life {
     pub side: &'static str,
     /// A profile of the disk, or the store.

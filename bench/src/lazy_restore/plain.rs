@@ -1,4 +1,4 @@
-//! The sides of QEMU alone: memory and devices through a file, as `virsh save` and `virsh restore` have it.
+//! The sides with QEMU alone: memory and devices go through a file, as with `virsh save` and `virsh restore`.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -14,12 +14,12 @@ use hearth_vmtest::page_cache;
 
 const SEED: u64 = 200;
 
-/// How memory lies in the file.
+/// Layout of memory in the file.
 #[derive(Clone, Copy)]
 pub enum Format {
-    /// In the order in which it was sent.
+    /// In the order of sending.
     Stream,
-    /// Each page at a place of its own, so that it is read straight to where it belongs. QEMU 9 and later.
+    /// Each page at a fixed place, so that it is read straight into memory. QEMU 9 and later.
     Mapped,
 }
 
@@ -38,7 +38,7 @@ impl Format {
     }
 }
 
-/// A machine that was saved, and is there no more.
+/// A machine that was saved and stopped.
 pub struct Saved<'a> {
     bench: &'a Bench<'a>,
     format: Format,
@@ -89,7 +89,7 @@ impl<'a> Saved<'a> {
         vm.qmp().execute("migrate-set-capabilities", json!({ "capabilities": capabilities })).map(drop)
     }
 
-    /// The guest runs until its memory is written: a QEMU that is paused before would be restored paused.
+    /// Saves to the file while the guest runs: if QEMU were paused first, it would be restored paused.
     fn to_file(&self, vm: &PlainVm) -> hearth_vmtest::Result<()> {
         self.set_capabilities(vm)?;
         vm.qmp().execute("migrate-set-parameters", json!({ "max-bandwidth": 1u64 << 40 }))?;
@@ -106,9 +106,9 @@ impl<'a> Saved<'a> {
         Err(hearth_vmtest::Error::Qmp { command: "migrate".into(), message: "failed".into() })
     }
 
-    /// A QEMU that is to go on from the file.
+    /// Starts a QEMU that restores the guest from the file.
     fn start_restored(&self) -> hearth_vmtest::Result<PlainVm> {
-        // Every round finds the disk as it was saved.
+        // Every round starts with the disk as it was saved.
         let builder = self.builder(",snapshot=on")?;
         match self.format {
             Format::Stream => builder.args(["-incoming", &format!("exec:cat {}", self.file.display())]).start(),
@@ -146,7 +146,7 @@ impl<'a> Saved<'a> {
         Ok(Waits::until(running_s))
     }
 
-    /// When QEMU has read everything.
+    /// Waits until QEMU has read everything and the guest runs.
     fn await_running(&self, vm: &PlainVm, load: &Load) -> Result<f64, RestoreError> {
         let deadline = Instant::now() + patience(60);
         loop {

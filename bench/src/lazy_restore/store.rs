@@ -1,5 +1,6 @@
-//! The sides out of an object store: a real server on loopback, behind a wire of `cloud`'s rate on which each request is under way
-//! for some milliseconds. It is a program of its own, `loopback-s3`: with it this one would take minutes longer to compile.
+//! The sides with an object store: a real server on loopback, behind a wire with the rate of `cloud` on which each request takes
+//! some
+//! milliseconds. The server is a separate program, `loopback-s3`: built into this one, it would add minutes to its compile time.
 
 use std::fs;
 use std::io::{self, BufRead, BufReader, Write};
@@ -14,17 +15,17 @@ use rustix::process::{Pid, setpriority_process};
 use super::RestoreError;
 use crate::host::profile::Profile;
 
-/// The place of these sides, as the others have a profile.
+/// The place of these sides, where others have a profile.
 pub const STORE: &str = "store";
 
-/// Of the server and its wire, the lowest there is: they stand for other machines, and what they compute is not to take the guest's
+/// Nice value of the server and its wire, the lowest priority: they stand for other machines, so they should not take the guest's
 /// processors.
 const NICE: i32 = 19;
-/// The one that the server has.
+/// The server's only bucket.
 const BUCKET: &str = "bucket";
 const PROGRAM: &str = "loopback-s3";
 
-/// Its objects are in the server's files, which the host may cache: the wire is what is slow.
+/// The store. Its objects are files of the server, which the host may cache: only the wire is slow.
 pub struct Far {
     server: Child,
     talk: Mutex<Talk>,
@@ -32,7 +33,7 @@ pub struct Far {
 }
 
 impl Far {
-    /// With what it keeps in a folder of its own in this one.
+    /// Starts the server, with its data in a folder of its own in `parent`.
     pub fn start(parent: &Path) -> Result<Self, RestoreError> {
         let folder = parent.join(STORE);
         let started = fs::create_dir(&folder).and_then(|()| start(&folder));
@@ -45,13 +46,13 @@ impl Far {
     }
 
     fn ask(&self, line: &str) -> Result<String, RestoreError> {
-        let mut talk = self.talk.lock().expect("nobody panics with it");
+        let mut talk = self.talk.lock().expect("no thread panics while it holds the lock");
         let (say, hear) = &mut *talk;
         let answer = writeln!(say, "{line}").and_then(|()| heard_line(hear));
         answer.map_err(|source| RestoreError::File { path: PROGRAM.into(), source })
     }
 
-    /// A machine that can be saved to it.
+    /// Configures a machine so that it can be saved to the store.
     pub fn known_to(&self, builder: TestVmBuilder) -> TestVmBuilder {
         let mut section = toml::Table::new();
         section.insert("credentials".to_owned(), self.path("s3.env").into());
@@ -59,30 +60,30 @@ impl Far {
         builder.setting("object_store", section)
     }
 
-    /// Of the one snapshot there is.
+    /// Address of the only snapshot.
     pub fn address(&self) -> PathBuf {
         format!("s3://{BUCKET}/snapshot").into()
     }
 
-    /// Of `hearth restore` and `hearth working-set`, for somebody who has fetched nothing yet if nobody has used this name.
+    /// Options of `hearth restore` and `hearth working-set` with this cache, which is empty under a new name.
     pub fn options(&self, cache: &str) -> Vec<String> {
         ["--credentials".to_owned(), self.path("s3.env"), "--cache".to_owned(), self.path(cache)].to_vec()
     }
 
-    /// From now on a request is under way for so long, and the wire has the rate that it is measured at.
+    /// Sets the delay of each request, and the wire's rate for the measurements.
     pub fn move_away(&self, request: Duration) -> Result<(), RestoreError> {
         let rate = Profile::Cloud.rate().map_or(u64::MAX, |rate| rate.bytes_per_second());
         self.ask(&format!("line {rate} {}", request.as_millis())).map(drop)
     }
 
-    /// Bytes that have come out of it, heads of answers included.
+    /// Bytes that the server has sent, headers included.
     pub fn answer_bytes(&self) -> Result<u64, RestoreError> {
         let said = self.ask("answer-bytes")?;
         let failed = |error| RestoreError::File { path: PROGRAM.into(), source: io::Error::other(error) };
         said.parse().map_err(|_| failed(said.clone()))
     }
 
-    /// What was fetched under this name is not used any more.
+    /// Removes the cache of this name.
     pub fn forget(&self, cache: &str) -> Result<(), RestoreError> {
         let path = self.folder.join(cache);
         fs::remove_dir_all(&path).map_err(|source| RestoreError::File { path, source })
@@ -95,7 +96,7 @@ impl Far {
 
 impl Drop for Far {
     fn drop(&mut self) {
-        // It has nothing that anybody needs.
+        // The server's data is no longer needed.
         let _ = self.server.kill();
         let _ = self.server.wait();
     }
@@ -103,11 +104,11 @@ impl Drop for Far {
 
 type Talk = (ChildStdin, BufReader<ChildStdout>);
 
-/// With what whoever uses it has to have in the environment.
+/// Starts the server. Also returns the environment variables that its users need.
 fn start(folder: &Path) -> io::Result<(Child, Talk, String)> {
     let program = std::env::current_exe()?.with_file_name(PROGRAM);
     let mut server = Command::new(program).arg(folder).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
-    // Before it has other threads: they have what this one has.
+    // Set before the server starts threads, which inherit the priority.
     setpriority_process(Some(Pid::from_child(&server)), NICE)?;
     let (say, hear) = server.stdin.take().zip(server.stdout.take()).expect("both are piped");
     let (mut hear, mut environment) = (BufReader::new(hear), String::new());
@@ -119,7 +120,7 @@ fn start(folder: &Path) -> io::Result<(Child, Talk, String)> {
     }
 }
 
-/// Without its end.
+/// Reads a line, without its end.
 fn heard_line(hear: &mut impl BufRead) -> io::Result<String> {
     let mut line = String::new();
     match hear.read_line(&mut line)? {

@@ -1,4 +1,4 @@
-//! What the values come down to. Figures without a profile in their name are those at `cloud`.
+//! The summary's figures and the table, from the rows. Figures without a profile in their name are those at `cloud`.
 
 use super::{WINDOW_REQUESTS, case, hearth, places, plain, store, touch};
 use crate::host::profile::Profile;
@@ -8,10 +8,10 @@ use crate::responsiveness;
 use crate::stats;
 use crate::table::{Table, figure_or_dash};
 
-/// Usable: within a tenth of the steady state.
+/// Ratio to the steady state below which a service counts as usable.
 const USABLE: f64 = 1.1;
 
-/// Of each side at each place.
+/// Metrics of each side at each place.
 const METRICS: [&str; 11] = [
     "running_ms",
     "first_answer_ms",
@@ -26,12 +26,12 @@ const METRICS: [&str; 11] = [
     "steady_ms",
 ];
 
-/// A service that has come back, as its client saw it.
+/// A restored service, as its client saw it.
 #[derive(Debug, PartialEq)]
 pub struct Service {
-    /// The mean over the last requests, when all memory was there.
+    /// Mean latency of the last requests, when all memory had arrived.
     pub steady_ms: f64,
-    /// The first moment from which requests are answered as in the steady state.
+    /// Time from which requests are answered as in the steady state.
     pub usable_s: f64,
 }
 
@@ -87,11 +87,11 @@ pub fn summarise(record: &mut Record, profiles: &[Profile]) {
     let (waited_for, ahead) = (restored("eager", "faults"), restored("lazy", "pages_prefetched"));
     for (metric, value) in [
         ("pages_prefetched_eager", saves("stored_pages")),
-        // A guest that waits for nothing has ahead whatever it uses.
+        // A guest that waits for nothing has everything prefetched that it uses.
         ("accesses_skipped_eager", waited_for.filter(none).and(traces("second_pages"))),
         ("pages_lazy_eager", waited_for),
         ("pages_prefetched_lazy", ahead),
-        // One that has nothing ahead waits for whatever it uses.
+        // A guest with nothing prefetched waits for everything that it uses.
         ("accesses_skipped_lazy", ahead.filter(none)),
         ("pages_lazy_lazy", traces("second_pages")),
         ("pages_prefetched_trace", traces("first_pages")),
@@ -160,7 +160,7 @@ mod tests {
     use crate::host::facts::{Accelerator, HostFacts};
 
     #[test]
-    fn the_papers_table_has_what_follows_from_what_was_measured_and_nothing_else() {
+    fn table_rows_follow_from_measured_values_only() {
         let mut record = Record::new("restore", true, HostFacts::gather(Accelerator::Tcg), "QEMU".into(), "max");
         record.add("traces", "second_pages", "", 1675.0);
         record.add("lazy@cloud", "pages_prefetched", "", 0.0);
@@ -183,17 +183,17 @@ mod tests {
     }
 
     #[test]
-    fn a_service_is_usable_when_it_answers_as_in_the_end_and_not_when_it_answers_first() {
+    fn service_is_usable_from_its_steady_speed_on() {
         let slow_first = trace([100.0; 10].into_iter().chain([10.0; 200]));
         let service = Service::of(&slow_first, 80);
         assert!((service.steady_ms - 10.0).abs() < 1e-6, "{service:?}");
-        // One slow request in twenty is too much.
+        // One slow request in twenty is too many.
         assert!((service.usable_s - 2.0).abs() < 1e-6, "{service:?}");
         assert!((Service::of(&trace([10.0; 200]), 80).usable_s - 1.0).abs() < 1e-6);
     }
 
     #[test]
-    fn a_service_that_stalls_now_and_then_is_not_usable() {
+    fn stalling_service_is_not_usable() {
         let stalling = (0..100).map(|number| if number % 15 == 0 { 100.0 } else { 10.0 });
         let service = Service::of(&trace(stalling.chain([10.0; 100])), 80);
         assert!(service.usable_s > 2.0, "{service:?}");

@@ -1,5 +1,6 @@
-//! What a page that is missing costs a guest by its own clock: reads of a file in its memory, one of a page each, while the file is
-//! missing, and the same again when it is there. The snapshot is in the host's page cache: this is the way of a fault, and no disk's.
+//! The cost of a missing page by the guest's own clock: single-page reads of a file in its memory while the file is missing, and
+//! again
+//! when it is present. The snapshot is in the host's page cache, so this measures a fault's path without a disk.
 
 use std::fs;
 
@@ -25,7 +26,7 @@ pub fn measure(bench: &Bench<'_>, record: &mut Record) -> Result<(), RestoreErro
         fs::read(&memory).map_err(|source| RestoreError::File { path: memory, source })?;
         let clone = vm.restore(&snapshot, &format!("{CASE}-{round}"), &["--lazy"]).map_err(machine)?;
         clone.wait_running().map_err(machine)?;
-        // The first one is of the program itself.
+        // The first read loads the program itself.
         let reads = |count: u32| clone.run_within(&format!("probe randread /tmp/touched {count}"), patience(5));
         reads(1).map_err(machine)?;
         let missing = reads(bench.shape.touch_reads).map_err(machine)?;

@@ -1,4 +1,4 @@
-//! How much of its time a guest waits for memory, over time: all of it until it runs, and then what its page faults take.
+//! The fraction of time that a guest waits for memory: all of it until it runs, and then the time of its page faults.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
@@ -8,27 +8,27 @@ use serde_json::Value;
 
 use crate::load::Load;
 
-/// Between two looks at the keeper's counter: each costs some milliseconds of a processor.
+/// Pause between two reads of the keeper's counter, each of which costs some milliseconds of a processor.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
-/// Of one restore: seconds from the order, and the percentage of the time around them, as a line to be drawn.
+/// One restore's line for the plot: seconds from the request to restore, and the percentage of time spent waiting there.
 #[derive(Clone, Debug, Default)]
 pub struct Waits {
     pub points: Vec<(f64, f64)>,
 }
 
 impl Waits {
-    /// Of a guest that has all its memory when it runs.
+    /// The line of a guest that has all its memory when it runs.
     pub fn until(running_s: f64) -> Self {
         Waits { points: vec![(0.0, 100.0), (running_s, 100.0), (running_s, 0.0)] }
     }
 
-    /// `looks`: when, and how many microseconds its faults had taken altogether.
+    /// The line of a guest that waits for faults. `looks` has times, and the microseconds that all faults had taken by then.
     pub fn of(running_s: f64, looks: &[(f64, u64)]) -> Self {
         let mut waits = Self::until(running_s);
         let mut before = (running_s, 0);
         for &(at_s, total_us) in looks.iter().filter(|look| look.0 > running_s) {
-            // A fault counts when it is over, and may have begun before.
+            // A fault counts when it ends, and may have begun in an earlier interval.
             let percent = (total_us - before.1) as f64 / ((at_s - before.0) * 1e6) * 100.0;
             waits.points.extend([(before.0, percent.min(100.0)), (at_s, percent.min(100.0))]);
             before = (at_s, total_us);
@@ -36,7 +36,7 @@ impl Waits {
         waits
     }
 
-    /// Drawn to this time at least.
+    /// Extends the line to at least this time.
     pub fn to(mut self, end_s: f64) -> Self {
         if self.points.last().is_some_and(|last| last.0 < end_s) {
             self.points.push((end_s, self.points.last().map_or(0.0, |last| last.1)));
@@ -45,13 +45,13 @@ impl Waits {
     }
 }
 
-/// Looks at a restore's counter until it is told that it is over.
+/// Reads a restore's counter until `over` is set.
 pub fn look(clone: &TestVm, load: &Load, over: &AtomicBool) -> Vec<(f64, u64)> {
     let mut looks = Vec::new();
     loop {
-        // One more after the end: of the last of the faults.
+        // One more read after the end, for the last faults.
         let last = over.load(Relaxed);
-        // At first nobody answers, which is no failure.
+        // At first the keeper does not answer yet.
         let said = clone.cli_output(&["status", clone.name(), "--json"]).map(|output| output.text());
         let status: Value = said.ok().and_then(|said| serde_json::from_str(&said).ok()).unwrap_or_default();
         if let Some(total_us) = status["restore"]["fault_us_total"].as_u64() {
@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_guest_waits_for_everything_until_it_runs_and_then_for_its_faults() {
+    fn waits_are_total_until_running_then_faults() {
         let waits = Waits::of(1.0, &[(0.5, 0), (2.0, 250_000), (4.0, 250_000)]);
         let expect = [(0.0, 100.0), (1.0, 100.0), (1.0, 0.0), (1.0, 25.0), (2.0, 25.0), (2.0, 0.0), (4.0, 0.0)];
         assert_eq!(waits.points, expect);

@@ -1,7 +1,8 @@
-//! A connection to a guest, from a port that no earlier one had.
+//! A connection to a guest, from a port that no earlier connection used.
 //!
-//! A guest that goes on from what was saved still knows the connections it had then. One that it closed last it does not take anew from
-//! the same port, for a minute of its own: QEMU's user network, which passes the port on, asks again after seconds.
+//! A restored guest still knows the connections of its snapshot. For a minute of its own time it does not accept a new one from
+//! the port of
+//! a connection that it closed last: QEMU's user network, which keeps the port, retries only after seconds.
 
 use std::io::{self, ErrorKind};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
@@ -10,10 +11,10 @@ use std::time::Duration;
 
 use socket2::{Domain, Socket, Type};
 
-/// How often a waiting read looks whether it should give up.
+/// Time between two checks of a waiting read whether to give up.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Below those that Linux gives out by itself.
+/// Ports below those that Linux assigns itself.
 const PORTS: std::ops::Range<u16> = 12000..32000;
 
 pub fn open(address: SocketAddr, patience: Duration) -> io::Result<TcpStream> {
@@ -38,7 +39,7 @@ fn bound(port: u16, to: SocketAddr) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// In turn: after all of them the first is a minute old.
+/// The next port. When all have been used, the first was last used more than a minute ago.
 fn next_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     PORTS.start + NEXT.fetch_add(1, Relaxed) % (PORTS.end - PORTS.start)
@@ -52,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_two_connections_come_from_one_port() {
+    fn each_connection_has_its_own_port() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let ports = (0..50).map(|_| {

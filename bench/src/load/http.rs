@@ -1,7 +1,8 @@
-//! As much of an HTTP/1.1 client as a load generator needs: GET over a kept connection, by content length.
+//! A minimal HTTP/1.1 client for a load generator: GET over a kept connection, with a content length.
 //!
-//! Own and small because it must give up at once when it is told that the server is being crashed: a guest that is
-//! reset in place sends no FIN, and behind QEMU's user network a connect succeeds even when nobody is in.
+//! It is our own because it must give up at once when the server is about to crash: a guest that is reset in place sends no FIN,
+//! and behind
+//! QEMU's user network a connect succeeds even when no guest listens.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -23,18 +24,18 @@ pub enum HttpError {
     Late { address: SocketAddr, after: Duration },
     #[error("given up: the server went down")]
     GivenUp,
-    #[error("{address} sent an answer that is not understood: {what}")]
+    #[error("{address} sent an invalid answer: {what}")]
     Malformed { address: SocketAddr, what: &'static str },
 }
 
-/// One server, at most one connection to it.
+/// A client of one server with at most one connection.
 pub struct Client {
     address: SocketAddr,
     connection: Option<TcpStream>,
     received: Vec<u8>,
 }
 
-/// What came back; the body stays in the client, which reuses its memory.
+/// An answer. Its body stays in the client, which reuses its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Answer<'a> {
     pub status: u16,
@@ -57,7 +58,7 @@ impl Client {
         self.connection = None;
     }
 
-    /// Asks for `path`; after an error the next call connects anew. `give_up` is asked every 20 ms of waiting.
+    /// Requests `path`. After an error the next call reconnects. `give_up` is called every 20 ms while waiting.
     pub fn get(&mut self, path: &str, patience: Duration, give_up: &dyn Fn() -> bool) -> Result<Answer<'_>, HttpError> {
         let deadline = Instant::now() + patience;
         let outcome = self.exchange(path, patience, deadline, give_up);
@@ -134,7 +135,7 @@ impl Client {
     }
 }
 
-/// The head of an answer, once it is all there.
+/// The header of an answer, once it is complete.
 fn parse_head(received: &[u8], address: SocketAddr) -> Result<Option<Head>, HttpError> {
     let malformed = |what| HttpError::Malformed { address, what };
     let Some(end) = received.windows(4).position(|window| window == b"\r\n\r\n") else {
@@ -180,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_says_close_is_connected_anew() {
+    fn closed_connection_is_opened_again() {
         let server = Server::start(Script::CloseEach);
         let mut client = Client::new(server.address());
         for _ in 0..3 {
@@ -190,14 +191,14 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_breaks_off_is_an_error() {
+    fn truncated_answer_is_an_error() {
         let server = Server::start(Script::HalfBody);
         let error = Client::new(server.address()).get("/a", PATIENCE, &never).unwrap_err();
         assert!(matches!(error, HttpError::Closed { .. }), "{error}");
     }
 
     #[test]
-    fn waiting_ends_when_told_so_and_when_patience_ends() {
+    fn waiting_ends_by_give_up_and_limit() {
         let server = Server::start(Script::Silent);
         let mut client = Client::new(server.address());
         assert!(matches!(client.get("/a", PATIENCE, &|| true), Err(HttpError::GivenUp)));
@@ -209,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn invalid_answers_are_refused() {
         let address = "127.0.0.1:1".parse().unwrap();
         for (bytes, what) in [
             (&b"SSH-2.0\r\n\r\n"[..], "no status"),
@@ -218,7 +219,7 @@ mod tests {
             (&[b'x'; HEAD_BYTES_MAX + 1], "endless head"),
         ] {
             let error = parse_head(bytes, address).err().map(|error| error.to_string()).unwrap_or_default();
-            assert_eq!(error, format!("127.0.0.1:1 sent an answer that is not understood: {what}"));
+            assert_eq!(error, format!("127.0.0.1:1 sent an invalid answer: {what}"));
         }
         assert!(parse_head(b"HTTP/1.1 200 OK\r\n", address).unwrap().is_none());
     }

@@ -1,10 +1,12 @@
-//! Load generator: one client that asks for the same files in turn, one by one, and notes when each answer was whole. Where
-//! there is a database too, every other request is a query.
+//! Load generator: one client that requests the same files in turn, one by one, and notes the time of each complete answer. With
+//! a
+//! database, every other request is a query.
 //!
 //! serving -> (told of an outage, or the connection breaks) -> probing -> first 200 -> serving
 //!
-//! One closed-loop client, as httperf in the paper, so that requests per second follow latency. While the service is
-//! away it probes for a small page every 20 ms with a fresh connection each, so the moment of return is known to that.
+//! It is a single closed-loop client, like httperf in the paper, so requests per second follow latency. While the service is away
+//! it
+//! probes a small page every 20 ms, each time on a new connection, so the time of return is known to 20 ms.
 
 mod connection;
 pub mod http;
@@ -21,9 +23,9 @@ use std::time::{Duration, Instant};
 use http::Client;
 use trace::{Sample, Trace};
 
-/// A file may take this long: a cold 1 MiB file behind 200 IOPS takes a tenth of it.
+/// Time limit for a file; a cold file of 1 MiB behind 200 IOPS takes a tenth of it.
 const FILE_PATIENCE: Duration = Duration::from_secs(10);
-/// A probe that is not answered by now went to a guest that was not there yet: ask again on a new connection.
+/// Time limit for a probe. A slower one reached a guest that was not ready; the next uses a new connection.
 const PROBE_PATIENCE: Duration = Duration::from_millis(250);
 const PROBE_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -41,38 +43,38 @@ fn last_text(last: &Option<String>) -> String {
     last.as_ref().map_or_else(String::new, |last| format!("; the last attempt: {last}"))
 }
 
-/// What is asked for.
+/// The requests' targets.
 #[derive(Clone, Debug)]
 pub struct Targets {
     pub address: SocketAddr,
-    /// A small page, to see whether the service is there.
+    /// A small page that shows whether the service is up.
     pub probe: String,
     pub files: Vec<String>,
     pub database: Option<Database>,
 }
 
-/// A database, and what it is asked, in turn.
+/// A database, and its queries in turn.
 #[derive(Clone, Debug)]
 pub struct Database {
     pub address: SocketAddr,
     pub queries: Vec<Query>,
-    /// So many queries and as many files are asked for by one client; then comes the next, with connections of its own.
+    /// Number of queries, and of files, that one client requests; then the next client opens new connections.
     pub per_client: usize,
 }
 
 #[derive(Clone, Debug)]
 pub struct Query {
     pub text: String,
-    /// The columns of its row: another answer counts as none.
+    /// Expected columns of its row. Another answer does not count.
     pub expect: Vec<String>,
 }
 
 #[derive(Default)]
 struct Progress {
     samples: Vec<Sample>,
-    /// Counts the outages announced; the client compares it with what it has dealt with.
+    /// Number of announced outages; the client compares it with the number that it has handled.
     outages: u32,
-    /// Since when it serves again after the outage of that number.
+    /// The last handled outage, and the time at which the service was back.
     back: Option<(u32, f64)>,
     last_failure: Option<String>,
     stopping: bool,
@@ -94,7 +96,7 @@ impl Shared {
     }
 }
 
-/// Runs on a thread of its own until stopped.
+/// The load, which runs on its own thread until it is dropped.
 pub struct Load {
     shared: Arc<Shared>,
     address: SocketAddr,
@@ -116,8 +118,9 @@ impl Load {
         self.shared.now_s()
     }
 
-    /// The machine is down: drops the request in hand and looks for the service's return. Not to be called before it is
-    /// down, or a probe would still find the old service and take it for the new one.
+    /// Announces an outage: the client drops its request and waits for the service's return. Call it only once the machine is
+    /// down; otherwise
+    /// a probe could still reach the old service.
     pub fn announce_outage(&self) {
         self.shared.progress().outages += 1;
     }
@@ -137,17 +140,17 @@ impl Load {
         }
     }
 
-    /// Lets the load go on until this time.
+    /// Waits until this time.
     pub fn run_until(&self, at_s: f64) {
         std::thread::sleep(Duration::from_secs_f64((at_s - self.now_s()).max(0.0)));
     }
 
-    /// Requests that were answered so far.
+    /// Number of requests answered so far.
     pub fn answered(&self) -> usize {
         self.shared.progress().samples.len()
     }
 
-    /// What was seen so far.
+    /// The trace so far.
     pub fn trace(&self) -> Trace {
         Trace { samples: self.shared.progress().samples.clone() }
     }
@@ -167,7 +170,7 @@ struct Worker {
     client: Client,
     sql: Option<sql::Client>,
     targets: Targets,
-    /// Of all requests.
+    /// Number of the next request.
     next: usize,
     dealt_with: u32,
 }
@@ -180,7 +183,7 @@ impl Worker {
         }
     }
 
-    /// True if the service answered: then that moment is noted, for the newest outage known before the probe was sent.
+    /// Probes once. If the service answered, notes the time for the newest outage that was known before the probe.
     fn probe(&mut self) -> bool {
         self.dealt_with = self.shared.progress().outages;
         let failure = probe(&mut self.client, &self.targets.probe, &|| self.shared.progress().stopping);
@@ -242,7 +245,7 @@ impl Worker {
     }
 }
 
-/// By a service that is there.
+/// An answer by a running service.
 enum Answered {
     Well { bytes: u64 },
     Badly { what: String },
@@ -266,7 +269,7 @@ fn query_once(client: &mut sql::Client, query: &Query, give_up: &dyn Fn() -> boo
     }
 }
 
-/// Waits for the first 200 without loading the service; the clock is the caller's.
+/// Waits for the first 200 without loading the service. The caller measures the time.
 pub fn wait_for_service(targets: &Targets, patience: Duration) -> Result<(), LoadError> {
     let (mut client, begun) = (Client::new(targets.address), Instant::now());
     loop {
@@ -278,7 +281,7 @@ pub fn wait_for_service(targets: &Targets, patience: Duration) -> Result<(), Loa
     }
 }
 
-/// One probe on a connection of its own; what was wrong, if anything.
+/// Probes once on a new connection. Returns the failure, if any.
 fn probe(client: &mut Client, path: &str, give_up: &dyn Fn() -> bool) -> Option<String> {
     client.disconnect();
     match client.get(path, PROBE_PATIENCE, give_up) {
@@ -288,7 +291,7 @@ fn probe(client: &mut Client, path: &str, give_up: &dyn Fn() -> bool) -> Option<
     }
 }
 
-/// Fetches every file once and hands it to `check` with its number.
+/// Fetches every file once, and calls `check` with its number and contents.
 pub fn fetch_all(targets: &Targets, mut check: impl FnMut(usize, &[u8])) -> Result<(), LoadError> {
     let mut client = Client::new(targets.address);
     for (number, path) in targets.files.iter().enumerate() {
@@ -324,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn after_an_outage_it_finds_the_service_again() {
+    fn load_resumes_after_an_outage() {
         let server = Server::start(Script::Files { bytes: 1000 });
         let load = Load::start(targets(server.address())).unwrap();
         let first = load.wait_back(PATIENCE).unwrap();
@@ -339,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn a_service_that_never_comes_is_an_error_with_the_reason() {
+    fn absent_service_is_an_error_with_reason() {
         let server = Server::start(Script::NotFound);
         let load = Load::start(targets(server.address())).unwrap();
         let text = load.wait_back(Duration::from_millis(300)).unwrap_err().to_string();
@@ -347,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn waiting_for_a_service_ends_with_it_or_with_the_reason() {
+    fn wait_for_service_returns_or_reports_reason() {
         let server = Server::start(Script::Files { bytes: 5 });
         wait_for_service(&targets(server.address()), PATIENCE).unwrap();
         let server = Server::start(Script::NotFound);
@@ -365,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn every_file_is_handed_over_once() {
+    fn fetch_all_checks_every_file_once() {
         let server = Server::start(Script::Files { bytes: 7 });
         let mut seen = Vec::new();
         fetch_all(&targets(server.address()), |number, body| seen.push((number, body.len()))).unwrap();

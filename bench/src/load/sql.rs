@@ -1,7 +1,8 @@
-//! As much of a PostgreSQL client as a load generator needs: one query at a time over a kept connection, its only row as text.
+//! A minimal PostgreSQL client for a load generator: one query at a time over a kept connection, its only row as text.
 //!
-//! Own and small for the reason that the HTTP client has: it must give up when it is told to. The server lets everybody in
-//! (`trust`); protocol 3.0, simple queries.
+//! It is our own for the same reason as the HTTP client: it must give up on request. The server accepts every user (`trust`);
+//! protocol
+//! 3.0, simple queries.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -10,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::connection;
 
 const PROTOCOL: u32 = 3 << 16;
-/// Of a message: what is asked for is one short row.
+/// Largest message: each query returns one short row.
 const MESSAGE_BYTES_MAX: usize = 64 << 10;
 
 #[derive(Debug, thiserror::Error)]
@@ -25,17 +26,17 @@ pub enum SqlError {
     GivenUp,
     #[error("{address} refused: {what}")]
     Refused { address: SocketAddr, what: String },
-    #[error("{address} sent an answer that is not understood: {what}")]
+    #[error("{address} sent an invalid answer: {what}")]
     Malformed { address: SocketAddr, what: &'static str },
 }
 
-/// One server, at most one connection to it.
+/// A client of one server with at most one connection.
 pub struct Client {
     address: SocketAddr,
     connection: Option<TcpStream>,
 }
 
-/// How long is waited, and what is asked now and then whether to go on waiting.
+/// A wait: its time limit, and a function that tells whether to give up early.
 struct Wait<'a> {
     patience: Duration,
     deadline: Instant,
@@ -51,8 +52,9 @@ impl Client {
         self.connection = None;
     }
 
-    /// The last row of the answer, its columns as text; after an error the next call connects anew. `give_up` is asked every
-    /// 20 ms of waiting.
+    /// Sends a query, and returns the columns of its last row as text. After an error the next call reconnects. `give_up` is
+    /// called every
+    /// 20 ms while waiting.
     pub fn row(
         &mut self,
         query: &str,
@@ -81,7 +83,7 @@ impl Client {
         self.answer(wait)
     }
 
-    /// The length counts itself, and not the kind.
+    /// Sends a message. Its length includes itself, but not the kind.
     fn send(&mut self, kind: &[u8], body: &[u8]) -> Result<(), SqlError> {
         let address = self.address;
         let connection = self.connection.as_mut().ok_or(SqlError::Closed { address })?;
@@ -89,7 +91,7 @@ impl Client {
         connection.write_all(&message).map_err(|source| SqlError::Broken { address, source })
     }
 
-    /// Until the server is ready for the next query.
+    /// Reads messages until the server is ready for the next query.
     fn answer(&mut self, wait: &Wait<'_>) -> Result<Vec<String>, SqlError> {
         let address = self.address;
         let mut row = Vec::new();
@@ -98,7 +100,7 @@ impl Client {
             self.receive(&mut head, wait)?;
             let length = u32::from_be_bytes(head[1..].try_into().expect("4 bytes")) as usize;
             if !(4..=MESSAGE_BYTES_MAX).contains(&length) {
-                return Err(SqlError::Malformed { address, what: "a message of that length" });
+                return Err(SqlError::Malformed { address, what: "a message of invalid length" });
             }
             let mut body = vec![0; length - 4];
             self.receive(&mut body, wait)?;
@@ -138,7 +140,7 @@ impl Client {
     }
 }
 
-/// u16 count, and for each u32 length and bytes. Nothing (null) is an empty text.
+/// Parses a row: a u16 count, and for each column a u32 length and its bytes. Null becomes an empty text.
 fn columns(body: &[u8]) -> Option<Vec<String>> {
     let (count, mut rest) = body.split_first_chunk::<2>()?;
     let mut columns = Vec::new();
@@ -173,7 +175,8 @@ mod tests {
         message(b'D', &body)
     }
 
-    /// Lets one client in, and gives each query the next of these answers; then it waits until the client hangs up.
+    /// A server that accepts one client, answers each query with the next of these answers, and then waits until the client hangs
+    /// up.
     fn server(answers: Vec<Vec<u8>>) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -209,11 +212,11 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_wrong_is_told() {
+    fn errors_are_reported_with_their_reason() {
         for (answer, expect) in [
             (message(b'E', b"SERROR\0Mno such table\0\0"), "refused: SERROR Mno such table"),
-            (message(b'D', &[0, 1, 0, 0, 0, 9, 1]), "not understood: a row"),
-            (vec![b'D', 0xff, 0, 0, 0], "not understood: a message of that length"),
+            (message(b'D', &[0, 1, 0, 0, 0, 9, 1]), "an invalid answer: a row"),
+            (vec![b'D', 0xff, 0, 0, 0], "an invalid answer: a message of invalid length"),
         ] {
             let error = Client::new(server(vec![answer])).row("select 1", PATIENCE, &|| false).unwrap_err();
             assert!(error.to_string().contains(expect), "{error}");

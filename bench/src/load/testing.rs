@@ -1,4 +1,4 @@
-//! A web server for the load generator's tests: answers by script, counts connections, can be killed and come back.
+//! A web server for the load generator's tests: it answers by script, counts connections, and can cut all of them.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -45,7 +45,7 @@ impl Server {
         self.streams.lock().expect("no test panics here").len()
     }
 
-    /// Cuts every connection, as a machine does that dies; new ones are answered again.
+    /// Cuts every connection, as a dying machine does. New ones are answered again.
     pub fn cut(&self) {
         for stream in self.streams.lock().expect("no test panics here").iter() {
             let _ = stream.shutdown(Shutdown::Both);

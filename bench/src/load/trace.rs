@@ -1,6 +1,6 @@
-//! What a load generator saw: every request with its time. Rates, outages and plots are read off it afterwards.
+//! A load generator's trace: every request with its time, for rates, outages and plots.
 
-/// One request; times in seconds since the load began.
+/// One request. Times are in seconds since the load began.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sample {
     pub begun_s: f64,
@@ -15,7 +15,7 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// Requests per second that were completed in this span.
+    /// Completed requests per second in this span.
     pub fn requests_per_second(&self, from_s: f64, to_s: f64) -> f64 {
         self.completed(from_s, to_s).count() as f64 / (to_s - from_s)
     }
@@ -49,7 +49,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_counts_when_it_ends() {
+    fn requests_count_when_they_end() {
         let trace = trace(&[0.5, 1.0, 1.5, 2.0]);
         assert_eq!(trace.requests_per_second(1.0, 2.0), 2.0);
         assert_eq!(trace.requests_per_second(2.0, 4.0), 0.5);
@@ -57,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn an_outage_is_a_row_of_zeros_around_the_new_zero() {
+    fn outage_shows_as_zeros_in_the_series() {
         let trace = trace(&[9.1, 9.6, 12.5]);
         assert_eq!(trace.series(10.0, -1.0, 3.0, 1.0), [(-0.5, 2.0), (0.5, 0.0), (1.5, 0.0), (2.5, 1.0)]);
     }

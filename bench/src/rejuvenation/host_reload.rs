@@ -1,7 +1,9 @@
-//! Guests of an emulated host that got another kernel (`make test-nested`): how many went on, and whether with all their memory.
+//! Guests of an emulated host whose kernel was replaced (`make test-nested`): how many continued, and whether with all their
+//! memory.
 //!
-//! No host is reloaded here: `cargo xtask bench` has had that done, and names the file with what came of it. That takes minutes; a
-//! quick run has a guest parked and let go on under the same kernel.
+//! This part does not reload a host: `cargo xtask bench` has already done that, which takes minutes, and names the file with the
+//! result. A
+//! quick run parks a guest and resumes it under the same kernel.
 
 use hearth_vmtest::host_reload::{Figures, KEEP_IN, Reloaded};
 use hearth_vmtest::{Disk, Drives, TestVm, known};
@@ -12,7 +14,7 @@ use crate::record::Record;
 const CASE: &str = "host-reload@nested";
 const DRILL: &str = "host-reload@drill";
 const DRILL_MIB: u64 = 256;
-/// Of these, known byte by byte.
+/// The part of it with known contents.
 const KNOWN_MIB: u64 = 64;
 
 pub fn take_up(record: &mut Record) {
@@ -76,7 +78,7 @@ mod tests {
     use crate::host::facts::{Accelerator, HostFacts};
 
     #[test]
-    fn a_guest_that_was_lost_is_seen_in_both_figures() {
+    fn lost_guest_lowers_both_figures() {
         let machine =
             |resumed| Reloaded { name: "a".into(), resumed, ram_same: resumed, stood_ms: resumed.then_some(9) };
         let mut record = Record::new("trial", true, HostFacts::gather(Accelerator::Tcg), "QEMU".into(), "max");

@@ -1,8 +1,10 @@
-//! Several machines at once: how long each stands still when n of them hop at a time, and when n of them reboot.
+//! Several machines at the same time: the pause of each when n of them hop together, and when n of them reboot together.
 //!
-//! Both are terms of a model (`hearth_recovery::rejuvenation::downtime`), fitted to all but the largest n; what it says of that
-//! one is held against what was measured. All machines are there from the beginning, and each round has every n: what else the host
-//! does is in all of them.
+//! Both are terms of a model (`hearth_recovery::rejuvenation::downtime`), which is fitted to all n but the largest; its
+//! prediction for that
+//! one is compared with the measurement. All machines run from the beginning, and each round has every n, so the host's other
+//! load
+//! affects all of them.
 
 use std::time::Instant;
 
@@ -40,7 +42,7 @@ pub fn run(accelerator: &str, quick: bool, record: &mut Record) -> std::result::
             }
         }
     }
-    // The first one's folder is everybody's.
+    // The others use the first one's folder, so it is dropped last.
     while machines.pop().is_some() {}
     summarise(record, counts);
     Ok(())
@@ -50,14 +52,14 @@ fn case(side: &str, count: usize) -> String {
     format!("{side}@n={count}")
 }
 
-/// All machines of the first one's folder, `count` at a time.
+/// Hops all machines in the first one's runtime root, `count` at a time.
 fn hop_together(first: &TestVm, count: usize) -> Result<Vec<f64>> {
-    let told = first.cli(&["rejuvenate", "--all", "--parallel", &count.to_string(), "--json"])?;
-    let decided = told.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let output = first.cli(&["rejuvenate", "--all", "--parallel", &count.to_string(), "--json"])?;
+    let decided = output.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     Ok(decided.filter_map(|decided| decided["pause_ms"].as_f64()).collect())
 }
 
-/// From the order to a guest that takes commands.
+/// Measures the time from the request to a guest that takes commands.
 fn reboot_together(machines: &[TestVm]) -> Result<Vec<f64>> {
     let reboot = |vm: &TestVm| {
         let living = vm.status()?["incarnation"].as_u64().unwrap_or_default();
@@ -68,12 +70,12 @@ fn reboot_together(machines: &[TestVm]) -> Result<Vec<f64>> {
     };
     std::thread::scope(|scope| {
         let reboots: Vec<_> = machines.iter().map(|vm| scope.spawn(move || reboot(vm))).collect();
-        reboots.into_iter().map(|reboot| reboot.join().expect("it does not panic")).collect()
+        reboots.into_iter().map(|reboot| reboot.join().expect("a reboot does not panic")).collect()
     })
 }
 
 fn summarise(record: &mut Record, counts: &[usize]) {
-    let (&largest, smaller) = counts.split_last().expect("there is one count at least");
+    let (&largest, smaller) = counts.split_last().expect("there is at least one count");
     let median = |record: &Record, side: &str, count: usize| record.median(&case(side, count), "pause_ms");
     for &count in counts {
         let (warm, cold) = (median(record, HOP, count), median(record, REBOOT, count));

@@ -1,5 +1,4 @@
-//! What a hop does to a TCP connection into the guest, on each kind of network: for how long nothing comes back, and whether
-//! it is lost.
+//! The effect of a hop on a TCP connection into the guest, on each kind of network: its longest silence, and whether it is lost.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Instant;
@@ -12,7 +11,7 @@ use super::{AFTERMATH, RejuvenationError};
 use crate::record::Record;
 
 const SIDE: &str = "tcp";
-/// QEMU's own network has its connections in itself: they end with it.
+/// Networks whose connections survive. QEMU's own user network holds its connections itself, so they end with it.
 const KEPT: [&str; 2] = ["passt", "tap"];
 
 pub fn run(accelerator: &str, quick: bool, record: &mut Record) -> std::result::Result<(), RejuvenationError> {

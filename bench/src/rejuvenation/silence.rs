@@ -1,16 +1,16 @@
-//! How long a guest that says something all the time is silent, as heard from outside.
+//! The longest silence, heard from outside, of a guest that prints all the time.
 
 use std::time::{Duration, Instant};
 
 use hearth_vmtest::{Drives, Guest, Result, patience};
 
-/// Writes to the console without a break, by what the shell has built in, until the word `still` is typed.
+/// Script that writes to the console all the time, with shell built-ins only, until the word `still` is typed.
 const TALKS: &str = "rm -f /tmp/still
 { read -r word </dev/ttyS0; : >/tmp/still; } &
 until [ -e /tmp/still ]; do echo tick; done >/dev/ttyS0
 wait";
 
-/// A guest that talks. Its agent is busy with that until `end`.
+/// A guest that prints all the time. Its agent is busy with that until `end`.
 pub struct Silence {
     command: u64,
 }
@@ -26,8 +26,9 @@ impl Silence {
         Ok(Self { command })
     }
 
-    /// The longest silence that touches the time from `from` to `to`, in milliseconds. `guests` are the ends of the
-    /// consoles on which the one guest was heard.
+    /// The longest silence, in milliseconds, that overlaps the time from `from` to `to`. `guests` are the consoles on which the
+    /// one guest was
+    /// heard.
     pub fn longest(&self, guests: &[&Guest], from: Instant, to: Instant) -> f64 {
         let deadline = to + patience(10);
         loop {
@@ -47,6 +48,6 @@ impl Silence {
 
     pub fn end(self, vm: &impl Drives) -> Result<()> {
         vm.guest().type_line("still")?;
-        vm.wait_console("the end of the talk", patience(20), |heard| heard.take_answer(self.command)).map(drop)
+        vm.wait_console("the end of the printing", patience(20), |heard| heard.take_answer(self.command)).map(drop)
     }
 }

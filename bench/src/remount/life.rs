@@ -1,4 +1,4 @@
-//! One appliance on one side: its boots, and what it does in between.
+//! One appliance on one side: its boots, and its work in between.
 
 use std::time::Instant;
 
@@ -43,8 +43,9 @@ pub struct Life<'b, 'a> {
 }
 
 impl<'b, 'a> Life<'b, 'a> {
-    /// Up to the moment before the first crash that is measured: in use, and not for the first time. `traced`: its guest notes
-    /// what it reads.
+    /// Starts the appliance and brings it to the state before the first measured crash: in use, and not for the first time.
+    /// `traced`: the guest
+    /// records its reads.
     pub fn start(
         bench: &'b mut Bench<'a>,
         side: Side,
@@ -65,7 +66,7 @@ impl<'b, 'a> Life<'b, 'a> {
         life.ready()?;
         life.work()?;
         if side.has_boot_set() {
-            // Of the journals the first boot had nothing to replay.
+            // The first boot had no journals to replay, so a boot set needs a second one.
             life.crash(side)?;
             life.wait_boot()?;
             life.mount_and_look()?;
@@ -75,7 +76,7 @@ impl<'b, 'a> Life<'b, 'a> {
         Ok(life)
     }
 
-    /// Crashes, and is measured until it is ready. `side` names the case.
+    /// Crashes the appliance, and measures until it is ready. `side` names the case.
     pub fn crash_and_return(&mut self, side: Side, record: &mut Record) -> std::result::Result<(), RemountError> {
         let case = case(side, self.volumes, self.profile);
         self.bench.rig.limit(self.profile)?;
@@ -123,7 +124,7 @@ impl<'b, 'a> Life<'b, 'a> {
         self.work()
     }
 
-    /// The same, of one that notes what it reads: every read from the crash until it is ready.
+    /// Crashes an appliance whose guest records its reads, and returns every read from the crash until it is ready.
     pub fn traced_return(mut self) -> std::result::Result<Trace, RemountError> {
         self.bench.rig.limit(self.profile)?;
         let crashed = Instant::now();
@@ -138,7 +139,7 @@ impl<'b, 'a> Life<'b, 'a> {
         Trace::parse(side, &said, ready_s).ok_or(RemountError::NoFigure { side, figure: "mark of being ready", said })
     }
 
-    /// `side` says what the host keeps.
+    /// Crashes the guest. `side` says whether the host keeps its page cache.
     fn crash(&self, side: Side) -> std::result::Result<(), RemountError> {
         self.vm.panic().map_err(|error| self.failed(error))?;
         if side == Side::HostCacheDropped { self.bench.evict() } else { Ok(()) }
@@ -158,7 +159,7 @@ impl<'b, 'a> Life<'b, 'a> {
         self.bench.volumes.mount(&self.vm).map_err(|error| self.failed(error))
     }
 
-    /// Every folder and inode of every volume, and what was written to it before.
+    /// Reads every folder and inode of every volume, and checks the lines written earlier.
     fn look(&self) -> std::result::Result<(), RemountError> {
         self.sh("ls -lR /v >/dev/null")?;
         if self.bench.lines.is_empty() {
@@ -173,7 +174,7 @@ impl<'b, 'a> Life<'b, 'a> {
         Err(RemountError::Lost { side: self.side.name(), got: got.len(), wanted: wanted.len() })
     }
 
-    /// Writes to each volume, so that its journal is dirty; then the guest reads other things.
+    /// Writes to each volume, so that its journal is dirty; then the guest reads other data.
     fn work(&mut self) -> std::result::Result<(), RemountError> {
         let line = format!("line-{}", self.bench.lines.len());
         self.bench.volumes.append(&self.vm, &line).map_err(|error| self.failed(error))?;
@@ -182,7 +183,7 @@ impl<'b, 'a> Life<'b, 'a> {
         self.sh(&format!("cat /dev/vd{letter} >/dev/null")).map(drop)
     }
 
-    /// The boot is over: said to Hearth.
+    /// Tells Hearth that the boot is over.
     fn ready(&self) -> std::result::Result<(), RemountError> {
         match (&self.vm, self.side) {
             (Vm::Hearth(vm), side) if side.has_boot_set() => sides::ready(vm).map_err(|error| self.failed(error)),
@@ -234,7 +235,7 @@ impl<'b, 'a> Life<'b, 'a> {
     }
 }
 
-/// `rate`: for hosts without a control group.
+/// Starts the machine. `rate` sets its own limits on hosts without a control group.
 fn start(bench: &Bench<'_>, side: Side, accelerator: &str, rate: Option<DiskRate>, traced: bool) -> Result<Vm> {
     let words = if traced { trace::CMDLINE } else { "" };
     let images = || bench.volumes.images().iter().chain([&bench.churn]);
@@ -257,7 +258,7 @@ fn start(bench: &Bench<'_>, side: Side, accelerator: &str, rate: Option<DiskRate
                 .accelerator(accelerator)
                 .cmdline("panic=-1")
                 .cmdline(words);
-            // Without these QEMU takes pvpanic's news for an order to power off.
+            // Without these, QEMU would power off at pvpanic's report.
             let builder = builder.args(["-action", "panic=none"]);
             let cache = if side == Side::Direct { "cache=none,aio=io_uring" } else { "cache=writeback" };
             let throttling = rate.map_or_else(String::new, DiskRate::qemu_throttling);

@@ -1,13 +1,14 @@
 //! Bench `remount`: a storage appliance with hundreds of volumes crashes while they are in use, and comes back.
 //!
 //! for each number of volumes, each disk profile, each side in turn, on the same images: boot -> mount -> look through all
-//! volumes -> write to all of them -> push their metadata out of the guest's cache -> crash -> boot, mount, look through:
-//! ready
+//! volumes -> write
+//! to all of them -> push their metadata out of the guest's cache -> crash -> boot, mount, look through: ready
 //!
-//! The images are on a file system of their own, where one can be had, whose flushes cost what they do on hosts.
+//! Where possible the images are on a separate file system, whose flushes cost as much as on production hosts.
 //!
-//! All volumes are mounted four at a time, their journals dirty. Ready is when a line that was acknowledged before the
-//! crash was read back from each. What the sides cost is the host memory beyond the guest's own.
+//! Volumes are mounted four at a time, with dirty journals. The appliance is ready when a line that was acknowledged before the
+//! crash was
+//! read back from each volume. A side's cost is its host memory beyond the guest's own.
 
 mod life;
 mod page;
@@ -29,11 +30,11 @@ pub use summary::table;
 
 pub const NAME: &str = "remount";
 const MIB: f64 = 1048576.0;
-/// Guest RAM: what hundreds of mounted volumes need, and not much more to keep what they have read.
+/// Guest RAM: enough for hundreds of mounted volumes, but not to cache much of what they read.
 const MEMORY_MIB: u64 = 256;
-/// When the journals in NVRAM reach their mirror, which is on the disk that is measured.
+/// Mirror policy of the journals in NVRAM; the mirror is on the disk that is measured.
 const MIRROR: &str = "async";
-/// What is read through before a crash, so that the guest's cache holds little of what its next boot needs.
+/// Data that is read before a crash, so that the guest's cache holds little of what its next boot needs.
 const CHURN_MIB: u64 = 512;
 
 #[derive(Debug, thiserror::Error)]
@@ -44,37 +45,37 @@ pub enum RemountError {
     Machine { side: &'static str, source: hearth_vmtest::Error },
     #[error("volumes")]
     Volumes(#[source] hearth_vmtest::Error),
-    #[error("a boot set without a machine")]
+    #[error("boot set without a machine")]
     BootSet(#[from] hearth_disk::boot_set::BootSetError),
-    #[error("{path}: cannot be used, or dropped from the host's cache")]
+    #[error("cannot use {path}, or evict it from the host's cache")]
     File { path: PathBuf, source: std::io::Error },
-    #[error("{side} says no {figure}: {said}")]
+    #[error("{side} did not report {figure}: {said}")]
     NoFigure { side: &'static str, figure: &'static str, said: String },
-    #[error("{side} came back with other contents than were acknowledged: {got} bytes instead of {wanted}")]
+    #[error("{side} lost acknowledged data: {got} bytes read, {wanted} expected")]
     Lost { side: &'static str, got: usize, wanted: usize },
 }
 
-/// Who runs the appliance, and what is left to it after a crash.
+/// How the appliance is run, and what it keeps after a crash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// Hearth with a boot set.
     BootSet,
-    /// The same, and all journals are on NVRAM.
+    /// Hearth with a boot set, and all journals on NVRAM.
     Nvram,
-    /// Hearth without: the ember alone.
+    /// Hearth without a boot set, with the ember alone.
     Ember,
     /// QEMU alone, `cache=none,aio=io_uring`.
     Direct,
     /// QEMU alone, `cache=writeback`: the host's page cache survives the guest.
     HostCache,
-    /// The same, and the host has forgotten the images.
+    /// QEMU alone, `cache=writeback`, with the images evicted from the host's page cache.
     HostCacheDropped,
 }
 
 impl Side {
     pub const ALL: [Side; 6] =
         [Side::BootSet, Side::Nvram, Side::Ember, Side::Direct, Side::HostCache, Side::HostCacheDropped];
-    /// Those that are held against each other.
+    /// The two sides of the main comparison.
     const BASICS: [Side; 2] = [Side::BootSet, Side::Direct];
 
     pub fn name(self) -> &'static str {
@@ -97,7 +98,7 @@ impl Side {
         matches!(self, Side::BootSet | Side::Nvram)
     }
 
-    /// In the names of figures.
+    /// The side's word in the names of figures.
     fn word(self) -> &'static str {
         match self {
             Side::BootSet => "hearth",
@@ -112,28 +113,28 @@ impl Side {
 
 pub struct Options {
     pub quick: bool,
-    /// On the disk that is to be measured.
+    /// A folder on the disk that is measured.
     pub folder: PathBuf,
     pub profiles: Vec<Profile>,
-    /// Only these, if any are named: all of them with so many volumes each.
+    /// Only these sides and numbers of volumes, if given.
     pub sides: Vec<Side>,
     pub volumes: Vec<usize>,
-    /// So many are mounted at a time.
+    /// Number of volumes mounted in parallel.
     pub at_once: Option<NonZeroUsize>,
 }
 
-/// What is measured with so many volumes.
+/// Measurements with one number of volumes.
 struct Cell {
     volumes: usize,
     profiles: Vec<Profile>,
     sides: Vec<Side>,
-    /// Crashes that are measured of the two sides that are held against each other; of others it is one.
+    /// Measured crashes of the two sides of the main comparison; other sides have one.
     rounds: u32,
-    /// The sides whose reads are looked at one by one, each in one more boot.
+    /// Sides whose reads are recorded one by one, each in an extra boot.
     traced: &'static [Side],
 }
 
-/// All sides where the most is at stake, and the two that matter most where the number of volumes is looked at.
+/// All sides with the largest number of volumes, and the two main sides with the smaller ones.
 fn cells(options: &Options) -> Vec<Cell> {
     let sides = |all: &[Side]| -> Vec<Side> {
         let is_asked = |side: &Side| options.sides.is_empty() || options.sides.contains(side);
@@ -147,7 +148,7 @@ fn cells(options: &Options) -> Vec<Cell> {
         return options.volumes.iter().map(|&volumes| all_profiles(volumes, &Side::ALL)).collect();
     }
     if options.quick {
-        // Others take another minute: by name.
+        // Other sides would take another minute; they run when named.
         let three = [Side::BootSet, Side::Direct, Side::HostCache];
         return vec![all_profiles(12, if options.sides.is_empty() { &three } else { &Side::ALL })];
     }
@@ -157,21 +158,21 @@ fn cells(options: &Options) -> Vec<Cell> {
     few.into_iter().chain([all_profiles(400, &Side::ALL)]).collect()
 }
 
-/// What every side is started on.
+/// Resources that all sides share.
 struct Bench<'a> {
     rig: &'a Rig,
     volumes: Volumes,
     churn: PathBuf,
-    /// What was written to each volume so far.
+    /// Lines written to each volume so far.
     lines: Vec<String>,
 }
 
 impl<'a> Bench<'a> {
-    /// `nvram`: the volumes have their journals there.
+    /// Makes the images. `nvram`: the volumes have external journals, for NVRAM.
     fn prepare(rig: &'a Rig, volumes: usize, at_once: Option<NonZeroUsize>, nvram: bool) -> Result<Self, RemountError> {
         let (folder, files) = (rig.folder(), tree());
         let volumes = if nvram {
-            // Behind the disks of the volumes, and the one that is read through.
+            // The journals come after the disks of the volumes and the disk that is read before a crash.
             let first = char::from(b'a' + Volumes::disks(volumes) as u8 + 1);
             Volumes::make_with_journals_apart(folder, volumes, &files, Blocks::All, first)
         } else {
@@ -189,14 +190,14 @@ impl<'a> Bench<'a> {
         Ok(bench)
     }
 
-    /// The host forgets the images.
+    /// Evicts the images from the host's page cache.
     fn evict(&self) -> Result<(), RemountError> {
         self.volumes.images().iter().try_for_each(|image| {
             hearth_vmtest::page_cache::evict(image).map_err(|source| RemountError::File { path: image.clone(), source })
         })
     }
 
-    /// Of the images, in the host's page cache.
+    /// Bytes of the images in the host's page cache.
     fn host_cache_bytes(&self) -> Result<u64, RemountError> {
         let of = |image: &PathBuf| {
             let bytes = hearth_vmtest::page_cache::resident_bytes(image);
@@ -206,27 +207,27 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// What each volume holds from the start: some folders with some files.
+/// Initial contents of each volume: some folders with some files.
 fn tree() -> Vec<images::File> {
     let path = |number: usize| format!("share-{}/file-{number}", number % 4);
     (0..16).map(|number| images::File { path: path(number), contents: vec![b'x'; 600 * number] }).collect()
 }
 
 pub fn run(options: &Options, record: &mut Record) -> Result<(), RemountError> {
-    // Relative paths in machine.toml start in its own folder.
+    // Relative paths in machine.toml are relative to its own folder.
     let folder = std::path::absolute(&options.folder);
     let folder = folder.map_err(|source| RemountError::File { path: options.folder.clone(), source })?;
     let file_system = FileSystem::make(&folder);
     let place = file_system.as_ref().map_or_else(|_| folder.clone(), FileSystem::path);
     let rig = Rig::prepare(&place, record.machine.accelerator)?;
     record.profile_by = match &file_system {
-        Ok(_) => format!("{}, an ext4 of its own", rig.profile_by()),
-        Err(error) => format!("{}, on the file system that is there ({})", rig.profile_by(), crate::chain(error)),
+        Ok(_) => format!("{}, a separate ext4", rig.profile_by()),
+        Err(error) => format!("{}, on the host's file system ({})", rig.profile_by(), crate::chain(error)),
     };
     write_cost::measure(&rig, options.quick, record)?;
     let mut traces = Vec::new();
     for cell in cells(options) {
-        // Volumes whose journals are elsewhere are others.
+        // Volumes with external journals are separate images.
         for nvram in [false, true] {
             let is_next = |side: &&Side| **side != Side::HostCacheDropped && (**side == Side::Nvram) == nvram;
             let sides: Vec<Side> = cell.sides.iter().filter(is_next).copied().collect();
@@ -262,7 +263,7 @@ fn measure(
     if drops {
         life.crash_and_return(Side::HostCacheDropped, record)?;
     }
-    // Other machines: what is noted must not cost what is measured.
+    // Traces use other machines, so that recording does not cost what is measured.
     drop(life);
     let is_traced = |side: &Side| profile == Profile::Paper && cell.traced.contains(side);
     for side in [side].into_iter().chain(drops.then_some(Side::HostCacheDropped)).filter(is_traced) {

@@ -1,4 +1,4 @@
-//! The report: the time of every read over a boot, as in the paper's Figure 9, and the figures.
+//! The report: the latency of every read during a boot, as in the paper's Figure 9, and the figures.
 
 use super::trace::Trace;
 use super::{MEMORY_MIB, summary};

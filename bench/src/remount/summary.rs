@@ -1,12 +1,13 @@
-//! What the values come down to. Figures without a profile in their name are those at `paper`, without a number of
-//! volumes those at the largest one.
+//! The summary's figures and the table, from the rows. Figures without a profile in their name are those at `paper`; without a
+//! number of
+//! volumes, those at the largest one.
 
 use super::{Cell, Side, case, write_cost};
 use crate::host::profile::Profile;
 use crate::record::Record;
 use crate::table::{Table, figure_or_dash};
 
-/// How reads were answered from memory, and what of it there was.
+/// Metrics of reads answered from memory, and of that memory.
 const OF_MEMORY: [&str; 9] = [
     "hit_pct",
     "hit_inline_pct",
@@ -49,7 +50,7 @@ pub fn summarise(record: &mut Record, cells: &[Cell]) {
             figures.push((key("nvram_mib"), median(Side::Nvram, "nvram_mib")));
         }
     }
-    // What is asked for without a number of volumes.
+    // Figures without a number of volumes.
     let most = cells.iter().map(|cell| cell.volumes).max().unwrap_or_default();
     for metric in ["ready_vs_hostcache_warm", "memory_vs_hostcache", "hit_inline_pct", "hit_us_p50"] {
         let of_most =
@@ -118,7 +119,7 @@ mod tests {
     use crate::host::facts::{Accelerator, HostFacts};
 
     #[test]
-    fn sides_are_held_against_each_other() {
+    fn sides_are_compared() {
         let machine = HostFacts::gather(Accelerator::Tcg);
         let mut record = Record::new(super::super::NAME, false, machine, "QEMU".into(), "max");
         let mut add = |side, metric, value| record.add(&case(side, 400, Profile::Paper), metric, "", value);
@@ -140,7 +141,7 @@ mod tests {
             (record.summary["ready_speedup_400_nvram"], record.summary["memory_vs_hostcache_400_nvram"]),
             (8.0, 2.0)
         );
-        assert!(!record.summary.contains_key("hit_us_p50"), "not measured");
+        assert!(!record.summary.contains_key("hit_us_p50"), "a figure without a measurement is left out");
         assert!(table(&record).text().contains("hearth-400@paper"));
     }
 }

@@ -1,17 +1,18 @@
-//! Every read of a boot as the guest saw it, from the first one of its kernel on, by its own trace points: the same on all sides.
+//! Every read of a boot as the guest saw it, from its kernel's first one on, by the kernel's trace points, which are the same on
+//! all sides.
 //!
-//! The guest's clock begins with its kernel. When the guest is ready both clocks are read, and times count from its reset.
+//! The guest's clock begins with its kernel. When the guest is ready, both clocks are read, and times count from its reset.
 
 use crate::stats;
 
-/// For the guest's kernel: it notes its reads from its start on.
+/// Kernel arguments that record reads from the start of the kernel on.
 pub const CMDLINE: &str = "trace_event=block:block_rq_issue,block:block_rq_complete trace_buf_size=8192k";
 
-/// The guest is ready: a mark in what was noted, and no more of it.
+/// Command of a ready guest: writes a mark to the trace and stops recording.
 pub const READY: &str = "mount -t tracefs none /sys/kernel/tracing 2>/dev/null; cd /sys/kernel/tracing && \
      echo ready >trace_marker && echo 0 >tracing_on";
 
-/// Tells when the mark was made (s), and of each read when it was begun (s) and how long it took (us).
+/// Command that prints the mark's time (s), and for each read its start (s) and duration (us).
 pub const TELL: &str = "awk '/: tracing_mark_write: ready/ { \
      for (i = 2; i <= NF; i++) if ($i == \"tracing_mark_write:\") printf \"ready %.6f\\n\", $(i - 1) + 0; next } \
      /: block_rq_(issue|complete): / { \
@@ -23,20 +24,20 @@ pub const TELL: &str = "awk '/: tracing_mark_write: ready/ { \
 /// A read of the guest.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Read {
-    /// From the guest's reset on.
+    /// Seconds from the guest's reset.
     pub second: f64,
     pub us: f64,
 }
 
 pub struct Trace {
     pub side: &'static str,
-    /// From the guest's reset on.
+    /// Seconds from the guest's reset.
     pub ready_s: f64,
     pub reads: Vec<Read>,
 }
 
 impl Trace {
-    /// None: the mark is missing, so that nobody knows when the reads were.
+    /// Parses the output. `None` without the mark, since the times of the reads are then unknown.
     pub fn parse(side: &'static str, said: &str, ready_s: f64) -> Option<Self> {
         let numbers = |line: &str| -> Option<(String, f64)> {
             let (first, second) = line.split_once(' ')?;
@@ -64,11 +65,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_are_told_from_the_reset_on() {
+    fn read_times_count_from_the_reset() {
         let said = "12.500000 200\nnoise\nready 13.75\n12.250000 100\n";
         let trace = Trace::parse("hearth", said, 15.0).unwrap();
         assert_eq!(trace.reads, [Read { second: 13.5, us: 100.0 }, Read { second: 13.75, us: 200.0 }]);
         assert_eq!((trace.ready_s, trace.us(50.0)), (15.0, Some(100.0)));
-        assert!(Trace::parse("hearth", "12.5 200", 15.0).is_none(), "without the mark");
+        assert!(Trace::parse("hearth", "12.5 200", 15.0).is_none(), "the mark is missing");
     }
 }

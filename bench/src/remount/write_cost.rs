@@ -1,9 +1,10 @@
-//! What keeping the boot set current costs writes: fio's random writes to blocks that are all held, beside the same writes
-//! in a machine that holds none. Both machines run, and write in turn. Two machines that do the same differ by more than this costs, so
-//! there are several pairs of them, and what counts is the middle one of what all turns of all pairs say.
+//! The cost of keeping the boot set current for writes: fio's random writes to blocks that are all held, beside the same writes
+//! in a machine
+//! that holds none. Both machines run and write in turn. Two identical machines differ by more than this cost, so there are
+//! several
+//! pairs, and the figure is the median over all turns of all pairs.
 //!
-//! What of it is certain is measured without a guest: how long a boot set takes for a block that is written, of all the time that a
-//! write takes.
+//! A more certain figure is measured without a guest: the time that a boot set takes for a written block.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -19,7 +20,7 @@ use crate::record::Record;
 use crate::sides::Rig;
 use crate::stats::{self, degradation_pct};
 
-/// What is written to, and held.
+/// Size of the region that is written and held.
 const REGION_MIB: u64 = 32;
 const SIDES: [&str; 2] = ["held", "not-held"];
 pub const CASE: &str = "write-cost";
@@ -30,7 +31,7 @@ pub fn measure(rig: &Rig, quick: bool, record: &mut Record) -> Result<(), Remoun
     for pair in 0..pairs {
         let vms = [start(rig, "held", true)?, start(rig, "not-held", false)?];
         let mut costs = Vec::new();
-        // The first round warms up and is not counted; then each side goes first as often as the other.
+        // The first round warms up and does not count. After it, each side goes first equally often.
         for round in 0..=rounds {
             let mut rates = [0.0; 2];
             for turn in 0..2 {
@@ -50,7 +51,7 @@ pub fn measure(rig: &Rig, quick: bool, record: &mut Record) -> Result<(), Remoun
     Ok(())
 }
 
-/// Each block of the region, in the order in which random writes come, so that no processor's cache has it.
+/// Measures the boot set alone. Blocks come in the order of random writes, so that no processor's cache has them.
 fn keep_current(record: &mut Record) -> Result<(), RemountError> {
     const BLOCKS: u64 = REGION_MIB * (1 << 20) / BLOCK_BYTES as u64;
     const DISK: DiskId = DiskId(0);
@@ -64,7 +65,7 @@ fn keep_current(record: &mut Record) -> Result<(), RemountError> {
     for _ in 0..5 {
         let began = Instant::now();
         for turn in 0..BLOCKS {
-            // An odd factor, so that each block has its turn.
+            // The odd factor visits each block once.
             let block = turn.wrapping_mul(0x9e37_79b9) % BLOCKS;
             set.forget(DISK, block..block + 1);
             set.written(DISK, block, 0, &bytes, BLOCK_BYTES as u64);
@@ -91,7 +92,7 @@ fn start(rig: &Rig, side: &'static str, holds: bool) -> Result<TestVm, RemountEr
     Ok(vm)
 }
 
-/// Writes a second.
+/// Runs random writes, and returns their number per second.
 fn random_writes(vm: &TestVm, side: &'static str, seconds: u32) -> Result<f64, RemountError> {
     let fio = format!(
         "fio --name=write --filename=/dev/vda --rw=randwrite --bs=4k --size={REGION_MIB}m --ioengine=libaio --iodepth=8 \

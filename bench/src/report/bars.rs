@@ -1,10 +1,10 @@
-//! File reads before and after, as bars: the first read after a reboot is where a cold cache shows.
+//! File reads before and after, as bars. The first read after a reboot shows a cold cache.
 
 use super::Run;
 use super::scale::axis_top;
 use crate::table::{escape, figure};
 
-/// MiB/s of one read, after a warm and after a cold reboot.
+/// MiB/s of a read, after a warm and after a cold reboot.
 #[derive(Clone, Debug)]
 pub struct BarGroup {
     pub label: String,
@@ -12,7 +12,7 @@ pub struct BarGroup {
     pub cold: f64,
 }
 
-/// Horizontal bars made of plain blocks: they wrap and shrink with the page, which a drawing would not.
+/// Draws horizontal bars of plain blocks, which wrap and shrink with the page as a drawing would not.
 pub fn draw(groups: &[BarGroup]) -> String {
     let top = axis_top(groups.iter().flat_map(|group| [group.warm, group.cold]).fold(0.0, f64::max));
     let bar = |run: Run, value: f64| {

@@ -15,7 +15,7 @@ pub struct Frame {
 }
 
 impl Frame {
-    /// Seconds from left to right, values from zero to a round one that holds `highest`.
+    /// A frame with seconds from left to right, and values from zero to a round one above `highest`.
     pub fn new(seconds: (f64, f64), highest: f64, (width, height): (f64, f64)) -> Self {
         Frame {
             x: Scale::new(seconds, (MARGIN_LEFT, width - MARGIN_RIGHT)),

@@ -1,12 +1,11 @@
-//! Memory over time: what a dead incarnation still holds, what the living one has, and the two together, which must stay
-//! below the machine's RAM.
+//! Memory over time: of the dead incarnation, of the living one, and of both, which must stay below the machine's RAM.
 
 use super::frame::{Frame, MARGIN_BOTTOM, MARGIN_TOP};
 
 /// Memory at one moment, in MiB.
 #[derive(Clone, Copy, Debug)]
 pub struct Held {
-    /// From the crash.
+    /// Seconds from the crash.
     pub second: f64,
     pub dead: f64,
     pub living: f64,
@@ -16,12 +15,12 @@ pub struct Held {
 pub struct MemoryPlot {
     pub points: Vec<Held>,
     pub ram_mib: f64,
-    /// When the service was back, and when the dump was complete.
+    /// Times at which the service was back and the dump was complete.
     pub back_s: f64,
     pub dumped_s: f64,
 }
 
-/// At the width of a desk and of a phone, with its legend.
+/// Draws the plot for a desktop's and for a phone's width, with its legend.
 pub fn draw(plot: &MemoryPlot) -> String {
     if plot.points.is_empty() {
         return String::new();
@@ -58,16 +57,16 @@ fn picture(plot: &MemoryPlot, width: f64, height: f64, class: &str) -> String {
     svg + "</svg>"
 }
 
-/// The machine's RAM.
+/// A line at the machine's RAM.
 fn limit(frame: &Frame, ram_mib: f64) -> String {
     let y = frame.y.place(ram_mib);
     format!("<line class=\"crash\" x1=\"{}\" x2=\"{}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>", frame.left(), frame.right())
 }
 
-/// `above`: the axis, so that the words of two moments that are one do not lie on each other.
+/// A mark at a moment. `above` is its label's distance from the axis, so that labels of close moments do not overlap.
 fn mark(frame: &Frame, second: f64, text: &str, above: f64) -> String {
     let (x, bottom) = (frame.x.place(second), frame.height - MARGIN_BOTTOM);
-    // A text at the right edge would be cut off.
+    // A label at the right edge would be cut off.
     let (class, x_text) = if x > frame.width * 0.8 { ("mark end", x - 4.0) } else { ("mark", x + 4.0) };
     format!(
         "<line class=\"crash\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{MARGIN_TOP}\" y2=\"{bottom}\"/>\
@@ -81,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_two_and_their_sum_are_drawn_below_the_limit() {
+    fn plot_has_both_lines_their_sum_and_limit() {
         let plot = MemoryPlot {
             points: [(0.0, 3000.0, 0.0), (5.0, 1500.0, 1000.0), (9.0, 0.0, 2000.0)]
                 .map(|(second, dead, living)| Held { second, dead, living })

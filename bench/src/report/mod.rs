@@ -1,7 +1,8 @@
-//! The report: one HTML page that holds everything, readable from a file, on a phone, in dark and in light.
+//! The report: one self-contained HTML page, readable from a file, on a phone, in dark and in light.
 //!
-//! What is drawn follows the paper that first measured warm reboots, so that a reader can lay the two side by side:
-//! throughput over time with both reboots overlaid (its Figure 4), and file reads before and after (its Figure 3).
+//! The plots follow the paper that first measured warm reboots, so that a reader can compare them: throughput over time with both
+//! reboots
+//! overlaid (its Figure 4), and file reads before and after (its Figure 3).
 
 mod bars;
 mod frame;
@@ -24,7 +25,7 @@ use std::path::Path;
 use crate::record::Record;
 use crate::table::{Table, escape, figure};
 
-/// One way to come back: its name on the page, and which of the two colours it has.
+/// A way to reboot, with its name and colour on the page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Run {
     Warm,
@@ -40,7 +41,7 @@ impl Run {
     }
 }
 
-/// Nothing of a table without lines.
+/// A table as HTML; empty if it has no rows.
 pub fn table(table: &Table) -> String {
     if table.is_empty() {
         return String::new();
@@ -48,7 +49,7 @@ pub fn table(table: &Table) -> String {
     format!("<div class=\"scroll\">{}</div>", table.html())
 }
 
-/// The figures that a record comes down to.
+/// The figures of a record's summary.
 pub fn figures(record: &Record) -> String {
     let mut figures = Table::new(["figure", "value"]);
     for (metric, value) in &record.summary {
@@ -57,7 +58,7 @@ pub fn figures(record: &Record) -> String {
     table(&figures)
 }
 
-/// On what, and how, a record was measured.
+/// The machine and method of a record, as paragraphs.
 pub fn notes(record: &Record, how: &[String]) -> String {
     let on = format!("{}; {}. Disk profiles by: {}.", record.machine.describe(), record.qemu, record.profile_by);
     let quick = record.quick.then(|| "A quick run: a look, not a result.".to_owned());
@@ -68,12 +69,12 @@ fn paragraphs<'a>(notes: impl IntoIterator<Item = &'a String>) -> String {
     notes.into_iter().map(|note| format!("<p>{}</p>", escape(note))).collect()
 }
 
-/// Requests per second over time; zero is the crash.
+/// Requests per second over time, with the crash at zero.
 #[derive(Clone, Debug)]
 pub struct Series {
     pub run: Run,
     pub points: Vec<(f64, f64)>,
-    /// When the first request was answered again.
+    /// Time of the first answer after the crash.
     pub back_s: f64,
 }
 
@@ -104,7 +105,7 @@ pub struct Report {
     pub bars: Vec<BarGroup>,
     pub lines: Vec<Line>,
     pub timelines: Vec<Timeline>,
-    /// How it was measured: each a paragraph.
+    /// Notes on the method, one paragraph each.
     pub notes: Vec<String>,
     pub footer: String,
 }
@@ -114,13 +115,13 @@ impl Report {
         page::render(self)
     }
 
-    /// Whole or not at all.
+    /// Writes the page completely or not at all.
     pub fn write(&self, path: &Path) -> std::io::Result<()> {
         write_whole(path, &self.html())
     }
 }
 
-/// A page takes the place of the one before, or does not.
+/// Replaces a page completely or not at all.
 pub fn write_whole(path: &Path, html: &str) -> std::io::Result<()> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)?;
@@ -160,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_is_whole_and_needs_nothing_from_outside() {
+    fn page_is_complete_and_self_contained() {
         let html = report().html();
         assert!(html.starts_with("<!doctype html>") && html.trim_end().ends_with("</html>"));
         for outside in ["http://", "https://", "src=", "<link", "@import", "url("] {
@@ -190,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_replaces_the_one_before() {
+    fn report_replaces_the_previous_one() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("demo/report.html");
         Report::default().write(&path).unwrap();

@@ -17,7 +17,7 @@ pub fn render(report: &Report) -> String {
     frame(&report.title, &report.lead, &parts.join("\n"), &report.footer)
 }
 
-/// A page of parts that are made one by one.
+/// A page that is built section by section.
 pub struct Page {
     title: String,
     lead: String,
@@ -51,7 +51,7 @@ fn frame(title: &str, lead: &str, parts: &str, footer: &str) -> String {
     )
 }
 
-/// A part without data has no heading either.
+/// A section; empty if it has no data.
 fn section(title: &str, before: &str, body: &str) -> String {
     if body.is_empty() { String::new() } else { format!("<section><h2>{title}</h2>{before}{body}</section>") }
 }

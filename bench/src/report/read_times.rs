@@ -1,8 +1,8 @@
-//! How long each read took, over the time of a boot: a dot for each, on one scale for all that stand on a page.
+//! The latency of each read over the time of a boot, as dots, with the same scale for all plots on a page.
 
 use super::frame::Frame;
 
-/// What all pictures of a page have room for.
+/// The scale of all plots on a page.
 pub struct Extent {
     /// Seconds.
     pub until: f64,
@@ -10,7 +10,7 @@ pub struct Extent {
     pub highest: f64,
 }
 
-/// Seconds and milliseconds, in the order of time. At the width of a desk and of a phone.
+/// Draws reads (seconds and milliseconds, in order of time) for a desktop's and for a phone's width.
 pub fn draw(reads: &[(f64, f64)], extent: &Extent) -> String {
     if reads.is_empty() {
         return String::new();
@@ -28,7 +28,7 @@ fn picture(reads: &[(f64, f64)], extent: &Extent, width: f64, height: f64, class
         "<svg class=\"{class}\" viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"Time of every read over a boot\">"
     );
     svg += &frame.axes(if width < 500.0 { 5 } else { 8 }, "seconds from the reset", "ms");
-    // One path of points: thousands of elements of their own would make the page heavy.
+    // A single path of points: thousands of elements would make the page heavy.
     let point = |read: &(f64, f64)| format!("M{:.1} {:.1}h0", frame.x.place(read.0), frame.y.place(read.1));
     let mut points: Vec<String> = reads.iter().map(point).collect();
     points.dedup();
@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_read_has_its_place() {
+    fn every_read_is_drawn() {
         let extent = Extent { until: 3.0, highest: 5.0 };
         let html = draw(&[(0.5, 0.1), (1.0, 5.0), (2.0, 0.2)], &extent);
         assert_eq!(html.matches("h0").count(), 2 * 3, "{html}");

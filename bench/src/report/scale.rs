@@ -1,4 +1,4 @@
-//! From values to places on the page: a linear scale with round ticks.
+//! A linear scale from values to positions on the page, with round ticks.
 
 #[derive(Clone, Copy, Debug)]
 pub struct Scale {
@@ -9,7 +9,7 @@ pub struct Scale {
 }
 
 impl Scale {
-    /// `from..to` of the values lie on `start..end` of the picture.
+    /// Maps the values `from..to` to the positions `start..end`.
     pub fn new((from, to): (f64, f64), (start, end): (f64, f64)) -> Self {
         let to = if to > from { to } else { from + 1.0 };
         Scale { from, to, start, end }
@@ -20,7 +20,7 @@ impl Scale {
         self.start + share * (self.end - self.start)
     }
 
-    /// Round values inside the range, about as many as asked.
+    /// Round values inside the range, about `about` of them.
     pub fn ticks(self, about: usize) -> Vec<f64> {
         let step = round_step((self.to - self.from) / about.max(1) as f64);
         let first = (self.from / step).ceil() as i64;
@@ -39,13 +39,13 @@ pub fn round_step(least: f64) -> f64 {
     factor.unwrap_or(10.0) * power
 }
 
-/// The top of an axis that holds `highest` with a little air.
+/// The top of an axis that holds `highest` with some margin.
 pub fn axis_top(highest: f64) -> f64 {
     let step = round_step(highest * 1.05 / 5.0);
     (highest * 1.05 / step).ceil() * step
 }
 
-/// A tick's text: no decimals unless they say something.
+/// A tick's text, with a decimal only if needed.
 pub fn tick_text(value: f64) -> String {
     if value.fract().abs() < 1e-9 { format!("{value:.0}") } else { format!("{value:.1}") }
 }
@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_find_their_places() {
+    fn values_map_to_positions() {
         let scale = Scale::new((-10.0, 10.0), (100.0, 200.0));
         for (value, place) in [(-10.0, 100.0), (0.0, 150.0), (10.0, 200.0), (99.0, 200.0)] {
             assert_eq!(scale.place(value), place);
@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn a_range_of_nothing_is_still_a_range() {
+    fn empty_range_is_widened() {
         assert_eq!(Scale::new((5.0, 5.0), (0.0, 10.0)).place(5.0), 0.0);
     }
 }

@@ -1,22 +1,22 @@
-//! A share of time over time, a line for each side: how much of every moment went into one thing.
+//! The share of time spent on one thing, over time, with a line for each side.
 
 use super::frame::Frame;
 use crate::table::escape;
 
-/// One side.
+/// The line of one side.
 #[derive(Clone, Debug)]
 pub struct ShareLine {
     pub name: String,
-    /// Seconds and percent, in the order of time.
+    /// Points of seconds and percent, in order of time.
     pub points: Vec<(f64, f64)>,
 }
 
-/// So many lines can be told apart.
+/// Number of distinguishable colours.
 const COLOURS: usize = 6;
-/// The axis is rounded up from here, to 100.
+/// Top value of the axis, which is rounded up to 100.
 const PERCENT_TOP: f64 = 95.0;
 
-/// At the width of a desk and of a phone, with its legend.
+/// Draws the plot for a desktop's and for a phone's width, with its legend.
 pub fn draw(lines: &[ShareLine], label: &str, x_label: &str) -> String {
     if lines.iter().all(|line| line.points.is_empty()) {
         return String::new();
@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_side_has_a_line_and_a_name() {
+    fn each_side_has_a_line_and_name() {
         let line = |name: &str, points: &[(f64, f64)]| ShareLine { name: name.into(), points: points.to_vec() };
         let lines = [line("lazy <1>", &[(0.0, 100.0), (2.0, 40.0)]), line("trace", &[(0.0, 100.0), (0.5, 0.0)])];
         let html = draw(&lines, "waiting", "seconds");

@@ -5,7 +5,7 @@ use super::scale::tick_text;
 use super::{Run, Series};
 use crate::table::figure;
 
-/// The same picture at the width of a desk and of a phone: scaled text would be unreadable on the latter.
+/// Draws the plot for a desktop's and for a phone's width: scaled text would be unreadable on a phone.
 pub fn draw(series: &[Series]) -> String {
     if series.is_empty() {
         return String::new();
@@ -25,14 +25,14 @@ fn picture(series: &[Series], width: f64, height: f64, class: &str) -> String {
     svg += &outages(series, &frame);
     svg += &frame.axes(if width < 500.0 { 5 } else { 8 }, "seconds from the crash", "requests/s");
     svg += &crash_mark(&frame);
-    // Warm last: it lies over cold where they cover each other.
+    // Warm is drawn last, over cold.
     for run in [Run::Cold, Run::Warm] {
         svg += &series.iter().filter(|one| one.run == run).map(|one| line(one, &frame)).collect::<String>();
     }
     svg + "</svg>"
 }
 
-/// The time without service, a band for each run from the crash to its first answer.
+/// The time without service: a band for each run from the crash to its first answer.
 fn outages(series: &[Series], frame: &Frame) -> String {
     let band = |one: &Series| {
         let (x, end) = (frame.x.place(0.0), frame.x.place(one.back_s));

@@ -1,4 +1,4 @@
-//! The phases of a recovery, each a bar on one time axis: where the seconds of an outage went.
+//! The phases of a recovery as bars on one time axis, which show where the time of an outage went.
 
 use super::Run;
 use crate::table::{escape, figure};
@@ -13,13 +13,13 @@ pub struct Phase {
 #[derive(Clone, Debug)]
 pub struct Timeline {
     pub run: Run,
-    /// From the old kernel's end until the new guest runs, and until it serves.
+    /// Time from the old kernel's end until the new guest runs, and until it serves.
     pub recovery_ms: f64,
     pub outage_ms: f64,
     pub phases: Vec<Phase>,
 }
 
-/// All timelines on the same axis, so that they can be compared.
+/// Draws all timelines on the same axis, so that they can be compared.
 pub fn draw(timelines: &[Timeline]) -> String {
     let ends = timelines.iter().flat_map(|timeline| timeline.phases.iter().map(|p| p.start_ms + p.duration_ms));
     let end_ms = ends.fold(1.0, f64::max);

@@ -1,4 +1,4 @@
-//! What runs in the machine: a web server, and files that it serves.
+//! The guest of the machines: a web server with files.
 
 use std::path::Path;
 
@@ -7,19 +7,19 @@ use hearth_vmtest::{Disk, PlainVm, PlainVmBuilder, Result, TestVm, TestVmBuilder
 
 /// Files of the web server.
 pub const FILES: usize = 512;
-/// What they are filled with, by the name of each.
+/// Seed of the files' contents.
 const SEED: u64 = 1;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Guest {
-    /// As people run one: its system, nginx, and files of 1 MiB, on its root disk.
+    /// A Debian with nginx and files of 1 MiB on its root disk, as in production.
     Debian,
-    /// Boots in seconds, for a quick look: it has small files on a disk, and serves them when it is told to.
+    /// A guest that boots in seconds, for quick runs, with small files on a disk; it serves them on request.
     Busybox,
 }
 
 impl Guest {
-    /// Room for all the files in its cache.
+    /// RAM that can cache all files.
     pub fn memory_mib(self) -> u64 {
         match self {
             Guest::Debian => 1024,
@@ -34,7 +34,7 @@ impl Guest {
         }
     }
 
-    /// Where they are in the guest.
+    /// The files' paths in the guest.
     pub fn files(self) -> &'static str {
         match self {
             Guest::Debian => "/var/www/html/files/*.bin",
@@ -42,12 +42,12 @@ impl Guest {
         }
     }
 
-    /// What a file holds.
+    /// The contents of a file.
     pub fn contents(self, number: usize) -> Vec<u8> {
         pattern::bytes(&format!("{number:03}.bin"), self.file_bytes(), SEED)
     }
 
-    /// What has it serve after a boot; none: it does so by itself.
+    /// Command that starts the service after a boot; `None` if it starts by itself.
     pub fn serve(self) -> Option<&'static str> {
         match self {
             Guest::Debian => None,
@@ -57,7 +57,7 @@ impl Guest {
         }
     }
 
-    /// A fresh image of the disk with the files.
+    /// Makes a new image of the disk with the files.
     pub fn make_image(self, image: &Path) -> Result<()> {
         match self {
             Guest::Debian => images::copy(&artifacts::debian_root()?, image),

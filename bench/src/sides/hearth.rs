@@ -16,22 +16,22 @@ pub struct HearthOptions<'a> {
     pub image: &'a Path,
     /// As in `machine.toml`: `auto`, `kvm`, `tcg`.
     pub accelerator: &'a str,
-    /// Hearth's own limit, for where no control group slows the disk.
+    /// Hearth's own limit, for hosts without a control group.
     pub rate: Option<DiskRate>,
-    /// Whether anything outlives a guest: its memory, and what its boot read (`[remount]`).
+    /// Whether memory survives a guest: the ember, and the boot set (`[remount]`).
     pub warm: bool,
 }
 
-/// The limit of every boot set; the mounts of 400 volumes read less than two thirds of it.
+/// Limit of every boot set; the mounts of 400 volumes read less than two thirds of it.
 pub const BOOT_SET_LIMIT: &str = "128MiB";
 
-/// What a boot reads outlives the guest. It is over when the bench says so (`ready`).
+/// Adds a boot set. The boot ends when the bench calls `ready`.
 pub fn with_boot_set(builder: TestVmBuilder) -> TestVmBuilder {
     let remount = [("limit", BOOT_SET_LIMIT), ("ready_after", "1d")].map(|(key, value)| (key.to_owned(), value.into()));
     builder.setting("remount", remount.into_iter().collect::<Table>())
 }
 
-/// Hearth's own limit, for where no control group slows the disk.
+/// Applies Hearth's own limit to a disk, on hosts without a control group.
 pub fn limited(disk: Disk, rate: Option<DiskRate>) -> Disk {
     match rate {
         Some(rate) => disk.limited(rate.mib_per_second as i64, rate.iops as i64),
@@ -61,7 +61,7 @@ impl HearthMachine {
     }
 }
 
-/// `hearth status --json` as the type it was made from.
+/// Parses `hearth status --json` into its type.
 fn parse<T: serde::de::DeserializeOwned>(value: serde_json::Value) -> Result<T> {
     let text = value.to_string();
     serde_json::from_value(value).map_err(|source| hearth_vmtest::Error::NotJson {

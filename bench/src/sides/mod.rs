@@ -1,7 +1,7 @@
 //! The ways to run the same machine that the benches compare.
 //!
-//! All have the same kernel, CPU model, memory, network and image; they differ in who serves the disk and in what
-//! is left after a crash.
+//! All have the same kernel, CPU model, memory, network and image. They differ in the server of the disk, and in what is kept
+//! after a crash.
 
 mod guest;
 mod hearth;
@@ -20,11 +20,11 @@ pub use hearth::{BOOT_SET_LIMIT, HearthMachine, HearthOptions, limited, ready, w
 pub use hearth_vmtest::net::free_port;
 pub use rig::{Rig, RigError, copy_root};
 
-/// Who runs the machine and serves its disk.
+/// The software that runs the machine and serves its disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stack {
     Hearth,
-    /// QEMU alone, `cache=none,aio=io_uring`: what production machines use.
+    /// QEMU alone, `cache=none,aio=io_uring`, as is usual in production.
     QemuDirect,
     /// QEMU alone, `cache=writeback`: the host's page cache survives the guest, and costs memory beyond the guest's.
     QemuHostCache,
@@ -34,14 +34,14 @@ pub enum Stack {
     Ram,
 }
 
-/// What is left to a machine after a crash.
+/// How a machine crashes, and what it keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
-    /// Whatever the stack keeps.
+    /// A panic; the stack keeps what it can.
     Warm,
-    /// Nothing; only Hearth is asked for this.
+    /// A cold reboot, which keeps nothing; only for Hearth.
     Cold,
-    /// What the stack keeps of a guest whose QEMU was killed.
+    /// QEMU is killed; the stack keeps what it can.
     Killed,
 }
 
@@ -78,29 +78,29 @@ pub trait Machine {
     /// Runs a command in the guest.
     fn run_within(&self, command: &str, limit: Duration) -> Result<Output>;
 
-    /// Waits until the guest's agent of boot `count` takes commands.
+    /// Waits until the agent takes commands in boot `count` of the guest.
     fn wait_agent(&self, count: usize) -> Result<()>;
 
-    /// Where the guest's web server answers on the host.
+    /// Address of the guest's web server on the host.
     fn web(&self) -> SocketAddr;
 
-    /// Says that the guest serves: what its boot needed ends here.
+    /// Reports that the guest serves, which ends its boot.
     fn ready(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Ends the guest's life as a crash does, and returns once the old kernel is gone.
+    /// Crashes the guest, and returns once the old kernel is gone.
     fn crash(&self, way: Way) -> Result<()>;
 
-    /// Bytes that the processes of this machine have read from the disk: the meter where there is no control group.
+    /// Bytes that the machine's processes have read from the disk, for hosts without a control group.
     fn own_read_bytes(&self) -> Option<u64>;
 
-    /// Where Hearth keeps the machine's memory.
+    /// Folder of the machine's memory under Hearth.
     fn memory_folder(&self) -> Option<&Path> {
         None
     }
 
-    /// What Hearth says about the machine.
+    /// Hearth's status of the machine.
     fn status(&self) -> Result<Option<MachineStatus>> {
         Ok(None)
     }
@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_side_has_a_name_of_its_own() {
+    fn each_side_has_its_own_name() {
         let sides = Stack::ALL.iter().flat_map(|stack| stack.ways().iter().map(|way| stack.side(*way)));
         let mut sides: Vec<String> = sides.collect();
         assert_eq!(sides, ["hearth-warm", "hearth-cold", "qemu-direct", "qemu-host-cache", "pmem-dax", "ram"]);

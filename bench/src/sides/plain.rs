@@ -1,5 +1,4 @@
-//! The machine under QEMU alone, as one would run it otherwise. A panic resets the guest in place (`panic=-1`): the
-//! quickest way back that QEMU has.
+//! The machine under QEMU alone. A panic resets the guest in place (`panic=-1`), which is QEMU's quickest way back.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
@@ -18,7 +17,7 @@ pub struct PlainMachine {
 }
 
 impl PlainMachine {
-    /// `rate` is for hosts without a control group: QEMU's own throttling.
+    /// Starts the machine. `rate` sets QEMU's own throttling, on hosts without a control group.
     pub fn start(
         guest: Guest,
         stack: Stack,
@@ -29,7 +28,7 @@ impl PlainMachine {
         let port = free_port();
         let builder = guest.plain().accelerator(accelerator.name()).cmdline("panic=-1");
         let net = format!("user,id=net,hostfwd=tcp:127.0.0.1:{port}-:80");
-        // Without these QEMU takes pvpanic's news for an order to power off.
+        // Without these, QEMU would power off at pvpanic's report.
         let builder = builder.args(["-action", "panic=none"]);
         let builder = builder.args(["-netdev", &net, "-device", "virtio-net-pci,netdev=net,romfile="]);
         let builder = match stack {
@@ -51,7 +50,7 @@ fn drive_properties(stack: Stack, rate: Option<DiskRate>) -> String {
     format!("{cache}{throttling}")
 }
 
-/// The image as persistent memory; the guest needs an address range for it above its RAM.
+/// Arguments for the image as persistent memory, for which the guest needs an address range above its RAM.
 fn pmem_arguments(guest: Guest, image: &Path) -> Result<Vec<String>> {
     let bytes = std::fs::metadata(image).map(|metadata| metadata.len()).map_err(|source| {
         hearth_vmtest::Error::File { what: "cannot find the size of", path: image.to_owned(), source }
@@ -94,7 +93,7 @@ mod tests {
     use crate::host::profile::Profile;
 
     #[test]
-    fn each_stack_has_its_cache_mode_and_the_same_limits() {
+    fn stacks_have_own_cache_mode_and_equal_limits() {
         let rate = Profile::Paper.rate();
         let direct = drive_properties(Stack::QemuDirect, rate);
         assert!(direct.starts_with("cache=none,aio=io_uring,throttling.bps-read=73400320,"), "{direct}");
@@ -104,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_that_is_missing_is_named() {
+    fn missing_image_is_named() {
         let text = pmem_arguments(Guest::Debian, Path::new("/no/image")).unwrap_err().to_string();
         assert_eq!(text, "cannot find the size of /no/image");
     }

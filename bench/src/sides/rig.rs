@@ -1,4 +1,4 @@
-//! The rig: where images lie, what slows the disk for all sides alike, and the one meter of what was read from it.
+//! The rig: the images, the disk limits for all sides, and the counter of what is read from the disk.
 
 use std::path::{Path, PathBuf};
 
@@ -21,16 +21,16 @@ pub enum RigError {
     Start { stack: &'static str, source: hearth_vmtest::Error },
     #[error("disk profile")]
     Throttle(#[from] ThrottleError),
-    #[error("machine {stack} has no counter of what it reads from the disk")]
+    #[error("machine {stack} has no counter of its disk reads")]
     NoMeter { stack: &'static str },
-    #[error("{stack}: profile {profile} needs a control group on the disk, which cannot be had here: {why}")]
+    #[error("{stack}: profile {profile} needs a control group on the disk: {why}")]
     NotLimited { stack: &'static str, profile: &'static str, why: String },
 }
 
-/// What enforces a profile.
+/// How a profile is enforced.
 enum LimitedBy {
     Group(Throttle),
-    /// Each side's own limits, since no group could be made.
+    /// By each side's own limits, since no group could be made.
     Sides {
         why: String,
     },
@@ -44,7 +44,7 @@ pub struct Rig {
 }
 
 impl Rig {
-    /// Images go below `folder`, which must be on the disk that is measured.
+    /// Prepares the rig. Images go into `folder`, which must be on the disk that is measured.
     pub fn prepare(folder: &Path, accelerator: Accelerator) -> Result<Self, RigError> {
         let at = |path: &Path| {
             let path = path.to_owned();
@@ -67,8 +67,9 @@ impl Rig {
         }
     }
 
-    /// Starts a machine on a fresh image, whose pages the host has forgotten. A control group's limit
-    /// comes with `limit`; own limits hold from the start.
+    /// Starts a machine on a new image that is not in the host's page cache. A control group's limit is set later by `limit`; own
+    /// limits hold
+    /// from the start.
     pub fn start(&self, guest: Guest, stack: Stack, profile: Profile) -> Result<Box<dyn Machine>, RigError> {
         let image = self.fresh_image(guest, stack)?;
         match &self.limited_by {
@@ -83,13 +84,13 @@ impl Rig {
         }
     }
 
-    /// Where images lie: on the disk that is slowed.
+    /// The folder of the images, on the limited disk.
     pub fn folder(&self) -> &Path {
         self.images.path()
     }
 
-    /// Starts something of the bench's own, whose processes are slowed by `limit` where there is a control group, and
-    /// are handed limits of their own otherwise.
+    /// Starts processes of a bench. With a control group `limit` slows them; otherwise `start` gets a rate for limits of their
+    /// own.
     pub fn launch<T>(&self, profile: Profile, start: impl FnOnce(Option<DiskRate>) -> T) -> Result<T, RigError> {
         match &self.limited_by {
             LimitedBy::Group(throttle) => Ok(throttle.within(|| start(None))?),
@@ -97,7 +98,7 @@ impl Rig {
         }
     }
 
-    /// Fails where nothing slows the disk for programs that have no limits of their own.
+    /// Fails if nothing slows the disk for programs that have no limits of their own.
     pub fn must_limit_all(&self, profile: Profile, stack: &'static str) -> Result<(), RigError> {
         match &self.limited_by {
             LimitedBy::Sides { why } if profile != Profile::Asis => {
@@ -107,7 +108,7 @@ impl Rig {
         }
     }
 
-    /// From now on the disk is as slow as the profile says.
+    /// Sets the disk's limits to the profile.
     pub fn limit(&self, profile: Profile) -> Result<(), RigError> {
         match &self.limited_by {
             LimitedBy::Group(throttle) => Ok(throttle.limit(profile)?),
@@ -115,13 +116,13 @@ impl Rig {
         }
     }
 
-    /// Bytes read from the disk so far, by one meter for all sides where there is a control group.
+    /// Bytes read from the disk so far, by the same counter for all sides if there is a control group.
     pub fn read_bytes(&self, stack: Stack, machine: &dyn Machine) -> Result<u64, RigError> {
         let by_group = self.group_read_bytes()?;
         by_group.or_else(|| machine.own_read_bytes()).ok_or(RigError::NoMeter { stack: stack.name() })
     }
 
-    /// The same; none where there is no control group.
+    /// Bytes read from the disk so far; `None` without a control group.
     pub fn group_read_bytes(&self) -> Result<Option<u64>, RigError> {
         match &self.limited_by {
             LimitedBy::Group(throttle) => Ok(Some(throttle.read_bytes()?)),
@@ -129,7 +130,7 @@ impl Rig {
         }
     }
 
-    /// Operations on the disk so far: reads, writes. None where there is no control group.
+    /// Reads and writes on the disk so far; `None` without a control group.
     pub fn group_operations(&self) -> Result<Option<(u64, u64)>, RigError> {
         match &self.limited_by {
             LimitedBy::Group(throttle) => Ok(Some(throttle.operations()?)),
@@ -141,7 +142,7 @@ impl Rig {
         self.accelerator
     }
 
-    /// Host memory beyond the guest's own that holds the stack's image.
+    /// Host memory beyond the guest's own that caches the stack's image.
     pub fn host_cache_bytes(&self, stack: Stack) -> Result<u64, RigError> {
         let image = self.image(stack);
         page_cache::resident_bytes(&image).map_err(|source| RigError::Prepare { path: image, source })
@@ -162,7 +163,7 @@ impl Rig {
     }
 }
 
-/// A fresh copy of the root image.
+/// Makes a new copy of the root image.
 pub fn copy_root(image: &Path) -> Result<(), RigError> {
     Guest::Debian.make_image(image).map_err(RigError::Image)
 }

@@ -1,8 +1,10 @@
-//! Fault rounds: random pages of the guest's RAM are overwritten from outside, the guest dies at once, comes back warm,
-//! and every file it serves is compared with what was put on the disk.
+//! Fault rounds: random pages of the guest's RAM are overwritten from outside, the guest dies at once and comes back warm, and
+//! every file
+//! that it serves is compared with what was put on the disk.
 //!
-//! QEMU is killed right after the overwriting, so that the guest has no time to write its damage to the disk itself:
-//! what is on trial is whether damaged memory is believed, not whether a damaged kernel damages its disk.
+//! QEMU is killed right after the overwriting, so that the guest cannot write its damage to the disk: the test is whether damaged
+//! memory
+//! is served, not whether a damaged kernel damages its disk.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -45,7 +47,7 @@ fn inject(session: &Session<'_>, pages: u64, seed: u64) -> Result<(), WarmReboot
     faults::overwrite_pages(&ram, pages, seed).map(drop).map_err(|error| session.machine_error(error))
 }
 
-/// The living incarnation's RAM file: the one with the highest number.
+/// The living incarnation's RAM file, which has the highest number.
 fn newest_ram_file(folder: &Path) -> io::Result<PathBuf> {
     let number = |path: &Path| path.file_name()?.to_str()?.strip_prefix("ram-")?.parse::<u32>().ok();
     let entries = std::fs::read_dir(folder)?.flatten().map(|entry| entry.path());
@@ -53,7 +55,7 @@ fn newest_ram_file(folder: &Path) -> io::Result<PathBuf> {
     newest.map(|(_, path)| path).ok_or_else(|| io::Error::other(format!("no RAM file in {}", folder.display())))
 }
 
-/// 4 KiB blocks of all files that differ from what was put on the disk.
+/// Number of 4 KiB blocks of all files that differ from what was put on the disk.
 fn bad_blocks(session: &Session<'_>, shape: Shape) -> Result<u64, WarmRebootError> {
     let mut bad = 0;
     let mut seen = 0;
@@ -85,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_living_ram_file_has_the_highest_number() {
+    fn living_ram_file_has_the_highest_number() {
         let folder = tempfile::tempdir().unwrap();
         assert!(newest_ram_file(folder.path()).is_err());
         for name in ["ram-9", "ram-10", "ledger-11", "tag.key"] {
@@ -95,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_file_has_bad_blocks() {
+    fn missing_end_of_file_counts_as_bad() {
         assert_eq!(differing_blocks(&[1; 4096], &[1; 8192]), 1);
         assert_eq!(differing_blocks(&[1; 8192], &[1; 8192]), 0);
     }

@@ -1,13 +1,16 @@
-//! Bench `warm-reboot`: what a crash costs, with Hearth and with what one would use otherwise.
+//! Bench `warm-reboot`: the cost of a crash, with Hearth and with the usual alternatives.
 //!
-//! for each disk profile, each side in turn: boot -> fill the file cache -> read, serve -> crash -> serve for 30 s ->
-//! fill -> crash -> read every file. Then fault rounds under Hearth: pages of the dead memory are overwritten before it
-//! is reused, and every file that is served afterwards is compared with what was put on the disk.
+//! for each disk profile, each side in turn: boot -> fill the file cache -> read, serve -> crash -> serve for 30 s -> fill ->
+//! crash -> read
+//! every file. Then fault rounds under Hearth: pages of the dead memory are overwritten before it is reused, and every file that
+//! is
+//! served afterwards is compared with what was put on the disk.
 //!
-//! A quick run has the same of a guest that boots in seconds.
+//! A quick run does the same with a guest that boots in seconds.
 //!
-//! One side runs at a time and the profiles are the outer loop, so that a slow quarter of an hour of the host does not
-//! fall on one side alone.
+//! One side runs at a time, and the profiles are the outer loop, so that a slow quarter of an hour of the host does not affect
+//! one side
+//! alone.
 
 mod faults;
 mod session;
@@ -32,7 +35,7 @@ pub enum WarmRebootError {
     Machine { side: String, source: hearth_vmtest::Error },
     #[error("web load on {side}")]
     Load { side: String, source: LoadError },
-    #[error("in the guest of {side}, `{command}` gave no {figure}")]
+    #[error("in the guest of {side}, `{command}` did not report {figure}")]
     NoFigure { side: String, command: String, figure: &'static str },
     #[error("the guest of {side} does not serve: {said}")]
     NotServing { side: String, said: String },
@@ -47,16 +50,16 @@ pub struct Options {
     pub stacks: Vec<Stack>,
 }
 
-/// How long and how often.
+/// Times and counts of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     pub guest: Guest,
     /// Seconds of web load before and after the crash.
     pub window_s: f64,
-    /// A second crash per way, to read all files from a guest that has served none.
+    /// Whether a second crash of each kind measures file reads in a guest that has served no file.
     pub reads_apart: bool,
     pub fault_rounds: u32,
-    /// Pages overwritten in a round; four rounds make the 10,000 that are asked for.
+    /// Pages overwritten in a round; four rounds exceed the 10,000 that the plan demands.
     pub fault_pages: u64,
 }
 
@@ -87,7 +90,7 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), WarmRebootError
     Ok(())
 }
 
-/// A side that does not run here is a finding, not the end of the bench; Hearth itself must run.
+/// Records a side that does not run here as left out. Hearth itself must run.
 fn leave_out_unless_hearth(
     measured: Result<(), WarmRebootError>,
     stack: Stack,
@@ -105,7 +108,7 @@ fn leave_out_unless_hearth(
     }
 }
 
-/// What the load generator asks a machine for.
+/// The load generator's targets on a machine.
 pub fn targets(machine: &dyn Machine) -> Targets {
     let files = (0..FILES).map(|number| format!("/files/{number:03}.bin")).collect();
     Targets { address: machine.web(), probe: "/".to_owned(), files, database: None }

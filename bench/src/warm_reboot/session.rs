@@ -13,7 +13,7 @@ use crate::stats::{self, degradation_pct};
 
 const MIB: f64 = 1048576.0;
 
-/// Runs the whole session and adds its rows.
+/// Runs the whole session, and adds its rows.
 pub fn measure(
     rig: &Rig,
     stack: Stack,
@@ -22,7 +22,7 @@ pub fn measure(
     record: &mut Record,
 ) -> Result<(), WarmRebootError> {
     let mut session = Session::start(rig, stack, profile, shape)?;
-    // No disk, so the same at every profile: all of it is measured once, beside the figures that are quoted.
+    // Without a disk all profiles are equal: the full session runs once, at the profile whose figures are quoted.
     if stack == Stack::Ram && (profile != Profile::Paper || !shape.reads_apart) {
         return session.boot_again(record);
     }
@@ -41,7 +41,7 @@ pub fn measure(
     session.memory(record)
 }
 
-/// Boots once, as `measure` does, and hands the machine over ready and full of cached files.
+/// Boots a machine as `measure` does, and returns it ready, with its file cache full.
 pub fn started(rig: &Rig, stack: Stack, profile: Profile, shape: Shape) -> Result<Session<'_>, WarmRebootError> {
     let session = Session::start(rig, stack, profile, shape)?;
     session.fill()?;
@@ -81,7 +81,7 @@ impl<'a> Session<'a> {
         &self.targets
     }
 
-    /// Reads every file once at the disk's full speed: the cache is as full as it gets.
+    /// Reads every file once at the disk's full speed, so that the cache is full.
     pub fn fill(&self) -> Result<(), WarmRebootError> {
         self.rig.limit(Profile::Asis)?;
         self.read_all()?;
@@ -96,7 +96,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Serves, crashes, serves again. A quick session reads the files in the same life.
+    /// Measures service before and after a crash. A quick session also reads the files in the same incarnation.
     fn crash_and_serve(&mut self, way: Way, record: &mut Record) -> Result<(), WarmRebootError> {
         let case = self.case(way);
         let load = Load::start(self.targets.clone()).map_err(|error| self.load_error(error))?;
@@ -151,7 +151,8 @@ impl<'a> Session<'a> {
         self.read_after(&case, read_before, self.read_bytes()?, record)
     }
 
-    /// Reads every file. `read_before`, `at_service`: what the disk had delivered at the crash, and when the guest served.
+    /// Reads every file. `read_before` and `at_service` are the bytes read from the disk at the crash and when the guest served
+    /// again.
     fn read_after(
         &self,
         case: &str,
@@ -173,7 +174,7 @@ impl<'a> Session<'a> {
         self.ember(case, record)
     }
 
-    /// What became of the dead kernel's pages, where there are any.
+    /// Records the counts of the ember's pages, if there is an ember.
     fn ember(&self, case: &str, record: &mut Record) -> Result<(), WarmRebootError> {
         let Some(status) = self.machine.status().map_err(|error| self.machine_error(error))? else { return Ok(()) };
         let ember = status.ember;
@@ -184,15 +185,15 @@ impl<'a> Session<'a> {
             ("pages_overwritten", ember.refused.overwritten),
             ("pages_trimmed", ember.refused.trimmed),
         ];
-        let told: Vec<String> = counts.iter().map(|(metric, pages)| format!("{metric} {pages}")).collect();
-        eprintln!("warm-reboot: {case}: {}", told.join(", "));
+        let lines: Vec<String> = counts.iter().map(|(metric, pages)| format!("{metric} {pages}")).collect();
+        eprintln!("warm-reboot: {case}: {}", lines.join(", "));
         for (metric, pages) in counts {
             record.add(case, metric, "pages", pages as f64);
         }
         Ok(())
     }
 
-    /// The limit of any disk: the same crashes with the whole image in RAM, for their boot time only.
+    /// Measures only boots with the whole image in RAM, which is the limit for any disk.
     fn boot_again(&mut self, record: &mut Record) -> Result<(), WarmRebootError> {
         let crashes = if self.shape.reads_apart { 2 } else { 1 };
         for _ in 0..crashes {
@@ -203,7 +204,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Crashes and waits for service and agent; seconds from the crash to the first answer.
+    /// Crashes, waits for service and agent, and returns the seconds from the crash to the first answer.
     pub fn crash_and_wait(&mut self, way: Way) -> Result<f64, WarmRebootError> {
         let crashed = Instant::now();
         self.machine.crash(way).map_err(|error| self.machine_error(error))?;
@@ -214,7 +215,7 @@ impl<'a> Session<'a> {
         Ok(boot_s)
     }
 
-    /// Seconds from `crashed` until the service answers, which ends the boot.
+    /// Waits until the service answers, which ends the boot. Returns the seconds since `crashed`.
     fn wait_service(&self, crashed: Instant) -> Result<f64, WarmRebootError> {
         load::wait_for_service(&self.targets, patience(20)).map_err(|error| self.load_error(error))?;
         let seconds = crashed.elapsed().as_secs_f64();
@@ -222,7 +223,7 @@ impl<'a> Session<'a> {
         Ok(seconds)
     }
 
-    /// What the side needed of the host's memory.
+    /// Records the side's use of host memory.
     fn memory(&self, record: &mut Record) -> Result<(), WarmRebootError> {
         let case = self.case(Way::Warm);
         let ram_bytes = (self.shape.guest.memory_mib() << 20) as f64;
@@ -241,7 +242,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// MiB/s of all files in order, as the guest sees it.
+    /// Reads all files in order, and returns the guest's rate in MiB/s.
     fn read_all(&self) -> Result<f64, WarmRebootError> {
         let command = format!("probe read-all {}", self.shape.guest.files());
         let limit = Duration::from_secs(300);
@@ -260,14 +261,14 @@ impl<'a> Session<'a> {
         self.machine.ready().map_err(|error| self.machine_error(error))
     }
 
-    /// Has the guest serve, where it does not do so by itself.
+    /// Starts the service if it does not start by itself.
     fn serve(&self) -> Result<(), WarmRebootError> {
         let Some(command) = self.shape.guest.serve() else { return Ok(()) };
         self.wait_agent()?;
-        let told = self.machine.run_within(command, patience(20)).map_err(|error| self.machine_error(error))?;
-        match told.status {
+        let output = self.machine.run_within(command, patience(20)).map_err(|error| self.machine_error(error))?;
+        match output.status {
             0 => Ok(()),
-            _ => Err(WarmRebootError::NotServing { side: self.stack.name().to_owned(), said: told.text() }),
+            _ => Err(WarmRebootError::NotServing { side: self.stack.name().to_owned(), said: output.text() }),
         }
     }
 

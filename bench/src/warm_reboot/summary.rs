@@ -1,4 +1,4 @@
-//! What the rows come down to: the summary's figures and the table a person reads.
+//! The summary's figures and the table, from the rows.
 
 use crate::host::profile::Profile;
 use crate::record::Record;
@@ -11,7 +11,7 @@ pub fn summarise(record: &mut Record, profiles: &[Profile]) {
     for &profile in profiles {
         summarise_profile(record, profile);
     }
-    // Seen from outside, and by the keeper itself: whichever saw more.
+    // The higher of the peaks measured from outside and by the keeper.
     let peaks = ["budget_peak_pct", "keeper_peak_pct"].into_iter().filter_map(|metric| record.highest(metric));
     let peak = peaks.reduce(f64::max);
     record.summarise("budget_peak_pct", peak);
@@ -47,14 +47,14 @@ fn summarise_profile(record: &mut Record, profile: Profile) {
     }
 }
 
-/// No profile slows a disk that is all RAM: the boots of all of them are one measure.
+/// Median boot time with the image in RAM, over all profiles, since none of them slows it.
 fn ram_boot_s(record: &Record) -> Option<f64> {
     let cases = Profile::ALL.map(|profile| format!("{}@{}", Stack::Ram.name(), profile.name()));
     let boots: Vec<f64> = cases.iter().flat_map(|case| record.values(case, "boot_s")).copied().collect();
     stats::median(&boots)
 }
 
-/// One table a profile would scatter what is compared: sides below each other, profiles as blocks of rows.
+/// One table for all profiles: sides in rows, profiles as blocks of rows.
 pub fn table(record: &Record) -> Table {
     const COLUMNS: [(&str, &str); 9] = [
         ("read before MiB/s", "read_before_mib_s"),
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_has_a_line_for_each_case_that_was_run() {
+    fn table_has_a_row_for_each_measured_case() {
         let text = table(&record()).text();
         assert_eq!(text.lines().count(), 2 + 4, "{text}");
     }
