@@ -1,8 +1,10 @@
-//! Debian packages without touching the host's package manager: an apt with its own sources, lists and cache, so that it
-//! runs for ordinary users, on other releases, and adds nothing to the system.
+//! Debian packages without the host's package manager: an apt with its own sources, lists and cache, which works for ordinary
+//! users and on
+//! other releases, and adds nothing to the system.
 //!
-//! Guests are always Debian 12 whatever the host runs: the same guest everywhere means the same results everywhere. The
-//! host's own mirror and proxy settings are used where it is a Debian.
+//! Guests are always Debian 12, whatever the host runs, so that results are the same everywhere. On a Debian host, its own mirror
+//! and proxy
+//! settings are used.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -29,7 +31,7 @@ pub enum AptError {
     Content { package: String, expected: String },
 }
 
-/// A private apt with fresh package lists. One at a time: holds a lock while it lives.
+/// A private apt with fresh package lists. It holds a lock, so that only one runs at a time.
 pub struct Apt {
     folder: PathBuf,
     _lock: File,
@@ -46,12 +48,12 @@ impl Apt {
         })
     }
 
-    /// Of another release than the guests'.
+    /// Opens an apt for another release than the guests'.
     pub fn open_release(folder: &Path, release: &str) -> Result<Self, AptError> {
         Self::with(folder, |mirror, _| vec![line(mirror, release)])
     }
 
-    /// `lines` makes the `sources.list` for the host's mirror, and for the one of security updates.
+    /// Opens an apt. `lines` makes the `sources.list` from the host's mirror and its mirror of security updates.
     fn with(folder: &Path, lines: impl Fn(&str, &str) -> Vec<String>) -> Result<Self, AptError> {
         if !Path::new(KEYRING).exists() {
             return Err(AptError::Keyring);
@@ -70,12 +72,12 @@ impl Apt {
         Ok(apt)
     }
 
-    /// The `sources.list` of this apt; mmdebstrap takes it as it is.
+    /// The `sources.list` of this apt, which mmdebstrap accepts unchanged.
     pub fn sources(&self) -> PathBuf {
         self.folder.join("sources.list")
     }
 
-    /// The one package that a metapackage stands for today: `linux-image-cloud-amd64` -> `linux-image-6.1.0-..`.
+    /// The package that a metapackage names at present: `linux-image-cloud-amd64` -> `linux-image-6.1.0-..`.
     pub fn behind(&self, metapackage: &str) -> Result<String, AptError> {
         let depends = self.depends(metapackage)?.into_iter().next();
         depends.ok_or_else(|| AptError::NotMeta(metapackage.into()))
@@ -94,7 +96,7 @@ impl Apt {
         })
     }
 
-    /// The same for those of their files that a wildcard names; the rest never touches the disk.
+    /// Downloads packages and unpacks only the files that a wildcard names; the rest is never written to disk.
     pub fn unpack_some(&self, packages: &[&str], wildcard: &str, into: &Path) -> Result<(), AptError> {
         self.each(packages, into, |deb| {
             let script = r#"dpkg-deb --fsys-tarfile "$1" | tar -x -C "$2" --wildcards "$3""#;
@@ -104,7 +106,7 @@ impl Apt {
         })
     }
 
-    /// Downloads packages, hands each to `unpack`, and removes them again.
+    /// Downloads packages, calls `unpack` with each, and removes them again.
     fn each(
         &self,
         packages: &[&str],
@@ -132,7 +134,7 @@ impl Apt {
             "Dir::State::status=/dev/null".into(),
             format!("Dir::Cache={folder}/cache"),
             "APT::Architecture=amd64".into(),
-            // apt would drop to a user that may not reach this folder.
+            // apt would otherwise change to a user that may not reach this folder.
             "APT::Sandbox::User=root".into(),
         ] {
             command.args(["-o", &option]);
@@ -145,7 +147,7 @@ fn line(mirror: &str, suite: &str) -> String {
     format!("deb [signed-by={KEYRING}] {mirror} {suite} main")
 }
 
-/// The host's Debian mirrors, from its own list of `URI RELEASE COMPONENT`; Debian's where it has none.
+/// The host's Debian mirrors, from its own list of `URI RELEASE COMPONENT`; Debian's own if it has none.
 fn mirrors(known: &str) -> (String, String) {
     let entries = || known.lines().filter_map(|line| line.split_once(' ')).filter(|(_, rest)| rest.ends_with(" main"));
     let uri_where = |fits: fn(&str, &str) -> bool| {
@@ -164,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_hosts_own_mirrors_are_preferred() {
+    fn hosts_own_mirrors_are_preferred() {
         let known = "https://example.org/tools stable main\nhttp://near.example/debian/ trixie main\n\
                      http://near.example/debian-security/ trixie-security main\n";
         let expected = ("http://near.example/debian".into(), "http://near.example/debian-security".into());
@@ -172,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_that_is_no_debian_gets_debians_mirrors() {
+    fn other_hosts_get_debians_mirrors() {
         let (mirror, security) = mirrors("http://archive.example/ubuntu/ noble main\n");
         assert!(mirror.ends_with("debian.org/debian") && security.ends_with("debian.org/debian-security"));
     }

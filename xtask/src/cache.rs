@@ -1,9 +1,10 @@
 //! Folders that are made once and kept: guest kernels, images, the unpacked QEMU.
 //!
-//! stamp matches -> done; else lock -> look again -> make in `NAME.new` -> write the stamp into it -> swap by rename.
+//! stamp matches -> done; else lock -> check again -> make in `NAME.new` -> write the stamp into it -> swap by rename.
 //!
-//! Being interrupted leaves a `NAME.new` that the next run removes, never a half-made folder under its final name. Two
-//! runs at once wait for each other at the lock file; the kernel drops the lock of a run that was killed.
+//! An interrupted run leaves a `NAME.new` that the next run removes, never a half-made folder under its final name. Two parallel
+//! runs wait
+//! for each other at the lock file; the kernel releases the lock of a killed run.
 
 use std::collections::hash_map::DefaultHasher;
 use std::fs::{self, File};
@@ -26,12 +27,12 @@ pub fn at<T>(what: &'static str, path: &Path, result: io::Result<T>) -> Result<T
     result.map_err(|source| CacheError { what, path: path.to_owned(), source })
 }
 
-/// True if `folder` was made from exactly these inputs.
+/// Whether `folder` was made from exactly these inputs.
 pub fn is_fresh(folder: &Path, inputs: &[&str]) -> bool {
     fs::read_to_string(folder.join(STAMP)).is_ok_and(|stamp| stamp == stamp_of(inputs))
 }
 
-/// Makes `folder` with `make` unless it was already made from the same inputs. `make` is given an empty folder.
+/// Makes `folder` with `make`, which gets an empty folder, unless it was already made from the same inputs.
 pub fn ensure<E: From<CacheError>>(
     folder: &Path,
     inputs: &[&str],
@@ -85,7 +86,7 @@ fn with_suffix(folder: &Path, suffix: &str) -> PathBuf {
     name.into()
 }
 
-/// A change of toolchain may change the hash: then things are made once more, no harm done.
+/// The stamp of some inputs. Another toolchain may change the hash; then folders are made again, without harm.
 fn stamp_of(inputs: &[&str]) -> String {
     let mut hasher = DefaultHasher::new();
     inputs.hash(&mut hasher);
@@ -105,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_inputs_are_made_once_and_changed_inputs_again() {
+    fn only_changed_inputs_are_made_again() {
         let home = tempfile::tempdir().unwrap();
         let (folder, mut count) = (home.path().join("thing"), 0);
         make_counting(&folder, &["a", "b"], &mut count);
@@ -116,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_attempt_leaves_the_old_folder_and_the_next_starts_empty() {
+    fn failed_attempt_leaves_the_old_folder() {
         let home = tempfile::tempdir().unwrap();
         let (folder, mut count) = (home.path().join("thing"), 0);
         make_counting(&folder, &["1"], &mut count);
@@ -131,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn two_at_once_make_it_once() {
+    fn parallel_runs_make_a_folder_once() {
         let home = tempfile::tempdir().unwrap();
         let folder = home.path().join("thing");
         let made = std::sync::atomic::AtomicU32::new(0);

@@ -1,7 +1,8 @@
-//! Licences, doubled crates and sources of the dependencies, checked against `deny.toml`.
+//! Licences, duplicate crates and sources of the dependencies, checked against `deny.toml`.
 //!
-//! cargo-deny does this and more, but takes longer to compile than all of Hearth. Where it is installed it is used;
-//! otherwise the same file is read here. Security advisories need cargo-deny: their database is on the network.
+//! cargo-deny does this and more, but takes longer to compile than all of Hearth. If it is installed, it is used; otherwise this
+//! module
+//! applies the same file. Security advisories need cargo-deny, because their database is on the network.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -19,9 +20,9 @@ pub enum DenyError {
     Shell(#[from] ShellError),
     #[error(transparent)]
     Cache(#[from] CacheError),
-    #[error("deny.toml")]
+    #[error("cannot parse deny.toml")]
     Rules(#[from] toml::de::Error),
-    #[error("cargo metadata is not what was expected")]
+    #[error("cannot parse the output of cargo metadata")]
     Metadata(#[from] serde_json::Error),
     #[error("dependencies break the rules in deny.toml:\n  {}", .0.join("\n  "))]
     Broken(Vec<String>),
@@ -79,7 +80,7 @@ struct Package {
     source: Option<String>,
 }
 
-/// Fails with every breach at once.
+/// Checks all rules, and reports all breaches together.
 pub fn check() -> Result<(), DenyError> {
     if shell::find("cargo-deny").is_some() {
         return Ok(shell::run(cargo().args(["deny", "--offline", "check", "bans", "licenses", "sources"]))?);
@@ -93,7 +94,7 @@ fn rules(root: &Path) -> Result<Rules, DenyError> {
     Ok(toml::from_str(&at("read", &file, std::fs::read_to_string(&file))?)?)
 }
 
-/// What is compiled for this host: crates for other systems stand in the lock file too, but are nobody's business.
+/// Packages that are compiled for this host. The lock file has crates for other systems too, which do not matter.
 fn packages_built() -> Result<Vec<Package>, DenyError> {
     let version = shell::output(Command::new("rustc").arg("-vV"))?;
     let host = version.lines().find_map(|line| line.strip_prefix("host: ")).unwrap_or("x86_64-unknown-linux-gnu");
@@ -147,7 +148,7 @@ fn doubled<'a>(rules: &Bans, packages: impl Iterator<Item = &'a Package>) -> Vec
     doubled
         .map(|(name, versions)| {
             let versions = versions.into_iter().collect::<Vec<_>>().join(", ");
-            format!("{name} is there in versions {versions}: unify them or add one to skip with its reason")
+            format!("{name} has several versions, {versions}: unify them, or add one to skip with its reason")
         })
         .collect()
 }
@@ -178,7 +179,7 @@ mod tests {
     const INDEX: &str = "registry+https://github.com/rust-lang/crates.io-index";
 
     #[test]
-    fn one_allowed_licence_of_a_choice_is_enough_but_all_of_a_sum_are_needed() {
+    fn or_needs_one_allowed_licence_and_all() {
         check(&[package("a", "1.0.0", "MIT/GPL-3.0", INDEX), package("b", "1.0.0", "GPL-3.0 OR MIT", INDEX)], &[]);
         check(
             &[package("c", "1.0.0", "MIT AND GPL-3.0", INDEX), package("d", "1.0.0", "", INDEX)],
@@ -194,13 +195,13 @@ mod tests {
     }
 
     #[test]
-    fn doubled_crates_are_named_unless_skipped() {
-        check(&[package("a", "1.0.0", "MIT", INDEX), package("a", "2.0.0", "MIT", INDEX)], &["a is there in versions"]);
+    fn duplicate_crates_are_named_unless_skipped() {
+        check(&[package("a", "1.0.0", "MIT", INDEX), package("a", "2.0.0", "MIT", INDEX)], &["a has several versions"]);
         check(&[package("old", "1.0.0", "MIT", INDEX), package("old", "2.0.0", "MIT", INDEX)], &[]);
     }
 
     #[test]
-    fn the_rules_of_this_checkout_are_readable() {
+    fn rules_of_this_checkout_are_valid() {
         rules(paths::root()).unwrap();
     }
 }

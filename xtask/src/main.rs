@@ -1,4 +1,4 @@
-//! Everything that a line of the Makefile calls: tools, guest images, lints, tests, demo and benches.
+//! The commands behind the Makefile: tools, guest images, lints, tests, demo and benches.
 
 mod apt;
 mod cache;
@@ -19,7 +19,7 @@ use std::process::{Command, ExitCode};
 use clap::{Parser, Subcommand};
 
 #[derive(Parser)]
-#[command(about = "Chores of the Hearth checkout; the Makefile calls them by name")]
+#[command(about = "Commands of the Hearth checkout; the Makefile calls them by name")]
 struct Arguments {
     #[command(subcommand)]
     chore: Chore,
@@ -27,11 +27,11 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Chore {
-    /// Install what is missing and make the guest images
+    /// Install missing tools and make the guest images
     Setup,
     /// Make the guest images only
     Guest {
-        /// The busybox guest with the newer kernel as well
+        /// Also make the busybox guest with the newer kernel
         #[arg(long)]
         newer_kernel: bool,
     },
@@ -39,31 +39,31 @@ enum Chore {
     Qemu10,
     /// Build the release binary
     Build,
-    /// Formatting, clippy, dependency rules
+    /// Check formatting, clippy and dependency rules
     Lint,
-    /// Dependency rules alone
+    /// Check the dependency rules only
     Deny,
-    /// All tests, or those with one of these words in their names
+    /// Run all tests, or those with one of these words in their names
     Test { filter: Vec<String> },
-    /// Crash dumps read by crash, drgn and makedumpfile; arguments go to the tests
+    /// Test crash dumps with crash, drgn and makedumpfile; arguments go to the tests
     TestVmcore { filter: Vec<String> },
-    /// Hearth under KVM, on a host that is emulated; arguments go to the tests
+    /// Test Hearth under KVM on an emulated host; arguments go to the tests
     TestNested { filter: Vec<String> },
-    /// Tests that take minutes, all or the one with this name
+    /// Run tests that take minutes: all, or the one with this name
     Soak { name: Option<String> },
-    /// Lints and tests from nothing; the last line is the tests' summary
+    /// Run lints and tests from scratch; the last line is the tests' summary
     Ci,
     /// Check the generated pages, or rewrite them with UPDATE=1
     Docs,
-    /// A Debian machine crashes and comes back warm
+    /// Show a Debian machine that crashes and comes back warm
     Demo,
-    /// One comparison, or the list of them
+    /// Run a bench, or list them
     Bench {
         #[arg(required_unless_present = "list")]
         name: Option<String>,
         #[arg(long)]
         list: bool,
-        /// Shorter runs: a look, not a result
+        /// Run for a minute or two, for a look rather than a result
         #[arg(long)]
         quick: bool,
     },
@@ -108,7 +108,7 @@ fn run(chore: Chore) -> Outcome {
                     setup::ensure_tools()?;
                     guest::debian_database()?;
                     guest::qemu10()?;
-                    // Apart from the bench, whose other runs need not wait for it.
+                    // Built separately, so that other benches need not wait for it.
                     eprintln!("building the object store (some minutes the first time)");
                     shell::run(cargo().args(["build", "--quiet", "--release", "-p", "loopback-s3"]))?;
                 }
@@ -125,20 +125,21 @@ fn set_up() -> Result<(), Box<dyn Error>> {
     set_up_beside(|| ()).map(drop)
 }
 
-/// Tools first: images are made, and all else is compiled, with them. Images take the network and one processor at most, so `work`
-/// is done meanwhile.
+/// Installs the tools, which images and builds need, and makes images. These use the network and at most one processor, so `work`
+/// runs
+/// meanwhile.
 fn set_up_beside<T>(work: impl FnOnce() -> T) -> Result<T, Box<dyn Error>> {
     setup::ensure_tools()?;
     std::thread::scope(|scope| {
-        let images = scope.spawn(make_what_tests_boot);
+        let images = scope.spawn(make_images);
         let done = work();
-        images.join().expect("it says what is wrong")?;
+        images.join().expect("making images does not panic")?;
         Ok(done)
     })
 }
 
-/// QEMU 10 only when this run is to use it.
-fn make_what_tests_boot() -> Result<(), guest::GuestError> {
+/// Makes the images; unpacks QEMU 10 only if this run uses it.
+fn make_images() -> Result<(), guest::GuestError> {
     guest::ensure_all()?;
     if std::env::var("QEMU").is_ok_and(|version| version == "10") {
         guest::qemu10()?;
@@ -157,7 +158,7 @@ fn lint() -> Result<(), Box<dyn Error>> {
     Ok(deny::check()?)
 }
 
-/// Some tests are about a newer kernel and a newer QEMU, whatever the host has.
+/// Runs tests. Some need a newer kernel and a newer QEMU, whatever the host has.
 fn test(filter: &[String]) -> Result<suite::Report, Box<dyn Error>> {
     set_up()?;
     guest::ensure_busybox_newer()?;
@@ -166,14 +167,14 @@ fn test(filter: &[String]) -> Result<suite::Report, Box<dyn Error>> {
 }
 
 fn test_vmcore(filter: &[String]) -> Outcome {
-    Ok(told(&vmcore::test(filter)?))
+    Ok(exit_code(&vmcore::test(filter)?))
 }
 
-/// Those that are run on the host of hosts: they run the others inside.
+/// Runs the tests outside the emulated host, which run the others inside.
 fn test_nested(filter: &[String]) -> Result<suite::Report, Box<dyn Error>> {
     set_up_nested()?;
     let filter = if filter.is_empty() { &["outside".to_owned()] } else { filter };
-    // An emulated host has one processor, and each of the two tests one such host.
+    // Each of the two tests has an emulated host with one processor.
     Ok(suite::run_ignored_at_once("nested", filter, 2)?)
 }
 
@@ -184,21 +185,21 @@ fn set_up_nested() -> Result<(), Box<dyn Error>> {
     Ok(guest::nested_host()?)
 }
 
-fn told(summary: &suite::Summary) -> ExitCode {
+fn exit_code(summary: &suite::Summary) -> ExitCode {
     println!("{summary}");
     if summary.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// The slowest tests and those that failed, then the summary.
+/// Prints the slowest tests, the failed ones, and the summary.
 fn reported(report: &suite::Report) -> ExitCode {
     println!("\nslowest tests:");
     report.slowest().iter().for_each(|line| println!("{line}"));
     println!();
     report.failed.iter().for_each(|name| println!("failed: {name}"));
-    told(&report.summary)
+    exit_code(&report.summary)
 }
 
-/// Tests run even where lints fail: one run tells everything that is wrong.
+/// Runs tests even if lints fail, so that one run shows everything that is wrong.
 fn ci() -> Outcome {
     let linted = set_up_beside(lint)?;
     if let Err(error) = &linted {
@@ -214,8 +215,8 @@ fn bench(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
     Ok(shell::run(&mut release_bench(arguments))?)
 }
 
-/// A host whose kernel is replaced must be one that can be lost: the bench takes up what the emulated one came to. One that came
-/// to nothing is a finding, not the end of the bench.
+/// Reloads an emulated host, since a real one could be lost, and runs the bench with its figures. A failed reload does not end
+/// the bench.
 fn bench_with_host_reload(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
     set_up()?;
     set_up_nested()?;
@@ -226,13 +227,13 @@ fn bench_with_host_reload(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
     Ok(shell::run(release_bench(arguments).env(suite::HOST_RELOAD_FIGURES, figures))?)
 }
 
-/// In one go: built apart, the two would ask for different features of what they share, and compile it twice.
+/// Builds both in one command: separately, they would choose different features of shared crates, and compile those twice.
 fn build_bench() -> Result<(), shell::ShellError> {
     eprintln!("building hearth and its bench (a few minutes the first time)");
     shell::run(cargo().args(["build", "--quiet", "--release", "-p", "hearth", "-p", "hearth-bench"]))
 }
 
-/// Demo and benches measure: they run and drive release binaries.
+/// A command of the release build: demo and benches measure, so they run and drive release binaries.
 fn release_bench(arguments: &[&str]) -> Command {
     let release = paths::cargo_target().join("release");
     let mut command = Command::new(release.join("hearth-bench"));
@@ -240,7 +241,7 @@ fn release_bench(arguments: &[&str]) -> Command {
     command
 }
 
-/// The cargo that runs this program, working on this checkout from whatever folder it was called.
+/// The cargo that runs this program, for this checkout, whatever the current folder.
 fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(paths::root());

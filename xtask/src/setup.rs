@@ -1,7 +1,8 @@
-//! What a machine needs to build, test and run Hearth: found, or installed, or named with the command that installs it.
+//! Tools to build, test and run Hearth: found, or installed, or named with the command that installs them.
 //!
-//! A tool counts as there when its program is found, whatever package it came from, so this costs no call of the
-//! package manager when nothing is missing.
+//! A tool counts as installed when its program is found, whatever package it came from, so the package manager is not called when
+//! nothing
+//! is missing.
 
 use std::path::Path;
 use std::process::Command;
@@ -18,7 +19,7 @@ pub enum SetupError {
     NoApt { packages: String },
 }
 
-/// A tool: how one sees that it is there, the Debian package, and what needs it.
+/// A tool: its sign (program or file), its Debian package, and why it is needed.
 pub struct Tool {
     sign: &'static str,
     package: &'static str,
@@ -35,10 +36,10 @@ const TOOLS: [Tool; 22] = [
     tool("qemu-img", "qemu-utils"),
     tool("passt", "passt"),
     tool("ip", "iproute2"),
-    // Tests let system calls fail.
+    // Tests make system calls fail with it.
     tool("strace", "strace"),
     tool("/usr/share/OVMF/OVMF_CODE.fd", "ovmf"),
-    // Building: Rust links with cc, the preload library and the probe are C.
+    // Building: Rust links with cc; the preload library and the probe are C.
     tool("cc", "gcc"),
     tool("/usr/include/stdlib.h", "libc6-dev"),
     tool("make", "make"),
@@ -54,7 +55,7 @@ const TOOLS: [Tool; 22] = [
     tool("xz", "xz-utils"),
     tool("/usr/share/keyrings/debian-archive-keyring.gpg", "debian-archive-keyring"),
     tool("/etc/ssl/certs/ca-certificates.crt", "ca-certificates"),
-    // Only an ordinary user's mmdebstrap needs it, but an image made as root today may be made as a user tomorrow.
+    // Only an ordinary user's mmdebstrap needs it, but a user may later remake an image that root has made.
     tool("newuidmap", "uidmap"),
     tool("find", "findutils"),
 ];
@@ -62,12 +63,12 @@ const TOOLS: [Tool; 22] = [
 /// OVMF's file has had several names.
 const OVMF: [&str; 2] = ["/usr/share/OVMF/OVMF_CODE.fd", "/usr/share/OVMF/OVMF_CODE_4M.fd"];
 
-/// Installs what is missing of what everything needs.
+/// Installs the missing tools that everything needs.
 pub fn ensure_tools() -> Result<(), SetupError> {
     ensure(&TOOLS)
 }
 
-/// Installs what is missing, as root; otherwise says how.
+/// Installs the missing tools as root; otherwise reports the command.
 pub fn ensure(tools: &[Tool]) -> Result<(), SetupError> {
     let missing = missing(tools, &is_there);
     if missing.is_empty() {
@@ -108,17 +109,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_is_missing_where_everything_is_found() {
+    fn nothing_is_missing_if_all_is_found() {
         assert!(missing(&TOOLS, &|_| true).is_empty());
     }
 
     #[test]
-    fn what_is_missing_is_named_by_its_package() {
+    fn missing_tools_are_named_by_package() {
         assert_eq!(missing(&TOOLS, &|sign| sign != "mke2fs" && sign != "qemu-img"), ["qemu-utils", "e2fsprogs"]);
     }
 
     #[test]
-    fn an_ordinary_user_is_told_the_one_command() {
+    fn ordinary_user_gets_the_install_command() {
         let error = SetupError::NotRoot { packages: "fio passt".into() }.to_string();
         assert!(error.contains("sudo apt-get install -y --no-install-recommends fio passt"), "{error}");
     }

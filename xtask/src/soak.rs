@@ -1,16 +1,17 @@
-//! Soaks: tests that take minutes, and that `make test` leaves out. One after the other, for they want the host to themselves.
+//! Soaks: tests that take minutes, which `make test` leaves out. They run one after another, because each needs the host to
+//! itself.
 
 use std::time::{Duration, Instant};
 
 use crate::suite::{self, Summary};
-use crate::{Outcome, guest, set_up, told};
+use crate::{Outcome, exit_code, guest, set_up};
 
 struct Soak {
     name: &'static str,
     /// The test binary, and the test in it.
     binary: &'static str,
     test: &'static str,
-    /// On two processors, under emulation.
+    /// Duration on two processors, under emulation.
     minutes: u32,
     says: &'static str,
 }
@@ -28,14 +29,14 @@ const SOAKS: [Soak; 9] = [
         binary: "lazy_restore",
         test: "soak::a_hundred_restores_succeed",
         minutes: 35,
-        says: "100 restores out of one snapshot, in four ways (ROUNDS=100)",
+        says: "100 restores of one snapshot, in four modes (ROUNDS=100)",
     },
     Soak {
         name: "services",
         binary: "lazy_restore",
         test: "services::web_server_and_database_survive_each_restore_mode",
         minutes: 10,
-        says: "a Debian with nginx and PostgreSQL, in three ways, out of warm and cold memory",
+        says: "restores of a Debian with nginx and PostgreSQL, in three modes, with and without the snapshot in the page cache",
     },
     Soak {
         name: "hops",
@@ -63,7 +64,7 @@ const SOAKS: [Soak; 9] = [
         binary: "pairs",
         test: "every::every_pair_leaves_nothing_behind",
         minutes: 10,
-        says: "each operation with each other that is under way, and a death at each step, on a stand-in for QEMU",
+        says: "each operation during each other one, and a death at each step, with a stand-in for QEMU",
     },
     Soak {
         name: "pairs-on-guests",
@@ -81,12 +82,12 @@ const SOAKS: [Soak; 9] = [
     },
 ];
 
-/// The one with this name, or all.
+/// Runs the soak with this name, or all.
 pub fn run(name: Option<&str>) -> Outcome {
     let wanted: Vec<&Soak> = SOAKS.iter().filter(|soak| name.is_none_or(|name| name == soak.name)).collect();
     if wanted.is_empty() {
         let names = SOAKS.map(|soak| soak.name).join(", ");
-        return Err(format!("no soak {:?}; there are {names}", name.unwrap_or_default()).into());
+        return Err(format!("no soak {:?}; choose from {names}", name.unwrap_or_default()).into());
     }
     set_up()?;
     guest::qemu10()?;
@@ -103,10 +104,10 @@ pub fn run(name: Option<&str>) -> Outcome {
         sum = sum.and(summary);
     }
     lines.iter().for_each(|line| println!("{line}"));
-    Ok(told(&sum))
+    Ok(exit_code(&sum))
 }
 
-/// One that was not found has not passed.
+/// A soak that was not found counts as failed.
 fn soaked(summary: Summary) -> Summary {
     if summary == Summary::default() { Summary { failed: 1, ..summary } } else { summary }
 }
@@ -121,9 +122,9 @@ mod tests {
     use crate::paths;
 
     #[test]
-    fn each_soak_is_a_test_that_is_left_out_otherwise() {
+    fn each_soak_is_an_ignored_test() {
         for Soak { name, binary, test, .. } in &SOAKS {
-            let (module, function) = test.split_once("::").expect("it lies in a module");
+            let (module, function) = test.split_once("::").expect("a soak is in a module");
             let folders = ["vmtest", "crates/recovery"].map(|package| paths::root().join(package).join("tests"));
             let files = folders.map(|folder| folder.join(format!("{binary}/{module}.rs")));
             let file = files.iter().find(|file| file.exists()).expect("one of them has the module");
@@ -136,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn a_soak_that_was_not_found_has_failed() {
+    fn soak_not_found_counts_as_failed() {
         assert_eq!(soaked(Summary::default()), Summary { passed: 0, failed: 1 });
         assert_eq!(soaked(Summary { passed: 1, failed: 0 }), Summary { passed: 1, failed: 0 });
         let line = line("hops", &Summary { passed: 1, failed: 0 }, Duration::from_secs(90));

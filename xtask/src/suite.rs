@@ -1,10 +1,12 @@
-//! All tests, several at once; then the slowest of them, and their sum as the last line: `N passed, N failed`.
+//! Runs all tests, several in parallel; then prints the slowest of them, and the sum as the last line: `N passed, N failed`.
 //!
-//! cargo would run one test binary after the other, and the processors would have nothing to do at the end of each. So cargo
-//! builds them, and they are run here: each test that starts machines is a process, and so is each other test binary.
+//! cargo would run one test binary after another, and processors would be idle at the end of each. So cargo builds them, and they
+//! are run
+//! here: each test that starts machines is a process, and so is each other test binary.
 //!
-//! The sum is what the test binaries themselves report. A binary that dies has no report: that counts as one failed test, so
-//! that the line never looks better than the exit code.
+//! The sum is from the test binaries' own reports. A binary that dies has no report and counts as one failed test, so that the
+//! line never
+//! looks better than the exit code.
 
 mod binaries;
 mod jobs;
@@ -18,7 +20,7 @@ use crate::shell::ShellError;
 use crate::{cargo, paths};
 use jobs::Job;
 
-/// Names a file, for the test that writes it and the bench that reads it.
+/// Environment variable with the path of a file that a test writes and the bench reads.
 pub const HOST_RELOAD_FIGURES: &str = "HEARTH_HOST_RELOAD_FIGURES";
 
 #[derive(Debug, Default, PartialEq)]
@@ -34,12 +36,12 @@ impl std::fmt::Display for Summary {
 }
 
 impl Summary {
-    /// Of two runs.
+    /// The sum of two runs.
     pub fn and(&self, other: Self) -> Self {
         Self { passed: self.passed + other.passed, failed: self.failed + other.failed }
     }
 
-    /// `test result: ok. 5 passed; 0 failed; 0 ignored; ...`
+    /// Adds a line like `test result: ok. 5 passed; 0 failed; 0 ignored; ...`.
     fn add(&mut self, line: &str) {
         let Some(result) = line.strip_prefix("test result: ") else { return };
         let count_of = |word: &str| {
@@ -51,17 +53,17 @@ impl Summary {
     }
 }
 
-/// What came of a run, and how long each test took.
+/// Results of a run, and the duration of each test.
 #[derive(Default)]
 pub struct Report {
     pub summary: Summary,
-    /// Names of tests, and how a process without a report ended.
+    /// Names of failed tests, and of processes that died without a report.
     pub failed: Vec<String>,
     times: Vec<(String, Duration)>,
 }
 
 impl Report {
-    /// Of two runs.
+    /// The report of two runs together.
     pub fn and(mut self, other: Self) -> Self {
         self.add(other);
         self
@@ -84,46 +86,48 @@ impl Report {
 
 const SLOWEST_SHOWN: usize = 30;
 
-/// Processes at once. With as many as there are processors these have nothing to do for a third of the time: machines wait for
-/// disks and wires that are slow on purpose.
+/// Number of parallel processes. With only as many as processors, these are idle for a third of the time, because machines wait
+/// for disks
+/// and wires that are slow on purpose.
 fn at_once() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from) + 1
 }
 
-/// Runs the tests of the workspace whose names have one of these words in them, all if there are none.
+/// Runs the tests of the workspace whose names contain one of these words, or all without words.
 pub fn run(filter: &[String]) -> Result<Report, ShellError> {
     let mut jobs = Vec::new();
     for binary in binaries::build(&[])? {
         jobs.extend(binary.jobs(filter)?.into_iter().enumerate());
     }
-    // One of each binary in turn, because tests of one binary often wait for the same. Short ones last: all processors have
-    // something to do until the end.
+    // One test of each binary in turn, because tests of a binary often wait for the same resource. Short ones come last, so that
+    // all processors
+    // are busy until the end.
     jobs.sort_by_key(|(turn, job)| (job.test.is_none(), *turn));
     let jobs: Vec<_> = std::iter::once(examples(filter)).chain(jobs.into_iter().map(|(_, job)| job)).collect();
     Ok(jobs::run(jobs, at_once()))
 }
 
-/// The examples in comments.
+/// The job for the examples in doc comments.
 fn examples(filter: &[String]) -> Job {
     let mut command = cargo();
     command.args(["test", "--quiet", "--workspace", "--doc", "--"]).args(filter);
     Job { name: "examples".to_owned(), test: None, command }
 }
 
-/// Runs the ignored tests of one of `vmtest`'s binaries whose names have one of these words in them.
+/// Runs the ignored tests of a `vmtest` binary whose names contain one of these words.
 pub fn run_ignored_at_once(binary: &str, filter: &[String], at_once: usize) -> Result<Report, ShellError> {
     let binaries = binaries::build(&["--test", "program", "--test", binary])?;
     let binary = binaries.iter().find(|built| built.name == binary).expect("cargo builds what it is asked for");
     Ok(jobs::run(binary.ignored_jobs(filter)?, at_once))
 }
 
-/// Runs the ignored tests of one of `vmtest`'s binaries one after the other, and shows what they print.
+/// Runs the ignored tests of a `vmtest` binary one after another, and shows their output.
 pub fn run_ignored(binary: &str, filter: &[String]) -> Result<Summary, ShellError> {
     binaries::build(&["--test", "program"])?;
     count(ignored(binary, filter, &binaries::hearth()))
 }
 
-/// `hearth`: the binary that they drive.
+/// The command for the ignored tests of a binary. `hearth` is the binary that they drive.
 fn ignored(binary: &str, filter: &[String], hearth: &Path) -> Command {
     let mut command = cargo();
     command.args(["test", "--workspace", "--test", binary, "--", "--ignored", "--test-threads=1"]).args(filter);
@@ -131,7 +135,7 @@ fn ignored(binary: &str, filter: &[String], hearth: &Path) -> Command {
     command
 }
 
-/// The host reload of `make test-nested` with the release binary; its figures are in `figures` afterwards, if it came that far.
+/// Runs the host reload of `make test-nested` with the release binary. It writes its figures to `figures` if it gets that far.
 pub fn reload_host(figures: &Path) -> Result<Summary, ShellError> {
     let filter = ["outside::guests_continue_under_another_host_kernel".to_owned()];
     let mut command = ignored("nested", &filter, &paths::cargo_target().join("release/hearth"));
@@ -174,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn results_of_all_binaries_are_added() {
+    fn results_of_all_binaries_are_summed() {
         let script =
             "echo 'test result: ok. 5 passed; 0 failed; 1 ignored; 0 measured; 2 filtered out; finished in 0.1s'
              echo 'noise 7 passed; 7 failed'
@@ -195,11 +199,11 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", "exit 3"]);
         let report = jobs::run([Job { name: "sh".to_owned(), test: Some("dies".to_owned()), command }], 2);
-        assert_eq!(report.failed, ["sh dies: reported no failure, but did not end well"]);
+        assert_eq!(report.failed, ["sh dies: reported no failure, but ended with an error"]);
     }
 
     #[test]
-    fn a_binary_that_dies_counts_as_a_failure() {
+    fn binary_that_dies_counts_as_failed() {
         check("echo 'test result: ok. 2 passed; 0 failed; 0 ignored'; exit 101", 2, 1);
         check("kill -9 $$", 0, 1);
     }

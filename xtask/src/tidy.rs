@@ -1,4 +1,4 @@
-//! Rules of the repository that no compiler knows, as tests.
+//! Rules of the repository, as tests.
 
 mod capabilities;
 mod links;
@@ -9,10 +9,10 @@ use std::path::{Path, PathBuf};
 
 use crate::paths;
 
-/// Crates that know nothing of each other; `recovery` and above compose them.
+/// Ground crates, which do not depend on each other; `recovery` and the crates above compose them.
 const GROUND: [&str; 4] = ["memory", "disk", "qemu", "store"];
 
-/// All files under the checkout's source folders with this extension.
+/// All files with this extension in the checkout's source folders.
 fn files(extension: &str) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for folder in ["crates", "vmtest", "bench", "xtask"] {
@@ -33,7 +33,7 @@ fn collect(folder: &Path, extension: &str, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Everything that is (or could be) committed.
+/// All files that are or could be committed.
 fn all_files() -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut folders = vec![paths::root().to_owned()];
@@ -60,13 +60,13 @@ fn breaking(files: Vec<PathBuf>, breaks: impl Fn(&str) -> bool) -> Vec<PathBuf> 
 }
 
 #[test]
-fn every_file_opens_by_saying_what_it_is() {
+fn every_source_file_has_a_head() {
     let headless = breaking(files("rs"), |text| !text.starts_with("//! "));
-    assert!(headless.is_empty(), "no head: {headless:?}");
+    assert!(headless.is_empty(), "files without a head: {headless:?}");
 }
 
 #[test]
-fn ground_crates_know_nothing_of_each_other_nor_of_what_stands_on_them() {
+fn ground_crates_depend_on_no_hearth_crate() {
     for crate_name in GROUND {
         let manifest = paths::root().join("crates").join(crate_name).join("Cargo.toml");
         let manifest: toml::Table = std::fs::read_to_string(manifest).unwrap().parse().unwrap();
@@ -80,7 +80,7 @@ fn ground_crates_know_nothing_of_each_other_nor_of_what_stands_on_them() {
 }
 
 #[test]
-fn every_dependency_stands_in_the_workspace_with_its_reason() {
+fn every_dependency_is_declared_in_the_workspace() {
     let text = std::fs::read_to_string(paths::root().join("Cargo.toml")).unwrap();
     let workspace: toml::Table = text.parse().unwrap();
     let known = workspace["workspace"]["dependencies"].as_table().unwrap();
@@ -92,7 +92,11 @@ fn every_dependency_stands_in_the_workspace_with_its_reason() {
             // Crates of this workspace may be named by their path.
             let foreign = section.iter().filter(|(_, value)| value.get("path").is_none());
             for (name, _) in foreign {
-                assert!(known.contains_key(name), "{}: {name} stands only here", manifest.display());
+                assert!(
+                    known.contains_key(name),
+                    "{}: {name} is not in the workspace's dependencies",
+                    manifest.display()
+                );
             }
         }
     }

@@ -2,11 +2,11 @@
 //!
 //! probe, kernel -> busybox initrd (tests)
 //! probe, kernel packages -> Debian image (demo, benches, tests with systemd); with a database (`make bench NAME=restore`)
-//! busybox guest, QEMUs -> a host with KVM, for the busybox guest to go on in (`make test-nested`)
+//! busybox guest, QEMUs -> root image of a host with KVM, for the busybox guest (`make test-nested`)
 //!
-//! Each is a folder under `target/guest/`, made once from the recipes in `guest/` and made again when these change.
-//! Package versions are not part of the stamp: asking for them would put the network into every run. `make clean`
-//! fetches the newest.
+//! Each is a folder under `target/guest/`, made once from the recipes in `guest/`, and made again when these change. Package
+//! versions are
+//! not part of the stamp, because reading them would need the network in every run. `make clean` fetches the newest.
 
 mod busybox;
 mod debian;
@@ -38,9 +38,9 @@ pub enum GuestError {
     Modules(#[from] modules::ModulesError),
     #[error("{0} is not installed; `make setup` installs what is missing")]
     Missing(&'static str),
-    #[error("{name} is a dynamic program at {path}, the guest needs a static one: install busybox-static")]
+    #[error("{name} at {path} is dynamically linked, but the guest needs a static one: install busybox-static")]
     NotStatic { name: &'static str, path: std::path::PathBuf },
-    #[error("{binary} does not run here: {source}; install the libraries that `ldd {binary}` reports as not found")]
+    #[error("cannot run {binary}: {source}; install the libraries that `ldd {binary}` reports as not found")]
     Libraries { binary: std::path::PathBuf, source: ShellError },
     #[error(
         "QEMU 10 for this release ({release}) is not in Debian 12's backports, and the installed QEMU is {installed}"
@@ -48,7 +48,7 @@ pub enum GuestError {
     NoQemu10 { release: String, installed: String },
 }
 
-/// Everything that tests, demo and benches boot.
+/// Makes all guests that tests, demo and benches boot.
 pub fn ensure_all() -> Result<(), GuestError> {
     ensure_busybox()?;
     debian::ensure()
@@ -58,7 +58,7 @@ pub fn ensure_busybox() -> Result<(), GuestError> {
     busybox::ensure(kernel::STABLE)
 }
 
-/// The busybox guest on the newer kernel, for what differs between kernels.
+/// Makes the busybox guest with the newer kernel, for tests of differences between kernels.
 pub fn ensure_busybox_newer() -> Result<(), GuestError> {
     busybox::ensure(kernel::NEWER)
 }

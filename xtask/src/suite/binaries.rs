@@ -1,4 +1,4 @@
-//! The workspace's test binaries, as cargo builds them, and the tests in them.
+//! The workspace's test binaries, as cargo builds them, and their tests.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -15,13 +15,13 @@ const DRIVES_MACHINES: &str = "vmtest";
 pub struct Binary {
     pub name: String,
     path: PathBuf,
-    /// Its package's folder, in which its tests run.
+    /// Its package's folder, where its tests run.
     folder: PathBuf,
-    /// Its tests start machines.
+    /// Whether its tests start machines.
     drives_machines: bool,
 }
 
-/// One message of `cargo --message-format=json`.
+/// A message of `cargo --message-format=json`.
 #[derive(Deserialize)]
 struct Message {
     executable: Option<PathBuf>,
@@ -41,10 +41,10 @@ struct Profile {
     test: bool,
 }
 
-/// Builds the test binaries that `targets` selects, all if there are none, with the programs that they run.
+/// Builds the test binaries that `targets` selects, or all, with the programs that they run.
 pub fn build(targets: &[&str]) -> Result<Vec<Binary>, ShellError> {
     let mut command = cargo();
-    // Without the workspace's other packages cargo would choose other features of what they share, and compile that again.
+    // Without the workspace's other packages, cargo would choose other features of shared crates and compile them again.
     command.args(["test", "--workspace", "--no-run", "--message-format=json-render-diagnostics"]).args(targets);
     let messages = shell::output(command.stderr(Stdio::inherit()))?;
     Ok(messages.lines().filter_map(parse).collect())
@@ -59,7 +59,7 @@ fn parse(line: &str) -> Option<Binary> {
 }
 
 impl Binary {
-    /// A job for each test that starts machines; all other tests of a binary, which take milliseconds, are one job.
+    /// A job for each test that starts machines. All other tests of a binary, which take milliseconds, are one job.
     pub fn jobs(&self, filter: &[String]) -> Result<Vec<Job>, ShellError> {
         if !self.drives_machines {
             return Ok(vec![self.job(None, filter)]);
@@ -69,7 +69,7 @@ impl Binary {
         Ok(tests.map(|test| self.job(Some(test), &["--exact".to_owned()])).collect())
     }
 
-    /// A job for each test that is ignored otherwise.
+    /// A job for each ignored test.
     pub fn ignored_jobs(&self, filter: &[String]) -> Result<Vec<Job>, ShellError> {
         let only = ["--exact", "--ignored"].map(str::to_owned);
         Ok(self.list(&["--ignored"], filter)?.into_iter().map(|test| self.job(Some(test), &only)).collect())
@@ -90,7 +90,7 @@ impl Binary {
     }
 }
 
-/// The binary that VM tests drive: cargo builds it for a test of its own package.
+/// The binary that VM tests drive, which cargo builds for a test of its own package.
 pub fn hearth() -> PathBuf {
     paths::cargo_target().join(Path::new("debug/hearth"))
 }

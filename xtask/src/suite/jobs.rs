@@ -1,7 +1,8 @@
-//! Jobs of a test run, several at once: each is a process that reports as Rust's test binaries do.
+//! Jobs of a test run, several in parallel: each is a process that reports like Rust's test binaries.
 //!
-//! What a job prints is shown when it fails. A test's duration is the time between its line and the one before, so a process
-//! runs its tests one after the other.
+//! A job's output is shown if it fails. A test's duration is the time between its line and the one before, so a process runs its
+//! tests one
+//! after another.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -11,9 +12,9 @@ use std::time::{Duration, Instant};
 use super::{Report, Summary};
 
 pub struct Job {
-    /// Its test binary.
+    /// Name of the test binary.
     pub name: String,
-    /// Its only test. None: it may have many.
+    /// The job's only test; `None` if it may have many.
     pub test: Option<String>,
     pub command: Command,
 }
@@ -41,7 +42,7 @@ impl Job {
         let mut report = Report::default();
         let mut child = match self.command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn() {
             Ok(child) => child,
-            Err(error) => return self.died(report, &format!("cannot be started: {error}")),
+            Err(error) => return self.died(report, &format!("cannot start: {error}")),
         };
         let (mut said, mut since) = (String::new(), began);
         let output = BufReader::new(child.stdout.take().expect("stdout was piped"));
@@ -61,7 +62,7 @@ impl Job {
             said.push('\n');
         }
         let success = child.wait().is_ok_and(|status| status.success());
-        // A program that its test runs may have written into its line: the only test is known without that.
+        // A program that the test runs may have written into its line, so an only test is counted without it.
         if self.test.is_some() {
             report.times.push((self.full_name(), began.elapsed()));
             report.failed.extend((report.summary.failed > 0).then(|| self.full_name()));
@@ -69,7 +70,7 @@ impl Job {
         self.tell(report, &said, success, began.elapsed())
     }
 
-    /// One line for a job that went well.
+    /// Prints one line for a successful job, and the output of a failed one.
     fn tell(self, report: Report, said: &str, success: bool, took: Duration) -> Report {
         let Summary { passed, failed } = report.summary;
         if success && failed == 0 && (passed == 1 || self.test.is_none()) {
@@ -77,7 +78,7 @@ impl Job {
             return report;
         }
         print!("{said}");
-        if failed == 0 { self.died(report, "reported no failure, but did not end well") } else { report }
+        if failed == 0 { self.died(report, "reported no failure, but ended with an error") } else { report }
     }
 
     fn full_name(&self) -> String {

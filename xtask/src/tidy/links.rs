@@ -1,4 +1,4 @@
-//! Links of the pages lead somewhere: to a file of the checkout, and to a heading in it.
+//! Links in the pages: each must lead to a file of the checkout, and to a heading in it.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use super::all_files;
 use crate::paths;
 
-/// What stands in `](...)`, outside code.
+/// The link targets in `](...)`, outside code.
 fn targets(page: &str) -> Vec<String> {
     let prose: Vec<&str> = prose(page).collect();
     let text = prose.join("\n");
@@ -24,7 +24,7 @@ fn prose(page: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// The anchors that a forge makes of a page's headings: lower case, punctuation gone, spaces as dashes.
+/// The anchors that a forge derives from a page's headings: lower case, no punctuation, dashes for spaces.
 fn anchors(page: &str) -> Vec<String> {
     let headings = prose(page).filter(|line| line.starts_with('#')).map(|line| line.trim_start_matches('#').trim());
     headings
@@ -35,7 +35,7 @@ fn anchors(page: &str) -> Vec<String> {
         .collect()
 }
 
-/// Why this link leads nowhere.
+/// The reason why a link is broken, if it is.
 fn broken(page: &Path, target: &str, pages: &HashMap<PathBuf, String>) -> Option<String> {
     if target.contains("://") {
         return None;
@@ -53,7 +53,7 @@ fn broken(page: &Path, target: &str, pages: &HashMap<PathBuf, String>) -> Option
 }
 
 #[test]
-fn every_link_of_the_pages_leads_somewhere() {
+fn every_link_in_the_pages_works() {
     let pages: HashMap<PathBuf, String> = all_files()
         .into_iter()
         .filter(|file| file.extension().is_some_and(|its| its == "md"))
@@ -66,7 +66,7 @@ fn every_link_of_the_pages_leads_somewhere() {
 }
 
 #[test]
-fn links_and_headings_are_found_as_a_forge_finds_them() {
+fn links_and_headings_match_a_forges() {
     let page = "# How it *works*\n[a](b.md#c) `x`\n```\n# no heading [no](link)\n```\n## GET /v1/status\n";
     assert_eq!(targets(page), ["b.md#c"]);
     assert_eq!(anchors(page), ["how-it-works", "get-v1status"]);

@@ -1,11 +1,11 @@
-//! The threat model names, in square brackets, the test that fails without each claim: each name is a test of the tree.
+//! Tests that the threat model names, in square brackets after each claim: each must exist.
 
 use std::collections::HashSet;
 
 use super::files;
 use crate::paths;
 
-/// Names in brackets: `[`one`, `another`]`. Links and code blocks have other brackets.
+/// Names in brackets, like `[`one`, `another`]`. Links and code blocks have other brackets.
 fn named(page: &str) -> Vec<&str> {
     let brackets = page.split('[').skip(1).filter_map(|rest| rest.split_once(']')).map(|(inside, _)| inside);
     let lists = brackets.filter(|inside| inside.starts_with('`') && inside.ends_with('`'));
@@ -34,13 +34,13 @@ fn tests_that_the_threat_model_names_exist() {
     let sources: Vec<String> = files("rs").iter().map(|file| std::fs::read_to_string(file).unwrap()).collect();
     let known: HashSet<&str> = sources.iter().flat_map(|source| tests(source)).collect();
     let named = named(&page);
-    assert!(named.len() > 80, "the page's brackets are read no more: {named:?}");
+    assert!(named.len() > 80, "the test no longer finds the page's brackets: {named:?}");
     let missing: Vec<&&str> = named.iter().filter(|name| !known.contains(**name)).collect();
     assert!(missing.is_empty(), "docs/threat-model.md names tests that do not exist: {missing:?}");
 }
 
 #[test]
-fn names_stand_in_brackets_and_tests_have_the_attribute() {
+fn names_are_in_brackets_and_tests_have_attributes() {
     assert_eq!(named("a [`one`,\n`two`], a [link](x.md), `[[disks]]`, [`three`]"), ["one", "two", "three"]);
     assert_eq!(tests("#[test]\n#[ignore = \"long\"]\n    fn one() {\n}\nfn two() {}\n"), ["one"]);
 }

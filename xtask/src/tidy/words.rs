@@ -1,16 +1,16 @@
-//! What is committed speaks of Hearth alone: no paths or names of the machine it happened to be written on.
+//! Forbidden words: committed files have no paths or names of the machine that they were written on.
 
 use super::all_files;
 use crate::paths;
 
-/// Each in two parts, so that this file does not hold what it looks for.
+/// Forbidden words, each in two parts, so that this file does not contain them.
 const FORBIDDEN: [(&str, &str); 5] =
     [("/wo", "rk/"), ("/ro", "ot/"), ("/ho", "me/"), ("/tmp/", "t-"), ("crates", "-io-mirror")];
 
-/// `/v1/disks/root/resize` is a route, and no home folder.
+/// Characters before a word that make it part of a longer path: `/v1/disks/root/resize` is a route, not a home folder.
 const PATH_CHARACTERS_BEFORE: fn(char) -> bool = |c| c.is_ascii_alphanumeric() || c == '_' || c == '}' || c == '.';
 
-/// The lines of a text that hold a forbidden word on its own.
+/// Line numbers on which a text has this word at the start of a path.
 fn lines_with(text: &str, word: &str) -> Vec<usize> {
     let alone = |line: &str| {
         line.match_indices(word).any(|(at, _)| !line[..at].chars().next_back().is_some_and(PATH_CHARACTERS_BEFORE))
@@ -19,7 +19,7 @@ fn lines_with(text: &str, word: &str) -> Vec<usize> {
 }
 
 #[test]
-fn nothing_tells_of_the_machine_it_was_written_on() {
+fn no_file_names_the_machine_it_was_written_on() {
     let mut found = Vec::new();
     for file in all_files() {
         // Images and other binary files have no words.
@@ -34,7 +34,7 @@ fn nothing_tells_of_the_machine_it_was_written_on() {
 }
 
 #[test]
-fn a_word_counts_where_it_begins_a_path() {
+fn word_counts_only_at_a_paths_start() {
     assert_eq!(lines_with("a\nsee /x/y\n", "/x/"), [2]);
     assert!(lines_with("/v1/x/y $HOME/x/y ./x/z", "/x/").is_empty());
 }

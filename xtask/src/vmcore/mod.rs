@@ -1,9 +1,11 @@
-//! `make test-vmcore`: crash dumps as other people's tools read them.
+//! `make test-vmcore`: crash dumps, read by other tools.
 //!
-//! tools (crash, drgn, makedumpfile as it is in Debian 12, and a newer one that knows Linux 6.12) -> debug symbols and a module that breaks the kernel, for each guest kernel -> the
-//! tests that are ignored otherwise.
+//! tools (crash, drgn, Debian 12's makedumpfile, and a newer one that knows Linux 6.12) -> debug symbols and a faulty module for
+//! each guest
+//! kernel -> the ignored tests of `vmcore_tools`
 //!
-//! Apart from `make test` for its size: the symbols of two kernels are 600 MiB to fetch and twice that on disk, and crash
+//! It is separate from `make test` because of its size: the symbols of two kernels are 600 MiB to fetch and twice that on disk,
+//! and crash
 //! takes half a minute to read them. Everything is made once under `target/vmcore/`.
 
 mod makedumpfile;
@@ -19,7 +21,7 @@ use crate::shell::{self, ShellError};
 use crate::suite::{self, Summary};
 use crate::{guest, paths};
 
-/// What reads dumps, and what the module is compiled with: the kernels' own compiler.
+/// Tools that read dumps, and the kernels' own compiler for the module.
 const TOOLS: [Tool; 4] = [
     tool("crash", "crash"),
     tool("makedumpfile", "makedumpfile"),
@@ -27,7 +29,7 @@ const TOOLS: [Tool; 4] = [
     tool("python3", "python3-venv"),
 ];
 
-/// The wheel brings its own libkdumpfile, which reads zstd and flattened dumps.
+/// The wheel includes its own libkdumpfile, which reads zstd and flattened dumps.
 const DRGN: &str = "drgn==0.3.0";
 
 #[derive(Debug, thiserror::Error)]
@@ -48,7 +50,7 @@ pub enum VmcoreError {
     NoSymbols { release: String, source: AptError },
 }
 
-/// Makes what is missing and runs the tests; `filter` goes to cargo test.
+/// Makes what is missing, and runs the tests. `filter` goes to cargo test.
 pub fn test(filter: &[String]) -> Result<Summary, VmcoreError> {
     setup::ensure(&TOOLS)?;
     guest::ensure_all()?;
@@ -61,7 +63,7 @@ pub fn test(filter: &[String]) -> Result<Summary, VmcoreError> {
     Ok(suite::run_ignored("vmcore_tools", filter)?)
 }
 
-/// A folder of Python's own: the wheel touches nothing of the system.
+/// Installs drgn in a virtual environment, without touching the system.
 fn ensure_drgn() -> Result<(), VmcoreError> {
     cache::ensure(&paths::vmcore().join("drgn"), &[DRGN], |new| {
         shell::output(Command::new("python3").args(["-m", "venv"]).arg(new))?;
@@ -71,7 +73,7 @@ fn ensure_drgn() -> Result<(), VmcoreError> {
     })
 }
 
-/// Where a kernel's symbols and module are kept.
+/// Folder of a kernel's symbols and module.
 fn folder(kernel: Kernel) -> std::path::PathBuf {
     paths::vmcore().join(format!("kernel{}", kernel.suffix))
 }
