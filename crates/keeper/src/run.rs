@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hearth_api::EventKind;
 use hearth_qemu::{Accelerator, AcceleratorChoice, Binary, BinaryError, accelerator};
@@ -154,7 +154,15 @@ fn keep(
         qemu: QemuChoice { binary, accelerator, locks: InheritedLocks::default() },
         restore,
         rehearses,
-        outside: Outside { event_log: event_log.clone(), watchdog, console, tell, terminated, occupation },
+        outside: Outside {
+            event_log: event_log.clone(),
+            watchdog,
+            console,
+            started: Instant::now(),
+            tell,
+            terminated,
+            occupation,
+        },
     };
     let ended = Machine::start(context).and_then(|machine| {
         inheritance.settle();

@@ -3,9 +3,9 @@
 
 use std::time::{Duration, Instant};
 
-use hearth_api::{ApiError, EventKind, Growth, MachineState, QemuAge, RejuvenateRequest};
+use hearth_api::{ApiError, EventKind, Growth, QemuAge, RejuvenateRequest};
 
-use super::{Machine, MachineError, Wanted};
+use super::{Machine, MachineError};
 use crate::age::{Signs, is_open, minute_of_day, overdue};
 use crate::config::Config;
 
@@ -66,8 +66,7 @@ impl Machine {
         self.rejuvenation.schedule.next_look = Instant::now() + LOOK_EVERY;
         let Some(policy) = &self.context.config.rejuvenate else { return Ok(()) };
         let since_attempt = self.rejuvenation.schedule.last_attempt.map(|at| at.elapsed());
-        let runs = self.stand.state == MachineState::Running && self.stand.wanted == Wanted::Run;
-        if !runs || !is_open(policy.window, minute_of_day(), since_attempt) {
+        if !self.state.is_undisturbed() || !is_open(policy.window, minute_of_day(), since_attempt) {
             return Ok(());
         }
         let Ok(signs) = self.age() else { return Ok(()) };

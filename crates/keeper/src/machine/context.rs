@@ -3,6 +3,7 @@
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use hearth_api::{EventKind, PendingChange};
 use hearth_qemu::{AcceleratorChoice, Binary, BinaryError};
@@ -65,6 +66,7 @@ pub struct Outside {
     pub event_log: EventLog,
     pub watchdog: Watchdog,
     pub console: Hub,
+    pub started: Instant,
     /// Into the machine's loop.
     pub tell: Sender<Event>,
     /// A signal has asked the keeper to stop. The loop gets it as an event, too: this is for work that keeps the loop busy.

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 use std::{fs, io};
 
-use hearth_api::{DumpState, EndCause, EventKind, MachineState};
+use hearth_api::{DumpState, EndCause, EventKind};
 use hearth_memory::Layout;
 use hearth_recovery::crash_recovery::{Claim, HARVEST_PATIENCE};
 use hearth_recovery::hold::Hold;
@@ -22,7 +22,8 @@ use super::crash_loop::Crashes;
 use super::dump::{Job, NoThread, Order, Task};
 use super::dumps::{Dumps, Request, dead_ram, shelf};
 use super::gate::GuestMemory;
-use super::{Context, Machine, MachineError, Wanted};
+use super::state::Input;
+use super::{Context, Machine, MachineError};
 use crate::config::OnPanic;
 use crate::event::{DumpMessage, Event};
 
@@ -121,43 +122,21 @@ fn can_dump(context: &Context, memory: &GuestMemory) -> bool {
 }
 
 impl Machine {
-    /// The guest is held still by QEMU and will do no more.
-    pub(super) fn guest_crashed(&mut self, cause: EndCause) {
-        self.cancel_save("the guest crashed");
-        match self.context.config.on_panic {
-            OnPanic::DumpAndRecover => {
-                if can_dump(&self.context, &self.memory) {
-                    self.harvest();
-                }
-                self.end_qemu(cause);
-            }
-            OnPanic::Recover => self.end_qemu(cause),
-            OnPanic::Dump => {
-                self.hold_still(cause);
-                if let Err(refusal) = self.dump_living(Request::default()) {
-                    self.context.record(EventKind::DumpSkipped { why: refusal.message });
-                }
-            }
-            OnPanic::Pause => self.hold_still(cause),
-        }
-    }
-
-    fn hold_still(&mut self, cause: EndCause) {
-        if let Some(life) = &mut self.stand.life {
-            life.cause = Some(cause);
-        }
-        // An order that was given before goes on.
-        if self.stand.wanted == Wanted::Run {
-            // Before anybody is told that it stands still, and may think that he can change its images.
-            self.disks.note_idle(&self.context, &self.warm_reboot);
-            self.enter(MachineState::Paused);
-            self.stand.why = Some(format!("{}; continue with `hearth reboot` or `hearth stop`", cause.words()));
+    /// Dumps a guest that crashed and stays paused.
+    pub(super) fn dump_crashed(&mut self) {
+        // The guest is paused before its dump begins.
+        self.tell_state();
+        if let Err(refusal) = self.dump_living(Request::default()) {
+            self.context.record(EventKind::DumpSkipped { why: refusal.message });
         }
     }
 
     /// Takes what only a living QEMU can tell. One that hangs, or lies, costs the registers and no more.
-    fn harvest(&mut self) {
-        let Some(life) = &self.stand.life else { return };
+    pub(super) fn harvest(&mut self) {
+        if !can_dump(&self.context, &self.memory) {
+            return;
+        }
+        let Some(life) = self.state.guest() else { return };
         let (began, incarnation) = (Instant::now(), life.incarnation.number);
         let registers = life.generation.qmp.registers(HARVEST_PATIENCE).map_err(|error| crate::chain(&error));
         let took = began.elapsed();
@@ -258,10 +237,7 @@ impl Machine {
         // No other dump is there while a guest stands still for one.
         self.let_go_from_dump();
         self.crash_recovery.start_next_dump(&self.context);
-        if self.stand.stops_after_dumps && !self.crash_recovery.dumps.is_busy() {
-            return self.stopped();
-        }
-        Ok(())
+        if self.crash_recovery.dumps.is_busy() { Ok(()) } else { self.happens(Input::DumpsOver) }
     }
 
     /// Waits for the dumps of a machine that ends, as long as they go on by themselves.

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use hearth_api::{EndCause, EventKind, rfc3339};
 
-use super::{Machine, MachineError, Wanted};
+use super::state::{BackOff, Input};
+use super::{Machine, MachineError};
 use crate::config::CrashConfig;
 
 /// More make no difference: the shortest delay becomes the longest that can be configured (1 s, 1 day).
@@ -43,49 +44,44 @@ impl Crashes {
     }
 }
 
-/// A machine that waits before its next start.
-pub struct BackOff {
-    pub began: Instant,
-    pub until: Instant,
-    /// `until` for people.
-    pub next_start: String,
-}
-
-impl BackOff {
-    pub fn is_over(&self, now: Instant) -> bool {
-        self.until <= now
-    }
-}
-
 impl Machine {
-    /// The dead guest is banked; there is no other yet.
-    pub(super) fn back_off(&mut self, delay: Duration) {
+    /// A wait that begins now.
+    fn back_off(delay: Duration, why: impl FnOnce(&str) -> String) -> BackOff {
+        let (began, next_start) = (Instant::now(), rfc3339(SystemTime::now() + delay));
+        BackOff { began, until: began + delay, why: why(&next_start), next_start }
+    }
+
+    /// The dead guest is banked; there is no other yet. `delay`: how long a crash loop makes the next one wait.
+    pub(super) fn buried(&mut self, delay: Option<Duration>) -> Result<(), MachineError> {
+        let CrashConfig { loop_count, loop_window_s, .. } = self.context.config.crash;
+        let why = |next_start: &str| {
+            format!(
+                "crash loop: at least {loop_count} crashes within {loop_window_s} s; the next guest starts at \
+                 {next_start}, or now with `hearth reboot`"
+            )
+        };
+        self.happens(Input::Buried { back_off: delay.map(|delay| Self::back_off(delay, why)) })
+    }
+
+    pub(super) fn begin_crash_loop(&mut self, delay: Duration, next_start: String) {
         self.warm_reboot.monitor.watch(None);
         self.disks.note_idle(&self.context, &self.warm_reboot);
-        let (now, crash) = (Instant::now(), &self.context.config.crash);
-        let next_start = rfc3339(SystemTime::now() + delay);
-        let (crashes, window_s) = (crash.loop_count, crash.loop_window_s);
-        self.stand.why = Some(format!(
-            "crash loop: at least {crashes} crashes within {window_s} s; the next guest starts at {next_start}, or now \
-             with `hearth reboot`"
-        ));
-        self.context.record(EventKind::CrashLoop { delay_s: delay.as_secs(), next_start: next_start.clone() });
-        self.recovery.back_off = Some(BackOff { began: now, until: now + delay, next_start });
+        self.context.record(EventKind::CrashLoop { delay_s: delay.as_secs(), next_start });
     }
 
-    /// As `back_off`, when the next guest could not be started.
-    pub(super) fn wait_to_start(&mut self, delay: Duration, why: String) {
+    /// The next guest could not be started.
+    pub(super) fn start_failed(&mut self, delay: Duration, why: String) -> Result<(), MachineError> {
+        let back_off = Self::back_off(delay, |_| format!("cannot start the next guest yet: {why}"));
+        self.happens(Input::StartFails { why, back_off })
+    }
+
+    /// `tell` is false at the later tries: the operator has been told why the machine waits.
+    pub(super) fn wait_to_start(&mut self, why: String, next_start: String, tell: bool) {
         self.disks.note_idle(&self.context, &self.warm_reboot);
-        let now = Instant::now();
-        self.recovery.waits_since.get_or_insert(now);
-        let next_start = rfc3339(SystemTime::now() + delay);
-        let state_why = format!("cannot start the next guest yet: {why}");
-        // Told once, and not at every try.
-        if self.stand.why.as_ref() != Some(&state_why) {
-            self.context.record(EventKind::StartWaits { why, next_start: next_start.clone() });
-            self.stand.why = Some(state_why);
+        self.recovery.waits_since.get_or_insert_with(Instant::now);
+        if tell {
+            self.context.record(EventKind::StartWaits { why, next_start });
         }
-        self.recovery.back_off = Some(BackOff { began: now, until: now + delay, next_start });
     }
 
     /// A next guest that QEMU did not start counts as a crash. Between two tries the machine takes orders.
@@ -93,29 +89,7 @@ impl Machine {
         let Err(error @ MachineError::Launch(_)) = tried else { return tried };
         self.discard_unused();
         let delay = self.crash_recovery.crashes.ended(Duration::ZERO, EndCause::QemuDied, &self.context.config.crash);
-        self.wait_to_start(delay.unwrap_or_default(), crate::chain(&error));
-        Ok(())
-    }
-
-    /// False: it does not back off.
-    pub(super) fn cut_back_off_short(&mut self, wanted: Wanted) -> bool {
-        let Some(back_off) = &mut self.recovery.back_off else { return false };
-        back_off.until = Instant::now();
-        self.stand.wanted = wanted;
-        true
-    }
-
-    pub(super) fn end_back_off(&mut self, back_off: &BackOff) -> Result<(), MachineError> {
-        self.recovery.phase_ended(&self.context, "back-off", back_off.began, back_off.began.elapsed());
-        match self.stand.wanted {
-            Wanted::Stop { .. } => return self.stop_when_dumped(),
-            Wanted::Reboot { cold: true, .. } => {
-                self.warm_reboot.forget_disks();
-                self.recovery.turned_cold("requested by the operator".to_owned());
-            }
-            Wanted::Reboot { .. } | Wanted::Run => {}
-        }
-        self.start_next()
+        self.start_failed(delay.unwrap_or_default(), crate::chain(&error))
     }
 }
 

@@ -17,9 +17,10 @@ use hearth_recovery::journal::GuestNote;
 use hearth_recovery::rejuvenation;
 use hearth_recovery::vmcore::{Compression, DeadRam, DumpLevel, Format};
 
-use super::dump::{Job, Order, Pace, Progress, Shelf, Suffers, Task, piece_bytes};
+use super::Machine;
+use super::dump::{Job, Order, Pace, Progress, Settings, Shelf, Suffers, Task, piece_bytes};
 use super::rejuvenate::PAUSE_PATIENCE;
-use super::{Machine, Wanted};
+use super::state::Input;
 use crate::config::Config;
 use crate::folders::existing;
 
@@ -196,14 +197,16 @@ impl Machine {
             memory,
             claim,
             registers,
-            level,
-            format: match format {
-                DumpFormat::Elf => Format::Elf,
-                DumpFormat::Kdump => Format::Kdump(method(compression)),
+            settings: Settings {
+                level,
+                format: match format {
+                    DumpFormat::Elf => Format::Elf,
+                    DumpFormat::Kdump => Format::Kdump(method(compression)),
+                },
+                chunk_bytes: crash.chunk_bytes,
+                piece_bytes: piece_bytes(self.context.config.budget_slack_bytes, crash.threads),
+                threads: crash.threads,
             },
-            chunk_bytes: crash.chunk_bytes,
-            piece_bytes: piece_bytes(self.context.config.budget_slack_bytes, crash.threads),
-            threads: crash.threads,
             shelf,
             pace,
             guest_waits,
@@ -242,7 +245,7 @@ impl Machine {
                 .hint("wait until it has ended, or cancel it with `hearth save --cancel`"));
         }
         self.memory.must_be_complete("dump")?;
-        let runs = self.stand.state == MachineState::Running;
+        let runs = self.state.shown() == MachineState::Running;
         let number = self.must_live("dump")?.incarnation.number;
         if request.pause && runs {
             let file =
@@ -263,7 +266,7 @@ impl Machine {
         let failed = |error: &dyn std::error::Error| {
             ApiError::new(ErrorWord::Failed, format!("cannot dump: {}", crate::chain(error)))
         };
-        if self.stand.wanted != Wanted::Run {
+        if self.state.has_order() {
             let message = "cannot pause the guest for a dump: the machine is stopping or rebooting";
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("dump without --pause"));
         }
@@ -277,9 +280,9 @@ impl Machine {
             self.let_go_from_dump();
             return held;
         }
-        self.enter(MachineState::Paused);
         let name = &self.context.config.name;
-        self.stand.why = Some(format!("the guest is being dumped; `hearth dump {name} --discard` ends the dump"));
+        let why = format!("the guest is being dumped; `hearth dump {name} --discard` ends the dump");
+        self.must_happen(Input::Paused { why: Some(why) });
         Ok(())
     }
 
@@ -289,9 +292,9 @@ impl Machine {
             return;
         }
         self.context.journal.guest = GuestNote::Runs;
-        if let Some(life) = &self.stand.life {
+        if let Some(life) = self.state.guest() {
             match rejuvenation::roll_back(&life.generation.qmp, PAUSE_PATIENCE) {
-                Ok(()) if self.stand.state == MachineState::Paused => self.enter(MachineState::Running),
+                Ok(()) if self.state.shown() == MachineState::Paused => self.must_happen(Input::Continued),
                 // One that ended is seen elsewhere.
                 Ok(()) | Err(QmpError::Ended) => {}
                 Err(error) => {

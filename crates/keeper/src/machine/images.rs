@@ -20,7 +20,7 @@ use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::warm_reboot;
 
 use super::disks::Disks;
-use super::timeline::Recovering;
+use super::timeline::LastRecovery;
 use super::warm_reboot::WarmReboot;
 use super::{Context, MachineError, launch};
 use crate::folders::lock_owner;
@@ -236,7 +236,7 @@ impl Disks {
     }
 
     /// The wait is over: before what is held of the images is used, or saved. Says which of them are doubted.
-    pub fn judge_idle(&mut self, context: &Context, warm: &WarmReboot, recovery: &mut Recovering) -> Vec<usize> {
+    pub fn judge_idle(&mut self, context: &Context, warm: &WarmReboot, recovery: &mut LastRecovery) -> Vec<usize> {
         let Some(idle) = self.images.idle.take() else { return Vec::new() };
         let doubts: Vec<_> = idle.iter().map(DiskNote::doubt).collect();
         if let (true, Some(Some(why)), Some(timeline)) =
@@ -260,7 +260,7 @@ impl Disks {
         &mut self,
         context: &mut Context,
         warm: &WarmReboot,
-        recovery: &mut Recovering,
+        recovery: &mut LastRecovery,
         gate: Option<&Gate>,
         next: &Incarnation,
     ) -> Result<(), MachineError> {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use hearth_api::{EmberMode, EndCause, EventKind, MachineState};
+use hearth_api::{EmberMode, EndCause, EventKind};
 use hearth_disk::arrival::Conduct;
 use hearth_disk::image::Unwritten;
 use hearth_disk::server::DiskServer;
@@ -18,8 +18,9 @@ use super::crash::Harvest;
 use super::dumps::Dumps;
 use super::generation::{Devices, Generation};
 use super::leftovers::Needed;
+use super::state::Input;
 use super::timeline::Timeline;
-use super::{Life, Machine, MachineError, Wanted, launch, leftovers};
+use super::{Life, Machine, MachineError, launch, leftovers};
 use crate::folders::own_user;
 
 impl Machine {
@@ -38,21 +39,21 @@ impl Machine {
 
     /// Has the guest's file systems thawed, through the QEMU that it has now.
     pub(super) fn thaw(&mut self) {
-        if let Some(life) = &self.stand.life {
+        if let Some(life) = self.state.guest() {
             self.saves.thaw(&self.context, &life.generation);
         }
     }
 
     /// Has the guest asked whether it is ready, through the QEMU that it has now.
     pub(super) fn watch_ready(&mut self) {
-        if let Some(life) = &self.stand.life {
+        if let Some(life) = self.state.guest() {
             self.fast_remount.watch(&self.context, &life.generation);
         }
     }
 
-    /// QEMU's process is gone: its memory is dead.
-    pub(super) fn qemu_ended(&mut self, how: String) -> Result<(), MachineError> {
-        let Some(Life { incarnation, generation, began, cause, .. }) = self.stand.life.take() else { return Ok(()) };
+    /// QEMU's process is gone: its memory is dead. Ends everything that was for the guest; what is left is the incarnation.
+    fn lay_out(&mut self, guest: Life, how: String, cause: EndCause) -> Incarnation {
+        let Life { incarnation, generation, .. } = guest;
         // It sees no error any more, and its disks are to be drained.
         self.disks.backfill.set_conduct(Conduct::Refuse);
         self.cancel_save("the guest ended");
@@ -60,7 +61,6 @@ impl Machine {
         self.fast_remount.boot_cut_off();
         self.memory.drop_gate(&self.warm_reboot, &self.disks);
         self.disks.expect_nobody();
-        let cause = cause.unwrap_or(EndCause::QemuDied);
         self.crash_recovery.last_end = Some(cause);
         self.context.record(EventKind::QemuExited { generation: generation.number, how });
         self.context.record(EventKind::IncarnationEnded { cause });
@@ -70,33 +70,23 @@ impl Machine {
         self.context.journal.qemu = None;
         self.disks.forget_greeting(&mut self.context);
         self.context.journal.guest = GuestNote::Runs;
-        let stops = matches!(self.stand.wanted, Wanted::Stop { .. })
-            || cause == EndCause::GuestShutdown && self.stand.wanted == Wanted::Run
-            || self.context.rehearses;
         self.crash_recovery.end_living_dump(&self.context, "the guest ended during the dump");
         self.note_death(&incarnation, cause);
         self.memory.drop_restore(&mut self.context, &self.disks);
-        if stops {
-            return self.stop_after_dumps(incarnation);
-        }
-        let delay = self.crash_recovery.crashes.ended(began.elapsed(), cause, &self.context.config.crash);
-        // A guest that the operator asked for starts at once.
-        let delay = delay.filter(|_| self.stand.wanted == Wanted::Run);
-        self.bury(incarnation, cause)?;
-        match delay {
-            Some(delay) => {
-                self.back_off(delay);
-                Ok(())
-            }
-            None => self.start_next(),
-        }
+        incarnation
     }
 
     /// Makes the dead incarnation's memory ready for the next guest.
-    fn bury(&mut self, dead: Incarnation, cause: EndCause) -> Result<(), MachineError> {
-        let why_cold = self.why_cold(&dead);
-        self.stand.wanted = Wanted::Run;
-        self.enter(MachineState::Recovering);
+    pub(super) fn bury(&mut self, guest: Life, how: String, cause: EndCause, cold: bool) -> Result<(), MachineError> {
+        let began = guest.began;
+        let dead = self.lay_out(guest, how, cause);
+        let delay = self.crash_recovery.crashes.ended(began.elapsed(), cause, &self.context.config.crash);
+        self.tell_state();
+        let why_cold = match cold {
+            true => Some("requested by the operator".to_owned()),
+            false if dead.ledger.is_none() => Some("ember = \"off\"".to_owned()),
+            false => None,
+        };
         self.recovery.timeline = Some(Timeline::start(dead.number + 1, cause, why_cold.clone()));
         self.harvested();
         self.phase(Phase::Drain, |machine| machine.warm_reboot.succession(&machine.disks.servers).drain())?;
@@ -112,7 +102,7 @@ impl Machine {
         }
         // Beside all that follows: the next guest is going to need the memory.
         self.warm_reboot.monitor.settle();
-        Ok(())
+        self.buried(delay)
     }
 
     /// The next incarnation starts from what the dead one left; from less, or later, if that fails.
@@ -148,7 +138,6 @@ impl Machine {
     }
 
     fn try_as_configured(&mut self) -> Result<(), MachineError> {
-        self.stand.wanted = Wanted::Run;
         let next = self.next_incarnation()?;
         let gate = self.memory.disk_gate();
         self.disks.renew(&mut self.context, &self.warm_reboot, &mut self.recovery, gate.as_ref(), &next)?;
@@ -162,14 +151,6 @@ impl Machine {
             timeline.recovered();
         }
         Ok(())
-    }
-
-    fn why_cold(&self, dead: &Incarnation) -> Option<String> {
-        match self.stand.wanted {
-            Wanted::Reboot { cold: true, .. } => Some("requested by the operator".to_owned()),
-            _ if dead.ledger.is_none() => Some("ember = \"off\"".to_owned()),
-            _ => None,
-        }
     }
 
     fn bank(&mut self, dead: Incarnation) {
@@ -212,24 +193,22 @@ impl Machine {
         }
     }
 
-    /// A machine that is to stop ends once the dead guest's dump is over.
-    fn stop_after_dumps(&mut self, dead: Incarnation) -> Result<(), MachineError> {
+    /// The dead guest was the machine's last one: only what its dump needs is kept.
+    pub(super) fn bury_last(&mut self, guest: Life, how: String, cause: EndCause) -> Result<(), MachineError> {
+        let dead = self.lay_out(guest, how, cause);
         self.warm_reboot.monitor.watch(None);
         self.warm_reboot.succession(&self.disks.servers).drain()?;
         if let Some(hold) = self.hold_for(&dead) {
             self.bank_held(dead, hold, true);
         }
-        self.stop_when_dumped()
+        Ok(())
     }
 
-    pub(super) fn stop_when_dumped(&mut self) -> Result<(), MachineError> {
+    pub(super) fn wait_for_dumps(&mut self) -> Result<(), MachineError> {
         if !self.crash_recovery.must_wait_for_dumps() {
-            return self.stopped();
+            return self.happens(Input::DumpsOver);
         }
         self.disks.note_idle(&self.context, &self.warm_reboot);
-        self.stand.stops_after_dumps = true;
-        self.enter(MachineState::Stopping);
-        self.stand.why = Some("a dump is being written; `hearth stop --force` discards the rest of it".to_owned());
         Ok(())
     }
 
@@ -248,7 +227,7 @@ impl Machine {
 
     pub(super) fn next_incarnation(&mut self) -> Result<Incarnation, MachineError> {
         self.context.journal.incarnation += 1;
-        (self.context.journal.ordered, self.stand.asked_to_shut_down) = (None, false);
+        self.context.journal.ordered = None;
         self.context.journal.clock_debt = ClockDebt::default();
         self.context.journal.write_through.clear();
         self.saves.forget_frozen(&mut self.context);
@@ -260,7 +239,7 @@ impl Machine {
 
     /// Removes files that killed keepers and QEMUs left.
     pub(super) fn remove_leftovers(&self) {
-        let generation = self.stand.life.as_ref().map(|life| life.generation.number);
+        let generation = self.state.guest().map(|life| life.generation.number);
         // A guest that crashed a moment ago may still be dumped.
         let dead = self.context.journal.dumps.iter().map(|note| note.incarnation);
         let dumps = dead.chain([self.context.journal.incarnation]).collect();
@@ -315,13 +294,19 @@ impl Machine {
     fn adopt(&mut self, incarnation: Incarnation, generation: Generation) -> Result<(), MachineError> {
         (self.context.journal.qemu, self.context.journal.guest) = (Some(generation.identity()), GuestNote::Runs);
         self.context.must_save_journal()?;
-        self.hold(incarnation, generation);
-        self.enter(MachineState::Running);
+        let life = self.hold(incarnation, generation, None);
+        self.must_happen(Input::Runs { guest: life });
         Ok(())
     }
 
     /// Takes the guest of a QEMU that the journal names already. The guest does not end if the journal cannot be written again.
-    pub(super) fn hold(&mut self, incarnation: Incarnation, mut generation: Generation) {
+    /// `began`: when an earlier keeper started it.
+    pub(super) fn hold(
+        &mut self,
+        incarnation: Incarnation,
+        mut generation: Generation,
+        began: Option<Instant>,
+    ) -> Life {
         self.context.journal.qemu = Some(generation.identity());
         if self.context.journal.guest.parked_in().is_some() {
             self.context.journal.guest = GuestNote::Runs;
@@ -331,7 +316,7 @@ impl Machine {
         generation.settle();
         self.context.outside.console.attach(generation.console(&self.context.folders));
         self.pin(&generation);
-        self.stand.life = Some(Life { incarnation, generation, began: Instant::now(), cause: None });
+        Life { incarnation, generation, began: began.unwrap_or_else(Instant::now) }
     }
 
     pub(super) fn pin(&self, generation: &Generation) {
@@ -339,7 +324,7 @@ impl Machine {
         self.locked_files.renew(&config.name, generation.identity().pid, &config.boot);
     }
 
-    pub(super) fn stopped(&mut self) -> Result<(), MachineError> {
+    pub(super) fn clean_up(&mut self) -> Result<(), MachineError> {
         self.crash_recovery.dumps = Dumps::default();
         self.abandon_save();
         self.warm_reboot.monitor.watch(None);
@@ -355,15 +340,13 @@ impl Machine {
         own_user::release(&self.context.folders.runtime);
         leftovers::remove(&self.context.folders.runtime, &Needed::default());
         self.context.journal = self.context.journal.without_guest(self.context.config.memory_bytes);
-        self.context.must_save_journal()?;
-        self.enter(MachineState::Stopped);
-        Ok(())
+        Ok(self.context.must_save_journal()?)
     }
 
     /// The start fails. The boot set was good for it, and is saved again for the next start.
     pub(super) fn fail_to_start(&mut self, error: &MachineError) {
         let is_parked = parked::is_there(&self.context.folders.memory);
-        let is_wanted = self.stand.life.is_none()
+        let is_wanted = self.state.guest().is_none()
             && self.disks.images.are_judged()
             && self.warm_reboot.holds_blocks()
             && !is_parked;
@@ -378,11 +361,15 @@ impl Machine {
     pub(super) fn fail(&mut self, error: &MachineError) {
         let message = crate::chain(error);
         self.context.record(EventKind::Error { message });
-        self.end_qemu(EndCause::QemuDied);
+        self.must_happen(Input::Fails);
+    }
+
+    pub(super) fn give_up(&mut self) {
+        self.kill_qemu();
         self.disks.backfill.set_conduct(Conduct::Refuse);
         self.memory.drop_gate(&self.warm_reboot, &self.disks);
         self.memory.drop_restore(&mut self.context, &self.disks);
-        self.enter(MachineState::Failed);
+        self.tell_state();
         self.see_dumps_through();
         // With keeper and QEMU gone the next start is cold, unless a guest is parked here: until then this would only hold the
         // host's memory.

@@ -2,20 +2,33 @@
 //!
 //! ```text
 //!                     start                 found alive after a keeper's death
-//!   (nothing) ------------------> Starting ----------------------------------+
-//!               QEMU does not start |  | QEMU runs                           |
-//!      Failed <---------------------+  v                                     v
-//!        +-----------------------> Running <------------------------------ Running
-//!        |                        |   |   \ crash, on_panic = "pause" or "dump"
-//!        | QEMU runs    guest     |   |    +-----------> Paused --+
-//!        |              reset,    |   | stop                      | reboot, stop
-//!        |              crash,    v   v                           |
-//!     Recovering <------- reboot, |  Stopping <-------------------+
-//!       | ^               QEMU    |   | QEMU has ended
-//!       | | QEMU does     died    |   v
-//!       +-+ not start             |  Stopped
-//!                                 +--> Recovering
+//!   (nothing) ------------------> Starting ---------------------------------+
+//!                                  |                                        |
+//!                                  | QEMU runs                              |
+//!                                  v                                        |
+//!         QEMU runs          +-----------------------------------------+    |
+//!     +--------------------> | Running                                 | <--+
+//!     |                      |   paused: crash with on_panic = "pause" |
+//!     |                      |     or "dump", save, dump               |
+//!     |                      |   order: reboot or stop, until QEMU     |
+//!     |                      |     has ended                           |
+//!     |                      +-----------------------------------------+
+//!     |     guest reset, crash,  |              |                   |
+//!     |     reboot, QEMU died    |              | stop, power-off   | parked
+//!     |                          v              v                   |
+//!     +-------------------- Recovering ------> Dumping              |
+//!                            |  ^       stop    |                   |
+//!                            +--+               | no dump to        |
+//!            back-off: crash loop,              | wait for          |
+//!            QEMU does not start                v                   |
+//!                                            Stopped <--------------+
+//!
+//!   any of them, on an error that it cannot continue after ------> Failed
 //! ```
+//!
+//! `state` holds these states with their data, and `state::step` has all their transitions: the table of its test lists every state
+//! with every input. `actions` carries out what follows from a transition. The API and the events show more words: a Running machine
+//! is `running`, `paused` or `stopping`; one in Dumping, or Recovering with the order to stop, is `stopping`.
 //!
 //! A machine that crashes again and again, or whose next QEMU does not start, waits in Recovering before its next start
 //! (`crash_loop`).
@@ -23,9 +36,9 @@
 //! A rejuvenation happens within Running: the incarnation stays, the QEMU changes (see `rejuvenate`). A guest that is parked
 //! (`park`) goes from Running to Stopped, and with the next keeper from Starting to Running.
 //!
-//! Every way out of Running goes through the end of QEMU's process, seen by its pidfd: only then is its memory dead and
+//! Every other way out of Running goes through the end of QEMU's process, seen by its pidfd: only then is its memory dead and
 //! its disk I/O drained. What QEMU said before (`Shutdown`, `GuestPanicked`, `Watchdog`) only names the cause. Dumps of dead
-//! guests (`crash`, `dump`) go on beside all this; a machine that stops waits for them in Stopping.
+//! guests (`crash`, `dump`) go on beside all this; a machine that stops waits for them in Dumping.
 //!
 //! A machine is made of parts. Each owns its fields, and its methods borrow the `Context` and the parts that they need; only what
 //! concerns the machine as a whole is a method of `Machine`.
@@ -37,13 +50,14 @@
 //! | `FastRemount` (`remount`) | until when a boot is noted, the readiness probe |
 //! | `GuestMemory` (`gate`, `restore`) | the gate before the guest's memory, its way out of a snapshot |
 //! | `Disks` (`disks`, `images`, `nvram`, `backfill`) | servers, images, NVRAM, backfill |
-//! | `Stand` | the state, the guest and its QEMU, what the operator wants |
-//! | `Recovering` (`timeline`, `crash_loop`) | what exists between two guests |
+//! | `State` (`state`, `actions`) | where the machine stands: the guest and its QEMU, the order, the wait before a start |
+//! | `LastRecovery` (`timeline`) | how long each phase of the last recovery took |
 //! | `Rejuvenations` (`rejuvenate`, `park`, `upgrade`, `age`) | the last hop, the schedule, the keeper's successor |
 //! | `Saves` (`save`, `frozen`) | the save under way, frozen file systems |
 //! | `CrashRecovery` (`crash`, `dumps`, `crash_loop`) | dumps, crashes, harvested registers |
 
 mod access;
+mod actions;
 mod age;
 mod backfill;
 mod context;
@@ -75,6 +89,7 @@ pub mod restore;
 mod save;
 mod space;
 mod stale_session;
+mod state;
 mod status;
 mod takeover;
 mod timeline;
@@ -108,8 +123,9 @@ pub use rejuvenate::GUEST_DIED_WITH_QEMU;
 use rejuvenate::Rejuvenations;
 use remount::FastRemount;
 use save::Saves;
+use state::{Input, State};
 pub use takeover::could_take_over;
-use timeline::Recovering;
+use timeline::LastRecovery;
 use warm_reboot::WarmReboot;
 
 /// How long a guest may take to shut down when asked nicely, before its power is cut.
@@ -138,24 +154,13 @@ pub struct Machine {
     locked_files: LockedFiles,
     memory: GuestMemory,
     disks: Disks,
-    stand: Stand,
-    recovery: Recovering,
+    state: State<Life>,
+    /// The state that the event log was told last.
+    told_state: MachineState,
+    recovery: LastRecovery,
     rejuvenation: Rejuvenations,
     saves: Saves,
     crash_recovery: CrashRecovery,
-    started: Instant,
-}
-
-/// Where the machine stands.
-struct Stand {
-    state: MachineState,
-    why: Option<String>,
-    life: Option<Life>,
-    wanted: Wanted,
-    /// The living guest was asked to shut down, and its power is cut if it does not.
-    asked_to_shut_down: bool,
-    /// The guest has stopped; the machine still waits for its dumps.
-    stops_after_dumps: bool,
 }
 
 /// An incarnation and the QEMU that runs it.
@@ -163,16 +168,6 @@ struct Life {
     incarnation: Incarnation,
     generation: Generation,
     began: Instant,
-    /// Named by QEMU before it ends; if it ends without a word it died.
-    cause: Option<EndCause>,
-}
-
-/// A request of the operator that the machine has not carried out yet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Wanted {
-    Run,
-    Reboot { cold: bool, power_off_at: Instant },
-    Stop { power_off_at: Instant },
 }
 
 impl Machine {
@@ -187,19 +182,12 @@ impl Machine {
             locked_files: LockedFiles::default(),
             memory: GuestMemory::default(),
             disks,
-            stand: Stand {
-                state: MachineState::Starting,
-                why: None,
-                life: None,
-                wanted: Wanted::Run,
-                asked_to_shut_down: false,
-                stops_after_dumps: false,
-            },
-            recovery: Recovering::default(),
+            state: State::Starting,
+            told_state: MachineState::Starting,
+            recovery: LastRecovery::default(),
             rejuvenation: Rejuvenations::default(),
             saves: Saves::default(),
             crash_recovery: CrashRecovery::default(),
-            started: Instant::now(),
         };
         machine
             .context
@@ -234,7 +222,7 @@ impl Machine {
 
     /// Handles events until the machine has stopped, or is another keeper's.
     pub fn run(mut self, events: &Receiver<Event>) -> Result<End, MachineError> {
-        while self.stand.state != MachineState::Stopped {
+        while !matches!(self.state, State::Stopped) {
             let event = match self.deadline() {
                 // Events that came while the successor was asked are handled first: the guest may have ended.
                 _ if self.rejuvenation.successor.is_some() => match events.try_recv() {
@@ -276,28 +264,20 @@ impl Machine {
     }
 
     fn deadline(&self) -> Option<Instant> {
-        [
-            self.power_off_at(),
-            self.recovery.backs_off_until(),
-            self.rejuvenation.schedule.next_look(&self.context.config),
-            self.fast_remount.ready_at,
-        ]
-        .into_iter()
-        .flatten()
-        .min()
+        [self.state.deadline(), self.rejuvenation.schedule.next_look(&self.context.config), self.fast_remount.ready_at]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     fn time_is_up(&mut self) -> Result<(), MachineError> {
         let now = Instant::now();
-        if let Some(back_off) = self.recovery.back_off.take_if(|back_off| back_off.is_over(now)) {
-            return self.end_back_off(&back_off);
-        }
         if self.fast_remount.ready_at.is_some_and(|ready_at| ready_at <= now) {
             self.fast_remount.ready(&self.context, &self.warm_reboot, &self.disks, "`remount.ready_after` has passed");
             return Ok(());
         }
-        match self.power_off_at() {
-            Some(power_off_at) if power_off_at <= now => self.power_off(),
+        match self.state.deadline() {
+            Some(deadline) if deadline <= now => self.happens(Input::TimeUp { now }),
             _ => self.look_at_age(),
         }
     }
@@ -306,14 +286,15 @@ impl Machine {
         match event {
             Event::Request { command, answer } => self.requested(command, &answer),
             Event::Terminate => {
-                let force = matches!(self.stand.wanted, Wanted::Stop { .. });
-                if let Err(refusal) = self.stop(force) {
+                if let Err(refusal) = self.terminate() {
                     tracing::warn!(reason = refusal.message, "cannot stop");
                 }
                 Ok(())
             }
             Event::Qmp { generation, event } if self.is_current(generation) => self.qemu_says(event),
-            Event::QemuEnded { generation, how } if self.is_current(generation) => self.qemu_ended(how),
+            Event::QemuEnded { generation, how } if self.is_current(generation) => {
+                self.happens(Input::Ended { how, rehearses: self.context.rehearses })
+            }
             Event::QemuEnded { generation, .. } => {
                 self.retired(generation);
                 Ok(())
@@ -366,58 +347,51 @@ impl Machine {
 
     fn qemu_says(&mut self, event: QmpEvent) -> Result<(), MachineError> {
         match event {
-            QmpEvent::Shutdown { guest, reason } => self.shutdown_cause(guest, &reason),
+            QmpEvent::Shutdown { guest, reason } => {
+                let cause = match (guest, &*reason) {
+                    (true, "guest-shutdown") => EndCause::GuestShutdown,
+                    (true, _) => EndCause::GuestReset,
+                    (false, _) => EndCause::QemuDied,
+                };
+                self.happens(Input::ShutsDown { cause })
+            }
             QmpEvent::GuestPanicked => self.guest_panicked(),
             QmpEvent::Watchdog { action } => self.watchdog_expired(action),
             QmpEvent::Misbehaves(why) => self.qemu_misbehaves(&why),
-            _ => {}
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// A QEMU that breaks QMP cannot be told anything any more, and may be a guest's by now.
-    fn qemu_misbehaves(&mut self, why: &str) {
+    fn qemu_misbehaves(&mut self, why: &str) -> Result<(), MachineError> {
         self.context.record(EventKind::Error { message: format!("ending QEMU: {why}") });
-        self.end_qemu(EndCause::QemuDied);
+        self.happens(Input::Misbehaves)
     }
 
-    fn shutdown_cause(&mut self, guest: bool, reason: &str) {
-        let cause = match (self.stand.wanted, guest, reason) {
-            (Wanted::Stop { .. }, ..) => EndCause::OperatorStop,
-            (Wanted::Reboot { .. }, ..) => EndCause::OperatorReboot,
-            (Wanted::Run, true, "guest-shutdown") => EndCause::GuestShutdown,
-            (Wanted::Run, true, _) => EndCause::GuestReset,
-            (Wanted::Run, false, _) => EndCause::QemuDied,
-        };
-        if let Some(life) = &mut self.stand.life {
-            life.cause.get_or_insert(cause);
-        }
-    }
-
-    fn guest_panicked(&mut self) {
+    fn guest_panicked(&mut self) -> Result<(), MachineError> {
         self.context.record(EventKind::GuestPanicked);
-        self.guest_crashed(EndCause::Panic);
+        self.guest_crashed(EndCause::Panic)
     }
 
-    fn watchdog_expired(&mut self, action: String) {
+    fn watchdog_expired(&mut self, action: String) -> Result<(), MachineError> {
         let (held_still, resets) = (action == "pause", action == "reset");
         self.context.record(EventKind::WatchdogExpired { action });
         if held_still {
-            self.guest_crashed(EndCause::Watchdog);
-        } else if let (true, Some(life)) = (resets, &mut self.stand.life) {
-            life.cause = Some(EndCause::Watchdog);
+            self.guest_crashed(EndCause::Watchdog)
+        } else if resets {
+            self.happens(Input::WatchdogResets)
+        } else {
+            Ok(())
         }
+    }
+
+    /// The guest is paused by QEMU and will do no more.
+    fn guest_crashed(&mut self, cause: EndCause) -> Result<(), MachineError> {
+        self.cancel_save("the guest crashed");
+        self.happens(Input::Crashes { cause, on_panic: self.context.config.on_panic })
     }
 
     fn is_current(&self, generation: u32) -> bool {
-        self.stand.life.as_ref().is_some_and(|life| life.generation.number == generation)
-    }
-
-    fn enter(&mut self, state: MachineState) {
-        if self.stand.state != state {
-            self.context.record(EventKind::StateChanged { from: self.stand.state, to: state });
-            self.stand.state = state;
-            self.stand.why = None;
-        }
+        self.state.guest().is_some_and(|life| life.generation.number == generation)
     }
 }

@@ -1,15 +1,16 @@
 //! Requests of the operator, until they are carried out or QEMU has ended.
 
 use std::sync::mpsc::Sender;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use hearth_api::{
-    ApiError, CrashMethod, EndCause, ErrorWord, EventKind, MachineState, ParkRequest, RebootRequest, RejuvenateRequest,
+    ApiError, CrashMethod, ErrorWord, EventKind, MachineState, ParkRequest, RebootRequest, RejuvenateRequest,
 };
 
 use hearth_recovery::journal::OrderNote;
 
-use super::{DRAIN_PATIENCE, Life, Machine, MachineError, SHUTDOWN_PATIENCE, Wanted};
+use super::state::Input;
+use super::{Life, Machine, MachineError};
 use crate::control::{Answer, Command};
 
 /// Work of an accepted request that begins when the operator has the answer: it keeps the loop busy.
@@ -95,20 +96,26 @@ impl Machine {
     }
 
     fn reboot(&mut self, request: RebootRequest) -> Result<(), ApiError> {
-        if self.cut_back_off_short(Wanted::Reboot { cold: request.cold, power_off_at: Instant::now() }) {
-            return Ok(());
-        }
-        self.cancel_save("the machine was told to reboot");
-        self.end_held_dump("the machine was told to reboot");
-        let paused = self.stand.state == MachineState::Paused;
-        self.must_live("reboot")?;
-        let patience = if request.force || paused { Duration::ZERO } else { SHUTDOWN_PATIENCE };
-        self.stand.wanted = Wanted::Reboot { cold: request.cold, power_off_at: Instant::now() + patience };
-        if !patience.is_zero() {
-            self.press_power_button();
-        }
-        self.note_order(Some(OrderNote::Reboot { cold: request.cold }));
-        Ok(())
+        let RebootRequest { cold, force } = request;
+        self.make_way("the machine was told to reboot");
+        self.ordered("reboot", Input::Reboot { cold, force, now: Instant::now() })
+    }
+
+    pub(super) fn stop(&mut self, force: bool) -> Result<(), ApiError> {
+        self.make_way("the machine was told to stop");
+        self.ordered("stop", Input::Stop { force, now: Instant::now() })
+    }
+
+    /// A signal stops the machine, the second one at once.
+    pub(super) fn terminate(&mut self) -> Result<(), ApiError> {
+        self.make_way("the machine was told to stop");
+        self.ordered("stop", Input::Terminate { now: Instant::now() })
+    }
+
+    /// A guest that is paused for a save or a dump goes on first.
+    fn make_way(&mut self, why: &str) {
+        self.cancel_save(why);
+        self.end_held_dump(why);
     }
 
     /// For a keeper that comes after this one: the guest may yet take its minute.
@@ -119,55 +126,13 @@ impl Machine {
 
     /// Carries out a request that the dead keeper had accepted. The guest may have been asked to shut down already.
     pub(super) fn go_on_with_order(&mut self) {
-        let power_off_at = Instant::now() + SHUTDOWN_PATIENCE;
-        match self.context.journal.ordered {
-            None => return,
-            Some(OrderNote::Reboot { cold }) => self.stand.wanted = Wanted::Reboot { cold, power_off_at },
-            Some(OrderNote::Stop) => {
-                self.stand.wanted = Wanted::Stop { power_off_at };
-                self.enter(MachineState::Stopping);
-            }
-        }
-        self.press_power_button();
-    }
-
-    pub(super) fn stop(&mut self, force: bool) -> Result<(), ApiError> {
-        if force && self.stand.stops_after_dumps {
-            self.crash_recovery.dumps.give_up_all();
-            return Ok(());
-        }
-        if self.cut_back_off_short(Wanted::Stop { power_off_at: Instant::now() }) {
-            self.enter(MachineState::Stopping);
-            return Ok(());
-        }
-        self.cancel_save("the machine was told to stop");
-        self.end_held_dump("the machine was told to stop");
-        let paused = self.stand.state == MachineState::Paused;
-        if self.stand.state != MachineState::Stopping {
-            self.must_live("stop")?;
-        }
-        let patience = if force || paused { Duration::ZERO } else { SHUTDOWN_PATIENCE };
-        self.stand.wanted = Wanted::Stop { power_off_at: Instant::now() + patience };
-        if !patience.is_zero() {
-            self.press_power_button();
-        }
-        self.note_order(Some(OrderNote::Stop));
-        self.enter(MachineState::Stopping);
-        Ok(())
-    }
-
-    fn press_power_button(&mut self) {
-        self.stand.asked_to_shut_down = true;
-        if let Some(life) = &self.stand.life
-            && let Err(error) = life.generation.qmp.system_powerdown()
-        {
-            tracing::warn!(%error, "cannot ask the guest to shut down; its power is cut after the timeout");
+        if let Some(order) = self.context.journal.ordered {
+            self.must_happen(Input::OrderFound { order, now: Instant::now() });
         }
     }
 
     fn crash(&mut self, method: CrashMethod) -> Result<(), ApiError> {
-        self.cancel_save("the guest was told to crash");
-        self.end_held_dump("the guest was told to crash");
+        self.make_way("the guest was told to crash");
         let life = self.must_live("crash")?;
         let qmp = &life.generation.qmp;
         let crashed = match method {
@@ -181,45 +146,12 @@ impl Machine {
     }
 
     pub(super) fn must_live(&self, what: &str) -> Result<&Life, ApiError> {
-        let living = matches!(self.stand.state, MachineState::Running | MachineState::Paused);
-        self.stand.life.as_ref().filter(|_| living).ok_or_else(|| {
-            ApiError::new(ErrorWord::WrongState, format!("cannot {what}: the machine is {}", self.stand.state.name()))
-                .hint("wait until it runs; `hearth events --follow` shows when")
-        })
+        let living = matches!(self.state.shown(), MachineState::Running | MachineState::Paused);
+        self.state.guest().filter(|_| living).ok_or_else(|| self.wrong_state(what))
     }
 
-    pub(super) fn power_off_at(&self) -> Option<Instant> {
-        match self.stand.wanted {
-            _ if self.stand.life.is_none() => None,
-            Wanted::Run => None,
-            Wanted::Reboot { power_off_at, .. } | Wanted::Stop { power_off_at } => Some(power_off_at),
-        }
-    }
-
-    /// The guest did not go by itself, or need not be asked.
-    pub(super) fn power_off(&mut self) -> Result<(), MachineError> {
-        if std::mem::take(&mut self.stand.asked_to_shut_down) {
-            let why = format!("it did not shut down within {} s", SHUTDOWN_PATIENCE.as_secs());
-            self.context.record(EventKind::PowerCut { why });
-        }
-        let cause = match self.stand.wanted {
-            Wanted::Stop { .. } => EndCause::OperatorStop,
-            Wanted::Reboot { .. } | Wanted::Run => EndCause::OperatorReboot,
-        };
-        // Past its deadline, and the process takes a moment to go: do not come back at once.
-        let later = Instant::now() + DRAIN_PATIENCE;
-        match &mut self.stand.wanted {
-            Wanted::Reboot { power_off_at, .. } | Wanted::Stop { power_off_at } => *power_off_at = later,
-            Wanted::Run => {}
-        }
-        self.end_qemu(cause);
-        Ok(())
-    }
-
-    pub(super) fn end_qemu(&mut self, cause: EndCause) {
-        if let Some(life) = &mut self.stand.life {
-            life.cause.get_or_insert(cause);
-            life.generation.process.kill();
-        }
+    pub(super) fn wrong_state(&self, what: &str) -> ApiError {
+        let message = format!("cannot {what}: the machine is {}", self.state.shown().name());
+        ApiError::new(ErrorWord::WrongState, message).hint("wait until it runs; `hearth events --follow` shows when")
     }
 }

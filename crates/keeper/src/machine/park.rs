@@ -11,7 +11,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
-use hearth_api::{ApiError, ErrorWord, EventKind, MachineState, Unparked};
+use hearth_api::{ApiError, ErrorWord, EventKind, Unparked};
 use hearth_disk::image::Unwritten;
 use hearth_memory::{MemoryError, RamFile};
 use hearth_qemu::{Accelerator, QmpError, accelerator};
@@ -27,7 +27,8 @@ use super::disks::{FlushError, firmware_vars};
 use super::generation::{Devices, Generation, LaunchError};
 use super::launch;
 use super::rejuvenate::{END_PATIENCE, must_have_all_state};
-use super::{Context, Life, Machine, MachineError, Wanted};
+use super::state::Input;
+use super::{Context, Life, Machine, MachineError};
 use crate::config::{Config, NvramConfig};
 use crate::drill::drill;
 use crate::host_reload::Record;
@@ -125,8 +126,9 @@ impl Machine {
     pub(super) fn may_park(&self) -> Result<(), ApiError> {
         let life = self.must_live(WHAT)?;
         let refuse = |why: String, hint: &str| Err(ApiError::new(ErrorWord::WrongState, why).hint(hint));
-        if self.stand.state != MachineState::Running || self.stand.wanted != Wanted::Run {
-            let why = format!("cannot {WHAT}: the machine is {}, or is stopping or rebooting", self.stand.state.name());
+        if !self.state.is_undisturbed() {
+            let state = self.state.shown().name();
+            let why = format!("cannot {WHAT}: the machine is {state}, or is stopping or rebooting");
             return refuse(why, "only a running guest can be parked");
         }
         must_have_all_state(&self.context.config, WHAT)?;
@@ -158,22 +160,20 @@ impl Machine {
             self.not_parked(&progress, refusal.to_string());
             return Ok(());
         }
-        let Some(life) = self.stand.life.take() else { return Ok(()) };
-        match self.note_guest(&life, &mut progress) {
-            Ok(state_bytes) => {
+        let noted = self.with_guest(|machine, life| {
+            machine.note_guest(life, &mut progress).inspect_err(|_| machine.go_on_unparked(life))
+        });
+        match noted {
+            Some(Ok(state_bytes)) => {
                 let duration_ms = began.elapsed().as_secs_f64() * 1e3;
-                self.leave(life)?;
-                drill(ParkPhase::Leave.name());
-                self.context.record(EventKind::Parked { duration_ms, state_bytes });
-                self.enter(MachineState::Stopped);
+                self.happens(Input::Parked { event: EventKind::Parked { duration_ms, state_bytes } })
             }
-            Err(failure) => {
-                self.go_on_unparked(&life);
-                self.stand.life = Some(life);
+            Some(Err(failure)) => {
                 self.not_parked(&progress, crate::chain(&failure));
+                Ok(())
             }
+            None => Ok(()),
         }
-        Ok(())
     }
 
     fn not_parked(&self, progress: &Progress, why: String) {
@@ -252,7 +252,7 @@ impl Machine {
     }
 
     /// It is parked: what is left of it here goes, but for its files.
-    fn leave(&mut self, life: Life) -> Result<(), MachineError> {
+    pub(super) fn leave(&mut self, life: Life, event: EventKind) -> Result<(), MachineError> {
         let Life { generation, .. } = life;
         generation.process.kill();
         if !generation.process.ends_within(END_PATIENCE) {
@@ -277,7 +277,10 @@ impl Machine {
             guest: GuestNote::Parked { folder: self.context.folders.memory.clone() },
             ..self.context.journal.without_guest(self.context.config.memory_bytes)
         };
-        Ok(self.context.must_save_journal()?)
+        self.context.must_save_journal()?;
+        drill(ParkPhase::Leave.name());
+        self.context.record(event);
+        Ok(())
     }
 
     /// The memory that must not be taken for a dead guest's.
@@ -359,8 +362,8 @@ impl Machine {
                 tracing::warn!("cannot find the guest's clock in its state; the clock is behind until NTP corrects it")
             }
         }
-        self.hold(incarnation, generation);
-        self.enter(MachineState::Running);
+        let life = self.hold(incarnation, generation, None);
+        self.must_happen(Input::Runs { guest: life });
         self.thaw();
         drill(ResumePhase::GoOn.name());
         parked::discard(&folder);

@@ -23,7 +23,7 @@ use super::disks::{Disks, is_silent};
 use super::generation::{Generation, LaunchError};
 use super::hop_lock::HopLock;
 use super::launch;
-use super::{Context, Life, Machine, MachineError, Wanted};
+use super::{Context, Life, Machine, MachineError};
 use crate::config::{Config, NetBackend};
 use crate::drill::drill;
 use crate::folders::Folders;
@@ -197,17 +197,17 @@ impl Machine {
 
     /// Whether another QEMU can have the guest, also from one that does not speak to its disks.
     pub(super) fn may_replace_qemu(&self) -> Result<(), ApiError> {
-        if self.stand.state == MachineState::Recovering && self.crash_recovery.last_end == Some(EndCause::QemuDied) {
+        if self.state.shown() == MachineState::Recovering && self.crash_recovery.last_end == Some(EndCause::QemuDied) {
             let message = format!("cannot rejuvenate: {GUEST_DIED_WITH_QEMU}");
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows what it waits for"));
         }
         self.must_live("rejuvenate")?;
-        if self.stand.state != MachineState::Running || self.stand.wanted != Wanted::Run {
-            let message =
-                format!("cannot rejuvenate: the machine is {}, or is stopping or rebooting", self.stand.state.name());
+        if !self.state.is_undisturbed() {
+            let state = self.state.shown().name();
+            let message = format!("cannot rejuvenate: the machine is {state}, or is stopping or rebooting");
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("only a running guest can be rejuvenated"));
         }
-        if let Some(why) = self.stand.life.as_ref().and_then(|life| life.generation.wires().err()) {
+        if let Some(why) = self.state.guest().and_then(|life| life.generation.wires().err()) {
             let message = format!("cannot rejuvenate: another QEMU cannot take over the guest's networks: {why}");
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("reboot the guest; after that it can"));
         }
@@ -247,10 +247,20 @@ impl Machine {
             self.context.record(EventKind::RejuvenationFailed { phase, why, guest_lost: false });
             return Ok(());
         }
-        let Some(life) = self.stand.life.take() else { return Ok(()) };
+        let Some(report) = self.with_guest(|machine, life| machine.report_replacement(life, request)) else {
+            return Ok(());
+        };
+        // Through the channel that it has now.
+        self.thaw();
+        self.watch_ready();
+        self.rejuvenation.last = Some(report);
+        Ok(())
+    }
+
+    fn report_replacement(&mut self, life: &mut Life, request: &RejuvenateRequest) -> Rejuvenation {
         let mut progress = Progress::begin(&life.generation);
         let binary = self.context.qemu.binary.clone();
-        let (life, ended) = self.replace_qemu(life, request, &mut progress);
+        let ended = self.replace_qemu(life, request, &mut progress);
         for phase in &progress.report.phases {
             self.context.record(EventKind::Phase { phase: phase.phase.clone(), duration_ms: phase.duration_ms });
         }
@@ -272,26 +282,20 @@ impl Machine {
                 self.context.record(EventKind::RejuvenationFailed { phase, why, guest_lost });
             }
         }
-        self.stand.life = Some(life);
-        // Through the channel that it has now.
-        self.thaw();
-        self.watch_ready();
-        self.rejuvenation.last = Some(progress.report);
-        Ok(())
+        progress.report
     }
 
-    /// The life with the QEMU that it has in the end.
     fn replace_qemu(
         &mut self,
-        mut life: Life,
+        life: &mut Life,
         request: &RejuvenateRequest,
         progress: &mut Progress,
-    ) -> (Life, Result<(), Failure>) {
+    ) -> Result<(), Failure> {
         // The longer it is watched the better.
         let ticker = (self.context.qemu.accelerator.accelerator == Accelerator::Tcg).then(Ticker::watch);
         let launched = progress.run(Phase::Launch, |report| {
             let _lock = HopLock::to_start(&self.context.root);
-            self.launch_successor(&life, request, report)
+            self.launch_successor(life, request, report)
         });
         let new = match launched {
             Ok(new) => new,
@@ -300,7 +304,7 @@ impl Machine {
                 if self.context.journal.generation != life.generation.number {
                     self.context.folders.discard_generation(self.context.journal.generation);
                 }
-                return (life, Err(failure));
+                return Err(failure);
             }
         };
         let lock = HopLock::to_stand_still(&self.context.root);
@@ -321,18 +325,17 @@ impl Machine {
                     self.context.save_journal();
                 }
                 progress.report.pause_ms = (!stood.is_zero()).then_some(stood.as_secs_f64() * 1e3);
-                return (life, Err(failure));
+                return Err(failure);
             }
         }
         drop(lock);
         let mut old = std::mem::replace(&mut life.generation, new);
         life.generation.settle();
         life.generation.inherit(&mut old);
-        let retired = progress.run(Phase::Retire, |_| {
+        progress.run(Phase::Retire, |_| {
             self.retire(&old, &life.generation);
             Ok(())
-        });
-        (life, retired)
+        })
     }
 
     fn launch_successor(

@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-use hearth_api::{EventKind, MachineState, RestoreStatus};
+use hearth_api::{EventKind, RestoreStatus};
 use hearth_disk::arrival::Conduct;
 use hearth_disk::image::Unwritten;
 use hearth_disk::server::ServerError;
@@ -38,6 +38,7 @@ use trace::note_first_touches;
 pub use trace::{Probe, Trace};
 
 use super::generation::{Devices, Generation, LaunchError};
+use super::state::Input;
 use super::{Machine, MachineError};
 use crate::drill::drill;
 use crate::event::{Event, RestoreMessage};
@@ -196,8 +197,8 @@ impl Machine {
             return Err(failed(failure));
         }
         drill(Step::Run.name());
-        self.hold(incarnation, generation);
-        self.enter(MachineState::Running);
+        let life = self.hold(incarnation, generation, None);
+        self.must_happen(Input::Runs { guest: life });
         self.context.record(EventKind::IncarnationStarted { generation: number, warm: false });
         self.thaw();
         if let Some(status) = self.memory.restore_status() {
@@ -420,7 +421,7 @@ impl Machine {
 
     /// And fills in the rest, once this keeper has the guest.
     pub(super) fn go_on_filling(&mut self) -> Result<(), MachineError> {
-        let Some(life) = &self.stand.life else { return Ok(()) };
+        let Some(life) = self.state.guest() else { return Ok(()) };
         let (number, name) = (life.generation.number, self.context.config.name.clone());
         self.fill_behind(number, None).map_err(|source| MachineError::Restore { name, source: Box::new(source) })
     }

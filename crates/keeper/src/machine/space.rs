@@ -20,7 +20,7 @@ const START_EVERY: Duration = Duration::from_secs(5);
 impl Machine {
     /// Whether space is all that is missing: nothing has been started.
     pub(super) fn may_wait_for_space(&self, error: &MachineError) -> bool {
-        self.stand.life.is_none() && is_out_of_space(error)
+        self.state.guest().is_none() && is_out_of_space(error)
     }
 
     /// Tries once more without an ember, if that is where space is missing: it takes as much memory as a guest. Then later.
@@ -40,8 +40,7 @@ impl Machine {
             }
             self.discard_unused();
         }
-        self.wait_to_start(START_EVERY, why);
-        Ok(())
+        self.start_failed(START_EVERY, why)
     }
 }
 

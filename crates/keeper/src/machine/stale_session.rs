@@ -105,7 +105,7 @@ impl Machine {
             return self.context.save_journal();
         };
         let name = first.name().to_owned();
-        let Some(life) = &mut self.stand.life else { return };
+        let Some(life) = self.state.guest_mut() else { return };
         let number = life.generation.number;
         if !attempt.is_multiple_of(ATTEMPTS_A_TRY) {
             return self.listen(number, attempt + 1);
@@ -132,7 +132,7 @@ impl Machine {
             life.generation.set_deaf();
             self.context.journal.qemu = Some(life.generation.identity());
             self.context.save_journal();
-            if let Some(life) = &self.stand.life {
+            if let Some(life) = self.state.guest() {
                 self.disks.wake(&self.context, &life.generation);
             }
         }

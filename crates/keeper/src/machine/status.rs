@@ -14,21 +14,21 @@ use crate::config::{DiskConfig, NetConfig};
 impl Machine {
     pub(super) fn status(&self) -> MachineStatus {
         let config = &self.context.config;
-        let life = self.stand.life.as_ref();
+        let life = self.state.guest();
         let disks = config.disks.iter().zip(&self.disks.servers);
         let dumps = self.crash_recovery.dumps.statuses();
         MachineStatus {
             name: config.name.clone(),
-            state: self.stand.state,
-            state_why: self.stand.why.clone(),
-            next_start: self.recovery.next_start(),
+            state: self.state.shown(),
+            state_why: self.state.why().map(str::to_owned),
+            next_start: self.state.next_start().map(str::to_owned),
             incarnation: self.context.journal.incarnation,
             cause_of_last_end: self.crash_recovery.last_end,
             uptime_s: life.map_or(0.0, |life| life.began.elapsed().as_secs_f64()),
             keeper: KeeperStatus {
                 pid: std::process::id(),
                 version: env!("CARGO_PKG_VERSION").to_owned(),
-                uptime_s: self.started.elapsed().as_secs_f64(),
+                uptime_s: self.context.outside.started.elapsed().as_secs_f64(),
                 loop_stall_ms_max: self.context.outside.watchdog.main().longest().as_secs_f64() * 1e3,
             },
             qemu: life.map(|life| life.generation.status()),

@@ -12,7 +12,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use hearth_api::{EventKind, MachineState};
+use hearth_api::EventKind;
 use hearth_disk::arrival::Conduct;
 use hearth_disk::image::Unwritten;
 use hearth_disk::server::DiskServer;
@@ -28,6 +28,7 @@ use super::gate::UserfaultOr;
 use super::generation::{Generation, LaunchError};
 use super::images::Images;
 use super::launch;
+use super::state::Input;
 use super::{Machine, MachineError};
 use crate::config::Config;
 use crate::folders::memory_owner;
@@ -99,10 +100,10 @@ impl Machine {
         let run_state = generation.qmp.run_state();
         self.warm_reboot.monitor.watch(Some(incarnation.clone()));
         let number = generation.number;
-        self.hold(incarnation, generation);
+        let life = self.hold(incarnation, generation, began);
         // Not before: who waits for this may type into the guest.
         self.context.record(EventKind::KeeperTookOver { qemu_pid: pid, generation: number });
-        self.enter(MachineState::Running);
+        self.must_happen(Input::Runs { guest: life });
         if let GuestNote::PausedForDump { file } = noted {
             let why = "its keeper died; the paused guest continues: dump it again";
             let file = incomplete_path(&file).display().to_string();
@@ -115,15 +116,12 @@ impl Machine {
         }
         self.translate_as_ever();
         self.go_on_filling()?;
-        if let (Some(life), Some(began)) = (&mut self.stand.life, began) {
-            life.began = began;
-        }
         self.go_on_with_order();
         match run_state.as_deref() {
-            Ok("guest-panicked") => self.guest_panicked(),
-            Ok("watchdog") => self.watchdog_expired("pause".to_owned()),
+            Ok("guest-panicked") => self.guest_panicked()?,
+            Ok("watchdog") => self.watchdog_expired("pause".to_owned())?,
             Ok("running") => {}
-            Ok(_) => self.enter(MachineState::Paused),
+            Ok(_) => self.must_happen(Input::Paused { why: None }),
             Err(error) => tracing::warn!(%error, "QEMU does not report the guest's state"),
         }
         Ok(true)

@@ -1,5 +1,5 @@
-//! Recovering: what exists between the end of one guest and the start of the next, and how long each phase took. `hearth explain`
-//! shows the timeline of the last recovery.
+//! Timeline: how long each phase took between the end of one guest and the start of the next. `hearth explain` shows the
+//! timeline of the last recovery.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -8,20 +8,16 @@ use hearth_memory::PAGE_BYTES;
 use hearth_recovery::ember::Ember;
 
 use super::Context;
-use super::crash_loop::BackOff;
 
 /// The recovery under way, or the last one.
 #[derive(Default)]
-pub struct Recovering {
-    /// Timeline of the last recovery.
+pub struct LastRecovery {
     pub timeline: Option<Timeline>,
-    /// There is no guest, and the next one is waited for.
-    pub back_off: Option<BackOff>,
     /// When the first start failed for want of something that the machine waits for.
     pub waits_since: Option<Instant>,
 }
 
-impl Recovering {
+impl LastRecovery {
     /// Notes a phase that has ended. Nothing is noted of the attempts of a machine that waits: there may be thousands.
     pub fn phase_ended(&mut self, context: &Context, phase: &str, began: Instant, took: Duration) {
         if self.waits_since.is_some() {
@@ -48,15 +44,6 @@ impl Recovering {
             timeline.kept(counts.kept, bytes);
         }
         context.record(EventKind::EmberKept { pages: counts.kept, bytes });
-    }
-
-    pub fn backs_off_until(&self) -> Option<Instant> {
-        self.back_off.as_ref().map(|back_off| back_off.until)
-    }
-
-    /// When the next guest starts, for people.
-    pub fn next_start(&self) -> Option<String> {
-        self.back_off.as_ref().map(|back_off| back_off.next_start.clone())
     }
 }
 

@@ -2,11 +2,11 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use hearth_api::{ApiError, ErrorWord, EventKind, MachineState, UpgradeRequest};
+use hearth_api::{ApiError, ErrorWord, EventKind, UpgradeRequest};
 use hearth_disk::server::DiskServer;
 use hearth_recovery::journal::OrderNote;
 
-use super::{Machine, Wanted};
+use super::Machine;
 use crate::upgrade::Successor;
 
 const WHAT: &str = "upgrade the keeper";
@@ -29,9 +29,7 @@ impl Machine {
     /// Of which incarnation.
     fn may_hand_over(&self) -> Result<u32, ApiError> {
         let life = self.must_live(WHAT)?;
-        let ends =
-            self.stand.state == MachineState::Running && life.cause.is_some() || life.generation.process.has_ended();
-        if self.stand.wanted != Wanted::Run || ends {
+        if self.state.has_order() || self.state.is_ending() || life.generation.process.has_ended() {
             let message = format!("cannot {WHAT}: the machine is stopping or rebooting");
             return Err(
                 ApiError::new(ErrorWord::WrongState, message).hint("start its next keeper with the new program")

@@ -16,7 +16,7 @@ use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::warm_reboot::{Phase, Succession};
 
 use super::memory_monitor::MemoryMonitor;
-use super::timeline::Recovering;
+use super::timeline::LastRecovery;
 use super::{Context, DRAIN_PATIENCE, MachineError, dump};
 use crate::config::{AdmissionMode, Config};
 use crate::event::{Event, MemoryMessage};
@@ -49,7 +49,7 @@ impl WarmReboot {
         Ok(Self { tagger, ember, sources, budget, monitor })
     }
 
-    pub fn memory_says(&self, context: &Context, recovery: &mut Recovering, message: MemoryMessage) {
+    pub fn memory_says(&self, context: &Context, recovery: &mut LastRecovery, message: MemoryMessage) {
         let counts = self.ember.counts();
         match message {
             MemoryMessage::Settled { released_bytes, began, took } => {

@@ -76,13 +76,7 @@ pub struct Task {
     pub claim: Option<Claim>,
     /// QEMU's dump of one byte, or why there is none.
     pub registers: Result<Vec<u8>, String>,
-    pub level: DumpLevel,
-    pub format: Format,
-    /// Memory comes free in steps of this.
-    pub chunk_bytes: u64,
-    /// Memory is packed and written in steps of this.
-    pub piece_bytes: u64,
-    pub threads: u32,
+    pub settings: Settings,
     pub shelf: Shelf,
     pub pace: Pace,
     pub guest_waits: GuestWaits,
@@ -90,6 +84,17 @@ pub struct Task {
     pub file: PathBuf,
     /// By an earlier keeper.
     pub begun: bool,
+}
+
+/// What a dump contains, and in which steps it is written.
+pub struct Settings {
+    pub level: DumpLevel,
+    pub format: Format,
+    /// Memory comes free in steps of this.
+    pub chunk_bytes: u64,
+    /// Memory is packed and written in steps of this.
+    pub piece_bytes: u64,
+    pub threads: u32,
 }
 
 /// A dump that could not be begun, and may be later.
@@ -262,13 +267,13 @@ impl Work<'_> {
         self.insist(|work| {
             work.task.shelf.prepare()?;
             work.task.shelf.must_hold(0)?;
-            Ok(Dump::create(&work.task.file, plan.clone(), work.task.format)?)
+            Ok(Dump::create(&work.task.file, plan.clone(), work.task.settings.format)?)
         })
     }
 
     fn plan(&mut self) -> Plan {
         let mut notes = self.notes();
-        let judgement = judge(&self.task.memory, &notes.to_bytes(), self.task.level);
+        let judgement = judge(&self.task.memory, &notes.to_bytes(), self.task.settings.level);
         if let Some(text) = &judgement.vmcoreinfo
             && !notes.set_vmcoreinfo(text)
         {
@@ -308,7 +313,7 @@ impl Work<'_> {
     }
 
     fn write(&mut self, dump: &mut Dump) -> Result<(), GivenUp> {
-        let pieces = dump.chunks(self.task.piece_bytes.min(self.task.chunk_bytes));
+        let pieces = dump.chunks(self.task.settings.piece_bytes.min(self.task.settings.chunk_bytes));
         let next = AtomicUsize::new(0);
         let mut told = Instant::now();
         let (memory, progress) = (self.task.memory.clone(), self.progress);
@@ -316,7 +321,7 @@ impl Work<'_> {
         std::thread::scope(|scope| {
             // No room in the channel: a compressor that is ahead waits with its piece.
             let (packed, to_write) = sync_channel(0);
-            for number in 0..self.task.threads.max(1) {
+            for number in 0..self.task.settings.threads.max(1) {
                 let (packed, mut packer) = (packed.clone(), dump.packer());
                 let (pieces, next, memory, compressors) = (&pieces, &next, &memory, &compressors);
                 let pack_all = move || {
@@ -355,7 +360,7 @@ impl Work<'_> {
                 self.written(&written);
                 chunk.push(packed.chunk().pfns.clone());
                 chunk_bytes += packed.chunk().pages * PAGE_BYTES;
-                if chunk_bytes >= self.task.chunk_bytes {
+                if chunk_bytes >= self.task.settings.chunk_bytes {
                     chunk.drain(..).for_each(|pfns| self.release(pfns));
                     chunk_bytes = 0;
                 }

@@ -5,12 +5,13 @@
 
 use std::time::{Duration, Instant};
 
-use hearth_api::{ApiError, EndCause, ErrorWord, EventKind, MachineState, SaveThen};
+use hearth_api::{ApiError, ErrorWord, EventKind, MachineState, SaveThen};
 use hearth_recovery::journal::GuestNote;
 use hearth_recovery::rejuvenation;
 
+use super::super::Machine;
 use super::super::generation::Generation;
-use super::super::{DRAIN_PATIENCE, Machine, Wanted};
+use super::super::state::Input;
 use super::task::Written;
 use super::{Held, STATE_PATIENCE, Saving};
 
@@ -93,9 +94,7 @@ impl Machine {
                 });
                 if then == SaveThen::Stop && lives {
                     self.context.journal.guest = GuestNote::Runs;
-                    self.stand.wanted = Wanted::Stop { power_off_at: Instant::now() + DRAIN_PATIENCE };
-                    self.enter(MachineState::Stopping);
-                    return self.end_qemu(EndCause::OperatorStop);
+                    return self.must_happen(Input::SavedToStop { now: Instant::now() });
                 }
             }
             Err(why) => self.context.record(EventKind::SaveFailed { folder, why }),
@@ -116,17 +115,17 @@ impl Machine {
 
     /// The guest goes on, if it stands still; and then its file systems.
     pub(super) fn go_on_from_save(&mut self) {
-        let Some(life) = &self.stand.life else { return };
+        let Some(life) = self.state.guest() else { return };
         if let Err(error) = rejuvenation::roll_back(&life.generation.qmp, STATE_PATIENCE) {
             let message = format!("the guest was paused for its save and cannot continue: {error}");
             self.context.record(EventKind::Error { message });
-        } else if self.stand.state == MachineState::Paused {
+        } else if self.state.shown() == MachineState::Paused {
             if let Some(Saving { held, .. }) = &mut self.saves.current
                 && let Held::Since(paused) = held
             {
                 *held = Held::Was(paused.elapsed());
             }
-            self.enter(MachineState::Running);
+            self.must_happen(Input::Continued);
         }
         self.context.journal.guest = GuestNote::Runs;
         self.context.save_journal();

@@ -65,7 +65,7 @@ impl Freezer {
 
 impl Machine {
     pub(super) fn freezer(&self, request: Option<FreezeRequest>) -> Option<Freezer> {
-        let (request, life) = (request?, self.stand.life.as_ref()?);
+        let (request, life) = (request?, self.state.guest()?);
         let channel = life.generation.agent(&self.context.folders);
         Some(Freezer { channel, patience: Duration::from_millis(request.patience_ms) })
     }

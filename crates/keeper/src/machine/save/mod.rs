@@ -27,9 +27,7 @@ use std::sync::mpsc::{self, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
-use hearth_api::{
-    ApiError, ErrorWord, EventKind, MachineState, SaveRequest, SaveStatus, SaveThen, ScanRequest, rfc3339,
-};
+use hearth_api::{ApiError, ErrorWord, EventKind, SaveRequest, SaveStatus, SaveThen, ScanRequest, rfc3339};
 use hearth_disk::server::{DiskServer, ServerError};
 use hearth_disk::write_log::WriteLog;
 use hearth_memory::PAGE_BYTES;
@@ -45,7 +43,8 @@ use hearth_recovery::snapshot::{
 use super::disks::Disks;
 use super::frozen::Frozen;
 use super::generation::Generation;
-use super::{Context, Life, Machine, Wanted};
+use super::state::Input;
+use super::{Context, Life, Machine};
 use crate::config::{Config, DiskConfig};
 use crate::event::{Event, SaveMessage};
 use crate::object_store::{self, Staging, is_address};
@@ -206,7 +205,7 @@ impl Disks {
 impl Machine {
     pub(super) fn begin_save(&mut self, request: SaveRequest) -> Result<(), ApiError> {
         self.must_be_savable(&request)?;
-        let Some(life) = &self.stand.life else { return Ok(()) };
+        let Some(life) = self.state.guest() else { return Ok(()) };
         let failed = |error: &dyn std::error::Error| ApiError::new(ErrorWord::Failed, crate::chain(error));
         let mut upload = upload_to(&self.context, &request.folder)?;
         let folder = upload.as_ref().map_or_else(|| request.folder.clone(), Upload::folder);
@@ -304,13 +303,13 @@ impl Machine {
 
     /// Emulated code that was translated before is not read again, and a scan would not see that it is used.
     fn translate_anew(&mut self) {
-        let Some(generation) = self.stand.life.as_ref().map(|life| &life.generation) else { return };
+        let Some(generation) = self.state.guest().map(|life| &life.generation) else { return };
         if generation.identity().accelerator != Accelerator::Tcg.name() {
             return;
         }
         self.context.journal.guest = GuestNote::Scanned;
         self.context.save_journal();
-        let told = self.stand.life.as_ref().map(|life| life.generation.qmp.translate_anew(true));
+        let told = self.state.guest().map(|life| life.generation.qmp.translate_anew(true));
         if let Some(Err(error)) = told {
             tracing::warn!(%error, "the scan misses code that QEMU translated earlier");
         }
@@ -318,7 +317,7 @@ impl Machine {
 
     /// A restored guest announces itself on its networks, which wakes who watches its links: a scan shall see what that uses.
     fn announce_as_restored(&self) {
-        if let Some(Err(error)) = self.stand.life.as_ref().map(|life| life.generation.qmp.announce()) {
+        if let Some(Err(error)) = self.state.guest().map(|life| life.generation.qmp.announce()) {
             tracing::warn!(%error, "the scan misses pages that a guest uses to announce itself");
         }
     }
@@ -329,7 +328,7 @@ impl Machine {
             return;
         }
         self.context.journal.guest = GuestNote::Runs;
-        let told = self.stand.life.as_ref().map(|life| life.generation.qmp.translate_anew(false));
+        let told = self.state.guest().map(|life| life.generation.qmp.translate_anew(false));
         if let Some(Err(error)) = told {
             tracing::warn!(%error, "cannot restore QEMU's translation mode; the guest runs slower until the next QEMU");
         }
@@ -339,8 +338,7 @@ impl Machine {
     /// If not, that is the save's end.
     fn may_go_on_saving(&mut self) -> bool {
         let Some(saving) = &self.saves.current else { return false };
-        let runs = self.stand.state == MachineState::Running && self.stand.wanted == Wanted::Run;
-        let may = runs && self.is_current(saving.generation);
+        let may = self.state.is_undisturbed() && self.is_current(saving.generation);
         if !may {
             self.cancel_save("the guest was stopping or rebooting");
         }
@@ -351,16 +349,14 @@ impl Machine {
         if !self.may_go_on_saving() {
             return;
         }
-        let Some(life) = self.stand.life.take() else { return };
         self.context.journal.guest = GuestNote::Paused;
         self.context.save_journal();
-        let taken = self.take_moment(&life.generation);
-        self.stand.life = Some(life);
+        let taken = self.with_guest(|machine, life| machine.take_moment(&life.generation));
         if self.saves.current.as_ref().is_some_and(|saving| matches!(saving.held, Held::Since(_))) {
-            self.enter(MachineState::Paused);
-            self.stand.why = Some("the guest is being saved; `hearth save --cancel` cancels the save".to_owned());
+            let why = "the guest is being saved; `hearth save --cancel` cancels the save".to_owned();
+            self.must_happen(Input::Paused { why: Some(why) });
         }
-        if let Err(why) = taken {
+        if let Some(Err(why)) = taken {
             self.cancel_save(&why);
         }
     }

@@ -28,17 +28,28 @@ pub struct Progress {
     /// Of the images that have to be copied.
     disk_bytes: u64,
     disk_bytes_done: AtomicU64,
-    /// Of a snapshot that goes to an object store.
-    upload_bytes: AtomicU64,
-    upload_bytes_done: AtomicU64,
-    /// When the first of them had arrived, and how many: what they took is not known.
-    arriving: OnceLock<(Instant, u64)>,
-    called_off: AtomicBool,
-    why: Mutex<String>,
+    upload: Upload,
+    /// Why the save was called off.
+    called_off: OnceLock<String>,
     /// One of its threads has failed, and says why itself.
     abandoned: AtomicBool,
     /// Last time that an event told how far it is.
     told: Mutex<Instant>,
+}
+
+/// Progress of a snapshot that goes to an object store.
+struct Upload {
+    bytes: AtomicU64,
+    bytes_done: AtomicU64,
+    /// When the first bytes had arrived, and how many: what they took is not known.
+    arriving: OnceLock<(Instant, u64)>,
+}
+
+impl Upload {
+    fn work(&self) -> Work {
+        let since = self.arriving.get().map(|(since, arrived)| (since.elapsed(), *arrived));
+        Work::of(self.bytes_done.load(Relaxed), self.bytes.load(Relaxed), since)
+    }
 }
 
 impl Progress {
@@ -52,11 +63,12 @@ impl Progress {
             pages_done: AtomicU64::new(0),
             disk_bytes,
             disk_bytes_done: AtomicU64::new(0),
-            upload_bytes: AtomicU64::new(upload_bytes),
-            upload_bytes_done: AtomicU64::new(0),
-            arriving: OnceLock::new(),
-            called_off: AtomicBool::new(false),
-            why: Mutex::default(),
+            upload: Upload {
+                bytes: AtomicU64::new(upload_bytes),
+                bytes_done: AtomicU64::new(0),
+                arriving: OnceLock::new(),
+            },
+            called_off: OnceLock::new(),
             abandoned: AtomicBool::new(false),
             told: Mutex::new(Instant::now()),
         }
@@ -73,9 +85,7 @@ impl Progress {
         let (copied, to_copy) = (pages_done * PAGE_BYTES + disk_bytes_done, pages * PAGE_BYTES + self.disk_bytes);
         let since = self.copying.get().map(|since| (since.elapsed(), 0));
         let copy = Work::of(copied, to_copy, since);
-        let (arrived, to_upload) = (self.upload_bytes_done.load(Relaxed), self.upload_bytes.load(Relaxed));
-        let upload =
-            Work::of(arrived, to_upload, self.arriving.get().map(|(since, arrived)| (since.elapsed(), *arrived)));
+        let upload = self.upload.work();
         // Both go on at the same time.
         let both = Work::of(copy.done + upload.done, copy.all + upload.all, since);
         let eta_s = copy.left_s().zip(upload.left_s()).map(|(copy, upload)| copy.max(upload));
@@ -100,13 +110,13 @@ impl Progress {
     }
 
     pub fn call_off(&self, why: &str) {
-        *self.why.lock().expect("nobody panics with it") = why.to_owned();
-        self.called_off.store(true, Relaxed);
+        // The first reason stays.
+        let _ = self.called_off.set(why.to_owned());
     }
 
     pub fn must_go_on(&self) -> Result<(), SaveError> {
-        if self.called_off.load(Relaxed) {
-            return Err(SaveError::CalledOff { why: self.why.lock().expect("nobody panics with it").clone() });
+        if let Some(why) = self.called_off.get() {
+            return Err(SaveError::CalledOff { why: why.clone() });
         }
         if self.abandoned.load(Relaxed) { Err(SaveError::Abandoned) } else { Ok(()) }
     }
@@ -156,10 +166,11 @@ impl<'a> Reporter<'a> {
 
     /// So much has arrived in the store, of so much, as far as that is known.
     pub fn uploaded(&mut self, arrived: u64, of: u64) -> Result<(), SaveError> {
-        self.progress.upload_bytes_done.store(arrived, Relaxed);
-        self.progress.upload_bytes.store(of, Relaxed);
+        let upload = &self.progress.upload;
+        upload.bytes_done.store(arrived, Relaxed);
+        upload.bytes.store(of, Relaxed);
         if arrived > 0 {
-            self.progress.arriving.get_or_init(|| (Instant::now(), arrived));
+            upload.arriving.get_or_init(|| (Instant::now(), arrived));
         }
         self.report()
     }

@@ -1,8 +1,8 @@
 //! What a save is refused for before it begins.
 
-use hearth_api::{ApiError, ErrorWord, FreezeRequest, MachineState, SaveRequest, ScanRequest};
+use hearth_api::{ApiError, ErrorWord, FreezeRequest, SaveRequest, ScanRequest};
 
-use super::super::{Machine, Wanted};
+use super::super::Machine;
 use super::Saving;
 use crate::object_store::is_address;
 
@@ -35,15 +35,16 @@ impl Machine {
         if self.saves.current.is_some() {
             return refuse("cannot save: another save is running", "`hearth status` shows its progress");
         }
-        if self.stand.state != MachineState::Running || self.stand.wanted != Wanted::Run {
-            let why = format!("cannot save: the machine is {}, or is stopping or rebooting", self.stand.state.name());
+        if !self.state.is_undisturbed() {
+            let state = self.state.shown().name();
+            let why = format!("cannot save: the machine is {state}, or is stopping or rebooting");
             return refuse(&why, "only a running guest can be saved");
         }
         if !self.memory.is_granted() {
             let why = "cannot save: the guest's memory is still being granted step by step";
             return refuse(why, "`hearth status` shows when that has ended");
         }
-        if request.dedup_disk && self.stand.life.as_ref().is_some_and(|life| life.incarnation.ledger.is_none()) {
+        if request.dedup_disk && self.state.guest().is_some_and(|life| life.incarnation.ledger.is_none()) {
             let why = "cannot save with --dedup-disk: with `ember = \"off\"` Hearth does not know which pages are on the \
                  disks";
             return refuse(why, "save without --dedup-disk");
@@ -71,7 +72,7 @@ impl Machine {
             return refuse(why, "`hearth status` shows when they are thawed".to_owned());
         }
         let next_guest = self.context.file.next.configured.as_ref().map_or(&self.context.config, |next| &next.config);
-        match self.stand.life.as_ref().is_some_and(|life| life.generation.identity().guest_agent) {
+        match self.state.guest().is_some_and(|life| life.generation.identity().guest_agent) {
             true => Ok(()),
             false if next_guest.guest_agent => {
                 let why = "cannot freeze: the guest was started without a channel to its agent";

@@ -1,0 +1,115 @@
+//! Actions: carries out what `state::step` decides.
+//!
+//! A change of the state is told (`StateChanged`) once the actions of its step are carried out; actions that are longer tell it
+//! themselves where the events' order needs it.
+
+use hearth_api::{ApiError, EventKind};
+
+use super::state::{self, Action, Input};
+use super::{Life, Machine, MachineError, SHUTDOWN_PATIENCE};
+
+impl Machine {
+    /// Takes the machine to its next state, and carries out what that asks for.
+    pub(super) fn happens(&mut self, input: Input<Life>) -> Result<(), MachineError> {
+        for action in self.step(input) {
+            self.carry_out(action)?;
+        }
+        self.tell_state();
+        Ok(())
+    }
+
+    /// As `happens`, for an order. `verb`: what it is called.
+    pub(super) fn ordered(&mut self, verb: &str, input: Input<Life>) -> Result<(), ApiError> {
+        let actions = self.step(input);
+        if let [Action::Refuse] = actions[..] {
+            return Err(self.wrong_state(verb));
+        }
+        self.must_carry_out(actions);
+        Ok(())
+    }
+
+    /// As `happens`, for what leads to nothing that can fail.
+    pub(super) fn must_happen(&mut self, input: Input<Life>) {
+        let actions = self.step(input);
+        self.must_carry_out(actions);
+    }
+
+    fn must_carry_out(&mut self, actions: Vec<Action<Life>>) {
+        for action in actions {
+            self.carry_out(action).expect("`state::table` lists what follows, and none of it can fail");
+        }
+        self.tell_state();
+    }
+
+    fn step(&mut self, input: Input<Life>) -> Vec<Action<Life>> {
+        let (state, actions) = state::step(std::mem::take(&mut self.state), input);
+        self.state = state;
+        actions
+    }
+
+    /// Records that the state has changed, if it has since it was last told.
+    pub(super) fn tell_state(&mut self) {
+        let (from, to) = (self.told_state, self.state.shown());
+        if from != to {
+            self.context.record(EventKind::StateChanged { from, to });
+            self.told_state = to;
+        }
+    }
+
+    fn carry_out(&mut self, action: Action<Life>) -> Result<(), MachineError> {
+        match action {
+            // Nobody waits for an answer.
+            Action::Refuse => {}
+            Action::PressPowerButton => self.press_power_button(),
+            Action::NoteOrder(note) => self.note_order(Some(note)),
+            Action::TellPowerCut => {
+                let why = format!("it did not shut down within {} s", SHUTDOWN_PATIENCE.as_secs());
+                self.context.record(EventKind::PowerCut { why });
+            }
+            Action::KillQemu => self.kill_qemu(),
+            Action::Harvest => self.harvest(),
+            Action::NoteIdleDisks => self.disks.note_idle(&self.context, &self.warm_reboot),
+            Action::DumpLiving => self.dump_crashed(),
+            Action::Bury { guest, how, cause, cold } => return self.bury(guest, how, cause, cold),
+            Action::BuryLast { guest, how, cause } => return self.bury_last(guest, how, cause),
+            Action::TellCrashLoop { delay, next_start } => self.begin_crash_loop(delay, next_start),
+            Action::WaitToStart { why, next_start, tell } => self.wait_to_start(why, next_start, tell),
+            Action::EndBackOff { began } => {
+                self.recovery.phase_ended(&self.context, "back-off", began, began.elapsed());
+            }
+            Action::ForgetBlocks => {
+                self.warm_reboot.forget_disks();
+                self.recovery.turned_cold("requested by the operator".to_owned());
+            }
+            Action::StartNext => return self.start_next(),
+            Action::WaitForDumps => return self.wait_for_dumps(),
+            Action::GiveUpDumps => self.crash_recovery.dumps.give_up_all(),
+            Action::CleanUp => return self.clean_up(),
+            Action::LeaveParked { guest, event } => return self.leave(guest, event),
+            Action::GiveUp => self.give_up(),
+        }
+        Ok(())
+    }
+
+    /// Lends the guest to work that needs other parts of the machine as well. The state does not change meanwhile.
+    pub(super) fn with_guest<T>(&mut self, work: impl FnOnce(&mut Self, &mut Life) -> T) -> Option<T> {
+        let mut state = std::mem::take(&mut self.state);
+        let result = state.guest_mut().map(|guest| work(self, guest));
+        self.state = state;
+        result
+    }
+
+    fn press_power_button(&self) {
+        if let Some(life) = self.state.guest()
+            && let Err(error) = life.generation.qmp.system_powerdown()
+        {
+            tracing::warn!(%error, "cannot ask the guest to shut down; its power is cut after the timeout");
+        }
+    }
+
+    pub(super) fn kill_qemu(&self) {
+        if let Some(life) = self.state.guest() {
+            life.generation.process.kill();
+        }
+    }
+}

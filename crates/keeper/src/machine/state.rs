@@ -1,0 +1,313 @@
+//! State: where the machine stands, and every decision about what comes next.
+//!
+//! input (an order, QEMU's end, a time that has come) -> `step` -> the next state and actions -> `Machine::happens` carries
+//! them out
+//!
+//! `step` is pure: it reads no clock and no file, and touches nothing. So a test can list every state with every input (`table`).
+//! Nothing else changes the state.
+
+mod step;
+#[cfg(test)]
+mod table;
+
+use std::time::{Duration, Instant};
+
+use hearth_api::{EndCause, EventKind, MachineState};
+use hearth_recovery::journal::OrderNote;
+
+use crate::config::OnPanic;
+pub use step::step;
+
+const WAITS_FOR_DUMPS: &str = "a dump is being written; `hearth stop --force` discards the rest of it";
+
+/// Where the machine stands. `G` is the guest and its QEMU.
+#[derive(Default)]
+pub enum State<G> {
+    /// The first guest is starting.
+    #[default]
+    Starting,
+    Running(Running<G>),
+    /// A guest has ended; the next one is starting, or waits for its start.
+    Recovering(Recovering),
+    /// The machine stops: it waits for the dumps of its dead guests.
+    Dumping {
+        told_to_stop: bool,
+    },
+    Stopped,
+    /// The machine cannot continue. Its guest, if it had one, is being killed.
+    Failed {
+        guest: Option<G>,
+    },
+}
+
+/// What exists only while there is a guest.
+pub struct Running<G> {
+    pub guest: G,
+    /// Why the guest is about to end, as QEMU or an order said. If QEMU ends without a cause, it died.
+    pub cause: Option<EndCause>,
+    /// The guest is paused; the text tells why.
+    pub pause: Option<Pause>,
+    pub order: Option<Order>,
+}
+
+pub struct Pause {
+    pub why: Option<String>,
+}
+
+/// A request of the operator that ends the guest and is not carried out yet.
+#[derive(Clone, Copy)]
+pub struct Order {
+    pub note: OrderNote,
+    pub power_off_at: Instant,
+    /// The guest was asked to shut down; its power is cut if it does not.
+    pub asked: bool,
+}
+
+/// What exists only between two guests.
+#[derive(Default)]
+pub struct Recovering {
+    /// Given while the machine waits, or the order that ended the dead guest.
+    pub order: Option<OrderNote>,
+    /// None: the next guest is starting.
+    pub back_off: Option<BackOff>,
+    /// Why the machine waited last.
+    pub waited_for: Option<String>,
+}
+
+/// A wait before the next start.
+pub struct BackOff {
+    pub began: Instant,
+    pub until: Instant,
+    /// `until` for people.
+    pub next_start: String,
+    pub why: String,
+}
+
+/// What happens to the machine, reduced to what decides.
+pub enum Input<G> {
+    /// A guest runs: it was started, or taken over.
+    Runs {
+        guest: G,
+    },
+    /// The next guest cannot be started yet.
+    StartFails {
+        why: String,
+        back_off: BackOff,
+    },
+    Reboot {
+        cold: bool,
+        force: bool,
+        now: Instant,
+    },
+    Stop {
+        force: bool,
+        now: Instant,
+    },
+    /// A signal: the first one stops the machine, the second one stops it at once.
+    Terminate {
+        now: Instant,
+    },
+    /// A dead keeper had accepted this order.
+    OrderFound {
+        order: OrderNote,
+        now: Instant,
+    },
+    Paused {
+        why: Option<String>,
+    },
+    Continued,
+    /// A save that was to stop the machine is complete.
+    SavedToStop {
+        now: Instant,
+    },
+    /// QEMU is about to end, for this reason unless there is an order.
+    ShutsDown {
+        cause: EndCause,
+    },
+    /// The guest crashed, and QEMU has paused it for good.
+    Crashes {
+        cause: EndCause,
+        on_panic: OnPanic,
+    },
+    /// The guest's watchdog resets it.
+    WatchdogResets,
+    /// QEMU breaks its protocol.
+    Misbehaves,
+    /// QEMU's process is gone.
+    Ended {
+        how: String,
+        rehearses: bool,
+    },
+    /// The dead guest's memory is ready for the next guest. `back_off`: the machine is in a crash loop.
+    Buried {
+        back_off: Option<BackOff>,
+    },
+    TimeUp {
+        now: Instant,
+    },
+    /// There is no dump to wait for.
+    DumpsOver,
+    /// The guest is in files; `event` says so once its QEMU is gone.
+    Parked {
+        event: EventKind,
+    },
+    /// An error that the machine cannot continue after.
+    Fails,
+}
+
+/// What the machine does about it. An action that leads to another input is the last one of its list.
+pub enum Action<G> {
+    /// The order is refused: the machine's state does not permit it.
+    Refuse,
+    PressPowerButton,
+    NoteOrder(OrderNote),
+    /// Say that the guest did not shut down in time.
+    TellPowerCut,
+    KillQemu,
+    /// Take what only a living QEMU can tell of a crash, if the guest can be dumped.
+    Harvest,
+    /// Note the images before anybody is told that the guest is paused for good.
+    NoteIdleDisks,
+    DumpLiving,
+    /// The dead guest's memory becomes the ember, or is dropped. Then `Buried`.
+    Bury {
+        guest: G,
+        how: String,
+        cause: EndCause,
+        cold: bool,
+    },
+    /// The dead guest was the last one: keep only what its dump needs.
+    BuryLast {
+        guest: G,
+        how: String,
+        cause: EndCause,
+    },
+    TellCrashLoop {
+        delay: Duration,
+        next_start: String,
+    },
+    /// Wait after a failed start. `tell`: the operator has not been told of this reason yet.
+    WaitToStart {
+        why: String,
+        next_start: String,
+        tell: bool,
+    },
+    EndBackOff {
+        began: Instant,
+    },
+    ForgetBlocks,
+    /// Start the next guest. Then `Runs` or `StartFails`.
+    StartNext,
+    /// Then `DumpsOver`, at once if there is none.
+    WaitForDumps,
+    GiveUpDumps,
+    /// Put everything away: the machine stops.
+    CleanUp,
+    /// Put everything away but the parked guest's files.
+    LeaveParked {
+        guest: G,
+        event: EventKind,
+    },
+    /// Put away what the next keeper cannot use: the machine failed.
+    GiveUp,
+}
+
+impl<G> State<G> {
+    /// The state as the API and the events show it.
+    pub fn shown(&self) -> MachineState {
+        match self {
+            Self::Starting => MachineState::Starting,
+            Self::Running(running) => running.shown(),
+            Self::Recovering(Recovering { order: Some(OrderNote::Stop), .. }) => MachineState::Stopping,
+            Self::Recovering(_) => MachineState::Recovering,
+            Self::Dumping { .. } => MachineState::Stopping,
+            Self::Stopped => MachineState::Stopped,
+            Self::Failed { .. } => MachineState::Failed,
+        }
+    }
+
+    /// Why it is in this state, for people.
+    pub fn why(&self) -> Option<&str> {
+        match self {
+            Self::Running(Running { pause: Some(pause), .. }) => pause.why.as_deref(),
+            Self::Recovering(Recovering { back_off: Some(back_off), order, .. }) if *order != Some(OrderNote::Stop) => {
+                Some(&back_off.why)
+            }
+            Self::Dumping { .. } => Some(WAITS_FOR_DUMPS),
+            _ => None,
+        }
+    }
+
+    /// When the next guest starts, for people.
+    pub fn next_start(&self) -> Option<&str> {
+        match self {
+            Self::Recovering(Recovering { back_off: Some(back_off), .. }) => Some(&back_off.next_start),
+            _ => None,
+        }
+    }
+
+    /// When `TimeUp` is due.
+    pub fn deadline(&self) -> Option<Instant> {
+        match self {
+            Self::Running(running) => running.order.map(|order| order.power_off_at),
+            Self::Recovering(recovering) => recovering.back_off.as_ref().map(|back_off| back_off.until),
+            _ => None,
+        }
+    }
+
+    pub fn guest(&self) -> Option<&G> {
+        match self {
+            Self::Running(running) => Some(&running.guest),
+            Self::Failed { guest } => guest.as_ref(),
+            _ => None,
+        }
+    }
+
+    pub fn guest_mut(&mut self) -> Option<&mut G> {
+        match self {
+            Self::Running(running) => Some(&mut running.guest),
+            Self::Failed { guest } => guest.as_mut(),
+            _ => None,
+        }
+    }
+
+    fn into_guest(self) -> Option<G> {
+        match self {
+            Self::Running(running) => Some(running.guest),
+            Self::Failed { guest } => guest,
+            _ => None,
+        }
+    }
+
+    pub fn has_order(&self) -> bool {
+        match self {
+            Self::Running(running) => running.order.is_some(),
+            Self::Recovering(recovering) => recovering.order.is_some(),
+            _ => false,
+        }
+    }
+
+    /// The guest runs, and nobody told it to end.
+    pub fn is_undisturbed(&self) -> bool {
+        self.shown() == MachineState::Running && !self.has_order()
+    }
+
+    /// QEMU has said that the running guest is about to end.
+    pub fn is_ending(&self) -> bool {
+        matches!(self, Self::Running(Running { cause: Some(_), pause: None, .. }))
+    }
+}
+
+impl<G> Running<G> {
+    fn is_told_to_stop(&self) -> bool {
+        self.order.is_some_and(|order| order.note == OrderNote::Stop)
+    }
+
+    fn shown(&self) -> MachineState {
+        match self.pause {
+            Some(_) => MachineState::Paused,
+            None if self.is_told_to_stop() => MachineState::Stopping,
+            None => MachineState::Running,
+        }
+    }
+}
