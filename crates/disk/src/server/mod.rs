@@ -37,7 +37,6 @@ mod ring;
 mod running;
 mod sigbus;
 mod signaller;
-mod slab;
 mod transfer;
 mod visitors;
 mod wire;

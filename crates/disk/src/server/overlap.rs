@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 /// Names a request while it is in flight.
-pub type RequestId = u32;
+pub type RequestId = usize;
 
 struct Active {
     id: RequestId,

@@ -302,7 +302,7 @@ enum Verb {
     /// Inspect a dump of a guest's memory.
     ///
     /// Reads kdump files (zstd, lzo, zlib or uncompressed) and ELF cores from Hearth, makedumpfile or QEMU, including
-    /// flattened and incomplete ones. Use crash or drgn for deeper analysis.
+    /// incomplete ones. Use crash or drgn for deeper analysis.
     Vmcore {
         #[command(subcommand)]
         verb: VmcoreVerb,

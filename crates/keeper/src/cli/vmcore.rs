@@ -24,7 +24,6 @@ const SECONDS_MAX: i64 = 253_402_300_799;
 struct Info {
     file: String,
     format: &'static str,
-    flattened: bool,
     /// None if pages are not compressed, or the compression is unknown.
     compression: Option<&'static str>,
     /// Pages left out, as makedumpfile's level; unknown for ELF files.
@@ -122,7 +121,6 @@ impl Info {
         let mut info = Self {
             file: path.display().to_string(),
             format: file.format(),
-            flattened: file.is_flattened(),
             compression: file.compression().map(|compression| compression.name()),
             level: file.level(),
             begun_at: file.unix_seconds().and_then(date),
@@ -245,7 +243,6 @@ fn row(name: &str, value: String) -> Vec<String> {
 
 fn kind(info: &Info) -> String {
     let mut words = vec![info.format.to_owned()];
-    words.extend(info.flattened.then(|| "flattened".to_owned()));
     words.extend(info.compression.map(str::to_owned));
     words.extend(info.level.map(|level| format!("level {level}")));
     words.push(if info.complete { "complete" } else { "INCOMPLETE" }.to_owned());

@@ -1,7 +1,10 @@
-//! Vmcore file: a vmcore from any tool as physical memory: kdump or ELF, plain or flattened, finished or not.
+//! Vmcore file: a vmcore from any tool as physical memory: kdump or ELF, finished or not.
 //!
 //! The file is not trusted. What it says is checked against its size before it is used. A page that cannot be read is
 //! reported as unreadable, and nothing worse happens.
+//!
+//! Flattened dumps (makedumpfile -F, QEMU's kdump formats over a pipe) are named and refused: makedumpfile -R makes a plain file
+//! of them.
 
 use std::fs::File;
 use std::io;
@@ -15,7 +18,6 @@ use super::bitmap::Bitmap;
 use super::bytes::ReadAt;
 use super::compress::{Compression, Damaged, Decompressor, PAGE};
 use super::elf::{ElfError, ElfReader};
-use super::flat::{self, FlatError, Flattened};
 use super::kdump::{KdumpError, KdumpReader};
 use super::linux::Utsname;
 use super::memory::{PhysicalMemory, Unreadable};
@@ -23,20 +25,16 @@ use super::notes::{NOTES_BYTES_MAX, Notes, NotesError};
 
 /// Number of pages kept decompressed, because introspection reads page tables and descriptors word by word.
 const CACHED_PAGES: usize = 512;
+const FLATTENED: &[u8; 16] = b"makedumpfile\0\0\0\0";
 
 /// A vmcore that was opened for reading.
 pub struct VmcoreFile {
-    source: Source,
+    source: File,
     content: Content,
     ranges: Vec<Range<u64>>,
     notes: Notes,
     file_bytes: u64,
     cache: Mutex<Cache>,
-}
-
-enum Source {
-    Plain(File),
-    Flattened(Flattened),
 }
 
 enum Content {
@@ -88,8 +86,8 @@ pub enum FileError {
     Kdump { path: PathBuf, source: KdumpError },
     #[error("{path}: is no ELF core that can be read")]
     Elf { path: PathBuf, source: ElfError },
-    #[error("{path}: is no flattened dump that can be read")]
-    Flat { path: PathBuf, source: FlatError },
+    #[error("{path}: is a flattened dump; make a plain file of it with `makedumpfile -R PLAIN <{path}`")]
+    Flattened { path: PathBuf },
     #[error("{path}: its notes cannot be read")]
     Notes { path: PathBuf, source: NotesError },
 }
@@ -98,14 +96,11 @@ impl VmcoreFile {
     /// Opens a vmcore, and checks its headers and notes.
     pub fn open(path: &Path) -> Result<Self, FileError> {
         let open = |source| FileError::Open { path: path.to_owned(), source };
-        let file = File::open(path).map_err(open)?;
-        let file_bytes = file.file_bytes().map_err(open)?;
-        let source = match flat::is_flattened(&file) {
-            false => Source::Plain(file),
-            true => Source::Flattened(
-                Flattened::open(file).map_err(|source| FileError::Flat { path: path.to_owned(), source })?,
-            ),
-        };
+        let source = File::open(path).map_err(open)?;
+        let file_bytes = source.file_bytes().map_err(open)?;
+        if is_flattened(&source) {
+            return Err(FileError::Flattened { path: path.to_owned() });
+        }
         let content = Content::open(&source, path)?;
         let notes = content.notes(&source).map_err(|source| FileError::Notes { path: path.to_owned(), source })?;
         let cache = Mutex::new(Cache {
@@ -122,11 +117,6 @@ impl VmcoreFile {
             Content::Kdump(_) => "kdump",
             Content::Elf(_) => "elf",
         }
-    }
-
-    /// Whether it is a flattened dump.
-    pub fn is_flattened(&self) -> bool {
-        matches!(self.source, Source::Flattened(_))
     }
 
     /// Whether its maker finished it. `survey` tells whether it was cut off since.
@@ -217,7 +207,7 @@ impl PhysicalMemory for VmcoreFile {
 }
 
 impl Cache {
-    fn page(&mut self, pfn: u64, content: &Content, source: &Source) -> Result<&[u8], PageError> {
+    fn page(&mut self, pfn: u64, content: &Content, source: &File) -> Result<&[u8], PageError> {
         let slot = (pfn % CACHED_PAGES as u64) as usize;
         let page = &mut self.bytes[slot * PAGE..][..PAGE];
         if self.pfns[slot] != Some(pfn) {
@@ -230,7 +220,7 @@ impl Cache {
 }
 
 impl Content {
-    fn open(source: &Source, path: &Path) -> Result<Self, FileError> {
+    fn open(source: &File, path: &Path) -> Result<Self, FileError> {
         let mut magic = [0; 4];
         // A file shorter than that is no dump either.
         let _ = source.read_exact_at(&mut magic, 0);
@@ -247,7 +237,7 @@ impl Content {
         }
     }
 
-    fn notes(&self, source: &Source) -> Result<Notes, NotesError> {
+    fn notes(&self, source: &File) -> Result<Notes, NotesError> {
         let range = match self {
             Self::Kdump(kdump) => kdump.header.notes.clone(),
             Self::Elf(elf) => elf.headers.notes.first().cloned().unwrap_or(0..0),
@@ -279,7 +269,7 @@ impl Content {
 
     fn read_page(
         &self,
-        source: &Source,
+        source: &File,
         pfn: u64,
         decompressor: &mut Decompressor,
         page: &mut [u8],
@@ -291,18 +281,8 @@ impl Content {
     }
 }
 
-impl ReadAt for Source {
-    fn read_exact_at(&self, into: &mut [u8], at: u64) -> io::Result<()> {
-        match self {
-            Self::Plain(file) => ReadAt::read_exact_at(file, into, at),
-            Self::Flattened(flattened) => flattened.read_exact_at(into, at),
-        }
-    }
-
-    fn file_bytes(&self) -> io::Result<u64> {
-        match self {
-            Self::Plain(file) => file.file_bytes(),
-            Self::Flattened(flattened) => flattened.file_bytes(),
-        }
-    }
+/// Whether the file begins as a flattened dump does.
+fn is_flattened(file: &File) -> bool {
+    let mut signature = [0; FLATTENED.len()];
+    ReadAt::read_exact_at(file, &mut signature, 0).is_ok() && signature == *FLATTENED
 }

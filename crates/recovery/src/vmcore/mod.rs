@@ -15,7 +15,6 @@ pub mod dead_ram;
 pub mod dump;
 mod elf;
 pub mod file;
-mod flat;
 mod kdump;
 pub mod level;
 pub mod linux;

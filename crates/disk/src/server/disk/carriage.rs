@@ -285,7 +285,7 @@ impl Disk {
         operation: Operation,
         filled: Vec<Range<u64>>,
         bytes: Range<u64>,
-    ) -> u32 {
+    ) -> usize {
         let (offset, length) = (bytes.start, bytes.end - bytes.start);
         for part in &parts {
             if let Some(job) = self.jobs.get_mut(part.job) {
@@ -295,7 +295,7 @@ impl Disk {
         let running =
             Running { parts, operation, place: bytes, filled, begun: self.clock.now(), waited_for_space: false };
         let place = self.running.insert(running);
-        self.engine.push(Submission { token: u64::from(place), operation, offset, bytes: length });
+        self.engine.push(Submission { token: place as u64, operation, offset, bytes: length });
         self.unsubmitted = true;
         place
     }

@@ -33,7 +33,7 @@ impl Disk {
     }
 
     pub(super) fn complete(&mut self, connection: Option<&mut Connection>, completion: Completion) {
-        let place = u32::try_from(completion.token).ok();
+        let place = usize::try_from(completion.token).ok();
         // Nobody waits for the requests of a connection that is gone.
         let stopping = connection.as_ref().is_none_or(|connection| connection.is_waiting());
         if let (Some(place), Err(error)) = (place, &completion.result)
@@ -41,7 +41,7 @@ impl Disk {
         {
             return;
         }
-        let Some((place, running)) = place.and_then(|place| Some((place, self.running.remove(place)?))) else {
+        let Some((place, running)) = place.and_then(|place| Some((place, self.running.try_remove(place)?))) else {
             tracing::error!(token = completion.token, "an engine ended an operation that it was not given");
             return;
         };
@@ -154,7 +154,7 @@ impl Disk {
             add(&self.counters.tainted, 1);
         }
         self.overlaps.end(id);
-        let Some(job) = self.jobs.remove(id) else { return };
+        let Some(job) = self.jobs.try_remove(id) else { return };
         if let Some(taken) = job.taken.filter(|_| job.request.kind == Kind::Read && !job.from_image) {
             let beside_writes = self.overlaps.is_changing();
             self.recorder.answered(Answered {

@@ -20,7 +20,6 @@ use crate::buffer::Slot;
 use crate::engine::Operation;
 use crate::server::counters::add;
 use crate::server::overlap::RequestId;
-use crate::server::running::Running;
 
 /// The longest gap. In a small ext4 the superblock is in front of the journal, and the inodes behind its beginning: 136 KiB. That
 /// is 1.1 ms at 125 MiB a second, for which a disk with 200 operations a second spares 5.
@@ -85,7 +84,10 @@ impl Disk {
         if !self.recorder.joins_writes() {
             self.wanted.clear();
         }
-        if self.wanted.is_empty() || self.running.len() >= self.depth || self.running.iter().any(Running::is_own) {
+        if self.wanted.is_empty()
+            || self.running.len() >= self.depth
+            || self.running.iter().any(|(_, running)| running.is_own())
+        {
             return;
         }
         let Some(gap) = self.wanted.pop_front() else { return };
@@ -129,7 +131,7 @@ impl Disk {
     }
 
     pub(super) fn meets_filled(&self, bytes: &Range<u64>) -> bool {
-        let mut filled = self.running.iter().flat_map(|running| &running.filled);
+        let mut filled = self.running.iter().flat_map(|(_, running)| &running.filled);
         filled.any(|gap| meet(gap, bytes))
     }
 }

@@ -19,7 +19,7 @@ pub(super) struct Flushes {
     /// So many of them a flush has made durable. None: it is not known of any, or a flush has failed.
     durable: Option<u64>,
     /// The last flush that was begun, if it runs: its place among the operations, and how many changes had ended by then.
-    running: Option<(u32, u64)>,
+    running: Option<(usize, u64)>,
 }
 
 impl Disk {
@@ -42,7 +42,7 @@ impl Disk {
     }
 
     /// The image has ended an operation.
-    pub(super) fn note_for_flushes(&mut self, place: u32, running: &Running, went_well: bool) {
+    pub(super) fn note_for_flushes(&mut self, place: usize, running: &Running, went_well: bool) {
         let flushes = &mut self.flushes;
         if running.changes_blocks() {
             flushes.ended += 1;

@@ -73,7 +73,7 @@ impl Disk {
                 running.is_read_before(first.bytes.start, GAP_BYTES) && first.since < running.begun + quiet
             };
             let is_short = last.bytes.end - first.bytes.start < LONG_ENOUGH;
-            if quiet_for < quiet && is_short && self.running.iter().any(follows) {
+            if quiet_for < quiet && is_short && self.running.iter().any(|(_, running)| follows(running)) {
                 held_back.requests.extend(beside.iter().map(|small| small.job));
                 held_back.wait = held_back.wait.into_iter().chain([quiet - quiet_for]).min();
             }

@@ -25,6 +25,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use slab::Slab;
+
 use super::chain::Descriptor;
 use super::config::Device;
 use super::connection::Stop;
@@ -34,7 +36,6 @@ use super::parked::Parking;
 use super::recorder::{Recorder, Tracking};
 use super::request::{Kind, Request, SERIAL_BYTES, Segment, Status};
 use super::running::Running;
-use super::slab::Slab;
 use super::{Backing, DiskOptions, Tell};
 use crate::block::BLOCK_BYTES;
 use crate::buffer::BufferPool;
@@ -251,7 +252,8 @@ impl Disk {
     pub fn abandon(&mut self, connection: u32) {
         let jobs = &self.jobs;
         self.waiting.retain(|&waiting| jobs.get(waiting).is_some_and(|job| job.connection != connection));
-        for id in self.jobs.keys() {
+        let ids: Vec<RequestId> = self.jobs.iter().map(|(id, _)| id).collect();
+        for id in ids {
             let Some(job) = self.jobs.get_mut(id).filter(|job| job.connection == connection) else { continue };
             job.cut_short();
             self.finish_if_done(None, id);

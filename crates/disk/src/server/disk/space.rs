@@ -25,7 +25,7 @@ const TRY_EVERY: Duration = Duration::from_secs(1);
 #[derive(Default)]
 pub(super) struct Kept {
     /// Their places among those that run; the engine does not have them.
-    pub(super) waiting: Vec<u32>,
+    pub(super) waiting: Vec<usize>,
     /// When the first of them failed; none if there is space.
     since: Option<Instant>,
     try_at: Option<Instant>,
@@ -35,7 +35,7 @@ pub(super) struct Kept {
 
 impl Disk {
     /// An operation has failed. True: it is kept, so the guest is told nothing.
-    pub(super) fn keep(&mut self, place: u32, stopping: bool, error: &io::Error) -> bool {
+    pub(super) fn keep(&mut self, place: usize, stopping: bool, error: &io::Error) -> bool {
         let now = self.clock.now();
         let Some(running) = self.running.get_mut(place) else { return false };
         if stopping || !is_out_of_space(error) || running.is_own() || running.operation == Operation::Flush {
@@ -70,7 +70,7 @@ impl Disk {
             running.begun = now;
             let (operation, offset) = (running.operation, running.place.start);
             let bytes = running.place.end - offset;
-            self.engine.push(Submission { token: u64::from(place), operation, offset, bytes });
+            self.engine.push(Submission { token: place as u64, operation, offset, bytes });
             self.unsubmitted = true;
         }
         self.kept.try_at = Some(now + TRY_EVERY);
@@ -80,7 +80,7 @@ impl Disk {
     /// An operation has ended that had to wait for space.
     pub(super) fn kept_ended(&mut self, went_well: bool) {
         self.kept.all = went_well;
-        if !self.running.iter().any(|running| running.waited_for_space)
+        if !self.running.iter().any(|(_, running)| running.waited_for_space)
             && let Some(since) = self.kept.since.take()
         {
             self.kept.all = false;
@@ -105,12 +105,12 @@ impl Disk {
         self.kept.waiting = stay;
         for place in gone {
             let result = Err(io::Error::from(io::ErrorKind::StorageFull));
-            self.complete(None, Completion { token: u64::from(place), result });
+            self.complete(None, Completion { token: place as u64, result });
         }
     }
 
     fn count_kept(&self) {
-        let kept = self.running.iter().filter(|running| running.waited_for_space).count();
+        let kept = self.running.iter().filter(|(_, running)| running.waited_for_space).count();
         self.counters.waiting_for_space.store(kept as u64, std::sync::atomic::Ordering::Relaxed);
     }
 
