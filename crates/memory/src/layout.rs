@@ -45,15 +45,6 @@ impl Layout {
         let above = address.0.checked_sub(FOUR_GIB)?;
         (above < self.ram_bytes - self.low_bytes).then_some(FileOffset(self.low_bytes + above))
     }
-
-    /// Guest-physical address. None past the end of the file.
-    pub fn address_of(&self, offset: FileOffset) -> Option<GuestPhysicalAddress> {
-        if offset.0 >= self.ram_bytes {
-            return None;
-        }
-        let high = offset.0.checked_sub(self.low_bytes);
-        Some(GuestPhysicalAddress(high.map_or(offset.0, |high| FOUR_GIB + high)))
-    }
 }
 
 #[cfg(test)]
@@ -65,12 +56,8 @@ mod tests {
 
     #[track_caller]
     fn check(ram_bytes: u64, address: u64, expect: Option<u64>) {
-        let layout = Layout::q35(ram_bytes);
-        let offset = layout.offset_of(GuestPhysicalAddress(address));
+        let offset = Layout::q35(ram_bytes).offset_of(GuestPhysicalAddress(address));
         assert_eq!(offset, expect.map(FileOffset));
-        if let Some(offset) = offset {
-            assert_eq!(layout.address_of(offset), Some(GuestPhysicalAddress(address)));
-        }
     }
 
     #[test]
@@ -104,11 +91,5 @@ mod tests {
             |ram_bytes| Layout::q35(ram_bytes).ranges().iter().map(|r| (r.start.0, r.end.0)).collect::<Vec<_>>();
         assert_eq!(bytes(512 * MIB), [(0, 512 * MIB)]);
         assert_eq!(bytes(6 * GIB), [(0, 2 * GIB), (4 * GIB, 8 * GIB)]);
-    }
-
-    #[test]
-    fn offsets_past_the_end_have_no_address() {
-        assert_eq!(Layout::q35(6 * GIB).address_of(FileOffset(6 * GIB)), None);
-        assert_eq!(Layout::q35(6 * GIB).address_of(FileOffset(6 * GIB - 1)), Some(GuestPhysicalAddress(8 * GIB - 1)));
     }
 }

@@ -33,9 +33,9 @@ pub enum MemoryError {
     Create { path: PathBuf, source: io::Error },
     #[error("{path}: cannot be opened as RAM file")]
     Open { path: PathBuf, source: io::Error },
-    #[error("{path}: {bytes} bytes are no size for RAM: it must be a multiple of {PAGE_BYTES} and not 0")]
+    #[error("{path}: RAM cannot have {bytes} bytes: its size must be a multiple of {PAGE_BYTES} and not 0")]
     Size { path: PathBuf, bytes: u64 },
-    #[error("{path}: cannot be measured")]
+    #[error("{path}: its allocated pages cannot be read")]
     Measure { path: PathBuf, source: io::Error },
     #[error("{path}: pages {} to {} cannot be released", pages.start, pages.end)]
     Release { path: PathBuf, pages: Range<u64>, source: io::Error },
@@ -338,7 +338,7 @@ mod tests {
         let path = folder.path().join("ram-1");
         for bytes in [0, 4095, PAGE_BYTES + 1] {
             let refusal = RamFile::create(&path, bytes).unwrap_err().to_string();
-            assert!(refusal.contains(&format!("{bytes} bytes are no size for RAM")), "{refusal}");
+            assert!(refusal.contains(&format!("RAM cannot have {bytes} bytes")), "{refusal}");
         }
         // Larger than the largest possible file: the host reports the error.
         let refusal = RamFile::create(&path, u64::MAX - PAGE_BYTES + 1).unwrap_err().to_string();
@@ -352,7 +352,7 @@ mod tests {
         let path = folder.path().join("ram-1");
         fs::write(&path, b"torn").unwrap();
         let refusal = RamFile::open(&path).unwrap_err().to_string();
-        assert!(refusal.contains("4 bytes are no size for RAM"), "{refusal}");
+        assert!(refusal.contains("RAM cannot have 4 bytes"), "{refusal}");
         let missing = chain(&RamFile::open(&folder.path().join("ram-2")).unwrap_err());
         assert!(missing.contains("ram-2: cannot be opened as RAM file: No such file"), "{missing}");
     }

@@ -43,11 +43,11 @@ pub struct Room {
 /// Reasons why a folder or host cannot hold a machine, or why that is unknown.
 #[derive(Debug, thiserror::Error)]
 pub enum RoomError {
-    #[error("{folder}: cannot be asked for its free space")]
+    #[error("{folder}: its free space cannot be read")]
     Folder { folder: PathBuf, source: io::Error },
     #[error("the host's free memory cannot be read from {path}: {why}")]
     HostMemory { path: &'static str, why: String },
-    #[error("{folder}: too little room: {wanted_mib} MiB are needed and {free_mib} MiB are free; {}", .kind.remedy())]
+    #[error("{folder}: too little free space: {wanted_mib} MiB are needed and {free_mib} MiB are free; {}", .kind.remedy())]
     FolderTooSmall { folder: PathBuf, kind: FileSystemKind, wanted_mib: u64, free_mib: u64 },
     #[error(
         "too little host memory: {wanted_mib} MiB are needed and {available_mib} MiB are available; \
@@ -216,7 +216,7 @@ mod tests {
     #[test]
     fn missing_folder_is_named_in_error() {
         let refusal = must_hold(Path::new("/no/such/folder"), in_folder(MIB)).unwrap_err().to_string();
-        assert_eq!(refusal, "/no/such/folder: cannot be asked for its free space");
+        assert_eq!(refusal, "/no/such/folder: its free space cannot be read");
     }
 
     fn in_folder(folder_bytes: u64) -> Needs {

@@ -42,15 +42,15 @@ pub enum AgentError {
     Closed,
     #[error("the guest agent did not answer within {waited:?} ({command})")]
     Silent { command: &'static str, waited: Duration },
-    #[error("the guest agent says more than {HEARD_BYTES_MAX} bytes and no answer ({command})")]
+    #[error("the guest agent sent more than {HEARD_BYTES_MAX} bytes without an answer ({command})")]
     Endless { command: &'static str },
-    #[error("the guest agent's answer is not understood ({command}): {said}")]
+    #[error("the guest agent's answer is invalid ({command}): {said}")]
     Answer { command: &'static str, said: String },
     #[error("the guest agent refuses ({command}): {description}")]
     Refused { command: &'static str, description: String },
     #[error("{program} has not ended in the guest within {waited:?}")]
     Unfinished { program: String, waited: Duration },
-    #[error("nobody waits for the guest agent any more")]
+    #[error("the request to the guest agent was stopped")]
     Stopped,
 }
 

@@ -56,7 +56,7 @@ pub enum BinaryError {
     NotRunnable { path: PathBuf, source: io::Error },
     #[error("{path}: does not answer --version: {how}")]
     Silent { path: PathBuf, how: String },
-    #[error("{path}: does not say that it is QEMU, but {said:?}")]
+    #[error("{path}: is not QEMU: its --version prints {said:?}")]
     NotQemu { path: PathBuf, said: String },
     #[error("{path}: QEMU {found} is too old; Hearth needs {VERSION_MIN} or later")]
     TooOld { path: PathBuf, found: Version },
@@ -106,12 +106,12 @@ impl Binary {
     }
 
     /// Firmware folders for `-L`; empty for an installed QEMU.
-    pub fn data_folders(&self) -> &[PathBuf] {
+    pub(crate) fn data_folders(&self) -> &[PathBuf] {
         &self.data_folders
     }
 
     /// Whether QEMU was built with seccomp.
-    pub fn has_sandbox(&self) -> bool {
+    pub(crate) fn has_sandbox(&self) -> bool {
         self.has_sandbox
     }
 }
@@ -189,7 +189,7 @@ mod tests {
     #[test]
     fn unusable_qemu_is_named_with_reason() {
         check_refused("echo QEMU emulator version 5.2.0", "QEMU: QEMU 5.2.0 is too old; Hearth needs 7.2.0 or later");
-        check_refused("echo hello", r#"QEMU: does not say that it is QEMU, but "hello""#);
+        check_refused("echo hello", r#"QEMU: is not QEMU: its --version prints "hello""#);
         check_refused("kill -11 $$", "QEMU: does not answer --version: it was ended by signal 11");
         let error = Binary::find(Some(Path::new("/nowhere/qemu"))).unwrap_err().to_string();
         assert!(error.starts_with("/nowhere/qemu: there is no such program"), "{error}");

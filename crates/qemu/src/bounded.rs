@@ -53,7 +53,7 @@ pub fn run(command: &mut Command, at_most: Duration) -> io::Result<Finished> {
 }
 
 /// As `run`, with `input` as the standard input.
-pub fn run_with_input(command: &mut Command, input: &str, at_most: Duration) -> io::Result<Finished> {
+pub(crate) fn run_with_input(command: &mut Command, input: &str, at_most: Duration) -> io::Result<Finished> {
     let stdin = capture()?;
     // This write does not move the position from which the program reads.
     stdin.write_all_at(input.as_bytes(), 0)?;
@@ -90,7 +90,7 @@ fn wait(pid: u32, at_most: Duration) -> io::Result<bool> {
 }
 
 /// Waits until the process behind the pidfd has ended. Returns false at the time limit; None waits for ever.
-pub fn wait_pidfd(pidfd: &impl AsFd, at_most: Option<Duration>) -> io::Result<bool> {
+pub(crate) fn wait_pidfd(pidfd: &impl AsFd, at_most: Option<Duration>) -> io::Result<bool> {
     let deadline = at_most.map(|at_most| Instant::now() + at_most);
     loop {
         let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));

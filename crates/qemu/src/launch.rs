@@ -187,7 +187,7 @@ pub struct Forward {
 
 impl Launch {
     /// The command line without the program's name.
-    pub fn arguments(&self, binary: &Binary, sockets: SocketNumbers) -> Vec<OsString> {
+    pub(crate) fn arguments(&self, binary: &Binary, sockets: SocketNumbers) -> Vec<OsString> {
         let mut arguments = Arguments::default();
         for folder in binary.data_folders() {
             arguments.option("-L", folder);
@@ -226,7 +226,7 @@ impl Launch {
     }
 
     /// Variables to add to QEMU's environment.
-    pub fn environment(&self) -> Vec<(&'static str, OsString)> {
+    pub(crate) fn environment(&self) -> Vec<(&'static str, OsString)> {
         self.preload.iter().flat_map(Preload::environment).collect()
     }
 

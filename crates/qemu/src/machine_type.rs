@@ -42,7 +42,7 @@ pub struct MachineTypes(Vec<MachineType>);
 
 impl MachineTypes {
     /// The type for a machine without one: the newest q35 with a version that is not deprecated.
-    pub fn newest(&self) -> Option<&str> {
+    pub(crate) fn newest(&self) -> Option<&str> {
         let lasting = self.0.iter().filter(|one| one.name.starts_with(VERSIONED) && !one.deprecated);
         let newest = lasting.max_by_key(|one| (one.alias.as_deref() == Some(Q35), version(&one.name)));
         newest.map(|one| one.name.as_str())

@@ -64,13 +64,13 @@ pub struct Process {
 /// Errors of starting and adopting a QEMU.
 #[derive(Debug, thiserror::Error)]
 pub enum ProcessError {
-    #[error("{path}: no file in memory for what QEMU writes")]
+    #[error("{path}: the in-memory file for QEMU's output cannot be created")]
     Log { path: PathBuf, source: io::Error },
-    #[error("{path}: cannot be listened on")]
+    #[error("{path}: cannot listen on this socket")]
     Socket { path: PathBuf, source: io::Error },
     #[error("{path}: cannot be started")]
     Spawn { path: PathBuf, source: io::Error },
-    #[error("process {pid} has ended, or is another one by now")]
+    #[error("process {pid} has ended, or another process has its ID now")]
     Gone { pid: u32 },
 }
 

@@ -78,9 +78,9 @@ pub enum QmpError {
     Silent { command: &'static str, waited: Duration },
     #[error("QMP: {command}: {description}")]
     Refused { command: &'static str, description: String },
-    #[error("QMP: {command}: the answer is not understood")]
+    #[error("QMP: {command}: the answer is invalid")]
     Answer { command: &'static str, source: serde_json::Error },
-    #[error("QMP: no file in memory for QEMU to write to")]
+    #[error("QMP: the in-memory file that QEMU writes to cannot be created")]
     MemoryFile(#[source] io::Error),
 }
 

@@ -229,7 +229,7 @@ fn qemu_of_dead_keeper_is_adopted() {
         adopted.kill();
         assert_eq!(end_of(&first.process.0), "signal 9");
         let refusal = Process::adopt(id, &rig.log()).unwrap_err().to_string();
-        assert_eq!(refusal, format!("process {} has ended, or is another one by now", id.pid));
+        assert_eq!(refusal, format!("process {} has ended, or another process has its ID now", id.pid));
     }
 }
 
@@ -251,7 +251,7 @@ fn unusable_socket_path_is_named() {
     let mut rig = Rig::new();
     rig.launch.qmp_socket = rig.path("no/such/qmp.sock");
     let refusal = Process::spawn(binary, &rig.launch, &rig.log()).unwrap_err().to_string();
-    assert!(refusal.ends_with("no/such/qmp.sock: cannot be listened on"), "{refusal}");
+    assert!(refusal.ends_with("no/such/qmp.sock: cannot listen on this socket"), "{refusal}");
 }
 
 #[test]

@@ -37,7 +37,7 @@ pub struct Cache {
 
 /// The cached blocks of one version of one object.
 #[derive(Debug)]
-pub struct CachedObject {
+pub(crate) struct CachedObject {
     cache: Arc<Cache>,
     folder: PathBuf,
 }
@@ -57,7 +57,7 @@ impl Cache {
     }
 
     /// The blocks of the object with this URL and version.
-    pub fn object(self: &Arc<Self>, url: &str, version: &str) -> CachedObject {
+    pub(crate) fn object(self: &Arc<Self>, url: &str, version: &str) -> CachedObject {
         let mut hasher = blake3::Hasher::new();
         hasher.update(url.as_bytes()).update(&[0]).update(version.as_bytes());
         let key = &hasher.finalize().to_hex()[..32];

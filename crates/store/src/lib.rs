@@ -37,20 +37,22 @@ pub use upload::UploadError;
 /// Errors of object stores; each names the URL or path.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    #[error("{text:?} is no address of an object store: {what}")]
+    #[error("{text:?} is not an address of an object store: {what}")]
     Address { text: String, what: &'static str },
     #[error("{path}: {what}")]
     Settings { path: std::path::PathBuf, what: String },
-    #[error("{url}: the store's settings are not what it takes: {what}; see `credentials` of [object_store]")]
+    #[error(
+        "{url}: the store cannot be used with its settings: {what}; correct the file that `credentials` in [object_store] names"
+    )]
     Setup { url: String, what: String },
-    #[error("{url}: a web server is only read; save to a folder or a bucket")]
+    #[error("{url}: a web server is read-only; save to a folder or a bucket")]
     ReadOnly { url: String },
     #[error("{path}: the cache cannot be used; choose another folder")]
     Cache { path: std::path::PathBuf, source: std::io::Error },
-    #[error("{url}: is not there")]
+    #[error("{url}: does not exist")]
     Missing { url: String },
     #[error("{url}: the store refuses: {why}")]
     Refused { url: String, why: String },
-    #[error("{url}: the store does not answer as it should: {why}")]
+    #[error("{url}: the store gave no valid answer: {why}")]
     Away { url: String, why: String },
 }

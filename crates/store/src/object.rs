@@ -96,7 +96,7 @@ impl Object {
     fn read(&self, into: &mut [u8], offset: u64, urgency: Urgency, turn: Option<&Turn>) -> Result<(), StoreError> {
         let end = offset.checked_add(into.len() as u64).filter(|&end| end <= self.meta.bytes);
         let Some(end) = end else {
-            let why = format!("it ends at {}, and bytes behind that are asked for", self.meta.bytes);
+            let why = format!("it ends at {}, before the bytes that are requested", self.meta.bytes);
             return Err(StoreError::Away { url: self.url(), why });
         };
         let (mut at, mut taken) = (offset, None);

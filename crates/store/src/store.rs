@@ -138,7 +138,7 @@ impl Store {
     pub fn read(&self, name: &str, bytes_max: u64) -> Result<Option<Vec<u8>>, StoreError> {
         let Some(meta) = self.meta(name)? else { return Ok(None) };
         if meta.bytes > bytes_max {
-            let why = format!("it has {} bytes, and {bytes_max} are possible", meta.bytes);
+            let why = format!("it has {} bytes, and at most {bytes_max} are allowed", meta.bytes);
             return Err(StoreError::Refused { url: self.url(name), why });
         }
         if meta.bytes == 0 {
@@ -159,7 +159,7 @@ impl Store {
         let bytes =
             self.reader().get_range(&self.path(name), range).await.map_err(|error| self.failure(name, &error))?;
         if bytes.len() as u64 != length {
-            let why = format!("{} bytes came of {length}", bytes.len());
+            let why = format!("{} bytes of {length} arrived", bytes.len());
             return Err(StoreError::Away { url: self.url(name), why });
         }
         Ok(bytes)

@@ -14,7 +14,7 @@ use crate::{Store, StoreError};
 pub enum UploadError {
     #[error(transparent)]
     Store(#[from] StoreError),
-    #[error("what was to be sent cannot be read")]
+    #[error("the data to upload cannot be read")]
     Read(#[source] io::Error),
     /// `go_on` returned false.
     #[error("the upload was stopped")]

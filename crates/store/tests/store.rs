@@ -159,7 +159,7 @@ fn missing_store_is_named_until_it_returns() {
     stand.send("ram", &sent).unwrap();
     let object = stand.object("ram");
     let mut bytes = vec![0; 100_000];
-    for (wire, expect) in [(Wire::Failing, "500"), (Wire::Dead, "place/ram: the store does not answer as it should")] {
+    for (wire, expect) in [(Wire::Failing, "500"), (Wire::Dead, "place/ram: the store gave no valid answer")] {
         stand.server.set_wire(wire);
         let error = object.read_at(&mut bytes, 5, Urgency::Demand).unwrap_err().to_string();
         assert!(error.contains("s3://bucket/place/ram") && error.contains(expect), "{error}");

@@ -236,8 +236,8 @@ fn failing_agent_leaves_the_guest_as_it_was() -> Result<()> {
     faulty.check(None, "the guest agent did not answer within 2s (guest-sync-delimited)")?;
     let refusal = r#"echo "{\"error\": {\"class\": \"GenericError\", \"desc\": \"a hook failed\"}}""#;
     faulty.check(Some(refusal), "the guest agent refuses (guest-fsfreeze-freeze): a hook failed")?;
-    faulty.check(Some("echo rubbish"), "is not understood (guest-fsfreeze-freeze): rubbish")?;
-    faulty.check(Some("head -c 300000 /dev/zero"), "says more than 65536 bytes and no answer")?;
+    faulty.check(Some("echo rubbish"), "is invalid (guest-fsfreeze-freeze): rubbish")?;
+    faulty.check(Some("head -c 300000 /dev/zero"), "sent more than 65536 bytes without an answer")?;
     let late = r#"sleep 4; echo "{\"return\": 1}""#;
     faulty.check(Some(late), "the guest agent did not answer within 2s (guest-fsfreeze-freeze)")?;
     assert_eq!(vm.nonce()?, nonce);

@@ -117,7 +117,7 @@ mod tests {
             problems("QEMU emulator version 6.2.0 (Debian 1:6.2)"),
             ["error: qemu: PROGRAM: QEMU 6.2.0 is too old; Hearth needs 7.2.0 or later",]
         );
-        assert_eq!(problems("bochs 2.7"), ["error: qemu: PROGRAM: does not say that it is QEMU, but \"bochs 2.7\""]);
+        assert_eq!(problems("bochs 2.7"), ["error: qemu: PROGRAM: is not QEMU: its --version prints \"bochs 2.7\""]);
         let missing = with_program(Path::new("/nowhere/qemu"), "");
         assert_eq!(
             missing,

@@ -49,7 +49,7 @@ pub enum AccessError {
     NoHelper { pid: u32 },
     #[error("QEMU's helper (pid {pid}) cannot drop page tables")]
     Refused { pid: u32, source: io::Error },
-    #[error("QEMU's helper (pid {pid}) cannot be talked to")]
+    #[error("the connection to QEMU's helper (pid {pid}) failed")]
     Channel { pid: u32, source: io::Error },
     #[error("QEMU's helper (pid {pid}) did not answer within {PATIENCE:?}")]
     Silent { pid: u32 },

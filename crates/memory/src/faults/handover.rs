@@ -70,7 +70,7 @@ pub struct Helper {
 /// Errors of the hand-over.
 #[derive(Debug, thiserror::Error)]
 pub enum HandoverError {
-    #[error("{path}: cannot be listened on")]
+    #[error("{path}: cannot listen on this socket")]
     Bind { path: PathBuf, source: io::Error },
     #[error(
         "{path}: no userfaultfd from QEMU (pid {pid}) within {patience:?}; was it started with the preload library?"
@@ -80,7 +80,9 @@ pub enum HandoverError {
     Ended { pid: u32 },
     #[error("QEMU (pid {pid}) has no userfaultfd: {why}")]
     Refused { pid: u32, why: String },
-    #[error("what QEMU (pid {pid}) sent is no hand-over: {why}; are keeper and preload library of one version?")]
+    #[error(
+        "QEMU (pid {pid}) sent an invalid hand-over message: {why}; do keeper and preload library have the same version?"
+    )]
     Garbled { pid: u32, why: &'static str },
     #[error("the hand-over from QEMU (pid {pid}) failed")]
     Io { pid: u32, source: io::Error },
@@ -187,7 +189,7 @@ impl HandoverListener {
             return Err(HandoverError::Refused { pid, why });
         }
         let mut descriptors = descriptors.into_iter();
-        let fd = descriptors.next().ok_or(HandoverError::Garbled { pid, why: "the descriptor is missing" })?;
+        let fd = descriptors.next().ok_or(HandoverError::Garbled { pid, why: "its descriptor is missing" })?;
         let helper = told.helper_in_qemu.zip(descriptors.next()).map(|(fd_in_qemu, fd)| Helper { fd, fd_in_qemu });
         connection.write_all(ACKNOWLEDGED).map_err(io_failed)?;
         Ok(Userfault { fd, fd_in_qemu: told.fd_in_qemu, qemu_pid: pid, helper })
@@ -213,10 +215,10 @@ impl Told {
     fn parse(message: &[u8; MESSAGE_BYTES]) -> Result<Self, &'static str> {
         let word = |at: usize| [message[at], message[at + 1], message[at + 2], message[at + 3]];
         if &message[..8] != MAGIC {
-            return Err("the magic is wrong");
+            return Err("its magic is wrong");
         }
         if u32::from_ne_bytes(word(8)) != VERSION {
-            return Err("the version is another");
+            return Err("its version differs from the keeper's");
         }
         let fd_in_qemu = i32::from_ne_bytes(word(12));
         let errno = i32::from_ne_bytes(word(16));
@@ -404,11 +406,11 @@ mod tests {
 
     #[test]
     fn invalid_messages_are_refused() {
-        check_garbled(vec![7; MESSAGE_BYTES], "the magic is wrong");
+        check_garbled(vec![7; MESSAGE_BYTES], "its magic is wrong");
         let mut newer = message(3, 0, -1, "");
         newer[8] = 3;
-        check_garbled(newer.to_vec(), "the version is another");
-        check_garbled(message(3, 0, -1, "").to_vec(), "the descriptor is missing");
+        check_garbled(newer.to_vec(), "its version differs from the keeper's");
+        check_garbled(message(3, 0, -1, "").to_vec(), "its descriptor is missing");
         check_garbled(message(3, 0, -1, "")[..40].to_vec(), "the hand-over from QEMU");
     }
 
@@ -445,7 +447,7 @@ mod tests {
         drop(HandoverListener::bind(&path).unwrap());
         assert!(!path.exists());
         let refusal = HandoverListener::bind(&path.join("deeper")).unwrap_err().to_string();
-        assert!(refusal.ends_with("userfault.sock/deeper: cannot be listened on"), "{refusal}");
+        assert!(refusal.ends_with("userfault.sock/deeper: cannot listen on this socket"), "{refusal}");
     }
 
     /// A process that lives until it is killed or this test ends, which closes its input.

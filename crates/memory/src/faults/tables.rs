@@ -72,13 +72,16 @@ pub(super) enum Look {
 pub enum WatchError {
     #[error(transparent)]
     Mapping(#[from] AdmissionError),
-    #[error("{path}: is made of pages of {page_bytes} bytes; what is used and written of them cannot be told apart")]
+    #[error(
+        "{path}: has pages of {page_bytes} bytes, but accesses and writes can only be tracked in pages of {PAGE_BYTES} bytes; \
+         use a memory folder with ordinary pages"
+    )]
     HugePages { path: std::path::PathBuf, page_bytes: u64 },
-    #[error("the kernel does not tell what QEMU (pid {pid}) uses and writes; Linux 6.7 and later do")]
+    #[error("the kernel cannot report the pages that QEMU (pid {pid}) uses and writes; this needs Linux 6.7 or later")]
     Kernel { pid: u32, source: io::Error },
-    #[error("what QEMU (pid {pid}) has used and written cannot be read")]
+    #[error("the pages that QEMU (pid {pid}) has used and written cannot be read from /proc/{pid}/pagemap")]
     Scan { pid: u32, source: io::Error },
-    #[error("no descriptor")]
+    #[error("the userfaultfd of QEMU cannot be duplicated")]
     Descriptor(#[source] io::Error),
 }
 

@@ -53,7 +53,7 @@ fn check_freeze(says: &'static [u8], expect: &str) {
 
 #[test]
 fn answers_and_wrong_answers_are_reported() {
-    let odd = "the guest agent's answer is not understood (guest-fsfreeze-freeze): ";
+    let odd = "the guest agent's answer is invalid (guest-fsfreeze-freeze): ";
     check_freeze(b"{\"return\": 2}\n", "2");
     check_freeze(b"\r\n\n{\"return\": 0}\r\n", "0");
     check_freeze(
@@ -110,13 +110,13 @@ fn guest_program_is_awaited() {
     check_program(
         &[r#"{"return": 71}"#],
         &LONG,
-        r#"the guest agent's answer is not understood (guest-exec): {"return": 71}"#,
+        r#"the guest agent's answer is invalid (guest-exec): {"return": 71}"#,
         1,
     );
     check_program(
         &[PID, r#"{"return": {}}"#],
         &LONG,
-        r#"the guest agent's answer is not understood (guest-exec-status): {"return": {}}"#,
+        r#"the guest agent's answer is invalid (guest-exec-status): {"return": {}}"#,
         2,
     );
     check_program(&[PID, ""], &SHORT, "the guest agent did not answer within 300ms (guest-exec-status)", 2);

@@ -65,15 +65,15 @@ impl Budget {
 /// Why QEMU's messages are no longer read.
 #[derive(Debug, thiserror::Error)]
 enum Fault {
-    #[error("its QMP says a line of more than {LINE_BYTES_MAX} bytes")]
+    #[error("its QMP sent a line of more than {LINE_BYTES_MAX} bytes")]
     Line,
-    #[error("its QMP says too much: more than {} messages or {} bytes a second", MESSAGES.per_second, BYTES.per_second)]
+    #[error("its QMP sent too much: more than {} messages or {} bytes a second", MESSAGES.per_second, BYTES.per_second)]
     Flood,
-    #[error("its QMP answers what it was not asked")]
+    #[error("its QMP answered a command that was not sent")]
     Unasked,
-    #[error("its QMP says what is not QMP: {0}")]
+    #[error("its QMP sent a line that is not QMP: {0}")]
     Nonsense(String),
-    #[error("its QMP sends descriptors")]
+    #[error("its QMP sent file descriptors")]
     Descriptors,
 }
 
@@ -180,7 +180,7 @@ mod tests {
     fn endless_lines_and_floods_end_the_session() {
         check_ended(endlessly(&[b'A'; 65536]), "a line of more than");
         check_ended(endlessly(b"{\"event\": \"NEWS\"}\n"), "too much");
-        check_ended(endlessly(b"{\"return\": {}, \"id\": 7}\n"), "was not asked");
+        check_ended(endlessly(b"{\"return\": {}, \"id\": 7}\n"), "that was not sent");
         check_ended(endlessly(b"Hello!\n"), "not QMP: Hello!");
         check_ended(endlessly(b"\n"), "not QMP");
         check_ended(endlessly(&[0xff, b'\n']), "not QMP");

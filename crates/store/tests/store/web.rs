@@ -29,7 +29,7 @@ fn web_server_is_readable_but_never_written() {
     fs::write(place.join("manifest"), "another").unwrap();
     assert_ne!(store.meta("manifest").unwrap().expect("it is there").version, before.version);
 
-    let is_read_only = |error: &StoreError| error.to_string().contains("a web server is only read");
+    let is_read_only = |error: &StoreError| error.to_string().contains("a web server is read-only");
     assert!(is_read_only(&store.must_be_writable().unwrap_err()));
     assert!(is_read_only(&store.remove("ram").unwrap_err()));
     assert!(matches!(store.replace("ram", vec![7], None), Replaced::Unknown(error) if is_read_only(&error)));

@@ -92,11 +92,14 @@ pub struct Waits {
 pub enum AdmissionError {
     #[error("the mappings of QEMU (pid {pid}) cannot be read")]
     Maps { pid: u32, source: io::Error },
-    #[error("{path}: QEMU (pid {pid}) has not mapped all of it once: {mapped} of {bytes} bytes")]
+    #[error("{path}: QEMU (pid {pid}) must map the whole file exactly once, but has mapped {mapped} of {bytes} bytes")]
     Mapping { path: PathBuf, pid: u32, mapped: u64, bytes: u64 },
     #[error("QEMU (pid {pid}): {what} its memory failed; is the kernel older than 4.14?")]
     Userfault { pid: u32, what: &'static str, source: io::Error },
-    #[error("{path}: is made of pages of {page_bytes} bytes, which cannot be brought one by one; use ordinary ones")]
+    #[error(
+        "{path}: has pages of {page_bytes} bytes, but memory can only be supplied in pages of {PAGE_BYTES} bytes; \
+         use a memory folder with ordinary pages"
+    )]
     HugePages { path: PathBuf, page_bytes: u64 },
     #[error(
         "{path}: has no room for what the guest misses; enlarge its file system (for tmpfs: mount -o remount,size=...) or \
@@ -107,7 +110,7 @@ pub enum AdmissionError {
     Gone { pid: u32 },
     #[error(transparent)]
     Memory(#[from] crate::MemoryError),
-    #[error("no event counter")]
+    #[error("the page faults of QEMU cannot be waited for")]
     Bell(#[source] io::Error),
 }
 
@@ -195,16 +198,6 @@ impl GatedRam {
         }
         self.committed_bytes = AtomicU64::new(resident);
         Ok(())
-    }
-
-    /// Process ID of QEMU.
-    pub fn qemu_pid(&self) -> u32 {
-        self.qemu_pid
-    }
-
-    /// Size of a unit in bytes; the last unit may be shorter.
-    pub fn unit_bytes(&self) -> u64 {
-        self.unit_bytes
     }
 
     /// The units that overlap a byte range of the file.

@@ -250,7 +250,7 @@ fn unmapped_ram_file_is_refused() {
     let (place, other) = (place(), place());
     let guest = Guest::start(&place.ram);
     let refusal = GatedRam::register(&guest.userfault, &other.ram, UNIT_BYTES).unwrap_err().to_string();
-    assert!(refusal.ends_with("has not mapped all of it once: 0 of 16777216 bytes"), "{refusal}");
+    assert!(refusal.ends_with("must map the whole file exactly once, but has mapped 0 of 16777216 bytes"), "{refusal}");
 }
 
 #[test]
