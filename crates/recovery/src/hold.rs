@@ -61,7 +61,7 @@ impl Hold {
     }
 
     /// Runs of pages in `range` that are not held.
-    pub fn free_in(&self, range: Range<u64>) -> Vec<Range<u64>> {
+    pub(crate) fn free_in(&self, range: Range<u64>) -> Vec<Range<u64>> {
         let pages = self.pages();
         let (mut free, end) = (Vec::new(), range.end.min(pages.pages()));
         let mut from = range.start;

@@ -90,7 +90,7 @@ impl DiskNote {
     }
 
     /// Whether both describe the same disk, by the paths of its files.
-    pub fn is_of_disk(&self, other: &Self) -> bool {
+    pub(crate) fn is_of_disk(&self, other: &Self) -> bool {
         self.paths().eq(other.paths())
     }
 

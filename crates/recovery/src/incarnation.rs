@@ -88,7 +88,7 @@ pub fn ram_path(folder: &Path, number: u32) -> PathBuf {
 }
 
 /// Path of an incarnation's ledger.
-pub fn ledger_path(folder: &Path, number: u32) -> PathBuf {
+pub(crate) fn ledger_path(folder: &Path, number: u32) -> PathBuf {
     folder.join(format!("ledger-{number}"))
 }
 

@@ -256,7 +256,9 @@ pub enum JournalError {
     Io { path: PathBuf, source: io::Error },
     #[error("journal {path}: not understood; move it away to start the machine afresh")]
     Malformed { path: PathBuf, source: serde_json::Error },
-    #[error("journal {path}: version {found}, this keeper knows {JOURNAL_VERSION}; use the keeper that wrote it")]
+    #[error(
+        "journal {path}: has version {found}, but this keeper knows only {JOURNAL_VERSION}; use the keeper that wrote it"
+    )]
     Version { path: PathBuf, found: u32 },
 }
 
@@ -540,7 +542,7 @@ mod tests {
             Journal::load(&path)
                 .unwrap_err()
                 .to_string()
-                .ends_with("version 9, this keeper knows 1; use the keeper that wrote it")
+                .ends_with("version 9, but this keeper knows only 1; use the keeper that wrote it")
         );
         fs::write(&path, r#"{"version": 1, "machine": "w"#).unwrap();
         assert!(Journal::load(&path).unwrap_err().to_string().contains("not understood"));

@@ -56,8 +56,8 @@ pub enum RestoreError {
     #[error(transparent)]
     Memory(#[from] MemoryError),
     #[error(
-        "QEMU has touched page {page} of the guest's memory before what is missing could be brought, and the guest would not find \
-         there what was saved; `hearth restore --eager` does without that"
+        "QEMU has touched page {page} of the guest's memory before its saved contents could be supplied, so the guest would lose \
+         them; use `hearth restore --eager`"
     )]
     Touched { page: u64 },
     #[error("it was called off")]

@@ -97,11 +97,11 @@ pub enum RejuvenationError {
     Disk { disk: String, what: &'static str },
     #[error(transparent)]
     Server(#[from] ServerError),
-    #[error("no channel for the guest's state")]
+    #[error("the channel for the guest's state cannot be created")]
     Channel(#[source] std::io::Error),
-    #[error("the old QEMU does not give its guest away")]
+    #[error("the old QEMU does not hand over its guest")]
     Old(#[source] QmpError),
-    #[error("the new QEMU does not take the guest")]
+    #[error("the new QEMU does not accept the guest")]
     New(#[source] QmpError),
     #[error("the old QEMU gave up: {why}")]
     OldFailed { why: String },
@@ -111,7 +111,7 @@ pub enum RejuvenationError {
     OldEnded,
     #[error("the new QEMU ended when it got the guest's state")]
     NewEnded,
-    #[error("the state was not over within {patience:?}; {who} hangs")]
+    #[error("the state was not transferred within {patience:?}; {who} hangs")]
     Hangs { who: &'static str, patience: Duration },
     #[error("the guest is {state:?} and not running")]
     NotRunning { state: String },

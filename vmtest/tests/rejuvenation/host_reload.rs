@@ -183,7 +183,7 @@ const FAULTS: [Fault; 9] = [
         happens: |_, ram| {
             faults::overwrite_pages(&ram, 1, 5).expect("a page is overwritten");
         },
-        says: "its checksum is another one",
+        says: "its checksum differs",
     },
     Fault { happens: |_, ram| fs::remove_file(ram).expect("it is removed"), says: "cannot be opened as RAM file" },
     Fault {
@@ -214,7 +214,7 @@ const FAULTS: [Fault; 9] = [
         },
         says: "disk0.img was changed since",
     },
-    Fault { happens: |vm, _| empty(vm.memory_folder()), says: "its memory is gone: nothing of it is in" },
+    Fault { happens: |vm, _| empty(vm.memory_folder()), says: "its memory is lost: " },
     Fault {
         happens: |vm, _| fs::remove_file(vm.memory_folder().join("parked.json")).expect("it is removed"),
         says: "it was given up: parked.json was removed",
@@ -224,7 +224,7 @@ const FAULTS: [Fault; 9] = [
             let qemu = instead_of_qemu(vm.folder(), OTHER_MACHINE_TYPE);
             configure(vm, "qemu", Some(qemu.display().to_string().into()));
         },
-        says: "QEMU did not take the state of its devices",
+        says: "QEMU did not load the state of its devices",
     },
 ];
 
@@ -258,7 +258,7 @@ fn changed_parked_guest_boots_instead_of_resuming() -> Result<()> {
 /// After a power cut only the host's disks are left: the machine's images, and the record.
 #[test]
 fn machines_boot_with_reason_after_power_loss() -> Result<()> {
-    const WORDS: &str = "its memory is gone: nothing of it is in";
+    const WORDS: &str = "its memory is lost: ";
     let vm = machine("dark").boot()?;
     let nonce = vm.nonce()?;
     vm.sh("echo kept | dd of=/dev/vda bs=512 seek=7 conv=notrunc,fsync,sync 2>&1")?;

@@ -152,7 +152,7 @@ fn keeper_takes_over_from_a_later_version() -> Result<()> {
     vm.restart_keeper()?;
     assert_eq!(vm.wait_keeper_end()?.code(), Some(1));
     let log = vm.keeper_log();
-    assert!(log.contains("version 2, this keeper knows 1; use the keeper that wrote it"), "{log}");
+    assert!(log.contains("version 2, but this keeper knows only 1; use the keeper that wrote it"), "{log}");
     std::fs::write(&journal, written).expect("it is written");
     vm.restart_keeper()?;
     let after = identity(&vm)?;

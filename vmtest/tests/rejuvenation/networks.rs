@@ -91,7 +91,7 @@ fn connection_survives_refusal_by_the_old_qemu() -> Result<()> {
     echo::serve(&vm)?;
     let talk = Echo::begin(SocketAddr::from((tap.guest_address(), echo::PORT)));
     for qemu in [artifacts::installed_qemu()?, artifacts::qemu_10()?] {
-        let why = check(&vm, &qemu, "prepare", "the old QEMU does not give its guest away")?;
+        let why = check(&vm, &qemu, "prepare", "the old QEMU does not hand over its guest")?;
         assert!(why.contains("ivshmem"), "{why}");
         talk.goes_on();
     }

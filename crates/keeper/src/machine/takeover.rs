@@ -302,7 +302,7 @@ mod tests {
         assert!(error.contains("with other disks than now configured: it has 0, but 1 are configured"), "{error}");
         fs::write(&path, r#"{"version": 9}"#).unwrap();
         let error = could_take_over(&config).unwrap_err().to_string();
-        assert!(error.ends_with("version 9, this keeper knows 1; use the keeper that wrote it"), "{error}");
+        assert!(error.ends_with("version 9, but this keeper knows only 1; use the keeper that wrote it"), "{error}");
     }
 
     #[test]

@@ -185,7 +185,7 @@ impl Ember {
     }
 
     /// Bytes of one incarnation's host memory that wait to be dumped.
-    pub fn held_bytes_of(&self, incarnation: u32) -> u64 {
+    pub(crate) fn held_bytes_of(&self, incarnation: u32) -> u64 {
         lock(&self.sources).iter().filter(|source| source.incarnation == incarnation).map(Source::held_bytes).sum()
     }
 

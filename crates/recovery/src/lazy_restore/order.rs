@@ -53,9 +53,9 @@ struct DiskMark {
 pub enum OrderError {
     #[error("{path}: cannot be {what}")]
     Io { path: PathBuf, what: &'static str, source: io::Error },
-    #[error("{path}: is no order to restore a machine; remove it to boot from the machine's disks")]
+    #[error("{path}: is not a valid order to restore a machine; remove it to boot from the machine's disks")]
     Malformed { path: PathBuf, source: serde_json::Error },
-    #[error("{path}: version {found}, this Hearth knows {VERSION}; use the one that wrote it")]
+    #[error("{path}: has version {found}, but this Hearth knows only {VERSION}; use the one that wrote it")]
     Version { path: PathBuf, found: u32 },
 }
 
@@ -233,9 +233,9 @@ mod tests {
         let text = fs::read_to_string(&path).unwrap();
         let refusal = || Order::load(&stand.configuration()).unwrap_err().to_string();
         fs::write(&path, &text[..text.len() / 2]).unwrap();
-        assert!(refusal().contains("machine.restore.json: is no order to restore a machine"), "{}", refusal());
+        assert!(refusal().contains("machine.restore.json: is not a valid order to restore a machine"), "{}", refusal());
         fs::write(&path, r#"{"version": 9}"#).unwrap();
-        assert!(refusal().contains("version 9, this Hearth knows 1"), "{}", refusal());
+        assert!(refusal().contains("version 9, but this Hearth knows only 1"), "{}", refusal());
         for _ in 0..2 {
             Order::remove(&stand.configuration()).unwrap();
             assert_eq!(Order::load(&stand.configuration()).unwrap(), None);

@@ -112,28 +112,28 @@ impl ResumePhase {
 pub enum ParkedError {
     #[error(transparent)]
     File(#[from] SnapshotError),
-    #[error("{path}: version {found}, this Hearth knows {PARKED_VERSION}")]
+    #[error("{path}: has version {found}, but this Hearth knows only {PARKED_VERSION}")]
     Version { path: PathBuf, found: u32 },
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    #[error("{path}: is not the memory that the guest left: its checksum is another one")]
+    #[error("{path}: is not the memory that the guest left: its checksum differs")]
     Altered { path: PathBuf },
     #[error("{path}: is not what the guest left in its NVRAM")]
     AlteredNvram { path: PathBuf },
     #[error("{path}: is not the memory that the guest left: it has {found} bytes, and had {noted}")]
     Cut { path: PathBuf, found: u64, noted: u64 },
     #[error(
-        "the machine is configured otherwise than when its guest was parked: {what}; put that back, or remove {NOTE} from its \
+        "the machine's configuration has changed since its guest was parked: {what}; restore it, or remove {NOTE} from its \
          memory folder to boot it"
     )]
     OtherMachine { what: String },
     #[error("the images are not as the guest left them: {what}")]
     Images { what: String },
-    #[error("the images cannot be looked at")]
+    #[error("the images cannot be examined")]
     Look(#[source] io::Error),
-    #[error("somebody else writes to {path}, or the host's clock was set back")]
+    #[error("another process writes to {path}, or the host's clock was set back")]
     Busy { path: PathBuf },
-    #[error("its memory is gone: nothing of it is in {folder}; it had no power, or its file system is not mounted")]
+    #[error("its memory is lost: {folder} holds none of it; the host had no power, or the file system is not mounted")]
     Gone { folder: PathBuf },
     #[error("it was given up: {NOTE} was removed from {folder}")]
     GivenUp { folder: PathBuf },
@@ -470,7 +470,7 @@ mod tests {
         let path = folder.path().join(NOTE);
         fs::write(&path, seal::close(r#"{"version": 9, "future": true}"#.to_owned())).unwrap();
         let error = find(folder.path()).unwrap_err().to_string();
-        assert!(error.ends_with("version 9, this Hearth knows 1"), "{error}");
+        assert!(error.ends_with("version 9, but this Hearth knows only 1"), "{error}");
     }
 
     #[test]

@@ -63,7 +63,7 @@ impl DiskBlocks {
 
     /// Reads from now on the file that has the disk's name now, if it is an image. The reader must check what its
     /// blocks hold.
-    pub fn look_again(&self, disk: u32) {
+    pub(crate) fn look_again(&self, disk: u32) {
         let Some(disk) = self.0.get(disk as usize) else { return };
         if let Ok(found) = ImageReader::open_over(&disk.path, disk.format, &disk.arrivals) {
             *lock(&disk.reader) = Arc::new(found);

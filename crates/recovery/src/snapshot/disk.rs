@@ -34,7 +34,7 @@ pub fn can_share(disk: &str, source: &Path, format: &str, folder: &Path) -> Resu
     let image = File::open(source).map_err(failed)?;
     let kind = image.metadata().map_err(failed)?;
     if !kind.is_file() {
-        let what = if kind.file_type().is_block_device() { "a block device" } else { "no file" };
+        let what = if kind.file_type().is_block_device() { "a block device" } else { "not a regular file" };
         return Err(refused(disk, source, format!("is {what}; only image files can be saved so far")));
     }
     let backing = backing(&image, format).map_err(failed)?;
@@ -117,6 +117,6 @@ mod tests {
         // A guest wrote this into its raw disk.
         check(b"base.img", "raw", None);
         let device = can_share("root", Path::new("/dev/null"), "raw", folder.path());
-        assert!(device.unwrap_err().to_string().contains("is no file"));
+        assert!(device.unwrap_err().to_string().contains("is not a regular file"));
     }
 }

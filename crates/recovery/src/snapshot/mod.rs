@@ -77,10 +77,12 @@ pub enum SnapshotError {
     #[error("{path}: there is no such folder")]
     Missing { path: PathBuf },
     #[error(
-        "{path}: is no snapshot, or one that was not finished: it has no manifest; `hearth save NAME -o FOLDER` makes one"
+        "{path}: is not a snapshot, or an unfinished one: it has no manifest; `hearth save NAME -o FOLDER` makes one"
     )]
     NoManifest { path: PathBuf },
-    #[error("{path}: version {found}, this Hearth knows 1 to {SNAPSHOT_VERSION}; use the one that wrote it")]
+    #[error(
+        "{path}: has version {found}, but this Hearth knows only 1 to {SNAPSHOT_VERSION}; use the one that wrote it"
+    )]
     Version { path: PathBuf, found: u32 },
     #[error(
         "{path}: is a file of a snapshot folder that was copied here; copy the whole folder to a host and restore it from there, or \
@@ -89,18 +91,20 @@ pub enum SnapshotError {
     CopiedFolder { path: PathBuf },
     #[error("{path}: is damaged: {what}")]
     Damaged { path: PathBuf, what: String },
-    #[error("{path}: belongs to another snapshot; remove it, and `hearth rehearse` notes a new one")]
+    #[error("{path}: belongs to another snapshot; remove it, and `hearth rehearse` writes a new one")]
     OtherWorkingSet { path: PathBuf },
-    #[error("{path}: an earlier Hearth noted it and did not say for which snapshot; `hearth rehearse` notes it anew")]
+    #[error(
+        "{path}: was written by an earlier Hearth and does not name its snapshot; `hearth rehearse` writes a new one"
+    )]
     UnsealedWorkingSet { path: PathBuf },
-    #[error("{path}: was replaced by another snapshot meanwhile; what the guest used first is not noted")]
+    #[error("{path}: was replaced by another snapshot meanwhile; the pages that the guest used first are not recorded")]
     Replaced { path: PathBuf },
     #[error(
         "{path}: is another file than the one that was saved, or was written to: it was changed at {found}, and was saved at {saved}; \
          put the saved one back, or, if this is a copy of it that lost its time, run `touch -d {saved} {path}`"
     )]
     OtherDisk { path: PathBuf, found: Modified, saved: Modified },
-    #[error("{path}: is no file; a disk of a snapshot must be one, and no link to one")]
+    #[error("{path}: is not a regular file; a disk of a snapshot must be one, and not a link to one")]
     NoFile { path: PathBuf },
     #[error("{path}: pages {first} to {last} of the guest's memory are damaged: {what}")]
     DamagedPages { path: PathBuf, first: u32, last: u32, what: String },

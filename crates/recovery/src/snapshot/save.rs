@@ -49,7 +49,7 @@ pub enum SaveError {
     Image { path: PathBuf, source: std::io::Error },
     #[error("the guest's file systems are not frozen; see to its agent (qemu-guest-agent), or save without `--freeze`")]
     Freeze(#[source] AgentError),
-    #[error("no thread to upload with")]
+    #[error("the thread for the upload cannot be started")]
     Thread(#[source] std::io::Error),
     #[error("the keeper gave it up")]
     Abandoned,

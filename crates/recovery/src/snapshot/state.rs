@@ -15,17 +15,17 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// Why a device state could not be taken or given.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
-    #[error("no channel for the guest's state")]
+    #[error("the channel for the guest's state cannot be created")]
     Channel(#[source] std::io::Error),
-    #[error("QEMU did not give the state of its devices away")]
+    #[error("QEMU did not save the state of its devices")]
     Take(#[source] QmpError),
-    #[error("QEMU did not take the state of its devices; is it of the same machine type, with the same devices?")]
+    #[error("QEMU did not load the state of its devices; does it have the same machine type and devices?")]
     Give(#[source] QmpError),
-    #[error("QEMU broke off: {why}")]
+    #[error("QEMU aborted: {why}")]
     BrokenOff { why: String },
-    #[error("the guest is {state:?} and not where it was saved")]
+    #[error("the guest is in state {state:?}, not in the one that was saved")]
     Elsewhere { state: String },
-    #[error("QEMU hangs: the state was not over within {patience:?}")]
+    #[error("QEMU hangs: the state was not transferred within {patience:?}")]
     Hangs { patience: Duration },
 }
 

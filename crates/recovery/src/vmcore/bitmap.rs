@@ -30,7 +30,7 @@ impl Bitmap {
     }
 
     /// Reads the bitmap of a kdump file. Missing bytes count as empty, and bits past `pages` are ignored.
-    pub fn from_kdump(bytes: &[u8], pages: u64) -> Self {
+    pub(crate) fn from_kdump(bytes: &[u8], pages: u64) -> Self {
         let mut bitmap = Self::new(pages);
         for (word, bytes) in bitmap.words.iter_mut().zip(bytes.chunks(size_of::<u64>())) {
             let mut whole = [0; size_of::<u64>()];
@@ -44,7 +44,7 @@ impl Bitmap {
     }
 
     /// The set as a kdump file stores it, in as many bytes as `pages()` needs.
-    pub fn to_kdump(&self) -> Vec<u8> {
+    pub(crate) fn to_kdump(&self) -> Vec<u8> {
         let mut bytes: Vec<u8> = self.words.iter().flat_map(|word| word.to_le_bytes()).collect();
         bytes.truncate(self.pages.div_ceil(8) as usize);
         bytes
@@ -75,12 +75,12 @@ impl Bitmap {
     }
 
     /// Adds these page frames.
-    pub fn set_range(&mut self, pfns: Range<u64>) {
+    pub(crate) fn set_range(&mut self, pfns: Range<u64>) {
         self.for_each_word(pfns, |word, mask| *word |= mask);
     }
 
     /// Removes these page frames.
-    pub fn clear_range(&mut self, pfns: Range<u64>) {
+    pub(crate) fn clear_range(&mut self, pfns: Range<u64>) {
         self.for_each_word(pfns, |word, mask| *word &= !mask);
     }
 
@@ -90,7 +90,7 @@ impl Bitmap {
     }
 
     /// Number of these page frames that are in the set.
-    pub fn count_in(&self, pfns: Range<u64>) -> u64 {
+    pub(crate) fn count_in(&self, pfns: Range<u64>) -> u64 {
         words_of(pfns, self.pages).map(|(at, mask)| u64::from((self.words[at] & mask).count_ones())).sum()
     }
 
@@ -100,7 +100,7 @@ impl Bitmap {
     }
 
     /// The page frames in the set that are within a range.
-    pub fn iter_in(&self, pfns: Range<u64>) -> impl Iterator<Item = u64> + '_ {
+    pub(crate) fn iter_in(&self, pfns: Range<u64>) -> impl Iterator<Item = u64> + '_ {
         words_of(pfns, self.pages).flat_map(|(at, mask)| {
             let mut left = self.words[at] & mask;
             std::iter::from_fn(move || {

@@ -55,7 +55,7 @@ impl Compression {
     }
 
     /// The method of these flags; `None` if this module does not write it.
-    pub fn of_flags(flags: u32) -> Option<Self> {
+    pub(crate) fn of_flags(flags: u32) -> Option<Self> {
         Self::ALL.into_iter().find(|known| known.flag() == flags & (ZLIB | LZO | SNAPPY | ZSTD))
     }
 }
@@ -129,7 +129,7 @@ pub struct Decompressor {
 pub enum Damaged {
     #[error("the page's data is damaged")]
     Data,
-    #[error("the page is compressed with snappy, which is not read here")]
+    #[error("the page is compressed with snappy, which Hearth does not support")]
     Snappy,
     #[error("the page is compressed in an unknown way ({0:#x})")]
     Unknown(u32),

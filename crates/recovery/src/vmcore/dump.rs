@@ -126,7 +126,7 @@ pub enum DumpError {
     Exists { path: PathBuf },
     #[error("{path}: cannot be {what}")]
     Io { path: PathBuf, what: &'static str, source: io::Error },
-    #[error("{path}: is no unfinished dump")]
+    #[error("{path}: is not an unfinished dump")]
     NotOurs { path: PathBuf },
     #[error("{path}: cannot be resumed")]
     Kdump { path: PathBuf, source: KdumpError },

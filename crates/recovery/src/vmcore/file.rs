@@ -82,9 +82,9 @@ pub enum FileError {
     Open { path: PathBuf, source: io::Error },
     #[error("{path}: is neither a kdump file nor an ELF core")]
     Unknown { path: PathBuf },
-    #[error("{path}: is no kdump file that can be read")]
+    #[error("{path}: is not a readable kdump file")]
     Kdump { path: PathBuf, source: KdumpError },
-    #[error("{path}: is no ELF core that can be read")]
+    #[error("{path}: is not a readable ELF core")]
     Elf { path: PathBuf, source: ElfError },
     #[error("{path}: is a flattened dump; make a plain file of it with `makedumpfile -R PLAIN <{path}`")]
     Flattened { path: PathBuf },

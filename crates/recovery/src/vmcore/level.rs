@@ -28,27 +28,27 @@ impl DumpLevel {
     }
 
     /// Whether page cache without private data is left out.
-    pub fn excludes_cache(self) -> bool {
+    pub(crate) fn excludes_cache(self) -> bool {
         self.0 & 2 != 0
     }
 
     /// Whether page cache with private data is left out.
-    pub fn excludes_private_cache(self) -> bool {
+    pub(crate) fn excludes_private_cache(self) -> bool {
         self.0 & 4 != 0
     }
 
     /// Whether memory of programs is left out.
-    pub fn excludes_user(self) -> bool {
+    pub(crate) fn excludes_user(self) -> bool {
         self.0 & 8 != 0
     }
 
     /// Whether free pages are left out.
-    pub fn excludes_free(self) -> bool {
+    pub(crate) fn excludes_free(self) -> bool {
         self.0 & 16 != 0
     }
 
     /// Whether the guest's page descriptors are needed.
-    pub fn needs_classification(self) -> bool {
+    pub(crate) fn needs_classification(self) -> bool {
         self.0 & !1 != 0
     }
 }

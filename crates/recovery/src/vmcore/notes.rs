@@ -47,7 +47,7 @@ pub struct Note {
 /// Why notes cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum NotesError {
-    #[error("QEMU's dump is not understood")]
+    #[error("QEMU's dump is invalid")]
     Dump(#[from] ElfError),
     #[error("QEMU's dump holds no notes")]
     Missing,
@@ -128,7 +128,7 @@ impl Notes {
     }
 
     /// Page tables that the CPUs used, without those of CPUs whose paging was off. Only QEMU's own notes have them.
-    pub fn page_tables(&self) -> Vec<PageTables> {
+    pub(crate) fn page_tables(&self) -> Vec<PageTables> {
         let notes = self.notes.iter().filter(|note| note.name == QEMU);
         notes.filter_map(|note| PageTables::parse(&note.description)).collect()
     }
@@ -151,7 +151,7 @@ impl Notes {
     }
 
     /// Where the text of VMCOREINFO is in `to_bytes`.
-    pub fn vmcoreinfo_range(&self) -> Option<Range<usize>> {
+    pub(crate) fn vmcoreinfo_range(&self) -> Option<Range<usize>> {
         let before = self.notes.iter().take_while(|note| !note.is_vmcoreinfo());
         let at = before.map(Note::bytes).sum::<usize>() + NOTE_HEAD_BYTES + padded(VMCOREINFO.len());
         self.vmcoreinfo().map(|text| at..at + text.len())

@@ -134,17 +134,17 @@ impl PageReader {
     }
 
     /// Seal of the memory whose working set this is; `None` if it is memory, or if an earlier Hearth wrote it.
-    pub fn belongs_to(&self) -> Option<&str> {
+    pub(crate) fn belongs_to(&self) -> Option<&str> {
         self.belongs_to.as_deref()
     }
 
     /// Whether some of its pages are on the snapshot's disks.
-    pub fn needs_disks(&self) -> bool {
+    pub(crate) fn needs_disks(&self) -> bool {
         self.entries.iter().any(|chunk| chunk.flags == FLAG_ELSEWHERE)
     }
 
     /// Reads such pages from these disks.
-    pub fn with_disks(self, disks: Arc<DiskBlocks>) -> Self {
+    pub(crate) fn with_disks(self, disks: Arc<DiskBlocks>) -> Self {
         Self { disks: Some(disks), ..self }
     }
 
@@ -180,13 +180,13 @@ impl PageReader {
     }
 
     /// Age and source of a chunk's pages.
-    pub fn mark_of(&self, chunk: u32) -> (u32, SeenBy) {
+    pub(crate) fn mark_of(&self, chunk: u32) -> (u32, SeenBy) {
         let entry = &self.entries[chunk as usize];
         (entry.age, if entry.source == SOURCE_SCAN { SeenBy::Scan } else { SeenBy::Trace })
     }
 
     /// The chunk that holds a page; `None` for a page of zeroes.
-    pub fn chunk_of(&self, page: u32) -> Option<u32> {
+    pub(crate) fn chunk_of(&self, page: u32) -> Option<u32> {
         self.places.chunk_of(page)
     }
 
@@ -196,18 +196,18 @@ impl PageReader {
     }
 
     /// Announces that chunks are read in no order: the host should read nothing ahead.
-    pub fn expect_random(&self) {
+    pub(crate) fn expect_random(&self) {
         self.source.expect_random(&self.path);
     }
 
     /// Starts reading ahead from this chunk on: `bytes` of a local file, more of an object. Returns the file offset at
     /// which to call it again.
-    pub fn fill_ahead(&self, chunk: u32, bytes: u64) -> u64 {
+    pub(crate) fn fill_ahead(&self, chunk: u32, bytes: u64) -> u64 {
         self.source.fill_ahead(&self.path, self.offset_of(chunk), bytes)
     }
 
     /// Starts reading ahead all chunks from this one on. Returns the file offset at which to call it again.
-    pub fn prefetch_ahead(&self, chunk: u32) -> u64 {
+    pub(crate) fn prefetch_ahead(&self, chunk: u32) -> u64 {
         self.source.prefetch_ahead(self.offset_of(chunk))
     }
 
@@ -217,7 +217,7 @@ impl PageReader {
     }
 
     /// Bytes that are read for a chunk, from the file or from a disk.
-    pub fn read_bytes_of(&self, chunk: u32) -> u64 {
+    pub(crate) fn read_bytes_of(&self, chunk: u32) -> u64 {
         let entry = &self.entries[chunk as usize];
         if entry.flags == FLAG_ELSEWHERE {
             u64::from(entry.pages) * PAGE_BYTES as u64
@@ -232,7 +232,7 @@ impl PageReader {
     }
 
     /// Buffers of a thread that reads with this urgency.
-    pub fn reading_for(&self, urgency: Urgency) -> Reading {
+    pub(crate) fn reading_for(&self, urgency: Urgency) -> Reading {
         Reading { stored: Vec::new(), raw: Vec::new(), chunk: NOWHERE, urgency }
     }
 

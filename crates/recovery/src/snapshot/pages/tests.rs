@@ -160,7 +160,7 @@ fn other_version_is_named() {
     bytes[8] = 3;
     fs::write(&stand.path, &bytes).unwrap();
     let refusal = PageReader::open(&stand.path).unwrap_err().to_string();
-    assert!(refusal.contains("version 3, this Hearth knows 1 to 2"), "{refusal}");
+    assert!(refusal.contains("version 3, but this Hearth knows only 1 to 2"), "{refusal}");
 }
 
 /// Offset of the index in a whole file.

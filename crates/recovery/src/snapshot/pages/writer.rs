@@ -45,7 +45,11 @@ impl PageWriter {
     }
 
     /// Begins a file with a working set of this memory.
-    pub fn create_for(path: &Path, memory: &PageReader, compression: Compression) -> Result<Self, SnapshotError> {
+    pub(crate) fn create_for(
+        path: &Path,
+        memory: &PageReader,
+        compression: Compression,
+    ) -> Result<Self, SnapshotError> {
         let seal = blake3::Hash::from_hex(&memory.sealed().seal).expect("a seal is one");
         Self::begin(path, memory.ram_pages(), compression, *seal.as_bytes())
     }
@@ -85,7 +89,7 @@ impl PageWriter {
 
     /// Begins a file whose pages may be put again. They are not compressed, because a page of another length would not
     /// fit.
-    pub fn create_changeable(path: &Path, ram_pages: u64) -> Result<Self, SnapshotError> {
+    pub(crate) fn create_changeable(path: &Path, ram_pages: u64) -> Result<Self, SnapshotError> {
         let writer = Self::create(path, ram_pages, Compression::None)?;
         Ok(Self { places: vec![NOWHERE; ram_pages as usize], ..writer })
     }
@@ -140,14 +144,14 @@ impl PageWriter {
     }
 
     /// Adds a page that was not added before, even one of zeroes.
-    pub fn add_any(&mut self, page: u32, bytes: &Page) -> Result<(), SnapshotError> {
+    pub(crate) fn add_any(&mut self, page: u32, bytes: &Page) -> Result<(), SnapshotError> {
         self.pages.push(page);
         self.pending.extend_from_slice(bytes);
         if self.pending.len() == CHUNK_PAGES * PAGE_BYTES { self.end_chunk() } else { Ok(()) }
     }
 
     /// Adds pages that were not added before, as their locations.
-    pub fn add_elsewhere(&mut self, chunk: &Elsewhere) -> Result<(), SnapshotError> {
+    pub(crate) fn add_elsewhere(&mut self, chunk: &Elsewhere) -> Result<(), SnapshotError> {
         self.end_chunk()?;
         let stored = chunk.encode();
         self.pages.extend(&chunk.pages);
@@ -164,7 +168,7 @@ impl PageWriter {
     }
 
     /// Sets the age and source of the pages that are added from now on.
-    pub fn set_mark(&mut self, age: u32, source: Source) -> Result<(), SnapshotError> {
+    pub(crate) fn set_mark(&mut self, age: u32, source: Source) -> Result<(), SnapshotError> {
         let source = match source {
             Source::Trace => SOURCE_TRACE,
             Source::Scan => SOURCE_SCAN,

@@ -45,7 +45,7 @@ pub struct Load {
 /// Why an ELF file cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum ElfError {
-    #[error("the file is no ELF core of an x86-64 machine")]
+    #[error("the file is not an ELF core of an x86-64 machine")]
     NotACore,
     #[error("the headers cannot be read")]
     Unreadable(#[source] io::Error),

@@ -45,15 +45,15 @@ pub(in super::super) struct Header {
 /// Why a kdump file cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum KdumpError {
-    #[error("the file is no kdump file, or was left before it was one")]
+    #[error("the file is not a kdump file, or its header was never written")]
     NotKdump,
-    #[error("kdump version {0} is not read here; {VERSION_MIN} to {VERSION} are")]
+    #[error("kdump version {0} is not supported; versions {VERSION_MIN} to {VERSION} are")]
     Version(u32),
-    #[error("blocks of {0} bytes are not those of x86-64")]
+    #[error("the block size is {0} bytes, which x86-64 does not have")]
     Block(u32),
-    #[error("{pages} page frames cannot be: at most {PAGES_MAX}, and as many as the bitmaps have bits for")]
+    #[error("{pages} page frames are too many: the maximum is {PAGES_MAX}, and the number of bits in a bitmap")]
     Pages { pages: u64 },
-    #[error("the file is one of a split set; makedumpfile --reassemble makes one of them")]
+    #[error("the file is one of a split set; makedumpfile --reassemble joins the set")]
     Split,
     #[error("the header's {what} does not fit the file")]
     OutOfFile { what: &'static str },

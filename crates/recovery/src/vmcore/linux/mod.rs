@@ -42,12 +42,12 @@ pub enum NotUnderstood {
     )]
     NotRunning { releases: String },
     #[error(
-        "several kernels were found in the guest's memory ({releases}), and without registers nothing tells which one ran"
+        "several kernels were found in the guest's memory ({releases}), and without registers it is unknown which one ran"
     )]
     Ambiguous { releases: String },
-    #[error("the guest's kernel does not tell {0}")]
+    #[error("the guest's kernel does not report {0}")]
     Missing(&'static str),
-    #[error("the guest's kernel tells {name}={value}, which cannot be")]
+    #[error("the guest's kernel reports {name}={value}, which is impossible")]
     Implausible { name: &'static str, value: i128 },
     #[error("the guest kernel's table of memory sections cannot be read: it is damaged, or laid out in an unknown way")]
     NoSections,

@@ -302,18 +302,18 @@ fn other_memory_is_refused_with_reason() {
         let refused = Linux::with(&linux.ram, changed).and_then(|linux| linux.classify(DumpLevel::KERNEL)).unwrap_err();
         assert_eq!(refused.to_string(), reason);
     };
-    check("NUMBER(PG_lru)=4\n", "", "the guest's kernel does not tell NUMBER(PG_lru)");
-    check("NUMBER(phys_base)=0\n", "", "the guest's kernel does not tell NUMBER(phys_base)");
-    check("SIZE(page)=64", "SIZE(page)=0", "the guest's kernel tells SIZE(page)=0, which cannot be");
+    check("NUMBER(PG_lru)=4\n", "", "the guest's kernel does not report NUMBER(PG_lru)");
+    check("NUMBER(phys_base)=0\n", "", "the guest's kernel does not report NUMBER(phys_base)");
+    check("SIZE(page)=64", "SIZE(page)=0", "the guest's kernel reports SIZE(page)=0, which is impossible");
     check(
         "OFFSET(page.private)=40",
         "OFFSET(page.private)=18446744073709551615",
-        "the guest's kernel tells an offset in struct page=18446744073709551615, which cannot be",
+        "the guest's kernel reports an offset in struct page=18446744073709551615, which is impossible",
     );
     check(
         "SECTION_SIZE_BITS)=24",
         "SECTION_SIZE_BITS)=64",
-        "the guest's kernel tells NUMBER(SECTION_SIZE_BITS)=64, which cannot be",
+        "the guest's kernel reports NUMBER(SECTION_SIZE_BITS)=64, which is impossible",
     );
 }
 

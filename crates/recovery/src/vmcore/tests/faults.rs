@@ -224,8 +224,8 @@ fn unresumable_files_are_refused() {
         fs::write(incomplete_path(&path), bytes).unwrap();
         Dump::resume(&path).map(drop).unwrap_err().to_string()
     };
-    assert!(refusal(b"").ends_with("vmcore.incomplete: is no unfinished dump"));
-    assert!(refusal(&[0; 9000]).ends_with("is no unfinished dump"));
+    assert!(refusal(b"").ends_with("vmcore.incomplete: is not an unfinished dump"));
+    assert!(refusal(&[0; 9000]).ends_with("is not an unfinished dump"));
     assert!(refusal(b"KDUMP   ").ends_with("cannot be resumed"));
     assert!(refusal(b"\x7fELF").ends_with("cannot be resumed"));
 }
