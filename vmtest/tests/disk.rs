@@ -1,6 +1,7 @@
 //! Disks as a guest sees them: formats, limits, queues, discards, sizes, caches, and requests in flight when their server dies.
 //!
 //! `gaps`: images that change while no keeper guards them. `full`: a full file system of the host.
+//! `write_cache`: a cache that the guest switches off.
 
 #[path = "disk/gaps.rs"]
 mod gaps;
@@ -17,6 +18,8 @@ use serde_json::Value;
 
 #[path = "disk/full.rs"]
 mod full;
+#[path = "disk/write_cache.rs"]
+mod write_cache;
 
 /// A number of a disk in `hearth status`.
 fn count(vm: &TestVm, disk: usize, key: &str) -> Result<u64> {
