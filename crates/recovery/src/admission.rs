@@ -11,7 +11,8 @@
 //! does not wait for a hole punch.
 //!
 //! The charge includes each granted unit as a whole, because the guest may fill it without asking. It also includes the
-//! whole ledger, what the machine's other memory files hold now, and what other parts of the keeper have reserved.
+//! whole ledger, what the machine's other memory files hold now, and what other parts of the keeper have reserved. It does
+//! not include the boot set and NVRAM, whose sizes are configured on top of RAM and slack.
 //!
 //! No thread that waits here holds up what frees memory: the dump reads dead memory and writes to a file of the host. A
 //! grant is never taken back, and all grants fit once the dead memory is gone, as long as the machine's other memory
@@ -20,6 +21,7 @@
 use std::fs;
 use std::io;
 use std::ops::Range;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -27,6 +29,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use hearth_disk::gate::{Gate, RamGate};
+use hearth_disk::{boot_set, nvram};
 use hearth_memory::MemoryError;
 use hearth_memory::faults::Userfault;
 use hearth_memory::faults::admission::{AdmissionError, GatedRam, UNIT_BYTES, Verdict, Waits};
@@ -237,7 +240,7 @@ impl Admission {
         self.terms.budget.limit_bytes(self.terms.ember.is_held())
     }
 
-    /// Bytes held by everything except the living incarnation's files.
+    /// Bytes held by everything except the living incarnation's files, the boot set and NVRAM.
     fn others_bytes(&self) -> Result<u64, MemoryError> {
         let folder = &self.terms.folder;
         let ours = [self.live.ram.path().to_owned(), ledger_path(folder, self.live.number)];
@@ -260,11 +263,17 @@ impl RamGate for Admission {
     }
 }
 
-/// Bytes of host memory that a folder's files hold, except the named ones. Files come and go meanwhile.
+/// Bytes of host memory that a folder's files hold, except the named ones and those on top of the budget. Files come and go
+/// meanwhile.
 fn files_bytes(folder: &Path, but: &[PathBuf]) -> io::Result<u64> {
+    let on_top = [boot_set::FILE_PREFIX, nvram::FILE_PREFIX].map(str::as_bytes);
     let mut total = 0;
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
+        let name = entry.file_name();
+        if on_top.iter().any(|prefix| name.as_bytes().starts_with(prefix)) {
+            continue;
+        }
         match entry.metadata() {
             Ok(_) if but.contains(&entry.path()) => {}
             Ok(file) => total += file.blocks() * 512,
@@ -387,6 +396,17 @@ mod tests {
         machine.admission.reserve(0);
         assert!(machine.admit(6) && machine.admission.is_over(), "everything would fit, and is still asked for");
         assert!((0..8).all(|unit| machine.admit(unit)));
+    }
+
+    #[test]
+    fn guest_never_waits_for_nvram_and_boot_set() {
+        for name in ["nvram-log", "boot-set-pages"] {
+            let machine = Machine::new(12, 0);
+            fs::write(machine.folder.path().join(name), vec![1; 4 * MIB as usize]).unwrap();
+            assert!((0..8).all(|unit| machine.admit(unit)), "{name} is not the slack's");
+            machine.admission.review().unwrap();
+            assert!(machine.admission.is_over(), "{name}");
+        }
     }
 
     #[test]
