@@ -377,6 +377,36 @@ fn files_survive_any_failed_or_last_system_call() {
     }
 }
 
+/// A power cut may leave any of two new names. A disk without its note would count as complete.
+#[test]
+fn note_of_a_new_disk_is_durable_before_the_disk() {
+    let home = tempfile::tempdir().unwrap();
+    let (log, folder) = (home.path().join("log"), home.path().join("folder"));
+    fs::create_dir(&folder).unwrap();
+    let strace = Strace { calls: CALLS, paths: &BTreeSet::new(), log: &log };
+    let environment = [(FOLDER_VARIABLE, folder.as_os_str())];
+    assert!(strace.run_test("the_child_makes_a_disk", &environment, None).status.success());
+    let steps = [
+        ("openat(".to_owned(), format!("\"{}\", O_WRONLY|O_CREAT", folder.join("disk.arrival").display())),
+        ("fsync(".to_owned(), "/disk.arrival>".to_owned()),
+        ("fsync(".to_owned(), format!("<{}>", folder.display())),
+        ("openat(".to_owned(), format!("\"{}\", O_WRONLY|O_CREAT", folder.join("disk").display())),
+    ];
+    let lines = strace.lines();
+    let found =
+        steps.iter().map(|(call, of)| lines.iter().position(|line| line.starts_with(call) && line.contains(of)));
+    let found: Vec<_> = found.collect();
+    assert!(found.iter().all(Option::is_some) && found.is_sorted(), "{found:?} in {lines:#?}");
+}
+
+#[test]
+#[ignore = "part of another test: it runs in a process of its own"]
+fn the_child_makes_a_disk() {
+    if let Some(folder) = std::env::var_os(FOLDER_VARIABLE) {
+        make_arriving(Path::new(&folder));
+    }
+}
+
 /// A power cut costs what was not synced: of a disk on its way nothing may be noted as there before it is.
 #[test]
 fn fetched_blocks_are_durable_before_their_note() {

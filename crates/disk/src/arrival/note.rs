@@ -71,7 +71,9 @@ impl Note {
         }
         let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path_of(path))?;
         file.write_all(&text)?;
-        file.sync_all()
+        file.sync_all()?;
+        // The file must not outlive a power cut without its note: it would count as complete.
+        sync_folder(path)
     }
 
     /// None: there is none.
