@@ -78,6 +78,7 @@ fn failed_restore_leaves_its_name_free() -> Result<()> {
     let text = |path: &Path| path.display().to_string();
     let refused = vm.cli_output(&["restore", &text(&snapshot), "--eager", "--folder", &text(&folder)])?;
     assert!(refused.status == 1 && refused.text().contains("are damaged"), "{}", refused.text());
+    assert!(!refused.text().contains(" ERROR "), "nothing else has failed: {}", refused.text());
     image.write_all_at(&[whole[place]], place as u64).expect("it can be written");
     vm.restart_keeper()?;
     vm.wait_boots(2)?;

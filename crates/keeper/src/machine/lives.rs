@@ -353,7 +353,6 @@ impl Machine {
         let images = is_wanted.then(|| self.warm_reboot.settle_images(&self.context, &self.disks));
         self.fail(error);
         if let Some(images) = images {
-            self.disks.servers.drain(..).for_each(DiskServer::stop);
             self.warm_reboot.save_boot_set(&self.context, &self.disks, images);
         }
     }
@@ -374,6 +373,8 @@ impl Machine {
         // With keeper and QEMU gone the next start is cold, unless a guest is parked here: until then this would only hold the
         // host's memory.
         if !parked::is_there(&self.context.folders.memory) {
+            // First, because an image's server needs the log of its tables, which lies in memory.
+            self.disks.servers.drain(..).for_each(DiskServer::stop);
             self.warm_reboot.discard_memory(&self.context);
         }
     }
