@@ -34,6 +34,8 @@ use crate::runtime_root::RuntimeRoot;
 const SAY_EVERY: Duration = Duration::from_secs(2);
 /// The key that `--forward` sets.
 const FORWARD: &str = "nets[0].forward";
+/// The key that follows it.
+const READY_PORT: &str = "remount.ready.port";
 /// Width of the picture of memory.
 const COLUMNS: usize = 64;
 const LINES: usize = 16;
@@ -84,7 +86,7 @@ pub struct RestoreArguments {
     settings: Vec<Setting>,
     /// Host port forwarded into the guest, as HOSTIP:PORT:GUESTPORT.
     ///
-    /// Replaces the forwards of the snapshot's first network.
+    /// Replaces the forwards of the snapshot's first network. A ready port that is asked through them moves along.
     #[arg(long, value_name = "FORWARD")]
     forward: Vec<String>,
     /// QEMU program to use (default: the saved machine's).
@@ -117,11 +119,8 @@ pub fn prepare(arguments: RestoreArguments, root: &RuntimeRoot) -> Result<(InFor
     let snapshot = arguments.store.open(&path)?;
     let name = arguments.name.unwrap_or_else(|| snapshot.manifest.machine.clone());
     let folder = absolute(arguments.folder.unwrap_or_else(|| PathBuf::from(&name)));
-    let mut settings = arguments.settings;
-    if !arguments.forward.is_empty() {
-        settings.push(Setting::new(FORWARD, arguments.forward.into_iter().map(Value::from).collect::<Vec<_>>().into()));
-    }
     let typed = typed(&snapshot)?.without_object_store();
+    let settings = with_forwards(&typed, arguments.settings, arguments.forward);
     let trust = Trust::of(&snapshot, root, arguments.trust_config);
     trust.check(&snapshot, &typed, |key| {
         settings.iter().any(|setting| setting.key == key) || key == "qemu" && arguments.qemu.is_some()
@@ -132,6 +131,18 @@ pub fn prepare(arguments: RestoreArguments, root: &RuntimeRoot) -> Result<(InFor
     let in_force = make_machine(draft, &name, &folder, &order, root)?;
     drill(Step::Make.name());
     Ok((in_force, order))
+}
+
+/// What was set, and what `--forward` sets.
+fn with_forwards(typed: &ConfigFile, mut settings: Vec<Setting>, forward: Vec<String>) -> Vec<Setting> {
+    if let Some(port) = typed.ready_port_through(&forward) {
+        // First, so that an explicit `--set` of it counts.
+        settings.insert(0, Setting::new(READY_PORT, i64::from(port).into()));
+    }
+    if !forward.is_empty() {
+        settings.push(Setting::new(FORWARD, forward.into_iter().map(Value::from).collect::<Vec<_>>().into()));
+    }
+    settings
 }
 
 /// The snapshot's configuration.
@@ -351,6 +362,21 @@ fn picture(pages: &[u32], ram_pages: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn forward_moves_the_ready_port_unless_it_is_set() {
+        let text = "name = \"web\"\nmemory = \"64MiB\"\n[boot]\nkernel = \"k\"\n[[nets]]\nforward = [\"8080:80\"]\n\
+                    [remount]\nready = { port = 8080 }\n";
+        let check = |set: &[&str], forward: &str, expect: &str| {
+            let typed = ConfigFile::parse(text).unwrap();
+            let settings = set.iter().map(|text| Setting::parse(text).unwrap()).collect();
+            let settings = with_forwards(&typed, settings, vec![forward.to_owned()]);
+            let text = typed.with_settings(&settings).unwrap().to_text();
+            assert!(text.contains(&format!("port = {expect}\n")) && text.contains(forward), "{text}");
+        };
+        check(&[], "127.0.0.1:9080:80", "9080");
+        check(&["remount.ready.port=9443"], "127.0.0.1:9080:80", "9443");
+    }
 
     #[test]
     fn the_picture_shows_where_the_set_lies() {

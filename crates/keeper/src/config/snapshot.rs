@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use hearth_qemu::EARLIER_MACHINE_TYPE;
 
 use super::file::{NetSection, ObjectStoreSection};
-use super::{Boot, Config, ConfigFile};
+use super::{Boot, Config, ConfigFile, Protocol, quantity};
 use crate::problem::Problem;
 
 impl ConfigFile {
@@ -103,6 +103,19 @@ impl ConfigFile {
         self
     }
 
+    /// The host port through which these forwards of the first network lead to where `remount.ready.port` leads through the
+    /// present ones.
+    pub fn ready_port_through(&self, forward: &[String]) -> Option<u16> {
+        let port = self.remount.as_ref()?.ready.as_ref()?.port?;
+        let present = self.nets.first()?.forward.as_ref()?;
+        let tcp = |texts: &[String]| {
+            let forwards: Vec<_> = texts.iter().filter_map(|text| quantity::forward(text)).collect();
+            forwards.into_iter().filter(|forward| forward.protocol == Protocol::Tcp)
+        };
+        let guest_port = tcp(present).find(|forward| forward.host_port == port)?.guest_port;
+        tcp(forward).find(|forward| forward.guest_port == guest_port).map(|forward| forward.host_port)
+    }
+
     /// With networks that lead nowhere, and only these forwards of the host into the guest. Nobody asks a clone whether it
     /// is ready: its forwards are not those that `remount.ready` names.
     pub fn isolated(mut self, forward: &[String]) -> Self {
@@ -158,6 +171,23 @@ mod tests {
         let typed = ConfigFile::parse(&text).unwrap().isolated(&["127.0.0.1:8081:80".to_owned()]);
         let isolated = meaning(&typed.to_text(), "/machines/web.toml");
         assert!(isolated.remount.is_some());
+    }
+
+    #[test]
+    fn ready_port_follows_new_forwards() {
+        let forward = "kind = \"user\"\nforward = [\"127.0.0.1:8443:443\", \"127.0.0.1:8080:80\"]";
+        let check = |ready: &str, new: &[&str], expect: Option<u16>| {
+            let text = format!("{}[remount]\n{ready}\n", TEXT.replace("kind = \"user\"", forward));
+            let new: Vec<_> = new.iter().map(|text| (*text).to_owned()).collect();
+            assert_eq!(ConfigFile::parse(&text).unwrap().ready_port_through(&new), expect, "{ready} {new:?}");
+        };
+        let port = "ready = { port = 8080 }";
+        check(port, &["127.0.0.1:9443:443", "127.0.0.1:9080:80"], Some(9080));
+        check(port, &["127.0.0.1:8080:80"], Some(8080));
+        check(port, &["127.0.0.1:9443:443", "127.0.0.1:9080:80/udp"], None);
+        check("ready = { port = 1 }", &["127.0.0.1:9080:80"], None);
+        check("ready = { unit = \"web.service\" }", &["127.0.0.1:9080:80"], None);
+        check("", &["127.0.0.1:9080:80"], None);
     }
 
     #[test]
