@@ -40,13 +40,15 @@ pub enum ErrorWord {
     TooManyClients,
     /// Another keeper takes the machine over and did not get the request; send it again.
     KeeperReplaced,
+    /// The machine has ended, and its keeper is about to.
+    MachineEnded,
     /// The operation failed.
     Failed,
 }
 
 impl ErrorWord {
     /// All reasons.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::BadRequest,
         Self::NoSuchRoute,
         Self::WrongMethod,
@@ -57,6 +59,7 @@ impl ErrorWord {
         Self::Timeout,
         Self::TooManyClients,
         Self::KeeperReplaced,
+        Self::MachineEnded,
         Self::Failed,
     ];
 
@@ -69,7 +72,7 @@ impl ErrorWord {
             Self::WrongState | Self::NotPossible => 409,
             Self::TooLarge => 413,
             Self::Failed => 500,
-            Self::TooManyClients | Self::KeeperReplaced => 503,
+            Self::TooManyClients | Self::KeeperReplaced | Self::MachineEnded => 503,
             Self::Timeout => 504,
         }
     }
@@ -87,6 +90,7 @@ impl ErrorWord {
             Self::Timeout => "timeout",
             Self::TooManyClients => "too_many_clients",
             Self::KeeperReplaced => "keeper_replaced",
+            Self::MachineEnded => "machine_ended",
             Self::Failed => "failed",
         }
     }

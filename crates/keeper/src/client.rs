@@ -5,7 +5,9 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use hearth_api::{ApiError, Call, DiskSize, EventRecord, MachineStatus, ResizeRequest, Resource, Route, RouteId};
+use hearth_api::{
+    ApiError, Call, DiskSize, ErrorWord, EventRecord, MachineStatus, ResizeRequest, Resource, Route, RouteId,
+};
 use serde::de::DeserializeOwned;
 
 /// Longer than the keeper waits for its machine, so that the keeper reports a timeout first.
@@ -35,6 +37,12 @@ pub enum ClientError {
     NotUnderstood { socket: PathBuf, what: String },
     #[error(transparent)]
     Refused(ApiError),
+}
+
+impl ClientError {
+    pub fn is_refusal(&self, word: ErrorWord) -> bool {
+        matches!(self, Self::Refused(refusal) if refusal.error == word)
+    }
 }
 
 impl Client {

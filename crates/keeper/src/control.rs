@@ -140,7 +140,7 @@ impl Control {
             // The loop ended before it took the command.
             RecvTimeoutError::Disconnected => match self.occupation.refusal() {
                 Err(refusal) => refusal,
-                Ok(()) => ApiError::new(ErrorWord::WrongState, "the machine has ended"),
+                Ok(()) => ApiError::new(ErrorWord::MachineEnded, "the machine has ended"),
             },
         }
     }
@@ -155,7 +155,7 @@ mod tests {
     #[test]
     fn ended_and_slow_loops_give_different_errors() {
         let ended = Control::new(|_, reply| drop(reply));
-        assert_eq!(ended.ask(Command::Status).unwrap_err().error, ErrorWord::WrongState);
+        assert_eq!(ended.ask(Command::Status).unwrap_err().error, ErrorWord::MachineEnded);
 
         let held = Mutex::new(Vec::new());
         let slow = Control::new(move |_, reply| held.lock().unwrap().push(reply)).with_patience(Duration::ZERO);

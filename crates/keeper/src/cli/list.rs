@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use hearth_api::MachineStatus;
+use hearth_api::{ErrorWord, MachineStatus};
 use serde::Serialize;
 
 use crate::check::life;
@@ -60,7 +60,7 @@ fn look(context: &Context<'_>, record: Option<&Record>, name: String) -> Listed 
             let folder = context.root.machine(&name);
             let orphaned = life::orphaned_qemu(&folder).is_some();
             // A keeper that does not answer yet may be about to resume it.
-            let waits = !orphaned && !life::has_keeper(&folder);
+            let waits = error.is_refusal(ErrorWord::MachineEnded) || !orphaned && !life::has_keeper(&folder);
             let parked = if waits { parked::find(&context.root, record, &name) } else { None };
             Listed { name, status: None, why: Some(error.to_string()), orphaned, parked }
         }

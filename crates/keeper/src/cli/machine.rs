@@ -30,7 +30,7 @@ impl Context<'_> {
                 Ok(answer) => return Ok(answer),
                 Err(error) => error,
             };
-            let refused = matches!(&error, ClientError::Refused(error) if error.error == ErrorWord::KeeperReplaced);
+            let refused = error.is_refusal(ErrorWord::KeeperReplaced);
             is_replaced |= refused;
             // Between the two keepers there is none.
             let comes_yet = is_replaced && (refused || matches!(error, ClientError::NotRunning { .. }));
@@ -44,6 +44,10 @@ impl Context<'_> {
     pub fn explained(&self, name: &str, error: ClientError) -> CliError {
         match error {
             ClientError::NotRunning { .. } => self.not_running(name),
+            // Its keeper takes a moment to end.
+            error if error.is_refusal(ErrorWord::MachineEnded) => {
+                self.parked(name).unwrap_or_else(|| self.not_running(name))
+            }
             other => other.into(),
         }
     }
@@ -52,14 +56,17 @@ impl Context<'_> {
         if let Some(qemu_pid) = life::orphaned_qemu(&self.root.machine(name)) {
             return CliError::Orphaned { name: name.to_owned(), qemu_pid };
         }
-        let record = Record::of_this_host();
-        if !life::has_keeper(&self.root.machine(name))
-            && let Some(guest) = parked::find(&self.root, record.as_ref(), name)
-        {
-            return CliError::Parked { name: name.to_owned(), guest: Box::new(guest) };
-        }
-        let others = running(&self.root).into_iter().filter(|other| other != name).collect();
-        CliError::NotRunning { name: name.to_owned(), others, root: self.root.path().to_owned() }
+        // A keeper that does not answer yet may be about to resume its guest.
+        let parked = if life::has_keeper(&self.root.machine(name)) { None } else { self.parked(name) };
+        parked.unwrap_or_else(|| {
+            let others = running(&self.root).into_iter().filter(|other| other != name).collect();
+            CliError::NotRunning { name: name.to_owned(), others, root: self.root.path().to_owned() }
+        })
+    }
+
+    fn parked(&self, name: &str) -> Option<CliError> {
+        let guest = parked::find(&self.root, Record::of_this_host().as_ref(), name)?;
+        Some(CliError::Parked { name: name.to_owned(), guest: Box::new(guest) })
     }
 }
 

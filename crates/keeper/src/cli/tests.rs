@@ -4,7 +4,7 @@ use std::path::Path;
 
 use clap::CommandFactory;
 use hearth_api::{ApiError, DiskSize, EndCause, ErrorWord, EventKind, MachineState, RejuvenateRequest, UpgradeRequest};
-use hearth_recovery::journal::{Journal, QemuIdentity};
+use hearth_recovery::journal::{GuestNote, Journal, QemuIdentity};
 use tempfile::TempDir;
 
 use super::*;
@@ -473,6 +473,35 @@ fn error_names_the_machines_that_run() {
         fixture.folder.path().display()
     );
     fixture.check_error(&["status", "web"], Exit::NotRunning, &expect);
+}
+
+#[test]
+fn guest_is_shown_parked_before_its_keeper_has_ended() {
+    let mut fixture = fixture();
+    let runtime = fixture.folder.path().join("web");
+    fixture.server = None;
+    // The loop has ended, and the process holds its lock for another moment.
+    let context = http::Context {
+        control: Control::new(|_, reply| drop(reply)),
+        events: fixture.events.clone(),
+        config: Default::default(),
+    };
+    fixture.server = Some(Server::start(&runtime.join("api.sock"), context).unwrap());
+    let lock = std::fs::File::create(runtime.join("keeper.lock")).unwrap();
+    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    let expect = format!("web is not running; no machine runs in {};", fixture.folder.path().display());
+    let error = fixture.run(&["status", "web"]).1.unwrap_err();
+    assert!(crate::chain(&error).starts_with(&expect), "{error}");
+
+    let memory = tempfile::tempdir().unwrap();
+    sample::parked("web").commit(memory.path()).unwrap();
+    let mut journal = Journal::new("web", 1 << 30);
+    journal.guest = GuestNote::Parked { folder: memory.path().to_owned() };
+    journal.save(&runtime.join("journal.json")).unwrap();
+    let (page, ended) = fixture.run(&["status", "web"]);
+    assert_eq!(ended.unwrap(), Exit::NotRunning);
+    assert!(page.starts_with("web  parked since"), "{page}");
+    assert!(fixture.output(&["ls"]).contains("web   parked"));
 }
 
 /// This process stands for the QEMU in a dead keeper's journal.
