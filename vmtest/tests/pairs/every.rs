@@ -32,7 +32,10 @@ enum Operation {
     Dump,
     DumpPaused,
     DumpDiscard,
+    /// `hearth host-reload prepare`.
     Park,
+    /// `hearth check`; it gives QEMU no command, so it is never the first.
+    Check,
     // --- a keeper that starts
     Boot,
     TakeOver,
@@ -42,7 +45,7 @@ enum Operation {
 use Operation::*;
 
 impl Operation {
-    const ALL: [Self; 23] = [
+    const ALL: [Self; 24] = [
         Reset,
         Panic,
         Off,
@@ -62,6 +65,7 @@ impl Operation {
         DumpPaused,
         DumpDiscard,
         Park,
+        Check,
         Boot,
         TakeOver,
         Resume,
@@ -70,6 +74,16 @@ impl Operation {
 
     fn starts_a_keeper(self) -> bool {
         matches!(self, Boot | TakeOver | Resume | Restore)
+    }
+
+    /// A second keeper of any other kind is one of these.
+    fn may_be_second(self) -> bool {
+        !matches!(self, TakeOver | Resume)
+    }
+
+    /// It begins with the start of a process.
+    fn begins_within(self) -> Duration {
+        if matches!(self, Park | Check | Boot | Restore) { PROCESS_BEGINS } else { SECOND_BEGINS }
     }
 
     /// The keeper's first guest is started, and it ends if that fails.
@@ -119,6 +133,7 @@ impl fmt::Display for Case {
 const SHARE: usize = 16;
 /// The second has begun, or waits for the first, after this.
 const SECOND_BEGINS: Duration = Duration::from_millis(15);
+const PROCESS_BEGINS: Duration = Duration::from_millis(40);
 /// A command of the first that is expected comes within this, if it comes at all.
 const STEP_COMES: Duration = Duration::from_secs(1);
 /// What was begun has begun to show by then.
@@ -133,12 +148,13 @@ fn limit() -> Duration {
 /// One machine after the other on the same folders: what a case leaves, the next one finds.
 struct Stage {
     bed: Bed,
-    saves: AtomicUsize,
+    /// Names that were given to saves and records.
+    numbers: AtomicUsize,
 }
 
 impl Stage {
     fn new() -> Self {
-        let stage = Self { bed: Bed::make(), saves: AtomicUsize::new(0) };
+        let stage = Self { bed: Bed::make(), numbers: AtomicUsize::new(0) };
         stage.save_once().unwrap_or_else(|why| panic!("a machine that is left alone: {why}\n{}", stage.bed.log()));
         stage
     }
@@ -172,8 +188,19 @@ impl Stage {
 
     /// For a machine that is there, or has been.
     fn begin_next_keeper(&self, name: &'static str) -> Keeper<'_> {
-        let folder = if name == NAMES[0] { "" } else { "copy/" };
-        self.bed.keeper(name, &["run", &format!("{folder}machine.toml")])
+        self.bed.keeper(name, &["run", file_of(name)])
+    }
+
+    /// Restores a snapshot under the name of a machine that may live.
+    fn begin_restore_over(&self, name: &'static str) -> Keeper<'_> {
+        if name == NAMES[0] {
+            let _ = std::fs::remove_dir_all(self.bed.path(name));
+        }
+        self.bed.keeper(name, &["restore", "snapshot", "--as", name, "--trust-config"])
+    }
+
+    fn new_path(&self, what: &str) -> String {
+        self.bed.path(&format!("{what}-{}", self.numbers.fetch_add(1, Relaxed))).display().to_string()
     }
 
     /// The state in which an operation can begin: a keeper, unless it starts one itself.
@@ -194,14 +221,14 @@ impl Stage {
         }
     }
 
-    /// Begins it; does not wait for its end, except for the API's answer. A second keeper, if that is what it is.
+    /// Begins it; does not wait for its end, except for the API's answer, or the command's. A second keeper, if that is what it is.
     fn begin(&self, operation: Operation, keeper: &Keeper<'_>) -> Option<Keeper<'_>> {
         let post = |path: &str, body: &str| drop(keeper.api().ask("POST", path, body));
         let save = |then: &str| {
-            let number = self.saves.fetch_add(1, Relaxed);
-            let folder = self.bed.path(&format!("save-{number}"));
+            let folder = self.new_path("save");
             post("/v1/save", &format!(r#"{{"folder": {folder:?}, "then": "{then}"}}"#));
         };
+        let command = |arguments: &[&str]| self.bed.keeper(keeper.name, arguments).wait();
         match operation {
             Reset => self.bed.hand.guests("reset"),
             Panic => self.bed.hand.guests("panic"),
@@ -221,12 +248,21 @@ impl Stage {
             Dump => post("/v1/dump", "{}"),
             DumpPaused => post("/v1/dump", r#"{"pause": true}"#),
             DumpDiscard => post("/v1/dump/discard", "{}"),
-            Park => post("/v1/park", "{}"),
-            Boot | TakeOver | Resume | Restore => {
-                return Some(self.begin_next_keeper(keeper.name));
+            Park => drop(command(&["host-reload", "prepare", "--drill", "--record", &self.new_path("record")])),
+            Check => {
+                let said = command(&["check", file_of(keeper.name)]).code();
+                // The file is right, unless it has not been made yet.
+                let expected = [Some(0), Some(75), Some(2).filter(|_| !self.is_made(keeper.name))];
+                assert!(said.is_some() && expected.contains(&said), "`hearth check` ended with {said:?}");
             }
+            Boot | TakeOver | Resume => return Some(self.begin_next_keeper(keeper.name)),
+            Restore => return Some(self.begin_restore_over(keeper.name)),
         }
         None
+    }
+
+    fn is_made(&self, name: &str) -> bool {
+        self.bed.path(file_of(name)).exists()
     }
 
     /// How many QMP commands it takes alone.
@@ -255,8 +291,9 @@ impl Stage {
             }
             // A step that does not come this time, for what is random in it, is no step.
             wait(STEP_COMES, || hand.held().is_some());
-            let second = scope.spawn(|| self.begin(second, &keeper));
-            wait(SECOND_BEGINS, || second.is_finished());
+            let begun = scope.spawn(|| self.begin(second, &keeper));
+            // That it was started says nothing of how far a keeper is.
+            wait(second.begins_within(), || begun.is_finished() && !second.starts_a_keeper());
             let held = hand.heard().get(step - 1).cloned().unwrap_or_default();
             match then {
                 Then::Nothing => hand.release("go"),
@@ -273,19 +310,37 @@ impl Stage {
                     hand.release("go");
                 }
             }
-            second.join().expect("it says so if it fails")
-        });
-        if let Some(mut other) = other {
-            // One of two keepers ends at once: the second, unless it found the machine without one.
-            if !wait(limit(), || other.ended().is_some() || keeper.ended().is_some()) {
-                return Err("two keepers have the machine".to_owned());
-            }
-            if keeper.ended().is_some() {
-                keeper = other;
-            }
+            begun.join().map_err(|_| format!("{second:?} panicked"))
+        })?;
+        if let Some(other) = other {
+            keeper = self.one_of(keeper, other, second)?;
         }
         self.judge(case, &mut keeper)?;
         self.end(keeper)
+    }
+
+    /// One of two keepers ends at once: the second, with a reason, unless it found the machine without one.
+    fn one_of<'a>(
+        &self,
+        mut keeper: Keeper<'a>,
+        mut other: Keeper<'a>,
+        second: Operation,
+    ) -> Result<Keeper<'a>, String> {
+        if !wait(limit(), || other.ended().is_some() || keeper.ended().is_some()) {
+            return Err("two keepers have the machine".to_owned());
+        }
+        if keeper.ended().is_some() && other.settled(REST)?.is_some() {
+            return Ok(other);
+        }
+        let (ended, said) = (other.wait(), other.said());
+        let has_reason = matches!(ended.code(), Some(1 | 75)) && said.lines().any(|line| line.starts_with("hearth: "));
+        if !has_reason {
+            return Err(format!("{second:?} ended with {ended} and said {said:?}"));
+        }
+        if second == Restore && keeper.name == NAMES[0] && self.bed.path(NAMES[0]).exists() {
+            return Err("a restore that was refused left its machine's folder".to_owned());
+        }
+        Ok(keeper)
     }
 
     /// What is true of any machine when it has come to rest.
@@ -319,18 +374,19 @@ impl Stage {
 
     /// The next start works, and a machine that has been stopped leaves nothing.
     fn end<'a>(&'a self, mut keeper: Keeper<'a>) -> Result<(), String> {
-        if keeper.ended().is_some() {
+        // `hearth host-reload prepare` brings a machine back that it could not park.
+        let has_another = keeper.ended().is_some() && keeper.api().ask("GET", "/v1/status", "").is_some();
+        if keeper.ended().is_some() && !has_another {
             let name = keeper.name;
             keeper = self.begin_next_keeper(name);
             let again = keeper.settled(REST).map_err(|why| format!("the next keeper: {why}"))?;
-            // Nothing to restore has been made yet.
-            let unmade = name == NAMES[1] && !self.bed.path("copy/machine.toml").exists();
-            if again.is_none() && !unmade {
+            if again.is_none() && self.is_made(name) {
                 return Err(format!("the next keeper ended: {:?}", keeper.ended()));
             }
         }
-        keeper.api().ask("POST", "/v1/stop", r#"{"force": true}"#);
-        if !wait(limit(), || keeper.ended().is_some()) {
+        let api = keeper.api();
+        api.ask("POST", "/v1/stop", r#"{"force": true}"#);
+        if !wait(limit(), || keeper.ended().is_some() && api.ask("GET", "/v1/status", "").is_none()) {
             return Err("does not stop".to_owned());
         }
         let mut left = Vec::new();
@@ -342,6 +398,11 @@ impl Stage {
     }
 }
 
+/// As seen from the folder of the bed.
+fn file_of(name: &str) -> &'static str {
+    if name == NAMES[0] { "machine.toml" } else { "copy/machine.toml" }
+}
+
 /// All of them; with `HEARTH_PAIR` those whose names contain it.
 fn cases() -> Vec<Case> {
     let stage = Stage::new();
@@ -349,8 +410,7 @@ fn cases() -> Vec<Case> {
     for first in Operation::ALL {
         let steps = stage.steps(first).unwrap_or_else(|why| panic!("{first:?} alone: {why}\n{}", stage.bed.log()));
         for step in 1..=steps {
-            // A second keeper of any kind is the same.
-            let seconds = Operation::ALL.into_iter().filter(|second| *second == Boot || !second.starts_a_keeper());
+            let seconds = Operation::ALL.into_iter().filter(|second| second.may_be_second());
             cases.extend(seconds.flat_map(|second| Then::ALL.map(|then| Case { first, step, second, then })));
         }
     }

@@ -1,9 +1,9 @@
 //! A request that meets the moment in which one keeper hands its machine to the next: it is carried out, by either.
 
-use std::process::{Command, Output, Stdio};
+use std::process::Output;
 use std::time::Duration;
 
-use hearth_vmtest::{artifacts, patience};
+use hearth_vmtest::patience;
 
 use crate::machine::{Bed, NAMES, wait};
 
@@ -13,9 +13,7 @@ const NOT_RUNNING: i32 = 3;
 const STEP: Duration = Duration::from_millis(1);
 
 fn stop(bed: &Bed) -> Output {
-    let mut command = Command::new(artifacts::hearth().expect("hearth is built"));
-    command.args(["stop", NAMES[0], "--force"]).env("HEARTH_RUNTIME_ROOT", bed.path("run")).stdin(Stdio::null());
-    command.output().expect("hearth can be run")
+    bed.hearth(&["stop", NAMES[0], "--force"]).output().expect("hearth can be run")
 }
 
 #[test]

@@ -17,11 +17,15 @@ use tempfile::TempDir;
 /// The machine's own name, and that of one that is restored from a snapshot of it.
 pub const NAMES: [&str; 2] = ["original", "copy"];
 const LOOK_EVERY: Duration = Duration::from_millis(2);
+/// A keeper has a thread for each question.
+const ASK_EVERY: Duration = Duration::from_millis(5);
 
 /// Folders of two machines, and the living stand-ins for QEMU of both.
 pub struct Bed {
     folder: TempDir,
     memory: TempDir,
+    /// In memory, as on most hosts.
+    runtime_root: TempDir,
     pub hand: Hand,
 }
 
@@ -30,12 +34,15 @@ impl Bed {
         let make = |parent: &Path| {
             tempfile::Builder::new().prefix("hearth-pairs-").tempdir_in(parent).expect("a folder of its own")
         };
-        let (folder, memory) = (make(&std::env::temp_dir()), make(Path::new("/dev/shm")));
+        let in_memory = || make(Path::new("/dev/shm"));
+        let (folder, memory, runtime_root) = (make(&std::env::temp_dir()), in_memory(), in_memory());
         let hand = Hand::listen(&memory.path().join("control.sock"));
-        let bed = Self { folder, memory, hand };
+        let bed = Self { folder, memory, runtime_root, hand };
         let image = bed.folder.path().join("disk.img");
         File::create(&image).and_then(|file| file.set_len(1 << 20)).expect("a new file");
-        let kernel = artifacts::busybox(false).expect("the guests are made").kernel;
+        // It has the magic of a kernel, and the stand-in looks no further.
+        let kernel = bed.folder.path().join("kernel");
+        fs::write(&kernel, [&[0; 0x202], &b"HdrS"[..], &[0; 64]].concat()).expect("a new file");
         let text = format!(
             "name = \"{}\"\nmemory = \"32MiB\"\nmemory_folder = {:?}\nqemu = {:?}\naccelerator = \"tcg\"\n\
              [boot]\nkernel = {kernel:?}\n[[disks]]\nname = \"root\"\npath = {image:?}\n[crash]\nloop_count = 1000\ndump_folder = {:?}\nmin_free = \"1MiB\"\n",
@@ -57,18 +64,24 @@ impl Bed {
     }
 
     pub fn runtime_of(&self, name: &str) -> PathBuf {
-        self.path("run").join(name)
+        self.runtime_root.path().join(name)
     }
 
-    /// A keeper with these arguments of `hearth`.
+    pub fn hearth(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(artifacts::hearth().expect("hearth is built"));
+        command.args(arguments).env("HEARTH_RUNTIME_ROOT", self.runtime_root.path()).current_dir(self.folder.path());
+        command.stdin(Stdio::null());
+        command
+    }
+
+    /// A keeper with these arguments of `hearth`, or another command of it.
     pub fn keeper(&self, name: &'static str, arguments: &[&str]) -> Keeper<'_> {
         let log = File::options().create(true).append(true).open(self.path("keeper.log"));
         let log = log.expect("a file of its own");
-        let mut command = Command::new(artifacts::hearth().expect("hearth is built"));
-        command.args(arguments).env("HEARTH_RUNTIME_ROOT", self.path("run")).current_dir(self.folder.path());
+        let said_before = log.metadata().expect("it is open").len();
         let output = log.try_clone().expect("an open file");
-        let child = command.stdin(Stdio::null()).stdout(output).stderr(log).spawn().expect("hearth can be run");
-        Keeper { bed: self, name, child }
+        let child = self.hearth(arguments).stdout(output).stderr(log).spawn().expect("hearth can be run");
+        Keeper { bed: self, name, child, said_before }
     }
 
     /// Processes of either machine that are no keepers.
@@ -103,8 +116,7 @@ impl Bed {
 
 impl Drop for Bed {
     fn drop(&mut self) {
-        processes::end_all(self.folder.path());
-        processes::end_all(self.memory.path());
+        [&self.folder, &self.memory, &self.runtime_root].iter().for_each(|folder| processes::end_all(folder.path()));
     }
 }
 
@@ -113,6 +125,8 @@ pub struct Keeper<'a> {
     bed: &'a Bed,
     pub name: &'static str,
     child: Child,
+    /// Bytes of the log that are older.
+    said_before: u64,
 }
 
 impl Keeper<'_> {
@@ -127,6 +141,16 @@ impl Keeper<'_> {
 
     pub fn ended(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().expect("it is a child")
+    }
+
+    /// Waits for its end.
+    pub fn wait(&mut self) -> ExitStatus {
+        self.child.wait().expect("it is a child")
+    }
+
+    /// What it has said, and others on this bed since it was started.
+    pub fn said(&self) -> String {
+        self.bed.log().get(self.said_before as usize..).unwrap_or_default().to_owned()
     }
 
     pub fn api(&self) -> Api {
@@ -150,7 +174,7 @@ impl Keeper<'_> {
             if since.elapsed() >= rest && is_at_rest(&last) {
                 return Ok(Some(last));
             }
-            std::thread::sleep(LOOK_EVERY);
+            std::thread::sleep(ASK_EVERY);
         }
         let told = ["state", "why", "incarnation", "qemu", "save", "dumps"].map(|key| format!("{key} {}", last[key]));
         Err(format!("does not come to rest: {}", told.join(", ")))

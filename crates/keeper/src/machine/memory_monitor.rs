@@ -229,7 +229,7 @@ impl<'a> Round<'a> {
         let usage = self.measure()?;
         let growth = usage.live_bytes.saturating_sub(std::mem::replace(&mut self.growth_from, usage.live_bytes));
         // Settling took 125 to 660 ms on a busy host. The guest's growth meanwhile says nothing about the next look, which
-        // comes at once.
+        // comes 2 ms later.
         let growth = if settled.is_some() { 0 } else { growth };
         // From before the last measurement to after this one: if this thread has to wait for a processor in between, the growth
         // of that time must not be taken for a fast guest's.
