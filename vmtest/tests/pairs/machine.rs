@@ -93,6 +93,8 @@ impl Bed {
     /// Whatever belongs to nobody when no keeper runs and no guest is parked.
     pub fn left_behind(&self) -> Vec<String> {
         let mut left: Vec<String> = self.qemus().iter().map(|pid| format!("process {pid}")).collect();
+        // Keepers that `hearth host-reload prepare` started have the runtime root in their arguments.
+        left.extend(processes::mentioning(self.runtime_root.path()).iter().map(|pid| format!("keeper {pid:?}")));
         for name in NAMES {
             let is_waste = |file: &str| {
                 let memory = ["ram-", "ledger-", "parked", "tables-"];

@@ -162,10 +162,13 @@ fn await_running(
     let mut had_keeper = false;
     loop {
         let has_ended = keeper.as_mut().is_some_and(|keeper| matches!(keeper.try_wait(), Ok(Some(_))));
+        let own = keeper.as_ref().filter(|_| !has_ended).map(Child::id);
         let has_keeper = life::has_keeper(&folder);
         had_keeper |= has_keeper;
-        let may_come = !had_keeper && !has_ended && Instant::now() < lock_deadline;
+        let may_come = own.is_some() || !had_keeper && !has_ended && Instant::now() < lock_deadline;
         match client.status() {
+            // Another keeper was faster. Until this one gives up, it would start the machine again if that one stopped it.
+            Ok(status) if own.is_some_and(|pid| pid != status.keeper.pid) => {}
             Ok(status) if matches!(status.state, MachineState::Running | MachineState::Paused) => return Ok(status),
             Ok(status) if status.state == MachineState::Failed => {
                 return Err(format!("it has failed; `hearth events {name}` shows why"));
