@@ -1,6 +1,6 @@
 //! `hearth run`: the keeper of one machine, from its start until the machine has stopped.
 //!
-//! lock -> QEMU and accelerator -> console, events, API -> machine -> its event loop -> stopped
+//! QEMU and accelerator -> console, events, API -> machine -> its event loop -> stopped
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -21,7 +21,7 @@ use crate::console::Hub;
 use crate::control::{Command, Control, Occupation};
 use crate::event::Event;
 use crate::event_log::EventLog;
-use crate::folders::{FolderError, Folders};
+use crate::folders::Folders;
 use crate::http::{Context, Server};
 use crate::machine::images::InheritedLocks;
 use crate::machine::restore::RestoreOrder;
@@ -37,8 +37,6 @@ const FAREWELL_PATIENCE: Duration = Duration::from_secs(2);
 
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
-    #[error(transparent)]
-    Folder(#[from] FolderError),
     #[error(transparent)]
     Binary(#[from] BinaryError),
     #[error(transparent)]
@@ -59,6 +57,8 @@ pub enum RunError {
 pub struct Start {
     /// Checked.
     pub in_force: InForce,
+    /// Locked.
+    pub folders: Folders,
     pub root: RuntimeRoot,
     /// A snapshot to restore instead of booting.
     pub restore: Option<RestoreOrder>,
@@ -69,8 +69,8 @@ pub struct Start {
 pub fn run(start: Start) -> ExitCode {
     end_with_any_thread();
     let name = start.in_force.now.config.name.clone();
-    let Start { in_force, root, restore, mut inheritance } = start;
-    match keep(in_force, root, restore, &mut inheritance) {
+    let Start { in_force, folders, root, restore, mut inheritance } = start;
+    match keep(in_force, folders, root, restore, &mut inheritance) {
         Ok(None) => return ExitCode::SUCCESS,
         Ok(Some(successor)) => {
             let error = successor.start();
@@ -88,12 +88,12 @@ pub fn run(start: Start) -> ExitCode {
 /// The program that takes the machine over, if it has not stopped.
 fn keep(
     in_force: InForce,
+    folders: Folders,
     root: RuntimeRoot,
     restore: Option<RestoreOrder>,
     inheritance: &mut Inheritance,
 ) -> Result<Option<Successor>, RunError> {
     let InForce { mut now, next, pending, misread, qemu } = in_force;
-    let folders = Folders::prepare(&now.config.name, &now.config.runtime_folder, &now.config.memory_folder)?;
     // All files created from here on are for this user alone, also in the runtime folder, which QEMU's user may
     // traverse.
     rustix::process::umask(Mode::RWXG | Mode::RWXO);

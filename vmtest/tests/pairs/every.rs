@@ -134,6 +134,8 @@ const SHARE: usize = 16;
 /// The second has begun, or waits for the first, after this.
 const SECOND_BEGINS: Duration = Duration::from_millis(15);
 const PROCESS_BEGINS: Duration = Duration::from_millis(40);
+/// A restore begins its check within this, unless it is refused before.
+const CHECK_BEGINS: Duration = Duration::from_millis(500);
 /// A command of the first that is expected comes within this, if it comes at all.
 const STEP_COMES: Duration = Duration::from_secs(1);
 /// What was begun has begun to show by then.
@@ -292,6 +294,10 @@ impl Stage {
             // A step that does not come this time, for what is random in it, is no step.
             wait(STEP_COMES, || hand.held().is_some());
             let begun = scope.spawn(|| self.begin(second, &keeper));
+            if second == Restore && keeper.name == NAMES[0] {
+                // It has made its machine, and its check waits a second for the keeper that has this name.
+                wait(CHECK_BEGINS, || self.bed.path(NAMES[0]).join("machine.toml").exists());
+            }
             // That it was started says nothing of how far a keeper is.
             wait(second.begins_within(), || begun.is_finished() && !second.starts_a_keeper());
             let held = hand.heard().get(step - 1).cloned().unwrap_or_default();

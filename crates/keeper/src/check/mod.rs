@@ -77,11 +77,11 @@ pub fn of_next_guest(last: &Config, next: &Config) -> Vec<Problem> {
     problems
 }
 
-/// A guest of this name that runs without a keeper or is parked. It would continue in place of a new machine's guest,
-/// or be lost.
+/// A guest of this name that is parked, or runs without a keeper: the caller knows that no other keeper has the machine. It
+/// would continue in place of a new machine's guest, or be lost.
 pub fn guest_in_the_way(config: &Config, root: &RuntimeRoot) -> Option<Problem> {
-    let message = match life::orphaned_qemu(&config.runtime_folder) {
-        Some(pid) => format!("already has a guest, in a QEMU (pid {pid}) without a keeper"),
+    let message = match life::living_qemu(&config.runtime_folder) {
+        Some(qemu) => format!("already has a guest, in a QEMU (pid {}) without a keeper", qemu.pid),
         None => format!("already has a guest, parked in {}", find_parked(config, root)?.0.display()),
     };
     Some(Problem::error(&config.name, message, "continue it with `hearth run`, or choose another name (`--as`)"))

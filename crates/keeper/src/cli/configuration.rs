@@ -8,24 +8,26 @@ use serde_json::Value;
 use super::{CliError, Context, Exit};
 use crate::check::{self, Purpose, life};
 use crate::config::{Config, Configured, InForce};
+use crate::folders::Folders;
 use crate::in_force::{in_force, kept_machine_type};
 use crate::machine::could_take_over;
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 use crate::upgrade::Consent;
 
-/// The checked configuration, also for a running guest. The error lists everything that keeps the machine from running.
-pub fn for_run(file: &Path, root: &RuntimeRoot) -> Result<InForce, CliError> {
+/// The checked configuration, also for a running guest, and the machine's locked folders. The error lists everything that
+/// keeps the machine from running.
+pub fn for_run(file: &Path, root: &RuntimeRoot) -> Result<(InForce, Folders), CliError> {
     let configured = match Configured::load(file, root) {
         Ok(today) => in_force(today, root),
         Err(problems) => without_file(file, root, &problems).ok_or(problems),
     };
-    let in_force = must_run(configured.map_err(|problems| wrong(file, root, problems))?, file, root)?;
+    let (in_force, folders) = must_run(configured.map_err(|problems| wrong(file, root, problems))?, file, root)?;
     if !in_force.pending.is_empty() {
         let keys: Vec<_> = in_force.pending.iter().map(|change| change.key.as_str()).collect();
         tracing::warn!(keys = keys.join(", "), "changed in the file, but not in effect while the current guest lives");
     }
-    Ok(in_force)
+    Ok((in_force, folders))
 }
 
 /// A running guest keeps the configuration that it was started with. A file that cannot be understood must not keep a
@@ -46,17 +48,24 @@ fn without_file(file: &Path, root: &RuntimeRoot, problems: &[Problem]) -> Option
     (now.config.name == name).then_some(InForce { pending, misread: Some(misread), ..now.into() })
 }
 
-/// The checked configuration of a file that was just created, for a guest that does not run yet.
-pub fn for_new(file: &Path, root: &RuntimeRoot) -> Result<InForce, CliError> {
+/// The checked configuration of a file that was just created, for a guest that does not run yet, and the machine's locked
+/// folders.
+pub fn for_new(file: &Path, root: &RuntimeRoot) -> Result<(InForce, Folders), CliError> {
     let configured = Configured::load(file, root).map_err(|problems| wrong(file, root, problems))?;
-    let problems: Vec<_> = check::guest_in_the_way(&configured.config, root).into_iter().collect();
-    if !problems.is_empty() {
-        return Err(CliError::Surroundings { file: file.to_owned(), problems });
+    let must_be_free = |config: &Config| match check::guest_in_the_way(config, root) {
+        Some(problem) => Err(CliError::Surroundings { file: file.to_owned(), problems: vec![problem] }),
+        None => Ok(()),
+    };
+    if !life::has_keeper(&configured.config.runtime_folder) {
+        must_be_free(&configured.config)?;
     }
-    must_run(configured.into(), file, root)
+    let (in_force, folders) = must_run(configured.into(), file, root)?;
+    // Another keeper may have come and died during the check. It cannot while this one has the lock.
+    must_be_free(&in_force.now.config)?;
+    Ok((in_force, folders))
 }
 
-fn must_run(in_force: InForce, file: &Path, root: &RuntimeRoot) -> Result<InForce, CliError> {
+fn must_run(in_force: InForce, file: &Path, root: &RuntimeRoot) -> Result<(InForce, Folders), CliError> {
     let config = &in_force.now.config;
     let (problems, qemu) = check::check_and_find_qemu(config, root, Purpose::Run);
     if problems.iter().any(Problem::is_error) {
@@ -67,7 +76,8 @@ fn must_run(in_force: InForce, file: &Path, root: &RuntimeRoot) -> Result<InForc
     }
     root.enter(&config.name, &config.runtime_folder)
         .map_err(|source| CliError::File { path: root.machine(&config.name), source })?;
-    Ok(InForce { qemu, ..in_force })
+    let folders = Folders::prepare(&config.name, &config.runtime_folder, &config.memory_folder)?;
+    Ok((InForce { qemu, ..in_force }, folders))
 }
 
 /// The error for a wrong file. A service manager gives up on the exit code for a wrong file, and must not while the

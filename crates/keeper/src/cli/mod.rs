@@ -19,6 +19,7 @@ use hearth_recovery::vmcore::linux::NotUnderstood;
 
 use crate::client::ClientError;
 use crate::fleet_lock::FleetLockError;
+use crate::folders::FolderError;
 use crate::host_reload::RecordError;
 use crate::machine::MachineError;
 use crate::problem::Problem;
@@ -408,6 +409,8 @@ pub enum CliError {
     #[error("{file} names other disks than the snapshot holds ({configured}; {saved}): it was changed after the save")]
     OtherDisks { file: PathBuf, configured: String, saved: String },
     #[error(transparent)]
+    Folder(#[from] FolderError),
+    #[error(transparent)]
     Overlay(#[from] OverlayError),
     #[error(transparent)]
     Order(#[from] OrderError),
@@ -466,14 +469,14 @@ pub fn main(run: fn(Start) -> ExitCode) -> ExitCode {
             clone::remove_leftovers(&root);
             configuration::for_run(&file, &root)
                 .inspect_err(|error| inheritance.give_back(&crate::chain(error)))
-                .map(|in_force| run(Start { in_force, root, restore: None, inheritance }))
+                .map(|(in_force, folders)| run(Start { in_force, folders, root, restore: None, inheritance }))
         }
         Verb::Restore(arguments) => {
             drop(out);
             let root = root_of(cli.runtime_root);
             let prepared = restore::prepare(arguments, &root);
-            prepared.map(|(in_force, order)| {
-                run(Start { in_force, root, restore: Some(order), inheritance: Inheritance::default() })
+            prepared.map(|(in_force, folders, order)| {
+                run(Start { in_force, folders, root, restore: Some(order), inheritance: Inheritance::default() })
             })
         }
         Verb::Rehearse(arguments) => {

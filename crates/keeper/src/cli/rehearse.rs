@@ -87,10 +87,10 @@ pub fn rehearse(
     let order = RestoreOrder { snapshot: path.clone(), seal, mode: Mode::Lazy, trace: Some(trace) };
     let draft = Draft { snapshot: &snapshot, typed: typed.isolated(&forward), settings: Vec::new(), trust };
     let clone = CloneNote::write(&name, &folder, &root)?;
-    let in_force = make_machine(draft, &name, &folder, &order, &root)?;
+    let (in_force, folders) = make_machine(draft, &name, &folder, &order, &root)?;
     let before = snapshot.working_set_version()?;
     drop(snapshot);
-    let ended = run(Start { in_force, root, restore: Some(order), inheritance: Inheritance::default() });
+    let ended = run(Start { in_force, folders, root, restore: Some(order), inheritance: Inheritance::default() });
     // This also removes its events, which were already printed.
     drop(clone);
     if ended != ExitCode::SUCCESS {

@@ -25,7 +25,7 @@ use super::trust::Trust;
 use super::{CliError, Context, Exit, absolute, configuration};
 use crate::config::{ConfigFile, InForce, SECONDS_MAX, Setting};
 use crate::drill::drill;
-use crate::folders::restored_disk;
+use crate::folders::{Folders, restored_disk};
 use crate::machine::restore::{Probe, RestoreOrder, Trace};
 use crate::object_store::saved_disks;
 use crate::runtime_root::RuntimeRoot;
@@ -111,7 +111,7 @@ impl RestoreArguments {
 }
 
 /// Creates the machine, and returns what `hearth run` needs to start it.
-pub fn prepare(arguments: RestoreArguments, root: &RuntimeRoot) -> Result<(InForce, RestoreOrder), CliError> {
+pub fn prepare(arguments: RestoreArguments, root: &RuntimeRoot) -> Result<(InForce, Folders, RestoreOrder), CliError> {
     let mode = arguments.mode();
     let until = arguments.until.map(Probe::Command);
     let trace = arguments.trace.map(|seconds| Trace { window: Duration::from_secs(seconds), until, then_stop: false });
@@ -128,9 +128,9 @@ pub fn prepare(arguments: RestoreArguments, root: &RuntimeRoot) -> Result<(InFor
     let typed = typed.with_object_store(arguments.store.section()).with_qemu(arguments.qemu.map(absolute));
     let order = RestoreOrder { snapshot: path, seal: Some(snapshot.seal().to_owned()), mode, trace };
     let draft = Draft { snapshot: &snapshot, typed, settings, trust };
-    let in_force = make_machine(draft, &name, &folder, &order, root)?;
+    let (in_force, folders) = make_machine(draft, &name, &folder, &order, root)?;
     drill(Step::Make.name());
-    Ok((in_force, order))
+    Ok((in_force, folders, order))
 }
 
 /// What was set, and what `--forward` sets.
@@ -160,14 +160,14 @@ pub struct Draft<'a> {
     pub trust: Trust,
 }
 
-/// Creates the machine, and checks it as `hearth run` does. If it cannot run, it is removed again.
+/// Creates the machine, checks it as `hearth run` does, and locks its folders. If it cannot run, it is removed again.
 pub fn make_machine(
     draft: Draft<'_>,
     name: &str,
     folder: &Path,
     order: &RestoreOrder,
     root: &RuntimeRoot,
-) -> Result<InForce, CliError> {
+) -> Result<(InForce, Folders), CliError> {
     let folder = folder.to_owned();
     DirBuilder::new().mode(0o700).create(&folder).map_err(|source| CliError::File { path: folder.clone(), source })?;
     let made = furnish(draft, name, &folder, order).and_then(|file| configuration::for_new(&file, root));
