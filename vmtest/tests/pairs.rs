@@ -2,7 +2,7 @@
 //! nothing is left that belongs to nobody, and the machine's next start works.
 //!
 //! `every`: all pairs, on a stand-in for QEMU (src/bin/fake-qemu.rs). `hostile`: that stand-in, taken over by its guest.
-//! `hand_over`: a stop at the moment of a keeper's upgrade. `real`: a sample on real guests. `machine`: how the stand-in is held and
+//! `hand_over`: what meets the moment in which one keeper follows another. `real`: a sample on real guests. `machine`: how the stand-in is held and
 //! watched.
 
 #[path = "pairs/every.rs"]

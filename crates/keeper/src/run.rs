@@ -93,6 +93,8 @@ fn keep(
     restore: Option<RestoreOrder>,
     inheritance: &mut Inheritance,
 ) -> Result<Option<Successor>, RunError> {
+    // The machine, its console and its API remove files when they end. A keeper that waits for the lock makes its own.
+    let locked = folders.clone();
     let InForce { mut now, next, pending, misread, qemu } = in_force;
     // All files created from here on are for this user alone, also in the runtime folder, which QEMU's user may
     // traverse.
@@ -140,7 +142,7 @@ fn keep(
         events: event_log.clone(),
         config: shown_config.clone(),
     };
-    let server = Server::start(&folders.runtime.join("api.sock"), context)?;
+    let mut server = Server::start(&folders.runtime.join("api.sock"), context)?;
     let terminated = Arc::new(AtomicBool::new(false));
     listen_to_signals(tell.clone(), terminated.clone(), watchdog.clone())?;
     let rehearses = restore.as_ref().and_then(|order| order.trace.as_ref()).is_some_and(|trace| trace.then_stop);
@@ -176,6 +178,8 @@ fn keep(
         notify(&Notice::Stopping);
     }
     event_log.close();
+    server.stop_accepting();
+    drop(locked);
     server.finish(FAREWELL_PATIENCE);
     match ended? {
         End::Stopped => Ok(None),

@@ -1,15 +1,21 @@
-//! A request that meets the moment in which one keeper hands its machine to the next: it is carried out, by either.
+//! The moment in which one keeper hands its machine to the next: a request that meets it is carried out, by either, and the
+//! next keeper is whole.
 
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::path::PathBuf;
 use std::process::Output;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hearth_vmtest::patience;
+use rustix::fs::{FlockOperation, flock};
 
 use crate::machine::{Bed, NAMES, wait};
 
 /// A hand-over takes some 30 ms, of which the first keeper's loop is gone for one or two.
 const ROUNDS: u64 = 40;
 const NOT_RUNNING: i32 = 3;
+const STOPS: u64 = 8;
 const STEP: Duration = Duration::from_millis(1);
 
 fn stop(bed: &Bed) -> Output {
@@ -36,5 +42,32 @@ fn a_stop_during_an_upgrade_reaches_a_keeper() {
         assert!(wait(patience(1), || keeper.ended().is_some()), "round {round}: it still runs");
         upgrade.join().unwrap();
         assert_eq!(bed.left_behind(), Vec::<String>::new(), "round {round}");
+    }
+}
+
+/// Names in the machine's folders.
+fn files(bed: &Bed) -> BTreeSet<PathBuf> {
+    let folders = [bed.runtime_of(NAMES[0]), bed.memory_of(NAMES[0])].into_iter();
+    let entries = folders.flat_map(|folder| fs::read_dir(folder).expect("it is there"));
+    entries.map(|entry| entry.expect("an entry").path()).collect()
+}
+
+/// The next keeper makes its files as soon as it has the lock, under the same names.
+#[test]
+fn a_stopped_keeper_unlocks_last() {
+    let bed = Bed::make();
+    for round in 0..STOPS {
+        let mut keeper = bed.keeper(NAMES[0], &["run", "machine.toml"]);
+        keeper.settled(Duration::ZERO).unwrap().expect("it starts");
+        let (api, lock) = (keeper.api(), File::open(bed.runtime_of(NAMES[0]).join("keeper.lock")).unwrap());
+        let stop = std::thread::spawn(move || api.ask("POST", "/v1/stop", r#"{"force": true}"#));
+        let asked = Instant::now();
+        while flock(&lock, FlockOperation::NonBlockingLockShared).is_err() {
+            assert!(asked.elapsed() < patience(1), "round {round}: it keeps its lock");
+        }
+        let unlocked = files(&bed);
+        assert!(wait(patience(1), || keeper.ended().is_some()), "round {round}: it does not stop");
+        assert_eq!(unlocked, files(&bed), "round {round}");
+        stop.join().unwrap();
     }
 }

@@ -9,6 +9,7 @@ use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hearth_disk::boot_set;
@@ -25,13 +26,13 @@ const TABLES_PREFIX: &str = "tables-";
 /// A look takes microseconds.
 const LOOK_PATIENCE: Duration = Duration::from_secs(1);
 
-/// The two folders of one machine, held for as long as its keeper lives.
-#[derive(Debug)]
+/// The two folders of one machine, locked until the last copy of this is dropped.
+#[derive(Clone, Debug)]
 pub struct Folders {
     pub runtime: PathBuf,
     pub memory: PathBuf,
     /// Locks of the runtime folder and of the memory folder. They go when the keeper goes, however it dies.
-    _locks: [File; 2],
+    _locks: Arc<[File; 2]>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -83,7 +84,8 @@ impl Folders {
             Ok(()) => {
                 make_private(memory)?;
                 let of_memory = memory_owner::own(runtime, memory)?;
-                Ok(Self { runtime: runtime.to_owned(), memory: memory.to_owned(), _locks: [lock, of_memory] })
+                let locks = Arc::new([lock, of_memory]);
+                Ok(Self { runtime: runtime.to_owned(), memory: memory.to_owned(), _locks: locks })
             }
             Err(rustix::io::Errno::WOULDBLOCK) => Err(FolderError::Running { name: name.to_owned(), path }),
             Err(error) => Err(unusable(error.into())),

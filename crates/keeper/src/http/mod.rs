@@ -105,7 +105,8 @@ impl Server {
             .expect("holders of this lock do not panic");
     }
 
-    fn stop_accepting(&mut self) {
+    /// Accepts no more clients, and removes the socket.
+    pub fn stop_accepting(&mut self) {
         let Some(thread) = self.thread.take() else { return };
         // Wakes `accept`; fails only if the socket is not listening.
         let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
