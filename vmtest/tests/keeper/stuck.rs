@@ -57,7 +57,7 @@ fn keeper_ends_and_the_next_takes_over(vm: &TestVm, thread: &str, hang: impl FnO
 
 #[test]
 fn hung_main_loop_ends_its_keeper_and_not_its_guest() -> Result<()> {
-    let vm = watched("main-hangs", "100")?;
+    let vm = watched("main-hangs", "40")?;
     keeper_ends_and_the_next_takes_over(&vm, "main", hang_main_loop)
 }
 

@@ -67,7 +67,7 @@ fn waiting(stand: &Stand, vm: &TestVm, name: &str) -> Result<TestVm> {
     begin_verifying(&clone)?;
     stand.server.set_wire(Wire::Dead);
     fs::rename(&away, &object).expect("the object was moved away");
-    await_waiting(&clone, "the store does not answer")?;
+    await_waiting(&clone, "the store gave no valid answer")?;
     still_verifies(&clone)?;
     Ok(clone)
 }
@@ -177,7 +177,7 @@ fn disk_waits_for_a_lost_store_across_keepers() -> Result<()> {
     };
     clone.wait_event("an event about the waiting disk", names_disk)?;
     clone.restart_keeper()?;
-    await_waiting(&clone, "the store does not answer")?;
+    await_waiting(&clone, "the store gave no valid answer")?;
     clone.await_console()?;
     still_verifies(&clone)?;
     stand.server.set_wire(Wire::Failing);
