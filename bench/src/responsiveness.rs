@@ -2,8 +2,6 @@
 //! reports the
 //! longest time that its main loop spent on one event.
 
-use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -16,8 +14,6 @@ use crate::record::Record;
 use crate::stats;
 
 const ASK_EVERY: Duration = Duration::from_millis(10);
-/// Time limit for an answer, longer than any wait of a keeper's client.
-const ANSWER_PATIENCE: Duration = Duration::from_secs(40);
 
 /// A thread that polls one keeper until `end`.
 pub struct Responsiveness {
@@ -67,12 +63,7 @@ impl Responsiveness {
 }
 
 fn ask(socket: &Path) -> Option<MachineStatus> {
-    let mut stream = UnixStream::connect(socket).ok()?;
-    stream.set_read_timeout(Some(ANSWER_PATIENCE)).ok()?;
-    stream.write_all(b"GET /v1/status HTTP/1.0\r\n\r\n").ok()?;
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).ok()?;
-    serde_json::from_str(answer.split_once("\r\n\r\n")?.1).ok()
+    serde_json::from_str(&hearth_vmtest::get(socket, "/v1/status").ok()?).ok()
 }
 
 /// Adds the longest stall, and the median of the response times over all cases.

@@ -58,7 +58,7 @@ pub mod web;
 pub use disk::Disk;
 pub use error::{Error, Result};
 pub use guest::{Drives, Guest, Output, START_AGENT};
-pub use hearth::{Parked, TestVm, TestVmBuilder};
+pub use hearth::{Parked, TestVm, TestVmBuilder, get};
 pub use loop_device::LoopDevice;
 pub use mounted::Mounted;
 pub use plain::{PlainVm, PlainVmBuilder};

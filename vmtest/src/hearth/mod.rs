@@ -5,7 +5,7 @@ mod events;
 mod files;
 mod parked;
 
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -28,6 +28,19 @@ use crate::processes;
 use crate::slots::Slot;
 use crate::transcript::Ready;
 use crate::wait::patience;
+
+/// A keeper waits thirty seconds for its machine and then says so.
+const API_PATIENCE: Duration = Duration::from_secs(40);
+
+/// The body of the answer to `GET path` on a keeper's socket.
+pub fn get(socket: &Path, path: &str) -> io::Result<String> {
+    let mut stream = UnixStream::connect(socket)?;
+    stream.set_read_timeout(Some(API_PATIENCE))?;
+    stream.write_all(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes())?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer)?;
+    Ok(answer.split_once("\r\n\r\n").map(|(_, body)| body.to_owned()).unwrap_or_default())
+}
 
 /// A machine with its keeper. Dropping it ends all of its processes.
 pub struct TestVm {
@@ -130,12 +143,8 @@ impl TestVm {
 
     /// A metric from `GET /metrics`. `None` if it has no value now.
     pub fn metric(&self, name: &str) -> Result<Option<f64>> {
-        let (socket, mut text) = (self.api_socket(), String::new());
-        let asked = UnixStream::connect(&socket).and_then(|mut stream| {
-            stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n")?;
-            stream.read_to_string(&mut text)
-        });
-        at("ask", &socket, asked)?;
+        let socket = self.api_socket();
+        let text = at("ask", &socket, get(&socket, "/metrics"))?;
         let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('{')?.rsplit(' ').next());
         Ok(value.and_then(|value| value.parse().ok()))
     }
