@@ -1,12 +1,10 @@
 //! Bench `rejuvenate`: the pause of a guest whose QEMU is replaced, and the alternatives.
 //!
 //! for each size of RAM, mostly filled: Hearth hops, and a cold reboot -> QEMU's own `cpr-transfer`; then once more; then all of
-//! RAM to a
-//! file and back. One side runs at a time. A pause is from the old QEMU's STOP to the new one's RESUME, by their own clocks, for
-//! all
-//! sides; for the reboot it is from the request to a guest that takes commands. All have a disk under the same load, as is usual
-//! for
-//! their QEMU: Hearth's is served by the keeper, the others' is an image that QEMU opens. `cpr-transfer-bare` has no disk.
+//! RAM to a file and back. One side runs at a time. A pause is from the old QEMU's STOP to the new one's RESUME, by their own
+//! clocks, for all sides; for the reboot it is from the request to a guest that takes commands. All have a disk under the same
+//! load, as is usual for their QEMU: Hearth's is served by the keeper, the others' is an image that QEMU opens.
+//! `cpr-transfer-bare` has no disk.
 //! `cpr-transfer` needs QEMU 10, so it is compared with Hearth on that same QEMU, `hearth-qemu10`.
 //!
 //! STOP comes when the disks have drained (Hearth's pause begins when they are asked to), and RESUME before the guest has done
@@ -14,8 +12,7 @@
 //! silence around a hop, heard from outside. The longest silence without a hop, over the same time, is recorded beside it.
 //!
 //! Then `networks`: a busy TCP connection on each kind of network. Then `many`: machines that hop at the same time, and reboot at
-//! the
-//! same time. `host_reload`: the guests of an emulated host whose kernel was replaced.
+//! the same time. `host_reload`: the guests of an emulated host whose kernel was replaced.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -305,8 +302,7 @@ fn cpr(old: &PlainVm, boot: Boot<'_>, folder: &Path) -> hearth_vmtest::Result<Ho
 }
 
 /// Waits until the migration has completed. It polls, because a QEMU that took its guest from another one has an earlier
-/// migration's
-/// event.
+/// migration's event.
 fn wait_completed(vm: &PlainVm) -> hearth_vmtest::Result<()> {
     let deadline = Instant::now() + patience(60);
     let failed = |message: &str| hearth_vmtest::Error::Qmp { command: "migrate".into(), message: message.into() };

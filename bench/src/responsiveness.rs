@@ -1,6 +1,5 @@
 //! Response times of a keeper while it works: the bench requests its status every 10 ms, as a dashboard might, and the keeper
-//! reports the
-//! longest time that its main loop spent on one event.
+//! reports the longest time that its main loop spent on one event.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

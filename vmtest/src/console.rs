@@ -1,8 +1,8 @@
 //! The connection to a guest's serial console: a thread that reads it into a transcript, and a way to write to it.
 //!
 //! There are two ways to connect. For a plain machine, QEMU connects to a listening socket. For a machine under Hearth, the
-//! thread
-//! connects to the keeper's console socket, and again whenever the connection is lost (a keeper dies and another takes over).
+//! thread connects to the keeper's console socket, and again whenever the connection is lost (a keeper dies and another takes
+//! over).
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};

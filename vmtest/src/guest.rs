@@ -17,8 +17,7 @@ const COMMAND_BYTES_MAX: usize = 4000;
 const LINES_SHOWN: usize = 40;
 
 /// Command that starts the agent of a guest that has one ([`crate::TestVm::busybox_with_agent`]). Once it has returned, the
-/// agent's
-/// port is open.
+/// agent's port is open.
 pub const START_AGENT: &str =
     "qemu-ga -d -m virtio-serial -p /dev/vport*p1 -t /run -f /run/qemu-ga.pid -l /tmp/qemu-ga.log";
 

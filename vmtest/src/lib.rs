@@ -13,13 +13,11 @@
 //! ```
 //!
 //! There are two kinds of machines: [`TestVm`] under a keeper, and [`PlainVm`] under QEMU alone, for benches to compare with.
-//! Both
-//! run commands in the guest through its serial console, by the protocol in `guest/README.md`.
+//! Both run commands in the guest through its serial console, by the protocol in `guest/README.md`.
 //!
 //! Every machine has its own folders, so tests run in parallel. Tests wait for events and console lines, with limits that only a
 //! hang reaches. Dropping a machine kills every process that it started, even a QEMU that outlived its keeper. If its test
-//! failed,
-//! its logs are printed.
+//! failed, its logs are printed.
 
 pub mod artifacts;
 pub mod boot_disk;

@@ -1,6 +1,5 @@
 //! File contents that reveal any misplaced block. They are the bytes that `probe fill` writes in the guest, so the guest can
-//! check a
-//! file made on the host with `probe verify NAME SEED`.
+//! check a file made on the host with `probe verify NAME SEED`.
 
 use std::path::Path;
 

@@ -1,6 +1,5 @@
 //! A machine under QEMU alone, without Hearth: the baseline of benches, and the check that guest images and the console protocol
-//! work
-//! without Hearth.
+//! work without Hearth.
 
 use std::ffi::OsString;
 use std::os::unix::net::UnixListener;

@@ -1,8 +1,7 @@
 //! Ends all processes of a machine, including those whose parent is gone.
 //!
 //! A QEMU outlives its keeper by design, so killing children is not enough. Every process of a machine has one of the machine's
-//! own
-//! folders in its command line (sockets, RAM file, configuration), and no other process has.
+//! own folders in its command line (sockets, RAM file, configuration), and no other process has.
 
 use std::fs;
 use std::os::fd::{AsFd, OwnedFd};

@@ -1,8 +1,7 @@
 //! Residency: the memory that a machine's memory files occupy, measured from outside every 10 ms.
 //!
 //! The keeper reports a peak too, but a promise is better checked from outside. Allocated memory (`st_blocks`) counts, not the
-//! length
-//! of the sparse files. A file that was unlinked while it is still mapped is not seen.
+//! length of the sparse files. A file that was unlinked while it is still mapped is not seen.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;

@@ -1,8 +1,6 @@
 //! Limits the number of machines that run at once. A machine under emulation keeps a processor busy, so more machines than
-//! processors
-//! only make every wait longer. `HEARTH_VM_SLOTS` changes the number. `make test` runs each test as a process and has its own
-//! limit;
-//! this one is for `cargo test`.
+//! processors only make every wait longer. `HEARTH_VM_SLOTS` changes the number. `make test` runs each test as a process and has
+//! its own limit; this one is for `cargo test`.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;

@@ -3,9 +3,8 @@
 //! bytes -> [kernel messages cut out] -> lines -> readiness, answers
 //!
 //! The kernel may write its messages between any two bytes of other output. Each begins with a time stamp in brackets and ends
-//! with a
-//! newline. Neither the agent's lines nor base64 contain a bracket, so a message is recognised wherever it begins, and the text
-//! before and after it belongs together.
+//! with a newline. Neither the agent's lines nor base64 contain a bracket, so a message is recognised wherever it begins, and the
+//! text before and after it belongs together.
 
 use std::collections::BTreeMap;
 use std::time::{Instant, SystemTime};

@@ -1,6 +1,6 @@
 //! Admission: while memory is short, a guest gets it as it becomes free, and the machine's files never hold more than the budget.
-//! These
-//! tests hold memory back with a file in the machine's memory folder. It counts like dead memory that must not be released yet.
+//! These tests hold memory back with a file in the machine's memory folder. It counts like dead memory that must not be released
+//! yet.
 
 use std::fs::File;
 use std::io::Write;

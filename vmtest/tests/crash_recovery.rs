@@ -1,6 +1,5 @@
 //! Crash recovery, as a guest and its operator see it: a guest crashes in a real way, the next one serves at once, and the dump
-//! holds
-//! what the dead memory held.
+//! holds what the dead memory held.
 //!
 //! - `ways`: crashes of all kinds are dumped, and each dump gives the reason.
 //! - `truth`: a dump's pages equal the dead guest's memory.

@@ -259,8 +259,7 @@ const READERS: usize = 8;
 const PART: usize = 2 * MIB;
 
 /// Requests that the server took and did not answer are carried out by the next server, even if later ones were answered. QEMU's
-/// own
-/// resumption would skip or repeat some, since it assumes that requests end in order.
+/// own resumption would skip or repeat some, since it assumes that requests end in order.
 #[test]
 fn next_server_completes_held_back_requests() -> Result<()> {
     let home = tempfile::tempdir().expect("a folder");

@@ -1,6 +1,5 @@
 //! Fast remount, as a guest and its operator see it: the next boot finds in memory what this boot reads until it is ready, and it
-//! equals
-//! what the disk holds. Guests mount many small volumes, crash, and mount them again.
+//! equals what the disk holds. Guests mount many small volumes, crash, and mount them again.
 //!
 //! - `many`: a hundred volumes that are all being written to when their guest crashes.
 //! - `journals`: volumes whose journals are NVRAM.
@@ -164,8 +163,7 @@ fn recently_written_blocks_are_held_for_next_boot() -> Result<()> {
         mount_and_look()?;
         let plan = ready(&vm)?;
         // Until then no boot has read a journal. Without the written blocks it finds 24 % in memory, with them 61 %. The rest is
-        // the kernel's
-        // read-ahead behind the end of the journals.
+        // the kernel's read-ahead behind the end of the journals.
         assert!(life == 1 || plan["hit_pct"].as_f64() >= Some(50.0), "{plan}");
         volumes.append(&vm, line)?;
         lines.push(line);

@@ -1,6 +1,5 @@
 //! The guests themselves, under plain QEMU: images, console protocol, probe. If these pass, a failed test of Hearth is not the
-//! harness's
-//! fault.
+//! harness's fault.
 
 use hearth_vmtest::images::File;
 use hearth_vmtest::{Drives, PlainVm, Result, artifacts, images, patience};

@@ -1,6 +1,5 @@
 //! The keeper's own life and death: killed under load, killed between two QEMUs, stopped in every possible way. The guest and its
-//! disks
-//! must not notice more than a pause.
+//! disks must not notice more than a pause.
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -36,8 +35,7 @@ const WRITES_BEFORE_KILL_MAX: u64 = 1200;
 /// A guest's boot time on a quiet host, roughly.
 const BOOT_MS: u64 = 3000;
 /// The time in which firmware and kernel start the disk. A QEMU before 9.1 that loses its disk's server then does not notice the
-/// next
-/// server.
+/// next server.
 const START_MS: u64 = 160;
 
 /// fio reads each written block back and verifies it.
@@ -208,8 +206,7 @@ fn lose_keeper_at_first_message(vm: &TestVm, disk: &str) -> Result<()> {
 }
 
 /// A QEMU before 9.1 that loses its disk's server in the middle of the first messages does not use the next server, and crashes
-/// if its
-/// guest is stopped and continued.
+/// if its guest is stopped and continued.
 #[test]
 fn disk_survives_server_death_during_first_messages() -> Result<()> {
     let vm = TestVm::busybox_with_fio("greeting").disk(Disk::empty(16)).disk(Disk::empty(48)).boot()?;
@@ -462,8 +459,7 @@ fn real_qemu() -> std::path::PathBuf {
 }
 
 /// The keeper is killed between two QEMUs. Nothing has guarded the disk since, so its memory is not used, and the QEMU that was
-/// being
-/// started must not reach the disk.
+/// being started must not reach the disk.
 #[test]
 fn keeper_killed_between_qemus_causes_cold_start() -> Result<()> {
     let home = tempfile::tempdir().expect("a folder");

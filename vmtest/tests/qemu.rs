@@ -92,8 +92,7 @@ fn newer_linux_reboots_warm() -> Result<()> {
 }
 
 /// A boot sector that prints a readiness line to the first serial port, with another number at each boot. It holds 89 bytes of
-/// assembled
-/// 16-bit code, and the text.
+/// assembled 16-bit code, and the text.
 fn boot_sector() -> Vec<u8> {
     #[rustfmt::skip]
     const CODE: [u8; 89] = [

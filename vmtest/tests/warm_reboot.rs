@@ -1,6 +1,5 @@
 //! Warm reboot, as a guest and its operator see it: however an incarnation ends, the next one reads what the disk holds, from
-//! memory
-//! where that equals it.
+//! memory where that equals it.
 //!
 //! - `ways`: reboots that keep the cache, and those that do not.
 //! - `truth`: memory that differs from the disk is never served.

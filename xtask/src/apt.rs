@@ -1,10 +1,8 @@
 //! Debian packages without the host's package manager: an apt with its own sources, lists and cache, which works for ordinary
-//! users and on
-//! other releases, and adds nothing to the system.
+//! users and on other releases, and adds nothing to the system.
 //!
 //! Guests are always Debian 12, whatever the host runs, so that results are the same everywhere. On a Debian host, its own mirror
-//! and proxy
-//! settings are used.
+//! and proxy settings are used.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

@@ -3,8 +3,7 @@
 //! stamp matches -> done; else lock -> check again -> make in `NAME.new` -> write the stamp into it -> swap by rename.
 //!
 //! An interrupted run leaves a `NAME.new` that the next run removes, never a half-made folder under its final name. Two parallel
-//! runs wait
-//! for each other at the lock file; the kernel releases the lock of a killed run.
+//! runs wait for each other at the lock file; the kernel releases the lock of a killed run.
 
 use std::collections::hash_map::DefaultHasher;
 use std::fs::{self, File};

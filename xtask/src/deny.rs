@@ -1,8 +1,7 @@
 //! Licences, duplicate crates and sources of the dependencies, checked against `deny.toml`.
 //!
 //! cargo-deny does this and more, but takes longer to compile than all of Hearth. If it is installed, it is used; otherwise this
-//! module
-//! applies the same file. Security advisories need cargo-deny, because their database is on the network.
+//! module applies the same file. Security advisories need cargo-deny, because their database is on the network.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

@@ -126,8 +126,7 @@ fn set_up() -> Result<(), Box<dyn Error>> {
 }
 
 /// Installs the tools, which images and builds need, and makes images. These use the network and at most one processor, so `work`
-/// runs
-/// meanwhile.
+/// runs meanwhile.
 fn set_up_beside<T>(work: impl FnOnce() -> T) -> Result<T, Box<dyn Error>> {
     setup::ensure_tools()?;
     std::thread::scope(|scope| {

@@ -1,8 +1,7 @@
 //! Tools to build, test and run Hearth: found, or installed, or named with the command that installs them.
 //!
 //! A tool counts as installed when its program is found, whatever package it came from, so the package manager is not called when
-//! nothing
-//! is missing.
+//! nothing is missing.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,12 +1,10 @@
 //! Runs all tests, several in parallel; then prints the slowest of them, and the sum as the last line: `N passed, N failed`.
 //!
 //! cargo would run one test binary after another, and processors would be idle at the end of each. So cargo builds them, and they
-//! are run
-//! here: each test that starts machines is a process, and so is each other test binary.
+//! are run here: each test that starts machines is a process, and so is each other test binary.
 //!
 //! The sum is from the test binaries' own reports. A binary that dies has no report and counts as one failed test, so that the
-//! line never
-//! looks better than the exit code.
+//! line never looks better than the exit code.
 
 mod binaries;
 mod jobs;
@@ -87,8 +85,7 @@ impl Report {
 const SLOWEST_SHOWN: usize = 30;
 
 /// Number of parallel processes. With only as many as processors, these are idle for a third of the time, because machines wait
-/// for disks
-/// and wires that are slow on purpose.
+/// for disks and wires that are slow on purpose.
 fn at_once() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from) + 1
 }
@@ -100,8 +97,7 @@ pub fn run(filter: &[String]) -> Result<Report, ShellError> {
         jobs.extend(binary.jobs(filter)?.into_iter().enumerate());
     }
     // One test of each binary in turn, because tests of a binary often wait for the same resource. Short ones come last, so that
-    // all processors
-    // are busy until the end.
+    // all processors are busy until the end.
     jobs.sort_by_key(|(turn, job)| (job.test.is_none(), *turn));
     let jobs: Vec<_> = std::iter::once(examples(filter)).chain(jobs.into_iter().map(|(_, job)| job)).collect();
     Ok(jobs::run(jobs, at_once()))

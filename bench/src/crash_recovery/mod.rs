@@ -9,12 +9,10 @@
 //! for each disk profile: plain machine: (c) twice, then (b), which includes (a) -> Hearth at level 31 twice -> Hearth at level 1
 //! ->
 //! at `paper` also the comparisons of the paper that first dumped beside the reboot (Vicover): chunk sizes (its Table 3), and
-//! policies
-//! for the disk while a boot needs it (its Table 6).
+//! policies for the disk while a boot needs it (its Table 6).
 //!
 //! QEMU's dump goes through a pipe to a writer that bypasses the page cache, like `virsh dump --bypass-cache`: data in the page
-//! cache
-//! is not on the disk, and control groups (v1) would not slow it.
+//! cache is not on the disk, and control groups (v1) would not slow it.
 
 mod guest;
 mod hearth;

@@ -1,6 +1,5 @@
 //! The report: memory over time for every kind of recovery, as in the paper's Figures 5 to 8, the comparisons of its Tables 3 and
-//! 6, and
-//! the figures.
+//! 6, and the figures.
 
 use super::hearth::Life;
 use super::{Shape, summary};

@@ -1,12 +1,10 @@
 //! The demo: a Debian web server under Hearth panics and comes back, once with its dead memory and once cold.
 //!
 //! boot -> fill the file cache -> serve -> panic -> serve -> panic -> read every file; the same again with `ember = "off"`. Then
-//! a
-//! table, and the report in `target/demo/report.html`.
+//! a table, and the report in `target/demo/report.html`.
 //!
 //! Hearth's own limits slow the disk, which needs no root. The default is the `cloud` profile: an unlimited disk would show the
-//! demo
-//! host's SSD, which few virtual machines have to themselves.
+//! demo host's SSD, which few virtual machines have to themselves.
 
 mod life;
 mod page;

@@ -1,12 +1,10 @@
 //! The cost of image formats: raw, qcow2, and qcow2 over a base image, as every restored machine has it. Hearth and QEMU each
-//! serve an
-//! image of every format, with the same contents, to a client that sends one request at a time.
+//! serve an image of every format, with the same contents, to a client that sends one request at a time.
 //!
 //! read data -> write into empty clusters (64 KiB; 4 KiB) -> overwrite what was written; each write is followed by a flush
 //!
 //! All images are served at the same time and take turns, so that a slow moment of the host affects all alike. A write and its
-//! flush are
-//! one turn: the images share a file system, and a flush of one commits what others have allocated before it.
+//! flush are one turn: the images share a file system, and a flush of one commits what others have allocated before it.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};

@@ -1,10 +1,8 @@
 //! The disk server without a guest: a vhost-user client in this process reads 4 KiB blocks, one at a time.
 //!
 //! The ember is real: a RAM file full of disk blocks with its ledger, banked as a dead incarnation. The client's memory stands
-//! for the
-//! new incarnation's RAM and has its own ledger, so every hit does the same work as in a machine: find, check the tag, copy,
-//! record,
-//! release the old page. As in a machine, each block can be hit once.
+//! for the new incarnation's RAM and has its own ledger, so every hit does the same work as in a machine: find, check the tag,
+//! copy, record, release the old page. As in a machine, each block can be hit once.
 
 use std::fs::File;
 use std::io;

@@ -1,10 +1,8 @@
 //! Misses in a guest: two disks of one machine with the same contents, one served by Hearth, one by QEMU itself (io_uring,
-//! cache=none,
-//! its own thread), are read in turn, with caches dropped before each read.
+//! cache=none, its own thread), are read in turn, with caches dropped before each read.
 //!
 //! QEMU's disk is also the baseline for the ledger's cost. It is measured in machines with and without ember, and the figure is
-//! how
-//! Hearth's disk compares with it in each, so that a change of the host's load between them cancels out.
+//! how Hearth's disk compares with it in each, so that a change of the host's load between them cancels out.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;

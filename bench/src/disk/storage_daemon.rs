@@ -1,6 +1,5 @@
 //! QEMU's block layer without a guest: `qemu-storage-daemon` exports an image as a vhost-user-blk disk, opened as a user would
-//! for a
-//! guest (`cache=none,aio=io_uring`, its own thread).
+//! for a guest (`cache=none,aio=io_uring`, its own thread).
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -16,8 +15,7 @@ pub struct StorageDaemon(Child);
 
 impl StorageDaemon {
     /// Starts the daemon. `driver` is QEMU's name of the format, and `base` the raw image below it. A client may connect at once:
-    /// it waits in
-    /// the socket's queue until the daemon is ready, and is disconnected if the daemon fails.
+    /// it waits in the socket's queue until the daemon is ready, and is disconnected if the daemon fails.
     pub fn start(socket: &Path, image: &Path, driver: &str, base: Option<&Path>) -> io::Result<Self> {
         let mut command = Command::new(TOOL);
         command.args(["--object", "iothread,id=io"]);

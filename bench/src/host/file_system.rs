@@ -1,8 +1,7 @@
 //! A separate file system for what is measured: a default ext4 from `mkfs.ext4`, on a loop device.
 //!
 //! The cost of a flush depends on the host's file system, which may be one that production hosts do not have: an ext4 without a
-//! journal,
-//! as in many containers, writes an image's inode with each `fdatasync` after a write.
+//! journal, as in many containers, writes an image's inode with each `fdatasync` after a write.
 //!
 //! Only this thread and the processes that it starts see the mount, so it disappears with them, however they end.
 

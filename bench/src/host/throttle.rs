@@ -1,15 +1,13 @@
 //! A slower disk for all sides: a control group that limits the device below QEMU, keeper and the host's page cache alike.
 //!
 //! It limits direct I/O and page-cache misses but no hits, so a side that uses the host's page cache keeps its whole advantage.
-//! It also
-//! counts the bytes that were read, in the same way for all sides. Both hierarchies are supported: cgroup v1 (`blkio.throttle.*`)
-//! and v2
-//! (`io.max`, `io.stat`). Making a group needs root; without it each side uses its own limits (`hearth`'s per disk, QEMU's
+//! It also counts the bytes that were read, in the same way for all sides. Both hierarchies are supported: cgroup v1
+//! (`blkio.throttle.*`) and v2 (`io.max`, `io.stat`). Making a group needs root; without it each side uses its own limits
+//! (`hearth`'s per disk, QEMU's
 //! `throttling.*`), and the record says so.
 //!
 //! Processes inherit the group of their parent, so the bench enters the group while it starts a machine and leaves it again:
-//! moving QEMU
-//! into it later would miss QEMU's first reads.
+//! moving QEMU into it later would miss QEMU's first reads.
 
 use std::fs;
 use std::io;

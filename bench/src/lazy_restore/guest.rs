@@ -1,6 +1,5 @@
 //! The guest of every side. Its memory is in use by a large process, a file cache, of which its web server serves a part, and a
-//! database's
-//! buffers. Without a database it is busybox with its web server.
+//! database's buffers. Without a database it is busybox with its web server.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
@@ -70,8 +69,7 @@ pub fn hog(guest: &impl Drives, shape: Shape) -> Result<()> {
 }
 
 /// Starts a process that writes to 160 MiB of memory, which it has when this returns, 5 MiB at a time: about 50 MiB/s. It counts
-/// what it
-/// has written.
+/// what it has written.
 pub fn start_writer(guest: &impl Drives) -> Result<()> {
     let write = "probe fill /tmp/seed 5242880 1; for n in $(seq 0 31); do cp /tmp/seed /tmp/dirty.$n; done; echo 0 >/tmp/written; \
                  (n=0; while :; do n=$((n+1)); \

@@ -199,8 +199,8 @@ impl<'a> Saved<'a> {
     }
 
     /// Traces what a guest uses after a scan; then traces it twice, each time with other requests: pages that only the second
-    /// trace saw would
-    /// have been waited for. A trace whose pages count lasts until the guest has given as many answers as the counts are for.
+    /// trace saw would have been waited for. A trace whose pages count lasts until the guest has given as many answers as the
+    /// counts are for.
     pub fn trace(&self, record: &mut Record) -> Result<(), RestoreError> {
         self.keep_set(SCANNED)?;
         let scanned = self.shown()?.pages()?;

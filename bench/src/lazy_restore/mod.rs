@@ -1,12 +1,10 @@
 //! Bench `restore`: a web server and database with most of its memory in use is restored from a snapshot on disk, in each mode.
 //!
 //! a small guest reads its memory, timed by its own clock, while that is missing -> one guest under Hearth and one under QEMU
-//! alone are
-//! filled and saved, Hearth's after a scan -> another one under a newer QEMU -> Hearth's is traced twice, with requests in two
-//! orders ->
-//! for each disk profile, each side in turn: the host's cache is dropped, the guest is restored and gets requests, in an order of
-//! the
-//! round's own, until all memory has arrived and some seconds longer -> the same from an object store, which is traced as well
+//! alone are filled and saved, Hearth's after a scan -> another one under a newer QEMU -> Hearth's is traced twice, with requests
+//! in two orders -> for each disk profile, each side in turn: the host's cache is dropped, the guest is restored and gets
+//! requests, in an order of the round's own, until all memory has arrived and some seconds longer -> the same from an object
+//! store, which is traced as well
 //!
 //! A quick run has the same sides with a guest that boots in seconds and has a web server but no database.
 //!
@@ -85,8 +83,7 @@ struct Shape {
     /// Delay of each request to the store, beside the server's own time.
     store_request: Duration,
     /// Rounds of a scan, of a second each. A scanned guest answers a third of its usual requests, and all measured ones must come
-    /// during the
-    /// scan, on a slow host too.
+    /// during the scan, on a slow host too.
     scan_rounds: u32,
     slowdown_window: Duration,
     /// Number of windows with and without a scan, in turn.
@@ -274,8 +271,7 @@ fn restore_from_store(
 }
 
 /// Whether a round includes all sides. Every second one has only the sides that answer while memory is still arriving, whose
-/// times vary
-/// most.
+/// times vary most.
 fn is_whole(round: u32) -> bool {
     round.is_multiple_of(2)
 }

@@ -1,6 +1,6 @@
 //! The sides with an object store: a real server on loopback, behind a wire with the rate of `cloud` on which each request takes
-//! some
-//! milliseconds. The server is a separate program, `loopback-s3`: built into this one, it would add minutes to its compile time.
+//! some milliseconds. The server is a separate program, `loopback-s3`: built into this one, it would add minutes to its compile
+//! time.
 
 use std::fs;
 use std::io::{self, BufRead, BufReader, Write};

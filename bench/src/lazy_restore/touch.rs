@@ -1,6 +1,5 @@
 //! The cost of a missing page by the guest's own clock: single-page reads of a file in its memory while the file is missing, and
-//! again
-//! when it is present. The snapshot is in the host's page cache, so this measures a fault's path without a disk.
+//! again when it is present. The snapshot is in the host's page cache, so this measures a fault's path without a disk.
 
 use std::fs;
 

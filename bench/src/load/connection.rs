@@ -1,8 +1,7 @@
 //! A connection to a guest, from a port that no earlier connection used.
 //!
 //! A restored guest still knows the connections of its snapshot. For a minute of its own time it does not accept a new one from
-//! the port of
-//! a connection that it closed last: QEMU's user network, which keeps the port, retries only after seconds.
+//! the port of a connection that it closed last: QEMU's user network, which keeps the port, retries only after seconds.
 
 use std::io::{self, ErrorKind};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};

@@ -1,8 +1,7 @@
 //! A minimal HTTP/1.1 client for a load generator: GET over a kept connection, with a content length.
 //!
 //! It is our own because it must give up at once when the server is about to crash: a guest that is reset in place sends no FIN,
-//! and behind
-//! QEMU's user network a connect succeeds even when no guest listens.
+//! and behind QEMU's user network a connect succeeds even when no guest listens.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};

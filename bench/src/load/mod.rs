@@ -1,12 +1,10 @@
 //! Load generator: one client that requests the same files in turn, one by one, and notes the time of each complete answer. With
-//! a
-//! database, every other request is a query.
+//! a database, every other request is a query.
 //!
 //! serving -> (told of an outage, or the connection breaks) -> probing -> first 200 -> serving
 //!
 //! It is a single closed-loop client, like httperf in the paper, so requests per second follow latency. While the service is away
-//! it
-//! probes a small page every 20 ms, each time on a new connection, so the time of return is known to 20 ms.
+//! it probes a small page every 20 ms, each time on a new connection, so the time of return is known to 20 ms.
 
 mod connection;
 pub mod http;
@@ -119,8 +117,7 @@ impl Load {
     }
 
     /// Announces an outage: the client drops its request and waits for the service's return. Call it only once the machine is
-    /// down; otherwise
-    /// a probe could still reach the old service.
+    /// down; otherwise a probe could still reach the old service.
     pub fn announce_outage(&self) {
         self.shared.progress().outages += 1;
     }

@@ -1,8 +1,7 @@
 //! A minimal PostgreSQL client for a load generator: one query at a time over a kept connection, its only row as text.
 //!
 //! It is our own for the same reason as the HTTP client: it must give up on request. The server accepts every user (`trust`);
-//! protocol
-//! 3.0, simple queries.
+//! protocol 3.0, simple queries.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -53,8 +52,7 @@ impl Client {
     }
 
     /// Sends a query, and returns the columns of its last row as text. After an error the next call reconnects. `give_up` is
-    /// called every
-    /// 20 ms while waiting.
+    /// called every 20 ms while waiting.
     pub fn row(
         &mut self,
         query: &str,

@@ -2,8 +2,7 @@
 //! memory.
 //!
 //! This part does not reload a host: `cargo xtask bench` has already done that, which takes minutes, and names the file with the
-//! result. A
-//! quick run parks a guest and resumes it under the same kernel.
+//! result. A quick run parks a guest and resumes it under the same kernel.
 
 use hearth_vmtest::host_reload::{Figures, KEEP_IN, Reloaded};
 use hearth_vmtest::{Disk, Drives, TestVm, known};

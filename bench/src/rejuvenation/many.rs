@@ -1,10 +1,8 @@
 //! Several machines at the same time: the pause of each when n of them hop together, and when n of them reboot together.
 //!
 //! Both are terms of a model (`hearth_recovery::rejuvenation::downtime`), which is fitted to all n but the largest; its
-//! prediction for that
-//! one is compared with the measurement. All machines run from the beginning, and each round has every n, so the host's other
-//! load
-//! affects all of them.
+//! prediction for that one is compared with the measurement. All machines run from the beginning, and each round has every n, so
+//! the host's other load affects all of them.
 
 use std::time::Instant;
 

@@ -27,8 +27,7 @@ impl Silence {
     }
 
     /// The longest silence, in milliseconds, that overlaps the time from `from` to `to`. `guests` are the consoles on which the
-    /// one guest was
-    /// heard.
+    /// one guest was heard.
     pub fn longest(&self, guests: &[&Guest], from: Instant, to: Instant) -> f64 {
         let deadline = to + patience(10);
         loop {

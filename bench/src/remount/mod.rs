@@ -1,14 +1,12 @@
 //! Bench `remount`: a storage appliance with hundreds of volumes crashes while they are in use, and comes back.
 //!
 //! for each number of volumes, each disk profile, each side in turn, on the same images: boot -> mount -> look through all
-//! volumes -> write
-//! to all of them -> push their metadata out of the guest's cache -> crash -> boot, mount, look through: ready
+//! volumes -> write to all of them -> push their metadata out of the guest's cache -> crash -> boot, mount, look through: ready
 //!
 //! Where possible the images are on a separate file system, whose flushes cost as much as on production hosts.
 //!
 //! Volumes are mounted four at a time, with dirty journals. The appliance is ready when a line that was acknowledged before the
-//! crash was
-//! read back from each volume. A side's cost is its host memory beyond the guest's own.
+//! crash was read back from each volume. A side's cost is its host memory beyond the guest's own.
 
 mod life;
 mod page;

@@ -1,6 +1,5 @@
 //! The summary's figures and the table, from the rows. Figures without a profile in their name are those at `paper`; without a
-//! number of
-//! volumes, those at the largest one.
+//! number of volumes, those at the largest one.
 
 use super::{Cell, Side, case, write_cost};
 use crate::host::profile::Profile;

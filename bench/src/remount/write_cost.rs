@@ -1,8 +1,6 @@
 //! The cost of keeping the boot set current for writes: fio's random writes to blocks that are all held, beside the same writes
-//! in a machine
-//! that holds none. Both machines run and write in turn. Two identical machines differ by more than this cost, so there are
-//! several
-//! pairs, and the figure is the median over all turns of all pairs.
+//! in a machine that holds none. Both machines run and write in turn. Two identical machines differ by more than this cost, so
+//! there are several pairs, and the figure is the median over all turns of all pairs.
 //!
 //! A more certain figure is measured without a guest: the time that a boot set takes for a written block.
 

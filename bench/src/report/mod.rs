@@ -1,8 +1,7 @@
 //! The report: one self-contained HTML page, readable from a file, on a phone, in dark and in light.
 //!
 //! The plots follow the paper that first measured warm reboots, so that a reader can compare them: throughput over time with both
-//! reboots
-//! overlaid (its Figure 4), and file reads before and after (its Figure 3).
+//! reboots overlaid (its Figure 4), and file reads before and after (its Figure 3).
 
 mod bars;
 mod frame;

@@ -68,8 +68,7 @@ impl Rig {
     }
 
     /// Starts a machine on a new image that is not in the host's page cache. A control group's limit is set later by `limit`; own
-    /// limits hold
-    /// from the start.
+    /// limits hold from the start.
     pub fn start(&self, guest: Guest, stack: Stack, profile: Profile) -> Result<Box<dyn Machine>, RigError> {
         let image = self.fresh_image(guest, stack)?;
         match &self.limited_by {

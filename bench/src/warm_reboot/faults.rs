@@ -1,10 +1,8 @@
 //! Fault rounds: random pages of the guest's RAM are overwritten from outside, the guest dies at once and comes back warm, and
-//! every file
-//! that it serves is compared with what was put on the disk.
+//! every file that it serves is compared with what was put on the disk.
 //!
 //! QEMU is killed right after the overwriting, so that the guest cannot write its damage to the disk: the test is whether damaged
-//! memory
-//! is served, not whether a damaged kernel damages its disk.
+//! memory is served, not whether a damaged kernel damages its disk.
 
 use std::io;
 use std::path::{Path, PathBuf};

@@ -1,16 +1,13 @@
 //! Bench `warm-reboot`: the cost of a crash, with Hearth and with the usual alternatives.
 //!
 //! for each disk profile, each side in turn: boot -> fill the file cache -> read, serve -> crash -> serve for 30 s -> fill ->
-//! crash -> read
-//! every file. Then fault rounds under Hearth: pages of the dead memory are overwritten before it is reused, and every file that
-//! is
-//! served afterwards is compared with what was put on the disk.
+//! crash -> read every file. Then fault rounds under Hearth: pages of the dead memory are overwritten before it is reused, and
+//! every file that is served afterwards is compared with what was put on the disk.
 //!
 //! A quick run does the same with a guest that boots in seconds.
 //!
 //! One side runs at a time, and the profiles are the outer loop, so that a slow quarter of an hour of the host does not affect
-//! one side
-//! alone.
+//! one side alone.
 
 mod faults;
 mod session;

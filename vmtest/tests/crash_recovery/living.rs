@@ -48,8 +48,7 @@ fn wait_continued(vm: &TestVm) -> Result<()> {
 }
 
 /// Requests that would continue the guest during its dump are refused. A keeper's death continues it, and so do a discarded dump
-/// and a
-/// forced reboot.
+/// and a forced reboot.
 #[test]
 fn guest_paused_for_its_dump_always_continues() -> Result<()> {
     let vm = TestVm::busybox("held").memory_mib(256).crash_setting("mib_per_second", 1).boot()?;

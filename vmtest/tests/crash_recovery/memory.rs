@@ -1,6 +1,5 @@
 //! Memory: the next guest wants all of its RAM while the dead one's is not yet in the dump, because the dump's disk is full. The
-//! guest
-//! waits within the budget until the dump continues.
+//! guest waits within the budget until the dump continues.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Instant;
@@ -18,8 +17,7 @@ const RAM_MIB: u64 = 256;
 const SLACK_PERCENT: u64 = 3;
 const HEADROOM_PERCENT: u64 = 20;
 /// Memory that a guest can fill beside what it touched during its boot. The dead guest left about 100 MiB: more than the spare
-/// memory
-/// then, but not so much that the next guest could not boot.
+/// memory then, but not so much that the next guest could not boot.
 const FILL_MIB: u64 = 140;
 
 fn admission(vm: &TestVm) -> Result<Value> {

@@ -101,8 +101,7 @@ fn a_hung_task_is_dumped() -> Result<()> {
 }
 
 /// Starts the watchdog by writing to its registers, since Debian's cloud kernel has no driver for it: two stages of a second
-/// each, no
-/// interrupt after the first, start. Nothing resets the timer.
+/// each, no interrupt after the first, start. Nothing resets the timer.
 const START_WATCHDOG: &str = "device=$(dirname $(grep -l 0x25ab /sys/bus/pci/devices/*/device)); \
     printf '\\007\\000' | dd of=$device/config bs=2 seek=48 count=1 conv=notrunc; \
     printf '\\002' | dd of=$device/config bs=1 seek=104 count=1 conv=notrunc";

@@ -1,6 +1,5 @@
 //! Gaps: times in which no keeper guards a machine's images. Another program changes one of them then; the next guest reads what
-//! that
-//! image holds, and memory of the other images stays valid.
+//! that image holds, and memory of the other images stays valid.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -118,8 +117,7 @@ fn first_word(text: &str) -> String {
 }
 
 /// Checksums of the disks as the guest reads them. A process keeps each device open, since the guest drops its cache of a device
-/// that
-/// nobody has open.
+/// that nobody has open.
 fn guest_sums(vm: &TestVm, images: &Images) -> Result<Vec<String>> {
     let read = |place: usize| {
         let letter = char::from(b'a' + place as u8);

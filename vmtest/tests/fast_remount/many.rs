@@ -1,6 +1,5 @@
 //! Many volumes, mounted at boot. All are being written to when their guest crashes, and again when the next one does.
-//! Acknowledged data
-//! is there, no file system is damaged, and the last boot finds nearly all that it reads in memory.
+//! Acknowledged data is there, no file system is damaged, and the last boot finds nearly all that it reads in memory.
 
 use std::collections::BTreeMap;
 use std::iter::repeat_n;
@@ -121,8 +120,7 @@ fn check_partitions(vm: &TestVm, plan: &Value, kinds: &Kinds, first_xfs: usize) 
 type Lines = BTreeMap<String, Vec<String>>;
 
 /// Appends lines `LIFE-1`, `LIFE-2` and so on to every volume and acknowledges each once it is on the disk. When every volume has
-/// some,
-/// crashes the guest in the middle of writing.
+/// some, crashes the guest in the middle of writing.
 fn write_until_crash(vm: &TestVm, life: u64, volumes: usize) -> Result<Lines> {
     // A process's line in the kernel log differs from the kernel's own by its priority only, and reaches the console at once.
     let line = format!(

@@ -1,6 +1,5 @@
 //! NVRAM: flushed data survives the death of QEMU, of the keeper, of both, and of the host's memory with them, also in the middle
-//! of
-//! writing.
+//! of writing.
 
 use std::iter::repeat_n;
 use std::path::Path;
@@ -105,8 +104,7 @@ fn flushed_nvram_survives_every_death() -> Result<()> {
 }
 
 /// Numbered records are written to each device, flushed, and then acknowledged. Whatever is killed meanwhile, all acknowledged
-/// records
-/// are found, each of them whole.
+/// records are found, each of them whole.
 #[test]
 fn kills_during_writes_lose_no_flushed_data() -> Result<()> {
     let files = tempfile::tempdir().expect("a temporary folder");
@@ -244,8 +242,7 @@ fn blocks(lines: &[u64], place: &str) -> Vec<u64> {
 }
 
 /// Returns the number of the last whole record, which must be acknowledged or later. All older records that fit into the ring
-/// must be
-/// whole; only the record after it may be partly there.
+/// must be whole; only the record after it may be partly there.
 #[track_caller]
 fn check(lines: &[u64], acknowledged: u64, place: &str) -> u64 {
     let blocks = blocks(lines, place);

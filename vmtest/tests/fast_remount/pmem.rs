@@ -1,6 +1,5 @@
 //! Persistent memory: NVRAM in the guest's address space. As a block device, as another file system's journal and mounted with
-//! DAX it
-//! survives every death. Another QEMU cannot take it over, and Hearth says so.
+//! DAX it survives every death. Another QEMU cannot take it over, and Hearth says so.
 
 use std::path::Path;
 

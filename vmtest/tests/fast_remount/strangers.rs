@@ -1,6 +1,5 @@
 //! Strangers: another program writes to an image while its machine has no guest. Memory of that image is dropped with an event,
-//! and the
-//! next guest reads what is on the disk.
+//! and the next guest reads what is on the disk.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;

@@ -1,6 +1,5 @@
 //! Keys of machine.toml that change while no keeper lives. The guest keeps its configuration through everything that can be done
-//! with
-//! it, and the next one gets the changes.
+//! with it, and the next one gets the changes.
 
 use std::collections::BTreeSet;
 use std::path::Path;

@@ -78,8 +78,7 @@ fn refused_start_is_retried_after_a_first_guest() -> Result<()> {
 }
 
 /// A machine whose crash loop depends on the number of crashes only, not on the host's speed: all its guests together live less
-/// than a
-/// day.
+/// than a day.
 fn crash_loop(name: &str, delay_s: i64) -> TestVmBuilder {
     let builder = TestVm::busybox(name).crash_setting("loop_count", 2).crash_setting("loop_window_s", 86_400);
     builder.crash_setting("loop_delay_s", delay_s).crash_setting("loop_delay_max_s", 86_400)

@@ -1,6 +1,5 @@
 //! Disks fetched from an object store: the guest reads right blocks before all have arrived, even while the store fails, is gone
-//! or comes
-//! back, while its keeper or its QEMU is killed, and while it is stopped.
+//! or comes back, while its keeper or its QEMU is killed, and while it is stopped.
 
 use std::fs;
 use std::path::Path;

@@ -51,8 +51,7 @@ fn incomplete_snapshot_is_refused_by_name() -> Result<()> {
 }
 
 /// Damages a byte of the pattern's first page, which the guest does not need to answer. Returns the image, its old contents and
-/// the
-/// page's offset.
+/// the page's offset.
 fn damage(snapshot: &Path) -> (File, Vec<u8>, usize) {
     let ram = snapshot.join("ram");
     let bytes = Snapshot::open(snapshot).expect("it was saved").ram.sealed().bytes;

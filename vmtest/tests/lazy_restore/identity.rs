@@ -1,6 +1,5 @@
 //! Clones know that they are clones: each gets its own VM generation ID, and draws new randomness. The same guest in another
-//! QEMU, or
-//! after a reboot, keeps its ID.
+//! QEMU, or after a reboot, keeps its ID.
 
 use std::fs;
 

@@ -172,8 +172,7 @@ fn scan_sees_code_translated_long_ago() -> Result<()> {
     let missed = traced.difference(&scanned).count();
     eprintln!("{} pages of the kernel's code were used; the scan missed {missed}", traced.len());
     // A scan that sees only newly translated code misses nearly all of it. A restore uses some code that nothing else does, and a
-    // slow host
-    // gets less done during the scan.
+    // slow host gets less done during the scan.
     assert!(traced.len() > 100 && missed * 4 < traced.len(), "{missed} of {}", traced.len());
     Ok(())
 }

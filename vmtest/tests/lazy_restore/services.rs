@@ -1,6 +1,5 @@
 //! Restores of real services: Debian with a web server and a database, in each mode, with the snapshot in the host's page cache
-//! and
-//! without. Run by `make soak NAME=services`.
+//! and without. Run by `make soak NAME=services`.
 
 use hearth_vmtest::{Drives, Result, TestVm};
 

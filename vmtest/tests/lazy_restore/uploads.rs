@@ -1,6 +1,5 @@
 //! Uploads to an object store during a save: what has arrived leaves the host, whatever the wire does, and exactly the saved
-//! guest is
-//! restored.
+//! guest is restored.
 
 use std::fs;
 use std::path::Path;

@@ -5,8 +5,7 @@ use hearth_vmtest::{Drives, Output, PlainVm, Result, artifacts, patience};
 use serde_json::json;
 
 /// Mounts the image, and in it the file systems that programs expect. `/tmp` is not covered, since the checkout, with the images
-/// that
-/// the tests boot, may be there. QEMU's emulated processor has AMD's virtualization.
+/// that the tests boot, may be there. QEMU's emulated processor has AMD's virtualization.
 const ENTER_THE_IMAGE: &str = "set -e; mkdir -p /host; mount -o ro /dev/vda /host; mount /dev/vdb /host/hearth
 while read -r m; do grep -q \"^$m \" /proc/modules || insmod /host/modules/$m.ko; done </host/modules/order
 mount -t devtmpfs dev /host/dev; mkdir -p /dev/shm; mount -t tmpfs -o size=90% shm /host/dev/shm
@@ -15,8 +14,7 @@ mount -t tmpfs run /host/run; mkdir /host/run/tmp
 chmod 755 /host/hearth/hearth /host/hearth/nested; [ -c /dev/kvm ]";
 
 /// When it enters a guest, the emulated processor sets an interrupt's bit without a lock (QEMU `helper_vmrun`), as another thread
-/// may at
-/// the same time. A one-shot timer may be lost that way, and the host with it. A periodic one is only late by a tick.
+/// may at the same time. A one-shot timer may be lost that way, and the host with it. A periodic one is only late by a tick.
 const TICK: &str = "nohz=off highres=off";
 
 /// Environment variable of tests that run on this host.

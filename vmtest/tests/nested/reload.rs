@@ -1,8 +1,7 @@
 //! Tests for a host with KVM whose kernel is replaced, in three parts: before, the kexec itself, and after, under the new kernel.
 //!
 //! Memory is checked twice: in each guest, where a third of it has known contents, and from outside, where a checksum of all RAM
-//! of the
-//! parked guest is taken under the old kernel and under the new one.
+//! of the parked guest is taken under the old kernel and under the new one.
 
 use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hasher};

@@ -1,6 +1,5 @@
 //! The keeper is killed after each phase. The journal says which QEMU has the guest; if the new QEMU was just getting the end of
-//! the
-//! guest's state, it knows itself. The next keeper ends the other QEMU, and the guest continues.
+//! the guest's state, it knows itself. The next keeper ends the other QEMU, and the guest continues.
 
 use hearth_recovery::rejuvenation::Phase;
 use hearth_vmtest::{Disk, Drives, Result, TestVm};

@@ -52,8 +52,7 @@ impl Stand {
     }
 
     /// Asserts that a hop to this QEMU ends the guest in one of these phases (`a|b`), that the error says so, and that the next
-    /// guest starts
-    /// warm.
+    /// guest starts warm.
     #[track_caller]
     fn check_reboot(&self, qemu: &Path, phases: &str) -> Result<()> {
         let vm = &self.vm;

@@ -1,6 +1,5 @@
 //! Hops of a guest that is still in its firmware, whose flash goes along, and of guests that UEFI or SeaBIOS booted from a disk.
-//! (In all
-//! other tests QEMU loads the kernel.)
+//! (In all other tests QEMU loads the kernel.)
 
 use std::path::{Path, PathBuf};
 
@@ -92,8 +91,7 @@ fn uefi_booted_guest_hops_under_load() -> Result<()> {
 }
 
 /// A boot loader reads Linux through the firmware from the disk that is under load. After the hops the guest reboots and crashes;
-/// the
-/// boot loader's reads are served from memory, too.
+/// the boot loader's reads are served from memory, too.
 #[test]
 fn seabios_booted_guest_hops_under_load() -> Result<()> {
     let home = tempfile::tempdir().expect("a folder");

@@ -33,16 +33,14 @@ fn guest_under_load_hops_between_both_versions() -> Result<()> {
 }
 
 /// Reads words from the console and echoes each, and prints numbered lines meanwhile, until the word is `enough`. At the end it
-/// prints
-/// the last number, and the words.
+/// prints the last number, and the words.
 const TALKS: &str = "rm -f /tmp/typed; : >/tmp/typed
 while read -r word; do echo $word >>/tmp/typed; echo got $word >/dev/ttyS0; [ $word = enough ] && break; done </dev/ttyS0 &
 i=0; until grep -q enough /tmp/typed; do i=$((i+1)); echo line $i >/dev/ttyS0; usleep 2000; done
 wait; echo $i; cat /tmp/typed";
 
 /// Types `word` and waits for its echo. So there are never more bytes in flight than the 16 of the serial port's buffer, and a
-/// guest
-/// without processor time cannot lose any.
+/// guest without processor time cannot lose any.
 fn talk(vm: &TestVm, word: &str) -> Result<()> {
     vm.guest().type_line(word)?;
     let said = format!("got {word}");
@@ -91,8 +89,7 @@ const READINGS: usize = 3;
 const HOPS_MAX: u32 = 100;
 
 /// The number of ms by which the time since `epoch` is ahead of the guest's. A line may be heard late but never early, so the
-/// smallest of
-/// many readings is the most accurate.
+/// smallest of many readings is the most accurate.
 ///
 /// Also returns the spread of several readings, which is the effect of a busy host.
 fn ahead_ms(vm: &TestVm, epoch: Instant) -> Result<(f64, f64)> {
@@ -113,8 +110,7 @@ fn reading_ms(vm: &TestVm, epoch: Instant) -> Result<f64> {
 }
 
 /// Hops until a clock that stopped in each hop would be behind by far more than the noise. On a busy host a hop misjudges some of
-/// its
-/// pause: QEMU stops the clock first, and then waits for its processors.
+/// its pause: QEMU stops the clock first, and then waits for its processors.
 #[test]
 #[ignore = "a measurement, for a host that does nothing else"]
 fn clock_is_set_forward_in_each_hop() -> Result<()> {

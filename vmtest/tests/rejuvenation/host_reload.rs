@@ -1,6 +1,5 @@
 //! Host reloads, simulated with `--drill`: guests wait in memory without QEMU and keeper, and continue. A guest whose memory,
-//! devices or
-//! disks have changed meanwhile does not; its machine boots instead, and says why.
+//! devices or disks have changed meanwhile does not; its machine boots instead, and says why.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt;

@@ -1,6 +1,5 @@
 //! Upgrades of the keeper: another program takes over in the same process. The guest notices only a pause of its disks, also if
-//! the other
-//! program fails.
+//! the other program fails.
 
 use std::path::{Path, PathBuf};
 

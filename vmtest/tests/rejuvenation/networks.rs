@@ -19,8 +19,7 @@ const FAILURES: [(&str, &str, &str); 4] = [
 ];
 
 /// Asserts that one busy connection survives everything: hops between versions, hops that fail before the pause, during it and
-/// after the
-/// new QEMU has all state, a keeper killed in the middle of a hop, and a hop by the next keeper.
+/// after the new QEMU has all state, a keeper killed in the middle of a hop, and a hop by the next keeper.
 fn keeps_its_connection(vm: &TestVm, address: SocketAddr) -> Result<()> {
     echo::serve(vm)?;
     let nonce = vm.nonce()?;

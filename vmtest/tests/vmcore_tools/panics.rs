@@ -42,8 +42,8 @@ impl Panic {
     }
 
     /// Starts the panic in the guest, without waiting for its end. For the NMI it only prepares the guest: the NMI should hit a
-    /// task in the
-    /// kernel, since Debian 12's `crash` can show neither the user part of a Linux 6.1 stack nor a task that is about to end.
+    /// task in the kernel, since Debian 12's `crash` can show neither the user part of a Linux 6.1 stack nor a task that is about
+    /// to end.
     pub fn start(self, guest: &impl Drives) -> Result<()> {
         let commands = match self {
             Panic::Nmi => return guest.sh("dd if=/dev/urandom of=/dev/null bs=8M >/dev/null 2>&1 &").map(drop),

@@ -40,8 +40,7 @@ fn reused_page_frames_are_never_served() -> Result<()> {
 }
 
 /// Files whose new contents are only in the journal, while the guest also holds clean pages of their old blocks. The next mount
-/// replays
-/// the journal, which makes those pages stale.
+/// replays the journal, which makes those pages stale.
 #[test]
 fn blocks_changed_by_a_journal_replay_are_served_new() -> Result<()> {
     let vm = ext4("replay", SHELF).memory_mib(512).boot()?;
@@ -130,8 +129,7 @@ fn damaged_memory_is_never_served() -> Result<()> {
         let ember = Ember::of(&vm)?;
         println!("round {round}, HEARTH_FAULT_SEED={seed}: {damage:?}, {ember:?}");
         // Disk blocks are about as large a part of the damaged pages as of all pages. On a busy host, where the keeper tests
-        // pages rarely, the
-        // budget may trim some before they are tested, damaged or not.
+        // pages rarely, the budget may trim some before they are tested, damaged or not.
         let expected = pages * ledger_pages / damage.resident_pages;
         let expected = expected * (ember.kept - ember.trimmed) / ember.kept;
         assert!(ember.tag_mismatch >= expected * 8 / 10, "expected {expected}, {ember:?}");

@@ -1,8 +1,7 @@
 //! Jobs of a test run, several in parallel: each is a process that reports like Rust's test binaries.
 //!
 //! A job's output is shown if it fails. A test's duration is the time between its line and the one before, so a process runs its
-//! tests one
-//! after another.
+//! tests one after another.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
