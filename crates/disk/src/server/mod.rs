@@ -406,6 +406,11 @@ impl DiskServer {
         servers.into_iter().for_each(|mut server| server.end(Command::Leave));
     }
 
+    /// Leaves them as they are: their threads serve on until the process ends, and nobody waits for them.
+    pub fn abandon(servers: Vec<Self>) {
+        servers.into_iter().for_each(|mut server| server.thread = None);
+    }
+
     fn tell(&self, command: Command) {
         // A thread that has ended needs not be told.
         let _ = self.commands.send(command);

@@ -32,7 +32,7 @@ pub struct Folders {
     pub runtime: PathBuf,
     pub memory: PathBuf,
     /// Locks of the runtime folder and of the memory folder. They go when the keeper goes, however it dies.
-    _locks: Arc<[File; 2]>,
+    locks: Arc<[File; 2]>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -85,11 +85,16 @@ impl Folders {
                 make_private(memory)?;
                 let of_memory = memory_owner::own(runtime, memory)?;
                 let locks = Arc::new([lock, of_memory]);
-                Ok(Self { runtime: runtime.to_owned(), memory: memory.to_owned(), _locks: locks })
+                Ok(Self { runtime: runtime.to_owned(), memory: memory.to_owned(), locks })
             }
             Err(rustix::io::Errno::WOULDBLOCK) => Err(FolderError::Running { name: name.to_owned(), path }),
             Err(error) => Err(unusable(error.into())),
         }
+    }
+
+    /// Keeps the locks until this process ends or becomes another program, whatever happens to the copies of this.
+    pub fn stay_locked(&self) {
+        Box::leak(Box::new(self.locks.clone()));
     }
 
     pub fn journal(&self) -> PathBuf {

@@ -96,6 +96,11 @@ impl Backfill {
         &self.turns
     }
 
+    /// Its threads go on until the process ends: a read that waits for a missing block must not fail.
+    pub fn leave(mut self) {
+        self.disks.clear();
+    }
+
     pub fn start(&self, tell: &std::sync::mpsc::Sender<Event>) -> std::io::Result<()> {
         for one in &self.disks {
             let (began, running) = (Instant::now(), Arc::new(AtomicUsize::new(THREADS)));

@@ -73,6 +73,13 @@ impl Dumps {
         Some((first.incarnation, first.task.take()?, first.progress.clone()))
     }
 
+    /// The one under way goes on until the process ends; the next keeper goes on with all of them.
+    pub fn leave(self) {
+        if let Some(job) = self.job {
+            job.leave();
+        }
+    }
+
     pub fn started(&mut self, job: Job) {
         self.job = Some(job);
     }

@@ -68,14 +68,19 @@ impl MemoryGate {
             guest_wait_ms: waits.waited.as_millis() as u64,
         }
     }
+
+    /// It goes on granting memory until the process ends.
+    pub fn leave(mut self) {
+        // Without its handle a thread is waited for by nobody.
+        self.thread = None;
+    }
 }
 
 impl Drop for MemoryGate {
     fn drop(&mut self) {
+        let Some(thread) = self.thread.take() else { return };
         self.admission.stop();
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
+        if thread.join().is_err() {
             tracing::error!("the page-fault thread panicked");
         }
     }
@@ -223,6 +228,16 @@ impl GuestMemory {
 
     pub fn restore_status(&self) -> Option<RestoreStatus> {
         self.restoring.as_ref().map(Restoring::status)
+    }
+
+    /// Leaves the guest's memory to the next keeper.
+    pub fn leave(self) {
+        if let Some(gate) = self.gate {
+            gate.leave();
+        }
+        if let Some(restoring) = self.restoring {
+            restoring.leave();
+        }
     }
 
     /// Ends the restore of a QEMU that is gone.

@@ -239,6 +239,13 @@ impl Generation {
         self.process.let_live();
     }
 
+    /// Leaves it to the next keeper, with its networks. It is the machine's already.
+    pub fn leave(self) {
+        if let Ok(wires) = self.wires {
+            wires.leave();
+        }
+    }
+
     /// As its disks know it.
     pub fn peer(&self) -> Peer {
         peer(self.process.id())

@@ -149,6 +149,11 @@ impl MemoryMonitor {
         self.shared.peak_bytes.load(Relaxed)
     }
 
+    /// Does not wait for its thread, which may be waiting for one that goes on.
+    pub fn leave(mut self) {
+        self.thread = None;
+    }
+
     fn nudge(&self) {
         if let Some(wake) = &self.wake {
             // The thread only ends when this sender is dropped, so the message arrives.

@@ -74,6 +74,7 @@ mod hop_lock;
 pub mod images;
 mod in_force;
 mod launch;
+mod leave;
 mod leftovers;
 mod lives;
 mod locked_files;
@@ -104,6 +105,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use hearth_api::{EndCause, EventKind, MachineState};
+use hearth_disk::server::DiskServer;
 use hearth_qemu::QmpEvent;
 use hearth_recovery::incarnation::Incarnation;
 
@@ -197,7 +199,7 @@ impl Machine {
         let taken_over = match machine.take_over() {
             Err(error) if !machine.disks.backfill.is_complete() || !machine.memory.is_complete() => {
                 // The guest lives on without a keeper: a read that waits must neither fail nor be waited for.
-                std::mem::forget(machine);
+                machine.leave_to_next_keeper(DiskServer::abandon);
                 return Err(error);
             }
             taken_over => taken_over?,
@@ -257,7 +259,7 @@ impl Machine {
         if let MachineError::DiskEnded { .. } = error {
             self.context.record(EventKind::Error { message: crate::chain(error) });
             // The next keeper takes over, as after a kill of this one.
-            std::mem::forget(self);
+            self.leave_to_next_keeper(DiskServer::abandon);
         } else {
             self.fail(error);
         }

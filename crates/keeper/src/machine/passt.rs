@@ -18,10 +18,11 @@ use crate::config::{Forward, Protocol};
 /// passt listens within milliseconds of its start.
 const START_PATIENCE: Duration = Duration::from_secs(10);
 
-/// A running passt. It ends by itself when nobody is connected any more; dropping this only collects it.
+/// A running passt. It ends by itself when nobody is connected any more; dropping this collects it, or ends it.
 #[derive(Debug)]
 pub struct Passt {
-    child: Child,
+    /// None: it is left to its QEMU.
+    child: Option<Child>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -49,7 +50,7 @@ impl Passt {
         unsafe {
             command.pre_exec(move || Ok(fcntl_setfd(BorrowedFd::borrow_raw(number), FdFlags::empty())?));
         }
-        let child = command
+        let mut child = command
             .args(arguments(number, pid_file, forward, rustix::process::geteuid().is_root()))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -59,38 +60,44 @@ impl Passt {
             .spawn()
             .map_err(failed)?;
         drop(inherited);
-        let mut passt = Self { child };
-        passt.await_start(pid_file)?;
-        Ok((passt, connection))
+        let started = await_start(&mut child, pid_file);
+        let passt = Self { child: Some(child) };
+        started.map(|()| (passt, connection))
     }
 
-    fn await_start(&mut self, pid_file: &Path) -> Result<(), PasstError> {
-        let deadline = Instant::now() + START_PATIENCE;
-        let silent = |why: String| PasstError::Silent { why };
-        while !fs::metadata(pid_file).is_ok_and(|file| file.len() > 0) {
-            match self.child.try_wait() {
-                Ok(Some(status)) => {
-                    return Err(silent(format!(
-                        "it ended with {status}; check whether a forwarded port is already in use"
-                    )));
-                }
-                Ok(None) if Instant::now() > deadline => return Err(silent("it does not respond".to_owned())),
-                Ok(None) => std::thread::sleep(Duration::from_millis(2)),
-                Err(error) => return Err(silent(error.to_string())),
-            }
-        }
-        // It has served its purpose; what stays behind is cleared away with the other files of its QEMU.
-        let _ = fs::remove_file(pid_file);
-        Ok(())
+    /// It goes on beside its QEMU.
+    pub fn leave(mut self) {
+        self.child = None;
     }
+}
+
+fn await_start(child: &mut Child, pid_file: &Path) -> Result<(), PasstError> {
+    let deadline = Instant::now() + START_PATIENCE;
+    let silent = |why: String| PasstError::Silent { why };
+    while !fs::metadata(pid_file).is_ok_and(|file| file.len() > 0) {
+        match child.try_wait() {
+            Ok(Some(status)) => {
+                return Err(silent(format!(
+                    "it ended with {status}; check whether a forwarded port is already in use"
+                )));
+            }
+            Ok(None) if Instant::now() > deadline => return Err(silent("it does not respond".to_owned())),
+            Ok(None) => std::thread::sleep(Duration::from_millis(2)),
+            Err(error) => return Err(silent(error.to_string())),
+        }
+    }
+    // It has served its purpose; what stays behind is cleared away with the other files of its QEMU.
+    let _ = fs::remove_file(pid_file);
+    Ok(())
 }
 
 impl Drop for Passt {
     fn drop(&mut self) {
+        let Some(child) = &mut self.child else { return };
         // Either it has ended with QEMU, or it is about to; a zombie until the keeper ends is the worst case.
-        if !matches!(self.child.try_wait(), Ok(Some(_))) {
-            let _ = self.child.kill();
-            let _ = self.child.wait();
+        if !matches!(child.try_wait(), Ok(Some(_))) {
+            let _ = child.kill();
+            let _ = child.wait();
         }
     }
 }
@@ -117,6 +124,20 @@ fn arguments(connection: RawFd, pid_file: &Path, forward: &[Forward], is_root: b
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn passt_that_is_left_goes_on() {
+        let start = || Passt { child: Some(Command::new("sleep").arg("60").spawn().unwrap()) };
+        let pid = |passt: &Passt| passt.child.as_ref().unwrap().id();
+        let lives = |pid: u32| Path::new(&format!("/proc/{pid}/exe")).exists();
+        let (left, dropped) = (start(), start());
+        let (of_left, of_dropped) = (pid(&left), pid(&dropped));
+        left.leave();
+        drop(dropped);
+        assert_eq!((lives(of_left), lives(of_dropped)), (true, false));
+        let of_left = rustix::process::Pid::from_raw(i32::try_from(of_left).unwrap()).unwrap();
+        rustix::process::kill_process(of_left, rustix::process::Signal::KILL).unwrap();
+    }
 
     #[test]
     fn forwards_become_passt_ports() {

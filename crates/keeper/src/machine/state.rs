@@ -271,7 +271,7 @@ impl<G> State<G> {
         }
     }
 
-    fn into_guest(self) -> Option<G> {
+    pub fn into_guest(self) -> Option<G> {
         match self {
             Self::Running(running) => Some(running.guest),
             Self::Failed { guest } => guest,

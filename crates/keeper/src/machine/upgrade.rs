@@ -65,8 +65,6 @@ impl Machine {
             // The signal came too late for the loop.
             self.note_order(Some(OrderNote::Stop));
         }
-        DiskServer::leave(std::mem::take(&mut self.disks.servers));
-        // Its parts would put things in order for a guest that has ended.
-        std::mem::forget(self);
+        self.leave_to_next_keeper(DiskServer::leave);
     }
 }

@@ -117,6 +117,11 @@ impl Wires {
         self.valves.as_ref()
     }
 
+    /// What is beside QEMU goes on with it.
+    pub fn leave(self) {
+        self.passt.into_iter().for_each(Passt::leave);
+    }
+
     /// What is beside QEMU goes on with the next one.
     pub fn inherit(&mut self, from: &mut Self) {
         self.passt.append(&mut from.passt);

@@ -142,6 +142,11 @@ impl Job {
         }
     }
 
+    /// It goes on until the process ends.
+    pub fn leave(mut self) {
+        self.thread = None;
+    }
+
     /// Ends a dump that was given up before a thread could be had for it.
     pub fn end_without_thread(task: Task, progress: &Progress, tell: &dyn Fn(DumpMessage)) {
         Work { task, progress, tell }.end(Err(GivenUp));
@@ -150,10 +155,9 @@ impl Job {
 
 impl Drop for Job {
     fn drop(&mut self) {
+        let Some(thread) = self.thread.take() else { return };
         self.progress.tell(Order::GiveUp);
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
+        if thread.join().is_err() {
             tracing::error!("a dump's thread panicked");
         }
     }

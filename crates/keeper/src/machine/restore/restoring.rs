@@ -90,6 +90,12 @@ impl Restoring {
         self.threads.clear();
         self.lazy = None;
     }
+
+    /// Its threads go on until the process ends: nobody who waits for a missing page must get an error.
+    pub fn leave(mut self) {
+        self.threads.clear();
+        self.lazy = None;
+    }
 }
 
 impl Drop for Restoring {
