@@ -37,8 +37,6 @@ pub enum Event {
     Readiness { incarnation: u32, message: ReadinessMessage },
     /// Message from a disk server.
     Disk { disk: String, notice: hearth_disk::server::Notice },
-    /// Check that the adopted QEMU uses its disks; `attempt` counts the checks.
-    CheckDisksInUse { generation: u32, attempt: u32 },
     /// Message from the save with this number.
     Save { number: u64, message: SaveMessage },
     /// Message from the thread that thaws the guest's file systems.

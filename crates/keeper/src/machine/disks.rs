@@ -14,6 +14,7 @@ use hearth_recovery::journal::QemuIdentity;
 
 use super::backfill::Backfill;
 use super::images::Images;
+use super::stale_session::InUseCheck;
 use super::{Context, MachineError, access};
 use crate::config::{Boot, Config};
 use crate::event::Event;
@@ -29,6 +30,8 @@ pub struct Disks {
     pub pmem: Vec<Pmem>,
     /// The keeper before this one may have died while its QEMU greeted the disks. That QEMU must not be stopped and continued.
     pub greeting_cut_off: bool,
+    /// A check that the adopted QEMU uses its disks.
+    pub next_check: Option<InUseCheck>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -48,6 +51,7 @@ impl Disks {
             nvram: Vec::new(),
             pmem: Vec::new(),
             greeting_cut_off: false,
+            next_check: None,
         }
     }
 

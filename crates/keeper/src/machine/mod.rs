@@ -266,16 +266,23 @@ impl Machine {
     }
 
     fn deadline(&self) -> Option<Instant> {
-        [self.state.deadline(), self.rejuvenation.schedule.next_look(&self.context.config), self.fast_remount.ready_at]
-            .into_iter()
-            .flatten()
-            .min()
+        let deadlines = [
+            self.state.deadline(),
+            self.rejuvenation.schedule.next_look(&self.context.config),
+            self.fast_remount.ready_at,
+            self.disks.next_check.as_ref().map(|check| check.at),
+        ];
+        deadlines.into_iter().flatten().min()
     }
 
     fn time_is_up(&mut self) -> Result<(), MachineError> {
         let now = Instant::now();
         if self.fast_remount.ready_at.is_some_and(|ready_at| ready_at <= now) {
             self.fast_remount.ready(&self.context, &self.warm_reboot, &self.disks, "`remount.ready_after` has passed");
+            return Ok(());
+        }
+        if let Some(check) = self.disks.next_check.take_if(|check| check.at <= now) {
+            self.check_disks_in_use(&check);
             return Ok(());
         }
         match self.state.deadline() {
@@ -306,11 +313,6 @@ impl Machine {
                 Disks::disk_says(&self.context, disk, notice);
                 Ok(())
             }
-            Event::CheckDisksInUse { generation, attempt } if self.is_current(generation) => {
-                self.must_have_spoken(attempt);
-                Ok(())
-            }
-            Event::CheckDisksInUse { .. } => Ok(()),
             Event::Readiness { incarnation, message } if incarnation == self.context.journal.incarnation => {
                 self.fast_remount.readiness_says(&self.context, &self.warm_reboot, &self.disks, message);
                 Ok(())

@@ -25,7 +25,6 @@ use super::disks::Disks;
 use super::generation::Generation;
 use super::rejuvenate::PAUSE_PATIENCE;
 use super::{Context, Machine};
-use crate::event::Event;
 
 /// A QEMU whose keeper died connects again within a second, also on a busy host within a few.
 const RECONNECT_PATIENCE: Duration = Duration::from_secs(10);
@@ -34,6 +33,14 @@ const LISTEN_EVERY: Duration = Duration::from_millis(200);
 /// A QEMU that listens sends its first message when it connects; one that has sent nothing for so many checks never will.
 const ATTEMPTS_A_TRY: u32 = 20;
 const TRIES: u32 = 5;
+
+/// A check whether the adopted QEMU uses its disks.
+pub struct InUseCheck {
+    generation: u32,
+    /// Counts the checks.
+    attempt: u32,
+    pub at: Instant,
+}
 
 impl Disks {
     /// Before the disks are served to a QEMU that another keeper left: from now on it may greet them.
@@ -85,15 +92,14 @@ impl Disks {
 
 impl Machine {
     /// Checks, in a moment, whether the adopted QEMU uses its disks; `attempt` counts the checks.
-    pub(super) fn listen(&self, generation: u32, attempt: u32) {
-        let (tell, name) = (self.context.outside.tell.clone(), format!("listen-{}", self.context.config.name));
-        let wait = move || {
-            std::thread::sleep(LISTEN_EVERY);
-            // Fails only when the loop is gone.
-            let _ = tell.send(Event::CheckDisksInUse { generation, attempt });
-        };
-        if let Err(error) = std::thread::Builder::new().name(name).spawn(wait) {
-            tracing::warn!(%error, "cannot check whether the adopted QEMU uses its disks");
+    fn listen(&mut self, generation: u32, attempt: u32) {
+        self.disks.next_check = Some(InUseCheck { generation, attempt, at: Instant::now() + LISTEN_EVERY });
+    }
+
+    /// A check is due. That of a QEMU that is gone is left out.
+    pub(super) fn check_disks_in_use(&mut self, check: &InUseCheck) {
+        if self.is_current(check.generation) {
+            self.must_have_spoken(check.attempt);
         }
     }
 
@@ -105,6 +111,7 @@ impl Machine {
             return self.context.save_journal();
         };
         let name = first.name().to_owned();
+        let is_connected = silent.iter().all(|disk| disk.counters().connected);
         let Some(life) = self.state.guest_mut() else { return };
         let number = life.generation.number;
         if !attempt.is_multiple_of(ATTEMPTS_A_TRY) {
@@ -113,7 +120,6 @@ impl Machine {
         if attempt > TRIES * ATTEMPTS_A_TRY {
             return self.tell_silent(&name, "");
         }
-        let is_connected = silent.iter().all(|disk| disk.counters().connected);
         if life.generation.qmp.run_state().is_ok_and(|state| state != "running") {
             // It tells everything when it goes on, whenever that is.
             return self.listen(number, attempt - ATTEMPTS_A_TRY + 1);
