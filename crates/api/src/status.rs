@@ -37,6 +37,9 @@ pub struct MachineStatus {
     pub dumps: Vec<DumpStatus>,
     /// The recovery that started the current incarnation; none for the first one.
     pub last_recovery: Option<Recovery>,
+    /// Start of the park that is under way. RFC 3339.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parking_since: Option<String>,
     /// The last rejuvenation, successful or not.
     #[serde(default)]
     pub last_rejuvenation: Option<Rejuvenation>,

@@ -8,8 +8,8 @@
 //! a loop hangs when QEMU has ended for a stop        ->                     -> exit
 //! ```
 //! Loops that others wait for have a pulse: the main loop and each disk's thread. What legitimately takes long is excused: the
-//! main loop with an occupation (a parked guest's memory is summed up), and the disks of a restored guest, which wait for its
-//! memory. A thread that hangs in the kernel can hold up the end of the process; nothing can be done about that.
+//! main loop with an occupation (it reads a guest's memory before the guest runs), and the disks of a restored guest, which wait
+//! for its memory. A thread that hangs in the kernel can hold up the end of the process; nothing can be done about that.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};

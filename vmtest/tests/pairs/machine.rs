@@ -187,6 +187,7 @@ fn is_at_rest(status: &Value) -> bool {
     let over = |dump: &Value| ["complete", "incomplete"].iter().any(|state| dump["state"] == *state);
     (status["state"] == "running" || status["state"] == "paused")
         && status["save"].is_null()
+        && status["parking_since"].is_null()
         && status["dumps"].as_array().is_none_or(|dumps| dumps.iter().all(over))
         && status["disks"].as_array().is_some_and(|disks| disks.iter().all(|disk| disk["connected"] == true))
 }

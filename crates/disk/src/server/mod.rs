@@ -244,6 +244,31 @@ pub struct DiskServer {
     death: Arc<Death>,
 }
 
+/// A disk that is being served, as other threads see it. Outlives the server.
+#[derive(Clone)]
+pub struct Observer {
+    name: String,
+    counters: Arc<Counters>,
+    committer: Committer,
+}
+
+impl Observer {
+    /// Name of the disk.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// As `DiskServer::counters`.
+    pub fn counters(&self) -> DiskCounters {
+        self.counters.read()
+    }
+
+    /// As `DiskServer::commit`.
+    pub fn commit(&self) -> io::Result<()> {
+        self.committer.commit()
+    }
+}
+
 impl DiskServer {
     /// Listens at the socket (mode 0600, replacing one that nobody listens at) and serves whoever is expected.
     pub fn start(options: DiskOptions, image: Image, tracking: Option<Tracking>) -> Result<Self, ServerError> {
@@ -346,6 +371,11 @@ impl DiskServer {
         let disk = || self.name.clone();
         let frozen = self.wait(&answer)?.ok_or_else(|| ServerError::NotIdle { disk: disk() })?;
         frozen.map_err(|source| ServerError::Freeze { disk: disk(), source })
+    }
+
+    /// The disk for other threads.
+    pub fn observer(&self) -> Observer {
+        Observer { name: self.name.clone(), counters: self.counters.clone(), committer: self.committer.clone() }
     }
 
     /// All that was reported to the guest is in the image's file, tables too. The guest may run.

@@ -126,6 +126,9 @@ fn machine(status: &MachineStatus) -> Vec<String> {
     if let Some(recovery) = &status.last_recovery {
         rows.push(words("recovery", recovery_text(&status.name, recovery)));
     }
+    if let Some(since) = &status.parking_since {
+        rows.push(words("parking", format!("since {since}")));
+    }
     if let Some(rejuvenation) = &status.last_rejuvenation {
         rows.push(words("rejuvenation", rejuvenation_text(rejuvenation)));
     }

@@ -70,6 +70,15 @@ pub enum SaveMessage {
     Over,
 }
 
+/// Message from the thread of a park. It has ended.
+#[derive(Clone, Debug)]
+pub enum ParkMessage {
+    /// The guest is in its files, and its QEMU is being killed.
+    Parked { duration: Duration, state_bytes: u64 },
+    /// The guest goes on. `stuck`: it cannot, and its QEMU is being killed.
+    NotParked { phase: &'static str, why: String, stuck: Option<String> },
+}
+
 /// Message from the thread that thaws the guest's file systems.
 #[derive(Clone, Debug)]
 pub enum ThawMessage {

@@ -5,22 +5,20 @@
 
 mod message;
 
-use std::sync::mpsc::Sender;
-
 use hearth_api::ApiError;
 use hearth_qemu::QmpEvent;
 
-use crate::control::{Answer, Command};
+use crate::control::{Command, Reply};
 pub use message::{
-    AdmissionMessage, BackfillMessage, DumpMessage, MemoryMessage, ReadinessMessage, RestoreMessage, SaveMessage,
-    ThawMessage,
+    AdmissionMessage, BackfillMessage, DumpMessage, MemoryMessage, ParkMessage, ReadinessMessage, RestoreMessage,
+    SaveMessage, ThawMessage,
 };
 
 /// One thing that happened. `generation` is the QEMU generation that it comes from: the loop ignores late messages of a QEMU
 /// that has ended.
 pub enum Event {
     /// A request of the operator (CLI, API).
-    Request { command: Command, answer: Sender<Result<Answer, ApiError>> },
+    Request { command: Command, answer: Reply },
     /// QEMU reported an event over QMP.
     Qmp { generation: u32, event: QmpEvent },
     /// QEMU's process has ended. `how`: its exit code or signal, in words.
@@ -39,6 +37,10 @@ pub enum Event {
     Disk { disk: String, notice: hearth_disk::server::Notice },
     /// Message from the save with this number.
     Save { number: u64, message: SaveMessage },
+    /// The disks are flushed, or not, for a park or a check whether the guest can be parked, which is answered here.
+    Flushed { generation: u32, check: bool, flushed: Result<(), ApiError>, answer: Reply },
+    /// Message from the thread of a park.
+    Park { generation: u32, message: ParkMessage },
     /// Message from the thread that thaws the guest's file systems.
     Thaw { generation: u32, message: ThawMessage },
     /// Message from the restore of the guest's memory.

@@ -99,7 +99,11 @@ impl Machine {
         result
     }
 
-    fn press_power_button(&self) {
+    pub(super) fn press_power_button(&self) {
+        if self.rejuvenation.parking.is_some() {
+            // The guest stands still, or is about to: it is asked when it goes on.
+            return;
+        }
         if let Some(life) = self.state.guest()
             && let Err(error) = life.generation.qmp.system_powerdown()
         {

@@ -9,7 +9,7 @@ use hearth_disk::arrival::Conduct;
 use hearth_disk::gate::Gate;
 use hearth_disk::nvram::Nvram;
 use hearth_disk::nvram::pmem::Pmem;
-use hearth_disk::server::{DiskServer, Expected, Notice, Peer, Tell};
+use hearth_disk::server::{DiskCounters, DiskServer, Expected, Notice, Observer, Peer, Tell};
 use hearth_recovery::journal::QemuIdentity;
 
 use super::backfill::Backfill;
@@ -39,6 +39,42 @@ pub struct Disks {
 pub struct FlushError {
     disk: String,
     source: std::io::Error,
+}
+
+/// Has all that the guest has flushed written to the images' files, from any thread.
+pub struct DiskFlush {
+    disks: Vec<Observer>,
+    /// Files that are written to, and the names of their disks.
+    files: Vec<(String, PathBuf)>,
+}
+
+impl DiskFlush {
+    /// Writes all that the guest has flushed to the images' files, and syncs these.
+    pub fn flush(&self) -> Result<(), FlushError> {
+        // Tables of a qcow2 image may be held outside of its file.
+        for disk in &self.disks {
+            disk.commit().map_err(|source| FlushError { disk: disk.name().to_owned(), source })?;
+        }
+        self.files.iter().try_for_each(|(name, path)| {
+            let flushed = File::open(path).and_then(|image| image.sync_all());
+            flushed.map_err(|source| FlushError { disk: name.clone(), source })
+        })
+    }
+
+    /// How often QEMU has connected to each disk. None if it is not connected to one of them.
+    pub fn connections(&self) -> Option<Vec<u64>> {
+        connections(self.disks.iter().map(Observer::counters))
+    }
+
+    /// Disks whose write cache the guest has switched off.
+    pub fn write_through(&self) -> Vec<String> {
+        let disks = self.disks.iter().filter(|disk| disk.counters().write_through);
+        disks.map(|disk| disk.name().to_owned()).collect()
+    }
+}
+
+fn connections(disks: impl Iterator<Item = DiskCounters>) -> Option<Vec<u64>> {
+    disks.map(|counters| counters.connected.then_some(counters.connections)).collect()
 }
 
 impl Disks {
@@ -85,11 +121,7 @@ impl Disks {
 
     /// How often QEMU has connected to each disk. None if it is not connected to one of them.
     pub fn connections(&self) -> Option<Vec<u64>> {
-        let look = |disk: &DiskServer| {
-            let counters = disk.counters();
-            counters.connected.then_some(counters.connections)
-        };
-        self.servers.iter().map(look).collect()
+        connections(self.servers.iter().map(DiskServer::counters))
     }
 
     /// A disk without a server ends this keeper: the next one serves it.
@@ -122,20 +154,20 @@ impl Disks {
         gated.into_iter().collect()
     }
 
-    /// Writes all that the guest has flushed to the images' files, and syncs these.
-    pub fn flush(&self, context: &Context) -> Result<(), FlushError> {
-        // Tables of a qcow2 image may be held outside of its file.
-        for disk in &self.servers {
-            disk.commit().map_err(|source| FlushError { disk: disk.name().to_owned(), source })?;
-        }
+    /// For a thread that flushes the disks.
+    pub fn to_flush(&self, context: &Context) -> DiskFlush {
         let written = context.config.disks.iter().filter(|disk| !disk.read_only);
-        let written = written.map(|disk| (disk.name.as_str(), &disk.path));
-        written.chain(firmware_vars(&context.config).map(|vars| ("firmware_vars", vars))).try_for_each(
-            |(name, path)| {
-                let flushed = File::open(path).and_then(|image| image.sync_all());
-                flushed.map_err(|source| FlushError { disk: name.to_owned(), source })
-            },
-        )
+        let written = written.map(|disk| (disk.name.clone(), disk.path.clone()));
+        let vars = firmware_vars(&context.config).map(|vars| ("firmware_vars".to_owned(), vars.clone()));
+        DiskFlush {
+            disks: self.servers.iter().map(DiskServer::observer).collect(),
+            files: written.chain(vars).collect(),
+        }
+    }
+
+    /// Flushes the disks, which may take as long as their storage does.
+    pub fn flush(&self, context: &Context) -> Result<(), FlushError> {
+        self.to_flush(context).flush()
     }
 
     /// Stops the servers. The NVRAM's content is in its mirror then, and stays in memory.

@@ -4,6 +4,7 @@
 //! launch as a successor: the same, and it waits for the guest that another QEMU has
 //! adopt (a dead keeper's QEMU): find the process -> QMP -> watch
 
+use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
@@ -52,7 +53,7 @@ pub struct Devices {
 pub struct Generation {
     pub number: u32,
     pub process: Process,
-    pub qmp: Qmp,
+    pub qmp: Arc<Qmp>,
     identity: QemuIdentity,
     /// Kept open: what is done with page faults needs it.
     userfault: Result<Userfault, String>,
@@ -231,7 +232,7 @@ impl Generation {
                 let _ = told.send(Event::QemuEnded { generation: number, how });
             })
             .map_err(LaunchError::Watch)?;
-        Ok(Self { number, process, qmp, identity, userfault, wires })
+        Ok(Self { number, process, qmp: Arc::new(qmp), identity, userfault, wires })
     }
 
     /// From now on it is the machine's, and outlives this keeper.

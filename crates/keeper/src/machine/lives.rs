@@ -364,6 +364,8 @@ impl Machine {
     }
 
     pub(super) fn give_up(&mut self) {
+        // A guest that is parked by now is left to the next keeper.
+        let _ = self.call_park_off("continue", "the machine failed");
         self.kill_qemu();
         self.disks.backfill.set_conduct(Conduct::Refuse);
         self.memory.drop_gate(&self.warm_reboot, &self.disks);

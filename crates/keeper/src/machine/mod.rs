@@ -52,7 +52,7 @@
 //! | `Disks` (`disks`, `images`, `nvram`, `backfill`) | servers, images, NVRAM, backfill |
 //! | `State` (`state`, `actions`) | where the machine stands: the guest and its QEMU, the order, the wait before a start |
 //! | `LastRecovery` (`timeline`) | how long each phase of the last recovery took |
-//! | `Rejuvenations` (`rejuvenate`, `park`, `upgrade`, `age`) | the last hop, the schedule, the keeper's successor |
+//! | `Rejuvenations` (`rejuvenate`, `park`, `upgrade`, `age`) | the last hop, the schedule, the guest that is being parked, the successor |
 //! | `Saves` (`save`, `frozen`) | the save under way, frozen file systems |
 //! | `CrashRecovery` (`crash`, `dumps`, `crash_loop`) | dumps, crashes, harvested registers |
 
@@ -121,6 +121,7 @@ use gate::GuestMemory;
 use generation::Generation;
 pub use in_force::Next;
 use locked_files::LockedFiles;
+use park::Parking;
 pub use rejuvenate::GUEST_DIED_WITH_QEMU;
 use rejuvenate::Rejuvenations;
 use remount::FastRemount;
@@ -271,6 +272,7 @@ impl Machine {
             self.rejuvenation.schedule.next_look(&self.context.config),
             self.fast_remount.ready_at,
             self.disks.next_check.as_ref().map(|check| check.at),
+            self.rejuvenation.parking.as_ref().and_then(Parking::deadline),
         ];
         deadlines.into_iter().flatten().min()
     }
@@ -285,6 +287,9 @@ impl Machine {
             self.check_disks_in_use(&check);
             return Ok(());
         }
+        if self.rejuvenation.parking.as_ref().and_then(Parking::deadline).is_some_and(|until| until <= now) {
+            return self.end_park();
+        }
         match self.state.deadline() {
             Some(deadline) if deadline <= now => self.happens(Input::TimeUp { now }),
             _ => self.look_at_age(),
@@ -292,6 +297,7 @@ impl Machine {
     }
 
     fn handle(&mut self, event: Event) -> Result<(), MachineError> {
+        let Some(event) = self.hold_back(event) else { return Ok(()) };
         match event {
             Event::Request { command, answer } => self.requested(command, &answer),
             Event::Terminate => {
@@ -327,6 +333,11 @@ impl Machine {
                 backfill_says(&self.context, message);
                 Ok(())
             }
+            Event::Flushed { generation, check, flushed, answer } => {
+                self.flushed(generation, check, flushed, &answer);
+                Ok(())
+            }
+            Event::Park { generation, message } => self.park_says(generation, message),
             Event::Save { number, message } => {
                 self.save_says(number, message);
                 Ok(())

@@ -1,55 +1,37 @@
 //! Requests of the operator, until they are carried out or QEMU has ended.
 
-use std::sync::mpsc::Sender;
 use std::time::Instant;
 
-use hearth_api::{
-    ApiError, CrashMethod, ErrorWord, EventKind, MachineState, ParkRequest, RebootRequest, RejuvenateRequest,
-};
+use hearth_api::{ApiError, CrashMethod, DiskSize, ErrorWord, EventKind, MachineState, RebootRequest};
 
 use hearth_recovery::journal::OrderNote;
 
 use super::state::Input;
 use super::{Life, Machine, MachineError};
-use crate::control::{Answer, Command};
+use crate::control::{Answer, Command, Reply};
 
-/// Work of an accepted request that begins when the operator has the answer: it keeps the loop busy.
-pub(super) enum Work {
-    Rejuvenate(RejuvenateRequest),
-    Park,
-}
-
-impl Work {
-    pub fn of(command: &Command) -> Option<Self> {
-        match command {
-            Command::Rejuvenate(request) => Some(Self::Rejuvenate(request.clone())),
-            Command::Park(ParkRequest { check: false }) => Some(Self::Park),
-            _ => None,
-        }
-    }
-}
+const TOLD_TO_STOP: &str = "the machine was told to stop";
 
 impl Machine {
     /// Obeys, answers, and then does what takes long.
-    pub(super) fn requested(
-        &mut self,
-        command: Command,
-        answer: &Sender<Result<Answer, ApiError>>,
-    ) -> Result<(), MachineError> {
-        let work = Work::of(&command);
-        let reply = self.obey(command);
+    pub(super) fn requested(&mut self, command: Command, answer: &Reply) -> Result<(), MachineError> {
+        let to_rejuvenate = match &command {
+            Command::Rejuvenate(request) => Some(request.clone()),
+            _ => None,
+        };
+        let Some(reply) = self.obey(command, answer) else { return Ok(()) };
         let is_accepted = reply.is_ok();
         // The asker may have hung up.
         let _ = answer.send(reply);
-        match work.filter(|_| is_accepted) {
-            Some(Work::Rejuvenate(request)) => self.rejuvenate(&request),
-            Some(Work::Park) => self.park(),
+        match to_rejuvenate.filter(|_| is_accepted) {
+            Some(request) => self.rejuvenate(&request),
             None => Ok(()),
         }
     }
 
-    fn obey(&mut self, command: Command) -> Result<Answer, ApiError> {
-        match command {
+    /// None: a thread is at it, and the answer comes later.
+    fn obey(&mut self, command: Command, answer: &Reply) -> Option<Result<Answer, ApiError>> {
+        Some(match command {
             Command::Status => Ok(Answer::Status(Box::new(self.status()))),
             Command::Reboot(request) => self.accept("reboot", |machine| machine.reboot(request)),
             Command::Stop(request) => self.accept("stop", |machine| machine.stop(request.force)),
@@ -61,7 +43,9 @@ impl Machine {
             Command::UpgradeKeeper(request) => {
                 self.accept("upgrade the keeper", |machine| machine.begin_upgrade(&request))
             }
-            Command::Park(_) => self.accept("park", |machine| machine.may_park()),
+            Command::Park(request) => {
+                return self.accept("park", |machine| machine.flush_to_park(request.check, answer)).err().map(Err);
+            }
             Command::Age => self.age().map(|signs| Answer::Age(Box::new(signs))),
             Command::Save(request) => self.accept("save", |machine| machine.begin_save(request)),
             Command::CancelSave => self.accept("cancel the save", Self::call_save_off),
@@ -70,12 +54,15 @@ impl Machine {
                 .warm_reboot
                 .remount_plan(&self.context, &self.disks)
                 .map(|plan| Answer::RemountPlan(Box::new(plan))),
-            Command::Resize { disk } => {
-                // A disk that waits for memory does not answer, and this loop would wait for it.
-                self.memory.must_be_complete("resize")?;
-                self.disks.resize(&self.context, &disk).map(Answer::Resized)
-            }
-        }
+            Command::Resize { disk } => self.resize(&disk).map(Answer::Resized),
+        })
+    }
+
+    fn resize(&self, disk: &str) -> Result<DiskSize, ApiError> {
+        self.must_not_be_parked("resize")?;
+        // A disk that waits for memory does not answer, and this loop would wait for it.
+        self.memory.must_be_complete("resize")?;
+        self.disks.resize(&self.context, disk)
     }
 
     /// Records the request and begins it, or says why it cannot be done now.
@@ -97,18 +84,23 @@ impl Machine {
 
     fn reboot(&mut self, request: RebootRequest) -> Result<(), ApiError> {
         let RebootRequest { cold, force } = request;
-        self.make_way("the machine was told to reboot");
+        let why = "the machine was told to reboot";
+        self.call_park_off("reboot", why)?;
+        self.make_way(why);
         self.ordered("reboot", Input::Reboot { cold, force, now: Instant::now() })
     }
 
     pub(super) fn stop(&mut self, force: bool) -> Result<(), ApiError> {
-        self.make_way("the machine was told to stop");
+        self.call_park_off("stop", TOLD_TO_STOP)?;
+        self.make_way(TOLD_TO_STOP);
         self.ordered("stop", Input::Stop { force, now: Instant::now() })
     }
 
     /// A signal stops the machine, the second one at once.
     pub(super) fn terminate(&mut self) -> Result<(), ApiError> {
-        self.make_way("the machine was told to stop");
+        // A guest that is parked by now has stopped as well.
+        let _ = self.call_park_off("stop", TOLD_TO_STOP);
+        self.make_way(TOLD_TO_STOP);
         self.ordered("stop", Input::Terminate { now: Instant::now() })
     }
 
@@ -146,6 +138,7 @@ impl Machine {
     }
 
     pub(super) fn must_live(&self, what: &str) -> Result<&Life, ApiError> {
+        self.must_not_be_parked(what)?;
         let living = matches!(self.state.shown(), MachineState::Running | MachineState::Paused);
         self.state.guest().filter(|_| living).ok_or_else(|| self.wrong_state(what))
     }

@@ -1,6 +1,15 @@
 //! Park: the guest stays in memory while QEMU and keeper end, and perhaps the host's kernel; the next keeper lets it go on.
 //! The phases, and what is noted, are in `hearth_recovery::rejuvenation::parked`.
 //!
+//! ```text
+//! flush-<machine>   disks flushed |
+//! loop      request               | (journal: parking)                                     | QEMU has ended -> (journal: parked)
+//! park-<machine>                    hold -> state -> sum -> settle images -> note -> kill QEMU |
+//! ```
+//! The loop goes on meanwhile. What QEMU says of its guest waits until the park has ended, and an order to reboot or stop, too,
+//! calls it off: the guest goes on, and then ends as it was told to. Once the note is about to be written it is too late for that.
+//! Whatever else would use the guest is refused.
+//!
 //! Up to the note any failure lets the guest go on where it stood. After it the guest's way forward is the next keeper, which
 //! boots the machine if what it finds is not what was noted. What can be put right is no reason to give the guest up, another
 //! configuration, an image that is not there, a QEMU that cannot be started: the keeper ends then, and all stays as it is.
@@ -8,53 +17,82 @@
 //! Memory that lost its power has no note. That there was one the journal says, or, if that ended with the host, the record of
 //! its reload.
 
+mod task;
+
+use std::io;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant, SystemTime};
 
-use hearth_api::{ApiError, ErrorWord, EventKind, Unparked};
+use hearth_api::{ApiError, ErrorWord, EventKind, Unparked, rfc3339};
 use hearth_disk::image::Unwritten;
-use hearth_memory::{MemoryError, RamFile};
-use hearth_qemu::{Accelerator, QmpError, accelerator};
+use hearth_memory::MemoryError;
+use hearth_qemu::{Accelerator, accelerator};
 use hearth_recovery::incarnation::{Incarnation, IncarnationError, discard_files};
-use hearth_recovery::journal::{GuestNote, Journal, JournalError};
+use hearth_recovery::journal::{GuestNote, Journal};
 use hearth_recovery::rejuvenation::parked::{
-    self, ChunkSums, NvramNote, PARKED_VERSION, ParkPhase, Parked, ParkedError, ResumePhase,
+    self, ChunkSums, PARKED_VERSION, ParkPhase, Parked, ParkedError, ResumePhase,
 };
-use hearth_recovery::rejuvenation::{self, ClockDebt, Ticker};
+use hearth_recovery::rejuvenation::{ClockDebt, Ticker};
 use hearth_recovery::snapshot::state::{self, StateError};
 
-use super::disks::{FlushError, firmware_vars};
+use super::disks::firmware_vars;
 use super::generation::{Devices, Generation, LaunchError};
 use super::launch;
-use super::rejuvenate::{END_PATIENCE, must_have_all_state};
+use super::rejuvenate::{END_PATIENCE, Rejuvenations, must_have_all_state};
 use super::state::Input;
 use super::{Context, Life, Machine, MachineError};
 use crate::config::{Config, NvramConfig};
+use crate::control::{Answer, Reply};
 use crate::drill::drill;
+use crate::event::{Event, ParkMessage};
 use crate::host_reload::Record;
 use crate::notify::{Notice, notify};
+use task::{Decision, Found, Task, note_nvram};
 
 const WHAT: &str = "park";
 /// Taking the state takes 20 ms, giving it as long; on a host that swaps it may be a second.
 const STATE_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Why a guest is not parked.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum Failure {
-    #[error(transparent)]
-    State(#[from] StateError),
-    #[error("QEMU cannot pause the guest")]
-    Hold(#[source] QmpError),
-    #[error("a disk lost its connection to QEMU meanwhile")]
-    Disk,
-    #[error(transparent)]
-    Flush(#[from] FlushError),
-    #[error(transparent)]
-    Parked(#[from] ParkedError),
-    #[error(transparent)]
-    Memory(#[from] MemoryError),
-    #[error(transparent)]
-    Journal(#[from] JournalError),
+/// After its QEMU has ended a thread that waits for a disk is not waited for any longer.
+const THREAD_PATIENCE: Duration = Duration::from_secs(2);
+
+/// A guest that is being parked.
+pub struct Parking {
+    /// RFC 3339.
+    pub since: String,
+    /// Its QEMU.
+    generation: u32,
+    decision: Arc<Decision>,
+    thread: JoinHandle<()>,
+    /// Why it was called off.
+    called_off: Option<String>,
+    /// What its QEMU has said meanwhile.
+    held: Vec<Event>,
+    /// It is parked, and its QEMU about to end.
+    parked: Option<EventKind>,
+    /// When what it waits for is not waited for any longer.
+    until: Option<Instant>,
+}
+
+impl Parking {
+    pub fn deadline(&self) -> Option<Instant> {
+        self.until
+    }
+
+    /// Whether the guest is going on; false if it is too late for that.
+    fn call_off(&mut self, why: &str) -> bool {
+        let in_time = self.decision.call_off();
+        if in_time {
+            self.called_off.get_or_insert_with(|| why.to_owned());
+        }
+        in_time
+    }
+
+    fn has_qemu_ended(&self) -> bool {
+        self.held.iter().any(|event| matches!(event, Event::QemuEnded { .. }))
+    }
 }
 
 /// Why a parked guest does not go on.
@@ -92,38 +130,55 @@ impl From<Lost> for Obstacle {
     }
 }
 
-/// How far it is.
-struct Progress(ParkPhase);
-
-impl Progress {
-    fn run<T, E>(&mut self, phase: ParkPhase, work: impl FnOnce() -> Result<T, E>) -> Result<T, Failure>
-    where
-        Failure: From<E>,
-    {
-        self.0 = phase;
-        let result = work()?;
-        drill(phase.name());
-        Ok(result)
-    }
-}
-
 fn image_paths(config: &Config) -> Vec<PathBuf> {
     config.disks.iter().map(|disk| &disk.path).chain(firmware_vars(config)).cloned().collect()
 }
 
-/// Notes each NVRAM device as it is now, while nobody writes to it.
-fn note_nvram(context: &Context) -> Result<Vec<NvramNote>, MemoryError> {
-    let note = |device: &NvramConfig| {
-        let file = device.options(&context.folders.memory).memory_file();
-        let sum = ChunkSums::of_all(&RamFile::open(&file)?)?.seal();
-        Ok(NvramNote { file, sum })
-    };
-    context.config.nvram.iter().map(note).collect()
+fn nvram_files(context: &Context) -> Vec<PathBuf> {
+    let file = |device: &NvramConfig| device.options(&context.folders.memory).memory_file();
+    context.config.nvram.iter().map(file).collect()
+}
+
+/// Makes the note of this guest.
+fn note_of(context: &Context, life: &Life) -> impl Fn(Found) -> Parked + Send + use<> {
+    let (config, identity) = (context.config.clone(), life.generation.identity());
+    let hardware = launch::hardware(&config, context.qemu.accelerator.accelerator);
+    let (incarnation, generation) = (life.incarnation.number, context.journal.generation);
+    let (started_with, frozen) = (context.started_with(), context.journal.frozen);
+    move |found| Parked {
+        version: PARKED_VERSION,
+        machine: config.name.clone(),
+        stopped_at: found.stopped_at,
+        boot_id: accelerator::host_boot(),
+        qemu_version: identity.version.clone(),
+        accelerator: identity.accelerator.clone(),
+        hardware: hardware.clone(),
+        incarnation,
+        generation,
+        ram_bytes: config.memory_bytes,
+        ram_sum: found.ram_sum,
+        nvram: found.nvram,
+        state: found.state,
+        vmgenid: identity.vmgenid.clone(),
+        guest_agent: identity.guest_agent,
+        started_with: Some(started_with.clone()),
+        write_through: found.write_through,
+        frozen,
+        disks: launch::disk_identities(&config),
+        images: found.images,
+    }
+}
+
+impl Rejuvenations {
+    /// The thread of a park that was given up still waits for a disk.
+    fn is_park_stuck(&self) -> bool {
+        self.stuck_park.as_ref().is_some_and(|thread| !thread.is_finished())
+    }
 }
 
 impl Machine {
-    /// Whether the guest can be parked. Its disks are flushed, so that little is left to flush while it stands still.
-    pub(super) fn may_park(&self) -> Result<(), ApiError> {
+    /// Whether the guest can be parked.
+    fn may_park(&self) -> Result<(), ApiError> {
         let life = self.must_live(WHAT)?;
         let refuse = |why: String, hint: &str| Err(ApiError::new(ErrorWord::WrongState, why).hint(hint));
         if !self.state.is_undisturbed() {
@@ -147,115 +202,194 @@ impl Machine {
                 "reboot the guest, which creates a new one",
             );
         }
-        // Also so that there is little left to flush while the guest stands still.
-        self.disks.flush(&self.context).map_err(|error| ApiError::new(ErrorWord::Failed, crate::chain(&error)))
-    }
-
-    /// Parks the guest.
-    pub(super) fn park(&mut self) -> Result<(), MachineError> {
-        self.cancel_save("the guest was told to park");
-        let began = Instant::now();
-        let mut progress = Progress(ParkPhase::Hold);
-        if let Err(refusal) = self.may_park() {
-            self.not_parked(&progress, refusal.to_string());
-            return Ok(());
+        if self.rejuvenation.is_park_stuck() {
+            return refuse(
+                format!("cannot {WHAT}: the thread of an earlier park still waits for a disk"),
+                "check the storage of the machine's images",
+            );
         }
-        let noted = self.with_guest(|machine, life| {
-            machine.note_guest(life, &mut progress).inspect_err(|_| machine.go_on_unparked(life))
-        });
-        match noted {
-            Some(Ok(state_bytes)) => {
-                let duration_ms = began.elapsed().as_secs_f64() * 1e3;
-                self.happens(Input::Parked { event: EventKind::Parked { duration_ms, state_bytes } })
-            }
-            Some(Err(failure)) => {
-                self.not_parked(&progress, crate::chain(&failure));
-                Ok(())
-            }
-            None => Ok(()),
-        }
+        Ok(())
     }
 
-    fn not_parked(&self, progress: &Progress, why: String) {
-        self.context.record(EventKind::ParkFailed { phase: progress.0.name().to_owned(), why });
-    }
-
-    /// All that can fail. The guest stands still afterwards, or may.
-    fn note_guest(&mut self, life: &Life, progress: &mut Progress) -> Result<u64, Failure> {
-        let (qmp, folder) = (&life.generation.qmp, self.context.folders.memory.clone());
-        let connections = self.disks.connections();
-        self.context.journal.guest = GuestNote::Parking { folder: folder.clone() };
-        self.context.must_save_journal()?;
-        let stopped_at = progress.run(ParkPhase::Hold, || {
-            state::prepare(qmp, STATE_PATIENCE)?;
-            qmp.pause().map_err(Failure::Hold)?;
-            Ok::<_, Failure>(SystemTime::now())
-        })?;
-        let state = progress.run(ParkPhase::State, || {
-            let state = state::take(qmp, STATE_PATIENCE)?;
-            // Requests in flight are answered before a guest stands still, unless a connection was lost.
-            if connections.is_none() || connections != self.disks.connections() {
-                return Err(Failure::Disk);
-            }
-            Ok(parked::write_state(&folder, &state)?)
-        })?;
-        let (ram_sum, nvram) = progress.run(ParkPhase::Sum, || {
-            Ok::<_, Failure>((ChunkSums::of_all(&life.incarnation.ram)?.seal(), note_nvram(&self.context)?))
-        })?;
-        let images = progress.run(ParkPhase::Settle, || {
-            self.disks.flush(&self.context)?;
-            let files: Vec<PathBuf> =
-                self.disks.images.paths().chain(firmware_vars(&self.context.config)).cloned().collect();
-            Ok::<_, Failure>(parked::note_images(&files)?)
-        })?;
-        let (config, identity, state_bytes) = (&self.context.config, life.generation.identity(), state.bytes);
-        let note = Parked {
-            version: PARKED_VERSION,
-            machine: config.name.clone(),
-            stopped_at,
-            boot_id: accelerator::host_boot(),
-            qemu_version: identity.version,
-            accelerator: identity.accelerator,
-            hardware: launch::hardware(&self.context.config, self.context.qemu.accelerator.accelerator),
-            incarnation: life.incarnation.number,
-            generation: self.context.journal.generation,
-            ram_bytes: config.memory_bytes,
-            ram_sum,
-            nvram,
-            state,
-            vmgenid: identity.vmgenid,
-            guest_agent: identity.guest_agent,
-            started_with: Some(self.context.started_with()),
-            write_through: self.disks.write_through(),
-            frozen: self.context.journal.frozen,
-            disks: launch::disk_identities(config),
-            images,
+    /// Flushes the disks, so that little is left to flush while the guest stands still; `flushed` goes on. `check`: and no more.
+    pub(super) fn flush_to_park(&mut self, check: bool, answer: &Reply) -> Result<(), ApiError> {
+        self.may_park()?;
+        let Some(life) = self.state.guest() else { return Ok(()) };
+        let (generation, disks) = (life.generation.number, self.disks.to_flush(&self.context));
+        let (tell, answer) = (self.context.outside.tell.clone(), answer.clone());
+        let flush = move || {
+            let flushed = disks.flush().map_err(|error| ApiError::new(ErrorWord::Failed, crate::chain(&error)));
+            // Fails only when the loop is gone, and then nobody waits for the answer.
+            let _ = tell.send(Event::Flushed { generation, check, flushed, answer });
         };
-        progress.run(ParkPhase::Note, || note.commit(&folder))?;
-        Ok(state_bytes)
+        let started = Builder::new().name(format!("flush-{}", self.context.config.name)).spawn(flush);
+        started.map(drop).map_err(|error| {
+            ApiError::new(
+                ErrorWord::Failed,
+                format!("cannot {WHAT}: cannot start the thread that flushes disks: {error}"),
+            )
+        })
     }
 
-    /// The guest goes on, in the QEMU it has.
-    fn go_on_unparked(&mut self, life: &Life) {
-        parked::discard(&self.context.folders.memory);
-        match rejuvenation::roll_back(&life.generation.qmp, STATE_PATIENCE) {
-            // One that ended is seen elsewhere.
-            Ok(()) | Err(QmpError::Ended) => {}
-            Err(error) => {
-                let message = format!("the guest was not parked and cannot continue; ending its QEMU: {error}");
-                self.context.record(EventKind::Error { message });
-                life.generation.process.kill();
-            }
+    /// Answers the request, and parks the guest if that was wanted.
+    pub(super) fn flushed(&mut self, generation: u32, check: bool, flushed: Result<(), ApiError>, answer: &Reply) {
+        let may = flushed.and_then(|()| {
+            // Another one is there by now.
+            if self.is_current(generation) { self.may_park() } else { Err(self.wrong_state(WHAT)) }
+        });
+        let goes_on = may.is_ok() && !check;
+        // The asker may have hung up.
+        let _ = answer.send(may.map(|()| Answer::Accepted));
+        if goes_on {
+            self.park();
         }
+    }
+
+    /// Begins to park the guest.
+    fn park(&mut self) {
+        self.context.journal.guest = GuestNote::Parking { folder: self.context.folders.memory.clone() };
+        let (saved, decision) = (self.context.must_save_journal(), Arc::new(Decision::default()));
+        let Some(life) = self.state.guest() else { return };
+        let generation = life.generation.number;
+        let started = match saved {
+            Ok(()) => {
+                self.start_to_park(life, decision.clone()).map_err(|error| format!("cannot start a thread: {error}"))
+            }
+            Err(error) => Err(crate::chain(&error)),
+        };
+        match started {
+            Ok(thread) => {
+                self.rejuvenation.parking = Some(Parking {
+                    since: rfc3339(SystemTime::now()),
+                    generation,
+                    decision,
+                    thread,
+                    called_off: None,
+                    held: Vec::new(),
+                    parked: None,
+                    until: None,
+                });
+            }
+            Err(why) => self.not_parked(ParkPhase::Hold.name(), why),
+        }
+    }
+
+    fn start_to_park(&self, life: &Life, decision: Arc<Decision>) -> io::Result<JoinHandle<()>> {
+        let context = &self.context;
+        let images = self.disks.images.paths().chain(firmware_vars(&context.config)).cloned().collect();
+        let task = Task {
+            folder: context.folders.memory.clone(),
+            qmp: life.generation.qmp.clone(),
+            kill: Box::new(life.generation.process.killer()),
+            ram: life.incarnation.ram.clone(),
+            nvram: nvram_files(context),
+            disks: self.disks.to_flush(context),
+            images,
+            note: Box::new(note_of(context, life)),
+            decision,
+        };
+        let (tell, generation) = (context.outside.tell.clone(), life.generation.number);
+        let work = move || {
+            let message = task.run();
+            // Fails only when the loop is gone; the next keeper finds what there is.
+            let _ = tell.send(Event::Park { generation, message });
+        };
+        Builder::new().name(format!("park-{}", context.config.name)).spawn(work)
+    }
+
+    fn not_parked(&mut self, phase: &str, why: String) {
         self.context.journal.guest = GuestNote::Runs;
         self.context.save_journal();
+        self.context.record(EventKind::ParkFailed { phase: phase.to_owned(), why });
+    }
+
+    /// What QEMU says of a guest that is being parked is kept until that has ended, and calls it off. Gives back anything else.
+    pub(super) fn hold_back(&mut self, event: Event) -> Option<Event> {
+        let Some(parking) = &mut self.rejuvenation.parking else { return Some(event) };
+        match &event {
+            Event::Qmp { generation, .. } if *generation == parking.generation => {
+                parking.call_off("the guest has stopped running");
+            }
+            Event::QemuEnded { generation, .. } if *generation == parking.generation => {
+                if parking.call_off("QEMU has ended") {
+                    parking.until = Some(Instant::now() + THREAD_PATIENCE);
+                } else if parking.parked.is_some() {
+                    parking.until = Some(Instant::now());
+                }
+            }
+            _ => return Some(event),
+        }
+        parking.held.push(event);
+        None
+    }
+
+    /// The thread of the park has ended.
+    pub(super) fn park_says(&mut self, generation: u32, message: ParkMessage) -> Result<(), MachineError> {
+        let Some(mut parking) = self.rejuvenation.parking.take_if(|parking| parking.generation == generation) else {
+            return Ok(());
+        };
+        match message {
+            ParkMessage::Parked { duration, state_bytes } => {
+                parking.parked = Some(EventKind::Parked { duration_ms: duration.as_secs_f64() * 1e3, state_bytes });
+                let patience = if parking.has_qemu_ended() { Duration::ZERO } else { END_PATIENCE };
+                parking.until = Some(Instant::now() + patience);
+                self.rejuvenation.parking = Some(parking);
+                Ok(())
+            }
+            ParkMessage::NotParked { phase, why, stuck } => {
+                if let Some(error) = stuck {
+                    let message = format!("the guest was not parked and cannot continue; ending its QEMU: {error}");
+                    self.context.record(EventKind::Error { message });
+                }
+                self.not_parked(phase, parking.called_off.unwrap_or(why));
+                self.handle_held(parking.held)
+            }
+        }
+    }
+
+    /// The end of a QEMU, or of a thread, was waited for long enough, or has come.
+    pub(super) fn end_park(&mut self) -> Result<(), MachineError> {
+        let Some(parking) = self.rejuvenation.parking.take() else { return Ok(()) };
+        if let Some(event) = parking.parked {
+            return self.happens(Input::Parked { event });
+        }
+        self.rejuvenation.stuck_park = Some(parking.thread);
+        // Flushing the disks is the one step whose time is not limited.
+        self.not_parked(
+            ParkPhase::Settle.name(),
+            parking.called_off.unwrap_or_else(|| "its thread waits for a disk".to_owned()),
+        );
+        self.handle_held(parking.held)
+    }
+
+    /// The guest is not parked: what its QEMU has said meanwhile counts, and what it was told to do.
+    fn handle_held(&mut self, held: Vec<Event>) -> Result<(), MachineError> {
+        if self.state.is_asked_to_shut_down() {
+            self.press_power_button();
+        }
+        held.into_iter().try_for_each(|event| self.handle(event))
+    }
+
+    /// For an order that ends the guest, which goes on first. Fine if none is being parked.
+    pub(super) fn call_park_off(&mut self, verb: &str, why: &str) -> Result<(), ApiError> {
+        let in_time = self.rejuvenation.parking.as_mut().is_none_or(|parking| parking.call_off(why));
+        if in_time { Ok(()) } else { Err(self.being_parked(verb)) }
+    }
+
+    /// Refuses while the guest is being parked.
+    pub(super) fn must_not_be_parked(&self, what: &str) -> Result<(), ApiError> {
+        if self.rejuvenation.parking.is_some() { Err(self.being_parked(what)) } else { Ok(()) }
+    }
+
+    fn being_parked(&self, what: &str) -> ApiError {
+        let message = format!("cannot {what}: the guest is being parked");
+        ApiError::new(ErrorWord::WrongState, message).hint("`hearth events --follow` shows when that has ended")
     }
 
     /// It is parked: what is left of it here goes, but for its files.
     pub(super) fn leave(&mut self, life: Life, event: EventKind) -> Result<(), MachineError> {
         let Life { generation, .. } = life;
-        generation.process.kill();
-        if !generation.process.ends_within(END_PATIENCE) {
+        if !generation.process.has_ended() {
             tracing::error!(
                 pid = generation.identity().pid,
                 "QEMU does not exit after SIGKILL; it can no longer run the guest"
@@ -388,7 +522,7 @@ impl Machine {
         let incarnation = Incarnation::open(folder, parked.incarnation)?;
         parked.must_have_size(&incarnation.ram)?;
         parked.must_match(&incarnation.ram, &ChunkSums::of_all(&incarnation.ram)?)?;
-        parked.must_find_nvram(&note_nvram(&self.context)?)?;
+        parked.must_find_nvram(&note_nvram(&nvram_files(&self.context))?)?;
         Ok((incarnation, state))
     }
 

@@ -7,6 +7,7 @@
 //! the last bytes of the state, and the next keeper ends the other one (`whose_guest_is_it`) before it does anything else.
 
 use std::path::PathBuf;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
 use hearth_api::{
@@ -23,6 +24,7 @@ use super::disks::{Disks, is_silent};
 use super::generation::{Generation, LaunchError};
 use super::hop_lock::HopLock;
 use super::launch;
+use super::park::Parking;
 use super::{Context, Life, Machine, MachineError};
 use crate::config::{Config, NetBackend};
 use crate::drill::drill;
@@ -54,6 +56,10 @@ pub struct Rejuvenations {
     pub schedule: Schedule,
     /// Goes on instead of this keeper, above the guest of this incarnation.
     pub successor: Option<(Successor, u32)>,
+    /// The guest is being parked.
+    pub parking: Option<Parking>,
+    /// Thread of a park that was given up while it waited for a disk.
+    pub stuck_park: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug, thiserror::Error)]

@@ -98,7 +98,9 @@ impl Machine {
 
     /// A check is due. That of a QEMU that is gone is left out.
     pub(super) fn check_disks_in_use(&mut self, check: &InUseCheck) {
-        if self.is_current(check.generation) {
+        if self.rejuvenation.parking.is_some() {
+            self.listen(check.generation, check.attempt);
+        } else if self.is_current(check.generation) {
             self.must_have_spoken(check.attempt);
         }
     }

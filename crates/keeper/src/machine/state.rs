@@ -287,6 +287,11 @@ impl<G> State<G> {
         }
     }
 
+    /// The guest was asked to shut down, and is given time for it.
+    pub fn is_asked_to_shut_down(&self) -> bool {
+        matches!(self, Self::Running(Running { order: Some(Order { asked: true, .. }), .. }))
+    }
+
     /// The guest runs, and nobody told it to end.
     pub fn is_undisturbed(&self) -> bool {
         self.shown() == MachineState::Running && !self.has_order()

@@ -43,6 +43,7 @@ impl Machine {
             nets: config.nets.iter().map(net_status).collect(),
             ledger_pages: life.map_or(0, |life| life.incarnation.ledger_pages()),
             ember: self.ember_status(),
+            parking_since: self.rejuvenation.parking.as_ref().map(|parking| parking.since.clone()),
             last_rejuvenation: self.rejuvenation.last.clone(),
             unparked: self.rejuvenation.unparked.clone(),
             restore: self.memory.restore_status(),

@@ -1,0 +1,121 @@
+//! A keeper whose QEMU hangs answers all the same: what waits for QEMU is on a thread of its own.
+
+use std::time::{Duration, Instant};
+
+use hearth_vmtest::patience;
+use serde_json::Value;
+
+use crate::machine::{Bed, Keeper, NAMES, wait};
+
+/// An answer that waits for nobody comes within milliseconds; this is for a busy host.
+const AT_ONCE: Duration = Duration::from_secs(3);
+/// More than a park has QMP commands.
+const STEPS_MAX: usize = 40;
+
+fn running(bed: &Bed) -> Keeper<'_> {
+    let mut keeper = bed.keeper(NAMES[0], &["run", "machine.toml"]);
+    keeper.settled(Duration::ZERO).expect("it comes to rest").expect("it starts");
+    keeper
+}
+
+fn status(keeper: &Keeper<'_>) -> Value {
+    let asked = Instant::now();
+    let (number, status) = keeper.api().ask("GET", "/v1/status", "").expect("the keeper lives");
+    assert_eq!(number, 200, "{status}");
+    assert!(asked.elapsed() < AT_ONCE, "an answer after {:?}", asked.elapsed());
+    status
+}
+
+fn post(keeper: &Keeper<'_>, path: &str, body: &str) -> (u16, Value) {
+    let asked = Instant::now();
+    let answer = keeper.api().ask("POST", path, body).expect("the keeper lives");
+    assert!(asked.elapsed() < AT_ONCE, "{path}: an answer after {:?}", asked.elapsed());
+    answer
+}
+
+/// Begins a park, and holds it at its n-th QMP command; false if it has none with this number.
+fn parks_until(bed: &Bed, keeper: &Keeper<'_>, step: usize) -> bool {
+    bed.hand.arm(Some(step));
+    assert_eq!(post(keeper, "/v1/park", "{}").0, 200);
+    wait(patience(1), || bed.hand.held().is_some() || keeper.api().ask("GET", "/v1/status", "").is_none());
+    bed.hand.held().is_some()
+}
+
+/// Of this kind, since the keeper was started first.
+fn events(bed: &Bed, kind: &str) -> Vec<Value> {
+    let text = std::fs::read_to_string(bed.runtime_of(NAMES[0]).join("events.jsonl"));
+    let text = text.expect("a keeper writes its events");
+    let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    events.filter(|event| event["kind"] == kind).collect()
+}
+
+fn is_parked(bed: &Bed) -> bool {
+    bed.memory_of(NAMES[0]).join("parked.json").exists()
+}
+
+fn must_end(bed: &Bed, keeper: &mut Keeper<'_>) {
+    assert!(wait(patience(1), || keeper.ended().is_some()), "it does not stop");
+    assert!(keeper.ended().is_some_and(|how| how.success()), "{}", keeper.said());
+    assert_eq!(bed.left_behind(), Vec::<String>::new());
+}
+
+#[test]
+fn keeper_answers_at_each_step_of_a_park() {
+    let bed = Bed::make();
+    for step in 1..STEPS_MAX {
+        let mut keeper = running(&bed);
+        if !parks_until(&bed, &keeper, step) {
+            assert!(step > 4, "a park has more commands than that");
+            assert!(wait(patience(1), || keeper.ended().is_some()) && is_parked(&bed), "it is parked");
+            return;
+        }
+        let status = status(&keeper);
+        assert!(status["parking_since"].is_string() && status["state"] == "running", "step {step}: {status}");
+        let stall_ms = status["keeper"]["loop_stall_ms_max"].as_f64().unwrap();
+        assert!(stall_ms < AT_ONCE.as_secs_f64() * 1e3, "step {step}: {stall_ms}");
+        for (path, body) in [("/v1/rejuvenate", "{}"), ("/v1/dump", "{}"), ("/v1/park", "{}"), ("/v1/crash", "{}")] {
+            let (number, answer) = post(&keeper, path, body);
+            let why = answer["message"].as_str().unwrap_or_default();
+            assert!(
+                number == 409 && why.ends_with("the guest is being parked"),
+                "step {step}, {path}: {number} {answer}"
+            );
+        }
+        assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200, "step {step}");
+        must_end(&bed, &mut keeper);
+        assert!(!is_parked(&bed), "step {step}");
+        let failed = events(&bed, "park_failed").pop().expect("an event");
+        assert_eq!(failed["why"], "the machine was told to stop", "step {step}");
+        bed.hand.release("go");
+    }
+    panic!("a park with {STEPS_MAX} commands");
+}
+
+#[test]
+fn park_that_is_called_off_lets_its_guest_shut_down() {
+    let bed = Bed::make();
+    let mut keeper = running(&bed);
+    assert!(parks_until(&bed, &keeper, 4));
+    assert_eq!(post(&keeper, "/v1/stop", "{}").0, 200);
+    assert_eq!(status(&keeper)["state"], "stopping");
+    bed.hand.release("go");
+    must_end(&bed, &mut keeper);
+    assert!(!is_parked(&bed));
+    assert!(events(&bed, "power_cut").is_empty(), "the guest was asked when it ran again");
+}
+
+#[test]
+fn guest_that_crashes_during_a_park_recovers() {
+    let bed = Bed::make();
+    let mut keeper = running(&bed);
+    assert!(parks_until(&bed, &keeper, 1));
+    bed.hand.guests("panic");
+    // The keeper has heard of it.
+    wait(Duration::from_millis(50), || false);
+    bed.hand.release("go");
+    keeper.settled(Duration::from_millis(50)).unwrap().expect("it goes on");
+    assert!(wait(patience(1), || status(&keeper)["incarnation"] == 2), "{}", status(&keeper));
+    assert!(!is_parked(&bed) && !events(&bed, "park_failed").is_empty());
+    assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200);
+    must_end(&bed, &mut keeper);
+}
