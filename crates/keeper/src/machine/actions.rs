@@ -99,15 +99,22 @@ impl Machine {
         result
     }
 
-    pub(super) fn press_power_button(&self) {
+    pub(super) fn press_power_button(&mut self) {
         if self.rejuvenation.parking.is_some() {
             // The guest stands still, or is about to: it is asked when it goes on.
             return;
         }
-        if let Some(life) = self.state.guest()
-            && let Err(error) = life.generation.qmp.system_powerdown()
-        {
+        fn failed(error: &dyn std::fmt::Display) {
             tracing::warn!(%error, "cannot ask the guest to shut down; its power is cut after the timeout");
+        }
+        let Some(life) = self.state.guest_mut() else { return };
+        let told = life.generation.tell(|qmp| {
+            if let Err(error) = qmp.system_powerdown() {
+                failed(&error);
+            }
+        });
+        if let Err(error) = told {
+            failed(&error);
         }
     }
 

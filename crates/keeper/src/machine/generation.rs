@@ -4,8 +4,9 @@
 //! launch as a successor: the same, and it waits for the guest that another QEMU has
 //! adopt (a dead keeper's QEMU): find the process -> QMP -> watch
 
+use std::io;
 use std::sync::Arc;
-use std::sync::mpsc::Sender;
+use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use hearth_api::{QemuStatus, UserfaultStatus};
@@ -49,6 +50,9 @@ pub struct Devices {
     pub guest_agent: bool,
 }
 
+/// What QEMU is told by a thread of its own.
+type Word = Box<dyn FnOnce(&Qmp) + Send>;
+
 /// A living QEMU. One that this keeper started ends when this is dropped, until `settle`.
 pub struct Generation {
     pub number: u32,
@@ -59,6 +63,8 @@ pub struct Generation {
     userfault: Result<Userfault, String>,
     /// The other ends of its networks; or why a QEMU that takes over could not have them.
     wires: Result<Wires, String>,
+    /// To the thread that tells it what nobody waits for; none before the first word.
+    words: Option<Sender<Word>>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -232,7 +238,7 @@ impl Generation {
                 let _ = told.send(Event::QemuEnded { generation: number, how });
             })
             .map_err(LaunchError::Watch)?;
-        Ok(Self { number, process, qmp: Arc::new(qmp), identity, userfault, wires })
+        Ok(Self { number, process, qmp: Arc::new(qmp), identity, userfault, wires, words: None })
     }
 
     /// From now on it is the machine's, and outlives this keeper.
@@ -250,6 +256,23 @@ impl Generation {
     /// As its disks know it.
     pub fn peer(&self) -> Peer {
         peer(self.process.id())
+    }
+
+    /// Has a thread tell QEMU something, after all that it was given before. Nobody waits: QEMU may hang.
+    pub fn tell(&mut self, word: impl FnOnce(&Qmp) + Send + 'static) -> io::Result<()> {
+        let words = match &mut self.words {
+            Some(words) => words,
+            none => {
+                let (words, heard) = channel::<Word>();
+                let qmp = self.qmp.clone();
+                let tell = move || heard.iter().for_each(|word| word(&qmp));
+                std::thread::Builder::new().name(format!("tell-{}", self.identity.pid)).spawn(tell)?;
+                none.insert(words)
+            }
+        };
+        // The thread ends only when this sender does.
+        let _ = words.send(Box::new(word));
+        Ok(())
     }
 
     /// Lets a guest run that holds still.

@@ -12,6 +12,11 @@ use crate::control::{Answer, Command, Reply};
 
 const TOLD_TO_STOP: &str = "the machine was told to stop";
 
+fn not_crashed(error: &dyn std::fmt::Display) -> ApiError {
+    ApiError::new(ErrorWord::Failed, format!("cannot crash the guest: {error}"))
+        .hint("check with `hearth status` whether QEMU responds")
+}
+
 impl Machine {
     /// Obeys, answers, and then does what takes long.
     pub(super) fn requested(&mut self, command: Command, answer: &Reply) -> Result<(), MachineError> {
@@ -35,7 +40,9 @@ impl Machine {
             Command::Status => Ok(Answer::Status(Box::new(self.status()))),
             Command::Reboot(request) => self.accept("reboot", |machine| machine.reboot(request)),
             Command::Stop(request) => self.accept("stop", |machine| machine.stop(request.force)),
-            Command::Crash(request) => self.accept("crash", |machine| machine.crash(request.method)),
+            Command::Crash(request) => {
+                return self.accept("crash", |machine| machine.crash(request.method, answer)).err().map(Err);
+            }
             Command::Dump(request) => self.accept("dump", |machine| machine.dump_ordered(request)),
             Command::ResumeDump => self.accept("resume the dump", Self::resume_dump),
             Command::DiscardDump => self.accept("discard the dump", Self::discard_dumps),
@@ -123,18 +130,21 @@ impl Machine {
         }
     }
 
-    fn crash(&mut self, method: CrashMethod) -> Result<(), ApiError> {
+    /// A thread tells QEMU, and answers.
+    fn crash(&mut self, method: CrashMethod, answer: &Reply) -> Result<(), ApiError> {
         self.make_way("the guest was told to crash");
-        let life = self.must_live("crash")?;
-        let qmp = &life.generation.qmp;
-        let crashed = match method {
-            CrashMethod::Nmi => qmp.inject_nmi(),
-            CrashMethod::Sysrq => qmp.type_sysrq_crash(),
-        };
-        crashed.map_err(|error| {
-            ApiError::new(ErrorWord::Failed, format!("cannot crash the guest: {error}"))
-                .hint("check with `hearth status` whether QEMU responds")
-        })
+        self.must_live("crash")?;
+        let Some(life) = self.state.guest_mut() else { return Ok(()) };
+        let answer = answer.clone();
+        let told = life.generation.tell(move |qmp| {
+            let crashed = match method {
+                CrashMethod::Nmi => qmp.inject_nmi(),
+                CrashMethod::Sysrq => qmp.type_sysrq_crash(),
+            };
+            // The asker may have hung up.
+            let _ = answer.send(crashed.map(|()| Answer::Accepted).map_err(|error| not_crashed(&error)));
+        });
+        told.map_err(|error| not_crashed(&error))
     }
 
     pub(super) fn must_live(&self, what: &str) -> Result<&Life, ApiError> {

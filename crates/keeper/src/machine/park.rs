@@ -308,7 +308,7 @@ impl Machine {
         let Some(parking) = &mut self.rejuvenation.parking else { return Some(event) };
         match &event {
             Event::Qmp { generation, .. } if *generation == parking.generation => {
-                parking.call_off("the guest has stopped running");
+                parking.call_off("the guest has crashed or ended, or its watchdog has expired");
             }
             Event::QemuEnded { generation, .. } if *generation == parking.generation => {
                 if parking.call_off("QEMU has ended") {
