@@ -122,12 +122,15 @@ fn run(chore: Chore) -> Outcome {
 }
 
 fn set_up() -> Result<(), Box<dyn Error>> {
-    set_up_beside(|| ()).map(drop)
+    set_up_beside(make_images, || ()).map(drop)
 }
 
 /// Installs the tools, which images and builds need, and makes images. These use the network and at most one processor, so `work`
 /// runs meanwhile.
-fn set_up_beside<T>(work: impl FnOnce() -> T) -> Result<T, Box<dyn Error>> {
+fn set_up_beside<T>(
+    make_images: fn() -> Result<(), guest::GuestError>,
+    work: impl FnOnce() -> T,
+) -> Result<T, Box<dyn Error>> {
     setup::ensure_tools()?;
     std::thread::scope(|scope| {
         let images = scope.spawn(make_images);
@@ -146,6 +149,19 @@ fn make_images() -> Result<(), guest::GuestError> {
     Ok(())
 }
 
+/// Makes the images of all tests. Some need a newer kernel and a newer QEMU, whatever the host has.
+fn make_test_images() -> Result<(), guest::GuestError> {
+    guest::ensure_all()?;
+    guest::ensure_busybox_newer()?;
+    guest::qemu10()
+}
+
+/// Makes the images of all tests, with those of `make test-nested`.
+fn make_ci_images() -> Result<(), guest::GuestError> {
+    make_test_images()?;
+    guest::nested_host()
+}
+
 fn make_guests(newer_kernel: bool) -> Result<(), guest::GuestError> {
     guest::ensure_all()?;
     if newer_kernel { guest::ensure_busybox_newer() } else { Ok(()) }
@@ -157,12 +173,9 @@ fn lint() -> Result<(), Box<dyn Error>> {
     Ok(deny::check()?)
 }
 
-/// Runs tests. Some need a newer kernel and a newer QEMU, whatever the host has.
 fn test(filter: &[String]) -> Result<suite::Report, Box<dyn Error>> {
-    set_up()?;
-    guest::ensure_busybox_newer()?;
-    guest::qemu10()?;
-    Ok(suite::run(filter)?)
+    set_up_beside(make_test_images, || ())?;
+    Ok(suite::run(filter, None)?)
 }
 
 fn test_vmcore(filter: &[String]) -> Outcome {
@@ -200,17 +213,16 @@ fn reported(report: &suite::Report) -> ExitCode {
 
 /// Runs tests even if lints fail, so that one run shows everything that is wrong.
 fn ci() -> Outcome {
-    let linted = set_up_beside(lint)?;
+    let linted = set_up_beside(make_ci_images, lint)?;
     if let Err(error) = &linted {
         eprintln!("error: {}", chain(error.as_ref()));
     }
-    let tested = test(&[])?;
-    let code = reported(&tested.and(test_nested(&[])?));
+    let code = reported(&suite::run(&[], Some(("nested", "outside")))?);
     Ok(if linted.is_ok() { code } else { ExitCode::FAILURE })
 }
 
 fn bench(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
-    set_up_beside(build_bench)??;
+    set_up_beside(make_images, build_bench)??;
     Ok(shell::run(&mut release_bench(arguments))?)
 }
 

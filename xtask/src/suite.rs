@@ -7,6 +7,7 @@
 //! line never looks better than the exit code.
 
 mod binaries;
+mod idle;
 mod jobs;
 
 use std::io::{BufRead, BufReader};
@@ -16,7 +17,7 @@ use std::time::Duration;
 
 use crate::shell::ShellError;
 use crate::{cargo, paths};
-use jobs::Job;
+use jobs::{AtOnce, Job};
 
 /// Environment variable with the path of a file that a test writes and the bench reads.
 pub const HOST_RELOAD_FIGURES: &str = "HEARTH_HOST_RELOAD_FIGURES";
@@ -61,12 +62,6 @@ pub struct Report {
 }
 
 impl Report {
-    /// The report of two runs together.
-    pub fn and(mut self, other: Self) -> Self {
-        self.add(other);
-        self
-    }
-
     fn add(&mut self, other: Self) {
         self.summary = self.summary.and(other.summary);
         self.failed.extend(other.failed);
@@ -84,23 +79,59 @@ impl Report {
 
 const SLOWEST_SHOWN: usize = 30;
 
-/// Number of parallel processes. With only as many as processors, these are idle for a third of the time, because machines wait
-/// for disks and wires that are slow on purpose.
-fn at_once() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from) + 1
+/// Number of parallel processes: one more than processors, because machines wait for disks and wires that are slow on purpose;
+/// more while all that run wait.
+fn at_once() -> AtOnce {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    AtOnce { always: processors + 1, while_idle: 3 * processors }
 }
 
-/// Runs the tests of the workspace whose names contain one of these words, or all without words.
-pub fn run(filter: &[String]) -> Result<Report, ShellError> {
-    let mut jobs = Vec::new();
+/// Jobs that take longest, longest first. They start first, so that none of them runs alone at the end.
+const LONG: [&str; 24] = [
+    "nested outside::guests_continue_under_another_host_kernel",
+    "lazy_restore arrivals::guest_reads_saved_disks_while_they_arrive",
+    "lazy_restore arrivals::arrival_continues_after_keeper_is_killed",
+    "rejuvenation firmware::seabios_booted_guest_hops_under_load",
+    "pairs hostile::a_hostile_qemu_harms_only_itself",
+    "warm_reboot ways::cache_survives_every_end_in_turn_on_xfs",
+    "rejuvenation host_reload::one_failed_park_resumes_the_others",
+    "rejuvenation host_reload::changed_parked_guest_boots_instead_of_resuming",
+    "hearth_disk",
+    "pairs every::a_share_of_all_pairs_leaves_nothing_behind",
+    "lazy_restore uploads::interrupted_upload_leaves_the_guest_as_it_was",
+    "lazy_restore object_store::guest_is_restored_from_store_in_each_mode",
+    // Not beside the other one: each emulated host keeps a processor busy, and a hang must be told from a slow host.
+    "nested outside::tests_inside_pass_under_kvm",
+    "lazy_restore freeze::failing_agent_leaves_the_guest_as_it_was",
+    "rejuvenation firmware::uefi_booted_guest_hops_under_load",
+    "lazy_restore deaths::lazy_restore_survives_keeper_killed_anytime",
+    "fast_remount nvram::kills_during_writes_lose_no_flushed_data",
+    "lazy_restore saves::verifying_load_completes_in_guest_and_clone",
+    "rejuvenation host_reload::guest_continues_after_keeper_dies_while_parking",
+    "keeper guest_under_load_survives_killed_keepers",
+    "hearth_recovery",
+    "disk_simulation",
+    "store",
+    "hearth_keeper",
+];
+
+/// Ignored tests of a `vmtest` binary: its name, and a word in the names of the tests.
+pub type Ignored = (&'static str, &'static str);
+
+/// Runs the tests of the workspace whose names contain one of these words, or all without words, and some ignored tests.
+pub fn run(filter: &[String], ignored: Option<Ignored>) -> Result<Report, ShellError> {
+    let mut jobs = vec![(0, examples(filter))];
     for binary in binaries::build(&[])? {
         jobs.extend(binary.jobs(filter)?.into_iter().enumerate());
+        if let Some((_, word)) = ignored.filter(|(name, _)| *name == binary.name) {
+            jobs.extend(binary.ignored_jobs(&[word.to_owned()])?.into_iter().enumerate());
+        }
     }
-    // One test of each binary in turn, because tests of a binary often wait for the same resource. Short ones come last, so that
-    // all processors are busy until the end.
-    jobs.sort_by_key(|(turn, job)| (job.test.is_none(), *turn));
-    let jobs: Vec<_> = std::iter::once(examples(filter)).chain(jobs.into_iter().map(|(_, job)| job)).collect();
-    Ok(jobs::run(jobs, at_once()))
+    // After the long ones, one test of each binary in turn, because tests of a binary often wait for the same resource. Short
+    // ones come last, so that all processors are busy until the end.
+    let rank = |job: &Job| LONG.iter().position(|name| *name == job.full_name()).unwrap_or(LONG.len());
+    jobs.sort_by_cached_key(|(turn, job)| (rank(job), job.test.is_none(), *turn));
+    Ok(jobs::run(jobs.into_iter().map(|(_, job)| job), at_once()))
 }
 
 /// The job for the examples in doc comments.
@@ -114,7 +145,7 @@ fn examples(filter: &[String]) -> Job {
 pub fn run_ignored_at_once(binary: &str, filter: &[String], at_once: usize) -> Result<Report, ShellError> {
     let binaries = binaries::build(&["--test", "program", "--test", binary])?;
     let binary = binaries.iter().find(|built| built.name == binary).expect("cargo builds what it is asked for");
-    Ok(jobs::run(binary.ignored_jobs(filter)?, at_once))
+    Ok(jobs::run(binary.ignored_jobs(filter)?, AtOnce { always: at_once, while_idle: at_once }))
 }
 
 /// Runs the ignored tests of a `vmtest` binary one after another, and shows their output.
@@ -163,13 +194,15 @@ fn count(mut command: Command) -> Result<Summary, ShellError> {
 mod tests {
     use super::*;
 
+    const ALONE: AtOnce = AtOnce { always: 1, while_idle: 1 };
+
     fn check(script: &str, passed: u64, failed: u64) {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
         assert_eq!(count(command).unwrap(), Summary { passed, failed });
         let mut command = Command::new("sh");
         command.args(["-c", script]);
-        let report = jobs::run([Job { name: "sh".to_owned(), test: None, command }], 1);
+        let report = jobs::run([Job { name: "sh".to_owned(), test: None, command }], ALONE);
         assert_eq!(report.summary, Summary { passed, failed });
     }
 
@@ -189,13 +222,39 @@ mod tests {
                       echo 'test result: FAILED. 1 passed; 1 failed; 1 ignored'; exit 101";
         let mut command = Command::new("sh");
         command.args(["-c", script]);
-        let report = jobs::run([Job { name: "sh".to_owned(), test: None, command }], 1);
+        let report = jobs::run([Job { name: "sh".to_owned(), test: None, command }], ALONE);
         assert_eq!(report.failed, ["sh b"]);
         assert_eq!(report.times.iter().map(|(name, _)| name).collect::<Vec<_>>(), ["sh a", "sh b"]);
         let mut command = Command::new("sh");
         command.args(["-c", "exit 3"]);
-        let report = jobs::run([Job { name: "sh".to_owned(), test: Some("dies".to_owned()), command }], 2);
+        let report = jobs::run([Job { name: "sh".to_owned(), test: Some("dies".to_owned()), command }], ALONE);
         assert_eq!(report.failed, ["sh dies: reported no failure, but ended with an error"]);
+    }
+
+    #[test]
+    fn long_tests_exist() {
+        for name in LONG {
+            let Some((binary, test)) = name.split_once(' ') else { continue };
+            let (module, function) = test.split_once("::").map_or((None, test), |(module, test)| (Some(module), test));
+            let file = module.map_or_else(|| format!("{binary}.rs"), |module| format!("{binary}/{module}.rs"));
+            let text = std::fs::read_to_string(paths::root().join("vmtest/tests").join(file)).expect(name);
+            assert!(text.contains(&format!("fn {function}()")), "{name}");
+        }
+    }
+
+    /// Each job waits until all have begun.
+    #[test]
+    fn as_many_jobs_run_as_may_always() {
+        let home = tempfile::tempdir().unwrap();
+        let job = |name: &str| {
+            let mut command = Command::new("sh");
+            let script = "touch $0; until [ -e a ] && [ -e b ] && [ -e c ]; do sleep 0.01; done
+                          echo 'test result: ok. 1 passed; 0 failed'";
+            command.current_dir(home.path()).args(["-c", script, name]);
+            Job { name: name.to_owned(), test: None, command }
+        };
+        let report = jobs::run(["a", "b", "c"].map(job), AtOnce { always: 3, while_idle: 3 });
+        assert_eq!(report.summary, Summary { passed: 3, failed: 0 });
     }
 
     #[test]

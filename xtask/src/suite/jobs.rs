@@ -1,13 +1,17 @@
 //! Jobs of a test run, several in parallel: each is a process that reports like Rust's test binaries.
 //!
+//! Machines often wait for disks and wires that are slow on purpose. While processors are idle, further jobs start, up to a
+//! limit.
+//!
 //! A job's output is shown if it fails. A test's duration is the time between its line and the one before, so a process runs its
 //! tests one after another.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
-use std::sync::{Mutex, PoisonError};
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+use super::idle::Idle;
 use super::{Report, Summary};
 
 pub struct Job {
@@ -18,21 +22,43 @@ pub struct Job {
     pub command: Command,
 }
 
-/// Runs jobs in this order, `at_once` at a time.
-pub fn run(jobs: impl IntoIterator<Item = Job, IntoIter: Send>, at_once: usize) -> Report {
-    let (waiting, report) = (Mutex::new(jobs.into_iter()), Mutex::new(Report::default()));
-    let next = || waiting.lock().unwrap_or_else(PoisonError::into_inner).next();
+/// Number of parallel jobs.
+#[derive(Clone, Copy)]
+pub struct AtOnce {
+    /// However busy the host is.
+    pub always: usize,
+    /// While processors are idle.
+    pub while_idle: usize,
+}
+
+/// Time between two checks for idle processors. A job that has just started must show its load before the next one starts.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// Runs jobs in this order.
+pub fn run(jobs: impl IntoIterator<Item = Job>, at_once: AtOnce) -> Report {
+    let (mut waiting, mut report) = (jobs.into_iter().peekable(), Report::default());
+    let (ended, ends) = mpsc::channel();
+    let (mut running, mut idle) = (0, Idle::since_now());
     std::thread::scope(|scope| {
-        for _ in 0..at_once {
-            scope.spawn(|| {
-                while let Some(job) = next() {
-                    let ended = job.run();
-                    report.lock().unwrap_or_else(PoisonError::into_inner).add(ended);
+        while running > 0 || waiting.peek().is_some() {
+            let may_start = running < at_once.always || running < at_once.while_idle && idle.has_room(LOOK_EVERY);
+            if let Some(job) = waiting.next_if(|_| may_start) {
+                let ended = ended.clone();
+                scope.spawn(move || ended.send(job.run()).expect("all ends are received"));
+                running += 1;
+                continue;
+            }
+            match ends.recv_timeout(LOOK_EVERY) {
+                Ok(of_job) => {
+                    report.add(of_job);
+                    running -= 1;
                 }
-            });
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => unreachable!("this function has a sender"),
+            }
         }
     });
-    report.into_inner().unwrap_or_else(PoisonError::into_inner)
+    report
 }
 
 impl Job {
@@ -80,7 +106,7 @@ impl Job {
         if failed == 0 { self.died(report, "reported no failure, but ended with an error") } else { report }
     }
 
-    fn full_name(&self) -> String {
+    pub fn full_name(&self) -> String {
         self.test.as_ref().map_or_else(|| self.name.clone(), |test| format!("{} {test}", self.name))
     }
 
