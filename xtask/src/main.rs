@@ -253,14 +253,39 @@ fn release_bench(arguments: &[&str]) -> Command {
 }
 
 /// The cargo that runs this program, for this checkout, whatever the current folder.
+///
+/// `cargo xtask` describes xtask's own package in the environment. The build script of `ring` runs again when these variables
+/// change, and everything that uses TLS would be compiled again each time after a build without them.
 fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(paths::root());
+    for (name, _) in std::env::vars_os().filter(|(name, _)| describes_a_package(&name.to_string_lossy())) {
+        command.env_remove(name);
+    }
     command
+}
+
+fn describes_a_package(variable: &str) -> bool {
+    ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_BIN_"].iter().any(|prefix| variable.starts_with(prefix))
 }
 
 /// An error and its causes on one line.
 fn chain(error: &(dyn Error + 'static)) -> String {
     let causes = std::iter::successors(Some(error), |&error| error.source());
     causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Cargo describes this package to its tests, too.
+    #[test]
+    fn inner_cargo_sees_no_package() {
+        let (pkg, manifest) = ("CARGO_PKG_NAME", "CARGO_MANIFEST_DIR");
+        assert!([pkg, manifest].iter().all(|name| std::env::var_os(name).is_some()));
+        let removed: Vec<_> = cargo().get_envs().map(|(name, value)| (name.to_owned(), value.is_none())).collect();
+        assert!([pkg, manifest].iter().all(|name| removed.contains(&(name.into(), true))), "{removed:?}");
+        assert!(!describes_a_package("CARGO_TARGET_DIR") && !describes_a_package("CARGO_INCREMENTAL"));
+    }
 }
