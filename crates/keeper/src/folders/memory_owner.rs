@@ -1,8 +1,9 @@
 //! Owner: the machine that a memory folder belongs to.
 //!
-//! Each keeper ends QEMUs whose RAM files lie in its memory folder and which no journal names, and removes what dead guests
-//! left there. With two machines in one folder each would end the other's guest. So the file `owner` in it holds the runtime
-//! folder of one machine and is locked by that one's keeper. It stays while the folder holds anything else.
+//! A keeper ends QEMUs whose RAM files lie in its memory folder and which no journal names, and removes what dead
+//! guests left there. Two machines with the same folder would end each other's guests. So the file `owner` in it names
+//! the runtime folder of one machine, and that machine's keeper holds a lock on it. The file stays as long as the
+//! folder holds anything else.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
@@ -19,12 +20,12 @@ use super::{FolderError, existing, take};
 
 const FILE: &str = "owner";
 const PATH_BYTES_MAX: u64 = 4096;
-/// What to do about a folder of another machine.
+/// Hint for an operator whose memory folder belongs to another machine.
 pub const HINT: &str = "give each machine its own memory_folder or name (`restore --as`); if the other machine no longer exists, remove \
      the file `owner` there";
 
-/// Locks the memory folder for the keeper of the machine with this runtime folder, and writes the owner down. Fails if another
-/// machine has a keeper, a QEMU or files there.
+/// Locks the memory folder for the keeper of the machine with this runtime folder, and records the owner. Fails if
+/// another machine has a keeper, a QEMU or files there.
 pub fn own(runtime: &Path, memory: &Path) -> Result<File, FolderError> {
     let path = memory.join(FILE);
     let unusable = |source| FolderError::Unusable { path: path.clone(), source };
@@ -40,7 +41,7 @@ pub fn own(runtime: &Path, memory: &Path) -> Result<File, FolderError> {
         };
         let held = file.metadata().map_err(unusable)?;
         if !fs::metadata(&path).is_ok_and(|there| there.ino() == held.ino()) {
-            // The keeper that had it has stopped meanwhile and removed it.
+            // Its keeper has stopped meanwhile and removed the file.
             continue;
         }
         let owner = read(&mut file).map_err(unusable)?;
@@ -56,11 +57,11 @@ pub fn own(runtime: &Path, memory: &Path) -> Result<File, FolderError> {
     }
 }
 
-/// Why the memory folder cannot be this machine's, without changing anything. None if it can, or if it cannot be looked at.
+/// Why this machine cannot use the memory folder; changes nothing. None if it can, or if the folder cannot be read.
 pub fn look(runtime: &Path, memory: &Path) -> Option<String> {
     let (owner, is_locked) = match File::open(memory.join(FILE)) {
         Ok(mut file) => {
-            // For this moment only; see `take`.
+            // A shared lock, held only for this test: see `take`.
             let is_locked = flock(&file, FlockOperation::NonBlockingLockShared) == Err(Errno::WOULDBLOCK);
             (read(&mut file).ok()?, is_locked)
         }
@@ -69,7 +70,8 @@ pub fn look(runtime: &Path, memory: &Path) -> Option<String> {
     why_others(&owner, is_locked, &resolved(runtime), memory)
 }
 
-/// Gives the folder back if nothing else is in it. What stays (NVRAM, for example) stays this machine's.
+/// Releases the folder if nothing else is in it. A folder that still holds files (NVRAM, for example) stays this
+/// machine's.
 pub fn leave_if_empty(memory: &Path) -> io::Result<()> {
     if holds_nothing(memory)? { fs::remove_file(memory.join(FILE)) } else { Ok(()) }
 }
@@ -88,7 +90,7 @@ fn why_others(owner: &Path, is_locked: bool, runtime: &Path, memory: &Path) -> O
     }
     for pid in processes_naming(&memory.join("ram-")) {
         let folder = runtime_folder_of(pid).map(|folder| resolved(&folder));
-        // Any process may claim a RAM file on its command line. Only one that was let in to the folder maps it.
+        // Any process may name a RAM file on its command line. Only a process with access to the folder can map it.
         if let Some(folder) = folder.filter(|folder| folder != runtime && maps_file_in(pid, memory)) {
             return Some(format!("its QEMU (pid {pid}) was started for {}", folder.display()));
         }
@@ -122,7 +124,7 @@ pub(super) fn resolved(folder: &Path) -> PathBuf {
     if rest.as_os_str().is_empty() { there } else { there.join(rest) }
 }
 
-/// Nothing but the owner's note.
+/// Whether the folder holds nothing but the owner file.
 fn holds_nothing(memory: &Path) -> io::Result<bool> {
     Ok(fs::read_dir(memory)?.flatten().all(|entry| entry.file_name() == FILE))
 }
@@ -152,7 +154,7 @@ mod tests {
         drop(owner);
         assert!(memory.join("ram-notes.txt").exists() && !memory.join("ram-1").exists());
         refused("it holds files of ");
-        // Its own machine goes on with it, and leaves it to others when nothing is left.
+        // Its own machine uses it again, and releases it when nothing is left.
         let owner = Folders::prepare("one", &one, &memory).unwrap();
         fs::remove_file(memory.join("ram-notes.txt")).unwrap();
         fs::remove_file(memory.join("nvram-log")).unwrap();

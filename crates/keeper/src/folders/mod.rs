@@ -1,6 +1,7 @@
-//! Where a machine's files live, and the lock that makes its keeper the only one.
+//! The two folders of a machine, and the locks that make its keeper the only one.
 //!
-//! runtime folder: sockets, journal, logs (small). memory folder: RAM files, ledgers, logs of qcow2 tables, tag key (large, in host memory).
+//! Runtime folder: sockets, journal, logs (small). Memory folder: RAM files, ledgers, logs of qcow2 tables, tag key
+//! (large, in host memory).
 
 pub mod memory_owner;
 pub mod own_user;
@@ -23,7 +24,7 @@ use rustix::fs::{FlockOperation, flock};
 const OTHERS_WRITE: u32 = 0o002;
 const STICKY: u32 = 0o1000;
 const TABLES_PREFIX: &str = "tables-";
-/// A look takes microseconds.
+/// How long to wait for another process that tests the lock. The test takes microseconds.
 const LOOK_PATIENCE: Duration = Duration::from_secs(1);
 
 /// The two folders of one machine, locked until the last copy of this is dropped.
@@ -52,28 +53,29 @@ pub fn existing(folder: &Path) -> &Path {
     folder.ancestors().find(|folder| folder.exists()).unwrap_or(Path::new("/"))
 }
 
-/// Owner of the images' locks. None if the runtime folder cannot be looked at: then no QEMU inherits the locks.
+/// Identity under which this machine locks its images. None if the runtime folder cannot be read: then no QEMU inherits
+/// the locks.
 pub fn lock_owner(runtime: &Path) -> Option<LockOwner> {
     LockOwner::with_folder(runtime).ok()
 }
 
-/// Image of a restored machine's disk, in the machine's own folder.
+/// Path of a restored machine's disk image, in the machine's own folder.
 pub fn restored_disk(machine_folder: &Path, disk: &str) -> PathBuf {
     machine_folder.join(format!("disk-{disk}.qcow2"))
 }
 
-/// In the runtime folder.
+/// Path of a disk's vhost-user socket, in the runtime folder.
 pub fn disk_socket(runtime: &Path, disk: &str) -> PathBuf {
     runtime.join(format!("disk-{disk}.sock"))
 }
 
-/// In the memory folder.
+/// Path of the log of a qcow2 image's tables, in the memory folder.
 pub fn disk_tables(memory: &Path, disk: &str) -> PathBuf {
     memory.join(format!("{TABLES_PREFIX}{disk}"))
 }
 
 impl Folders {
-    /// Makes the folders (0700) and takes their locks.
+    /// Makes the folders (mode 0700) and takes their locks.
     pub fn prepare(name: &str, runtime: &Path, memory: &Path) -> Result<Self, FolderError> {
         make_private(runtime)?;
         let path = runtime.join("keeper.lock");
@@ -121,7 +123,7 @@ impl Folders {
         self.runtime.join(format!("passt-{net}-{generation}.pid"))
     }
 
-    /// Between a QEMU and its networks.
+    /// File with the packet gates between a QEMU and its networks.
     pub fn valves(&self, generation: u32) -> PathBuf {
         self.runtime.join(format!("valves-{generation}"))
     }
@@ -130,7 +132,7 @@ impl Folders {
         self.runtime.join(format!("qemu-{generation}.log"))
     }
 
-    /// Registers of an incarnation that is to be dumped.
+    /// Registers of an incarnation that will be dumped.
     pub fn registers(&self, incarnation: u32) -> PathBuf {
         self.runtime.join(format!("registers-{incarnation}"))
     }
@@ -139,29 +141,30 @@ impl Folders {
         disk_socket(&self.runtime, disk)
     }
 
-    /// Changes of a qcow2 image's tables that are not in the image yet.
+    /// Log of the changes of a qcow2 image's tables that are not in the image yet.
     pub fn disk_tables(&self, disk: &str) -> PathBuf {
         disk_tables(&self.memory, disk)
     }
 
-    /// The machine's tag secret: read, or made on the first start. It lives in host memory only, and dies with it.
+    /// The machine's tag secret: read from the memory folder, or created on the first start. It is never stored on a
+    /// disk.
     pub fn tagger(&self) -> Result<Tagger, FolderError> {
         let path = self.memory.join("tag.key");
         tag_key(&path).map(|key| Tagger::new(&key)).map_err(|source| FolderError::Unusable { path, source })
     }
 
-    /// Removes the sockets and the valves of a QEMU that is gone.
+    /// Removes the sockets and packet gates of a QEMU that has ended.
     pub fn discard_generation(&self, generation: u32) {
         let nets = (0..8).map(|net| self.passt_pid(net, generation));
         let sockets = [Self::qmp_socket, Self::serial_socket, Self::agent_socket, Self::userfault_socket];
         let sockets = sockets.map(|socket| socket(self, generation));
         for path in sockets.into_iter().chain(nets).chain([self.valves(generation)]) {
-            // Most of these never existed; one that stays behind is replaced by its next user.
+            // Most of these never existed; a file that stays is replaced by its next user.
             let _ = fs::remove_file(path);
         }
     }
 
-    /// Removes RAM files, ledgers, logs of tables, the boot set and the tag key: the machine has stopped.
+    /// Removes RAM files, ledgers, table logs, the boot set and the tag key. Call it when the machine has stopped.
     pub fn discard_memory(&self) -> io::Result<()> {
         for entry in fs::read_dir(&self.memory)? {
             let entry = entry?;
@@ -177,16 +180,17 @@ impl Folders {
     }
 }
 
-/// Makes a folder that is the machine's alone.
+/// Creates a folder that only this machine uses.
 fn make_private(folder: &Path) -> Result<(), FolderError> {
     let unusable = |source| FolderError::Unusable { path: folder.to_owned(), source };
     make(folder).map_err(unusable)?;
-    // Before anything of it is changed: a link of somebody else's could lead anywhere.
+    // Check before changing anything: the path may be another user's link.
     refuse_foreign(folder)?;
     fs::set_permissions(folder, Permissions::from_mode(0o700)).map_err(unusable)
 }
 
-/// Who looks whether there is a keeper (`life::has_keeper`) has the lock for a moment as well, and shares it; a keeper does not.
+/// Takes a keeper's lock. `life::has_keeper` tests the lock with a shared lock held for microseconds, so a busy lock is
+/// retried for a second.
 pub(super) fn take(lock: &File) -> rustix::io::Result<()> {
     let deadline = Instant::now() + LOOK_PATIENCE;
     loop {
@@ -210,7 +214,7 @@ fn make(folder: &Path) -> io::Result<()> {
     }
 }
 
-/// Folders such as /tmp and /dev/shm are everybody's: what somebody else made there beforehand is theirs to change.
+/// Refuses a folder that another user owns or could replace. Anyone may create entries in /tmp and /dev/shm.
 fn refuse_foreign(folder: &Path) -> Result<(), FolderError> {
     let us = rustix::process::geteuid().as_raw();
     let ours = fs::symlink_metadata(folder);
@@ -264,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn a_look_at_the_lock_is_waited_for() {
+    fn brief_lock_test_does_not_refuse_a_keeper() {
         let folder = tempfile::tempdir().unwrap();
         let (runtime, memory) = (folder.path().join("web"), folder.path().join("memory"));
         drop(Folders::prepare("web", &runtime, &memory).unwrap());
@@ -280,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn folders_that_others_can_exchange_are_refused() {
+    fn folders_others_can_replace_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let open = folder.path().join("open");
         fs::create_dir(&open).unwrap();
@@ -305,7 +309,7 @@ mod tests {
     fn machine_folders_are_closed_to_other_users() {
         let folder = tempfile::tempdir().unwrap();
         let (runtime, memory) = (folder.path().join("run"), folder.path().join("memory"));
-        // One is there already, as `mkdir` makes it; the other is not.
+        // One folder exists already, with the mode that `mkdir` gives it; the other does not.
         fs::create_dir(&runtime).unwrap();
         fs::set_permissions(&runtime, Permissions::from_mode(0o755)).unwrap();
         Folders::prepare("web", &runtime, &memory).unwrap();
@@ -317,7 +321,7 @@ mod tests {
     #[test]
     fn folders_of_other_users_are_refused() {
         if !rustix::process::geteuid().is_root() {
-            // Only root can give a folder away. That a link counts as another user's is tested above.
+            // Only root can give a folder to another user. A link counts as another user's: see the test above.
             return;
         }
         let folder = tempfile::tempdir().unwrap();
@@ -332,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tag_key_outlives_the_keeper_and_not_the_machine() {
+    fn tag_key_outlives_keeper_not_machine() {
         let folder = tempfile::tempdir().unwrap();
         let folders = Folders::prepare("web", &folder.path().join("run"), &folder.path().join("memory")).unwrap();
         let path = folders.memory.join("tag.key");

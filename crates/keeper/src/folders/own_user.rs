@@ -1,11 +1,11 @@
-//! Own user: with `qemu_user = "auto"` the QEMUs of a machine run as a user that nothing else on the host is.
+//! Own user: with `qemu_user = "auto"`, each machine's QEMUs run as a user that nothing else on the host uses.
 //!
 //! runtime folder -> a number of the range, by its hash -> not in /etc/passwd or /etc/group? -> a claim: /run/hearth-users/NUMBER
 //! holds the runtime folder; if that is another machine's, the next number
 //!
-//! A user is a number, and needs no entry in a user database. The same machine always gets the same one, unless another took it
-//! first. The claim lasts until the machine has stopped. The range is so large that another machine hardly ever gets the number
-//! of one that is gone, with what its QEMU may have left in /tmp: 1 in 67 million.
+//! The user is only a number; it needs no entry in a user database. A machine always gets the same number, unless
+//! another machine took it first. The claim lasts until the machine has stopped. A QEMU may leave files in /tmp; the
+//! range is so large that another machine hardly ever gets that number again: 1 in 67 million.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
@@ -16,14 +16,14 @@ use std::path::{Path, PathBuf};
 use super::memory_owner::{self, resolved};
 use crate::config::AUTO_USER;
 
-/// One for the host, whatever the runtime root is.
+/// One folder for the host, whatever the runtime root is.
 const FOLDER: &str = "/run/hearth-users";
 /// Free by systemd's table of users and groups (1879048192 to 2147352575), and above what SSSD and FreeIPA give out by default
 /// (up to 2000200000).
 const FIRST: u32 = 0x7800_0000;
 const COUNT: u32 = 1 << 26;
 
-/// What QEMU is to become: user and group of a configuration's `qemu_user`.
+/// User and group that QEMU switches to, from a configuration's `qemu_user`.
 pub fn run_as(qemu_user: Option<&str>, runtime: &Path) -> io::Result<Option<String>> {
     match qemu_user {
         Some(AUTO_USER) => claim(Path::new(FOLDER), runtime).map(|user| Some(format!("{user}:{user}"))),
@@ -31,12 +31,12 @@ pub fn run_as(qemu_user: Option<&str>, runtime: &Path) -> io::Result<Option<Stri
     }
 }
 
-/// The machine has stopped.
+/// Releases the machine's user. Call it when the machine has stopped.
 pub fn release(runtime: &Path) {
     release_in(Path::new(FOLDER), runtime);
 }
 
-/// Whether this process may become users of the range. In a user namespace that may not be so.
+/// Whether this process may switch to users of the range. A user namespace may not map them.
 pub fn is_mapped() -> bool {
     ["uid_map", "gid_map"].iter().all(|map| {
         let map = fs::read_to_string(format!("/proc/self/{map}")).unwrap_or_default();
@@ -44,7 +44,7 @@ pub fn is_mapped() -> bool {
     })
 }
 
-/// A line is: first number inside, first number outside, how many.
+/// Whether this line of a map covers the range. A line is: first number inside, first number outside, count.
 fn covers_range(line: &str) -> bool {
     let numbers: Vec<u64> = line.split_whitespace().filter_map(|number| number.parse().ok()).collect();
     matches!(*numbers, [inside, _, count] if inside <= FIRST.into() && inside + count >= u64::from(FIRST + COUNT))
@@ -67,7 +67,7 @@ fn claim(folder: &Path, runtime: &Path) -> io::Result<u32> {
             let _ = fs::remove_file(path);
         }
     }
-    // Written before it has its name: nobody sees half a claim.
+    // The draft gets its final name when it is complete: nobody sees half a claim.
     let draft = folder.join(format!("new-{}", std::process::id()));
     let mut file = OpenOptions::new().create(true).truncate(true).write(true).mode(0o600).open(&draft)?;
     file.write_all(runtime.as_os_str().as_bytes())?;
@@ -85,30 +85,30 @@ fn claim(folder: &Path, runtime: &Path) -> io::Result<u32> {
 fn release_in(folder: &Path, runtime: &Path) {
     let runtime = resolved(runtime);
     for (path, _) in claims(folder).into_iter().filter(|(_, owner)| *owner == runtime) {
-        // It goes with the host's start at the latest.
+        // The host's next start removes it at the latest.
         let _ = fs::remove_file(path);
     }
 }
 
-/// Each claim, and the runtime folder it is for.
+/// Each claim's path, with the runtime folder that it is for.
 fn claims(folder: &Path) -> Vec<(PathBuf, PathBuf)> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
     let numbered = entries.filter(|path| path.file_name().is_some_and(|name| !name.as_bytes().starts_with(b"new-")));
     numbered.filter_map(|path| Some((path.clone(), memory_owner::read(&mut File::open(path).ok()?).ok()?))).collect()
 }
 
-/// All users of the range, each once, beginning with the one of this runtime folder.
+/// All users of the range, each once, starting with this runtime folder's own.
 fn candidates(runtime: &Path) -> impl Iterator<Item = u32> + use<> {
     let first = (hash(runtime.as_os_str().as_bytes()) % u64::from(COUNT)) as u32;
     (0..COUNT).map(move |step| FIRST + (first + step) % COUNT)
 }
 
-/// FNV-1a: the same in every build.
+/// FNV-1a, because every build must compute the same number.
 fn hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// A user or group of this host has the number, although it should not.
+/// Whether a user or group of this host has the number, although it should not.
 fn is_known(number: u32) -> bool {
     let number = number.to_string();
     ["/etc/passwd", "/etc/group"].iter().any(|file| {
@@ -130,7 +130,7 @@ mod tests {
             fs::create_dir_all(&path).unwrap();
             path
         };
-        // The same name under two roots is two machines.
+        // The same name under two runtime roots is two machines.
         let (one, other) = (runtime("root/web"), runtime("root2/web"));
         let user = claim(&claims, &one).unwrap();
         assert!((FIRST..FIRST + COUNT).contains(&user));
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn a_taken_user_is_passed_over() {
+    fn taken_user_is_skipped() {
         let folder = tempfile::tempdir().unwrap();
         let (one, other) = (folder.path().join("one"), folder.path().join("other"));
         fs::create_dir(&other).unwrap();
@@ -150,7 +150,7 @@ mod tests {
         fs::write(folder.path().join(first.to_string()), other.as_os_str().as_bytes()).unwrap();
         let second = claim(folder.path(), &one).unwrap();
         assert_eq!(Some(second), candidates(&resolved(&one)).nth(1));
-        // The claim of a machine that was removed holds nothing up.
+        // The claim of a machine that was removed blocks nobody.
         fs::remove_dir(&other).unwrap();
         release_in(folder.path(), &one);
         assert_eq!(claim(folder.path(), &one).unwrap(), first);

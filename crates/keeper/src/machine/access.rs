@@ -1,10 +1,10 @@
-//! Access: a QEMU that became another user (`qemu_user`) is let in to the sockets of its disks, and to nothing else.
+//! Access: a QEMU that runs as another user (`qemu_user`) gets access to the sockets of its disks, and to nothing else.
 //!
-//! QEMU connects to its disks while it is still root. When it has to connect again (its keeper was killed, another one
-//! serves the disks) it is that user, for whom the runtime folder (0700) is closed: the guest would hang for ever. So
-//! the folder may be passed through by the user's group (0710), and the disks' sockets belong to the user (0600).
+//! QEMU connects to its disks while it is still root. When it connects again (its keeper was killed, another one serves
+//! the disks) it is the other user, to whom the runtime folder (0700) is closed: the guest would hang for ever. So the
+//! user's group may pass through the folder (0710), and the disks' sockets belong to the user (0600).
 //!
-//! Who that is says the process itself: user databases may be elsewhere, and slow, and have changed since.
+//! The process itself tells its user and group: user databases may be remote and slow, and may have changed.
 
 use std::fs::{self, Permissions};
 use std::io;
@@ -13,7 +13,7 @@ use std::path::Path;
 
 use hearth_disk::server::DiskServer;
 
-/// Lets the process in. Nothing is to be done for one of the keeper's own user.
+/// Gives the process access. Does nothing if it runs as the keeper's own user.
 pub fn admit(pid: u32, runtime: &Path, disks: &[DiskServer]) -> io::Result<()> {
     let (user, group) = owner(&fs::read_to_string(format!("/proc/{pid}/status"))?)?;
     if user == rustix::process::geteuid().as_raw() {
@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_effective_ids_count() {
+    fn effective_ids_are_used() {
         let status = "Name:\tqemu\nUid:\t0\t65534\t1\t2\nGid:\t5\t6\t7\t8\n";
         assert_eq!(owner(status).unwrap(), (65534, 6));
         assert!(owner("Name:\tqemu\n").is_err());

@@ -1,12 +1,13 @@
-//! Backfill: disks of a snapshot that are still in its object store, under a machine that runs.
+//! Backfill: fetches the disks of a restored machine from their object store while the machine runs.
 //!
-//! notes of what is missing -> threads that bring what the guest reads, and the rest behind it -> nothing is missing
+//! notes of the missing blocks -> threads fetch what the guest reads, and the rest in the background -> nothing is
+//! missing
 //!
-//! The guest's disk is slow where it has not come, and never broken: what reads there waits, also for a store that is gone. Only when
-//! the guest has ended, and nobody is going to see it, such a read ends with an error, so that its disk can be drained.
+//! A read of a missing block waits, also while the store is unreachable; it never fails. Only when the guest has ended,
+//! and nobody sees the result, such a read ends with an error, so that the disk can be drained.
 //!
-//! What is missing is known from the machine's folder alone, whatever became of the guest that was restored: it crashes, reboots and
-//! loses its keeper while its disks come.
+//! The notes in the machine's folder say what is missing. They do not depend on the restored guest: it may crash,
+//! reboot or lose its keeper while its disks are fetched.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -23,16 +24,17 @@ use crate::config::ObjectStoreConfig;
 use crate::event::{BackfillMessage, Event};
 use crate::object_store::{far, saved_disks};
 
-/// Threads for each disk: more than may fetch in the background at a time (`hearth_store::Turns`), so that some are left for the
-/// guest's own reads.
+/// Threads for each disk. These are more than may fetch in the background at a time (`hearth_store::Turns`), so that
+/// some are left for the guest's own reads.
 const THREADS: usize = 4;
 
-/// The disks of a machine that are still in an object store. When this is dropped the threads end by themselves, which takes
-/// seconds where the store is gone; what they fetch after that is not used.
+/// The disks of a machine that are still in an object store. When this is dropped the threads end by themselves, within
+/// seconds if the store is unreachable; what they fetch after that is not used.
 #[derive(Default)]
 pub struct Backfill {
     disks: Vec<ArrivingOne>,
-    /// With the memory of the guest that was restored: what it waits for goes first.
+    /// Slots for requests to the store, shared with the restore of the guest's memory: what the guest waits for goes
+    /// first.
     turns: Arc<Turns>,
 }
 
@@ -65,7 +67,7 @@ impl Backfill {
         Ok(backfill)
     }
 
-    /// For whoever opens images over them.
+    /// The disks as the image layer needs them to open an image over a missing one.
     pub fn images(&self) -> hearth_disk::arrival::Arrivals {
         hearth_disk::arrival::Arrivals(self.disks.iter().map(|one| one.disk.arrival.clone()).collect())
     }
@@ -74,7 +76,7 @@ impl Backfill {
         self.disks.iter().all(|one| one.disk.arrival.is_complete())
     }
 
-    /// None: it is not on its way.
+    /// None if the disk is complete or was never in an object store.
     pub fn status(&self, disk: &str) -> Option<ArrivalStatus> {
         let one = self.disks.iter().find(|one| one.name == disk && !one.disk.arrival.is_complete())?;
         let counts = one.disk.arrival.counts();
@@ -91,7 +93,7 @@ impl Backfill {
         self.disks.iter().for_each(|one| one.disk.arrival.set_conduct(conduct));
     }
 
-    /// For whatever else is fetched for the guest.
+    /// Slots for requests to the store, for everything else that is fetched for this guest.
     pub fn turns(&self) -> &Arc<Turns> {
         &self.turns
     }

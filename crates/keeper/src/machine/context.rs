@@ -1,4 +1,4 @@
-//! Context: what every part of a machine works with. A part borrows it, and owns its own fields beside it.
+//! Context: what every part of a machine uses. A part borrows it, and owns its own fields.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::Sender;
@@ -22,61 +22,62 @@ use crate::host_reload::Record;
 use crate::runtime_root::RuntimeRoot;
 use crate::watchdog::Watchdog;
 
-/// What a machine is made from, and what its parts share. All of it is checked.
+/// What a machine is made from, and what its parts share. All of it has been checked.
 pub struct Context {
-    /// Configuration of the living guest, whatever the file says by now.
+    /// Configuration of the living guest, even if the file has changed since.
     pub config: Config,
     pub file: ConfigurationFile,
     pub folders: Folders,
-    /// Where the machine is entered by its name.
+    /// Runtime root, in which machines are found by their names.
     pub root: RuntimeRoot,
     pub qemu: QemuChoice,
-    /// A snapshot to begin with, instead of a boot.
+    /// A snapshot to restore at the start, instead of a boot.
     pub restore: Option<RestoreOrder>,
-    /// The machine is a rehearsal's: its first guest is the only one.
+    /// The machine is a rehearsal's clone: it never starts a second guest.
     pub rehearses: bool,
     pub outside: Outside,
-    /// What the next keeper must know.
+    /// State that a new keeper reads.
     pub journal: Journal,
 }
 
-/// The configuration file, as far as it differs from the configuration of the living guest.
+/// The configuration file, where it differs from the configuration of the living guest.
 pub struct ConfigurationFile {
-    /// The text that `Context::config` was made from; it goes along with a snapshot.
+    /// The text that `Context::config` was made from; a snapshot stores it.
     pub typed: ConfigFile,
     /// The configuration of the next guest.
     pub next: Next,
-    /// Keys of the file that do not count yet.
+    /// Changed keys of the file that do not count yet.
     pub pending: Vec<PendingChange>,
-    /// `Context::config`, for the API.
+    /// `Context::config` as the API shows it.
     pub shown: Arc<Mutex<serde_json::Value>>,
 }
 
 /// How QEMU is started.
 pub struct QemuChoice {
-    /// None: no program was found when this keeper took over a living QEMU.
+    /// None if no QEMU program was found when this keeper took over a living QEMU.
     pub binary: Option<Binary>,
     pub accelerator: AcceleratorChoice,
-    /// Locks of the images, which each QEMU inherits.
+    /// Locks on the images, inherited by each QEMU.
     pub locks: InheritedLocks,
 }
 
-/// The keeper around the machine's loop.
+/// The parts of the keeper outside the machine's loop.
 pub struct Outside {
     pub event_log: EventLog,
     pub watchdog: Watchdog,
     pub console: Hub,
     pub started: Instant,
-    /// Into the machine's loop.
+    /// Sends events to the machine's loop.
     pub tell: Sender<Event>,
-    /// A signal has asked the keeper to stop. The loop gets it as an event, too: this is for work that keeps the loop busy.
+    /// A signal has asked the keeper to stop. The loop also gets it as an event; this flag is for work during which the
+    /// loop takes no events.
     pub terminated: Arc<AtomicBool>,
-    /// Says what keeps the loop from answering for long.
+    /// What keeps the loop busy, shown to whoever asks it meanwhile.
     pub occupation: Occupation,
 }
 
-/// The journal that a dead keeper left. Without one the machine has not run since the host started; but the record of a host
-/// reload may name a parked guest.
+/// Loads the journal that a dead keeper left. Without one the machine has not run since the host started; but the
+/// record of a host reload may name a parked guest.
 pub fn load_journal(config: &Config, folders: &Folders, root: &RuntimeRoot) -> Result<Journal, JournalError> {
     let name = &config.name;
     Ok(Journal::load(&folders.journal())?.unwrap_or_else(|| {
@@ -98,7 +99,7 @@ impl Context {
         *self.file.shown.lock().expect("holders only copy and assign") = shown;
     }
 
-    /// The configuration of the living guest, as the journal has it.
+    /// The configuration of the living guest, in the journal's format.
     pub fn started_with(&self) -> String {
         Configured { config: self.config.clone(), typed: self.file.typed.clone() }.for_journal()
     }
@@ -107,7 +108,7 @@ impl Context {
         self.outside.event_log.record(kind);
     }
 
-    /// Writes the journal where the machine can go on without it; a failure is logged.
+    /// Writes the journal where the machine can continue without it. A failure is logged.
     pub fn save_journal(&self) {
         if let Err(error) = self.must_save_journal() {
             tracing::warn!(

@@ -1,10 +1,10 @@
-//! Crashes: what becomes of a guest that crashed, by `on_panic`, and of the dumps of dead guests.
+//! Crashes: what happens to a guest that crashed, as `on_panic` says, and to the dumps of dead guests.
 //!
-//! guest crashed -> harvest -> QEMU ends -> bank, held -> dump (a job of its own, one at a time) -> over
+//! guest crashed -> harvest -> QEMU ends -> bank with a hold -> dump (a job, one at a time) -> over
 //!
-//! What a new keeper must know stands in the journal before QEMU is ended: which incarnations are to be dumped, and the
-//! file once there is one. The registers are in a file beside the journal. So a keeper killed at any moment leaves a dump
-//! that the next one begins or goes on with, also when QEMU is gone as well: dead memory needs no guard to be dumped.
+//! The journal names the incarnations to be dumped, and each dump's file, before QEMU is ended. The registers are in a
+//! file beside the journal. So if a keeper is killed at any moment, the next one starts or continues the dump, even if
+//! QEMU is gone too: dead memory can be dumped without a QEMU.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -27,24 +27,24 @@ use super::{Context, Machine, MachineError};
 use crate::config::OnPanic;
 use crate::event::{DumpMessage, Event};
 
-/// A second crash is dumped only if the next guest is left this part of the budget to boot in, before any of the dead
-/// memory is written. Without it the guest would wait for the first dump.
+/// A second crash is dumped only if the next guest can boot in this part of the budget (one eighth) before any dead
+/// memory is written. Otherwise the guest would wait for the first dump.
 const BOOT_PART_OF_BUDGET: u64 = 8;
 
 /// Crashes of the machine's guests, and their dumps.
 #[derive(Default)]
 pub struct CrashRecovery {
     pub dumps: Dumps,
-    /// Dead incarnations that an earlier keeper left to be dumped.
+    /// Dead incarnations that an earlier keeper left and that must be dumped.
     pub unfinished: Vec<(Incarnation, Arc<Hold>)>,
     pub crashes: Crashes,
-    /// Registers of the guest that is about to end.
+    /// Registers of the guest that will end.
     pub harvest: Option<Harvest>,
     /// How the last guest ended.
     pub last_end: Option<EndCause>,
 }
 
-/// Registers were taken, or not; for the timeline of the recovery that follows.
+/// When the registers were read, successfully or not; for the timeline of the recovery that follows.
 #[derive(Clone, Copy, Debug)]
 pub struct Harvest {
     pub began: Instant,
@@ -52,7 +52,7 @@ pub struct Harvest {
 }
 
 impl CrashRecovery {
-    /// Notes that this incarnation is to be dumped: a new keeper would dump it, too.
+    /// Notes in the journal that this incarnation must be dumped, so that a new keeper dumps it too.
     fn note_dump(context: &mut Context, incarnation: u32) {
         if note_of(context, incarnation).is_none() {
             context.journal.dumps.push(DumpNote { incarnation, file: None });
@@ -63,20 +63,20 @@ impl CrashRecovery {
     fn forget_dump(context: &mut Context, incarnation: u32) {
         context.journal.dumps.retain(|note| note.incarnation != incarnation);
         context.save_journal();
-        // Most dumps of living guests have none.
+        // Most dumps of living guests have no note.
         let _ = fs::remove_file(context.folders.registers(incarnation));
     }
 
-    /// Starts the dump that comes next, if none is under way.
+    /// Starts the next dump if none is under way.
     pub fn start_next_dump(&mut self, context: &Context) {
         let (tell, log) = (context.outside.tell.clone(), context.outside.event_log.clone());
         let Some((incarnation, task, progress)) = self.dumps.next() else { return };
         let tell = move |message| {
-            // At once: a machine that ends sees its dumps through without its loop.
+            // Start at once: a machine that ends waits for its dumps without running its loop.
             if let DumpMessage::Event(event) = &message {
                 log.record(event.clone());
             }
-            // Fails only when the loop is gone, and then nobody wants to know.
+            // Fails only when the loop has ended; then nobody needs the message.
             let _ = tell.send(Event::Dump { incarnation, message });
         };
         match Job::start(task, progress.clone(), tell.clone()) {
@@ -90,14 +90,15 @@ impl CrashRecovery {
         }
     }
 
-    /// Ends the dump of a living guest: memory that is about to be reused cannot be dumped as if it lived.
+    /// Ends the dump of a living guest. Memory that will be reused cannot be dumped as a living guest's.
     pub fn end_living_dump(&mut self, context: &Context, why: &str) {
         self.dumps.end_living(why);
-        // It ends also where there was no thread for it.
+        // Handle its end here if it has no thread.
         self.start_next_dump(context);
     }
 
-    /// Whether the machine waits for its dumps before it stops. It does not wait for a dump that waits for a person.
+    /// Whether the machine waits for its dumps before it stops. It does not wait for a dump that waits for the
+    /// operator.
     pub fn must_wait_for_dumps(&self) -> bool {
         self.dumps.current().is_some_and(|status| !status.live && status.state != DumpState::Waiting)
     }
@@ -107,7 +108,7 @@ fn note_of(context: &Context, incarnation: u32) -> Option<&DumpNote> {
     context.journal.dumps.iter().find(|note| note.incarnation == incarnation)
 }
 
-/// Whether a guest can be dumped at all. A full disk is something to wait for; a folder that cannot be had is not.
+/// Whether a guest can be dumped at all. A full disk may be freed later; a folder that cannot be used stays unusable.
 fn can_dump(context: &Context, memory: &GuestMemory) -> bool {
     if !memory.is_complete() {
         let why = "its memory was still being loaded from the snapshot".to_owned();
@@ -124,14 +125,14 @@ fn can_dump(context: &Context, memory: &GuestMemory) -> bool {
 impl Machine {
     /// Dumps a guest that crashed and stays paused.
     pub(super) fn dump_crashed(&mut self) {
-        // The guest is paused before its dump begins.
+        // The state must be Paused before the dump starts.
         self.tell_state();
         if let Err(refusal) = self.dump_living(Request::default()) {
             self.context.record(EventKind::DumpSkipped { why: refusal.message });
         }
     }
 
-    /// Takes what only a living QEMU can tell. One that hangs, or lies, costs the registers and no more.
+    /// Reads what only a living QEMU can tell. If QEMU hangs or lies, only the registers are lost.
     pub(super) fn harvest(&mut self) {
         if !can_dump(&self.context, &self.memory) {
             return;
@@ -154,7 +155,7 @@ impl Machine {
         CrashRecovery::note_dump(&mut self.context, incarnation);
     }
 
-    /// A QEMU that died by itself has a guest worth looking at, without registers.
+    /// Notes a dump, without registers, of a guest whose QEMU died by itself.
     pub(super) fn note_death(&mut self, dead: &Incarnation, cause: EndCause) {
         if cause == EndCause::QemuDied
             && self.context.config.on_panic == OnPanic::DumpAndRecover
@@ -164,7 +165,7 @@ impl Machine {
         }
     }
 
-    /// The hold under which a dead incarnation is to be banked; none if it is not to be dumped.
+    /// The hold with which a dead incarnation is banked. None if it will not be dumped.
     pub(super) fn hold_for(&mut self, dead: &Incarnation) -> Option<Arc<Hold>> {
         note_of(&self.context, dead.number)?;
         if let Some(why) = self.no_room_for(dead) {
@@ -175,7 +176,7 @@ impl Machine {
         Some(Arc::new(Hold::everything(dead.ram.pages())))
     }
 
-    /// With an earlier dump on its way the memory may not suffice for both and the next guest.
+    /// Why there is not enough memory for an earlier dump, this one and the next guest. None if there is.
     fn no_room_for(&self, dead: &Incarnation) -> Option<String> {
         let held_bytes = self.warm_reboot.ember.held_bytes();
         if held_bytes == 0 {
@@ -234,13 +235,13 @@ impl Machine {
     fn dump_over(&mut self, incarnation: u32) -> Result<(), MachineError> {
         self.crash_recovery.dumps.over();
         CrashRecovery::forget_dump(&mut self.context, incarnation);
-        // No other dump is there while a guest stands still for one.
+        // While a guest is paused for a dump there is no other dump.
         self.let_go_from_dump();
         self.crash_recovery.start_next_dump(&self.context);
         if self.crash_recovery.dumps.is_busy() { Ok(()) } else { self.happens(Input::DumpsOver) }
     }
 
-    /// Waits for the dumps of a machine that ends, as long as they go on by themselves.
+    /// Waits for the dumps of a machine that ends, except those that wait for the operator.
     pub(super) fn see_dumps_through(&mut self) {
         while let Some(first) = self.crash_recovery.dumps.first().cloned() {
             if first.wait_still() == DumpState::Waiting {
@@ -249,7 +250,7 @@ impl Machine {
                 self.crash_recovery.dumps.over();
                 CrashRecovery::forget_dump(&mut self.context, first.status().incarnation);
             }
-            // The one that comes next, or the same one if there was no thread for it.
+            // Starts the next dump, or the same one if it had no thread.
             self.crash_recovery.start_next_dump(&self.context);
         }
     }

@@ -1,10 +1,10 @@
-//! Crash loop: a machine that crashes again and again waits before its next start, longer each time.
+//! Crash loop: a machine that crashes repeatedly waits before its next start, longer each time.
 //!
-//! crash, or a QEMU that does not start -> too many within the window? -> no: the next guest at once | yes: back off -> the time
-//! is over, or `hearth reboot` -> the next guest
+//! crash, or a QEMU that does not start -> too many within the window? -> no: start the next guest at once | yes: back
+//! off -> the delay has passed, or `hearth reboot` -> start the next guest
 //!
-//! The window counts the time in which guests lived: a machine does not get well by waiting. Dumps go on meanwhile. The
-//! keeper's memory of crashes dies with it: its successor starts at once.
+//! The window counts only the time in which guests lived, because waiting does not make a machine healthy. Dumps
+//! continue during the wait. A new keeper knows nothing of earlier crashes and starts at once.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant, SystemTime};
@@ -15,20 +15,20 @@ use super::state::{BackOff, Input};
 use super::{Machine, MachineError};
 use crate::config::CrashConfig;
 
-/// More make no difference: the shortest delay becomes the longest that can be configured (1 s, 1 day).
+/// More doublings make no difference: the shortest configurable delay (1 s) has become the longest (1 day).
 const DOUBLINGS_MAX: usize = 17;
 
-/// How often the guests of one machine crashed.
+/// Crashes of one machine's guests.
 #[derive(Default)]
 pub struct Crashes {
-    /// By all guests together.
+    /// Total time that all guests have lived.
     lived: Duration,
-    /// What had been lived at each crash, oldest first.
+    /// Value of `lived` at each crash, oldest first.
     at: VecDeque<Duration>,
 }
 
 impl Crashes {
-    /// A guest has ended that lived so long. How long to wait before the next one.
+    /// Counts the end of a guest that lived for this time. Returns how long to wait before the next start, if at all.
     pub fn ended(&mut self, lived: Duration, cause: EndCause, config: &CrashConfig) -> Option<Duration> {
         self.lived += lived;
         if !matches!(cause, EndCause::Panic | EndCause::Watchdog | EndCause::QemuDied) {
@@ -45,13 +45,14 @@ impl Crashes {
 }
 
 impl Machine {
-    /// A wait that begins now.
+    /// A back-off that begins now.
     fn back_off(delay: Duration, why: impl FnOnce(&str) -> String) -> BackOff {
         let (began, next_start) = (Instant::now(), rfc3339(SystemTime::now() + delay));
         BackOff { began, until: began + delay, why: why(&next_start), next_start }
     }
 
-    /// The dead guest is banked; there is no other yet. `delay`: how long a crash loop makes the next one wait.
+    /// The dead guest is banked, and there is no other guest yet. `delay`: the crash loop's delay before the next
+    /// start.
     pub(super) fn buried(&mut self, delay: Option<Duration>) -> Result<(), MachineError> {
         let CrashConfig { loop_count, loop_window_s, .. } = self.context.config.crash;
         let why = |next_start: &str| {
@@ -69,13 +70,14 @@ impl Machine {
         self.context.record(EventKind::CrashLoop { delay_s: delay.as_secs(), next_start });
     }
 
-    /// The next guest could not be started.
+    /// Backs off after a start that failed.
     pub(super) fn start_failed(&mut self, delay: Duration, why: String) -> Result<(), MachineError> {
         let back_off = Self::back_off(delay, |_| format!("cannot start the next guest yet: {why}"));
         self.happens(Input::StartFails { why, back_off })
     }
 
-    /// `tell` is false at the later tries: the operator has been told why the machine waits.
+    /// Waits for the next start. `tell` is false for repeated attempts, because the operator already knows why the
+    /// machine waits.
     pub(super) fn wait_to_start(&mut self, why: String, next_start: String, tell: bool) {
         self.disks.note_idle(&self.context, &self.warm_reboot);
         self.recovery.waits_since.get_or_insert_with(Instant::now);
@@ -105,7 +107,7 @@ mod tests {
         Config::parse(text, std::path::Path::new("/web.toml"), &RuntimeRoot::new("/run/hearth")).unwrap().crash
     }
 
-    /// The delays after lives that lasted so many seconds.
+    /// Checks the delays after guests that lived for so many seconds.
     fn check(lives: &[(u64, EndCause)], expect: &[Option<u64>]) {
         let (config, mut crashes) = (config(), Crashes::default());
         let ended = |&(lived_s, cause)| crashes.ended(Duration::from_secs(lived_s), cause, &config);
@@ -126,14 +128,14 @@ mod tests {
     }
 
     #[test]
-    fn lives_that_end_otherwise_are_lived_and_no_crashes() {
+    fn other_ends_count_as_life_not_crashes() {
         let (crash, reset) = ((1, EndCause::Panic), (1, EndCause::GuestReset));
         check(&[crash, reset, crash, reset, crash], &[None, None, None, None, Some(10)]);
         check(&[crash, crash, (60, EndCause::OperatorReboot), crash], &[None; 4]);
     }
 
     #[test]
-    fn a_loop_without_end_is_remembered_in_part() {
+    fn endless_loop_keeps_bounded_history() {
         let (config, mut crashes) = (config(), Crashes::default());
         for _ in 0..1000 {
             crashes.ended(Duration::ZERO, EndCause::Panic, &config);

@@ -1,4 +1,4 @@
-//! Disks of a machine: their servers, what is known of their images, NVRAM, and the backfill of disks out of an object store.
+//! Disks of a machine: their servers, notes of their images, NVRAM, and the backfill of disks from an object store.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -19,16 +19,17 @@ use super::{Context, MachineError, access};
 use crate::config::{Boot, Config};
 use crate::event::Event;
 
-/// Everything that serves the guest's disks. The fields are dropped in this order: the servers' reads may wait for the backfill.
+/// Everything that serves the guest's disks. The fields are dropped in this order, because reads of the servers may
+/// wait for the backfill.
 pub struct Disks {
     pub images: Images,
     pub backfill: Backfill,
-    /// Servers of the configuration's disks, and behind them of its NVRAM.
+    /// Servers of the configured disks, followed by those of the NVRAM.
     pub servers: Vec<DiskServer>,
     pub nvram: Vec<Nvram>,
-    /// Open as long as a QEMU may have them.
+    /// Open as long as a QEMU may map them.
     pub pmem: Vec<Pmem>,
-    /// The keeper before this one may have died while its QEMU greeted the disks. That QEMU must not be stopped and continued.
+    /// The previous keeper may have died while its QEMU greeted the disks. That QEMU must not be paused and continued.
     pub greeting_cut_off: bool,
     /// A check that the adopted QEMU uses its disks.
     pub next_check: Option<InUseCheck>,
@@ -78,7 +79,7 @@ fn connections(disks: impl Iterator<Item = DiskCounters>) -> Option<Vec<u64>> {
 }
 
 impl Disks {
-    /// No keeper has guarded the images for some time. Notes of an earlier keeper in `folder` may tell what they were.
+    /// Disks after a time in which no keeper guarded the images. An earlier keeper's notes may be in `folder`.
     pub fn after_gap(folder: &Path) -> Self {
         Self {
             images: Images::after_gap(folder),
@@ -91,7 +92,7 @@ impl Disks {
         }
     }
 
-    /// Finds the disks that are still in an object store. No request is sent yet. Call it before anything opens the disks.
+    /// Finds the disks that are still in an object store. Sends no request yet. Call it before the disks are opened.
     pub fn find_backfill(&mut self, context: &Context) -> Result<(), MachineError> {
         let config = &context.config;
         let Some(folder) = config.file.parent() else { return Ok(()) };
@@ -100,7 +101,7 @@ impl Disks {
         self.backfill.start(&context.outside.tell).map_err(MachineError::ArrivalThread)
     }
 
-    /// Lets a QEMU of another user connect to its disks again later.
+    /// Lets a QEMU that runs as another user connect to its disks again.
     pub fn admit(&self, context: &Context, pid: u32) {
         if let Err(error) = access::admit(pid, &context.folders.runtime, &self.servers) {
             let message = format!("QEMU (pid {pid}) cannot reconnect to its disks: {error}");
@@ -108,47 +109,48 @@ impl Disks {
         }
     }
 
-    /// The QEMU has ended. A connection that it gave to another process ends too.
+    /// Call it when QEMU has ended. If it gave a connection to another process, that connection ends too.
     pub fn expect_nobody(&self) {
         self.servers.iter().for_each(|disk| disk.tell_expected(Expected::and_another([])));
     }
 
-    /// From now on only this QEMU, which was found or went on, may connect to the disks.
+    /// From now on, only this QEMU may connect to the disks: one that this keeper took over, or that continues after a
+    /// failed hop.
     pub fn expect_only(&self, qemu: &QemuIdentity) {
         let peer = Peer { pid: qemu.pid, start_ticks: qemu.start_ticks };
         self.servers.iter().for_each(|disk| disk.tell_expected(Expected::these([peer])));
     }
 
-    /// How often QEMU has connected to each disk. None if it is not connected to one of them.
+    /// How often QEMU has connected to each disk. None if a disk is not connected.
     pub fn connections(&self) -> Option<Vec<u64>> {
         connections(self.servers.iter().map(DiskServer::counters))
     }
 
-    /// A disk without a server ends this keeper: the next one serves it.
+    /// Ends the keeper if this disk's server ends: the next keeper serves the disk again.
     pub fn watch(context: &Context, server: &DiskServer) {
         context.outside.watchdog.watch_disk(server.name(), server.pulse());
         let (tell, disk) = (context.outside.tell.clone(), server.name().to_owned());
         server.watch(move |why| {
-            // Fails only when the loop is gone, and the keeper with it.
+            // Fails only when the loop has ended, and the keeper with it.
             let _ = tell.send(Event::DiskEnded { disk, why });
         });
     }
 
-    /// Leads a disk's notices into the machine's loop.
+    /// Sends a disk's notices to the machine's loop.
     pub fn notices(context: &Context, disk: &str) -> Tell {
         let (tell, disk) = (context.outside.tell.clone(), disk.to_owned());
-        // Fails only when the loop is gone, and then nobody wants to know.
+        // Fails only when the loop has ended; then nobody needs the message.
         Arc::new(move |notice| drop(tell.send(Event::Disk { disk: disk.clone(), notice })))
     }
 
-    /// Gives the servers this gate, which they ask before they touch the guest's memory.
+    /// Gives the servers this gate, which they use before they touch the guest's memory.
     pub fn set_gate(&self, gate: Option<Gate>) {
         if let Err(error) = self.try_set_gate(gate) {
             tracing::warn!(error = crate::chain(&error), "a disk may use memory that was not granted");
         }
     }
 
-    /// Gives the servers this gate. A server that does not answer does not keep the others from getting it.
+    /// Gives the servers this gate. If a server does not answer, the others still get it.
     pub fn try_set_gate(&self, gate: Option<Gate>) -> Result<(), hearth_disk::server::ServerError> {
         let gated: Vec<_> = self.servers.iter().map(|disk| disk.set_gate(gate.clone())).collect();
         gated.into_iter().collect()
@@ -170,7 +172,7 @@ impl Disks {
         self.to_flush(context).flush()
     }
 
-    /// Stops the servers. The NVRAM's content is in its mirror then, and stays in memory.
+    /// Stops the servers. The NVRAM's content is then in its mirror, and stays in memory.
     pub fn close(&mut self, context: &Context) {
         std::mem::take(&mut self.servers).into_iter().for_each(DiskServer::stop);
         self.nvram.clear();
@@ -179,7 +181,7 @@ impl Disks {
 
     /// Reads the size of this disk's image again.
     pub fn resize(&self, context: &Context, name: &str) -> Result<DiskSize, ApiError> {
-        // NVRAM is served behind them, and stays as large as it is.
+        // NVRAM is served after the disks and cannot be resized.
         let disks = &self.servers[..self.servers.len().min(context.config.disks.len())];
         let Some(disk) = disks.iter().find(|disk| disk.name() == name) else {
             let names: Vec<_> = disks.iter().map(|disk| disk.name()).collect();
@@ -205,7 +207,7 @@ impl Disks {
         }
     }
 
-    /// Refuses while a request waits until an image can grow: the guest would get an error for it when it is stopped.
+    /// Refuses while a request waits for an image to grow: a stop would end the request with an error in the guest.
     pub fn must_have_space(&self, context: &Context, what: &str) -> Result<(), ApiError> {
         let Some(disk) = self.servers.iter().find(|disk| disk.counters().waiting_for_space > 0) else { return Ok(()) };
         let (name, folder) = (disk.name(), folder_of_disk(context, disk.name()));
@@ -213,7 +215,8 @@ impl Disks {
         Err(ApiError::new(ErrorWord::WrongState, message).hint("free space there; the guest then continues by itself"))
     }
 
-    /// Refuses while a disk is still in its object store: what copies the disks, or leaves them, needs all of them.
+    /// Refuses while a disk is still in its object store. Whatever copies the disks, or leaves them, needs all of their
+    /// blocks.
     pub fn must_be_complete(&self, what: &str) -> Result<(), ApiError> {
         if self.backfill.is_complete() {
             return Ok(());
@@ -222,7 +225,7 @@ impl Disks {
         Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows how much is missing"))
     }
 
-    /// Refuses while QEMU does not use a disk: stopped and continued, it would never use it again.
+    /// Refuses while QEMU does not use a disk. After a pause it would never use that disk again.
     pub fn must_be_in_use(&self, what: &str) -> Result<(), ApiError> {
         let Some(disk) = self.servers.iter().find(|disk| is_silent(disk)) else { return Ok(()) };
         let message = format!("cannot {what}: QEMU has not used disk {} since a keeper died", disk.name());
@@ -231,13 +234,13 @@ impl Disks {
     }
 }
 
-/// QEMU is connected, and has sent nothing.
+/// Whether QEMU is connected but has sent nothing.
 pub fn is_silent(disk: &DiskServer) -> bool {
     let counters = disk.counters();
     counters.connected && !counters.spoken
 }
 
-/// Flash that QEMU itself writes to.
+/// The firmware's variables, which QEMU itself writes.
 pub fn firmware_vars(config: &Config) -> Option<&PathBuf> {
     match &config.boot {
         Boot::Firmware { vars, .. } => vars.as_ref(),

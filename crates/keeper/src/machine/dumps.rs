@@ -1,4 +1,4 @@
-//! Dumps: the machine's dumps, one at a time: under way, waiting for their turn, and the last ones that are over.
+//! Dumps: a machine's dumps, one at a time: under way, queued, and the last ones that ended.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -24,15 +24,15 @@ use super::state::Input;
 use crate::config::Config;
 use crate::folders::existing;
 
-/// Dumps that are over and still told of.
+/// Number of ended dumps that are still shown.
 const OVER_MAX: usize = 8;
-/// A disk of the guest that takes so much longer than usual suffers.
+/// A guest's disk is disturbed by a dump if its requests take this long, in percent of their usual time.
 const SUFFERS_PCT: u64 = 150;
 
 /// The dumps of one machine.
 #[derive(Default)]
 pub struct Dumps {
-    /// The first of them is under way if there is a job.
+    /// The first dump is under way if there is a job.
     queue: VecDeque<Queued>,
     job: Option<Job>,
     over: VecDeque<DumpStatus>,
@@ -40,12 +40,12 @@ pub struct Dumps {
 
 struct Queued {
     incarnation: u32,
-    /// None once it is under way.
+    /// None once the dump is under way.
     task: Option<Task>,
     progress: Arc<Progress>,
 }
 
-/// A requested dump, where it differs from the configuration.
+/// A requested dump. Fields that are None take the configuration's value.
 #[derive(Clone, Debug, Default)]
 pub struct Request {
     pub pause: bool,
@@ -60,7 +60,7 @@ impl Dumps {
         self.queue.push_back(Queued { incarnation, task: Some(task), progress });
     }
 
-    /// The one whose turn it is, if none is under way.
+    /// The next dump to start. None if one is under way.
     pub fn next(&mut self) -> Option<(u32, Task, Arc<Progress>)> {
         if self.job.is_some() {
             return None;
@@ -84,7 +84,7 @@ impl Dumps {
         self.job = Some(job);
     }
 
-    /// There was no thread for the one whose turn it is: it waits for an order.
+    /// No thread could be created for the next dump: it waits until the operator resumes or discards it.
     pub fn not_started(&mut self, task: Task, why: String) {
         if let Some(first) = self.queue.front_mut() {
             first.task = Some(task);
@@ -92,7 +92,7 @@ impl Dumps {
         }
     }
 
-    /// The one under way is over.
+    /// Removes the dump that has ended from the queue.
     pub fn over(&mut self) {
         self.job = None;
         let Some(first) = self.queue.pop_front() else { return };
@@ -106,7 +106,7 @@ impl Dumps {
         !self.queue.is_empty()
     }
 
-    /// To the one under way.
+    /// Passes an order to the dump that is under way.
     pub fn tell(&self, order: Order) {
         if let Some(job) = &self.job {
             job.progress.tell(order);
@@ -122,12 +122,12 @@ impl Dumps {
         }
     }
 
-    /// To all of them.
+    /// Gives up all dumps.
     pub fn give_up_all(&self) {
         self.queue.iter().for_each(|queued| queued.progress.tell(Order::GiveUp));
     }
 
-    /// The one under way, or whose turn it is.
+    /// The dump that is under way or comes next.
     pub fn first(&self) -> Option<&Arc<Progress>> {
         self.queue.front().map(|queued| &queued.progress)
     }
@@ -141,7 +141,7 @@ impl Dumps {
     }
 }
 
-/// The memory of a dead guest, or of one that is dumped while it lives. The next guest may have another size.
+/// The memory of a guest to dump. The next guest may have memory of another size.
 pub(super) fn dead_ram(ram: &Arc<RamFile>) -> DeadRam {
     DeadRam::new(ram.clone(), Layout::q35(ram.bytes()))
 }
@@ -196,7 +196,7 @@ impl Machine {
             eta_s: None,
         };
         let progress = Arc::new(Progress::new(status, claim.clone(), self.warm_reboot.monitor.dump_buffers()));
-        // A dump of a guest that lives frees no memory.
+        // A dump of a living guest frees no memory.
         let guest_waits = if claim.is_some() { self.warm_reboot.monitor.guest_waits() } else { Arc::new(|| false) };
         let pace = Pace::new(crash.mib_per_second, crash.disk_time, self.suffers(), guest_waits.clone());
         let task = Task {
@@ -223,7 +223,7 @@ impl Machine {
         (task, progress)
     }
 
-    /// Whether a disk of the guest that the dump is written to, too, makes the guest wait.
+    /// Tells whether the guest's requests are slowed down on a disk that the dump also writes to.
     fn suffers(&self) -> Suffers {
         let dump = Devices::of(existing(&self.context.config.crash.dump_folder)).unwrap_or(Devices::Unknown);
         let shares = |path: &PathBuf| Devices::of(path).unwrap_or(Devices::Unknown).may_share(&dump);
@@ -279,7 +279,7 @@ impl Machine {
         }
         self.disks.must_have_space(&self.context, "dump")?;
         self.disks.must_be_in_use("dump")?;
-        // Before the guest stands still: a keeper that comes now must know what for.
+        // Save the journal before the pause: a new keeper must know why the guest is paused.
         self.context.journal.guest = GuestNote::PausedForDump { file };
         let held = self.context.must_save_journal().map_err(|error| failed(&error));
         let held = held.and_then(|()| self.must_live("dump")?.generation.qmp.pause().map_err(|error| failed(&error)));
@@ -317,7 +317,8 @@ impl Machine {
         matches!(self.context.journal.guest, GuestNote::PausedForDump { .. })
     }
 
-    /// Something else is to become of the guest that stands still for a dump. Fine if none does.
+    /// Ends the dump for which the guest is paused, because the guest is needed for something else. Does nothing if
+    /// there is none.
     pub(super) fn end_held_dump(&mut self, why: &str) {
         if self.is_paused_for_dump() {
             self.crash_recovery.end_living_dump(&self.context, why);
@@ -347,7 +348,7 @@ impl Machine {
         match self.crash_recovery.dumps.current() {
             Some(status) if status.state == DumpState::Waiting => {
                 self.crash_recovery.dumps.tell(Order::Resume);
-                // If there was no thread for it.
+                // Starts the dump again if no thread could be created before.
                 self.crash_recovery.start_next_dump(&self.context);
                 Ok(())
             }
@@ -362,13 +363,13 @@ impl Machine {
             return Err(ApiError::new(ErrorWord::WrongState, "no dump is running or waiting"));
         }
         self.crash_recovery.dumps.give_up_all();
-        // A dump without a thread ends, too.
+        // A dump without a thread must end too.
         self.crash_recovery.start_next_dump(&self.context);
         Ok(())
     }
 }
 
-/// Refuses a compression that was asked for and would not be done.
+/// Refuses a compression that this format does not support.
 fn must_compress(format: DumpFormat, asked: Option<DumpCompression>) -> Result<(), ApiError> {
     match asked {
         Some(asked) if format == DumpFormat::Elf && asked != DumpCompression::None => {

@@ -1,10 +1,10 @@
-//! What ends a machine that was to run.
+//! Errors that end a machine.
 
 use super::generation::LaunchError;
 use super::restore::RestoreFailure;
 use crate::folders::FolderError;
 
-/// What ended the machine for good, or why it never ran.
+/// Why a machine ended for good, or could not be started.
 #[derive(Debug, thiserror::Error)]
 pub enum MachineError {
     #[error(transparent)]

@@ -1,9 +1,10 @@
-//! Frozen: a guest whose file systems its agent was told to freeze, until it has thawed them.
+//! Frozen: a guest whose agent was told to freeze its file systems, until the agent has thawed them.
 //!
-//! (journal: frozen) -> freeze, see `save` -> the guest stands still, and goes on -> a thread asks for the thaw, again and again
+//! (journal: frozen) -> freeze, see `save` -> the guest is paused and continued -> a thread asks for the thaw until it
+//! succeeds
 //!
-//! So it is with a save that fails, is called off, or lost its keeper; and with a guest that comes out of a snapshot, in which its
-//! file systems are frozen. An agent that answers late has them thawed late: it does one thing after the other.
+//! This also covers a save that fails, is cancelled or loses its keeper, and a guest restored from a snapshot in which
+//! its file systems are frozen. An agent that answers late thaws late: it handles one request after the other.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -18,13 +19,13 @@ use super::generation::Generation;
 use super::save::Saves;
 use crate::event::{Event, ThawMessage};
 
-/// An agent that is there answers within milliseconds; in a guest that comes out of a snapshot it waits for its memory. One that
-/// was silent for ten minutes will not speak again.
+/// A working agent answers within milliseconds; in a restored guest it first waits for its memory. An agent that was
+/// silent for ten minutes will not answer again.
 const PACE: Pace =
     Pace { answer: Duration::from_secs(10), every: Duration::from_secs(1), at_most: Duration::from_secs(600) };
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// State of file systems that are, or may be, frozen.
+/// State of file systems that are frozen, or may be.
 #[derive(Default)]
 pub struct Frozen {
     began: Option<(Instant, u64)>,
@@ -42,7 +43,7 @@ impl Frozen {
     }
 }
 
-/// A thread that has them thawed. It ends soon after this is dropped.
+/// A thread that asks for the thaw. It ends soon after this is dropped.
 struct Thaw {
     generation: u32,
     stop: Arc<AtomicBool>,
@@ -55,13 +56,13 @@ impl Drop for Thaw {
 }
 
 impl Saves {
-    /// Notes that the file systems may be frozen from now on. The journal is not saved.
+    /// Notes that the file systems may be frozen from now on. Does not save the journal.
     pub fn note_frozen(&mut self, context: &mut Context) {
         context.journal.frozen = true;
         self.frozen = Some(Frozen::default());
     }
 
-    /// Notes that they are not, or that the guest is gone. The journal is not saved.
+    /// Notes that the file systems are not frozen, or that the guest is gone. Does not save the journal.
     pub fn forget_frozen(&mut self, context: &mut Context) {
         context.journal.frozen = false;
         self.frozen = None;
@@ -79,7 +80,8 @@ impl Saves {
         })
     }
 
-    /// Has the file systems of a guest that runs thawed. Does nothing if none is frozen, or they are being thawed.
+    /// Starts thawing the file systems of a guest that runs. Does nothing if none is frozen, or a thread already asks
+    /// for the thaw.
     pub fn thaw(&mut self, context: &Context, generation: &Generation) {
         let Some(frozen) = &mut self.frozen else { return };
         let number = generation.number;
@@ -90,7 +92,7 @@ impl Saves {
         let channel = generation.agent(&context.folders);
         let (stopped, tell) = (stop.clone(), context.outside.tell.clone());
         let say = move |message| {
-            // Fails only when the loop is gone, and then nobody wants to know.
+            // Fails only when the loop has ended; then nobody needs the message.
             let _ = tell.send(Event::Thaw { generation: number, message });
         };
         let work = move || try_to_thaw(&channel, &PACE, &|| stopped.load(Relaxed), &say);
@@ -132,7 +134,7 @@ fn not_thawed(context: &Context, why: &str) {
     context.record(EventKind::Error { message });
 }
 
-/// How patiently it is tried.
+/// How often, and for how long, thawing is tried.
 struct Pace {
     answer: Duration,
     every: Duration,
@@ -180,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_tried_again_until_time_is_up_or_nobody_wants_it() {
+    fn thaw_retries_until_timeout_or_stop() {
         let nowhere = Path::new("/no/such.sock");
         let words = said(nowhere, &QUICK, &|| false);
         let failed = |word: &String| word.starts_with("Failed { why: \"/no/such.sock: no connection");
@@ -190,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_that_comes_back_thaws() {
+    fn returning_agent_thaws() {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("agent.sock");
         let listener = UnixListener::bind(&socket).unwrap();

@@ -1,11 +1,11 @@
-//! Gate: the thread that answers a guest's first touch of its memory, and the disks that ask with it, while the machine's
-//! memory is short (`hearth_recovery::admission`).
+//! Gate: the thread that answers a guest's first touch of each part of its memory, and the disks' requests for memory,
+//! while the machine's memory is short (`hearth_recovery::admission`).
 //!
-//! QEMU is started with `-S` -> its memory is registered -> the disks get the gate -> the guest runs -> everything would
-//! fit, or QEMU ends -> the gate is gone
+//! QEMU is started with `-S` -> its memory is registered -> the disks get the gate -> the guest runs -> all of the
+//! memory fits, or QEMU ends -> the gate is removed
 //!
-//! A guest that cannot be gated runs all the same: the memory monitor trims for it, and the events say that the budget is not
-//! certain.
+//! A guest for which no gate can be created runs all the same. The memory monitor trims for it, and an event says that
+//! the machine may exceed its budget.
 
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -27,7 +27,7 @@ use super::restore::Restoring;
 use super::warm_reboot::WarmReboot;
 use crate::event::{AdmissionMessage, Event};
 
-/// A guest that waits for so long is worth a word: the dump writes tens of MiB a second even to a slow disk.
+/// A guest that waits this long is reported: even to a slow disk, a dump writes tens of MiB a second.
 const STALL: Duration = Duration::from_secs(10);
 
 /// The gate of the living QEMU.
@@ -97,27 +97,27 @@ fn serve(admission: &Admission, tell: &dyn Fn(AdmissionMessage)) {
     });
     match served {
         Ok(()) if admission.is_over() => tell(AdmissionMessage::Open),
-        // Stopped, or QEMU is gone.
+        // The gate was stopped, or QEMU has ended.
         Ok(()) | Err(AdmissionError::Gone { .. }) => {}
         Err(error) => {
-            // A guest that hangs for ever is worse than one that takes too much.
+            // A guest that hangs for ever is worse than a guest that takes too much memory.
             let opened = admission.finish().err().map(|error| format!("; {}", crate::chain(&error)));
             tell(AdmissionMessage::Failed { why: crate::chain(&error) + &opened.unwrap_or_default() });
         }
     }
 }
 
-/// How the guest gets its memory. Both fields may be set before this keeper holds the guest's QEMU.
+/// How the guest gets its memory. Both fields may be set before this keeper has the guest's QEMU.
 #[derive(Default)]
 pub struct GuestMemory {
-    /// Before the memory of the living QEMU, while that is granted unit by unit.
+    /// Gate to the memory of the living QEMU, while memory is granted unit by unit.
     pub gate: Option<MemoryGate>,
-    /// The living incarnation comes out of a snapshot.
+    /// Restore of the living incarnation from a snapshot.
     pub restoring: Option<Restoring>,
 }
 
 impl GuestMemory {
-    /// Puts the gate before the memory of a QEMU that holds still.
+    /// Creates the gate for the memory of a QEMU that is paused.
     pub fn shut(
         &mut self,
         context: &Context,
@@ -137,7 +137,7 @@ impl GuestMemory {
         }
     }
 
-    /// Takes over the gate of a keeper that died, if it left one; before anything else touches the guest's memory.
+    /// Takes over a dead keeper's gate, if there is one. Call it before anything else touches the guest's memory.
     pub fn resume_gate(
         &mut self,
         context: &Context,
@@ -173,13 +173,13 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// The gate that disks must ask now before they touch the guest's memory.
+    /// The gate that disks must use now before they touch the guest's memory.
     pub fn disk_gate(&self) -> Option<Gate> {
         let restored = self.restoring.as_ref().and_then(Restoring::gate);
         restored.or_else(|| self.gate.as_ref().filter(|gate| gate.is_shut()).map(|gate| gate.admission().gate()))
     }
 
-    /// Whether all of the guest's memory is granted. Where only the ember stands against that, it gives way.
+    /// Whether all of the guest's memory is granted. If only the ember prevents that, the ember is given up.
     pub fn is_granted(&self) -> bool {
         self.gate.as_ref().is_none_or(|gate| match gate.admission().end_for_ember() {
             Ok(ended) => ended,
@@ -193,7 +193,7 @@ impl GuestMemory {
         })
     }
 
-    /// Removes the gate of a QEMU that is gone.
+    /// Removes the gate of a QEMU that has ended.
     pub fn drop_gate(&mut self, warm: &WarmReboot, disks: &Disks) {
         if self.gate.take().is_some() {
             warm.monitor.consider(None);
@@ -212,12 +212,12 @@ impl GuestMemory {
         }
     }
 
-    /// Whether all of the guest's memory has come out of its snapshot.
+    /// Whether all of the guest's memory was loaded from its snapshot.
     pub fn is_complete(&self) -> bool {
         self.restoring.as_ref().is_none_or(Restoring::is_complete)
     }
 
-    /// Refuses while memory is missing: what reads a guest's memory, or moves it to another QEMU, needs all of it.
+    /// Refuses while memory is missing. Whatever reads a guest's memory, or moves it to another QEMU, needs all of it.
     pub fn must_be_complete(&self, what: &str) -> Result<(), ApiError> {
         if self.is_complete() {
             return Ok(());

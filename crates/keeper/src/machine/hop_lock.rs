@@ -1,8 +1,9 @@
-//! Hop lock: of the machines of one host that hop at the same time, one stands still at a time, and only while none of them starts
-//! a QEMU.
+//! Hop lock: when several machines of one host hop at the same time, only one guest is paused at a time, and only while
+//! no other machine starts a QEMU.
 //!
-//! One lock file in the runtime root: shared by those who start a QEMU to hop to, exclusive for whose guest stands still. With
-//! more of them than processors each would otherwise stand still for as long as the others take the processors from it.
+//! It is one lock file in the runtime root: shared for those that start a QEMU, exclusive for the machine whose guest
+//! is paused. Without it, with more hops than processors, each guest would stay paused while the other hops use the
+//! processors.
 //!
 //! A machine that does not get the lock in time hops without it.
 
@@ -16,11 +17,12 @@ use rustix::io::Errno;
 
 use crate::runtime_root::{HOPS_LOCK, RuntimeRoot};
 
-/// Eight starts at once on two processors take two seconds; a QEMU that hangs in its start holds up nobody for longer.
+/// How long to wait for the lock. Eight starts at once on two processors take two seconds; a QEMU that hangs in its
+/// start delays nobody for longer.
 const PATIENCE: Duration = Duration::from_secs(5);
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
-/// Held until it is dropped, or its keeper dies.
+/// Held until it is dropped, or the keeper dies.
 pub struct HopLock(#[expect(dead_code, reason = "it is open, and so locked")] Option<File>);
 
 impl HopLock {
@@ -54,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_stands_still_while_none_starts() {
+    fn one_guest_pauses_while_no_qemu_starts() {
         use FlockOperation::{NonBlockingLockExclusive as STILL, NonBlockingLockShared as START};
         let folder = tempfile::tempdir().unwrap();
         let at_once = |operation| take(folder.path(), operation, Duration::ZERO);

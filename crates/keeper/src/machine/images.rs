@@ -1,12 +1,12 @@
-//! Images of a machine's disks: opened and locked, noted, and compared after a gap in which nobody guarded them. What is noted is in
-//! `hearth_recovery::images`.
+//! Images of a machine's disks: opened and locked, noted, and compared after a gap in which nobody guarded them.
+//! `hearth_recovery::images` says what a note contains.
 //!
-//! start or take-over: locked -> compared with what the last keeper noted -> served
-//! a wait without a guest, or a crashed one that stands still: noted -> it ends -> compared -> the next guest
+//! start or take-over: locked -> compared with the last keeper's notes -> served
+//! a wait without a guest, or a crashed guest that stands still: noted -> the wait ends -> compared -> the next guest
 //!
-//! What memory holds of a disk that was changed, or of which nobody can tell, is forgotten, with an event; of the other disks it
-//! is as good as ever. Images in the place of those that are open are opened for the next guest. The living guest keeps those
-//! that it has: under a keeper they are open, and without one the next keeper does not take it over with others.
+//! Blocks in memory of a disk that was changed, or may have been, are dropped, with an event; other disks keep theirs.
+//! If another file has replaced an open image, the next guest gets the new file. The living guest keeps the file that
+//! it has: its keeper holds it open, and a new keeper does not take the guest over with another file.
 
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
@@ -25,12 +25,12 @@ use super::warm_reboot::WarmReboot;
 use super::{Context, MachineError, launch};
 use crate::folders::lock_owner;
 
-/// Locks on the images, by disk, and on the mirrors of NVRAM: a QEMU inherits them, so that they outlive the keeper.
+/// Locks on the images, by disk, and on the mirrors of NVRAM. A QEMU inherits them, so that they outlive the keeper.
 #[derive(Debug, Default)]
 pub struct InheritedLocks(Vec<Vec<OwnedFd>>);
 
 impl InheritedLocks {
-    /// Behind those of the disks.
+    /// Adds the mirrors' locks, after those of the disks.
     pub fn of_mirrors(&mut self, locks: Vec<OwnedFd>) {
         self.0.push(locks);
     }
@@ -43,52 +43,53 @@ impl InheritedLocks {
 /// The images of the machine's disks.
 #[derive(Default)]
 pub struct Images {
-    /// The files that are open, by disk.
+    /// The open files, by disk.
     open: Vec<DiskNote>,
-    /// None: the images were compared with what the last keeper noted, or are its own.
+    /// The time before this keeper. None once the images were compared with the last keeper's notes.
     gap: Option<Gap>,
-    /// Notes of the images from the beginning of the wait that is under way.
+    /// Notes from the beginning of the current wait without a guest.
     idle: Option<Vec<DiskNote>>,
-    /// A QEMU is being taken over, and has inherited locks.
+    /// A QEMU that has inherited locks is being taken over.
     qemu_lives: bool,
 }
 
-/// Before this keeper.
+/// A time in which no keeper guarded the images.
 struct Gap {
-    /// None: it was not noted what the images were.
+    /// None if there are no notes of what the images were.
     noted: Option<Notes>,
-    /// The boot set that a stop saved may be loaded.
+    /// Whether a boot set that was saved at a stop may be loaded.
     is_start: bool,
 }
 
 impl Images {
-    /// After a gap of which an earlier keeper's notes in this folder may tell.
+    /// Images after a gap. An earlier keeper's notes may be in this folder.
     pub fn after_gap(folder: &Path) -> Self {
         Self { gap: Some(Gap { noted: Notes::load(folder), is_start: false }), ..Self::default() }
     }
 
-    /// No QEMU was found alive.
+    /// Call it when no living QEMU was found.
     pub fn begin_start(&mut self) {
         if let Some(gap) = &mut self.gap {
             gap.is_start = true;
         }
     }
 
-    /// A QEMU was found alive. A file in whose place there is another one now, with the name of its disk.
+    /// Call it when a living QEMU was found. Returns a disk whose open file was replaced by another one, with that
+    /// file's path.
     pub fn begin_take_over(&mut self) -> Option<(String, PathBuf)> {
         self.qemu_lives = true;
         let (disk, path) = self.gap.as_ref()?.noted.as_ref()?.exchanged()?;
         Some((disk.to_owned(), path.to_owned()))
     }
 
-    /// The disks are not open any more, and are opened again by and by.
+    /// Call it when the disks were closed. They may be opened again later.
     pub fn closed(&mut self, folder: &Path) {
         if self.are_judged() {
             *self = Self::after_gap(folder);
         }
     }
 
-    /// They are locked, and what is held of them is true.
+    /// Whether the images are locked and compared: everything in memory about them is valid.
     pub fn are_judged(&self) -> bool {
         self.gap.is_none()
     }
@@ -98,25 +99,25 @@ impl Images {
         self.open.iter().flat_map(|disk| &disk.files).map(|file| &file.path)
     }
 
-    /// A file in whose place there is another one now.
+    /// An open file that was replaced by another one.
     pub fn exchanged(&self) -> Option<&Path> {
         self.open.iter().find_map(DiskNote::exchanged)
     }
 
-    /// Notes of the images at this moment.
+    /// Notes of the images now.
     pub fn look(&self) -> Vec<DiskNote> {
         images::look(&self.open)
     }
 
-    /// Notes of the images while neither keeper nor guest writes to them.
+    /// Notes of the images. Call it while neither keeper nor guest writes to them.
     pub fn at_rest(&self) -> Vec<DiskNote> {
         images::at_rest(&self.open)
     }
 }
 
 impl Disks {
-    /// Opens all images, and serves them once it is known what memory may answer. `unwritten` says whether the guest that a
-    /// killed keeper left lives on.
+    /// Opens all images, and serves them once it is known which blocks in memory are valid. `unwritten` says whether
+    /// the guest that a killed keeper left is still alive.
     pub fn open(
         &mut self,
         context: &mut Context,
@@ -129,7 +130,7 @@ impl Disks {
         context.qemu.locks.0.clear();
         let opened: Result<Vec<Image>, _> =
             (0..context.config.disks.len()).map(|position| self.open_image(context, position)).collect();
-        // Also after a failure: the locks of those that were opened end with them.
+        // Clear the locks after a failure too: those of the opened images end with the images.
         let opened = opened.inspect_err(|_| context.qemu.locks.0.clear())?;
         self.judge(context, warm, incarnation, unwritten);
         for (position, image) in opened.into_iter().enumerate() {
@@ -192,7 +193,8 @@ impl Disks {
         Ok(server)
     }
 
-    /// All images are locked: from now on nobody else changes them. `incarnation` may have learned of them before.
+    /// Compares the images with the last keeper's notes. All are locked, so nobody else changes them from now on.
+    /// `incarnation`: a living guest that this keeper took over; its ledger may hold blocks of the images.
     fn judge(&mut self, context: &Context, warm: &WarmReboot, incarnation: &Incarnation, unwritten: Unwritten) {
         let Some(Gap { noted, is_start }) = self.images.gap.take() else { return };
         if !noted.as_ref().is_some_and(Notes::are_of_this_process) {
@@ -214,19 +216,19 @@ impl Disks {
         }
     }
 
-    /// The images are in use: what they are is noted from now on, for the next keeper.
+    /// Keeps notes of the images from now on, for the next keeper.
     pub fn note(&self, context: &Context, warm: &WarmReboot) {
         let watch = Watch::new(&context.folders.memory, &self.images.open);
         let watch = watch.and_then(|mut watch| watch.renew().map(|()| watch));
         warm.monitor.note_images(watch.inspect_err(unnoted).ok());
     }
 
-    /// Nobody of us writes to the images from now on, until the next guest does.
+    /// Notes the images before a wait in which neither keeper nor guest writes to them.
     pub fn note_idle(&mut self, context: &Context, warm: &WarmReboot) {
         if self.images.idle.is_some() {
             return;
         }
-        // From now on a change is a stranger's.
+        // From now on, any change was made by another program.
         warm.monitor.note_images(None);
         let noted = images::write_at_rest(&context.folders.memory, &self.images.open);
         self.images.idle = Some(noted.unwrap_or_else(|error| {
@@ -235,7 +237,8 @@ impl Disks {
         }));
     }
 
-    /// The wait is over: before what is held of the images is used, or saved. Says which of them are doubted.
+    /// Compares the images after the wait, before blocks in memory are used or saved. Returns the disks whose blocks
+    /// were dropped, by index.
     pub fn judge_idle(&mut self, context: &Context, warm: &WarmReboot, recovery: &mut LastRecovery) -> Vec<usize> {
         let Some(idle) = self.images.idle.take() else { return Vec::new() };
         let doubts: Vec<_> = idle.iter().map(DiskNote::doubt).collect();
@@ -254,8 +257,9 @@ impl Disks {
         doubted
     }
 
-    /// The next guest gets the images as they are now. One that a stranger changed may have another size, or other tables: it is
-    /// opened again, and so is one that is another file now. One that is gone is served as long as it is open.
+    /// Prepares the images for the next guest. An image that another program changed may have another size, or other
+    /// qcow2 tables, so it is opened again; so is an image that was replaced by another file. An image that is missing
+    /// is served as long as it is open.
     pub fn renew(
         &mut self,
         context: &mut Context,
@@ -297,7 +301,7 @@ impl Disks {
         position: usize,
         next: &Incarnation,
     ) -> Result<(), MachineError> {
-        // A qcow2 image over another base is still locked by the server it has.
+        // Stop its server first: it holds the lock, also if the qcow2 image has another backing file now.
         let after = self.servers.split_off(position + 1);
         self.servers.pop().into_iter().for_each(DiskServer::stop);
         context.qemu.locks.0[position].clear();

@@ -1,5 +1,5 @@
-//! Configuration of the next guest: it counts from that guest's start, and is taken back if no QEMU starts with it.
-//! Which configuration the living guest has is in `crate::in_force`.
+//! Configuration of the next guest. It counts when that guest is started, and is taken back if no QEMU starts with it.
+//! `crate::in_force` says which configuration the living guest has.
 
 use hearth_api::{EventKind, PendingChange, PendingUntil};
 use hearth_qemu::AcceleratorChoice;
@@ -8,11 +8,11 @@ use super::{Machine, MachineError};
 use crate::check;
 use crate::config::Configured;
 
-/// The configuration of the machine's next guest, where it is another one.
+/// The next guest's configuration, where it differs from the living guest's.
 pub struct Next {
-    /// None: the same configuration.
+    /// None if the configuration is the same.
     pub configured: Option<Box<Configured>>,
-    /// Accelerator of the next guest. A living guest keeps its own.
+    /// Accelerator of the next guest. A living guest keeps its own accelerator.
     pub accelerator: AcceleratorChoice,
     /// The last guest's configuration, until a QEMU has been started with the new one.
     pub last: Option<Box<Last>>,
@@ -26,7 +26,7 @@ pub struct Last {
 }
 
 impl Machine {
-    /// There is no guest, and one is about to be started: what waited for that counts from now on, if it can.
+    /// Applies the waiting configuration, if it is valid. Call it when there is no guest and one will be started.
     pub(super) fn take_next_configuration(&mut self) {
         if let Some(next) = self.context.file.next.configured.take() {
             let problems = check::of_next_guest(&self.context.config, &next.config);
@@ -46,8 +46,8 @@ impl Machine {
         self.context.qemu.accelerator = self.context.file.next.accelerator.clone();
     }
 
-    /// No QEMU could be started with what has just begun to count: the last guest's configuration counts again, and the other one
-    /// waits for the guest after the next. False: nothing had changed.
+    /// Returns to the last guest's configuration, because no QEMU starts with the new one. The new one waits for the
+    /// guest after the next. Returns false if nothing had changed.
     pub(super) fn take_back_configuration(&mut self, error: &MachineError) -> bool {
         let Some(last) = self.context.file.next.last.take() else { return false };
         let Last { configured, pending, accelerator } = *last;
@@ -65,7 +65,7 @@ impl Machine {
         true
     }
 
-    /// Returns what counted before.
+    /// Returns the configuration that counted before.
     fn exchange_configuration(&mut self, configured: Configured) -> Configured {
         let Configured { config, typed } = configured;
         let config = std::mem::replace(&mut self.context.config, config);

@@ -1,4 +1,4 @@
-//! From a machine's configuration to what QEMU and the disk server are started with.
+//! Arguments for QEMU and the disk servers, made from a machine's configuration.
 
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
@@ -25,13 +25,14 @@ use crate::folders::Folders;
 
 /// Entries of a disk's virtqueues: 256 outstanding requests of one page each; QEMU's own default is 128.
 const QUEUE_SIZE: u16 = 256;
-/// Registers and notes for a dump are smaller, and so is everything else that QEMU writes.
+/// Limit for small files. Registers and notes for a dump are smaller, and so is everything else that QEMU writes.
 const SMALL_FILE_BYTES: u64 = 64 << 20;
 const NVRAM_QUEUES: u16 = 1;
-/// A keeper killed a moment ago may have writes on their way to the disk; its lock lasts until they are there.
+/// How long to wait for an image's lock. A keeper that was just killed may have writes under way, and holds the lock
+/// until they end.
 const LOCK_PATIENCE: Duration = Duration::from_secs(30);
 
-/// What every QEMU of one guest has in common.
+/// What all QEMUs of one guest have in common.
 #[derive(Clone, Copy)]
 pub struct Base<'a> {
     pub config: &'a Config,
@@ -59,7 +60,7 @@ pub fn launch(
     let nets = config.nets.iter().enumerate().map(|(position, net)| {
         let mut backend = net_backend(net, wires.number(position));
         if let (true, qemu::NetBackend::User { forward, .. }) = (successor, &mut backend) {
-            // The old one has the ports as long as it lives.
+            // The ports belong to the old QEMU as long as it lives.
             forward.clear();
         }
         qemu::NetDevice { mac: net.mac.clone(), backend }
@@ -97,13 +98,13 @@ pub fn launch(
     }
 }
 
-/// Settled when the keeper started, but for a guest that an earlier keeper left.
+/// Machine type. It was set when the keeper started, unless an earlier keeper left the guest.
 pub fn machine_type(config: &Config) -> &str {
     config.machine_type.as_deref().unwrap_or(EARLIER_MACHINE_TYPE)
 }
 
-/// The largest file that QEMU has a reason to write: memory, or the firmware's variables. What `extra_qemu_args` name may
-/// be larger.
+/// Limit of the files that QEMU writes: memory, or the firmware's variables. Files that `extra_qemu_args` name may be
+/// larger.
 fn file_bytes_max(config: &Config) -> u64 {
     let pmem = config.pmem.iter().map(|device| device.bytes);
     let vars = match &config.boot {
@@ -120,7 +121,7 @@ fn boot(boot: &Boot) -> qemu::Boot {
     }
 }
 
-/// A crash is the keeper's to handle: QEMU only holds the guest still.
+/// Watchdog action: the keeper handles a crash, so QEMU only pauses the guest.
 fn watchdog_action(action: WatchdogAction) -> qemu::WatchdogAction {
     match action {
         WatchdogAction::Crash => qemu::WatchdogAction::Pause,
@@ -154,7 +155,7 @@ fn net_backend(net: &NetConfig, number: Option<RawFd>) -> qemu::NetBackend {
     }
 }
 
-/// Ports that QEMU itself leads into the guest: which device, and what.
+/// Ports that QEMU itself forwards into the guest: device and forwards.
 pub fn user_forwards(config: &Config) -> Vec<(String, String)> {
     let nets = config.nets.iter().enumerate();
     let forwards = nets.flat_map(|(position, net)| match &net.backend {
@@ -192,7 +193,7 @@ pub fn image_options(disk: &DiskConfig) -> ImageOptions {
     }
 }
 
-/// What the guest has seen of its machine beside memory and disks' images.
+/// What the guest has seen of its machine, except memory and disk images.
 pub fn hardware(config: &Config, accelerator: Accelerator) -> Vec<String> {
     let or_default = |value: &Option<String>| value.clone().unwrap_or_else(|| "default".to_owned());
     let mut words = vec![
@@ -243,7 +244,7 @@ pub fn nvram_options(id: DiskId, device: &NvramConfig, socket: PathBuf) -> DiskO
     }
 }
 
-/// `position` in the configuration is what the ledger knows the disk by.
+/// `position` is the disk's index in the configuration; the ledger uses it as the disk's number.
 pub fn disk_options(position: usize, disk: &DiskConfig, socket: PathBuf) -> DiskOptions {
     let id = DiskId(u8::try_from(position).expect("a machine has fewer disks than PCI slots"));
     DiskOptions {
@@ -260,7 +261,7 @@ pub fn disk_options(position: usize, disk: &DiskConfig, socket: PathBuf) -> Disk
     }
 }
 
-/// Which QEMU it is shows when that is started, or found.
+/// No process may connect yet: which QEMU may is known when it is started or found.
 fn nobody_yet() -> Expected {
     Expected::and_another([])
 }
@@ -271,7 +272,7 @@ mod tests {
     use crate::config::Effect;
     use crate::config::every_key::{Changed, changes};
 
-    /// All that a living guest has seen of its machine, and its next QEMU must have again.
+    /// Everything that a living guest has seen of its machine; its next QEMU must show the same.
     fn seen(config: &Config, folders: &Folders, incarnation: &Incarnation) -> String {
         let base = Base { config, folders, accelerator: Accelerator::Tcg };
         let wires = Wires::lay(config, folders, 1).unwrap();
@@ -286,9 +287,9 @@ mod tests {
         format!("{launch:?} {disks:?} {identities:?} {hardware:?}")
     }
 
-    /// A keeper takes these from the file under a living guest.
+    /// Keys that a keeper takes from the file under a living guest.
     #[test]
-    fn keys_of_the_keeper_show_nothing_to_the_guest() {
+    fn keeper_keys_are_invisible_to_the_guest() {
         let folder = tempfile::tempdir().unwrap();
         let (runtime, memory) = (folder.path().join("run"), folder.path().join("memory"));
         let folders = Folders::prepare("web", &runtime, &memory).unwrap();

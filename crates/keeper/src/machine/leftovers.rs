@@ -1,7 +1,7 @@
-//! Leftovers: what may lie in a machine's runtime folder, and what of it goes when.
+//! Leftovers: which files may be in a machine's runtime folder, and when each is removed.
 //!
-//! Whoever makes a file here removes it, but a killed keeper or QEMU does not. So the next keeper, and each one whose machine
-//! stops, removes what belongs to nobody. Files that are not listed here are somebody else's and are left alone.
+//! Whoever creates a file here removes it, unless it is killed. So the next keeper removes files that nobody needs, and
+//! so does each keeper whose machine stops. Files that do not match this list are left alone.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,27 +20,28 @@ pub const AT_REST: [&str; 8] = [
 ];
 
 const QEMU_LOGS: &str = "qemu-*.log";
-/// Only a QEMU with something to say has a log, so these are the last ones that said something.
+/// How many QEMU logs stay. A QEMU that printed nothing leaves no log, so these are the last ones with content.
 const QEMU_LOGS_MAX: usize = 8;
 
-/// Files of one QEMU, with its generation's number at the end.
+/// Files of one QEMU; their names end with the generation's number.
 const OF_A_QEMU: [&str; 6] =
     ["qmp-*.sock", "serial-*.sock", "agent-*.sock", "userfault-*.sock", "valves-*", "passt-*.pid"];
 const OF_A_DEAD_GUEST: &str = "registers-*";
 const OF_A_DISK: &str = "disk-*.sock";
-/// A file that was to replace another one.
+/// A new file that was never renamed to its final name.
 const UNFINISHED: &str = "*.new";
 
-/// What of a runtime folder is still needed.
+/// Which files of a runtime folder are still needed.
 #[derive(Clone, Debug, Default)]
 pub struct Needed {
-    /// The living QEMU's generation: its disks are served, too.
+    /// Generation of the living QEMU. Its disks' sockets are needed too.
     pub generation: Option<u32>,
-    /// Incarnations that are to be dumped.
+    /// Incarnations that still have to be dumped.
     pub dumps: Vec<u32>,
 }
 
-/// Removes what nobody needs. Only for the machine's keeper, while it starts no QEMU and writes no file here.
+/// Removes what nobody needs. Only the machine's keeper may call this, and only while it starts no QEMU and creates no
+/// file here.
 pub fn remove(runtime: &Path, needed: &Needed) {
     let is_needed = |name: &str| {
         if AT_REST.iter().any(|pattern| matches(pattern, name)) {
@@ -63,7 +64,7 @@ pub fn remove(runtime: &Path, needed: &Needed) {
     remove_old_logs(runtime);
 }
 
-/// Of the logs of ended QEMUs the last ones stay.
+/// Removes all but the last logs of ended QEMUs.
 pub fn remove_old_logs(runtime: &Path) {
     let age = |path: &PathBuf| fs::metadata(path).and_then(|log| log.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
     let mut logs: Vec<_> =
@@ -90,7 +91,7 @@ fn matches(pattern: &str, name: &str) -> bool {
     }
 }
 
-/// The last number in a name: `passt-NET-GENERATION.pid` has two.
+/// The last number in a name. `passt-NET-GENERATION.pid` has two.
 fn number_in(name: &str) -> Option<u32> {
     let stem = name.split('.').next().unwrap_or(name);
     stem.rsplit('-').next()?.parse().ok()
@@ -129,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_somebody_needs_stays() {
+    fn unneeded_files_are_removed() {
         let always = ["api.sock", "somebodys-notes.txt"];
         check(&Needed::default(), &always);
         check(&Needed { dumps: vec![4], ..Needed::default() }, &["api.sock", "registers-4", "somebodys-notes.txt"]);
@@ -145,7 +146,7 @@ mod tests {
     fn the_last_logs_stay() {
         let folder = tempfile::tempdir().unwrap();
         let log = |number: u64| folder.path().join(format!("qemu-{number}.log"));
-        // Numbers begin anew with each start of the machine: the youngest has not the highest one.
+        // Generations are counted anew with each start of the machine, so the newest log may have a low number.
         for (age, number) in (1..=20).rev().enumerate() {
             let file = fs::File::create(log(number)).unwrap();
             file.set_modified(SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(age as u64)).unwrap();

@@ -1,5 +1,6 @@
-//! Locked files (mlock): what the next QEMU is started from stays in the host's memory. That is the program and the libraries of
-//! the living QEMU, the guest's kernel or firmware, and the keeper's own program, which has to act meanwhile.
+//! Locked files (mlock): the files that the next QEMU needs for its start stay in host memory. These are the program
+//! and libraries of the living QEMU, the guest's kernel or firmware, and the keeper's own program, which has to act
+//! meanwhile.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -10,14 +11,15 @@ use hearth_qemu::pinned::{Pinned, program_files};
 
 use crate::config::Boot;
 
-/// The files that are locked now. The next keeper locks them again.
+/// The files that are locked now. A new keeper locks them again.
 #[derive(Default)]
 pub struct LockedFiles {
     pinned: Arc<Mutex<Pinned>>,
 }
 
 impl LockedFiles {
-    /// Locks the files of this QEMU instead of those of the last one. Runs in its own thread: the files may have to be read.
+    /// Locks the files of this QEMU instead of the last one's. Runs in its own thread, because the files may have to be
+    /// read.
     pub fn renew(&self, machine: &str, pid: u32, boot: &Boot) {
         let (pinned, boot_files) = (self.pinned.clone(), boot_files(boot));
         let renew = move || match pin(pid, boot_files) {
@@ -37,7 +39,7 @@ impl LockedFiles {
 
 fn pin(pid: u32, mut files: BTreeSet<PathBuf>) -> io::Result<Pinned> {
     files.extend(program_files("self")?);
-    // One that has ended meanwhile, or is another user's, says nothing.
+    // A process that has ended, or belongs to another user, has no readable maps.
     files.extend(program_files(&pid.to_string()).unwrap_or_default());
     Pinned::pin(&files)
 }
@@ -55,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_guest_boots_from_is_known() {
+    fn boot_files_are_locked() {
         let check =
             |boot: &Boot, expect: &[&str]| assert_eq!(boot_files(boot), expect.iter().map(PathBuf::from).collect());
         let (kernel, cmdline) = (PathBuf::from("/vmlinuz"), String::new());

@@ -1,13 +1,13 @@
-//! Memory monitor: the thread that keeps a machine's memory within its budget and does the ember's housekeeping.
+//! Memory monitor: the thread that keeps a machine's memory within its budget and maintains the ember.
 //!
-//! settle (once a death) -> sweep (punch what was served) -> look (how much do the files hold?) -> trim (before the limit)
-//! -> assay
+//! settle (once a death) -> sweep (release what was served) -> look (how much do the files hold?) -> trim (before the
+//! limit) -> assay
 //!
-//! While memory is granted page fault by page fault (`gate`) the monitor looks all the same: a guest whose fault finds the
-//! ember trimmed already waits microseconds, and one that does not waits for the punch, about a millisecond.
+//! The monitor also looks while memory is granted page fault by page fault (`gate`). If the ember is already trimmed, a
+//! fault waits for microseconds; if it is not, the fault waits for the release, about a millisecond.
 //!
-//! It runs apart from the machine's event loop because a guest can fill memory at gigabytes a second while the loop
-//! waits for QEMU, and apart from the disk threads because a punch takes longer than a RAM hit may.
+//! It has its own thread because a guest can fill memory at gigabytes a second while the machine's loop waits for QEMU.
+//! The disks' threads cannot do it, because a release takes longer than a RAM hit may.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -25,11 +25,11 @@ use hearth_recovery::incarnation::Incarnation;
 use super::dump::GuestWaits;
 use crate::event::MemoryMessage;
 
-/// Time between two looks while an ember exists. A guest under KVM touches about 2 GiB/s of new memory: 4 MiB a look.
+/// Time between two looks while there is an ember. A guest under KVM touches about 2 GiB/s of new memory: 4 MiB a look.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
-/// Time between two looks when only the living incarnation holds memory: nothing can be done then anyway.
+/// Time between two looks when only the living incarnation holds memory: there is nothing to release then.
 const LOOK_EVERY_IDLE: Duration = Duration::from_millis(200);
-/// Time between two words about trimming, which goes on by the millisecond.
+/// Time between two reports of trimming, which happens every few milliseconds.
 const TRIMMED_EVERY: Duration = Duration::from_secs(1);
 /// Pages tested ahead of reads in one round: about 0.4 ms of work.
 const ASSAY_PAGES: u32 = 512;
@@ -94,24 +94,24 @@ impl MemoryMonitor {
         Ok(Self { shared, wake: Some(wake), thread: Some(thread) })
     }
 
-    /// The incarnation that lives from now on.
+    /// Sets the living incarnation.
     pub fn watch(&self, live: Option<Incarnation>) {
         *self.shared.live.lock().expect("the monitor never panics") = live;
         self.nudge();
     }
 
-    /// What the machine may hold from now on.
+    /// Sets the memory that the machine may hold.
     pub fn set_budget(&self, budget: Budget) {
         *self.shared.budget.lock().expect("holders only copy and assign") = budget;
     }
 
-    /// What the living incarnation was granted counts as if it had been taken.
+    /// Counts the memory granted to the living incarnation as used.
     pub fn consider(&self, admission: Option<Arc<Admission>>) {
         *self.shared.admission.lock().expect("holders only assign") = admission;
         self.nudge();
     }
 
-    /// From now on it is noted what the images of the disks are, or not any more.
+    /// Sets the notes of the disks' images that are renewed from now on. None: no notes.
     pub fn note_images(&self, notes: Option<Watch>) {
         *self.shared.notes.lock().expect("the monitor never panics") = notes;
     }
@@ -131,12 +131,12 @@ impl MemoryMonitor {
         }
     }
 
-    /// Where dumps count what they have in their hands.
+    /// Counter for the bytes in the dumps' buffers.
     pub fn dump_buffers(&self) -> Arc<AtomicU64> {
         self.shared.dump_buffer_bytes.clone()
     }
 
-    /// For dumps to ask at any moment.
+    /// Tells dumps, at any moment, whether the guest waits for memory.
     pub fn guest_waits(&self) -> GuestWaits {
         let shared = self.shared.clone();
         Arc::new(move || {
@@ -173,15 +173,15 @@ impl Drop for MemoryMonitor {
     }
 }
 
-/// The thread's own state between two looks.
+/// The thread's state between two looks.
 struct Round<'a> {
     shared: &'a Shared,
     tell: &'a dyn Fn(MemoryMessage),
     growth_from: u64,
-    /// When the last look began.
+    /// Start of the last look.
     looked: Instant,
     warned: bool,
-    /// At the last look.
+    /// Whether the ember was held for a dump at the last look.
     was_held: bool,
     trimmed_bytes: u64,
     trimmed_told: Instant,
@@ -226,18 +226,18 @@ impl<'a> Round<'a> {
     }
 
     fn look(&mut self) -> Result<(), hearth_memory::MemoryError> {
-        // First: as long as memory is there that nobody can use, trimming would take good pages in its place. A guest that
-        // reads from the ember while this thread waits for a processor leaves such memory too.
+        // Release unusable memory first: otherwise trimming would take good pages in its place. A guest that reads from
+        // the ember while this thread waits for a processor also leaves such memory.
         let settled = if self.shared.settle_wanted.swap(false, Relaxed) { Some(self.settle()?) } else { None };
         self.shared.ember.sweep()?;
         let looked = Instant::now();
         let usage = self.measure()?;
         let growth = usage.live_bytes.saturating_sub(std::mem::replace(&mut self.growth_from, usage.live_bytes));
-        // Settling took 125 to 660 ms on a busy host. The guest's growth meanwhile says nothing about the next look, which
-        // comes 2 ms later.
+        // Settling took 125 to 660 ms on a busy host. The guest's growth in that time says nothing about the next look,
+        // which comes 2 ms later.
         let growth = if settled.is_some() { 0 } else { growth };
-        // From before the last measurement to after this one: if this thread has to wait for a processor in between, the growth
-        // of that time must not be taken for a fast guest's.
+        // The period is counted from before the last measurement to after this one. If this thread had to wait for a
+        // processor in between, a slow guest must not be mistaken for a fast one.
         let since = std::mem::replace(&mut self.looked, looked).elapsed();
         let to_trim = self.shared.budget().to_trim(self.promised(usage), growth, since);
         if to_trim > 0 {
@@ -257,12 +257,12 @@ impl<'a> Round<'a> {
     fn measure(&self) -> Result<Usage, hearth_memory::MemoryError> {
         let live = self.shared.live.lock().expect("holders only assign").clone();
         let ember_bytes = self.shared.ember.resident_bytes()?;
-        // One that has died is part of the ember before the next one lives. Counted twice it would cost half the ember.
-        // Asked after the ember was measured, so that it cannot get there in between.
+        // A dead incarnation becomes part of the ember before the next one lives. Counting it twice would cost half the
+        // ember. Ask after measuring the ember, so that it cannot be added in between.
         let banked = self.shared.ember.incarnations();
         let live = live.filter(|live| !banked.contains(&live.number));
         let live_bytes = live.map_or(Ok(0), |live| live.resident_bytes())?;
-        // What the ember gave up for the guest meanwhile is not counted twice either.
+        // Do not count what the ember gave up for the guest meanwhile twice either.
         let ember_bytes = ember_bytes.min(self.shared.ember.resident_bytes()?);
         let buffer_bytes = self.shared.dump_buffer_bytes.load(Relaxed);
         let usage = Usage { live_bytes, ember_bytes, buffer_bytes, is_held: self.shared.ember.is_held() };
@@ -273,20 +273,20 @@ impl<'a> Round<'a> {
         Ok(usage)
     }
 
-    /// After trimming: what a dump's headroom was used for comes back first.
+    /// Grants what is possible now. After trimming, because memory beyond the budget for a dump must be regained first.
     fn review_admission(&self) {
         let admission = self.shared.admission.lock().expect("holders only assign").clone();
         if let Some(Err(error)) = admission.map(|admission| admission.review()) {
-            // Its own thread meets that too, and tells.
+            // The admission's own thread meets the same error, and reports it.
             tracing::debug!(%error, "cannot adjust memory admission");
         }
     }
 
-    /// As if what was granted had been taken: it may be at any moment.
+    /// The usage if the guest had taken all memory that was granted: it may do so at any moment.
     fn promised(&self, usage: Usage) -> Usage {
         let admission = self.shared.admission.lock().expect("holders only assign");
         let granted = admission.as_ref().filter(|admission| !admission.is_over());
-        // What a dump has in its hands is not the guest's to take.
+        // The guest cannot take memory that is in a dump's buffers.
         if let Some(granted) = granted {
             granted.reserve(usage.buffer_bytes);
         }
@@ -313,7 +313,8 @@ impl<'a> Round<'a> {
     }
 
     fn warn_if_over(&mut self, usage: Usage) {
-        // What the headroom was used for is trimmed in the look that finds the dump over, and measured before that.
+        // The look that finds that the dump has ended measures the memory before it trims it. So the headroom counts
+        // once more.
         let was_held = std::mem::replace(&mut self.was_held, usage.is_held);
         let limit_bytes = self.shared.budget().limit_bytes(usage.is_held || was_held);
         let over = usage.total_bytes() > limit_bytes;
@@ -339,7 +340,8 @@ mod tests {
 
     const BUDGET: Budget =
         Budget { ram_bytes: 64 << 20, slack_bytes: 1 << 20, headroom_bytes: 0, dump_buffer_bytes: 0 };
-    /// What a guest fills: two of them pass the budget, one with the usual headroom does not.
+    /// Number of pages that a guest fills, half of its RAM. Two such guests exceed the budget; one with the usual
+    /// headroom does not.
     const PAGES: u64 = (32 << 20) / PAGE_BYTES;
     const BYTES: [u8; BLOCK_BYTES] = [7; BLOCK_BYTES];
 
@@ -378,7 +380,7 @@ mod tests {
             half_full(self.folder.path(), number, &self.tagger)
         }
 
-        /// Until the monitor has looked at what is there now, and trimmed it.
+        /// Waits until the monitor has looked at the current memory and trimmed it.
         fn wait_settled(&self) {
             self.monitor.settle();
             let patience = Duration::from_secs(60);
@@ -401,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_nobody_can_use_goes_before_the_ember() {
+    fn unusable_memory_is_released_before_the_ember() {
         let machine = Watched::new();
         let dead = machine.half_full(1);
         let ram = File::options().write(true).open(dead.ram.path()).unwrap();
@@ -411,7 +413,7 @@ mod tests {
         assert_eq!((machine.ember.counts().trimmed, machine.ember.counts().remaining), (0, PAGES));
     }
 
-    /// A guest reads a quarter of its RAM from the ember between two looks, which are far apart on a busy host.
+    /// A guest reads a quarter of its RAM from the ember between two looks. On a busy host looks are far apart.
     #[test]
     fn served_pages_do_not_count_as_ember() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
@@ -450,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ember_goes_as_the_next_guest_grows() {
+    fn ember_shrinks_as_the_next_guest_grows() {
         let machine = Watched::new();
         machine.ember.bank(machine.half_full(1)).unwrap();
         machine.monitor.watch(Some(machine.half_full(2)));

@@ -1,5 +1,5 @@
-//! NVRAM of a machine: opened with its disks, served like one of them, and followed by nobody. Persistent memory only has to be
-//! there.
+//! NVRAM of a machine: opened after its disks, and served like one of them, but without a ledger. Persistent memory
+//! only has to be open: QEMU maps it.
 
 use std::path::Path;
 
@@ -41,7 +41,8 @@ impl PmemConfig {
 }
 
 impl Disks {
-    /// Opens and serves NVRAM and persistent memory. Call it after the disks are served: the guest sees them behind these.
+    /// Opens and serves NVRAM, and opens persistent memory. Call it after the disks are served: the guest sees these
+    /// devices after them.
     pub fn open_nvram(&mut self, context: &mut Context, gate: Option<&Gate>) -> Result<(), MachineError> {
         let mut locks = Vec::new();
         let disks = context.config.disks.len();
@@ -71,7 +72,8 @@ impl Disks {
         Ok(())
     }
 
-    /// Gives mirrored memory back. Call it when the machine has stopped and the disks' servers have ended.
+    /// Releases the memory of devices with a mirror. Call it when the machine has stopped and the disks' servers have
+    /// ended.
     pub fn give_back_nvram(&mut self, context: &Context) {
         self.pmem.clear();
         for (device, nvram) in context.config.nvram.iter().zip(std::mem::take(&mut self.nvram)) {
@@ -84,7 +86,7 @@ impl Disks {
         }
     }
 
-    /// `is_mapped`: a QEMU lives, which maps the persistent memory.
+    /// `is_mapped`: a QEMU lives, and maps the persistent memory.
     pub fn nvram_statuses(&self, context: &Context, is_mapped: bool) -> Vec<NvramStatus> {
         let servers = self.servers.iter().skip(context.config.disks.len());
         let devices = context.config.nvram.iter().zip(&self.nvram).zip(servers);
@@ -93,7 +95,7 @@ impl Disks {
     }
 }
 
-/// Host memory that the devices take.
+/// Host memory that NVRAM and persistent memory take, in bytes.
 pub fn nvram_bytes(context: &Context) -> u64 {
     let folder = &context.folders.memory;
     context.config.nvram_in_memory().map(|(name, _)| resident_bytes(folder, name)).sum()
@@ -112,7 +114,7 @@ fn opened(name: &str, origin: Origin) -> EventKind {
     EventKind::NvramOpened { nvram: name.to_owned(), from: from.to_owned() }
 }
 
-/// The keeper does not see the guest's reads and writes of persistent memory.
+/// Status without counters: the keeper does not see the guest's reads and writes of persistent memory.
 fn pmem_status(device: &PmemConfig, is_mapped: bool) -> NvramStatus {
     NvramStatus {
         name: device.name.clone(),

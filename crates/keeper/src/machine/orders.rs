@@ -1,4 +1,4 @@
-//! Requests of the operator, until they are carried out or QEMU has ended.
+//! Requests of the operator: how each is checked, answered and carried out.
 
 use std::time::Instant;
 
@@ -26,7 +26,7 @@ impl Machine {
         };
         let Some(reply) = self.obey(command, answer) else { return Ok(()) };
         let is_accepted = reply.is_ok();
-        // The asker may have hung up.
+        // The client may have hung up.
         let _ = answer.send(reply);
         match to_rejuvenate.filter(|_| is_accepted) {
             Some(request) => self.rejuvenate(&request),
@@ -103,7 +103,7 @@ impl Machine {
         self.ordered("stop", Input::Stop { force, now: Instant::now() })
     }
 
-    /// A signal stops the machine, the second one at once.
+    /// A signal: the first one stops the machine, the second one stops it at once.
     pub(super) fn terminate(&mut self) -> Result<(), ApiError> {
         // A guest that is parked by now has stopped as well.
         let _ = self.call_park_off("stop", TOLD_TO_STOP);
@@ -117,13 +117,13 @@ impl Machine {
         self.end_held_dump(why);
     }
 
-    /// For a keeper that comes after this one: the guest may yet take its minute.
+    /// Notes the request in the journal for a new keeper: the guest may take a minute to shut down.
     pub(super) fn note_order(&mut self, order: Option<OrderNote>) {
         self.context.journal.ordered = order;
         self.context.save_journal();
     }
 
-    /// Carries out a request that the dead keeper had accepted. The guest may have been asked to shut down already.
+    /// Carries out a request that a dead keeper had accepted. The guest may already have been asked to shut down.
     pub(super) fn go_on_with_order(&mut self) {
         if let Some(order) = self.context.journal.ordered {
             self.must_happen(Input::OrderFound { order, now: Instant::now() });

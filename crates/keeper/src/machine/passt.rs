@@ -1,4 +1,4 @@
-//! passt beside QEMU: a user-mode network that is a process of its own, so that it can outlive a QEMU.
+//! passt: a user-mode network in a process of its own, so that it can outlive a QEMU.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -15,7 +15,7 @@ use rustix::io::{FdFlags, fcntl_setfd};
 
 use crate::config::{Forward, Protocol};
 
-/// passt listens within milliseconds of its start.
+/// How long to wait for passt to listen. It takes milliseconds.
 const START_PATIENCE: Duration = Duration::from_secs(10);
 
 /// A running passt. It ends by itself when nobody is connected any more; dropping this collects it, or ends it.
@@ -34,8 +34,8 @@ pub enum PasstError {
 }
 
 impl Passt {
-    /// And a connection to it, which it inherits the other end of: a socket with a name others could connect to first. It
-    /// writes its pid to `pid_file` when its ports are open.
+    /// Starts passt with a connection to it. passt inherits the other end, because others could connect first to a
+    /// socket with a name. It writes its pid to `pid_file` when its ports are open.
     pub fn start(pid_file: &Path, forward: &[Forward]) -> Result<(Self, UnixStream), PasstError> {
         let failed = |source| PasstError::Start { source };
         let (connection, inherited) = UnixStream::pair().map_err(failed)?;
@@ -55,7 +55,7 @@ impl Passt {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
-            // Away from the keeper's terminal: ^C there must not cut the guest's network.
+            // Run it outside the keeper's terminal session: Ctrl-C there must not cut the guest's network.
             .process_group(0)
             .spawn()
             .map_err(failed)?;
@@ -106,8 +106,8 @@ fn arguments(connection: RawFd, pid_file: &Path, forward: &[Forward], is_root: b
     let mut arguments = ["--foreground", "--fd"].map(String::from).to_vec();
     arguments.extend([connection.to_string(), "--pid".to_owned(), pid_file.display().to_string()]);
     if is_root {
-        // It would become nobody, who cannot make files in the runtime folder, and end without a word. It gives up
-        // all capabilities either way, in a user name space and an empty file system of its own.
+        // passt would switch to the user nobody, who cannot create files in the runtime folder, and end silently. It
+        // gives up all capabilities in any case, in its own user namespace with an empty file system.
         arguments.extend(["--runas".into(), "0".into()]);
     }
     for forward in forward {

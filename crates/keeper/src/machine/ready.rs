@@ -1,11 +1,10 @@
-//! Ready: whether a guest has done what it boots for, asked of the guest itself until it has.
+//! Ready: asks the guest until it has finished its boot.
 //!
-//! At a port of the host that leads into it: QEMU takes every connection for its guest, also of one that does not listen, or is
-//! not there yet; only a word that comes back tells. Some services greet; the others are asked for a page, and an answer of any
-//! kind will do.
+//! At a port: QEMU accepts every connection to a forwarded port, also before the guest listens. So only bytes that come
+//! back count. Some services send a greeting; others get an HTTP request, and any answer will do.
 //!
-//! Of its agent: whether a unit is active, as `systemctl` has it. An agent comes up late in a boot, so that none is no news; one
-//! that refuses, or none after a minute, is told once, and asked again all the same.
+//! Through the guest agent: whether a unit is active, according to `systemctl`. An agent starts late in a boot, so its
+//! absence is normal at first. A refusal, or no agent after a minute, is reported once, and asking goes on.
 
 use std::collections::HashSet;
 use std::io::{self, Read, Write};
@@ -22,40 +21,41 @@ use hearth_qemu::agent::{Agent, AgentError, Patience};
 use crate::config::Forward;
 use crate::event::ReadinessMessage;
 
-/// Between two connections to a port: they cost the guest next to nothing.
+/// Time between two connections to a port. A connection costs the guest next to nothing.
 const PORT_EVERY: Duration = Duration::from_millis(200);
-/// A service that is up answers within this, or is asked again.
+/// How long to wait for an answer from a port before trying again.
 const PORT_PATIENCE: Duration = Duration::from_secs(2);
 const QUESTION: &[u8] = b"GET / HTTP/1.0\r\n\r\n";
-/// Between two programs that are started in the guest.
+/// Time between two `systemctl` runs in the guest.
 const UNIT_EVERY: Duration = Duration::from_secs(1);
-/// For each of the agent's answers, and for the program's end. Whoever else wants the agent waits so long at most.
+/// How long to wait for each answer of the agent, and for the program's end. Other users of the agent wait no longer
+/// than this.
 const UNIT_PATIENCE: Duration = Duration::from_secs(5);
-/// From the guest's start. Agents are up within this, but in guests that have none.
+/// Time from the guest's start in which a missing agent is not reported. Agents that exist are up within this time.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// Whether the guest is ready. Handed is what says that nobody wants to know any more.
+/// Asks once whether the guest is ready. Its argument says whether the answer is still wanted.
 type Ask = dyn Fn(&dyn Fn() -> bool) -> Result<bool, AgentError> + Send;
 
-/// What the guest is asked.
+/// A question to the guest.
 pub struct Question {
     ask: Box<Ask>,
     every: Duration,
-    /// Trouble before that is not told, unless it is a refusal.
+    /// Errors before this time are not reported, unless the agent refuses.
     silence: Duration,
-    /// Why the guest is ready, once that is the answer.
+    /// The reason that is recorded when the guest is ready.
     why: &'static str,
 }
 
 impl Question {
     pub fn port(forward: Forward) -> Self {
         let address = SocketAddr::new(reachable(forward.host), forward.host_port);
-        // Whatever goes wrong, it may be because there is nobody yet.
+        // Any error may only mean that the guest does not listen yet.
         let ask = move |_: &dyn Fn() -> bool| Ok(answers(address).unwrap_or(false));
         Self { ask: Box::new(ask), every: PORT_EVERY, silence: SILENCE, why: "its port answers" }
     }
 
-    /// `channel`: to the agent.
+    /// `channel`: the agent's socket.
     pub fn unit(unit: String, channel: Endpoint) -> Self {
         let ask = move |stop: &dyn Fn() -> bool| {
             let patience = Patience { time: UNIT_PATIENCE, stop };
@@ -66,7 +66,7 @@ impl Question {
     }
 }
 
-/// Asks until the guest is ready; ends with this.
+/// Asks until the guest is ready. Dropping it ends the thread.
 pub struct ReadyWatch {
     stop: Arc<AtomicBool>,
 }
@@ -96,7 +96,7 @@ fn watch(question: &Question, stop: &dyn Fn() -> bool, say: &dyn Fn(ReadinessMes
     let mut told = HashSet::new();
     while !stop() {
         let answer = (question.ask)(stop);
-        // Nobody wants to know it of a guest that has ended meanwhile.
+        // The guest has ended meanwhile: do not report its answer.
         if stop() {
             return;
         }
@@ -114,7 +114,7 @@ fn watch(question: &Question, stop: &dyn Fn() -> bool, say: &dyn Fn(ReadinessMes
     }
 }
 
-/// A forward of all addresses is reached at the host's own.
+/// The address to connect to: a forward on all addresses is reached through loopback.
 fn reachable(host: IpAddr) -> IpAddr {
     match host {
         IpAddr::V4(address) if address.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
@@ -154,10 +154,10 @@ mod tests {
     }
 
     #[test]
-    fn a_port_that_takes_connections_and_says_nothing_is_not_ready() {
+    fn silent_port_is_not_ready() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let (_watch, told) = watch_port(&listener);
-        // The same as QEMU for a guest that does not listen: taken, and closed.
+        // QEMU accepts and closes the connection if the guest does not listen.
         for _ in 0..3 {
             drop(listener.accept().unwrap());
             assert!(told.try_recv().is_err());
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_told_after_the_watch_has_ended() {
+    fn dropped_watch_reports_nothing() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let (watch, told) = watch_port(&listener);
         let (mut stream, _) = listener.accept().unwrap();
@@ -177,8 +177,8 @@ mod tests {
         assert!(told.recv().is_err(), "its thread ends without a word");
     }
 
-    /// An agent whose guest's unit has this exit code of `systemctl is-active`, one conversation after the other; none: it has
-    /// no `guest-exec`. What it was asked to run.
+    /// Plays an agent for several conversations. Each code is the exit code of `systemctl is-active`; None means that
+    /// the agent has no `guest-exec`. Returns the commands that it was asked to run.
     fn serve(listener: &UnixListener, codes: &[Option<u8>]) -> Vec<String> {
         let mut asked = Vec::new();
         for code in codes {
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_unit_is_asked_for_until_it_is_active_and_a_refusal_is_told_once() {
+    fn agent_refusal_is_reported_once_and_retried() {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("agent.sock");
         let listener = UnixListener::bind(&socket).unwrap();
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_that_is_not_there_is_told_once_and_not_at_first() {
+    fn missing_agent_is_reported_once_and_late() {
         let nowhere = || quick("/no/such.sock".into());
         let asked_and_told = |question: Question| {
             let (looks, words) = (Cell::new(0), RefCell::new(Vec::new()));

@@ -1,9 +1,10 @@
-//! Remount: the boot set of a machine, from the reset of a guest until it is ready, and on to the next one.
+//! Fast remount: the boot set of a machine, from a guest's reset until it is ready, and on to the next guest.
 //!
-//! reset -> the disks note what is read -> ready (`hearth ready`, or the time is over) -> kept current -> the next reset
+//! reset -> the disks record what is read -> ready (`hearth ready`, or the time is over) -> kept current -> the next
+//! reset
 //!
-//! What is held outlives guests, QEMUs and keepers; it ends with the machine, with a cold reboot, and, disk by disk, where nobody
-//! guarded an image and it is not what was noted of it (`images`).
+//! The boot set outlives guests, QEMUs and keepers. It ends with the machine and with a cold reboot; a disk's part of
+//! it ends when its image was unguarded and no longer matches its note (`images`).
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -27,24 +28,24 @@ use crate::event::{Event, ReadinessMessage};
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
-/// Until when the boot of the living guest is noted, and who asks whether it is over.
+/// How long the boot of the living guest is recorded, and the probe that asks whether it is over.
 #[derive(Default)]
 pub struct FastRemount {
-    /// When the guest is taken to be ready if nobody has said so.
+    /// When the guest counts as ready if nobody has said so.
     pub ready_at: Option<Instant>,
     /// Asks the guest whether it is ready.
     pub probe: Option<ReadyWatch>,
 }
 
 impl FastRemount {
-    /// A guest is about to be reset.
+    /// Starts to record a boot. Call it before a guest is reset.
     pub fn boot_begins(&mut self, context: &Context, warm: &WarmReboot) {
         let (Some(boot_set), Some(remount)) = (warm.boot_set(), &context.config.remount) else { return };
         boot_set.begin();
         self.ready_at = Some(Instant::now() + Duration::from_secs(remount.ready_after_s));
     }
 
-    /// Has the guest that boots asked whether it is ready, if the configuration says how; through the QEMU that it has now.
+    /// Starts to ask the booting guest whether it is ready, if the configuration says how, through its current QEMU.
     pub fn watch(&mut self, context: &Context, generation: &Generation) {
         let (Some(_), Some(remount)) = (self.ready_at, &context.config.remount) else { return };
         self.probe = remount.ready_sign.clone().and_then(|sign| {
@@ -53,7 +54,7 @@ impl FastRemount {
                 ReadySign::Unit(unit) => Question::unit(unit, generation.agent(&context.folders)),
             };
             let (tell, incarnation) = (context.outside.tell.clone(), context.journal.incarnation);
-            // It fails only when the loop is gone, and then nobody wants to know.
+            // Fails only when the loop has ended; then nobody needs the message.
             let say = move |message| drop(tell.send(Event::Readiness { incarnation, message }));
             let probe = ReadyWatch::start(&context.config.name, question, say);
             probe.inspect_err(|error| tracing::warn!(%error, "cannot ask whether the guest is ready")).ok()
@@ -70,7 +71,7 @@ impl FastRemount {
         }
     }
 
-    /// The boot ends before the guest was ready: what it has read until now is not what a boot reads.
+    /// Call it when the boot ends before the guest was ready: what was read until now is not a whole boot.
     pub fn boot_cut_off(&mut self) {
         *self = Self::default();
     }
@@ -88,8 +89,8 @@ impl FastRemount {
 }
 
 impl WarmReboot {
-    /// Loads the boot set that was saved when the machine stopped, for the images that have not changed since. Call it while they
-    /// are locked.
+    /// Loads the boot set that was saved when the machine stopped, for images that have not changed since. Call it
+    /// while they are locked.
     pub fn load_boot_set(&self, context: &Context, open: &[DiskNote]) {
         let (Some(boot_set), Some(path)) = (self.boot_set(), persist_file(context)) else { return };
         match saved::load(path, boot_set, open) {
@@ -110,8 +111,8 @@ impl WarmReboot {
         }
     }
 
-    /// Syncs the images before a boot set is saved of them, and notes what they are. Without the sync a crash of the host could leave
-    /// images that are older than the copies. None if no boot set will be saved.
+    /// Syncs the images before their boot set is saved, and returns notes of them. Without the sync a crash of the host
+    /// could leave images that are older than the copies. None if no boot set will be saved.
     pub fn settle_images(&self, context: &Context, disks: &Disks) -> Result<Option<Vec<DiskNote>>, String> {
         if persist_file(context).is_none() {
             return Ok(None);
@@ -120,7 +121,7 @@ impl WarmReboot {
         Ok(Some(disks.images.look()))
     }
 
-    /// Reports that the last keeper's boot set exceeds the limit that counts now.
+    /// Reports that the last keeper's boot set exceeds the current limit.
     pub fn tell_what_is_left_out(&self, context: &Context) {
         let left_out = self.boot_set().map_or(0, |boot_set| boot_set.left_out());
         if left_out > 0 {
@@ -132,7 +133,8 @@ impl WarmReboot {
         self.boot_set().is_some_and(|boot_set| !boot_set.is_empty())
     }
 
-    /// The machine has stopped, and nobody writes to its images any more: they are what they were when they were `locked`.
+    /// Saves the boot set. The machine has stopped, and nobody writes to its images any more. `locked`: notes from when
+    /// they were still locked; an image that differs now is left out.
     pub fn save_boot_set(&self, context: &Context, disks: &Disks, locked: Result<Option<Vec<DiskNote>>, String>) {
         let (Some(boot_set), Some(path)) = (self.boot_set(), persist_file(context)) else { return };
         let saved = locked.and_then(|locked| {
@@ -151,7 +153,7 @@ impl WarmReboot {
         }
     }
 
-    /// From ready on, or where a keeper goes on with a guest: what is read is counted by volume.
+    /// Counts reads by volume from now on: once the guest is ready, or when a keeper takes over a guest.
     pub fn divide_disks(&self, context: &Context, disks: &Disks) {
         let Some(boot_set) = self.boot_set() else { return };
         let ids = (0..context.config.disks.len()).filter_map(|position| u8::try_from(position).ok()).map(DiskId);

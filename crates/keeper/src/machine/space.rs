@@ -1,10 +1,10 @@
 //! Full file systems of the host.
 //!
-//! A disk whose image cannot grow has the guest's requests wait (`hearth_disk`). Whatever stops the guest's queues would turn
-//! that into an error, so operations that do are refused.
+//! If an image cannot grow, the guest's requests wait (`hearth_disk`). Stopping the guest's queues would turn the wait
+//! into an error, so operations that do so are refused.
 //!
-//! A memory folder or runtime folder without space for the next guest: no space -> the ember is given up, so the reboot is
-//! cold -> still none -> the machine waits and tries again.
+//! If a memory or runtime folder has no space for the next guest: the ember is given up, so the reboot is cold -> still
+//! no space -> the machine waits and tries again.
 
 use std::error::Error;
 use std::io;
@@ -14,16 +14,17 @@ use std::time::Duration;
 
 use super::{Machine, MachineError};
 
-/// Between two tries to start a guest for which there was no space.
+/// Time between two attempts to start a guest for which there was no space.
 const START_EVERY: Duration = Duration::from_secs(5);
 
 impl Machine {
-    /// Whether space is all that is missing: nothing has been started.
+    /// Whether only space is missing. True only if nothing has been started.
     pub(super) fn may_wait_for_space(&self, error: &MachineError) -> bool {
         self.state.guest().is_none() && is_out_of_space(error)
     }
 
-    /// Tries once more without an ember, if that is where space is missing: it takes as much memory as a guest. Then later.
+    /// Tries again without an ember if it takes the missing space: an ember may be as large as a guest. Otherwise tries
+    /// again later.
     pub(super) fn wait_for_space(&mut self, error: &MachineError) -> Result<(), MachineError> {
         let mut why = crate::chain(error);
         self.discard_unused();
@@ -44,7 +45,8 @@ impl Machine {
     }
 }
 
-/// Files of the runtime folder are small: an ember in another file system is not what they lack space for.
+/// Whether the ember takes the missing space. Files of the runtime folder are small: if it is on another file system
+/// than the ember, giving up the ember does not help.
 fn ember_is_in_the_way(error: &MachineError, runtime: &Path, memory: &Path) -> bool {
     let is_of_runtime = matches!(error, MachineError::Journal(_) | MachineError::Launch(_) | MachineError::Folder(_));
     let device = |folder: &Path| std::fs::metadata(folder).map(|metadata| metadata.dev()).ok();
@@ -94,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn want_of_space_is_told_from_other_errors() {
+    fn missing_space_differs_from_other_errors() {
         let failed = |errno| JournalError::Io { path: "/j".into(), source: io::Error::from_raw_os_error(errno) };
         let check = |errno, expect| assert_eq!(is_out_of_space(&MachineError::from(failed(errno))), expect, "{errno}");
         check(libc::ENOSPC, true);

@@ -1,20 +1,23 @@
-//! Stale session: a QEMU that does not see that its disks' server is another one, and never will; its guest would wait for its
-//! disk for ever.
+//! Stale session: a QEMU that does not notice that its disks have a new server. Its guest would wait for its disk for
+//! ever.
 //!
-//! take-over -> QEMU connects to its disks, which it tries once a second -> it speaks to them
-//!                                                                       -> it says nothing: see below -> it speaks
-//!                                                                                                     -> the operator is told
+//! take-over -> QEMU connects to its disks, which it tries once a second -> it uses them
+//!                                                                       -> it sends nothing: see below -> it uses them
+//!                                                                                                        -> an event
 //!
 //! A QEMU before 9.1 handles the end of a connection only for a device that runs (`vhost_user_async_close_bh` in QEMU's
-//! `hw/virtio/vhost-user.c`); otherwise nobody listens to the next connection. It comes to that in two ways:
-//! - The server died while the device did not run: the guest stood still, or its firmware or kernel was about to start it. The
-//!   guest is stopped for a moment and continued: then QEMU starts its devices, and tells the server everything.
-//! - The server died while QEMU greeted it, after it had lost the one before. `vhost_dev_init` fails then and clears the device,
-//!   and whatever starts it again ends QEMU (`vhost_dev_prepare_inflight` reads through a null pointer: 7.2 to 9.0). So such a
-//!   QEMU is never continued. Another one takes the guest over, with the requests that nobody has answered.
+//! `hw/virtio/vhost-user.c`). Otherwise it ignores the next connection. This happens in two cases:
+//! - The server died while the device did not run: the guest was paused, or its firmware or kernel had not started the
+//!   device. The keeper pauses the guest for a moment and continues it. QEMU then starts its devices and tells the
+//!   server everything.
+//! - QEMU had lost a server, and the next one died while QEMU was still connecting to it. `vhost_dev_init` fails then
+//!   and clears the device, and any attempt to start the device again ends QEMU (`vhost_dev_prepare_inflight` reads
+//!   through a null pointer: 7.2 to 9.0). So such a QEMU is never continued. Another QEMU takes the guest over, with
+//!   the unanswered requests.
 //!
-//! From outside both look the same. So a keeper notes in the journal that it waits for a greeting (`Journal::greeting`), and the
-//! next one knows whether that may have been cut off.
+//! From outside both cases look the same. So a keeper notes in the journal that it expects a greeting, QEMU's first
+//! messages to a new server (`Journal::greeting`). The next keeper knows from it whether the greeting may have been cut
+//! off.
 
 use std::time::{Duration, Instant};
 
@@ -26,11 +29,12 @@ use super::generation::Generation;
 use super::rejuvenate::PAUSE_PATIENCE;
 use super::{Context, Machine};
 
-/// A QEMU whose keeper died connects again within a second, also on a busy host within a few.
+/// How long to wait for a QEMU to connect again. It takes a second, or a few on a busy host.
 const RECONNECT_PATIENCE: Duration = Duration::from_secs(10);
-/// A greeting that has ended is noted this soon.
+/// Time between two checks. The end of a greeting is noted this soon.
 const LISTEN_EVERY: Duration = Duration::from_millis(200);
-/// A QEMU that listens sends its first message when it connects; one that has sent nothing for so many checks never will.
+/// Checks before the keeper acts. A QEMU that uses its disks sends its first message when it connects; one that has
+/// sent nothing for this long never will.
 const ATTEMPTS_A_TRY: u32 = 20;
 const TRIES: u32 = 5;
 
@@ -43,7 +47,8 @@ pub struct InUseCheck {
 }
 
 impl Disks {
-    /// Before the disks are served to a QEMU that another keeper left: from now on it may greet them.
+    /// Notes that QEMU may greet its disks from now on. Call it before the disks are served to a QEMU that another
+    /// keeper left.
     pub fn note_greeting(&mut self, context: &mut Context) {
         if context.journal.qemu.is_some() {
             self.greeting_cut_off = std::mem::replace(&mut context.journal.greeting, true);
@@ -51,7 +56,7 @@ impl Disks {
         }
     }
 
-    /// QEMU is another one now, or there is none, or its greeting has ended. Whoever calls this saves the journal.
+    /// Forgets the greeting: it has ended, or QEMU has ended or was replaced. The caller saves the journal.
     pub fn forget_greeting(&mut self, context: &mut Context) {
         (self.greeting_cut_off, context.journal.greeting) = (false, false);
     }
@@ -63,7 +68,7 @@ impl Disks {
         }
     }
 
-    /// A QEMU tries to reach its disks once a second.
+    /// Waits until QEMU is connected to its disks. It tries once a second.
     fn await_disks(&self) {
         let deadline = Instant::now() + RECONNECT_PATIENCE;
         while !self.servers.iter().all(|disk| disk.counters().connected) && Instant::now() < deadline {
@@ -71,13 +76,14 @@ impl Disks {
         }
     }
 
-    /// QEMU 7.2 does not see that its disk's server is another one if that happened while the guest stood still, and never
-    /// will again; the guest would wait for its disk for ever. When the guest goes on, QEMU tells the server everything.
+    /// Pauses the guest and continues it. QEMU 7.2 does not notice a new server of its disk that came while the guest
+    /// was paused, and the guest would wait for its disk for ever. When the guest continues, QEMU tells the server
+    /// everything.
     pub fn wake(&self, context: &Context, generation: &Generation) {
         let qmp = &generation.qmp;
         self.await_disks();
         let stopped = match qmp.run_state().as_deref() {
-            // It may be one that must not be continued; `must_have_spoken` finds out.
+            // This QEMU may be one that must not be continued; `must_have_spoken` finds out.
             Ok("running") if self.greeting_cut_off => return,
             Ok("running") => qmp.pause(),
             _ => Ok(()),
@@ -105,7 +111,7 @@ impl Machine {
         }
     }
 
-    /// Notes that it does, or has it do so.
+    /// Notes that QEMU uses its disks, or makes it do so.
     pub(super) fn must_have_spoken(&mut self, attempt: u32) {
         let silent: Vec<_> = self.disks.servers.iter().filter(|disk| !disk.counters().spoken).collect();
         let Some(first) = silent.first() else {
@@ -123,7 +129,7 @@ impl Machine {
             return self.tell_silent(&name, "");
         }
         if life.generation.qmp.run_state().is_ok_and(|state| state != "running") {
-            // It tells everything when it goes on, whenever that is.
+            // QEMU tells the server everything when it continues, whenever that is.
             return self.listen(number, attempt - ATTEMPTS_A_TRY + 1);
         }
         if is_connected && self.disks.greeting_cut_off {
@@ -131,7 +137,7 @@ impl Machine {
                 if attempt == ATTEMPTS_A_TRY {
                     self.tell_silent(&name, &format!(" ({refusal})"));
                 }
-                // The obstacle may pass.
+                // What prevents the replacement may pass.
                 return self.listen(number, ATTEMPTS_A_TRY + 1);
             }
             self.replace_silent(&name);
@@ -158,7 +164,7 @@ impl Machine {
         self.context.record(EventKind::Error { message });
     }
 
-    /// Gives the guest of a QEMU that must not be continued to another one.
+    /// Moves the guest of a QEMU that must not be continued to another QEMU.
     fn replace_silent(&mut self, disk: &str) {
         tracing::warn!(
             disk,

@@ -1,4 +1,4 @@
-//! What the machine says of itself.
+//! The machine's status, as the API shows it.
 
 use hearth_api::{
     DiskStatus, DumpStatus, EmberStatus, KeeperStatus, MachineStatus, MemoryStatus, NetStatus, Recovery, Refused,
@@ -55,7 +55,7 @@ impl Machine {
         }
     }
 
-    /// With the dump of the guest that was recovered from.
+    /// The last recovery, with the dump of the guest that was recovered from.
     fn recovery(&self, dumps: &[DumpStatus]) -> Option<Recovery> {
         let mut recovery = self.recovery.timeline.as_ref()?.recovery().clone();
         recovery.dump = dumps.iter().find(|dump| !dump.live && dump.incarnation + 1 == recovery.incarnation).cloned();
@@ -77,7 +77,7 @@ impl Machine {
                 + self.context.config.remount_bytes()
                 + self.context.config.nvram_bytes(),
             headroom_bytes: self.warm_reboot.budget.headroom_bytes,
-            // What NVRAM takes it takes before the first guest, and gives back after the last one.
+            // NVRAM takes its memory before the first guest starts, and releases it after the last one.
             peak_bytes: self.warm_reboot.monitor.peak_bytes() + nvram_bytes,
             admission: self.memory.gate.as_ref().map(MemoryGate::status),
         }

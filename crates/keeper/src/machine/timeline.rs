@@ -9,16 +9,16 @@ use hearth_recovery::ember::Ember;
 
 use super::Context;
 
-/// The recovery under way, or the last one.
+/// The recovery that is under way, or the last one.
 #[derive(Default)]
 pub struct LastRecovery {
     pub timeline: Option<Timeline>,
-    /// When the first start failed for want of something that the machine waits for.
+    /// When the first attempt to start failed because something was missing that the machine waits for.
     pub waits_since: Option<Instant>,
 }
 
 impl LastRecovery {
-    /// Notes a phase that has ended. Nothing is noted of the attempts of a machine that waits: there may be thousands.
+    /// Records the end of a phase. Attempts of a machine that waits are not recorded: there may be thousands.
     pub fn phase_ended(&mut self, context: &Context, phase: &str, began: Instant, took: Duration) {
         if self.waits_since.is_some() {
             return;
@@ -29,14 +29,14 @@ impl LastRecovery {
         context.record(EventKind::Phase { phase: phase.to_owned(), duration_ms: ms(took) });
     }
 
-    /// The memory of the dead guest cannot be kept after all.
+    /// Records that the dead guest's memory cannot be kept after all.
     pub fn turned_cold(&mut self, why: String) {
         if let Some(timeline) = &mut self.timeline {
             timeline.turned_cold(why);
         }
     }
 
-    /// Notes how much of the dead guest's memory is kept.
+    /// Records how much of the dead guest's memory is kept.
     pub fn kept(&mut self, context: &Context, ember: &Ember) {
         let counts = ember.counts();
         let bytes = counts.kept * PAGE_BYTES;
@@ -47,7 +47,7 @@ impl LastRecovery {
     }
 }
 
-/// Clock of one recovery, started at the end of the dead incarnation.
+/// Clock of one recovery. It starts when the dead incarnation ends.
 pub struct Timeline {
     start: Instant,
     recovery: Recovery,
@@ -73,19 +73,19 @@ impl Timeline {
         Self { start: Instant::now(), recovery }
     }
 
-    /// It began before this clock was started.
+    /// Sets the start of the recovery, if it began before this clock was created.
     pub fn began(&mut self, start: Instant) {
         self.start = start;
     }
 
-    /// Notes the dead guest's own message about its crash.
+    /// Records the dead guest's own message about its crash.
     pub fn crash_reason(&mut self, dead: u32, message: &str) {
         if dead + 1 == self.recovery.incarnation {
             self.recovery.panic = Some(message.to_owned());
         }
     }
 
-    /// Notes a phase that has ended.
+    /// Records the end of a phase.
     pub fn ended(&mut self, phase: &str, began: Instant, took: Duration) {
         let began = began.saturating_duration_since(self.start);
         let phase = phase.to_owned();
@@ -97,7 +97,7 @@ impl Timeline {
         self.recovery.kept_bytes = bytes;
     }
 
-    /// The memory cannot be kept after all.
+    /// Records that the memory cannot be kept after all.
     pub fn turned_cold(&mut self, why: String) {
         self.recovery.warm = false;
         self.recovery.why_cold = Some(why);
@@ -107,7 +107,7 @@ impl Timeline {
         self.recovery.released_bytes = bytes;
     }
 
-    /// The new guest runs.
+    /// Records that the new guest runs.
     pub fn recovered(&mut self) {
         self.recovery.duration_ms = ms(self.start.elapsed());
     }

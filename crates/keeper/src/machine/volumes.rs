@@ -1,7 +1,7 @@
-//! Volumes: hits and misses of a boot by partition.
+//! Volumes: hits and misses of a boot, by partition.
 //!
-//! The tables of partitions are taken from the boot set: a guest reads them at every boot, so they are held, as they are on the disk
-//! and whatever the image's format. Where they are not held there are no volumes to be told of.
+//! The partition tables are read from the boot set: a guest reads them at every boot, so they are in it, whatever the
+//! image's format. If they are not, no volumes are reported.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use hearth_disk::partitions::{self, Partition, SECTOR_BYTES, Sector};
 const BLOCK: u64 = BLOCK_BYTES as u64;
 const SECTORS_PER_BLOCK: u64 = (BLOCK_BYTES / SECTOR_BYTES) as u64;
 
-/// How a disk is divided: without what was read of the partitions.
+/// How a disk is divided into partitions. The counters of what was read are zero.
 fn layout(disk: &str, disk_bytes: u64, read: &mut dyn FnMut(u64) -> Option<Sector>) -> Vec<RemountVolume> {
     let volume = |Partition { number, bytes, name }| RemountVolume {
         disk: disk.to_owned(),
@@ -26,19 +26,19 @@ fn layout(disk: &str, disk_bytes: u64, read: &mut dyn FnMut(u64) -> Option<Secto
     partitions::find(disk_bytes, read).into_iter().map(volume).collect()
 }
 
-/// A block belongs to the partition that its first byte lies in.
+/// Block range of each partition. A block belongs to the partition that contains its first byte.
 fn blocks(volumes: &[RemountVolume]) -> Vec<Range<u64>> {
     let block = |volume: &RemountVolume| volume.offset.div_ceil(BLOCK)..(volume.offset + volume.bytes).div_ceil(BLOCK);
     volumes.iter().map(block).collect()
 }
 
-/// What is read from now on is counted by volume, too.
+/// From now on, reads are also counted by volume.
 pub fn divide(boot_set: &BootSet, id: DiskId, disk_bytes: u64) {
     let volumes = layout("", disk_bytes, &mut |sector| read(boot_set, id, sector));
     boot_set.divide(id, &blocks(&volumes));
 }
 
-/// The volumes of one disk, and what of it lies beside them.
+/// The volumes of one disk, and the space outside them.
 pub fn of_disk(boot_set: &BootSet, id: DiskId, disk: &str, disk_bytes: u64) -> Vec<RemountVolume> {
     let mut volumes = layout(disk, disk_bytes, &mut |sector| read(boot_set, id, sector));
     let shares = boot_set.shares(id, &blocks(&volumes));
@@ -69,7 +69,7 @@ pub fn later(tally: &PhaseTally) -> RemountLater {
     RemountLater { hits, ember_hits, misses }
 }
 
-/// None of nothing.
+/// None if `whole` is 0.
 pub fn percent(part: u64, whole: u64) -> Option<f64> {
     (whole > 0).then(|| part as f64 * 100.0 / whole as f64)
 }

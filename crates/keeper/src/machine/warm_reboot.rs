@@ -1,4 +1,4 @@
-//! Warm reboot of a machine: what is kept of dead guests' memory, and the budget that bounds it.
+//! Warm reboot of a machine: what is kept of dead guests' memory, and the budget that limits it.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use super::{Context, DRAIN_PATIENCE, MachineError, dump};
 use crate::config::{AdmissionMode, Config};
 use crate::event::{Event, MemoryMessage};
 
-/// Memory of dead guests that is kept, and its bounds.
+/// The kept memory of dead guests, and its budget.
 pub struct WarmReboot {
     pub tagger: Tagger,
     pub ember: Arc<Ember>,
@@ -42,7 +42,7 @@ impl WarmReboot {
         let budget = budget(config);
         let tell = context.outside.tell.clone();
         let monitor = MemoryMonitor::start(&config.name, budget, ember.clone(), boot_set, move |message| {
-            // Fails only when the loop is gone, and then nobody wants to know.
+            // Fails only when the loop has ended; then nobody needs the message.
             let _ = tell.send(Event::Memory(message));
         })
         .map_err(MachineError::MemoryMonitor)?;
@@ -72,7 +72,7 @@ impl WarmReboot {
         }
     }
 
-    /// Ends what the keeper holds of the disks' blocks.
+    /// Drops all disk blocks that the keeper holds in memory.
     pub fn forget_disks(&self) {
         self.ember.extinguish();
         self.clear_boot_set();
@@ -88,12 +88,12 @@ impl WarmReboot {
         self.sources.boot_set.as_ref()
     }
 
-    /// Drains the disks of a dead guest and prepares what is kept of it for the next one.
+    /// The steps from a dead guest to the next one: drain the disks, keep the memory.
     pub fn succession<'a>(&'a self, disks: &'a [DiskServer]) -> Succession<'a> {
         Succession { disks, warm: &self.sources, tagger: &self.tagger, patience: DRAIN_PATIENCE }
     }
 
-    /// Drops what is held of this disk. `living`: the incarnation whose ledger may name it.
+    /// Drops all blocks of this disk that are in memory. `living`: an incarnation whose ledger may hold some.
     pub fn forget_disk(&self, context: &Context, position: usize, why: String, living: Option<&Incarnation>) {
         let Ok(id) = u8::try_from(position).map(DiskId) else { return };
         let blocks = self.sources.forget_disk(id) + living.map_or(0, |living| living.forget_disk(id));
@@ -104,13 +104,14 @@ impl WarmReboot {
         }
     }
 
-    /// Whether memory is to be granted unit by unit: dead memory cannot be given up for it, or there is any.
+    /// Whether memory must be granted unit by unit: dead memory is held for a dump, or `admission = "always"` and there
+    /// is dead memory.
     pub fn wants_gate(&self, config: &Config) -> bool {
         let always = config.admission == AdmissionMode::Always;
         self.ember.is_held() || always && !self.ember.incarnations().is_empty()
     }
 
-    /// By what memory is granted to the next guest.
+    /// Terms for granting memory to the next guest.
     pub fn terms(&self, context: &Context) -> Terms {
         Terms {
             folder: context.folders.memory.clone(),
@@ -129,14 +130,14 @@ impl WarmReboot {
         }
     }
 
-    /// Sets the budget again: it depends on the size of the guest.
+    /// Sets the budget again after the guest's size may have changed.
     pub fn set_budget(&mut self, config: &Config) {
         self.budget = budget(config);
         self.monitor.set_budget(self.budget);
     }
 }
 
-/// Opens the boot set that an earlier keeper left, or a new one. None if the configuration has none.
+/// Opens the boot set that an earlier keeper left, or creates a new one. None if the configuration has none.
 fn open_boot_set(context: &Context, tagger: &Tagger) -> Result<Option<Arc<BootSet>>, MachineError> {
     let folder = &context.folders.memory;
     let Some(remount) = &context.config.remount else {

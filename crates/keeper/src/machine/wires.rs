@@ -1,7 +1,7 @@
-//! Wires: what a QEMU's networks are at their other end, an open tap or a connection to passt.
+//! Wires: the host's end of a QEMU's networks, an open tap or a connection to passt.
 //!
-//! The QEMU that takes a guest over gets the very same, so that nobody at the other end notices. Valves see to it that only one
-//! of the two takes packets.
+//! When a QEMU replaces another one it gets the same descriptors, so nothing changes at the other end. Packet gates
+//! (`Valves`) make sure that only one of the two QEMUs receives packets.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -15,19 +15,19 @@ use super::passt::{Passt, PasstError};
 use crate::config::{Config, NetBackend};
 use crate::folders::Folders;
 
-/// Those of one QEMU.
+/// The wires of one QEMU.
 #[derive(Debug)]
 pub struct Wires {
     wires: Vec<Wire>,
-    /// None without wires: QEMU's own user networks have no other end.
+    /// Packet gates. None without wires: QEMU's own user networks have no descriptor on the host.
     valves: Option<Valves>,
-    /// User networks beside QEMU; they end when nobody is connected to them any more.
+    /// passt processes; each ends when nobody is connected to it any more.
     passt: Vec<Passt>,
 }
 
 #[derive(Debug)]
 struct Wire {
-    /// Of its network in the configuration.
+    /// Index of its network in the configuration.
     position: usize,
     kind: Kind,
     end: OwnedFd,
@@ -48,7 +48,7 @@ pub enum WireError {
 }
 
 impl Wires {
-    /// For a QEMU that begins.
+    /// Creates the wires of a QEMU that is started.
     pub fn lay(config: &Config, folders: &Folders, generation: u32) -> Result<Self, WireError> {
         let (mut wires, mut passt) = (Vec::new(), Vec::new());
         for (position, net) in config.nets.iter().enumerate() {
@@ -69,7 +69,7 @@ impl Wires {
         Self::with_valves(wires, passt, folders, generation, false)
     }
 
-    /// The same ones, for the QEMU that is going to take over; it has nothing of them yet.
+    /// Duplicates the wires for a successor QEMU. Its packet gates start closed.
     pub fn share(&self, folders: &Folders, generation: u32) -> Result<Self, WireError> {
         let share = |wire: &Wire| Ok(Wire { position: wire.position, kind: wire.kind, end: wire.end.try_clone()? });
         let wires = self.wires.iter().map(share).collect::<io::Result<_>>().map_err(WireError::Share)?;
@@ -90,7 +90,8 @@ impl Wires {
         Ok(Self { wires, valves, passt })
     }
 
-    /// Of a QEMU that a dead keeper left, which may have died in a hop.
+    /// Fetches the wires of a QEMU that a dead keeper left. That keeper may have died during a hop, so all gates are
+    /// opened.
     pub fn find(config: &Config, folders: &Folders, generation: u32, qemu_pid: u32) -> Result<Self, String> {
         let nets = config.nets.iter().enumerate();
         let expected: Vec<_> = nets.filter_map(|(position, net)| Some((position, kind(&net.backend)?))).collect();
@@ -108,7 +109,7 @@ impl Wires {
         Ok(Self { wires: wires.collect(), valves: Some(valves), passt: Vec::new() })
     }
 
-    /// The number of a network's end, which QEMU inherits.
+    /// Descriptor number of a network's wire, which QEMU inherits.
     pub fn number(&self, position: usize) -> Option<RawFd> {
         self.wires.iter().find(|wire| wire.position == position).map(|wire| wire.end.as_raw_fd())
     }
@@ -136,7 +137,8 @@ fn kind(backend: &NetBackend) -> Option<Kind> {
     }
 }
 
-/// As QEMU would: with a header before each packet, which tells what the guest may leave to the host.
+/// Opens a tap as QEMU would: each packet has a header that says what the guest leaves to the host (checksums,
+/// segmentation).
 fn open_tap(ifname: &str) -> io::Result<File> {
     let tap = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open("/dev/net/tun")?;
     // SAFETY: all zeroes are a request for no interface.
@@ -160,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_interface_that_cannot_be_had_is_an_error() {
+    fn missing_tap_is_an_error() {
         assert!(open_tap("a-name-of-too-many-bytes").is_err());
         let text = WireError::Tap { ifname: "tap0".into(), source: io::ErrorKind::ResourceBusy.into() }.to_string();
         assert!(text.starts_with("cannot open tap tap0"), "{text}");

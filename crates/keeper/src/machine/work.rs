@@ -1,8 +1,8 @@
-//! Work that takes long: how much of it is done, how fast it goes, and how often that is told.
+//! Progress of long work: how much is done, how fast it goes, and how often that is reported.
 
 use std::time::Duration;
 
-/// Between two words about it.
+/// Time between two progress reports.
 pub const TELL_EVERY: Duration = Duration::from_secs(2);
 
 pub struct Work {
@@ -12,7 +12,7 @@ pub struct Work {
 }
 
 impl Work {
-    /// `since`: so long ago so much of it was done.
+    /// `since`: how long ago `done` had the given value; the rate is measured from there.
     pub fn of(done: u64, all: u64, since: Option<(Duration, u64)>) -> Self {
         let done = done.min(all);
         let rate = |(took, done_then): (Duration, u64)| {
@@ -26,7 +26,7 @@ impl Work {
         if self.all == 0 { 0.0 } else { self.done as f64 * 100.0 / self.all as f64 }
     }
 
-    /// At the rate so far.
+    /// Seconds until the work is done, at the rate so far.
     pub fn left_s(&self) -> Option<f64> {
         let left = self.all - self.done;
         if left == 0 { Some(0.0) } else { self.per_s.map(|per_s| left as f64 / per_s) }
@@ -38,7 +38,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_rest_takes_as_long_as_it_did_so_far() {
+    fn time_left_follows_the_rate_so_far() {
         let work = Work::of(1024, 4096, Some((Duration::from_secs(2), 0)));
         assert_eq!((work.percent(), work.per_s, work.left_s()), (25.0, Some(512.0), Some(6.0)));
         assert_eq!(Work::of(0, 4096, Some((Duration::from_secs(2), 0))).left_s(), None, "nothing has come");

@@ -1,13 +1,13 @@
-//! Dump job: writes the memory of one guest to a file, beside whatever the machine does meanwhile.
+//! Dump job: writes one guest's memory to a file while the machine goes on.
 //!
-//! plan (what is kept? the rest comes free) -> write (compressors -> this thread, the one writer; what is written comes
-//! free) -> finish (complete, old dumps go)
+//! plan (which pages are kept? the others are released) -> write (compressors -> this thread, the only writer; what is
+//! written is released) -> finish (the file is complete, old dumps are removed)
 //!
-//! A step that fails waits for a person (`hearth dump --resume` or `--discard`) and is then tried again: no memory is
-//! given up for a full disk. The compressors have the lowest priority, because the guest that serves comes first, unless
-//! it waits for the memory that they are to free; the writer has not, because it is what gives memory back. Each
-//! compressor holds one piece of a chunk, and the writer one more: what they hold counts in the budget, and a chunk may be
-//! larger than what is left of that.
+//! A step that fails waits for the operator (`hearth dump --resume` or `--discard`) and is then tried again: no memory
+//! is given up because a disk is full. The compressors have the lowest priority, because the next guest comes first,
+//! unless it waits for memory that they will release. The writer keeps its priority, because it releases memory. Each
+//! compressor holds one piece of a chunk, and the writer one more. These pieces count in the budget; a chunk may be
+//! larger than the space left in it.
 
 mod pace;
 mod priority;
@@ -41,29 +41,29 @@ pub use shelf::Shelf;
 use super::work::TELL_EVERY;
 use crate::event::DumpMessage;
 
-/// What is packed and written at once is at most this: larger pieces write no faster.
+/// Largest piece that is packed and written at once. Larger pieces write no faster.
 const PIECE_BYTES_MAX: u64 = 4 << 20;
-/// And at least this, whatever the slack is.
+/// Smallest piece, whatever the slack is.
 const PIECE_BYTES_MIN: u64 = 64 << 10;
-/// All pieces of a dump together are at most this part of the slack: the other half is the guest's.
+/// Part of the slack that all pieces of a dump may take together; the rest is the guest's.
 const PART_OF_SLACK: u64 = 2;
-/// Time between two looks at whether the guest waits for memory.
+/// Time between two checks whether the guest waits for memory.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// What is packed and written at once: pieces that fit into the slack together. A power of two, so that huge pages come
-/// free whole.
+/// Size of a piece: as large as possible so that all pieces fit into their part of the slack. It is a power of two, so
+/// that huge pages are released whole.
 pub fn piece_bytes(slack_bytes: u64, threads: u32) -> u64 {
     let most = slack_bytes / PART_OF_SLACK / pieces_in_hand(threads);
     let power_of_two = most.checked_ilog2().map_or(0, |log| 1_u64 << log);
     power_of_two.clamp(PIECE_BYTES_MIN, PIECE_BYTES_MAX)
 }
 
-/// The most that a dump has in its hands.
+/// Most bytes that a dump has in its buffers.
 pub fn buffer_bytes(slack_bytes: u64, threads: u32) -> u64 {
     piece_bytes(slack_bytes, threads) * pieces_in_hand(threads)
 }
 
-/// Each compressor's and the writer's.
+/// One piece for each compressor and one for the writer.
 fn pieces_in_hand(threads: u32) -> u64 {
     u64::from(threads.max(1)) + 1
 }
@@ -72,17 +72,17 @@ fn pieces_in_hand(threads: u32) -> u64 {
 pub struct Task {
     pub machine: String,
     pub memory: DeadRam,
-    /// None for a guest that lives: nothing of its memory is ours to release.
+    /// None for a living guest: a dump releases none of its memory.
     pub claim: Option<Claim>,
-    /// QEMU's dump of one byte, or why there is none.
+    /// A dump of one byte by QEMU, which holds the registers; or why there is none.
     pub registers: Result<Vec<u8>, String>,
     pub settings: Settings,
     pub shelf: Shelf,
     pub pace: Pace,
     pub guest_waits: GuestWaits,
-    /// What the file is called in the end.
+    /// Final name of the file.
     pub file: PathBuf,
-    /// By an earlier keeper.
+    /// Whether an earlier keeper began the dump.
     pub begun: bool,
 }
 
@@ -90,14 +90,14 @@ pub struct Task {
 pub struct Settings {
     pub level: DumpLevel,
     pub format: Format,
-    /// Memory comes free in steps of this.
+    /// Memory is released in steps of this size.
     pub chunk_bytes: u64,
-    /// Memory is packed and written in steps of this.
+    /// Memory is packed and written in steps of this size.
     pub piece_bytes: u64,
     pub threads: u32,
 }
 
-/// A dump that could not be begun, and may be later.
+/// The thread could not be created. The dump can be started later.
 pub struct NoThread {
     pub task: Box<Task>,
     pub error: io::Error,
@@ -125,7 +125,8 @@ impl Job {
         tell: impl Fn(DumpMessage) + Send + 'static,
     ) -> Result<Self, NoThread> {
         let seen = progress.clone();
-        // What a thread that cannot be had is given is gone with it, and the task must not be.
+        // If the thread cannot be created, its closure is lost, and the task must not be. So the task is sent to it
+        // afterwards.
         let (give, take) = channel();
         let thread = builder.name(format!("dump-{}", task.machine)).spawn(move || {
             if let Ok(task) = take.recv() {
@@ -134,7 +135,7 @@ impl Job {
         });
         match thread {
             Ok(thread) => {
-                // The thread waits for just this.
+                // The thread waits for this message.
                 let _ = give.send(task);
                 Ok(Self { progress, thread: Some(thread) })
             }
@@ -163,10 +164,10 @@ impl Drop for Job {
     }
 }
 
-/// Somebody did not want to wait for the rest.
+/// The dump was given up.
 struct GivenUp;
 
-/// Why a step cannot be done now.
+/// Why a step failed. It can be tried again.
 #[derive(Debug, thiserror::Error)]
 enum Fault {
     #[error(transparent)]
@@ -223,13 +224,14 @@ impl Work<'_> {
         self.timed(Phase::Finish, |work| work.finish(dump))
     }
 
-    /// An earlier keeper died after the last step, before it could say so.
+    /// The complete file, if an earlier keeper died after the last step and before its report.
     fn completed_before(&self) -> Option<VmcoreFile> {
         let is_named = self.task.begun && !incomplete_path(&self.task.file).exists();
         is_named.then(|| VmcoreFile::open(&self.task.file).ok()).flatten().filter(VmcoreFile::is_complete)
     }
 
-    /// What an earlier keeper began. None: nothing that could be gone on with, and nothing released either.
+    /// Continues a dump that an earlier keeper began. None if there is nothing to continue; then nothing was released
+    /// either.
     fn resume(&mut self) -> Result<Option<Dump>, GivenUp> {
         let incomplete = incomplete_path(&self.task.file);
         if !incomplete.exists() {
@@ -237,16 +239,17 @@ impl Work<'_> {
         }
         let file = self.task.file.clone();
         let resumed = self.insist(|_| match Dump::resume(&file) {
-            // Left before its header was written: no page was in it.
+            // The keeper died before it had written the header: the file has no pages.
             Err(DumpError::NotOurs { .. }) => Ok(None),
             resumed => Ok(Some(resumed?)),
         })?;
         let Some(dump) = resumed else {
-            // It stands in the way of the new one; if it cannot be removed, that says so.
+            // The file is in the way of the new one. If it cannot be removed, creating the new one fails with the
+            // reason.
             let _ = std::fs::remove_file(&incomplete);
             return Ok(None);
         };
-        // File systems without creation times count from this keeper's start.
+        // On file systems without creation times, the time counts from this keeper's start.
         let created = std::fs::metadata(&incomplete).and_then(|file| file.created());
         if let Some(ago) = created.ok().and_then(|created| created.elapsed().ok()) {
             self.progress.began_before(ago);
@@ -323,7 +326,7 @@ impl Work<'_> {
         let (memory, progress) = (self.task.memory.clone(), self.progress);
         let compressors = Compressors::default();
         std::thread::scope(|scope| {
-            // No room in the channel: a compressor that is ahead waits with its piece.
+            // The channel has no buffer: a compressor that is ahead waits with its piece.
             let (packed, to_write) = sync_channel(0);
             for number in 0..self.task.settings.threads.max(1) {
                 let (packed, mut packer) = (packed.clone(), dump.packer());
@@ -345,7 +348,7 @@ impl Work<'_> {
                 let name = format!("dump-{}-{number}", self.task.machine);
                 let started = std::thread::Builder::new().name(name).spawn_scoped(scope, pack_all);
                 if let (Err(error), 0) = (started, number) {
-                    // Without a single one nothing would ever come; with fewer it takes longer.
+                    // One compressor is needed; with fewer than configured the dump only takes longer.
                     self.insist(|_| Err::<(), _>(Fault::Thread(io::Error::new(error.kind(), error.to_string()))))?;
                 }
             }
@@ -378,7 +381,7 @@ impl Work<'_> {
         })
     }
 
-    /// None: that was the last one.
+    /// The next piece to write. None after the last one.
     fn next_packed(&self, to_write: &Receiver<Packed>, compressors: &Compressors) -> Option<Packed> {
         loop {
             compressors.hurry((self.task.guest_waits)());
@@ -409,7 +412,7 @@ impl Work<'_> {
     }
 
     fn complete(&mut self, pages: u64, bytes: u64) {
-        // Before anybody hears that it is complete.
+        // Prune before the dump is reported as complete.
         match self.task.shelf.prune() {
             Ok(old) => old.iter().for_each(|old| tracing::info!(file = %old.display(), "removed an old dump")),
             Err(error) => self.warn(format!("cannot remove old dumps: {error}")),
@@ -420,7 +423,7 @@ impl Work<'_> {
         self.event(EventKind::DumpComplete { file, pages, bytes, duration_ms });
     }
 
-    /// Tries until it succeeds or is given up; after each failure somebody has to say how to go on.
+    /// Tries until it succeeds or the dump is given up. After each failure it waits for the operator's order.
     fn insist<T>(&mut self, mut attempt: impl FnMut(&mut Self) -> Result<T, Fault>) -> Result<T, GivenUp> {
         loop {
             if self.progress.is_given_up() {
@@ -448,7 +451,7 @@ impl Work<'_> {
         }
     }
 
-    /// What could not be read goes as well: nobody will ever read it.
+    /// Releases pages that were written, or could not be read: nobody will ever read those.
     fn release(&self, pfns: std::ops::Range<u64>) {
         let Some(claim) = &self.task.claim else { return };
         if let Err(error) = claim.written(pfns) {

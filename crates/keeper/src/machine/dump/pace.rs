@@ -1,10 +1,10 @@
-//! Pace: how fast a dump may write, so that the next guest gets its disk.
+//! Pace: limits how fast a dump writes, so that the next guest can use its disk.
 //!
-//! limit (a hard rate) -> is the dump on a disk of the guest's at all? -> does the guest's disk suffer now? -> wait
+//! limit (a hard rate) -> is the dump on one of the guest's disks? -> is that disk disturbed now? -> wait
 //!
-//! Waiting is bounded by policy: memory comes free only as the dump goes on, so a guest that never lets go of its disk
-//! must not stop the dump for good. A guest that waits for memory gets the disk by waiting less: its own requests wait for
-//! that memory too. The limit holds in any case.
+//! The wait is bounded by policy. A dump releases memory as it goes on, so a guest that uses its disk all the time must
+//! not stop the dump for good. If the guest waits for memory, the dump waits less: the guest's own requests need that
+//! memory too. The hard limit always counts.
 
 use std::time::{Duration, Instant};
 
@@ -14,16 +14,16 @@ use super::priority::GuestWaits;
 use super::progress::Progress;
 use crate::config::DiskTime;
 
-/// Time between two looks at the guest's disks.
+/// Time between two checks of the guest's disks.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
-/// Tells whether the guest waits for a disk that the dump writes to, at this moment.
+/// Tells whether the guest is slowed down now on a disk that the dump writes to.
 pub type Suffers = Box<dyn Fn() -> bool + Send>;
 
-/// Says when the next piece may be written.
+/// Decides when the next piece may be written.
 pub struct Pace {
     limiter: RateLimiter,
-    /// The longest a piece is held back.
+    /// The longest time that a piece is delayed for the guest.
     patience: Duration,
     suffers: Suffers,
     guest_waits: GuestWaits,
@@ -40,7 +40,7 @@ impl Pace {
         Self { limiter: RateLimiter::new(limits, Instant::now()), patience, suffers, guest_waits }
     }
 
-    /// Waits until so many bytes may be written, or until the dump is given up.
+    /// Waits until this many bytes may be written, or the dump is given up.
     pub fn wait(&mut self, bytes: u64, progress: &Progress) {
         while let Err(wait) = self.limiter.admit(Instant::now(), bytes) {
             if progress.is_given_up() {

@@ -1,20 +1,20 @@
-//! Priority: a dump's compressors have the lowest one, because the guest that serves comes first. A guest that waits for
-//! memory serves nobody: then they have the keeper's own.
+//! Priority: a dump's compressors have the lowest priority, because the next guest comes first. While the guest waits
+//! for memory they have the keeper's own priority.
 //!
-//! To be given a higher priority a thread needs root, CAP_SYS_NICE or a limit (`ulimit -e`, systemd's `LimitNICE=`) that
-//! allows it. Without that the compressors stay where they are.
+//! To raise its priority a thread needs root, CAP_SYS_NICE or a limit (`ulimit -e`, systemd's `LimitNICE=`) that allows
+//! it. Without these the compressors stay at the lowest priority.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::process::{Pid, getpriority_process, setpriority_process};
 
-/// What the kernel calls the lowest priority.
+/// The kernel's number for the lowest priority.
 const LOWEST: i32 = 19;
 
-/// Tells whether the guest waits for memory that a dump holds, at this moment.
+/// Tells whether the guest waits now for memory that a dump holds.
 pub type GuestWaits = Arc<dyn Fn() -> bool + Send + Sync>;
 
-/// The threads of one dump that compress. On Linux each thread has a priority of its own.
+/// The compressing threads of one dump. On Linux each thread has its own priority.
 #[derive(Default)]
 pub struct Compressors {
     state: Mutex<State>,
@@ -27,7 +27,7 @@ struct State {
 }
 
 impl Compressors {
-    /// This thread is one of them as long as it keeps what it gets.
+    /// Adds this thread to the compressors, until the returned value is dropped.
     pub fn join(&self) -> Member<'_> {
         let thread = rustix::thread::gettid();
         let mut state = self.state();
@@ -38,7 +38,7 @@ impl Compressors {
         Member { compressors: self, thread }
     }
 
-    /// As the caller's own from now on, or the lowest again.
+    /// Gives the compressors the caller's priority, or the lowest one again.
     pub fn hurry(&self, hurried: bool) {
         let mut state = self.state();
         if state.hurried == hurried {
@@ -62,7 +62,7 @@ pub struct Member<'a> {
 
 impl Drop for Member<'_> {
     fn drop(&mut self) {
-        // Its number may soon be another thread's.
+        // The thread's number may soon be another thread's.
         self.compressors.state().threads.retain(|&thread| thread != self.thread);
     }
 }
@@ -80,9 +80,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn compressors_are_raised_while_the_guest_waits_and_no_longer() {
+    fn compressors_are_raised_only_while_the_guest_waits() {
         let (compressors, own) = (Compressors::default(), getpriority_process(None).unwrap());
-        // Whether this user may raise a thread: the kernel alone knows.
+        // Only the kernel knows whether this user may raise a thread.
         let may_raise = std::thread::spawn(move || {
             let this = rustix::thread::gettid();
             set(this, LOWEST);
@@ -95,7 +95,7 @@ mod tests {
             scope.spawn(move || {
                 let _member = compressors.join();
                 joined.send(rustix::thread::gettid()).unwrap();
-                // Until the other end is dropped.
+                // Blocks until the other end is dropped.
                 let _ = leaves.recv();
             });
             let thread = joins.recv().unwrap();

@@ -1,4 +1,4 @@
-//! Progress: what a dump says of itself to whoever asks, and what it is told.
+//! Progress: a dump's status for whoever asks, and the orders to it.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -9,23 +9,23 @@ use hearth_memory::PAGE_BYTES;
 use hearth_recovery::crash_recovery::Claim;
 use hearth_recovery::vmcore::dump::Written;
 
-/// What a dump was told and has not done yet.
+/// An order that the dump has not carried out yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// The reason why it waits is gone.
+    /// Try again: what prevented the failed step may be gone.
     Resume,
-    /// Leave it as it is: the file stays incomplete, its memory is released.
+    /// Give the dump up: the file stays incomplete, its memory is released.
     GiveUp,
 }
 
 /// Shared by the dump's threads and the machine.
 pub struct Progress {
     state: Mutex<Tracked>,
-    /// Something was ordered, or the state is another.
+    /// Notified when there is an order or a new state.
     changed: Condvar,
-    /// What of it is not released yet.
+    /// The memory that is not released yet.
     claim: Option<Claim>,
-    /// The machine's, for all its dumps.
+    /// Counter of the machine, for all of its dumps.
     buffer_bytes: Arc<AtomicU64>,
 }
 
@@ -33,7 +33,7 @@ struct Tracked {
     status: DumpStatus,
     order: Option<Order>,
     began: Instant,
-    /// What this keeper wrote: a resumed dump is not credited with what another one did.
+    /// What this keeper wrote: what another keeper wrote must not count in the rate.
     writing: Option<Writing>,
     ended: Option<Instant>,
 }
@@ -41,7 +41,8 @@ struct Tracked {
 struct Writing {
     began: Instant,
     pages_before: u64,
-    /// Pages of zeroes among those written since. They cost nothing, and a rate with them would promise too much.
+    /// Zero pages among those written since `began`. They cost nothing, so a rate that counts them would promise too
+    /// much.
     zero: u64,
 }
 
@@ -51,7 +52,7 @@ impl Progress {
         Self { state: Mutex::new(tracked), changed: Condvar::new(), claim, buffer_bytes }
     }
 
-    /// As it is now.
+    /// The status at this moment.
     pub fn status(&self) -> DumpStatus {
         let tracked = self.tracked();
         let mut status = tracked.status.clone();
@@ -75,10 +76,10 @@ impl Progress {
         change(&mut self.tracked().status);
     }
 
-    /// An earlier keeper began the dump, so long ago.
+    /// Notes that an earlier keeper began the dump this long ago.
     pub fn began_before(&self, ago: Duration) {
         let mut tracked = self.tracked();
-        // Further back than the host's start nothing was dumped.
+        // Nothing was dumped before the host's start.
         if let Some(began) = Instant::now().checked_sub(ago).filter(|began| *began < tracked.began) {
             tracked.began = began;
             tracked.status.started_at = rfc3339(SystemTime::now() - ago);
@@ -110,7 +111,7 @@ impl Progress {
 
     pub fn tell(&self, order: Order) {
         let mut tracked = self.tracked();
-        // Giving up stands.
+        // A dump that was given up stays given up.
         if tracked.order != Some(Order::GiveUp) {
             tracked.order = Some(order);
         }
@@ -121,7 +122,7 @@ impl Progress {
         self.tracked().order == Some(Order::GiveUp)
     }
 
-    /// Waits until something is ordered, however long it takes.
+    /// Waits until there is an order, however long it takes.
     pub fn wait_order(&self) -> Order {
         let tracked = self.tracked();
         let mut tracked = self.changed.wait_while(tracked, |tracked| tracked.order.is_none()).expect(NO_PANIC);
@@ -132,7 +133,7 @@ impl Progress {
         order
     }
 
-    /// Waits until it is over, or stands still and nobody has given it up.
+    /// Waits until the dump has ended, or waits for the operator and is not given up.
     pub fn wait_still(&self) -> DumpState {
         let goes_on = |tracked: &mut Tracked| {
             let waits = tracked.status.state == DumpState::Waiting && tracked.order != Some(Order::GiveUp);
@@ -142,7 +143,7 @@ impl Progress {
         tracked.status.state
     }
 
-    /// Sleeps, unless it is given up meanwhile.
+    /// Sleeps, but not longer than until the dump is given up.
     pub fn pause(&self, time: Duration) {
         let tracked = self.tracked();
         let given_up = |tracked: &mut Tracked| tracked.order != Some(Order::GiveUp);

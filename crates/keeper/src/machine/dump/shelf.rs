@@ -1,7 +1,7 @@
-//! Shelf: the folder of a machine's dumps: names, room, and how many are kept.
+//! Shelf: the folder of a machine's dumps: their names, the space for them, and how many are kept.
 //!
-//! A dump is `NAME-INCARNATION-TIME.vmcore`, and has `.incomplete` behind that until it is complete. Only complete dumps
-//! that have such a name are ever removed, oldest first, and only once one more is complete.
+//! A dump's name is `NAME-INCARNATION-TIME.vmcore`, followed by `.incomplete` until it is complete. Only complete dumps
+//! with such a name are ever removed, the oldest first, and only after another dump is complete.
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -11,7 +11,7 @@ use std::time::SystemTime;
 
 const ENDING: &str = ".vmcore";
 
-/// The folder of one machine.
+/// The dump folder of one machine.
 #[derive(Clone, Debug)]
 pub struct Shelf {
     pub folder: PathBuf,
@@ -20,7 +20,7 @@ pub struct Shelf {
     pub min_free_bytes: u64,
 }
 
-/// Why there is no room for more.
+/// Why the folder cannot take more.
 #[derive(Debug, thiserror::Error)]
 pub enum ShelfError {
     #[error("cannot use dump folder {folder}")]
@@ -30,7 +30,7 @@ pub enum ShelfError {
 }
 
 impl Shelf {
-    /// Makes the folder, for its owner only.
+    /// Creates the folder, for its owner only.
     pub fn prepare(&self) -> Result<(), ShelfError> {
         let unusable = |source| ShelfError::Unusable { folder: self.folder.clone(), source };
         if !self.folder.is_dir() {
@@ -39,14 +39,14 @@ impl Shelf {
         Ok(())
     }
 
-    /// A name for a dump of this incarnation, as the file will be called when it is complete.
+    /// A name for a dump of this incarnation, without `.incomplete`.
     pub fn name(&self, incarnation: u32, now: SystemTime) -> PathBuf {
-        // 2026-03-01T12:00:00.123Z without what file names had better not have.
+        // The time without the characters that are awkward in file names: 20260301T120000123Z.
         let time: String = hearth_api::rfc3339(now).chars().filter(char::is_ascii_alphanumeric).collect();
         self.folder.join(format!("{}-{incarnation}-{time}{ENDING}", self.machine))
     }
 
-    /// Refuses if so much more would leave less free than is to be left.
+    /// Refuses if this many more bytes would leave less space than must stay free.
     pub fn must_hold(&self, more_bytes: u64) -> Result<(), ShelfError> {
         let found = rustix::fs::statvfs(&self.folder)
             .map_err(|errno| ShelfError::Unusable { folder: self.folder.clone(), source: errno.into() })?;
@@ -58,7 +58,7 @@ impl Shelf {
         Err(ShelfError::Full { folder: self.folder.clone(), free_mib, min_mib })
     }
 
-    /// Removes the oldest complete dumps beyond those that are kept. Returns what was removed.
+    /// Removes the oldest complete dumps beyond the number that is kept. Returns the removed files.
     pub fn prune(&self) -> io::Result<Vec<PathBuf>> {
         let mut dumps = Vec::new();
         for entry in fs::read_dir(&self.folder)? {
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn room_that_is_to_be_left_is_left() {
+    fn reserved_space_stays_free() {
         let folder = tempfile::tempdir().unwrap();
         let mut shelf = shelf(folder.path());
         shelf.prepare().unwrap();

@@ -1,4 +1,4 @@
-//! Dumps for which there is no thread.
+//! Tests of dumps without QEMU: dumps without a thread, their progress, the size of their pieces.
 
 use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
@@ -66,13 +66,13 @@ impl Dead {
     }
 }
 
-/// No host has room for the stack of this one.
+/// A thread that cannot be created: no host has memory for such a stack.
 fn no_thread() -> std::thread::Builder {
     std::thread::Builder::new().stack_size(1 << 60)
 }
 
 #[test]
-fn a_dump_without_a_thread_waits_and_is_begun_later() {
+fn dump_without_thread_waits_and_starts_later() {
     let dead = Dead::new();
     let mut dumps = Dumps::default();
     dumps.queue(1, dead.task());
@@ -91,9 +91,9 @@ fn a_dump_without_a_thread_waits_and_is_begun_later() {
     assert!(!dumps.is_busy() && dead.folder.path().join("web-1-x.vmcore").exists());
 }
 
-/// A keeper is killed between the last step of a dump and the word of it.
+/// A keeper is killed between the last step of a dump and its report.
 #[test]
-fn a_dump_that_has_its_name_already_is_complete() {
+fn renamed_dump_counts_as_complete() {
     let dead = Dead::new();
     let run = |begun: bool| {
         let (task, progress) = dead.task();
@@ -109,7 +109,7 @@ fn a_dump_that_has_its_name_already_is_complete() {
 }
 
 #[test]
-fn a_dump_that_is_given_up_without_a_thread_releases_its_memory() {
+fn discarded_dump_without_thread_releases_memory() {
     let dead = Dead::new();
     let (task, progress) = dead.task();
     let told = Mutex::new(Vec::new());
@@ -121,7 +121,7 @@ fn a_dump_that_is_given_up_without_a_thread_releases_its_memory() {
 }
 
 #[test]
-fn who_waits_for_a_dump_hears_of_its_end_and_of_its_standstill() {
+fn waiters_see_a_dump_wait_and_end() {
     let dead = Dead::new();
     let (_, progress) = dead.task();
     let (hear, heard) = channel();
@@ -136,7 +136,7 @@ fn who_waits_for_a_dump_hears_of_its_end_and_of_its_standstill() {
     progress.enter(DumpState::Writing, None);
     progress.enter(DumpState::Waiting, Some("the disk is full".into()));
     assert_eq!(heard.recv().unwrap(), DumpState::Waiting);
-    // It was told to give up: that it still says that it waits is nothing new.
+    // It was told to give up. Another report that it still waits changes nothing.
     assert_eq!(progress.wait_order(), Order::GiveUp);
     progress.enter(DumpState::Incomplete, None);
     assert_eq!(heard.recv().unwrap(), DumpState::Incomplete);

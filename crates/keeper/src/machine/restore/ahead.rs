@@ -1,5 +1,5 @@
-//! Ahead: the pages that are read before the guest runs. The machine's loop waits for them, so how far it is it says in its
-//! events, if that takes long, and whoever asks the loop hears it instead of an answer.
+//! Ahead: pages that are read before the guest runs. The machine's loop waits for them. If that takes long, events
+//! report the progress, and whoever asks the loop gets the progress as the answer.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use crate::drill::drill;
 
 const MIB: f64 = 1048576.0;
 
-/// What is read before the guest runs.
+/// The pages to read before the guest runs, if there are any.
 pub(super) fn ahead(snapshot: &Snapshot, mode: Mode) -> Option<&PageReader> {
     match mode {
         Mode::Eager => Some(&snapshot.ram),
@@ -25,7 +25,8 @@ pub(super) fn ahead(snapshot: &Snapshot, mode: Mode) -> Option<&PageReader> {
     }
 }
 
-/// Unless a signal ends it: all of a guest's memory takes as long as its disk does, and the loop waits for it.
+/// Reads the pages, unless a signal ends it. This may take as long as reading all of a guest's memory from the disk,
+/// and the loop waits for it.
 pub(super) fn read_ahead(pages: &PageReader, ram: &RamFile, context: &Context) -> Result<u64, RestoreError> {
     let (began, mut told, mut done) = (Instant::now(), Duration::ZERO, 0);
     let read = prefetch(pages, ram, |chunk| {
@@ -44,7 +45,7 @@ pub(super) fn read_ahead(pages: &PageReader, ram: &RamFile, context: &Context) -
     read
 }
 
-/// `work`: in pages.
+/// `work` counts pages.
 fn tell(context: &Context, work: &Work) {
     let (percent, eta_s) = (work.percent(), work.left_s());
     let mib_per_s = work.per_s.unwrap_or(0.0) * PAGE_BYTES as f64 / MIB;

@@ -1,4 +1,4 @@
-//! Fill: brings the rest of a restored guest's memory behind its back, and gives way to whoever waits for a page.
+//! Fill: loads the rest of a restored guest's memory in the background, and gives way to page faults.
 
 use std::time::{Duration, Instant};
 
@@ -8,18 +8,18 @@ use super::Teller;
 use crate::drill::drill;
 use crate::event::RestoreMessage;
 
-/// Between two looks whether a guest that waits for a page still does.
+/// Time between two checks whether a guest still waits for a page.
 const GIVE_WAY: Duration = Duration::from_micros(100);
-/// So long after somebody waited for a page no more than a chunk is read at a time, and slowly: a guest that touches one page
-/// touches others.
+/// How long after the last page fault the fill stays slow and reads at most a chunk at a time: a guest that touches one
+/// page will touch others.
 const CALM_AFTER: Duration = Duration::from_millis(100);
-/// Asked of the disk at once behind a guest that waits for nothing: 2 ms at 125 MiB/s, which is what a page that is touched
-/// then waits.
+/// Bytes requested from the disk at once while the guest waits for nothing. They take 2 ms at 125 MiB/s, and a page
+/// fault may have to wait that long.
 const AHEAD_BYTES: u64 = 256 << 10;
-/// Until what could not be read is tried again.
+/// How long to wait before a failed read is tried again.
 const FILL_AGAIN: Duration = Duration::from_millis(500);
 
-/// Until nothing is missing, or it is told to stop.
+/// Fills until no page is missing, or it is told to stop.
 pub(super) fn fill(lazy: &LazyRam, teller: &Teller) {
     let began = Instant::now();
     let mut pace = Pace::begin(began.elapsed(), lazy.counts().prefetched > 0);
@@ -30,7 +30,7 @@ pub(super) fn fill(lazy: &LazyRam, teller: &Teller) {
             if missing * 2 <= stored {
                 drill(Step::Fill.name());
             }
-            // Requests to a store have turns, whoever makes them.
+            // Requests to an object store are paced by slots, whoever makes them.
             if lazy.is_far() {
                 return AHEAD_BYTES;
             }

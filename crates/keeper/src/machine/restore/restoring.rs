@@ -1,5 +1,5 @@
-//! Restoring: what is held of a snapshot while a guest's memory comes out of it: the handler of its page faults, its threads, the
-//! snapshot's files. When all of it is there only the figures are left.
+//! Restoring: what is needed of a snapshot while a guest's memory is loaded from it: the handler of its page faults,
+//! its threads, the snapshot's files. When all memory is loaded only the figures stay.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,18 +12,18 @@ use hearth_recovery::lazy_restore::{LazyRam, Mode};
 
 use super::RestoreFailure;
 
-/// The way of one incarnation out of a snapshot.
+/// The restore of one incarnation.
 pub struct Restoring {
     began: Instant,
-    /// As it was when nothing was missing, or there was nothing to be brought lazily.
+    /// The status without the figures of `lazy`; final once no page is missing.
     status: RestoreStatus,
-    /// None: nothing is missing.
+    /// None once no page is missing.
     lazy: Option<Arc<LazyRam>>,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Restoring {
-    /// `pages`: of the snapshot. Without `lazy` all of them are there.
+    /// `pages`: number of pages in the snapshot. Without `lazy` all of them are loaded.
     pub fn new(snapshot: &Path, mode: Mode, began: Instant, pages: u64, lazy: Option<LazyRam>) -> Self {
         let status = RestoreStatus {
             snapshot: snapshot.display().to_string(),
@@ -57,7 +57,7 @@ impl Restoring {
         self.began.elapsed()
     }
 
-    /// What the disks have to ask.
+    /// The gate that disks must use.
     pub fn gate(&self) -> Option<Gate> {
         self.lazy.as_ref().map(LazyRam::gate)
     }
@@ -83,8 +83,8 @@ impl Restoring {
         Ok(())
     }
 
-    /// Nothing is missing: the handler and the snapshot's files are let go of. The threads are ending by themselves, and whoever is
-    /// last closes them.
+    /// Releases the handler and the snapshot's files, because no page is missing. The threads end by themselves; the
+    /// last one closes the files.
     pub fn complete(&mut self) {
         self.status = RestoreStatus { complete: true, waits: Vec::new(), ..self.status() };
         self.threads.clear();

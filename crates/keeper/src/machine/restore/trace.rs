@@ -1,4 +1,4 @@
-//! Trace: what a restored guest touches first is noted, for a time or until it does what is looked for from outside.
+//! Trace: records what a restored guest touches first, for a time or until a probe from outside succeeds.
 
 use std::io::{ErrorKind, Read};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
@@ -12,34 +12,34 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use super::Teller;
 use crate::event::RestoreMessage;
 
-/// A connection that nobody in the guest takes ends sooner.
+/// How long to wait for bytes. QEMU closes a connection that nobody in the guest accepts sooner than this.
 const HANGS_UP_WITHIN: Duration = Duration::from_millis(500);
-/// A traced guest is looked after so often.
+/// Time between two probes of a traced guest.
 const TRACE_STEP: Duration = Duration::from_millis(50);
-/// And a command that looks after it.
+/// Time between two checks whether the probe's command has ended.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// How long first touches are noted.
+/// How long first touches are recorded.
 #[derive(Clone, Debug)]
 pub struct Trace {
     pub window: Duration,
-    /// Ends it sooner.
+    /// Ends the trace sooner.
     pub until: Option<Probe>,
-    /// The machine is of no use afterwards: a rehearsal.
+    /// The machine is not needed afterwards: it is a rehearsal's clone.
     pub then_stop: bool,
 }
 
-/// What is looked for from outside.
+/// A probe from outside the guest.
 #[derive(Clone, Debug)]
 pub enum Probe {
-    /// A port of this host behind which something answers.
+    /// Something answers at this port of the host.
     Port(u16),
     /// A shell command that succeeds.
     Command(String),
 }
 
 impl Probe {
-    /// Looks once, and no longer than until `is_over`.
+    /// Probes once, and stops when `is_over`.
     fn succeeds(&self, is_over: impl Fn() -> bool) -> bool {
         match self {
             Self::Port(port) => is_served(*port),
@@ -48,7 +48,7 @@ impl Probe {
     }
 }
 
-/// One that does not end is killed, with what it has started.
+/// Runs a command. If it does not end in time it is killed, with everything that it has started.
 fn ends_well(command: &str, is_over: impl Fn() -> bool) -> bool {
     let mut shell = Command::new("sh");
     shell.args(["-c", command]).stdin(Stdio::null()).stdout(Stdio::null()).process_group(0);
@@ -65,7 +65,8 @@ fn ends_well(command: &str, is_over: impl Fn() -> bool) -> bool {
     false
 }
 
-/// QEMU takes every connection, and hangs up on those that its guest does not take.
+/// Whether something in the guest serves the port. QEMU accepts every connection, and closes those that its guest does
+/// not accept.
 fn is_served(port: u16) -> bool {
     let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     let Ok(mut stream) = TcpStream::connect_timeout(&address, HANGS_UP_WITHIN) else { return false };
@@ -74,7 +75,7 @@ fn is_served(port: u16) -> bool {
     }
     match stream.read(&mut [0]) {
         Ok(length) => length > 0,
-        // It is not hung up on.
+        // The connection stays open.
         Err(error) => matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut),
     }
 }
@@ -103,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_command_that_hangs_ends_with_the_trace_and_takes_along_what_it_started() {
+    fn hanging_probe_command_is_killed_with_its_children() {
         assert!(ends_well("exit 0", || false) && !ends_well("exit 1", || false));
         let folder = tempfile::tempdir().unwrap();
         let pid = folder.path().join("pid");
@@ -112,7 +113,7 @@ mod tests {
         let pid = std::fs::read_to_string(pid).unwrap();
         let stat = || std::fs::read_to_string(format!("/proc/{}/stat", pid.trim()));
         let deadline = Instant::now() + Duration::from_secs(60);
-        // Whoever inherits it may not have buried it yet.
+        // The process that inherits it may not have collected it yet.
         while stat().is_ok_and(|stat| !stat.contains(") Z ")) {
             assert!(Instant::now() < deadline, "it lives on: {stat:?}", stat = stat());
             std::thread::yield_now();

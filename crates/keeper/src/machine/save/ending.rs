@@ -1,7 +1,8 @@
-//! How a save ends: its thread is done, or it is called off. Either way the guest goes on.
+//! How a save ends: its thread ends, or the save is cancelled. Either way the guest continues.
 //!
-//! A thread that is called off looks after each MiB. One that waits for a disk meanwhile, to have written what it was given, may do so
-//! for minutes: the guest and the machine's loop go on, and until the thread has ended there is no other save.
+//! A thread whose save is cancelled notices it after each MiB. If it waits for a disk to write what it was given, that
+//! may take minutes. The guest and the machine's loop go on meanwhile, and no other save can begin until the thread has
+//! ended.
 
 use std::time::{Duration, Instant};
 
@@ -15,12 +16,12 @@ use super::super::state::Input;
 use super::task::Written;
 use super::{Held, STATE_PATIENCE, Saving};
 
-/// A save that is called off is given this long to end before the loop goes on without it.
+/// How long a cancelled save may take to end before the loop goes on without it.
 const CALL_OFF_PATIENCE: Duration = Duration::from_secs(2);
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
 impl Saving {
-    /// The thread is done, or is given so long for that.
+    /// Waits for the end of the thread, no longer than this. Returns whether it has ended.
     fn ends_within(&self, patience: Duration) -> bool {
         let deadline = Instant::now() + patience;
         while !self.thread.is_finished() && Instant::now() < deadline {
@@ -39,7 +40,7 @@ impl Machine {
         Ok(())
     }
 
-    /// From here on it touches the guest no more. Fine if there is none.
+    /// Cancels the save, if there is one. It does not touch the guest any more.
     pub(in crate::machine) fn cancel_save(&mut self, why: &str) {
         let Some(saving) = self.saves.current.as_mut().filter(|saving| !saving.is_called_off()) else { return };
         saving.progress.call_off(why);
@@ -48,7 +49,7 @@ impl Machine {
         if saving.ends_within(CALL_OFF_PATIENCE) {
             return self.conclude_save();
         }
-        // Were it to succeed all the same.
+        // In case it succeeds all the same.
         saving.then = SaveThen::Continue;
         let (generation, held) = (saving.generation, matches!(saving.held, Held::Since(_)));
         tracing::warn!(why, "a cancelled save waits for its disk to finish writing");
@@ -57,7 +58,7 @@ impl Machine {
         self.let_guest_go(generation, held);
     }
 
-    /// The keeper ends.
+    /// Leaves an unfinished save behind, because the keeper ends.
     pub(in crate::machine) fn abandon_save(&mut self) {
         let Some(Saving { folder, .. }) = self.saves.current.take() else { return };
         let why = "the disk had not finished writing when the machine stopped; the incomplete folder has no manifest and may \
@@ -65,7 +66,7 @@ impl Machine {
         self.context.record(EventKind::SaveFailed { folder: folder.display().to_string(), why: why.to_owned() });
     }
 
-    /// Its thread has ended, or is about to.
+    /// Handles the end of the save's thread. Waits for the thread if it has not quite ended.
     pub(super) fn conclude_save(&mut self) {
         let Some(saving) = self.saves.current.take() else { return };
         let Saving { folder, then, generation, held, progress, thread, .. } = saving;
@@ -102,7 +103,7 @@ impl Machine {
         self.let_guest_go(generation, matches!(held, Held::Since(_)));
     }
 
-    /// The guest of that QEMU goes on, if it still has one.
+    /// Continues the guest of this QEMU, if it still has one.
     fn let_guest_go(&mut self, generation: u32, held: bool) {
         if !self.is_current(generation) {
             return;
@@ -113,7 +114,7 @@ impl Machine {
         self.thaw();
     }
 
-    /// The guest goes on, if it stands still; and then its file systems.
+    /// Continues the guest if it is paused, and thaws its file systems.
     pub(super) fn go_on_from_save(&mut self) {
         let Some(life) = self.state.guest() else { return };
         if let Err(error) = rejuvenation::roll_back(&life.generation.qmp, STATE_PATIENCE) {
@@ -132,7 +133,8 @@ impl Machine {
         self.thaw();
     }
 
-    /// A keeper that died had it stand still: for a save, which is of no use now, or at the end of a restore.
+    /// Continues a guest that a dead keeper left paused: for a save, which failed with that keeper, or at the end of a
+    /// restore.
     pub(in crate::machine) fn go_on_where_it_stood(&mut self, generation: &mut Generation) {
         generation.set_deaf();
         self.disks.wake(&self.context, generation);

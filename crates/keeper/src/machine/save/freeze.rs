@@ -1,9 +1,9 @@
-//! Freeze: the guest's agent has its file systems stand still before the guest does, so that they are whole on its disks.
+//! Freeze: before the guest is paused, its agent freezes its file systems, so that they are consistent on its disks.
 //!
-//! thread   agent answers? -> ... -> little is left -> agent, are you there? | freeze -> what was written meanwhile -> (settled)
-//! loop                                                              (journal) |
+//! thread   agent answers? -> ... -> little is left -> agent answers? | freeze -> what was written meanwhile -> (settled)
+//! loop                                                     (journal) |
 //!
-//! What comes afterwards, and what if any of it fails, is in `machine::frozen`.
+//! `machine::frozen` describes the thaw, and what happens if any of this fails.
 
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
@@ -20,20 +20,20 @@ use super::task::{Cue, next};
 use crate::drill::drill;
 use crate::event::SaveMessage;
 
-/// The thread's side.
+/// The part of a freeze that runs on the save's thread.
 pub struct Freezer {
-    /// To the agent.
+    /// The agent's socket.
     channel: Endpoint,
     patience: Duration,
 }
 
 impl Freezer {
-    /// Asked before anything is copied: an agent that is not there need not be waited for until all is.
+    /// Fails if the agent does not answer. Asked before anything is copied, so that a missing agent is noticed early.
     pub fn must_be_answered(&self, progress: &Progress) -> Result<(), SaveError> {
         self.ask(progress, |patience| Agent::reach(&self.channel, patience)).map(drop)
     }
 
-    /// Its connection ends with it: who thaws needs one.
+    /// Freezes the file systems. The connection ends with this call: the thaw needs a connection of its own.
     pub fn freeze(
         &self,
         cues: &Receiver<Cue>,
@@ -70,7 +70,8 @@ impl Machine {
         Some(Freezer { channel, patience: Duration::from_millis(request.patience_ms) })
     }
 
-    /// From here on somebody has to thaw, whatever becomes of this keeper.
+    /// Notes in the journal that the file systems may be frozen: from here on they must be thawed, even if this keeper
+    /// dies.
     pub(super) fn note_freezing(&mut self) {
         if !self.may_go_on_saving() {
             return;

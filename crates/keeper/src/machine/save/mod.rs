@@ -1,17 +1,17 @@
-//! Save: memory is copied while the guest runs; then it stands still for a moment, of which the snapshot is.
+//! Save: memory is copied while the guest runs. Then the guest is paused for a moment; the snapshot shows that moment.
 //!
 //! ```text
 //! thread   (what the guest uses ->) all of memory -> what was written meanwhile -> ... -> little | the last of it ............ | images, manifest
 //! loop                                                            pause -> devices -> images frozen -> go on | stop
 //! upload   (memory, as it is copied .......................................)          (images, what of memory changed, manifest)
 //! ```
-//! All of it is of one moment: requests in flight are answered before QEMU says that its guest stands still; from then on
-//! nobody writes to memory or images until memory is copied and each image is a clone, or is frozen: then its disk copies
-//! what it is about to change before it does (`hearth_disk::image::FrozenImage`).
+//! Everything belongs to the same moment. Requests in flight are answered before QEMU reports that its guest is paused.
+//! From then on nobody writes to memory or images until memory is copied and each image is cloned or frozen. A frozen
+//! image's disk copies a block before it changes it (`hearth_disk::image::FrozenImage`).
 //!
-//! Until the manifest is written there is no snapshot: whatever fails, or calls it off, removes the folder and leaves the
-//! guest as it was. A keeper that dies may leave a guest that stands still; the journal says why, and the next keeper lets
-//! it go on.
+//! There is no snapshot until the manifest is written. A save that fails or is cancelled removes the folder, and the
+//! guest goes on as before. A keeper that dies may leave a paused guest; the journal says why, and the next keeper
+//! continues it.
 
 mod ending;
 mod freeze;
@@ -52,10 +52,10 @@ use progress::Progress;
 use task::{CopyWay, Cue, ImageCopy, Moment, Sight, Task, Written};
 use upload::Upload;
 
-/// Taking the state takes 20 ms; on a host that swaps it may be a second.
+/// How long to wait for QEMU's state. It takes 20 ms; on a host that swaps it may take a second.
 const STATE_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Says something to the loop, of one save.
+/// Sends messages about one save to the loop.
 #[derive(Clone)]
 pub struct Tell {
     tell: Sender<Event>,
@@ -64,7 +64,7 @@ pub struct Tell {
 
 impl Tell {
     fn say(&self, message: SaveMessage) {
-        // Fails only when the loop is gone, and then nobody wants to know.
+        // Fails only when the loop has ended; then nobody needs the message.
         let _ = self.tell.send(Event::Save { number: self.number, message });
     }
 }
@@ -72,17 +72,17 @@ impl Tell {
 /// Saves of the machine's guests.
 #[derive(Default)]
 pub struct Saves {
-    /// The save that is under way.
+    /// The save that is under way. It may be cancelled already.
     pub current: Option<Saving>,
     /// State of the guest's file systems, as long as the journal says that they may be frozen.
     pub frozen: Option<Frozen>,
-    /// Number of saves that were begun.
+    /// Number of saves that have begun.
     pub begun: u64,
 }
 
 /// A save that is under way.
 pub struct Saving {
-    /// Words of one that was called off may still come.
+    /// Number of this save. Messages of an earlier, cancelled save may still arrive.
     number: u64,
     folder: PathBuf,
     then: SaveThen,
@@ -95,14 +95,14 @@ pub struct Saving {
     thread: JoinHandle<Result<Written, SaveError>>,
 }
 
-/// Whether the guest stands still for it.
+/// Whether the guest is paused for the save.
 enum Held {
     NotYet,
     Since(Instant),
     Was(Duration),
 }
 
-/// Where a disk goes.
+/// A disk of the guest and its file in the snapshot.
 struct Target {
     disk: String,
     image: PathBuf,
@@ -128,7 +128,7 @@ impl Saving {
     }
 }
 
-/// If that is where the snapshot is to go.
+/// The object store for the snapshot, if `folder` is an address.
 fn upload_to(context: &Context, folder: &Path) -> Result<Option<Upload>, ApiError> {
     if !is_address(folder) {
         return Ok(None);
@@ -155,7 +155,8 @@ fn save_targets(config: &Config, draft: &mut Draft) -> Result<Vec<Target>, Snaps
 }
 
 impl Disks {
-    /// First the disks: what they write from here on is in the log, or in memory before it is read.
+    /// Starts to log the disks' writes. Call it before the writes of anyone else are watched: a write that ends before
+    /// the log exists is in memory before memory is read.
     pub(super) fn log_disks(&self, life: &Life) -> Result<Arc<WriteLog>, ServerError> {
         let ram = &life.incarnation.ram;
         let log = Arc::new(WriteLog::new(ram.identity(), ram.pages()));
@@ -163,7 +164,7 @@ impl Disks {
         Ok(log)
     }
 
-    /// The error says why the guest has to stand still instead.
+    /// Watches all writes to the guest's memory. The error says why the guest must be paused instead.
     pub(super) fn watch_writers(&self, life: &Life, log: Arc<WriteLog>) -> Result<Writers, String> {
         let watch =
             |userfault| Writers::watch(userfault, &life.incarnation.ram, log).map_err(|error| crate::chain(&error));
@@ -186,7 +187,7 @@ impl Disks {
     pub(super) fn log_disk_writes(&self, log: Option<&Arc<WriteLog>>) -> Result<(), ServerError> {
         for disk in &self.servers {
             match disk.set_write_log(log.cloned()) {
-                // One that is gone writes nothing.
+                // A server that has ended writes nothing.
                 Ok(()) | Err(ServerError::Gone { .. }) => {}
                 Err(error) => return Err(error),
             }
@@ -194,7 +195,7 @@ impl Disks {
         Ok(())
     }
 
-    /// One that cannot be told so goes on, and harms nothing.
+    /// Stops logging the disks' writes. A server that cannot be told continues to log, which does no harm.
     pub(super) fn log_no_writes(&self) {
         if let Err(error) = self.log_disk_writes(None) {
             tracing::warn!(error = crate::chain(&error), "cannot stop logging the disks' writes");
@@ -301,7 +302,8 @@ impl Machine {
         }
     }
 
-    /// Emulated code that was translated before is not read again, and a scan would not see that it is used.
+    /// Makes QEMU translate emulated code again: code that is already translated is not read again, so a scan would
+    /// miss it.
     fn translate_anew(&mut self) {
         let Some(generation) = self.state.guest().map(|life| &life.generation) else { return };
         if generation.identity().accelerator != Accelerator::Tcg.name() {
@@ -315,14 +317,15 @@ impl Machine {
         }
     }
 
-    /// A restored guest announces itself on its networks, which wakes who watches its links: a scan shall see what that uses.
+    /// Makes the guest announce itself on its networks, as after a restore. This wakes whatever watches its links, and
+    /// the scan sees the pages that they use.
     fn announce_as_restored(&self) {
         if let Some(Err(error)) = self.state.guest().map(|life| life.generation.qmp.announce()) {
             tracing::warn!(%error, "the scan misses pages that a guest uses to announce itself");
         }
     }
 
-    /// If it does not already.
+    /// Ends the mode set by `translate_anew`, if it is on.
     pub(super) fn translate_as_ever(&mut self) {
         if self.context.journal.guest != GuestNote::Scanned {
             return;
@@ -335,7 +338,7 @@ impl Machine {
         self.context.save_journal();
     }
 
-    /// If not, that is the save's end.
+    /// Whether the save can go on. If not, it is cancelled.
     fn may_go_on_saving(&mut self) -> bool {
         let Some(saving) = &self.saves.current else { return false };
         let may = self.state.is_undisturbed() && self.is_current(saving.generation);

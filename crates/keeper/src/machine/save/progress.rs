@@ -1,4 +1,4 @@
-//! How far a save is: counted by its thread, told to whoever asks and, now and then, as an event.
+//! Progress of a save: counted by its thread, shown to whoever asks and, now and then, as an event.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, OnceLock};
@@ -12,28 +12,28 @@ use super::super::work::{TELL_EVERY, Work};
 use super::Tell;
 use crate::event::SaveMessage;
 
-/// While a scan waits it is looked so often whether it was called off.
+/// How often a waiting scan checks whether the save was cancelled.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 const MIB: f64 = 1048576.0;
 
-/// Seen from both sides.
+/// Progress shared by the save's threads and the machine's loop.
 pub struct Progress {
     folder: String,
     began: Instant,
-    /// Until then nothing is copied.
+    /// The scan that is under way. Nothing is copied until it ends.
     scan: Mutex<Option<ScanStatus>>,
     copying: OnceLock<Instant>,
     pages: AtomicU64,
     pages_done: AtomicU64,
-    /// Of the images that have to be copied.
+    /// Size of the images that have to be copied.
     disk_bytes: u64,
     disk_bytes_done: AtomicU64,
     upload: Upload,
     /// Why the save was called off.
     called_off: OnceLock<String>,
-    /// One of its threads has failed, and says why itself.
+    /// One of the save's threads has failed, and reports the reason itself.
     abandoned: AtomicBool,
-    /// Last time that an event told how far it is.
+    /// Time of the last progress event.
     told: Mutex<Instant>,
 }
 
@@ -41,7 +41,7 @@ pub struct Progress {
 struct Upload {
     bytes: AtomicU64,
     bytes_done: AtomicU64,
-    /// When the first bytes had arrived, and how many: what they took is not known.
+    /// When the first bytes had arrived, and how many. How long these took is not known.
     arriving: OnceLock<(Instant, u64)>,
 }
 
@@ -80,13 +80,13 @@ impl Progress {
 
     pub fn status(&self) -> SaveStatus {
         let (pages, pages_done) = (self.pages.load(Relaxed), self.pages_done.load(Relaxed));
-        // What the guest lets grow meanwhile is copied, and was not foreseen.
+        // The guest's disks may grow during the copy, so more may be copied than was expected.
         let disk_bytes_done = self.disk_bytes_done.load(Relaxed).min(self.disk_bytes);
         let (copied, to_copy) = (pages_done * PAGE_BYTES + disk_bytes_done, pages * PAGE_BYTES + self.disk_bytes);
         let since = self.copying.get().map(|since| (since.elapsed(), 0));
         let copy = Work::of(copied, to_copy, since);
         let upload = self.upload.work();
-        // Both go on at the same time.
+        // Copy and upload run at the same time.
         let both = Work::of(copy.done + upload.done, copy.all + upload.all, since);
         let eta_s = copy.left_s().zip(upload.left_s()).map(|(copy, upload)| copy.max(upload));
         SaveStatus {
@@ -104,7 +104,7 @@ impl Progress {
         }
     }
 
-    /// Whoever else works at it stops.
+    /// Makes the save's other thread stop.
     pub fn abandon(&self) {
         self.abandoned.store(true, Relaxed);
     }
@@ -122,7 +122,7 @@ impl Progress {
     }
 }
 
-/// The side of a thread.
+/// Progress as the save's threads report it.
 pub struct Reporter<'a> {
     progress: &'a Progress,
     tell: &'a Tell,
@@ -153,9 +153,9 @@ impl<'a> Reporter<'a> {
 
     pub fn begin_copy(&self) {
         *self.progress.scan.lock().expect("nobody panics with it") = None;
-        // It is set once: there is one copy.
+        // It is set only once, because there is one copy.
         let _ = self.progress.copying.set(Instant::now());
-        // The first moment of a copy says nothing of its rate.
+        // The first moment of a copy says nothing about its rate.
         *self.progress.told.lock().expect("nobody panics with it") = Instant::now();
     }
 
@@ -164,7 +164,7 @@ impl<'a> Reporter<'a> {
         self.report()
     }
 
-    /// So much has arrived in the store, of so much, as far as that is known.
+    /// Notes how many bytes have arrived in the store, and how many there will be as far as is known.
     pub fn uploaded(&mut self, arrived: u64, of: u64) -> Result<(), SaveError> {
         let upload = &self.progress.upload;
         upload.bytes_done.store(arrived, Relaxed);
@@ -210,7 +210,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_left_to_be_sent_counts_for_how_long_it_takes_at_the_rate_at_which_it_arrives() {
+    fn unsent_bytes_count_in_the_estimate() {
         let progress = Progress::begin("s3://bucket/one".into(), 100, 0, 8 << 20);
         let (tell, _events) = mpsc::channel();
         let tell = Tell { tell, number: 1 };
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn the_thread_that_fails_ends_the_other_and_an_order_is_told_first() {
+    fn failed_thread_ends_the_other_cancel_wins() {
         let progress = Progress::begin("s3://bucket/one".into(), 100, 0, 8 << 20);
         progress.must_go_on().unwrap();
         progress.abandon();

@@ -1,4 +1,4 @@
-//! What a save is refused for before it begins.
+//! Reasons to refuse a save before it begins.
 
 use hearth_api::{ApiError, ErrorWord, FreezeRequest, SaveRequest, ScanRequest};
 

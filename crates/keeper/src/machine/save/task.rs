@@ -1,5 +1,6 @@
-//! What the thread of a save does: a scan, if one was asked for; memory while the guest runs, the last of it while it stands
-//! still, then images and manifest. The loop holds the guest still when it is told to, and says what devices and disks were like.
+//! The thread of a save: a scan, if requested; memory while the guest runs; the last pages while the guest is paused;
+//! then images and manifest. The loop pauses the guest when the thread asks for it, and describes the devices and
+//! disks.
 
 use std::fs::File;
 use std::io;
@@ -28,37 +29,37 @@ use super::progress::{Progress, Reporter};
 use super::upload::{Orders, Upload, Whole};
 use crate::event::SaveMessage;
 
-/// What the loop tells the thread.
+/// Message from the loop to the thread.
 pub enum Cue {
-    /// A new keeper would know that file systems are frozen.
+    /// The journal says that file systems may be frozen.
     Noted,
-    /// The guest stands still.
+    /// The guest is paused.
     Held,
     Moment(Box<Moment>),
 }
 
-/// The guest at the moment of which the snapshot is, but for its memory.
+/// The paused guest without its memory: what the snapshot shows.
 pub struct Moment {
     pub machine: String,
     pub state: Vec<u8>,
-    /// Complete but for what is still to be written.
+    /// Manifest without the parts that still have to be written.
     pub manifest: Manifest,
     pub images: Vec<ImageCopy>,
 }
 
-/// A disk of that moment, in the order of the manifest.
+/// A disk's image in the snapshot, in the order of the manifest.
 pub struct ImageCopy {
     pub path: PathBuf,
     pub way: CopyWay,
 }
 
 pub enum CopyWay {
-    /// A clone: all there, but perhaps not on the disk yet.
+    /// A clone: complete, but perhaps not on the disk yet.
     Shared(File),
     Frozen(Arc<FrozenImage>),
 }
 
-/// Given to a guest whose disks are at work, before the next piece of an image is copied; so 256 KiB take so long at most.
+/// How long a copy of an image waits while the guest uses its disks: at most this long before each piece of 256 KiB.
 const GIVE_WAY_MAX: Duration = Duration::from_millis(5);
 const LOOK_EVERY: Duration = Duration::from_micros(500);
 
@@ -67,30 +68,31 @@ pub struct Task {
     pub ram: Arc<RamFile>,
     pub sight: Sight,
     pub compress: bool,
-    /// Has the guest's file systems frozen.
+    /// Freezes the guest's file systems, if requested.
     pub freezer: Option<Freezer>,
-    /// Pages that are blocks of disks are stored as that; this one knows which may be.
+    /// Ledger that says which pages may be blocks of disks. Such pages are stored as the block's location.
     pub dedup: Option<Arc<Mutex<Ledger>>>,
     pub cues: Receiver<Cue>,
     pub progress: Arc<Progress>,
     pub tell: Tell,
-    /// Of the guest.
+    /// Load of the guest's disks.
     pub disks: Vec<Pressure>,
-    /// Where the snapshot goes, if it does not stay.
+    /// Upload to an object store. None if the snapshot stays on this host.
     pub upload: Option<Upload>,
 }
 
-/// What is seen of those who use the guest's memory.
+/// How accesses to the guest's memory are observed.
 pub enum Sight {
-    /// First what they use, then what they write.
+    /// First all accesses, then writes.
     Uses(AccessScan, ScanPlan),
     Writes(Writers),
-    /// The guest stands still from the beginning.
+    /// Not at all: the guest is paused from the beginning.
     Nothing,
 }
 
 impl Sight {
-    /// Pages that were used, if that was asked for; and writes are seen from now on, if they can be.
+    /// Scans, if requested. Returns the pages that were used, and the watch on writes from now on, if writes can be
+    /// watched.
     fn scan(self, tell: &Tell, reporter: &Reporter<'_>) -> Result<(Option<Used>, Option<Writers>), SaveError> {
         let (scan, plan) = match self {
             Self::Uses(scan, plan) => (scan, plan),
@@ -110,12 +112,12 @@ impl Sight {
     }
 }
 
-/// How a save went.
+/// Figures of a finished save.
 #[derive(Debug)]
 pub struct Written {
     pub ram: Sealed,
     pub approach: Option<Approach>,
-    /// Of memory, copied while the guest stood still.
+    /// Pages of memory copied while the guest was paused.
     pub pages_held: u64,
     pub pages_on_disks: u64,
 }
@@ -156,13 +158,13 @@ impl Task {
             None => None,
         };
         if let Some((used, writers)) = used.as_mut().zip(writers.as_ref()) {
-            // While it still runs: this takes milliseconds.
+            // Do this while the guest runs: it takes milliseconds.
             used.add_mapped(writers)?;
         }
         if let Some(freezer) = &freezer {
             freezer.freeze(&cues, &progress, &tell, &reporter)?;
             if let (Some(writers), Some(approach)) = (&writers, &mut approach) {
-                // What the guest has written while its agent was waited for.
+                // Pages that the guest has written while the thread waited for its agent.
                 approach.add(copy.approach(writers, &mut reporter)?);
             }
         }
@@ -175,7 +177,7 @@ impl Task {
         };
         let Some(moment) = next(&cues, &progress)? else { return Err(SaveError::Abandoned) };
         if let Some(writers) = &writers {
-            // QEMU has given its state away, and nobody writes any more.
+            // QEMU has handed over its state, and nobody writes any more.
             pages_held += copy.keep_rest(writers, &mut reporter)?;
         }
         tell.say(SaveMessage::Taken);
@@ -183,7 +185,7 @@ impl Task {
         drop(writers);
         let candidates = dedup.map(|ledger| candidates(&ledger));
         let Moment { machine, state, mut manifest, images } = *moment;
-        // First what the guest's own writes have to wait for.
+        // Images first: the guest's own writes have to wait for them.
         for (image, part) in images.into_iter().zip(&mut manifest.disks) {
             part.bytes = image.complete(&disks, &mut reporter)?;
             part.modified = Some(draft.disk_modified(&part.name)?);
@@ -217,7 +219,7 @@ impl Task {
     }
 }
 
-/// The loop lets go of its end when it calls the save off.
+/// Waits for the loop's next cue. The loop drops its end of the channel when it cancels the save.
 pub fn next(cues: &Receiver<Cue>, progress: &Progress) -> Result<Option<Box<Moment>>, SaveError> {
     let cue = cues.recv();
     progress.must_go_on()?;
@@ -229,7 +231,7 @@ pub fn next(cues: &Receiver<Cue>, progress: &Progress) -> Result<Option<Box<Mome
 }
 
 impl ImageCopy {
-    /// How long the file is, once all of it is on the disk.
+    /// Waits until the whole file is on the disk. Returns its length in bytes.
     fn complete(self, disks: &[Pressure], reporter: &mut Reporter<'_>) -> Result<u64, SaveError> {
         let failed = |source: io::Error| SaveError::Image { path: self.path.clone(), source };
         match &self.way {

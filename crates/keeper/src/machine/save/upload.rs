@@ -1,4 +1,4 @@
-//! A save that goes to an object store: by way of a folder of this host, which a thread sends while it is written.
+//! Upload: a save to an object store. It goes through a folder of this host, which a thread sends while it is written.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,14 +22,14 @@ pub struct Upload {
     pub expected: Expected,
 }
 
-/// A snapshot in a folder that is whole but for its manifest.
+/// A snapshot in a folder, complete except for its manifest.
 pub struct Whole {
     pub written: Written,
     pub manifest: Manifest,
     pub draft: Draft,
 }
 
-/// To whoever sends it; nobody does if it stays on this host.
+/// Messages to the upload's thread. None if the snapshot stays on this host.
 pub struct Orders(Option<Sender<Order>>);
 
 impl Orders {
@@ -39,12 +39,12 @@ impl Orders {
 
     pub fn give(&self, order: Order) {
         if let Some(orders) = &self.0 {
-            // A thread that is gone has said why.
+            // A thread that has ended has reported why itself.
             let _ = orders.send(order);
         }
     }
 
-    /// The file of memory that is about to be written, of so many pages at most.
+    /// Announces the memory file, of at most `ram_pages` pages, before it is written.
     pub fn outgoing(&self, ram_pages: u64) -> Option<Arc<Outgoing>> {
         self.0.as_ref()?;
         let outgoing = Arc::new(Outgoing::of_pages(ram_pages));
@@ -54,7 +54,7 @@ impl Orders {
 }
 
 impl Upload {
-    /// Sends what `write` writes. Either of the two that fails ends the other.
+    /// Uploads what `write` writes. If one of the two fails, the other ends.
     pub fn send(
         self,
         progress: &Progress,
