@@ -8,9 +8,9 @@ mod age;
 mod dump;
 mod error;
 mod event;
+mod fast_remount;
 mod openapi;
 mod page;
-mod remount;
 mod request;
 mod routes;
 mod status;
@@ -22,9 +22,9 @@ pub use dump::{
 };
 pub use error::{ApiError, ErrorWord};
 pub use event::{EventKind, EventRecord};
+pub use fast_remount::{MissedRun, PlannedRun, ReadyRequest, RemountDisk, RemountLater, RemountPlan, RemountVolume};
 pub use openapi::openapi;
 pub use page::page;
-pub use remount::{MissedRun, PlannedRun, ReadyRequest, RemountDisk, RemountLater, RemountPlan, RemountVolume};
 pub use request::{
     Accepted, CrashMethod, CrashRequest, DiskSize, FreezeRequest, ParkRequest, RebootRequest, RejuvenateRequest,
     ResizeRequest, SaveCancel, SaveRequest, SaveThen, ScanRequest, StopRequest, UpgradeRequest,

@@ -12,7 +12,7 @@ use hearth_disk::image::ImageFile;
 use hearth_disk::tag::Tagger;
 use hearth_keeper::{Hub, Place};
 use hearth_qemu::Endpoint;
-use hearth_recovery::boot_set::saved;
+use hearth_recovery::fast_remount::saved;
 use hearth_recovery::images::{DiskNote, at_rest};
 
 fn hearth(root: &Path, arguments: &[&str]) -> Output {

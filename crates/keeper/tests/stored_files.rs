@@ -23,7 +23,7 @@ use hearth_disk::nvram::{MirrorPolicy, Nvram, NvramOptions};
 use hearth_disk::tag::Tagger;
 use hearth_disk::warm::{AfterServing, WarmSource};
 use hearth_keeper::{EventLog, Record, read_events};
-use hearth_recovery::boot_set::saved;
+use hearth_recovery::fast_remount::saved;
 use hearth_recovery::images::{self, DiskNote, Notes};
 use hearth_recovery::journal::Journal;
 use hearth_recovery::lazy_restore::{Mode, Order};

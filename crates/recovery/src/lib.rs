@@ -4,10 +4,10 @@
 //! starts outlives the call: its callers pass in what it needs, and it returns what it did.
 
 pub mod admission;
-pub mod boot_set;
 pub mod budget;
 pub mod crash_recovery;
 pub mod ember;
+pub mod fast_remount;
 pub mod hold;
 pub mod images;
 pub mod incarnation;

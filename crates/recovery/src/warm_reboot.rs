@@ -15,8 +15,8 @@ use hearth_disk::server::{DiskServer, ServerError, Tracking};
 use hearth_disk::tag::Tagger;
 use std::sync::Arc;
 
-use crate::boot_set::WarmSources;
 use crate::ember::EmberError;
+use crate::fast_remount::WarmSources;
 use crate::incarnation::{Incarnation, discard_files};
 
 /// Steps of a warm reboot, in order; the same words in events, metrics and `hearth explain`.

@@ -34,7 +34,9 @@ mod console;
 mod dump;
 mod events;
 mod explain;
+mod fast_remount;
 mod host_reload;
+mod lazy_restore;
 mod list;
 mod machine;
 mod object_store;
@@ -43,9 +45,7 @@ mod pages;
 mod parked;
 mod plan;
 mod rehearse;
-mod rejuvenate;
-mod remount;
-mod restore;
+mod rejuvenation;
 mod save;
 mod status;
 #[cfg(test)]
@@ -206,7 +206,7 @@ enum Verb {
     #[command(after_help = "Examples: hearth rejuvenate web --qemu /opt/qemu-10/bin/qemu-system-x86_64
           hearth rejuvenate --all --parallel 4 --stagger 10s
           hearth rejuvenate --plan --boot 20s")]
-    Rejuvenate(rejuvenate::RejuvenateArguments),
+    Rejuvenate(rejuvenation::RejuvenateArguments),
     /// Replace a machine's keeper with another version of Hearth.
     ///
     /// The guest keeps running; its disks pause for about a second. A program that cannot take over the machine is
@@ -242,7 +242,7 @@ enum Verb {
     /// it is. You can restore one snapshot any number of times. To start the machine again later: `hearth run
     /// FOLDER/machine.toml`.
     #[command(after_help = "Example: hearth restore /srv/snapshots/web-1 --as web2 --folder /srv/web2")]
-    Restore(restore::RestoreArguments),
+    Restore(lazy_restore::RestoreArguments),
     /// Record what a restored guest uses first, in a throwaway clone.
     ///
     /// The clone has no network access, and its disk writes are discarded. The pages that it uses are added to the
@@ -474,7 +474,7 @@ pub fn main(run: fn(Start) -> ExitCode) -> ExitCode {
         Verb::Restore(arguments) => {
             drop(out);
             let root = root_of(cli.runtime_root);
-            let prepared = restore::prepare(arguments, &root);
+            let prepared = lazy_restore::prepare(arguments, &root);
             prepared.map(|(in_force, folders, order)| {
                 run(Start { in_force, folders, root, restore: Some(order), inheritance: Inheritance::default() })
             })
@@ -523,7 +523,7 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
     let context = &mut context;
     match verb {
         Verb::Run(_) | Verb::Restore(_) | Verb::Rehearse(_) => unreachable!("`main` takes these"),
-        Verb::WorkingSet { snapshot, store } => restore::working_set(context, &snapshot, &store),
+        Verb::WorkingSet { snapshot, store } => lazy_restore::working_set(context, &snapshot, &store),
         Verb::Check { file: FileArgument { file }, take_over: false } => configuration::check(context, &file),
         Verb::Check { file: FileArgument { file }, take_over: true } => configuration::check_take_over(context, &file),
         Verb::Ls => list::list(context),
@@ -539,13 +539,13 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
             order::crash(context, &machine.name, CrashRequest { method: method.into() }, wait)
         }
         Verb::Dump(arguments) => dump::perform(context, arguments),
-        Verb::Rejuvenate(arguments) => rejuvenate::perform(context, arguments),
+        Verb::Rejuvenate(arguments) => rejuvenation::perform(context, arguments),
         Verb::UpgradeKeeper(arguments) => upgrade_keeper::perform(context, arguments),
         Verb::HostReload { verb } => host_reload::perform(context, verb),
         Verb::Age(NameArgument { name }) => age::show(context, &name),
         Verb::Save(arguments) => save::save(context, arguments),
-        Verb::Ready(NameArgument { name }) => remount::ready(context, &name),
-        Verb::RemountPlan { machine, list } => remount::show(context, &machine.name, list),
+        Verb::Ready(NameArgument { name }) => fast_remount::ready(context, &name),
+        Verb::RemountPlan { machine, list } => fast_remount::show(context, &machine.name, list),
         Verb::Events { machine, follow, since } => events::show(context, &machine.name, since, follow),
         Verb::Explain(NameArgument { name }) => explain::show(context, &name),
         Verb::Resize { machine, disk } => order::resize(context, &machine.name, &disk),

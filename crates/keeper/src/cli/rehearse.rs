@@ -12,8 +12,8 @@ use clap::Args;
 use hearth_recovery::lazy_restore::Mode;
 
 use super::clone::{CloneNote, remove_leftovers};
+use super::lazy_restore::{Draft, make_machine, typed};
 use super::object_store::{StoreArguments, place};
-use super::restore::{Draft, make_machine, typed};
 use super::trust::Trust;
 use super::{CliError, absolute};
 use crate::config::SECONDS_MAX;

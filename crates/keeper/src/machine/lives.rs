@@ -14,7 +14,7 @@ use hearth_recovery::journal::GuestNote;
 use hearth_recovery::rejuvenation::{ClockDebt, parked};
 use hearth_recovery::warm_reboot::Phase;
 
-use super::crash::Harvest;
+use super::crash_recovery::Harvest;
 use super::dumps::Dumps;
 use super::generation::{Devices, Generation};
 use super::leftovers::Needed;

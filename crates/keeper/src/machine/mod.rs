@@ -38,7 +38,7 @@
 //!
 //! Every other way out of Running goes through the end of QEMU's process, seen by its pidfd: only then is its memory dead and
 //! its disk I/O drained. What QEMU said before (`Shutdown`, `GuestPanicked`, `Watchdog`) only names the cause. Dumps of dead
-//! guests (`crash`, `dump`) go on beside all this; a machine that stops waits for them in Dumping.
+//! guests (`crash_recovery`, `dump`) go on beside all this; a machine that stops waits for them in Dumping.
 //!
 //! A machine is made of parts. Each owns its fields, and its methods borrow the `Context` and the parts that they need; only what
 //! concerns the machine as a whole is a method of `Machine`.
@@ -46,27 +46,28 @@
 //! | part | owns |
 //! |---|---|
 //! | `Context` (`context`) | configuration, folders, QEMU's program, journal, event log: what all parts share |
-//! | `WarmReboot` (`warm_reboot`, `remount`) | ember, boot set, tags, budget, memory monitor |
-//! | `FastRemount` (`remount`) | until when a boot is noted, the readiness probe |
+//! | `WarmReboot` (`warm_reboot`, `fast_remount`) | ember, boot set, tags, budget, memory monitor |
+//! | `FastRemount` (`fast_remount`) | until when a boot is noted, the readiness probe |
 //! | `GuestMemory` (`gate`, `restore`) | the gate before the guest's memory, its way out of a snapshot |
 //! | `Disks` (`disks`, `images`, `nvram`, `backfill`) | servers, images, NVRAM, backfill |
 //! | `State` (`state`, `actions`) | where the machine stands: the guest and its QEMU, the order, the wait before a start |
 //! | `LastRecovery` (`timeline`) | how long each phase of the last recovery took |
 //! | `Rejuvenations` (`rejuvenate`, `park`, `upgrade`, `age`) | the last hop, the schedule, the guest that is being parked, the successor |
 //! | `Saves` (`save`, `frozen`) | the save under way, frozen file systems |
-//! | `CrashRecovery` (`crash`, `dumps`, `crash_loop`) | dumps, crashes, harvested registers |
+//! | `CrashRecovery` (`crash_recovery`, `dumps`, `crash_loop`) | dumps, crashes, harvested registers |
 
 mod access;
 mod actions;
 mod age;
 mod backfill;
 mod context;
-mod crash;
 mod crash_loop;
+mod crash_recovery;
 mod disks;
 mod dump;
 mod dumps;
 mod error;
+mod fast_remount;
 mod frozen;
 mod gate;
 mod generation;
@@ -85,7 +86,6 @@ mod park;
 mod passt;
 mod ready;
 mod rejuvenate;
-mod remount;
 pub mod restore;
 mod save;
 mod space;
@@ -114,9 +114,10 @@ use crate::upgrade::Successor;
 
 use backfill::backfill_says;
 pub use context::{ConfigurationFile, Context, Outside, QemuChoice, load_journal};
-use crash::CrashRecovery;
+use crash_recovery::CrashRecovery;
 use disks::Disks;
 pub use error::MachineError;
+use fast_remount::FastRemount;
 use gate::GuestMemory;
 use generation::Generation;
 pub use in_force::Next;
@@ -124,7 +125,6 @@ use locked_files::LockedFiles;
 use park::Parking;
 pub use rejuvenate::GUEST_DIED_WITH_QEMU;
 use rejuvenate::Rejuvenations;
-use remount::FastRemount;
 use save::Saves;
 use state::{Input, State};
 pub use takeover::could_take_over;

@@ -9,9 +9,9 @@ use hearth_disk::server::DiskServer;
 use hearth_disk::tag::Tagger;
 use hearth_memory::PAGE_BYTES;
 use hearth_recovery::admission::Terms;
-use hearth_recovery::boot_set::WarmSources;
 use hearth_recovery::budget::Budget;
 use hearth_recovery::ember::Ember;
+use hearth_recovery::fast_remount::WarmSources;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::warm_reboot::{Phase, Succession};
 

@@ -14,7 +14,7 @@ use hearth_disk::block::DiskId;
 use hearth_disk::clock::Clock;
 use hearth_disk::tag::Tagger;
 use hearth_disk::write_log::WriteLog;
-use hearth_recovery::boot_set::WarmSources;
+use hearth_recovery::fast_remount::WarmSources;
 use hearth_recovery::incarnation::Incarnation;
 
 use crate::counts::Counts;

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
-use super::rejuvenate::time;
+use super::rejuvenation::time;
 use super::{CliError, Context, Exit};
 use crate::host_reload::{PLACE, PLACE_VARIABLE};
 

@@ -13,7 +13,7 @@ use hearth_recovery::rejuvenation::parked;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use super::super::order::wait_for_keepers_end;
-use super::super::rejuvenate::Queue;
+use super::super::rejuvenation::Queue;
 use super::super::text::milliseconds;
 use super::super::{CliError, Context, Exit};
 use super::check::Findings;

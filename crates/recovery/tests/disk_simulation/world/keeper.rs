@@ -15,6 +15,7 @@ use hearth_disk::tag::Tagger;
 use hearth_disk::warm::WarmSource;
 use hearth_recovery::boot_set::WarmSources;
 use hearth_recovery::ember::Ember;
+use hearth_recovery::fast_remount::WarmSources;
 use hearth_recovery::incarnation::{Incarnation, discard_files};
 use hearth_recovery::warm_reboot;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

@@ -14,7 +14,7 @@ use hearth_api::{ApiError, ErrorWord, EventKind, MissedRun, PlannedRun, RemountD
 use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::{BootSet, DiskTally, PhaseTally};
 use hearth_disk::server::DiskServer;
-use hearth_recovery::boot_set::saved::{self, Loaded};
+use hearth_recovery::fast_remount::saved::{self, Loaded};
 use hearth_recovery::images::DiskNote;
 
 use super::Context;

@@ -1,4 +1,4 @@
-//! Boot set: the memory that answers a guest's reads, and in which order.
+//! Fast remount: the boot set answers a guest's reads before the ember and the image do.
 //!
 //! a read: boot set -> ember -> image. No block is in both boot set and ember: a block that the boot set takes leaves
 //! the ember, and a dead incarnation's ledger loses the blocks that the boot set holds.
