@@ -30,6 +30,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use error_text::chain;
 
 use host::facts::{self, Accelerator, HostFacts};
 use host::profile::Profile;
@@ -278,12 +279,6 @@ fn chosen<T: Copy>(asked: Vec<T>, all: &[T]) -> Vec<T> {
 fn stack_by_name(name: &str) -> Result<Stack, String> {
     let names = || Stack::ALL.map(Stack::name).join(", ");
     Stack::ALL.into_iter().find(|stack| stack.name() == name).ok_or_else(|| format!("sides are {}", names()))
-}
-
-/// The error and all its causes on one line.
-fn chain(error: &dyn Error) -> String {
-    let causes = std::iter::successors(error.source(), |&cause| cause.source());
-    causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
 }
 
 fn root() -> &'static Path {

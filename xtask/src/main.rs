@@ -17,6 +17,7 @@ use std::error::Error;
 use std::process::{Command, ExitCode};
 
 use clap::{Parser, Subcommand};
+use error_text::chain;
 
 #[derive(Parser)]
 #[command(about = "Commands of the Hearth checkout; the Makefile calls them by name")]

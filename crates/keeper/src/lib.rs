@@ -38,6 +38,7 @@ mod watchdog;
 
 pub use config::page as config_page;
 pub use console::{Hub, Place};
+pub(crate) use error_text::chain;
 pub use event_log::{EventLog, read_file as read_events};
 pub use host_reload::Record;
 pub use metrics::page as metrics_page;
@@ -45,9 +46,4 @@ pub use metrics::page as metrics_page;
 /// The program `hearth`: the commands, and behind `hearth run` the keeper.
 pub fn main() -> ExitCode {
     cli::main(run::run)
-}
-
-/// An error with all its causes, on one line: `what: why: why that`.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    std::iter::successors(Some(error), |error| error.source()).map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }

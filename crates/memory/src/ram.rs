@@ -210,8 +210,9 @@ fn check_size(path: &Path, bytes: u64) -> Result<(), MemoryError> {
 
 #[cfg(test)]
 mod tests {
-    use std::error::Error;
     use std::os::unix::fs::PermissionsExt;
+
+    use error_text::chain;
 
     use super::*;
 
@@ -230,10 +231,6 @@ mod tests {
         for page in pages {
             ram.file.write_all_at(&[page as u8 | 1; PAGE_BYTES as usize], page * PAGE_BYTES).unwrap();
         }
-    }
-
-    fn chain(error: &dyn Error) -> String {
-        error.source().map_or(error.to_string(), |source| format!("{error}: {}", chain(source)))
     }
 
     #[test]

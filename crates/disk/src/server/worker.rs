@@ -435,7 +435,7 @@ impl Worker {
         match error {
             ConnectionError::Wire(WireError::Closed) => tracing::debug!(disk = self.name, "QEMU hung up"),
             error => {
-                let error = chain(&error);
+                let error = error_text::chain(&error);
                 tracing::warn!(disk = self.name, error, "QEMU broke the vhost-user protocol and is cut off");
             }
         }
@@ -553,16 +553,4 @@ impl Worker {
         }
         Ok(bytes)
     }
-}
-
-/// An error with its causes, in one line.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(next) = cause {
-        text.push_str(": ");
-        text.push_str(&next.to_string());
-        cause = next.source();
-    }
-    text
 }
